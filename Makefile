@@ -1,0 +1,87 @@
+# Every command of the project. `make test` and `make demo` set up .venv themselves, once.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# Empty: torch comes from pip's own configuration (on PyPI that is the large CUDA build).
+# The small CPU build: make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+TORCH := torch==2.13.0
+
+# Two workers, as `make test` is meant for two cores. PYTEST_FLAGS= runs them in one process.
+PYTEST_FLAGS ?= -n 2
+ARGS ?=
+
+# From the system only, never from .venv: a build folder cannot change its generator.
+GENERATOR := $(if $(shell command -v ninja),-G Ninja)
+NATIVE := $(shell find native -not -name '.*')
+
+.PHONY: help
+help:         ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
+
+$(VENV)/.stamp: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -qq $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(TORCH)
+	$(PIP) install -qq -r constraints.txt
+	touch $@
+
+# --no-index: if constraints.txt lacks something that pyproject.toml asks for, this fails and says so.
+$(VENV)/.built: $(VENV)/.stamp $(NATIVE)
+	$(PIP) install -qq --no-index --no-build-isolation -C build-dir=build/editable -e '.[demo,test]'
+	touch $@
+
+.PHONY: setup test test-slow test-gpu lint types native-test pytest asan demo bench clean
+setup: $(VENV)/.built  ## the environment in .venv, with the C core built
+
+test: lint types native-test pytest  ## everything that each commit must pass
+
+pytest: $(VENV)/.built  ## the Python tests, without the slow ones
+	$(BIN)/pytest -m "not slow and not gpu" $(PYTEST_FLAGS) $(ARGS)
+
+test-slow: $(VENV)/.built  ## the slow Python tests
+	$(BIN)/pytest -m "slow and not gpu" $(ARGS)
+
+test-gpu: $(VENV)/.built  ## the Python tests that need a CUDA device
+	$(BIN)/pytest -m gpu $(ARGS)
+
+lint: $(VENV)/.stamp  ## style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.stamp  ## mypy, strict
+	$(BIN)/mypy
+	$(BIN)/mypy tests
+
+native-test:  ## the C tests under ASan+UBSan, then under TSan
+	for sanitize in address,undefined thread; do \
+	  build=build/native-$${sanitize%%,*}; \
+	  cmake -S native -B $$build $(GENERATOR) -DCMAKE_BUILD_TYPE=Debug \
+	    -DCXLKV_SANITIZE=$$sanitize >/dev/null; \
+	  cmake --build $$build --parallel 2; \
+	  ctest --test-dir $$build --output-on-failure --no-tests=error; \
+	done
+
+# The stamp goes first, so that whatever comes next builds the plain core again.
+asan: $(VENV)/.built  ## the Python tests with the C under ASan+UBSan
+	rm $(VENV)/.built
+	$(PIP) install -qq --no-deps --no-build-isolation -C build-dir=build/editable-asan \
+	  -C cmake.define.CXLKV_SANITIZE=address,undefined -C cmake.define.CXLKV_DEBUG=2 -e .
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	  PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
+	  $(BIN)/pytest -m "not slow and not gpu" $(ARGS)
+
+demo: $(VENV)/.built  ## the whole way once, on a small model that is in the package
+	$(BIN)/cxlkv demo $(ARGS)
+
+bench: $(VENV)/.built  ## one microbenchmark: make bench CASE=select
+	$(BIN)/cxlkv bench $(CASE) $(ARGS)
+
+clean:        ## all that was built, and .venv
+	rm -rf build dist $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

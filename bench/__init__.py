@@ -1,0 +1,1 @@
+"""Microbenchmarks: each case shows ratios against bare memory operations or torch, in one run."""

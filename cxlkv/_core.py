@@ -1,0 +1,394 @@
+"""The binding: one function for each of the C core, same noun, checked; the only user of cffi."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import errors
+from cxlkv._native import ffi, lib
+from cxlkv.arrays import View
+from cxlkv.layout import DTYPES, KVLayout
+
+_EXCEPTIONS: Mapping[int, type[errors.CXLKVError]] = {
+    lib.CXLKV_E_NOT_A_POOL: errors.NotAPoolError,
+    lib.CXLKV_E_VERSION: errors.VersionError,
+    lib.CXLKV_E_GEOMETRY: errors.GeometryError,
+    lib.CXLKV_E_CORRUPT: errors.CorruptError,
+    lib.CXLKV_E_TRUNCATED: errors.TruncatedError,
+    lib.CXLKV_E_POOL_EXISTS: errors.PoolExistsError,
+    lib.CXLKV_E_POOL_FULL: errors.PoolFullError,
+    lib.CXLKV_E_STALE: errors.StaleError,
+    lib.CXLKV_E_CLOSED: errors.ClosedError,
+    lib.CXLKV_E_RELEASED: errors.ReleasedError,
+    lib.CXLKV_E_ORDER: errors.OrderError,
+    lib.CXLKV_E_UNEVEN: errors.UnevenError,
+    lib.CXLKV_E_POISON: errors.PoisonError,
+    lib.CXLKV_E_BUSY: errors.BusyError,
+    lib.CXLKV_E_TIMEOUT: errors.LockTimeoutError,
+    lib.CXLKV_E_PROCESSES: errors.BusyError,
+    lib.CXLKV_E_ARGUMENT: errors.BadArgumentError,
+    errno.ENOENT: errors.PoolMissingError,
+    errno.ENOMEM: errors.MemoryShortError,
+    errno.ENOSPC: errors.MemoryShortError,
+}
+E_ROOM: int = -lib.CXLKV_E_ROOM
+
+Handle = Any  # a cffi pointer to an opaque struct of the core
+Pages = npt.NDArray[np.int32]
+Starts = npt.NDArray[np.int32]
+
+_local = threading.local()
+
+
+def check(code: int) -> int:
+    """`code` if it is >= 0, else the exception that its number stands for."""
+    if code >= 0:
+        return code
+    text = ffi.string(lib.cxlkv_error_text()).decode(errors="replace")
+    raise _EXCEPTIONS.get(-code, errors.SystemCallError)(text)
+
+
+# ---- the build ----
+
+
+def version() -> str:
+    """The version of the C core."""
+    return str(ffi.string(lib.cxlkv_version()).decode())
+
+
+def isa() -> str:
+    """The instruction set that scoring uses now: "serial" or "avx2"."""
+    return str(ffi.string(lib.cxlkv_isa_name()).decode())
+
+
+def isa_force(name: str) -> None:
+    """Force "serial" or "avx2" for this process, or "auto"; raises when the CPU lacks it."""
+    check(lib.cxlkv_isa_force(name.encode()))
+
+
+def crc32c(data: bytes, crc: int = 0) -> int:
+    """CRC32C (Castagnoli) of `data`, continuing from `crc`."""
+    return int(lib.cxlkv_crc32c(crc, data, len(data)))
+
+
+# ---- pools ----
+
+
+def _layout_struct(layout: KVLayout, checksum: bool) -> Any:
+    group = layout.single_group()
+    made = ffi.new("cxlkv_layout *")
+    made.layers, made.kv_heads = group.layers, group.kv_heads
+    made.head_dim, made.value_head_dim = group.head_dim, layout.value_head_dim
+    made.page_tokens = layout.page_tokens
+    made.dtype = DTYPES.index(group.dtype)
+    made.checksum = int(checksum)
+    made.shard = list(layout.shard)
+    made.model_id = layout.model_id.encode()
+    return made
+
+
+def pool_create(
+    path: str | None, layout: KVLayout, checksum: bool, capacity_bytes: int, force: bool
+) -> Handle:
+    out = ffi.new("cxlkv_pool **")
+    where = ffi.NULL if path is None else ffi.new("char[]", path.encode())
+    flags = lib.CXLKV_CREATE_FORCE if force else 0
+    check(
+        lib.cxlkv_pool_create(where, _layout_struct(layout, checksum), capacity_bytes, flags, out)
+    )
+    return ffi.gc(out[0], lib.cxlkv_pool_destroy, capacity_bytes)
+
+
+def pool_open(path: str) -> Handle:
+    out = ffi.new("cxlkv_pool **")
+    check(lib.cxlkv_pool_open(path.encode(), out))
+    return ffi.gc(out[0], lib.cxlkv_pool_destroy)
+
+
+def pool_close(pool: Handle) -> None:
+    check(lib.cxlkv_pool_close(pool))
+
+
+def pool_remove(path: str) -> None:
+    check(lib.cxlkv_pool_remove(path.encode()))
+
+
+def pool_layout(pool: Handle) -> tuple[KVLayout, bool]:
+    """The pool's layout, and whether its pieces have checksums."""
+    got = ffi.new("cxlkv_layout *")
+    check(lib.cxlkv_pool_layout(pool, got))
+    layout = KVLayout(
+        layers=got.layers,
+        kv_heads=got.kv_heads,
+        head_dim=got.head_dim,
+        value_head_dim=got.value_head_dim,
+        page_tokens=got.page_tokens,
+        dtype=DTYPES[got.dtype],
+        shard=(got.shard[0], got.shard[1], got.shard[2], got.shard[3]),
+        model_id=ffi.string(got.model_id).decode(errors="replace"),
+    )
+    return layout, bool(got.checksum)
+
+
+def _fields(struct: Any) -> dict[str, int]:
+    fields = ffi.typeof(struct).item.fields
+    return {name: int(getattr(struct, name)) for name, _ in fields if name != "reserved"}
+
+
+def pool_geometry(pool: Handle) -> dict[str, int]:
+    got = ffi.new("cxlkv_geometry *")
+    check(lib.cxlkv_pool_geometry(pool, got))
+    return _fields(got)
+
+
+def pool_identity(pool: Handle) -> str:
+    got = ffi.new("uint8_t[16]")
+    check(lib.cxlkv_pool_identity(pool, got))
+    return bytes(ffi.buffer(got)).hex()
+
+
+def pool_stats(pool: Handle) -> dict[str, int]:
+    got = ffi.new("cxlkv_stats *")
+    check(lib.cxlkv_pool_stats(pool, got))
+    return _fields(got)
+
+
+def pool_check(pool: Handle, deep: bool) -> tuple[int, list[str]]:
+    """How many problems there are, and their texts as far as 64 KiB hold them."""
+    size = 1 << 16
+    text = ffi.new("char[]", size)
+    count = check(lib.cxlkv_pool_check(pool, int(deep), text, size))
+    return count, ffi.string(text).decode(errors="replace").splitlines()
+
+
+def pool_page_kind(pool: Handle) -> str:
+    return str(ffi.string(lib.cxlkv_pool_page_kind(pool)).decode())
+
+
+def pool_set_threads(pool: Handle, threads: int) -> None:
+    check(lib.cxlkv_pool_set_threads(pool, threads))
+
+
+# ---- pages ----
+
+
+def pages_alloc(pool: Handle, count: int) -> npt.NDArray[np.uint32]:
+    pages = np.empty(count, np.uint32)
+    check(lib.cxlkv_pages_alloc(pool, count, ffi.from_buffer("uint32_t[]", pages, True)))
+    return pages
+
+
+def pages_free(pool: Handle, pages: npt.NDArray[np.uint32]) -> None:
+    check(lib.cxlkv_pages_free(pool, len(pages), ffi.from_buffer("uint32_t[]", pages)))
+
+
+# ---- sequences ----
+
+
+def sequence_create(pool: Handle) -> Handle:
+    out = ffi.new("cxlkv_sequence **")
+    check(lib.cxlkv_sequence_create(pool, out))
+    return ffi.gc(out[0], lib.cxlkv_sequence_destroy)
+
+
+def sequence_fork(sequence: Handle) -> Handle:
+    out = ffi.new("cxlkv_sequence **")
+    check(lib.cxlkv_sequence_fork(sequence, out))
+    return ffi.gc(out[0], lib.cxlkv_sequence_destroy)
+
+
+def sequence_truncate(sequence: Handle, tokens: int) -> None:
+    check(lib.cxlkv_sequence_truncate(sequence, tokens))
+
+
+def sequence_release(sequence: Handle) -> None:
+    check(lib.cxlkv_sequence_release(sequence))
+
+
+def sequence_tokens(sequence: Handle) -> int:
+    return check(lib.cxlkv_sequence_tokens(sequence))
+
+
+def sequence_layer_tokens(sequence: Handle, layer: int) -> int:
+    return check(lib.cxlkv_sequence_layer_tokens(sequence, layer))
+
+
+def sequence_pages(sequence: Handle) -> npt.NDArray[np.uint32]:
+    """Ids of its complete pages in the pool."""
+    count = check(lib.cxlkv_sequence_pages(sequence, ffi.NULL, 0))
+    pages = np.empty(count, np.uint32)
+    got = lib.cxlkv_sequence_pages(sequence, ffi.from_buffer("uint32_t[]", pages, True), count)
+    return pages[: check(got)]
+
+
+def sequence_export(sequence: Handle) -> bytes:
+    size = check(lib.cxlkv_sequence_export(sequence, ffi.NULL, 0))
+    out = ffi.new("uint8_t[]", size)
+    return bytes(ffi.buffer(out, check(lib.cxlkv_sequence_export(sequence, out, size))))
+
+
+def sequence_adopt(pool: Handle, handle: bytes) -> Handle:
+    out = ffi.new("cxlkv_sequence **")
+    check(lib.cxlkv_sequence_adopt(pool, handle, len(handle), out))
+    return ffi.gc(out[0], lib.cxlkv_sequence_destroy)
+
+
+def publish(sequence: Handle, hashes: bytes, tokens_per_key: int) -> int:
+    return check(lib.cxlkv_publish(sequence, len(hashes) // 16, tokens_per_key, hashes))
+
+
+def match(pool: Handle, hashes: bytes, lease_s: float) -> tuple[int, Handle]:
+    out = ffi.new("cxlkv_sequence **")
+    tokens = check(lib.cxlkv_match(pool, len(hashes) // 16, hashes, lease_s, out))
+    return tokens, ffi.gc(out[0], lib.cxlkv_sequence_destroy)
+
+
+def forget(pool: Handle, hashes: bytes) -> int:
+    return check(lib.cxlkv_forget(pool, len(hashes) // 16, hashes))
+
+
+# ---- batches: one call for all their sequences ----
+
+
+class _Arguments:
+    """A thread's structs for arguments: filled and used within one call, so never shared."""
+
+    def __init__(self) -> None:
+        self.keys = ffi.new("cxlkv_rows *")
+        self.values = ffi.new("cxlkv_rows *")
+        self.select = ffi.new("cxlkv_select_args *")
+        self.fetch = ffi.new("cxlkv_fetch_args *")
+        self.attend = ffi.new("cxlkv_attend_args *")
+
+
+def _arguments() -> _Arguments:
+    try:
+        return _local.arguments  # type: ignore[no-any-return]
+    except AttributeError:
+        _local.arguments = _Arguments()
+        return _local.arguments  # type: ignore[no-any-return]
+
+
+def _fill_rows(struct: Any, view: View) -> None:
+    struct.data = ffi.cast("void *", view.address)
+    struct.stride_bytes = view.strides
+    struct.dtype = view.dtype
+
+
+def _int32(array: npt.NDArray[np.int32], writable: bool = False) -> Any:
+    return ffi.from_buffer("int32_t[]", array, writable)
+
+
+def batch_create(pool: Handle, sequences: Sequence[Handle]) -> Handle:
+    out = ffi.new("cxlkv_batch **")
+    check(lib.cxlkv_batch_create(pool, len(sequences), list(sequences), out))
+    return ffi.gc(out[0], lib.cxlkv_batch_destroy)
+
+
+def batch_append(batch: Handle, layer: int, keys: View, values: View, starts: Starts) -> int:
+    arguments = _arguments()
+    _fill_rows(arguments.keys, keys)
+    _fill_rows(arguments.values, values)
+    return check(
+        lib.cxlkv_batch_append(batch, layer, arguments.keys, arguments.values, _int32(starts))
+    )
+
+
+def budgets(rows: Sequence[tuple[int, int, float, int, int]]) -> Any:
+    """An array of cxlkv_budget from (kind, pages, amount, sinks, recent)."""
+    return ffi.new("cxlkv_budget[]", list(rows))
+
+
+def batch_select(
+    batch: Handle,
+    layer: int,
+    queries: View,
+    starts: Starts,
+    budget_array: Any,
+    codes: tuple[int, int, int],
+    scale: float,
+    pages: Pages,
+    scores: npt.NDArray[np.float32],
+    counts: npt.NDArray[np.int32],
+) -> tuple[int, int, int, int]:
+    """Fills the three arrays; returns (code, k, bytes scored, bytes fetched). code is E_ROOM when
+    pages is too small for k, and then nothing was scored. codes is (method, union, per)."""
+    args = _arguments().select
+    _fill_rows(args.queries, queries)
+    args.layer, args.q_heads = layer, queries.shape[1]
+    args.budgets, args.budget_count = budget_array, len(budget_array)
+    args.method, args.union_over, args.per = codes
+    args.scale = scale
+    args.capacity = pages.size
+    kept = (_int32(starts), _int32(pages, True), _int32(counts, True))
+    args.starts, args.pages, args.counts = kept
+    kept_scores = ffi.from_buffer("float[]", scores, True)
+    args.scores = kept_scores
+    code = lib.cxlkv_batch_select(batch, args)
+    if code < 0 and code != E_ROOM:
+        check(code)
+    return code, args.k, args.bytes_scored, args.bytes_fetched
+
+
+def _fill_picked(struct: Any, picked: tuple[Pages, int] | None) -> Any:
+    """picked is ([lists, kv_heads, k], per); returns what must stay alive during the call."""
+    if picked is None:
+        struct.pages = ffi.NULL
+        return None
+    pages, per = picked
+    kept = _int32(pages)
+    struct.pages, struct.lists, struct.k, struct.per = kept, pages.shape[0], pages.shape[2], per
+    return kept
+
+
+def batch_fetch(
+    batch: Handle,
+    layer: int,
+    picked: tuple[Pages, int] | None,
+    starts: Starts | None,
+    keys: tuple[int, int],
+    values: tuple[int, int],
+) -> tuple[int, int]:
+    """Fills (address, bytes) of keys and values; returns (code, k), code E_ROOM when too small."""
+    args = _arguments().fetch
+    kept = _fill_picked(args.picked, picked)
+    kept_starts = ffi.NULL if starts is None else _int32(starts)
+    args.layer, args.starts = layer, kept_starts
+    args.keys, args.key_capacity_bytes = ffi.cast("void *", keys[0]), keys[1]
+    args.values, args.value_capacity_bytes = ffi.cast("void *", values[0]), values[1]
+    code = lib.cxlkv_batch_fetch(batch, args)
+    del kept
+    if code < 0 and code != E_ROOM:
+        check(code)
+    return code, args.k
+
+
+def batch_attend(
+    batch: Handle,
+    layer: int,
+    queries: View,
+    starts: Starts,
+    picked: tuple[Pages, int] | None,
+    scale: float,
+    softcap: float,
+    out_address: int,
+    lse: View,
+) -> int:
+    """Fills out and lse; returns the bytes of K and V that were read."""
+    args = _arguments().attend
+    _fill_rows(args.queries, queries)
+    kept = _fill_picked(args.picked, picked)
+    kept_starts = _int32(starts)
+    args.layer, args.q_heads, args.starts = layer, queries.shape[1], kept_starts
+    args.scale, args.softcap = scale, softcap
+    args.out = ffi.cast("void *", out_address)
+    args.lse = ffi.cast("float *", lse.address)
+    code = lib.cxlkv_batch_attend(batch, args)
+    del kept
+    return check(code)

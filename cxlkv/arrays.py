@@ -1,0 +1,117 @@
+"""Arrays of any library (numpy, torch, DLPack) as an address, byte strides and a dtype; no copy."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import ml_dtypes
+import numpy as np
+
+from cxlkv.errors import BadArgumentError
+from cxlkv.layout import DTYPES
+
+if TYPE_CHECKING:
+    import torch
+
+Array: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.generic]] | torch.Tensor"
+
+NUMPY_DTYPES: tuple[np.dtype[np.generic], ...] = (
+    np.dtype(ml_dtypes.bfloat16),
+    np.dtype(np.float16),
+    np.dtype(np.float32),
+)
+_NUMPY_CODES = {dtype: code for code, dtype in enumerate(NUMPY_DTYPES)}
+
+
+class View:
+    """An array's memory: address, shape, byte strides, dtype code; keeps the array alive."""
+
+    __slots__ = ("address", "dtype", "owner", "shape", "strides")
+
+    def __init__(
+        self,
+        owner: object,
+        address: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: int,
+    ) -> None:
+        self.owner = owner
+        self.address = address
+        self.shape = shape
+        self.strides = strides
+        self.dtype = dtype
+
+
+def is_torch(array: object) -> bool:
+    """True for a torch tensor; does not import torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def view(array: object, name: str) -> View:
+    """`array` as a View; raises BadArgumentError naming `name` for what cannot be read in place."""
+    if isinstance(array, np.ndarray):
+        code = _NUMPY_CODES.get(array.dtype)
+        if code is None:
+            raise _wrong_dtype(name, array.dtype)
+        address = cast(int, array.__array_interface__["data"][0])
+        return View(array, address, array.shape, array.strides, code)
+    if is_torch(array):
+        return _torch_view(cast("torch.Tensor", array), name)
+    if hasattr(array, "__dlpack__"):
+        return view(_from_dlpack(array, name), name)
+    raise BadArgumentError(
+        f"{name} is a {type(array).__name__}: give a numpy array, a torch tensor or a DLPack object"
+    )
+
+
+def imported(array: object, name: str) -> object:
+    """A DLPack object as the array that can be indexed; others as they are."""
+    if isinstance(array, np.ndarray) or is_torch(array) or not hasattr(array, "__dlpack__"):
+        return array
+    return _from_dlpack(array, name)
+
+
+def _torch_view(tensor: torch.Tensor, name: str) -> View:
+    code = _torch_codes().get(tensor.dtype)
+    if code is None:
+        raise _wrong_dtype(name, tensor.dtype)
+    if not tensor.is_cpu:
+        raise BadArgumentError(f"{name} lies on {tensor.device}: bring it to the CPU first")
+    size = NUMPY_DTYPES[code].itemsize
+    strides = tuple([stride * size for stride in tensor.stride()])
+    return View(tensor, tensor.data_ptr(), tensor.shape, strides, code)
+
+
+@cache
+def _torch_codes() -> dict[torch.dtype, int]:
+    import torch
+
+    return {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+def _from_dlpack(array: object, name: str) -> object:
+    """numpy's importer knows no bfloat16; torch's does, where torch is already in use."""
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None:
+            return cast(object, torch.from_dlpack(array))
+        return np.from_dlpack(array)  # type: ignore[arg-type]
+    except (TypeError, RuntimeError, BufferError) as error:
+        raise BadArgumentError(f"{name}: its DLPack capsule cannot be read: {error}") from error
+
+
+def _wrong_dtype(name: str, dtype: object) -> BadArgumentError:
+    return BadArgumentError(f"{name} has dtype {dtype}: use one of {', '.join(DTYPES)}")
+
+
+def empty_like_kind(kind: object, shape: tuple[int, ...], dtype: int) -> Array:
+    """An uninitialised array of dtype code `dtype`: torch if `kind` is torch, else numpy."""
+    if not is_torch(kind):
+        return np.empty(shape, NUMPY_DTYPES[dtype])
+    import torch
+
+    return torch.empty(shape, dtype=(torch.bfloat16, torch.float16, torch.float32)[dtype])

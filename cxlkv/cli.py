@@ -1,0 +1,228 @@
+"""The command line: what this machine has, pools by hand, the demo and the microbenchmarks.
+
+Nothing heavy (torch, the benchmarks) is imported before a command needs it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cxlkv.config import format_bytes, parse_bytes
+from cxlkv.errors import CXLKVError
+from cxlkv.topology import Machine, missing, probe
+
+app = typer.Typer(
+    help="A KV-cache pool in CXL and other tiered memory, with scoring near the data.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+pool_app = typer.Typer(help="Make, look at, check and remove pools.", no_args_is_help=True)
+app.add_typer(pool_app, name="pool")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result file here.")]
+PoolPath = Annotated[Path, typer.Argument(help="The pool's file, e.g. /dev/shm/pool.cxlkv.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command; an expected failure is one red line and exit code 1, no traceback.
+
+    Expected are our own errors and the operating system's: no such file, no permission.
+    """
+    try:
+        app(args=arguments)
+    except (CXLKVError, OSError) as error:
+        line = Text(f"error: {error}", style="red")
+        Console(stderr=True, soft_wrap=True).print(line)
+        raise SystemExit(1) from error
+
+
+@app.command()
+def info(as_json: AsJson = False) -> None:
+    """Say what this machine has for a pool, what is missing, and what mends it."""
+    from cxlkv import _core
+
+    machine = probe()
+    advice = missing(machine)
+    kernels = _core.isa()
+    if as_json:
+        print_json({**asdict(machine), "kernels": kernels, "missing": [asdict(a) for a in advice]})
+        return
+    console = Console()
+    console.print(table("This machine", machine_rows(machine, kernels)))
+    if not advice:
+        console.print("Nothing is missing.")
+    for item in advice:  # no table: a command must stay in one piece to be copied
+        console.print(Text(f"Missing: {item.what}", style="yellow"), soft_wrap=True)
+        console.print(Text(f"  why:   {item.why}\n  do:    {item.command}"), soft_wrap=True)
+
+
+@app.command()
+def demo(
+    json_file: JsonFile = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the result into this file.")] = None,
+) -> None:
+    """Show the whole way once, on the small model that is in the package."""
+    from cxlkv.demo.run import run
+
+    run(json_path=json_file, picture=picture)
+
+
+@app.command()
+def bench(
+    case: Annotated[str, typer.Argument(help="Which microbenchmark to run.")],
+    json_file: JsonFile = None,
+) -> None:
+    """Run one microbenchmark on this machine."""
+    from cxlkv.bench.cli import run
+
+    run(case, json_path=json_file)
+
+
+@pool_app.command()
+def create(
+    path: PoolPath,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")],
+    kv_heads: Annotated[int, typer.Option(help="Key/value heads of a layer.")],
+    head_dim: Annotated[int, typer.Option(help="Channels of a head.")],
+    capacity: Annotated[str, typer.Option(help="Size of the pool, e.g. 2GiB.")],
+    page_tokens: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
+    dtype: Annotated[str, typer.Option(help="Type of the stored keys and values.")] = "bf16",
+    force: Annotated[bool, typer.Option(help="Overwrite a file that is no pool.")] = False,
+) -> None:
+    """Make a pool for one model's KV cache."""
+    from cxlkv.layout import KVLayout
+    from cxlkv.pool import CXLPool
+
+    layout = KVLayout(
+        layers=layers,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_tokens=page_tokens,
+        dtype=dtype,
+    )
+    with CXLPool.create(path, layout=layout, capacity=parse_bytes(capacity), force=force) as pool:
+        Console().print(table(str(path), pool.stats()))
+
+
+@pool_app.command()
+def inspect(path: PoolPath, as_json: AsJson = False) -> None:
+    """Print a pool's counts."""
+    from cxlkv.pool import CXLPool
+
+    with CXLPool.open(path) as pool:
+        stats = pool.stats()
+    if as_json:
+        print_json(stats)
+    else:
+        Console().print(table(str(path), stats))
+
+
+@pool_app.command()
+def check(
+    path: PoolPath,
+    deep: Annotated[bool, typer.Option(help="Read every page and verify its CRCs.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Look for damage; exit code 1 if there is any."""
+    from cxlkv.pool import CXLPool
+
+    with CXLPool.open(path) as pool:
+        report = pool.check(deep=deep)
+    if as_json:
+        print_json(report)
+    else:
+        console = Console(soft_wrap=True)
+        for problem in report["problems"]:
+            console.print(Text(str(problem), style="red"))
+        console.print(f"{len(report['problems'])} problems" if report["problems"] else "clean")
+    if not report["clean"]:
+        raise typer.Exit(1)
+
+
+@pool_app.command()
+def remove(
+    path: PoolPath,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Remove a pool and all that is in it."""
+    from cxlkv.pool import CXLPool
+
+    if not yes:
+        typer.confirm(f"Remove the pool {path} and all that is in it?", abort=True)
+    CXLPool.remove(path)
+
+
+def print_json(value: Mapping[str, object]) -> None:
+    """To stdout, without colours or wrapping, for other programs to read."""
+    typer.echo(json.dumps(value, indent=2, default=str))
+
+
+def table(title: str, rows: Mapping[str, object]) -> Table:
+    """Two columns: name and value; whatever is counted in bytes is shown as a size."""
+    result = Table(title=Text(title), show_header=False)
+    for name, value in rows.items():
+        shown = format_bytes(value) if name.endswith("_bytes") and isinstance(value, int) else value
+        result.add_row(Text(name), Text(str(shown)))
+    return result
+
+
+def machine_rows(machine: Machine, kernels: str) -> dict[str, str]:
+    """The machine for a person; `kernels` names the instruction set that scoring uses here."""
+    cpu, memory, pages = machine.cpu, machine.memory, machine.huge_pages
+    rows = {
+        "CPU": cpu.model or "not known",
+        "cores allowed": f"{len(cpu.cores_allowed)}: {' '.join(map(str, cpu.cores_allowed))}",
+        "instruction sets": " ".join(cpu.isa) or "none of interest",
+        "kernels in use": kernels,
+        "kernel": machine.kernel or "not known",
+        "memory": f"{size(memory.available_bytes)} available of {size(memory.total_bytes)}",
+        "memory limit (cgroup)": limit(memory.cgroup_limit_bytes, memory.cgroup_usage_bytes),
+        "lockable memory": limit(memory.memlock_bytes, None),
+    }
+    for node in machine.nodes:
+        cpus = " ".join(map(str, node.cpus)) or "none: memory only"
+        distances = " ".join(map(str, node.distances))
+        rows[f"NUMA node {node.node}"] = (
+            f"{size(node.free_bytes)} free of {size(node.total_bytes)},"
+            f" CPUs {cpus}, distances {distances or 'not known'}"
+        )
+    for pool in pages.pools:
+        rows[f"huge pages of {format_bytes(pool.page_bytes)}"] = (
+            f"{pool.free_count} free of {pool.total_count}"
+        )
+    rows["transparent huge pages"] = (
+        f"{pages.transparent or 'not known'}; shared memory: {pages.shared_memory or 'not known'}"
+    )
+    shared = machine.shared_memory
+    rows["/dev/shm"] = f"{size(shared.free_bytes)} free of {size(shared.size_bytes)}"
+    rows["CXL memory devices"] = " ".join(machine.cxl_memory_devices) or "none"
+    rows["DAX devices"] = " ".join(machine.dax_devices) or "none"
+    return rows
+
+
+def size(value_bytes: int | None) -> str:
+    """A size that may not be known."""
+    return "not known" if value_bytes is None else format_bytes(value_bytes)
+
+
+def limit(limit_bytes: int | None, usage_bytes: int | None) -> str:
+    """A limit that may not be known, and how much of it is used."""
+    if limit_bytes is None:
+        return "no limit known"
+    used = "" if usage_bytes is None else f", {format_bytes(usage_bytes)} used"
+    return f"{format_bytes(limit_bytes)}{used}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The exceptions of cxlkv: one root, each also the builtin that a caller would expect."""
+
+from __future__ import annotations
+
+
+class CXLKVError(Exception):
+    """Root of all errors that cxlkv raises on purpose; the text names cause and remedy."""
+
+
+class BadArgumentError(CXLKVError, ValueError):
+    """An argument has a wrong value, shape, dtype or layer; nothing was changed."""
+
+
+class UnsupportedError(CXLKVError, NotImplementedError):
+    """The request is well formed, but this release, build or machine cannot serve it."""
+
+
+class NotAPoolError(CXLKVError, ValueError):
+    """The file is not a cxlkv pool."""
+
+
+class VersionError(CXLKVError, ValueError):
+    """The pool has another format version than this build reads."""
+
+
+class GeometryError(CXLKVError, ValueError):
+    """The layout and the capacity, or a pool and what was asked for, do not fit each other."""
+
+
+class CorruptError(CXLKVError, RuntimeError):
+    """Bytes in the pool are not what was written: a CRC is wrong."""
+
+
+class TruncatedError(CXLKVError, EOFError):
+    """The pool's file is shorter than its superblock says."""
+
+
+class PoolExistsError(CXLKVError, FileExistsError):
+    """Something lies at the path already; it is not overwritten unless forced."""
+
+
+class PoolMissingError(CXLKVError, FileNotFoundError):
+    """There is no file at the path."""
+
+
+class PoolFullError(CXLKVError, MemoryError):
+    """Not enough free pages; nothing was written, all other sequences go on."""
+
+
+class MemoryShortError(CXLKVError, MemoryError):
+    """The machine, the file system or a limit does not have the memory that was asked for."""
+
+
+class StaleError(CXLKVError, LookupError):
+    """A handle or hit names pages that were freed since, or its lease has ended."""
+
+
+class ClosedError(CXLKVError, ValueError):
+    """The pool was closed."""
+
+
+class ReleasedError(CXLKVError, ValueError):
+    """The sequence was released."""
+
+
+class OrderError(CXLKVError, ValueError):
+    """A layer was appended ahead of the layer before it."""
+
+
+class UnevenError(CXLKVError, ValueError):
+    """The layers of a sequence have different lengths: a step is half done."""
+
+
+class PoisonError(CXLKVError, OSError):
+    """The pool's memory failed under an access (poison, truncation); its pages were retired."""
+
+
+class BusyError(CXLKVError, BlockingIOError):
+    """Other processes use the pool in a way that excludes the request."""
+
+
+class LockTimeoutError(CXLKVError, TimeoutError):
+    """The pool's lock did not come free in bounded time."""
+
+
+class SystemCallError(CXLKVError, OSError):
+    """The operating system refused; the text says what and why."""

@@ -1,0 +1,190 @@
+"""CXLPool: the file to read first. A pool is made, opened, used through sequences, closed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from collections.abc import Sequence as Sequences
+from types import TracebackType
+from typing import TypedDict
+
+import numpy.typing as npt
+
+from cxlkv import _core
+from cxlkv.config import parse_bytes
+from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
+from cxlkv.layout import KVLayout
+from cxlkv.pages import Pages
+from cxlkv.prefix import key_hashes, prefix_keys
+from cxlkv.regions import check_room, parse_where
+from cxlkv.sequence import Batch, Hit, Sequence
+
+Path = str | os.PathLike[str]
+
+
+class CheckReport(TypedDict):
+    """What CXLPool.check() found; `problems` has the first 64 KiB of texts."""
+
+    clean: bool
+    problem_count: int
+    problems: list[str]
+
+
+class CXLPool:
+    """A KV cache in far memory, shared by the processes and threads of a host.
+
+    Made by create() or open(). After an os.fork() the child has its own references to all that it
+    inherits. Methods may be called from any thread; one sequence serves one writer at a time.
+    """
+
+    def __init__(self, handle: _core.Handle, path: str | None):
+        self._handle = handle
+        self.path = path
+        self.layout, self.checksum = _core.pool_layout(handle)
+        self.pages = Pages(handle)
+
+    @classmethod
+    def create(
+        cls,
+        where: Path,
+        *,
+        layout: KVLayout,
+        capacity: str | int,
+        checksum: bool = True,
+        sharing: str = "host",
+        durable: str = "process",
+        threads: int | None = None,
+        force: bool = False,
+    ) -> CXLPool:
+        """Make a pool at a path (/dev/shm, hugetlbfs, any file system) or in "anonymous:" memory.
+
+        capacity: bytes or text like "2GiB". checksum: a CRC32C for every piece, made at append and
+        verified on reading. threads: that scan and copy (default: the CPUs allowed here). The file
+        has mode 0600, is reserved whole, and appears finished or not at all. Raises
+        PoolExistsError (unless force=True), MemoryShortError, GeometryError, BadArgumentError.
+        """
+        for name, value, built in (("sharing", sharing, "host"), ("durable", durable, "process")):
+            if value != built:
+                raise UnsupportedError(f"{name}={value!r} is not built yet; {built!r} is")
+        layout.single_group()
+        path = parse_where(where)
+        capacity_bytes = parse_bytes(capacity)
+        check_room(path, capacity_bytes)
+        handle = _core.pool_create(path, layout, checksum, capacity_bytes, force)
+        return cls(handle, path)._with_threads(threads)
+
+    @classmethod
+    def open(
+        cls, path: Path, *, layout: KVLayout | None = None, threads: int | None = None
+    ) -> CXLPool:
+        """Attach to a pool that another process made.
+
+        layout: what the caller expects; GeometryError when the pool has another. Raises
+        PoolMissingError, NotAPoolError, VersionError, CorruptError, TruncatedError, BusyError.
+        """
+        place = parse_where(path)
+        if place is None:
+            raise BadArgumentError("an anonymous pool cannot be opened: fork, or use a file")
+        pool = cls(_core.pool_open(place), place)
+        if layout is not None and layout != pool.layout:
+            pool.close()
+            raise GeometryError(f"{place} stores {pool.layout}, not {layout}")
+        return pool._with_threads(threads)
+
+    @staticmethod
+    def remove(path: Path) -> None:
+        """Remove a pool's file; refuses what is no pool, and a pool that is in use."""
+        place = parse_where(path)
+        if place is None:
+            raise BadArgumentError("an anonymous pool ends with its process")
+        _core.pool_remove(place)
+
+    def _with_threads(self, threads: int | None) -> CXLPool:
+        self.set_threads(len(os.sched_getaffinity(0)) if threads is None else threads)
+        return self
+
+    def set_threads(self, threads: int) -> None:
+        """How many threads, the caller's included, share a scan or a copy."""
+        if threads < 1:
+            raise BadArgumentError(f"{threads} threads: at least 1")
+        _core.pool_set_threads(self._handle, threads)
+
+    def sequence(self) -> Sequence:
+        """A new, empty sequence."""
+        return Sequence(self._handle, self.layout, _core.sequence_create(self._handle))
+
+    def batch(self, sequences: Sequences[Sequence]) -> Batch:
+        """Sequences to work on in one call; each at most once."""
+        return Batch(self._handle, self.layout, sequences)
+
+    def adopt(self, handle: bytes) -> Sequence:
+        """The sequence that a handle names, sharing its pages; raises StaleError, CorruptError."""
+        return Sequence(self._handle, self.layout, _core.sequence_adopt(self._handle, handle))
+
+    def publish(self, seq: Sequence, keys: Iterable[bytes], tokens_per_key: int) -> int:
+        """Make complete pages of `seq` findable by match(), in every process of the pool.
+
+        Key i stands for all tokens before (i + 1) * tokens_per_key. Pages stay until forget(),
+        whoever releases them. Returns how many were not published before: equal keys, first copy.
+        """
+        if tokens_per_key < 1:
+            raise BadArgumentError(f"{tokens_per_key} tokens a key: at least 1")
+        if seq._pool is not self._handle:
+            raise BadArgumentError("the sequence is of another pool")
+        return _core.publish(seq._handle, key_hashes(keys), tokens_per_key)
+
+    def match(self, keys: Iterable[bytes], *, lease_s: float = 60.0) -> Hit:
+        """The longest published prefix of `keys`, pinned for `lease_s`; its tokens may be 0."""
+        tokens, handle = _core.match(self._handle, key_hashes(keys), lease_s)
+        return Hit(self._handle, self.layout, tokens, handle)
+
+    def forget(self, keys: Iterable[bytes]) -> int:
+        """Take published pages of `keys` out of the index; returns how many. Frees the unused."""
+        return _core.forget(self._handle, key_hashes(keys))
+
+    def publish_prefix(self, seq: Sequence, token_ids: npt.ArrayLike, salt: bytes = b"") -> int:
+        """publish() under chained hashes of the token ids, a page each; salt keeps tenants apart."""
+        tokens = self.layout.page_tokens
+        return self.publish(seq, prefix_keys(token_ids, tokens, salt), tokens)
+
+    def match_prefix(
+        self, token_ids: npt.ArrayLike, salt: bytes = b"", *, lease_s: float = 60.0
+    ) -> Hit:
+        """match() for what publish_prefix() published."""
+        keys = prefix_keys(token_ids, self.layout.page_tokens, salt)
+        return self.match(keys, lease_s=lease_s)
+
+    def stats(self) -> dict[str, int]:
+        """Counts of pages, processes and sequences, and bytes moved by this process."""
+        return _core.pool_stats(self._handle)
+
+    def check(self, deep: bool = False) -> CheckReport:
+        """Recount what must hold; deep=True also reads every piece against its CRC."""
+        count, problems = _core.pool_check(self._handle, deep)
+        return {"clean": count == 0, "problem_count": count, "problems": problems}
+
+    def describe(self) -> dict[str, object]:
+        """Layout, geometry and memory of the pool, for people."""
+        return {
+            "path": self.path or "anonymous:",
+            "identity": _core.pool_identity(self._handle),
+            "page_kind": _core.pool_page_kind(self._handle),
+            "layout": self.layout,
+            "checksum": self.checksum,
+            "geometry": _core.pool_geometry(self._handle),
+        }
+
+    def close(self) -> None:
+        """Release all of this process's sequences and unmap; a second time does nothing."""
+        _core.pool_close(self._handle)
+
+    def __enter__(self) -> CXLPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,70 @@
+"""Where a pool may lie, and whether there is memory for it, before anything is mapped."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cxlkv.config import format_bytes
+from cxlkv.errors import BadArgumentError, MemoryShortError, UnsupportedError
+from cxlkv.topology import probe
+
+LATER = {"numa": "a NUMA node", "dax": "a dax device", "cxl": "a CXL region"}
+
+
+def parse_where(where: str | os.PathLike[str]) -> str | None:
+    """A file's path, or None for "anonymous:"; raises for other schemes and relative nonsense."""
+    text = os.fspath(where)
+    if text == "anonymous:":
+        return None
+    scheme, colon, _ = text.partition(":")
+    if colon and "/" not in scheme:
+        if scheme in LATER:
+            raise UnsupportedError(
+                f"{text}: pools on {LATER[scheme]} are not built yet; use a path or 'anonymous:'"
+            )
+        raise BadArgumentError(
+            f"{text}: unknown region {scheme + ':'!r}; use a path like /dev/shm/my.pool, "
+            "or 'anonymous:'"
+        )
+    if not text or "\0" in text or text.endswith("/"):
+        raise BadArgumentError(f"{text!r} is not a path of a file")
+    parent = Path(text).absolute().parent
+    if not parent.is_dir():
+        raise BadArgumentError(f"{text}: the folder {parent} does not exist")
+    return text
+
+
+def check_room(path: str | None, capacity_bytes: int) -> None:
+    """Raises MemoryShortError when `capacity_bytes` cannot be had at `path` now.
+
+    A file is reserved whole when it is made, so that it cannot fail later; memory that backs
+    /dev/shm or an anonymous pool is also held against what is available and the cgroup's limit.
+    """
+    if path is not None:
+        space = os.statvfs(Path(path).absolute().parent)
+        free_bytes = space.f_bavail * space.f_frsize
+        if capacity_bytes > free_bytes:
+            raise MemoryShortError(
+                f"{path}: {format_bytes(capacity_bytes)} wanted, its file system has "
+                f"{format_bytes(free_bytes)} free. Ask for less, or make it larger "
+                "(in Docker: --shm-size; else: mount -o remount,size=... /dev/shm)"
+            )
+    if path is None or path.startswith("/dev/shm/"):
+        check_memory(capacity_bytes)
+
+
+def check_memory(capacity_bytes: int) -> None:
+    """Raises MemoryShortError when that much memory is not available to this process."""
+    memory = probe().memory
+    if memory.available_bytes is not None and capacity_bytes > memory.available_bytes:
+        raise MemoryShortError(
+            f"{format_bytes(capacity_bytes)} wanted, {format_bytes(memory.available_bytes)} of "
+            "memory available. Ask for less, or place the pool on a file system with more room"
+        )
+    limit, usage = memory.cgroup_limit_bytes, memory.cgroup_usage_bytes
+    if limit is not None and capacity_bytes > limit - (usage or 0):
+        raise MemoryShortError(
+            f"{format_bytes(capacity_bytes)} wanted, this cgroup may use {format_bytes(limit)} and "
+            f"uses {format_bytes(usage or 0)}. Ask for less, or raise the container's memory limit"
+        )

@@ -1,0 +1,327 @@
+"""Sequences and batches of them: append, select, fetch, attend; one call into the core for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequences
+from dataclasses import replace
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import _core
+from cxlkv.arrays import Array, View, imported, view
+from cxlkv.errors import BadArgumentError
+from cxlkv.layout import DTYPES, KVLayout
+from cxlkv.ndp import simd
+from cxlkv.ndp.engine import Budget, Selection
+
+Starts = npt.NDArray[np.int32]
+
+
+class Batch:
+    """Sequences that are worked on together; reusable, any number of steps.
+
+    Arrays have one row for each token or query, sequence after sequence: rows
+    [starts[i], starts[i + 1]) are of sequence i; starts is int32 [n + 1], an engine's
+    query_start_loc. Tables and tails live in C: nothing here grows with the tokens.
+    """
+
+    def __init__(self, pool: _core.Handle, layout: KVLayout, sequences: Sequences[Sequence]):
+        if not sequences:
+            raise BadArgumentError("a batch needs at least one sequence")
+        self.sequences = tuple(sequences)
+        self._layout = layout
+        dtype = DTYPES.index(layout.dtype)
+        self._key_row = (layout.kv_heads, layout.head_dim, dtype)
+        self._value_row = (layout.kv_heads, layout.value_head_dim, dtype)
+        self._handle = _core.batch_create(pool, [s._handle for s in self.sequences])
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def append(self, layer: int, k: object, v: object, starts: npt.ArrayLike) -> None:
+        """Append tokens of one layer: k [rows, kv_heads, head_dim], v likewise; any strides.
+
+        Layers are appended in order: layer l never gets ahead of layer l - 1. All or nothing:
+        PoolFullError leaves every sequence as it was. Raises OrderError, BadArgumentError.
+        """
+        self._append(layer, view(k, "k"), view(v, "v"), self._starts(starts))
+
+    def _append(self, layer: int, keys: View, values: View, starts: Starts) -> None:
+        rows = int(starts[-1])
+        _check_rows(keys, "k", rows, self._key_row)
+        _check_rows(values, "v", rows, self._value_row)
+        _core.batch_append(self._handle, _layer(layer), keys, values, starts)
+
+    def select(
+        self,
+        layer: int,
+        q: object,
+        starts: npt.ArrayLike,
+        budgets: Budget | Sequences[Budget],
+        method: str = "auto",
+        scale: float | None = None,
+    ) -> Selection:
+        """Choose pages for queries q [rows, q_heads, head_dim], scored where they lie.
+
+        Row r of sequence i is token length_i - (starts[i + 1] - r) and sees nothing later: append
+        a step's keys first. method "exact" scores every key, "digest" the min/max bound of each
+        page (Quest, arXiv 2406.10774); "auto" is exact. One budget, or one for each sequence.
+        scale defaults to head_dim ** -0.5.
+        """
+        several = [budgets] if isinstance(budgets, Budget) else list(budgets)
+        if len(several) not in (1, len(self)):
+            raise BadArgumentError(f"{len(several)} budgets for {len(self)} sequences")
+        return simd.select(
+            self._handle,
+            self._layout,
+            len(self),
+            _layer(layer),
+            q,
+            self._starts(starts),
+            several,
+            method,
+            self._scale(scale),
+        )
+
+    def fetch(
+        self,
+        layer: int,
+        picked: Selection | None = None,
+        out: tuple[Array, Array] | None = None,
+    ) -> tuple[Array, Array]:
+        """Copy pages to (k, v), each [rows or n, kv_heads, k, page_tokens, dim], the pool's dtype.
+
+        picked=None: every page of every sequence (n lists). Unwritten tokens and padding are zero.
+        Every piece is verified against its CRC on the way: CorruptError.
+        """
+        guess = 0
+        if picked is None:
+            guess = max(s.page_count(layer) for s in self.sequences)
+        return simd.fetch(self._handle, self._layout, _layer(layer), picked, len(self), guess, out)
+
+    def attend(
+        self,
+        layer: int,
+        q: object,
+        starts: npt.ArrayLike,
+        picked: Selection | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> tuple[Array, Array]:
+        """softmax(q.k) v near the data: (out [rows, q_heads, value_head_dim] in q's dtype, lse).
+
+        lse is float32 [rows, q_heads], natural log: two partial results merge exactly by it.
+        picked=None: over all pages. Causal, as in select(). softcap: logits become
+        softcap * tanh(logit / softcap).
+        """
+        return simd.attend(
+            self._handle,
+            self._layout,
+            _layer(layer),
+            q,
+            self._starts(starts),
+            picked,
+            self._scale(scale),
+            softcap,
+        )
+
+    def _scale(self, scale: float | None) -> float:
+        return float(self._layout.head_dim**-0.5) if scale is None else float(scale)
+
+    def _starts(self, starts: npt.ArrayLike) -> Starts:
+        offsets = np.ascontiguousarray(starts, np.int32)
+        if offsets.shape != (len(self) + 1,):
+            raise BadArgumentError(f"starts has shape {offsets.shape}, wanted ({len(self) + 1},)")
+        return offsets
+
+
+class Sequence:
+    """The pages and the open tail of one request. From pool.sequence(), fork() or pool.adopt().
+
+    A method here is a Batch's of one sequence with the leading axis dropped.
+    """
+
+    def __init__(self, pool: _core.Handle, layout: KVLayout, handle: _core.Handle):
+        self._pool = pool
+        self._layout = layout
+        self._handle = handle
+        self._batch: Batch | None = None
+
+    def __len__(self) -> int:
+        """Tokens that all layers have."""
+        return _core.sequence_tokens(self._handle)
+
+    def tokens(self, layer: int) -> int:
+        """Tokens of one layer."""
+        return _core.sequence_layer_tokens(self._handle, _layer(layer))
+
+    def page_count(self, layer: int) -> int:
+        """Pages of one layer, the open tail included."""
+        return -(-self.tokens(layer) // self._layout.page_tokens)
+
+    @property
+    def pages(self) -> npt.NDArray[np.uint32]:
+        """Ids in the pool of the complete pages."""
+        return _core.sequence_pages(self._handle)
+
+    def append(self, layer: int, k: object, v: object) -> None:
+        """Append k [tokens, kv_heads, head_dim] and v to one layer; see Batch.append."""
+        keys = view(k, "k")
+        rows = keys.shape[0] if keys.shape else 0
+        self._own()._append(layer, keys, view(v, "v"), np.array([0, rows], np.int32))
+
+    def select(
+        self,
+        layer: int,
+        q: object,
+        budget: Budget | None = None,
+        *,
+        top_k: int | None = None,
+        method: str = "auto",
+        scale: float | None = None,
+    ) -> Selection:
+        """Choose pages; q [q_heads, head_dim] gives pages [kv_heads, k], several rows [rows, ...].
+
+        top_k=n is short for Budget(pages=n).
+        """
+        if (budget is None) == (top_k is None):
+            raise BadArgumentError("select takes a budget or top_k=, one of them")
+        rows, single, starts = self._rows(q)
+        chosen = Budget(pages=top_k) if budget is None else budget
+        picked = self._own().select(layer, rows, starts, chosen, method, scale)
+        if not single and chosen.per == "query":
+            return picked
+        return replace(
+            picked, pages=picked.pages[0], scores=picked.scores[0], counts=picked.counts[0]
+        )
+
+    def fetch(
+        self,
+        layer: int,
+        picked: Selection | None = None,
+        out: tuple[Array, Array] | None = None,
+    ) -> tuple[Array, Array]:
+        """(k, v) of chosen pages, or of all, each [kv_heads, k, page_tokens, dim]; several query
+        rows keep their axis in front."""
+        dropped = picked is None or picked.pages.ndim == 2
+        if out is not None and dropped:
+            out = (out[0][None], out[1][None])
+        k, v = self._own().fetch(layer, _with_axis(picked), out)
+        return (k[0], v[0]) if dropped else (k, v)
+
+    def attend(
+        self,
+        layer: int,
+        q: object,
+        picked: Selection | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> tuple[Array, Array]:
+        """(out, lse) for q [q_heads, head_dim] or [rows, q_heads, head_dim]; see Batch.attend."""
+        rows, single, starts = self._rows(q)
+        out, lse = self._own().attend(layer, rows, starts, _with_axis(picked), scale, softcap)
+        return (out[0], lse[0]) if single else (out, lse)
+
+    def fork(self) -> Sequence:
+        """A child with the same tokens: shares all pages and, until one appends, the tail.
+
+        Raises UnevenError in the middle of a step."""
+        return Sequence(self._pool, self._layout, _core.sequence_fork(self._handle))
+
+    def truncate(self, tokens: int) -> None:
+        """Forget all tokens from `tokens` on; reaches back into complete pages by copying them."""
+        if tokens < 0:
+            raise BadArgumentError(f"truncate to {tokens} tokens")
+        _core.sequence_truncate(self._handle, tokens)
+
+    def release(self) -> None:
+        """Give the pages back; a second time does nothing. Published pages stay in the pool."""
+        _core.sequence_release(self._handle)
+
+    @property
+    def handle(self) -> bytes:
+        """Bytes by which any process adopts this sequence, while this one is not released."""
+        return _core.sequence_export(self._handle)
+
+    def _own(self) -> Batch:
+        if self._batch is None:
+            self._batch = Batch(self._pool, self._layout, [_Borrowed(self)])
+        return self._batch
+
+    def _rows(self, q: object) -> tuple[object, bool, Starts]:
+        rows = imported(q, "q")
+        shape = view(rows, "q").shape
+        if len(shape) not in (2, 3):
+            raise BadArgumentError(f"q has shape {shape}, wanted [q_heads, dim] or [rows, ...]")
+        single = len(shape) == 2
+        if single:
+            rows = rows[None]  # type: ignore[index]
+        return rows, single, np.array([0, 1 if single else shape[0]], np.int32)
+
+
+class Hit:
+    """The published pages that a match found, pinned until release() or the end of the lease."""
+
+    def __init__(self, pool: _core.Handle, layout: KVLayout, tokens: int, handle: _core.Handle):
+        self.tokens = tokens
+        self._sequence = Sequence(pool, layout, handle)
+
+    def __bool__(self) -> bool:
+        return self.tokens > 0
+
+    @property
+    def handle(self) -> bytes:
+        """Bytes for pool.adopt() in any process, while the hit is pinned. Raises StaleError."""
+        return self._sequence.handle
+
+    def sequence(self) -> Sequence:
+        """A sequence of the hit's tokens, to go on from; it outlives the hit."""
+        return self._sequence.fork()
+
+    def release(self) -> None:
+        """Unpin; a second time does nothing."""
+        self._sequence.release()
+
+    def __enter__(self) -> Hit:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class _Borrowed(Sequence):
+    """A sequence as its own batch sees it: without a reference back, which would be a cycle."""
+
+    def __init__(self, of: Sequence):
+        super().__init__(of._pool, of._layout, of._handle)
+
+
+def _with_axis(picked: Selection | None) -> Selection | None:
+    if picked is None or picked.pages.ndim == 3:
+        return picked
+    return replace(
+        picked, pages=picked.pages[None], scores=picked.scores[None], counts=picked.counts[None]
+    )
+
+
+def _layer(layer: int) -> int:
+    if layer < 0:
+        raise BadArgumentError(f"layer {layer}")
+    return layer
+
+
+def _check_rows(got: View, name: str, rows: int, row: tuple[int, int, int]) -> None:
+    """`row` is (heads, dim, dtype code) of what the pool stores."""
+    heads, dim, dtype = row
+    if got.shape != (rows, heads, dim):
+        shape = tuple(got.shape)
+        raise BadArgumentError(f"{name} has shape {shape}, wanted ({rows}, {heads}, {dim})")
+    if got.dtype != dtype:
+        raise BadArgumentError(f"{name} is {DTYPES[got.dtype]}, the pool stores {DTYPES[dtype]}")

@@ -1,0 +1,368 @@
+"""What this machine has for a pool, and what is missing: `cxlkv info`.
+
+Everything is read from procfs and sysfs below one `root`, so that a recorded tree of another
+machine gives that machine. Files that a container masks, or that a kernel lacks, are None
+("not known") or empty, never an error: the report must come out on any machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# What our kernels and our cache flushes can make use of, in the kernel's spelling.
+ISA_OF_INTEREST = {
+    "x86_64": (
+        "sse4_2 avx2 fma f16c avx512f avx512_bf16 amx_tile amx_bf16 amx_int8"
+        " clflushopt clwb movdir64b"
+    ).split(),
+    "aarch64": "asimd bf16 dcpop".split(),
+}
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+# Docker gives a container 64 MiB of /dev/shm, less than one layer of a short prompt.
+SHARED_MEMORY_SMALL_BYTES = GIB
+# The kernel's default is 8 MiB; anything below this cannot lock a useful pool.
+MEMLOCK_SMALL_BYTES = GIB
+# The settings of shmem_enabled with which /dev/shm can have transparent huge pages.
+SHARED_MEMORY_HUGE = {"always", "within_size", "advise", "force"}
+# cgroup v1 says "no limit" by the largest multiple of the page size that fits, hence not equal.
+CGROUP_NO_LIMIT_BYTES = 1 << 60
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """The processor, as this process may use it."""
+
+    model: str
+    architecture: str  # "x86_64", "aarch64", or "" where /proc/cpuinfo does not tell
+    cores_allowed: tuple[int, ...]
+    isa: tuple[str, ...]  # those of ISA_OF_INTEREST that are there
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of the machine and what this process may have of it; None: no limit known."""
+
+    total_bytes: int | None
+    available_bytes: int | None
+    cgroup_limit_bytes: int | None  # the tightest of this cgroup and those above it
+    cgroup_usage_bytes: int | None  # of the cgroup that sets that limit
+    memlock_bytes: int | None
+
+
+@dataclass(frozen=True)
+class NumaNode:
+    """One memory node; a CXL expander shows as a node without CPUs."""
+
+    node: int
+    cpus: tuple[int, ...]
+    total_bytes: int | None
+    free_bytes: int | None
+    distances: tuple[int, ...]  # to each online node, in order; 10 is itself
+
+
+@dataclass(frozen=True)
+class HugePagePool:
+    """Reserved huge pages of one size."""
+
+    page_bytes: int
+    total_count: int
+    free_count: int
+
+
+@dataclass(frozen=True)
+class HugePages:
+    """Reserved pools and the settings of transparent huge pages ("" where there are none)."""
+
+    pools: tuple[HugePagePool, ...]
+    transparent: str  # "always", "madvise" or "never"
+    shared_memory: str  # the same for /dev/shm: "always", "within_size", "advise", "never" ...
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """/dev/shm; None: not known."""
+
+    size_bytes: int | None
+    free_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine; `dataclasses.asdict` makes plain JSON of it."""
+
+    kernel: str
+    cpu: Cpu
+    memory: Memory
+    nodes: tuple[NumaNode, ...]
+    huge_pages: HugePages
+    shared_memory: SharedMemory
+    cxl_memory_devices: tuple[str, ...]  # names in /sys/bus/cxl/devices
+    dax_devices: tuple[str, ...]  # names in /sys/bus/dax/devices
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One thing that this machine lacks."""
+
+    what: str
+    why: str
+    command: str  # what mends it
+
+
+def probe(root: Path = Path("/")) -> Machine:
+    """Read the machine whose procfs and sysfs lie below `root`."""
+    return Machine(
+        kernel=_read(root / "proc/sys/kernel/osrelease"),
+        cpu=_cpu(root),
+        memory=_memory(root),
+        nodes=_nodes(root),
+        huge_pages=_huge_pages(root),
+        shared_memory=_shared_memory(root),
+        cxl_memory_devices=_names(root / "sys/bus/cxl/devices", r"mem\d+"),
+        dax_devices=_names(root / "sys/bus/dax/devices", r"dax\d+\.\d+"),
+    )
+
+
+def missing(machine: Machine) -> list[Advice]:
+    """What keeps this machine from its best, most important first."""
+    return [
+        advice
+        for check in (_no_simd, _small_shared_memory, _no_huge_pages, _low_memlock)
+        if (advice := check(machine)) is not None
+    ]
+
+
+def _no_simd(machine: Machine) -> Advice | None:
+    wanted = {"x86_64": "avx2", "aarch64": "asimd"}.get(machine.cpu.architecture)
+    if wanted is None or wanted in machine.cpu.isa:
+        return None
+    return Advice(
+        what=f"no {wanted}",
+        why="keys are scored by plain C code, several times slower than memory can bring them",
+        command="in a virtual machine, pass the CPU through: qemu -cpu host; else another machine",
+    )
+
+
+def _small_shared_memory(machine: Machine) -> Advice | None:
+    size_bytes = machine.shared_memory.size_bytes
+    if size_bytes is None or size_bytes >= SHARED_MEMORY_SMALL_BYTES:
+        return None
+    return Advice(
+        what=f"/dev/shm holds {size_bytes // MIB} MiB only",
+        why="a pool that processes share lies there by default, and must fit",
+        command="docker run --shm-size=16g ..., or: sudo mount -o remount,size=16G /dev/shm",
+    )
+
+
+def _no_huge_pages(machine: Machine) -> Advice | None:
+    pages = machine.huge_pages
+    if any(pool.total_count > 0 for pool in pages.pools):
+        return None
+    if pages.transparent != "never" and pages.shared_memory in SHARED_MEMORY_HUGE:
+        return None
+    return Advice(
+        what="no huge pages for shared memory",
+        why="with 4 KiB pages, address translation slows each scan of a large pool",
+        command="echo advise | sudo tee /sys/kernel/mm/transparent_hugepage/shmem_enabled,"
+        " or reserve 2 GiB: sudo sysctl vm.nr_hugepages=1024",
+    )
+
+
+def _low_memlock(machine: Machine) -> Advice | None:
+    limit_bytes = machine.memory.memlock_bytes
+    if limit_bytes is None or limit_bytes >= MEMLOCK_SMALL_BYTES:
+        return None
+    return Advice(
+        what=f"only {limit_bytes / MIB:g} MiB may be locked in memory",
+        why="a pool beyond that cannot be pinned, so it can be swapped out and RDMA cannot use it",
+        command="ulimit -l unlimited, or: docker run --ulimit memlock=-1 ...",
+    )
+
+
+def _cpu(root: Path) -> Cpu:
+    info = _fields(_read(root / "proc/cpuinfo"))
+    # x86 says "flags", arm "Features"; arm has no name for its CPUs, only part numbers.
+    architecture = "x86_64" if "flags" in info else "aarch64" if "Features" in info else ""
+    flags = set((info.get("flags") or info.get("Features") or "").split())
+    model = info.get("model name", "")
+    if not model and "CPU part" in info:
+        model = f"implementer {info.get('CPU implementer', '?')} part {info['CPU part']}"
+    allowed = _fields(_read(root / "proc/self/status")).get("Cpus_allowed_list")
+    return Cpu(
+        model=model,
+        architecture=architecture,
+        cores_allowed=_id_list(allowed or _read(root / "sys/devices/system/cpu/online")),
+        isa=tuple(name for name in ISA_OF_INTEREST.get(architecture, ()) if name in flags),
+    )
+
+
+def _memory(root: Path) -> Memory:
+    info = _fields(_read(root / "proc/meminfo"))
+    limit_bytes, usage_bytes = _cgroup_memory(root)
+    memlock = re.search(r"^Max locked memory\s+(\d+)\s", _read(root / "proc/self/limits"), re.M)
+    return Memory(
+        total_bytes=_kilobytes(info.get("MemTotal")),
+        available_bytes=_kilobytes(info.get("MemAvailable")),
+        cgroup_limit_bytes=limit_bytes,
+        cgroup_usage_bytes=usage_bytes,
+        memlock_bytes=int(memlock[1]) if memlock else None,
+    )
+
+
+def _cgroup_memory(root: Path) -> tuple[int | None, int | None]:
+    """Limit and usage in the cgroup with the tightest memory limit, this one or one above it."""
+    found: list[tuple[int, int | None]] = []
+    for folder, limit_name, usage_name in _cgroup_folders(root):
+        limit_bytes = _number(folder / limit_name)
+        if limit_bytes is not None and limit_bytes < CGROUP_NO_LIMIT_BYTES:
+            found.append((limit_bytes, _number(folder / usage_name)))
+    return min(found, key=lambda pair: pair[0], default=(None, None))
+
+
+def _cgroup_folders(root: Path) -> Iterator[tuple[Path, str, str]]:
+    """Each folder from this process's cgroup up to the mount, and its files for limit and usage."""
+    mounts = _mounts(root)
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # the one line of v2
+            limit_name, usage_name = "memory.max", "memory.current"
+            tops = [mount for mount in mounts if mount.kind == "cgroup2"]
+        elif "memory" in controllers.split(","):
+            limit_name, usage_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            tops = [m for m in mounts if m.kind == "cgroup" and "memory" in m.options]
+        else:
+            continue
+        for mount in tops:
+            top = root / mount.target.lstrip("/")
+            # In a container the path is often the host's and not below this mount; then the
+            # mount itself is the container's cgroup, and the last step of this walk.
+            folder = top / path.lstrip("/")
+            while folder != top:
+                yield folder, limit_name, usage_name
+                folder = folder.parent
+            yield top, limit_name, usage_name
+
+
+def _nodes(root: Path) -> tuple[NumaNode, ...]:
+    folder = root / "sys/devices/system/node"
+    nodes = []
+    for name in _names(folder, r"node\d+"):
+        # Each line of a node's meminfo starts with "Node 0 ".
+        text = re.sub(r"^Node \d+ ", "", _read(folder / name / "meminfo"), flags=re.M)
+        info = _fields(text)
+        nodes.append(
+            NumaNode(
+                node=int(name.removeprefix("node")),
+                cpus=_id_list(_read(folder / name / "cpulist")),
+                total_bytes=_kilobytes(info.get("MemTotal")),
+                free_bytes=_kilobytes(info.get("MemFree")),
+                distances=tuple(int(d) for d in _read(folder / name / "distance").split()),
+            )
+        )
+    return tuple(nodes)
+
+
+def _huge_pages(root: Path) -> HugePages:
+    folder = root / "sys/kernel/mm/hugepages"
+    pools = tuple(
+        HugePagePool(
+            page_bytes=int(name.removeprefix("hugepages-").removesuffix("kB")) * KIB,
+            total_count=_number(folder / name / "nr_hugepages") or 0,
+            free_count=_number(folder / name / "free_hugepages") or 0,
+        )
+        for name in _names(folder, r"hugepages-\d+kB")
+    )
+    transparent = root / "sys/kernel/mm/transparent_hugepage"
+    return HugePages(
+        pools=pools,
+        transparent=_chosen(transparent / "enabled"),
+        shared_memory=_chosen(transparent / "shmem_enabled"),
+    )
+
+
+def _shared_memory(root: Path) -> SharedMemory:
+    folder = root / "dev/shm"
+    if os.path.ismount(folder):
+        # An unset `size=` means half of the memory, so the file system itself is asked first.
+        usage = os.statvfs(folder)
+        return SharedMemory(usage.f_blocks * usage.f_frsize, usage.f_bavail * usage.f_frsize)
+    for mount in _mounts(root):
+        if mount.target == "/dev/shm":
+            for option in mount.options:
+                if match := re.fullmatch(r"size=(\d+)k", option):
+                    return SharedMemory(int(match[1]) * KIB, None)
+    return SharedMemory(None, None)
+
+
+@dataclass(frozen=True)
+class _Mount:
+    target: str
+    kind: str
+    options: tuple[str, ...]
+
+
+def _mounts(root: Path) -> list[_Mount]:
+    lines = (line.split() for line in _read(root / "proc/self/mounts").splitlines())
+    return [_Mount(part[1], part[2], tuple(part[3].split(","))) for part in lines if len(part) > 3]
+
+
+def _read(path: Path) -> str:
+    """The file's text without the spaces round it; "" where it is absent, masked or no file."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text.isdecimal() else None
+
+
+def _names(folder: Path, pattern: str) -> tuple[str, ...]:
+    """Names in `folder` that match, node2 before node10."""
+    try:
+        names = [entry.name for entry in folder.iterdir()]
+    except OSError:
+        return ()
+    matching = (name for name in names if re.fullmatch(pattern, name))
+    return tuple(sorted(matching, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]))
+
+
+def _fields(text: str) -> dict[str, str]:
+    """`key: value` lines; of a key that comes again (one per CPU), the first."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            fields.setdefault(key.strip(), value.strip())
+    return fields
+
+
+def _kilobytes(text: str | None) -> int | None:
+    """The bytes in "123 kB"."""
+    match = re.fullmatch(r"(\d+) kB", text or "")
+    return int(match[1]) * KIB if match else None
+
+
+def _chosen(path: Path) -> str:
+    """The word in brackets: "always [madvise] never"."""
+    match = re.search(r"\[(\w+)\]", _read(path))
+    return match[1] if match else ""
+
+
+def _id_list(text: str) -> tuple[int, ...]:
+    """The ids in "0-3,8"."""
+    ids: list[int] = []
+    for part in text.split(",") if text else ():
+        first, _, last = part.partition("-")
+        ids.extend(range(int(first), int(last or first) + 1))
+    return tuple(ids)

@@ -1,0 +1,235 @@
+/* The whole C interface. cffi reads this file as it is: declarations and plain #defines only.
+ *
+ * Every function returns a value >= 0, or a negated error: -errno, or one of the numbers below.
+ * cxlkv_error_text() then says, for the calling thread, what was wrong and what mends it.
+ * Sizes are in bytes where the name says so; strides are always bytes. */
+
+#define CXLKV_BFLOAT16 0
+#define CXLKV_FLOAT16 1
+#define CXLKV_FLOAT32 2
+
+#define CXLKV_E_NOT_A_POOL 1001
+#define CXLKV_E_VERSION 1002
+#define CXLKV_E_GEOMETRY 1003
+#define CXLKV_E_CORRUPT 1004
+#define CXLKV_E_TRUNCATED 1005
+#define CXLKV_E_POOL_EXISTS 1006
+#define CXLKV_E_POOL_FULL 1007
+#define CXLKV_E_STALE 1008
+#define CXLKV_E_CLOSED 1009
+#define CXLKV_E_RELEASED 1010
+#define CXLKV_E_ORDER 1011
+#define CXLKV_E_UNEVEN 1012
+#define CXLKV_E_POISON 1013
+#define CXLKV_E_BUSY 1014
+#define CXLKV_E_TIMEOUT 1015
+#define CXLKV_E_ROOM 1016
+#define CXLKV_E_PROCESSES 1017
+#define CXLKV_E_ARGUMENT 1018
+
+/* What a pool stores: one layer group. value_head_dim may differ from head_dim. */
+typedef struct cxlkv_layout {
+    uint32_t layers;
+    uint32_t kv_heads;
+    uint32_t head_dim;
+    uint32_t value_head_dim;
+    uint32_t page_tokens;
+    uint32_t dtype;
+    uint32_t checksum;   /* 1: every piece has a CRC32C, made at append and verified on reading */
+    uint32_t shard[4];   /* tensor-parallel rank and size, pipeline rank and size */
+    char model_id[256];
+} cxlkv_layout;
+
+/* Where everything lies: derived from layout and capacity; docs/memory-layout.md explains it. */
+typedef struct cxlkv_geometry {
+    uint64_t region_bytes;
+    uint64_t descriptors_offset;
+    uint64_t extents_offset;
+    uint64_t extent_bytes;
+    uint64_t checksums_offset;    /* the next five are relative to the extent */
+    uint64_t layers_offset;
+    uint64_t layer_bytes;         /* digest slab + K slab + V slab of one layer */
+    uint64_t keys_offset;         /* relative to the layer's start, where the digest slab lies */
+    uint64_t values_offset;
+    uint64_t checksum_bytes;      /* per record */
+    uint64_t digest_piece_bytes;  /* per (page, layer, kv head): the stride; data may be less */
+    uint64_t key_piece_bytes;
+    uint64_t value_piece_bytes;
+    uint64_t record_bytes;        /* K, V, digest, header, checksums and descriptor of one page */
+    uint32_t page_count;
+    uint32_t extent_count;
+    uint32_t slab_slots;
+    uint32_t reserved;
+} cxlkv_geometry;
+
+/* free + held + published_only + quarantined + retired = total. */
+typedef struct cxlkv_stats {
+    uint64_t pages_total;
+    uint64_t pages_free;
+    uint64_t pages_held;            /* by at least one live process */
+    uint64_t pages_published;       /* found by match(); held or not */
+    uint64_t pages_published_only;  /* published and held by nobody */
+    uint64_t pages_quarantined;     /* their descriptor is damaged: not handed out */
+    uint64_t pages_retired;         /* their memory is bad: never handed out again */
+    uint64_t processes;
+    uint64_t sequences;             /* of this process */
+    uint64_t appended_bytes;        /* the counters are of this process, since it opened the pool */
+    uint64_t scored_bytes;
+    uint64_t fetched_bytes;
+    uint64_t attended_bytes;
+    uint64_t corrupt_pieces;
+    uint64_t stale_handles;
+    uint64_t reaped_processes;      /* of this host, since its state was made */
+    uint64_t rebuilds;              /* of the allocator, after a death inside it */
+} cxlkv_stats;
+
+/* A [rows, heads, dim] array: data and strides in bytes. */
+typedef struct cxlkv_rows {
+    const void *data;
+    int64_t stride_bytes[3];
+    uint32_t dtype;
+    uint32_t reserved;
+} cxlkv_rows;
+
+#define CXLKV_BUDGET_PAGES 0
+#define CXLKV_BUDGET_SHARE 1
+#define CXLKV_BUDGET_MASS 2
+
+typedef struct cxlkv_budget {
+    uint32_t kind;
+    uint32_t pages;
+    double amount;       /* share or mass, in (0, 1] */
+    uint32_t sinks;
+    uint32_t recent;
+} cxlkv_budget;
+
+#define CXLKV_METHOD_EXACT 0
+#define CXLKV_METHOD_DIGEST 1
+#define CXLKV_UNION_KV_HEAD 0
+#define CXLKV_UNION_LAYER 1
+#define CXLKV_PER_QUERY 0
+#define CXLKV_PER_SEQUENCE 1
+
+typedef struct cxlkv_select_args {
+    uint32_t layer;
+    uint32_t q_heads;
+    cxlkv_rows queries;            /* [rows, q_heads, head_dim] */
+    const int32_t *starts;         /* [n + 1] */
+    const cxlkv_budget *budgets;   /* [budget_count], 1 or n */
+    uint32_t budget_count;
+    uint32_t method;
+    uint32_t union_over;
+    uint32_t per;
+    float scale;
+    uint32_t k;                    /* out: pages in the longest list */
+    uint64_t capacity;             /* elements of pages and of scores */
+    int32_t *pages;                /* out: [lists, kv_heads, k], ascending, -1 padded */
+    float *scores;                 /* out: the same shape, -inf padded */
+    int32_t *counts;               /* out: [lists, kv_heads] */
+    uint64_t bytes_scored;         /* out */
+    uint64_t bytes_fetched;        /* out: K and V of the chosen pages' tokens */
+} cxlkv_select_args;
+
+/* Which pages: pages NULL means all. lists is rows (per query) or n (per sequence). */
+typedef struct cxlkv_picked {
+    const int32_t *pages;          /* [lists, kv_heads, k] */
+    uint32_t lists;
+    uint32_t k;
+    uint32_t per;
+    uint32_t reserved;
+} cxlkv_picked;
+
+typedef struct cxlkv_fetch_args {
+    uint32_t layer;
+    uint32_t k;                    /* out, when every page is wanted: of the longest sequence */
+    cxlkv_picked picked;
+    const int32_t *starts;         /* [n + 1]; needed when per is CXLKV_PER_QUERY */
+    void *keys;                    /* out: [lists, kv_heads, k, page_tokens, head_dim] */
+    void *values;                  /* out: [lists, kv_heads, k, page_tokens, value_head_dim] */
+    uint64_t key_capacity_bytes;
+    uint64_t value_capacity_bytes;
+} cxlkv_fetch_args;
+
+typedef struct cxlkv_attend_args {
+    uint32_t layer;
+    uint32_t q_heads;
+    cxlkv_rows queries;
+    const int32_t *starts;
+    cxlkv_picked picked;
+    float scale;
+    float softcap;                 /* 0: none; else logits become softcap * tanh(logit / softcap) */
+    void *out;                     /* [rows, q_heads, value_head_dim], contiguous, queries' dtype */
+    float *lse;                    /* [rows, q_heads], natural log; -inf where nothing was seen */
+} cxlkv_attend_args;
+
+typedef struct cxlkv_pool cxlkv_pool;
+typedef struct cxlkv_sequence cxlkv_sequence;
+typedef struct cxlkv_batch cxlkv_batch;
+
+#define CXLKV_CREATE_FORCE 1
+
+/* What went wrong in this thread's last call that returned a negative value. */
+const char *cxlkv_error_text(void);
+const char *cxlkv_version(void);
+
+/* "serial", "avx2" or "auto"; -ENOTSUP when this CPU lacks it. */
+int cxlkv_isa_force(const char *name);
+const char *cxlkv_isa_name(void);
+uint32_t cxlkv_crc32c(uint32_t crc, const void *data, size_t bytes);
+
+/* path NULL: anonymous memory. A file is reserved whole, formatted, and appears at once or not. */
+int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, uint64_t capacity_bytes,
+                      uint32_t flags, cxlkv_pool **pool);
+int cxlkv_pool_open(const char *path, cxlkv_pool **pool);
+int cxlkv_pool_close(cxlkv_pool *pool);
+void cxlkv_pool_destroy(cxlkv_pool *pool);
+/* Unlinks a pool that no other process has open; not_a_pool is refused. */
+int cxlkv_pool_remove(const char *path);
+int cxlkv_pool_layout(cxlkv_pool *pool, cxlkv_layout *layout);
+int cxlkv_pool_geometry(cxlkv_pool *pool, cxlkv_geometry *geometry);
+int cxlkv_pool_identity(cxlkv_pool *pool, uint8_t *identity);
+int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats);
+int cxlkv_pool_set_threads(cxlkv_pool *pool, uint32_t threads);
+/* Writes one line a problem into text; returns how many problems there are. */
+int64_t cxlkv_pool_check(cxlkv_pool *pool, uint32_t deep, char *text, uint64_t text_bytes);
+/* "hugetlb", "thp" or "4KiB": what the kernel gave to the mapping. */
+const char *cxlkv_pool_page_kind(cxlkv_pool *pool);
+
+/* Pages without a sequence: metadata only. Alloc is all or nothing. */
+int64_t cxlkv_pages_alloc(cxlkv_pool *pool, uint32_t count, uint32_t *pages);
+int64_t cxlkv_pages_free(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
+
+int cxlkv_sequence_create(cxlkv_pool *pool, cxlkv_sequence **sequence);
+int cxlkv_sequence_fork(cxlkv_sequence *sequence, cxlkv_sequence **child);
+int cxlkv_sequence_truncate(cxlkv_sequence *sequence, uint64_t tokens);
+int cxlkv_sequence_release(cxlkv_sequence *sequence);
+void cxlkv_sequence_destroy(cxlkv_sequence *sequence);
+/* Tokens that every layer has; of one layer. */
+int64_t cxlkv_sequence_tokens(cxlkv_sequence *sequence);
+int64_t cxlkv_sequence_layer_tokens(cxlkv_sequence *sequence, uint32_t layer);
+/* Ids of its pages in the pool, without the open tail; returns how many there are. */
+int64_t cxlkv_sequence_pages(cxlkv_sequence *sequence, uint32_t *pages, uint64_t capacity);
+/* Writes a handle, the tail in a page of its own; returns its size. bytes may be NULL. */
+int64_t cxlkv_sequence_export(cxlkv_sequence *sequence, uint8_t *bytes, uint64_t capacity);
+int cxlkv_sequence_adopt(cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
+                         cxlkv_sequence **sequence);
+
+/* hashes are 16 bytes each; hash i names the tokens before (i + 1) * tokens_per_key. Returns how
+ * many pages were not published before. */
+int64_t cxlkv_publish(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_per_key,
+                      const uint8_t *hashes);
+/* The longest run of published pages from the first; pinned by *sequence until lease end. */
+int64_t cxlkv_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, double lease_s,
+                    cxlkv_sequence **sequence);
+int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes);
+
+int cxlkv_batch_create(cxlkv_pool *pool, uint32_t count, cxlkv_sequence **sequences,
+                       cxlkv_batch **batch);
+void cxlkv_batch_destroy(cxlkv_batch *batch);
+/* All or nothing. starts is int32 [n + 1]; returns the tokens appended. */
+int64_t cxlkv_batch_append(cxlkv_batch *batch, uint32_t layer, const cxlkv_rows *keys,
+                           const cxlkv_rows *values, const int32_t *starts);
+/* -CXLKV_E_ROOM with args->k set when capacity is too small: nothing was scored. */
+int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args);
+int64_t cxlkv_batch_fetch(cxlkv_batch *batch, cxlkv_fetch_args *args);
+int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args);

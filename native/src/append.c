@@ -1,0 +1,369 @@
+/* Append: complete pages go to the pool by non-temporal stores, the rest to tails in local memory.
+ *
+ * Of the n new tokens of a sequence whose layer holds `before` tokens (f = before % page_tokens):
+ *   [0, head)              fill the open tail, when f > 0; a tail that gets full becomes a page
+ *   [head, head + direct)  whole pages, straight from the caller's array to the pool
+ *   [head + direct, n)     begin a new tail
+ * All memory and pages are taken before the first byte is written: all or nothing. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "flush.h"
+#include "internal.h"
+
+typedef struct plan {
+    uint64_t before;
+    uint32_t first_row, rows;
+    uint32_t filled, head, direct_pages, rest;
+    uint32_t first_page;         /* index of the first page that this append completes */
+    uint32_t completed;
+    uint32_t taken;              /* pages taken from the pool for layer 0 */
+    uint32_t first_item;         /* of its direct pages in the batch's tasks */
+    tail *work;                  /* gets the head: the layer's own tail, or a private copy */
+    tail *next;                  /* gets the rest */
+} plan;
+
+typedef struct append_job {
+    cxlkv_batch *batch;
+    uint32_t layer;
+    const cxlkv_rows *keys, *values;
+    plan *plans;
+    uint32_t items;
+} append_job;
+
+static const uint8_t *row_at(const cxlkv_rows *rows, uint32_t row, uint32_t head) {
+    return (const uint8_t *)rows->data + (int64_t)row * rows->stride_bytes[0] +
+           (int64_t)head * rows->stride_bytes[1];
+}
+
+static void copy_row(void *to, const uint8_t *from, int64_t stride, uint32_t dim, size_t element) {
+    if (stride == (int64_t)element) {
+        memcpy(to, from, dim * element);
+        return;
+    }
+    for (uint32_t d = 0; d < dim; d++)
+        memcpy((uint8_t *)to + d * element, from + d * stride, element);
+}
+
+/* Rows [first, first + count) of one head, to tokens [at, at + count) of a head-major piece. */
+static void gather_rows(uint8_t *piece, uint32_t at, const cxlkv_rows *rows, uint32_t first,
+                        uint32_t count, uint32_t head, uint32_t dim, size_t element) {
+    for (uint32_t i = 0; i < count; i++)
+        copy_row(piece + (at + i) * dim * element, row_at(rows, first + i, head),
+                 rows->stride_bytes[2], dim, element);
+}
+
+static void tail_fill(const append_job *job, tail *to, uint32_t at, uint32_t first,
+                      uint32_t count) {
+    cxlkv_pool *pool = job->batch->pool;
+    const cxlkv_layout *layout = &pool->layout;
+    size_t element = dtype_bytes(layout->dtype);
+    for (uint32_t head = 0; head < layout->kv_heads; head++) {
+        gather_rows(tail_piece(pool, to, PIECE_KEYS, head), at, job->keys, first, count, head,
+                    layout->head_dim, element);
+        gather_rows(tail_piece(pool, to, PIECE_VALUES, head), at, job->values, first, count, head,
+                    layout->value_head_dim, element);
+    }
+}
+
+static void checksum_set(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t head,
+                         uint32_t kind, const void *bytes) {
+    *checksum_of(pool, page, layer, head, kind) =
+        crc32c(0, bytes, piece_data_bytes(&pool->layout, kind));
+}
+
+/* The digest of `tokens` keys, rows stride_bytes apart. */
+static void digest_write(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t head,
+                         const uint8_t *keys, size_t stride_bytes, uint32_t tokens) {
+    const cxlkv_layout *layout = &pool->layout;
+    _Alignas(LINE_BYTES) uint8_t digest[2 * 4096 * 4];
+    size_t bytes = piece_data_bytes(layout, PIECE_DIGEST);
+    const kernels *isa = kernels_current();
+    isa->digest((int)layout->dtype, keys, stride_bytes, tokens, layout->head_dim, digest);
+    uint8_t *to = pieces_of(pool, page, layer, PIECE_DIGEST) +
+                  head * pool->geometry.digest_piece_bytes;
+    isa->store_rows(to, digest, bytes, 1, bytes);
+    if (layout->checksum) checksum_set(pool, page, layer, head, PIECE_DIGEST, digest);
+}
+
+/* One head-major piece of page_tokens tokens, already gathered. */
+static void piece_write(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t head,
+                        uint32_t kind, const void *bytes) {
+    const cxlkv_geometry *g = &pool->geometry;
+    size_t size = piece_data_bytes(&pool->layout, kind);
+    uint64_t stride = kind == PIECE_KEYS ? g->key_piece_bytes : g->value_piece_bytes;
+    kernels_current()->store_rows(pieces_of(pool, page, layer, kind) + head * stride, bytes, size,
+                                  1, size);
+    if (pool->layout.checksum) checksum_set(pool, page, layer, head, kind, bytes);
+}
+
+void page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from,
+                     uint32_t tokens) {
+    const cxlkv_layout *layout = &pool->layout;
+    size_t element = dtype_bytes(layout->dtype);
+    for (uint32_t head = 0; head < layout->kv_heads; head++) {
+        uint8_t *keys = tail_piece(pool, from, PIECE_KEYS, head);
+        uint8_t *values = tail_piece(pool, from, PIECE_VALUES, head);
+        piece_write(pool, page, layer, head, PIECE_KEYS, keys);
+        piece_write(pool, page, layer, head, PIECE_VALUES, values);
+        digest_write(pool, page, layer, head, keys, layout->head_dim * element, tokens);
+    }
+    verified_set(pool, page, layer);
+    store_fence();
+}
+
+/* One piece straight from the caller's rows; gathered first for a CRC or when strides are odd. */
+static void piece_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t head,
+                             uint32_t kind, const cxlkv_rows *rows, uint32_t first,
+                             uint8_t *buffer) {
+    const cxlkv_layout *layout = &pool->layout;
+    const cxlkv_geometry *g = &pool->geometry;
+    size_t element = dtype_bytes(layout->dtype);
+    uint32_t dim = kind == PIECE_KEYS ? layout->head_dim : layout->value_head_dim;
+    uint64_t stride = kind == PIECE_KEYS ? g->key_piece_bytes : g->value_piece_bytes;
+    const uint8_t *from = row_at(rows, first, head);
+    bool direct = !layout->checksum && rows->stride_bytes[2] == (int64_t)element &&
+                  rows->stride_bytes[0] > 0;
+    if (direct) {
+        kernels_current()->store_rows(pieces_of(pool, page, layer, kind) + head * stride, from,
+                                      (size_t)rows->stride_bytes[0], layout->page_tokens,
+                                      dim * element);
+    } else {
+        gather_rows(buffer, 0, rows, first, layout->page_tokens, head, dim, element);
+        piece_write(pool, page, layer, head, kind, buffer);
+    }
+    if (kind != PIECE_KEYS) return;
+    size_t key_stride = direct ? (size_t)rows->stride_bytes[0] : dim * element;
+    digest_write(pool, page, layer, head, direct ? from : buffer, key_stride, layout->page_tokens);
+}
+
+static int write_direct_page(void *context, uint32_t item) {
+    append_job *job = context;
+    cxlkv_batch *batch = job->batch;
+    cxlkv_pool *pool = batch->pool;
+    uint32_t low = 0, high = batch->count; /* the last plan that begins at or before this item */
+    while (high - low > 1) {
+        uint32_t middle = (low + high) / 2;
+        if (job->plans[middle].first_item <= item) low = middle;
+        else high = middle;
+    }
+    const plan *p = &job->plans[low];
+    uint32_t index = item - p->first_item;
+    uint32_t first = p->first_row + p->head + index * pool->layout.page_tokens;
+    uint32_t page = sequence_page(batch->sequences[low],
+                                  p->first_page + (p->completed - p->direct_pages) + index);
+    size_t piece = pool->geometry.key_piece_bytes > pool->geometry.value_piece_bytes
+                       ? pool->geometry.key_piece_bytes
+                       : pool->geometry.value_piece_bytes;
+    uint8_t small[16384], *buffer = small;
+    if (piece > sizeof(small) && !(buffer = malloc(piece)))
+        return fail(ENOMEM, "no memory to gather a piece of %zu bytes", piece);
+    for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
+        piece_write_rows(pool, page, job->layer, head, PIECE_KEYS, job->keys, first, buffer);
+        piece_write_rows(pool, page, job->layer, head, PIECE_VALUES, job->values, first, buffer);
+    }
+    if (buffer != small) free(buffer);
+    verified_set(pool, page, job->layer);
+    store_fence(); /* of this thread's own non-temporal stores */
+    return 0;
+}
+
+/* ---- phase 1: count ---- */
+
+static int make_plan(append_job *job, uint32_t i, const int32_t *starts) {
+    cxlkv_batch *batch = job->batch;
+    const cxlkv_sequence *sequence = batch->sequences[i];
+    uint32_t page_tokens = batch->pool->layout.page_tokens;
+    plan *p = &job->plans[i];
+    p->before = sequence->layer_tokens[job->layer];
+    p->first_row = (uint32_t)starts[i];
+    p->rows = (uint32_t)(starts[i + 1] - starts[i]);
+    if (job->layer > 0 && p->before + p->rows > sequence->layer_tokens[job->layer - 1])
+        return fail(CXLKV_E_ORDER,
+                    "sequence %u: layer %u would have %lu tokens and layer %u has %lu: append "
+                    "layers in order, 0 first",
+                    i, job->layer, p->before + p->rows, job->layer - 1,
+                    sequence->layer_tokens[job->layer - 1]);
+    if ((p->before + p->rows) / page_tokens >= INT32_MAX)
+        return fail(CXLKV_E_ARGUMENT, "sequence %u: too many tokens", i);
+    p->filled = (uint32_t)(p->before % page_tokens);
+    p->head = p->filled ? min_u32(p->rows, page_tokens - p->filled) : 0;
+    p->direct_pages = (p->rows - p->head) / page_tokens;
+    p->rest = p->rows - p->head - p->direct_pages * page_tokens;
+    p->first_page = (uint32_t)(p->before / page_tokens);
+    p->completed = (uint32_t)((p->before + p->rows) / page_tokens) - p->first_page;
+    p->first_item = job->items;
+    job->items += p->direct_pages;
+    return 0;
+}
+
+/* ---- phase 2: take memory and pages ---- */
+
+static int prepare_tails(append_job *job, uint32_t i) {
+    cxlkv_pool *pool = job->batch->pool;
+    plan *p = &job->plans[i];
+    tail *own = job->batch->sequences[i]->tails[job->layer];
+    bool shared = own && atomic_load_explicit(&own->references, memory_order_acquire) > 1;
+    if (p->head) {
+        p->work = own;
+        if (shared && !(p->work = tail_copy(pool, own, p->filled)))
+            return fail(ENOMEM, "no memory for a tail");
+    }
+    if (p->rest) {
+        /* A tail whose tokens all went into a page is free to be used again. */
+        bool reusable = own && !shared && p->filled == 0;
+        p->next = reusable ? own : tail_make(pool);
+        if (!p->next) return fail(ENOMEM, "no memory for a tail");
+    }
+    return 0;
+}
+
+static int take_pages(append_job *job) {
+    cxlkv_batch *batch = job->batch;
+    cxlkv_pool *pool = batch->pool;
+    uint64_t wanted = 0;
+    for (uint32_t i = 0; i < batch->count; i++) wanted += job->plans[i].completed;
+    if (job->layer != 0 || wanted == 0) return 0;
+    uint32_t *pages = malloc(wanted * sizeof(*pages));
+    if (!pages) return fail(ENOMEM, "no memory for a list of %lu pages", wanted);
+    int code = 0;
+    for (uint32_t i = 0; code == 0 && i < batch->count; i++)
+        if (job->plans[i].completed)
+            code = sequence_reserve(batch->sequences[i], job->plans[i].completed);
+    if (code == 0) code = host_lock_with_room(pool, wanted);
+    if (code == 0) {
+        if (pool->host->free_pages < wanted) host_reap(pool);
+        if (pool->host->free_pages < wanted || wanted > UINT32_MAX)
+            code = full_error(pool, (uint32_t)min_u64(wanted, UINT32_MAX));
+        uint32_t *at = pages;
+        for (uint32_t i = 0; code == 0 && i < batch->count; i++) {
+            const cxlkv_sequence *sequence = batch->sequences[i];
+            uint32_t count = sequence->page_count;
+            uint32_t after = count ? sequence_page(sequence, count - 1) : NO_PAGE;
+            code = pages_take(pool, job->plans[i].completed, after, at);
+            if (code == 0) job->plans[i].taken = job->plans[i].completed;
+            at += job->plans[i].taken;
+        }
+        host_unlock(pool);
+    }
+    const uint32_t *from = pages;
+    for (uint32_t i = 0; i < batch->count; i++)
+        for (uint32_t j = 0; j < job->plans[i].taken; j++)
+            sequence_push(batch->sequences[i], *from++);
+    free(pages);
+    return code;
+}
+
+/* ---- phase 3: write ---- */
+
+static int write_tails(void *context, uint32_t item) {
+    append_job *job = context;
+    cxlkv_batch *batch = job->batch;
+    uint32_t page_tokens = batch->pool->layout.page_tokens;
+    (void)item;
+    for (uint32_t i = 0; i < batch->count; i++) {
+        const plan *p = &job->plans[i];
+        if (p->head) {
+            tail_fill(job, p->work, p->filled, p->first_row, p->head);
+            if (p->filled + p->head == page_tokens)
+                page_write_tail(batch->pool, sequence_page(batch->sequences[i], p->first_page),
+                                job->layer, p->work, page_tokens);
+        }
+        if (p->rest) tail_fill(job, p->next, 0, p->first_row + p->rows - p->rest, p->rest);
+    }
+    return 0;
+}
+
+/* The last layer completes the record: its header and descriptor make it whole. */
+static int seal_pages(void *context, uint32_t item) {
+    append_job *job = context;
+    cxlkv_batch *batch = job->batch;
+    (void)item;
+    if (job->layer != batch->pool->layout.layers - 1) return 0;
+    for (uint32_t i = 0; i < batch->count; i++)
+        for (uint32_t j = 0; j < job->plans[i].completed; j++)
+            record_seal(batch->pool,
+                        sequence_page(batch->sequences[i], job->plans[i].first_page + j),
+                        batch->pool->layout.page_tokens, NULL);
+    return 0;
+}
+
+static void commit(append_job *job) {
+    cxlkv_batch *batch = job->batch;
+    for (uint32_t i = 0; i < batch->count; i++) {
+        plan *p = &job->plans[i];
+        tail **own = &batch->sequences[i]->tails[job->layer];
+        tail *wanted = p->rest ? p->next : p->head ? p->work : *own;
+        if (p->work && p->work != wanted && p->work != *own) tail_drop(batch->pool, p->work);
+        if (wanted != *own) {
+            tail_drop(batch->pool, *own);
+            *own = wanted;
+        }
+        batch->sequences[i]->layer_tokens[job->layer] = p->before + p->rows;
+    }
+}
+
+static void undo(append_job *job) {
+    cxlkv_batch *batch = job->batch;
+    for (uint32_t i = 0; i < batch->count; i++) {
+        plan *p = &job->plans[i];
+        tail *own = batch->sequences[i]->tails[job->layer];
+        if (p->work != own) tail_drop(batch->pool, p->work);
+        if (p->next != own) tail_drop(batch->pool, p->next);
+        if (p->taken) sequence_cut(batch->sequences[i], p->first_page);
+    }
+}
+
+static int rows_check(const cxlkv_pool *pool, const cxlkv_rows *rows, const char *name) {
+    if (rows->dtype != pool->layout.dtype)
+        return fail(CXLKV_E_ARGUMENT, "%s: dtype code %u, the pool stores %u", name, rows->dtype,
+                    pool->layout.dtype);
+    return 0;
+}
+
+static int64_t append_locked(append_job *job, const int32_t *starts) {
+    cxlkv_batch *batch = job->batch;
+    cxlkv_pool *pool = batch->pool;
+    uint32_t rows = 0;
+    int code = batch_starts(batch, starts, &rows);
+    if (code == 0 && rows && !(job->keys->data && job->values->data))
+        code = fail(CXLKV_E_ARGUMENT, "keys or values: no data"); /* empty tensors have none */
+    for (uint32_t i = 0; code == 0 && i < batch->count; i++) code = make_plan(job, i, starts);
+    if (code < 0 || rows == 0) return code;
+    for (uint32_t i = 0; code == 0 && i < batch->count; i++) code = prepare_tails(job, i);
+    if (code == 0) code = take_pages(job);
+    if (code == 0) code = run_tasks(pool, job->items, write_direct_page, job);
+    if (code == 0) code = run_tasks(pool, 1, write_tails, job);
+    if (code == 0) code = run_tasks(pool, 1, seal_pages, job);
+    if (code < 0) {
+        undo(job);
+        return code;
+    }
+    commit(job);
+    const cxlkv_layout *layout = &pool->layout;
+    uint64_t token_bytes = (uint64_t)layout->kv_heads *
+                           (layout->head_dim + layout->value_head_dim) *
+                           dtype_bytes(layout->dtype);
+    atomic_fetch_add_explicit(&pool->appended_bytes, rows * token_bytes, memory_order_relaxed);
+    return rows;
+}
+
+int64_t cxlkv_batch_append(cxlkv_batch *batch, uint32_t layer, const cxlkv_rows *keys,
+                           const cxlkv_rows *values, const int32_t *starts) {
+    cxlkv_pool *pool = batch->pool;
+    if (layer >= pool->layout.layers)
+        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", layer, pool->layout.layers);
+    int64_t code = rows_check(pool, keys, "keys");
+    if (code == 0) code = rows_check(pool, values, "values");
+    if (code < 0) return code;
+    append_job job = {.batch = batch, .layer = layer, .keys = keys, .values = values};
+    job.plans = calloc(batch->count, sizeof(*job.plans));
+    if (!job.plans) return fail(ENOMEM, "no memory to plan an append");
+    code = batch_lock(batch, true);
+    if (code == 0) {
+        code = append_locked(&job, starts);
+        batch_unlock(batch);
+    }
+    free(job.plans);
+    return code;
+}

@@ -1,0 +1,23 @@
+/* CRC32C (Castagnoli, reflected, as in iSCSI and ext4): the check on every piece and every line. */
+#ifndef CXLKV_CRC32C_H
+#define CXLKV_CRC32C_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* The CRC of `bytes` bytes that follow data whose CRC is `crc` (0 for none):
+ * crc32c(0, "123456789", 9) == 0xe3069283, crc32c(crc32c(0, a), b) == crc32c(0, a followed by b).
+ * Any alignment; the fastest way that this CPU has, chosen at first use. Thread safe. */
+uint32_t crc32c(uint32_t crc, const void *data, size_t bytes);
+
+/* A byte at a time through a table: the reference. */
+uint32_t crc32c_serial(uint32_t crc, const void *data, size_t bytes);
+
+/* By the CPU's CRC instruction. Precondition: crc32c_force("hardware") would return 0. */
+uint32_t crc32c_hardware(uint32_t crc, const void *data, size_t bytes);
+
+/* "serial", "hardware", or "auto" for the best. Returns 0, -ENOTSUP when this CPU or this build
+ * lacks the instruction, -EINVAL for an unknown name. */
+int crc32c_force(const char *name);
+
+#endif

@@ -1,0 +1,376 @@
+/* The pool's format: superblock, descriptors, record headers, checksums; written and checked. */
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+static const uint8_t MAGIC[8] = {'C', 'X', 'L', 'K', 'V', 'P', 'O', 'L'};
+
+/* Limits keep every product below within 64 bits: 1024 * 1024 * 8192 * 1024 * 4 < 2^46. */
+int layout_check(const cxlkv_layout *layout) {
+    const struct { const char *name; uint32_t value, limit; } fields[] = {
+        {"layers", layout->layers, 1024},
+        {"kv_heads", layout->kv_heads, 1024},
+        {"head_dim", layout->head_dim, 4096},
+        {"value_head_dim", layout->value_head_dim, 4096},
+        {"page_tokens", layout->page_tokens, 1024},
+    };
+    for (size_t i = 0; i < sizeof(fields) / sizeof(fields[0]); i++)
+        if (fields[i].value == 0 || fields[i].value > fields[i].limit)
+            return fail(CXLKV_E_GEOMETRY, "layout: %s is %u, outside 1 to %u", fields[i].name,
+                        fields[i].value, fields[i].limit);
+    if (layout->dtype >= DTYPE_COUNT)
+        return fail(CXLKV_E_GEOMETRY, "layout: dtype code %u is unknown", layout->dtype);
+    if (layout->checksum > 1)
+        return fail(CXLKV_E_GEOMETRY, "layout: checksum is %u, not 0 or 1", layout->checksum);
+    if (memchr(layout->model_id, 0, sizeof(layout->model_id)) == NULL)
+        return fail(CXLKV_E_GEOMETRY, "layout: model_id is longer than 255 bytes");
+    return 0;
+}
+
+/* Offsets for extents of slab_slots records; everything but page_count and extent_count. */
+static void extent_layout(const cxlkv_layout *layout, uint32_t slab_slots, cxlkv_geometry *g) {
+    uint64_t heads = layout->kv_heads, slots = slab_slots;
+    g->slab_slots = slab_slots;
+    g->digest_piece_bytes = align_up(piece_data_bytes(layout, PIECE_DIGEST), LINE_BYTES);
+    g->key_piece_bytes = align_up(piece_data_bytes(layout, PIECE_KEYS), LINE_BYTES);
+    g->value_piece_bytes = align_up(piece_data_bytes(layout, PIECE_VALUES), LINE_BYTES);
+    g->checksum_bytes =
+        align_up(layout->layers * heads * PIECE_KINDS * sizeof(uint32_t), LINE_BYTES);
+    g->checksums_offset = slots * sizeof(record_header);
+    g->layers_offset = align_up(g->checksums_offset + slots * g->checksum_bytes, 4096);
+    g->keys_offset = align_up(slots * heads * g->digest_piece_bytes, 4096);
+    g->values_offset = align_up(g->keys_offset + slots * heads * g->key_piece_bytes, 4096);
+    g->layer_bytes = align_up(g->values_offset + slots * heads * g->value_piece_bytes, 4096);
+    uint64_t bytes = g->layers_offset + layout->layers * g->layer_bytes;
+    /* Poison is reported, and read-only mappings are made, by 2 MiB: an extent that loses at most
+     * a sixteenth to it begins on such a border (decision 0001). */
+    g->extent_bytes = align_up(bytes, bytes >= 16 * AREA_ALIGNMENT ? AREA_ALIGNMENT : 4096);
+    g->record_bytes = sizeof(descriptor) + sizeof(record_header) + g->checksum_bytes +
+                      layout->layers * heads *
+                          (g->digest_piece_bytes + g->key_piece_bytes + g->value_piece_bytes);
+}
+
+static uint64_t extents_that_fit(uint64_t capacity_bytes, const cxlkv_geometry *g) {
+    uint64_t fixed = SUPERBLOCK_BYTES + AREA_ALIGNMENT;
+    if (capacity_bytes <= fixed) return 0;
+    return (capacity_bytes - fixed) / (g->extent_bytes + g->slab_slots * sizeof(descriptor));
+}
+
+int geometry_make(const cxlkv_layout *layout, uint64_t capacity_bytes, cxlkv_geometry *geometry) {
+    int code = layout_check(layout);
+    if (code < 0) return code;
+    memset(geometry, 0, sizeof(*geometry));
+    /* Slabs as long as they go, while what does not fill an extent stays under 1/8 of the pool. */
+    uint64_t extents = 0;
+    for (uint32_t slots = 64; slots >= 1; slots /= 2) {
+        extent_layout(layout, slots, geometry);
+        extents = extents_that_fit(capacity_bytes, geometry);
+        if (extents >= 8) break;
+    }
+    if (extents == 0)
+        return fail(CXLKV_E_GEOMETRY,
+                    "capacity of %lu bytes holds no page: one record is %lu bytes, and 2 MiB are "
+                    "for alignment. Ask for %lu MiB or more",
+                    capacity_bytes, geometry->record_bytes,
+                    (4 * AREA_ALIGNMENT + 8 * geometry->extent_bytes) >> 20);
+    uint64_t pages = min_u64(extents, (1u << 30) / geometry->slab_slots) * geometry->slab_slots;
+    geometry->extent_count = (uint32_t)(pages / geometry->slab_slots);
+    geometry->page_count = (uint32_t)pages;
+    geometry->descriptors_offset = SUPERBLOCK_BYTES;
+    geometry->extents_offset =
+        align_up(SUPERBLOCK_BYTES + pages * sizeof(descriptor), AREA_ALIGNMENT);
+    geometry->region_bytes =
+        geometry->extents_offset + geometry->extent_count * geometry->extent_bytes;
+    return 0;
+}
+
+void superblock_write(cxlkv_pool *pool) {
+    superblock *block = (superblock *)pool->base;
+    const cxlkv_layout *layout = &pool->layout;
+    memset(pool->base, 0, SUPERBLOCK_BYTES);
+    memcpy(block->magic, MAGIC, sizeof(MAGIC));
+    block->version = FORMAT_VERSION;
+    block->line_bytes = LINE_BYTES;
+    memcpy(block->identity, pool->identity, sizeof(block->identity));
+    block->page_tokens = layout->page_tokens;
+    block->checksum = layout->checksum;
+    memcpy(block->shard, layout->shard, sizeof(block->shard));
+    memcpy(block->model_id, layout->model_id, sizeof(block->model_id));
+    block->geometry = pool->geometry;
+    block->group_count = 1;
+    block->groups[0] = (group_row){.layers = layout->layers, .kv_heads = layout->kv_heads,
+                                   .head_dim = layout->head_dim,
+                                   .value_head_dim = layout->value_head_dim,
+                                   .dtype = layout->dtype};
+    block->crc = crc32c(0, block, offsetof(superblock, crc));
+}
+
+int superblock_read(const uint8_t *bytes, uint64_t file_bytes, const char *path,
+                    cxlkv_layout *layout, cxlkv_geometry *geometry, uint8_t *identity) {
+    superblock block;
+    memcpy(&block, bytes, sizeof(block));
+    if (memcmp(block.magic, MAGIC, sizeof(MAGIC)) != 0)
+        return fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool: its magic is missing", path);
+    if (block.version != FORMAT_VERSION)
+        return fail(CXLKV_E_VERSION,
+                    "%s has format version %u, this build reads %d. Open it with the release that "
+                    "made it, or create it anew",
+                    path, block.version, FORMAT_VERSION);
+    if (block.crc != crc32c(0, &block, offsetof(superblock, crc)))
+        return fail(CXLKV_E_CORRUPT,
+                    "%s: the superblock's CRC is wrong: its bytes were changed. Nothing in the "
+                    "pool can be trusted: create it anew",
+                    path);
+    const group_row *row = &block.groups[0];
+    if (block.group_count != 1 || row->kind || row->values || row->window || block.sharing ||
+        block.durable || block.line_bytes != LINE_BYTES)
+        return fail(CXLKV_E_GEOMETRY, "%s uses a feature that this build does not have", path);
+    memset(layout, 0, sizeof(*layout));
+    *layout = (cxlkv_layout){.layers = row->layers, .kv_heads = row->kv_heads,
+                             .head_dim = row->head_dim, .value_head_dim = row->value_head_dim,
+                             .page_tokens = block.page_tokens, .dtype = row->dtype,
+                             .checksum = block.checksum};
+    memcpy(layout->shard, block.shard, sizeof(layout->shard));
+    memcpy(layout->model_id, block.model_id, sizeof(layout->model_id));
+    int code = layout_check(layout);
+    if (code < 0) return code;
+    /* The CRC may be right and the numbers hostile: derive them again and compare. */
+    cxlkv_geometry derived;
+    memset(&derived, 0, sizeof(derived));
+    uint32_t slots = block.geometry.slab_slots;
+    if (slots == 0 || slots > 64 || (slots & (slots - 1)))
+        return fail(CXLKV_E_GEOMETRY, "%s: %u slots in a slab", path, slots);
+    extent_layout(layout, slots, &derived);
+    uint64_t extents = block.geometry.extent_count, pages = extents * slots;
+    if (extents == 0 || pages > 1u << 30)
+        return fail(CXLKV_E_GEOMETRY, "%s: %lu extents", path, extents);
+    derived.extent_count = (uint32_t)extents;
+    derived.page_count = (uint32_t)pages;
+    derived.descriptors_offset = SUPERBLOCK_BYTES;
+    derived.extents_offset =
+        align_up(SUPERBLOCK_BYTES + pages * sizeof(descriptor), AREA_ALIGNMENT);
+    derived.region_bytes = derived.extents_offset + extents * derived.extent_bytes;
+    if (memcmp(&derived, &block.geometry, sizeof(derived)) != 0)
+        return fail(CXLKV_E_GEOMETRY, "%s: its offsets do not follow from its layout", path);
+    if (file_bytes < derived.region_bytes)
+        return fail(CXLKV_E_TRUNCATED,
+                    "%s is truncated: %lu bytes of %lu. The pages beyond are lost: create it anew",
+                    path, file_bytes, derived.region_bytes);
+    *geometry = derived;
+    memcpy(identity, block.identity, sizeof(block.identity));
+    return 0;
+}
+
+static host_line *host_line_of(const cxlkv_pool *pool) {
+    return (host_line *)(pool->base + SUPERBLOCK_BYTES - LINE_BYTES);
+}
+
+void host_line_write(cxlkv_pool *pool, uint64_t nonce) {
+    host_line *line = host_line_of(pool);
+    line->nonce = nonce;
+    line->crc = crc32c(0, &nonce, sizeof(nonce));
+}
+
+uint64_t host_line_read(const cxlkv_pool *pool) {
+    host_line line = *host_line_of(pool);
+    return line.crc == crc32c(0, &line.nonce, sizeof(line.nonce)) ? line.nonce : 0;
+}
+
+descriptor *descriptor_of(const cxlkv_pool *pool, uint32_t page) {
+    return (descriptor *)(pool->base + pool->geometry.descriptors_offset) + page;
+}
+
+static record_header *header_of(const cxlkv_pool *pool, uint32_t page) {
+    const cxlkv_geometry *g = &pool->geometry;
+    return (record_header *)(pool->base + g->extents_offset +
+                             page / g->slab_slots * g->extent_bytes) +
+           page % g->slab_slots;
+}
+
+static uint8_t *checksum_table(const cxlkv_pool *pool, uint32_t page) {
+    const cxlkv_geometry *g = &pool->geometry;
+    return pool->base + g->extents_offset + page / g->slab_slots * g->extent_bytes +
+           g->checksums_offset + page % g->slab_slots * g->checksum_bytes;
+}
+
+uint32_t *checksum_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_head,
+                      uint32_t kind) {
+    uint64_t entry = ((uint64_t)layer * pool->layout.kv_heads + kv_head) * PIECE_KINDS + kind;
+    return (uint32_t *)checksum_table(pool, page) + entry;
+}
+
+/* The CRC covers the version: a reader between the two stores sees a wrong CRC, not a torn line. */
+void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t state,
+                      uint32_t tokens, const page_key *key) {
+    descriptor line = {.version = generation << 8 | state, .tokens = tokens, .page = page};
+    if (key) {
+        memcpy(line.hash, key->hash, sizeof(line.hash));
+        line.ordinal = key->ordinal;
+    }
+    if (state != PAGE_FREE) line.table_crc = header_of(pool, page)->table_crc;
+    line.crc = crc32c(0, &line, offsetof(descriptor, crc));
+    descriptor *at = descriptor_of(pool, page);
+    memcpy((uint8_t *)at + 8, (uint8_t *)&line + 8, sizeof(line) - 8);
+    /* Pairs with the acquire load in descriptor_read(): the fields stand before the version. */
+    atomic_store_explicit((_Atomic uint64_t *)&at->version, line.version, memory_order_release);
+}
+
+int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy) {
+    descriptor *at = descriptor_of(pool, page);
+    for (int attempt = 0; attempt < 100; attempt++) {
+        uint64_t version =
+            atomic_load_explicit((_Atomic uint64_t *)&at->version, memory_order_acquire);
+        *copy = *at;
+        copy->version = version;
+        if (copy->crc == crc32c(0, copy, offsetof(descriptor, crc)) && copy->page == page &&
+            copy->tokens <= pool->layout.page_tokens && (version & 255) <= PAGE_PUBLISHED)
+            return 0;
+    }
+    return fail(CXLKV_E_CORRUPT,
+                "the descriptor of page %u is damaged: its CRC is wrong. The page is set aside; "
+                "recompute what it held",
+                page);
+}
+
+void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t tokens, const page_key *key) {
+    record_header header = {.magic = RECORD_MAGIC, .page = page, .tokens = tokens,
+                            .generation = pool->pages[page].generation};
+    if (key) {
+        memcpy(header.hash, key->hash, sizeof(header.hash));
+        header.ordinal = key->ordinal;
+    }
+    if (pool->layout.checksum)
+        header.table_crc = crc32c(0, checksum_table(pool, page), pool->geometry.checksum_bytes);
+    header.crc = crc32c(0, &header, offsetof(record_header, crc));
+    memcpy(header_of(pool, page), &header, sizeof(header));
+    descriptor_write(pool, page, header.generation, key ? PAGE_PUBLISHED : PAGE_SEALED, tokens,
+                     key);
+}
+
+/* publish() rewrites a header to add its hash: a reader in between tries again. */
+static bool header_read(const cxlkv_pool *pool, uint32_t page, record_header *header) {
+    for (int attempt = 0; attempt < 200; attempt++) {
+        memcpy(header, header_of(pool, page), sizeof(*header));
+        if (header->crc == crc32c(0, header, offsetof(record_header, crc)) &&
+            header->magic == RECORD_MAGIC)
+            return true;
+        if (attempt > 50) sched_yield();
+    }
+    return false;
+}
+
+int record_check(const cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t tokens) {
+    record_header header;
+    if (!header_read(pool, page, &header))
+        return fail(CXLKV_E_CORRUPT,
+                    "the record header of page %u is damaged: its CRC is wrong. Release the "
+                    "sequence and recompute it; `cxlkv pool check --deep` lists what else is hurt",
+                    page);
+    if (header.page != page || header.generation != generation || header.tokens != tokens)
+        return fail(CXLKV_E_STALE,
+                    "page %u holds generation %lu with %u tokens, wanted %lu with %u: it was "
+                    "reused. Match or recompute the sequence",
+                    page, header.generation, header.tokens, generation, tokens);
+    return 0;
+}
+
+static atomic_ulong *verified_word(const cxlkv_pool *pool, uint32_t page, uint32_t layer,
+                                   uint64_t *bit) {
+    uint64_t index = (uint64_t)page * pool->layout.layers + layer;
+    *bit = 1ull << index % 64;
+    return &pool->verified[index / 64];
+}
+
+void verified_set(cxlkv_pool *pool, uint32_t page, uint32_t layer) {
+    uint64_t bit;
+    atomic_ulong *word = verified_word(pool, page, layer, &bit);
+    atomic_fetch_or_explicit(word, bit, memory_order_relaxed);
+}
+
+void verified_clear(cxlkv_pool *pool, uint32_t page) {
+    uint64_t first = (uint64_t)page * pool->layout.layers, end = first + pool->layout.layers;
+    while (first < end) {
+        uint64_t stop = min_u64(end, (first / 64 + 1) * 64), count = stop - first;
+        uint64_t ones = count == 64 ? UINT64_MAX : (1ull << count) - 1;
+        atomic_fetch_and_explicit(&pool->verified[first / 64], ~(ones << first % 64),
+                                  memory_order_relaxed);
+        first = stop;
+    }
+}
+
+int piece_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_head, uint32_t kind,
+                 const void *bytes) {
+    static const char *const names[PIECE_KINDS] = {"digest", "K", "V"};
+    uint32_t crc = crc32c(0, bytes, piece_data_bytes(&pool->layout, kind));
+    if (crc == *checksum_of(pool, page, layer, kv_head, kind)) return 0;
+    atomic_fetch_add_explicit(&pool->corrupt_pieces, 1, memory_order_relaxed);
+    return fail(CXLKV_E_CORRUPT,
+                "page %u, layer %u, kv head %u: the CRC of its %s is wrong, the bytes were "
+                "changed. Release the sequence and recompute it; `cxlkv pool check --deep` lists "
+                "what else is hurt",
+                page, layer, kv_head, names[kind]);
+}
+
+int pieces_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer) {
+    const cxlkv_geometry *g = &pool->geometry;
+    if (!pool->layout.checksum) return 0;
+    uint64_t bit;
+    atomic_ulong *word = verified_word(pool, page, layer, &bit);
+    if (atomic_load_explicit(word, memory_order_relaxed) & bit) return 0;
+    const uint64_t strides[PIECE_KINDS] = {g->digest_piece_bytes, g->key_piece_bytes,
+                                           g->value_piece_bytes};
+    for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {
+        const uint8_t *pieces = pieces_of(pool, page, layer, kind);
+        for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
+            int code = piece_verify(pool, page, layer, head, kind, pieces + head * strides[kind]);
+            if (code < 0) return code;
+        }
+    }
+    verified_set(pool, page, layer);
+    return 0;
+}
+
+/* Slots of one slab (piece run of run_bytes a slot) that overlap [start, end) within the slab. */
+static uint64_t slab_mask(const cxlkv_geometry *g, uint64_t slab, uint64_t run_bytes,
+                          uint64_t start, uint64_t end) {
+    uint64_t mask = 0;
+    for (uint32_t slot = 0; slot < g->slab_slots; slot++) {
+        uint64_t first = slab + slot * run_bytes;
+        if (first < end && first + run_bytes > start) mask |= 1ull << slot;
+    }
+    return mask;
+}
+
+uint64_t retire_range(cxlkv_pool *pool, uintptr_t address, size_t bytes) {
+    const cxlkv_geometry *g = &pool->geometry;
+    uint64_t heads = pool->layout.kv_heads;
+    uintptr_t area = (uintptr_t)pool->base + g->extents_offset, retired = 0;
+    uint64_t end = pool->geometry.region_bytes - g->extents_offset;
+    uint64_t from = address / bytes * bytes;
+    from = from > area ? from - area : 0;
+    uint64_t to = address / bytes * bytes + bytes;
+    if (to <= area) return 0;
+    to = min_u64(to - area, end);
+    for (uint64_t extent = from / g->extent_bytes;
+         extent < g->extent_count && extent * g->extent_bytes < to; extent++) {
+        uint64_t base = extent * g->extent_bytes, mask = 0;
+        uint64_t start = from > base ? from - base : 0, stop = to - base;
+        mask |= slab_mask(g, 0, sizeof(record_header), start, stop);
+        mask |= slab_mask(g, g->checksums_offset, g->checksum_bytes, start, stop);
+        for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
+            uint64_t at = g->layers_offset + layer * g->layer_bytes;
+            mask |= slab_mask(g, at, heads * g->digest_piece_bytes, start, stop);
+            mask |= slab_mask(g, at + g->keys_offset, heads * g->key_piece_bytes, start, stop);
+            mask |= slab_mask(g, at + g->values_offset, heads * g->value_piece_bytes, start, stop);
+        }
+        for (uint32_t slot = 0; slot < g->slab_slots; slot++)
+            if (mask >> slot & 1) {
+                page_info *info = &pool->pages[extent * g->slab_slots + slot];
+                retired += !info->retired;
+                info->retired = 1;
+            }
+    }
+    return retired;
+}

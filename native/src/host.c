@@ -1,0 +1,397 @@
+/* The host state: what the processes of one host share about a pool, in their own DRAM. */
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+#define HOST_MAGIC 0x31305453484b5643ull /* "CVKHST01" */
+enum { ATTACH_BYTE = 0, USE_BYTE = 1, LOCK_WAIT_S = 30 };
+
+uint64_t random_u64(void) {
+    uint64_t value = 0;
+    while (getrandom(&value, sizeof(value), 0) != sizeof(value) || value == 0) continue;
+    return value;
+}
+
+/* ---- processes: {pid, start time, namespace}; a pid alone is reused ---- */
+
+static bool read_start_time(int32_t pid, uint64_t *start_time, char *state) {
+    char path[64], line[1024];
+    snprintf(path, sizeof(path), "/proc/%d/stat", pid);
+    FILE *file = fopen(path, "re");
+    if (!file) return false;
+    size_t length = fread(line, 1, sizeof(line) - 1, file);
+    fclose(file);
+    line[length] = 0;
+    char *after_name = strrchr(line, ')'); /* the name itself may hold spaces and brackets */
+    if (!after_name || after_name[1] == 0) return false;
+    *state = after_name[2];
+    char *at = after_name + 2;
+    for (int field = 3; field < 22 && at; field++) at = strchr(at + 1, ' ');
+    if (!at) return false;
+    *start_time = strtoull(at, NULL, 10);
+    return true;
+}
+
+void process_identify(process_slot *slot) {
+    char state;
+    struct stat status;
+    slot->pid = getpid();
+    slot->nonce = random_u64();
+    if (!read_start_time(slot->pid, &slot->start_time, &state)) slot->start_time = 0;
+    slot->pid_namespace = stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
+}
+
+/* A process of another pid namespace cannot be judged from here: it counts as alive. */
+static bool process_is_dead(const process_slot *slot) {
+    struct stat status;
+    uint64_t start_time;
+    char state;
+    uint64_t ours = stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
+    if (slot->pid_namespace != ours) return false;
+    if (!read_start_time(slot->pid, &start_time, &state))
+        return kill(slot->pid, 0) < 0 && errno == ESRCH;
+    return start_time != slot->start_time || state == 'Z' || state == 'X';
+}
+
+uint32_t *held_of(const cxlkv_pool *pool, uint32_t slot) {
+    const host_state *host = pool->host;
+    return (uint32_t *)((uint8_t *)host + host->held_offset + slot * host->held_stride_bytes);
+}
+
+int host_register(cxlkv_pool *pool, uint32_t state, uint32_t *slot) {
+    host_state *host = pool->host;
+    for (uint32_t i = 0; i < PROCESS_MAX; i++) {
+        if (host->processes[i].state != 0) continue;
+        int code = posix_fallocate(pool->host_fd,
+                                   (off_t)(host->held_offset + i * host->held_stride_bytes),
+                                   (off_t)host->held_stride_bytes);
+        if (code != 0) return fail(code, "no room in /dev/shm for a table of page references");
+        memset(held_of(pool, i), 0, host->held_stride_bytes);
+        process_identify(&host->processes[i]);
+        host->processes[i].state = state;
+        *slot = i;
+        return 0;
+    }
+    return fail(CXLKV_E_PROCESSES, "%d processes have this pool open: close one", PROCESS_MAX);
+}
+
+void host_unregister(cxlkv_pool *pool, uint32_t slot) {
+    uint32_t *held = held_of(pool, slot);
+    for (uint32_t page = 0; page < pool->host->page_count; page++)
+        if (held[page]) pages_drop_slot(pool, slot, page, held[page]);
+    pool->host->processes[slot].state = 0;
+}
+
+uint64_t host_reap(cxlkv_pool *pool) {
+    uint64_t reaped = 0;
+    for (uint32_t i = 0; i < PROCESS_MAX; i++) {
+        process_slot *slot = &pool->host->processes[i];
+        if (slot->state == 0 || i == pool->slot || !process_is_dead(slot)) continue;
+        host_unregister(pool, i);
+        reaped++;
+    }
+    pool->host->reaped_processes += reaped;
+    return reaped;
+}
+
+/* ---- the lock ---- */
+
+int host_lock(cxlkv_pool *pool) {
+    struct timespec deadline;
+    clock_gettime(CLOCK_REALTIME, &deadline);
+    deadline.tv_sec += LOCK_WAIT_S;
+    int code = pthread_mutex_trylock(&pool->host->mutex);
+    if (code == EBUSY) code = pthread_mutex_timedlock(&pool->host->mutex, &deadline);
+    if (code == EOWNERDEAD) {
+        /* Its holder died in the middle of a change: derive all that is derived anew. */
+        host_rebuild(pool);
+        host_reap(pool);
+        pool->host->rebuilds++;
+        pthread_mutex_consistent(&pool->host->mutex);
+        return 0;
+    }
+    if (code == 0) return 0;
+    return fail(CXLKV_E_TIMEOUT,
+                "the pool's lock was not free for %d s: a process that has it open is stopped",
+                LOCK_WAIT_S);
+}
+
+void host_unlock(cxlkv_pool *pool) {
+    host_assert(pool);
+    pthread_mutex_unlock(&pool->host->mutex);
+}
+
+/* ---- making and rebuilding ---- */
+
+static uint64_t state_layout(uint32_t page_count, host_state *host) {
+    uint64_t capacity = 64;
+    while (capacity < 2ull * page_count) capacity *= 2;
+    host->page_count = page_count;
+    host->run_count = (page_count + RUN_SLOTS - 1) / RUN_SLOTS;
+    host->index_capacity = (uint32_t)capacity;
+    host->pages_offset = align_up(sizeof(host_state), 4096);
+    host->runs_offset = align_up(host->pages_offset + page_count * sizeof(page_info), 4096);
+    host->index_offset = align_up(host->runs_offset + host->run_count * sizeof(run_info), 4096);
+    host->held_offset = align_up(host->index_offset + capacity * sizeof(index_entry), 4096);
+    host->held_stride_bytes = align_up(page_count * sizeof(uint32_t), 4096);
+    host->bytes = host->held_offset + PROCESS_MAX * host->held_stride_bytes;
+    return host->bytes;
+}
+
+/* The region's descriptors say what is published; all else that nobody holds is free. */
+static void rebuild_page(cxlkv_pool *pool, uint32_t page) {
+    page_info *info = &pool->pages[page];
+    descriptor line;
+    info->holders = 0;
+    for (uint32_t slot = 0; slot < PROCESS_MAX; slot++)
+        if (pool->host->processes[slot].state && held_of(pool, slot)[page]) info->holders++;
+    info->published = 0;
+    if (descriptor_read(pool, page, &line) < 0) {
+        /* A holder may be writing it just now, or died so: then the page is settled when reaped. */
+        info->quarantined = info->holders == 0;
+        return;
+    }
+    uint64_t generation = line.version >> 8, state = line.version & 255;
+    if (generation > info->generation) info->generation = generation;
+    if (state == PAGE_PUBLISHED && index_insert(pool, line.hash, page)) {
+        info->published = 1;
+        pool->host->published_pages++;
+    } else if (info->holders == 0 && state != PAGE_FREE && !info->retired) {
+        descriptor_write(pool, page, ++info->generation, PAGE_FREE, 0, NULL);
+    }
+}
+
+void host_rebuild(cxlkv_pool *pool) {
+    host_state *host = pool->host;
+    index_clear(pool);
+    host->free_pages = host->published_pages = 0;
+    host->free_runs = host->partial_runs = NO_PAGE;
+    for (uint32_t run = host->run_count; run-- > 0;) {
+        run_info *info = &pool->runs[run];
+        *info = (run_info){.next = NO_PAGE, .previous = NO_PAGE};
+        for (uint32_t slot = 0; slot < RUN_SLOTS; slot++) {
+            uint32_t page = run * RUN_SLOTS + slot;
+            if (page >= host->page_count) break;
+            rebuild_page(pool, page);
+            const page_info *state = &pool->pages[page];
+            if (state->holders || state->published || state->retired || state->quarantined)
+                continue;
+            info->free_mask |= (uint16_t)(1u << slot);
+            host->free_pages++;
+        }
+        pages_list(pool, run);
+    }
+}
+
+static void bind_tables(cxlkv_pool *pool) {
+    uint8_t *base = (uint8_t *)pool->host;
+    pool->pages = (page_info *)(base + pool->host->pages_offset);
+    pool->runs = (run_info *)(base + pool->host->runs_offset);
+    pool->index = (index_entry *)(base + pool->host->index_offset);
+}
+
+static int state_map(cxlkv_pool *pool, uint64_t bytes) {
+    void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, pool->host_fd, 0);
+    if (at == MAP_FAILED) return fail(errno, "cannot map the pool's host state");
+    pool->host = at;
+    return 0;
+}
+
+/* Fills a new state of the pool from the region's descriptors. */
+static int state_make(cxlkv_pool *pool) {
+    host_state fresh;
+    memset(&fresh, 0, sizeof(fresh));
+    uint64_t bytes = state_layout(pool->geometry.page_count, &fresh);
+    if (ftruncate(pool->host_fd, (off_t)bytes) < 0 ||
+        posix_fallocate(pool->host_fd, 0, (off_t)fresh.held_offset) != 0)
+        return fail(ENOSPC, "no room in /dev/shm for %lu KiB of the pool's host state. Make it "
+                    "larger (in Docker: --shm-size)", fresh.held_offset >> 10);
+    int code = state_map(pool, bytes);
+    if (code < 0) return code;
+    host_state *host = pool->host;
+    *host = fresh;
+    host->magic = HOST_MAGIC;
+    host->nonce = random_u64();
+    memcpy(host->identity, pool->identity, sizeof(host->identity));
+    pthread_mutexattr_t attributes;
+    pthread_mutexattr_init(&attributes);
+    pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+    pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
+    pthread_mutex_init(&host->mutex, &attributes);
+    pthread_mutexattr_destroy(&attributes);
+    bind_tables(pool);
+    host_rebuild(pool);
+    host_line_write(pool, host->nonce);
+    host->ready = 1;
+    return 0;
+}
+
+static void state_path(const uint8_t identity[16], char path[64]) {
+    int at = snprintf(path, 64, "/dev/shm/cxlkv-");
+    for (int i = 0; i < 16; i++) at += snprintf(path + at, 64 - (size_t)at, "%02x", identity[i]);
+    snprintf(path + at, 64 - (size_t)at, ".host");
+}
+
+int host_remove_state(const uint8_t identity[16]) {
+    char path[64];
+    state_path(identity, path);
+    return unlink(path) < 0 && errno != ENOENT ? -errno : 0;
+}
+
+/* True when a state of this pool lies there and is the one that the pool names. */
+static bool state_join(cxlkv_pool *pool, const char *path) {
+    host_state expected;
+    struct stat status;
+    uint64_t bytes = state_layout(pool->geometry.page_count, &expected);
+    pool->host_fd = open(path, O_RDWR | O_CLOEXEC);
+    if (pool->host_fd < 0) return false;
+    if (fstat(pool->host_fd, &status) == 0 && (uint64_t)status.st_size == bytes &&
+        state_map(pool, bytes) == 0) {
+        const host_state *host = pool->host;
+        if (host->magic == HOST_MAGIC && host->ready && host->bytes == bytes &&
+            host->page_count == expected.page_count && host->held_offset == expected.held_offset &&
+            memcmp(host->identity, pool->identity, sizeof(host->identity)) == 0 &&
+            host->nonce == host_line_read(pool)) {
+            bind_tables(pool);
+            return true;
+        }
+        munmap(pool->host, bytes);
+        pool->host = NULL;
+    }
+    close(pool->host_fd);
+    pool->host_fd = -1;
+    return false;
+}
+
+static int state_attach_file(cxlkv_pool *pool) {
+    char path[64];
+    state_path(pool->identity, path);
+    if (state_join(pool, path)) return lock_byte(pool->fd, USE_BYTE, false, false);
+    /* Nobody may be using the pool through a state that we cannot see, as in another container. */
+    if (lock_byte(pool->fd, USE_BYTE, true, false) < 0)
+        return fail(CXLKV_E_BUSY,
+                    "%s is in use by processes with another /dev/shm (another container?). Share "
+                    "/dev/shm with them, or close the pool there",
+                    pool->path);
+    unlink(path);
+    pool->host_fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (pool->host_fd < 0) return fail(errno, "%s: cannot create: %s", path, strerror(errno));
+    int code = state_make(pool);
+    if (code < 0) {
+        unlink(path);
+        return code;
+    }
+    return lock_byte(pool->fd, USE_BYTE, false, false);
+}
+
+int host_attach(cxlkv_pool *pool) {
+    int code;
+    if (pool->path) {
+        code = lock_byte(pool->fd, ATTACH_BYTE, true, true);
+        if (code < 0) return fail(-code, "%s: cannot lock: %s", pool->path, strerror(-code));
+        code = state_attach_file(pool);
+    } else {
+        pool->host_fd = memfd_create("cxlkv-host", MFD_CLOEXEC);
+        if (pool->host_fd < 0) return fail(errno, "memfd_create: %s", strerror(errno));
+        code = state_make(pool);
+    }
+    if (code == 0) {
+        pool->slot = UINT32_MAX;
+        code = host_lock(pool);
+    }
+    if (code == 0) {
+        host_reap(pool);
+        code = host_register(pool, 1, &pool->slot);
+        if (code == 0) pool->held = held_of(pool, pool->slot);
+        host_unlock(pool);
+    }
+    if (pool->path) unlock_byte(pool->fd, ATTACH_BYTE);
+    return code;
+}
+
+/* The last one out removes the state: the region alone says all that the next one needs. */
+void host_detach(cxlkv_pool *pool) {
+    if (!pool->host) return;
+    if (pool->path) lock_byte(pool->fd, ATTACH_BYTE, true, true);
+    bool last = false;
+    if (pool->held && host_lock(pool) == 0) {
+        host_unregister(pool, pool->slot);
+        host_reap(pool);
+        last = true;
+        for (uint32_t i = 0; i < PROCESS_MAX; i++)
+            if (pool->host->processes[i].state) last = false;
+        host_unlock(pool);
+    }
+    if (pool->path && last && lock_byte(pool->fd, USE_BYTE, true, false) == 0)
+        host_remove_state(pool->identity);
+    munmap(pool->host, pool->host->bytes);
+    pool->host = NULL;
+    close(pool->host_fd);
+    /* The attach lock goes with the descriptor; a forked child keeps the shared use lock. */
+    if (pool->path) unlock_byte(pool->fd, ATTACH_BYTE);
+}
+
+/* ---- what must hold, recounted ---- */
+
+#define PROBLEM(...)                                                                       \
+    do {                                                                                   \
+        problems++;                                                                        \
+        if (used < text_bytes) {                                                           \
+            int wrote = snprintf(text + used, text_bytes - used, __VA_ARGS__);             \
+            used = wrote > 0 ? min_u64(used + (size_t)wrote, text_bytes) : used;           \
+        }                                                                                  \
+    } while (0)
+
+int host_recount(cxlkv_pool *pool, char *text, size_t text_bytes) {
+    const host_state *host = pool->host;
+    uint64_t free_pages = 0, published = 0, listed = 0, used = 0;
+    int problems = 0;
+    if (text_bytes) text[0] = 0;
+    for (uint32_t page = 0; page < host->page_count; page++) {
+        const page_info *info = &pool->pages[page];
+        bool is_free = pool->runs[page / RUN_SLOTS].free_mask >> page % RUN_SLOTS & 1;
+        uint32_t holders = 0;
+        for (uint32_t slot = 0; slot < PROCESS_MAX; slot++)
+            if (host->processes[slot].state && held_of(pool, slot)[page]) holders++;
+        if (holders != info->holders)
+            PROBLEM("page %u: %u processes hold it, %u counted\n", page, holders, info->holders);
+        bool wanted = holders || info->published || info->retired || info->quarantined;
+        if (is_free == wanted)
+            PROBLEM("page %u: %s\n", page, is_free ? "free but in use" : "lost: in use by nobody");
+        free_pages += is_free;
+        published += info->published;
+    }
+    const uint32_t heads[2] = {host->free_runs, host->partial_runs};
+    for (int list = 0; list < 2; list++)
+        for (uint32_t run = heads[list], steps = 0; run != NO_PAGE; run = pool->runs[run].next) {
+            if (run >= host->run_count || steps++ > host->run_count) {
+                PROBLEM("the list of %s runs is broken\n", list ? "partly free" : "free");
+                break;
+            }
+            listed += (uint64_t)__builtin_popcount(pool->runs[run].free_mask);
+        }
+    if (free_pages != host->free_pages || listed != free_pages)
+        PROBLEM("%lu pages are free, %lu are counted, %lu are listed\n", free_pages,
+                host->free_pages, listed);
+    if (published != host->published_pages)
+        PROBLEM("%lu pages are published, %lu are counted\n", published, host->published_pages);
+    return problems;
+}
+
+#if CXLKV_DEBUG >= 2
+void host_assert(cxlkv_pool *pool) {
+    char text[512];
+    if (host_recount(pool, text, sizeof(text)) == 0) return;
+    fprintf(stderr, "cxlkv: the allocator's counts do not add up:\n%s", text);
+    abort();
+}
+#endif

@@ -1,0 +1,442 @@
+/* What the files of the core share: structures, and prototypes under the file that defines them.
+ *
+ * Words: a *page* is a record of page_tokens tokens of all layers; a *piece* is the K, V or digest
+ * of one (page, layer, kv head); a *run* is 16 neighbouring slots, the grain of placement; a *slot*
+ * of the host state is a process. Lock order: pool->operations (read), sequence->lock, host lock. */
+#ifndef CXLKV_INTERNAL_H
+#define CXLKV_INTERNAL_H
+
+#include <errno.h>
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <sys/types.h>
+
+#include "crc32c.h"
+#include "cxlkv.h"
+#include "kernels.h"
+
+#ifndef CXLKV_DEBUG
+#define CXLKV_DEBUG 0
+#endif
+
+enum {
+    LINE_BYTES = 64,
+    SUPERBLOCK_BYTES = 4096,
+    AREA_ALIGNMENT = 2 << 20,
+    FORMAT_VERSION = 1,
+    RUN_SLOTS = 16,
+    PROCESS_MAX = 128,
+    CHUNK_PAGES = 256,
+    DTYPE_COUNT = 3,
+};
+enum { PIECE_DIGEST = 0, PIECE_KEYS = 1, PIECE_VALUES = 2, PIECE_KINDS = 3 };
+enum { PAGE_FREE = 0, PAGE_SEALED = 1, PAGE_PUBLISHED = 2 };
+#define NO_PAGE UINT32_MAX
+
+static inline uint64_t align_up(uint64_t value, uint64_t alignment) {
+    return (value + alignment - 1) / alignment * alignment;
+}
+static inline size_t dtype_bytes(uint32_t dtype) { return dtype == CXLKV_FLOAT32 ? 4 : 2; }
+static inline uint32_t min_u32(uint32_t a, uint32_t b) { return a < b ? a : b; }
+static inline uint64_t min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+/* ---- the format in the region (format.c); docs/memory-layout.md has it byte by byte ---- */
+
+typedef struct group_row {
+    uint32_t layers, kv_heads, head_dim, value_head_dim, dtype, kind, values, window;
+} group_row;
+_Static_assert(sizeof(group_row) == 32, "a row of the superblock's group table");
+
+typedef struct superblock {
+    uint8_t magic[8];
+    uint32_t version;
+    uint32_t line_bytes;
+    uint8_t identity[16];        /* random: names the pool, whatever its path */
+    uint32_t page_tokens;
+    uint32_t checksum;
+    uint32_t sharing;            /* 0 host */
+    uint32_t durable;            /* 0 process */
+    uint32_t shard[4];
+    char model_id[256];
+    cxlkv_geometry geometry;
+    uint32_t group_count;
+    uint32_t reserved;
+    group_row groups[16];
+    uint32_t crc;                /* of all bytes before it */
+} superblock;
+_Static_assert(sizeof(superblock) <= SUPERBLOCK_BYTES - LINE_BYTES, "leaves the host line");
+
+/* The last line of the superblock's page: which host state speaks for this pool. */
+typedef struct host_line {
+    uint64_t nonce;
+    uint32_t crc;
+} host_line;
+
+/* One writer: the page's owner. word 0 is {generation, state}, stored last. */
+typedef struct descriptor {
+    uint64_t version;            /* generation << 8 | state */
+    uint64_t hash[2];            /* under which match() finds it; 0 when not published */
+    uint32_t tokens;
+    uint32_t page;
+    uint32_t table_crc;          /* of the record's checksum table */
+    uint32_t ordinal;            /* which page of its chain: a chain with a gap ends there */
+    uint32_t reserved[4];
+    uint32_t padding;
+    uint32_t crc;                /* of the 60 bytes before it */
+} descriptor;
+_Static_assert(sizeof(descriptor) == LINE_BYTES, "one line, one writer");
+
+typedef struct record_header {
+    uint32_t magic;
+    uint32_t page;
+    uint64_t generation;
+    uint64_t hash[2];
+    uint32_t tokens;
+    uint32_t table_crc;
+    uint32_t ordinal;
+    uint32_t reserved[4];
+    uint32_t crc;
+} record_header;
+_Static_assert(sizeof(record_header) == LINE_BYTES, "one line");
+/* What a page is published under. */
+typedef struct page_key {
+    uint64_t hash[2];
+    uint32_t ordinal;
+} page_key;
+
+#define RECORD_MAGIC 0x52564b43u /* "CKVR" */
+
+/* ---- host state: in host DRAM, shared by the processes of one host (host.c) ---- */
+
+typedef struct page_info {
+    uint64_t generation;         /* the descriptor's; bumped when the page is freed */
+    uint32_t holders;            /* processes with held[page] > 0 */
+    uint8_t published, retired, quarantined, reserved;
+} page_info;
+
+typedef struct run_info {
+    uint16_t free_mask;          /* bit i: slot i is free */
+    uint16_t reserved;
+    uint32_t next, previous;     /* in the list of free runs, or of partly free ones */
+} run_info;
+
+typedef struct process_slot {
+    uint32_t state;              /* 0 unused, 1 live, 2 made for a child about to be forked */
+    int32_t pid;
+    uint64_t start_time;         /* clock ticks since boot: a reused pid has another */
+    uint64_t pid_namespace;
+    uint64_t nonce;
+} process_slot;
+
+typedef struct index_entry {
+    uint64_t hash[2];
+    uint32_t page_plus_one;      /* 0: empty */
+    uint32_t reserved;
+} index_entry;
+
+typedef struct host_state {
+    uint64_t magic;
+    uint64_t nonce;
+    uint8_t identity[16];
+    uint64_t bytes;
+    uint64_t pages_offset, runs_offset, index_offset, held_offset, held_stride_bytes;
+    uint32_t page_count, run_count, index_capacity, ready;
+    pthread_mutex_t mutex;       /* robust, process-shared: guards all below and the held tables */
+    uint32_t free_runs, partial_runs;  /* heads of the two lists, NO_PAGE when empty */
+    uint64_t free_pages, published_pages;
+    uint64_t reaped_processes, rebuilds;
+    process_slot processes[PROCESS_MAX];
+} host_state;
+
+/* ---- process-local ---- */
+
+typedef struct workers workers;
+
+struct cxlkv_pool {
+    char *path;                  /* NULL: anonymous */
+    int fd, host_fd;
+    uint8_t *base;
+    cxlkv_layout layout;
+    cxlkv_geometry geometry;
+    uint8_t identity[16];
+    const char *page_kind;
+    host_state *host;
+    page_info *pages;
+    run_info *runs;
+    index_entry *index;
+    uint32_t *held;              /* our row of the held table: references by page */
+    uint32_t slot;
+    atomic_ulong *verified;      /* bit page * layers + layer: its pieces passed their CRC here */
+    pthread_rwlock_t operations; /* read: an operation runs; write: close */
+    bool closed;
+    pthread_mutex_t list_lock;   /* guards sequences and the worker threads' creation */
+    struct cxlkv_sequence *sequences;
+    uint64_t sequence_count;
+    atomic_uint references;
+    uint32_t thread_count;
+    workers *threads;
+    pthread_mutex_t spare_lock;  /* guards the two below */
+    struct tail *spare_tails;    /* touched memory: a fork's first append shall not fault it in */
+    uint64_t spare_count;
+    atomic_ulong appended_bytes, scored_bytes, fetched_bytes, attended_bytes;
+    atomic_ulong corrupt_pieces, stale_handles;
+    uint32_t fork_slot;          /* made for the child between fork's prepare and its end */
+    struct cxlkv_pool *next;     /* all open pools of this process, for fork */
+};
+
+/* Up to 256 page ids, shared by forks; it holds one reference on each of its pages. */
+typedef struct chunk {
+    atomic_uint references;
+    uint32_t count;
+    uint32_t pages[CHUNK_PAGES];
+} chunk;
+
+/* Filled tokens of a layer's last page: K [kv_heads][piece], then V; shared by forks. */
+typedef struct tail {
+    atomic_uint references;
+    struct tail *next_spare;     /* in the pool's list of tails that wait to be used again */
+    uint8_t pad[LINE_BYTES - 2 * sizeof(void *)];
+    uint8_t data[];
+} tail;
+_Static_assert(sizeof(tail) == LINE_BYTES, "the data begins on a line");
+
+struct cxlkv_sequence {
+    cxlkv_pool *pool;
+    pthread_rwlock_t lock;
+    bool released;
+    bool expired;
+    uint64_t lease_deadline_ns;  /* CLOCK_BOOTTIME; 0: none */
+    chunk **chunks;
+    uint32_t chunk_capacity;     /* of the array of pointers; those in use come first, then NULL */
+    uint32_t page_count;         /* = layer_tokens[0] / page_tokens */
+    uint64_t *layer_tokens;      /* never more than the layer before */
+    tail **tails;
+    uint32_t export_page;        /* the tail's copy that the last handle names, or NO_PAGE */
+    uint64_t export_tokens;
+    struct cxlkv_sequence *next, *previous;
+};
+
+struct cxlkv_batch {
+    cxlkv_pool *pool;
+    pthread_mutex_t lock;        /* one operation at a time: the scratch is shared */
+    uint32_t count;
+    cxlkv_sequence **sequences;
+    cxlkv_sequence **lock_order; /* by address */
+    void *scratch;
+    size_t scratch_bytes;
+};
+
+/* ---- error.c ---- */
+int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* ---- guard.c: SIGBUS inside a guarded stretch becomes a return value ---- */
+typedef struct guard {
+    sigjmp_buf jump;
+    struct guard *previous;
+    uintptr_t address;
+    size_t granularity_bytes;
+} guard;
+int guard_install(void);
+guard **guard_current(void);
+/* GUARD_BEGIN(g) { work } GUARD_END(g, on_fault): on_fault is evaluated after a SIGBUS. */
+#define GUARD_BEGIN(g)                   \
+    (g).previous = *guard_current();     \
+    *guard_current() = &(g);             \
+    if (sigsetjmp((g).jump, 0) == 0) {
+#define GUARD_END(g, on_fault)           \
+        *guard_current() = (g).previous; \
+    } else {                             \
+        *guard_current() = (g).previous; \
+        on_fault;                        \
+    }
+
+/* ---- region.c ---- */
+int region_map_anonymous(uint64_t bytes, int *fd, uint8_t **base, const char **page_kind);
+int region_create_file(const char *path, uint64_t bytes, char *made, size_t made_bytes, int *fd,
+                       uint8_t **base, const char **page_kind);
+int region_map_file(int fd, uint64_t bytes, uint8_t **base, const char **page_kind);
+int lock_byte(int fd, off_t offset, bool exclusive, bool wait);
+int unlock_byte(int fd, off_t offset);
+
+/* ---- format.c ---- */
+int layout_check(const cxlkv_layout *layout);
+int geometry_make(const cxlkv_layout *layout, uint64_t capacity_bytes, cxlkv_geometry *geometry);
+void superblock_write(cxlkv_pool *pool);
+/* Reads and checks a superblock of a file of file_bytes. */
+int superblock_read(const uint8_t *bytes, uint64_t file_bytes, const char *path,
+                    cxlkv_layout *layout, cxlkv_geometry *geometry, uint8_t *identity);
+void host_line_write(cxlkv_pool *pool, uint64_t nonce);
+uint64_t host_line_read(const cxlkv_pool *pool);   /* 0: none */
+descriptor *descriptor_of(const cxlkv_pool *pool, uint32_t page);
+void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t state,
+                      uint32_t tokens, const page_key *key);
+/* Copies the line and verifies the copy; 0 or -CXLKV_E_CORRUPT. */
+int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy);
+void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t tokens, const page_key *key);
+/* Verifies header against page, generation and tokens. */
+int record_check(const cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t tokens);
+uint32_t *checksum_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_head,
+                      uint32_t kind);
+/* Verifies all pieces of (page, layer), once per acquisition of the page by this process. */
+int pieces_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer);
+int piece_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_head, uint32_t kind,
+                 const void *bytes);
+void verified_set(cxlkv_pool *pool, uint32_t page, uint32_t layer);
+void verified_clear(cxlkv_pool *pool, uint32_t page);
+/* Retires the pages whose bytes overlap [address, address + bytes); returns how many. */
+uint64_t retire_range(cxlkv_pool *pool, uintptr_t address, size_t bytes);
+
+static inline size_t piece_data_bytes(const cxlkv_layout *layout, uint32_t kind) {
+    size_t element = dtype_bytes(layout->dtype);
+    if (kind == PIECE_DIGEST) return 2 * layout->head_dim * element;
+    uint32_t dim = kind == PIECE_KEYS ? layout->head_dim : layout->value_head_dim;
+    return (size_t)layout->page_tokens * dim * element;
+}
+
+/* The first of kv_heads neighbouring pieces of (page, layer). */
+static inline uint8_t *pieces_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer,
+                                 uint32_t kind) {
+    const cxlkv_geometry *g = &pool->geometry;
+    uint64_t slot = page % g->slab_slots;
+    uint8_t *at = pool->base + g->extents_offset + page / g->slab_slots * g->extent_bytes +
+                  g->layers_offset + layer * g->layer_bytes;
+    uint64_t heads = pool->layout.kv_heads;
+    if (kind == PIECE_DIGEST) return at + slot * heads * g->digest_piece_bytes;
+    if (kind == PIECE_KEYS) return at + g->keys_offset + slot * heads * g->key_piece_bytes;
+    return at + g->values_offset + slot * heads * g->value_piece_bytes;
+}
+
+/* ---- host.c ---- */
+int host_attach(cxlkv_pool *pool);        /* joins or makes the host state; registers us */
+void host_detach(cxlkv_pool *pool);
+int host_lock(cxlkv_pool *pool);          /* 0, or -CXLKV_E_TIMEOUT; repairs after a death inside */
+void host_unlock(cxlkv_pool *pool);
+uint64_t host_reap(cxlkv_pool *pool);     /* under the lock: gives back what dead processes held */
+int host_register(cxlkv_pool *pool, uint32_t state, uint32_t *slot);
+void host_unregister(cxlkv_pool *pool, uint32_t slot);
+void host_rebuild(cxlkv_pool *pool);      /* lists, holders and index from their primary records */
+uint32_t *held_of(const cxlkv_pool *pool, uint32_t slot);
+int host_recount(cxlkv_pool *pool, char *text, size_t text_bytes);  /* problems found */
+int host_remove_state(const uint8_t identity[16]);
+void process_identify(process_slot *slot);
+uint64_t random_u64(void);
+#if CXLKV_DEBUG >= 2
+void host_assert(cxlkv_pool *pool);
+#else
+#define host_assert(pool) ((void)(pool))
+#endif
+
+/* ---- pages.c: all under the host lock ---- */
+void pages_list(cxlkv_pool *pool, uint32_t run);     /* puts a run where its mask says */
+/* Takes count pages, neighbours of `after` first; all or nothing: 0 or -CXLKV_E_POOL_FULL. */
+int pages_take(cxlkv_pool *pool, uint32_t count, uint32_t after, uint32_t *pages);
+void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
+void pages_drop(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
+void pages_drop_slot(cxlkv_pool *pool, uint32_t slot, uint32_t page, uint32_t references);
+void page_settle(cxlkv_pool *pool, uint32_t page);   /* frees it if nothing needs it any more */
+int full_error(cxlkv_pool *pool, uint32_t wanted);
+
+/* ---- index.c: all under the host lock ---- */
+uint32_t index_find(const cxlkv_pool *pool, const uint64_t hash[2]);
+bool index_insert(cxlkv_pool *pool, const uint64_t hash[2], uint32_t page);
+void index_erase(cxlkv_pool *pool, const uint64_t hash[2]);
+void index_clear(cxlkv_pool *pool);
+
+/* ---- pool.c ---- */
+int pool_enter(cxlkv_pool *pool);         /* read lock; -CXLKV_E_CLOSED */
+void pool_leave(cxlkv_pool *pool);
+void pool_retain(cxlkv_pool *pool);
+void pool_drop(cxlkv_pool *pool);
+int poison_error(cxlkv_pool *pool, const guard *fault);
+uint64_t boottime_ns(void);
+
+/* ---- sequence.c ---- */
+int sequence_make(cxlkv_pool *pool, cxlkv_sequence **sequence);
+int sequence_usable(const cxlkv_sequence *sequence);     /* under its lock */
+uint64_t sequence_even_tokens(const cxlkv_sequence *sequence);  /* UINT64_MAX when layers differ */
+void sequence_drop_pages(cxlkv_sequence *sequence);
+void sequences_expire(cxlkv_pool *pool);
+/* host_lock(); when fewer pages are free, ended leases give up theirs first. */
+int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count);
+/* Room for `count` more pages; then sequence_push() cannot fail. Clones a shared last chunk. */
+int sequence_reserve(cxlkv_sequence *sequence, uint32_t count);
+void sequence_push(cxlkv_sequence *sequence, uint32_t page);
+int sequence_cut(cxlkv_sequence *sequence, uint32_t page_count);
+tail *tail_make(cxlkv_pool *pool);
+tail *tail_copy(cxlkv_pool *pool, tail *from, uint32_t filled);  /* its first tokens */
+void tail_drop(cxlkv_pool *pool, tail *tail);
+void tails_discard(cxlkv_pool *pool);
+/* A line more than the piece: pieces 4 KiB apart would all fall into one set of the L1 cache. */
+static inline uint64_t tail_stride(const cxlkv_pool *pool, uint32_t kind) {
+    const cxlkv_geometry *g = &pool->geometry;
+    return (kind == PIECE_KEYS ? g->key_piece_bytes : g->value_piece_bytes) + LINE_BYTES;
+}
+static inline uint8_t *tail_piece(const cxlkv_pool *pool, tail *tail, uint32_t kind,
+                                  uint32_t head) {
+    uint64_t key_stride = tail_stride(pool, PIECE_KEYS);
+    if (kind == PIECE_KEYS) return tail->data + head * key_stride;
+    return tail->data + pool->layout.kv_heads * key_stride + head * tail_stride(pool, PIECE_VALUES);
+}
+static inline uint32_t sequence_page(const cxlkv_sequence *sequence, uint32_t index) {
+    return sequence->chunks[index / CHUNK_PAGES]->pages[index % CHUNK_PAGES];
+}
+
+/* ---- append.c ---- */
+/* Writes one (page, layer) from head-major pieces (K then V, as in a tail). */
+void page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t tokens);
+
+/* ---- batch.c ---- */
+int batch_lock(cxlkv_batch *batch, bool write);
+void batch_unlock(cxlkv_batch *batch);
+void *batch_scratch(cxlkv_batch *batch, size_t bytes);
+int batch_starts(const cxlkv_batch *batch, const int32_t *starts, uint32_t *rows);
+int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
+                  const cxlkv_rows *queries, const int32_t *starts, uint32_t *rows);
+/* Query rows of any strides and dtype to float32 [sequence][kv_head][row][group][dim]. */
+void queries_pack(const cxlkv_batch *batch, const cxlkv_rows *queries, uint32_t q_heads,
+                  const int32_t *starts, float *out);
+
+/* A layer of one sequence as the scoring loops see it: complete pages, then the open tail. */
+typedef struct layer_view {
+    cxlkv_sequence *sequence;
+    uint64_t tokens;
+    uint32_t pages;              /* with the tail */
+    uint32_t complete;           /* without it */
+    uint32_t layer;
+} layer_view;
+layer_view view_of(cxlkv_sequence *sequence, uint32_t layer);
+/* First of kv_heads pieces of page `index` of the view; *stride is the distance of two. */
+static inline const uint8_t *view_pieces(const layer_view *view, uint32_t index, uint32_t kind,
+                                         uint64_t *stride) {
+    cxlkv_pool *pool = view->sequence->pool;
+    const cxlkv_geometry *g = &pool->geometry;
+    *stride = kind == PIECE_KEYS ? g->key_piece_bytes : g->value_piece_bytes;
+    if (index < view->complete)
+        return pieces_of(pool, sequence_page(view->sequence, index), view->layer, kind);
+    *stride = tail_stride(pool, kind);
+    return tail_piece(pool, view->sequence->tails[view->layer], kind, 0);
+}
+/* Tokens that page `index` holds. */
+static inline uint32_t view_filled(const layer_view *view, uint32_t index) {
+    uint64_t page_tokens = view->sequence->pool->layout.page_tokens;
+    return (uint32_t)min_u64(page_tokens, view->tokens - index * page_tokens);
+}
+/* Of those, the ones that query row `row` of `rows` may see: it is token tokens - (rows - row). */
+static inline uint32_t view_visible(const layer_view *view, uint32_t index, uint64_t row,
+                                    uint64_t rows) {
+    uint64_t first = (uint64_t)index * view->sequence->pool->layout.page_tokens;
+    uint64_t seen = view->tokens - rows + row + 1;
+    return seen <= first ? 0 : (uint32_t)min_u64(view_filled(view, index), seen - first);
+}
+/* Verifies page `index` on its first reading here; the tail needs none. */
+int view_verify(const layer_view *view, uint32_t index);
+
+/* ---- threads.c ---- */
+typedef int (*task_function)(void *context, uint32_t item);
+/* Runs items 0..count-1 on the pool's threads, each under a SIGBUS guard; the first error wins. */
+int run_tasks(cxlkv_pool *pool, uint32_t count, task_function task, void *context);
+void workers_destroy(workers *threads);
+
+#endif

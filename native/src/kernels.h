@@ -1,0 +1,91 @@
+/* The arithmetic on pages, one table of functions for each instruction set.
+ *
+ * Everywhere: rows are contiguous and hold `dim` elements of `dtype`; any dim >= 1 and tokens >= 1
+ * works, and dims that are multiples of 16 are fast. Keys, values and digests need the alignment of
+ * one element only. Nothing is read or written outside the arrays, prefetches aside, which cannot
+ * fault. Queries, weights, logits and accumulators are fp32.
+ *
+ * Each function says its accumulator and its error, with eps = 2^-24 and short of overflow and
+ * underflow. Two instruction sets differ in the order of the additions only, so whole numbers that
+ * fp32 holds exactly come out equal. Which NaN a NaN is (sign, payload) is not promised. */
+#ifndef CXLKV_KERNELS_H
+#define CXLKV_KERNELS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* Equal to the public CXLKV_BFLOAT16 ...; they stand in the pool's format. */
+enum { KERNEL_BFLOAT16 = 0, KERNEL_FLOAT16 = 1, KERNEL_FLOAT32 = 2 };
+
+typedef struct kernels {
+    const char *name; /* "serial", "avx2" */
+
+    /* True when store_rows bypasses the caches for every byte, so that a fence publishes it. When
+     * false (no such stores on this CPU) the caller must also write the lines back. */
+    bool stores_bypass_caches;
+
+    /* logits[j * logit_stride + t] =
+     *     scale * sum over d of queries[j * dim + d] * keys[t * dim + d].
+     * fp32 accumulators; |error| <= (dim + 2) * eps * |scale| * sum of |query * key|. */
+    void (*score)(int dtype, const void *keys, uint32_t tokens, uint32_t dim, const float *queries,
+                  uint32_t query_count, float scale, float *logits, size_t logit_stride);
+
+    /* maxima[j] = the largest logit of query j over the tokens, the same numbers as `score` would
+     * write, without writing them. One NaN logit makes the maximum NaN: a broken key is chosen and
+     * seen, never hidden. */
+    void (*score_max)(int dtype, const void *keys, uint32_t tokens, uint32_t dim,
+                      const float *queries, uint32_t query_count, float scale, float *maxima);
+
+    /* accumulator[j * dim + d] +=
+     *     sum over t of weights[j * weight_stride + t] * values[t * dim + d].
+     * fp32 accumulators; |error| <= (tokens + 1) * eps * (|accumulator| + sum of |weight * value|).
+     * A weight of 0 does not mask a value that is infinite or NaN. */
+    void (*accumulate)(int dtype, const void *values, uint32_t tokens, uint32_t dim,
+                       const float *weights, size_t weight_stride, uint32_t query_count,
+                       float *accumulator);
+
+    /* bounds[j] = scale * sum over d of max(q[d] * minimum[d], q[d] * maximum[d]), scale > 0: no
+     * key under this digest scores more, rounding aside. The larger product is picked by the sign
+     * of q[d], which is the same while minimum <= maximum. `digest` is [2][dim], minima first.
+     * fp32 accumulators; |error| <= (dim + 2) * eps * scale * sum of |product|: a caller who prunes
+     * by the bound leaves that much room. A NaN channel makes the bound NaN. */
+    void (*bound)(int dtype, const void *digest, uint32_t dim, const float *queries,
+                  uint32_t query_count, float scale, float *bounds);
+
+    /* The minimum and maximum of each channel over rows that lie stride_bytes apart, to `digest`
+     * [2][dim]. Exact: no arithmetic, -0 is below +0. A channel with a NaN becomes NaN in both. */
+    void (*digest)(int dtype, const void *keys, size_t stride_bytes, uint32_t tokens, uint32_t dim,
+                   void *digest);
+
+    /* values[i] = exp(values[i] - shift); returns their sum. Relative error <= 4e-7 against the
+     * exponential of the fp32 difference (plus half a denormal), and (count + 1) * eps more in the
+     * sum. -inf gives 0. A shift of -inf (every value is -inf) gives all 0 and the sum 0. */
+    float (*exp_sum)(float *values, uint32_t count, float shift);
+
+    /* Copies rows of row_bytes, stride_bytes apart at the source, into one contiguous piece that
+     * starts on a 64-byte line. The caller fences. */
+    void (*store_rows)(void *destination, const void *source, size_t stride_bytes, uint32_t rows,
+                       size_t row_bytes);
+
+    /* dtype to fp32: exact. */
+    void (*to_float)(int dtype, const void *source, size_t count, float *destination);
+
+    /* fp32 to dtype, round to nearest even, overflow to infinity; a NaN stays a (quiet) NaN. */
+    void (*from_float)(int dtype, const float *source, size_t count, void *destination);
+} kernels;
+
+extern const kernels kernels_serial; /* the reference, on every CPU */
+#if defined(__x86_64__)
+extern const kernels kernels_avx2; /* needs AVX2, FMA and F16C */
+#endif
+
+/* The best table for this CPU, or the forced one. Thread safe; costs one load. */
+const kernels *kernels_current(void);
+
+/* "serial", "avx2", or "auto" for the best. Returns 0, -ENOTSUP when this CPU lacks the instruction
+ * set (also when this build does), -EINVAL for an unknown name. Calls already running finish on the
+ * table they began with. */
+int kernels_force(const char *name);
+
+#endif

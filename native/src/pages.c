@@ -1,0 +1,179 @@
+/* The page allocator: runs of 16 slots, so that a sequence's neighbouring pages lie side by side.
+ *
+ * A run is in the list of free runs (all its slots free), in the list of partly free ones, or in
+ * none. A sequence takes the slot after its last page if that is free in the same run; else it
+ * opens a free run; only when there is none does it fill another's gaps. So runs are kept together
+ * without being reserved, and no page is out of reach. Every step is O(1) a page. */
+#include <string.h>
+
+#include "internal.h"
+
+static uint16_t full_mask(const cxlkv_pool *pool, uint32_t run) {
+    uint32_t slots = min_u32(RUN_SLOTS, pool->host->page_count - run * RUN_SLOTS);
+    return (uint16_t)((1u << slots) - 1);
+}
+
+static uint32_t *head_for(cxlkv_pool *pool, uint32_t run, uint16_t mask) {
+    if (mask == 0) return NULL;
+    return mask == full_mask(pool, run) ? &pool->host->free_runs : &pool->host->partial_runs;
+}
+
+static void unlink_run(cxlkv_pool *pool, uint32_t run, uint32_t *head) {
+    run_info *info = &pool->runs[run];
+    if (info->previous == NO_PAGE) *head = info->next;
+    else pool->runs[info->previous].next = info->next;
+    if (info->next != NO_PAGE) pool->runs[info->next].previous = info->previous;
+}
+
+static void link_run(cxlkv_pool *pool, uint32_t run, uint32_t *head) {
+    run_info *info = &pool->runs[run];
+    info->previous = NO_PAGE;
+    info->next = *head;
+    if (*head != NO_PAGE) pool->runs[*head].previous = run;
+    *head = run;
+}
+
+void pages_list(cxlkv_pool *pool, uint32_t run) {
+    uint32_t *head = head_for(pool, run, pool->runs[run].free_mask);
+    if (head) link_run(pool, run, head);
+}
+
+static void set_mask(cxlkv_pool *pool, uint32_t run, uint16_t mask) {
+    uint32_t *from = head_for(pool, run, pool->runs[run].free_mask);
+    uint32_t *to = head_for(pool, run, mask);
+    if (from != to) {
+        if (from) unlink_run(pool, run, from);
+        if (to) link_run(pool, run, to);
+    }
+    pool->runs[run].free_mask = mask;
+}
+
+static bool is_free(const cxlkv_pool *pool, uint32_t page) {
+    return pool->runs[page / RUN_SLOTS].free_mask >> page % RUN_SLOTS & 1;
+}
+
+/* The slot right behind `after`, then a run of its own, then any gap. */
+static uint32_t choose(const cxlkv_pool *pool, uint32_t after) {
+    if (after != NO_PAGE && after % RUN_SLOTS != RUN_SLOTS - 1 &&
+        after + 1 < pool->host->page_count && is_free(pool, after + 1))
+        return after + 1;
+    uint32_t run = pool->host->free_runs;
+    if (run == NO_PAGE) run = pool->host->partial_runs;
+    return run * RUN_SLOTS + (uint32_t)__builtin_ctz(pool->runs[run].free_mask);
+}
+
+int full_error(cxlkv_pool *pool, uint32_t wanted) {
+    return fail(CXLKV_E_POOL_FULL,
+                "the pool is full: %u pages wanted, %lu of %u free, %lu published. Release or "
+                "truncate sequences, forget() published prefixes, or create a larger pool. "
+                "Nothing was written",
+                wanted, pool->host->free_pages, pool->host->page_count,
+                pool->host->published_pages);
+}
+
+int pages_take(cxlkv_pool *pool, uint32_t count, uint32_t after, uint32_t *pages) {
+    if (pool->host->free_pages < count) host_reap(pool);
+    if (pool->host->free_pages < count) return full_error(pool, count);
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t page = choose(pool, after), run = page / RUN_SLOTS;
+        set_mask(pool, run, (uint16_t)(pool->runs[run].free_mask & ~(1u << page % RUN_SLOTS)));
+        pool->pages[page].holders = 1;
+        pool->held[page] = 1;
+        pool->host->free_pages--;
+        verified_clear(pool, page);
+        pages[i] = after = page;
+    }
+    return 0;
+}
+
+void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
+    for (uint32_t i = 0; i < count; i++) {
+        uint32_t page = pages[i];
+        if (pool->held[page]++ == 0) {
+            pool->pages[page].holders++;
+            verified_clear(pool, page);
+        }
+    }
+}
+
+void page_settle(cxlkv_pool *pool, uint32_t page) {
+    page_info *info = &pool->pages[page];
+    uint32_t run = page / RUN_SLOTS;
+    if (info->holders || info->published || info->retired || info->quarantined) return;
+    if (is_free(pool, page)) return;
+    /* First the new generation, then the page may be given away: no old handle fits it. */
+    descriptor_write(pool, page, ++info->generation, PAGE_FREE, 0, NULL);
+    set_mask(pool, run, (uint16_t)(pool->runs[run].free_mask | 1u << page % RUN_SLOTS));
+    pool->host->free_pages++;
+}
+
+void pages_drop_slot(cxlkv_pool *pool, uint32_t slot, uint32_t page, uint32_t references) {
+    uint32_t *held = held_of(pool, slot);
+    held[page] -= references;
+    if (held[page] == 0) {
+        pool->pages[page].holders--;
+        page_settle(pool, page);
+    }
+}
+
+void pages_drop(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
+    for (uint32_t i = 0; i < count; i++) pages_drop_slot(pool, pool->slot, pages[i], 1);
+}
+
+int64_t cxlkv_pages_alloc(cxlkv_pool *pool, uint32_t count, uint32_t *pages) {
+    int code = pool_enter(pool);
+    if (code < 0) return code;
+    code = host_lock_with_room(pool, count);
+    if (code == 0) {
+        guard fault;
+        volatile int outcome = 0;
+        GUARD_BEGIN(fault) {
+            outcome = pages_take(pool, count, NO_PAGE, pages);
+        } GUARD_END(fault, outcome = poison_error(pool, &fault))
+        code = outcome;
+        host_unlock(pool);
+    }
+    pool_leave(pool);
+    return code < 0 ? code : (int64_t)count;
+}
+
+static int check_owned(const cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
+    for (uint32_t i = 0; i < count; i++) {
+        if (pages[i] >= pool->host->page_count)
+            return fail(CXLKV_E_ARGUMENT, "page %u is outside the pool's %u", pages[i],
+                        pool->host->page_count);
+        if (pool->held[pages[i]] == 0)
+            return fail(CXLKV_E_ARGUMENT, "page %u is not held by this process: freed twice?",
+                        pages[i]);
+    }
+    return 0;
+}
+
+static int free_pages(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
+    int code = check_owned(pool, count, pages);
+    for (uint32_t i = 0; code == 0 && i < count; i++) {
+        /* A page named twice in one list is found here, when its last reference is gone. */
+        if (pool->held[pages[i]] == 0)
+            code = fail(CXLKV_E_ARGUMENT, "page %u is in the list twice", pages[i]);
+        else
+            pages_drop_slot(pool, pool->slot, pages[i], 1);
+    }
+    return code;
+}
+
+int64_t cxlkv_pages_free(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
+    int code = pool_enter(pool);
+    if (code < 0) return code;
+    code = host_lock(pool);
+    if (code == 0) {
+        guard fault;
+        volatile int outcome = 0;
+        GUARD_BEGIN(fault) {
+            outcome = free_pages(pool, count, pages);
+        } GUARD_END(fault, outcome = poison_error(pool, &fault))
+        code = outcome;
+        host_unlock(pool);
+    }
+    pool_leave(pool);
+    return code < 0 ? code : (int64_t)count;
+}

@@ -1,0 +1,519 @@
+/* A pool: created, opened, carried over a fork, counted, checked, closed. */
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+static pthread_mutex_t open_pools_lock = PTHREAD_MUTEX_INITIALIZER;
+static cxlkv_pool *open_pools;
+
+uint64_t boottime_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_BOOTTIME, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+void pool_retain(cxlkv_pool *pool) {
+    atomic_fetch_add_explicit(&pool->references, 1, memory_order_relaxed);
+}
+
+void pool_drop(cxlkv_pool *pool) {
+    if (atomic_fetch_sub_explicit(&pool->references, 1, memory_order_acq_rel) != 1) return;
+    pthread_rwlock_destroy(&pool->operations);
+    pthread_mutex_destroy(&pool->list_lock);
+    pthread_mutex_destroy(&pool->spare_lock);
+    tails_discard(pool);
+    free(pool->path);
+    free(pool);
+}
+
+int pool_enter(cxlkv_pool *pool) {
+    pthread_rwlock_rdlock(&pool->operations);
+    if (!pool->closed) return 0;
+    pthread_rwlock_unlock(&pool->operations);
+    return fail(CXLKV_E_CLOSED, "the pool is closed: open it again");
+}
+
+void pool_leave(cxlkv_pool *pool) { pthread_rwlock_unlock(&pool->operations); }
+
+int poison_error(cxlkv_pool *pool, const guard *fault) {
+    uint64_t retired = retire_range(pool, fault->address, fault->granularity_bytes);
+    return fail(CXLKV_E_POISON,
+                "bus error reading the pool's memory at offset %lu (poisoned, or the file was "
+                "truncated): %lu pages were retired. Release the sequence and recompute it",
+                (unsigned long)(fault->address - (uintptr_t)pool->base), retired);
+}
+
+/* ---- fork: the child gets a slot of its own, with the references that it inherits ---- */
+
+/* The write lock waits until no thread is inside an operation: the child sees whole structures. */
+static void fork_prepare(void) {
+    pthread_mutex_lock(&open_pools_lock);
+    for (cxlkv_pool *pool = open_pools; pool; pool = pool->next) {
+        pool->fork_slot = UINT32_MAX;
+        pthread_rwlock_wrlock(&pool->operations);
+        pthread_mutex_lock(&pool->list_lock);
+        if (host_lock(pool) < 0) continue;
+        host_reap(pool);
+        if (host_register(pool, 2, &pool->fork_slot) == 0) {
+            uint32_t *child = held_of(pool, pool->fork_slot);
+            for (uint32_t page = 0; page < pool->host->page_count; page++) {
+                child[page] = pool->held[page];
+                pool->pages[page].holders += child[page] > 0;
+            }
+        }
+        host_unlock(pool);
+    }
+}
+
+static void fork_parent(void) {
+    for (cxlkv_pool *pool = open_pools; pool; pool = pool->next) {
+        pthread_mutex_unlock(&pool->list_lock);
+        pthread_rwlock_unlock(&pool->operations);
+    }
+    pthread_mutex_unlock(&open_pools_lock);
+}
+
+/* Until here the slot is in the parent's name: a fork that fails leaves it to the reaper, and a
+ * parent that dies at once may have had it reaped. Then, or when no slot was free, the child's copy
+ * is closed, and says so when it is used. */
+static void claim_fork_slot(cxlkv_pool *pool) {
+    bool claimed = false;
+    if (pool->fork_slot != UINT32_MAX) {
+        pool->slot = pool->fork_slot;
+        if (host_lock(pool) == 0) {
+            process_slot *slot = &pool->host->processes[pool->slot];
+            claimed = slot->state == 2;
+            if (claimed) {
+                process_identify(slot);
+                slot->state = 1;
+            }
+            host_unlock(pool);
+        }
+    }
+    if (claimed) pool->held = held_of(pool, pool->slot);
+    else pool->closed = true;
+}
+
+/* Threads and held locks do not cross a fork: all that can be locked is made anew. */
+static void fork_child(void) {
+    for (cxlkv_pool *pool = open_pools; pool; pool = pool->next) {
+        pthread_mutex_init(&pool->list_lock, NULL);
+        pthread_mutex_init(&pool->spare_lock, NULL);
+        pthread_rwlock_init(&pool->operations, NULL);
+        pool->threads = NULL;
+        for (cxlkv_sequence *s = pool->sequences; s; s = s->next)
+            pthread_rwlock_init(&s->lock, NULL);
+        claim_fork_slot(pool);
+    }
+    pthread_mutex_init(&open_pools_lock, NULL);
+}
+
+static void pools_add(cxlkv_pool *pool) {
+    static bool registered;
+    pthread_mutex_lock(&open_pools_lock);
+    if (!registered) pthread_atfork(fork_prepare, fork_parent, fork_child);
+    registered = true;
+    pool->next = open_pools;
+    open_pools = pool;
+    pthread_mutex_unlock(&open_pools_lock);
+}
+
+static void pools_remove(cxlkv_pool *pool) {
+    pthread_mutex_lock(&open_pools_lock);
+    cxlkv_pool **at = &open_pools;
+    while (*at && *at != pool) at = &(*at)->next;
+    if (*at) *at = pool->next;
+    pthread_mutex_unlock(&open_pools_lock);
+}
+
+/* ---- making ---- */
+
+static cxlkv_pool *pool_make(const char *path) {
+    cxlkv_pool *pool = calloc(1, sizeof(*pool));
+    if (!pool) return NULL;
+    pool->fd = pool->host_fd = -1;
+    pool->slot = pool->fork_slot = UINT32_MAX;
+    pool->thread_count = 1;
+    atomic_store(&pool->references, 1);
+    pthread_rwlock_init(&pool->operations, NULL);
+    pthread_mutex_init(&pool->list_lock, NULL);
+    pthread_mutex_init(&pool->spare_lock, NULL);
+    pool->path = path ? strdup(path) : NULL;
+    return pool;
+}
+
+static void pool_unmake(cxlkv_pool *pool) {
+    host_detach(pool);
+    if (pool->base) munmap(pool->base, align_up(pool->geometry.region_bytes, 4096));
+    pool->base = NULL;
+    if (pool->fd >= 0) close(pool->fd);
+    free(pool->verified);
+    pool->verified = NULL;
+}
+
+static int pool_ready(cxlkv_pool *pool) {
+    uint64_t bits = (uint64_t)pool->geometry.page_count * pool->layout.layers;
+    pool->verified = calloc((bits + 63) / 64, sizeof(*pool->verified));
+    if (!pool->verified) return fail(ENOMEM, "no memory for %lu verification bits", bits);
+    int code = guard_install();
+    if (code == 0) code = host_attach(pool);
+    return code;
+}
+
+static int format(cxlkv_pool *pool) {
+    guard fault;
+    volatile int code = 0;
+    for (size_t at = 0; at < 16; at += 8) {
+        uint64_t half = random_u64();
+        memcpy(pool->identity + at, &half, 8);
+    }
+    GUARD_BEGIN(fault) {
+        superblock_write(pool);
+        for (uint32_t page = 0; page < pool->geometry.page_count; page++)
+            descriptor_write(pool, page, 1, PAGE_FREE, 0, NULL);
+    } GUARD_END(fault, code = fail(CXLKV_E_POISON, "bus error while the pool was formatted: its "
+                                   "file system ran out of memory"))
+    return code;
+}
+
+/* What lies at path, if anything: 0 nothing, 1 a pool, 2 something else, or an error. */
+static int what_lies_at(const char *path) {
+    struct stat status;
+    if (stat(path, &status) < 0)
+        return errno == ENOENT ? 0 : fail(errno, "%s: %s", path, strerror(errno));
+    if (!S_ISREG(status.st_mode)) return 2;
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return fail(errno, "%s: %s", path, strerror(errno));
+    char magic[8] = "";
+    ssize_t got = read(fd, magic, sizeof(magic));
+    close(fd);
+    return got == sizeof(magic) && memcmp(magic, "CXLKVPOL", 8) == 0 ? 1 : 2;
+}
+
+static int refuse_existing(const char *path, int what) {
+    if (what == 1)
+        return fail(CXLKV_E_POOL_EXISTS,
+                    "%s is a pool already: open it, remove it first, or pass force=True", path);
+    return fail(CXLKV_E_POOL_EXISTS,
+                "%s exists and is not a pool: it is not overwritten unless force=True", path);
+}
+
+/* link() fails where a file is, rename() replaces it: both show the finished pool at once. */
+static int file_into_place(const char *made, const char *path, bool force) {
+    if (force) {
+        if (rename(made, path) == 0) return 0;
+    } else if (link(made, path) == 0) {
+        unlink(made);
+        return 0;
+    }
+    int code = errno;
+    unlink(made);
+    if (code == EEXIST) return refuse_existing(path, what_lies_at(path));
+    return fail(code, "%s: cannot be put in place: %s", path, strerror(code));
+}
+
+static int create_region(cxlkv_pool *pool, const char *path, bool force) {
+    uint64_t bytes = pool->geometry.region_bytes;
+    if (!path) {
+        int code = region_map_anonymous(bytes, &pool->fd, &pool->base, &pool->page_kind);
+        return code < 0 ? code : format(pool);
+    }
+    int what = what_lies_at(path);
+    if (what < 0) return what;
+    if (what != 0 && !force) return refuse_existing(path, what);
+    struct stat status;
+    if (what == 2 && stat(path, &status) == 0 && !S_ISREG(status.st_mode))
+        return fail(CXLKV_E_POOL_EXISTS, "%s is not a regular file", path);
+    if (what == 1) {
+        int code = cxlkv_pool_remove(path); /* refuses while somebody uses it */
+        if (code == -CXLKV_E_BUSY) return code;
+    }
+    char made[4096];
+    int code = region_create_file(path, bytes, made, sizeof(made), &pool->fd, &pool->base,
+                                  &pool->page_kind);
+    if (code < 0) {
+        pool->fd = -1;
+        return code;
+    }
+    code = format(pool);
+    if (code == 0) return file_into_place(made, path, force);
+    unlink(made);
+    return code;
+}
+
+static int finish(cxlkv_pool *pool, int code, cxlkv_pool **out) {
+    if (code == 0) code = pool_ready(pool);
+    if (code < 0) {
+        pool_unmake(pool);
+        pool_drop(pool);
+        return code;
+    }
+    pools_add(pool);
+    *out = pool;
+    return 0;
+}
+
+int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, uint64_t capacity_bytes,
+                      uint32_t flags, cxlkv_pool **out) {
+    cxlkv_geometry geometry;
+    int code = geometry_make(layout, capacity_bytes, &geometry);
+    if (code < 0) return code;
+    cxlkv_pool *pool = pool_make(path);
+    if (!pool) return fail(ENOMEM, "no memory for the pool's handle");
+    pool->layout = *layout;
+    pool->geometry = geometry;
+    return finish(pool, create_region(pool, path, flags & CXLKV_CREATE_FORCE), out);
+}
+
+/* Reads the superblock through the file, not the mapping: a short file is an error, no SIGBUS. */
+static int open_checked(const char *path, int *fd, cxlkv_layout *layout, cxlkv_geometry *geometry,
+                        uint8_t *identity) {
+    uint8_t bytes[SUPERBLOCK_BYTES];
+    struct stat status;
+    *fd = open(path, O_RDWR | O_CLOEXEC);
+    if (*fd < 0) return fail(errno, "%s: cannot open: %s", path, strerror(errno));
+    int code = 0;
+    if (fstat(*fd, &status) < 0 || !S_ISREG(status.st_mode))
+        code = fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool: not a regular file", path);
+    else if (pread(*fd, bytes, sizeof(bytes), 0) != (ssize_t)sizeof(bytes))
+        code = fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool: it is only %lu bytes", path,
+                    (unsigned long)status.st_size);
+    else
+        code = superblock_read(bytes, (uint64_t)status.st_size, path, layout, geometry, identity);
+    if (code < 0) {
+        close(*fd);
+        *fd = -1;
+    }
+    return code;
+}
+
+int cxlkv_pool_open(const char *path, cxlkv_pool **out) {
+    cxlkv_pool *pool = pool_make(path);
+    if (!pool) return fail(ENOMEM, "no memory for the pool's handle");
+    int code = open_checked(path, &pool->fd, &pool->layout, &pool->geometry, pool->identity);
+    if (code == 0)
+        code = region_map_file(pool->fd, pool->geometry.region_bytes, &pool->base,
+                               &pool->page_kind);
+    return finish(pool, code, out);
+}
+
+int cxlkv_pool_remove(const char *path) {
+    cxlkv_layout layout;
+    cxlkv_geometry geometry;
+    uint8_t identity[16];
+    int fd, code = open_checked(path, &fd, &layout, &geometry, identity);
+    /* A damaged pool may go as well; something that never was one may not. */
+    if (code == -CXLKV_E_CORRUPT || code == -CXLKV_E_TRUNCATED || code == -CXLKV_E_VERSION ||
+        code == -CXLKV_E_GEOMETRY)
+        return unlink(path) < 0 ? fail(errno, "%s: %s", path, strerror(errno)) : 0;
+    if (code < 0) return code;
+    code = lock_byte(fd, 0, true, true);
+    if (code == 0 && lock_byte(fd, 1, true, false) < 0) {
+        code = fail(CXLKV_E_BUSY, "%s is in use: close it in the other processes first", path);
+    } else if (unlink(path) < 0) {
+        code = fail(errno, "%s: cannot remove: %s", path, strerror(errno));
+    } else {
+        code = host_remove_state(identity);
+    }
+    close(fd);
+    return code;
+}
+
+/* ---- closing ---- */
+
+int cxlkv_pool_close(cxlkv_pool *pool) {
+    pools_remove(pool); /* before the lock: fork takes the two in this order */
+    pthread_rwlock_wrlock(&pool->operations);
+    if (!pool->closed) {
+        pthread_mutex_lock(&pool->list_lock);
+        for (cxlkv_sequence *s = pool->sequences; s; s = s->next) s->released = true;
+        workers *threads = pool->threads;
+        pool->threads = NULL;
+        pthread_mutex_unlock(&pool->list_lock);
+        workers_destroy(threads);
+        pool_unmake(pool); /* gives all our pages back at once */
+        pool->closed = true;
+    }
+    pthread_rwlock_unlock(&pool->operations);
+    return 0;
+}
+
+void cxlkv_pool_destroy(cxlkv_pool *pool) {
+    if (!pool) return;
+    cxlkv_pool_close(pool);
+    pool_drop(pool);
+}
+
+/* ---- looking ---- */
+
+int cxlkv_pool_layout(cxlkv_pool *pool, cxlkv_layout *layout) {
+    *layout = pool->layout;
+    return 0;
+}
+
+int cxlkv_pool_geometry(cxlkv_pool *pool, cxlkv_geometry *geometry) {
+    *geometry = pool->geometry;
+    return 0;
+}
+
+int cxlkv_pool_identity(cxlkv_pool *pool, uint8_t *identity) {
+    memcpy(identity, pool->identity, sizeof(pool->identity));
+    return 0;
+}
+
+const char *cxlkv_pool_page_kind(cxlkv_pool *pool) { return pool->page_kind; }
+
+int cxlkv_pool_set_threads(cxlkv_pool *pool, uint32_t threads) {
+    if (threads == 0 || threads > 1024)
+        return fail(CXLKV_E_ARGUMENT, "%u threads: outside 1 to 1024", threads);
+    /* The write lock: no task runs while its threads are replaced. */
+    pthread_rwlock_wrlock(&pool->operations);
+    workers *old = pool->threads;
+    pool->threads = NULL;
+    pool->thread_count = threads;
+    pthread_rwlock_unlock(&pool->operations);
+    workers_destroy(old);
+    return 0;
+}
+
+static void count_pages(const cxlkv_pool *pool, cxlkv_stats *stats) {
+    for (uint32_t page = 0; page < pool->host->page_count; page++) {
+        const page_info *info = &pool->pages[page];
+        stats->pages_published += info->published;
+        if (info->retired) stats->pages_retired++;
+        else if (info->quarantined) stats->pages_quarantined++;
+        else if (info->holders) stats->pages_held++;
+        else if (info->published) stats->pages_published_only++;
+    }
+    for (uint32_t slot = 0; slot < PROCESS_MAX; slot++)
+        stats->processes += pool->host->processes[slot].state != 0;
+}
+
+int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats) {
+    int code = pool_enter(pool);
+    if (code < 0) return code;
+    sequences_expire(pool);
+    memset(stats, 0, sizeof(*stats));
+    code = host_lock(pool);
+    if (code == 0) {
+        host_reap(pool);
+        stats->pages_total = pool->host->page_count;
+        stats->pages_free = pool->host->free_pages;
+        count_pages(pool, stats);
+        stats->reaped_processes = pool->host->reaped_processes;
+        stats->rebuilds = pool->host->rebuilds;
+        host_unlock(pool);
+    }
+    pthread_mutex_lock(&pool->list_lock);
+    stats->sequences = pool->sequence_count;
+    pthread_mutex_unlock(&pool->list_lock);
+    stats->appended_bytes = atomic_load(&pool->appended_bytes);
+    stats->scored_bytes = atomic_load(&pool->scored_bytes);
+    stats->fetched_bytes = atomic_load(&pool->fetched_bytes);
+    stats->attended_bytes = atomic_load(&pool->attended_bytes);
+    stats->corrupt_pieces = atomic_load(&pool->corrupt_pieces);
+    stats->stale_handles = atomic_load(&pool->stale_handles);
+    pool_leave(pool);
+    return code;
+}
+
+/* ---- checking: everything that must hold, from the superblock to the last piece ---- */
+
+typedef struct report {
+    char *text;
+    size_t bytes, used;
+    int64_t problems;
+} report;
+
+static void report_line(report *report, uint32_t page) {
+    report->problems++;
+    if (report->used + 1 >= report->bytes) return;
+    int wrote = snprintf(report->text + report->used, report->bytes - report->used,
+                         "page %u: %s\n", page, cxlkv_error_text());
+    if (wrote > 0) report->used = min_u64(report->used + (size_t)wrote, report->bytes - 1);
+}
+
+static void check_page(cxlkv_pool *pool, uint32_t page, bool deep, report *report) {
+    descriptor line;
+    const page_info *info = &pool->pages[page];
+    if (info->retired) return;
+    if (descriptor_read(pool, page, &line) < 0) {
+        report_line(report, page);
+        return;
+    }
+    uint64_t state = line.version & 255;
+    if (line.version >> 8 != info->generation) {
+        fail(CXLKV_E_CORRUPT, "its descriptor says generation %lu, the host %lu",
+             line.version >> 8, info->generation);
+        report_line(report, page);
+    }
+    if ((state == PAGE_PUBLISHED) != (info->published != 0)) {
+        fail(CXLKV_E_CORRUPT, "its descriptor says state %lu, the host %s", state,
+             info->published ? "published" : "not published");
+        report_line(report, page);
+    }
+    if (state == PAGE_FREE) return;
+    if (record_check(pool, page, info->generation, line.tokens) < 0) {
+        report_line(report, page);
+        return;
+    }
+    if (!deep || !pool->layout.checksum) return;
+    verified_clear(pool, page);
+    for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
+        if (pieces_verify(pool, page, layer) < 0) report_line(report, page);
+}
+
+static int check_superblock(cxlkv_pool *pool) {
+    cxlkv_layout layout;
+    cxlkv_geometry geometry;
+    uint8_t identity[16];
+    memset(identity, 0, sizeof(identity));
+    int code = superblock_read(pool->base, pool->geometry.region_bytes,
+                               pool->path ? pool->path : "the pool", &layout, &geometry, identity);
+    if (code == 0 && memcmp(identity, pool->identity, sizeof(identity)) != 0)
+        code = fail(CXLKV_E_CORRUPT, "the superblock names another pool");
+    return code;
+}
+
+static void check_all(cxlkv_pool *pool, bool deep, report *report) {
+    if (check_superblock(pool) < 0) report_line(report, 0);
+    char counts[512];
+    int wrong = host_recount(pool, counts, sizeof(counts));
+    if (wrong > 0) {
+        report->problems += wrong;
+        size_t length = min_u64(strlen(counts), report->bytes - 1 - report->used);
+        memcpy(report->text + report->used, counts, length);
+        report->used += length;
+    }
+    for (uint32_t page = 0; page < pool->host->page_count; page++)
+        check_page(pool, page, deep, report);
+}
+
+int64_t cxlkv_pool_check(cxlkv_pool *pool, uint32_t deep, char *text, uint64_t text_bytes) {
+    if (text_bytes < 2) return fail(CXLKV_E_ARGUMENT, "a check needs room for its report");
+    int code = pool_enter(pool);
+    if (code < 0) return code;
+    guard fault;
+    report report = {.text = text, .bytes = text_bytes};
+    memset(text, 0, text_bytes);
+    sequences_expire(pool);
+    code = host_lock(pool);
+    if (code == 0) {
+        host_reap(pool);
+        volatile int outcome = 0;
+        GUARD_BEGIN(fault) {
+            check_all(pool, deep, &report);
+        } GUARD_END(fault, outcome = poison_error(pool, &fault))
+        code = outcome;
+        host_unlock(pool);
+    }
+    pool_leave(pool);
+    return code < 0 ? code : report.problems;
+}

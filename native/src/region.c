@@ -1,0 +1,124 @@
+/* Mapped memory for a pool: anonymous (memfd) or a file; byte locks between processes. */
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+/* A shared mapping aligned to 2 MiB, so that huge pages can back it where there are any. */
+static int map_aligned(int fd, uint64_t bytes, uint8_t **base) {
+    uint64_t reserved_bytes = bytes + AREA_ALIGNMENT;
+    uint8_t *reserved = mmap(NULL, reserved_bytes, PROT_NONE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (reserved == MAP_FAILED) return fail(errno, "no address space for %lu bytes", bytes);
+    uint8_t *at = (uint8_t *)align_up((uintptr_t)reserved, AREA_ALIGNMENT);
+    void *mapped = mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+    if (mapped == MAP_FAILED) {
+        int code = errno;
+        munmap(reserved, reserved_bytes);
+        return fail(code, "cannot map %lu bytes: %s", bytes, strerror(code));
+    }
+    if (at > reserved) munmap(reserved, (size_t)(at - reserved));
+    uint8_t *end = at + align_up(bytes, 4096);
+    uint8_t *reserved_end = reserved + reserved_bytes;
+    if (reserved_end > end) munmap(end, (size_t)(reserved_end - end));
+    *base = at;
+    return 0;
+}
+
+/* What the kernel will back the mapping with, as far as it says. */
+static const char *kind_of(int fd) {
+    struct stat status;
+    if (fstat(fd, &status) == 0 && status.st_blksize >= AREA_ALIGNMENT) return "hugetlb";
+    FILE *file = fopen("/sys/kernel/mm/transparent_hugepage/shmem_enabled", "re");
+    char line[128] = "";
+    if (file) {
+        if (!fgets(line, sizeof(line), file)) line[0] = 0;
+        fclose(file);
+    }
+    bool huge = strstr(line, "[always]") || strstr(line, "[advise]") ||
+                strstr(line, "[within_size]") || strstr(line, "[force]");
+    return huge ? "thp" : "4KiB";
+}
+
+int region_map_file(int fd, uint64_t bytes, uint8_t **base, const char **page_kind) {
+    int code = map_aligned(fd, bytes, base);
+    if (code < 0) return code;
+    *page_kind = kind_of(fd);
+    madvise(*base, bytes, MADV_HUGEPAGE); /* advice: refused where there are none */
+    return 0;
+}
+
+static int reserve_file(int fd, uint64_t bytes, const char *path) {
+    int code = posix_fallocate(fd, 0, (off_t)bytes);
+    if (code == EINVAL || code == EOPNOTSUPP) code = ftruncate(fd, (off_t)bytes) < 0 ? errno : 0;
+    if (code == 0) return 0;
+    struct statvfs space;
+    uint64_t free_bytes = 0;
+    if (fstatvfs(fd, &space) == 0) free_bytes = (uint64_t)space.f_bavail * space.f_frsize;
+    return fail(code, "%s: cannot reserve %lu MiB (%s); its file system has %lu MiB free. Ask for "
+                "less, or make it larger (in Docker: --shm-size)",
+                path, bytes >> 20, strerror(code), free_bytes >> 20);
+}
+
+int region_map_anonymous(uint64_t bytes, int *fd, uint8_t **base, const char **page_kind) {
+    uint64_t huge_bytes = align_up(bytes, AREA_ALIGNMENT);
+    int made = memfd_create("cxlkv-pool", MFD_CLOEXEC | MFD_HUGETLB);
+    if (made >= 0) {
+        if (posix_fallocate(made, 0, (off_t)huge_bytes) == 0 &&
+            map_aligned(made, huge_bytes, base) == 0) {
+            *fd = made;
+            *page_kind = "hugetlb";
+            return 0;
+        }
+        close(made);
+    }
+    made = memfd_create("cxlkv-pool", MFD_CLOEXEC);
+    if (made < 0) return fail(errno, "memfd_create: %s", strerror(errno));
+    int code = 0;
+    if (ftruncate(made, (off_t)bytes) < 0) code = fail(errno, "memfd of %lu bytes", bytes);
+    if (code == 0) code = region_map_file(made, bytes, base, page_kind);
+    if (code < 0) {
+        close(made);
+        return code;
+    }
+    *fd = made;
+    return 0;
+}
+
+/* The file is made under a name beside its own; linking it there is the caller's last step. */
+int region_create_file(const char *path, uint64_t bytes, char *made, size_t made_bytes, int *fd,
+                       uint8_t **base, const char **page_kind) {
+    int written = snprintf(made, made_bytes, "%s.%016lx.new", path, random_u64());
+    if (written < 0 || (size_t)written >= made_bytes)
+        return fail(ENAMETOOLONG, "%s: the path is too long", path);
+    *fd = open(made, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (*fd < 0) return fail(errno, "%s: cannot create: %s", path, strerror(errno));
+    int code = reserve_file(*fd, bytes, path);
+    if (code == 0) code = region_map_file(*fd, bytes, base, page_kind);
+    if (code < 0) {
+        unlink(made);
+        close(*fd);
+    }
+    return code;
+}
+
+/* Open-file-description locks: they outlive threads, and the kernel drops them with the process. */
+int lock_byte(int fd, off_t offset, bool exclusive, bool wait) {
+    struct flock lock = {.l_type = exclusive ? F_WRLCK : F_RDLCK, .l_whence = SEEK_SET,
+                         .l_start = offset, .l_len = 1};
+    int code;
+    do code = fcntl(fd, wait ? F_OFD_SETLKW : F_OFD_SETLK, &lock);
+    while (code < 0 && errno == EINTR);
+    return code < 0 ? -errno : 0;
+}
+
+int unlock_byte(int fd, off_t offset) {
+    struct flock lock = {.l_type = F_UNLCK, .l_whence = SEEK_SET, .l_start = offset, .l_len = 1};
+    return fcntl(fd, F_OFD_SETLK, &lock) < 0 ? -errno : 0;
+}

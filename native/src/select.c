@@ -1,0 +1,527 @@
+/* Select: score the pages of a layer for each query, and name the best ones.
+ *
+ * A page's score for a kv head is the largest scale * q.k over its visible tokens and the group's
+ * query heads (exact), an upper bound of it (digest), or, under a mass budget, the page's share of
+ * the attention, averaged over the group. Equal scores: the lower page. A NaN score wins. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+enum { TASK_PAGES = 64, QUERY_BLOCK = 64, SCRATCH_LIMIT = 1 << 30 };
+
+typedef struct plan {
+    layer_view view;
+    const cxlkv_budget *budget;
+    const float *queries;        /* [kv_head][row][group][dim] */
+    uint64_t first_row, rows;
+    uint64_t first_list, lists;
+    float *scores;               /* [list][kv_head][page] */
+    float *log_sums;             /* mass only: [kv_head][row][group][page] */
+    uint32_t first_task, tasks;
+} plan;
+
+typedef struct select_job {
+    cxlkv_batch *batch;
+    cxlkv_select_args *args;
+    const kernels *isa;
+    plan *plans;
+    uint32_t group;
+    atomic_ulong bytes_scored, bytes_fetched;
+} select_job;
+
+/* ---- how many pages each list gets ---- */
+
+typedef struct window {
+    uint32_t pages;              /* that the list's queries can see */
+    uint32_t sinks;              /* [0, sinks) are forced in */
+    uint32_t recent;             /* and [recent, pages) */
+    uint32_t k;                  /* the most that are chosen */
+} window;
+
+/* List `list` of a plan: one query row, or all rows of the sequence. */
+static window window_of(const select_job *job, const plan *p, uint64_t list) {
+    const cxlkv_budget *budget = p->budget;
+    uint64_t page_tokens = job->batch->pool->layout.page_tokens;
+    bool per_query = job->args->per == CXLKV_PER_QUERY;
+    window w = {0};
+    if (p->rows == 0) return w;
+    uint64_t first_position = p->view.tokens - p->rows + (per_query ? list : 0);
+    uint64_t last_position = per_query ? first_position : p->view.tokens - 1;
+    w.pages = (uint32_t)(last_position / page_tokens) + 1;
+    w.sinks = min_u32(budget->sinks, w.pages);
+    uint64_t recent = first_position / page_tokens + 1;
+    recent = recent > budget->recent ? recent - budget->recent : 0;
+    if (budget->recent == 0) recent = w.pages;
+    w.recent = recent < w.sinks ? w.sinks : (uint32_t)recent;
+    uint32_t forced = w.sinks + w.pages - w.recent;
+    uint64_t wanted = budget->pages;
+    if (budget->kind == CXLKV_BUDGET_SHARE) {
+        /* A share like 0.07 is no binary fraction: 7 of 100 pages, not the 8 of rounding up. */
+        wanted = (uint64_t)ceil(budget->amount * w.pages * (1 - 1e-12));
+    }
+    if (budget->kind == CXLKV_BUDGET_MASS) wanted = w.pages;
+    w.k = (uint32_t)min_u64(w.pages, wanted > forced ? wanted : forced);
+    return w;
+}
+
+/* ---- scoring ---- */
+
+static void max_over_group(const float *maxima, uint64_t rows, uint32_t group, float *out,
+                           uint64_t out_stride, bool one_list) {
+    for (uint64_t row = 0; row < rows; row++) {
+        float best = -INFINITY;
+        for (uint32_t i = 0; i < group; i++) {
+            float value = maxima[row * group + i];
+            if (isnan(value) || value > best) best = value;
+            if (isnan(best)) break;
+        }
+        float *to = one_list ? out : out + row * out_stride;
+        if (isnan(*to)) continue;
+        if (isnan(best) || best > *to) *to = best;
+    }
+}
+
+/* Scores `queries` queries against the first `tokens` tokens of a page's keys, or its digest. */
+static void score_block(const select_job *job, const plan *p, uint32_t index, const uint8_t *keys,
+                        const float *queries, uint32_t count, uint32_t tokens, float *maxima) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    if (job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete)
+        job->isa->bound((int)layout->dtype, keys, layout->head_dim, queries, count,
+                        job->args->scale, maxima);
+    else
+        job->isa->score_max((int)layout->dtype, keys, tokens, layout->head_dim, queries, count,
+                            job->args->scale, maxima);
+}
+
+static void score_head(const select_job *job, const plan *p, uint32_t index, uint32_t head,
+                       const uint8_t *keys) {
+    uint32_t dim = job->batch->pool->layout.head_dim, group = job->group;
+    uint32_t heads = job->batch->pool->layout.kv_heads, filled = view_filled(&p->view, index);
+    bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
+    uint64_t stride = (uint64_t)heads * p->view.pages;
+    float *out = p->scores + (uint64_t)head * p->view.pages + index;
+    const float *queries = p->queries + (uint64_t)head * p->rows * group * dim;
+    uint64_t block = QUERY_BLOCK / group ? QUERY_BLOCK / group : 1, row = 0;
+    while (row < p->rows) {
+        uint32_t visible = view_visible(&p->view, index, row, p->rows);
+        /* Later rows see at least as much: from the first that sees all on, rows go together. */
+        uint64_t rows = visible == filled ? min_u64(block, p->rows - row) : 1;
+        for (uint32_t part = 0; visible && part < group; part += QUERY_BLOCK) {
+            float maxima[QUERY_BLOCK];
+            uint32_t count = min_u32(QUERY_BLOCK, (uint32_t)rows * group - part);
+            score_block(job, p, index, keys, queries + (row * group + part) * dim, count, visible,
+                        maxima);
+            uint32_t wide = group > QUERY_BLOCK ? count : group;
+            max_over_group(maxima, rows, wide, one_list ? out : out + row * stride, stride,
+                           one_list);
+        }
+        row += rows;
+    }
+}
+
+/* Log of the sum of exp over one page's visible tokens, for each query of a head. */
+static int mass_head(const select_job *job, const plan *p, uint32_t index, uint32_t head,
+                     const uint8_t *keys) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    float logits[1024]; /* page_tokens is at most that */
+    uint32_t group = job->group, dim = layout->head_dim;
+    for (uint64_t row = 0; row < p->rows; row++) {
+        uint32_t visible = view_visible(&p->view, index, row, p->rows);
+        for (uint32_t i = 0; i < group; i++) {
+            uint64_t query = ((uint64_t)head * p->rows + row) * group + i;
+            float *out = p->log_sums + query * p->view.pages + index;
+            *out = -INFINITY;
+            if (visible == 0) continue;
+            job->isa->score((int)layout->dtype, keys, visible, dim, p->queries + query * dim, 1,
+                            job->args->scale, logits, visible);
+            float largest = -INFINITY; /* or NaN, which then stays */
+            for (uint32_t t = 0; t < visible; t++)
+                if (logits[t] > largest || isnan(logits[t])) largest = logits[t];
+            *out = largest + logf(job->isa->exp_sum(logits, visible, largest));
+        }
+    }
+    return 0;
+}
+
+static int score_page(select_job *job, const plan *p, uint32_t index) {
+    cxlkv_pool *pool = job->batch->pool;
+    const cxlkv_layout *layout = &pool->layout;
+    bool digest = job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete;
+    int code = view_verify(&p->view, index);
+    if (code < 0) return code;
+    uint64_t stride = pool->geometry.digest_piece_bytes;
+    const uint8_t *pieces = digest ? pieces_of(pool, sequence_page(p->view.sequence, index),
+                                               p->view.layer, PIECE_DIGEST)
+                                   : view_pieces(&p->view, index, PIECE_KEYS, &stride);
+    for (uint32_t head = 0; head < layout->kv_heads; head++) {
+        if (p->log_sums) mass_head(job, p, index, head, pieces + head * stride);
+        else score_head(job, p, index, head, pieces + head * stride);
+    }
+    return 0;
+}
+
+static const plan *plan_of_task(const select_job *job, uint32_t item) {
+    uint32_t low = 0, high = job->batch->count;
+    while (high - low > 1) {
+        uint32_t middle = (low + high) / 2;
+        if (job->plans[middle].first_task <= item) low = middle;
+        else high = middle;
+    }
+    return &job->plans[low];
+}
+
+static int score_task(void *context, uint32_t item) {
+    select_job *job = context;
+    const plan *p = plan_of_task(job, item);
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    uint32_t first = (item - p->first_task) * TASK_PAGES;
+    uint32_t last = min_u32(first + TASK_PAGES, p->view.pages);
+    uint64_t bytes = 0, token_bytes = layout->head_dim * dtype_bytes(layout->dtype);
+    for (uint32_t index = first; index < last; index++) {
+        int code = score_page(job, p, index);
+        if (code < 0) return code;
+        bool digest = job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete;
+        bytes += layout->kv_heads * token_bytes * (digest ? 2 : view_filled(&p->view, index));
+    }
+    atomic_fetch_add_explicit(&job->bytes_scored, bytes, memory_order_relaxed);
+    return 0;
+}
+
+/* Turns a query's page log-sums into its attention by page, added to its list's scores. */
+static void add_mass(const plan *p, const float *log_sums, float share, float *scores) {
+    float largest = -INFINITY;
+    double total = 0;
+    for (uint32_t page = 0; page < p->view.pages; page++)
+        if (log_sums[page] > largest) largest = log_sums[page];
+    for (uint32_t page = 0; page < p->view.pages; page++) total += exp(log_sums[page] - largest);
+    for (uint32_t page = 0; page < p->view.pages; page++)
+        scores[page] += share * (float)(exp(log_sums[page] - largest) / total);
+}
+
+static int mass_task(void *context, uint32_t item) {
+    select_job *job = context;
+    const plan *p = &job->plans[item];
+    uint32_t heads = job->batch->pool->layout.kv_heads, pages = p->view.pages;
+    bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
+    float share = 1.0f / (float)(job->group * (one_list ? p->rows : 1));
+    if (!p->log_sums) return 0;
+    for (uint64_t i = 0; i < p->lists * heads * pages; i++) p->scores[i] = 0;
+    for (uint32_t head = 0; head < heads; head++)
+        for (uint64_t row = 0; row < p->rows; row++)
+            for (uint32_t i = 0; i < job->group; i++) {
+                uint64_t query = (head * p->rows + row) * job->group + i;
+                uint64_t list = one_list ? 0 : row;
+                add_mass(p, p->log_sums + query * pages, share,
+                         p->scores + (list * heads + head) * pages);
+            }
+    return 0;
+}
+
+/* ---- choosing ---- */
+
+/* Order-preserving: larger score, larger number; NaN above all; -0 equals 0. */
+static uint32_t rank_of(float score) {
+    if (isnan(score)) return UINT32_MAX;
+    float canonical = score + 0.0f;
+    uint32_t bits;
+    memcpy(&bits, &canonical, sizeof(bits));
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+/* The rank of the wanted-th best in [first, last), by four passes of 8 bits (radix select);
+ * *equal says how many of that very rank are among the wanted. */
+static uint32_t threshold_rank(const float *scores, uint32_t first, uint32_t last, uint32_t wanted,
+                               uint32_t *equal) {
+    uint32_t prefix = 0, mask = 0;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        uint32_t counts[256] = {0};
+        for (uint32_t page = first; page < last; page++) {
+            uint32_t rank = rank_of(scores[page]);
+            if ((rank & mask) == prefix) counts[rank >> shift & 255]++;
+        }
+        uint32_t digit = 255;
+        while (digit > 0 && counts[digit] < wanted) wanted -= counts[digit--];
+        prefix |= digit << shift;
+        mask |= 255u << shift;
+    }
+    *equal = wanted;
+    return prefix;
+}
+
+typedef struct candidate {
+    float mass;
+    uint32_t page;
+} candidate;
+
+static int by_mass(const void *a, const void *b) {
+    const candidate *x = a, *y = b;
+    uint32_t rx = rank_of(x->mass), ry = rank_of(y->mass);
+    if (rx != ry) return rx > ry ? -1 : 1;
+    return x->page < y->page ? -1 : 1;
+}
+
+static bool is_forced(const window *w, uint32_t page) {
+    return page < w->sinks || page >= w->recent;
+}
+
+/* The fewest pages, forced ones first, whose shares add up to the mass: as flags. */
+static int choose_mass(const float *scores, const window *w, double mass, uint8_t *chosen) {
+    candidate *order = malloc((w->pages + 1) * sizeof(*order));
+    if (!order) return fail(ENOMEM, "no memory to sort %u pages", w->pages);
+    uint32_t count = 0;
+    double sum = 0;
+    for (uint32_t page = 0; page < w->pages; page++) {
+        chosen[page] = is_forced(w, page);
+        if (chosen[page]) sum += scores[page];
+        else order[count++] = (candidate){scores[page], page};
+    }
+    qsort(order, count, sizeof(*order), by_mass);
+    /* Shares are rounded floats: a mass of 1 means every page that has any. With a NaN no share
+     * is known, so that nothing is enough and every page is chosen. */
+    for (uint32_t i = 0; i < count && !(mass >= 1.0 ? order[i].mass <= 0 : sum >= mass); i++) {
+        chosen[order[i].page] = 1;
+        sum += order[i].mass;
+    }
+    free(order);
+    return 0;
+}
+
+static void choose_best(const float *scores, const window *w, uint8_t *chosen) {
+    uint32_t wanted = w->k - (w->sinks + w->pages - w->recent), equal = 0, threshold = UINT32_MAX;
+    if (wanted) threshold = threshold_rank(scores, w->sinks, w->recent, wanted, &equal);
+    for (uint32_t page = 0; page < w->pages; page++) {
+        uint32_t rank = rank_of(scores[page]);
+        chosen[page] = is_forced(w, page);
+        if (chosen[page] || wanted == 0) continue;
+        if (rank > threshold) chosen[page] = 1;
+        else if (rank == threshold && equal > 0) chosen[page] = equal-- > 0;
+    }
+}
+
+static int emit(const select_job *job, const plan *p, const window *w, uint64_t row,
+                const float *scores, uint8_t *chosen) {
+    const cxlkv_select_args *args = job->args;
+    int32_t *pages = args->pages + row * args->k;
+    float *values = args->scores + row * args->k;
+    uint32_t count = 0;
+    if (p->budget->kind == CXLKV_BUDGET_MASS) {
+        int code = choose_mass(scores, w, p->budget->amount, chosen);
+        if (code < 0) return code;
+    } else {
+        choose_best(scores, w, chosen);
+    }
+    for (uint32_t page = 0; page < w->pages; page++)
+        if (chosen[page]) {
+            pages[count] = (int32_t)page;
+            values[count++] = scores[page];
+        }
+    args->counts[row] = (int32_t)count;
+    for (; count < args->k; count++) {
+        pages[count] = -1;
+        values[count] = -INFINITY;
+    }
+    return 0;
+}
+
+/* Score of the layer: the best over its heads (their mean for mass), in head 0's place. */
+static void merge_heads(const plan *p, float *scores, uint32_t heads) {
+    uint32_t pages = p->view.pages;
+    bool mass = p->budget->kind == CXLKV_BUDGET_MASS;
+    for (uint32_t head = 1; head < heads; head++)
+        for (uint32_t page = 0; page < pages; page++) {
+            float value = scores[(uint64_t)head * pages + page];
+            if (mass) scores[page] += value;
+            else if (rank_of(value) > rank_of(scores[page])) scores[page] = value;
+        }
+    for (uint32_t page = 0; mass && page < pages; page++) scores[page] /= (float)heads;
+}
+
+/* K and V of a list for one head; an open tail has fewer tokens than a page. */
+static uint64_t list_bytes(const select_job *job, const plan *p, uint64_t list) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_select_args *args = job->args;
+    uint64_t tokens = 0;
+    for (int32_t i = 0; i < args->counts[list]; i++)
+        tokens += view_filled(&p->view, (uint32_t)args->pages[list * args->k + (uint64_t)i]);
+    return tokens * (layout->head_dim + layout->value_head_dim) * dtype_bytes(layout->dtype);
+}
+
+static int choose_list(select_job *job, const plan *p, uint64_t list, uint8_t *chosen) {
+    uint32_t heads = job->batch->pool->layout.kv_heads, k = job->args->k;
+    window w = window_of(job, p, list);
+    uint64_t first = (p->first_list + list) * heads;
+    float *scores = p->scores + list * heads * p->view.pages;
+    uint32_t own = job->args->union_over == CXLKV_UNION_LAYER ? 1 : heads;
+    if (own == 1 && heads > 1) merge_heads(p, scores, heads);
+    for (uint32_t head = 0; head < own; head++) {
+        int code = emit(job, p, &w, first + head, scores + (uint64_t)head * p->view.pages, chosen);
+        if (code < 0) return code;
+    }
+    for (uint32_t head = own; head < heads; head++) {
+        const cxlkv_select_args *args = job->args;
+        memcpy(args->pages + (first + head) * k, args->pages + first * k, k * sizeof(int32_t));
+        memcpy(args->scores + (first + head) * k, args->scores + first * k, k * sizeof(float));
+        args->counts[first + head] = args->counts[first];
+    }
+    uint64_t bytes = 0;
+    for (uint32_t head = 0; head < heads; head++) bytes += list_bytes(job, p, first + head);
+    atomic_fetch_add_explicit(&job->bytes_fetched, bytes, memory_order_relaxed);
+    return 0;
+}
+
+static int choose_task(void *context, uint32_t item) {
+    select_job *job = context;
+    const plan *p = &job->plans[item];
+    uint8_t *chosen = malloc(p->view.pages + 1);
+    if (!chosen) return fail(ENOMEM, "no memory to choose among %u pages", p->view.pages);
+    int code = 0;
+    for (uint64_t list = 0; code == 0 && list < p->lists; list++)
+        code = choose_list(job, p, list, chosen);
+    free(chosen);
+    return code;
+}
+
+/* A mass budget makes lists shorter than its bound: close the gaps. */
+static void compact(const select_job *job, uint64_t rows) {
+    cxlkv_select_args *args = job->args;
+    uint32_t longest = 0, k = args->k;
+    for (uint64_t row = 0; row < rows; row++)
+        if ((uint32_t)args->counts[row] > longest) longest = (uint32_t)args->counts[row];
+    if (longest == k) return;
+    for (uint64_t row = 1; row < rows; row++) {
+        memmove(args->pages + row * longest, args->pages + row * k, longest * sizeof(int32_t));
+        memmove(args->scores + row * longest, args->scores + row * k, longest * sizeof(float));
+    }
+    args->k = longest;
+}
+
+/* ---- putting it together ---- */
+
+static int budget_check(const cxlkv_select_args *args, uint32_t i) {
+    const cxlkv_budget *budget = &args->budgets[i];
+    if (budget->kind > CXLKV_BUDGET_MASS || (budget->kind == CXLKV_BUDGET_PAGES && !budget->pages))
+        return fail(CXLKV_E_ARGUMENT, "budget %u: at least one page", i);
+    if (budget->kind != CXLKV_BUDGET_PAGES && !(budget->amount > 0 && budget->amount <= 1))
+        return fail(CXLKV_E_ARGUMENT, "budget %u: %g is outside (0, 1]", i, budget->amount);
+    if (budget->kind == CXLKV_BUDGET_MASS && args->method != CXLKV_METHOD_EXACT)
+        return fail(CXLKV_E_ARGUMENT, "budget %u: attention mass needs method exact", i);
+    return 0;
+}
+
+static int args_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
+    if (args->method > CXLKV_METHOD_DIGEST || args->union_over > CXLKV_UNION_LAYER ||
+        args->per > CXLKV_PER_SEQUENCE)
+        return fail(CXLKV_E_ARGUMENT, "select: unknown method, union or per");
+    if (!(args->scale > 0 && args->scale < INFINITY))
+        return fail(CXLKV_E_ARGUMENT, "select: scale %g must be positive", (double)args->scale);
+    if (args->budget_count != 1 && args->budget_count != batch->count)
+        return fail(CXLKV_E_ARGUMENT, "%u budgets for %u sequences: give 1, or one for each",
+                    args->budget_count, batch->count);
+    for (uint32_t i = 0; i < args->budget_count; i++) {
+        int code = budget_check(args, i);
+        if (code < 0) return code;
+    }
+    return 0;
+}
+
+/* Lengths, lists, and args->k: all that is known before a byte is read. */
+static uint64_t make_plans(select_job *job) {
+    cxlkv_select_args *args = job->args;
+    uint64_t lists = 0;
+    uint32_t tasks = 0;
+    args->k = 0;
+    for (uint32_t i = 0; i < job->batch->count; i++) {
+        plan *p = &job->plans[i];
+        p->view = view_of(job->batch->sequences[i], args->layer);
+        p->budget = &args->budgets[args->budget_count == 1 ? 0 : i];
+        p->first_row = (uint64_t)args->starts[i];
+        p->rows = (uint64_t)(args->starts[i + 1] - args->starts[i]);
+        p->first_list = lists;
+        p->lists = args->per == CXLKV_PER_QUERY ? p->rows : 1;
+        p->first_task = tasks;
+        p->tasks = p->rows ? (p->view.pages + TASK_PAGES - 1) / TASK_PAGES : 0;
+        tasks += p->tasks;
+        lists += p->lists;
+        for (uint64_t list = 0; list < p->lists; list++) {
+            uint32_t k = window_of(job, p, list).k;
+            if (k > args->k) args->k = k;
+        }
+    }
+    return lists;
+}
+
+/* Scratch: packed queries, then scores, then log-sums of mass budgets. */
+static int place_scratch(select_job *job, uint32_t rows) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    uint64_t heads = layout->kv_heads, q_heads = job->args->q_heads;
+    uint64_t floats = rows * q_heads * layout->head_dim;
+    for (uint32_t pass = 0; pass < 2; pass++) {
+        float *at = (float *)job->batch->scratch + rows * q_heads * layout->head_dim;
+        for (uint32_t i = 0; i < job->batch->count; i++) {
+            plan *p = &job->plans[i];
+            uint64_t scores = p->lists * heads * p->view.pages, sums = 0;
+            if (p->budget->kind == CXLKV_BUDGET_MASS) sums = p->rows * q_heads * p->view.pages;
+            if (pass == 0) {
+                floats += scores + sums;
+                continue;
+            }
+            p->queries = (float *)job->batch->scratch + p->first_row * q_heads * layout->head_dim;
+            p->scores = at;
+            p->log_sums = sums ? at + scores : NULL;
+            at += scores + sums;
+            for (uint64_t j = 0; j < scores; j++) p->scores[j] = -INFINITY;
+        }
+        if (pass == 1) break;
+        if (floats * sizeof(float) > SCRATCH_LIMIT)
+            return fail(CXLKV_E_ARGUMENT,
+                        "select of %u rows needs %lu MiB of scores: select fewer rows at once",
+                        rows, floats * sizeof(float) >> 20);
+        if (!batch_scratch(job->batch, floats * sizeof(float) + LINE_BYTES)) return -ENOMEM;
+    }
+    return 0;
+}
+
+static int64_t select_locked(select_job *job) {
+    cxlkv_select_args *args = job->args;
+    cxlkv_batch *batch = job->batch;
+    uint32_t rows = 0, tasks = 0;
+    int code = queries_check(batch, args->layer, args->q_heads, &args->queries, args->starts,
+                             &rows);
+    if (code < 0) return code;
+    job->group = args->q_heads / batch->pool->layout.kv_heads;
+    uint64_t lists = make_plans(job) * batch->pool->layout.kv_heads;
+    if (lists * args->k > args->capacity)
+        return fail(CXLKV_E_ROOM, "select: room for %lu pages, %lu wanted", args->capacity,
+                    lists * args->k);
+    code = place_scratch(job, rows);
+    if (code < 0) return code;
+    queries_pack(batch, &args->queries, args->q_heads, args->starts, batch->scratch);
+    for (uint32_t i = 0; i < batch->count; i++) tasks += job->plans[i].tasks;
+    code = run_tasks(batch->pool, tasks, score_task, job);
+    if (code == 0) code = run_tasks(batch->pool, batch->count, mass_task, job);
+    if (code == 0) code = run_tasks(batch->pool, batch->count, choose_task, job);
+    if (code < 0) return code;
+    compact(job, lists);
+    args->bytes_scored = atomic_load(&job->bytes_scored);
+    args->bytes_fetched = atomic_load(&job->bytes_fetched);
+    atomic_fetch_add_explicit(&batch->pool->scored_bytes, args->bytes_scored,
+                              memory_order_relaxed);
+    return args->k;
+}
+
+int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args) {
+    int64_t code = args_check(batch, args);
+    if (code < 0) return code;
+    select_job job = {.batch = batch, .args = args, .isa = kernels_current()};
+    job.plans = calloc(batch->count, sizeof(*job.plans));
+    if (!job.plans) return fail(ENOMEM, "no memory to plan a selection");
+    code = batch_lock(batch, false);
+    if (code == 0) {
+        code = select_locked(&job);
+        batch_unlock(batch);
+    }
+    free(job.plans);
+    return code;
+}

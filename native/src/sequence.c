@@ -1,0 +1,451 @@
+/* A sequence: page table in shared chunks, open tails, fork, truncate, release. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "internal.h"
+
+enum { SPARE_TAIL_BYTES = 64 << 20 };
+
+static size_t tail_bytes(const cxlkv_pool *pool) {
+    uint64_t heads = pool->layout.kv_heads;
+    return sizeof(tail) +
+           heads * (tail_stride(pool, PIECE_KEYS) + tail_stride(pool, PIECE_VALUES));
+}
+
+tail *tail_make(cxlkv_pool *pool) {
+    pthread_mutex_lock(&pool->spare_lock);
+    tail *made = pool->spare_tails;
+    if (made) {
+        pool->spare_tails = made->next_spare;
+        pool->spare_count--;
+    }
+    pthread_mutex_unlock(&pool->spare_lock);
+    if (!made) made = aligned_alloc(LINE_BYTES, align_up(tail_bytes(pool), LINE_BYTES));
+    if (made) atomic_init(&made->references, 1);
+    return made;
+}
+
+void tail_drop(cxlkv_pool *pool, tail *dropped) {
+    if (!dropped ||
+        atomic_fetch_sub_explicit(&dropped->references, 1, memory_order_acq_rel) != 1)
+        return;
+    pthread_mutex_lock(&pool->spare_lock);
+    bool kept = pool->spare_count * tail_bytes(pool) < SPARE_TAIL_BYTES;
+    if (kept) {
+        dropped->next_spare = pool->spare_tails;
+        pool->spare_tails = dropped;
+        pool->spare_count++;
+    }
+    pthread_mutex_unlock(&pool->spare_lock);
+    if (!kept) free(dropped);
+}
+
+void tails_discard(cxlkv_pool *pool) {
+    while (pool->spare_tails) {
+        tail *next = pool->spare_tails->next_spare;
+        free(pool->spare_tails);
+        pool->spare_tails = next;
+    }
+    pool->spare_count = 0;
+}
+
+tail *tail_copy(cxlkv_pool *pool, tail *from, uint32_t filled) {
+    const cxlkv_layout *layout = &pool->layout;
+    size_t element = dtype_bytes(layout->dtype);
+    tail *made = tail_make(pool);
+    for (uint32_t head = 0; made && head < layout->kv_heads; head++) {
+        memcpy(tail_piece(pool, made, PIECE_KEYS, head), tail_piece(pool, from, PIECE_KEYS, head),
+               filled * layout->head_dim * element);
+        memcpy(tail_piece(pool, made, PIECE_VALUES, head),
+               tail_piece(pool, from, PIECE_VALUES, head),
+               filled * layout->value_head_dim * element);
+    }
+    return made;
+}
+
+int sequence_usable(const cxlkv_sequence *sequence) {
+    if (sequence->expired ||
+        (sequence->lease_deadline_ns && boottime_ns() > sequence->lease_deadline_ns))
+        return fail(CXLKV_E_STALE, "the lease of this hit has ended: match again");
+    if (sequence->released) return fail(CXLKV_E_RELEASED, "the sequence was released");
+    return 0;
+}
+
+uint64_t sequence_even_tokens(const cxlkv_sequence *sequence) {
+    uint32_t layers = sequence->pool->layout.layers;
+    /* Lengths never grow from layer to layer, so the ends decide. */
+    return sequence->layer_tokens[0] == sequence->layer_tokens[layers - 1]
+               ? sequence->layer_tokens[0]
+               : UINT64_MAX;
+}
+
+static void sequence_unmake(cxlkv_sequence *sequence) {
+    pthread_rwlock_destroy(&sequence->lock);
+    free(sequence->chunks);
+    free(sequence->layer_tokens);
+    free(sequence->tails);
+    free(sequence);
+}
+
+int sequence_make(cxlkv_pool *pool, cxlkv_sequence **out) {
+    cxlkv_sequence *made = calloc(1, sizeof(*made));
+    if (!made) return fail(ENOMEM, "no memory for a sequence");
+    pthread_rwlock_init(&made->lock, NULL);
+    made->pool = pool;
+    made->export_page = NO_PAGE;
+    made->layer_tokens = calloc(pool->layout.layers, sizeof(*made->layer_tokens));
+    made->tails = calloc(pool->layout.layers, sizeof(*made->tails));
+    if (!made->layer_tokens || !made->tails) {
+        sequence_unmake(made);
+        return fail(ENOMEM, "no memory for a sequence");
+    }
+    pool_retain(pool);
+    pthread_mutex_lock(&pool->list_lock);
+    made->next = pool->sequences;
+    if (made->next) made->next->previous = made;
+    pool->sequences = made;
+    pool->sequence_count++;
+    pthread_mutex_unlock(&pool->list_lock);
+    *out = made;
+    return 0;
+}
+
+/* ---- the page table ---- */
+
+/* Under the host lock when the pool is open; `held` false: the pool has given all back already. */
+static void chunk_drop(cxlkv_pool *pool, chunk *dropped, bool held) {
+    if (atomic_fetch_sub_explicit(&dropped->references, 1, memory_order_acq_rel) != 1) return;
+    if (held) pages_drop(pool, dropped->count, dropped->pages);
+    free(dropped);
+}
+
+static chunk *chunk_make(void) {
+    chunk *made = malloc(sizeof(*made));
+    if (!made) return NULL;
+    atomic_init(&made->references, 1);
+    made->count = 0;
+    return made;
+}
+
+/* A private copy of the first `count` pages, each held once more; under the host lock. */
+static chunk *chunk_clone(cxlkv_pool *pool, const chunk *from, uint32_t count) {
+    chunk *made = chunk_make();
+    if (!made) return NULL;
+    memcpy(made->pages, from->pages, count * sizeof(uint32_t));
+    made->count = count;
+    pages_hold(pool, count, made->pages);
+    return made;
+}
+
+static bool chunk_is_shared(chunk *c) {
+    return atomic_load_explicit(&c->references, memory_order_acquire) > 1;
+}
+
+int sequence_reserve(cxlkv_sequence *sequence, uint32_t count) {
+    cxlkv_pool *pool = sequence->pool;
+    uint32_t pages = sequence->page_count, last = pages / CHUNK_PAGES;
+    uint32_t wanted = (uint32_t)(((uint64_t)pages + count + CHUNK_PAGES - 1) / CHUNK_PAGES);
+    if (wanted > sequence->chunk_capacity) {
+        uint32_t capacity = wanted + wanted / 2;
+        chunk **grown = realloc(sequence->chunks, capacity * sizeof(*grown));
+        if (!grown) return fail(ENOMEM, "no memory for a page table of %u chunks", capacity);
+        memset(grown + sequence->chunk_capacity, 0,
+               (capacity - sequence->chunk_capacity) * sizeof(*grown));
+        sequence->chunks = grown;
+        sequence->chunk_capacity = capacity;
+    }
+    if (pages % CHUNK_PAGES && chunk_is_shared(sequence->chunks[last])) {
+        int code = host_lock(pool);
+        if (code < 0) return code;
+        chunk *own = chunk_clone(pool, sequence->chunks[last], pages % CHUNK_PAGES);
+        if (own) {
+            chunk_drop(pool, sequence->chunks[last], true);
+            sequence->chunks[last] = own;
+        }
+        host_unlock(pool);
+        if (!own) return fail(ENOMEM, "no memory for a page table");
+    }
+    for (uint32_t i = last; i < wanted; i++)
+        if (!sequence->chunks[i] && !(sequence->chunks[i] = chunk_make()))
+            return fail(ENOMEM, "no memory for a page table");
+    return 0;
+}
+
+void sequence_push(cxlkv_sequence *sequence, uint32_t page) {
+    chunk *last = sequence->chunks[sequence->page_count / CHUNK_PAGES];
+    last->pages[last->count++] = page;
+    sequence->page_count++;
+}
+
+/* Drops the pages from page_count on. */
+int sequence_cut(cxlkv_sequence *sequence, uint32_t page_count) {
+    cxlkv_pool *pool = sequence->pool;
+    uint32_t first = page_count / CHUNK_PAGES, kept = page_count % CHUNK_PAGES;
+    if (page_count >= sequence->page_count) return 0;
+    int code = host_lock(pool);
+    if (code < 0) return code;
+    if (kept) {
+        chunk *edge = sequence->chunks[first];
+        if (chunk_is_shared(edge)) {
+            chunk *own = chunk_clone(pool, edge, kept);
+            if (!own) {
+                host_unlock(pool);
+                return fail(ENOMEM, "no memory for a page table");
+            }
+            chunk_drop(pool, edge, true);
+            sequence->chunks[first] = own;
+        } else {
+            pages_drop(pool, edge->count - kept, edge->pages + kept);
+            edge->count = kept;
+        }
+        first++;
+    }
+    for (uint32_t i = first; i < sequence->chunk_capacity && sequence->chunks[i]; i++) {
+        chunk_drop(pool, sequence->chunks[i], true);
+        sequence->chunks[i] = NULL;
+    }
+    host_unlock(pool);
+    sequence->page_count = page_count;
+    return 0;
+}
+
+/* Under the sequence's write lock, with the pool open. */
+void sequence_drop_pages(cxlkv_sequence *sequence) {
+    cxlkv_pool *pool = sequence->pool;
+    if (host_lock(pool) < 0) return; /* the pages stay held until this process ends */
+    for (uint32_t i = 0; i < sequence->chunk_capacity && sequence->chunks[i]; i++) {
+        chunk_drop(pool, sequence->chunks[i], true);
+        sequence->chunks[i] = NULL;
+    }
+    if (sequence->export_page != NO_PAGE) pages_drop(pool, 1, &sequence->export_page);
+    host_unlock(pool);
+    sequence->export_page = NO_PAGE;
+    sequence->page_count = 0;
+    for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
+        tail_drop(pool, sequence->tails[layer]);
+        sequence->tails[layer] = NULL;
+        sequence->layer_tokens[layer] = 0;
+    }
+}
+
+void sequences_expire(cxlkv_pool *pool) {
+    uint64_t now = boottime_ns();
+    pthread_mutex_lock(&pool->list_lock);
+    for (cxlkv_sequence *s = pool->sequences; s; s = s->next) {
+        if (s->lease_deadline_ns == 0 || s->expired || s->released) continue;
+        if (now <= s->lease_deadline_ns || pthread_rwlock_trywrlock(&s->lock) != 0) continue;
+        sequence_drop_pages(s);
+        s->expired = true;
+        pthread_rwlock_unlock(&s->lock);
+    }
+    pthread_mutex_unlock(&pool->list_lock);
+}
+
+int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count) {
+    int code = host_lock(pool);
+    if (code < 0 || pool->host->free_pages >= page_count) return code;
+    host_unlock(pool); /* a sequence is locked before the host state */
+    sequences_expire(pool);
+    return host_lock(pool);
+}
+
+/* ---- the interface ---- */
+
+int cxlkv_sequence_create(cxlkv_pool *pool, cxlkv_sequence **out) {
+    int code = pool_enter(pool);
+    if (code < 0) return code;
+    code = sequence_make(pool, out);
+    pool_leave(pool);
+    return code;
+}
+
+static int fork_locked(cxlkv_sequence *sequence, cxlkv_sequence **child) {
+    cxlkv_pool *pool = sequence->pool;
+    uint32_t layers = pool->layout.layers;
+    uint32_t chunks = (sequence->page_count + CHUNK_PAGES - 1) / CHUNK_PAGES;
+    if (sequence_even_tokens(sequence) == UINT64_MAX)
+        return fail(CXLKV_E_UNEVEN,
+                    "layers have different lengths (%lu to %lu tokens): append the rest of the "
+                    "step, or truncate, before you fork",
+                    sequence->layer_tokens[layers - 1], sequence->layer_tokens[0]);
+    cxlkv_sequence *made;
+    int code = sequence_make(pool, &made);
+    if (code < 0) return code;
+    if (chunks) {
+        made->chunks = malloc(chunks * sizeof(*made->chunks));
+        if (!made->chunks) {
+            cxlkv_sequence_destroy(made);
+            return fail(ENOMEM, "no memory for a page table");
+        }
+        made->chunk_capacity = chunks;
+    }
+    for (uint32_t i = 0; i < chunks; i++) {
+        made->chunks[i] = sequence->chunks[i];
+        atomic_fetch_add_explicit(&made->chunks[i]->references, 1, memory_order_relaxed);
+    }
+    made->page_count = sequence->page_count;
+    memcpy(made->layer_tokens, sequence->layer_tokens, layers * sizeof(uint64_t));
+    if (sequence->layer_tokens[0] % pool->layout.page_tokens)
+        for (uint32_t layer = 0; layer < layers; layer++) {
+            made->tails[layer] = sequence->tails[layer];
+            atomic_fetch_add_explicit(&made->tails[layer]->references, 1, memory_order_relaxed);
+        }
+    *child = made;
+    return 0;
+}
+
+int cxlkv_sequence_fork(cxlkv_sequence *sequence, cxlkv_sequence **child) {
+    cxlkv_pool *pool = sequence->pool;
+    int code = pool_enter(pool);
+    if (code < 0) return code;
+    pthread_rwlock_rdlock(&sequence->lock);
+    code = sequence_usable(sequence);
+    if (code == 0) code = fork_locked(sequence, child);
+    pthread_rwlock_unlock(&sequence->lock);
+    pool_leave(pool);
+    return code;
+}
+
+/* The first `filled` tokens of a complete page, copied to a new tail. */
+static int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t filled,
+                          tail **out) {
+    const cxlkv_layout *layout = &pool->layout;
+    size_t element = dtype_bytes(layout->dtype);
+    int code = pieces_verify(pool, page, layer);
+    if (code < 0) return code;
+    tail *made = tail_make(pool);
+    if (!made) return fail(ENOMEM, "no memory for a tail");
+    const uint8_t *keys = pieces_of(pool, page, layer, PIECE_KEYS);
+    const uint8_t *values = pieces_of(pool, page, layer, PIECE_VALUES);
+    for (uint32_t head = 0; head < layout->kv_heads; head++) {
+        memcpy(tail_piece(pool, made, PIECE_KEYS, head),
+               keys + head * pool->geometry.key_piece_bytes, filled * layout->head_dim * element);
+        memcpy(tail_piece(pool, made, PIECE_VALUES, head),
+               values + head * pool->geometry.value_piece_bytes,
+               filled * layout->value_head_dim * element);
+    }
+    *out = made;
+    return 0;
+}
+
+typedef struct rewind_task {
+    cxlkv_sequence *sequence;
+    uint64_t tokens;
+    tail **made;
+} rewind_task;
+
+static int rewind_layer(void *context, uint32_t layer) {
+    rewind_task *task = context;
+    cxlkv_sequence *sequence = task->sequence;
+    uint32_t page_tokens = sequence->pool->layout.page_tokens;
+    uint32_t filled = (uint32_t)(task->tokens % page_tokens);
+    uint64_t page = task->tokens / page_tokens;
+    /* Tokens of an incomplete page are in the layer's tail already. */
+    if (filled == 0 || sequence->layer_tokens[layer] < (page + 1) * page_tokens) return 0;
+    return tail_from_page(sequence->pool, sequence_page(sequence, (uint32_t)page), layer, filled,
+                          &task->made[layer]);
+}
+
+/* Everything that can fail comes before the first change. */
+static int truncate_locked(cxlkv_sequence *sequence, uint64_t tokens) {
+    cxlkv_pool *pool = sequence->pool;
+    uint32_t layers = pool->layout.layers;
+    if (tokens > sequence->layer_tokens[0])
+        return fail(CXLKV_E_ARGUMENT, "truncate to %lu tokens: the sequence has %lu", tokens,
+                    sequence->layer_tokens[0]);
+    tail **made = calloc(layers, sizeof(*made));
+    if (!made) return fail(ENOMEM, "no memory for truncate");
+    rewind_task task = {.sequence = sequence, .tokens = tokens, .made = made};
+    int code = run_tasks(pool, layers, rewind_layer, &task);
+    uint64_t first = min_u64(sequence->layer_tokens[0], tokens);
+    if (code == 0) code = sequence_cut(sequence, (uint32_t)(first / pool->layout.page_tokens));
+    for (uint32_t layer = 0; layer < layers; layer++) {
+        if (code < 0) {
+            tail_drop(pool, made[layer]);
+            continue;
+        }
+        if (made[layer]) {
+            tail_drop(pool, sequence->tails[layer]);
+            sequence->tails[layer] = made[layer];
+        }
+        sequence->layer_tokens[layer] = min_u64(sequence->layer_tokens[layer], tokens);
+    }
+    /* Another tail may grow to the same length: the exported copy does not stand for it. */
+    if (code == 0) sequence->export_tokens = UINT64_MAX;
+    free(made);
+    return code;
+}
+
+int cxlkv_sequence_truncate(cxlkv_sequence *sequence, uint64_t tokens) {
+    cxlkv_pool *pool = sequence->pool;
+    int code = pool_enter(pool);
+    if (code < 0) return code;
+    pthread_rwlock_wrlock(&sequence->lock);
+    code = sequence_usable(sequence);
+    if (code == 0) code = truncate_locked(sequence, tokens);
+    pthread_rwlock_unlock(&sequence->lock);
+    pool_leave(pool);
+    return code;
+}
+
+int cxlkv_sequence_release(cxlkv_sequence *sequence) {
+    cxlkv_pool *pool = sequence->pool;
+    if (pool_enter(pool) < 0) return 0; /* closing the pool has released it */
+    pthread_rwlock_wrlock(&sequence->lock);
+    if (!sequence->released) sequence_drop_pages(sequence);
+    sequence->released = true;
+    pthread_rwlock_unlock(&sequence->lock);
+    pool_leave(pool);
+    return 0;
+}
+
+void cxlkv_sequence_destroy(cxlkv_sequence *sequence) {
+    if (!sequence) return;
+    cxlkv_pool *pool = sequence->pool;
+    cxlkv_sequence_release(sequence);
+    pthread_mutex_lock(&pool->list_lock);
+    if (sequence->previous) sequence->previous->next = sequence->next;
+    else pool->sequences = sequence->next;
+    if (sequence->next) sequence->next->previous = sequence->previous;
+    pool->sequence_count--;
+    pthread_mutex_unlock(&pool->list_lock);
+    /* After a close the tables are still here; the pages they name are not ours any more. */
+    for (uint32_t i = 0; i < sequence->chunk_capacity && sequence->chunks[i]; i++)
+        chunk_drop(pool, sequence->chunks[i], false);
+    for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
+        tail_drop(pool, sequence->tails[layer]);
+    sequence_unmake(sequence);
+    pool_drop(pool);
+}
+
+int64_t cxlkv_sequence_layer_tokens(cxlkv_sequence *sequence, uint32_t layer) {
+    cxlkv_pool *pool = sequence->pool;
+    if (layer >= pool->layout.layers)
+        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", layer, pool->layout.layers);
+    int code = pool_enter(pool);
+    if (code < 0) return code;
+    pthread_rwlock_rdlock(&sequence->lock);
+    code = sequence_usable(sequence);
+    int64_t tokens = code < 0 ? code : (int64_t)sequence->layer_tokens[layer];
+    pthread_rwlock_unlock(&sequence->lock);
+    pool_leave(pool);
+    return tokens;
+}
+
+int64_t cxlkv_sequence_tokens(cxlkv_sequence *sequence) {
+    return cxlkv_sequence_layer_tokens(sequence, sequence->pool->layout.layers - 1);
+}
+
+int64_t cxlkv_sequence_pages(cxlkv_sequence *sequence, uint32_t *pages, uint64_t capacity) {
+    cxlkv_pool *pool = sequence->pool;
+    int code = pool_enter(pool);
+    if (code < 0) return code;
+    pthread_rwlock_rdlock(&sequence->lock);
+    code = sequence_usable(sequence);
+    int64_t count = sequence->page_count;
+    for (uint32_t i = 0; code == 0 && i < count && i < capacity; i++)
+        pages[i] = sequence_page(sequence, i);
+    pthread_rwlock_unlock(&sequence->lock);
+    pool_leave(pool);
+    return code < 0 ? code : count;
+}

@@ -1,0 +1,105 @@
+"""What every NDP backend takes and gives: budgets and selections."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv.errors import BadArgumentError
+
+METHODS = ("exact", "digest")
+UNIONS = ("kv_head", "layer")
+PERS = ("query", "sequence")
+PAGES_MAX = 2**31 - 1  # page numbers are int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How many pages a selection may name: exactly one of pages, share and mass.
+
+    pages: that many. share: this part of the pages that the query sees, rounded up. mass: the
+    fewest pages that hold this part of the attention (method "exact" only). The first `sinks` and
+    the last `recent` pages are always in and count; they are more than the budget only when it is
+    smaller than they are. union: a list for each kv head, or one for the layer. per: a list for
+    each query row, or one for all rows of a sequence.
+    """
+
+    pages: int | None = None
+    share: float | None = None
+    mass: float | None = None
+    sinks: int = 1
+    recent: int = 2
+    union: str = "kv_head"
+    per: str = "query"
+
+    def __post_init__(self) -> None:
+        given = [x for x in (self.pages, self.share, self.mass) if x is not None]
+        if len(given) != 1:
+            raise BadArgumentError("a budget is one of pages=, share= and mass=")
+        if self.pages is not None and self.pages < 1:
+            raise BadArgumentError(f"a budget of {self.pages} pages: at least 1")
+        for name in ("share", "mass"):
+            value = getattr(self, name)
+            if value is not None and not (0 < value <= 1):
+                raise BadArgumentError(f"{name}={value}: outside (0, 1]")
+        if self.sinks < 0 or self.recent < 0:
+            raise BadArgumentError("sinks and recent cannot be negative")
+        if self.union not in UNIONS or self.per not in PERS:
+            raise BadArgumentError(f"union is one of {UNIONS}, per one of {PERS}")
+
+    def row(self) -> tuple[int, int, float, int, int]:
+        """(kind, pages, amount, sinks, recent), as the C core takes it."""
+        # No sequence has more pages than PAGES_MAX, so that a larger number means the same.
+        forced = (min(self.sinks, PAGES_MAX), min(self.recent, PAGES_MAX))
+        if self.pages is not None:
+            return (0, min(self.pages, PAGES_MAX), 0.0, *forced)
+        if self.share is not None:
+            return (1, 0, self.share, *forced)
+        assert self.mass is not None
+        return (2, 0, self.mass, *forced)
+
+    def pages_at_most(self, visible_pages: int) -> int:
+        """The longest list that the budget gives when `visible_pages` are in sight."""
+        if self.pages is not None:
+            wanted = self.pages
+        elif self.share is not None:
+            wanted = pages_of_share(self.share, visible_pages)
+        else:
+            wanted = visible_pages
+        return min(visible_pages, max(wanted, self.sinks + self.recent))
+
+
+def pages_of_share(share: float, pages: int) -> int:
+    """`share` of the pages, rounded up; 0.07 of 100 is 7, though no binary fraction."""
+    return math.ceil(share * pages * (1 - 1e-12))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The pages that a select chose.
+
+    pages: int32 [rows or n, kv_heads, k], indices in the sequence, ascending, -1 padded;
+    scores: float32, the same shape, -inf padded: scaled logits, or shares of the attention under a
+    mass budget; counts: int32 [rows or n, kv_heads]. bytes_scored were read to choose;
+    bytes_fetched are K and V of the chosen pages' tokens, as fetch and attend read them.
+    """
+
+    pages: npt.NDArray[np.int32]
+    scores: npt.NDArray[np.float32]
+    counts: npt.NDArray[np.int32]
+    bytes_scored: int
+    bytes_fetched: int
+    per: str
+    starts: npt.NDArray[np.int32] = field(repr=False)
+
+
+def uniform(budgets: Sequence[Budget]) -> Budget:
+    """The first budget; raises when others differ in union or per, which hold for a whole call."""
+    first = budgets[0]
+    if any((b.union, b.per) != (first.union, first.per) for b in budgets):
+        raise BadArgumentError("budgets of one call share union= and per=")
+    return first

@@ -1,0 +1,215 @@
+"""The NDP reference: select and attend in plain numpy, written to be obviously right.
+
+Same meaning as the C core, on plain arrays: `keys` and `values` are lists of [tokens, kv_heads,
+dim] float32 arrays, one for each sequence; everything is computed in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv.ndp.engine import Budget, Selection, pages_of_share, uniform
+
+Floats = npt.NDArray[np.float64]
+Keys = Sequence[npt.NDArray[np.float32]]
+
+
+def logits(keys: npt.NDArray[np.float32], query: Floats, scale: float) -> Floats:
+    """scale * q.k: keys [tokens, dim], query [dim] -> [tokens]."""
+    return scale * (keys.astype(np.float64) @ query)
+
+
+def page_score(
+    keys: npt.NDArray[np.float32], query: Floats, method: str, complete: bool, scale: float
+) -> float:
+    """Score of one page's visible keys [tokens, dim] for one query."""
+    if method == "digest" and complete:
+        low = keys.min(axis=0).astype(np.float64)
+        high = keys.max(axis=0).astype(np.float64)
+        # While low <= high the sign says which product is larger, also for infinite ones.
+        return scale * float((query * np.where(np.signbit(query), low, high)).sum())
+    return float(logits(keys, query, scale).max())
+
+
+def best(*scores: float) -> float:
+    """The largest; NaN if one is: a broken key is chosen and seen, never hidden."""
+    return math.nan if any(map(math.isnan, scores)) else max(scores)
+
+
+def page_mass(
+    keys: npt.NDArray[np.float32], query: Floats, page_tokens: int, scale: float
+) -> list[float]:
+    """Share of the attention of one query by page of its visible keys."""
+    row = logits(keys, query, scale)
+    weights = np.exp(row - row.max())
+    weights /= weights.sum()
+    return [float(weights[i : i + page_tokens].sum()) for i in range(0, len(row), page_tokens)]
+
+
+def list_scores(
+    keys: npt.NDArray[np.float32],
+    queries: list[tuple[int, Floats]],
+    budget: Budget,
+    method: str,
+    page_tokens: int,
+    scale: float,
+) -> list[float]:
+    """Scores by page of one kv head for the queries of one list: (position, query) each.
+
+    The best over the queries; for a mass budget their mean share.
+    """
+    last = max(position for position, _ in queries)
+    pages = last // page_tokens + 1
+    scores = [-math.inf] * pages
+    mass = [0.0] * pages
+    for position, query in queries:
+        seen = keys[: position + 1]
+        if budget.mass is not None:
+            for page, share in enumerate(page_mass(seen, query, page_tokens, scale)):
+                mass[page] += share / len(queries)
+            continue
+        for page in range(position // page_tokens + 1):
+            first = page * page_tokens
+            complete = first + page_tokens <= len(keys)
+            # A digest covers the whole page, also the tokens behind the query's own.
+            held = keys[first : first + page_tokens]
+            visible = held if method == "digest" and complete else seen[first:][:page_tokens]
+            score = page_score(visible, query, method, complete, scale)
+            scores[page] = best(scores[page], score)
+    return mass if budget.mass is not None else scores
+
+
+def choose(scores: list[float], first_position: int, budget: Budget, page_tokens: int) -> list[int]:
+    """The pages that a budget keeps: forced ones, then by score; equal scores: the lower page."""
+    pages = len(scores)
+    sinks = min(budget.sinks, pages)
+    recent = max(sinks, first_position // page_tokens + 1 - budget.recent)
+    if budget.recent == 0:
+        recent = pages
+    forced = {*range(sinks), *range(recent, pages)}
+    rank = [-math.inf if math.isnan(s) else -s for s in scores]
+    order = sorted(
+        (p for p in range(pages) if p not in forced),
+        key=lambda p: (not math.isnan(scores[p]), rank[p], p),
+    )
+    if budget.mass is not None:
+        total = sum(scores[p] for p in forced)
+        for page in order:
+            enough = scores[page] <= 0 if budget.mass >= 1 else total >= budget.mass
+            if enough:
+                break
+            forced.add(page)
+            total += scores[page]
+        return sorted(forced)
+    wanted = budget.pages if budget.pages is not None else pages_of_share(budget.share or 0, pages)
+    return sorted(forced | set(order[: max(0, wanted - len(forced))]))
+
+
+def select(
+    keys: Keys,
+    queries: npt.NDArray[np.float32],
+    starts: npt.NDArray[np.int32],
+    budgets: Sequence[Budget],
+    *,
+    page_tokens: int,
+    method: str = "exact",
+    scale: float | None = None,
+) -> Selection:
+    """As Batch.select, on plain arrays; queries [rows, q_heads, dim] float32."""
+    first = uniform(budgets)
+    kv_heads, dim = keys[0].shape[1:]
+    scale = dim**-0.5 if scale is None else scale
+    group = queries.shape[1] // kv_heads
+    lists: list[list[tuple[list[int], list[float]]]] = []
+    for i, own in enumerate(keys):
+        budget = budgets[0 if len(budgets) == 1 else i]
+        rows = [*range(int(starts[i]), int(starts[i + 1]))]
+        for block in [[row] for row in rows] if first.per == "query" else [rows]:
+            if not block:
+                lists.append([([], [])] * kv_heads)
+                continue
+            positions = {row: len(own) - (int(starts[i + 1]) - row) for row in block}
+            by_head = [
+                list_scores(
+                    own[:, head],
+                    [
+                        (positions[row], queries[row, head * group + g].astype(np.float64))
+                        for row in block
+                        for g in range(group)
+                    ],
+                    budget,
+                    method,
+                    page_tokens,
+                    scale,
+                )
+                for head in range(kv_heads)
+            ]
+            if first.union == "layer":
+                columns = zip(*by_head, strict=True)
+                merged = [sum(c) / kv_heads if budget.mass is not None else best(*c) for c in columns]
+                by_head = [merged] * kv_heads
+            chosen = [choose(s, positions[block[0]], budget, page_tokens) for s in by_head]
+            lists.append([(c, [s[p] for p in c]) for c, s in zip(chosen, by_head, strict=True)])
+    return _pack(lists, kv_heads, first.per, starts)
+
+
+def _pack(
+    lists: list[list[tuple[list[int], list[float]]]],
+    kv_heads: int,
+    per: str,
+    starts: npt.NDArray[np.int32],
+) -> Selection:
+    k = max((len(pages) for heads in lists for pages, _ in heads), default=0)
+    pages = np.full((len(lists), kv_heads, k), -1, np.int32)
+    scores = np.full((len(lists), kv_heads, k), -np.inf, np.float32)
+    counts = np.zeros((len(lists), kv_heads), np.int32)
+    for i, heads in enumerate(lists):
+        for head, (chosen, values) in enumerate(heads):
+            pages[i, head, : len(chosen)] = chosen
+            scores[i, head, : len(chosen)] = values
+            counts[i, head] = len(chosen)
+    return Selection(pages, scores, counts, 0, 0, per, starts)
+
+
+def attend(
+    keys: Keys,
+    values: Keys,
+    queries: npt.NDArray[np.float32],
+    starts: npt.NDArray[np.int32],
+    *,
+    page_tokens: int,
+    picked: Selection | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> tuple[Floats, Floats]:
+    """As Batch.attend, on plain arrays: (out [rows, q_heads, value_dim], lse [rows, q_heads])."""
+    kv_heads, dim = keys[0].shape[1:]
+    scale = dim**-0.5 if scale is None else scale
+    group = queries.shape[1] // kv_heads
+    out = np.zeros((*queries.shape[:2], values[0].shape[2]))
+    lse = np.full(queries.shape[:2], -np.inf)
+    for i, own in enumerate(keys):
+        for row in range(int(starts[i]), int(starts[i + 1])):
+            position = len(own) - (int(starts[i + 1]) - row)
+            for q_head in range(queries.shape[1]):
+                head = q_head // group
+                tokens = np.arange(position + 1)
+                if picked is not None:
+                    chosen = picked.pages[row if picked.per == "query" else i, head]
+                    tokens = tokens[np.isin(tokens // page_tokens, chosen[chosen >= 0])]
+                if len(tokens) == 0:
+                    continue
+                query = queries[row, q_head].astype(np.float64)
+                line = logits(own[tokens, head], query, scale)
+                if softcap is not None:
+                    line = softcap * np.tanh(line / softcap)
+                if line.max() == -math.inf:
+                    continue
+                weights = np.exp(line - line.max())
+                lse[row, q_head] = line.max() + math.log(weights.sum())
+                out[row, q_head] = weights @ values[i][tokens, head] / weights.sum()
+    return out, lse

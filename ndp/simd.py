@@ -1,0 +1,165 @@
+"""The C core as an NDP backend: select, fetch and attend over a batch's pages where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import _core
+from cxlkv.arrays import NUMPY_DTYPES, Array, View, empty_like_kind, view
+from cxlkv.errors import BadArgumentError
+from cxlkv.layout import DTYPES, KVLayout
+from cxlkv.ndp.engine import METHODS, PERS, UNIONS, Budget, Selection, uniform
+
+Starts = npt.NDArray[np.int32]
+ROOM_PAGES = 4096  # the longest lists for which room is made before the core has asked for it
+
+
+def check_queries(layout: KVLayout, queries: object, rows: int) -> View:
+    """`queries` [rows, q_heads, head_dim] as a View; raises BadArgumentError."""
+    got = view(queries, "q")
+    if len(got.shape) != 3 or got.shape[0] != rows or got.shape[2] != layout.head_dim:
+        raise BadArgumentError(
+            f"q has shape {got.shape}, wanted [{rows} rows, q_heads, {layout.head_dim}]"
+        )
+    if got.shape[1] == 0 or got.shape[1] % layout.kv_heads:
+        raise BadArgumentError(
+            f"{got.shape[1]} query heads are no multiple of {layout.kv_heads} kv heads"
+        )
+    return got
+
+
+def select(
+    batch: _core.Handle,
+    layout: KVLayout,
+    count: int,
+    layer: int,
+    queries: object,
+    starts: Starts,
+    budgets: Sequence[Budget],
+    method: str,
+    scale: float,
+) -> Selection:
+    """Score the pages of `count` sequences and choose; one call into the core.
+
+    The result's room is guessed from the budgets; when lists turn out longer, the core says how
+    long before it scores anything, and the call is made once more.
+    """
+    rows = int(starts[-1])
+    got = check_queries(layout, queries, rows)
+    if method == "auto":
+        method = "exact"
+    if method not in METHODS:
+        raise BadArgumentError(f"method {method!r}: use one of {', '.join(METHODS)} or auto")
+    first = uniform(budgets)
+    codes = (METHODS.index(method), UNIONS.index(first.union), PERS.index(first.per))
+    lists = rows if first.per == "query" else count
+    heads = layout.kv_heads
+    array = _core.budgets([b.row() for b in budgets])
+    counts = np.empty((lists, heads), np.int32)
+    k = max(b.pages_at_most(64 if b.pages is None else ROOM_PAGES) for b in budgets)
+    while True:
+        pages = np.empty(lists * heads * k, np.int32)
+        scores = np.empty(lists * heads * k, np.float32)
+        code, k, bytes_scored, bytes_fetched = _core.batch_select(
+            batch, layer, got, starts, array, codes, scale, pages, scores, counts
+        )
+        if code != _core.E_ROOM:
+            break
+    used, shape = lists * heads * k, (lists, heads, k)
+    return Selection(
+        pages=pages[:used].reshape(shape),
+        scores=scores[:used].reshape(shape),
+        counts=counts,
+        bytes_scored=bytes_scored,
+        bytes_fetched=bytes_fetched,
+        per=first.per,
+        starts=starts,
+    )
+
+
+def picked_rows(picked: Selection | None) -> tuple[npt.NDArray[np.int32], int] | None:
+    """A selection as the core takes it."""
+    if picked is None:
+        return None
+    return np.ascontiguousarray(picked.pages), PERS.index(picked.per)
+
+
+def fetch(
+    batch: _core.Handle,
+    layout: KVLayout,
+    layer: int,
+    picked: Selection | None,
+    count: int,
+    pages_guess: int,
+    out: tuple[Array, Array] | None,
+) -> tuple[Array, Array]:
+    """Copy chosen pages, or all, to (k, v) [lists, kv_heads, k, page_tokens, dim]."""
+    lists, k = count, pages_guess
+    if picked is not None:
+        lists, _, k = picked.pages.shape
+    dtype = DTYPES.index(layout.dtype)
+    while True:
+        shape = (lists, layout.kv_heads, k, layout.page_tokens)
+        made = out
+        if made is None:
+            made = (
+                np.empty((*shape, layout.head_dim), NUMPY_DTYPES[dtype]),
+                np.empty((*shape, layout.value_head_dim), NUMPY_DTYPES[dtype]),
+            )
+        keys = _writable(made[0], "out[0]", dtype, (*shape, layout.head_dim))
+        values = _writable(made[1], "out[1]", dtype, (*shape, layout.value_head_dim))
+        starts = None if picked is None else picked.starts
+        code, needed = _core.batch_fetch(batch, layer, picked_rows(picked), starts, keys, values)
+        if code == _core.E_ROOM or needed != k:
+            if out is not None:
+                raise BadArgumentError(f"out holds {k} pages a sequence, {needed} are wanted")
+            k = needed
+            continue
+        return made
+
+
+def _writable(array: object, name: str, dtype: int, shape: tuple[int, ...]) -> tuple[int, int]:
+    """(address, bytes) of a contiguous output array; raises BadArgumentError."""
+    got = view(array, name)
+    expected, contiguous = NUMPY_DTYPES[dtype].itemsize, True
+    for length, stride in zip(reversed(got.shape), reversed(got.strides), strict=True):
+        # An axis of length 1 is never stepped along: numpy may give it any stride.
+        contiguous = contiguous and (length == 1 or stride == expected or 0 in shape)
+        expected *= length
+    if got.shape != shape or got.dtype != dtype or not contiguous:
+        raise BadArgumentError(f"{name} must be contiguous {DTYPES[dtype]} of shape {shape}")
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        raise BadArgumentError(f"{name} is read-only")
+    return got.address, expected
+
+
+def attend(
+    batch: _core.Handle,
+    layout: KVLayout,
+    layer: int,
+    queries: object,
+    starts: Starts,
+    picked: Selection | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Array, Array]:
+    """softmax(q k) v over chosen pages or all: (out [rows, q_heads, value_head_dim], lse)."""
+    rows = int(starts[-1])
+    got = check_queries(layout, queries, rows)
+    out = empty_like_kind(queries, (rows, got.shape[1], layout.value_head_dim), got.dtype)
+    lse = empty_like_kind(queries, (rows, got.shape[1]), DTYPES.index("float32"))
+    _core.batch_attend(
+        batch,
+        layer,
+        got,
+        starts,
+        picked_rows(picked),
+        scale,
+        softcap or 0.0,
+        view(out, "out").address,
+        view(lse, "lse"),
+    )
+    return out, lse

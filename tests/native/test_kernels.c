@@ -1,0 +1,689 @@
+/* Goal: every instruction set computes what kernels.h promises, for any size. Method: each table is
+ * forced in turn and compared with loops in double precision, within the promised error, exactly
+ * where the numbers are whole; inputs end at an unmapped page, so that a read too far is a fault;
+ * outputs lie between guard bytes and start as NaN, so that a stray or a missing write shows. */
+#undef NDEBUG
+#define _GNU_SOURCE
+#include "kernels.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+static const uint32_t dims[] = {1, 3, 16, 31, 64, 80, 96, 128, 192, 256};
+static const uint32_t token_counts[] = {1, 5, 15, 16, 17, 64};
+static const uint32_t query_counts[] = {1, 2, 3, 4, 5, 8, 9};
+static const int dtypes[] = {KERNEL_BFLOAT16, KERNEL_FLOAT16, KERNEL_FLOAT32};
+#define COUNT(array) (sizeof(array) / sizeof *(array))
+#define EPS 0x1p-24
+
+enum { MAX_DIM = 256, MAX_TOKENS = 64, MAX_QUERIES = 9, STRIDE = 70, MAP_PAGE = 4096 };
+
+static uint64_t seed = 20240607;
+
+static uint64_t random_word(void) { /* splitmix64 */
+    uint64_t word = seed += 0x9e3779b97f4a7c15;
+    word = (word ^ word >> 30) * 0xbf58476d1ce4e5b9;
+    word = (word ^ word >> 27) * 0x94d049bb133111eb;
+    return word ^ word >> 31;
+}
+
+static float random_float(void) { /* about normal, standard deviation 1 */
+    float sum = 0;
+    for (int i = 0; i < 4; i++)
+        sum += (float)(random_word() >> 40) * 0x1p-24f - 0.5f;
+    return sum * 1.7320508f;
+}
+
+static float random_whole(void) { return (float)((int)(random_word() % 17) - 8); }
+
+static size_t element_bytes(int dtype) { return dtype == KERNEL_FLOAT32 ? 4 : 2; }
+
+/* ---- buffers that notice a step too far ---- */
+
+typedef struct buffer {
+    char *map;
+    size_t map_bytes, bytes;
+    char *data; /* its end is the end of the last accessible page, or nearly so when aligned */
+} buffer;
+
+/* Bytes before and after the data hold GUARD; `alignment` is a power of two. */
+enum { GUARD = 0xa5 };
+
+static buffer make_buffer(size_t bytes, size_t alignment) {
+    buffer made = {.bytes = bytes};
+    size_t pages = (bytes + 2 * 64 + MAP_PAGE - 1) / MAP_PAGE;
+    made.map_bytes = (pages + 1) * MAP_PAGE;
+    made.map = mmap(NULL, made.map_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
+                    0);
+    assert(made.map != MAP_FAILED);
+    char *end = made.map + pages * MAP_PAGE;
+    assert(!mprotect(end, MAP_PAGE, PROT_NONE));
+    memset(made.map, GUARD, pages * MAP_PAGE);
+    made.data = end - (bytes + alignment - 1) / alignment * alignment;
+    return made;
+}
+
+static void free_buffer(buffer *held) {
+    for (char *byte = held->map; byte < held->data; byte++)
+        assert((uint8_t)*byte == GUARD);
+    char *end = held->map + held->map_bytes - MAP_PAGE;
+    for (char *byte = held->data + held->bytes; byte < end; byte++)
+        assert((uint8_t)*byte == GUARD);
+    munmap(held->map, held->map_bytes);
+}
+
+static float *float_data(buffer *held, size_t count) {
+    assert(held->bytes == count * sizeof(float));
+    return (float *)held->data;
+}
+
+static float *fill_nan(float *values, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        values[i] = NAN;
+    return values;
+}
+
+/* `count` random elements of dtype at the end of the buffer; their values as fp32 in `exact`. */
+static buffer make_elements(int dtype, size_t count, float (*next)(void), float *exact) {
+    buffer made = make_buffer(count * element_bytes(dtype), element_bytes(dtype));
+    for (size_t i = 0; i < count; i++)
+        exact[i] = next();
+    kernels_serial.from_float(dtype, exact, count, made.data);
+    kernels_serial.to_float(dtype, made.data, count, exact);
+    return made;
+}
+
+static buffer make_floats(size_t count, float (*next)(void)) {
+    buffer made = make_buffer(count * sizeof(float), sizeof(float));
+    for (size_t i = 0; i < count; i++)
+        ((float *)made.data)[i] = next();
+    return made;
+}
+
+static void assert_close(double value, double expected, double bound) {
+    if (fabs(value - expected) <= bound)
+        return;
+    printf("%.9g, expected %.9g within %.3g\n", value, expected, bound);
+    assert(!"close");
+}
+
+/* ---- scores, accumulation and bounds against double precision ---- */
+
+/* One size: `is_whole` numbers must come out exactly, others within the promised error. */
+typedef struct size {
+    int dtype;
+    uint32_t dim, tokens, queries;
+    bool is_whole;
+} size;
+
+static float (*source_of(size now))(void) { return now.is_whole ? random_whole : random_float; }
+
+static void check_scores(const kernels *table, size now) {
+    static float exact[MAX_TOKENS * MAX_DIM];
+    float scale = now.is_whole ? 0.5f : 0.0883883f;
+    buffer keys = make_elements(now.dtype, now.tokens * now.dim, source_of(now), exact);
+    buffer queries = make_floats(now.queries * now.dim, source_of(now));
+    size_t logit_count = (now.queries - 1) * STRIDE + now.tokens;
+    buffer logits = make_buffer(logit_count * 4, 4), maxima = make_buffer(now.queries * 4, 4);
+    float *logit = fill_nan(float_data(&logits, logit_count), logit_count);
+    float *maximum = fill_nan(float_data(&maxima, now.queries), now.queries);
+    const float *query = float_data(&queries, now.queries * now.dim);
+
+    table->score(now.dtype, keys.data, now.tokens, now.dim, query, now.queries, scale, logit,
+                 STRIDE);
+    table->score_max(now.dtype, keys.data, now.tokens, now.dim, query, now.queries, scale, maximum);
+
+    for (uint32_t j = 0; j < now.queries; j++) {
+        float largest = -INFINITY;
+        for (uint32_t t = 0; t < now.tokens; t++) {
+            double sum = 0, magnitude = 0;
+            for (uint32_t d = 0; d < now.dim; d++) {
+                double product = (double)query[j * now.dim + d] * exact[t * now.dim + d];
+                sum += product;
+                magnitude += fabs(product);
+            }
+            float found = logit[j * STRIDE + t];
+            double bound = now.is_whole ? 0 : (now.dim + 2) * EPS * scale * magnitude;
+            assert_close(found, scale * sum, bound);
+            largest = found > largest ? found : largest;
+        }
+        assert(maximum[j] == largest); /* the same numbers, not merely close ones */
+        for (uint32_t t = now.tokens; t < STRIDE && j + 1 < now.queries; t++)
+            assert(isnan(logit[j * STRIDE + t])); /* between the rows nothing is written */
+    }
+    free_buffer(&keys), free_buffer(&queries), free_buffer(&logits), free_buffer(&maxima);
+}
+
+static void check_accumulate(const kernels *table, size now) {
+    static float exact[MAX_TOKENS * MAX_DIM], before[MAX_QUERIES * MAX_DIM];
+    buffer values = make_elements(now.dtype, now.tokens * now.dim, source_of(now), exact);
+    size_t weight_count = (now.queries - 1) * STRIDE + now.tokens;
+    buffer weights = make_floats(weight_count, source_of(now));
+    buffer sums = make_floats(now.queries * now.dim, source_of(now));
+    float *sum = float_data(&sums, now.queries * now.dim);
+    const float *weight = float_data(&weights, weight_count);
+    memcpy(before, sum, sums.bytes);
+
+    table->accumulate(now.dtype, values.data, now.tokens, now.dim, weight, STRIDE, now.queries,
+                      sum);
+
+    for (uint32_t j = 0; j < now.queries; j++)
+        for (uint32_t d = 0; d < now.dim; d++) {
+            double expected = before[j * now.dim + d], magnitude = fabs(expected);
+            for (uint32_t t = 0; t < now.tokens; t++) {
+                double product = (double)weight[j * STRIDE + t] * exact[t * now.dim + d];
+                expected += product;
+                magnitude += fabs(product);
+            }
+            double bound = now.is_whole ? 0 : (now.tokens + 1) * EPS * magnitude;
+            assert_close(sum[j * now.dim + d], expected, bound);
+        }
+    free_buffer(&values), free_buffer(&weights), free_buffer(&sums);
+}
+
+/* The digest is exact, and its bound is at least every score, up to rounding. */
+static void check_digest_and_bound(const kernels *table, size now) {
+    static float exact[MAX_TOKENS * MAX_DIM], low_high[2 * MAX_DIM];
+    float scale = now.is_whole ? 0.5f : 0.0883883f;
+    buffer keys = make_elements(now.dtype, now.tokens * now.dim, source_of(now), exact);
+    buffer digest = make_buffer(2 * now.dim * element_bytes(now.dtype), element_bytes(now.dtype));
+    buffer queries = make_floats(now.queries * now.dim, source_of(now));
+    buffer bounds = make_buffer(now.queries * 4, 4);
+    const float *query = float_data(&queries, now.queries * now.dim);
+    float *found = fill_nan(float_data(&bounds, now.queries), now.queries);
+
+    table->digest(now.dtype, keys.data, now.dim * element_bytes(now.dtype), now.tokens, now.dim,
+                  digest.data);
+    kernels_serial.to_float(now.dtype, digest.data, 2 * now.dim, low_high);
+    for (uint32_t d = 0; d < now.dim; d++) {
+        float low = exact[d], high = exact[d];
+        for (uint32_t t = 0; t < now.tokens; t++) {
+            low = fminf(low, exact[t * now.dim + d]);
+            high = fmaxf(high, exact[t * now.dim + d]);
+        }
+        assert(low_high[d] == low && low_high[now.dim + d] == high);
+    }
+
+    table->bound(now.dtype, digest.data, now.dim, query, now.queries, scale, found);
+    for (uint32_t j = 0; j < now.queries; j++) {
+        double expected = 0, magnitude = 0;
+        for (uint32_t d = 0; d < now.dim; d++) {
+            double at_low = (double)query[j * now.dim + d] * low_high[d];
+            double at_high = (double)query[j * now.dim + d] * low_high[now.dim + d];
+            expected += fmax(at_low, at_high);
+            magnitude += fabs(fmax(at_low, at_high));
+        }
+        double error = now.is_whole ? 0 : (now.dim + 2) * EPS * scale * magnitude;
+        assert_close(found[j], scale * expected, error);
+        for (uint32_t t = 0; t < now.tokens; t++) {
+            double logit = 0;
+            for (uint32_t d = 0; d < now.dim; d++)
+                logit += (double)query[j * now.dim + d] * exact[t * now.dim + d];
+            assert(scale * logit <= found[j] + error + fabs(scale * logit) * 1e-12);
+        }
+    }
+    free_buffer(&keys), free_buffer(&digest), free_buffer(&queries), free_buffer(&bounds);
+}
+
+static void test_all_sizes(const kernels *table) {
+    for (size_t i = 0; i < COUNT(dtypes); i++)
+        for (size_t d = 0; d < COUNT(dims); d++)
+            for (size_t t = 0; t < COUNT(token_counts); t++)
+                for (size_t j = 0; j < COUNT(query_counts); j++)
+                    for (int is_whole = 0; is_whole < 2; is_whole++) {
+                        size now = {dtypes[i], dims[d], token_counts[t], query_counts[j],
+                                    is_whole};
+                        check_scores(table, now);
+                        check_accumulate(table, now);
+                        check_digest_and_bound(table, now);
+                    }
+}
+
+/* ---- special values ---- */
+
+/* One odd value at each place of a page, seen by the logit of its token and by the maximum. */
+static void test_special_values_in_scores(const kernels *table) {
+    enum { TOKENS = 17, DIM = 35, QUERIES = 5 };
+    static const float odd[] = {NAN, INFINITY, -INFINITY};
+    for (size_t i = 0; i < COUNT(dtypes) * COUNT(odd); i++) {
+        int dtype = dtypes[i % COUNT(dtypes)];
+        float special = odd[i / COUNT(dtypes)];
+        for (uint32_t place = 0; place < TOKENS * DIM; place++) {
+            float keys[TOKENS * DIM], queries[QUERIES * DIM];
+            float logits[QUERIES * TOKENS], maxima[QUERIES];
+            char elements[sizeof keys];
+            for (size_t k = 0; k < COUNT(keys); k++)
+                keys[k] = k == place ? special : random_whole();
+            for (size_t k = 0; k < COUNT(queries); k++)
+                queries[k] = 1 + (float)(random_word() % 4);
+            kernels_serial.from_float(dtype, keys, COUNT(keys), elements);
+            table->score(dtype, elements, TOKENS, DIM, queries, QUERIES, 0.5f, logits, TOKENS);
+            table->score_max(dtype, elements, TOKENS, DIM, queries, QUERIES, 0.5f, maxima);
+            for (int j = 0; j < QUERIES; j++) {
+                float largest = -INFINITY;
+                for (uint32_t t = 0; t < TOKENS; t++) {
+                    float logit = logits[j * TOKENS + t];
+                    if (t != place / DIM)
+                        assert(isfinite(logit));
+                    else
+                        assert(isnan(special) ? isnan(logit) : logit == special);
+                    largest = logit > largest ? logit : largest;
+                }
+                assert(isnan(special) ? isnan(maxima[j]) : maxima[j] == largest);
+            }
+        }
+    }
+}
+
+/* Infinity times zero, and a page of which every logit is -infinity. */
+static void test_scores_that_are_not_numbers(const kernels *table) {
+    float keys[2 * 16], queries[16] = {0}, maximum;
+    for (int i = 0; i < 32; i++)
+        keys[i] = INFINITY;
+    table->score_max(KERNEL_FLOAT32, keys, 2, 16, queries, 1, 1, &maximum);
+    assert(isnan(maximum));
+    for (int i = 0; i < 16; i++)
+        queries[i] = -1;
+    table->score_max(KERNEL_FLOAT32, keys, 2, 16, queries, 1, 1, &maximum);
+    assert(maximum == -INFINITY);
+    for (int i = 0; i < 32; i++)
+        keys[i] = -3e38f; /* finite keys whose score is too large for fp32 */
+    table->score_max(KERNEL_FLOAT32, keys, 2, 16, queries, 1, 1, &maximum);
+    assert(maximum == INFINITY);
+}
+
+/* Every pair and triple of odd values, in a column at each kind of place. */
+static void test_special_values_in_digests(const kernels *table) {
+    static const float odd[] = {0.0f,     -0.0f,  1.0f,     -1.0f,      65504.0f, -65504.0f,
+                                INFINITY, -INFINITY, NAN,   0x1p-24f, -0x1p-24f};
+    enum { TOKENS = 3, DIM = 75 }; /* whole strips, whole vectors and a rest in each dtype */
+    size_t kinds = COUNT(odd);
+    for (size_t i = 0; i < COUNT(dtypes); i++)
+        for (size_t choice = 0; choice < kinds * kinds * kinds; choice++) {
+            int dtype = dtypes[i];
+            float keys[TOKENS * DIM], found[2 * DIM];
+            char elements[sizeof keys], digest[sizeof found];
+            for (int d = 0; d < DIM; d++) { /* columns see different triples */
+                size_t triple = (choice + (size_t)d * 17) % (kinds * kinds * kinds);
+                keys[d] = odd[triple % kinds];
+                keys[DIM + d] = odd[triple / kinds % kinds];
+                keys[2 * DIM + d] = odd[triple / kinds / kinds];
+            }
+            kernels_serial.from_float(dtype, keys, COUNT(keys), elements);
+            kernels_serial.to_float(dtype, elements, COUNT(keys), keys);
+            table->digest(dtype, elements, DIM * element_bytes(dtype), TOKENS, DIM, digest);
+            kernels_serial.to_float(dtype, digest, COUNT(found), found);
+            for (int d = 0; d < DIM; d++) {
+                float low = keys[d], high = keys[d];
+                bool has_nan = false;
+                for (int t = 0; t < TOKENS; t++) {
+                    float key = keys[t * DIM + d];
+                    has_nan |= isnan(key);
+                    if (key < low || (key == low && signbit(key)))
+                        low = key;
+                    if (key > high || (key == high && !signbit(key)))
+                        high = key;
+                }
+                if (has_nan) {
+                    assert(isnan(found[d]) && isnan(found[DIM + d]));
+                    continue;
+                }
+                assert(found[d] == low && !signbit(found[d]) == !signbit(low));
+                assert(found[DIM + d] == high && !signbit(found[DIM + d]) == !signbit(high));
+            }
+        }
+}
+
+/* Every 16-bit pattern against two neighbours in its column, so that no bit pattern is mistaken. */
+static void test_every_half_in_digests(const kernels *table) {
+    for (int dtype = KERNEL_BFLOAT16; dtype <= KERNEL_FLOAT16; dtype++)
+        for (uint32_t first = 0; first < 65536; first += 64) {
+            uint16_t keys[2][64], digest[2][64], expected[2][64];
+            for (uint32_t d = 0; d < 64; d++) {
+                keys[0][d] = (uint16_t)(first + d);
+                keys[1][d] = (uint16_t)random_word();
+            }
+            table->digest(dtype, keys, sizeof *keys, 2, 64, digest);
+            kernels_serial.digest(dtype, keys, sizeof *keys, 2, 64, expected);
+            float found_values[128], expected_values[128];
+            kernels_serial.to_float(dtype, digest, 128, found_values);
+            kernels_serial.to_float(dtype, expected, 128, expected_values);
+            for (int i = 0; i < 128; i++)
+                assert(isnan(expected_values[i])
+                           ? isnan(found_values[i])
+                           : ((uint16_t *)digest)[i] == ((uint16_t *)expected)[i]);
+        }
+}
+
+static void test_digest_of_strided_rows(const kernels *table) {
+    enum { TOKENS = 16, DIM = 128, HEADS = 3 };
+    static float exact[TOKENS * HEADS * DIM];
+    buffer keys = make_elements(KERNEL_BFLOAT16, COUNT(exact), random_float, exact);
+    for (int head = 0; head < HEADS; head++) {
+        uint16_t digest[2 * DIM];
+        float found[2 * DIM];
+        table->digest(KERNEL_BFLOAT16, keys.data + head * DIM * 2, HEADS * DIM * 2, TOKENS, DIM,
+                      digest);
+        kernels_serial.to_float(KERNEL_BFLOAT16, digest, 2 * DIM, found);
+        for (int d = 0; d < DIM; d++) {
+            float low = INFINITY, high = -INFINITY;
+            for (int t = 0; t < TOKENS; t++) {
+                low = fminf(low, exact[(t * HEADS + head) * DIM + d]);
+                high = fmaxf(high, exact[(t * HEADS + head) * DIM + d]);
+            }
+            assert(found[d] == low && found[DIM + d] == high);
+        }
+    }
+    free_buffer(&keys);
+}
+
+/* The bound never hides a NaN channel, wherever it lies; an infinite one bounds by infinity. */
+static void test_special_values_in_bounds(const kernels *table) {
+    enum { DIM = 35, QUERIES = 5 };
+    for (size_t i = 0; i < COUNT(dtypes); i++)
+        for (int place = 0; place < DIM; place++)
+            for (int is_infinite = 0; is_infinite < 2; is_infinite++) {
+                float digest[2 * DIM], queries[QUERIES * DIM], bounds[QUERIES];
+                char elements[sizeof digest];
+                for (int d = 0; d < DIM; d++) {
+                    bool is_odd = d == place;
+                    digest[d] = is_odd ? (is_infinite ? -INFINITY : NAN) : -2;
+                    digest[DIM + d] = is_odd ? (is_infinite ? INFINITY : NAN) : 3;
+                }
+                for (size_t k = 0; k < COUNT(queries); k++)
+                    queries[k] = k % 2 ? 1.5f : -1.5f;
+                kernels_serial.from_float(dtypes[i], digest, COUNT(digest), elements);
+                table->bound(dtypes[i], elements, DIM, queries, QUERIES, 0.5f, bounds);
+                for (int j = 0; j < QUERIES; j++)
+                    assert(is_infinite ? bounds[j] == INFINITY : isnan(bounds[j]));
+            }
+}
+
+/* ---- exponentials ---- */
+
+static void check_exponentials(const kernels *table, const float *inputs, uint32_t count,
+                               float shift) {
+    buffer values = make_buffer(count * 4, 4);
+    float *value = float_data(&values, count);
+    memcpy(value, inputs, values.bytes);
+    float sum = table->exp_sum(value, count, shift);
+    double expected_sum = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        double expected = exp((double)(float)(inputs[i] - shift));
+        if (expected > 3.4028235e38 * (1 + 1e-7))
+            assert(value[i] == INFINITY || value[i] > 3.4028e38f);
+        else
+            assert_close(value[i], expected, 4e-7 * expected + 0x1p-149);
+        expected_sum += expected;
+    }
+    if (expected_sum < 1e38)
+        assert_close(sum, expected_sum,
+                     ((count + 1) * EPS + 4e-7) * expected_sum + count * 0x1p-149);
+    free_buffer(&values);
+}
+
+static void test_exp_sum(const kernels *table) {
+    enum { LARGEST = 300 };
+    float inputs[LARGEST];
+    for (uint32_t count = 1; count <= LARGEST; count += 1 + count / 20) {
+        for (uint32_t i = 0; i < count; i++)
+            inputs[i] = 8 * random_float();
+        check_exponentials(table, inputs, count, 3.25f);
+        for (uint32_t i = 0; i < count; i++)
+            inputs[i] = -110 * (float)(random_word() >> 40) * 0x1p-24f;
+        inputs[count / 2] = -INFINITY;
+        check_exponentials(table, inputs, count, 0);
+    }
+    for (float start = -106; start < 90; start += 1) { /* the range, denormals and overflow too */
+        for (uint32_t i = 0; i < LARGEST; i++)
+            inputs[i] = start + (float)i / LARGEST;
+        check_exponentials(table, inputs, LARGEST, 0);
+    }
+}
+
+static void test_special_values_in_exp_sum(const kernels *table) {
+    for (uint32_t count = 1; count <= 20; count++) {
+        float values[20];
+        for (uint32_t i = 0; i < count; i++)
+            values[i] = -INFINITY;
+        assert(table->exp_sum(values, count, 2.0f) == 0); /* a masked row under another's shift */
+        for (uint32_t i = 0; i < count; i++)
+            assert(values[i] == 0);
+        for (uint32_t i = 0; i < count; i++)
+            values[i] = -INFINITY;
+        assert(table->exp_sum(values, count, -INFINITY) == 0); /* nothing but masked rows */
+        for (uint32_t i = 0; i < count; i++)
+            assert(values[i] == 0);
+        for (uint32_t place = 0; place < count; place++) {
+            for (uint32_t i = 0; i < count; i++)
+                values[i] = i == place ? NAN : 1;
+            assert(isnan(table->exp_sum(values, count, 1.0f)));
+            for (uint32_t i = 0; i < count; i++)
+                assert(i == place ? isnan(values[i]) : values[i] == 1);
+        }
+        for (uint32_t i = 0; i < count; i++)
+            values[i] = i ? 0 : INFINITY;
+        assert(table->exp_sum(values, count, 0) == INFINITY && values[0] == INFINITY);
+    }
+}
+
+/* ---- conversions ---- */
+
+static float float_of_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static uint32_t bits_of_float(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+/* The value from the fields of the format: sign, exponent, fraction. */
+static double value_of_half(int dtype, uint16_t half) {
+    int fraction_bits = dtype == KERNEL_BFLOAT16 ? 7 : 10;
+    int bias = dtype == KERNEL_BFLOAT16 ? 127 : 15;
+    int exponent = (half & 0x7fff) >> fraction_bits, fraction = half & ((1 << fraction_bits) - 1);
+    double sign = half & 0x8000 ? -1 : 1;
+    if (exponent == (0x7fff >> fraction_bits))
+        return fraction ? NAN : sign * INFINITY;
+    if (exponent)
+        return sign * ldexp((1 << fraction_bits) + fraction, exponent - bias - fraction_bits);
+    return sign * ldexp(fraction, 1 - bias - fraction_bits);
+}
+
+/* All patterns there and back: the same bits, and for a NaN its quiet form. */
+static void test_every_half_there_and_back(const kernels *table) {
+    static uint16_t halves[65536], back[65536];
+    static float values[65536];
+    for (int dtype = KERNEL_BFLOAT16; dtype <= KERNEL_FLOAT16; dtype++) {
+        uint16_t quiet = dtype == KERNEL_BFLOAT16 ? 0x40 : 0x200;
+        for (uint32_t i = 0; i < 65536; i++)
+            halves[i] = (uint16_t)i;
+        table->to_float(dtype, halves, 65536, values);
+        table->from_float(dtype, values, 65536, back);
+        for (uint32_t i = 0; i < 65536; i++) {
+            double expected = value_of_half(dtype, halves[i]);
+            if (isnan(expected)) {
+                assert(isnan(values[i]) && back[i] == (halves[i] | quiet));
+                continue;
+            }
+            assert(values[i] == expected && !signbit(values[i]) == !signbit(expected));
+            assert(back[i] == halves[i]);
+        }
+    }
+}
+
+/* Numbers on, beside and half way between the neighbours in each format go to the nearest, ties to
+ * the even one, past the last to infinity. */
+static void test_rounding(const kernels *table) {
+    for (int dtype = KERNEL_BFLOAT16; dtype <= KERNEL_FLOAT16; dtype++) {
+        uint16_t infinity = dtype == KERNEL_BFLOAT16 ? 0x7f80 : 0x7c00;
+        for (uint32_t half = 0; half < infinity; half++) {
+            double low = value_of_half(dtype, (uint16_t)half);
+            /* The one after the last would be a step further, had the format one more exponent. */
+            double high = half + 1 < infinity
+                              ? value_of_half(dtype, (uint16_t)(half + 1))
+                              : 2 * low - value_of_half(dtype, (uint16_t)(half - 1));
+            float middle = (float)((low + high) / 2); /* exact in fp32 */
+            float inputs[6] = {nextafterf(middle, 0), middle, nextafterf(middle, INFINITY)};
+            uint16_t expected[6] = {(uint16_t)half, (uint16_t)(half + (half & 1)),
+                                    (uint16_t)(half + 1)};
+            uint16_t found[6];
+            for (int i = 0; i < 3; i++) {
+                inputs[3 + i] = -inputs[i];
+                expected[3 + i] = expected[i] | 0x8000;
+            }
+            table->from_float(dtype, inputs, 6, found);
+            assert(!memcmp(found, expected, sizeof found));
+        }
+    }
+}
+
+static void test_random_floats_like_serial(const kernels *table) {
+    for (int round = 0; round < 20000; round++) {
+        float inputs[37];
+        uint16_t found[37], expected[37];
+        for (int i = 0; i < 37; i++)
+            inputs[i] = float_of_bits((uint32_t)random_word());
+        for (int dtype = KERNEL_BFLOAT16; dtype <= KERNEL_FLOAT16; dtype++) {
+            table->from_float(dtype, inputs, 37, found);
+            kernels_serial.from_float(dtype, inputs, 37, expected);
+            assert(!memcmp(found, expected, sizeof found));
+        }
+    }
+}
+
+static void test_conversions_of_all_lengths(const kernels *table) {
+    for (size_t i = 0; i < COUNT(dtypes); i++)
+        for (size_t count = 1; count <= 70; count++) {
+            float exact[70];
+            buffer elements = make_elements(dtypes[i], count, random_float, exact);
+            buffer floats = make_buffer(count * 4, 4);
+            buffer back = make_buffer(elements.bytes, element_bytes(dtypes[i]));
+            float *value = fill_nan(float_data(&floats, count), count);
+            table->to_float(dtypes[i], elements.data, count, value);
+            for (size_t k = 0; k < count; k++)
+                assert(bits_of_float(value[k]) == bits_of_float(exact[k]));
+            table->from_float(dtypes[i], value, count, back.data);
+            assert(!memcmp(back.data, elements.data, elements.bytes));
+            free_buffer(&elements), free_buffer(&floats), free_buffer(&back);
+        }
+}
+
+/* ---- copies ---- */
+
+static void check_store(const kernels *table, uint32_t rows, size_t row_bytes, size_t gap_bytes) {
+    size_t stride = row_bytes + gap_bytes, source_bytes = (rows - 1) * stride + row_bytes;
+    buffer source = make_buffer(source_bytes, 1);
+    buffer destination = make_buffer(rows * row_bytes, 64);
+    for (size_t i = 0; i < source_bytes; i++)
+        source.data[i] = (char)random_word();
+    table->store_rows(destination.data, source.data, stride, rows, row_bytes);
+    /* No fence: a thread sees its own stores in order, whatever kind they are. */
+    for (uint32_t row = 0; row < rows; row++)
+        assert(!memcmp(destination.data + row * row_bytes, source.data + row * stride, row_bytes));
+    free_buffer(&source), free_buffer(&destination);
+}
+
+static void test_store_rows(const kernels *table) {
+    for (uint32_t rows = 1; rows <= 17; rows += rows < 4 ? 1 : 4)
+        for (size_t row_bytes = 1; row_bytes <= 300; row_bytes += row_bytes < 140 ? 1 : 13)
+            check_store(table, rows, row_bytes, row_bytes % 3 * 7);
+    check_store(table, 16, 256, 0);
+    check_store(table, 16, 256, 7 * 256);
+    check_store(table, 64, 512, 512);
+    check_store(table, 64, 1152, 0); /* MLA: 576 elements */
+}
+
+/* ---- odd alignment, dispatch ---- */
+
+/* Queries and outputs of fp32 may lie anywhere that fp32 may; keys at any 2-byte address. The
+ * buffers above end at a page's end; here they start at each 2-byte offset from a line. */
+static void test_alignments(const kernels *table) {
+    enum { TOKENS = 5, DIM = 80, QUERIES = 3 };
+    static float exact[TOKENS * DIM];
+    buffer keys = make_elements(KERNEL_BFLOAT16, TOKENS * DIM, random_whole, exact);
+    buffer queries = make_floats(QUERIES * DIM, random_whole);
+    const float *query = float_data(&queries, QUERIES * DIM);
+    float expected[QUERIES], found[QUERIES];
+    kernels_serial.score_max(KERNEL_BFLOAT16, keys.data, TOKENS, DIM, query, QUERIES, 1, expected);
+    for (size_t offset = 0; offset < 64; offset += 2) {
+        buffer moved = make_buffer(keys.bytes + 64, 64);
+        memcpy(moved.data + offset, keys.data, keys.bytes);
+        table->score_max(KERNEL_BFLOAT16, moved.data + offset, TOKENS, DIM, query, QUERIES, 1,
+                         found);
+        assert(!memcmp(found, expected, sizeof found));
+        free_buffer(&moved);
+    }
+    free_buffer(&keys), free_buffer(&queries);
+}
+
+static void *ask_while_forced(void *argument) {
+    (void)argument;
+    for (int i = 0; i < 10000; i++) {
+        float key = 3, query = 2, maximum;
+        kernels_current()->score_max(KERNEL_FLOAT32, &key, 1, 1, &query, 1, 1, &maximum);
+        assert(maximum == 6);
+    }
+    return NULL;
+}
+
+static void test_force_among_threads(void) {
+    pthread_t threads[4];
+    for (int i = 0; i < 4; i++)
+        assert(!pthread_create(&threads[i], NULL, ask_while_forced, NULL));
+    for (int i = 0; i < 1000; i++)
+        assert(!kernels_force(i % 2 ? "auto" : "serial"));
+    for (int i = 0; i < 4; i++)
+        assert(!pthread_join(threads[i], NULL));
+}
+
+static void test_table(const kernels *table) {
+    test_all_sizes(table);
+    test_special_values_in_scores(table);
+    test_scores_that_are_not_numbers(table);
+    test_special_values_in_digests(table);
+    test_every_half_in_digests(table);
+    test_digest_of_strided_rows(table);
+    test_special_values_in_bounds(table);
+    test_exp_sum(table);
+    test_special_values_in_exp_sum(table);
+    test_every_half_there_and_back(table);
+    test_rounding(table);
+    test_random_floats_like_serial(table);
+    test_conversions_of_all_lengths(table);
+    test_store_rows(table);
+    test_alignments(table);
+}
+
+int main(int argument_count, char **arguments) {
+    if (argument_count > 1)
+        seed = strtoull(arguments[1], NULL, 10);
+    printf("seed %llu\n", (unsigned long long)seed);
+    test_force_among_threads(); /* first, so that the first use is a race of threads */
+    assert(kernels_force("sse9") == -EINVAL);
+    assert(!kernels_force("auto"));
+    const kernels *best = kernels_current();
+    static const char *const names[] = {"serial", "avx2"};
+    for (size_t i = 0; i < COUNT(names); i++) {
+        int result = kernels_force(names[i]);
+        if (result == -ENOTSUP) {
+            printf("%s: not on this CPU\n", names[i]);
+            continue;
+        }
+        assert(!result && !strcmp(kernels_current()->name, names[i]));
+        test_table(kernels_current());
+        printf("%s: right\n", names[i]);
+    }
+    assert(!kernels_force("auto") && kernels_current() == best);
+    return 0;
+}

@@ -1,0 +1,259 @@
+"""What no other tool checks: imports go down the layers, files say what they are for, and more.
+
+Only text is read here, so that it runs in a second and needs nothing installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Low to high. A module imports from the groups before its own, and from its own.
+LAYERS = (
+    {"errors", "config", "layout"},
+    {"arrays"},
+    {"_core"},
+    {"topology", "regions", "emulation"},
+    {"coherence", "pages"},
+    {"hotness", "policy", "prefix", "tiers", "stats"},
+    {"ndp"},
+    {"sequence"},
+    {"pool"},
+    {"transport", "adapters"},
+    {"bench", "demo", "cli"},
+)
+RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}
+TOP = len(LAYERS) - 1
+
+# Modules with a rule of their own instead of a rank: what each may import.
+KERNELS_MAY_IMPORT = {"errors", "layout", "kernels"}  # tensors and page ids, never a pool
+NATIVE_USERS = {"_core"}  # the one binding
+
+SHIPPED = ("kernels", "ndp", "emulation", "bench")  # top-level folders that ship inside cxlkv
+LINE_LENGTH_MAX = 100
+FUNCTION_LINES_MAX = 70
+
+# Low-level cache maintenance goes through one seam: a flush in the wrong place still passes
+# every test on coherent hardware.
+FLUSH = re.compile(
+    r"_mm_(clflush|clwb|sfence)|__builtin_ia32_(clflush|clwb|sfence)|asm.*(clflush|clwb)"
+)
+FLUSH_ALLOWED = re.compile(r"native/src/(kernels_\w+|flush\w*)\.[ch]")
+
+# Folders that only the machine of one developer has.
+MACHINE_PATH = re.compile(r"(?<![\w.>)])/(work|root|opt|home|farm)/")
+TEXT_SUFFIXES = {".py", ".pyi", ".c", ".h", ".md", ".toml", ".txt", ".yaml", ".yml", ".json", ".sh"}
+
+
+@cache
+def files(*suffixes: str) -> list[Path]:
+    """The project's files with these suffixes, linked folders once, nothing that was built."""
+    folders = ("cxlkv", *SHIPPED, "native", "tests", "docs", ".ci")
+    found = {path.resolve() for name in folders for path in (ROOT / name).rglob("*")}
+    found |= set(ROOT.glob("*"))
+    return sorted(p for p in found if p.is_file() and (p.suffix in suffixes or not suffixes))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def module_of(path: Path) -> str | None:
+    """Which module of the layers a shipped file belongs to: "pool", "ndp"; None elsewhere."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts[0] == "cxlkv":
+        return parts[1]
+    return parts[0] if parts[0] in SHIPPED else None
+
+
+def package_of(path: Path) -> list[str]:
+    """The package that a relative import in this file starts from."""
+    parts = path.relative_to(ROOT).parent.parts
+    return list(parts if parts[0] == "cxlkv" else ("cxlkv", *parts))
+
+
+def is_module(name: str) -> bool:
+    known = {module_of(path) for path in files(".py")}
+    return name in RANK or name in known or name in ("kernels", "_native")
+
+
+def imported(path: Path, tree: ast.AST) -> Iterator[str]:
+    """Each module of ours that a file imports anywhere in it: "pool" for `cxlkv.pool.x`.
+
+    Imports inside functions and under TYPE_CHECKING count. The package itself, as in
+    `import cxlkv` or `from cxlkv import CXLPool`, is "": it brings in everything.
+    """
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = package_of(path)[: -(node.level - 1) or None] if node.level else []
+            base = ".".join([*start, *([node.module] if node.module else [])])
+            names = [f"{base}.{alias.name}" if base == "cxlkv" else base for alias in node.names]
+        for name in names:
+            package, _, rest = name.partition(".")
+            if package == "cxlkv":
+                first = rest.partition(".")[0]
+                yield first if is_module(first) else ""
+
+
+def layer_faults(path: Path, tree: ast.AST) -> list[str]:
+    module = module_of(path)
+    if module is None or module in ("__init__", "__main__"):
+        return []  # the package's front door may show every layer
+    faults = []
+    if module not in RANK and module != "kernels":
+        faults.append(f"{module} has no place in LAYERS: say which layer it is")
+    rank = RANK.get(module, 0)
+    for other in imported(path, tree):
+        if other == "_native":
+            allowed = module in NATIVE_USERS
+        elif module == "kernels":
+            allowed = other in KERNELS_MAY_IMPORT
+        elif other == "kernels":
+            allowed = rank > RANK["layout"]
+        else:
+            allowed = RANK.get(other, TOP) <= rank
+        if not allowed:
+            faults.append(f"{module} may not import {other or 'the package cxlkv itself'}")
+    return faults
+
+
+def python_functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Name and line count of each function."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def c_functions(lines: list[str]) -> Iterator[tuple[str, int]]:
+    """First line and line count of each function: it begins in column 0 and ends there."""
+    first, opened = None, False
+    for index, line in enumerate(lines):
+        if line[:1].isalpha() and "(" in line and not line.startswith("typedef"):
+            first, opened = index, False
+        if first is None:
+            continue
+        if not opened and line.endswith(";"):
+            first = None  # a prototype
+        elif line.endswith("{"):
+            opened = True
+        elif opened and line.startswith("}"):
+            yield lines[first], index - first + 1
+            first = None
+
+
+def without_c_comments(text: str) -> str:
+    return re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.S)
+
+
+@pytest.mark.parametrize("path", files(".py"), ids=name_of)
+def test_python_file_is_tidy(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert layer_faults(path, tree) == []
+    assert ast.get_docstring(tree), "say in the first line what the file is for"
+    long = [name for name, count in python_functions(tree) if count > FUNCTION_LINES_MAX]
+    assert long == [], f"functions of more than {FUNCTION_LINES_MAX} lines"
+    assert too_long_lines(text) == []
+
+
+@pytest.mark.parametrize("path", files(".c", ".h"), ids=name_of)
+def test_c_file_is_tidy(path: Path) -> None:
+    text = path.read_text()
+    assert text.startswith(("/*", "//")), "say in the first line what the file is for"
+    long = [name for name, count in c_functions(text.splitlines()) if count > FUNCTION_LINES_MAX]
+    assert long == [], f"functions of more than {FUNCTION_LINES_MAX} lines"
+    assert too_long_lines(text) == []
+    if name_of(path).startswith("native/") and not FLUSH_ALLOWED.fullmatch(name_of(path)):
+        found = [match[0] for match in FLUSH.finditer(without_c_comments(text))]
+        assert found == [], "cache lines are flushed in native/src/flush*.c and kernels_*.c only"
+
+
+def too_long_lines(text: str) -> list[int]:
+    lines = enumerate(text.splitlines(), start=1)
+    return [number for number, line in lines if len(line) > LINE_LENGTH_MAX]
+
+
+def test_no_file_names_a_folder_of_one_machine() -> None:
+    found = [
+        f"{name_of(path)}:{number}"
+        for path in files()
+        if path.suffix in TEXT_SUFFIXES or not path.suffix
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if MACHINE_PATH.search(line)
+    ]
+    assert found == []
+
+
+def test_the_architecture_names_files_that_exist() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = set(re.findall(r"`((?:[\w.-]+/)+[\w-]+\.\w+)`", text))
+    assert named, "docs/architecture.md walks through the files by name"
+    assert sorted(name for name in named if not (ROOT / name).is_file()) == []
+
+
+def test_the_links_lead_to_the_shipped_folders() -> None:
+    for name in SHIPPED:
+        assert (ROOT / "cxlkv" / name).resolve() == ROOT.resolve() / name
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "faults"),
+    [
+        ("cxlkv/pages.py", "from cxlkv import _core, errors", 0),
+        ("cxlkv/pages.py", "from cxlkv.coherence import publish", 0),
+        ("cxlkv/pages.py", "from cxlkv.pool import CXLPool", 1),
+        ("cxlkv/pages.py", "from cxlkv import pool", 1),
+        ("cxlkv/pages.py", "import cxlkv.pool as p", 1),
+        ("cxlkv/pages.py", "from .pool import CXLPool", 1),
+        ("cxlkv/pages.py", "from . import pool, errors", 1),
+        ("cxlkv/pages.py", "if TYPE_CHECKING:\n    from cxlkv.sequence import Sequence", 1),
+        ("cxlkv/pages.py", "def f():\n    import cxlkv.pool", 1),
+        ("cxlkv/pages.py", "import cxlkv", 1),
+        ("cxlkv/pages.py", "from cxlkv import CXLPool", 1),
+        ("cxlkv/pages.py", "from cxlkv._native import lib", 1),
+        ("cxlkv/_core.py", "from cxlkv._native import lib", 0),
+        ("cxlkv/cli.py", "from cxlkv import CXLPool, pool", 0),
+        ("cxlkv/errors.py", "from cxlkv.kernels import gather", 1),
+        ("cxlkv/adapters/vllm.py", "from ..pool import CXLPool", 0),
+        ("cxlkv/adapters/vllm.py", "from ..cli import app", 1),
+        ("cxlkv/novelty.py", "", 1),
+        ("kernels/gather.py", "from cxlkv.layout import KVLayout\nfrom . import merge", 0),
+        ("kernels/gather.py", "from cxlkv._core import isa", 1),
+        ("ndp/engine.py", "from ..kernels.gather import gather\nfrom .simd import scan", 0),
+        ("ndp/engine.py", "from ..sequence import Sequence", 1),
+    ],
+)
+def test_the_layer_rule_sees_every_way_to_import(name: str, source: str, faults: int) -> None:
+    found = layer_faults(ROOT / name, ast.parse(source))
+    assert len(found) == faults, found
+
+
+def test_the_length_rule_finds_c_functions() -> None:
+    source = """\
+int prototype(int a,
+              int b);
+struct row {
+    int a;
+};
+static int
+    odd;
+int one(void) { return 1; }
+static int two(int a,
+               int b) {
+    if (a) {
+        return b;
+    }
+    return 0;
+}
+"""
+    assert list(c_functions(source.splitlines())) == [("static int two(int a,", 7)]
