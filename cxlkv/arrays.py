@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES
@@ -15,7 +16,8 @@ from cxlkv.layout import DTYPES
 if TYPE_CHECKING:
     import torch
 
-Array: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.generic]] | torch.Tensor"
+# float32 stands for every stored dtype: numpy's types have no bfloat16.
+Array: TypeAlias = "npt.NDArray[np.float32] | torch.Tensor"
 
 NUMPY_DTYPES: tuple[np.dtype[np.generic], ...] = (
     np.dtype(ml_dtypes.bfloat16),
@@ -95,13 +97,21 @@ def _torch_codes() -> dict[torch.dtype, int]:
 
 def _from_dlpack(array: object, name: str) -> object:
     """numpy's importer knows no bfloat16; torch's does, where torch is already in use."""
+    errors = (TypeError, RuntimeError, BufferError, ValueError)
     torch = sys.modules.get("torch")
     try:
-        if torch is not None:
-            return cast(object, torch.from_dlpack(array))
         return np.from_dlpack(array)  # type: ignore[arg-type]
-    except (TypeError, RuntimeError, BufferError) as error:
-        raise BadArgumentError(f"{name}: its DLPack capsule cannot be read: {error}") from error
+    except errors as error:
+        if torch is None:
+            raise _no_capsule(name, error) from error
+    try:
+        return cast(object, torch.from_dlpack(array))
+    except errors as error:
+        raise _no_capsule(name, error) from error
+
+
+def _no_capsule(name: str, error: Exception) -> BadArgumentError:
+    return BadArgumentError(f"{name}: its DLPack capsule cannot be read: {error}")
 
 
 def _wrong_dtype(name: str, dtype: object) -> BadArgumentError:

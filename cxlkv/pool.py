@@ -143,7 +143,7 @@ class CXLPool:
         return _core.forget(self._handle, key_hashes(keys))
 
     def publish_prefix(self, seq: Sequence, token_ids: npt.ArrayLike, salt: bytes = b"") -> int:
-        """publish() under chained hashes of the token ids, a page each; salt keeps tenants apart."""
+        """publish() by chained hashes of the token ids, a page each; salt keeps tenants apart."""
         tokens = self.layout.page_tokens
         return self.publish(seq, prefix_keys(token_ids, tokens, salt), tokens)
 

@@ -35,6 +35,7 @@ class Batch:
         dtype = DTYPES.index(layout.dtype)
         self._key_row = (layout.kv_heads, layout.head_dim, dtype)
         self._value_row = (layout.kv_heads, layout.value_head_dim, dtype)
+        self._room = 0  # pages a list, for the next select
         self._handle = _core.batch_create(pool, [s._handle for s in self.sequences])
 
     def __len__(self) -> int:
@@ -73,7 +74,7 @@ class Batch:
         several = [budgets] if isinstance(budgets, Budget) else list(budgets)
         if len(several) not in (1, len(self)):
             raise BadArgumentError(f"{len(several)} budgets for {len(self)} sequences")
-        return simd.select(
+        picked = simd.select(
             self._handle,
             self._layout,
             len(self),
@@ -83,7 +84,11 @@ class Batch:
             several,
             method,
             self._scale(scale),
+            self._room,
         )
+        # A step later a list is one page longer at most: then one call into the core is enough.
+        self._room = picked.pages.shape[2] + 1
+        return picked
 
     def fetch(
         self,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import Budget, Selection, pages_of_share, uniform
 
 Floats = npt.NDArray[np.float64]
@@ -121,6 +122,8 @@ def select(
 ) -> Selection:
     """As Batch.select, on plain arrays; queries [rows, q_heads, dim] float32."""
     first = uniform(budgets)
+    if method == "digest" and any(b.mass is not None for b in budgets):
+        raise BadArgumentError("a budget of attention mass needs method exact")
     kv_heads, dim = keys[0].shape[1:]
     scale = dim**-0.5 if scale is None else scale
     group = queries.shape[1] // kv_heads
@@ -150,7 +153,9 @@ def select(
             ]
             if first.union == "layer":
                 columns = zip(*by_head, strict=True)
-                merged = [sum(c) / kv_heads if budget.mass is not None else best(*c) for c in columns]
+                merged = [
+                    sum(c) / kv_heads if budget.mass is not None else best(*c) for c in columns
+                ]
                 by_head = [merged] * kv_heads
             chosen = [choose(s, positions[block[0]], budget, page_tokens) for s in by_head]
             lists.append([(c, [s[p] for p in c]) for c, s in zip(chosen, by_head, strict=True)])

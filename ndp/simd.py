@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
-from cxlkv.arrays import NUMPY_DTYPES, Array, View, empty_like_kind, view
+from cxlkv.arrays import NUMPY_DTYPES, Array, View, empty_like_kind, imported, view
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.ndp.engine import METHODS, PERS, UNIONS, Budget, Selection, uniform
@@ -41,11 +41,12 @@ def select(
     budgets: Sequence[Budget],
     method: str,
     scale: float,
+    room: int = 0,
 ) -> Selection:
     """Score the pages of `count` sequences and choose; one call into the core.
 
-    The result's room is guessed from the budgets; when lists turn out longer, the core says how
-    long before it scores anything, and the call is made once more.
+    The result has room for lists of `room` pages, or more as the budgets suggest; when lists turn
+    out longer, the core says how long before it scores anything, and the call is made once more.
     """
     rows = int(starts[-1])
     got = check_queries(layout, queries, rows)
@@ -59,7 +60,7 @@ def select(
     heads = layout.kv_heads
     array = _core.budgets([b.row() for b in budgets])
     counts = np.empty((lists, heads), np.int32)
-    k = max(b.pages_at_most(64 if b.pages is None else ROOM_PAGES) for b in budgets)
+    k = max(room, *(b.pages_at_most(64 if b.pages is None else ROOM_PAGES) for b in budgets))
     while True:
         pages = np.empty(lists * heads * k, np.int32)
         scores = np.empty(lists * heads * k, np.float32)
@@ -148,6 +149,7 @@ def attend(
 ) -> tuple[Array, Array]:
     """softmax(q k) v over chosen pages or all: (out [rows, q_heads, value_head_dim], lse)."""
     rows = int(starts[-1])
+    queries = imported(queries, "q")
     got = check_queries(layout, queries, rows)
     out = empty_like_kind(queries, (rows, got.shape[1], layout.value_head_dim), got.dtype)
     lse = empty_like_kind(queries, (rows, got.shape[1]), DTYPES.index("float32"))

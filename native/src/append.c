@@ -45,24 +45,39 @@ static void copy_row(void *to, const uint8_t *from, int64_t stride, uint32_t dim
         memcpy((uint8_t *)to + d * element, from + d * stride, element);
 }
 
-/* Rows [first, first + count) of one head, to tokens [at, at + count) of a head-major piece. */
-static void gather_rows(uint8_t *piece, uint32_t at, const cxlkv_rows *rows, uint32_t first,
-                        uint32_t count, uint32_t head, uint32_t dim, size_t element) {
+/* Rows [first, first + count) of one head, to contiguous rows. */
+static void gather_rows(uint8_t *to, const cxlkv_rows *rows, uint32_t first, uint32_t count,
+                        uint32_t head, uint32_t dim, size_t element) {
     for (uint32_t i = 0; i < count; i++)
-        copy_row(piece + (at + i) * dim * element, row_at(rows, first + i, head),
-                 rows->stride_bytes[2], dim, element);
+        copy_row(to + i * dim * element, row_at(rows, first + i, head), rows->stride_bytes[2], dim,
+                 element);
+}
+
+/* One token's heads, side by side in a tail's row; one copy when they are so in the array too. */
+static void copy_token(uint8_t *to, const cxlkv_rows *rows, uint32_t row, uint32_t heads,
+                       uint32_t dim, size_t element) {
+    bool contiguous = rows->stride_bytes[2] == (int64_t)element &&
+                      rows->stride_bytes[1] == (int64_t)(dim * element);
+    if (contiguous) {
+        memcpy(to, row_at(rows, row, 0), heads * dim * element);
+        return;
+    }
+    for (uint32_t head = 0; head < heads; head++)
+        copy_row(to + head * dim * element, row_at(rows, row, head), rows->stride_bytes[2], dim,
+                 element);
 }
 
 static void tail_fill(const append_job *job, tail *to, uint32_t at, uint32_t first,
                       uint32_t count) {
     cxlkv_pool *pool = job->batch->pool;
     const cxlkv_layout *layout = &pool->layout;
-    size_t element = dtype_bytes(layout->dtype);
-    for (uint32_t head = 0; head < layout->kv_heads; head++) {
-        gather_rows(tail_piece(pool, to, PIECE_KEYS, head), at, job->keys, first, count, head,
-                    layout->head_dim, element);
-        gather_rows(tail_piece(pool, to, PIECE_VALUES, head), at, job->values, first, count, head,
-                    layout->value_head_dim, element);
+    size_t element = dtype_bytes(layout->dtype), row_bytes = tail_row_bytes(pool);
+    for (uint32_t i = 0; i < count; i++) {
+        size_t token = (at + i) * row_bytes;
+        copy_token(tail_at(pool, to, PIECE_KEYS, 0) + token, job->keys, first + i,
+                   layout->kv_heads, layout->head_dim, element);
+        copy_token(tail_at(pool, to, PIECE_VALUES, 0) + token, job->values, first + i,
+                   layout->kv_heads, layout->value_head_dim, element);
     }
 }
 
@@ -97,25 +112,10 @@ static void piece_write(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_
     if (pool->layout.checksum) checksum_set(pool, page, layer, head, kind, bytes);
 }
 
-void page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from,
-                     uint32_t tokens) {
-    const cxlkv_layout *layout = &pool->layout;
-    size_t element = dtype_bytes(layout->dtype);
-    for (uint32_t head = 0; head < layout->kv_heads; head++) {
-        uint8_t *keys = tail_piece(pool, from, PIECE_KEYS, head);
-        uint8_t *values = tail_piece(pool, from, PIECE_VALUES, head);
-        piece_write(pool, page, layer, head, PIECE_KEYS, keys);
-        piece_write(pool, page, layer, head, PIECE_VALUES, values);
-        digest_write(pool, page, layer, head, keys, layout->head_dim * element, tokens);
-    }
-    verified_set(pool, page, layer);
-    store_fence();
-}
-
-/* One piece straight from the caller's rows; gathered first for a CRC or when strides are odd. */
+/* One piece straight from rows; gathered first for a CRC or when strides are odd. */
 static void piece_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t head,
                              uint32_t kind, const cxlkv_rows *rows, uint32_t first,
-                             uint8_t *buffer) {
+                             uint32_t tokens, uint8_t *buffer) {
     const cxlkv_layout *layout = &pool->layout;
     const cxlkv_geometry *g = &pool->geometry;
     size_t element = dtype_bytes(layout->dtype);
@@ -129,12 +129,42 @@ static void piece_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, ui
                                       (size_t)rows->stride_bytes[0], layout->page_tokens,
                                       dim * element);
     } else {
-        gather_rows(buffer, 0, rows, first, layout->page_tokens, head, dim, element);
+        gather_rows(buffer, rows, first, layout->page_tokens, head, dim, element);
         piece_write(pool, page, layer, head, kind, buffer);
     }
     if (kind != PIECE_KEYS) return;
     size_t key_stride = direct ? (size_t)rows->stride_bytes[0] : dim * element;
-    digest_write(pool, page, layer, head, direct ? from : buffer, key_stride, layout->page_tokens);
+    digest_write(pool, page, layer, head, direct ? from : buffer, key_stride, tokens);
+}
+
+/* A whole (page, layer) from rows [first, first + page_tokens), of which `tokens` count. */
+static int page_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, const cxlkv_rows *keys,
+                           const cxlkv_rows *values, uint32_t first, uint32_t tokens) {
+    size_t piece = pool->geometry.key_piece_bytes > pool->geometry.value_piece_bytes
+                       ? pool->geometry.key_piece_bytes
+                       : pool->geometry.value_piece_bytes;
+    uint8_t small[16384], *buffer = small;
+    if (piece > sizeof(small) && !(buffer = malloc(piece)))
+        return fail(ENOMEM, "no memory to gather a piece of %zu bytes", piece);
+    for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
+        piece_write_rows(pool, page, layer, head, PIECE_KEYS, keys, first, tokens, buffer);
+        piece_write_rows(pool, page, layer, head, PIECE_VALUES, values, first, tokens, buffer);
+    }
+    if (buffer != small) free(buffer);
+    verified_set(pool, page, layer);
+    store_fence(); /* of this thread's own non-temporal stores */
+    return 0;
+}
+
+int page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t tokens) {
+    const cxlkv_layout *layout = &pool->layout;
+    int64_t element = (int64_t)dtype_bytes(layout->dtype);
+    int64_t row = (int64_t)tail_row_bytes(pool);
+    cxlkv_rows keys = {.data = tail_at(pool, from, PIECE_KEYS, 0),
+                       .stride_bytes = {row, layout->head_dim * element, element}};
+    cxlkv_rows values = {.data = tail_at(pool, from, PIECE_VALUES, 0),
+                         .stride_bytes = {row, layout->value_head_dim * element, element}};
+    return page_write_rows(pool, page, layer, &keys, &values, 0, tokens);
 }
 
 static int write_direct_page(void *context, uint32_t item) {
@@ -152,20 +182,8 @@ static int write_direct_page(void *context, uint32_t item) {
     uint32_t first = p->first_row + p->head + index * pool->layout.page_tokens;
     uint32_t page = sequence_page(batch->sequences[low],
                                   p->first_page + (p->completed - p->direct_pages) + index);
-    size_t piece = pool->geometry.key_piece_bytes > pool->geometry.value_piece_bytes
-                       ? pool->geometry.key_piece_bytes
-                       : pool->geometry.value_piece_bytes;
-    uint8_t small[16384], *buffer = small;
-    if (piece > sizeof(small) && !(buffer = malloc(piece)))
-        return fail(ENOMEM, "no memory to gather a piece of %zu bytes", piece);
-    for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
-        piece_write_rows(pool, page, job->layer, head, PIECE_KEYS, job->keys, first, buffer);
-        piece_write_rows(pool, page, job->layer, head, PIECE_VALUES, job->values, first, buffer);
-    }
-    if (buffer != small) free(buffer);
-    verified_set(pool, page, job->layer);
-    store_fence(); /* of this thread's own non-temporal stores */
-    return 0;
+    return page_write_rows(pool, page, job->layer, job->keys, job->values, first,
+                           pool->layout.page_tokens);
 }
 
 /* ---- phase 1: count ---- */
@@ -265,9 +283,11 @@ static int write_tails(void *context, uint32_t item) {
         const plan *p = &job->plans[i];
         if (p->head) {
             tail_fill(job, p->work, p->filled, p->first_row, p->head);
-            if (p->filled + p->head == page_tokens)
-                page_write_tail(batch->pool, sequence_page(batch->sequences[i], p->first_page),
-                                job->layer, p->work, page_tokens);
+            if (p->filled + p->head == page_tokens) {
+                uint32_t page = sequence_page(batch->sequences[i], p->first_page);
+                int code = page_write_tail(batch->pool, page, job->layer, p->work, page_tokens);
+                if (code < 0) return code;
+            }
         }
         if (p->rest) tail_fill(job, p->next, 0, p->first_row + p->rows - p->rest, p->rest);
     }

@@ -9,7 +9,7 @@
 
 #include "internal.h"
 
-enum { SPAN_QUERIES = 64, SPAN_PAGES_MIN = 64, SPANS_WANTED = 128, LOGITS_MAX = SPAN_QUERIES * 1024 };
+enum { SPAN_QUERIES = 64, SPAN_PAGES_MIN = 64, SPANS_WANTED = 128 };
 
 typedef struct span {
     uint32_t sequence;
@@ -73,22 +73,22 @@ static void soften(const attend_job *job, float *logits, uint32_t tokens, float 
 
 /* `count` queries that all see the first `tokens` tokens of one head's page. */
 static void attend_block(const attend_job *job, const float *queries, uint32_t count,
-                         uint32_t tokens, const uint8_t *keys, const uint8_t *values,
+                         uint32_t tokens, const page_rows *keys, const page_rows *values,
                          float *state, float *accumulator, float *logits) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     uint32_t value_dim = layout->value_head_dim;
-    job->isa->score((int)layout->dtype, keys, tokens, layout->head_dim, queries, count,
-                    job->args->scale, logits, tokens);
+    job->isa->score((int)layout->dtype, keys->first, keys->row_bytes, tokens, layout->head_dim,
+                    queries, count, job->args->scale, logits, tokens);
     for (uint32_t i = 0; i < count; i++)
         soften(job, logits + (uint64_t)i * tokens, tokens, state + 2 * i,
                accumulator + (uint64_t)i * value_dim);
-    job->isa->accumulate((int)layout->dtype, values, tokens, value_dim, logits, tokens, count,
-                         accumulator);
+    job->isa->accumulate((int)layout->dtype, values->first, values->row_bytes, tokens, value_dim,
+                         logits, tokens, count, accumulator);
 }
 
 static void attend_head(const attend_job *job, const span *s, const layer_view *view,
-                        uint32_t index, uint32_t head, const uint8_t *keys, const uint8_t *values,
-                        float *logits) {
+                        uint32_t index, uint32_t head, const page_rows *keys,
+                        const page_rows *values, float *logits) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     const cxlkv_attend_args *args = job->args;
     uint32_t filled = view_filled(view, index), group = job->group;
@@ -113,15 +113,16 @@ static void attend_head(const attend_job *job, const span *s, const layer_view *
 
 static int attend_page(const attend_job *job, const span *s, const layer_view *view,
                        uint32_t index, float *logits) {
-    uint64_t key_stride, value_stride;
     int code = view_verify(view, index);
     if (code < 0) return code;
-    const uint8_t *keys = view_pieces(view, index, PIECE_KEYS, &key_stride);
-    const uint8_t *values = view_pieces(view, index, PIECE_VALUES, &value_stride);
-    for (uint32_t i = 0; i < s->head_count; i++) {
-        uint32_t head = s->head_first + i;
-        attend_head(job, s, view, index, i, keys + head * key_stride,
-                    values + head * value_stride, logits);
+    page_rows keys = view_rows(view, index, PIECE_KEYS);
+    page_rows values = view_rows(view, index, PIECE_VALUES);
+    keys.first += s->head_first * keys.head_bytes;
+    values.first += s->head_first * values.head_bytes;
+    for (uint32_t head = 0; head < s->head_count; head++) {
+        attend_head(job, s, view, index, head, &keys, &values, logits);
+        keys.first += keys.head_bytes;
+        values.first += values.head_bytes;
     }
     return 0;
 }

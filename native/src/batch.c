@@ -109,6 +109,9 @@ int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
     if (queries->dtype >= DTYPE_COUNT)
         return fail(CXLKV_E_ARGUMENT, "queries: dtype code %u is unknown", queries->dtype);
     int code = batch_starts(batch, starts, rows);
+    if (code == 0 && (uint64_t)*rows * q_heads > INT32_MAX)
+        return fail(CXLKV_E_ARGUMENT, "%u query rows of %u heads: ask with fewer rows at once",
+                    *rows, q_heads);
     for (uint32_t i = 0; code == 0 && i < batch->count; i++) {
         uint64_t tokens = batch->sequences[i]->layer_tokens[layer];
         uint64_t wanted = (uint64_t)(starts[i + 1] - starts[i]);

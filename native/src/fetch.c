@@ -6,7 +6,7 @@
 #include "internal.h"
 
 /* Above this the copy would only push other data out of the caches. */
-enum { STREAM_BYTES = 16 << 20, PREFETCH_LINES = 12 };
+enum { STREAM_BYTES = 16 << 20, PREFETCH_LINES = 8 };
 
 typedef struct fetch_job {
     cxlkv_batch *batch;
@@ -21,74 +21,87 @@ static int copy_piece(const fetch_job *job, const layer_view *view, uint32_t ind
     cxlkv_pool *pool = job->batch->pool;
     const cxlkv_layout *layout = &pool->layout;
     uint32_t dim = kind == PIECE_KEYS ? layout->head_dim : layout->value_head_dim;
-    size_t size = piece_data_bytes(layout, kind);
-    size_t written = (size_t)view_filled(view, index) * dim * dtype_bytes(layout->dtype);
-    uint64_t stride;
-    const uint8_t *from = view_pieces(view, index, kind, &stride) + head * stride;
-    if (job->stream && written == size && (uintptr_t)to % LINE_BYTES == 0)
+    size_t size = piece_data_bytes(layout, kind), row = dim * dtype_bytes(layout->dtype);
+    size_t written = view_filled(view, index) * row;
+    page_rows rows = view_rows(view, index, kind);
+    const uint8_t *from = rows.first + head * rows.head_bytes;
+    if (index >= view->complete) {
+        for (size_t t = 0; t * row < written; t++)
+            memcpy(to + t * row, from + t * rows.row_bytes, row);
+        memset(to + written, 0, size - written);
+        return 0;
+    }
+    if (job->stream && (uintptr_t)to % LINE_BYTES == 0)
         kernels_current()->store_rows(to, from, size, 1, size);
     else
-        memcpy(to, from, written);
-    if (written < size) memset(to + written, 0, size - written);
-    if (index >= view->complete || !layout->checksum) return 0;
+        memcpy(to, from, size);
+    if (!layout->checksum) return 0;
     /* The CRC of the source while it is in the cache; a copy of it is what the caller gets. */
     return piece_verify(pool, sequence_page(view->sequence, index), view->layer, head, kind, from);
 }
 
-static int copy_page(const fetch_job *job, const layer_view *view, uint32_t index, uint32_t head,
-                     uint64_t place) {
+/* Page at place j of a list: -1 is padding. */
+static int64_t page_at(const fetch_job *job, uint32_t item, uint32_t j) {
+    const cxlkv_picked *picked = &job->args->picked;
+    return picked->pages ? picked->pages[(uint64_t)item * job->k + j] : (int64_t)j;
+}
+
+/* Before a byte is copied: every page of the list exists and is what its header says. */
+static int check_list(const fetch_job *job, const layer_view *view, uint32_t item) {
     cxlkv_pool *pool = job->batch->pool;
     const cxlkv_layout *layout = &pool->layout;
-    uint8_t *keys = (uint8_t *)job->args->keys + place * piece_data_bytes(layout, PIECE_KEYS);
-    uint8_t *values =
-        (uint8_t *)job->args->values + place * piece_data_bytes(layout, PIECE_VALUES);
-    uint64_t sealed = view->sequence->layer_tokens[layout->layers - 1] / layout->page_tokens;
-    if (index >= view->pages) {
-        memset(keys, 0, piece_data_bytes(layout, PIECE_KEYS));
-        memset(values, 0, piece_data_bytes(layout, PIECE_VALUES));
+    const int32_t *own = job->args->picked.pages;
+    uint32_t head = item % layout->kv_heads;
+    /* A list like head 0's is checked with that one, in the same call. */
+    if (head > 0 && (!own || memcmp(own + (uint64_t)item * job->k,
+                                    own + (uint64_t)(item - head) * job->k,
+                                    job->k * sizeof(*own)) == 0))
         return 0;
+    uint64_t sealed = view->sequence->layer_tokens[layout->layers - 1] / layout->page_tokens;
+    for (uint32_t j = 0; j < job->k; j++) {
+        int64_t index = page_at(job, item, j);
+        if (job->args->picked.pages && (index < -1 || index >= view->pages))
+            return fail(CXLKV_E_ARGUMENT, "fetch: page %ld, the sequence has %u", index,
+                        view->pages);
+        if (index < 0 || (uint64_t)index >= sealed) continue;
+        uint32_t page = sequence_page(view->sequence, (uint32_t)index);
+        uint64_t generation = pool->pages[page].generation;
+        int code = record_check_unlocked(pool, page, generation, layout->page_tokens);
+        if (code < 0) return code;
     }
-    int code = 0;
-    if (index < sealed) {
-        uint32_t page = sequence_page(view->sequence, index);
-        code = record_check(pool, page, pool->pages[page].generation, layout->page_tokens);
-    }
-    if (code == 0) code = copy_piece(job, view, index, head, PIECE_KEYS, keys);
-    if (code == 0) code = copy_piece(job, view, index, head, PIECE_VALUES, values);
-    return code;
+    return 0;
 }
 
 /* The first lines of what is copied next: hardware prefetch does not cross into a new piece. */
-static void prefetch_piece(const layer_view *view, int64_t index, uint32_t head) {
+static void prefetch_piece(const layer_view *view, int64_t index, uint32_t head, uint32_t kind) {
     if (index < 0 || index >= view->pages) return;
-    for (uint32_t kind = PIECE_KEYS; kind <= PIECE_VALUES; kind++) {
-        uint64_t stride;
-        const uint8_t *piece = view_pieces(view, (uint32_t)index, kind, &stride) + head * stride;
-        for (uint32_t line = 0; line < PREFETCH_LINES; line++)
-            __builtin_prefetch(piece + line * LINE_BYTES);
-    }
+    page_rows rows = view_rows(view, (uint32_t)index, kind);
+    const uint8_t *piece = rows.first + head * rows.head_bytes;
+    for (uint32_t line = 0; line < PREFETCH_LINES; line++)
+        __builtin_prefetch(piece + line * LINE_BYTES);
 }
 
-/* One list of one head. */
+/* One list of one head: all its K, then all its V. */
 static int fetch_task(void *context, uint32_t item) {
     const fetch_job *job = context;
-    const cxlkv_picked *picked = &job->args->picked;
-    uint32_t heads = job->batch->pool->layout.kv_heads, list = item / heads, head = item % heads;
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    uint32_t list = item / layout->kv_heads, head = item % layout->kv_heads;
     layer_view view =
         view_of(job->batch->sequences[job->sequence_of_list[list]], job->args->layer);
-    for (uint32_t j = 0; j < job->k; j++) {
-        uint64_t place = (uint64_t)item * job->k + j;
-        int64_t index = picked->pages ? picked->pages[place] : (int64_t)j;
-        if (picked->pages && (index < -1 || index >= view.pages))
-            return fail(CXLKV_E_ARGUMENT, "fetch: page %ld, the sequence has %u", index,
-                        view.pages);
-        if (j + 1 < job->k)
-            prefetch_piece(&view, picked->pages ? picked->pages[place + 1] : (int64_t)j + 1, head);
-        int code = copy_page(job, &view, index < 0 ? UINT32_MAX : (uint32_t)index, head, place);
-        if (code < 0) return code;
+    int code = check_list(job, &view, item);
+    for (uint32_t kind = PIECE_KEYS; code == 0 && kind <= PIECE_VALUES; kind++) {
+        size_t size = piece_data_bytes(layout, kind);
+        uint8_t *to = kind == PIECE_KEYS ? job->args->keys : job->args->values;
+        to += (uint64_t)item * job->k * size;
+        for (uint32_t j = 0; code == 0 && j < job->k; j++, to += size) {
+            int64_t index = page_at(job, item, j);
+            if (j + 1 < job->k) prefetch_piece(&view, page_at(job, item, j + 1), head, kind);
+            if (index < 0 || index >= view.pages) memset(to, 0, size);
+            else code = copy_piece(job, &view, (uint32_t)index, head, kind, to);
+        }
     }
     store_fence();
-    return 0;
+    return code;
 }
 
 static int lists_make(fetch_job *job, uint32_t *lists) {
@@ -130,14 +143,16 @@ static int64_t fetch_locked(fetch_job *job) {
         }
     }
     args->k = job->k;
-    uint64_t pieces = (uint64_t)lists * layout->kv_heads * job->k;
+    uint64_t items = (uint64_t)lists * layout->kv_heads, pieces;
+    /* A piece has less than 2^24 bytes: below this limit no size overflows. */
+    if (items > INT32_MAX || __builtin_mul_overflow(items, job->k, &pieces) || pieces >> 38)
+        return fail(CXLKV_E_ARGUMENT, "fetch: %u lists of %u pages are too many at once", lists,
+                    job->k);
     uint64_t key_bytes = pieces * piece_data_bytes(layout, PIECE_KEYS);
     uint64_t value_bytes = pieces * piece_data_bytes(layout, PIECE_VALUES);
     if (key_bytes > args->key_capacity_bytes || value_bytes > args->value_capacity_bytes)
         return fail(CXLKV_E_ROOM, "fetch: %lu bytes of keys wanted, room for %lu", key_bytes,
                     args->key_capacity_bytes);
-    if (pieces / layout->kv_heads > UINT32_MAX)
-        return fail(CXLKV_E_ARGUMENT, "fetch: too many pages at once");
     job->stream = key_bytes + value_bytes > STREAM_BYTES;
     code = run_tasks(job->batch->pool, lists * layout->kv_heads, fetch_task, job);
     if (code < 0) return code;

@@ -144,8 +144,9 @@ int superblock_read(const uint8_t *bytes, uint64_t file_bytes, const char *path,
         return fail(CXLKV_E_GEOMETRY, "%s: %u slots in a slab", path, slots);
     extent_layout(layout, slots, &derived);
     uint64_t extents = block.geometry.extent_count, pages = extents * slots;
-    if (extents == 0 || pages > 1u << 30)
-        return fail(CXLKV_E_GEOMETRY, "%s: %lu extents", path, extents);
+    if (extents == 0 || pages > 1u << 30 || extents > (INT64_MAX >> 1) / derived.extent_bytes)
+        return fail(CXLKV_E_GEOMETRY, "%s: %lu extents of %lu bytes are more than a file can hold",
+                    path, extents, derived.extent_bytes);
     derived.extent_count = (uint32_t)extents;
     derived.page_count = (uint32_t)pages;
     derived.descriptors_offset = SUPERBLOCK_BYTES;
@@ -201,6 +202,21 @@ uint32_t *checksum_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer, uin
     return (uint32_t *)checksum_table(pool, page) + entry;
 }
 
+/* Lines are read while they may be written: word by word, and the CRC tells a torn copy. */
+static void line_store(void *line, const void *from, uint32_t first_word) {
+    uint64_t words[LINE_BYTES / 8];
+    memcpy(words, from, sizeof(words));
+    for (uint32_t i = first_word; i < LINE_BYTES / 8; i++)
+        atomic_store_explicit((_Atomic uint64_t *)line + i, words[i], memory_order_relaxed);
+}
+
+static void line_load(void *to, void *line) {
+    uint64_t words[LINE_BYTES / 8];
+    for (uint32_t i = 0; i < LINE_BYTES / 8; i++)
+        words[i] = atomic_load_explicit((_Atomic uint64_t *)line + i, memory_order_relaxed);
+    memcpy(to, words, sizeof(words));
+}
+
 /* The CRC covers the version: a reader between the two stores sees a wrong CRC, not a torn line. */
 void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t state,
                       uint32_t tokens, const page_key *key) {
@@ -212,21 +228,22 @@ void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint
     if (state != PAGE_FREE) line.table_crc = header_of(pool, page)->table_crc;
     line.crc = crc32c(0, &line, offsetof(descriptor, crc));
     descriptor *at = descriptor_of(pool, page);
-    memcpy((uint8_t *)at + 8, (uint8_t *)&line + 8, sizeof(line) - 8);
+    line_store(at, &line, 1);
     /* Pairs with the acquire load in descriptor_read(): the fields stand before the version. */
     atomic_store_explicit((_Atomic uint64_t *)&at->version, line.version, memory_order_release);
 }
 
 int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy) {
     descriptor *at = descriptor_of(pool, page);
-    for (int attempt = 0; attempt < 100; attempt++) {
+    for (int attempt = 0; attempt < 200; attempt++) {
         uint64_t version =
             atomic_load_explicit((_Atomic uint64_t *)&at->version, memory_order_acquire);
-        *copy = *at;
+        line_load(copy, at);
         copy->version = version;
         if (copy->crc == crc32c(0, copy, offsetof(descriptor, crc)) && copy->page == page &&
             copy->tokens <= pool->layout.page_tokens && (version & 255) <= PAGE_PUBLISHED)
             return 0;
+        if (attempt > 50) sched_yield(); /* its writer may have been preempted in between */
     }
     return fail(CXLKV_E_CORRUPT,
                 "the descriptor of page %u is damaged: its CRC is wrong. The page is set aside; "
@@ -244,7 +261,7 @@ void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t tokens, const page_ke
     if (pool->layout.checksum)
         header.table_crc = crc32c(0, checksum_table(pool, page), pool->geometry.checksum_bytes);
     header.crc = crc32c(0, &header, offsetof(record_header, crc));
-    memcpy(header_of(pool, page), &header, sizeof(header));
+    line_store(header_of(pool, page), &header, 0);
     descriptor_write(pool, page, header.generation, key ? PAGE_PUBLISHED : PAGE_SEALED, tokens,
                      key);
 }
@@ -252,7 +269,7 @@ void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t tokens, const page_ke
 /* publish() rewrites a header to add its hash: a reader in between tries again. */
 static bool header_read(const cxlkv_pool *pool, uint32_t page, record_header *header) {
     for (int attempt = 0; attempt < 200; attempt++) {
-        memcpy(header, header_of(pool, page), sizeof(*header));
+        line_load(header, header_of(pool, page));
         if (header->crc == crc32c(0, header, offsetof(record_header, crc)) &&
             header->magic == RECORD_MAGIC)
             return true;
@@ -274,6 +291,14 @@ int record_check(const cxlkv_pool *pool, uint32_t page, uint64_t generation, uin
                     "reused. Match or recompute the sequence",
                     page, header.generation, header.tokens, generation, tokens);
     return 0;
+}
+
+/* Whoever dies while publishing leaves a torn header; the next owner of the lock mends it. */
+int record_check_unlocked(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t tokens) {
+    int code = record_check(pool, page, generation, tokens);
+    if (code != -CXLKV_E_CORRUPT || host_lock(pool) < 0) return code;
+    host_unlock(pool);
+    return record_check(pool, page, generation, tokens);
 }
 
 static atomic_ulong *verified_word(const cxlkv_pool *pool, uint32_t page, uint32_t layer,
@@ -343,34 +368,38 @@ static uint64_t slab_mask(const cxlkv_geometry *g, uint64_t slab, uint64_t run_b
     return mask;
 }
 
-uint64_t retire_range(cxlkv_pool *pool, uintptr_t address, size_t bytes) {
+/* Bit i: slot i of an extent has a byte in [start, stop) of that extent. */
+static uint64_t slots_hit(const cxlkv_pool *pool, uint64_t start, uint64_t stop) {
     const cxlkv_geometry *g = &pool->geometry;
     uint64_t heads = pool->layout.kv_heads;
-    uintptr_t area = (uintptr_t)pool->base + g->extents_offset, retired = 0;
-    uint64_t end = pool->geometry.region_bytes - g->extents_offset;
-    uint64_t from = address / bytes * bytes;
-    from = from > area ? from - area : 0;
-    uint64_t to = address / bytes * bytes + bytes;
-    if (to <= area) return 0;
-    to = min_u64(to - area, end);
-    for (uint64_t extent = from / g->extent_bytes;
-         extent < g->extent_count && extent * g->extent_bytes < to; extent++) {
-        uint64_t base = extent * g->extent_bytes, mask = 0;
-        uint64_t start = from > base ? from - base : 0, stop = to - base;
-        mask |= slab_mask(g, 0, sizeof(record_header), start, stop);
-        mask |= slab_mask(g, g->checksums_offset, g->checksum_bytes, start, stop);
-        for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
-            uint64_t at = g->layers_offset + layer * g->layer_bytes;
-            mask |= slab_mask(g, at, heads * g->digest_piece_bytes, start, stop);
-            mask |= slab_mask(g, at + g->keys_offset, heads * g->key_piece_bytes, start, stop);
-            mask |= slab_mask(g, at + g->values_offset, heads * g->value_piece_bytes, start, stop);
-        }
+    uint64_t mask = slab_mask(g, 0, sizeof(record_header), start, stop) |
+                    slab_mask(g, g->checksums_offset, g->checksum_bytes, start, stop);
+    for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
+        uint64_t at = g->layers_offset + layer * g->layer_bytes;
+        mask |= slab_mask(g, at, heads * g->digest_piece_bytes, start, stop);
+        mask |= slab_mask(g, at + g->keys_offset, heads * g->key_piece_bytes, start, stop);
+        mask |= slab_mask(g, at + g->values_offset, heads * g->value_piece_bytes, start, stop);
+    }
+    return mask;
+}
+
+uint64_t retire_range(cxlkv_pool *pool, uintptr_t address, size_t bytes) {
+    const cxlkv_geometry *g = &pool->geometry;
+    uintptr_t base = (uintptr_t)pool->base, first = address / bytes * bytes;
+    if (first + bytes <= base || first >= base + g->region_bytes) return 0;
+    uint64_t start = first > base ? first - base : 0, retired = 0;
+    uint64_t stop = min_u64(first + bytes - base, g->region_bytes);
+    for (uint32_t page = 0; page < g->page_count; page++) {
+        uint64_t line = g->descriptors_offset + page * sizeof(descriptor);
+        if (line < stop && line + sizeof(descriptor) > start) retired += page_retire(pool, page);
+    }
+    for (uint64_t extent = 0; extent < g->extent_count; extent++) {
+        uint64_t at = g->extents_offset + extent * g->extent_bytes;
+        if (at >= stop || at + g->extent_bytes <= start) continue;
+        uint64_t mask = slots_hit(pool, start > at ? start - at : 0, stop - at);
         for (uint32_t slot = 0; slot < g->slab_slots; slot++)
-            if (mask >> slot & 1) {
-                page_info *info = &pool->pages[extent * g->slab_slots + slot];
-                retired += !info->retired;
-                info->retired = 1;
-            }
+            if (mask >> slot & 1)
+                retired += page_retire(pool, (uint32_t)(extent * g->slab_slots + slot));
     }
     return retired;
 }

@@ -5,9 +5,27 @@
 #include "internal.h"
 
 static _Thread_local guard *current;
+static _Thread_local volatile sig_atomic_t passing_on;
 static struct sigaction previous_action;
 
 guard **guard_current(void) { return &current; }
+
+/* To who was before. A handler that raises the signal again, as Python's faulthandler does, may
+ * come back here: then, and when there was none, the default action ends the process. */
+static void pass_on(int number, siginfo_t *information, void *context) {
+    bool is_default = previous_action.sa_handler == SIG_DFL && !passing_on;
+    if (passing_on || is_default) {
+        signal(number, SIG_DFL);
+        if (information->si_code <= 0) raise(number); /* a fault comes again by itself */
+        return;
+    }
+    passing_on = 1;
+    if (previous_action.sa_flags & SA_SIGINFO)
+        previous_action.sa_sigaction(number, information, context);
+    else if (previous_action.sa_handler != SIG_IGN)
+        previous_action.sa_handler(number);
+    passing_on = 0;
+}
 
 /* Only synchronous faults inside a guarded stretch are ours; the rest goes to who was before. */
 static void on_sigbus(int number, siginfo_t *information, void *context) {
@@ -23,13 +41,7 @@ static void on_sigbus(int number, siginfo_t *information, void *context) {
                 : 4096;
         siglongjmp(active->jump, 1);
     }
-    if (previous_action.sa_flags & SA_SIGINFO) {
-        previous_action.sa_sigaction(number, information, context);
-    } else if (previous_action.sa_handler != SIG_DFL && previous_action.sa_handler != SIG_IGN) {
-        previous_action.sa_handler(number);
-    } else {
-        signal(number, SIG_DFL); /* returning re-runs the access, which then ends the process */
-    }
+    pass_on(number, information, context);
 }
 
 /* Idempotent, and renewed by each pool: another library may have replaced the handler since. */

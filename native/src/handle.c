@@ -23,20 +23,6 @@ static uint64_t handle_bytes(uint64_t page_count) {
 
 /* ---- export ---- */
 
-/* Behind its filled tokens a tail holds whatever the allocator gave: none of that is shared. */
-static void tail_clear(const cxlkv_pool *pool, tail *cleared, uint32_t filled) {
-    const cxlkv_layout *layout = &pool->layout;
-    size_t element = dtype_bytes(layout->dtype);
-    size_t key_row = layout->head_dim * element, value_row = layout->value_head_dim * element;
-    uint32_t unwritten = layout->page_tokens - filled;
-    for (uint32_t head = 0; head < layout->kv_heads; head++) {
-        memset(tail_piece(pool, cleared, PIECE_KEYS, head) + filled * key_row, 0,
-               unwritten * key_row);
-        memset(tail_piece(pool, cleared, PIECE_VALUES, head) + filled * value_row, 0,
-               unwritten * value_row);
-    }
-}
-
 /* The open tail, written to a page of its own that only handles name. */
 static int export_tail(cxlkv_sequence *sequence, uint64_t tokens) {
     cxlkv_pool *pool = sequence->pool;
@@ -55,9 +41,12 @@ static int export_tail(cxlkv_sequence *sequence, uint64_t tokens) {
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
         tail *whole = tail_copy(pool, sequence->tails[layer], filled);
         if (!whole) return fail(ENOMEM, "no memory for a tail");
-        tail_clear(pool, whole, filled);
-        page_write_tail(pool, page, layer, whole, filled);
+        /* Behind its filled tokens a tail holds whatever the allocator gave: none of it goes out. */
+        memset(whole->data + filled * tail_row_bytes(pool), 0,
+               (pool->layout.page_tokens - filled) * tail_row_bytes(pool));
+        code = page_write_tail(pool, page, layer, whole, filled);
         tail_drop(pool, whole);
+        if (code < 0) return code;
     }
     record_seal(pool, page, filled, NULL);
     sequence->export_tokens = tokens;
@@ -198,7 +187,7 @@ int cxlkv_sequence_adopt(cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
         volatile int outcome = 0;
         GUARD_BEGIN(fault) {
             outcome = adopt_pages(pool, bytes, &header, made);
-        } GUARD_END(fault, outcome = poison_error(pool, &fault))
+        } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
         code = outcome;
         host_unlock(pool);
     }
@@ -228,7 +217,9 @@ static void hash_of(const uint8_t *hashes, uint64_t key, uint64_t place, uint64_
 static bool publish_page(cxlkv_pool *pool, uint32_t page, const page_key *key) {
     page_info *info = &pool->pages[page];
     if (info->published || info->retired || index_find(pool, key->hash) != NO_PAGE) return false;
+    rewrite_begin(pool, page);
     record_seal(pool, page, pool->layout.page_tokens, key);
+    rewrite_end(pool);
     index_insert(pool, key->hash, page);
     info->published = 1;
     pool->host->published_pages++;
@@ -268,7 +259,8 @@ static int64_t publish_locked(cxlkv_sequence *sequence, uint32_t count, uint64_t
     volatile int64_t published = 0;
     GUARD_BEGIN(fault) {
         published = publish_keys(sequence, count, tokens_per_key, hashes);
-    } GUARD_END(fault, published = poison_error(pool, &fault))
+    } GUARD_END(fault, published = poison_error_locked(pool, &fault))
+    rewrite_end(pool);
     host_unlock(pool);
     return published;
 }
@@ -333,7 +325,7 @@ int64_t cxlkv_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, dou
         volatile int outcome = 0;
         GUARD_BEGIN(fault) {
             outcome = match_keys(pool, count, hashes, made);
-        } GUARD_END(fault, outcome = poison_error(pool, &fault))
+        } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
         code = outcome;
         host_unlock(pool);
     }
@@ -360,8 +352,11 @@ static bool forget_page(cxlkv_pool *pool, const uint64_t hash[2]) {
     index_erase(pool, hash);
     info->published = 0;
     pool->host->published_pages--;
-    if (info->holders)
+    if (info->holders && !info->retired) {
+        rewrite_begin(pool, page);
         descriptor_write(pool, page, info->generation, PAGE_SEALED, pool->layout.page_tokens, NULL);
+        rewrite_end(pool);
+    }
     page_settle(pool, page);
     return true;
 }
@@ -388,7 +383,8 @@ int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes) {
         guard fault;
         GUARD_BEGIN(fault) {
             forgotten = forget_keys(pool, count, hashes);
-        } GUARD_END(fault, forgotten = poison_error(pool, &fault))
+        } GUARD_END(fault, forgotten = poison_error_locked(pool, &fault))
+        rewrite_end(pool);
         host_unlock(pool);
     }
     pool_leave(pool);

@@ -12,8 +12,8 @@
 
 #include "internal.h"
 
-#define HOST_MAGIC 0x31305453484b5643ull /* "CVKHST01" */
-enum { ATTACH_BYTE = 0, USE_BYTE = 1, LOCK_WAIT_S = 30 };
+#define HOST_MAGIC 0x32305453484b5643ull /* "CVKHST02" */
+enum { LOCK_WAIT_S = 30, STATE_PATH_BYTES = 96 };
 
 uint64_t random_u64(void) {
     uint64_t value = 0;
@@ -23,7 +23,12 @@ uint64_t random_u64(void) {
 
 /* ---- processes: {pid, start time, namespace}; a pid alone is reused ---- */
 
-static bool read_start_time(int32_t pid, uint64_t *start_time, char *state) {
+typedef struct process_view {
+    char state;
+    uint64_t thread_count, start_time;
+} process_view;
+
+static bool process_look(int32_t pid, process_view *seen) {
     char path[64], line[1024];
     snprintf(path, sizeof(path), "/proc/%d/stat", pid);
     FILE *file = fopen(path, "re");
@@ -33,33 +38,36 @@ static bool read_start_time(int32_t pid, uint64_t *start_time, char *state) {
     line[length] = 0;
     char *after_name = strrchr(line, ')'); /* the name itself may hold spaces and brackets */
     if (!after_name || after_name[1] == 0) return false;
-    *state = after_name[2];
-    char *at = after_name + 2;
-    for (int field = 3; field < 22 && at; field++) at = strchr(at + 1, ' ');
-    if (!at) return false;
-    *start_time = strtoull(at, NULL, 10);
+    seen->state = after_name[2];
+    char *at = after_name + 2; /* field 3; 20 is the number of threads, 22 the start time */
+    for (int field = 3; field < 22; field++) {
+        at = strchr(at + 1, ' ');
+        if (!at) return false;
+        if (field + 1 == 20) seen->thread_count = strtoull(at, NULL, 10);
+    }
+    seen->start_time = strtoull(at, NULL, 10);
     return true;
 }
 
 void process_identify(process_slot *slot) {
-    char state;
+    process_view seen;
     struct stat status;
     slot->pid = getpid();
     slot->nonce = random_u64();
-    if (!read_start_time(slot->pid, &slot->start_time, &state)) slot->start_time = 0;
+    slot->start_time = process_look(slot->pid, &seen) ? seen.start_time : 0; /* 0: not known */
     slot->pid_namespace = stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
 }
 
 /* A process of another pid namespace cannot be judged from here: it counts as alive. */
 static bool process_is_dead(const process_slot *slot) {
     struct stat status;
-    uint64_t start_time;
-    char state;
+    process_view seen;
     uint64_t ours = stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
     if (slot->pid_namespace != ours) return false;
-    if (!read_start_time(slot->pid, &start_time, &state))
-        return kill(slot->pid, 0) < 0 && errno == ESRCH;
-    return start_time != slot->start_time || state == 'Z' || state == 'X';
+    if (!process_look(slot->pid, &seen)) return kill(slot->pid, 0) < 0 && errno == ESRCH;
+    if (slot->start_time && seen.start_time != slot->start_time) return true;
+    /* While a zombie has threads on their way out, one of them may still be storing to a page. */
+    return (seen.state == 'Z' || seen.state == 'X') && seen.thread_count <= 1;
 }
 
 uint32_t *held_of(const cxlkv_pool *pool, uint32_t slot) {
@@ -105,6 +113,28 @@ uint64_t host_reap(cxlkv_pool *pool) {
 
 /* ---- the lock ---- */
 
+void rewrite_begin(cxlkv_pool *pool, uint32_t page) {
+    pool->host->rewriting = page;
+    atomic_signal_fence(memory_order_seq_cst); /* a death is seen in program order: no CPU fence */
+}
+
+void rewrite_end(cxlkv_pool *pool) {
+    atomic_signal_fence(memory_order_seq_cst);
+    pool->host->rewriting = NO_PAGE;
+}
+
+/* A death inside rewrite_begin .. rewrite_end may have torn the record's lines. Only whole, sealed
+ * pages are rewritten, so it is made one again; the rebuild frees it if nobody holds it. */
+static void rewrite_repair(cxlkv_pool *pool) {
+    uint32_t page = pool->host->rewriting;
+    guard fault;
+    pool->host->rewriting = NO_PAGE;
+    if (page >= pool->host->page_count) return;
+    GUARD_BEGIN(fault) {
+        record_seal(pool, page, pool->layout.page_tokens, NULL);
+    } GUARD_END(fault, pool->pages[page].retired = 1)
+}
+
 int host_lock(cxlkv_pool *pool) {
     struct timespec deadline;
     clock_gettime(CLOCK_REALTIME, &deadline);
@@ -113,6 +143,7 @@ int host_lock(cxlkv_pool *pool) {
     if (code == EBUSY) code = pthread_mutex_timedlock(&pool->host->mutex, &deadline);
     if (code == EOWNERDEAD) {
         /* Its holder died in the middle of a change: derive all that is derived anew. */
+        rewrite_repair(pool);
         host_rebuild(pool);
         host_reap(pool);
         pool->host->rebuilds++;
@@ -154,7 +185,7 @@ static void rebuild_page(cxlkv_pool *pool, uint32_t page) {
     info->holders = 0;
     for (uint32_t slot = 0; slot < PROCESS_MAX; slot++)
         if (pool->host->processes[slot].state && held_of(pool, slot)[page]) info->holders++;
-    info->published = 0;
+    info->published = info->quarantined = 0;
     if (descriptor_read(pool, page, &line) < 0) {
         /* A holder may be writing it just now, or died so: then the page is settled when reaped. */
         info->quarantined = info->holders == 0;
@@ -170,6 +201,13 @@ static void rebuild_page(cxlkv_pool *pool, uint32_t page) {
     }
 }
 
+static void rebuild_page_guarded(cxlkv_pool *pool, uint32_t page) {
+    guard fault;
+    GUARD_BEGIN(fault) {
+        rebuild_page(pool, page);
+    } GUARD_END(fault, pool->pages[page].retired = 1)
+}
+
 void host_rebuild(cxlkv_pool *pool) {
     host_state *host = pool->host;
     index_clear(pool);
@@ -181,7 +219,7 @@ void host_rebuild(cxlkv_pool *pool) {
         for (uint32_t slot = 0; slot < RUN_SLOTS; slot++) {
             uint32_t page = run * RUN_SLOTS + slot;
             if (page >= host->page_count) break;
-            rebuild_page(pool, page);
+            rebuild_page_guarded(pool, page);
             const page_info *state = &pool->pages[page];
             if (state->holders || state->published || state->retired || state->quarantined)
                 continue;
@@ -221,6 +259,7 @@ static int state_make(cxlkv_pool *pool) {
     *host = fresh;
     host->magic = HOST_MAGIC;
     host->nonce = random_u64();
+    host->rewriting = NO_PAGE;
     memcpy(host->identity, pool->identity, sizeof(host->identity));
     pthread_mutexattr_t attributes;
     pthread_mutexattr_init(&attributes);
@@ -235,15 +274,19 @@ static int state_make(cxlkv_pool *pool) {
     return 0;
 }
 
-static void state_path(const uint8_t identity[16], char path[64]) {
-    int at = snprintf(path, 64, "/dev/shm/cxlkv-");
-    for (int i = 0; i < 16; i++) at += snprintf(path + at, 64 - (size_t)at, "%02x", identity[i]);
-    snprintf(path + at, 64 - (size_t)at, ".host");
+/* Of the file as well: a copy of a pool has its identity, and is another pool. */
+static void state_path(const uint8_t identity[16], int fd, char path[STATE_PATH_BYTES]) {
+    struct stat status;
+    unsigned long inode = fstat(fd, &status) == 0 ? status.st_ino : 0;
+    size_t at = (size_t)snprintf(path, STATE_PATH_BYTES, "/dev/shm/cxlkv-");
+    for (int i = 0; i < 16; i++)
+        at += (size_t)snprintf(path + at, STATE_PATH_BYTES - at, "%02x", identity[i]);
+    snprintf(path + at, STATE_PATH_BYTES - at, "-%lx.host", inode);
 }
 
-int host_remove_state(const uint8_t identity[16]) {
-    char path[64];
-    state_path(identity, path);
+int host_remove_state(const uint8_t identity[16], int fd) {
+    char path[STATE_PATH_BYTES];
+    state_path(identity, fd, path);
     return unlink(path) < 0 && errno != ENOENT ? -errno : 0;
 }
 
@@ -273,8 +316,8 @@ static bool state_join(cxlkv_pool *pool, const char *path) {
 }
 
 static int state_attach_file(cxlkv_pool *pool) {
-    char path[64];
-    state_path(pool->identity, path);
+    char path[STATE_PATH_BYTES];
+    state_path(pool->identity, pool->fd, path);
     if (state_join(pool, path)) return lock_byte(pool->fd, USE_BYTE, false, false);
     /* Nobody may be using the pool through a state that we cannot see, as in another container. */
     if (lock_byte(pool->fd, USE_BYTE, true, false) < 0)
@@ -296,9 +339,14 @@ static int state_attach_file(cxlkv_pool *pool) {
 int host_attach(cxlkv_pool *pool) {
     int code;
     if (pool->path) {
+        struct stat status;
         code = lock_byte(pool->fd, ATTACH_BYTE, true, true);
         if (code < 0) return fail(-code, "%s: cannot lock: %s", pool->path, strerror(-code));
-        code = state_attach_file(pool);
+        if (fstat(pool->fd, &status) == 0 && status.st_nlink == 0)
+            code = fail(ENOENT, "%s was removed while it was being opened: create it anew",
+                        pool->path);
+        else
+            code = state_attach_file(pool);
     } else {
         pool->host_fd = memfd_create("cxlkv-host", MFD_CLOEXEC);
         if (pool->host_fd < 0) return fail(errno, "memfd_create: %s", strerror(errno));
@@ -320,7 +368,11 @@ int host_attach(cxlkv_pool *pool) {
 
 /* The last one out removes the state: the region alone says all that the next one needs. */
 void host_detach(cxlkv_pool *pool) {
-    if (!pool->host) return;
+    if (!pool->host) {
+        if (pool->host_fd >= 0) close(pool->host_fd);
+        pool->host_fd = -1;
+        return;
+    }
     if (pool->path) lock_byte(pool->fd, ATTACH_BYTE, true, true);
     bool last = false;
     if (pool->held && host_lock(pool) == 0) {
@@ -332,11 +384,14 @@ void host_detach(cxlkv_pool *pool) {
         host_unlock(pool);
     }
     if (pool->path && last && lock_byte(pool->fd, USE_BYTE, true, false) == 0)
-        host_remove_state(pool->identity);
+        host_remove_state(pool->identity, pool->fd);
     munmap(pool->host, pool->host->bytes);
     pool->host = NULL;
+    pool->held = NULL;
     close(pool->host_fd);
-    /* The attach lock goes with the descriptor; a forked child keeps the shared use lock. */
+    pool->host_fd = -1;
+    /* The use lock goes first: who waits for the attach lock must not find the pool in use. */
+    if (pool->path) unlock_byte(pool->fd, USE_BYTE);
     if (pool->path) unlock_byte(pool->fd, ATTACH_BYTE);
 }
 

@@ -17,7 +17,7 @@ static uint32_t probe(const cxlkv_pool *pool, const uint64_t hash[2]) {
 
 uint32_t index_find(const cxlkv_pool *pool, const uint64_t hash[2]) {
     uint32_t stored = pool->index[probe(pool, hash)].page_plus_one;
-    return stored ? stored - 1 : NO_PAGE;
+    return stored && stored <= pool->host->page_count ? stored - 1 : NO_PAGE;
 }
 
 bool index_insert(cxlkv_pool *pool, const uint64_t hash[2], uint32_t page) {

@@ -2,7 +2,7 @@
  *
  * Words: a *page* is a record of page_tokens tokens of all layers; a *piece* is the K, V or digest
  * of one (page, layer, kv head); a *run* is 16 neighbouring slots, the grain of placement; a *slot*
- * of the host state is a process. Lock order: pool->operations (read), sequence->lock, host lock. */
+ * of the host state is a process. Lock order: pool->operations, sequence->lock, host lock. */
 #ifndef CXLKV_INTERNAL_H
 #define CXLKV_INTERNAL_H
 
@@ -147,6 +147,7 @@ typedef struct host_state {
     uint32_t free_runs, partial_runs;  /* heads of the two lists, NO_PAGE when empty */
     uint64_t free_pages, published_pages;
     uint64_t reaped_processes, rebuilds;
+    uint32_t rewriting;          /* page whose sealed record is being rewritten, or NO_PAGE */
     process_slot processes[PROCESS_MAX];
 } host_state;
 
@@ -167,6 +168,7 @@ struct cxlkv_pool {
     run_info *runs;
     index_entry *index;
     uint32_t *held;              /* our row of the held table: references by page */
+    uint64_t *loose;             /* bit by page: taken by pages_alloc(); under the host lock */
     uint32_t slot;
     atomic_ulong *verified;      /* bit page * layers + layer: its pieces passed their CRC here */
     pthread_rwlock_t operations; /* read: an operation runs; write: close */
@@ -178,11 +180,12 @@ struct cxlkv_pool {
     uint32_t thread_count;
     workers *threads;
     pthread_mutex_t spare_lock;  /* guards the two below */
-    struct tail *spare_tails;    /* touched memory: a fork's first append shall not fault it in */
+    struct tail *spare_tails;
     uint64_t spare_count;
     atomic_ulong appended_bytes, scored_bytes, fetched_bytes, attended_bytes;
     atomic_ulong corrupt_pieces, stale_handles;
     uint32_t fork_slot;          /* made for the child between fork's prepare and its end */
+    uint64_t fork_nonce;         /* that slot's: it may be reaped and given to another */
     struct cxlkv_pool *next;     /* all open pools of this process, for fork */
 };
 
@@ -193,10 +196,11 @@ typedef struct chunk {
     uint32_t pages[CHUNK_PAGES];
 } chunk;
 
-/* Filled tokens of a layer's last page: K [kv_heads][piece], then V; shared by forks. */
+/* Filled tokens of a layer's last page, a row each: K of all heads, then V; shared by forks. Token
+ * by token, so that an append touches two runs of bytes and a fork's copy is one. */
 typedef struct tail {
     atomic_uint references;
-    struct tail *next_spare;     /* in the pool's list of tails that wait to be used again */
+    struct tail *next_spare;     /* in the pool's list of tails that nobody uses */
     uint8_t pad[LINE_BYTES - 2 * sizeof(void *)];
     uint8_t data[];
 } tail;
@@ -207,7 +211,7 @@ struct cxlkv_sequence {
     pthread_rwlock_t lock;
     bool released;
     bool expired;
-    uint64_t lease_deadline_ns;  /* CLOCK_BOOTTIME; 0: none */
+    atomic_ulong lease_deadline_ns;  /* CLOCK_BOOTTIME; 0: none; read without the lock */
     chunk **chunks;
     uint32_t chunk_capacity;     /* of the array of pointers; those in use come first, then NULL */
     uint32_t page_count;         /* = layer_tokens[0] / page_tokens */
@@ -257,6 +261,9 @@ int region_map_anonymous(uint64_t bytes, int *fd, uint8_t **base, const char **p
 int region_create_file(const char *path, uint64_t bytes, char *made, size_t made_bytes, int *fd,
                        uint8_t **base, const char **page_kind);
 int region_map_file(int fd, uint64_t bytes, uint8_t **base, const char **page_kind);
+void region_unmap(uint8_t *base, uint64_t bytes, const char *page_kind);
+/* Byte 0 is held while a process joins or leaves, byte 1 (shared) while it uses the pool. */
+enum { ATTACH_BYTE = 0, USE_BYTE = 1 };
 int lock_byte(int fd, off_t offset, bool exclusive, bool wait);
 int unlock_byte(int fd, off_t offset);
 
@@ -277,6 +284,8 @@ int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy);
 void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t tokens, const page_key *key);
 /* Verifies header against page, generation and tokens. */
 int record_check(const cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t tokens);
+/* The same for a held page, by a thread that does not have the host lock. */
+int record_check_unlocked(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t tokens);
 uint32_t *checksum_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_head,
                       uint32_t kind);
 /* Verifies all pieces of (page, layer), once per acquisition of the page by this process. */
@@ -285,7 +294,8 @@ int piece_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_he
                  const void *bytes);
 void verified_set(cxlkv_pool *pool, uint32_t page, uint32_t layer);
 void verified_clear(cxlkv_pool *pool, uint32_t page);
-/* Retires the pages whose bytes overlap [address, address + bytes); returns how many. */
+/* Retires the pages with a byte in the aligned granule at `address`; under the host lock. Returns
+ * how many. */
 uint64_t retire_range(cxlkv_pool *pool, uintptr_t address, size_t bytes);
 
 static inline size_t piece_data_bytes(const cxlkv_layout *layout, uint32_t kind) {
@@ -319,7 +329,10 @@ void host_unregister(cxlkv_pool *pool, uint32_t slot);
 void host_rebuild(cxlkv_pool *pool);      /* lists, holders and index from their primary records */
 uint32_t *held_of(const cxlkv_pool *pool, uint32_t slot);
 int host_recount(cxlkv_pool *pool, char *text, size_t text_bytes);  /* problems found */
-int host_remove_state(const uint8_t identity[16]);
+int host_remove_state(const uint8_t identity[16], int fd);
+/* Round each change, under the lock, of a record that others may hold: a death there is mended. */
+void rewrite_begin(cxlkv_pool *pool, uint32_t page);
+void rewrite_end(cxlkv_pool *pool);
 void process_identify(process_slot *slot);
 uint64_t random_u64(void);
 #if CXLKV_DEBUG >= 2
@@ -336,6 +349,7 @@ void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 void pages_drop(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 void pages_drop_slot(cxlkv_pool *pool, uint32_t slot, uint32_t page, uint32_t references);
 void page_settle(cxlkv_pool *pool, uint32_t page);   /* frees it if nothing needs it any more */
+uint64_t page_retire(cxlkv_pool *pool, uint32_t page);   /* for good; returns 1 if it was not yet */
 int full_error(cxlkv_pool *pool, uint32_t wanted);
 
 /* ---- index.c: all under the host lock ---- */
@@ -349,7 +363,9 @@ int pool_enter(cxlkv_pool *pool);         /* read lock; -CXLKV_E_CLOSED */
 void pool_leave(cxlkv_pool *pool);
 void pool_retain(cxlkv_pool *pool);
 void pool_drop(cxlkv_pool *pool);
+/* After a SIGBUS: retires what was hit. The second is for a thread that has the host lock. */
 int poison_error(cxlkv_pool *pool, const guard *fault);
+int poison_error_locked(cxlkv_pool *pool, const guard *fault);
 uint64_t boottime_ns(void);
 
 /* ---- sequence.c ---- */
@@ -368,24 +384,27 @@ tail *tail_make(cxlkv_pool *pool);
 tail *tail_copy(cxlkv_pool *pool, tail *from, uint32_t filled);  /* its first tokens */
 void tail_drop(cxlkv_pool *pool, tail *tail);
 void tails_discard(cxlkv_pool *pool);
-/* A line more than the piece: pieces 4 KiB apart would all fall into one set of the L1 cache. */
-static inline uint64_t tail_stride(const cxlkv_pool *pool, uint32_t kind) {
-    const cxlkv_geometry *g = &pool->geometry;
-    return (kind == PIECE_KEYS ? g->key_piece_bytes : g->value_piece_bytes) + LINE_BYTES;
+/* A line more than a token: rows 4 KiB apart would all fall into one set of the L1 cache. */
+static inline size_t tail_row_bytes(const cxlkv_pool *pool) {
+    const cxlkv_layout *layout = &pool->layout;
+    uint64_t dims = (uint64_t)layout->kv_heads * (layout->head_dim + layout->value_head_dim);
+    return align_up(dims * dtype_bytes(layout->dtype), LINE_BYTES) + LINE_BYTES;
 }
-static inline uint8_t *tail_piece(const cxlkv_pool *pool, tail *tail, uint32_t kind,
-                                  uint32_t head) {
-    uint64_t key_stride = tail_stride(pool, PIECE_KEYS);
-    if (kind == PIECE_KEYS) return tail->data + head * key_stride;
-    return tail->data + pool->layout.kv_heads * key_stride + head * tail_stride(pool, PIECE_VALUES);
+/* Where K or V of a head begin in the row of token 0. */
+static inline uint8_t *tail_at(const cxlkv_pool *pool, tail *tail, uint32_t kind, uint32_t head) {
+    const cxlkv_layout *layout = &pool->layout;
+    uint64_t channels = (uint64_t)head * layout->head_dim;
+    if (kind == PIECE_VALUES)
+        channels = (uint64_t)layout->kv_heads * layout->head_dim + head * layout->value_head_dim;
+    return tail->data + channels * dtype_bytes(layout->dtype);
 }
 static inline uint32_t sequence_page(const cxlkv_sequence *sequence, uint32_t index) {
     return sequence->chunks[index / CHUNK_PAGES]->pages[index % CHUNK_PAGES];
 }
 
 /* ---- append.c ---- */
-/* Writes one (page, layer) from head-major pieces (K then V, as in a tail). */
-void page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t tokens);
+/* Writes one (page, layer) from a tail with `tokens` filled, the others zero. */
+int page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t tokens);
 
 /* ---- batch.c ---- */
 int batch_lock(cxlkv_batch *batch, bool write);
@@ -407,16 +426,26 @@ typedef struct layer_view {
     uint32_t layer;
 } layer_view;
 layer_view view_of(cxlkv_sequence *sequence, uint32_t layer);
-/* First of kv_heads pieces of page `index` of the view; *stride is the distance of two. */
-static inline const uint8_t *view_pieces(const layer_view *view, uint32_t index, uint32_t kind,
-                                         uint64_t *stride) {
+/* K or V of one page, all heads: where head 0, token 0 is, and how far the next ones are. */
+typedef struct page_rows {
+    const uint8_t *first;
+    uint64_t head_bytes;
+    size_t row_bytes;
+} page_rows;
+static inline page_rows view_rows(const layer_view *view, uint32_t index, uint32_t kind) {
     cxlkv_pool *pool = view->sequence->pool;
     const cxlkv_geometry *g = &pool->geometry;
-    *stride = kind == PIECE_KEYS ? g->key_piece_bytes : g->value_piece_bytes;
-    if (index < view->complete)
-        return pieces_of(pool, sequence_page(view->sequence, index), view->layer, kind);
-    *stride = tail_stride(pool, kind);
-    return tail_piece(pool, view->sequence->tails[view->layer], kind, 0);
+    size_t dim = kind == PIECE_KEYS ? pool->layout.head_dim : pool->layout.value_head_dim;
+    page_rows rows = {.row_bytes = dim * dtype_bytes(pool->layout.dtype)};
+    if (index < view->complete) {
+        rows.first = pieces_of(pool, sequence_page(view->sequence, index), view->layer, kind);
+        rows.head_bytes = kind == PIECE_KEYS ? g->key_piece_bytes : g->value_piece_bytes;
+    } else {
+        rows.first = tail_at(pool, view->sequence->tails[view->layer], kind, 0);
+        rows.head_bytes = rows.row_bytes;
+        rows.row_bytes = tail_row_bytes(pool);
+    }
+    return rows;
 }
 /* Tokens that page `index` holds. */
 static inline uint32_t view_filled(const layer_view *view, uint32_t index) {

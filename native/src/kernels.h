@@ -28,22 +28,23 @@ typedef struct kernels {
     /* logits[j * logit_stride + t] =
      *     scale * sum over d of queries[j * dim + d] * keys[t * dim + d].
      * fp32 accumulators; |error| <= (dim + 2) * eps * |scale| * sum of |query * key|. */
-    void (*score)(int dtype, const void *keys, uint32_t tokens, uint32_t dim, const float *queries,
-                  uint32_t query_count, float scale, float *logits, size_t logit_stride);
+    void (*score)(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
+                  const float *queries, uint32_t query_count, float scale, float *logits,
+                  size_t logit_stride);
 
     /* maxima[j] = the largest logit of query j over the tokens, the same numbers as `score` would
      * write, without writing them. One NaN logit makes the maximum NaN: a broken key is chosen and
      * seen, never hidden. */
-    void (*score_max)(int dtype, const void *keys, uint32_t tokens, uint32_t dim,
+    void (*score_max)(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
                       const float *queries, uint32_t query_count, float scale, float *maxima);
 
     /* accumulator[j * dim + d] +=
      *     sum over t of weights[j * weight_stride + t] * values[t * dim + d].
      * fp32 accumulators; |error| <= (tokens + 1) * eps * (|accumulator| + sum of |weight * value|).
      * A weight of 0 does not mask a value that is infinite or NaN. */
-    void (*accumulate)(int dtype, const void *values, uint32_t tokens, uint32_t dim,
-                       const float *weights, size_t weight_stride, uint32_t query_count,
-                       float *accumulator);
+    void (*accumulate)(int dtype, const void *values, size_t row_bytes, uint32_t tokens,
+                       uint32_t dim, const float *weights, size_t weight_stride,
+                       uint32_t query_count, float *accumulator);
 
     /* bounds[j] = scale * sum over d of max(q[d] * minimum[d], q[d] * maximum[d]), scale > 0: no
      * key under this digest scores more, rounding aside. The larger product is picked by the sign

@@ -92,9 +92,8 @@ INLINE __m256 dot_block(int dtype, const char *const keys[TOKEN_BLOCK], uint32_t
      * gets its own sum. */
     const int chains = queries_here <= 2 ? 2 : 1;
     __m256 sums[TOKEN_BLOCK][QUERY_BLOCK][2];
-    UNROLL for (int t = 0; t < TOKEN_BLOCK; t++)
-        UNROLL for (int j = 0; j < QUERY_BLOCK; j++)
-            sums[t][j][0] = sums[t][j][1] = _mm256_setzero_ps();
+    UNROLL for (int t = 0; t < TOKEN_BLOCK; t++) UNROLL for (int j = 0; j < QUERY_BLOCK; j++)
+        sums[t][j][0] = sums[t][j][1] = _mm256_setzero_ps();
 
     size_t bytes = element_bytes(dtype);
     uint32_t d = 0;
@@ -102,15 +101,14 @@ INLINE __m256 dot_block(int dtype, const char *const keys[TOKEN_BLOCK], uint32_t
         __m256 steps[TOKEN_BLOCK][2];
         UNROLL for (int t = 0; t < TOKEN_BLOCK; t++)
             load_step(dtype, keys[t] + d * bytes, steps[t]);
-        UNROLL for (int half = 0; half < 2; half++)
-            UNROLL for (int j = 0; j < queries_here; j++) {
-                __m256 query = _mm256_loadu_ps(queries + (size_t)j * dim + d + half * LANES);
-                KEEP_IN_REGISTER(query);
-                UNROLL for (int t = 0; t < TOKEN_BLOCK; t++) {
-                    __m256 *sum = &sums[t][j][half % chains];
-                    *sum = _mm256_fmadd_ps(steps[t][half], query, *sum);
-                }
+        UNROLL for (int half = 0; half < 2; half++) UNROLL for (int j = 0; j < queries_here; j++) {
+            __m256 query = _mm256_loadu_ps(queries + (size_t)j * dim + d + half * LANES);
+            KEEP_IN_REGISTER(query);
+            UNROLL for (int t = 0; t < TOKEN_BLOCK; t++) {
+                __m256 *sum = &sums[t][j][half % chains];
+                *sum = _mm256_fmadd_ps(steps[t][half], query, *sum);
             }
+        }
     }
     for (; d < dim; d += LANES) {
         uint32_t here = dim - d < LANES ? dim - d : LANES;
@@ -124,9 +122,8 @@ INLINE __m256 dot_block(int dtype, const char *const keys[TOKEN_BLOCK], uint32_t
     }
 
     if (chains == 2)
-        UNROLL for (int t = 0; t < TOKEN_BLOCK; t++)
-            UNROLL for (int j = 0; j < queries_here; j++)
-                sums[t][j][0] = _mm256_add_ps(sums[t][j][0], sums[t][j][1]);
+        UNROLL for (int t = 0; t < TOKEN_BLOCK; t++) UNROLL for (int j = 0; j < queries_here; j++)
+            sums[t][j][0] = _mm256_add_ps(sums[t][j][0], sums[t][j][1]);
     __m256 first = half_sums(sums[0][0][0], sums[0][1][0], sums[0][2][0], sums[0][3][0]);
     __m256 second = half_sums(sums[1][0][0], sums[1][1][0], sums[1][2][0], sums[1][3][0]);
     return _mm256_add_ps(_mm256_permute2f128_ps(first, second, 0x20),
@@ -149,8 +146,7 @@ INLINE void store_logits(__m256 block, float *logits, size_t logit_stride, int q
     } else {
         float lanes[QUERY_BLOCK];
         _mm_storeu_ps(lanes, first);
-        UNROLL for (int j = 0; j < queries_here; j++)
-            logits[(size_t)j * logit_stride] = lanes[j];
+        UNROLL for (int j = 0; j < queries_here; j++) logits[(size_t)j * logit_stride] = lanes[j];
     }
 }
 
@@ -180,10 +176,9 @@ INLINE void score_block(int dtype, const char *const keys[TOKEN_BLOCK], uint32_t
         store_logits(block, logits, logit_stride, queries_here, tokens_here);
 }
 
-INLINE void score_as(int dtype, const char *keys, uint32_t tokens, uint32_t dim,
+INLINE void score_as(int dtype, const char *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
                      const float *queries, uint32_t query_count, float scale, float *logits,
                      size_t logit_stride, float *maxima) {
-    size_t row_bytes = dim * element_bytes(dtype);
     for (uint32_t t = 0; t < tokens; t += TOKEN_BLOCK) {
         const char *row = keys + t * row_bytes;
         uint32_t here = tokens - t < TOKEN_BLOCK ? tokens - t : TOKEN_BLOCK;
@@ -217,37 +212,39 @@ INLINE void score_as(int dtype, const char *keys, uint32_t tokens, uint32_t dim,
 
 /* Not inlined, so that there is one copy of the inner loops. */
 static __attribute__((noinline)) void
-score_or_maximum(int dtype, const void *keys, uint32_t tokens, uint32_t dim, const float *queries,
-                 uint32_t query_count, float scale, float *logits, size_t logit_stride,
-                 float *maxima) {
+score_or_maximum(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
+                 const float *queries, uint32_t query_count, float scale, float *logits,
+                 size_t logit_stride, float *maxima) {
     switch (dtype) {
     case KERNEL_BFLOAT16:
-        score_as(KERNEL_BFLOAT16, keys, tokens, dim, queries, query_count, scale, logits,
+        score_as(KERNEL_BFLOAT16, keys, row_bytes, tokens, dim, queries, query_count, scale, logits,
                  logit_stride, maxima);
         return;
     case KERNEL_FLOAT16:
-        score_as(KERNEL_FLOAT16, keys, tokens, dim, queries, query_count, scale, logits,
+        score_as(KERNEL_FLOAT16, keys, row_bytes, tokens, dim, queries, query_count, scale, logits,
                  logit_stride, maxima);
         return;
     case KERNEL_FLOAT32:
-        score_as(KERNEL_FLOAT32, keys, tokens, dim, queries, query_count, scale, logits,
+        score_as(KERNEL_FLOAT32, keys, row_bytes, tokens, dim, queries, query_count, scale, logits,
                  logit_stride, maxima);
         return;
     }
     assert(!"a dtype");
 }
 
-static void score(int dtype, const void *keys, uint32_t tokens, uint32_t dim, const float *queries,
-                  uint32_t query_count, float scale, float *logits, size_t logit_stride) {
-    score_or_maximum(dtype, keys, tokens, dim, queries, query_count, scale, logits, logit_stride,
-                     NULL);
+static void score(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
+                  const float *queries, uint32_t query_count, float scale, float *logits,
+                  size_t logit_stride) {
+    score_or_maximum(dtype, keys, row_bytes, tokens, dim, queries, query_count, scale, logits,
+                     logit_stride, NULL);
 }
 
-static void score_max(int dtype, const void *keys, uint32_t tokens, uint32_t dim,
+static void score_max(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
                       const float *queries, uint32_t query_count, float scale, float *maxima) {
     for (uint32_t j = 0; j < query_count; j++)
         maxima[j] = -INFINITY;
-    score_or_maximum(dtype, keys, tokens, dim, queries, query_count, scale, NULL, 0, maxima);
+    score_or_maximum(dtype, keys, row_bytes, tokens, dim, queries, query_count, scale, NULL, 0,
+                     maxima);
 }
 
 /* `steps` (1 or 2) times 16 columns of the accumulator, in registers over the chunk's tokens. */
@@ -256,22 +253,20 @@ INLINE void accumulate_steps(int dtype, int steps, const char *values, size_t ro
                              int queries_here, float *accumulator, uint32_t dim) {
     const int vectors = 2 * steps;
     __m256 sums[QUERY_BLOCK][4];
-    UNROLL for (int j = 0; j < queries_here; j++)
-        UNROLL for (int v = 0; v < vectors; v++)
-            sums[j][v] = _mm256_loadu_ps(accumulator + (size_t)j * dim + v * LANES);
+    UNROLL for (int j = 0; j < queries_here; j++) UNROLL for (int v = 0; v < vectors; v++)
+        sums[j][v] = _mm256_loadu_ps(accumulator + (size_t)j * dim + v * LANES);
     for (size_t t = 0; t < tokens; t++) {
         __m256 row[4];
         UNROLL for (int i = 0; i < steps; i++)
             load_step(dtype, values + t * row_bytes + i * STEP * element_bytes(dtype), row + 2 * i);
         UNROLL for (int j = 0; j < queries_here; j++) {
             __m256 weight = _mm256_broadcast_ss(weights + (size_t)j * weight_stride + t);
-            UNROLL for (int v = 0; v < vectors; v++)
-                sums[j][v] = _mm256_fmadd_ps(row[v], weight, sums[j][v]);
+            UNROLL for (int v = 0; v < vectors; v++) sums[j][v] =
+                _mm256_fmadd_ps(row[v], weight, sums[j][v]);
         }
     }
-    UNROLL for (int j = 0; j < queries_here; j++)
-        UNROLL for (int v = 0; v < vectors; v++)
-            _mm256_storeu_ps(accumulator + (size_t)j * dim + v * LANES, sums[j][v]);
+    UNROLL for (int j = 0; j < queries_here; j++) UNROLL for (int v = 0; v < vectors; v++)
+        _mm256_storeu_ps(accumulator + (size_t)j * dim + v * LANES, sums[j][v]);
 }
 
 /* The last columns of an odd dim, at most 8 at a time. */
@@ -313,13 +308,13 @@ INLINE void accumulate_block(int dtype, const char *values, size_t row_bytes, ui
     }
 }
 
-INLINE void accumulate_as(int dtype, const char *values, uint32_t tokens, uint32_t dim,
-                          const float *weights, size_t weight_stride, uint32_t query_count,
-                          float *accumulator) {
-    size_t row_bytes = dim * element_bytes(dtype);
+INLINE void accumulate_as(int dtype, const char *values, size_t row_bytes, uint32_t tokens,
+                          uint32_t dim, const float *weights, size_t weight_stride,
+                          uint32_t query_count, float *accumulator) {
+    size_t bytes = dim * element_bytes(dtype);
     /* A chunk and the next one must stay in the first cache while the columns are walked. */
     enum { CHUNK_BYTES = 8192 };
-    uint32_t chunk = row_bytes < CHUNK_BYTES ? (uint32_t)(CHUNK_BYTES / row_bytes) : 1;
+    uint32_t chunk = bytes < CHUNK_BYTES ? (uint32_t)(CHUNK_BYTES / bytes) : 1;
     for (uint32_t t = 0; t < tokens; t += chunk) {
         const char *rows = values + t * row_bytes;
         uint32_t here = tokens - t < chunk ? tokens - t : chunk;
@@ -347,21 +342,21 @@ INLINE void accumulate_as(int dtype, const char *values, uint32_t tokens, uint32
     }
 }
 
-static void accumulate(int dtype, const void *values, uint32_t tokens, uint32_t dim,
-                       const float *weights, size_t weight_stride, uint32_t query_count,
-                       float *accumulator) {
+static void accumulate(int dtype, const void *values, size_t row_bytes, uint32_t tokens,
+                       uint32_t dim, const float *weights, size_t weight_stride,
+                       uint32_t query_count, float *accumulator) {
     switch (dtype) {
     case KERNEL_BFLOAT16:
-        accumulate_as(KERNEL_BFLOAT16, values, tokens, dim, weights, weight_stride, query_count,
-                      accumulator);
+        accumulate_as(KERNEL_BFLOAT16, values, row_bytes, tokens, dim, weights, weight_stride,
+                      query_count, accumulator);
         return;
     case KERNEL_FLOAT16:
-        accumulate_as(KERNEL_FLOAT16, values, tokens, dim, weights, weight_stride, query_count,
-                      accumulator);
+        accumulate_as(KERNEL_FLOAT16, values, row_bytes, tokens, dim, weights, weight_stride,
+                      query_count, accumulator);
         return;
     case KERNEL_FLOAT32:
-        accumulate_as(KERNEL_FLOAT32, values, tokens, dim, weights, weight_stride, query_count,
-                      accumulator);
+        accumulate_as(KERNEL_FLOAT32, values, row_bytes, tokens, dim, weights, weight_stride,
+                      query_count, accumulator);
         return;
     }
     assert(!"a dtype");
@@ -377,19 +372,16 @@ INLINE void bound_block(int dtype, const char *digest, uint32_t dim, const float
     const char *maxima = digest + dim * element_bytes(dtype);
     size_t bytes = element_bytes(dtype);
     __m256 sums[QUERY_BLOCK][2];
-    UNROLL for (int j = 0; j < QUERY_BLOCK; j++)
-        sums[j][0] = sums[j][1] = _mm256_setzero_ps();
+    UNROLL for (int j = 0; j < QUERY_BLOCK; j++) sums[j][0] = sums[j][1] = _mm256_setzero_ps();
     uint32_t d = 0;
     for (; d + STEP <= dim; d += STEP) {
         __m256 minimum[2], maximum[2];
         load_step(dtype, digest + d * bytes, minimum);
         load_step(dtype, maxima + d * bytes, maximum);
-        UNROLL for (int j = 0; j < queries_here; j++)
-            UNROLL for (int half = 0; half < 2; half++) {
-                __m256 query = _mm256_loadu_ps(queries + (size_t)j * dim + d + half * LANES);
-                sums[j][half] =
-                    add_larger_product(query, minimum[half], maximum[half], sums[j][half]);
-            }
+        UNROLL for (int j = 0; j < queries_here; j++) UNROLL for (int half = 0; half < 2; half++) {
+            __m256 query = _mm256_loadu_ps(queries + (size_t)j * dim + d + half * LANES);
+            sums[j][half] = add_larger_product(query, minimum[half], maximum[half], sums[j][half]);
+        }
     }
     for (; d < dim; d += LANES) {
         uint32_t here = dim - d < LANES ? dim - d : LANES;
@@ -400,11 +392,9 @@ INLINE void bound_block(int dtype, const char *digest, uint32_t dim, const float
             sums[j][0] = add_larger_product(query, minimum, maximum, sums[j][0]);
         }
     }
-    UNROLL for (int j = 0; j < QUERY_BLOCK; j++)
-        sums[j][0] = _mm256_add_ps(sums[j][0], sums[j][1]);
+    UNROLL for (int j = 0; j < QUERY_BLOCK; j++) sums[j][0] = _mm256_add_ps(sums[j][0], sums[j][1]);
     __m256 halves = half_sums(sums[0][0], sums[1][0], sums[2][0], sums[3][0]);
-    __m128 total =
-        _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+    __m128 total = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
     _mm_maskstore_ps(bounds, _mm256_castsi256_si128(first_lanes((uint32_t)queries_here)),
                      _mm_mul_ps(total, _mm_set1_ps(scale)));
 }
@@ -483,10 +473,10 @@ INLINE void resolve(int dtype, extremes found, __m256i *minimum, __m256i *maximu
         has_negative = _mm256_cmpgt_epi32(zero, found.max_unsigned);
         has_positive = _mm256_cmpgt_epi32(found.max_signed, _mm256_set1_epi32(-1));
         /* Among negative numbers the signed order is the unsigned one. */
-        is_nan = _mm256_or_si256(
-            _mm256_cmpgt_epi32(found.max_signed, infinity),
-            _mm256_and_si256(has_negative,
-                             _mm256_cmpgt_epi32(found.max_unsigned, negative_infinity)));
+        is_nan =
+            _mm256_or_si256(_mm256_cmpgt_epi32(found.max_signed, infinity),
+                            _mm256_and_si256(has_negative, _mm256_cmpgt_epi32(found.max_unsigned,
+                                                                              negative_infinity)));
         nan = _mm256_set1_epi32(0x7fc00000);
     } else {
         short infinity_bits = dtype == KERNEL_BFLOAT16 ? 0x7f80 : 0x7c00;
@@ -494,10 +484,10 @@ INLINE void resolve(int dtype, extremes found, __m256i *minimum, __m256i *maximu
         __m256i negative_infinity = _mm256_set1_epi16((short)(infinity_bits | 0x8000));
         has_negative = _mm256_cmpgt_epi16(zero, found.max_unsigned);
         has_positive = _mm256_cmpgt_epi16(found.max_signed, _mm256_set1_epi16(-1));
-        is_nan = _mm256_or_si256(
-            _mm256_cmpgt_epi16(found.max_signed, infinity),
-            _mm256_and_si256(has_negative,
-                             _mm256_cmpgt_epi16(found.max_unsigned, negative_infinity)));
+        is_nan =
+            _mm256_or_si256(_mm256_cmpgt_epi16(found.max_signed, infinity),
+                            _mm256_and_si256(has_negative, _mm256_cmpgt_epi16(found.max_unsigned,
+                                                                              negative_infinity)));
         nan = _mm256_set1_epi16(dtype == KERNEL_BFLOAT16 ? 0x7fc0 : 0x7e00);
     }
     __m256i low = _mm256_blendv_epi8(found.min_unsigned, found.max_unsigned, has_negative);
@@ -510,8 +500,7 @@ INLINE void resolve(int dtype, extremes found, __m256i *minimum, __m256i *maximu
 INLINE void digest_columns(int dtype, const char *keys, size_t stride_bytes, uint32_t tokens,
                            int vectors, char *minima, char *maxima) {
     extremes found[4];
-    UNROLL for (int v = 0; v < vectors; v++)
-        found[v] = no_extremes(dtype);
+    UNROLL for (int v = 0; v < vectors; v++) found[v] = no_extremes(dtype);
     for (uint32_t t = 0; t < tokens; t++, keys += stride_bytes)
         UNROLL for (int v = 0; v < vectors; v++) {
             __m256i bits = _mm256_loadu_si256((const __m256i *)keys + v);
@@ -592,8 +581,7 @@ INLINE __m256 exponential(__m256 x) {
     r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0x1.7f7d1cp-20f), r);
     static const float terms[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
     __m256 sum = _mm256_set1_ps(1.0f / 5040);
-    UNROLL for (int i = 0; i < 7; i++)
-        sum = _mm256_fmadd_ps(sum, r, _mm256_set1_ps(terms[i]));
+    UNROLL for (int i = 0; i < 7; i++) sum = _mm256_fmadd_ps(sum, r, _mm256_set1_ps(terms[i]));
     __m256i whole = _mm256_cvtps_epi32(n);
     __m256i half = _mm256_srai_epi32(whole, 1);
     sum = _mm256_mul_ps(sum, power_of_two(half));

@@ -25,9 +25,7 @@ static uint32_t bits_of_float(float value) {
     return bits;
 }
 
-static float float_of_bfloat16(uint16_t half) {
-    return float_of_bits((uint32_t)half << 16);
-}
+static float float_of_bfloat16(uint16_t half) { return float_of_bits((uint32_t)half << 16); }
 
 static uint16_t bfloat16_of_float(float value) {
     uint32_t bits = bits_of_float(value);
@@ -84,52 +82,54 @@ INLINE void store(int dtype, void *elements, size_t index, float value) {
         memcpy((char *)elements + index * 4, &value, 4);
         return;
     }
-    uint16_t half =
-        dtype == KERNEL_BFLOAT16 ? bfloat16_of_float(value) : float16_of_float(value);
+    uint16_t half = dtype == KERNEL_BFLOAT16 ? bfloat16_of_float(value) : float16_of_float(value);
     memcpy((char *)elements + index * 2, &half, 2);
 }
 
-INLINE float logit(int dtype, const void *keys, size_t token, uint32_t dim, const float *query,
-                   float scale) {
+INLINE float logit(int dtype, const char *key, uint32_t dim, const float *query, float scale) {
     float sum = 0;
     for (uint32_t d = 0; d < dim; d++)
-        sum += query[d] * load(dtype, keys, token * dim + d);
+        sum += query[d] * load(dtype, key, d);
     return scale * sum;
 }
 
-INLINE void score_as(int dtype, const void *keys, uint32_t tokens, uint32_t dim,
+INLINE void score_as(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
                      const float *queries, uint32_t query_count, float scale, float *logits,
                      size_t logit_stride) {
     for (uint32_t t = 0; t < tokens; t++)
         for (size_t j = 0; j < query_count; j++)
-            logits[j * logit_stride + t] = logit(dtype, keys, t, dim, queries + j * dim, scale);
+            logits[j * logit_stride + t] =
+                logit(dtype, (const char *)keys + t * row_bytes, dim, queries + j * dim, scale);
 }
 
-static void score(int dtype, const void *keys, uint32_t tokens, uint32_t dim, const float *queries,
-                  uint32_t query_count, float scale, float *logits, size_t logit_stride) {
+static void score(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
+                  const float *queries, uint32_t query_count, float scale, float *logits,
+                  size_t logit_stride) {
     switch (dtype) {
     case KERNEL_BFLOAT16:
-        score_as(KERNEL_BFLOAT16, keys, tokens, dim, queries, query_count, scale, logits,
+        score_as(KERNEL_BFLOAT16, keys, row_bytes, tokens, dim, queries, query_count, scale, logits,
                  logit_stride);
         return;
     case KERNEL_FLOAT16:
-        score_as(KERNEL_FLOAT16, keys, tokens, dim, queries, query_count, scale, logits,
+        score_as(KERNEL_FLOAT16, keys, row_bytes, tokens, dim, queries, query_count, scale, logits,
                  logit_stride);
         return;
     case KERNEL_FLOAT32:
-        score_as(KERNEL_FLOAT32, keys, tokens, dim, queries, query_count, scale, logits,
+        score_as(KERNEL_FLOAT32, keys, row_bytes, tokens, dim, queries, query_count, scale, logits,
                  logit_stride);
         return;
     }
     assert(!"a dtype");
 }
 
-INLINE void score_max_as(int dtype, const void *keys, uint32_t tokens, uint32_t dim,
-                         const float *queries, uint32_t query_count, float scale, float *maxima) {
+INLINE void score_max_as(int dtype, const void *keys, size_t row_bytes, uint32_t tokens,
+                         uint32_t dim, const float *queries, uint32_t query_count, float scale,
+                         float *maxima) {
     for (size_t j = 0; j < query_count; j++) {
         float maximum = -INFINITY;
         for (uint32_t t = 0; t < tokens; t++) {
-            float value = logit(dtype, keys, t, dim, queries + j * dim, scale);
+            float value =
+                logit(dtype, (const char *)keys + t * row_bytes, dim, queries + j * dim, scale);
             if (value > maximum || isnan(value)) /* nothing is greater than a NaN: it stays */
                 maximum = value;
         }
@@ -137,47 +137,50 @@ INLINE void score_max_as(int dtype, const void *keys, uint32_t tokens, uint32_t 
     }
 }
 
-static void score_max(int dtype, const void *keys, uint32_t tokens, uint32_t dim,
+static void score_max(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
                       const float *queries, uint32_t query_count, float scale, float *maxima) {
     switch (dtype) {
     case KERNEL_BFLOAT16:
-        score_max_as(KERNEL_BFLOAT16, keys, tokens, dim, queries, query_count, scale, maxima);
+        score_max_as(KERNEL_BFLOAT16, keys, row_bytes, tokens, dim, queries, query_count, scale,
+                     maxima);
         return;
     case KERNEL_FLOAT16:
-        score_max_as(KERNEL_FLOAT16, keys, tokens, dim, queries, query_count, scale, maxima);
+        score_max_as(KERNEL_FLOAT16, keys, row_bytes, tokens, dim, queries, query_count, scale,
+                     maxima);
         return;
     case KERNEL_FLOAT32:
-        score_max_as(KERNEL_FLOAT32, keys, tokens, dim, queries, query_count, scale, maxima);
+        score_max_as(KERNEL_FLOAT32, keys, row_bytes, tokens, dim, queries, query_count, scale,
+                     maxima);
         return;
     }
     assert(!"a dtype");
 }
 
-INLINE void accumulate_as(int dtype, const void *values, uint32_t tokens, uint32_t dim,
-                          const float *weights, size_t weight_stride, uint32_t query_count,
-                          float *accumulator) {
+INLINE void accumulate_as(int dtype, const void *values, size_t row_bytes, uint32_t tokens,
+                          uint32_t dim, const float *weights, size_t weight_stride,
+                          uint32_t query_count, float *accumulator) {
     for (size_t t = 0; t < tokens; t++)
         for (size_t j = 0; j < query_count; j++)
             for (uint32_t d = 0; d < dim; d++)
-                accumulator[j * dim + d] +=
-                    weights[j * weight_stride + t] * load(dtype, values, t * dim + d);
+                accumulator[j * dim + d] += weights[j * weight_stride + t] *
+                                            load(dtype, (const char *)values + t * row_bytes, d);
 }
 
-static void accumulate(int dtype, const void *values, uint32_t tokens, uint32_t dim,
-                       const float *weights, size_t weight_stride, uint32_t query_count,
-                       float *accumulator) {
+static void accumulate(int dtype, const void *values, size_t row_bytes, uint32_t tokens,
+                       uint32_t dim, const float *weights, size_t weight_stride,
+                       uint32_t query_count, float *accumulator) {
     switch (dtype) {
     case KERNEL_BFLOAT16:
-        accumulate_as(KERNEL_BFLOAT16, values, tokens, dim, weights, weight_stride, query_count,
-                      accumulator);
+        accumulate_as(KERNEL_BFLOAT16, values, row_bytes, tokens, dim, weights, weight_stride,
+                      query_count, accumulator);
         return;
     case KERNEL_FLOAT16:
-        accumulate_as(KERNEL_FLOAT16, values, tokens, dim, weights, weight_stride, query_count,
-                      accumulator);
+        accumulate_as(KERNEL_FLOAT16, values, row_bytes, tokens, dim, weights, weight_stride,
+                      query_count, accumulator);
         return;
     case KERNEL_FLOAT32:
-        accumulate_as(KERNEL_FLOAT32, values, tokens, dim, weights, weight_stride, query_count,
-                      accumulator);
+        accumulate_as(KERNEL_FLOAT32, values, row_bytes, tokens, dim, weights, weight_stride,
+                      query_count, accumulator);
         return;
     }
     assert(!"a dtype");

@@ -102,9 +102,26 @@ void page_settle(cxlkv_pool *pool, uint32_t page) {
     if (info->holders || info->published || info->retired || info->quarantined) return;
     if (is_free(pool, page)) return;
     /* First the new generation, then the page may be given away: no old handle fits it. */
-    descriptor_write(pool, page, ++info->generation, PAGE_FREE, 0, NULL);
+    guard fault;
+    rewrite_begin(pool, page);
+    GUARD_BEGIN(fault) {
+        descriptor_write(pool, page, ++info->generation, PAGE_FREE, 0, NULL);
+    } GUARD_END(fault, page_retire(pool, page))
+    rewrite_end(pool);
+    if (info->retired) return;
     set_mask(pool, run, (uint16_t)(pool->runs[run].free_mask | 1u << page % RUN_SLOTS));
     pool->host->free_pages++;
+}
+
+uint64_t page_retire(cxlkv_pool *pool, uint32_t page) {
+    uint32_t run = page / RUN_SLOTS;
+    if (is_free(pool, page)) {
+        set_mask(pool, run, (uint16_t)(pool->runs[run].free_mask & ~(1u << page % RUN_SLOTS)));
+        pool->host->free_pages--;
+    }
+    uint64_t first_time = !pool->pages[page].retired;
+    pool->pages[page].retired = 1;
+    return first_time;
 }
 
 void pages_drop_slot(cxlkv_pool *pool, uint32_t slot, uint32_t page, uint32_t references) {
@@ -120,45 +137,42 @@ void pages_drop(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
     for (uint32_t i = 0; i < count; i++) pages_drop_slot(pool, pool->slot, pages[i], 1);
 }
 
+static bool is_loose(const cxlkv_pool *pool, uint32_t page) {
+    return pool->loose[page / 64] >> page % 64 & 1;
+}
+
+static void flip_loose(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
+    for (uint32_t i = 0; i < count; i++) pool->loose[pages[i] / 64] ^= 1ull << pages[i] % 64;
+}
+
 int64_t cxlkv_pages_alloc(cxlkv_pool *pool, uint32_t count, uint32_t *pages) {
     int code = pool_enter(pool);
     if (code < 0) return code;
-    code = host_lock_with_room(pool, count);
+    code = host_lock(pool);
     if (code == 0) {
-        guard fault;
-        volatile int outcome = 0;
-        GUARD_BEGIN(fault) {
-            outcome = pages_take(pool, count, NO_PAGE, pages);
-        } GUARD_END(fault, outcome = poison_error(pool, &fault))
-        code = outcome;
+        code = pages_take(pool, count, NO_PAGE, pages);
+        if (code == 0) flip_loose(pool, count, pages);
         host_unlock(pool);
     }
     pool_leave(pool);
     return code < 0 ? code : (int64_t)count;
 }
 
-static int check_owned(const cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
-    for (uint32_t i = 0; i < count; i++) {
-        if (pages[i] >= pool->host->page_count)
-            return fail(CXLKV_E_ARGUMENT, "page %u is outside the pool's %u", pages[i],
-                        pool->host->page_count);
-        if (pool->held[pages[i]] == 0)
-            return fail(CXLKV_E_ARGUMENT, "page %u is not held by this process: freed twice?",
-                        pages[i]);
-    }
-    return 0;
-}
-
+/* All or nothing. A sequence's page is not loose: it goes when the sequence does. */
 static int free_pages(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
-    int code = check_owned(pool, count, pages);
-    for (uint32_t i = 0; code == 0 && i < count; i++) {
-        /* A page named twice in one list is found here, when its last reference is gone. */
-        if (pool->held[pages[i]] == 0)
-            code = fail(CXLKV_E_ARGUMENT, "page %u is in the list twice", pages[i]);
-        else
-            pages_drop_slot(pool, pool->slot, pages[i], 1);
+    for (uint32_t i = 0; i < count; i++) {
+        if (pages[i] < pool->host->page_count && is_loose(pool, pages[i])) {
+            flip_loose(pool, 1, &pages[i]);
+            continue;
+        }
+        flip_loose(pool, i, pages);
+        return fail(CXLKV_E_ARGUMENT,
+                    "page %u of %u was not taken by alloc() in this process, or was freed already. "
+                    "No page was freed",
+                    pages[i], pool->host->page_count);
     }
-    return code;
+    pages_drop(pool, count, pages);
+    return 0;
 }
 
 int64_t cxlkv_pages_free(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
@@ -166,12 +180,7 @@ int64_t cxlkv_pages_free(cxlkv_pool *pool, uint32_t count, const uint32_t *pages
     if (code < 0) return code;
     code = host_lock(pool);
     if (code == 0) {
-        guard fault;
-        volatile int outcome = 0;
-        GUARD_BEGIN(fault) {
-            outcome = free_pages(pool, count, pages);
-        } GUARD_END(fault, outcome = poison_error(pool, &fault))
-        code = outcome;
+        code = free_pages(pool, count, pages);
         host_unlock(pool);
     }
     pool_leave(pool);

@@ -42,12 +42,32 @@ int pool_enter(cxlkv_pool *pool) {
 
 void pool_leave(cxlkv_pool *pool) { pthread_rwlock_unlock(&pool->operations); }
 
-int poison_error(cxlkv_pool *pool, const guard *fault) {
+int poison_error_locked(cxlkv_pool *pool, const guard *fault) {
+    uint64_t offset = fault->address - (uintptr_t)pool->base;
+    if (offset >= pool->geometry.region_bytes)
+        return fail(EFAULT, "bus error in the caller's own array: the file behind it was truncated?");
     uint64_t retired = retire_range(pool, fault->address, fault->granularity_bytes);
     return fail(CXLKV_E_POISON,
-                "bus error reading the pool's memory at offset %lu (poisoned, or the file was "
+                "bus error in the pool's memory at offset %lu (poisoned, or the file was "
                 "truncated): %lu pages were retired. Release the sequence and recompute it",
-                (unsigned long)(fault->address - (uintptr_t)pool->base), retired);
+                offset, retired);
+}
+
+int poison_error(cxlkv_pool *pool, const guard *fault) {
+    if (host_lock(pool) < 0) return -CXLKV_E_TIMEOUT;
+    int code = poison_error_locked(pool, fault);
+    host_unlock(pool);
+    return code;
+}
+
+/* Writers (close, fork) go first: steady traffic must not keep them out. So no operation may enter
+ * twice. */
+static void operations_init(cxlkv_pool *pool) {
+    pthread_rwlockattr_t attributes;
+    pthread_rwlockattr_init(&attributes);
+    pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
+    pthread_rwlock_init(&pool->operations, &attributes);
+    pthread_rwlockattr_destroy(&attributes);
 }
 
 /* ---- fork: the child gets a slot of its own, with the references that it inherits ---- */
@@ -62,6 +82,7 @@ static void fork_prepare(void) {
         if (host_lock(pool) < 0) continue;
         host_reap(pool);
         if (host_register(pool, 2, &pool->fork_slot) == 0) {
+            pool->fork_nonce = pool->host->processes[pool->fork_slot].nonce;
             uint32_t *child = held_of(pool, pool->fork_slot);
             for (uint32_t page = 0; page < pool->host->page_count; page++) {
                 child[page] = pool->held[page];
@@ -80,25 +101,52 @@ static void fork_parent(void) {
     pthread_mutex_unlock(&open_pools_lock);
 }
 
+/* The byte locks belong to the open file, which the fork shares: the child gets one of its own,
+ * so that what it locks and unlocks later does not touch its parent's locks. */
+static bool reopen_region(cxlkv_pool *pool) {
+    char path[32];
+    if (!pool->path) return true;
+    snprintf(path, sizeof(path), "/proc/self/fd/%d", pool->fd);
+    int own = open(path, O_RDWR | O_CLOEXEC);
+    if (own < 0) return false;
+    bool done = lock_byte(own, USE_BYTE, false, true) == 0 && dup3(own, pool->fd, O_CLOEXEC) >= 0;
+    close(own);
+    return done;
+}
+
 /* Until here the slot is in the parent's name: a fork that fails leaves it to the reaper, and a
- * parent that dies at once may have had it reaped. Then, or when no slot was free, the child's copy
- * is closed, and says so when it is used. */
-static void claim_fork_slot(cxlkv_pool *pool) {
-    bool claimed = false;
-    if (pool->fork_slot != UINT32_MAX) {
-        pool->slot = pool->fork_slot;
-        if (host_lock(pool) == 0) {
-            process_slot *slot = &pool->host->processes[pool->slot];
-            claimed = slot->state == 2;
-            if (claimed) {
-                process_identify(slot);
-                slot->state = 1;
-            }
-            host_unlock(pool);
-        }
+ * parent that dies at once may have had it reaped. */
+static bool claim_fork_slot(cxlkv_pool *pool) {
+    pool->held = NULL;
+    if (pool->fork_slot == UINT32_MAX) return false;
+    pool->slot = pool->fork_slot;
+    if (host_lock(pool) < 0) return false;
+    process_slot *slot = &pool->host->processes[pool->slot];
+    bool claimed = slot->state == 2 && slot->nonce == pool->fork_nonce;
+    if (claimed) {
+        process_identify(slot);
+        slot->state = 1;
+        pool->held = held_of(pool, pool->slot);
     }
-    if (claimed) pool->held = held_of(pool, pool->slot);
-    else pool->closed = true;
+    host_unlock(pool);
+    return claimed;
+}
+
+/* When there is no slot for the child, or no lock, its copy is closed and says so when used; the
+ * parent's locks and references stay as they are. */
+static void leave_to_parent(cxlkv_pool *pool) {
+    if (pool->held && host_lock(pool) == 0) {
+        host_unregister(pool, pool->slot);
+        host_unlock(pool);
+    }
+    munmap(pool->host, pool->host->bytes);
+    region_unmap(pool->base, pool->geometry.region_bytes, pool->page_kind);
+    close(pool->host_fd);
+    close(pool->fd);
+    pool->host = NULL;
+    pool->base = NULL;
+    pool->held = NULL;
+    pool->closed = true;
 }
 
 /* Threads and held locks do not cross a fork: all that can be locked is made anew. */
@@ -106,11 +154,11 @@ static void fork_child(void) {
     for (cxlkv_pool *pool = open_pools; pool; pool = pool->next) {
         pthread_mutex_init(&pool->list_lock, NULL);
         pthread_mutex_init(&pool->spare_lock, NULL);
-        pthread_rwlock_init(&pool->operations, NULL);
+        operations_init(pool);
         pool->threads = NULL;
         for (cxlkv_sequence *s = pool->sequences; s; s = s->next)
             pthread_rwlock_init(&s->lock, NULL);
-        claim_fork_slot(pool);
+        if (!claim_fork_slot(pool) || !reopen_region(pool)) leave_to_parent(pool);
     }
     pthread_mutex_init(&open_pools_lock, NULL);
 }
@@ -125,12 +173,11 @@ static void pools_add(cxlkv_pool *pool) {
     pthread_mutex_unlock(&open_pools_lock);
 }
 
+/* Under open_pools_lock. */
 static void pools_remove(cxlkv_pool *pool) {
-    pthread_mutex_lock(&open_pools_lock);
     cxlkv_pool **at = &open_pools;
     while (*at && *at != pool) at = &(*at)->next;
     if (*at) *at = pool->next;
-    pthread_mutex_unlock(&open_pools_lock);
 }
 
 /* ---- making ---- */
@@ -142,26 +189,35 @@ static cxlkv_pool *pool_make(const char *path) {
     pool->slot = pool->fork_slot = UINT32_MAX;
     pool->thread_count = 1;
     atomic_store(&pool->references, 1);
-    pthread_rwlock_init(&pool->operations, NULL);
+    operations_init(pool);
     pthread_mutex_init(&pool->list_lock, NULL);
     pthread_mutex_init(&pool->spare_lock, NULL);
     pool->path = path ? strdup(path) : NULL;
+    if (path && !pool->path) {
+        pool_drop(pool);
+        return NULL;
+    }
     return pool;
 }
 
 static void pool_unmake(cxlkv_pool *pool) {
     host_detach(pool);
-    if (pool->base) munmap(pool->base, align_up(pool->geometry.region_bytes, 4096));
+    if (pool->base) region_unmap(pool->base, pool->geometry.region_bytes, pool->page_kind);
     pool->base = NULL;
     if (pool->fd >= 0) close(pool->fd);
+    pool->fd = -1;
     free(pool->verified);
+    free(pool->loose);
     pool->verified = NULL;
+    pool->loose = NULL;
 }
 
 static int pool_ready(cxlkv_pool *pool) {
     uint64_t bits = (uint64_t)pool->geometry.page_count * pool->layout.layers;
     pool->verified = calloc((bits + 63) / 64, sizeof(*pool->verified));
-    if (!pool->verified) return fail(ENOMEM, "no memory for %lu verification bits", bits);
+    pool->loose = calloc(pool->geometry.page_count / 64 + 1, sizeof(*pool->loose));
+    if (!pool->verified || !pool->loose)
+        return fail(ENOMEM, "no memory for %lu verification bits", bits);
     int code = guard_install();
     if (code == 0) code = host_attach(pool);
     return code;
@@ -269,7 +325,16 @@ int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, uint64_t cap
     if (!pool) return fail(ENOMEM, "no memory for the pool's handle");
     pool->layout = *layout;
     pool->geometry = geometry;
-    return finish(pool, create_region(pool, path, flags & CXLKV_CREATE_FORCE), out);
+    code = create_region(pool, path, flags & CXLKV_CREATE_FORCE);
+    bool placed = code == 0 && path;
+    code = finish(pool, code, out);
+    if (code < 0 && placed) { /* the file is whole, but it was not what the caller asked for */
+        char why[512];
+        snprintf(why, sizeof(why), "%s", cxlkv_error_text());
+        cxlkv_pool_remove(path);
+        fail(-code, "%s", why);
+    }
+    return code;
 }
 
 /* Reads the superblock through the file, not the mapping: a short file is an error, no SIGBUS. */
@@ -314,13 +379,13 @@ int cxlkv_pool_remove(const char *path) {
         code == -CXLKV_E_GEOMETRY)
         return unlink(path) < 0 ? fail(errno, "%s: %s", path, strerror(errno)) : 0;
     if (code < 0) return code;
-    code = lock_byte(fd, 0, true, true);
-    if (code == 0 && lock_byte(fd, 1, true, false) < 0) {
+    code = lock_byte(fd, ATTACH_BYTE, true, true);
+    if (code == 0 && lock_byte(fd, USE_BYTE, true, false) < 0) {
         code = fail(CXLKV_E_BUSY, "%s is in use: close it in the other processes first", path);
     } else if (unlink(path) < 0) {
         code = fail(errno, "%s: cannot remove: %s", path, strerror(errno));
     } else {
-        code = host_remove_state(identity);
+        code = host_remove_state(identity, fd);
     }
     close(fd);
     return code;
@@ -329,8 +394,10 @@ int cxlkv_pool_remove(const char *path) {
 /* ---- closing ---- */
 
 int cxlkv_pool_close(cxlkv_pool *pool) {
-    pools_remove(pool); /* before the lock: fork takes the two in this order */
+    /* Fork takes the two in this order; between them it would copy a pool that it does not see. */
+    pthread_mutex_lock(&open_pools_lock);
     pthread_rwlock_wrlock(&pool->operations);
+    pools_remove(pool);
     if (!pool->closed) {
         pthread_mutex_lock(&pool->list_lock);
         for (cxlkv_sequence *s = pool->sequences; s; s = s->next) s->released = true;
@@ -342,6 +409,7 @@ int cxlkv_pool_close(cxlkv_pool *pool) {
         pool->closed = true;
     }
     pthread_rwlock_unlock(&pool->operations);
+    pthread_mutex_unlock(&open_pools_lock);
     return 0;
 }
 
@@ -510,7 +578,7 @@ int64_t cxlkv_pool_check(cxlkv_pool *pool, uint32_t deep, char *text, uint64_t t
         volatile int outcome = 0;
         GUARD_BEGIN(fault) {
             check_all(pool, deep, &report);
-        } GUARD_END(fault, outcome = poison_error(pool, &fault))
+        } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
         code = outcome;
         host_unlock(pool);
     }

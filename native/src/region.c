@@ -31,6 +31,11 @@ static int map_aligned(int fd, uint64_t bytes, uint8_t **base) {
     return 0;
 }
 
+/* Huge pages are unmapped whole or not at all. */
+void region_unmap(uint8_t *base, uint64_t bytes, const char *page_kind) {
+    munmap(base, align_up(bytes, strcmp(page_kind, "hugetlb") == 0 ? AREA_ALIGNMENT : 4096));
+}
+
 /* What the kernel will back the mapping with, as far as it says. */
 static const char *kind_of(int fd) {
     struct stat status;

@@ -85,18 +85,19 @@ static void max_over_group(const float *maxima, uint64_t rows, uint32_t group, f
 
 /* Scores `queries` queries against the first `tokens` tokens of a page's keys, or its digest. */
 static void score_block(const select_job *job, const plan *p, uint32_t index, const uint8_t *keys,
-                        const float *queries, uint32_t count, uint32_t tokens, float *maxima) {
+                        size_t row_bytes, const float *queries, uint32_t count, uint32_t tokens,
+                        float *maxima) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     if (job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete)
         job->isa->bound((int)layout->dtype, keys, layout->head_dim, queries, count,
                         job->args->scale, maxima);
     else
-        job->isa->score_max((int)layout->dtype, keys, tokens, layout->head_dim, queries, count,
-                            job->args->scale, maxima);
+        job->isa->score_max((int)layout->dtype, keys, row_bytes, tokens, layout->head_dim, queries,
+                            count, job->args->scale, maxima);
 }
 
 static void score_head(const select_job *job, const plan *p, uint32_t index, uint32_t head,
-                       const uint8_t *keys) {
+                       const uint8_t *keys, size_t row_bytes) {
     uint32_t dim = job->batch->pool->layout.head_dim, group = job->group;
     uint32_t heads = job->batch->pool->layout.kv_heads, filled = view_filled(&p->view, index);
     bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
@@ -111,8 +112,8 @@ static void score_head(const select_job *job, const plan *p, uint32_t index, uin
         for (uint32_t part = 0; visible && part < group; part += QUERY_BLOCK) {
             float maxima[QUERY_BLOCK];
             uint32_t count = min_u32(QUERY_BLOCK, (uint32_t)rows * group - part);
-            score_block(job, p, index, keys, queries + (row * group + part) * dim, count, visible,
-                        maxima);
+            score_block(job, p, index, keys, row_bytes, queries + (row * group + part) * dim, count,
+                        visible, maxima);
             uint32_t wide = group > QUERY_BLOCK ? count : group;
             max_over_group(maxima, rows, wide, one_list ? out : out + row * stride, stride,
                            one_list);
@@ -122,8 +123,8 @@ static void score_head(const select_job *job, const plan *p, uint32_t index, uin
 }
 
 /* Log of the sum of exp over one page's visible tokens, for each query of a head. */
-static int mass_head(const select_job *job, const plan *p, uint32_t index, uint32_t head,
-                     const uint8_t *keys) {
+static void mass_head(const select_job *job, const plan *p, uint32_t index, uint32_t head,
+                      const uint8_t *keys, size_t row_bytes) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     float logits[1024]; /* page_tokens is at most that */
     uint32_t group = job->group, dim = layout->head_dim;
@@ -134,15 +135,14 @@ static int mass_head(const select_job *job, const plan *p, uint32_t index, uint3
             float *out = p->log_sums + query * p->view.pages + index;
             *out = -INFINITY;
             if (visible == 0) continue;
-            job->isa->score((int)layout->dtype, keys, visible, dim, p->queries + query * dim, 1,
-                            job->args->scale, logits, visible);
+            job->isa->score((int)layout->dtype, keys, row_bytes, visible, dim,
+                            p->queries + query * dim, 1, job->args->scale, logits, visible);
             float largest = -INFINITY; /* or NaN, which then stays */
             for (uint32_t t = 0; t < visible; t++)
                 if (logits[t] > largest || isnan(logits[t])) largest = logits[t];
             *out = largest + logf(job->isa->exp_sum(logits, visible, largest));
         }
     }
-    return 0;
 }
 
 static int score_page(select_job *job, const plan *p, uint32_t index) {
@@ -151,13 +151,16 @@ static int score_page(select_job *job, const plan *p, uint32_t index) {
     bool digest = job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete;
     int code = view_verify(&p->view, index);
     if (code < 0) return code;
-    uint64_t stride = pool->geometry.digest_piece_bytes;
-    const uint8_t *pieces = digest ? pieces_of(pool, sequence_page(p->view.sequence, index),
-                                               p->view.layer, PIECE_DIGEST)
-                                   : view_pieces(&p->view, index, PIECE_KEYS, &stride);
+    page_rows rows = view_rows(&p->view, index, PIECE_KEYS);
+    if (digest) {
+        rows.first = pieces_of(pool, sequence_page(p->view.sequence, index), p->view.layer,
+                               PIECE_DIGEST);
+        rows.head_bytes = pool->geometry.digest_piece_bytes;
+    }
     for (uint32_t head = 0; head < layout->kv_heads; head++) {
-        if (p->log_sums) mass_head(job, p, index, head, pieces + head * stride);
-        else score_head(job, p, index, head, pieces + head * stride);
+        const uint8_t *keys = rows.first + head * rows.head_bytes;
+        if (p->log_sums) mass_head(job, p, index, head, keys, rows.row_bytes);
+        else score_head(job, p, index, head, keys, rows.row_bytes);
     }
     return 0;
 }

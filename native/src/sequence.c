@@ -4,12 +4,11 @@
 
 #include "internal.h"
 
+/* Tails that nobody uses wait in a list, so that a fork's first append finds touched memory. */
 enum { SPARE_TAIL_BYTES = 64 << 20 };
 
 static size_t tail_bytes(const cxlkv_pool *pool) {
-    uint64_t heads = pool->layout.kv_heads;
-    return sizeof(tail) +
-           heads * (tail_stride(pool, PIECE_KEYS) + tail_stride(pool, PIECE_VALUES));
+    return sizeof(tail) + pool->layout.page_tokens * tail_row_bytes(pool);
 }
 
 tail *tail_make(cxlkv_pool *pool) {
@@ -50,24 +49,17 @@ void tails_discard(cxlkv_pool *pool) {
 }
 
 tail *tail_copy(cxlkv_pool *pool, tail *from, uint32_t filled) {
-    const cxlkv_layout *layout = &pool->layout;
-    size_t element = dtype_bytes(layout->dtype);
     tail *made = tail_make(pool);
-    for (uint32_t head = 0; made && head < layout->kv_heads; head++) {
-        memcpy(tail_piece(pool, made, PIECE_KEYS, head), tail_piece(pool, from, PIECE_KEYS, head),
-               filled * layout->head_dim * element);
-        memcpy(tail_piece(pool, made, PIECE_VALUES, head),
-               tail_piece(pool, from, PIECE_VALUES, head),
-               filled * layout->value_head_dim * element);
-    }
+    if (made) memcpy(made->data, from->data, filled * tail_row_bytes(pool));
     return made;
 }
 
 int sequence_usable(const cxlkv_sequence *sequence) {
-    if (sequence->expired ||
-        (sequence->lease_deadline_ns && boottime_ns() > sequence->lease_deadline_ns))
+    if (sequence->released)
+        return fail(CXLKV_E_RELEASED, "the sequence was released: begin or adopt another");
+    uint64_t deadline = atomic_load_explicit(&sequence->lease_deadline_ns, memory_order_relaxed);
+    if (sequence->expired || (deadline && boottime_ns() > deadline))
         return fail(CXLKV_E_STALE, "the lease of this hit has ended: match again");
-    if (sequence->released) return fail(CXLKV_E_RELEASED, "the sequence was released");
     return 0;
 }
 
@@ -232,9 +224,9 @@ void sequences_expire(cxlkv_pool *pool) {
     uint64_t now = boottime_ns();
     pthread_mutex_lock(&pool->list_lock);
     for (cxlkv_sequence *s = pool->sequences; s; s = s->next) {
-        if (s->lease_deadline_ns == 0 || s->expired || s->released) continue;
-        if (now <= s->lease_deadline_ns || pthread_rwlock_trywrlock(&s->lock) != 0) continue;
-        sequence_drop_pages(s);
+        uint64_t deadline = atomic_load_explicit(&s->lease_deadline_ns, memory_order_relaxed);
+        if (deadline == 0 || now <= deadline || pthread_rwlock_trywrlock(&s->lock) != 0) continue;
+        if (!s->expired && !s->released) sequence_drop_pages(s);
         s->expired = true;
         pthread_rwlock_unlock(&s->lock);
     }
@@ -269,16 +261,15 @@ static int fork_locked(cxlkv_sequence *sequence, cxlkv_sequence **child) {
                     "step, or truncate, before you fork",
                     sequence->layer_tokens[layers - 1], sequence->layer_tokens[0]);
     cxlkv_sequence *made;
+    chunk **table = chunks ? malloc(chunks * sizeof(*table)) : NULL;
+    if (chunks && !table) return fail(ENOMEM, "no memory for a page table");
     int code = sequence_make(pool, &made);
-    if (code < 0) return code;
-    if (chunks) {
-        made->chunks = malloc(chunks * sizeof(*made->chunks));
-        if (!made->chunks) {
-            cxlkv_sequence_destroy(made);
-            return fail(ENOMEM, "no memory for a page table");
-        }
-        made->chunk_capacity = chunks;
+    if (code < 0) {
+        free(table);
+        return code;
     }
+    made->chunks = table;
+    made->chunk_capacity = chunks;
     for (uint32_t i = 0; i < chunks; i++) {
         made->chunks[i] = sequence->chunks[i];
         atomic_fetch_add_explicit(&made->chunks[i]->references, 1, memory_order_relaxed);
@@ -315,14 +306,16 @@ static int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint3
     if (code < 0) return code;
     tail *made = tail_make(pool);
     if (!made) return fail(ENOMEM, "no memory for a tail");
-    const uint8_t *keys = pieces_of(pool, page, layer, PIECE_KEYS);
-    const uint8_t *values = pieces_of(pool, page, layer, PIECE_VALUES);
-    for (uint32_t head = 0; head < layout->kv_heads; head++) {
-        memcpy(tail_piece(pool, made, PIECE_KEYS, head),
-               keys + head * pool->geometry.key_piece_bytes, filled * layout->head_dim * element);
-        memcpy(tail_piece(pool, made, PIECE_VALUES, head),
-               values + head * pool->geometry.value_piece_bytes,
-               filled * layout->value_head_dim * element);
+    for (uint32_t kind = PIECE_KEYS; kind <= PIECE_VALUES; kind++) {
+        const cxlkv_geometry *g = &pool->geometry;
+        uint64_t stride = kind == PIECE_KEYS ? g->key_piece_bytes : g->value_piece_bytes;
+        size_t row = element * (kind == PIECE_KEYS ? layout->head_dim : layout->value_head_dim);
+        for (uint32_t head = 0; head < layout->kv_heads; head++) {
+            const uint8_t *from = pieces_of(pool, page, layer, kind) + head * stride;
+            uint8_t *to = tail_at(pool, made, kind, head);
+            for (uint32_t t = 0; t < filled; t++)
+                memcpy(to + t * tail_row_bytes(pool), from + t * row, row);
+        }
     }
     *out = made;
     return 0;

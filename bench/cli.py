@@ -1,0 +1,83 @@
+"""`cxlkv bench CASE`: runs cases, shows their figures, writes the result file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from cxlkv.bench.report import Result
+from cxlkv.errors import BadArgumentError
+
+
+def _copying(result: Result) -> None:
+    from cxlkv.bench.cases import copying
+
+    result.notes.append(copying.working_set_note(copying.Size()))
+    copying.run(result)
+
+
+def _allocating(result: Result) -> None:
+    from cxlkv.bench.cases import allocating
+
+    allocating.run(result)
+
+
+def _selecting(result: Result) -> None:
+    from cxlkv.bench.cases import selecting
+
+    selecting.run(result)
+
+
+def _calling(result: Result) -> None:
+    from cxlkv.bench.cases import calling
+
+    calling.run(result)
+
+
+PARTS: dict[str, Callable[[Result], None]] = {
+    "calling": _calling,
+    "allocating": _allocating,
+    "copying": _copying,
+    "selecting": _selecting,
+}
+CASES = {**{name: [name] for name in PARTS}, "foundation": list(PARTS)}
+
+
+def run(case: str, json_path: Path | None = None) -> Result:
+    """Run a case ("foundation" is all of them in one run) and print its table.
+
+    Raises BadArgumentError for an unknown case, SystemExit when a check fails.
+    """
+    if case not in CASES:
+        raise BadArgumentError(f"unknown case {case!r}: one of {', '.join(CASES)}")
+    console = Console()
+    result = Result(case)
+    for part in CASES[case]:
+        with console.status(f"{part} ..."):
+            PARTS[part](result)
+    console.print(table(result))
+    for name, passed in result.checks.items():
+        if not passed:
+            console.print(f"[red]check failed: {name}; no ratios are reported[/red]")
+    if json_path is not None:
+        result.write(json_path)
+        console.print(f"raw samples: {json_path}")
+    if not result.passed:
+        raise SystemExit(1)
+    return result
+
+
+def table(result: Result) -> Table:
+    """Metrics as median (low to high), then ratios."""
+    made = Table(title=f"cxlkv bench {result.case}")
+    for column in ("figure", "median", "low to high", "unit"):
+        made.add_column(column, justify="left" if column in ("figure", "unit") else "right")
+    for name, metric in result.metrics.items():
+        spread = f"{min(metric.samples):.4g} to {max(metric.samples):.4g}"
+        made.add_row(name, f"{metric.median:.4g}", spread, metric.unit)
+    for name, value in result.ratios.items() if result.passed else ():
+        made.add_row(name, f"{value:.3g}", "", "ratio")
+    return made

@@ -1,0 +1,26 @@
+"""Timing: functions measured in turn, so that noise hits all of them alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+Samples = dict[str, list[float]]
+
+
+def interleave(
+    functions: Mapping[str, Callable[[], object]], rounds: int, repeat: int = 1
+) -> Samples:
+    """Seconds a call by name, `rounds` samples each, after one unmeasured round.
+
+    One sample is the mean of `repeat` calls; the functions take turns within a round.
+    """
+    samples: Samples = {name: [] for name in functions}
+    for turn in range(rounds + 1):
+        for name, function in functions.items():
+            began = time.perf_counter()
+            for _ in range(repeat):
+                function()
+            if turn:
+                samples[name].append((time.perf_counter() - began) / repeat)
+    return samples

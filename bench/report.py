@@ -1,0 +1,124 @@
+"""Result files: what was measured, where, on which commit; one shape for benchmarks and demo."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from cxlkv import _core
+from cxlkv.errors import BadArgumentError
+from cxlkv.topology import probe
+
+LIBRARIES = ("numpy", "torch", "transformers")
+
+
+def machine() -> dict[str, object]:
+    """This machine and the libraries in use, as far as a figure may depend on them."""
+    found = probe()
+    return {
+        "cpu": found.cpu.model,
+        "architecture": found.cpu.architecture,
+        "cores_allowed": len(found.cpu.cores_allowed),
+        "isa": list(found.cpu.isa),
+        "kernels": _core.isa(),
+        "memory_bytes": found.memory.total_bytes,
+        "numa_nodes": len(found.nodes),
+        "huge_pages": found.huge_pages.transparent,
+        "kernel": found.kernel,
+        "python": platform.python_version(),
+        "libraries": {name: metadata.version(name) for name in LIBRARIES if name in sys.modules},
+        "load_average": os.getloadavg()[0],
+    }
+
+
+def commit() -> str:
+    """The commit of the checkout that runs, "-dirty" if it was changed; else the version."""
+    folder = Path(__file__).resolve().parent.parent
+    version = f"cxlkv {_core.version()}"
+    if not (folder / ".git").exists():
+        return version
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):  # no git here, or no commit yet
+        return version
+    return done.stdout.strip()
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Samples of one quantity, as measured; low and high are the smallest and the largest."""
+
+    samples: Sequence[float]
+    unit: str
+
+    def __post_init__(self) -> None:
+        if not self.samples:
+            raise BadArgumentError("a metric needs at least one sample")
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "median": self.median,
+            "low": min(self.samples),
+            "high": max(self.samples),
+            "unit": self.unit,
+            "samples": list(self.samples),
+        }
+
+
+@dataclass
+class Result:
+    """One run of one case; what `--json FILE` writes.
+
+    checks: what must hold for the figures to mean anything; when one does not, no ratio is
+    written. A ratio's name says what is divided by what. emulated: "PROFILE, mode", or None when
+    the memory was what it says.
+    """
+
+    case: str
+    checks: dict[str, bool] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    ratios: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    emulated: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check holds; False when nothing was checked."""
+        return bool(self.checks) and all(self.checks.values())
+
+    def measure(self, name: str, samples: Sequence[float], unit: str) -> Metric:
+        """Add a metric; returns it."""
+        self.metrics[name] = Metric([float(sample) for sample in samples], unit)
+        return self.metrics[name]
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "case": self.case,
+            "machine": machine(),
+            "commit": commit(),
+            "emulated": self.emulated,
+            "checks": dict(self.checks),
+            "metrics": {name: metric.as_dict() for name, metric in self.metrics.items()},
+            "ratios": dict(self.ratios) if self.passed else {},
+            "notes": list(self.notes),
+        }
+
+    def write(self, path: Path) -> None:
+        """Write the file, whole or not at all."""
+        text = json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n"
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        unfinished.write_text(text)
+        unfinished.replace(path)
