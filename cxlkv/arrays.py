@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, cast
 
 import ml_dtypes
 import numpy as np
@@ -16,10 +16,12 @@ from cxlkv.layout import DTYPES
 if TYPE_CHECKING:
     import torch
 
-# float32 stands for every stored dtype: numpy's types have no bfloat16.
-Array: TypeAlias = "npt.NDArray[np.float32] | torch.Tensor"
+    # float32 stands for every stored dtype: numpy's types have no bfloat16.
+    Array = npt.NDArray[np.float32] | torch.Tensor
+else:
+    Array = object
 
-NUMPY_DTYPES: tuple[np.dtype[np.generic], ...] = (
+NUMPY_DTYPES = (
     np.dtype(ml_dtypes.bfloat16),
     np.dtype(np.float16),
     np.dtype(np.float32),

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cxlkv.config import format_bytes, parse_bytes
-from cxlkv.errors import CXLKVError
+from cxlkv.errors import CXLKVError, UnsupportedError
 from cxlkv.topology import Machine, missing, probe
 
 app = typer.Typer(
@@ -70,12 +70,22 @@ def info(as_json: AsJson = False) -> None:
 @app.command()
 def demo(
     json_file: JsonFile = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw the result into this file.")] = None,
+    picture: Annotated[Path, typer.Option(help="Draw the result into this file.")] = Path(
+        "cxlkv-demo.png"
+    ),
 ) -> None:
-    """Show the whole way once, on the small model that is in the package."""
-    from cxlkv.demo.run import run
+    """Show the whole way once, on the small model that is in the package.
 
-    run(json_path=json_file, picture=picture)
+    Offline, and done in about a minute. Exit code 1 if something that it promises does not hold.
+    """
+    try:
+        from cxlkv.demo.run import run
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"the demo needs {error.name}: install it with pip install 'cxlkv[demo]'"
+        ) from error
+    if not run(json_path=json_file, picture=picture):
+        raise typer.Exit(1)
 
 
 @app.command()

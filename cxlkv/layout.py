@@ -14,7 +14,8 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "flo
 
 def dtype_name(dtype: object) -> str:
     """The name of a dtype given as text, numpy dtype or torch dtype; raises BadArgumentError."""
-    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    given = dtype.__name__ if isinstance(dtype, type) else getattr(dtype, "name", dtype)
+    name = str(given).removeprefix("torch.")
     name = _SHORT.get(name, name)
     if name not in DTYPES:
         raise BadArgumentError(f"dtype {dtype!r} is not stored: use one of {', '.join(DTYPES)}")
@@ -114,7 +115,7 @@ class KVLayout:
             raise BadArgumentError("a layout needs at least one layer group")
         if not _is_whole(page_tokens) or not 1 <= page_tokens <= 1024:
             raise BadArgumentError(f"page_tokens is {page_tokens!r}: outside 1 to 1024")
-        if len(shard) != 4 or not all(_is_whole(x) and x < 2**31 for x in shard):
+        if [_is_whole(x) and x < 2**31 for x in shard] != [True] * 4:
             raise BadArgumentError(f"shard {shard}: (tp rank, tp size, pp rank, pp size)")
         rank, size, stage, stages = shard
         if not (0 <= rank < size and 0 <= stage < stages):

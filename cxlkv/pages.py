@@ -16,13 +16,17 @@ class Pages:
 
     def __init__(self, pool: _core.Handle) -> None:
         self._pool = pool
+        self._total = _core.pool_geometry(pool)["page_count"]
 
     def alloc(self, count: int) -> PageIds:
         """`count` page ids, uint32; neighbours where there are any. Raises PoolFullError."""
         if count < 0:
             raise BadArgumentError(f"{count} pages")
-        return _core.pages_alloc(self._pool, count)
+        return _core.pages_alloc(self._pool, min(count, self._total + 1))
 
     def free(self, pages: PageIds) -> None:
-        """Gives pages back; raises BadArgumentError for a page that this process does not hold."""
+        """Gives pages back, all or none.
+
+        Raises BadArgumentError for a page that this process did not get from alloc().
+        """
         _core.pages_free(self._pool, np.ascontiguousarray(pages, np.uint32))

@@ -105,8 +105,8 @@ class CXLPool:
 
     def set_threads(self, threads: int) -> None:
         """How many threads, the caller's included, share a scan or a copy."""
-        if threads < 1:
-            raise BadArgumentError(f"{threads} threads: at least 1")
+        if not 1 <= threads < 1 << 31:  # the core has a limit of its own
+            raise BadArgumentError(f"{threads} threads: outside 1 to 1024")
         _core.pool_set_threads(self._handle, threads)
 
     def sequence(self) -> Sequence:
@@ -119,6 +119,8 @@ class CXLPool:
 
     def adopt(self, handle: bytes) -> Sequence:
         """The sequence that a handle names, sharing its pages; raises StaleError, CorruptError."""
+        if not isinstance(handle, bytes):
+            raise BadArgumentError(f"a handle is bytes, not {type(handle).__name__}")
         return Sequence(self._handle, self.layout, _core.sequence_adopt(self._handle, handle))
 
     def publish(self, seq: Sequence, keys: Iterable[bytes], tokens_per_key: int) -> int:

@@ -237,8 +237,8 @@ class Sequence:
 
     def truncate(self, tokens: int) -> None:
         """Forget all tokens from `tokens` on; reaches back into complete pages by copying them."""
-        if tokens < 0:
-            raise BadArgumentError(f"truncate to {tokens} tokens")
+        if not 0 <= tokens < 1 << 63:
+            raise BadArgumentError(f"truncate to {tokens} tokens: 0 to the sequence's length")
         _core.sequence_truncate(self._handle, tokens)
 
     def release(self) -> None:
@@ -317,8 +317,8 @@ def _with_axis(picked: Selection | None) -> Selection | None:
 
 
 def _layer(layer: int) -> int:
-    if layer < 0:
-        raise BadArgumentError(f"layer {layer}")
+    if not 0 <= layer < 1 << 32:  # the core knows how many there are
+        raise BadArgumentError(f"layer {layer}: layers are counted from 0")
     return layer
 
 

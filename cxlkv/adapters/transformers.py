@@ -329,10 +329,9 @@ class CXLCache(Cache):
         return self._attend_near(part, queries, picked)
 
     def _bytes_of_all(self, step: Step) -> int:
-        """Bytes of one layer's keys and values in all pages of all sequences."""
+        """Bytes of one layer's keys and values of all sequences."""
         layout = self.pool.layout
-        pages = int((-(-step.lengths // layout.page_tokens)).sum())
-        return pages * layout.page_tokens * layout.token_bytes // layout.layers
+        return int(step.lengths.sum()) * layout.token_bytes // layout.layers
 
     def choose(self, part: LayerStep, queries: Tensor) -> Selection | None:
         """The pages that queries [rows, q_heads, dim] of one token each attend to; None: all."""

@@ -352,6 +352,10 @@ static int64_t append_locked(append_job *job, const int32_t *starts) {
     if (code < 0 || rows == 0) return code;
     for (uint32_t i = 0; code == 0 && i < batch->count; i++) code = prepare_tails(job, i);
     if (code == 0) code = take_pages(job);
+    if (code == -CXLKV_E_POOL_FULL) { /* hits whose lease has ended may still pin pages */
+        sequences_expire(pool);
+        code = take_pages(job);
+    }
     if (code == 0) code = run_tasks(pool, job->items, write_direct_page, job);
     if (code == 0) code = run_tasks(pool, 1, write_tails, job);
     if (code == 0) code = run_tasks(pool, 1, seal_pages, job);

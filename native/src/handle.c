@@ -23,6 +23,22 @@ static uint64_t handle_bytes(uint64_t page_count) {
 
 /* ---- export ---- */
 
+static int export_layer(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from,
+                        uint32_t filled) {
+    guard fault;
+    volatile int code = 0;
+    tail *whole = tail_copy(pool, from, filled);
+    if (!whole) return fail(ENOMEM, "no memory for a tail");
+    /* Behind its filled tokens a tail holds whatever the allocator gave: none of it goes out. */
+    memset(whole->data + filled * tail_row_bytes(pool), 0,
+           (pool->layout.page_tokens - filled) * tail_row_bytes(pool));
+    GUARD_BEGIN(fault) {
+        code = page_write_tail(pool, page, layer, whole, filled);
+    } GUARD_END(fault, code = poison_error(pool, &fault))
+    tail_drop(pool, whole);
+    return code;
+}
+
 /* The open tail, written to a page of its own that only handles name. */
 static int export_tail(cxlkv_sequence *sequence, uint64_t tokens) {
     cxlkv_pool *pool = sequence->pool;
@@ -39,13 +55,7 @@ static int export_tail(cxlkv_sequence *sequence, uint64_t tokens) {
     sequence->export_page = page;
     sequence->export_tokens = UINT64_MAX;
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
-        tail *whole = tail_copy(pool, sequence->tails[layer], filled);
-        if (!whole) return fail(ENOMEM, "no memory for a tail");
-        /* Behind its filled tokens a tail holds whatever the allocator gave: none of it goes out. */
-        memset(whole->data + filled * tail_row_bytes(pool), 0,
-               (pool->layout.page_tokens - filled) * tail_row_bytes(pool));
-        code = page_write_tail(pool, page, layer, whole, filled);
-        tail_drop(pool, whole);
+        code = export_layer(pool, page, layer, sequence->tails[layer], filled);
         if (code < 0) return code;
     }
     record_seal(pool, page, filled, NULL);
@@ -331,10 +341,13 @@ int64_t cxlkv_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, dou
     }
     uint64_t tokens = 0;
     if (code == 0) {
+        /* From here on sequences_expire() may end it in another thread. */
+        pthread_rwlock_wrlock(&made->lock);
         tokens = (uint64_t)made->page_count * pool->layout.page_tokens;
         for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
             made->layer_tokens[layer] = tokens;
         made->lease_deadline_ns = boottime_ns() + (uint64_t)(lease_s * 1e9);
+        pthread_rwlock_unlock(&made->lock);
     }
     pool_leave(pool);
     if (code < 0) {

@@ -105,9 +105,9 @@ uint64_t host_reap(cxlkv_pool *pool) {
         process_slot *slot = &pool->host->processes[i];
         if (slot->state == 0 || i == pool->slot || !process_is_dead(slot)) continue;
         host_unregister(pool, i);
+        pool->host->reaped_processes++;
         reaped++;
     }
-    pool->host->reaped_processes += reaped;
     return reaped;
 }
 

@@ -45,7 +45,7 @@ void pool_leave(cxlkv_pool *pool) { pthread_rwlock_unlock(&pool->operations); }
 int poison_error_locked(cxlkv_pool *pool, const guard *fault) {
     uint64_t offset = fault->address - (uintptr_t)pool->base;
     if (offset >= pool->geometry.region_bytes)
-        return fail(EFAULT, "bus error in the caller's own array: the file behind it was truncated?");
+        return fail(EFAULT, "bus error in the caller's own array: was the file behind it cut?");
     uint64_t retired = retire_range(pool, fault->address, fault->granularity_bytes);
     return fail(CXLKV_E_POISON,
                 "bus error in the pool's memory at offset %lu (poisoned, or the file was "
@@ -508,11 +508,22 @@ static void report_line(report *report, uint32_t page) {
     if (wrote > 0) report->used = min_u64(report->used + (size_t)wrote, report->bytes - 1);
 }
 
+/* A page's holder writes its descriptor without the lock, and may be preempted half way. */
+static int descriptor_settled(cxlkv_pool *pool, uint32_t page, descriptor *line) {
+    const struct timespec pause = {.tv_nsec = 1000000};
+    int code = descriptor_read(pool, page, line);
+    for (int tries = 0; code < 0 && pool->pages[page].holders && tries < 100; tries++) {
+        nanosleep(&pause, NULL);
+        code = descriptor_read(pool, page, line);
+    }
+    return code;
+}
+
 static void check_page(cxlkv_pool *pool, uint32_t page, bool deep, report *report) {
     descriptor line;
     const page_info *info = &pool->pages[page];
     if (info->retired) return;
-    if (descriptor_read(pool, page, &line) < 0) {
+    if (descriptor_settled(pool, page, &line) < 0) {
         report_line(report, page);
         return;
     }

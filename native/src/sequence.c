@@ -306,6 +306,7 @@ static int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint3
     if (code < 0) return code;
     tail *made = tail_make(pool);
     if (!made) return fail(ENOMEM, "no memory for a tail");
+    *out = made; /* before the copy: a bus error in it must not lose the tail */
     for (uint32_t kind = PIECE_KEYS; kind <= PIECE_VALUES; kind++) {
         const cxlkv_geometry *g = &pool->geometry;
         uint64_t stride = kind == PIECE_KEYS ? g->key_piece_bytes : g->value_piece_bytes;
@@ -317,7 +318,6 @@ static int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint3
                 memcpy(to + t * tail_row_bytes(pool), from + t * row, row);
         }
     }
-    *out = made;
     return 0;
 }
 

@@ -3,7 +3,6 @@
  * where the numbers are whole; inputs end at an unmapped page, so that a read too far is a fault;
  * outputs lie between guard bytes and start as NaN, so that a stray or a missing write shows. */
 #undef NDEBUG
-#define _GNU_SOURCE
 #include "kernels.h"
 
 #include <assert.h>
@@ -59,8 +58,8 @@ static buffer make_buffer(size_t bytes, size_t alignment) {
     buffer made = {.bytes = bytes};
     size_t pages = (bytes + 2 * 64 + MAP_PAGE - 1) / MAP_PAGE;
     made.map_bytes = (pages + 1) * MAP_PAGE;
-    made.map = mmap(NULL, made.map_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
-                    0);
+    made.map =
+        mmap(NULL, made.map_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     assert(made.map != MAP_FAILED);
     char *end = made.map + pages * MAP_PAGE;
     assert(!mprotect(end, MAP_PAGE, PROT_NONE));
@@ -113,6 +112,15 @@ static void assert_close(double value, double expected, double bound) {
     assert(!"close");
 }
 
+/* The same rows with a gap behind each, as a token-major tail has them. */
+static buffer spread_rows(const buffer *rows, uint32_t count, size_t row_bytes, size_t alignment) {
+    buffer made = make_buffer(count * row_bytes, alignment);
+    size_t used = rows->bytes / count;
+    for (uint32_t t = 0; t < count; t++)
+        memcpy((char *)made.data + t * row_bytes, (char *)rows->data + t * used, used);
+    return made;
+}
+
 /* ---- scores, accumulation and bounds against double precision ---- */
 
 /* One size: `is_whole` numbers must come out exactly, others within the promised error. */
@@ -135,9 +143,12 @@ static void check_scores(const kernels *table, size now) {
     float *maximum = fill_nan(float_data(&maxima, now.queries), now.queries);
     const float *query = float_data(&queries, now.queries * now.dim);
 
-    table->score(now.dtype, keys.data, now.tokens, now.dim, query, now.queries, scale, logit,
-                 STRIDE);
-    table->score_max(now.dtype, keys.data, now.tokens, now.dim, query, now.queries, scale, maximum);
+    size_t row_bytes = keys.bytes / now.tokens * (1 + now.dim % 3);
+    buffer spread = spread_rows(&keys, now.tokens, row_bytes, element_bytes(now.dtype));
+    table->score(now.dtype, spread.data, row_bytes, now.tokens, now.dim, query, now.queries, scale,
+                 logit, STRIDE);
+    table->score_max(now.dtype, spread.data, row_bytes, now.tokens, now.dim, query, now.queries,
+                     scale, maximum);
 
     for (uint32_t j = 0; j < now.queries; j++) {
         float largest = -INFINITY;
@@ -158,6 +169,7 @@ static void check_scores(const kernels *table, size now) {
             assert(isnan(logit[j * STRIDE + t])); /* between the rows nothing is written */
     }
     free_buffer(&keys), free_buffer(&queries), free_buffer(&logits), free_buffer(&maxima);
+    free_buffer(&spread);
 }
 
 static void check_accumulate(const kernels *table, size now) {
@@ -170,8 +182,10 @@ static void check_accumulate(const kernels *table, size now) {
     const float *weight = float_data(&weights, weight_count);
     memcpy(before, sum, sums.bytes);
 
-    table->accumulate(now.dtype, values.data, now.tokens, now.dim, weight, STRIDE, now.queries,
-                      sum);
+    size_t row_bytes = values.bytes / now.tokens * (1 + now.dim % 3);
+    buffer spread = spread_rows(&values, now.tokens, row_bytes, element_bytes(now.dtype));
+    table->accumulate(now.dtype, spread.data, row_bytes, now.tokens, now.dim, weight, STRIDE,
+                      now.queries, sum);
 
     for (uint32_t j = 0; j < now.queries; j++)
         for (uint32_t d = 0; d < now.dim; d++) {
@@ -184,7 +198,7 @@ static void check_accumulate(const kernels *table, size now) {
             double bound = now.is_whole ? 0 : (now.tokens + 1) * EPS * magnitude;
             assert_close(sum[j * now.dim + d], expected, bound);
         }
-    free_buffer(&values), free_buffer(&weights), free_buffer(&sums);
+    free_buffer(&values), free_buffer(&weights), free_buffer(&sums), free_buffer(&spread);
 }
 
 /* The digest is exact, and its bound is at least every score, up to rounding. */
@@ -237,8 +251,7 @@ static void test_all_sizes(const kernels *table) {
             for (size_t t = 0; t < COUNT(token_counts); t++)
                 for (size_t j = 0; j < COUNT(query_counts); j++)
                     for (int is_whole = 0; is_whole < 2; is_whole++) {
-                        size now = {dtypes[i], dims[d], token_counts[t], query_counts[j],
-                                    is_whole};
+                        size now = {dtypes[i], dims[d], token_counts[t], query_counts[j], is_whole};
                         check_scores(table, now);
                         check_accumulate(table, now);
                         check_digest_and_bound(table, now);
@@ -263,8 +276,10 @@ static void test_special_values_in_scores(const kernels *table) {
             for (size_t k = 0; k < COUNT(queries); k++)
                 queries[k] = 1 + (float)(random_word() % 4);
             kernels_serial.from_float(dtype, keys, COUNT(keys), elements);
-            table->score(dtype, elements, TOKENS, DIM, queries, QUERIES, 0.5f, logits, TOKENS);
-            table->score_max(dtype, elements, TOKENS, DIM, queries, QUERIES, 0.5f, maxima);
+            table->score(dtype, elements, DIM * element_bytes(dtype), TOKENS, DIM, queries, QUERIES,
+                         0.5f, logits, TOKENS);
+            table->score_max(dtype, elements, DIM * element_bytes(dtype), TOKENS, DIM, queries,
+                             QUERIES, 0.5f, maxima);
             for (int j = 0; j < QUERIES; j++) {
                 float largest = -INFINITY;
                 for (uint32_t t = 0; t < TOKENS; t++) {
@@ -286,22 +301,22 @@ static void test_scores_that_are_not_numbers(const kernels *table) {
     float keys[2 * 16], queries[16] = {0}, maximum;
     for (int i = 0; i < 32; i++)
         keys[i] = INFINITY;
-    table->score_max(KERNEL_FLOAT32, keys, 2, 16, queries, 1, 1, &maximum);
+    table->score_max(KERNEL_FLOAT32, keys, 64, 2, 16, queries, 1, 1, &maximum);
     assert(isnan(maximum));
     for (int i = 0; i < 16; i++)
         queries[i] = -1;
-    table->score_max(KERNEL_FLOAT32, keys, 2, 16, queries, 1, 1, &maximum);
+    table->score_max(KERNEL_FLOAT32, keys, 64, 2, 16, queries, 1, 1, &maximum);
     assert(maximum == -INFINITY);
     for (int i = 0; i < 32; i++)
         keys[i] = -3e38f; /* finite keys whose score is too large for fp32 */
-    table->score_max(KERNEL_FLOAT32, keys, 2, 16, queries, 1, 1, &maximum);
+    table->score_max(KERNEL_FLOAT32, keys, 64, 2, 16, queries, 1, 1, &maximum);
     assert(maximum == INFINITY);
 }
 
 /* Every pair and triple of odd values, in a column at each kind of place. */
 static void test_special_values_in_digests(const kernels *table) {
-    static const float odd[] = {0.0f,     -0.0f,  1.0f,     -1.0f,      65504.0f, -65504.0f,
-                                INFINITY, -INFINITY, NAN,   0x1p-24f, -0x1p-24f};
+    static const float odd[] = {0.0f,     -0.0f,     1.0f, -1.0f,    65504.0f, -65504.0f,
+                                INFINITY, -INFINITY, NAN,  0x1p-24f, -0x1p-24f};
     enum { TOKENS = 3, DIM = 75 }; /* whole strips, whole vectors and a rest in each dtype */
     size_t kinds = COUNT(odd);
     for (size_t i = 0; i < COUNT(dtypes); i++)
@@ -615,12 +630,13 @@ static void test_alignments(const kernels *table) {
     buffer queries = make_floats(QUERIES * DIM, random_whole);
     const float *query = float_data(&queries, QUERIES * DIM);
     float expected[QUERIES], found[QUERIES];
-    kernels_serial.score_max(KERNEL_BFLOAT16, keys.data, TOKENS, DIM, query, QUERIES, 1, expected);
+    kernels_serial.score_max(KERNEL_BFLOAT16, keys.data, 2 * DIM, TOKENS, DIM, query, QUERIES, 1,
+                             expected);
     for (size_t offset = 0; offset < 64; offset += 2) {
         buffer moved = make_buffer(keys.bytes + 64, 64);
         memcpy(moved.data + offset, keys.data, keys.bytes);
-        table->score_max(KERNEL_BFLOAT16, moved.data + offset, TOKENS, DIM, query, QUERIES, 1,
-                         found);
+        table->score_max(KERNEL_BFLOAT16, moved.data + offset, 2 * DIM, TOKENS, DIM, query, QUERIES,
+                         1, found);
         assert(!memcmp(found, expected, sizeof found));
         free_buffer(&moved);
     }
@@ -631,7 +647,7 @@ static void *ask_while_forced(void *argument) {
     (void)argument;
     for (int i = 0; i < 10000; i++) {
         float key = 3, query = 2, maximum;
-        kernels_current()->score_max(KERNEL_FLOAT32, &key, 1, 1, &query, 1, 1, &maximum);
+        kernels_current()->score_max(KERNEL_FLOAT32, &key, 4, 1, 1, &query, 1, 1, &maximum);
         assert(maximum == 6);
     }
     return NULL;

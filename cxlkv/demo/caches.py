@@ -1,0 +1,77 @@
+"""Caches that the demo compares with: pages drawn blindly, and one that weighs what was kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cxlkv.adapters.transformers import CXLCache, LayerStep
+from cxlkv.errors import BadArgumentError
+from cxlkv.ndp.engine import Budget, Selection
+from cxlkv.sequence import Batch
+
+
+class RandomPages(CXLCache):
+    """As many pages as the budget allows, drawn without a look at the keys.
+
+    The first and the last pages that the budget forces are in, as in a selection.
+    """
+
+    seed = 20
+
+    def choose(self, part: LayerStep, queries: Tensor) -> Selection | None:
+        if self.budget is None:
+            raise BadArgumentError("random pages need a budget")
+        layout = self.pool.layout
+        tokens = int(part.step.lengths[0])
+        if (part.step.lengths != tokens).any():
+            raise BadArgumentError("random pages are drawn for sequences of one length")
+        random = np.random.default_rng([self.seed, part.index])
+        shape = (len(queries), layout.kv_heads)
+        pages = random_pages(random, shape, -(-tokens // layout.page_tokens), self.budget)
+        # All but the last page, which is forced, are full.
+        read = pages.size * layout.page_tokens - pages[..., 0].size * (-tokens % layout.page_tokens)
+        return Selection(
+            pages=pages,
+            scores=np.zeros(pages.shape, np.float32),
+            counts=np.full(shape, pages.shape[2], np.int32),
+            bytes_scored=0,
+            bytes_fetched=read * layout.token_bytes // (layout.layers * layout.kv_heads),
+            per="query",
+            starts=part.step.starts,
+        )
+
+
+def random_pages(
+    random: np.random.Generator, shape: tuple[int, int], page_count: int, budget: Budget
+) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    """Lists of different pages, ascending: int32 [*shape, as many as the budget gives]."""
+    rank = random.random((*shape, page_count))
+    rank[..., : budget.sinks] = 2
+    rank[..., page_count - budget.recent :] = 2
+    best = np.argsort(-rank, axis=-1)[..., : budget.pages_at_most(page_count)]
+    return np.ascontiguousarray(np.sort(best, axis=-1), np.int32)
+
+
+class Weighed(CXLCache):
+    """Measures which part of the attention the chosen pages hold; attends twice to do so."""
+
+    masses: list[Tensor]
+    """For each layer of each step: float32 [rows], the mean over the query heads."""
+
+    def attend(
+        self, batch: Batch, part: LayerStep, queries: Tensor, picked: Selection | None
+    ) -> Tensor:
+        starts = part.step.starts
+        out, kept = batch.attend(part.index, queries, starts, picked, part.scale, part.softcap)
+        _, whole = batch.attend(part.index, queries, starts, None, part.scale, part.softcap)
+        assert isinstance(out, Tensor)
+        assert isinstance(kept, Tensor)
+        assert isinstance(whole, Tensor)
+        self.masses = [*getattr(self, "masses", []), torch.exp(kept - whole).mean(dim=1)]
+        return out
+
+
+class WeighedRandomPages(Weighed, RandomPages):
+    """The same for pages drawn blindly."""

@@ -1,0 +1,106 @@
+"""Fixtures of all tests: seeds that a failure shows, pools that are audited when a test ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+from cxlkv import CXLPool, KVLayout
+from cxlkv.errors import ClosedError
+
+# Examples take as long as the machine lets them, so no deadline; the number bounds the time.
+_SLOW_START = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("fast", deadline=None, print_blob=True, suppress_health_check=_SLOW_START)
+settings.load_profile("fast")
+
+
+class MakePool(Protocol):
+    def __call__(
+        self,
+        capacity: str | int = ...,
+        *,
+        checksum: bool = ...,
+        threads: int = ...,
+        layers: int = ...,
+        kv_heads: int = ...,
+        head_dim: int = ...,
+        value_head_dim: int | None = ...,
+        page_tokens: int = ...,
+        dtype: str = ...,
+    ) -> CXLPool: ...
+
+
+@pytest.fixture
+def seed() -> int:
+    """CXLKV_TEST_SEED or a fresh number; stands in the captured output of a test that fails."""
+    given = os.environ.get("CXLKV_TEST_SEED")
+    chosen = int(given) if given else random.SystemRandom().randrange(2**32)
+    print(f"CXLKV_TEST_SEED={chosen} repeats this test's data")
+    return chosen
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def audit(pool: CXLPool) -> None:
+    """What holds for a pool at all times; without sequences, nothing is held either."""
+    report = pool.check(deep=True)
+    assert report["clean"], report["problems"]
+    stats = pool.stats()
+    parts = ("free", "held", "published_only", "quarantined", "retired")
+    assert sum(stats[f"pages_{part}"] for part in parts) == stats["pages_total"], stats
+    if stats["sequences"] == 0 and stats["processes"] == 1:
+        assert stats["pages_held"] == 0, stats
+
+
+@pytest.fixture
+def make_pool() -> Iterator[MakePool]:
+    """Makes anonymous pools: make_pool(capacity, layers=..., checksum=...)."""
+    made: list[CXLPool] = []
+
+    def make(
+        capacity: str | int = "4MiB",
+        *,
+        checksum: bool = True,
+        threads: int = 1,
+        layers: int = 1,
+        kv_heads: int = 2,
+        head_dim: int = 8,
+        value_head_dim: int | None = None,
+        page_tokens: int = 4,
+        dtype: str = "float32",
+    ) -> CXLPool:
+        layout = KVLayout(
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_head_dim=value_head_dim,
+            page_tokens=page_tokens,
+            dtype=dtype,
+        )
+        pool = CXLPool.create(
+            "anonymous:", layout=layout, capacity=capacity, checksum=checksum, threads=threads
+        )
+        made.append(pool)
+        return pool
+
+    yield make
+    for pool in made:
+        with contextlib.suppress(ClosedError):
+            audit(pool)
+        pool.close()
+
+
+@pytest.fixture
+def pool(make_pool: MakePool) -> CXLPool:
+    """A small pool: 2 layers, 2 kv heads of 8 channels, pages of 4 tokens, float32."""
+    return make_pool(layers=2)

@@ -1,0 +1,172 @@
+/* What the tests of the core share: a check that says where, random numbers, a small pool, rows of
+ * known numbers. Not a test itself. */
+#ifndef CHECK_H
+#define CHECK_H
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+#define CHECK(claim)                                                                      \
+    do {                                                                                  \
+        if (!(claim)) {                                                                   \
+            fprintf(stderr, "%s:%d: %s\n(last error: %s)\n", __FILE__, __LINE__, #claim,  \
+                    cxlkv_error_text());                                                  \
+            abort();                                                                      \
+        }                                                                                 \
+    } while (0)
+
+enum { TEST_LAYERS = 2, TEST_HEADS = 2, TEST_DIM = 8, TEST_PAGE_TOKENS = 4 };
+
+static inline uint64_t random_next(uint64_t *state) { /* splitmix64 */
+    uint64_t word = *state += 0x9e3779b97f4a7c15;
+    word = (word ^ word >> 30) * 0xbf58476d1ce4e5b9;
+    word = (word ^ word >> 27) * 0x94d049bb133111eb;
+    return word ^ word >> 31;
+}
+
+static inline uint32_t random_below(uint64_t *state, uint32_t limit) {
+    return (uint32_t)(random_next(state) % limit);
+}
+
+static inline cxlkv_layout test_layout(void) {
+    cxlkv_layout layout = {.layers = TEST_LAYERS, .kv_heads = TEST_HEADS, .head_dim = TEST_DIM,
+                           .value_head_dim = TEST_DIM, .page_tokens = TEST_PAGE_TOKENS,
+                           .dtype = CXLKV_FLOAT32, .checksum = 1, .shard = {0, 1, 0, 1}};
+    return layout;
+}
+
+/* A pool of at least `pages` pages, and of not many more. */
+static inline cxlkv_pool *test_pool(const char *path, uint32_t pages) {
+    cxlkv_layout layout = test_layout();
+    cxlkv_geometry geometry;
+    cxlkv_pool *pool;
+    uint64_t capacity = (2 << 20) + SUPERBLOCK_BYTES;
+    do {
+        capacity += 16 << 10;
+    } while (geometry_make(&layout, capacity, &geometry) < 0 || geometry.page_count < pages);
+    CHECK(cxlkv_pool_create(path, &layout, capacity, 0, &pool) == 0);
+    return pool;
+}
+
+/* A name in /dev/shm that no other test has; the caller removes it. */
+static inline const char *test_path(const char *name) {
+    static char path[128];
+    snprintf(path, sizeof(path), "/dev/shm/cxlkv-test-%s-%d.pool", name, (int)getpid());
+    unlink(path);
+    return path;
+}
+
+/* The number that stands in K (kind 0) or V (1) of a token; `mark` names the token. */
+static inline float test_value(uint64_t mark, uint32_t layer, uint32_t kind, uint32_t head,
+                               uint32_t channel) {
+    uint64_t state = mark * 1000003 + layer * 1009 + kind * 101 + head * 31 + channel;
+    return (float)(random_next(&state) >> 44);
+}
+
+typedef float test_rows[TEST_HEADS][TEST_DIM];
+
+/* Appends tokens whose marks are marks[0..count) to one layer. */
+static inline int64_t test_append(cxlkv_sequence *sequence, uint32_t layer, const uint64_t *marks,
+                                  uint32_t count) {
+    cxlkv_batch *batch;
+    int64_t code = cxlkv_batch_create(sequence->pool, 1, &sequence, &batch);
+    if (code < 0) return code;
+    test_rows *k = malloc((count + 1) * sizeof(*k)), *v = malloc((count + 1) * sizeof(*v));
+    CHECK(k && v);
+    for (uint32_t t = 0; t < count; t++)
+        for (uint32_t h = 0; h < TEST_HEADS; h++)
+            for (uint32_t d = 0; d < TEST_DIM; d++) {
+                k[t][h][d] = test_value(marks[t], layer, 0, h, d);
+                v[t][h][d] = test_value(marks[t], layer, 1, h, d);
+            }
+    int32_t starts[2] = {0, (int32_t)count};
+    cxlkv_rows keys = {.data = k, .dtype = CXLKV_FLOAT32,
+                       .stride_bytes = {sizeof(*k), sizeof(**k), sizeof(***k)}};
+    cxlkv_rows values = keys;
+    values.data = v;
+    code = cxlkv_batch_append(batch, layer, &keys, &values, starts);
+    free(k);
+    free(v);
+    cxlkv_batch_destroy(batch);
+    return code;
+}
+
+/* Fetches all of a layer and compares it with the marks; 0, or the error of the fetch. */
+static inline int64_t test_verify(cxlkv_sequence *sequence, uint32_t layer, const uint64_t *marks,
+                                  uint32_t count) {
+    uint32_t pages = (count + TEST_PAGE_TOKENS - 1) / TEST_PAGE_TOKENS;
+    size_t bytes = (size_t)TEST_HEADS * pages * TEST_PAGE_TOKENS * TEST_DIM * sizeof(float);
+    float *out[2] = {aligned_alloc(64, align_up(bytes + 1, 64)),
+                     aligned_alloc(64, align_up(bytes + 1, 64))};
+    cxlkv_fetch_args args = {.layer = layer, .keys = out[0], .values = out[1],
+                             .key_capacity_bytes = bytes, .value_capacity_bytes = bytes};
+    cxlkv_batch *batch;
+    CHECK(out[0] && out[1]);
+    int64_t code = cxlkv_batch_create(sequence->pool, 1, &sequence, &batch);
+    if (code == 0) {
+        code = cxlkv_batch_fetch(batch, &args);
+        cxlkv_batch_destroy(batch);
+    }
+    if (code >= 0) CHECK(args.k == pages);
+    for (uint32_t t = 0; code >= 0 && t < pages * TEST_PAGE_TOKENS; t++)
+        for (uint32_t kind = 0; kind < 2; kind++)
+            for (uint32_t h = 0; h < TEST_HEADS; h++)
+                for (uint32_t d = 0; d < TEST_DIM; d++) {
+                    size_t row = ((size_t)h * pages * TEST_PAGE_TOKENS + t) * TEST_DIM;
+                    float wanted = t < count ? test_value(marks[t], layer, kind, h, d) : 0;
+                    CHECK(out[kind][row + d] == wanted);
+                }
+    free(out[0]);
+    free(out[1]);
+    return code < 0 ? code : 0;
+}
+
+/* Appends to, or verifies, every layer. */
+static inline int64_t test_append_all(cxlkv_sequence *sequence, const uint64_t *marks,
+                                      uint32_t count) {
+    int64_t code = 0;
+    for (uint32_t layer = 0; code >= 0 && layer < TEST_LAYERS; layer++)
+        code = test_append(sequence, layer, marks, count);
+    return code;
+}
+
+static inline int64_t test_verify_all(cxlkv_sequence *sequence, const uint64_t *marks,
+                                      uint32_t count) {
+    int64_t code = 0;
+    for (uint32_t layer = 0; code >= 0 && layer < TEST_LAYERS; layer++)
+        code = test_verify(sequence, layer, marks, count);
+    return code;
+}
+
+static inline void test_marks(uint64_t *marks, uint64_t first, uint32_t count) {
+    for (uint32_t i = 0; i < count; i++) marks[i] = first + i;
+}
+
+static inline cxlkv_stats test_stats(cxlkv_pool *pool) {
+    cxlkv_stats stats;
+    CHECK(cxlkv_pool_stats(pool, &stats) == 0);
+    CHECK(stats.pages_free + stats.pages_held + stats.pages_published_only +
+              stats.pages_quarantined + stats.pages_retired == stats.pages_total);
+    return stats;
+}
+
+static inline void test_clean(cxlkv_pool *pool) {
+    char text[4096];
+    int64_t problems = cxlkv_pool_check(pool, 1, text, sizeof(text));
+    if (problems != 0) fprintf(stderr, "%ld problems:\n%s", (long)problems, text);
+    CHECK(problems == 0);
+}
+
+/* 16-byte hashes of keys 0..count-1 of one text. */
+static inline void test_hashes(uint8_t *hashes, uint64_t text, uint32_t count) {
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t state = text * 7919 + i, words[2];
+        words[0] = random_next(&state);
+        words[1] = random_next(&state);
+        memcpy(hashes + i * 16, words, 16);
+    }
+}
+#endif

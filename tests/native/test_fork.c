@@ -1,0 +1,277 @@
+/* Goal: after os.fork() parent and child each have their own references, in whatever order they let
+ * go or die; a death inside the host lock costs nobody a page. Method: real processes, pipes for
+ * every order, SIGKILL, and deaths planted in the middle of a change. */
+#undef NDEBUG
+#include <signal.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+
+#include "check.h"
+
+enum { TOKENS = 3 * TEST_PAGE_TOKENS + 2 };
+static uint64_t marks[TOKENS + 8];
+
+static void signal_other(int fd) { CHECK(write(fd, "x", 1) == 1); }
+static void wait_other(int fd) {
+    char byte;
+    CHECK(read(fd, &byte, 1) == 1);
+}
+
+/* Ends with 0: the child's own checks abort it. */
+static void reap_ok(pid_t child) {
+    int status;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+static cxlkv_sequence *filled(cxlkv_pool *pool) {
+    cxlkv_sequence *sequence;
+    test_marks(marks, 100, TOKENS + 8);
+    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
+    CHECK(test_append_all(sequence, marks, TOKENS) >= 0);
+    return sequence;
+}
+
+static void all_free(cxlkv_pool *pool) {
+    cxlkv_stats stats = test_stats(pool);
+    CHECK(stats.pages_free == stats.pages_total && stats.processes == 1);
+    test_clean(pool);
+}
+
+/* The child goes on from the inherited tail; the parent does too, with other tokens. */
+static void test_both_go_on(const char *path) {
+    cxlkv_pool *pool = test_pool(path, 64);
+    cxlkv_sequence *sequence = filled(pool);
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        cxlkv_sequence *forked;
+        CHECK(test_stats(pool).processes == 2);
+        CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
+        CHECK(cxlkv_sequence_fork(sequence, &forked) == 0);
+        CHECK(test_append_all(forked, marks + TOKENS, 8) >= 0);
+        CHECK(test_verify_all(forked, marks, TOKENS + 8) == 0);
+        cxlkv_sequence_destroy(forked);
+        cxlkv_sequence_destroy(sequence);
+        cxlkv_pool_destroy(pool);
+        _exit(0);
+    }
+    marks[TOKENS] = 7777;
+    CHECK(test_append_all(sequence, marks + TOKENS, 8) >= 0);
+    reap_ok(child);
+    CHECK(test_verify_all(sequence, marks, TOKENS + 8) == 0);
+    cxlkv_sequence_destroy(sequence);
+    all_free(pool);
+    cxlkv_pool_destroy(pool);
+    if (path) CHECK(cxlkv_pool_remove(path) == 0);
+}
+
+/* order 0: the parent lets go first, 1: the child does, 2: the child is killed, 3: it just ends. */
+static void test_order(int order) {
+    cxlkv_pool *pool = test_pool(NULL, 64);
+    cxlkv_sequence *sequence = filled(pool);
+    int to_child[2], to_parent[2], status;
+    CHECK(pipe(to_child) == 0 && pipe(to_parent) == 0);
+    uint64_t held = test_stats(pool).pages_held;
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        wait_other(to_child[0]);
+        CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
+        if (order == 1) cxlkv_sequence_destroy(sequence);
+        signal_other(to_parent[1]);
+        if (order == 2) pause();
+        wait_other(to_child[0]);
+        if (order == 0) {
+            CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
+            cxlkv_sequence_destroy(sequence);
+            CHECK(test_stats(pool).pages_held == 0);
+        }
+        _exit(0);
+    }
+    if (order == 0) cxlkv_sequence_destroy(sequence);
+    CHECK(test_stats(pool).pages_held == held);
+    signal_other(to_child[1]);
+    wait_other(to_parent[0]);
+    CHECK(test_stats(pool).pages_held == held);
+    if (order == 2) CHECK(kill(child, SIGKILL) == 0);
+    else signal_other(to_child[1]);
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(order == 2 ? WIFSIGNALED(status) : WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    CHECK(test_stats(pool).reaped_processes == 1);
+    if (order != 0) {
+        CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
+        cxlkv_sequence_destroy(sequence);
+    }
+    all_free(pool);
+    cxlkv_pool_destroy(pool);
+    for (int i = 0; i < 2; i++) {
+        close(to_child[i]);
+        close(to_parent[i]);
+    }
+}
+
+/* A grandchild still has the pages when both before it are gone; then the pool can be opened. */
+static void test_grandchild_outlives(void) {
+    const char *path = test_path("fork");
+    cxlkv_pool *pool = test_pool(path, 64);
+    cxlkv_sequence *sequence = filled(pool);
+    int go[2], done[2];
+    CHECK(pipe(go) == 0 && pipe(done) == 0);
+    pid_t child = fork();
+    if (child == 0) {
+        pid_t grandchild = fork();
+        if (grandchild != 0) {
+            cxlkv_pool_close(pool);
+            _exit(0);
+        }
+        wait_other(go[0]);
+        CHECK(test_stats(pool).processes == 1);
+        CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
+        cxlkv_pool *again;
+        CHECK(cxlkv_pool_open(path, &again) == 0);
+        CHECK(test_stats(again).processes == 2);
+        cxlkv_pool_destroy(again);
+        CHECK(cxlkv_pool_remove(path) == -CXLKV_E_BUSY);
+        cxlkv_pool_close(pool);
+        signal_other(done[1]);
+        _exit(0);
+    }
+    reap_ok(child);
+    cxlkv_sequence_destroy(sequence);
+    cxlkv_pool_destroy(pool);
+    signal_other(go[1]);
+    wait_other(done[0]);
+    CHECK(cxlkv_pool_open(path, &pool) == 0);
+    all_free(pool);
+    cxlkv_pool_destroy(pool);
+    CHECK(cxlkv_pool_remove(path) == 0);
+    for (int i = 0; i < 2; i++) {
+        close(go[i]);
+        close(done[i]);
+    }
+}
+
+/* ---- deaths inside the lock ---- */
+
+static void die_in_lock(cxlkv_pool *pool, int where, uint32_t page) {
+    CHECK(host_lock(pool) == 0);
+    if (where == 0) { /* lists and counts half changed */
+        memset(pool->runs, 0xff, sizeof(run_info));
+        pool->host->free_pages = 12345;
+        pool->pages[page].holders = 99;
+        pool->host->free_runs = 7;
+    } else if (where == 1) { /* a record that both hold, torn by publish() */
+        rewrite_begin(pool, page);
+        memset(descriptor_of(pool, page), 0xee, 40);
+        record_header *header = (record_header *)(pool->base + pool->geometry.extents_offset) +
+                                page % pool->geometry.slab_slots;
+        CHECK(page < pool->geometry.slab_slots);
+        memset(header, 0xdd, 24);
+    } else { /* a page's last reference is gone, its descriptor half written */
+        uint32_t fresh;
+        CHECK(pages_take(pool, 1, NO_PAGE, &fresh) == 0);
+        pool->held[fresh] = 0;
+        rewrite_begin(pool, fresh);
+        memset(descriptor_of(pool, fresh), 0xcc, 16);
+    }
+    kill(getpid(), SIGKILL);
+}
+
+static void test_death_in_lock(int where) {
+    cxlkv_pool *pool = test_pool(NULL, 64);
+    cxlkv_sequence *sequence = filled(pool);
+    uint32_t page;
+    int status;
+    CHECK(cxlkv_sequence_pages(sequence, &page, 1) > 0);
+    pid_t child = fork();
+    if (child == 0) die_in_lock(pool, where, page);
+    CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
+    CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
+    cxlkv_stats stats = test_stats(pool);
+    CHECK(stats.rebuilds == 1 && stats.reaped_processes == 1 && stats.pages_quarantined == 0);
+    CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
+    test_clean(pool);
+    uint8_t hashes[3 * 16];
+    cxlkv_sequence *hit;
+    test_hashes(hashes, 5, 3);
+    CHECK(cxlkv_publish(sequence, 3, TEST_PAGE_TOKENS, hashes) == 3);
+    cxlkv_sequence_destroy(sequence);
+    CHECK(cxlkv_match(pool, 3, hashes, 10, &hit) == 3 * TEST_PAGE_TOKENS);
+    CHECK(test_verify_all(hit, marks, 3 * TEST_PAGE_TOKENS) == 0);
+    cxlkv_sequence_destroy(hit);
+    CHECK(cxlkv_forget(pool, 3, hashes) == 3);
+    all_free(pool);
+    cxlkv_pool_destroy(pool);
+}
+
+/* The slot that was made for a child was reaped and given to another: the child must not take it.
+ * This handler runs in the child before the pool's own: it came first. */
+static cxlkv_pool *robbed;
+
+static void rob_slot(void) {
+    if (robbed) robbed->host->processes[robbed->fork_slot].nonce ^= 1;
+}
+
+static void test_slot_of_another(void) {
+    cxlkv_pool *pool = robbed = test_pool(NULL, 64);
+    cxlkv_sequence *sequence = filled(pool);
+    pid_t child = fork();
+    if (child == 0) {
+        cxlkv_stats stats;
+        CHECK(cxlkv_pool_stats(pool, &stats) == -CXLKV_E_CLOSED);
+        cxlkv_sequence_destroy(sequence);
+        cxlkv_pool_destroy(pool);
+        _exit(0);
+    }
+    robbed = NULL;
+    reap_ok(child);
+    CHECK(test_stats(pool).processes == 2); /* "the other" still has it */
+    CHECK(host_lock(pool) == 0);
+    host_unregister(pool, pool->fork_slot);
+    host_unlock(pool);
+    cxlkv_sequence_destroy(sequence);
+    all_free(pool);
+    cxlkv_pool_destroy(pool);
+}
+
+/* More processes than slots: the child that gets none says so, and harms nobody. */
+static void test_no_slot_left(void) {
+    const char *path = test_path("slots");
+    cxlkv_pool *pool = test_pool(path, 64), *others[PROCESS_MAX], *one_more;
+    for (int i = 1; i < PROCESS_MAX; i++) CHECK(cxlkv_pool_open(path, &others[i]) == 0);
+    CHECK(cxlkv_pool_open(path, &one_more) == -CXLKV_E_PROCESSES);
+    cxlkv_sequence *sequence = filled(pool);
+    pid_t child = fork();
+    if (child == 0) {
+        cxlkv_stats stats;
+        CHECK(cxlkv_pool_stats(pool, &stats) == -CXLKV_E_CLOSED);
+        CHECK(test_append_all(sequence, marks, 1) == -CXLKV_E_CLOSED);
+        cxlkv_sequence_destroy(sequence);
+        cxlkv_pool_destroy(pool);
+        _exit(0);
+    }
+    reap_ok(child);
+    CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
+    CHECK(test_stats(pool).processes == PROCESS_MAX);
+    for (int i = 1; i < PROCESS_MAX; i++) cxlkv_pool_destroy(others[i]);
+    cxlkv_sequence_destroy(sequence);
+    all_free(pool);
+    cxlkv_pool_destroy(pool);
+    CHECK(cxlkv_pool_remove(path) == 0);
+}
+
+int main(void) {
+#ifdef __SANITIZE_THREAD__
+    return 77; /* it takes a child's locks, made anew, for those that its parent holds */
+#endif
+    CHECK(pthread_atfork(NULL, NULL, rob_slot) == 0);
+    test_both_go_on(NULL);
+    test_both_go_on(test_path("both"));
+    for (int order = 0; order < 4; order++) test_order(order);
+    test_grandchild_outlives();
+    for (int where = 0; where < 3; where++) test_death_in_lock(where);
+    test_slot_of_another();
+    test_no_slot_left();
+    return 0;
+}

@@ -1,0 +1,226 @@
+/* Goal: the format holds what it promises, and no damaged or hostile bytes pass for a pool. Method:
+ * geometries of random layouts, a flipped bit in each byte of each checked line and piece, and
+ * superblocks whose numbers lie while their CRC is right. */
+#undef NDEBUG
+#include "check.h"
+
+/* ---- geometry ---- */
+
+static void check_geometry(const cxlkv_layout *layout, uint64_t capacity) {
+    cxlkv_geometry g;
+    if (geometry_make(layout, capacity, &g) < 0) return;
+    uint64_t slots = g.slab_slots, heads = layout->kv_heads;
+    CHECK(slots >= 1 && slots <= 64 && (slots & (slots - 1)) == 0);
+    CHECK(g.page_count == g.extent_count * g.slab_slots && g.page_count > 0);
+    CHECK(g.region_bytes <= capacity);
+    CHECK(g.region_bytes == g.extents_offset + g.extent_count * g.extent_bytes);
+    CHECK(g.descriptors_offset + g.page_count * sizeof(descriptor) <= g.extents_offset);
+    CHECK(g.extents_offset % AREA_ALIGNMENT == 0);
+    CHECK(slots * sizeof(record_header) <= g.checksums_offset);
+    CHECK(g.checksums_offset + slots * g.checksum_bytes <= g.layers_offset);
+    CHECK(slots * heads * g.digest_piece_bytes <= g.keys_offset);
+    CHECK(g.keys_offset + slots * heads * g.key_piece_bytes <= g.values_offset);
+    CHECK(g.values_offset + slots * heads * g.value_piece_bytes <= g.layer_bytes);
+    CHECK(g.layers_offset + layout->layers * g.layer_bytes <= g.extent_bytes);
+    CHECK(g.digest_piece_bytes % LINE_BYTES == 0 && g.key_piece_bytes % LINE_BYTES == 0);
+    CHECK(g.value_piece_bytes % LINE_BYTES == 0 && g.checksum_bytes % LINE_BYTES == 0);
+    CHECK(g.key_piece_bytes >= piece_data_bytes(layout, PIECE_KEYS));
+    CHECK(g.value_piece_bytes >= piece_data_bytes(layout, PIECE_VALUES));
+    CHECK(g.digest_piece_bytes >= piece_data_bytes(layout, PIECE_DIGEST));
+}
+
+static void test_geometry(void) {
+    uint64_t seed = 42;
+    for (int i = 0; i < 20000; i++) {
+        cxlkv_layout layout = test_layout();
+        layout.layers = 1 + random_below(&seed, i % 2 ? 1024 : 80);
+        layout.kv_heads = 1 + random_below(&seed, i % 2 ? 1024 : 16);
+        layout.head_dim = 1 + random_below(&seed, i % 2 ? 4096 : 256);
+        layout.value_head_dim = 1 + random_below(&seed, i % 3 ? 4096 : 256);
+        layout.page_tokens = 1 + random_below(&seed, 1024);
+        layout.dtype = random_below(&seed, 3);
+        check_geometry(&layout, random_next(&seed) >> random_below(&seed, 50));
+    }
+    cxlkv_layout layout = test_layout();
+    check_geometry(&layout, UINT64_MAX);
+    cxlkv_geometry g;
+    CHECK(geometry_make(&layout, 0, &g) == -CXLKV_E_GEOMETRY);
+    CHECK(geometry_make(&layout, 2 << 20, &g) == -CXLKV_E_GEOMETRY);
+    layout.kv_heads = 0;
+    CHECK(geometry_make(&layout, 1 << 30, &g) == -CXLKV_E_GEOMETRY);
+    layout.kv_heads = UINT32_MAX;
+    CHECK(geometry_make(&layout, 1 << 30, &g) == -CXLKV_E_GEOMETRY);
+    layout = test_layout();
+    layout.dtype = 3;
+    CHECK(geometry_make(&layout, 1 << 30, &g) == -CXLKV_E_GEOMETRY);
+    layout = test_layout();
+    memset(layout.model_id, 'x', sizeof(layout.model_id));
+    CHECK(geometry_make(&layout, 1 << 30, &g) == -CXLKV_E_GEOMETRY);
+}
+
+/* ---- superblock ---- */
+
+static int read_back(const superblock *block, uint64_t file_bytes) {
+    uint8_t bytes[SUPERBLOCK_BYTES] = {0}, identity[16];
+    cxlkv_layout layout;
+    cxlkv_geometry geometry;
+    memcpy(bytes, block, sizeof(*block));
+    return superblock_read(bytes, file_bytes, "block", &layout, &geometry, identity);
+}
+
+static int read_sealed(superblock block, uint64_t file_bytes) {
+    block.crc = crc32c(0, &block, offsetof(superblock, crc));
+    return read_back(&block, file_bytes);
+}
+
+static void test_superblock(cxlkv_pool *pool) {
+    superblock good;
+    memcpy(&good, pool->base, sizeof(good));
+    uint64_t bytes = pool->geometry.region_bytes;
+    CHECK(read_back(&good, bytes) == 0);
+    CHECK(read_back(&good, bytes - 1) == -CXLKV_E_TRUNCATED);
+    for (size_t i = 0; i < offsetof(superblock, crc) + 4; i++) {
+        superblock flipped = good;
+        ((uint8_t *)&flipped)[i] ^= (uint8_t)(1 << i % 8);
+        int wanted = i < 8 ? -CXLKV_E_NOT_A_POOL : i < 12 ? -CXLKV_E_VERSION : -CXLKV_E_CORRUPT;
+        CHECK(read_back(&flipped, bytes) == wanted);
+    }
+}
+
+#define REFUSED(change)                                                     \
+    do {                                                                    \
+        superblock bad = good;                                              \
+        change;                                                             \
+        CHECK(read_sealed(bad, UINT64_MAX) == -CXLKV_E_GEOMETRY);           \
+    } while (0)
+
+static void test_hostile_numbers(cxlkv_pool *pool) {
+    superblock good;
+    memcpy(&good, pool->base, sizeof(good));
+    CHECK(read_sealed(good, pool->geometry.region_bytes) == 0);
+    REFUSED(bad.group_count = 0);
+    REFUSED(bad.group_count = 2);
+    REFUSED(bad.groups[0].kind = 1);
+    REFUSED(bad.groups[0].window = 4096);
+    REFUSED(bad.groups[0].layers = 0);
+    REFUSED(bad.groups[0].layers = UINT32_MAX);
+    REFUSED(bad.groups[0].kv_heads = UINT32_MAX);
+    REFUSED(bad.groups[0].dtype = 9);
+    REFUSED(bad.line_bytes = 128);
+    REFUSED(bad.sharing = 2);
+    REFUSED(bad.page_tokens = 0);
+    REFUSED(bad.page_tokens = 1 << 20);
+    REFUSED(bad.checksum = 2);
+    REFUSED(bad.geometry.slab_slots = 0);
+    REFUSED(bad.geometry.slab_slots = 3);
+    REFUSED(bad.geometry.slab_slots = 128);
+    REFUSED(bad.geometry.extent_count = 0);
+    REFUSED(bad.geometry.extent_count = UINT32_MAX);
+    REFUSED(bad.geometry.page_count++);
+    REFUSED(bad.geometry.region_bytes += 4096);
+    REFUSED(bad.geometry.extents_offset = UINT64_MAX - 4095);
+    REFUSED(bad.geometry.key_piece_bytes = 0);
+    REFUSED(bad.geometry.layer_bytes -= 4096);
+    REFUSED(memset(bad.model_id, 'x', sizeof(bad.model_id)));
+}
+
+/* So many extents that the size of the region wraps round and seems to fit into the file. */
+static void test_sizes_that_wrap(cxlkv_pool *pool) {
+    superblock bad;
+    memcpy(&bad, pool->base, sizeof(bad));
+    cxlkv_layout layout = {.layers = 1024, .kv_heads = 1024, .head_dim = 4096,
+                           .value_head_dim = 4096, .page_tokens = 1024, .dtype = CXLKV_FLOAT32,
+                           .checksum = 1, .shard = {0, 1, 0, 1}};
+    CHECK(geometry_make(&layout, 1ull << 62, &bad.geometry) == 0);
+    bad.groups[0] = (group_row){.layers = 1024, .kv_heads = 1024, .head_dim = 4096,
+                                .value_head_dim = 4096, .dtype = CXLKV_FLOAT32};
+    bad.page_tokens = 1024;
+    cxlkv_geometry *g = &bad.geometry;
+    for (uint32_t extents = 1 << 8; extents <= (1u << 30) / g->slab_slots; extents *= 2) {
+        g->extent_count = extents;
+        g->page_count = extents * g->slab_slots;
+        g->extents_offset = align_up(
+            SUPERBLOCK_BYTES + (uint64_t)g->page_count * sizeof(descriptor), AREA_ALIGNMENT);
+        g->region_bytes = g->extents_offset + extents * g->extent_bytes;
+        bool wraps = __builtin_mul_overflow((uint64_t)extents, g->extent_bytes, &(uint64_t){0});
+        if (wraps) CHECK(read_sealed(bad, UINT64_MAX) == -CXLKV_E_GEOMETRY);
+    }
+}
+
+/* ---- descriptor, header, checksums, pieces ---- */
+
+static void test_flipped_lines(cxlkv_pool *pool, uint32_t page) {
+    descriptor copy, *line = descriptor_of(pool, page);
+    uint64_t generation = pool->pages[page].generation;
+    const cxlkv_geometry *g = &pool->geometry;
+    uint8_t *header = pool->base + g->extents_offset + page / g->slab_slots * g->extent_bytes +
+                      page % g->slab_slots * sizeof(record_header);
+    CHECK(descriptor_read(pool, page, &copy) == 0 && (copy.version & 255) == PAGE_SEALED);
+    CHECK(record_check(pool, page, generation, TEST_PAGE_TOKENS) == 0);
+    for (uint32_t bit = 0; bit < LINE_BYTES * 8; bit++) {
+        ((uint8_t *)line)[bit / 8] ^= (uint8_t)(1 << bit % 8);
+        CHECK(descriptor_read(pool, page, &copy) == -CXLKV_E_CORRUPT);
+        ((uint8_t *)line)[bit / 8] ^= (uint8_t)(1 << bit % 8);
+        header[bit / 8] ^= (uint8_t)(1 << bit % 8);
+        CHECK(record_check(pool, page, generation, TEST_PAGE_TOKENS) == -CXLKV_E_CORRUPT);
+        header[bit / 8] ^= (uint8_t)(1 << bit % 8);
+    }
+    CHECK(record_check(pool, page, generation + 1, TEST_PAGE_TOKENS) == -CXLKV_E_STALE);
+    CHECK(record_check(pool, page, generation, TEST_PAGE_TOKENS - 1) == -CXLKV_E_STALE);
+    /* A whole line of another page is as wrong as a broken one. */
+    descriptor kept = *line;
+    *line = *descriptor_of(pool, page + 1);
+    CHECK(descriptor_read(pool, page, &copy) == -CXLKV_E_CORRUPT);
+    *line = kept;
+    CHECK(descriptor_read(pool, page, &copy) == 0);
+}
+
+static void test_flipped_pieces(cxlkv_pool *pool, uint32_t page, cxlkv_sequence *sequence,
+                                const uint64_t *marks) {
+    const cxlkv_geometry *g = &pool->geometry;
+    uint64_t strides[PIECE_KINDS] = {g->digest_piece_bytes, g->key_piece_bytes,
+                                     g->value_piece_bytes};
+    uint64_t found = 0;
+    for (uint32_t layer = 0; layer < TEST_LAYERS; layer++)
+        for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
+            for (uint32_t head = 0; head < TEST_HEADS; head++) {
+                uint8_t *piece = pieces_of(pool, page, layer, kind) + head * strides[kind];
+                for (size_t i = 0; i < piece_data_bytes(&pool->layout, kind); i++) {
+                    piece[i] ^= (uint8_t)(1 << i % 8);
+                    verified_clear(pool, page);
+                    CHECK(pieces_verify(pool, page, layer) == -CXLKV_E_CORRUPT);
+                    if (kind != PIECE_DIGEST)
+                        CHECK(test_verify(sequence, layer, marks, TEST_PAGE_TOKENS) ==
+                              -CXLKV_E_CORRUPT);
+                    piece[i] ^= (uint8_t)(1 << i % 8);
+                    found++;
+                }
+                *checksum_of(pool, page, layer, head, kind) ^= 0x40;
+                CHECK(pieces_verify(pool, page, layer) == -CXLKV_E_CORRUPT);
+                *checksum_of(pool, page, layer, head, kind) ^= 0x40;
+                CHECK(pieces_verify(pool, page, layer) == 0);
+            }
+    CHECK(found > 1000 && atomic_load(&pool->corrupt_pieces) > found);
+    CHECK(test_verify(sequence, 0, marks, TEST_PAGE_TOKENS) == 0);
+}
+
+int main(void) {
+    test_geometry();
+    cxlkv_pool *pool = test_pool(NULL, 64);
+    test_superblock(pool);
+    test_hostile_numbers(pool);
+    test_sizes_that_wrap(pool);
+    cxlkv_sequence *sequence;
+    uint64_t marks[TEST_PAGE_TOKENS];
+    uint32_t page;
+    test_marks(marks, 1, TEST_PAGE_TOKENS);
+    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
+    CHECK(test_append_all(sequence, marks, TEST_PAGE_TOKENS) >= 0);
+    CHECK(cxlkv_sequence_pages(sequence, &page, 1) == 1);
+    test_flipped_lines(pool, page);
+    test_flipped_pieces(pool, page, sequence, marks);
+    test_clean(pool);
+    cxlkv_sequence_destroy(sequence);
+    cxlkv_pool_destroy(pool);
+    return 0;
+}

@@ -1,0 +1,195 @@
+/* Goal: no operation leaks or stays half done when local memory runs out in its middle. Method:
+ * each is tried with its first allocation failing, then its second, until none fails any more (the
+ * linker sends the core's calls here); after each failure all is as it was. ASan finds leaks. */
+#undef NDEBUG
+#include "check.h"
+
+void *__real_malloc(size_t bytes);
+void *__real_calloc(size_t count, size_t bytes);
+void *__real_realloc(void *old, size_t bytes);
+void *__real_aligned_alloc(size_t alignment, size_t bytes);
+void *__wrap_malloc(size_t bytes);
+void *__wrap_calloc(size_t count, size_t bytes);
+void *__wrap_realloc(void *old, size_t bytes);
+void *__wrap_aligned_alloc(size_t alignment, size_t bytes);
+
+static uint32_t countdown; /* 0: none fails; n: the n-th from now does */
+static uint32_t failures;
+
+static bool fails_now(void) {
+    if (countdown == 0 || --countdown > 0) return false;
+    failures++;
+    return true;
+}
+
+void *__wrap_malloc(size_t bytes) { return fails_now() ? NULL : __real_malloc(bytes); }
+void *__wrap_calloc(size_t count, size_t bytes) {
+    return fails_now() ? NULL : __real_calloc(count, bytes);
+}
+void *__wrap_realloc(void *old, size_t bytes) {
+    return fails_now() ? NULL : __real_realloc(old, bytes);
+}
+void *__wrap_aligned_alloc(size_t alignment, size_t bytes) {
+    return fails_now() ? NULL : __real_aligned_alloc(alignment, bytes);
+}
+
+enum { PAGES = CHUNK_PAGES + 5, TOKENS = PAGES * TEST_PAGE_TOKENS + 3, MORE = 9 };
+static uint64_t marks[TOKENS + MORE];
+static cxlkv_pool *pool;
+static cxlkv_sequence *sequence, *made;
+static cxlkv_batch *batch;
+static uint8_t hashes[PAGES * 16], handle[PAGES * 12 + 256];
+static float rows[MORE][TEST_HEADS][TEST_DIM];
+
+/* ---- what is tried; each leaves its result in `made` or changes `sequence` ---- */
+
+static int64_t do_create(void) { return cxlkv_sequence_create(pool, &made); }
+static int64_t do_fork(void) { return cxlkv_sequence_fork(sequence, &made); }
+static int64_t do_adopt(void) {
+    return cxlkv_sequence_adopt(pool, handle, PAGES * 12 + 12 + 44, &made);
+}
+static int64_t do_match(void) { return cxlkv_match(pool, PAGES, hashes, 100, &made); }
+static int64_t do_truncate(void) { return cxlkv_sequence_truncate(sequence, TOKENS - 5); }
+static int64_t do_export(void) {
+    return cxlkv_sequence_export(sequence, handle, sizeof(handle));
+}
+static int64_t do_batch(void) {
+    cxlkv_batch *another;
+    int64_t code = cxlkv_batch_create(pool, 1, &sequence, &another);
+    if (code == 0) cxlkv_batch_destroy(another);
+    return code;
+}
+static int64_t do_append(void) {
+    int32_t starts[2] = {0, MORE};
+    cxlkv_rows k = {.data = rows, .dtype = CXLKV_FLOAT32,
+                    .stride_bytes = {sizeof(rows[0]), sizeof(rows[0][0]), sizeof(float)}};
+    return cxlkv_batch_append(batch, 0, &k, &k, starts);
+}
+static int64_t do_fetch(void) {
+    static float out[2][(PAGES + 1) * TEST_HEADS * TEST_PAGE_TOKENS * TEST_DIM];
+    cxlkv_fetch_args args = {.keys = out[0], .values = out[1], .key_capacity_bytes = sizeof(out[0]),
+                             .value_capacity_bytes = sizeof(out[1])};
+    return cxlkv_batch_fetch(batch, &args);
+}
+static int64_t do_select(void) {
+    int32_t starts[2] = {0, 1}, pages[TEST_HEADS * 8], counts[TEST_HEADS];
+    float scores[TEST_HEADS * 8];
+    cxlkv_budget budget = {.kind = CXLKV_BUDGET_PAGES, .pages = 8, .sinks = 1, .recent = 1};
+    cxlkv_select_args args = {.q_heads = TEST_HEADS, .starts = starts, .budgets = &budget,
+                              .budget_count = 1, .scale = 1, .capacity = TEST_HEADS * 8,
+                              .pages = pages, .scores = scores, .counts = counts};
+    args.queries = (cxlkv_rows){.data = rows, .dtype = CXLKV_FLOAT32,
+                                .stride_bytes = {sizeof(rows[0]), sizeof(rows[0][0]), 4}};
+    return cxlkv_batch_select(batch, &args);
+}
+static int64_t do_attend(void) {
+    int32_t starts[2] = {0, 1};
+    float out[TEST_HEADS][TEST_DIM], lse[TEST_HEADS];
+    cxlkv_attend_args args = {.q_heads = TEST_HEADS, .starts = starts, .scale = 1, .out = out,
+                              .lse = lse};
+    args.queries = (cxlkv_rows){.data = rows, .dtype = CXLKV_FLOAT32,
+                                .stride_bytes = {sizeof(rows[0]), sizeof(rows[0][0]), 4}};
+    return cxlkv_batch_attend(batch, &args);
+}
+static int64_t do_open(void) {
+    cxlkv_pool *other;
+    int64_t code = cxlkv_pool_open(pool->path, &other);
+    if (code == 0) cxlkv_pool_destroy(other);
+    return code;
+}
+static int64_t do_create_pool(void) {
+    cxlkv_pool *other;
+    cxlkv_layout layout = test_layout();
+    const char *path = "/dev/shm/cxlkv-test-memory.other";
+    int64_t code = cxlkv_pool_create(path, &layout, 4 << 20, 0, &other);
+    if (code < 0) {
+        CHECK(access(path, F_OK) < 0);
+        return code;
+    }
+    cxlkv_pool_destroy(other);
+    CHECK(cxlkv_pool_remove(path) == 0);
+    return 0;
+}
+
+static void as_it_was(uint64_t free_pages) {
+    CHECK(test_stats(pool).pages_free == free_pages);
+    CHECK(cxlkv_sequence_tokens(sequence) == TOKENS);
+    CHECK(cxlkv_sequence_layer_tokens(sequence, 0) == TOKENS);
+    CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
+    test_clean(pool);
+}
+
+/* `keeps`: a failure may leave the page for the tail's copy with the sequence. */
+static void try(const char *name, int64_t (*operation)(void), bool keeps) {
+    uint64_t free_pages = test_stats(pool).pages_free;
+    for (uint32_t nth = 1;; nth++) {
+        uint32_t before = failures;
+        made = NULL;
+        countdown = nth;
+        int64_t code = operation();
+        countdown = 0;
+        if (failures == before) { /* it did not get as far as the nth */
+            CHECK(code >= 0);
+            fprintf(stderr, "%s: %u allocations\n", name, nth - 1);
+            break;
+        }
+        if (code >= 0) { /* a cache or a helper thread did without */
+            cxlkv_sequence_destroy(made);
+            continue;
+        }
+        CHECK(code == -ENOMEM && made == NULL);
+        if (keeps) free_pages = test_stats(pool).pages_free;
+        as_it_was(free_pages);
+    }
+    cxlkv_sequence_destroy(made);
+}
+
+/* Back to TOKENS tokens after an operation that changed the sequence. */
+static void restore(void) {
+    CHECK(cxlkv_sequence_truncate(sequence, TOKENS - 5) == 0);
+    CHECK(test_append_all(sequence, marks + TOKENS - 5, 5) >= 0);
+    CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
+}
+
+int main(void) {
+    const char *path = test_path("memory");
+    pool = test_pool(path, 2 * PAGES);
+    test_marks(marks, 1, TOKENS + MORE);
+    test_hashes(hashes, 1, PAGES);
+    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
+    CHECK(test_append_all(sequence, marks, TOKENS) >= 0);
+    CHECK(cxlkv_batch_create(pool, 1, &sequence, &batch) == 0);
+    CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes) == PAGES);
+    try("create", do_create, false);
+    try("batch", do_batch, false);
+    try("fork", do_fork, false);
+    try("match", do_match, false);
+    try("export", do_export, true);
+    try("adopt", do_adopt, false);
+    try("fetch", do_fetch, false);
+    try("select", do_select, false);
+    try("attend", do_attend, false);
+    try("truncate", do_truncate, false);
+    restore();
+    try("append", do_append, false);
+    restore();
+    /* With its last chunk and its tails shared, an append and a truncation clone them first. */
+    cxlkv_sequence *child;
+    CHECK(cxlkv_sequence_fork(sequence, &child) == 0);
+    try("append to a fork", do_append, false);
+    restore();
+    cxlkv_sequence_destroy(child);
+    CHECK(cxlkv_sequence_fork(sequence, &child) == 0);
+    try("truncate a fork", do_truncate, false);
+    CHECK(test_verify_all(child, marks, TOKENS) == 0);
+    cxlkv_sequence_destroy(child);
+    restore();
+    try("open", do_open, false);
+    try("create a pool", do_create_pool, false);
+    CHECK(failures > 30);
+    cxlkv_batch_destroy(batch);
+    cxlkv_sequence_destroy(sequence);
+    cxlkv_pool_destroy(pool);
+    CHECK(cxlkv_pool_remove(path) == 0);
+    return 0;
+}

@@ -1,0 +1,126 @@
+/* Goal: no page is lost, given twice or scattered without need. Method: random alloc and free,
+ * first mostly taking and then mostly giving back, against a map of who has what; each free slot of
+ * the map holds a sentinel, each taken one the id of its batch (after TigerBeetle's node_pool). */
+#undef NDEBUG
+#include "check.h"
+
+enum { BATCHES_MAX = 512, STEPS = 4000, SENTINEL = 0 };
+
+typedef struct owned {
+    uint32_t id, count, *pages;
+} owned;
+
+static void take(cxlkv_pool *pool, uint32_t *map, owned *batch, uint32_t id, uint32_t count) {
+    cxlkv_stats before = test_stats(pool);
+    batch->pages = malloc((count + 1) * sizeof(uint32_t));
+    CHECK(batch->pages);
+    int64_t got = cxlkv_pages_alloc(pool, count, batch->pages);
+    if (count > before.pages_free) {
+        CHECK(got == -CXLKV_E_POOL_FULL);
+        CHECK(test_stats(pool).pages_free == before.pages_free);
+        free(batch->pages);
+        batch->id = 0;
+        return;
+    }
+    CHECK(got == count);
+    for (uint32_t i = 0; i < count; i++) {
+        CHECK(batch->pages[i] < before.pages_total);
+        CHECK(map[batch->pages[i]] == SENTINEL);
+        map[batch->pages[i]] = id;
+    }
+    batch->id = id;
+    batch->count = count;
+}
+
+static void give(cxlkv_pool *pool, uint32_t *map, owned *batch) {
+    for (uint32_t i = 0; i < batch->count; i++) {
+        CHECK(map[batch->pages[i]] == batch->id);
+        map[batch->pages[i]] = SENTINEL;
+    }
+    CHECK(cxlkv_pages_free(pool, batch->count, batch->pages) == batch->count);
+    free(batch->pages);
+    batch->id = 0;
+}
+
+static void test_against_a_map(void) {
+    uint64_t seed = 20261121;
+    cxlkv_pool *pool = test_pool(NULL, 300);
+    cxlkv_stats start = test_stats(pool);
+    uint32_t *map = calloc(start.pages_total, sizeof(*map)), live = 0, refused = 0, taken = 0;
+    static owned batches[BATCHES_MAX];
+    CHECK(map && start.pages_free == start.pages_total);
+    for (uint32_t step = 1; step <= STEPS; step++) {
+        uint32_t percent = step < STEPS / 2 ? 65 : 35;
+        owned *batch = &batches[random_below(&seed, BATCHES_MAX)];
+        if (batch->id) {
+            if (random_below(&seed, 100) < percent) continue;
+            give(pool, map, batch);
+            live--;
+        } else if (random_below(&seed, 100) < percent) {
+            take(pool, map, batch, step, random_below(&seed, 24));
+            live += batch->id != 0;
+            taken += batch->id != 0;
+            refused += batch->id == 0;
+        }
+    }
+    CHECK(taken > STEPS / 20 && refused > 10);
+    for (uint32_t i = 0; i < BATCHES_MAX; i++)
+        if (batches[i].id) give(pool, map, &batches[i]);
+    CHECK(test_stats(pool).pages_free == start.pages_total);
+    test_clean(pool);
+    cxlkv_pool_destroy(pool);
+    free(map);
+}
+
+/* Two sequences that grow by turns get runs of their own, each page behind the one before. */
+static void test_runs_stay_together(void) {
+    cxlkv_pool *pool = test_pool(NULL, 300);
+    cxlkv_sequence *sequences[2];
+    uint64_t marks[RUN_SLOTS * TEST_PAGE_TOKENS];
+    test_marks(marks, 1, RUN_SLOTS * TEST_PAGE_TOKENS);
+    for (int i = 0; i < 2; i++) CHECK(cxlkv_sequence_create(pool, &sequences[i]) == 0);
+    for (uint32_t page = 0; page < RUN_SLOTS; page++)
+        for (int i = 0; i < 2; i++)
+            CHECK(test_append_all(sequences[i], marks, TEST_PAGE_TOKENS) >= 0);
+    for (int i = 0; i < 2; i++) {
+        uint32_t pages[RUN_SLOTS];
+        CHECK(cxlkv_sequence_pages(sequences[i], pages, RUN_SLOTS) == RUN_SLOTS);
+        for (uint32_t page = 0; page < RUN_SLOTS; page++) CHECK(pages[page] == pages[0] + page);
+        CHECK(pages[0] % RUN_SLOTS == 0);
+        cxlkv_sequence_destroy(sequences[i]);
+    }
+    cxlkv_pool_destroy(pool);
+}
+
+static void test_wrong_frees_change_nothing(void) {
+    cxlkv_pool *pool = test_pool(NULL, 64);
+    cxlkv_sequence *sequence;
+    uint64_t marks[TEST_PAGE_TOKENS];
+    uint32_t pages[3], own;
+    test_marks(marks, 1, TEST_PAGE_TOKENS);
+    CHECK(cxlkv_pages_alloc(pool, 3, pages) == 3);
+    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
+    CHECK(test_append_all(sequence, marks, TEST_PAGE_TOKENS) >= 0);
+    CHECK(cxlkv_sequence_pages(sequence, &own, 1) == 1);
+    uint64_t free_pages = test_stats(pool).pages_free;
+    uint32_t twice[2] = {pages[0], pages[0]}, foreign[2] = {pages[1], own};
+    uint32_t outside[2] = {pages[2], UINT32_MAX};
+    CHECK(cxlkv_pages_free(pool, 2, twice) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_pages_free(pool, 2, foreign) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_pages_free(pool, 2, outside) == -CXLKV_E_ARGUMENT);
+    CHECK(test_stats(pool).pages_free == free_pages);
+    CHECK(cxlkv_pages_free(pool, 3, pages) == 3);
+    CHECK(cxlkv_pages_free(pool, 3, pages) == -CXLKV_E_ARGUMENT);
+    CHECK(test_verify_all(sequence, marks, TEST_PAGE_TOKENS) == 0);
+    cxlkv_sequence_destroy(sequence);
+    test_clean(pool);
+    CHECK(test_stats(pool).pages_free == test_stats(pool).pages_total);
+    cxlkv_pool_destroy(pool);
+}
+
+int main(void) {
+    test_against_a_map();
+    test_runs_stay_together();
+    test_wrong_frees_change_nothing();
+    return 0;
+}

@@ -1,0 +1,804 @@
+"""Bad input: each item is refused by its own exception, whose text names the cause and what helps,
+and nothing else is harmed by it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Sequence, _core, errors, regions
+from cxlkv.prefix import prefix_keys
+from cxlkv.topology import probe
+
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
+CAPACITY = "3MiB"
+Rows = npt.NDArray[np.float32]
+
+
+def rows(tokens: int, seed: int = 0) -> Rows:
+    return np.random.default_rng(seed).normal(size=(tokens, 2, 8)).astype(np.float32)
+
+
+def fill(pool: CXLPool, tokens: int = 10, seed: int = 0) -> Sequence:
+    sequence = pool.sequence()
+    for layer in range(LAYOUT.layers):
+        sequence.append(layer, rows(tokens, seed + layer), rows(tokens, seed + layer + 50))
+    return sequence
+
+
+def assert_holds(sequence: Sequence, tokens: int = 10, seed: int = 0) -> None:
+    assert len(sequence) == tokens
+    for layer in range(LAYOUT.layers):
+        for kind, got in enumerate(sequence.fetch(layer)):
+            found = np.asarray(got).transpose(1, 2, 0, 3).reshape(-1, 2, 8)[:tokens]
+            assert np.array_equal(found, rows(tokens, seed + layer + 50 * kind))
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    place = Path(f"/dev/shm/cxlkv-test-{os.getpid()}-{time.monotonic_ns()}.pool")
+    yield place
+    place.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def on_file(path: Path) -> Iterator[CXLPool]:
+    with CXLPool.create(path, layout=LAYOUT, capacity=CAPACITY, threads=1) as made:
+        yield made
+
+
+@pytest.fixture
+def closed_file(path: Path) -> Path:
+    """A pool with two published pages and nobody who uses it."""
+    with CXLPool.create(path, layout=LAYOUT, capacity=CAPACITY) as made:
+        made.publish_prefix(fill(made), list(range(8)))
+    return path
+
+
+def geometry(pool: CXLPool) -> dict[str, int]:
+    return _core.pool_geometry(pool._handle)
+
+
+def flip(path: Path, offset: int, bit: int = 0) -> None:
+    with path.open("r+b", buffering=0) as file:
+        (byte,) = os.pread(file.fileno(), 1, offset)
+        os.pwrite(file.fileno(), bytes([byte ^ 1 << bit]), offset)
+
+
+# ---- files that are no pool, or not the right one, or not a whole one ----
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\0" * 4096, b"PK\3\4" * 4096])
+def test_a_file_that_is_no_pool(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(errors.NotAPoolError, match="is not a cxlkv pool"):
+        CXLPool.open(path)
+    with pytest.raises(errors.NotAPoolError):
+        CXLPool.remove(path)
+    with pytest.raises(errors.PoolExistsError, match="not overwritten unless force=True"):
+        CXLPool.create(path, layout=LAYOUT, capacity=CAPACITY)
+    assert path.read_bytes() == content
+
+
+def test_a_folder_and_a_fifo_are_no_pools(tmp_path: Path) -> None:
+    with pytest.raises(errors.CXLKVError, match="directory"):
+        CXLPool.open(tmp_path)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(errors.NotAPoolError, match="not a regular file"):
+        CXLPool.open(tmp_path / "fifo")
+    for force in (False, True):
+        with pytest.raises(errors.PoolExistsError):
+            CXLPool.create(tmp_path / "fifo", layout=LAYOUT, capacity=CAPACITY, force=force)
+
+
+def test_nothing_there(path: Path) -> None:
+    with pytest.raises(errors.PoolMissingError, match="No such file"):
+        CXLPool.open(path)
+    with pytest.raises(FileNotFoundError):
+        CXLPool.remove(path)
+
+
+def test_another_version(closed_file: Path) -> None:
+    with closed_file.open("r+b") as file:
+        file.seek(8)
+        file.write(struct.pack("<I", 2))
+    with pytest.raises(errors.VersionError, match=r"version 2, this build reads 1.*create it anew"):
+        CXLPool.open(closed_file)
+    CXLPool.remove(closed_file)
+
+
+def test_another_layout_than_expected(closed_file: Path) -> None:
+    expected = KVLayout(layers=3, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
+    with pytest.raises(errors.GeometryError, match=r"stores KVLayout.*not KVLayout"):
+        CXLPool.open(closed_file, layout=expected)
+    CXLPool.open(closed_file, layout=LAYOUT).close()
+
+
+def test_hostile_numbers_with_a_right_crc(closed_file: Path) -> None:
+    """Offsets are derived from the layout again; what does not follow is refused, not believed."""
+    block = bytearray(closed_file.read_bytes()[:4096])
+    with CXLPool.open(closed_file) as pool:
+        region = struct.pack("<Q", geometry(pool)["region_bytes"])
+    at = block.index(region)
+    block[at : at + 8] = struct.pack("<Q", 1 << 62)
+    for end in range(4, 4096 - 4, 4):  # the CRC is the word that covers all before it
+        if struct.pack("<I", _core.crc32c(closed_file.read_bytes()[:end])) == block[end : end + 4]:
+            block[end : end + 4] = struct.pack("<I", _core.crc32c(bytes(block[:end])))
+            break
+    with closed_file.open("r+b") as file:
+        file.write(block)
+    with pytest.raises(errors.GeometryError, match="do not follow from its layout"):
+        CXLPool.open(closed_file)
+
+
+@pytest.mark.parametrize("part", [0.001, 0.5, 0.999])
+def test_a_truncated_file(closed_file: Path, part: float) -> None:
+    size = closed_file.stat().st_size
+    os.truncate(closed_file, max(4096, int(size * part)))
+    with pytest.raises(errors.TruncatedError, match=r"truncated: .* bytes of .*create it anew"):
+        CXLPool.open(closed_file)
+    CXLPool.remove(closed_file)
+
+
+def test_a_file_truncated_under_a_pool(on_file: CXLPool, path: Path) -> None:
+    """SIGBUS becomes an error of the operation that met it; other sequences and the pool go on."""
+    hurt, tail_only = fill(on_file), fill(on_file, 3, seed=7)
+    os.truncate(path, geometry(on_file)["extents_offset"])
+    with pytest.raises(errors.PoisonError, match=r"bus error .*pages were retired.*recompute"):
+        hurt.fetch(0)
+    assert on_file.stats()["pages_retired"] > 0
+    assert_holds(tail_only, 3, seed=7)
+    hurt.release()
+    assert on_file.stats()["pages_held"] == 0
+
+
+# ---- flipped bits ----
+
+
+@pytest.mark.parametrize("offset", [12, 40, 100, 400, 600, 960])
+def test_a_flipped_bit_in_the_superblock(closed_file: Path, offset: int) -> None:
+    flip(closed_file, offset, bit=3)
+    with pytest.raises(errors.CorruptError, match=r"superblock's CRC is wrong.*create it anew"):
+        CXLPool.open(closed_file)
+    flip(closed_file, offset, bit=3)
+    CXLPool.open(closed_file).close()
+
+
+def test_a_flipped_bit_in_a_descriptor(on_file: CXLPool, path: Path) -> None:
+    sequence = fill(on_file)
+    handle, page = sequence.handle, int(sequence.pages[0])
+    flip(path, geometry(on_file)["descriptors_offset"] + 64 * page + 24)
+    with pytest.raises(errors.CorruptError, match=rf"descriptor of page {page} is damaged"):
+        on_file.adopt(handle)
+    report = on_file.check()
+    assert report["problem_count"] == 1
+    assert f"page {page}" in report["problems"][0]
+
+
+def test_a_flipped_bit_in_a_published_descriptor_is_a_miss(closed_file: Path) -> None:
+    """Fails closed: the damaged page is set aside, never found, and given to nobody."""
+    with CXLPool.open(closed_file) as pool:
+        first = geometry(pool)["descriptors_offset"]
+    flip(closed_file, first + 20)
+    with CXLPool.open(closed_file) as pool:
+        assert pool.match_prefix(list(range(8))).tokens == 0
+        stats = pool.stats()
+        assert (stats["pages_quarantined"], stats["pages_published_only"]) == (1, 1)
+
+
+def test_a_flipped_bit_in_a_record_header(on_file: CXLPool, path: Path) -> None:
+    sequence, other = fill(on_file), fill(on_file, seed=3)
+    handle, page, where = sequence.handle, int(sequence.pages[1]), geometry(on_file)
+    slots = where["slab_slots"]
+    extent = where["extents_offset"] + page // slots * where["extent_bytes"]
+    flip(path, extent + page % slots * 64 + 8)
+    with pytest.raises(errors.CorruptError, match=rf"header of page {page}.*recompute"):
+        sequence.fetch(0)
+    with pytest.raises(errors.CorruptError):
+        on_file.adopt(handle)
+    assert_holds(other, seed=3)
+
+
+@pytest.mark.parametrize("kind", ["digest", "K", "V"])
+def test_a_flipped_bit_in_a_piece(on_file: CXLPool, path: Path, kind: str) -> None:
+    sequence, other = fill(on_file), fill(on_file, seed=3)
+    page, where = int(sequence.pages[1]), geometry(on_file)
+    slots, heads, layer = where["slab_slots"], LAYOUT.kv_heads, 1
+    start = where["extents_offset"] + page // slots * where["extent_bytes"]
+    start += where["layers_offset"] + layer * where["layer_bytes"]
+    slab = {"digest": 0, "K": where["keys_offset"], "V": where["values_offset"]}[kind]
+    piece = {"digest": "digest_piece_bytes", "K": "key_piece_bytes", "V": "value_piece_bytes"}
+    flip(path, start + slab + page % slots * heads * where[piece[kind]] + 5)
+
+    report = on_file.check(deep=True)
+    assert report["problem_count"] == 1
+    assert f"page {page}, layer 1, kv head 0: the CRC of its {kind} is wrong" in str(report)
+    with CXLPool.open(path, threads=1) as fresh:  # it has not verified the page before
+        read = fresh.adopt(sequence.handle)
+        text = rf"page {page}, layer 1, kv head 0: the CRC of its {kind} is wrong.*recompute"
+        q = np.ones((4, 8), np.float32)
+        for use in (
+            lambda: read.select(1, q, top_k=3),
+            lambda: read.select(1, q, top_k=3, method="digest"),
+            lambda: read.attend(1, q),
+        ):
+            with pytest.raises(errors.CorruptError, match=text):
+                use()
+        read.fetch(0)  # the other layer is whole
+    if kind != "digest":
+        with pytest.raises(errors.CorruptError, match=f"the CRC of its {kind} is wrong"):
+            sequence.fetch(1)
+        assert on_file.stats()["corrupt_pieces"] > 0
+    assert_holds(other, seed=3)
+
+
+# ---- places and capacities ----
+
+
+@pytest.mark.parametrize("where", ["numa:1", "dax:/dev/dax0.0", "cxl:region0"])
+def test_regions_that_come_later_are_refused_by_name(where: str) -> None:
+    with pytest.raises(errors.UnsupportedError, match=rf"{where}: .*not built yet; use a path"):
+        CXLPool.create(where, layout=LAYOUT, capacity=CAPACITY)
+    with pytest.raises(NotImplementedError):
+        CXLPool.open(where)
+
+
+@pytest.mark.parametrize("where", ["tape:0", "s3:bucket", "anonymous", "", "/dev/shm/", "x\0y"])
+def test_places_that_are_none(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if where == "anonymous":  # a file of that name in this folder, which is as good as any
+        CXLPool.create(where, layout=LAYOUT, capacity=CAPACITY).close()
+        return
+    with pytest.raises(errors.BadArgumentError, match=r"unknown region|not a path"):
+        CXLPool.create(where, layout=LAYOUT, capacity=CAPACITY)
+
+
+def test_a_folder_that_is_not_there() -> None:
+    with pytest.raises(errors.BadArgumentError, match=r"folder .* does not exist"):
+        CXLPool.create("/dev/shm/no/such/folder.pool", layout=LAYOUT, capacity=CAPACITY)
+
+
+def test_an_anonymous_pool_cannot_be_opened_or_removed() -> None:
+    for use in (CXLPool.open, CXLPool.remove):
+        with pytest.raises(errors.BadArgumentError, match="anonymous pool"):
+            use("anonymous:")
+
+
+@pytest.mark.parametrize("capacity", ["", "many", "2G", "-1", -1, 1.5, True, None])
+def test_capacities_that_are_none(capacity: object) -> None:
+    with pytest.raises(errors.BadArgumentError):
+        CXLPool.create("anonymous:", layout=LAYOUT, capacity=capacity)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 4096, 2 << 20])
+def test_a_capacity_that_holds_no_page(path: Path, capacity: int) -> None:
+    with pytest.raises(errors.GeometryError, match=r"holds no page.*Ask for \d+ MiB or more"):
+        CXLPool.create(path, layout=LAYOUT, capacity=capacity)
+    assert not path.exists()
+
+
+def test_more_than_the_memory(path: Path) -> None:
+    for where in ("anonymous:", path):
+        with pytest.raises(errors.MemoryShortError, match="Ask for less"):
+            CXLPool.create(where, layout=LAYOUT, capacity="900TiB")
+    assert not path.exists()
+
+
+def test_more_than_is_available(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    real = probe()
+    memory = replace(real.memory, available_bytes=2 << 20)
+    monkeypatch.setattr(regions, "probe", lambda: replace(real, memory=memory))
+    for where in ("anonymous:", path):
+        with pytest.raises(errors.MemoryShortError, match=r"3 MiB wanted, 2 MiB of memory avail"):
+            CXLPool.create(where, layout=LAYOUT, capacity=CAPACITY)
+
+
+def test_more_than_the_cgroup_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = probe()
+    memory = replace(real.memory, cgroup_limit_bytes=8 << 20, cgroup_usage_bytes=6 << 20)
+    monkeypatch.setattr(regions, "probe", lambda: replace(real, memory=memory))
+    with pytest.raises(errors.MemoryShortError, match=r"cgroup may use 8 MiB.*raise the container"):
+        CXLPool.create("anonymous:", layout=LAYOUT, capacity=CAPACITY)
+
+
+def test_more_than_the_file_system_has(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    real = os.statvfs("/dev/shm")
+    small = os.statvfs_result((*real[:2], (1 << 20) // real.f_frsize, 0, 0, *real[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda _: small)
+    with pytest.raises(errors.MemoryShortError, match=r"file system has 0 B free.*--shm-size"):
+        CXLPool.create(path, layout=LAYOUT, capacity=CAPACITY)
+    assert not path.exists()
+
+
+DOCKER = """
+import os, sys
+from cxlkv import CXLPool, KVLayout
+from cxlkv.errors import MemoryShortError
+assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 20
+layout = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
+try:
+    CXLPool.create("/dev/shm/a.pool", layout=layout, capacity="128MiB")
+except MemoryShortError as error:
+    assert "64 MiB free" in str(error) and "--shm-size" in str(error), error
+else:
+    raise SystemExit("128 MiB fit into 64")
+# A pool that leaves no room for its host state: what was made of it goes again.
+try:
+    CXLPool.create("/dev/shm/b.pool", layout=layout, capacity=(64 << 20) - (256 << 10))
+except MemoryShortError as error:
+    assert "no room in /dev/shm" in str(error) and "--shm-size" in str(error), error
+else:
+    raise SystemExit("no room was needed for the host state")
+assert os.listdir("/dev/shm") == [], os.listdir("/dev/shm")
+# One on another file system needs /dev/shm for its host state only.
+with CXLPool.create(sys.argv[1], layout=layout, capacity="32MiB") as pool:
+    assert pool.check()["clean"]
+print("refused")
+"""
+
+
+def test_the_64_mib_of_docker(tmp_path: Path) -> None:
+    """A real tmpfs of that size, in a mount namespace of its own."""
+    mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
+    shell = ["unshare", "-m", "sh", "-c"]
+    if not shutil.which("unshare") or subprocess.call([*shell, mount], stderr=subprocess.DEVNULL):
+        pytest.skip("no right to mount a tmpfs here: needs root and unshare")
+    program = [sys.executable, "-c", DOCKER, str(tmp_path / "c.pool")]
+    done = subprocess.run(
+        [*shell, f'{mount} && exec "$@"', "sh", *program],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "refused\n", done.stderr
+
+
+CREATE = """
+import sys
+from cxlkv import CXLPool, KVLayout
+from cxlkv.errors import PoolExistsError
+layout = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
+for round in range(int(sys.argv[2])):
+    print("ready", flush=True)
+    sys.stdin.readline()
+    try:
+        CXLPool.create(f"{sys.argv[1]}.{round}", layout=layout, capacity="3MiB", threads=1).close()
+        print("won", flush=True)
+    except PoolExistsError as error:
+        assert "is a pool already: open it, remove it first, or pass force=True" in str(error)
+        print("lost", flush=True)
+"""
+
+
+def test_two_processes_create_one_pool(path: Path) -> None:
+    """Exactly one wins, each time; the pool is whole, and no draft of the loser stays behind."""
+    rounds = 20
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", CREATE, str(path), str(rounds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for number in range(rounds):
+        for process in both:
+            assert process.stdout
+            assert process.stdout.readline() == "ready\n"
+        for process in both:
+            assert process.stdin
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        ends = sorted(process.stdout.readline() for process in both if process.stdout)
+        assert ends == ["lost\n", "won\n"]
+        place = Path(f"{path}.{number}")
+        with CXLPool.open(place) as pool:
+            assert pool.check(deep=True)["clean"]
+        CXLPool.remove(place)
+    for process in both:
+        process.communicate()
+        assert process.returncode == 0
+    assert list(path.parent.glob(f"{path.name}*")) == []
+
+
+def test_force_replaces_what_nobody_uses(closed_file: Path) -> None:
+    with CXLPool.open(closed_file) as used, pytest.raises(errors.BusyError, match="is in use"):
+        CXLPool.create(closed_file, layout=LAYOUT, capacity=CAPACITY, force=True)
+    assert used.path == str(closed_file)
+    with CXLPool.create(closed_file, layout=LAYOUT, capacity=CAPACITY, force=True) as pool:
+        assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
+        with pytest.raises(errors.BusyError, match="close it in the other processes"):
+            CXLPool.remove(closed_file)
+
+
+# ---- arrays, layers, order ----
+
+
+Change = Callable[[Sequence], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda s: s.append(0, rows(2).astype(np.float64), rows(2)), "k has dtype float64: use"),
+        (lambda s: s.append(0, rows(2).astype(np.float16), rows(2)), "k is float16, the pool sto"),
+        (lambda s: s.append(0, rows(2), rows(2).astype(np.int32)), "v has dtype int32"),
+        (lambda s: s.append(0, rows(2)[:, :1], rows(2)), r"k has shape \(2, 1, 8\), wanted"),
+        (lambda s: s.append(0, rows(2)[:, :, :7], rows(2)), r"k has shape \(2, 2, 7\)"),
+        (lambda s: s.append(0, rows(2), rows(3)), r"v has shape \(3, 2, 8\), wanted \(2, 2, 8\)"),
+        (lambda s: s.append(0, rows(2)[0], rows(2)[0]), r"k has shape \(2, 8\)"),
+        (lambda s: s.append(0, [[1.0]], rows(2)), "k is a list: give a numpy array"),
+        (lambda s: s.append(0, None, None), "k is a NoneType"),
+        (lambda s: s.append(2, rows(2), rows(2)), "layer 2: the pool has 2"),
+        (lambda s: s.append(-1, rows(2), rows(2)), "layer -1"),
+        (lambda s: s.append(1 << 40, rows(2), rows(2)), f"layer {1 << 40}"),
+        (lambda s: s.tokens(2), "layer 2: the pool has 2"),
+        (lambda s: s.fetch(9), "layer 9: the pool has 2"),
+        (lambda s: s.fetch(-3), "layer -3"),
+        (lambda s: s.select(0, rows(1)[:, :1], top_k=1), "1 query heads are no multiple of 2"),
+        (lambda s: s.select(5, rows(1), top_k=1), "layer 5"),
+        (lambda s: s.select(0, rows(11), top_k=1), "fewer than its 11 query rows"),
+        (lambda s: s.select(0, rows(1)), "a budget or top_k=, one of them"),
+        (lambda s: s.select(0, rows(1), top_k=0), "0 pages: at least 1"),
+        (lambda s: s.select(0, rows(1), top_k=1, method="guess"), "method 'guess': use one of"),
+        (lambda s: s.attend(0, rows(1), scale=-1.0), "must be positive"),
+        (lambda s: s.attend(0, rows(1), scale=float("nan")), "must be positive"),
+        (lambda s: s.truncate(11), "truncate to 11 tokens: the sequence has 10"),
+        (lambda s: s.truncate(-1), "truncate to -1"),
+        (lambda s: s.truncate(1 << 70), "truncate to"),
+    ],
+)
+def test_wrong_arguments(pool: CXLPool, change: Change, text: str) -> None:
+    sequence = fill(pool)
+    with pytest.raises(errors.BadArgumentError, match=text):
+        change(sequence)
+    assert_holds(sequence)
+
+
+def test_wrong_starts(pool: CXLPool) -> None:
+    batch = pool.batch([fill(pool), fill(pool)])
+    for starts, text in (
+        ([0, 2], "starts has shape"),
+        ([1, 1, 2], "must begin with 0"),
+        ([0, 3, 2], "must not fall"),
+        ([0, 1, 3], "k has shape"),
+    ):
+        with pytest.raises(errors.BadArgumentError, match=text):
+            batch.append(0, rows(2), rows(2), starts)
+    for sequence in batch.sequences:
+        assert_holds(sequence)
+
+
+def test_layers_out_of_order(pool: CXLPool) -> None:
+    sequence = pool.sequence()
+    with pytest.raises(errors.OrderError, match="append layers in order, 0 first"):
+        sequence.append(1, rows(2), rows(2))
+    sequence.append(0, rows(2), rows(2))
+    sequence.append(1, rows(1), rows(1))
+    with pytest.raises(errors.OrderError):
+        sequence.append(1, rows(2), rows(2))
+    for use in (sequence.fork, lambda: sequence.handle):
+        with pytest.raises(errors.UnevenError, match="layers have different lengths"):
+            use()
+    assert (sequence.tokens(0), sequence.tokens(1)) == (2, 1)
+
+
+def test_nothing_to_append(pool: CXLPool) -> None:
+    sequence = fill(pool)
+    for layer in range(2):
+        sequence.append(layer, rows(0), rows(0))
+    pool.batch([sequence, pool.sequence()]).append(0, rows(0), rows(0), [0, 0, 0])
+    assert_holds(sequence)
+
+
+def test_batches_that_are_none(pool: CXLPool) -> None:
+    sequence = fill(pool)
+    with pytest.raises(errors.BadArgumentError, match="at least one sequence"):
+        pool.batch([])
+    with pytest.raises(errors.BadArgumentError, match="in the batch twice: fork it instead"):
+        pool.batch([sequence, fill(pool), sequence])
+    with (
+        CXLPool.create("anonymous:", layout=LAYOUT, capacity=CAPACITY) as other,
+        pytest.raises(errors.BadArgumentError, match="sequence 1 of the batch is of another"),
+    ):
+        pool.batch([sequence, other.sequence()])
+    with pytest.raises(errors.BadArgumentError, match="2 budgets for 1 sequences"):
+        pool.batch([sequence]).select(0, rows(1), [0, 1], [Budget(pages=1)] * 2)
+
+
+def test_numbers_that_are_none(pool: CXLPool) -> None:
+    """NaN and infinity are stored as they are, and seen: a NaN key is selected, never hidden."""
+    sequence = pool.sequence()
+    k = rows(16)
+    k[5, 0, 3], k[9, 0, 0], k[13, 1, 1] = np.nan, np.inf, -np.inf
+    for layer in range(2):
+        sequence.append(layer, k, k)
+    got = np.asarray(sequence.fetch(0)[0]).transpose(1, 2, 0, 3).reshape(-1, 2, 8)
+    assert np.array_equal(got, k, equal_nan=True)
+    picked = sequence.select(0, np.ones((2, 8), np.float32), Budget(pages=1, sinks=0, recent=0))
+    assert picked.pages[0, 0] == 1
+    out, _ = sequence.attend(0, np.ones((2, 8), np.float32))
+    assert np.isnan(np.asarray(out)[0]).any()
+    assert pool.check(deep=True)["clean"]
+
+
+# ---- after the end ----
+
+
+def test_use_after_release(pool: CXLPool) -> None:
+    sequence, kept = fill(pool), fill(pool, seed=4)
+    batch = pool.batch([sequence, kept])
+    sequence.release()
+    sequence.release()
+    for use in (
+        lambda: len(sequence),
+        lambda: sequence.append(0, rows(1), rows(1)),
+        lambda: sequence.fetch(0),
+        lambda: sequence.fork(),
+        lambda: sequence.truncate(0),
+        lambda: sequence.handle,
+        lambda: sequence.pages,
+        lambda: pool.publish_prefix(sequence, list(range(8))),
+        lambda: batch.append(0, rows(2), rows(2), [0, 1, 2]),
+    ):
+        with pytest.raises(errors.ReleasedError, match=r"was released: begin or adopt another"):
+            use()
+    assert_holds(kept, seed=4)
+
+
+def test_use_after_close(path: Path) -> None:
+    pool = CXLPool.create(path, layout=LAYOUT, capacity=CAPACITY)
+    sequence = fill(pool)
+    batch, handle = pool.batch([sequence]), sequence.handle
+    pool.publish_prefix(sequence, list(range(8)))
+    hit = pool.match_prefix(list(range(8)))
+    pool.close()
+    pool.close()
+    for use in (
+        pool.sequence,
+        pool.stats,
+        pool.check,
+        lambda: pool.pages.alloc(1),
+        lambda: pool.adopt(handle),
+        lambda: pool.match_prefix([1] * 8),
+        lambda: pool.forget([b"x"]),
+        lambda: len(sequence),
+        lambda: sequence.append(0, rows(1), rows(1)),
+        lambda: sequence.fork(),
+        lambda: batch.append(0, rows(1), rows(1), [0, 1]),
+        lambda: hit.sequence(),
+    ):
+        with pytest.raises(errors.ClosedError, match="the pool is closed: open it again"):
+            use()
+    sequence.release()
+    hit.release()
+    with CXLPool.open(path) as again:
+        assert again.stats()["pages_published_only"] == 2
+
+
+# ---- handles ----
+
+
+def test_stale_handles(pool: CXLPool) -> None:
+    sequence = fill(pool)
+    handle = sequence.handle
+    sequence.release()
+    with pytest.raises(errors.StaleError, match=r"was freed .*must keep its sequence or hit"):
+        pool.adopt(handle)
+    fill(pool, seed=9)  # the same pages, of another generation
+    with pytest.raises(LookupError):
+        pool.adopt(handle)
+    assert pool.stats()["stale_handles"] == 2
+
+
+def test_a_handle_of_a_tail_that_was_truncated_since(pool: CXLPool) -> None:
+    """The tail came to the same length again, with other tokens: never the old ones."""
+    sequence = fill(pool)
+    old = sequence.handle
+    sequence.truncate(9)
+    for layer in range(2):
+        sequence.append(layer, rows(1, 77), rows(1, 78))
+    adopted = pool.adopt(sequence.handle)
+    for layer in range(2):
+        got = np.asarray(adopted.fetch(layer)[0]).transpose(1, 2, 0, 3).reshape(-1, 2, 8)
+        assert np.array_equal(got[9], rows(1, 77)[0])
+    with pytest.raises(errors.StaleError):
+        pool.adopt(old)
+
+
+def test_foreign_handles(pool: CXLPool) -> None:
+    with CXLPool.create("anonymous:", layout=LAYOUT, capacity=CAPACITY) as other:
+        handle = fill(other).handle
+        with pytest.raises(errors.StaleError, match="the handle is of another pool"):
+            pool.adopt(handle)
+
+
+def test_garbage_handles(pool: CXLPool) -> None:
+    sequence = fill(pool)
+    good = sequence.handle
+    free = pool.stats()["pages_free"]
+    garbage = [b"", b"x", bytes(44), os.urandom(80), good[:-1], good + b"\0"]
+    for at in range(len(good)):
+        garbage.append(good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :])
+    for handle in garbage:
+        with pytest.raises(errors.StaleError, match="no handle"):
+            pool.adopt(handle)
+    assert pool.stats()["pages_free"] == free
+    assert_holds(pool.adopt(good))
+    for thing in ("text", None, 7):
+        with pytest.raises(errors.BadArgumentError, match="a handle is bytes"):
+            pool.adopt(thing)  # type: ignore[arg-type]
+
+
+def test_forged_handles(pool: CXLPool) -> None:
+    """Right magic, identity and CRC; the pages and lengths are lies."""
+    sequence = fill(pool)
+    good = bytearray(sequence.handle[:-4])
+    count = struct.unpack_from("<I", good, 32)[0]
+    assert count == 3
+    page = 40 + 8 * count
+
+    def sealed(change: Callable[[bytearray], None]) -> bytes:
+        forged = bytearray(good)
+        change(forged)
+        return bytes(forged) + struct.pack("<I", _core.crc32c(bytes(forged)))
+
+    free = pool.stats()["pages_free"]
+    for offset, format, value in (
+        (page, "<I", 0xFFFFFFFF),  # a page that is not there
+        (page, "<I", pool.stats()["pages_total"] - 1),  # one that is free
+        (40, "<Q", 99),  # another generation
+        (24, "<Q", 11),  # more tokens than the last page has
+        (24, "<Q", 1 << 63),
+        (24, "<Q", 0),
+        (36, "<I", 8),  # another page size
+    ):
+        handle = sealed(lambda h: struct.pack_into(format, h, offset, value))  # noqa: B023
+        with pytest.raises(errors.StaleError):
+            pool.adopt(handle)
+    assert pool.stats()["pages_free"] == free
+    assert_holds(sequence)
+
+
+def test_a_lease_that_has_ended(pool: CXLPool) -> None:
+    pool.publish_prefix(fill(pool), list(range(8)))
+    hit = pool.match_prefix(list(range(8)), lease_s=1e-9)
+    with pytest.raises(errors.StaleError, match="lease of this hit has ended: match again"):
+        hit.sequence()
+    for lease in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(errors.BadArgumentError, match="lease"):
+            pool.match_prefix(list(range(8)), lease_s=lease)
+
+
+def test_keys_that_are_none(pool: CXLPool) -> None:
+    sequence = fill(pool)
+    with pytest.raises(errors.BadArgumentError, match="a key is bytes, not str"):
+        pool.publish(sequence, ["a"], 4)  # type: ignore[list-item]
+    with pytest.raises(errors.BadArgumentError, match="3 keys of 4 tokens, the sequence has 10"):
+        pool.publish(sequence, [b"a", b"b", b"c"], 4)
+    with pytest.raises(errors.BadArgumentError, match="0 tokens a key"):
+        pool.publish(sequence, [b"a"], 0)
+    assert pool.match([]).tokens == 0
+    assert pool.publish(sequence, [], 4) == 0
+
+
+# ---- full ----
+
+
+def test_a_full_pool(pool: CXLPool) -> None:
+    """Nothing is half written, the others go on, and what is let go can be used again."""
+    kept, growing = fill(pool, seed=1), fill(pool, seed=2)
+    total = pool.stats()["pages_total"]
+    rest = pool.pages.alloc(pool.stats()["pages_free"] - 1)
+    text = r"pool is full: .*1 of \d+ free.*Release or truncate.*Nothing was written"
+    for use in (
+        lambda: growing.append(0, rows(9), rows(9)),
+        lambda: pool.batch([growing, kept]).append(0, rows(4), rows(4), [0, 2, 4]),
+        lambda: pool.pages.alloc(2),
+        lambda: pool.pages.alloc(total + 1),
+        lambda: pool.pages.alloc(1 << 50),
+    ):
+        with pytest.raises(errors.PoolFullError, match=text):
+            use()
+        assert pool.stats()["pages_free"] == 1
+        assert_holds(growing, seed=2)
+        assert_holds(kept, seed=1)
+    _ = growing.handle  # takes the last page for the tail's copy
+    with pytest.raises(MemoryError):
+        _ = kept.handle
+    for layer in range(2):
+        kept.append(layer, rows(1, 60), rows(1, 61))  # the tail has room without a page
+    kept.truncate(10)
+    pool.pages.free(rest)
+    growing.append(0, rows(9), rows(9))
+    assert_holds(kept, seed=1)
+
+
+def test_a_full_pool_takes_back_what_a_lease_pinned_too_long(pool: CXLPool) -> None:
+    pool.publish_prefix(fill(pool, 8), list(range(8)))
+    rest = pool.pages.alloc(pool.stats()["pages_free"])
+    hit = pool.match_prefix(list(range(8)), lease_s=0.05)
+    assert pool.forget(prefix_keys(list(range(8)), LAYOUT.page_tokens)) == 2
+    growing, deadline = pool.sequence(), time.monotonic() + 30
+    while True:
+        try:
+            growing.append(0, rows(8), rows(8))
+            break
+        except errors.PoolFullError:
+            assert time.monotonic() < deadline
+    with pytest.raises(errors.StaleError):
+        hit.sequence()
+    pool.pages.free(rest)
+
+
+def test_pages_that_are_not_ours_to_free(pool: CXLPool) -> None:
+    sequence = fill(pool)
+    pages = pool.pages.alloc(3)
+    free = pool.stats()["pages_free"]
+    for wrong in (sequence.pages, [int(pages[0])] * 2, [int(pages[0]), 1 << 31]):
+        with pytest.raises(errors.BadArgumentError, match=r"was not taken by alloc\(\).*No page"):
+            pool.pages.free(np.array(wrong, np.uint32))
+    with pytest.raises(errors.BadArgumentError):
+        pool.pages.alloc(-1)
+    assert pool.stats()["pages_free"] == free
+    pool.pages.free(pages)
+    assert_holds(sequence)
+
+
+# ---- layouts ----
+
+
+GROUP = LayerGroup(layers=2, kv_heads=2, head_dim=8)
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        ([GROUP, GROUP], "2 layer groups is not built yet"),
+        ([replace(GROUP, window=128)], "window=128: sliding windows are not built yet"),
+        ([replace(GROUP, values="key_prefix")], "values='key_prefix': .*not built yet"),
+        ([replace(GROUP, kind="state")], "kind='state': .*not built yet"),
+    ],
+)
+def test_layouts_that_come_later(groups: list[LayerGroup], text: str) -> None:
+    with pytest.raises(errors.UnsupportedError, match=text):
+        CXLPool.create("anonymous:", layout=KVLayout.of(groups), capacity=CAPACITY)
+
+
+def test_promises_that_come_later() -> None:
+    with pytest.raises(errors.UnsupportedError, match="sharing='software' is not built yet"):
+        CXLPool.create("anonymous:", layout=LAYOUT, capacity=CAPACITY, sharing="software")
+    with pytest.raises(errors.UnsupportedError, match="durable='host' is not built yet"):
+        CXLPool.create("anonymous:", layout=LAYOUT, capacity=CAPACITY, durable="host")
+
+
+@pytest.mark.parametrize(
+    ("layers", "kv_heads", "page_tokens"), [(0, 2, 16), (2, -1, 16), (2, 2, 0), (2, 2, 2000)]
+)
+def test_layouts_that_are_none(layers: int, kv_heads: int, page_tokens: int) -> None:
+    with pytest.raises(errors.BadArgumentError):
+        KVLayout(layers=layers, kv_heads=kv_heads, head_dim=8, page_tokens=page_tokens)
+
+
+def test_a_layout_beyond_the_formats_limits() -> None:
+    layout = KVLayout(layers=5000, kv_heads=2, head_dim=8)
+    with pytest.raises(errors.GeometryError, match="layers is 5000, outside 1 to 1024"):
+        CXLPool.create("anonymous:", layout=layout, capacity=CAPACITY)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 5000, 1 << 40])
+def test_thread_counts_that_are_none(threads: int) -> None:
+    with pytest.raises(errors.BadArgumentError, match="threads"):
+        CXLPool.create("anonymous:", layout=LAYOUT, capacity=CAPACITY, threads=threads)

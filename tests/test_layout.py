@@ -1,0 +1,134 @@
+"""What a layout takes, what it refuses, and what it refuses for now by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypedDict
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cxlkv import CXLPool, KVLayout, LayerGroup
+from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.layout import dtype_name
+
+
+class Small(TypedDict):
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
+SMALL: Small = {"layers": 2, "kv_heads": 3, "head_dim": 4}
+
+
+def test_the_short_form_is_one_group() -> None:
+    layout = KVLayout(**SMALL)
+    assert layout == KVLayout.of([LayerGroup(**SMALL)])
+    assert hash(layout) == hash(KVLayout.of([LayerGroup(**SMALL)]))
+    assert (layout.layers, layout.kv_heads, layout.head_dim) == (2, 3, 4)
+    assert (layout.value_head_dim, layout.page_tokens, layout.dtype) == (4, 16, "bfloat16")
+    assert layout.token_bytes == 2 * 3 * (4 + 4) * 2
+    wide = KVLayout(**SMALL, value_head_dim=6, dtype="float32")
+    assert wide.token_bytes == 2 * 3 * (4 + 6) * 4
+    assert wide != layout
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        layout.page_tokens = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("bfloat16", "bfloat16"),
+        ("bf16", "bfloat16"),
+        ("fp16", "float16"),
+        ("half", "float16"),
+        ("fp32", "float32"),
+        (np.float16, "float16"),
+        (np.dtype(np.float32), "float32"),
+        (np.dtype(ml_dtypes.bfloat16), "bfloat16"),
+        (ml_dtypes.bfloat16, "bfloat16"),
+        ("torch.float16", "float16"),
+    ],
+    ids=str,
+)
+def test_dtypes_by_any_name(given: object, name: str) -> None:
+    assert dtype_name(given) == name
+
+
+def test_torch_dtypes() -> None:
+    torch = pytest.importorskip("torch")
+    assert dtype_name(torch.bfloat16) == "bfloat16"
+    assert dtype_name(torch.float32) == "float32"
+    with pytest.raises(BadArgumentError):
+        dtype_name(torch.float64)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layers": 0},
+        {"kv_heads": -1},
+        {"head_dim": 2.0},
+        {"head_dim": True},
+        {"layers": 2**40},
+        {"value_head_dim": 0},
+        {"dtype": "float64"},
+        {"dtype": "int8"},
+        {"page_tokens": 0},
+        {"page_tokens": 1025},
+        {"page_tokens": 2.5},
+        {"page_tokens": True},
+        {"shard": (1, 1, 0, 1)},
+        {"shard": (0, 1, -1, 1)},
+        {"shard": (0, 1)},
+        {"shard": (0.0, 1, 0, 1)},
+        {"shard": (0, 2**40, 0, 1)},
+        {"model_id": "x" * 256},
+        {"model_id": "é" * 128},
+        {"model_id": "a\0b"},
+    ],
+    ids=str,
+)
+def test_nonsense_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(BadArgumentError):
+        KVLayout(**{**SMALL, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fields", [{"values": "shared"}, {"kind": "ssm"}])
+def test_unknown_words_of_a_group_are_refused(fields: dict[str, str]) -> None:
+    with pytest.raises(BadArgumentError):
+        LayerGroup(**SMALL, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        (KVLayout.of([LayerGroup(**SMALL), LayerGroup(**SMALL)]), "2 layer groups"),
+        (KVLayout.of([LayerGroup(**SMALL, window=128)]), "window=128"),
+        (KVLayout.of([LayerGroup(**SMALL, values="key_prefix")]), "key_prefix"),
+        (KVLayout.of([LayerGroup(**SMALL, kind="state")]), "state"),
+    ],
+    ids=["groups", "window", "key_prefix", "state"],
+)
+def test_what_is_not_built_yet_is_refused_by_name(layout: KVLayout, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=name):
+        CXLPool.create("anonymous:", layout=layout, capacity="8MiB")
+    with pytest.raises(BadArgumentError, match="at least one"):
+        KVLayout.of([])
+
+
+def test_a_pool_gives_its_layout_back() -> None:
+    layout = KVLayout(
+        layers=2,
+        kv_heads=3,
+        head_dim=5,
+        value_head_dim=7,
+        page_tokens=9,
+        dtype="float16",
+        shard=(1, 2, 3, 4),
+        model_id="models/naïve-7b",
+    )
+    with CXLPool.create("anonymous:", layout=layout, capacity="8MiB") as pool:
+        assert pool.layout == layout

@@ -1,0 +1,239 @@
+"""The pool itself: the calls as the interface gives them, stats, check, describe, close."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cxlkv import Budget, CXLPool, KVLayout
+from cxlkv.errors import BadArgumentError, ClosedError, GeometryError, PoolExistsError
+
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    """A name in /dev/shm that is gone afterwards."""
+    name = f"/dev/shm/cxlkv-test-{os.getpid()}-{uuid.uuid4().hex}.pool"
+    yield name
+    Path(name).unlink(missing_ok=True)
+
+
+def test_the_interface_as_it_is_written(path: str) -> None:
+    """Each call of the interface's listing, in its order and form."""
+    torch = pytest.importorskip("torch")
+    layout = KVLayout(
+        layers=32,
+        kv_heads=8,
+        head_dim=128,
+        page_tokens=16,
+        dtype="bfloat16",
+        shard=(0, 1, 0, 1),
+        model_id="...",
+    )
+    pool = CXLPool.create(path, layout=layout, capacity="128MiB")
+    seq = pool.sequence()
+    k = v = torch.randn(40, 8, 128, dtype=torch.bfloat16)
+    for layer in range(32):
+        seq.append(layer, k, v)
+    batch = pool.batch([seq, seq.fork()])
+    starts = np.array([0, 2, 3], np.int32)
+    for layer in range(32):
+        batch.append(layer, k[:3], v[:3], starts)
+    q = torch.randn(3, 32, 128, dtype=torch.bfloat16)
+    budgets = Budget(pages=2, sinks=1, recent=2, union="kv_head", per="query")
+    picked = batch.select(layer, q, starts, budgets, method="auto")
+    assert picked.pages.dtype == np.int32
+    assert picked.pages.shape == picked.scores.shape == (3, 8, 3)
+    assert picked.counts.shape == (3, 8)
+    assert picked.bytes_scored == (42 + 41) * 8 * 128 * 2
+    assert picked.bytes_fetched == (2 * (32 + 10) + (32 + 9)) * 8 * 2 * 128 * 2
+    k, v = batch.fetch(layer, picked, out=None)
+    assert k.shape == v.shape == (3, 8, 3, 16, 128)
+    out, lse = batch.attend(layer, q, starts, picked=None, scale=None, softcap=None)
+    assert out.shape == (3, 32, 128)
+    assert out.dtype == torch.bfloat16
+    assert lse.shape == (3, 32)
+    assert lse.dtype == torch.float32
+    child = seq.fork()
+    seq.truncate(33)
+    assert (len(child), len(seq)) == (42, 33)
+    keys, tokens_per_key = [b"one", b"two"], 16
+    assert pool.publish(seq, keys, tokens_per_key) == 2
+    hit = pool.match(keys)
+    seq2 = pool.adopt(hit.handle)
+    assert hit.tokens == len(seq2) == len(hit.sequence()) == 32
+    assert pool.publish_prefix(child, range(42), b"salt") == 0  # pages that have a key already
+    assert pool.match_prefix(range(42), b"salt").tokens == 0
+    assert len(pool.adopt(seq.handle)) == 33
+    seq.release()
+    assert pool.stats()["pages_published"] == 2
+    assert pool.check()["clean"]
+    pool.close()
+    with CXLPool.open(path, layout=layout) as again:
+        assert again.match(keys).tokens == 32
+
+
+def test_stats_count_bytes_and_pages(pool: CXLPool) -> None:
+    total = pool.stats()["pages_total"]
+    assert pool.stats() == {
+        **dict.fromkeys(pool.stats(), 0),
+        "pages_total": total,
+        "pages_free": total,
+        "processes": 1,
+    }
+    seq = pool.sequence()
+    rows = np.ones((10, 2, 8), np.float32)
+    for layer in range(2):
+        seq.append(layer, rows, rows)
+    stats = pool.stats()
+    assert stats["appended_bytes"] == 2 * 2 * rows.nbytes
+    assert stats["pages_held"] == 2
+    assert stats["sequences"] == 1
+    q = np.ones((2, 8), np.float32)
+    picked = seq.select(0, q, top_k=1)
+    assert pool.stats()["scored_bytes"] == picked.bytes_scored == rows.nbytes
+    seq.fetch(0, picked)
+    assert pool.stats()["fetched_bytes"] == 2 * 2 * 3 * 4 * 8 * 4
+    seq.attend(0, q, picked)
+    assert pool.stats()["attended_bytes"] == picked.bytes_fetched == 2 * rows.nbytes
+    seq.release()
+    assert pool.stats()["pages_free"] == total
+
+
+def test_check_finds_what_was_changed(path: str) -> None:
+    with CXLPool.create(path, layout=LAYOUT, capacity="4MiB") as pool:
+        seq = pool.sequence()
+        rows = np.full((8, 2, 8), 3, np.float32)
+        for layer in range(2):
+            seq.append(layer, rows, rows)
+        assert pool.check(deep=True) == {"clean": True, "problem_count": 0, "problems": []}
+        data = Path(path).read_bytes()
+        at = data.index(np.full(8, 3, np.float32).tobytes())
+        with open(path, "r+b") as file:
+            file.seek(at)
+            file.write(b"\xff")
+        report = pool.check(deep=True)
+        assert not report["clean"]
+        assert report["problem_count"] == len(report["problems"]) >= 1
+        with open(path, "r+b") as file:
+            file.seek(at)
+            file.write(data[at : at + 1])
+        assert pool.check(deep=True)["clean"]
+
+
+def test_describe(pool: CXLPool) -> None:
+    told = pool.describe()
+    assert told["path"] == "anonymous:"
+    assert told["layout"] == pool.layout
+    assert told["checksum"] is True
+    assert len(str(told["identity"])) == 32
+    assert told["page_kind"] in ("hugetlb", "thp", "4KiB")
+    geometry = told["geometry"]
+    assert isinstance(geometry, dict)
+    assert geometry["page_count"] == pool.stats()["pages_total"]
+
+
+def test_open_again_and_expected_layout(path: str) -> None:
+    with CXLPool.create(path, layout=LAYOUT, capacity="4MiB", checksum=False) as pool:
+        assert pool.path == path
+        with CXLPool.open(path, layout=LAYOUT) as other:
+            assert other.layout == LAYOUT
+            assert other.checksum is False
+            assert pool.stats()["processes"] == 2
+        other_layout = KVLayout(layers=2, kv_heads=2, head_dim=9, page_tokens=4, dtype="float32")
+        with pytest.raises(GeometryError):
+            CXLPool.open(path, layout=other_layout)
+        assert pool.stats()["processes"] == 1
+        with pytest.raises(PoolExistsError):
+            CXLPool.create(path, layout=LAYOUT, capacity="4MiB")
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    CXLPool.remove(path)
+    assert not Path(path).exists()
+
+
+def test_a_handle_crosses_pools_of_one_file(path: str) -> None:
+    with (
+        CXLPool.create(path, layout=LAYOUT, capacity="4MiB") as one,
+        CXLPool.open(path) as two,
+        CXLPool.create("anonymous:", layout=LAYOUT, capacity="4MiB") as foreign,
+    ):
+        seq = one.sequence()
+        rows = np.arange(6 * 16, dtype=np.float32).reshape(6, 2, 8)
+        for layer in range(2):
+            seq.append(layer, rows, rows)
+        adopted = two.adopt(seq.handle)
+        one.publish(seq, [b"k"], 4)
+        assert two.match([b"k"]).tokens == 4
+        seq.release()
+        np.testing.assert_array_equal(
+            np.asarray(adopted.fetch(1)[0])[1].reshape(-1, 8)[:6], rows[:, 1]
+        )
+        with pytest.raises(LookupError, match="another pool"):
+            foreign.adopt(adopted.handle)
+        with pytest.raises(BadArgumentError, match="another pool"):
+            foreign.batch([adopted])
+        with pytest.raises(BadArgumentError, match="another pool"):
+            one.publish(adopted, [b"x"], 4)
+
+
+def test_a_closed_pool_says_so() -> None:
+    with CXLPool.create("anonymous:", layout=LAYOUT, capacity="4MiB") as pool:
+        seq = pool.sequence()
+        rows = np.ones((6, 2, 8), np.float32)
+        seq.append(0, rows, rows)
+        hit = pool.match([b"k"])
+        batch = pool.batch([seq])
+    pool.close()
+    for use in (
+        pool.sequence,
+        pool.stats,
+        pool.check,
+        lambda: pool.match([b"k"]),
+        lambda: pool.forget([b"k"]),
+        lambda: pool.adopt(b""),
+        lambda: pool.pages.alloc(1),
+        lambda: pool.publish(seq, [b"k"], 4),
+        lambda: seq.append(0, rows, rows),
+        lambda: seq.fetch(0),
+        lambda: batch.append(0, rows, rows, [0, 6]),
+        lambda: seq.attend(0, np.ones((2, 8), np.float32)),
+        seq.fork,
+        lambda: len(seq),
+        hit.sequence,
+    ):
+        with pytest.raises(ClosedError):
+            use()
+    seq.release()
+    hit.release()
+    assert pool.layout == LAYOUT
+
+
+def test_pages_without_a_sequence(pool: CXLPool) -> None:
+    total = pool.stats()["pages_total"]
+    pages = pool.pages.alloc(5)
+    assert len(set(pages.tolist())) == 5
+    assert pool.stats()["pages_held"] == 5
+    with pytest.raises(MemoryError):
+        pool.pages.alloc(total)
+    pool.pages.free(pages)
+    for wrong in (pages[:1], np.array([2**31], np.uint32)):
+        with pytest.raises(BadArgumentError):
+            pool.pages.free(wrong)
+    assert pool.pages.alloc(0).tolist() == []
+    with pytest.raises(BadArgumentError):
+        pool.pages.alloc(-1)
+    assert pool.stats()["pages_free"] == total
+
+
+def test_threads_are_counted_from_one(pool: CXLPool) -> None:
+    for threads in (0, -1):
+        with pytest.raises(BadArgumentError):
+            pool.set_threads(threads)
+    pool.set_threads(7)
+    pool.set_threads(1)

@@ -1,0 +1,448 @@
+"""Several processes on one pool: nothing lost, doubled or torn, whoever is killed and whenever.
+
+The processes are real ones (tests/pool_worker.py); they check every token that they read. No
+sleeps: the test reads what they report.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from cxlkv import CXLPool, KVLayout, Sequence
+from cxlkv.errors import BusyError, ClosedError, StaleError
+
+WORKER = Path(__file__).with_name("pool_worker.py")
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
+TOKENS = 10
+CAPACITY_BYTES = (2 << 20) + (250 << 10)  # some 160 pages: full now and then
+
+
+@pytest.fixture
+def shm_path() -> Iterator[str]:
+    path = f"/dev/shm/cxlkv-test-{os.getpid()}-{time.monotonic_ns()}.pool"
+    yield path
+    for process in Process.started:
+        process.popen.kill()
+        process.popen.communicate()
+    Process.started.clear()
+    Path(path).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def pool(shm_path: str) -> Iterator[CXLPool]:
+    with CXLPool.create(shm_path, layout=LAYOUT, capacity="3MiB", threads=1) as made:
+        yield made
+
+
+def rows(seed: int, count: int = TOKENS) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    numbers = np.random.default_rng(seed).integers(0, 1 << 20, (count, 2, 8))
+    return numbers.astype(np.float32)
+
+
+def fill(pool: CXLPool, seed: int) -> Sequence:
+    sequence = pool.sequence()
+    for layer in range(LAYOUT.layers):
+        sequence.append(layer, rows(seed + layer), rows(seed + layer + 100))
+    return sequence
+
+
+class Process:
+    """A worker, its progress, and what it counted."""
+
+    started: ClassVar[list[Process]] = []
+
+    def __init__(self, command: str, path: str, box: Path, seed: int, amount: int) -> None:
+        arguments = [command, path, str(box), str(seed), str(amount)]
+        self.popen = subprocess.Popen(
+            [sys.executable, str(WORKER), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(self)
+        self.done = 0
+        self.seen: Counter[str] = Counter()
+
+    def read(self) -> bool:
+        """Takes one report; False at the end."""
+        assert self.popen.stdout
+        line = self.popen.stdout.readline()
+        if not line:
+            return False
+        report = json.loads(line)
+        self.done = report["done"]
+        self.seen.update(report.get("seen", {}))
+        return True
+
+    def end(self, expected: int = 0) -> None:
+        _, text = self.popen.communicate()
+        assert self.popen.returncode == expected, text
+
+
+def run(path: str, box: Path, seed: int, operations: int, workers: int = 4) -> Counter[str]:
+    """The workers' sum; the second one is killed half way and another takes over what is left."""
+    share = operations // workers
+    processes = [Process("work", path, box, seed + i, share) for i in range(workers)]
+    selector = selectors.DefaultSelector()
+    for process in processes:
+        assert process.popen.stdout
+        selector.register(process.popen.stdout, selectors.EVENT_READ, process)
+    victim, seen, lost = processes[1], Counter[str](), 0
+    while selector.get_map():
+        for key, _ in selector.select():
+            current: Process = key.data
+            if not current.read():
+                selector.unregister(key.fileobj)
+                current.end(-signal.SIGKILL if current is victim else 0)
+                seen += current.seen
+            elif current is victim and current.done >= share // 2 and not lost:
+                lost = current.done
+                current.popen.kill()
+                heir = Process("work", path, box, seed + 100, share - lost)
+                assert heir.popen.stdout
+                selector.register(heir.popen.stdout, selectors.EVENT_READ, heir)
+                processes.append(heir)
+    assert lost > 0, "the victim was never killed"
+    seen["operations"] = sum(process.done for process in processes)
+    return seen
+
+
+def assert_settled(path: str) -> dict[str, int]:
+    """Every page is free or published, and every byte of the published ones is right."""
+    with CXLPool.open(path, threads=1) as pool:
+        report = pool.check(deep=True)
+        assert report["clean"], report["problems"]
+        stats = pool.stats()
+        assert stats["processes"] == 1
+        assert stats["pages_held"] == stats["pages_quarantined"] == stats["pages_retired"] == 0
+        assert stats["pages_free"] + stats["pages_published_only"] == stats["pages_total"]
+        return stats
+
+
+def storm(path: str, box: Path, operations: int) -> None:
+    seed = int(os.environ.get("CXLKV_TEST_SEED", "0")) or Random().randrange(1 << 30)
+    print(f"CXLKV_TEST_SEED={seed}")
+    box.mkdir()
+    CXLPool.create(path, layout=LAYOUT, capacity=CAPACITY_BYTES, threads=1).close()
+    start = time.monotonic()
+    with CXLPool.open(path, threads=1) as watcher:  # so that the host's counters outlive the rest
+        seen = run(path, box, seed, operations)
+        reaped = watcher.stats()["reaped_processes"]
+    print(f"{seen['operations']} operations in {time.monotonic() - start:.1f} s: {dict(seen)}")
+    assert seen["operations"] >= operations
+    assert reaped == 1
+    for what in ("adopted", "hit", "published", "fork", "truncate", "full", "forgotten"):
+        assert seen[what] > 0, f"no {what}: {dict(seen)}"
+    assert_settled(path)
+
+
+def test_four_processes_with_one_killed(shm_path: str, tmp_path: Path) -> None:
+    storm(shm_path, tmp_path / "box", 8_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_four_processes_200_000_operations(shm_path: str, tmp_path: Path) -> None:
+    storm(shm_path, tmp_path / "box", 200_000)
+
+
+def kill_many(path: str, box: Path, kills: int) -> None:
+    """Two work on while others are killed beside them, wherever they happen to be."""
+    seed = int(os.environ.get("CXLKV_TEST_SEED", "0")) or Random().randrange(1 << 30)
+    print(f"CXLKV_TEST_SEED={seed}")
+    box.mkdir()
+    CXLPool.create(path, layout=LAYOUT, capacity=CAPACITY_BYTES, threads=1).close()
+    with CXLPool.open(path, threads=1) as watcher:
+        killers = [Process("victims", path, box, seed + 1000 * i, kills // 2) for i in range(2)]
+        steady = Process("work", path, box, seed + 5000, 40 * kills)
+        for process in (*killers, steady):
+            while process.read():
+                pass
+            process.end()
+        stats = watcher.stats()
+        print({name: stats[name] for name in ("reaped_processes", "rebuilds")})
+        # Who dies while it reaps another may leave that one uncounted, and a rebuild behind.
+        assert kills - stats["rebuilds"] <= stats["reaped_processes"] <= kills
+        assert watcher.check(deep=True)["clean"]
+    assert_settled(path)
+
+
+def test_thirty_kills_at_random_instants(shm_path: str, tmp_path: Path) -> None:
+    kill_many(shm_path, tmp_path / "box", 30)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_thousand_kills_at_random_instants(shm_path: str, tmp_path: Path) -> None:
+    kill_many(shm_path, tmp_path / "box", 1000)
+
+
+# ---- what is left behind, one story each ----
+
+MUTEX_OFFSET = 96  # of the lock in the host state, behind its fixed head; native/src/internal.h
+
+DIE_WITH_THE_LOCK = """
+import ctypes, mmap, os, signal, sys
+from cxlkv import CXLPool
+pool = CXLPool.open(sys.argv[1])
+with open(sys.argv[2], "r+b") as file:
+    state = mmap.mmap(file.fileno(), 0)
+lock = ctypes.c_char.from_buffer(state, int(sys.argv[3]))
+libc = ctypes.CDLL(None)
+assert libc.pthread_mutex_lock(ctypes.byref(lock)) == 0
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+LEAVE_WITHOUT_CLOSING = """
+import os, signal, sys
+import numpy as np
+from cxlkv import CXLPool
+pool = CXLPool.open(sys.argv[1])
+seq = pool.sequence()
+for layer in range(2):
+    rows = np.arange(10 * 16, dtype=np.float32).reshape(10, 2, 8) + layer
+    seq.append(layer, rows, rows + 0.5)
+print(pool.publish_prefix(seq, list(range(8))), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def python(code: str, *arguments: str, expected: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == expected, done.stderr
+    return done.stdout
+
+
+def host_state(pool: CXLPool) -> Path:
+    (found,) = Path("/dev/shm").glob(f"cxlkv-{pool.describe()['identity']}-*.host")
+    return found
+
+
+def assert_holds(sequence: Sequence, seed: int) -> None:
+    assert len(sequence) == TOKENS
+    for layer in range(LAYOUT.layers):
+        for kind, got in enumerate(sequence.fetch(layer)):
+            tokens = np.asarray(got).transpose(1, 2, 0, 3).reshape(-1, 2, 8)[:TOKENS]
+            assert np.array_equal(tokens, rows(seed + layer + 100 * kind))
+
+
+def test_a_death_inside_the_lock_is_mended(pool: CXLPool) -> None:
+    """The kernel tells the next one who takes the lock, and that one recounts everything."""
+    sequence = fill(pool, 7)
+    state = str(host_state(pool))
+    for deaths in (1, 2):
+        python(
+            DIE_WITH_THE_LOCK, str(pool.path), state, str(MUTEX_OFFSET), expected=-signal.SIGKILL
+        )
+        stats = pool.stats()
+        assert stats["rebuilds"] == stats["reaped_processes"] == deaths
+        assert_holds(sequence, 7)
+        assert pool.check(deep=True)["clean"]
+    sequence.release()
+    assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
+
+
+def test_reopened_after_everybody_died(shm_path: str) -> None:
+    """The host state lies there still: who comes next reaps the dead; what they published stays."""
+    CXLPool.create(shm_path, layout=LAYOUT, capacity="3MiB").close()
+    for already in (False, True):
+        published = int(python(LEAVE_WITHOUT_CLOSING, shm_path, expected=-signal.SIGKILL))
+        assert published == (0 if already else 2)
+    with CXLPool.open(shm_path) as pool:
+        stats = pool.stats()
+        assert stats["reaped_processes"] == 2  # one by the second, one by us
+        assert stats["pages_held"] == 0
+        assert stats["pages_published_only"] == 2
+        with pool.match_prefix(list(range(8))) as hit:
+            assert hit.tokens == 8
+            k, _ = hit.sequence().fetch(1)
+            assert np.asarray(k)[0, 0, 0, 0] == 1.0
+        assert pool.check(deep=True)["clean"]
+    assert_settled(shm_path)
+
+
+def test_host_state_deleted_while_nobody_uses_the_pool(shm_path: str) -> None:
+    """As after a reboot with the pool on a disk: the region alone says what is published."""
+    with CXLPool.create(shm_path, layout=LAYOUT, capacity="3MiB") as pool:
+        state = host_state(pool)
+    assert not state.exists(), "the last one out takes the host state along"
+    python(LEAVE_WITHOUT_CLOSING, shm_path, expected=-signal.SIGKILL)
+    state.unlink()
+    with CXLPool.open(shm_path) as pool:
+        assert pool.stats()["pages_published_only"] == 2
+        assert pool.stats()["pages_free"] == pool.stats()["pages_total"] - 2
+        with pool.match_prefix(list(range(12))) as hit:
+            assert hit.tokens == 8
+    assert_settled(shm_path)
+
+
+def test_host_state_deleted_while_in_use_excludes_newcomers(pool: CXLPool) -> None:
+    """As from a container with its own /dev/shm: two states for one pool would corrupt it."""
+    sequence = fill(pool, 3)
+    host_state(pool).unlink()
+    with pytest.raises(BusyError, match="another /dev/shm"):
+        CXLPool.open(str(pool.path))
+    assert_holds(sequence, 3)
+
+
+def test_a_copy_of_a_pool_is_a_pool_of_its_own(pool: CXLPool, tmp_path: Path) -> None:
+    """It has the same identity and names the same host state, and must not share it."""
+    sequence = fill(pool, 5)
+    pool.publish_prefix(sequence, list(range(8)))
+    copy = tmp_path / "copy.pool"
+    copy.write_bytes(Path(str(pool.path)).read_bytes())
+    with CXLPool.open(copy) as other:
+        assert other.stats()["processes"] == pool.stats()["processes"] == 1
+        assert other.stats()["pages_published_only"] == 2
+        held = pool.stats()["pages_held"]
+        more = [fill(other, seed) for seed in range(5)]
+        assert pool.stats()["pages_held"] == held
+        assert_holds(sequence, 5)
+        assert_holds(more[4], 4)
+        assert other.check(deep=True)["clean"]
+    assert pool.check(deep=True)["clean"]
+
+
+def test_fork_with_live_sequences(pool: CXLPool) -> None:
+    """Parent and child go on with what both have; the child's end gives back only its own."""
+    sequence = fill(pool, 11)
+    held = pool.stats()["pages_held"]
+    child = os.fork()
+    if child == 0:
+        try:
+            assert pool.stats()["processes"] == 2
+            assert_holds(sequence, 11)
+            for layer in range(LAYOUT.layers):
+                sequence.append(layer, rows(99), rows(98))
+            twin = sequence.fork()
+            assert len(twin) == 2 * TOKENS
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert_holds(sequence, 11)
+    stats = pool.stats()
+    assert (stats["pages_held"], stats["reaped_processes"]) == (held, 1)
+    assert pool.check(deep=True)["clean"]
+
+
+def test_fork_and_the_parent_lets_go_first(pool: CXLPool) -> None:
+    sequence = fill(pool, 12)
+    to_child, from_parent = os.pipe()
+    to_parent, from_child = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.read(to_child, 1)
+            assert_holds(sequence, 12)
+            os.write(from_child, b"+")
+            os._exit(0)
+        except BaseException:
+            os.write(from_child, b"-")
+            os._exit(1)
+    sequence.release()
+    assert pool.stats()["pages_held"] == TOKENS // LAYOUT.page_tokens
+    os.write(from_parent, b"x")
+    assert os.read(to_parent, 1) == b"+"
+    os.waitpid(child, 0)
+    assert pool.stats()["pages_held"] == 0
+
+
+ADOPT = """
+import sys
+import numpy as np
+from cxlkv import CXLPool
+with CXLPool.open(sys.argv[1]) as pool:
+    seq = pool.adopt(bytes.fromhex(sys.argv[2]))
+    k, v = (np.asarray(x) for x in seq.fetch(1))
+    print(len(seq), k.sum(dtype=float), v.sum(dtype=float), flush=True)
+    sys.stdin.readline()
+    print(np.asarray(seq.fetch(1)[0]).sum(dtype=float), flush=True)
+"""
+
+
+def test_another_process_adopts_and_outlives_the_sender(pool: CXLPool) -> None:
+    sequence = fill(pool, 21)
+    other = subprocess.Popen(
+        [sys.executable, "-c", ADOPT, str(pool.path), sequence.handle.hex()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdout
+    tokens, k_sum, v_sum = other.stdout.readline().split()
+    assert int(tokens) == TOKENS
+    assert float(k_sum) == rows(22).sum(dtype=float)
+    assert float(v_sum) == rows(122).sum(dtype=float)
+    handle = sequence.handle
+    sequence.release()
+    again = pool.stats()["pages_held"]
+    assert again == TOKENS // LAYOUT.page_tokens, "the other still has the complete pages"
+    out, _ = other.communicate("go on\n")
+    assert float(out) == rows(22).sum(dtype=float)
+    assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
+    with pytest.raises(StaleError, match="was freed"):
+        pool.adopt(handle)
+
+
+def test_spawned_by_multiprocessing(pool: CXLPool) -> None:
+    """multiprocessing's spawn starts a fresh interpreter; all that it needs is path and handle."""
+    sequence = fill(pool, 31)
+    code = (
+        "from cxlkv import CXLPool\n"
+        f"with CXLPool.open({pool.path!r}) as pool:\n"
+        f"    assert len(pool.adopt(bytes.fromhex('{sequence.handle.hex()}'))) == {TOKENS}\n"
+        "    assert pool.stats()['processes'] == 2\n"
+    )
+    with multiprocessing.get_context("spawn").Pool(1) as processes:
+        processes.apply(exec, (code, {}))
+    assert_holds(sequence, 31)
+
+
+def test_closed_here_open_there(shm_path: str) -> None:
+    first = CXLPool.create(shm_path, layout=LAYOUT, capacity="3MiB")
+    second = CXLPool.open(shm_path)
+    handle = fill(second, 41)
+    fill(first, 40)
+    first.close()
+    with pytest.raises(ClosedError):
+        first.stats()
+    assert_holds(handle, 41)
+    assert second.stats()["processes"] == 1
+    second.close()
+    assert_settled(shm_path)
+
+
+def test_open_and_close_never_meet_a_busy_pool(shm_path: str) -> None:
+    """Coming and going at random, in several processes: no newcomer is told "in use"."""
+    CXLPool.create(shm_path, layout=LAYOUT, capacity="3MiB").close()
+    code = (
+        "import sys\nfrom cxlkv import CXLPool\n"
+        "for _ in range(300):\n    CXLPool.open(sys.argv[1], threads=1).close()\n"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, shm_path], stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    for process in processes:
+        _, text = process.communicate()
+        assert process.returncode == 0, text
+    assert_settled(shm_path)
