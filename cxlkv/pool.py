@@ -127,7 +127,8 @@ class CXLPool:
         """Make complete pages of `seq` findable by match(), in every process of the pool.
 
         Key i stands for all tokens before (i + 1) * tokens_per_key. Pages stay until forget(),
-        whoever releases them. Returns how many were not published before: equal keys, first copy.
+        whoever releases them. Returns how many were not published before: of equal keys the first
+        copy stays, and a page is published under one key only, the first.
         """
         if tokens_per_key < 1:
             raise BadArgumentError(f"{tokens_per_key} tokens a key: at least 1")

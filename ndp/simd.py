@@ -81,11 +81,16 @@ def select(
     )
 
 
-def picked_rows(picked: Selection | None) -> tuple[npt.NDArray[np.int32], int] | None:
-    """A selection as the core takes it."""
+def picked_rows(
+    picked: Selection | None, layout: KVLayout
+) -> tuple[npt.NDArray[np.int32], int] | None:
+    """A selection as the core takes it; raises BadArgumentError for one of another layout."""
     if picked is None:
         return None
-    return np.ascontiguousarray(picked.pages), PERS.index(picked.per)
+    shape = picked.pages.shape
+    if len(shape) != 3 or shape[1] != layout.kv_heads:
+        raise BadArgumentError(f"picked.pages has shape {shape}, wanted [.., {layout.kv_heads}, k]")
+    return np.ascontiguousarray(picked.pages, np.int32), PERS.index(picked.per)
 
 
 def fetch(
@@ -98,9 +103,15 @@ def fetch(
     out: tuple[Array, Array] | None,
 ) -> tuple[Array, Array]:
     """Copy chosen pages, or all, to (k, v) [lists, kv_heads, k, page_tokens, dim]."""
-    lists, k = count, pages_guess
+    lists, k, starts = count, pages_guess, None
+    rows = picked_rows(picked, layout)
     if picked is not None:
         lists, _, k = picked.pages.shape
+        starts = np.ascontiguousarray(picked.starts, np.int32)
+        if starts.shape != (count + 1,):
+            raise BadArgumentError(
+                f"the selection is of {len(starts) - 1} sequences, the batch has {count}"
+            )
     dtype = DTYPES.index(layout.dtype)
     while True:
         shape = (lists, layout.kv_heads, k, layout.page_tokens)
@@ -112,8 +123,7 @@ def fetch(
             )
         keys = _writable(made[0], "out[0]", dtype, (*shape, layout.head_dim))
         values = _writable(made[1], "out[1]", dtype, (*shape, layout.value_head_dim))
-        starts = None if picked is None else picked.starts
-        code, needed = _core.batch_fetch(batch, layer, picked_rows(picked), starts, keys, values)
+        code, needed = _core.batch_fetch(batch, layer, rows, starts, keys, values)
         if code == _core.E_ROOM or needed != k:
             if out is not None:
                 raise BadArgumentError(f"out holds {k} pages a sequence, {needed} are wanted")
@@ -158,7 +168,7 @@ def attend(
         layer,
         got,
         starts,
-        picked_rows(picked),
+        picked_rows(picked, layout),
         scale,
         softcap or 0.0,
         view(out, "out").address,

@@ -518,6 +518,20 @@ def test_batches_that_are_none(pool: CXLPool) -> None:
         pool.batch([sequence]).select(0, rows(1), [0, 1], [Budget(pages=1)] * 2)
 
 
+def test_a_selection_of_another_batch_or_layout(pool: CXLPool) -> None:
+    """Its starts would be read beyond their end, its pages taken for another head's."""
+    sequence = fill(pool)
+    picked = sequence.select(0, rows(1), top_k=2)
+    pair = pool.batch([sequence, fill(pool)])
+    with pytest.raises(errors.BadArgumentError, match="is of 1 sequences, the batch has 2"):
+        pair.fetch(0, picked)
+    single = replace(picked, pages=picked.pages[:, :1])
+    with pytest.raises(errors.BadArgumentError, match=r"wanted \[.., 2, k\]"):
+        sequence.fetch(0, single)
+    with pytest.raises(errors.BadArgumentError, match=r"wanted \[.., 2, k\]"):
+        sequence.attend(0, rows(1), single)
+
+
 def test_numbers_that_are_none(pool: CXLPool) -> None:
     """NaN and infinity are stored as they are, and seen: a NaN key is selected, never hidden."""
     sequence = pool.sequence()
