@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -54,6 +55,8 @@ def run(case: str, json_path: Path | None = None) -> Result:
     if case not in CASES:
         raise BadArgumentError(f"unknown case {case!r}: one of {', '.join(CASES)}")
     console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 110)
     result = Result(case)
     for part in CASES[case]:
         with console.status(f"{part} ..."):
@@ -74,7 +77,8 @@ def table(result: Result) -> Table:
     """Metrics as median (low to high), then ratios."""
     made = Table(title=f"cxlkv bench {result.case}")
     for column in ("figure", "median", "low to high", "unit"):
-        made.add_column(column, justify="left" if column in ("figure", "unit") else "right")
+        side: Literal["left", "right"] = "left" if column in ("figure", "unit") else "right"
+        made.add_column(column, justify=side, no_wrap=True)
     for name, metric in result.metrics.items():
         spread = f"{min(metric.samples):.4g} to {max(metric.samples):.4g}"
         made.add_row(name, f"{metric.median:.4g}", spread, metric.unit)

@@ -9,15 +9,20 @@ Samples = dict[str, list[float]]
 
 
 def interleave(
-    functions: Mapping[str, Callable[[], object]], rounds: int, repeat: int = 1
+    functions: Mapping[str, Callable[[], object]],
+    rounds: int,
+    repeat: int = 1,
+    settle_s: float = 0.0,
 ) -> Samples:
     """Seconds a call by name, `rounds` samples each, after one unmeasured round.
 
-    One sample is the mean of `repeat` calls; the functions take turns within a round.
+    One sample is the mean of `repeat` calls; the functions take turns within a round. settle_s is
+    waited before each: an OpenMP team spins on its cores for a while after its last task.
     """
     samples: Samples = {name: [] for name in functions}
     for turn in range(rounds + 1):
         for name, function in functions.items():
+            time.sleep(settle_s)
             began = time.perf_counter()
             for _ in range(repeat):
                 function()

@@ -26,6 +26,7 @@ class Size:
     group: int = 4
     page_tokens: int = 16
     rounds: int = 9
+    settle_s: float = 0.25
 
 
 def run(result: Result, size: Size = Size(), threads: tuple[int, ...] = (1, 2)) -> None:
@@ -105,6 +106,7 @@ def measure(
             "attend": lambda: sequence.attend(layer, query),
         },
         size.rounds,
+        settle_s=size.settle_s,
     )
     key_bytes = size.tokens * size.kv_heads * size.head_dim * 2
     speed = {}
