@@ -44,7 +44,8 @@ def check_room(path: str | None, capacity_bytes: int) -> None:
     if path is not None:
         space = os.statvfs(Path(path).absolute().parent)
         free_bytes = space.f_bavail * space.f_frsize
-        if capacity_bytes > free_bytes:
+        # hugetlbfs without a size says 0 of 0: then the reservation itself finds out.
+        if space.f_blocks and capacity_bytes > free_bytes:
             raise MemoryShortError(
                 f"{path}: {format_bytes(capacity_bytes)} wanted, its file system has "
                 f"{format_bytes(free_bytes)} free. Ask for less, or make it larger "

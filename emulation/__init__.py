@@ -1,1 +1,1 @@
-"""Emulation of far memory on machines without it; what is real so far: nothing hidden."""
+"""Emulation of far memory on machines that have none. Nothing is emulated yet."""

@@ -1,1 +1,1 @@
-"""Kernels for GPUs (Triton) with torch references beside them; issue by issue, none yet."""
+"""Kernels for GPUs: Triton, with a torch reference beside each. None is built yet."""

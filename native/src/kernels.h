@@ -21,10 +21,6 @@ enum { KERNEL_BFLOAT16 = 0, KERNEL_FLOAT16 = 1, KERNEL_FLOAT32 = 2 };
 typedef struct kernels {
     const char *name; /* "serial", "avx2" */
 
-    /* True when store_rows bypasses the caches for every byte, so that a fence publishes it. When
-     * false (no such stores on this CPU) the caller must also write the lines back. */
-    bool stores_bypass_caches;
-
     /* logits[j * logit_stride + t] =
      *     scale * sum over d of queries[j * dim + d] * keys[t * dim + d].
      * fp32 accumulators; |error| <= (dim + 2) * eps * |scale| * sum of |query * key|. */

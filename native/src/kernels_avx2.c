@@ -746,7 +746,6 @@ static void from_float(int dtype, const float *source, size_t count, void *desti
 
 const kernels kernels_avx2 = {
     .name = "avx2",
-    .stores_bypass_caches = true,
     .score = score,
     .score_max = score_max,
     .accumulate = accumulate,

@@ -258,7 +258,6 @@ static void from_float(int dtype, const float *source, size_t count, void *desti
 
 const kernels kernels_serial = {
     .name = "serial",
-    .stores_bypass_caches = false,
     .score = score,
     .score_max = score_max,
     .accumulate = accumulate,

@@ -1,0 +1,52 @@
+"""Places for a pool: huge pages, and file systems that do not say how large they are."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cxlkv import CXLPool, KVLayout, regions
+from cxlkv.errors import MemoryShortError
+
+
+def huge_folder() -> Path:
+    """A writable hugetlbfs with 64 MiB free; skips where there is none."""
+    free = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("HugePages_Free:"):
+            free = int(line.split()[1])
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    folders = [Path(m[1]) for m in mounts if m[2] == "hugetlbfs" and os.access(m[1], os.W_OK)]
+    if free < 40 or not folders:
+        pytest.skip(f"{free} huge pages free, {len(folders)} hugetlbfs mounted: 40 and 1 needed")
+    return folders[0]
+
+
+def test_a_pool_on_hugetlbfs_is_made_opened_and_removed() -> None:
+    path = huge_folder() / "cxlkv-test.pool"
+    layout = KVLayout(layers=2, kv_heads=8, head_dim=64, dtype="float16")
+    k = np.ones((100, 8, 64), np.float16)
+    with CXLPool.create(path, layout=layout, capacity="32MiB") as pool, CXLPool.open(path) as other:
+        assert pool.describe()["page_kind"] == "hugetlb"
+        sequence = pool.sequence()
+        for layer in range(2):
+            sequence.append(layer, k, k)
+        assert len(other.adopt(sequence.handle)) == 100
+        assert pool.check(deep=True)["clean"]
+    CXLPool.remove(path)
+    assert not path.exists()
+
+
+def test_a_file_system_of_unknown_size_is_left_to_the_reservation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """hugetlbfs mounted without size= reports 0 free of 0 blocks; a full disk 0 of many."""
+    unknown = SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=0)
+    monkeypatch.setattr(os, "statvfs", lambda path: unknown)
+    regions.check_room(str(tmp_path / "a.pool"), 1 << 30)
+    full = SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=1000)
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    with pytest.raises(MemoryShortError, match="0 B free"):
+        regions.check_room(str(tmp_path / "a.pool"), 1 << 30)
