@@ -136,7 +136,10 @@ class Batch:
         return float(self._layout.head_dim**-0.5) if scale is None else float(scale)
 
     def _starts(self, starts: npt.ArrayLike) -> Starts:
-        offsets = np.ascontiguousarray(starts, np.int32)
+        given = np.asarray(starts)
+        if given.dtype != np.int32:
+            given = _whole_int32(given)
+        offsets = np.ascontiguousarray(given)
         if offsets.shape != (len(self) + 1,):
             raise BadArgumentError(f"starts has shape {offsets.shape}, wanted ({len(self) + 1},)")
         return offsets
@@ -314,6 +317,14 @@ def _with_axis(picked: Selection | None) -> Selection | None:
     return replace(
         picked, pages=picked.pages[None], scores=picked.scores[None], counts=picked.counts[None]
     )
+
+
+def _whole_int32(given: npt.NDArray[np.int64]) -> Starts:
+    """Other integers as int32, none of them changed."""
+    narrow = given.astype(np.int32) if given.dtype.kind in "iu" else None
+    if narrow is None or not np.array_equal(narrow, given):
+        raise BadArgumentError(f"starts are {given.dtype}: whole numbers below 2**31 are wanted")
+    return narrow
 
 
 def _layer(layer: int) -> int:

@@ -816,3 +816,12 @@ def test_a_layout_beyond_the_formats_limits() -> None:
 def test_thread_counts_that_are_none(threads: int) -> None:
     with pytest.raises(errors.BadArgumentError, match="threads"):
         CXLPool.create("anonymous:", layout=LAYOUT, capacity=CAPACITY, threads=threads)
+
+
+@pytest.mark.parametrize("starts", [[0.0, 1.5], [0, 2**40], [False, True]])
+def test_starts_that_are_no_int32_are_not_rounded(starts: list[float]) -> None:
+    with CXLPool.create("anonymous:", layout=LAYOUT, capacity="16MiB") as pool:
+        batch = pool.batch([pool.sequence()])
+        rows = np.zeros((1, LAYOUT.kv_heads, LAYOUT.head_dim), np.float32)
+        with pytest.raises(errors.BadArgumentError, match="whole numbers below"):
+            batch.append(0, rows, rows, starts)
