@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
@@ -19,6 +19,9 @@ from rich.text import Text
 from cxlkv.config import format_bytes, parse_bytes
 from cxlkv.errors import CXLKVError, UnsupportedError
 from cxlkv.topology import Machine, missing, probe
+
+if TYPE_CHECKING:
+    from cxlkv.layout import KVLayout
 
 app = typer.Typer(
     help="A KV-cache pool in CXL and other tiered memory, with scoring near the data.",
@@ -127,15 +130,21 @@ def create(
 
 @pool_app.command()
 def inspect(path: PoolPath, as_json: AsJson = False) -> None:
-    """Print a pool's counts."""
+    """Say what a pool stores, where its parts lie, and how many pages are in which state."""
     from cxlkv.pool import CXLPool
 
     with CXLPool.open(path) as pool:
-        stats = pool.stats()
+        described, stats = pool.describe(), pool.stats()
+    layout = asdict(cast("KVLayout", described.pop("layout")))
+    geometry = cast("dict[str, int]", described.pop("geometry"))
     if as_json:
-        print_json(stats)
-    else:
-        Console().print(table(str(path), stats))
+        print_json({**described, "layout": layout, "geometry": geometry, "stats": stats})
+        return
+    console = Console()
+    (group,) = layout.pop("groups")
+    console.print(table(str(path), {**described, **layout, **group}))
+    console.print(table("where its parts lie", geometry))
+    console.print(table("pages now", stats))
 
 
 @pool_app.command()

@@ -250,7 +250,11 @@ class Sequence:
 
     @property
     def handle(self) -> bytes:
-        """Bytes by which any process adopts this sequence, while this one is not released."""
+        """Bytes by which any process adopts this sequence, while this one is not released.
+
+        An open tail goes along as a page of its own, which the next handle with another tail
+        replaces: the older handle is then stale. Raises UnevenError, PoolFullError.
+        """
         return _core.sequence_export(self._handle)
 
     def _own(self) -> Batch:

@@ -98,7 +98,12 @@ def test_a_pool_is_made_looked_at_checked_and_removed(
 
     code, out, _ = run_main(capsys, "pool", "inspect", "--json", str(path))
     assert code == 0
-    assert json.loads(out)
+    found = json.loads(out)
+    assert found["layout"]["groups"][0]["layers"] == 2
+    assert found["stats"]["pages_free"] == found["geometry"]["page_count"]
+    code, out, _ = run_main(capsys, "pool", "inspect", str(path))
+    assert code == 0
+    assert "kv_heads" in out
 
     code, out, _ = run_main(capsys, "pool", "check", "--deep", str(path))
     assert (code, out) == (0, "clean\n")
