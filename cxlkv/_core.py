@@ -13,7 +13,7 @@ import numpy.typing as npt
 from cxlkv import errors
 from cxlkv._native import ffi, lib
 from cxlkv.arrays import View
-from cxlkv.layout import DTYPES, KVLayout
+from cxlkv.layout import DTYPES, VALUES, KVLayout, LayerGroup
 
 _EXCEPTIONS: Mapping[int, type[errors.CXLKVError]] = {
     lib.CXLKV_E_NOT_A_POOL: errors.NotAPoolError,
@@ -81,12 +81,16 @@ def crc32c(data: bytes, crc: int = 0) -> int:
 
 
 def _layout_struct(layout: KVLayout, checksum: bool) -> Any:
-    group = layout.single_group()
+    shape = layout.shape
     made = ffi.new("cxlkv_layout *")
-    made.layers, made.kv_heads = group.layers, group.kv_heads
-    made.head_dim, made.value_head_dim = group.head_dim, layout.value_head_dim
+    made.layers, made.kv_heads = layout.layers, shape.kv_heads
+    made.head_dim, made.value_head_dim = shape.head_dim, layout.value_head_dim
     made.page_tokens = layout.page_tokens
-    made.dtype = DTYPES.index(group.dtype)
+    made.dtype = DTYPES.index(shape.dtype)
+    made.values = VALUES.index(shape.values)
+    made.group_count = len(layout.groups)
+    made.windows = [group.window or 0 for group in layout.groups]
+    made.group_of = list(layout.order)
     made.checksum = int(checksum)
     made.shard = list(layout.shard)
     made.model_id = layout.model_id.encode()
@@ -123,13 +127,23 @@ def pool_layout(pool: Handle) -> tuple[KVLayout, bool]:
     """The pool's layout, and whether its pieces have checksums."""
     got = ffi.new("cxlkv_layout *")
     check(lib.cxlkv_pool_layout(pool, got))
-    layout = KVLayout(
-        layers=got.layers,
-        kv_heads=got.kv_heads,
-        head_dim=got.head_dim,
-        value_head_dim=got.value_head_dim,
+    order = list(got.group_of)[: got.layers]
+    groups = [
+        LayerGroup(
+            layers=order.count(index),
+            kv_heads=got.kv_heads,
+            head_dim=got.head_dim,
+            value_head_dim=got.value_head_dim,
+            dtype=DTYPES[got.dtype],
+            window=got.windows[index] or None,
+            values=VALUES[got.values],
+        )
+        for index in range(got.group_count)
+    ]
+    layout = KVLayout.of(
+        groups,
+        order,
         page_tokens=got.page_tokens,
-        dtype=DTYPES[got.dtype],
         shard=(got.shard[0], got.shard[1], got.shard[2], got.shard[3]),
         model_id=ffi.string(got.model_id).decode(errors="replace"),
     )
@@ -291,12 +305,18 @@ def batch_create(pool: Handle, sequences: Sequence[Handle]) -> Handle:
     return ffi.gc(out[0], lib.cxlkv_batch_destroy)
 
 
-def batch_append(batch: Handle, layer: int, keys: View, values: View, starts: Starts) -> int:
+def batch_append(
+    batch: Handle, layer: int, keys: View, values: View | None, starts: Starts, rewind: int
+) -> int:
+    """values is None when they are a prefix of the keys; rewind -1: none given."""
     arguments = _arguments()
     _fill_rows(arguments.keys, keys)
-    _fill_rows(arguments.values, values)
+    value_rows = ffi.NULL
+    if values is not None:
+        value_rows = arguments.values
+        _fill_rows(value_rows, values)
     return check(
-        lib.cxlkv_batch_append(batch, layer, arguments.keys, arguments.values, _int32(starts))
+        lib.cxlkv_batch_append(batch, layer, arguments.keys, value_rows, _int32(starts), rewind)
     )
 
 

@@ -141,8 +141,11 @@ def inspect(path: PoolPath, as_json: AsJson = False) -> None:
         print_json({**described, "layout": layout, "geometry": geometry, "stats": stats})
         return
     console = Console()
-    (group,) = layout.pop("groups")
-    console.print(table(str(path), {**described, **layout, **group}))
+    groups, order = layout.pop("groups"), layout.pop("order")
+    console.print(table(str(path), {**described, **layout}))
+    for index, group in enumerate(groups):
+        layers = [layer for layer, of in enumerate(order) if of == index]
+        console.print(table(f"layer group {index}", {**group, "layers": ranges(layers)}))
     console.print(table("where its parts lie", geometry))
     console.print(table("pages now", stats))
 
@@ -228,6 +231,17 @@ def machine_rows(machine: Machine, kernels: str) -> dict[str, str]:
     rows["CXL memory devices"] = " ".join(machine.cxl_memory_devices) or "none"
     rows["DAX devices"] = " ".join(machine.dax_devices) or "none"
     return rows
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers, runs of them shortened: 0-4 6-10 12."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return " ".join("-".join(map(str, run)) for run in runs)
 
 
 def size(value_bytes: int | None) -> str:

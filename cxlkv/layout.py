@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
 DTYPES = ("bfloat16", "float16", "float32")  # a dtype's index is its code in the pool's format
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+GROUPS_MAX = 16
+LAYERS_MAX = 1024
+VALUES = ("own", "key_prefix")  # likewise
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 
 
@@ -30,8 +34,10 @@ def _is_whole(value: object) -> bool:
 class LayerGroup:
     """Layers of one shape.
 
-    `values="key_prefix"` (MLA: values are the first channels of the keys), `kind="state"` and
-    `window` are part of the format's words; a pool of this release refuses them by name.
+    window: the token at position p sees tokens p - window + 1 to p; None: all before it.
+    values="key_prefix": values are the first value_head_dim channels of the keys, stored once; MLA
+    (arXiv 2405.04434) is one head of 576 whose first 512 are the values. kind="state" is part of
+    the format's words; a pool of this release refuses it by name.
     """
 
     layers: int
@@ -51,8 +57,17 @@ class LayerGroup:
             value = getattr(self, name)
             if not _is_whole(value) or not 1 <= value < 2**31:
                 raise BadArgumentError(f"{name} is {value!r}: it must be a whole number above 0")
-        if self.values not in ("own", "key_prefix"):
+        if self.layers > LAYERS_MAX:
+            raise BadArgumentError(f"layers is {self.layers}: outside 1 to {LAYERS_MAX}")
+        if self.window is not None and not (_is_whole(self.window) and 1 <= self.window < 2**31):
+            raise BadArgumentError(f"window is {self.window!r}: tokens, above 0, or None")
+        if self.values not in VALUES:
             raise BadArgumentError(f"values={self.values!r}: 'own' or 'key_prefix'")
+        if self.values == "key_prefix" and (self.value_head_dim or 0) > self.head_dim:
+            raise BadArgumentError(
+                f"value_head_dim={self.value_head_dim}: values that are a prefix of keys of "
+                f"{self.head_dim} channels have no more"
+            )
         if self.kind not in ("attention", "state"):
             raise BadArgumentError(f"kind={self.kind!r}: 'attention' or 'state'")
 
@@ -61,10 +76,12 @@ class LayerGroup:
 class KVLayout:
     """Shape of the KV cache of one model shard, and the size of a page in tokens.
 
-    shard is (tensor-parallel rank, size, pipeline rank, size). A pool serves exactly one layout.
+    order: for each layer of the model, the index of its group. shard is (tensor-parallel rank,
+    size, pipeline rank, size). A pool serves exactly one layout.
     """
 
     groups: tuple[LayerGroup, ...]
+    order: tuple[int, ...]
     page_tokens: int
     shard: tuple[int, int, int, int]
     model_id: str = field(default="")
@@ -88,31 +105,47 @@ class KVLayout:
             value_head_dim=value_head_dim,
             dtype=dtype_name(dtype),
         )
-        self._set((group,), page_tokens, shard, model_id)
+        self._set((group,), (0,) * layers, page_tokens, shard, model_id)
 
     @classmethod
     def of(
         cls,
         groups: Sequence[LayerGroup],
+        order: Sequence[int] | None = None,
         *,
         page_tokens: int = 16,
         shard: tuple[int, int, int, int] = (0, 1, 0, 1),
         model_id: str = "",
     ) -> KVLayout:
-        """The general form: several groups of layers, windows, shared values."""
+        """The general form: groups of layers, windows, values that are a prefix of the keys.
+
+        order[l] is the group of the model's layer l; without it the groups stand one after the
+        other. Gemma-3: LayerGroup(layers=5, window=512, ...) and LayerGroup(layers=1, ...), order
+        (0, 0, 0, 0, 0, 1).
+        """
+        if order is None:
+            order = [index for index, group in enumerate(groups) for _ in range(group.layers)]
         layout = cls.__new__(cls)
-        layout._set(tuple(groups), page_tokens, shard, model_id)
+        layout._set(tuple(groups), tuple(order), page_tokens, shard, model_id)
         return layout
 
     def _set(
         self,
         groups: tuple[LayerGroup, ...],
+        order: tuple[int, ...],
         page_tokens: int,
         shard: tuple[int, int, int, int],
         model_id: str,
     ) -> None:
         if not groups:
             raise BadArgumentError("a layout needs at least one layer group")
+        if [order.count(index) for index in range(len(groups))] != [g.layers for g in groups] or (
+            len(order) != sum(g.layers for g in groups)
+        ):
+            raise BadArgumentError(
+                f"order {order}: it names each group's index once for each of its layers, "
+                f"{[group.layers for group in groups]}"
+            )
         if not _is_whole(page_tokens) or not 1 <= page_tokens <= 1024:
             raise BadArgumentError(f"page_tokens is {page_tokens!r}: outside 1 to 1024")
         if [_is_whole(x) and x < 2**31 for x in shard] != [True] * 4:
@@ -123,48 +156,64 @@ class KVLayout:
         if len(model_id.encode()) > 255 or "\0" in model_id:
             raise BadArgumentError("model_id is longer than 255 bytes, or has a zero byte")
         object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "order", order)
         object.__setattr__(self, "page_tokens", page_tokens)
         object.__setattr__(self, "shard", tuple(shard))
         object.__setattr__(self, "model_id", model_id)
 
-    def single_group(self) -> LayerGroup:
-        """The only group; raises UnsupportedError naming what this release does not store yet."""
-        if len(self.groups) != 1:
-            raise UnsupportedError(f"a pool of {len(self.groups)} layer groups is not built yet")
-        group = self.groups[0]
-        if group.window is not None:
-            raise UnsupportedError(f"window={group.window}: sliding windows are not built yet")
-        if group.values != "own":
-            raise UnsupportedError(f"values={group.values!r}: shared values are not built yet")
-        if group.kind != "attention":
-            raise UnsupportedError(f"kind={group.kind!r}: state layers are not built yet")
-        return group
+    @cached_property
+    def shape(self) -> LayerGroup:
+        """The shape that all layers have; raises UnsupportedError for what no pool stores yet."""
+        first = self.groups[0]
+        for group in self.groups:
+            if group.kind != "attention":
+                raise UnsupportedError(f"kind={group.kind!r}: state layers are not built yet")
+            for name in ("kv_heads", "head_dim", "value_head_dim", "dtype", "values"):
+                if getattr(group, name) != getattr(first, name):
+                    raise UnsupportedError(
+                        f"layer groups with {name}={getattr(first, name)} and "
+                        f"{getattr(group, name)}: groups of one pool may differ in their window "
+                        "only; make a pool for each shape"
+                    )
+        if len(self.groups) > GROUPS_MAX or len(self.order) > LAYERS_MAX:
+            raise UnsupportedError(
+                f"{len(self.groups)} groups of {len(self.order)} layers: a pool stores up to "
+                f"{GROUPS_MAX} of up to {LAYERS_MAX}"
+            )
+        return first
 
     @property
     def layers(self) -> int:
-        return self.single_group().layers
+        return len(self.order)
 
     @property
     def kv_heads(self) -> int:
-        return self.single_group().kv_heads
+        return self.shape.kv_heads
 
     @property
     def head_dim(self) -> int:
-        return self.single_group().head_dim
+        return self.shape.head_dim
 
     @property
     def value_head_dim(self) -> int:
-        dim = self.single_group().value_head_dim
-        assert dim is not None
-        return dim
+        return self.shape.value_head_dim or self.head_dim
 
     @property
     def dtype(self) -> str:
-        return self.single_group().dtype
+        return self.shape.dtype
+
+    @property
+    def values(self) -> str:
+        return self.shape.values
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer of the model, None where it sees all tokens."""
+        return tuple(self.groups[index].window for index in self.order)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token, all layers."""
-        group = self.single_group()
-        dims = self.head_dim + self.value_head_dim
-        return group.layers * group.kv_heads * dims * DTYPE_BYTES[group.dtype]
+        own = self.value_head_dim if self.values == "own" else 0
+        channels = self.layers * self.kv_heads * (self.head_dim + own)
+        return channels * DTYPE_BYTES[self.dtype]

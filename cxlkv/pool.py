@@ -66,7 +66,6 @@ class CXLPool:
         for name, value, built in (("sharing", sharing, "host"), ("durable", durable, "process")):
             if value != built:
                 raise UnsupportedError(f"{name}={value!r} is not built yet; {built!r} is")
-        layout.single_group()
         path = parse_where(where)
         capacity_bytes = parse_bytes(capacity)
         check_room(path, capacity_bytes)

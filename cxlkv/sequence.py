@@ -41,19 +41,42 @@ class Batch:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def append(self, layer: int, k: object, v: object, starts: npt.ArrayLike) -> None:
+    def append(
+        self,
+        layer: int,
+        k: object,
+        v: object | None,
+        starts: npt.ArrayLike,
+        rewind: int | None = None,
+    ) -> None:
         """Append tokens of one layer: k [rows, kv_heads, head_dim], v likewise; any strides.
 
-        Layers are appended in order: layer l never gets ahead of layer l - 1. All or nothing:
-        PoolFullError leaves every sequence as it was. Raises OrderError, BadArgumentError.
-        """
-        self._append(layer, view(k, "k"), view(v, "v"), self._starts(starts))
+        v is None when values are a prefix of the keys. Layers are appended in order: layer l never
+        gets ahead of layer l - 1. All or nothing: PoolFullError leaves every sequence as it was.
 
-    def _append(self, layer: int, keys: View, values: View, starts: Starts) -> None:
+        Layers with a window give back the pages behind it, at the next step: until then the step's
+        own tokens may attend, and be truncated. rewind=n, given with layer 0 of a step whose own
+        attention is computed elsewhere (a long prefill): they keep only what the tokens from the
+        new length - n on see, so that a later truncate reaches back n tokens, and take no page for
+        the rest. Raises OrderError, BadArgumentError.
+        """
+        values = None if v is None else view(v, "v")
+        self._append(layer, view(k, "k"), values, self._starts(starts), rewind)
+
+    def _append(
+        self, layer: int, keys: View, values: View | None, starts: Starts, rewind: int | None
+    ) -> None:
         rows = int(starts[-1])
         _check_rows(keys, "k", rows, self._key_row)
-        _check_rows(values, "v", rows, self._value_row)
-        _core.batch_append(self._handle, _layer(layer), keys, values, starts)
+        if (values is None) == (self._layout.values == "own"):
+            given = "the pool stores them" if values is None else "a prefix of the keys is stored"
+            raise BadArgumentError(f"v is {'None' if values is None else 'given'}: {given}")
+        if values is not None:
+            _check_rows(values, "v", rows, self._value_row)
+        if rewind is not None and not 0 <= rewind < 1 << 62:
+            raise BadArgumentError(f"rewind={rewind}: a number of tokens, 0 or more")
+        back = -1 if rewind is None else rewind
+        _core.batch_append(self._handle, _layer(layer), keys, values, starts, back)
 
     def select(
         self,
@@ -68,7 +91,8 @@ class Batch:
 
         Row r of sequence i is token length_i - (starts[i + 1] - r) and sees nothing later: append
         a step's keys first. method "exact" scores every key, "digest" the min/max bound of each
-        page (Quest, arXiv 2406.10774); "auto" is exact. One budget, or one for each sequence.
+        page (Quest, arXiv 2406.10774); "auto" is exact. One budget, or one for each sequence. In a
+        layer with a window a row sees the pages of its window only, and budgets count these.
         scale defaults to head_dim ** -0.5.
         """
         several = [budgets] if isinstance(budgets, Budget) else list(budgets)
@@ -98,8 +122,9 @@ class Batch:
     ) -> tuple[Array, Array]:
         """Copy pages to (k, v), each [rows or n, kv_heads, k, page_tokens, dim], the pool's dtype.
 
-        picked=None: every page of every sequence (n lists). Unwritten tokens and padding are zero.
-        Every piece is verified against its CRC on the way: CorruptError.
+        picked=None: every page of every sequence (n lists); not for a layer with a window.
+        Unwritten tokens and padding are zero. Where values are a prefix of the keys, v is a copy of
+        these channels. Every piece is verified against its CRC on the way: CorruptError.
         """
         guess = 0
         if picked is None:
@@ -118,8 +143,8 @@ class Batch:
         """softmax(q.k) v near the data: (out [rows, q_heads, value_head_dim] in q's dtype, lse).
 
         lse is float32 [rows, q_heads], natural log: two partial results merge exactly by it.
-        picked=None: over all pages. Causal, as in select(). softcap: logits become
-        softcap * tanh(logit / softcap).
+        picked=None: over all pages that the rows see. Causal, as in select(). softcap: logits
+        become softcap * tanh(logit / softcap).
         """
         return simd.attend(
             self._handle,
@@ -171,14 +196,17 @@ class Sequence:
 
     @property
     def pages(self) -> npt.NDArray[np.uint32]:
-        """Ids in the pool of the complete pages."""
+        """Ids in the pool of the complete pages; of all groups of layers, one after the other."""
         return _core.sequence_pages(self._handle)
 
-    def append(self, layer: int, k: object, v: object) -> None:
+    def append(
+        self, layer: int, k: object, v: object | None = None, rewind: int | None = None
+    ) -> None:
         """Append k [tokens, kv_heads, head_dim] and v to one layer; see Batch.append."""
         keys = view(k, "k")
         rows = keys.shape[0] if keys.shape else 0
-        self._own()._append(layer, keys, view(v, "v"), np.array([0, rows], np.int32))
+        values = None if v is None else view(v, "v")
+        self._own()._append(layer, keys, values, np.array([0, rows], np.int32), rewind)
 
     def select(
         self,

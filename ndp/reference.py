@@ -1,7 +1,8 @@
 """The NDP reference: select and attend in plain numpy, written to be obviously right.
 
 Same meaning as the C core, on plain arrays: `keys` and `values` are lists of [tokens, kv_heads,
-dim] float32 arrays, one for each sequence; everything is computed in float64.
+dim] float32 arrays, one for each sequence; everything is computed in float64. Under a `window` the
+token at position p sees tokens p - window + 1 to p.
 """
 
 from __future__ import annotations
@@ -41,11 +42,17 @@ def best(*scores: float) -> float:
     return math.nan if any(map(math.isnan, scores)) else max(scores)
 
 
+def first_seen(position: int, window: int | None) -> int:
+    """The first token that the one at `position` sees."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
 def page_mass(
-    keys: npt.NDArray[np.float32], query: Floats, page_tokens: int, scale: float
+    keys: npt.NDArray[np.float32], query: Floats, page_tokens: int, scale: float, low: int
 ) -> list[float]:
-    """Share of the attention of one query by page of its visible keys."""
+    """Share of the attention of one query by page of its visible keys, those from `low` on."""
     row = logits(keys, query, scale)
+    row[:low] = -np.inf
     weights = np.exp(row - row.max())
     weights /= weights.sum()
     return [float(weights[i : i + page_tokens].sum()) for i in range(0, len(row), page_tokens)]
@@ -58,6 +65,7 @@ def list_scores(
     method: str,
     page_tokens: int,
     scale: float,
+    window: int | None,
 ) -> list[float]:
     """Scores by page of one kv head for the queries of one list: (position, query) each.
 
@@ -69,32 +77,38 @@ def list_scores(
     mass = [0.0] * pages
     for position, query in queries:
         seen = keys[: position + 1]
+        low = first_seen(position, window)
         if budget.mass is not None:
-            for page, share in enumerate(page_mass(seen, query, page_tokens, scale)):
+            for page, share in enumerate(page_mass(seen, query, page_tokens, scale, low)):
                 mass[page] += share / len(queries)
             continue
-        for page in range(position // page_tokens + 1):
+        for page in range(low // page_tokens, position // page_tokens + 1):
             first = page * page_tokens
             complete = first + page_tokens <= len(keys)
-            # A digest covers the whole page, also the tokens behind the query's own.
+            # A digest covers the whole page, also the tokens that the query does not see.
             held = keys[first : first + page_tokens]
-            visible = held if method == "digest" and complete else seen[first:][:page_tokens]
+            visible = seen[max(first, low) : first + page_tokens]
+            if method == "digest" and complete:
+                visible = held
             score = page_score(visible, query, method, complete, scale)
             scores[page] = best(scores[page], score)
     return mass if budget.mass is not None else scores
 
 
-def choose(scores: list[float], first_position: int, budget: Budget, page_tokens: int) -> list[int]:
+def choose(
+    scores: list[float], first_position: int, budget: Budget, page_tokens: int, window: int | None
+) -> list[int]:
     """The pages that a budget keeps: forced ones, then by score; equal scores: the lower page."""
     pages = len(scores)
-    sinks = min(budget.sinks, pages)
+    low = first_seen(first_position, window) // page_tokens
+    sinks = max(low, min(budget.sinks, pages))
     recent = max(sinks, first_position // page_tokens + 1 - budget.recent)
     if budget.recent == 0:
         recent = pages
-    forced = {*range(sinks), *range(recent, pages)}
+    forced = {*range(low, sinks), *range(recent, pages)}
     rank = [-math.inf if math.isnan(s) else -s for s in scores]
     order = sorted(
-        (p for p in range(pages) if p not in forced),
+        (p for p in range(low, pages) if p not in forced),
         key=lambda p: (not math.isnan(scores[p]), rank[p], p),
     )
     if budget.mass is not None:
@@ -106,7 +120,7 @@ def choose(scores: list[float], first_position: int, budget: Budget, page_tokens
             forced.add(page)
             total += scores[page]
         return sorted(forced)
-    wanted = budget.pages if budget.pages is not None else pages_of_share(budget.share or 0, pages)
+    wanted = budget.pages or pages_of_share(budget.share or 0, pages - low)
     return sorted(forced | set(order[: max(0, wanted - len(forced))]))
 
 
@@ -119,6 +133,7 @@ def select(
     page_tokens: int,
     method: str = "exact",
     scale: float | None = None,
+    window: int | None = None,
 ) -> Selection:
     """As Batch.select, on plain arrays; queries [rows, q_heads, dim] float32."""
     first = uniform(budgets)
@@ -148,6 +163,7 @@ def select(
                     method,
                     page_tokens,
                     scale,
+                    window,
                 )
                 for head in range(kv_heads)
             ]
@@ -157,7 +173,7 @@ def select(
                     sum(c) / kv_heads if budget.mass is not None else best(*c) for c in columns
                 ]
                 by_head = [merged] * kv_heads
-            chosen = [choose(s, positions[block[0]], budget, page_tokens) for s in by_head]
+            chosen = [choose(s, positions[block[0]], budget, page_tokens, window) for s in by_head]
             lists.append([(c, [s[p] for p in c]) for c, s in zip(chosen, by_head, strict=True)])
     return _pack(lists, kv_heads, first.per, starts)
 
@@ -190,6 +206,7 @@ def attend(
     picked: Selection | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    window: int | None = None,
 ) -> tuple[Floats, Floats]:
     """As Batch.attend, on plain arrays: (out [rows, q_heads, value_dim], lse [rows, q_heads])."""
     kv_heads, dim = keys[0].shape[1:]
@@ -202,7 +219,7 @@ def attend(
             position = len(own) - (int(starts[i + 1]) - row)
             for q_head in range(queries.shape[1]):
                 head = q_head // group
-                tokens = np.arange(position + 1)
+                tokens = np.arange(first_seen(position, window), position + 1)
                 if picked is not None:
                     chosen = picked.pages[row if picked.per == "query" else i, head]
                     tokens = tokens[np.isin(tokens // page_tokens, chosen[chosen >= 0])]

@@ -112,8 +112,8 @@ def test_nothing_there(path: Path) -> None:
 def test_another_version(closed_file: Path) -> None:
     with closed_file.open("r+b") as file:
         file.seek(8)
-        file.write(struct.pack("<I", 2))
-    with pytest.raises(errors.VersionError, match=r"version 2, this build reads 1.*create it anew"):
+        file.write(struct.pack("<I", 1))
+    with pytest.raises(errors.VersionError, match=r"version 1, this build reads 2.*create it anew"):
         CXLPool.open(closed_file)
     CXLPool.remove(closed_file)
 
@@ -780,9 +780,9 @@ GROUP = LayerGroup(layers=2, kv_heads=2, head_dim=8)
 @pytest.mark.parametrize(
     ("groups", "text"),
     [
-        ([GROUP, GROUP], "2 layer groups is not built yet"),
-        ([replace(GROUP, window=128)], "window=128: sliding windows are not built yet"),
-        ([replace(GROUP, values="key_prefix")], "values='key_prefix': .*not built yet"),
+        ([GROUP, replace(GROUP, kv_heads=3)], "kv_heads=2 and 3: .*make a pool for each shape"),
+        ([GROUP, replace(GROUP, dtype="float16")], "dtype=bfloat16 and float16"),
+        ([replace(GROUP, layers=1)] * 17, "17 groups of 17 layers: a pool stores up to 16"),
         ([replace(GROUP, kind="state")], "kind='state': .*not built yet"),
     ],
 )
@@ -807,8 +807,10 @@ def test_layouts_that_are_none(layers: int, kv_heads: int, page_tokens: int) -> 
 
 
 def test_a_layout_beyond_the_formats_limits() -> None:
-    layout = KVLayout(layers=5000, kv_heads=2, head_dim=8)
-    with pytest.raises(errors.GeometryError, match="layers is 5000, outside 1 to 1024"):
+    with pytest.raises(errors.BadArgumentError, match="layers is 5000: outside 1 to 1024"):
+        KVLayout(layers=5000, kv_heads=2, head_dim=8)
+    layout = KVLayout(layers=2, kv_heads=2, head_dim=5000)
+    with pytest.raises(errors.GeometryError, match="head_dim is 5000, outside 1 to 4096"):
         CXLPool.create("anonymous:", layout=layout, capacity=CAPACITY)
 
 

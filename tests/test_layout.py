@@ -57,6 +57,9 @@ def test_dtypes_by_any_name(given: object, name: str) -> None:
     assert dtype_name(given) == name
 
 
+GROUP = LayerGroup(layers=2, kv_heads=3, head_dim=4)
+
+
 def test_torch_dtypes() -> None:
     torch = pytest.importorskip("torch")
     assert dtype_name(torch.bfloat16) == "bfloat16"
@@ -96,8 +99,19 @@ def test_nonsense_is_refused(fields: dict[str, object]) -> None:
         KVLayout(**{**SMALL, **fields})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fields", [{"values": "shared"}, {"kind": "ssm"}])
-def test_unknown_words_of_a_group_are_refused(fields: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"values": "shared"},
+        {"kind": "ssm"},
+        {"window": 0},
+        {"window": 2.5},
+        {"window": 2**31},
+        {"values": "key_prefix", "value_head_dim": 4096},
+    ],
+    ids=str,
+)
+def test_unknown_words_of_a_group_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(BadArgumentError):
         LayerGroup(**SMALL, **fields)  # type: ignore[arg-type]
 
@@ -105,18 +119,29 @@ def test_unknown_words_of_a_group_are_refused(fields: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("layout", "name"),
     [
-        (KVLayout.of([LayerGroup(**SMALL), LayerGroup(**SMALL)]), "2 layer groups"),
-        (KVLayout.of([LayerGroup(**SMALL, window=128)]), "window=128"),
-        (KVLayout.of([LayerGroup(**SMALL, values="key_prefix")]), "key_prefix"),
+        (KVLayout.of([dataclasses.replace(GROUP, head_dim=9), GROUP]), "head_dim"),
         (KVLayout.of([LayerGroup(**SMALL, kind="state")]), "state"),
     ],
-    ids=["groups", "window", "key_prefix", "state"],
+    ids=["shapes", "state"],
 )
 def test_what_is_not_built_yet_is_refused_by_name(layout: KVLayout, name: str) -> None:
     with pytest.raises(UnsupportedError, match=name):
         CXLPool.create("anonymous:", layout=layout, capacity="8MiB")
     with pytest.raises(BadArgumentError, match="at least one"):
         KVLayout.of([])
+
+
+def test_the_order_names_each_group_for_each_of_its_layers() -> None:
+    groups = [dataclasses.replace(GROUP, layers=2, window=5), dataclasses.replace(GROUP, layers=1)]
+    layout = KVLayout.of(groups, order=(0, 1, 0))
+    assert (layout.layers, layout.windows) == (3, (5, None, 5))
+    assert KVLayout.of(groups).order == (0, 0, 1)
+    for order in ((0, 1), (0, 1, 1), (0, 1, 2), (0, 0, 1, 1), (0, 0, -1)):
+        with pytest.raises(BadArgumentError, match="order"):
+            KVLayout.of(groups, order=order)
+    with CXLPool.create("anonymous:", layout=layout, capacity="8MiB") as pool:
+        assert pool.layout == layout
+        assert pool.layout != KVLayout.of(groups)
 
 
 def test_a_pool_gives_its_layout_back() -> None:

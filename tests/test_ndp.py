@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cxlkv import Budget, CXLPool, KVLayout, Selection, _core
+from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Selection, _core
 from cxlkv import Sequence as PoolSequence
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp import reference
@@ -34,7 +34,7 @@ SCORE_ERROR = 2e-5  # relative to the largest score: keys are read exactly, sums
 @dataclass(frozen=True)
 class Case:
     """Keys and values [tokens, kv_heads, dim] by sequence; queries [rows, q_heads, dim]; float32,
-    holding only numbers that `dtype` holds."""
+    holding only numbers that `dtype` holds. prefix: the values are the keys' first channels."""
 
     keys: list[Floats]
     values: list[Floats]
@@ -42,18 +42,22 @@ class Case:
     starts: npt.NDArray[np.int32]
     page_tokens: int
     dtype: str
+    window: int | None = None
+    prefix: bool = False
 
     @property
     def layout(self) -> KVLayout:
         _, heads, dim = self.keys[0].shape
-        return KVLayout(
+        group = LayerGroup(
             layers=1,
             kv_heads=heads,
             head_dim=dim,
             value_head_dim=self.values[0].shape[2],
-            page_tokens=self.page_tokens,
             dtype=self.dtype,
+            window=self.window,
+            values="key_prefix" if self.prefix else "own",
         )
+        return KVLayout.of([group], page_tokens=self.page_tokens)
 
 
 class Backend(Protocol):
@@ -94,6 +98,7 @@ class Reference:
             page_tokens=case.page_tokens,
             method=method,
             scale=scale,
+            window=case.window,
         )
 
     def attend(
@@ -112,6 +117,7 @@ class Reference:
             picked=picked,
             scale=scale,
             softcap=softcap,
+            window=case.window,
         )
 
 
@@ -130,12 +136,16 @@ class Simd:
         )
         sequences: list[PoolSequence] = []
         kind = DTYPES[case.dtype]
-        for keys, values in zip(case.keys, case.values, strict=True):
+        rows = np.diff(case.starts)
+        for keys, values, count in zip(case.keys, case.values, rows, strict=True):
             sequence = pool.sequence()
             sequences.append(sequence)
-            edges = [0, *range(1, len(keys), case.page_tokens * 2 + 1), len(keys)]
+            # The queries' own tokens come in one step: what they see is kept until the next.
+            before = len(keys) - int(count)
+            edges = [0, *range(1, before, case.page_tokens * 2 + 1), before, len(keys)]
             for first, last in itertools.pairwise(edges):
-                sequence.append(0, keys[first:last].astype(kind), values[first:last].astype(kind))
+                v = None if case.prefix else values[first:last].astype(kind)
+                sequence.append(0, keys[first:last].astype(kind), v)
         return pool, sequences
 
     def select(
@@ -246,6 +256,8 @@ def make_case(
     dtype: str = "float32",
     whole: bool = False,
     size: float = 1.0,
+    window: int | None = None,
+    prefix: bool = False,
 ) -> Case:
     """Random data; whole=True draws small whole numbers, whose sums are exact and often tie."""
     kind = DTYPES[dtype]
@@ -255,13 +267,19 @@ def make_case(
             return rng.integers(-3, 4, shape).astype(np.float32)
         return (size * rng.standard_normal(shape)).astype(kind).astype(np.float32)
 
+    keys = [draw(n, kv_heads, dim) for n in lengths]
+    values = [draw(n, kv_heads, value_dim or dim) for n in lengths]
+    if prefix:
+        values = [own[:, :, :value_dim] for own in keys]
     return Case(
-        keys=[draw(n, kv_heads, dim) for n in lengths],
-        values=[draw(n, kv_heads, value_dim or dim) for n in lengths],
+        keys=keys,
+        values=values,
         queries=draw(sum(rows), kv_heads * group, dim),
         starts=np.concatenate([[0], np.cumsum(rows)]).astype(np.int32),
         page_tokens=page_tokens,
         dtype=dtype,
+        window=window,
+        prefix=prefix,
     )
 
 
@@ -621,6 +639,54 @@ def test_shapes(
     assert_attends(simd, case, None, 5.0)
 
 
+@pytest.mark.parametrize("name", ["serial", "avx2"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_latent_attention(
+    request: pytest.FixtureRequest, rng: np.random.Generator, name: str, dtype: str
+) -> None:
+    """DeepSeek's shape: one head of 576 for 128 query heads, whose first 512 are the values."""
+    simd = Simd(request.getfixturevalue("simd_" + name))
+    shape = {"kv_heads": 1, "group": 128, "dim": 576, "value_dim": 512, "prefix": True}
+    case = make_case(
+        rng,
+        lengths=(53, 16),
+        rows=(2, 1),
+        page_tokens=16,
+        dtype=dtype,
+        size=0.3,
+        **shape,  # type: ignore[arg-type]
+    )
+    for budget in (Budget(pages=2, sinks=0, recent=1), Budget(mass=0.7, sinks=0, recent=0)):
+        picked = simd.select(case, [budget])
+        assert_agrees(case, picked, budget)
+        check_bytes(case, picked, "exact")
+        assert_attends(simd, case, picked, 0.0)
+    assert_attends(simd, case, None, 0.0)
+
+
+@pytest.mark.parametrize("name", ["serial", "avx2"])
+@pytest.mark.parametrize("window", [1, 5, 16, 40, 1000])
+def test_windows(
+    request: pytest.FixtureRequest, rng: np.random.Generator, name: str, window: int
+) -> None:
+    """Many rows over many pages: a row sees its window, and budgets count the pages of it."""
+    simd = Simd(request.getfixturevalue("simd_" + name))
+    case = make_case(rng, lengths=(150, 30, 4), rows=(40, 1, 4), page_tokens=8, window=window)
+    for budget, method in [
+        (Budget(share=0.5, sinks=2, recent=1), "exact"),
+        (Budget(pages=2, sinks=0, recent=1), "digest"),
+        (Budget(mass=0.6, sinks=0, recent=0), "exact"),
+        (Budget(mass=0.6, union="layer", per="sequence"), "exact"),
+        (Budget(share=0.4, sinks=0, recent=0, per="sequence"), "exact"),
+    ]:
+        picked = simd.select(case, [budget], method)
+        assert_agrees(case, picked, budget, method)
+        check_bytes(case, picked, method)
+        assert_attends(simd, case, picked, 0.0)
+    assert_attends(simd, case, None, 0.0)
+    assert_attends(Simd(name, threads=3), case, None, 0.0)
+
+
 def assert_attends(simd: Simd, case: Case, picked: Selection | None, softcap: float) -> None:
     cap = softcap or None
     out, lse = simd.attend(case, picked, softcap=cap)
@@ -640,9 +706,10 @@ def check_bytes(case: Case, picked: Selection, method: str) -> None:
     rows = np.diff(case.starts)
     tokens = 0
     for keys, count in zip(case.keys, rows, strict=True):
-        complete, rest = divmod(len(keys), case.page_tokens)
+        low = reference.first_seen(len(keys) - int(count), case.window) // case.page_tokens
+        complete, rest = divmod(len(keys) - low * case.page_tokens, case.page_tokens)
         if count:
-            tokens += 2 * complete + rest if method == "digest" else len(keys)
+            tokens += (2 if method == "digest" else case.page_tokens) * complete + rest
     assert picked.bytes_scored == tokens * heads * dim * element
     chosen = sum(tokens for _, tokens in chosen_tokens(case, picked))
     assert picked.bytes_fetched == chosen * token_bytes(case)
@@ -655,17 +722,21 @@ def drawn_cases(draw: st.DrawFn) -> tuple[Case, list[Budget], str, float]:
     page_tokens = draw(st.sampled_from([1, 2, 3, 4, 7, 16]))
     lengths = [draw(st.integers(0, 5 * page_tokens)) for _ in range(count)]
     rows = [draw(st.integers(0, min(n, 2 * page_tokens + 1))) for n in lengths]
+    dim = draw(st.sampled_from([1, 2, 3, 8, 15, 16, 17, 24, 33]))
+    prefix = draw(st.booleans())
     case = make_case(
         np.random.default_rng(draw(st.integers(0, 2**32 - 1))),
         lengths=lengths,
         rows=rows,
         kv_heads=draw(st.integers(1, 3)),
         group=draw(st.integers(1, 8)),
-        dim=draw(st.sampled_from([1, 2, 3, 8, 15, 16, 17, 24, 33])),
-        value_dim=draw(st.sampled_from([None, 1, 7, 16, 40])),
+        dim=dim,
+        value_dim=draw(st.integers(1, dim) if prefix else st.sampled_from([None, 1, 7, 16, 40])),
         page_tokens=page_tokens,
         dtype=draw(st.sampled_from(sorted(DTYPES))),
         whole=True,
+        window=draw(st.one_of(st.none(), st.integers(1, 4 * page_tokens))),
+        prefix=prefix,
     )
     union = draw(st.sampled_from(["kv_head", "layer"]))
     per = draw(st.sampled_from(["query", "sequence"]))
@@ -702,6 +773,7 @@ def check_whole_numbers(simd: Simd, drawn: tuple[Case, list[Budget], str, float]
     np.testing.assert_array_equal(got.scores, want.scores)
     check_bytes(case, got, method)
     assert_attends(simd, case, got, 0.0)
+    assert_attends(simd, case, None, 0.0)
 
 
 @settings(max_examples=150)

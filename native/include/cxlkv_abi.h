@@ -27,7 +27,12 @@
 #define CXLKV_E_PROCESSES 1017
 #define CXLKV_E_ARGUMENT 1018
 
-/* What a pool stores: one layer group. value_head_dim may differ from head_dim. */
+#define CXLKV_VALUES_OWN 0
+#define CXLKV_VALUES_KEY_PREFIX 1
+#define CXLKV_GROUPS_MAX 16
+#define CXLKV_LAYERS_MAX 1024
+
+/* What a pool stores. Layers of one shape; those of one group also share an attention window. */
 typedef struct cxlkv_layout {
     uint32_t layers;
     uint32_t kv_heads;
@@ -36,8 +41,12 @@ typedef struct cxlkv_layout {
     uint32_t page_tokens;
     uint32_t dtype;
     uint32_t checksum;   /* 1: every piece has a CRC32C, made at append and verified on reading */
+    uint32_t values;     /* own, or the first value_head_dim channels of the keys (MLA) */
     uint32_t shard[4];   /* tensor-parallel rank and size, pipeline rank and size */
     char model_id[256];
+    uint32_t group_count;
+    uint32_t windows[16];   /* by group: the token at p sees (p - window, p]; 0: all before it */
+    uint8_t group_of[1024]; /* by layer */
 } cxlkv_layout;
 
 /* Where everything lies: derived from layout and capacity; docs/memory-layout.md explains it. */
@@ -59,6 +68,8 @@ typedef struct cxlkv_geometry {
     uint32_t page_count;
     uint32_t extent_count;
     uint32_t slab_slots;
+    uint32_t record_layers;       /* layers of a page: a group with more has several parts */
+    uint32_t part_count;          /* of all groups; each has its own page for the same tokens */
     uint32_t reserved;
 } cxlkv_geometry;
 
@@ -79,6 +90,8 @@ typedef struct cxlkv_stats {
     uint64_t attended_bytes;
     uint64_t corrupt_pieces;
     uint64_t stale_handles;
+    uint64_t window_pages_freed;    /* given back because no later token can see them */
+    uint64_t window_pages_skipped;  /* never taken, for the same reason */
     uint64_t reaped_processes;      /* of this host, since its state was made */
     uint64_t rebuilds;              /* of the allocator, after a death inside it */
 } cxlkv_stats;
@@ -207,7 +220,7 @@ void cxlkv_sequence_destroy(cxlkv_sequence *sequence);
 /* Tokens that every layer has; of one layer. */
 int64_t cxlkv_sequence_tokens(cxlkv_sequence *sequence);
 int64_t cxlkv_sequence_layer_tokens(cxlkv_sequence *sequence, uint32_t layer);
-/* Ids of its pages in the pool, without the open tail; returns how many there are. */
+/* Ids of its pages in the pool, part after part, without open tails; returns how many there are. */
 int64_t cxlkv_sequence_pages(cxlkv_sequence *sequence, uint32_t *pages, uint64_t capacity);
 /* Writes a handle, the tail in a page of its own; returns its size. bytes may be NULL. */
 int64_t cxlkv_sequence_export(cxlkv_sequence *sequence, uint8_t *bytes, uint64_t capacity);
@@ -226,9 +239,11 @@ int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes);
 int cxlkv_batch_create(cxlkv_pool *pool, uint32_t count, cxlkv_sequence **sequences,
                        cxlkv_batch **batch);
 void cxlkv_batch_destroy(cxlkv_batch *batch);
-/* All or nothing. starts is int32 [n + 1]; returns the tokens appended. */
+/* All or nothing. starts is int32 [n + 1]; returns the tokens appended. values is NULL when they
+ * are a prefix of the keys. rewind matters in layer 0, for layers with a window: they keep what the
+ * tokens from (new length - rewind) on see; -1: what the step's own tokens see. */
 int64_t cxlkv_batch_append(cxlkv_batch *batch, uint32_t layer, const cxlkv_rows *keys,
-                           const cxlkv_rows *values, const int32_t *starts);
+                           const cxlkv_rows *values, const int32_t *starts, int64_t rewind);
 /* -CXLKV_E_ROOM with args->k set when capacity is too small: nothing was scored. */
 int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args);
 int64_t cxlkv_batch_fetch(cxlkv_batch *batch, cxlkv_fetch_args *args);

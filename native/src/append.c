@@ -17,7 +17,7 @@ typedef struct plan {
     uint32_t filled, head, direct_pages, rest;
     uint32_t first_page;         /* index of the first page that this append completes */
     uint32_t completed;
-    uint32_t taken;              /* pages taken from the pool for layer 0 */
+    bool taken;                  /* layer 0: they were taken from the pool, for all parts */
     uint32_t first_item;         /* of its direct pages in the batch's tasks */
     tail *work;                  /* gets the head: the layer's own tail, or a private copy */
     tail *next;                  /* gets the rest */
@@ -25,7 +25,8 @@ typedef struct plan {
 
 typedef struct append_job {
     cxlkv_batch *batch;
-    uint32_t layer;
+    uint32_t layer, part;
+    int64_t rewind;
     const cxlkv_rows *keys, *values;
     plan *plans;
     uint32_t items;
@@ -76,6 +77,7 @@ static void tail_fill(const append_job *job, tail *to, uint32_t at, uint32_t fir
         size_t token = (at + i) * row_bytes;
         copy_token(tail_at(pool, to, PIECE_KEYS, 0) + token, job->keys, first + i,
                    layout->kv_heads, layout->head_dim, element);
+        if (values_are_keys(layout)) continue;
         copy_token(tail_at(pool, to, PIECE_VALUES, 0) + token, job->values, first + i,
                    layout->kv_heads, layout->value_head_dim, element);
     }
@@ -148,6 +150,7 @@ static int page_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, cons
         return fail(ENOMEM, "no memory to gather a piece of %zu bytes", piece);
     for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
         piece_write_rows(pool, page, layer, head, PIECE_KEYS, keys, first, tokens, buffer);
+        if (values_are_keys(&pool->layout)) continue;
         piece_write_rows(pool, page, layer, head, PIECE_VALUES, values, first, tokens, buffer);
     }
     if (buffer != small) free(buffer);
@@ -178,10 +181,11 @@ static int write_direct_page(void *context, uint32_t item) {
         else high = middle;
     }
     const plan *p = &job->plans[low];
-    uint32_t index = item - p->first_item;
-    uint32_t first = p->first_row + p->head + index * pool->layout.page_tokens;
-    uint32_t page = sequence_page(batch->sequences[low],
-                                  p->first_page + (p->completed - p->direct_pages) + index);
+    uint32_t item_page = item - p->first_item;
+    uint32_t first = p->first_row + p->head + item_page * pool->layout.page_tokens;
+    uint32_t index = p->first_page + (p->completed - p->direct_pages) + item_page;
+    if (index < batch->sequences[low]->tables[job->part].first) return 0; /* behind the window */
+    uint32_t page = sequence_page(batch->sequences[low], job->part, index);
     return page_write_rows(pool, page, job->layer, job->keys, job->values, first,
                            pool->layout.page_tokens);
 }
@@ -236,38 +240,114 @@ static int prepare_tails(append_job *job, uint32_t i) {
     return 0;
 }
 
-static int take_pages(append_job *job) {
+/* What a part keeps: pages from `now` on whatever becomes of this append, from `then` on after it.
+ * No token to come is before the slowest layer's next one, or, as the caller says by rewind, before
+ * the new length less rewind. */
+typedef struct keep {
+    uint32_t now, then;
+} keep;
+
+static keep keep_of(const append_job *job, uint32_t i, uint32_t part) {
+    const cxlkv_sequence *sequence = job->batch->sequences[i];
+    const cxlkv_pool *pool = job->batch->pool;
+    const plan *p = &job->plans[i];
+    uint64_t length = p->before + p->rows, next = sequence->layer_tokens[pool->layout.layers - 1];
+    uint32_t first = sequence->tables[part].first;
+    keep k = {.now = window_page(pool, part, next)};
+    if (k.now < first) k.now = first;
+    k.then = k.now;
+    if (job->rewind < 0) return k;
+    uint64_t back = min_u64(length, (uint64_t)job->rewind);
+    uint32_t then = window_page(pool, part, length - back);
+    if (then > k.then) k.then = then;
+    return k;
+}
+
+/* Pages of a part that this append needs from the pool: those behind the window are skipped. */
+static uint32_t pages_wanted(const append_job *job, uint32_t i, uint32_t part, uint32_t *first) {
+    const plan *p = &job->plans[i];
+    uint32_t end = p->first_page + p->completed, then = keep_of(job, i, part).then;
+    *first = then > p->first_page ? then : p->first_page;
+    return *first < end ? end - *first : 0;
+}
+
+/* Is there something to take or to give back, and how many pages are to be taken? */
+static bool needs_pages(const append_job *job, uint64_t *wanted) {
+    uint32_t parts = job->batch->pool->geometry.part_count, first;
+    bool needed = false;
+    *wanted = 0;
+    for (uint32_t i = 0; i < job->batch->count; i++) {
+        needed |= job->plans[i].completed != 0;
+        for (uint32_t part = 0; part < parts; part++) {
+            *wanted += pages_wanted(job, i, part, &first);
+            needed |= keep_of(job, i, part).then > job->batch->sequences[i]->tables[part].first;
+        }
+    }
+    return needed;
+}
+
+static int advance_windows(append_job *job, bool then) {
+    cxlkv_batch *batch = job->batch;
+    if (!batch->pool->windowed) return 0;
+    for (uint32_t i = 0; i < batch->count; i++)
+        for (uint32_t part = 0; part < batch->pool->geometry.part_count; part++) {
+            keep k = keep_of(job, i, part);
+            int code = sequence_advance(batch->sequences[i], part, then ? k.then : k.now);
+            if (code < 0) return code;
+        }
+    return 0;
+}
+
+/* Under the host lock, with enough free pages: one part of one sequence. */
+static int take_part(append_job *job, uint32_t i, uint32_t part, uint32_t *pages) {
+    cxlkv_pool *pool = job->batch->pool;
+    cxlkv_sequence *sequence = job->batch->sequences[i];
+    const plan *p = &job->plans[i];
+    uint32_t first, wanted = pages_wanted(job, i, part, &first);
+    uint32_t after = NO_PAGE, last = p->first_page - 1;
+    if (p->first_page > sequence->tables[part].first) after = sequence_page(sequence, part, last);
+    int code = sequence_reserve(sequence, part, p->completed);
+    if (code == 0) code = pages_take(pool, wanted, after, pages);
+    if (code < 0) return code;
+    for (uint32_t j = 0; j < wanted; j++) sequence_push(sequence, part, first + j, pages[j]);
+    uint32_t skipped = p->completed - wanted;
+    if (skipped) atomic_fetch_add(&pool->window_pages_skipped, skipped);
+    return 0;
+}
+
+/* Under the host lock. What can fail by the pool's state comes first; memory of this process may
+ * still be short later, and undo() then cuts what was pushed. */
+static int take_locked(append_job *job, uint64_t wanted, uint32_t *pages) {
     cxlkv_batch *batch = job->batch;
     cxlkv_pool *pool = batch->pool;
-    uint64_t wanted = 0;
-    for (uint32_t i = 0; i < batch->count; i++) wanted += job->plans[i].completed;
-    if (job->layer != 0 || wanted == 0) return 0;
-    uint32_t *pages = malloc(wanted * sizeof(*pages));
+    int code = advance_windows(job, false);
+    if (code < 0) return code;
+    if (pool->host->free_pages < wanted) host_reap(pool);
+    if (pool->host->free_pages < wanted || wanted > UINT32_MAX)
+        return full_error(pool, (uint32_t)min_u64(wanted, UINT32_MAX));
+    code = advance_windows(job, true);
+    for (uint32_t i = 0; code == 0 && i < batch->count; i++) {
+        if (job->plans[i].completed == 0) continue;
+        job->plans[i].taken = true;
+        for (uint32_t part = 0; code == 0 && part < pool->geometry.part_count; part++)
+            code = take_part(job, i, part, pages);
+        batch->sequences[i]->page_count += job->plans[i].completed;
+    }
+    return code;
+}
+
+/* Layer 0 takes the pages of all parts, so that the other layers' appends cannot find it full. */
+static int take_pages(append_job *job) {
+    cxlkv_pool *pool = job->batch->pool;
+    uint64_t wanted;
+    if (job->layer != 0 || !needs_pages(job, &wanted)) return 0;
+    uint32_t *pages = malloc((wanted + 1) * sizeof(*pages));
     if (!pages) return fail(ENOMEM, "no memory for a list of %lu pages", wanted);
-    int code = 0;
-    for (uint32_t i = 0; code == 0 && i < batch->count; i++)
-        if (job->plans[i].completed)
-            code = sequence_reserve(batch->sequences[i], job->plans[i].completed);
-    if (code == 0) code = host_lock_with_room(pool, wanted);
+    int code = host_lock_with_room(pool, wanted);
     if (code == 0) {
-        if (pool->host->free_pages < wanted) host_reap(pool);
-        if (pool->host->free_pages < wanted || wanted > UINT32_MAX)
-            code = full_error(pool, (uint32_t)min_u64(wanted, UINT32_MAX));
-        uint32_t *at = pages;
-        for (uint32_t i = 0; code == 0 && i < batch->count; i++) {
-            const cxlkv_sequence *sequence = batch->sequences[i];
-            uint32_t count = sequence->page_count;
-            uint32_t after = count ? sequence_page(sequence, count - 1) : NO_PAGE;
-            code = pages_take(pool, job->plans[i].completed, after, at);
-            if (code == 0) job->plans[i].taken = job->plans[i].completed;
-            at += job->plans[i].taken;
-        }
+        code = take_locked(job, wanted, pages);
         host_unlock(pool);
     }
-    const uint32_t *from = pages;
-    for (uint32_t i = 0; i < batch->count; i++)
-        for (uint32_t j = 0; j < job->plans[i].taken; j++)
-            sequence_push(batch->sequences[i], *from++);
     free(pages);
     return code;
 }
@@ -283,8 +363,9 @@ static int write_tails(void *context, uint32_t item) {
         const plan *p = &job->plans[i];
         if (p->head) {
             tail_fill(job, p->work, p->filled, p->first_row, p->head);
-            if (p->filled + p->head == page_tokens) {
-                uint32_t page = sequence_page(batch->sequences[i], p->first_page);
+            bool kept = p->first_page >= batch->sequences[i]->tables[job->part].first;
+            if (p->filled + p->head == page_tokens && kept) {
+                uint32_t page = sequence_page(batch->sequences[i], job->part, p->first_page);
                 int code = page_write_tail(batch->pool, page, job->layer, p->work, page_tokens);
                 if (code < 0) return code;
             }
@@ -294,17 +375,20 @@ static int write_tails(void *context, uint32_t item) {
     return 0;
 }
 
-/* The last layer completes the record: its header and descriptor make it whole. */
+/* A part's last layer completes the record: its header and descriptor make it whole. */
 static int seal_pages(void *context, uint32_t item) {
     append_job *job = context;
     cxlkv_batch *batch = job->batch;
     (void)item;
-    if (job->layer != batch->pool->layout.layers - 1) return 0;
-    for (uint32_t i = 0; i < batch->count; i++)
-        for (uint32_t j = 0; j < job->plans[i].completed; j++)
-            record_seal(batch->pool,
-                        sequence_page(batch->sequences[i], job->plans[i].first_page + j),
-                        batch->pool->layout.page_tokens, NULL);
+    if (job->layer != batch->pool->parts[job->part].last_layer) return 0;
+    for (uint32_t i = 0; i < batch->count; i++) {
+        const plan *p = &job->plans[i];
+        const cxlkv_sequence *sequence = batch->sequences[i];
+        for (uint32_t index = p->first_page; index < p->first_page + p->completed; index++)
+            if (index >= sequence->tables[job->part].first)
+                record_seal(batch->pool, sequence_page(sequence, job->part, index), job->part,
+                            batch->pool->layout.page_tokens, NULL);
+    }
     return 0;
 }
 
@@ -334,8 +418,13 @@ static void undo(append_job *job) {
     }
 }
 
+/* `rows` is NULL exactly when nothing of that name is stored. */
 static int rows_check(const cxlkv_pool *pool, const cxlkv_rows *rows, const char *name) {
-    if (rows->dtype != pool->layout.dtype)
+    bool wanted = name[0] == 'k' || !values_are_keys(&pool->layout);
+    if (wanted != (rows != NULL))
+        return fail(CXLKV_E_ARGUMENT, "%s: the pool stores %s", name,
+                    wanted ? "them: give an array" : "keys only, values are their prefix");
+    if (rows && rows->dtype != pool->layout.dtype)
         return fail(CXLKV_E_ARGUMENT, "%s: dtype code %u, the pool stores %u", name, rows->dtype,
                     pool->layout.dtype);
     return 0;
@@ -346,7 +435,7 @@ static int64_t append_locked(append_job *job, const int32_t *starts) {
     cxlkv_pool *pool = batch->pool;
     uint32_t rows = 0;
     int code = batch_starts(batch, starts, &rows);
-    if (code == 0 && rows && !(job->keys->data && job->values->data))
+    if (code == 0 && rows && !(job->keys->data && (!job->values || job->values->data)))
         code = fail(CXLKV_E_ARGUMENT, "keys or values: no data"); /* empty tensors have none */
     for (uint32_t i = 0; code == 0 && i < batch->count; i++) code = make_plan(job, i, starts);
     if (code < 0 || rows == 0) return code;
@@ -365,22 +454,22 @@ static int64_t append_locked(append_job *job, const int32_t *starts) {
     }
     commit(job);
     const cxlkv_layout *layout = &pool->layout;
-    uint64_t token_bytes = (uint64_t)layout->kv_heads *
-                           (layout->head_dim + layout->value_head_dim) *
-                           dtype_bytes(layout->dtype);
+    uint64_t token_bytes =
+        layout->kv_heads * row_channels(layout) * dtype_bytes(layout->dtype);
     atomic_fetch_add_explicit(&pool->appended_bytes, rows * token_bytes, memory_order_relaxed);
     return rows;
 }
 
 int64_t cxlkv_batch_append(cxlkv_batch *batch, uint32_t layer, const cxlkv_rows *keys,
-                           const cxlkv_rows *values, const int32_t *starts) {
+                           const cxlkv_rows *values, const int32_t *starts, int64_t rewind) {
     cxlkv_pool *pool = batch->pool;
     if (layer >= pool->layout.layers)
         return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", layer, pool->layout.layers);
     int64_t code = rows_check(pool, keys, "keys");
     if (code == 0) code = rows_check(pool, values, "values");
     if (code < 0) return code;
-    append_job job = {.batch = batch, .layer = layer, .keys = keys, .values = values};
+    append_job job = {.batch = batch, .layer = layer, .part = pool->part_of[layer],
+                      .rewind = rewind, .keys = keys, .values = values};
     job.plans = calloc(batch->count, sizeof(*job.plans));
     if (!job.plans) return fail(ENOMEM, "no memory to plan an append");
     code = batch_lock(batch, true);

@@ -91,7 +91,7 @@ static void attend_head(const attend_job *job, const span *s, const layer_view *
                         const page_rows *values, float *logits) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     const cxlkv_attend_args *args = job->args;
-    uint32_t filled = view_filled(view, index), group = job->group;
+    uint32_t group = job->group;
     uint64_t rows = (uint64_t)(args->starts[s->sequence + 1] - args->starts[s->sequence]);
     const float *packed = (const float *)job->batch->scratch +
                           ((uint64_t)args->starts[s->sequence] * args->q_heads +
@@ -100,13 +100,20 @@ static void attend_head(const attend_job *job, const span *s, const layer_view *
     float *state = state_of(job, s, head), *accumulator = accumulator_of(job, s, head);
     uint64_t row = 0;
     while (row < s->row_count) {
-        uint32_t visible = view_visible(view, index, s->row_first + row, rows);
-        uint64_t together = visible == filled ? s->row_count - row : 1;
+        uint64_t place = s->row_first + row;
+        uint32_t visible = view_visible(view, index, place, rows);
+        uint32_t hidden = view_hidden(view, index, place, rows);
+        uint64_t together = view_together(view, index, place, rows, s->row_count - row);
+        page_rows seen_keys = *keys, seen_values = *values;
+        seen_keys.first += hidden * keys->row_bytes;
+        seen_values.first += hidden * values->row_bytes;
+        visible = visible > hidden ? visible - hidden : 0;
         uint64_t first = row * group, last = (row + together) * group;
         for (uint64_t query = first; visible && query < last; query += SPAN_QUERIES)
             attend_block(job, packed + (s->row_first * group + query) * layout->head_dim,
-                         (uint32_t)min_u64(SPAN_QUERIES, last - query), visible, keys, values,
-                         state + 2 * query, accumulator + query * layout->value_head_dim, logits);
+                         (uint32_t)min_u64(SPAN_QUERIES, last - query), visible, &seen_keys,
+                         &seen_values, state + 2 * query,
+                         accumulator + query * layout->value_head_dim, logits);
         row += together;
     }
 }
@@ -133,8 +140,7 @@ static int attend_span(void *context, uint32_t item) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     layer_view view = view_of(job->batch->sequences[s->sequence], job->args->layer);
     uint64_t queries = span_queries(job, s) * s->head_count, bytes = 0;
-    uint64_t token_bytes = (layout->head_dim + layout->value_head_dim) *
-                           dtype_bytes(layout->dtype) * s->head_count;
+    uint64_t token_bytes = row_channels(layout) * dtype_bytes(layout->dtype) * s->head_count;
     float *logits = malloc(SPAN_QUERIES * layout->page_tokens * sizeof(float));
     if (!logits) return fail(ENOMEM, "no memory for logits");
     for (uint64_t i = 0; i < queries; i++) {
@@ -151,6 +157,7 @@ static int attend_span(void *context, uint32_t item) {
                         view.pages);
             break;
         }
+        if (index < view.first) continue; /* behind the window of every row */
         code = attend_page(job, s, &view, (uint32_t)index, logits);
         bytes += token_bytes * view_filled(&view, (uint32_t)index);
     }
@@ -208,6 +215,17 @@ static int merge_task(void *context, uint32_t item) {
 
 /* ---- cutting the work into spans ---- */
 
+/* How many pages, from *low on, `count` rows from `row` on see; without a window all. */
+static uint32_t pages_in_sight(const layer_view *view, uint64_t row, uint64_t count, uint64_t rows,
+                               uint32_t *low) {
+    uint64_t page_tokens = view->sequence->pool->layout.page_tokens;
+    *low = 0;
+    if (view->window == 0) return view->pages;
+    uint64_t last = view->tokens - rows + row + count - 1;
+    *low = (uint32_t)(view_low(view, row, rows) / page_tokens);
+    return (uint32_t)(last / page_tokens) + 1 - *low;
+}
+
 /* Picked: a span for each (list, head). All pages: for each block of rows, cut in `parts`. */
 static uint32_t cut(attend_job *job, span *out) {
     const cxlkv_attend_args *args = job->args;
@@ -218,7 +236,7 @@ static uint32_t cut(attend_job *job, span *out) {
     if (per_query) block = 1;
     for (uint32_t i = 0; i < job->batch->count; i++) {
         uint64_t rows = (uint64_t)(args->starts[i + 1] - args->starts[i]);
-        uint32_t pages = view_of(job->batch->sequences[i], args->layer).pages;
+        layer_view view = view_of(job->batch->sequences[i], args->layer);
         for (uint64_t row = 0; row < rows; row += block) {
             span made = {.sequence = i, .row_first = row, .row_count = min_u64(block, rows - row),
                          .head_count = picked->pages ? 1 : heads};
@@ -230,10 +248,11 @@ static uint32_t cut(attend_job *job, span *out) {
                 made.page_last = picked->k;
                 out[count] = made;
             }
+            uint32_t low, pages = pages_in_sight(&view, row, made.row_count, rows, &low);
             for (uint32_t part = 0; !picked->pages && part < job->parts; part++, count++) {
                 if (!out) continue;
-                made.page_first = (uint32_t)((uint64_t)pages * part / job->parts);
-                made.page_last = (uint32_t)((uint64_t)pages * (part + 1) / job->parts);
+                made.page_first = low + (uint32_t)((uint64_t)pages * part / job->parts);
+                made.page_last = low + (uint32_t)((uint64_t)pages * (part + 1) / job->parts);
                 out[count] = made;
             }
         }
@@ -247,7 +266,9 @@ static void choose_parts(attend_job *job) {
     job->parts = 1;
     if (job->args->picked.pages) return;
     for (uint32_t i = 0; i < job->batch->count; i++) {
-        uint32_t mine = view_of(job->batch->sequences[i], job->args->layer).pages;
+        layer_view view = view_of(job->batch->sequences[i], job->args->layer);
+        uint64_t reach = view.window / job->batch->pool->layout.page_tokens + 1;
+        uint32_t mine = view.window ? (uint32_t)min_u64(view.pages, reach) : view.pages;
         if (mine > pages) pages = mine;
     }
     uint32_t blocks = cut(job, NULL);

@@ -120,6 +120,15 @@ int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
                         "sequence %u has %lu tokens in layer %u, fewer than its %lu query rows: "
                         "append their keys first",
                         i, tokens, layer, wanted);
+        uint32_t part = batch->pool->part_of[layer];
+        uint32_t first = batch->sequences[i]->tables[part].first;
+        if (code == 0 && wanted && window_page(batch->pool, part, tokens - wanted) < first)
+            code = fail(CXLKV_E_ARGUMENT,
+                        "sequence %u: query row 0 is token %lu, and layer %u has given back what "
+                        "it sees (all before token %lu, behind its window of %u). Ask for the "
+                        "newest tokens, or append with a larger rewind=",
+                        i, tokens - wanted, layer, (uint64_t)first * layout->page_tokens,
+                        batch->pool->parts[part].window);
     }
     return code;
 }
@@ -154,12 +163,16 @@ void queries_pack(const cxlkv_batch *batch, const cxlkv_rows *queries, uint32_t 
 layer_view view_of(cxlkv_sequence *sequence, uint32_t layer) {
     uint64_t tokens = sequence->layer_tokens[layer];
     uint32_t page_tokens = sequence->pool->layout.page_tokens;
-    return (layer_view){.sequence = sequence, .layer = layer, .tokens = tokens,
+    uint32_t part = sequence->pool->part_of[layer];
+    return (layer_view){.sequence = sequence, .layer = layer, .tokens = tokens, .part = part,
+                        .first = sequence->tables[part].first,
+                        .window = sequence->pool->parts[part].window,
                         .complete = (uint32_t)(tokens / page_tokens),
                         .pages = (uint32_t)((tokens + page_tokens - 1) / page_tokens)};
 }
 
 int view_verify(const layer_view *view, uint32_t index) {
     if (index >= view->complete) return 0;
-    return pieces_verify(view->sequence->pool, sequence_page(view->sequence, index), view->layer);
+    return pieces_verify(view->sequence->pool, sequence_page(view->sequence, view->part, index),
+                         view->layer);
 }

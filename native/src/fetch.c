@@ -25,7 +25,8 @@ static int copy_piece(const fetch_job *job, const layer_view *view, uint32_t ind
     size_t written = view_filled(view, index) * row;
     page_rows rows = view_rows(view, index, kind);
     const uint8_t *from = rows.first + head * rows.head_bytes;
-    if (index >= view->complete) {
+    bool prefix = kind == PIECE_VALUES && values_are_keys(layout);
+    if (index >= view->complete || prefix) {
         for (size_t t = 0; t * row < written; t++)
             memcpy(to + t * row, from + t * rows.row_bytes, row);
         memset(to + written, 0, size - written);
@@ -35,9 +36,10 @@ static int copy_piece(const fetch_job *job, const layer_view *view, uint32_t ind
         kernels_current()->store_rows(to, from, size, 1, size);
     else
         memcpy(to, from, size);
-    if (!layout->checksum) return 0;
+    if (!layout->checksum) return 0; /* values that are keys were verified with these */
     /* The CRC of the source while it is in the cache; a copy of it is what the caller gets. */
-    return piece_verify(pool, sequence_page(view->sequence, index), view->layer, head, kind, from);
+    return piece_verify(pool, sequence_page(view->sequence, view->part, index), view->layer, head,
+                        kind, from);
 }
 
 /* Page at place j of a list: -1 is padding. */
@@ -57,14 +59,19 @@ static int check_list(const fetch_job *job, const layer_view *view, uint32_t ite
                                     own + (uint64_t)(item - head) * job->k,
                                     job->k * sizeof(*own)) == 0))
         return 0;
-    uint64_t sealed = view->sequence->layer_tokens[layout->layers - 1] / layout->page_tokens;
+    uint32_t last_layer = pool->parts[view->part].last_layer;
+    uint64_t sealed = view->sequence->layer_tokens[last_layer] / layout->page_tokens;
     for (uint32_t j = 0; j < job->k; j++) {
         int64_t index = page_at(job, item, j);
         if (job->args->picked.pages && (index < -1 || index >= view->pages))
             return fail(CXLKV_E_ARGUMENT, "fetch: page %ld, the sequence has %u", index,
                         view->pages);
+        if (index >= 0 && index < view->first)
+            return fail(CXLKV_E_ARGUMENT,
+                        "fetch: page %ld lies behind the window of %u tokens and was given back",
+                        index, view->window);
         if (index < 0 || (uint64_t)index >= sealed) continue;
-        uint32_t page = sequence_page(view->sequence, (uint32_t)index);
+        uint32_t page = sequence_page(view->sequence, view->part, (uint32_t)index);
         uint64_t generation = pool->pages[page].generation;
         int code = record_check_unlocked(pool, page, generation, layout->page_tokens);
         if (code < 0) return code;
@@ -74,7 +81,7 @@ static int check_list(const fetch_job *job, const layer_view *view, uint32_t ite
 
 /* The first lines of what is copied next: hardware prefetch does not cross into a new piece. */
 static void prefetch_piece(const layer_view *view, int64_t index, uint32_t head, uint32_t kind) {
-    if (index < 0 || index >= view->pages) return;
+    if (index < view->first || index >= view->pages) return;
     page_rows rows = view_rows(view, (uint32_t)index, kind);
     const uint8_t *piece = rows.first + head * rows.head_bytes;
     for (uint32_t line = 0; line < PREFETCH_LINES; line++)
@@ -132,6 +139,11 @@ static int64_t fetch_locked(fetch_job *job) {
     uint32_t lists;
     if (args->layer >= layout->layers)
         return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", args->layer, layout->layers);
+    uint32_t window = job->batch->pool->parts[job->batch->pool->part_of[args->layer]].window;
+    if (window && !args->picked.pages)
+        return fail(CXLKV_E_ARGUMENT,
+                    "fetch: layer %u has a window of %u tokens: name the pages, as select() does",
+                    args->layer, window);
     int code = lists_make(job, &lists);
     if (code < 0) return code;
     job->k = args->picked.k;

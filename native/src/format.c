@@ -7,6 +7,24 @@
 
 static const uint8_t MAGIC[8] = {'C', 'X', 'L', 'K', 'V', 'P', 'O', 'L'};
 
+/* Every group has a layer, and what is not used is 0, so that equal layouts have equal bytes. */
+static int groups_check(const cxlkv_layout *layout) {
+    bool used[CXLKV_GROUPS_MAX] = {false};
+    for (uint32_t layer = 0; layer < CXLKV_LAYERS_MAX; layer++) {
+        uint32_t group = layout->group_of[layer];
+        if (group >= layout->group_count || (layer >= layout->layers && group != 0))
+            return fail(CXLKV_E_GEOMETRY, "layout: layer %u is of group %u of %u", layer, group,
+                        layout->group_count);
+        if (layer < layout->layers) used[group] = true;
+    }
+    for (uint32_t group = 0; group < CXLKV_GROUPS_MAX; group++)
+        if (used[group] != (group < layout->group_count) ||
+            (!used[group] && layout->windows[group] != 0) || layout->windows[group] > INT32_MAX)
+            return fail(CXLKV_E_GEOMETRY, "layout: group %u has no layers, or a window of %u",
+                        group, layout->windows[group]);
+    return 0;
+}
+
 /* Limits keep every product below within 64 bits: 1024 * 1024 * 8192 * 1024 * 4 < 2^46. */
 int layout_check(const cxlkv_layout *layout) {
     const struct { const char *name; uint32_t value, limit; } fields[] = {
@@ -15,6 +33,7 @@ int layout_check(const cxlkv_layout *layout) {
         {"head_dim", layout->head_dim, 4096},
         {"value_head_dim", layout->value_head_dim, 4096},
         {"page_tokens", layout->page_tokens, 1024},
+        {"group_count", layout->group_count, CXLKV_GROUPS_MAX},
     };
     for (size_t i = 0; i < sizeof(fields) / sizeof(fields[0]); i++)
         if (fields[i].value == 0 || fields[i].value > fields[i].limit)
@@ -26,6 +45,57 @@ int layout_check(const cxlkv_layout *layout) {
         return fail(CXLKV_E_GEOMETRY, "layout: checksum is %u, not 0 or 1", layout->checksum);
     if (memchr(layout->model_id, 0, sizeof(layout->model_id)) == NULL)
         return fail(CXLKV_E_GEOMETRY, "layout: model_id is longer than 255 bytes");
+    if (layout->values > CXLKV_VALUES_KEY_PREFIX ||
+        (values_are_keys(layout) && layout->value_head_dim > layout->head_dim))
+        return fail(CXLKV_E_GEOMETRY,
+                    "layout: values code %u with %u channels: a prefix of keys of %u has no more",
+                    layout->values, layout->value_head_dim, layout->head_dim);
+    return groups_check(layout);
+}
+
+static uint32_t part_count_of(const cxlkv_layout *layout, uint32_t record_layers) {
+    uint32_t sizes[CXLKV_GROUPS_MAX] = {0}, parts = 0;
+    for (uint32_t layer = 0; layer < layout->layers; layer++) sizes[layout->group_of[layer]]++;
+    for (uint32_t group = 0; group < layout->group_count; group++)
+        parts += (sizes[group] + record_layers - 1) / record_layers;
+    return parts;
+}
+
+/* Layers of a page. The groups' sizes differ, a page is one size for all: little of it should stay
+ * empty, and few pages stand for a token. One page more is worth a quarter of a layer. */
+static uint32_t record_layers_of(const cxlkv_layout *layout) {
+    uint32_t best = layout->layers;
+    uint64_t least = UINT64_MAX;
+    if (layout->group_count == 1) return best;
+    for (uint32_t count = layout->layers; count >= 1; count--) {
+        uint64_t parts = part_count_of(layout, count), cost = 4 * parts * count + parts;
+        if (cost < least) best = count;
+        if (cost < least) least = cost;
+    }
+    return best;
+}
+
+int parts_make(cxlkv_pool *pool) {
+    const cxlkv_layout *layout = &pool->layout;
+    uint32_t rows = pool->geometry.record_layers, part_index = 0;
+    pool->parts = calloc(pool->geometry.part_count, sizeof(*pool->parts));
+    if (!pool->parts) return fail(ENOMEM, "no memory for the table of layers");
+    for (uint32_t group = 0; group < layout->group_count; group++) {
+        uint32_t seen = 0;
+        pool->windowed |= layout->windows[group] != 0;
+        for (uint32_t layer = 0; layer < layout->layers; layer++) {
+            if (layout->group_of[layer] != group) continue;
+            if (seen > 0 && seen % rows == 0) part_index++;
+            part *made = &pool->parts[part_index];
+            if (seen % rows == 0)
+                *made = (part){.window = layout->windows[group], .first_layer = layer};
+            made->last_layer = layer;
+            made->layers++;
+            pool->part_of[layer] = (uint16_t)part_index;
+            pool->row_of[layer] = (uint16_t)(seen++ % rows);
+        }
+        part_index++;
+    }
     return 0;
 }
 
@@ -35,20 +105,23 @@ static void extent_layout(const cxlkv_layout *layout, uint32_t slab_slots, cxlkv
     g->slab_slots = slab_slots;
     g->digest_piece_bytes = align_up(piece_data_bytes(layout, PIECE_DIGEST), LINE_BYTES);
     g->key_piece_bytes = align_up(piece_data_bytes(layout, PIECE_KEYS), LINE_BYTES);
-    g->value_piece_bytes = align_up(piece_data_bytes(layout, PIECE_VALUES), LINE_BYTES);
+    g->value_piece_bytes =
+        values_are_keys(layout) ? 0 : align_up(piece_data_bytes(layout, PIECE_VALUES), LINE_BYTES);
+    g->record_layers = record_layers_of(layout);
+    g->part_count = part_count_of(layout, g->record_layers);
     g->checksum_bytes =
-        align_up(layout->layers * heads * PIECE_KINDS * sizeof(uint32_t), LINE_BYTES);
+        align_up(g->record_layers * heads * PIECE_KINDS * sizeof(uint32_t), LINE_BYTES);
     g->checksums_offset = slots * sizeof(record_header);
     g->layers_offset = align_up(g->checksums_offset + slots * g->checksum_bytes, 4096);
     g->keys_offset = align_up(slots * heads * g->digest_piece_bytes, 4096);
     g->values_offset = align_up(g->keys_offset + slots * heads * g->key_piece_bytes, 4096);
     g->layer_bytes = align_up(g->values_offset + slots * heads * g->value_piece_bytes, 4096);
-    uint64_t bytes = g->layers_offset + layout->layers * g->layer_bytes;
+    uint64_t bytes = g->layers_offset + g->record_layers * g->layer_bytes;
     /* Poison is reported, and read-only mappings are made, by 2 MiB: an extent that loses at most
      * a sixteenth to it begins on such a border (decision 0001). */
     g->extent_bytes = align_up(bytes, bytes >= 16 * AREA_ALIGNMENT ? AREA_ALIGNMENT : 4096);
     g->record_bytes = sizeof(descriptor) + sizeof(record_header) + g->checksum_bytes +
-                      layout->layers * heads *
+                      g->record_layers * heads *
                           (g->digest_piece_bytes + g->key_piece_bytes + g->value_piece_bytes);
 }
 
@@ -99,12 +172,40 @@ void superblock_write(cxlkv_pool *pool) {
     memcpy(block->shard, layout->shard, sizeof(block->shard));
     memcpy(block->model_id, layout->model_id, sizeof(block->model_id));
     block->geometry = pool->geometry;
-    block->group_count = 1;
-    block->groups[0] = (group_row){.layers = layout->layers, .kv_heads = layout->kv_heads,
-                                   .head_dim = layout->head_dim,
-                                   .value_head_dim = layout->value_head_dim,
-                                   .dtype = layout->dtype};
+    block->group_count = layout->group_count;
+    for (uint32_t group = 0; group < layout->group_count; group++)
+        block->groups[group] =
+            (group_row){.kv_heads = layout->kv_heads, .head_dim = layout->head_dim,
+                        .value_head_dim = layout->value_head_dim, .dtype = layout->dtype,
+                        .values = layout->values, .window = layout->windows[group]};
+    for (uint32_t layer = 0; layer < layout->layers; layer++)
+        block->groups[layout->group_of[layer]].layers++;
+    memcpy(block->group_of, layout->group_of, sizeof(block->group_of));
     block->crc = crc32c(0, block, offsetof(superblock, crc));
+}
+
+/* The layout that the group table says; false when its groups differ in more than the window. */
+static bool groups_read(const superblock *block, cxlkv_layout *layout) {
+    const group_row *first = &block->groups[0];
+    memset(layout, 0, sizeof(*layout));
+    *layout = (cxlkv_layout){.kv_heads = first->kv_heads, .head_dim = first->head_dim,
+                             .value_head_dim = first->value_head_dim, .dtype = first->dtype,
+                             .values = first->values, .page_tokens = block->page_tokens,
+                             .checksum = block->checksum, .group_count = block->group_count};
+    memcpy(layout->shard, block->shard, sizeof(layout->shard));
+    memcpy(layout->model_id, block->model_id, sizeof(layout->model_id));
+    memcpy(layout->group_of, block->group_of, sizeof(layout->group_of));
+    if (block->group_count > CXLKV_GROUPS_MAX) return false;
+    for (uint32_t group = 0; group < block->group_count; group++) {
+        group_row row = block->groups[group];
+        layout->windows[group] = row.window;
+        if (row.layers > CXLKV_LAYERS_MAX) return false;
+        layout->layers += row.layers;
+        row.window = first->window;
+        row.layers = first->layers;
+        if (row.kind != 0 || memcmp(&row, first, sizeof(row)) != 0) return false;
+    }
+    return true;
 }
 
 int superblock_read(const uint8_t *bytes, uint64_t file_bytes, const char *path,
@@ -123,17 +224,9 @@ int superblock_read(const uint8_t *bytes, uint64_t file_bytes, const char *path,
                     "%s: the superblock's CRC is wrong: its bytes were changed. Nothing in the "
                     "pool can be trusted: create it anew",
                     path);
-    const group_row *row = &block.groups[0];
-    if (block.group_count != 1 || row->kind || row->values || row->window || block.sharing ||
-        block.durable || block.line_bytes != LINE_BYTES)
+    if (block.sharing || block.durable || block.line_bytes != LINE_BYTES ||
+        !groups_read(&block, layout))
         return fail(CXLKV_E_GEOMETRY, "%s uses a feature that this build does not have", path);
-    memset(layout, 0, sizeof(*layout));
-    *layout = (cxlkv_layout){.layers = row->layers, .kv_heads = row->kv_heads,
-                             .head_dim = row->head_dim, .value_head_dim = row->value_head_dim,
-                             .page_tokens = block.page_tokens, .dtype = row->dtype,
-                             .checksum = block.checksum};
-    memcpy(layout->shard, block.shard, sizeof(layout->shard));
-    memcpy(layout->model_id, block.model_id, sizeof(layout->model_id));
     int code = layout_check(layout);
     if (code < 0) return code;
     /* The CRC may be right and the numbers hostile: derive them again and compare. */
@@ -198,7 +291,8 @@ static uint8_t *checksum_table(const cxlkv_pool *pool, uint32_t page) {
 
 uint32_t *checksum_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_head,
                       uint32_t kind) {
-    uint64_t entry = ((uint64_t)layer * pool->layout.kv_heads + kv_head) * PIECE_KINDS + kind;
+    uint64_t row = pool->row_of[layer];
+    uint64_t entry = (row * pool->layout.kv_heads + kv_head) * PIECE_KINDS + kind;
     return (uint32_t *)checksum_table(pool, page) + entry;
 }
 
@@ -225,7 +319,10 @@ void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint
         memcpy(line.hash, key->hash, sizeof(line.hash));
         line.ordinal = key->ordinal;
     }
-    if (state != PAGE_FREE) line.table_crc = header_of(pool, page)->table_crc;
+    if (state != PAGE_FREE) {
+        line.table_crc = header_of(pool, page)->table_crc;
+        line.part = header_of(pool, page)->part;
+    }
     line.crc = crc32c(0, &line, offsetof(descriptor, crc));
     descriptor *at = descriptor_of(pool, page);
     line_store(at, &line, 1);
@@ -241,7 +338,8 @@ int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy) {
         line_load(copy, at);
         copy->version = version;
         if (copy->crc == crc32c(0, copy, offsetof(descriptor, crc)) && copy->page == page &&
-            copy->tokens <= pool->layout.page_tokens && (version & 255) <= PAGE_PUBLISHED)
+            copy->tokens <= pool->layout.page_tokens && (version & 255) <= PAGE_PUBLISHED &&
+            copy->part < pool->geometry.part_count)
             return 0;
         if (attempt > 50) sched_yield(); /* its writer may have been preempted in between */
     }
@@ -251,8 +349,13 @@ int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy) {
                 page);
 }
 
-void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t tokens, const page_key *key) {
-    record_header header = {.magic = RECORD_MAGIC, .page = page, .tokens = tokens,
+uint32_t record_part(const cxlkv_pool *pool, uint32_t page) {
+    return min_u32(header_of(pool, page)->part, pool->geometry.part_count - 1);
+}
+
+void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens,
+                 const page_key *key) {
+    record_header header = {.magic = RECORD_MAGIC, .page = page, .tokens = tokens, .part = part,
                             .generation = pool->pages[page].generation};
     if (key) {
         memcpy(header.hash, key->hash, sizeof(header.hash));
@@ -303,7 +406,7 @@ int record_check_unlocked(cxlkv_pool *pool, uint32_t page, uint64_t generation, 
 
 static atomic_ulong *verified_word(const cxlkv_pool *pool, uint32_t page, uint32_t layer,
                                    uint64_t *bit) {
-    uint64_t index = (uint64_t)page * pool->layout.layers + layer;
+    uint64_t index = (uint64_t)page * pool->geometry.record_layers + pool->row_of[layer];
     *bit = 1ull << index % 64;
     return &pool->verified[index / 64];
 }
@@ -315,7 +418,7 @@ void verified_set(cxlkv_pool *pool, uint32_t page, uint32_t layer) {
 }
 
 void verified_clear(cxlkv_pool *pool, uint32_t page) {
-    uint64_t first = (uint64_t)page * pool->layout.layers, end = first + pool->layout.layers;
+    uint64_t rows = pool->geometry.record_layers, first = page * rows, end = first + rows;
     while (first < end) {
         uint64_t stop = min_u64(end, (first / 64 + 1) * 64), count = stop - first;
         uint64_t ones = count == 64 ? UINT64_MAX : (1ull << count) - 1;
@@ -347,6 +450,7 @@ int pieces_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer) {
     const uint64_t strides[PIECE_KINDS] = {g->digest_piece_bytes, g->key_piece_bytes,
                                            g->value_piece_bytes};
     for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {
+        if (kind == PIECE_VALUES && values_are_keys(&pool->layout)) continue;
         const uint8_t *pieces = pieces_of(pool, page, layer, kind);
         for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
             int code = piece_verify(pool, page, layer, head, kind, pieces + head * strides[kind]);
@@ -374,8 +478,8 @@ static uint64_t slots_hit(const cxlkv_pool *pool, uint64_t start, uint64_t stop)
     uint64_t heads = pool->layout.kv_heads;
     uint64_t mask = slab_mask(g, 0, sizeof(record_header), start, stop) |
                     slab_mask(g, g->checksums_offset, g->checksum_bytes, start, stop);
-    for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
-        uint64_t at = g->layers_offset + layer * g->layer_bytes;
+    for (uint32_t row = 0; row < g->record_layers; row++) {
+        uint64_t at = g->layers_offset + row * g->layer_bytes;
         mask |= slab_mask(g, at, heads * g->digest_piece_bytes, start, stop);
         mask |= slab_mask(g, at + g->keys_offset, heads * g->key_piece_bytes, start, stop);
         mask |= slab_mask(g, at + g->values_offset, heads * g->value_piece_bytes, start, stop);

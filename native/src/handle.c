@@ -6,7 +6,10 @@
 
 #define HANDLE_MAGIC 0x48564b43u /* "CKVH" */
 
-/* Then page_count generations (8 bytes each), page_count page ids (4 bytes), a CRC (4 bytes). */
+enum { HANDLE_VERSION = 2, ENTRY_BYTES = 12 };
+
+/* Then, by part, the first page that is not behind its window (4 bytes each); part after part an
+ * entry {generation: 8, page: 4} for each page from that one on; a CRC (4 bytes). */
 typedef struct handle_header {
     uint32_t magic;
     uint32_t version;
@@ -17,8 +20,8 @@ typedef struct handle_header {
 } handle_header;
 _Static_assert(sizeof(handle_header) == 40, "no holes: it is written as it lies");
 
-static uint64_t handle_bytes(uint64_t page_count) {
-    return sizeof(handle_header) + page_count * 12 + 4;
+static uint64_t handle_bytes(const cxlkv_pool *pool, uint64_t entries) {
+    return sizeof(handle_header) + pool->geometry.part_count * 4 + entries * ENTRY_BYTES + 4;
 }
 
 /* ---- export ---- */
@@ -39,56 +42,75 @@ static int export_layer(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *f
     return code;
 }
 
-/* The open tail, written to a page of its own that only handles name. */
+static void export_forget(cxlkv_sequence *sequence) {
+    if (sequence->exported)
+        pages_drop(sequence->pool, sequence->pool->geometry.part_count, sequence->export_pages);
+    sequence->exported = false;
+}
+
+/* The open tails, written to a page of each part that only handles name. */
 static int export_tail(cxlkv_sequence *sequence, uint64_t tokens) {
     cxlkv_pool *pool = sequence->pool;
     uint32_t filled = (uint32_t)(tokens % pool->layout.page_tokens);
-    if (sequence->export_page != NO_PAGE && sequence->export_tokens == tokens) return 0;
-    uint32_t page = NO_PAGE;
-    int code = host_lock_with_room(pool, 1);
+    uint32_t parts = pool->geometry.part_count;
+    if (sequence->exported && sequence->export_tokens == tokens) return 0;
+    int code = host_lock_with_room(pool, parts);
     if (code < 0) return code;
-    if (sequence->export_page != NO_PAGE) pages_drop(pool, 1, &sequence->export_page);
-    sequence->export_page = NO_PAGE;
-    if (filled) code = pages_take(pool, 1, NO_PAGE, &page);
+    export_forget(sequence);
+    if (filled) code = pages_take(pool, parts, NO_PAGE, sequence->export_pages);
     host_unlock(pool);
     if (code < 0 || filled == 0) return code;
-    sequence->export_page = page;
+    sequence->exported = true;
     sequence->export_tokens = UINT64_MAX;
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
+        uint32_t page = sequence->export_pages[pool->part_of[layer]];
         code = export_layer(pool, page, layer, sequence->tails[layer], filled);
         if (code < 0) return code;
     }
-    record_seal(pool, page, filled, NULL);
+    for (uint32_t part = 0; part < parts; part++)
+        record_seal(pool, sequence->export_pages[part], part, filled, NULL);
     sequence->export_tokens = tokens;
     return 0;
 }
 
+static uint8_t *write_entries(const cxlkv_sequence *sequence, uint32_t part, uint32_t count,
+                              uint8_t *to) {
+    const cxlkv_pool *pool = sequence->pool;
+    for (uint32_t i = sequence->tables[part].first; i < count; i++, to += ENTRY_BYTES) {
+        uint32_t page = i < sequence->page_count ? sequence_page(sequence, part, i)
+                                                 : sequence->export_pages[part];
+        memcpy(to, &pool->pages[page].generation, 8);
+        memcpy(to + 8, &page, 4);
+    }
+    return to;
+}
+
 static int64_t export_locked(cxlkv_sequence *sequence, uint8_t *bytes, uint64_t capacity) {
     cxlkv_pool *pool = sequence->pool;
-    uint64_t tokens = sequence_even_tokens(sequence);
+    uint64_t tokens = sequence_even_tokens(sequence), entries = 0;
     if (tokens == UINT64_MAX)
         return fail(CXLKV_E_UNEVEN, "layers have different lengths: finish the step before you "
                     "hand the sequence over");
     uint64_t page_tokens = pool->layout.page_tokens;
     uint32_t count = (uint32_t)((tokens + page_tokens - 1) / page_tokens);
-    uint64_t size = handle_bytes(count);
+    for (uint32_t part = 0; part < pool->geometry.part_count; part++)
+        entries += count - sequence->tables[part].first;
+    uint64_t size = handle_bytes(pool, entries);
     if (!bytes) return (int64_t)size;
     if (capacity < size) return fail(CXLKV_E_ROOM, "the handle needs %lu bytes", size);
     int code = export_tail(sequence, tokens);
     if (code < 0) return code;
-    handle_header header = {.magic = HANDLE_MAGIC, .version = 1, .tokens = tokens,
+    handle_header header = {.magic = HANDLE_MAGIC, .version = HANDLE_VERSION, .tokens = tokens,
                             .page_count = count, .page_tokens = pool->layout.page_tokens};
     memcpy(header.identity, pool->identity, sizeof(header.identity));
     memcpy(bytes, &header, sizeof(header));
-    uint8_t *generations = bytes + sizeof(header), *pages = generations + count * 8ull;
-    for (uint32_t i = 0; i < count; i++) {
-        uint32_t page = i < sequence->page_count ? sequence_page(sequence, i)
-                                                 : sequence->export_page;
-        memcpy(generations + i * 8ull, &pool->pages[page].generation, 8);
-        memcpy(pages + i * 4ull, &page, 4);
-    }
+    uint8_t *at = bytes + sizeof(header);
+    for (uint32_t part = 0; part < pool->geometry.part_count; part++, at += 4)
+        memcpy(at, &sequence->tables[part].first, 4);
+    for (uint32_t part = 0; part < pool->geometry.part_count; part++)
+        at = write_entries(sequence, part, count, at);
     uint32_t crc = crc32c(0, bytes, size - 4);
-    memcpy(bytes + size - 4, &crc, 4);
+    memcpy(at, &crc, 4);
     return (int64_t)size;
 }
 
@@ -111,15 +133,21 @@ int64_t cxlkv_sequence_export(cxlkv_sequence *sequence, uint8_t *bytes, uint64_t
 
 /* ---- adopt ---- */
 
+static uint32_t handle_first(const uint8_t *bytes, uint32_t part) {
+    uint32_t first;
+    memcpy(&first, bytes + sizeof(handle_header) + part * 4ull, 4);
+    return first;
+}
+
 static int handle_read(const cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
                        handle_header *header) {
     uint32_t crc;
-    if (size < handle_bytes(0))
+    if (size < handle_bytes(pool, 0))
         return fail(CXLKV_E_STALE, "these %lu bytes are no handle: too short", size);
     memcpy(header, bytes, sizeof(*header));
     memcpy(&crc, bytes + size - 4, 4);
-    if (header->magic != HANDLE_MAGIC || header->version != 1 ||
-        size != handle_bytes(header->page_count) || crc != crc32c(0, bytes, size - 4))
+    if (header->magic != HANDLE_MAGIC || header->version != HANDLE_VERSION ||
+        crc != crc32c(0, bytes, size - 4))
         return fail(CXLKV_E_STALE, "these bytes are no handle, or were changed");
     if (memcmp(header->identity, pool->identity, sizeof(header->identity)) != 0)
         return fail(CXLKV_E_STALE, "the handle is of another pool");
@@ -128,12 +156,21 @@ static int handle_read(const cxlkv_pool *pool, const uint8_t *bytes, uint64_t si
         header->tokens > (uint64_t)header->page_count * page_tokens ||
         header->page_count != (header->tokens + page_tokens - 1) / page_tokens)
         return fail(CXLKV_E_STALE, "the handle's page count does not fit its tokens");
+    uint64_t entries = 0;
+    for (uint32_t part = 0; part < pool->geometry.part_count; part++) {
+        uint32_t first = handle_first(bytes, part);
+        if (first > window_page(pool, part, header->tokens))
+            return fail(CXLKV_E_STALE, "the handle lacks pages that its next token sees");
+        entries += header->page_count - first;
+    }
+    if (size != handle_bytes(pool, entries))
+        return fail(CXLKV_E_STALE, "the handle's size does not fit its pages");
     return 0;
 }
 
 /* Is the page what a handle says, and still alive? Under the host lock. */
-static int page_acquire_check(cxlkv_pool *pool, uint32_t page, uint64_t generation,
-                              uint32_t tokens) {
+static int page_acquire_check(cxlkv_pool *pool, uint32_t page, uint32_t part,
+                              uint64_t generation, uint32_t tokens) {
     descriptor line;
     if (page >= pool->host->page_count)
         return fail(CXLKV_E_STALE, "the handle names page %u of %u", page, pool->host->page_count);
@@ -146,7 +183,7 @@ static int page_acquire_check(cxlkv_pool *pool, uint32_t page, uint64_t generati
                     page, generation, info->generation);
     int code = descriptor_read(pool, page, &line);
     if (code < 0) return code;
-    if ((line.version & 255) == PAGE_FREE || line.version >> 8 != generation)
+    if ((line.version & 255) == PAGE_FREE || line.version >> 8 != generation || line.part != part)
         return fail(CXLKV_E_STALE, "stale handle: page %u is not complete", page);
     return record_check(pool, page, generation, tokens);
 }
@@ -158,19 +195,25 @@ static uint32_t tokens_of_page(const cxlkv_pool *pool, uint64_t tokens, uint32_t
 
 static int adopt_pages(cxlkv_pool *pool, const uint8_t *bytes, const handle_header *header,
                        cxlkv_sequence *sequence) {
-    const uint8_t *generations = bytes + sizeof(*header);
-    const uint8_t *ids = generations + header->page_count * 8ull;
-    for (uint32_t i = 0; i < header->page_count; i++) {
-        uint64_t generation;
-        uint32_t page;
-        memcpy(&generation, generations + i * 8ull, 8);
-        memcpy(&page, ids + i * 4ull, 4);
-        int code = page_acquire_check(pool, page, generation,
+    const uint8_t *entry = bytes + handle_bytes(pool, 0) - 4;
+    for (uint32_t part = 0; part < pool->geometry.part_count; part++) {
+        uint32_t first = handle_first(bytes, part);
+        int code = sequence_reserve(sequence, part, header->page_count);
+        for (uint32_t i = first; code == 0 && i < header->page_count; i++, entry += ENTRY_BYTES) {
+            uint64_t generation;
+            uint32_t page;
+            memcpy(&generation, entry, 8);
+            memcpy(&page, entry + 8, 4);
+            code = page_acquire_check(pool, page, part, generation,
                                       tokens_of_page(pool, header->tokens, i));
+            if (code < 0) break;
+            pages_hold(pool, 1, &page);
+            sequence_push(sequence, part, i, page);
+        }
         if (code < 0) return code;
-        pages_hold(pool, 1, &page);
-        sequence_push(sequence, page);
+        sequence->tables[part].first = first;
     }
+    sequence->page_count = header->page_count;
     return 0;
 }
 
@@ -190,7 +233,6 @@ int cxlkv_sequence_adopt(cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
     cxlkv_sequence *made = NULL;
     code = handle_read(pool, bytes, size, &header);
     if (code == 0) code = sequence_make(pool, &made);
-    if (code == 0) code = sequence_reserve(made, header.page_count);
     if (code == 0) code = host_lock(pool);
     if (code == 0) {
         guard fault;
@@ -215,20 +257,23 @@ int cxlkv_sequence_adopt(cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
 /* ---- publish, match, forget ----
  *
  * Key i stands for tokens [0, (i + 1) * tokens_per_key) of a sequence. A page is published under
- * the first key that covers all of it; pages that share a key are told apart by their place. The
- * ordinal in the descriptor makes a chain with a gap end at the gap. */
+ * the first key that covers all of it; pages that share a key are told apart by their place and
+ * part. The ordinal in the descriptor makes a chain with a gap end at the gap. A part with a window
+ * has gaps by right: it matches up to where all that the next token sees is there. */
 
-static void hash_of(const uint8_t *hashes, uint64_t key, uint64_t place, uint64_t hash[2]) {
+static void hash_of(const uint8_t *hashes, uint64_t key, uint64_t place, uint32_t part,
+                    uint64_t hash[2]) {
     memcpy(hash, hashes + key * 16, 16);
     hash[0] ^= (place + 1) * 0x9e3779b97f4a7c15u; /* 2^64 / golden ratio: odd, so one to one */
+    hash[1] ^= part * 0xd1b54a32d192ed03u;        /* another odd number */
 }
 
 /* A page that is published already, or whose hash is, stays as it is: the first copy serves all. */
-static bool publish_page(cxlkv_pool *pool, uint32_t page, const page_key *key) {
+static bool publish_page(cxlkv_pool *pool, uint32_t page, uint32_t part, const page_key *key) {
     page_info *info = &pool->pages[page];
     if (info->published || info->retired || index_find(pool, key->hash) != NO_PAGE) return false;
     rewrite_begin(pool, page);
-    record_seal(pool, page, pool->layout.page_tokens, key);
+    record_seal(pool, page, part, pool->layout.page_tokens, key);
     rewrite_end(pool);
     index_insert(pool, key->hash, page);
     info->published = 1;
@@ -236,21 +281,33 @@ static bool publish_page(cxlkv_pool *pool, uint32_t page, const page_key *key) {
     return true;
 }
 
+/* Publishes the pages [first, end) of one key in one part; false when the chain ends there. What
+ * stands behind a gap could not be matched, or forgotten: a key has its pages from its first on. */
+static bool publish_key(cxlkv_sequence *sequence, const uint8_t *hashes, uint64_t key,
+                        uint32_t part, uint64_t first, uint64_t end, int64_t *published) {
+    cxlkv_pool *pool = sequence->pool;
+    if (first < sequence->tables[part].first) return true;
+    for (uint64_t page = first; page < end; page++) {
+        page_key made = {.ordinal = (uint32_t)page};
+        hash_of(hashes, key, page - first, part, made.hash);
+        *published += publish_page(pool, sequence_page(sequence, part, (uint32_t)page), part,
+                                   &made);
+        /* Published under other keys, or retired. */
+        if (index_find(pool, made.hash) == NO_PAGE) return pool->parts[part].window != 0;
+    }
+    return true;
+}
+
 static int64_t publish_keys(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_per_key,
                             const uint8_t *hashes) {
     cxlkv_pool *pool = sequence->pool;
-    uint64_t page_tokens = pool->layout.page_tokens, page = 0;
+    uint64_t page = 0;
     int64_t published = 0;
     for (uint64_t key = 0; key < count; key++) {
-        uint64_t end = (key + 1) * tokens_per_key;
-        for (uint64_t place = 0; (page + 1) * page_tokens <= end; place++, page++) {
-            page_key made = {.ordinal = (uint32_t)page};
-            hash_of(hashes, key, place, made.hash);
-            published += publish_page(pool, sequence_page(sequence, (uint32_t)page), &made);
-            /* Published under other keys, or retired: the chain ends here, as nothing behind a gap
-             * could be matched, or forgotten. */
-            if (index_find(pool, made.hash) == NO_PAGE) return published;
-        }
+        uint64_t end = (key + 1) * tokens_per_key / pool->layout.page_tokens;
+        for (uint32_t part = 0; part < pool->geometry.part_count; part++)
+            if (!publish_key(sequence, hashes, key, part, page, end, &published)) return published;
+        page = end;
     }
     return published;
 }
@@ -288,36 +345,115 @@ int64_t cxlkv_publish(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_
     return code;
 }
 
-/* A damaged or foreign page ends the match: a miss, never a wrong hit. */
-static bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t ordinal,
-                       uint32_t *page) {
+/* The page of one part under a key and place, and which of its chain it is; false: none. A damaged
+ * or foreign page is none either: a miss, never a wrong hit. */
+static bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, uint32_t *page,
+                       uint32_t *ordinal) {
     descriptor line;
     *page = index_find(pool, hash);
     if (*page == NO_PAGE) return false;
     if (pool->pages[*page].retired || descriptor_read(pool, *page, &line) < 0 ||
-        memcmp(line.hash, hash, sizeof(line.hash)) != 0 ||
+        memcmp(line.hash, hash, sizeof(line.hash)) != 0 || line.part != part ||
         record_check(pool, *page, pool->pages[*page].generation, pool->layout.page_tokens) < 0) {
         atomic_fetch_add(&pool->corrupt_pieces, 1);
         return false;
     }
-    return line.ordinal == ordinal;
+    *ordinal = line.ordinal;
+    return true;
+}
+
+/* What a match found: by part and place in the chain a page, or NO_PAGE. */
+typedef struct found {
+    uint32_t *pages;             /* [capacity][part_count] */
+    uint64_t count, capacity;
+} found;
+
+static int found_add(cxlkv_pool *pool, found *f, uint32_t part, uint32_t ordinal, uint32_t page) {
+    uint64_t parts = pool->geometry.part_count;
+    while (ordinal >= f->capacity) {
+        uint64_t capacity = f->capacity ? 2 * f->capacity : 64;
+        uint32_t *grown = realloc(f->pages, capacity * parts * sizeof(*grown));
+        if (!grown) return fail(ENOMEM, "no memory for a match of %lu pages", capacity);
+        memset(grown + f->capacity * parts, 0xff,
+               (capacity - f->capacity) * parts * sizeof(*grown));
+        f->pages = grown;
+        f->capacity = capacity;
+    }
+    f->pages[ordinal * parts + part] = page;
+    if (ordinal >= f->count) f->count = ordinal + 1;
+    return 0;
+}
+
+/* Looks up every key until a part without a window has a gap; places of a key until it has none.
+ * Ordinals rise along the keys, and a part without a window has them all. */
+static int find_pages(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint64_t *next,
+                      found *f) {
+    uint32_t parts = pool->geometry.part_count, page, ordinal;
+    for (uint64_t key = 0; key < count; key++)
+        for (uint64_t place = 0, any = 1; any; place++) {
+            any = 0;
+            for (uint32_t part = 0; part < parts; part++) {
+                uint64_t hash[2];
+                bool full = pool->parts[part].window == 0;
+                hash_of(hashes, key, place, part, hash);
+                bool there = match_page(pool, hash, part, &page, &ordinal);
+                if (there && ordinal < pool->host->page_count &&
+                    (full ? ordinal == next[part] : ordinal >= next[part])) {
+                    int code = found_add(pool, f, part, ordinal, page);
+                    if (code < 0) return code;
+                    next[part] = ordinal + 1ull;
+                    any = 1;
+                }
+            }
+        }
+    return 0;
+}
+
+/* The longest prefix, in pages, of which every part has all that the token behind it sees. */
+static uint32_t longest_prefix(const cxlkv_pool *pool, const found *f) {
+    uint64_t parts = pool->geometry.part_count;
+    uint64_t best = f->count;
+    for (uint32_t part = 0; part < parts; part++) {
+        /* Walks down: `best` falls until [the window's first page, best) has no gap. */
+        for (uint64_t page = best, low = 0; page > 0; page--) {
+            if (page == best) low = window_page(pool, part, best * pool->layout.page_tokens);
+            if (page <= low) break;
+            if (f->pages[(page - 1) * parts + part] != NO_PAGE) continue;
+            best = page - 1;
+        }
+    }
+    return (uint32_t)best;
+}
+
+static int hold_found(cxlkv_pool *pool, const found *f, uint32_t count, cxlkv_sequence *sequence) {
+    uint32_t parts = pool->geometry.part_count;
+    for (uint32_t part = 0; part < parts; part++) {
+        uint32_t first = window_page(pool, part, (uint64_t)count * pool->layout.page_tokens);
+        int code = sequence_reserve(sequence, part, count); /* own chunks */
+        if (code < 0) return code;
+        for (uint32_t i = first; i < count; i++) {
+            pages_hold(pool, 1, &f->pages[(uint64_t)i * parts + part]);
+            sequence_push(sequence, part, i, f->pages[(uint64_t)i * parts + part]);
+        }
+        sequence->tables[part].first = first;
+    }
+    sequence->page_count = count;
+    return 0;
 }
 
 /* Under the host lock, on a sequence that nobody else knows yet. */
-static int match_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
+static int match_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, found *f,
                       cxlkv_sequence *sequence) {
-    for (uint64_t key = 0; key < count; key++)
-        for (uint64_t place = 0;; place++) {
-            uint64_t hash[2];
-            uint32_t page;
-            hash_of(hashes, key, place, hash);
-            if (!match_page(pool, hash, sequence->page_count, &page)) break;
-            int code = sequence_reserve(sequence, 1); /* own chunks: takes no lock */
-            if (code < 0) return code;
-            pages_hold(pool, 1, &page);
-            sequence_push(sequence, page);
-        }
-    return 0;
+    uint64_t next[CXLKV_LAYERS_MAX] = {0};
+    int code = find_pages(pool, count, hashes, next, f);
+    uint32_t pages = 0, before = UINT32_MAX;
+    /* One part's shorter prefix may show a gap in another's window: until none of them shrinks. */
+    while (code == 0 && pages != before) {
+        before = pages;
+        pages = longest_prefix(pool, f);
+        f->count = pages;
+    }
+    return code < 0 ? code : hold_found(pool, f, pages, sequence);
 }
 
 int64_t cxlkv_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, double lease_s,
@@ -328,17 +464,20 @@ int64_t cxlkv_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, dou
     if (code < 0) return code;
     sequences_expire(pool);
     cxlkv_sequence *made = NULL;
-    code = sequence_make(pool, &made);
+    found *f = calloc(1, sizeof(*f)); /* not on the stack: a bus error jumps back over it */
+    code = f ? sequence_make(pool, &made) : fail(ENOMEM, "no memory for a match");
     if (code == 0) code = host_lock(pool);
     if (code == 0) {
         guard fault;
         volatile int outcome = 0;
         GUARD_BEGIN(fault) {
-            outcome = match_keys(pool, count, hashes, made);
+            outcome = match_keys(pool, count, hashes, f, made);
         } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
         code = outcome;
         host_unlock(pool);
     }
+    if (f) free(f->pages);
+    free(f);
     uint64_t tokens = 0;
     if (code == 0) {
         /* From here on sequences_expire() may end it in another thread. */
@@ -377,12 +516,12 @@ static bool forget_page(cxlkv_pool *pool, const uint64_t hash[2]) {
 static int64_t forget_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes) {
     int64_t forgotten = 0;
     for (uint64_t key = 0; key < count; key++)
-        for (uint64_t place = 0;; place++) {
-            uint64_t hash[2];
-            hash_of(hashes, key, place, hash);
-            if (!forget_page(pool, hash)) break;
-            forgotten++;
-        }
+        for (uint32_t part = 0; part < pool->geometry.part_count; part++)
+            for (uint64_t place = 0;; place++, forgotten++) {
+                uint64_t hash[2];
+                hash_of(hashes, key, place, part, hash);
+                if (!forget_page(pool, hash)) break;
+            }
     return forgotten;
 }
 

@@ -131,7 +131,7 @@ static void rewrite_repair(cxlkv_pool *pool) {
     pool->host->rewriting = NO_PAGE;
     if (page >= pool->host->page_count) return;
     GUARD_BEGIN(fault) {
-        record_seal(pool, page, pool->layout.page_tokens, NULL);
+        record_seal(pool, page, record_part(pool, page), pool->layout.page_tokens, NULL);
     } GUARD_END(fault, pool->pages[page].retired = 1)
 }
 

@@ -25,7 +25,7 @@ enum {
     LINE_BYTES = 64,
     SUPERBLOCK_BYTES = 4096,
     AREA_ALIGNMENT = 2 << 20,
-    FORMAT_VERSION = 1,
+    FORMAT_VERSION = 2,
     RUN_SLOTS = 16,
     PROCESS_MAX = 128,
     CHUNK_PAGES = 256,
@@ -63,7 +63,8 @@ typedef struct superblock {
     cxlkv_geometry geometry;
     uint32_t group_count;
     uint32_t reserved;
-    group_row groups[16];
+    group_row groups[CXLKV_GROUPS_MAX];
+    uint8_t group_of[CXLKV_LAYERS_MAX];
     uint32_t crc;                /* of all bytes before it */
 } superblock;
 _Static_assert(sizeof(superblock) <= SUPERBLOCK_BYTES - LINE_BYTES, "leaves the host line");
@@ -82,8 +83,8 @@ typedef struct descriptor {
     uint32_t page;
     uint32_t table_crc;          /* of the record's checksum table */
     uint32_t ordinal;            /* which page of its chain: a chain with a gap ends there */
+    uint32_t part;               /* of the layers, whose tokens it holds */
     uint32_t reserved[4];
-    uint32_t padding;
     uint32_t crc;                /* of the 60 bytes before it */
 } descriptor;
 _Static_assert(sizeof(descriptor) == LINE_BYTES, "one line, one writer");
@@ -96,7 +97,8 @@ typedef struct record_header {
     uint32_t tokens;
     uint32_t table_crc;
     uint32_t ordinal;
-    uint32_t reserved[4];
+    uint32_t part;
+    uint32_t reserved[3];
     uint32_t crc;
 } record_header;
 _Static_assert(sizeof(record_header) == LINE_BYTES, "one line");
@@ -155,12 +157,22 @@ typedef struct host_state {
 
 typedef struct workers workers;
 
+/* Up to record_layers layers of one group: what one page holds. Derived from the layout. */
+typedef struct part {
+    uint32_t window;             /* 0: none */
+    uint32_t layers;
+    uint32_t first_layer, last_layer;
+} part;
+
 struct cxlkv_pool {
     char *path;                  /* NULL: anonymous */
     int fd, host_fd;
     uint8_t *base;
     cxlkv_layout layout;
     cxlkv_geometry geometry;
+    part *parts;
+    uint16_t part_of[CXLKV_LAYERS_MAX], row_of[CXLKV_LAYERS_MAX];  /* by layer: where it lies */
+    bool windowed;               /* a part has a window */
     uint8_t identity[16];
     const char *page_kind;
     host_state *host;
@@ -170,7 +182,7 @@ struct cxlkv_pool {
     uint32_t *held;              /* our row of the held table: references by page */
     uint64_t *loose;             /* bit by page: taken by pages_alloc(); under the host lock */
     uint32_t slot;
-    atomic_ulong *verified;      /* bit page * layers + layer: its pieces passed their CRC here */
+    atomic_ulong *verified;      /* bit page * record_layers + row: its CRCs were right here */
     pthread_rwlock_t operations; /* read: an operation runs; write: close */
     bool closed;
     pthread_mutex_t list_lock;   /* guards sequences and the worker threads' creation */
@@ -183,18 +195,25 @@ struct cxlkv_pool {
     struct tail *spare_tails;
     uint64_t spare_count;
     atomic_ulong appended_bytes, scored_bytes, fetched_bytes, attended_bytes;
-    atomic_ulong corrupt_pieces, stale_handles;
+    atomic_ulong corrupt_pieces, stale_handles, window_pages_freed, window_pages_skipped;
     uint32_t fork_slot;          /* made for the child between fork's prepare and its end */
     uint64_t fork_nonce;         /* that slot's: it may be reaped and given to another */
     struct cxlkv_pool *next;     /* all open pools of this process, for fork */
 };
 
-/* Up to 256 page ids, shared by forks; it holds one reference on each of its pages. */
+/* Up to 256 page ids, shared by forks; it holds one reference on each of pages [first, count). */
 typedef struct chunk {
     atomic_uint references;
-    uint32_t count;
+    uint16_t first, count;
     uint32_t pages[CHUNK_PAGES];
 } chunk;
+
+/* The pages of one part. */
+typedef struct page_table {
+    chunk **chunks;              /* NULL before `first` and behind the last */
+    uint32_t chunk_capacity;
+    uint32_t first;              /* pages before it lie behind the window: not ours any more */
+} page_table;
 
 /* Filled tokens of a layer's last page, a row each: K of all heads, then V; shared by forks. Token
  * by token, so that an append touches two runs of bytes and a fork's copy is one. */
@@ -212,12 +231,12 @@ struct cxlkv_sequence {
     bool released;
     bool expired;
     atomic_ulong lease_deadline_ns;  /* CLOCK_BOOTTIME; 0: none; read without the lock */
-    chunk **chunks;
-    uint32_t chunk_capacity;     /* of the array of pointers; those in use come first, then NULL */
-    uint32_t page_count;         /* = layer_tokens[0] / page_tokens */
+    page_table *tables;          /* by part */
+    uint32_t page_count;         /* = layer_tokens[0] / page_tokens, in every table */
     uint64_t *layer_tokens;      /* never more than the layer before */
     tail **tails;
-    uint32_t export_page;        /* the tail's copy that the last handle names, or NO_PAGE */
+    uint32_t *export_pages;      /* by part: the tail's copy that the last handle names */
+    bool exported;               /* there are such copies */
     uint64_t export_tokens;
     struct cxlkv_sequence *next, *previous;
 };
@@ -269,6 +288,7 @@ int unlock_byte(int fd, off_t offset);
 
 /* ---- format.c ---- */
 int layout_check(const cxlkv_layout *layout);
+int parts_make(cxlkv_pool *pool);         /* parts, part_of, row_of from layout and geometry */
 int geometry_make(const cxlkv_layout *layout, uint64_t capacity_bytes, cxlkv_geometry *geometry);
 void superblock_write(cxlkv_pool *pool);
 /* Reads and checks a superblock of a file of file_bytes. */
@@ -281,7 +301,9 @@ void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint
                       uint32_t tokens, const page_key *key);
 /* Copies the line and verifies the copy; 0 or -CXLKV_E_CORRUPT. */
 int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy);
-void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t tokens, const page_key *key);
+void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens,
+                 const page_key *key);
+uint32_t record_part(const cxlkv_pool *pool, uint32_t page);   /* as its header says */
 /* Verifies header against page, generation and tokens. */
 int record_check(const cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t tokens);
 /* The same for a held page, by a thread that does not have the host lock. */
@@ -298,6 +320,15 @@ void verified_clear(cxlkv_pool *pool, uint32_t page);
  * how many. */
 uint64_t retire_range(cxlkv_pool *pool, uintptr_t address, size_t bytes);
 
+static inline bool values_are_keys(const cxlkv_layout *layout) {
+    return layout->values == CXLKV_VALUES_KEY_PREFIX;
+}
+/* Channels stored of one token and head. */
+static inline uint64_t row_channels(const cxlkv_layout *layout) {
+    return layout->head_dim + (values_are_keys(layout) ? 0 : layout->value_head_dim);
+}
+
+/* As a caller sees them; values that are a prefix of the keys have no piece of their own. */
 static inline size_t piece_data_bytes(const cxlkv_layout *layout, uint32_t kind) {
     size_t element = dtype_bytes(layout->dtype);
     if (kind == PIECE_DIGEST) return 2 * layout->head_dim * element;
@@ -311,10 +342,11 @@ static inline uint8_t *pieces_of(const cxlkv_pool *pool, uint32_t page, uint32_t
     const cxlkv_geometry *g = &pool->geometry;
     uint64_t slot = page % g->slab_slots;
     uint8_t *at = pool->base + g->extents_offset + page / g->slab_slots * g->extent_bytes +
-                  g->layers_offset + layer * g->layer_bytes;
+                  g->layers_offset + pool->row_of[layer] * g->layer_bytes;
     uint64_t heads = pool->layout.kv_heads;
     if (kind == PIECE_DIGEST) return at + slot * heads * g->digest_piece_bytes;
-    if (kind == PIECE_KEYS) return at + g->keys_offset + slot * heads * g->key_piece_bytes;
+    if (kind == PIECE_KEYS || values_are_keys(&pool->layout))
+        return at + g->keys_offset + slot * heads * g->key_piece_bytes;
     return at + g->values_offset + slot * heads * g->value_piece_bytes;
 }
 
@@ -376,9 +408,13 @@ void sequence_drop_pages(cxlkv_sequence *sequence);
 void sequences_expire(cxlkv_pool *pool);
 /* host_lock(); when fewer pages are free, ended leases give up theirs first. */
 int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count);
-/* Room for `count` more pages; then sequence_push() cannot fail. Clones a shared last chunk. */
-int sequence_reserve(cxlkv_sequence *sequence, uint32_t count);
-void sequence_push(cxlkv_sequence *sequence, uint32_t page);
+/* Room for pages [page_count, page_count + count) of a part; then sequence_push() cannot fail. */
+int sequence_reserve(cxlkv_sequence *sequence, uint32_t part, uint32_t count);
+void sequence_push(cxlkv_sequence *sequence, uint32_t part, uint32_t index, uint32_t page);
+/* Gives back a part's pages before `first`; under the host lock. */
+int sequence_advance(cxlkv_sequence *sequence, uint32_t part, uint32_t first);
+/* The first page of a part that the token at `position` sees. */
+uint32_t window_page(const cxlkv_pool *pool, uint32_t part, uint64_t position);
 int sequence_cut(cxlkv_sequence *sequence, uint32_t page_count);
 tail *tail_make(cxlkv_pool *pool);
 tail *tail_copy(cxlkv_pool *pool, tail *from, uint32_t filled);  /* its first tokens */
@@ -387,19 +423,20 @@ void tails_discard(cxlkv_pool *pool);
 /* A line more than a token: rows 4 KiB apart would all fall into one set of the L1 cache. */
 static inline size_t tail_row_bytes(const cxlkv_pool *pool) {
     const cxlkv_layout *layout = &pool->layout;
-    uint64_t dims = (uint64_t)layout->kv_heads * (layout->head_dim + layout->value_head_dim);
+    uint64_t dims = layout->kv_heads * row_channels(layout);
     return align_up(dims * dtype_bytes(layout->dtype), LINE_BYTES) + LINE_BYTES;
 }
 /* Where K or V of a head begin in the row of token 0. */
 static inline uint8_t *tail_at(const cxlkv_pool *pool, tail *tail, uint32_t kind, uint32_t head) {
     const cxlkv_layout *layout = &pool->layout;
     uint64_t channels = (uint64_t)head * layout->head_dim;
-    if (kind == PIECE_VALUES)
+    if (kind == PIECE_VALUES && !values_are_keys(layout))
         channels = (uint64_t)layout->kv_heads * layout->head_dim + head * layout->value_head_dim;
     return tail->data + channels * dtype_bytes(layout->dtype);
 }
-static inline uint32_t sequence_page(const cxlkv_sequence *sequence, uint32_t index) {
-    return sequence->chunks[index / CHUNK_PAGES]->pages[index % CHUNK_PAGES];
+static inline uint32_t sequence_page(const cxlkv_sequence *sequence, uint32_t part,
+                                     uint32_t index) {
+    return sequence->tables[part].chunks[index / CHUNK_PAGES]->pages[index % CHUNK_PAGES];
 }
 
 /* ---- append.c ---- */
@@ -421,9 +458,11 @@ void queries_pack(const cxlkv_batch *batch, const cxlkv_rows *queries, uint32_t 
 typedef struct layer_view {
     cxlkv_sequence *sequence;
     uint64_t tokens;
+    uint32_t first;              /* pages before it are gone */
     uint32_t pages;              /* with the tail */
     uint32_t complete;           /* without it */
-    uint32_t layer;
+    uint32_t layer, part;
+    uint32_t window;             /* 0: none */
 } layer_view;
 layer_view view_of(cxlkv_sequence *sequence, uint32_t layer);
 /* K or V of one page, all heads: where head 0, token 0 is, and how far the next ones are. */
@@ -435,11 +474,13 @@ typedef struct page_rows {
 static inline page_rows view_rows(const layer_view *view, uint32_t index, uint32_t kind) {
     cxlkv_pool *pool = view->sequence->pool;
     const cxlkv_geometry *g = &pool->geometry;
-    size_t dim = kind == PIECE_KEYS ? pool->layout.head_dim : pool->layout.value_head_dim;
+    bool keys = kind == PIECE_KEYS || values_are_keys(&pool->layout);
+    size_t dim = keys ? pool->layout.head_dim : pool->layout.value_head_dim;
     page_rows rows = {.row_bytes = dim * dtype_bytes(pool->layout.dtype)};
     if (index < view->complete) {
-        rows.first = pieces_of(pool, sequence_page(view->sequence, index), view->layer, kind);
-        rows.head_bytes = kind == PIECE_KEYS ? g->key_piece_bytes : g->value_piece_bytes;
+        rows.first = pieces_of(pool, sequence_page(view->sequence, view->part, index), view->layer,
+                               kind);
+        rows.head_bytes = keys ? g->key_piece_bytes : g->value_piece_bytes;
     } else {
         rows.first = tail_at(pool, view->sequence->tails[view->layer], kind, 0);
         rows.head_bytes = rows.row_bytes;
@@ -458,6 +499,25 @@ static inline uint32_t view_visible(const layer_view *view, uint32_t index, uint
     uint64_t first = (uint64_t)index * view->sequence->pool->layout.page_tokens;
     uint64_t seen = view->tokens - rows + row + 1;
     return seen <= first ? 0 : (uint32_t)min_u64(view_filled(view, index), seen - first);
+}
+/* The first token that query row `row` of `rows` may see. */
+static inline uint64_t view_low(const layer_view *view, uint64_t row, uint64_t rows) {
+    uint64_t position = view->tokens - rows + row;
+    return view->window && position >= view->window ? position - view->window + 1 : 0;
+}
+/* Tokens at the start of page `index` that lie behind that row's window. */
+static inline uint32_t view_hidden(const layer_view *view, uint32_t index, uint64_t row,
+                                   uint64_t rows) {
+    uint64_t first = (uint64_t)index * view->sequence->pool->layout.page_tokens;
+    uint64_t low = view_low(view, row, rows);
+    return low <= first ? 0 : (uint32_t)min_u64(view_filled(view, index), low - first);
+}
+/* How many of the rows from `row` on, at most `limit`, see all of page `index`: they go together.
+ * 1 when that row sees a part of it only. */
+static inline uint64_t view_together(const layer_view *view, uint32_t index, uint64_t row,
+                                     uint64_t rows, uint64_t limit) {
+    if (view_visible(view, index, row, rows) < view_filled(view, index)) return 1;
+    return view_hidden(view, index, row + limit - 1, rows) ? 1 : limit;
 }
 /* Verifies page `index` on its first reading here; the tail needs none. */
 int view_verify(const layer_view *view, uint32_t index);

@@ -30,6 +30,7 @@ void pool_drop(cxlkv_pool *pool) {
     pthread_mutex_destroy(&pool->spare_lock);
     tails_discard(pool);
     free(pool->path);
+    free(pool->parts);
     free(pool);
 }
 
@@ -213,12 +214,13 @@ static void pool_unmake(cxlkv_pool *pool) {
 }
 
 static int pool_ready(cxlkv_pool *pool) {
-    uint64_t bits = (uint64_t)pool->geometry.page_count * pool->layout.layers;
+    uint64_t bits = (uint64_t)pool->geometry.page_count * pool->geometry.record_layers;
     pool->verified = calloc((bits + 63) / 64, sizeof(*pool->verified));
     pool->loose = calloc(pool->geometry.page_count / 64 + 1, sizeof(*pool->loose));
     if (!pool->verified || !pool->loose)
         return fail(ENOMEM, "no memory for %lu verification bits", bits);
-    int code = guard_install();
+    int code = parts_make(pool);
+    if (code == 0) code = guard_install();
     if (code == 0) code = host_attach(pool);
     return code;
 }
@@ -488,6 +490,8 @@ int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats) {
     stats->attended_bytes = atomic_load(&pool->attended_bytes);
     stats->corrupt_pieces = atomic_load(&pool->corrupt_pieces);
     stats->stale_handles = atomic_load(&pool->stale_handles);
+    stats->window_pages_freed = atomic_load(&pool->window_pages_freed);
+    stats->window_pages_skipped = atomic_load(&pool->window_pages_skipped);
     pool_leave(pool);
     return code;
 }
@@ -546,7 +550,8 @@ static void check_page(cxlkv_pool *pool, uint32_t page, bool deep, report *repor
     if (!deep || !pool->layout.checksum) return;
     verified_clear(pool, page);
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
-        if (pieces_verify(pool, page, layer) < 0) report_line(report, page);
+        if (pool->part_of[layer] == line.part && pieces_verify(pool, page, layer) < 0)
+            report_line(report, page);
 }
 
 static int check_superblock(cxlkv_pool *pool) {

@@ -13,6 +13,7 @@ enum { TASK_PAGES = 64, QUERY_BLOCK = 64, SCRATCH_LIMIT = 1 << 30 };
 
 typedef struct plan {
     layer_view view;
+    uint32_t low;                /* pages before it are behind the window of every row */
     const cxlkv_budget *budget;
     const float *queries;        /* [kv_head][row][group][dim] */
     uint64_t first_row, rows;
@@ -34,8 +35,8 @@ typedef struct select_job {
 /* ---- how many pages each list gets ---- */
 
 typedef struct window {
-    uint32_t pages;              /* that the list's queries can see */
-    uint32_t sinks;              /* [0, sinks) are forced in */
+    uint32_t low, pages;         /* the list's queries can see [low, pages) */
+    uint32_t sinks;              /* [low, sinks) are forced in */
     uint32_t recent;             /* and [recent, pages) */
     uint32_t k;                  /* the most that are chosen */
 } window;
@@ -50,19 +51,21 @@ static window window_of(const select_job *job, const plan *p, uint64_t list) {
     uint64_t first_position = p->view.tokens - p->rows + (per_query ? list : 0);
     uint64_t last_position = per_query ? first_position : p->view.tokens - 1;
     w.pages = (uint32_t)(last_position / page_tokens) + 1;
+    w.low = (uint32_t)(view_low(&p->view, per_query ? list : 0, p->rows) / page_tokens);
     w.sinks = min_u32(budget->sinks, w.pages);
+    if (w.sinks < w.low) w.sinks = w.low; /* the first pages are out of sight */
     uint64_t recent = first_position / page_tokens + 1;
     recent = recent > budget->recent ? recent - budget->recent : 0;
     if (budget->recent == 0) recent = w.pages;
     w.recent = recent < w.sinks ? w.sinks : (uint32_t)recent;
-    uint32_t forced = w.sinks + w.pages - w.recent;
+    uint32_t forced = w.sinks - w.low + w.pages - w.recent, visible = w.pages - w.low;
     uint64_t wanted = budget->pages;
     if (budget->kind == CXLKV_BUDGET_SHARE) {
         /* A share like 0.07 is no binary fraction: 7 of 100 pages, not the 8 of rounding up. */
-        wanted = (uint64_t)ceil(budget->amount * w.pages * (1 - 1e-12));
+        wanted = (uint64_t)ceil(budget->amount * visible * (1 - 1e-12));
     }
-    if (budget->kind == CXLKV_BUDGET_MASS) wanted = w.pages;
-    w.k = (uint32_t)min_u64(w.pages, wanted > forced ? wanted : forced);
+    if (budget->kind == CXLKV_BUDGET_MASS) wanted = visible;
+    w.k = (uint32_t)min_u64(visible, wanted > forced ? wanted : forced);
     return w;
 }
 
@@ -99,7 +102,8 @@ static void score_block(const select_job *job, const plan *p, uint32_t index, co
 static void score_head(const select_job *job, const plan *p, uint32_t index, uint32_t head,
                        const uint8_t *keys, size_t row_bytes) {
     uint32_t dim = job->batch->pool->layout.head_dim, group = job->group;
-    uint32_t heads = job->batch->pool->layout.kv_heads, filled = view_filled(&p->view, index);
+    uint32_t heads = job->batch->pool->layout.kv_heads;
+    bool digest = job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete;
     bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
     uint64_t stride = (uint64_t)heads * p->view.pages;
     float *out = p->scores + (uint64_t)head * p->view.pages + index;
@@ -107,13 +111,14 @@ static void score_head(const select_job *job, const plan *p, uint32_t index, uin
     uint64_t block = QUERY_BLOCK / group ? QUERY_BLOCK / group : 1, row = 0;
     while (row < p->rows) {
         uint32_t visible = view_visible(&p->view, index, row, p->rows);
-        /* Later rows see at least as much: from the first that sees all on, rows go together. */
-        uint64_t rows = visible == filled ? min_u64(block, p->rows - row) : 1;
+        uint32_t hidden = view_hidden(&p->view, index, row, p->rows);
+        uint64_t rows = view_together(&p->view, index, row, p->rows, min_u64(block, p->rows - row));
+        if (hidden >= visible) visible = 0;
         for (uint32_t part = 0; visible && part < group; part += QUERY_BLOCK) {
             float maxima[QUERY_BLOCK];
             uint32_t count = min_u32(QUERY_BLOCK, (uint32_t)rows * group - part);
-            score_block(job, p, index, keys, row_bytes, queries + (row * group + part) * dim, count,
-                        visible, maxima);
+            score_block(job, p, index, keys + (digest ? 0 : hidden * row_bytes), row_bytes,
+                        queries + (row * group + part) * dim, count, visible - hidden, maxima);
             uint32_t wide = group > QUERY_BLOCK ? count : group;
             max_over_group(maxima, rows, wide, one_list ? out : out + row * stride, stride,
                            one_list);
@@ -129,13 +134,15 @@ static void mass_head(const select_job *job, const plan *p, uint32_t index, uint
     float logits[1024]; /* page_tokens is at most that */
     uint32_t group = job->group, dim = layout->head_dim;
     for (uint64_t row = 0; row < p->rows; row++) {
+        uint32_t hidden = view_hidden(&p->view, index, row, p->rows);
         uint32_t visible = view_visible(&p->view, index, row, p->rows);
+        visible = visible > hidden ? visible - hidden : 0;
         for (uint32_t i = 0; i < group; i++) {
             uint64_t query = ((uint64_t)head * p->rows + row) * group + i;
             float *out = p->log_sums + query * p->view.pages + index;
             *out = -INFINITY;
             if (visible == 0) continue;
-            job->isa->score((int)layout->dtype, keys, row_bytes, visible, dim,
+            job->isa->score((int)layout->dtype, keys + hidden * row_bytes, row_bytes, visible, dim,
                             p->queries + query * dim, 1, job->args->scale, logits, visible);
             float largest = -INFINITY; /* or NaN, which then stays */
             for (uint32_t t = 0; t < visible; t++)
@@ -153,8 +160,8 @@ static int score_page(select_job *job, const plan *p, uint32_t index) {
     if (code < 0) return code;
     page_rows rows = view_rows(&p->view, index, PIECE_KEYS);
     if (digest) {
-        rows.first = pieces_of(pool, sequence_page(p->view.sequence, index), p->view.layer,
-                               PIECE_DIGEST);
+        uint32_t page = sequence_page(p->view.sequence, p->view.part, index);
+        rows.first = pieces_of(pool, page, p->view.layer, PIECE_DIGEST);
         rows.head_bytes = pool->geometry.digest_piece_bytes;
     }
     for (uint32_t head = 0; head < layout->kv_heads; head++) {
@@ -179,7 +186,7 @@ static int score_task(void *context, uint32_t item) {
     select_job *job = context;
     const plan *p = plan_of_task(job, item);
     const cxlkv_layout *layout = &job->batch->pool->layout;
-    uint32_t first = (item - p->first_task) * TASK_PAGES;
+    uint32_t first = p->low + (item - p->first_task) * TASK_PAGES;
     uint32_t last = min_u32(first + TASK_PAGES, p->view.pages);
     uint64_t bytes = 0, token_bytes = layout->head_dim * dtype_bytes(layout->dtype);
     for (uint32_t index = first; index < last; index++) {
@@ -196,10 +203,11 @@ static int score_task(void *context, uint32_t item) {
 static void add_mass(const plan *p, const float *log_sums, float share, float *scores) {
     float largest = -INFINITY;
     double total = 0;
-    for (uint32_t page = 0; page < p->view.pages; page++)
+    for (uint32_t page = p->low; page < p->view.pages; page++)
         if (log_sums[page] > largest) largest = log_sums[page];
-    for (uint32_t page = 0; page < p->view.pages; page++) total += exp(log_sums[page] - largest);
-    for (uint32_t page = 0; page < p->view.pages; page++)
+    for (uint32_t page = p->low; page < p->view.pages; page++)
+        total += exp(log_sums[page] - largest);
+    for (uint32_t page = p->low; page < p->view.pages; page++)
         scores[page] += share * (float)(exp(log_sums[page] - largest) / total);
 }
 
@@ -275,7 +283,7 @@ static int choose_mass(const float *scores, const window *w, double mass, uint8_
     if (!order) return fail(ENOMEM, "no memory to sort %u pages", w->pages);
     uint32_t count = 0;
     double sum = 0;
-    for (uint32_t page = 0; page < w->pages; page++) {
+    for (uint32_t page = w->low; page < w->pages; page++) {
         chosen[page] = is_forced(w, page);
         if (chosen[page]) sum += scores[page];
         else order[count++] = (candidate){scores[page], page};
@@ -292,9 +300,10 @@ static int choose_mass(const float *scores, const window *w, double mass, uint8_
 }
 
 static void choose_best(const float *scores, const window *w, uint8_t *chosen) {
-    uint32_t wanted = w->k - (w->sinks + w->pages - w->recent), equal = 0, threshold = UINT32_MAX;
+    uint32_t wanted = w->k - (w->sinks - w->low + w->pages - w->recent), equal = 0;
+    uint32_t threshold = UINT32_MAX;
     if (wanted) threshold = threshold_rank(scores, w->sinks, w->recent, wanted, &equal);
-    for (uint32_t page = 0; page < w->pages; page++) {
+    for (uint32_t page = w->low; page < w->pages; page++) {
         uint32_t rank = rank_of(scores[page]);
         chosen[page] = is_forced(w, page);
         if (chosen[page] || wanted == 0) continue;
@@ -315,7 +324,7 @@ static int emit(const select_job *job, const plan *p, const window *w, uint64_t 
     } else {
         choose_best(scores, w, chosen);
     }
-    for (uint32_t page = 0; page < w->pages; page++)
+    for (uint32_t page = w->low; page < w->pages; page++)
         if (chosen[page]) {
             pages[count] = (int32_t)page;
             values[count++] = scores[page];
@@ -348,7 +357,7 @@ static uint64_t list_bytes(const select_job *job, const plan *p, uint64_t list) 
     uint64_t tokens = 0;
     for (int32_t i = 0; i < args->counts[list]; i++)
         tokens += view_filled(&p->view, (uint32_t)args->pages[list * args->k + (uint64_t)i]);
-    return tokens * (layout->head_dim + layout->value_head_dim) * dtype_bytes(layout->dtype);
+    return tokens * row_channels(layout) * dtype_bytes(layout->dtype);
 }
 
 static int choose_list(select_job *job, const plan *p, uint64_t list, uint8_t *chosen) {
@@ -433,7 +442,7 @@ static int args_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
 static uint64_t make_plans(select_job *job) {
     cxlkv_select_args *args = job->args;
     uint64_t lists = 0;
-    uint32_t tasks = 0;
+    uint32_t tasks = 0, page_tokens = job->batch->pool->layout.page_tokens;
     args->k = 0;
     for (uint32_t i = 0; i < job->batch->count; i++) {
         plan *p = &job->plans[i];
@@ -444,7 +453,8 @@ static uint64_t make_plans(select_job *job) {
         p->first_list = lists;
         p->lists = args->per == CXLKV_PER_QUERY ? p->rows : 1;
         p->first_task = tasks;
-        p->tasks = p->rows ? (p->view.pages + TASK_PAGES - 1) / TASK_PAGES : 0;
+        p->low = p->rows ? (uint32_t)(view_low(&p->view, 0, p->rows) / page_tokens) : 0;
+        p->tasks = p->rows ? (p->view.pages - p->low + TASK_PAGES - 1) / TASK_PAGES : 0;
         tasks += p->tasks;
         lists += p->lists;
         for (uint64_t list = 0; list < p->lists; list++) {

@@ -73,7 +73,10 @@ uint64_t sequence_even_tokens(const cxlkv_sequence *sequence) {
 
 static void sequence_unmake(cxlkv_sequence *sequence) {
     pthread_rwlock_destroy(&sequence->lock);
-    free(sequence->chunks);
+    for (uint32_t part = 0; sequence->tables && part < sequence->pool->geometry.part_count; part++)
+        free(sequence->tables[part].chunks);
+    free(sequence->tables);
+    free(sequence->export_pages);
     free(sequence->layer_tokens);
     free(sequence->tails);
     free(sequence);
@@ -84,10 +87,11 @@ int sequence_make(cxlkv_pool *pool, cxlkv_sequence **out) {
     if (!made) return fail(ENOMEM, "no memory for a sequence");
     pthread_rwlock_init(&made->lock, NULL);
     made->pool = pool;
-    made->export_page = NO_PAGE;
+    made->tables = calloc(pool->geometry.part_count, sizeof(*made->tables));
+    made->export_pages = calloc(pool->geometry.part_count, sizeof(*made->export_pages));
     made->layer_tokens = calloc(pool->layout.layers, sizeof(*made->layer_tokens));
     made->tails = calloc(pool->layout.layers, sizeof(*made->tails));
-    if (!made->layer_tokens || !made->tails) {
+    if (!made->tables || !made->export_pages || !made->layer_tokens || !made->tails) {
         sequence_unmake(made);
         return fail(ENOMEM, "no memory for a sequence");
     }
@@ -102,12 +106,14 @@ int sequence_make(cxlkv_pool *pool, cxlkv_sequence **out) {
     return 0;
 }
 
-/* ---- the page table ---- */
+/* ---- the page tables ---- */
 
 /* Under the host lock when the pool is open; `held` false: the pool has given all back already. */
 static void chunk_drop(cxlkv_pool *pool, chunk *dropped, bool held) {
-    if (atomic_fetch_sub_explicit(&dropped->references, 1, memory_order_acq_rel) != 1) return;
-    if (held) pages_drop(pool, dropped->count, dropped->pages);
+    if (!dropped ||
+        atomic_fetch_sub_explicit(&dropped->references, 1, memory_order_acq_rel) != 1)
+        return;
+    if (held) pages_drop(pool, dropped->count - dropped->first, dropped->pages + dropped->first);
     free(dropped);
 }
 
@@ -115,17 +121,7 @@ static chunk *chunk_make(void) {
     chunk *made = malloc(sizeof(*made));
     if (!made) return NULL;
     atomic_init(&made->references, 1);
-    made->count = 0;
-    return made;
-}
-
-/* A private copy of the first `count` pages, each held once more; under the host lock. */
-static chunk *chunk_clone(cxlkv_pool *pool, const chunk *from, uint32_t count) {
-    chunk *made = chunk_make();
-    if (!made) return NULL;
-    memcpy(made->pages, from->pages, count * sizeof(uint32_t));
-    made->count = count;
-    pages_hold(pool, count, made->pages);
+    made->first = made->count = 0;
     return made;
 }
 
@@ -133,91 +129,175 @@ static bool chunk_is_shared(chunk *c) {
     return atomic_load_explicit(&c->references, memory_order_acquire) > 1;
 }
 
-int sequence_reserve(cxlkv_sequence *sequence, uint32_t count) {
-    cxlkv_pool *pool = sequence->pool;
+/* A private copy of pages [first, count), each held once more; under the host lock. */
+static chunk *chunk_clone(cxlkv_pool *pool, const chunk *from, uint32_t first, uint32_t count) {
+    chunk *made = chunk_make();
+    if (!made) return NULL;
+    if (first < from->first) first = from->first;
+    if (count > from->count) count = from->count;
+    if (count < first) count = first;
+    memcpy(made->pages + first, from->pages + first, (count - first) * sizeof(uint32_t));
+    made->first = (uint16_t)first;
+    made->count = (uint16_t)count;
+    pages_hold(pool, count - first, made->pages + first);
+    return made;
+}
+
+/* Keeps pages [first, count) of what *at holds, which stays as it is for others who share it. */
+static int chunk_keep(cxlkv_pool *pool, chunk **at, uint32_t first, uint32_t count) {
+    chunk *own = *at;
+    if (chunk_is_shared(own)) {
+        own = chunk_clone(pool, *at, first, count);
+        if (!own) return fail(ENOMEM, "no memory for a page table");
+        chunk_drop(pool, *at, true);
+        *at = own;
+    }
+    if (first < own->first) first = own->first;
+    if (count > own->count) count = own->count;
+    if (count < first) count = first; /* none is left; the next page comes at `first` or behind */
+    uint32_t low = min_u32(first, own->count), high = count < low ? low : count;
+    if (low > own->first) pages_drop(pool, low - own->first, own->pages + own->first);
+    if (high < own->count) pages_drop(pool, own->count - high, own->pages + high);
+    own->first = (uint16_t)first;
+    own->count = (uint16_t)count;
+    return 0;
+}
+
+/* Under the host lock, or on a sequence that nobody else knows and that shares nothing. */
+static int table_reserve(cxlkv_sequence *sequence, page_table *table, uint32_t count) {
     uint32_t pages = sequence->page_count, last = pages / CHUNK_PAGES;
     uint32_t wanted = (uint32_t)(((uint64_t)pages + count + CHUNK_PAGES - 1) / CHUNK_PAGES);
-    if (wanted > sequence->chunk_capacity) {
+    if (wanted > table->chunk_capacity) {
         uint32_t capacity = wanted + wanted / 2;
-        chunk **grown = realloc(sequence->chunks, capacity * sizeof(*grown));
+        chunk **grown = realloc(table->chunks, capacity * sizeof(*grown));
         if (!grown) return fail(ENOMEM, "no memory for a page table of %u chunks", capacity);
-        memset(grown + sequence->chunk_capacity, 0,
-               (capacity - sequence->chunk_capacity) * sizeof(*grown));
-        sequence->chunks = grown;
-        sequence->chunk_capacity = capacity;
+        memset(grown + table->chunk_capacity, 0,
+               (capacity - table->chunk_capacity) * sizeof(*grown));
+        table->chunks = grown;
+        table->chunk_capacity = capacity;
     }
-    if (pages % CHUNK_PAGES && chunk_is_shared(sequence->chunks[last])) {
-        int code = host_lock(pool);
+    if (pages % CHUNK_PAGES && table->chunks[last] && chunk_is_shared(table->chunks[last])) {
+        int code = chunk_keep(sequence->pool, &table->chunks[last], 0, pages % CHUNK_PAGES);
         if (code < 0) return code;
-        chunk *own = chunk_clone(pool, sequence->chunks[last], pages % CHUNK_PAGES);
-        if (own) {
-            chunk_drop(pool, sequence->chunks[last], true);
-            sequence->chunks[last] = own;
-        }
-        host_unlock(pool);
-        if (!own) return fail(ENOMEM, "no memory for a page table");
     }
     for (uint32_t i = last; i < wanted; i++)
-        if (!sequence->chunks[i] && !(sequence->chunks[i] = chunk_make()))
+        if (!table->chunks[i] && !(table->chunks[i] = chunk_make()))
             return fail(ENOMEM, "no memory for a page table");
     return 0;
 }
 
-void sequence_push(cxlkv_sequence *sequence, uint32_t page) {
-    chunk *last = sequence->chunks[sequence->page_count / CHUNK_PAGES];
+int sequence_reserve(cxlkv_sequence *sequence, uint32_t part, uint32_t count) {
+    return table_reserve(sequence, &sequence->tables[part], count);
+}
+
+void sequence_push(cxlkv_sequence *sequence, uint32_t part, uint32_t index, uint32_t page) {
+    chunk *last = sequence->tables[part].chunks[index / CHUNK_PAGES];
+    if (last->first == last->count) last->first = last->count = (uint16_t)(index % CHUNK_PAGES);
     last->pages[last->count++] = page;
-    sequence->page_count++;
+}
+
+uint32_t window_page(const cxlkv_pool *pool, uint32_t part, uint64_t position) {
+    uint64_t window = pool->parts[part].window;
+    if (window == 0 || position < window) return 0;
+    return (uint32_t)((position - window + 1) / pool->layout.page_tokens);
+}
+
+int sequence_advance(cxlkv_sequence *sequence, uint32_t part, uint32_t first) {
+    page_table *table = &sequence->tables[part];
+    uint32_t edge = first / CHUNK_PAGES, old = table->first;
+    if (first <= old) return 0;
+    if (edge < table->chunk_capacity && table->chunks[edge] && first % CHUNK_PAGES) {
+        int code = chunk_keep(sequence->pool, &table->chunks[edge], first % CHUNK_PAGES,
+                              CHUNK_PAGES);
+        if (code < 0) return code;
+    }
+    for (uint32_t i = old / CHUNK_PAGES; i < edge && i < table->chunk_capacity; i++) {
+        chunk_drop(sequence->pool, table->chunks[i], true);
+        table->chunks[i] = NULL;
+    }
+    table->first = first;
+    uint32_t end = min_u32(first, sequence->page_count);
+    if (end > old) atomic_fetch_add(&sequence->pool->window_pages_freed, end - old);
+    return 0;
+}
+
+/* The chunk that page_count cuts in two, if there is one. */
+static chunk **cut_edge(page_table *table, uint32_t page_count) {
+    uint32_t edge = page_count / CHUNK_PAGES;
+    if (page_count % CHUNK_PAGES == 0 || edge >= table->chunk_capacity) return NULL;
+    return table->chunks[edge] ? &table->chunks[edge] : NULL;
 }
 
 /* Drops the pages from page_count on. */
 int sequence_cut(cxlkv_sequence *sequence, uint32_t page_count) {
     cxlkv_pool *pool = sequence->pool;
-    uint32_t first = page_count / CHUNK_PAGES, kept = page_count % CHUNK_PAGES;
+    uint32_t parts = pool->geometry.part_count;
     if (page_count >= sequence->page_count) return 0;
     int code = host_lock(pool);
     if (code < 0) return code;
-    if (kept) {
-        chunk *edge = sequence->chunks[first];
-        if (chunk_is_shared(edge)) {
-            chunk *own = chunk_clone(pool, edge, kept);
-            if (!own) {
-                host_unlock(pool);
-                return fail(ENOMEM, "no memory for a page table");
-            }
-            chunk_drop(pool, edge, true);
-            sequence->chunks[first] = own;
-        } else {
-            pages_drop(pool, edge->count - kept, edge->pages + kept);
-            edge->count = kept;
-        }
-        first++;
+    /* First all that can fail: chunks that others share are copied. */
+    for (uint32_t part = 0; code == 0 && part < parts; part++) {
+        chunk **edge = cut_edge(&sequence->tables[part], page_count);
+        if (edge && chunk_is_shared(*edge)) code = chunk_keep(pool, edge, 0, CHUNK_PAGES);
     }
-    for (uint32_t i = first; i < sequence->chunk_capacity && sequence->chunks[i]; i++) {
-        chunk_drop(pool, sequence->chunks[i], true);
-        sequence->chunks[i] = NULL;
+    for (uint32_t part = 0; code == 0 && part < parts; part++) {
+        page_table *table = &sequence->tables[part];
+        chunk **edge = cut_edge(table, page_count);
+        if (edge) code = chunk_keep(pool, edge, 0, page_count % CHUNK_PAGES);
+        uint32_t gone = (page_count + CHUNK_PAGES - 1) / CHUNK_PAGES;
+        for (uint32_t i = gone; i < table->chunk_capacity; i++) {
+            chunk_drop(pool, table->chunks[i], true);
+            table->chunks[i] = NULL;
+        }
+        if (table->first > page_count) table->first = page_count;
     }
     host_unlock(pool);
-    sequence->page_count = page_count;
-    return 0;
+    if (code == 0) sequence->page_count = page_count;
+    return code;
+}
+
+static void tables_drop(cxlkv_sequence *sequence, bool held) {
+    for (uint32_t part = 0; part < sequence->pool->geometry.part_count; part++) {
+        page_table *table = &sequence->tables[part];
+        for (uint32_t i = 0; i < table->chunk_capacity; i++) {
+            chunk_drop(sequence->pool, table->chunks[i], held);
+            table->chunks[i] = NULL;
+        }
+        table->first = 0;
+    }
 }
 
 /* Under the sequence's write lock, with the pool open. */
 void sequence_drop_pages(cxlkv_sequence *sequence) {
     cxlkv_pool *pool = sequence->pool;
     if (host_lock(pool) < 0) return; /* the pages stay held until this process ends */
-    for (uint32_t i = 0; i < sequence->chunk_capacity && sequence->chunks[i]; i++) {
-        chunk_drop(pool, sequence->chunks[i], true);
-        sequence->chunks[i] = NULL;
-    }
-    if (sequence->export_page != NO_PAGE) pages_drop(pool, 1, &sequence->export_page);
+    tables_drop(sequence, true);
+    if (sequence->exported)
+        pages_drop(pool, pool->geometry.part_count, sequence->export_pages);
     host_unlock(pool);
-    sequence->export_page = NO_PAGE;
+    sequence->exported = false;
     sequence->page_count = 0;
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
         tail_drop(pool, sequence->tails[layer]);
         sequence->tails[layer] = NULL;
         sequence->layer_tokens[layer] = 0;
     }
+}
+
+/* Takes it off the pool's list and frees it; its pages were given back, or others have them. */
+static void sequence_discard(cxlkv_sequence *sequence) {
+    cxlkv_pool *pool = sequence->pool;
+    pthread_mutex_lock(&pool->list_lock);
+    if (sequence->previous) sequence->previous->next = sequence->next;
+    else pool->sequences = sequence->next;
+    if (sequence->next) sequence->next->previous = sequence->previous;
+    pool->sequence_count--;
+    pthread_mutex_unlock(&pool->list_lock);
+    tables_drop(sequence, false);
+    for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
+        tail_drop(pool, sequence->tails[layer]);
+    sequence_unmake(sequence);
+    pool_drop(pool);
 }
 
 void sequences_expire(cxlkv_pool *pool) {
@@ -251,28 +331,39 @@ int cxlkv_sequence_create(cxlkv_pool *pool, cxlkv_sequence **out) {
     return code;
 }
 
+static int fork_tables(const cxlkv_sequence *sequence, cxlkv_sequence *made) {
+    uint32_t chunks = (sequence->page_count + CHUNK_PAGES - 1) / CHUNK_PAGES;
+    for (uint32_t part = 0; chunks && part < sequence->pool->geometry.part_count; part++) {
+        const page_table *from = &sequence->tables[part];
+        page_table *to = &made->tables[part];
+        to->chunks = malloc(chunks * sizeof(*to->chunks));
+        if (!to->chunks) return fail(ENOMEM, "no memory for a page table");
+        to->chunk_capacity = chunks;
+        to->first = from->first;
+        for (uint32_t i = 0; i < chunks; i++) {
+            to->chunks[i] = from->chunks[i];
+            if (to->chunks[i])
+                atomic_fetch_add_explicit(&to->chunks[i]->references, 1, memory_order_relaxed);
+        }
+    }
+    return 0;
+}
+
 static int fork_locked(cxlkv_sequence *sequence, cxlkv_sequence **child) {
     cxlkv_pool *pool = sequence->pool;
     uint32_t layers = pool->layout.layers;
-    uint32_t chunks = (sequence->page_count + CHUNK_PAGES - 1) / CHUNK_PAGES;
     if (sequence_even_tokens(sequence) == UINT64_MAX)
         return fail(CXLKV_E_UNEVEN,
                     "layers have different lengths (%lu to %lu tokens): append the rest of the "
                     "step, or truncate, before you fork",
                     sequence->layer_tokens[layers - 1], sequence->layer_tokens[0]);
     cxlkv_sequence *made;
-    chunk **table = chunks ? malloc(chunks * sizeof(*table)) : NULL;
-    if (chunks && !table) return fail(ENOMEM, "no memory for a page table");
     int code = sequence_make(pool, &made);
+    if (code < 0) return code;
+    code = fork_tables(sequence, made);
     if (code < 0) {
-        free(table);
+        sequence_discard(made); /* its chunks are still the parent's: no page is dropped */
         return code;
-    }
-    made->chunks = table;
-    made->chunk_capacity = chunks;
-    for (uint32_t i = 0; i < chunks; i++) {
-        made->chunks[i] = sequence->chunks[i];
-        atomic_fetch_add_explicit(&made->chunks[i]->references, 1, memory_order_relaxed);
     }
     made->page_count = sequence->page_count;
     memcpy(made->layer_tokens, sequence->layer_tokens, layers * sizeof(uint64_t));
@@ -314,6 +405,7 @@ static int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint3
         for (uint32_t head = 0; head < layout->kv_heads; head++) {
             const uint8_t *from = pieces_of(pool, page, layer, kind) + head * stride;
             uint8_t *to = tail_at(pool, made, kind, head);
+            if (kind == PIECE_VALUES && values_are_keys(layout)) continue;
             for (uint32_t t = 0; t < filled; t++)
                 memcpy(to + t * tail_row_bytes(pool), from + t * row, row);
         }
@@ -335,8 +427,8 @@ static int rewind_layer(void *context, uint32_t layer) {
     uint64_t page = task->tokens / page_tokens;
     /* Tokens of an incomplete page are in the layer's tail already. */
     if (filled == 0 || sequence->layer_tokens[layer] < (page + 1) * page_tokens) return 0;
-    return tail_from_page(sequence->pool, sequence_page(sequence, (uint32_t)page), layer, filled,
-                          &task->made[layer]);
+    uint32_t id = sequence_page(sequence, sequence->pool->part_of[layer], (uint32_t)page);
+    return tail_from_page(sequence->pool, id, layer, filled, &task->made[layer]);
 }
 
 /* Everything that can fail comes before the first change. */
@@ -346,6 +438,14 @@ static int truncate_locked(cxlkv_sequence *sequence, uint64_t tokens) {
     if (tokens > sequence->layer_tokens[0])
         return fail(CXLKV_E_ARGUMENT, "truncate to %lu tokens: the sequence has %lu", tokens,
                     sequence->layer_tokens[0]);
+    for (uint32_t part = 0; tokens && part < pool->geometry.part_count; part++)
+        if (window_page(pool, part, tokens) < sequence->tables[part].first)
+            return fail(CXLKV_E_ARGUMENT,
+                        "truncate to %lu tokens: the layers with a window of %u have given back "
+                        "what token %lu would see (all before token %lu). Append with a larger "
+                        "rewind=, or compute the sequence anew",
+                        tokens, pool->parts[part].window, tokens,
+                        (uint64_t)sequence->tables[part].first * pool->layout.page_tokens);
     tail **made = calloc(layers, sizeof(*made));
     if (!made) return fail(ENOMEM, "no memory for truncate");
     rewind_task task = {.sequence = sequence, .tokens = tokens, .made = made};
@@ -394,21 +494,9 @@ int cxlkv_sequence_release(cxlkv_sequence *sequence) {
 
 void cxlkv_sequence_destroy(cxlkv_sequence *sequence) {
     if (!sequence) return;
-    cxlkv_pool *pool = sequence->pool;
     cxlkv_sequence_release(sequence);
-    pthread_mutex_lock(&pool->list_lock);
-    if (sequence->previous) sequence->previous->next = sequence->next;
-    else pool->sequences = sequence->next;
-    if (sequence->next) sequence->next->previous = sequence->previous;
-    pool->sequence_count--;
-    pthread_mutex_unlock(&pool->list_lock);
     /* After a close the tables are still here; the pages they name are not ours any more. */
-    for (uint32_t i = 0; i < sequence->chunk_capacity && sequence->chunks[i]; i++)
-        chunk_drop(pool, sequence->chunks[i], false);
-    for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
-        tail_drop(pool, sequence->tails[layer]);
-    sequence_unmake(sequence);
-    pool_drop(pool);
+    sequence_discard(sequence);
 }
 
 int64_t cxlkv_sequence_layer_tokens(cxlkv_sequence *sequence, uint32_t layer) {
@@ -435,10 +523,11 @@ int64_t cxlkv_sequence_pages(cxlkv_sequence *sequence, uint32_t *pages, uint64_t
     if (code < 0) return code;
     pthread_rwlock_rdlock(&sequence->lock);
     code = sequence_usable(sequence);
-    int64_t count = sequence->page_count;
-    for (uint32_t i = 0; code == 0 && i < count && i < capacity; i++)
-        pages[i] = sequence_page(sequence, i);
+    uint64_t count = 0;
+    for (uint32_t part = 0; code == 0 && part < pool->geometry.part_count; part++)
+        for (uint32_t i = sequence->tables[part].first; i < sequence->page_count; i++, count++)
+            if (count < capacity) pages[count] = sequence_page(sequence, part, i);
     pthread_rwlock_unlock(&sequence->lock);
     pool_leave(pool);
-    return code < 0 ? code : count;
+    return code < 0 ? code : (int64_t)count;
 }

@@ -34,7 +34,8 @@ static inline uint32_t random_below(uint64_t *state, uint32_t limit) {
 static inline cxlkv_layout test_layout(void) {
     cxlkv_layout layout = {.layers = TEST_LAYERS, .kv_heads = TEST_HEADS, .head_dim = TEST_DIM,
                            .value_head_dim = TEST_DIM, .page_tokens = TEST_PAGE_TOKENS,
-                           .dtype = CXLKV_FLOAT32, .checksum = 1, .shard = {0, 1, 0, 1}};
+                           .dtype = CXLKV_FLOAT32, .checksum = 1, .shard = {0, 1, 0, 1},
+                           .group_count = 1};
     return layout;
 }
 
@@ -87,7 +88,7 @@ static inline int64_t test_append(cxlkv_sequence *sequence, uint32_t layer, cons
                        .stride_bytes = {sizeof(*k), sizeof(**k), sizeof(***k)}};
     cxlkv_rows values = keys;
     values.data = v;
-    code = cxlkv_batch_append(batch, layer, &keys, &values, starts);
+    code = cxlkv_batch_append(batch, layer, &keys, &values, starts, -1);
     free(k);
     free(v);
     cxlkv_batch_destroy(batch);

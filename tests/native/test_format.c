@@ -101,7 +101,14 @@ static void test_hostile_numbers(cxlkv_pool *pool) {
     REFUSED(bad.group_count = 0);
     REFUSED(bad.group_count = 2);
     REFUSED(bad.groups[0].kind = 1);
-    REFUSED(bad.groups[0].window = 4096);
+    REFUSED(bad.groups[0].window = UINT32_MAX);
+    REFUSED(bad.groups[0].values = 2);
+    REFUSED(bad.group_of[1] = 1);
+    REFUSED(bad.group_of[TEST_LAYERS] = 1);
+    REFUSED(bad.group_count = CXLKV_GROUPS_MAX + 1);
+    REFUSED((bad.group_count = 2, bad.groups[1] = bad.groups[0], bad.group_of[1] = 1));
+    REFUSED(bad.geometry.record_layers = 1);
+    REFUSED(bad.geometry.part_count = 2);
     REFUSED(bad.groups[0].layers = 0);
     REFUSED(bad.groups[0].layers = UINT32_MAX);
     REFUSED(bad.groups[0].kv_heads = UINT32_MAX);
@@ -130,7 +137,7 @@ static void test_sizes_that_wrap(cxlkv_pool *pool) {
     memcpy(&bad, pool->base, sizeof(bad));
     cxlkv_layout layout = {.layers = 1024, .kv_heads = 1024, .head_dim = 4096,
                            .value_head_dim = 4096, .page_tokens = 1024, .dtype = CXLKV_FLOAT32,
-                           .checksum = 1, .shard = {0, 1, 0, 1}};
+                           .checksum = 1, .shard = {0, 1, 0, 1}, .group_count = 1};
     CHECK(geometry_make(&layout, 1ull << 62, &bad.geometry) == 0);
     bad.groups[0] = (group_row){.layers = 1024, .kv_heads = 1024, .head_dim = 4096,
                                 .value_head_dim = 4096, .dtype = CXLKV_FLOAT32};

@@ -155,7 +155,7 @@ static void test_callers_array_cut(void) {
     cxlkv_rows rows = {.data = array, .dtype = CXLKV_FLOAT32,
                        .stride_bytes = {sizeof(test_rows), TEST_DIM * 4, 4}};
     int32_t starts[2] = {0, 9};
-    CHECK(cxlkv_batch_append(batch, 0, &rows, &rows, starts) == -EFAULT);
+    CHECK(cxlkv_batch_append(batch, 0, &rows, &rows, starts, -1) == -EFAULT);
     CHECK(cxlkv_sequence_layer_tokens(sequence, 0) == 0);
     cxlkv_stats stats = test_stats(pool);
     CHECK(stats.pages_retired == 0 && stats.pages_free == stats.pages_total);

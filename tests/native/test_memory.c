@@ -39,6 +39,7 @@ static cxlkv_pool *pool;
 static cxlkv_sequence *sequence, *made;
 static cxlkv_batch *batch;
 static uint8_t hashes[PAGES * 16], handle[PAGES * 12 + 256];
+static uint64_t handle_bytes;
 static float rows[MORE][TEST_HEADS][TEST_DIM];
 
 /* ---- what is tried; each leaves its result in `made` or changes `sequence` ---- */
@@ -46,12 +47,14 @@ static float rows[MORE][TEST_HEADS][TEST_DIM];
 static int64_t do_create(void) { return cxlkv_sequence_create(pool, &made); }
 static int64_t do_fork(void) { return cxlkv_sequence_fork(sequence, &made); }
 static int64_t do_adopt(void) {
-    return cxlkv_sequence_adopt(pool, handle, PAGES * 12 + 12 + 44, &made);
+    return cxlkv_sequence_adopt(pool, handle, handle_bytes, &made);
 }
 static int64_t do_match(void) { return cxlkv_match(pool, PAGES, hashes, 100, &made); }
 static int64_t do_truncate(void) { return cxlkv_sequence_truncate(sequence, TOKENS - 5); }
 static int64_t do_export(void) {
-    return cxlkv_sequence_export(sequence, handle, sizeof(handle));
+    int64_t bytes = cxlkv_sequence_export(sequence, handle, sizeof(handle));
+    if (bytes > 0) handle_bytes = (uint64_t)bytes;
+    return bytes;
 }
 static int64_t do_batch(void) {
     cxlkv_batch *another;
@@ -63,7 +66,7 @@ static int64_t do_append(void) {
     int32_t starts[2] = {0, MORE};
     cxlkv_rows k = {.data = rows, .dtype = CXLKV_FLOAT32,
                     .stride_bytes = {sizeof(rows[0]), sizeof(rows[0][0]), sizeof(float)}};
-    return cxlkv_batch_append(batch, 0, &k, &k, starts);
+    return cxlkv_batch_append(batch, 0, &k, &k, starts, -1);
 }
 static int64_t do_fetch(void) {
     static float out[2][(PAGES + 1) * TEST_HEADS * TEST_PAGE_TOKENS * TEST_DIM];
