@@ -33,12 +33,12 @@ void *__wrap_aligned_alloc(size_t alignment, size_t bytes) {
     return fails_now() ? NULL : __real_aligned_alloc(alignment, bytes);
 }
 
-enum { PAGES = CHUNK_PAGES + 5, TOKENS = PAGES * TEST_PAGE_TOKENS + 3, MORE = 9 };
+enum { PAGES = CHUNK_PAGES + 5, TOKENS = PAGES * TEST_PAGE_TOKENS + 3, MORE = 9, WINDOW = 30 };
 static uint64_t marks[TOKENS + MORE];
 static cxlkv_pool *pool;
 static cxlkv_sequence *sequence, *made;
 static cxlkv_batch *batch;
-static uint8_t hashes[PAGES * 16], handle[PAGES * 12 + 256];
+static uint8_t hashes[PAGES * 16], handle[2 * PAGES * 12 + 256];
 static uint64_t handle_bytes;
 static float rows[MORE][TEST_HEADS][TEST_DIM];
 
@@ -114,11 +114,15 @@ static int64_t do_create_pool(void) {
     return 0;
 }
 
+/* Layer 0 may have a window: then pages behind it may have gone in an append that failed later, and
+ * only the last layer is read whole. */
 static void as_it_was(uint64_t free_pages) {
-    CHECK(test_stats(pool).pages_free == free_pages);
+    if (pool->windowed) CHECK(test_stats(pool).pages_free >= free_pages);
+    else CHECK(test_stats(pool).pages_free == free_pages);
     CHECK(cxlkv_sequence_tokens(sequence) == TOKENS);
     CHECK(cxlkv_sequence_layer_tokens(sequence, 0) == TOKENS);
-    CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
+    CHECK(test_verify(sequence, TEST_LAYERS - 1, marks, TOKENS) == 0);
+    if (!pool->windowed) CHECK(test_verify(sequence, 0, marks, TOKENS) == 0);
     test_clean(pool);
 }
 
@@ -151,7 +155,42 @@ static void try(const char *name, int64_t (*operation)(void), bool keeps) {
 static void restore(void) {
     CHECK(cxlkv_sequence_truncate(sequence, TOKENS - 5) == 0);
     CHECK(test_append_all(sequence, marks + TOKENS - 5, 5) >= 0);
-    CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
+    CHECK(test_verify(sequence, TEST_LAYERS - 1, marks, TOKENS) == 0);
+}
+
+/* Layer 0 sees WINDOW tokens, layer 1 all: two parts. The window's pages cross from one chunk of the
+ * page table to the next, and forks share them. */
+static void windowed(void) {
+    cxlkv_layout layout = test_layout();
+    layout.group_count = 2;
+    layout.windows[0] = WINDOW;
+    layout.group_of[1] = 1;
+    CHECK(cxlkv_pool_create(NULL, &layout, 4 << 20, 0, &pool) == 0);
+    CHECK(pool->geometry.part_count == 2 && pool->windowed);
+    for (int shared = 0; shared < 2; shared++) {
+        cxlkv_sequence *child = NULL;
+        CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
+        CHECK(test_append_all(sequence, marks, TOKENS) >= 0);
+        CHECK(cxlkv_batch_create(pool, 1, &sequence, &batch) == 0);
+        CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes) > (shared ? -1 : PAGES));
+        try("fork", do_fork, false);
+        try("match", do_match, false);
+        try("export", do_export, true);
+        try("adopt", do_adopt, false);
+        try("select", do_select, false);
+        try("attend", do_attend, false);
+        if (shared) CHECK(cxlkv_sequence_fork(sequence, &child) == 0);
+        try("truncate", do_truncate, false);
+        restore();
+        try("append", do_append, false);
+        CHECK(cxlkv_sequence_truncate(sequence, TOKENS) == 0);
+        if (shared) CHECK(test_verify(child, TEST_LAYERS - 1, marks, TOKENS) == 0);
+        cxlkv_sequence_destroy(child);
+        cxlkv_batch_destroy(batch);
+        cxlkv_sequence_destroy(sequence);
+        CHECK(test_stats(pool).pages_held == 0 && test_stats(pool).window_pages_freed > 0);
+    }
+    cxlkv_pool_destroy(pool);
 }
 
 int main(void) {
@@ -194,5 +233,6 @@ int main(void) {
     cxlkv_sequence_destroy(sequence);
     cxlkv_pool_destroy(pool);
     CHECK(cxlkv_pool_remove(path) == 0);
+    windowed();
     return 0;
 }
