@@ -7,6 +7,9 @@ match finds. What the layers hold is compared with numpy's reference, window by 
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +21,7 @@ import pytest
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, PoolFullError, Sequence
 from cxlkv.errors import BadArgumentError, CorruptError, UnsupportedError
 from cxlkv.ndp import reference
+from cxlkv.prefix import prefix_keys
 
 from .conftest import audit
 
@@ -441,6 +445,67 @@ def test_a_damaged_page_of_a_part_is_named(tmp_path: Path) -> None:
         sequence.fetch(3)
     sequence.attend(0, rows[:1, [0, 0]])  # the other parts are whole
     pool.close()
+
+
+ADOPTER = """
+import sys
+import numpy as np
+from cxlkv import CXLPool
+pool = CXLPool.open(sys.argv[1], threads=1)
+sequence = pool.adopt(bytes.fromhex(sys.argv[2]))
+hit = pool.match_prefix(range(100))
+found = hit.sequence()
+for line in sys.stdin:
+    query = np.full((4, 4), float(line), np.float32)
+    for held in (sequence, found):
+        for layer in range(pool.layout.layers):
+            print(held.attend(layer, query)[0].tobytes().hex())
+    print(hit.tokens, flush=True)
+"""
+
+
+def test_another_process_adopts_and_matches_what_has_windows(tmp_path: Path) -> None:
+    """It reads the same, also when the giver has gone on; killed, it leaves nothing held."""
+    layout, _ = LAYOUTS["gemma"]
+    rng = np.random.default_rng(9)
+    with CXLPool.create(tmp_path / "pool", layout=layout, capacity="4MiB", threads=1) as pool:
+        sequence = pool.sequence()
+        rows = [rng.standard_normal((102, HEADS, DIM)).astype(np.float32) for _ in range(8)]
+        for first, last in ((0, 90), (90, 102)):
+            for layer in range(layout.layers):
+                part = rows[layer][first:last]
+                sequence.append(layer, part, -part)
+        pool.publish_prefix(sequence, range(102))
+        kept = sequence.fork()
+        arguments = [sys.executable, "-c", ADOPTER, str(tmp_path / "pool"), sequence.handle.hex()]
+        with subprocess.Popen(
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as child:
+            assert child.stdin
+            assert child.stdout
+            for number in range(3):
+                query = np.full((4, 4), float(number), np.float32)
+                child.stdin.write(f"{number}\n")
+                child.stdin.flush()
+                got = [bytes.fromhex(child.stdout.readline()) for _ in range(2 * layout.layers)]
+                assert child.stdout.readline() == "100\n"
+                kept.truncate(102)
+                for layer in range(layout.layers):
+                    assert got[layer] == np.asarray(kept.attend(layer, query)[0]).tobytes()
+                    before = pool.match_prefix(range(100)).sequence().attend(layer, query)[0]
+                    assert got[layout.layers + layer] == np.asarray(before).tobytes()
+                for layer in range(layout.layers):  # the giver goes on: its windows move
+                    sequence.append(layer, rows[layer], rows[layer])
+                if number == 1:
+                    sequence.release()
+                    sequence = pool.sequence()
+            child.kill()
+        sequence.release()
+        kept.release()
+        pool.forget(prefix_keys(range(102), PAGE_TOKENS))
+        gc.collect()
+        assert pool.stats()["pages_held"] == pool.stats()["pages_published"] == 0
+        audit(pool)
 
 
 def test_groups_of_several_shapes_are_refused_by_name() -> None:
