@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, PoolFullError, Sequence
-from cxlkv.errors import BadArgumentError, CorruptError, UnsupportedError
+from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, PoolFullError, Sequence, _core
+from cxlkv.errors import BadArgumentError, CorruptError, StaleError, UnsupportedError
 from cxlkv.ndp import reference
 from cxlkv.prefix import prefix_keys
 
@@ -505,6 +505,37 @@ def test_another_process_adopts_and_matches_what_has_windows(tmp_path: Path) -> 
         pool.forget(prefix_keys(range(102), PAGE_TOKENS))
         gc.collect()
         assert pool.stats()["pages_held"] == pool.stats()["pages_published"] == 0
+        audit(pool)
+
+
+def test_hostile_handles(rng: np.random.Generator) -> None:
+    """Whatever a handle claims under a right CRC: it is refused, or what it names can be read."""
+    layout, _ = LAYOUTS["windows of three sizes"]
+    with CXLPool.create("anonymous:", layout=layout, capacity="4MiB", threads=1) as pool:
+        sequence = pool.sequence()
+        rows = rng.standard_normal((50, HEADS, DIM)).astype(np.float32)
+        for layer in range(layout.layers):
+            sequence.append(layer, rows, rows, rewind=2)
+        good = sequence.handle
+        assert len(pool.adopt(good)) == 50
+        refused = 0
+        for _ in range(3000):
+            bad = bytearray(good[:-4])
+            for _ in range(int(rng.integers(1, 3))):
+                at = int(rng.integers(24, len(bad)))  # behind magic, version and identity
+                bad[at] = int(rng.choice([0, 1, 13, 255, bad[at] ^ 1]))
+            if rng.random() < 0.1:
+                bad = bad[: int(rng.integers(len(bad)))]
+            try:
+                adopted = pool.adopt(bytes(bad) + _core.crc32c(bytes(bad)).to_bytes(4, "little"))
+            except (StaleError, CorruptError):
+                refused += 1
+                continue
+            for layer in range(layout.layers if len(adopted) else 0):
+                adopted.attend(layer, rows[:1, [0, 0]])
+            adopted.release()
+        assert refused > 2000
+        sequence.release()
         audit(pool)
 
 
