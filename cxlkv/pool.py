@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Sequences
+from functools import partial
 from types import TracebackType
 from typing import TypedDict
 
@@ -12,14 +13,21 @@ import numpy.typing as npt
 
 from cxlkv import _core
 from cxlkv.config import parse_bytes
-from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
+from cxlkv.errors import (
+    BadArgumentError,
+    GeometryError,
+    PoolExistsError,
+    PoolMissingError,
+    UnsupportedError,
+)
 from cxlkv.layout import KVLayout
 from cxlkv.pages import Pages
 from cxlkv.prefix import key_hashes, prefix_keys
-from cxlkv.regions import check_room, parse_where
+from cxlkv.regions import check_room, one_maker, parse_where
 from cxlkv.sequence import Batch, Hit, Sequence
 
 Path = str | os.PathLike[str]
+THREADS_MAX = 1024  # the core's limit
 
 
 class CheckReport(TypedDict):
@@ -66,11 +74,57 @@ class CXLPool:
         for name, value, built in (("sharing", sharing, "host"), ("durable", durable, "process")):
             if value != built:
                 raise UnsupportedError(f"{name}={value!r} is not built yet; {built!r} is")
+        _check_threads(threads)  # first: a pool that was made would stay behind
         path = parse_where(where)
         capacity_bytes = parse_bytes(capacity)
         check_room(path, capacity_bytes)
         handle = _core.pool_create(path, layout, checksum, capacity_bytes, force)
         return cls(handle, path)._with_threads(threads)
+
+    @classmethod
+    def from_config(cls, config: Path | Mapping[str, object]) -> CXLPool:
+        """The pool that a YAML file, or a mapping of the same keys, describes: opened or made.
+
+        docs/configuration.md explains the keys. By default a pool that is there is opened, so that
+        a restarted server finds its prefixes, and a missing one is made; processes that start at
+        once make it once. Raises BadArgumentError with file, line and key; GeometryError when the
+        pool there is another than described; and what open() and create() raise.
+        """
+        from cxlkv.pool_config import read_config  # pydantic and yaml, which few programs need
+
+        wanted = read_config(config)
+        path = parse_where(wanted.where)
+        make = partial(
+            cls.create,
+            wanted.where,
+            layout=wanted.layout.make(),
+            capacity=wanted.capacity,
+            checksum=wanted.checksum,
+            threads=wanted.threads,
+        )
+        if path is None:
+            return make()
+        with one_maker(path):
+            if not os.path.lexists(path):
+                if wanted.if_missing == "create":
+                    return make()
+                raise PoolMissingError(f"{path}: no pool there, and if_missing is error")
+            if wanted.if_exists == "replace":
+                cls.remove(path)
+                return make()
+            if wanted.if_exists == "error":
+                raise PoolExistsError(f"{path} exists, and if_exists is error")
+            pool = cls.open(path, threads=wanted.threads)
+        differences = wanted.differences(
+            pool.layout, pool.checksum, _core.pool_geometry(pool._handle)
+        )
+        if differences:
+            pool.close()
+            raise GeometryError(
+                f"{path} is another pool than the one described: {'; '.join(differences)}. Give "
+                "the new one another path, or remove the old one (if_exists: replace does it)"
+            )
+        return pool
 
     @classmethod
     def open(
@@ -104,8 +158,7 @@ class CXLPool:
 
     def set_threads(self, threads: int) -> None:
         """How many threads, the caller's included, share a scan or a copy."""
-        if not 1 <= threads < 1 << 31:  # the core has a limit of its own
-            raise BadArgumentError(f"{threads} threads: outside 1 to 1024")
+        _check_threads(threads)
         _core.pool_set_threads(self._handle, threads)
 
     def sequence(self) -> Sequence:
@@ -190,3 +243,8 @@ class CXLPool:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_threads(threads: int | None) -> None:
+    if threads is not None and not 1 <= threads <= THREADS_MAX:
+        raise BadArgumentError(f"{threads} threads: outside 1 to {THREADS_MAX}")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cxlkv.config import format_bytes
@@ -33,6 +36,27 @@ def parse_where(where: str | os.PathLike[str]) -> str | None:
     if not parent.is_dir():
         raise BadArgumentError(f"{text}: the folder {parent} does not exist")
     return text
+
+
+@contextmanager
+def one_maker(path: str) -> Iterator[None]:
+    """Within it, one process at a time makes the pool at `path`.
+
+    When all processes of a server start at once, each would reserve the whole capacity for a draft
+    of its own. The lock is the folder's, so nothing is left behind; on a file system that has none
+    for folders (NFS), the first finished draft wins, and the others raise PoolExistsError.
+    """
+    folder = -1
+    with suppress(OSError):
+        folder = os.open(Path(path).absolute().parent, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(folder, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if folder >= 0:
+            with suppress(OSError):  # by name: a child of os.fork() may have the folder open too
+                fcntl.flock(folder, fcntl.LOCK_UN)
+            os.close(folder)
 
 
 def check_room(path: str | None, capacity_bytes: int) -> None:

@@ -20,7 +20,7 @@ LAYERS = (
     {"errors", "config", "layout"},
     {"arrays"},
     {"_core"},
-    {"topology", "regions", "emulation"},
+    {"topology", "regions", "pool_config", "emulation"},
     {"coherence", "pages"},
     {"hotness", "policy", "prefix", "tiers", "stats"},
     {"ndp"},
