@@ -1,7 +1,8 @@
 /* Goal: threads of one process may use a pool together, through one handle or through two mappings
  * of one file; leases end under use; close waits, and then everything says "closed". Method: four
  * threads do random work on sequences of their own and on forks of a common one, each checking its
- * tokens; a fifth looks on. For TSan, and for ASan's use after free. */
+ * tokens; a fifth looks on, and replaces the pool's threads. Then one writes to a sequence that the
+ * others read, through one batch. For TSan, and for ASan's use after free. */
 #undef NDEBUG
 #include <sched.h>
 
@@ -134,9 +135,10 @@ static void *work(void *argument) {
 static void *look_on(void *argument) {
     char text[4096];
     (void)argument;
-    while (atomic_load(&finished) < THREADS) {
+    for (uint32_t round = 0; atomic_load(&finished) < THREADS; round++) {
         for (int i = 0; i < 2; i++) {
             cxlkv_stats stats;
+            CHECK(cxlkv_pool_set_threads(pools[i], 1 + round % 3) == 0);
             int64_t code = cxlkv_pool_stats(pools[i], &stats);
             CHECK(code == 0 || expected_error(code));
             code = cxlkv_pool_check(pools[i], 0, text, sizeof(text));
@@ -146,6 +148,60 @@ static void *look_on(void *argument) {
         sched_yield();
     }
     return NULL;
+}
+
+static void *write_shared(void *argument) {
+    cxlkv_batch *batch = argument;
+    uint64_t seed = 77, marks[TOKENS_MAX];
+    for (uint32_t i = 0; i < ROUNDS; i++) {
+        test_marks(marks, random_next(&seed) >> 8, TOKENS_MAX);
+        uint32_t cut = 1 + random_below(&seed, TOKENS_MAX);
+        CHECK(test_append_all(batch->sequences[0], marks, cut) >= 0);
+        CHECK(cxlkv_sequence_truncate(batch->sequences[0], 1 + random_below(&seed, cut)) == 0);
+    }
+    atomic_store(&finished, 1);
+    return NULL;
+}
+
+/* What they see is checked in tests/test_threads.py; here, that they see it without a race. */
+static void *read_shared(void *argument) {
+    cxlkv_batch *batch = argument;
+    enum { LISTS = TEST_HEADS, K = 3 };
+    float q[TEST_HEADS][TEST_DIM] = {{1}, {-1}}, out[TEST_HEADS][TEST_DIM], lse[TEST_HEADS];
+    float scores[LISTS * K];
+    int32_t pages[LISTS * K], counts[LISTS], starts[2] = {0, 1};
+    cxlkv_budget budget = {.kind = CXLKV_BUDGET_PAGES, .pages = K};
+    cxlkv_rows queries = {.data = q, .dtype = CXLKV_FLOAT32,
+                          .stride_bytes = {sizeof(q), sizeof(*q), sizeof(**q)}};
+    for (uint32_t layer = 0; !atomic_load(&finished); layer = (layer + 1) % TEST_LAYERS) {
+        cxlkv_select_args select = {
+            .layer = layer, .q_heads = TEST_HEADS, .queries = queries, .starts = starts,
+            .budgets = &budget, .budget_count = 1, .scale = 1, .capacity = LISTS * K,
+            .pages = pages, .scores = scores, .counts = counts};
+        CHECK(cxlkv_batch_select(batch, &select) >= 0);
+        CHECK(select.k >= 1 && pages[0] >= 0);
+        cxlkv_attend_args attend = {.layer = layer, .q_heads = TEST_HEADS, .queries = queries,
+                                    .starts = starts, .scale = 1, .out = out, .lse = lse};
+        CHECK(cxlkv_batch_attend(batch, &attend) >= 0);
+        CHECK(out[0][0] >= 0 && out[0][0] < 1 << 20); /* a mean of what test_value() gives */
+    }
+    return NULL;
+}
+
+static void share_one_sequence(void) {
+    pthread_t threads[THREADS];
+    cxlkv_sequence *shared;
+    cxlkv_batch *batch;
+    uint64_t first = 5;
+    CHECK(cxlkv_sequence_create(pools[0], &shared) == 0);
+    CHECK(test_append_all(shared, &first, 1) >= 0);
+    CHECK(cxlkv_batch_create(pools[0], 1, &shared, &batch) == 0);
+    atomic_store(&finished, 0);
+    for (uint32_t i = 0; i < THREADS; i++)
+        CHECK(pthread_create(&threads[i], NULL, i ? read_shared : write_shared, batch) == 0);
+    for (uint32_t i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
+    cxlkv_batch_destroy(batch);
+    cxlkv_sequence_destroy(shared);
 }
 
 static void run(bool close_meanwhile) {
@@ -182,6 +238,8 @@ int main(void) {
     cxlkv_stats stats = test_stats(pools[0]);
     CHECK(stats.pages_published == 0 && stats.processes == 2);
     CHECK(stats.pages_held == COMMON_TOKENS / TEST_PAGE_TOKENS);
+    share_one_sequence();
+    test_clean(pools[0]);
     run(true);
     cxlkv_sequence_destroy(common); /* after the close: it names pages that are not ours any more */
     for (int i = 0; i < 2; i++) cxlkv_pool_destroy(pools[i]);
