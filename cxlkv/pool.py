@@ -23,7 +23,7 @@ from cxlkv.errors import (
 from cxlkv.layout import KVLayout
 from cxlkv.pages import Pages
 from cxlkv.prefix import key_hashes, prefix_keys
-from cxlkv.regions import check_room, one_maker, parse_where
+from cxlkv.regions import check_host_folder, check_room, one_maker, parse_where
 from cxlkv.sequence import Batch, Hit, Sequence
 
 Path = str | os.PathLike[str]
@@ -77,6 +77,7 @@ class CXLPool:
         _check_threads(threads)  # first: a pool that was made would stay behind
         path = parse_where(where)
         capacity_bytes = parse_bytes(capacity)
+        check_host_folder(path)
         check_room(path, capacity_bytes)
         handle = _core.pool_create(path, layout, checksum, capacity_bytes, force)
         return cls(handle, path)._with_threads(threads)
@@ -138,6 +139,7 @@ class CXLPool:
         place = parse_where(path)
         if place is None:
             raise BadArgumentError("an anonymous pool cannot be opened: fork, or use a file")
+        check_host_folder(place)
         pool = cls(_core.pool_open(place), place)
         if layout is not None and layout != pool.layout:
             pool.close()

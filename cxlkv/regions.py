@@ -9,9 +9,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cxlkv.config import format_bytes
-from cxlkv.errors import BadArgumentError, MemoryShortError, UnsupportedError
+from cxlkv.errors import BadArgumentError, MemoryShortError, SystemCallError, UnsupportedError
 from cxlkv.topology import probe
 
+HOST_FOLDER = "/dev/shm"
+ADDRESSES_BYTES = 1 << 47  # of one process on today's machines
 LATER = {"numa": "a NUMA node", "dax": "a dax device", "cxl": "a CXL region"}
 
 
@@ -33,8 +35,10 @@ def parse_where(where: str | os.PathLike[str]) -> str | None:
     if not text or "\0" in text or text.endswith("/"):
         raise BadArgumentError(f"{text!r} is not a path of a file")
     parent = Path(text).absolute().parent
-    if not parent.is_dir():
-        raise BadArgumentError(f"{text}: the folder {parent} does not exist")
+    if not os.path.isdir(parent):
+        raise BadArgumentError(
+            f"{text}: the folder {parent} does not exist, or cannot be reached by this user"
+        )
     return text
 
 
@@ -59,21 +63,51 @@ def one_maker(path: str) -> Iterator[None]:
             os.close(folder)
 
 
+def check_host_folder(path: str | None) -> None:
+    """Raises SystemCallError when the processes of a pool at `path` could not find each other.
+
+    Wherever a pool's file lies, what its processes share about it (docs/architecture.md, host
+    state) is in /dev/shm; the core's own error would name a file that nobody asked for.
+    """
+    if path is None or os.access(HOST_FOLDER, os.W_OK | os.X_OK):
+        return
+    what = "cannot be written" if os.path.isdir(HOST_FOLDER) else "is missing"
+    raise SystemCallError(
+        f"{path}: the processes of a pool share a table in {HOST_FOLDER}, which {what}. "
+        "Mount it (mount -t tmpfs tmpfs /dev/shm; in Docker: --tmpfs /dev/shm), or use 'anonymous:'"
+    )
+
+
 def check_room(path: str | None, capacity_bytes: int) -> None:
     """Raises MemoryShortError when `capacity_bytes` cannot be had at `path` now.
 
     A file is reserved whole when it is made, so that it cannot fail later; memory that backs
     /dev/shm or an anonymous pool is also held against what is available and the cgroup's limit.
+    Raises SystemCallError when the folder cannot be written.
     """
+    if capacity_bytes >= ADDRESSES_BYTES:
+        raise MemoryShortError(
+            f"{format_bytes(capacity_bytes)} wanted: more than a process can address. Ask for less"
+        )
     if path is not None:
-        space = os.statvfs(Path(path).absolute().parent)
+        folder = Path(path).absolute().parent
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise SystemCallError(
+                f"{path}: the folder {folder} cannot be written by this user, or is read-only. "
+                "Choose another path"
+            )
+        space = os.statvfs(folder)
         free_bytes = space.f_bavail * space.f_frsize
         # hugetlbfs without a size says 0 of 0: then the reservation itself finds out.
         if space.f_blocks and capacity_bytes > free_bytes:
+            larger = (
+                "make it larger (in Docker: --shm-size; else: mount -o remount,size=... /dev/shm)"
+                if path.startswith("/dev/shm/")
+                else "choose a path on another file system"
+            )
             raise MemoryShortError(
                 f"{path}: {format_bytes(capacity_bytes)} wanted, its file system has "
-                f"{format_bytes(free_bytes)} free. Ask for less, or make it larger "
-                "(in Docker: --shm-size; else: mount -o remount,size=... /dev/shm)"
+                f"{format_bytes(free_bytes)} free. Ask for less, or {larger}"
             )
     if path is None or path.startswith("/dev/shm/"):
         check_memory(capacity_bytes)
@@ -82,6 +116,13 @@ def check_room(path: str | None, capacity_bytes: int) -> None:
 def check_memory(capacity_bytes: int) -> None:
     """Raises MemoryShortError when that much memory is not available to this process."""
     memory = probe().memory
+    if memory.available_bytes is None:  # /proc/meminfo is masked: the kernel still says how much
+        machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if capacity_bytes > machine_bytes:
+            raise MemoryShortError(
+                f"{format_bytes(capacity_bytes)} wanted, this machine has "
+                f"{format_bytes(machine_bytes)} of memory. Ask for less"
+            )
     if memory.available_bytes is not None and capacity_bytes > memory.available_bytes:
         raise MemoryShortError(
             f"{format_bytes(capacity_bytes)} wanted, {format_bytes(memory.available_bytes)} of "

@@ -10,18 +10,27 @@
 
 #include "internal.h"
 
+/* What helps, when a limit of this process is the cause. */
+static const char *remedy_of(int code) {
+    if (code == EMFILE) return ". This process may have no more open files: raise it, ulimit -n";
+    if (code == EFBIG) return ". This process may not make files that large: raise it, ulimit -f";
+    return "";
+}
+
 /* A shared mapping aligned to 2 MiB, so that huge pages can back it where there are any. */
 static int map_aligned(int fd, uint64_t bytes, uint8_t **base) {
     uint64_t reserved_bytes = bytes + AREA_ALIGNMENT;
     uint8_t *reserved = mmap(NULL, reserved_bytes, PROT_NONE,
                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (reserved == MAP_FAILED) return fail(errno, "no address space for %lu bytes", bytes);
+    if (reserved == MAP_FAILED)
+        return fail(errno, "no address space for %lu MiB. This process may have less: raise it, "
+                    "ulimit -v, or ask for a smaller pool", bytes >> 20);
     uint8_t *at = (uint8_t *)align_up((uintptr_t)reserved, AREA_ALIGNMENT);
     void *mapped = mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
     if (mapped == MAP_FAILED) {
         int code = errno;
         munmap(reserved, reserved_bytes);
-        return fail(code, "cannot map %lu bytes: %s", bytes, strerror(code));
+        return fail(code, "cannot map %lu MiB: %s", bytes >> 20, strerror(code));
     }
     if (at > reserved) munmap(reserved, (size_t)(at - reserved));
     uint8_t *end = at + align_up(bytes, 4096);
@@ -63,12 +72,17 @@ static int reserve_file(int fd, uint64_t bytes, const char *path) {
     int code = posix_fallocate(fd, 0, (off_t)bytes);
     if (code == EINVAL || code == EOPNOTSUPP) code = ftruncate(fd, (off_t)bytes) < 0 ? errno : 0;
     if (code == 0) return 0;
+    if (code != ENOSPC) { /* ENOSPC all the same: a limit, not the disk, is short */
+        int shown = code == EFBIG || code == EDQUOT ? ENOSPC : code;
+        return fail(shown, "%s: cannot reserve %lu MiB: %s%s", path, bytes >> 20, strerror(code),
+                    remedy_of(code));
+    }
     struct statvfs space;
     uint64_t free_bytes = 0;
     if (fstatvfs(fd, &space) == 0) free_bytes = (uint64_t)space.f_bavail * space.f_frsize;
-    return fail(code, "%s: cannot reserve %lu MiB (%s); its file system has %lu MiB free. Ask for "
-                "less, or make it larger (in Docker: --shm-size)",
-                path, bytes >> 20, strerror(code), free_bytes >> 20);
+    return fail(ENOSPC, "%s: cannot reserve %lu MiB; its file system has %lu MiB free. Ask for "
+                "less, make it larger (/dev/shm in Docker: --shm-size), or use another",
+                path, bytes >> 20, free_bytes >> 20);
 }
 
 int region_map_anonymous(uint64_t bytes, int *fd, uint8_t **base, const char **page_kind) {
@@ -84,9 +98,11 @@ int region_map_anonymous(uint64_t bytes, int *fd, uint8_t **base, const char **p
         close(made);
     }
     made = memfd_create("cxlkv-pool", MFD_CLOEXEC);
-    if (made < 0) return fail(errno, "memfd_create: %s", strerror(errno));
+    if (made < 0) return fail(errno, "memfd_create: %s%s", strerror(errno), remedy_of(errno));
     int code = 0;
-    if (ftruncate(made, (off_t)bytes) < 0) code = fail(errno, "memfd of %lu bytes", bytes);
+    if (ftruncate(made, (off_t)bytes) < 0)
+        code = fail(errno == EFBIG ? ENOSPC : errno, "no anonymous pool of %lu MiB: %s%s",
+                    bytes >> 20, strerror(errno), remedy_of(errno));
     if (code == 0) code = region_map_file(made, bytes, base, page_kind);
     if (code < 0) {
         close(made);
@@ -103,7 +119,8 @@ int region_create_file(const char *path, uint64_t bytes, char *made, size_t made
     if (written < 0 || (size_t)written >= made_bytes)
         return fail(ENAMETOOLONG, "%s: the path is too long", path);
     *fd = open(made, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    if (*fd < 0) return fail(errno, "%s: cannot create: %s", path, strerror(errno));
+    if (*fd < 0)
+        return fail(errno, "%s: cannot create: %s%s", path, strerror(errno), remedy_of(errno));
     int code = reserve_file(*fd, bytes, path);
     if (code == 0) code = region_map_file(*fd, bytes, base, page_kind);
     if (code < 0) {
