@@ -158,8 +158,8 @@ static void restore(void) {
     CHECK(test_verify(sequence, TEST_LAYERS - 1, marks, TOKENS) == 0);
 }
 
-/* Layer 0 sees WINDOW tokens, layer 1 all: two parts. The window's pages cross from one chunk of the
- * page table to the next, and forks share them. */
+/* Layer 0 sees WINDOW tokens, layer 1 all: two parts. The window's pages cross from one chunk of
+ * the page table to the next, and forks share them. */
 static void windowed(void) {
     cxlkv_layout layout = test_layout();
     layout.group_count = 2;
