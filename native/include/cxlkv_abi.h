@@ -92,9 +92,29 @@ typedef struct cxlkv_stats {
     uint64_t stale_handles;
     uint64_t window_pages_freed;    /* given back because no later token can see them */
     uint64_t window_pages_skipped;  /* never taken, for the same reason */
-    uint64_t reaped_processes;      /* of this host, since its state was made */
+    uint64_t reaped_processes;      /* of the pool, since it was made */
     uint64_t rebuilds;              /* of the allocator, after a death inside it */
 } cxlkv_stats;
+
+/* They only grow: of one process since it opened the pool, or of all since the pool was made. */
+typedef struct cxlkv_counters {
+    uint64_t appended_bytes;        /* K and V */
+    uint64_t scored_bytes;          /* read to choose pages */
+    uint64_t fetched_bytes;         /* copied out */
+    uint64_t attended_bytes;        /* K and V read by attention */
+    uint64_t corrupt_pieces;        /* CRCs that were wrong */
+    uint64_t stale_handles;         /* refused by adopt() */
+    uint64_t pool_full_errors;
+    uint64_t match_keys_asked;      /* prefix keys that match() looked for */
+    uint64_t match_keys_hit;        /* of them, those that a hit covers */
+    uint64_t window_pages_freed;    /* given back because no later token can see them */
+    uint64_t window_pages_skipped;  /* never taken, for the same reason */
+    uint64_t audited_selects;
+    uint64_t audited_recall;        /* summed over the audited selects, in 2^-32 */
+    uint64_t audited_mass;          /* attention mass kept, likewise */
+    uint64_t reaped_processes;      /* of a pool only: dead ones whose pages were given back */
+    uint64_t rebuilds;              /* of a pool only: of the allocator, after a death inside it */
+} cxlkv_counters;
 
 /* A [rows, heads, dim] array: data and strides in bytes. */
 typedef struct cxlkv_rows {
@@ -202,6 +222,9 @@ int cxlkv_pool_layout(cxlkv_pool *pool, cxlkv_layout *layout);
 int cxlkv_pool_geometry(cxlkv_pool *pool, cxlkv_geometry *geometry);
 int cxlkv_pool_identity(cxlkv_pool *pool, uint8_t *identity);
 int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats);
+/* Counts an audited select: the share of the exact method's pages that it chose, and the share of
+ * the attention that they hold. */
+int cxlkv_pool_count_audit(cxlkv_pool *pool, double recall, double mass);
 int cxlkv_pool_set_threads(cxlkv_pool *pool, uint32_t threads);
 /* Writes one line a problem into text; returns how many problems there are. */
 int64_t cxlkv_pool_check(cxlkv_pool *pool, uint32_t deep, char *text, uint64_t text_bytes);

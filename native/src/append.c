@@ -311,7 +311,7 @@ static int take_part(append_job *job, uint32_t i, uint32_t part, uint32_t *pages
     if (code < 0) return code;
     for (uint32_t j = 0; j < wanted; j++) sequence_push(sequence, part, first + j, pages[j]);
     uint32_t skipped = p->completed - wanted;
-    if (skipped) atomic_fetch_add(&pool->window_pages_skipped, skipped);
+    if (skipped) count_add(pool, COUNT_WINDOW_PAGES_SKIPPED, skipped);
     return 0;
 }
 
@@ -449,6 +449,7 @@ static int64_t append_locked(append_job *job, const int32_t *starts) {
     if (code == 0) code = run_tasks(pool, 1, write_tails, job);
     if (code == 0) code = run_tasks(pool, 1, seal_pages, job);
     if (code < 0) {
+        if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
         undo(job);
         return code;
     }
@@ -456,7 +457,7 @@ static int64_t append_locked(append_job *job, const int32_t *starts) {
     const cxlkv_layout *layout = &pool->layout;
     uint64_t token_bytes =
         layout->kv_heads * row_channels(layout) * dtype_bytes(layout->dtype);
-    atomic_fetch_add_explicit(&pool->appended_bytes, rows * token_bytes, memory_order_relaxed);
+    count_add(pool, COUNT_APPENDED_BYTES, rows * token_bytes);
     return rows;
 }
 

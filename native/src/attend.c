@@ -320,7 +320,7 @@ static int64_t attend_locked(attend_job *job) {
     if (code == 0) code = run_tasks(batch->pool, job->span_count / job->parts, merge_task, job);
     if (code < 0) return code;
     uint64_t bytes = atomic_load(&job->bytes);
-    atomic_fetch_add_explicit(&batch->pool->attended_bytes, bytes, memory_order_relaxed);
+    count_add(batch->pool, COUNT_ATTENDED_BYTES, bytes);
     return (int64_t)bytes;
 }
 

@@ -168,8 +168,7 @@ static int64_t fetch_locked(fetch_job *job) {
     job->stream = key_bytes + value_bytes > STREAM_BYTES;
     code = run_tasks(job->batch->pool, lists * layout->kv_heads, fetch_task, job);
     if (code < 0) return code;
-    atomic_fetch_add_explicit(&job->batch->pool->fetched_bytes, key_bytes + value_bytes,
-                              memory_order_relaxed);
+    count_add(job->batch->pool, COUNT_FETCHED_BYTES, key_bytes + value_bytes);
     return (int64_t)(key_bytes + value_bytes);
 }
 

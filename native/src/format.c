@@ -433,7 +433,7 @@ int piece_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_he
     static const char *const names[PIECE_KINDS] = {"digest", "K", "V"};
     uint32_t crc = crc32c(0, bytes, piece_data_bytes(&pool->layout, kind));
     if (crc == *checksum_of(pool, page, layer, kv_head, kind)) return 0;
-    atomic_fetch_add_explicit(&pool->corrupt_pieces, 1, memory_order_relaxed);
+    count_add(pool, COUNT_CORRUPT_PIECES, 1);
     return fail(CXLKV_E_CORRUPT,
                 "page %u, layer %u, kv head %u: the CRC of its %s is wrong, the bytes were "
                 "changed. Release the sequence and recompute it; `cxlkv pool check --deep` lists "

@@ -58,6 +58,7 @@ static int export_tail(cxlkv_sequence *sequence, uint64_t tokens) {
     if (code < 0) return code;
     export_forget(sequence);
     if (filled) code = pages_take(pool, parts, NO_PAGE, sequence->export_pages);
+    if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
     host_unlock(pool);
     if (code < 0 || filled == 0) return code;
     sequence->exported = true;
@@ -246,7 +247,7 @@ int cxlkv_sequence_adopt(cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
     pool_leave(pool);
     if (code == 0) code = reopen_tail(made, header.tokens);
     if (code < 0) {
-        if (code == -CXLKV_E_STALE) atomic_fetch_add(&pool->stale_handles, 1);
+        if (code == -CXLKV_E_STALE) count_outside(pool, COUNT_STALE_HANDLES, 1);
         cxlkv_sequence_destroy(made); /* drops what was held so far */
         return code;
     }
@@ -355,7 +356,7 @@ static bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, 
     if (pool->pages[*page].retired || descriptor_read(pool, *page, &line) < 0 ||
         memcmp(line.hash, hash, sizeof(line.hash)) != 0 || line.part != part ||
         record_check(pool, *page, pool->pages[*page].generation, pool->layout.page_tokens) < 0) {
-        atomic_fetch_add(&pool->corrupt_pieces, 1);
+        count_add(pool, COUNT_CORRUPT_PIECES, 1);
         return false;
     }
     *ordinal = line.ordinal;
@@ -365,6 +366,7 @@ static bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, 
 /* What a match found: by part and place in the chain a page, or NO_PAGE. */
 typedef struct found {
     uint32_t *pages;             /* [capacity][part_count] */
+    uint32_t *keys;              /* [capacity]: how many keys there are up to that page's */
     uint64_t count, capacity;
 } found;
 
@@ -372,11 +374,13 @@ static int found_add(cxlkv_pool *pool, found *f, uint32_t part, uint32_t ordinal
     uint64_t parts = pool->geometry.part_count;
     while (ordinal >= f->capacity) {
         uint64_t capacity = f->capacity ? 2 * f->capacity : 64;
-        uint32_t *grown = realloc(f->pages, capacity * parts * sizeof(*grown));
-        if (!grown) return fail(ENOMEM, "no memory for a match of %lu pages", capacity);
-        memset(grown + f->capacity * parts, 0xff,
-               (capacity - f->capacity) * parts * sizeof(*grown));
-        f->pages = grown;
+        uint32_t *keys = realloc(f->keys, capacity * sizeof(*keys));
+        if (keys) f->keys = keys;
+        uint32_t *pages = keys ? realloc(f->pages, capacity * parts * sizeof(*pages)) : NULL;
+        if (!pages) return fail(ENOMEM, "no memory for a match of %lu pages", capacity);
+        memset(pages + f->capacity * parts, 0xff,
+               (capacity - f->capacity) * parts * sizeof(*pages));
+        f->pages = pages;
         f->capacity = capacity;
     }
     f->pages[ordinal * parts + part] = page;
@@ -402,6 +406,7 @@ static int find_pages(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, u
                     int code = found_add(pool, f, part, ordinal, page);
                     if (code < 0) return code;
                     next[part] = ordinal + 1ull;
+                    f->keys[ordinal] = (uint32_t)key + 1;
                     any = 1;
                 }
             }
@@ -453,7 +458,10 @@ static int match_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, f
         pages = longest_prefix(pool, f);
         f->count = pages;
     }
-    return code < 0 ? code : hold_found(pool, f, pages, sequence);
+    if (code < 0) return code;
+    count_add(pool, COUNT_MATCH_KEYS_ASKED, count);
+    if (pages) count_add(pool, COUNT_MATCH_KEYS_HIT, f->keys[pages - 1]);
+    return hold_found(pool, f, pages, sequence);
 }
 
 int64_t cxlkv_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, double lease_s,
@@ -477,6 +485,7 @@ int64_t cxlkv_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, dou
         host_unlock(pool);
     }
     if (f) free(f->pages);
+    if (f) free(f->keys);
     free(f);
     uint64_t tokens = 0;
     if (code == 0) {

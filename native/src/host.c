@@ -12,8 +12,8 @@
 
 #include "internal.h"
 
-#define HOST_MAGIC 0x32305453484b5643ull /* "CVKHST02" */
-enum { LOCK_WAIT_S = 30, STATE_PATH_BYTES = 96 };
+#define HOST_MAGIC 0x33305453484b5643ull /* "CVKHST03" */
+enum { LOCK_WAIT_S = 30 };
 
 uint64_t random_u64(void) {
     uint64_t value = 0;
@@ -59,7 +59,7 @@ void process_identify(process_slot *slot) {
 }
 
 /* A process of another pid namespace cannot be judged from here: it counts as alive. */
-static bool process_is_dead(const process_slot *slot) {
+bool process_is_dead(const process_slot *slot) {
     struct stat status;
     process_view seen;
     uint64_t ours = stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
@@ -84,6 +84,7 @@ int host_register(cxlkv_pool *pool, uint32_t state, uint32_t *slot) {
                                    (off_t)host->held_stride_bytes);
         if (code != 0) return fail(code, "no room in /dev/shm for a table of page references");
         memset(held_of(pool, i), 0, host->held_stride_bytes);
+        counters_begin(host, i);
         process_identify(&host->processes[i]);
         host->processes[i].state = state;
         *slot = i;
@@ -99,13 +100,18 @@ void host_unregister(cxlkv_pool *pool, uint32_t slot) {
     pool->host->processes[slot].state = 0;
 }
 
+/* Under the lock, by whoever has it: the last row is nobody's own. */
+static void host_count(host_state *host, enum counter which) {
+    atomic_fetch_add_explicit(&host->counters[PROCESS_MAX].counts[which], 1, memory_order_relaxed);
+}
+
 uint64_t host_reap(cxlkv_pool *pool) {
     uint64_t reaped = 0;
     for (uint32_t i = 0; i < PROCESS_MAX; i++) {
         process_slot *slot = &pool->host->processes[i];
         if (slot->state == 0 || i == pool->slot || !process_is_dead(slot)) continue;
         host_unregister(pool, i);
-        pool->host->reaped_processes++;
+        host_count(pool->host, COUNT_REAPED_PROCESSES);
         reaped++;
     }
     return reaped;
@@ -146,7 +152,7 @@ int host_lock(cxlkv_pool *pool) {
         rewrite_repair(pool);
         host_rebuild(pool);
         host_reap(pool);
-        pool->host->rebuilds++;
+        host_count(pool->host, COUNT_REBUILDS);
         pthread_mutex_consistent(&pool->host->mutex);
         return 0;
     }
@@ -163,7 +169,7 @@ void host_unlock(cxlkv_pool *pool) {
 
 /* ---- making and rebuilding ---- */
 
-static uint64_t state_layout(uint32_t page_count, host_state *host) {
+uint64_t host_state_layout(uint32_t page_count, host_state *host) {
     uint64_t capacity = 64;
     while (capacity < 2ull * page_count) capacity *= 2;
     host->page_count = page_count;
@@ -244,11 +250,25 @@ static int state_map(cxlkv_pool *pool, uint64_t bytes) {
     return 0;
 }
 
+/* For whoever finds the state when nobody uses it: is its pool still there? */
+static void name_pool(cxlkv_pool *pool) {
+    char link[32];
+    struct stat status;
+    host_state *host = pool->host;
+    snprintf(link, sizeof(link), "/proc/self/fd/%d", pool->fd);
+    ssize_t length = readlink(link, host->pool_path, sizeof(host->pool_path));
+    if (length < 0 || (size_t)length >= sizeof(host->pool_path)) length = 0;
+    memset(host->pool_path + length, 0, sizeof(host->pool_path) - (size_t)length);
+    if (fstat(pool->fd, &status) < 0) return;
+    host->pool_device = status.st_dev;
+    host->pool_inode = status.st_ino;
+}
+
 /* Fills a new state of the pool from the region's descriptors. */
 static int state_make(cxlkv_pool *pool) {
     host_state fresh;
     memset(&fresh, 0, sizeof(fresh));
-    uint64_t bytes = state_layout(pool->geometry.page_count, &fresh);
+    uint64_t bytes = host_state_layout(pool->geometry.page_count, &fresh);
     if (ftruncate(pool->host_fd, (off_t)bytes) < 0 ||
         posix_fallocate(pool->host_fd, 0, (off_t)fresh.held_offset) != 0)
         return fail(ENOSPC, "no room in /dev/shm for %lu KiB of the pool's host state. Make it "
@@ -261,6 +281,8 @@ static int state_make(cxlkv_pool *pool) {
     host->nonce = random_u64();
     host->rewriting = NO_PAGE;
     memcpy(host->identity, pool->identity, sizeof(host->identity));
+    if (pool->path) name_pool(pool);
+    counters_restore(pool);
     pthread_mutexattr_t attributes;
     pthread_mutexattr_init(&attributes);
     pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
@@ -275,7 +297,7 @@ static int state_make(cxlkv_pool *pool) {
 }
 
 /* Of the file as well: a copy of a pool has its identity, and is another pool. */
-static void state_path(const uint8_t identity[16], int fd, char path[STATE_PATH_BYTES]) {
+void host_state_path(const uint8_t identity[16], int fd, char path[STATE_PATH_BYTES]) {
     struct stat status;
     unsigned long inode = fstat(fd, &status) == 0 ? status.st_ino : 0;
     size_t at = (size_t)snprintf(path, STATE_PATH_BYTES, "/dev/shm/cxlkv-");
@@ -286,24 +308,43 @@ static void state_path(const uint8_t identity[16], int fd, char path[STATE_PATH_
 
 int host_remove_state(const uint8_t identity[16], int fd) {
     char path[STATE_PATH_BYTES];
-    state_path(identity, fd, path);
+    host_state_path(identity, fd, path);
     return unlink(path) < 0 && errno != ENOENT ? -errno : 0;
+}
+
+bool host_state_fits(const host_state *host, uint32_t page_count, const uint8_t identity[16]) {
+    host_state expected;
+    uint64_t bytes = host_state_layout(page_count, &expected);
+    return host->magic == HOST_MAGIC && host->ready && host->bytes == bytes &&
+           host->page_count == expected.page_count && host->held_offset == expected.held_offset &&
+           memcmp(host->identity, identity, sizeof(host->identity)) == 0;
+}
+
+/* Opens the state's file under its lock, which is held while the file is open: so whoever gets it
+ * alone knows that nobody uses the state. False when it is not there, or was removed meanwhile. */
+static bool state_open(cxlkv_pool *pool, const char *path, int flags) {
+    struct stat status;
+    pool->host_fd = open(path, O_RDWR | O_CLOEXEC | flags, 0600);
+    if (pool->host_fd < 0) return false;
+    if (lock_byte(pool->host_fd, STATE_BYTE, false, true) == 0 &&
+        fstat(pool->host_fd, &status) == 0 && status.st_nlink > 0)
+        return true;
+    close(pool->host_fd);
+    pool->host_fd = -1;
+    errno = EAGAIN;
+    return false;
 }
 
 /* True when a state of this pool lies there and is the one that the pool names. */
 static bool state_join(cxlkv_pool *pool, const char *path) {
     host_state expected;
     struct stat status;
-    uint64_t bytes = state_layout(pool->geometry.page_count, &expected);
-    pool->host_fd = open(path, O_RDWR | O_CLOEXEC);
-    if (pool->host_fd < 0) return false;
+    uint64_t bytes = host_state_layout(pool->geometry.page_count, &expected);
+    if (!state_open(pool, path, 0)) return false;
     if (fstat(pool->host_fd, &status) == 0 && (uint64_t)status.st_size == bytes &&
         state_map(pool, bytes) == 0) {
-        const host_state *host = pool->host;
-        if (host->magic == HOST_MAGIC && host->ready && host->bytes == bytes &&
-            host->page_count == expected.page_count && host->held_offset == expected.held_offset &&
-            memcmp(host->identity, pool->identity, sizeof(host->identity)) == 0 &&
-            host->nonce == host_line_read(pool)) {
+        if (host_state_fits(pool->host, pool->geometry.page_count, pool->identity) &&
+            pool->host->nonce == host_line_read(pool)) {
             bind_tables(pool);
             return true;
         }
@@ -317,7 +358,7 @@ static bool state_join(cxlkv_pool *pool, const char *path) {
 
 static int state_attach_file(cxlkv_pool *pool) {
     char path[STATE_PATH_BYTES];
-    state_path(pool->identity, pool->fd, path);
+    host_state_path(pool->identity, pool->fd, path);
     if (state_join(pool, path)) return lock_byte(pool->fd, USE_BYTE, false, false);
     /* Nobody may be using the pool through a state that we cannot see, as in another container. */
     if (lock_byte(pool->fd, USE_BYTE, true, false) < 0)
@@ -326,8 +367,9 @@ static int state_attach_file(cxlkv_pool *pool) {
                     "/dev/shm with them, or close the pool there",
                     pool->path);
     unlink(path);
-    pool->host_fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    if (pool->host_fd < 0) return fail(errno, "%s: cannot create: %s", path, strerror(errno));
+    for (int attempt = 0; !state_open(pool, path, O_CREAT | O_EXCL); attempt++)
+        if (errno != EAGAIN || attempt == 16) /* `cxlkv pool gc` may take an empty one for a loss */
+            return fail(errno, "%s: cannot create: %s", path, strerror(errno));
     int code = state_make(pool);
     if (code < 0) {
         unlink(path);
@@ -359,11 +401,23 @@ int host_attach(cxlkv_pool *pool) {
     if (code == 0) {
         host_reap(pool);
         code = host_register(pool, 1, &pool->slot);
-        if (code == 0) pool->held = held_of(pool, pool->slot);
+        if (code == 0) {
+            pool->held = held_of(pool, pool->slot);
+            counters_bind(pool, pool->slot);
+        }
         host_unlock(pool);
     }
     if (pool->path) unlock_byte(pool->fd, ATTACH_BYTE);
     return code;
+}
+
+/* What outlives the host state: the totals, and when the pool was last in use (the file's time). */
+static void leave_traces(cxlkv_pool *pool) {
+    guard fault;
+    GUARD_BEGIN(fault) {
+        counters_save(pool);
+    } GUARD_END(fault, (void)fault) /* who leaves has no use for the loss of a count */
+    futimens(pool->fd, NULL);
 }
 
 /* The last one out removes the state: the region alone says all that the next one needs. */
@@ -383,6 +437,8 @@ void host_detach(cxlkv_pool *pool) {
             if (pool->host->processes[i].state) last = false;
         host_unlock(pool);
     }
+    if (pool->path) leave_traces(pool);
+    counters_unbind(pool);
     if (pool->path && last && lock_byte(pool->fd, USE_BYTE, true, false) == 0)
         host_remove_state(pool->identity, pool->fd);
     munmap(pool->host, pool->host->bytes);

@@ -67,7 +67,8 @@ typedef struct superblock {
     uint8_t group_of[CXLKV_LAYERS_MAX];
     uint32_t crc;                /* of all bytes before it */
 } superblock;
-_Static_assert(sizeof(superblock) <= SUPERBLOCK_BYTES - LINE_BYTES, "leaves the host line");
+_Static_assert(sizeof(superblock) <= SUPERBLOCK_BYTES - 4 * LINE_BYTES,
+               "leaves the saved counters and the host line");
 
 /* The last line of the superblock's page: which host state speaks for this pool. */
 typedef struct host_line {
@@ -138,6 +139,35 @@ typedef struct index_entry {
     uint32_t reserved;
 } index_entry;
 
+/* In the order of cxlkv_counters, which says what each counts. */
+enum counter {
+    COUNT_APPENDED_BYTES,
+    COUNT_SCORED_BYTES,
+    COUNT_FETCHED_BYTES,
+    COUNT_ATTENDED_BYTES,
+    COUNT_CORRUPT_PIECES,
+    COUNT_STALE_HANDLES,
+    COUNT_POOL_FULL,
+    COUNT_MATCH_KEYS_ASKED,
+    COUNT_MATCH_KEYS_HIT,
+    COUNT_WINDOW_PAGES_FREED,
+    COUNT_WINDOW_PAGES_SKIPPED,
+    COUNT_AUDITED_SELECTS,
+    COUNT_AUDITED_RECALL,
+    COUNT_AUDITED_MASS,
+    COUNT_REAPED_PROCESSES,
+    COUNT_REBUILDS,
+    COUNT_KINDS
+};
+_Static_assert(sizeof(cxlkv_counters) == COUNT_KINDS * sizeof(uint64_t), "one for each");
+
+/* On lines of its own: no process waits for another to count. */
+typedef struct counter_row {
+    _Alignas(LINE_BYTES) atomic_ulong counts[COUNT_KINDS];
+    atomic_ulong sequences;      /* not a sum but the number now */
+} counter_row;
+_Static_assert(sizeof(counter_row) % LINE_BYTES == 0, "a row shares no line");
+
 typedef struct host_state {
     uint64_t magic;
     uint64_t nonce;
@@ -148,10 +178,25 @@ typedef struct host_state {
     pthread_mutex_t mutex;       /* robust, process-shared: guards all below and the held tables */
     uint32_t free_runs, partial_runs;  /* heads of the two lists, NO_PAGE when empty */
     uint64_t free_pages, published_pages;
-    uint64_t reaped_processes, rebuilds;
     uint32_t rewriting;          /* page whose sealed record is being rewritten, or NO_PAGE */
     process_slot processes[PROCESS_MAX];
+    uint64_t pool_device, pool_inode;
+    char pool_path[512];         /* where the pool's file lay; empty when the name is longer */
+    /* A row for each slot, written by the slot's process only and never set back: the pool's total
+     * is the sum of all rows, and no death can take from it or add twice. What a process counted
+     * is its row less what stood there when it came. The last row is written under the lock: what
+     * was counted before this state was made, and what no process of its own counts. */
+    counter_row counters[PROCESS_MAX + 1];
+    counter_row counters_before[PROCESS_MAX];
 } host_state;
+
+/* The totals, as the last to leave wrote them before the host line: they outlive the host state. */
+typedef struct saved_counters {
+    uint64_t counts[COUNT_KINDS];
+    uint32_t crc;
+} saved_counters;
+enum { SAVED_COUNTERS_OFFSET = SUPERBLOCK_BYTES - 4 * LINE_BYTES };
+_Static_assert(sizeof(saved_counters) <= 3 * LINE_BYTES, "leaves the host line");
 
 /* ---- process-local ---- */
 
@@ -194,8 +239,7 @@ struct cxlkv_pool {
     pthread_mutex_t spare_lock;  /* guards the two below */
     struct tail *spare_tails;
     uint64_t spare_count;
-    atomic_ulong appended_bytes, scored_bytes, fetched_bytes, attended_bytes;
-    atomic_ulong corrupt_pieces, stale_handles, window_pages_freed, window_pages_skipped;
+    counter_row *counters;       /* our row in the host state */
     uint32_t fork_slot;          /* made for the child between fork's prepare and its end */
     uint64_t fork_nonce;         /* that slot's: it may be reaped and given to another */
     struct cxlkv_pool *next;     /* all open pools of this process, for fork */
@@ -283,6 +327,8 @@ int region_map_file(int fd, uint64_t bytes, uint8_t **base, const char **page_ki
 void region_unmap(uint8_t *base, uint64_t bytes, const char *page_kind);
 /* Byte 0 is held while a process joins or leaves, byte 1 (shared) while it uses the pool. */
 enum { ATTACH_BYTE = 0, USE_BYTE = 1 };
+/* And of a host state's file: held (shared) while it is open. */
+enum { STATE_BYTE = 0 };
 int lock_byte(int fd, off_t offset, bool exclusive, bool wait);
 int unlock_byte(int fd, off_t offset);
 
@@ -350,6 +396,26 @@ static inline uint8_t *pieces_of(const cxlkv_pool *pool, uint32_t page, uint32_t
     return at + g->values_offset + slot * heads * g->value_piece_bytes;
 }
 
+/* ---- counters.c: what is counted is seen by all processes of the host ---- */
+static inline void count_add(cxlkv_pool *pool, enum counter which, uint64_t amount) {
+    atomic_fetch_add_explicit(&pool->counters->counts[which], amount, memory_order_relaxed);
+}
+/* The number of sequences now; under list_lock. */
+static inline void count_sequences(cxlkv_pool *pool) {
+    atomic_store_explicit(&pool->counters->sequences, pool->sequence_count, memory_order_relaxed);
+}
+/* For a thread outside of any operation: the pool may be closing. */
+void count_outside(cxlkv_pool *pool, enum counter which, uint64_t amount);
+void counters_begin(host_state *host, uint32_t slot);  /* under the lock, before the slot is live */
+void counters_bind(cxlkv_pool *pool, uint32_t slot);
+void counters_unbind(cxlkv_pool *pool);                /* before the host state is unmapped */
+/* Those of a slot's process since it came; of all processes ever. */
+void counters_of_slot(host_state *host, uint32_t slot, cxlkv_counters *counters);
+void counters_total(host_state *host, cxlkv_counters *counters);
+void counters_save(cxlkv_pool *pool);                  /* in the region */
+void counters_load(const uint8_t *superblock_page, cxlkv_counters *counters);
+void counters_restore(cxlkv_pool *pool);               /* into a new host state */
+
 /* ---- host.c ---- */
 int host_attach(cxlkv_pool *pool);        /* joins or makes the host state; registers us */
 void host_detach(cxlkv_pool *pool);
@@ -362,10 +428,16 @@ void host_rebuild(cxlkv_pool *pool);      /* lists, holders and index from their
 uint32_t *held_of(const cxlkv_pool *pool, uint32_t slot);
 int host_recount(cxlkv_pool *pool, char *text, size_t text_bytes);  /* problems found */
 int host_remove_state(const uint8_t identity[16], int fd);
+enum { STATE_PATH_BYTES = 96 };
+void host_state_path(const uint8_t identity[16], int fd, char path[STATE_PATH_BYTES]);
+/* Offsets for so many pages; returns the bytes of the whole. */
+uint64_t host_state_layout(uint32_t page_count, host_state *host);
+bool host_state_fits(const host_state *host, uint32_t page_count, const uint8_t identity[16]);
 /* Round each change, under the lock, of a record that others may hold: a death there is mended. */
 void rewrite_begin(cxlkv_pool *pool, uint32_t page);
 void rewrite_end(cxlkv_pool *pool);
 void process_identify(process_slot *slot);
+bool process_is_dead(const process_slot *slot);
 uint64_t random_u64(void);
 #if CXLKV_DEBUG >= 2
 void host_assert(cxlkv_pool *pool);

@@ -152,6 +152,7 @@ int64_t cxlkv_pages_alloc(cxlkv_pool *pool, uint32_t count, uint32_t *pages) {
     if (code == 0) {
         code = pages_take(pool, count, NO_PAGE, pages);
         if (code == 0) flip_loose(pool, count, pages);
+        if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
         host_unlock(pool);
     }
     pool_leave(pool);

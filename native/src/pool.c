@@ -128,6 +128,7 @@ static bool claim_fork_slot(cxlkv_pool *pool) {
         process_identify(slot);
         slot->state = 1;
         pool->held = held_of(pool, pool->slot);
+        counters_bind(pool, pool->slot);
     }
     host_unlock(pool);
     return claimed;
@@ -140,6 +141,7 @@ static void leave_to_parent(cxlkv_pool *pool) {
         host_unregister(pool, pool->slot);
         host_unlock(pool);
     }
+    counters_unbind(pool);
     munmap(pool->host, pool->host->bytes);
     region_unmap(pool->base, pool->geometry.region_bytes, pool->page_kind);
     close(pool->host_fd);
@@ -193,6 +195,7 @@ static cxlkv_pool *pool_make(const char *path) {
     operations_init(pool);
     pthread_mutex_init(&pool->list_lock, NULL);
     pthread_mutex_init(&pool->spare_lock, NULL);
+    counters_unbind(pool);
     pool->path = path ? strdup(path) : NULL;
     if (path && !pool->path) {
         pool_drop(pool);
@@ -477,21 +480,25 @@ int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats) {
         stats->pages_total = pool->host->page_count;
         stats->pages_free = pool->host->free_pages;
         count_pages(pool, stats);
-        stats->reaped_processes = pool->host->reaped_processes;
-        stats->rebuilds = pool->host->rebuilds;
+        cxlkv_counters all;
+        counters_total(pool->host, &all);
+        stats->reaped_processes = all.reaped_processes;
+        stats->rebuilds = all.rebuilds;
         host_unlock(pool);
     }
     pthread_mutex_lock(&pool->list_lock);
     stats->sequences = pool->sequence_count;
     pthread_mutex_unlock(&pool->list_lock);
-    stats->appended_bytes = atomic_load(&pool->appended_bytes);
-    stats->scored_bytes = atomic_load(&pool->scored_bytes);
-    stats->fetched_bytes = atomic_load(&pool->fetched_bytes);
-    stats->attended_bytes = atomic_load(&pool->attended_bytes);
-    stats->corrupt_pieces = atomic_load(&pool->corrupt_pieces);
-    stats->stale_handles = atomic_load(&pool->stale_handles);
-    stats->window_pages_freed = atomic_load(&pool->window_pages_freed);
-    stats->window_pages_skipped = atomic_load(&pool->window_pages_skipped);
+    cxlkv_counters own;
+    counters_of_slot(pool->host, pool->slot, &own);
+    stats->appended_bytes = own.appended_bytes;
+    stats->scored_bytes = own.scored_bytes;
+    stats->fetched_bytes = own.fetched_bytes;
+    stats->attended_bytes = own.attended_bytes;
+    stats->corrupt_pieces = own.corrupt_pieces;
+    stats->stale_handles = own.stale_handles;
+    stats->window_pages_freed = own.window_pages_freed;
+    stats->window_pages_skipped = own.window_pages_skipped;
     pool_leave(pool);
     return code;
 }

@@ -519,8 +519,7 @@ static int64_t select_locked(select_job *job) {
     compact(job, lists);
     args->bytes_scored = atomic_load(&job->bytes_scored);
     args->bytes_fetched = atomic_load(&job->bytes_fetched);
-    atomic_fetch_add_explicit(&batch->pool->scored_bytes, args->bytes_scored,
-                              memory_order_relaxed);
+    count_add(batch->pool, COUNT_SCORED_BYTES, args->bytes_scored);
     return args->k;
 }
 

@@ -101,6 +101,7 @@ int sequence_make(cxlkv_pool *pool, cxlkv_sequence **out) {
     if (made->next) made->next->previous = made;
     pool->sequences = made;
     pool->sequence_count++;
+    count_sequences(pool);
     pthread_mutex_unlock(&pool->list_lock);
     *out = made;
     return 0;
@@ -217,7 +218,7 @@ int sequence_advance(cxlkv_sequence *sequence, uint32_t part, uint32_t first) {
     }
     table->first = first;
     uint32_t end = min_u32(first, sequence->page_count);
-    if (end > old) atomic_fetch_add(&sequence->pool->window_pages_freed, end - old);
+    if (end > old) count_add(sequence->pool, COUNT_WINDOW_PAGES_FREED, end - old);
     return 0;
 }
 
@@ -292,6 +293,7 @@ static void sequence_discard(cxlkv_sequence *sequence) {
     else pool->sequences = sequence->next;
     if (sequence->next) sequence->next->previous = sequence->previous;
     pool->sequence_count--;
+    count_sequences(pool);
     pthread_mutex_unlock(&pool->list_lock);
     tables_drop(sequence, false);
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
