@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -187,6 +188,64 @@ def pool_page_kind(pool: Handle) -> str:
 
 def pool_set_threads(pool: Handle, threads: int) -> None:
     check(lib.cxlkv_pool_set_threads(pool, threads))
+
+
+# ---- from outside, and what all processes count ----
+
+LEFTOVERS = ("half-made", "orphan", "idle")  # by the core's number
+PROCESSES_MAX = 128
+
+
+class Overview(NamedTuple):
+    """A cxlkv_overview with its rows: (numbers, counters) of each process."""
+
+    numbers: dict[str, int]
+    identity: str
+    model_id: str
+    totals: dict[str, int]
+    processes: list[tuple[dict[str, int], dict[str, int]]]
+
+
+def _numbers(struct: Any) -> dict[str, int]:
+    fields = ffi.typeof(struct).fields
+    return {
+        name: int(getattr(struct, name))
+        for name, field in fields
+        if field.type.kind == "primitive" and name != "reserved"
+    }
+
+
+def _overview(fill: Callable[[Any, Any, int], int]) -> Overview:
+    got = ffi.new("cxlkv_overview *")
+    rows = ffi.new("cxlkv_process[]", PROCESSES_MAX)
+    count = min(check(fill(got, rows, PROCESSES_MAX)), PROCESSES_MAX)
+    return Overview(
+        numbers=_numbers(got[0]),
+        identity=bytes(ffi.buffer(got.identity)).hex(),
+        model_id=ffi.string(got.model_id).decode(errors="replace"),
+        totals=_numbers(got.totals),
+        processes=[(_numbers(rows[i]), _numbers(rows[i].counters)) for i in range(count)],
+    )
+
+
+def pool_processes(pool: Handle) -> Overview:
+    return _overview(lambda got, rows, count: lib.cxlkv_pool_processes(pool, got, rows, count))
+
+
+def peek(path: str) -> Overview:
+    """The same of a pool that is not opened: reads only."""
+    name = os.fsencode(path)
+    return _overview(lambda got, rows, count: lib.cxlkv_peek(name, got, rows, count))
+
+
+def leftover(path: str, kind: str, idle_s: float, removes: bool) -> bool:
+    """True when the file is provably nobody's; it is removed then, if `removes`."""
+    code = lib.cxlkv_leftover(os.fsencode(path), LEFTOVERS.index(kind), idle_s, int(removes))
+    return check(code) == 1
+
+
+def count_audit(pool: Handle, recall: float, mass: float) -> None:
+    check(lib.cxlkv_pool_count_audit(pool, recall, mass))
 
 
 # ---- pages ----

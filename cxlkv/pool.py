@@ -11,7 +11,7 @@ from typing import TypedDict
 
 import numpy.typing as npt
 
-from cxlkv import _core
+from cxlkv import _core, audit
 from cxlkv.config import parse_bytes
 from cxlkv.errors import (
     BadArgumentError,
@@ -25,6 +25,7 @@ from cxlkv.pages import Pages
 from cxlkv.prefix import key_hashes, prefix_keys
 from cxlkv.regions import check_host_folder, check_room, one_maker, parse_where
 from cxlkv.sequence import Batch, Hit, Sequence
+from cxlkv.stats import Overview, of_pool
 
 Path = str | os.PathLike[str]
 THREADS_MAX = 1024  # the core's limit
@@ -214,6 +215,25 @@ class CXLPool:
     def stats(self) -> dict[str, int]:
         """Counts of pages, processes and sequences, and bytes moved by this process."""
         return _core.pool_stats(self._handle)
+
+    def overview(self) -> Overview:
+        """Pages, the processes that have the pool open, and what each and all have counted."""
+        return of_pool(self._handle, self.path)
+
+    @property
+    def audit(self) -> float:
+        """Share of this process's selects that are audited: every n-th, 0 (none) at first.
+
+        An audited select also runs the exact method at the same budget on the same queries and
+        attends once to the chosen pages and once to all: so its recall and the attention mass that
+        it kept are measured, for overview() and the metrics. It reads about twice the K and all of
+        the V of its sequences; what it reads is counted as read.
+        """
+        return audit.share(self._handle)
+
+    @audit.setter
+    def audit(self, share: float) -> None:
+        audit.set_share(self._handle, share)
 
     def check(self, deep: bool = False) -> CheckReport:
         """Recount what must hold; deep=True also reads every piece against its CRC."""

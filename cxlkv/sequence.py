@@ -9,7 +9,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core
+from cxlkv import _core, audit
 from cxlkv.arrays import Array, View, imported, view
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES, KVLayout
@@ -35,6 +35,7 @@ class Batch:
         dtype = DTYPES.index(layout.dtype)
         self._key_row = (layout.kv_heads, layout.head_dim, dtype)
         self._value_row = (layout.kv_heads, layout.value_head_dim, dtype)
+        self._pool = pool
         self._room = 0  # pages a list, for the next select
         self._handle = _core.batch_create(pool, [s._handle for s in self.sequences])
 
@@ -112,6 +113,9 @@ class Batch:
         )
         # A step later a list is one page longer at most: then one call into the core is enough.
         self._room = picked.pages.shape[2] + 1
+        if audit.is_due(self._pool):
+            asked = audit.Asked(layer, q, picked.starts, several, method, self._scale(scale))
+            audit.measure(self._pool, self._handle, self._layout, asked, picked)
         return picked
 
     def fetch(

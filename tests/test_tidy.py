@@ -22,12 +22,13 @@ LAYERS = (
     {"_core"},
     {"topology", "regions", "pool_config", "emulation"},
     {"coherence", "pages"},
-    {"hotness", "policy", "prefix", "tiers", "stats"},
+    {"hotness", "policy", "prefix", "tiers", "stats", "leftovers"},
     {"ndp"},
+    {"audit"},
     {"sequence"},
     {"pool"},
-    {"transport", "adapters"},
-    {"bench", "demo", "cli"},
+    {"transport", "adapters", "metrics"},
+    {"bench", "demo", "top", "cli"},
 )
 RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}
 TOP = len(LAYERS) - 1

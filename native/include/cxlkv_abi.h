@@ -116,6 +116,32 @@ typedef struct cxlkv_counters {
     uint64_t rebuilds;              /* of a pool only: of the allocator, after a death inside it */
 } cxlkv_counters;
 
+typedef struct cxlkv_process {
+    int32_t pid;
+    uint32_t alive;                 /* 0: dead, and nobody has given its pages back yet */
+    uint64_t start_time;            /* clock ticks since boot: a reused pid has another */
+    uint64_t pages_held;
+    uint64_t sequences;
+    cxlkv_counters counters;
+} cxlkv_process;
+
+/* free + held + published_only + quarantined + retired = total. */
+typedef struct cxlkv_overview {
+    uint32_t in_use;                /* by a process on this machine */
+    uint32_t host_state;            /* 0: none is seen here; when in use, /dev/shm is another one */
+    uint64_t region_bytes;
+    uint64_t pages_total;
+    uint64_t pages_free;
+    uint64_t pages_held;
+    uint64_t pages_published;
+    uint64_t pages_published_only;
+    uint64_t pages_quarantined;
+    uint64_t pages_retired;
+    cxlkv_counters totals;
+    uint8_t identity[16];
+    char model_id[256];
+} cxlkv_overview;
+
 /* A [rows, heads, dim] array: data and strides in bytes. */
 typedef struct cxlkv_rows {
     const void *data;
@@ -222,6 +248,19 @@ int cxlkv_pool_layout(cxlkv_pool *pool, cxlkv_layout *layout);
 int cxlkv_pool_geometry(cxlkv_pool *pool, cxlkv_geometry *geometry);
 int cxlkv_pool_identity(cxlkv_pool *pool, uint8_t *identity);
 int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats);
+/* The processes that have the pool open, `capacity` of them at most; returns how many there are. */
+int64_t cxlkv_pool_processes(cxlkv_pool *pool, cxlkv_overview *overview, cxlkv_process *processes,
+                             uint32_t capacity);
+/* The same from outside, without joining: nothing is written and no lock is taken. */
+int64_t cxlkv_peek(const char *path, cxlkv_overview *overview, cxlkv_process *processes,
+                   uint32_t capacity);
+
+#define CXLKV_LEFTOVER_DRAFT 0  /* the file of a creation that was killed */
+#define CXLKV_LEFTOVER_ORPHAN 1 /* a host state that nobody uses, and whose pool is gone */
+#define CXLKV_LEFTOVER_IDLE 2   /* a pool that nobody has used for idle_s */
+/* 1 when the file is provably nobody's, and was removed if `removes`; 0 when it is somebody's. */
+int cxlkv_leftover(const char *path, uint32_t kind, double idle_s, uint32_t removes);
+
 /* Counts an audited select: the share of the exact method's pages that it chose, and the share of
  * the attention that they hold. */
 int cxlkv_pool_count_audit(cxlkv_pool *pool, double recall, double mass);

@@ -267,8 +267,11 @@ void host_line_write(cxlkv_pool *pool, uint64_t nonce) {
     line->crc = crc32c(0, &nonce, sizeof(nonce));
 }
 
-uint64_t host_line_read(const cxlkv_pool *pool) {
-    host_line line = *host_line_of(pool);
+uint64_t host_line_read(const cxlkv_pool *pool) { return host_line_nonce(pool->base); }
+
+uint64_t host_line_nonce(const uint8_t *superblock_page) {
+    host_line line;
+    memcpy(&line, superblock_page + SUPERBLOCK_BYTES - LINE_BYTES, sizeof(line));
     return line.crc == crc32c(0, &line.nonce, sizeof(line.nonce)) ? line.nonce : 0;
 }
 

@@ -1,5 +1,6 @@
 /* The host state: what the processes of one host share about a pool, in their own DRAM. */
 #include <fcntl.h>
+#include <limits.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -252,16 +253,13 @@ static int state_map(cxlkv_pool *pool, uint64_t bytes) {
 
 /* For whoever finds the state when nobody uses it: is its pool still there? */
 static void name_pool(cxlkv_pool *pool) {
-    char link[32];
+    char path[PATH_MAX];
     struct stat status;
     host_state *host = pool->host;
-    snprintf(link, sizeof(link), "/proc/self/fd/%d", pool->fd);
-    ssize_t length = readlink(link, host->pool_path, sizeof(host->pool_path));
-    if (length < 0 || (size_t)length >= sizeof(host->pool_path)) length = 0;
-    memset(host->pool_path + length, 0, sizeof(host->pool_path) - (size_t)length);
-    if (fstat(pool->fd, &status) < 0) return;
+    if (fstat(pool->fd, &status) < 0 || !realpath(pool->path, path)) return;
     host->pool_device = status.st_dev;
     host->pool_inode = status.st_ino;
+    if (strlen(path) < sizeof(host->pool_path)) strcpy(host->pool_path, path);
 }
 
 /* Fills a new state of the pool from the region's descriptors. */
@@ -311,6 +309,8 @@ int host_remove_state(const uint8_t identity[16], int fd) {
     host_state_path(identity, fd, path);
     return unlink(path) < 0 && errno != ENOENT ? -errno : 0;
 }
+
+bool host_state_is_ours(const host_state *host) { return host->magic == HOST_MAGIC; }
 
 bool host_state_fits(const host_state *host, uint32_t page_count, const uint8_t identity[16]) {
     host_state expected;

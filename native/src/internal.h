@@ -331,6 +331,7 @@ enum { ATTACH_BYTE = 0, USE_BYTE = 1 };
 enum { STATE_BYTE = 0 };
 int lock_byte(int fd, off_t offset, bool exclusive, bool wait);
 int unlock_byte(int fd, off_t offset);
+bool byte_is_free(int fd, off_t offset);  /* nobody has it locked; takes no lock to find out */
 
 /* ---- format.c ---- */
 int layout_check(const cxlkv_layout *layout);
@@ -342,6 +343,7 @@ int superblock_read(const uint8_t *bytes, uint64_t file_bytes, const char *path,
                     cxlkv_layout *layout, cxlkv_geometry *geometry, uint8_t *identity);
 void host_line_write(cxlkv_pool *pool, uint64_t nonce);
 uint64_t host_line_read(const cxlkv_pool *pool);   /* 0: none */
+uint64_t host_line_nonce(const uint8_t *superblock_page);
 descriptor *descriptor_of(const cxlkv_pool *pool, uint32_t page);
 void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t state,
                       uint32_t tokens, const page_key *key);
@@ -432,6 +434,7 @@ enum { STATE_PATH_BYTES = 96 };
 void host_state_path(const uint8_t identity[16], int fd, char path[STATE_PATH_BYTES]);
 /* Offsets for so many pages; returns the bytes of the whole. */
 uint64_t host_state_layout(uint32_t page_count, host_state *host);
+bool host_state_is_ours(const host_state *host);
 bool host_state_fits(const host_state *host, uint32_t page_count, const uint8_t identity[16]);
 /* Round each change, under the lock, of a record that others may hold: a death there is mended. */
 void rewrite_begin(cxlkv_pool *pool, uint32_t page);

@@ -112,16 +112,41 @@ int region_map_anonymous(uint64_t bytes, int *fd, uint8_t **base, const char **p
     return 0;
 }
 
+/* Locked from its first moment on, so that `cxlkv pool gc` can tell it from the file of a creation
+ * that was killed; should that have been faster than the lock, the name is gone: another one. The
+ * magic says whose file it is, also when we die before it is formatted. */
+static int open_draft(const char *path, char *made, size_t made_bytes, int *fd) {
+    struct stat status;
+    for (int attempt = 0; attempt < 16; attempt++) {
+        int written = snprintf(made, made_bytes, "%s.%016lx.new", path, random_u64());
+        if (written < 0 || (size_t)written >= made_bytes)
+            return fail(ENAMETOOLONG, "%s: the path is too long", path);
+        *fd = open(made, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+        if (*fd < 0)
+            return fail(errno, "%s: cannot create: %s%s", path, strerror(errno), remedy_of(errno));
+        int code = lock_byte(*fd, ATTACH_BYTE, true, true);
+        if (code < 0) {
+            unlink(made);
+            close(*fd);
+            return fail(-code, "%s: cannot lock: %s", path, strerror(-code));
+        }
+        if (fstat(*fd, &status) == 0 && status.st_nlink > 0) {
+            /* hugetlbfs has no write; want of room is told by what reserves it next. */
+            ssize_t written_bytes = pwrite(*fd, "CXLKVPOL", 8, 0);
+            (void)written_bytes;
+            return 0;
+        }
+        close(*fd);
+    }
+    return fail(EAGAIN, "%s: its file is removed as soon as it is made", path);
+}
+
 /* The file is made under a name beside its own; linking it there is the caller's last step. */
 int region_create_file(const char *path, uint64_t bytes, char *made, size_t made_bytes, int *fd,
                        uint8_t **base, const char **page_kind) {
-    int written = snprintf(made, made_bytes, "%s.%016lx.new", path, random_u64());
-    if (written < 0 || (size_t)written >= made_bytes)
-        return fail(ENAMETOOLONG, "%s: the path is too long", path);
-    *fd = open(made, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-    if (*fd < 0)
-        return fail(errno, "%s: cannot create: %s%s", path, strerror(errno), remedy_of(errno));
-    int code = reserve_file(*fd, bytes, path);
+    int code = open_draft(path, made, made_bytes, fd);
+    if (code < 0) return code;
+    code = reserve_file(*fd, bytes, path);
     if (code == 0) code = region_map_file(*fd, bytes, base, page_kind);
     if (code < 0) {
         unlink(made);
@@ -143,4 +168,9 @@ int lock_byte(int fd, off_t offset, bool exclusive, bool wait) {
 int unlock_byte(int fd, off_t offset) {
     struct flock lock = {.l_type = F_UNLCK, .l_whence = SEEK_SET, .l_start = offset, .l_len = 1};
     return fcntl(fd, F_OFD_SETLK, &lock) < 0 ? -errno : 0;
+}
+
+bool byte_is_free(int fd, off_t offset) {
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = offset, .l_len = 1};
+    return fcntl(fd, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }

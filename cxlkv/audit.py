@@ -1,0 +1,139 @@
+"""Audits: now and then a selection is measured against the exact method, on the same queries.
+
+Recall is |chosen and exact| / |exact| by list, the mean over the lists. Mass is the share of the
+attention that the chosen pages hold, exp(lse over them - lse over all) by query and head, the mean.
+Both are of real selects on real keys; the sums go to the counters that all processes see.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import _core
+from cxlkv.errors import BadArgumentError, CXLKVError
+from cxlkv.layout import KVLayout
+from cxlkv.ndp import simd
+from cxlkv.ndp.engine import Budget, Selection
+
+Pages = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    share: float
+    every: int
+    selects: Iterator[int]  # counts in one step, so that threads need no lock
+
+
+# By pool, while it lives. Empty in all but a few processes: asking is then one look.
+_plans: WeakKeyDictionary[_core.Handle, _Plan] = WeakKeyDictionary()
+
+
+def set_share(pool: _core.Handle, share: float) -> None:
+    """Audit this share of the selects from now on: every round(1 / share)-th, none for 0."""
+    if not 0 <= share <= 1:  # also refuses NaN
+        raise BadArgumentError(f"audit={share}: a share of the selects, 0 to 1")
+    _plans.pop(pool, None)
+    if share > 0:
+        _plans[pool] = _Plan(share, round(1 / share), itertools.count(1))
+
+
+def share(pool: _core.Handle) -> float:
+    plan = _plans.get(pool)
+    return plan.share if plan else 0.0
+
+
+def is_due(pool: _core.Handle) -> bool:
+    """Once for each select: is it one to audit?"""
+    if not _plans:
+        return False
+    plan = _plans.get(pool)
+    return plan is not None and next(plan.selects) % plan.every == 0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a select was asked for."""
+
+    layer: int
+    queries: object
+    starts: Pages
+    budgets: Sequence[Budget]
+    method: str
+    scale: float
+
+
+def measure(
+    pool: _core.Handle,
+    batch: _core.Handle,
+    layout: KVLayout,
+    asked: Asked,
+    picked: Selection,
+) -> None:
+    """Measure one selection and count it. Never fails the select that it follows.
+
+    What it meets where the select did not look, such as a damaged page, is counted there.
+    """
+    try:
+        exact = picked
+        if asked.method != "exact":
+            exact = _exact(batch, layout, asked, picked)
+        got = recall(picked, exact)
+        kept = mass(batch, layout, asked, picked)
+        if got is not None and kept is not None:
+            _core.count_audit(pool, got, kept)
+    except CXLKVError:
+        return
+
+
+def _exact(batch: _core.Handle, layout: KVLayout, asked: Asked, picked: Selection) -> Selection:
+    return simd.select(
+        batch,
+        layout,
+        len(asked.starts) - 1,
+        asked.layer,
+        asked.queries,
+        asked.starts,
+        asked.budgets,
+        "exact",
+        asked.scale,
+        picked.pages.shape[2],
+    )
+
+
+def recall(chosen: Selection, exact: Selection) -> float | None:
+    """Mean over the lists that are not empty; None when all are."""
+    if exact.pages.size == 0 or chosen.pages.size == 0:
+        return None
+    shares = []
+    lists = chosen.pages.shape[0] * chosen.pages.shape[1]
+    rows = zip(chosen.pages.reshape(lists, -1), exact.pages.reshape(lists, -1), strict=True)
+    for ours, theirs in rows:
+        wanted = theirs[theirs >= 0]
+        if len(wanted):
+            shares.append(np.isin(wanted, ours).mean())
+    return float(np.mean(shares)) if shares else None
+
+
+def mass(batch: _core.Handle, layout: KVLayout, asked: Asked, picked: Selection) -> float | None:
+    """Mean over the queries that see something; None when none does, or a key is no number."""
+
+    def log_sums(pages: Selection | None) -> npt.NDArray[np.float64]:
+        _, lse = simd.attend(
+            batch, layout, asked.layer, asked.queries, asked.starts, pages, asked.scale, None
+        )
+        return np.asarray(lse, np.float64)
+
+    part, whole = log_sums(picked), log_sums(None)
+    seen = whole > -math.inf
+    if not seen.any() or np.isnan(part).any() or np.isnan(whole).any():
+        return None
+    # Rounding may put the part above the whole by a last bit.
+    return float(np.minimum(1.0, np.exp(part[seen] - whole[seen])).mean())

@@ -1,0 +1,72 @@
+"""What nobody uses any more: found, and removed when that is proven by a lock.
+
+Whoever uses a pool, makes one, or has its host state open holds a lock on the file; who gets that
+lock alone knows that nobody does. Nothing else is taken for proof, no name and no age.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cxlkv import _core
+from cxlkv.errors import CXLKVError
+from cxlkv.stats import Overview, find
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """kind: "half-made", "orphan", "idle", or "unsettled": an idle pool whose users were killed."""
+
+    path: str
+    kind: str
+    bytes: int
+
+    @property
+    def why(self) -> str:
+        return {
+            "half-made": "its creator was killed",
+            "orphan": "the host state of a pool that is gone",
+            "idle": "nobody has used it for that long",
+            "unsettled": "its users were killed, and since when it is idle is not known:"
+            " settled now, its time begins",
+        }[self.kind]
+
+
+def find_leftovers(places: Iterable[str], idle_s: float | None = None) -> list[Leftover]:
+    """What clean() would act on, in these folders and below.
+
+    idle_s: also pools that nobody has used for so many seconds. They may hold published pages.
+    """
+    found = []
+    for overview in find(places):
+        kind = _kind(overview, idle_s)
+        if kind:
+            found.append(Leftover(overview.path, kind, overview.bytes))
+    return found
+
+
+def _kind(overview: Overview, idle_s: float | None) -> str | None:
+    if overview.state in ("half-made", "orphan"):
+        return overview.state if os.lstat(overview.path).st_uid == os.geteuid() else None
+    if overview.state != "idle" or idle_s is None:
+        return None
+    if not overview.settled:
+        return "unsettled"
+    try:
+        return "idle" if _core.leftover(overview.path, "idle", idle_s, False) else None
+    except CXLKVError:
+        return None  # of another user, or gone since
+
+
+def clean(leftover: Leftover, idle_s: float | None = None) -> bool:
+    """Remove it, or settle it; False when somebody came to use it meanwhile.
+
+    An unsettled pool is opened and closed: so it takes back what the killed ones held, and its
+    file's time says from when on it is idle.
+    """
+    if leftover.kind == "unsettled":
+        _core.pool_close(_core.pool_open(leftover.path))
+        return True
+    return _core.leftover(leftover.path, leftover.kind, idle_s or 0, True)

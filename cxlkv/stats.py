@@ -1,0 +1,240 @@
+"""What pools there are, who uses them, what was counted: read from outside, nothing disturbed."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from cxlkv import _core
+from cxlkv.errors import (
+    CorruptError,
+    CXLKVError,
+    GeometryError,
+    PoolMissingError,
+    TruncatedError,
+    VersionError,
+)
+
+SHARED_MEMORY = "/dev/shm"
+MAGIC = b"CXLKVPOL"
+SUPERBLOCK_BYTES = 4096
+PAGE_STATES = ("free", "held", "published", "quarantined", "retired")
+_DRAFT = re.compile(r".\.[0-9a-f]{16}\.new$")
+_HOST_STATE = re.compile(r"cxlkv-[0-9a-f]{32}-[0-9a-f]+\.host")
+_DAMAGE = (CorruptError, TruncatedError, VersionError, GeometryError)
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What was counted: by one process since it opened the pool, or by all since it was made.
+
+    numbers: as cxlkv_counters in the C interface; hits, recall and mass are shares in [0, 1], None
+    while nothing was asked or audited.
+    """
+
+    numbers: Mapping[str, int] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> int:
+        return self.numbers.get(name, 0)
+
+    @property
+    def hits(self) -> float | None:
+        """Share of the prefix keys asked for that were found."""
+        return _share(self["match_keys_hit"], self["match_keys_asked"])
+
+    @property
+    def recall_sum(self) -> float:
+        """Recall, summed over the audited selects."""
+        return self["audited_recall"] / 2**32
+
+    @property
+    def mass_sum(self) -> float:
+        """Attention mass kept, summed over the audited selects."""
+        return self["audited_mass"] / 2**32
+
+    @property
+    def recall(self) -> float | None:
+        return _share(self.recall_sum, self["audited_selects"])
+
+    @property
+    def mass(self) -> float | None:
+        return _share(self.mass_sum, self["audited_selects"])
+
+
+def _share(part: float, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+@dataclass(frozen=True)
+class Process:
+    """One that has the pool open; alive=False: it was killed, and its pages wait to be reaped."""
+
+    pid: int
+    start_time: int
+    alive: bool
+    pages_held: int
+    sequences: int
+    counters: Counters
+
+
+@dataclass(frozen=True)
+class Overview:
+    """A pool, or what a failure left of one.
+
+    state: live (a process has it open), idle, damaged, half-made (its creator was killed), being
+    made, or orphan (a host state whose pool is gone). pages: by PAGE_STATES; each page is in one,
+    and "published" are those that nobody holds. settled: False while dead processes are still in
+    the books. detail: what more there is to say.
+    """
+
+    path: str
+    state: str
+    detail: str = ""
+    identity: str = ""
+    model_id: str = ""
+    bytes: int = 0
+    pages: Mapping[str, int] = field(default_factory=dict)
+    pages_total: int = 0
+    prefix_pages: int = 0  # found by match(), held or not
+    processes: tuple[Process, ...] = ()
+    totals: Counters = field(default_factory=Counters)
+    settled: bool = True
+
+
+def of_pool(pool: _core.Handle, path: str | None) -> Overview:
+    """Of a pool that this process has open; reaps the dead first."""
+    got = _core.pool_processes(pool)
+    return _overview(path or f"anonymous:{got.identity}", got)
+
+
+def look(path: str) -> Overview:
+    """Of the pool at `path`, without opening it: reads the file and the host state, writes nothing.
+
+    A pool that cannot be used is "damaged". Raises PoolMissingError, NotAPoolError, and
+    SystemCallError where the file may not be read.
+    """
+    try:
+        return _overview(path, _core.peek(path))
+    except _DAMAGE as error:
+        return Overview(path, "damaged", str(error), bytes=os.stat(path).st_size)
+
+
+def _overview(path: str, got: _core.Overview) -> Overview:
+    numbers = got.numbers
+    pages = {name: numbers[f"pages_{name}"] for name in PAGE_STATES}
+    pages["published"] = numbers["pages_published_only"]
+    detail = ""
+    if numbers["in_use"] and not numbers["host_state"]:
+        detail = "used by processes with another /dev/shm: who they are is not seen from here"
+    return Overview(
+        path=path,
+        state="live" if numbers["in_use"] else "idle",
+        detail=detail,
+        identity=got.identity,
+        model_id=got.model_id,
+        bytes=numbers["region_bytes"],
+        pages=pages,
+        pages_total=numbers["pages_total"],
+        prefix_pages=numbers["pages_published"],
+        processes=tuple(_process(*row) for row in got.processes),
+        totals=Counters(got.totals),
+        settled=bool(numbers["in_use"]) or not numbers["host_state"],
+    )
+
+
+def _process(row: Mapping[str, int], counters: Mapping[str, int]) -> Process:
+    return Process(
+        pid=row["pid"],
+        start_time=row["start_time"],
+        alive=bool(row["alive"]),
+        pages_held=row["pages_held"],
+        sequences=row["sequences"],
+        counters=Counters(counters),
+    )
+
+
+# ---- finding ----
+
+
+def pool_folders() -> list[str]:
+    """Where pools lie unless somebody chose another place: /dev/shm, and what is hugetlbfs."""
+    folders = [SHARED_MEMORY]
+    with open("/proc/mounts", encoding="utf-8", errors="replace") as mounts:
+        for line in mounts:
+            _, where, kind = line.split()[:3]
+            if kind == "hugetlbfs":
+                folders.append(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), where))
+    return [folder for folder in folders if os.path.isdir(folder)]
+
+
+def find(places: Iterable[str]) -> list[Overview]:
+    """Pools and what failures left, in these folders and below, or at these files; by path.
+
+    Links are not followed, other file systems below a folder not entered. A file that this user
+    may not read is passed over.
+    """
+    found = {}
+    for path in files_below(places):
+        try:
+            overview = recognise(path)
+        except (CXLKVError, OSError):
+            continue  # gone since, not ours, or not to be read
+        if overview:
+            found[path] = overview
+    return [found[path] for path in sorted(found)]
+
+
+def recognise(path: str) -> Overview | None:
+    """What the file is, or None when it has nothing to do with us."""
+    name = os.path.basename(path)
+    if _DRAFT.search(name):
+        unused = _core.leftover(path, "half-made", 0, False)
+        return _file(path, "half-made" if unused else "being made")
+    if _HOST_STATE.fullmatch(name):
+        unused = os.path.dirname(path) == SHARED_MEMORY and _core.leftover(path, "orphan", 0, False)
+        return _file(path, "orphan") if unused else None
+    return look(path) if _has_magic(path) else None
+
+
+def _file(path: str, state: str) -> Overview:
+    return Overview(path, state, bytes=os.lstat(path).st_blocks * 512)
+
+
+def _has_magic(path: str) -> bool:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return os.read(fd, len(MAGIC)) == MAGIC
+    finally:
+        os.close(fd)
+
+
+def files_below(places: Iterable[str]) -> Iterator[str]:
+    """Regular files; each place is a folder or a file. Raises PoolMissingError for neither."""
+    for place in places:
+        try:
+            status = os.stat(place)
+        except FileNotFoundError as error:
+            raise PoolMissingError(f"{place}: there is no such file or folder") from error
+        if not stat.S_ISDIR(status.st_mode):
+            yield place
+            continue
+        folders = [os.path.abspath(place)]
+        while folders:
+            yield from _entries(folders, status.st_dev)
+
+
+def _entries(folders: list[str], device: int) -> Iterator[str]:
+    """Regular files of the last folder; the folders in it are added."""
+    try:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(status.st_mode) and status.st_dev == device:
+                    folders.append(entry.path)
+                elif stat.S_ISREG(status.st_mode):
+                    yield entry.path
+    except (FileNotFoundError, PermissionError):
+        return  # gone since, or of somebody else
