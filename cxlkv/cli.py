@@ -22,6 +22,7 @@ from cxlkv.topology import Machine, missing, probe
 
 if TYPE_CHECKING:
     from cxlkv.layout import KVLayout
+    from cxlkv.stats import Overview
 
 app = typer.Typer(
     help="A KV-cache pool in CXL and other tiered memory, with scoring near the data.",
@@ -29,11 +30,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-pool_app = typer.Typer(help="Make, look at, check and remove pools.", no_args_is_help=True)
+pool_app = typer.Typer(help="Make, find, watch, check and remove pools.", no_args_is_help=True)
 app.add_typer(pool_app, name="pool")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result file here.")]
+Folders = Annotated[
+    list[str] | None,
+    typer.Argument(help="Where to look: folders and what is below, or files.", show_default=False),
+]
 PoolPath = Annotated[Path, typer.Argument(help="The pool's file, e.g. /dev/shm/pool.cxlkv.")]
 
 
@@ -185,6 +190,79 @@ def remove(
     CXLPool.remove(path)
 
 
+@pool_app.command("list")
+def list_pools(places: Folders = None, as_json: AsJson = False) -> None:
+    """Find pools and what failures left of some; nothing is opened or changed.
+
+    Looks in /dev/shm and the hugetlbfs mounts unless told where.
+    """
+    from cxlkv.stats import find, pool_folders
+
+    found = find(places or pool_folders())
+    if as_json:
+        print_json({"pools": [asdict(overview) for overview in found]})
+    else:
+        Console().print(pool_table(found) if found else "No pools.")
+
+
+@pool_app.command()
+def gc(
+    places: Folders = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    idle_s: Annotated[
+        float | None,
+        typer.Option(help="Also pools that nobody has used for so many seconds.", min=0),
+    ] = None,
+) -> None:
+    """Remove what is provably nobody's: half-made pools, and host states without a pool.
+
+    Looks in /dev/shm and the hugetlbfs mounts unless told where. A pool in use is never removed,
+    nor a file of another user.
+    """
+    from cxlkv.leftovers import clean, find_leftovers
+    from cxlkv.stats import pool_folders
+
+    console = Console(soft_wrap=True)
+    found = find_leftovers(places or pool_folders(), idle_s)
+    for item in found:
+        console.print(Text(f"{item.path}: {format_bytes(item.bytes)}, {item.why}"))
+    if not found:
+        console.print("Nothing is left over.")
+    if dry_run or not found:
+        return
+    if not yes:
+        typer.confirm(f"Clean up these {len(found)}?", abort=True)
+    for item in found:
+        if not clean(item, idle_s):
+            console.print(Text(f"{item.path}: somebody uses it again, left alone"))
+
+
+@pool_app.command()
+def top(
+    places: Folders = None,
+    interval_s: Annotated[float, typer.Option(help="Seconds between frames.", min=0.01)] = 2,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+) -> None:
+    """Watch pools, their processes and what these do; q ends it. Nothing is opened or changed."""
+    from cxlkv.stats import pool_folders
+    from cxlkv.top import run
+
+    run(places or pool_folders(), interval_s, once, Console())
+
+
+@app.command()
+def metrics(
+    pools: Annotated[list[str], typer.Argument(help="The pools' files; they may come later.")],
+    port: Annotated[int, typer.Option(help="TCP port; 0 takes a free one.", min=0, max=65535)],
+    address: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+) -> None:
+    """Serve Prometheus metrics of pools at /metrics, until Ctrl-C."""
+    from cxlkv.metrics import serve
+
+    serve(pools, port, address)
+
+
 def print_json(value: Mapping[str, object]) -> None:
     """To stdout, without colours or wrapping, for other programs to read."""
     typer.echo(json.dumps(value, indent=2, default=str))
@@ -196,6 +274,25 @@ def table(title: str, rows: Mapping[str, object]) -> Table:
     for name, value in rows.items():
         shown = format_bytes(value) if name.endswith("_bytes") and isinstance(value, int) else value
         result.add_row(Text(name), Text(str(shown)))
+    return result
+
+
+def pool_table(found: Sequence[Overview]) -> Table:
+    """A line for each pool; used pages are those that are not free."""
+    from cxlkv.top import plain
+
+    result = Table("path", "state", "model", "size", "pages used", "processes")
+    for overview in found:
+        used = overview.pages_total - overview.pages.get("free", 0)
+        pids = [str(process.pid) for process in overview.processes if process.alive]
+        result.add_row(
+            Text(plain(overview.path), overflow="fold"),
+            Text(plain(f"{overview.state}: {overview.detail}".rstrip(": "))),
+            Text(plain(overview.model_id)),
+            format_bytes(overview.bytes),
+            f"{used} of {overview.pages_total}" if overview.pages_total else "",
+            " ".join(pids),
+        )
     return result
 
 

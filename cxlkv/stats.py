@@ -219,7 +219,7 @@ def files_below(places: Iterable[str]) -> Iterator[str]:
         except FileNotFoundError as error:
             raise PoolMissingError(f"{place}: there is no such file or folder") from error
         if not stat.S_ISDIR(status.st_mode):
-            yield place
+            yield os.path.realpath(place)
             continue
         folders = [os.path.abspath(place)]
         while folders:

@@ -63,13 +63,13 @@ void counters_save(cxlkv_pool *pool) {
     memcpy(pool->base + SAVED_COUNTERS_OFFSET, &saved, sizeof(saved));
 }
 
-/* Zero where nobody has saved any, or died over it. */
-void counters_load(const uint8_t *superblock_page, cxlkv_counters *counters) {
+bool counters_load(const uint8_t *superblock_page, cxlkv_counters *counters) {
     saved_counters saved;
     memcpy(&saved, superblock_page + SAVED_COUNTERS_OFFSET, sizeof(saved));
     memset(counters, 0, sizeof(*counters));
-    if (saved.crc == crc32c(0, saved.counts, sizeof(saved.counts)))
-        memcpy(counters, saved.counts, sizeof(*counters));
+    if (saved.crc != crc32c(0, saved.counts, sizeof(saved.counts))) return false;
+    memcpy(counters, saved.counts, sizeof(*counters));
+    return true;
 }
 
 void counters_restore(cxlkv_pool *pool) {

@@ -415,7 +415,8 @@ void counters_unbind(cxlkv_pool *pool);                /* before the host state 
 void counters_of_slot(host_state *host, uint32_t slot, cxlkv_counters *counters);
 void counters_total(host_state *host, cxlkv_counters *counters);
 void counters_save(cxlkv_pool *pool);                  /* in the region */
-void counters_load(const uint8_t *superblock_page, cxlkv_counters *counters);
+/* False, and zeros, where nobody has saved any, or died over it. */
+bool counters_load(const uint8_t *superblock_page, cxlkv_counters *counters);
 void counters_restore(cxlkv_pool *pool);               /* into a new host state */
 
 /* ---- host.c ---- */

@@ -149,6 +149,17 @@ static int look_at_descriptors(int fd, const cxlkv_geometry *geometry, cxlkv_ove
     return 0;
 }
 
+/* The last to leave saves the totals and then removes the state: without one they are in the page,
+ * but perhaps just being written. */
+static void look_at_saved(int fd, cxlkv_counters *totals) {
+    uint8_t page[SUPERBLOCK_BYTES];
+    bool whole = false;
+    for (int attempt = 0; !whole && attempt < 20; attempt++) {
+        if (pread(fd, page, sizeof(page), 0) != (ssize_t)sizeof(page)) return;
+        whole = counters_load(page, totals);
+    }
+}
+
 static int64_t peek_at(int fd, const char *path, cxlkv_overview *overview, cxlkv_process *out,
                        uint32_t capacity) {
     uint8_t page[SUPERBLOCK_BYTES], identity[16];
@@ -166,7 +177,7 @@ static int64_t peek_at(int fd, const char *path, cxlkv_overview *overview, cxlkv
     overview->in_use = !byte_is_free(fd, USE_BYTE);
     host_state *host = map_state(fd, page, geometry.page_count, identity, &bytes);
     if (!host) { /* another /dev/shm has the state, or nobody uses the pool */
-        counters_load(page, &overview->totals);
+        look_at_saved(fd, &overview->totals);
         return overview->in_use ? 0 : look_at_descriptors(fd, &geometry, overview);
     }
     guard fault;

@@ -1,0 +1,145 @@
+"""Prometheus metrics of pools: a collector, a registry to embed, and the server of the command.
+
+A pool is read from outside at every scrape (cxlkv.stats.look), or from inside when it is open here.
+Its counters outlive the processes that counted: they never fall while the pool's file is the same.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from cxlkv.errors import CXLKVError
+from cxlkv.pool import CXLPool
+from cxlkv.stats import PAGE_STATES, Overview, look
+
+COUNTERS = {
+    "appended_bytes": "K and V appended to sequences",
+    "scored_bytes": "Bytes read to choose pages",
+    "fetched_bytes": "Bytes copied out by fetch",
+    "attended_bytes": "K and V read by attention",
+    "corrupt_pieces": "Pieces and records whose CRC was wrong",
+    "stale_handles": "Handles that adopt() refused because their pages were freed",
+    "pool_full_errors": "Operations refused because too few pages were free",
+    "match_keys_asked": "Prefix keys that match() looked for",
+    "match_keys_hit": "Of them, keys that the hit covers",
+    "window_freed_pages": "Pages freed because they fell out of a sequence's window",
+    "audited_selects": "Selects that were measured against the exact method",
+    "reaped_processes": "Processes that died with the pool open, whose pages were taken back",
+    "rebuilds": "Times that the allocator was derived anew after a death inside it",
+}
+
+Pool = CXLPool | str | os.PathLike[str]
+
+
+class PoolCollector(Collector):
+    """Metrics of some pools, each open here or named by its path; label pool is the path.
+
+    A pool that is gone, damaged or closed has cxlkv_pool_up 0 and no other metric. An anonymous
+    pool is called "anonymous:IDENTITY".
+    """
+
+    def __init__(self, *pools: Pool):
+        self._sources = [_source(pool) for pool in pools]
+
+    def describe(self) -> Iterator[Metric]:
+        """Names only: registering reads no pool."""
+        yield from _families([])
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _families([(name, _read(source)) for name, source in self._sources])
+
+
+def registry(pools: Iterable[Pool]) -> CollectorRegistry:
+    """A registry of its own with these pools, for prometheus_client's exporters to embed."""
+    made = CollectorRegistry()
+    made.register(PoolCollector(*pools))
+    return made
+
+
+def serve(paths: Iterable[str], port: int, address: str) -> None:
+    """Serve /metrics until SIGINT or SIGTERM; port 0 takes a free one, the first line names it."""
+    ends = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the server's thread begins
+    server, thread = start_http_server(port, address, registry(paths))
+    host = f"[{address}]" if ":" in address else address
+    print(f"serving http://{host}:{server.server_port}/metrics", flush=True)
+    signal.sigwait(ends)
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def _source(pool: Pool) -> tuple[str, Callable[[], Overview]]:
+    if isinstance(pool, CXLPool):
+        return pool.overview().path, pool.overview
+    path = os.fspath(pool)
+    return path, lambda: look(path)
+
+
+def _read(source: Callable[[], Overview]) -> Overview | None:
+    try:
+        overview = source()
+    except (CXLKVError, OSError):
+        return None
+    return overview if overview.state in ("live", "idle") else None
+
+
+def _families(read: list[tuple[str, Overview | None]]) -> Iterator[Metric]:
+    up = GaugeMetricFamily("cxlkv_pool_up", "1 if the pool can be read", labels=["pool"])
+    for name, overview in read:
+        up.add_metric([name], overview is not None)
+    yield up
+    there = [(name, overview) for name, overview in read if overview is not None]
+    yield from _gauges(there)
+    for counter, text in COUNTERS.items():
+        family = CounterMetricFamily(f"cxlkv_{counter}", text, labels=["pool"])
+        for name, overview in there:
+            family.add_metric([name], overview.totals[counter])
+        yield family
+    recall = SummaryMetricFamily(
+        "cxlkv_select_recall_ratio",
+        "Of audited selects: share of the exact method's pages that were chosen",
+        labels=["pool"],
+    )
+    mass = SummaryMetricFamily(
+        "cxlkv_select_mass_ratio",
+        "Of audited selects: share of the attention that the chosen pages hold",
+        labels=["pool"],
+    )
+    for name, overview in there:
+        totals = overview.totals
+        recall.add_metric([name], totals["audited_selects"], totals.recall_sum)
+        mass.add_metric([name], totals["audited_selects"], totals.mass_sum)
+    yield from (recall, mass)
+
+
+def _gauges(there: list[tuple[str, Overview]]) -> Iterator[Metric]:
+    pages = GaugeMetricFamily(
+        "cxlkv_pool_pages", "Pages by state; published: held by nobody", labels=["pool", "state"]
+    )
+    size = GaugeMetricFamily("cxlkv_pool_bytes", "Size of the pool's region", labels=["pool"])
+    prefixes = GaugeMetricFamily(
+        "cxlkv_pool_prefix_pages", "Pages that match() finds, held or not", labels=["pool"]
+    )
+    processes = GaugeMetricFamily(
+        "cxlkv_pool_processes", "Live processes that have the pool open", labels=["pool"]
+    )
+    sequences = GaugeMetricFamily(
+        "cxlkv_pool_sequences", "Sequences and hits of these processes", labels=["pool"]
+    )
+    for name, overview in there:
+        for state in PAGE_STATES:
+            pages.add_metric([name, state], overview.pages[state])
+        live = [process for process in overview.processes if process.alive]
+        size.add_metric([name], overview.bytes)
+        prefixes.add_metric([name], overview.prefix_pages)
+        processes.add_metric([name], len(live))
+        sequences.add_metric([name], sum(process.sequences for process in live))
+    yield from (pages, size, prefixes, processes, sequences)

@@ -1,0 +1,201 @@
+"""The live view of pools: their pages as a bar, their processes with what each does a second."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cxlkv.config import format_bytes
+from cxlkv.errors import PoolMissingError
+from cxlkv.stats import Counters, Overview, Process, find
+
+# State, sign and style: the signs tell the states apart without colours too.
+BAR = (
+    ("held", "█", "green"),
+    ("published", "▓", "cyan"),
+    ("quarantined", "?", "yellow"),
+    ("retired", "x", "red"),
+    ("free", "·", "bright_black"),
+)
+BAR_WIDTH = 60
+RATES = ("appended_bytes", "scored_bytes", "fetched_bytes", "attended_bytes")
+NAME_LENGTH_MAX = 28
+
+Who = tuple[str, int, int]  # pool identity, pid, start time
+
+
+class Top:
+    """Frames, one after the other; rates are those since the frame before."""
+
+    def __init__(self, places: Sequence[str]):
+        self._places = places
+        self._before: dict[Who, Counters] = {}
+        self._at_s = time.monotonic()
+
+    def frame(self) -> RenderableType:
+        """What is there now; pools come and go between frames."""
+        found, missing = [], []
+        for place in self._places:
+            try:
+                found += find([place])
+            except PoolMissingError:
+                missing.append(Text(f"{plain(place)}: not there (yet)", style="yellow"))
+        now_s = time.monotonic()
+        elapsed_s, self._at_s = now_s - self._at_s, now_s
+        parts = [self._pool(overview, elapsed_s) for overview in found]
+        self._before = {
+            (overview.identity, process.pid, process.start_time): process.counters
+            for overview in found
+            for process in overview.processes
+        }
+        if not parts and not missing:
+            parts.append(Text("no pool in " + " ".join(map(plain, self._places))))
+        return Group(Text(time.strftime("%H:%M:%S"), style="bright_black"), *parts, *missing)
+
+    def _pool(self, overview: Overview, elapsed_s: float) -> RenderableType:
+        head = Text.assemble((plain(overview.path), "bold"), f"  {overview.state}")
+        head.append(f"  {format_bytes(overview.bytes)}  {plain(overview.model_id)}".rstrip())
+        if overview.detail:
+            head.append(f"\n{plain(overview.detail)}", style="yellow")
+        if not overview.pages_total or not overview.pages:
+            return Group(Text(), head)
+        rows = sorted(overview.processes, key=lambda row: (-row.pages_held, row.pid))
+        return Group(Text(), head, bar(overview), self._table(overview, rows, elapsed_s))
+
+    def _table(
+        self, overview: Overview, rows: Sequence[Process], elapsed_s: float
+    ) -> RenderableType:
+        table = Table(box=None, pad_edge=False, header_style="bright_black")
+        table.add_column("pid", justify="right", no_wrap=True)
+        table.add_column("command", no_wrap=True, overflow="ellipsis", ratio=1)
+        for name in ("pages", "seqs", "append/s", "score/s", "fetch/s", "attend/s"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for name in ("hits", "recall", "mass"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in rows:
+            before = self._before.get((overview.identity, row.pid, row.start_time))
+            name = command_of(row) if row.alive else "(dead: its pages wait to be taken back)"
+            table.add_row(
+                str(row.pid),
+                Text(name),
+                f"{row.pages_held:,}",
+                f"{row.sequences:,}",
+                *(rate(row.counters, before, which, elapsed_s) for which in RATES),
+                *quality(row.counters),
+            )
+        shown = "all, since it was made"
+        sums = [format_bytes(overview.totals[which]) for which in RATES]
+        table.add_row("", Text(shown), "", "", *sums, *quality(overview.totals), style="dim")
+        return table
+
+
+def plain(text: str) -> str:
+    """Names come from others: nothing in them may steer the terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def bar(overview: Overview) -> Text:
+    """A sign for each share of the pages; a state that there is has one sign at least."""
+    shares = {
+        state: max(1, overview.pages[state] * BAR_WIDTH // overview.pages_total)
+        for state, _, _ in BAR
+        if overview.pages[state]
+    }
+    largest = max(shares, key=lambda state: shares[state])
+    shares[largest] += BAR_WIDTH - sum(shares.values())
+    line, legend = Text(), Text("\n")
+    for state, sign, style in BAR:
+        line.append(sign * shares.get(state, 0), style=style)
+        if overview.pages[state] or state in ("held", "published", "free"):
+            legend.append(f"{state} {overview.pages[state]:,}  ", style=style)
+    return line + legend + Text(f"of {overview.pages_total:,} pages")
+
+
+def rate(now: Counters, before: Counters | None, which: str, elapsed_s: float) -> str:
+    if before is None or elapsed_s <= 0:
+        return "-"
+    return format_bytes(round((now[which] - before[which]) / elapsed_s))
+
+
+def quality(counters: Counters) -> list[str]:
+    """Hits, recall and mass in per cent; "-" while nothing was asked or audited."""
+    shares = (counters.hits, counters.recall, counters.mass)
+    return ["-" if share is None else f"{100 * share:.1f} %" for share in shares]
+
+
+def command_of(process: Process) -> str:
+    """Its program, and for an interpreter its script; "?" when the pid is not that process here."""
+    folder = Path(f"/proc/{process.pid}")
+    try:
+        started = (folder / "stat").read_text().rpartition(")")[2].split()[19]
+        words = (folder / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+    except (OSError, IndexError):
+        return "?"
+    if process.start_time and int(started) != process.start_time:
+        return "?"
+    name = os.path.basename(words[0])
+    script = next((word for word in words[1:] if not word.startswith("-")), "")
+    if name.startswith("python") and script and "-c" not in words:
+        name = f"{name} {os.path.basename(script)}"
+    return plain(name)[:NAME_LENGTH_MAX]
+
+
+@contextmanager
+def keyboard() -> Iterator[Callable[[float], bool]]:
+    """Yields wait(seconds): true as soon as q was pressed; without a terminal it only waits."""
+    if not sys.stdin.isatty():
+        yield no_key
+        return
+    fd = sys.stdin.fileno()
+    saved = termios.tcgetattr(fd)
+
+    def wait(seconds: float) -> bool:
+        until_s = time.monotonic() + seconds
+        while (left_s := until_s - time.monotonic()) > 0:
+            ready, _, _ = select.select([fd], [], [], left_s)
+            if ready and os.read(fd, 1) in (b"q", b"Q", b""):
+                return True
+        return False
+
+    try:
+        tty.setcbreak(fd)  # keys at once and unseen; Ctrl-C still interrupts
+        yield wait
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, saved)
+
+
+def no_key(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def run(places: Sequence[str], interval_s: float, once: bool, console: Console) -> None:
+    """Shows frames until q or Ctrl-C; once: a single one, whose rates are of one interval."""
+    top = Top(places)
+    frame = top.frame()  # without rates: they are those since the frame before
+    if once:
+        time.sleep(interval_s)
+        console.print(top.frame())
+        return
+    try:
+        with keyboard() as wait:
+            if console.is_terminal:
+                with Live(frame, console=console, screen=True, auto_refresh=False) as live:
+                    while not wait(interval_s):
+                        live.update(top.frame(), refresh=True)
+            while not console.is_terminal and not wait(interval_s):
+                console.print(top.frame())
+    except KeyboardInterrupt:
+        return
