@@ -235,7 +235,7 @@ def gc(
         typer.confirm(f"Clean up these {len(found)}?", abort=True)
     for item in found:
         if not clean(item, idle_s):
-            console.print(Text(f"{item.path}: somebody uses it again, left alone"))
+            console.print(Text(f"{item.path}: gone, or in use again: left alone"))
 
 
 @pool_app.command()

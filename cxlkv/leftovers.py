@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cxlkv import _core
-from cxlkv.errors import CXLKVError
+from cxlkv.errors import CXLKVError, PoolMissingError
 from cxlkv.stats import Overview, find
 
 
@@ -48,25 +48,29 @@ def find_leftovers(places: Iterable[str], idle_s: float | None = None) -> list[L
 
 
 def _kind(overview: Overview, idle_s: float | None) -> str | None:
-    if overview.state in ("half-made", "orphan"):
-        return overview.state if os.lstat(overview.path).st_uid == os.geteuid() else None
-    if overview.state != "idle" or idle_s is None:
-        return None
-    if not overview.settled:
-        return "unsettled"
     try:
+        if overview.state in ("half-made", "orphan"):
+            ours = os.lstat(overview.path).st_uid == os.geteuid()
+            return overview.state if ours else None
+        if overview.state != "idle" or idle_s is None:
+            return None
+        if not overview.settled:
+            return "unsettled"
         return "idle" if _core.leftover(overview.path, "idle", idle_s, False) else None
-    except CXLKVError:
+    except (CXLKVError, OSError):
         return None  # of another user, or gone since
 
 
 def clean(leftover: Leftover, idle_s: float | None = None) -> bool:
-    """Remove it, or settle it; False when somebody came to use it meanwhile.
+    """Remove it, or settle it; False when it is gone, or somebody came to use it meanwhile.
 
     An unsettled pool is opened and closed: so it takes back what the killed ones held, and its
     file's time says from when on it is idle.
     """
-    if leftover.kind == "unsettled":
+    try:
+        if leftover.kind != "unsettled":
+            return _core.leftover(leftover.path, leftover.kind, idle_s or 0, True)
         _core.pool_close(_core.pool_open(leftover.path))
-        return True
-    return _core.leftover(leftover.path, leftover.kind, idle_s or 0, True)
+    except PoolMissingError:
+        return False
+    return True

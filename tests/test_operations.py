@@ -335,7 +335,8 @@ def test_only_files_of_ours_count_as_half_made(folder: Path) -> None:
 
 
 def test_gc_races_with_creations_and_breaks_none(folder: Path) -> None:
-    """One process makes pools without pause, another cleans without pause."""
+    """One process makes pools without pause, another cleans without pause. Cleaning may be faster
+    than a creator's lock, and take its empty file: then the creator makes another."""
     code = (
         "import sys\nfrom cxlkv import CXLPool, KVLayout\n"
         "layout = KVLayout(layers=1, kv_heads=1, head_dim=8, page_tokens=4, dtype='float32')\n"
@@ -346,12 +347,10 @@ def test_gc_races_with_creations_and_breaks_none(folder: Path) -> None:
         "    CXLPool.remove(path)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(folder)])
-    seen = 0
     while process.poll() is None:
         for left in find_leftovers([str(folder)]):
-            seen += clean(left)
+            clean(left)
     assert process.wait() == 0
-    assert seen == 0, "a creation was taken for a leftover"
     assert list(folder.iterdir()) == []
 
 

@@ -95,6 +95,9 @@ int64_t cxlkv_pool_processes(cxlkv_pool *pool, cxlkv_overview *overview, cxlkv_p
 
 /* ---- from outside ---- */
 
+/* The two guarded stretches are functions of their own: a jump out of one leaves no variable of its
+ * caller in doubt. */
+__attribute__((noinline))
 static bool state_fits(const host_state *host, const uint8_t *superblock_page,
                        uint32_t page_count, const uint8_t identity[16]) {
     guard fault;
@@ -160,6 +163,18 @@ static void look_at_saved(int fd, cxlkv_counters *totals) {
     }
 }
 
+__attribute__((noinline))
+static int64_t look_guarded(host_state *host, uint32_t page_count, const char *path,
+                            cxlkv_overview *overview, cxlkv_process *out, uint32_t capacity) {
+    guard fault;
+    volatile int64_t count = 0;
+    GUARD_BEGIN(fault) {
+        count = look_at_state(host, page_count, overview, out, capacity);
+    } GUARD_END(fault, count = fail(CXLKV_E_POISON, "%s: its host state was cut while it was read",
+                                    path))
+    return count;
+}
+
 static int64_t peek_at(int fd, const char *path, cxlkv_overview *overview, cxlkv_process *out,
                        uint32_t capacity) {
     uint8_t page[SUPERBLOCK_BYTES], identity[16];
@@ -180,12 +195,7 @@ static int64_t peek_at(int fd, const char *path, cxlkv_overview *overview, cxlkv
         look_at_saved(fd, &overview->totals);
         return overview->in_use ? 0 : look_at_descriptors(fd, &geometry, overview);
     }
-    guard fault;
-    volatile int64_t count = 0;
-    GUARD_BEGIN(fault) {
-        count = look_at_state(host, geometry.page_count, overview, out, capacity);
-    } GUARD_END(fault, count = fail(CXLKV_E_POISON, "%s: its host state was cut while it was read",
-                                    path))
+    int64_t count = look_guarded(host, geometry.page_count, path, overview, out, capacity);
     munmap(host, bytes);
     return count;
 }
