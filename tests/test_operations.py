@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool, KVLayout, cli
-from cxlkv.errors import PoolMissingError
+from cxlkv.errors import BusyError, PoolMissingError
 from cxlkv.leftovers import clean, find_leftovers
 from cxlkv.stats import Overview, find, look
 
@@ -542,3 +542,15 @@ def test_nothing_is_sampled_where_nothing_was(path: str) -> None:
         text = command("pool", "top", "--once", "--interval-s", "0.01", path)
     (line,) = [line for line in text.splitlines() if line.split()[:1] == [str(os.getpid())]]
     assert line.split()[-3:] == ["-", "-", "-"]
+
+
+def test_a_damaged_pool_is_removed_but_not_while_it_is_used(path: str) -> None:
+    with make(path) as pool:
+        with open(path, "r+b") as file:
+            file.seek(20)
+            file.write(b"????")
+        with pytest.raises(BusyError, match="in use"):
+            CXLPool.remove(path)
+        assert pool.check()["problem_count"] > 0
+    CXLPool.remove(path)
+    assert not Path(path).exists()

@@ -374,6 +374,21 @@ int cxlkv_pool_open(const char *path, cxlkv_pool **out) {
     return finish(pool, code, out);
 }
 
+static int busy_error(const char *path) {
+    return fail(CXLKV_E_BUSY, "%s is in use: close it in the other processes first", path);
+}
+
+/* Its host state stays, as the identity cannot be trusted: `cxlkv pool gc` finds that. */
+static int remove_damaged(const char *path) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return fail(errno, "%s: cannot open: %s", path, strerror(errno));
+    int code = 0;
+    if (!byte_is_free(fd, USE_BYTE)) code = busy_error(path);
+    else if (unlink(path) < 0) code = fail(errno, "%s: cannot remove: %s", path, strerror(errno));
+    close(fd);
+    return code;
+}
+
 int cxlkv_pool_remove(const char *path) {
     cxlkv_layout layout;
     cxlkv_geometry geometry;
@@ -382,11 +397,11 @@ int cxlkv_pool_remove(const char *path) {
     /* A damaged pool may go as well; something that never was one may not. */
     if (code == -CXLKV_E_CORRUPT || code == -CXLKV_E_TRUNCATED || code == -CXLKV_E_VERSION ||
         code == -CXLKV_E_GEOMETRY)
-        return unlink(path) < 0 ? fail(errno, "%s: %s", path, strerror(errno)) : 0;
+        return remove_damaged(path);
     if (code < 0) return code;
     code = lock_byte(fd, ATTACH_BYTE, true, true);
     if (code == 0 && lock_byte(fd, USE_BYTE, true, false) < 0) {
-        code = fail(CXLKV_E_BUSY, "%s is in use: close it in the other processes first", path);
+        code = busy_error(path);
     } else if (unlink(path) < 0) {
         code = fail(errno, "%s: cannot remove: %s", path, strerror(errno));
     } else {
