@@ -67,8 +67,10 @@ static bool is_draft(const leftover *file) {
     char magic[8] = "";
     if (file->status.st_size == 0) return true;
     if (pread(file->fd, magic, sizeof(magic), 0) != (ssize_t)sizeof(magic)) return false;
-    bool hugetlb = file->status.st_blksize >= AREA_ALIGNMENT;
-    return memcmp(magic, "CXLKVPOL", 8) == 0 || (hugetlb && memcmp(magic, "\0\0\0\0\0\0\0", 8) == 0);
+    static const char nothing[sizeof(magic)];
+    if (file->status.st_blksize >= AREA_ALIGNMENT && memcmp(magic, nothing, sizeof(magic)) == 0)
+        return true;
+    return memcmp(magic, "CXLKVPOL", sizeof(magic)) == 0;
 }
 
 static int draft(leftover *file) {

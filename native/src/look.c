@@ -1,7 +1,7 @@
 /* Looking at a pool without joining it: who uses it, what its pages are, what was counted.
  *
  * No lock is taken and nothing is written. What others change meanwhile is read as it is found:
- * every number is of some moment, and all bounds come from the superblock, whose CRC was checked. */
+ * each number is of some moment, and all bounds come from the superblock, whose CRC was checked. */
 #include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
