@@ -237,3 +237,6 @@ def test_threads_are_counted_from_one(pool: CXLPool) -> None:
             pool.set_threads(threads)
     pool.set_threads(7)
     pool.set_threads(1)
+    pool.close()
+    with pytest.raises(ClosedError):
+        pool.set_threads(2)

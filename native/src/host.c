@@ -76,6 +76,14 @@ uint32_t *held_of(const cxlkv_pool *pool, uint32_t slot) {
     return (uint32_t *)((uint8_t *)host + host->held_offset + slot * host->held_stride_bytes);
 }
 
+static int room_error(int code, uint64_t bytes, const char *what) {
+    if (code != ENOSPC)
+        return fail(code == EFBIG ? ENOSPC : code, "/dev/shm: cannot reserve %lu KiB for %s: %s%s",
+                    bytes >> 10, what, strerror(code), remedy_of(code));
+    return fail(ENOSPC, "no room in /dev/shm for %lu KiB of %s. Make it larger (in Docker: "
+                "--shm-size)", bytes >> 10, what);
+}
+
 int host_register(cxlkv_pool *pool, uint32_t state, uint32_t *slot) {
     host_state *host = pool->host;
     for (uint32_t i = 0; i < PROCESS_MAX; i++) {
@@ -83,7 +91,7 @@ int host_register(cxlkv_pool *pool, uint32_t state, uint32_t *slot) {
         int code = posix_fallocate(pool->host_fd,
                                    (off_t)(host->held_offset + i * host->held_stride_bytes),
                                    (off_t)host->held_stride_bytes);
-        if (code != 0) return fail(code, "no room in /dev/shm for a table of page references");
+        if (code != 0) return room_error(code, host->held_stride_bytes, "page references");
         memset(held_of(pool, i), 0, host->held_stride_bytes);
         counters_begin(host, i);
         process_identify(&host->processes[i]);
@@ -267,11 +275,10 @@ static int state_make(cxlkv_pool *pool) {
     host_state fresh;
     memset(&fresh, 0, sizeof(fresh));
     uint64_t bytes = host_state_layout(pool->geometry.page_count, &fresh);
-    if (ftruncate(pool->host_fd, (off_t)bytes) < 0 ||
-        posix_fallocate(pool->host_fd, 0, (off_t)fresh.held_offset) != 0)
-        return fail(ENOSPC, "no room in /dev/shm for %lu KiB of the pool's host state. Make it "
-                    "larger (in Docker: --shm-size)", fresh.held_offset >> 10);
-    int code = state_map(pool, bytes);
+    int code = ftruncate(pool->host_fd, (off_t)bytes) < 0 ? errno : 0;
+    if (code == 0) code = posix_fallocate(pool->host_fd, 0, (off_t)fresh.held_offset);
+    if (code != 0) return room_error(code, fresh.held_offset, "the pool's host state");
+    code = state_map(pool, bytes);
     if (code < 0) return code;
     host_state *host = pool->host;
     *host = fresh;
@@ -369,7 +376,7 @@ static int state_attach_file(cxlkv_pool *pool) {
     unlink(path);
     for (int attempt = 0; !state_open(pool, path, O_CREAT | O_EXCL); attempt++)
         if (errno != EAGAIN || attempt == 16) /* `cxlkv pool gc` may take an empty one for a loss */
-            return fail(errno, "%s: cannot create: %s", path, strerror(errno));
+            return fail(errno, "%s: cannot create: %s%s", path, strerror(errno), remedy_of(errno));
     int code = state_make(pool);
     if (code < 0) {
         unlink(path);
@@ -391,7 +398,8 @@ int host_attach(cxlkv_pool *pool) {
             code = state_attach_file(pool);
     } else {
         pool->host_fd = memfd_create("cxlkv-host", MFD_CLOEXEC);
-        if (pool->host_fd < 0) return fail(errno, "memfd_create: %s", strerror(errno));
+        if (pool->host_fd < 0)
+            return fail(errno, "memfd_create: %s%s", strerror(errno), remedy_of(errno));
         code = state_make(pool);
     }
     if (code == 0) {

@@ -320,6 +320,8 @@ guard **guard_current(void);
     }
 
 /* ---- region.c ---- */
+/* What helps, as the end of a sentence, when a limit of this process is the cause; or "". */
+const char *remedy_of(int code);
 int region_map_anonymous(uint64_t bytes, int *fd, uint8_t **base, const char **page_kind);
 int region_create_file(const char *path, uint64_t bytes, char *made, size_t made_bytes, int *fd,
                        uint8_t **base, const char **page_kind);

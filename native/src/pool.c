@@ -348,7 +348,8 @@ static int open_checked(const char *path, int *fd, cxlkv_layout *layout, cxlkv_g
     uint8_t bytes[SUPERBLOCK_BYTES];
     struct stat status;
     *fd = open(path, O_RDWR | O_CLOEXEC);
-    if (*fd < 0) return fail(errno, "%s: cannot open: %s", path, strerror(errno));
+    if (*fd < 0)
+        return fail(errno, "%s: cannot open: %s%s", path, strerror(errno), remedy_of(errno));
     int code = 0;
     if (fstat(*fd, &status) < 0 || !S_ISREG(status.st_mode))
         code = fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool: not a regular file", path);
@@ -463,12 +464,13 @@ int cxlkv_pool_set_threads(cxlkv_pool *pool, uint32_t threads) {
         return fail(CXLKV_E_ARGUMENT, "%u threads: outside 1 to 1024", threads);
     /* The write lock: no task runs while its threads are replaced. */
     pthread_rwlock_wrlock(&pool->operations);
+    bool closed = pool->closed;
     workers *old = pool->threads;
     pool->threads = NULL;
     pool->thread_count = threads;
     pthread_rwlock_unlock(&pool->operations);
     workers_destroy(old);
-    return 0;
+    return closed ? fail(CXLKV_E_CLOSED, "the pool is closed: open it again") : 0;
 }
 
 static void count_pages(const cxlkv_pool *pool, cxlkv_stats *stats) {
