@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cxlkv.config import format_bytes, parse_bytes
-from cxlkv.errors import CXLKVError, UnsupportedError
+from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
 from cxlkv.topology import Machine, missing, probe
 
 if TYPE_CHECKING:
@@ -77,22 +77,37 @@ def info(as_json: AsJson = False) -> None:
 
 @app.command()
 def demo(
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a causal model of Hugging Face, with tokenizer.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Text file (UTF-8) for --model.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of the text to use: 4096 if not given.")
+    ] = None,
     json_file: JsonFile = None,
     picture: Annotated[Path, typer.Option(help="Draw the result into this file.")] = Path(
         "cxlkv-demo.png"
     ),
 ) -> None:
-    """Show the whole way once, on the small model that is in the package.
+    """Show the whole way once, on the small model that is in the package, or on one of yours.
 
-    Offline, and done in about a minute. Exit code 1 if something that it promises does not hold.
+    Offline. The packaged model takes about a minute. With --model and --text: perplexity, and
+    agreement with full attention, at each budget. Exit code 1 if a check does not hold.
     """
+    if (model is None) != (text is None) or (tokens is not None and model is None):
+        raise BadArgumentError("--model and --text go together, and --tokens with them")
     try:
         from cxlkv.demo.run import run
+        from cxlkv.demo.text.run import run as run_text
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"the demo needs {error.name}: install it with pip install 'cxlkv[demo]'"
         ) from error
-    if not run(json_path=json_file, picture=picture):
+    if model is None or text is None:
+        passed = run(json_path=json_file, picture=picture)
+    else:
+        passed = run_text(model, text, tokens, json_path=json_file, picture=picture)
+    if not passed:
         raise typer.Exit(1)
 
 

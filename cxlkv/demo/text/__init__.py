@@ -1,0 +1,1 @@
+"""The demo on a local model and a text: perplexity and agreement at each page budget."""

@@ -1,0 +1,93 @@
+"""The picture of the demo on a text: perplexity above, agreement below, by share of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from cxlkv.demo.picture import BLUE, GREY, INK
+from cxlkv.demo.text.measure import Track
+from cxlkv.demo.text.report import Found, number
+
+LOG_FROM = 10
+"""Perplexities are drawn on a logarithmic axis when the largest is so many times full's."""
+NAME_LENGTH_MAX = 40
+
+
+def draw(path: Path, model: str, text: str, found: Found) -> None:
+    """Write the picture; its format is that of the path's suffix. Names are shown, cut if long."""
+    figure = Figure(figsize=(7.2, 6.6), layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a display
+    above, below = figure.subplots(2, 1, sharex=True)
+    figure.suptitle(
+        f"{cut(model)} on {cut(text)}\n"
+        f"{found.plan.steps} tokens predicted, each behind {found.plan.context:,} or more",
+        color=INK,
+        fontsize=11,
+    )
+    draw_perplexity(above, found)
+    draw_agreement(below, found)
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e6e6e6")
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=INK)
+    shares = [row.share for row in found.rows]
+    below.set_xscale("log")
+    below.set_xlim(shares[0] / 1.25, shares[-1] * 1.25)
+    below.xaxis.set_major_locator(FixedLocator(shares))
+    below.xaxis.set_minor_locator(NullLocator())
+    below.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))
+    below.set_xlabel("share of pages that a token attends to", color=INK)
+    figure.savefig(path, dpi=150)
+
+
+def draw_perplexity(axes: Axes, found: Found) -> None:
+    """Lines of perplexity, logarithmic where random pages are far off; full attention dotted."""
+    full = found.full.perplexity
+    highest = max(track.perplexity for _, track in random_tracks(found))
+    if highest > LOG_FROM * full:
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    axes.axhline(full, color=INK, linewidth=1, linestyle=(0, (1, 2)))
+    draw_lines(axes, found, lambda track: track.perplexity)
+    axes.annotate(
+        f"full attention: {number(full)}", (0.01, full), xycoords=("axes fraction", "data"),
+        xytext=(0, -5), textcoords="offset points", va="top", color=INK, fontsize=9,
+    )  # fmt: skip
+    axes.margins(y=0.14)
+    axes.set_ylabel("perplexity", color=INK)
+    axes.legend(frameon=False, loc="upper right", labelcolor=INK)
+
+
+def draw_agreement(axes: Axes, found: Found) -> None:
+    """Lines of the share of tokens at which the most likely one is full attention's."""
+    draw_lines(axes, found, lambda track: 100 * track.agreement(found.full))
+    axes.set_ylim(top=102)
+    axes.set_ylabel("same best token as full attention, %", color=INK)
+
+
+def draw_lines(axes: Axes, found: Found, value: Callable[[Track], float]) -> None:
+    """The line of the selected pages, over that of random ones."""
+    blind = random_tracks(found)
+    shares, values = [share for share, _ in blind], [value(track) for _, track in blind]
+    axes.plot(shares, values, "s--", color=GREY, label="as many random pages", linewidth=2)
+    shares = [row.share for row in found.rows]
+    values = [value(row.selected) for row in found.rows]
+    axes.plot(shares, values, "o-", color=BLUE, label="selected pages", linewidth=2)
+
+
+def random_tracks(found: Found) -> list[tuple[float, Track]]:
+    """By share; of all pages there is but one draw."""
+    return [(row.share, row.random or row.selected) for row in found.rows]
+
+
+def cut(name: str) -> str:
+    """The name, or its beginning."""
+    return name if len(name) <= NAME_LENGTH_MAX else name[: NAME_LENGTH_MAX - 3] + "..."

@@ -1,0 +1,510 @@
+"""`cxlkv demo --model --text` on models made here: its figures, its files, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+)
+
+from cxlkv import Budget, CXLPool, Selection, cli
+from cxlkv.adapters.transformers import CXLCache, LayerStep, layout_of
+from cxlkv.demo import run as demo
+from cxlkv.demo.task import FIRST_FILLER, VALUES, VOCABULARY_SIZE, fact_token, query_token
+from cxlkv.demo.text import inputs, measure, run
+from cxlkv.demo.text.measure import Plan, Reader, Row, TextCache, Track
+from cxlkv.demo.text.report import Found, result_of
+from cxlkv.errors import CXLKVError
+from cxlkv.topology import probe
+
+PNG = b"\x89PNG\r\n\x1a\n"
+WORDS = 512
+SHAPE = {
+    "vocab_size": WORDS,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Torch's threads wait for each other, at each of many small operations, on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for an address fails: the demo is offline."""
+
+    def refuse(*arguments: object, **more: object) -> None:
+        raise AssertionError("the demo asked for a network address")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+def save(model: PreTrainedModel, folder: Path, words: int = WORDS) -> Path:
+    """A folder as people have them: model and tokenizer; word 7 of a text is token 7."""
+    model.save_pretrained(folder)
+    save_tokenizer(folder, words)
+    return folder
+
+
+def save_tokenizer(folder: Path, words: int) -> None:
+    tokenizer = Tokenizer(WordLevel({str(word): word for word in range(words)}, unk_token="0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+    fast.save_pretrained(folder)
+
+
+def qwen(**more: object) -> Qwen3ForCausalLM:
+    torch.manual_seed(3)
+    return Qwen3ForCausalLM(Qwen3Config.from_dict({**SHAPE, **more}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Qwen3, whose layers see the whole context."""
+    return save(qwen(), tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """1,000 words, each a token of `folder`."""
+    words = torch.randint(0, WORDS, (1000,), generator=torch.Generator().manual_seed(5))
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(map(str, words.tolist())))
+    return path
+
+
+def run_main(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `cxlkv demo` as installed."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["demo", *map(str, arguments)])
+    code = stop.value.code
+    captured = capsys.readouterr()
+    return (code if isinstance(code, int) else 0), captured.out, captured.err
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line on stderr of a command that cannot run."""
+    code, _, err = run_main(capsys, *arguments)
+    assert code == 1
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1, err
+    return err
+
+
+def facts_model() -> LlamaForCausalLM:
+    """The packaged model, which finds facts, saying a value as the question for the key of it."""
+    trained = demo.load_model()
+    assert isinstance(trained.score, torch.nn.Linear)
+    config = LlamaConfig.from_pretrained(demo.MODEL)
+    config.architectures = None
+    model = LlamaForCausalLM(config)
+    model.model.load_state_dict(trained.model.state_dict())
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[query_token(0) : query_token(VALUES)] = trained.score.weight
+    return model
+
+
+def facts_text(tokens: int) -> str:
+    """Facts that lead from key to key, among fillers; then a walk along them to the end.
+
+    Each next token of the walk is told by one token of the context and by nothing else.
+    """
+    random = np.random.default_rng(8)
+    steps = Plan.of(tokens).steps
+    walk = random.permutation(VALUES)
+    facts = [fact_token(key, value) for key, value in zip(walk, np.roll(walk, -1), strict=True)]
+    context = random.integers(FIRST_FILLER, VOCABULARY_SIZE, size=tokens - steps - 1)
+    # The last page or two are forced, so they tell nothing.
+    context[random.choice(len(context) - 64, size=VALUES, replace=False)] = facts
+    asked = [query_token(walk[step % VALUES]) for step in range(steps + 1)]
+    return " ".join(map(str, [*context, *asked]))
+
+
+def test_a_model_on_a_text_leaves_a_table_a_picture_and_a_result(
+    capsys: pytest.CaptureFixture[str], folder: Path, text: Path, tmp_path: Path
+) -> None:
+    picture, result = tmp_path / "demo.png", tmp_path / "demo.json"
+    code, out, err = run_main(
+        capsys,
+        *("--model", folder, "--text", text, "--tokens", 512),
+        *("--json", result, "--picture", picture),
+    )
+    assert (code, err) == (0, "")
+    assert out.endswith("demo: PASS\n")
+    assert "its first 512 tokens, 495 of them context" in out
+    assert "in 16 of 16 steps" in out
+    start = out.index("16 tokens predicted")
+    assert max(map(len, out[start : out.index("all pages: the best")].splitlines())) <= 80
+    assert picture.read_bytes().startswith(PNG)
+    assert picture.stat().st_size > 20_000
+
+    found = json.loads(result.read_text())
+    assert list(found) == [
+        *("case", "machine", "commit", "emulated", "checks", "metrics", "ratios", "notes")
+    ]
+    assert (found["case"], list(found["checks"].values())) == ("demo-text", [True, True])
+    metrics = {name: metric["median"] for name, metric in found["metrics"].items()}
+    assert len(found["metrics"]["loss_full"]["samples"]) == 16
+    assert len(found["metrics"]["token_time_random_at_25_percent"]["samples"]) == 16
+    assert [metrics[f"pages_at_{share}_percent"] for share in (25, 50, 100)] == [7, 15, 32]
+    assert "pages_at_10_percent" not in metrics
+    assert "left out, as the forced pages are as many: 2 %, 5 %, 10 %" in found["notes"]
+    token_bytes = 2 * 2 * 2 * 16 * 4
+    assert metrics["cache_bytes"] == (496 + 511) / 2 * token_bytes
+    assert metrics["bytes_fetched_at_100_percent"] == metrics["cache_bytes"]
+    assert metrics["bytes_scored_at_25_percent"] == metrics["cache_bytes"] / 2
+    assert metrics["bytes_scored_random_at_25_percent"] == 0
+    fetched = metrics["bytes_fetched_at_25_percent"]
+    assert fetched == metrics["bytes_fetched_random_at_25_percent"]
+    assert 6 * 16 * token_bytes < fetched <= 7 * 16 * token_bytes
+    assert found["ratios"]["perplexity_at_100_percent_to_full"] == pytest.approx(1, abs=1e-4)
+
+
+def test_full_attention_has_the_perplexity_of_the_whole_text_read_at_once(
+    folder: Path, text: Path
+) -> None:
+    found = measured(folder, text, 512)
+    tokens = torch.tensor([int(word) for word in text.read_text().split()[:512]])
+    with torch.no_grad():
+        logits = qwen()(tokens[None]).logits[0]
+    losses = torch.nn.functional.cross_entropy(logits[495:511], tokens[496:512], reduction="none")
+    assert found.full.losses == pytest.approx(losses.tolist(), abs=1e-4)
+    assert found.full.perplexity == pytest.approx(float(losses.mean().exp()), rel=1e-4)
+    assert found.full.best == logits[495:511].argmax(-1).tolist()
+    assert max(found.full.divergences) == 0
+
+
+def measured(folder: Path, text: Path, tokens: int) -> Found:
+    """What the command measures, without its reports."""
+    model, plan = inputs.read_model(folder), Plan.of(tokens)
+    ids = inputs.read_tokens(folder, text.read_text(), VOCABULARY_SIZE)
+    layout = layout_of(model)
+    capacity = run.capacity_bytes(layout, plan)
+    with CXLPool.create("anonymous:", layout=layout, capacity=capacity) as pool:
+        found, _ = run.measure(model, pool, ids, plan, Console(quiet=True))
+        assert pool.check(deep=True)["clean"]
+    return found
+
+
+def test_selected_pages_find_what_random_pages_miss(tmp_path: Path) -> None:
+    folder = save(facts_model(), tmp_path / "facts", VOCABULARY_SIZE)
+    text = tmp_path / "text.txt"
+    text.write_text(facts_text(1024))
+    found = measured(folder, text, 1024)
+    assert found.full.perplexity < 1.1
+    assert [row.share for row in found.rows] == [0.1, 0.25, 0.5, 1.0]
+    assert found.rows[-1].random is None
+    for row in found.rows[:-1]:
+        assert row.random is not None
+        assert row.selected.agreement(found.full) == 1
+        assert row.selected.perplexity < 1.2
+        assert row.random.agreement(found.full) < 0.8
+        assert row.random.perplexity > 5
+        assert row.random.divergence > 10 * row.selected.divergence
+    assert result_of(found).passed
+
+
+def test_a_context_read_in_chunks_is_the_same_context(
+    folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = measured(folder, text, 512)
+    monkeypatch.setattr(measure, "CHUNK_TOKENS", 247)  # 2 of them, and a chunk of one token
+    chunked = measured(folder, text, 512)
+    assert result_of(chunked).passed
+    for one, other in zip(whole.rows, chunked.rows, strict=True):
+        assert one.selected.losses == pytest.approx(other.selected.losses, abs=1e-3)
+
+
+def test_a_model_is_used_in_the_dtype_that_it_is_stored_in(
+    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+) -> None:
+    folder = save(qwen().bfloat16(), tmp_path / ("long" * 40) / ("name" * 40))
+    picture = tmp_path / "demo.png"
+    code, out, _ = run_main(
+        capsys, "--model", folder, "--text", text, "--tokens", 256, "--picture", picture
+    )
+    assert (code, "parameters in bfloat16" in out) == (0, True)
+    assert "0.25 nats in bfloat16 pass as a tie" in out
+
+
+def test_a_model_that_takes_fewer_tokens_sets_the_end(
+    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+) -> None:
+    folder = save(qwen(max_position_embeddings=300), tmp_path / "short")
+    picture = tmp_path / "demo.png"
+    code, out, _ = run_main(capsys, "--model", folder, "--text", text, "--picture", picture)
+    assert (code, "takes no more than 300 tokens" in out) == (0, True)
+    assert "its first 300 tokens" in out
+
+
+def test_pages_that_are_not_those_of_full_attention_fail_with_exit_code_1_and_no_ratios(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(cache: TextCache, part: LayerStep, queries: Tensor) -> object:
+        cache.budget = cache.budget and Budget(pages=3)
+        return CXLCache.choose(cache, part, queries)
+
+    monkeypatch.setattr(TextCache, "choose", choose)
+    folder = save(facts_model(), tmp_path / "facts", VOCABULARY_SIZE)
+    (tmp_path / "text.txt").write_text(facts_text(512))
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run_main(capsys, "--model", folder, "--text", "text.txt", "--json", "demo.json")
+    assert code == 1
+    assert out.endswith("demo: FAIL\n")
+    found = json.loads((tmp_path / "demo.json").read_text())
+    assert list(found["checks"].values()) == [False, False]
+    assert found["ratios"] == {}
+    assert (tmp_path / "cxlkv-demo.png").exists()
+
+
+def test_an_interrupted_run_ends_without_a_traceback(
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, calls = Reader.read, iter(range(20))
+
+    def interrupted(reader: Reader, tokens: Tensor) -> Tensor:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return read(reader, tokens)
+
+    monkeypatch.setattr(Reader, "read", interrupted)
+    code, out, err = run_main(capsys, "--model", folder, "--text", text)
+    assert (code, err) == (130, "")
+    assert "perplexity" not in out
+
+
+def track(best: list[int], gaps: list[float], loss: float = 1.0) -> Track:
+    steps = len(best)
+    return Track([loss] * steps, best, gaps, [0.0] * steps, [10.0] * steps, 1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("gap", "loss", "checks"),
+    [(0.0009, 1.0, [True, True]), (0.0011, 1.0, [False, True]), (0.0, 1.0011, [True, False])],
+)
+def test_all_pages_may_part_from_full_attention_at_a_tie_only(
+    gap: float, loss: float, checks: list[bool]
+) -> None:
+    every = track([1, 2, 3, 5], [0.0, 0.0, 0.0, gap], loss)
+    full = track([1, 2, 3, 4], [0.0] * 4)
+    result = result_of(Found(Plan.of(256), "float32", full, [Row(1.0, 16, every, None)]))
+    assert list(result.checks.values()) == checks
+    assert "in 3 of 4 steps, another in 1" in result.notes[-1]
+
+
+def test_a_step_is_held_against_full_attention() -> None:
+    full = torch.tensor([0.5, 0.25, 0.25, 0.0]).log()
+    other = torch.tensor([0.25, 0.5, 0.125, 0.125]).log()
+    noted = Track()
+    noted.note(other, full, target=2)
+    assert noted.losses == [pytest.approx(np.log(8))]
+    assert noted.best == [1]
+    assert noted.gaps == [pytest.approx(np.log(2))]
+    assert noted.divergences == [pytest.approx(0.5 * np.log(2))]
+    with pytest.raises(CXLKVError, match="no finite likelihood"):
+        noted.note(full, full, target=3)
+
+
+def test_a_plan_counts_every_token_and_leaves_out_budgets_without_a_choice() -> None:
+    plan = Plan.of(4096)
+    assert (plan.context, plan.steps, plan.tokens, plan.page_count) == (3967, 128, 4096, 248)
+    pages = {share: budget.pages for share, budget in plan.budgets().items()}
+    assert pages == {0.02: 4, 0.05: 12, 0.1: 24, 0.25: 62, 0.5: 124}
+    assert list(Plan.of(256).budgets()) == [0.25, 0.5]
+    assert Plan.of(20_000).steps == measure.STEPS_MAX
+
+
+def test_random_pages_are_drawn_anew_at_each_step(folder: Path, text: Path) -> None:
+    model, plan = inputs.read_model(folder), Plan.of(512)
+    ids = inputs.read_tokens(folder, text.read_text(), WORDS)
+    layout = layout_of(model)
+    capacity = run.capacity_bytes(layout, plan)
+    with CXLPool.create("anonymous:", layout=layout, capacity=capacity) as pool:
+        drawn: list[list[int]] = []
+
+        class Watched(TextCache):
+            def choose(self, part: LayerStep, queries: Tensor) -> Selection | None:
+                picked = super().choose(part, queries)
+                assert picked is not None
+                drawn.extend(picked.pages[0].tolist())
+                return picked
+
+        cache = Watched(pool, model, Budget(pages=8))
+        cache.blind = True
+        reader = Reader(model, "cxlkv", cache)
+        reader.prefill(ids[:480])
+        for at in range(480, 484):
+            reader.read(ids[at : at + 1])
+    assert len(drawn) == 4 * 2 * 2  # steps, layers, heads
+    assert {len(pages) for pages in drawn} == {8}
+    assert len({tuple(pages) for pages in drawn}) == len(drawn)
+    assert all(pages[0] == 0 and pages[-2:] == [29, 30] for pages in drawn)
+
+
+# ---- what is refused, each in a line that names it ----
+
+
+def test_a_name_of_the_hub_is_not_downloaded(
+    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+) -> None:
+    err = refused(capsys, "--model", "Qwen/Qwen3-0.6B", "--text", text)
+    assert "hf download Qwen/Qwen3-0.6B --local-dir" in err
+    err = refused(capsys, "--model", tmp_path / "absent", "--text", text)
+    assert f"no folder {tmp_path}/absent" in err
+    assert "is a file" in refused(capsys, "--model", text, "--text", text)
+    assert "has no config.json" in refused(capsys, "--model", tmp_path, "--text", text)
+
+
+def test_a_folder_that_is_no_causal_model_is_refused(
+    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+) -> None:
+    T5Config().save_pretrained(tmp_path / "t5")
+    assert "encoder-decoder" in refused(capsys, "--model", tmp_path / "t5", "--text", text)
+
+    save_tokenizer(tmp_path / "facts", VOCABULARY_SIZE)
+    demo.load_model().save_pretrained(tmp_path / "facts")
+    err = refused(capsys, "--model", tmp_path / "facts", "--text", text)
+    assert "lack lm_head.weight" in err
+
+    config = BertConfig.from_dict({**SHAPE, "num_key_value_heads": 4})
+    bert = BertForMaskedLM(config)
+    folder = save(bert, tmp_path / "bert")
+    assert "keeps no keys and values" in refused(capsys, "--model", folder, "--text", text)
+
+
+def test_a_model_with_an_attention_of_its_own_is_refused(
+    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+) -> None:
+    model = BloomForCausalLM(BloomConfig(vocab_size=WORDS, hidden_size=64, n_layer=1, n_head=4))
+    folder = save(model, tmp_path / "bloom")
+    err = refused(capsys, "--model", folder, "--text", text)
+    assert "BloomForCausalLM takes no attention but its own" in err
+
+
+def test_code_of_a_folder_is_not_run(
+    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+) -> None:
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("raise SystemExit('this was run')")
+    assert "code of its own" in refused(capsys, "--model", tmp_path, "--text", text)
+
+
+def test_a_damaged_folder_is_one_line(
+    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+) -> None:
+    folder = save(qwen(), tmp_path / "qwen")
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    assert "the model cannot be read" in refused(capsys, "--model", folder, "--text", text)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    assert "no tokenizer that knows" in refused(capsys, "--model", folder, "--text", text)
+    (folder / "tokenizer.json").write_text("{}")
+    assert "no tokenizer can be read" in refused(capsys, "--model", folder, "--text", text)
+    (folder / "config.json").write_text("{")
+    assert "the config cannot be read" in refused(capsys, "--model", folder, "--text", text)
+
+
+def test_a_tokenizer_of_another_model_is_refused(
+    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+) -> None:
+    folder = save(qwen(vocab_size=100), tmp_path / "qwen")
+    err = refused(capsys, "--model", folder, "--text", text)
+    assert "the tokenizer is of another model" in err
+
+
+def test_weights_that_overflow_are_named(
+    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+) -> None:
+    model = qwen()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    folder = save(model, tmp_path / "nan")
+    assert "no finite likelihood" in refused(capsys, "--model", folder, "--text", text)
+
+
+def test_a_text_that_is_none_is_refused(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    assert "text.txt" in refused(capsys, "--model", folder, "--text", text)
+    text.write_bytes("Müller".encode("latin-1") * 400)
+    assert "iconv -f ENCODING" in refused(capsys, "--model", folder, "--text", text)
+    text.write_bytes(bytes(1000))
+    assert "zero bytes" in refused(capsys, "--model", folder, "--text", text)
+    text.write_text("1 2 3 " * 85)
+    err = refused(capsys, "--model", folder, "--text", text)
+    assert f"{text} has 255 tokens; at least 256 are needed" in err
+    assert "text" in refused(capsys, "--model", folder, "--text", tmp_path)
+
+
+def test_a_file_that_could_not_be_written_is_refused_at_the_start(
+    capsys: pytest.CaptureFixture[str], folder: Path, text: Path, tmp_path: Path
+) -> None:
+    given = ("--model", folder, "--text", text)
+    for option in ("--json", "--picture"):
+        err = refused(capsys, *given, option, tmp_path / "absent" / "demo.png")
+        assert "absent does not exist" in err
+    assert "ends in one of" in refused(capsys, *given, "--picture", tmp_path / "demo.gig")
+
+
+def test_options_that_do_not_go_together_are_refused(
+    capsys: pytest.CaptureFixture[str], folder: Path, text: Path
+) -> None:
+    for options in (("--model", folder), ("--text", text), ("--tokens", 512)):
+        assert "go together" in refused(capsys, *options)
+    err = refused(capsys, "--model", folder, "--text", text, "--tokens", 100)
+    assert "at least 256" in err
+
+
+def test_a_machine_without_room_is_told_what_takes_it(
+    capsys: pytest.CaptureFixture[str], folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = probe()
+    small = replace(machine, memory=replace(machine.memory, available_bytes=1 << 20))
+    monkeypatch.setattr(run, "probe", lambda: small)
+    err = refused(capsys, "--model", folder, "--text", text)
+    assert "1 MiB there: the weights take" in err
+    assert "Give fewer --tokens than 1000" in err
