@@ -15,8 +15,11 @@ from cxlkv.demo.text.measure import Plan, Row, Track
 
 TIE_NATS = {"float32": 0.001, "float16": 0.05, "bfloat16": 0.25}
 """Two best tokens count as tied when full attention's log-likelihoods are as near as this."""
-PERPLEXITY_TOLERANCE = {"float32": 0.001, "float16": 0.005, "bfloat16": 0.01}
-"""How far all pages' perplexity may lie from transformers', as a part of it."""
+DIVERGENCE_NATS = {"float32": 1e-4, "float16": 0.002, "bfloat16": 0.02}
+"""How far all pages' distributions may lie from full attention's, on average: rounding only.
+
+Not perplexity: over a few tokens, chance moves it further than a fault would.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,13 @@ def result_of(found: Found) -> Result:
     """The result file's content: checks, metrics, ratios."""
     full, every = found.full, found.every
     result = Result("demo-text")
-    off = abs(every.perplexity / full.perplexity - 1)
     result.checks = {
-        "all_pages_have_the_best_tokens_of_full_attention": max(every.gaps)
-        <= TIE_NATS[found.dtype],
-        "all_pages_have_the_perplexity_of_full_attention": off <= PERPLEXITY_TOLERANCE[found.dtype],
+        "all_pages_have_the_best_tokens_of_full_attention": (
+            max(every.gaps) <= TIE_NATS[found.dtype]
+        ),
+        "all_pages_have_the_distributions_of_full_attention": (
+            every.divergence <= DIVERGENCE_NATS[found.dtype]
+        ),
     }
     result.measure("perplexity_full", [full.perplexity], "perplexity")
     result.measure("loss_full", full.losses, "nats a token")
@@ -88,7 +93,8 @@ def tie_note(found: Found) -> str:
     return (
         f"all pages: the best token of full attention in {steps - found.ties} of {steps} steps, "
         f"another in {found.ties}, at most {max(found.every.gaps):.2g} nats less likely to it; "
-        f"{TIE_NATS[found.dtype]:g} nats in {found.dtype} pass as a tie"
+        f"{TIE_NATS[found.dtype]:g} nats in {found.dtype} pass as a tie; mean divergence "
+        f"{found.every.divergence:.2g} nats, of {DIVERGENCE_NATS[found.dtype]:g} allowed"
     )
 
 
