@@ -48,22 +48,21 @@ def draw(path: Path, model: str, text: str, found: Found) -> None:
 
 
 def draw_perplexity(axes: Axes, found: Found) -> None:
-    """Lines of perplexity, logarithmic where random pages are far off; full attention dotted."""
+    """Lines of perplexity, logarithmic where random pages are far off."""
     full = found.full.perplexity
     highest = max(track.perplexity for _, track in random_tracks(found))
     if highest > LOG_FROM * full:
         axes.set_yscale("log")
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    axes.axhline(full, color=INK, linewidth=1, linestyle=(0, (1, 2)))
     draw_lines(axes, found, lambda track: track.perplexity)
-    axes.annotate(
-        f"full attention: {number(full)}", (0.01, full), xycoords=("axes fraction", "data"),
-        xytext=(0, -5), textcoords="offset points", va="top", color=INK, fontsize=9,
-    )  # fmt: skip
-    axes.margins(y=0.14)
+    label = f"full attention: {number(full)}"
+    axes.axhline(full, color=INK, linewidth=1, linestyle=(0, (1, 2)), label=label)
     axes.set_ylabel("perplexity", color=INK)
-    axes.legend(frameon=False, loc="upper right", labelcolor=INK)
+    # Outside, as there is no corner that some model's lines do not pass.
+    axes.legend(
+        frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, labelcolor=INK
+    )
 
 
 def draw_agreement(axes: Axes, found: Found) -> None:

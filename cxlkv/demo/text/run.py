@@ -160,9 +160,7 @@ def measure(
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(f"reading {plan.context:,} tokens", total=None)
         own_s, pool_s = reading.prefill()
-        progress.reset(
-            task, description="predicting, each token with all budgets", total=plan.steps
-        )
+        progress.reset(task, description="predicting", total=plan.steps)
         full, rows = reading.decode(lambda: progress.advance(task))
     notes = [
         f"context read by transformers in {own_s:.2f} s, into the pool in {pool_s:.2f} s",
