@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from cxlkv.adapters.transformers import NAME, CXLCache, LayerStep
+from cxlkv.adapters.transformers import CXLCache, LayerStep
 from cxlkv.demo.caches import random_pages
 from cxlkv.demo.text.inputs import quiet
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
@@ -33,6 +33,8 @@ STEPS_OF_TOKENS = 32
 STEPS_MAX = 256
 CHUNK_TOKENS = 4096
 """A longer context is read in chunks, so that what a layer computes for it has a bound."""
+POOLED = "cxlkv"
+"""The attention that reads from a pool, as transformers knows it."""
 SEED = 20
 
 
@@ -134,7 +136,7 @@ class TextCache(CXLCache):
 
     def choose(self, part: LayerStep, queries: Tensor) -> Selection | None:
         picked = super().choose(part, queries)
-        if picked is None or self.budget is None or not self.blind:
+        if picked is None or not isinstance(self.budget, Budget) or not self.blind:
             return picked
         tokens = int(part.step.lengths[0])
         random = np.random.default_rng([SEED, part.index, tokens])
@@ -187,8 +189,8 @@ class Reading:
         self.tokens = tokens
         self.full = Reader(model, str(model.config._attn_implementation))
         with quiet():  # a model that computes its attention in its own code only warns of it
-            model.set_attn_implementation(NAME)
-        if model.config._attn_implementation != NAME:
+            model.set_attn_implementation(POOLED)
+        if model.config._attn_implementation != POOLED:
             raise UnsupportedError(
                 f"{type(model).__name__} takes no attention but its own, so no pool can serve it: "
                 "use a model that transformers' attention interface serves, like Llama or Qwen3"
@@ -206,7 +208,7 @@ class Reading:
                 f"{type(self.model).__name__} keeps no keys and values of what it read: "
                 "no causal language model with attention"
             )
-        return own_s, Reader(self.model, NAME, self.base).prefill(context)
+        return own_s, Reader(self.model, POOLED, self.base).prefill(context)
 
     def decode(self, advance: Callable[[], None]) -> tuple[Track, list[Row]]:
         """All steps of all readers; `advance` is called after each step."""
@@ -238,7 +240,7 @@ class Reading:
         cache = self.base.fork()
         assert isinstance(cache, TextCache)
         cache.budget, cache.blind = budget, blind
-        return Reader(self.model, NAME, cache)
+        return Reader(self.model, POOLED, cache)
 
     def _finish(self, reader: Reader) -> None:
         cache = reader.cache
