@@ -53,7 +53,7 @@ class Memory:
     total_bytes: int | None
     available_bytes: int | None
     cgroup_limit_bytes: int | None  # the tightest of this cgroup and those above it
-    cgroup_usage_bytes: int | None  # of the cgroup that sets that limit
+    cgroup_usage_bytes: int | None  # of the cgroup that sets that limit, less idle page cache
     memlock_bytes: int | None
 
 
@@ -223,8 +223,19 @@ def _cgroup_memory(root: Path) -> tuple[int | None, int | None]:
     for folder, limit_name, usage_name in _cgroup_folders(root):
         limit_bytes = _number(folder / limit_name)
         if limit_bytes is not None and limit_bytes < CGROUP_NO_LIMIT_BYTES:
-            found.append((limit_bytes, _number(folder / usage_name)))
+            found.append((limit_bytes, _cgroup_usage(folder, usage_name)))
     return min(found, key=lambda pair: pair[0], default=(None, None))
+
+
+def _cgroup_usage(folder: Path, usage_name: str) -> int | None:
+    """What the cgroup uses, without files in the page cache that the kernel would drop first."""
+    usage_bytes = _number(folder / usage_name)
+    if usage_bytes is None:
+        return None
+    counts = dict(re.findall(r"^(\w+) (\d+)$", _read(folder / "memory.stat"), re.M))
+    # v1 has sums with the cgroups below under names of their own; in v2 every number is one.
+    dropped_bytes = int(counts.get("total_inactive_file") or counts.get("inactive_file") or 0)
+    return max(0, usage_bytes - dropped_bytes)
 
 
 def _cgroup_folders(root: Path) -> Iterator[tuple[Path, str, str]]:

@@ -171,6 +171,22 @@ def test_cgroup_v1_without_a_limit_has_none(tmp_path: Path) -> None:
     assert probe(root).memory.cgroup_limit_bytes is None
 
 
+@pytest.mark.parametrize(
+    ("stat", "usage"),
+    [
+        (f"anon 7\ninactive_file {3 * MIB}\nactive_file 9\n", GIB - 3 * MIB),
+        (f"inactive_file 5\ntotal_inactive_file {4 * MIB}\n", GIB - 4 * MIB),  # v1
+        (f"inactive_file {2 * GIB}\n", 0),  # read a moment later
+    ],
+)
+def test_page_cache_that_is_idle_does_not_count_as_used(
+    tmp_path: Path, stat: str, usage: int
+) -> None:
+    """The kernel drops it before it kills: a model file just read does not stand in the way."""
+    root = plant(docker(tmp_path), {"sys/fs/cgroup/memory/memory.stat": stat})
+    assert probe(root).memory.cgroup_usage_bytes == usage
+
+
 def test_a_masked_usage_file_leaves_the_limit(tmp_path: Path) -> None:
     root = docker(tmp_path)
     usage = root / "sys/fs/cgroup/memory/memory.usage_in_bytes"
