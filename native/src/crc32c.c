@@ -6,6 +6,8 @@
 #include <stdbool.h>
 #include <string.h>
 
+#include "cpu.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_CRC32)
@@ -114,8 +116,7 @@ WITH_CRC uint32_t crc32c_hardware(uint32_t crc, const void *data, size_t bytes) 
 }
 
 static bool has_hardware(void) {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul");
+    return cpu_has(bit_SSE4_2 | bit_PCLMUL);
 }
 
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_CRC32)

@@ -5,16 +5,15 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#include "cpu.h"
+
 /* NULL until first use. The tables are constants, so a relaxed load of the pointer is enough: no
  * store to them has to be seen. */
 static _Atomic(const kernels *) current;
 
 static bool has_avx2(void) {
 #if defined(__x86_64__)
-    /* These ask CPUID and XGETBV: an operating system that does not save ymm counts as "no". */
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           __builtin_cpu_supports("f16c");
+    return cpu_has_avx2() && cpu_has(bit_FMA | bit_F16C);
 #else
     return false;
 #endif
