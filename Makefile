@@ -22,6 +22,14 @@ ARGS ?=
 GENERATOR := $(if $(shell command -v ninja),-G Ninja)
 NATIVE := $(shell find native -not -name '.*')
 
+# What makes the wheels: zig is a clang that links against the glibc that a tag promises, for this
+# CPU or another one. WHEEL_CPUS=x86_64 builds one wheel only.
+WHEEL_TOOLS := auditwheel==6.8.2 build==1.6.1 ziglang==0.17.0
+WHEEL_CPUS ?= x86_64 aarch64
+WHEEL_BIN := build/wheel/env/bin
+# `make wheel-test` tries the wheel in each of these that is there.
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+
 .PHONY: help
 help:         ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
@@ -83,6 +91,43 @@ demo: $(VENV)/.built  ## the whole way once, on a small model that is in the pac
 
 bench: $(VENV)/.built  ## one microbenchmark: make bench CASE=select
 	$(BIN)/cxlkv bench $(CASE) $(ARGS)
+
+build/wheel/env/.stamp: Makefile constraints.txt
+	rm -rf build/wheel/env
+	$(PYTHON) -m venv build/wheel/env
+	$(WHEEL_BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+	  $(WHEEL_TOOLS) cffi ninja scikit-build-core
+	touch $@
+
+# The wheels are made from the sdist, so it is complete. _PYTHON_HOST_PLATFORM is the tag, which
+# check_dist then compares with what the binary needs. -s: no debug information, no paths.
+# Debian's Python.h looks for pyconfig.h in a folder of the CPU, and zig does not look into
+# /usr/include. What the limited API reads there (sizes of types) is equal on both CPUs.
+.PHONY: wheel wheel-test wheel-demo
+wheel: build/wheel/env/.stamp  ## sdist and wheels into dist/
+	rm -rf dist
+	export ZIG_GLOBAL_CACHE_DIR="$(CURDIR)/build/wheel/zig"; \
+	export ZIG_LOCAL_CACHE_DIR="$$ZIG_GLOBAL_CACHE_DIR" PATH="$(CURDIR)/$(WHEEL_BIN):$$PATH"; \
+	headers=$$(python -c 'import pathlib, sysconfig as s; p = pathlib.Path(s.get_path("include")); \
+	  print(p.parent / (s.get_config_var("MULTIARCH") or "") / p.name)'); \
+	python -m build -q --no-isolation --sdist -o dist; \
+	for cpu in $(WHEEL_CPUS); do \
+	  echo "building the wheel for $$cpu"; \
+	  mkdir -p build/wheel/include/$$cpu-linux-gnu; \
+	  ln -sfn "$$headers" build/wheel/include/$$cpu-linux-gnu/; \
+	  CC="$(CURDIR)/$(WHEEL_BIN)/python-zig cc -target $$cpu-linux-gnu.2.28" \
+	    CFLAGS="-idirafter $(CURDIR)/build/wheel/include" LDFLAGS=-s \
+	    _PYTHON_HOST_PLATFORM=manylinux-2_28-$$cpu python -m build -q --no-isolation --wheel \
+	    -C install.strip=false -o dist dist/cxlkv-*.tar.gz; \
+	done; \
+	python tests/check_dist.py dist
+
+wheel-test:  ## the wheel installed without a compiler, in each Python that is here, and used
+	$(PYTHON) tests/try_wheel.py dist/cxlkv-*_$$(uname -m).whl $(PYTHONS)
+
+wheel-demo:  ## the demo from the wheel and torch in a fresh environment
+	$(PYTHON) tests/try_wheel.py dist/cxlkv-*_$$(uname -m).whl $(PYTHON) \
+	  --demo "$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(TORCH)"
 
 clean:        ## all that was built, and .venv
 	rm -rf build dist $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
