@@ -1,0 +1,134 @@
+"""What ships: one version everywhere, and checks of the wheels that see what they are for.
+
+The wheels themselves are checked by `make wheel` and tried by `make wheel-test`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import io
+import re
+import tarfile
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from cxlkv import _core
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load(name: str) -> ModuleType:
+    """A script of this folder, which is on no path."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+check_dist, round_trip = load("check_dist"), load("round_trip")
+WHEEL = "cxlkv-0.1.0-cp310-abi3-manylinux_2_28_x86_64.whl"
+BINARY = b"\x7fELF /dev/shm/cxlkv- /proc/%d/stat /sys/kernel/mm/transparent_hugepage \0"
+
+
+def project_version() -> str:
+    found = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found
+    return found[1]
+
+
+def test_the_core_and_the_project_have_one_version() -> None:
+    assert _core.version() == project_version()
+
+
+def test_the_installed_package_has_that_version() -> None:
+    try:
+        installed = importlib.metadata.version("cxlkv")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("cxlkv is not installed here, only its folder is on the path")
+    assert installed == project_version()
+
+
+def test_the_round_trip_of_the_wheel_test(tmp_path: Path) -> None:
+    round_trip.round_trip(tmp_path / "pool")
+
+
+def make_wheel(folder: Path, name: str = WHEEL, binary: bytes = BINARY, more: str = "") -> Path:
+    wheel = folder / name
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("cxlkv/__init__.py", "")
+        archive.writestr("cxlkv/_native.abi3.so", binary)
+        archive.writestr("cxlkv-0.1.0.dist-info/WHEEL", "")
+        if more:
+            archive.writestr(more, "")
+    return wheel
+
+
+def test_a_right_wheel_has_no_faults(tmp_path: Path) -> None:
+    assert check_dist.wheel_faults(make_wheel(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    "path", ["/tmp/tmpq1/native/src/pool.c", "/usr/include/python3.11", "native/src/pool.c"]
+)
+def test_a_path_of_the_machine_in_the_binary_is_a_fault(tmp_path: Path, path: str) -> None:
+    faults = check_dist.wheel_faults(make_wheel(tmp_path, binary=BINARY + path.encode() + b"\0"))
+    assert len(faults) == 1
+    assert "_native.abi3.so names " in faults[0]
+
+
+@pytest.mark.parametrize("name", ["kernels/__init__.py", "cxlkv/_native.cpython-311.so"])
+def test_a_foreign_file_in_the_wheel_is_a_fault(tmp_path: Path, name: str) -> None:
+    assert len(check_dist.wheel_faults(make_wheel(tmp_path, more=name))) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cxlkv-0.1.0-cp311-cp311-manylinux_2_28_x86_64.whl",
+        "cxlkv-0.1.0-cp310-abi3-linux_x86_64.whl",
+        "cxlkv-0.1.0-cp310-abi3-manylinux_2_34_x86_64.whl",
+    ],
+)
+def test_another_tag_is_a_fault(tmp_path: Path, name: str) -> None:
+    assert len(check_dist.wheel_faults(make_wheel(tmp_path, name=name))) == 1
+
+
+@pytest.mark.parametrize(
+    ("needed", "faults"),
+    [
+        ("manylinux_2_17_x86_64", 0),
+        ("manylinux_2_28_x86_64", 0),
+        ("manylinux_2_34_x86_64", 1),  # what gcc on Debian 12 links against
+        ("manylinux_2_28_aarch64", 1),
+        ("linux_x86_64", 1),
+    ],
+)
+def test_the_tag_is_compared_with_what_the_binary_needs(needed: str, faults: int) -> None:
+    assert len(check_dist.audit_faults(WHEEL, {"overall_tag": needed})) == faults
+
+
+def make_sdist(folder: Path, names: list[str]) -> Path:
+    sdist = folder / "cxlkv-0.1.0.tar.gz"
+    with tarfile.open(sdist, "w:gz") as archive:
+        for name in names:
+            archive.addfile(tarfile.TarInfo(f"cxlkv-0.1.0/{name}"), io.BytesIO())
+    return sdist
+
+
+def test_an_sdist_has_the_build_files_and_only_what_git_has(tmp_path: Path) -> None:
+    tracked = {"pyproject.toml", "native/CMakeLists.txt", "cxlkv/pool.py"}
+    right = make_sdist(tmp_path, [*tracked, "PKG-INFO"])
+    assert check_dist.sdist_faults(right, tracked) == []
+    assert check_dist.sdist_faults(right, None) == []
+    foreign = make_sdist(tmp_path, [*tracked, "notes.txt"])
+    assert check_dist.sdist_faults(foreign, tracked) == [
+        "notes.txt is not in git: remove or commit it"
+    ]
+    short = make_sdist(tmp_path, ["pyproject.toml"])
+    assert check_dist.sdist_faults(short, tracked) == ["native/CMakeLists.txt is missing"]
