@@ -21,8 +21,8 @@ class RandomPages(CXLCache):
     seed = 20
 
     def choose(self, part: LayerStep, queries: Tensor) -> Selection | None:
-        if self.budget is None:
-            raise BadArgumentError("random pages need a budget")
+        if not isinstance(self.budget, Budget):
+            raise BadArgumentError("random pages need a budget, the same for all rows")
         layout = self.pool.layout
         tokens = int(part.step.lengths[0])
         if (part.step.lengths != tokens).any():

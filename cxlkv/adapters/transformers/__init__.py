@@ -1,0 +1,37 @@
+"""Hugging Face transformers: a Cache that keeps keys and values in a CXLPool.
+
+    pool = CXLPool.create("anonymous:", layout=layout_of(model), capacity="2GiB")
+    cache = CXLCache(pool, model, budget=Budget(share=0.05))  # budget=None: full attention
+    model.set_attn_implementation("cxlkv")
+    model.generate(ids, past_key_values=cache)
+
+A forward pass through one layer: the model calls `FarLayer.update` with the new keys and values,
+which keeps them until our attention function comes for them, appends them to the pool and attends
+there. The prefill of an empty cache attends to the given tensors; a step of one token for each
+sequence selects pages under the budget and attends to these only. Three calls into the core a
+layer at most, whatever the number of sequences.
+
+`layouts` says what a model's pool must store, `cache` has the cache, `steps` what one pass knows,
+`prefill` attention over tensors, `latent` the algebra of MLA, `attention` what transformers calls.
+
+Importing this module registers "cxlkv" as an attention implementation.
+"""
+
+from cxlkv.adapters.transformers.attention import attention, padding_mask, register
+from cxlkv.adapters.transformers.cache import Counters, CXLCache, FarLayer
+from cxlkv.adapters.transformers.layouts import layout_of
+from cxlkv.adapters.transformers.steps import LayerStep, Step
+
+__all__ = [
+    "CXLCache",
+    "Counters",
+    "FarLayer",
+    "LayerStep",
+    "Step",
+    "attention",
+    "layout_of",
+    "padding_mask",
+    "register",
+]
+
+register()

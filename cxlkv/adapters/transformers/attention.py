@@ -1,0 +1,94 @@
+"""What transformers calls: the attention function and the mask function named "cxlkv"."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
+
+from cxlkv.adapters.transformers.cache import FarLayer, layer_of
+from cxlkv.adapters.transformers.steps import Call
+from cxlkv.errors import BadArgumentError, UnsupportedError
+
+NAME = "cxlkv"
+
+
+def register() -> None:
+    """Make "cxlkv" known to `set_attn_implementation`; a second time does nothing more."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, padding_mask)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: [batch, tokens, q_heads, value_dim], and no weights.
+
+    Raises BadArgumentError without a CXLCache, UnsupportedError for dropout, position biases, and
+    a window other than the pool's.
+    """
+    layer = layer_of(module, key)
+    if layer is None:
+        raise BadArgumentError(
+            f"attention {NAME!r} works on a CXLCache: pass past_key_values=CXLCache(pool, model)"
+        )
+    if dropout:
+        raise UnsupportedError(f"attention {NAME!r} has no dropout: call model.eval() first")
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedError("attention with position biases is not built yet")
+    _check_window(layer, sliding_window, query.shape[2])
+    scale = float(query.shape[3] ** -0.5) if scaling is None else scaling
+    call = Call(module, query, key, value, attention_mask, scale, softcap, s_aux)
+    return layer.cache.forward(layer, call).contiguous(), None
+
+
+def _check_window(layer: FarLayer, window: int | None, new_tokens: int) -> None:
+    """Raises UnsupportedError when the model's layer sees other tokens than the pool's."""
+    hides_nothing = layer.window is None and (window is None or layer.seen + new_tokens <= window)
+    if hides_nothing or layer.window == window:
+        return
+    raise UnsupportedError(
+        f"layer {layer.index} attends with sliding windows of {window} tokens, the pool is laid "
+        f"out for {layer.window}: use the model that layout_of() saw; a window as long as the "
+        "model's longest text counts as none and must not be passed"
+    )
+
+
+def padding_mask(
+    *,
+    q_length: int,
+    attention_mask: Tensor | None = None,
+    mask_function: object = causal_mask_function,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    **kwargs: object,
+) -> Tensor | None:
+    """transformers' mask function: the padding mask as it is, [batch, tokens so far] or None.
+
+    Causality and windows are the attention function's own, which compares the window with the
+    pool's; UnsupportedError for any other pattern. BadArgumentError for an empty prompt.
+    """
+    if q_length == 0:
+        raise BadArgumentError(
+            "an empty prompt: give at least one token, such as tokenizer.bos_token_id"
+        )
+    # What is laid over a window cannot be seen in its function, only in what it may not skip.
+    plain = mask_function is causal_mask_function or local_size is not None
+    if not plain or use_vmap or not allow_is_causal_skip:
+        raise UnsupportedError(
+            f"attention {NAME!r} is causal, over all tokens or the last ones: packed sequences, "
+            "bidirectional parts and custom masks are not built yet"
+        )
+    return attention_mask

@@ -1,0 +1,44 @@
+"""Budgets of a batch: one for all rows, or each row its own, where None means full attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cxlkv.errors import BadArgumentError
+from cxlkv.ndp.engine import Budget, uniform
+
+Budgets = Budget | Sequence[Budget | None] | None
+
+
+def checked(budgets: Budgets) -> Budget | tuple[Budget | None, ...] | None:
+    """As it is kept; raises BadArgumentError for what is no budget, and for mixed union or per."""
+    if budgets is None or isinstance(budgets, Budget):
+        return budgets
+    kept = tuple(budgets)
+    if not kept or not all(b is None or isinstance(b, Budget) for b in kept):
+        raise BadArgumentError("budget is a Budget, None, or one of these for each row")
+    given = [b for b in kept if b is not None]
+    if given:
+        uniform(given)
+    return kept
+
+
+def for_rows(budgets: tuple[Budget | None, ...], rows: int) -> tuple[Budget | None, ...]:
+    """One for each of `rows`: generate() repeats each prompt side by side for beams and samples."""
+    if rows % len(budgets):
+        raise BadArgumentError(f"{len(budgets)} budgets for {rows} rows: one for each is wanted")
+    return tuple(b for b in budgets for _ in range(rows // len(budgets)))
+
+
+def for_select(
+    budgets: Budget | tuple[Budget | None, ...] | None,
+) -> Budget | list[Budget] | None:
+    """As Batch.select takes them; None when no row has one."""
+    if budgets is None or isinstance(budgets, Budget):
+        return budgets
+    given = [b for b in budgets if b is not None]
+    if not given:
+        return None
+    every_page = replace(given[0], pages=None, share=1.0, mass=None)
+    return [every_page if b is None else b for b in budgets]

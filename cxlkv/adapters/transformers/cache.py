@@ -1,0 +1,476 @@
+"""The cache: keys and values of a model in a CXLPool, one sequence for each row of the batch."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from cxlkv.adapters.transformers import budgets
+from cxlkv.adapters.transformers.latent import Absorbed
+from cxlkv.adapters.transformers.layouts import check_layout, layout_of, text_config
+from cxlkv.adapters.transformers.prefill import attend_to_new, attend_to_pages, beside_sinks
+from cxlkv.adapters.transformers.steps import Call, LayerStep, Step, real_tokens
+from cxlkv.errors import BadArgumentError, CXLKVError, GeometryError
+from cxlkv.layout import KVLayout
+from cxlkv.ndp.engine import Budget, Selection
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Batch
+from cxlkv.sequence import Sequence as Tokens
+
+
+@dataclass
+class Counters:
+    """What the steps of one token did, in bytes, over all layers and sequences.
+
+    bytes_scored: read to choose pages. bytes_read: keys and values of the pages attended to.
+    live_bytes_peak: the most that keys and values took outside of the pool, as tensors, at any
+    one time: the step's own tokens and, with near=False, the pages fetched.
+    """
+
+    steps: int = 0
+    bytes_scored: int = 0
+    bytes_read: int = 0
+    live_bytes_peak: int = 0
+
+
+@dataclass(frozen=True)
+class Announced:
+    """What a layer is about to store: keys [batch, kv_heads, tokens, dim], values None in MLA."""
+
+    index: int
+    keys: Tensor
+    values: Tensor | None
+
+
+class _Thread(threading.local):
+    """The layer that this thread's model updated last, where its keys could not be marked."""
+
+    layer: FarLayer | None = None
+
+
+_thread = _Thread()
+
+
+class FarLayer(CacheLayerMixin):
+    """One layer of a CXLCache: holds a length, no tensors."""
+
+    is_croppable = True
+
+    def __init__(self, cache: CXLCache, index: int, window: int | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cache = weakref.ref(cache)  # the cache holds its layers
+        self.index = index
+        self.window = window  # how many tokens a token sees, its own included; None: all
+        self.is_sliding = window is not None
+        self.seen = 0  # tokens so far, padding included
+
+    @property
+    def cache(self) -> CXLCache:
+        cache = self._cache()
+        assert cache is not None, "the model holds the cache while it runs"
+        return cache
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.cache.sequences) or -1
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """The new keys and values as they are; nothing is stored before the attention function.
+
+        It finds this layer by the mark `.far` on the keys. MLA's latents are expanded to other
+        tensors first, so there this thread remembers the layer.
+        """
+        if self.cache.pool.layout.values == "key_prefix":
+            row = torch.cat((key_states, value_states), dim=3)
+            self.cache.announce(Announced(self.index, row, None))
+            _thread.layer = self
+            return key_states, value_states
+        self.cache.announce(Announced(self.index, key_states, value_states))
+        key = key_states.view_as(key_states)
+        key.far = self  # type: ignore[attr-defined]
+        return key, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_seq_length(self, *args: object) -> int:
+        return self.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """get_max_length's name before transformers 5.16."""
+        return -1
+
+
+def layer_of(module: torch.nn.Module, key: Tensor) -> FarLayer | None:
+    """The layer whose update() the keys of an attention call went through, if any did."""
+    marked = getattr(key, "far", None)
+    if isinstance(marked, FarLayer):
+        return marked
+    layer, _thread.layer = _thread.layer, None
+    known = layer is not None and layer.index == getattr(module, "layer_idx", None)
+    return layer if known else None
+
+
+class CXLCache(Cache):
+    """Keys and values of a model in a CXLPool, one sequence for each row of the batch.
+
+    budget: which pages a step of one token attends to; None: all. Or one of these for each row,
+    where generate() may repeat a row for beams and samples; a row keeps its own when rows move,
+    and `cache.budget = ...` changes it between steps. Layers with a window attend to all of it.
+    near: attend where the data lies; False fetches the selected pages as tensors on the model's
+    device and attends there, which is the form for a GPU. method: as in Batch.select.
+    dense_layers: the first so many layers attend to all pages. sequences: to start from instead of
+    from nothing (pool.adopt, pool.match, Sequence.fork); the cache then owns them; where their
+    lengths differ, the attention mask must show the shorter ones padded on the left.
+
+    Raises GeometryError when the pool is laid out for another model, UnsupportedError as
+    layout_of. In a forward pass: BadArgumentError for right padding and custom masks,
+    PoolFullError when the pool has no room; crop(length before) undoes a pass that failed.
+    """
+
+    rewind_tokens = 128
+    """How much of a prefill crop() can take back where layers have windows, as assisted decoding
+    does with rejected tokens. Pages of a long prompt that the layers see only from before that are
+    never taken. A later step can always be taken back as a whole."""
+
+    def __init__(
+        self,
+        pool: CXLPool,
+        model: object,
+        budget: budgets.Budgets = None,
+        *,
+        near: bool = True,
+        method: str = "auto",
+        dense_layers: int = 0,
+        sequences: Sequence[Tokens] = (),
+    ) -> None:
+        check_layout(pool.layout, layout_of(model))
+        layers = [FarLayer(self, index, w) for index, w in enumerate(pool.layout.windows)]
+        super().__init__(layers=[*layers])
+        self._far_layers = layers
+        self.pool = pool
+        self.near = near
+        self.method = method
+        self.dense_layers = dense_layers
+        self.counters = Counters()
+        self._config = text_config(model)
+        self._dtype = getattr(torch, pool.layout.dtype)
+        self._step: Step | None = None
+        self._pending: Announced | None = None
+        self._start_from(sequences, max((len(s) for s in sequences), default=0))
+        self.budget = budget
+
+    def _start_from(self, sequences: Sequence[Tokens], seen: int) -> None:
+        self.sequences = tuple(sequences)
+        self._batch = self.pool.batch(self.sequences) if self.sequences else None
+        self._lengths = np.array([len(s) for s in self.sequences], np.int64)
+        self._step = None
+        self._pending = None
+        for layer in self._far_layers:
+            layer.seen = seen
+            layer.is_initialized = bool(self.sequences)
+
+    @property
+    def budget(self) -> Budget | tuple[Budget | None, ...] | None:
+        """One for all rows, or the rows' own as they stand now."""
+        return self._budget
+
+    @budget.setter
+    def budget(self, budget: budgets.Budgets) -> None:
+        self._budget = self._given = budgets.checked(budget)
+        if self.sequences:
+            self._spread_budget(len(self.sequences))
+
+    def _spread_budget(self, rows: int) -> None:
+        if isinstance(self._budget, tuple):
+            self._budget = budgets.for_rows(self._budget, rows)
+
+    # ---- the forward pass, layer by layer ----
+
+    def announce(self, new: Announced) -> None:
+        """A layer has new tokens: the attention function must take them before the next layer.
+
+        Raises GeometryError when they are not of the shape that the pool stores.
+        """
+        if self._pending is not None:
+            self._pending = None
+            raise BadArgumentError(
+                "a CXLCache holds no tensors that another attention function could read: call "
+                "model.set_attn_implementation('cxlkv') first"
+            )
+        _check_shape(self.pool.layout, new)
+        self._pending = new
+
+    def forward(self, layer: FarLayer, call: Call) -> Tensor:
+        """Append one layer's new tokens and attend: [batch, tokens, q_heads, value_dim]."""
+        new, self._pending = self._pending, None
+        if new is None or new.index != layer.index:
+            raise BadArgumentError("a layer attends once to what it gave to its CXLCache")
+        if layer.index == 0 or self._step is None:
+            self._step = self._begin(call.mask, call.query.shape[0], call.query.shape[2])
+        step = self._step
+        part = LayerStep(layer.index, step, call.scale, call.softcap, layer.window, call.sinks)
+        self._append(layer, step, new)
+        if step.first:
+            return attend_to_new(part, call.query, call.key, call.value)
+        absorbed = None
+        query = call.query
+        if new.values is None:
+            absorbed = Absorbed.of(call.module, self.pool.layout.value_head_dim)
+            query = absorbed.queries(query)
+        rows = step.rows(query)
+        attended = self._decode if step.tokens == 1 else self._attend_near
+        out = step.unrows(attended(part, rows))
+        return out if absorbed is None else absorbed.outputs(out)
+
+    def _begin(self, mask: Tensor | None, batch: int, tokens: int) -> Step:
+        if not self.sequences:
+            self._spread_budget(batch)
+            self._start_from([self.pool.sequence() for _ in range(batch)], 0)
+        if batch != len(self.sequences):
+            raise BadArgumentError(
+                f"a batch of {batch} rows, the cache holds {len(self.sequences)} sequences"
+            )
+        before = self._far_layers[0].seen
+        new, real = real_tokens(mask, batch, before, tokens, self._lengths)
+        starts = np.zeros(batch + 1, np.int32)
+        np.cumsum(new, out=starts[1:])
+        return Step(batch, tokens, before == 0, starts, new, self._lengths + new, real)
+
+    def _append(self, layer: FarLayer, step: Step, new: Announced) -> None:
+        assert self._batch is not None
+        keys = _at_home(step.rows(new.keys), self._dtype)
+        values = None if new.values is None else _at_home(step.rows(new.values), self._dtype)
+        # What the pool attends to must lie there; a first step attends to its own tensors.
+        rewind = self.rewind_tokens if layer.index == 0 and step.first else None
+        self._batch.append(layer.index, keys, values, step.starts, rewind)
+        if layer.index == 0:
+            self._lengths = step.lengths
+        layer.seen += step.tokens
+        layer.is_initialized = True
+
+    def _decode(self, part: LayerStep, queries: Tensor) -> Tensor:
+        """One token for each sequence: queries [rows, q_heads, dim] -> [rows, q_heads, dim]."""
+        whole = part.window is not None or part.index < self.dense_layers
+        picked = None if whole else self.choose(part, queries)
+        self.counters.steps += part.index == 0
+        if picked is None:
+            self.counters.bytes_read += self._visible_bytes(part)
+        else:
+            self.counters.bytes_scored += picked.bytes_scored
+            self.counters.bytes_read += picked.bytes_fetched
+        if not self.near:
+            return self._attend_here(part, queries, picked or self._visible_pages(part))
+        self._note_live(0)
+        return self._attend_near(part, queries, picked)
+
+    def _visible_bytes(self, part: LayerStep) -> int:
+        """Bytes of one layer's keys and values that the last tokens of all sequences see."""
+        layout = self.pool.layout
+        tokens = int((part.step.lengths - part.oldest_seen()).sum())
+        return tokens * layout.token_bytes // layout.layers
+
+    def choose(self, part: LayerStep, queries: Tensor) -> Selection | None:
+        """The pages that queries [rows, q_heads, dim] of one token each attend to; None: all."""
+        budget = budgets.for_select(self._budget)
+        if budget is None:
+            return None
+        assert self._batch is not None
+        return self._batch.select(
+            part.index, _at_home(queries), part.step.starts, budget, self.method, part.scale
+        )
+
+    def attend(
+        self, batch: Batch, part: LayerStep, queries: Tensor, picked: Selection | None
+    ) -> Tensor:
+        """Attention near the data, [rows, q_heads, value_dim]; queries lie on the CPU."""
+        out, lse = batch.attend(
+            part.index, queries, part.step.starts, picked, part.scale, part.softcap
+        )
+        assert isinstance(out, Tensor)
+        assert isinstance(lse, Tensor)
+        return beside_sinks(out, lse, part.sinks)
+
+    def _attend_near(
+        self, part: LayerStep, queries: Tensor, picked: Selection | None = None
+    ) -> Tensor:
+        assert self._batch is not None
+        return self.attend(self._batch, part, _at_home(queries), picked).to(queries.device)
+
+    def _attend_here(self, part: LayerStep, queries: Tensor, picked: Selection) -> Tensor:
+        """Fetch the chosen pages as tensors and attend to them on the device of `queries`."""
+        assert self._batch is not None
+        layout, step = self.pool.layout, part.step
+        shape = (*picked.pages.shape, layout.page_tokens)
+        keys = torch.empty((*shape, layout.head_dim), dtype=self._dtype)
+        values = torch.empty((*shape, layout.value_head_dim), dtype=self._dtype)
+        self._batch.fetch(part.index, picked, out=(keys, values))
+        self._note_live(_bytes_of(keys) + _bytes_of(values))
+        pages = torch.from_numpy(picked.pages)
+        bounds = torch.from_numpy(np.stack([part.oldest_seen(), step.lengths], axis=1))
+        if step.real is not None:  # one token a sequence: a row's place is its sequence
+            bounds = bounds[step.real]
+            if picked.per == "sequence":
+                keys, values, pages = keys[step.real], values[step.real], pages[step.real]
+        at = pages[..., None] * layout.page_tokens + torch.arange(layout.page_tokens)
+        oldest, length = bounds[:, :, None, None, None].unbind(1)
+        seen = (pages >= 0)[..., None] & (at >= oldest) & (at < length)
+        device = queries.device
+        return attend_to_pages(part, queries, keys.to(device), values.to(device), seen.to(device))
+
+    def _visible_pages(self, part: LayerStep) -> Selection:
+        """A selection of every page that the last tokens see: [batch, kv_heads, the most pages]."""
+        page_tokens, heads = self.pool.layout.page_tokens, self.pool.layout.kv_heads
+        first = part.oldest_seen() // page_tokens
+        counts = -(-part.step.lengths // page_tokens) - first
+        at = np.arange(int(counts.max(initial=0)))
+        pages = np.where(at < counts[:, None], first[:, None] + at, -1).astype(np.int32)
+        return Selection(
+            pages=np.ascontiguousarray(np.repeat(pages[:, None], heads, axis=1)),
+            scores=np.empty((len(counts), heads, 0), np.float32),
+            counts=np.repeat(counts[:, None], heads, axis=1).astype(np.int32),
+            bytes_scored=0,
+            bytes_fetched=self._visible_bytes(part),
+            per="sequence",
+            starts=part.step.starts,
+        )
+
+    def _note_live(self, fetched_bytes: int) -> None:
+        """Raise the peak: pages as tensors, beside the keys and values of the step's own tokens."""
+        own_bytes = len(self.sequences) * self.pool.layout.token_bytes // self.pool.layout.layers
+        live_bytes = own_bytes + fetched_bytes
+        self.counters.live_bytes_peak = max(self.counters.live_bytes_peak, live_bytes)
+
+    # ---- what generate() and people do with a cache ----
+
+    def fork(self) -> CXLCache:
+        """A cache that goes on from here on its own; shares all pages. Budget as this one's."""
+        child = type(self)(
+            self.pool,
+            self._config,
+            near=self.near,
+            method=self.method,
+            dense_layers=self.dense_layers,
+        )
+        child._start_from([s.fork() for s in self.sequences], self.get_seq_length())
+        child.budget = self.budget
+        child.rewind_tokens = self.rewind_tokens
+        return child
+
+    def __deepcopy__(self, memo: dict[int, object]) -> CXLCache:
+        return self.fork()
+
+    def release(self) -> None:
+        """Give all pages back; the cache is empty then and may be used anew."""
+        for sequence in self.sequences:
+            sequence.release()
+        self._start_from((), 0)
+        self._budget = self._given
+
+    def reset(self) -> None:
+        """release(), under the name that transformers uses."""
+        self.release()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last -tokens_to_remove tokens; a positive number is the length to keep.
+
+        Negative is transformers' form from 5.16 on, positive the one before. BadArgumentError, and
+        nothing changed, where layers with windows gave back what the next token would see: see
+        rewind_tokens. The last step can always be taken back.
+        """
+        seen = self.get_seq_length()
+        keep = tokens_to_remove if tokens_to_remove > 0 else max(0, seen + tokens_to_remove)
+        uneven = any(layer.seen != seen for layer in self._far_layers)  # a pass failed on its way
+        if keep >= seen and not uneven:
+            return
+        lengths = [max(0, keep - (seen - int(length))) for length in self._lengths]
+        if any(self.is_sliding) and not uneven:
+            self._start_from(_truncated_forks(self.sequences, lengths), keep)
+            return
+        for sequence, length in zip(self.sequences, lengths, strict=True):
+            sequence.truncate(length)
+        self._start_from(self.sequences, keep)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i goes on from row beam_idx[i]; beams share their pages until they part."""
+        self._pick_rows(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows that `indices` names, or where a bool tensor is True."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self._pick_rows(indices.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, the repetitions side by side."""
+        self._pick_rows([row for row in range(len(self.sequences)) for _ in range(repeats)])
+
+    def _pick_rows(self, rows: list[int]) -> None:
+        if not self.sequences:
+            return
+        seen = self.get_seq_length()
+        rows = [row % len(self.sequences) for row in rows]
+        last = {row: at for at, row in enumerate(rows)}
+        picked = [
+            self.sequences[row] if last[row] == at else self.sequences[row].fork()
+            for at, row in enumerate(rows)
+        ]
+        for row, sequence in enumerate(self.sequences):
+            if row not in last:
+                sequence.release()
+        if isinstance(self._budget, tuple):
+            self._budget = tuple(self._budget[row] for row in rows)
+        self._start_from(picked, seen)
+
+
+def _check_shape(layout: KVLayout, new: Announced) -> None:
+    value_dim = layout.value_head_dim if new.values is None else new.values.shape[3]
+    got = (new.keys.shape[1], new.keys.shape[3], value_dim)
+    if got == (layout.kv_heads, layout.head_dim, layout.value_head_dim):
+        return
+    remedy = "use the model that layout_of() saw"
+    if new.values is None:
+        remedy = "transformers must cache latents before it expands them, as 5.23 does"
+    raise GeometryError(
+        f"layer {new.index} gives keys of {got[0]} heads of {got[1]} channels, the pool stores "
+        f"{layout.kv_heads} of {layout.head_dim} (values of {layout.value_head_dim}): {remedy}"
+    )
+
+
+def _truncated_forks(sequences: Sequence[Tokens], lengths: list[int]) -> list[Tokens]:
+    """Each sequence cut to its length, instead of `sequences`: all of them or none."""
+    forks = [sequence.fork() for sequence in sequences]
+    try:
+        for fork, length in zip(forks, lengths, strict=True):
+            fork.truncate(length)
+    except CXLKVError:
+        for fork in forks:
+            fork.release()
+        raise
+    for sequence in sequences:
+        sequence.release()
+    return forks
+
+
+def _at_home(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """On the CPU, where the pool is, and in `dtype`; the tensor itself when it is so already."""
+    return tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype)
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
