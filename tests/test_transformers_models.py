@@ -253,6 +253,31 @@ def assistant_of(model: PreTrainedModel) -> PreTrainedModel:
     return made
 
 
+def test_an_assistant_may_keep_its_tokens_in_the_same_pool(
+    llama: PreTrainedModel, pool: CXLPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, mask = prompts((103,))
+    assistant = assistant_of(llama)
+    # An assistant's mask is made from its tokens, so that none of them may be the padding's.
+    padding = {"pad_token_id": VOCABULARY_SIZE}
+    settings = {"assistant_model": assistant, "max_new_tokens": 40, **padding}
+    wanted = generate(llama, ids, mask, dynamic(llama), **settings)
+    drafts = CXLCache(pool, assistant)
+    attend_by(assistant, drafts)
+    own = cast(Generates, assistant).generate
+
+    def with_cache(**arguments: object) -> Tensor:  # transformers hands it on, once it has it
+        return own(**{"past_key_values": drafts, **arguments})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(assistant, "generate", with_cache)
+    cache = CXLCache(pool, llama)
+    assert torch.equal(generate(llama, ids, mask, cache, **settings), wanted)
+    assert 103 < drafts.get_seq_length() <= 143
+    drafts.release()
+    cache.release()
+    assert all_free(pool)
+
+
 @pytest.mark.parametrize("near", [True, False])
 def test_logits_of_every_step_equal_those_of_one_pass(
     model: PreTrainedModel, pool: CXLPool, near: bool
