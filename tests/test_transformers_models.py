@@ -294,6 +294,24 @@ def test_logits_of_every_step_equal_those_of_one_pass(
     assert close(found[mask.bool()], wanted[mask.bool()])
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize("of_model", [torch.bfloat16, torch.float32])
+def test_pools_of_shorter_numbers_are_near_dynamic_cache(name: str, of_model: torch.dtype) -> None:
+    model = make(name).to(of_model)  # type: ignore[arg-type]
+    ids, mask = prompts((60, 37))
+    wanted = run(model, ids, dynamic(model), mask)[:, -5:]
+    layout = layout_of(model, PAGE_TOKENS, dtype="bfloat16")
+    for near in (True, False):
+        with CXLPool.create("anonymous:", layout=layout, capacity="16MiB", threads=1) as pool:
+            cache = CXLCache(pool, model, Budget(share=1.0), near=near)
+            run(model, ids[:, :-5], cache, mask[:, :-5])
+            steps = [run(model, ids[:, 55:57], cache, mask[:, :57])]
+            steps += [run(model, ids[:, t : t + 1], cache, mask[:, : t + 1]) for t in (57, 58, 59)]
+        found = torch.cat(steps, dim=1)
+        assert found.dtype == of_model
+        assert torch.allclose(found.float(), wanted.float(), rtol=0.1, atol=0.1)
+
+
 @pytest.mark.parametrize("kind", ["Glm4MoeLite", "MiniCPM3", "Mistral4", "Youtu"])
 def test_other_models_of_latents_equal_dynamic_cache(
     kind: str, monkeypatch: pytest.MonkeyPatch
