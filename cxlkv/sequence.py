@@ -56,10 +56,10 @@ class Batch:
         gets ahead of layer l - 1. All or nothing: PoolFullError leaves every sequence as it was.
 
         Layers with a window give back the pages behind it, at the next step: until then the step's
-        own tokens may attend, and be truncated. rewind=n, given with layer 0 of a step whose own
-        attention is computed elsewhere (a long prefill): they keep only what the tokens from the
-        new length - n on see, so that a later truncate reaches back n tokens, and take no page for
-        the rest. Raises OrderError, BadArgumentError.
+        own tokens may attend, and be truncated. rewind=n, given with layer 0: they keep what the
+        tokens from the new length - n on see instead. More than a step lets a truncate reach back
+        further; less, where the step's own attention is computed elsewhere (a long prefill), takes
+        no page that nobody will read. Raises OrderError, BadArgumentError.
         """
         values = None if v is None else view(v, "v")
         self._append(layer, view(k, "k"), values, self._starts(starts), rewind)
@@ -271,7 +271,12 @@ class Sequence:
         return Sequence(self._pool, self._layout, _core.sequence_fork(self._handle))
 
     def truncate(self, tokens: int) -> None:
-        """Forget all tokens from `tokens` on; reaches back into complete pages by copying them."""
+        """Forget all tokens from `tokens` on; reaches back into complete pages by copying them.
+
+        In a layer with a window only what the next token sees is sure to be there afterwards.
+        BadArgumentError, and nothing changed, when a window has given back what that token would
+        see: append with a larger rewind=.
+        """
         if not 0 <= tokens < 1 << 63:
             raise BadArgumentError(f"truncate to {tokens} tokens: 0 to the sequence's length")
         _core.sequence_truncate(self._handle, tokens)

@@ -89,6 +89,13 @@ def run(text: str, where: Path | str, *before: str, small: bool = False) -> list
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+# Its shadow memory alone is terabytes of addresses.
+unlimited_addresses = pytest.mark.skipif(
+    "libasan" in os.environ.get("LD_PRELOAD", ""),
+    reason="AddressSanitizer cannot run under a limit of addresses",
+)
+
+
 def assert_refused(line: list[object], kind: str, *words: str) -> None:
     name, text, left = line
     assert name == kind, line
@@ -216,7 +223,10 @@ except Exception as error:
     ("what", "size", "words", "remedy"),
     [
         ("RLIMIT_FSIZE", "1 << 20", "File too large. This process may not make files", "ulimit -f"),
-        ("RLIMIT_AS", "600 << 20", "no address space for 5", "ulimit -v"),
+        pytest.param(
+            *("RLIMIT_AS", "600 << 20", "no address space for 5", "ulimit -v"),
+            marks=unlimited_addresses,
+        ),
     ],
     ids=["files", "addresses"],
 )
@@ -381,6 +391,7 @@ def test_masked_files(tmp_path: Path, before: list[str]) -> None:
     assert reported in ([None], [0])
 
 
+@unlimited_addresses
 def test_more_than_the_machine_has_where_nothing_says_how_much(tmp_path: Path) -> None:
     """Else the pool would be begun, and the kernel would end some process for it: hence a limit
     that would stop it."""

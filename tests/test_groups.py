@@ -133,10 +133,10 @@ class Walk:
         before, after = len(twin.ids), len(ids)
         thens = []
         for part in range(len(self.parts)):
-            now = max(twin.first[part], self.window_page(part, before))
+            back = before if rewind is None else max(0, after - rewind)
+            now = max(twin.first[part], self.window_page(part, min(before, back)))
             self.drop_before(twin, part, now)
-            back = self.window_page(part, max(0, after - rewind)) if rewind is not None else 0
-            thens.append(max(now, back))
+            thens.append(max(now, self.window_page(part, back)))
         fresh = [range(max(before // PAGE_TOKENS, then), after // PAGE_TOKENS) for then in thens]
         room = self.free() >= sum(len(indexes) for indexes in fresh)
         full = not room

@@ -413,6 +413,21 @@ def test_a_prefill_keeps_what_a_crop_takes_back(model: PreTrainedModel, pool: CX
 
 
 @WINDOWED
+def test_many_steps_of_one_token_are_taken_back_at_once(
+    model: PreTrainedModel, pool: CXLPool
+) -> None:
+    ids, _ = prompts((120,))
+    wanted = run(model, ids, dynamic(model))
+    cache = CXLCache(pool, model)
+    cache.rewind_tokens = 20
+    run(model, ids[:, :80], cache)
+    for last in range(80, 110):
+        run(model, ids[:, last : last + 1], cache)
+    cache.crop(-20)
+    assert close(run(model, ids[:, 90:91], cache), wanted[:, 90:91])
+
+
+@WINDOWED
 def test_rows_with_windows_are_forked_and_picked(model: PreTrainedModel, pool: CXLPool) -> None:
     ids, mask = prompts((60, 41))
     wanted = run(model, ids, dynamic(model), mask)

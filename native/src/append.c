@@ -253,12 +253,11 @@ static keep keep_of(const append_job *job, uint32_t i, uint32_t part) {
     const plan *p = &job->plans[i];
     uint64_t length = p->before + p->rows, next = sequence->layer_tokens[pool->layout.layers - 1];
     uint32_t first = sequence->tables[part].first;
-    keep k = {.now = window_page(pool, part, next)};
+    uint64_t back = job->rewind < 0 ? next : length - min_u64(length, (uint64_t)job->rewind);
+    keep k = {.now = window_page(pool, part, min_u64(next, back))};
     if (k.now < first) k.now = first;
     k.then = k.now;
-    if (job->rewind < 0) return k;
-    uint64_t back = min_u64(length, (uint64_t)job->rewind);
-    uint32_t then = window_page(pool, part, length - back);
+    uint32_t then = window_page(pool, part, back);
     if (then > k.then) k.then = then;
     return k;
 }

@@ -144,9 +144,8 @@ class CXLCache(Cache):
     """
 
     rewind_tokens = 128
-    """How much of a prefill crop() can take back where layers have windows, as assisted decoding
-    does with rejected tokens. Pages of a long prompt that the layers see only from before that are
-    never taken. A later step can always be taken back as a whole."""
+    """How many tokens crop() can surely take back where layers have windows, as drafts are: these
+    keep so much more than their window. Pages of a long prompt before that are never taken."""
 
     def __init__(
         self,
@@ -257,7 +256,7 @@ class CXLCache(Cache):
         keys = _at_home(step.rows(new.keys), self._dtype)
         values = None if new.values is None else _at_home(step.rows(new.values), self._dtype)
         # What the pool attends to must lie there; a first step attends to its own tensors.
-        rewind = self.rewind_tokens if layer.index == 0 and step.first else None
+        rewind = max(self.rewind_tokens, 0 if step.first else step.tokens)
         self._batch.append(layer.index, keys, values, step.starts, rewind)
         if layer.index == 0:
             self._lengths = step.lengths
