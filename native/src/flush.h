@@ -1,17 +1,75 @@
-/* The seam for ordering stores to the pool's memory; the only place with raw fence instructions. */
+/* The seam between the protocol and the memory that hosts share: write back, invalidate, fence,
+ * copy, and the loads and stores of metadata lines. The only place with raw cache instructions.
+ *
+ * Every use names its site, so that a build can leave one out (CXLKV_MUTANT=FLUSH_<SITE>) and a test
+ * must then fail. With CXLKV_INCOHERENT the whole memory is the emulator's (native/emulation/incoherent.h):
+ * the protocol's code is compiled a second time and runs on it unchanged. Addresses are of the pool;
+ * sizes in bytes; a range stands for all lines that it touches. docs/coherence.md has the rules. */
 #ifndef CXLKV_FLUSH_H
 #define CXLKV_FLUSH_H
 #include <stdatomic.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum { FLUSH_LINE_BYTES = 64 };
+
+enum flush_site {
+    FLUSH_NONE,
+    FLUSH_PUBLISH_HEADER,        /* V1: the header is written back before the fence */
+    FLUSH_PUBLISH_PAYLOAD_FENCE, /* V1 */
+    FLUSH_PUBLISH_DESCRIPTOR,    /* a publish that returned is seen by others */
+    FLUSH_PUBLISH_FENCE,
+    FLUSH_ACQUIRE_DESCRIPTOR,    /* a publish by others is seen */
+    FLUSH_ACQUIRE_DESCRIPTOR_FENCE,
+    FLUSH_ACQUIRE_PAYLOAD,       /* V4 */
+    FLUSH_ACQUIRE_PAYLOAD_FENCE,
+    FLUSH_ACQUIRE_RECHECK,       /* V3 */
+    FLUSH_ACQUIRE_RECHECK_FENCE,
+    FLUSH_FREE_DESCRIPTOR,       /* V5 */
+    FLUSH_FREE_FENCE,
+    FLUSH_READER_ENTER,          /* V6: the reader's line is in memory before it reads */
+    FLUSH_READER_ENTER_FENCE,
+    FLUSH_READER_LEAVE,
+    FLUSH_READER_LEAVE_FENCE,
+    FLUSH_OWNER_LOOK,            /* V6: the owner reads the readers' lines from memory */
+    FLUSH_OWNER_LOOK_FENCE,
+    FLUSH_LOCAL,                 /* ordering within this host only: append, fetch */
+    FLUSH_SITES
+};
+
+#ifndef CXLKV_MUTANT
+#define CXLKV_MUTANT FLUSH_NONE
 #endif
+#define FLUSH_LEFT_OUT(site) ((site) != FLUSH_NONE && (site) == CXLKV_MUTANT)
+
+/* What the instructions below are on this CPU: "clwb", "clflushopt", "clflush", "dc" or "none". */
+const char *flush_name(void);
+/* Can lines be written back and invalidated at all? If not, no other sharing than host is there. */
+bool flush_supported(void);
+
+/* Begins to write back the lines; done after flush_fence_stores(). They may stay cached. */
+void flush_write_back(enum flush_site site, const void *address, size_t bytes);
+/* Begins to write back and drop the lines; done after flush_fence_all(). */
+void flush_invalidate(enum flush_site site, const void *address, size_t bytes);
+/* The same in mode strict: each line is done when the instruction is (clflush). */
+void flush_evict(enum flush_site site, const void *address, size_t bytes);
+/* Stores and write-backs before it are in memory before any store after it. */
+void flush_fence_stores(enum flush_site site);
+/* All before it is done before any load or store after it. */
+void flush_fence_all(enum flush_site site);
+
+/* Copies into the pool past the cache; in memory after flush_fence_stores(). */
+void flush_copy_in(void *pool, const void *from, size_t bytes);
+/* Copies out of the pool by plain loads. */
+void flush_copy_out(void *to, const void *pool, size_t bytes);
+/* A metadata line: words [first_word, 8) stored, or all loaded, each in one access. */
+void flush_store_line(void *line, const void *from, uint32_t first_word);
+void flush_load_line(void *to, const void *line);
+/* One word, after all stores before it (release), or before all loads after it (acquire). */
+void flush_store_word(void *word, uint64_t value);
+uint64_t flush_load_word(const void *word);
 
 /* Non-temporal stores before it are visible in this coherence domain before any store after it. */
-static inline void store_fence(void) {
-#if defined(__x86_64__)
-    _mm_sfence();
-#else
-    atomic_thread_fence(memory_order_seq_cst);
-#endif
-}
+static inline void store_fence(void) { flush_fence_stores(FLUSH_LOCAL); }
 #endif
