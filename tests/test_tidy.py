@@ -44,7 +44,8 @@ FUNCTION_LINES_MAX = 70
 # Low-level cache maintenance goes through one seam: a flush in the wrong place still passes
 # every test on coherent hardware.
 FLUSH = re.compile(
-    r"_mm_(clflush|clwb|sfence)|__builtin_ia32_(clflush|clwb|sfence)|asm.*(clflush|clwb)"
+    r"_mm_(clflush|clwb|[sm]fence)|__builtin_ia32_(clflush|clwb|[sm]fence)"
+    r"|asm.*(clflush|clwb|dc c|dsb)"
 )
 FLUSH_ALLOWED = re.compile(r"native/src/(kernels_\w+|flush\w*)\.[ch]")
 

@@ -1,10 +1,11 @@
 /* The seam between the protocol and the memory that hosts share: write back, invalidate, fence,
  * copy, and the loads and stores of metadata lines. The only place with raw cache instructions.
  *
- * Every use names its site, so that a build can leave one out (CXLKV_MUTANT=FLUSH_<SITE>) and a test
- * must then fail. With CXLKV_INCOHERENT the whole memory is the emulator's (native/emulation/incoherent.h):
- * the protocol's code is compiled a second time and runs on it unchanged. Addresses are of the pool;
- * sizes in bytes; a range stands for all lines that it touches. docs/coherence.md has the rules. */
+ * Every use names its site, so that a build can leave one out (CXLKV_MUTANT=FLUSH_<SITE>) and a
+ * test must then fail. With CXLKV_INCOHERENT the whole memory is the emulator's
+ * (native/emulation/incoherent.h): the protocol's code is compiled a second time and runs on it
+ * unchanged. Addresses are of the pool; sizes in bytes; a range stands for all lines that it
+ * touches. docs/coherence.md has the rules. */
 #ifndef CXLKV_FLUSH_H
 #define CXLKV_FLUSH_H
 #include <stdatomic.h>
@@ -22,6 +23,7 @@ enum flush_site {
     FLUSH_PUBLISH_FENCE,
     FLUSH_ACQUIRE_DESCRIPTOR,    /* a publish by others is seen */
     FLUSH_ACQUIRE_DESCRIPTOR_FENCE,
+    FLUSH_ACQUIRE_SEEN_FENCE,    /* V4: the descriptor is loaded before the payload is dropped */
     FLUSH_ACQUIRE_PAYLOAD,       /* V4 */
     FLUSH_ACQUIRE_PAYLOAD_FENCE,
     FLUSH_ACQUIRE_RECHECK,       /* V3 */

@@ -1,0 +1,150 @@
+/* Publish, acquire and free over memory that hosts share without coherence; docs/coherence.md. */
+#include "visibility.h"
+
+#include <string.h>
+
+#include "crc32c.h"
+#include "cxlkv.h"
+#include "flush.h"
+
+enum { LINE = FLUSH_LINE_BYTES, ATTEMPTS = 8 };
+/* Of an item on its way: to be looked at (again), and seen and being copied. */
+enum { OPEN = -CXLKV_E_CORRUPT, COPYING = 1 };
+
+/* One metadata line on its way to memory, or out of this host's caches. */
+static void send_line(enum flush_site site, const void *line, enum visibility_mode mode) {
+    if (mode == VISIBILITY_FAST) flush_write_back(site, line, LINE);
+    if (mode == VISIBILITY_STRICT) flush_evict(site, line, LINE);
+}
+
+static void drop_line(enum flush_site site, const void *line, enum visibility_mode mode) {
+    if (mode == VISIBILITY_FAST) flush_invalidate(site, line, LINE);
+    if (mode == VISIBILITY_STRICT) flush_evict(site, line, LINE);
+}
+
+/* The fields first, {generation, state} last: a copy of the line in between has a wrong CRC. */
+static void store_descriptor(const publish_item *item) {
+    uint64_t version;
+    memcpy(&version, item->descriptor, sizeof(version));
+    flush_store_line(item->descriptor_line, item->descriptor, 1);
+    flush_store_word(item->descriptor_line, version);
+}
+
+void visibility_publish(const publish_item *items, uint32_t count, enum visibility_mode mode) {
+    for (uint32_t i = 0; i < count; i++) {
+        flush_store_line(items[i].header_line, items[i].header, 0);
+        send_line(FLUSH_PUBLISH_HEADER, items[i].header_line, mode);
+    }
+    flush_fence_stores(FLUSH_PUBLISH_PAYLOAD_FENCE); /* V1 */
+    for (uint32_t i = 0; i < count; i++) {
+        store_descriptor(&items[i]);
+        send_line(FLUSH_PUBLISH_DESCRIPTOR, items[i].descriptor_line, mode);
+    }
+    flush_fence_stores(FLUSH_PUBLISH_FENCE);
+}
+
+void visibility_free(const publish_item *items, uint32_t count, enum visibility_mode mode) {
+    for (uint32_t i = 0; i < count; i++) {
+        store_descriptor(&items[i]);
+        send_line(FLUSH_FREE_DESCRIPTOR, items[i].descriptor_line, mode);
+    }
+    flush_fence_stores(FLUSH_FREE_FENCE); /* V5 */
+}
+
+/* ---- acquire ---- */
+
+static int check_descriptor(const acquire_item *item) {
+    uint64_t version;
+    uint32_t crc;
+    memcpy(&version, item->descriptor, sizeof(version));
+    memcpy(&crc, item->descriptor + LINE - sizeof(crc), sizeof(crc));
+    if (crc != crc32c(0, item->descriptor, LINE - sizeof(crc))) return -CXLKV_E_CORRUPT;
+    return version == item->version ? COPYING : -CXLKV_E_STALE;
+}
+
+/* Descriptors of all items with `code`, from memory. */
+static void look_at(acquire_item *items, uint32_t count, int code, enum visibility_mode mode) {
+    bool first = code == OPEN;
+    for (uint32_t i = 0; i < count; i++)
+        if (items[i].code == code)
+            drop_line(first ? FLUSH_ACQUIRE_DESCRIPTOR : FLUSH_ACQUIRE_RECHECK,
+                      items[i].descriptor_line, mode);
+    flush_fence_all(first ? FLUSH_ACQUIRE_DESCRIPTOR_FENCE : FLUSH_ACQUIRE_RECHECK_FENCE);
+}
+
+static void drop_payloads(const acquire_item *items, uint32_t count) {
+    for (uint32_t i = 0; i < count; i++)
+        for (uint32_t r = 0; items[i].code == COPYING && r < items[i].range_count; r++)
+            flush_invalidate(FLUSH_ACQUIRE_PAYLOAD, items[i].ranges[r].pool,
+                             items[i].ranges[r].bytes);
+}
+
+/* One attempt for the items that are open, all of them under the same fences. */
+static void acquire_round(acquire_item *items, uint32_t count, enum visibility_mode mode) {
+    look_at(items, count, OPEN, mode);
+    for (uint32_t i = 0; i < count; i++) {
+        if (items[i].code != OPEN) continue;
+        flush_load_line(items[i].descriptor, items[i].descriptor_line);
+        items[i].code = check_descriptor(&items[i]);
+    }
+    flush_fence_all(FLUSH_ACQUIRE_SEEN_FENCE);
+    if (mode != VISIBILITY_COHERENT) drop_payloads(items, count); /* V4 */
+    flush_fence_all(FLUSH_ACQUIRE_PAYLOAD_FENCE);
+    for (uint32_t i = 0; i < count; i++)
+        for (uint32_t r = 0; items[i].code == COPYING && r < items[i].range_count; r++)
+            flush_copy_out(items[i].ranges[r].to, items[i].ranges[r].pool,
+                           items[i].ranges[r].bytes);
+    look_at(items, count, COPYING, mode); /* its fence is also behind the copy's loads */
+    for (uint32_t i = 0; i < count; i++) {
+        uint8_t again[LINE];
+        if (items[i].code != COPYING) continue;
+        flush_load_line(again, items[i].descriptor_line);
+        items[i].code = memcmp(again, items[i].descriptor, LINE) == 0 ? 0 : OPEN; /* V3 */
+    }
+}
+
+uint32_t visibility_acquire(acquire_item *items, uint32_t count, enum visibility_mode mode) {
+    uint32_t accepted = 0, open = count;
+    for (uint32_t i = 0; i < count; i++) items[i].code = OPEN;
+    for (int attempt = 0; open > 0 && attempt < ATTEMPTS; attempt++) {
+        acquire_round(items, count, mode);
+        open = 0;
+        for (uint32_t i = 0; i < count; i++) open += items[i].code == OPEN;
+    }
+    for (uint32_t i = 0; i < count; i++) accepted += items[i].code == 0;
+    return accepted;
+}
+
+/* ---- readers ---- */
+
+static void step(reader_line *line, enum flush_site site, enum flush_site fence,
+                 enum visibility_mode mode) {
+    /* Its only writer: what it loads is what it stored. */
+    flush_store_word(&line->steps, flush_load_word(&line->steps) + 1);
+    send_line(site, line, mode);
+    flush_fence_all(fence);
+}
+
+void visibility_enter(reader_line *line, enum visibility_mode mode) {
+    step(line, FLUSH_READER_ENTER, FLUSH_READER_ENTER_FENCE, mode);
+}
+
+void visibility_leave(reader_line *line, enum visibility_mode mode) {
+    step(line, FLUSH_READER_LEAVE, FLUSH_READER_LEAVE_FENCE, mode);
+}
+
+void visibility_look(const reader_line *lines, uint32_t count, size_t stride_bytes,
+                     uint64_t *steps, enum visibility_mode mode) {
+    const uint8_t *first = (const uint8_t *)lines;
+    for (uint32_t i = 0; i < count; i++)
+        drop_line(FLUSH_OWNER_LOOK, first + i * stride_bytes, mode);
+    flush_fence_all(FLUSH_OWNER_LOOK_FENCE); /* also: the free is in memory before this look */
+    for (uint32_t i = 0; i < count; i++)
+        steps[i] = flush_load_word(&((const reader_line *)(first + i * stride_bytes))->steps);
+}
+
+bool visibility_left(const uint64_t *before, const uint64_t *now, uint32_t count) {
+    for (uint32_t i = 0; i < count; i++)
+        if (before[i] % 2 == 1 && before[i] == now[i]) return false;
+    return true;
+}

@@ -1,0 +1,67 @@
+/* Making records visible to other hosts, taking theirs into view, and knowing who still reads.
+ *
+ * docs/coherence.md has the sequences and the invariants (V1 ...). Batches share their fences. A
+ * descriptor and a header are one 64-byte line each; the descriptor's last 4 bytes are the CRC32C
+ * of the 60 before, its first 8 are generation << 8 | state. Nothing here takes a lock. */
+#ifndef CXLKV_VISIBILITY_H
+#define CXLKV_VISIBILITY_H
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum visibility_mode {
+    VISIBILITY_COHERENT, /* one host, or hardware coherence: fences only */
+    VISIBILITY_FAST,     /* a machine that the litmus run certified */
+    VISIBILITY_STRICT,   /* metadata by clflush */
+};
+
+/* The payload was given to flush_copy_in() before; the publisher alone writes all of it. */
+typedef struct publish_item {
+    void *header_line;
+    const void *header;
+    void *descriptor_line;
+    const void *descriptor;
+} publish_item;
+/* When it returns, every host that looks from now on sees the records (V1). */
+void visibility_publish(const publish_item *items, uint32_t count, enum visibility_mode mode);
+
+/* Lines of the owner's descriptors with the next generation and state free (V5). When it returns,
+ * nobody who looks from now on takes these records; who looked before may still read. */
+void visibility_free(const publish_item *items, uint32_t count, enum visibility_mode mode);
+
+typedef struct visible_range {
+    const void *pool;            /* in the pool */
+    void *to;                    /* where the copy goes */
+    size_t bytes;
+} visible_range;
+
+typedef struct acquire_item {
+    const void *descriptor_line;
+    uint64_t version;            /* generation << 8 | state that is wanted */
+    const visible_range *ranges; /* header and pieces of this record, as many as are wanted */
+    uint32_t range_count;
+    uint8_t descriptor[64];      /* out: as it was while the copy was made */
+    int code;                    /* out: 0, -CXLKV_E_STALE or -CXLKV_E_CORRUPT */
+} acquire_item;
+/* Copies what is wanted of each record and accepts it only if the record was there, whole, from
+ * before the copy to after it (V3, V4). Returns how many were accepted. A descriptor whose CRC is
+ * wrong may be one that is being written: it is read again, a bounded number of times. */
+uint32_t visibility_acquire(acquire_item *items, uint32_t count, enum visibility_mode mode);
+
+/* A reader's own line (V6, V7): who frees looks at it, and writes again when it was even or has
+ * moved since. */
+typedef struct reader_line {
+    uint64_t nonce;
+    uint64_t steps;              /* odd while it reads */
+    uint64_t reserved[6];
+} reader_line;
+/* Between the two, the pages that the reader acquires are not written again. One thread a line. */
+void visibility_enter(reader_line *line, enum visibility_mode mode);
+void visibility_leave(reader_line *line, enum visibility_mode mode);
+/* After visibility_free(): the steps of `count` readers' lines, stride_bytes apart. */
+void visibility_look(const reader_line *lines, uint32_t count, size_t stride_bytes,
+                     uint64_t *steps, enum visibility_mode mode);
+/* Has every reader that was reading in `before` moved on in `now`? */
+bool visibility_left(const uint64_t *before, const uint64_t *now, uint32_t count);
+
+#endif
