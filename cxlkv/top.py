@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -30,6 +30,12 @@ BAR = (
     ("free", "·", "bright_black"),
 )
 BAR_WIDTH = 60
+COLUMNS = (
+    *("pid", "command", "pages", "seqs", "append/s", "score/s", "fetch/s", "attend/s"),
+    *("hits", "recall", "mass"),
+)
+DROPPED_FIRST = ("seqs", "append/s", "fetch/s", "mass", "attend/s", "score/s", "recall", "hits")
+COMMAND_WIDTH_MIN, GAP = 12, 2
 RATES = ("appended_bytes", "scored_bytes", "fetched_bytes", "attended_bytes")
 NAME_LENGTH_MAX = 28
 
@@ -77,28 +83,60 @@ class Top:
     def _table(
         self, overview: Overview, rows: Sequence[Process], elapsed_s: float
     ) -> RenderableType:
-        table = Table(box=None, pad_edge=False, header_style="bright_black")
-        table.add_column("pid", justify="right", no_wrap=True)
-        table.add_column("command", no_wrap=True, overflow="ellipsis", ratio=1)
-        for name in ("pages", "seqs", "append/s", "score/s", "fetch/s", "attend/s"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for name in ("hits", "recall", "mass"):
-            table.add_column(name, justify="right", no_wrap=True)
+        table = Processes()
         for row in rows:
             before = self._before.get((overview.identity, row.pid, row.start_time))
             name = command_of(row) if row.alive else "(dead: its pages wait to be taken back)"
-            table.add_row(
+            table.add(
                 str(row.pid),
-                Text(name),
+                name,
                 f"{row.pages_held:,}",
                 f"{row.sequences:,}",
                 *(rate(row.counters, before, which, elapsed_s) for which in RATES),
                 *quality(row.counters),
             )
-        shown = "all, since it was made"
         sums = [format_bytes(overview.totals[which]) for which in RATES]
-        table.add_row("", Text(shown), "", "", *sums, *quality(overview.totals), style="dim")
+        table.add("", "all, since it was made", "", "", *sums, *quality(overview.totals))
         return table
+
+
+class Processes:
+    """A table whose numbers are never cut: a narrow terminal gets fewer columns. The last row sums
+    up."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[str, ...]] = []
+
+    def add(self, *cells: str) -> None:
+        self._rows.append(cells)
+
+    def widths(self, width: int) -> dict[str, int]:
+        """The columns that fit into `width`, and how wide each is; the command takes the rest."""
+        kept = {
+            name: max(len(name), *(len(row[index]) for row in self._rows))
+            for index, name in enumerate(COLUMNS)
+        }
+        longest = kept["command"]
+        kept["command"] = COMMAND_WIDTH_MIN
+        for name in DROPPED_FIRST:
+            if sum(kept.values()) + GAP * len(kept) <= width:
+                break
+            del kept[name]
+        spare = width - sum(kept.values()) - GAP * len(kept)
+        kept["command"] = min(longest, COMMAND_WIDTH_MIN + max(0, spare))
+        return kept
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = self.widths(options.max_width)
+        kept = [index for index, name in enumerate(COLUMNS) if name in widths]
+        table = Table(box=None, pad_edge=False, header_style="bright_black")
+        for name, width in widths.items():
+            left = name == "command"
+            table.add_column(name, justify="left" if left else "right", no_wrap=True, width=width)
+        for row in self._rows:
+            style = "dim" if row is self._rows[-1] else None
+            table.add_row(*(Text(row[index]) for index in kept), style=style)
+        yield table
 
 
 def plain(text: str) -> str:

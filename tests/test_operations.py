@@ -6,6 +6,7 @@ All but a few look only in a folder of their own in /dev/shm: other tests work t
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -21,11 +22,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from cxlkv import CXLPool, KVLayout, cli
 from cxlkv.errors import BusyError, PoolMissingError
 from cxlkv.leftovers import clean, find_leftovers
 from cxlkv.stats import Overview, find, look
+from cxlkv.top import COLUMNS, Processes
 
 LAYOUT = KVLayout(
     layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32", model_id="test/model"
@@ -554,3 +557,22 @@ def test_a_damaged_pool_is_removed_but_not_while_it_is_used(path: str) -> None:
         assert pool.check()["problem_count"] > 0
     CXLPool.remove(path)
     assert not Path(path).exists()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 140])
+def test_top_never_cuts_a_number(width: int) -> None:
+    """Fewer columns on a narrow terminal, each whole; who and how much stays."""
+    table = Processes()
+    numbers = ("1234567", "12,345", "99", "10.5 GiB", "717.1 MiB", "1.459 GiB", "1023 MiB")
+    table.add(numbers[0], "python serve_a_model.py", *numbers[1:], "61.7 %", "100.0 %", "44.6 %")
+    table.add("", "all, since it was made", "", "", *["1.5 TiB"] * 4, "-", "-", "-")
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(table)
+    header, row, _ = console.export_text().splitlines()
+    assert max(len(header), len(row)) <= width
+    shown = header.split()
+    assert shown == list(table.widths(width))
+    assert {"pid", "command", "pages"} <= set(shown)
+    for name, number in zip(("pid", "pages", "seqs", "append/s"), numbers, strict=False):
+        assert (number in row) == (name in shown)
+    assert (len(shown) == len(COLUMNS)) == (width >= 140)
