@@ -1,0 +1,63 @@
+/* The record of what happened: a ring of the last operations and events, and a hash over all. */
+#include <inttypes.h>
+
+#include "simulation.h"
+
+static const char *const site_names[FLUSH_SITES] = {
+    [FLUSH_PUBLISH_HEADER] = "publish_header",
+    [FLUSH_PUBLISH_PAYLOAD_FENCE] = "publish_payload_fence",
+    [FLUSH_PUBLISH_DESCRIPTOR] = "publish_descriptor",
+    [FLUSH_PUBLISH_FENCE] = "publish_fence",
+    [FLUSH_ACQUIRE_DESCRIPTOR] = "acquire_descriptor",
+    [FLUSH_ACQUIRE_DESCRIPTOR_FENCE] = "acquire_descriptor_fence",
+    [FLUSH_ACQUIRE_PAYLOAD] = "acquire_payload",
+    [FLUSH_ACQUIRE_PAYLOAD_FENCE] = "acquire_payload_fence",
+    [FLUSH_ACQUIRE_RECHECK] = "acquire_recheck",
+    [FLUSH_ACQUIRE_RECHECK_FENCE] = "acquire_recheck_fence",
+    [FLUSH_FREE_DESCRIPTOR] = "free_descriptor",
+    [FLUSH_FREE_FENCE] = "free_fence",
+    [FLUSH_READER_ENTER] = "reader_enter",
+    [FLUSH_READER_ENTER_FENCE] = "reader_enter_fence",
+    [FLUSH_READER_LEAVE] = "reader_leave",
+    [FLUSH_READER_LEAVE_FENCE] = "reader_leave_fence",
+    [FLUSH_OWNER_LOOK] = "owner_look",
+    [FLUSH_OWNER_LOOK_FENCE] = "owner_look_fence",
+    [FLUSH_LOCAL] = "local",
+};
+
+void simulation_note(incoherent *sim, const char *what, int actor, uint32_t host, uint32_t word,
+                     enum flush_site site, uint64_t value) {
+    sim->trace[sim->trace_count++ % TRACE_MAX] = (struct event){
+        sim->counts.steps, value, what, actor, host, word, (uint32_t)site};
+    uint64_t hash = sim->trace_hash ^ value ^ (uint64_t)word << 32 ^ (uint64_t)host << 16;
+    hash ^= (uint64_t)site << 8 ^ (uint64_t)(uint8_t)what[0] << 24 ^ (uint64_t)(uint8_t)actor << 48;
+    hash = (hash + sim->counts.steps) * 0x9e3779b97f4a7c15;
+    sim->trace_hash = hash ^ hash >> 29;
+}
+
+void incoherent_trace(incoherent *sim, FILE *to) {
+    uint64_t first = sim->trace_count > TRACE_MAX ? sim->trace_count - TRACE_MAX : 0;
+    fprintf(to, "seed %" PRIu64 ", %s, left out: %s; the last %" PRIu64 " of %" PRIu64 ":\n",
+            sim->options.seed, sim->options.arm64 ? "arm64" : "x86",
+            site_names[sim->options.left_out] ? site_names[sim->options.left_out] : "nothing",
+            sim->trace_count - first, sim->trace_count);
+    for (uint64_t i = first; i < sim->trace_count; i++) {
+        const struct event *event = &sim->trace[i % TRACE_MAX];
+        fprintf(to, "%8" PRIu64 " host %u ", event->step, event->host);
+        if (event->actor >= 0) fprintf(to, "actor %-2d ", event->actor);
+        else fprintf(to, "memory   ");
+        fprintf(to, "%-12s line %u.%u = %#" PRIx64, event->what, event->word / LINE_WORDS,
+                event->word % LINE_WORDS, event->value);
+        if (event->site) {
+            const char *name = site_names[event->site];
+            fprintf(to, " at %s", name ? name : "a site without a name");
+        }
+        fputc('\n', to);
+    }
+}
+
+void simulation_die(incoherent *sim, const char *why) {
+    incoherent_trace(sim, stderr);
+    fprintf(stderr, "incoherent memory: %s\n", why);
+    abort();
+}
