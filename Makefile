@@ -45,7 +45,7 @@ $(VENV)/.built: $(VENV)/.stamp $(NATIVE)
 	$(PIP) install -qq --no-index --no-build-isolation -C build-dir=build/editable -e '.[demo,test]'
 	touch $@
 
-.PHONY: setup test test-slow test-gpu lint types native-test pytest asan demo bench clean
+.PHONY: mutants setup test test-slow test-gpu lint types native-test pytest asan demo bench clean
 setup: $(VENV)/.built  ## the environment in .venv, with the C core built
 
 test: lint types native-test pytest  ## everything that each commit must pass
@@ -76,6 +76,12 @@ native-test:  ## the C tests under ASan+UBSan, then under TSan
 	  ctest --test-dir $$build --output-on-failure --no-tests=error; \
 	  grep -h "^skipped: " $$build/Testing/Temporary/LastTest.log || true; \
 	done
+
+mutants:      ## the coherence protocol with each flush and fence left out: a test must tell
+	cmake -S native -B build/mutants $(GENERATOR) -DCMAKE_BUILD_TYPE=Release >/dev/null
+	cmake --build build/mutants --target test_visibility_incoherent
+	CXLKV_SEEDS=20000 build/mutants/test_visibility_incoherent
+	$(PYTHON) tests/native/mutants.py build/mutants/test_visibility_incoherent $(ARGS)
 
 # The stamp goes first, so that whatever comes next builds the plain core again.
 asan: $(VENV)/.built  ## the Python tests with the C under ASan+UBSan

@@ -12,12 +12,13 @@
 enum { OWNERS = 2, READERS = 3, RECORDS = 6 };
 
 static void yield(void) { sched_yield(); }
+static void nothing(void) {}
 
 static void run(enum visibility_mode mode, uint32_t payload_lines, uint32_t rounds) {
     scenario *s = calloc(1, sizeof(*s));
     CHECK(s);
     *s = (scenario){.records = RECORDS, .payload_lines = payload_lines, .readers = READERS,
-                    .mode = mode, .wait = yield};
+                    .mode = mode, .wait = yield, .tell = nothing};
     size_t bytes = align_up(scenario_lines(s) * FLUSH_LINE_BYTES, 4096);
     s->base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(s->base != MAP_FAILED);

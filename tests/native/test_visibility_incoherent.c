@@ -1,0 +1,83 @@
+/* Goal: on memory whose hosts' caches do not see each other, nothing stale or torn is accepted and
+ * nothing published is lost. Method: the owners and readers of visibility_scenario.h on 2 to 8
+ * emulated hosts, x86 and arm64, many seeds; every step of every copy is a place where another host
+ * may go on. With one flush or fence left out it must fail: tests/native/mutants.py.
+ *
+ * CXLKV_SEEDS: how many (default 300); CXLKV_SEED: the first one; CXLKV_ARM64=0 or 1: one of them;
+ * CXLKV_LEFT_OUT: the number of a flush_site. */
+#undef NDEBUG
+#include "incoherent.h"
+#include "visibility_scenario.h"
+
+enum { OWNERS_MAX = 4, OPTIMISTS = 3 };
+static struct { uint64_t accepted, refused, reused, waited, steps; } total;
+
+/* As the emulator wants them. */
+static void owner_actor(void *context) { owner_run(context); }
+static void reader_actor(void *context) { reader_run(context); }
+
+static uint64_t number(const char *name, uint64_t otherwise) {
+    const char *text = getenv(name);
+    return text ? strtoull(text, NULL, 10) : otherwise;
+}
+
+static bool run(uint64_t seed, bool arm64) {
+    uint64_t dice = seed * 2 + arm64;
+    uint32_t hosts = 2 + random_below(&dice, 7), owners_count = 1 + random_below(&dice, OWNERS_MAX);
+    scenario *s = calloc(1, sizeof(*s));
+    CHECK(s);
+    *s = (scenario){.records = owners_count * (1 + random_below(&dice, 3)),
+                    .payload_lines = 1u << random_below(&dice, 3),
+                    .readers = 1 + random_below(&dice, 3), .wait = incoherent_yield,
+                    .tell = incoherent_tell,
+                    .mode = random_below(&dice, 2) ? VISIBILITY_FAST : VISIBILITY_STRICT};
+    struct incoherent_options options = incoherent_usual(seed);
+    options.hosts = hosts;
+    options.lines = (uint32_t)scenario_lines(s);
+    options.arm64 = arm64;
+    options.left_out = (enum flush_site)number("CXLKV_LEFT_OUT", FLUSH_NONE);
+    incoherent *sim = incoherent_make(&options);
+    CHECK(sim);
+    s->base = incoherent_base(sim);
+    owner owners[OWNERS_MAX];
+    reader readers[SCENARIO_READERS_MAX + OPTIMISTS];
+    uint32_t each = s->records / owners_count;
+    for (uint32_t i = 0; i < owners_count; i++) {
+        owners[i] = (owner){.s = s, .first = i * each, .count = each, .rounds = 12,
+                            .seed = seed + i};
+        for (uint32_t r = 0; r < SCENARIO_RECORDS_MAX; r++) owners[i].generation[r] = 1;
+        incoherent_actor(sim, i % hosts, owner_actor, &owners[i]);
+    }
+    for (uint32_t i = 0; i < s->readers + OPTIMISTS; i++) {
+        readers[i] = (reader){.s = s, .line = i < s->readers ? (int32_t)i : -1, .rounds = 16,
+                              .seed = seed + 100 + i};
+        uint32_t host = random_below(&dice, hosts);
+        incoherent_actor(sim, host, reader_actor, &readers[i]);
+    }
+    incoherent_run(sim);
+    total.accepted += s->accepted;
+    total.refused += s->refused;
+    total.reused += s->reused;
+    total.waited += s->waited;
+    total.steps += incoherent_step_count(sim);
+    bool failed = s->failed;
+    if (failed) {
+        fprintf(stderr, "seed %lu, %s: the last steps were\n", seed, arm64 ? "arm64" : "x86");
+        incoherent_trace(sim, stderr);
+    }
+    incoherent_free(sim);
+    free(s);
+    return !failed;
+}
+
+int main(void) {
+    uint64_t seeds = number("CXLKV_SEEDS", 300), first = number("CXLKV_SEED", 1);
+    uint64_t only = number("CXLKV_ARM64", 2);
+    for (uint64_t seed = first; seed < first + seeds; seed++)
+        for (uint64_t arm64 = 0; arm64 < 2; arm64++)
+            if ((only == 2 || only == arm64) && !run(seed, arm64 != 0)) return 1;
+    fprintf(stderr, "%lu seeds, %lu steps: accepted %lu, refused %lu, reused %lu, waited %lu\n",
+            seeds, total.steps, total.accepted, total.refused, total.reused, total.waited);
+    CHECK(total.accepted > seeds && total.refused > 0 && total.reused > seeds);
+    return 0;
+}
