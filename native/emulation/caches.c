@@ -22,12 +22,22 @@ static void memory_note(incoherent *sim, const char *what, const struct host *ho
     simulation_note(sim, what, -1, host_index(sim, host), word, FLUSH_NONE, value);
 }
 
+/* Before memory changes. */
+static void keep_old(incoherent *sim, uint32_t line) {
+    struct old_line *old = &sim->old[line];
+    if (sim->version[line] && simulation_below(sim, 2)) return;
+    old->until_step = sim->counts.steps;
+    old->version = sim->version[line];
+    memcpy(old->words, sim->memory + (size_t)line * LINE_WORDS, sizeof(old->words));
+}
+
 /* The whole line, as hardware does: what others wrote into it meanwhile is gone. */
 static void write_back(incoherent *sim, struct host *host, struct cached *entry) {
     if (!entry->dirty) return;
     if (entry->version != sim->version[entry->line]) sim->counts.overwritten++;
+    keep_old(sim, entry->line);
     memcpy(sim->memory + (size_t)entry->line * LINE_WORDS, entry->words, sizeof(entry->words));
-    entry->version = ++sim->version[entry->line];
+    entry->version = host->seen[entry->line] = ++sim->version[entry->line];
     sim->counts.write_backs++;
     sim->counts.late_write_backs += !host->alive;
     memory_note(sim, "write back", host, entry->line * LINE_WORDS, entry->dirty);
@@ -36,6 +46,7 @@ static void write_back(incoherent *sim, struct host *host, struct cached *entry)
 
 static void drop(incoherent *sim, struct host *host, uint32_t line) {
     int32_t at = host->where[line];
+    host->dropped_step[line] = sim->counts.steps;
     if (at < 0) return;
     write_back(sim, host, &host->cached[at]);
     memory_note(sim, "gone", host, line * LINE_WORDS, 0);
@@ -54,9 +65,11 @@ static struct cached *fill(incoherent *sim, struct host *host, uint32_t line) {
         drop(sim, host, host->cached[simulation_below(sim, host->count)].line);
     }
     struct cached *entry = &host->cached[host->count];
-    *entry = (struct cached){.line = line, .version = sim->version[line]};
+    *entry = (struct cached){.line = line, .version = sim->version[line],
+                             .filled_step = sim->counts.steps};
     memcpy(entry->words, sim->memory + (size_t)line * LINE_WORDS, sizeof(entry->words));
     host->where[line] = (int32_t)host->count++;
+    host->seen[line] = sim->version[line];
     sim->counts.fills++;
     memory_note(sim, "fill", host, line * LINE_WORDS, entry->words[0]);
     return entry;
@@ -65,6 +78,13 @@ static struct cached *fill(incoherent *sim, struct host *host, uint32_t line) {
 static void prefetch(incoherent *sim, struct host *host, uint32_t line) {
     sim->counts.prefetches += host->where[line] < 0;
     fill(sim, host, line);
+}
+
+/* Any line, or one that was in use not long ago. */
+static uint32_t likely_line(incoherent *sim, const struct host *host) {
+    uint32_t known = host->recent_count < RECENT_MAX ? host->recent_count : RECENT_MAX;
+    if (known && simulation_below(sim, 2)) return host->recent[simulation_below(sim, known)];
+    return simulation_below(sim, sim->options.lines);
 }
 
 static bool is_store(const struct item *item) {
@@ -104,14 +124,37 @@ static void stream(incoherent *sim, struct actor *actor, const struct item *item
     struct host *host = &sim->hosts[actor->host];
     uint32_t line = item->word / LINE_WORDS;
     drop(sim, host, line);
+    keep_old(sim, line);
     merge(&sim->memory[item->word], item->value, item->mask);
-    sim->version[line]++;
+    host->seen[line] = ++sim->version[line];
     for (uint32_t i = 0; i < actor->item_count; i++)
         if (actor->items[i].kind == ITEM_STREAM && actor->items[i].word / LINE_WORDS == line) {
             sim->counts.partial_lines++;
             break;
         }
     memory_note(sim, "stream", host, item->word, item->value);
+}
+
+/* Only a fence orders a drop after older loads. So it may have happened before them, at any time
+ * since the actor's last fence, and a prefetch filled the line again with what memory held then. */
+static bool dropped_early(incoherent *sim, const struct actor *actor, uint32_t line) {
+    struct host *host = &sim->hosts[actor->host];
+    struct cached *entry = host->where[line] < 0 ? NULL : &host->cached[host->where[line]];
+    const struct old_line *old = &sim->old[line];
+    if (!sim->options.early_drops || sim->options.posted_fences || !host->alive) return false;
+    if ((entry && entry->dirty) || simulation_below(sim, 2)) return false;
+    if (!entry || entry->filled_step <= actor->fence_step) {
+        if (old->until_step <= actor->fence_step || old->version < host->seen[line] ||
+            old->until_step <= host->dropped_step[line])
+            return false;
+        entry = fill(sim, host, line);
+        memcpy(entry->words, old->words, sizeof(entry->words));
+        entry->version = host->seen[line] = old->version;
+        entry->filled_step = old->until_step;
+    }
+    sim->counts.early_drops++;
+    memory_note(sim, "early gone", host, line * LINE_WORDS, entry->words[0]);
+    return true;
 }
 
 /* An item that nothing holds back happens, and leaves the buffer. */
@@ -142,6 +185,7 @@ static void take_effect(incoherent *sim, struct actor *actor, int index) {
         if (host->where[line] >= 0) write_back(sim, host, &host->cached[host->where[line]]);
         break;
     default: /* a prefetcher likes lines that were just there */
+        if (dropped_early(sim, actor, line)) break;
         drop(sim, host, line);
         if (host->alive && simulation_below(sim, 512) < sim->options.odds.fill)
             prefetch(sim, host, line);
@@ -211,11 +255,13 @@ void caches_settle(incoherent *sim, struct actor *actor) {
             force(sim, actor, (int)left);
         }
     }
+    actor->fence_step = sim->counts.steps;
 }
 
 void caches_finish(incoherent *sim, struct actor *actor) {
     while (actor->item_count) take_effect(sim, actor, 0);
     caches_forget_early(actor);
+    actor->fence_step = sim->counts.steps;
 }
 
 /* clflush: in order with stores and with fences, but not with non-temporal stores elsewhere. */
@@ -244,13 +290,16 @@ static const struct early *loaded_early(incoherent *sim, struct actor *actor, ui
 
 uint64_t caches_load(incoherent *sim, struct actor *actor, uint32_t word) {
     uint32_t line = word / LINE_WORDS;
+    struct host *host = &sim->hosts[actor->host];
+    if (!host->recent_count || host->recent[(host->recent_count - 1) % RECENT_MAX] != line)
+        host->recent[host->recent_count++ % RECENT_MAX] = line;
     const struct early *early = loaded_early(sim, actor, line);
     uint64_t value;
     if (early) {
         value = early->words[word % LINE_WORDS];
         sim->counts.early_loads++;
     } else {
-        struct cached *entry = fill(sim, &sim->hosts[actor->host], line);
+        struct cached *entry = fill(sim, host, line);
         value = entry->words[word % LINE_WORDS];
         sim->counts.stale_loads += entry->version != sim->version[line];
     }
@@ -262,7 +311,7 @@ uint64_t caches_load(incoherent *sim, struct actor *actor, uint32_t word) {
 
 static void load_ahead(incoherent *sim) {
     struct actor *actor = sim->actors[simulation_below(sim, sim->actor_count)];
-    uint32_t line = simulation_below(sim, sim->options.lines);
+    uint32_t line = likely_line(sim, &sim->hosts[actor->host]);
     if (actor->state != ACTOR_READY || actor->early_count == EARLY_MAX) return;
     for (uint32_t i = 0; i < actor->item_count; i++)
         if (is_write(&actor->items[i]) && actor->items[i].word / LINE_WORDS == line) return;
@@ -288,7 +337,7 @@ void caches_events(incoherent *sim) {
     }
     if ((draw >> 24 & 4095) < odds->fill) {
         struct host *host = &sim->hosts[simulation_below(sim, sim->options.hosts)];
-        if (host->alive) prefetch(sim, host, simulation_below(sim, sim->options.lines));
+        if (host->alive) prefetch(sim, host, likely_line(sim, host));
     }
     if (sim->options.arm64 && (draw >> 36 & 4095) < odds->early) load_ahead(sim);
 }
@@ -328,7 +377,8 @@ void caches_make(incoherent *sim) {
     uint32_t lines = sim->options.lines;
     sim->memory = calloc(lines, FLUSH_LINE_BYTES);
     sim->version = calloc(lines, sizeof(*sim->version));
-    if (!sim->memory || !sim->version) simulation_die(sim, "no memory");
+    sim->old = calloc(lines, sizeof(*sim->old));
+    if (!sim->memory || !sim->version || !sim->old) simulation_die(sim, "no memory");
     for (uint32_t h = 0; h < sim->options.hosts; h++) {
         struct host *host = &sim->hosts[h];
         host->alive = true;
@@ -336,7 +386,10 @@ void caches_make(incoherent *sim) {
         if (host->capacity > lines) host->capacity = lines;
         host->where = malloc(lines * sizeof(*host->where));
         host->cached = malloc(host->capacity * sizeof(*host->cached));
-        if (!host->where || !host->cached) simulation_die(sim, "no memory");
+        host->seen = calloc(lines, sizeof(*host->seen));
+        host->dropped_step = calloc(lines, sizeof(*host->dropped_step));
+        if (!host->where || !host->cached || !host->seen || !host->dropped_step)
+            simulation_die(sim, "no memory");
         for (uint32_t line = 0; line < lines; line++) host->where[line] = -1;
     }
 }
@@ -345,7 +398,10 @@ void caches_free(incoherent *sim) {
     for (uint32_t h = 0; h < sim->options.hosts; h++) {
         free(sim->hosts[h].where);
         free(sim->hosts[h].cached);
+        free(sim->hosts[h].seen);
+        free(sim->hosts[h].dropped_step);
     }
     free(sim->memory);
     free(sim->version);
+    free(sim->old);
 }

@@ -17,7 +17,7 @@ struct incoherent_options incoherent_usual(uint64_t seed) {
     options.steps_expected = 64 << simulation_below(&draw, 4);
     options.odds.drain = 64 << simulation_below(&draw, 5);
     options.odds.evict = 8 << simulation_below(&draw, 6);
-    options.odds.fill = 8 << simulation_below(&draw, 6);
+    options.odds.fill = 8 << simulation_below(&draw, 8);
     options.odds.early = 32 << simulation_below(&draw, 5);
     return options;
 }
@@ -158,7 +158,9 @@ void flush_fence_stores(enum flush_site site) {
 void flush_fence_all(enum flush_site site) {
     if (left_out(site)) return;
     struct actor *actor = wait_for_buffer("fence all", site);
-    if (actor) caches_finish(simulation, actor);
+    if (!actor) return;
+    caches_finish(simulation, actor);
+    if (!simulation_below(simulation, 8)) incoherent_yield();
 }
 
 /* Bytes [0, bytes) of `from` by 8-byte accesses to the words that they touch. */
@@ -248,6 +250,11 @@ void incoherent_hook(incoherent *sim, void (*hook)(void *context), void *context
 void incoherent_tell(void) {
     incoherent *sim = simulation;
     if (sim->running >= 0) caches_settle(sim, sim->actors[sim->running]);
+}
+
+void incoherent_hear(void) {
+    incoherent *sim = simulation;
+    if (sim->running >= 0) sim->actors[sim->running]->fence_step = sim->counts.steps;
 }
 
 void incoherent_peek(incoherent *sim, const void *address, size_t bytes, void *out) {

@@ -16,6 +16,9 @@
  * waits for those before it; a load may return what the host's cache held at some time since the
  * actor's last dsb or acquiring load; every fence is dsb sy. Weaker than the architecture in two
  * points, and so safe to test on: an address dependency orders nothing, nor does stlr a later ldar.
+ * early_drops: only fences order clflushopt and dc civac after older loads, as the manuals' wording
+ * has it; so they may have been done before those, and the line filled again. Without: older loads
+ * come first, as in the model Px86 (Raad et al., POPL 2020).
  * Stronger than some hardware: flush_evict is done when it returns, as flush.h promises. */
 #ifndef CXLKV_INCOHERENT_H
 #define CXLKV_INCOHERENT_H
@@ -44,6 +47,7 @@ struct incoherent_options {
     uint32_t cache_lines_max;  /* each host has from 1 to this many, drawn by the seed */
     bool arm64;
     bool posted_fences;        /* x86: sfence orders and does not wait; see incoherent_tell() */
+    bool early_drops;          /* older loads do not hold up an invalidation; see above */
     uint32_t switch_odds;      /* of a step, in 4096ths, to go on with any actor; 0: PCT instead */
     /* PCT (Burckhardt et al., ASPLOS 2010): the actor of the highest, random priority runs. */
     uint32_t priority_changes; /* how often the running actor falls behind all others, to 16 */
@@ -59,6 +63,7 @@ struct incoherent_counts {
     uint64_t fills, prefetches, evictions, write_backs, drops;
     uint64_t stale_loads;      /* a cached line was read after memory had changed below it */
     uint64_t early_loads;      /* arm64: a load that was satisfied ahead of its turn */
+    uint64_t early_drops;      /* an invalidation that was done before loads older than it */
     uint64_t reordered_stores; /* a store overtook an older one of its actor */
     uint64_t partial_lines;    /* a non-temporal line that reached memory in parts */
     uint64_t overwritten;      /* a dirty line was written back over another host's store: V7, V8 */
@@ -66,8 +71,8 @@ struct incoherent_counts {
     uint64_t late_write_backs; /* dirty lines of a killed host that reached memory afterwards */
 };
 
-/* Two hosts, 64 lines, and all else drawn by the seed: caches from tiny to roomy, calm and busy
- * memory, both ways to schedule. Tests set what they need after this. */
+/* Two hosts, 64 lines, no posted fences, no early drops, and all else drawn by the seed: caches
+ * from tiny to roomy, calm and busy memory, both ways to schedule. Tests set what they need. */
 struct incoherent_options incoherent_usual(uint64_t seed);
 
 /* One at a time in a process: the seam works on the one that was made last. */
@@ -88,6 +93,8 @@ void incoherent_yield(void);
 /* The actor tells others something by another way than this memory (a variable of the test, a
  * socket): what it fenced by posted fences has happened. */
 void incoherent_tell(void);
+/* The actor was told something: no early drop of it reaches back before this. */
+void incoherent_hear(void);
 /* Who runs; -1 outside of incoherent_run(). */
 int incoherent_running(incoherent *sim);
 bool incoherent_alive(incoherent *sim, int actor);

@@ -8,7 +8,8 @@
 
 #include "incoherent.h"
 
-enum { LINE_WORDS = FLUSH_LINE_BYTES / 8, ITEMS_MAX = 64, EARLY_MAX = 4, TRACE_MAX = 256 };
+enum { LINE_WORDS = FLUSH_LINE_BYTES / 8 };
+enum { ITEMS_MAX = 64, EARLY_MAX = 4, RECENT_MAX = 8, TRACE_MAX = 256 };
 
 /* What an actor has issued and what has not happened yet, in program order. */
 enum item_kind {
@@ -41,6 +42,7 @@ struct actor {
     void *context;
     ucontext_t machine;
     void *stack, *fiber, *fake_stack;
+    uint64_t fence_step; /* when its last fence was done */
     uint32_t fences, item_count, early_count;
     struct item items[ITEMS_MAX];
     struct early early[EARLY_MAX];
@@ -49,14 +51,24 @@ struct actor {
 struct cached {
     uint32_t line, version; /* version: of the line in memory that it was filled from */
     uint8_t dirty;          /* a bit for each word */
+    uint64_t filled_step;
+    uint64_t words[LINE_WORDS];
+};
+
+struct old_line { /* a line of memory as it was before some change */
+    uint64_t until_step;
+    uint32_t version;
     uint64_t words[LINE_WORDS];
 };
 
 struct host {
     bool alive;
     uint32_t capacity, count;
+    uint32_t recent[RECENT_MAX], recent_count; /* lines that were loaded, for the prefetcher */
     int32_t *where; /* for each line of memory: its index below, or -1 */
     struct cached *cached;
+    uint32_t *seen;         /* of each line: the version that its actors may have loaded last */
+    uint64_t *dropped_step; /* of each line: when it was last invalidated or evicted */
 };
 
 struct event {
@@ -73,6 +85,7 @@ struct incoherent {
     size_t base_bytes;
     uint64_t *memory;
     uint32_t *version; /* of each line: how often it was written in memory */
+    struct old_line *old;
     struct host hosts[INCOHERENT_HOSTS_MAX];
 
     struct actor *actors[INCOHERENT_ACTORS_MAX];

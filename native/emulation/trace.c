@@ -10,6 +10,7 @@ static const char *const site_names[FLUSH_SITES] = {
     [FLUSH_PUBLISH_FENCE] = "publish_fence",
     [FLUSH_ACQUIRE_DESCRIPTOR] = "acquire_descriptor",
     [FLUSH_ACQUIRE_DESCRIPTOR_FENCE] = "acquire_descriptor_fence",
+    [FLUSH_ACQUIRE_SEEN_FENCE] = "acquire_seen_fence",
     [FLUSH_ACQUIRE_PAYLOAD] = "acquire_payload",
     [FLUSH_ACQUIRE_PAYLOAD_FENCE] = "acquire_payload_fence",
     [FLUSH_ACQUIRE_RECHECK] = "acquire_recheck",

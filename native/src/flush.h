@@ -21,11 +21,13 @@ enum flush_site {
     FLUSH_PUBLISH_PAYLOAD_FENCE, /* V1 */
     FLUSH_PUBLISH_DESCRIPTOR,    /* a publish that returned is seen by others */
     FLUSH_PUBLISH_FENCE,
+    FLUSH_ACQUIRE_BEGIN_FENCE,   /* what told us of the record comes before we drop its line */
     FLUSH_ACQUIRE_DESCRIPTOR,    /* a publish by others is seen */
     FLUSH_ACQUIRE_DESCRIPTOR_FENCE,
     FLUSH_ACQUIRE_SEEN_FENCE,    /* V4: the descriptor is loaded before the payload is dropped */
     FLUSH_ACQUIRE_PAYLOAD,       /* V4 */
     FLUSH_ACQUIRE_PAYLOAD_FENCE,
+    FLUSH_ACQUIRE_COPIED_FENCE,  /* V3: the copy is loaded before the descriptor is dropped */
     FLUSH_ACQUIRE_RECHECK,       /* V3 */
     FLUSH_ACQUIRE_RECHECK_FENCE,
     FLUSH_FREE_DESCRIPTOR,       /* V5 */

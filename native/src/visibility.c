@@ -94,7 +94,8 @@ static void acquire_round(acquire_item *items, uint32_t count, enum visibility_m
         for (uint32_t r = 0; items[i].code == COPYING && r < items[i].range_count; r++)
             flush_copy_out(items[i].ranges[r].to, items[i].ranges[r].pool,
                            items[i].ranges[r].bytes);
-    look_at(items, count, COPYING, mode); /* its fence is also behind the copy's loads */
+    flush_fence_all(FLUSH_ACQUIRE_COPIED_FENCE);
+    look_at(items, count, COPYING, mode);
     for (uint32_t i = 0; i < count; i++) {
         uint8_t again[LINE];
         if (items[i].code != COPYING) continue;
@@ -106,6 +107,8 @@ static void acquire_round(acquire_item *items, uint32_t count, enum visibility_m
 uint32_t visibility_acquire(acquire_item *items, uint32_t count, enum visibility_mode mode) {
     uint32_t accepted = 0, open = count;
     for (uint32_t i = 0; i < count; i++) items[i].code = OPEN;
+    /* Nothing else orders an invalidation after the load by which we learned of the record. */
+    flush_fence_all(FLUSH_ACQUIRE_BEGIN_FENCE);
     for (int attempt = 0; open > 0 && attempt < ATTEMPTS; attempt++) {
         acquire_round(items, count, mode);
         open = 0;

@@ -20,8 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("x86", "arm64")
 # Sites whose loss changes nothing that a test on these models could see, and why.
 REDUNDANT = {
-    "FLUSH_ACQUIRE_SEEN_FENCE": "V4: the models invalidate no line before an older load; x86 may "
-    "(clflushopt is ordered with fences only: Intel SDM, CLFLUSHOPT)",
     "FLUSH_READER_ENTER_FENCE": "V6: acquire's fences come before its re-check (V3), which refuses "
     "what was freed before the reader's line was in memory",
     "FLUSH_READER_LEAVE": "V6: who is thought to read still is waited for: progress, not safety",

@@ -35,6 +35,7 @@ static bool run(uint64_t seed, bool arm64) {
     options.hosts = hosts;
     options.lines = (uint32_t)scenario_lines(s);
     options.arm64 = arm64;
+    options.early_drops = number("CXLKV_EARLY", 1);
     options.left_out = (enum flush_site)number("CXLKV_LEFT_OUT", FLUSH_NONE);
     incoherent *sim = incoherent_make(&options);
     CHECK(sim);
