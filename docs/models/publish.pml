@@ -1,13 +1,13 @@
 /* Publish, acquire, free and reuse of one record between hosts whose caches do not see each other.
  *
- * docs/coherence.md has the protocol and the invariants V1..V6; docs/models/README.md says how to read
- * a run. One owner publishes GENERATIONS generations one after the other; each of READERS hosts
+ * docs/coherence.md has the protocol and the invariants V1..V6; docs/models/README.md says how to
+ * read a run. One owner publishes GENERATIONS generations one after the other; each of READERS hosts
  * acquires whatever is sealed until it has the last one. Every flush, fence and check is a macro
  * named as in native/src/flush.h; -DMUTANT_<SITE> leaves it out.
  *
  * The memory. Each line holds a number: which generation wrote it, or for the descriptor
- * 2 * generation + sealed, or a reader's step counter. A store stays in its host's cache until it is
- * evicted (any time) or written back (surely at the next fence). Non-temporal stores reach memory
+ * 2 * generation + sealed, or a reader's step counter. A store stays in its host's cache until it
+ * is evicted (any time) or written back (surely at the next fence). Non-temporal stores reach memory
  * in any order, surely at the fence. A host may fill any line at any time, and an invalidate is
  * done at any time up to the next full fence, so that a load before it may hit what was there.
  * A clean copy is never absent here: being filled at any time covers that, since a line that is
@@ -15,8 +15,11 @@
  * are filled: the reader's D, H and P, the owner's R.
  * An invalidate is not ordered after the loads before it (Intel SDM, CLFLUSHOPT; the same for
  * DC CIVAC): without a full fence between them it may be done first. Other loads and stores are in
- * program order. `world` may stop at any time: nothing spontaneous is promised. So whoever waits
- * for what only an eviction or a fill would bring is stuck, and spin calls it an invalid end state.
+ * program order. A store and the beginning of its write-back are one step, which loses nothing; an
+ * invalidate and its fence are two, for without a fence before it the line may be dropped and
+ * filled again before an older store is in memory (READER_ENTER_FENCE).
+ * `world` may stop at any time: nothing spontaneous is promised. So whoever waits for what only an
+ * eviction or a fill would bring is stuck, and spin calls it an invalid end state.
  *
  * Two guards keep a reader from a record that changes under it, V3 (re-check) and V6 (the owner
  * waits). Each alone must do, so each is also checked without the other. `pair` is about two
@@ -313,19 +316,16 @@ proctype owner() {
             passing[P] = generation;
             passing[Q] = generation
         };
-        store(OWNER, H, generation);
-        PUBLISH_HEADER;
+        atomic { store(OWNER, H, generation); PUBLISH_HEADER };
         PUBLISH_PAYLOAD_FENCE;
-        store(OWNER, D, 2 * GENERATION(generation) + 1);
-        PUBLISH_DESCRIPTOR;
+        atomic { store(OWNER, D, 2 * GENERATION(generation) + 1); PUBLISH_DESCRIPTOR };
         PUBLISH_FENCE;
         if
         :: generation == GENERATIONS -> break
         :: else
         fi;
         generation++;
-        store(OWNER, D, 2 * GENERATION(generation));
-        FREE_DESCRIPTOR;
+        atomic { store(OWNER, D, 2 * GENERATION(generation)); FREE_DESCRIPTOR };
         FREE_FENCE;
 #if !defined(NO_LINES) && !defined(MUTANT_OWNER_WAIT)
         wait_for(R);
@@ -342,9 +342,7 @@ proctype reader(byte i) {
     do
     :: 1 ->
 #ifndef NO_LINES
-        step++;
-        store(host, mine, step);
-        READER_ENTER;
+        atomic { step++; store(host, mine, step); READER_ENTER };
         READER_ENTER_FENCE;
 #endif
         ACQUIRE_DESCRIPTOR;
@@ -378,11 +376,8 @@ proctype reader(byte i) {
             fi
         :: else -> second = first
         fi;
-        inside[i] = 0;
 #ifndef NO_LINES
-        step++;
-        store(host, mine, step);
-        READER_LEAVE;
+        atomic { inside[i] = 0; step++; store(host, mine, step); READER_LEAVE };
         READER_LEAVE_FENCE;
 #endif
         if
