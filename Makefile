@@ -95,6 +95,11 @@ asan: $(VENV)/.built  ## the Python tests with the C under ASan+UBSan
 demo: $(VENV)/.built  ## the whole way once, on a small model that is in the package
 	$(BIN)/cxlkv demo $(ARGS)
 
+# Not part of `make test`: spin is needed, and a few minutes.
+.PHONY: models
+models:       ## spin over the models of the coherence protocol and all their mutants
+	$(PYTHON) docs/models/check.py || [ $$? -eq 3 ]
+
 bench: $(VENV)/.built  ## one microbenchmark: make bench CASE=select
 	$(BIN)/cxlkv bench $(CASE) $(ARGS)
 

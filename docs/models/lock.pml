@@ -7,13 +7,14 @@
  * section a host counts all records that it believes and appends one, in a line of its own, that
  * grants the next number. So two sections that did not exclude each other grant one number twice.
  *
- * Host 0 is the one that others may suspect, at any time, wrongly or not: it may be dead, or paused
- * at any point and come back. It has epoch 0; fenced, it re-attaches once, with epoch 1. The other
- * hosts do not fail. Who waits for host 0 waits for it last, so at most one host takes over at a
- * time. Takeover: {host 0, closed} in an own line, in memory; then the log of host 0 is counted;
- * then {host 0, cut at count}. Of epoch 0 the records below the cut count, and no others. A record is
- * believed when its fence lines, read after the record, do not say otherwise; while one says
- * closed and not yet where, the reader waits. The owner itself believes its record by the same rule.
+ * Host 0 is the one that others may suspect, at any time, wrongly or not: it may be dead, or
+ * paused at any point and come back. It has epoch 0; fenced, it re-attaches once, with epoch 1.
+ * The other hosts do not fail. Who waits for host 0 waits for it last, so at most one host takes
+ * over at a time. Takeover: {host 0, closed} in an own line, in memory; then the log of host 0 is
+ * counted; then {host 0, cut at count}. Of epoch 0 the records below the cut count, and no others.
+ * A record is believed when its fence lines, read after the record, do not say otherwise; while
+ * one says closed and not yet where, the reader waits. The owner itself believes its record by the
+ * same rule.
  *
  * The memory. A store that is written back and fenced in one go is in memory at some instant
  * between; a load after a full fence, an invalidate and a full fence is of memory at some instant
@@ -25,6 +26,7 @@
  *
  * variant two: HOSTS=2 ROUNDS=2
  * variant three: HOSTS=3 ROUNDS=1
+ * variant watched: HOSTS=2 ROUNDS=2 WATCHED
  *
  * caught SLOT_STORE: two
  * caught SLOT_FENCE: two
@@ -44,10 +46,11 @@
  * caught CLOSE: two
  * caught CUT: two
  * caught BELIEF: two
- * caught BELIEF_ORDER: two
+ * caught BELIEF_ORDER: watched
  * caught BELIEF_OWN: two
  * caught CHECK_AFTER: two
- * redundant CHECK_BEFORE: two three: V10, the check after the append decides alone
+ * redundant BELIEF_ORDER: two: V10, V12: who holds the lock has seen the fence already
+ * redundant CHECK_BEFORE: two three watched: V10, the check after the append decides alone
  */
 #ifndef HOSTS
 #define HOSTS 2
@@ -144,7 +147,7 @@ bit writing[LINES]; /* the write-back has begun and no fence has come */
 #endif
 #if !SLOT_AFRESH || !RECORD_AFRESH || !CLOSE_AFRESH
 #define STALE
-byte copy[HOSTS * LINES];
+byte copy[(HOSTS + 1) * LINES]; /* the last is the watcher's */
 #endif
 
 inline settle(first, last) {
@@ -468,6 +471,15 @@ proctype host(byte me) {
 gone: skip
 }
 
+#ifdef WATCHED
+/* Somebody who reads the logs once, without the lock. */
+proctype watcher() {
+    byte me = HOSTS, other, other_index, seen, fence, count, name;
+    bit is_believed;
+    count_records()
+}
+#endif
+
 #ifdef STAYS_CACHED
 proctype world() {
     byte line;
@@ -490,6 +502,9 @@ init {
 #endif
 #if HOSTS > 2
         run host(2);
+#endif
+#ifdef WATCHED
+        run watcher();
 #endif
         run host(1);
         run host(0)

@@ -1,20 +1,20 @@
 /* Publish, acquire, free and reuse of one record between hosts whose caches do not see each other.
  *
  * docs/coherence.md has the protocol and the invariants V1..V6; docs/models/README.md says how to
- * read a run. One owner publishes GENERATIONS generations one after the other; each of READERS hosts
- * acquires whatever is sealed until it has the last one. Every flush, fence and check is a macro
- * named as in native/src/flush.h; -DMUTANT_<SITE> leaves it out.
+ * read a run. One owner publishes GENERATIONS generations one after the other; each of READERS
+ * hosts acquires whatever is sealed until it has the last one. Every flush, fence and check is a
+ * macro named as in native/src/flush.h; -DMUTANT_<SITE> leaves it out.
  *
- * The memory. Each line holds a number: which generation wrote it, or for the descriptor
- * 2 * generation + sealed, or a reader's step counter. A store stays in its host's cache until it
- * is evicted (any time) or written back (surely at the next fence). Non-temporal stores reach memory
+ * The memory. Each line holds a number: which generation wrote it, or for the descriptor 2 *
+ * generation + sealed, or a reader's step counter. A store stays in its host's cache until it is
+ * evicted (any time) or written back (surely at the next fence). Non-temporal stores reach memory
  * in any order, surely at the fence. A host may fill any line at any time, and an invalidate is
- * done at any time up to the next full fence, so that a load before it may hit what was there.
- * A clean copy is never absent here: being filled at any time covers that, since a line that is
+ * done at any time up to the next full fence, so that a load before it may hit what was there. A
+ * clean copy is never absent here: being filled at any time covers that, since a line that is
  * dropped and filled again behaves the same as one that is refreshed. Only lines that a host loads
  * are filled: the reader's D, H and P, the owner's R.
- * An invalidate is not ordered after the loads before it (Intel SDM, CLFLUSHOPT; the same for
- * DC CIVAC): without a full fence between them it may be done first. Other loads and stores are in
+ * An invalidate is not ordered after the loads before it (Intel SDM, CLFLUSHOPT; the same for DC
+ * CIVAC): without a full fence between them it may be done first. Other loads and stores are in
  * program order. A store and the beginning of its write-back are one step, which loses nothing; an
  * invalidate and its fence are two, for without a fence before it the line may be dropped and
  * filled again before an older store is in memory (READER_ENTER_FENCE).
