@@ -1,10 +1,10 @@
 /* The seam between the protocol and the memory that hosts share: write back, invalidate, fence,
  * copy, and the loads and stores of metadata lines. The only place with raw cache instructions.
  *
- * Every use names its site, so that a build can leave one out (CXLKV_MUTANT=FLUSH_<SITE>) and a
- * test must then fail. With CXLKV_INCOHERENT the whole memory is the emulator's
- * (native/emulation/incoherent.h): the protocol's code is compiled a second time and runs on it
- * unchanged. Addresses are of the pool; sizes in bytes; a range stands for all lines that it
+ * Every use names its site, so that one can be left out (a build: CXLKV_MUTANT=FLUSH_<SITE>; the
+ * emulator: at run time) and a test must then fail. For tests the whole memory may be the
+ * emulator's (native/emulation/incoherent.h): linked in place of flush.c, it runs the protocol's
+ * own object code. Addresses are of the pool; sizes in bytes; a range stands for all lines that it
  * touches. docs/coherence.md has the rules. */
 #ifndef CXLKV_FLUSH_H
 #define CXLKV_FLUSH_H
