@@ -111,3 +111,14 @@ def make_pool() -> Iterator[MakePool]:
 def pool(make_pool: MakePool) -> CXLPool:
     """A small pool: 2 layers, 2 kv heads of 8 channels, pages of 4 tokens, float32."""
     return make_pool(layers=2)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Torch's threads wait for each other, at each of many small operations, on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

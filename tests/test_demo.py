@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,17 +19,10 @@ from cxlkv.demo import run as demo
 from cxlkv.demo.caches import random_pages
 from cxlkv.demo.measure import Asked, Examiner, Plan, Row
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = Plan(tokens=2048, facts=128, seeds=(101,), questions=16, together=8, shares=(0.05, 0.2, 1))
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Torch's threads wait for each other, at each of many small operations, on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def untrained() -> LlamaForTokenClassification:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +39,8 @@ from cxlkv.demo.text.report import Found, result_of
 from cxlkv.errors import CXLKVError
 from cxlkv.topology import probe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PNG = b"\x89PNG\r\n\x1a\n"
 WORDS = 512
 SHAPE = {
@@ -55,15 +56,6 @@ SHAPE = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Torch's threads wait for each other, at each of many small operations, on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +33,12 @@ from cxlkv._native import lib
 from cxlkv.adapters.transformers import CXLCache, LayerStep, layout_of
 from cxlkv.errors import BadArgumentError, GeometryError, PoolFullError, UnsupportedError
 
+from .small_models import VOCABULARY_SIZE, Generates, close, prompts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LAYERS = 3
 PAGE_TOKENS = 4
-VOCABULARY_SIZE = 64
 SHAPE: dict[str, object] = {
     "vocab_size": VOCABULARY_SIZE,
     "hidden_size": 64,
@@ -76,15 +79,6 @@ def make(name: str) -> PreTrainedModel:
     return build(model_class, config_of(config_class, **more))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Torch's threads wait for each other, at each of many small operations, on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return make(request.param)
@@ -106,21 +100,6 @@ def pool(llama: PreTrainedModel) -> Iterator[CXLPool]:
         assert report["clean"], report["problems"]
 
 
-def prompts(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask [rows, the longest], padded on the left."""
-    random = torch.Generator().manual_seed(3)
-    longest = max(lengths)
-    ids = torch.randint(1, VOCABULARY_SIZE, (len(lengths), longest), generator=random)
-    mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
-    return ids * mask, mask.long()
-
-
-class Generates(Protocol):
-    """What transformers' own annotations do not say of generate(): it takes a model."""
-
-    def generate(self, inputs: Tensor, **settings: object) -> Tensor: ...
-
-
 def generate(
     model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: object, **more: object
 ) -> Tensor:
@@ -139,10 +118,6 @@ def run(model: PreTrainedModel, ids: Tensor, cache: object, mask: Tensor | None 
     logits = model(ids, attention_mask=mask, past_key_values=cache).logits
     assert isinstance(logits, Tensor)
     return logits
-
-
-def close(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 class Watched(CXLCache):

@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 import pytest
 import torch
@@ -22,9 +22,12 @@ from cxlkv.adapters.transformers.layouts import LATENT_MODELS
 from cxlkv.adapters.transformers.prefill import attend_to_new
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 
+from .small_models import VOCABULARY_SIZE, Generates, close, prompts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LAYERS = 3
 PAGE_TOKENS = 4
-VOCABULARY_SIZE = 64
 SHAPE: dict[str, object] = {
     "vocab_size": VOCABULARY_SIZE,
     "hidden_size": 64,
@@ -106,15 +109,6 @@ def make(name: str, **more: object) -> PreTrainedModel:
     return model
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Torch's threads wait for each other, at each of many small operations, on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return make(request.param)
@@ -150,21 +144,6 @@ def pool(request: pytest.FixtureRequest) -> Iterator[CXLPool]:
         assert report["clean"], report["problems"]
 
 
-def prompts(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask [rows, the longest], padded on the left."""
-    random = torch.Generator().manual_seed(3)
-    longest = max(lengths)
-    ids = torch.randint(1, VOCABULARY_SIZE, (len(lengths), longest), generator=random)
-    mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
-    return ids * mask, mask.long()
-
-
-class Generates(Protocol):
-    """What transformers' own annotations do not say of generate(): it takes a model."""
-
-    def generate(self, inputs: Tensor, **settings: object) -> Tensor: ...
-
-
 def attend_by(model: PreTrainedModel, cache: object) -> None:
     own = "eager" if model.config.model_type in NO_KERNEL else "sdpa"
     model.set_attn_implementation("cxlkv" if isinstance(cache, CXLCache) else own)
@@ -193,10 +172,6 @@ def dynamic(model: PreTrainedModel) -> DynamicCache:
     """With windowed layers of its own, where these can be cropped."""
     croppable = hasattr(DynamicCache, "activate_past_recording")
     return DynamicCache(config=model.config) if croppable else DynamicCache()
-
-
-def close(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 def all_free(pool: CXLPool) -> bool:

@@ -95,7 +95,7 @@ static uint64_t load(uint32_t word) {
 }
 
 static bool left_out(enum flush_site site) {
-    return FLUSH_LEFT_OUT(site) || (site != FLUSH_NONE && site == simulation->options.left_out);
+    return site != FLUSH_NONE && site == simulation->options.left_out;
 }
 
 const char *flush_name(void) { return "emulated"; }

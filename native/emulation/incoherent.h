@@ -1,5 +1,5 @@
 /* An emulated memory that several hosts share and whose caches do not see each other: the seam of
- * flush.h works on it when compiled with CXLKV_INCOHERENT, so that the protocol's code runs
+ * flush.h works on it when linked in place of flush.c, so that the protocol's code runs
  * unchanged where a missing flush or fence shows. Hosts' processes are actors: coroutines of one
  * thread, run in an order that the seed alone decides. Every call of the seam, each 8 bytes of a
  * copy and each line of a flush is a step; between any two, other actors run and memory does what

@@ -5,8 +5,6 @@
 
 #include "cpu.h"
 
-#ifndef CXLKV_INCOHERENT
-
 static uintptr_t first_line(const void *address) {
     return (uintptr_t)address & ~(uintptr_t)(FLUSH_LINE_BYTES - 1);
 }
@@ -51,29 +49,31 @@ static void drop_clflush(uintptr_t line, uintptr_t end) {
 
 void flush_write_back(enum flush_site site, const void *address, size_t bytes) {
     uintptr_t end = (uintptr_t)address + bytes;
-    if (FLUSH_LEFT_OUT(site)) return;
+    (void)site;
     if (best_instruction() == CLWB) write_back_clwb(first_line(address), end);
     else flush_invalidate(site, address, bytes);
 }
 
 void flush_invalidate(enum flush_site site, const void *address, size_t bytes) {
     uintptr_t end = (uintptr_t)address + bytes;
-    if (FLUSH_LEFT_OUT(site)) return;
+    (void)site;
     if (best_instruction() >= CLFLUSHOPT) drop_clflushopt(first_line(address), end);
     else drop_clflush(first_line(address), end);
 }
 
 void flush_evict(enum flush_site site, const void *address, size_t bytes) {
-    if (FLUSH_LEFT_OUT(site)) return;
+    (void)site;
     drop_clflush(first_line(address), (uintptr_t)address + bytes);
 }
 
 void flush_fence_stores(enum flush_site site) {
-    if (!FLUSH_LEFT_OUT(site)) _mm_sfence();
+    (void)site;
+    _mm_sfence();
 }
 
 void flush_fence_all(enum flush_site site) {
-    if (!FLUSH_LEFT_OUT(site)) _mm_mfence();
+    (void)site;
+    _mm_mfence();
 }
 
 /* Whole lines past the cache; what is left at the ends by stores that are written back at once. */
@@ -113,14 +113,14 @@ bool flush_supported(void) { return true; }
 
 void flush_write_back(enum flush_site site, const void *address, size_t bytes) {
     uintptr_t end = (uintptr_t)address + bytes;
-    if (FLUSH_LEFT_OUT(site)) return;
+    (void)site;
     for (uintptr_t line = first_line(address); line < end; line += line_bytes())
         __asm__ volatile("dc cvac, %0" ::"r"(line) : "memory");
 }
 
 void flush_invalidate(enum flush_site site, const void *address, size_t bytes) {
     uintptr_t end = (uintptr_t)address + bytes;
-    if (FLUSH_LEFT_OUT(site)) return;
+    (void)site;
     for (uintptr_t line = first_line(address); line < end; line += line_bytes())
         __asm__ volatile("dc civac, %0" ::"r"(line) : "memory");
 }
@@ -146,15 +146,18 @@ static void fence_system(void) { atomic_thread_fence(memory_order_seq_cst); }
 
 void flush_evict(enum flush_site site, const void *address, size_t bytes) {
     flush_invalidate(site, address, bytes);
-    if (!FLUSH_LEFT_OUT(site)) fence_system();
+    (void)site;
+    fence_system();
 }
 
 void flush_fence_stores(enum flush_site site) {
-    if (!FLUSH_LEFT_OUT(site)) fence_system();
+    (void)site;
+    fence_system();
 }
 
 void flush_fence_all(enum flush_site site) {
-    if (!FLUSH_LEFT_OUT(site)) fence_system();
+    (void)site;
+    fence_system();
 }
 
 void flush_copy_in(void *pool, const void *from, size_t bytes) {
@@ -188,5 +191,3 @@ void flush_store_word(void *word, uint64_t value) {
 uint64_t flush_load_word(const void *word) {
     return atomic_load_explicit((_Atomic uint64_t *)(uintptr_t)word, memory_order_acquire);
 }
-
-#endif

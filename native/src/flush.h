@@ -1,11 +1,11 @@
 /* The seam between the protocol and the memory that hosts share: write back, invalidate, fence,
  * copy, and the loads and stores of metadata lines. The only place with raw cache instructions.
  *
- * Every use names its site, so that one can be left out (a build: CXLKV_MUTANT=FLUSH_<SITE>; the
- * emulator: at run time) and a test must then fail. For tests the whole memory may be the
- * emulator's (native/emulation/incoherent.h): linked in place of flush.c, it runs the protocol's
- * own object code. Addresses are of the pool; sizes in bytes; a range stands for all lines that it
- * touches. docs/coherence.md has the rules. */
+ * For tests the whole memory may be the emulator's (native/emulation/incoherent.h): linked in place
+ * of flush.c, it runs the protocol's own object code. Every use names its site, so that the
+ * emulator can leave one out and a test must then fail; real memory has no use for the name.
+ * Addresses are of the pool; sizes in bytes; a range stands for all lines that it touches.
+ * docs/coherence.md has the rules. */
 #ifndef CXLKV_FLUSH_H
 #define CXLKV_FLUSH_H
 #include <stdatomic.h>
@@ -41,11 +41,6 @@ enum flush_site {
     FLUSH_LOCAL,                 /* ordering within this host only: append, fetch */
     FLUSH_SITES
 };
-
-#ifndef CXLKV_MUTANT
-#define CXLKV_MUTANT FLUSH_NONE
-#endif
-#define FLUSH_LEFT_OUT(site) ((site) != FLUSH_NONE && (site) == CXLKV_MUTANT)
 
 /* What the instructions below are on this CPU: "clwb", "clflushopt", "clflush", "dc" or "none". */
 const char *flush_name(void);

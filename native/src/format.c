@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "flush.h"
 #include "internal.h"
 
 static const uint8_t MAGIC[8] = {'C', 'X', 'L', 'K', 'V', 'P', 'O', 'L'};
@@ -299,22 +300,8 @@ uint32_t *checksum_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer, uin
     return (uint32_t *)checksum_table(pool, page) + entry;
 }
 
-/* Lines are read while they may be written: word by word, and the CRC tells a torn copy. */
-static void line_store(void *line, const void *from, uint32_t first_word) {
-    uint64_t words[LINE_BYTES / 8];
-    memcpy(words, from, sizeof(words));
-    for (uint32_t i = first_word; i < LINE_BYTES / 8; i++)
-        atomic_store_explicit((_Atomic uint64_t *)line + i, words[i], memory_order_relaxed);
-}
-
-static void line_load(void *to, void *line) {
-    uint64_t words[LINE_BYTES / 8];
-    for (uint32_t i = 0; i < LINE_BYTES / 8; i++)
-        words[i] = atomic_load_explicit((_Atomic uint64_t *)line + i, memory_order_relaxed);
-    memcpy(to, words, sizeof(words));
-}
-
-/* The CRC covers the version: a reader between the two stores sees a wrong CRC, not a torn line. */
+/* Lines are read while they may be written: word by word, and the CRC tells a torn copy. It covers
+ * the version: a reader between the two stores sees a wrong CRC, not a torn line. */
 void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t state,
                       uint32_t tokens, const page_key *key) {
     descriptor line = {.version = generation << 8 | state, .tokens = tokens, .page = page};
@@ -328,9 +315,9 @@ void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint
     }
     line.crc = crc32c(0, &line, offsetof(descriptor, crc));
     descriptor *at = descriptor_of(pool, page);
-    line_store(at, &line, 1);
+    flush_store_line(at, &line, 1);
     /* Pairs with the acquire load in descriptor_read(): the fields stand before the version. */
-    atomic_store_explicit((_Atomic uint64_t *)&at->version, line.version, memory_order_release);
+    flush_store_word(&at->version, line.version);
 }
 
 int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy) {
@@ -338,7 +325,7 @@ int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy) {
     for (int attempt = 0; attempt < 200; attempt++) {
         uint64_t version =
             atomic_load_explicit((_Atomic uint64_t *)&at->version, memory_order_acquire);
-        line_load(copy, at);
+        flush_load_line(copy, at);
         copy->version = version;
         if (copy->crc == crc32c(0, copy, offsetof(descriptor, crc)) && copy->page == page &&
             copy->tokens <= pool->layout.page_tokens && (version & 255) <= PAGE_PUBLISHED &&
@@ -367,7 +354,7 @@ void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens
     if (pool->layout.checksum)
         header.table_crc = crc32c(0, checksum_table(pool, page), pool->geometry.checksum_bytes);
     header.crc = crc32c(0, &header, offsetof(record_header, crc));
-    line_store(header_of(pool, page), &header, 0);
+    flush_store_line(header_of(pool, page), &header, 0);
     descriptor_write(pool, page, header.generation, key ? PAGE_PUBLISHED : PAGE_SEALED, tokens,
                      key);
 }
@@ -375,7 +362,7 @@ void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens
 /* publish() rewrites a header to add its hash: a reader in between tries again. */
 static bool header_read(const cxlkv_pool *pool, uint32_t page, record_header *header) {
     for (int attempt = 0; attempt < 200; attempt++) {
-        line_load(header, header_of(pool, page));
+        flush_load_line(header, header_of(pool, page));
         if (header->crc == crc32c(0, header, offsetof(record_header, crc)) &&
             header->magic == RECORD_MAGIC)
             return true;
