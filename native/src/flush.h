@@ -38,6 +38,25 @@ enum flush_site {
     FLUSH_READER_LEAVE_FENCE,
     FLUSH_OWNER_LOOK,            /* V6: the owner reads the readers' lines from memory */
     FLUSH_OWNER_LOOK_FENCE,
+    /* Hosts among themselves (hosts.h). A line that is kept: sent, then a fence. A look: a fence, the
+     * lines dropped, a fence; so each of them is three sites that follow one another. */
+    FLUSH_NAME, FLUSH_NAME_FENCE,
+    FLUSH_BEAT, FLUSH_BEAT_FENCE,
+    FLUSH_CLOSE, FLUSH_CLOSE_FENCE,      /* V10: closed before the commits are counted */
+    FLUSH_CUT, FLUSH_CUT_FENCE,
+    FLUSH_SLOT, FLUSH_SLOT_FENCE,        /* V12: our ticket is in memory before we look at others' */
+    FLUSH_CLAIM, FLUSH_CLAIM_FENCE,      /* claims are in memory before the commit */
+    FLUSH_COMMIT, FLUSH_COMMIT_FENCE,    /* V10: the commit is in memory before we look for fences */
+    FLUSH_LOG, FLUSH_LOG_FENCE,          /* V9 */
+    FLUSH_GIVE, FLUSH_GIVE_FENCE,        /* V8 */
+    FLUSH_TAKE, FLUSH_TAKE_FENCE,
+    FLUSH_NAME_LOOK_BEGIN, FLUSH_NAME_LOOK, FLUSH_NAME_LOOK_FENCE,
+    FLUSH_BEAT_LOOK_BEGIN, FLUSH_BEAT_LOOK, FLUSH_BEAT_LOOK_FENCE,
+    FLUSH_FENCE_LOOK_BEGIN, FLUSH_FENCE_LOOK, FLUSH_FENCE_LOOK_FENCE,
+    FLUSH_SLOT_LOOK_BEGIN, FLUSH_SLOT_LOOK, FLUSH_SLOT_LOOK_FENCE,
+    FLUSH_COMMIT_LOOK_BEGIN, FLUSH_COMMIT_LOOK, FLUSH_COMMIT_LOOK_FENCE,
+    FLUSH_CLAIM_LOOK_BEGIN, FLUSH_CLAIM_LOOK, FLUSH_CLAIM_LOOK_FENCE,
+    FLUSH_LOG_LOOK_BEGIN, FLUSH_LOG_LOOK, FLUSH_LOG_LOOK_FENCE,
     FLUSH_LOCAL,                 /* ordering within this host only: append, fetch */
     FLUSH_SITES
 };

@@ -1,0 +1,68 @@
+/* What the files about hosts share: lines kept and looked at, words that say several things. */
+#ifndef CXLKV_HOST_LINES_H
+#define CXLKV_HOST_LINES_H
+#include "hosts.h"
+#include "lines.h"
+
+/* ---- an own line goes to memory, before anything that follows ---- */
+static inline void line_keep(const hosts *h, enum flush_site site, const void *first,
+                             uint64_t bytes) {
+    uintptr_t at = (uintptr_t)first & ~(uintptr_t)(FLUSH_LINE_BYTES - 1);
+    for (; at < (uintptr_t)first + bytes; at += FLUSH_LINE_BYTES)
+        line_send(site, (const void *)at, h->mode);
+    flush_fence_all(site + 1);
+}
+
+/* ---- lines of others are read from memory, after anything that was done before ---- */
+static inline void line_look(const hosts *h, enum flush_site begin, const void *const *first,
+                             uint32_t count, uint64_t lines_each) {
+    flush_fence_all(begin);
+    for (uint32_t i = 0; i < count; i++)
+        for (uint64_t line = 0; line < lines_each; line++)
+            line_drop(begin + 1, (const uint8_t *)first[i] + line * FLUSH_LINE_BYTES, h->mode);
+    flush_fence_all(begin + 2);
+}
+
+/* ---- words: an epoch, 24 bits, and what is said about it or in it ---- */
+enum { EPOCH_MAX = (1 << 24) - 2 };
+#define COUNT_MAX ((1ull << 38) - 1)
+
+/* What one host says of another one's epoch: {epoch 24, state 2, cut 38}. */
+enum { FENCE_OPEN, FENCE_CLOSED, FENCE_CUT, FENCE_OFF };
+#define FENCE_EPOCH(word) ((uint32_t)((word) >> 40))
+#define FENCE_STATE(word) ((uint32_t)((word) >> 38 & 3))
+#define FENCE_COUNT(word) ((word) & COUNT_MAX)
+#define FENCE_WORD(epoch, state, cut) ((uint64_t)(epoch) << 40 | (uint64_t)(state) << 38 | (cut))
+static inline uint64_t *fence_word(const hosts *h, uint32_t by, uint32_t about) {
+    return (uint64_t *)hosts_line(h, by, FENCE_LINES) + about;
+}
+
+/* A place in the queue: {epoch 24, choosing 1, ticket 39}. */
+#define SLOT_EPOCH(word) ((uint32_t)((word) >> 40))
+#define SLOT_CHOOSES(word) ((word) >> 39 & 1)
+#define SLOT_TICKET(word) ((word) & ((1ull << 39) - 1))
+#define SLOT_WORD(epoch, chooses, ticket) \
+    ((uint64_t)(epoch) << 40 | (uint64_t)(chooses) << 39 | (ticket))
+
+/* Two for each extent, written in turn: a commit that fails leaves the other one as it was. */
+typedef struct claim {
+    uint32_t version;
+    uint32_t commit;             /* counts when its host committed that many */
+    uint32_t epoch_ours;         /* epoch << 1 | ours */
+    uint32_t crc;                /* of the 12 bytes before it, from the extent's number on */
+} claim;
+typedef struct claim_pair {
+    claim claims[2];
+} claim_pair;
+static inline uint8_t *claims_of(const hosts *h, uint32_t host) {
+    return h->area.base + host * h->area.block_bytes + h->area.claims_offset;
+}
+
+/* Commits of a host, over all its epochs. */
+uint64_t hosts_commits(const hosts *h, uint32_t host);
+void hosts_set_commits(const hosts *h, uint64_t commits);
+/* One commit more; -CXLKV_E_FENCED when it does not count. */
+int hosts_commit(const hosts *h);
+/* Own claims that were never committed, or do not count: as if never made. */
+void hosts_forget_claims(const hosts *h, uint64_t commits);
+#endif

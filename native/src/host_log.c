@@ -1,0 +1,67 @@
+/* Logs: a ring of records for each host; it appends and never waits, others follow (V9). */
+#include "host_lines.h"
+#include "internal.h"
+
+static void *record_at(const hosts *h, uint32_t host, uint64_t sequence) {
+    return hosts_line(h, host, LOG_LINES + (sequence & (h->area.log_records - 1)));
+}
+
+void hosts_log(const hosts *h, uint64_t next, log_record *records, uint32_t count) {
+    for (uint32_t i = 0; i < count; i++) {
+        records[i].sequence = next + i;
+        records[i].epoch = h->epoch;
+        records[i].crc = crc32c(0, &records[i], offsetof(log_record, crc));
+        void *line = record_at(h, h->self, next + i);
+        flush_store_line(line, &records[i], 0);
+        line_send(FLUSH_LOG, line, h->mode);
+    }
+    flush_fence_stores(FLUSH_LOG_FENCE);
+}
+
+static bool record_is_whole(const hosts *h, const log_record *record) {
+    return record->crc == crc32c(0, record, offsetof(log_record, crc)) &&
+           record->page < h->area.page_count && record->operation >= LOG_PUBLISH &&
+           record->operation <= LOG_CLAIM;
+}
+
+/* Records from `first` on, out of memory, as many as are whole and in turn. */
+static int read_some(const hosts *h, uint32_t host, uint64_t first, log_record *records) {
+    const void *lines[LOG_BATCH];
+    uint32_t count = min_u32(LOG_BATCH, h->area.log_records);
+    for (uint32_t i = 0; i < count; i++) lines[i] = record_at(h, host, first + i);
+    line_look(h, FLUSH_LOG_LOOK_BEGIN, lines, count, 1);
+    for (uint32_t i = 0; i < count; i++) {
+        flush_load_line(&records[i], lines[i]);
+        if (records[i].sequence < first + i) return (int)i; /* of the last round: the end */
+        if (records[i].sequence > first + i) return i ? (int)i : -CXLKV_E_STALE;
+        if (!record_is_whole(h, &records[i])) return i ? (int)i : -CXLKV_E_CORRUPT;
+    }
+    return (int)count;
+}
+
+int hosts_read_log(const hosts *h, uint32_t host, uint64_t *next, log_record *records) {
+    int count = read_some(h, host, *next, records);
+    /* Its writer may be in the middle of the line: the same number again, and another CRC. */
+    for (int attempt = 0; count == -CXLKV_E_CORRUPT && attempt < 64; attempt++) {
+        h->pause(h->context);
+        count = read_some(h, host, *next, records);
+    }
+    if (count > 0) *next += (uint64_t)count;
+    return count;
+}
+
+uint64_t hosts_log_end(const hosts *h, uint32_t host) {
+    uint64_t end = 1;
+    for (uint64_t first = 0; first < h->area.log_records; first += LOG_BATCH) {
+        const void *lines[LOG_BATCH];
+        uint32_t count = min_u32(LOG_BATCH, h->area.log_records);
+        for (uint32_t i = 0; i < count; i++) lines[i] = record_at(h, host, first + i);
+        line_look(h, FLUSH_LOG_LOOK_BEGIN, lines, count, 1);
+        for (uint32_t i = 0; i < count; i++) {
+            log_record record;
+            flush_load_line(&record, lines[i]);
+            if (record_is_whole(h, &record) && record.sequence >= end) end = record.sequence + 1;
+        }
+    }
+    return end;
+}

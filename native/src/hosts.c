@@ -1,0 +1,119 @@
+/* Hosts: where their blocks lie, names and epochs, heartbeats. */
+#include "hosts.h"
+
+#include <stddef.h>
+#include <string.h>
+
+#include "host_lines.h"
+#include "internal.h"
+
+void hosts_area_make(hosts_area *area) {
+    uint64_t log_bytes = (uint64_t)area->log_records * LINE_BYTES;
+    area->claims_offset = LOG_LINES * (uint64_t)LINE_BYTES + log_bytes;
+    area->pins_offset =
+        area->claims_offset + align_up(area->extent_count * sizeof(claim_pair), LINE_BYTES);
+    uint64_t pins = align_up((area->page_count + 63ull) / 64 * 8, LINE_BYTES);
+    area->block_bytes = align_up(area->pins_offset + pins, 4096);
+}
+
+/* ---- names ---- */
+
+bool hosts_name(const hosts *h, uint32_t host, host_name *name) {
+    const void *line = hosts_line(h, host, NAME_LINE);
+    line_look(h, FLUSH_NAME_LOOK_BEGIN, &line, 1, 1);
+    flush_load_line(name, line);
+    if (name->nonce == 0 && name->status == HOST_UNUSED) return true;
+    return name->crc == crc32c(0, name, offsetof(host_name, crc)) && name->host == host &&
+           name->status <= HOST_LEFT && name->epoch != 0 && name->epoch <= EPOCH_MAX;
+}
+
+static void keep_name(const hosts *h, uint64_t nonce, uint32_t epoch, uint32_t status) {
+    host_name name = {.nonce = nonce, .epoch = epoch, .status = status, .host = h->self};
+    name.crc = crc32c(0, &name, offsetof(host_name, crc));
+    void *line = hosts_line(h, h->self, NAME_LINE);
+    flush_store_line(line, &name, 0);
+    line_keep(h, FLUSH_NAME, line, LINE_BYTES);
+}
+
+/* Fences that an earlier epoch of ours began and did not finish: whoever waits goes on. */
+static void open_closed_fences(const hosts *h) {
+    for (uint32_t host = 0; host < h->area.host_count; host++) {
+        uint64_t *word = fence_word(h, h->self, host);
+        const void *line = word;
+        line_look(h, FLUSH_FENCE_LOOK_BEGIN, &line, 1, 1);
+        if (FENCE_STATE(flush_load_word(word)) != FENCE_CLOSED) continue;
+        flush_store_word(word, 0);
+        line_keep(h, FLUSH_CUT, word, sizeof(*word));
+    }
+}
+
+static void clear_pins(const hosts *h) {
+    uint8_t *first = (uint8_t *)hosts_pin_word(h, h->self, 0);
+    static const uint8_t zeros[LINE_BYTES];
+    uint64_t bytes = h->area.block_bytes - h->area.pins_offset;
+    for (uint64_t at = 0; at < bytes; at += LINE_BYTES) flush_store_line(first + at, zeros, 0);
+    line_keep(h, FLUSH_READER_LEAVE, first, bytes);
+}
+
+int hosts_attach(hosts *h, uint64_t nonce) {
+    host_name name;
+    uint64_t commits = 0;
+    if (!hosts_name(h, h->self, &name))
+        return fail(CXLKV_E_CORRUPT,
+                    "the name line of host %u is damaged. If that host is surely not running: "
+                    "`cxlkv pool check --repair`", h->self);
+    if (name.epoch >= EPOCH_MAX)
+        return fail(CXLKV_E_CORRUPT, "host %u has used up its epochs: create the pool anew",
+                    h->self);
+    h->epoch = name.epoch;
+    /* What this machine's caches still hold of an earlier time is not what memory says. */
+    hosts_hand_over(hosts_line(h, h->self, 0), h->area.block_bytes, false);
+    if (name.status != HOST_UNUSED) {
+        host_fence fence;
+        int code = hosts_fence_of(h, h->self, name.epoch, &fence);
+        if (code < 0) return code;
+        commits = hosts_commits(h, h->self);
+        if (fence.fenced && fence.cut < commits) commits = fence.cut;
+    }
+    open_closed_fences(h);
+    hosts_forget_claims(h, commits);
+    h->epoch = name.epoch + 1;
+    hosts_set_commits(h, commits);
+    hosts_unlock(h);
+    clear_pins(h);
+    keep_name(h, nonce, h->epoch, HOST_LIVE);
+    return 0;
+}
+
+void hosts_recover(const hosts *h) {
+    open_closed_fences(h);
+    hosts_forget_claims(h, hosts_commits(h, h->self));
+    hosts_unlock(h);
+}
+
+void hosts_leave(hosts *h, uint64_t nonce) {
+    hosts_unlock(h);
+    clear_pins(h);
+    keep_name(h, nonce, h->epoch, HOST_LEFT);
+}
+
+/* ---- beats ---- */
+
+void hosts_beat(const hosts *h, uint64_t beats, uint64_t wanted_extents) {
+    uint64_t *line = (uint64_t *)hosts_line(h, h->self, BEAT_LINE);
+    flush_store_word(line + 1, wanted_extents);
+    flush_store_word(line, beats);
+    line_send(FLUSH_BEAT, line, h->mode);
+    flush_fence_stores(FLUSH_BEAT_FENCE);
+}
+
+void hosts_look_beats(const hosts *h, uint64_t *beats, uint64_t *wanted_extents) {
+    const void *lines[HOSTS_MAX];
+    for (uint32_t host = 0; host < h->area.host_count; host++)
+        lines[host] = hosts_line(h, host, BEAT_LINE);
+    line_look(h, FLUSH_BEAT_LOOK_BEGIN, lines, h->area.host_count, 1);
+    for (uint32_t host = 0; host < h->area.host_count; host++) {
+        beats[host] = flush_load_word(lines[host]);
+        wanted_extents[host] = flush_load_word((const uint64_t *)lines[host] + 1);
+    }
+}

@@ -1,0 +1,134 @@
+/* The hosts of a pool, as each knows the others: by lines in the pool's memory that one of them
+ * alone writes. Names and epochs, heartbeats, the lock, fences, who owns which extent, logs, pins.
+ *
+ * docs/coherence.md has the protocol and the invariants (V1 ...). All memory is reached through the
+ * seam of flush.h, so that the emulated incoherent memory runs this very code. Shared memory is
+ * hostile: what is read is checked, a host number or an offset never comes from there. Callers of
+ * one host take turns (the host lock). */
+#ifndef CXLKV_HOSTS_H
+#define CXLKV_HOSTS_H
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "visibility.h"
+
+enum { HOSTS_MAX = 64, NO_HOST = 255 };
+enum host_status { HOST_UNUSED, HOST_LIVE, HOST_LEFT };
+
+/* Each host has a block: these lines, then fences, log, claims, pins. Written by it alone (V7). */
+enum { NAME_LINE, BEAT_LINE, LOCK_LINE, COMMIT_LINE, FENCE_LINES, COUNTER_LINES = 12,
+       LOG_LINES = 16 };
+
+/* Where the blocks lie. The first five are given, the rest follows from them. */
+typedef struct hosts_area {
+    uint8_t *base;
+    uint32_t host_count, extent_count, page_count;
+    uint32_t log_records;        /* a power of two */
+    uint64_t claims_offset, pins_offset, block_bytes;
+} hosts_area;
+void hosts_area_make(hosts_area *area);
+
+typedef struct host_name {
+    uint64_t nonce;              /* of the host state that speaks for the host */
+    uint32_t epoch;              /* from 1; one more at each return */
+    uint32_t status;
+    uint32_t host;
+    uint32_t reserved[10];
+    uint32_t crc;
+} host_name;
+_Static_assert(sizeof(host_name) == 64, "one line");
+
+typedef struct hosts {
+    hosts_area area;
+    uint32_t self;
+    uint32_t epoch;              /* ours, once attached */
+    enum visibility_mode mode;
+    void *context;               /* of the two below */
+    void (*pause)(void *context);                 /* between two looks at what another writes */
+    bool (*silent)(void *context, uint32_t host); /* has it not beaten for a lease? */
+} hosts;
+
+static inline uint8_t *hosts_line(const hosts *h, uint32_t host, uint64_t line) {
+    return h->area.base + host * h->area.block_bytes + line * 64;
+}
+
+/* ---- names and beats ---- */
+/* From memory; false when it is damaged. A line never written is HOST_UNUSED. */
+bool hosts_name(const hosts *h, uint32_t host, host_name *name);
+/* Becomes host h->self again, or for the first time: nobody else may use that number (callers have
+ * watched its beats). What an earlier epoch left undone is cleaned up; h->epoch is set. */
+int hosts_attach(hosts *h, uint64_t nonce);
+/* After a process of ours died at any step of what follows below: its fence, its claims and its
+ * place in the queue never were. */
+void hosts_recover(const hosts *h);
+/* Orderly: whatever we own may be taken by others afterwards (V8: write it back before). */
+void hosts_leave(hosts *h, uint64_t nonce);
+/* A beat, and how many extents we would like to have from others. */
+void hosts_beat(const hosts *h, uint64_t beats, uint64_t wanted_extents);
+/* Of all hosts, from memory. */
+void hosts_look_beats(const hosts *h, uint64_t *beats, uint64_t *wanted_extents);
+
+/* ---- fences: which commits of a silent host count (V10) ---- */
+typedef struct host_fence {
+    bool fenced;                 /* its epoch has ended, and commits above `cut` do not count */
+    bool off;                    /* and its machine was switched off: its extents may be taken */
+    uint64_t cut;
+} host_fence;
+/* Waits while a fence is being made; -CXLKV_E_TIMEOUT when its maker went silent over it. */
+int hosts_fence_of(const hosts *h, uint32_t host, uint32_t epoch, host_fence *fence);
+/* Ends an epoch of a host. -EAGAIN: somebody is fencing us meanwhile, nothing was done. */
+int hosts_fence(const hosts *h, uint32_t host, uint32_t epoch);
+/* The same, after its machine was switched off, as its operator says. */
+int hosts_fence_off(const hosts *h, uint32_t host, uint32_t epoch);
+
+/* ---- the lock between hosts (V12) ---- */
+/* Passes over silent hosts, fencing them. 0, or -CXLKV_E_FENCED when that happened to us. */
+int hosts_lock(const hosts *h);
+void hosts_unlock(const hosts *h);
+
+/* ---- claims: who owns which extent; changed under the lock ---- */
+typedef struct extent_owner {
+    uint32_t version;            /* of the claim that counts; 0: none was ever made */
+    uint8_t host;                /* NO_HOST: nobody */
+    bool takeable;               /* nobody's, or of a host that left or is off */
+} extent_owner;
+/* Of all extents: 0, or -CXLKV_E_CORRUPT when two claims contradict each other. */
+int hosts_owners(const hosts *h, extent_owner *owners);
+/* Makes `count` extents ours, or nobody's, all or nothing; owners is what hosts_owners() said under
+ * this lock. -CXLKV_E_FENCED: our epoch has ended, nothing changed. */
+int hosts_claim(const hosts *h, const extent_owner *owners, uint32_t count,
+                const uint32_t *extents, bool ours);
+/* Before an extent is given back, and after it was taken: V8. */
+void hosts_hand_over(const void *first, uint64_t bytes, bool gives);
+
+/* ---- logs: what a host published, freed and claimed, so that others need not look at all ---- */
+enum log_operation { LOG_PUBLISH = 1, LOG_FREE, LOG_FORGET, LOG_CLAIM };
+typedef struct log_record {
+    uint64_t sequence;           /* absolute, from 1 */
+    uint64_t generation;
+    uint64_t hash[2];
+    uint32_t epoch;
+    uint32_t operation;
+    uint32_t page;
+    uint32_t ordinal;
+    uint32_t part;
+    uint32_t crc;                /* of the 52 bytes before it */
+    uint32_t reserved[2];
+} log_record;
+_Static_assert(sizeof(log_record) == 64, "one line");
+/* Fills in sequence (from `next` on), epoch and crc. Never waits for readers. */
+void hosts_log(const hosts *h, uint64_t next, log_record *records, uint32_t count);
+/* Up to 16 records of a host from *next on, which moves behind them. 0: the end. -CXLKV_E_STALE: it
+ * has written past us; -CXLKV_E_CORRUPT: a record is damaged. Then: hosts_log_end(), and look at
+ * its descriptors instead. */
+enum { LOG_BATCH = 16 };
+int hosts_read_log(const hosts *h, uint32_t host, uint64_t *next, log_record *records);
+/* The sequence that the host writes next, or wrote just now. */
+uint64_t hosts_log_end(const hosts *h, uint32_t host);
+
+/* ---- pins (V6): a bit for each page that is in use by this host and is not its own ---- */
+static inline uint64_t *hosts_pin_word(const hosts *h, uint32_t host, uint32_t page) {
+    uint8_t *first = h->area.base + host * h->area.block_bytes + h->area.pins_offset;
+    return (uint64_t *)first + page / 64;
+}
+#endif

@@ -1,0 +1,66 @@
+/* The lock between hosts: Lamport's bakery (1974), a slot for each host, no atomic between them.
+ *
+ * First come, first served once the ticket is drawn. The slot of a fenced epoch reads as 0, which
+ * is the failure that the algorithm allows. */
+#include "host_lines.h"
+#include "internal.h"
+
+static void set_slot(const hosts *h, bool chooses, uint64_t ticket) {
+    uint64_t *word = (uint64_t *)hosts_line(h, h->self, LOCK_LINE);
+    flush_store_word(word, SLOT_WORD(h->epoch, chooses, ticket));
+    line_keep(h, FLUSH_SLOT, word, sizeof(*word));
+}
+
+static uint64_t largest_ticket(const hosts *h) {
+    const void *lines[HOSTS_MAX];
+    uint64_t largest = 0;
+    for (uint32_t host = 0; host < h->area.host_count; host++)
+        lines[host] = hosts_line(h, host, LOCK_LINE);
+    line_look(h, FLUSH_SLOT_LOOK_BEGIN, lines, h->area.host_count, 1);
+    for (uint32_t host = 0; host < h->area.host_count; host++) {
+        uint64_t ticket = SLOT_TICKET(flush_load_word(lines[host]));
+        if (host != h->self && ticket > largest) largest = ticket;
+    }
+    return largest;
+}
+
+/* 1: it stands before us; 0: not, or not any more. */
+static int stands_before(const hosts *h, uint32_t host, uint64_t ticket, uint32_t *epoch) {
+    const void *line = hosts_line(h, host, LOCK_LINE);
+    line_look(h, FLUSH_SLOT_LOOK_BEGIN, &line, 1, 1);
+    uint64_t word = flush_load_word(line), theirs = SLOT_TICKET(word);
+    *epoch = SLOT_EPOCH(word);
+    if (SLOT_CHOOSES(word)) return 1;
+    return theirs != 0 && (theirs < ticket || (theirs == ticket && host < h->self));
+}
+
+static int wait_for(const hosts *h, uint32_t host, uint64_t ticket) {
+    uint32_t epoch;
+    while (stands_before(h, host, ticket, &epoch)) {
+        host_fence fence;
+        int code = hosts_fence_of(h, host, epoch, &fence);
+        if (code < 0) return code;
+        if (fence.fenced) return 0;
+        if (h->silent(h->context, host) && hosts_fence(h, host, epoch) == 0) return 0;
+        code = hosts_fence_of(h, h->self, h->epoch, &fence);
+        if (code < 0) return code;
+        if (fence.fenced) return -CXLKV_E_FENCED;
+        h->pause(h->context);
+    }
+    return 0;
+}
+
+int hosts_lock(const hosts *h) {
+    set_slot(h, true, 0);
+    uint64_t ticket = largest_ticket(h) + 1;
+    set_slot(h, false, ticket);
+    int code = 0;
+    for (uint32_t host = 0; code == 0 && host < h->area.host_count; host++)
+        if (host != h->self) code = wait_for(h, host, ticket);
+    if (code < 0) hosts_unlock(h);
+    if (code == -CXLKV_E_FENCED)
+        return fail(CXLKV_E_FENCED, "this host was silent for too long and was fenced by another");
+    return code;
+}
+
+void hosts_unlock(const hosts *h) { set_slot(h, false, 0); }

@@ -1,0 +1,216 @@
+/* Hosts on real memory, one after the other: names, lock, fences, claims, logs, hostile lines. */
+#include <stdlib.h>
+
+#include "check.h"
+#include "hosts.h"
+
+enum { HOSTS = 3, EXTENTS = 10, PAGES = 640, RECORDS = 8 };
+
+typedef struct pool {
+    hosts at[HOSTS];
+    uint8_t *memory;
+    uint64_t bytes;
+    bool silent[HOSTS];
+    int pauses;
+} pool;
+
+static void pause_(void *context) {
+    pool *p = context;
+    CHECK(p->pauses++ < 1000); /* nobody else runs here: whoever waits would wait for ever */
+}
+static bool silent(void *context, uint32_t host) { return ((pool *)context)->silent[host]; }
+
+static void pool_make(pool *p, enum visibility_mode mode) {
+    hosts_area area = {.host_count = HOSTS, .extent_count = EXTENTS, .page_count = PAGES,
+                       .log_records = RECORDS};
+    memset(p, 0, sizeof(*p));
+    hosts_area_make(&area);
+    p->bytes = HOSTS * area.block_bytes;
+    p->memory = aligned_alloc(4096, p->bytes);
+    CHECK(p->memory);
+    memset(p->memory, 0, p->bytes);
+    area.base = p->memory;
+    for (uint32_t i = 0; i < HOSTS; i++)
+        p->at[i] = (hosts){.area = area, .self = i, .mode = mode, .context = p, .pause = pause_,
+                           .silent = silent};
+}
+
+static void attach_all(pool *p) {
+    for (uint32_t i = 0; i < HOSTS; i++) CHECK(hosts_attach(&p->at[i], 100 + i) == 0);
+}
+
+static int claim(hosts *h, uint32_t first, uint32_t count, bool ours) {
+    extent_owner owners[EXTENTS];
+    uint32_t extents[EXTENTS];
+    for (uint32_t i = 0; i < count; i++) extents[i] = first + i;
+    int code = hosts_lock(h);
+    if (code == 0) code = hosts_owners(h, owners);
+    if (code == 0) code = hosts_claim(h, owners, count, extents, ours);
+    if (code != -CXLKV_E_FENCED) hosts_unlock(h);
+    return code;
+}
+
+static extent_owner owner_of(const hosts *h, uint32_t extent) {
+    extent_owner owners[EXTENTS];
+    CHECK(hosts_owners(h, owners) == 0);
+    return owners[extent];
+}
+
+static void test_claims(enum visibility_mode mode) {
+    pool p;
+    pool_make(&p, mode);
+    attach_all(&p);
+    CHECK(owner_of(&p.at[0], 3).host == NO_HOST && owner_of(&p.at[0], 3).takeable);
+    CHECK(claim(&p.at[1], 2, 4, true) == 0);
+    for (uint32_t host = 0; host < HOSTS; host++) {
+        CHECK(owner_of(&p.at[host], 3).host == 1 && !owner_of(&p.at[host], 3).takeable);
+        CHECK(owner_of(&p.at[host], 6).host == NO_HOST);
+    }
+    for (int round = 0; round < 5; round++) {
+        CHECK(claim(&p.at[1], 3, 1, false) == 0);
+        CHECK(owner_of(&p.at[2], 3).host == NO_HOST && owner_of(&p.at[2], 3).takeable);
+        CHECK(claim(&p.at[2], 3, 1, true) == 0);
+        CHECK(owner_of(&p.at[0], 3).host == 2);
+        CHECK(claim(&p.at[2], 3, 1, false) == 0 && claim(&p.at[1], 3, 1, true) == 0);
+    }
+    hosts_leave(&p.at[1], 101);
+    CHECK(owner_of(&p.at[0], 3).host == 1 && owner_of(&p.at[0], 3).takeable);
+    CHECK(hosts_attach(&p.at[1], 201) == 0 && p.at[1].epoch == 2);
+    CHECK(owner_of(&p.at[0], 3).host == 1 && !owner_of(&p.at[0], 3).takeable);
+    free(p.memory);
+}
+
+/* Host 1 dies, silent, at a place that it is interrupted at; host 0 goes on, host 1 comes back. */
+static void test_fence(bool off) {
+    pool p;
+    extent_owner owners[EXTENTS];
+    uint32_t extent = 5;
+    pool_make(&p, VISIBILITY_STRICT);
+    attach_all(&p);
+    CHECK(claim(&p.at[1], 0, 2, true) == 0);
+    CHECK(hosts_lock(&p.at[1]) == 0);
+    CHECK(hosts_owners(&p.at[1], owners) == 0);
+    p.silent[1] = true;
+    CHECK(claim(&p.at[0], 5, 1, true) == 0); /* passes over it */
+    host_fence fence;
+    CHECK(hosts_fence_of(&p.at[2], 1, 1, &fence) == 0 && fence.fenced && fence.cut == 1);
+    if (off) CHECK(hosts_fence_off(&p.at[2], 1, 1) == 0);
+    CHECK(owner_of(&p.at[0], 0).host == 1 && owner_of(&p.at[0], 0).takeable == off);
+    if (off) CHECK(claim(&p.at[2], 0, 1, true) == 0);
+    /* It goes on where it stood: its claim does not count, for anybody. */
+    CHECK(hosts_claim(&p.at[1], owners, 1, &extent, true) == -CXLKV_E_FENCED);
+    CHECK(owner_of(&p.at[1], 5).host == 0 && owner_of(&p.at[2], 5).host == 0);
+    CHECK(hosts_lock(&p.at[1]) == 0 || !off); /* it may stand in the queue: nobody minds */
+    p.silent[1] = false;
+    CHECK(hosts_attach(&p.at[1], 301) == 0 && p.at[1].epoch == 2);
+    CHECK(owner_of(&p.at[2], 5).host == 0 && owner_of(&p.at[2], 0).host == (off ? 2 : 1));
+    CHECK(!owner_of(&p.at[2], 1).takeable && claim(&p.at[1], 7, 1, true) == 0);
+    CHECK(owner_of(&p.at[0], 7).host == 1);
+    free(p.memory);
+}
+
+/* A maker of a fence that dies over it: others say so, until somebody says that it is off. */
+static void test_undecided(void) {
+    pool p;
+    host_fence fence;
+    pool_make(&p, VISIBILITY_STRICT);
+    attach_all(&p);
+    uint64_t *word = (uint64_t *)hosts_line(&p.at[0], 1, FENCE_LINES) + 2;
+    *word = 1ull << 40 | 1ull << 38; /* host 1 has closed epoch 1 of host 2 */
+    p.silent[1] = true;
+    CHECK(hosts_fence_of(&p.at[0], 2, 1, &fence) == -CXLKV_E_TIMEOUT);
+    CHECK(strstr(cxlkv_error_text(), "confirmed-off"));
+    CHECK(hosts_fence(&p.at[2], 0, 1) == -EAGAIN); /* who is being fenced fences nobody */
+    CHECK(hosts_fence_off(&p.at[0], 1, 1) == 0);
+    CHECK(hosts_fence_of(&p.at[0], 2, 1, &fence) == 0 && !fence.fenced);
+    p.silent[1] = false;
+    *word = 1ull << 40 | 1ull << 38;
+    CHECK(hosts_attach(&p.at[1], 7) == 0 && *word == 0);
+    free(p.memory);
+}
+
+static void test_recover(void) {
+    pool p;
+    extent_owner owners[EXTENTS];
+    uint32_t extent = 4;
+    pool_make(&p, VISIBILITY_FAST);
+    attach_all(&p);
+    CHECK(hosts_lock(&p.at[0]) == 0 && hosts_owners(&p.at[0], owners) == 0);
+    uint64_t *commits = (uint64_t *)hosts_line(&p.at[0], 0, COMMIT_LINE);
+    CHECK(hosts_claim(&p.at[0], owners, 1, &extent, true) == 0);
+    *commits -= 1; /* as if the process had died before its commit */
+    hosts_recover(&p.at[0]);
+    CHECK(claim(&p.at[0], 6, 1, true) == 0); /* makes up that commit's number */
+    CHECK(owner_of(&p.at[1], 6).host == 0 && owner_of(&p.at[1], 4).host == NO_HOST);
+    CHECK(claim(&p.at[1], 4, 1, true) == 0);
+    free(p.memory);
+}
+
+static void test_log(void) {
+    pool p;
+    log_record records[LOG_BATCH], seen[LOG_BATCH];
+    uint64_t next = 1, written = 1;
+    pool_make(&p, VISIBILITY_STRICT);
+    attach_all(&p);
+    CHECK(hosts_read_log(&p.at[1], 0, &next, seen) == 0 && hosts_log_end(&p.at[1], 0) == 1);
+    for (int round = 0; round < 20; round++) {
+        uint32_t count = 1 + (uint32_t)round % 5;
+        for (uint32_t i = 0; i < count; i++)
+            records[i] = (log_record){.operation = LOG_PUBLISH, .page = (uint32_t)written + i};
+        hosts_log(&p.at[0], written, records, count);
+        CHECK(hosts_read_log(&p.at[1], 0, &next, seen) == (int)count);
+        for (uint32_t i = 0; i < count; i++) CHECK(seen[i].page == written + i);
+        written += count;
+        CHECK(next == written && hosts_log_end(&p.at[2], 0) == written);
+    }
+    for (uint32_t i = 0; i < 9; i++) records[i] = (log_record){.operation = LOG_FREE, .page = i};
+    hosts_log(&p.at[0], written, records, 9); /* one more than there is room for */
+    CHECK(hosts_read_log(&p.at[1], 0, &next, seen) == -CXLKV_E_STALE);
+    next = written + 5;
+    uint8_t *line = hosts_line(&p.at[0], 0, LOG_LINES + ((written + 6) & (RECORDS - 1)));
+    line[20] ^= 1;
+    CHECK(hosts_read_log(&p.at[1], 0, &next, seen) == 1 && next == written + 6);
+    CHECK(hosts_read_log(&p.at[1], 0, &next, seen) == -CXLKV_E_CORRUPT);
+    free(p.memory);
+}
+
+/* Random bytes in everybody's lines: errors or nothing, never out of bounds (ASan) or for ever. */
+static void test_hostile(uint64_t seed) {
+    for (int round = 0; round < 200; round++) {
+        pool p;
+        extent_owner owners[EXTENTS];
+        log_record seen[LOG_BATCH];
+        uint64_t next = 1;
+        host_name name;
+        pool_make(&p, VISIBILITY_COHERENT);
+        attach_all(&p);
+        CHECK(claim(&p.at[1], 0, 3, true) == 0);
+        for (uint32_t i = 0, n = 1 + random_below(&seed, 2000); i < n; i++)
+            p.memory[p.at[0].area.block_bytes + random_below(&seed, (uint32_t)p.bytes * 2 / 3)] =
+                (uint8_t)random_next(&seed);
+        p.silent[1] = p.silent[2] = true;
+        hosts_owners(&p.at[0], owners);
+        for (uint32_t e = 0; e < EXTENTS; e++)
+            CHECK(owners[e].host < HOSTS || owners[e].host == NO_HOST);
+        hosts_read_log(&p.at[0], 1, &next, seen);
+        hosts_log_end(&p.at[0], 2);
+        hosts_name(&p.at[0], 1, &name);
+        if (hosts_lock(&p.at[0]) == 0) hosts_unlock(&p.at[0]);
+        free(p.memory);
+    }
+}
+
+int main(void) {
+    for (int mode = VISIBILITY_COHERENT; mode <= VISIBILITY_STRICT; mode++)
+        test_claims((enum visibility_mode)mode);
+    test_fence(false);
+    test_fence(true);
+    test_undecided();
+    test_recover();
+    test_log();
+    const char *given = getenv("CXLKV_TEST_SEED");
+    uint64_t seed = given ? strtoull(given, NULL, 10) : 1;
+    printf("seed %lu\n", seed);
+    test_hostile(seed);
+    return 0;
+}
