@@ -32,11 +32,13 @@ enum flush_site {
     FLUSH_ACQUIRE_RECHECK_FENCE,
     FLUSH_FREE_DESCRIPTOR,       /* V5 */
     FLUSH_FREE_FENCE,
-    FLUSH_READER_ENTER,          /* V6: the reader's line is in memory before it reads */
-    FLUSH_READER_ENTER_FENCE,
-    FLUSH_READER_LEAVE,
-    FLUSH_READER_LEAVE_FENCE,
-    FLUSH_OWNER_LOOK,            /* V6: the owner reads the readers' lines from memory */
+    FLUSH_PIN,                   /* V6: the pin is in memory before its reader looks */
+    FLUSH_PIN_FENCE,
+    FLUSH_UNPIN_BEGIN_FENCE,     /* V6: what was read in place is loaded before the pin goes */
+    FLUSH_UNPIN,
+    FLUSH_UNPIN_FENCE,
+    FLUSH_OWNER_LOOK_BEGIN_FENCE, /* V6: what told us of the free comes before the look */
+    FLUSH_OWNER_LOOK,            /* V6: the owner reads the pins from memory */
     FLUSH_OWNER_LOOK_FENCE,
     /* Hosts among themselves (hosts.h). A line that is kept: sent, then a fence. A look: a fence, the
      * lines dropped, a fence; so each of them is three sites that follow one another. */

@@ -118,36 +118,43 @@ uint32_t visibility_acquire(acquire_item *items, uint32_t count, enum visibility
     return accepted;
 }
 
-/* ---- readers ---- */
+/* ---- pins ---- */
 
-static void step(reader_line *line, enum flush_site site, enum flush_site fence,
-                 enum visibility_mode mode) {
-    /* Its only writer: what it loads is what it stored. */
-    flush_store_word(&line->steps, flush_load_word(&line->steps) + 1);
-    send_line(site, line, mode);
-    flush_fence_all(fence);
+static const void *line_of(const void *word) {
+    return (const uint8_t *)word - (uintptr_t)word % LINE;
 }
 
-void visibility_enter(reader_line *line, enum visibility_mode mode) {
-    step(line, FLUSH_READER_ENTER, FLUSH_READER_ENTER_FENCE, mode);
-}
-
-void visibility_leave(reader_line *line, enum visibility_mode mode) {
-    step(line, FLUSH_READER_LEAVE, FLUSH_READER_LEAVE_FENCE, mode);
-}
-
-void visibility_look(const reader_line *lines, uint32_t count, size_t stride_bytes,
-                     uint64_t *steps, enum visibility_mode mode) {
-    const uint8_t *first = (const uint8_t *)lines;
+static void send_words(enum flush_site site, const pin_item *items, uint32_t count,
+                       enum visibility_mode mode) {
     for (uint32_t i = 0; i < count; i++)
-        drop_line(FLUSH_OWNER_LOOK, first + i * stride_bytes, mode);
-    flush_fence_all(FLUSH_OWNER_LOOK_FENCE); /* also: the free is in memory before this look */
-    for (uint32_t i = 0; i < count; i++)
-        steps[i] = flush_load_word(&((const reader_line *)(first + i * stride_bytes))->steps);
+        if (i == 0 || line_of(items[i].word) != line_of(items[i - 1].word))
+            send_line(site, line_of(items[i].word), mode);
 }
 
-bool visibility_left(const uint64_t *before, const uint64_t *now, uint32_t count) {
+/* The word's only writer is this host, whose turn is the caller's: what it loads is what stands. */
+void visibility_pin(const pin_item *items, uint32_t count, enum visibility_mode mode) {
     for (uint32_t i = 0; i < count; i++)
-        if (before[i] % 2 == 1 && before[i] == now[i]) return false;
-    return true;
+        flush_store_word(items[i].word, flush_load_word(items[i].word) | items[i].bits);
+    send_words(FLUSH_PIN, items, count, mode);
+    flush_fence_all(FLUSH_PIN_FENCE);
+}
+
+void visibility_unpin(const pin_item *items, uint32_t count, enum visibility_mode mode) {
+    /* A release would order the loads for this host; others see the word in memory. */
+    flush_fence_all(FLUSH_UNPIN_BEGIN_FENCE);
+    for (uint32_t i = 0; i < count; i++)
+        flush_store_word(items[i].word, flush_load_word(items[i].word) & ~items[i].bits);
+    send_words(FLUSH_UNPIN, items, count, mode);
+    flush_fence_stores(FLUSH_UNPIN_FENCE);
+}
+
+void visibility_look(const void *const *words, uint32_t count, uint64_t *values,
+                     enum visibility_mode mode) {
+    /* Another process of this host may have freed, and fenced: that orders nothing of ours. */
+    flush_fence_all(FLUSH_OWNER_LOOK_BEGIN_FENCE);
+    for (uint32_t i = 0; i < count; i++)
+        if (i == 0 || line_of(words[i]) != line_of(words[i - 1]))
+            drop_line(FLUSH_OWNER_LOOK, line_of(words[i]), mode);
+    flush_fence_all(FLUSH_OWNER_LOOK_FENCE);
+    for (uint32_t i = 0; i < count; i++) values[i] = flush_load_word(words[i]);
 }

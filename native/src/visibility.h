@@ -1,4 +1,4 @@
-/* Making records visible to other hosts, taking theirs into view, and knowing who still reads.
+/* Making records visible to other hosts, taking theirs into view, and pinning what is read.
  *
  * docs/coherence.md has the sequences and the invariants (V1 ...). Batches share their fences. A
  * descriptor and a header are one 64-byte line each; the descriptor's last 4 bytes are the CRC32C
@@ -48,20 +48,24 @@ typedef struct acquire_item {
  * wrong may be one that is being written: it is read again, a bounded number of times. */
 uint32_t visibility_acquire(acquire_item *items, uint32_t count, enum visibility_mode mode);
 
-/* A reader's own line (V6, V7): who frees looks at it, and writes again when it was even or has
- * moved since. */
-typedef struct reader_line {
-    uint64_t nonce;
-    uint64_t steps;              /* odd while it reads */
-    uint64_t reserved[6];
-} reader_line;
-/* Between the two, the pages that the reader acquires are not written again. One thread a line. */
-void visibility_enter(reader_line *line, enum visibility_mode mode);
-void visibility_leave(reader_line *line, enum visibility_mode mode);
-/* After visibility_free(): the steps of `count` readers' lines, stride_bytes apart. */
-void visibility_look(const reader_line *lines, uint32_t count, size_t stride_bytes,
-                     uint64_t *steps, enum visibility_mode mode);
-/* Has every reader that was reading in `before` moved on in `now`? */
-bool visibility_left(const uint64_t *before, const uint64_t *now, uint32_t count);
+/* A pin (V6): a page's bit in a word of a line that only the reader's host writes (V7). Set before
+ * the reader looks at the descriptor, it keeps the page from being written again until it is clear,
+ * however long that is: what was acquired under it may be read in place. Nothing counts here: who
+ * pins a page twice unpins it once. */
+typedef struct pin_item {
+    void *word;                  /* 64 bits, in an own line */
+    uint64_t bits;
+} pin_item;
+/* Sets the bits, all of them under the same fences; when it returns they are in memory, before any
+ * later look at a descriptor. Callers of one host take turns, in unpinning too. */
+void visibility_pin(const pin_item *items, uint32_t count, enum visibility_mode mode);
+/* Clears them, after all that this thread has read, or has been told was read, is read. They are
+ * clear in memory before any store after it. */
+void visibility_unpin(const pin_item *items, uint32_t count, enum visibility_mode mode);
+/* After visibility_free(), in any process of the owner's host: words of other hosts' pins, from
+ * memory. A page that was freed may be written again when each of its bits was clear in some look
+ * since. Words of one line are best neighbours: their line is then dropped once. */
+void visibility_look(const void *const *words, uint32_t count, uint64_t *values,
+                     enum visibility_mode mode);
 
 #endif

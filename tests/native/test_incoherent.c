@@ -286,8 +286,8 @@ static void buffering(void *context) {
     uint32_t self = (uint32_t)(uintptr_t)context;
     (void)flush_load_word(line_of(1 - self));
     flush_store_word(line_of(self), 1);
-    flush_write_back(FLUSH_READER_ENTER, line_of(self), 64);
-    flush_fence_all(FLUSH_READER_ENTER_FENCE);
+    flush_write_back(FLUSH_PIN, line_of(self), 64);
+    flush_fence_all(FLUSH_PIN_FENCE);
     flush_invalidate(FLUSH_OWNER_LOOK, line_of(1 - self), 64);
     flush_fence_all(FLUSH_OWNER_LOOK_FENCE);
     now.got[self] = flush_load_word(line_of(1 - self));
@@ -305,8 +305,8 @@ static bool both_old(struct incoherent_options options) {
 static void buffering_at_home(void *context) {
     uint32_t self = (uint32_t)(uintptr_t)context;
     flush_store_word(line_of(self), 1);
-    if (stores_fenced_only) flush_fence_stores(FLUSH_READER_ENTER_FENCE);
-    else flush_fence_all(FLUSH_READER_ENTER_FENCE);
+    if (stores_fenced_only) flush_fence_stores(FLUSH_PIN_FENCE);
+    else flush_fence_all(FLUSH_PIN_FENCE);
     now.got[self] = flush_load_word(line_of(1 - self));
 }
 
@@ -321,14 +321,14 @@ static bool both_old_at_home(struct incoherent_options options) {
 
 static void test_buffering(void) {
     expect_both("two hosts store and look, all steps: both see old", 0, both_old, NEVER);
-    expect_both("without the full fence: both see old", FLUSH_READER_ENTER_FENCE, both_old,
+    expect_both("without the full fence: both see old", FLUSH_PIN_FENCE, both_old,
                 SOMETIMES);
     expect_both("without the last fence: both see old", FLUSH_OWNER_LOOK_FENCE, both_old,
                 SOMETIMES);
     expect_both("without the invalidation: both see old", FLUSH_OWNER_LOOK, both_old, SOMETIMES);
-    expect_both("without the write-back: both see old", FLUSH_READER_ENTER, both_old, SOMETIMES);
+    expect_both("without the write-back: both see old", FLUSH_PIN, both_old, SOMETIMES);
     expect_both("on one host with fences: both see old", 0, both_old_at_home, NEVER);
-    expect_both("on one host without: both see old", FLUSH_READER_ENTER_FENCE, both_old_at_home,
+    expect_both("on one host without: both see old", FLUSH_PIN_FENCE, both_old_at_home,
                 SOMETIMES);
     stores_fenced_only = true;
     expect_both("on one host, stores fenced: both see old", 0, both_old_at_home, NEVER);

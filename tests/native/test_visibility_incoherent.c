@@ -9,8 +9,8 @@
 #include "incoherent.h"
 #include "visibility_scenario.h"
 
-enum { OWNERS_MAX = 4, OPTIMISTS = 3 };
-static struct { uint64_t accepted, refused, reused, waited, steps; } total;
+enum { OWNERS_MAX = 4, OWNER_PROCESSES = 2, OPTIMISTS = 2 };
+static struct { uint64_t accepted, refused, reused, waited, visited, steps; } total;
 
 /* As the emulator wants them. */
 static void owner_actor(void *context) { owner_run(context); }
@@ -28,8 +28,8 @@ static bool run(uint64_t seed, bool arm64) {
     CHECK(s);
     *s = (scenario){.records = owners_count * (1 + random_below(&dice, 3)),
                     .payload_lines = 1u << random_below(&dice, 3),
-                    .readers = 1 + random_below(&dice, 3), .wait = incoherent_yield,
-                    .tell = incoherent_tell,
+                    .hosts = hosts, .readers = 1 + random_below(&dice, 4), .guesses = true,
+                    .wait = incoherent_yield, .tell = incoherent_tell,
                     .mode = random_below(&dice, 2) ? VISIBILITY_FAST : VISIBILITY_STRICT};
     struct incoherent_options options = incoherent_usual(seed);
     options.hosts = hosts;
@@ -44,15 +44,19 @@ static bool run(uint64_t seed, bool arm64) {
     reader readers[SCENARIO_READERS_MAX + OPTIMISTS];
     uint32_t each = s->records / owners_count;
     for (uint32_t i = 0; i < owners_count; i++) {
-        owners[i] = (owner){.s = s, .first = i * each, .count = each, .rounds = 12,
+        owners[i] = (owner){.s = s, .first = i * each, .count = each, .rounds = 8,
                             .seed = seed + i};
         for (uint32_t r = 0; r < SCENARIO_RECORDS_MAX; r++) owners[i].generation[r] = 1;
-        incoherent_actor(sim, i % hosts, owner_actor, &owners[i]);
+        for (uint32_t process = 0; process < OWNER_PROCESSES; process++)
+            incoherent_actor(sim, i % hosts, owner_actor, &owners[i]);
     }
     for (uint32_t i = 0; i < s->readers + OPTIMISTS; i++) {
-        readers[i] = (reader){.s = s, .line = i < s->readers ? (int32_t)i : -1, .rounds = 16,
-                              .seed = seed + 100 + i};
+        readers[i] = (reader){.s = s, .number = i, .rounds = 16, .seed = seed + 100 + i};
         uint32_t host = random_below(&dice, hosts);
+        if (i < s->readers) {
+            readers[i].kind = random_below(&dice, 3) ? READER_PINNING : READER_TRUSTING;
+            s->reader_host[i] = host;
+        }
         incoherent_actor(sim, host, reader_actor, &readers[i]);
     }
     incoherent_run(sim);
@@ -60,6 +64,7 @@ static bool run(uint64_t seed, bool arm64) {
     total.refused += s->refused;
     total.reused += s->reused;
     total.waited += s->waited;
+    total.visited += s->visited;
     total.steps += incoherent_step_count(sim);
     bool failed = s->failed || incoherent_counts(sim)->overwritten != 0; /* the latter: V7 */
     if (failed) {
@@ -77,8 +82,10 @@ int main(void) {
     for (uint64_t seed = first; seed < first + seeds; seed++)
         for (uint64_t arm64 = 0; arm64 < 2; arm64++)
             if ((only == 2 || only == arm64) && !run(seed, arm64 != 0)) return 1;
-    fprintf(stderr, "%lu seeds, %lu steps: accepted %lu, refused %lu, reused %lu, waited %lu\n",
-            seeds, total.steps, total.accepted, total.refused, total.reused, total.waited);
+    fprintf(stderr, "%lu seeds, %lu steps: accepted %lu, refused %lu, read in place %lu, ", seeds,
+            total.steps, total.accepted, total.refused, total.visited);
+    fprintf(stderr, "reused %lu, still pinned %lu\n", total.reused, total.waited);
     CHECK(total.accepted > seeds && total.refused > 0 && total.reused > seeds);
+    CHECK(total.visited > seeds && total.waited > 0);
     return 0;
 }
