@@ -56,6 +56,10 @@ def test_a_model_passes_and_its_mutant_is_caught() -> None:
     mutant = check("publish.pml", "recheck", "ACQUIRE_PAYLOAD")
     assert mutant.returncode == 0, mutant.stdout + mutant.stderr
     assert "assertion violated (one==(first/2))" in mutant.stdout
+    # A pin that goes before what is read in place was read.
+    mutant = check("publish.pml", "pins", "UNPIN_BEGIN_FENCE")
+    assert mutant.returncode == 0, mutant.stdout + mutant.stderr
+    assert "assertion violated (((header==one)" in mutant.stdout
 
 
 @needs_spin

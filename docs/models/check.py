@@ -1,8 +1,8 @@
 """Runs spin over the models of the coherence protocol and over each of their mutants.
 
     python docs/models/check.py                             # all of them
-    python docs/models/check.py publish.pml lines           # one variant and its mutants
-    python docs/models/check.py publish.pml lines OWNER_LOOK
+    python docs/models/check.py publish.pml pins            # one variant and its mutants
+    python docs/models/check.py publish.pml pins OWNER_LOOK
 
 A model says in its first comment what is to be run: `variant NAME: DEFINES` must pass, and
 `caught SITE: VARIANTS` must fail there when -DMUTANT_SITE leaves the site out, `redundant SITE:

@@ -2,11 +2,12 @@
  *
  * docs/coherence.md has the protocol and the invariants V1..V6; docs/models/README.md says how to
  * read a run. One owner publishes GENERATIONS generations one after the other; each of READERS
- * hosts acquires whatever is sealed until it has the last one. Every flush, fence and check is a
- * macro named as in native/src/flush.h; -DMUTANT_<SITE> leaves it out.
+ * hosts pins the page, acquires what is sealed and reads it in place, any number of times, before
+ * it unpins; until it has the last one. Every flush, fence and check is a macro named as in
+ * native/src/flush.h; -DMUTANT_<SITE> leaves it out.
  *
  * The memory. Each line holds a number: which generation wrote it, or for the descriptor 2 *
- * generation + sealed, or a reader's step counter. A store stays in its host's cache until it is
+ * generation + sealed, or a reader's pin. A store stays in its host's cache until it is
  * evicted (any time) or written back (surely at the next fence). Non-temporal stores reach memory
  * in any order, surely at the fence. A host may fill any line at any time, and an invalidate is
  * done at any time up to the next full fence, so that a load before it may hit what was there. A
@@ -17,42 +18,47 @@
  * CIVAC): without a full fence between them it may be done first. Other loads and stores are in
  * program order. A store and the beginning of its write-back are one step, which loses nothing; an
  * invalidate and its fence are two, for without a fence before it the line may be dropped and
- * filled again before an older store is in memory (READER_ENTER_FENCE).
+ * filled again before an older store is in memory (PIN_FENCE).
+ * UNPIN_BEGIN_FENCE left out: a load may be late (arm64), so the pin may go before what is read in
+ * place is read. OWNER_LOOK_BEGIN_FENCE left out: another process of the owner's host has freed,
+ * and the lines of pins were dropped before this one learned of it.
  * `world` may stop at any time: nothing spontaneous is promised. So whoever waits for what only an
  * eviction or a fill would bring is stuck, and spin calls it an invalid end state.
  *
  * Two guards keep a reader from a record that changes under it, V3 (re-check) and V6 (the owner
  * waits). Each alone must do, so each is also checked without the other. `pair` is about two
- * readers' lines, so that payload and header are filled by the readers' own loads only:
+ * readers' pins, so that payload and header are filled by the readers' own loads only:
  * variant both: READERS=1 GENERATIONS=3
  * variant pair: READERS=2 GENERATIONS=2 NO_RECHECK NO_PAYLOAD_FILLS
- * variant lines: READERS=1 GENERATIONS=3 NO_RECHECK
- * variant recheck: READERS=1 GENERATIONS=3 NO_LINES
+ * variant pins: READERS=1 GENERATIONS=3 NO_RECHECK
+ * variant recheck: READERS=1 GENERATIONS=3 NO_PINS
  *
  * What must fail, and where:
- * caught PUBLISH_HEADER: lines recheck
- * caught PUBLISH_PAYLOAD_FENCE: lines recheck
- * caught PUBLISH_DESCRIPTOR: lines recheck
- * caught PUBLISH_FENCE: lines recheck
- * caught ACQUIRE_DESCRIPTOR: lines recheck
- * caught ACQUIRE_DESCRIPTOR_FENCE: lines recheck
- * caught ACQUIRE_SEEN_FENCE: lines recheck
- * caught ACQUIRE_PAYLOAD: lines recheck
- * caught ACQUIRE_PAYLOAD_FENCE: lines recheck
+ * caught PUBLISH_HEADER: pins recheck
+ * caught PUBLISH_PAYLOAD_FENCE: pins recheck
+ * caught PUBLISH_DESCRIPTOR: pins recheck
+ * caught PUBLISH_FENCE: pins recheck
+ * caught ACQUIRE_DESCRIPTOR: pins recheck
+ * caught ACQUIRE_DESCRIPTOR_FENCE: pins recheck
+ * caught ACQUIRE_SEEN_FENCE: pins recheck
+ * caught ACQUIRE_PAYLOAD: pins recheck
+ * caught ACQUIRE_PAYLOAD_FENCE: pins recheck
  * caught ACQUIRE_COPIED_FENCE: recheck
  * caught ACQUIRE_RECHECK: recheck
  * caught ACQUIRE_RECHECK_FENCE: recheck
  * caught RECHECK: recheck
- * caught FREE_DESCRIPTOR: lines recheck
+ * caught FREE_DESCRIPTOR: pins recheck
  * caught FREE_FENCE: recheck
  * caught GENERATION: recheck
- * caught READER_ENTER: lines
- * caught READER_ENTER_FENCE: lines
- * caught READER_LEAVE: lines
- * caught READER_LEAVE_FENCE: lines
- * caught OWNER_LOOK: lines
- * caught OWNER_LOOK_FENCE: lines
- * caught OWNER_WAIT: lines
+ * caught PIN: pins
+ * caught PIN_FENCE: pins
+ * caught UNPIN_BEGIN_FENCE: pins
+ * caught UNPIN: pins
+ * caught UNPIN_FENCE: pins
+ * caught OWNER_LOOK_BEGIN_FENCE: pins
+ * caught OWNER_LOOK: pins
+ * caught OWNER_LOOK_FENCE: pins
+ * caught OWNER_WAIT: pins
  */
 #ifndef READERS
 #define READERS 1
@@ -65,7 +71,7 @@
 #define H 1 /* header */
 #define P 2 /* payload, two lines, so that a torn copy shows */
 #define Q 3
-#define R 4 /* the readers' lines */
+#define R 4 /* the readers' pins */
 #define LINES (R + READERS)
 #define HOSTS (1 + READERS)
 #define OWNER 0
@@ -78,7 +84,7 @@ bit dirty[HOSTS * LINES];    /* stored there, not in memory */
 bit writing[HOSTS * LINES];  /* its write-back has begun */
 bit dropping[HOSTS * LINES]; /* its invalidate has begun */
 byte passing[LINES];         /* the owner's non-temporal stores on their way; 0: none */
-bit inside[READERS];         /* ghost: saw a sealed descriptor and has not left */
+bit inside[READERS];         /* ghost: saw a sealed descriptor and may still read */
 
 #define SEALED(descriptor) ((descriptor) & 1)
 
@@ -158,6 +164,7 @@ inline reader_fence_all(host, line) {
         refresh_dropped(host, P); refresh_dropped(host, Q)
     }
 }
+inline reader_fence_stores(host, line) { d_step { settle(host, line) } }
 
 /* The sites. */
 #ifdef MUTANT_PUBLISH_HEADER
@@ -198,6 +205,14 @@ inline reader_fence_all(host, line) {
 #define GENERATION(g) (g)
 #define LOOKS_SAME 0
 #endif
+/* With the fence in place the invalidate stands after the free; without it, it may come first. */
+#ifdef MUTANT_OWNER_LOOK_BEGIN_FENCE
+#define OWNER_LOOK_EARLY if :: early = 1; OWNER_LOOK(R) :: skip fi
+#define OWNER_LOOK_BEGIN_FENCE skip
+#else
+#define OWNER_LOOK_EARLY skip
+#define OWNER_LOOK_BEGIN_FENCE owner_fence_all()
+#endif
 #ifdef MUTANT_OWNER_LOOK
 #define OWNER_LOOK(line) skip
 #define LOOKS_AFRESH 0
@@ -214,25 +229,33 @@ inline reader_fence_all(host, line) {
 #define LOOKS_AFRESH 1
 #endif
 
-#ifdef MUTANT_READER_ENTER
-#define READER_ENTER skip
+#ifdef MUTANT_PIN
+#define PIN skip
 #else
-#define READER_ENTER write_back(host, mine)
+#define PIN write_back(host, mine)
 #endif
-#ifdef MUTANT_READER_ENTER_FENCE
-#define READER_ENTER_FENCE skip
+#ifdef MUTANT_PIN_FENCE
+#define PIN_FENCE skip
 #else
-#define READER_ENTER_FENCE reader_fence_all(host, mine)
+#define PIN_FENCE reader_fence_all(host, mine)
 #endif
-#ifdef MUTANT_READER_LEAVE
-#define READER_LEAVE skip
+#ifdef MUTANT_UNPIN
+#define UNPIN skip
 #else
-#define READER_LEAVE write_back(host, mine)
+#define UNPIN write_back(host, mine)
 #endif
-#ifdef MUTANT_READER_LEAVE_FENCE
-#define READER_LEAVE_FENCE skip
+#define CLEAR atomic { store(host, mine, 0); UNPIN }
+#ifdef MUTANT_UNPIN_BEGIN_FENCE
+#define UNPIN_EARLY if :: cleared = 1; CLEAR :: skip fi
+#define UNPIN_BEGIN_FENCE skip
 #else
-#define READER_LEAVE_FENCE reader_fence_all(host, mine)
+#define UNPIN_EARLY skip
+#define UNPIN_BEGIN_FENCE reader_fence_all(host, mine)
+#endif
+#ifdef MUTANT_UNPIN_FENCE
+#define UNPIN_FENCE skip
+#else
+#define UNPIN_FENCE reader_fence_stores(host, mine)
 #endif
 #ifdef MUTANT_ACQUIRE_DESCRIPTOR
 #define ACQUIRE_DESCRIPTOR skip
@@ -286,28 +309,29 @@ inline reader_fence_all(host, line) {
 #define UNCHANGED (first == second)
 #endif
 
-/* V6: the line was even when read after V5, or has moved since. */
+/* V6: the pin was clear when read after V5. */
 inline wait_for(line) {
-    OWNER_LOOK(line);
+    OWNER_LOOK_BEGIN_FENCE;
+    if :: early :: else -> OWNER_LOOK(line) fi;
+    early = 0;
     OWNER_LOOK_FENCE;
-    look = copy[AT(OWNER, line)];
     do
-    :: (!(look & 1) || copy[AT(OWNER, line)] != look) -> break
+    :: !copy[AT(OWNER, line)] -> break
     :: else ->
-        (copy[AT(OWNER, line)] != look || (LOOKS_AFRESH && mem[line] != look));
+        (!copy[AT(OWNER, line)] || (LOOKS_AFRESH && !mem[line]));
         OWNER_LOOK(line);
         OWNER_LOOK_FENCE
-    od;
-    look = 0
+    od
 }
 
 proctype owner() {
-    byte generation = 1, look;
+    byte generation = 1;
+    bit early;
     do
     :: 1 ->
         d_step {
             HOLDS(mem[D] == 2 * GENERATION(generation)); /* V5 */
-#ifndef NO_LINES
+#ifndef NO_PINS
             HOLDS(!inside[0]); /* V6 */
 #if READERS > 1
             HOLDS(!inside[1]);
@@ -325,9 +349,10 @@ proctype owner() {
         :: else
         fi;
         generation++;
+        OWNER_LOOK_EARLY;
         atomic { store(OWNER, D, 2 * GENERATION(generation)); FREE_DESCRIPTOR };
         FREE_FENCE;
-#if !defined(NO_LINES) && !defined(MUTANT_OWNER_WAIT)
+#if !defined(NO_PINS) && !defined(MUTANT_OWNER_WAIT)
         wait_for(R);
 #if READERS > 1
         wait_for(R + 1);
@@ -337,13 +362,13 @@ proctype owner() {
 }
 
 proctype reader(byte i) {
-    byte host = READER(i), mine = R + i, step, first, second, header, one, two;
-    bit early;
+    byte host = READER(i), mine = R + i, first, second, header, one, two;
+    bit early, cleared;
     do
     :: 1 ->
-#ifndef NO_LINES
-        atomic { step++; store(host, mine, step); READER_ENTER };
-        READER_ENTER_FENCE;
+#ifndef NO_PINS
+        atomic { store(host, mine, 1); PIN };
+        PIN_FENCE;
 #endif
         ACQUIRE_DESCRIPTOR;
         ACQUIRE_DESCRIPTOR_FENCE;
@@ -370,15 +395,28 @@ proctype reader(byte i) {
             :: UNCHANGED ->
                 assert(header == one && one == two); /* not torn */
 #ifndef MUTANT_GENERATION
-                assert(one == first / 2) /* not stale, not reclaimed */
+                assert(one == first / 2); /* not stale, not reclaimed */
+#endif
+#ifndef NO_PINS
+                UNPIN_EARLY;
+                do /* in place: what is cached stays right */
+                :: header = copy[AT(host, H)];
+                    one = copy[AT(host, P)];
+                    two = copy[AT(host, Q)];
+                    assert(header == one && one == two && one == first / 2)
+                :: break
+                od
 #endif
             :: else
             fi
-        :: else -> second = first
+        :: else -> second = first; early = 0
         fi;
-#ifndef NO_LINES
-        atomic { inside[i] = 0; step++; store(host, mine, step); READER_LEAVE };
-        READER_LEAVE_FENCE;
+#ifndef NO_PINS
+        UNPIN_BEGIN_FENCE;
+        inside[i] = 0;
+        if :: cleared :: else -> CLEAR fi;
+        cleared = 0;
+        UNPIN_FENCE;
 #endif
         if
         :: (UNCHANGED && one == GENERATIONS) -> break
@@ -420,13 +458,13 @@ proctype world() {
     :: FILL(READER(0), P)
     :: FILL(READER(0), Q)
 #endif
-#ifndef NO_LINES
+#ifndef NO_PINS
     :: EVICT(READER(0), R)
     :: FILL(OWNER, R)
 #endif
 #if READERS > 1
     :: FILL(READER(1), D)
-#ifndef NO_LINES
+#ifndef NO_PINS
     :: EVICT(READER(1), R + 1)
     :: FILL(OWNER, R + 1)
 #endif
