@@ -50,8 +50,8 @@ uint32_t visibility_acquire(acquire_item *items, uint32_t count, enum visibility
 
 /* A pin (V6): a page's bit in a word of a line that only the reader's host writes (V7). Set before
  * the reader looks at the descriptor, it keeps the page from being written again until it is clear,
- * however long that is: what was acquired under it may be read in place. Nothing counts here: who
- * pins a page twice unpins it once. */
+ * however long that is: the ranges that were acquired under it may be read in place. Nothing counts
+ * here: who pins a page twice unpins it once. */
 typedef struct pin_item {
     void *word;                  /* 64 bits, in an own line */
     uint64_t bits;
