@@ -34,6 +34,8 @@ _EXCEPTIONS: Mapping[int, type[errors.CXLKVError]] = {
     lib.CXLKV_E_TIMEOUT: errors.LockTimeoutError,
     lib.CXLKV_E_PROCESSES: errors.BusyError,
     lib.CXLKV_E_ARGUMENT: errors.BadArgumentError,
+    lib.CXLKV_E_FENCED: errors.FencedError,
+    lib.CXLKV_E_HOST: errors.HostError,
     errno.ENOENT: errors.PoolMissingError,
     errno.ENOMEM: errors.MemoryShortError,
     errno.ENOSPC: errors.MemoryShortError,
@@ -98,21 +100,37 @@ def _layout_struct(layout: KVLayout, checksum: bool) -> Any:
     return made
 
 
+def _host_struct(host: tuple[int, bool, float] | None) -> Any:
+    if host is None:
+        return ffi.NULL
+    return ffi.new("cxlkv_host *", {"number": host[0], "certified": host[1], "lease_s": host[2]})
+
+
 def pool_create(
-    path: str | None, layout: KVLayout, checksum: bool, capacity_bytes: int, force: bool
+    path: str | None,
+    layout: KVLayout,
+    checksum: bool,
+    sharing: tuple[int, int, int],
+    capacity_bytes: int,
+    force: bool,
+    host: tuple[int, bool, float] | None,
 ) -> Handle:
+    """sharing is (kind, durable, hosts), host (number, certified, lease_s)."""
     out = ffi.new("cxlkv_pool **")
     where = ffi.NULL if path is None else ffi.new("char[]", path.encode())
     flags = lib.CXLKV_CREATE_FORCE if force else 0
-    check(
-        lib.cxlkv_pool_create(where, _layout_struct(layout, checksum), capacity_bytes, flags, out)
+    described = _layout_struct(layout, checksum)
+    shared = ffi.new(
+        "cxlkv_sharing *", dict(zip(("kind", "durable", "hosts"), sharing, strict=True))
     )
+    own = _host_struct(host)
+    check(lib.cxlkv_pool_create(where, described, shared, capacity_bytes, flags, own, out))
     return ffi.gc(out[0], lib.cxlkv_pool_destroy, capacity_bytes)
 
 
-def pool_open(path: str) -> Handle:
+def pool_open(path: str, host: tuple[int, bool, float] | None) -> Handle:
     out = ffi.new("cxlkv_pool **")
-    check(lib.cxlkv_pool_open(path.encode(), out))
+    check(lib.cxlkv_pool_open(path.encode(), _host_struct(host), out))
     return ffi.gc(out[0], lib.cxlkv_pool_destroy)
 
 
@@ -149,6 +167,13 @@ def pool_layout(pool: Handle) -> tuple[KVLayout, bool]:
         model_id=ffi.string(got.model_id).decode(errors="replace"),
     )
     return layout, bool(got.checksum)
+
+
+def pool_sharing(pool: Handle) -> tuple[int, int, int]:
+    """(kind, durable, hosts), as pool_create() takes them."""
+    got = ffi.new("cxlkv_sharing *")
+    check(lib.cxlkv_pool_sharing(pool, got))
+    return got.kind, got.durable, got.hosts
 
 
 def _fields(struct: Any) -> dict[str, int]:

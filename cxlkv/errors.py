@@ -83,5 +83,13 @@ class LockTimeoutError(CXLKVError, TimeoutError):
     """The pool's lock did not come free in bounded time."""
 
 
+class HostError(CXLKVError, ConnectionRefusedError):
+    """Another machine uses this host's number in the pool."""
+
+
+class FencedError(CXLKVError, ConnectionAbortedError):
+    """This host was declared dead by another while it ran; what it published is still there."""
+
+
 class SystemCallError(CXLKVError, OSError):
     """The operating system refused; the text says what and why."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cxlkv import _core
-from cxlkv.errors import CXLKVError, PoolMissingError
+from cxlkv.errors import BadArgumentError, CXLKVError, PoolMissingError
 from cxlkv.stats import Overview, find
 
 
@@ -65,12 +65,13 @@ def clean(leftover: Leftover, idle_s: float | None = None) -> bool:
     """Remove it, or settle it; False when it is gone, or somebody came to use it meanwhile.
 
     An unsettled pool is opened and closed: so it takes back what the killed ones held, and its
-    file's time says from when on it is idle.
+    file's time says from when on it is idle. A pool that several hosts share is settled by its
+    host when that comes back.
     """
     try:
         if leftover.kind != "unsettled":
             return _core.leftover(leftover.path, leftover.kind, idle_s or 0, True)
-        _core.pool_close(_core.pool_open(leftover.path))
-    except PoolMissingError:
+        _core.pool_close(_core.pool_open(leftover.path, None))
+    except (PoolMissingError, BadArgumentError):
         return False
     return True

@@ -12,13 +12,13 @@ from typing import TypedDict
 import numpy.typing as npt
 
 from cxlkv import _core, audit
+from cxlkv.coherence import LEASE_S, parse_host, parse_sharing
 from cxlkv.config import parse_bytes
 from cxlkv.errors import (
     BadArgumentError,
     GeometryError,
     PoolExistsError,
     PoolMissingError,
-    UnsupportedError,
 )
 from cxlkv.layout import KVLayout
 from cxlkv.pages import Pages
@@ -62,6 +62,9 @@ class CXLPool:
         checksum: bool = True,
         sharing: str = "host",
         durable: str = "process",
+        hosts: int | None = None,
+        host: int | None = None,
+        lease_s: float = LEASE_S,
         threads: int | None = None,
         force: bool = False,
     ) -> CXLPool:
@@ -71,16 +74,21 @@ class CXLPool:
         verified on reading. threads: that scan and copy (default: the CPUs allowed here). The file
         has mode 0600, is reserved whole, and appears finished or not at all. Raises
         PoolExistsError (unless force=True), MemoryShortError, GeometryError, BadArgumentError.
+
+        sharing: "host" (one host), "software" (up to `hosts` hosts, 8 by default, whose caches do
+        not see each other) or "hw_coherent" (they do). durable="host" writes back all that is
+        published, so that it outlives this host. host: which one this is, from 0, on no two
+        machines the same (default: the environment's CXLKV_HOST). A host that gives no sign for
+        lease_s is suspected by the others. docs/coherence.md has the protocol.
         """
-        for name, value, built in (("sharing", sharing, "host"), ("durable", durable, "process")):
-            if value != built:
-                raise UnsupportedError(f"{name}={value!r} is not built yet; {built!r} is")
+        shared = parse_sharing(sharing, durable, hosts)
+        own = parse_host(host, lease_s) if shared[0] else None
         _check_threads(threads)  # first: a pool that was made would stay behind
         path = parse_where(where)
         capacity_bytes = parse_bytes(capacity)
         check_host_folder(path)
         check_room(path, capacity_bytes)
-        handle = _core.pool_create(path, layout, checksum, capacity_bytes, force)
+        handle = _core.pool_create(path, layout, checksum, shared, capacity_bytes, force, own)
         return cls(handle, path)._with_threads(threads)
 
     @classmethod
@@ -130,18 +138,25 @@ class CXLPool:
 
     @classmethod
     def open(
-        cls, path: Path, *, layout: KVLayout | None = None, threads: int | None = None
+        cls,
+        path: Path,
+        *,
+        layout: KVLayout | None = None,
+        host: int | None = None,
+        lease_s: float = LEASE_S,
+        threads: int | None = None,
     ) -> CXLPool:
         """Attach to a pool that another process made.
 
-        layout: what the caller expects; GeometryError when the pool has another. Raises
-        PoolMissingError, NotAPoolError, VersionError, CorruptError, TruncatedError, BusyError.
+        layout: what the caller expects; GeometryError when the pool has another. host and lease_s:
+        as in create(), for a pool that several hosts share. Raises PoolMissingError, NotAPoolError,
+        VersionError, CorruptError, TruncatedError, BusyError, HostError.
         """
         place = parse_where(path)
         if place is None:
             raise BadArgumentError("an anonymous pool cannot be opened: fork, or use a file")
         check_host_folder(place)
-        pool = cls(_core.pool_open(place), place)
+        pool = cls(_core.pool_open(place, parse_host(host, lease_s)), place)
         if layout is not None and layout != pool.layout:
             pool.close()
             raise GeometryError(f"{place} stores {pool.layout}, not {layout}")

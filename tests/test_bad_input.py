@@ -113,7 +113,7 @@ def test_another_version(closed_file: Path) -> None:
     with closed_file.open("r+b") as file:
         file.seek(8)
         file.write(struct.pack("<I", 1))
-    with pytest.raises(errors.VersionError, match=r"version 1, this build reads 2.*create it anew"):
+    with pytest.raises(errors.VersionError, match=r"version 1, this build reads 3.*create it anew"):
         CXLPool.open(closed_file)
     CXLPool.remove(closed_file)
 
@@ -789,13 +789,6 @@ GROUP = LayerGroup(layers=2, kv_heads=2, head_dim=8)
 def test_layouts_that_come_later(groups: list[LayerGroup], text: str) -> None:
     with pytest.raises(errors.UnsupportedError, match=text):
         CXLPool.create("anonymous:", layout=KVLayout.of(groups), capacity=CAPACITY)
-
-
-def test_promises_that_come_later() -> None:
-    with pytest.raises(errors.UnsupportedError, match="sharing='software' is not built yet"):
-        CXLPool.create("anonymous:", layout=LAYOUT, capacity=CAPACITY, sharing="software")
-    with pytest.raises(errors.UnsupportedError, match="durable='host' is not built yet"):
-        CXLPool.create("anonymous:", layout=LAYOUT, capacity=CAPACITY, durable="host")
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,35 @@ typedef struct cxlkv_layout {
     uint8_t group_of[1024]; /* by layer */
 } cxlkv_layout;
 
+#define CXLKV_SHARING_HOST 0
+#define CXLKV_SHARING_HW_COHERENT 1
+#define CXLKV_SHARING_SOFTWARE 2
+#define CXLKV_DURABLE_PROCESS 0
+#define CXLKV_DURABLE_HOST 1
+
+/* Who shares a pool: one host; several whose caches the hardware keeps coherent; several whose
+ * caches do not see each other. Durable: what was published outlives its process, or its host. */
+typedef struct cxlkv_sharing {
+    uint32_t kind;
+    uint32_t durable;
+    uint32_t hosts;               /* 1 to 64; 1 when kind is host */
+    uint32_t log_records;         /* of each host, a power of two; 0: by the capacity */
+} cxlkv_sharing;
+
+/* Which host this is, in a pool that several share. */
+typedef struct cxlkv_host {
+    uint32_t number;              /* from 0; no other machine may use the same */
+    uint32_t certified;           /* 1: the litmus run has passed on this memory */
+    double lease_s;               /* a host that is silent for longer is suspected */
+} cxlkv_host;
+
 /* Where everything lies: derived from layout and capacity; docs/memory-layout.md explains it. */
 typedef struct cxlkv_geometry {
     uint64_t region_bytes;
+    uint64_t hosts_offset;        /* a block for each host; where one host only uses it, none */
+    uint64_t host_block_bytes;
     uint64_t descriptors_offset;
+    uint64_t descriptors_bytes;   /* of one extent's pages; where hosts share, whole 4 KiB */
     uint64_t extents_offset;
     uint64_t extent_bytes;
     uint64_t checksums_offset;    /* the next five are relative to the extent */
@@ -75,7 +100,7 @@ typedef struct cxlkv_geometry {
     uint32_t reserved;
 } cxlkv_geometry;
 
-/* free + held + published_only + quarantined + retired = total. */
+/* free + held + published_only + quarantined + retired + withdrawn + elsewhere = total. */
 typedef struct cxlkv_stats {
     uint64_t pages_total;
     uint64_t pages_free;
@@ -84,6 +109,9 @@ typedef struct cxlkv_stats {
     uint64_t pages_published_only;  /* published and held by nobody */
     uint64_t pages_quarantined;     /* their descriptor is damaged: not handed out */
     uint64_t pages_retired;         /* their memory is bad: never handed out again */
+    uint64_t pages_withdrawn;       /* freed here, and still read by another host */
+    uint64_t pages_elsewhere;       /* in extents of other hosts, or of nobody */
+    uint64_t pages_borrowed;        /* of those, held by a live process of this host */
     uint64_t processes;
     uint64_t sequences;             /* of this process */
     uint64_t appended_bytes;        /* the counters are of this process, since it opened the pool */
@@ -238,15 +266,18 @@ int cxlkv_isa_force(const char *name);
 const char *cxlkv_isa_name(void);
 uint32_t cxlkv_crc32c(uint32_t crc, const void *data, size_t bytes);
 
-/* path NULL: anonymous memory. A file is reserved whole, formatted, and appears at once or not. */
-int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, uint64_t capacity_bytes,
-                      uint32_t flags, cxlkv_pool **pool);
-int cxlkv_pool_open(const char *path, cxlkv_pool **pool);
+/* sharing NULL: one host. host NULL: for a pool of one host. path NULL: anonymous memory.
+ * A file is reserved whole, formatted, and appears at once or not. */
+int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, const cxlkv_sharing *sharing,
+                      uint64_t capacity_bytes, uint32_t flags, const cxlkv_host *host,
+                      cxlkv_pool **pool);
+int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **pool);
 int cxlkv_pool_close(cxlkv_pool *pool);
 void cxlkv_pool_destroy(cxlkv_pool *pool);
 /* Unlinks a pool that no other process has open; not_a_pool is refused. */
 int cxlkv_pool_remove(const char *path);
 int cxlkv_pool_layout(cxlkv_pool *pool, cxlkv_layout *layout);
+int cxlkv_pool_sharing(cxlkv_pool *pool, cxlkv_sharing *sharing);
 int cxlkv_pool_geometry(cxlkv_pool *pool, cxlkv_geometry *geometry);
 int cxlkv_pool_identity(cxlkv_pool *pool, uint8_t *identity);
 int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats);

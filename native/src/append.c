@@ -139,6 +139,16 @@ static void piece_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, ui
     digest_write(pool, page, layer, head, direct ? from : buffer, key_stride, tokens);
 }
 
+/* Where stores went through the caches (V1). */
+static void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer) {
+    const cxlkv_geometry *g = &pool->geometry;
+    const uint64_t bytes[PIECE_KINDS] = {g->digest_piece_bytes, g->key_piece_bytes,
+                                         g->value_piece_bytes};
+    for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
+        flush_write_back(FLUSH_PUBLISH_HEADER, pieces_of(pool, page, layer, kind),
+                         pool->layout.kv_heads * bytes[kind]);
+}
+
 /* A whole (page, layer) from rows [first, first + page_tokens), of which `tokens` count. */
 static int page_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, const cxlkv_rows *keys,
                            const cxlkv_rows *values, uint32_t first, uint32_t tokens) {
@@ -154,6 +164,8 @@ static int page_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, cons
         piece_write_rows(pool, page, layer, head, PIECE_VALUES, values, first, tokens, buffer);
     }
     if (buffer != small) free(buffer);
+    if (pool->mode != VISIBILITY_COHERENT && !kernels_current()->streams)
+        pieces_write_back(pool, page, layer);
     verified_set(pool, page, layer);
     store_fence(); /* of this thread's own non-temporal stores */
     return 0;
@@ -321,7 +333,7 @@ static int take_locked(append_job *job, uint64_t wanted, uint32_t *pages) {
     cxlkv_pool *pool = batch->pool;
     int code = advance_windows(job, false);
     if (code < 0) return code;
-    if (pool->host->free_pages < wanted) host_reap(pool);
+    pages_make_room(pool, wanted);
     if (pool->host->free_pages < wanted || wanted > UINT32_MAX)
         return full_error(pool, (uint32_t)min_u64(wanted, UINT32_MAX));
     code = advance_windows(job, true);

@@ -66,6 +66,35 @@ int batch_lock(cxlkv_batch *batch, bool write) {
     return code;
 }
 
+static bool has_lost(const cxlkv_sequence *sequence) {
+    const cxlkv_pool *pool = sequence->pool;
+    for (uint32_t part = 0; part < pool->geometry.part_count; part++)
+        for (uint32_t i = sequence->tables[part].first; i < sequence->page_count; i++)
+            if (pool->pages[sequence_page(sequence, part, i)].lost) return true;
+    return false;
+}
+
+/* A host that has not beaten for half its lease asks whether it was fenced meanwhile. */
+int batch_verify(cxlkv_batch *batch) {
+    cxlkv_pool *pool = batch->pool;
+    if (!pool->shared) return 0;
+    int code = 0;
+    if (boottime_ns() - pool->host->beat_ns > pool->lease_ns / 2) {
+        code = host_lock(pool);
+        if (code == 0) {
+            code = peers_return(pool);
+            peers_beat(pool, true);
+            host_unlock(pool);
+        }
+    }
+    for (uint32_t i = 0; code == 0 && pool->host->lost_pages && i < batch->count; i++)
+        if (has_lost(batch->sequences[i]))
+            code = fail(CXLKV_E_STALE,
+                        "sequence %u holds pages of another host that were reused while this one "
+                        "was silent for longer than its lease: match again", i);
+    return code;
+}
+
 void batch_unlock(cxlkv_batch *batch) {
     for (uint32_t i = 0; i < batch->count; i++)
         pthread_rwlock_unlock(&batch->lock_order[i]->lock);

@@ -60,12 +60,15 @@ void counters_save(cxlkv_pool *pool) {
     memset(&saved, 0, sizeof(saved));
     memcpy(saved.counts, &total, sizeof(saved.counts));
     saved.crc = crc32c(0, saved.counts, sizeof(saved.counts));
-    memcpy(pool->base + SAVED_COUNTERS_OFFSET, &saved, sizeof(saved));
+    uint8_t *to = pool->base + SAVED_COUNTERS_OFFSET;
+    if (pool->shared) to = hosts_line(&pool->hosts, pool->hosts.self, COUNTER_LINES);
+    memcpy(to, &saved, sizeof(saved));
+    if (pool->shared) hosts_hand_over(to, sizeof(saved), true);
 }
 
-bool counters_load(const uint8_t *superblock_page, cxlkv_counters *counters) {
+bool counters_load(const uint8_t *from, cxlkv_counters *counters) {
     saved_counters saved;
-    memcpy(&saved, superblock_page + SAVED_COUNTERS_OFFSET, sizeof(saved));
+    memcpy(&saved, from, sizeof(saved));
     memset(counters, 0, sizeof(*counters));
     if (saved.crc != crc32c(0, saved.counts, sizeof(saved.counts))) return false;
     memcpy(counters, saved.counts, sizeof(*counters));
@@ -75,7 +78,12 @@ bool counters_load(const uint8_t *superblock_page, cxlkv_counters *counters) {
 void counters_restore(cxlkv_pool *pool) {
     cxlkv_counters counters;
     uint64_t counts[COUNT_KINDS];
-    counters_load(pool->base, &counters);
+    const uint8_t *from = pool->base + SAVED_COUNTERS_OFFSET;
+    if (pool->shared) {
+        from = hosts_line(&pool->hosts, pool->hosts.self, COUNTER_LINES);
+        hosts_hand_over(from, sizeof(saved_counters), false);
+    }
+    counters_load(from, &counters);
     memcpy(counts, &counters, sizeof(counts));
     for (uint32_t i = 0; i < COUNT_KINDS; i++)
         atomic_store_explicit(&pool->host->counters[PROCESS_MAX].counts[i], counts[i],

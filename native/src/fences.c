@@ -1,7 +1,7 @@
 /* Fences: an epoch of a silent host is ended, and all hosts agree which of its commits count (V10).
  *
  * {closed}, count, {cut}: whoever sees closed waits. Several hosts may fence one: the smallest cut
- * counts, and no commit that anybody believed is above it, as it was in memory before it was closed.
+ * counts. No commit that anybody believed is above it: it was in memory before the closing was.
  * Two that fence each other: the one that finds itself closed after it has closed gives way. */
 #include "host_lines.h"
 #include "internal.h"

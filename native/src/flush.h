@@ -40,15 +40,15 @@ enum flush_site {
     FLUSH_OWNER_LOOK_BEGIN_FENCE, /* V6: what told us of the free comes before the look */
     FLUSH_OWNER_LOOK,            /* V6: the owner reads the pins from memory */
     FLUSH_OWNER_LOOK_FENCE,
-    /* Hosts among themselves (hosts.h). A line that is kept: sent, then a fence. A look: a fence, the
-     * lines dropped, a fence; so each of them is three sites that follow one another. */
+    /* Hosts among themselves (hosts.h). A line that is kept: sent, then a fence. A look: a fence,
+     * the lines dropped, a fence; so each of them is three sites that follow one another. */
     FLUSH_NAME, FLUSH_NAME_FENCE,
     FLUSH_BEAT, FLUSH_BEAT_FENCE,
     FLUSH_CLOSE, FLUSH_CLOSE_FENCE,      /* V10: closed before the commits are counted */
     FLUSH_CUT, FLUSH_CUT_FENCE,
-    FLUSH_SLOT, FLUSH_SLOT_FENCE,        /* V12: our ticket is in memory before we look at others' */
+    FLUSH_SLOT, FLUSH_SLOT_FENCE,        /* V12: our ticket is in memory before we look */
     FLUSH_CLAIM, FLUSH_CLAIM_FENCE,      /* claims are in memory before the commit */
-    FLUSH_COMMIT, FLUSH_COMMIT_FENCE,    /* V10: the commit is in memory before we look for fences */
+    FLUSH_COMMIT, FLUSH_COMMIT_FENCE,    /* V10: the commit is in memory before we look */
     FLUSH_LOG, FLUSH_LOG_FENCE,          /* V9 */
     FLUSH_GIVE, FLUSH_GIVE_FENCE,        /* V8 */
     FLUSH_TAKE, FLUSH_TAKE_FENCE,

@@ -126,22 +126,87 @@ static void extent_layout(const cxlkv_layout *layout, uint32_t slab_slots, cxlkv
                           (g->digest_piece_bytes + g->key_piece_bytes + g->value_piece_bytes);
 }
 
-static uint64_t extents_that_fit(uint64_t capacity_bytes, const cxlkv_geometry *g) {
-    uint64_t fixed = SUPERBLOCK_BYTES + AREA_ALIGNMENT;
-    if (capacity_bytes <= fixed) return 0;
-    return (capacity_bytes - fixed) / (g->extent_bytes + g->slab_slots * sizeof(descriptor));
+/* Everything that depends on how many extents there are. */
+static void place_extents(const cxlkv_sharing *sharing, uint64_t extents, cxlkv_geometry *g) {
+    bool shared = sharing->kind != CXLKV_SHARING_HOST;
+    g->extent_count = (uint32_t)extents;
+    g->page_count = (uint32_t)(extents * g->slab_slots);
+    g->hosts_offset = SUPERBLOCK_BYTES;
+    hosts_area area = hosts_area_of(NULL, sharing, g);
+    g->host_block_bytes = area.block_bytes;
+    g->descriptors_offset = SUPERBLOCK_BYTES + area.host_count * area.block_bytes;
+    g->descriptors_bytes = g->slab_slots * sizeof(descriptor);
+    if (shared) g->descriptors_bytes = align_up(g->descriptors_bytes, 4096);
+    g->extents_offset =
+        align_up(g->descriptors_offset + extents * g->descriptors_bytes, AREA_ALIGNMENT);
+    g->region_bytes = g->extents_offset + extents * g->extent_bytes;
 }
 
-int geometry_make(const cxlkv_layout *layout, uint64_t capacity_bytes, cxlkv_geometry *geometry) {
+hosts_area hosts_area_of(uint8_t *base, const cxlkv_sharing *sharing, const cxlkv_geometry *g) {
+    hosts_area area = {.base = base ? base + g->hosts_offset : NULL,
+                       .extent_count = g->extent_count, .page_count = g->page_count,
+                       .log_records = sharing->log_records};
+    if (sharing->kind == CXLKV_SHARING_HOST) return area;
+    area.host_count = sharing->hosts;
+    hosts_area_make(&area);
+    return area;
+}
+
+static uint64_t extents_that_fit(uint64_t capacity_bytes, const cxlkv_sharing *sharing,
+                                 const cxlkv_geometry *g) {
+    cxlkv_geometry placed = *g;
+    capacity_bytes = min_u64(capacity_bytes, INT64_MAX); /* no sum below wraps */
+    uint64_t most = min_u64(capacity_bytes / g->extent_bytes, (1u << 30) / g->slab_slots);
+    uint64_t least = 0;
+    while (least < most) { /* the largest number whose region is not larger than the capacity */
+        uint64_t middle = (least + most + 1) / 2;
+        place_extents(sharing, middle, &placed);
+        if (placed.region_bytes <= capacity_bytes) least = middle;
+        else most = middle - 1;
+    }
+    return least;
+}
+
+static int sharing_check(const cxlkv_sharing *sharing) {
+    bool one = sharing->kind == CXLKV_SHARING_HOST;
+    if (sharing->kind > CXLKV_SHARING_SOFTWARE || sharing->durable > CXLKV_DURABLE_HOST)
+        return fail(CXLKV_E_GEOMETRY, "sharing code %u, durable code %u: unknown", sharing->kind,
+                    sharing->durable);
+    if (sharing->hosts == 0 || sharing->hosts > (one ? 1 : HOSTS_MAX))
+        return fail(CXLKV_E_GEOMETRY, "a pool of %u hosts: outside 1 to %d", sharing->hosts,
+                    one ? 1 : HOSTS_MAX);
+    uint32_t records = sharing->log_records;
+    if (!one && (records < 8 || records > 1u << 20 || (records & (records - 1))))
+        return fail(CXLKV_E_GEOMETRY, "logs of %u records: a power of two, 8 to 1048576", records);
+    return 0;
+}
+
+/* A log that holds a publish of every 64 KiB of the pool, within limits. */
+static uint32_t log_records_for(uint64_t capacity_bytes) {
+    uint32_t records = 64;
+    while (records < 4096 && (uint64_t)records << 16 < capacity_bytes) records *= 2;
+    return records;
+}
+
+int geometry_make(const cxlkv_layout *layout, cxlkv_sharing *sharing, uint64_t capacity_bytes,
+                  cxlkv_geometry *geometry) {
+    bool shared = sharing->kind != CXLKV_SHARING_HOST;
     int code = layout_check(layout);
+    if (shared && sharing->log_records == 0)
+        sharing->log_records = log_records_for(capacity_bytes);
+    if (code == 0) code = sharing_check(sharing);
+    if (code == 0 && sharing->kind == CXLKV_SHARING_SOFTWARE && !layout->checksum)
+        code = fail(CXLKV_E_GEOMETRY, "sharing=software needs checksums: hosts verify by them what "
+                    "others have written");
     if (code < 0) return code;
     memset(geometry, 0, sizeof(*geometry));
-    /* Slabs as long as they go, while what does not fill an extent stays under 1/8 of the pool. */
-    uint64_t extents = 0;
-    for (uint32_t slots = 64; slots >= 1; slots /= 2) {
+    /* Slabs as long as they go, while what does not fill an extent stays under 1/8 of the pool and
+     * each host finds extents. They change hands whole: none is shorter than a run then. */
+    uint64_t extents = 0, wanted = shared ? 4 * sharing->hosts : 8;
+    for (uint32_t slots = 64; slots >= (shared ? RUN_SLOTS : 1); slots /= 2) {
         extent_layout(layout, slots, geometry);
-        extents = extents_that_fit(capacity_bytes, geometry);
-        if (extents >= 8) break;
+        extents = extents_that_fit(capacity_bytes, sharing, geometry);
+        if (extents >= wanted) break;
     }
     if (extents == 0)
         return fail(CXLKV_E_GEOMETRY,
@@ -149,14 +214,7 @@ int geometry_make(const cxlkv_layout *layout, uint64_t capacity_bytes, cxlkv_geo
                     "for alignment. Ask for %lu MiB or more",
                     capacity_bytes, geometry->record_bytes,
                     (4 * AREA_ALIGNMENT + 8 * geometry->extent_bytes) >> 20);
-    uint64_t pages = min_u64(extents, (1u << 30) / geometry->slab_slots) * geometry->slab_slots;
-    geometry->extent_count = (uint32_t)(pages / geometry->slab_slots);
-    geometry->page_count = (uint32_t)pages;
-    geometry->descriptors_offset = SUPERBLOCK_BYTES;
-    geometry->extents_offset =
-        align_up(SUPERBLOCK_BYTES + pages * sizeof(descriptor), AREA_ALIGNMENT);
-    geometry->region_bytes =
-        geometry->extents_offset + geometry->extent_count * geometry->extent_bytes;
+    place_extents(sharing, extents, geometry);
     return 0;
 }
 
@@ -170,6 +228,10 @@ void superblock_write(cxlkv_pool *pool) {
     memcpy(block->identity, pool->identity, sizeof(block->identity));
     block->page_tokens = layout->page_tokens;
     block->checksum = layout->checksum;
+    block->sharing = pool->sharing.kind;
+    block->durable = pool->sharing.durable;
+    block->host_count = pool->sharing.hosts;
+    block->log_records = pool->sharing.log_records;
     memcpy(block->shard, layout->shard, sizeof(block->shard));
     memcpy(block->model_id, layout->model_id, sizeof(block->model_id));
     block->geometry = pool->geometry;
@@ -210,7 +272,8 @@ static bool groups_read(const superblock *block, cxlkv_layout *layout) {
 }
 
 int superblock_read(const uint8_t *bytes, uint64_t file_bytes, const char *path,
-                    cxlkv_layout *layout, cxlkv_geometry *geometry, uint8_t *identity) {
+                    cxlkv_layout *layout, cxlkv_sharing *sharing, cxlkv_geometry *geometry,
+                    uint8_t *identity) {
     superblock block;
     memcpy(&block, bytes, sizeof(block));
     if (memcmp(block.magic, MAGIC, sizeof(MAGIC)) != 0)
@@ -225,28 +288,26 @@ int superblock_read(const uint8_t *bytes, uint64_t file_bytes, const char *path,
                     "%s: the superblock's CRC is wrong: its bytes were changed. Nothing in the "
                     "pool can be trusted: create it anew",
                     path);
-    if (block.sharing || block.durable || block.line_bytes != LINE_BYTES ||
-        !groups_read(&block, layout))
+    *sharing = (cxlkv_sharing){.kind = block.sharing, .durable = block.durable,
+                               .hosts = block.host_count, .log_records = block.log_records};
+    if (block.line_bytes != LINE_BYTES || !groups_read(&block, layout))
         return fail(CXLKV_E_GEOMETRY, "%s uses a feature that this build does not have", path);
     int code = layout_check(layout);
+    if (code == 0) code = sharing_check(sharing);
     if (code < 0) return code;
     /* The CRC may be right and the numbers hostile: derive them again and compare. */
     cxlkv_geometry derived;
     memset(&derived, 0, sizeof(derived));
     uint32_t slots = block.geometry.slab_slots;
-    if (slots == 0 || slots > 64 || (slots & (slots - 1)))
+    if (slots == 0 || slots > 64 || (slots & (slots - 1)) ||
+        (sharing->kind != CXLKV_SHARING_HOST && slots < RUN_SLOTS))
         return fail(CXLKV_E_GEOMETRY, "%s: %u slots in a slab", path, slots);
     extent_layout(layout, slots, &derived);
     uint64_t extents = block.geometry.extent_count, pages = extents * slots;
     if (extents == 0 || pages > 1u << 30 || extents > (INT64_MAX >> 1) / derived.extent_bytes)
         return fail(CXLKV_E_GEOMETRY, "%s: %lu extents of %lu bytes are more than a file can hold",
                     path, extents, derived.extent_bytes);
-    derived.extent_count = (uint32_t)extents;
-    derived.page_count = (uint32_t)pages;
-    derived.descriptors_offset = SUPERBLOCK_BYTES;
-    derived.extents_offset =
-        align_up(SUPERBLOCK_BYTES + pages * sizeof(descriptor), AREA_ALIGNMENT);
-    derived.region_bytes = derived.extents_offset + extents * derived.extent_bytes;
+    place_extents(sharing, extents, &derived);
     if (memcmp(&derived, &block.geometry, sizeof(derived)) != 0)
         return fail(CXLKV_E_GEOMETRY, "%s: its offsets do not follow from its layout", path);
     if (file_bytes < derived.region_bytes)
@@ -277,7 +338,9 @@ uint64_t host_line_nonce(const uint8_t *superblock_page) {
 }
 
 descriptor *descriptor_of(const cxlkv_pool *pool, uint32_t page) {
-    return (descriptor *)(pool->base + pool->geometry.descriptors_offset) + page;
+    const cxlkv_geometry *g = &pool->geometry;
+    return (descriptor *)(pool->base + g->descriptors_offset +
+                          page / g->slab_slots * g->descriptors_bytes) + page % g->slab_slots;
 }
 
 static record_header *header_of(const cxlkv_pool *pool, uint32_t page) {
@@ -302,8 +365,8 @@ uint32_t *checksum_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer, uin
 
 /* Lines are read while they may be written: word by word, and the CRC tells a torn copy. It covers
  * the version: a reader between the two stores sees a wrong CRC, not a torn line. */
-void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t state,
-                      uint32_t tokens, const page_key *key) {
+static descriptor descriptor_make(const cxlkv_pool *pool, uint32_t page, uint64_t generation,
+                                  uint32_t state, uint32_t tokens, const page_key *key) {
     descriptor line = {.version = generation << 8 | state, .tokens = tokens, .page = page};
     if (key) {
         memcpy(line.hash, key->hash, sizeof(line.hash));
@@ -314,10 +377,19 @@ void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint
         line.part = header_of(pool, page)->part;
     }
     line.crc = crc32c(0, &line, offsetof(descriptor, crc));
-    descriptor *at = descriptor_of(pool, page);
-    flush_store_line(at, &line, 1);
-    /* Pairs with the acquire load in descriptor_read(): the fields stand before the version. */
-    flush_store_word(&at->version, line.version);
+    return line;
+}
+
+void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t state,
+                      uint32_t tokens, const page_key *key) {
+    descriptor line = descriptor_make(pool, page, generation, state, tokens, key);
+    publish_item item = {.descriptor_line = descriptor_of(pool, page), .descriptor = &line};
+    visibility_free(&item, 1, pool->mode);
+}
+
+void descriptor_restore(cxlkv_pool *pool, uint32_t page, const descriptor *line) {
+    publish_item item = {.descriptor_line = descriptor_of(pool, page), .descriptor = line};
+    visibility_free(&item, 1, pool->mode);
 }
 
 int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy) {
@@ -354,9 +426,17 @@ void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens
     if (pool->layout.checksum)
         header.table_crc = crc32c(0, checksum_table(pool, page), pool->geometry.checksum_bytes);
     header.crc = crc32c(0, &header, offsetof(record_header, crc));
-    flush_store_line(header_of(pool, page), &header, 0);
-    descriptor_write(pool, page, header.generation, key ? PAGE_PUBLISHED : PAGE_SEALED, tokens,
-                     key);
+    descriptor line = descriptor_make(pool, page, header.generation,
+                                      key ? PAGE_PUBLISHED : PAGE_SEALED, tokens, key);
+    line.table_crc = header.table_crc;
+    line.part = part;
+    line.crc = crc32c(0, &line, offsetof(descriptor, crc));
+    if (pool->mode != VISIBILITY_COHERENT) /* V1; the pieces went past the caches */
+        flush_write_back(FLUSH_PUBLISH_HEADER, checksum_table(pool, page),
+                         pool->geometry.checksum_bytes);
+    publish_item item = {.header_line = header_of(pool, page), .header = &header,
+                         .descriptor_line = descriptor_of(pool, page), .descriptor = &line};
+    visibility_publish(&item, 1, pool->mode);
 }
 
 /* publish() rewrites a header to add its hash: a reader in between tries again. */
@@ -484,7 +564,7 @@ uint64_t retire_range(cxlkv_pool *pool, uintptr_t address, size_t bytes) {
     uint64_t start = first > base ? first - base : 0, retired = 0;
     uint64_t stop = min_u64(first + bytes - base, g->region_bytes);
     for (uint32_t page = 0; page < g->page_count; page++) {
-        uint64_t line = g->descriptors_offset + page * sizeof(descriptor);
+        uint64_t line = (uint64_t)((uint8_t *)descriptor_of(pool, page) - pool->base);
         if (line < stop && line + sizeof(descriptor) > start) retired += page_retire(pool, page);
     }
     for (uint64_t extent = 0; extent < g->extent_count; extent++) {

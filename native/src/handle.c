@@ -2,7 +2,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "flush.h"
 #include "internal.h"
+#include "lines.h"
 
 #define HANDLE_MAGIC 0x48564b43u /* "CKVH" */
 
@@ -86,6 +88,19 @@ static uint8_t *write_entries(const cxlkv_sequence *sequence, uint32_t part, uin
     return to;
 }
 
+/* Others may know these pages from now on: when they are freed, pins are looked at. */
+static int show_pages(const cxlkv_sequence *sequence, uint32_t count) {
+    cxlkv_pool *pool = sequence->pool;
+    int code = pool->shared ? host_lock(pool) : 0;
+    if (code < 0 || !pool->shared) return code;
+    for (uint32_t part = 0; part < pool->geometry.part_count; part++)
+        for (uint32_t i = sequence->tables[part].first; i < count; i++)
+            pool->pages[i < sequence->page_count ? sequence_page(sequence, part, i)
+                                                 : sequence->export_pages[part]].shown = 1;
+    host_unlock(pool);
+    return 0;
+}
+
 static int64_t export_locked(cxlkv_sequence *sequence, uint8_t *bytes, uint64_t capacity) {
     cxlkv_pool *pool = sequence->pool;
     uint64_t tokens = sequence_even_tokens(sequence), entries = 0;
@@ -100,6 +115,7 @@ static int64_t export_locked(cxlkv_sequence *sequence, uint8_t *bytes, uint64_t 
     if (!bytes) return (int64_t)size;
     if (capacity < size) return fail(CXLKV_E_ROOM, "the handle needs %lu bytes", size);
     int code = export_tail(sequence, tokens);
+    if (code == 0) code = show_pages(sequence, count);
     if (code < 0) return code;
     handle_header header = {.magic = HANDLE_MAGIC, .version = HANDLE_VERSION, .tokens = tokens,
                             .page_count = count, .page_tokens = pool->layout.page_tokens};
@@ -169,6 +185,25 @@ static int handle_read(const cxlkv_pool *pool, const uint8_t *bytes, uint64_t si
     return 0;
 }
 
+/* A page of another host, which its handle need not say to be published. */
+static int adopt_foreign(cxlkv_pool *pool, uint32_t page, uint32_t part, uint64_t generation,
+                         uint32_t tokens) {
+    borrowing item = {.page = page, .generation = generation, .state = PAGE_PUBLISHED};
+    borrow(pool, &item, 1);
+    item.state = PAGE_SEALED;
+    if (item.code < 0) borrow(pool, &item, 1);
+    if (item.code == -ENOMEM) return fail(ENOMEM, "no memory to adopt a page");
+    if (item.code < 0)
+        return fail(CXLKV_E_STALE,
+                    "stale handle: page %u of another host was freed since. Whoever made the "
+                    "handle must keep its sequence or hit until it is adopted", page);
+    int code = record_check(pool, page, generation, tokens);
+    if (code == 0 && record_part(pool, page) != part)
+        code = fail(CXLKV_E_STALE, "stale handle: page %u holds other layers", page);
+    if (code < 0 && pool->pages[page].holders == 0) borrow_end(pool, page);
+    return code;
+}
+
 /* Is the page what a handle says, and still alive? Under the host lock. */
 static int page_acquire_check(cxlkv_pool *pool, uint32_t page, uint32_t part,
                               uint64_t generation, uint32_t tokens) {
@@ -177,7 +212,9 @@ static int page_acquire_check(cxlkv_pool *pool, uint32_t page, uint32_t part,
         return fail(CXLKV_E_STALE, "the handle names page %u of %u", page, pool->host->page_count);
     const page_info *info = &pool->pages[page];
     if (info->retired) return fail(CXLKV_E_POISON, "page %u was retired: its memory is bad", page);
-    if (info->generation != generation || (!info->holders && !info->published))
+    if (!page_is_ours(pool, page)) return adopt_foreign(pool, page, part, generation, tokens);
+    if (info->generation != generation ||
+        (!info->holders && !info->published && !info->withdrawn))
         return fail(CXLKV_E_STALE,
                     "stale handle: page %u was freed (generation %lu, now %lu). Whoever made the "
                     "handle must keep its sequence or hit until it is adopted",
@@ -272,13 +309,17 @@ static void hash_of(const uint8_t *hashes, uint64_t key, uint64_t place, uint32_
 /* A page that is published already, or whose hash is, stays as it is: the first copy serves all. */
 static bool publish_page(cxlkv_pool *pool, uint32_t page, uint32_t part, const page_key *key) {
     page_info *info = &pool->pages[page];
-    if (info->published || info->retired || index_find(pool, key->hash) != NO_PAGE) return false;
+    if (info->published || info->retired || index_find(pool, key->hash) != NO_PAGE ||
+        !page_is_ours(pool, page))
+        return false;
     rewrite_begin(pool, page);
     record_seal(pool, page, part, pool->layout.page_tokens, key);
     rewrite_end(pool);
     index_insert(pool, key->hash, page);
     info->published = 1;
+    info->shown = 1;
     pool->host->published_pages++;
+    log_add(pool, LOG_PUBLISH, page, info->generation, key->hash);
     return true;
 }
 
@@ -346,6 +387,12 @@ int64_t cxlkv_publish(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_
     return code;
 }
 
+static void drop_from_index(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2]) {
+    index_erase(pool, hash);
+    if (pool->pages[page].published) pool->host->published_pages--;
+    pool->pages[page].published = 0;
+}
+
 /* The page of one part under a key and place, and which of its chain it is; false: none. A damaged
  * or foreign page is none either: a miss, never a wrong hit. */
 static bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, uint32_t *page,
@@ -353,14 +400,38 @@ static bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, 
     descriptor line;
     *page = index_find(pool, hash);
     if (*page == NO_PAGE) return false;
-    if (pool->pages[*page].retired || descriptor_read(pool, *page, &line) < 0 ||
-        memcmp(line.hash, hash, sizeof(line.hash)) != 0 || line.part != part ||
-        record_check(pool, *page, pool->pages[*page].generation, pool->layout.page_tokens) < 0) {
+    bool ours = page_is_ours(pool, *page);
+    bool right = !pool->pages[*page].retired && descriptor_read(pool, *page, &line) == 0 &&
+                 memcmp(line.hash, hash, sizeof(line.hash)) == 0 && line.part == part;
+    if (right && ours)
+        right = record_check(pool, *page, pool->pages[*page].generation,
+                             pool->layout.page_tokens) == 0;
+    *ordinal = right ? line.ordinal : 0;
+    if (!ours) { /* its descriptor is looked at again, under a pin */
+        right = right && (line.version & 255) == PAGE_PUBLISHED;
+        if (right && !pool->pages[*page].holders)
+            pool->pages[*page].generation = line.version >> 8;
+        if (!right) drop_from_index(pool, *page, hash);
+    } else if (!right) {
         count_add(pool, COUNT_CORRUPT_PIECES, 1);
-        return false;
     }
-    *ordinal = line.ordinal;
-    return true;
+    return right;
+}
+
+/* The descriptors of other hosts' pages that match() is about to read, from memory. */
+static void look_at_candidates(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes) {
+    flush_fence_all(FLUSH_ACQUIRE_BEGIN_FENCE);
+    for (uint64_t key = 0; key < count; key++)
+        for (uint32_t part = 0; part < pool->geometry.part_count; part++)
+            for (uint64_t place = 0;; place++) {
+                uint64_t hash[2];
+                hash_of(hashes, key, place, part, hash);
+                uint32_t page = index_find(pool, hash);
+                if (page == NO_PAGE) break;
+                if (!page_is_ours(pool, page))
+                    line_drop(FLUSH_ACQUIRE_DESCRIPTOR, descriptor_of(pool, page), pool->mode);
+            }
+    flush_fence_all(FLUSH_ACQUIRE_DESCRIPTOR_FENCE);
 }
 
 /* What a match found: by part and place in the chain a page, or NO_PAGE. */
@@ -446,22 +517,72 @@ static int hold_found(cxlkv_pool *pool, const found *f, uint32_t count, cxlkv_se
     return 0;
 }
 
+/* Takes the other hosts' pages among the first `count` of the chain into view. False: some were
+ * freed meanwhile, or are damaged, and are none of the found any more. */
+static bool borrow_found(cxlkv_pool *pool, found *f, uint32_t count) {
+    uint64_t parts = pool->geometry.part_count, used = 0;
+    bool all = true;
+    borrowing *items = malloc((parts * count + 1) * sizeof(*items));
+    for (uint64_t i = 0; i < parts * count; i++) {
+        uint32_t page = f->pages[i];
+        if (page == NO_PAGE || page_is_ours(pool, page)) continue;
+        if (!items) f->pages[i] = NO_PAGE;
+        else items[used++] = (borrowing){.page = page, .state = PAGE_PUBLISHED,
+                                         .generation = pool->pages[page].generation};
+        all &= items != NULL;
+    }
+    if (items) borrow(pool, items, (uint32_t)used);
+    used = 0;
+    for (uint64_t i = 0; items && i < parts * count; i++) {
+        uint32_t page = f->pages[i];
+        if (page == NO_PAGE || page_is_ours(pool, page)) continue;
+        int code = items[used++].code;
+        if (code == 0 && record_check(pool, page, pool->pages[page].generation,
+                                      pool->layout.page_tokens) < 0) {
+            count_add(pool, COUNT_CORRUPT_PIECES, 1);
+            code = -CXLKV_E_CORRUPT;
+        }
+        if (code == 0) continue;
+        f->pages[i] = NO_PAGE;
+        all = false;
+    }
+    free(items);
+    return all;
+}
+
+/* Pins of what was taken into view and is not held after all. */
+static void end_unused(cxlkv_pool *pool, const found *f, uint64_t count) {
+    for (uint64_t i = 0; i < count * pool->geometry.part_count; i++) {
+        uint32_t page = f->pages[i];
+        if (page != NO_PAGE && !page_is_ours(pool, page) && pool->pages[page].holders == 0)
+            borrow_end(pool, page);
+    }
+}
+
 /* Under the host lock, on a sequence that nobody else knows yet. */
 static int match_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, found *f,
                       cxlkv_sequence *sequence) {
     uint64_t next[CXLKV_LAYERS_MAX] = {0};
+    if (pool->shared) {
+        peers_follow(pool);
+        look_at_candidates(pool, count, hashes);
+    }
     int code = find_pages(pool, count, hashes, next, f);
     uint32_t pages = 0, before = UINT32_MAX;
+    uint64_t looked_at = f->count;
     /* One part's shorter prefix may show a gap in another's window: until none of them shrinks. */
     while (code == 0 && pages != before) {
         before = pages;
         pages = longest_prefix(pool, f);
         f->count = pages;
+        if (pool->shared && pages == before && !borrow_found(pool, f, pages)) before = UINT32_MAX;
     }
     if (code < 0) return code;
     count_add(pool, COUNT_MATCH_KEYS_ASKED, count);
     if (pages) count_add(pool, COUNT_MATCH_KEYS_HIT, f->keys[pages - 1]);
-    return hold_found(pool, f, pages, sequence);
+    code = hold_found(pool, f, pages, sequence);
+    if (pool->shared) end_unused(pool, f, looked_at);
+    return code;
 }
 
 int64_t cxlkv_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, double lease_s,
@@ -506,13 +627,14 @@ int64_t cxlkv_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, dou
     return (int64_t)tokens;
 }
 
-static bool forget_page(cxlkv_pool *pool, const uint64_t hash[2]) {
+bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]) {
     uint32_t page = index_find(pool, hash);
     if (page == NO_PAGE) return false;
     page_info *info = &pool->pages[page];
-    index_erase(pool, hash);
-    info->published = 0;
-    pool->host->published_pages--;
+    drop_from_index(pool, page, hash);
+    /* Another host's page is its owner's to forget: it reads that in our log. */
+    log_add(pool, page_is_ours(pool, page) ? LOG_FREE : LOG_FORGET, page, info->generation, hash);
+    if (!page_is_ours(pool, page)) return true;
     if (info->holders && !info->retired) {
         rewrite_begin(pool, page);
         descriptor_write(pool, page, info->generation, PAGE_SEALED, pool->layout.page_tokens, NULL);
@@ -529,7 +651,7 @@ static int64_t forget_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hash
             for (uint64_t place = 0;; place++, forgotten++) {
                 uint64_t hash[2];
                 hash_of(hashes, key, place, part, hash);
-                if (!forget_page(pool, hash)) break;
+                if (!page_forget(pool, hash)) break;
             }
     return forgotten;
 }

@@ -150,28 +150,48 @@ static void rewrite_repair(cxlkv_pool *pool) {
     } GUARD_END(fault, pool->pages[page].retired = 1)
 }
 
+static void log_again(cxlkv_pool *pool);
+
+/* Its holder died in the middle of a change: derive all that is derived anew. */
+static void repair(cxlkv_pool *pool) {
+    if (pool->shared) {
+        peers_sync(pool);
+        hosts_recover(&pool->hosts);
+        pool->host->log_next = hosts_log_end(&pool->hosts, pool->hosts.self);
+        extents_refresh(pool);
+    }
+    rewrite_repair(pool);
+    host_rebuild(pool);
+    host_reap(pool);
+    host_count(pool->host, COUNT_REBUILDS);
+    if (pool->shared) log_again(pool);
+    pthread_mutex_consistent(&pool->host->mutex);
+}
+
+int host_trylock(cxlkv_pool *pool) {
+    int code = pthread_mutex_trylock(&pool->host->mutex);
+    if (code == EOWNERDEAD) repair(pool);
+    else if (code != 0) return -CXLKV_E_TIMEOUT;
+    else if (pool->shared) peers_sync(pool);
+    return 0;
+}
+
 int host_lock(cxlkv_pool *pool) {
     struct timespec deadline;
     clock_gettime(CLOCK_REALTIME, &deadline);
     deadline.tv_sec += LOCK_WAIT_S;
     int code = pthread_mutex_trylock(&pool->host->mutex);
     if (code == EBUSY) code = pthread_mutex_timedlock(&pool->host->mutex, &deadline);
-    if (code == EOWNERDEAD) {
-        /* Its holder died in the middle of a change: derive all that is derived anew. */
-        rewrite_repair(pool);
-        host_rebuild(pool);
-        host_reap(pool);
-        host_count(pool->host, COUNT_REBUILDS);
-        pthread_mutex_consistent(&pool->host->mutex);
-        return 0;
-    }
-    if (code == 0) return 0;
+    if (code == EOWNERDEAD) repair(pool);
+    else if (code == 0 && pool->shared) peers_sync(pool);
+    if (code == 0 || code == EOWNERDEAD) return 0;
     return fail(CXLKV_E_TIMEOUT,
                 "the pool's lock was not free for %d s: a process that has it open is stopped",
                 LOCK_WAIT_S);
 }
 
 void host_unlock(cxlkv_pool *pool) {
+    if (pool->log_count) log_write(pool);
     host_assert(pool);
     pthread_mutex_unlock(&pool->host->mutex);
 }
@@ -194,33 +214,64 @@ uint64_t host_state_layout(uint32_t page_count, host_state *host) {
 }
 
 /* The region's descriptors say what is published; all else that nobody holds is free. */
-static void rebuild_page(cxlkv_pool *pool, uint32_t page) {
+static void rebuild_page(cxlkv_pool *pool, uint32_t page, bool pinned) {
     page_info *info = &pool->pages[page];
     descriptor line;
     info->holders = 0;
     for (uint32_t slot = 0; slot < PROCESS_MAX; slot++)
         if (pool->host->processes[slot].state && held_of(pool, slot)[page]) info->holders++;
+    bool ours = page_is_ours(pool, page);
     info->published = info->quarantined = 0;
     if (descriptor_read(pool, page, &line) < 0) {
         /* A holder may be writing it just now, or died so: then the page is settled when reaped. */
-        info->quarantined = info->holders == 0;
+        info->quarantined = ours && info->holders == 0;
         return;
     }
     uint64_t generation = line.version >> 8, state = line.version & 255;
-    if (generation > info->generation) info->generation = generation;
+    if (!ours && info->holders && generation != info->generation) return; /* it is lost to us */
+    if (generation > info->generation || !ours) info->generation = generation;
     if (state == PAGE_PUBLISHED && index_insert(pool, line.hash, page)) {
         info->published = 1;
         pool->host->published_pages++;
-    } else if (info->holders == 0 && state != PAGE_FREE && !info->retired) {
+    } else if (ours && info->holders == 0 && state != PAGE_FREE && !info->retired && !pinned) {
         descriptor_write(pool, page, ++info->generation, PAGE_FREE, 0, NULL);
     }
 }
 
-static void rebuild_page_guarded(cxlkv_pool *pool, uint32_t page) {
+static void rebuild_page_guarded(cxlkv_pool *pool, uint32_t page, bool pinned) {
     guard fault;
     GUARD_BEGIN(fault) {
-        rebuild_page(pool, page);
+        rebuild_page(pool, page, pinned);
     } GUARD_END(fault, pool->pages[page].retired = 1)
+}
+
+void host_rebuild_run(cxlkv_pool *pool, uint32_t run) {
+    host_state *host = pool->host;
+    run_info *info = &pool->runs[run];
+    *info = (run_info){.next = NO_PAGE, .previous = NO_PAGE, .ours = info->ours};
+    /* V6: a page that is free may still be read on another host. */
+    uint64_t pinned = 0;
+    if (pool->shared && info->ours)
+        pinned = pinned_elsewhere(pool, run * RUN_SLOTS) >> run * RUN_SLOTS % 64;
+    for (uint32_t slot = 0; slot < RUN_SLOTS; slot++) {
+        uint32_t page = run * RUN_SLOTS + slot;
+        if (page >= host->page_count) break;
+        rebuild_page_guarded(pool, page, pinned >> slot & 1);
+        page_info *state = &pool->pages[page];
+        host->withdrawn_pages -= state->withdrawn;
+        state->withdrawn = 0;
+        if (!info->ours || state->holders || state->published || state->retired ||
+            state->quarantined)
+            continue;
+        if (pinned >> slot & 1) {
+            state->withdrawn = 1;
+            host->withdrawn_pages++;
+            continue;
+        }
+        info->free_mask |= (uint16_t)(1u << slot);
+        host->free_pages++;
+    }
+    pages_list(pool, run);
 }
 
 void host_rebuild(cxlkv_pool *pool) {
@@ -228,20 +279,16 @@ void host_rebuild(cxlkv_pool *pool) {
     index_clear(pool);
     host->free_pages = host->published_pages = 0;
     host->free_runs = host->partial_runs = NO_PAGE;
-    for (uint32_t run = host->run_count; run-- > 0;) {
-        run_info *info = &pool->runs[run];
-        *info = (run_info){.next = NO_PAGE, .previous = NO_PAGE};
-        for (uint32_t slot = 0; slot < RUN_SLOTS; slot++) {
-            uint32_t page = run * RUN_SLOTS + slot;
-            if (page >= host->page_count) break;
-            rebuild_page_guarded(pool, page);
-            const page_info *state = &pool->pages[page];
-            if (state->holders || state->published || state->retired || state->quarantined)
-                continue;
-            info->free_mask |= (uint16_t)(1u << slot);
-            host->free_pages++;
-        }
-        pages_list(pool, run);
+    for (uint32_t run = host->run_count; run-- > 0;) host_rebuild_run(pool, run);
+}
+
+/* Whoever died may have published without a word about it. */
+static void log_again(cxlkv_pool *pool) {
+    for (uint32_t page = 0; page < pool->host->page_count; page++) {
+        descriptor line;
+        if (!page_is_ours(pool, page) || !pool->pages[page].published) continue;
+        if (descriptor_read(pool, page, &line) == 0)
+            log_add(pool, LOG_PUBLISH, page, line.version >> 8, line.hash);
     }
 }
 
@@ -295,25 +342,33 @@ static int state_make(cxlkv_pool *pool) {
     pthread_mutex_init(&host->mutex, &attributes);
     pthread_mutexattr_destroy(&attributes);
     bind_tables(pool);
+    for (uint32_t run = 0; run < host->run_count; run++) pool->runs[run].ours = !pool->shared;
+    if (pool->shared) {
+        for (uint32_t page = 0; page < host->page_count; page++) pool->pages[page].shown = 1;
+        code = peers_arrive(pool);
+        if (code < 0) return code;
+    }
     host_rebuild(pool);
-    host_line_write(pool, host->nonce);
+    if (!pool->shared) host_line_write(pool, host->nonce);
     host->ready = 1;
     return 0;
 }
 
 /* Of the file as well: a copy of a pool has its identity, and is another pool. */
-void host_state_path(const uint8_t identity[16], int fd, char path[STATE_PATH_BYTES]) {
+void host_state_path(const uint8_t identity[16], int fd, uint32_t host,
+                     char path[STATE_PATH_BYTES]) {
     struct stat status;
     unsigned long inode = fstat(fd, &status) == 0 ? status.st_ino : 0;
+    if (host != NO_HOST) inode = inode << 8 | host; /* several may be tried on one machine */
     size_t at = (size_t)snprintf(path, STATE_PATH_BYTES, "/dev/shm/cxlkv-");
     for (int i = 0; i < 16; i++)
         at += (size_t)snprintf(path + at, STATE_PATH_BYTES - at, "%02x", identity[i]);
     snprintf(path + at, STATE_PATH_BYTES - at, "-%lx.host", inode);
 }
 
-int host_remove_state(const uint8_t identity[16], int fd) {
+int host_remove_state(const uint8_t identity[16], int fd, uint32_t host) {
     char path[STATE_PATH_BYTES];
-    host_state_path(identity, fd, path);
+    host_state_path(identity, fd, host, path);
     return unlink(path) < 0 && errno != ENOENT ? -errno : 0;
 }
 
@@ -351,7 +406,7 @@ static bool state_join(cxlkv_pool *pool, const char *path) {
     if (fstat(pool->host_fd, &status) == 0 && (uint64_t)status.st_size == bytes &&
         state_map(pool, bytes) == 0) {
         if (host_state_fits(pool->host, pool->geometry.page_count, pool->identity) &&
-            pool->host->nonce == host_line_read(pool)) {
+            pool->host->nonce == (pool->shared ? peers_nonce(pool) : host_line_read(pool))) {
             bind_tables(pool);
             return true;
         }
@@ -365,10 +420,10 @@ static bool state_join(cxlkv_pool *pool, const char *path) {
 
 static int state_attach_file(cxlkv_pool *pool) {
     char path[STATE_PATH_BYTES];
-    host_state_path(pool->identity, pool->fd, path);
+    host_state_path(pool->identity, pool->fd, pool->shared ? pool->hosts.self : NO_HOST, path);
     if (state_join(pool, path)) return lock_byte(pool->fd, USE_BYTE, false, false);
     /* Nobody may be using the pool through a state that we cannot see, as in another container. */
-    if (lock_byte(pool->fd, USE_BYTE, true, false) < 0)
+    if (!pool->shared && lock_byte(pool->fd, USE_BYTE, true, false) < 0)
         return fail(CXLKV_E_BUSY,
                     "%s is in use by processes with another /dev/shm (another container?). Share "
                     "/dev/shm with them, or close the pool there",
@@ -428,6 +483,14 @@ static void leave_traces(cxlkv_pool *pool) {
     futimens(pool->fd, NULL);
 }
 
+static void leave_pool(cxlkv_pool *pool) {
+    guard fault;
+    GUARD_BEGIN(fault) {
+        counters_save(pool);
+        peers_leave(pool);
+    } GUARD_END(fault, (void)fault) /* what cannot be written back was lost before */
+}
+
 /* The last one out removes the state: the region alone says all that the next one needs. */
 void host_detach(cxlkv_pool *pool) {
     if (!pool->host) {
@@ -443,12 +506,14 @@ void host_detach(cxlkv_pool *pool) {
         last = true;
         for (uint32_t i = 0; i < PROCESS_MAX; i++)
             if (pool->host->processes[i].state) last = false;
+        if (last && pool->shared) leave_pool(pool);
         host_unlock(pool);
     }
-    if (pool->path) leave_traces(pool);
+    if (pool->path && !pool->shared) leave_traces(pool);
     counters_unbind(pool);
-    if (pool->path && last && lock_byte(pool->fd, USE_BYTE, true, false) == 0)
-        host_remove_state(pool->identity, pool->fd);
+    if (pool->path && last &&
+        (pool->shared || lock_byte(pool->fd, USE_BYTE, true, false) == 0))
+        host_remove_state(pool->identity, pool->fd, pool->shared ? pool->hosts.self : NO_HOST);
     munmap(pool->host, pool->host->bytes);
     pool->host = NULL;
     pool->held = NULL;
@@ -483,7 +548,8 @@ int host_recount(cxlkv_pool *pool, char *text, size_t text_bytes) {
             if (host->processes[slot].state && held_of(pool, slot)[page]) holders++;
         if (holders != info->holders)
             PROBLEM("page %u: %u processes hold it, %u counted\n", page, holders, info->holders);
-        bool wanted = holders || info->published || info->retired || info->quarantined;
+        bool wanted = holders || info->published || info->retired || info->quarantined ||
+                      info->withdrawn || !page_is_ours(pool, page);
         if (is_free == wanted)
             PROBLEM("page %u: %s\n", page, is_free ? "free but in use" : "lost: in use by nobody");
         free_pages += is_free;

@@ -50,6 +50,17 @@ int hosts_read_log(const hosts *h, uint32_t host, uint64_t *next, log_record *re
     return count;
 }
 
+uint64_t hosts_logs_moved(const hosts *h, const uint64_t *next) {
+    const void *lines[HOSTS_MAX];
+    uint64_t moved = 0;
+    for (uint32_t host = 0; host < h->area.host_count; host++)
+        lines[host] = record_at(h, host, next[host]);
+    line_look(h, FLUSH_LOG_LOOK_BEGIN, lines, h->area.host_count, 1);
+    for (uint32_t host = 0; host < h->area.host_count; host++)
+        if (flush_load_word(lines[host]) >= next[host]) moved |= 1ull << host;
+    return moved;
+}
+
 uint64_t hosts_log_end(const hosts *h, uint32_t host) {
     uint64_t end = 1;
     for (uint64_t first = 0; first < h->area.log_records; first += LOG_BATCH) {

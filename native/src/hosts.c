@@ -52,7 +52,7 @@ static void clear_pins(const hosts *h) {
     static const uint8_t zeros[LINE_BYTES];
     uint64_t bytes = h->area.block_bytes - h->area.pins_offset;
     for (uint64_t at = 0; at < bytes; at += LINE_BYTES) flush_store_line(first + at, zeros, 0);
-    line_keep(h, FLUSH_READER_LEAVE, first, bytes);
+    line_keep(h, FLUSH_UNPIN, first, bytes);
 }
 
 int hosts_attach(hosts *h, uint64_t nonce) {
@@ -105,6 +105,14 @@ void hosts_beat(const hosts *h, uint64_t beats, uint64_t wanted_extents) {
     flush_store_word(line, beats);
     line_send(FLUSH_BEAT, line, h->mode);
     flush_fence_stores(FLUSH_BEAT_FENCE);
+}
+
+void hosts_offer(const hosts *h, uint64_t extents) {
+    flush_store_word((uint64_t *)hosts_line(h, h->self, BEAT_LINE) + 2, extents);
+}
+
+uint64_t hosts_offered(const hosts *h, uint32_t host) {
+    return flush_load_word((const uint64_t *)hosts_line(h, host, BEAT_LINE) + 2);
 }
 
 void hosts_look_beats(const hosts *h, uint64_t *beats, uint64_t *wanted_extents) {

@@ -65,6 +65,9 @@ void hosts_recover(const hosts *h);
 void hosts_leave(hosts *h, uint64_t nonce);
 /* A beat, and how many extents we would like to have from others. */
 void hosts_beat(const hosts *h, uint64_t beats, uint64_t wanted_extents);
+/* With the next beat: how many we could spare. What another said when its beats were looked at. */
+void hosts_offer(const hosts *h, uint64_t extents);
+uint64_t hosts_offered(const hosts *h, uint32_t host);
 /* Of all hosts, from memory. */
 void hosts_look_beats(const hosts *h, uint64_t *beats, uint64_t *wanted_extents);
 
@@ -123,6 +126,8 @@ void hosts_log(const hosts *h, uint64_t next, log_record *records, uint32_t coun
  * its descriptors instead. */
 enum { LOG_BATCH = 16 };
 int hosts_read_log(const hosts *h, uint32_t host, uint64_t *next, log_record *records);
+/* A bit for each host whose log has a record from next[host] on. */
+uint64_t hosts_logs_moved(const hosts *h, const uint64_t *next);
 /* The sequence that the host writes next, or wrote just now. */
 uint64_t hosts_log_end(const hosts *h, uint32_t host);
 

@@ -15,6 +15,7 @@
 
 #include "crc32c.h"
 #include "cxlkv.h"
+#include "hosts.h"
 #include "kernels.h"
 
 #ifndef CXLKV_DEBUG
@@ -25,7 +26,7 @@ enum {
     LINE_BYTES = 64,
     SUPERBLOCK_BYTES = 4096,
     AREA_ALIGNMENT = 2 << 20,
-    FORMAT_VERSION = 2,
+    FORMAT_VERSION = 3,
     RUN_SLOTS = 16,
     PROCESS_MAX = 128,
     CHUNK_PAGES = 256,
@@ -56,8 +57,8 @@ typedef struct superblock {
     uint8_t identity[16];        /* random: names the pool, whatever its path */
     uint32_t page_tokens;
     uint32_t checksum;
-    uint32_t sharing;            /* 0 host */
-    uint32_t durable;            /* 0 process */
+    uint32_t sharing;
+    uint32_t durable;
     uint32_t shard[4];
     char model_id[256];
     cxlkv_geometry geometry;
@@ -65,6 +66,8 @@ typedef struct superblock {
     uint32_t reserved;
     group_row groups[CXLKV_GROUPS_MAX];
     uint8_t group_of[CXLKV_LAYERS_MAX];
+    uint32_t host_count;
+    uint32_t log_records;
     uint32_t crc;                /* of all bytes before it */
 } superblock;
 _Static_assert(sizeof(superblock) <= SUPERBLOCK_BYTES - 4 * LINE_BYTES,
@@ -116,12 +119,15 @@ typedef struct page_key {
 typedef struct page_info {
     uint64_t generation;         /* the descriptor's; bumped when the page is freed */
     uint32_t holders;            /* processes with held[page] > 0 */
-    uint8_t published, retired, quarantined, reserved;
+    uint8_t published, retired, quarantined;
+    /* Where hosts share the pool. Shown: others may know this generation. Withdrawn: free but for
+     * the pins of another host. Lost: held here, and changed while this host was fenced. */
+    uint8_t shown : 1, withdrawn : 1, lost : 1;
 } page_info;
 
 typedef struct run_info {
     uint16_t free_mask;          /* bit i: slot i is free */
-    uint16_t reserved;
+    uint16_t ours;               /* 1: it lies in an extent of this host */
     uint32_t next, previous;     /* in the list of free runs, or of partly free ones */
 } run_info;
 
@@ -168,6 +174,13 @@ typedef struct counter_row {
 } counter_row;
 _Static_assert(sizeof(counter_row) % LINE_BYTES == 0, "a row shares no line");
 
+/* Another host, as this one sees it. */
+typedef struct host_view {
+    uint64_t beats, since_ns;    /* its last heartbeat, and since when by our own clock */
+    uint64_t wanted_extents;
+    uint64_t log_next;           /* the record of its log that is read next */
+} host_view;
+
 typedef struct host_state {
     uint64_t magic;
     uint64_t nonce;
@@ -180,6 +193,15 @@ typedef struct host_state {
     uint64_t free_pages, published_pages;
     uint32_t rewriting;          /* page whose sealed record is being rewritten, or NO_PAGE */
     process_slot processes[PROCESS_MAX];
+    /* Where hosts share the pool; under the mutex like the rest. */
+    uint32_t host_epoch;
+    uint32_t stopped;            /* an error number: this host may not go on */
+    uint64_t beats, beat_ns;     /* our last heartbeat */
+    uint64_t wanted_extents;
+    uint64_t log_next;           /* the record of our log that is written next */
+    uint64_t extents_version;    /* moves when extents come or go */
+    uint64_t owned_extents, withdrawn_pages, lost_pages;
+    host_view views[HOSTS_MAX];
     uint64_t pool_device, pool_inode;
     char pool_path[512];         /* where the pool's file lay; empty when the name is longer */
     /* A row for each slot, written by the slot's process only and never set back: the pool's total
@@ -215,6 +237,7 @@ struct cxlkv_pool {
     uint8_t *base;
     cxlkv_layout layout;
     cxlkv_geometry geometry;
+    cxlkv_sharing sharing;
     part *parts;
     uint16_t part_of[CXLKV_LAYERS_MAX], row_of[CXLKV_LAYERS_MAX];  /* by layer: where it lies */
     bool windowed;               /* a part has a window */
@@ -240,6 +263,15 @@ struct cxlkv_pool {
     struct tail *spare_tails;
     uint64_t spare_count;
     counter_row *counters;       /* our row in the host state */
+    bool shared;                 /* by several hosts */
+    enum visibility_mode mode;
+    hosts hosts;                 /* how this process reaches the others */
+    uint64_t lease_ns;
+    uint64_t mapped_version;     /* host->extents_version when the mapping was made to fit it */
+    uint32_t pauses;             /* in the present wait for another host */
+    struct keeper *keeper;
+    log_record log_waiting[LOG_BATCH]; /* written when the host lock is given back */
+    uint32_t log_count;
     uint32_t fork_slot;          /* made for the child between fork's prepare and its end */
     uint64_t fork_nonce;         /* that slot's: it may be reaped and given to another */
     struct cxlkv_pool *next;     /* all open pools of this process, for fork */
@@ -338,17 +370,22 @@ bool byte_is_free(int fd, off_t offset);  /* nobody has it locked; takes no lock
 /* ---- format.c ---- */
 int layout_check(const cxlkv_layout *layout);
 int parts_make(cxlkv_pool *pool);         /* parts, part_of, row_of from layout and geometry */
-int geometry_make(const cxlkv_layout *layout, uint64_t capacity_bytes, cxlkv_geometry *geometry);
+/* Fills in sharing->log_records when that is 0. */
+int geometry_make(const cxlkv_layout *layout, cxlkv_sharing *sharing, uint64_t capacity_bytes,
+                  cxlkv_geometry *geometry);
+hosts_area hosts_area_of(uint8_t *base, const cxlkv_sharing *sharing, const cxlkv_geometry *g);
 void superblock_write(cxlkv_pool *pool);
 /* Reads and checks a superblock of a file of file_bytes. */
 int superblock_read(const uint8_t *bytes, uint64_t file_bytes, const char *path,
-                    cxlkv_layout *layout, cxlkv_geometry *geometry, uint8_t *identity);
+                    cxlkv_layout *layout, cxlkv_sharing *sharing, cxlkv_geometry *geometry,
+                    uint8_t *identity);
 void host_line_write(cxlkv_pool *pool, uint64_t nonce);
 uint64_t host_line_read(const cxlkv_pool *pool);   /* 0: none */
 uint64_t host_line_nonce(const uint8_t *superblock_page);
 descriptor *descriptor_of(const cxlkv_pool *pool, uint32_t page);
 void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t state,
                       uint32_t tokens, const page_key *key);
+void descriptor_restore(cxlkv_pool *pool, uint32_t page, const descriptor *line);
 /* Copies the line and verifies the copy; 0 or -CXLKV_E_CORRUPT. */
 int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy);
 void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens,
@@ -418,23 +455,27 @@ void counters_of_slot(host_state *host, uint32_t slot, cxlkv_counters *counters)
 void counters_total(host_state *host, cxlkv_counters *counters);
 void counters_save(cxlkv_pool *pool);                  /* in the region */
 /* False, and zeros, where nobody has saved any, or died over it. */
-bool counters_load(const uint8_t *superblock_page, cxlkv_counters *counters);
+bool counters_load(const uint8_t *from, cxlkv_counters *counters);
 void counters_restore(cxlkv_pool *pool);               /* into a new host state */
 
 /* ---- host.c ---- */
 int host_attach(cxlkv_pool *pool);        /* joins or makes the host state; registers us */
 void host_detach(cxlkv_pool *pool);
+int host_trylock(cxlkv_pool *pool);       /* 0, or -CXLKV_E_TIMEOUT without a text */
 int host_lock(cxlkv_pool *pool);          /* 0, or -CXLKV_E_TIMEOUT; repairs after a death inside */
 void host_unlock(cxlkv_pool *pool);
 uint64_t host_reap(cxlkv_pool *pool);     /* under the lock: gives back what dead processes held */
 int host_register(cxlkv_pool *pool, uint32_t state, uint32_t *slot);
 void host_unregister(cxlkv_pool *pool, uint32_t slot);
+void host_rebuild_run(cxlkv_pool *pool, uint32_t run);
 void host_rebuild(cxlkv_pool *pool);      /* lists, holders and index from their primary records */
 uint32_t *held_of(const cxlkv_pool *pool, uint32_t slot);
 int host_recount(cxlkv_pool *pool, char *text, size_t text_bytes);  /* problems found */
-int host_remove_state(const uint8_t identity[16], int fd);
+int host_remove_state(const uint8_t identity[16], int fd, uint32_t host);
 enum { STATE_PATH_BYTES = 96 };
-void host_state_path(const uint8_t identity[16], int fd, char path[STATE_PATH_BYTES]);
+/* host: NO_HOST where one host only uses the pool. */
+void host_state_path(const uint8_t identity[16], int fd, uint32_t host,
+                     char path[STATE_PATH_BYTES]);
 /* Offsets for so many pages; returns the bytes of the whole. */
 uint64_t host_state_layout(uint32_t page_count, host_state *host);
 bool host_state_is_ours(const host_state *host);
@@ -453,6 +494,10 @@ void host_assert(cxlkv_pool *pool);
 
 /* ---- pages.c: all under the host lock ---- */
 void pages_list(cxlkv_pool *pool, uint32_t run);     /* puts a run where its mask says */
+void pages_unlist(cxlkv_pool *pool, uint32_t run);   /* takes it, all free, out of the allocator */
+void pages_put_back(cxlkv_pool *pool, uint32_t page); /* free, and its descriptor says so */
+/* Tries to have so many free pages: dead processes', withdrawn ones, more extents. */
+void pages_make_room(cxlkv_pool *pool, uint64_t count);
 /* Takes count pages, neighbours of `after` first; all or nothing: 0 or -CXLKV_E_POOL_FULL. */
 int pages_take(cxlkv_pool *pool, uint32_t count, uint32_t after, uint32_t *pages);
 void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
@@ -461,6 +506,49 @@ void pages_drop_slot(cxlkv_pool *pool, uint32_t slot, uint32_t page, uint32_t re
 void page_settle(cxlkv_pool *pool, uint32_t page);   /* frees it if nothing needs it any more */
 uint64_t page_retire(cxlkv_pool *pool, uint32_t page);   /* for good; returns 1 if it was not yet */
 int full_error(cxlkv_pool *pool, uint32_t wanted);
+
+/* ---- where hosts share the pool; all under the host lock but for the first three ---- */
+/* peers.c */
+int peers_prepare(cxlkv_pool *pool, const cxlkv_host *host); /* before the host state is joined */
+int peers_arrive(cxlkv_pool *pool);       /* a new host state speaks for this host from now on */
+void peers_leave(cxlkv_pool *pool);       /* the last process has left */
+uint64_t peers_nonce(const cxlkv_pool *pool);     /* of the host state that speaks for this host */
+void peers_sync(cxlkv_pool *pool);        /* after another process may have changed something */
+void peers_beat(cxlkv_pool *pool, bool now);      /* when it is due; looks at the others' */
+int peers_return(cxlkv_pool *pool);       /* after this host was fenced: a new epoch */
+int peers_check(cxlkv_pool *pool);        /* may this host go on? */
+/* extents.c */
+static inline bool page_is_ours(const cxlkv_pool *pool, uint32_t page) {
+    return pool->runs[page / RUN_SLOTS].ours;
+}
+int extents_refresh(cxlkv_pool *pool);    /* which are ours, from the claims */
+void extents_protect(cxlkv_pool *pool);   /* this process's mapping: what is not ours, read-only */
+void extents_take(cxlkv_pool *pool, uint64_t page_count);
+void extents_give(cxlkv_pool *pool);      /* as many as others want and we can spare */
+void extents_offer(cxlkv_pool *pool);
+/* borrow.c: pages of other hosts */
+typedef struct borrowing {
+    uint32_t page;
+    uint32_t state;              /* that is wanted: sealed or published */
+    uint64_t generation;
+    const uint64_t *hash;        /* that it must have, or NULL */
+    int code;                    /* out */
+} borrowing;
+/* Pins them and takes them into view, to be read in place until the last holder drops them. */
+void borrow(cxlkv_pool *pool, borrowing *items, uint32_t count);
+void borrow_end(cxlkv_pool *pool, uint32_t page);
+void borrow_renew(cxlkv_pool *pool);      /* all pins, after a return */
+/* Which of the 64 pages of a word other hosts have pinned. */
+uint64_t pinned_elsewhere(const cxlkv_pool *pool, uint32_t page);
+void withdrawn_look(cxlkv_pool *pool);    /* frees those that nobody pins any more */
+/* follow.c: logs */
+void log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_t generation,
+             const uint64_t hash[2]);
+void log_write(cxlkv_pool *pool);
+void peers_follow(cxlkv_pool *pool);
+/* keeper.c: a thread that beats and does what others wait for */
+int keeper_start(cxlkv_pool *pool);
+void keeper_stop(cxlkv_pool *pool);
 
 /* ---- index.c: all under the host lock ---- */
 uint32_t index_find(const cxlkv_pool *pool, const uint64_t hash[2]);
@@ -517,11 +605,16 @@ static inline uint32_t sequence_page(const cxlkv_sequence *sequence, uint32_t pa
     return sequence->tables[part].chunks[index / CHUNK_PAGES]->pages[index % CHUNK_PAGES];
 }
 
+/* ---- handle.c ---- */
+bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]);
+
 /* ---- append.c ---- */
 /* Writes one (page, layer) from a tail with `tokens` filled, the others zero. */
 int page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t tokens);
 
 /* ---- batch.c ---- */
+/* After reading pages of other hosts: did our pins hold all the time? 0 or -CXLKV_E_STALE. */
+int batch_verify(cxlkv_batch *batch);
 int batch_lock(cxlkv_batch *batch, bool write);
 void batch_unlock(cxlkv_batch *batch);
 void *batch_scratch(cxlkv_batch *batch, size_t bytes);

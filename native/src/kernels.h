@@ -60,6 +60,7 @@ typedef struct kernels {
      * sum. -inf gives 0. A shift of -inf (every value is -inf) gives all 0 and the sum 0. */
     float (*exp_sum)(float *values, uint32_t count, float shift);
 
+    bool streams;                /* store_rows() goes past the caches, to the last byte */
     /* Copies rows of row_bytes, stride_bytes apart at the source, into one contiguous piece that
      * starts on a 64-byte line. The caller fences. */
     void (*store_rows)(void *destination, const void *source, size_t stride_bytes, uint32_t rows,

@@ -752,6 +752,7 @@ const kernels kernels_avx2 = {
     .bound = bound,
     .digest = digest,
     .exp_sum = exp_sum,
+    .streams = true,
     .store_rows = store_rows,
     .to_float = to_float,
     .from_float = from_float,

@@ -122,10 +122,15 @@ static int orphan(leftover *file) {
 
 /* ---- idle pools ---- */
 
-static bool has_state(const leftover *file, const uint8_t identity[16]) {
+static bool has_state(const leftover *file, const cxlkv_sharing *sharing,
+                      const uint8_t identity[16]) {
     char path[STATE_PATH_BYTES];
-    host_state_path(identity, file->fd, path);
-    return access(path, F_OK) == 0;
+    bool shared = sharing->kind != CXLKV_SHARING_HOST;
+    for (uint32_t host = 0; host < sharing->hosts; host++) {
+        host_state_path(identity, file->fd, shared ? host : NO_HOST, path);
+        if (access(path, F_OK) == 0) return true;
+    }
+    return false;
 }
 
 /* The file's time says when the last process left. One that was killed left a host state instead,
@@ -133,15 +138,16 @@ static bool has_state(const leftover *file, const uint8_t identity[16]) {
 static int idle(leftover *file, double idle_s) {
     uint8_t page[SUPERBLOCK_BYTES], identity[16];
     cxlkv_layout layout;
+    cxlkv_sharing sharing;
     cxlkv_geometry geometry;
     struct timespec now;
     if (pread(file->fd, page, sizeof(page), 0) != (ssize_t)sizeof(page))
         return fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool", file->path);
     int code = superblock_read(page, (uint64_t)file->status.st_size, file->path, &layout,
-                               &geometry, identity);
+                               &sharing, &geometry, identity);
     if (code < 0) return code;
     if (!alone(file, ATTACH_BYTE) || !alone(file, USE_BYTE)) return 0;
-    if (has_state(file, identity) || fstat(file->fd, &file->status) < 0) return 0;
+    if (has_state(file, &sharing, identity) || fstat(file->fd, &file->status) < 0) return 0;
     clock_gettime(CLOCK_REALTIME, &now);
     double since_s = (double)(now.tv_sec - file->status.st_mtim.tv_sec) +
                      (double)(now.tv_nsec - file->status.st_mtim.tv_nsec) * 1e-9;

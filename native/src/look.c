@@ -98,25 +98,25 @@ int64_t cxlkv_pool_processes(cxlkv_pool *pool, cxlkv_overview *overview, cxlkv_p
 /* The two guarded stretches are functions of their own: a jump out of one leaves no variable of its
  * caller in doubt. */
 __attribute__((noinline))
-static bool state_fits(const host_state *host, const uint8_t *superblock_page,
-                       uint32_t page_count, const uint8_t identity[16]) {
+static bool state_fits(const host_state *host, uint64_t nonce, uint32_t page_count,
+                       const uint8_t identity[16]) {
     guard fault;
     volatile bool fits = false;
     GUARD_BEGIN(fault) {
         fits = host_state_fits(host, page_count, identity) &&
-               host->nonce == host_line_nonce(superblock_page);
+               (nonce == 0 || host->nonce == nonce);
     } GUARD_END(fault, fits = false)
     return fits;
 }
 
-/* Maps the state of the pool in `fd` for reading; NULL when there is none that fits. */
-static host_state *map_state(int fd, const uint8_t *superblock_page, uint32_t page_count,
+/* Maps the state of a host of the pool in `fd` for reading; NULL when there is none that fits. */
+static host_state *map_state(int fd, uint32_t host, uint64_t nonce, uint32_t page_count,
                              const uint8_t identity[16], uint64_t *bytes) {
     char path[STATE_PATH_BYTES];
     host_state expected;
     struct stat status;
     *bytes = host_state_layout(page_count, &expected);
-    host_state_path(identity, fd, path);
+    host_state_path(identity, fd, host, path);
     int state_fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
     if (state_fd < 0) return NULL;
     void *at = MAP_FAILED;
@@ -124,7 +124,7 @@ static host_state *map_state(int fd, const uint8_t *superblock_page, uint32_t pa
         at = mmap(NULL, *bytes, PROT_READ, MAP_SHARED, state_fd, 0);
     close(state_fd);
     if (at == MAP_FAILED) return NULL;
-    if (state_fits(at, superblock_page, page_count, identity)) return at;
+    if (state_fits(at, nonce, page_count, identity)) return at;
     munmap(at, *bytes);
     return NULL;
 }
@@ -133,10 +133,11 @@ static host_state *map_state(int fd, const uint8_t *superblock_page, uint32_t pa
 static int look_at_descriptors(int fd, const cxlkv_geometry *geometry, cxlkv_overview *overview) {
     descriptor lines[64];
     overview->pages_total = geometry->page_count;
-    for (uint32_t first = 0; first < geometry->page_count; first += 64) {
-        uint32_t count = min_u32(64, geometry->page_count - first);
+    for (uint32_t first = 0; first < geometry->page_count; first += geometry->slab_slots) {
+        uint32_t count = geometry->slab_slots;
         ssize_t wanted = (ssize_t)(count * sizeof(*lines));
-        off_t at = (off_t)(geometry->descriptors_offset + first * sizeof(*lines));
+        off_t at = (off_t)(geometry->descriptors_offset +
+                           first / count * geometry->descriptors_bytes);
         if (pread(fd, lines, (size_t)wanted, at) != wanted)
             return fail(EIO, "the pool's descriptors cannot be read");
         for (uint32_t i = 0; i < count; i++) {
@@ -159,7 +160,7 @@ static void look_at_saved(int fd, cxlkv_counters *totals) {
     bool whole = false;
     for (int attempt = 0; !whole && attempt < 20; attempt++) {
         if (pread(fd, page, sizeof(page), 0) != (ssize_t)sizeof(page)) return;
-        whole = counters_load(page, totals);
+        whole = counters_load(page + SAVED_COUNTERS_OFFSET, totals);
     }
 }
 
@@ -180,17 +181,25 @@ static int64_t peek_at(int fd, const char *path, cxlkv_overview *overview, cxlkv
     uint8_t page[SUPERBLOCK_BYTES], identity[16];
     struct stat status;
     cxlkv_layout layout;
+    cxlkv_sharing sharing;
     cxlkv_geometry geometry;
     uint64_t bytes;
     if (fstat(fd, &status) < 0 || !S_ISREG(status.st_mode) ||
         pread(fd, page, sizeof(page), 0) != (ssize_t)sizeof(page))
         return fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool", path);
-    int code = superblock_read(page, (uint64_t)status.st_size, path, &layout, &geometry, identity);
+    int code = superblock_read(page, (uint64_t)status.st_size, path, &layout,
+                               &sharing, &geometry, identity);
     if (code == 0) code = guard_install();
     if (code < 0) return code;
     name_overview(overview, &layout, &geometry, identity);
     overview->in_use = !byte_is_free(fd, USE_BYTE);
-    host_state *host = map_state(fd, page, geometry.page_count, identity, &bytes);
+    uint32_t pages = geometry.page_count;
+    host_state *host = NULL;
+    if (sharing.kind == CXLKV_SHARING_HOST)
+        host = map_state(fd, NO_HOST, host_line_nonce(page), pages, identity, &bytes);
+    else /* the first host that runs on this machine: most often the only one */
+        for (uint32_t number = 0; !host && number < sharing.hosts; number++)
+            host = map_state(fd, number, 0, pages, identity, &bytes);
     if (!host) { /* another /dev/shm has the state, or nobody uses the pool */
         look_at_saved(fd, &overview->totals);
         return overview->in_use ? 0 : look_at_descriptors(fd, &geometry, overview);

@@ -48,6 +48,11 @@ static void set_mask(cxlkv_pool *pool, uint32_t run, uint16_t mask) {
     pool->runs[run].free_mask = mask;
 }
 
+void pages_unlist(cxlkv_pool *pool, uint32_t run) {
+    pool->host->free_pages -= (uint64_t)__builtin_popcount(pool->runs[run].free_mask);
+    set_mask(pool, run, 0);
+}
+
 static bool is_free(const cxlkv_pool *pool, uint32_t page) {
     return pool->runs[page / RUN_SLOTS].free_mask >> page % RUN_SLOTS & 1;
 }
@@ -71,8 +76,22 @@ int full_error(cxlkv_pool *pool, uint32_t wanted) {
                 pool->host->published_pages);
 }
 
-int pages_take(cxlkv_pool *pool, uint32_t count, uint32_t after, uint32_t *pages) {
+void pages_make_room(cxlkv_pool *pool, uint64_t count) {
     if (pool->host->free_pages < count) host_reap(pool);
+    if (!pool->shared || pool->host->free_pages >= count) return;
+    withdrawn_look(pool);
+    if (pool->host->free_pages < count) extents_take(pool, count);
+}
+
+void pages_put_back(cxlkv_pool *pool, uint32_t page) {
+    uint32_t run = page / RUN_SLOTS;
+    pool->pages[page].shown = 0;
+    set_mask(pool, run, (uint16_t)(pool->runs[run].free_mask | 1u << page % RUN_SLOTS));
+    pool->host->free_pages++;
+}
+
+int pages_take(cxlkv_pool *pool, uint32_t count, uint32_t after, uint32_t *pages) {
+    pages_make_room(pool, count);
     if (pool->host->free_pages < count) return full_error(pool, count);
     for (uint32_t i = 0; i < count; i++) {
         uint32_t page = choose(pool, after), run = page / RUN_SLOTS;
@@ -91,26 +110,58 @@ void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
         uint32_t page = pages[i];
         if (pool->held[page]++ == 0) {
             pool->pages[page].holders++;
+            pool->host->withdrawn_pages -= pool->pages[page].withdrawn;
+            pool->pages[page].withdrawn = 0;
             verified_clear(pool, page);
         }
     }
 }
 
+/* The page stays what it is while other hosts read it: they may also hand it on. */
+static void withdraw(cxlkv_pool *pool, uint32_t page) {
+    pool->host->withdrawn_pages += !pool->pages[page].withdrawn;
+    pool->pages[page].withdrawn = 1;
+}
+
+/* {generation + 1, free}. False: another host had taken the page into view before (V6), and has it
+ * still: then it is what it was. */
+static bool descriptor_free(cxlkv_pool *pool, uint32_t page) {
+    page_info *info = &pool->pages[page];
+    descriptor before;
+    bool may_revert = pool->shared && info->shown && descriptor_read(pool, page, &before) == 0;
+    descriptor_write(pool, page, info->generation + 1, PAGE_FREE, 0, NULL);
+    if (pool->shared && info->shown && pinned_elsewhere(pool, page) >> page % 64 & 1) {
+        if (may_revert) descriptor_restore(pool, page, &before);
+        else info->generation++;
+        return false;
+    }
+    info->generation++;
+    return true;
+}
+
 void page_settle(cxlkv_pool *pool, uint32_t page) {
     page_info *info = &pool->pages[page];
-    uint32_t run = page / RUN_SLOTS;
+    if (!page_is_ours(pool, page)) {
+        if (info->holders == 0) borrow_end(pool, page);
+        return;
+    }
     if (info->holders || info->published || info->retired || info->quarantined) return;
     if (is_free(pool, page)) return;
+    if (pool->shared && info->shown && pinned_elsewhere(pool, page) >> page % 64 & 1) {
+        withdraw(pool, page);
+        return;
+    }
     /* First the new generation, then the page may be given away: no old handle fits it. */
     guard fault;
+    volatile bool freed = true;
     rewrite_begin(pool, page);
     GUARD_BEGIN(fault) {
-        descriptor_write(pool, page, ++info->generation, PAGE_FREE, 0, NULL);
+        freed = descriptor_free(pool, page);
     } GUARD_END(fault, page_retire(pool, page))
     rewrite_end(pool);
     if (info->retired) return;
-    set_mask(pool, run, (uint16_t)(pool->runs[run].free_mask | 1u << page % RUN_SLOTS));
-    pool->host->free_pages++;
+    if (freed) pages_put_back(pool, page);
+    else withdraw(pool, page);
 }
 
 uint64_t page_retire(cxlkv_pool *pool, uint32_t page) {

@@ -36,9 +36,11 @@ void pool_drop(cxlkv_pool *pool) {
 
 int pool_enter(cxlkv_pool *pool) {
     pthread_rwlock_rdlock(&pool->operations);
-    if (!pool->closed) return 0;
-    pthread_rwlock_unlock(&pool->operations);
-    return fail(CXLKV_E_CLOSED, "the pool is closed: open it again");
+    int code = 0;
+    if (pool->closed) code = fail(CXLKV_E_CLOSED, "the pool is closed: open it again");
+    else if (pool->shared) code = peers_check(pool);
+    if (code < 0) pthread_rwlock_unlock(&pool->operations);
+    return code;
 }
 
 void pool_leave(cxlkv_pool *pool) { pthread_rwlock_unlock(&pool->operations); }
@@ -159,9 +161,13 @@ static void fork_child(void) {
         pthread_mutex_init(&pool->spare_lock, NULL);
         operations_init(pool);
         pool->threads = NULL;
+        pool->keeper = NULL; /* its thread is the parent's, and what it was about to log */
+        pool->log_count = 0;
         for (cxlkv_sequence *s = pool->sequences; s; s = s->next)
             pthread_rwlock_init(&s->lock, NULL);
-        if (!claim_fork_slot(pool) || !reopen_region(pool)) leave_to_parent(pool);
+        if (!claim_fork_slot(pool) || !reopen_region(pool) ||
+            (pool->shared && keeper_start(pool) < 0))
+            leave_to_parent(pool);
     }
     pthread_mutex_init(&open_pools_lock, NULL);
 }
@@ -205,6 +211,7 @@ static cxlkv_pool *pool_make(const char *path) {
 }
 
 static void pool_unmake(cxlkv_pool *pool) {
+    keeper_stop(pool);
     host_detach(pool);
     if (pool->base) region_unmap(pool->base, pool->geometry.region_bytes, pool->page_kind);
     pool->base = NULL;
@@ -225,6 +232,7 @@ static int pool_ready(cxlkv_pool *pool) {
     int code = parts_make(pool);
     if (code == 0) code = guard_install();
     if (code == 0) code = host_attach(pool);
+    if (code == 0 && pool->shared) code = keeper_start(pool);
     return code;
 }
 
@@ -236,9 +244,12 @@ static int format(cxlkv_pool *pool) {
         memcpy(pool->identity + at, &half, 8);
     }
     GUARD_BEGIN(fault) {
-        superblock_write(pool);
+        memset(pool->base + pool->geometry.hosts_offset, 0,
+               pool->geometry.descriptors_offset - pool->geometry.hosts_offset);
         for (uint32_t page = 0; page < pool->geometry.page_count; page++)
             descriptor_write(pool, page, 1, PAGE_FREE, 0, NULL);
+        superblock_write(pool);
+        if (pool->shared) hosts_hand_over(pool->base, pool->geometry.extents_offset, true);
     } GUARD_END(fault, code = fail(CXLKV_E_POISON, "bus error while the pool was formatted: its "
                                    "file system ran out of memory"))
     return code;
@@ -309,7 +320,8 @@ static int create_region(cxlkv_pool *pool, const char *path, bool force) {
     return code;
 }
 
-static int finish(cxlkv_pool *pool, int code, cxlkv_pool **out) {
+static int finish(cxlkv_pool *pool, int code, const cxlkv_host *host, cxlkv_pool **out) {
+    if (code == 0) code = peers_prepare(pool, host);
     if (code == 0) code = pool_ready(pool);
     if (code < 0) {
         pool_unmake(pool);
@@ -321,18 +333,24 @@ static int finish(cxlkv_pool *pool, int code, cxlkv_pool **out) {
     return 0;
 }
 
-int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, uint64_t capacity_bytes,
-                      uint32_t flags, cxlkv_pool **out) {
+static const cxlkv_sharing one_host = {.kind = CXLKV_SHARING_HOST, .hosts = 1};
+
+int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, const cxlkv_sharing *sharing,
+                      uint64_t capacity_bytes, uint32_t flags, const cxlkv_host *host,
+                      cxlkv_pool **out) {
     cxlkv_geometry geometry;
-    int code = geometry_make(layout, capacity_bytes, &geometry);
+    cxlkv_sharing shared = sharing ? *sharing : one_host;
+    int code = geometry_make(layout, &shared, capacity_bytes, &geometry);
     if (code < 0) return code;
     cxlkv_pool *pool = pool_make(path);
     if (!pool) return fail(ENOMEM, "no memory for the pool's handle");
     pool->layout = *layout;
+    pool->sharing = shared;
     pool->geometry = geometry;
-    code = create_region(pool, path, flags & CXLKV_CREATE_FORCE);
+    code = peers_prepare(pool, host); /* what it has to say about the host, before a file is made */
+    if (code == 0) code = create_region(pool, path, flags & CXLKV_CREATE_FORCE);
     bool placed = code == 0 && path;
-    code = finish(pool, code, out);
+    code = finish(pool, code, host, out);
     if (code < 0 && placed) { /* the file is whole, but it was not what the caller asked for */
         char why[512];
         snprintf(why, sizeof(why), "%s", cxlkv_error_text());
@@ -343,8 +361,8 @@ int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, uint64_t cap
 }
 
 /* Reads the superblock through the file, not the mapping: a short file is an error, no SIGBUS. */
-static int open_checked(const char *path, int *fd, cxlkv_layout *layout, cxlkv_geometry *geometry,
-                        uint8_t *identity) {
+static int open_checked(const char *path, int *fd, cxlkv_layout *layout, cxlkv_sharing *sharing,
+                        cxlkv_geometry *geometry, uint8_t *identity) {
     uint8_t bytes[SUPERBLOCK_BYTES];
     struct stat status;
     *fd = open(path, O_RDWR | O_CLOEXEC);
@@ -357,7 +375,8 @@ static int open_checked(const char *path, int *fd, cxlkv_layout *layout, cxlkv_g
         code = fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool: it is only %lu bytes", path,
                     (unsigned long)status.st_size);
     else
-        code = superblock_read(bytes, (uint64_t)status.st_size, path, layout, geometry, identity);
+        code = superblock_read(bytes, (uint64_t)status.st_size, path, layout, sharing,
+                               geometry, identity);
     if (code < 0) {
         close(*fd);
         *fd = -1;
@@ -365,14 +384,15 @@ static int open_checked(const char *path, int *fd, cxlkv_layout *layout, cxlkv_g
     return code;
 }
 
-int cxlkv_pool_open(const char *path, cxlkv_pool **out) {
+int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **out) {
     cxlkv_pool *pool = pool_make(path);
     if (!pool) return fail(ENOMEM, "no memory for the pool's handle");
-    int code = open_checked(path, &pool->fd, &pool->layout, &pool->geometry, pool->identity);
+    int code = open_checked(path, &pool->fd, &pool->layout, &pool->sharing, &pool->geometry,
+                            pool->identity);
     if (code == 0)
         code = region_map_file(pool->fd, pool->geometry.region_bytes, &pool->base,
                                &pool->page_kind);
-    return finish(pool, code, out);
+    return finish(pool, code, host, out);
 }
 
 static int busy_error(const char *path) {
@@ -392,9 +412,10 @@ static int remove_damaged(const char *path) {
 
 int cxlkv_pool_remove(const char *path) {
     cxlkv_layout layout;
+    cxlkv_sharing sharing;
     cxlkv_geometry geometry;
     uint8_t identity[16];
-    int fd, code = open_checked(path, &fd, &layout, &geometry, identity);
+    int fd, code = open_checked(path, &fd, &layout, &sharing, &geometry, identity);
     /* A damaged pool may go as well; something that never was one may not. */
     if (code == -CXLKV_E_CORRUPT || code == -CXLKV_E_TRUNCATED || code == -CXLKV_E_VERSION ||
         code == -CXLKV_E_GEOMETRY)
@@ -406,7 +427,9 @@ int cxlkv_pool_remove(const char *path) {
     } else if (unlink(path) < 0) {
         code = fail(errno, "%s: cannot remove: %s", path, strerror(errno));
     } else {
-        code = host_remove_state(identity, fd);
+        bool shared = sharing.kind != CXLKV_SHARING_HOST;
+        for (uint32_t host = 0; code == 0 && host < sharing.hosts; host++)
+            code = host_remove_state(identity, fd, shared ? host : NO_HOST);
     }
     close(fd);
     return code;
@@ -447,6 +470,11 @@ int cxlkv_pool_layout(cxlkv_pool *pool, cxlkv_layout *layout) {
     return 0;
 }
 
+int cxlkv_pool_sharing(cxlkv_pool *pool, cxlkv_sharing *sharing) {
+    *sharing = pool->sharing;
+    return 0;
+}
+
 int cxlkv_pool_geometry(cxlkv_pool *pool, cxlkv_geometry *geometry) {
     *geometry = pool->geometry;
     return 0;
@@ -477,7 +505,11 @@ static void count_pages(const cxlkv_pool *pool, cxlkv_stats *stats) {
     for (uint32_t page = 0; page < pool->host->page_count; page++) {
         const page_info *info = &pool->pages[page];
         stats->pages_published += info->published;
-        if (info->retired) stats->pages_retired++;
+        if (!page_is_ours(pool, page)) {
+            stats->pages_elsewhere++;
+            stats->pages_borrowed += info->holders != 0;
+        } else if (info->withdrawn) stats->pages_withdrawn++;
+        else if (info->retired) stats->pages_retired++;
         else if (info->quarantined) stats->pages_quarantined++;
         else if (info->holders) stats->pages_held++;
         else if (info->published) stats->pages_published_only++;
@@ -550,7 +582,7 @@ static int descriptor_settled(cxlkv_pool *pool, uint32_t page, descriptor *line)
 static void check_page(cxlkv_pool *pool, uint32_t page, bool deep, report *report) {
     descriptor line;
     const page_info *info = &pool->pages[page];
-    if (info->retired) return;
+    if (info->retired || !page_is_ours(pool, page)) return;
     if (descriptor_settled(pool, page, &line) < 0) {
         report_line(report, page);
         return;
@@ -580,11 +612,13 @@ static void check_page(cxlkv_pool *pool, uint32_t page, bool deep, report *repor
 
 static int check_superblock(cxlkv_pool *pool) {
     cxlkv_layout layout;
+    cxlkv_sharing sharing;
     cxlkv_geometry geometry;
     uint8_t identity[16];
     memset(identity, 0, sizeof(identity));
     int code = superblock_read(pool->base, pool->geometry.region_bytes,
-                               pool->path ? pool->path : "the pool", &layout, &geometry, identity);
+                               pool->path ? pool->path : "the pool", &layout, &sharing, &geometry,
+                               identity);
     if (code == 0 && memcmp(identity, pool->identity, sizeof(identity)) != 0)
         code = fail(CXLKV_E_CORRUPT, "the superblock names another pool");
     return code;

@@ -92,8 +92,9 @@ static void acquire_round(acquire_item *items, uint32_t count, enum visibility_m
     flush_fence_all(FLUSH_ACQUIRE_PAYLOAD_FENCE);
     for (uint32_t i = 0; i < count; i++)
         for (uint32_t r = 0; items[i].code == COPYING && r < items[i].range_count; r++)
-            flush_copy_out(items[i].ranges[r].to, items[i].ranges[r].pool,
-                           items[i].ranges[r].bytes);
+            if (items[i].ranges[r].to)
+                flush_copy_out(items[i].ranges[r].to, items[i].ranges[r].pool,
+                               items[i].ranges[r].bytes);
     flush_fence_all(FLUSH_ACQUIRE_COPIED_FENCE);
     look_at(items, count, COPYING, mode);
     for (uint32_t i = 0; i < count; i++) {

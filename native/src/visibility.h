@@ -31,7 +31,7 @@ void visibility_free(const publish_item *items, uint32_t count, enum visibility_
 
 typedef struct visible_range {
     const void *pool;            /* in the pool */
-    void *to;                    /* where the copy goes */
+    void *to;                    /* where the copy goes; NULL: it is read in place later */
     size_t bytes;
 } visible_range;
 

@@ -42,13 +42,15 @@ static inline cxlkv_layout test_layout(void) {
 /* A pool of at least `pages` pages, and of not many more. */
 static inline cxlkv_pool *test_pool(const char *path, uint32_t pages) {
     cxlkv_layout layout = test_layout();
+    cxlkv_sharing sharing = {.hosts = 1};
     cxlkv_geometry geometry;
     cxlkv_pool *pool;
     uint64_t capacity = (2 << 20) + SUPERBLOCK_BYTES;
     do {
         capacity += 16 << 10;
-    } while (geometry_make(&layout, capacity, &geometry) < 0 || geometry.page_count < pages);
-    CHECK(cxlkv_pool_create(path, &layout, capacity, 0, &pool) == 0);
+    } while (geometry_make(&layout, &sharing, capacity, &geometry) < 0 ||
+             geometry.page_count < pages);
+    CHECK(cxlkv_pool_create(path, &layout, NULL, capacity, 0, NULL, &pool) == 0);
     return pool;
 }
 

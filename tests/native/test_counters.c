@@ -49,7 +49,7 @@ static void test_killed_processes_stay_counted(const char *path) {
 
     /* Nobody uses the pool now and the host state is gone: the totals are not. */
     for (uint64_t opened = 0; opened < 3; opened++) {
-        CHECK(cxlkv_pool_open(path, &pool) == 0);
+        CHECK(cxlkv_pool_open(path, NULL, &pool) == 0);
         CHECK(total_of(pool).scored_bytes == 5 + 3ull * ROUNDS * CHILDREN + opened);
         CHECK(total_of(pool).fetched_bytes == fetched);
         CHECK(test_stats(pool).scored_bytes == 0);
@@ -63,7 +63,7 @@ static void test_killed_processes_stay_counted(const char *path) {
 static void test_a_slot_is_taken_again(const char *path) {
     cxlkv_pool *first = test_pool(path, 32), *second;
     for (int i = 0; i < 3; i++) {
-        CHECK(cxlkv_pool_open(path, &second) == 0);
+        CHECK(cxlkv_pool_open(path, NULL, &second) == 0);
         CHECK(second->slot == 1 && test_stats(second).fetched_bytes == 0);
         count_add(second, COUNT_FETCHED_BYTES, 7);
         CHECK(test_stats(second).fetched_bytes == 7);

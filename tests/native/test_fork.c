@@ -129,7 +129,7 @@ static void test_grandchild_outlives(void) {
         CHECK(test_stats(pool).processes == 1);
         CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
         cxlkv_pool *again;
-        CHECK(cxlkv_pool_open(path, &again) == 0);
+        CHECK(cxlkv_pool_open(path, NULL, &again) == 0);
         CHECK(test_stats(again).processes == 2);
         cxlkv_pool_destroy(again);
         CHECK(cxlkv_pool_remove(path) == -CXLKV_E_BUSY);
@@ -142,7 +142,7 @@ static void test_grandchild_outlives(void) {
     cxlkv_pool_destroy(pool);
     signal_other(go[1]);
     wait_other(done[0]);
-    CHECK(cxlkv_pool_open(path, &pool) == 0);
+    CHECK(cxlkv_pool_open(path, NULL, &pool) == 0);
     all_free(pool);
     cxlkv_pool_destroy(pool);
     CHECK(cxlkv_pool_remove(path) == 0);
@@ -239,8 +239,8 @@ static void test_slot_of_another(void) {
 static void test_no_slot_left(void) {
     const char *path = test_path("slots");
     cxlkv_pool *pool = test_pool(path, 64), *others[PROCESS_MAX], *one_more;
-    for (int i = 1; i < PROCESS_MAX; i++) CHECK(cxlkv_pool_open(path, &others[i]) == 0);
-    CHECK(cxlkv_pool_open(path, &one_more) == -CXLKV_E_PROCESSES);
+    for (int i = 1; i < PROCESS_MAX; i++) CHECK(cxlkv_pool_open(path, NULL, &others[i]) == 0);
+    CHECK(cxlkv_pool_open(path, NULL, &one_more) == -CXLKV_E_PROCESSES);
     cxlkv_sequence *sequence = filled(pool);
     pid_t child = fork();
     if (child == 0) {

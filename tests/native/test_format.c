@@ -6,15 +6,26 @@
 
 /* ---- geometry ---- */
 
-static void check_geometry(const cxlkv_layout *layout, uint64_t capacity) {
+static int geometry_for(const cxlkv_layout *layout, uint32_t hosts_count, uint64_t capacity,
+                        cxlkv_geometry *g) {
+    cxlkv_sharing sharing = {.kind = hosts_count > 1 ? CXLKV_SHARING_SOFTWARE : CXLKV_SHARING_HOST,
+                             .hosts = hosts_count};
+    return geometry_make(layout, &sharing, capacity, g);
+}
+
+static void check_geometry(const cxlkv_layout *layout, uint32_t hosts_count, uint64_t capacity) {
     cxlkv_geometry g;
-    if (geometry_make(layout, capacity, &g) < 0) return;
+    if (geometry_for(layout, hosts_count, capacity, &g) < 0) return;
     uint64_t slots = g.slab_slots, heads = layout->kv_heads;
     CHECK(slots >= 1 && slots <= 64 && (slots & (slots - 1)) == 0);
     CHECK(g.page_count == g.extent_count * g.slab_slots && g.page_count > 0);
     CHECK(g.region_bytes <= capacity);
     CHECK(g.region_bytes == g.extents_offset + g.extent_count * g.extent_bytes);
-    CHECK(g.descriptors_offset + g.page_count * sizeof(descriptor) <= g.extents_offset);
+    CHECK(g.hosts_offset == SUPERBLOCK_BYTES && g.descriptors_bytes >= slots * sizeof(descriptor));
+    uint64_t blocks = hosts_count > 1 ? hosts_count * g.host_block_bytes : 0;
+    CHECK(g.descriptors_offset == g.hosts_offset + blocks);
+    CHECK(g.descriptors_offset + g.extent_count * g.descriptors_bytes <= g.extents_offset);
+    if (hosts_count > 1) CHECK(slots >= RUN_SLOTS && g.descriptors_bytes % 4096 == 0);
     CHECK(g.extents_offset % AREA_ALIGNMENT == 0);
     CHECK(slots * sizeof(record_header) <= g.checksums_offset);
     CHECK(g.checksums_offset + slots * g.checksum_bytes <= g.layers_offset);
@@ -39,23 +50,25 @@ static void test_geometry(void) {
         layout.value_head_dim = 1 + random_below(&seed, i % 3 ? 4096 : 256);
         layout.page_tokens = 1 + random_below(&seed, 1024);
         layout.dtype = random_below(&seed, 3);
-        check_geometry(&layout, random_next(&seed) >> random_below(&seed, 50));
+        check_geometry(&layout, i % 4 ? 1 : 1 + random_below(&seed, HOSTS_MAX),
+                       random_next(&seed) >> random_below(&seed, 50));
     }
     cxlkv_layout layout = test_layout();
-    check_geometry(&layout, UINT64_MAX);
+    check_geometry(&layout, 1, UINT64_MAX);
+    check_geometry(&layout, HOSTS_MAX, UINT64_MAX);
     cxlkv_geometry g;
-    CHECK(geometry_make(&layout, 0, &g) == -CXLKV_E_GEOMETRY);
-    CHECK(geometry_make(&layout, 2 << 20, &g) == -CXLKV_E_GEOMETRY);
+    CHECK(geometry_for(&layout, 1, 0, &g) == -CXLKV_E_GEOMETRY);
+    CHECK(geometry_for(&layout, 1, 2 << 20, &g) == -CXLKV_E_GEOMETRY);
     layout.kv_heads = 0;
-    CHECK(geometry_make(&layout, 1 << 30, &g) == -CXLKV_E_GEOMETRY);
+    CHECK(geometry_for(&layout, 1, 1 << 30, &g) == -CXLKV_E_GEOMETRY);
     layout.kv_heads = UINT32_MAX;
-    CHECK(geometry_make(&layout, 1 << 30, &g) == -CXLKV_E_GEOMETRY);
+    CHECK(geometry_for(&layout, 1, 1 << 30, &g) == -CXLKV_E_GEOMETRY);
     layout = test_layout();
     layout.dtype = 3;
-    CHECK(geometry_make(&layout, 1 << 30, &g) == -CXLKV_E_GEOMETRY);
+    CHECK(geometry_for(&layout, 1, 1 << 30, &g) == -CXLKV_E_GEOMETRY);
     layout = test_layout();
     memset(layout.model_id, 'x', sizeof(layout.model_id));
-    CHECK(geometry_make(&layout, 1 << 30, &g) == -CXLKV_E_GEOMETRY);
+    CHECK(geometry_for(&layout, 1, 1 << 30, &g) == -CXLKV_E_GEOMETRY);
 }
 
 /* ---- superblock ---- */
@@ -63,9 +76,10 @@ static void test_geometry(void) {
 static int read_back(const superblock *block, uint64_t file_bytes) {
     uint8_t bytes[SUPERBLOCK_BYTES] = {0}, identity[16];
     cxlkv_layout layout;
+    cxlkv_sharing sharing;
     cxlkv_geometry geometry;
     memcpy(bytes, block, sizeof(*block));
-    return superblock_read(bytes, file_bytes, "block", &layout, &geometry, identity);
+    return superblock_read(bytes, file_bytes, "block", &layout, &sharing, &geometry, identity);
 }
 
 static int read_sealed(superblock block, uint64_t file_bytes) {
@@ -138,7 +152,7 @@ static void test_sizes_that_wrap(cxlkv_pool *pool) {
     cxlkv_layout layout = {.layers = 1024, .kv_heads = 1024, .head_dim = 4096,
                            .value_head_dim = 4096, .page_tokens = 1024, .dtype = CXLKV_FLOAT32,
                            .checksum = 1, .shard = {0, 1, 0, 1}, .group_count = 1};
-    CHECK(geometry_make(&layout, 1ull << 62, &bad.geometry) == 0);
+    CHECK(geometry_for(&layout, 1, 1ull << 62, &bad.geometry) == 0);
     bad.groups[0] = (group_row){.layers = 1024, .kv_heads = 1024, .head_dim = 4096,
                                 .value_head_dim = 4096, .dtype = CXLKV_FLOAT32};
     bad.page_tokens = 1024;

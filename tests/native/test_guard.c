@@ -85,7 +85,7 @@ static void test_extents_cut(uint32_t threads) {
     stats = test_stats(pool);
     CHECK(stats.pages_held == 0 && stats.pages_free + stats.pages_retired == stats.pages_total);
     cxlkv_pool_destroy(pool);
-    CHECK(cxlkv_pool_open(path, &pool) == -CXLKV_E_TRUNCATED);
+    CHECK(cxlkv_pool_open(path, NULL, &pool) == -CXLKV_E_TRUNCATED);
     CHECK(cxlkv_pool_remove(path) == 0);
 }
 
@@ -116,7 +116,7 @@ static void test_descriptors_cut(void) {
     CHECK(test_stats(pool).pages_retired > 0);
     CHECK(cxlkv_pool_check(pool, 1, text, sizeof(text)) == -CXLKV_E_POISON);
     cxlkv_pool_destroy(pool);
-    CHECK(cxlkv_pool_open(path, &pool) == -CXLKV_E_TRUNCATED);
+    CHECK(cxlkv_pool_open(path, NULL, &pool) == -CXLKV_E_TRUNCATED);
     CHECK(cxlkv_pool_remove(path) == 0);
 }
 

@@ -96,7 +96,7 @@ static int64_t do_attend(void) {
 }
 static int64_t do_open(void) {
     cxlkv_pool *other;
-    int64_t code = cxlkv_pool_open(pool->path, &other);
+    int64_t code = cxlkv_pool_open(pool->path, NULL, &other);
     if (code == 0) cxlkv_pool_destroy(other);
     return code;
 }
@@ -104,7 +104,7 @@ static int64_t do_create_pool(void) {
     cxlkv_pool *other;
     cxlkv_layout layout = test_layout();
     const char *path = "/dev/shm/cxlkv-test-memory.other";
-    int64_t code = cxlkv_pool_create(path, &layout, 4 << 20, 0, &other);
+    int64_t code = cxlkv_pool_create(path, &layout, NULL, 4 << 20, 0, NULL, &other);
     if (code < 0) {
         CHECK(access(path, F_OK) < 0);
         return code;
@@ -165,7 +165,7 @@ static void windowed(void) {
     layout.group_count = 2;
     layout.windows[0] = WINDOW;
     layout.group_of[1] = 1;
-    CHECK(cxlkv_pool_create(NULL, &layout, 4 << 20, 0, &pool) == 0);
+    CHECK(cxlkv_pool_create(NULL, &layout, NULL, 4 << 20, 0, NULL, &pool) == 0);
     CHECK(pool->geometry.part_count == 2 && pool->windowed);
     for (int shared = 0; shared < 2; shared++) {
         cxlkv_sequence *child = NULL;

@@ -224,7 +224,7 @@ static void run(bool close_meanwhile) {
 int main(void) {
     const char *path = test_path("threads");
     pools[0] = test_pool(path, POOL_PAGES);
-    CHECK(cxlkv_pool_open(path, &pools[1]) == 0);
+    CHECK(cxlkv_pool_open(path, NULL, &pools[1]) == 0);
     CHECK(pools[0]->base != pools[1]->base && pools[0]->slot != pools[1]->slot);
     for (int i = 0; i < 2; i++) CHECK(cxlkv_pool_set_threads(pools[i], 2) == 0);
     test_marks(common_marks, 1, COMMON_TOKENS);
@@ -244,7 +244,7 @@ int main(void) {
     run(true);
     cxlkv_sequence_destroy(common); /* after the close: it names pages that are not ours any more */
     for (int i = 0; i < 2; i++) cxlkv_pool_destroy(pools[i]);
-    CHECK(cxlkv_pool_open(path, &pools[0]) == 0);
+    CHECK(cxlkv_pool_open(path, NULL, &pools[0]) == 0);
     test_clean(pools[0]);
     stats = test_stats(pools[0]);
     CHECK(stats.pages_free + stats.pages_published_only == stats.pages_total);

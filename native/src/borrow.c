@@ -1,0 +1,157 @@
+/* Pages of other hosts, read in place: pinned (V6), taken into view (V4), and given up again. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "flush.h"
+#include "internal.h"
+
+enum { BORROW_BATCH = 16 };
+
+static uint32_t range_count(const cxlkv_pool *pool) { return 2 + 3 * pool->geometry.record_layers; }
+
+/* Header, checksums, and the pieces of all heads, layer by layer. */
+static void record_ranges(const cxlkv_pool *pool, uint32_t page, visible_range *ranges) {
+    const cxlkv_geometry *g = &pool->geometry;
+    uint64_t slot = page % g->slab_slots, heads = pool->layout.kv_heads;
+    const uint8_t *extent = pool->base + g->extents_offset + page / g->slab_slots * g->extent_bytes;
+    *ranges++ = (visible_range){.pool = extent + slot * sizeof(record_header),
+                                .bytes = sizeof(record_header)};
+    *ranges++ = (visible_range){.pool = extent + g->checksums_offset + slot * g->checksum_bytes,
+                                .bytes = g->checksum_bytes};
+    for (uint32_t row = 0; row < g->record_layers; row++) {
+        const uint8_t *layer = extent + g->layers_offset + row * g->layer_bytes;
+        const uint64_t offsets[] = {0, g->keys_offset, g->values_offset};
+        const uint64_t bytes[] = {g->digest_piece_bytes, g->key_piece_bytes, g->value_piece_bytes};
+        for (int kind = 0; kind < 3; kind++)
+            *ranges++ = (visible_range){.pool = layer + offsets[kind] + slot * heads * bytes[kind],
+                                        .bytes = heads * bytes[kind]};
+    }
+}
+
+static void set_pins(cxlkv_pool *pool, const borrowing *items, uint32_t count, bool wanted) {
+    pin_item pins[BORROW_BATCH];
+    uint32_t used = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t bit = 1ull << items[i].page % 64;
+        if (pool->pages[items[i].page].holders) continue; /* another holder's: it stays */
+        if (!wanted && items[i].code == 0) continue;
+        pins[used++] = (pin_item){
+            .word = hosts_pin_word(&pool->hosts, pool->hosts.self, items[i].page), .bits = bit};
+    }
+    if (used && wanted) visibility_pin(pins, used, pool->mode);
+    if (used && !wanted) visibility_unpin(pins, used, pool->mode);
+}
+
+/* Somebody on this host has it already: in view, pinned, and what it was. */
+static bool is_here(const cxlkv_pool *pool, const borrowing *item) {
+    const page_info *info = &pool->pages[item->page];
+    return info->holders && !info->lost && info->generation == item->generation;
+}
+
+static int settle_item(cxlkv_pool *pool, borrowing *item, const acquire_item *got) {
+    descriptor line;
+    if (got->code < 0) return got->code;
+    memcpy(&line, got->descriptor, sizeof(line));
+    if (line.page != item->page || line.part >= pool->geometry.part_count ||
+        line.tokens > pool->layout.page_tokens ||
+        (item->hash && memcmp(line.hash, item->hash, sizeof(line.hash)) != 0))
+        return -CXLKV_E_STALE;
+    pool->pages[item->page].generation = item->generation;
+    pool->pages[item->page].lost = 0;
+    verified_clear(pool, item->page);
+    return 0;
+}
+
+static void borrow_some(cxlkv_pool *pool, borrowing *items, uint32_t count,
+                        visible_range *ranges) {
+    acquire_item wanted[BORROW_BATCH];
+    uint32_t places[BORROW_BATCH], used = 0;
+    set_pins(pool, items, count, true);
+    for (uint32_t i = 0; i < count; i++) {
+        items[i].code = 0;
+        if (is_here(pool, &items[i])) continue;
+        visible_range *own = ranges + used * range_count(pool);
+        record_ranges(pool, items[i].page, own);
+        places[used] = i;
+        wanted[used++] = (acquire_item){.descriptor_line = descriptor_of(pool, items[i].page),
+                                        .version = items[i].generation << 8 | items[i].state,
+                                        .ranges = own, .range_count = range_count(pool)};
+    }
+    visibility_acquire(wanted, used, pool->mode);
+    for (uint32_t i = 0; i < used; i++)
+        items[places[i]].code = settle_item(pool, &items[places[i]], &wanted[i]);
+    set_pins(pool, items, count, false);
+}
+
+void borrow(cxlkv_pool *pool, borrowing *items, uint32_t count) {
+    visible_range *ranges = malloc(BORROW_BATCH * range_count(pool) * sizeof(*ranges));
+    for (uint32_t i = 0; i < count; i += BORROW_BATCH) {
+        uint32_t some = min_u32(BORROW_BATCH, count - i);
+        if (ranges) borrow_some(pool, items + i, some, ranges);
+        for (uint32_t j = 0; !ranges && j < some; j++) items[i + j].code = -ENOMEM;
+    }
+    free(ranges);
+}
+
+void borrow_end(cxlkv_pool *pool, uint32_t page) {
+    pin_item pin = {.word = hosts_pin_word(&pool->hosts, pool->hosts.self, page),
+                    .bits = 1ull << page % 64};
+    page_info *info = &pool->pages[page];
+    visibility_unpin(&pin, 1, pool->mode);
+    if (info->lost) pool->host->lost_pages--;
+    info->lost = 0;
+}
+
+/* While this host was fenced, nobody minded its pins. A page that has its generation still is what
+ * it was; the others' holders are told by the next operation on them. */
+void borrow_renew(cxlkv_pool *pool) {
+    for (uint32_t page = 0; page < pool->host->page_count; page++) {
+        page_info *info = &pool->pages[page];
+        if (!info->holders || page_is_ours(pool, page)) continue;
+        pin_item pin = {.word = hosts_pin_word(&pool->hosts, pool->hosts.self, page),
+                        .bits = 1ull << page % 64};
+        visibility_pin(&pin, 1, pool->mode);
+        acquire_item look = {.descriptor_line = descriptor_of(pool, page),
+                             .version = info->generation << 8 | PAGE_PUBLISHED};
+        bool same = visibility_acquire(&look, 1, pool->mode) == 1;
+        look.version = info->generation << 8 | PAGE_SEALED;
+        same = same || visibility_acquire(&look, 1, pool->mode) == 1;
+        if (same || info->lost) continue;
+        info->lost = 1;
+        pool->host->lost_pages++;
+    }
+}
+
+/* ---- the owner's side ---- */
+
+/* Pins of a host that left, or whose epoch has ended, hold nothing: it looks again on return. */
+static bool pins_hold(const cxlkv_pool *pool, uint32_t host) {
+    host_name name;
+    host_fence fence;
+    if (!hosts_name(&pool->hosts, host, &name)) return true;
+    if (name.status != HOST_LIVE) return false;
+    return hosts_fence_of(&pool->hosts, host, name.epoch, &fence) < 0 || !fence.fenced;
+}
+
+uint64_t pinned_elsewhere(const cxlkv_pool *pool, uint32_t page) {
+    const void *words[HOSTS_MAX] = {0};
+    uint64_t values[HOSTS_MAX] = {0}, pinned = 0;
+    uint32_t hosts_count = pool->sharing.hosts;
+    for (uint32_t host = 0; host < hosts_count; host++)
+        words[host] = hosts_pin_word(&pool->hosts, host, page);
+    visibility_look(words, hosts_count, values, pool->mode);
+    for (uint32_t host = 0; host < hosts_count; host++)
+        if (host != pool->hosts.self && values[host] && pins_hold(pool, host))
+            pinned |= values[host];
+    return pinned;
+}
+
+void withdrawn_look(cxlkv_pool *pool) {
+    for (uint32_t page = 0; pool->host->withdrawn_pages && page < pool->host->page_count; page++) {
+        page_info *info = &pool->pages[page];
+        if (!info->withdrawn) continue;
+        info->withdrawn = 0;
+        pool->host->withdrawn_pages--;
+        page_settle(pool, page);
+    }
+}

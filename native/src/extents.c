@@ -1,0 +1,206 @@
+/* Extents: which of them this host owns, taking more, giving some back. */
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "internal.h"
+
+static uint32_t first_run(const cxlkv_pool *pool, uint32_t extent) {
+    return extent * pool->geometry.slab_slots / RUN_SLOTS;
+}
+
+static uint8_t *descriptors_of(const cxlkv_pool *pool, uint32_t extent) {
+    const cxlkv_geometry *g = &pool->geometry;
+    return pool->base + g->descriptors_offset + extent * g->descriptors_bytes;
+}
+
+static uint8_t *extent_of(const cxlkv_pool *pool, uint32_t extent) {
+    return pool->base + pool->geometry.extents_offset + extent * pool->geometry.extent_bytes;
+}
+
+static void hand_over(const cxlkv_pool *pool, uint32_t extent, bool gives) {
+    hosts_hand_over(descriptors_of(pool, extent), pool->geometry.descriptors_bytes, gives);
+    hosts_hand_over(extent_of(pool, extent), pool->geometry.extent_bytes, gives);
+}
+
+static void set_ours(cxlkv_pool *pool, uint32_t extent, bool ours) {
+    uint32_t runs = pool->geometry.slab_slots / RUN_SLOTS;
+    for (uint32_t i = 0; i < runs; i++) pool->runs[first_run(pool, extent) + i].ours = ours;
+    pool->host->owned_extents += ours ? 1 : (uint64_t)-1;
+    pool->host->extents_version++;
+}
+
+/* Files and shared memory can be protected by 4 KiB; where it takes more, it stays writable. */
+static void protect(uint8_t *first, uint64_t bytes, bool writable) {
+    (void)mprotect(first, bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ);
+}
+
+void extents_protect(cxlkv_pool *pool) {
+    const cxlkv_geometry *g = &pool->geometry;
+    protect(pool->base, g->descriptors_offset, false);
+    protect(hosts_line(&pool->hosts, pool->hosts.self, 0), g->host_block_bytes, true);
+    for (uint32_t extent = 0, end; extent < g->extent_count; extent = end) {
+        bool ours = page_is_ours(pool, extent * g->slab_slots);
+        end = extent + 1;
+        while (end < g->extent_count && page_is_ours(pool, end * g->slab_slots) == ours) end++;
+        protect(descriptors_of(pool, extent), (end - extent) * g->descriptors_bytes, ours);
+        protect(extent_of(pool, extent), (end - extent) * g->extent_bytes, ours);
+    }
+    pool->mapped_version = pool->host->extents_version;
+}
+
+int extents_refresh(cxlkv_pool *pool) {
+    uint32_t count = pool->geometry.extent_count;
+    extent_owner *owners = malloc(count * sizeof(*owners));
+    if (!owners) return fail(ENOMEM, "no memory for a table of %u extents", count);
+    int code = hosts_owners(&pool->hosts, owners);
+    for (uint32_t extent = 0; code != -CXLKV_E_TIMEOUT && extent < count; extent++) {
+        bool ours = owners[extent].host == pool->hosts.self;
+        if (page_is_ours(pool, extent * pool->geometry.slab_slots) != ours)
+            set_ours(pool, extent, ours);
+    }
+    free(owners);
+    extents_protect(pool);
+    return code == -CXLKV_E_CORRUPT ? 0 : code; /* what two claim is nobody's; check() tells */
+}
+
+/* Our own from now on; what its former owner published stays. */
+static void enter(cxlkv_pool *pool, uint32_t extent) {
+    uint32_t runs = pool->geometry.slab_slots / RUN_SLOTS;
+    for (uint32_t slot = 0; slot < pool->geometry.slab_slots; slot++) {
+        page_info *info = &pool->pages[extent * pool->geometry.slab_slots + slot];
+        if (info->published) pool->host->published_pages--;
+        info->published = 0; /* it is found again below, under the same hash */
+        info->shown = 1;
+    }
+    set_ours(pool, extent, true);
+    hand_over(pool, extent, false);
+    extents_protect(pool);
+    for (uint32_t i = 0; i < runs; i++) host_rebuild_run(pool, first_run(pool, extent) + i);
+}
+
+/* How many extents to take for so many pages: some more than that, so that hosts which grow do not
+ * come one by one. */
+static uint32_t choose(const cxlkv_pool *pool, const extent_owner *owners, uint64_t page_count,
+                       uint32_t *extents) {
+    const cxlkv_geometry *g = &pool->geometry;
+    uint32_t chosen = 0, most = g->extent_count / (8 * pool->sharing.hosts);
+    uint64_t wanted = (page_count + g->slab_slots - 1) / g->slab_slots;
+    if (wanted < most) wanted = most;
+    /* First those that nobody used, then what others left behind with their published pages. */
+    for (int left_behind = 0; left_behind < 2; left_behind++)
+        for (uint32_t e = 0; e < g->extent_count && chosen < wanted; e++)
+            if (owners[e].takeable && (owners[e].host != NO_HOST) == left_behind &&
+                !page_is_ours(pool, e * g->slab_slots))
+                extents[chosen++] = e;
+    return chosen;
+}
+
+/* Takes what may be taken; -EAGAIN when there is nothing. */
+static int take_some(cxlkv_pool *pool, uint64_t page_count) {
+    uint32_t count = pool->geometry.extent_count, chosen = 0;
+    extent_owner *owners = malloc(count * (sizeof(*owners) + sizeof(uint32_t)));
+    if (!owners) return -ENOMEM;
+    uint32_t *extents = (uint32_t *)(owners + count);
+    int code = hosts_lock(&pool->hosts);
+    if (code == 0) {
+        code = hosts_owners(&pool->hosts, owners);
+        if (code == -CXLKV_E_CORRUPT) code = 0;
+        if (code == 0) chosen = choose(pool, owners, page_count, extents);
+        if (code == 0 && chosen) code = hosts_claim(&pool->hosts, owners, chosen, extents, true);
+        hosts_unlock(&pool->hosts);
+    }
+    for (uint32_t i = 0; code == 0 && i < chosen; i++) enter(pool, extents[i]);
+    free(owners);
+    return code == 0 && chosen == 0 ? -EAGAIN : code;
+}
+
+static bool somebody_offers(const cxlkv_pool *pool) {
+    for (uint32_t host = 0; host < pool->sharing.hosts; host++)
+        if (host != pool->hosts.self && hosts_offered(&pool->hosts, host) &&
+            !pool->hosts.silent(pool->hosts.context, host))
+            return true;
+    return false;
+}
+
+/* When others have room and nobody's is left, they are asked, and waited for a quarter of a lease:
+ * about two of their beats. */
+void extents_take(cxlkv_pool *pool, uint64_t page_count) {
+    uint64_t until_ns = boottime_ns() + pool->lease_ns / 4;
+    uint64_t before = pool->host->free_pages;
+    for (;;) {
+        int code = take_some(pool, page_count - min_u64(page_count, pool->host->free_pages));
+        if (code == -CXLKV_E_FENCED && peers_return(pool) == 0) continue;
+        if (pool->host->free_pages >= page_count || (code != 0 && code != -EAGAIN)) break;
+        if (pool->host->free_pages > before) continue; /* some: there may be more */
+        peers_beat(pool, true);
+        if (!somebody_offers(pool) || boottime_ns() > until_ns) break;
+        uint64_t slots = pool->geometry.slab_slots;
+        pool->host->wanted_extents =
+            (page_count - pool->host->free_pages + slots - 1) / slots;
+        peers_beat(pool, true);
+        pool->hosts.pause(pool->hosts.context);
+    }
+    pool->host->wanted_extents = 0;
+}
+
+/* ---- giving ---- */
+
+static bool is_empty(const cxlkv_pool *pool, uint32_t extent) {
+    uint32_t runs = pool->geometry.slab_slots / RUN_SLOTS, first = first_run(pool, extent);
+    if (!pool->runs[first].ours) return false;
+    for (uint32_t i = 0; i < runs; i++)
+        if (pool->runs[first + i].free_mask != (1u << RUN_SLOTS) - 1) return false;
+    return true;
+}
+
+static uint32_t empty_extents(const cxlkv_pool *pool, uint32_t *extents, uint32_t most) {
+    uint32_t count = 0;
+    for (uint32_t e = 0; e < pool->geometry.extent_count && count < most; e++)
+        if (is_empty(pool, e)) extents[count++] = e;
+    return count;
+}
+
+enum { GIVE_MAX = 64 };
+
+/* One stays with us: a host that just became idle would ask for it back at once. */
+void extents_offer(cxlkv_pool *pool) {
+    uint32_t extents[GIVE_MAX], count = empty_extents(pool, extents, GIVE_MAX);
+    hosts_offer(&pool->hosts, count ? count - 1 : 0);
+}
+
+static void leave(cxlkv_pool *pool, uint32_t extent) {
+    uint32_t runs = pool->geometry.slab_slots / RUN_SLOTS;
+    for (uint32_t i = 0; i < runs; i++) pages_unlist(pool, first_run(pool, extent) + i);
+    set_ours(pool, extent, false);
+    hand_over(pool, extent, true); /* V8 */
+}
+
+void extents_give(cxlkv_pool *pool) {
+    uint32_t extents[GIVE_MAX], count;
+    uint64_t wanted = 0;
+    for (uint32_t host = 0; host < pool->sharing.hosts; host++)
+        if (host != pool->hosts.self && !pool->hosts.silent(pool->hosts.context, host))
+            wanted += min_u64(pool->host->views[host].wanted_extents, GIVE_MAX);
+    if (wanted == 0) return;
+    count = empty_extents(pool, extents, GIVE_MAX);
+    count = min_u32(count ? count - 1 : 0, (uint32_t)wanted);
+    if (count == 0) return;
+    extent_owner *owners = malloc(pool->geometry.extent_count * sizeof(*owners));
+    if (!owners) return; /* they ask again */
+    for (uint32_t i = 0; i < count; i++) leave(pool, extents[i]);
+    int code = hosts_lock(&pool->hosts);
+    if (code == 0) {
+        code = hosts_owners(&pool->hosts, owners);
+        if (code == 0) code = hosts_claim(&pool->hosts, owners, count, extents, false);
+        hosts_unlock(&pool->hosts);
+    }
+    free(owners);
+    if (code < 0 && (code != -CXLKV_E_FENCED || peers_return(pool) < 0)) extents_refresh(pool);
+    /* What was not given after all is ours again. */
+    for (uint32_t i = 0; code < 0 && i < count; i++)
+        if (page_is_ours(pool, extents[i] * pool->geometry.slab_slots))
+            for (uint32_t r = 0; r < pool->geometry.slab_slots / RUN_SLOTS; r++)
+                host_rebuild_run(pool, first_run(pool, extents[i]) + r);
+    extents_protect(pool);
+}

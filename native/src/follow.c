@@ -1,0 +1,73 @@
+/* Logs, ours and the others': what hosts tell each other about what can be found where. */
+#include <string.h>
+
+#include "internal.h"
+
+void log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_t generation,
+             const uint64_t hash[2]) {
+    if (!pool->shared) return;
+    if (pool->log_count == LOG_BATCH) log_write(pool);
+    log_record *record = &pool->log_waiting[pool->log_count++];
+    *record = (log_record){.operation = operation, .page = page, .generation = generation};
+    memcpy(record->hash, hash, sizeof(record->hash));
+}
+
+void log_write(cxlkv_pool *pool) {
+    if (pool->log_count == 0) return;
+    hosts_log(&pool->hosts, pool->host->log_next, pool->log_waiting, pool->log_count);
+    pool->host->log_next += pool->log_count;
+    pool->log_count = 0;
+}
+
+static void apply(cxlkv_pool *pool, const log_record *record) {
+    uint32_t page = record->page;
+    page_info *info = &pool->pages[page];
+    if (record->operation == LOG_FORGET) {
+        if (page_is_ours(pool, page) && info->published && info->generation == record->generation)
+            page_forget(pool, record->hash);
+        return;
+    }
+    if (page_is_ours(pool, page) || info->retired) return; /* we know better */
+    bool known = index_find(pool, record->hash) == page;
+    bool held = info->holders && info->generation != record->generation; /* it is lost to us */
+    if (record->operation == LOG_PUBLISH && !known && !held) {
+        if (info->published || !index_insert(pool, record->hash, page)) return;
+        info->generation = record->generation;
+        info->published = 1;
+        pool->host->published_pages++;
+    }
+    if (record->operation == LOG_FREE && known && info->generation <= record->generation) {
+        index_erase(pool, record->hash);
+        info->published = 0;
+        pool->host->published_pages--;
+    }
+}
+
+/* Reads one host's log to its end; false when it cannot be followed any more. */
+static bool follow(cxlkv_pool *pool, uint32_t host) {
+    log_record records[LOG_BATCH];
+    host_view *view = &pool->host->views[host];
+    int count;
+    while ((count = hosts_read_log(&pool->hosts, host, &view->log_next, records)) > 0)
+        for (int i = 0; i < count; i++) apply(pool, &records[i]);
+    return count == 0;
+}
+
+void peers_follow(cxlkv_pool *pool) {
+    uint64_t next[HOSTS_MAX];
+    bool rescans = false;
+    for (uint32_t host = 0; host < pool->sharing.hosts; host++)
+        next[host] = pool->host->views[host].log_next;
+    uint64_t moved = hosts_logs_moved(&pool->hosts, next);
+    for (uint32_t host = 0; host < pool->sharing.hosts; host++) {
+        if (host == pool->hosts.self || !(moved >> host & 1) || follow(pool, host)) continue;
+        pool->host->views[host].log_next = hosts_log_end(&pool->hosts, host);
+        rescans = true;
+    }
+    if (!rescans) return;
+    /* It wrote faster than we read, or a record is damaged: the descriptors say the same. */
+    const cxlkv_geometry *g = &pool->geometry;
+    hosts_hand_over(pool->base + g->descriptors_offset, g->extents_offset - g->descriptors_offset,
+                    false);
+    host_rebuild(pool);
+}

@@ -1,0 +1,175 @@
+/* This host among the others of a pool: arriving, beating, being silent, coming back, leaving. */
+#include <sched.h>
+#include <string.h>
+#include <time.h>
+
+#include "flush.h"
+#include "internal.h"
+
+enum { BEATS_A_LEASE = 10, YIELDS = 64 };
+
+static void look_around(cxlkv_pool *pool) {
+    uint64_t beats[HOSTS_MAX], wanted[HOSTS_MAX], now = boottime_ns();
+    hosts_look_beats(&pool->hosts, beats, wanted);
+    for (uint32_t host = 0; host < pool->sharing.hosts; host++) {
+        host_view *view = &pool->host->views[host];
+        view->wanted_extents = wanted[host];
+        if (view->beats == beats[host] && view->since_ns != 0) continue;
+        view->beats = beats[host];
+        view->since_ns = now;
+    }
+}
+
+void peers_beat(cxlkv_pool *pool, bool now) {
+    host_state *host = pool->host;
+    uint64_t time_ns = boottime_ns();
+    if (!now && time_ns - host->beat_ns < pool->lease_ns / BEATS_A_LEASE) return;
+    host->beat_ns = time_ns;
+    hosts_beat(&pool->hosts, ++host->beats, host->wanted_extents);
+    look_around(pool);
+}
+
+/* Between two looks at what another host writes: first others of this machine run, then we sleep,
+ * since nothing wakes us from there. */
+static void pause_between_looks(void *context) {
+    cxlkv_pool *pool = context;
+    struct timespec nap = {.tv_nsec = 50000};
+    if (pool->host) peers_beat(pool, false);
+    if (pool->pauses++ < YIELDS) sched_yield();
+    else nanosleep(&nap, NULL);
+}
+
+static bool is_silent(void *context, uint32_t host) {
+    cxlkv_pool *pool = context;
+    if (!pool->host || host == pool->hosts.self) return false;
+    const host_view *view = &pool->host->views[host];
+    return view->since_ns != 0 && boottime_ns() - view->since_ns > pool->lease_ns;
+}
+
+int peers_prepare(cxlkv_pool *pool, const cxlkv_host *host) {
+    const cxlkv_sharing *sharing = &pool->sharing;
+    pool->shared = sharing->kind != CXLKV_SHARING_HOST;
+    pool->mode = sharing->durable == CXLKV_DURABLE_HOST ? VISIBILITY_FAST : VISIBILITY_COHERENT;
+    if (sharing->kind == CXLKV_SHARING_SOFTWARE)
+        pool->mode = host && host->certified ? VISIBILITY_FAST : VISIBILITY_STRICT;
+    if (!pool->shared) return 0;
+    if (!host)
+        return fail(CXLKV_E_ARGUMENT,
+                    "%u hosts share this pool: say which one this is, host=0 to host=%u, on no two "
+                    "machines the same", sharing->hosts, sharing->hosts - 1);
+    if (host->number >= sharing->hosts)
+        return fail(CXLKV_E_ARGUMENT, "host %u: the pool has hosts 0 to %u", host->number,
+                    sharing->hosts - 1);
+    if (!(host->lease_s >= 0.01 && host->lease_s < 1e6))
+        return fail(CXLKV_E_ARGUMENT, "a lease of %g s: outside 0.01 to 1000000", host->lease_s);
+    if (pool->mode != VISIBILITY_COHERENT && !flush_supported())
+        return fail(ENOTSUP, "this CPU's caches cannot be written back by a program: only "
+                    "sharing=host and durable=process are possible");
+    pool->lease_ns = (uint64_t)(host->lease_s * 1e9);
+    pool->hosts = (hosts){.area = hosts_area_of(pool->base, sharing, &pool->geometry),
+                          .self = host->number, .mode = pool->mode, .context = pool,
+                          .pause = pause_between_looks, .silent = is_silent};
+    return 0;
+}
+
+uint64_t peers_nonce(const cxlkv_pool *pool) {
+    host_name name;
+    if (!hosts_name(&pool->hosts, pool->hosts.self, &name) || name.status != HOST_LIVE) return 0;
+    return name.nonce;
+}
+
+/* Another machine that has our number beats: it must not be us as well. */
+static int watch_number(cxlkv_pool *pool) {
+    uint64_t first[HOSTS_MAX], now[HOSTS_MAX], wanted[HOSTS_MAX];
+    uint64_t nonce = peers_nonce(pool), since_ns = boottime_ns();
+    uint32_t self = pool->hosts.self;
+    hosts_look_beats(&pool->hosts, first, wanted);
+    while (nonce != 0 && boottime_ns() - since_ns < pool->lease_ns + pool->lease_ns / 4) {
+        hosts_look_beats(&pool->hosts, now, wanted);
+        if (now[self] != first[self] || peers_nonce(pool) != nonce)
+            return fail(CXLKV_E_HOST,
+                        "two hosts with one number: host %u is in use by another machine, or by a "
+                        "container with another /dev/shm. Give each its own host=", self);
+        struct timespec nap = {.tv_nsec = 1000000};
+        nanosleep(&nap, NULL);
+    }
+    return 0;
+}
+
+/* Where each log ends now: what lies before is found by its descriptor. */
+static void follow_from_here(cxlkv_pool *pool) {
+    for (uint32_t host = 0; host < pool->sharing.hosts; host++)
+        pool->host->views[host].log_next = hosts_log_end(&pool->hosts, host);
+    pool->host->log_next = pool->host->views[pool->hosts.self].log_next;
+}
+
+int peers_arrive(cxlkv_pool *pool) {
+    host_state *host = pool->host;
+    int code = watch_number(pool);
+    if (code < 0) return code;
+    look_around(pool);
+    code = hosts_attach(&pool->hosts, host->nonce);
+    if (code < 0) return code;
+    host->host_epoch = pool->hosts.epoch;
+    host->beats = boottime_ns(); /* not a number that the last one of us used */
+    peers_beat(pool, true);
+    follow_from_here(pool);
+    const cxlkv_geometry *g = &pool->geometry;
+    hosts_hand_over(pool->base + g->descriptors_offset, g->extents_offset - g->descriptors_offset,
+                    false);
+    return extents_refresh(pool);
+}
+
+/* V8 for all that we own: others may take it as soon as the name says that we left. */
+void peers_leave(cxlkv_pool *pool) {
+    const cxlkv_geometry *g = &pool->geometry;
+    if (pool->host->stopped) return;
+    log_write(pool);
+    for (uint32_t extent = 0; extent < g->extent_count; extent++) {
+        if (!page_is_ours(pool, extent * g->slab_slots)) continue;
+        hosts_hand_over(pool->base + g->descriptors_offset + extent * g->descriptors_bytes,
+                        g->descriptors_bytes, true);
+        hosts_hand_over(pool->base + g->extents_offset + extent * g->extent_bytes,
+                        g->layers_offset, true); /* what lies behind was stored past the caches */
+    }
+    hosts_leave(&pool->hosts, pool->host->nonce);
+}
+
+void peers_sync(cxlkv_pool *pool) {
+    pool->pauses = 0;
+    pool->hosts.epoch = pool->host->host_epoch;
+    if (pool->mapped_version != pool->host->extents_version) extents_protect(pool);
+}
+
+static int stop(cxlkv_pool *pool, int code) {
+    pool->host->stopped = (uint32_t)code;
+    return peers_check(pool);
+}
+
+int peers_check(cxlkv_pool *pool) {
+    switch (pool->host->stopped) {
+    case 0: return 0;
+    case CXLKV_E_HOST:
+        return fail(CXLKV_E_HOST,
+                    "two hosts with one number: another machine has become host %u. Close the pool "
+                    "in all processes here and open it with another host=", pool->hosts.self);
+    default:
+        return fail(CXLKV_E_FENCED,
+                    "this host was declared off while it ran: others may have its pages. Close the "
+                    "pool in all processes here and open it anew");
+    }
+}
+
+/* Our epoch has ended. Where nobody said that this machine is off, what we own is still ours. */
+int peers_return(cxlkv_pool *pool) {
+    host_fence fence;
+    int code = hosts_fence_of(&pool->hosts, pool->hosts.self, pool->hosts.epoch, &fence);
+    if (code < 0 || !fence.fenced) return code;
+    if (fence.off) return stop(pool, CXLKV_E_FENCED);
+    if (peers_nonce(pool) != pool->host->nonce) return stop(pool, CXLKV_E_HOST);
+    code = hosts_attach(&pool->hosts, pool->host->nonce);
+    if (code < 0) return code;
+    pool->host->host_epoch = pool->hosts.epoch;
+    borrow_renew(pool);
+    return extents_refresh(pool);
+}
