@@ -17,9 +17,11 @@ static inline void line_keep(const hosts *h, enum flush_site site, const void *f
 static inline void line_look(const hosts *h, enum flush_site begin, const void *const *first,
                              uint32_t count, uint64_t lines_each) {
     flush_fence_all(begin);
-    for (uint32_t i = 0; i < count; i++)
-        for (uint64_t line = 0; line < lines_each; line++)
-            line_drop(begin + 1, (const uint8_t *)first[i] + line * FLUSH_LINE_BYTES, h->mode);
+    for (uint32_t i = 0; i < count; i++) {
+        uintptr_t at = (uintptr_t)first[i] & ~(uintptr_t)(FLUSH_LINE_BYTES - 1);
+        for (uint64_t line = 0; line < lines_each; line++, at += FLUSH_LINE_BYTES)
+            line_drop(begin + 1, (const void *)at, h->mode);
+    }
     flush_fence_all(begin + 2);
 }
 
