@@ -73,7 +73,10 @@ static int consider(const claim *c, uint32_t extent, uint32_t host, const claima
 /* First the claims, then the fences: V10. */
 static int read_claimant(const hosts *h, uint32_t host, claimant *by) {
     const void *first = claims_of(h, host);
-    if (!hosts_name(h, host, &by->name) || by->name.status == HOST_UNUSED) return 0;
+    if (!hosts_name(h, host, &by->name))
+        return fail(CXLKV_E_CORRUPT, "the name line of host %u is damaged: what it owns is not "
+                    "known, so no extent changes hands. `cxlkv pool check` says more", host);
+    if (by->name.status == HOST_UNUSED) return 0;
     by->commits = hosts_commits(h, host);
     line_look(h, FLUSH_CLAIM_LOOK_BEGIN, &first, 1,
               (h->area.pins_offset - h->area.claims_offset) / LINE_BYTES);
@@ -88,7 +91,11 @@ int hosts_owners(const hosts *h, extent_owner *owners) {
     for (uint32_t host = 0; host < h->area.host_count; host++) {
         claimant by;
         int code = read_claimant(h, host, &by);
-        if (code < 0) return code;
+        if (code < 0) {
+            for (uint32_t extent = 0; extent < h->area.extent_count; extent++)
+                owners[extent] = (extent_owner){.host = NO_HOST};
+            return code;
+        }
         for (uint32_t extent = 0; code && extent < h->area.extent_count; extent++) {
             claim_pair pair;
             load_pair(h, host, extent, &pair);

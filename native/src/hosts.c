@@ -18,21 +18,47 @@ void hosts_area_make(hosts_area *area) {
 
 /* ---- names ---- */
 
-bool hosts_name(const hosts *h, uint32_t host, host_name *name) {
-    const void *line = hosts_line(h, host, NAME_LINE);
-    line_look(h, FLUSH_NAME_LOOK_BEGIN, &line, 1, 1);
-    flush_load_line(name, line);
-    if (name->nonce == 0 && name->status == HOST_UNUSED) return true;
+static bool name_is_whole(const host_name *name, uint32_t host) {
     return name->crc == crc32c(0, name, offsetof(host_name, crc)) && name->host == host &&
            name->status <= HOST_LEFT && name->epoch != 0 && name->epoch <= EPOCH_MAX;
 }
 
+/* Which of the two is the newest that is whole; -1: none is. */
+static int newest_name(const host_name names[2], uint32_t host) {
+    int newest = -1;
+    for (int i = 0; i < 2; i++) {
+        if (!name_is_whole(&names[i], host)) continue;
+        if (newest < 0 || names[i].epoch > names[newest].epoch ||
+            (names[i].epoch == names[newest].epoch && names[i].status > names[newest].status))
+            newest = i;
+    }
+    return newest;
+}
+
+bool hosts_name(const hosts *h, uint32_t host, host_name *name) {
+    static const host_name none;
+    const void *line = hosts_line(h, host, NAME_LINE);
+    host_name names[2];
+    line_look(h, FLUSH_NAME_LOOK_BEGIN, &line, 1, 1);
+    flush_load_line(names, line);
+    int newest = newest_name(names, host);
+    *name = newest < 0 ? none : names[newest];
+    /* The first name of all may be half written: then the second one has not been begun. */
+    return newest >= 0 || memcmp(&names[1], &none, sizeof(none)) == 0;
+}
+
 static void keep_name(const hosts *h, uint64_t nonce, uint32_t epoch, uint32_t status) {
-    host_name name = {.nonce = nonce, .epoch = epoch, .status = status, .host = h->self};
+    host_name names[2], name = {.nonce = nonce, .epoch = epoch, .status = status, .host = h->self};
     name.crc = crc32c(0, &name, offsetof(host_name, crc));
-    void *line = hosts_line(h, h->self, NAME_LINE);
-    flush_store_line(line, &name, 0);
-    line_keep(h, FLUSH_NAME, line, LINE_BYTES);
+    uint64_t words[sizeof(name) / 8], *line = (uint64_t *)hosts_line(h, h->self, NAME_LINE);
+    memcpy(words, &name, sizeof(name));
+    flush_load_line(names, line);
+    int first = newest_name(names, h->self) == 0; /* the one that counts stays until then */
+    for (int i = 0; i < 2; i++) {
+        uint64_t *half = line + (i ^ first) * sizeof(name) / 8;
+        for (uint32_t w = 0; w < sizeof(name) / 8; w++) flush_store_word(half + w, words[w]);
+        line_keep(h, FLUSH_NAME, half, sizeof(name));
+    }
 }
 
 /* Fences that an earlier epoch of ours began and did not finish: whoever waits goes on. */

@@ -28,15 +28,17 @@ typedef struct hosts_area {
 } hosts_area;
 void hosts_area_make(hosts_area *area);
 
+/* Twice in its line, written one after the other: of a writer that is interrupted, or dies, one of
+ * the two is whole. */
 typedef struct host_name {
     uint64_t nonce;              /* of the host state that speaks for the host */
     uint32_t epoch;              /* from 1; one more at each return */
     uint32_t status;
     uint32_t host;
-    uint32_t reserved[10];
+    uint32_t reserved[2];
     uint32_t crc;
 } host_name;
-_Static_assert(sizeof(host_name) == 64, "one line");
+_Static_assert(sizeof(host_name) == 32, "two in a line");
 
 typedef struct hosts {
     hosts_area area;

@@ -129,6 +129,32 @@ static void test_undecided(void) {
     free(p.memory);
 }
 
+/* A name is being written, or its writer died over it: what its host owns is still known. */
+static void test_torn_name(void) {
+    pool p;
+    extent_owner owners[EXTENTS];
+    host_name name;
+    pool_make(&p, VISIBILITY_STRICT);
+    uint8_t *line = hosts_line(&p.at[0], 1, NAME_LINE);
+    line[8] = 1; /* of a first attach */
+    CHECK(hosts_name(&p.at[0], 1, &name) && name.status == HOST_UNUSED);
+    attach_all(&p);
+    CHECK(claim(&p.at[1], 3, 1, true) == 0);
+    for (int half = 0; half < 2; half++) {
+        line[half * 32 + 8] ^= 2;
+        CHECK(hosts_name(&p.at[0], 1, &name) && name.nonce == 101u + (uint32_t)half);
+        CHECK(owner_of(&p.at[0], 3).host == 1 && !owner_of(&p.at[0], 3).takeable);
+        CHECK(hosts_attach(&p.at[1], 102 + (uint64_t)half) == 0);
+        CHECK(p.at[1].epoch == 2u + (uint32_t)half);
+        CHECK(memcmp(line, line + 32, 32) == 0);
+    }
+    line[8] ^= 2, line[40] ^= 2;
+    CHECK(!hosts_name(&p.at[0], 1, &name));
+    CHECK(hosts_owners(&p.at[0], owners) == -CXLKV_E_CORRUPT);
+    for (uint32_t extent = 0; extent < EXTENTS; extent++) CHECK(!owners[extent].takeable);
+    free(p.memory);
+}
+
 static void test_recover(void) {
     pool p;
     extent_owner owners[EXTENTS];
@@ -206,6 +232,7 @@ int main(void) {
     test_fence(false);
     test_fence(true);
     test_undecided();
+    test_torn_name();
     test_recover();
     test_log();
     const char *given = getenv("CXLKV_TEST_SEED");
