@@ -132,6 +132,10 @@ static int free_entry(const claim_pair *pair, uint32_t extent, uint64_t commits)
 
 int hosts_claim(const hosts *h, const extent_owner *owners, uint32_t count,
                 const uint32_t *extents, bool ours) {
+    host_fence fence;
+    /* Of an ended epoch the last commit may not count, and the entry that it left is in use. */
+    int code = hosts_fence_of(h, h->self, h->epoch, &fence);
+    if (code < 0 || fence.fenced) return code < 0 ? code : -CXLKV_E_FENCED;
     uint64_t commits = hosts_commits(h, h->self);
     for (uint32_t i = 0; i < count; i++) {
         uint32_t extent = extents[i];

@@ -100,7 +100,8 @@ typedef struct extent_owner {
 /* Of all extents: 0, or -CXLKV_E_CORRUPT when two claims contradict each other. */
 int hosts_owners(const hosts *h, extent_owner *owners);
 /* Makes `count` extents ours, or nobody's, all or nothing; owners is what hosts_owners() said under
- * this lock. -CXLKV_E_FENCED: our epoch has ended, nothing changed. */
+ * this lock. -CXLKV_E_FENCED: our epoch has ended, nothing changed. -CXLKV_E_TIMEOUT: whether it
+ * counts is not decided yet; what hosts_owners() says under a later lock is. */
 int hosts_claim(const hosts *h, const extent_owner *owners, uint32_t count,
                 const uint32_t *extents, bool ours);
 /* Before an extent is given back, and after it was taken: V8. */

@@ -97,8 +97,13 @@ static void test_fence(bool off) {
     if (off) CHECK(hosts_fence_off(&p.at[2], 1, 1) == 0);
     CHECK(owner_of(&p.at[0], 0).host == 1 && owner_of(&p.at[0], 0).takeable == off);
     if (off) CHECK(claim(&p.at[2], 0, 1, true) == 0);
-    /* It goes on where it stood: its claim does not count, for anybody. */
+    /* It goes on where it stood: its claim does not count, for anybody. Nor does one that follows
+     * a commit that did not count, and what counted before stays as it is. */
+    uint32_t older = 0;
     CHECK(hosts_claim(&p.at[1], owners, 1, &extent, true) == -CXLKV_E_FENCED);
+    for (int i = 0; !off && i < 2; i++)
+        CHECK(hosts_claim(&p.at[1], owners, 1, &older, false) == -CXLKV_E_FENCED);
+    CHECK(owner_of(&p.at[2], 0).host == (off ? 2 : 1));
     CHECK(owner_of(&p.at[1], 5).host == 0 && owner_of(&p.at[2], 5).host == 0);
     CHECK(hosts_lock(&p.at[1]) == 0 || !off); /* it may stand in the queue: nobody minds */
     p.silent[1] = false;
