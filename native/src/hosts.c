@@ -94,6 +94,8 @@ int hosts_attach(hosts *h, uint64_t nonce) {
     h->epoch = name.epoch;
     /* What this machine's caches still hold of an earlier time is not what memory says. */
     hosts_hand_over(hosts_line(h, h->self, 0), h->area.block_bytes, false);
+    /* First: two that died while they fenced each other would wait for each other. */
+    open_closed_fences(h);
     if (name.status != HOST_UNUSED) {
         host_fence fence;
         int code = hosts_fence_of(h, h->self, name.epoch, &fence);
@@ -101,12 +103,11 @@ int hosts_attach(hosts *h, uint64_t nonce) {
         commits = hosts_commits(h, h->self);
         if (fence.fenced && fence.cut < commits) commits = fence.cut;
     }
-    open_closed_fences(h);
     hosts_forget_claims(h, commits);
     h->epoch = name.epoch + 1;
     hosts_set_commits(h, commits);
     hosts_unlock(h);
-    clear_pins(h);
+    if (name.nonce != nonce) clear_pins(h); /* else its processes read on */
     keep_name(h, nonce, h->epoch, HOST_LIVE);
     return 0;
 }

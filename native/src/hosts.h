@@ -58,7 +58,8 @@ static inline uint8_t *hosts_line(const hosts *h, uint32_t host, uint64_t line) 
 /* From memory; false when it is damaged. A line never written is HOST_UNUSED. */
 bool hosts_name(const hosts *h, uint32_t host, host_name *name);
 /* Becomes host h->self again, or for the first time: nobody else may use that number (callers have
- * watched its beats). What an earlier epoch left undone is cleaned up; h->epoch is set. */
+ * watched its beats). What an earlier epoch left undone is cleaned up; h->epoch is set. With the
+ * nonce of before (a fenced host returns, its processes live on) pins stay. */
 int hosts_attach(hosts *h, uint64_t nonce);
 /* After a process of ours died at any step of what follows below: its fence, its claims and its
  * place in the queue never were. */

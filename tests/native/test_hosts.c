@@ -131,6 +131,12 @@ static void test_undecided(void) {
     p.silent[1] = false;
     *word = 1ull << 40 | 1ull << 38;
     CHECK(hosts_attach(&p.at[1], 7) == 0 && *word == 0);
+    /* Two died while they fenced each other, and both come back. */
+    *word = 1ull << 40 | 1ull << 38;
+    *((uint64_t *)hosts_line(&p.at[0], 2, FENCE_LINES) + 1) = 2ull << 40 | 1ull << 38;
+    p.silent[1] = p.silent[2] = true;
+    CHECK(hosts_attach(&p.at[1], 8) == -CXLKV_E_TIMEOUT);
+    CHECK(hosts_attach(&p.at[2], 9) == 0 && hosts_attach(&p.at[1], 8) == 0);
     free(p.memory);
 }
 
@@ -174,6 +180,18 @@ static void test_recover(void) {
     CHECK(claim(&p.at[0], 6, 1, true) == 0); /* makes up that commit's number */
     CHECK(owner_of(&p.at[1], 6).host == 0 && owner_of(&p.at[1], 4).host == NO_HOST);
     CHECK(claim(&p.at[1], 4, 1, true) == 0);
+    free(p.memory);
+}
+
+/* A host that was fenced comes back under those who read: what they read stays pinned. */
+static void test_pins(void) {
+    pool p;
+    pool_make(&p, VISIBILITY_FAST);
+    attach_all(&p);
+    uint64_t *word = hosts_pin_word(&p.at[0], 1, 70);
+    *word = 1 << 6;
+    CHECK(hosts_attach(&p.at[1], 101) == 0 && *word == 1 << 6);
+    CHECK(hosts_attach(&p.at[1], 102) == 0 && *word == 0);
     free(p.memory);
 }
 
@@ -239,6 +257,7 @@ int main(void) {
     test_undecided();
     test_torn_name();
     test_recover();
+    test_pins();
     test_log();
     const char *given = getenv("CXLKV_TEST_SEED");
     uint64_t seed = given ? strtoull(given, NULL, 10) : 1;
