@@ -70,18 +70,30 @@ static int consider(const claim *c, uint32_t extent, uint32_t host, const claima
     return 0;
 }
 
-/* First the claims, then the fences: V10. */
+static int fail_by_name(uint32_t host) {
+    return fail(CXLKV_E_CORRUPT, "the name line of host %u is damaged: what it owns is not known, so "
+                "no extent changes hands. `cxlkv pool check` says more", host);
+}
+
+/* First the commits, then the fences: V10. A host that came back meanwhile may be fenced anew, in
+ * the very word that said of the earlier epoch what counts: then once more. */
 static int read_claimant(const hosts *h, uint32_t host, claimant *by) {
     const void *first = claims_of(h, host);
-    if (!hosts_name(h, host, &by->name))
-        return fail(CXLKV_E_CORRUPT, "the name line of host %u is damaged: what it owns is not "
-                    "known, so no extent changes hands. `cxlkv pool check` says more", host);
-    if (by->name.status == HOST_UNUSED) return 0;
-    by->commits = hosts_commits(h, host);
-    line_look(h, FLUSH_CLAIM_LOOK_BEGIN, &first, 1,
-              (h->area.pins_offset - h->area.claims_offset) / LINE_BYTES);
-    int code = hosts_fence_of(h, host, by->name.epoch, &by->fence);
-    return code < 0 ? code : 1;
+    uint32_t epoch;
+    do {
+        host_name again;
+        if (!hosts_name(h, host, &by->name)) return fail_by_name(host);
+        if (by->name.status == HOST_UNUSED) return 0;
+        epoch = by->name.epoch;
+        by->commits = hosts_commits(h, host);
+        line_look(h, FLUSH_CLAIM_LOOK_BEGIN, &first, 1,
+                  (h->area.pins_offset - h->area.claims_offset) / LINE_BYTES);
+        int code = hosts_fence_of(h, host, epoch, &by->fence);
+        if (code < 0) return code;
+        if (!hosts_name(h, host, &again)) return fail_by_name(host);
+        by->name = again;
+    } while (by->name.epoch != epoch);
+    return 1;
 }
 
 int hosts_owners(const hosts *h, extent_owner *owners) {
