@@ -24,6 +24,17 @@ static bool record_is_whole(const hosts *h, const log_record *record) {
            record->operation <= LOG_CLAIM;
 }
 
+/* The end; or a gap, when later lines of the same append are in memory and this one is not. Its writer
+ * may have died over it, and will go on behind. */
+static int end_or_gap(const hosts *h, const void *const *lines, uint32_t count, uint64_t first) {
+    for (uint32_t i = 1; i < count; i++) {
+        log_record record;
+        flush_load_line(&record, lines[i]);
+        if (record.sequence > first && record_is_whole(h, &record)) return -CXLKV_E_CORRUPT;
+    }
+    return 0;
+}
+
 /* Records from `first` on, out of memory, as many as are whole and in turn. */
 static int read_some(const hosts *h, uint32_t host, uint64_t first, log_record *records) {
     const void *lines[LOG_BATCH];
@@ -32,7 +43,8 @@ static int read_some(const hosts *h, uint32_t host, uint64_t first, log_record *
     line_look(h, FLUSH_LOG_LOOK_BEGIN, lines, count, 1);
     for (uint32_t i = 0; i < count; i++) {
         flush_load_line(&records[i], lines[i]);
-        if (records[i].sequence < first + i) return (int)i; /* of the last round: the end */
+        if (records[i].sequence < first + i) /* of the last round */
+            return i ? (int)i : end_or_gap(h, lines, count, first);
         if (records[i].sequence > first + i) return i ? (int)i : -CXLKV_E_STALE;
         if (!record_is_whole(h, &records[i])) return i ? (int)i : -CXLKV_E_CORRUPT;
     }
@@ -41,7 +53,7 @@ static int read_some(const hosts *h, uint32_t host, uint64_t first, log_record *
 
 int hosts_read_log(const hosts *h, uint32_t host, uint64_t *next, log_record *records) {
     int count = read_some(h, host, *next, records);
-    /* Its writer may be in the middle of the line: the same number again, and another CRC. */
+    /* Its writer may be in the middle: the same number again, and another CRC; or a gap. */
     for (int attempt = 0; count == -CXLKV_E_CORRUPT && attempt < 64; attempt++) {
         h->pause(h->context);
         count = read_some(h, host, *next, records);

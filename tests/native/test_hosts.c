@@ -220,6 +220,16 @@ static void test_log(void) {
     line[20] ^= 1;
     CHECK(hosts_read_log(&p.at[1], 0, &next, seen) == 1 && next == written + 6);
     CHECK(hosts_read_log(&p.at[1], 0, &next, seen) == -CXLKV_E_CORRUPT);
+    /* A batch of three whose first line is lost with its writer, who goes on behind it. */
+    next = written = hosts_log_end(&p.at[0], 0);
+    for (uint32_t i = 0; i < 3; i++) records[i] = (log_record){.operation = LOG_FREE, .page = i};
+    line = hosts_line(&p.at[0], 0, LOG_LINES + (written & (RECORDS - 1)));
+    uint8_t before[64];
+    memcpy(before, line, 64);
+    hosts_log(&p.at[0], written, records, 3);
+    memcpy(line, before, 64);
+    CHECK(hosts_read_log(&p.at[1], 0, &next, seen) == -CXLKV_E_CORRUPT && next == written);
+    CHECK(hosts_log_end(&p.at[1], 0) == written + 3);
     free(p.memory);
 }
 
