@@ -35,7 +35,9 @@ static int newest_name(const host_name names[2], uint32_t host) {
     return newest;
 }
 
-bool hosts_name(const hosts *h, uint32_t host, host_name *name) {
+/* Which of the two is there, from memory; false: they are damaged, or were written between two of
+ * the loads. */
+static bool look_at_name(const hosts *h, uint32_t host, host_name *name) {
     static const host_name none;
     const void *line = hosts_line(h, host, NAME_LINE);
     host_name names[2];
@@ -45,6 +47,15 @@ bool hosts_name(const hosts *h, uint32_t host, host_name *name) {
     *name = newest < 0 ? none : names[newest];
     /* The first name of all may be half written: then the second one has not been begun. */
     return newest >= 0 || memcmp(&names[1], &none, sizeof(none)) == 0;
+}
+
+bool hosts_name(const hosts *h, uint32_t host, host_name *name) {
+    bool found = look_at_name(h, host, name);
+    for (int attempt = 0; !found && attempt < 16; attempt++) {
+        h->pause(h->context);
+        found = look_at_name(h, host, name);
+    }
+    return found;
 }
 
 static void keep_name(const hosts *h, uint64_t nonce, uint32_t epoch, uint32_t status) {
