@@ -79,9 +79,11 @@ native-test:  ## the C tests under ASan+UBSan, then under TSan
 
 mutants:      ## the coherence protocol with each flush and fence left out: a test must tell
 	cmake -S native -B build/mutants $(GENERATOR) -DCMAKE_BUILD_TYPE=Release >/dev/null
-	cmake --build build/mutants --target test_visibility_incoherent
-	CXLKV_SEEDS=20000 build/mutants/test_visibility_incoherent
-	$(PYTHON) tests/native/mutants.py build/mutants/test_visibility_incoherent $(ARGS)
+	for program in test_visibility_incoherent test_rpc_incoherent; do \
+	  cmake --build build/mutants --target $$program; \
+	  CXLKV_SEEDS=20000 build/mutants/$$program; \
+	  $(PYTHON) tests/native/mutants.py build/mutants/$$program $(ARGS); \
+	done
 
 # The stamp goes first, so that whatever comes next builds the plain core again.
 asan: $(VENV)/.built  ## the Python tests with the C under ASan+UBSan

@@ -59,6 +59,18 @@ enum flush_site {
     FLUSH_COMMIT_LOOK_BEGIN, FLUSH_COMMIT_LOOK, FLUSH_COMMIT_LOOK_FENCE,
     FLUSH_CLAIM_LOOK_BEGIN, FLUSH_CLAIM_LOOK, FLUSH_CLAIM_LOOK_FENCE,
     FLUSH_LOG_LOOK_BEGIN, FLUSH_LOG_LOOK, FLUSH_LOG_LOOK_FENCE,
+    FLUSH_RPC_PAYLOAD_SENT,      /* rpc.h: the payload is on its way before the fence */
+    FLUSH_RPC_PAYLOAD_SENT_FENCE, /* its header is in memory only after it */
+    FLUSH_RPC_HEADER_SENT,       /* a message whose sending returned is seen by the other side */
+    FLUSH_RPC_HEADER_SENT_FENCE,
+    FLUSH_RPC_LOOK_BEGIN_FENCE,  /* what told us of the message comes before we drop its line */
+    FLUSH_RPC_LOOK,              /* messages of the other side are seen */
+    FLUSH_RPC_LOOK_FENCE,
+    FLUSH_RPC_SEEN_FENCE,        /* the header is loaded before the payload is dropped */
+    FLUSH_RPC_PAYLOAD,           /* nothing of an earlier message is read */
+    FLUSH_RPC_PAYLOAD_FENCE,
+    FLUSH_RPC_ATTACH,            /* what a dead server answered is in memory */
+    FLUSH_RPC_ATTACH_FENCE,
     FLUSH_LOCAL,                 /* ordering within this host only: append, fetch */
     FLUSH_SITES
 };

@@ -2,7 +2,7 @@
 
     python tests/native/mutants.py PROGRAM [SITE ...] [--seeds 4000]
 
-PROGRAM is test_visibility_incoherent. A site that no seed misses stands in REDUNDANT with the
+PROGRAM is one of SOURCES, at any path. A site that no seed misses stands in REDUNDANT with the
 reason, or the run fails; so does one that stands there and is missed.
 """
 
@@ -18,6 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("x86", "arm64")
+# Which file's sites a program is to tell.
+SOURCES = {"test_visibility_incoherent": "visibility.c", "test_rpc_incoherent": "rpc.c"}
 # Sites whose loss changes nothing that a test on these models could see, and why.
 REDUNDANT = {
     "FLUSH_UNPIN_BEGIN_FENCE": "V6: needed where a load may be late, after a younger store is in "
@@ -25,15 +27,15 @@ REDUNDANT = {
 }
 
 
-def sites() -> dict[str, int]:
-    """Every site of flush.h that the protocol uses, with its number."""
+def sites(program: str) -> dict[str, int]:
+    """Every site of flush.h that what the program tests uses, with its number."""
     text = (ROOT / "native/src/flush.h").read_text()
     names = re.findall(r"^    (FLUSH_[A-Z_]+),", text, re.M)
-    used = (ROOT / "native/src/visibility.c").read_text()
+    used = (ROOT / "native/src" / SOURCES[Path(program).name]).read_text()
     return {
         name: number
         for number, name in enumerate(names)
-        if number == 0 or re.search(rf"\b{name}\b", used)
+        if name != "FLUSH_LOCAL" and (number == 0 or re.search(rf"\b{name}\b", used))
     }
 
 
@@ -61,7 +63,7 @@ def main() -> int:
     arguments.add_argument("--seeds", type=int, default=4000)
     given = arguments.parse_args()
     wrong = 0
-    for site, number in sites().items():
+    for site, number in sites(given.program).items():
         if given.sites and site not in given.sites:
             continue
         began = time.monotonic()
