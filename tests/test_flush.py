@@ -67,5 +67,6 @@ def test_only_these_functions_flush_and_all_fences_are_there(tmp_path: Path) -> 
     assert flushing == set(FLUSHES)
     assert "sfence" in found["flush_fence_stores"]
     assert "mfence" in found["flush_fence_all"]
-    copied = found["flush_copy_in"]
-    assert any(line.startswith("movnt") for line in copied)
+    for name, instruction in (("stream_16", "movnt"), ("stream_32", "vmovnt")):
+        assert any(line.startswith(instruction) for line in found[name])
+        assert any(f"<{name}>" in line for line in found["flush_copy_in"])

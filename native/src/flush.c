@@ -76,23 +76,50 @@ void flush_fence_all(enum flush_site site) {
     _mm_mfence();
 }
 
-/* Whole lines past the cache; what is left at the ends by stores that are written back at once. */
+/* Asked once: in a virtual machine CPUID takes longer than a record. */
+static bool wide_stores(void) {
+    static _Atomic int known = -1;
+    int wide = atomic_load_explicit(&known, memory_order_relaxed);
+    if (wide < 0) {
+        wide = cpu_has_avx2();
+        atomic_store_explicit(&known, wide, memory_order_relaxed);
+    }
+    return wide;
+}
+
+static void stream_16(uint8_t *to, const uint8_t *from, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 16)
+        _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
+}
+
+__attribute__((target("avx2"))) static void stream_32(uint8_t *to, const uint8_t *from,
+                                                      size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 32)
+        _mm256_stream_si256((__m256i *)(to + i), _mm256_loadu_si256((const __m256i *)(from + i)));
+}
+
+/* Units of 16 bytes past the cache, two at a time where that is possible; what is left at the ends
+ * by stores that are written back at once. */
 void flush_copy_in(void *pool, const void *from, size_t bytes) {
     uint8_t *to = pool;
     const uint8_t *source = from;
     size_t head = (size_t)(-(uintptr_t)to & 15);
     if (head > bytes) head = bytes;
-    size_t middle = (bytes - head) / 16 * 16, tail = bytes - head - middle;
+    size_t end = head + (bytes - head) / 16 * 16, at = head;
     if (head) {
         memcpy(to, source, head);
         flush_write_back(FLUSH_NONE, to, head);
     }
-    for (size_t i = 0; i < middle; i += 16)
-        _mm_stream_si128((__m128i *)(to + head + i),
-                         _mm_loadu_si128((const __m128i *)(source + head + i)));
-    if (tail) {
-        memcpy(to + head + middle, source + head + middle, tail);
-        flush_write_back(FLUSH_NONE, to + head + middle, tail);
+    if (end - at >= 64 && wide_stores()) {
+        size_t odd = (uintptr_t)(to + at) & 16, pairs = (end - at - odd) / 32 * 32;
+        stream_16(to + at, source + at, odd);
+        stream_32(to + at + odd, source + at + odd, pairs);
+        at += odd + pairs;
+    }
+    stream_16(to + at, source + at, end - at);
+    if (end < bytes) {
+        memcpy(to + end, source + end, bytes - end);
+        flush_write_back(FLUSH_NONE, to + end, bytes - end);
     }
 }
 
@@ -167,6 +194,8 @@ void flush_copy_in(void *pool, const void *from, size_t bytes) {
 
 #endif
 
+/* None of it is in a cache, as it was invalidated, and a processor finds less to load ahead in a
+ * memcpy than it could load at a time: so it is asked for AHEAD bytes early. */
 void flush_copy_out(void *to, const void *pool, size_t bytes) { memcpy(to, pool, bytes); }
 
 void flush_store_line(void *line, const void *from, uint32_t first_word) {

@@ -95,6 +95,9 @@ void flush_fence_all(enum flush_site site);
 void flush_copy_in(void *pool, const void *from, size_t bytes);
 /* Copies out of the pool by plain loads. */
 void flush_copy_out(void *to, const void *pool, size_t bytes);
+/* The line will be stored to or loaded soon: a hint, so that several misses overlap. Only where the
+ * line may be filled at any time anyway. */
+static inline void flush_expect(const void *line) { __builtin_prefetch(line); }
 /* A metadata line: words [first_word, 8) stored, or all loaded, each in one access. */
 void flush_store_line(void *line, const void *from, uint32_t first_word);
 void flush_load_line(void *to, const void *line);

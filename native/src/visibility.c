@@ -31,6 +31,10 @@ static void store_descriptor(const publish_item *item) {
 }
 
 void visibility_publish(const publish_item *items, uint32_t count, enum visibility_mode mode) {
+    for (uint32_t i = 0; i < count; i++) { /* both were written back when they were used last */
+        flush_expect(items[i].header_line);
+        flush_expect(items[i].descriptor_line);
+    }
     for (uint32_t i = 0; i < count; i++) {
         flush_store_line(items[i].header_line, items[i].header, 0);
         send_line(FLUSH_PUBLISH_HEADER, items[i].header_line, mode);
@@ -70,6 +74,8 @@ static void look_at(acquire_item *items, uint32_t count, int code, enum visibili
             drop_line(first ? FLUSH_ACQUIRE_DESCRIPTOR : FLUSH_ACQUIRE_RECHECK,
                       items[i].descriptor_line, mode);
     flush_fence_all(first ? FLUSH_ACQUIRE_DESCRIPTOR_FENCE : FLUSH_ACQUIRE_RECHECK_FENCE);
+    for (uint32_t i = 0; i < count; i++)
+        if (items[i].code == code) flush_expect(items[i].descriptor_line);
 }
 
 static void drop_payloads(const acquire_item *items, uint32_t count) {
