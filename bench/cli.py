@@ -44,12 +44,19 @@ def _grouping(result: Result) -> None:
     grouping.run(result)
 
 
+def _cohering(result: Result) -> None:
+    from cxlkv.bench.cases import cohering
+
+    cohering.run(result)
+
+
 PARTS: dict[str, Callable[[Result], None]] = {
     "calling": _calling,
     "allocating": _allocating,
     "copying": _copying,
     "selecting": _selecting,
     "grouping": _grouping,
+    "coherence": _cohering,
 }
 FOUNDATION = ["calling", "allocating", "copying", "selecting"]
 CASES = {**{name: [name] for name in PARTS}, "foundation": FOUNDATION}

@@ -80,6 +80,71 @@ def crc32c(data: bytes, crc: int = 0) -> int:
     return int(lib.cxlkv_crc32c(crc, data, len(data)))
 
 
+# ---- what `cxlkv bench coherence` measures ----
+
+# By the core's number: writes that end with a fence, reads after one, and the protocol.
+COHERENCE_OPERATIONS = (
+    "store",
+    "stream",
+    "write_back",
+    "invalidate",
+    "evict",
+    "read",
+    "read_invalidated",
+    "read_evicted",
+    "publish",
+    "acquire",
+)
+VISIBILITY_MODES = ("coherent", "fast", "strict")
+
+
+def coherence_time_s(
+    operation: str,
+    memory: npt.NDArray[np.uint8],
+    local: npt.NDArray[np.uint8],
+    first: int,
+    repeat: int,
+    batch: int = 1,
+    checksum: bool = False,
+    generation: int = 1,
+    mode: str = "fast",
+) -> float:
+    """Seconds for `repeat` batches of records of local.size bytes, taken in turn from `first` on.
+
+    memory is at a line and is split into as many records as it holds, 128 bytes more for each.
+    """
+    args = ffi.new("cxlkv_coherence_args *")
+    args.operation = COHERENCE_OPERATIONS.index(operation)
+    args.mode = VISIBILITY_MODES.index(mode)
+    args.batch, args.checksum, args.generation = batch, int(checksum), generation
+    args.record_bytes, args.record_count = local.size, memory.size // (local.size + 128)
+    args.first, args.repeat = first, repeat
+    args.memory = ffi.cast("uint8_t *", memory.ctypes.data)
+    args.local = ffi.cast("uint8_t *", local.ctypes.data)
+    return check(lib.cxlkv_coherence_time(args)) * 1e-9
+
+
+def coherence_calls_ns(mode: str, size: int, count: int) -> npt.NDArray[np.uint64]:
+    """Of each of `count` round trips, with `size` bytes there and back."""
+    out = np.zeros(count, np.uint64)
+    at = ffi.cast("uint64_t *", out.ctypes.data)
+    check(lib.cxlkv_coherence_calls(VISIBILITY_MODES.index(mode), size, count, at))
+    return out
+
+
+def coherence_visible_ns(mode: str, record_bytes: int, count: int) -> npt.NDArray[np.uint64]:
+    """From before each record is copied and published until another thread has it."""
+    out = np.zeros(count, np.uint64)
+    at = ffi.cast("uint64_t *", out.ctypes.data)
+    check(lib.cxlkv_coherence_visible(VISIBILITY_MODES.index(mode), record_bytes, count, at))
+    return out
+
+
+def coherence_instruction() -> str:
+    """What writes lines back here: "clwb", "clflushopt", "clflush", "dc" or "none"."""
+    return str(ffi.string(lib.cxlkv_coherence_instruction()).decode())
+
+
 # ---- pools ----
 
 

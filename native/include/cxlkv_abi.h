@@ -343,3 +343,45 @@ int64_t cxlkv_batch_append(cxlkv_batch *batch, uint32_t layer, const cxlkv_rows 
 int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args);
 int64_t cxlkv_batch_fetch(cxlkv_batch *batch, cxlkv_fetch_args *args);
 int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args);
+
+/* ---- what `cxlkv bench coherence` measures ---- */
+
+/* Writes of records, then a fence of stores. */
+#define CXLKV_COHERENCE_STORE 0            /* plain stores */
+#define CXLKV_COHERENCE_STREAM 1           /* past the cache: what a publish is compared with */
+#define CXLKV_COHERENCE_WRITE_BACK 2       /* plain stores, each line written back */
+#define CXLKV_COHERENCE_INVALIDATE 3       /* plain stores, each line invalidated */
+#define CXLKV_COHERENCE_EVICT 4            /* the same by the instruction that is ordered */
+/* Reads by memcpy, after a full fence. */
+#define CXLKV_COHERENCE_READ 5             /* no flush, no fence */
+#define CXLKV_COHERENCE_READ_INVALIDATED 6 /* what an acquire is compared with */
+#define CXLKV_COHERENCE_READ_EVICTED 7
+/* The protocol. */
+#define CXLKV_COHERENCE_PUBLISH 8
+#define CXLKV_COHERENCE_ACQUIRE 9
+
+typedef struct cxlkv_coherence_args {
+    uint32_t operation;
+    uint32_t mode;           /* 0 coherent, 1 fast, 2 strict */
+    uint32_t batch;          /* records under the same fences */
+    uint32_t checksum;       /* 1: with CRC32C of the payload */
+    uint32_t generation;     /* that is published, or wanted */
+    uint32_t reserved;
+    uint64_t record_bytes;   /* of the payload */
+    uint64_t record_count;   /* records in the memory, taken in turn */
+    uint64_t first;          /* the record to begin with */
+    uint64_t repeat;         /* batches */
+    uint8_t *memory;         /* record_count * (record_bytes + 128), at a line */
+    uint8_t *local;          /* record_bytes, copied from or to */
+} cxlkv_coherence_args;
+
+/* Nanoseconds for all of it, with flushes really executed. */
+int64_t cxlkv_coherence_time(const cxlkv_coherence_args *args);
+/* Round trips between two threads, nanoseconds of each: requests and responses of `bytes`. */
+int64_t cxlkv_coherence_calls(uint32_t mode, uint32_t bytes, uint32_t count,
+                              uint64_t *nanoseconds);
+/* From before a record is copied and published until another thread has acquired it. */
+int64_t cxlkv_coherence_visible(uint32_t mode, uint64_t record_bytes, uint32_t count,
+                                uint64_t *nanoseconds);
+/* "clwb", "clflushopt", "clflush", "dc" or "none": by what lines are written back. */
+const char *cxlkv_coherence_instruction(void);

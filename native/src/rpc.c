@@ -74,16 +74,17 @@ static void futex_wake(const void *word) {
     syscall(SYS_futex, word, FUTEX_WAKE, 1, NULL, NULL, 0);
 }
 
-/* The message is in memory when this returns. `other`: the header line of who waits for it. */
+/* The message is in memory when this returns; where hardware is coherent, what orders its stores is
+ * that the last one releases. `other`: the header line of who waits for it. */
 static void send_message(const rpc_slot *slot, uint8_t *line, const uint8_t *other,
                          rpc_header *header, const void *payload) {
     header->crc = crc_of(header, payload);
     store_payload(slot, line + LINE, payload, header->bytes);
-    flush_fence_stores(FLUSH_RPC_PAYLOAD_SENT_FENCE);
+    if (slot->mode != VISIBILITY_COHERENT) flush_fence_stores(FLUSH_RPC_PAYLOAD_SENT_FENCE);
     flush_store_line(line, header, 1);
     flush_store_word(line, header->sequence);
     send_line(slot, line);
-    flush_fence_stores(FLUSH_RPC_HEADER_SENT_FENCE);
+    if (slot->mode != VISIBILITY_COHERENT) flush_fence_stores(FLUSH_RPC_HEADER_SENT_FENCE);
     if (!slot->same_host) return;
     /* Whoever says that it sleeps looks once more after that; see wait_for_word(). */
     flush_fence_all(FLUSH_LOCAL);
