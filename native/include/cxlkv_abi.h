@@ -385,3 +385,55 @@ int64_t cxlkv_coherence_visible(uint32_t mode, uint64_t record_bytes, uint32_t c
                                 uint64_t *nanoseconds);
 /* "clwb", "clflushopt", "clflush", "dc" or "none": by what lines are written back. */
 const char *cxlkv_coherence_instruction(void);
+/* What lines are written back with: "clwb", "clflushopt", "clflush", "dc", or "none". */
+const char *cxlkv_flush_name(void);
+/* The litmus run: two roles, on two hosts, and what their flushes and fences promise over memory
+ * that they share; docs/coherence.md has the tests. */
+#define CXLKV_LITMUS_REGIONS_MAX 16
+#define CXLKV_LITMUS_REGION_BYTES 2097152
+#define CXLKV_LITMUS_MESSAGE_BYTES 4096
+#define CXLKV_LITMUS_MESSAGE 0   /* payload in region `first`, flag in region `second` */
+#define CXLKV_LITMUS_BUFFER 1    /* role 0 stores in `first`, role 1 in `second` */
+#define CXLKV_LITMUS_EVICTION 2  /* lines of `first` change hands, told by a flag in `second` */
+/* What a violation is. */
+#define CXLKV_LITMUS_LOST 1         /* a publish that had returned was not seen */
+#define CXLKV_LITMUS_STALE 2        /* a payload or a line that was handed over is an older one */
+#define CXLKV_LITMUS_BOTH_OLD 3     /* neither side saw the other's store */
+#define CXLKV_LITMUS_OVERWRITTEN 4  /* what the receiver wrote did not stay */
+typedef struct cxlkv_litmus_case {
+    uint32_t test;
+    uint32_t first;
+    uint32_t second;
+    uint64_t first_round;
+    uint64_t rounds;
+} cxlkv_litmus_case;
+/* What this role saw; added to by each call. */
+typedef struct cxlkv_litmus_found {
+    uint64_t rounds;
+    uint64_t raced;       /* rounds in which the two sides met, as far as can be told */
+    uint64_t violations;
+    uint64_t kind;        /* of the first violation, and so on; 0: there was none */
+    uint64_t round;
+    uint64_t region;
+    uint64_t line;        /* within the region */
+    uint64_t word;
+    uint64_t words_wrong;
+    uint64_t wanted;
+    uint64_t got;
+} cxlkv_litmus_found;
+typedef struct cxlkv_litmus cxlkv_litmus;
+/* Regions of CXLKV_LITMUS_REGION_BYTES each, which are overwritten; the same ones in the same order
+ * for role 0 and role 1. The pressure is memory of this process alone, more than its caches hold.
+ * A role that is silent for wait_s ends a call with -ETIMEDOUT. */
+int cxlkv_litmus_make(void *const *regions, uint32_t count, uint32_t role, uint64_t pressure_bytes,
+                      double wait_s, cxlkv_litmus **litmus);
+void cxlkv_litmus_destroy(cxlkv_litmus *litmus);
+/* 1 when the other role is there and has the same regions; 0: not yet, call again. */
+int cxlkv_litmus_meet(cxlkv_litmus *litmus);
+/* Both: gives CXLKV_LITMUS_MESSAGE_BYTES to the other role and gets as many from it. */
+int cxlkv_litmus_exchange(cxlkv_litmus *litmus, const uint8_t *own, uint8_t *peer);
+/* Both, the same rounds of the same case. */
+int cxlkv_litmus_run(cxlkv_litmus *litmus, const cxlkv_litmus_case *which,
+                     cxlkv_litmus_found *found);
+/* Tells the other role, wherever it waits, that this one does not go on. */
+void cxlkv_litmus_give_up(cxlkv_litmus *litmus);

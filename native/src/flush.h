@@ -71,6 +71,10 @@ enum flush_site {
     FLUSH_RPC_PAYLOAD_FENCE,
     FLUSH_RPC_ATTACH,            /* what a dead server answered is in memory */
     FLUSH_RPC_ATTACH_FENCE,
+    FLUSH_GIVE,                  /* V8: nothing of the giver is left to be evicted */
+    FLUSH_GIVE_FENCE,
+    FLUSH_TAKE,                  /* V8: nothing that the receiver's cache filled before is left */
+    FLUSH_TAKE_FENCE,
     FLUSH_LOCAL,                 /* ordering within this host only: append, fetch */
     FLUSH_SITES
 };
