@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -68,14 +68,48 @@ def run(case: str, json_path: Path | None = None) -> Result:
     Raises BadArgumentError for an unknown case, SystemExit when a check fails.
     """
     if case not in CASES:
-        raise BadArgumentError(f"unknown case {case!r}: one of {', '.join(CASES)}")
-    console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, 110)
+        raise BadArgumentError(f"unknown case {case!r}: one of {', '.join([*CASES, 'litmus'])}")
+    console = wide_console()
     result = Result(case)
     for part in CASES[case]:
         with console.status(f"{part} ..."):
             PARTS[part](result)
+    show(result, console, json_path)
+    return result
+
+
+def run_litmus(
+    regions: Sequence[Path],
+    role: str | None,
+    rounds: int | None,
+    certificate: Path | None,
+    json_path: Path | None,
+) -> Result:
+    """Run the litmus tests, print what came of them, write the certificate."""
+    from cxlkv.bench import litmus
+
+    console = wide_console()
+    with console.status("litmus ...") as status:
+        result, written = litmus.run(
+            regions, role, rounds or litmus.ROUNDS, certificate, progress=status.update
+        )
+    for path in written:
+        console.print(f"certificate: {path}", soft_wrap=True)
+    for note in result.notes:
+        console.print(note, soft_wrap=True)
+    show(result, console, json_path)
+    return result
+
+
+def wide_console() -> Console:
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 110)
+    return console
+
+
+def show(result: Result, console: Console, json_path: Path | None) -> None:
+    """Print the table and write the result file; raises SystemExit when a check failed."""
     console.print(table(result))
     for name, passed in result.checks.items():
         if not passed:
@@ -85,7 +119,6 @@ def run(case: str, json_path: Path | None = None) -> Result:
         console.print(f"raw samples: {json_path}")
     if not result.passed:
         raise SystemExit(1)
-    return result
 
 
 def table(result: Result) -> Table:

@@ -36,6 +36,8 @@ _EXCEPTIONS: Mapping[int, type[errors.CXLKVError]] = {
     lib.CXLKV_E_ARGUMENT: errors.BadArgumentError,
     lib.CXLKV_E_FENCED: errors.FencedError,
     lib.CXLKV_E_HOST: errors.HostError,
+    errno.ETIMEDOUT: errors.PeerError,
+    errno.ECANCELED: errors.PeerError,
     errno.ENOENT: errors.PoolMissingError,
     errno.ENOMEM: errors.MemoryShortError,
     errno.ENOSPC: errors.MemoryShortError,
@@ -561,3 +563,65 @@ def batch_attend(
     code = lib.cxlkv_batch_attend(batch, args)
     del kept
     return check(code)
+
+
+# ---- the litmus run ----
+
+LITMUS_REGIONS_MAX: int = lib.CXLKV_LITMUS_REGIONS_MAX
+LITMUS_REGION_BYTES: int = lib.CXLKV_LITMUS_REGION_BYTES
+LITMUS_MESSAGE_BYTES: int = lib.CXLKV_LITMUS_MESSAGE_BYTES
+LITMUS_TESTS = ("message passing", "store buffering", "late eviction")  # by the core's number
+LITMUS_KINDS = ("", "lost", "stale", "both old", "overwritten")
+
+
+def flush_name() -> str:
+    """What lines are written back with: "clwb", "clflushopt", "clflush", "dc" or "none"."""
+    return str(ffi.string(lib.cxlkv_flush_name()).decode())
+
+
+def litmus_make(addresses: Sequence[int], role: int, pressure_bytes: int, wait_s: float) -> Handle:
+    """The regions stay mapped until the handle is gone, or released by litmus_destroy()."""
+    out = ffi.new("cxlkv_litmus **")
+    regions = ffi.new("void *[]", [ffi.cast("void *", address) for address in addresses])
+    check(lib.cxlkv_litmus_make(regions, len(addresses), role, pressure_bytes, wait_s, out))
+    return ffi.gc(out[0], lib.cxlkv_litmus_destroy, pressure_bytes)
+
+
+def litmus_destroy(litmus: Handle) -> None:
+    ffi.release(litmus)
+
+
+def litmus_meet(litmus: Handle) -> bool:
+    """One look for the other role."""
+    return check(lib.cxlkv_litmus_meet(litmus)) == 1
+
+
+def litmus_exchange(litmus: Handle, message: bytes) -> bytes:
+    """Both roles: the other's message, filled up with zeros."""
+    own = message.ljust(LITMUS_MESSAGE_BYTES, b"\0")
+    peer = ffi.new("uint8_t[]", LITMUS_MESSAGE_BYTES)
+    check(lib.cxlkv_litmus_exchange(litmus, own, peer))
+    return bytes(ffi.buffer(peer))
+
+
+class LitmusCounts:
+    """A cxlkv_litmus_found that rounds add to."""
+
+    def __init__(self) -> None:
+        self.struct = ffi.new("cxlkv_litmus_found *")
+
+    def numbers(self) -> dict[str, int]:
+        return _numbers(self.struct[0])
+
+
+def litmus_run(
+    litmus: Handle, test: int, pair: tuple[int, int], rounds: range, counts: LitmusCounts
+) -> None:
+    which = ffi.new("cxlkv_litmus_case *")
+    which.test, (which.first, which.second) = test, pair
+    which.first_round, which.rounds = rounds.start, len(rounds)
+    check(lib.cxlkv_litmus_run(litmus, which, counts.struct))
+
+
+def litmus_give_up(litmus: Handle) -> None:
+    lib.cxlkv_litmus_give_up(litmus)

@@ -115,10 +115,29 @@ def demo(
 def bench(
     case: Annotated[str, typer.Argument(help="Which microbenchmark to run.")],
     json_file: JsonFile = None,
+    region: Annotated[
+        list[Path] | None,
+        typer.Option(help="litmus: a dax device without a pool, or a scratch file. Overwritten."),
+    ] = None,
+    role: Annotated[
+        str | None,
+        typer.Option(help="litmus: a on one host, b on the other; both on this one if not given."),
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="litmus: rounds of each test: 50000 if not given.", min=1)
+    ] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(help="litmus: where the certificate goes.")
+    ] = None,
 ) -> None:
-    """Run one microbenchmark on this machine."""
-    from cxlkv.bench.cli import run
+    """Run one microbenchmark on this machine, or the litmus tests of memory that hosts share."""
+    from cxlkv.bench.cli import run, run_litmus
 
+    if case == "litmus":
+        run_litmus(region or [], role, rounds, certificate, json_file)
+        return
+    if region or role or rounds or certificate:
+        raise BadArgumentError("--region, --role, --rounds and --certificate go with litmus only")
     run(case, json_path=json_file)
 
 

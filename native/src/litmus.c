@@ -2,7 +2,6 @@
 #include "litmus.h"
 
 #include <errno.h>
-#include <sched.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
@@ -13,7 +12,7 @@
 #define LABEL_MAGIC 0x54494c564b4c5843ull /* "CXLKVLIT" */
 #define GAVE_UP UINT64_MAX
 enum { LINE = FLUSH_LINE_BYTES, LINE_WORDS = LINE / 8 };
-enum { MESSAGE_LINES = CXLKV_LITMUS_MESSAGE_BYTES / LINE, SPINS = 2048, POLLS = 8 };
+enum { MESSAGE_LINES = CXLKV_LITMUS_MESSAGE_BYTES / LINE, SPINS = 512, POLLS = 8 };
 enum { NONCE, ECHO, STEP, FIELDS = 4 };      /* words of a control line; a field for odd and even */
 enum { HANDED = 2 };                         /* the part of the lines that change hands */
 enum { OF_GIVER = 1, OF_RECEIVER };          /* whose words stand in a line */
@@ -413,11 +412,11 @@ static uint64_t now_ns(void) {
     return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
 }
 
-/* Spins, then lets others run and looks at the clock. */
+/* Spins, then sleeps, so that two roles which share a core find another, and looks at the clock. */
 static int wait_for_peer(cxlkv_litmus *l) {
     if (++l->looks < SPINS) return 0;
     if (l->looks == SPINS) l->deadline_ns = now_ns() + l->wait_ns;
-    sched_yield();
+    nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
     if (now_ns() < l->deadline_ns) return 0;
     return fail(ETIMEDOUT, "the other role has been silent for %.3g s: it was killed, or hangs",
                 (double)l->wait_ns * 1e-9);
