@@ -6,6 +6,7 @@ Each writes a certificate for its own machine; docs/coherence.md, Litmus, has th
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -143,7 +144,7 @@ def _opened(paths: Sequence[Path]) -> Iterator[list[Region]]:
     try:
         for path in paths:
             opened.append(open_region(path))
-        if len({str(r.identity) if r.inode == 0 else r.inode for r in opened}) < len(opened):
+        if len({(str(region.identity), region.inode) for region in opened}) < len(opened):
             raise BadArgumentError("one region is given twice")
         yield opened
     finally:
@@ -168,10 +169,9 @@ def open_region(path: Path) -> Region:
             made = True
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        raise SystemCallError(
-            f"{path}: cannot open: {error.strerror}. A dax device without a driver is bound by: "
-            "daxctl reconfigure-device -m devdax"
-        ) from error
+        remedy = ". Bind its driver: daxctl reconfigure-device -m devdax"
+        remedy = remedy if error.errno == errno.ENXIO else ""
+        raise SystemCallError(f"{path}: cannot open: {error.strerror}{remedy}") from error
     try:
         status = os.fstat(descriptor)
         if stat.S_ISREG(status.st_mode):
@@ -204,11 +204,11 @@ def _holds(path: Path, what: str) -> BadArgumentError:
 
 def _reserve(path: Path, descriptor: int, size_bytes: int) -> None:
     """All of the file's memory, so that no access fails later; empty files and our own only."""
-    head = os.pread(descriptor, 4096, 0)
-    fresh = size_bytes == 0 or (size_bytes == _core.LITMUS_REGION_BYTES and not any(head))
-    if not fresh and not head.startswith(MAGIC):
+    head = os.pread(descriptor, len(MAGIC), 0)
+    if size_bytes > 0 and not head.startswith(MAGIC):
         raise _holds(path, "a pool" if head.startswith(POOL_MAGIC) else "something")
     try:
+        os.pwrite(descriptor, MAGIC, 0)  # first: the other role may look in between
         os.posix_fallocate(descriptor, 0, _core.LITMUS_REGION_BYTES)
     except OSError as error:
         raise SystemCallError(f"{path}: cannot reserve 2 MiB: {error.strerror}") from error
