@@ -45,8 +45,15 @@ def few(monkeypatch: pytest.MonkeyPatch) -> int:
     return 400
 
 
+def silent(text: str) -> None:
+    """Progress that nobody watches."""
+
+
 def play(
-    tmp_path: Path, regions: dict[str, list[Path]], rounds: int
+    tmp_path: Path,
+    regions: dict[str, list[Path]],
+    rounds: int,
+    watch: Callable[[str], object] = silent,
 ) -> dict[str, Result | CXLKVError]:
     """Both roles as threads, each with its own paths; certificates are a.json and b.json."""
     found: dict[str, Result | CXLKVError] = {}
@@ -55,7 +62,7 @@ def play(
         target = tmp_path / f"{role}.json"
         try:
             found[role], _ = litmus.run(
-                regions[role], role, rounds, target, meet_s=60, pressure_bytes=PRESSURE_BYTES
+                regions[role], role, rounds, target, watch, 60, PRESSURE_BYTES
             )
         except CXLKVError as error:
             found[role] = error
@@ -106,7 +113,8 @@ def test_two_roles_agree_and_count_hosts_by_their_kernels(
     assert a["hosts"] == b["hosts"] == 2
     assert a["tests"] == b["tests"]
     assert certified_mode(region, tmp_path / "b.json").mode == "fast"
-    monkeypatch.setattr(litmus, "_boot", lambda: "")
+    names = {"a": "", "b": "known"}
+    monkeypatch.setattr(litmus, "_boot", lambda: names[threading.current_thread().name])
     play(tmp_path, {"a": [region], "b": [region]}, 1)
     assert certificate.read(tmp_path / "a.json")["hosts"] == 1, "not known is not two"
 
@@ -151,6 +159,26 @@ def test_violations_are_counted_described_and_certify_nothing(
     assert made["violations"] == sum(row["violations"] for row in rows.values())
     assert "violations" in certified_mode(region, hosts=1).reason
     assert region.exists(), "it was there before"
+
+
+def test_both_count_what_either_saw(tmp_path: Path, region: Path) -> None:
+    region.write_bytes(litmus.MAGIC.ljust(_core.LITMUS_REGION_BYTES, b"\0"))
+    with scribbler(region):
+        play(tmp_path, {"a": [region], "b": [region]}, 2000)
+    a, b = (certificate.read(tmp_path / f"{role}.json")["tests"] for role in "ab")
+    assert [row["violations"] for row in a] == [row["violations"] for row in b]
+    assert a[0]["violations"] > 0
+
+
+def test_a_role_that_fails_tells_the_other(tmp_path: Path, region: Path) -> None:
+    def fail(text: str) -> None:
+        if threading.current_thread().name == "b" and text.startswith("store buffering"):
+            raise BadArgumentError("as a test wants it")
+
+    found = play(tmp_path, {"a": [region], "b": [region]}, 600, fail)
+    assert isinstance(found["b"], BadArgumentError)
+    assert "gave up" in str(found["a"])
+    assert not (tmp_path / "a.json").exists()
 
 
 def test_what_holds_something_is_refused_and_stays(tmp_path: Path) -> None:
