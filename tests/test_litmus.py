@@ -146,7 +146,7 @@ def test_violations_are_counted_described_and_certify_nothing(
 ) -> None:
     region.write_bytes(litmus.MAGIC.ljust(_core.LITMUS_REGION_BYTES, b"\0"))
     with scribbler(region), pytest.raises(SystemExit):
-        cli.app(["bench", "litmus", "--rounds", "2000", "--region", str(region)])
+        cli.app(["bench", "litmus", "--rounds", "5000", "--region", str(region)])
     out = capsys.readouterr().out
     assert "check failed: no_violations" in out
     made = certificate.read(certificate.default_path(certificate.region_identity(region)))
@@ -161,13 +161,28 @@ def test_violations_are_counted_described_and_certify_nothing(
     assert region.exists(), "it was there before"
 
 
-def test_both_count_what_either_saw(tmp_path: Path, region: Path) -> None:
-    region.write_bytes(litmus.MAGIC.ljust(_core.LITMUS_REGION_BYTES, b"\0"))
-    with scribbler(region):
-        play(tmp_path, {"a": [region], "b": [region]}, 2000)
-    a, b = (certificate.read(tmp_path / f"{role}.json")["tests"] for role in "ab")
-    assert [row["violations"] for row in a] == [row["violations"] for row in b]
-    assert a[0]["violations"] > 0
+def test_memory_that_is_not_shared_is_found_and_both_count_it(tmp_path: Path) -> None:
+    """Region 1 of role b is a copy of role a's, with its label: nothing gets across there."""
+    paths = [tmp_path / name for name in ("shared", "of_a", "of_b")]
+    for path in paths:
+        path.write_bytes(litmus.MAGIC.ljust(_core.LITMUS_REGION_BYTES, b"\0"))
+
+    def copy_label(text: str) -> None:
+        if text.startswith("role a: waiting"):
+            with paths[2].open("r+b") as of_b, paths[1].open("rb") as of_a:
+                of_b.write(of_a.read(LINE_BYTES))
+
+    found = play(tmp_path, {"a": paths[:2], "b": [paths[0], paths[2]]}, 100, copy_label)
+    assert all(isinstance(result, Result) and not result.passed for result in found.values())
+    a, b = (certificate.read(tmp_path / f"{role}.json") for role in "ab")
+    counted = {(row["test"], row["first"], row["second"]): row["violations"] for row in a["tests"]}
+    assert list(counted.values()) == [row["violations"] for row in b["tests"]]
+    assert all(counted[test, 0, 0] == 0 for test in _core.LITMUS_TESTS)
+    for where in ((0, 1), (1, 0), (1, 1)):
+        assert counted[("message passing", *where)] == 100, "lost or stale in each round"
+    assert counted["store buffering", 1, 1] == 100
+    assert all(counted[("late eviction", *where)] >= 5 for where in ((0, 1), (1, 0), (1, 1)))
+    assert "violations" in certified_mode(paths[0], tmp_path / "a.json").reason
 
 
 def test_a_role_that_fails_tells_the_other(tmp_path: Path, region: Path) -> None:
