@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cxlkv.config import format_bytes, parse_bytes
+from cxlkv.config import format_bytes
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
 from cxlkv.topology import Machine, missing, probe
 
@@ -147,7 +147,7 @@ def create(
     layers: Annotated[int, typer.Option(help="Layers of the model.")],
     kv_heads: Annotated[int, typer.Option(help="Key/value heads of a layer.")],
     head_dim: Annotated[int, typer.Option(help="Channels of a head.")],
-    capacity: Annotated[str, typer.Option(help="Size of the pool, e.g. 2GiB.")],
+    capacity: Annotated[str, typer.Option(help="Size, e.g. 2GiB; all of a device: all.")],
     page_tokens: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
     dtype: Annotated[str, typer.Option(help="Type of the stored keys and values.")] = "bf16",
     force: Annotated[bool, typer.Option(help="Overwrite a file that is no pool.")] = False,
@@ -163,7 +163,7 @@ def create(
         page_tokens=page_tokens,
         dtype=dtype,
     )
-    with CXLPool.create(path, layout=layout, capacity=parse_bytes(capacity), force=force) as pool:
+    with CXLPool.create(path, layout=layout, capacity=capacity, force=force) as pool:
         Console().print(table(str(path), pool.stats()))
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from cxlkv import _core
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolMissingError
+from cxlkv.errors import CXLKVError, PoolMissingError
+from cxlkv.regions import is_device
 from cxlkv.stats import Overview, find
 
 
@@ -48,6 +50,8 @@ def find_leftovers(places: Iterable[str], idle_s: float | None = None) -> list[L
 
 
 def _kind(overview: Overview, idle_s: float | None) -> str | None:
+    if is_device(overview.path):
+        return None  # no file that could go: `cxlkv pool remove` wipes it, when told to
     try:
         if overview.state in ("half-made", "orphan"):
             ours = os.lstat(overview.path).st_uid == os.geteuid()

@@ -17,15 +17,23 @@ from cxlkv.config import parse_bytes
 from cxlkv.errors import (
     BadArgumentError,
     GeometryError,
+    NotAPoolError,
     PoolExistsError,
     PoolMissingError,
 )
 from cxlkv.layout import KVLayout
 from cxlkv.pages import Pages
 from cxlkv.prefix import key_hashes, prefix_keys
-from cxlkv.regions import check_host_folder, check_room, one_maker, parse_where
+from cxlkv.regions import (
+    capacity_bytes_at,
+    check_host_folder,
+    check_room,
+    is_device,
+    one_maker,
+    parse_where,
+)
 from cxlkv.sequence import Batch, Hit, Sequence
-from cxlkv.stats import Overview, of_pool
+from cxlkv.stats import Overview, look, of_pool
 
 Path = str | os.PathLike[str]
 THREADS_MAX = 1024  # the core's limit
@@ -68,7 +76,8 @@ class CXLPool:
         threads: int | None = None,
         force: bool = False,
     ) -> CXLPool:
-        """Make a pool at a path (/dev/shm, hugetlbfs, any file system) or in "anonymous:" memory.
+        """Make a pool at a path (/dev/shm, hugetlbfs, any file system), on a dax device, or in
+        "anonymous:" memory.
 
         capacity: bytes or text like "2GiB". checksum: a CRC32C for every piece, made at append and
         verified on reading. threads: that scan and copy (default: the CPUs allowed here). The file
@@ -80,12 +89,17 @@ class CXLPool:
         published, so that it outlives this host. host: which one this is, from 0, on no two
         machines the same (default: the environment's CXLKV_HOST). A host that gives no sign for
         lease_s is suspected by the others. docs/coherence.md has the protocol.
+        capacity: bytes or text like "2GiB"; of a device also "all". checksum: a CRC32C for every
+        piece, made at append and verified on reading. threads: that scan and copy (default: the
+        CPUs allowed here). A file has mode 0600, is reserved whole, and appears finished or not at
+        all; a device is formatted in place. Raises PoolExistsError (unless force=True),
+        MemoryShortError, GeometryError, BadArgumentError.
         """
         shared = parse_sharing(sharing, durable, hosts)
         own = parse_host(host, lease_s) if shared[0] else None
         _check_threads(threads)  # first: a pool that was made would stay behind
         path = parse_where(where)
-        capacity_bytes = parse_bytes(capacity)
+        capacity_bytes = capacity_bytes_at(path, capacity)
         check_host_folder(path)
         check_room(path, capacity_bytes)
         handle = _core.pool_create(path, layout, checksum, shared, capacity_bytes, force, own)
@@ -115,7 +129,7 @@ class CXLPool:
         if path is None:
             return make()
         with one_maker(path):
-            if not os.path.lexists(path):
+            if not _is_there(path):
                 if wanted.if_missing == "create":
                     return make()
                 raise PoolMissingError(f"{path}: no pool there, and if_missing is error")
@@ -164,7 +178,8 @@ class CXLPool:
 
     @staticmethod
     def remove(path: Path) -> None:
-        """Remove a pool's file; refuses what is no pool, and a pool that is in use."""
+        """Remove a pool's file, or wipe its superblock from a device; refuses what is no pool, and
+        a pool that is in use."""
         place = parse_where(path)
         if place is None:
             raise BadArgumentError("an anonymous pool ends with its process")
@@ -280,6 +295,17 @@ class CXLPool:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _is_there(path: str) -> bool:
+    """A file is, whatever it holds; a device is when a pool lies on it."""
+    if not is_device(path):
+        return os.path.lexists(path)
+    try:
+        look(path)
+    except NotAPoolError:
+        return False
+    return True
 
 
 def _check_threads(threads: int | None) -> None:

@@ -24,7 +24,7 @@ from pydantic import (
 from cxlkv.config import format_bytes, parse_bytes
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout, LayerGroup, dtype_name
-from cxlkv.regions import parse_where
+from cxlkv.regions import ALL, capacity_bytes_at, parse_where
 
 FILE_BYTES_MAX = 64 << 10
 NESTING_MAX = 8
@@ -62,7 +62,7 @@ def _where(value: object) -> object:
     return value
 
 
-_Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+_Capacity = Annotated[int | str, BeforeValidator(lambda v: v if v == ALL else parse_bytes(v))]
 _DType = Annotated[str | None, BeforeValidator(lambda v: None if v is None else dtype_name(v))]
 _Shard = Annotated[tuple[int, int, int, int], Field(strict=False)]  # YAML has lists only
 
@@ -121,7 +121,7 @@ class PoolConfig(_Keys):
     """The keys of a pool's configuration; docs/configuration.md explains them."""
 
     where: Annotated[str, BeforeValidator(_where)]
-    capacity: _Bytes
+    capacity: _Capacity
     layout: Annotated[
         Annotated[_OneShape, Tag("_OneShape")] | Annotated[_Groups, Tag("_Groups")],
         Discriminator(_form),
@@ -139,9 +139,10 @@ class PoolConfig(_Keys):
         if checksum != self.checksum:
             found.append(f"checksum is {_shown(checksum)} there, {_shown(self.checksum)} wanted")
         there_bytes = geometry["region_bytes"]
+        wanted_bytes = capacity_bytes_at(self.where, self.capacity)
         largest_bytes = there_bytes + geometry["extent_bytes"] + ALIGNMENT_BYTES
-        if not there_bytes <= self.capacity <= largest_bytes:
-            wanted = format_bytes(self.capacity)
+        if not there_bytes <= wanted_bytes <= largest_bytes:
+            wanted = format_bytes(wanted_bytes)
             found.append(f"capacity is {format_bytes(there_bytes)} there, {wanted} wanted")
         return found
 

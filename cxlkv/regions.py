@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cxlkv.config import format_bytes
+from cxlkv.config import format_bytes, parse_bytes
 from cxlkv.errors import BadArgumentError, MemoryShortError, SystemCallError, UnsupportedError
 from cxlkv.topology import probe
 
 HOST_FOLDER = "/dev/shm"
 ADDRESSES_BYTES = 1 << 47  # of one process on today's machines
-LATER = {"numa": "a NUMA node", "dax": "a dax device", "cxl": "a CXL region"}
+ALL = "all"  # the capacity of a whole device
+LATER = {"numa": "a NUMA node", "dax": "a dax device by its name", "cxl": "a CXL region"}
 
 
 def parse_where(where: str | os.PathLike[str]) -> str | None:
@@ -78,17 +80,54 @@ def check_host_folder(path: str | None) -> None:
     )
 
 
+def is_device(path: str) -> bool:
+    """Whether `path` leads to a character device, as /dev/dax0.0 is one."""
+    try:
+        return stat.S_ISCHR(os.stat(path).st_mode)
+    except OSError:
+        return False
+
+
+def whole_device_bytes(path: str, root: Path = Path("/")) -> int:
+    """All the memory of the dax device at `path`.
+
+    A device has no size of its own: sysfs tells it, below `root`. Raises UnsupportedError when
+    sysfs does not know the device as a dax device, or says that it has no memory.
+    """
+    number = os.stat(path).st_rdev
+    folder = root / f"sys/dev/char/{os.major(number)}:{os.minor(number)}"
+    size_bytes = 0
+    with suppress(OSError, ValueError):
+        if (folder / "subsystem").resolve().name == "dax":
+            size_bytes = int((folder / "size").read_text())
+    if size_bytes <= 0:
+        raise UnsupportedError(f"{path} is no dax device with memory: {folder} does not say so")
+    return size_bytes
+
+
+def capacity_bytes_at(path: str | None, capacity: str | int) -> int:
+    """What was asked for in bytes; "all" is a whole device, as nothing else has a size before."""
+    if capacity != ALL:
+        return parse_bytes(capacity)
+    if path is None or not is_device(path):
+        raise BadArgumentError("capacity 'all' is for a dax device: say how much, like 8GiB")
+    return whole_device_bytes(path)
+
+
 def check_room(path: str | None, capacity_bytes: int) -> None:
     """Raises MemoryShortError when `capacity_bytes` cannot be had at `path` now.
 
-    A file is reserved whole when it is made, so that it cannot fail later; memory that backs
-    /dev/shm or an anonymous pool is also held against what is available and the cgroup's limit.
-    Raises SystemCallError when the folder cannot be written.
+    A device has the memory that it has: the core holds the pool against it. A file is reserved
+    whole when it is made, so that it cannot fail later; memory that backs /dev/shm or an anonymous
+    pool is also held against what is available and the cgroup's limit. Raises SystemCallError when
+    the folder cannot be written.
     """
     if capacity_bytes >= ADDRESSES_BYTES:
         raise MemoryShortError(
             f"{format_bytes(capacity_bytes)} wanted: more than a process can address. Ask for less"
         )
+    if path is not None and is_device(path):
+        return
     if path is not None:
         folder = Path(path).absolute().parent
         if not os.access(folder, os.W_OK | os.X_OK):

@@ -7,6 +7,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from glob import glob
 
 from cxlkv import _core
 from cxlkv.errors import (
@@ -17,6 +18,7 @@ from cxlkv.errors import (
     TruncatedError,
     VersionError,
 )
+from cxlkv.regions import is_device
 
 SHARED_MEMORY = "/dev/shm"
 MAGIC = b"CXLKVPOL"
@@ -160,14 +162,14 @@ def _process(row: Mapping[str, int], counters: Mapping[str, int]) -> Process:
 
 
 def pool_folders() -> list[str]:
-    """Where pools lie unless somebody chose another place: /dev/shm, and what is hugetlbfs."""
+    """Where pools lie unless somebody chose another place: /dev/shm, hugetlbfs, dax devices."""
     folders = [SHARED_MEMORY]
     with open("/proc/mounts", encoding="utf-8", errors="replace") as mounts:
         for line in mounts:
             _, where, kind = line.split()[:3]
             if kind == "hugetlbfs":
                 folders.append(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), where))
-    return [folder for folder in folders if os.path.isdir(folder)]
+    return [folder for folder in folders if os.path.isdir(folder)] + sorted(glob("/dev/dax*"))
 
 
 def find(places: Iterable[str]) -> list[Overview]:
@@ -196,7 +198,7 @@ def recognise(path: str) -> Overview | None:
     if _HOST_STATE.fullmatch(name):
         unused = os.path.dirname(path) == SHARED_MEMORY and _core.leftover(path, "orphan", 0, False)
         return _file(path, "orphan") if unused else None
-    return look(path) if _has_magic(path) else None
+    return look(path) if is_device(path) or _has_magic(path) else None
 
 
 def _file(path: str, state: str) -> Overview:
@@ -212,7 +214,7 @@ def _has_magic(path: str) -> bool:
 
 
 def files_below(places: Iterable[str]) -> Iterator[str]:
-    """Regular files; each place is a folder or a file. Raises PoolMissingError for neither."""
+    """Regular files; each place is a folder, or a file or device. Raises PoolMissingError."""
     for place in places:
         try:
             status = os.stat(place)

@@ -95,7 +95,7 @@ def test_a_folder_and_a_fifo_are_no_pools(tmp_path: Path) -> None:
     with pytest.raises(errors.CXLKVError, match="directory"):
         CXLPool.open(tmp_path)
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(errors.NotAPoolError, match="not a regular file"):
+    with pytest.raises(errors.NotAPoolError, match="neither a regular file nor a dax"):
         CXLPool.open(tmp_path / "fifo")
     for force in (False, True):
         with pytest.raises(errors.PoolExistsError):

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool, KVLayout, regions
-from cxlkv.errors import MemoryShortError
+from cxlkv.errors import (
+    BadArgumentError,
+    MemoryShortError,
+    NotAPoolError,
+    PoolExistsError,
+    UnsupportedError,
+)
+from cxlkv.stats import find
 
 
 def huge_folder() -> Path:
@@ -50,3 +57,40 @@ def test_a_file_system_of_unknown_size_is_left_to_the_reservation(
     monkeypatch.setattr(os, "statvfs", lambda path: full)
     with pytest.raises(MemoryShortError, match="0 B free"):
         regions.check_room(str(tmp_path / "a.pool"), 1 << 30)
+
+
+def test_a_whole_device_is_as_large_as_sysfs_says(tmp_path: Path) -> None:
+    """The true driver is held by `make test-drivers`; here any device stands for its number."""
+    number = os.stat("/dev/null").st_rdev
+    device = tmp_path / f"sys/dev/char/{os.major(number)}:{os.minor(number)}"
+    device.mkdir(parents=True)
+    with pytest.raises(UnsupportedError, match="/dev/null is no dax device with memory"):
+        regions.whole_device_bytes("/dev/null", tmp_path)
+    (tmp_path / "sys/bus/dax").mkdir(parents=True)
+    (device / "subsystem").symlink_to("../../../bus/dax")
+    (device / "size").write_text("268435456\n")
+    assert regions.whole_device_bytes("/dev/null", tmp_path) == 256 << 20
+    (device / "size").write_text("0\n")
+    with pytest.raises(UnsupportedError, match="no dax device with memory"):
+        regions.whole_device_bytes("/dev/null", tmp_path)
+
+
+def test_all_is_the_capacity_of_a_device_only(tmp_path: Path) -> None:
+    layout = KVLayout(layers=2, kv_heads=2, head_dim=64)
+    for where in (tmp_path / "a.pool", "anonymous:"):
+        with pytest.raises(BadArgumentError, match="'all' is for a dax device: say how much"):
+            CXLPool.create(where, layout=layout, capacity="all")
+    with pytest.raises(UnsupportedError, match="/dev/null is no dax device"):
+        CXLPool.create("/dev/null", layout=layout, capacity="all")
+
+
+def test_a_device_that_is_no_dax_device_is_refused() -> None:
+    layout = KVLayout(layers=2, kv_heads=2, head_dim=64)
+    for force in (False, True):
+        with pytest.raises(PoolExistsError, match="neither a regular file nor a dax device"):
+            CXLPool.create("/dev/null", layout=layout, capacity="64MiB", force=force)
+    with pytest.raises(NotAPoolError, match="neither a regular file nor a dax device"):
+        CXLPool.open("/dev/null")
+    with pytest.raises(NotAPoolError):
+        CXLPool.remove("/dev/null")
+    assert find(["/dev/null"]) == []

@@ -235,6 +235,7 @@ struct cxlkv_pool {
     char *path;                  /* NULL: anonymous */
     int fd, host_fd;
     uint8_t *base;
+    uint64_t mapped_bytes;       /* region_bytes in whole huge pages, or whole units of a device */
     cxlkv_layout layout;
     cxlkv_geometry geometry;
     cxlkv_sharing sharing;
@@ -354,11 +355,17 @@ guard **guard_current(void);
 /* ---- region.c ---- */
 /* What helps, as the end of a sentence, when a limit of this process is the cause; or "". */
 const char *remedy_of(int code);
-int region_map_anonymous(uint64_t bytes, int *fd, uint8_t **base, const char **page_kind);
-int region_create_file(const char *path, uint64_t bytes, char *made, size_t made_bytes, int *fd,
-                       uint8_t **base, const char **page_kind);
-int region_map_file(int fd, uint64_t bytes, uint8_t **base, const char **page_kind);
-void region_unmap(uint8_t *base, uint64_t bytes, const char *page_kind);
+/* The three map geometry.region_bytes and set base, mapped_bytes and page_kind. */
+int region_map_anonymous(cxlkv_pool *pool);
+int region_create_file(cxlkv_pool *pool, const char *path, char *made, size_t made_bytes);
+int region_map_file(cxlkv_pool *pool);
+void region_unmap(cxlkv_pool *pool);
+/* Bytes of a file or a dax device; an error when it is neither. */
+int region_size(int fd, const char *path, uint64_t *bytes);
+/* Of a file or a dax device; false when there are fewer, or they cannot be read. */
+bool region_read(int fd, uint64_t offset, void *to, size_t bytes);
+/* The end of a pool: a file's name goes, on a device the superblock. */
+int region_discard(int fd, const char *path);
 /* Byte 0 is held while a process joins or leaves, byte 1 (shared) while it uses the pool. */
 enum { ATTACH_BYTE = 0, USE_BYTE = 1 };
 /* And of a host state's file: held (shared) while it is open. */
@@ -366,6 +373,23 @@ enum { STATE_BYTE = 0 };
 int lock_byte(int fd, off_t offset, bool exclusive, bool wait);
 int unlock_byte(int fd, off_t offset);
 bool byte_is_free(int fd, off_t offset);  /* nobody has it locked; takes no lock to find out */
+
+/* ---- device.c: a dax device (/dev/daxX.Y) in place of a file ---- */
+enum { DEVICE_NAME_BYTES = 64 };
+typedef struct device_facts {
+    char name[DEVICE_NAME_BYTES];    /* "dax0.0" */
+    char driver[DEVICE_NAME_BYTES];  /* "device_dax", "kmem" (system RAM), or "": none is bound */
+    uint64_t bytes;
+    uint64_t unit_bytes;         /* a mapping's address, offset and length are multiples of it */
+    int64_t node;                /* the NUMA node that it is, or would be, as system RAM */
+} device_facts;
+/* False when it is no dax device. sysfs: "/sys", or a test's. */
+bool device_look(const char *sysfs, dev_t number, device_facts *facts);
+bool device_of(int fd, device_facts *facts);
+/* Why open() said ENXIO, and what mends it. */
+int device_refused(const char *sysfs, const char *path, dev_t number);
+bool device_read(int fd, const device_facts *facts, uint64_t offset, void *to, size_t bytes);
+int device_wipe(int fd, const device_facts *facts, const char *path);
 
 /* ---- format.c ---- */
 int layout_check(const cxlkv_layout *layout);

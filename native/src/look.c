@@ -139,6 +139,10 @@ static int look_at_descriptors(int fd, const cxlkv_geometry *geometry, cxlkv_ove
         off_t at = (off_t)(geometry->descriptors_offset +
                            first / count * geometry->descriptors_bytes);
         if (pread(fd, lines, (size_t)wanted, at) != wanted)
+    for (uint32_t first = 0; first < geometry->page_count; first += 64) {
+        uint32_t count = min_u32(64, geometry->page_count - first);
+        uint64_t at = geometry->descriptors_offset + first * sizeof(*lines);
+        if (!region_read(fd, at, lines, count * sizeof(*lines)))
             return fail(EIO, "the pool's descriptors cannot be read");
         for (uint32_t i = 0; i < count; i++) {
             bool whole = lines[i].page == first + i &&
@@ -161,6 +165,8 @@ static void look_at_saved(int fd, cxlkv_counters *totals) {
     for (int attempt = 0; !whole && attempt < 20; attempt++) {
         if (pread(fd, page, sizeof(page), 0) != (ssize_t)sizeof(page)) return;
         whole = counters_load(page + SAVED_COUNTERS_OFFSET, totals);
+        if (!region_read(fd, 0, page, sizeof(page))) return;
+        whole = counters_load(page, totals);
     }
 }
 
@@ -179,7 +185,6 @@ static int64_t look_guarded(host_state *host, uint32_t page_count, const char *p
 static int64_t peek_at(int fd, const char *path, cxlkv_overview *overview, cxlkv_process *out,
                        uint32_t capacity) {
     uint8_t page[SUPERBLOCK_BYTES], identity[16];
-    struct stat status;
     cxlkv_layout layout;
     cxlkv_sharing sharing;
     cxlkv_geometry geometry;
@@ -189,6 +194,10 @@ static int64_t peek_at(int fd, const char *path, cxlkv_overview *overview, cxlkv
         return fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool", path);
     int code = superblock_read(page, (uint64_t)status.st_size, path, &layout,
                                &sharing, &geometry, identity);
+    int code = region_size(fd, path, &bytes);
+    if (code == 0 && !region_read(fd, 0, page, sizeof(page)))
+        code = fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool", path);
+    if (code == 0) code = superblock_read(page, bytes, path, &layout, &geometry, identity);
     if (code == 0) code = guard_install();
     if (code < 0) return code;
     name_overview(overview, &layout, &geometry, identity);

@@ -8,6 +8,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "flush.h"
 #include "internal.h"
 
 static pthread_mutex_t open_pools_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -145,11 +146,10 @@ static void leave_to_parent(cxlkv_pool *pool) {
     }
     counters_unbind(pool);
     munmap(pool->host, pool->host->bytes);
-    region_unmap(pool->base, pool->geometry.region_bytes, pool->page_kind);
+    region_unmap(pool);
     close(pool->host_fd);
     close(pool->fd);
     pool->host = NULL;
-    pool->base = NULL;
     pool->held = NULL;
     pool->closed = true;
 }
@@ -213,8 +213,7 @@ static cxlkv_pool *pool_make(const char *path) {
 static void pool_unmake(cxlkv_pool *pool) {
     keeper_stop(pool);
     host_detach(pool);
-    if (pool->base) region_unmap(pool->base, pool->geometry.region_bytes, pool->page_kind);
-    pool->base = NULL;
+    if (pool->base) region_unmap(pool);
     if (pool->fd >= 0) close(pool->fd);
     pool->fd = -1;
     free(pool->verified);
@@ -250,23 +249,62 @@ static int format(cxlkv_pool *pool) {
             descriptor_write(pool, page, 1, PAGE_FREE, 0, NULL);
         superblock_write(pool);
         if (pool->shared) hosts_hand_over(pool->base, pool->geometry.extents_offset, true);
+        store_fence();
+        superblock_write(pool); /* last: on a device, until here there is no pool */
     } GUARD_END(fault, code = fail(CXLKV_E_POISON, "bus error while the pool was formatted: its "
                                    "file system ran out of memory"))
     return code;
 }
 
+/* A device's superblock is written in place, so who opens one waits until nobody joins or makes a
+ * pool on it; a file appears finished. */
+static int open_region(const char *path, int flags, int *fd) {
+    struct stat status;
+    *fd = open(path, flags | O_CLOEXEC);
+    if (*fd < 0 && errno == ENXIO && stat(path, &status) == 0 && S_ISCHR(status.st_mode))
+        return device_refused("/sys", path, status.st_rdev);
+    if (*fd < 0)
+        return fail(errno, "%s: cannot open: %s%s", path, strerror(errno), remedy_of(errno));
+    if (flags != O_RDWR || fstat(*fd, &status) < 0 || !S_ISCHR(status.st_mode)) return 0;
+    int code = lock_byte(*fd, ATTACH_BYTE, true, true);
+    if (code == 0) return 0;
+    close(*fd);
+    *fd = -1;
+    return fail(-code, "%s: cannot lock: %s", path, strerror(-code));
+}
+
+static int refuse_place(const char *path) {
+    return fail(CXLKV_E_POOL_EXISTS, "%s is neither a regular file nor a dax device", path);
+}
+
+/* As what_lies_at(). A device that was never used holds zeros, as does one whose pool was removed;
+ * a file that is there is somebody's, whatever it holds. */
+static int what_lies_in(int fd, const char *path) {
+    static const uint8_t nothing[SUPERBLOCK_BYTES];
+    uint8_t bytes[SUPERBLOCK_BYTES] = "";
+    struct stat status;
+    device_facts device;
+    bool is_file = fstat(fd, &status) == 0 && S_ISREG(status.st_mode);
+    if (!is_file && !device_of(fd, &device)) return refuse_place(path);
+    bool whole = region_read(fd, 0, bytes, is_file ? 8 : sizeof(bytes));
+    if (!is_file && !whole)
+        return fail(CXLKV_E_POISON, "%s: its first bytes cannot be read", path);
+    if (whole && memcmp(bytes, "CXLKVPOL", 8) == 0) return 1;
+    return !is_file && memcmp(bytes, nothing, sizeof(bytes)) == 0 ? 0 : 2;
+}
+
 /* What lies at path, if anything: 0 nothing, 1 a pool, 2 something else, or an error. */
 static int what_lies_at(const char *path) {
     struct stat status;
+    int fd;
     if (stat(path, &status) < 0)
         return errno == ENOENT ? 0 : fail(errno, "%s: %s", path, strerror(errno));
-    if (!S_ISREG(status.st_mode)) return 2;
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return fail(errno, "%s: %s", path, strerror(errno));
-    char magic[8] = "";
-    ssize_t got = read(fd, magic, sizeof(magic));
+    if (!S_ISREG(status.st_mode) && !S_ISCHR(status.st_mode)) return refuse_place(path);
+    int code = open_region(path, O_RDONLY | O_NONBLOCK, &fd);
+    if (code < 0) return code;
+    code = what_lies_in(fd, path);
     close(fd);
-    return got == sizeof(magic) && memcmp(magic, "CXLKVPOL", 8) == 0 ? 1 : 2;
+    return code;
 }
 
 static int refuse_existing(const char *path, int what) {
@@ -275,6 +313,10 @@ static int refuse_existing(const char *path, int what) {
                     "%s is a pool already: open it, remove it first, or pass force=True", path);
     return fail(CXLKV_E_POOL_EXISTS,
                 "%s exists and is not a pool: it is not overwritten unless force=True", path);
+}
+
+static int busy_error(const char *path) {
+    return fail(CXLKV_E_BUSY, "%s is in use: close it in the other processes first", path);
 }
 
 /* link() fails where a file is, rename() replaces it: both show the finished pool at once. */
@@ -291,29 +333,43 @@ static int file_into_place(const char *made, const char *path, bool force) {
     return fail(code, "%s: cannot be put in place: %s", path, strerror(code));
 }
 
+/* In place: what was there is wiped first, and the superblock comes last, so that a creation that
+ * is cut short leaves no pool. */
+static int create_on_device(cxlkv_pool *pool, const char *path, bool force) {
+    device_facts device;
+    int code = open_region(path, O_RDWR, &pool->fd);
+    if (code < 0) return code;
+    if (!device_of(pool->fd, &device)) return refuse_place(path);
+    if (pool->geometry.region_bytes > device.bytes)
+        return fail(ENOSPC, "%s has %lu MiB, %lu MiB wanted: ask for less", path,
+                    device.bytes >> 20, pool->geometry.region_bytes >> 20);
+    int what = what_lies_in(pool->fd, path);
+    if (what < 0) return what;
+    if (what != 0 && !force) return refuse_existing(path, what);
+    if (!byte_is_free(pool->fd, USE_BYTE)) return busy_error(path);
+    if (what != 0) code = device_wipe(pool->fd, &device, path);
+    if (code == 0) code = region_map_file(pool);
+    return code < 0 ? code : format(pool);
+}
+
 static int create_region(cxlkv_pool *pool, const char *path, bool force) {
-    uint64_t bytes = pool->geometry.region_bytes;
     if (!path) {
-        int code = region_map_anonymous(bytes, &pool->fd, &pool->base, &pool->page_kind);
+        int code = region_map_anonymous(pool);
         return code < 0 ? code : format(pool);
     }
     int what = what_lies_at(path);
     if (what < 0) return what;
     if (what != 0 && !force) return refuse_existing(path, what);
-    struct stat status;
-    if (what == 2 && stat(path, &status) == 0 && !S_ISREG(status.st_mode))
-        return fail(CXLKV_E_POOL_EXISTS, "%s is not a regular file", path);
     if (what == 1) {
         int code = cxlkv_pool_remove(path); /* refuses while somebody uses it */
         if (code == -CXLKV_E_BUSY) return code;
     }
+    struct stat status;
+    if (stat(path, &status) == 0 && S_ISCHR(status.st_mode))
+        return create_on_device(pool, path, force);
     char made[4096];
-    int code = region_create_file(path, bytes, made, sizeof(made), &pool->fd, &pool->base,
-                                  &pool->page_kind);
-    if (code < 0) {
-        pool->fd = -1;
-        return code;
-    }
+    int code = region_create_file(pool, path, made, sizeof(made));
+    if (code < 0) return code;
     code = format(pool);
     if (code == 0) return file_into_place(made, path, force);
     unlink(made);
@@ -377,6 +433,15 @@ static int open_checked(const char *path, int *fd, cxlkv_layout *layout, cxlkv_s
     else
         code = superblock_read(bytes, (uint64_t)status.st_size, path, layout, sharing,
                                geometry, identity);
+    uint64_t region_bytes;
+    int code = open_region(path, O_RDWR, fd);
+    if (code < 0) return code;
+    code = region_size(*fd, path, &region_bytes);
+    if (code == 0 && !region_read(*fd, 0, bytes, sizeof(bytes)))
+        code = fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool: %lu bytes, and its first %d "
+                    "cannot be read", path, region_bytes, SUPERBLOCK_BYTES);
+    if (code == 0)
+        code = superblock_read(bytes, region_bytes, path, layout, geometry, identity);
     if (code < 0) {
         close(*fd);
         *fd = -1;
@@ -393,19 +458,17 @@ int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **out) 
         code = region_map_file(pool->fd, pool->geometry.region_bytes, &pool->base,
                                &pool->page_kind);
     return finish(pool, code, host, out);
-}
-
-static int busy_error(const char *path) {
-    return fail(CXLKV_E_BUSY, "%s is in use: close it in the other processes first", path);
+        code = region_map_file(pool);
+    return finish(pool, code, out);
 }
 
 /* Its host state stays, as the identity cannot be trusted: `cxlkv pool gc` finds that. */
 static int remove_damaged(const char *path) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return fail(errno, "%s: cannot open: %s", path, strerror(errno));
-    int code = 0;
-    if (!byte_is_free(fd, USE_BYTE)) code = busy_error(path);
-    else if (unlink(path) < 0) code = fail(errno, "%s: cannot remove: %s", path, strerror(errno));
+    struct stat status;
+    bool is_device = stat(path, &status) == 0 && S_ISCHR(status.st_mode);
+    int fd, code = open_region(path, is_device ? O_RDWR : O_RDONLY, &fd);
+    if (code < 0) return code;
+    code = byte_is_free(fd, USE_BYTE) ? region_discard(fd, path) : busy_error(path);
     close(fd);
     return code;
 }
@@ -431,6 +494,9 @@ int cxlkv_pool_remove(const char *path) {
         for (uint32_t host = 0; code == 0 && host < sharing.hosts; host++)
             code = host_remove_state(identity, fd, shared ? host : NO_HOST);
     }
+    if (code == 0 && lock_byte(fd, USE_BYTE, true, false) < 0) code = busy_error(path);
+    else code = region_discard(fd, path);
+    if (code == 0) code = host_remove_state(identity, fd);
     close(fd);
     return code;
 }

@@ -1,4 +1,4 @@
-/* Mapped memory for a pool: anonymous (memfd) or a file; byte locks between processes. */
+/* Mapped memory for a pool: anonymous (memfd), a file or a device; byte locks of processes. */
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,15 +17,17 @@ const char *remedy_of(int code) {
     return "";
 }
 
-/* A shared mapping aligned to 2 MiB, so that huge pages can back it where there are any. */
-static int map_aligned(int fd, uint64_t bytes, uint8_t **base) {
-    uint64_t reserved_bytes = bytes + AREA_ALIGNMENT;
+/* A shared mapping aligned to 2 MiB, so that huge pages can back it where there are any; to the
+ * unit of what it maps, when that is larger. */
+static int map_aligned(int fd, uint64_t bytes, uint64_t unit_bytes, uint8_t **base) {
+    uint64_t alignment = unit_bytes > AREA_ALIGNMENT ? unit_bytes : AREA_ALIGNMENT;
+    uint64_t reserved_bytes = bytes + alignment;
     uint8_t *reserved = mmap(NULL, reserved_bytes, PROT_NONE,
                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (reserved == MAP_FAILED)
         return fail(errno, "no address space for %lu MiB. This process may have less: raise it, "
                     "ulimit -v, or ask for a smaller pool", bytes >> 20);
-    uint8_t *at = (uint8_t *)align_up((uintptr_t)reserved, AREA_ALIGNMENT);
+    uint8_t *at = (uint8_t *)align_up((uintptr_t)reserved, alignment);
     void *mapped = mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
     if (mapped == MAP_FAILED) {
         int code = errno;
@@ -40,15 +42,22 @@ static int map_aligned(int fd, uint64_t bytes, uint8_t **base) {
     return 0;
 }
 
-/* Huge pages are unmapped whole or not at all. */
-void region_unmap(uint8_t *base, uint64_t bytes, const char *page_kind) {
-    munmap(base, align_up(bytes, strcmp(page_kind, "hugetlb") == 0 ? AREA_ALIGNMENT : 4096));
+void region_unmap(cxlkv_pool *pool) {
+    munmap(pool->base, pool->mapped_bytes);
+    pool->base = NULL;
 }
 
-/* What the kernel will back the mapping with, as far as it says. */
-static const char *kind_of(int fd) {
+/* What the kernel will back the mapping with, as far as it says; it is unmapped in whole units. */
+static const char *kind_of(int fd, uint64_t *unit_bytes) {
     struct stat status;
+    device_facts device;
+    *unit_bytes = AREA_ALIGNMENT;
     if (fstat(fd, &status) == 0 && status.st_blksize >= AREA_ALIGNMENT) return "hugetlb";
+    if (device_of(fd, &device)) {
+        *unit_bytes = device.unit_bytes;
+        return "devdax";
+    }
+    *unit_bytes = 4096;
     FILE *file = fopen("/sys/kernel/mm/transparent_hugepage/shmem_enabled", "re");
     char line[128] = "";
     if (file) {
@@ -60,11 +69,15 @@ static const char *kind_of(int fd) {
     return huge ? "thp" : "4KiB";
 }
 
-int region_map_file(int fd, uint64_t bytes, uint8_t **base, const char **page_kind) {
-    int code = map_aligned(fd, bytes, base);
+int region_map_file(cxlkv_pool *pool) {
+    uint64_t unit_bytes;
+    const char *kind = kind_of(pool->fd, &unit_bytes);
+    uint64_t bytes = align_up(pool->geometry.region_bytes, unit_bytes);
+    int code = map_aligned(pool->fd, bytes, unit_bytes, &pool->base);
     if (code < 0) return code;
-    *page_kind = kind_of(fd);
-    madvise(*base, bytes, MADV_HUGEPAGE); /* advice: refused where there are none */
+    pool->mapped_bytes = bytes;
+    pool->page_kind = kind;
+    madvise(pool->base, bytes, MADV_HUGEPAGE); /* advice: refused where there are none */
     return 0;
 }
 
@@ -85,31 +98,27 @@ static int reserve_file(int fd, uint64_t bytes, const char *path) {
                 path, bytes >> 20, free_bytes >> 20);
 }
 
-int region_map_anonymous(uint64_t bytes, int *fd, uint8_t **base, const char **page_kind) {
+int region_map_anonymous(cxlkv_pool *pool) {
+    uint64_t bytes = pool->geometry.region_bytes;
     uint64_t huge_bytes = align_up(bytes, AREA_ALIGNMENT);
     int made = memfd_create("cxlkv-pool", MFD_CLOEXEC | MFD_HUGETLB);
     if (made >= 0) {
         if (posix_fallocate(made, 0, (off_t)huge_bytes) == 0 &&
-            map_aligned(made, huge_bytes, base) == 0) {
-            *fd = made;
-            *page_kind = "hugetlb";
+            map_aligned(made, huge_bytes, AREA_ALIGNMENT, &pool->base) == 0) {
+            pool->fd = made;
+            pool->mapped_bytes = huge_bytes;
+            pool->page_kind = "hugetlb";
             return 0;
         }
         close(made);
     }
     made = memfd_create("cxlkv-pool", MFD_CLOEXEC);
     if (made < 0) return fail(errno, "memfd_create: %s%s", strerror(errno), remedy_of(errno));
-    int code = 0;
+    pool->fd = made;  /* closed by who closes the pool */
     if (ftruncate(made, (off_t)bytes) < 0)
-        code = fail(errno == EFBIG ? ENOSPC : errno, "no anonymous pool of %lu MiB: %s%s",
+        return fail(errno == EFBIG ? ENOSPC : errno, "no anonymous pool of %lu MiB: %s%s",
                     bytes >> 20, strerror(errno), remedy_of(errno));
-    if (code == 0) code = region_map_file(made, bytes, base, page_kind);
-    if (code < 0) {
-        close(made);
-        return code;
-    }
-    *fd = made;
-    return 0;
+    return region_map_file(pool);
 }
 
 /* Locked from its first moment on, so that `cxlkv pool gc` can tell it from the file of a creation
@@ -142,17 +151,41 @@ static int open_draft(const char *path, char *made, size_t made_bytes, int *fd) 
 }
 
 /* The file is made under a name beside its own; linking it there is the caller's last step. */
-int region_create_file(const char *path, uint64_t bytes, char *made, size_t made_bytes, int *fd,
-                       uint8_t **base, const char **page_kind) {
-    int code = open_draft(path, made, made_bytes, fd);
-    if (code < 0) return code;
-    code = reserve_file(*fd, bytes, path);
-    if (code == 0) code = region_map_file(*fd, bytes, base, page_kind);
+int region_create_file(cxlkv_pool *pool, const char *path, char *made, size_t made_bytes) {
+    int code = open_draft(path, made, made_bytes, &pool->fd);
     if (code < 0) {
-        unlink(made);
-        close(*fd);
+        pool->fd = -1;
+        return code;
     }
+    code = reserve_file(pool->fd, pool->geometry.region_bytes, path);
+    if (code == 0) code = region_map_file(pool);
+    if (code < 0) unlink(made);
     return code;
+}
+
+int region_size(int fd, const char *path, uint64_t *bytes) {
+    struct stat status;
+    device_facts device;
+    *bytes = 0;
+    if (fstat(fd, &status) < 0) return fail(errno, "%s: %s", path, strerror(errno));
+    if (S_ISREG(status.st_mode)) *bytes = (uint64_t)status.st_size;
+    else if (device_of(fd, &device)) *bytes = device.bytes;
+    else
+        return fail(CXLKV_E_NOT_A_POOL,
+                    "%s is not a cxlkv pool: neither a regular file nor a dax device", path);
+    return 0;
+}
+
+bool region_read(int fd, uint64_t offset, void *to, size_t bytes) {
+    device_facts device;
+    if (device_of(fd, &device)) return device_read(fd, &device, offset, to, bytes);
+    return pread(fd, to, bytes, (off_t)offset) == (ssize_t)bytes;
+}
+
+int region_discard(int fd, const char *path) {
+    device_facts device;
+    if (device_of(fd, &device)) return device_wipe(fd, &device, path);
+    return unlink(path) < 0 ? fail(errno, "%s: cannot remove: %s", path, strerror(errno)) : 0;
 }
 
 /* Open-file-description locks: they outlive threads, and the kernel drops them with the process. */
