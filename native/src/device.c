@@ -66,7 +66,7 @@ int device_refused(const char *sysfs, const char *path, dev_t number) {
                     path, facts.node, facts.name);
     return fail(ENXIO,
                 "%s: no driver is bound to it, so it cannot be mapped. Bind the one for devices: "
-                "daxctl reconfigure-device --mode=devdax --force %s", path, facts.name);
+                "daxctl reconfigure-device --mode=devdax %s", path, facts.name);
 }
 
 bool device_of(int fd, device_facts *facts) {

@@ -64,7 +64,7 @@ static void test_refusals(void) {
     link_to("dax0.0/driver", NULL);
     CHECK(device_refused(root, "/dev/far", makedev(252, 3)) == -ENXIO);
     CHECK(said("/dev/far: no driver is bound") &&
-          said("daxctl reconfigure-device --mode=devdax --force dax0.0"));
+          said("daxctl reconfigure-device --mode=devdax dax0.0"));
     link_to("dax0.0/driver", "../bus/dax/drivers/kmem");
     CHECK(device_refused(root, "/dev/far", makedev(252, 3)) == -ENXIO);
     CHECK(said("/dev/far is system RAM now (driver kmem, NUMA node 1)") &&

@@ -1,0 +1,1 @@
+"""What runs inside a guest: its init, and one module for each scenario."""

@@ -1,0 +1,248 @@
+"""A pool on the true /dev/dax0.0, used by two guests after one another: python -m ... NAME.
+
+Guest a finds the device without a driver, mends that, makes a pool over garbage, publishes. Guest b
+reads it. Guest c has half of the memory. Then a removes the pool and turns the device into RAM.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import signal
+import stat
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from cxlkv import CXLPool, KVLayout
+from cxlkv.emulation.qemu.guest.steps import (
+    DEVICE,
+    LAYOUT,
+    append,
+    assert_holds,
+    bind_device,
+    command,
+    refusal,
+    say,
+    token_ids,
+    wait_for,
+)
+from cxlkv.errors import (
+    BusyError,
+    MemoryShortError,
+    NotAPoolError,
+    PoolExistsError,
+    SystemCallError,
+    TruncatedError,
+)
+from cxlkv.leftovers import find_leftovers
+from cxlkv.stats import find
+
+UNIT_BYTES = 2 << 20
+DEVICE_BYTES = 256 << 20
+DESCRIPTOR_BYTES = 64
+TEXTS = {1: 40 * 16, 2: 7 * 16}  # seed of a published text, and its tokens
+CREATE = partial(CXLPool.create, DEVICE, layout=LAYOUT)
+# In a process of its own: the number of tokens that it finds of text 1.
+OTHER_PROCESS = f"""
+from cxlkv import CXLPool
+from cxlkv.emulation.qemu.guest.steps import assert_holds, token_ids
+with CXLPool.open("{DEVICE}") as pool, pool.match_prefix(token_ids(1, {TEXTS[1]})) as hit:
+    assert_holds(hit.sequence(), 1, {TEXTS[1]})
+"""
+
+
+def errno_of(act: Callable[[], object]) -> int:
+    try:
+        act()
+    except OSError as error:
+        return error.errno or 0
+    return 0
+
+
+def check_facts() -> None:
+    """What the core takes for granted about the driver."""
+    fd = os.open(DEVICE, os.O_RDWR)
+    assert os.fstat(fd).st_size == 0
+    sysfs = Path(f"/sys/dev/char/{os.major(os.fstat(fd).st_rdev)}:{os.minor(os.fstat(fd).st_rdev)}")
+    assert int((sysfs / "size").read_text()) == DEVICE_BYTES
+    assert int((sysfs / "align").read_text()) == UNIT_BYTES
+    assert (sysfs / "subsystem").resolve().name == "dax"
+    for refused in (
+        lambda: os.read(fd, 16),
+        lambda: os.pread(fd, 16, 0),
+        lambda: os.pwrite(fd, b"x", 0),
+        lambda: os.ftruncate(fd, DEVICE_BYTES),
+        lambda: mmap.mmap(fd, 4096),
+        lambda: mmap.mmap(fd, UNIT_BYTES, offset=4096),
+        lambda: mmap.mmap(fd, UNIT_BYTES, flags=mmap.MAP_PRIVATE),
+    ):
+        assert errno_of(refused) == errno.EINVAL
+    mmap.mmap(fd, DEVICE_BYTES + UNIT_BYTES).close()  # too long, and not refused
+    with mmap.mmap(fd, DEVICE_BYTES) as memory:
+        assert errno_of(memory.flush) == errno.EINVAL
+        for at in range(0, DEVICE_BYTES, UNIT_BYTES):
+            memory[at : at + UNIT_BYTES] = os.urandom(UNIT_BYTES)
+    os.close(fd)
+    print("the driver does what the core expects; the device is full of random bytes", flush=True)
+
+
+def check_unbound() -> None:
+    """No driver: each way to a pool says so, and its command mends it."""
+    for act in (partial(CREATE, capacity="64MiB"), partial(CXLPool.open, DEVICE)):
+        text = refusal(SystemCallError, act)
+        assert "no driver is bound" in text
+    mend = re.search(r"daxctl .*", text)
+    assert mend is not None
+    command(mend[0])
+
+
+def lock_first_byte(fd: int) -> int:
+    """As the core locks: 0, or the errno of the refusal."""
+    wanted = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+    return errno_of(partial(fcntl.fcntl, fd, fcntl.F_OFD_SETLK, wanted))
+
+
+def check_locks() -> None:
+    """Byte locks work on the device, and belong to its node: docs/operations.md says so."""
+    other = "/run/another-node"
+    os.mknod(other, stat.S_IFCHR | 0o600, os.stat(DEVICE).st_rdev)
+    files = [os.open(name, os.O_RDWR) for name in (DEVICE, DEVICE, other)]
+    assert [lock_first_byte(fd) for fd in files] == [0, errno.EAGAIN, 0]
+    for fd in files:
+        os.close(fd)
+    os.unlink(other)
+
+
+def make_and_publish() -> None:
+    refusal(PoolExistsError, partial(CREATE, capacity="64MiB"))
+    refusal(MemoryShortError, partial(CREATE, capacity=DEVICE_BYTES + UNIT_BYTES, force=True))
+    with CREATE(capacity="all", force=True) as pool:
+        assert pool.describe()["page_kind"] == "devdax"
+        for seed, tokens in TEXTS.items():
+            sequence = pool.sequence()
+            append(sequence, seed, tokens)
+            pool.publish_prefix(sequence, token_ids(seed, tokens))
+            assert_holds(sequence, seed, tokens)
+            sequence.release()
+        assert pool.check(deep=True)["clean"]
+        assert "is a pool already" in refusal(PoolExistsError, partial(CREATE, capacity="64MiB"))
+        refusal(BusyError, partial(CREATE, capacity="64MiB", force=True))
+        refusal(BusyError, partial(CXLPool.remove, DEVICE))
+        subprocess.run([sys.executable, "-c", OTHER_PROCESS], check=True)
+        fork_and_read(pool)
+        (seen,) = find([DEVICE])
+        alive = [process.pid for process in seen.processes if process.alive]
+        assert (seen.state, alive) == ("live", [os.getpid()])
+    (seen,) = find([DEVICE])
+    pages = sum(TEXTS.values()) // LAYOUT.page_tokens
+    assert (seen.state, seen.prefix_pages, seen.bytes > 0) == ("idle", pages, True)
+    assert find_leftovers([DEVICE], idle_s=0) == []
+    assert not list(Path("/dev/shm").glob("cxlkv-*"))
+
+
+def fork_and_read(pool: CXLPool) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            with pool.match_prefix(token_ids(2, TEXTS[2])) as hit:
+                assert_holds(hit.sequence(), 2, TEXTS[2])
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def read() -> None:
+    with CXLPool.open(DEVICE, layout=LAYOUT) as pool:
+        for seed, tokens in TEXTS.items():
+            with pool.match_prefix(token_ids(seed, tokens)) as hit:
+                assert_holds(hit.sequence(), seed, tokens)
+        assert not pool.match_prefix(token_ids(3, 64))
+        assert pool.check(deep=True)["clean"]
+
+
+def check_cut_short() -> None:
+    """Killed while it formats, over a pool that was there: neither the old one nor a new one."""
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=8, page_tokens=1)  # many descriptors
+    with CXLPool.create(DEVICE, layout=layout, capacity="all") as pool:
+        geometry = cast("dict[str, int]", pool.describe()["geometry"])
+    first, count = geometry["descriptors_offset"], geometry["page_count"]
+    middle = first + count // 4 * DESCRIPTOR_BYTES
+    fd = os.open(DEVICE, os.O_RDWR)
+    with mmap.mmap(fd, DEVICE_BYTES) as memory:
+        memory[first : first + count * DESCRIPTOR_BYTES] = bytes(count * DESCRIPTOR_BYTES)
+        child = os.fork()
+        if child == 0:
+            CXLPool.create(DEVICE, layout=layout, capacity="all", force=True)
+            os._exit(0)
+        while memory[middle + 1] == 0:  # the descriptor's generation
+            assert os.waitpid(child, os.WNOHANG)[0] == 0, "it ended before the kill"
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert memory[first + (count - 1) * DESCRIPTOR_BYTES + 1] == 0, "too late: it was finished"
+    os.close(fd)
+    refusal(NotAPoolError, partial(CXLPool.open, DEVICE))
+    refusal(NotAPoolError, partial(CXLPool.remove, DEVICE))
+    CREATE(capacity="all").close()  # the superblock's page is empty: no force needed
+    CXLPool.remove(DEVICE)
+
+
+def remove() -> None:
+    CXLPool.remove(DEVICE)
+    refusal(NotAPoolError, partial(CXLPool.open, DEVICE))
+    refusal(NotAPoolError, partial(CXLPool.remove, DEVICE))
+    assert find([DEVICE]) == []
+    layout = {"layers": 2, "kv_heads": 2, "head_dim": 64}
+    config = {"where": DEVICE, "capacity": "all", "layout": layout}
+    for _ in range(2):  # makes it, opens it
+        CXLPool.from_config(config).close()
+    CREATE(capacity="32MiB", force=True).close()  # over a pool that nobody uses
+    assert not list(Path("/dev/shm").glob("cxlkv-*"))
+    CXLPool.remove(DEVICE)
+
+
+def check_system_ram() -> None:
+    """kmem has the device: each way to a pool says so, and its command mends it."""
+    command("echo offline >/sys/devices/system/memory/auto_online_blocks")
+    command("/guest/busybox insmod /guest/modules/kmem.ko")
+    command(f"daxctl reconfigure-device --mode=system-ram {Path(DEVICE).name}")
+    for act in (partial(CREATE, capacity="64MiB"), partial(CXLPool.open, DEVICE)):
+        text = refusal(SystemCallError, act)
+        assert "is system RAM now (driver kmem, NUMA node 1)" in text
+    mend = re.search(r"daxctl .*", text)
+    assert mend is not None
+    command(mend[0])
+    CREATE(capacity="all", force=True).close()
+    CXLPool.remove(DEVICE)
+
+
+def main(name: str) -> None:
+    if name == "a":
+        check_unbound()
+        check_facts()
+        check_locks()
+        make_and_publish()
+        say("published")
+        wait_for("all have read")
+        remove()
+        check_cut_short()
+        check_system_ram()
+    elif name == "b":
+        bind_device()
+        wait_for("published")
+        read()
+    else:  # half of the memory
+        bind_device()
+        assert "is truncated" in refusal(TruncatedError, partial(CXLPool.open, DEVICE))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
