@@ -175,19 +175,20 @@ def check_cut_short() -> None:
     with CXLPool.create(DEVICE, layout=layout, capacity="all") as pool:
         geometry = cast("dict[str, int]", pool.describe()["geometry"])
     first, count = geometry["descriptors_offset"], geometry["page_count"]
-    middle = first + count // 4 * DESCRIPTOR_BYTES
+    # Where the generation of a descriptor is; erased, so that its writing can be seen.
+    early, last = (first + page * DESCRIPTOR_BYTES + 1 for page in (count // 4, count - 1))
     fd = os.open(DEVICE, os.O_RDWR)
     with mmap.mmap(fd, DEVICE_BYTES) as memory:
-        memory[first : first + count * DESCRIPTOR_BYTES] = bytes(count * DESCRIPTOR_BYTES)
+        memory[early] = memory[last] = 0
         child = os.fork()
         if child == 0:
             CXLPool.create(DEVICE, layout=layout, capacity="all", force=True)
             os._exit(0)
-        while memory[middle + 1] == 0:  # the descriptor's generation
+        while memory[early] == 0:
             assert os.waitpid(child, os.WNOHANG)[0] == 0, "it ended before the kill"
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        assert memory[first + (count - 1) * DESCRIPTOR_BYTES + 1] == 0, "too late: it was finished"
+        assert memory[last] == 0, "too late: it was finished"
     os.close(fd)
     refusal(NotAPoolError, partial(CXLPool.open, DEVICE))
     refusal(NotAPoolError, partial(CXLPool.remove, DEVICE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import subprocess
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ DEVICE = "/dev/dax0.0"
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=64, page_tokens=16, dtype="float16")
 WAIT_LIMIT_S = 180
 WAIT_STEP_S = 0.02
+faulthandler.dump_traceback_later(WAIT_LIMIT_S - 30)  # where it hangs, before the host gives up
 
 
 def say(step: str) -> None:
