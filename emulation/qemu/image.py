@@ -115,8 +115,9 @@ class _Apt:
             text=True,
         )
         if done.returncode != 0 or "Failed to fetch" in done.stdout:
-            last = done.stdout.strip().splitlines()[-1:] or ["no output"]
-            raise Missing(f"{' '.join(command)} failed: {last[0]}")
+            lines = done.stdout.splitlines()
+            why = [line for line in lines if line.startswith(("E:", "W: Failed"))] or lines[-1:]
+            raise Missing(f"{' '.join(command)} failed: {' '.join(why[:1])}")
         return done.stdout
 
     def install(self, package: str) -> None:
