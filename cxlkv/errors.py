@@ -89,6 +89,8 @@ class HostError(CXLKVError, ConnectionRefusedError):
 
 class FencedError(CXLKVError, ConnectionAbortedError):
     """This host was declared dead by another while it ran; what it published is still there."""
+
+
 class PeerError(CXLKVError, ConnectionError):
     """The other host did not come, went silent, or gave up."""
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from cxlkv import _core
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolMissingError
-from cxlkv.errors import CXLKVError, PoolMissingError
 from cxlkv.regions import is_device
 from cxlkv.stats import Overview, find
 

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from cxlkv import _core, audit
 from cxlkv.coherence import LEASE_S, parse_host, parse_sharing
-from cxlkv.config import parse_bytes
 from cxlkv.errors import (
     BadArgumentError,
     GeometryError,
@@ -79,21 +78,17 @@ class CXLPool:
         """Make a pool at a path (/dev/shm, hugetlbfs, any file system), on a dax device, or in
         "anonymous:" memory.
 
-        capacity: bytes or text like "2GiB". checksum: a CRC32C for every piece, made at append and
-        verified on reading. threads: that scan and copy (default: the CPUs allowed here). The file
-        has mode 0600, is reserved whole, and appears finished or not at all. Raises
-        PoolExistsError (unless force=True), MemoryShortError, GeometryError, BadArgumentError.
+        capacity: bytes or text like "2GiB"; of a device also "all". checksum: a CRC32C for every
+        piece, made at append and verified on reading. threads: that scan and copy (default: the
+        CPUs allowed here). A file has mode 0600, is reserved whole, and appears finished or not at
+        all; a device is formatted in place. Raises PoolExistsError (unless force=True),
+        MemoryShortError, GeometryError, BadArgumentError.
 
         sharing: "host" (one host), "software" (up to `hosts` hosts, 8 by default, whose caches do
         not see each other) or "hw_coherent" (they do). durable="host" writes back all that is
         published, so that it outlives this host. host: which one this is, from 0, on no two
         machines the same (default: the environment's CXLKV_HOST). A host that gives no sign for
         lease_s is suspected by the others. docs/coherence.md has the protocol.
-        capacity: bytes or text like "2GiB"; of a device also "all". checksum: a CRC32C for every
-        piece, made at append and verified on reading. threads: that scan and copy (default: the
-        CPUs allowed here). A file has mode 0600, is reserved whole, and appears finished or not at
-        all; a device is formatted in place. Raises PoolExistsError (unless force=True),
-        MemoryShortError, GeometryError, BadArgumentError.
         """
         shared = parse_sharing(sharing, durable, hosts)
         own = parse_host(host, lease_s) if shared[0] else None

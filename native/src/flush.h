@@ -50,8 +50,8 @@ enum flush_site {
     FLUSH_CLAIM, FLUSH_CLAIM_FENCE,      /* claims are in memory before the commit */
     FLUSH_COMMIT, FLUSH_COMMIT_FENCE,    /* V10: the commit is in memory before we look */
     FLUSH_LOG, FLUSH_LOG_FENCE,          /* V9 */
-    FLUSH_GIVE, FLUSH_GIVE_FENCE,        /* V8 */
-    FLUSH_TAKE, FLUSH_TAKE_FENCE,
+    FLUSH_GIVE, FLUSH_GIVE_FENCE,        /* V8: nothing of the giver is left to be evicted */
+    FLUSH_TAKE, FLUSH_TAKE_FENCE,        /* V8: nothing that our cache filled before is left */
     FLUSH_NAME_LOOK_BEGIN, FLUSH_NAME_LOOK, FLUSH_NAME_LOOK_FENCE,
     FLUSH_BEAT_LOOK_BEGIN, FLUSH_BEAT_LOOK, FLUSH_BEAT_LOOK_FENCE,
     FLUSH_FENCE_LOOK_BEGIN, FLUSH_FENCE_LOOK, FLUSH_FENCE_LOOK_FENCE,
@@ -71,10 +71,6 @@ enum flush_site {
     FLUSH_RPC_PAYLOAD_FENCE,
     FLUSH_RPC_ATTACH,            /* what a dead server answered is in memory */
     FLUSH_RPC_ATTACH_FENCE,
-    FLUSH_GIVE,                  /* V8: nothing of the giver is left to be evicted */
-    FLUSH_GIVE_FENCE,
-    FLUSH_TAKE,                  /* V8: nothing that the receiver's cache filled before is left */
-    FLUSH_TAKE_FENCE,
     FLUSH_LOCAL,                 /* ordering within this host only: append, fetch */
     FLUSH_SITES
 };

@@ -298,8 +298,8 @@ static int buffer_round(cxlkv_litmus *l, const litmus_round *r, cxlkv_litmus_fou
     if (code < 0) return code;
     delay(l);
     flush_store_word(own, r->id);
-    flush_write_back(FLUSH_READER_ENTER, own, LINE);
-    flush_fence_all(FLUSH_READER_ENTER_FENCE);
+    flush_write_back(FLUSH_PIN, own, LINE);
+    flush_fence_all(FLUSH_PIN_FENCE);
     flush_invalidate(FLUSH_OWNER_LOOK, other, LINE);
     flush_fence_all(FLUSH_OWNER_LOOK_FENCE);
     uint64_t got = flush_load_word(other);

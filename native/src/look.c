@@ -135,13 +135,7 @@ static int look_at_descriptors(int fd, const cxlkv_geometry *geometry, cxlkv_ove
     overview->pages_total = geometry->page_count;
     for (uint32_t first = 0; first < geometry->page_count; first += geometry->slab_slots) {
         uint32_t count = geometry->slab_slots;
-        ssize_t wanted = (ssize_t)(count * sizeof(*lines));
-        off_t at = (off_t)(geometry->descriptors_offset +
-                           first / count * geometry->descriptors_bytes);
-        if (pread(fd, lines, (size_t)wanted, at) != wanted)
-    for (uint32_t first = 0; first < geometry->page_count; first += 64) {
-        uint32_t count = min_u32(64, geometry->page_count - first);
-        uint64_t at = geometry->descriptors_offset + first * sizeof(*lines);
+        uint64_t at = geometry->descriptors_offset + first / count * geometry->descriptors_bytes;
         if (!region_read(fd, at, lines, count * sizeof(*lines)))
             return fail(EIO, "the pool's descriptors cannot be read");
         for (uint32_t i = 0; i < count; i++) {
@@ -163,10 +157,8 @@ static void look_at_saved(int fd, cxlkv_counters *totals) {
     uint8_t page[SUPERBLOCK_BYTES];
     bool whole = false;
     for (int attempt = 0; !whole && attempt < 20; attempt++) {
-        if (pread(fd, page, sizeof(page), 0) != (ssize_t)sizeof(page)) return;
-        whole = counters_load(page + SAVED_COUNTERS_OFFSET, totals);
         if (!region_read(fd, 0, page, sizeof(page))) return;
-        whole = counters_load(page, totals);
+        whole = counters_load(page + SAVED_COUNTERS_OFFSET, totals);
     }
 }
 
@@ -189,15 +181,11 @@ static int64_t peek_at(int fd, const char *path, cxlkv_overview *overview, cxlkv
     cxlkv_sharing sharing;
     cxlkv_geometry geometry;
     uint64_t bytes;
-    if (fstat(fd, &status) < 0 || !S_ISREG(status.st_mode) ||
-        pread(fd, page, sizeof(page), 0) != (ssize_t)sizeof(page))
-        return fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool", path);
-    int code = superblock_read(page, (uint64_t)status.st_size, path, &layout,
-                               &sharing, &geometry, identity);
     int code = region_size(fd, path, &bytes);
     if (code == 0 && !region_read(fd, 0, page, sizeof(page)))
         code = fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool", path);
-    if (code == 0) code = superblock_read(page, bytes, path, &layout, &geometry, identity);
+    if (code == 0)
+        code = superblock_read(page, bytes, path, &layout, &sharing, &geometry, identity);
     if (code == 0) code = guard_install();
     if (code < 0) return code;
     name_overview(overview, &layout, &geometry, identity);

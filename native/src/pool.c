@@ -247,10 +247,10 @@ static int format(cxlkv_pool *pool) {
                pool->geometry.descriptors_offset - pool->geometry.hosts_offset);
         for (uint32_t page = 0; page < pool->geometry.page_count; page++)
             descriptor_write(pool, page, 1, PAGE_FREE, 0, NULL);
-        superblock_write(pool);
         if (pool->shared) hosts_hand_over(pool->base, pool->geometry.extents_offset, true);
         store_fence();
         superblock_write(pool); /* last: on a device, until here there is no pool */
+        if (pool->shared) hosts_hand_over(pool->base, SUPERBLOCK_BYTES, true);
     } GUARD_END(fault, code = fail(CXLKV_E_POISON, "bus error while the pool was formatted: its "
                                    "file system ran out of memory"))
     return code;
@@ -420,19 +420,6 @@ int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, const cxlkv_
 static int open_checked(const char *path, int *fd, cxlkv_layout *layout, cxlkv_sharing *sharing,
                         cxlkv_geometry *geometry, uint8_t *identity) {
     uint8_t bytes[SUPERBLOCK_BYTES];
-    struct stat status;
-    *fd = open(path, O_RDWR | O_CLOEXEC);
-    if (*fd < 0)
-        return fail(errno, "%s: cannot open: %s%s", path, strerror(errno), remedy_of(errno));
-    int code = 0;
-    if (fstat(*fd, &status) < 0 || !S_ISREG(status.st_mode))
-        code = fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool: not a regular file", path);
-    else if (pread(*fd, bytes, sizeof(bytes), 0) != (ssize_t)sizeof(bytes))
-        code = fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool: it is only %lu bytes", path,
-                    (unsigned long)status.st_size);
-    else
-        code = superblock_read(bytes, (uint64_t)status.st_size, path, layout, sharing,
-                               geometry, identity);
     uint64_t region_bytes;
     int code = open_region(path, O_RDWR, fd);
     if (code < 0) return code;
@@ -441,7 +428,7 @@ static int open_checked(const char *path, int *fd, cxlkv_layout *layout, cxlkv_s
         code = fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool: %lu bytes, and its first %d "
                     "cannot be read", path, region_bytes, SUPERBLOCK_BYTES);
     if (code == 0)
-        code = superblock_read(bytes, region_bytes, path, layout, geometry, identity);
+        code = superblock_read(bytes, region_bytes, path, layout, sharing, geometry, identity);
     if (code < 0) {
         close(*fd);
         *fd = -1;
@@ -454,12 +441,8 @@ int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **out) 
     if (!pool) return fail(ENOMEM, "no memory for the pool's handle");
     int code = open_checked(path, &pool->fd, &pool->layout, &pool->sharing, &pool->geometry,
                             pool->identity);
-    if (code == 0)
-        code = region_map_file(pool->fd, pool->geometry.region_bytes, &pool->base,
-                               &pool->page_kind);
+    if (code == 0) code = region_map_file(pool);
     return finish(pool, code, host, out);
-        code = region_map_file(pool);
-    return finish(pool, code, out);
 }
 
 /* Its host state stays, as the identity cannot be trusted: `cxlkv pool gc` finds that. */
@@ -485,18 +468,11 @@ int cxlkv_pool_remove(const char *path) {
         return remove_damaged(path);
     if (code < 0) return code;
     code = lock_byte(fd, ATTACH_BYTE, true, true);
-    if (code == 0 && lock_byte(fd, USE_BYTE, true, false) < 0) {
-        code = busy_error(path);
-    } else if (unlink(path) < 0) {
-        code = fail(errno, "%s: cannot remove: %s", path, strerror(errno));
-    } else {
-        bool shared = sharing.kind != CXLKV_SHARING_HOST;
-        for (uint32_t host = 0; code == 0 && host < sharing.hosts; host++)
-            code = host_remove_state(identity, fd, shared ? host : NO_HOST);
-    }
     if (code == 0 && lock_byte(fd, USE_BYTE, true, false) < 0) code = busy_error(path);
     else code = region_discard(fd, path);
-    if (code == 0) code = host_remove_state(identity, fd);
+    bool shared = sharing.kind != CXLKV_SHARING_HOST;
+    for (uint32_t host = 0; code == 0 && host < sharing.hosts; host++)
+        code = host_remove_state(identity, fd, shared ? host : NO_HOST);
     close(fd);
     return code;
 }

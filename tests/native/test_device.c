@@ -84,9 +84,10 @@ static void test_another_device(void) {
     CHECK(said("neither a regular file nor a dax device"));
     close(fd);
     for (uint32_t force = 0; force < 2; force++)
-        CHECK(cxlkv_pool_create("/dev/null", &layout, 64 << 20,
-                                force ? CXLKV_CREATE_FORCE : 0, &pool) == -CXLKV_E_POOL_EXISTS);
-    CHECK(cxlkv_pool_open("/dev/null", &pool) == -CXLKV_E_NOT_A_POOL);
+        CHECK(cxlkv_pool_create("/dev/null", &layout, NULL, 64 << 20,
+                                force ? CXLKV_CREATE_FORCE : 0, NULL,
+                                &pool) == -CXLKV_E_POOL_EXISTS);
+    CHECK(cxlkv_pool_open("/dev/null", NULL, &pool) == -CXLKV_E_NOT_A_POOL);
     CHECK(cxlkv_pool_remove("/dev/null") == -CXLKV_E_NOT_A_POOL);
     CHECK(cxlkv_peek("/dev/null", &overview, NULL, 0) == -CXLKV_E_NOT_A_POOL);
 }
