@@ -71,7 +71,8 @@ static int consider(const claim *c, uint32_t extent, uint32_t host, const claima
 }
 
 static int fail_by_name(uint32_t host) {
-    return fail(CXLKV_E_CORRUPT, "the name line of host %u is damaged: what it owns is not known, so "
+    return fail(CXLKV_E_CORRUPT,
+                "the name line of host %u is damaged: what it owns is not known, so "
                 "no extent changes hands. `cxlkv pool check` says more", host);
 }
 

@@ -49,19 +49,37 @@ void extents_protect(cxlkv_pool *pool) {
     pool->mapped_version = pool->host->extents_version;
 }
 
+/* What two hosts claim is nobody's; where a name is damaged, nothing is known at all. */
+static bool is_known(const extent_owner *owners, uint32_t count) {
+    for (uint32_t extent = 0; extent < count; extent++)
+        if (owners[extent].version || owners[extent].takeable) return true;
+    return false;
+}
+
+/* One that comes or goes while the allocator is at work; an arriving host builds it afterwards. */
+static void adapt(cxlkv_pool *pool, uint32_t extent, bool ours) {
+    uint32_t runs = pool->geometry.slab_slots / RUN_SLOTS, first = first_run(pool, extent);
+    bool works = pool->host->ready;
+    for (uint32_t i = 0; works && !ours && i < runs; i++) pages_unlist(pool, first + i);
+    set_ours(pool, extent, ours);
+    extents_protect(pool);
+    for (uint32_t i = 0; works && ours && i < runs; i++) host_rebuild_run(pool, first + i);
+}
+
 int extents_refresh(cxlkv_pool *pool) {
     uint32_t count = pool->geometry.extent_count;
     extent_owner *owners = malloc(count * sizeof(*owners));
     if (!owners) return fail(ENOMEM, "no memory for a table of %u extents", count);
     int code = hosts_owners(&pool->hosts, owners);
-    for (uint32_t extent = 0; code != -CXLKV_E_TIMEOUT && extent < count; extent++) {
+    if (code == -CXLKV_E_CORRUPT && is_known(owners, count)) code = 0; /* check() tells */
+    for (uint32_t extent = 0; code == 0 && extent < count; extent++) {
         bool ours = owners[extent].host == pool->hosts.self;
         if (page_is_ours(pool, extent * pool->geometry.slab_slots) != ours)
-            set_ours(pool, extent, ours);
+            adapt(pool, extent, ours);
     }
     free(owners);
     extents_protect(pool);
-    return code == -CXLKV_E_CORRUPT ? 0 : code; /* what two claim is nobody's; check() tells */
+    return code;
 }
 
 /* Our own from now on; what its former owner published stays. */
@@ -196,11 +214,7 @@ void extents_give(cxlkv_pool *pool) {
         hosts_unlock(&pool->hosts);
     }
     free(owners);
-    if (code < 0 && (code != -CXLKV_E_FENCED || peers_return(pool) < 0)) extents_refresh(pool);
     /* What was not given after all is ours again. */
-    for (uint32_t i = 0; code < 0 && i < count; i++)
-        if (page_is_ours(pool, extents[i] * pool->geometry.slab_slots))
-            for (uint32_t r = 0; r < pool->geometry.slab_slots / RUN_SLOTS; r++)
-                host_rebuild_run(pool, first_run(pool, extents[i]) + r);
+    if (code < 0 && (code != -CXLKV_E_FENCED || peers_return(pool) < 0)) extents_refresh(pool);
     extents_protect(pool);
 }

@@ -24,8 +24,8 @@ static bool record_is_whole(const hosts *h, const log_record *record) {
            record->operation <= LOG_CLAIM;
 }
 
-/* The end; or a gap, when later lines of the same append are in memory and this one is not. Its writer
- * may have died over it, and will go on behind. */
+/* The end; or a gap, when later lines of the same append are in memory and this one is not: its
+ * writer may have died over it, and will go on behind. */
 static int end_or_gap(const hosts *h, const void *const *lines, uint32_t count, uint64_t first) {
     for (uint32_t i = 1; i < count; i++) {
         log_record record;
