@@ -266,11 +266,23 @@ def pool_stats(pool: Handle) -> dict[str, int]:
     return _fields(got)
 
 
-def pool_check(pool: Handle, deep: bool) -> tuple[int, list[str]]:
-    """How many problems there are, and their texts as far as 64 KiB hold them."""
+def pool_hosts(pool: Handle) -> list[dict[str, int]]:
+    rows = ffi.new("cxlkv_host_row[]", HOSTS_MAX)
+    count = check(lib.cxlkv_pool_hosts(pool, rows, HOSTS_MAX))
+    return [_numbers(rows[i]) for i in range(count)]
+
+
+def pool_fence(pool: Handle, host: int, confirmed_off: bool) -> None:
+    check(lib.cxlkv_pool_fence(pool, host, int(confirmed_off)))
+
+
+def pool_check(pool: Handle, deep: bool, repair: bool) -> tuple[int, list[str]]:
+    """How many problems there are, and their texts as far as 64 KiB hold them; before them what was
+    repaired, in lines that say so."""
     size = 1 << 16
     text = ffi.new("char[]", size)
-    count = check(lib.cxlkv_pool_check(pool, int(deep), text, size))
+    flags = (lib.CXLKV_CHECK_DEEP if deep else 0) | (lib.CXLKV_CHECK_REPAIR if repair else 0)
+    count = check(lib.cxlkv_pool_check(pool, flags, text, size))
     return count, ffi.string(text).decode(errors="replace").splitlines()
 
 
@@ -286,6 +298,7 @@ def pool_set_threads(pool: Handle, threads: int) -> None:
 
 LEFTOVERS = ("half-made", "orphan", "idle")  # by the core's number
 PROCESSES_MAX = 128
+HOSTS_MAX = 64
 
 
 class Overview(NamedTuple):

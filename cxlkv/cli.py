@@ -39,6 +39,10 @@ Folders = Annotated[
     list[str] | None,
     typer.Argument(help="Where to look: folders and what is below, or files.", show_default=False),
 ]
+HostNumber = Annotated[
+    int | None,
+    typer.Option("--host", help="Which host this is, in a shared pool (default: CXLKV_HOST)."),
+]
 PoolPath = Annotated[Path, typer.Argument(help="The pool's file, e.g. /dev/shm/pool.cxlkv.")]
 
 
@@ -150,6 +154,11 @@ def create(
     capacity: Annotated[str, typer.Option(help="Size, e.g. 2GiB; all of a device: all.")],
     page_tokens: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
     dtype: Annotated[str, typer.Option(help="Type of the stored keys and values.")] = "bf16",
+    sharing: Annotated[
+        str, typer.Option(help="host; or between hosts: software, hw_coherent.")
+    ] = "host",
+    hosts: Annotated[int | None, typer.Option(help="How many hosts may share it.")] = None,
+    host: HostNumber = None,
     force: Annotated[bool, typer.Option(help="Overwrite a file that is no pool.")] = False,
 ) -> None:
     """Make a pool for one model's KV cache."""
@@ -163,16 +172,24 @@ def create(
         page_tokens=page_tokens,
         dtype=dtype,
     )
-    with CXLPool.create(path, layout=layout, capacity=capacity, force=force) as pool:
+    with CXLPool.create(
+        path,
+        layout=layout,
+        capacity=capacity,
+        sharing=sharing,
+        hosts=hosts,
+        host=host,
+        force=force,
+    ) as pool:
         Console().print(table(str(path), pool.stats()))
 
 
 @pool_app.command()
-def inspect(path: PoolPath, as_json: AsJson = False) -> None:
+def inspect(path: PoolPath, host: HostNumber = None, as_json: AsJson = False) -> None:
     """Say what a pool stores, where its parts lie, and how many pages are in which state."""
     from cxlkv.pool import CXLPool
 
-    with CXLPool.open(path) as pool:
+    with CXLPool.open(path, host=host) as pool:
         described, stats = pool.describe(), pool.stats()
     layout = asdict(cast("KVLayout", described.pop("layout")))
     geometry = cast("dict[str, int]", described.pop("geometry"))
@@ -193,22 +210,71 @@ def inspect(path: PoolPath, as_json: AsJson = False) -> None:
 def check(
     path: PoolPath,
     deep: Annotated[bool, typer.Option(help="Read every page and verify its CRCs.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="First mend damaged pages that nobody holds.")
+    ] = False,
+    host: HostNumber = None,
     as_json: AsJson = False,
 ) -> None:
-    """Look for damage; exit code 1 if there is any."""
+    """Look for damage; exit code 1 if there is any that is left."""
     from cxlkv.pool import CXLPool
 
-    with CXLPool.open(path) as pool:
-        report = pool.check(deep=deep)
+    with CXLPool.open(path, host=host) as pool:
+        report = pool.check(deep=deep, repair=repair)
     if as_json:
         print_json(report)
     else:
         console = Console(soft_wrap=True)
+        for line in report["repairs"]:
+            console.print(Text(f"repaired: {line}", style="green"))
         for problem in report["problems"]:
             console.print(Text(str(problem), style="red"))
         console.print(f"{len(report['problems'])} problems" if report["problems"] else "clean")
     if not report["clean"]:
         raise typer.Exit(1)
+
+
+@pool_app.command("hosts")
+def list_hosts(path: PoolPath, host: HostNumber = None, as_json: AsJson = False) -> None:
+    """The hosts of a shared pool: which are there, silent, fenced or gone, and what they own."""
+    from cxlkv.pool import CXLPool
+
+    with CXLPool.open(path, host=host) as pool:
+        rows = [asdict(row) for row in pool.hosts()]
+    if as_json:
+        print_json(rows)
+        return
+    made = Table(title=f"hosts of {path}")
+    for name in rows[0]:
+        made.add_column(name)
+    for row in rows:
+        if row["state"] != "unused":
+            made.add_row(*(str(value) for value in row.values()))
+    Console().print(made)
+
+
+@pool_app.command()
+def fence(
+    path: PoolPath,
+    dead: Annotated[int, typer.Argument(metavar="DEAD", help="The number of the dead host.")],
+    confirmed_off: Annotated[
+        bool,
+        typer.Option(
+            "--confirmed-off", help="Its machine certainly does not run: others may have its pages."
+        ),
+    ] = False,
+    host: HostNumber = None,
+) -> None:
+    """Declare a silent host dead: its epoch ends, what it published stays.
+
+    With --confirmed-off others may take all that it owned.
+    """
+    from cxlkv.pool import CXLPool
+
+    with CXLPool.open(path, host=host) as pool:
+        pool.fence(dead, confirmed_off=confirmed_off)
+        after = pool.hosts()[dead]
+    Console().print(f"host {dead}: {after.state}, epoch {after.epoch}, {after.extents} extents")
 
 
 @pool_app.command()
@@ -297,7 +363,7 @@ def metrics(
     serve(pools, port, address)
 
 
-def print_json(value: Mapping[str, object]) -> None:
+def print_json(value: Mapping[str, object] | Sequence[Mapping[str, object]]) -> None:
     """To stdout, without colours or wrapping, for other programs to read."""
     typer.echo(json.dumps(value, indent=2, default=str))
 

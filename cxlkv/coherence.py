@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from cxlkv.certificate import certified_mode
 from cxlkv.errors import BadArgumentError
 
 SHARING = ("host", "hw_coherent", "software")  # by the core's number
@@ -33,8 +34,11 @@ def parse_sharing(sharing: str, durable: str, hosts: int | None) -> Sharing:
     return SHARING.index(sharing), DURABLE.index(durable), count
 
 
-def parse_host(host: int | None, lease_s: float) -> Host | None:
-    """Which host this is: as given, or as the environment says (CXLKV_HOST); None: not said."""
+def parse_host(host: int | None, lease_s: float, path: str | None) -> Host | None:
+    """Which host this is: as given, or as the environment says (CXLKV_HOST); None: not said.
+
+    Where a litmus run has certified the memory below `path`, the host uses the cheaper flushes.
+    """
     if host is None:
         text = os.environ.get(HOST_VARIABLE)
         if not text:
@@ -46,4 +50,5 @@ def parse_host(host: int | None, lease_s: float) -> Host | None:
         raise BadArgumentError(f"host={host}: outside 0 to {HOSTS_MAX - 1}")
     if not 0.01 <= lease_s <= 1e6:
         raise BadArgumentError(f"lease_s={lease_s}: outside 0.01 to 1000000")
-    return host, False, lease_s
+    certified = path is not None and certified_mode(path).mode == "fast"
+    return host, certified, lease_s

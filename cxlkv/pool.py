@@ -12,7 +12,7 @@ from typing import TypedDict
 import numpy.typing as npt
 
 from cxlkv import _core, audit
-from cxlkv.coherence import LEASE_S, parse_host, parse_sharing
+from cxlkv.coherence import DURABLE, LEASE_S, SHARING, parse_host, parse_sharing
 from cxlkv.errors import (
     BadArgumentError,
     GeometryError,
@@ -20,6 +20,7 @@ from cxlkv.errors import (
     PoolExistsError,
     PoolMissingError,
 )
+from cxlkv.hosts import Host, hosts_of
 from cxlkv.layout import KVLayout
 from cxlkv.pages import Pages
 from cxlkv.prefix import key_hashes, prefix_keys
@@ -39,11 +40,12 @@ THREADS_MAX = 1024  # the core's limit
 
 
 class CheckReport(TypedDict):
-    """What CXLPool.check() found; `problems` has the first 64 KiB of texts."""
+    """What CXLPool.check() found, and repaired; the first 64 KiB of texts."""
 
     clean: bool
     problem_count: int
     problems: list[str]
+    repairs: list[str]
 
 
 class CXLPool:
@@ -53,8 +55,9 @@ class CXLPool:
     inherits. Methods may be called from any thread; one sequence serves one writer at a time.
     """
 
-    def __init__(self, handle: _core.Handle, path: str | None):
+    def __init__(self, handle: _core.Handle, path: str | None, lease_s: float = LEASE_S):
         self._handle = handle
+        self._lease_s = lease_s
         self.path = path
         self.layout, self.checksum = _core.pool_layout(handle)
         self.pages = Pages(handle)
@@ -91,14 +94,14 @@ class CXLPool:
         lease_s is suspected by the others. docs/coherence.md has the protocol.
         """
         shared = parse_sharing(sharing, durable, hosts)
-        own = parse_host(host, lease_s) if shared[0] else None
         _check_threads(threads)  # first: a pool that was made would stay behind
         path = parse_where(where)
+        own = parse_host(host, lease_s, path) if shared[0] else None
         capacity_bytes = capacity_bytes_at(path, capacity)
         check_host_folder(path)
         check_room(path, capacity_bytes)
         handle = _core.pool_create(path, layout, checksum, shared, capacity_bytes, force, own)
-        return cls(handle, path)._with_threads(threads)
+        return cls(handle, path, lease_s)._with_threads(threads)
 
     @classmethod
     def from_config(cls, config: Path | Mapping[str, object]) -> CXLPool:
@@ -165,7 +168,7 @@ class CXLPool:
         if place is None:
             raise BadArgumentError("an anonymous pool cannot be opened: fork, or use a file")
         check_host_folder(place)
-        pool = cls(_core.pool_open(place, parse_host(host, lease_s)), place)
+        pool = cls(_core.pool_open(place, parse_host(host, lease_s, place)), place, lease_s)
         if layout is not None and layout != pool.layout:
             pool.close()
             raise GeometryError(f"{place} stores {pool.layout}, not {layout}")
@@ -260,19 +263,51 @@ class CXLPool:
     def audit(self, share: float) -> None:
         audit.set_share(self._handle, share)
 
-    def check(self, deep: bool = False) -> CheckReport:
-        """Recount what must hold; deep=True also reads every piece against its CRC."""
-        count, problems = _core.pool_check(self._handle, deep)
-        return {"clean": count == 0, "problem_count": count, "problems": problems}
+    def check(self, deep: bool = False, repair: bool = False) -> CheckReport:
+        """Recount what must hold; deep=True also reads every piece against its CRC.
+
+        repair=True first mends what this host owns: a page whose descriptor is damaged is found
+        again under its key if its header and all its CRCs are right, else it is free, with a
+        generation that no handle has; with deep=True a published page whose bytes were changed is
+        not found any more. A page that somebody holds is never given away. `repairs` says what.
+        """
+        count, lines = _core.pool_check(self._handle, deep, repair)
+        mended = [line for line in lines if line.startswith("repaired: ")]
+        problems = [line for line in lines if not line.startswith("repaired: ")]
+        return {
+            "clean": count == 0,
+            "problem_count": count,
+            "problems": problems,
+            "repairs": [line.removeprefix("repaired: ") for line in mended],
+        }
+
+    def hosts(self) -> list[Host]:
+        """The hosts of a shared pool, as this one sees them; else raises BadArgumentError."""
+        return hosts_of(self._handle, self._lease_s)
+
+    def fence(self, host: int, *, confirmed_off: bool = False) -> None:
+        """Declare a host dead that has been silent for a lease (waits for that long).
+
+        Its epoch ends: nothing that it claims from now on counts, until it comes back with a new
+        one. What it published stays readable, its other pages are nobody's to write. With
+        confirmed_off=True, others may take all that it owned: say so only when its machine
+        certainly does not run, since stores of a running one would land in others' pages. Raises
+        BusyError when it beats, BadArgumentError when it is not there.
+        """
+        _core.pool_fence(self._handle, host, confirmed_off)
 
     def describe(self) -> dict[str, object]:
         """Layout, geometry and memory of the pool, for people."""
+        kind, durable, hosts = _core.pool_sharing(self._handle)
         return {
             "path": self.path or "anonymous:",
             "identity": _core.pool_identity(self._handle),
             "page_kind": _core.pool_page_kind(self._handle),
             "layout": self.layout,
             "checksum": self.checksum,
+            "sharing": SHARING[kind],
+            "durable": DURABLE[durable],
+            "hosts": hosts,
             "geometry": _core.pool_geometry(self._handle),
         }
 

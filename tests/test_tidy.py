@@ -22,7 +22,7 @@ LAYERS = (
     {"_core"},
     {"topology", "regions", "pool_config", "emulation"},
     {"coherence", "pages"},
-    {"hotness", "policy", "prefix", "tiers", "stats", "leftovers"},
+    {"hotness", "policy", "prefix", "tiers", "stats", "leftovers", "hosts"},
     {"ndp"},
     {"audit"},
     {"sequence"},

@@ -298,8 +298,30 @@ int cxlkv_leftover(const char *path, uint32_t kind, double idle_s, uint32_t remo
  * the attention that they hold. */
 int cxlkv_pool_count_audit(cxlkv_pool *pool, double recall, double mass);
 int cxlkv_pool_set_threads(cxlkv_pool *pool, uint32_t threads);
+#define CXLKV_CHECK_DEEP 1   /* reads every page */
+#define CXLKV_CHECK_REPAIR 2 /* this host's damaged pages: found again, or free; says so in text */
 /* Writes one line a problem into text; returns how many problems there are. */
-int64_t cxlkv_pool_check(cxlkv_pool *pool, uint32_t deep, char *text, uint64_t text_bytes);
+int64_t cxlkv_pool_check(cxlkv_pool *pool, uint32_t flags, char *text, uint64_t text_bytes);
+
+#define CXLKV_HOST_UNUSED 0
+#define CXLKV_HOST_LIVE 1
+#define CXLKV_HOST_LEFT 2
+#define CXLKV_HOST_DAMAGED 3
+typedef struct cxlkv_host_row {
+    uint32_t number;
+    uint32_t status;
+    uint32_t epoch;
+    uint32_t fenced;                /* its epoch has ended */
+    uint32_t off;                   /* and somebody said that its machine is off */
+    uint32_t is_self;
+    uint64_t silent_ns;             /* since this host saw it beat last */
+    uint64_t extents;
+} cxlkv_host_row;
+/* The hosts of a shared pool, `capacity` of them at most; returns how many there may be. */
+int64_t cxlkv_pool_hosts(cxlkv_pool *pool, cxlkv_host_row *rows, uint32_t capacity);
+/* Ends the epoch of a host that has been silent for a lease (waits for that long). confirmed_off:
+ * an operator knows that its machine does not run: its pages may be taken by others then. */
+int cxlkv_pool_fence(cxlkv_pool *pool, uint32_t host, uint32_t confirmed_off);
 /* "hugetlb", "thp" or "4KiB": what the kernel gave to the mapping. */
 const char *cxlkv_pool_page_kind(cxlkv_pool *pool);
 

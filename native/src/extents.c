@@ -35,10 +35,14 @@ static void protect(uint8_t *first, uint64_t bytes, bool writable) {
     (void)mprotect(first, bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ);
 }
 
+void extents_open_block(cxlkv_pool *pool, uint32_t host, bool writable) {
+    protect(hosts_line(&pool->hosts, host, 0), pool->geometry.host_block_bytes, writable);
+}
+
 void extents_protect(cxlkv_pool *pool) {
     const cxlkv_geometry *g = &pool->geometry;
     protect(pool->base, g->descriptors_offset, false);
-    protect(hosts_line(&pool->hosts, pool->hosts.self, 0), g->host_block_bytes, true);
+    extents_open_block(pool, pool->hosts.self, true);
     for (uint32_t extent = 0, end; extent < g->extent_count; extent = end) {
         bool ours = page_is_ours(pool, extent * g->slab_slots);
         end = extent + 1;
@@ -150,7 +154,10 @@ void extents_take(cxlkv_pool *pool, uint64_t page_count) {
         int code = take_some(pool, page_count - min_u64(page_count, pool->host->free_pages));
         if (code == -CXLKV_E_FENCED && peers_return(pool) == 0) continue;
         if (pool->host->free_pages >= page_count || (code != 0 && code != -EAGAIN)) break;
-        if (pool->host->free_pages > before) continue; /* some: there may be more */
+        if (pool->host->free_pages > before) { /* some: there may be more */
+            before = pool->host->free_pages;
+            continue;
+        }
         peers_beat(pool, true);
         if (!somebody_offers(pool) || boottime_ns() > until_ns) break;
         uint64_t slots = pool->geometry.slab_slots;

@@ -440,7 +440,7 @@ void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens
 }
 
 /* publish() rewrites a header to add its hash: a reader in between tries again. */
-static bool header_read(const cxlkv_pool *pool, uint32_t page, record_header *header) {
+bool record_header_read(const cxlkv_pool *pool, uint32_t page, record_header *header) {
     for (int attempt = 0; attempt < 200; attempt++) {
         flush_load_line(header, header_of(pool, page));
         if (header->crc == crc32c(0, header, offsetof(record_header, crc)) &&
@@ -451,9 +451,14 @@ static bool header_read(const cxlkv_pool *pool, uint32_t page, record_header *he
     return false;
 }
 
+bool record_table_is_whole(const cxlkv_pool *pool, uint32_t page, const record_header *header) {
+    return header->table_crc ==
+           crc32c(0, checksum_table(pool, page), pool->geometry.checksum_bytes);
+}
+
 int record_check(const cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t tokens) {
     record_header header;
-    if (!header_read(pool, page, &header))
+    if (!record_header_read(pool, page, &header))
         return fail(CXLKV_E_CORRUPT,
                     "the record header of page %u is damaged: its CRC is wrong. Release the "
                     "sequence and recompute it; `cxlkv pool check --deep` lists what else is hurt",

@@ -230,7 +230,10 @@ static void rebuild_page(cxlkv_pool *pool, uint32_t page, bool pinned) {
     uint64_t generation = line.version >> 8, state = line.version & 255;
     if (!ours && info->holders && generation != info->generation) return; /* it is lost to us */
     if (generation > info->generation || !ours) info->generation = generation;
-    if (state == PAGE_PUBLISHED && index_insert(pool, line.hash, page)) {
+    /* In an extent that was another host's, it may be in the index already. */
+    bool found = state == PAGE_PUBLISHED && (index_find(pool, line.hash) == page ||
+                                             index_insert(pool, line.hash, page));
+    if (found) {
         info->published = 1;
         pool->host->published_pages++;
     } else if (ours && info->holders == 0 && state != PAGE_FREE && !info->retired && !pinned) {
@@ -406,7 +409,8 @@ static bool state_join(cxlkv_pool *pool, const char *path) {
     if (fstat(pool->host_fd, &status) == 0 && (uint64_t)status.st_size == bytes &&
         state_map(pool, bytes) == 0) {
         if (host_state_fits(pool->host, pool->geometry.page_count, pool->identity) &&
-            pool->host->nonce == (pool->shared ? peers_nonce(pool) : host_line_read(pool))) {
+            pool->host->nonce == (pool->shared ? peers_nonce(pool) : host_line_read(pool)) &&
+            !(pool->shared && peers_is_off(pool))) {
             bind_tables(pool);
             return true;
         }

@@ -414,6 +414,8 @@ void descriptor_restore(cxlkv_pool *pool, uint32_t page, const descriptor *line)
 int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy);
 void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens,
                  const page_key *key);
+bool record_header_read(const cxlkv_pool *pool, uint32_t page, record_header *header);
+bool record_table_is_whole(const cxlkv_pool *pool, uint32_t page, const record_header *header);
 uint32_t record_part(const cxlkv_pool *pool, uint32_t page);   /* as its header says */
 /* Verifies header against page, generation and tokens. */
 int record_check(const cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t tokens);
@@ -537,6 +539,7 @@ int peers_prepare(cxlkv_pool *pool, const cxlkv_host *host); /* before the host 
 int peers_arrive(cxlkv_pool *pool);       /* a new host state speaks for this host from now on */
 void peers_leave(cxlkv_pool *pool);       /* the last process has left */
 uint64_t peers_nonce(const cxlkv_pool *pool);     /* of the host state that speaks for this host */
+bool peers_is_off(cxlkv_pool *pool);      /* the epoch of the host state was ended for good */
 void peers_sync(cxlkv_pool *pool);        /* after another process may have changed something */
 void peers_beat(cxlkv_pool *pool, bool now);      /* when it is due; looks at the others' */
 int peers_return(cxlkv_pool *pool);       /* after this host was fenced: a new epoch */
@@ -547,6 +550,7 @@ static inline bool page_is_ours(const cxlkv_pool *pool, uint32_t page) {
 }
 int extents_refresh(cxlkv_pool *pool);    /* which are ours, from the claims */
 void extents_protect(cxlkv_pool *pool);   /* this process's mapping: what is not ours, read-only */
+void extents_open_block(cxlkv_pool *pool, uint32_t host, bool writable); /* another host's */
 void extents_take(cxlkv_pool *pool, uint64_t page_count);
 void extents_give(cxlkv_pool *pool);      /* as many as others want and we can spare */
 void extents_offer(cxlkv_pool *pool);
@@ -578,6 +582,7 @@ void keeper_stop(cxlkv_pool *pool);
 uint32_t index_find(const cxlkv_pool *pool, const uint64_t hash[2]);
 bool index_insert(cxlkv_pool *pool, const uint64_t hash[2], uint32_t page);
 void index_erase(cxlkv_pool *pool, const uint64_t hash[2]);
+bool index_hash_of(const cxlkv_pool *pool, uint32_t page, uint64_t hash[2]);  /* slow */
 void index_clear(cxlkv_pool *pool);
 
 /* ---- pool.c ---- */

@@ -78,6 +78,13 @@ uint64_t peers_nonce(const cxlkv_pool *pool) {
     return name.nonce;
 }
 
+bool peers_is_off(cxlkv_pool *pool) {
+    host_fence fence;
+    uint32_t epoch = pool->host->host_epoch;
+    pool->hosts.epoch = epoch;
+    return hosts_fence_of(&pool->hosts, pool->hosts.self, epoch, &fence) == 0 && fence.off;
+}
+
 /* Another machine that has our number beats: it must not be us as well. */
 static int watch_number(cxlkv_pool *pool) {
     uint64_t first[HOSTS_MAX], now[HOSTS_MAX], wanted[HOSTS_MAX];
