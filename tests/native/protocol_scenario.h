@@ -19,7 +19,8 @@ typedef struct member {
     protocol *p;
     hosts h;
     uint64_t nonce, beats, log_next;
-    process *holder;             /* of the host's lock */
+    uint64_t *turn;              /* the host's lock, */
+    process *holder, *last;      /* who holds it, and who held it last */
     bool attached, recovers, knows;
     bool may_be_off;             /* dead, its caches lost: its operator may say so */
     bool mine[EXTENTS_MAX], takes[EXTENTS_MAX];
@@ -165,16 +166,20 @@ static inline void recover(process *a, process *all, uint32_t all_count) {
 extern process *processes; /* of this run */
 extern uint32_t process_count;
 
+/* A mutex in the host's own memory: taking it is a load that acquires, leaving it a store that
+ * releases. Who died in it, or over leaving it, does not hold it. */
 static inline void turn_begin(process *a) {
     member *m = a->m;
-    while (m->holder && m->holder != a && !m->holder->dead) incoherent_yield();
-    m->holder = a;
-    incoherent_hear();
+    while ((m->last && !m->last->dead && flush_load_word(m->turn)) ||
+           (m->holder && !m->holder->dead)) /* in this order: others run while it loads */
+        incoherent_yield();
+    m->holder = m->last = a;
+    flush_store_word(m->turn, 1);
     if (m->recovers) recover(a, processes, process_count);
 }
 
 static inline void turn_end(process *a) {
-    incoherent_tell();
+    flush_store_word(a->m->turn, 0);
     a->m->holder = NULL;
     a->phase = IDLE;
 }

@@ -76,7 +76,9 @@ static void host_starts(protocol *p, uint32_t host) {
     for (uint32_t i = 0; i < process_count; i++)
         if (all[i].m == m) all[i].dead = false, all[i].held_count = 0; /* nothing to recover */
     *m = (member){.p = p, .h = h, .nonce = nonce, .beats = nonce << 32,
-                  .returns = p->member[host].epoch != 0, .look_step = 0};
+                  .returns = p->member[host].epoch != 0};
+    uint8_t *turns = extent_at(p, p->area.extent_count);
+    m->turn = (uint64_t *)(turns + host * (uint64_t)FLUSH_LINE_BYTES);
     plan.restart_step[host] = 0;
     process_start(p, host, 8 + random_below(&plan.dice, 16));
     if (random_below(&plan.dice, 3) == 0) process_start(p, host, 8);
@@ -179,7 +181,7 @@ static protocol *protocol_make(uint64_t seed, bool arm64) {
     struct incoherent_options options = incoherent_usual(seed);
     uint64_t block_lines = p->members * p->area.block_bytes / FLUSH_LINE_BYTES;
     options.hosts = p->members;
-    options.lines = (uint32_t)block_lines + p->area.extent_count * extent_lines(p);
+    options.lines = (uint32_t)block_lines + p->area.extent_count * extent_lines(p) + p->members;
     options.arm64 = arm64;
     options.early_drops = true; /* what the manuals allow, whatever hardware does */
     options.steps_max = STEPS_MAX;
