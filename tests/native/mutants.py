@@ -1,9 +1,11 @@
-"""`make mutants`: each flush and fence left out in turn; on incoherent memory a seed must tell.
+"""`make mutants`: each flush, fence and check left out in turn; on incoherent memory a seed must tell.
 
-    python tests/native/mutants.py PROGRAM [SITE ...] [--seeds 4000]
+    python tests/native/mutants.py BUILD [NAME ...] [--seeds 4000]
 
-PROGRAM is one of SOURCES, at any path. A site that no seed misses stands in REDUNDANT with the
-reason, or the run fails; so does one that stands there and is missed.
+BUILD has test_visibility_incoherent, test_protocol_incoherent and the archive that they are linked
+with; NAME is a site of native/src/flush.h or a check below. A site is left out by the emulated
+memory, a check in a copy of its source. What no seed misses stands in REDUNDANT with the reason, or
+the run fails; so does what stands there and is missed.
 """
 
 from __future__ import annotations
@@ -11,35 +13,106 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "native/src"
+TESTS = ROOT / "tests/native"
+VISIBILITY, PROTOCOL = "test_visibility_incoherent", "test_protocol_incoherent"
 MODELS = ("x86", "arm64")
-# Which file's sites a program is to tell.
-SOURCES = {"test_visibility_incoherent": "visibility.c", "test_rpc_incoherent": "rpc.c"}
-# Sites whose loss changes nothing that a test on these models could see, and why.
+# What changes nothing that a test on these models could see when it is left out, and why.
 REDUNDANT = {
     "FLUSH_UNPIN_BEGIN_FENCE": "V6: needed where a load may be late, after a younger store is in "
     "memory; no load is late here, docs/models/publish.pml has it",
 }
 
 
-def sites(program: str) -> dict[str, int]:
-    """Every site of flush.h that what the program tests uses, with its number."""
-    text = (ROOT / "native/src/flush.h").read_text()
-    names = re.findall(r"^    (FLUSH_[A-Z_]+),", text, re.M)
-    used = (ROOT / "native/src" / SOURCES[Path(program).name]).read_text()
-    return {
-        name: number
-        for number, name in enumerate(names)
-        if name != "FLUSH_LOCAL" and (number == 0 or re.search(rf"\b{name}\b", used))
-    }
+class Check(NamedTuple):
+    """A line of a source, and what stands there without the check."""
+
+    source: str
+    text: str
+    without: str
 
 
-def missed_at(program: str, number: int, arm64: int, seeds: int) -> str:
+CHECKS = {
+    "GENERATION": Check(
+        "visibility.c", "return version == item->version ? COPYING : -CXLKV_E_STALE;",
+        "return COPYING;",
+    ),
+    "DESCRIPTOR_CRC": Check(
+        "visibility.c",
+        "if (crc != crc32c(0, item->descriptor, LINE - sizeof(crc))) return -CXLKV_E_CORRUPT;",
+        "(void)crc;",
+    ),
+    "LOG_CRC": Check(
+        "host_log.c", "return record->crc == crc32c(0, record, offsetof(log_record, crc)) &&",
+        "return",
+    ),
+    "LOG_GAP": Check(
+        "host_log.c", "return i ? (int)i : end_or_gap(h, lines, count, first);", "return (int)i;"
+    ),
+    "CLAIM_CRC": Check("claims.c", "|| c->crc != claim_crc(c, extent) || c->commit", "|| c->commit"),
+    "CLAIM_COMMIT": Check("claims.c", " || c->commit > by->commits) return", ") return"),
+    "CLAIM_EPOCH": Check("claims.c", "if (epoch == 0 || epoch > by->name.epoch) return false;", ""),
+    "CLAIM_CUT": Check("claims.c", "&& c->commit > by->fence.cut);", "&& false);"),
+    "CLAIM_ENTRY": Check(
+        "claims.c", "return pair->claims[0].version < pair->claims[1].version ? 0 : 1;", "return 0;"
+    ),
+    "CLAIM_NAME_AGAIN": Check("claims.c", "while (by->name.epoch != epoch)", "while (false)"),
+    "CHECK_BEFORE": Check(
+        "claims.c", "if (code < 0 || fence.fenced) return code < 0 ? code : -CXLKV_E_FENCED;", ""
+    ),
+    "CHECK_AFTER": Check(
+        "claims.c",
+        "if (code == 0 && fence.fenced && commits > fence.cut) code = -CXLKV_E_FENCED;", "",
+    ),
+    "NAME_CRC": Check(
+        "hosts.c", "return name->crc == crc32c(0, name, offsetof(host_name, crc)) &&", "return"
+    ),
+    "NAME_TWICE": Check("hosts.c", "int newest = newest_name(names, host);",
+                        "int newest = name_is_whole(&names[0], host) - 1;"),
+    "ATTACH_CUT": Check(
+        "hosts.c", "if (fence.fenced && fence.cut < commits) commits = fence.cut;", ""
+    ),
+    "ATTACH_FORGETS": Check("hosts.c", "    hosts_forget_claims(h, commits);\n", ""),
+    "ATTACH_KEEPS_PINS": Check("hosts.c", "if (name.nonce != nonce) clear_pins(h);",
+                               "clear_pins(h);"),
+    "ATTACH_CLEARS_PINS": Check("hosts.c", "if (name.nonce != nonce) clear_pins(h);", ""),
+    "RECOVER": Check("hosts.c", "void hosts_recover(const hosts *h) {",
+                     "void hosts_recover(const hosts *h) {\n    if (h) return;"),
+    "RECOVER_FENCES": Check("hosts.c", "hosts_recover(const hosts *h) {\n    open_closed_fences(h);",
+                            "hosts_recover(const hosts *h) {"),
+    "RECOVER_CLAIMS": Check("hosts.c", "    hosts_forget_claims(h, hosts_commits(h, h->self));\n",
+                            ""),
+    "CLOSE": Check("fences.c", "set_fence(h, host, FENCE_WORD(epoch, FENCE_CLOSED, 0), FLUSH_CLOSE);",
+                   ""),
+    "CUT": Check("fences.c", "fence->cut = min_u64(fence->cut, FENCE_COUNT(word));",
+                 "fence->cut = FENCE_COUNT(word);"),
+    "DEKKER": Check("fences.c", "if (look_fences(h, h->self, h->epoch, &fence) != 0 || fence.fenced)",
+                    "if (look_fences(h, h->self, h->epoch, &fence) == 1ull << 63)"),
+    "WAIT_CLOSED": Check("fences.c", "waits |= code > 0;", ""),
+    "CHOOSING": Check("hosts_lock.c", "if (SLOT_CHOOSES(word)) return 1;", ""),
+    "TIE": Check("hosts_lock.c", "|| (theirs == ticket && host < h->self)", ""),
+    "PINS": Check("protocol_scenario.h", "        if (pinned) continue;\n", ""),
+}
+
+
+def sites() -> dict[str, int]:
+    """Every site of flush.h, with its number; 0 is none."""
+    text = (SOURCES / "flush.h").read_text()
+    body = text[text.index("enum flush_site {") :]
+    names = re.findall(r"FLUSH_\w+", re.sub(r"/\*.*?\*/", "", body[: body.index("};")], flags=re.S))
+    return {name: number for number, name in enumerate(names) if number < names.index("FLUSH_LOCAL")}
+
+
+def missed_at(program: Path, number: int, arm64: int, seeds: int) -> str:
     """The first seed that fails without this site, "" when none does."""
     environment = {
         **os.environ,
@@ -56,24 +129,58 @@ def missed_at(program: str, number: int, arm64: int, seeds: int) -> str:
     return seed[1]
 
 
+def build_without(name: str, build: Path, folder: Path) -> Path:
+    """The program of the protocol, with one check left out of a copy of its source."""
+    check = CHECKS[name]
+    for path in TESTS.glob("*.[ch]"):
+        shutil.copy(path, folder)
+    origin = (TESTS if check.source.endswith(".h") else SOURCES) / check.source
+    text = origin.read_text()
+    if text.count(check.text) != 1:
+        raise SystemExit(f"{name}: not once in {check.source}: {check.text}")
+    (folder / check.source).write_text(text.replace(check.text, check.without))
+    sources = [folder / f"{PROTOCOL}.c"]
+    if check.source.endswith(".c"):
+        sources.append(folder / check.source)
+    includes = [f"-I{ROOT / 'native' / part}" for part in ("include", "src", "emulation")]
+    command = [os.environ.get("CC", "cc"), "-std=c11", "-O2", "-D_GNU_SOURCE", "-DCXLKV_DEBUG=0"]
+    command += [*includes, *map(str, sources), str(build / "libcxlkv_incoherent.a"), "-lm"]
+    subprocess.run([*command, "-pthread", "-o", str(folder / PROTOCOL)], check=True)
+    return folder / PROTOCOL
+
+
+def missed_by(name: str, number: int, build: Path, seeds: int) -> list[str]:
+    """Where it is missed: a program, a model and the seed."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        programs = [build / VISIBILITY, build / PROTOCOL]
+        if name in CHECKS:
+            programs = [build_without(name, build, Path(folder))]
+        for program in programs:
+            for arm64, model in enumerate(MODELS):
+                if not found or number == 0:
+                    seed = missed_at(program, number, arm64, seeds)
+                    found += [f"{program.name}, {model}, seed {seed}"] if seed else []
+    return found
+
+
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("program")
-    arguments.add_argument("sites", nargs="*")
+    arguments.add_argument("build", type=Path)
+    arguments.add_argument("names", nargs="*")
     arguments.add_argument("--seeds", type=int, default=4000)
     given = arguments.parse_args()
     wrong = 0
-    for site, number in sites(given.program).items():
-        if given.sites and site not in given.sites:
+    for name, number in {**sites(), **dict.fromkeys(CHECKS, 0)}.items():
+        if given.names and name not in given.names:
             continue
         began = time.monotonic()
-        seeds = [missed_at(given.program, number, arm64, given.seeds) for arm64 in (0, 1)]
-        found = [f"{m}, seed {s}" for m, s in zip(MODELS, seeds, strict=True) if s]
-        expected = number != 0 and site not in REDUNDANT
+        found = missed_by(name, number, given.build.resolve(), given.seeds)
+        expected = name != "FLUSH_NONE" and name not in REDUNDANT
         fine = bool(found) == expected
         wrong += not fine
-        verdict = "; ".join(found) or REDUNDANT.get(site, "no seed fails")
-        print(f"{'' if fine else 'WRONG '}{site}: {verdict} ({time.monotonic() - began:.1f} s)")
+        verdict = "; ".join(found) or REDUNDANT.get(name, "no seed fails")
+        print(f"{'' if fine else 'WRONG '}{name}: {verdict} ({time.monotonic() - began:.1f} s)")
         sys.stdout.flush()
     print(f"{wrong} of these are not as they should be" if wrong else "all as it should be")
     return 1 if wrong else 0

@@ -230,6 +230,9 @@ static inline void attach(process *a) {
     t->epoch = m->h.epoch;
     t->nonce = m->nonce;
     m->log_next = hosts_log_end(&m->h, m->h.self);
+    uint64_t pins;
+    incoherent_peek(m->p->sim, hosts_pin_word(&m->h, m->h.self, 0), sizeof(pins), &pins);
+    if (!m->knows && pins) protocol_fail(m->p, "a dead host's pins stay", m->h.self, pins, 0);
     if (!m->knows) look_at_all(m);
     protocol_note(m->p, "attached, epoch, nonce", m->h.self, m->h.epoch, m->nonce);
     m->attached = true;
@@ -330,6 +333,7 @@ static inline void round_extents(process *a) {
             if (what) code = change_owner(a, owners, what > 1);
         }
         p->member[m->h.self].inside = false;
+        if (code == -CXLKV_E_FENCED && random_below(&a->dice, 4) == 0) code = 1; /* nobody is told */
         if (code != -CXLKV_E_FENCED) hosts_unlock(&m->h);
     }
     a->phase = HANDING_OVER;
@@ -338,7 +342,7 @@ static inline void round_extents(process *a) {
     m->returns = m->returns && code != 0;
     if (code == -CXLKV_E_FENCED) fell_out(m);
     else if (code == -CXLKV_E_TIMEOUT) p->counts.undecided++;
-    else if (code != 0) protocol_fail(p, "lock, owners or claim", m->h.self, (uint64_t)-code, 0);
+    else if (code < 0) protocol_fail(p, "lock, owners or claim", m->h.self, (uint64_t)-code, 0);
 }
 
 /* ---- publish and free ---- */
@@ -655,6 +659,7 @@ static inline void round_of(process *a) {
     for (uint32_t x = 0; x < m->p->area.extent_count; x++) owns |= m->mine[x];
     uint32_t what = random_below(&a->dice, 32);
     if (!m->attached) attach(a);
+    else if (m->returns && random_below(&a->dice, 2)) round_match(a); /* before it owns anything */
     else if (what < (owns ? 5 : 14)) round_extents(a);
     else if (what < 15) round_publish(a);
     else if (what < 19) round_free(a);

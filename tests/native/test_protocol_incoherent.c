@@ -44,7 +44,7 @@ static void process_start(protocol *p, uint32_t host, uint32_t rounds) {
     process *a = &all[process_count++];
     *a = (process){.m = &members[host], .rounds = rounds, .dice = random_next(&plan.dice),
                    .slow = random_below(&plan.dice, 8) == 0};
-    a->actor = incoherent_actor(p->sim, host, process_run, a);
+    a->actor = incoherent_actor(p->sim, host / p->stride, process_run, a);
 }
 
 static void process_dies(process *a) {
@@ -57,13 +57,13 @@ static void process_dies(process *a) {
 static void host_dies(protocol *p, uint32_t host, enum incoherent_loss loss) {
     member *m = &members[host];
     protocol_note(p, "dies, its caches are lost", host, loss == INCOHERENT_DROP, 0);
-    incoherent_kill_host(p->sim, host, loss);
+    incoherent_kill_host(p->sim, host / p->stride, loss);
     for (uint32_t i = 0; i < process_count; i++)
         if (all[i].m == m) process_dies(&all[i]);
     m->may_be_off = loss == INCOHERENT_DROP;
     plan.resume_step[host] = 0;
     uint64_t now = incoherent_step_count(p->sim);
-    bool stays = random_below(&plan.dice, 4) == 0;
+    bool stays = random_below(&plan.dice, 8) == 0;
     plan.restart_step[host] = stays ? 0 : now + 1 + random_below(&plan.dice, 1 << 16);
 }
 
@@ -168,19 +168,22 @@ static protocol *protocol_make(uint64_t seed, bool arm64) {
     protocol *p = calloc(1, sizeof(*p));
     CHECK(p);
     uint64_t dice = seed * 2 + arm64;
-    p->members = 2 + random_below(&dice, random_below(&dice, 2) ? 3 : MEMBERS_MAX - 1);
+    uint32_t hosts = 2 + random_below(&dice, random_below(&dice, 2) ? 3 : INCOHERENT_HOSTS_MAX - 1);
+    p->stride = hosts < 5 && random_below(&dice, 6) == 0 ? 8 : 1;
+    p->members = (hosts - 1) * p->stride + 1;
     p->each = 1 + random_below(&dice, EACH_MAX);
     p->payload_lines = 2 + random_below(&dice, PAYLOAD_LINES_MAX - 1);
     p->mode = random_below(&dice, 2) ? VISIBILITY_FAST : VISIBILITY_STRICT;
     p->lease_steps = 1500u << random_below(&dice, 5);
     p->area.host_count = p->members;
-    p->area.extent_count = 1 + random_below(&dice, p->members < 5 ? p->members + 1 : 6);
+    p->area.extent_count = 1 + random_below(&dice, hosts < 5 ? hosts + 1 : 6);
     p->area.page_count = p->area.extent_count * p->each;
     p->area.log_records = 8;
     hosts_area_make(&p->area);
     struct incoherent_options options = incoherent_usual(seed);
     uint64_t block_lines = p->members * p->area.block_bytes / FLUSH_LINE_BYTES;
-    options.hosts = p->members;
+    options.hosts = hosts;
+    if (random_below(&dice, 4) == 0) options.cache_lines_max = 2048;
     options.lines = (uint32_t)block_lines + p->area.extent_count * extent_lines(p) + p->members;
     options.arm64 = arm64;
     options.early_drops = true; /* what the manuals allow, whatever hardware does */
@@ -206,7 +209,7 @@ static void protocol_run(protocol *p, uint64_t seed) {
     process_count = 0;
     plan = (struct plan){.dice = seed ^ 0x706c616e};
     plan.left = random_below(&plan.dice, DISTURBANCES_MAX + 1);
-    for (uint32_t host = 0; host < p->members; host++) {
+    for (uint32_t host = 0; host < p->members; host += p->stride) {
         members[host].nonce = (uint64_t)(host + 1) << 8;
         host_starts(p, host);
     }
