@@ -53,8 +53,11 @@ test: lint types native-test pytest  ## everything that each commit must pass
 pytest: $(VENV)/.built  ## the Python tests, without the slow ones
 	$(BIN)/pytest -m "not slow and not gpu" $(PYTEST_FLAGS) $(ARGS)
 
-test-slow: $(VENV)/.built  ## the slow Python tests
+test-slow: $(VENV)/.built  ## the slow Python tests, and the protocol between hosts at length
 	$(BIN)/pytest -m "slow and not gpu" $(ARGS)
+	cmake -S native -B build/mutants $(GENERATOR) -DCMAKE_BUILD_TYPE=Release >/dev/null
+	cmake --build build/mutants --target test_protocol_incoherent
+	CXLKV_SEEDS=20000 CXLKV_LONG=1 build/mutants/test_protocol_incoherent
 
 test-gpu: $(VENV)/.built  ## the Python tests that need a CUDA device
 	$(BIN)/pytest -m gpu $(ARGS)
@@ -77,13 +80,14 @@ native-test:  ## the C tests under ASan+UBSan, then under TSan
 	  grep -h "^skipped: " $$build/Testing/Temporary/LastTest.log || true; \
 	done
 
-mutants:      ## the coherence protocol with each flush and fence left out: a test must tell
+mutants:      ## the coherence protocol with each flush, fence and check left out: a test must tell
 	cmake -S native -B build/mutants $(GENERATOR) -DCMAKE_BUILD_TYPE=Release >/dev/null
+	cmake --build build/mutants --target test_visibility_incoherent test_rpc_incoherent \
+	  test_protocol_incoherent
 	for program in test_visibility_incoherent test_rpc_incoherent; do \
-	  cmake --build build/mutants --target $$program; \
 	  CXLKV_SEEDS=20000 build/mutants/$$program; \
-	  $(PYTHON) tests/native/mutants.py build/mutants/$$program $(ARGS); \
 	done
+	$(PYTHON) tests/native/mutants.py build/mutants $(ARGS)
 
 # The stamp goes first, so that whatever comes next builds the plain core again.
 asan: $(VENV)/.built  ## the Python tests with the C under ASan+UBSan

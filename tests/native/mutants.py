@@ -2,8 +2,7 @@
 
     python tests/native/mutants.py BUILD [NAME ...] [--seeds 4000]
 
-BUILD has test_visibility_incoherent, test_protocol_incoherent and the archive that they are linked
-with; NAME is a site of native/src/flush.h or a check below. A site is left out by the emulated
+BUILD has the programs below and the archive that they are linked with; NAME is a site of native/src/flush.h or a check below. A site is left out by the emulated
 memory, a check in a copy of its source. What no seed misses stands in REDUNDANT with the reason, or
 the run fails; so does what stands there and is missed.
 """
@@ -24,7 +23,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "native/src"
 TESTS = ROOT / "tests/native"
-VISIBILITY, PROTOCOL = "test_visibility_incoherent", "test_protocol_incoherent"
+PROTOCOL = "test_protocol_incoherent"
+# Which file's sites another program is to tell.
+PROGRAMS = {"visibility.c": "test_visibility_incoherent", "rpc.c": "test_rpc_incoherent"}
 MODELS = ("x86", "arm64")
 # What changes nothing that a test on these models could see when it is left out, and why.
 REDUNDANT = {
@@ -63,7 +64,8 @@ CHECKS = {
     "CLAIM_EPOCH": Check("claims.c", "if (epoch == 0 || epoch > by->name.epoch) return false;", ""),
     "CLAIM_CUT": Check("claims.c", "&& c->commit > by->fence.cut);", "&& false);"),
     "CLAIM_ENTRY": Check(
-        "claims.c", "return pair->claims[0].version < pair->claims[1].version ? 0 : 1;", "return 0;"
+        "claims.c", "return pair->claims[0].version < pair->claims[1].version ? 0 : 1;",
+        "return pair->claims[0].version < pair->claims[1].version ? 1 : 0;",
     ),
     "CLAIM_NAME_AGAIN": Check("claims.c", "while (by->name.epoch != epoch)", "while (false)"),
     "CHECK_BEFORE": Check(
@@ -129,6 +131,16 @@ def missed_at(program: Path, number: int, arm64: int, seeds: int) -> str:
     return seed[1]
 
 
+def programs_of(name: str) -> list[str]:
+    """Who is to tell that a site is left out; none is left out for everybody."""
+    used = [
+        program
+        for source, program in PROGRAMS.items()
+        if re.search(rf"\b{name}\b", (SOURCES / source).read_text())
+    ]
+    return [*PROGRAMS.values(), PROTOCOL] if name == "FLUSH_NONE" else used or [PROTOCOL]
+
+
 def build_without(name: str, build: Path, folder: Path) -> Path:
     """The program of the protocol, with one check left out of a copy of its source."""
     check = CHECKS[name]
@@ -153,7 +165,7 @@ def missed_by(name: str, number: int, build: Path, seeds: int) -> list[str]:
     """Where it is missed: a program, a model and the seed."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        programs = [build / VISIBILITY, build / PROTOCOL]
+        programs = [build / program for program in programs_of(name)]
         if name in CHECKS:
             programs = [build_without(name, build, Path(folder))]
         for program in programs:

@@ -12,7 +12,7 @@
 enum page_state { NOT_OURS, FREE, WRITING, SEALED, FREEING };
 /* Where a process is, so that it can be killed or paused just there. */
 enum phase { IDLE, COPYING, LOCKING, INSIDE, CLAIMING, FENCING, ATTACHING, HOLDING, APPENDING,
-             HANDING_OVER, PHASES };
+             HANDING_OVER, NAMING, PHASES };
 
 typedef struct process process;
 typedef struct member {
@@ -273,7 +273,7 @@ static inline void leave(process *a) {
 
 /* ---- extents, under the lock between hosts ---- */
 
-static inline int change_owner(process *a, const extent_owner *owners, bool ours) {
+static inline int change_owner(process *a, const extent_owner *owners, bool ours, bool counts) {
     member *m = a->m;
     protocol *p = m->p;
     uint32_t list[2], n = 0, wanted = 1 + random_below(&a->dice, 2);
@@ -287,7 +287,7 @@ static inline int change_owner(process *a, const extent_owner *owners, bool ours
     a->phase = HANDING_OVER;
     for (uint32_t i = 0; i < n; i++) {
         if (!ours) let_go(m, list[i]);
-        truth_claims(p, m->h.self, list[i], ours);
+        if (counts) truth_claims(p, m->h.self, list[i], ours);
     }
     a->phase = CLAIMING;
     int code = hosts_claim(&m->h, owners, n, list, ours);
@@ -327,11 +327,12 @@ static inline void round_extents(process *a) {
         a->phase = INSIDE;
         truth_enters(p, &m->h);
         code = hosts_owners(&m->h, owners);
-        if (code == 0 && truth_owners(p, &m->h, owners)) {
-            adopt(m, owners);
-            uint32_t what = random_below(&a->dice, 4);
-            if (what) code = change_owner(a, owners, what > 1);
-        }
+        bool counts = code == 0 && truth_owners(p, &m->h, owners);
+        if (counts) adopt(m, owners);
+        uint32_t what = random_below(&a->dice, 4);
+        /* A host that is fenced goes on, as it does not know. */
+        if (what && (counts || (code == 0 && is_fenced(p, m->h.self, m->h.epoch, FENCE_CUT))))
+            code = change_owner(a, owners, what > 1, counts);
         p->member[m->h.self].inside = false;
         if (code == -CXLKV_E_FENCED && random_below(&a->dice, 4) == 0) code = 1; /* nobody is told */
         if (code != -CXLKV_E_FENCED) hosts_unlock(&m->h);
@@ -499,7 +500,6 @@ static inline void round_follow(process *a) {
     member *m = a->m;
     uint64_t logged[PAGES_MAX];
     bool ended = true;
-    incoherent_hear();
     for (uint32_t page = 0; page < m->p->area.page_count; page++)
         logged[page] = m->p->page[page].logged;
     for (uint32_t host = 0; host < m->p->members; host++) {
@@ -537,7 +537,6 @@ static inline uint32_t pin_some(process *a, copies *c) {
     pin_item pins[BATCH];
     uint32_t n = 0, pin_count = 0, wanted = 1 + random_below(&a->dice, BATCH);
     uint32_t first = random_below(&a->dice, m->p->area.page_count);
-    incoherent_hear();
     for (uint32_t i = 0; i < m->p->area.page_count && n < wanted; i++) {
         uint32_t page = (first + i) % m->p->area.page_count;
         uint64_t generation = m->known[page];
@@ -637,7 +636,6 @@ static inline void round_fence(process *a, const member *others) {
     for (uint32_t i = 0; i < m->p->members; i++) {
         uint32_t host = (first + i) % m->p->members;
         const member *other = &others[host];
-        incoherent_hear();
         if (host == m->h.self || !(other->may_be_off || member_silent(m, host))) continue;
         if (!hosts_name(&m->h, host, &name) || name.status != HOST_LIVE) continue;
         bool off = other->may_be_off;

@@ -97,12 +97,18 @@ static void host_pauses(protocol *p, uint32_t host, bool pauses) {
 
 static bool runs(protocol *p, const process *a) { return incoherent_alive(p->sim, a->actor); }
 
+/* Attaching is long; the name comes last, after the epoch. */
+static bool is_at(protocol *p, const process *a, enum phase phase) {
+    if (phase != NAMING) return a->phase == phase;
+    return a->phase == ATTACHING && a->m->h.epoch > p->member[a->m->h.self].epoch;
+}
+
 /* Somebody who is where the next disturbance wants him. */
 static int find_victim(protocol *p, bool anywhere) {
     uint32_t first = random_below(&plan.dice, process_count);
     for (uint32_t i = 0; i < process_count; i++) {
         process *a = &all[(first + i) % process_count];
-        if (runs(p, a) && (anywhere || a->phase == plan.phase)) return (int)(a - all);
+        if (runs(p, a) && (anywhere || is_at(p, a, plan.phase))) return (int)(a - all);
     }
     return -1;
 }
@@ -155,6 +161,7 @@ static void disturb(void *context) {
         plan.armed = true;
         plan.victim = (uint32_t)victim;
         plan.fires_step = now + random_below(&plan.dice, 1u << random_below(&plan.dice, 9));
+        if (plan.phase == NAMING) plan.fires_step = now + random_below(&plan.dice, 128);
     }
     if (now < plan.fires_step) return;
     plan.next_step = 0;
