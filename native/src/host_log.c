@@ -24,17 +24,6 @@ static bool record_is_whole(const hosts *h, const log_record *record) {
            record->operation <= LOG_CLAIM;
 }
 
-/* The end; or a gap, when later lines of the same append are in memory and this one is not: its
- * writer may have died over it, and will go on behind. */
-static int end_or_gap(const hosts *h, const void *const *lines, uint32_t count, uint64_t first) {
-    for (uint32_t i = 1; i < count; i++) {
-        log_record record;
-        flush_load_line(&record, lines[i]);
-        if (record.sequence > first && record_is_whole(h, &record)) return -CXLKV_E_CORRUPT;
-    }
-    return 0;
-}
-
 /* Records from `first` on, out of memory, as many as are whole and in turn. */
 static int read_some(const hosts *h, uint32_t host, uint64_t first, log_record *records) {
     const void *lines[LOG_BATCH];
@@ -43,8 +32,7 @@ static int read_some(const hosts *h, uint32_t host, uint64_t first, log_record *
     line_look(h, FLUSH_LOG_LOOK_BEGIN, lines, count, 1);
     for (uint32_t i = 0; i < count; i++) {
         flush_load_line(&records[i], lines[i]);
-        if (records[i].sequence < first + i) /* of the last round */
-            return i ? (int)i : end_or_gap(h, lines, count, first);
+        if (records[i].sequence < first + i) return (int)i; /* of the last round: the end */
         if (records[i].sequence > first + i) return i ? (int)i : -CXLKV_E_STALE;
         if (!record_is_whole(h, &records[i])) return i ? (int)i : -CXLKV_E_CORRUPT;
     }
@@ -53,7 +41,7 @@ static int read_some(const hosts *h, uint32_t host, uint64_t first, log_record *
 
 int hosts_read_log(const hosts *h, uint32_t host, uint64_t *next, log_record *records) {
     int count = read_some(h, host, *next, records);
-    /* Its writer may be in the middle: the same number again, and another CRC; or a gap. */
+    /* Its writer may be in the middle of the line: the same number again, and another CRC. */
     for (int attempt = 0; count == -CXLKV_E_CORRUPT && attempt < 64; attempt++) {
         h->pause(h->context);
         count = read_some(h, host, *next, records);
@@ -87,4 +75,13 @@ uint64_t hosts_log_end(const hosts *h, uint32_t host) {
         }
     }
     return end;
+}
+
+void hosts_mend_log(const hosts *h) {
+    uint64_t end = hosts_log_end(h, h->self);
+    for (uint64_t s = end > h->area.log_records ? end - h->area.log_records : 1; s < end; s++) {
+        log_record record, nothing = {.operation = LOG_FORGET};
+        flush_load_line(&record, record_at(h, h->self, s));
+        if (record.sequence != s || !record_is_whole(h, &record)) hosts_log(h, s, &nothing, 1);
+    }
 }

@@ -118,6 +118,7 @@ int hosts_attach(hosts *h, uint64_t nonce) {
     h->epoch = name.epoch + 1;
     hosts_set_commits(h, commits);
     hosts_unlock(h);
+    hosts_mend_log(h);
     if (name.nonce != nonce) clear_pins(h); /* else its processes read on */
     keep_name(h, nonce, h->epoch, HOST_LIVE);
     return 0;
@@ -127,6 +128,7 @@ void hosts_recover(const hosts *h) {
     open_closed_fences(h);
     hosts_forget_claims(h, hosts_commits(h, h->self));
     hosts_unlock(h);
+    hosts_mend_log(h);
 }
 
 void hosts_leave(hosts *h, uint64_t nonce) {

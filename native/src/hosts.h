@@ -62,7 +62,7 @@ bool hosts_name(const hosts *h, uint32_t host, host_name *name);
  * nonce of before (a fenced host returns, its processes live on) pins stay. */
 int hosts_attach(hosts *h, uint64_t nonce);
 /* After a process of ours died at any step of what follows below: its fence, its claims and its
- * place in the queue never were. */
+ * place in the queue never were, and its append has no gaps. */
 void hosts_recover(const hosts *h);
 /* Orderly: whatever we own may be taken by others afterwards (V8: write it back before). */
 void hosts_leave(hosts *h, uint64_t nonce);

@@ -485,7 +485,7 @@ static inline void round_read_own(process *a) {
 
 static inline void learn(member *m, uint32_t host, const log_record *record) {
     uint64_t hash[2];
-    if (record->operation == LOG_CLAIM) return;
+    if (record->operation == LOG_CLAIM || record->operation == LOG_FORGET) return;
     record_fill(record->page, record->generation * 8 + record->operation, 3, hash, 16);
     if (memcmp(hash, record->hash, 16) != 0)
         protocol_fail(m->p, "a log record is torn", m->h.self, host, record->sequence);
@@ -502,9 +502,10 @@ static inline void round_follow(process *a) {
     bool ended = true;
     for (uint32_t page = 0; page < m->p->area.page_count; page++)
         logged[page] = m->p->page[page].logged;
+    uint64_t moved = random_below(&a->dice, 2) ? ~0ull : hosts_logs_moved(&m->h, m->log_at);
     for (uint32_t host = 0; host < m->p->members; host++) {
         log_record records[LOG_BATCH];
-        int n = 1;
+        int n = moved >> host & 1;
         for (int batch = 0; host != m->h.self && n > 0 && batch < 16; batch++) {
             n = hosts_read_log(&m->h, host, &m->log_at[host], records);
             count(m, &m->p->counts.reads);
