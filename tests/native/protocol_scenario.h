@@ -21,7 +21,7 @@ typedef struct member {
     uint64_t nonce, beats, log_next;
     uint64_t *turn;              /* the host's lock, */
     process *holder, *last;      /* who holds it, and who held it last */
-    bool attached, recovers, knows;
+    bool attached, recovers, knows, gives; /* gives: next, what a process has died over */
     bool may_be_off;             /* dead, its caches lost: its operator may say so */
     bool mine[EXTENTS_MAX], takes[EXTENTS_MAX];
     bool returns;                /* its own extents are taken in as a host's that has died */
@@ -160,6 +160,7 @@ static inline void recover(process *a, process *all, uint32_t all_count) {
     for (uint32_t page = 0; page < m->p->area.page_count; page++)
         if (!m->pins[page]) none.bits |= 1ull << page;
     visibility_unpin(&none, 1, m->h.mode);
+    m->gives = random_below(&a->dice, 2);
     m->recovers = false;
 }
 
@@ -329,7 +330,8 @@ static inline void round_extents(process *a) {
         code = hosts_owners(&m->h, owners);
         bool counts = code == 0 && truth_owners(p, &m->h, owners);
         if (counts) adopt(m, owners);
-        uint32_t what = random_below(&a->dice, 4);
+        uint32_t what = counts && m->gives ? 1 : random_below(&a->dice, 4);
+        m->gives = m->gives && !counts;
         /* A host that is fenced goes on, as it does not know. */
         if (what && (counts || (code == 0 && is_fenced(p, m->h.self, m->h.epoch, FENCE_CUT))))
             code = change_owner(a, owners, what > 1, counts);
@@ -659,7 +661,7 @@ static inline void round_of(process *a) {
     uint32_t what = random_below(&a->dice, 32);
     if (!m->attached) attach(a);
     else if (m->returns && random_below(&a->dice, 2)) round_match(a); /* before it owns anything */
-    else if (what < (owns ? 5 : 14)) round_extents(a);
+    else if (m->gives || what < (owns ? 5 : 14)) round_extents(a);
     else if (what < 15) round_publish(a);
     else if (what < 19) round_free(a);
     else if (what < 22) round_follow(a);

@@ -121,6 +121,7 @@ static void plan_next(uint64_t now) {
     plan.until_step = plan.next_step + (1 << 15);
     plan.what = (enum disturbance)random_below(&plan.dice, DISTURBANCES);
     plan.phase = (enum phase)(1 + random_below(&plan.dice, PHASES - 1));
+    if (plan.what == PAUSE_HOST && random_below(&plan.dice, 2)) plan.phase = COPYING;
 }
 
 static void strike(protocol *p, uint64_t now) {
@@ -176,7 +177,7 @@ static protocol *protocol_make(uint64_t seed, bool arm64) {
     CHECK(p);
     uint64_t dice = seed * 2 + arm64;
     uint32_t hosts = 2 + random_below(&dice, random_below(&dice, 2) ? 3 : INCOHERENT_HOSTS_MAX - 1);
-    p->stride = hosts < 5 && random_below(&dice, 6) == 0 ? 8 : 1;
+    p->stride = hosts < 5 && random_below(&dice, 3) == 0 ? 8 : 1;
     p->members = (hosts - 1) * p->stride + 1;
     p->each = 1 + random_below(&dice, EACH_MAX);
     p->payload_lines = 2 + random_below(&dice, PAYLOAD_LINES_MAX - 1);
@@ -191,6 +192,7 @@ static protocol *protocol_make(uint64_t seed, bool arm64) {
     uint64_t block_lines = p->members * p->area.block_bytes / FLUSH_LINE_BYTES;
     options.hosts = hosts;
     if (random_below(&dice, 4) == 0) options.cache_lines_max = 2048;
+    if (random_below(&dice, 4) == 0) options.odds.evict = 0;
     options.lines = (uint32_t)block_lines + p->area.extent_count * extent_lines(p) + p->members;
     options.arm64 = arm64;
     options.early_drops = true; /* what the manuals allow, whatever hardware does */
