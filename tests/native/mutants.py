@@ -32,6 +32,34 @@ MODELS = ("x86", "arm64")
 REDUNDANT = {
     "FLUSH_UNPIN_BEGIN_FENCE": "V6: needed where a load may be late, after a younger store is in "
     "memory; no load is late here, docs/models/publish.pml has it",
+    **dict.fromkeys(
+        ("FLUSH_BEAT", "FLUSH_BEAT_FENCE", "FLUSH_BEAT_LOOK_BEGIN", "FLUSH_BEAT_LOOK",
+         "FLUSH_BEAT_LOOK_FENCE"),
+        "V10, V12: a host that is suspected wrongly is fenced, and comes back: beats are progress",
+    ),
+    **dict.fromkeys(
+        ("FLUSH_CLOSE_FENCE", "FLUSH_CLAIM_FENCE", "FLUSH_COMMIT_FENCE", "FLUSH_GIVE_FENCE"),
+        "V8, V10: the look that comes next begins with a full fence",
+    ),
+    "FLUSH_CLAIM_LOOK_FENCE": "V10: so does the look at the fences, before a claim is loaded",
+    "FLUSH_FENCE_LOOK_BEGIN": "V10: what must be in memory, or loaded, before a look at the fences "
+    "ends with a full fence: FLUSH_CLOSE_FENCE, FLUSH_COMMIT_FENCE, FLUSH_CLAIM_LOOK_FENCE, "
+    "FLUSH_TAKE_FENCE",
+    "FLUSH_SLOT_LOOK_BEGIN": "V12: a slot may be read at any time after our own is in memory, which "
+    "FLUSH_SLOT_FENCE says; an invalidate is not done before an older fence (Intel SDM, CLFLUSHOPT)",
+    "FLUSH_COMMIT_LOOK_BEGIN": "V10: before the count is FLUSH_FENCE_LOOK_FENCE, before the commit "
+    "FLUSH_CLAIM_FENCE",
+    "FLUSH_CLAIM_LOOK_BEGIN": "V12: who reads claims to act on them holds the lock, so none is made "
+    "between its look at the commits and this one",
+    "CLAIM_CRC": "V7: a claim is stored in order, its commit in the first word; half written, it is "
+    "of a commit that has not come. The CRC is for damage (test_hosts.c)",
+    "CLAIM_COMMIT": "V10, V12: under the lock, a claim without its commit is above its maker's cut, "
+    "or was forgotten before the maker left its place in the queue; without the lock it is needed",
+    "CLAIM_EPOCH": "V12: likewise, a host that claims has its name in memory before it has the lock",
+    "NAME_CRC": "V7: of a name that changes, the epoch and the status are stored last, in one word; "
+    "the CRC is for damage (test_hosts.c)",
+    "CLAIM_NAME_AGAIN": "V10: needed, and met by no seed: a host attaches, queues and is fenced anew "
+    "within one look at it, by whom it was fenced before, its claims prefetched before that",
 }
 
 

@@ -305,12 +305,12 @@ static inline int change_owner(process *a, const extent_owner *owners, bool ours
 }
 
 /* What the owners say of ours: what an earlier process claimed, or this host before it died. */
-static inline void adopt(member *m, const extent_owner *owners) {
+static inline void adopt(member *m, const extent_owner *owners, bool counts) {
     for (uint32_t x = 0; x < m->p->area.extent_count; x++) {
         bool ours = owners[x].host == m->h.self;
         if (m->mine[x] && !ours)
             protocol_fail(m->p, "an extent of ours is another's", m->h.self, x, owners[x].host);
-        m->takes[x] = ours && !m->mine[x];
+        m->takes[x] = ours && !m->mine[x] && (counts || m->p->extent[x].owner == m->h.self);
         if (m->takes[x]) protocol_note(m->p, "adopts", m->h.self, x, owners[x].version);
         m->p->counts.adopted += m->takes[x];
     }
@@ -329,14 +329,15 @@ static inline void round_extents(process *a) {
         truth_enters(p, &m->h);
         code = hosts_owners(&m->h, owners);
         bool counts = code == 0 && truth_owners(p, &m->h, owners);
-        if (counts) adopt(m, owners);
+        bool zombie = code == 0 && !counts && !p->member[m->h.self].gone &&
+                      is_fenced(p, m->h.self, m->h.epoch, FENCE_CUT);
+        if (counts || zombie) adopt(m, owners, counts);
         uint32_t what = counts && m->gives ? 1 : random_below(&a->dice, 4);
         m->gives = m->gives && !counts;
         /* A host that is fenced goes on, as it does not know. */
-        if (what && (counts || (code == 0 && is_fenced(p, m->h.self, m->h.epoch, FENCE_CUT))))
-            code = change_owner(a, owners, what > 1, counts);
+        if (what && (counts || zombie)) code = change_owner(a, owners, what > 1, counts);
         p->member[m->h.self].inside = false;
-        if (code == -CXLKV_E_FENCED && random_below(&a->dice, 4) == 0) code = 1; /* nobody is told */
+        if (code == -CXLKV_E_FENCED && random_below(&a->dice, 2) == 0) code = 1; /* nobody is told */
         if (code != -CXLKV_E_FENCED) hosts_unlock(&m->h);
     }
     a->phase = HANDING_OVER;
