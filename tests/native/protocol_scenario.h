@@ -446,7 +446,7 @@ static inline void round_publish(process *a) {
     for (uint32_t i = 0; i < n; i++) m->state[pages[i]] = gives_up ? FREE : SEALED;
     if (gives_up) return;
     count(m, &m->p->counts.publishes);
-    a->phase = APPENDING;
+    a->phase = n > 1 ? APPENDING : IDLE; /* of one record there is nothing to lose */
     append(m, LOG_PUBLISH, pages, n);
     incoherent_tell();
     for (uint32_t i = 0; i < n; i++) m->p->page[pages[i]].logged = m->generation[pages[i]];
@@ -463,7 +463,7 @@ static inline void round_free(process *a) {
     if (!n) return;
     free_pages(m, a, pages, n);
     count(m, &m->p->counts.frees);
-    a->phase = APPENDING;
+    a->phase = n > 1 ? APPENDING : IDLE;
     append(m, LOG_FREE, pages, n);
 }
 

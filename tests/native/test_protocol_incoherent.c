@@ -122,7 +122,7 @@ static void plan_next(uint64_t now) {
     plan.what = (enum disturbance)random_below(&plan.dice, DISTURBANCES);
     plan.phase = (enum phase)(1 + random_below(&plan.dice, PHASES - 1));
     if (plan.what == PAUSE_HOST && random_below(&plan.dice, 2)) plan.phase = COPYING;
-    if (plan.what == KILL_DROP && random_below(&plan.dice, 3) == 0) plan.phase = APPENDING;
+    if (plan.what == KILL_DROP && random_below(&plan.dice, 2)) plan.phase = APPENDING;
 }
 
 static void strike(protocol *p, uint64_t now) {
@@ -163,7 +163,7 @@ static void disturb(void *context) {
         plan.armed = true;
         plan.victim = (uint32_t)victim;
         plan.fires_step = now + random_below(&plan.dice, 1u << random_below(&plan.dice, 9));
-        if (plan.phase == APPENDING) plan.fires_step = now + random_below(&plan.dice, 64);
+        if (plan.phase == APPENDING) plan.fires_step = now + random_below(&plan.dice, 32);
         if (plan.phase == NAMING) plan.fires_step = now + random_below(&plan.dice, 128);
     }
     if (now < plan.fires_step) return;
