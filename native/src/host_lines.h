@@ -69,7 +69,7 @@ void hosts_set_commits(const hosts *h, uint64_t commits);
 int hosts_commit(const hosts *h);
 /* Own claims that were never committed, or do not count: as if never made. */
 void hosts_forget_claims(const hosts *h, uint64_t commits);
-/* Lines of one append reach memory in any order. Where its writer died in between, an earlier one may
- * be missing, and readers would take that for the end for ever: what is missing forgets nothing. */
+/* Lines of one append reach memory in any order. Where its writer died in between, an earlier one
+ * may be missing, and readers would take that for the end: put there a record that says nothing. */
 void hosts_mend_log(const hosts *h);
 #endif

@@ -260,7 +260,7 @@ def build_without(name: str, build: Path, folder: Path) -> Path:
 
 def missed_by(name: str, number: int, build: Path, seeds: int) -> list[str]:
     """Where it is missed: a program, a model and the seed."""
-    found = []
+    found: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         programs = [build / program for program in programs_of(name)]
         if name in CHECKS:

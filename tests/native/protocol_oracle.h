@@ -1,5 +1,5 @@
-/* What really happened in a run of the protocol between hosts, kept outside of the shared memory, and
- * what must hold then. protocol_scenario.h has the hosts that do it. */
+/* What really happened in a run of the protocol between hosts, kept outside of the shared memory,
+ * and what must hold then. protocol_scenario.h has the hosts that do it. */
 #ifndef CXLKV_PROTOCOL_ORACLE_H
 #define CXLKV_PROTOCOL_ORACLE_H
 #include "check.h"
@@ -7,7 +7,7 @@
 #include "incoherent.h"
 
 enum { EXTENTS_MAX = 8, EACH_MAX = 3, PAGES_MAX = EXTENTS_MAX * EACH_MAX, PAYLOAD_LINES_MAX = 8 };
-/* Hosts' numbers have gaps in some runs: with more than 8, who is fenced where lies in two lines. */
+/* Hosts' numbers have gaps in some runs: beyond 8, what one says of others lies in two lines. */
 enum { MEMBERS_MAX = 25, BATCH = 3, NOTES_MAX = 64 };
 
 /* How often; the test demands that all of it happened. */

@@ -4,7 +4,7 @@
  * test_protocol_incoherent.c kills and pauses.
  *
  * A member is a host; what all its processes know is in `member`, and `process` is one of them, an
- * actor. They take turns by a lock of the host, as those of a pool do, but for copies and acquires. */
+ * actor. They take turns by a lock of the host, as those of a pool do, but to copy and acquire. */
 #ifndef CXLKV_PROTOCOL_SCENARIO_H
 #define CXLKV_PROTOCOL_SCENARIO_H
 #include "protocol_oracle.h"
@@ -337,7 +337,8 @@ static inline void round_extents(process *a) {
         /* A host that is fenced goes on, as it does not know. */
         if (what && (counts || zombie)) code = change_owner(a, owners, what > 1, counts);
         p->member[m->h.self].inside = false;
-        if (code == -CXLKV_E_FENCED && random_below(&a->dice, 2) == 0) code = 1; /* nobody is told */
+        bool tells = code != -CXLKV_E_FENCED || random_below(&a->dice, 2);
+        if (!tells) code = 1; /* as if it died now: nobody here knows */
         if (code != -CXLKV_E_FENCED) hosts_unlock(&m->h);
     }
     a->phase = HANDING_OVER;
@@ -467,7 +468,7 @@ static inline void round_free(process *a) {
     append(m, LOG_FREE, pages, n);
 }
 
-/* A page of ours is read as it is: no other host writes it, and taking it over dropped its lines. */
+/* A page of ours is read as it is: no other host writes it, and its lines went when we took it. */
 static inline void round_read_own(process *a) {
     member *m = a->m;
     uint32_t first = random_below(&a->dice, m->p->area.page_count);
