@@ -1,9 +1,9 @@
 /* Goal: on memory whose hosts' caches do not see each other, the protocol between hosts holds while
  * they die, are fenced and come back. Method: the members of protocol_scenario.h on 2 to 8 emulated
- * hosts, x86 and arm64, many seeds. Between any two memory operations a seed may kill a process, or a
- * host (its caches lost, or written back much later), pause a host past its lease and resume it;
- * dead hosts come back, or are declared off. With one flush, fence or check left out it must fail:
- * tests/native/mutants.py.
+ * hosts, x86 and arm64, many seeds. Between any two memory operations a seed may kill a process,
+ * or a host (its caches lost, or written back much later), or pause a host past its lease and
+ * resume it; dead hosts come back, or are declared off. With one flush, fence or check left out it
+ * must fail: tests/native/mutants.py.
  *
  * CXLKV_SEEDS: how many (default 300); CXLKV_SEED: the first one; CXLKV_ARM64=0 or 1: one of them;
  * CXLKV_LEFT_OUT: the number of a flush_site; CXLKV_LONG=1: fails unless enough of all happened. */
@@ -258,8 +258,9 @@ static void report(uint64_t seeds) {
     const protocol_counts *c = &total;
     fprintf(stderr, "%lu seeds, %lu operations, %lu steps\n", seeds, c->operations, c->steps);
     fprintf(stderr, "publishes %lu, acquires %lu, frees %lu, takes %lu, gives %lu, locks %lu, "
-            "appends %lu, reads %lu\n", c->publishes, c->acquires, c->frees, c->takes, c->gives, c->locks,
-            c->appends, c->reads);
+            "appends %lu, reads %lu\n",
+            c->publishes, c->acquires, c->frees, c->takes, c->gives, c->locks, c->appends,
+            c->reads);
     fprintf(stderr, "takeovers %lu, laps %lu, fenced mid-copy %lu, late drains %lu, reuses %lu, "
             "pinned %lu, undecided %lu\n", c->takeovers, c->laps, c->fenced_copies,
             c->late_drains, c->reuses, c->pinned, c->undecided);
