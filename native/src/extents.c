@@ -30,27 +30,62 @@ static void set_ours(cxlkv_pool *pool, uint32_t extent, bool ours) {
     pool->host->extents_version++;
 }
 
-/* Files and shared memory can be protected by 4 KiB; where it takes more, it stays writable. */
-static void protect(uint8_t *first, uint64_t bytes, bool writable) {
-    (void)mprotect(first, bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ);
+/* What lies from `end` of the last one on, up to `first`, goes with it. */
+typedef struct stretch {
+    uint64_t first, end;
+    bool writable;
+} stretch;
+
+/* In whole units, as nothing else can be protected (a huge page, 2 MiB of a device): one that has
+ * anything of ours stays writable. Never first one and then the other: other threads write. */
+static void protect(const cxlkv_pool *pool, const stretch *s) {
+    uint64_t unit_bytes = pool->unit_bytes, first = s->first, end = s->end;
+    if (s->writable) {
+        first -= first % unit_bytes;
+        end = min_u64(align_up(end, unit_bytes), pool->mapped_bytes);
+    } else {
+        first = align_up(first, unit_bytes);
+        end -= end % unit_bytes;
+    }
+    if (first < end)
+        (void)mprotect(pool->base + first, end - first, /* refused: it stays as it was */
+                       s->writable ? PROT_READ | PROT_WRITE : PROT_READ);
 }
 
-void extents_open_block(cxlkv_pool *pool, uint32_t host, bool writable) {
-    protect(hosts_line(&pool->hosts, host, 0), pool->geometry.host_block_bytes, writable);
+static void add(const cxlkv_pool *pool, stretch *s, uint64_t first, uint64_t bytes,
+                bool writable) {
+    if (s->writable != writable) {
+        protect(pool, s);
+        *s = (stretch){.first = first, .writable = writable};
+    }
+    s->end = first + bytes;
+}
+
+static void add_extents(const cxlkv_pool *pool, stretch *s, uint64_t first, uint64_t bytes_each) {
+    const cxlkv_geometry *g = &pool->geometry;
+    for (uint32_t extent = 0; extent < g->extent_count; extent++)
+        add(pool, s, first + extent * bytes_each, bytes_each,
+            page_is_ours(pool, extent * g->slab_slots));
 }
 
 void extents_protect(cxlkv_pool *pool) {
     const cxlkv_geometry *g = &pool->geometry;
-    protect(pool->base, g->descriptors_offset, false);
-    extents_open_block(pool, pool->hosts.self, true);
-    for (uint32_t extent = 0, end; extent < g->extent_count; extent = end) {
-        bool ours = page_is_ours(pool, extent * g->slab_slots);
-        end = extent + 1;
-        while (end < g->extent_count && page_is_ours(pool, end * g->slab_slots) == ours) end++;
-        protect(descriptors_of(pool, extent), (end - extent) * g->descriptors_bytes, ours);
-        protect(extent_of(pool, extent), (end - extent) * g->extent_bytes, ours);
-    }
+    uint64_t block = (uint64_t)(hosts_line(&pool->hosts, pool->hosts.self, 0) - pool->base);
+    uint64_t end = block + g->host_block_bytes;
+    stretch s = {.end = block};
+    add(pool, &s, block, g->host_block_bytes, true);
+    add(pool, &s, end, g->descriptors_offset - end, false);
+    add_extents(pool, &s, g->descriptors_offset, g->descriptors_bytes);
+    add_extents(pool, &s, g->extents_offset, g->extent_bytes);
+    protect(pool, &s);
     pool->mapped_version = pool->host->extents_version;
+}
+
+void extents_open_block(cxlkv_pool *pool, uint32_t host, bool writable) {
+    uint64_t first = (uint64_t)(hosts_line(&pool->hosts, host, 0) - pool->base);
+    stretch s = {.first = first, .end = first + pool->geometry.host_block_bytes, .writable = true};
+    if (writable) protect(pool, &s);
+    else extents_protect(pool);
 }
 
 /* What two hosts claim is nobody's; where a name is damaged, nothing is known at all. */

@@ -235,7 +235,8 @@ struct cxlkv_pool {
     char *path;                  /* NULL: anonymous */
     int fd, host_fd;
     uint8_t *base;
-    uint64_t mapped_bytes;       /* region_bytes in whole huge pages, or whole units of a device */
+    uint64_t mapped_bytes;       /* region_bytes in whole units */
+    uint64_t unit_bytes;         /* of the mapping: a page, a huge page, a unit of a device */
     cxlkv_layout layout;
     cxlkv_geometry geometry;
     cxlkv_sharing sharing;
@@ -355,7 +356,7 @@ guard **guard_current(void);
 /* ---- region.c ---- */
 /* What helps, as the end of a sentence, when a limit of this process is the cause; or "". */
 const char *remedy_of(int code);
-/* The three map geometry.region_bytes and set base, mapped_bytes and page_kind. */
+/* The three map geometry.region_bytes and set base, mapped_bytes, unit_bytes and page_kind. */
 int region_map_anonymous(cxlkv_pool *pool);
 int region_create_file(cxlkv_pool *pool, const char *path, char *made, size_t made_bytes);
 int region_map_file(cxlkv_pool *pool);

@@ -76,6 +76,7 @@ int region_map_file(cxlkv_pool *pool) {
     int code = map_aligned(pool->fd, bytes, unit_bytes, &pool->base);
     if (code < 0) return code;
     pool->mapped_bytes = bytes;
+    pool->unit_bytes = unit_bytes;
     pool->page_kind = kind;
     madvise(pool->base, bytes, MADV_HUGEPAGE); /* advice: refused where there are none */
     return 0;
@@ -107,6 +108,7 @@ int region_map_anonymous(cxlkv_pool *pool) {
             map_aligned(made, huge_bytes, AREA_ALIGNMENT, &pool->base) == 0) {
             pool->fd = made;
             pool->mapped_bytes = huge_bytes;
+            pool->unit_bytes = AREA_ALIGNMENT;
             pool->page_kind = "hugetlb";
             return 0;
         }

@@ -1,0 +1,82 @@
+/* Goal: a process can write what its host owns and nothing else of a shared pool, as far as the
+ * mapping can be protected. Method: the kernel's own list of mappings, after extents were taken;
+ * once in pages of 4 KiB, once in units of 2 MiB as a dax device has them. */
+#undef NDEBUG
+#include <sys/mman.h>
+
+#include "check.h"
+
+/* Looks at each mapping of the pool; returns how many parts are read-only. */
+static uint32_t look_at_mappings(const cxlkv_pool *pool, uint8_t *writable) {
+    FILE *file = fopen("/proc/self/maps", "re");
+    char line[512], mode[8];
+    uint32_t read_only = 0;
+    CHECK(file);
+    while (fgets(line, sizeof(line), file)) {
+        uint64_t first, end, base = (uintptr_t)pool->base;
+        CHECK(sscanf(line, "%lx-%lx %7s", &first, &end, mode) == 3);
+        if (first < base || first >= base + pool->mapped_bytes) continue;
+        CHECK((first - base) % pool->unit_bytes == 0);
+        CHECK((end - base) % pool->unit_bytes == 0 || end == base + pool->mapped_bytes);
+        read_only += mode[1] != 'w';
+        memset(writable + (first - base) / 4096, mode[1] == 'w', (end - first) / 4096);
+    }
+    fclose(file);
+    return read_only;
+}
+
+static bool is_writable(const cxlkv_pool *pool, const uint8_t *writable, const void *first,
+                        uint64_t bytes) {
+    uint64_t at = (uint64_t)((const uint8_t *)first - pool->base);
+    for (uint64_t page = at / 4096; page * 4096 < at + bytes; page++)
+        if (!writable[page]) return false;
+    return true;
+}
+
+static void check_mappings(const cxlkv_pool *pool) {
+    const cxlkv_geometry *g = &pool->geometry;
+    uint8_t *writable = calloc(1, pool->mapped_bytes / 4096 + 1);
+    bool by_pages = pool->unit_bytes == 4096;
+    CHECK(writable && look_at_mappings(pool, writable) > 0);
+    CHECK(is_writable(pool, writable, hosts_line(&pool->hosts, 1, 0), g->host_block_bytes));
+    CHECK(!by_pages || !is_writable(pool, writable, hosts_line(&pool->hosts, 0, 0), 4096));
+    CHECK(!by_pages || !is_writable(pool, writable, pool->base, 4096));
+    for (uint32_t extent = 0; extent < g->extent_count; extent++) {
+        const uint8_t *at = pool->base + g->extents_offset + extent * g->extent_bytes;
+        bool ours = page_is_ours(pool, extent * g->slab_slots);
+        bool all = is_writable(pool, writable, at, g->extent_bytes) &&
+                   is_writable(pool, writable, descriptor_of(pool, extent * g->slab_slots),
+                               g->descriptors_bytes);
+        CHECK(by_pages ? all == ours : all || !ours);
+    }
+    free(writable);
+}
+
+static void test_units(uint64_t unit_bytes) {
+    const char *path = test_path("extents");
+    cxlkv_layout layout = test_layout();
+    cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = 2};
+    cxlkv_host host = {.number = 1, .lease_s = 10};
+    cxlkv_pool *pool;
+    uint32_t pages[64];
+    CHECK(cxlkv_pool_create(path, &layout, &sharing, 24 << 20, 0, &host, &pool) == 0);
+    CHECK(pool->unit_bytes == 4096);
+    CHECK(host_lock(pool) == 0);
+    pool->unit_bytes = unit_bytes;
+    CHECK(mprotect(pool->base, pool->mapped_bytes, PROT_READ | PROT_WRITE) == 0);
+    extents_protect(pool); /* as if it had been like this from the start */
+    host_unlock(pool);
+    while (pool->host->owned_extents < pool->geometry.extent_count / 2) {
+        CHECK(cxlkv_pages_alloc(pool, 64, pages) == 64);
+        check_mappings(pool);
+    }
+    cxlkv_pool_close(pool);
+    cxlkv_pool_destroy(pool);
+    CHECK(cxlkv_pool_remove(path) == 0);
+}
+
+int main(void) {
+    test_units(4096);
+    test_units(AREA_ALIGNMENT);
+    return 0;
+}
