@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -54,6 +55,14 @@ class Guest:
         """As a power failure: at once, whatever it was doing."""
         self._process.kill()
         self._process.wait()
+
+    def stop(self) -> None:
+        """All of its CPUs stand still when this returns."""
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def wait_for(self, step: str, limit_s: float = BOOT_LIMIT_S) -> None:
         """Until a guest has said `step`; raises Failed when this one has ended, or time is up."""

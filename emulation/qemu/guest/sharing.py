@@ -1,17 +1,21 @@
 """Two hosts in one pool on a dax device, sharing="software": python -m ... a|b.
 
-Host a publishes, and is killed while it writes more; b goes on with what it holds and publishes;
-a boots again, as the same host, and finds both its own pages and those of b.
+Host a publishes, and is killed while it writes more. Host b goes on with what it holds, publishes,
+and takes all memory that it may have. Then a boots again, as the same host, and both go on.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import suppress
 from itertools import count
-from typing import Protocol, cast
+from pathlib import Path
+from typing import cast
 
-from cxlkv import CXLPool, KVLayout, Sequence
+import numpy as np
+
+from cxlkv import CXLPool, Sequence
 from cxlkv.emulation.qemu.guest.steps import (
     DEVICE,
     LAYOUT,
@@ -19,33 +23,24 @@ from cxlkv.emulation.qemu.guest.steps import (
     append,
     assert_holds,
     bind_device,
+    refusal,
     say,
     token_ids,
     wait_for,
 )
-from cxlkv.errors import PoolFullError
+from cxlkv.errors import BadArgumentError, PoolFullError
+from cxlkv.pages import PageIds
+from cxlkv.prefix import prefix_keys
+from cxlkv.stats import find
 
+A, B = 0, 1  # the numbers of the hosts
 TOKENS = 40 * LAYOUT.page_tokens
-OF_A, OF_B, OF_A_BACK = (1, 2), 3, 4  # seeds of published texts
-FIRST_OF_MANY = 100  # seeds from here on: what a writes until it is killed
+OF_A, OF_B, OF_A_BACK, OF_B_LAST = (1, 2), 3, 4, 5  # seeds of published texts
+MANY = range(100, 200)  # what a writes until it is killed, over and over
 MANY_BEFORE_THE_KILL = 20
-LEASE_S = 600.0
-
-
-class Create(Protocol):
-    """CXLPool.create as it will be: `host` comes with sharing="software"."""
-
-    def __call__(
-        self, where: str, *, layout: KVLayout, capacity: str, sharing: str, host: str
-    ) -> CXLPool: ...
-
-
-class Open(Protocol):
-    def __call__(self, path: str, *, host: str) -> CXLPool: ...
-
-
-create = cast(Create, CXLPool.create)
-join = cast(Open, CXLPool.open)
+HOST_LEASE_S = 4.0
+HIT_LEASE_S = 600.0
+SOME = 64  # pages
 
 
 def publish(pool: CXLPool, seed: int) -> Sequence:
@@ -57,72 +52,157 @@ def publish(pool: CXLPool, seed: int) -> Sequence:
 
 def found(pool: CXLPool, seed: int) -> Sequence:
     """The whole text, matched and compared."""
-    with pool.match_prefix(token_ids(seed, TOKENS), lease_s=LEASE_S) as hit:
+    with pool.match_prefix(token_ids(seed, TOKENS), lease_s=HIT_LEASE_S) as hit:
         sequence = hit.sequence()
     assert_holds(sequence, seed, TOKENS)
     return sequence
 
 
-def first_life(pool: CXLPool) -> None:
-    for seed in OF_A:
-        publish(pool, seed).release()
-    say("a has published")
-    wait_for("b holds what a published")
-    for seed in count(FIRST_OF_MANY):  # until the power fails
-        with suppress(PoolFullError):
-            publish(pool, seed).release()
-        if seed == FIRST_OF_MANY + MANY_BEFORE_THE_KILL:
-            say("a keeps writing")
-
-
-def second_life(pool: CXLPool) -> None:
-    for seed in (*OF_A, OF_B):
-        found(pool, seed).release()
-    print(f"found whole: {texts_left(pool)} of what was written until the kill", flush=True)
-    publish(pool, OF_A_BACK).release()
-    say("a is back")
-
-
 def texts_left(pool: CXLPool) -> int:
     """Of each text that a was writing there may be less, or nothing, but nothing wrong."""
     whole = 0
-    for seed in range(FIRST_OF_MANY, FIRST_OF_MANY + 2 * MANY_BEFORE_THE_KILL):
+    for seed in MANY:
         with pool.match_prefix(token_ids(seed, TOKENS)) as hit:
             if hit:
-                assert_holds(hit.sequence(), seed, hit.tokens)
+                sequence = hit.sequence()
+                assert_holds(sequence, seed, hit.tokens)
+                sequence.release()
             whole += hit.tokens == TOKENS
     return whole
 
 
+def geometry(pool: CXLPool) -> dict[str, int]:
+    return cast("dict[str, int]", pool.describe()["geometry"])
+
+
+def extents_of(pool: CXLPool, pages: PageIds) -> set[int]:
+    return set((pages // geometry(pool)["slab_slots"]).tolist())
+
+
+def own_pages(pool: CXLPool) -> int:
+    stats = pool.stats()
+    return stats["pages_total"] - stats["pages_elsewhere"]
+
+
+def take_all(pool: CXLPool) -> PageIds:
+    """All pages that this host can get."""
+    taken: list[PageIds] = []
+    for wanted in (SOME, 1):
+        with suppress(PoolFullError):
+            while True:
+                taken.append(pool.pages.alloc(wanted))
+    return np.concatenate(taken)
+
+
+def check(pool: CXLPool) -> None:
+    report = pool.check(deep=True)
+    assert report["clean"], report["problems"]
+
+
+def check_protected(pool: CXLPool) -> None:
+    """What another host writes cannot be written here, as far as units of 2 MiB allow."""
+    modes = {
+        line.split()[1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith(DEVICE)
+    }
+    assert modes == {"rw-s", "r--s"}, modes
+
+
+def first_life(pool: CXLPool) -> None:
+    (SHARED / "geometry").write_text(json.dumps(geometry(pool)))
+    refusal(BadArgumentError, lambda: CXLPool.open(DEVICE))  # which host?
+    for seed in OF_A:
+        publish(pool, seed).release()
+    check_protected(pool)
+    say("a has published")
+    wait_for("b holds what a published")
+    for number in count():  # until the power fails
+        seed = MANY[number % len(MANY)]
+        pool.forget(prefix_keys(token_ids(seed, TOKENS), LAYOUT.page_tokens, b""))
+        publish(pool, seed).release()
+        if number == MANY_BEFORE_THE_KILL:
+            say("a keeps writing")
+
+
+def second_life(pool: CXLPool) -> None:
+    own = own_pages(pool)
+    for seed in (*OF_A, OF_B):
+        found(pool, seed).release()
+    print(f"found whole: {texts_left(pool)} of what was written until the kill", flush=True)
+    of_b = int((SHARED / "b owns").read_text())
+    total = pool.stats()["pages_total"]
+    print(f"own pages: {own} of a, {of_b} of b, {total} of the pool", flush=True)
+    assert own + of_b == total, "b took all but what is a's"
+    publish(pool, OF_A_BACK).release()
+    more = pool.pages.alloc(pool.stats()["pages_free"] + SOME)  # b is asked for some
+    print(f"b gave {own_pages(pool) - own} pages", flush=True)
+    assert own_pages(pool) > own
+    pool.pages.free(more)
+    say("a is back")
+    wait_for("b has published again")
+    found(pool, OF_B_LAST).release()
+    check(pool)
+
+
 def survivor(pool: CXLPool) -> None:
     held = {seed: found(pool, seed) for seed in OF_A}
+    of_a = set().union(*(extents_of(pool, sequence.pages) for sequence in held.values()))
+    check_protected(pool)
     say("b holds what a published")
     wait_for("a is dead")
     for seed, sequence in held.items():
         assert_holds(sequence, seed, TOKENS)
         found(pool, seed).release()
-    texts_left(pool)
+    print(f"found whole: {texts_left(pool)} of what a wrote", flush=True)
     publish(pool, OF_B).release()
     found(pool, OF_B).release()
+    taken = take_all(pool)
+    assert not extents_of(pool, taken) & of_a, "b got an extent of a host that may come back"
+    for seed, sequence in held.items():
+        assert_holds(sequence, seed, TOKENS)
+    (SHARED / "b owns").write_text(str(own_pages(pool)))
+    pool.pages.free(taken)
+    check(pool)
     say("b has published")
     wait_for("a is back")
     for seed, sequence in held.items():
         assert_holds(sequence, seed, TOKENS)
+        sequence.release()
     found(pool, OF_A_BACK).release()
-    assert pool.check(deep=True)["clean"]
+    publish(pool, OF_B_LAST).release()
+    check(pool)
+    say("b has published again")
+    wait_for("a has left")
+    for seed in (*OF_A, OF_B, OF_A_BACK, OF_B_LAST):
+        found(pool, seed).release()
+    taken = take_all(pool)
+    assert own_pages(pool) == pool.stats()["pages_total"], "a has left: all may be b's"
+    pool.pages.free(taken)
+    check(pool)
 
 
 def main(name: str) -> None:
     bind_device()
     if name == "b":
         wait_for("a has published")
-        with join(DEVICE, host="b") as pool:
+        with CXLPool.open(DEVICE, host=B, lease_s=HOST_LEASE_S) as pool:
             survivor(pool)
+        CXLPool.remove(DEVICE)
+        assert find([DEVICE]) == []
     elif (SHARED / "a is dead").exists():
-        with join(DEVICE, host="a") as pool:
+        with CXLPool.open(DEVICE, layout=LAYOUT, host=A, lease_s=HOST_LEASE_S) as pool:
             second_life(pool)
+        say("a has left")
     else:
-        pool = create(DEVICE, layout=LAYOUT, capacity="all", sharing="software", host="a")
+        pool = CXLPool.create(
+            DEVICE,
+            layout=LAYOUT,
+            capacity="all",
+            sharing="software",
+            host=A,
+            lease_s=HOST_LEASE_S,
+        )
         first_life(pool)
 
 
