@@ -46,6 +46,8 @@ class Image:
 
 def prepare(folder: Path) -> Image:
     """The image in `folder`, made if it is not there; raises Missing."""
+    if not _qemu_is_there() and os.geteuid() != 0:
+        raise Missing(f"{QEMU} {QEMU_MAJOR_MIN} or newer is missing; installing it needs root")
     folder.mkdir(parents=True, exist_ok=True)
     image = Image(folder / "vmlinuz", folder / "initrd.gz", folder / "tools")
     unpacked = image.kernel.exists() and (folder / "modules/order").exists()
@@ -121,8 +123,6 @@ class _Apt:
         return done.stdout
 
     def install(self, package: str) -> None:
-        if os.geteuid() != 0:
-            raise Missing(f"{QEMU} {QEMU_MAJOR_MIN} or newer is missing, and apt needs root")
         print(f"installing {package}", flush=True)
         self._run(
             "apt-get", "install", "-y", "-q", "--no-install-recommends", *self._newer, package

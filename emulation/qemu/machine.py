@@ -100,6 +100,8 @@ def _start_script(image: Image, name: str, module: str) -> str:
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONUNBUFFERED": "1",
         "HOME": "/run",
+        "TERM": "dumb",
+        "COLUMNS": "110",
     }
     lines = [
         *(f"export {key}={shlex.quote(value)}" for key, value in settings.items()),

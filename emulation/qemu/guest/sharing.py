@@ -7,6 +7,7 @@ and takes all memory that it may have. Then a boots again, as the same host, and
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from contextlib import suppress
 from itertools import count
@@ -28,7 +29,7 @@ from cxlkv.emulation.qemu.guest.steps import (
     token_ids,
     wait_for,
 )
-from cxlkv.errors import BadArgumentError, PoolFullError
+from cxlkv.errors import BadArgumentError, HostError, PoolFullError
 from cxlkv.pages import PageIds
 from cxlkv.prefix import prefix_keys
 from cxlkv.stats import find
@@ -41,6 +42,14 @@ MANY_BEFORE_THE_KILL = 20
 HOST_LEASE_S = 4.0
 HIT_LEASE_S = 600.0
 SOME = 64  # pages
+# In a process of its own, on the same host: it reads what the other host published.
+OTHER_PROCESS = f"""
+from cxlkv import CXLPool
+from cxlkv.emulation.qemu.guest.sharing import B, HOST_LEASE_S, found, OF_A
+with CXLPool.open("{DEVICE}", host=B, lease_s=HOST_LEASE_S) as pool:
+    for seed in OF_A:
+        found(pool, seed).release()
+"""
 
 
 def publish(pool: CXLPool, seed: int) -> Sequence:
@@ -149,6 +158,7 @@ def survivor(pool: CXLPool) -> None:
     held = {seed: found(pool, seed) for seed in OF_A}
     of_a = set().union(*(extents_of(pool, sequence.pages) for sequence in held.values()))
     check_protected(pool)
+    subprocess.run([sys.executable, "-c", OTHER_PROCESS], check=True)
     say("b holds what a published")
     wait_for("a is dead")
     for seed, sequence in held.items():
@@ -186,6 +196,7 @@ def main(name: str) -> None:
     bind_device()
     if name == "b":
         wait_for("a has published")
+        refusal(HostError, lambda: CXLPool.open(DEVICE, host=A, lease_s=HOST_LEASE_S))  # a beats
         with CXLPool.open(DEVICE, host=B, lease_s=HOST_LEASE_S) as pool:
             survivor(pool)
         CXLPool.remove(DEVICE)
