@@ -96,6 +96,8 @@ COHERENCE_OPERATIONS = (
     "read_evicted",
     "publish",
     "acquire",
+    "acquire_unpinned",
+    "unpin",
 )
 VISIBILITY_MODES = ("coherent", "fast", "strict")
 

@@ -86,9 +86,11 @@ def test_the_cost_of_coherence_is_of_calls_that_do_what_they_say() -> None:
         _core.coherence_time_s(operation, memory, target, 0, 1)
         assert bool((target == 7).all())
     _core.coherence_time_s("publish", memory, source, 0, 15, checksum=True)
-    target[:] = 0
-    _core.coherence_time_s("acquire", memory, target, 0, 7, batch=2, checksum=True)
-    assert bool((target == 7).all())
+    for operation in ("acquire", "acquire_unpinned"):
+        target[:] = 0
+        _core.coherence_time_s(operation, memory, target, 0, 7, batch=2, checksum=True)
+        assert bool((target == 7).all())
+    assert _core.coherence_time_s("unpin", memory, target, 0, 7, batch=2) > 0
     memory[15 * 64 + 14 * (4096 + 64) + 64 + 100] ^= 1  # of the last payload
     with pytest.raises(errors.StaleError, match="record 14 is not there"):
         _core.coherence_time_s("acquire", memory, target, 14, 1, checksum=True)

@@ -30,6 +30,9 @@ TABLE = {
     "read_invalidated": "read_invalidated",
     "read_evicted": "read_evicted",
 }
+# What is compared with what. An acquire as the pool does it pins first and looks at the descriptor
+# once; an unpinned one looks at it before the copy and after it.
+BARE = {"stream": ("publish",), "read_invalidated": ("acquire", "acquire_unpinned")}
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Timed:
 
     def run(self, operation: str, batch: int = 1, checksum: bool = False) -> float:
         """Seconds a record."""
-        reads = operation.startswith("read") or operation == "acquire"
+        reads = operation.startswith(("read", "acquire"))
         repeat = max(1, self.sample_records // batch)
         seconds = _core.coherence_time_s(
             operation,
@@ -113,29 +116,34 @@ def measure_records(result: Result, memory: Bytes, record_bytes: int, size: Size
     timed = Timed(memory, record_bytes, size.sample_bytes)
     tail = "" if record_bytes == 16384 else f"_{SIZE_NAMES.get(record_bytes, record_bytes)}"
     samples: Samples = {}
-    for verb, bare in (("publish", "stream"), ("acquire", "read_invalidated")):
+    for bare, verbs in BARE.items():
         timed.publish_all()
         functions = {
-            f"bare_{verb}": timed.function(bare),
-            verb: timed.function(verb),
-            f"bare_{verb}_batch": timed.function(bare, BATCH),
-            f"{verb}_batch": timed.function(verb, BATCH),
-            f"{verb}_crc": timed.function(verb, checksum=True),
+            f"bare_{verbs[0]}": timed.function(bare),
+            f"bare_{verbs[0]}_batch": timed.function(bare, BATCH),
+            f"{verbs[0]}_crc": timed.function(verbs[0], checksum=True),
         }
+        for verb in verbs:
+            functions[verb] = timed.function(verb)
+            functions[f"{verb}_batch"] = timed.function(verb, BATCH)
         samples.update(interleave_reported(functions, size.rounds))
+    timed.publish_all()
+    samples.update(interleave_reported({"unpin": timed.function("unpin")}, size.rounds))
     result.checks[f"copy_is_what_was_published{tail}"] = np.array_equal(timed.source, timed.target)
     result.checks[f"next_generation_is_refused{tail}"] = is_refused(timed)
     median = {
         name: result.measure(f"{name}{tail}_us", [s * 1e6 for s in seconds], "us").median
         for name, seconds in samples.items()
     }
-    for verb in ("publish", "acquire"):
-        result.measure(f"{verb}{tail}_p99_us", [p99(samples[verb]) * 1e6], "us")
-        result.ratios[f"{verb}_cost{tail}"] = median[verb] / median[f"bare_{verb}"]
-        result.ratios[f"{verb}_batch_cost{tail}"] = (
-            median[f"{verb}_batch"] / median[f"bare_{verb}_batch"]
-        )
-        result.ratios[f"{verb}_crc_cost{tail}"] = median[f"{verb}_crc"] / median[f"bare_{verb}"]
+    for verbs in BARE.values():
+        bare = f"bare_{verbs[0]}"
+        result.measure(f"{verbs[0]}{tail}_p99_us", [p99(samples[verbs[0]]) * 1e6], "us")
+        result.ratios[f"{verbs[0]}_crc_cost{tail}"] = median[f"{verbs[0]}_crc"] / median[bare]
+        for verb in verbs:
+            result.ratios[f"{verb}_cost{tail}"] = median[verb] / median[bare]
+            result.ratios[f"{verb}_batch_cost{tail}"] = (
+                median[f"{verb}_batch"] / median[f"{bare}_batch"]
+            )
 
 
 def is_refused(timed: Timed) -> bool:

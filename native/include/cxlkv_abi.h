@@ -380,7 +380,9 @@ int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args);
 #define CXLKV_COHERENCE_READ_EVICTED 7
 /* The protocol. */
 #define CXLKV_COHERENCE_PUBLISH 8
-#define CXLKV_COHERENCE_ACQUIRE 9
+#define CXLKV_COHERENCE_ACQUIRE 9          /* as a pool does it: pinned, one look, copied */
+#define CXLKV_COHERENCE_ACQUIRE_UNPINNED 10 /* a look before the copy and one after it */
+#define CXLKV_COHERENCE_UNPIN 11
 
 typedef struct cxlkv_coherence_args {
     uint32_t operation;

@@ -77,7 +77,7 @@ static void borrow_some(cxlkv_pool *pool, borrowing *items, uint32_t count,
                                         .version = items[i].generation << 8 | items[i].state,
                                         .ranges = own, .range_count = range_count(pool)};
     }
-    visibility_acquire(wanted, used, pool->mode);
+    visibility_take(wanted, used, pool->mode);
     for (uint32_t i = 0; i < used; i++)
         items[places[i]].code = settle_item(pool, &items[places[i]], &wanted[i]);
     set_pins(pool, items, count, false);
@@ -113,9 +113,9 @@ void borrow_renew(cxlkv_pool *pool) {
         visibility_pin(&pin, 1, pool->mode);
         acquire_item look = {.descriptor_line = descriptor_of(pool, page),
                              .version = info->generation << 8 | PAGE_PUBLISHED};
-        bool same = visibility_acquire(&look, 1, pool->mode) == 1;
+        bool same = visibility_take(&look, 1, pool->mode) == 1;
         look.version = info->generation << 8 | PAGE_SEALED;
-        same = same || visibility_acquire(&look, 1, pool->mode) == 1;
+        same = same || visibility_take(&look, 1, pool->mode) == 1;
         if (same || info->lost) continue;
         info->lost = 1;
         pool->host->lost_pages++;

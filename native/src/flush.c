@@ -194,8 +194,6 @@ void flush_copy_in(void *pool, const void *from, size_t bytes) {
 
 #endif
 
-/* None of it is in a cache, as it was invalidated, and a processor finds less to load ahead in a
- * memcpy than it could load at a time: so it is asked for AHEAD bytes early. */
 void flush_copy_out(void *to, const void *pool, size_t bytes) { memcpy(to, pool, bytes); }
 
 void flush_store_line(void *line, const void *from, uint32_t first_word) {

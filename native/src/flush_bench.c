@@ -14,7 +14,7 @@
 #include "rpc.h"
 #include "visibility.h"
 
-enum { LINE = FLUSH_LINE_BYTES, PIECE_BYTES = 4096, BATCH_MAX = 64 };
+enum { LINE = FLUSH_LINE_BYTES, PIECE_BYTES = 4096, BATCH_MAX = 64, PIN_WORDS = 4096 };
 
 static uint64_t monotonic_ns(void) {
     struct timespec now;
@@ -136,8 +136,21 @@ static void publish(const cxlkv_coherence_args *args, uint64_t first) {
     visibility_publish(items, args->batch, (enum visibility_mode)args->mode);
 }
 
+/* As a pool's pins lie: a bit for each record, 64 of them in a word. */
+static uint32_t pins_of(const cxlkv_coherence_args *args, uint64_t first, pin_item *pins) {
+    static _Alignas(LINE) uint64_t words[PIN_WORDS];
+    for (uint32_t i = 0; i < args->batch; i++) {
+        uint64_t record = (first + i) % args->record_count;
+        pins[i] = (pin_item){.word = words + record / 64 % PIN_WORDS, .bits = 1ull << record % 64};
+    }
+    return args->batch;
+}
+
 /* How many of the batch were there, whole. */
-static uint32_t acquire(const cxlkv_coherence_args *args, uint64_t first) {
+static uint32_t acquire(const cxlkv_coherence_args *args, uint64_t first, bool pinned) {
+    enum visibility_mode mode = (enum visibility_mode)args->mode;
+    pin_item pins[BATCH_MAX];
+    if (pinned) visibility_pin(pins, pins_of(args, first, pins), mode);
     acquire_item items[BATCH_MAX];
     visible_range ranges[BATCH_MAX][2];
     uint64_t headers[BATCH_MAX][LINE / 8], sum = 0;
@@ -149,7 +162,8 @@ static uint32_t acquire(const cxlkv_coherence_args *args, uint64_t first) {
                                   .version = version_of(args), .ranges = ranges[i],
                                   .range_count = 2};
     }
-    uint32_t accepted = visibility_acquire(items, args->batch, (enum visibility_mode)args->mode);
+    uint32_t accepted = pinned ? visibility_take(items, args->batch, mode)
+                               : visibility_acquire(items, args->batch, mode);
     if (!args->checksum || accepted != args->batch) return accepted;
     for (uint64_t at = 0; at < args->record_bytes; at += PIECE_BYTES) {
         uint64_t left = args->record_bytes - at;
@@ -158,10 +172,15 @@ static uint32_t acquire(const cxlkv_coherence_args *args, uint64_t first) {
     return sum == headers[args->batch - 1][0] ? accepted : 0;
 }
 
+static void unpin(const cxlkv_coherence_args *args, uint64_t first) {
+    pin_item pins[BATCH_MAX];
+    visibility_unpin(pins, pins_of(args, first, pins), (enum visibility_mode)args->mode);
+}
+
 int64_t cxlkv_coherence_time(const cxlkv_coherence_args *args) {
     if (!args->batch || args->batch > BATCH_MAX || args->record_count < args->batch ||
         !args->record_bytes || args->record_bytes % LINE || (uintptr_t)args->memory % LINE ||
-        args->operation > CXLKV_COHERENCE_ACQUIRE || args->mode > VISIBILITY_STRICT)
+        args->operation > CXLKV_COHERENCE_UNPIN || args->mode > VISIBILITY_STRICT)
         return fail(CXLKV_E_ARGUMENT, "batch is 1 to %d and at most record_count, record_bytes and "
                     "memory are multiples of %d", BATCH_MAX, LINE);
     if (!flush_supported())
@@ -170,9 +189,11 @@ int64_t cxlkv_coherence_time(const cxlkv_coherence_args *args) {
     uint64_t began_ns = monotonic_ns();
     for (uint64_t done = 0; done < args->repeat; done++) {
         uint64_t first = args->first + done * args->batch;
+        bool pinned = args->operation == CXLKV_COHERENCE_ACQUIRE;
         if (args->operation == CXLKV_COHERENCE_PUBLISH) publish(args, first);
-        else if (args->operation != CXLKV_COHERENCE_ACQUIRE) bare(args, first, wide);
-        else if (acquire(args, first) != args->batch)
+        else if (args->operation == CXLKV_COHERENCE_UNPIN) unpin(args, first);
+        else if (args->operation < CXLKV_COHERENCE_PUBLISH) bare(args, first, wide);
+        else if (acquire(args, first, pinned) != args->batch)
             return fail(CXLKV_E_STALE, "record %lu is not there: publish it first", first);
     }
     flush_fence_all(FLUSH_NONE);
@@ -262,7 +283,7 @@ static int64_t acquire_all(pair *p, uint64_t *nanoseconds) {
     cxlkv_coherence_args args = p->args;
     args.local = copy_at(p, 1);
     for (uint64_t i = 0; i < p->count; i++) {
-        while (acquire(&args, i) != 1)
+        while (acquire(&args, i, false) != 1)
             if (monotonic_ns() > until_ns) {
                 atomic_store_explicit(&p->acquired, UINT64_MAX, memory_order_release);
                 return fail(CXLKV_E_TIMEOUT, "record %lu was not seen within 60 s", i);

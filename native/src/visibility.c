@@ -7,7 +7,7 @@
 #include "cxlkv.h"
 #include "flush.h"
 
-enum { LINE = FLUSH_LINE_BYTES, ATTEMPTS = 8 };
+enum { LINE = FLUSH_LINE_BYTES, ATTEMPTS = 8, EXPECTED_LINES = 257 };
 /* Of an item on its way: to be looked at (again), and seen and being copied. */
 enum { OPEN = -CXLKV_E_CORRUPT, COPYING = 1 };
 
@@ -85,8 +85,20 @@ static void drop_payloads(const acquire_item *items, uint32_t count) {
                              items[i].ranges[r].bytes);
 }
 
+/* A record alone finds nothing in the caches, and nothing yet that the processor could foresee: so
+ * all of it is asked for together. The copies of a batch overlap by themselves. */
+static void expect(const acquire_item *item) {
+    uint32_t lines = 0;
+    for (uint32_t r = 0; item->code == COPYING && r < item->range_count; r++)
+        for (size_t at = 0; item->ranges[r].to && at < item->ranges[r].bytes; at += LINE)
+            if (lines++ < EXPECTED_LINES)
+                flush_expect((const uint8_t *)item->ranges[r].pool + at);
+            else
+                return;
+}
+
 /* One attempt for the items that are open, all of them under the same fences. */
-static void acquire_round(acquire_item *items, uint32_t count, enum visibility_mode mode) {
+static void take_round(acquire_item *items, uint32_t count, enum visibility_mode mode) {
     look_at(items, count, OPEN, mode);
     for (uint32_t i = 0; i < count; i++) {
         if (items[i].code != OPEN) continue;
@@ -96,33 +108,51 @@ static void acquire_round(acquire_item *items, uint32_t count, enum visibility_m
     flush_fence_all(FLUSH_ACQUIRE_SEEN_FENCE);
     if (mode != VISIBILITY_COHERENT) drop_payloads(items, count); /* V4 */
     flush_fence_all(FLUSH_ACQUIRE_PAYLOAD_FENCE);
+    if (count == 1) expect(items);
     for (uint32_t i = 0; i < count; i++)
         for (uint32_t r = 0; items[i].code == COPYING && r < items[i].range_count; r++)
             if (items[i].ranges[r].to)
                 flush_copy_out(items[i].ranges[r].to, items[i].ranges[r].pool,
                                items[i].ranges[r].bytes);
+}
+
+/* After it, what was copied is what was seen: nothing changed in between (V3). */
+static void look_again(acquire_item *items, uint32_t count, enum visibility_mode mode) {
     flush_fence_all(FLUSH_ACQUIRE_COPIED_FENCE);
     look_at(items, count, COPYING, mode);
     for (uint32_t i = 0; i < count; i++) {
         uint8_t again[LINE];
         if (items[i].code != COPYING) continue;
         flush_load_line(again, items[i].descriptor_line);
-        items[i].code = memcmp(again, items[i].descriptor, LINE) == 0 ? 0 : OPEN; /* V3 */
+        items[i].code = memcmp(again, items[i].descriptor, LINE) == 0 ? 0 : OPEN;
     }
 }
 
-uint32_t visibility_acquire(acquire_item *items, uint32_t count, enum visibility_mode mode) {
+static uint32_t acquire(acquire_item *items, uint32_t count, bool pinned,
+                        enum visibility_mode mode) {
     uint32_t accepted = 0, open = count;
     for (uint32_t i = 0; i < count; i++) items[i].code = OPEN;
     /* Nothing else orders an invalidation after the load by which we learned of the record. */
     flush_fence_all(FLUSH_ACQUIRE_BEGIN_FENCE);
     for (int attempt = 0; open > 0 && attempt < ATTEMPTS; attempt++) {
-        acquire_round(items, count, mode);
+        take_round(items, count, mode);
+        if (!pinned) look_again(items, count, mode);
         open = 0;
-        for (uint32_t i = 0; i < count; i++) open += items[i].code == OPEN;
+        for (uint32_t i = 0; i < count; i++) {
+            if (items[i].code == COPYING) items[i].code = 0; /* V6 holds it as it was seen */
+            open += items[i].code == OPEN;
+        }
     }
     for (uint32_t i = 0; i < count; i++) accepted += items[i].code == 0;
     return accepted;
+}
+
+uint32_t visibility_acquire(acquire_item *items, uint32_t count, enum visibility_mode mode) {
+    return acquire(items, count, false, mode);
+}
+
+uint32_t visibility_take(acquire_item *items, uint32_t count, enum visibility_mode mode) {
+    return acquire(items, count, true, mode);
 }
 
 /* ---- pins ---- */

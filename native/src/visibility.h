@@ -47,6 +47,9 @@ typedef struct acquire_item {
  * before the copy to after it (V3, V4). Returns how many were accepted. A descriptor whose CRC is
  * wrong may be one that is being written: it is read again, a bounded number of times. */
 uint32_t visibility_acquire(acquire_item *items, uint32_t count, enum visibility_mode mode);
+/* The same for records that this host has pinned before: they cannot change any more once they were
+ * seen (V6), so the descriptor is not looked at again. */
+uint32_t visibility_take(acquire_item *items, uint32_t count, enum visibility_mode mode);
 
 /* A pin (V6): a page's bit in a word of a line that only the reader's host writes (V7). Set before
  * the reader looks at the descriptor, it keeps the page from being written again until it is clear,

@@ -4,7 +4,7 @@
  * An optimistic reader only acquires: what it accepts must be whole and of the generation it asked
  * for (V1, V3, V4, V5). A pinning one pins a batch first, keeps what was accepted for some rounds
  * and reads it in place, as attention does: it must not change until it is unpinned (V6). A
- * trusting one looks at the descriptor once, under its pin, and never again: V6 alone must do.
+ * trusting one takes what it has pinned, with one look at the descriptor: V6 alone must do.
  * A record that was published before an acquire began and not freed before it ended must be
  * accepted, and none whose free had returned; a pin is seen once it has returned, and not once its
  * end has. Readers also ask for what they only guess, as whoever
@@ -257,6 +257,7 @@ static inline uint32_t reader_wishes(reader *own, wish *wishes) {
     return count;
 }
 
+typedef uint32_t taking(acquire_item *items, uint32_t count, enum visibility_mode mode);
 typedef void pins_change(const pin_item *items, uint32_t count, enum visibility_mode mode);
 
 static inline void reader_pins(reader *own, const uint32_t *records, uint32_t count,
@@ -274,7 +275,7 @@ static inline void reader_pins(reader *own, const uint32_t *records, uint32_t co
         atomic_fetch_add_explicit(&s->steps[own->number][records[i]], 1, memory_order_relaxed);
 }
 
-static inline void reader_acquire(scenario *s, wish *wishes, uint32_t count) {
+static inline void reader_acquire(scenario *s, wish *wishes, uint32_t count, taking *take) {
     size_t bytes = (size_t)s->payload_lines * FLUSH_LINE_BYTES;
     visible_range ranges[SCENARIO_BATCH][2];
     acquire_item items[SCENARIO_BATCH] = {0};
@@ -286,7 +287,7 @@ static inline void reader_acquire(scenario *s, wish *wishes, uint32_t count) {
                                   .version = at->generation << 8 | PAGE_SEALED,
                                   .ranges = ranges[i], .range_count = 2};
     }
-    visibility_acquire(items, count, s->mode);
+    take(items, count, s->mode);
     for (uint32_t i = 0; i < count; i++) {
         wish *at = &wishes[i];
         at->granted = items[i].code == 0;
@@ -295,27 +296,6 @@ static inline void reader_acquire(scenario *s, wish *wishes, uint32_t count) {
         if (at->granted && !reader_same(s, at->r, at->generation, at->header, at->payload))
             scenario_fail(s, "stale or torn", at->r, at->generation);
     }
-}
-
-/* After the pin: one look at the descriptor, then the payload's old lines are dropped, and that is
- * all. By the seam itself, since acquire would look again. */
-static inline void reader_trust(scenario *s, wish *wishes, uint32_t count) {
-    for (uint32_t i = 0; i < count; i++)
-        flush_invalidate(FLUSH_NONE, scenario_descriptor(s, wishes[i].r), FLUSH_LINE_BYTES);
-    flush_fence_all(FLUSH_NONE);
-    for (uint32_t i = 0; i < count; i++) {
-        uint8_t line[FLUSH_LINE_BYTES], wanted[FLUSH_LINE_BYTES];
-        flush_load_line(line, scenario_descriptor(s, wishes[i].r));
-        scenario_line_of(wishes[i].generation, PAGE_SEALED, wanted);
-        wishes[i].granted = memcmp(line, wanted, sizeof(line)) == 0;
-    }
-    flush_fence_all(FLUSH_NONE);
-    for (uint32_t i = 0; i < count; i++) {
-        flush_invalidate(FLUSH_NONE, scenario_header(s, wishes[i].r), FLUSH_LINE_BYTES);
-        flush_invalidate(FLUSH_NONE, scenario_payload(s, wishes[i].r),
-                         (size_t)s->payload_lines * FLUSH_LINE_BYTES);
-    }
-    flush_fence_all(FLUSH_NONE);
 }
 
 /* A pinned record, in place: what is cached of it stays right. */
@@ -355,8 +335,8 @@ static inline void reader_round(reader *own, bool last) {
     bool pins = own->kind != READER_OPTIMISTIC;
     for (uint32_t i = 0; i < count; i++) records[i] = wishes[i].r;
     if (pins) reader_pins(own, records, count, visibility_pin);
-    if (own->kind == READER_TRUSTING) reader_trust(s, wishes, count);
-    else if (count) reader_acquire(s, wishes, count);
+    bool trusts = own->kind == READER_TRUSTING;
+    if (count) reader_acquire(s, wishes, count, trusts ? visibility_take : visibility_acquire);
     for (uint32_t i = 0; i < count; i++) {
         wish *at = &wishes[i];
         atomic_fetch_add(at->granted ? &s->accepted : &s->refused, 1);
