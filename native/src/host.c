@@ -213,6 +213,18 @@ uint64_t host_state_layout(uint32_t page_count, host_state *host) {
     return host->bytes;
 }
 
+/* Two hosts may have published one text; each finds its own copy, so that it can give that up. */
+static bool index_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t page) {
+    uint32_t other = index_find(pool, hash);
+    if (other != NO_PAGE) {
+        if (page_is_ours(pool, other) || !page_is_ours(pool, page)) return false;
+        index_erase(pool, hash);
+        pool->host->published_pages -= pool->pages[other].published;
+        pool->pages[other].published = 0;
+    }
+    return index_insert(pool, hash, page);
+}
+
 /* The region's descriptors say what is published; all else that nobody holds is free. */
 static void rebuild_page(cxlkv_pool *pool, uint32_t page, bool pinned) {
     page_info *info = &pool->pages[page];
@@ -230,14 +242,13 @@ static void rebuild_page(cxlkv_pool *pool, uint32_t page, bool pinned) {
     uint64_t generation = line.version >> 8, state = line.version & 255;
     if (!ours && info->holders && generation != info->generation) return; /* it is lost to us */
     if (generation > info->generation || !ours) info->generation = generation;
-    /* In an extent that was another host's, it may be in the index already. */
-    bool found = state == PAGE_PUBLISHED && (index_find(pool, line.hash) == page ||
-                                             index_insert(pool, line.hash, page));
-    if (found) {
+    if (state == PAGE_PUBLISHED && index_page(pool, line.hash, page)) {
         info->published = 1;
         pool->host->published_pages++;
     } else if (ours && info->holders == 0 && state != PAGE_FREE && !info->retired && !pinned) {
         descriptor_write(pool, page, ++info->generation, PAGE_FREE, 0, NULL);
+    } else if (ours && state == PAGE_PUBLISHED && !info->retired) {
+        descriptor_write(pool, page, info->generation, PAGE_SEALED, line.tokens, NULL);
     }
 }
 
