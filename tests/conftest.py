@@ -58,13 +58,20 @@ def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+PAGES = ("free", "held", "published_only", "quarantined", "retired", "withdrawn", "elsewhere")
+
+
+def pages_accounted(stats: dict[str, int]) -> int:
+    """Each page is in one of these states: the total."""
+    return sum(stats[f"pages_{state}"] for state in PAGES)
+
+
 def audit(pool: CXLPool) -> None:
     """What holds for a pool at all times; without sequences, nothing is held either."""
     report = pool.check(deep=True)
     assert report["clean"], report["problems"]
     stats = pool.stats()
-    parts = ("free", "held", "published_only", "quarantined", "retired")
-    assert sum(stats[f"pages_{part}"] for part in parts) == stats["pages_total"], stats
+    assert pages_accounted(stats) == stats["pages_total"], stats
     if stats["sequences"] == 0 and stats["processes"] == 1:
         assert stats["pages_held"] == 0, stats
 

@@ -1,4 +1,6 @@
-"""One process of tests/test_processes.py: works on a shared pool, and checks all that it reads.
+"""One process of a storm on a shared pool: works on it, and checks all that it reads.
+
+tests/test_processes.py and tests/test_hosts_storm.py start them; CXLKV_HOST says on which host.
 
 Every token's numbers follow from (seed, index), so whoever gets a sequence, by handle or by match,
 can verify it. A text of segments [(seed, tokens), ...] says what a sequence holds.
@@ -6,6 +8,7 @@ can verify it. A text of segments [(seed, tokens), ...] says what a sequence hol
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,6 +23,7 @@ import numpy.typing as npt
 
 from cxlkv import CXLPool, Sequence
 from cxlkv.errors import PoolFullError, StaleError
+from cxlkv.prefix import prefix_keys
 
 LAYERS, HEADS, DIM, PAGE_TOKENS = 2, 2, 8, 4
 FAMILIES = 24  # texts that every process knows, for publish and match
@@ -218,7 +222,7 @@ class Worker:
 
     def family(self) -> tuple[int, Segments, list[int]]:
         seed = 1 + self.random.randrange(FAMILIES)
-        return seed, [(seed, FAMILY_TOKENS)], [seed * 1000 + i for i in range(FAMILY_TOKENS)]
+        return seed, [(seed, FAMILY_TOKENS)], token_ids(seed)
 
     def publish(self) -> None:
         seed, _, token_ids = self.family()
@@ -239,8 +243,6 @@ class Worker:
             self.free()
 
     def forget(self) -> None:
-        from cxlkv.prefix import prefix_keys
-
         self.seen["forgotten"] += self.pool.forget(prefix_keys(self.family()[2], PAGE_TOKENS))
 
     def finish(self) -> None:
@@ -253,6 +255,44 @@ class Worker:
             self.settle()
             os.sched_yield()
         self.pool.close()
+
+
+class Publisher(Worker):
+    """Publishes texts of its own as well, and says so as soon as publish has returned."""
+
+    def __init__(self, path: str, box: Path, seed: int) -> None:
+        super().__init__(path, box, seed)
+        self.own: list[int] = []
+
+    def step(self) -> None:
+        super().step()
+        if self.random.random() < 0.2:
+            with contextlib.suppress(PoolFullError):
+                self.publish_own()
+
+    def publish_own(self) -> None:
+        seed = 1000 + self.random.getrandbits(48)
+        sequence = self.pool.sequence()
+        self.write(sequence, [], seed, FAMILY_TOKENS)
+        pages = self.pool.publish_prefix(sequence, token_ids(seed))
+        say(published=seed)
+        if pages != FAMILY_TOKENS // PAGE_TOKENS:
+            raise Torn(f"{pages} pages of {seed} published")
+        sequence.release()
+        self.own.append(seed)
+        if len(self.own) > 3:
+            forgotten = self.own.pop(0)
+            say(forgotten=forgotten)
+            self.pool.forget(prefix_keys(token_ids(forgotten), PAGE_TOKENS))
+
+
+def token_ids(seed: int) -> list[int]:
+    return [seed * 1000 + i for i in range(FAMILY_TOKENS)]
+
+
+def say(**words: object) -> None:
+    """One write, which no kill cuts in two."""
+    os.write(1, json.dumps(words).encode() + b"\n")
 
 
 def is_alive(pid: int) -> bool:
@@ -304,6 +344,19 @@ def victims(path: str, box: Path, seed: int, kills: int) -> None:
         print(json.dumps({"done": count + 1}), flush=True)
 
 
+def publisher(path: str, box: Path, seed: int, _: int) -> None:
+    """Until SIGTERM; says first what the pool looks like to a newcomer."""
+    ended: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    worker = Publisher(path, box, seed)
+    say(stats=worker.pool.stats(), problems=worker.pool.check(deep=True)["problems"])
+    while not ended:
+        worker.step()
+    worker.finish()
+    say(seen=worker.seen)
+
+
 if __name__ == "__main__":
     command, where, letters, number, amount = sys.argv[1:]
-    {"work": work, "victims": victims}[command](where, Path(letters), int(number), int(amount))
+    commands = {"work": work, "victims": victims, "publisher": publisher}
+    commands[command](where, Path(letters), int(number), int(amount))

@@ -95,14 +95,28 @@ static bool is_known(const extent_owner *owners, uint32_t count) {
     return false;
 }
 
+/* What its former owner published is found again, under the same hash. */
+static void rebuild_extent(cxlkv_pool *pool, uint32_t extent) {
+    uint32_t slots = pool->geometry.slab_slots;
+    for (uint32_t page = extent * slots; page < (extent + 1) * slots; page++) {
+        page_info *info = &pool->pages[page];
+        pool->host->published_pages -= info->published;
+        info->published = 0;
+        info->shown = 1;
+    }
+    for (uint32_t i = 0; i < slots / RUN_SLOTS; i++)
+        host_rebuild_run(pool, first_run(pool, extent) + i);
+}
+
 /* One that comes or goes while the allocator is at work; an arriving host builds it afterwards. */
 static void adapt(cxlkv_pool *pool, uint32_t extent, bool ours) {
     uint32_t runs = pool->geometry.slab_slots / RUN_SLOTS, first = first_run(pool, extent);
     bool works = pool->host->ready;
     for (uint32_t i = 0; works && !ours && i < runs; i++) pages_unlist(pool, first + i);
     set_ours(pool, extent, ours);
+    if (ours) hand_over(pool, extent, false);
     extents_protect(pool);
-    for (uint32_t i = 0; works && ours && i < runs; i++) host_rebuild_run(pool, first + i);
+    if (works && ours) rebuild_extent(pool, extent);
 }
 
 int extents_refresh(cxlkv_pool *pool) {
@@ -119,21 +133,6 @@ int extents_refresh(cxlkv_pool *pool) {
     free(owners);
     extents_protect(pool);
     return code;
-}
-
-/* Our own from now on; what its former owner published stays. */
-static void enter(cxlkv_pool *pool, uint32_t extent) {
-    uint32_t runs = pool->geometry.slab_slots / RUN_SLOTS;
-    for (uint32_t slot = 0; slot < pool->geometry.slab_slots; slot++) {
-        page_info *info = &pool->pages[extent * pool->geometry.slab_slots + slot];
-        if (info->published) pool->host->published_pages--;
-        info->published = 0; /* it is found again below, under the same hash */
-        info->shown = 1;
-    }
-    set_ours(pool, extent, true);
-    hand_over(pool, extent, false);
-    extents_protect(pool);
-    for (uint32_t i = 0; i < runs; i++) host_rebuild_run(pool, first_run(pool, extent) + i);
 }
 
 /* How many extents to take for so many pages: some more than that, so that hosts which grow do not
@@ -167,7 +166,7 @@ static int take_some(cxlkv_pool *pool, uint64_t page_count) {
         if (code == 0 && chosen) code = hosts_claim(&pool->hosts, owners, chosen, extents, true);
         hosts_unlock(&pool->hosts);
     }
-    for (uint32_t i = 0; code == 0 && i < chosen; i++) enter(pool, extents[i]);
+    for (uint32_t i = 0; code == 0 && i < chosen; i++) adapt(pool, extents[i], true);
     free(owners);
     return code == 0 && chosen == 0 ? -EAGAIN : code;
 }

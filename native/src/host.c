@@ -216,6 +216,7 @@ uint64_t host_state_layout(uint32_t page_count, host_state *host) {
 /* Two hosts may have published one text; each finds its own copy, so that it can give that up. */
 static bool index_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t page) {
     uint32_t other = index_find(pool, hash);
+    if (other == page) return true;
     if (other != NO_PAGE) {
         if (page_is_ours(pool, other) || !page_is_ours(pool, page)) return false;
         index_erase(pool, hash);
