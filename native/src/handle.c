@@ -635,7 +635,8 @@ bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]) {
     /* Another host's page is its owner's to forget: it reads that in our log. */
     log_add(pool, page_is_ours(pool, page) ? LOG_FREE : LOG_FORGET, page, info->generation, hash);
     if (!page_is_ours(pool, page)) return true;
-    if (info->holders && !info->retired) {
+    /* Others may hold it as well: it is no longer found, and stays what it is for them. */
+    if ((info->holders || pool->shared) && !info->retired) {
         rewrite_begin(pool, page);
         descriptor_write(pool, page, info->generation, PAGE_SEALED, pool->layout.page_tokens, NULL);
         rewrite_end(pool);
