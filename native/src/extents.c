@@ -183,15 +183,11 @@ static bool somebody_offers(const cxlkv_pool *pool) {
  * about two of their beats. */
 void extents_take(cxlkv_pool *pool, uint64_t page_count) {
     uint64_t until_ns = boottime_ns() + pool->lease_ns / 4;
-    uint64_t before = pool->host->free_pages;
     for (;;) {
         int code = take_some(pool, page_count - min_u64(page_count, pool->host->free_pages));
         if (code == -CXLKV_E_FENCED && peers_return(pool) == 0) continue;
         if (pool->host->free_pages >= page_count || (code != 0 && code != -EAGAIN)) break;
-        if (pool->host->free_pages > before) { /* some: there may be more */
-            before = pool->host->free_pages;
-            continue;
-        }
+        if (code == 0) continue; /* what others left behind may be full of published pages */
         peers_beat(pool, true);
         if (!somebody_offers(pool) || boottime_ns() > until_ns) break;
         uint64_t slots = pool->geometry.slab_slots;
