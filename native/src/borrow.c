@@ -102,6 +102,30 @@ void borrow_end(cxlkv_pool *pool, uint32_t page) {
     info->lost = 0;
 }
 
+/* Whoever dies while it borrows leaves pins that nobody takes away; and what was borrowed before
+ * its extent became ours is pinned for nothing, until its next owner waits for us. */
+static void drop_pins(cxlkv_pool *pool, uint32_t page, uint64_t wanted) {
+    pin_item pin = {.word = hosts_pin_word(&pool->hosts, pool->hosts.self, page)};
+    pin.bits = flush_load_word(pin.word) & ~wanted;
+    if (pin.bits) visibility_unpin(&pin, 1, pool->mode);
+}
+
+void borrow_recover(cxlkv_pool *pool) {
+    uint64_t wanted = 0;
+    for (uint32_t page = 0; page < pool->host->page_count; page++) {
+        bool borrowed = pool->pages[page].holders && !page_is_ours(pool, page);
+        wanted |= (uint64_t)borrowed << page % 64;
+        if (page % 64 < 63 && page + 1 < pool->host->page_count) continue;
+        drop_pins(pool, page, wanted);
+        wanted = 0;
+    }
+}
+
+void borrow_own(cxlkv_pool *pool, uint32_t first, uint32_t count) {
+    for (uint32_t page = first; page < first + count; page++)
+        drop_pins(pool, page, ~(1ull << page % 64));
+}
+
 /* While this host was fenced, nobody minded its pins. A page that has its generation still is what
  * it was; the others' holders are told by the next operation on them. */
 void borrow_renew(cxlkv_pool *pool) {

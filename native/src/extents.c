@@ -26,7 +26,6 @@ static void hand_over(const cxlkv_pool *pool, uint32_t extent, bool gives) {
 static void set_ours(cxlkv_pool *pool, uint32_t extent, bool ours) {
     uint32_t runs = pool->geometry.slab_slots / RUN_SLOTS;
     for (uint32_t i = 0; i < runs; i++) pool->runs[first_run(pool, extent) + i].ours = ours;
-    pool->host->owned_extents += ours ? 1 : (uint64_t)-1;
     pool->host->extents_version++;
 }
 
@@ -116,7 +115,16 @@ static void adapt(cxlkv_pool *pool, uint32_t extent, bool ours) {
     set_ours(pool, extent, ours);
     if (ours) hand_over(pool, extent, false);
     extents_protect(pool);
+    if (ours) borrow_own(pool, extent * pool->geometry.slab_slots, pool->geometry.slab_slots);
     if (works && ours) rebuild_extent(pool, extent);
+}
+
+/* Whoever died while an extent changed hands may have marked some of its runs only. */
+static bool is_marked(const cxlkv_pool *pool, uint32_t extent, bool ours) {
+    uint32_t runs = pool->geometry.slab_slots / RUN_SLOTS, first = first_run(pool, extent);
+    for (uint32_t i = 0; i < runs; i++)
+        if (pool->runs[first + i].ours != ours) return false;
+    return true;
 }
 
 int extents_refresh(cxlkv_pool *pool) {
@@ -127,8 +135,7 @@ int extents_refresh(cxlkv_pool *pool) {
     if (code == -CXLKV_E_CORRUPT && is_known(owners, count)) code = 0; /* check() tells */
     for (uint32_t extent = 0; code == 0 && extent < count; extent++) {
         bool ours = owners[extent].host == pool->hosts.self;
-        if (page_is_ours(pool, extent * pool->geometry.slab_slots) != ours)
-            adapt(pool, extent, ours);
+        if (!is_marked(pool, extent, ours)) adapt(pool, extent, ours);
     }
     free(owners);
     extents_protect(pool);

@@ -158,10 +158,12 @@ static void repair(cxlkv_pool *pool) {
         peers_sync(pool);
         hosts_recover(&pool->hosts);
         pool->host->log_next = hosts_log_end(&pool->hosts, pool->hosts.self);
+        pool->host->wanted_extents = 0; /* whoever waited for them is dead */
         extents_refresh(pool);
     }
     rewrite_repair(pool);
     host_rebuild(pool);
+    if (pool->shared) borrow_recover(pool);
     host_reap(pool);
     host_count(pool->host, COUNT_REBUILDS);
     if (pool->shared) log_again(pool);

@@ -200,7 +200,7 @@ typedef struct host_state {
     uint64_t wanted_extents;
     uint64_t log_next;           /* the record of our log that is written next */
     uint64_t extents_version;    /* moves when extents come or go */
-    uint64_t owned_extents, withdrawn_pages, lost_pages;
+    uint64_t withdrawn_pages, lost_pages;
     host_view views[HOSTS_MAX];
     uint64_t pool_device, pool_inode;
     char pool_path[512];         /* where the pool's file lay; empty when the name is longer */
@@ -567,6 +567,8 @@ typedef struct borrowing {
 void borrow(cxlkv_pool *pool, borrowing *items, uint32_t count);
 void borrow_end(cxlkv_pool *pool, uint32_t page);
 void borrow_renew(cxlkv_pool *pool);      /* all pins, after a return */
+void borrow_own(cxlkv_pool *pool, uint32_t first, uint32_t count); /* that are ours from now on */
+void borrow_recover(cxlkv_pool *pool);    /* no pins but of what is held, after a death */
 /* Which of the 64 pages of a word other hosts have pinned. */
 uint64_t pinned_elsewhere(const cxlkv_pool *pool, uint32_t page);
 void withdrawn_look(cxlkv_pool *pool);    /* frees those that nobody pins any more */
