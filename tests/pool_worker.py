@@ -274,6 +274,7 @@ class Publisher(Worker):
         seed = 1000 + self.random.getrandbits(48)
         sequence = self.pool.sequence()
         self.write(sequence, [], seed, FAMILY_TOKENS)
+        say(publishing=seed)
         pages = self.pool.publish_prefix(sequence, token_ids(seed))
         say(published=seed)
         if pages != FAMILY_TOKENS // PAGE_TOKENS:

@@ -75,23 +75,33 @@ static bool has_lost(const cxlkv_sequence *sequence) {
 }
 
 /* A host that has not beaten for half its lease asks whether it was fenced meanwhile. */
-int batch_verify(cxlkv_batch *batch) {
-    cxlkv_pool *pool = batch->pool;
-    if (!pool->shared) return 0;
-    int code = 0;
-    if (boottime_ns() - pool->host->beat_ns > pool->lease_ns / 2) {
-        code = host_lock(pool);
-        if (code == 0) {
-            code = peers_return(pool);
-            peers_beat(pool, true);
-            host_unlock(pool);
-        }
+static int look_for_fence(cxlkv_pool *pool) {
+    if (boottime_ns() - pool->host->beat_ns <= pool->lease_ns / 2) return 0;
+    int code = host_lock(pool);
+    if (code < 0) return code;
+    code = peers_return(pool);
+    peers_beat(pool, true);
+    host_unlock(pool);
+    return code;
+}
+
+int64_t sequence_verify(const cxlkv_sequence *sequence, int64_t code) {
+    cxlkv_pool *pool = sequence->pool;
+    /* Bytes that are not what their CRC says may be another record's by now. */
+    if (!pool->shared || (code < 0 && code != -CXLKV_E_CORRUPT)) return code;
+    int fenced = look_for_fence(pool);
+    if (fenced < 0) return fenced;
+    if (pool->host->lost_pages == 0 || !has_lost(sequence)) return code;
+    return fail(CXLKV_E_STALE,
+                "a sequence holds pages of another host that were reused while this one was silent "
+                "for longer than its lease: match again");
+}
+
+int64_t batch_verify(cxlkv_batch *batch, int64_t code) {
+    for (uint32_t i = 0; i < batch->count; i++) {
+        int64_t verified = sequence_verify(batch->sequences[i], code);
+        if (verified != code) return verified;
     }
-    for (uint32_t i = 0; code == 0 && pool->host->lost_pages && i < batch->count; i++)
-        if (has_lost(batch->sequences[i]))
-            code = fail(CXLKV_E_STALE,
-                        "sequence %u holds pages of another host that were reused while this one "
-                        "was silent for longer than its lease: match again", i);
     return code;
 }
 

@@ -57,7 +57,6 @@ static int settle_item(cxlkv_pool *pool, borrowing *item, const acquire_item *go
         (item->hash && memcmp(line.hash, item->hash, sizeof(line.hash)) != 0))
         return -CXLKV_E_STALE;
     pool->pages[item->page].generation = item->generation;
-    pool->pages[item->page].lost = 0;
     verified_clear(pool, item->page);
     return 0;
 }
@@ -70,6 +69,10 @@ static void borrow_some(cxlkv_pool *pool, borrowing *items, uint32_t count,
     for (uint32_t i = 0; i < count; i++) {
         items[i].code = 0;
         if (is_here(pool, &items[i])) continue;
+        if (pool->pages[items[i].page].holders) { /* it was lost, and they must be told so */
+            items[i].code = -CXLKV_E_STALE;
+            continue;
+        }
         visible_range *own = ranges + used * range_count(pool);
         record_ranges(pool, items[i].page, own);
         places[used] = i;
@@ -96,10 +99,13 @@ void borrow(cxlkv_pool *pool, borrowing *items, uint32_t count) {
 void borrow_end(cxlkv_pool *pool, uint32_t page) {
     pin_item pin = {.word = hosts_pin_word(&pool->hosts, pool->hosts.self, page),
                     .bits = 1ull << page % 64};
-    page_info *info = &pool->pages[page];
     visibility_unpin(&pin, 1, pool->mode);
-    if (info->lost) pool->host->lost_pages--;
-    info->lost = 0;
+}
+
+/* Who held it when it was lost is gone. */
+void borrow_forgive(cxlkv_pool *pool, uint32_t page) {
+    pool->host->lost_pages -= pool->pages[page].lost;
+    pool->pages[page].lost = 0;
 }
 
 /* Whoever dies while it borrows leaves pins that nobody takes away; and what was borrowed before

@@ -177,7 +177,7 @@ int64_t cxlkv_batch_fetch(cxlkv_batch *batch, cxlkv_fetch_args *args) {
     int64_t code = batch_lock(batch, false);
     if (code < 0) return code;
     code = fetch_locked(&job);
-    if (code >= 0 && batch_verify(batch) < 0) code = -CXLKV_E_STALE;
+    code = batch_verify(batch, code);
     batch_unlock(batch);
     free(job.sequence_of_list);
     return code;

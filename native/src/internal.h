@@ -566,6 +566,7 @@ typedef struct borrowing {
 /* Pins them and takes them into view, to be read in place until the last holder drops them. */
 void borrow(cxlkv_pool *pool, borrowing *items, uint32_t count);
 void borrow_end(cxlkv_pool *pool, uint32_t page);
+void borrow_forgive(cxlkv_pool *pool, uint32_t page); /* a lost page that nobody holds any more */
 void borrow_renew(cxlkv_pool *pool);      /* all pins, after a return */
 void borrow_own(cxlkv_pool *pool, uint32_t first, uint32_t count); /* that are ours from now on */
 void borrow_recover(cxlkv_pool *pool);    /* no pins but of what is held, after a death */
@@ -645,8 +646,10 @@ bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]);
 int page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t tokens);
 
 /* ---- batch.c ---- */
-/* After reading pages of other hosts: did our pins hold all the time? 0 or -CXLKV_E_STALE. */
-int batch_verify(cxlkv_batch *batch);
+/* After reading pages of other hosts: did our pins hold all the time? `code` if it is an error, or
+ * -CXLKV_E_STALE. */
+int64_t batch_verify(cxlkv_batch *batch, int64_t code);
+int64_t sequence_verify(const cxlkv_sequence *sequence, int64_t code);
 int batch_lock(cxlkv_batch *batch, bool write);
 void batch_unlock(cxlkv_batch *batch);
 void *batch_scratch(cxlkv_batch *batch, size_t bytes);

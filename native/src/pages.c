@@ -141,6 +141,7 @@ static bool descriptor_free(cxlkv_pool *pool, uint32_t page) {
 
 void page_settle(cxlkv_pool *pool, uint32_t page) {
     page_info *info = &pool->pages[page];
+    if (info->holders == 0) borrow_forgive(pool, page);
     if (!page_is_ours(pool, page)) {
         if (info->holders == 0) borrow_end(pool, page);
         return;

@@ -532,7 +532,7 @@ int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args) {
     code = batch_lock(batch, false);
     if (code == 0) {
         code = select_locked(&job);
-        if (code >= 0 && batch_verify(batch) < 0) code = -CXLKV_E_STALE;
+        code = batch_verify(batch, code);
         batch_unlock(batch);
     }
     free(job.plans);
