@@ -392,9 +392,16 @@ void descriptor_restore(cxlkv_pool *pool, uint32_t page, const descriptor *line)
     visibility_free(&item, 1, pool->mode);
 }
 
+/* A holder writes its page's descriptor without the host lock, and may be preempted half way. What
+ * another host is writing just now is told by its log; else nobody writes. */
+static int attempts_for(const cxlkv_pool *pool, uint32_t page) {
+    if (!page_is_ours(pool, page)) return 8;
+    return pool->pages[page].holders ? 200 : 1;
+}
+
 int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy) {
     descriptor *at = descriptor_of(pool, page);
-    for (int attempt = 0; attempt < 200; attempt++) {
+    for (int attempt = 0, last = attempts_for(pool, page); attempt < last; attempt++) {
         uint64_t version =
             atomic_load_explicit((_Atomic uint64_t *)&at->version, memory_order_acquire);
         flush_load_line(copy, at);
@@ -403,7 +410,7 @@ int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy) {
             copy->tokens <= pool->layout.page_tokens && (version & 255) <= PAGE_PUBLISHED &&
             copy->part < pool->geometry.part_count)
             return 0;
-        if (attempt > 50) sched_yield(); /* its writer may have been preempted in between */
+        if (attempt > 50) sched_yield();
     }
     return fail(CXLKV_E_CORRUPT,
                 "the descriptor of page %u is damaged: its CRC is wrong. The page is set aside; "
