@@ -122,6 +122,11 @@ class CXLPool:
             layout=wanted.layout.make(),
             capacity=wanted.capacity,
             checksum=wanted.checksum,
+            sharing=wanted.sharing,
+            durable=wanted.durable,
+            hosts=wanted.hosts,
+            host=wanted.host,
+            lease_s=wanted.lease_s,
             threads=wanted.threads,
         )
         if path is None:
@@ -136,10 +141,12 @@ class CXLPool:
                 return make()
             if wanted.if_exists == "error":
                 raise PoolExistsError(f"{path} exists, and if_exists is error")
-            pool = cls.open(path, threads=wanted.threads)
-        differences = wanted.differences(
-            pool.layout, pool.checksum, _core.pool_geometry(pool._handle)
-        )
+            pool = cls.open(
+                path, host=wanted.host, lease_s=wanted.lease_s, threads=wanted.threads
+            )
+        described = pool.describe()
+        there = {name: described[name] for name in ("checksum", "sharing", "durable", "hosts")}
+        differences = wanted.differences(pool.layout, _core.pool_geometry(pool._handle), there)
         if differences:
             pool.close()
             raise GeometryError(

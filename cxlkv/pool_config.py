@@ -127,23 +127,34 @@ class PoolConfig(_Keys):
         Discriminator(_form),
     ]
     checksum: bool = True
+    sharing: Literal["host", "hw_coherent", "software"] = "host"
+    durable: Literal["process", "host"] = "process"
+    hosts: int | None = None
+    host: int | None = None
+    lease_s: float = 2.0
     threads: int | None = None
     if_missing: Literal["create", "error"] = "create"
     if_exists: Literal["open", "error", "replace"] = "open"
 
     def differences(
-        self, layout: KVLayout, checksum: bool, geometry: Mapping[str, int]
+        self,
+        layout: KVLayout,
+        geometry: Mapping[str, int],
+        there: Mapping[str, object],
     ) -> list[str]:
-        """How a pool that is there differs from the one described, key by key."""
+        """How a pool that is there differs from the one described, key by key; `there` has what it
+        was made with: checksum, sharing, durable, hosts."""
         found = list(_layout_differences(layout, self.layout.make()))
-        if checksum != self.checksum:
-            found.append(f"checksum is {_shown(checksum)} there, {_shown(self.checksum)} wanted")
+        for name, value in there.items():
+            wanted = getattr(self, name)
+            if wanted is not None and value != wanted:
+                found.append(f"{name} is {_shown(value)} there, {_shown(wanted)} wanted")
         there_bytes = geometry["region_bytes"]
         wanted_bytes = capacity_bytes_at(self.where, self.capacity)
         largest_bytes = there_bytes + geometry["extent_bytes"] + ALIGNMENT_BYTES
         if not there_bytes <= wanted_bytes <= largest_bytes:
-            wanted = format_bytes(wanted_bytes)
-            found.append(f"capacity is {format_bytes(there_bytes)} there, {wanted} wanted")
+            size = format_bytes(wanted_bytes)
+            found.append(f"capacity is {format_bytes(there_bytes)} there, {size} wanted")
         return found
 
 

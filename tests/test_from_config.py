@@ -200,6 +200,24 @@ def test_a_place_that_is_not_built_yet(write: Write, where: str) -> None:
         CXLPool.from_config(write("/dev/shm/never-made.pool", f'"{where}"'))
 
 
+def test_a_pool_that_hosts_share(write: Write, place: Path) -> None:
+    """Each host has the same file but for its number, which its environment may give."""
+    shared = "sharing: software\nhosts: 3\nlease_s: 0.5\nhost: {}\ncapacity"
+    with CXLPool.from_config(write("capacity", shared.format(0))) as first:
+        assert [host.state for host in first.hosts()] == ["live", "unused", "unused"]
+        publish(first)
+        with (
+            CXLPool.from_config(write("capacity", shared.format(2))) as second,
+            second.match_prefix([1, 2, 3, 4]) as hit,
+        ):
+            assert hit.tokens == 4
+            assert [host.state for host in first.hosts()] == ["live", "unused", "live"]
+    with pytest.raises(GeometryError, match="hosts is 3 there, 4 wanted"):
+        CXLPool.from_config(write("capacity", shared.format(1).replace("3", "4")))
+    with pytest.raises(BadArgumentError, match=r"say which one this is, host=0 to host=2"):
+        CXLPool.from_config(write("capacity", "sharing: software\nhosts: 3\ncapacity"))
+
+
 # ---- a pool that is there, or not ----
 
 
@@ -219,6 +237,7 @@ def test_a_restart_finds_what_was_published(write: Write, place: Path) -> None:
         ("capacity: 3MiB", "capacity: 30MiB", "MiB there, 30 MiB wanted"),
         ("capacity: 3MiB", "capacity: 2MiB", "MiB there, 2 MiB wanted"),
         ("capacity", "checksum: false\ncapacity", "checksum is true there, false wanted"),
+        ("capacity", "durable: host\ncapacity", "durable is 'process' there, 'host' wanted"),
         ("  layers", "  model_id: b\n  layers", "layout.model_id is '' there, 'b' wanted"),
     ],
 )
@@ -245,11 +264,11 @@ def test_other_layer_groups_are_refused_by_name() -> None:
     ]
     geometry = {"region_bytes": 3 << 20, "extent_bytes": 1}
     there = described[0].layout.make()
-    assert described[0].differences(there, True, geometry) == []
-    assert described[1].differences(there, True, geometry) == [
+    assert described[0].differences(there, geometry, {"checksum": True}) == []
+    assert described[1].differences(there, geometry, {"checksum": True}) == [
         "layer_groups[1].window is 16 there, 32 wanted"
     ]
-    differences = described[0].differences(LAYOUT, True, geometry)
+    differences = described[0].differences(LAYOUT, geometry, {"checksum": True})
     assert "layout has 1 layer groups there, 2 wanted" in differences
 
 
