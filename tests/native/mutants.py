@@ -92,6 +92,7 @@ REDUNDANT = {
         "V10, V12: under the lock, a claim without its commit is above its maker's cut, "
         "or was forgotten before the maker left the queue; without the lock it is needed"
     ),
+    "CLAIM_ENTRY": RARE + "V10: a third claim of an extent does not count; test_hosts.c has it",
     "CLAIM_EPOCH": ("V12: as above; a host has its name in memory before it has the lock"),
     "CLAIM_NAME_AGAIN": (
         RARE + "V10: a host attaches, queues and is fenced anew within one look at it, by whom "

@@ -180,6 +180,14 @@ static void test_recover(void) {
     CHECK(claim(&p.at[0], 6, 1, true) == 0); /* makes up that commit's number */
     CHECK(owner_of(&p.at[1], 6).host == 0 && owner_of(&p.at[1], 4).host == NO_HOST);
     CHECK(claim(&p.at[1], 4, 1, true) == 0);
+    /* A claim that comes to nothing leaves the newer one of its two entries as it was. */
+    CHECK(claim(&p.at[1], 4, 1, false) == 0);
+    commits = (uint64_t *)hosts_line(&p.at[0], 1, COMMIT_LINE);
+    CHECK(hosts_lock(&p.at[1]) == 0 && hosts_owners(&p.at[1], owners) == 0);
+    CHECK(hosts_claim(&p.at[1], owners, 1, &extent, true) == 0);
+    *commits -= 1;
+    hosts_recover(&p.at[1]);
+    CHECK(owner_of(&p.at[0], 4).host == NO_HOST && owner_of(&p.at[0], 4).takeable);
     free(p.memory);
 }
 
