@@ -23,7 +23,7 @@ from cxlkv.regions import is_device
 SHARED_MEMORY = "/dev/shm"
 MAGIC = b"CXLKVPOL"
 SUPERBLOCK_BYTES = 4096
-PAGE_STATES = ("free", "held", "published", "quarantined", "retired")
+PAGE_STATES = ("free", "held", "published", "quarantined", "retired", "withdrawn", "elsewhere")
 _DRAFT = re.compile(r".\.[0-9a-f]{16}\.new$")
 _HOST_STATE = re.compile(r"cxlkv-[0-9a-f]{32}-[0-9a-f]+\.host")
 _DAMAGE = (CorruptError, TruncatedError, VersionError, GeometryError)

@@ -27,6 +27,8 @@ BAR = (
     ("published", "▓", "cyan"),
     ("quarantined", "?", "yellow"),
     ("retired", "x", "red"),
+    ("withdrawn", "w", "yellow"),
+    ("elsewhere", "-", "bright_black"),
     ("free", "·", "bright_black"),
 )
 BAR_WIDTH = 60

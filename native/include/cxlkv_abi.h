@@ -155,7 +155,7 @@ typedef struct cxlkv_process {
     cxlkv_counters counters;
 } cxlkv_process;
 
-/* free + held + published_only + quarantined + retired = total. */
+/* free + held + published_only + quarantined + retired + withdrawn + elsewhere = total. */
 typedef struct cxlkv_overview {
     uint32_t in_use;                /* by a process on this machine */
     uint32_t host_state;            /* 0: none is seen here; when in use, /dev/shm is another one */
@@ -167,6 +167,8 @@ typedef struct cxlkv_overview {
     uint64_t pages_published_only;
     uint64_t pages_quarantined;
     uint64_t pages_retired;
+    uint64_t pages_withdrawn;       /* these two where hosts share the pool, as in cxlkv_stats */
+    uint64_t pages_elsewhere;
     cxlkv_counters totals;
     uint8_t identity[16];
     char model_id[256];

@@ -13,7 +13,7 @@
 
 #include "internal.h"
 
-#define HOST_MAGIC 0x33305453484b5643ull /* "CVKHST03" */
+#define HOST_MAGIC 0x34305453484b5643ull /* "CVKHST04" */
 enum { LOCK_WAIT_S = 30 };
 
 uint64_t random_u64(void) {

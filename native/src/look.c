@@ -10,14 +10,18 @@
 
 #include "internal.h"
 
-static void look_at_pages(const page_info *pages, uint32_t count, cxlkv_overview *overview) {
+static void look_at_pages(const page_info *pages, const run_info *runs, uint32_t count,
+                          cxlkv_overview *overview) {
     overview->pages_total = count;
     for (uint32_t page = 0; page < count; page++) {
         const page_info *info = &pages[page];
         bool held = __atomic_load_n(&info->holders, __ATOMIC_RELAXED) != 0;
         bool published = __atomic_load_n(&info->published, __ATOMIC_RELAXED) != 0;
         overview->pages_published += published;
-        if (__atomic_load_n(&info->retired, __ATOMIC_RELAXED)) overview->pages_retired++;
+        if (!__atomic_load_n(&runs[page / RUN_SLOTS].ours, __ATOMIC_RELAXED))
+            overview->pages_elsewhere++;
+        else if (info->withdrawn) overview->pages_withdrawn++;
+        else if (__atomic_load_n(&info->retired, __ATOMIC_RELAXED)) overview->pages_retired++;
         else if (__atomic_load_n(&info->quarantined, __ATOMIC_RELAXED))
             overview->pages_quarantined++;
         else if (held) overview->pages_held++;
@@ -63,8 +67,8 @@ static uint32_t look_at_state(host_state *host, uint32_t page_count, cxlkv_overv
     host_state offsets;
     host_state_layout(page_count, &offsets);
     overview->host_state = 1;
-    look_at_pages((const page_info *)((uint8_t *)host + offsets.pages_offset), page_count,
-                  overview);
+    look_at_pages((const page_info *)((uint8_t *)host + offsets.pages_offset),
+                  (const run_info *)((uint8_t *)host + offsets.runs_offset), page_count, overview);
     counters_total(host, &overview->totals);
     return look_at_processes(host, &offsets, out, capacity);
 }
