@@ -7,6 +7,8 @@ and takes all memory that it may have. Then a boots again, as the same host, and
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -42,6 +44,7 @@ MANY_BEFORE_THE_KILL = 20
 HOST_LEASE_S = 4.0
 HIT_LEASE_S = 600.0
 SOME = 64  # pages
+GARBAGE_BYTES = 8 << 20
 # In a process of its own, on the same host: it reads what the other host published.
 OTHER_PROCESS = f"""
 from cxlkv import CXLPool
@@ -116,6 +119,14 @@ def check_protected(pool: CXLPool) -> None:
         if line.endswith(DEVICE)
     }
     assert modes == {"rw-s", "r--s"}, modes
+
+
+def fill_with_garbage() -> None:
+    """Where the hosts' blocks and the descriptors will lie, as if something else had been there."""
+    fd = os.open(DEVICE, os.O_RDWR)
+    with mmap.mmap(fd, GARBAGE_BYTES) as memory:
+        memory[:] = os.urandom(GARBAGE_BYTES)
+    os.close(fd)
 
 
 def first_life(pool: CXLPool) -> None:
@@ -206,6 +217,7 @@ def main(name: str) -> None:
             second_life(pool)
         say("a has left")
     else:
+        fill_with_garbage()
         pool = CXLPool.create(
             DEVICE,
             layout=LAYOUT,
@@ -213,7 +225,9 @@ def main(name: str) -> None:
             sharing="software",
             host=A,
             lease_s=HOST_LEASE_S,
+            force=True,
         )
+        assert geometry(pool)["extents_offset"] <= GARBAGE_BYTES
         first_life(pool)
 
 
