@@ -95,13 +95,12 @@ def _start_script(image: Image, name: str, module: str) -> str:
     daxctl = next(image.tools.resolve().rglob("bin/daxctl"))
     path = [str(CHECKOUT), *os.environ.get("PYTHONPATH", "").split(":")]
     settings = {
-        "PATH": "/guest/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+        "PATH": f"/guest/bin:{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin",
         "PYTHONPATH": ":".join(str(Path(p).resolve()) for p in path if p),
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONUNBUFFERED": "1",
         "HOME": "/run",
         "TERM": "dumb",
-        "COLUMNS": "110",
     }
     lines = [
         *(f"export {key}={shlex.quote(value)}" for key, value in settings.items()),

@@ -35,7 +35,7 @@ def play(role: str) -> None:
     before = certified_mode(DEVICE)
     assert before.mode == "strict", before
     command(
-        f"{sys.executable} -m cxlkv.cli bench litmus --region {DEVICE} --role {role} "
+        f"python3 -m cxlkv.cli bench litmus --region {DEVICE} --role {role} "
         f"--rounds {ROUNDS} --json {SHARED}/litmus-{role}.json"
     )
     certificate = read(default_path(region_identity(DEVICE)))
