@@ -74,13 +74,14 @@ static bool has_lost(const cxlkv_sequence *sequence) {
     return false;
 }
 
-/* A host that has not beaten for half its lease asks whether it was fenced meanwhile. */
+/* A host that was not seen unfenced for half its lease asks whether it is. */
 static int look_for_fence(cxlkv_pool *pool) {
-    if (boottime_ns() - pool->host->beat_ns <= pool->lease_ns / 2) return 0;
+    uint64_t safe_ns = __atomic_load_n(&pool->host->safe_ns, __ATOMIC_ACQUIRE);
+    if (boottime_ns() - safe_ns <= pool->lease_ns / 2) return 0;
     int code = host_lock(pool);
     if (code < 0) return code;
-    code = peers_return(pool);
     peers_beat(pool, true);
+    code = peers_return(pool);
     host_unlock(pool);
     return code;
 }

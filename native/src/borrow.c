@@ -154,13 +154,21 @@ void borrow_renew(cxlkv_pool *pool) {
 
 /* ---- the owner's side ---- */
 
-/* Pins of a host that left, or whose epoch has ended, hold nothing: it looks again on return. */
+/* Pins of a host that left hold nothing. Those of an epoch that has ended hold for a lease more: it
+ * may have come back at the very moment, and learns of its end by its next look (batch.c). */
 static bool pins_hold(const cxlkv_pool *pool, uint32_t host) {
     host_name name;
     host_fence fence;
+    host_view *view = &pool->host->views[host];
     if (!hosts_name(&pool->hosts, host, &name)) return true;
     if (name.status != HOST_LIVE) return false;
-    return hosts_fence_of(&pool->hosts, host, name.epoch, &fence) < 0 || !fence.fenced;
+    if (hosts_fence_of(&pool->hosts, host, name.epoch, &fence) < 0 || !fence.fenced) return true;
+    if (fence.off) return false;
+    if (view->fenced_epoch != name.epoch) {
+        view->fenced_epoch = name.epoch;
+        view->fenced_ns = boottime_ns();
+    }
+    return boottime_ns() - view->fenced_ns <= pool->lease_ns;
 }
 
 uint64_t pinned_elsewhere(const cxlkv_pool *pool, uint32_t page) {

@@ -179,6 +179,7 @@ typedef struct host_view {
     uint64_t beats, since_ns;    /* its last heartbeat, and since when by our own clock */
     uint64_t wanted_extents;
     uint64_t log_next;           /* the record of its log that is read next */
+    uint64_t fenced_epoch, fenced_ns; /* since when we know that this epoch of it has ended */
 } host_view;
 
 typedef struct host_state {
@@ -197,6 +198,7 @@ typedef struct host_state {
     uint32_t host_epoch;
     uint32_t stopped;            /* an error number: this host may not go on */
     uint64_t beats, beat_ns;     /* our last heartbeat */
+    uint64_t safe_ns;            /* of the last one after which we were not fenced */
     uint64_t wanted_extents;
     uint64_t log_next;           /* the record of our log that is written next */
     uint64_t extents_version;    /* moves when extents come or go */
@@ -543,7 +545,7 @@ uint64_t peers_nonce(const cxlkv_pool *pool);     /* of the host state that spea
 bool peers_is_off(cxlkv_pool *pool);      /* the epoch of the host state was ended for good */
 void peers_sync(cxlkv_pool *pool);        /* after another process may have changed something */
 void peers_beat(cxlkv_pool *pool, bool now);      /* when it is due; looks at the others' */
-int peers_return(cxlkv_pool *pool);       /* after this host was fenced: a new epoch */
+int peers_return(cxlkv_pool *pool);       /* if this host was fenced: a new epoch */
 int peers_check(cxlkv_pool *pool);        /* may this host go on? */
 /* extents.c */
 static inline bool page_is_ours(const cxlkv_pool *pool, uint32_t page) {
@@ -587,6 +589,7 @@ uint32_t index_find(const cxlkv_pool *pool, const uint64_t hash[2]);
 bool index_insert(cxlkv_pool *pool, const uint64_t hash[2], uint32_t page);
 void index_erase(cxlkv_pool *pool, const uint64_t hash[2]);
 bool index_hash_of(const cxlkv_pool *pool, uint32_t page, uint64_t hash[2]);  /* slow */
+void index_erase_page(cxlkv_pool *pool, uint32_t page); /* the page's entry; walks the index */
 void index_clear(cxlkv_pool *pool);
 
 /* ---- pool.c ---- */

@@ -13,21 +13,22 @@ struct keeper {
     cxlkv_pool *pool;
 };
 
+static void work_for_others(cxlkv_pool *pool) {
+    peers_follow(pool);
+    withdrawn_look(pool);
+    extents_give(pool);
+}
+
 /* Whoever holds the host lock beats in its stead when it takes long. */
 static void keep(cxlkv_pool *pool) {
     if (host_trylock(pool) < 0) return;
     guard fault;
     if (pool->host->stopped == 0) {
         GUARD_BEGIN(fault) {
-            host_fence fence;
             extents_offer(pool);
             peers_beat(pool, false);
-            int code = hosts_fence_of(&pool->hosts, pool->hosts.self, pool->hosts.epoch, &fence);
-            if ((code == 0 && fence.fenced) || peers_nonce(pool) != pool->host->nonce)
-                peers_return(pool);
-            peers_follow(pool);
-            withdrawn_look(pool);
-            extents_give(pool);
+            peers_return(pool);
+            if (pool->host->stopped == 0) work_for_others(pool);
         } GUARD_END(fault, poison_error_locked(pool, &fault))
     }
     host_unlock(pool);

@@ -29,6 +29,12 @@ void peers_beat(cxlkv_pool *pool, bool now) {
     look_around(pool);
 }
 
+/* What was read in place until now was pinned all the time: batch.c relies on it. Nobody fences us
+ * for a lease after a beat that they saw, and owners mind the pins for one more. */
+static void set_safe(cxlkv_pool *pool) {
+    __atomic_store_n(&pool->host->safe_ns, pool->host->beat_ns, __ATOMIC_RELEASE);
+}
+
 /* Between two looks at what another host writes: first others of this machine run, then we sleep,
  * since nothing wakes us from there. */
 static void pause_between_looks(void *context) {
@@ -39,11 +45,14 @@ static void pause_between_looks(void *context) {
     else nanosleep(&nap, NULL);
 }
 
+/* Looks anew before it says so: this host may have been stopped since its last look. */
 static bool is_silent(void *context, uint32_t host) {
     cxlkv_pool *pool = context;
     if (!pool->host || host == pool->hosts.self) return false;
     const host_view *view = &pool->host->views[host];
-    return view->since_ns != 0 && boottime_ns() - view->since_ns > pool->lease_ns;
+    if (view->since_ns == 0 || boottime_ns() - view->since_ns <= pool->lease_ns) return false;
+    look_around(pool);
+    return boottime_ns() - view->since_ns > pool->lease_ns;
 }
 
 int peers_prepare(cxlkv_pool *pool, const cxlkv_host *host) {
@@ -120,6 +129,7 @@ int peers_arrive(cxlkv_pool *pool) {
     host->host_epoch = pool->hosts.epoch;
     host->beats = boottime_ns(); /* not a number that the last one of us used */
     peers_beat(pool, true);
+    set_safe(pool);
     follow_from_here(pool);
     const cxlkv_geometry *g = &pool->geometry;
     hosts_hand_over(pool->base + g->descriptors_offset, g->extents_offset - g->descriptors_offset,
@@ -167,16 +177,25 @@ int peers_check(cxlkv_pool *pool) {
     }
 }
 
-/* Our epoch has ended. Where nobody said that this machine is off, what we own is still ours. */
+static bool number_is_taken(const cxlkv_pool *pool) {
+    host_name name;
+    return hosts_name(&pool->hosts, pool->hosts.self, &name) &&
+           (name.status != HOST_LIVE || name.nonce != pool->host->nonce);
+}
+
+/* When our epoch has ended and nobody said that this machine is off, what we own is still ours. */
 int peers_return(cxlkv_pool *pool) {
     host_fence fence;
+    if (number_is_taken(pool)) return stop(pool, CXLKV_E_HOST);
     int code = hosts_fence_of(&pool->hosts, pool->hosts.self, pool->hosts.epoch, &fence);
+    if (code == 0 && !fence.fenced) set_safe(pool);
     if (code < 0 || !fence.fenced) return code;
     if (fence.off) return stop(pool, CXLKV_E_FENCED);
-    if (peers_nonce(pool) != pool->host->nonce) return stop(pool, CXLKV_E_HOST);
     code = hosts_attach(&pool->hosts, pool->host->nonce);
     if (code < 0) return code;
     pool->host->host_epoch = pool->hosts.epoch;
+    peers_beat(pool, true);
     borrow_renew(pool);
+    set_safe(pool);
     return extents_refresh(pool);
 }
