@@ -115,8 +115,7 @@ static void repair_page(cxlkv_pool *pool, uint32_t page, report *report) {
 
 /* Its hash is known to the index only. */
 static void unpublish(cxlkv_pool *pool, uint32_t page) {
-    uint64_t hash[2];
-    if (index_hash_of(pool, page, hash)) index_erase(pool, hash);
+    index_erase_page(pool, page);
     pool->pages[page].published = 0;
     pool->host->published_pages--;
 }

@@ -1,7 +1,9 @@
 /* Logs, ours and the others': what hosts tell each other about what can be found where. */
 #include <string.h>
 
+#include "flush.h"
 #include "internal.h"
+#include "lines.h"
 
 void log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_t generation,
              const uint64_t hash[2]) {
@@ -19,6 +21,42 @@ void log_write(cxlkv_pool *pool) {
     pool->log_count = 0;
 }
 
+/* By the page's descriptor, from memory. */
+static bool is_so_now(cxlkv_pool *pool, const log_record *record) {
+    descriptor line;
+    flush_fence_all(FLUSH_ACQUIRE_BEGIN_FENCE);
+    line_drop(FLUSH_ACQUIRE_DESCRIPTOR, descriptor_of(pool, record->page), pool->mode);
+    flush_fence_all(FLUSH_ACQUIRE_DESCRIPTOR_FENCE);
+    return descriptor_read(pool, record->page, &line) == 0 &&
+           line.version == (record->generation << 8 | PAGE_PUBLISHED) &&
+           memcmp(line.hash, record->hash, sizeof(line.hash)) == 0;
+}
+
+static void unpublish(cxlkv_pool *pool, uint32_t page) {
+    pool->host->published_pages -= pool->pages[page].published;
+    pool->pages[page].published = 0;
+}
+
+/* Pages and texts change hands: another log may say what came before this record, or after it. */
+static void learn(cxlkv_pool *pool, const log_record *record) {
+    page_info *info = &pool->pages[record->page];
+    uint32_t other = index_find(pool, record->hash);
+    if (info->holders && info->generation != record->generation) return; /* it is lost to us */
+    if (other != NO_PAGE && page_is_ours(pool, other)) return;
+    bool in_turn = other == NO_PAGE && !info->published && info->generation <= record->generation;
+    if (!in_turn && !is_so_now(pool, record)) return;
+    if (other != NO_PAGE) {
+        index_erase(pool, record->hash);
+        unpublish(pool, other);
+    }
+    if (info->published) index_erase_page(pool, record->page);
+    unpublish(pool, record->page);
+    if (!index_insert(pool, record->hash, record->page)) return;
+    info->generation = record->generation;
+    info->published = 1;
+    pool->host->published_pages++;
+}
+
 static void apply(cxlkv_pool *pool, const log_record *record) {
     uint32_t page = record->page;
     page_info *info = &pool->pages[page];
@@ -29,17 +67,10 @@ static void apply(cxlkv_pool *pool, const log_record *record) {
     }
     if (page_is_ours(pool, page) || info->retired) return; /* we know better */
     bool known = index_find(pool, record->hash) == page;
-    bool held = info->holders && info->generation != record->generation; /* it is lost to us */
-    if (record->operation == LOG_PUBLISH && !known && !held) {
-        if (info->published || !index_insert(pool, record->hash, page)) return;
-        info->generation = record->generation;
-        info->published = 1;
-        pool->host->published_pages++;
-    }
+    if (record->operation == LOG_PUBLISH && !known) learn(pool, record);
     if (record->operation == LOG_FREE && known && info->generation <= record->generation) {
         index_erase(pool, record->hash);
-        info->published = 0;
-        pool->host->published_pages--;
+        unpublish(pool, page);
     }
 }
 

@@ -42,13 +42,14 @@ void index_erase(cxlkv_pool *pool, const uint64_t hash[2]) {
     memset(&pool->index[hole], 0, sizeof(index_entry));
 }
 
-bool index_hash_of(const cxlkv_pool *pool, uint32_t page, uint64_t hash[2]) {
+void index_erase_page(cxlkv_pool *pool, uint32_t page) {
     for (uint32_t at = 0; at < pool->host->index_capacity; at++) {
         if (pool->index[at].page_plus_one != page + 1) continue;
-        memcpy(hash, pool->index[at].hash, sizeof(pool->index[at].hash));
-        return true;
+        uint64_t hash[2];
+        memcpy(hash, pool->index[at].hash, sizeof(hash));
+        index_erase(pool, hash);
+        return;
     }
-    return false;
 }
 
 void index_clear(cxlkv_pool *pool) {

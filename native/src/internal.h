@@ -588,7 +588,6 @@ void keeper_stop(cxlkv_pool *pool);
 uint32_t index_find(const cxlkv_pool *pool, const uint64_t hash[2]);
 bool index_insert(cxlkv_pool *pool, const uint64_t hash[2], uint32_t page);
 void index_erase(cxlkv_pool *pool, const uint64_t hash[2]);
-bool index_hash_of(const cxlkv_pool *pool, uint32_t page, uint64_t hash[2]);  /* slow */
 void index_erase_page(cxlkv_pool *pool, uint32_t page); /* the page's entry; walks the index */
 void index_clear(cxlkv_pool *pool);
 
