@@ -188,10 +188,12 @@ static int handle_read(const cxlkv_pool *pool, const uint8_t *bytes, uint64_t si
 /* A page of another host, which its handle need not say to be published. */
 static int adopt_foreign(cxlkv_pool *pool, uint32_t page, uint32_t part, uint64_t generation,
                          uint32_t tokens) {
-    borrowing item = {.page = page, .generation = generation, .state = PAGE_PUBLISHED};
-    borrow(pool, &item, 1);
-    item.state = PAGE_SEALED;
-    if (item.code < 0) borrow(pool, &item, 1);
+    borrowing item = {.page = page, .generation = generation, .code = -CXLKV_E_STALE};
+    /* Its owner may publish or forget it between two looks. */
+    for (int look = 0; look < 3 && item.code == -CXLKV_E_STALE; look++) {
+        item.state = look == 1 ? PAGE_PUBLISHED : PAGE_SEALED;
+        borrow(pool, &item, 1);
+    }
     if (item.code == -ENOMEM) return fail(ENOMEM, "no memory to adopt a page");
     if (item.code < 0)
         return fail(CXLKV_E_STALE,

@@ -265,16 +265,16 @@ static void rebuild_page_guarded(cxlkv_pool *pool, uint32_t page, bool pinned) {
 void host_rebuild_run(cxlkv_pool *pool, uint32_t run) {
     host_state *host = pool->host;
     run_info *info = &pool->runs[run];
+    uint32_t first = run * RUN_SLOTS, slots = min_u32(RUN_SLOTS, host->page_count - first);
+    bool looks = pool->shared && info->ours;
     *info = (run_info){.next = NO_PAGE, .previous = NO_PAGE, .ours = info->ours};
+    uint64_t pinned = looks ? pinned_elsewhere(pool, first) >> first % 64 : 0;
+    for (uint32_t slot = 0; slot < slots; slot++)
+        rebuild_page_guarded(pool, first + slot, pinned >> slot & 1);
     /* V6: a page that is free may still be read on another host. */
-    uint64_t pinned = 0;
-    if (pool->shared && info->ours)
-        pinned = pinned_elsewhere(pool, run * RUN_SLOTS) >> run * RUN_SLOTS % 64;
-    for (uint32_t slot = 0; slot < RUN_SLOTS; slot++) {
-        uint32_t page = run * RUN_SLOTS + slot;
-        if (page >= host->page_count) break;
-        rebuild_page_guarded(pool, page, pinned >> slot & 1);
-        page_info *state = &pool->pages[page];
+    if (looks) pinned = pinned_elsewhere(pool, first) >> first % 64;
+    for (uint32_t slot = 0; slot < slots; slot++) {
+        page_info *state = &pool->pages[first + slot];
         host->withdrawn_pages -= state->withdrawn;
         state->withdrawn = 0;
         if (!info->ours || state->holders || state->published || state->retired ||
