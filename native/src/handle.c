@@ -369,6 +369,7 @@ static int64_t publish_locked(cxlkv_sequence *sequence, uint32_t count, uint64_t
     guard fault;
     volatile int64_t published = 0;
     GUARD_BEGIN(fault) {
+        if (pool->shared) peers_follow(pool); /* what others forgot is not published any more */
         published = publish_keys(sequence, count, tokens_per_key, hashes);
     } GUARD_END(fault, published = poison_error_locked(pool, &fault))
     rewrite_end(pool);
@@ -668,6 +669,7 @@ int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes) {
     if (code == 0) {
         guard fault;
         GUARD_BEGIN(fault) {
+            if (pool->shared) peers_follow(pool);
             forgotten = forget_keys(pool, count, hashes);
         } GUARD_END(fault, forgotten = poison_error_locked(pool, &fault))
         rewrite_end(pool);
