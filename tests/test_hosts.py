@@ -1,0 +1,362 @@
+"""A pool that several hosts share: what one publishes, others find, read, hand on and forget.
+
+Each host number has a host state of its own, so several pools of this process are several hosts; who
+must die, stop or fork is a process of its own. Waiting is polling with a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cxlkv import CXLPool, KVLayout, Sequence
+from cxlkv.errors import (
+    BadArgumentError,
+    CorruptError,
+    GeometryError,
+    HostError,
+    PoolFullError,
+    StaleError,
+)
+from cxlkv.prefix import prefix_keys
+
+from .conftest import audit, pages_accounted
+from .pool_worker import LAYERS, PAGE_TOKENS, Segments, token_numbers, verify
+
+LAYOUT = KVLayout(layers=LAYERS, kv_heads=2, head_dim=8, page_tokens=PAGE_TOKENS, dtype="float32")
+CAPACITY_BYTES = (2 << 20) + (500 << 10)  # 272 pages in 17 extents
+TOKENS = 5 * PAGE_TOKENS
+HOSTS = 4
+LEASE_S = 2.0
+
+
+class Hosts:
+    """One pool, opened here as several hosts."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.stack = ExitStack()
+
+    def open(self, host: int, lease_s: float = LEASE_S) -> CXLPool:
+        opened = CXLPool.open(self.path, host=host, lease_s=lease_s, threads=1)
+        return self.stack.enter_context(opened)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    path = f"/dev/shm/cxlkv-test-{os.getpid()}-{time.monotonic_ns()}.pool"
+    make(path).close()
+    made = Hosts(path)
+    try:
+        yield made
+    finally:
+        made.stack.close()
+        CXLPool.remove(path)
+
+
+def make(
+    path: str,
+    *,
+    capacity: int = CAPACITY_BYTES,
+    checksum: bool = True,
+    sharing: str = "software",
+    durable: str = "process",
+    hosts: int | None = HOSTS,
+    host: int | None = 0,
+    lease_s: float = LEASE_S,
+) -> CXLPool:
+    return CXLPool.create(
+        path,
+        layout=LAYOUT,
+        capacity=capacity,
+        checksum=checksum,
+        sharing=sharing,
+        durable=durable,
+        hosts=hosts,
+        host=host,
+        lease_s=lease_s,
+        threads=1,
+    )
+
+
+def write(pool: CXLPool, seed: int, tokens: int = TOKENS) -> Sequence:
+    sequence = pool.sequence()
+    for layer in range(LAYERS):
+        sequence.append(layer, *(token_numbers(text(seed, tokens), layer, k) for k in (0, 1)))
+    return sequence
+
+
+def text(seed: int, tokens: int = TOKENS) -> Segments:
+    return [(seed, tokens)]
+
+
+def ids(seed: int) -> list[int]:
+    return [seed * 1000 + i for i in range(TOKENS)]
+
+
+def publish(pool: CXLPool, seed: int) -> None:
+    sequence = write(pool, seed)
+    assert pool.publish_prefix(sequence, ids(seed)) == TOKENS // PAGE_TOKENS
+    sequence.release()
+
+
+def forget(pool: CXLPool, seed: int) -> int:
+    return pool.forget(prefix_keys(ids(seed), PAGE_TOKENS))
+
+
+def write_soon(pool: CXLPool, seed: int, tokens: int = TOKENS) -> Sequence:
+    """What others can spare they say with their beats: until then the pool is full."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return write(pool, seed, tokens)
+        except PoolFullError:
+            assert time.monotonic() < deadline, "nobody gave an extent"
+            os.sched_yield()
+
+
+def found(pool: CXLPool, seed: int) -> int:
+    """How many tokens of the text are found; what is found is read and compared."""
+    with pool.match_prefix(ids(seed)) as hit:
+        verify(hit.sequence(), text(seed, hit.tokens) if hit.tokens else [])
+        return hit.tokens
+
+
+def until(holds: Callable[[], bool], what: str, within_s: float = 10) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, what
+        os.sched_yield()
+
+
+def in_child(work: Callable[[], None]) -> None:
+    """Runs it in a fork, which must not raise."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+# ---- finding, forgetting ----
+
+
+def test_others_find_what_was_published_at_once(hosts: Hosts) -> None:
+    pools = [hosts.open(host) for host in range(3)]
+    for seed in range(1, 31):
+        publish(pools[seed % 3], seed)
+        for pool in pools:
+            assert found(pool, seed) == TOKENS
+    for pool in pools:
+        audit(pool)
+        assert pool.stats()["pages_borrowed"] == 0
+
+
+def test_who_comes_later_finds_it_as_well(hosts: Hosts) -> None:
+    first = hosts.open(0)
+    publish(first, 1)
+    assert found(hosts.open(1), 1) == TOKENS
+    first.close()
+    assert found(hosts.open(2), 1) == TOKENS
+
+
+def test_a_text_that_moves_from_host_to_host_is_found(hosts: Hosts) -> None:
+    """Logs are read host by host: what was published anew may come before what was forgotten."""
+    pools = [hosts.open(host) for host in range(3)]
+    for turn in range(40):
+        owner = pools[1 - turn % 2]
+        publish(owner, 7)
+        assert found(pools[2], 7) == TOKENS
+        assert forget(owner, 7) == TOKENS // PAGE_TOKENS
+        if turn % 3 == 0:
+            assert found(pools[2], 7) == 0
+        for pool in pools:
+            found(pool, 7)
+
+
+def test_forgotten_by_another_host(hosts: Hosts) -> None:
+    owner, other = hosts.open(0), hosts.open(1)
+    free = owner.stats()["pages_free"] + owner.stats()["pages_elsewhere"]
+    publish(owner, 1)
+    assert forget(other, 1) == TOKENS // PAGE_TOKENS
+    assert found(other, 1) == 0
+    until(lambda: owner.stats()["pages_published"] == 0, "the owner's keeper does it")
+    assert found(owner, 1) == 0
+    stats = owner.stats()
+    assert stats["pages_free"] + stats["pages_elsewhere"] == free
+
+
+def test_tenants_with_other_salts_do_not_meet(hosts: Hosts) -> None:
+    owner, other = hosts.open(0), hosts.open(1)
+    owner.publish_prefix(write(owner, 1), ids(1), salt=b"one")
+    with other.match_prefix(ids(1), salt=b"two") as hit:
+        assert hit.tokens == 0
+    with other.match_prefix(ids(1), salt=b"one") as hit:
+        assert hit.tokens == TOKENS
+
+
+def test_a_hit_keeps_its_pages_from_being_written_again(hosts: Hosts) -> None:
+    owner, other = hosts.open(0), hosts.open(1)
+    publish(owner, 1)
+    pages = TOKENS // PAGE_TOKENS
+    with other.match_prefix(ids(1)) as hit:
+        sequence = hit.sequence()
+        assert other.stats()["pages_borrowed"] == pages
+        assert forget(owner, 1) == pages
+        assert owner.stats()["pages_withdrawn"] == pages
+        assert owner.check(deep=True)["clean"]
+        fill_up(owner)
+        verify(sequence, text(1))
+        sequence.release()
+    assert other.stats()["pages_borrowed"] == 0
+    until(lambda: owner.stats()["pages_withdrawn"] == 0, "let go, and still withdrawn")
+    audit(owner)
+
+
+def fill_up(pool: CXLPool) -> list[Sequence]:
+    """Takes every page that there is."""
+    taken = []
+    with pytest.raises(PoolFullError):
+        while True:
+            taken.append(write(pool, 1000 + len(taken)))
+    return taken
+
+
+# ---- handing over ----
+
+
+def test_a_handle_of_unpublished_pages(hosts: Hosts) -> None:
+    """From A to B, and on from B to C when A has let go."""
+    a, b, c = (hosts.open(host) for host in range(3))
+    first = write(a, 1, TOKENS + 2)  # with a tail
+    second = b.adopt(first.handle)
+    verify(second, text(1, TOKENS + 2))
+    first.release()
+    full = fill_up(a)
+    verify(second, text(1, TOKENS + 2))
+    for sequence in full:
+        sequence.release()
+    write_soon(b, 2)
+    third = c.adopt(second.handle)
+    second.release()
+    verify(third, text(1, TOKENS + 2))
+    for layer in range(LAYERS):
+        rows = [token_numbers(text(1, TOKENS + 6), layer, kind)[TOKENS + 2 :] for kind in (0, 1)]
+        third.append(layer, *rows)
+    verify(third, text(1, TOKENS + 6))
+    third.release()
+    for pool in (a, b, c):
+        audit(pool)
+    until(lambda: a.stats()["pages_withdrawn"] == 0, "all have let go")
+
+
+def test_a_handle_that_comes_too_late(hosts: Hosts) -> None:
+    a, b = hosts.open(0), hosts.open(1)
+    sequence = write(a, 1)
+    handle = sequence.handle
+    sequence.release()
+    with pytest.raises(StaleError, match="freed"):
+        b.adopt(handle)
+    assert b.stats()["pages_borrowed"] == 0
+
+
+def test_a_fork_has_what_its_parent_borrowed(hosts: Hosts) -> None:
+    owner, other = hosts.open(0), hosts.open(1)
+    publish(owner, 1)
+    with other.match_prefix(ids(1)) as hit:
+        sequence = hit.sequence()
+        in_child(partial(verify, sequence, text(1)))
+        to_child, from_parent = os.pipe()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.read(to_child, 1)
+                verify(sequence, text(1))
+                code = 0
+            finally:
+                os._exit(code)
+        sequence.release()
+    assert forget(owner, 1) == TOKENS // PAGE_TOKENS
+    fill = fill_up(owner)
+    assert owner.stats()["pages_withdrawn"] == TOKENS // PAGE_TOKENS, "the child reads them"
+    os.write(from_parent, b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    until(lambda: other.stats()["pages_borrowed"] == 0, "the child is reaped")
+    until(lambda: owner.stats()["pages_withdrawn"] == 0, "and its pins with it")
+    del fill
+    audit(owner)
+
+
+# ---- extents ----
+
+
+def test_empty_extents_move_to_who_needs_them(hosts: Hosts) -> None:
+    a, b = hosts.open(0), hosts.open(1)
+    total = a.stats()["pages_total"]
+    for sequence in fill_up(a):
+        sequence.release()
+    assert a.stats()["pages_elsewhere"] == 0, "all are one host's"
+    taken = [write_soon(b, seed) for seed in range(1, total // 2 * PAGE_TOKENS // TOKENS)]
+    for seed, sequence in enumerate(taken, 1):
+        verify(sequence, text(seed))
+    for pool in (a, b):
+        audit(pool)
+
+
+def test_full_everywhere_is_said_quickly(hosts: Hosts) -> None:
+    a, b = hosts.open(0, 20), hosts.open(1, 20)
+    kept = fill_up(a)
+    start = time.monotonic()
+    with pytest.raises(PoolFullError, match="the pool is full"):
+        write(b, 1)
+    assert time.monotonic() - start < 2, "nobody offers: a lease is 20 s, a quarter of it 5 s"
+    del kept
+
+
+def test_more_than_is_left_is_an_error_and_no_hang(hosts: Hosts) -> None:
+    a, b = hosts.open(0), hosts.open(1)
+    kept = write(a, 1, 200 * PAGE_TOKENS)
+    with pytest.raises(PoolFullError, match="100 pages wanted"):
+        write(b, 2, 100 * PAGE_TOKENS)
+    verify(kept, text(1, 200 * PAGE_TOKENS))
+
+
+def test_what_a_host_leaves_behind(hosts: Hosts) -> None:
+    """Others take its extents; what it had published is found as before, and can be forgotten."""
+    a, b = hosts.open(0), hosts.open(1)
+    seeds = range(1, 41)
+    for seed in seeds:
+        publish(a, seed)
+    before = b.match_prefix(ids(1))
+    a.close()
+    kept = fill_up(b)
+    assert b.stats()["pages_elsewhere"] == 0
+    audit(b)
+    verify(before.sequence(), text(1))
+    before.release()
+    c = hosts.open(2)
+    for seed in seeds:
+        assert found(b, seed) == found(c, seed) == TOKENS
+    for seed in seeds:
+        assert forget(b, seed) == TOKENS // PAGE_TOKENS
+    for sequence in kept:
+        sequence.release()
+    audit(b)
+    assert b.stats()["pages_free"] == b.stats()["pages_total"]
+    write_soon(c, 50).release()  # nothing of b's is pinned by b: an extent changes hands once more
+    until(lambda: c.stats()["pages_withdrawn"] == 0, "b's own pins")

@@ -1,0 +1,263 @@
+"""Several hosts on one pool, killed at random: nothing published is lost, no page is either.
+
+On one machine each host number has a host state of its own, so processes can be different hosts
+(tests/pool_worker.py); they check every token that they read. No sleeps: the test reads what they
+report. What caches that are not coherent do is in tests/native/test_protocol_incoherent.c.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from cxlkv import CXLPool, KVLayout
+from cxlkv.prefix import prefix_keys
+
+from .conftest import audit, pages_accounted
+from .pool_worker import FAMILIES, FAMILY_TOKENS, LAYERS, PAGE_TOKENS, token_ids, verify
+
+WORKER = Path(__file__).with_name("pool_worker.py")
+LAYOUT = KVLayout(layers=LAYERS, kv_heads=2, head_dim=8, page_tokens=PAGE_TOKENS, dtype="float32")
+CAPACITY_BYTES = (2 << 20) + (500 << 10)  # 272 pages in 17 extents: they move all the time
+HOSTS = 5
+WATCHERS = (3, 4)  # hosts of the test itself
+
+
+class Process:
+    """A worker on a host; what it says comes line by line."""
+
+    def __init__(self, command: str, path: str, box: Path, host: int, seed: int, steps: int = 0):
+        self.host = host
+        self.popen = subprocess.Popen(
+            [sys.executable, str(WORKER), command, path, str(box), str(seed), str(steps)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "CXLKV_HOST": str(host)},
+        )
+        assert self.popen.stdout
+        self.file = self.popen.stdout
+        self.rest = b""
+        self.ended = False
+        self.done = 0
+        self.seen = Counter[str]()
+        self.seeds: list[int] = []  # of all texts of its own
+        self.published: list[int] = []  # and not forgotten
+        self.stats: dict[str, int] = {}
+
+    def read(self) -> None:
+        """Takes what it has said; waits for more when that is nothing."""
+        got = os.read(self.file.fileno(), 1 << 16)
+        self.ended = not got
+        *lines, self.rest = (self.rest + got).split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            self.done = said.get("done", self.done)
+            self.seen.update(said.get("seen", {}))
+            if "publishing" in said:
+                self.seeds.append(said["publishing"])
+            if "published" in said:
+                self.published.append(said["published"])
+            if "forgotten" in said:
+                self.published.remove(said["forgotten"])
+            if "stats" in said:
+                self.stats = said["stats"]
+                assert not said["problems"], said["problems"]
+
+    def end(self, number: int | None = None, expected: int = 0) -> None:
+        """Reads to its end, after a signal if one is given."""
+        if number is not None:
+            self.popen.send_signal(number)
+        while not self.ended:
+            self.read()
+        _, text = self.popen.communicate()
+        assert self.popen.returncode == expected, text.decode()
+
+
+@pytest.fixture
+def shm_path() -> Iterator[str]:
+    path = f"/dev/shm/cxlkv-test-{os.getpid()}-{time.monotonic_ns()}.pool"
+    with ExitStack() as stack:
+        sharing = {"sharing": "software", "hosts": HOSTS, "host": WATCHERS[0]}
+        CXLPool.create(path, layout=LAYOUT, capacity=CAPACITY_BYTES, threads=1, **sharing).close()
+        stack.callback(CXLPool.remove, path)
+        yield path
+
+
+def drawn_seed() -> int:
+    seed = int(os.environ.get("CXLKV_TEST_SEED", "0")) or Random().randrange(1 << 30)
+    print(f"CXLKV_TEST_SEED={seed}")
+    return seed
+
+
+def assert_accounted(stats: dict[str, int]) -> None:
+    assert pages_accounted(stats) == stats["pages_total"], stats
+    assert stats["pages_quarantined"] == stats["pages_retired"] == 0, stats
+
+
+def assert_all_comes_back(path: str, seeds: list[int]) -> None:
+    """Every host once more: what is published is forgotten, and then all pages are free."""
+    keys = [prefix_keys(token_ids(seed), PAGE_TOKENS) for seed in [*range(1, FAMILIES + 1), *seeds]]
+    with ExitStack() as stack:
+        pools = [stack.enter_context(CXLPool.open(path, host=i, threads=1)) for i in range(HOSTS)]
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            for pool in pools:
+                for own in keys:
+                    pool.forget(own)
+                audit(pool)
+            stats = [pool.stats() for pool in pools]
+            if all(s["pages_free"] + s["pages_elsewhere"] == s["pages_total"] for s in stats):
+                break
+        owned = sum(s["pages_total"] - s["pages_elsewhere"] for s in stats)
+        assert all(s["pages_free"] + s["pages_elsewhere"] == s["pages_total"] for s in stats), stats
+        assert owned <= stats[0]["pages_total"]
+
+
+# ---- a storm ----
+
+
+def run(path: str, box: Path, seed: int, operations: int) -> Counter[str]:
+    """Four processes on three hosts; one of the two that share a host is killed half way, and then
+    the only one of another host; others take over what is left."""
+    hosts = (0, 1, 1, 2)
+    share = operations // len(hosts)
+    processes = [Process("work", path, box, h, seed + i, share) for i, h in enumerate(hosts)]
+    victims, seen = {processes[1], processes[3]}, Counter[str]()
+    waiting = list(processes)
+    try:
+        while waiting:
+            ready, _, _ = select.select([process.file for process in waiting], [], [])
+            for process in [process for process in waiting if process.file in ready]:
+                process.read()
+                if process in victims and process.done >= share // 2:
+                    victims.discard(process)
+                    process.end(signal.SIGKILL, -signal.SIGKILL)
+                    left = share - process.done
+                    heir = Process("work", path, box, process.host, seed + 100 + left, left)
+                    processes.append(heir)
+                    waiting.append(heir)
+                elif process.ended:
+                    process.end()
+                if process.ended:
+                    waiting.remove(process)
+        assert not victims, "a victim was never killed"
+    finally:
+        for process in processes:
+            process.popen.kill()
+            process.popen.communicate()
+    for process in processes:
+        seen += process.seen
+        seen["operations"] += process.done
+    return seen
+
+
+def storm(path: str, box: Path, operations: int) -> None:
+    seed = drawn_seed()
+    box.mkdir()
+    start = time.monotonic()
+    with CXLPool.open(path, host=WATCHERS[0], threads=1) as watcher:
+        seen = run(path, box, seed, operations)
+        audit(watcher)
+    print(f"{seen['operations']} operations in {time.monotonic() - start:.1f} s: {dict(seen)}")
+    assert seen["operations"] >= operations
+    for what in ("adopted", "hit", "published", "fork", "truncate", "full", "forgotten"):
+        assert seen[what] > 0, f"no {what}: {dict(seen)}"
+    for host in range(3):
+        with CXLPool.open(path, host=host, threads=1) as pool:
+            audit(pool)
+            stats = pool.stats()
+            assert_accounted(stats)
+            assert stats["pages_held"] == stats["pages_withdrawn"] == 0, stats
+    assert_all_comes_back(path, [])
+
+
+def test_three_hosts_with_two_killed(shm_path: str, tmp_path: Path) -> None:
+    storm(shm_path, tmp_path / "box", 6_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_three_hosts_100_000_operations(shm_path: str, tmp_path: Path) -> None:
+    storm(shm_path, tmp_path / "box", 100_000)
+
+
+# ---- what was published outlives its publisher ----
+
+
+def assert_readable(watchers: list[CXLPool], seeds: list[int]) -> None:
+    for watcher in watchers:
+        for seed in seeds:
+            with watcher.match_prefix(token_ids(seed)) as hit:
+                assert hit.tokens == FAMILY_TOKENS, f"{hit.tokens} tokens of {seed} are found"
+                verify(hit.sequence(), [(seed, FAMILY_TOKENS)])
+
+
+def kill_rounds(path: str, box: Path, hosts: tuple[int, ...], rounds: int) -> None:
+    """In each round one is killed, wherever it is; a new one takes its place when the others have
+    read all that it had published."""
+    seed = drawn_seed()
+    random = Random(seed)
+    box.mkdir()
+    processes = [Process("publisher", path, box, h, seed + i) for i, h in enumerate(hosts)]
+    seeds, start = list[int](), time.monotonic()
+    with ExitStack() as stack:
+        for process in processes:
+            stack.callback(process.popen.communicate)
+            stack.callback(process.popen.kill)
+        watchers = [stack.enter_context(CXLPool.open(path, host=h, threads=1)) for h in WATCHERS]
+        for number in range(rounds):
+            place = random.randrange(len(hosts))
+            victim, wanted = processes[place], random.randrange(1, 12)
+            while not victim.ended and len(victim.published) < min(wanted, 3):
+                victim.read()
+            for _ in range(random.randrange(100_000)):
+                pass
+            victim.end(signal.SIGKILL, -signal.SIGKILL)
+            assert_accounted(victim.stats)
+            assert_readable(watchers, victim.published)
+            seeds += victim.seeds
+            for own in victim.published:
+                watchers[number % 2].forget(prefix_keys(token_ids(own), PAGE_TOKENS))
+            for watcher in watchers:
+                assert_accounted(watcher.stats())
+            heir = Process("publisher", path, box, victim.host, seed + len(hosts) + number)
+            stack.callback(heir.popen.communicate)
+            stack.callback(heir.popen.kill)
+            processes[place] = heir
+        for leftover in box.glob("*.taken"):
+            leftover.unlink(missing_ok=True)
+        for process in processes:
+            while not process.stats and not process.ended:
+                process.read()
+            process.end(signal.SIGTERM)
+            assert_accounted(process.stats)
+            seeds += process.seeds
+        for watcher in watchers:
+            audit(watcher)
+    print(f"{rounds} kills, {len(seeds)} texts in {time.monotonic() - start:.1f} s")
+    assert len(seeds) >= rounds
+    assert_all_comes_back(path, seeds)
+
+
+@pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 1, 1)])
+def test_kills_at_random_instants(shm_path: str, tmp_path: Path, hosts: tuple[int, ...]) -> None:
+    kill_rounds(shm_path, tmp_path / "box", hosts, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 1, 1)])
+def test_300_kills(shm_path: str, tmp_path: Path, hosts: tuple[int, ...]) -> None:
+    kill_rounds(shm_path, tmp_path / "box", hosts, 150)
