@@ -137,10 +137,16 @@ int peers_arrive(cxlkv_pool *pool) {
     return extents_refresh(pool);
 }
 
+static bool number_is_taken(const cxlkv_pool *pool) {
+    host_name name;
+    return hosts_name(&pool->hosts, pool->hosts.self, &name) &&
+           (name.status != HOST_LIVE || name.nonce != pool->host->nonce);
+}
+
 /* V8 for all that we own: others may take it as soon as the name says that we left. */
 void peers_leave(cxlkv_pool *pool) {
     const cxlkv_geometry *g = &pool->geometry;
-    if (pool->host->stopped) return;
+    if (pool->host->stopped || number_is_taken(pool)) return;
     log_write(pool);
     for (uint32_t extent = 0; extent < g->extent_count; extent++) {
         if (!page_is_ours(pool, extent * g->slab_slots)) continue;
@@ -175,12 +181,6 @@ int peers_check(cxlkv_pool *pool) {
                     "this host was declared off while it ran: others may have its pages. Close the "
                     "pool in all processes here and open it anew");
     }
-}
-
-static bool number_is_taken(const cxlkv_pool *pool) {
-    host_name name;
-    return hosts_name(&pool->hosts, pool->hosts.self, &name) &&
-           (name.status != HOST_LIVE || name.nonce != pool->host->nonce);
 }
 
 /* When our epoch has ended and nobody said that this machine is off, what we own is still ours. */
