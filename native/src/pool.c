@@ -468,8 +468,9 @@ int cxlkv_pool_remove(const char *path) {
         return remove_damaged(path);
     if (code < 0) return code;
     code = lock_byte(fd, ATTACH_BYTE, true, true);
+    if (code < 0) code = fail(-code, "%s: cannot lock: %s", path, strerror(-code));
     if (code == 0 && lock_byte(fd, USE_BYTE, true, false) < 0) code = busy_error(path);
-    else code = region_discard(fd, path);
+    if (code == 0) code = region_discard(fd, path);
     bool shared = sharing.kind != CXLKV_SHARING_HOST;
     for (uint32_t host = 0; code == 0 && host < sharing.hosts; host++)
         code = host_remove_state(identity, fd, shared ? host : NO_HOST);
