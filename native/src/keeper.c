@@ -26,6 +26,7 @@ static void keep(cxlkv_pool *pool) {
     if (pool->host->stopped == 0) {
         GUARD_BEGIN(fault) {
             extents_offer(pool);
+            hosts_unlock(&pool->hosts); /* a damaged slot would keep all others waiting */
             peers_beat(pool, false);
             peers_return(pool);
             if (pool->host->stopped == 0) work_for_others(pool);
