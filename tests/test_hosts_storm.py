@@ -89,8 +89,15 @@ class Process:
 def shm_path() -> Iterator[str]:
     path = f"/dev/shm/cxlkv-test-{os.getpid()}-{time.monotonic_ns()}.pool"
     with ExitStack() as stack:
-        sharing = {"sharing": "software", "hosts": HOSTS, "host": WATCHERS[0]}
-        CXLPool.create(path, layout=LAYOUT, capacity=CAPACITY_BYTES, threads=1, **sharing).close()
+        CXLPool.create(
+            path,
+            layout=LAYOUT,
+            capacity=CAPACITY_BYTES,
+            sharing="software",
+            hosts=HOSTS,
+            host=WATCHERS[0],
+            threads=1,
+        ).close()
         stack.callback(CXLPool.remove, path)
         yield path
 
