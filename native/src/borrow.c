@@ -96,9 +96,9 @@ void borrow(cxlkv_pool *pool, borrowing *items, uint32_t count) {
     free(ranges);
 }
 
-void borrow_end(cxlkv_pool *pool, uint32_t page) {
-    pin_item pin = {.word = hosts_pin_word(&pool->hosts, pool->hosts.self, page),
-                    .bits = 1ull << page % 64};
+void borrow_end(cxlkv_pool *pool, uint32_t first, uint64_t pages) {
+    pin_item pin = {.word = hosts_pin_word(&pool->hosts, pool->hosts.self, first),
+                    .bits = pages << first % 64};
     visibility_unpin(&pin, 1, pool->mode);
 }
 
@@ -185,11 +185,15 @@ uint64_t pinned_elsewhere(const cxlkv_pool *pool, uint32_t page) {
 }
 
 void withdrawn_look(cxlkv_pool *pool) {
+    uint32_t pages[64], count = 0;
     for (uint32_t page = 0; pool->host->withdrawn_pages && page < pool->host->page_count; page++) {
         page_info *info = &pool->pages[page];
         if (!info->withdrawn) continue;
         info->withdrawn = 0;
         pool->host->withdrawn_pages--;
-        page_settle(pool, page);
+        pages[count++] = page;
+        if (count == 64) pages_settle(pool, count, pages);
+        if (count == 64) count = 0;
     }
+    pages_settle(pool, count, pages);
 }

@@ -109,7 +109,7 @@ static void repair_page(cxlkv_pool *pool, uint32_t page, report *report) {
     }
     info->generation += GENERATIONS_SKIPPED;
     descriptor_write(pool, page, info->generation, PAGE_FREE, 0, NULL);
-    page_settle(pool, page);
+    pages_settle(pool, 1, &page);
     report_repair(report, page, "is free: its record cannot be trusted");
 }
 

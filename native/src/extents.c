@@ -94,29 +94,30 @@ static bool is_known(const extent_owner *owners, uint32_t count) {
     return false;
 }
 
-/* What its former owner published is found again, under the same hash. */
-static void rebuild_extent(cxlkv_pool *pool, uint32_t extent) {
-    uint32_t slots = pool->geometry.slab_slots;
-    for (uint32_t page = extent * slots; page < (extent + 1) * slots; page++) {
-        page_info *info = &pool->pages[page];
-        pool->host->published_pages -= info->published;
-        info->published = 0;
-        info->shown = 1;
-    }
-    for (uint32_t i = 0; i < slots / RUN_SLOTS; i++)
-        host_rebuild_run(pool, first_run(pool, extent) + i);
+static void unlist(cxlkv_pool *pool, uint32_t extent) {
+    uint32_t runs = pool->geometry.slab_slots / RUN_SLOTS;
+    for (uint32_t i = 0; i < runs; i++) pages_unlist(pool, first_run(pool, extent) + i);
 }
 
-/* One that comes or goes while the allocator is at work; an arriving host builds it afterwards. */
-static void adapt(cxlkv_pool *pool, uint32_t extent, bool ours) {
-    uint32_t runs = pool->geometry.slab_slots / RUN_SLOTS, first = first_run(pool, extent);
-    bool works = pool->host->ready;
-    for (uint32_t i = 0; works && !ours && i < runs; i++) pages_unlist(pool, first + i);
+/* One that comes or goes. Then extents_protect(), and welcome() those that came. */
+static void change(cxlkv_pool *pool, uint32_t extent, bool ours) {
+    uint32_t slots = pool->geometry.slab_slots;
+    if (pool->host->ready && !ours) unlist(pool, extent);
+    for (uint32_t page = extent * slots; ours && page < (extent + 1) * slots; page++) {
+        page_info *info = &pool->pages[page];
+        pool->host->published_pages -= info->published;
+        info->published = 0; /* what its former owner published is found again */
+        info->shown = 1;
+    }
     set_ours(pool, extent, ours);
     if (ours) hand_over(pool, extent, false);
-    extents_protect(pool);
-    if (ours) borrow_own(pool, extent * pool->geometry.slab_slots, pool->geometry.slab_slots);
-    if (works && ours) rebuild_extent(pool, extent);
+}
+
+/* While the allocator is at work; an arriving host builds all of it afterwards. */
+static void welcome(cxlkv_pool *pool, uint32_t extent) {
+    uint32_t slots = pool->geometry.slab_slots;
+    borrow_own(pool, extent * slots, slots);
+    if (pool->host->ready) host_rebuild_runs(pool, first_run(pool, extent), slots / RUN_SLOTS);
 }
 
 /* Whoever died while an extent changed hands may have marked some of its runs only. */
@@ -135,10 +136,14 @@ int extents_refresh(cxlkv_pool *pool) {
     if (code == -CXLKV_E_CORRUPT && is_known(owners, count)) code = 0; /* check() tells */
     for (uint32_t extent = 0; code == 0 && extent < count; extent++) {
         bool ours = owners[extent].host == pool->hosts.self;
-        if (!is_marked(pool, extent, ours)) adapt(pool, extent, ours);
+        bool changes = !is_marked(pool, extent, ours);
+        if (changes) change(pool, extent, ours);
+        owners[extent].takeable = changes && ours; /* from here on: it came */
     }
-    free(owners);
     extents_protect(pool);
+    for (uint32_t extent = 0; code == 0 && extent < count; extent++)
+        if (owners[extent].takeable) welcome(pool, extent);
+    free(owners);
     return code;
 }
 
@@ -173,7 +178,9 @@ static int take_some(cxlkv_pool *pool, uint64_t page_count) {
         if (code == 0 && chosen) code = hosts_claim(&pool->hosts, owners, chosen, extents, true);
         hosts_unlock(&pool->hosts);
     }
-    for (uint32_t i = 0; code == 0 && i < chosen; i++) adapt(pool, extents[i], true);
+    for (uint32_t i = 0; code == 0 && i < chosen; i++) change(pool, extents[i], true);
+    if (code == 0 && chosen) extents_protect(pool);
+    for (uint32_t i = 0; code == 0 && i < chosen; i++) welcome(pool, extents[i]);
     free(owners);
     return code == 0 && chosen == 0 ? -EAGAIN : code;
 }
@@ -232,8 +239,7 @@ void extents_offer(cxlkv_pool *pool) {
 }
 
 static void leave(cxlkv_pool *pool, uint32_t extent) {
-    uint32_t runs = pool->geometry.slab_slots / RUN_SLOTS;
-    for (uint32_t i = 0; i < runs; i++) pages_unlist(pool, first_run(pool, extent) + i);
+    unlist(pool, extent);
     set_ours(pool, extent, false);
     hand_over(pool, extent, true); /* V8 */
 }

@@ -188,10 +188,11 @@ static int handle_read(const cxlkv_pool *pool, const uint8_t *bytes, uint64_t si
 /* A page of another host, which its handle need not say to be published. */
 static int adopt_foreign(cxlkv_pool *pool, uint32_t page, uint32_t part, uint64_t generation,
                          uint32_t tokens) {
+    bool published = pool->pages[page].published; /* as far as we have heard */
     borrowing item = {.page = page, .generation = generation, .code = -CXLKV_E_STALE};
     /* Its owner may publish or forget it between two looks. */
     for (int look = 0; look < 3 && item.code == -CXLKV_E_STALE; look++) {
-        item.state = look == 1 ? PAGE_PUBLISHED : PAGE_SEALED;
+        item.state = published == (look % 2 == 0) ? PAGE_PUBLISHED : PAGE_SEALED;
         borrow(pool, &item, 1);
     }
     if (item.code == -ENOMEM) return fail(ENOMEM, "no memory to adopt a page");
@@ -202,7 +203,7 @@ static int adopt_foreign(cxlkv_pool *pool, uint32_t page, uint32_t part, uint64_
     int code = record_check(pool, page, generation, tokens);
     if (code == 0 && record_part(pool, page) != part)
         code = fail(CXLKV_E_STALE, "stale handle: page %u holds other layers", page);
-    if (code < 0 && pool->pages[page].holders == 0) borrow_end(pool, page);
+    if (code < 0 && pool->pages[page].holders == 0) borrow_end(pool, page, 1);
     return code;
 }
 
@@ -558,7 +559,7 @@ static void end_unused(cxlkv_pool *pool, const found *f, uint64_t count) {
     for (uint64_t i = 0; i < count * pool->geometry.part_count; i++) {
         uint32_t page = f->pages[i];
         if (page != NO_PAGE && !page_is_ours(pool, page) && pool->pages[page].holders == 0)
-            borrow_end(pool, page);
+            borrow_end(pool, page, 1);
     }
 }
 
@@ -644,7 +645,7 @@ bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]) {
         descriptor_write(pool, page, info->generation, PAGE_SEALED, pool->layout.page_tokens, NULL);
         rewrite_end(pool);
     }
-    page_settle(pool, page);
+    pages_settle(pool, 1, &page);
     return true;
 }
 

@@ -11,6 +11,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "flush.h"
 #include "internal.h"
 
 #define HOST_MAGIC 0x34305453484b5643ull /* "CVKHST04" */
@@ -103,9 +104,7 @@ int host_register(cxlkv_pool *pool, uint32_t state, uint32_t *slot) {
 }
 
 void host_unregister(cxlkv_pool *pool, uint32_t slot) {
-    uint32_t *held = held_of(pool, slot);
-    for (uint32_t page = 0; page < pool->host->page_count; page++)
-        if (held[page]) pages_drop_slot(pool, slot, page, held[page]);
+    pages_drop_slot(pool, slot);
     pool->host->processes[slot].state = 0;
 }
 
@@ -228,75 +227,116 @@ static bool index_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t page) 
     return index_insert(pool, hash, page);
 }
 
-/* The region's descriptors say what is published; all else that nobody holds is free. */
-static void rebuild_page(cxlkv_pool *pool, uint32_t page, bool pinned) {
+/* Slots of the processes that are registered: few of all. */
+typedef struct registered {
+    uint32_t count, slots[PROCESS_MAX];
+} registered;
+
+static registered registered_slots(const host_state *host) {
+    registered all = {0};
+    for (uint32_t slot = 0; slot < PROCESS_MAX; slot++)
+        if (host->processes[slot].state) all.slots[all.count++] = slot;
+    return all;
+}
+
+/* The region's descriptors say what is published; all else that nobody holds is free, or will be
+ * when its descriptor says so: then the answer is true. */
+static bool rebuild_page(cxlkv_pool *pool, uint32_t page, const registered *processes) {
     page_info *info = &pool->pages[page];
     descriptor line;
     info->holders = 0;
-    for (uint32_t slot = 0; slot < PROCESS_MAX; slot++)
-        if (pool->host->processes[slot].state && held_of(pool, slot)[page]) info->holders++;
+    for (uint32_t i = 0; i < processes->count; i++)
+        info->holders += held_of(pool, processes->slots[i])[page] != 0;
     bool ours = page_is_ours(pool, page);
     info->published = info->quarantined = 0;
     if (descriptor_read(pool, page, &line) < 0) {
         /* A holder may be writing it just now, or died so: then the page is settled when reaped. */
         info->quarantined = ours && info->holders == 0;
-        return;
+        return false;
     }
     uint64_t generation = line.version >> 8, state = line.version & 255;
-    if (!ours && info->holders && generation != info->generation) return; /* it is lost to us */
+    if (!ours && info->holders && generation != info->generation) return false; /* lost to us */
     if (generation > info->generation || !ours) info->generation = generation;
     if (state == PAGE_PUBLISHED && index_page(pool, line.hash, page)) {
         info->published = 1;
         pool->host->published_pages++;
-    } else if (ours && info->holders == 0 && state != PAGE_FREE && !info->retired && !pinned) {
-        descriptor_write(pool, page, ++info->generation, PAGE_FREE, 0, NULL);
     } else if (ours && state == PAGE_PUBLISHED && !info->retired) {
         descriptor_write(pool, page, info->generation, PAGE_SEALED, line.tokens, NULL);
     }
+    return state != PAGE_FREE;
 }
 
-static void rebuild_page_guarded(cxlkv_pool *pool, uint32_t page, bool pinned) {
+static bool rebuild_page_guarded(cxlkv_pool *pool, uint32_t page, const registered *processes) {
+    guard fault;
+    volatile bool sealed = false;
+    GUARD_BEGIN(fault) {
+        sealed = rebuild_page(pool, page, processes);
+    } GUARD_END(fault, pool->pages[page].retired = 1)
+    return sealed;
+}
+
+/* Where the index will be looked at, for all descriptors of a word: these are misses otherwise. */
+static void expect_index(cxlkv_pool *pool, uint32_t first, uint32_t end) {
     guard fault;
     GUARD_BEGIN(fault) {
-        rebuild_page(pool, page, pinned);
-    } GUARD_END(fault, pool->pages[page].retired = 1)
-}
-
-void host_rebuild_run(cxlkv_pool *pool, uint32_t run) {
-    host_state *host = pool->host;
-    run_info *info = &pool->runs[run];
-    uint32_t first = run * RUN_SLOTS, slots = min_u32(RUN_SLOTS, host->page_count - first);
-    bool looks = pool->shared && info->ours;
-    *info = (run_info){.next = NO_PAGE, .previous = NO_PAGE, .ours = info->ours};
-    uint64_t pinned = looks ? pinned_elsewhere(pool, first) >> first % 64 : 0;
-    for (uint32_t slot = 0; slot < slots; slot++)
-        rebuild_page_guarded(pool, first + slot, pinned >> slot & 1);
-    /* V6: a page that is free may still be read on another host. */
-    if (looks) pinned = pinned_elsewhere(pool, first) >> first % 64;
-    for (uint32_t slot = 0; slot < slots; slot++) {
-        page_info *state = &pool->pages[first + slot];
-        host->withdrawn_pages -= state->withdrawn;
-        state->withdrawn = 0;
-        if (!info->ours || state->holders || state->published || state->retired ||
-            state->quarantined)
-            continue;
-        if (pinned >> slot & 1) {
-            state->withdrawn = 1;
-            host->withdrawn_pages++;
-            continue;
+        for (uint32_t page = first; page < end; page++) {
+            const descriptor *line = descriptor_of(pool, page);
+            uint64_t hash[2] = {flush_load_word(&line->hash[0]), flush_load_word(&line->hash[1])};
+            index_expect(pool, hash);
         }
-        info->free_mask |= (uint16_t)(1u << slot);
-        host->free_pages++;
-    }
-    pages_list(pool, run);
+    } GUARD_END(fault, (void)fault) /* its page is found below */
 }
 
+/* What a page is now that its descriptor was read. True: it is to be freed. */
+static bool rebuild_state(cxlkv_pool *pool, uint32_t page, bool sealed, bool pinned) {
+    run_info *run = &pool->runs[page / RUN_SLOTS];
+    page_info *info = &pool->pages[page];
+    pool->host->withdrawn_pages -= info->withdrawn;
+    info->withdrawn = 0;
+    if (!run->ours || info->holders || info->published || info->retired || info->quarantined)
+        return false;
+    if (sealed) return true;
+    info->withdrawn = pinned;
+    pool->host->withdrawn_pages += pinned;
+    if (pinned) return false;
+    run->free_mask |= (uint16_t)(1u << page % RUN_SLOTS);
+    pool->host->free_pages++;
+    return false;
+}
+
+void host_rebuild_runs(cxlkv_pool *pool, uint32_t first_run, uint32_t count) {
+    registered processes = registered_slots(pool->host);
+    uint32_t first = first_run * RUN_SLOTS, word = first / 64 * 64;
+    uint32_t end = min_u32(pool->host->page_count, first + count * RUN_SLOTS);
+    uint64_t pinned = 0, over = 0;
+    bool some_ours = false;
+    for (uint32_t run = first_run; run * RUN_SLOTS < end; run++) {
+        run_info *info = &pool->runs[run];
+        *info = (run_info){.next = NO_PAGE, .previous = NO_PAGE, .ours = info->ours};
+        some_ours |= info->ours;
+    }
+    /* V6: a page that is free may still be read on another host. */
+    if (pool->shared && some_ours) pinned = pinned_elsewhere(pool, first);
+    expect_index(pool, first, end);
+    for (uint32_t page = first; page < end; page++) {
+        uint64_t bit = 1ull << page % 64;
+        bool sealed = rebuild_page_guarded(pool, page, &processes);
+        if (rebuild_state(pool, page, sealed, (pinned & bit) != 0)) over |= bit;
+    }
+    for (uint32_t run = (end + RUN_SLOTS - 1) / RUN_SLOTS; run-- > first_run;)
+        pages_list(pool, run);
+    if (over) pages_free_word(pool, word, over);
+}
+
+/* From the end, so that the first runs are the first to be taken. */
 void host_rebuild(cxlkv_pool *pool) {
     host_state *host = pool->host;
+    uint32_t runs = 64 / RUN_SLOTS;
     index_clear(pool);
     host->free_pages = host->published_pages = 0;
     host->free_runs = host->partial_runs = NO_PAGE;
-    for (uint32_t run = host->run_count; run-- > 0;) host_rebuild_run(pool, run);
+    for (uint32_t word = (host->run_count + runs - 1) / runs; word-- > 0;)
+        host_rebuild_runs(pool, word * runs, runs);
 }
 
 /* Whoever died may have published without a word about it. */

@@ -7,6 +7,10 @@ static uint32_t home_of(const cxlkv_pool *pool, const uint64_t hash[2]) {
     return (uint32_t)(hash[0] ^ hash[1] >> 32) & (pool->host->index_capacity - 1);
 }
 
+void index_expect(const cxlkv_pool *pool, const uint64_t hash[2]) {
+    __builtin_prefetch(&pool->index[home_of(pool, hash)]);
+}
+
 /* The entry with this hash, or the empty one where it would go. Capacity is twice the pages. */
 static uint32_t probe(const cxlkv_pool *pool, const uint64_t hash[2]) {
     uint32_t mask = pool->host->index_capacity - 1, at = home_of(pool, hash);

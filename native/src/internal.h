@@ -496,7 +496,7 @@ void host_unlock(cxlkv_pool *pool);
 uint64_t host_reap(cxlkv_pool *pool);     /* under the lock: gives back what dead processes held */
 int host_register(cxlkv_pool *pool, uint32_t state, uint32_t *slot);
 void host_unregister(cxlkv_pool *pool, uint32_t slot);
-void host_rebuild_run(cxlkv_pool *pool, uint32_t run);
+void host_rebuild_runs(cxlkv_pool *pool, uint32_t first_run, uint32_t count);  /* of 64 pages */
 void host_rebuild(cxlkv_pool *pool);      /* lists, holders and index from their primary records */
 uint32_t *held_of(const cxlkv_pool *pool, uint32_t slot);
 int host_recount(cxlkv_pool *pool, char *text, size_t text_bytes);  /* problems found */
@@ -531,8 +531,11 @@ void pages_make_room(cxlkv_pool *pool, uint64_t count);
 int pages_take(cxlkv_pool *pool, uint32_t count, uint32_t after, uint32_t *pages);
 void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 void pages_drop(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
-void pages_drop_slot(cxlkv_pool *pool, uint32_t slot, uint32_t page, uint32_t references);
-void page_settle(cxlkv_pool *pool, uint32_t page);   /* frees it if nothing needs it any more */
+void pages_drop_slot(cxlkv_pool *pool, uint32_t slot);  /* all that its process holds */
+/* Frees those that nothing needs any more; neighbours share their looks and fences. */
+void pages_settle(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
+/* Bit i is page first + i of a pin word, that nothing here needs: free, or withdrawn. */
+void pages_free_word(cxlkv_pool *pool, uint32_t first, uint64_t pages);
 uint64_t page_retire(cxlkv_pool *pool, uint32_t page);   /* for good; returns 1 if it was not yet */
 int full_error(cxlkv_pool *pool, uint32_t wanted);
 
@@ -567,7 +570,7 @@ typedef struct borrowing {
 } borrowing;
 /* Pins them and takes them into view, to be read in place until the last holder drops them. */
 void borrow(cxlkv_pool *pool, borrowing *items, uint32_t count);
-void borrow_end(cxlkv_pool *pool, uint32_t page);
+void borrow_end(cxlkv_pool *pool, uint32_t first, uint64_t pages);  /* bit i: page first + i */
 void borrow_forgive(cxlkv_pool *pool, uint32_t page); /* a lost page that nobody holds any more */
 void borrow_renew(cxlkv_pool *pool);      /* all pins, after a return */
 void borrow_own(cxlkv_pool *pool, uint32_t first, uint32_t count); /* that are ours from now on */
@@ -585,6 +588,7 @@ int keeper_start(cxlkv_pool *pool);
 void keeper_stop(cxlkv_pool *pool);
 
 /* ---- index.c: all under the host lock ---- */
+void index_expect(const cxlkv_pool *pool, const uint64_t hash[2]);  /* it is asked for soon */
 uint32_t index_find(const cxlkv_pool *pool, const uint64_t hash[2]);
 bool index_insert(cxlkv_pool *pool, const uint64_t hash[2], uint32_t page);
 void index_erase(cxlkv_pool *pool, const uint64_t hash[2]);

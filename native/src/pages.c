@@ -123,46 +123,75 @@ static void withdraw(cxlkv_pool *pool, uint32_t page) {
     pool->pages[page].withdrawn = 1;
 }
 
-/* {generation + 1, free}. False: another host had taken the page into view before (V6), and has it
- * still: then it is what it was. */
-static bool descriptor_free(cxlkv_pool *pool, uint32_t page) {
+/* {generation + 1, free}. True when `before` is what it said until then. */
+static bool descriptor_free(cxlkv_pool *pool, uint32_t page, descriptor *before) {
     page_info *info = &pool->pages[page];
-    descriptor before;
-    bool may_revert = pool->shared && info->shown && descriptor_read(pool, page, &before) == 0;
-    descriptor_write(pool, page, info->generation + 1, PAGE_FREE, 0, NULL);
-    if (pool->shared && info->shown && pinned_elsewhere(pool, page) >> page % 64 & 1) {
-        if (may_revert) descriptor_restore(pool, page, &before);
-        else info->generation++;
-        return false;
-    }
-    info->generation++;
-    return true;
-}
-
-void page_settle(cxlkv_pool *pool, uint32_t page) {
-    page_info *info = &pool->pages[page];
-    if (info->holders == 0) borrow_forgive(pool, page);
-    if (!page_is_ours(pool, page)) {
-        if (info->holders == 0) borrow_end(pool, page);
-        return;
-    }
-    if (info->holders || info->published || info->retired || info->quarantined) return;
-    if (is_free(pool, page)) return;
-    if (pool->shared && info->shown && pinned_elsewhere(pool, page) >> page % 64 & 1) {
-        withdraw(pool, page);
-        return;
-    }
-    /* First the new generation, then the page may be given away: no old handle fits it. */
     guard fault;
-    volatile bool freed = true;
+    volatile bool known = false;
     rewrite_begin(pool, page);
     GUARD_BEGIN(fault) {
-        freed = descriptor_free(pool, page);
+        known = pool->shared && info->shown && descriptor_read(pool, page, before) == 0;
+        descriptor_write(pool, page, info->generation + 1, PAGE_FREE, 0, NULL);
+        info->generation++;
     } GUARD_END(fault, page_retire(pool, page))
     rewrite_end(pool);
-    if (info->retired) return;
-    if (freed) pages_put_back(pool, page);
-    else withdraw(pool, page);
+    return known;
+}
+
+static void descriptor_revert(cxlkv_pool *pool, uint32_t page, const descriptor *before) {
+    guard fault;
+    rewrite_begin(pool, page);
+    GUARD_BEGIN(fault) {
+        descriptor_restore(pool, page, before);
+        pool->pages[page].generation--;
+    } GUARD_END(fault, page_retire(pool, page))
+    rewrite_end(pool);
+}
+
+#define FOR_BITS(bits, i) \
+    for (uint64_t left_ = (bits), i; left_ && (i = (uint64_t)__builtin_ctzll(left_), true); \
+         left_ &= left_ - 1)
+
+void pages_free_word(cxlkv_pool *pool, uint32_t first, uint64_t pages) {
+    descriptor before[64];
+    uint64_t shown = 0, pinned = 0, known = 0, late = 0;
+    FOR_BITS(pages, i) shown |= (uint64_t)(pool->shared && pool->pages[first + i].shown) << i;
+    if (shown) pinned = pinned_elsewhere(pool, first) & shown;
+    /* First the new generation, then a page may be given away: no old handle fits it. */
+    FOR_BITS(pages & ~pinned, i)
+        known |= (uint64_t)descriptor_free(pool, first + (uint32_t)i, &before[i]) << i;
+    /* V6: who has pinned one since then may have seen it before: then it is what it was. */
+    if (shown & ~pinned) late = pinned_elsewhere(pool, first) & shown & ~pinned;
+    FOR_BITS(pages, i) {
+        uint32_t page = first + (uint32_t)i;
+        if ((late & known) >> i & 1 && !pool->pages[page].retired)
+            descriptor_revert(pool, page, &before[i]);
+        if (pool->pages[page].retired) continue;
+        if ((pinned | late) >> i & 1) withdraw(pool, page);
+        else pages_put_back(pool, page);
+    }
+}
+
+/* Nothing on this host needs it any more. */
+static bool is_over(const cxlkv_pool *pool, uint32_t page) {
+    const page_info *info = &pool->pages[page];
+    return !info->holders && !info->published && !info->retired && !info->quarantined &&
+           !is_free(pool, page);
+}
+
+void pages_settle(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
+    for (uint32_t i = 0; i < count;) {
+        uint32_t first = pages[i] / 64 * 64;
+        uint64_t borrowed = 0, over = 0;
+        for (; i < count && pages[i] / 64 * 64 == first; i++) {
+            uint64_t bit = 1ull << pages[i] % 64;
+            if (!pool->pages[pages[i]].holders) borrow_forgive(pool, pages[i]);
+            if (page_is_ours(pool, pages[i])) over |= is_over(pool, pages[i]) ? bit : 0;
+            else if (!pool->pages[pages[i]].holders) borrowed |= bit;
+        }
+        if (borrowed) borrow_end(pool, first, borrowed);
+        if (over) pages_free_word(pool, first, over);
+    }
 }
 
 uint64_t page_retire(cxlkv_pool *pool, uint32_t page) {
@@ -176,17 +205,34 @@ uint64_t page_retire(cxlkv_pool *pool, uint32_t page) {
     return first_time;
 }
 
-void pages_drop_slot(cxlkv_pool *pool, uint32_t slot, uint32_t page, uint32_t references) {
-    uint32_t *held = held_of(pool, slot);
-    held[page] -= references;
-    if (held[page] == 0) {
-        pool->pages[page].holders--;
-        page_settle(pool, page);
-    }
+/* Pages whose last reference goes wait in `over`, so that neighbours are settled together. */
+typedef struct dropping {
+    cxlkv_pool *pool;
+    uint32_t *held;
+    uint32_t count, over[64];
+} dropping;
+
+static void drop(dropping *d, uint32_t page, uint32_t references) {
+    d->held[page] -= references;
+    if (d->held[page]) return;
+    d->pool->pages[page].holders--;
+    d->over[d->count++] = page;
+    if (d->count < 64) return;
+    pages_settle(d->pool, d->count, d->over);
+    d->count = 0;
 }
 
 void pages_drop(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
-    for (uint32_t i = 0; i < count; i++) pages_drop_slot(pool, pool->slot, pages[i], 1);
+    dropping d = {.pool = pool, .held = pool->held};
+    for (uint32_t i = 0; i < count; i++) drop(&d, pages[i], 1);
+    pages_settle(pool, d.count, d.over);
+}
+
+void pages_drop_slot(cxlkv_pool *pool, uint32_t slot) {
+    dropping d = {.pool = pool, .held = held_of(pool, slot)};
+    for (uint32_t page = 0; page < pool->host->page_count; page++)
+        if (d.held[page]) drop(&d, page, d.held[page]);
+    pages_settle(pool, d.count, d.over);
 }
 
 static bool is_loose(const cxlkv_pool *pool, uint32_t page) {

@@ -114,8 +114,11 @@ static int watch_number(cxlkv_pool *pool) {
 
 /* Where each log ends now: what lies before is found by its descriptor. */
 static void follow_from_here(cxlkv_pool *pool) {
-    for (uint32_t host = 0; host < pool->sharing.hosts; host++)
-        pool->host->views[host].log_next = hosts_log_end(&pool->hosts, host);
+    for (uint32_t host = 0; host < pool->sharing.hosts; host++) {
+        host_name name;
+        bool unused = hosts_name(&pool->hosts, host, &name) && name.status == HOST_UNUSED;
+        pool->host->views[host].log_next = unused ? 1 : hosts_log_end(&pool->hosts, host);
+    }
     pool->host->log_next = pool->host->views[pool->hosts.self].log_next;
 }
 
