@@ -36,6 +36,8 @@ SMALL: dict[str, Callable[[Result], None]] = {
             rounds=2,
             calls=40,
             call_rounds=1,
+            pool_bytes=8 << 20,
+            pool_rounds=1,
         ),
     ),
 }

@@ -5,15 +5,18 @@ All flushes and fences are really executed, on memory of this one host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core
+from cxlkv import CXLPool, KVLayout, Sequence, _core
 from cxlkv.bench.measure import Samples, interleave_reported
 from cxlkv.bench.report import Result
+from cxlkv.coherence import Host, parse_sharing
 from cxlkv.errors import StaleError
 
 Bytes = npt.NDArray[np.uint8]
@@ -47,6 +50,8 @@ class Size:
     calls: int = 2000
     call_bytes: int = 64
     call_rounds: int = 21
+    pool_bytes: int = 80 << 20  # for some 150,000 pages of the smallest kind
+    pool_rounds: int = 11
 
 
 def at_page(size: int) -> Bytes:
@@ -105,9 +110,10 @@ def run(result: Result, size: Size = Size()) -> None:
     for record_bytes in size.table_bytes:
         measure_table(result, memory, record_bytes, size)
     measure_pairs(result, size)
+    measure_pools(result, size)
 
 
-def p99(samples: Sequence[float] | npt.NDArray[np.uint64]) -> float:
+def p99(samples: list[float] | npt.NDArray[np.uint64]) -> float:
     return float(np.percentile(samples, 99))
 
 
@@ -180,3 +186,92 @@ def measure_pairs(result: Result, size: Size) -> None:
     for name, samples in medians.items():
         result.measure(f"{name}_us", samples, "us")
         result.measure(f"{name}_p99_us", p99s[name], "us")
+
+
+# Whose pages are 0.5 KiB: what is measured is the work for each page, not its bytes.
+SMALLEST = KVLayout(layers=1, kv_heads=1, head_dim=8, page_tokens=4, dtype="float32")
+# Sharing, certified, how many hosts.
+POOLS = {
+    "": ("software", False, 8),
+    "_64_hosts": ("software", False, 64),
+    "_fast": ("software", True, 8),
+    "_host": ("host", False, 1),
+}
+
+
+def measure_pools(result: Result, size: Size) -> None:
+    """Opening a pool whose pages are all published; releasing what other hosts may know, or read;
+    a match() of what nobody has, when there is no news."""
+    with TemporaryDirectory(dir="/dev/shm", prefix="cxlkv-bench-") as folder:
+        for name, (sharing, certified, hosts) in POOLS.items():
+            path = f"{folder}/pool{name}"
+            shared = parse_sharing(sharing, "host", hosts)
+            owner, reader = (
+                None if sharing == "host" else (number, certified, 2.0) for number in (0, 1)
+            )
+            handle = _core.pool_create(path, SMALLEST, True, shared, size.pool_bytes, False, owner)
+            opened_s = reopen(path, CXLPool(handle, path), owner, size.pool_rounds)
+            result.measure(f"reopen{name}_s_per_100k", opened_s, "s")
+            if sharing == "host":
+                continue
+            with (
+                CXLPool(_core.pool_open(path, owner), path) as own,
+                CXLPool(_core.pool_open(path, reader), path) as other,
+            ):
+                for figure, samples in share(own, other, size.pool_rounds).items():
+                    result.measure(f"{figure}{name}_us", samples, "us")
+
+
+def keys_of(first: int, count: int) -> list[bytes]:
+    return [(first + i).to_bytes(8, "little") for i in range(count)]
+
+
+def filled(pool: CXLPool, pages: int) -> Sequence:
+    rows = np.ones((pages * SMALLEST.page_tokens, 1, SMALLEST.head_dim), np.float32)
+    sequence = pool.sequence()
+    sequence.append(0, rows, rows)
+    return sequence
+
+
+def reopen(path: str, pool: CXLPool, host: Host | None, rounds: int) -> list[float]:
+    """Seconds for 100,000 pages. A twentieth of them is left free."""
+    pages = pool.stats()["pages_total"]
+    for first in range(0, pages * 19 // 20, 1000):
+        sequence = filled(pool, min(1000, pages * 19 // 20 - first))
+        pool.publish(sequence, keys_of(first, len(sequence) // 4), SMALLEST.page_tokens)
+        sequence.release()
+    pool.close()
+    samples = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        handle = _core.pool_open(path, host)
+        samples.append((time.perf_counter() - began) / pages * 1e5)
+        CXLPool(handle, path).close()
+    return samples
+
+
+def share(own: CXLPool, other: CXLPool, rounds: int) -> Samples:
+    """Microseconds a page, and of a match; the pages are those that reopen() left free."""
+    pages = own.stats()["pages_free"] * 3 // 4
+    samples: Samples = {}
+
+    def take(name: str, count: int, began: float) -> None:
+        samples.setdefault(name, []).append((time.perf_counter() - began) / count * 1e6)
+
+    for _ in range(rounds):
+        sequence = filled(own, pages)
+        handle = sequence.handle
+        began = time.perf_counter()
+        adopted = other.adopt(handle)
+        take("adopt", pages, began)
+        began = time.perf_counter()
+        adopted.release()
+        take("release_borrowed", pages, began)
+        began = time.perf_counter()
+        sequence.release()
+        take("release_shown", pages, began)
+        began = time.perf_counter()
+        for _ in range(200):
+            other.match([b"none"])
+        take("match_no_news", 200, began)
+    return samples
