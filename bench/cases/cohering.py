@@ -251,8 +251,8 @@ def reopen(path: str, pool: CXLPool, host: Host | None, rounds: int) -> list[flo
 
 
 def share(own: CXLPool, other: CXLPool, rounds: int) -> Samples:
-    """Microseconds a page, and of a match; the pages are those that reopen() left free."""
-    pages = own.stats()["pages_free"] * 3 // 4
+    """Microseconds a page, and of a match; the pages are half of those that reopen() left free."""
+    pages = own.stats()["pages_total"] // 40
     samples: Samples = {}
 
     def take(name: str, count: int, began: float) -> None:

@@ -1,9 +1,12 @@
 /* Extents: which of them this host owns, taking more, giving some back. */
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "internal.h"
+#include "lines.h"
 
 static uint32_t first_run(const cxlkv_pool *pool, uint32_t extent) {
     return extent * pool->geometry.slab_slots / RUN_SLOTS;
@@ -99,8 +102,30 @@ static void unlist(cxlkv_pool *pool, uint32_t extent) {
     for (uint32_t i = 0; i < runs; i++) pages_unlist(pool, first_run(pool, extent) + i);
 }
 
+/* Which boot of which machine has dropped what its caches held of all our extents; 0 while some are
+ * on their way to us, or it is not known whether they came. */
+static uint64_t *settled_word(const cxlkv_pool *pool) {
+    return (uint64_t *)hosts_line(&pool->hosts, pool->hosts.self, COMMIT_LINE) + 1;
+}
+
+static void set_settled(const cxlkv_pool *pool, uint64_t boot) {
+    flush_store_word(settled_word(pool), boot);
+    line_send(FLUSH_NONE, settled_word(pool), pool->mode);
+    flush_fence_all(FLUSH_NONE);
+}
+
+/* 0 when it cannot be told. */
+static uint64_t this_boot(void) {
+    uint64_t words[4] = {0};
+    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return 0;
+    ssize_t got = read(fd, words, sizeof(words));
+    close(fd);
+    return got == sizeof(words) ? crc32c(0, words, sizeof(words)) + 1ull : 0;
+}
+
 /* One that comes or goes. Then extents_protect(), and welcome() those that came. */
-static void change(cxlkv_pool *pool, uint32_t extent, bool ours) {
+static void change(cxlkv_pool *pool, uint32_t extent, bool ours, bool settled) {
     uint32_t slots = pool->geometry.slab_slots;
     if (pool->host->ready && !ours) unlist(pool, extent);
     for (uint32_t page = extent * slots; ours && page < (extent + 1) * slots; page++) {
@@ -109,8 +134,8 @@ static void change(cxlkv_pool *pool, uint32_t extent, bool ours) {
         info->published = 0; /* what its former owner published is found again */
         info->shown = 1;
     }
+    if (ours && !settled) hand_over(pool, extent, false); /* V8 */
     set_ours(pool, extent, ours);
-    if (ours) hand_over(pool, extent, false);
 }
 
 /* While the allocator is at work; an arriving host builds all of it afterwards. */
@@ -134,15 +159,20 @@ int extents_refresh(cxlkv_pool *pool) {
     if (!owners) return fail(ENOMEM, "no memory for a table of %u extents", count);
     int code = hosts_owners(&pool->hosts, owners);
     if (code == -CXLKV_E_CORRUPT && is_known(owners, count)) code = 0; /* check() tells */
+    /* Where this machine had them before, what it has cached of them is its own. */
+    bool arrives = !pool->host->ready;
+    uint64_t boot = arrives ? this_boot() : 0;
+    bool settled = boot && flush_load_word(settled_word(pool)) == boot;
     for (uint32_t extent = 0; code == 0 && extent < count; extent++) {
         bool ours = owners[extent].host == pool->hosts.self;
         bool changes = !is_marked(pool, extent, ours);
-        if (changes) change(pool, extent, ours);
+        if (changes) change(pool, extent, ours, settled);
         owners[extent].takeable = changes && ours; /* from here on: it came */
     }
     extents_protect(pool);
     for (uint32_t extent = 0; code == 0 && extent < count; extent++)
         if (owners[extent].takeable) welcome(pool, extent);
+    if (code == 0 && arrives) set_settled(pool, boot);
     free(owners);
     return code;
 }
@@ -170,6 +200,8 @@ static int take_some(cxlkv_pool *pool, uint64_t page_count) {
     extent_owner *owners = malloc(count * (sizeof(*owners) + sizeof(uint32_t)));
     if (!owners) return -ENOMEM;
     uint32_t *extents = (uint32_t *)(owners + count);
+    uint64_t boot = flush_load_word(settled_word(pool));
+    set_settled(pool, 0);
     int code = hosts_lock(&pool->hosts);
     if (code == 0) {
         code = hosts_owners(&pool->hosts, owners);
@@ -178,7 +210,8 @@ static int take_some(cxlkv_pool *pool, uint64_t page_count) {
         if (code == 0 && chosen) code = hosts_claim(&pool->hosts, owners, chosen, extents, true);
         hosts_unlock(&pool->hosts);
     }
-    for (uint32_t i = 0; code == 0 && i < chosen; i++) change(pool, extents[i], true);
+    for (uint32_t i = 0; code == 0 && i < chosen; i++) change(pool, extents[i], true, false);
+    if (code != -CXLKV_E_TIMEOUT) set_settled(pool, boot);
     if (code == 0 && chosen) extents_protect(pool);
     for (uint32_t i = 0; code == 0 && i < chosen; i++) welcome(pool, extents[i]);
     free(owners);

@@ -83,7 +83,32 @@ static void test_units(uint64_t unit_bytes) {
     CHECK(cxlkv_pool_remove(path) == 0);
 }
 
+/* What the machine is known to have dropped from its caches, in the host's own line. */
+static uint64_t *settled_word(const cxlkv_pool *pool) {
+    return (uint64_t *)hosts_line(&pool->hosts, pool->hosts.self, COMMIT_LINE) + 1;
+}
+
+static void test_a_return_on_the_same_boot_is_known(void) {
+    const char *path = test_path("settled");
+    cxlkv_layout layout = test_layout();
+    cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = 2};
+    cxlkv_host host = {.number = 1, .lease_s = 10};
+    cxlkv_pool *pool;
+    uint32_t pages[64];
+    CHECK(cxlkv_pool_create(path, &layout, &sharing, 24 << 20, 0, &host, &pool) == 0);
+    uint64_t boot = *settled_word(pool);
+    CHECK(boot != 0);
+    CHECK(cxlkv_pages_alloc(pool, 64, pages) == 64 && *settled_word(pool) == boot);
+    *settled_word(pool) = 7; /* another machine had this number meanwhile, or a take was cut short */
+    cxlkv_pool_destroy(pool);
+    CHECK(cxlkv_pool_open(path, &host, &pool) == 0);
+    CHECK(*settled_word(pool) == boot && owned_extents(pool) > 0);
+    cxlkv_pool_destroy(pool);
+    CHECK(cxlkv_pool_remove(path) == 0);
+}
+
 int main(void) {
+    test_a_return_on_the_same_boot_is_known();
     test_units(4096);
     test_units(AREA_ALIGNMENT);
     return 0;
