@@ -155,8 +155,8 @@ def test_a_machine_that_dies_and_comes_back(hosts: Hosts) -> None:
 
 
 def test_a_host_that_stops_for_longer_than_its_lease(hosts: Hosts) -> None:
-    """Fenced while it waits for the lock, it goes on with its own pages; what it had borrowed and
-    others have written anew since is an error."""
+    """Fenced while it waits for the lock, it goes on with its own pages and with what it borrowed:
+    nobody says that it is off, so its pins hold."""
     owner = hosts.open(1, SHORT_LEASE_S)
     for seed in range(1, 11):
         publish(owner, seed)
@@ -175,13 +175,11 @@ def test_a_host_that_stops_for_longer_than_its_lease(hosts: Hosts) -> None:
     start = time.monotonic()
     full = fill_up(owner)
     assert time.monotonic() - start < 10 * SHORT_LEASE_S, "waited for its lease, then fenced it"
-    until(lambda: owner.stats()["pages_withdrawn"] == 0, "a lease later its pins are over")
+    assert owner.stats()["pages_withdrawn"] == 5 * 5, "its pins hold, fenced or not"
     full += fill_up(owner)
     stopped.popen.send_signal(signal.SIGCONT)
-    assert stopped.do("[verify(held[i], text(i + 1)) for i in range(5)][4]") == "None"
-    for i in range(5, 10):
-        assert stopped.do(f"verify(held[{i}], text({i + 1}))") == "StaleError"
-        assert stopped.do(f"held[{i}].fork().truncate(2)") == "StaleError"
+    assert stopped.do("[verify(held[i], text(i + 1)) for i in range(10)][9]") == "None"
+    assert stopped.do("held[9].fork().truncate(2)") == "None"
     assert stopped.do("verify(own, text(50))") == "None"
     assert stopped.do("found(pool, 40)") == str(TOKENS)
     assert stopped.do("found(pool, 3)") == str(TOKENS)
@@ -190,6 +188,7 @@ def test_a_host_that_stops_for_longer_than_its_lease(hosts: Hosts) -> None:
     assert stopped.do("audit(pool)") == "None"
     assert stopped.do("[thing.release() for thing in held + hits][0]") == "None"
     assert stopped.do("pool.stats()['pages_borrowed']") == "0"
+    until(lambda: owner.stats()["pages_withdrawn"] == 0, "and others have its pages")
     del full
     audit(owner)
 

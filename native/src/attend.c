@@ -332,7 +332,7 @@ int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
     int64_t code = batch_lock(batch, false);
     if (code < 0) return code;
     code = attend_locked(&job);
-    code = batch_verify(job.batch, code);
+    code = peers_verify(job.batch->pool, code);
     batch_unlock(batch);
     free(job.spans);
     return code;

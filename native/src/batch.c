@@ -66,46 +66,6 @@ int batch_lock(cxlkv_batch *batch, bool write) {
     return code;
 }
 
-static bool has_lost(const cxlkv_sequence *sequence) {
-    const cxlkv_pool *pool = sequence->pool;
-    for (uint32_t part = 0; part < pool->geometry.part_count; part++)
-        for (uint32_t i = sequence->tables[part].first; i < sequence->page_count; i++)
-            if (pool->pages[sequence_page(sequence, part, i)].lost) return true;
-    return false;
-}
-
-/* A host that was not seen unfenced for half its lease asks whether it is. */
-static int look_for_fence(cxlkv_pool *pool) {
-    uint64_t safe_ns = __atomic_load_n(&pool->host->safe_ns, __ATOMIC_ACQUIRE);
-    if (boottime_ns() - safe_ns <= pool->lease_ns / 2) return 0;
-    int code = host_lock(pool);
-    if (code < 0) return code;
-    peers_beat(pool, true);
-    code = peers_return(pool);
-    host_unlock(pool);
-    return code;
-}
-
-int64_t sequence_verify(const cxlkv_sequence *sequence, int64_t code) {
-    cxlkv_pool *pool = sequence->pool;
-    /* Bytes that are not what their CRC says may be another record's by now. */
-    if (!pool->shared || (code < 0 && code != -CXLKV_E_CORRUPT)) return code;
-    int fenced = look_for_fence(pool);
-    if (fenced < 0) return fenced;
-    if (pool->host->lost_pages == 0 || !has_lost(sequence)) return code;
-    return fail(CXLKV_E_STALE,
-                "a sequence holds pages of another host that were reused while this one was silent "
-                "for longer than its lease: match again");
-}
-
-int64_t batch_verify(cxlkv_batch *batch, int64_t code) {
-    for (uint32_t i = 0; i < batch->count; i++) {
-        int64_t verified = sequence_verify(batch->sequences[i], code);
-        if (verified != code) return verified;
-    }
-    return code;
-}
-
 void batch_unlock(cxlkv_batch *batch) {
     for (uint32_t i = 0; i < batch->count; i++)
         pthread_rwlock_unlock(&batch->lock_order[i]->lock);

@@ -45,7 +45,7 @@ static void set_pins(cxlkv_pool *pool, const borrowing *items, uint32_t count, b
 /* Somebody on this host has it already: in view, pinned, and what it was. */
 static bool is_here(const cxlkv_pool *pool, const borrowing *item) {
     const page_info *info = &pool->pages[item->page];
-    return info->holders && !info->lost && info->generation == item->generation;
+    return info->holders && info->generation == item->generation;
 }
 
 static int settle_item(cxlkv_pool *pool, borrowing *item, const acquire_item *got) {
@@ -69,7 +69,7 @@ static void borrow_some(cxlkv_pool *pool, borrowing *items, uint32_t count,
     for (uint32_t i = 0; i < count; i++) {
         items[i].code = 0;
         if (is_here(pool, &items[i])) continue;
-        if (pool->pages[items[i].page].holders) { /* it was lost, and they must be told so */
+        if (pool->pages[items[i].page].holders) { /* pinned: it has the generation that it has */
             items[i].code = -CXLKV_E_STALE;
             continue;
         }
@@ -102,12 +102,6 @@ void borrow_end(cxlkv_pool *pool, uint32_t first, uint64_t pages) {
     visibility_unpin(&pin, 1, pool->mode);
 }
 
-/* Who held it when it was lost is gone. */
-void borrow_forgive(cxlkv_pool *pool, uint32_t page) {
-    pool->host->lost_pages -= pool->pages[page].lost;
-    pool->pages[page].lost = 0;
-}
-
 /* Whoever dies while it borrows leaves pins that nobody takes away; and what was borrowed before
  * its extent became ours is pinned for nothing, until its next owner waits for us. */
 static void drop_pins(cxlkv_pool *pool, uint32_t page, uint64_t wanted) {
@@ -132,43 +126,16 @@ void borrow_own(cxlkv_pool *pool, uint32_t first, uint32_t count) {
         drop_pins(pool, page, ~(1ull << page % 64));
 }
 
-/* While this host was fenced, nobody minded its pins. A page that has its generation still is what
- * it was; the others' holders are told by the next operation on them. */
-void borrow_renew(cxlkv_pool *pool) {
-    for (uint32_t page = 0; page < pool->host->page_count; page++) {
-        page_info *info = &pool->pages[page];
-        if (!info->holders || page_is_ours(pool, page)) continue;
-        pin_item pin = {.word = hosts_pin_word(&pool->hosts, pool->hosts.self, page),
-                        .bits = 1ull << page % 64};
-        visibility_pin(&pin, 1, pool->mode);
-        acquire_item look = {.descriptor_line = descriptor_of(pool, page),
-                             .version = info->generation << 8 | PAGE_PUBLISHED};
-        bool same = visibility_take(&look, 1, pool->mode) == 1;
-        look.version = info->generation << 8 | PAGE_SEALED;
-        same = same || visibility_take(&look, 1, pool->mode) == 1;
-        if (same || info->lost) continue;
-        info->lost = 1;
-        pool->host->lost_pages++;
-    }
-}
-
 /* ---- the owner's side ---- */
 
-/* Pins of a host that left hold nothing. Those of an epoch that has ended hold for a lease more: it
- * may have come back at the very moment, and learns of its end by its next look (batch.c). */
+/* Pins of a host that left, or is off, hold nothing. Those of one that was only silent do: it may go
+ * on at any time, and reads in place. */
 static bool pins_hold(const cxlkv_pool *pool, uint32_t host) {
     host_name name;
     host_fence fence;
-    host_view *view = &pool->host->views[host];
     if (!hosts_name(&pool->hosts, host, &name)) return true;
     if (name.status != HOST_LIVE) return false;
-    if (hosts_fence_of(&pool->hosts, host, name.epoch, &fence) < 0 || !fence.fenced) return true;
-    if (fence.off) return false;
-    if (view->fenced_epoch != name.epoch) {
-        view->fenced_epoch = name.epoch;
-        view->fenced_ns = boottime_ns();
-    }
-    return boottime_ns() - view->fenced_ns <= pool->lease_ns;
+    return hosts_fence_of(&pool->hosts, host, name.epoch, &fence) < 0 || !fence.off;
 }
 
 uint64_t pinned_elsewhere(const cxlkv_pool *pool, uint32_t page) {

@@ -177,7 +177,7 @@ int64_t cxlkv_batch_fetch(cxlkv_batch *batch, cxlkv_fetch_args *args) {
     int64_t code = batch_lock(batch, false);
     if (code < 0) return code;
     code = fetch_locked(&job);
-    code = batch_verify(batch, code);
+    code = peers_verify(batch->pool, code);
     batch_unlock(batch);
     free(job.sequence_of_list);
     return code;

@@ -159,6 +159,10 @@ static void repair(cxlkv_pool *pool) {
         pool->host->log_next = hosts_log_end(&pool->hosts, pool->hosts.self);
         pool->host->wanted_extents = 0; /* whoever waited for them is dead */
         extents_refresh(pool);
+        /* V5: a page that it had begun to free is free for others, too, before it is used again. */
+        const cxlkv_geometry *g = &pool->geometry;
+        hosts_hand_over(pool->base + g->descriptors_offset,
+                        g->extent_count * g->descriptors_bytes, true);
     }
     rewrite_repair(pool);
     host_rebuild(pool);

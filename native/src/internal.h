@@ -121,8 +121,8 @@ typedef struct page_info {
     uint32_t holders;            /* processes with held[page] > 0 */
     uint8_t published, retired, quarantined;
     /* Where hosts share the pool. Shown: others may know this generation. Withdrawn: free but for
-     * the pins of another host. Lost: held here, and changed while this host was fenced. */
-    uint8_t shown : 1, withdrawn : 1, lost : 1;
+     * the pins of another host. */
+    uint8_t shown : 1, withdrawn : 1;
 } page_info;
 
 typedef struct run_info {
@@ -179,7 +179,6 @@ typedef struct host_view {
     uint64_t beats, since_ns;    /* its last heartbeat, and since when by our own clock */
     uint64_t wanted_extents;
     uint64_t log_next;           /* the record of its log that is read next */
-    uint64_t fenced_epoch, fenced_ns; /* since when we know that this epoch of it has ended */
 } host_view;
 
 typedef struct host_state {
@@ -202,7 +201,7 @@ typedef struct host_state {
     uint64_t wanted_extents;
     uint64_t log_next;           /* the record of our log that is written next */
     uint64_t extents_version;    /* moves when extents come or go */
-    uint64_t withdrawn_pages, lost_pages;
+    uint64_t withdrawn_pages;
     host_view views[HOSTS_MAX];
     uint64_t pool_device, pool_inode;
     char pool_path[512];         /* where the pool's file lay; empty when the name is longer */
@@ -550,6 +549,9 @@ void peers_sync(cxlkv_pool *pool);        /* after another process may have chan
 void peers_beat(cxlkv_pool *pool, bool now);      /* when it is due; looks at the others' */
 int peers_return(cxlkv_pool *pool);       /* if this host was fenced: a new epoch */
 int peers_check(cxlkv_pool *pool);        /* may this host go on? */
+/* After pages were read: `code`, or an error if this host may have been declared off meanwhile, and
+ * others have written to what it had pinned. */
+int64_t peers_verify(cxlkv_pool *pool, int64_t code);
 /* extents.c */
 static inline bool page_is_ours(const cxlkv_pool *pool, uint32_t page) {
     return pool->runs[page / RUN_SLOTS].ours;
@@ -571,8 +573,6 @@ typedef struct borrowing {
 /* Pins them and takes them into view, to be read in place until the last holder drops them. */
 void borrow(cxlkv_pool *pool, borrowing *items, uint32_t count);
 void borrow_end(cxlkv_pool *pool, uint32_t first, uint64_t pages);  /* bit i: page first + i */
-void borrow_forgive(cxlkv_pool *pool, uint32_t page); /* a lost page that nobody holds any more */
-void borrow_renew(cxlkv_pool *pool);      /* all pins, after a return */
 void borrow_own(cxlkv_pool *pool, uint32_t first, uint32_t count); /* that are ours from now on */
 void borrow_recover(cxlkv_pool *pool);    /* no pins but of what is held, after a death */
 /* Which of the 64 pages of a word other hosts have pinned. */
@@ -652,10 +652,6 @@ bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]);
 int page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t tokens);
 
 /* ---- batch.c ---- */
-/* After reading pages of other hosts: did our pins hold all the time? `code` if it is an error, or
- * -CXLKV_E_STALE. */
-int64_t batch_verify(cxlkv_batch *batch, int64_t code);
-int64_t sequence_verify(const cxlkv_sequence *sequence, int64_t code);
 int batch_lock(cxlkv_batch *batch, bool write);
 void batch_unlock(cxlkv_batch *batch);
 void *batch_scratch(cxlkv_batch *batch, size_t bytes);

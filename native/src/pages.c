@@ -185,7 +185,6 @@ void pages_settle(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
         uint64_t borrowed = 0, over = 0;
         for (; i < count && pages[i] / 64 * 64 == first; i++) {
             uint64_t bit = 1ull << pages[i] % 64;
-            if (!pool->pages[pages[i]].holders) borrow_forgive(pool, pages[i]);
             if (page_is_ours(pool, pages[i])) over |= is_over(pool, pages[i]) ? bit : 0;
             else if (!pool->pages[pages[i]].holders) borrowed |= bit;
         }

@@ -198,7 +198,25 @@ int peers_return(cxlkv_pool *pool) {
     if (code < 0) return code;
     pool->host->host_epoch = pool->hosts.epoch;
     peers_beat(pool, true);
-    borrow_renew(pool);
     set_safe(pool);
     return extents_refresh(pool);
+}
+
+/* A host that was not seen unfenced for half its lease asks whether it is. */
+static int look_for_fence(cxlkv_pool *pool) {
+    uint64_t safe_ns = __atomic_load_n(&pool->host->safe_ns, __ATOMIC_ACQUIRE);
+    if (boottime_ns() - safe_ns <= pool->lease_ns / 2) return 0;
+    int code = host_lock(pool);
+    if (code < 0) return code;
+    peers_beat(pool, true);
+    code = peers_return(pool);
+    host_unlock(pool);
+    return code;
+}
+
+int64_t peers_verify(cxlkv_pool *pool, int64_t code) {
+    /* Bytes that are not what their CRC says may be another record's by now. */
+    if (!pool->shared || (code < 0 && code != -CXLKV_E_CORRUPT)) return code;
+    int fenced = look_for_fence(pool);
+    return fenced < 0 ? fenced : code;
 }

@@ -532,7 +532,7 @@ int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args) {
     code = batch_lock(batch, false);
     if (code == 0) {
         code = select_locked(&job);
-        code = batch_verify(batch, code);
+        code = peers_verify(batch->pool, code);
         batch_unlock(batch);
     }
     free(job.plans);

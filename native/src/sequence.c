@@ -452,7 +452,7 @@ static int truncate_locked(cxlkv_sequence *sequence, uint64_t tokens) {
     if (!made) return fail(ENOMEM, "no memory for truncate");
     rewind_task task = {.sequence = sequence, .tokens = tokens, .made = made};
     int code = run_tasks(pool, layers, rewind_layer, &task);
-    if (code == 0 || code == -CXLKV_E_CORRUPT) code = (int)sequence_verify(sequence, code);
+    if (code == 0 || code == -CXLKV_E_CORRUPT) code = (int)peers_verify(pool, code);
     uint64_t first = min_u64(sequence->layer_tokens[0], tokens);
     if (code == 0) code = sequence_cut(sequence, (uint32_t)(first / pool->layout.page_tokens));
     for (uint32_t layer = 0; layer < layers; layer++) {
