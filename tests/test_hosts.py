@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import pytest
 
 from cxlkv import CXLPool, KVLayout, Sequence
-from cxlkv.errors import PoolFullError, StaleError
+from cxlkv.errors import BusyError, PoolFullError, StaleError
 from cxlkv.prefix import prefix_keys
 
 from .conftest import audit
@@ -49,7 +49,15 @@ def hosts() -> Iterator[Hosts]:
         yield made
     finally:
         made.stack.close()
+        until(partial(is_removed, path), "somebody has it open")
+
+
+def is_removed(path: str) -> bool:
+    """Not while a thread of a process that was killed is on its way out."""
+    with suppress(BusyError):
         CXLPool.remove(path)
+        return True
+    return False
 
 
 def make(

@@ -168,12 +168,12 @@ void peers_sync(cxlkv_pool *pool) {
 }
 
 static int stop(cxlkv_pool *pool, int code) {
-    pool->host->stopped = (uint32_t)code;
+    __atomic_store_n(&pool->host->stopped, (uint32_t)code, __ATOMIC_RELEASE);
     return peers_check(pool);
 }
 
 int peers_check(cxlkv_pool *pool) {
-    switch (pool->host->stopped) {
+    switch (__atomic_load_n(&pool->host->stopped, __ATOMIC_ACQUIRE)) {
     case 0: return 0;
     case CXLKV_E_HOST:
         return fail(CXLKV_E_HOST,

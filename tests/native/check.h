@@ -152,7 +152,8 @@ static inline cxlkv_stats test_stats(cxlkv_pool *pool) {
     cxlkv_stats stats;
     CHECK(cxlkv_pool_stats(pool, &stats) == 0);
     CHECK(stats.pages_free + stats.pages_held + stats.pages_published_only +
-              stats.pages_quarantined + stats.pages_retired == stats.pages_total);
+              stats.pages_quarantined + stats.pages_retired + stats.pages_withdrawn +
+              stats.pages_elsewhere == stats.pages_total);
     return stats;
 }
 

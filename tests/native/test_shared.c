@@ -1,0 +1,187 @@
+/* Goal: two hosts on one pool, several threads and a keeper on each: what one publishes or hands on
+ * the other reads right, and at the end every page is free. Method: two handles of one process with
+ * different host numbers; under ThreadSanitizer, what a handle's threads and its keeper share. */
+#undef NDEBUG
+#include <pthread.h>
+#include <time.h>
+
+#include "check.h"
+
+enum { HOSTS = 2, THREADS = 2, TOKENS = 4 * TEST_PAGE_TOKENS, KEYS = 4, HANDLE_BYTES = 1024 };
+
+/* A handle on its way to whoever takes it; its sender keeps the sequence until then. */
+static struct letter {
+    pthread_mutex_t lock;
+    uint8_t bytes[HANDLE_BYTES];
+    int64_t size;
+    uint64_t mark;
+    atomic_bool full;
+} letter = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+typedef struct worker {
+    cxlkv_pool *pool;
+    uint64_t seed;
+    uint32_t rounds, hits, adopted;
+} worker;
+
+static cxlkv_pool *open_host(const char *path, uint32_t number) {
+    cxlkv_host host = {.number = number, .lease_s = 1.0};
+    cxlkv_pool *pool;
+    CHECK(cxlkv_pool_open(path, &host, &pool) == 0);
+    return pool;
+}
+
+static void make(const char *path) {
+    cxlkv_layout layout = test_layout();
+    cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = HOSTS};
+    cxlkv_host host = {.lease_s = 1.0};
+    cxlkv_pool *pool;
+    uint64_t capacity = (2 << 20) + (500 << 10);
+    CHECK(cxlkv_pool_create(path, &layout, &sharing, capacity, 0, &host, &pool) == 0);
+    cxlkv_pool_destroy(pool);
+}
+
+static void hashes_of(uint64_t mark, uint8_t *hashes) {
+    for (uint64_t key = 0; key < KEYS; key++) {
+        uint64_t words[2] = {mark * 1000 + key, ~mark};
+        memcpy(hashes + 16 * key, words, sizeof(words));
+    }
+}
+
+static cxlkv_sequence *written(cxlkv_pool *pool, uint64_t mark) {
+    uint64_t marks[TOKENS];
+    cxlkv_sequence *sequence;
+    test_marks(marks, mark, TOKENS);
+    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
+    int64_t code = test_append_all(sequence, marks, TOKENS);
+    CHECK(code >= 0 || code == -CXLKV_E_POOL_FULL);
+    if (code >= 0) return sequence;
+    cxlkv_sequence_destroy(sequence);
+    return NULL;
+}
+
+static void compare(cxlkv_sequence *sequence, uint64_t mark, uint32_t tokens) {
+    uint64_t marks[TOKENS];
+    test_marks(marks, mark, TOKENS);
+    CHECK(test_verify_all(sequence, marks, tokens) == 0);
+}
+
+static void publish(worker *w, uint64_t mark) {
+    uint8_t hashes[KEYS * 16];
+    cxlkv_sequence *sequence = written(w->pool, mark);
+    hashes_of(mark, hashes);
+    if (!sequence) return;
+    CHECK(cxlkv_publish(sequence, KEYS, TEST_PAGE_TOKENS, hashes) >= 0);
+    cxlkv_sequence_destroy(sequence);
+}
+
+static void match(worker *w, uint64_t mark) {
+    uint8_t hashes[KEYS * 16];
+    cxlkv_sequence *hit;
+    hashes_of(mark, hashes);
+    int64_t tokens = cxlkv_match(w->pool, KEYS, hashes, 60, &hit);
+    CHECK(tokens >= 0);
+    if (tokens) compare(hit, mark, (uint32_t)tokens);
+    w->hits += tokens > 0;
+    cxlkv_sequence_destroy(hit);
+}
+
+static void forget(worker *w, uint64_t mark) {
+    uint8_t hashes[KEYS * 16];
+    hashes_of(mark, hashes);
+    CHECK(cxlkv_forget(w->pool, KEYS, hashes) >= 0);
+}
+
+static void send_or_receive(worker *w, uint64_t mark) {
+    cxlkv_sequence *sequence = NULL;
+    pthread_mutex_lock(&letter.lock);
+    if (letter.full) {
+        int code = cxlkv_sequence_adopt(w->pool, letter.bytes, (uint64_t)letter.size, &sequence);
+        CHECK(code == 0);
+        uint64_t sent = letter.mark;
+        letter.full = false;
+        pthread_mutex_unlock(&letter.lock);
+        compare(sequence, sent, TOKENS);
+        w->adopted++;
+    } else {
+        sequence = written(w->pool, mark);
+        if (sequence) {
+            letter.size = cxlkv_sequence_export(sequence, letter.bytes, HANDLE_BYTES);
+            CHECK(letter.size > 0);
+            letter.mark = mark;
+            letter.full = true;
+        }
+        pthread_mutex_unlock(&letter.lock);
+        for (uint32_t turn = 0; letter.full && turn < 100000; turn++) sched_yield();
+        pthread_mutex_lock(&letter.lock); /* nobody took it: it is not taken after this */
+        letter.full = false;
+        pthread_mutex_unlock(&letter.lock);
+    }
+    if (sequence) cxlkv_sequence_destroy(sequence);
+}
+
+static void *work(void *context) {
+    worker *w = context;
+    for (uint32_t round = 0; round < w->rounds; round++) {
+        uint64_t text = 1 + random_below(&w->seed, 6);
+        switch (random_below(&w->seed, 6)) {
+        case 0: publish(w, text); break;
+        case 1: forget(w, text); break;
+        case 2: send_or_receive(w, 100 + random_below(&w->seed, 1000)); break;
+        default: match(w, text);
+        }
+    }
+    return NULL;
+}
+
+/* What others have to let go is let go by their keepers: within a few beats. */
+static void all_comes_back(cxlkv_pool **pools) {
+    worker w = {0};
+    for (uint32_t turn = 0;; turn++) {
+        uint64_t elsewhere = 0, total = 0, free_pages = 0;
+        for (uint32_t host = 0; host < HOSTS; host++) {
+            w.pool = pools[host];
+            for (uint64_t text = 1; text <= 6; text++) forget(&w, text);
+            cxlkv_stats stats = test_stats(pools[host]);
+            total += stats.pages_total;
+            elsewhere += stats.pages_elsewhere;
+            free_pages += stats.pages_free;
+        }
+        if (free_pages + elsewhere == total) return;
+        CHECK(turn < 2000000);
+        sched_yield();
+    }
+}
+
+int main(void) {
+    const char *path = test_path("shared");
+    cxlkv_pool *pools[HOSTS];
+    worker workers[HOSTS * THREADS];
+    pthread_t threads[HOSTS * THREADS];
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    uint64_t seed = getenv("CXLKV_TEST_SEED") ? strtoull(getenv("CXLKV_TEST_SEED"), NULL, 10)
+                                              : (uint64_t)now.tv_nsec;
+    uint32_t hits = 0, adopted = 0;
+    printf("CXLKV_TEST_SEED=%lu\n", seed);
+    make(path);
+    for (uint32_t host = 0; host < HOSTS; host++) pools[host] = open_host(path, host);
+    for (uint32_t i = 0; i < HOSTS * THREADS; i++) {
+        workers[i] = (worker){.pool = pools[i % HOSTS], .seed = seed + i, .rounds = 400};
+        CHECK(pthread_create(&threads[i], NULL, work, &workers[i]) == 0);
+    }
+    for (uint32_t i = 0; i < HOSTS * THREADS; i++) {
+        pthread_join(threads[i], NULL);
+        hits += workers[i].hits;
+        adopted += workers[i].adopted;
+    }
+    all_comes_back(pools);
+    printf("%u hits, %u adopted\n", hits, adopted);
+    CHECK(hits > 0 && adopted > 0);
+    for (uint32_t host = 0; host < HOSTS; host++) {
+        test_clean(pools[host]);
+        cxlkv_pool_destroy(pools[host]);
+    }
+    CHECK(cxlkv_pool_remove(path) == 0);
+    return 0;
+}
