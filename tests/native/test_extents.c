@@ -99,7 +99,7 @@ static void test_a_return_on_the_same_boot_is_known(void) {
     uint64_t boot = *settled_word(pool);
     CHECK(boot != 0);
     CHECK(cxlkv_pages_alloc(pool, 64, pages) == 64 && *settled_word(pool) == boot);
-    *settled_word(pool) = 7; /* another machine had this number meanwhile, or a take was cut short */
+    *settled_word(pool) = 7; /* another machine had this number, or a take was cut short */
     cxlkv_pool_destroy(pool);
     CHECK(cxlkv_pool_open(path, &host, &pool) == 0);
     CHECK(*settled_word(pool) == boot && owned_extents(pool) > 0);
