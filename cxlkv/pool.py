@@ -141,9 +141,7 @@ class CXLPool:
                 return make()
             if wanted.if_exists == "error":
                 raise PoolExistsError(f"{path} exists, and if_exists is error")
-            pool = cls.open(
-                path, host=wanted.host, lease_s=wanted.lease_s, threads=wanted.threads
-            )
+            pool = cls.open(path, host=wanted.host, lease_s=wanted.lease_s, threads=wanted.threads)
         described = pool.describe()
         there = {name: described[name] for name in ("checksum", "sharing", "durable", "hosts")}
         differences = wanted.differences(pool.layout, _core.pool_geometry(pool._handle), there)

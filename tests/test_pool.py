@@ -112,7 +112,8 @@ def test_check_finds_what_was_changed(path: str) -> None:
         rows = np.full((8, 2, 8), 3, np.float32)
         for layer in range(2):
             seq.append(layer, rows, rows)
-        assert pool.check(deep=True) == {"clean": True, "problem_count": 0, "problems": []}
+        clean = {"clean": True, "problem_count": 0, "problems": [], "repairs": []}
+        assert pool.check(deep=True) == clean
         data = Path(path).read_bytes()
         at = data.index(np.full(8, 3, np.float32).tobytes())
         with open(path, "r+b") as file:

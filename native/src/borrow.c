@@ -128,8 +128,8 @@ void borrow_own(cxlkv_pool *pool, uint32_t first, uint32_t count) {
 
 /* ---- the owner's side ---- */
 
-/* Pins of a host that left, or is off, hold nothing. Those of one that was only silent do: it may go
- * on at any time, and reads in place. */
+/* Pins of a host that left, or is off, hold nothing. Those of one that was only silent do: it may
+ * go on at any time, and reads in place. */
 static bool pins_hold(const cxlkv_pool *pool, uint32_t host) {
     host_name name;
     host_fence fence;
