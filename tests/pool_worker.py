@@ -81,7 +81,8 @@ def verify(sequence: Sequence, segments: Segments) -> None:
 
 class Worker:
     def __init__(self, path: str, box: Path, seed: int) -> None:
-        self.pool = CXLPool.open(path, threads=1)
+        lease_s = float(os.environ.get("CXLKV_TEST_LEASE_S", "2"))
+        self.pool = CXLPool.open(path, threads=1, lease_s=lease_s)
         self.box = box
         self.random = Random(seed)
         self.name = f"{os.getpid()}-{seed}"

@@ -11,6 +11,7 @@ import json
 import os
 import select
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from cxlkv.prefix import prefix_keys
 
 from .conftest import audit, pages_accounted
 from .pool_worker import FAMILIES, FAMILY_TOKENS, LAYERS, PAGE_TOKENS, token_ids, verify
+from .test_hosts_failing import LOCK_LINE, NAME_LINE, line_offset, poke
 
 WORKER = Path(__file__).with_name("pool_worker.py")
 LAYOUT = KVLayout(layers=LAYERS, kv_heads=2, head_dim=8, page_tokens=PAGE_TOKENS, dtype="float32")
@@ -38,13 +40,26 @@ WATCHERS = (3, 4)  # hosts of the test itself
 class Process:
     """A worker on a host; what it says comes line by line."""
 
-    def __init__(self, command: str, path: str, box: Path, host: int, seed: int, steps: int = 0):
+    def __init__(
+        self,
+        command: str,
+        path: str,
+        box: Path,
+        host: int,
+        seed: int,
+        steps: int = 0,
+        lease_s: float = 2.0,
+    ):
         self.host = host
         self.popen = subprocess.Popen(
             [sys.executable, str(WORKER), command, path, str(box), str(seed), str(steps)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "CXLKV_HOST": str(host)},
+            env={
+                **os.environ,
+                "CXLKV_HOST": str(host),
+                "CXLKV_TEST_LEASE_S": str(lease_s),
+            },
         )
         assert self.popen.stdout
         self.file = self.popen.stdout
@@ -83,6 +98,15 @@ class Process:
             self.read()
         _, text = self.popen.communicate()
         assert self.popen.returncode == expected, text.decode()
+
+
+def drain(processes: list[Process], wait_s: float | None = None) -> None:
+    """Reads what any of them says: who is not read stops, and keeps its pages."""
+    ready, _, _ = select.select([p.file for p in processes if not p.ended], [], [], wait_s)
+    for process in [process for process in processes if process.file in ready]:
+        process.read()
+        if process.ended:
+            process.end()
 
 
 @pytest.fixture
@@ -227,8 +251,8 @@ def kill_rounds(path: str, box: Path, hosts: tuple[int, ...], rounds: int) -> No
         for number in range(rounds):
             place = random.randrange(len(hosts))
             victim, wanted = processes[place], random.randrange(1, 12)
-            while not victim.ended and len(victim.published) < min(wanted, 3):
-                victim.read()
+            while len(victim.seeds) < wanted:
+                drain(processes)
             for _ in range(random.randrange(100_000)):
                 pass
             victim.end(signal.SIGKILL, -signal.SIGKILL)
@@ -268,3 +292,57 @@ def test_kills_at_random_instants(shm_path: str, tmp_path: Path, hosts: tuple[in
 @pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 1, 1)])
 def test_300_kills(shm_path: str, tmp_path: Path, hosts: tuple[int, ...]) -> None:
     kill_rounds(shm_path, tmp_path / "box", hosts, 150)
+
+
+# ---- silence ----
+
+
+def put_in_front(pool: CXLPool, path: str, host: int) -> None:
+    """As if it had stopped in the queue for the lock: whoever needs that fences it."""
+    _, epoch = struct.unpack("<QI", poke(path, line_offset(pool, host, NAME_LINE), b"", 12))
+    poke(path, line_offset(pool, host, LOCK_LINE), struct.pack("<Q", epoch << 40 | 1))
+
+
+def stop_rounds(path: str, box: Path, rounds: int) -> None:
+    """In each round a host is stopped for up to three leases while the others work on, and mostly
+    it is fenced: it goes on with all that it had, its own pages and those that it reads."""
+    lease_s = 0.2
+    seed = drawn_seed()
+    random = Random(seed)
+    box.mkdir()
+    with ExitStack() as stack:
+        processes = [
+            Process("publisher", path, box, host, seed + host, lease_s=lease_s) for host in range(3)
+        ]
+        for process in processes:
+            stack.callback(process.popen.communicate)
+            stack.callback(process.popen.kill)
+        watcher = stack.enter_context(CXLPool.open(path, host=WATCHERS[0], threads=1))
+        while not all(process.stats for process in processes):
+            drain(processes)
+        for _ in range(rounds):
+            stopped = random.choice(processes)
+            stopped.popen.send_signal(signal.SIGSTOP)
+            if random.random() < 0.7:
+                put_in_front(watcher, path, stopped.host)
+            until = time.monotonic() + random.uniform(0, 3) * lease_s
+            while (left_s := until - time.monotonic()) > 0:
+                drain(processes, left_s)
+            stopped.popen.send_signal(signal.SIGCONT)
+        for process in processes:
+            process.popen.send_signal(signal.SIGTERM)
+        for process in processes:
+            process.end()
+        seen = sum((process.seen for process in processes), Counter[str]())
+    print(dict(seen))
+    assert_all_comes_back(path, [own for process in processes for own in process.seeds])
+
+
+def test_hosts_that_stop_at_random(shm_path: str, tmp_path: Path) -> None:
+    stop_rounds(shm_path, tmp_path / "box", 12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_hosts_that_stop_300_times(shm_path: str, tmp_path: Path) -> None:
+    stop_rounds(shm_path, tmp_path / "box", 300)
