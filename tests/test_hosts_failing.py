@@ -46,6 +46,7 @@ from .test_hosts import (
     write_soon,
 )
 from .test_hosts import hosts as hosts
+from .test_processes import DIE_WITH_THE_LOCK, MUTEX_OFFSET, python
 
 SHORT_LEASE_S = 0.3
 NEVER_S = 1e5  # a keeper that does not work while a test runs
@@ -259,6 +260,29 @@ def test_a_process_that_becomes_another_program(hosts: Hosts) -> None:
     assert stats["processes"] == 1
     assert stats["pages_held"] == stats["pages_borrowed"] == 0
     audit(stays)
+
+
+def test_a_death_while_a_page_is_borrowed(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the pin and the reference: whoever repairs takes the pin away."""
+    owner, other = hosts.open(0, SHORT_LEASE_S), hosts.open(1, NEVER_S)
+    publish(owner, 1)
+    at, size = line_offset(owner, 1, 0), _core.pool_geometry(owner._handle)["host_block_bytes"]
+    before = poke(hosts.path, at, b"", size)
+    with other.match_prefix(ids(1)):
+        pinned = poke(hosts.path, at, b"", size)
+    words = [i for i in range(0, size, 8) if before[i : i + 8] != pinned[i : i + 8]]
+    assert words
+    for word in words:
+        poke(hosts.path, at + word, pinned[word : word + 8])
+    assert forget(owner, 1) == 5
+    assert owner.stats()["pages_withdrawn"] == 5
+    monkeypatch.setenv("CXLKV_HOST", "1")
+    state = str(host_state(hosts.path, 1))
+    python(DIE_WITH_THE_LOCK, hosts.path, state, str(MUTEX_OFFSET), expected=-signal.SIGKILL)
+    assert other.stats()["rebuilds"] == 1
+    until(lambda: owner.stats()["pages_withdrawn"] == 0, "nobody pins them")
+    audit(owner)
+    audit(other)
 
 
 # ---- damage ----
