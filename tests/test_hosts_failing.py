@@ -316,6 +316,18 @@ def test_a_damaged_log_record(hosts: Hosts) -> None:
     audit(other)
 
 
+def test_a_damaged_place_in_the_queue(hosts: Hosts) -> None:
+    """Its host beats, so nobody may pass over it; its keeper takes it away."""
+    owner, other = hosts.open(0), hosts.open(1)
+    publish(owner, 1)
+    for place in (1 << 40 | 1, 2 << 40 | 1, 1 << 39, 77 << 40 | 5):
+        poke(hosts.path, line_offset(owner, 0, LOCK_LINE), struct.pack("<Q", place))
+        fill_up(other)[0].release()
+        assert found(other, 1) == TOKENS
+    audit(owner)
+    audit(other)
+
+
 def test_beats_that_jump(hosts: Hosts) -> None:
     owner, other = hosts.open(0), hosts.open(1)
     publish(owner, 1)
