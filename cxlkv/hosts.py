@@ -23,12 +23,12 @@ class Host:
     extents: int
 
 
-def hosts_of(handle: _core.Handle, lease_s: float) -> list[Host]:
+def hosts_of(handle: _core.Handle) -> list[Host]:
     """All hosts that the pool has room for, by number."""
-    return [_host(row, lease_s) for row in _core.pool_hosts(handle)]
+    return [_host(row) for row in _core.pool_hosts(handle)]
 
 
-def _host(row: dict[str, int], lease_s: float) -> Host:
+def _host(row: dict[str, int]) -> Host:
     silent_s = row["silent_ns"] / 1e9
     state = STATUS[row["status"]]
     if state == "live":
@@ -36,7 +36,7 @@ def _host(row: dict[str, int], lease_s: float) -> Host:
             state = "off"
         elif row["fenced"]:
             state = "fenced"
-        elif silent_s > lease_s:
+        elif row["silent"]:
             state = "silent"
     return Host(
         number=row["number"],

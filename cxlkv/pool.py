@@ -55,9 +55,8 @@ class CXLPool:
     inherits. Methods may be called from any thread; one sequence serves one writer at a time.
     """
 
-    def __init__(self, handle: _core.Handle, path: str | None, lease_s: float = LEASE_S):
+    def __init__(self, handle: _core.Handle, path: str | None):
         self._handle = handle
-        self._lease_s = lease_s
         self.path = path
         self.layout, self.checksum = _core.pool_layout(handle)
         self.pages = Pages(handle)
@@ -101,7 +100,7 @@ class CXLPool:
         check_host_folder(path)
         check_room(path, capacity_bytes)
         handle = _core.pool_create(path, layout, checksum, shared, capacity_bytes, force, own)
-        return cls(handle, path, lease_s)._with_threads(threads)
+        return cls(handle, path)._with_threads(threads)
 
     @classmethod
     def from_config(cls, config: Path | Mapping[str, object]) -> CXLPool:
@@ -173,7 +172,7 @@ class CXLPool:
         if place is None:
             raise BadArgumentError("an anonymous pool cannot be opened: fork, or use a file")
         check_host_folder(place)
-        pool = cls(_core.pool_open(place, parse_host(host, lease_s, place)), place, lease_s)
+        pool = cls(_core.pool_open(place, parse_host(host, lease_s, place)), place)
         if layout is not None and layout != pool.layout:
             pool.close()
             raise GeometryError(f"{place} stores {pool.layout}, not {layout}")
@@ -288,7 +287,7 @@ class CXLPool:
 
     def hosts(self) -> list[Host]:
         """The hosts of a shared pool, as this one sees them; else raises BadArgumentError."""
-        return hosts_of(self._handle, self._lease_s)
+        return hosts_of(self._handle)
 
     def fence(self, host: int, *, confirmed_off: bool = False) -> None:
         """Declare a host dead that has been silent for a lease (waits for that long).

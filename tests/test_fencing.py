@@ -10,6 +10,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -330,3 +331,25 @@ def test_a_host_whose_name_is_damaged(path: str, pool: CXLPool, other: Other) ->
     assert again.ask("publish", "c") == "published"
     again.kill()
     assert right(pool, "c") == 32
+
+
+def test_hosts_with_other_leases(path: str, pool: CXLPool) -> None:
+    """Who beats within its own, longer lease is not suspected by one with a shorter lease."""
+    with CXLPool.open(path, host=2, lease_s=60.0, threads=1) as slow:
+        publish(slow, "c")
+        began = time.monotonic()
+        while time.monotonic() - began < 3 * LEASE_S:
+            assert state(pool, 2).state == "live"
+        assert right(pool, "c") == 32
+
+
+def test_a_fence_that_damage_has_begun(pool: CXLPool, other: Other) -> None:
+    """A live host's keeper takes it back: nobody waits for it for ever."""
+    geometry = geometry_of(pool)
+    word = geometry["hosts_offset"] + geometry["host_block_bytes"] + 256  # 1 says of host 0: closed
+    assert pool.path
+    with open(pool.path, "r+b") as file:
+        file.seek(word)
+        file.write((state(pool, 0).epoch << 40 | 1 << 38).to_bytes(8, "little"))
+    pool.pages.free(pool.pages.alloc(64 * 20))  # takes extents: it commits, and asks for fences
+    assert state(pool, 0).state == "live"

@@ -316,6 +316,7 @@ typedef struct cxlkv_host_row {
     uint32_t fenced;                /* its epoch has ended */
     uint32_t off;                   /* and somebody said that its machine is off */
     uint32_t is_self;
+    uint32_t silent;                /* for longer than a lease */
     uint64_t silent_ns;             /* since this host saw it beat last */
     uint64_t extents;
 } cxlkv_host_row;

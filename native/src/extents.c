@@ -212,6 +212,7 @@ static int take_some(cxlkv_pool *pool, uint64_t page_count) {
     }
     for (uint32_t i = 0; code == 0 && i < chosen; i++) change(pool, extents[i], true, false);
     if (code != -CXLKV_E_TIMEOUT) set_settled(pool, boot);
+    else pool->host->owners_unsure = 1;
     if (code == 0 && chosen) extents_protect(pool);
     for (uint32_t i = 0; code == 0 && i < chosen; i++) welcome(pool, extents[i]);
     free(owners);
@@ -298,6 +299,7 @@ void extents_give(cxlkv_pool *pool) {
     }
     free(owners);
     /* What was not given after all is ours again. */
-    if (code < 0 && (code != -CXLKV_E_FENCED || peers_return(pool) < 0)) extents_refresh(pool);
+    if (code < 0 && (code != -CXLKV_E_FENCED || peers_return(pool) < 0))
+        pool->host->owners_unsure = extents_refresh(pool) < 0;
     extents_protect(pool);
 }

@@ -26,6 +26,7 @@ static void fill_row(cxlkv_pool *pool, uint32_t number, cxlkv_host_row *row) {
     row->status = (uint32_t)name.status;
     row->epoch = name.epoch;
     if (name.status == HOST_UNUSED) return;
+    row->silent = pool->hosts.silent(pool->hosts.context, number);
     if (!row->is_self) row->silent_ns = boottime_ns() - view->since_ns;
     if (hosts_fence_of(&pool->hosts, number, name.epoch, &fence) == 0) {
         row->fenced = fence.fenced;

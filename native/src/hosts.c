@@ -131,6 +131,11 @@ void hosts_recover(const hosts *h) {
     hosts_mend_log(h);
 }
 
+void hosts_idle(const hosts *h) {
+    open_closed_fences(h);
+    hosts_unlock(h);
+}
+
 void hosts_leave(hosts *h, uint64_t nonce) {
     hosts_unlock(h);
     clear_pins(h);
@@ -153,6 +158,14 @@ void hosts_offer(const hosts *h, uint64_t extents) {
 
 uint64_t hosts_offered(const hosts *h, uint32_t host) {
     return flush_load_word((const uint64_t *)hosts_line(h, host, BEAT_LINE) + 2);
+}
+
+void hosts_promise(const hosts *h, uint64_t lease_ns) {
+    flush_store_word((uint64_t *)hosts_line(h, h->self, BEAT_LINE) + 3, lease_ns);
+}
+
+uint64_t hosts_promised(const hosts *h, uint32_t host) {
+    return flush_load_word((const uint64_t *)hosts_line(h, host, BEAT_LINE) + 3);
 }
 
 void hosts_look_beats(const hosts *h, uint64_t *beats, uint64_t *wanted_extents) {

@@ -64,13 +64,19 @@ int hosts_attach(hosts *h, uint64_t nonce);
 /* After a process of ours died at any step of what follows below: its fence, its claims and its
  * place in the queue never were, and its append has no gaps. */
 void hosts_recover(const hosts *h);
+/* While no process of ours is inside anything below: a place in the queue, or a fence that is only
+ * begun, is damage then, and would keep all others waiting. */
+void hosts_idle(const hosts *h);
 /* Orderly: whatever we own may be taken by others afterwards (V8: write it back before). */
 void hosts_leave(hosts *h, uint64_t nonce);
 /* A beat, and how many extents we would like to have from others. */
 void hosts_beat(const hosts *h, uint64_t beats, uint64_t wanted_extents);
-/* With the next beat: how many we could spare. What another said when its beats were looked at. */
+/* With the next beat: how many extents we could spare, and after how long a silence others may
+ * suspect us. What another said when its beats were looked at. */
 void hosts_offer(const hosts *h, uint64_t extents);
 uint64_t hosts_offered(const hosts *h, uint32_t host);
+void hosts_promise(const hosts *h, uint64_t lease_ns);
+uint64_t hosts_promised(const hosts *h, uint32_t host);
 /* Of all hosts, from memory. */
 void hosts_look_beats(const hosts *h, uint64_t *beats, uint64_t *wanted_extents);
 

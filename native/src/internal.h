@@ -177,6 +177,7 @@ _Static_assert(sizeof(counter_row) % LINE_BYTES == 0, "a row shares no line");
 /* Another host, as this one sees it. */
 typedef struct host_view {
     uint64_t beats, since_ns;    /* its last heartbeat, and since when by our own clock */
+    uint64_t lease_ns;           /* that it promises to beat within, if longer than ours */
     uint64_t wanted_extents;
     uint64_t log_next;           /* the record of its log that is read next */
 } host_view;
@@ -196,6 +197,7 @@ typedef struct host_state {
     /* Where hosts share the pool; under the mutex like the rest. */
     uint32_t host_epoch;
     uint32_t stopped;            /* an error number: this host may not go on */
+    uint32_t owners_unsure;      /* a claim of ours is not decided: look again */
     uint64_t beats, beat_ns;     /* our last heartbeat */
     uint64_t safe_ns;            /* of the last one after which we were not fenced */
     uint64_t wanted_extents;

@@ -14,6 +14,7 @@ struct keeper {
 };
 
 static void work_for_others(cxlkv_pool *pool) {
+    if (pool->host->owners_unsure && extents_refresh(pool) == 0) pool->host->owners_unsure = 0;
     peers_follow(pool);
     withdrawn_look(pool);
     extents_give(pool);
@@ -26,7 +27,7 @@ static void keep(cxlkv_pool *pool) {
     if (pool->host->stopped == 0) {
         GUARD_BEGIN(fault) {
             extents_offer(pool);
-            hosts_unlock(&pool->hosts); /* a damaged slot would keep all others waiting */
+            hosts_idle(&pool->hosts);
             peers_beat(pool, false);
             peers_return(pool);
             if (pool->host->stopped == 0) work_for_others(pool);

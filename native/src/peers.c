@@ -7,6 +7,7 @@
 #include "internal.h"
 
 enum { BEATS_A_LEASE = 10, YIELDS = 64 };
+#define LONGEST_LEASE_NS (3600 * 1000000000ull) /* whatever a damaged line says */
 
 static void look_around(cxlkv_pool *pool) {
     uint64_t beats[HOSTS_MAX], wanted[HOSTS_MAX], now = boottime_ns();
@@ -14,6 +15,8 @@ static void look_around(cxlkv_pool *pool) {
     for (uint32_t host = 0; host < pool->sharing.hosts; host++) {
         host_view *view = &pool->host->views[host];
         view->wanted_extents = wanted[host];
+        view->lease_ns = min_u64(hosts_promised(&pool->hosts, host), LONGEST_LEASE_NS);
+        if (view->lease_ns < pool->lease_ns) view->lease_ns = pool->lease_ns;
         if (view->beats == beats[host] && view->since_ns != 0) continue;
         view->beats = beats[host];
         view->since_ns = now;
@@ -25,12 +28,13 @@ void peers_beat(cxlkv_pool *pool, bool now) {
     uint64_t time_ns = boottime_ns();
     if (!now && time_ns - host->beat_ns < pool->lease_ns / BEATS_A_LEASE) return;
     host->beat_ns = time_ns;
+    hosts_promise(&pool->hosts, pool->lease_ns);
     hosts_beat(&pool->hosts, ++host->beats, host->wanted_extents);
     look_around(pool);
 }
 
-/* What was read in place until now was pinned all the time: batch.c relies on it. Nobody fences us
- * for a lease after a beat that they saw, and owners mind the pins for one more. */
+/* Until now nobody can have said that we are off: nobody does within a lease of a beat that they
+ * saw. peers_verify() relies on it. */
 static void set_safe(cxlkv_pool *pool) {
     __atomic_store_n(&pool->host->safe_ns, pool->host->beat_ns, __ATOMIC_RELEASE);
 }
@@ -50,9 +54,9 @@ static bool is_silent(void *context, uint32_t host) {
     cxlkv_pool *pool = context;
     if (!pool->host || host == pool->hosts.self) return false;
     const host_view *view = &pool->host->views[host];
-    if (view->since_ns == 0 || boottime_ns() - view->since_ns <= pool->lease_ns) return false;
+    if (view->since_ns == 0 || boottime_ns() - view->since_ns <= view->lease_ns) return false;
     look_around(pool);
-    return boottime_ns() - view->since_ns > pool->lease_ns;
+    return boottime_ns() - view->since_ns > view->lease_ns;
 }
 
 int peers_prepare(cxlkv_pool *pool, const cxlkv_host *host) {

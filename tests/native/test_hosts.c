@@ -12,10 +12,12 @@ typedef struct pool {
     uint64_t bytes;
     bool silent[HOSTS];
     int pauses;
+    uint64_t *finish, finished;  /* what another host stores while somebody waits */
 } pool;
 
 static void pause_(void *context) {
     pool *p = context;
+    if (p->finish) *p->finish = p->finished;
     CHECK(p->pauses++ < 1000); /* nobody else runs here: whoever waits would wait for ever */
 }
 static bool silent(void *context, uint32_t host) { return ((pool *)context)->silent[host]; }
@@ -166,6 +168,20 @@ static void test_torn_name(void) {
     free(p.memory);
 }
 
+/* Who finds a fence that is only begun waits for it, and then sees what it says. */
+static void test_wait(void) {
+    pool p;
+    host_fence fence;
+    pool_make(&p, VISIBILITY_STRICT);
+    attach_all(&p);
+    p.finish = (uint64_t *)hosts_line(&p.at[0], 1, FENCE_LINES) + 2;
+    p.finished = 1ull << 40 | 2ull << 38 | 7; /* host 1: epoch 1 of host 2 is cut at 7 */
+    *p.finish = 1ull << 40 | 1ull << 38;
+    CHECK(hosts_fence_of(&p.at[0], 2, 1, &fence) == 0 && fence.fenced && fence.cut == 7);
+    CHECK(p.pauses > 0);
+    free(p.memory);
+}
+
 static void test_recover(void) {
     pool p;
     extent_owner owners[EXTENTS];
@@ -276,6 +292,7 @@ int main(void) {
     test_fence(false);
     test_fence(true);
     test_undecided();
+    test_wait();
     test_torn_name();
     test_recover();
     test_pins();
