@@ -52,3 +52,13 @@ def parse_host(host: int | None, lease_s: float, path: str | None) -> Host | Non
         raise BadArgumentError(f"lease_s={lease_s}: outside 0.01 to 1000000")
     certified = path is not None and certified_mode(path).mode == "fast"
     return host, certified, lease_s
+
+
+def flushes_of(sharing: str, path: str | None) -> str:
+    """How a host that opens the pool now flushes, and why; "" where nothing is flushed."""
+    if sharing != "software":
+        return ""
+    if path is None:
+        return "strict: anonymous memory has no certificate"
+    found = certified_mode(path)
+    return f"{found.mode}: {found.reason}"

@@ -12,7 +12,14 @@ from typing import TypedDict
 import numpy.typing as npt
 
 from cxlkv import _core, audit
-from cxlkv.coherence import DURABLE, LEASE_S, SHARING, parse_host, parse_sharing
+from cxlkv.coherence import (
+    DURABLE,
+    LEASE_S,
+    SHARING,
+    flushes_of,
+    parse_host,
+    parse_sharing,
+)
 from cxlkv.errors import (
     BadArgumentError,
     GeometryError,
@@ -303,6 +310,7 @@ class CXLPool:
     def describe(self) -> dict[str, object]:
         """Layout, geometry and memory of the pool, for people."""
         kind, durable, hosts = _core.pool_sharing(self._handle)
+        flushes = flushes_of(SHARING[kind], self.path)
         return {
             "path": self.path or "anonymous:",
             "identity": _core.pool_identity(self._handle),
@@ -312,6 +320,7 @@ class CXLPool:
             "sharing": SHARING[kind],
             "durable": DURABLE[durable],
             "hosts": hosts,
+            **({"flushes": flushes} if flushes else {}),
             "geometry": _core.pool_geometry(self._handle),
         }
 

@@ -153,6 +153,12 @@ def owned(pool: CXLPool, number: int) -> int:
     return state(pool, number).extents * geometry_of(pool)["slab_slots"]
 
 
+def test_how_it_flushes(pool: CXLPool) -> None:
+    described = pool.describe()
+    assert (described["sharing"], described["hosts"]) == ("software", 4)
+    assert str(described["flushes"]).startswith("strict: no litmus certificate that holds")
+
+
 def test_who_is_there(pool: CXLPool, other: Other) -> None:
     other.ask("publish", "b")
     mine, theirs, nobody, _ = pool.hosts()
