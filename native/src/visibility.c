@@ -6,21 +6,11 @@
 #include "crc32c.h"
 #include "cxlkv.h"
 #include "flush.h"
+#include "lines.h"
 
 enum { LINE = FLUSH_LINE_BYTES, ATTEMPTS = 8, EXPECTED_LINES = 257 };
 /* Of an item on its way: to be looked at (again), and seen and being copied. */
 enum { OPEN = -CXLKV_E_CORRUPT, COPYING = 1 };
-
-/* One metadata line on its way to memory, or out of this host's caches. */
-static void send_line(enum flush_site site, const void *line, enum visibility_mode mode) {
-    if (mode == VISIBILITY_FAST) flush_write_back(site, line, LINE);
-    if (mode == VISIBILITY_STRICT) flush_evict(site, line, LINE);
-}
-
-static void drop_line(enum flush_site site, const void *line, enum visibility_mode mode) {
-    if (mode == VISIBILITY_FAST) flush_invalidate(site, line, LINE);
-    if (mode == VISIBILITY_STRICT) flush_evict(site, line, LINE);
-}
 
 /* The fields first, {generation, state} last: a copy of the line in between has a wrong CRC. */
 static void store_descriptor(const publish_item *item) {
@@ -37,12 +27,12 @@ void visibility_publish(const publish_item *items, uint32_t count, enum visibili
     }
     for (uint32_t i = 0; i < count; i++) {
         flush_store_line(items[i].header_line, items[i].header, 0);
-        send_line(FLUSH_PUBLISH_HEADER, items[i].header_line, mode);
+        line_send(FLUSH_PUBLISH_HEADER, items[i].header_line, mode);
     }
     flush_fence_stores(FLUSH_PUBLISH_PAYLOAD_FENCE); /* V1 */
     for (uint32_t i = 0; i < count; i++) {
         store_descriptor(&items[i]);
-        send_line(FLUSH_PUBLISH_DESCRIPTOR, items[i].descriptor_line, mode);
+        line_send(FLUSH_PUBLISH_DESCRIPTOR, items[i].descriptor_line, mode);
     }
     flush_fence_stores(FLUSH_PUBLISH_FENCE);
 }
@@ -50,7 +40,7 @@ void visibility_publish(const publish_item *items, uint32_t count, enum visibili
 void visibility_free(const publish_item *items, uint32_t count, enum visibility_mode mode) {
     for (uint32_t i = 0; i < count; i++) {
         store_descriptor(&items[i]);
-        send_line(FLUSH_FREE_DESCRIPTOR, items[i].descriptor_line, mode);
+        line_send(FLUSH_FREE_DESCRIPTOR, items[i].descriptor_line, mode);
     }
     flush_fence_stores(FLUSH_FREE_FENCE); /* V5 */
 }
@@ -71,7 +61,7 @@ static void look_at(acquire_item *items, uint32_t count, int code, enum visibili
     bool first = code == OPEN;
     for (uint32_t i = 0; i < count; i++)
         if (items[i].code == code)
-            drop_line(first ? FLUSH_ACQUIRE_DESCRIPTOR : FLUSH_ACQUIRE_RECHECK,
+            line_drop(first ? FLUSH_ACQUIRE_DESCRIPTOR : FLUSH_ACQUIRE_RECHECK,
                       items[i].descriptor_line, mode);
     flush_fence_all(first ? FLUSH_ACQUIRE_DESCRIPTOR_FENCE : FLUSH_ACQUIRE_RECHECK_FENCE);
     for (uint32_t i = 0; i < count; i++)
@@ -165,7 +155,7 @@ static void send_words(enum flush_site site, const pin_item *items, uint32_t cou
                        enum visibility_mode mode) {
     for (uint32_t i = 0; i < count; i++)
         if (i == 0 || line_of(items[i].word) != line_of(items[i - 1].word))
-            send_line(site, line_of(items[i].word), mode);
+            line_send(site, line_of(items[i].word), mode);
 }
 
 /* The word's only writer is this host, whose turn is the caller's: what it loads is what stands. */
@@ -191,7 +181,7 @@ void visibility_look(const void *const *words, uint32_t count, uint64_t *values,
     flush_fence_all(FLUSH_OWNER_LOOK_BEGIN_FENCE);
     for (uint32_t i = 0; i < count; i++)
         if (i == 0 || line_of(words[i]) != line_of(words[i - 1]))
-            drop_line(FLUSH_OWNER_LOOK, line_of(words[i]), mode);
+            line_drop(FLUSH_OWNER_LOOK, line_of(words[i]), mode);
     flush_fence_all(FLUSH_OWNER_LOOK_FENCE);
     for (uint32_t i = 0; i < count; i++) values[i] = flush_load_word(words[i]);
 }
