@@ -53,8 +53,7 @@ static int settle_item(cxlkv_pool *pool, borrowing *item, const acquire_item *go
     if (got->code < 0) return got->code;
     memcpy(&line, got->descriptor, sizeof(line));
     if (line.page != item->page || line.part >= pool->geometry.part_count ||
-        line.tokens > pool->layout.page_tokens ||
-        (item->hash && memcmp(line.hash, item->hash, sizeof(line.hash)) != 0))
+        line.tokens > pool->layout.page_tokens)
         return -CXLKV_E_STALE;
     pool->pages[item->page].generation = item->generation;
     verified_clear(pool, item->page);

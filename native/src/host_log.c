@@ -21,7 +21,7 @@ void hosts_log(const hosts *h, uint64_t next, log_record *records, uint32_t coun
 static bool record_is_whole(const hosts *h, const log_record *record) {
     return record->crc == crc32c(0, record, offsetof(log_record, crc)) &&
            record->page < h->area.page_count && record->operation >= LOG_PUBLISH &&
-           record->operation <= LOG_CLAIM;
+           record->operation <= LOG_FORGET;
 }
 
 /* Records from `first` on, out of memory, as many as are whole and in turn. */

@@ -114,8 +114,8 @@ int hosts_claim(const hosts *h, const extent_owner *owners, uint32_t count,
 /* Before an extent is given back, and after it was taken: V8. */
 void hosts_hand_over(const void *first, uint64_t bytes, bool gives);
 
-/* ---- logs: what a host published, freed and claimed, so that others need not look at all ---- */
-enum log_operation { LOG_PUBLISH = 1, LOG_FREE, LOG_FORGET, LOG_CLAIM };
+/* ---- logs: what a host published, freed, and wants forgotten: others need not look at all ---- */
+enum log_operation { LOG_PUBLISH = 1, LOG_FREE, LOG_FORGET };
 typedef struct log_record {
     uint64_t sequence;           /* absolute, from 1 */
     uint64_t generation;
@@ -123,10 +123,8 @@ typedef struct log_record {
     uint32_t epoch;
     uint32_t operation;
     uint32_t page;
-    uint32_t ordinal;
-    uint32_t part;
-    uint32_t crc;                /* of the 52 bytes before it */
-    uint32_t reserved[2];
+    uint32_t crc;                /* of the 44 bytes before it */
+    uint32_t reserved[4];
 } log_record;
 _Static_assert(sizeof(log_record) == 64, "one line");
 /* Fills in sequence (from `next` on), epoch and crc. Never waits for readers. */

@@ -569,7 +569,6 @@ typedef struct borrowing {
     uint32_t page;
     uint32_t state;              /* that is wanted: sealed or published */
     uint64_t generation;
-    const uint64_t *hash;        /* that it must have, or NULL */
     int code;                    /* out */
 } borrowing;
 /* Pins them and takes them into view, to be read in place until the last holder drops them. */

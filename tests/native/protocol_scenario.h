@@ -298,7 +298,7 @@ static inline int change_owner(process *a, const extent_owner *owners, bool ours
     }
     count(m, ours ? &p->counts.takes : &p->counts.gives);
     if (code == 0) {
-        log_record record = {.operation = LOG_CLAIM, .page = list[0] * p->each};
+        log_record record = {.operation = LOG_FORGET, .page = list[0] * p->each};
         hosts_log(&m->h, m->log_next++, &record, 1);
     }
     return code;
@@ -489,7 +489,7 @@ static inline void round_read_own(process *a) {
 
 static inline void learn(member *m, uint32_t host, const log_record *record) {
     uint64_t hash[2];
-    if (record->operation == LOG_CLAIM || record->operation == LOG_FORGET) return;
+    if (record->operation == LOG_FORGET) return;
     record_fill(record->page, record->generation * 8 + record->operation, 3, hash, 16);
     if (memcmp(hash, record->hash, 16) != 0)
         protocol_fail(m->p, "a log record is torn", m->h.self, host, record->sequence);
