@@ -235,6 +235,16 @@ def assert_readable(watchers: list[CXLPool], seeds: list[int]) -> None:
                 verify(hit.sequence(), [(seed, FAMILY_TOKENS)])
 
 
+def sweep(box: Path, processes: list[Process]) -> None:
+    """Letters that were being read by those who were killed: the living have gone on meanwhile."""
+    letters = list(box.glob("*.taken"))
+    marks = [len(process.seeds) for process in processes]
+    while any(len(process.seeds) == mark for process, mark in zip(processes, marks, strict=True)):
+        drain(processes)
+    for letter in letters:
+        letter.unlink(missing_ok=True)
+
+
 def kill_rounds(path: str, box: Path, hosts: tuple[int, ...], rounds: int) -> None:
     """In each round one is killed, wherever it is; a new one takes its place when the others have
     read all that it had published."""
@@ -267,8 +277,7 @@ def kill_rounds(path: str, box: Path, hosts: tuple[int, ...], rounds: int) -> No
             stack.callback(heir.popen.communicate)
             stack.callback(heir.popen.kill)
             processes[place] = heir
-        for leftover in box.glob("*.taken"):
-            leftover.unlink(missing_ok=True)
+        sweep(box, processes)
         for process in processes:
             while not process.stats and not process.ended:
                 process.read()
