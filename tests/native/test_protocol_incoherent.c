@@ -5,7 +5,7 @@
  * resume it; dead hosts come back, or are declared off. With one flush, fence or check left out it
  * must fail: tests/native/mutants.py.
  *
- * CXLKV_SEEDS: how many (default 300); CXLKV_SEED: the first one; CXLKV_ARM64=0 or 1: one of them;
+ * CXLKV_SEEDS: how many (default 700); CXLKV_SEED: the first one; CXLKV_ARM64=0 or 1: one of them;
  * CXLKV_LEFT_OUT: the number of a flush_site; CXLKV_LONG=1: fails unless enough of all happened. */
 #undef NDEBUG
 #include "protocol_scenario.h"
@@ -269,7 +269,7 @@ static void report(uint64_t seeds) {
 }
 
 int main(void) {
-    uint64_t seeds = number("CXLKV_SEEDS", 300), first = number("CXLKV_SEED", 1);
+    uint64_t seeds = number("CXLKV_SEEDS", 700), first = number("CXLKV_SEED", 1);
     uint64_t only = number("CXLKV_ARM64", 2), least = number("CXLKV_LONG", 0) ? 100 : 0;
     for (uint64_t seed = first; seed < first + seeds; seed++)
         for (uint64_t arm64 = 0; arm64 < 2; arm64++)
