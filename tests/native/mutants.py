@@ -42,19 +42,11 @@ REDUNDANT = {
         "V6: needed where a load may be late, after a younger store is in memory; no load "
         "is late here, docs/models/publish.pml has it"
     ),
-    "FLUSH_NAME_FENCE": (
-        RARE + "V10: a host that loses its caches just then has the same epoch twice; it has not "
-        "long, for what it does next begins with a full fence"
-    ),
     "FLUSH_BEAT": BEATS,
     "FLUSH_BEAT_FENCE": BEATS,
     "FLUSH_BEAT_LOOK_BEGIN": BEATS,
     "FLUSH_BEAT_LOOK": BEATS,
     "FLUSH_BEAT_LOOK_FENCE": BEATS,
-    "FLUSH_CLOSE": (
-        RARE + "V10: with more than 8 hosts. With fewer, all that a host says of others is in "
-        "the line that its look at what they say of it drops, and so writes back"
-    ),
     "FLUSH_CLOSE_FENCE": FENCE_FOLLOWS,
     "FLUSH_CLAIM_FENCE": FENCE_FOLLOWS,
     "FLUSH_COMMIT_FENCE": FENCE_FOLLOWS,
@@ -205,7 +197,8 @@ CHECKS = {
 
 
 # Found late.
-SEEDS = {"ATTACH_KEEPS_PINS": 24_000, "CUT": 24_000}
+LATE = ("ATTACH_KEEPS_PINS", "CUT", "FLUSH_CLOSE", "FLUSH_NAME_FENCE")
+SEEDS = dict.fromkeys(LATE, 24_000)
 
 
 def sites() -> dict[str, int]:
