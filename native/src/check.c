@@ -113,21 +113,17 @@ static void repair_page(cxlkv_pool *pool, uint32_t page, report *report) {
     report_repair(report, page, "is free: its record cannot be trusted");
 }
 
-/* Its hash is known to the index only. */
-static void unpublish(cxlkv_pool *pool, uint32_t page) {
-    index_erase_page(pool, page);
-    pool->pages[page].published = 0;
-    pool->host->published_pages--;
-}
-
 static void repair_all(cxlkv_pool *pool, report *report) {
     for (uint32_t page = 0; page < pool->host->page_count; page++) {
         const page_info *info = &pool->pages[page];
         descriptor line;
         if (!page_is_ours(pool, page) || info->retired || info->holders) continue;
-        if (info->published && descriptor_read(pool, page, &line) < 0)
-            unpublish(pool, page); /* damaged since it was looked at last */
-        else if (!info->quarantined) continue;
+        if (info->published && descriptor_read(pool, page, &line) < 0) {
+            index_erase_page(pool, page); /* its hash is known to the index only */
+            page_unpublish(pool, page);
+        } else if (!info->quarantined) {
+            continue;
+        }
         repair_page(pool, page, report);
     }
 }

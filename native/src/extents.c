@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include "internal.h"
-#include "lines.h"
+#include "host_lines.h"
 
 static uint32_t first_run(const cxlkv_pool *pool, uint32_t extent) {
     return extent * pool->geometry.slab_slots / RUN_SLOTS;
@@ -83,6 +83,12 @@ void extents_protect(cxlkv_pool *pool) {
     pool->mapped_version = pool->host->extents_version;
 }
 
+void descriptors_hand_over(const cxlkv_pool *pool, bool gives) {
+    const cxlkv_geometry *g = &pool->geometry;
+    hosts_hand_over(pool->base + g->descriptors_offset, g->extent_count * g->descriptors_bytes,
+                    gives);
+}
+
 void extents_open_block(cxlkv_pool *pool, uint32_t host, bool writable) {
     uint64_t first = (uint64_t)(hosts_line(&pool->hosts, host, 0) - pool->base);
     stretch s = {.first = first, .end = first + pool->geometry.host_block_bytes, .writable = true};
@@ -110,8 +116,7 @@ static uint64_t *settled_word(const cxlkv_pool *pool) {
 
 static void set_settled(const cxlkv_pool *pool, uint64_t boot) {
     flush_store_word(settled_word(pool), boot);
-    line_send(FLUSH_NONE, settled_word(pool), pool->mode);
-    flush_fence_all(FLUSH_NONE);
+    line_keep(&pool->hosts, FLUSH_COMMIT, settled_word(pool), sizeof(boot));
 }
 
 /* 0 when it cannot be told. */
@@ -130,8 +135,7 @@ static void change(cxlkv_pool *pool, uint32_t extent, bool ours, bool settled) {
     if (pool->host->ready && !ours) unlist(pool, extent);
     for (uint32_t page = extent * slots; ours && page < (extent + 1) * slots; page++) {
         page_info *info = &pool->pages[page];
-        pool->host->published_pages -= info->published;
-        info->published = 0; /* what its former owner published is found again */
+        page_unpublish(pool, page); /* what its former owner published is found again */
         info->shown = 1;
     }
     if (ours && !settled) hand_over(pool, extent, false); /* V8 */

@@ -32,25 +32,20 @@ static bool is_so_now(cxlkv_pool *pool, const log_record *record) {
            memcmp(line.hash, record->hash, sizeof(line.hash)) == 0;
 }
 
-static void unpublish(cxlkv_pool *pool, uint32_t page) {
-    pool->host->published_pages -= pool->pages[page].published;
-    pool->pages[page].published = 0;
-}
-
 /* Pages and texts change hands: another log may say what came before this record, or after it. */
 static void learn(cxlkv_pool *pool, const log_record *record) {
     page_info *info = &pool->pages[record->page];
     uint32_t other = index_find(pool, record->hash);
-    if (info->holders && info->generation != record->generation) return; /* it is lost to us */
+    if (info->holders && info->generation != record->generation) return; /* pinned: older news */
     if (other != NO_PAGE && page_is_ours(pool, other)) return;
     bool in_turn = other == NO_PAGE && !info->published && info->generation <= record->generation;
     if (!in_turn && !is_so_now(pool, record)) return;
     if (other != NO_PAGE) {
         index_erase(pool, record->hash);
-        unpublish(pool, other);
+        page_unpublish(pool, other);
     }
     if (info->published) index_erase_page(pool, record->page);
-    unpublish(pool, record->page);
+    page_unpublish(pool, record->page);
     if (!index_insert(pool, record->hash, record->page)) return;
     info->generation = record->generation;
     info->published = 1;
@@ -70,7 +65,7 @@ static void apply(cxlkv_pool *pool, const log_record *record) {
     if (record->operation == LOG_PUBLISH && !known) learn(pool, record);
     if (record->operation == LOG_FREE && known && info->generation <= record->generation) {
         index_erase(pool, record->hash);
-        unpublish(pool, page);
+        page_unpublish(pool, page);
     }
 }
 
@@ -97,8 +92,6 @@ void peers_follow(cxlkv_pool *pool) {
     }
     if (!rescans) return;
     /* It wrote faster than we read, or a record is damaged: the descriptors say the same. */
-    const cxlkv_geometry *g = &pool->geometry;
-    hosts_hand_over(pool->base + g->descriptors_offset, g->extents_offset - g->descriptors_offset,
-                    false);
+    descriptors_hand_over(pool, false);
     host_rebuild(pool);
 }

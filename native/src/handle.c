@@ -393,8 +393,7 @@ int64_t cxlkv_publish(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_
 
 static void drop_from_index(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2]) {
     index_erase(pool, hash);
-    if (pool->pages[page].published) pool->host->published_pages--;
-    pool->pages[page].published = 0;
+    page_unpublish(pool, page);
 }
 
 /* The page of one part under a key and place, and which of its chain it is; false: none. A damaged

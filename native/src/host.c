@@ -160,9 +160,7 @@ static void repair(cxlkv_pool *pool) {
         pool->host->wanted_extents = 0; /* whoever waited for them is dead */
         extents_refresh(pool);
         /* V5: a page that it had begun to free is free for others, too, before it is used again. */
-        const cxlkv_geometry *g = &pool->geometry;
-        hosts_hand_over(pool->base + g->descriptors_offset,
-                        g->extent_count * g->descriptors_bytes, true);
+        descriptors_hand_over(pool, true);
     }
     rewrite_repair(pool);
     host_rebuild(pool);
@@ -225,8 +223,7 @@ static bool index_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t page) 
     if (other != NO_PAGE) {
         if (page_is_ours(pool, other) || !page_is_ours(pool, page)) return false;
         index_erase(pool, hash);
-        pool->host->published_pages -= pool->pages[other].published;
-        pool->pages[other].published = 0;
+        page_unpublish(pool, other);
     }
     return index_insert(pool, hash, page);
 }
@@ -259,7 +256,7 @@ static bool rebuild_page(cxlkv_pool *pool, uint32_t page, const registered *proc
         return false;
     }
     uint64_t generation = line.version >> 8, state = line.version & 255;
-    if (!ours && info->holders && generation != info->generation) return false; /* lost to us */
+    if (!ours && info->holders && generation != info->generation) return false; /* as pinned */
     if (generation > info->generation || !ours) info->generation = generation;
     if (state == PAGE_PUBLISHED && index_page(pool, line.hash, page)) {
         info->published = 1;

@@ -554,12 +554,19 @@ int peers_check(cxlkv_pool *pool);        /* may this host go on? */
 /* After pages were read: `code`, or an error if this host may have been declared off meanwhile, and
  * others have written to what it had pinned. */
 int64_t peers_verify(cxlkv_pool *pool, int64_t code);
+/* The page is in no index any more; its entry is the caller's to erase. */
+static inline void page_unpublish(cxlkv_pool *pool, uint32_t page) {
+    pool->host->published_pages -= pool->pages[page].published;
+    pool->pages[page].published = 0;
+}
 /* extents.c */
 static inline bool page_is_ours(const cxlkv_pool *pool, uint32_t page) {
     return pool->runs[page / RUN_SLOTS].ours;
 }
 int extents_refresh(cxlkv_pool *pool);    /* which are ours, from the claims */
 void extents_protect(cxlkv_pool *pool);   /* this process's mapping: what is not ours, read-only */
+/* V8 for all descriptors: written back, if any was stored here, and dropped from the caches. */
+void descriptors_hand_over(const cxlkv_pool *pool, bool gives);
 void extents_open_block(cxlkv_pool *pool, uint32_t host, bool writable); /* another host's */
 void extents_take(cxlkv_pool *pool, uint64_t page_count);
 void extents_give(cxlkv_pool *pool);      /* as many as others want and we can spare */

@@ -138,9 +138,7 @@ int peers_arrive(cxlkv_pool *pool) {
     peers_beat(pool, true);
     set_safe(pool);
     follow_from_here(pool);
-    const cxlkv_geometry *g = &pool->geometry;
-    hosts_hand_over(pool->base + g->descriptors_offset, g->extents_offset - g->descriptors_offset,
-                    false);
+    descriptors_hand_over(pool, false);
     return extents_refresh(pool);
 }
 
