@@ -174,7 +174,7 @@ def test_who_comes_later_finds_it_as_well(hosts: Hosts) -> None:
 def test_a_text_that_moves_from_host_to_host_is_found(hosts: Hosts) -> None:
     """Logs are read host by host: that it was published anew comes before that it was forgotten."""
     first, second = hosts.open(1), hosts.open(0)
-    reader = hosts.open(2, 1e5)  # follows when it matches, and not in between
+    reader = hosts.open(2, 3600.0)  # follows when it matches, and not in between
     for _ in range(5):
         publish(first, 7)
         assert found(reader, 7) == TOKENS

@@ -65,6 +65,9 @@ int peers_prepare(cxlkv_pool *pool, const cxlkv_host *host) {
     pool->mode = sharing->durable == CXLKV_DURABLE_HOST ? VISIBILITY_FAST : VISIBILITY_COHERENT;
     if (sharing->kind == CXLKV_SHARING_SOFTWARE)
         pool->mode = host && host->certified ? VISIBILITY_FAST : VISIBILITY_STRICT;
+    if (pool->mode != VISIBILITY_COHERENT && !flush_supported())
+        return fail(ENOTSUP, "this CPU's caches cannot be written back by a program: only "
+                    "sharing=host and durable=process are possible");
     if (!pool->shared) return 0;
     if (!host)
         return fail(CXLKV_E_ARGUMENT,
@@ -73,11 +76,8 @@ int peers_prepare(cxlkv_pool *pool, const cxlkv_host *host) {
     if (host->number >= sharing->hosts)
         return fail(CXLKV_E_ARGUMENT, "host %u: the pool has hosts 0 to %u", host->number,
                     sharing->hosts - 1);
-    if (!(host->lease_s >= 0.01 && host->lease_s < 1e6))
-        return fail(CXLKV_E_ARGUMENT, "a lease of %g s: outside 0.01 to 1000000", host->lease_s);
-    if (pool->mode != VISIBILITY_COHERENT && !flush_supported())
-        return fail(ENOTSUP, "this CPU's caches cannot be written back by a program: only "
-                    "sharing=host and durable=process are possible");
+    if (!(host->lease_s >= 0.01 && host->lease_s <= 3600))
+        return fail(CXLKV_E_ARGUMENT, "a lease of %g s: outside 0.01 to 3600", host->lease_s);
     pool->lease_ns = (uint64_t)(host->lease_s * 1e9);
     pool->hosts = (hosts){.area = hosts_area_of(pool->base, sharing, &pool->geometry),
                           .self = host->number, .mode = pool->mode, .context = pool,
