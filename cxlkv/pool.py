@@ -14,6 +14,7 @@ import numpy.typing as npt
 from cxlkv import _core, audit
 from cxlkv.coherence import (
     DURABLE,
+    HOSTS_MAX,
     LEASE_S,
     SHARING,
     flushes_of,
@@ -305,6 +306,8 @@ class CXLPool:
         certainly does not run, since stores of a running one would land in others' pages. Raises
         BusyError when it beats, BadArgumentError when it is not there.
         """
+        if not 0 <= host < HOSTS_MAX:
+            raise BadArgumentError(f"host {host}: outside 0 to {HOSTS_MAX - 1}")
         _core.pool_fence(self._handle, host, confirmed_off)
 
     def describe(self) -> dict[str, object]:

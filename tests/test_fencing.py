@@ -179,7 +179,13 @@ def test_a_host_that_beats_is_not_fenced(pool: CXLPool, other: Other) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(0, "another one of 0 to 3"), (4, "another one"), (2, "it never was")]
+    ("number", "text"),
+    [
+        (0, "another one of 0 to 3"),
+        (4, "another one"),
+        (2, "it never was"),
+        (-1, "outside 0 to 63"),
+    ],
 )
 def test_who_cannot_be_fenced(pool: CXLPool, number: int, text: str) -> None:
     with pytest.raises(BadArgumentError, match=text):
