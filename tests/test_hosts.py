@@ -10,12 +10,15 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 
 from cxlkv import CXLPool, KVLayout, Sequence
 from cxlkv.errors import BusyError, PoolFullError, StaleError
+from cxlkv.layout import LayerGroup
 from cxlkv.prefix import prefix_keys
 
 from .conftest import audit
@@ -358,3 +361,26 @@ def test_what_a_host_leaves_behind(hosts: Hosts) -> None:
     assert b.stats()["pages_free"] == b.stats()["pages_total"]
     write_soon(c, 50).release()  # nothing of b's is pinned by b: an extent changes hands once more
     until(lambda: c.stats()["pages_withdrawn"] == 0, "b's own pins")
+
+
+def test_a_window_across_hosts(hosts: Hosts) -> None:
+    """Of a part with a window, a hit borrows what the next token sees, and nothing before it."""
+    full = LayerGroup(layers=1, kv_heads=2, head_dim=8, dtype="float32")
+    layout = KVLayout.of([replace(full, window=8), full], page_tokens=4)
+    path = hosts.path + ".windows"
+    made = CXLPool.create(
+        path, layout=layout, capacity="8MiB", sharing="software", hosts=2, host=0, threads=1
+    )
+    with made as first, CXLPool.open(path, host=1, threads=1) as second:
+        rows = np.arange(32 * 16, dtype=np.float32).reshape(32, 2, 8)
+        sequence = first.sequence()
+        for layer in range(2):
+            sequence.append(layer, rows + layer, rows - layer, rewind=32)
+        assert first.publish_prefix(sequence, range(32)) == 16
+        with second.match_prefix(range(32)) as hit:
+            assert hit.tokens == 32
+            assert second.stats()["pages_borrowed"] == 8 + 2
+            keys = np.asarray(hit.sequence().fetch(1)[0])
+            assert np.array_equal(keys.transpose(1, 2, 0, 3).reshape(32, 2, 8), rows + 1)
+        assert second.stats()["pages_borrowed"] == 0
+    CXLPool.remove(path)

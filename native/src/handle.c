@@ -520,6 +520,13 @@ static int hold_found(cxlkv_pool *pool, const found *f, uint32_t count, cxlkv_se
     return 0;
 }
 
+/* Another host's page that a hit of `count` pages holds: one behind its part's window is not. */
+static bool is_borrowed(const cxlkv_pool *pool, const found *f, uint64_t i, uint32_t count) {
+    uint64_t parts = pool->geometry.part_count, tokens = count * (uint64_t)pool->layout.page_tokens;
+    return f->pages[i] != NO_PAGE && !page_is_ours(pool, f->pages[i]) &&
+           i / parts >= window_page(pool, (uint32_t)(i % parts), tokens);
+}
+
 /* Takes the other hosts' pages among the first `count` of the chain into view. False: some were
  * freed meanwhile, or are damaged, and are none of the found any more. */
 static bool borrow_found(cxlkv_pool *pool, found *f, uint32_t count) {
@@ -528,7 +535,7 @@ static bool borrow_found(cxlkv_pool *pool, found *f, uint32_t count) {
     borrowing *items = malloc((parts * count + 1) * sizeof(*items));
     for (uint64_t i = 0; i < parts * count; i++) {
         uint32_t page = f->pages[i];
-        if (page == NO_PAGE || page_is_ours(pool, page)) continue;
+        if (!is_borrowed(pool, f, i, count)) continue;
         if (!items) f->pages[i] = NO_PAGE;
         else items[used++] = (borrowing){.page = page, .state = PAGE_PUBLISHED,
                                          .generation = pool->pages[page].generation};
@@ -538,7 +545,7 @@ static bool borrow_found(cxlkv_pool *pool, found *f, uint32_t count) {
     used = 0;
     for (uint64_t i = 0; items && i < parts * count; i++) {
         uint32_t page = f->pages[i];
-        if (page == NO_PAGE || page_is_ours(pool, page)) continue;
+        if (!is_borrowed(pool, f, i, count)) continue;
         int code = items[used++].code;
         if (code == 0 && record_check(pool, page, pool->pages[page].generation,
                                       pool->layout.page_tokens) < 0) {
