@@ -83,7 +83,7 @@ native-test:  ## the C tests under ASan+UBSan, then under TSan
 mutants:      ## the coherence protocol with each flush, fence and check left out: a test must tell
 	cmake -S native -B build/mutants $(GENERATOR) -DCMAKE_BUILD_TYPE=Release >/dev/null
 	cmake --build build/mutants --target test_visibility_incoherent test_rpc_incoherent \
-	  test_protocol_incoherent
+	  test_hosts_incoherent test_protocol_incoherent
 	for program in test_visibility_incoherent test_rpc_incoherent; do \
 	  CXLKV_SEEDS=20000 build/mutants/$$program; \
 	done

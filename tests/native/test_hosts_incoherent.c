@@ -1,0 +1,141 @@
+/* Goal: who reads what others own may be interrupted anywhere, for any time. Method: on emulated
+ * memory, a host that looks at the owners of all extents is stopped at each of its steps in turn;
+ * meanwhile another host, which had been fenced over a claim, comes back, falls silent and is
+ * fenced anew, in the word that said what counts. The claim must not count.
+ *
+ * CXLKV_SEEDS: how many for each step (default 100); CXLKV_SEED: the first one; CXLKV_ARM64=0 or 1:
+ * one of them; CXLKV_LEFT_OUT: the number of a flush_site. */
+#undef NDEBUG
+#include <stdlib.h>
+
+#include "check.h"
+#include "hosts.h"
+#include "incoherent.h"
+
+enum { READER, FENCER, OTHER, HOSTS, EXTENTS = 2, PAGES = 64, RECORDS = 8, NONCE = 7 };
+enum { COMING_BACK = 1, FENCING, DONE };
+
+static struct scene {
+    incoherent *sim;
+    hosts at[HOSTS];
+    int actor[HOSTS];
+    uint64_t stops_step;         /* of the reader */
+    uint64_t reader_steps;
+    int stage;                   /* of what happens while it stands */
+    extent_owner owners[EXTENTS];
+} scene;
+
+static void pause_(void *context) {
+    (void)context;
+    incoherent_yield();
+}
+static bool silent(void *context, uint32_t host) {
+    (void)context, (void)host;
+    return false;
+}
+
+static void reader_run(void *context) {
+    (void)context;
+    CHECK(hosts_owners(&scene.at[READER], scene.owners) == 0);
+}
+static void other_run(void *context) {
+    (void)context;
+    CHECK(hosts_attach(&scene.at[OTHER], NONCE) == 0);
+    scene.stage = FENCING;
+}
+static void fencer_run(void *context) {
+    (void)context;
+    CHECK(hosts_fence(&scene.at[FENCER], OTHER, 2) == 0);
+    scene.stage = DONE;
+}
+
+/* One after the other: the reader, who comes back, who fences it, the reader again. */
+static void disturb(void *context) {
+    (void)context;
+    if (incoherent_running(scene.sim) == scene.actor[READER] && scene.stage == 0 &&
+        ++scene.reader_steps == scene.stops_step) {
+        incoherent_pause(scene.sim, scene.actor[READER]);
+        scene.actor[OTHER] = incoherent_actor(scene.sim, OTHER, other_run, NULL);
+        scene.stage = COMING_BACK;
+    }
+}
+
+static void hosts_make(uint8_t *base, hosts_area *area) {
+    area->base = base;
+    for (uint32_t i = 0; i < HOSTS; i++)
+        scene.at[i] = (hosts){.area = *area, .self = i, .mode = VISIBILITY_FAST, .pause = pause_,
+                              .silent = silent};
+}
+
+/* OTHER gave extent 0 back in its commit 2, and was cut at 1: the extent is its own. */
+static void prepare(void) {
+    extent_owner owners[EXTENTS];
+    const uint32_t extent = 0;
+    for (uint32_t i = 0; i < HOSTS; i++) CHECK(hosts_attach(&scene.at[i], NONCE) == 0);
+    for (int ours = 1; ours >= 0; ours--) {
+        CHECK(hosts_lock(&scene.at[OTHER]) == 0);
+        CHECK(hosts_owners(&scene.at[OTHER], owners) == 0);
+        CHECK(hosts_claim(&scene.at[OTHER], owners, 1, &extent, ours) == 0);
+        hosts_unlock(&scene.at[OTHER]);
+    }
+    uint64_t *word = (uint64_t *)hosts_line(&scene.at[FENCER], FENCER, FENCE_LINES) + OTHER;
+    flush_store_word(word, 1ull << 40 | 2ull << 38 | 1); /* epoch 1 of OTHER is cut at 1 */
+}
+
+/* False: extent 0 is said to be nobody's. reader_steps: how many steps the reader made. */
+static bool run(uint64_t seed, bool arm64, uint64_t stops_step, enum flush_site left_out,
+                uint64_t *reader_steps) {
+    hosts_area area = {.host_count = HOSTS, .extent_count = EXTENTS, .page_count = PAGES,
+                       .log_records = RECORDS};
+    hosts_area_make(&area);
+    struct incoherent_options options = incoherent_usual(seed);
+    options.hosts = HOSTS;
+    options.lines = (uint32_t)(HOSTS * area.block_bytes / FLUSH_LINE_BYTES);
+    options.cache_lines_max = options.lines;
+    options.arm64 = arm64;
+    options.early_drops = true;
+    options.left_out = left_out;
+    options.odds.fill = 4096;
+    options.odds.evict = 0;
+    scene = (struct scene){.sim = incoherent_make(&options), .stops_step = stops_step};
+    hosts_make(incoherent_base(scene.sim), &area);
+    prepare();
+    incoherent_hook(scene.sim, disturb, NULL);
+    scene.actor[READER] = incoherent_actor(scene.sim, READER, reader_run, NULL);
+    incoherent_run(scene.sim);
+    if (scene.stage == FENCING) {
+        incoherent_actor(scene.sim, FENCER, fencer_run, NULL);
+        incoherent_run(scene.sim);
+        incoherent_resume(scene.sim, scene.actor[READER]);
+        incoherent_run(scene.sim);
+    }
+    const extent_owner *owner = &scene.owners[0];
+    bool right = owner->host == OTHER && !owner->takeable;
+    if (!right) incoherent_trace(scene.sim, stderr);
+    *reader_steps = scene.reader_steps;
+    incoherent_free(scene.sim);
+    return right;
+}
+
+static uint64_t number(const char *name, uint64_t otherwise) {
+    const char *text = getenv(name);
+    return text ? strtoull(text, NULL, 10) : otherwise;
+}
+
+int main(void) {
+    uint64_t seeds = number("CXLKV_SEEDS", 100), first = number("CXLKV_SEED", 1);
+    uint64_t only = number("CXLKV_ARM64", 2), steps = 0, runs = 0;
+    enum flush_site left_out = (enum flush_site)number("CXLKV_LEFT_OUT", FLUSH_NONE);
+    for (uint64_t seed = first; seed < first + seeds; seed++)
+        for (uint64_t arm64 = 0; arm64 < 2; arm64++)
+            for (uint64_t stops = 1; only == 2 || only == arm64; stops++, runs++) {
+                if (!run(seed, arm64 != 0, stops, left_out, &steps)) {
+                    fprintf(stderr, "seed %lu, %s, stopped at step %lu: failed\n", seed,
+                            arm64 ? "arm64" : "x86", stops);
+                    return 1;
+                }
+                if (steps < stops) break; /* it was done before */
+            }
+    fprintf(stderr, "%lu seeds, %lu runs, the last of %lu steps\n", seeds, runs, steps);
+    return 0;
+}
