@@ -3,7 +3,7 @@
  * meanwhile another host, which had been fenced over a claim, comes back, falls silent and is
  * fenced anew, in the word that said what counts. The claim must not count.
  *
- * CXLKV_SEEDS: how many for each step (default 100); CXLKV_SEED: the first one; CXLKV_ARM64=0 or 1:
+ * CXLKV_SEEDS: how many for each step (default 25); CXLKV_SEED: the first one; CXLKV_ARM64=0 or 1:
  * one of them; CXLKV_LEFT_OUT: the number of a flush_site. */
 #undef NDEBUG
 #include <stdlib.h>
@@ -123,7 +123,7 @@ static uint64_t number(const char *name, uint64_t otherwise) {
 }
 
 int main(void) {
-    uint64_t seeds = number("CXLKV_SEEDS", 100), first = number("CXLKV_SEED", 1);
+    uint64_t seeds = number("CXLKV_SEEDS", 25), first = number("CXLKV_SEED", 1);
     uint64_t only = number("CXLKV_ARM64", 2), steps = 0, runs = 0;
     enum flush_site left_out = (enum flush_site)number("CXLKV_LEFT_OUT", FLUSH_NONE);
     for (uint64_t seed = first; seed < first + seeds; seed++)
