@@ -34,13 +34,15 @@ static void keep_old(incoherent *sim, uint32_t line) {
 /* The whole line, as hardware does: what others wrote into it meanwhile is gone. */
 static void write_back(incoherent *sim, struct host *host, struct cached *entry) {
     if (!entry->dirty) return;
-    if (entry->version != sim->version[entry->line]) sim->counts.overwritten++;
+    bool overwrites = entry->version != sim->version[entry->line];
+    sim->counts.overwritten += overwrites;
     keep_old(sim, entry->line);
     memcpy(sim->memory + (size_t)entry->line * LINE_WORDS, entry->words, sizeof(entry->words));
     entry->version = host->seen[entry->line] = ++sim->version[entry->line];
     sim->counts.write_backs++;
     sim->counts.late_write_backs += !host->alive;
-    memory_note(sim, "write back", host, entry->line * LINE_WORDS, entry->dirty);
+    memory_note(sim, overwrites ? "overwrites" : "write back", host, entry->line * LINE_WORDS,
+                entry->dirty);
     entry->dirty = 0;
 }
 

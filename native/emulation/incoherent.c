@@ -33,6 +33,9 @@ incoherent *incoherent_make(const struct incoherent_options *options) {
     size_t page_bytes = (size_t)sysconf(_SC_PAGESIZE);
     sim->base_bytes = (size_t)options->lines * FLUSH_LINE_BYTES;
     sim->base_bytes = (sim->base_bytes + page_bytes - 1) / page_bytes * page_bytes;
+    sim->trace_events = options->trace_events ? options->trace_events : TRACE_EVENTS;
+    sim->trace = calloc(sim->trace_events, sizeof(*sim->trace));
+    if (!sim->trace) abort();
     sim->base = mmap(NULL, sim->base_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
                      -1, 0);
     if (sim->base == MAP_FAILED) simulation_die(sim, "no addresses for the memory");
@@ -45,6 +48,7 @@ void incoherent_free(incoherent *sim) {
     scheduler_free(sim);
     caches_free(sim);
     munmap(sim->base, sim->base_bytes);
+    free(sim->trace);
     if (simulation == sim) simulation = NULL;
     free(sim);
 }
@@ -89,8 +93,9 @@ static uint64_t load(uint32_t word) {
     if (sim->running < 0) return sim->memory[word];
     scheduler_step(sim);
     struct actor *actor = sim->actors[sim->running];
-    uint64_t value = caches_load(sim, actor, word);
-    simulation_note(sim, "load", sim->running, actor->host, word, FLUSH_NONE, value);
+    uint64_t stale_loads = sim->counts.stale_loads, value = caches_load(sim, actor, word);
+    const char *what = sim->counts.stale_loads > stale_loads ? "load stale" : "load";
+    simulation_note(sim, what, sim->running, actor->host, word, FLUSH_NONE, value);
     return value;
 }
 
@@ -98,14 +103,34 @@ static bool left_out(enum flush_site site) {
     return site != FLUSH_NONE && site == simulation->options.left_out;
 }
 
+/* No step, so that leaving out what has no effect changes nothing. */
+static void note_left_out(const char *what, enum flush_site site, uint32_t word) {
+    incoherent *sim = simulation;
+    sim->counts.left_out++;
+    if (sim->running < 0) return;
+    simulation_note(sim, what, sim->running, sim->actors[sim->running]->host, word, site, 0);
+}
+
+static bool fence_left_out(enum flush_site site) {
+    if (left_out(site)) note_left_out("no fence", site, NO_WORD);
+    return left_out(site);
+}
+
+static bool lines_left_out(enum flush_site site, uint32_t line, uint32_t last) {
+    for (; left_out(site) && line <= last; line++)
+        note_left_out("left out", site, line * LINE_WORDS);
+    return left_out(site);
+}
+
 const char *flush_name(void) { return "emulated"; }
 bool flush_supported(void) { return true; }
 
 static void flush_lines(enum flush_site site, const void *address, size_t bytes, const char *what,
                         enum item_kind kind) {
-    if (left_out(site) || !bytes) return;
+    if (!bytes) return;
     uint32_t line = word_of(simulation, address) / LINE_WORDS;
     uint32_t last = word_of(simulation, (const uint8_t *)address + bytes - 1) / LINE_WORDS;
+    if (lines_left_out(site, line, last)) return;
     for (; line <= last; line++) {
         struct actor *actor = step(what, site, line * LINE_WORDS, 0);
         struct item item = {.word = line * LINE_WORDS, .kind = (uint8_t)kind};
@@ -122,9 +147,10 @@ void flush_invalidate(enum flush_site site, const void *address, size_t bytes) {
 }
 
 void flush_evict(enum flush_site site, const void *address, size_t bytes) {
-    if (left_out(site) || !bytes) return;
+    if (!bytes) return;
     uint32_t line = word_of(simulation, address) / LINE_WORDS;
     uint32_t last = word_of(simulation, (const uint8_t *)address + bytes - 1) / LINE_WORDS;
+    if (lines_left_out(site, line, last)) return;
     for (; line <= last; line++) {
         struct actor *actor = step("flush", site, line * LINE_WORDS, 0);
         if (!actor) continue;
@@ -136,7 +162,7 @@ void flush_evict(enum flush_site site, const void *address, size_t bytes) {
 /* A fence takes a while: what it waits for happens in any order, and others run meanwhile, some
  * of them far. */
 static struct actor *wait_for_buffer(const char *what, enum flush_site site) {
-    struct actor *actor = step(what, site, 0, 0);
+    struct actor *actor = step(what, site, NO_WORD, 0);
     while (actor && caches_hurry(simulation, actor)) {
         if (simulation_below(simulation, 4)) scheduler_step(simulation);
         else incoherent_yield();
@@ -145,9 +171,9 @@ static struct actor *wait_for_buffer(const char *what, enum flush_site site) {
 }
 
 void flush_fence_stores(enum flush_site site) {
-    if (left_out(site)) return;
+    if (fence_left_out(site)) return;
     bool posted = simulation->options.posted_fences && !simulation->options.arm64;
-    struct actor *actor = posted ? step("fence stores", site, 0, 0)
+    struct actor *actor = posted ? step("fence stores", site, NO_WORD, 0)
                                  : wait_for_buffer("fence stores", site);
     if (!actor) return;
     actor->fences++;
@@ -156,7 +182,7 @@ void flush_fence_stores(enum flush_site site) {
 }
 
 void flush_fence_all(enum flush_site site) {
-    if (left_out(site)) return;
+    if (fence_left_out(site)) return;
     struct actor *actor = wait_for_buffer("fence all", site);
     if (!actor) return;
     caches_finish(simulation, actor);

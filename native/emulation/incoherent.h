@@ -54,6 +54,7 @@ struct incoherent_options {
     uint32_t steps_expected;   /* the changes fall into this many first steps */
     uint64_t steps_max;        /* more than these: print the trace and abort; 0 is no limit */
     enum flush_site left_out;  /* calls of the seam with this site do nothing */
+    uint32_t trace_events;     /* that are kept for incoherent_trace(); 0: 256 */
     struct incoherent_odds odds;
 };
 
@@ -69,6 +70,7 @@ struct incoherent_counts {
     uint64_t overwritten;      /* a dirty line was written back over another host's store: V7, V8 */
     uint64_t lost_stores, lost_lines; /* with a killed actor, host */
     uint64_t late_write_backs; /* dirty lines of a killed host that reached memory afterwards */
+    uint64_t left_out;         /* calls of the seam that did nothing, as options say */
 };
 
 /* Two hosts, 64 lines, no posted fences, no early drops, and all else drawn by the seed: caches

@@ -191,7 +191,7 @@ bool incoherent_alive(incoherent *sim, int actor) {
 
 void incoherent_kill(incoherent *sim, int actor) {
     if (!incoherent_alive(sim, actor)) return;
-    simulation_note(sim, "killed", actor, sim->actors[actor]->host, 0, FLUSH_NONE, 0);
+    simulation_note(sim, "killed", actor, sim->actors[actor]->host, NO_WORD, FLUSH_NONE, 0);
     caches_lose(sim, sim->actors[actor]);
     sim->actors[actor]->state = ACTOR_KILLED;
 }
@@ -199,7 +199,7 @@ void incoherent_kill(incoherent *sim, int actor) {
 void incoherent_kill_host(incoherent *sim, uint32_t host, enum incoherent_loss loss) {
     if (host >= sim->options.hosts) simulation_die(sim, "no such host");
     if (!sim->hosts[host].alive) return;
-    simulation_note(sim, "host killed", -1, host, 0, FLUSH_NONE, loss);
+    simulation_note(sim, "host killed", -1, host, NO_WORD, FLUSH_NONE, loss);
     for (uint32_t i = 0; i < sim->actor_count; i++) {
         struct actor *actor = sim->actors[i];
         if (actor->host != host) continue;

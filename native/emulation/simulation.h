@@ -9,7 +9,8 @@
 #include "incoherent.h"
 
 enum { LINE_WORDS = FLUSH_LINE_BYTES / 8 };
-enum { ITEMS_MAX = 64, EARLY_MAX = 4, RECENT_MAX = 8, TRACE_MAX = 256 };
+enum { ITEMS_MAX = 64, EARLY_MAX = 4, RECENT_MAX = 8, TRACE_EVENTS = 256 };
+#define NO_WORD UINT32_MAX /* of an event that is of no line: a fence, a death */
 
 /* What an actor has issued and what has not happened yet, in program order. */
 enum item_kind {
@@ -103,8 +104,8 @@ struct incoherent {
     void *hook_context;
 
     struct incoherent_counts counts;
-    struct event trace[TRACE_MAX];
-    uint64_t trace_count, trace_hash;
+    struct event *trace; /* a ring of this many: */
+    uint64_t trace_events, trace_count, trace_hash;
 };
 
 /* The one that the seam works on. */

@@ -85,7 +85,7 @@ static const char *const site_names[FLUSH_SITES] = {
 
 void simulation_note(incoherent *sim, const char *what, int actor, uint32_t host, uint32_t word,
                      enum flush_site site, uint64_t value) {
-    sim->trace[sim->trace_count++ % TRACE_MAX] = (struct event){
+    sim->trace[sim->trace_count++ % sim->trace_events] = (struct event){
         sim->counts.steps, value, what, actor, host, word, (uint32_t)site};
     uint64_t hash = sim->trace_hash ^ value ^ (uint64_t)word << 32 ^ (uint64_t)host << 16;
     hash ^= (uint64_t)site << 8 ^ (uint64_t)(uint8_t)what[0] << 24 ^ (uint64_t)(uint8_t)actor << 48;
@@ -94,18 +94,21 @@ void simulation_note(incoherent *sim, const char *what, int actor, uint32_t host
 }
 
 void incoherent_trace(incoherent *sim, FILE *to) {
-    uint64_t first = sim->trace_count > TRACE_MAX ? sim->trace_count - TRACE_MAX : 0;
+    uint64_t events = sim->trace_events, count = sim->trace_count;
+    uint64_t first = count > events ? count - events : 0;
     fprintf(to, "seed %" PRIu64 ", %s, left out: %s; the last %" PRIu64 " of %" PRIu64 ":\n",
             sim->options.seed, sim->options.arm64 ? "arm64" : "x86",
             site_names[sim->options.left_out] ? site_names[sim->options.left_out] : "nothing",
-            sim->trace_count - first, sim->trace_count);
-    for (uint64_t i = first; i < sim->trace_count; i++) {
-        const struct event *event = &sim->trace[i % TRACE_MAX];
+            count - first, count);
+    for (uint64_t i = first; i < count; i++) {
+        const struct event *event = &sim->trace[i % events];
         fprintf(to, "%8" PRIu64 " host %u ", event->step, event->host);
         if (event->actor >= 0) fprintf(to, "actor %-2d ", event->actor);
         else fprintf(to, "memory   ");
-        fprintf(to, "%-12s line %u.%u = %#" PRIx64, event->what, event->word / LINE_WORDS,
-                event->word % LINE_WORDS, event->value);
+        fprintf(to, "%-12s", event->what);
+        if (event->word != NO_WORD)
+            fprintf(to, " line %u.%u = %#" PRIx64, event->word / LINE_WORDS,
+                    event->word % LINE_WORDS, event->value);
         if (event->site) {
             const char *name = site_names[event->site];
             fprintf(to, " at %s", name ? name : "a site without a name");

@@ -4,7 +4,7 @@
 #define CXLKV_PROTOCOL_ORACLE_H
 #include "check.h"
 #include "host_lines.h"
-#include "incoherent.h"
+#include "knobs.h"
 
 enum { EXTENTS_MAX = 8, EACH_MAX = 3, PAGES_MAX = EXTENTS_MAX * EACH_MAX, PAYLOAD_LINES_MAX = 8 };
 /* Hosts' numbers have gaps in some runs: beyond 8, what one says of others lies in two lines. */
@@ -14,7 +14,7 @@ enum { MEMBERS_MAX = 25, BATCH = 3, NOTES_MAX = 64 };
 typedef struct protocol_counts {
     uint64_t operations, publishes, acquires, frees, takes, gives, locks, appends, reads;
     uint64_t takeovers, laps, fenced_copies, late_drains, reuses, pinned, undecided;
-    uint64_t fenced, returns, offs, recoveries, adopted, steps;
+    uint64_t fenced, returns, offs, recoveries, adopted, steps, left_out;
 } protocol_counts;
 
 struct extent_truth {
@@ -64,20 +64,6 @@ static inline void protocol_note(protocol *p, const char *what, uint32_t host, u
         (struct note){incoherent_step_count(p->sim), about, more, what, host};
 }
 
-static inline void protocol_fail(protocol *p, const char *what, uint32_t host, uint64_t about,
-                                 uint64_t more) {
-    if (p->failed) return;
-    p->failed = true;
-    incoherent_trace(p->sim, stderr);
-    protocol_note(p, what, host, about, more);
-    for (uint64_t i = p->note_count < NOTES_MAX ? 0 : p->note_count - NOTES_MAX;
-         i < p->note_count; i++) {
-        const struct note *note = &p->notes[i % NOTES_MAX];
-        fprintf(stderr, "%8lu host %u %s (%lu, %lu)\n", note->step, note->host, note->what,
-                note->about, note->more);
-    }
-}
-
 /* ---- where things are ---- */
 static inline uint32_t extent_lines(const protocol *p) { return p->each * (2 + p->payload_lines); }
 static inline uint8_t *extent_at(const protocol *p, uint32_t extent) {
@@ -95,6 +81,81 @@ static inline size_t payload_bytes(const protocol *p) {
 static inline uint8_t *page_payload(const protocol *p, uint32_t page) {
     return extent_at(p, page / p->each) + 2 * p->each * FLUSH_LINE_BYTES +
            page % p->each * payload_bytes(p);
+}
+
+/* ---- a failure, and the lines of memory that it is about ---- */
+
+/* Of what hosts say about themselves and each other, beats left out: they are of every moment. */
+static inline void about_hosts(const protocol *p) {
+    hosts h = {.area = p->area};
+    for (uint32_t host = 0; host < p->members; host += p->stride) {
+        knob_about(p->sim, "name", hosts_line(&h, host, NAME_LINE), FLUSH_LINE_BYTES);
+        knob_about(p->sim, "lock", hosts_line(&h, host, LOCK_LINE), FLUSH_LINE_BYTES);
+        knob_about(p->sim, "commits", hosts_line(&h, host, COMMIT_LINE), FLUSH_LINE_BYTES);
+        knob_about(p->sim, "fences", fence_word(&h, host, 0), p->members * sizeof(uint64_t));
+    }
+}
+
+static inline void about_extent(const protocol *p, uint32_t x) {
+    hosts h = {.area = p->area};
+    for (uint32_t host = 0; host < p->members; host += p->stride) {
+        knob_about(p->sim, "claims", claims_of(&h, host) + x * sizeof(claim_pair),
+                   sizeof(claim_pair));
+        knob_about(p->sim, "commits", hosts_line(&h, host, COMMIT_LINE), FLUSH_LINE_BYTES);
+        knob_about(p->sim, "fences", fence_word(&h, host, 0), p->members * sizeof(uint64_t));
+    }
+}
+
+static inline void about_page(const protocol *p, uint32_t page) {
+    hosts h = {.area = p->area};
+    knob_about(p->sim, "descriptor", page_descriptor(p, page), FLUSH_LINE_BYTES);
+    knob_about(p->sim, "header", page_header(p, page), FLUSH_LINE_BYTES);
+    knob_about(p->sim, "payload", page_payload(p, page), payload_bytes(p));
+    for (uint32_t host = 0; host < p->members; host += p->stride)
+        knob_about(p->sim, "pins", hosts_pin_word(&h, host, page), sizeof(uint64_t));
+}
+
+static inline void about_logs(const protocol *p) {
+    hosts h = {.area = p->area};
+    for (uint32_t host = 0; host < p->members; host += p->stride)
+        knob_about(p->sim, "log", hosts_line(&h, host, LOG_LINES),
+                   p->area.log_records * (uint64_t)FLUSH_LINE_BYTES);
+}
+
+enum about { NO_LINES, HOSTS, EXTENT, PAGE, LOGS };
+
+static inline void protocol_fail_about(protocol *p, enum about lines, const char *what,
+                                       uint32_t host, uint64_t about, uint64_t more) {
+    if (p->failed) return;
+    p->failed = true;
+    incoherent_trace(p->sim, stderr);
+    protocol_note(p, what, host, about, more);
+    fprintf(stderr, "what the members did; %u is host 1 above:\n", p->stride);
+    for (uint64_t i = p->note_count < NOTES_MAX ? 0 : p->note_count - NOTES_MAX;
+         i < p->note_count; i++) {
+        const struct note *note = &p->notes[i % NOTES_MAX];
+        fprintf(stderr, "%8lu member %u %s (%lu, %lu)\n", note->step, note->host, note->what,
+                note->about, note->more);
+    }
+    if (lines == HOSTS) about_hosts(p);
+    if (lines == EXTENT) about_extent(p, (uint32_t)about);
+    if (lines == PAGE) about_page(p, (uint32_t)about);
+    if (lines == LOGS) about_logs(p);
+    fprintf(stderr, "failed: %s (%lu, %lu)\n", what, about, more);
+}
+
+static inline void protocol_fail(protocol *p, const char *what, uint32_t host, uint64_t about,
+                                 uint64_t more) {
+    protocol_fail_about(p, HOSTS, what, host, about, more);
+}
+/* About an extent, or a page. */
+static inline void extent_fails(protocol *p, const char *what, uint32_t host, uint32_t x,
+                                uint64_t more) {
+    protocol_fail_about(p, EXTENT, what, host, x, more);
+}
+static inline void page_fails(protocol *p, const char *what, uint32_t host, uint32_t page,
+                              uint64_t more) {
+    protocol_fail_about(p, PAGE, what, host, page, more);
 }
 
 /* ---- what a record holds: payload (kind 0), header (1), descriptor (2), log record (3) ---- */
@@ -167,7 +228,7 @@ static inline void truth_enters(protocol *p, const hosts *h) {
 static inline void truth_takes(protocol *p, uint32_t host, uint32_t x) {
     struct extent_truth *t = &p->extent[x];
     if (t->owner != NO_HOST && t->owner != host && !p->member[t->owner].gone)
-        protocol_fail(p, "two own an extent", host, x, t->owner);
+        extent_fails(p, "two own an extent", host, x, t->owner);
     t->owner = (uint8_t)host;
 }
 
@@ -191,9 +252,9 @@ static inline bool truth_owners(protocol *p, const hosts *h, const extent_owner 
         truth_decides(p, h, x, owners[x].host);
         if (back && t->owner == h->self && owners[x].host != h->self) t->owner = NO_HOST;
         if (owners[x].host != t->owner)
-            protocol_fail(p, "a claim is not believed", h->self, x, owners[x].host);
+            extent_fails(p, "a claim is not believed", h->self, x, owners[x].host);
         if (owners[x].takeable && t->owner != NO_HOST && !p->member[t->owner].gone)
-            protocol_fail(p, "an extent in use may be taken", h->self, x, t->owner);
+            extent_fails(p, "an extent in use may be taken", h->self, x, t->owner);
     }
     p->member[h->self].gone = false;
     return true;
@@ -211,7 +272,7 @@ static inline void truth_claimed(protocol *p, uint32_t host, uint32_t x, bool ou
     if (t->pending == host) t->pending = NO_HOST;
     if (code != 0) {
         if ((t->owner == host) == ours)
-            protocol_fail(p, "a claim of a fenced host is believed", host, x, t->owner);
+            extent_fails(p, "a claim of a fenced host is believed", host, x, t->owner);
     } else if (ours) {
         truth_takes(p, host, x);
     } else if (t->owner == host) { /* else it has been taken by now */
@@ -224,9 +285,9 @@ static inline void truth_claimed(protocol *p, uint32_t host, uint32_t x, bool ou
 static inline void truth_writes(protocol *p, uint32_t host, uint32_t page) {
     struct page_truth *t = &p->page[page];
     if (p->extent[page / p->each].owner != host || p->member[host].gone)
-        protocol_fail(p, "writes what is another's", host, page, p->extent[page / p->each].owner);
+        page_fails(p, "writes what is another's", host, page, p->extent[page / p->each].owner);
     for (uint32_t reader = 0; reader < p->members; reader++)
-        if (t->holds[reader]) protocol_fail(p, "a pinned page is written", host, page, reader);
+        if (t->holds[reader]) page_fails(p, "a pinned page is written", host, page, reader);
     p->counts.reuses += t->writer != NO_HOST && t->writer != host;
     t->writer = (uint8_t)host;
 }

@@ -118,7 +118,7 @@ static inline void take_in(process *a, uint32_t extent) {
         bool whole = memcmp(line, wanted, sizeof(line)) == 0;
         if (truth_stands(p, page, p->page[page].published) &&
             (!whole || version != (p->page[page].published << 8 | PAGE_SEALED)))
-            protocol_fail(p, "a record was lost with its extent", m->h.self, page, version >> 8);
+            page_fails(p, "a record was lost with its extent", m->h.self, page, version >> 8);
         if (m->state[page] == SEALED && whole) continue;
         if (!whole || m->returns) damaged[damaged_count++] = page;
     }
@@ -309,7 +309,7 @@ static inline void adopt(member *m, const extent_owner *owners, bool counts) {
     for (uint32_t x = 0; x < m->p->area.extent_count; x++) {
         bool ours = owners[x].host == m->h.self;
         if (m->mine[x] && !ours)
-            protocol_fail(m->p, "an extent of ours is another's", m->h.self, x, owners[x].host);
+            extent_fails(m->p, "an extent of ours is another's", m->h.self, x, owners[x].host);
         m->takes[x] = ours && !m->mine[x] && (counts || m->p->extent[x].owner == m->h.self);
         if (m->takes[x]) protocol_note(m->p, "adopts", m->h.self, x, owners[x].version);
         m->p->counts.adopted += m->takes[x];
@@ -480,7 +480,7 @@ static inline void round_read_own(process *a) {
         flush_copy_out(header, page_header(m->p, page), sizeof(header));
         if (!record_is(page, m->generation[page], 0, payload, payload_bytes(m->p)) ||
             !record_is(page, m->generation[page], 1, header, sizeof(header)))
-            protocol_fail(m->p, "an own record is another", m->h.self, page, m->generation[page]);
+            page_fails(m->p, "an own record is another", m->h.self, page, m->generation[page]);
         return;
     }
 }
@@ -492,7 +492,8 @@ static inline void learn(member *m, uint32_t host, const log_record *record) {
     if (record->operation == LOG_FORGET) return;
     record_fill(record->page, record->generation * 8 + record->operation, 3, hash, 16);
     if (memcmp(hash, record->hash, 16) != 0)
-        protocol_fail(m->p, "a log record is torn", m->h.self, host, record->sequence);
+        protocol_fail_about(m->p, LOGS, "a log record is torn", m->h.self, host,
+                            record->sequence);
     uint64_t *known = &m->known[record->page];
     if (record->operation == LOG_PUBLISH && record->generation > *known)
         *known = record->generation;
@@ -525,7 +526,8 @@ static inline void round_follow(process *a) {
     for (uint32_t page = 0; ended && page < m->p->area.page_count; page++)
         if (logged[page] && !m->mine[page / m->p->each] && m->known[page] < logged[page] &&
             truth_stands(m->p, page, logged[page]))
-            protocol_fail(m->p, "a published record is not known", m->h.self, page, logged[page]);
+            protocol_fail_about(m->p, LOGS, "a published record is not known", m->h.self, page,
+                                logged[page]);
 }
 
 typedef struct copies {
@@ -571,7 +573,7 @@ static inline void check_held(process *a, const copies *c, uint32_t i, const cha
     protocol *p = a->m->p;
     if (!record_is(a->held[i], c->wanted[i], 0, c->payload[i], payload_bytes(p)) ||
         !record_is(a->held[i], c->wanted[i], 1, c->header[i], FLUSH_LINE_BYTES))
-        protocol_fail(p, what, a->m->h.self, a->held[i], c->wanted[i]);
+        page_fails(p, what, a->m->h.self, a->held[i], c->wanted[i]);
 }
 
 /* Reads what was accepted in place, for a while; then it is not held any more. */
@@ -609,14 +611,14 @@ static inline void round_match(process *a) {
         count(m, &m->p->counts.acquires);
         if (c->items[i].code != 0) {
             if (c->must[i] && truth_stands(m->p, page, c->wanted[i]))
-                protocol_fail(m->p, "a published record is lost", m->h.self, page, c->wanted[i]);
+                page_fails(m->p, "a published record is lost", m->h.self, page, c->wanted[i]);
             continue;
         }
         m->p->page[page].holds[m->h.self]++;
         a->accepted |= 1u << i;
         descriptor_fill(page, c->wanted[i], PAGE_SEALED, wanted);
         if (memcmp(wanted, c->items[i].descriptor, sizeof(wanted)) != 0)
-            protocol_fail(m->p, "a descriptor is torn", m->h.self, page, c->wanted[i]);
+            page_fails(m->p, "a descriptor is torn", m->h.self, page, c->wanted[i]);
         check_held(a, c, i, "stale or torn");
     }
     hold(a, c, n);

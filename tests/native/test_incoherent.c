@@ -749,6 +749,8 @@ static void test_trace(void) {
     fclose(file);
     CHECK(strstr(text, "seed 3, x86, left out: publish_fence"));
     CHECK(strstr(text, "clean        line 8.0 = 0 at publish_descriptor"));
+    CHECK(strstr(text, "fence stores at publish_payload_fence"));
+    CHECK(strstr(text, "no fence     at publish_fence"));
     free(text);
     end();
 }

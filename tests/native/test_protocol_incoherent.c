@@ -5,8 +5,7 @@
  * resume it; dead hosts come back, or are declared off. With one flush, fence or check left out it
  * must fail: tests/native/mutants.py.
  *
- * CXLKV_SEEDS: how many (default 700); CXLKV_SEED: the first one; CXLKV_ARM64=0 or 1: one of them;
- * CXLKV_LEFT_OUT: the number of a flush_site; CXLKV_LONG=1: fails unless enough of all happened. */
+ * 700 seeds, or what knobs.h says. CXLKV_LONG=1: fails unless enough of all happened. */
 #undef NDEBUG
 #include "protocol_scenario.h"
 
@@ -32,18 +31,14 @@ static struct plan {
     uint64_t dice;
 } plan;
 
-static uint64_t number(const char *name, uint64_t otherwise) {
-    const char *text = getenv(name);
-    return text ? strtoull(text, NULL, 10) : otherwise;
-}
-
 /* ---- processes ---- */
 
 static void process_start(protocol *p, uint32_t host, uint32_t rounds) {
     if (process_count == INCOHERENT_ACTORS_MAX) return;
     process *a = &all[process_count++];
-    *a = (process){.m = &members[host], .rounds = rounds, .dice = random_next(&plan.dice),
-                   .slow = random_below(&plan.dice, 8) == 0};
+    *a = (process){.m = &members[host], .dice = random_next(&plan.dice),
+                   .slow = random_below(&plan.dice, 8) == 0,
+                   .rounds = knob_limit("CXLKV_ROUNDS", rounds)};
     a->actor = incoherent_actor(p->sim, host / p->stride, process_run, a);
 }
 
@@ -179,6 +174,7 @@ static protocol *protocol_make(uint64_t seed, bool arm64) {
     CHECK(p);
     uint64_t dice = seed * 2 + arm64;
     uint32_t hosts = 2 + random_below(&dice, random_below(&dice, 2) ? 3 : INCOHERENT_HOSTS_MAX - 1);
+    hosts = knob_hosts(hosts);
     p->stride = hosts < 5 && random_below(&dice, 3) == 0 ? 8 : 1;
     p->members = (hosts - 1) * p->stride + 1;
     p->each = 1 + random_below(&dice, EACH_MAX);
@@ -200,7 +196,7 @@ static protocol *protocol_make(uint64_t seed, bool arm64) {
     options.early_drops = true; /* what the manuals allow, whatever hardware does */
     options.steps_max = STEPS_MAX;
     options.steps_expected = 1 << 16;
-    options.left_out = (enum flush_site)number("CXLKV_LEFT_OUT", FLUSH_NONE);
+    knob_options(&options);
     p->sim = incoherent_make(&options);
     p->area.base = incoherent_base(p->sim);
     p->extents = p->area.base + block_lines * FLUSH_LINE_BYTES;
@@ -219,7 +215,7 @@ static void protocol_run(protocol *p, uint64_t seed) {
     memset(members, 0, sizeof(members));
     process_count = 0;
     plan = (struct plan){.dice = seed ^ 0x706c616e};
-    plan.left = random_below(&plan.dice, DISTURBANCES_MAX + 1);
+    plan.left = knob_limit("CXLKV_DISTURBANCES", random_below(&plan.dice, DISTURBANCES_MAX + 1));
     for (uint32_t host = 0; host < p->members; host += p->stride) {
         members[host].nonce = (uint64_t)(host + 1) << 8;
         host_starts(p, host);
@@ -244,7 +240,9 @@ static bool run(uint64_t seed, bool arm64) {
     const struct incoherent_counts *counts = incoherent_counts(p->sim);
     p->counts.late_drains = counts->late_write_backs;
     p->counts.steps = counts->steps;
-    if (counts->overwritten) protocol_fail(p, "a line has two writers", 0, counts->overwritten, 0);
+    p->counts.left_out = counts->left_out;
+    if (counts->overwritten)
+        protocol_fail_about(p, NO_LINES, "a line has two writers", 0, counts->overwritten, 0);
     for (size_t i = 0; i < sizeof(total) / sizeof(uint64_t); i++)
         ((uint64_t *)&total)[i] += ((uint64_t *)&p->counts)[i];
     bool failed = p->failed;
@@ -264,13 +262,14 @@ static void report(uint64_t seeds) {
     fprintf(stderr, "takeovers %lu, laps %lu, fenced mid-copy %lu, late drains %lu, reuses %lu, "
             "pinned %lu, undecided %lu\n", c->takeovers, c->laps, c->fenced_copies,
             c->late_drains, c->reuses, c->pinned, c->undecided);
-    fprintf(stderr, "fenced %lu, returns %lu, offs %lu, recoveries %lu, adopted %lu\n", c->fenced,
-            c->returns, c->offs, c->recoveries, c->adopted);
+    fprintf(stderr, "fenced %lu, returns %lu, offs %lu, recoveries %lu, adopted %lu, "
+            "left out %lu\n", c->fenced, c->returns, c->offs, c->recoveries, c->adopted,
+            c->left_out);
 }
 
 int main(void) {
-    uint64_t seeds = number("CXLKV_SEEDS", 700), first = number("CXLKV_SEED", 1);
-    uint64_t only = number("CXLKV_ARM64", 2), least = number("CXLKV_LONG", 0) ? 100 : 0;
+    uint64_t seeds = knob("CXLKV_SEEDS", 700), first = knob("CXLKV_SEED", 1);
+    uint64_t only = knob("CXLKV_ARM64", 2), least = knob("CXLKV_LONG", 0) ? 100 : 0;
     for (uint64_t seed = first; seed < first + seeds; seed++)
         for (uint64_t arm64 = 0; arm64 < 2; arm64++)
             if ((only == 2 || only == arm64) && !run(seed, arm64 != 0)) return 1;

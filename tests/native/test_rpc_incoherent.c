@@ -5,10 +5,9 @@
  * request; in another third, processes and whole hosts are killed and come back as well. With one
  * flush or fence left out it must fail: tests/native/mutants.py.
  *
- * CXLKV_SEEDS: how many (default 300); CXLKV_SEED: the first one; CXLKV_ARM64=0 or 1: one of them;
- * CXLKV_LEFT_OUT: the number of a flush_site. */
+ * 300 seeds, or what knobs.h says. */
 #undef NDEBUG
-#include "incoherent.h"
+#include "knobs.h"
 #include "rpc_scenario.h"
 
 enum { SLOTS_MAX = 3, ROUNDS = 12, KILLS_MAX = 6 };
@@ -36,12 +35,16 @@ typedef struct scenario {
     bool failed;
 } scenario;
 
-static struct { uint64_t answers, errors, given_up, read_again, kills, steps; } total;
+static struct { uint64_t answers, errors, given_up, read_again, kills, steps, left_out; } total;
 
 static void fails(scenario *s, const char *what, const call *c, uint64_t sequence) {
-    if (!s->failed)
-        fprintf(stderr, "%s: slot %ld, request %lu\n", what, (long)(c - s->calls), sequence);
+    if (s->failed) return;
     s->failed = true;
+    incoherent_trace(s->sim, stderr);
+    fprintf(stderr, "failed: %s", what);
+    if (c) fprintf(stderr, " (slot %ld, request %lu)", (long)(c - s->calls), sequence);
+    fputc('\n', stderr);
+    if (c) knob_about(s->sim, "slot", c->memory, rpc_slot_bytes(QUESTION_MAX, ANSWER_MAX));
 }
 
 /* ---- client ---- */
@@ -148,62 +151,55 @@ static void kill_sometimes(void *context) {
         s->server = incoherent_actor(s->sim, host, server_run, s);
 }
 
-static bool run(uint64_t seed, bool arm64, enum flush_site left_out) {
+static bool run(uint64_t seed, bool arm64) {
     scenario *s = calloc(1, sizeof(*s));
     CHECK(s);
     s->dice = seed * 2 + arm64;
-    uint32_t hosts = 2 + random_below(&s->dice, 3);
+    uint32_t hosts = knob_hosts(2 + random_below(&s->dice, 3));
     s->count = 1 + random_below(&s->dice, SLOTS_MAX);
     s->trouble = (enum trouble)random_below(&s->dice, 3);
     s->mode = random_below(&s->dice, 2) ? VISIBILITY_FAST : VISIBILITY_STRICT;
-    s->kills = s->trouble == DEADLY ? KILLS_MAX : 0;
+    s->kills = s->trouble == DEADLY ? knob_limit("CXLKV_DISTURBANCES", KILLS_MAX) : 0;
     uint64_t slot_bytes = rpc_slot_bytes(QUESTION_MAX, ANSWER_MAX);
     struct incoherent_options options = incoherent_usual(seed);
     options.hosts = hosts;
     options.lines = (uint32_t)(s->count * slot_bytes / FLUSH_LINE_BYTES);
     options.arm64 = arm64;
     options.early_drops = true;
-    options.left_out = left_out;
+    knob_options(&options);
     options.steps_max = 20000000;
     incoherent *sim = s->sim = incoherent_make(&options);
     for (uint32_t i = 0; i < s->count; i++) {
         call *c = &s->calls[i];
         *c = (call){.s = s, .memory = (uint8_t *)incoherent_base(sim) + i * slot_bytes,
-                    .host = 1 + random_below(&s->dice, hosts - 1), .rounds = ROUNDS,
-                    .seed = seed * 8 + i};
+                    .host = 1 + random_below(&s->dice, hosts - 1), .seed = seed * 8 + i,
+                    .rounds = knob_limit("CXLKV_ROUNDS", ROUNDS)};
         c->actor = incoherent_actor(sim, c->host, client_run, c);
     }
     s->server = incoherent_actor(sim, s->server_host, server_run, s);
     incoherent_hook(sim, kill_sometimes, s);
     incoherent_run(sim);
     if (!all_done(s)) fails(s, "a client or the server hangs", &s->calls[0], s->calls[0].sent);
-    if (incoherent_counts(sim)->overwritten) fails(s, "two writers of a line", &s->calls[0], 0);
+    if (incoherent_counts(sim)->overwritten) fails(s, "a line has two writers", NULL, 0);
     total.steps += incoherent_step_count(sim);
+    total.left_out += incoherent_counts(sim)->left_out;
     bool failed = s->failed;
-    if (failed) {
-        fprintf(stderr, "seed %lu, %s: the last steps were\n", seed, arm64 ? "arm64" : "x86");
-        incoherent_trace(sim, stderr);
-    }
+    if (failed) fprintf(stderr, "seed %lu, %s failed\n", seed, arm64 ? "arm64" : "x86");
     incoherent_free(sim);
     free(s);
     return !failed;
 }
 
-static uint64_t number(const char *name, uint64_t otherwise) {
-    const char *text = getenv(name);
-    return text ? strtoull(text, NULL, 10) : otherwise;
-}
-
 int main(void) {
-    uint64_t seeds = number("CXLKV_SEEDS", 300), first = number("CXLKV_SEED", 1);
-    uint64_t only = number("CXLKV_ARM64", 2);
-    enum flush_site left_out = (enum flush_site)number("CXLKV_LEFT_OUT", FLUSH_NONE);
+    uint64_t seeds = knob("CXLKV_SEEDS", 300), first = knob("CXLKV_SEED", 1);
+    uint64_t only = knob("CXLKV_ARM64", 2);
     for (uint64_t seed = first; seed < first + seeds; seed++)
         for (uint64_t arm64 = 0; arm64 < 2; arm64++)
-            if ((only == 2 || only == arm64) && !run(seed, arm64 != 0, left_out)) return 1;
+            if ((only == 2 || only == arm64) && !run(seed, arm64 != 0)) return 1;
     fprintf(stderr, "%lu seeds, %lu steps: answers %lu, errors %lu, given up %lu, read again %lu, "
-            "kills %lu\n", seeds, total.steps, total.answers, total.errors, total.given_up,
-            total.read_again, total.kills);
+            "kills %lu, left out %lu\n", seeds, total.steps, total.answers, total.errors,
+            total.given_up, total.read_again, total.kills, total.left_out);
+    if (!knob_enough(seeds)) return 0;
     CHECK(total.answers > seeds && total.errors > 0 && total.given_up > 0 && total.kills > 0);
     return 0;
 }

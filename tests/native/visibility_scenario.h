@@ -31,6 +31,7 @@ typedef struct scenario {
     bool guesses;                        /* may readers ask for what nobody told them of? */
     void (*wait)(void);                  /* lets others run */
     void (*tell)(void);                  /* before others learn of something but by the memory */
+    void (*fail)(const struct scenario *s, uint32_t r); /* or NULL: told of the first failure */
     /* What really happened, outside of the shared memory: generations that are published, that are
      * about to be freed, whose free has returned. */
     _Atomic uint64_t published[SCENARIO_RECORDS_MAX], freed[SCENARIO_RECORDS_MAX];
@@ -80,8 +81,9 @@ static inline void scenario_line_of(uint64_t generation, uint32_t state, uint8_t
 }
 
 static inline void scenario_fail(scenario *s, const char *what, uint32_t r, uint64_t generation) {
-    if (!atomic_exchange(&s->failed, true))
-        fprintf(stderr, "%s: record %u, %lu\n", what, r, generation);
+    if (atomic_exchange(&s->failed, true)) return;
+    if (s->fail) s->fail(s, r);
+    fprintf(stderr, "failed: %s (record %u, %lu)\n", what, r, generation);
 }
 
 typedef struct owner {

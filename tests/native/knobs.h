@@ -1,0 +1,49 @@
+/* What the environment says to the tests on the emulated memory: which seeds, what is left out, and
+ * limits that make a failing run small. Not a test itself; emulation/incoherent.py sets it.
+ *
+ * CXLKV_SEEDS: how many; CXLKV_SEED: the first one; CXLKV_ARM64=0 or 1: one of them;
+ * CXLKV_LEFT_OUT: the number of a flush_site. CXLKV_HOSTS, CXLKV_DISTURBANCES, CXLKV_ROUNDS: no
+ * more hosts, deaths and pauses, or rounds of a process than this, where the seed draws more.
+ * CXLKV_TRACE: how many events the trace of a failure has. */
+#ifndef CXLKV_KNOBS_H
+#define CXLKV_KNOBS_H
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "incoherent.h"
+
+static inline uint64_t knob(const char *name, uint64_t otherwise) {
+    const char *text = getenv(name);
+    return text ? strtoull(text, NULL, 10) : otherwise;
+}
+
+static inline uint32_t knob_limit(const char *name, uint32_t drawn) {
+    uint64_t limit = knob(name, drawn);
+    return limit < drawn ? (uint32_t)limit : drawn;
+}
+
+/* Fewer than 2 hosts share nothing. */
+static inline uint32_t knob_hosts(uint32_t drawn) {
+    uint32_t hosts = knob_limit("CXLKV_HOSTS", drawn);
+    return hosts < 2 ? 2 : hosts;
+}
+
+static inline void knob_options(struct incoherent_options *options) {
+    options->left_out = (enum flush_site)knob("CXLKV_LEFT_OUT", FLUSH_NONE);
+    options->trace_events = (uint32_t)knob("CXLKV_TRACE", 0);
+}
+
+/* Few seeds, or small ones, need not have met all that a test wants to have seen. */
+static inline bool knob_enough(uint64_t seeds) {
+    return seeds >= 100 && !getenv("CXLKV_HOSTS") && !getenv("CXLKV_DISTURBANCES") &&
+           !getenv("CXLKV_ROUNDS");
+}
+
+/* Lines that a failure is about, for whoever reads the trace. */
+static inline void knob_about(incoherent *sim, const char *what, const void *address,
+                              size_t bytes) {
+    size_t first = (size_t)((const uint8_t *)address - (const uint8_t *)incoherent_base(sim));
+    fprintf(stderr, "about lines %zu to %zu: %s\n", first / FLUSH_LINE_BYTES,
+            (first + bytes - 1) / FLUSH_LINE_BYTES, what);
+}
+#endif
