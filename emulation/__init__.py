@@ -1,1 +1,1 @@
-"""Emulation of far memory on machines that have none. Nothing is emulated yet."""
+"""Emulation: memory whose hosts' caches do not see each other; the true drivers in guests."""
