@@ -31,10 +31,12 @@ from rich.console import Console
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-# What publishes and acquires; calls between hosts; all of it, with deaths, fences and returns.
+# What publishes and acquires; calls between hosts; a look at owners that is stopped at each step;
+# all but the calls, with deaths, fences and returns.
 PROGRAMS = {
     "visibility": "test_visibility_incoherent",
     "rpc": "test_rpc_incoherent",
+    "hosts": "test_hosts_incoherent",
     "protocol": "test_protocol_incoherent",
 }
 MODELS = ("x86", "arm64")
@@ -161,7 +163,13 @@ def smaller(failed: Result, progress: Progress = lambda text: None) -> Result:
             if tried.failed_seed is not None and tried.what.partition(" (")[0] == check:
                 best = tried
                 break
-    return _with_trace(replace(best, counters={}))
+    best = _with_trace(replace(best, counters={}))
+    for name in vars(NO_LIMITS):  # what changes nothing need not be said
+        without = replace(best, limits=replace(best.limits, **{name: None}))
+        if _what(_said(without, best.failed_seed or 0, 1)) == best.what:
+            without = _with_trace(without)
+            best = without if without.trace == best.trace else best
+    return best
 
 
 def _sources() -> Path:
