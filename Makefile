@@ -80,14 +80,14 @@ native-test:  ## the C tests under ASan+UBSan, then under TSan
 	  grep -h "^skipped: " $$build/Testing/Temporary/LastTest.log || true; \
 	done
 
-mutants:      ## the coherence protocol with each flush, fence and check left out: a test must tell
+mutants: $(VENV)/.built  ## coherence with each flush, fence and check left out: a test must tell
 	cmake -S native -B build/mutants $(GENERATOR) -DCMAKE_BUILD_TYPE=Release >/dev/null
 	cmake --build build/mutants --target test_visibility_incoherent test_rpc_incoherent \
 	  test_hosts_incoherent test_protocol_incoherent
 	for program in test_visibility_incoherent test_rpc_incoherent; do \
 	  CXLKV_SEEDS=20000 build/mutants/$$program; \
 	done
-	$(PYTHON) tests/native/mutants.py build/mutants $(ARGS)
+	$(BIN)/python tests/native/mutants.py build/mutants $(ARGS)
 
 # The stamp goes first, so that whatever comes next builds the plain core again.
 asan: $(VENV)/.built  ## the Python tests with the C under ASan+UBSan

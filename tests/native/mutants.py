@@ -21,14 +21,16 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from cxlkv.emulation import incoherent
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "native/src"
 TESTS = ROOT / "tests/native"
-PROTOCOL = "test_protocol_incoherent"
+PROTOCOL = incoherent.PROGRAMS["protocol"]
 # Which file's sites another program is to tell,
-PROGRAMS = {"visibility.c": "test_visibility_incoherent", "rpc.c": "test_rpc_incoherent"}
+PROGRAMS = {f"{name}.c": incoherent.PROGRAMS[name] for name in ("visibility", "rpc")}
 # and what too few seeds of the protocol tell: a test that goes just there.
-INTERRUPTED = "test_hosts_incoherent"
+INTERRUPTED = incoherent.PROGRAMS["hosts"]
 ON_REAL_MEMORY = "test_hosts"
 TOLD_BY = {
     "FLUSH_NAME_LOOK_BEGIN": INTERRUPTED,
@@ -38,7 +40,6 @@ TOLD_BY = {
     "CLAIM_ENTRY": ON_REAL_MEMORY,
     "NAME_TWICE": ON_REAL_MEMORY,
 }
-MODELS = ("x86", "arm64")
 # What changes nothing that a test on these models could see when it is left out, and why.
 BEATS = "V10, V12: who is suspected wrongly is fenced, and comes back; beats are progress"
 FENCE_FOLLOWS = "V8, V10: the look that comes next begins with a full fence"
@@ -192,33 +193,15 @@ LATE = ("ATTACH_KEEPS_PINS", "CUT", "FLUSH_CLOSE", "FLUSH_NAME_FENCE")
 SEEDS = dict.fromkeys(LATE, 24_000)
 
 
-def sites() -> dict[str, int]:
-    """Every site of flush.h, with its number; 0 is none."""
-    text = (SOURCES / "flush.h").read_text()
-    body = text[text.index("enum flush_site {") :]
-    names = re.findall(r"FLUSH_\w+", re.sub(r"/\*.*?\*/", "", body[: body.index("};")], flags=re.S))
-    return {
-        name: number
-        for number, name in enumerate(names)
-        if name not in ("FLUSH_LOCAL", "FLUSH_SITES")
-    }
-
-
-def missed_at(program: Path, number: int, arm64: int, seeds: int) -> str:
-    """The first seed that fails without this site, or the line that does; "" when none does."""
-    environment = {
-        **os.environ,
-        "CXLKV_SEEDS": str(seeds),
-        "CXLKV_ARM64": str(arm64),
-        "CXLKV_LEFT_OUT": str(number),
-    }
-    done = subprocess.run([program], env=environment, capture_output=True, text=True, check=False)
+def line_that_fails(program: Path) -> list[str]:
+    """Of a test without seeds; none when it passes."""
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
     if done.returncode == 0:
-        return ""
-    seed = re.search(r"^(seed \d+)|(test_hosts\.c:\d+)", done.stderr, re.M)
-    if seed is None:
+        return []
+    line = re.search(rf"{program.name}\.c:\d+", done.stderr)
+    if line is None:
         raise SystemExit(f"{program} failed otherwise:\n{done.stderr[-2000:]}")
-    return seed[0]
+    return [line[0]]
 
 
 def programs_of(name: str) -> list[str]:
@@ -254,7 +237,7 @@ def build_without(name: str, build: Path, folder: Path) -> Path:
     return folder / program
 
 
-def missed_by(name: str, number: int, build: Path, seeds: int) -> list[str]:
+def missed_by(name: str, build: Path, seeds: int) -> list[str]:
     """Where it is missed: a program, a model and the seed, or the line of a test without one."""
     found: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -262,10 +245,14 @@ def missed_by(name: str, number: int, build: Path, seeds: int) -> list[str]:
         if name in CHECKS:
             programs = [build_without(name, build, Path(folder))]
         for program in programs:
-            for arm64, model in enumerate(MODELS):
+            if program.name == ON_REAL_MEMORY:
+                found += line_that_fails(program)
+                continue
+            for model in incoherent.MODELS:
                 if not found or name == "FLUSH_NONE":
-                    seed = missed_at(program, number, arm64, seeds)
-                    found += [f"{program.name}, {model}, {seed}"] if seed else []
+                    site = None if name in CHECKS else name
+                    seed = incoherent.run(program, 1, seeds, model, site).failed_seed
+                    found += [f"{program.name}, {model}, seed {seed}"] if seed else []
     return found
 
 
@@ -276,12 +263,12 @@ def main() -> int:
     arguments.add_argument("--seeds", type=int, default=4000)
     given = arguments.parse_args()
     wrong = 0
-    for name, number in {**sites(), **dict.fromkeys(CHECKS, 0)}.items():
+    for name in [*incoherent.sites(), *CHECKS]:
         if given.names and name not in given.names:
             continue
         began = time.monotonic()
         seeds = given.seeds // 4 if name in REDUNDANT else SEEDS.get(name, given.seeds)
-        found = missed_by(name, number, given.build.resolve(), seeds)
+        found = missed_by(name, given.build.resolve(), seeds)
         reason = "nothing is left out" if name == "FLUSH_NONE" else REDUNDANT.get(name, "")
         fine = bool(found) != bool(reason)
         wrong += not fine
