@@ -24,6 +24,7 @@ typedef struct attend_job {
     cxlkv_batch *batch;
     cxlkv_attend_args *args;
     const kernels *isa;
+    kernel_queries queries;             /* of all sequences */
     uint32_t group, rows;
     span *spans;
     uint32_t span_count;
@@ -72,13 +73,14 @@ static void soften(const attend_job *job, float *logits, uint32_t tokens, float 
 }
 
 /* `count` queries that all see the first `tokens` tokens of one head's page. */
-static void attend_block(const attend_job *job, const float *queries, uint32_t count,
+static void attend_block(const attend_job *job, uint64_t first_query, uint32_t count,
                          uint32_t tokens, const page_rows *keys, const page_rows *values,
                          float *state, float *accumulator, float *logits) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     uint32_t value_dim = layout->value_head_dim;
+    kernel_queries queries = queries_range(job->queries, first_query, count);
     job->isa->score((int)layout->dtype, keys->first, keys->row_bytes, tokens, layout->head_dim,
-                    queries, count, job->args->scale, logits, tokens);
+                    &queries, job->args->scale, logits, tokens);
     for (uint32_t i = 0; i < count; i++)
         soften(job, logits + (uint64_t)i * tokens, tokens, state + 2 * i,
                accumulator + (uint64_t)i * value_dim);
@@ -93,10 +95,8 @@ static void attend_head(const attend_job *job, const span *s, const layer_view *
     const cxlkv_attend_args *args = job->args;
     uint32_t group = job->group;
     uint64_t rows = (uint64_t)(args->starts[s->sequence + 1] - args->starts[s->sequence]);
-    const float *packed = (const float *)job->batch->scratch +
-                          ((uint64_t)args->starts[s->sequence] * args->q_heads +
-                           (s->head_first + head) * rows * group) *
-                              layout->head_dim;
+    uint64_t first_query = (uint64_t)args->starts[s->sequence] * args->q_heads +
+                           ((s->head_first + head) * rows + s->row_first) * group;
     float *state = state_of(job, s, head), *accumulator = accumulator_of(job, s, head);
     uint64_t row = 0;
     while (row < s->row_count) {
@@ -110,7 +110,7 @@ static void attend_head(const attend_job *job, const span *s, const layer_view *
         visible = visible > hidden ? visible - hidden : 0;
         uint64_t first = row * group, last = (row + together) * group;
         for (uint64_t query = first; visible && query < last; query += SPAN_QUERIES)
-            attend_block(job, packed + (s->row_first * group + query) * layout->head_dim,
+            attend_block(job, first_query + query,
                          (uint32_t)min_u64(SPAN_QUERIES, last - query), visible, &seen_keys,
                          &seen_values, state + 2 * query,
                          accumulator + query * layout->value_head_dim, logits);
@@ -280,9 +280,10 @@ static void choose_parts(attend_job *job) {
 static int place_states(attend_job *job) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     uint64_t queries = (uint64_t)job->rows * job->args->q_heads;
-    uint64_t floats = queries * (layout->head_dim + job->parts * (2ull + layout->value_head_dim));
+    uint64_t query_floats = queries_bytes(job->batch, job->isa, queries) / sizeof(float);
+    uint64_t floats = query_floats + queries * job->parts * (2ull + layout->value_head_dim);
     if (!batch_scratch(job->batch, floats * sizeof(float) + LINE_BYTES)) return -ENOMEM;
-    float *at = (float *)job->batch->scratch + queries * layout->head_dim;
+    float *at = (float *)job->batch->scratch + query_floats;
     for (uint32_t i = 0; i < job->span_count; i++) {
         job->spans[i].state = at;
         at += span_queries(job, &job->spans[i]) * job->spans[i].head_count *
@@ -315,7 +316,8 @@ static int64_t attend_locked(attend_job *job) {
     cut(job, job->spans);
     code = place_states(job);
     if (code < 0) return code;
-    queries_pack(batch, &args->queries, args->q_heads, args->starts, batch->scratch);
+    job->queries = queries_pack(batch, job->isa, &args->queries, args->q_heads, args->starts,
+                                batch->scratch);
     code = run_tasks(batch->pool, job->span_count, attend_span, job);
     if (code == 0) code = run_tasks(batch->pool, job->span_count / job->parts, merge_task, job);
     if (code < 0) return code;

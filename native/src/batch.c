@@ -133,11 +133,21 @@ int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
     return code;
 }
 
+/* The rows, up to the line on which the packed form starts. */
+static size_t query_row_bytes(const cxlkv_batch *batch, uint64_t query_count) {
+    return align_up(query_count * batch->pool->layout.head_dim * sizeof(float), LINE_BYTES);
+}
+
+size_t queries_bytes(const cxlkv_batch *batch, const kernels *isa, uint64_t query_count) {
+    size_t bytes = query_row_bytes(batch, query_count);
+    if (isa->pack) bytes += isa->packed_bytes(batch->pool->layout.head_dim, (uint32_t)query_count);
+    return align_up(bytes, LINE_BYTES);
+}
+
 /* [rows, q_heads, dim] of any strides to float32 [sequence][kv_head][row][group][dim]. */
-void queries_pack(const cxlkv_batch *batch, const cxlkv_rows *queries, uint32_t q_heads,
-                  const int32_t *starts, float *out) {
+static void queries_unpack(const cxlkv_batch *batch, const kernels *isa, const cxlkv_rows *queries,
+                           uint32_t q_heads, const int32_t *starts, float *out) {
     const cxlkv_layout *layout = &batch->pool->layout;
-    const kernels *isa = kernels_current();
     uint32_t dim = layout->head_dim, group = q_heads / layout->kv_heads;
     size_t element = dtype_bytes(queries->dtype);
     for (uint32_t i = 0; i < batch->count; i++) {
@@ -158,6 +168,17 @@ void queries_pack(const cxlkv_batch *batch, const cxlkv_rows *queries, uint32_t 
                 }
             }
     }
+}
+
+kernel_queries queries_pack(const cxlkv_batch *batch, const kernels *isa, const cxlkv_rows *queries,
+                            uint32_t q_heads, const int32_t *starts, void *out) {
+    const cxlkv_layout *layout = &batch->pool->layout;
+    kernel_queries made = {.rows = out, .count = (uint32_t)starts[batch->count] * q_heads};
+    queries_unpack(batch, isa, queries, q_heads, starts, out);
+    void *packed = (char *)out + query_row_bytes(batch, made.count);
+    if (isa->pack && isa->pack((int)layout->dtype, made.rows, layout->head_dim, made.count, packed))
+        made.packed = packed;
+    return made;
 }
 
 layer_view view_of(cxlkv_sequence *sequence, uint32_t layer) {

@@ -666,9 +666,14 @@ void *batch_scratch(cxlkv_batch *batch, size_t bytes);
 int batch_starts(const cxlkv_batch *batch, const int32_t *starts, uint32_t *rows);
 int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
                   const cxlkv_rows *queries, const int32_t *starts, uint32_t *rows);
-/* Query rows of any strides and dtype to float32 [sequence][kv_head][row][group][dim]. */
-void queries_pack(const cxlkv_batch *batch, const cxlkv_rows *queries, uint32_t q_heads,
-                  const int32_t *starts, float *out);
+/* Query rows of any strides and dtype to float32 [sequence][kv_head][row][group][dim], and packed
+ * if the instruction set has a form for them; `out` is as long as queries_bytes() says. */
+size_t queries_bytes(const cxlkv_batch *batch, const kernels *isa, uint64_t query_count);
+kernel_queries queries_pack(const cxlkv_batch *batch, const kernels *isa, const cxlkv_rows *queries,
+                            uint32_t q_heads, const int32_t *starts, void *out);
+static inline kernel_queries queries_range(kernel_queries all, uint64_t first, uint32_t count) {
+    return (kernel_queries){all.rows, all.packed, (uint32_t)first, count};
+}
 
 /* A layer of one sequence as the scoring loops see it: complete pages, then the open tail. */
 typedef struct layer_view {

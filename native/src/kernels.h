@@ -18,21 +18,38 @@
 /* Equal to the public CXLKV_BFLOAT16 ...; they stand in the pool's format. */
 enum { KERNEL_BFLOAT16 = 0, KERNEL_FLOAT16 = 1, KERNEL_FLOAT32 = 2 };
 
+/* Some of the queries of one call of select or attend. */
+typedef struct kernel_queries {
+    const float *rows;     /* those of the whole call, [][dim] */
+    const void *packed;    /* what `pack` of the same table made of them, or NULL */
+    uint32_t first, count; /* the ones that are meant */
+} kernel_queries;
+
+static inline const float *kernel_rows(const kernel_queries *queries, uint32_t dim) {
+    return queries->rows + (size_t)queries->first * dim;
+}
+
 typedef struct kernels {
-    const char *name; /* "serial", "avx2" */
+    const char *name; /* as kernels_force() takes it */
+
+    /* NULL, or: queries in a form of this table's own, made once per call of select or attend and
+     * read by each score, score_max and bound of it. `packed` has packed_bytes() bytes, which may
+     * be 0, and starts on a 64-byte line. False when these queries or keys have no such form; then
+     * the rows are all that there is. With and without it the same error is promised. */
+    size_t (*packed_bytes)(uint32_t dim, uint32_t query_count);
+    bool (*pack)(int dtype, const float *rows, uint32_t dim, uint32_t query_count, void *packed);
 
     /* logits[j * logit_stride + t] =
-     *     scale * sum over d of queries[j * dim + d] * keys[t * dim + d].
+     *     scale * sum over d of q[j][d] * keys[t * dim + d].
      * fp32 accumulators; |error| <= (dim + 2) * eps * |scale| * sum of |query * key|. */
     void (*score)(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                  const float *queries, uint32_t query_count, float scale, float *logits,
-                  size_t logit_stride);
+                  const kernel_queries *queries, float scale, float *logits, size_t logit_stride);
 
     /* maxima[j] = the largest logit of query j over the tokens, the same numbers as `score` would
      * write, without writing them. One NaN logit makes the maximum NaN: a broken key is chosen and
      * seen, never hidden. */
     void (*score_max)(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                      const float *queries, uint32_t query_count, float scale, float *maxima);
+                      const kernel_queries *queries, float scale, float *maxima);
 
     /* accumulator[j * dim + d] +=
      *     sum over t of weights[j * weight_stride + t] * values[t * dim + d].
@@ -47,8 +64,8 @@ typedef struct kernels {
      * of q[d], which is the same while minimum <= maximum. `digest` is [2][dim], minima first.
      * fp32 accumulators; |error| <= (dim + 2) * eps * scale * sum of |product|: a caller who prunes
      * by the bound leaves that much room. A NaN channel makes the bound NaN. */
-    void (*bound)(int dtype, const void *digest, uint32_t dim, const float *queries,
-                  uint32_t query_count, float scale, float *bounds);
+    void (*bound)(int dtype, const void *digest, uint32_t dim, const kernel_queries *queries,
+                  float scale, float *bounds);
 
     /* The minimum and maximum of each channel over rows that lie stride_bytes apart, to `digest`
      * [2][dim]. Exact: no arithmetic, -0 is below +0. A channel with a NaN becomes NaN in both. */

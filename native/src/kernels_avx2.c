@@ -233,18 +233,17 @@ score_or_maximum(int dtype, const void *keys, size_t row_bytes, uint32_t tokens,
 }
 
 static void score(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                  const float *queries, uint32_t query_count, float scale, float *logits,
-                  size_t logit_stride) {
-    score_or_maximum(dtype, keys, row_bytes, tokens, dim, queries, query_count, scale, logits,
-                     logit_stride, NULL);
+                  const kernel_queries *queries, float scale, float *logits, size_t logit_stride) {
+    score_or_maximum(dtype, keys, row_bytes, tokens, dim, kernel_rows(queries, dim), queries->count,
+                     scale, logits, logit_stride, NULL);
 }
 
 static void score_max(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                      const float *queries, uint32_t query_count, float scale, float *maxima) {
-    for (uint32_t j = 0; j < query_count; j++)
+                      const kernel_queries *queries, float scale, float *maxima) {
+    for (uint32_t j = 0; j < queries->count; j++)
         maxima[j] = -INFINITY;
-    score_or_maximum(dtype, keys, row_bytes, tokens, dim, queries, query_count, scale, NULL, 0,
-                     maxima);
+    score_or_maximum(dtype, keys, row_bytes, tokens, dim, kernel_rows(queries, dim), queries->count,
+                     scale, NULL, 0, maxima);
 }
 
 /* `steps` (1 or 2) times 16 columns of the accumulator, in registers over the chunk's tokens. */
@@ -421,17 +420,18 @@ INLINE void bound_as(int dtype, const char *digest, uint32_t dim, const float *q
     }
 }
 
-static void bound(int dtype, const void *digest, uint32_t dim, const float *queries,
-                  uint32_t query_count, float scale, float *bounds) {
+static void bound(int dtype, const void *digest, uint32_t dim, const kernel_queries *queries,
+                  float scale, float *bounds) {
+    const float *rows = kernel_rows(queries, dim);
     switch (dtype) {
     case KERNEL_BFLOAT16:
-        bound_as(KERNEL_BFLOAT16, digest, dim, queries, query_count, scale, bounds);
+        bound_as(KERNEL_BFLOAT16, digest, dim, rows, queries->count, scale, bounds);
         return;
     case KERNEL_FLOAT16:
-        bound_as(KERNEL_FLOAT16, digest, dim, queries, query_count, scale, bounds);
+        bound_as(KERNEL_FLOAT16, digest, dim, rows, queries->count, scale, bounds);
         return;
     case KERNEL_FLOAT32:
-        bound_as(KERNEL_FLOAT32, digest, dim, queries, query_count, scale, bounds);
+        bound_as(KERNEL_FLOAT32, digest, dim, rows, queries->count, scale, bounds);
         return;
     }
     assert(!"a dtype");

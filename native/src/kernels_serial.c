@@ -103,19 +103,20 @@ INLINE void score_as(int dtype, const void *keys, size_t row_bytes, uint32_t tok
 }
 
 static void score(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                  const float *queries, uint32_t query_count, float scale, float *logits,
+                  const kernel_queries *queries, float scale, float *logits,
                   size_t logit_stride) {
+    const float *rows = kernel_rows(queries, dim);
     switch (dtype) {
     case KERNEL_BFLOAT16:
-        score_as(KERNEL_BFLOAT16, keys, row_bytes, tokens, dim, queries, query_count, scale, logits,
+        score_as(KERNEL_BFLOAT16, keys, row_bytes, tokens, dim, rows, queries->count, scale, logits,
                  logit_stride);
         return;
     case KERNEL_FLOAT16:
-        score_as(KERNEL_FLOAT16, keys, row_bytes, tokens, dim, queries, query_count, scale, logits,
+        score_as(KERNEL_FLOAT16, keys, row_bytes, tokens, dim, rows, queries->count, scale, logits,
                  logit_stride);
         return;
     case KERNEL_FLOAT32:
-        score_as(KERNEL_FLOAT32, keys, row_bytes, tokens, dim, queries, query_count, scale, logits,
+        score_as(KERNEL_FLOAT32, keys, row_bytes, tokens, dim, rows, queries->count, scale, logits,
                  logit_stride);
         return;
     }
@@ -138,18 +139,19 @@ INLINE void score_max_as(int dtype, const void *keys, size_t row_bytes, uint32_t
 }
 
 static void score_max(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                      const float *queries, uint32_t query_count, float scale, float *maxima) {
+                      const kernel_queries *queries, float scale, float *maxima) {
+    const float *rows = kernel_rows(queries, dim);
     switch (dtype) {
     case KERNEL_BFLOAT16:
-        score_max_as(KERNEL_BFLOAT16, keys, row_bytes, tokens, dim, queries, query_count, scale,
+        score_max_as(KERNEL_BFLOAT16, keys, row_bytes, tokens, dim, rows, queries->count, scale,
                      maxima);
         return;
     case KERNEL_FLOAT16:
-        score_max_as(KERNEL_FLOAT16, keys, row_bytes, tokens, dim, queries, query_count, scale,
+        score_max_as(KERNEL_FLOAT16, keys, row_bytes, tokens, dim, rows, queries->count, scale,
                      maxima);
         return;
     case KERNEL_FLOAT32:
-        score_max_as(KERNEL_FLOAT32, keys, row_bytes, tokens, dim, queries, query_count, scale,
+        score_max_as(KERNEL_FLOAT32, keys, row_bytes, tokens, dim, rows, queries->count, scale,
                      maxima);
         return;
     }
@@ -186,12 +188,13 @@ static void accumulate(int dtype, const void *values, size_t row_bytes, uint32_t
     assert(!"a dtype");
 }
 
-static void bound(int dtype, const void *digest, uint32_t dim, const float *queries,
-                  uint32_t query_count, float scale, float *bounds) {
-    for (size_t j = 0; j < query_count; j++) {
+static void bound(int dtype, const void *digest, uint32_t dim, const kernel_queries *queries,
+                  float scale, float *bounds) {
+    const float *rows = kernel_rows(queries, dim);
+    for (size_t j = 0; j < queries->count; j++) {
         float sum = 0;
         for (uint32_t d = 0; d < dim; d++) {
-            float element = queries[j * dim + d];
+            float element = rows[j * dim + d];
             /* A negative query is largest at the minimum. */
             size_t row = signbit(element) ? 0 : dim;
             sum += element * load(dtype, digest, row + d);

@@ -15,7 +15,7 @@ typedef struct plan {
     layer_view view;
     uint32_t low;                /* pages before it are behind the window of every row */
     const cxlkv_budget *budget;
-    const float *queries;        /* [kv_head][row][group][dim] */
+    uint64_t first_query;        /* of [kv_head][row][group] */
     uint64_t first_row, rows;
     uint64_t first_list, lists;
     float *scores;               /* [list][kv_head][page] */
@@ -27,6 +27,7 @@ typedef struct select_job {
     cxlkv_batch *batch;
     cxlkv_select_args *args;
     const kernels *isa;
+    kernel_queries queries;      /* of all plans */
     plan *plans;
     uint32_t group;
     atomic_ulong bytes_scored, bytes_fetched;
@@ -86,28 +87,28 @@ static void max_over_group(const float *maxima, uint64_t rows, uint32_t group, f
     }
 }
 
-/* Scores `queries` queries against the first `tokens` tokens of a page's keys, or its digest. */
+/* Scores `count` queries against the first `tokens` tokens of a page's keys, or its digest. */
 static void score_block(const select_job *job, const plan *p, uint32_t index, const uint8_t *keys,
-                        size_t row_bytes, const float *queries, uint32_t count, uint32_t tokens,
+                        size_t row_bytes, uint64_t first_query, uint32_t count, uint32_t tokens,
                         float *maxima) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
+    kernel_queries queries = queries_range(job->queries, first_query, count);
     if (job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete)
-        job->isa->bound((int)layout->dtype, keys, layout->head_dim, queries, count,
-                        job->args->scale, maxima);
+        job->isa->bound((int)layout->dtype, keys, layout->head_dim, &queries, job->args->scale,
+                        maxima);
     else
-        job->isa->score_max((int)layout->dtype, keys, row_bytes, tokens, layout->head_dim, queries,
-                            count, job->args->scale, maxima);
+        job->isa->score_max((int)layout->dtype, keys, row_bytes, tokens, layout->head_dim, &queries,
+                            job->args->scale, maxima);
 }
 
 static void score_head(const select_job *job, const plan *p, uint32_t index, uint32_t head,
                        const uint8_t *keys, size_t row_bytes) {
-    uint32_t dim = job->batch->pool->layout.head_dim, group = job->group;
-    uint32_t heads = job->batch->pool->layout.kv_heads;
+    uint32_t group = job->group, heads = job->batch->pool->layout.kv_heads;
     bool digest = job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete;
     bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
     uint64_t stride = (uint64_t)heads * p->view.pages;
     float *out = p->scores + (uint64_t)head * p->view.pages + index;
-    const float *queries = p->queries + (uint64_t)head * p->rows * group * dim;
+    uint64_t first = p->first_query + (uint64_t)head * p->rows * group;
     uint64_t block = QUERY_BLOCK / group ? QUERY_BLOCK / group : 1, row = 0;
     while (row < p->rows) {
         uint32_t visible = view_visible(&p->view, index, row, p->rows);
@@ -118,7 +119,7 @@ static void score_head(const select_job *job, const plan *p, uint32_t index, uin
             float maxima[QUERY_BLOCK];
             uint32_t count = min_u32(QUERY_BLOCK, (uint32_t)rows * group - part);
             score_block(job, p, index, keys + (digest ? 0 : hidden * row_bytes), row_bytes,
-                        queries + (row * group + part) * dim, count, visible - hidden, maxima);
+                        first + row * group + part, count, visible - hidden, maxima);
             uint32_t wide = group > QUERY_BLOCK ? count : group;
             max_over_group(maxima, rows, wide, one_list ? out : out + row * stride, stride,
                            one_list);
@@ -132,7 +133,7 @@ static void mass_head(const select_job *job, const plan *p, uint32_t index, uint
                       const uint8_t *keys, size_t row_bytes) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     float logits[1024]; /* page_tokens is at most that */
-    uint32_t group = job->group, dim = layout->head_dim;
+    uint32_t group = job->group;
     for (uint64_t row = 0; row < p->rows; row++) {
         uint32_t hidden = view_hidden(&p->view, index, row, p->rows);
         uint32_t visible = view_visible(&p->view, index, row, p->rows);
@@ -142,8 +143,9 @@ static void mass_head(const select_job *job, const plan *p, uint32_t index, uint
             float *out = p->log_sums + query * p->view.pages + index;
             *out = -INFINITY;
             if (visible == 0) continue;
-            job->isa->score((int)layout->dtype, keys + hidden * row_bytes, row_bytes, visible, dim,
-                            p->queries + query * dim, 1, job->args->scale, logits, visible);
+            kernel_queries one = queries_range(job->queries, p->first_query + query, 1);
+            job->isa->score((int)layout->dtype, keys + hidden * row_bytes, row_bytes, visible,
+                            layout->head_dim, &one, job->args->scale, logits, visible);
             float largest = -INFINITY; /* or NaN, which then stays */
             for (uint32_t t = 0; t < visible; t++)
                 if (logits[t] > largest || isnan(logits[t])) largest = logits[t];
@@ -467,11 +469,11 @@ static uint64_t make_plans(select_job *job) {
 
 /* Scratch: packed queries, then scores, then log-sums of mass budgets. */
 static int place_scratch(select_job *job, uint32_t rows) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
-    uint64_t heads = layout->kv_heads, q_heads = job->args->q_heads;
-    uint64_t floats = rows * q_heads * layout->head_dim;
+    uint64_t heads = job->batch->pool->layout.kv_heads, q_heads = job->args->q_heads;
+    uint64_t query_floats = queries_bytes(job->batch, job->isa, rows * q_heads) / sizeof(float);
+    uint64_t floats = query_floats;
     for (uint32_t pass = 0; pass < 2; pass++) {
-        float *at = (float *)job->batch->scratch + rows * q_heads * layout->head_dim;
+        float *at = (float *)job->batch->scratch + query_floats;
         for (uint32_t i = 0; i < job->batch->count; i++) {
             plan *p = &job->plans[i];
             uint64_t scores = p->lists * heads * p->view.pages, sums = 0;
@@ -480,7 +482,7 @@ static int place_scratch(select_job *job, uint32_t rows) {
                 floats += scores + sums;
                 continue;
             }
-            p->queries = (float *)job->batch->scratch + p->first_row * q_heads * layout->head_dim;
+            p->first_query = p->first_row * q_heads;
             p->scores = at;
             p->log_sums = sums ? at + scores : NULL;
             at += scores + sums;
@@ -510,7 +512,8 @@ static int64_t select_locked(select_job *job) {
                     lists * args->k);
     code = place_scratch(job, rows);
     if (code < 0) return code;
-    queries_pack(batch, &args->queries, args->q_heads, args->starts, batch->scratch);
+    job->queries = queries_pack(batch, job->isa, &args->queries, args->q_heads, args->starts,
+                                batch->scratch);
     for (uint32_t i = 0; i < batch->count; i++) tasks += job->plans[i].tasks;
     code = run_tasks(batch->pool, tasks, score_task, job);
     if (code == 0) code = run_tasks(batch->pool, batch->count, mass_task, job);

@@ -16,12 +16,12 @@
 
 static const uint32_t dims[] = {1, 3, 16, 31, 64, 80, 96, 128, 192, 256};
 static const uint32_t token_counts[] = {1, 5, 15, 16, 17, 64};
-static const uint32_t query_counts[] = {1, 2, 3, 4, 5, 8, 9};
+static const uint32_t query_counts[] = {1, 2, 3, 4, 5, 8, 9, 17};
 static const int dtypes[] = {KERNEL_BFLOAT16, KERNEL_FLOAT16, KERNEL_FLOAT32};
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 #define EPS 0x1p-24
 
-enum { MAX_DIM = 256, MAX_TOKENS = 64, MAX_QUERIES = 9, STRIDE = 70, MAP_PAGE = 4096 };
+enum { MAX_DIM = 300, MAX_TOKENS = 64, MAX_QUERIES = 17, STRIDE = 70, MAP_PAGE = 4096 };
 
 static uint64_t seed = 20240607;
 
@@ -40,6 +40,10 @@ static float random_float(void) { /* about normal, standard deviation 1 */
 }
 
 static float random_whole(void) { return (float)((int)(random_word() % 17) - 8); }
+
+static float random_sign(void) { return random_word() % 2 ? 1.5f : -1.5f; }
+
+static float random_positive(void) { return 1 + (float)(random_word() % 4); }
 
 static size_t element_bytes(int dtype) { return dtype == KERNEL_FLOAT32 ? 4 : 2; }
 
@@ -121,13 +125,51 @@ static buffer spread_rows(const buffer *rows, uint32_t count, size_t row_bytes, 
     return made;
 }
 
+/* ---- queries, as rows and in the table's own form ---- */
+
+typedef struct asked {
+    buffer rows, packed;
+    kernel_queries queries;
+    const float *row; /* the first one that is meant */
+} asked;
+
+/* `count` queries behind some others. With `form`, those of bf16 numbers, which are packed too if
+ * the table has a form for them. */
+static asked make_queries(const kernels *table, int dtype, uint32_t dim, uint32_t count,
+                          float (*next)(void), bool form) {
+    uint32_t first = (uint32_t)(random_word() % 6), all = first + count;
+    asked made = {.rows = make_floats((size_t)all * dim, next)};
+    float *rows = (float *)made.rows.data;
+    if (form) {
+        uint16_t *halves = malloc((size_t)all * dim * sizeof *halves);
+        kernels_serial.from_float(KERNEL_BFLOAT16, rows, (size_t)all * dim, halves);
+        kernels_serial.to_float(KERNEL_BFLOAT16, halves, (size_t)all * dim, rows);
+        free(halves);
+    }
+    made.queries = (kernel_queries){.rows = rows, .first = first, .count = count};
+    made.row = rows + (size_t)first * dim;
+    if (!form || !table->pack)
+        return made;
+    made.packed = make_buffer(table->packed_bytes(dim, all), 64);
+    bool is_packed = table->pack(dtype, rows, dim, all, made.packed.data);
+    assert(is_packed == (dtype == KERNEL_BFLOAT16)); /* so it is in each table that has a form */
+    made.queries.packed = is_packed ? made.packed.data : NULL;
+    return made;
+}
+
+static void free_queries(asked *held) {
+    free_buffer(&held->rows);
+    if (held->packed.map)
+        free_buffer(&held->packed);
+}
+
 /* ---- scores, accumulation and bounds against double precision ---- */
 
 /* One size: `is_whole` numbers must come out exactly, others within the promised error. */
 typedef struct size {
     int dtype;
     uint32_t dim, tokens, queries;
-    bool is_whole;
+    bool is_whole, is_packed;
 } size;
 
 static float (*source_of(size now))(void) { return now.is_whole ? random_whole : random_float; }
@@ -136,19 +178,20 @@ static void check_scores(const kernels *table, size now) {
     static float exact[MAX_TOKENS * MAX_DIM];
     float scale = now.is_whole ? 0.5f : 0.0883883f;
     buffer keys = make_elements(now.dtype, now.tokens * now.dim, source_of(now), exact);
-    buffer queries = make_floats(now.queries * now.dim, source_of(now));
+    asked queries =
+        make_queries(table, now.dtype, now.dim, now.queries, source_of(now), now.is_packed);
     size_t logit_count = (now.queries - 1) * STRIDE + now.tokens;
     buffer logits = make_buffer(logit_count * 4, 4), maxima = make_buffer(now.queries * 4, 4);
     float *logit = fill_nan(float_data(&logits, logit_count), logit_count);
     float *maximum = fill_nan(float_data(&maxima, now.queries), now.queries);
-    const float *query = float_data(&queries, now.queries * now.dim);
+    const float *query = queries.row;
 
     size_t row_bytes = keys.bytes / now.tokens * (1 + now.dim % 3);
     buffer spread = spread_rows(&keys, now.tokens, row_bytes, element_bytes(now.dtype));
-    table->score(now.dtype, spread.data, row_bytes, now.tokens, now.dim, query, now.queries, scale,
-                 logit, STRIDE);
-    table->score_max(now.dtype, spread.data, row_bytes, now.tokens, now.dim, query, now.queries,
-                     scale, maximum);
+    table->score(now.dtype, spread.data, row_bytes, now.tokens, now.dim, &queries.queries,
+                 scale, logit, STRIDE);
+    table->score_max(now.dtype, spread.data, row_bytes, now.tokens, now.dim,
+                     &queries.queries, scale, maximum);
 
     for (uint32_t j = 0; j < now.queries; j++) {
         float largest = -INFINITY;
@@ -168,7 +211,7 @@ static void check_scores(const kernels *table, size now) {
         for (uint32_t t = now.tokens; t < STRIDE && j + 1 < now.queries; t++)
             assert(isnan(logit[j * STRIDE + t])); /* between the rows nothing is written */
     }
-    free_buffer(&keys), free_buffer(&queries), free_buffer(&logits), free_buffer(&maxima);
+    free_buffer(&keys), free_queries(&queries), free_buffer(&logits), free_buffer(&maxima);
     free_buffer(&spread);
 }
 
@@ -207,9 +250,10 @@ static void check_digest_and_bound(const kernels *table, size now) {
     float scale = now.is_whole ? 0.5f : 0.0883883f;
     buffer keys = make_elements(now.dtype, now.tokens * now.dim, source_of(now), exact);
     buffer digest = make_buffer(2 * now.dim * element_bytes(now.dtype), element_bytes(now.dtype));
-    buffer queries = make_floats(now.queries * now.dim, source_of(now));
+    asked queries =
+        make_queries(table, now.dtype, now.dim, now.queries, source_of(now), now.is_packed);
     buffer bounds = make_buffer(now.queries * 4, 4);
-    const float *query = float_data(&queries, now.queries * now.dim);
+    const float *query = queries.row;
     float *found = fill_nan(float_data(&bounds, now.queries), now.queries);
 
     table->digest(now.dtype, keys.data, now.dim * element_bytes(now.dtype), now.tokens, now.dim,
@@ -224,7 +268,7 @@ static void check_digest_and_bound(const kernels *table, size now) {
         assert(low_high[d] == low && low_high[now.dim + d] == high);
     }
 
-    table->bound(now.dtype, digest.data, now.dim, query, now.queries, scale, found);
+    table->bound(now.dtype, digest.data, now.dim, &queries.queries, scale, found);
     for (uint32_t j = 0; j < now.queries; j++) {
         double expected = 0, magnitude = 0;
         for (uint32_t d = 0; d < now.dim; d++) {
@@ -242,7 +286,7 @@ static void check_digest_and_bound(const kernels *table, size now) {
             assert(scale * logit <= found[j] + error + fabs(scale * logit) * 1e-12);
         }
     }
-    free_buffer(&keys), free_buffer(&digest), free_buffer(&queries), free_buffer(&bounds);
+    free_buffer(&keys), free_buffer(&digest), free_queries(&queries), free_buffer(&bounds);
 }
 
 static void test_all_sizes(const kernels *table) {
@@ -250,8 +294,9 @@ static void test_all_sizes(const kernels *table) {
         for (size_t d = 0; d < COUNT(dims); d++)
             for (size_t t = 0; t < COUNT(token_counts); t++)
                 for (size_t j = 0; j < COUNT(query_counts); j++)
-                    for (int is_whole = 0; is_whole < 2; is_whole++) {
-                        size now = {dtypes[i], dims[d], token_counts[t], query_counts[j], is_whole};
+                    for (int kind = 0; kind < 4; kind++) {
+                        size now = {dtypes[i],       dims[d],  token_counts[t],
+                                    query_counts[j], kind % 2, kind / 2};
                         check_scores(table, now);
                         check_accumulate(table, now);
                         check_digest_and_bound(table, now);
@@ -268,18 +313,17 @@ static void test_special_values_in_scores(const kernels *table) {
         int dtype = dtypes[i % COUNT(dtypes)];
         float special = odd[i / COUNT(dtypes)];
         for (uint32_t place = 0; place < TOKENS * DIM; place++) {
-            float keys[TOKENS * DIM], queries[QUERIES * DIM];
-            float logits[QUERIES * TOKENS], maxima[QUERIES];
+            float keys[TOKENS * DIM], logits[QUERIES * TOKENS], maxima[QUERIES];
             char elements[sizeof keys];
             for (size_t k = 0; k < COUNT(keys); k++)
                 keys[k] = k == place ? special : random_whole();
-            for (size_t k = 0; k < COUNT(queries); k++)
-                queries[k] = 1 + (float)(random_word() % 4);
+            asked queries = make_queries(table, dtype, DIM, QUERIES, random_positive, place % 2);
             kernels_serial.from_float(dtype, keys, COUNT(keys), elements);
-            table->score(dtype, elements, DIM * element_bytes(dtype), TOKENS, DIM, queries, QUERIES,
+            table->score(dtype, elements, DIM * element_bytes(dtype), TOKENS, DIM, &queries.queries,
                          0.5f, logits, TOKENS);
-            table->score_max(dtype, elements, DIM * element_bytes(dtype), TOKENS, DIM, queries,
-                             QUERIES, 0.5f, maxima);
+            table->score_max(dtype, elements, DIM * element_bytes(dtype), TOKENS, DIM,
+                             &queries.queries, 0.5f, maxima);
+            free_queries(&queries);
             for (int j = 0; j < QUERIES; j++) {
                 float largest = -INFINITY;
                 for (uint32_t t = 0; t < TOKENS; t++) {
@@ -298,18 +342,19 @@ static void test_special_values_in_scores(const kernels *table) {
 
 /* Infinity times zero, and a page of which every logit is -infinity. */
 static void test_scores_that_are_not_numbers(const kernels *table) {
-    float keys[2 * 16], queries[16] = {0}, maximum;
+    float keys[2 * 16], rows[16] = {0}, maximum;
+    kernel_queries query = {.rows = rows, .count = 1};
     for (int i = 0; i < 32; i++)
         keys[i] = INFINITY;
-    table->score_max(KERNEL_FLOAT32, keys, 64, 2, 16, queries, 1, 1, &maximum);
+    table->score_max(KERNEL_FLOAT32, keys, 64, 2, 16, &query, 1, &maximum);
     assert(isnan(maximum));
     for (int i = 0; i < 16; i++)
-        queries[i] = -1;
-    table->score_max(KERNEL_FLOAT32, keys, 64, 2, 16, queries, 1, 1, &maximum);
+        rows[i] = -1;
+    table->score_max(KERNEL_FLOAT32, keys, 64, 2, 16, &query, 1, &maximum);
     assert(maximum == -INFINITY);
     for (int i = 0; i < 32; i++)
         keys[i] = -3e38f; /* finite keys whose score is too large for fp32 */
-    table->score_max(KERNEL_FLOAT32, keys, 64, 2, 16, queries, 1, 1, &maximum);
+    table->score_max(KERNEL_FLOAT32, keys, 64, 2, 16, &query, 1, &maximum);
     assert(maximum == INFINITY);
 }
 
@@ -404,17 +449,18 @@ static void test_special_values_in_bounds(const kernels *table) {
     for (size_t i = 0; i < COUNT(dtypes); i++)
         for (int place = 0; place < DIM; place++)
             for (int is_infinite = 0; is_infinite < 2; is_infinite++) {
-                float digest[2 * DIM], queries[QUERIES * DIM], bounds[QUERIES];
+                float digest[2 * DIM], bounds[QUERIES];
                 char elements[sizeof digest];
                 for (int d = 0; d < DIM; d++) {
                     bool is_odd = d == place;
                     digest[d] = is_odd ? (is_infinite ? -INFINITY : NAN) : -2;
                     digest[DIM + d] = is_odd ? (is_infinite ? INFINITY : NAN) : 3;
                 }
-                for (size_t k = 0; k < COUNT(queries); k++)
-                    queries[k] = k % 2 ? 1.5f : -1.5f;
+                asked queries =
+                    make_queries(table, dtypes[i], DIM, QUERIES, random_sign, place % 2);
                 kernels_serial.from_float(dtypes[i], digest, COUNT(digest), elements);
-                table->bound(dtypes[i], elements, DIM, queries, QUERIES, 0.5f, bounds);
+                table->bound(dtypes[i], elements, DIM, &queries.queries, 0.5f, bounds);
+                free_queries(&queries);
                 for (int j = 0; j < QUERIES; j++)
                     assert(is_infinite ? bounds[j] == INFINITY : isnan(bounds[j]));
             }
@@ -627,27 +673,30 @@ static void test_alignments(const kernels *table) {
     enum { TOKENS = 5, DIM = 80, QUERIES = 3 };
     static float exact[TOKENS * DIM];
     buffer keys = make_elements(KERNEL_BFLOAT16, TOKENS * DIM, random_whole, exact);
-    buffer queries = make_floats(QUERIES * DIM, random_whole);
-    const float *query = float_data(&queries, QUERIES * DIM);
+    asked queries = make_queries(table, KERNEL_BFLOAT16, DIM, QUERIES, random_whole, true);
+    kernel_queries rows = queries.queries;
+    rows.packed = NULL;
     float expected[QUERIES], found[QUERIES];
-    kernels_serial.score_max(KERNEL_BFLOAT16, keys.data, 2 * DIM, TOKENS, DIM, query, QUERIES, 1,
-                             expected);
+    kernels_serial.score_max(KERNEL_BFLOAT16, keys.data, 2 * DIM, TOKENS, DIM, &rows, 1, expected);
     for (size_t offset = 0; offset < 64; offset += 2) {
         buffer moved = make_buffer(keys.bytes + 64, 64);
         memcpy(moved.data + offset, keys.data, keys.bytes);
-        table->score_max(KERNEL_BFLOAT16, moved.data + offset, 2 * DIM, TOKENS, DIM, query, QUERIES,
-                         1, found);
-        assert(!memcmp(found, expected, sizeof found));
+        for (int form = 0; form < 2; form++) {
+            table->score_max(KERNEL_BFLOAT16, moved.data + offset, 2 * DIM, TOKENS, DIM,
+                             form ? &queries.queries : &rows, 1, found);
+            assert(!memcmp(found, expected, sizeof found));
+        }
         free_buffer(&moved);
     }
-    free_buffer(&keys), free_buffer(&queries);
+    free_buffer(&keys), free_queries(&queries);
 }
 
 static void *ask_while_forced(void *argument) {
     (void)argument;
     for (int i = 0; i < 10000; i++) {
-        float key = 3, query = 2, maximum;
-        kernels_current()->score_max(KERNEL_FLOAT32, &key, 4, 1, 1, &query, 1, 1, &maximum);
+        float key = 3, row = 2, maximum;
+        kernel_queries query = {.rows = &row, .count = 1};
+        kernels_current()->score_max(KERNEL_FLOAT32, &key, 4, 1, 1, &query, 1, &maximum);
         assert(maximum == 6);
     }
     return NULL;
