@@ -66,7 +66,7 @@ class CXLPool:
     def __init__(self, handle: _core.Handle, path: str | None):
         self._handle = handle
         self.path = path
-        self.layout, self.checksum = _core.pool_layout(handle)
+        self.layout, self.checksum, self.sketch = _core.pool_layout(handle)
         self.pages = Pages(handle)
 
     @classmethod
@@ -77,6 +77,7 @@ class CXLPool:
         layout: KVLayout,
         capacity: str | int,
         checksum: bool = True,
+        sketch: bool = True,
         sharing: str = "host",
         durable: str = "process",
         hosts: int | None = None,
@@ -89,8 +90,9 @@ class CXLPool:
         "anonymous:" memory.
 
         capacity: bytes or text like "2GiB"; of a device also "all". checksum: a CRC32C for every
-        piece, made at append and verified on reading. threads: that scan and copy (default: the
-        CPUs allowed here). A file has mode 0600, is reserved whole, and appears finished or not at
+        piece, made at append and verified on reading. sketch: keys are also kept in 2 bits a
+        channel, for select(method="two_stage"). threads: that scan and copy (default: the CPUs
+        allowed here). A file has mode 0600, is reserved whole, and appears finished or not at
         all; a device is formatted in place. Raises PoolExistsError (unless force=True),
         MemoryShortError, GeometryError, BadArgumentError.
 
@@ -107,7 +109,9 @@ class CXLPool:
         capacity_bytes = capacity_bytes_at(path, capacity)
         check_host_folder(path)
         check_room(path, capacity_bytes)
-        handle = _core.pool_create(path, layout, checksum, shared, capacity_bytes, force, own)
+        handle = _core.pool_create(
+            path, layout, checksum, sketch, shared, capacity_bytes, force, own
+        )
         return cls(handle, path)._with_threads(threads)
 
     @classmethod
@@ -129,6 +133,7 @@ class CXLPool:
             layout=wanted.layout.make(),
             capacity=wanted.capacity,
             checksum=wanted.checksum,
+            sketch=wanted.sketch,
             sharing=wanted.sharing,
             durable=wanted.durable,
             hosts=wanted.hosts,
@@ -150,7 +155,8 @@ class CXLPool:
                 raise PoolExistsError(f"{path} exists, and if_exists is error")
             pool = cls.open(path, host=wanted.host, lease_s=wanted.lease_s, threads=wanted.threads)
         described = pool.describe()
-        there = {name: described[name] for name in ("checksum", "sharing", "durable", "hosts")}
+        names = ("checksum", "sketch", "sharing", "durable", "hosts")
+        there = {name: described[name] for name in names}
         differences = wanted.differences(pool.layout, _core.pool_geometry(pool._handle), there)
         if differences:
             pool.close()
@@ -320,6 +326,7 @@ class CXLPool:
             "page_kind": _core.pool_page_kind(self._handle),
             "layout": self.layout,
             "checksum": self.checksum,
+            "sketch": self.sketch,
             "sharing": SHARING[kind],
             "durable": DURABLE[durable],
             "hosts": hosts,

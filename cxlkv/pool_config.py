@@ -127,6 +127,7 @@ class PoolConfig(_Keys):
         Discriminator(_form),
     ]
     checksum: bool = True
+    sketch: bool = True
     sharing: Literal["host", "hw_coherent", "software"] = "host"
     durable: Literal["process", "host"] = "process"
     hosts: int | None = None
@@ -143,7 +144,7 @@ class PoolConfig(_Keys):
         there: Mapping[str, object],
     ) -> list[str]:
         """How a pool that is there differs from the one described, key by key; `there` has what it
-        was made with: checksum, sharing, durable, hosts."""
+        was made with: checksum, sketch, sharing, durable, hosts."""
         found = list(_layout_differences(layout, self.layout.make()))
         for name, value in there.items():
             wanted = getattr(self, name)

@@ -235,3 +235,48 @@ def attend(
                 lse[row, q_head] = line.max() + math.log(weights.sum())
                 out[row, q_head] = weights @ values[i][tokens, head] / weights.sum()
     return out, lse
+
+
+# ---- sketches: native/src/sketch.h has the words ----
+
+
+def turned(rows: Floats) -> Floats:
+    """Signs by channel, then Walsh-Hadamard transforms of blocks of powers of two; [..., dim]."""
+    out = rows * (1 - 2 * _sign_bits(rows.shape[-1]))
+    first = 0
+    while first < out.shape[-1]:
+        size = 1 << (out.shape[-1] - first).bit_length() - 1
+        matrix = np.ones((1, 1))
+        while len(matrix) < size:
+            matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+        out[..., first : first + size] = out[..., first : first + size] @ matrix / math.sqrt(size)
+        first += size
+    return out
+
+
+def _sign_bits(dim: int) -> Floats:
+    """1 where a channel changes its sign: splitmix64 of channel // 64, bit by bit."""
+    ones = (1 << 64) - 1
+    bits = []
+    for block in range(-(-dim // 64)):
+        z = (block + 1) * 0x9E3779B97F4A7C15 & ones
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & ones
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & ones
+        z ^= z >> 31
+        bits += [z >> i & 1 for i in range(64)]
+    return np.array(bits[:dim], np.float64)
+
+
+def sketched(keys: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], Floats]:
+    """Codes [tokens, dim] and scales [tokens] of keys [tokens, dim]."""
+    rows = turned(keys.astype(np.float64))
+    step = np.sqrt((rows**2).mean(-1, keepdims=True))
+    codes = (rows >= -step).astype(np.int64) + (rows >= 0) + (rows >= step)
+    products = (rows * (codes - 1.5)).sum(-1)
+    scales = np.divide((rows**2).sum(-1), products, where=products > 0, out=np.zeros(len(rows)))
+    return codes, scales
+
+
+def estimates(codes: npt.NDArray[np.int64], scales: Floats, query: Floats, scale: float) -> Floats:
+    """Logits [tokens] of one query [dim], as sketches tell them (queries not rounded)."""
+    return scale * scales * ((codes - 1.5) @ turned(query))

@@ -113,7 +113,7 @@ def test_another_version(closed_file: Path) -> None:
     with closed_file.open("r+b") as file:
         file.seek(8)
         file.write(struct.pack("<I", 1))
-    with pytest.raises(errors.VersionError, match=r"version 1, this build reads 3.*create it anew"):
+    with pytest.raises(errors.VersionError, match=r"version 1, this build reads 4.*create it anew"):
         CXLPool.open(closed_file)
     CXLPool.remove(closed_file)
 
@@ -210,16 +210,17 @@ def test_a_flipped_bit_in_a_record_header(on_file: CXLPool, path: Path) -> None:
     assert_holds(other, seed=3)
 
 
-@pytest.mark.parametrize("kind", ["digest", "K", "V"])
+@pytest.mark.parametrize("kind", ["digest", "sketch", "K", "V"])
 def test_a_flipped_bit_in_a_piece(on_file: CXLPool, path: Path, kind: str) -> None:
     sequence, other = fill(on_file), fill(on_file, seed=3)
     page, where = int(sequence.pages[1]), geometry(on_file)
     slots, heads, layer = where["slab_slots"], LAYOUT.kv_heads, 1
     start = where["extents_offset"] + page // slots * where["extent_bytes"]
     start += where["layers_offset"] + layer * where["layer_bytes"]
-    slab = {"digest": 0, "K": where["keys_offset"], "V": where["values_offset"]}[kind]
-    piece = {"digest": "digest_piece_bytes", "K": "key_piece_bytes", "V": "value_piece_bytes"}
-    flip(path, start + slab + page % slots * heads * where[piece[kind]] + 5)
+    slabs = {"digest": "", "sketch": "sketches_offset", "K": "keys_offset", "V": "values_offset"}
+    pieces = {"digest": "digest", "sketch": "sketch", "K": "key", "V": "value"}
+    slab, piece = where.get(slabs[kind], 0), where[f"{pieces[kind]}_piece_bytes"]
+    flip(path, start + slab + page % slots * heads * piece + 5)
 
     report = on_file.check(deep=True)
     assert report["problem_count"] == 1
@@ -236,7 +237,7 @@ def test_a_flipped_bit_in_a_piece(on_file: CXLPool, path: Path, kind: str) -> No
             with pytest.raises(errors.CorruptError, match=text):
                 use()
         read.fetch(0)  # the other layer is whole
-    if kind != "digest":
+    if kind in "KV":
         with pytest.raises(errors.CorruptError, match=f"the CRC of its {kind} is wrong"):
             sequence.fetch(1)
         assert on_file.stats()["corrupt_pieces"] > 0

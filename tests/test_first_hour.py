@@ -161,7 +161,7 @@ def test_a_disk_that_is_full_when_the_file_is_reserved(tmp_path: Path) -> None:
     """Past the check: as when another program takes the room between the two."""
     text = """
 def late(where, layout, capacity):
-    _core.pool_create(where, layout, True, (0, 0, 1), capacity, False, None)
+    _core.pool_create(where, layout, True, True, (0, 0, 1), capacity, False, None)
 try_pool(where, 8 << 20, make=late)
 """
     lines = run(text, tmp_path / "a.pool", f"mount -t tmpfs -o size=4m tmpfs {tmp_path}")

@@ -114,7 +114,7 @@ class PoolModel(RuleBasedStateMachine):
             page_tokens=PAGE_TOKENS,
             dtype="float32",
         )
-        self.pool = CXLPool.create("anonymous:", layout=layout, capacity="2300KiB", threads=1)
+        self.pool = CXLPool.create("anonymous:", layout=layout, capacity="2600KiB", threads=1)
         total = self.pool.stats()["pages_total"]
         self.ballast = self.pool.pages.alloc(total - USABLE_PAGES)
         self.twins: list[Twin] = []

@@ -209,7 +209,9 @@ def measure_pools(result: Result, size: Size) -> None:
             owner, reader = (
                 None if sharing == "host" else (number, certified, 2.0) for number in (0, 1)
             )
-            handle = _core.pool_create(path, SMALLEST, True, shared, size.pool_bytes, False, owner)
+            handle = _core.pool_create(
+                path, SMALLEST, True, False, shared, size.pool_bytes, False, owner
+            )
             opened_s = reopen(path, CXLPool(handle, path), owner, size.pool_rounds)
             result.measure(f"reopen{name}_s_per_100k", opened_s, "s")
             if sharing == "host":

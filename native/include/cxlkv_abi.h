@@ -44,6 +44,7 @@ typedef struct cxlkv_layout {
     uint32_t dtype;
     uint32_t checksum;   /* 1: every piece has a CRC32C, made at append and verified on reading */
     uint32_t values;     /* own, or the first value_head_dim channels of the keys (MLA) */
+    uint32_t sketch;     /* 1: keys are also kept in 2 bits a channel, to estimate logits from */
     uint32_t shard[4];   /* tensor-parallel rank and size, pipeline rank and size */
     char model_id[256];
     uint32_t group_count;
@@ -84,14 +85,16 @@ typedef struct cxlkv_geometry {
     uint64_t extent_bytes;
     uint64_t checksums_offset;    /* the next five are relative to the extent */
     uint64_t layers_offset;
-    uint64_t layer_bytes;         /* digest slab + K slab + V slab of one layer */
-    uint64_t keys_offset;         /* relative to the layer's start, where the digest slab lies */
+    uint64_t layer_bytes;         /* digest slab + sketch slab + K slab + V slab of one layer */
+    uint64_t sketches_offset;     /* relative to the layer's start, where the digest slab lies */
+    uint64_t keys_offset;
     uint64_t values_offset;
     uint64_t checksum_bytes;      /* per record */
     uint64_t digest_piece_bytes;  /* per (page, layer, kv head): the stride; data may be less */
+    uint64_t sketch_piece_bytes;  /* 0: there are none; likewise for V */
     uint64_t key_piece_bytes;
     uint64_t value_piece_bytes;
-    uint64_t record_bytes;        /* K, V, digest, header, checksums and descriptor of one page */
+    uint64_t record_bytes;        /* of one page: pieces, header, checksums, descriptor */
     uint32_t page_count;
     uint32_t extent_count;
     uint32_t slab_slots;
@@ -196,6 +199,8 @@ typedef struct cxlkv_budget {
 
 #define CXLKV_METHOD_EXACT 0
 #define CXLKV_METHOD_DIGEST 1
+#define CXLKV_METHOD_TWO_STAGE 2 /* estimates from sketches, then the keys of single tokens */
+#define CXLKV_METHOD_AUTO 3      /* two stages where there are sketches; exact for mass budgets */
 #define CXLKV_UNION_KV_HEAD 0
 #define CXLKV_UNION_LAYER 1
 #define CXLKV_PER_QUERY 0
@@ -208,16 +213,21 @@ typedef struct cxlkv_select_args {
     const int32_t *starts;         /* [n + 1] */
     const cxlkv_budget *budgets;   /* [budget_count], 1 or n */
     uint32_t budget_count;
-    uint32_t method;
+    uint32_t method;               /* CXLKV_METHOD_AUTO is replaced by what it came to */
     uint32_t union_over;
     uint32_t per;
     float scale;
+    float errors;                  /* two stages: how many of its errors an estimate may be short */
     uint32_t k;                    /* out: pages in the longest list */
+    uint32_t lists_staged;         /* out: lists and heads that went through two stages */
+    float mean_error;              /* out: of their estimates, as logits; 0 when there are none */
     uint64_t capacity;             /* elements of pages and of scores */
     int32_t *pages;                /* out: [lists, kv_heads, k], ascending, -1 padded */
     float *scores;                 /* out: the same shape, -inf padded */
     int32_t *counts;               /* out: [lists, kv_heads] */
     uint64_t bytes_scored;         /* out */
+    uint64_t bytes_sketched;       /* out: of them, those of sketches */
+    uint64_t tokens_scored;        /* out: by their keys, after an estimate; samples not counted */
     uint64_t bytes_fetched;        /* out: K and V of the chosen pages' tokens */
 } cxlkv_select_args;
 

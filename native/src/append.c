@@ -89,29 +89,37 @@ static void checksum_set(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32
         crc32c(0, bytes, piece_data_bytes(&pool->layout, kind));
 }
 
+/* One head-major piece, already gathered. */
+static void piece_write(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t head,
+                        uint32_t kind, const void *bytes) {
+    size_t size = piece_data_bytes(&pool->layout, kind);
+    uint8_t *to = pieces_of(pool, page, layer, kind) + head * piece_stride(&pool->geometry, kind);
+    kernels_current()->store_rows(to, bytes, size, 1, size);
+    if (pool->layout.checksum) checksum_set(pool, page, layer, head, kind, bytes);
+}
+
 /* The digest of `tokens` keys, rows stride_bytes apart. */
 static void digest_write(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t head,
                          const uint8_t *keys, size_t stride_bytes, uint32_t tokens) {
     const cxlkv_layout *layout = &pool->layout;
     _Alignas(LINE_BYTES) uint8_t digest[2 * 4096 * 4];
-    size_t bytes = piece_data_bytes(layout, PIECE_DIGEST);
-    const kernels *isa = kernels_current();
-    isa->digest((int)layout->dtype, keys, stride_bytes, tokens, layout->head_dim, digest);
-    uint8_t *to = pieces_of(pool, page, layer, PIECE_DIGEST) +
-                  head * pool->geometry.digest_piece_bytes;
-    isa->store_rows(to, digest, bytes, 1, bytes);
-    if (layout->checksum) checksum_set(pool, page, layer, head, PIECE_DIGEST, digest);
+    kernels_current()->digest((int)layout->dtype, keys, stride_bytes, tokens, layout->head_dim,
+                              digest);
+    piece_write(pool, page, layer, head, PIECE_DIGEST, digest);
 }
 
-/* One head-major piece of page_tokens tokens, already gathered. */
-static void piece_write(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t head,
-                        uint32_t kind, const void *bytes) {
-    const cxlkv_geometry *g = &pool->geometry;
-    size_t size = piece_data_bytes(&pool->layout, kind);
-    uint64_t stride = kind == PIECE_KEYS ? g->key_piece_bytes : g->value_piece_bytes;
-    kernels_current()->store_rows(pieces_of(pool, page, layer, kind) + head * stride, bytes, size,
-                                  1, size);
-    if (pool->layout.checksum) checksum_set(pool, page, layer, head, kind, bytes);
+static void sketch_write(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t head,
+                         const uint8_t *keys, size_t stride_bytes, uint8_t *buffer) {
+    const cxlkv_layout *layout = &pool->layout;
+    kernels_current()->sketch((int)layout->dtype, keys, stride_bytes, layout->page_tokens,
+                              layout->head_dim, buffer);
+    piece_write(pool, page, layer, head, PIECE_SKETCH, buffer);
+}
+
+/* Room to gather a piece in; a sketch comes behind it. */
+static size_t gather_bytes(const cxlkv_pool *pool) {
+    uint64_t keys = pool->geometry.key_piece_bytes, values = pool->geometry.value_piece_bytes;
+    return keys > values ? keys : values;
 }
 
 /* One piece straight from rows; gathered first for a CRC or when strides are odd. */
@@ -119,10 +127,9 @@ static void piece_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, ui
                              uint32_t kind, const cxlkv_rows *rows, uint32_t first,
                              uint32_t tokens, uint8_t *buffer) {
     const cxlkv_layout *layout = &pool->layout;
-    const cxlkv_geometry *g = &pool->geometry;
     size_t element = dtype_bytes(layout->dtype);
     uint32_t dim = kind == PIECE_KEYS ? layout->head_dim : layout->value_head_dim;
-    uint64_t stride = kind == PIECE_KEYS ? g->key_piece_bytes : g->value_piece_bytes;
+    uint64_t stride = piece_stride(&pool->geometry, kind);
     const uint8_t *from = row_at(rows, first, head);
     bool direct = !layout->checksum && rows->stride_bytes[2] == (int64_t)element &&
                   rows->stride_bytes[0] > 0;
@@ -136,28 +143,27 @@ static void piece_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, ui
     }
     if (kind != PIECE_KEYS) return;
     size_t key_stride = direct ? (size_t)rows->stride_bytes[0] : dim * element;
-    digest_write(pool, page, layer, head, direct ? from : buffer, key_stride, tokens);
+    const uint8_t *keys = direct ? from : buffer;
+    digest_write(pool, page, layer, head, keys, key_stride, tokens);
+    if (layout->sketch)
+        sketch_write(pool, page, layer, head, keys, key_stride, buffer + gather_bytes(pool));
 }
 
 /* Where stores went through the caches (V1). */
 static void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer) {
-    const cxlkv_geometry *g = &pool->geometry;
-    const uint64_t bytes[PIECE_KINDS] = {g->digest_piece_bytes, g->key_piece_bytes,
-                                         g->value_piece_bytes};
     for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
         flush_write_back(FLUSH_PUBLISH_HEADER, pieces_of(pool, page, layer, kind),
-                         pool->layout.kv_heads * bytes[kind]);
+                         pool->layout.kv_heads * piece_stride(&pool->geometry, kind));
 }
 
 /* A whole (page, layer) from rows [first, first + page_tokens), of which `tokens` count. */
 static int page_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, const cxlkv_rows *keys,
                            const cxlkv_rows *values, uint32_t first, uint32_t tokens) {
-    size_t piece = pool->geometry.key_piece_bytes > pool->geometry.value_piece_bytes
-                       ? pool->geometry.key_piece_bytes
-                       : pool->geometry.value_piece_bytes;
-    uint8_t small[16384], *buffer = small;
-    if (piece > sizeof(small) && !(buffer = malloc(piece)))
-        return fail(ENOMEM, "no memory to gather a piece of %zu bytes", piece);
+    size_t bytes = gather_bytes(pool) + pool->geometry.sketch_piece_bytes;
+    _Alignas(LINE_BYTES) uint8_t small[16384];
+    uint8_t *buffer = small;
+    if (bytes > sizeof(small) && !(buffer = aligned_alloc(LINE_BYTES, align_up(bytes, LINE_BYTES))))
+        return fail(ENOMEM, "no memory to gather a piece of %zu bytes", bytes);
     for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
         piece_write_rows(pool, page, layer, head, PIECE_KEYS, keys, first, tokens, buffer);
         if (values_are_keys(&pool->layout)) continue;

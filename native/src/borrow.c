@@ -7,7 +7,9 @@
 
 enum { BORROW_BATCH = 16 };
 
-static uint32_t range_count(const cxlkv_pool *pool) { return 2 + 3 * pool->geometry.record_layers; }
+static uint32_t range_count(const cxlkv_pool *pool) {
+    return 2 + PIECE_KINDS * pool->geometry.record_layers;
+}
 
 /* Header, checksums, and the pieces of all heads, layer by layer. */
 static void record_ranges(const cxlkv_pool *pool, uint32_t page, visible_range *ranges) {
@@ -20,11 +22,11 @@ static void record_ranges(const cxlkv_pool *pool, uint32_t page, visible_range *
                                 .bytes = g->checksum_bytes};
     for (uint32_t row = 0; row < g->record_layers; row++) {
         const uint8_t *layer = extent + g->layers_offset + row * g->layer_bytes;
-        const uint64_t offsets[] = {0, g->keys_offset, g->values_offset};
-        const uint64_t bytes[] = {g->digest_piece_bytes, g->key_piece_bytes, g->value_piece_bytes};
-        for (int kind = 0; kind < 3; kind++)
-            *ranges++ = (visible_range){.pool = layer + offsets[kind] + slot * heads * bytes[kind],
-                                        .bytes = heads * bytes[kind]};
+        for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {
+            uint64_t bytes = heads * piece_stride(g, kind);
+            *ranges++ = (visible_range){.pool = layer + slab_offset(g, kind) + slot * bytes,
+                                        .bytes = bytes};
+        }
     }
 }
 

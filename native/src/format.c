@@ -105,6 +105,7 @@ static void extent_layout(const cxlkv_layout *layout, uint32_t slab_slots, cxlkv
     uint64_t heads = layout->kv_heads, slots = slab_slots;
     g->slab_slots = slab_slots;
     g->digest_piece_bytes = align_up(piece_data_bytes(layout, PIECE_DIGEST), LINE_BYTES);
+    g->sketch_piece_bytes = layout->sketch ? piece_data_bytes(layout, PIECE_SKETCH) : 0;
     g->key_piece_bytes = align_up(piece_data_bytes(layout, PIECE_KEYS), LINE_BYTES);
     g->value_piece_bytes =
         values_are_keys(layout) ? 0 : align_up(piece_data_bytes(layout, PIECE_VALUES), LINE_BYTES);
@@ -114,16 +115,18 @@ static void extent_layout(const cxlkv_layout *layout, uint32_t slab_slots, cxlkv
         align_up(g->record_layers * heads * PIECE_KINDS * sizeof(uint32_t), LINE_BYTES);
     g->checksums_offset = slots * sizeof(record_header);
     g->layers_offset = align_up(g->checksums_offset + slots * g->checksum_bytes, 4096);
-    g->keys_offset = align_up(slots * heads * g->digest_piece_bytes, 4096);
+    g->sketches_offset = align_up(slots * heads * g->digest_piece_bytes, 4096);
+    g->keys_offset = align_up(g->sketches_offset + slots * heads * g->sketch_piece_bytes, 4096);
     g->values_offset = align_up(g->keys_offset + slots * heads * g->key_piece_bytes, 4096);
     g->layer_bytes = align_up(g->values_offset + slots * heads * g->value_piece_bytes, 4096);
     uint64_t bytes = g->layers_offset + g->record_layers * g->layer_bytes;
     /* Poison is reported, and read-only mappings are made, by 2 MiB: an extent that loses at most
      * a sixteenth to it begins on such a border (decision 0001). */
     g->extent_bytes = align_up(bytes, bytes >= 16 * AREA_ALIGNMENT ? AREA_ALIGNMENT : 4096);
+    uint64_t pieces = 0;
+    for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) pieces += piece_stride(g, kind);
     g->record_bytes = sizeof(descriptor) + sizeof(record_header) + g->checksum_bytes +
-                      g->record_layers * heads *
-                          (g->digest_piece_bytes + g->key_piece_bytes + g->value_piece_bytes);
+                      g->record_layers * heads * pieces;
 }
 
 /* Everything that depends on how many extents there are. */
@@ -236,6 +239,7 @@ void superblock_write(cxlkv_pool *pool) {
     memcpy(block->model_id, layout->model_id, sizeof(block->model_id));
     block->geometry = pool->geometry;
     block->group_count = layout->group_count;
+    block->sketch = layout->sketch;
     for (uint32_t group = 0; group < layout->group_count; group++)
         block->groups[group] =
             (group_row){.kv_heads = layout->kv_heads, .head_dim = layout->head_dim,
@@ -254,7 +258,8 @@ static bool groups_read(const superblock *block, cxlkv_layout *layout) {
     *layout = (cxlkv_layout){.kv_heads = first->kv_heads, .head_dim = first->head_dim,
                              .value_head_dim = first->value_head_dim, .dtype = first->dtype,
                              .values = first->values, .page_tokens = block->page_tokens,
-                             .checksum = block->checksum, .group_count = block->group_count};
+                             .checksum = block->checksum, .sketch = block->sketch,
+                             .group_count = block->group_count};
     memcpy(layout->shard, block->shard, sizeof(layout->shard));
     memcpy(layout->model_id, block->model_id, sizeof(layout->model_id));
     memcpy(layout->group_of, block->group_of, sizeof(layout->group_of));
@@ -512,7 +517,7 @@ void verified_clear(cxlkv_pool *pool, uint32_t page) {
 
 int piece_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_head, uint32_t kind,
                  const void *bytes) {
-    static const char *const names[PIECE_KINDS] = {"digest", "K", "V"};
+    static const char *const names[PIECE_KINDS] = {"digest", "sketch", "K", "V"};
     uint32_t crc = crc32c(0, bytes, piece_data_bytes(&pool->layout, kind));
     if (crc == *checksum_of(pool, page, layer, kv_head, kind)) return 0;
     count_add(pool, COUNT_CORRUPT_PIECES, 1);
@@ -529,13 +534,12 @@ int pieces_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer) {
     uint64_t bit;
     atomic_ulong *word = verified_word(pool, page, layer, &bit);
     if (atomic_load_explicit(word, memory_order_relaxed) & bit) return 0;
-    const uint64_t strides[PIECE_KINDS] = {g->digest_piece_bytes, g->key_piece_bytes,
-                                           g->value_piece_bytes};
     for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {
-        if (kind == PIECE_VALUES && values_are_keys(&pool->layout)) continue;
+        uint64_t stride = piece_stride(g, kind);
+        if (stride == 0) continue;
         const uint8_t *pieces = pieces_of(pool, page, layer, kind);
         for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
-            int code = piece_verify(pool, page, layer, head, kind, pieces + head * strides[kind]);
+            int code = piece_verify(pool, page, layer, head, kind, pieces + head * stride);
             if (code < 0) return code;
         }
     }
@@ -562,9 +566,9 @@ static uint64_t slots_hit(const cxlkv_pool *pool, uint64_t start, uint64_t stop)
                     slab_mask(g, g->checksums_offset, g->checksum_bytes, start, stop);
     for (uint32_t row = 0; row < g->record_layers; row++) {
         uint64_t at = g->layers_offset + row * g->layer_bytes;
-        mask |= slab_mask(g, at, heads * g->digest_piece_bytes, start, stop);
-        mask |= slab_mask(g, at + g->keys_offset, heads * g->key_piece_bytes, start, stop);
-        mask |= slab_mask(g, at + g->values_offset, heads * g->value_piece_bytes, start, stop);
+        for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
+            mask |= slab_mask(g, at + slab_offset(g, kind), heads * piece_stride(g, kind), start,
+                              stop);
     }
     return mask;
 }

@@ -17,6 +17,7 @@
 #include "cxlkv.h"
 #include "hosts.h"
 #include "kernels.h"
+#include "sketch.h"
 
 #ifndef CXLKV_DEBUG
 #define CXLKV_DEBUG 0
@@ -26,13 +27,13 @@ enum {
     LINE_BYTES = 64,
     SUPERBLOCK_BYTES = 4096,
     AREA_ALIGNMENT = 2 << 20,
-    FORMAT_VERSION = 3,
+    FORMAT_VERSION = 4,
     RUN_SLOTS = 16,
     PROCESS_MAX = 128,
     CHUNK_PAGES = 256,
     DTYPE_COUNT = 3,
 };
-enum { PIECE_DIGEST = 0, PIECE_KEYS = 1, PIECE_VALUES = 2, PIECE_KINDS = 3 };
+enum { PIECE_DIGEST, PIECE_SKETCH, PIECE_KEYS, PIECE_VALUES, PIECE_KINDS };
 enum { PAGE_FREE = 0, PAGE_SEALED = 1, PAGE_PUBLISHED = 2 };
 #define NO_PAGE UINT32_MAX
 
@@ -63,7 +64,7 @@ typedef struct superblock {
     char model_id[256];
     cxlkv_geometry geometry;
     uint32_t group_count;
-    uint32_t reserved;
+    uint32_t sketch;
     group_row groups[CXLKV_GROUPS_MAX];
     uint8_t group_of[CXLKV_LAYERS_MAX];
     uint32_t host_count;
@@ -449,8 +450,22 @@ static inline uint64_t row_channels(const cxlkv_layout *layout) {
 static inline size_t piece_data_bytes(const cxlkv_layout *layout, uint32_t kind) {
     size_t element = dtype_bytes(layout->dtype);
     if (kind == PIECE_DIGEST) return 2 * layout->head_dim * element;
+    if (kind == PIECE_SKETCH) return sketch_bytes(layout->page_tokens, layout->head_dim);
     uint32_t dim = kind == PIECE_KEYS ? layout->head_dim : layout->value_head_dim;
     return (size_t)layout->page_tokens * dim * element;
+}
+
+/* From one head's piece to the next one's; 0: this pool has none of this kind. */
+static inline uint64_t piece_stride(const cxlkv_geometry *g, uint32_t kind) {
+    const uint64_t strides[PIECE_KINDS] = {g->digest_piece_bytes, g->sketch_piece_bytes,
+                                           g->key_piece_bytes, g->value_piece_bytes};
+    return strides[kind];
+}
+/* Of a kind's slab, from the layer's start. */
+static inline uint64_t slab_offset(const cxlkv_geometry *g, uint32_t kind) {
+    const uint64_t offsets[PIECE_KINDS] = {0, g->sketches_offset, g->keys_offset,
+                                           g->values_offset};
+    return offsets[kind];
 }
 
 /* The first of kv_heads neighbouring pieces of (page, layer). */
@@ -460,11 +475,8 @@ static inline uint8_t *pieces_of(const cxlkv_pool *pool, uint32_t page, uint32_t
     uint64_t slot = page % g->slab_slots;
     uint8_t *at = pool->base + g->extents_offset + page / g->slab_slots * g->extent_bytes +
                   g->layers_offset + pool->row_of[layer] * g->layer_bytes;
-    uint64_t heads = pool->layout.kv_heads;
-    if (kind == PIECE_DIGEST) return at + slot * heads * g->digest_piece_bytes;
-    if (kind == PIECE_KEYS || values_are_keys(&pool->layout))
-        return at + g->keys_offset + slot * heads * g->key_piece_bytes;
-    return at + g->values_offset + slot * heads * g->value_piece_bytes;
+    if (kind == PIECE_VALUES && values_are_keys(&pool->layout)) kind = PIECE_KEYS;
+    return at + slab_offset(g, kind) + slot * pool->layout.kv_heads * piece_stride(g, kind);
 }
 
 /* ---- counters.c: what is counted is seen by all processes of the host ---- */

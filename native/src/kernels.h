@@ -15,6 +15,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "sketch.h"
+
 /* Equal to the public CXLKV_BFLOAT16 ...; they stand in the pool's format. */
 enum { KERNEL_BFLOAT16 = 0, KERNEL_FLOAT16 = 1, KERNEL_FLOAT32 = 2 };
 
@@ -88,6 +90,13 @@ typedef struct kernels {
 
     /* fp32 to dtype, round to nearest even, overflow to infinity; a NaN stays a (quiet) NaN. */
     void (*from_float)(int dtype, const float *source, size_t count, void *destination);
+
+    /* sketch.h has them. */
+    void (*sketch)(int dtype, const void *keys, size_t stride_bytes, uint32_t tokens, uint32_t dim,
+                   void *sketch);
+    sketch_estimate (*estimate)(const void *block, uint32_t dim, const sketch_query *queries,
+                                uint32_t query_count, uint32_t seen, float threshold,
+                                float maxima[16]);
 } kernels;
 
 extern const kernels kernels_serial; /* the reference, on every CPU */

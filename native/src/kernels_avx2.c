@@ -756,6 +756,8 @@ const kernels kernels_avx2 = {
     .store_rows = store_rows,
     .to_float = to_float,
     .from_float = from_float,
+    .sketch = sketch_avx2,
+    .estimate = estimate_avx2,
 };
 
 #if defined(__clang__)

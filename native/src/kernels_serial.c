@@ -270,4 +270,6 @@ const kernels kernels_serial = {
     .store_rows = store_rows,
     .to_float = to_float,
     .from_float = from_float,
+    .sketch = sketch_serial,
+    .estimate = estimate_serial,
 };

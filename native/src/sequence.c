@@ -402,7 +402,7 @@ static int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint3
     *out = made; /* before the copy: a bus error in it must not lose the tail */
     for (uint32_t kind = PIECE_KEYS; kind <= PIECE_VALUES; kind++) {
         const cxlkv_geometry *g = &pool->geometry;
-        uint64_t stride = kind == PIECE_KEYS ? g->key_piece_bytes : g->value_piece_bytes;
+        uint64_t stride = piece_stride(g, kind);
         size_t row = element * (kind == PIECE_KEYS ? layout->head_dim : layout->value_head_dim);
         for (uint32_t head = 0; head < layout->kv_heads; head++) {
             const uint8_t *from = pieces_of(pool, page, layer, kind) + head * stride;

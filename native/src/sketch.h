@@ -1,0 +1,79 @@
+/* Sketches of keys: 2 bits a channel, and a scale for each token, from which logits are estimated
+ * at an eighth of the bytes. What is sealed into a page; docs/decisions/0011-sketch.md has why.
+ *
+ * A key is turned first: signs by channel, then a Walsh-Hadamard transform, in blocks of powers of
+ * two that make up dim, so that no channel is larger than others (QuaRot, arXiv 2404.00456; RaBitQ,
+ * arXiv 2405.12497). Channel y of the turned key has code 0 to 3, the interval of (-inf, -r), [-r,
+ * 0), [0, r), [r, inf) that it lies in, r being the root of the mean square over its channels; it
+ * stands for code - 1.5. The token's scale is |y|^2 / sum of y * (code - 1.5): along the key itself
+ * the estimate is right. A key of zeros has scale 0, one with an infinity or a NaN a NaN.
+ *
+ * In memory, for each 16 tokens: for each 16 channels (the last ones zeros) 64 bytes, of which
+ * byte 4 * t + j has the codes of channels j, 4 + j, 8 + j, 12 + j of token t, from the low bits
+ * on; then 16 scales, fp32. Tokens that are not there have codes 0 and scale 0. */
+#ifndef CXLKV_SKETCH_H
+#define CXLKV_SKETCH_H
+#include <stddef.h>
+#include <stdint.h>
+
+enum { SKETCH_TOKENS = 16, SKETCH_CHANNELS = 16, SKETCH_LINE_BYTES = 64 };
+
+static inline uint32_t sketch_dim(uint32_t dim) {
+    return (dim + SKETCH_CHANNELS - 1) / SKETCH_CHANNELS * SKETCH_CHANNELS;
+}
+/* Of 16 tokens: their codes and their scales. */
+static inline uint64_t sketch_block_bytes(uint32_t dim) {
+    return (uint64_t)(sketch_dim(dim) / SKETCH_CHANNELS + 1) * SKETCH_LINE_BYTES;
+}
+static inline uint64_t sketch_bytes(uint32_t tokens, uint32_t dim) {
+    return (tokens + SKETCH_TOKENS - 1) / SKETCH_TOKENS * sketch_block_bytes(dim);
+}
+
+/* Of a token's 4 bytes for the last 16 channels, the bits of the first `count` ones. */
+static inline uint32_t sketch_last_channels(uint32_t count) {
+    uint32_t bits = 0;
+    for (uint32_t channel = 0; channel < count; channel++)
+        bits |= 3u << (channel % 4 * 8 + channel / 4 * 2);
+    return bits;
+}
+
+/* A turned query in 8 bits: q of its channel d is about codes[d] * factor. */
+typedef struct sketch_query {
+    const int8_t *codes;         /* [sketch_dim(dim)], -127 to 127 */
+    float factor;                /* scale * largest |channel| / 127; NaN if the query has one */
+    float offset;                /* 1.5 * sum of the codes */
+} sketch_query;
+
+/* Turns `count` queries, [dim] each; codes: count * sketch_dim(dim) bytes, 64-byte aligned. */
+void sketch_queries(const float *queries, uint32_t count, uint32_t dim, float scale, int8_t *codes,
+                    sketch_query *prepared);
+/* In place: signs and transforms of `dim` floats; keeps lengths and inner products. */
+void sketch_turn(float *vector, uint32_t dim);
+/* Which of the 64 channels from 64 * block on change their sign: a bit each (splitmix64). */
+uint64_t sketch_signs(uint32_t block);
+/* The transform of one block, whose size is a power of two. */
+void sketch_transform(float *vector, uint32_t size);
+
+/* Of the tokens seen: the best, NaN if one is, and a bit for each not below a threshold. */
+typedef struct sketch_estimate {
+    float best;
+    uint32_t passing;
+} sketch_estimate;
+
+/* What each instruction set has. sketch: writes sketch_bytes(tokens, dim) to 64-byte aligned
+ * memory. estimate: of one block, maxima[t] = the largest over the queries of (sum of code * query
+ * code - offset) * factor * scale of t, NaN where one is; bit t of `seen`: token t counts.
+ * Sums are whole numbers below 2^24 (dim * 3 * 127), so instruction sets agree but for the order of
+ * two multiplications; codes may differ where a channel lies on a border. */
+#define SKETCH_FUNCTIONS(isa)                                                                 \
+    void sketch_##isa(int dtype, const void *keys, size_t stride_bytes, uint32_t tokens,      \
+                      uint32_t dim, void *sketch);                                            \
+    sketch_estimate estimate_##isa(const void *block, uint32_t dim,                           \
+                                   const sketch_query *queries, uint32_t query_count,         \
+                                   uint32_t seen, float threshold, float maxima[16])
+SKETCH_FUNCTIONS(serial);
+#if defined(__x86_64__)
+SKETCH_FUNCTIONS(avx2);
+SKETCH_FUNCTIONS(avx512);
+#endif
+#endif

@@ -1,0 +1,226 @@
+/* Sketches with AVX2: 8 tokens in the 8 lanes, sums of 16 bits that are widened in time. */
+#if defined(__x86_64__)
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
+
+#include "kernels.h"
+#include "sketch.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+
+enum { LANES = 8, QUERY_BLOCK = 4, PREFETCH_BYTES = 4096 };
+/* A line adds at most 4 * 2 * 3 * 127 = 3048 to a sum of 16 bits. */
+enum { LINES_TOGETHER = 8 };
+
+/* ---- encode ---- */
+
+/* Neighbours at distance half, within 8 lanes: sums to the lower ones, differences to the upper. */
+INLINE __m256 butterfly(__m256 x, int half) {
+    __m256 other;
+    if (half == 1) other = _mm256_permute_ps(x, 0xb1);
+    else if (half == 2) other = _mm256_permute_ps(x, 0x4e);
+    else other = _mm256_permute2f128_ps(x, x, 1);
+    __m256 sum = _mm256_add_ps(x, other), difference = _mm256_sub_ps(other, x);
+    if (half == 1) return _mm256_blend_ps(sum, difference, 0xaa);
+    if (half == 2) return _mm256_blend_ps(sum, difference, 0xcc);
+    return _mm256_blend_ps(sum, difference, 0xf0);
+}
+
+INLINE void transform(float *vector, uint32_t size) {
+    __m256 norm = _mm256_set1_ps(1 / sqrtf((float)size));
+    for (uint32_t i = 0; i < size; i += LANES) {
+        __m256 x = _mm256_load_ps(vector + i);
+        _mm256_store_ps(vector + i, butterfly(butterfly(butterfly(x, 1), 2), 4));
+    }
+    for (uint32_t half = LANES; half < size; half *= 2)
+        for (uint32_t first = 0; first < size; first += 2 * half)
+            for (uint32_t i = first; i < first + half; i += LANES) {
+                __m256 a = _mm256_load_ps(vector + i), b = _mm256_load_ps(vector + i + half);
+                _mm256_store_ps(vector + i, _mm256_add_ps(a, b));
+                _mm256_store_ps(vector + i + half, _mm256_sub_ps(a, b));
+            }
+    for (uint32_t i = 0; i < size; i += LANES)
+        _mm256_store_ps(vector + i, _mm256_mul_ps(_mm256_load_ps(vector + i), norm));
+}
+
+INLINE float sum_of(__m256 x) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+/* 0 to 3: how many of -step, 0 and step are not above x. */
+INLINE __m256i codes_of(__m256 x, __m256 minus, __m256 step) {
+    __m256i below = _mm256_castps_si256(_mm256_cmp_ps(x, minus, _CMP_GE_OQ));
+    __m256i zero = _mm256_castps_si256(_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GE_OQ));
+    __m256i above = _mm256_castps_si256(_mm256_cmp_ps(x, step, _CMP_GE_OQ));
+    return _mm256_sub_epi32(_mm256_setzero_si256(),
+                            _mm256_add_epi32(_mm256_add_epi32(below, zero), above));
+}
+
+/* Of 16 channels as their codes, in two vectors: byte j has those of j, 4 + j, 8 + j, 12 + j. */
+INLINE uint32_t pack_codes(__m256i first, __m256i second) {
+    const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2);
+    __m256i both = _mm256_or_si256(_mm256_sllv_epi32(first, shifts),
+                                   _mm256_slli_epi32(_mm256_sllv_epi32(second, shifts), 4));
+    __m128i quad = _mm_or_si128(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    return (uint32_t)_mm_cvtsi128_si32(
+        _mm_shuffle_epi8(quad, _mm_setr_epi8(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)));
+}
+
+/* turned: dim floats, and zeros to a multiple of 16. Returns the scale. */
+INLINE float encode_lanes(const float *turned, uint32_t dim, uint8_t *codes) {
+    __m256 squares = _mm256_setzero_ps(), products = _mm256_setzero_ps();
+    for (uint32_t d = 0; d < dim; d += LANES) {
+        __m256 x = _mm256_load_ps(turned + d);
+        squares = _mm256_fmadd_ps(x, x, squares);
+    }
+    float length = sum_of(squares);
+    __m256 step = _mm256_set1_ps(sqrtf(length / (float)dim));
+    __m256 minus = _mm256_sub_ps(_mm256_setzero_ps(), step);
+    for (uint32_t d = 0; d < dim; d += SKETCH_CHANNELS) {
+        __m256i code[2];
+        UNROLL for (uint32_t i = 0; i < 2; i++) {
+            __m256 x = _mm256_load_ps(turned + d + i * LANES);
+            code[i] = codes_of(x, minus, step);
+            __m256 level = _mm256_sub_ps(_mm256_cvtepi32_ps(code[i]), _mm256_set1_ps(1.5f));
+            products = _mm256_fmadd_ps(x, level, products);
+        }
+        uint32_t packed = pack_codes(code[0], code[1]);
+        if (dim - d < SKETCH_CHANNELS) packed &= sketch_last_channels(dim - d);
+        memcpy(codes + d / SKETCH_CHANNELS * SKETCH_LINE_BYTES, &packed, sizeof(packed));
+    }
+    if (!isfinite(length)) return NAN;
+    return length > 0 ? length / sum_of(products) : 0;
+}
+
+static void turn(float *turned, uint32_t dim) {
+    for (uint32_t d = 0; d < dim; d += LANES) {
+        const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        __m256i flips = _mm256_set1_epi32((int)(sketch_signs(d / 64) >> d % 64));
+        flips = _mm256_slli_epi32(_mm256_srlv_epi32(flips, lane), 31);
+        __m256 x = _mm256_load_ps(turned + d);
+        _mm256_store_ps(turned + d, _mm256_xor_ps(x, _mm256_castsi256_ps(flips)));
+    }
+    for (uint32_t first = 0; first < dim;) {
+        uint32_t size = 1u << (31 - __builtin_clz(dim - first));
+        if (size >= LANES) transform(turned + first, size);
+        else sketch_transform(turned + first, size);
+        first += size;
+    }
+}
+
+void sketch_avx2(int dtype, const void *keys, size_t stride_bytes, uint32_t tokens, uint32_t dim,
+                 void *sketch) {
+    _Alignas(64) float turned[4096];
+    uint32_t padded = sketch_dim(dim);
+    if (tokens % SKETCH_TOKENS) memset(sketch, 0, sketch_bytes(tokens, dim));
+    memset(turned + dim, 0, (padded - dim) * sizeof(float));
+    for (uint32_t t = 0; t < tokens; t++) {
+        kernels_avx2.to_float(dtype, (const char *)keys + t * stride_bytes, dim, turned);
+        turn(turned, dim);
+        memset(turned + dim, 0, (padded - dim) * sizeof(float));
+        uint8_t *block = (uint8_t *)sketch + t / SKETCH_TOKENS * sketch_block_bytes(dim);
+        float scale = encode_lanes(turned, dim, block + t % SKETCH_TOKENS * 4);
+        memcpy(block + sketch_block_bytes(dim) - SKETCH_LINE_BYTES +
+               t % SKETCH_TOKENS * sizeof(float), &scale, sizeof(scale));
+    }
+}
+
+/* ---- estimate ---- */
+
+/* Raises the maxima of 8 tokens by 1 to 4 queries, before their scales. */
+INLINE __m256 estimate_half(const uint8_t *half, uint32_t lines, const sketch_query *queries,
+                            int queries_here, __m256 maxima) {
+    const __m256i low = _mm256_set1_epi8(3), ones = _mm256_set1_epi16(1);
+    __m256i sums[QUERY_BLOCK];
+    UNROLL for (int q = 0; q < queries_here; q++) sums[q] = _mm256_setzero_si256();
+    for (uint32_t first = 0; first < lines; first += LINES_TOGETHER) {
+        uint32_t end = lines - first < LINES_TOGETHER ? lines : first + LINES_TOGETHER;
+        __m256i shorts[QUERY_BLOCK];
+        UNROLL for (int q = 0; q < queries_here; q++) shorts[q] = _mm256_setzero_si256();
+        for (uint32_t line = first; line < end; line++) {
+            __m256i packed =
+                _mm256_load_si256((const __m256i *)(half + line * SKETCH_LINE_BYTES)), codes[4];
+            codes[0] = _mm256_and_si256(packed, low);
+            codes[1] = _mm256_and_si256(_mm256_srli_epi16(packed, 2), low);
+            codes[2] = _mm256_and_si256(_mm256_srli_epi16(packed, 4), low);
+            codes[3] = _mm256_and_si256(_mm256_srli_epi16(packed, 6), low);
+            UNROLL for (int q = 0; q < queries_here; q++) UNROLL for (int i = 0; i < 4; i++) {
+                int32_t four;
+                memcpy(&four, queries[q].codes + line * SKETCH_CHANNELS + 4 * i, sizeof(four));
+                shorts[q] = _mm256_add_epi16(
+                    shorts[q], _mm256_maddubs_epi16(codes[i], _mm256_set1_epi32(four)));
+            }
+        }
+        UNROLL for (int q = 0; q < queries_here; q++)
+            sums[q] = _mm256_add_epi32(sums[q], _mm256_madd_epi16(shorts[q], ones));
+    }
+    UNROLL for (int q = 0; q < queries_here; q++) {
+        __m256 sum = _mm256_cvtepi32_ps(sums[q]);
+        __m256 value = _mm256_mul_ps(_mm256_sub_ps(sum, _mm256_set1_ps(queries[q].offset)),
+                                     _mm256_set1_ps(queries[q].factor));
+        /* max gives its second operand when one is NaN, so an old NaN stays; a new one is set. */
+        __m256 broken = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
+        maxima = _mm256_blendv_ps(_mm256_max_ps(value, maxima), value, broken);
+    }
+    return maxima;
+}
+
+/* Lanes of `half` that are not seen become -infinity. */
+INLINE __m256 only_seen(__m256 half, uint32_t seen) {
+    const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    __m256i chosen = _mm256_and_si256(_mm256_set1_epi32((int)seen), bits);
+    __m256 mask = _mm256_castsi256_ps(_mm256_cmpeq_epi32(chosen, bits));
+    return _mm256_blendv_ps(_mm256_set1_ps(-INFINITY), half, mask);
+}
+
+sketch_estimate estimate_avx2(const void *block, uint32_t dim, const sketch_query *queries,
+                              uint32_t query_count, uint32_t seen, float threshold,
+                              float maxima[16]) {
+    uint32_t lines = sketch_dim(dim) / SKETCH_CHANNELS;
+    const uint8_t *scales = (const uint8_t *)block + lines * SKETCH_LINE_BYTES;
+    __m256 best[2], cut = _mm256_set1_ps(threshold);
+    sketch_estimate made = {0};
+    for (uint32_t line = 0; line <= lines; line++)
+        _mm_prefetch((const char *)((uintptr_t)block + PREFETCH_BYTES + line * SKETCH_LINE_BYTES),
+                     _MM_HINT_T0);
+    UNROLL for (uint32_t i = 0; i < 2; i++) {
+        const uint8_t *half = (const uint8_t *)block + i * LANES * sizeof(float);
+        best[i] = _mm256_set1_ps(-INFINITY);
+        for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK) switch (query_count - q) {
+            case 1: best[i] = estimate_half(half, lines, queries + q, 1, best[i]); break;
+            case 2: best[i] = estimate_half(half, lines, queries + q, 2, best[i]); break;
+            case 3: best[i] = estimate_half(half, lines, queries + q, 3, best[i]); break;
+            default: best[i] = estimate_half(half, lines, queries + q, 4, best[i]);
+            }
+        best[i] = _mm256_mul_ps(best[i], _mm256_load_ps((const float *)scales + i * LANES));
+        _mm256_storeu_ps(maxima + i * LANES, best[i]);
+        uint32_t passing = (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(best[i], cut, _CMP_NLT_UQ));
+        made.passing |= (passing << i * LANES) & seen;
+        best[i] = only_seen(best[i], seen >> i * LANES);
+    }
+    __m256 either = _mm256_cmp_ps(best[0], best[1], _CMP_UNORD_Q);
+    __m256 top = _mm256_max_ps(best[0], best[1]);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    made.best = _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+    if (_mm256_movemask_ps(either)) made.best = NAN;
+    return made;
+}
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#else
+typedef int sketch_avx2_is_of_x86_64;
+#endif

@@ -1,0 +1,186 @@
+/* Goal: each instruction set makes the sketches that the serial one makes, and estimates from them
+ * what it does, also of odd sizes, of numbers that are none, and without reading past its arrays.
+ * Method: random keys and queries of many dims; memory that ends at a page that cannot be read. */
+#undef NDEBUG
+#include <errno.h>
+#include <math.h>
+#include <sys/mman.h>
+
+#include "check.h"
+#include "kernels.h"
+
+enum { TOKENS_MAX = 40, DIM_MAX = 700, QUERIES = 7 };
+static const kernels *const reference = &kernels_serial;
+
+/* `bytes` that end where nothing can be read. */
+static void *guarded(size_t bytes) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
+    uint8_t *at = mmap(NULL, whole + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
+                       0);
+    CHECK(at != MAP_FAILED && mprotect(at + whole, page, PROT_NONE) == 0);
+    return at + whole - bytes;
+}
+
+static void guarded_free(void *pointer, size_t bytes) {
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), whole = (bytes + page - 1) / page * page;
+    CHECK(munmap((uint8_t *)pointer + bytes - whole, whole + page) == 0);
+}
+
+static float normal(uint64_t *seed) {
+    float sum = -6;
+    for (int i = 0; i < 12; i++) sum += (float)random_below(seed, 1 << 20) / (1 << 20);
+    return sum;
+}
+
+typedef struct sample {
+    int dtype;
+    uint32_t tokens, dim;
+    size_t key_bytes, bytes;
+    uint8_t *keys, *want, *got;
+    float rows[QUERIES * DIM_MAX];
+    int8_t *codes;
+    sketch_query queries[QUERIES];
+} sample;
+
+static void sample_make(sample *s, int dtype, uint32_t tokens, uint32_t dim, uint64_t *seed) {
+    static float rows[TOKENS_MAX * DIM_MAX];
+    *s = (sample){.dtype = dtype, .tokens = tokens, .dim = dim};
+    for (uint32_t i = 0; i < tokens * dim; i++) rows[i] = normal(seed);
+    for (uint32_t i = 0; i < QUERIES * dim; i++) s->rows[i] = normal(seed);
+    s->key_bytes = tokens * dim * (dtype == KERNEL_FLOAT32 ? 4 : 2);
+    s->bytes = sketch_bytes(tokens, dim);
+    s->keys = guarded(s->key_bytes);
+    s->want = guarded(s->bytes);
+    s->got = guarded(s->bytes);
+    s->codes = aligned_alloc(64, align_up(QUERIES * sketch_dim(dim), 64));
+    reference->from_float(dtype, rows, tokens * dim, s->keys);
+    memset(s->got, 0x55, s->bytes);
+    sketch_queries(s->rows, QUERIES, dim, 0.5f, s->codes, s->queries);
+}
+
+static void sample_free(sample *s) {
+    guarded_free(s->keys, s->key_bytes);
+    guarded_free(s->want, s->bytes);
+    guarded_free(s->got, s->bytes);
+    free(s->codes);
+}
+
+static void encode(const kernels *isa, const sample *s, uint8_t *to) {
+    isa->sketch(s->dtype, s->keys, s->key_bytes / s->tokens, s->tokens, s->dim, to);
+}
+
+static const float *scales_of(const uint8_t *sketch, uint32_t dim, uint32_t block) {
+    uint64_t bytes = sketch_block_bytes(dim);
+    return (const float *)(sketch + (block + 1) * bytes - SKETCH_LINE_BYTES);
+}
+
+/* A channel on a border may come out on either side of it: rarely, and then by one code. */
+static void check_encoded(const sample *s) {
+    uint64_t block_bytes = sketch_block_bytes(s->dim), differ = 0;
+    for (uint64_t i = 0; i < s->bytes; i++)
+        differ += i % block_bytes < block_bytes - SKETCH_LINE_BYTES && s->want[i] != s->got[i];
+    CHECK(differ <= 1 + s->tokens * s->dim / 2000);
+    for (uint32_t t = 0; t < s->bytes / block_bytes * SKETCH_TOKENS; t++) {
+        float want = scales_of(s->want, s->dim, t / 16)[t % 16];
+        float got = scales_of(s->got, s->dim, t / 16)[t % 16];
+        CHECK(t < s->tokens ? fabsf(got - want) <= 1e-3f * want : got == 0);
+    }
+}
+
+static void check_estimates(const kernels *isa, const sample *s, uint64_t *seed) {
+    for (uint32_t block = 0; block * SKETCH_TOKENS < s->tokens; block++) {
+        const uint8_t *at = s->want + block * sketch_block_bytes(s->dim);
+        uint32_t count = 1 + random_below(seed, QUERIES), passing = 0;
+        uint32_t seen = (uint32_t)random_next(seed) & 0xffff;
+        float want[16], got[16], threshold = normal(seed), best = -INFINITY;
+        reference->estimate(at, s->dim, s->queries, count, seen, threshold, want);
+        sketch_estimate made = isa->estimate(at, s->dim, s->queries, count, seen, threshold, got);
+        for (uint32_t t = 0; t < 16; t++) {
+            CHECK(fabsf(got[t] - want[t]) <= 1e-5f * (1 + fabsf(want[t])));
+            if (!(seen >> t & 1)) continue;
+            if (got[t] > best) best = got[t];
+            passing |= (uint32_t)(got[t] >= threshold) << t;
+        }
+        CHECK(made.passing == passing && made.best == best);
+    }
+}
+
+/* An estimate is near the logit, and along the key itself it is right. */
+static void check_meaning(const sample *s) {
+    static float row[DIM_MAX];
+    double error = 0, size = 0;
+    for (uint32_t t = 0; t < s->tokens; t++) {
+        float logit = 0, own = 0, query = 0, maxima[16];
+        reference->to_float(s->dtype, s->keys + t * s->key_bytes / s->tokens, s->dim, row);
+        for (uint32_t d = 0; d < s->dim; d++) {
+            logit += 0.5f * row[d] * s->rows[d];
+            own += row[d] * row[d];
+            query += s->rows[d] * s->rows[d];
+        }
+        const uint8_t *at = s->want + t / 16 * sketch_block_bytes(s->dim);
+        reference->estimate(at, s->dim, s->queries, 1, 0xffff, 0, maxima);
+        error += (maxima[t % 16] - logit) * (maxima[t % 16] - logit);
+        size += 0.25 * own * query / s->dim; /* what a logit is by and large */
+        sketch_query self;
+        _Alignas(64) int8_t codes[DIM_MAX + 64];
+        sketch_queries(row, 1, s->dim, 1, codes, &self);
+        reference->estimate(at, s->dim, &self, 1, 0xffff, 0, maxima);
+        CHECK(fabsf(maxima[t % 16] - own) <= 0.02f * own);
+    }
+    CHECK(s->tokens < 16 || s->dim < 16 || sqrt(error / size) < 0.6);
+}
+
+/* A key that is no number, or a query, gives an estimate that is none; zeros give zeros. */
+static void test_odd_numbers(const kernels *isa, uint64_t *seed) {
+    const float odd[] = {NAN, INFINITY, -INFINITY, 3e38f, 0, 1e-42f};
+    for (uint32_t kind = 0; kind < 6; kind++)
+        for (uint32_t whole = 0; whole < 2; whole++) {
+            sample s;
+            float got[16];
+            sample_make(&s, KERNEL_FLOAT32, 16, 48, seed);
+            for (uint32_t d = 0; d < (whole || kind > 2 ? 48 : 1); d++)
+                ((float *)s.keys)[3 * 48 + d] = odd[kind];
+            encode(isa, &s, s.got);
+            sketch_estimate made = isa->estimate(s.got, 48, s.queries, QUERIES, 0xffff, 1e9f, got);
+            if (kind < 4) CHECK(isnan(got[3]) && isnan(made.best) && made.passing == 1 << 3);
+            else CHECK(fabsf(got[3]) < 1e-30f && isfinite(made.best) && made.passing == 0);
+            CHECK(isfinite(got[2]));
+            made = isa->estimate(s.got, 48, s.queries, QUERIES, 0xffff & ~(1 << 3), 1e9f, got);
+            CHECK(isfinite(made.best) && made.passing == 0);
+            s.rows[5] = odd[kind];
+            sketch_queries(s.rows, QUERIES, 48, 0.5f, s.codes, s.queries);
+            made = isa->estimate(s.got, 48, s.queries, QUERIES, 1, 1e9f, got);
+            CHECK(kind < 3 ? isnan(made.best) && made.passing == 1 : !isnan(made.best));
+            sample_free(&s);
+        }
+}
+
+static void test_isa(const char *name, uint64_t seed) {
+    if (kernels_force(name) != 0) {
+        printf("skipped: this CPU has no %s\n", name);
+        return;
+    }
+    const kernels *isa = kernels_current();
+    for (uint32_t dim = 1; dim <= DIM_MAX; dim += dim < 70 ? 1 : 37)
+        for (int dtype = 0; dtype < 3; dtype++) {
+            sample s;
+            uint32_t tokens = dim % 3 ? 1 + random_below(&seed, TOKENS_MAX) : 16;
+            sample_make(&s, dtype, tokens, dim, &seed);
+            encode(reference, &s, s.want);
+            encode(isa, &s, s.got);
+            check_encoded(&s);
+            check_estimates(isa, &s, &seed);
+            if (isa == reference) check_meaning(&s);
+            sample_free(&s);
+        }
+    test_odd_numbers(isa, &seed);
+}
+
+int main(void) {
+    const char *names[] = {"serial", "avx2", "avx512", "neon"};
+    const char *given = getenv("CXLKV_TEST_SEED");
+    uint64_t seed = given ? strtoull(given, NULL, 10) : 1;
+    printf("seed %lu\n", seed);
+    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) test_isa(names[i], seed);
+    return 0;
+}
