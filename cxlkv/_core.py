@@ -152,7 +152,7 @@ def coherence_instruction() -> str:
 # ---- pools ----
 
 
-def _layout_struct(layout: KVLayout, checksum: bool) -> Any:
+def _layout_struct(layout: KVLayout, checksum: bool, sketch: bool) -> Any:
     shape = layout.shape
     made = ffi.new("cxlkv_layout *")
     made.layers, made.kv_heads = layout.layers, shape.kv_heads
@@ -163,7 +163,7 @@ def _layout_struct(layout: KVLayout, checksum: bool) -> Any:
     made.group_count = len(layout.groups)
     made.windows = [group.window or 0 for group in layout.groups]
     made.group_of = list(layout.order)
-    made.checksum = int(checksum)
+    made.checksum, made.sketch = int(checksum), int(sketch)
     made.shard = list(layout.shard)
     made.model_id = layout.model_id.encode()
     return made
@@ -179,6 +179,7 @@ def pool_create(
     path: str | None,
     layout: KVLayout,
     checksum: bool,
+    sketch: bool,
     sharing: tuple[int, int, int],
     capacity_bytes: int,
     force: bool,
@@ -188,7 +189,7 @@ def pool_create(
     out = ffi.new("cxlkv_pool **")
     where = ffi.NULL if path is None else ffi.new("char[]", path.encode())
     flags = lib.CXLKV_CREATE_FORCE if force else 0
-    described = _layout_struct(layout, checksum)
+    described = _layout_struct(layout, checksum, sketch)
     shared = ffi.new(
         "cxlkv_sharing *", dict(zip(("kind", "durable", "hosts"), sharing, strict=True))
     )
@@ -211,8 +212,8 @@ def pool_remove(path: str) -> None:
     check(lib.cxlkv_pool_remove(path.encode()))
 
 
-def pool_layout(pool: Handle) -> tuple[KVLayout, bool]:
-    """The pool's layout, and whether its pieces have checksums."""
+def pool_layout(pool: Handle) -> tuple[KVLayout, bool, bool]:
+    """The pool's layout, and whether its pieces have checksums, and its keys sketches."""
     got = ffi.new("cxlkv_layout *")
     check(lib.cxlkv_pool_layout(pool, got))
     order = list(got.group_of)[: got.layers]
@@ -235,7 +236,7 @@ def pool_layout(pool: Handle) -> tuple[KVLayout, bool]:
         shard=(got.shard[0], got.shard[1], got.shard[2], got.shard[3]),
         model_id=ffi.string(got.model_id).decode(errors="replace"),
     )
-    return layout, bool(got.checksum)
+    return layout, bool(got.checksum), bool(got.sketch)
 
 
 def pool_sharing(pool: Handle) -> tuple[int, int, int]:
@@ -499,18 +500,19 @@ def batch_select(
     budget_array: Any,
     codes: tuple[int, int, int],
     scale: float,
+    errors: float,
     pages: Pages,
     scores: npt.NDArray[np.float32],
     counts: npt.NDArray[np.int32],
-) -> tuple[int, int, int, int]:
-    """Fills the three arrays; returns (code, k, bytes scored, bytes fetched). code is E_ROOM when
-    pages is too small for k, and then nothing was scored. codes is (method, union, per)."""
+) -> tuple[int, int, Any]:
+    """Fills the three arrays; returns (code, k, the call's struct). code is E_ROOM when pages is
+    too small for k, and then nothing was scored. codes is (method, union, per)."""
     args = _arguments().select
     _fill_rows(args.queries, queries)
     args.layer, args.q_heads = layer, queries.shape[1]
     args.budgets, args.budget_count = budget_array, len(budget_array)
     args.method, args.union_over, args.per = codes
-    args.scale = scale
+    args.scale, args.errors = scale, errors
     args.capacity = pages.size
     kept = (_int32(starts), _int32(pages, True), _int32(counts, True))
     args.starts, args.pages, args.counts = kept
@@ -519,7 +521,7 @@ def batch_select(
     code = lib.cxlkv_batch_select(batch, args)
     if code < 0 and code != E_ROOM:
         check(code)
-    return code, args.k, args.bytes_scored, args.bytes_fetched
+    return code, args.k, args
 
 
 def _fill_picked(struct: Any, picked: tuple[Pages, int] | None) -> Any:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,7 +20,7 @@ from cxlkv import _core
 from cxlkv.errors import BadArgumentError, CXLKVError
 from cxlkv.layout import KVLayout
 from cxlkv.ndp import simd
-from cxlkv.ndp.engine import Budget, Selection
+from cxlkv.ndp.engine import Asked, Selection
 
 Pages = npt.NDArray[np.int32]
 
@@ -58,18 +58,6 @@ def is_due(pool: _core.Handle) -> bool:
     return plan is not None and next(plan.selects) % plan.every == 0
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a select was asked for."""
-
-    layer: int
-    queries: object
-    starts: Pages
-    budgets: Sequence[Budget]
-    method: str
-    scale: float
-
-
 def measure(
     pool: _core.Handle,
     batch: _core.Handle,
@@ -94,18 +82,8 @@ def measure(
 
 
 def _exact(batch: _core.Handle, layout: KVLayout, asked: Asked, picked: Selection) -> Selection:
-    return simd.select(
-        batch,
-        layout,
-        len(asked.starts) - 1,
-        asked.layer,
-        asked.queries,
-        asked.starts,
-        asked.budgets,
-        "exact",
-        asked.scale,
-        picked.pages.shape[2],
-    )
+    wanted = replace(asked, method="exact")
+    return simd.select(batch, layout, wanted, picked.pages.shape[2])
 
 
 def recall(chosen: Selection, exact: Selection) -> float | None:

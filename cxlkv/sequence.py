@@ -14,7 +14,7 @@ from cxlkv.arrays import Array, View, imported, view
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.ndp import simd
-from cxlkv.ndp.engine import Budget, Selection
+from cxlkv.ndp.engine import RECALL, Asked, Budget, Selection
 
 Starts = npt.NDArray[np.int32]
 
@@ -87,34 +87,35 @@ class Batch:
         budgets: Budget | Sequences[Budget],
         method: str = "auto",
         scale: float | None = None,
+        recall: float = RECALL,
     ) -> Selection:
         """Choose pages for queries q [rows, q_heads, head_dim], scored where they lie.
 
         Row r of sequence i is token length_i - (starts[i + 1] - r) and sees nothing later: append
         a step's keys first. method "exact" scores every key, "digest" the min/max bound of each
-        page (Quest, arXiv 2406.10774); "auto" is exact. One budget, or one for each sequence. In a
-        layer with a window a row sees the pages of its window only, and budgets count these.
-        scale defaults to head_dim ** -0.5.
+        page (Quest, arXiv 2406.10774). "two_stage" estimates scores from sketches, an eighth of the
+        bytes, and scores by their keys the tokens that may matter, so that about `recall` of the
+        pages of "exact" are chosen; 1 is all of them. "auto" is "two_stage" where the pool has
+        sketches, "exact" for a budget of mass; few pages are scored exactly anyway. One budget, or
+        one for each sequence. In a layer with a window a row sees the pages of its window only, and
+        budgets count these. scale defaults to head_dim ** -0.5.
         """
         several = [budgets] if isinstance(budgets, Budget) else list(budgets)
         if len(several) not in (1, len(self)):
             raise BadArgumentError(f"{len(several)} budgets for {len(self)} sequences")
-        picked = simd.select(
-            self._handle,
-            self._layout,
-            len(self),
-            _layer(layer),
-            q,
-            self._starts(starts),
-            several,
-            method,
-            self._scale(scale),
-            self._room,
+        asked = Asked(
+            layer=_layer(layer),
+            queries=q,
+            starts=self._starts(starts),
+            budgets=several,
+            method=method,
+            scale=self._scale(scale),
+            recall=recall,
         )
+        picked = simd.select(self._handle, self._layout, asked, self._room)
         # A step later a list is one page longer at most: then one call into the core is enough.
         self._room = picked.pages.shape[2] + 1
         if audit.is_due(self._pool):
-            asked = audit.Asked(layer, q, picked.starts, several, method, self._scale(scale))
             audit.measure(self._pool, self._handle, self._layout, asked, picked)
         return picked
 
@@ -221,6 +222,7 @@ class Sequence:
         top_k: int | None = None,
         method: str = "auto",
         scale: float | None = None,
+        recall: float = RECALL,
     ) -> Selection:
         """Choose pages; q [q_heads, head_dim] gives pages [kv_heads, k], several rows [rows, ...].
 
@@ -230,7 +232,7 @@ class Sequence:
             raise BadArgumentError("select takes a budget or top_k=, one of them")
         rows, single, starts = self._rows(q)
         chosen = Budget(pages=top_k) if budget is None else budget
-        picked = self._own().select(layer, rows, starts, chosen, method, scale)
+        picked = self._own().select(layer, rows, starts, chosen, method, scale, recall)
         if not single and chosen.per == "query":
             return picked
         return replace(

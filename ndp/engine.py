@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 
 from cxlkv.errors import BadArgumentError
 
-METHODS = ("exact", "digest")
+METHODS = ("exact", "digest", "two_stage", "auto")
 UNIONS = ("kv_head", "layer")
 PERS = ("query", "sequence")
+RECALL = 0.98
 PAGES_MAX = 2**31 - 1  # page numbers are int32
 
 
@@ -79,12 +81,58 @@ def pages_of_share(share: float, pages: int) -> int:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What a select is asked for: arguments of Batch.select, checked or not.
+
+    recall: what share of the pages that "exact" would choose is wanted of "two_stage".
+    """
+
+    layer: int
+    queries: object
+    starts: npt.NDArray[np.int32]
+    budgets: Sequence[Budget]
+    method: str
+    scale: float
+    recall: float = RECALL
+
+    def errors(self) -> float:
+        """By how many of its root mean square errors an estimate may be short of the threshold: as
+        many as a normal one is with this probability."""
+        if not 0.5 <= self.recall <= 1:
+            raise BadArgumentError(f"recall={self.recall}: 0.5 to 1")
+        return NormalDist().inv_cdf(self.recall) if self.recall < 1 else math.inf
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a two-stage select went: lists (and heads) in which sketches were read, the root mean
+    square error of their estimates in logits, tokens whose keys were read after that, bytes."""
+
+    lists: int
+    error: float
+    tokens: int
+    bytes_sketched: int
+    bytes_keys: int
+
+    def __str__(self) -> str:
+        if not self.lists:
+            return "exact: too few pages for estimates to pay"
+        return (
+            f"two_stage: {self.lists} lists by sketches ({self.bytes_sketched} bytes), which are "
+            f"off by {self.error:.3g} (rms, logits); then the keys of {self.tokens} tokens, the "
+            f"sample and the forced pages ({self.bytes_keys} bytes)"
+        )
+
+
+@dataclass(frozen=True)
 class Selection:
     """The pages that a select chose.
 
     pages: int32 [rows or n, kv_heads, k], indices in the sequence, ascending, -1 padded;
     scores: float32, the same shape, -inf padded: scaled logits, or shares of the attention under a
-    mass budget; counts: int32 [rows or n, kv_heads]. bytes_scored were read to choose;
+    mass budget; counts: int32 [rows or n, kv_heads]. stages: of a two-stage select, how it went;
+    str() of it says why. Where no token of a page was scored by its key, the page's score is an
+    estimate. bytes_scored were read to choose;
     bytes_fetched are K and V of the chosen pages' tokens, as fetch and attend read them.
     """
 
@@ -95,6 +143,7 @@ class Selection:
     bytes_fetched: int
     per: str
     starts: npt.NDArray[np.int32] = field(repr=False)
+    stages: Stages | None = None
 
 
 def uniform(budgets: Sequence[Budget]) -> Budget:

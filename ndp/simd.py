@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
@@ -11,7 +9,7 @@ from cxlkv import _core
 from cxlkv.arrays import NUMPY_DTYPES, Array, View, empty_like_kind, imported, view
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES, KVLayout
-from cxlkv.ndp.engine import METHODS, PERS, UNIONS, Budget, Selection, uniform
+from cxlkv.ndp.engine import METHODS, PERS, UNIONS, Asked, Selection, Stages, uniform
 
 Starts = npt.NDArray[np.int32]
 ROOM_PAGES = 4096  # the longest lists for which room is made before the core has asked for it
@@ -34,29 +32,21 @@ def check_queries(layout: KVLayout, queries: object, rows: int) -> View:
 def select(
     batch: _core.Handle,
     layout: KVLayout,
-    count: int,
-    layer: int,
-    queries: object,
-    starts: Starts,
-    budgets: Sequence[Budget],
-    method: str,
-    scale: float,
+    asked: Asked,
     room: int = 0,
 ) -> Selection:
-    """Score the pages of `count` sequences and choose; one call into the core.
+    """Score the pages of a batch's sequences and choose; one call into the core.
 
     The result has room for lists of `room` pages, or more as the budgets suggest; when lists turn
     out longer, the core says how long before it scores anything, and the call is made once more.
     """
-    rows = int(starts[-1])
-    got = check_queries(layout, queries, rows)
-    if method == "auto":
-        method = "exact"
-    if method not in METHODS:
-        raise BadArgumentError(f"method {method!r}: use one of {', '.join(METHODS)} or auto")
+    rows, budgets = int(asked.starts[-1]), asked.budgets
+    got = check_queries(layout, asked.queries, rows)
+    if asked.method not in METHODS:
+        raise BadArgumentError(f"method {asked.method!r}: use one of {', '.join(METHODS)}")
     first = uniform(budgets)
-    codes = (METHODS.index(method), UNIONS.index(first.union), PERS.index(first.per))
-    lists = rows if first.per == "query" else count
+    codes = (METHODS.index(asked.method), UNIONS.index(first.union), PERS.index(first.per))
+    lists = rows if first.per == "query" else len(asked.starts) - 1
     heads = layout.kv_heads
     array = _core.budgets([b.row() for b in budgets])
     counts = np.empty((lists, heads), np.int32)
@@ -64,20 +54,40 @@ def select(
     while True:
         pages = np.empty(lists * heads * k, np.int32)
         scores = np.empty(lists * heads * k, np.float32)
-        code, k, bytes_scored, bytes_fetched = _core.batch_select(
-            batch, layer, got, starts, array, codes, scale, pages, scores, counts
+        code, k, done = _core.batch_select(
+            batch,
+            asked.layer,
+            got,
+            asked.starts,
+            array,
+            codes,
+            asked.scale,
+            asked.errors(),
+            pages,
+            scores,
+            counts,
         )
         if code != _core.E_ROOM:
             break
     used, shape = lists * heads * k, (lists, heads, k)
+    stages = None
+    if METHODS[done.method] == "two_stage":
+        stages = Stages(
+            lists=done.lists_staged,
+            error=done.mean_error,
+            tokens=done.tokens_scored,
+            bytes_sketched=done.bytes_sketched,
+            bytes_keys=done.bytes_scored - done.bytes_sketched,
+        )
     return Selection(
         pages=pages[:used].reshape(shape),
         scores=scores[:used].reshape(shape),
         counts=counts,
-        bytes_scored=bytes_scored,
-        bytes_fetched=bytes_fetched,
+        bytes_scored=done.bytes_scored,
+        bytes_fetched=done.bytes_fetched,
         per=first.per,
-        starts=starts,
+        starts=asked.starts,
+        stages=stages,
     )
 
 

@@ -7,43 +7,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "internal.h"
+#include "select.h"
 
-enum { TASK_PAGES = 64, QUERY_BLOCK = 64, SCRATCH_LIMIT = 1 << 30 };
-
-typedef struct plan {
-    layer_view view;
-    uint32_t low;                /* pages before it are behind the window of every row */
-    const cxlkv_budget *budget;
-    uint64_t first_query;        /* of [kv_head][row][group] */
-    uint64_t first_row, rows;
-    uint64_t first_list, lists;
-    float *scores;               /* [list][kv_head][page] */
-    float *log_sums;             /* mass only: [kv_head][row][group][page] */
-    uint32_t first_task, tasks;
-} plan;
-
-typedef struct select_job {
-    cxlkv_batch *batch;
-    cxlkv_select_args *args;
-    const kernels *isa;
-    kernel_queries queries;      /* of all plans */
-    plan *plans;
-    uint32_t group;
-    atomic_ulong bytes_scored, bytes_fetched;
-} select_job;
+enum { TASK_PAGES = 64, SCRATCH_LIMIT = 1 << 30 };
 
 /* ---- how many pages each list gets ---- */
 
-typedef struct window {
-    uint32_t low, pages;         /* the list's queries can see [low, pages) */
-    uint32_t sinks;              /* [low, sinks) are forced in */
-    uint32_t recent;             /* and [recent, pages) */
-    uint32_t k;                  /* the most that are chosen */
-} window;
-
-/* List `list` of a plan: one query row, or all rows of the sequence. */
-static window window_of(const select_job *job, const plan *p, uint64_t list) {
+window window_of(const select_job *job, const plan *p, uint64_t list) {
     const cxlkv_budget *budget = p->budget;
     uint64_t page_tokens = job->batch->pool->layout.page_tokens;
     bool per_query = job->args->per == CXLKV_PER_QUERY;
@@ -70,110 +40,6 @@ static window window_of(const select_job *job, const plan *p, uint64_t list) {
     return w;
 }
 
-/* ---- scoring ---- */
-
-static void max_over_group(const float *maxima, uint64_t rows, uint32_t group, float *out,
-                           uint64_t out_stride, bool one_list) {
-    for (uint64_t row = 0; row < rows; row++) {
-        float best = -INFINITY;
-        for (uint32_t i = 0; i < group; i++) {
-            float value = maxima[row * group + i];
-            if (isnan(value) || value > best) best = value;
-            if (isnan(best)) break;
-        }
-        float *to = one_list ? out : out + row * out_stride;
-        if (isnan(*to)) continue;
-        if (isnan(best) || best > *to) *to = best;
-    }
-}
-
-/* Scores `count` queries against the first `tokens` tokens of a page's keys, or its digest. */
-static void score_block(const select_job *job, const plan *p, uint32_t index, const uint8_t *keys,
-                        size_t row_bytes, uint64_t first_query, uint32_t count, uint32_t tokens,
-                        float *maxima) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
-    kernel_queries queries = queries_range(job->queries, first_query, count);
-    if (job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete)
-        job->isa->bound((int)layout->dtype, keys, layout->head_dim, &queries, job->args->scale,
-                        maxima);
-    else
-        job->isa->score_max((int)layout->dtype, keys, row_bytes, tokens, layout->head_dim, &queries,
-                            job->args->scale, maxima);
-}
-
-static void score_head(const select_job *job, const plan *p, uint32_t index, uint32_t head,
-                       const uint8_t *keys, size_t row_bytes) {
-    uint32_t group = job->group, heads = job->batch->pool->layout.kv_heads;
-    bool digest = job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete;
-    bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
-    uint64_t stride = (uint64_t)heads * p->view.pages;
-    float *out = p->scores + (uint64_t)head * p->view.pages + index;
-    uint64_t first = p->first_query + (uint64_t)head * p->rows * group;
-    uint64_t block = QUERY_BLOCK / group ? QUERY_BLOCK / group : 1, row = 0;
-    while (row < p->rows) {
-        uint32_t visible = view_visible(&p->view, index, row, p->rows);
-        uint32_t hidden = view_hidden(&p->view, index, row, p->rows);
-        uint64_t rows = view_together(&p->view, index, row, p->rows, min_u64(block, p->rows - row));
-        if (hidden >= visible) visible = 0;
-        for (uint32_t part = 0; visible && part < group; part += QUERY_BLOCK) {
-            float maxima[QUERY_BLOCK];
-            uint32_t count = min_u32(QUERY_BLOCK, (uint32_t)rows * group - part);
-            score_block(job, p, index, keys + (digest ? 0 : hidden * row_bytes), row_bytes,
-                        first + row * group + part, count, visible - hidden, maxima);
-            uint32_t wide = group > QUERY_BLOCK ? count : group;
-            max_over_group(maxima, rows, wide, one_list ? out : out + row * stride, stride,
-                           one_list);
-        }
-        row += rows;
-    }
-}
-
-/* Log of the sum of exp over one page's visible tokens, for each query of a head. */
-static void mass_head(const select_job *job, const plan *p, uint32_t index, uint32_t head,
-                      const uint8_t *keys, size_t row_bytes) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
-    float logits[1024]; /* page_tokens is at most that */
-    uint32_t group = job->group;
-    for (uint64_t row = 0; row < p->rows; row++) {
-        uint32_t hidden = view_hidden(&p->view, index, row, p->rows);
-        uint32_t visible = view_visible(&p->view, index, row, p->rows);
-        visible = visible > hidden ? visible - hidden : 0;
-        for (uint32_t i = 0; i < group; i++) {
-            uint64_t query = ((uint64_t)head * p->rows + row) * group + i;
-            float *out = p->log_sums + query * p->view.pages + index;
-            *out = -INFINITY;
-            if (visible == 0) continue;
-            kernel_queries one = queries_range(job->queries, p->first_query + query, 1);
-            job->isa->score((int)layout->dtype, keys + hidden * row_bytes, row_bytes, visible,
-                            layout->head_dim, &one, job->args->scale, logits, visible);
-            float largest = -INFINITY; /* or NaN, which then stays */
-            for (uint32_t t = 0; t < visible; t++)
-                if (logits[t] > largest || isnan(logits[t])) largest = logits[t];
-            *out = largest + logf(job->isa->exp_sum(logits, visible, largest));
-        }
-    }
-}
-
-static int score_page(select_job *job, const plan *p, uint32_t index) {
-    cxlkv_pool *pool = job->batch->pool;
-    const cxlkv_layout *layout = &pool->layout;
-    bool digest = job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete;
-    int code = view_verify(&p->view, index);
-    if (code < 0) return code;
-    page_rows rows = view_rows(&p->view, index, PIECE_KEYS);
-    if (digest) {
-        uint32_t page = sequence_page(p->view.sequence, p->view.part, index);
-        rows.first = pieces_of(pool, page, p->view.layer, PIECE_DIGEST);
-        rows.head_bytes = pool->geometry.digest_piece_bytes;
-    }
-    for (uint32_t head = 0; head < layout->kv_heads; head++) {
-        const uint8_t *keys = rows.first + head * rows.head_bytes;
-        if (p->log_sums) mass_head(job, p, index, head, keys, rows.row_bytes);
-        else score_head(job, p, index, head, keys, rows.row_bytes);
-    }
-    return 0;
-}
-
 static const plan *plan_of_task(const select_job *job, uint32_t item) {
     uint32_t low = 0, high = job->batch->count;
     while (high - low > 1) {
@@ -191,6 +57,7 @@ static int score_task(void *context, uint32_t item) {
     uint32_t first = p->low + (item - p->first_task) * TASK_PAGES;
     uint32_t last = min_u32(first + TASK_PAGES, p->view.pages);
     uint64_t bytes = 0, token_bytes = layout->head_dim * dtype_bytes(layout->dtype);
+    if (p->thresholds) return sketch_score_pages(job, p, first, last);
     for (uint32_t index = first; index < last; index++) {
         int code = score_page(job, p, index);
         if (code < 0) return code;
@@ -198,37 +65,6 @@ static int score_task(void *context, uint32_t item) {
         bytes += layout->kv_heads * token_bytes * (digest ? 2 : view_filled(&p->view, index));
     }
     atomic_fetch_add_explicit(&job->bytes_scored, bytes, memory_order_relaxed);
-    return 0;
-}
-
-/* Turns a query's page log-sums into its attention by page, added to its list's scores. */
-static void add_mass(const plan *p, const float *log_sums, float share, float *scores) {
-    float largest = -INFINITY;
-    double total = 0;
-    for (uint32_t page = p->low; page < p->view.pages; page++)
-        if (log_sums[page] > largest) largest = log_sums[page];
-    for (uint32_t page = p->low; page < p->view.pages; page++)
-        total += exp(log_sums[page] - largest);
-    for (uint32_t page = p->low; page < p->view.pages; page++)
-        scores[page] += share * (float)(exp(log_sums[page] - largest) / total);
-}
-
-static int mass_task(void *context, uint32_t item) {
-    select_job *job = context;
-    const plan *p = &job->plans[item];
-    uint32_t heads = job->batch->pool->layout.kv_heads, pages = p->view.pages;
-    bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
-    float share = 1.0f / (float)(job->group * (one_list ? p->rows : 1));
-    if (!p->log_sums) return 0;
-    for (uint64_t i = 0; i < p->lists * heads * pages; i++) p->scores[i] = 0;
-    for (uint32_t head = 0; head < heads; head++)
-        for (uint64_t row = 0; row < p->rows; row++)
-            for (uint32_t i = 0; i < job->group; i++) {
-                uint64_t query = (head * p->rows + row) * job->group + i;
-                uint64_t list = one_list ? 0 : row;
-                add_mass(p, p->log_sums + query * pages, share,
-                         p->scores + (list * heads + head) * pages);
-            }
     return 0;
 }
 
@@ -425,9 +261,14 @@ static int budget_check(const cxlkv_select_args *args, uint32_t i) {
 }
 
 static int args_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
-    if (args->method > CXLKV_METHOD_DIGEST || args->union_over > CXLKV_UNION_LAYER ||
+    if (args->method > CXLKV_METHOD_AUTO || args->union_over > CXLKV_UNION_LAYER ||
         args->per > CXLKV_PER_SEQUENCE)
         return fail(CXLKV_E_ARGUMENT, "select: unknown method, union or per");
+    if (!(args->errors >= 0))
+        return fail(CXLKV_E_ARGUMENT, "select: %g errors", (double)args->errors);
+    if (args->method == CXLKV_METHOD_TWO_STAGE && !batch->pool->layout.sketch)
+        return fail(CXLKV_E_ARGUMENT, "select: this pool has no sketches (it was made with "
+                    "sketch=False): use method exact or digest");
     if (!(args->scale > 0 && args->scale < INFINITY))
         return fail(CXLKV_E_ARGUMENT, "select: scale %g must be positive", (double)args->scale);
     if (args->budget_count != 1 && args->budget_count != batch->count)
@@ -445,7 +286,8 @@ static uint64_t make_plans(select_job *job) {
     cxlkv_select_args *args = job->args;
     uint64_t lists = 0;
     uint32_t tasks = 0, page_tokens = job->batch->pool->layout.page_tokens;
-    args->k = 0;
+    args->k = args->lists_staged = 0;
+    args->mean_error = 0;
     for (uint32_t i = 0; i < job->batch->count; i++) {
         plan *p = &job->plans[i];
         p->view = view_of(job->batch->sequences[i], args->layer);
@@ -471,21 +313,25 @@ static uint64_t make_plans(select_job *job) {
 static int place_scratch(select_job *job, uint32_t rows) {
     uint64_t heads = job->batch->pool->layout.kv_heads, q_heads = job->args->q_heads;
     uint64_t query_floats = queries_bytes(job->batch, job->isa, rows * q_heads) / sizeof(float);
-    uint64_t floats = query_floats;
+    uint64_t sketch_floats = 0, floats = query_floats;
+    if (job->args->method == CXLKV_METHOD_TWO_STAGE)
+        floats += sketch_floats = sketch_query_floats(job, rows * q_heads);
     for (uint32_t pass = 0; pass < 2; pass++) {
-        float *at = (float *)job->batch->scratch + query_floats;
+        float *at = (float *)job->batch->scratch + query_floats + sketch_floats;
         for (uint32_t i = 0; i < job->batch->count; i++) {
             plan *p = &job->plans[i];
             uint64_t scores = p->lists * heads * p->view.pages, sums = 0;
+            uint64_t stage = sketch_plan_floats(job, p);
             if (p->budget->kind == CXLKV_BUDGET_MASS) sums = p->rows * q_heads * p->view.pages;
             if (pass == 0) {
-                floats += scores + sums;
+                floats += scores + sums + stage;
                 continue;
             }
             p->first_query = p->first_row * q_heads;
             p->scores = at;
             p->log_sums = sums ? at + scores : NULL;
-            at += scores + sums;
+            p->thresholds = stage ? at + scores + sums : NULL;
+            at += scores + sums + stage;
             for (uint64_t j = 0; j < scores; j++) p->scores[j] = -INFINITY;
         }
         if (pass == 1) break;
@@ -514,6 +360,14 @@ static int64_t select_locked(select_job *job) {
     if (code < 0) return code;
     job->queries = queries_pack(batch, job->isa, &args->queries, args->q_heads, args->starts,
                                 batch->scratch);
+    if (args->method == CXLKV_METHOD_TWO_STAGE) {
+        uint64_t used = queries_bytes(batch, job->isa, job->queries.count);
+        sketch_prepare(job, (float *)((uint8_t *)batch->scratch + used));
+        code = run_tasks(batch->pool, batch->count * batch->pool->layout.kv_heads,
+                         sketch_sample_task, job);
+        if (code < 0) return code;
+        sketch_cut_all(job);
+    }
     for (uint32_t i = 0; i < batch->count; i++) tasks += job->plans[i].tasks;
     code = run_tasks(batch->pool, tasks, score_task, job);
     if (code == 0) code = run_tasks(batch->pool, batch->count, mass_task, job);
@@ -521,12 +375,22 @@ static int64_t select_locked(select_job *job) {
     if (code < 0) return code;
     compact(job, lists);
     args->bytes_scored = atomic_load(&job->bytes_scored);
+    args->bytes_sketched = atomic_load(&job->bytes_sketched);
+    args->tokens_scored = atomic_load(&job->tokens_scored);
     args->bytes_fetched = atomic_load(&job->bytes_fetched);
     count_add(batch->pool, COUNT_SCORED_BYTES, args->bytes_scored);
     return args->k;
 }
 
+static void method_choose(const cxlkv_batch *batch, cxlkv_select_args *args) {
+    if (args->method != CXLKV_METHOD_AUTO) return;
+    args->method = batch->pool->layout.sketch ? CXLKV_METHOD_TWO_STAGE : CXLKV_METHOD_EXACT;
+    for (uint32_t i = 0; i < args->budget_count; i++)
+        if (args->budgets[i].kind == CXLKV_BUDGET_MASS) args->method = CXLKV_METHOD_EXACT;
+}
+
 int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args) {
+    method_choose(batch, args);
     int64_t code = args_check(batch, args);
     if (code < 0) return code;
     select_job job = {.batch = batch, .args = args, .isa = kernels_current()};

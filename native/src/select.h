@@ -1,0 +1,63 @@
+/* What the files of select share: its plans, the job, and how a stage scores pages. */
+#ifndef CXLKV_SELECT_H
+#define CXLKV_SELECT_H
+#include "internal.h"
+
+typedef struct plan {
+    layer_view view;
+    uint32_t low;                /* pages before it are behind the window of every row */
+    const cxlkv_budget *budget;
+    uint64_t first_query;        /* of [kv_head][row][group] */
+    uint64_t first_row, rows;
+    uint64_t first_list, lists;
+    float *scores;               /* [list][kv_head][page] */
+    float *log_sums;             /* mass only: [kv_head][row][group][page] */
+    float *thresholds;           /* two stages only: [list][kv_head]; else NULL */
+    uint32_t first_task, tasks;
+} plan;
+
+typedef struct select_job {
+    cxlkv_batch *batch;
+    cxlkv_select_args *args;
+    const kernels *isa;
+    kernel_queries queries;      /* of all plans */
+    const sketch_query *sketch_queries; /* the same ones, for estimates */
+    plan *plans;
+    uint32_t group;
+    atomic_ulong bytes_scored, bytes_fetched, bytes_sketched, tokens_scored;
+} select_job;
+
+typedef struct window {
+    uint32_t low, pages;         /* the list's queries can see [low, pages) */
+    uint32_t sinks;              /* [low, sinks) are forced in */
+    uint32_t recent;             /* and [recent, pages) */
+    uint32_t k;                  /* the most that are chosen */
+} window;
+
+/* List `list` of a plan: one query row, or all rows of the sequence. */
+window window_of(const select_job *job, const plan *p, uint64_t list);
+
+/* ---- select_score.c ---- */
+enum { QUERY_BLOCK = 64 };
+/* Of `rows` rows with `group` maxima each, to out[row * out_stride], or all to out[0]. */
+void max_over_group(const float *maxima, uint64_t rows, uint32_t group, float *out,
+                    uint64_t out_stride, bool one_list);
+/* By keys, or by the digest if that is the method. */
+int score_page(select_job *job, const plan *p, uint32_t index);
+/* The same in one pass over page p->low + [0, ...): the attention of each page from log-sums. */
+int mass_task(void *context, uint32_t item);
+
+/* ---- select_sketch.c ---- */
+/* Is it worth while for this plan? */
+bool sketch_is_for(const select_job *job, const plan *p);
+/* Floats of scratch for all queries, and for a plan. */
+uint64_t sketch_query_floats(const select_job *job, uint64_t query_count);
+uint64_t sketch_plan_floats(const select_job *job, const plan *p);
+/* The queries of the job, from job->queries. */
+void sketch_prepare(select_job *job, float *scratch);
+/* For batch->count * kv_heads items, then sketch_cut_all(): thresholds. */
+int sketch_sample_task(void *context, uint32_t item);
+void sketch_cut_all(select_job *job);
+/* Pages [first, last) of a plan. */
+int sketch_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last);
+#endif

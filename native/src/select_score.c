@@ -1,0 +1,138 @@
+/* Select's scores by keys and digests: one page, all its heads and queries. */
+#include <math.h>
+
+#include "select.h"
+
+void max_over_group(const float *maxima, uint64_t rows, uint32_t group, float *out,
+                    uint64_t out_stride, bool one_list) {
+    for (uint64_t row = 0; row < rows; row++) {
+        float best = -INFINITY;
+        for (uint32_t i = 0; i < group; i++) {
+            float value = maxima[row * group + i];
+            if (isnan(value) || value > best) best = value;
+            if (isnan(best)) break;
+        }
+        float *to = one_list ? out : out + row * out_stride;
+        if (isnan(*to)) continue;
+        if (isnan(best) || best > *to) *to = best;
+    }
+}
+
+/* Scores `count` queries against the first `tokens` tokens of a page's keys, or its digest. */
+static void score_block(const select_job *job, const plan *p, uint32_t index, const uint8_t *keys,
+                        size_t row_bytes, uint64_t first_query, uint32_t count, uint32_t tokens,
+                        float *maxima) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    kernel_queries queries = queries_range(job->queries, first_query, count);
+    if (job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete)
+        job->isa->bound((int)layout->dtype, keys, layout->head_dim, &queries, job->args->scale,
+                        maxima);
+    else
+        job->isa->score_max((int)layout->dtype, keys, row_bytes, tokens, layout->head_dim, &queries,
+                            job->args->scale, maxima);
+}
+
+static void score_head(const select_job *job, const plan *p, uint32_t index, uint32_t head,
+                       const uint8_t *keys, size_t row_bytes) {
+    uint32_t group = job->group, heads = job->batch->pool->layout.kv_heads;
+    bool digest = job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete;
+    bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
+    uint64_t stride = (uint64_t)heads * p->view.pages;
+    float *out = p->scores + (uint64_t)head * p->view.pages + index;
+    uint64_t first = p->first_query + (uint64_t)head * p->rows * group;
+    uint64_t block = QUERY_BLOCK / group ? QUERY_BLOCK / group : 1, row = 0;
+    while (row < p->rows) {
+        uint32_t visible = view_visible(&p->view, index, row, p->rows);
+        uint32_t hidden = view_hidden(&p->view, index, row, p->rows);
+        uint64_t rows = view_together(&p->view, index, row, p->rows, min_u64(block, p->rows - row));
+        if (hidden >= visible) visible = 0;
+        for (uint32_t part = 0; visible && part < group; part += QUERY_BLOCK) {
+            float maxima[QUERY_BLOCK];
+            uint32_t count = min_u32(QUERY_BLOCK, (uint32_t)rows * group - part);
+            score_block(job, p, index, keys + (digest ? 0 : hidden * row_bytes), row_bytes,
+                        first + row * group + part, count, visible - hidden, maxima);
+            uint32_t wide = group > QUERY_BLOCK ? count : group;
+            max_over_group(maxima, rows, wide, one_list ? out : out + row * stride, stride,
+                           one_list);
+        }
+        row += rows;
+    }
+}
+
+/* Log of the sum of exp over one page's visible tokens, for each query of a head. */
+static void mass_head(const select_job *job, const plan *p, uint32_t index, uint32_t head,
+                      const uint8_t *keys, size_t row_bytes) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    float logits[1024]; /* page_tokens is at most that */
+    uint32_t group = job->group;
+    for (uint64_t row = 0; row < p->rows; row++) {
+        uint32_t hidden = view_hidden(&p->view, index, row, p->rows);
+        uint32_t visible = view_visible(&p->view, index, row, p->rows);
+        visible = visible > hidden ? visible - hidden : 0;
+        for (uint32_t i = 0; i < group; i++) {
+            uint64_t query = ((uint64_t)head * p->rows + row) * group + i;
+            float *out = p->log_sums + query * p->view.pages + index;
+            *out = -INFINITY;
+            if (visible == 0) continue;
+            kernel_queries one = queries_range(job->queries, p->first_query + query, 1);
+            job->isa->score((int)layout->dtype, keys + hidden * row_bytes, row_bytes, visible,
+                            layout->head_dim, &one, job->args->scale, logits, visible);
+            float largest = -INFINITY; /* or NaN, which then stays */
+            for (uint32_t t = 0; t < visible; t++)
+                if (logits[t] > largest || isnan(logits[t])) largest = logits[t];
+            *out = largest + logf(job->isa->exp_sum(logits, visible, largest));
+        }
+    }
+}
+
+int score_page(select_job *job, const plan *p, uint32_t index) {
+    cxlkv_pool *pool = job->batch->pool;
+    const cxlkv_layout *layout = &pool->layout;
+    bool digest = job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete;
+    int code = view_verify(&p->view, index);
+    if (code < 0) return code;
+    page_rows rows = view_rows(&p->view, index, PIECE_KEYS);
+    if (digest) {
+        uint32_t page = sequence_page(p->view.sequence, p->view.part, index);
+        rows.first = pieces_of(pool, page, p->view.layer, PIECE_DIGEST);
+        rows.head_bytes = pool->geometry.digest_piece_bytes;
+    }
+    for (uint32_t head = 0; head < layout->kv_heads; head++) {
+        const uint8_t *keys = rows.first + head * rows.head_bytes;
+        if (p->log_sums) mass_head(job, p, index, head, keys, rows.row_bytes);
+        else score_head(job, p, index, head, keys, rows.row_bytes);
+    }
+    return 0;
+}
+
+/* Turns a query's page log-sums into its attention by page, added to its list's scores. */
+static void add_mass(const plan *p, const float *log_sums, float share, float *scores) {
+    float largest = -INFINITY;
+    double total = 0;
+    for (uint32_t page = p->low; page < p->view.pages; page++)
+        if (log_sums[page] > largest) largest = log_sums[page];
+    for (uint32_t page = p->low; page < p->view.pages; page++)
+        total += exp(log_sums[page] - largest);
+    for (uint32_t page = p->low; page < p->view.pages; page++)
+        scores[page] += share * (float)(exp(log_sums[page] - largest) / total);
+}
+
+int mass_task(void *context, uint32_t item) {
+    select_job *job = context;
+    const plan *p = &job->plans[item];
+    uint32_t heads = job->batch->pool->layout.kv_heads, pages = p->view.pages;
+    bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
+    float share = 1.0f / (float)(job->group * (one_list ? p->rows : 1));
+    if (!p->log_sums) return 0;
+    for (uint64_t i = 0; i < p->lists * heads * pages; i++) p->scores[i] = 0;
+    for (uint32_t head = 0; head < heads; head++)
+        for (uint64_t row = 0; row < p->rows; row++)
+            for (uint32_t i = 0; i < job->group; i++) {
+                uint64_t query = (head * p->rows + row) * job->group + i;
+                uint64_t list = one_list ? 0 : row;
+                add_mass(p, p->log_sums + query * pages, share,
+                         p->scores + (list * heads + head) * pages);
+            }
+    return 0;
+}
+

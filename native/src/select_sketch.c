@@ -1,0 +1,349 @@
+/* Select in two stages: logits are estimated from sketches, and tokens that may matter are scored
+ * by their keys. docs/decisions/0011-sketch.md has the measurements.
+ *
+ * A sample of the pages says, for each list and head, where the worst page that will be chosen lies
+ * among estimates, and how far estimates are off (their root mean square error). Tokens whose
+ * estimate is more than `errors` of those below that page are left alone; of the others the keys
+ * are read, token by token. A page with such tokens has the best of their true scores, one without
+ * its best estimate, which is below the others. An estimate that is no number is never trusted. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "select.h"
+
+/* Tokens wait until this many are found: their keys are on the way meanwhile. */
+enum { SAMPLE_PAGES = 256, SAMPLE_SCORED = 32, WAITING_MAX = 512 };
+
+/* Of a list and head: the best estimate of each page of the sample, then squares and count. */
+typedef struct sample {
+    float maxima[SAMPLE_PAGES];
+    float squares, count;        /* of errors, over the tokens that were scored, too */
+} sample;
+
+static uint32_t kv_heads(const select_job *job) { return job->batch->pool->layout.kv_heads; }
+static uint64_t lists_of(const select_job *job, const plan *p) { return p->lists * kv_heads(job); }
+
+/* The pages of a list that are neither forced in nor incomplete: those it may leave out. */
+static uint32_t free_pages(const plan *p, const window *w, uint32_t *first) {
+    uint32_t last = min_u32(w->recent, p->view.complete);
+    *first = w->sinks;
+    return last > w->sinks ? last - w->sinks : 0;
+}
+
+/* Pages of few tokens have much of a sketch's 16 empty. */
+bool sketch_is_for(const select_job *job, const plan *p) {
+    const cxlkv_pool *pool = job->batch->pool;
+    if (job->args->method != CXLKV_METHOD_TWO_STAGE || p->rows == 0 ||
+        2 * pool->geometry.sketch_piece_bytes > piece_data_bytes(&pool->layout, PIECE_KEYS))
+        return false;
+    window w = window_of(job, p, 0);
+    uint32_t first, pages = free_pages(p, &w, &first);
+    return pages >= 4 * SAMPLE_PAGES && w.k <= pages / 2;
+}
+
+/* ---- scratch ---- */
+
+uint64_t sketch_query_floats(const select_job *job, uint64_t query_count) {
+    uint64_t codes = align_up(query_count * sketch_dim(job->batch->pool->layout.head_dim), 64);
+    return (codes + align_up(query_count * sizeof(sketch_query), 64)) / sizeof(float);
+}
+
+uint64_t sketch_plan_floats(const select_job *job, const plan *p) {
+    uint64_t floats = 1 + sizeof(sample) / sizeof(float);
+    return sketch_is_for(job, p) ? align_up(lists_of(job, p) * floats, 16) : 0;
+}
+
+static sample *samples_of(const select_job *job, const plan *p) {
+    return (sample *)(p->thresholds + lists_of(job, p));
+}
+
+void sketch_prepare(select_job *job, float *scratch) {
+    uint32_t dim = job->batch->pool->layout.head_dim, count = job->queries.count;
+    int8_t *codes = (int8_t *)scratch;
+    sketch_query *made = (sketch_query *)(codes + align_up((uint64_t)count * sketch_dim(dim), 64));
+    sketch_queries(job->queries.rows, count, dim, job->args->scale, codes, made);
+    job->sketch_queries = made;
+}
+
+/* ---- estimates ---- */
+
+typedef struct page_sketch {
+    const uint8_t *blocks;       /* of head 0 */
+    page_rows keys;
+} page_sketch;
+
+static page_sketch sketch_of(const select_job *job, const plan *p, uint32_t index) {
+    uint32_t page = sequence_page(p->view.sequence, p->view.part, index);
+    return (page_sketch){pieces_of(job->batch->pool, page, p->view.layer, PIECE_SKETCH),
+                         view_rows(&p->view, index, PIECE_KEYS)};
+}
+
+static const uint8_t *block_of(const select_job *job, const page_sketch *page, uint32_t head,
+                               uint32_t block) {
+    const cxlkv_pool *pool = job->batch->pool;
+    return page->blocks + head * pool->geometry.sketch_piece_bytes +
+           block * sketch_block_bytes(pool->layout.head_dim);
+}
+
+/* Of the 16 tokens from 16 * block on, those in [first, last). */
+static uint32_t seen_bits(uint32_t block, uint32_t first, uint32_t last) {
+    uint32_t at = block * SKETCH_TOKENS;
+    uint32_t low = first > at ? min_u32(first - at, 16) : 0;
+    uint32_t high = last > at ? min_u32(last - at, 16) : 0;
+    return high > low ? ((1u << (high - low)) - 1) << low : 0;
+}
+
+/* Larger, and NaN above all. */
+static bool is_better(float value, float than) {
+    return value > than || (isnan(value) && !isnan(than));
+}
+
+static float best_of(const float *values, uint32_t first, uint32_t last) {
+    float best = -INFINITY;
+    for (uint32_t i = first; i < last; i++)
+        if (is_better(values[i], best)) best = values[i];
+    return best;
+}
+
+/* The best true score of one token. */
+static float score_token(const select_job *job, const uint8_t *key, uint64_t first,
+                         uint32_t count) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    float best = -INFINITY;
+    for (uint32_t at = 0; at < count; at += QUERY_BLOCK) {
+        float maxima[QUERY_BLOCK];
+        uint32_t here = min_u32(QUERY_BLOCK, count - at);
+        kernel_queries queries = queries_range(job->queries, first + at, here);
+        job->isa->score_max((int)layout->dtype, key, layout->head_dim * dtype_bytes(layout->dtype),
+                            1, layout->head_dim, &queries, job->args->scale, maxima);
+        float value = best_of(maxima, 0, here);
+        if (is_better(value, best)) best = value;
+    }
+    return best;
+}
+
+/* ---- the sample ---- */
+
+/* Which queries list `list` of a plan has in a head. */
+static uint64_t queries_of_list(const select_job *job, const plan *p, uint64_t list, uint32_t head,
+                                uint32_t *count) {
+    bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
+    *count = (uint32_t)(one_list ? p->rows : 1) * job->group;
+    return p->first_query + ((uint64_t)head * p->rows + (one_list ? 0 : list)) * job->group;
+}
+
+/* Errors of a page of the sample. */
+static void sample_errors(const select_job *job, const page_sketch *page, uint32_t head,
+                          uint64_t first, uint32_t count, uint32_t first_token,
+                          const float *estimates, sample *made) {
+    uint32_t tokens = job->batch->pool->layout.page_tokens - first_token;
+    for (uint32_t t = 0; t < min_u32(tokens, SKETCH_TOKENS); t++) {
+        const uint8_t *key = page->keys.first + head * page->keys.head_bytes +
+                             (first_token + t) * page->keys.row_bytes;
+        float error = estimates[t] - score_token(job, key, first, count);
+        made->squares += error * error;
+        made->count++;
+    }
+}
+
+static int sample_list(select_job *job, const plan *p, uint64_t list, uint32_t head) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    sample *made = samples_of(job, p) + list * layout->kv_heads + head;
+    window w = window_of(job, p, list);
+    uint32_t start, count, pages = free_pages(p, &w, &start);
+    uint64_t first = queries_of_list(job, p, list, head, &count);
+    made->squares = made->count = 0;
+    for (uint32_t i = 0; i < SAMPLE_PAGES; i++) {
+        uint32_t index = start + (uint32_t)((2ull * i + 1) * pages / (2 * SAMPLE_PAGES));
+        int code = view_verify(&p->view, index);
+        if (code < 0) return code;
+        page_sketch page = sketch_of(job, p, index);
+        made->maxima[i] = -INFINITY;
+        for (uint32_t t = 0; t < layout->page_tokens; t += SKETCH_TOKENS) {
+            float estimates[SKETCH_TOKENS];
+            uint32_t block = t / SKETCH_TOKENS, seen = seen_bits(block, 0, layout->page_tokens);
+            sketch_estimate got = job->isa->estimate(
+                block_of(job, &page, head, block), layout->head_dim, job->sketch_queries + first,
+                count, seen, INFINITY, estimates);
+            if (is_better(got.best, made->maxima[i])) made->maxima[i] = got.best;
+            if (i % (SAMPLE_PAGES / SAMPLE_SCORED) == 0)
+                sample_errors(job, &page, head, first, count, t, estimates, made);
+        }
+    }
+    uint64_t sketched = SAMPLE_PAGES * job->batch->pool->geometry.sketch_piece_bytes;
+    uint64_t scored = (uint64_t)SAMPLE_SCORED * layout->page_tokens * layout->head_dim *
+                      dtype_bytes(layout->dtype);
+    atomic_fetch_add_explicit(&job->bytes_scored, sketched + scored, memory_order_relaxed);
+    atomic_fetch_add_explicit(&job->bytes_sketched, sketched, memory_order_relaxed);
+    return 0;
+}
+
+int sketch_sample_task(void *context, uint32_t item) {
+    select_job *job = context;
+    const plan *p = &job->plans[item / kv_heads(job)];
+    if (!p->thresholds) return 0;
+    for (uint64_t list = 0; list < p->lists; list++) {
+        int code = sample_list(job, p, list, item % kv_heads(job));
+        if (code < 0) return code;
+    }
+    return 0;
+}
+
+/* The wanted-th best of the sample; -infinity when one is no number. */
+static float best_in_order(const float *values, uint32_t wanted) {
+    float best[SAMPLE_PAGES];
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < SAMPLE_PAGES; i++) {
+        if (isnan(values[i])) return -INFINITY;
+        if (count == wanted && values[i] <= best[count - 1]) continue;
+        uint32_t at = count < wanted ? count++ : count - 1;
+        for (; at > 0 && best[at - 1] < values[i]; at--) best[at] = best[at - 1];
+        best[at] = values[i];
+    }
+    return best[count - 1];
+}
+
+/* How many of the sample may be chosen: a chance of 1 in 40 that it is one more. */
+static uint32_t sample_share(const plan *p, const window *w) {
+    uint32_t first, pages = free_pages(p, w, &first);
+    uint32_t forced = w->sinks - w->low + w->pages - w->recent;
+    float wanted = (float)(w->k > forced ? w->k - forced : 1) / (float)pages * SAMPLE_PAGES;
+    return min_u32(SAMPLE_PAGES, (uint32_t)(wanted + 2 * sqrtf(wanted)) + 1);
+}
+
+static void cut_list(select_job *job, const plan *p, uint64_t list) {
+    uint32_t heads = kv_heads(job);
+    window w = window_of(job, p, list);
+    sample *own = samples_of(job, p) + list * heads;
+    uint32_t wanted = sample_share(p, &w);
+    bool layer = job->args->union_over == CXLKV_UNION_LAYER;
+    for (uint32_t head = 1; layer && head < heads; head++)
+        for (uint32_t i = 0; i < SAMPLE_PAGES; i++)
+            if (is_better(own[head].maxima[i], own[0].maxima[i]))
+                own[0].maxima[i] = own[head].maxima[i];
+    for (uint32_t head = 0; head < heads; head++) {
+        float error = sqrtf(own[head].squares / own[head].count);
+        float cut = best_in_order(own[layer ? 0 : head].maxima, wanted) - job->args->errors * error;
+        p->thresholds[list * heads + head] = isnan(cut) ? -INFINITY : cut;
+        job->args->mean_error += error;
+        job->args->lists_staged++;
+    }
+}
+
+void sketch_cut_all(select_job *job) {
+    for (uint32_t i = 0; i < job->batch->count; i++)
+        for (uint64_t list = 0; job->plans[i].thresholds && list < job->plans[i].lists; list++)
+            cut_list(job, &job->plans[i], list);
+    if (job->args->lists_staged) job->args->mean_error /= (float)job->args->lists_staged;
+}
+
+/* ---- the scan ---- */
+
+typedef struct waiting {
+    const uint8_t *key;
+    float *score;
+    uint64_t first_query;
+    uint32_t query_count;
+} waiting;
+
+typedef struct scan {
+    const select_job *job;
+    const plan *p;
+    uint32_t count;
+    uint64_t tokens;             /* scored by their keys */
+    waiting waits[WAITING_MAX];
+} scan;
+
+static void score_waiting(scan *s) {
+    for (uint32_t i = 0; i < s->count; i++) {
+        const waiting *w = &s->waits[i];
+        float value = score_token(s->job, w->key, w->first_query, w->query_count);
+        if (is_better(value, *w->score)) *w->score = value;
+    }
+    s->tokens += s->count;
+    s->count = 0;
+}
+
+static void wait_for(scan *s, const uint8_t *key, size_t bytes, float *score, uint64_t first,
+                     uint32_t count) {
+    if (s->count == WAITING_MAX) score_waiting(s);
+    for (size_t at = 0; at < bytes; at += LINE_BYTES) __builtin_prefetch(key + at);
+    s->waits[s->count++] = (waiting){key, score, first, count};
+}
+
+/* Queries of one list, which see the tokens [hidden, visible) of a page. Returns whether there is a
+ * token to be scored; *best_estimate is raised. */
+static bool scan_queries(scan *s, const page_sketch *page, uint32_t head, uint64_t first,
+                         uint32_t count, uint32_t hidden, uint32_t visible, float threshold,
+                         float *score, float *best_estimate) {
+    uint32_t dim = s->job->batch->pool->layout.head_dim;
+    bool found = false;
+    for (uint32_t block = hidden / SKETCH_TOKENS; block * SKETCH_TOKENS < visible; block++) {
+        float estimates[SKETCH_TOKENS];
+        const uint8_t *key = page->keys.first + head * page->keys.head_bytes +
+                             block * SKETCH_TOKENS * page->keys.row_bytes;
+        sketch_estimate got = s->job->isa->estimate(
+            block_of(s->job, page, head, block), dim, s->job->sketch_queries + first, count,
+            seen_bits(block, hidden, visible), threshold, estimates);
+        if (got.best > *best_estimate) *best_estimate = got.best;
+        found |= got.passing != 0;
+        for (uint32_t bits = got.passing; bits; bits &= bits - 1)
+            wait_for(s, key + (uint32_t)__builtin_ctz(bits) * page->keys.row_bytes,
+                     page->keys.row_bytes, score, first, count);
+    }
+    return found;
+}
+
+static void scan_head(scan *s, const page_sketch *page, uint32_t index, uint32_t head) {
+    const select_job *job = s->job;
+    const plan *p = s->p;
+    uint32_t heads = kv_heads(job);
+    bool one_list = job->args->per == CXLKV_PER_SEQUENCE, found = false;
+    uint64_t first = p->first_query + (uint64_t)head * p->rows * job->group;
+    float best_estimate = -INFINITY;
+    for (uint64_t row = 0, rows = 1; row < p->rows; row += rows) {
+        uint64_t list = one_list ? 0 : row;
+        float *score = p->scores + (list * heads + head) * p->view.pages + index;
+        uint32_t visible = view_visible(&p->view, index, row, p->rows);
+        uint32_t hidden = view_hidden(&p->view, index, row, p->rows);
+        if (one_list) rows = view_together(&p->view, index, row, p->rows, p->rows - row);
+        if (hidden < visible)
+            found |= scan_queries(s, page, head, first + row * job->group,
+                                  (uint32_t)rows * job->group, hidden, visible,
+                                  p->thresholds[list * heads + head], score, &best_estimate);
+        if (one_list && row + rows < p->rows) continue; /* others may find something yet */
+        if (!found) *score = best_estimate;
+        best_estimate = -INFINITY, found = false;
+    }
+}
+
+int sketch_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    window w = window_of(job, p, 0);
+    uint32_t start, end = free_pages(p, &w, &start) + start, sketched = 0;
+    uint64_t token_bytes = layout->head_dim * dtype_bytes(layout->dtype), bytes = 0;
+    scan s; /* large: only its head is set */
+    s.job = job, s.p = p, s.count = 0, s.tokens = 0;
+    for (uint32_t index = first; index < last; index++) {
+        int code;
+        if (index < start || index >= end) {
+            code = score_page(job, p, index);
+            bytes += layout->kv_heads * token_bytes * view_filled(&p->view, index);
+        } else {
+            code = view_verify(&p->view, index);
+            page_sketch page = sketch_of(job, p, index);
+            for (uint32_t head = 0; code == 0 && head < layout->kv_heads; head++)
+                scan_head(&s, &page, index, head);
+            sketched++;
+        }
+        if (code < 0) return code;
+    }
+    score_waiting(&s);
+    uint64_t sketch = sketched * layout->kv_heads * job->batch->pool->geometry.sketch_piece_bytes;
+    bytes += sketch + s.tokens * token_bytes;
+    atomic_fetch_add_explicit(&job->bytes_scored, bytes, memory_order_relaxed);
+    atomic_fetch_add_explicit(&job->bytes_sketched, sketch, memory_order_relaxed);
+    atomic_fetch_add_explicit(&job->tokens_scored, s.tokens, memory_order_relaxed);
+    return 0;
+}

@@ -1,0 +1,298 @@
+"""Two-stage selection: sketches are what they are said to be, and choices nearly those of "exact".
+
+With recall=1 every token is scored by its key, and the choice must be that of "exact"; at the
+default the recall is measured. Sizes are the smallest at which sketches are read: 1,024 pages.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Selection, Sequence, _core
+from cxlkv.errors import BadArgumentError
+from cxlkv.ndp import reference
+
+Floats = npt.NDArray[np.float32]
+ISAS = ("serial", "avx2", "avx512", "neon")
+PAGES = 1100
+
+
+@contextmanager
+def forced(name: str) -> Iterator[None]:
+    try:
+        _core.isa_force(name)
+    except Exception as error:
+        pytest.skip(f"{name}: {error}")
+    try:
+        yield
+    finally:
+        _core.isa_force("auto")
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    seed = int(os.environ.get("CXLKV_TEST_SEED", np.random.SeedSequence().generate_state(1)[0]))
+    print(f"CXLKV_TEST_SEED={seed}")
+    return np.random.default_rng(seed)
+
+
+@contextmanager
+def filled(
+    keys: Floats,
+    *,
+    page_tokens: int = 8,
+    dtype: str = "float32",
+    window: int | None = None,
+    threads: int = 1,
+    sketch: bool = True,
+    path: str = "anonymous:",
+) -> Iterator[tuple[CXLPool, Sequence]]:
+    """A pool of one layer with keys [tokens, kv_heads, dim], which are the values, too."""
+    _, heads, dim = keys.shape
+    group = LayerGroup(layers=1, kv_heads=heads, head_dim=dim, dtype=dtype, window=window)
+    layout = KVLayout.of([group], page_tokens=page_tokens)
+    held = keys.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    capacity = 2 * held.nbytes * 3 + (8 << 20)
+    made = CXLPool.create(
+        path, layout=layout, capacity=capacity, threads=threads, sketch=sketch, checksum=False
+    )
+    with made as pool:
+        sequence = pool.sequence()
+        sequence.append(0, held, held, rewind=len(held))
+        yield pool, sequence
+
+
+def recall_of(chosen: Selection, exact: Selection) -> float:
+    lists = exact.pages.shape[-1]
+    pairs = zip(exact.pages.reshape(-1, lists), chosen.pages.reshape(-1, lists), strict=True)
+    return float(np.mean([np.isin(want[want >= 0], got).mean() for want, got in pairs]))
+
+
+# ---- what a sketch is ----
+
+
+@pytest.mark.parametrize(("dim", "page_tokens"), [(128, 16), (40, 20), (100, 1)])
+def test_sketches_lie_in_the_pool_as_documented(
+    rng: np.random.Generator, tmp_path: Path, dim: int, page_tokens: int
+) -> None:
+    keys = rng.standard_normal((3 * page_tokens, 2, dim)).astype(np.float32)
+    path = tmp_path / "pool"
+    with filled(keys, page_tokens=page_tokens, path=str(path)) as (pool, sequence):
+        geometry = _core.pool_geometry(pool._handle)
+        codes, scales = sketches_of(path, geometry, page_tokens, dim, 3)
+        for head in range(2):
+            want_codes, want_scales = reference.sketched(keys[:, head])
+            differ = (codes[:, head] != want_codes).mean()
+            assert differ < 2e-3, "a channel on a border may differ by rounding"
+            np.testing.assert_allclose(scales[:, head], want_scales, rtol=2e-3)
+        assert sequence.tokens(0) == len(keys)
+
+
+def sketches_of(
+    path: Path, geometry: dict[str, int], page_tokens: int, dim: int, pages: int
+) -> tuple[npt.NDArray[np.int64], Floats]:
+    """Codes [tokens, 2, dim] and scales [tokens, 2] of the first pages; docs/memory-layout.md."""
+    raw = np.fromfile(path, np.uint8)
+    lines, blocks = -(-dim // 16), -(-page_tokens // 16)
+    first = geometry["extents_offset"] + geometry["layers_offset"] + geometry["sketches_offset"]
+    piece = geometry["sketch_piece_bytes"]
+    assert piece == blocks * (lines + 1) * 64
+    size = pages * 2 * piece
+    block = raw[first : first + size].reshape(pages, 2, blocks, lines + 1, 64)
+    scales = block[..., lines, :].copy().view(np.float32)  # [pages, 2, blocks, 16]
+    bytes_ = block[..., :lines, :].reshape(pages, 2, blocks, lines, 16, 4)  # ..., token, j
+    parts = [bytes_ >> 2 * i & 3 for i in range(4)]  # channels 4 i + j
+    codes = np.stack(parts, axis=-2).astype(np.int64)  # [..., line, token, i, j]
+    codes = codes.transpose(0, 2, 4, 1, 3, 5, 6).reshape(pages, blocks * 16, 2, lines * 16)
+    codes = codes[:, :page_tokens, :, :dim].reshape(-1, 2, dim)
+    scales = scales.transpose(0, 2, 3, 1).reshape(pages, blocks * 16, 2)[:, :page_tokens]
+    return codes, scales.reshape(-1, 2)
+
+
+def test_an_estimate_is_right_along_the_key_itself(rng: np.random.Generator) -> None:
+    keys = rng.standard_normal((50, 96)).astype(np.float32)
+    codes, scales = reference.sketched(keys)
+    for token in range(50):
+        own = float((keys[token].astype(np.float64) ** 2).sum())
+        got = reference.estimates(codes, scales, keys[token].astype(np.float64), 1.0)[token]
+        assert got == pytest.approx(own, rel=1e-9)
+
+
+# ---- recall=1: the choice of "exact" ----
+
+BUDGETS = (
+    Budget(pages=40, sinks=1, recent=2),
+    Budget(pages=25, sinks=0, recent=0),
+    Budget(share=0.05, union="layer"),
+    Budget(pages=30, per="sequence"),
+    Budget(pages=30, per="sequence", union="layer", sinks=3, recent=0),
+)
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize(
+    ("dim", "page_tokens", "group", "dtype", "window"),
+    [
+        (32, 8, 4, "float32", None),
+        (20, 10, 1, "float32", None),
+        (64, 20, 2, "bfloat16", None),
+        (16, 16, 3, "float16", None),
+        (32, 16, 2, "bfloat16", 18_000),
+        (100, 16, 8, "bfloat16", None),
+    ],
+)
+def test_all_tokens_scored_by_their_keys_are_exact(
+    rng: np.random.Generator,
+    name: str,
+    dim: int,
+    page_tokens: int,
+    group: int,
+    dtype: str,
+    window: int | None,
+) -> None:
+    """On whole numbers, whose sums are the same in any order; ties are many."""
+    tokens = (PAGES + (200 if window else 0)) * page_tokens + page_tokens // 2
+    keys = rng.integers(-3, 4, (tokens, 2, dim)).astype(np.float32)
+    q = rng.integers(-3, 4, (3, 2 * group, dim)).astype(np.float32)
+    made = filled(keys, page_tokens=page_tokens, dtype=dtype, window=window)
+    with made as (_, sequence), forced(name):
+        for budget in BUDGETS:
+            exact = sequence.select(0, q, budget, method="exact", scale=1.0)
+            got = sequence.select(0, q, budget, method="two_stage", recall=1, scale=1.0)
+            assert got.stages is not None
+            assert got.stages.lists > 0
+            np.testing.assert_array_equal(got.pages, exact.pages)
+            np.testing.assert_array_equal(got.scores, exact.scores)
+            assert got.bytes_fetched == exact.bytes_fetched
+
+
+def test_a_batch_of_long_and_short_sequences(rng: np.random.Generator) -> None:
+    """Forks that differ at the end, and one that is too short for estimates."""
+    keys = rng.integers(-3, 4, (PAGES * 8, 2, 32)).astype(np.float32)
+    with filled(keys) as (pool, sequence):
+        fork, short = sequence.fork(), pool.sequence()
+        more = rng.integers(-3, 4, (9, 2, 32)).astype(np.float32)
+        fork.append(0, more, more, rewind=9)
+        short.append(0, more, more, rewind=9)
+        batch = pool.batch([sequence, short, fork])
+        q = rng.integers(-3, 4, (4, 4, 32)).astype(np.float32)
+        starts = np.array([0, 1, 2, 4], np.int32)
+        budgets = [Budget(pages=n) for n in (30, 2, 50)]
+        exact = batch.select(0, q, starts, budgets, "exact", 1.0)
+        got = batch.select(0, q, starts, budgets, "two_stage", 1.0, recall=1)
+        np.testing.assert_array_equal(got.pages, exact.pages)
+        assert got.stages is not None
+        assert got.stages.lists == 3 * 2, "those of the short one are exact"
+
+
+# ---- less than all ----
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize(("wanted", "least"), [(0.9, 0.85), (0.98, 0.96), (0.999, 0.99)])
+def test_recall_is_about_what_was_asked_for(
+    rng: np.random.Generator, name: str, wanted: float, least: float
+) -> None:
+    keys = rng.standard_normal((4096 * 16, 2, 64)).astype(np.float32)
+    q = rng.standard_normal((8, 64)).astype(np.float32)
+    with filled(keys, page_tokens=16, dtype="bfloat16") as (_, sequence), forced(name):
+        budget = Budget(pages=4096 // 20)
+        exact = sequence.select(0, q, budget, method="exact")
+        got = sequence.select(0, q, budget, method="two_stage", recall=wanted)
+        assert recall_of(got, exact) >= least
+        assert got.bytes_scored < 0.3 * exact.bytes_scored
+        for head in range(2):
+            both, ours, theirs = np.intersect1d(got.pages[head], exact.pages[head], False, True)
+            difference = exact.scores[head][theirs] - got.scores[head][ours]
+            assert len(both) > 100
+            assert difference.min() > -1e-5, "scores are true ones"
+            assert (difference < 1e-5).mean() > 0.9, "and mostly of a page's best token"
+
+
+def test_auto_reads_sketches_where_there_are_some(rng: np.random.Generator) -> None:
+    keys = rng.standard_normal((PAGES * 8, 1, 16)).astype(np.float32)
+    q = rng.standard_normal((1, 16)).astype(np.float32)
+    with filled(keys) as (_, sequence):
+        stages = sequence.select(0, q, top_k=20).stages
+        assert stages is not None
+        assert "two_stage: 1 lists by sketches" in str(stages)
+        assert sequence.select(0, q, Budget(mass=0.5)).stages is None
+        few = sequence.select(0, q, Budget(share=0.9)).stages
+        assert str(few) == "exact: too few pages for estimates to pay"
+    with filled(keys, sketch=False) as (_, sequence):
+        assert sequence.select(0, q, top_k=20).stages is None
+        with pytest.raises(BadArgumentError, match=r"no sketches .*use method exact or digest"):
+            sequence.select(0, q, top_k=20, method="two_stage")
+
+
+@pytest.mark.parametrize("recall", [0.49, 1.01, float("nan"), -1])
+def test_a_recall_that_is_none(rng: np.random.Generator, recall: float) -> None:
+    keys = rng.standard_normal((8, 1, 16)).astype(np.float32)
+    with filled(keys) as (_, sequence), pytest.raises(BadArgumentError, match=r"0\.5 to 1"):
+        sequence.select(0, keys[0], top_k=1, recall=recall)
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 0.0, 1e-42])
+def test_keys_that_are_no_numbers(rng: np.random.Generator, odd: float) -> None:
+    """As with "exact": NaN is chosen and seen; infinities, zeros and denormals are scored."""
+    keys = rng.standard_normal((PAGES * 8, 1, 16)).astype(np.float32)
+    keys[777, 0, 3] = odd
+    keys[2001, 0, :] = odd
+    q = rng.standard_normal((2, 16)).astype(np.float32)
+    with filled(keys) as (_, sequence):
+        exact = sequence.select(0, q, top_k=30, method="exact")
+        got = sequence.select(0, q, top_k=30, method="two_stage", recall=0.999)
+        assert recall_of(got, exact) >= 0.9
+        broken = exact.pages[~np.isfinite(exact.scores)]
+        assert np.isin(broken, got.pages).all()
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, 0.0])
+def test_queries_that_are_no_numbers(rng: np.random.Generator, odd: float) -> None:
+    keys = rng.standard_normal((PAGES * 8, 1, 16)).astype(np.float32)
+    q = np.full((1, 16), odd, np.float32)
+    with filled(keys) as (_, sequence):
+        exact = sequence.select(0, q, top_k=30, method="exact")
+        got = sequence.select(0, q, top_k=30, method="two_stage")
+        np.testing.assert_array_equal(got.pages, exact.pages)
+
+
+def test_equal_keys_are_chosen_as_exact_does() -> None:
+    keys = np.ones((PAGES * 8, 1, 16), np.float32)
+    with filled(keys) as (_, sequence):
+        exact = sequence.select(0, keys[0], top_k=30, method="exact")
+        got = sequence.select(0, keys[0], top_k=30, method="two_stage")
+        np.testing.assert_array_equal(got.pages, exact.pages)
+
+
+def test_threads_change_nothing(rng: np.random.Generator) -> None:
+    keys = rng.standard_normal((PAGES * 8, 2, 32)).astype(np.float32)
+    q = rng.standard_normal((4, 32)).astype(np.float32)
+    with filled(keys) as (pool, sequence):
+        got = []
+        for threads in (1, 3):
+            pool.set_threads(threads)
+            got.append(sequence.select(0, q, top_k=40, method="two_stage", recall=0.9))
+        np.testing.assert_array_equal(got[0].pages, got[1].pages)
+        np.testing.assert_array_equal(got[0].scores, got[1].scores)
+        assert got[0].stages == got[1].stages
+
+
+def test_audits_measure_the_recall(rng: np.random.Generator) -> None:
+    keys = rng.standard_normal((PAGES * 8, 2, 32)).astype(np.float32)
+    with filled(keys) as (pool, sequence):
+        pool.audit = 1.0
+        for _ in range(3):
+            sequence.select(0, rng.standard_normal((4, 32)).astype(np.float32), top_k=40)
+        totals = pool.overview().totals
+        assert totals["audited_selects"] == 3
+        assert totals.recall is not None
+        assert 0.8 < totals.recall <= 1
