@@ -108,10 +108,9 @@ def sketches_of(
     size = pages * 2 * piece
     block = raw[first : first + size].reshape(pages, 2, blocks, lines + 1, 64)
     scales = block[..., lines, :].copy().view(np.float32)  # [pages, 2, blocks, 16]
-    bytes_ = block[..., :lines, :].reshape(pages, 2, blocks, lines, 16, 4)  # ..., token, j
-    parts = [bytes_ >> 2 * i & 3 for i in range(4)]  # channels 4 i + j
-    codes = np.stack(parts, axis=-2).astype(np.int64)  # [..., line, token, i, j]
-    codes = codes.transpose(0, 2, 4, 1, 3, 5, 6).reshape(pages, blocks * 16, 2, lines * 16)
+    words = block[..., :lines, :].copy().view("<u4")  # [pages, 2, blocks, lines, 16 tokens]
+    codes = np.stack([words >> 2 * i & 3 for i in range(16)], axis=-1).astype(np.int64)
+    codes = codes.transpose(0, 2, 4, 1, 3, 5).reshape(pages, blocks * 16, 2, lines * 16)
     codes = codes[:, :page_tokens, :, :dim].reshape(-1, 2, dim)
     scales = scales.transpose(0, 2, 3, 1).reshape(pages, blocks * 16, 2)[:, :page_tokens]
     return codes, scales.reshape(-1, 2)

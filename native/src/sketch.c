@@ -47,8 +47,9 @@ void sketch_queries(const float *queries, uint32_t count, uint32_t dim, float sc
         /* A query that small is 0: below it 127 / largest is infinite. */
         float unit = isfinite(largest) && largest > 1e-30f ? 127 / largest : 0;
         for (uint32_t d = 0; d < dim && unit > 0; d++) {
-            codes[d] = (int8_t)lrintf(turned[d] * unit);
-            sum += codes[d];
+            int32_t code = (int32_t)lrintf(turned[d] * unit);
+            codes[sketch_place(d)] = (int8_t)code;
+            sum += code;
         }
         prepared[q] = (sketch_query){.codes = codes, .offset = 1.5f * (float)sum,
                                      .factor = isfinite(largest) ? scale * largest / 127 : NAN};

@@ -8,9 +8,9 @@
  * stands for code - 1.5. The token's scale is |y|^2 / sum of y * (code - 1.5): along the key itself
  * the estimate is right. A key of zeros has scale 0, one with an infinity or a NaN a NaN.
  *
- * In memory, for each 16 tokens: for each 16 channels (the last ones zeros) 64 bytes, of which
- * byte 4 * t + j has the codes of channels j, 4 + j, 8 + j, 12 + j of token t, from the low bits
- * on; then 16 scales, fp32. Tokens that are not there have codes 0 and scale 0. */
+ * In memory, for each 16 tokens: for each 16 channels (the last ones zeros) 16 words of 4 bytes,
+ * one for each token, with the codes of these channels from the low bits on; then 16 scales, fp32.
+ * Tokens that are not there have codes 0 and scale 0. */
 #ifndef CXLKV_SKETCH_H
 #define CXLKV_SKETCH_H
 #include <stddef.h>
@@ -29,21 +29,25 @@ static inline uint64_t sketch_bytes(uint32_t tokens, uint32_t dim) {
     return (tokens + SKETCH_TOKENS - 1) / SKETCH_TOKENS * sketch_block_bytes(dim);
 }
 
-/* Of a token's 4 bytes for the last 16 channels, the bits of the first `count` ones. */
+/* Of a token's word for the last 16 channels, the bits of the first `count` ones. */
 static inline uint32_t sketch_last_channels(uint32_t count) {
-    uint32_t bits = 0;
-    for (uint32_t channel = 0; channel < count; channel++)
-        bits |= 3u << (channel % 4 * 8 + channel / 4 * 2);
-    return bits;
+    return count < SKETCH_CHANNELS ? (1u << 2 * count) - 1 : ~0u;
 }
 
-/* A turned query in 8 bits: q of its channel d is about codes[d] * factor. */
+/* A turned query in 8 bits: channel d of it is about code * factor. A word of 16 codes, shifted by
+ * 2 * i, has those of channels i, 4 + i, 8 + i, 12 + i at the low ends of its bytes: in this order,
+ * for i from 0 to 3, the query's lie side by side. */
 typedef struct sketch_query {
     const int8_t *codes;         /* [sketch_dim(dim)], -127 to 127 */
     float factor;                /* scale * largest |channel| / 127; NaN if the query has one */
     float offset;                /* 1.5 * sum of the codes */
 } sketch_query;
 
+/* Where channel d of a query lies among its codes. */
+static inline uint32_t sketch_place(uint32_t d) {
+    uint32_t channel = d % SKETCH_CHANNELS;
+    return d - channel + channel % 4 * 4 + channel / 4;
+}
 /* Turns `count` queries, [dim] each; codes: count * sketch_dim(dim) bytes, 64-byte aligned. */
 void sketch_queries(const float *queries, uint32_t count, uint32_t dim, float scale, int8_t *codes,
                     sketch_query *prepared);

@@ -58,23 +58,19 @@ INLINE float sum_of(__m256 x) {
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
 
-/* 0 to 3: how many of -step, 0 and step are not above x. */
-INLINE __m256i codes_of(__m256 x, __m256 minus, __m256 step) {
-    __m256i below = _mm256_castps_si256(_mm256_cmp_ps(x, minus, _CMP_GE_OQ));
-    __m256i zero = _mm256_castps_si256(_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GE_OQ));
-    __m256i above = _mm256_castps_si256(_mm256_cmp_ps(x, step, _CMP_GE_OQ));
-    return _mm256_sub_epi32(_mm256_setzero_si256(),
-                            _mm256_add_epi32(_mm256_add_epi32(below, zero), above));
+/* Which lanes have the high bit of their code, and which the low one. */
+INLINE void code_masks(__m256 x, __m256 minus, __m256 step, __m256 masks[2]) {
+    __m256 high = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GE_OQ);
+    masks[1] = high;
+    masks[0] = _mm256_cmp_ps(x, _mm256_blendv_ps(minus, step, high), _CMP_GE_OQ);
 }
 
-/* Of 16 channels as their codes, in two vectors: byte j has those of j, 4 + j, 8 + j, 12 + j. */
-INLINE uint32_t pack_codes(__m256i first, __m256i second) {
-    const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2);
-    __m256i both = _mm256_or_si256(_mm256_sllv_epi32(first, shifts),
-                                   _mm256_slli_epi32(_mm256_sllv_epi32(second, shifts), 4));
-    __m128i quad = _mm_or_si128(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
-    return (uint32_t)_mm_cvtsi128_si32(
-        _mm_shuffle_epi8(quad, _mm_setr_epi8(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)));
+/* Bit i of the low 16 at bit 2 * i. */
+INLINE uint32_t spread(uint32_t bits) {
+    bits = (bits | bits << 8) & 0x00ff00ff;
+    bits = (bits | bits << 4) & 0x0f0f0f0f;
+    bits = (bits | bits << 2) & 0x33333333;
+    return (bits | bits << 1) & 0x55555555;
 }
 
 /* turned: dim floats, and zeros to a multiple of 16. Returns the scale. */
@@ -87,16 +83,22 @@ INLINE float encode_lanes(const float *turned, uint32_t dim, uint8_t *codes) {
     float length = sum_of(squares);
     __m256 step = _mm256_set1_ps(sqrtf(length / (float)dim));
     __m256 minus = _mm256_sub_ps(_mm256_setzero_ps(), step);
+    const __m256 half = _mm256_set1_ps(0.5f), one = _mm256_set1_ps(1);
+    const __m256 sign = _mm256_set1_ps(-0.0f);
     for (uint32_t d = 0; d < dim; d += SKETCH_CHANNELS) {
-        __m256i code[2];
+        uint32_t bits[2] = {0};
         UNROLL for (uint32_t i = 0; i < 2; i++) {
-            __m256 x = _mm256_load_ps(turned + d + i * LANES);
-            code[i] = codes_of(x, minus, step);
-            __m256 level = _mm256_sub_ps(_mm256_cvtepi32_ps(code[i]), _mm256_set1_ps(1.5f));
-            products = _mm256_fmadd_ps(x, level, products);
+            __m256 x = _mm256_load_ps(turned + d + i * LANES), masks[2];
+            code_masks(x, minus, step, masks);
+            UNROLL for (uint32_t b = 0; b < 2; b++)
+                bits[b] |= (uint32_t)_mm256_movemask_ps(masks[b]) << i * LANES;
+            /* |code - 1.5| is 1.5 where both bits are equal: times |x|, the product. */
+            __m256 outer = _mm256_andnot_ps(_mm256_xor_ps(masks[0], masks[1]), one);
+            products = _mm256_fmadd_ps(_mm256_andnot_ps(sign, x), _mm256_add_ps(half, outer),
+                                       products);
         }
-        uint32_t packed = pack_codes(code[0], code[1]);
-        if (dim - d < SKETCH_CHANNELS) packed &= sketch_last_channels(dim - d);
+        uint32_t packed = spread(bits[0]) | spread(bits[1]) << 1;
+        packed &= sketch_last_channels(dim - d);
         memcpy(codes + d / SKETCH_CHANNELS * SKETCH_LINE_BYTES, &packed, sizeof(packed));
     }
     if (!isfinite(length)) return NAN;

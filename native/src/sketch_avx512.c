@@ -3,10 +3,10 @@
 
 #if defined(__clang__)
 #pragma clang attribute push(                                                                 \
-    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c"))),            \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,bmi2"))),       \
     apply_to = function)
 #else
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,bmi2")
 #endif
 
 #include <immintrin.h>
@@ -17,7 +17,7 @@
 #include "sketch.h"
 
 #define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL _Pragma("GCC unroll 16")
 
 enum { LANES = 16, QUERY_BLOCK = 4, PREFETCH_BYTES = 4096 };
 
@@ -41,88 +41,106 @@ INLINE __m512 butterfly(__m512 x, int half) {
     return _mm512_mask_sub_ps(_mm512_add_ps(x, other), upper, other, x);
 }
 
-INLINE void transform(float *vector, uint32_t size) {
-    __m512 norm = _mm512_set1_ps(1 / sqrtf((float)size));
-    for (uint32_t half = LANES; half < size; half *= 2)
-        for (uint32_t first = 0; first < size; first += 2 * half)
-            for (uint32_t i = first; i < first + half; i += LANES) {
-                __m512 a = _mm512_load_ps(vector + i), b = _mm512_load_ps(vector + i + half);
-                _mm512_store_ps(vector + i, _mm512_add_ps(a, b));
-                _mm512_store_ps(vector + i + half, _mm512_sub_ps(a, b));
+/* All blocks of `vectors` * 16 channels, in registers when `vectors` is a constant. */
+INLINE void transform(__m512 *x, uint32_t vectors) {
+    UNROLL for (uint32_t half = 1; half < vectors; half *= 2)
+        UNROLL for (uint32_t i = 0; i < vectors; i++)
+            if (!(i & half)) {
+                __m512 a = x[i], b = x[i + half];
+                x[i] = _mm512_add_ps(a, b);
+                x[i + half] = _mm512_sub_ps(a, b);
             }
-    for (uint32_t i = 0; i < size; i += LANES) {
-        __m512 x = _mm512_load_ps(vector + i);
-        x = butterfly(butterfly(butterfly(butterfly(x, 1), 2), 4), 8);
-        _mm512_store_ps(vector + i, _mm512_mul_ps(x, norm));
+    const __m512 norm = _mm512_set1_ps(1 / sqrtf((float)(vectors * LANES)));
+    UNROLL for (uint32_t i = 0; i < vectors; i++) {
+        __m512 y = butterfly(butterfly(butterfly(butterfly(x[i], 1), 2), 4), 8);
+        x[i] = _mm512_mul_ps(y, norm);
     }
 }
 
-/* Byte j of the result: the codes of channels j, 4 + j, 8 + j, 12 + j. */
-INLINE uint32_t pack_codes(__m512i codes) {
-    const __m512i shifts = _mm512_set_epi32(6, 6, 6, 6, 4, 4, 4, 4, 2, 2, 2, 2, 0, 0, 0, 0);
-    codes = _mm512_sllv_epi32(codes, shifts);
-    __m256i pair = _mm256_or_si256(_mm512_castsi512_si256(codes),
-                                   _mm512_extracti64x4_epi64(codes, 1));
-    __m128i quad = _mm_or_si128(_mm256_castsi256_si128(pair), _mm256_extracti128_si256(pair, 1));
-    return (uint32_t)_mm_cvtsi128_si32(_mm_cvtepi32_epi8(quad));
+/* Sizes that are no constants, and what is left below 16 channels. */
+static void transform_rest(float *turned, uint32_t dim) {
+    for (uint32_t first = 0; first < dim;) {
+        uint32_t size = 1u << (31 - __builtin_clz(dim - first));
+        sketch_transform(turned + first, size);
+        first += size;
+    }
 }
 
-/* dim floats, and zeros to a multiple of 16. */
-INLINE float encode_lanes(const float *turned, uint32_t dim, uint8_t *codes) {
+/* Codes and scale of one token; the channels from dim on are zeros. */
+INLINE void encode_token(const __m512 *x, uint32_t vectors, uint32_t dim, uint8_t *block,
+                         uint32_t token) {
     __m512 squares = _mm512_setzero_ps(), products = _mm512_setzero_ps();
-    for (uint32_t d = 0; d < dim; d += LANES) {
-        __m512 x = _mm512_load_ps(turned + d);
-        squares = _mm512_fmadd_ps(x, x, squares);
-    }
+    UNROLL for (uint32_t i = 0; i < vectors; i++) squares = _mm512_fmadd_ps(x[i], x[i], squares);
     float length = _mm512_reduce_add_ps(squares);
-    __m512 step = _mm512_set1_ps(sqrtf(length / (float)dim));
-    __m512 minus = _mm512_sub_ps(_mm512_setzero_ps(), step);
-    const __m512i one = _mm512_set1_epi32(1);
-    for (uint32_t d = 0; d < dim; d += LANES) {
-        __m512 x = _mm512_load_ps(turned + d);
-        __m512i code = _mm512_maskz_mov_epi32(_mm512_cmp_ps_mask(x, minus, _CMP_GE_OQ), one);
-        code = _mm512_mask_add_epi32(
-            code, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GE_OQ), code, one);
-        code = _mm512_mask_add_epi32(code, _mm512_cmp_ps_mask(x, step, _CMP_GE_OQ), code, one);
-        __m512 level = _mm512_sub_ps(_mm512_cvtepi32_ps(code), _mm512_set1_ps(1.5f));
-        products = _mm512_fmadd_ps(x, level, products);
-        uint32_t packed = pack_codes(code);
-        if (dim - d < LANES) packed &= sketch_last_channels(dim - d);
-        memcpy(codes + d / LANES * SKETCH_LINE_BYTES, &packed, sizeof(packed));
+    const __m512 step = _mm512_set1_ps(sqrtf(length / (float)dim));
+    const __m512 minus = _mm512_sub_ps(_mm512_setzero_ps(), step);
+    UNROLL for (uint32_t i = 0; i < vectors; i++) {
+        __mmask16 high = _mm512_cmp_ps_mask(x[i], _mm512_setzero_ps(), _CMP_GE_OQ);
+        __m512 border = _mm512_mask_mov_ps(minus, high, step);
+        __mmask16 low = _mm512_cmp_ps_mask(x[i], border, _CMP_GE_OQ);
+        /* |code - 1.5| is 1.5 where both bits are equal: times |x|, the product. */
+        __m512 level = _mm512_mask_mov_ps(_mm512_set1_ps(0.5f), _kxnor_mask16(low, high),
+                                          _mm512_set1_ps(1.5f));
+        products = _mm512_fmadd_ps(_mm512_abs_ps(x[i]), level, products);
+        uint32_t packed = _pdep_u32(low, 0x55555555) | _pdep_u32(high, 0xaaaaaaaa);
+        packed &= sketch_last_channels(dim - i * LANES);
+        memcpy(block + i * SKETCH_LINE_BYTES + token * sizeof(packed), &packed, sizeof(packed));
     }
-    if (!isfinite(length)) return NAN;
-    return length > 0 ? length / _mm512_reduce_add_ps(products) : 0;
+    float scale = length > 0 ? length / _mm512_reduce_add_ps(products) : 0;
+    if (!isfinite(length)) scale = NAN;
+    memcpy(block + vectors * SKETCH_LINE_BYTES + token * sizeof(scale), &scale, sizeof(scale));
+}
+
+INLINE __m512 flip(__m512 x, const uint16_t *flips) {
+    return _mm512_castsi512_ps(_mm512_mask_xor_epi32(_mm512_castps_si512(x), *flips,
+                                                     _mm512_castps_si512(x),
+                                                     _mm512_set1_epi32((int)0x80000000)));
+}
+
+enum { FLIPS = 4096 / LANES };
+
+/* A dim of `vectors` * 16, a power of two and a constant. */
+INLINE void encode_in_registers(int dtype, const char *keys, size_t stride_bytes, uint32_t tokens,
+                                uint32_t vectors, const uint16_t *flips, uint8_t *sketch) {
+    const size_t lane_bytes = dtype == KERNEL_FLOAT32 ? 64 : 32;
+    for (uint32_t t = 0; t < tokens; t++) {
+        __m512 x[16];
+        UNROLL for (uint32_t i = 0; i < vectors; i++)
+            x[i] = flip(load_lanes(dtype, keys + t * stride_bytes + i * lane_bytes), flips + i);
+        transform(x, vectors);
+        encode_token(x, vectors, vectors * LANES,
+                     sketch + t / SKETCH_TOKENS * sketch_block_bytes(vectors * LANES),
+                     t % SKETCH_TOKENS);
+    }
+}
+
+static void encode_any(int dtype, const char *keys, size_t stride_bytes, uint32_t tokens,
+                       uint32_t dim, const uint16_t *flips, uint8_t *sketch) {
+    _Alignas(64) float turned[4096];
+    uint32_t padded = sketch_dim(dim);
+    for (uint32_t t = 0; t < tokens; t++) {
+        kernels_serial.to_float(dtype, keys + t * stride_bytes, dim, turned);
+        memset(turned + dim, 0, (padded - dim) * sizeof(float));
+        for (uint32_t i = 0; i < padded / LANES; i++)
+            _mm512_store_ps(turned + i * LANES,
+                            flip(_mm512_load_ps(turned + i * LANES), flips + i));
+        transform_rest(turned, dim);
+        encode_token((const __m512 *)turned, padded / LANES, dim,
+                     sketch + t / SKETCH_TOKENS * sketch_block_bytes(dim), t % SKETCH_TOKENS);
+    }
 }
 
 INLINE void encode_as(int dtype, const char *keys, size_t stride_bytes, uint32_t tokens,
                       uint32_t dim, uint8_t *sketch) {
-    _Alignas(64) float turned[4096];
-    const size_t element = dtype == KERNEL_FLOAT32 ? 4 : 2;
-    uint32_t whole = dim / LANES * LANES, padded = sketch_dim(dim);
-    for (uint32_t t = 0; t < tokens; t++) {
-        const char *key = keys + t * stride_bytes;
-        for (uint32_t d = 0; d < whole; d += LANES) {
-            __mmask16 flips = (__mmask16)(sketch_signs(d / 64) >> d % 64);
-            __m512i x = _mm512_castps_si512(load_lanes(dtype, key + d * element));
-            x = _mm512_mask_xor_epi32(x, flips, x, _mm512_set1_epi32((int)0x80000000));
-            _mm512_store_ps(turned + d, _mm512_castsi512_ps(x));
-        }
-        if (whole < padded) {
-            memset(turned + whole, 0, LANES * sizeof(float));
-            kernels_serial.to_float(dtype, key + whole * element, dim - whole, turned + whole);
-            for (uint32_t d = whole; d < dim; d++)
-                if (sketch_signs(d / 64) >> d % 64 & 1) turned[d] = -turned[d];
-        }
-        for (uint32_t first = 0; first < dim;) {
-            uint32_t size = 1u << (31 - __builtin_clz(dim - first));
-            if (size >= LANES) transform(turned + first, size);
-            else sketch_transform(turned + first, size);
-            first += size;
-        }
-        uint8_t *block = sketch + t / SKETCH_TOKENS * sketch_block_bytes(dim);
-        float scale = encode_lanes(turned, dim, block + t % SKETCH_TOKENS * 4);
-        memcpy(block + sketch_block_bytes(dim) - SKETCH_LINE_BYTES +
-               t % SKETCH_TOKENS * sizeof(float), &scale, sizeof(scale));
+    uint16_t flips[FLIPS];
+    for (uint32_t i = 0; i < sketch_dim(dim) / LANES; i++)
+        flips[i] = (uint16_t)(sketch_signs(i * LANES / 64) >> i * LANES % 64);
+    switch (dim) {
+    case 32: encode_in_registers(dtype, keys, stride_bytes, tokens, 2, flips, sketch); break;
+    case 64: encode_in_registers(dtype, keys, stride_bytes, tokens, 4, flips, sketch); break;
+    case 128: encode_in_registers(dtype, keys, stride_bytes, tokens, 8, flips, sketch); break;
+    case 256: encode_in_registers(dtype, keys, stride_bytes, tokens, 16, flips, sketch); break;
+    default: encode_any(dtype, keys, stride_bytes, tokens, dim, flips, sketch);
     }
 }
 

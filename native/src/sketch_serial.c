@@ -21,8 +21,8 @@ static void encode_token(const float *turned, uint32_t dim, uint32_t token, uint
     for (uint32_t d = 0; d < dim; d++) {
         uint32_t code = code_of(turned[d], step), channel = d % SKETCH_CHANNELS;
         products += turned[d] * ((float)code - 1.5f);
-        block[d / SKETCH_CHANNELS * SKETCH_LINE_BYTES + token * 4 + channel % 4] |=
-            (uint8_t)(code << channel / 4 * 2);
+        block[d / SKETCH_CHANNELS * SKETCH_LINE_BYTES + token * 4 + channel / 4] |=
+            (uint8_t)(code << channel % 4 * 2);
     }
     float scale = squares > 0 ? squares / products : 0;
     if (!isfinite(squares)) scale = NAN;
@@ -46,8 +46,8 @@ static int32_t dot(const uint8_t *block, uint32_t dim, uint32_t token, const int
     int32_t sum = 0;
     for (uint32_t d = 0; d < dim; d++) {
         uint32_t channel = d % SKETCH_CHANNELS;
-        uint8_t byte = block[d / SKETCH_CHANNELS * SKETCH_LINE_BYTES + token * 4 + channel % 4];
-        sum += (byte >> channel / 4 * 2 & 3) * query[d];
+        uint8_t byte = block[d / SKETCH_CHANNELS * SKETCH_LINE_BYTES + token * 4 + channel / 4];
+        sum += (byte >> channel % 4 * 2 & 3) * query[sketch_place(d)];
     }
     return sum;
 }
