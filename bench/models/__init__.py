@@ -1,0 +1,1 @@
+"""Models that the benches take keys and queries from: how they are trained, and their weights."""
