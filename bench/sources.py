@@ -25,6 +25,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
 )
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -32,13 +33,13 @@ from cxlkv.adapters.transformers.layouts import layout_of, text_config, windows_
 from cxlkv.bench.models.corpus import held_out_text
 from cxlkv.demo.run import load_model
 from cxlkv.demo.task import FACT_KEYS, make_context
-from cxlkv.demo.text.inputs import quiet, read_model, read_tokens
+from cxlkv.demo.text.inputs import quiet, read_config, read_model, read_tokens
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
 TEXT_MODEL = Path(__file__).parent / "models" / "text"
 ATTENTION = "cxlkv_recorded"
-CHUNK_TOKENS = 512
-"""Tokens of a forward pass: a mask of [512, 65536] is the largest thing in memory."""
+CHUNK_TOKENS = 1024
+"""Tokens of a forward pass: a mask of [1024, 65536] is the largest thing in memory."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def folder(
     It reads the same text as `text`; BadArgumentError or UnsupportedError for what is no such
     model, or none whose keys a pool can hold.
     """
+    read_config(path)  # which says in one line what is wrong with the folder
     model = read_model(path)
     written = held_out_text().decode(errors="replace")
     ids = read_tokens(path, written, int(text_config(model).vocab_size))
@@ -174,13 +176,12 @@ def take(
     taken = []
     for index in layers:
         held = cache.layers[index]
-        assert isinstance(held.keys, Tensor)
-        assert isinstance(held.values, Tensor)
+        assert isinstance(held, DynamicLayer)
+        assert held.keys is not None
+        assert held.values is not None
         keys, values = held.keys[0].transpose(0, 1), held.values[0].transpose(0, 1)
         asked = torch.cat(recorder.queries[index])
-        taken.append(
-            Taken(source, index, keys, values, asked, positions, recorder.scales[index])
-        )
+        taken.append(Taken(source, index, keys, values, asked, positions, recorder.scales[index]))
     return taken
 
 
@@ -240,7 +241,8 @@ def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, recorder: Rec
     """By chunks, so that no tensor of [tokens x tokens] is made; without the model's head."""
     body = model.base_model
     with _recorded(model, recorder):
-        for chunk in ids[None].split(CHUNK_TOKENS, dim=1):
+        for first in range(0, len(ids), CHUNK_TOKENS):
+            chunk = ids[None, first : first + CHUNK_TOKENS]
             body(chunk, past_key_values=cache, use_cache=True)
 
 
@@ -248,7 +250,7 @@ def _run(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, recorder: Rec
 def _recorded(model: PreTrainedModel, recorder: Recorder) -> Iterator[None]:
     """The model attends through `attention`, which keeps queries in `recorder`."""
     before = model.config._attn_implementation
-    model.eval()
+    model.train(False)
     model.set_attn_implementation(ATTENTION)
     token = _recorder.set(recorder)
     try:

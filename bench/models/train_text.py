@@ -153,7 +153,7 @@ def new_model() -> LlamaForCausalLM:
         bos_token_id=None,
         eos_token_id=None,
     )
-    return LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    return LlamaForCausalLM(config)
 
 
 def losses(model: LlamaForCausalLM, ids: Tensor, places: Tensor | None = None) -> Tensor:
