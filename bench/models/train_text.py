@@ -36,7 +36,7 @@ SEED = 1
 LONGEST = 65_536
 """Positions jump up to here."""
 WARM_UP_STEPS = 30
-SAVE_STEPS = 50
+SAVE_S = 120.0
 MUON_RATE = 0.02
 ADAM_RATE = 3e-3
 EVALUATED = 256
@@ -60,9 +60,9 @@ class Stage:
 
 STAGES = (
     Stage(512, 8, 1000, 1.0, 0.7, jumps=True),
-    Stage(2048, 3, 280, 0.7, 0.35, jumps=True),
-    Stage(8192, 1, 60, 0.35, 0.1),
-    Stage(16384, 1, 8, 0.1, 0.05),
+    Stage(2048, 3, 150, 0.7, 0.35, jumps=True),
+    Stage(8192, 1, 40, 0.35, 0.1),
+    Stage(16384, 1, 6, 0.1, 0.05),
 )
 
 
@@ -214,6 +214,7 @@ class Training:
 
     def run(self) -> None:
         """All steps that are left, with a line now and then."""
+        saved = time.monotonic()
         while self.stage < len(STAGES):
             of = STAGES[self.stage]
             began = time.monotonic()
@@ -224,8 +225,9 @@ class Training:
                 self.report(of)
             if self.step == of.steps:
                 self.stage, self.step = self.stage + 1, 0
-            if self.step % SAVE_STEPS == 0:
+            if self.step == 0 or time.monotonic() - saved >= SAVE_S:
                 self.save()
+                saved = time.monotonic()
 
     def one_step(self, of: Stage) -> None:
         share = of.rate + (of.rate_end - of.rate) * self.step / of.steps
