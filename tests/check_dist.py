@@ -16,6 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WHEEL_NAME = re.compile(r"cxlkv-[\d.]+-cp310-abi3-manylinux_2_28_(x86_64|aarch64)\.whl")
 GLIBC_MAX = (2, 28)  # what the tag promises
+# No Python file imports these, so a wheel without them would only fail when it is used.
+WEIGHTS = {
+    "cxlkv/demo/model/model.safetensors",
+    "cxlkv/bench/models/text/model.safetensors",
+}
 
 # The files of the kernel and of POSIX that the core opens; any other path is of the machine that
 # compiled it. Relative ones are found as well: they would be the names of our sources.
@@ -53,6 +58,7 @@ def wheel_faults(wheel: Path) -> list[str]:
         binaries = [name for name in names if ".so" in name]
         info = "-".join(wheel.name.split("-")[:2]) + ".dist-info/"
         faults += [f"{name} is foreign" for name in names if not name.startswith(("cxlkv/", info))]
+        faults += [f"{name} is missing" for name in sorted(WEIGHTS - set(names))]
         if binaries != ["cxlkv/_native.abi3.so"]:
             faults.append(f"it has the binaries {binaries}, not cxlkv/_native.abi3.so alone")
         for name in binaries:

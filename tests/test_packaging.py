@@ -58,12 +58,16 @@ def test_the_round_trip_of_the_wheel_test(tmp_path: Path) -> None:
     round_trip.round_trip(tmp_path / "pool")
 
 
-def make_wheel(folder: Path, name: str = WHEEL, binary: bytes = BINARY, more: str = "") -> Path:
+def make_wheel(
+    folder: Path, name: str = WHEEL, binary: bytes = BINARY, more: str = "", without: str = ""
+) -> Path:
     wheel = folder / name
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("cxlkv/__init__.py", "")
         archive.writestr("cxlkv/_native.abi3.so", binary)
         archive.writestr("cxlkv-0.1.0.dist-info/WHEEL", "")
+        for weights in check_dist.WEIGHTS - {without}:
+            archive.writestr(weights, "")
         if more:
             archive.writestr(more, "")
     return wheel
@@ -85,6 +89,13 @@ def test_a_path_of_the_machine_in_the_binary_is_a_fault(tmp_path: Path, path: st
 @pytest.mark.parametrize("name", ["kernels/__init__.py", "cxlkv/_native.cpython-311.so"])
 def test_a_foreign_file_in_the_wheel_is_a_fault(tmp_path: Path, name: str) -> None:
     assert len(check_dist.wheel_faults(make_wheel(tmp_path, more=name))) == 1
+
+
+@pytest.mark.parametrize("name", sorted(check_dist.WEIGHTS))
+def test_weights_that_the_wheel_lacks_are_a_fault(tmp_path: Path, name: str) -> None:
+    assert (ROOT / name).is_file()
+    faults = check_dist.wheel_faults(make_wheel(tmp_path, without=name))
+    assert faults == [f"{name} is missing"]
 
 
 @pytest.mark.parametrize(
