@@ -78,7 +78,8 @@ def text(
 ) -> list[Taken]:
     """The byte-level model in bench/models/text, on Python sources that it was not trained on.
 
-    `first` says at which byte of these the context begins.
+    `first` says at which byte of these the context begins. 16,384 bytes take a quarter of a minute
+    of one core, 65,536 take four minutes and 1.4 GB; its README says how good the model is.
     """
     with quiet():
         model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(

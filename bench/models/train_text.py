@@ -1,7 +1,7 @@
 """Trains the byte-level Llama of bench/models/text on the sources of Python's own library.
 
-    nice python -m cxlkv.bench.models.train_text --out FOLDER     about 45 minutes on one core
-    python -m cxlkv.bench.models.train_text --evaluate FOLDER     a few minutes
+    nice python -m cxlkv.bench.models.train_text --out FOLDER     43 minutes on one busy core
+    python -m cxlkv.bench.models.train_text --evaluate FOLDER     ten minutes
 
 What it is for: keys and queries of a model that was trained on text and that really looks back
 thousands of tokens, small enough to ship. A stopped run goes on where it was when started again.
