@@ -116,7 +116,7 @@ class Stages:
 
     def __str__(self) -> str:
         if not self.lists:
-            return "exact: too few pages for estimates to pay"
+            return "exact: too few pages for estimates to pay, or keys too much alike"
         return (
             f"two_stage: {self.lists} lists by sketches ({self.bytes_sketched} bytes), which are "
             f"off by {self.error:.3g} (rms, logits); then the keys of {self.tokens} tokens, the "

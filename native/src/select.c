@@ -9,7 +9,7 @@
 
 #include "select.h"
 
-enum { TASK_PAGES = 64, SCRATCH_LIMIT = 1 << 30 };
+enum { TASK_PAGES = 64, TOGETHER_PAGES = 8, SCRATCH_LIMIT = 1 << 30 };
 
 /* ---- how many pages each list gets ---- */
 
@@ -40,6 +40,9 @@ window window_of(const select_job *job, const plan *p, uint64_t list) {
     return w;
 }
 
+/* Those before it are scored with the leader's. */
+static uint32_t first_own_page(const plan *p) { return p->leader ? p->shared : p->low; }
+
 static const plan *plan_of_task(const select_job *job, uint32_t item) {
     uint32_t low = 0, high = job->batch->count;
     while (high - low > 1) {
@@ -50,22 +53,38 @@ static const plan *plan_of_task(const select_job *job, uint32_t item) {
     return &job->plans[low];
 }
 
-static int score_task(void *context, uint32_t item) {
-    select_job *job = context;
-    const plan *p = plan_of_task(job, item);
+/* counts: what is read is not in the cache yet. */
+static int score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last,
+                       bool counts) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
-    uint32_t first = p->low + (item - p->first_task) * TASK_PAGES;
-    uint32_t last = min_u32(first + TASK_PAGES, p->view.pages);
     uint64_t bytes = 0, token_bytes = layout->head_dim * dtype_bytes(layout->dtype);
-    if (p->thresholds) return sketch_score_pages(job, p, first, last);
+    if (p->thresholds) return sketch_score_pages(job, p, first, last, counts);
     for (uint32_t index = first; index < last; index++) {
         int code = score_page(job, p, index);
         if (code < 0) return code;
         bool digest = job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete;
         bytes += layout->kv_heads * token_bytes * (digest ? 2 : view_filled(&p->view, index));
     }
-    atomic_fetch_add_explicit(&job->bytes_scored, bytes, memory_order_relaxed);
+    if (counts) atomic_fetch_add_explicit(&job->bytes_scored, bytes, memory_order_relaxed);
     return 0;
+}
+
+static int score_task(void *context, uint32_t item) {
+    select_job *job = context;
+    const plan *p = plan_of_task(job, item);
+    uint32_t begin = first_own_page(p) + (item - p->first_task) * TASK_PAGES;
+    uint32_t end = min_u32(begin + TASK_PAGES, p->view.pages);
+    uint32_t step = p->follower && begin < p->follower->shared ? TOGETHER_PAGES : TASK_PAGES;
+    int code = 0;
+    for (uint32_t first = begin; code == 0 && first < end; first += step) {
+        uint32_t last = min_u32(first + step, end);
+        code = score_pages(job, p, first, last, true);
+        for (const plan *f = p->follower; f && code == 0; f = f->follower) {
+            uint32_t low = first < f->low ? f->low : first, high = min_u32(last, f->shared);
+            if (low < high) code = score_pages(job, f, low, high, false);
+        }
+    }
+    return code;
 }
 
 /* ---- choosing ---- */
@@ -281,6 +300,36 @@ static int args_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
     return 0;
 }
 
+static uint32_t page_at(const plan *p, uint32_t index) {
+    return sequence_page(p->view.sequence, p->view.part, index);
+}
+
+/* The complete pages from p->low on that two sequences have in common: forks part once. */
+static uint32_t shared_pages(const plan *leader, const plan *p) {
+    uint32_t low = p->low, high = min_u32(p->view.complete, leader->view.complete);
+    if (leader->low > low || low >= high || page_at(leader, low) != page_at(p, low)) return low;
+    while (high - low > 1) {
+        uint32_t middle = (low + high) / 2;
+        if (page_at(leader, middle) == page_at(p, middle)) low = middle;
+        else high = middle;
+    }
+    return low + 1;
+}
+
+/* Followers are kept by how much they share, most first. */
+static void find_leader(select_job *job, plan *p) {
+    for (plan *leader = job->plans; leader < p && !p->leader; leader++) {
+        if (leader->leader || leader->rows == 0 || p->rows == 0) continue;
+        p->shared = shared_pages(leader, p);
+        if (p->shared < p->low + TASK_PAGES) continue;
+        p->leader = leader;
+        plan **at = &leader->follower;
+        while (*at && (*at)->shared > p->shared) at = &(*at)->follower;
+        p->follower = *at;
+        *at = p;
+    }
+}
+
 /* Lengths, lists, and args->k: all that is known before a byte is read. */
 static uint64_t make_plans(select_job *job) {
     cxlkv_select_args *args = job->args;
@@ -298,7 +347,9 @@ static uint64_t make_plans(select_job *job) {
         p->lists = args->per == CXLKV_PER_QUERY ? p->rows : 1;
         p->first_task = tasks;
         p->low = p->rows ? (uint32_t)(view_low(&p->view, 0, p->rows) / page_tokens) : 0;
-        p->tasks = p->rows ? (p->view.pages - p->low + TASK_PAGES - 1) / TASK_PAGES : 0;
+        find_leader(job, p);
+        uint32_t own = p->rows ? p->view.pages - first_own_page(p) : 0;
+        p->tasks = (own + TASK_PAGES - 1) / TASK_PAGES;
         tasks += p->tasks;
         lists += p->lists;
         for (uint64_t list = 0; list < p->lists; list++) {

@@ -14,6 +14,10 @@ typedef struct plan {
     float *log_sums;             /* mass only: [kv_head][row][group][page] */
     float *thresholds;           /* two stages only: [list][kv_head]; else NULL */
     uint32_t first_task, tasks;
+    /* Forks share their first pages: those before `shared` are scored together with the leader's,
+     * an earlier plan's, while they are in the cache. Tasks are for the others. */
+    struct plan *leader, *follower; /* follower: the next one with the same leader */
+    uint32_t shared;
 } plan;
 
 typedef struct select_job {
@@ -58,6 +62,6 @@ void sketch_prepare(select_job *job, float *scratch);
 /* For batch->count * kv_heads items, then sketch_cut_all(): thresholds. */
 int sketch_sample_task(void *context, uint32_t item);
 void sketch_cut_all(select_job *job);
-/* Pages [first, last) of a plan. */
-int sketch_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last);
+/* Pages [first, last) of a plan; counts: their sketches are not in the cache yet. */
+int sketch_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last, bool counts);
 #endif

@@ -12,8 +12,11 @@
 
 #include "select.h"
 
-/* Tokens wait until this many are found: their keys are on the way meanwhile. */
-enum { SAMPLE_PAGES = 256, SAMPLE_SCORED = 32, WAITING_MAX = 512 };
+/* Tokens wait until many are found, and the keys of some are on the way while others are scored:
+ * each lies in a page of memory of its own, and most of the time goes by until it is there. */
+enum { SAMPLE_PAGES = 256, SAMPLE_SCORED = 32, WAITING_MAX = 512, AHEAD = 16 };
+/* Where more of the sample than this would be read anyway, keys are read in order, as fast. */
+static const float SHARE_MAX = 0.8f;
 
 /* Of a list and head: the best estimate of each page of the sample, then squares and count. */
 typedef struct sample {
@@ -212,11 +215,12 @@ static uint32_t sample_share(const plan *p, const window *w) {
     return min_u32(SAMPLE_PAGES, (uint32_t)(wanted + 2 * sqrtf(wanted)) + 1);
 }
 
-static void cut_list(select_job *job, const plan *p, uint64_t list) {
+/* Returns how many of its heads spare little. */
+static uint32_t cut_list(select_job *job, const plan *p, uint64_t list) {
     uint32_t heads = kv_heads(job);
     window w = window_of(job, p, list);
     sample *own = samples_of(job, p) + list * heads;
-    uint32_t wanted = sample_share(p, &w);
+    uint32_t wanted = sample_share(p, &w), flat = 0;
     bool layer = job->args->union_over == CXLKV_UNION_LAYER;
     for (uint32_t head = 1; layer && head < heads; head++)
         for (uint32_t i = 0; i < SAMPLE_PAGES; i++)
@@ -226,15 +230,28 @@ static void cut_list(select_job *job, const plan *p, uint64_t list) {
         float error = sqrtf(own[head].squares / own[head].count);
         float cut = best_in_order(own[layer ? 0 : head].maxima, wanted) - job->args->errors * error;
         p->thresholds[list * heads + head] = isnan(cut) ? -INFINITY : cut;
+        uint32_t passing = 0;
+        for (uint32_t i = 0; i < SAMPLE_PAGES; i++) passing += !(own[head].maxima[i] < cut);
+        flat += isfinite(job->args->errors) && (float)passing > SHARE_MAX * SAMPLE_PAGES;
         job->args->mean_error += error;
-        job->args->lists_staged++;
     }
+    return flat;
 }
 
 void sketch_cut_all(select_job *job) {
-    for (uint32_t i = 0; i < job->batch->count; i++)
-        for (uint64_t list = 0; job->plans[i].thresholds && list < job->plans[i].lists; list++)
-            cut_list(job, &job->plans[i], list);
+    for (uint32_t i = 0; i < job->batch->count; i++) {
+        plan *p = &job->plans[i];
+        uint64_t flat = 0, lists = p->thresholds ? lists_of(job, p) : 0;
+        float before = job->args->mean_error;
+        for (uint64_t list = 0; p->thresholds && list < p->lists; list++)
+            flat += cut_list(job, p, list);
+        if (2 * flat <= lists) {
+            job->args->lists_staged += (uint32_t)lists;
+        } else {
+            p->thresholds = NULL;
+            job->args->mean_error = before;
+        }
+    }
     if (job->args->lists_staged) job->args->mean_error /= (float)job->args->lists_staged;
 }
 
@@ -256,8 +273,12 @@ typedef struct scan {
 } scan;
 
 static void score_waiting(scan *s) {
+    const cxlkv_layout *layout = &s->job->batch->pool->layout;
+    size_t row_bytes = layout->head_dim * dtype_bytes(layout->dtype);
     for (uint32_t i = 0; i < s->count; i++) {
         const waiting *w = &s->waits[i];
+        for (size_t at = 0; i + AHEAD < s->count && at < row_bytes; at += LINE_BYTES)
+            __builtin_prefetch(s->waits[i + AHEAD].key + at);
         float value = score_token(s->job, w->key, w->first_query, w->query_count);
         if (is_better(value, *w->score)) *w->score = value;
     }
@@ -265,10 +286,8 @@ static void score_waiting(scan *s) {
     s->count = 0;
 }
 
-static void wait_for(scan *s, const uint8_t *key, size_t bytes, float *score, uint64_t first,
-                     uint32_t count) {
+static void wait_for(scan *s, const uint8_t *key, float *score, uint64_t first, uint32_t count) {
     if (s->count == WAITING_MAX) score_waiting(s);
-    for (size_t at = 0; at < bytes; at += LINE_BYTES) __builtin_prefetch(key + at);
     s->waits[s->count++] = (waiting){key, score, first, count};
 }
 
@@ -289,8 +308,8 @@ static bool scan_queries(scan *s, const page_sketch *page, uint32_t head, uint64
         if (got.best > *best_estimate) *best_estimate = got.best;
         found |= got.passing != 0;
         for (uint32_t bits = got.passing; bits; bits &= bits - 1)
-            wait_for(s, key + (uint32_t)__builtin_ctz(bits) * page->keys.row_bytes,
-                     page->keys.row_bytes, score, first, count);
+            wait_for(s, key + (uint32_t)__builtin_ctz(bits) * page->keys.row_bytes, score, first,
+                     count);
     }
     return found;
 }
@@ -318,7 +337,8 @@ static void scan_head(scan *s, const page_sketch *page, uint32_t index, uint32_t
     }
 }
 
-int sketch_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last) {
+int sketch_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last,
+                       bool counts) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     window w = window_of(job, p, 0);
     uint32_t start, end = free_pages(p, &w, &start) + start, sketched = 0;
@@ -329,13 +349,13 @@ int sketch_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t 
         int code;
         if (index < start || index >= end) {
             code = score_page(job, p, index);
-            bytes += layout->kv_heads * token_bytes * view_filled(&p->view, index);
+            bytes += counts * layout->kv_heads * token_bytes * view_filled(&p->view, index);
         } else {
             code = view_verify(&p->view, index);
             page_sketch page = sketch_of(job, p, index);
             for (uint32_t head = 0; code == 0 && head < layout->kv_heads; head++)
                 scan_head(&s, &page, index, head);
-            sketched++;
+            sketched += counts;
         }
         if (code < 0) return code;
     }
