@@ -501,6 +501,7 @@ def batch_select(
     codes: tuple[int, int, int],
     scale: float,
     errors: float,
+    pages_min: int,
     pages: Pages,
     scores: npt.NDArray[np.float32],
     counts: npt.NDArray[np.int32],
@@ -512,7 +513,7 @@ def batch_select(
     args.layer, args.q_heads = layer, queries.shape[1]
     args.budgets, args.budget_count = budget_array, len(budget_array)
     args.method, args.union_over, args.per = codes
-    args.scale, args.errors = scale, errors
+    args.scale, args.errors, args.pages_min = scale, errors, pages_min
     args.capacity = pages.size
     kept = (_int32(starts), _int32(pages, True), _int32(counts, True))
     args.starts, args.pages, args.counts = kept

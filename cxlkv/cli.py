@@ -352,6 +352,26 @@ def top(
 
 
 @app.command()
+def tune(
+    json_file: JsonFile = None,
+    threads: Annotated[int | None, typer.Option(help="That scan: all if not given.")] = None,
+) -> None:
+    """Measure on this machine from how many pages on sketches pay, for select(method="auto")."""
+    from cxlkv.bench import cli, tuning
+    from cxlkv.bench.report import Result
+    from cxlkv.ndp.tuning import default_path, write
+
+    console = cli.wide_console()
+    result = Result("tune")
+    with console.status("measuring; half a minute ..."):
+        found = tuning.run(result, threads=threads)
+    path = default_path()
+    write(found, path)
+    cli.show(result, console, json_file)
+    console.print(f"written: {path}", soft_wrap=True)
+
+
+@app.command()
 def metrics(
     pools: Annotated[list[str], typer.Argument(help="The pools' files; they may come later.")],
     port: Annotated[int, typer.Option(help="TCP port; 0 takes a free one.", min=0, max=65535)],

@@ -9,6 +9,7 @@ from cxlkv import _core
 from cxlkv.arrays import NUMPY_DTYPES, Array, View, empty_like_kind, imported, view
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES, KVLayout
+from cxlkv.ndp import tuning
 from cxlkv.ndp.engine import METHODS, PERS, UNIONS, Asked, Selection, Stages, uniform
 
 Starts = npt.NDArray[np.int32]
@@ -63,6 +64,7 @@ def select(
             codes,
             asked.scale,
             asked.errors(),
+            tuning.current().two_stage_pages,
             pages,
             scores,
             counts,

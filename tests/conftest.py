@@ -44,6 +44,12 @@ class MakePool(Protocol):
     ) -> CXLPool: ...
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a user has tuned or certified changes no test."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture
 def seed() -> int:
     """CXLKV_TEST_SEED or a fresh number; stands in the captured output of a test that fails."""

@@ -218,6 +218,7 @@ typedef struct cxlkv_select_args {
     uint32_t per;
     float scale;
     float errors;                  /* two stages: how many of its errors an estimate may be short */
+    uint32_t pages_min;            /* method auto: with fewer pages a sequence is scored exactly */
     uint32_t k;                    /* out: pages in the longest list */
     uint32_t lists_staged;         /* out: lists and heads that went through two stages */
     float mean_error;              /* out: of their estimates, as logits; 0 when there are none */

@@ -441,10 +441,12 @@ static void method_choose(const cxlkv_batch *batch, cxlkv_select_args *args) {
 }
 
 int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args) {
+    uint32_t pages_min = args->method == CXLKV_METHOD_AUTO ? args->pages_min : 0;
     method_choose(batch, args);
     int64_t code = args_check(batch, args);
     if (code < 0) return code;
-    select_job job = {.batch = batch, .args = args, .isa = kernels_current()};
+    select_job job = {.batch = batch, .args = args, .isa = kernels_current(),
+                      .staged_pages_min = pages_min};
     job.plans = calloc(batch->count, sizeof(*job.plans));
     if (!job.plans) return fail(ENOMEM, "no memory to plan a selection");
     code = batch_lock(batch, false);

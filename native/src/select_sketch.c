@@ -42,7 +42,7 @@ bool sketch_is_for(const select_job *job, const plan *p) {
         return false;
     window w = window_of(job, p, 0);
     uint32_t first, pages = free_pages(p, &w, &first);
-    return pages >= 4 * SAMPLE_PAGES && w.k <= pages / 2;
+    return pages >= 4 * SAMPLE_PAGES && pages >= job->staged_pages_min && w.k <= pages / 2;
 }
 
 /* ---- scratch ---- */

@@ -1,0 +1,75 @@
+"""What `cxlkv tune` measured on this machine, for selects with method "auto"; defaults without."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import warnings
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from cxlkv import _core
+
+PAGES_MIN = 1024
+"""Below this many pages a sample of 256 would read most of what is to be spared."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """From how many pages on method "auto" estimates from sketches; machine: what it holds for."""
+
+    two_stage_pages: int = PAGES_MIN
+    machine: str = ""
+
+
+def this_machine() -> str:
+    """What the figures depend on: architecture, CPU, instruction set in use."""
+    model = ""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("model name", "CPU part")):
+                model = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass
+    return f"{platform.machine()} {model} {_core.isa()}"
+
+
+def default_path() -> Path:
+    """$XDG_STATE_HOME/cxlkv/tuning.json, or in ~/.local/state."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(state) if state else Path.home() / ".local/state") / "cxlkv/tuning.json"
+
+
+def write(tuning: Tuning, path: Path) -> None:
+    """Whole or not at all; raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps(asdict(tuning), indent=2) + "\n")
+    unfinished.replace(path)
+
+
+def read(path: Path) -> Tuning:
+    """Defaults when there is none; with a warning also when it is damaged or another machine's."""
+    try:
+        found = json.loads(path.read_text())
+        pages, machine = found["two_stage_pages"], found["machine"]
+        if not isinstance(pages, int) or not PAGES_MIN <= pages < 2**31:
+            raise ValueError(f"two_stage_pages is {pages!r}")
+    except FileNotFoundError:
+        return Tuning()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        warnings.warn(f"{path} is not used: {error}; `cxlkv tune` writes it anew", stacklevel=2)
+        return Tuning()
+    if machine != this_machine():
+        warnings.warn(f"{path} is of another machine: run `cxlkv tune` on this one", stacklevel=2)
+        return Tuning()
+    return Tuning(pages, machine)
+
+
+@cache
+def current() -> Tuning:
+    """Read once in a process."""
+    return read(default_path())
