@@ -8,9 +8,11 @@ Both are of real selects on real keys; the sums go to the counters that all proc
 from __future__ import annotations
 
 import itertools
+import logging
 import math
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,11 +27,20 @@ from cxlkv.ndp.engine import Asked, Selection
 Pages = npt.NDArray[np.int32]
 
 
+RECENT = 16
+"""Audits over which the recall is averaged before an alarm is raised."""
+MARGIN = 0.02
+"""By how much they may fall short: a recall that is asked for is an expectation."""
+
+log = logging.getLogger("cxlkv")
+
+
 @dataclass(frozen=True)
 class _Plan:
     share: float
     every: int
     selects: Iterator[int]  # counts in one step, so that threads need no lock
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
 
 # By pool, while it lives. Empty in all but a few processes: asking is then one look.
@@ -77,8 +88,29 @@ def measure(
         kept = mass(batch, layout, asked, picked)
         if got is not None and kept is not None:
             _core.count_audit(pool, got, kept)
+            _watch(_plans.get(pool), asked, picked, got)
     except CXLKVError:
         return
+
+
+def _watch(plan: _Plan | None, asked: Asked, picked: Selection, got: float) -> None:
+    """Alarm, as a warning in the log, when two-stage selects fall short of their recall."""
+    if plan is None or picked.stages is None:
+        return
+    plan.recent.append(got - asked.recall)
+    short = -sum(plan.recent) / len(plan.recent)
+    if len(plan.recent) < RECENT or short <= MARGIN:
+        return
+    plan.recent.clear()  # the next alarm after as many audits
+    log.warning(
+        "two-stage selects found %.3f of the pages of exact ones in the last %d audits (layer %d), "
+        "%.2f is asked for: ask for more recall, or use method exact. %s",
+        asked.recall - short,
+        RECENT,
+        asked.layer,
+        asked.recall,
+        picked.stages,
+    )
 
 
 def _exact(batch: _core.Handle, layout: KVLayout, asked: Asked, picked: Selection) -> Selection:

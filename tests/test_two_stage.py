@@ -332,3 +332,26 @@ def test_forks_in_one_batch_are_as_each_alone(
                 np.testing.assert_array_equal(got.scores[row, :, :counts], alone[i].scores)
             if method != "two_stage":  # each reads the keys of its own tokens
                 assert got.bytes_scored < 0.8 * sum(a.bytes_scored for a in alone)
+
+
+# ---- audits ----
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_an_alarm_when_recall_falls_short(
+    rng: np.random.Generator, caplog: pytest.LogCaptureFixture, short: bool
+) -> None:
+    """The right keys are all in one channel once they are turned: 2 bits say little of such ones,
+    and the sample, which hardly meets them, does not know."""
+    keys = rng.standard_normal((PAGES * 8, 1, 32)).astype(np.float32)
+    back = reference.turned(np.eye(32)).T
+    q = (np.array([[4.0] + [-1.0] * 31]) @ back).astype(np.float32)
+    if short:
+        keys[:: 8 * 53] = 30 * back[0]
+    with filled(keys) as (pool, sequence):
+        pool.audit = 1
+        for _ in range(16):
+            assert not caplog.records, "one is not enough"
+            sequence.select(0, q, top_k=20, method="two_stage", recall=0.95)
+    assert len(caplog.records) == short
+    assert not short or "0.95 is asked for: ask for more recall, or use" in caplog.text

@@ -96,7 +96,7 @@ typedef struct kernels {
                    void *sketch);
     sketch_estimate (*estimate)(const void *block, uint32_t dim, const sketch_query *queries,
                                 uint32_t query_count, uint32_t seen, float threshold,
-                                float maxima[16]);
+                                float slack, float maxima[16]);
 } kernels;
 
 extern const kernels kernels_serial; /* the reference, on every CPU */

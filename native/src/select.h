@@ -12,7 +12,7 @@ typedef struct plan {
     uint64_t first_list, lists;
     float *scores;               /* [list][kv_head][page] */
     float *log_sums;             /* mass only: [kv_head][row][group][page] */
-    float *thresholds;           /* two stages only: [list][kv_head]; else NULL */
+    float *thresholds;           /* two stages, else NULL: [list][kv_head], and as many slacks */
     uint32_t first_task, tasks;
     /* Forks share their first pages: those before `shared` are scored together with the leader's,
      * an earlier plan's, while they are in the cache. Tasks are for the others. */

@@ -2,10 +2,11 @@
  * by their keys. docs/decisions/0011-sketch.md has the measurements.
  *
  * A sample of the pages says, for each list and head, where the worst page that will be chosen lies
- * among estimates, and how far estimates are off (their root mean square error). Tokens whose
- * estimate is more than `errors` of those below that page are left alone; of the others the keys
- * are read, token by token. A page with such tokens has the best of their true scores, one without
- * its best estimate, which is below the others. An estimate that is no number is never trusted. */
+ * among estimates, and how far estimates are off (root mean square, in units of the token's scale).
+ * Tokens whose estimate is more than `errors` of those below that page are left alone; of the
+ * others the keys are read, token by token. A page with such tokens has the best of their true
+ * scores, one without its best estimate, which is below the others. An estimate that is no number
+ * is never trusted. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,7 +22,7 @@ static const float SHARE_MAX = 0.8f;
 /* Of a list and head: the best estimate of each page of the sample, then squares and count. */
 typedef struct sample {
     float maxima[SAMPLE_PAGES];
-    float squares, count;        /* of errors, over the tokens that were scored, too */
+    float squares, scaled, count; /* of errors, as they are and over the scale */
 } sample;
 
 static uint32_t kv_heads(const select_job *job) { return job->batch->pool->layout.kv_heads; }
@@ -53,12 +54,16 @@ uint64_t sketch_query_floats(const select_job *job, uint64_t query_count) {
 }
 
 uint64_t sketch_plan_floats(const select_job *job, const plan *p) {
-    uint64_t floats = 1 + sizeof(sample) / sizeof(float);
+    uint64_t floats = 2 + sizeof(sample) / sizeof(float);
     return sketch_is_for(job, p) ? align_up(lists_of(job, p) * floats, 16) : 0;
 }
 
+static float *slacks_of(const select_job *job, const plan *p) {
+    return p->thresholds + lists_of(job, p);
+}
+
 static sample *samples_of(const select_job *job, const plan *p) {
-    return (sample *)(p->thresholds + lists_of(job, p));
+    return (sample *)(p->thresholds + 2 * lists_of(job, p));
 }
 
 void sketch_prepare(select_job *job, float *scratch) {
@@ -87,6 +92,12 @@ static const uint8_t *block_of(const select_job *job, const page_sketch *page, u
     const cxlkv_pool *pool = job->batch->pool;
     return page->blocks + head * pool->geometry.sketch_piece_bytes +
            block * sketch_block_bytes(pool->layout.head_dim);
+}
+
+static const float *scales_of(const select_job *job, const page_sketch *page, uint32_t head,
+                              uint32_t block) {
+    uint64_t bytes = sketch_block_bytes(job->batch->pool->layout.head_dim) - SKETCH_LINE_BYTES;
+    return (const float *)(block_of(job, page, head, block) + bytes);
 }
 
 /* Of the 16 tokens from 16 * block on, those in [first, last). */
@@ -140,6 +151,7 @@ static uint64_t queries_of_list(const select_job *job, const plan *p, uint64_t l
 static void sample_errors(const select_job *job, const page_sketch *page, uint32_t head,
                           uint64_t first, uint32_t count, uint32_t first_token,
                           const float *estimates, sample *made) {
+    const float *scales = scales_of(job, page, head, first_token / SKETCH_TOKENS);
     uint32_t tokens = job->batch->pool->layout.page_tokens - first_token;
     for (uint32_t t = 0; t < min_u32(tokens, SKETCH_TOKENS); t++) {
         const uint8_t *key = page->keys.first + head * page->keys.head_bytes +
@@ -147,6 +159,7 @@ static void sample_errors(const select_job *job, const page_sketch *page, uint32
         float error = estimates[t] - score_token(job, key, first, count);
         made->squares += error * error;
         made->count++;
+        if (scales[t] != 0) made->scaled += error / scales[t] * error / scales[t];
     }
 }
 
@@ -156,7 +169,7 @@ static int sample_list(select_job *job, const plan *p, uint64_t list, uint32_t h
     window w = window_of(job, p, list);
     uint32_t start, count, pages = free_pages(p, &w, &start);
     uint64_t first = queries_of_list(job, p, list, head, &count);
-    made->squares = made->count = 0;
+    made->squares = made->scaled = made->count = 0;
     for (uint32_t i = 0; i < SAMPLE_PAGES; i++) {
         uint32_t index = start + (uint32_t)((2ull * i + 1) * pages / (2 * SAMPLE_PAGES));
         int code = view_verify(&p->view, index);
@@ -168,7 +181,7 @@ static int sample_list(select_job *job, const plan *p, uint64_t list, uint32_t h
             uint32_t block = t / SKETCH_TOKENS, seen = seen_bits(block, 0, layout->page_tokens);
             sketch_estimate got = job->isa->estimate(
                 block_of(job, &page, head, block), layout->head_dim, job->sketch_queries + first,
-                count, seen, INFINITY, estimates);
+                count, seen, INFINITY, 0, estimates);
             if (is_better(got.best, made->maxima[i])) made->maxima[i] = got.best;
             if (i % (SAMPLE_PAGES / SAMPLE_SCORED) == 0)
                 sample_errors(job, &page, head, first, count, t, estimates, made);
@@ -228,10 +241,14 @@ static uint32_t cut_list(select_job *job, const plan *p, uint64_t list) {
                 own[0].maxima[i] = own[head].maxima[i];
     for (uint32_t head = 0; head < heads; head++) {
         float error = sqrtf(own[head].squares / own[head].count);
-        float cut = best_in_order(own[layer ? 0 : head].maxima, wanted) - job->args->errors * error;
-        p->thresholds[list * heads + head] = isnan(cut) ? -INFINITY : cut;
+        float slack = job->args->errors * sqrtf(own[head].scaled / own[head].count);
+        float cut = best_in_order(own[layer ? 0 : head].maxima, wanted);
+        bool known = isfinite(cut) && isfinite(slack);
+        p->thresholds[list * heads + head] = known ? cut : -INFINITY;
+        slacks_of(job, p)[list * heads + head] = known ? slack : 0;
         uint32_t passing = 0;
-        for (uint32_t i = 0; i < SAMPLE_PAGES; i++) passing += !(own[head].maxima[i] < cut);
+        for (uint32_t i = 0; i < SAMPLE_PAGES; i++)
+            passing += !(own[head].maxima[i] < cut - job->args->errors * error);
         flat += isfinite(job->args->errors) && (float)passing > SHARE_MAX * SAMPLE_PAGES;
         job->args->mean_error += error;
     }
@@ -294,7 +311,7 @@ static void wait_for(scan *s, const uint8_t *key, float *score, uint64_t first, 
 /* Queries of one list, which see the tokens [hidden, visible) of a page. Returns whether there is a
  * token to be scored; *best_estimate is raised. */
 static bool scan_queries(scan *s, const page_sketch *page, uint32_t head, uint64_t first,
-                         uint32_t count, uint32_t hidden, uint32_t visible, float threshold,
+                         uint32_t count, uint32_t hidden, uint32_t visible, uint64_t list,
                          float *score, float *best_estimate) {
     uint32_t dim = s->job->batch->pool->layout.head_dim;
     bool found = false;
@@ -304,7 +321,8 @@ static bool scan_queries(scan *s, const page_sketch *page, uint32_t head, uint64
                              block * SKETCH_TOKENS * page->keys.row_bytes;
         sketch_estimate got = s->job->isa->estimate(
             block_of(s->job, page, head, block), dim, s->job->sketch_queries + first, count,
-            seen_bits(block, hidden, visible), threshold, estimates);
+            seen_bits(block, hidden, visible), s->p->thresholds[list],
+            slacks_of(s->job, s->p)[list], estimates);
         if (got.best > *best_estimate) *best_estimate = got.best;
         found |= got.passing != 0;
         for (uint32_t bits = got.passing; bits; bits &= bits - 1)
@@ -330,7 +348,7 @@ static void scan_head(scan *s, const page_sketch *page, uint32_t index, uint32_t
         if (hidden < visible)
             found |= scan_queries(s, page, head, first + row * job->group,
                                   (uint32_t)rows * job->group, hidden, visible,
-                                  p->thresholds[list * heads + head], score, &best_estimate);
+                                  list * heads + head, score, &best_estimate);
         if (one_list && row + rows < p->rows) continue; /* others may find something yet */
         if (!found) *score = best_estimate;
         best_estimate = -INFINITY, found = false;

@@ -58,7 +58,7 @@ uint64_t sketch_signs(uint32_t block);
 /* The transform of one block, whose size is a power of two. */
 void sketch_transform(float *vector, uint32_t size);
 
-/* Of the tokens seen: the best, NaN if one is, and a bit for each not below a threshold. */
+/* Of the tokens seen: the best, NaN if one is, and a bit for each that may pass. */
 typedef struct sketch_estimate {
     float best;
     uint32_t passing;
@@ -66,7 +66,8 @@ typedef struct sketch_estimate {
 
 /* What each instruction set has. sketch: writes sketch_bytes(tokens, dim) to 64-byte aligned
  * memory. estimate: of one block, maxima[t] = the largest over the queries of (sum of code * query
- * code - offset) * factor * scale of t, NaN where one is; bit t of `seen`: token t counts.
+ * code - offset) * factor * scale of t, NaN where one is; bit t of `seen`: token t counts. It may
+ * pass if maxima[t] + slack * scale of t is not below the threshold: errors grow with the scale.
  * Sums are whole numbers below 2^24 (dim * 3 * 127), so instruction sets agree but for the order of
  * two multiplications; codes may differ where a channel lies on a border. */
 #define SKETCH_FUNCTIONS(isa)                                                                 \
@@ -74,7 +75,8 @@ typedef struct sketch_estimate {
                       uint32_t dim, void *sketch);                                            \
     sketch_estimate estimate_##isa(const void *block, uint32_t dim,                           \
                                    const sketch_query *queries, uint32_t query_count,         \
-                                   uint32_t seen, float threshold, float maxima[16])
+                                   uint32_t seen, float threshold, float slack,               \
+                                   float maxima[16])
 SKETCH_FUNCTIONS(serial);
 #if defined(__x86_64__)
 SKETCH_FUNCTIONS(avx2);

@@ -188,7 +188,7 @@ INLINE __m256 only_seen(__m256 half, uint32_t seen) {
 
 sketch_estimate estimate_avx2(const void *block, uint32_t dim, const sketch_query *queries,
                               uint32_t query_count, uint32_t seen, float threshold,
-                              float maxima[16]) {
+                              float slack, float maxima[16]) {
     uint32_t lines = sketch_dim(dim) / SKETCH_CHANNELS;
     const uint8_t *scales = (const uint8_t *)block + lines * SKETCH_LINE_BYTES;
     __m256 best[2], cut = _mm256_set1_ps(threshold);
@@ -205,9 +205,11 @@ sketch_estimate estimate_avx2(const void *block, uint32_t dim, const sketch_quer
             case 3: best[i] = estimate_half(half, lines, queries + q, 3, best[i]); break;
             default: best[i] = estimate_half(half, lines, queries + q, 4, best[i]);
             }
-        best[i] = _mm256_mul_ps(best[i], _mm256_load_ps((const float *)scales + i * LANES));
+        __m256 scale = _mm256_load_ps((const float *)scales + i * LANES);
+        __m256 upper = _mm256_mul_ps(_mm256_add_ps(best[i], _mm256_set1_ps(slack)), scale);
+        best[i] = _mm256_mul_ps(best[i], scale);
         _mm256_storeu_ps(maxima + i * LANES, best[i]);
-        uint32_t passing = (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(best[i], cut, _CMP_NLT_UQ));
+        uint32_t passing = (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(upper, cut, _CMP_NLT_UQ));
         made.passing |= (passing << i * LANES) & seen;
         best[i] = only_seen(best[i], seen >> i * LANES);
     }

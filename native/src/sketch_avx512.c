@@ -189,7 +189,7 @@ INLINE __m512 estimate_block(const uint8_t *block, uint32_t lines, const sketch_
 
 sketch_estimate estimate_avx512(const void *block, uint32_t dim, const sketch_query *queries,
                                 uint32_t query_count, uint32_t seen, float threshold,
-                                float maxima[16]) {
+                                float slack, float maxima[16]) {
     uint32_t lines = sketch_dim(dim) / SKETCH_CHANNELS;
     __m512 best = _mm512_set1_ps(-INFINITY);
     for (uint32_t line = 0; line <= lines; line++)
@@ -201,12 +201,14 @@ sketch_estimate estimate_avx512(const void *block, uint32_t dim, const sketch_qu
         case 3: best = estimate_block(block, lines, queries + q, 3, best); break;
         default: best = estimate_block(block, lines, queries + q, 4, best);
         }
-    best = _mm512_mul_ps(best, _mm512_load_ps((const uint8_t *)block + lines * SKETCH_LINE_BYTES));
+    __m512 scales = _mm512_load_ps((const uint8_t *)block + lines * SKETCH_LINE_BYTES);
+    __m512 upper = _mm512_mul_ps(_mm512_add_ps(best, _mm512_set1_ps(slack)), scales);
+    best = _mm512_mul_ps(best, scales);
     _mm512_storeu_ps(maxima, best);
     __mmask16 broken = _mm512_cmp_ps_mask(best, best, _CMP_UNORD_Q) & (__mmask16)seen;
     sketch_estimate made = {.best = _mm512_mask_reduce_max_ps((__mmask16)seen, best)};
     if (broken) made.best = NAN;
-    made.passing = _mm512_mask_cmp_ps_mask((__mmask16)seen, best, _mm512_set1_ps(threshold),
+    made.passing = _mm512_mask_cmp_ps_mask((__mmask16)seen, upper, _mm512_set1_ps(threshold),
                                            _CMP_NLT_UQ);
     return made;
 }

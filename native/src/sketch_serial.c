@@ -54,26 +54,27 @@ static int32_t dot(const uint8_t *block, uint32_t dim, uint32_t token, const int
 
 static float estimate_token(const uint8_t *block, uint32_t dim, const sketch_query *queries,
                             uint32_t query_count, uint32_t token) {
-    float scale, maximum = -INFINITY;
-    memcpy(&scale, block + sketch_block_bytes(dim) - SKETCH_LINE_BYTES + token * sizeof(float),
-           sizeof(float));
+    float maximum = -INFINITY;
     for (uint32_t q = 0; q < query_count; q++) {
         float sum = (float)dot(block, dim, token, queries[q].codes);
         float value = (sum - queries[q].offset) * queries[q].factor;
         if (value > maximum || isnan(value)) maximum = value;
     }
-    return maximum * scale;
+    return maximum;
 }
 
 sketch_estimate estimate_serial(const void *block, uint32_t dim, const sketch_query *queries,
                                 uint32_t query_count, uint32_t seen, float threshold,
-                                float maxima[16]) {
+                                float slack, float maxima[16]) {
+    const float *scales =
+        (const float *)((const uint8_t *)block + sketch_block_bytes(dim) - SKETCH_LINE_BYTES);
     sketch_estimate made = {.best = -INFINITY};
     for (uint32_t t = 0; t < SKETCH_TOKENS; t++) {
-        float value = maxima[t] = estimate_token(block, dim, queries, query_count, t);
+        float unscaled = estimate_token(block, dim, queries, query_count, t);
+        float value = maxima[t] = unscaled * scales[t];
         if (!(seen >> t & 1)) continue;
         if (value > made.best || isnan(value)) made.best = value;
-        if (!(value < threshold)) made.passing |= 1u << t;
+        if (!((unscaled + slack) * scales[t] < threshold)) made.passing |= 1u << t;
     }
     return made;
 }

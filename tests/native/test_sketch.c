@@ -83,7 +83,8 @@ static void check_encoded(const sample *s) {
     for (uint32_t t = 0; t < s->bytes / block_bytes * SKETCH_TOKENS; t++) {
         float want = scales_of(s->want, s->dim, t / 16)[t % 16];
         float got = scales_of(s->got, s->dim, t / 16)[t % 16];
-        CHECK(t < s->tokens ? fabsf(got - want) <= 1e-3f * want : got == 0);
+        float error = differ ? 1 : 1e-3f; /* of few channels, one code more is much */
+        CHECK(t < s->tokens ? fabsf(got - want) <= error * want : got == 0);
     }
 }
 
@@ -92,16 +93,19 @@ static void check_estimates(const kernels *isa, const sample *s, uint64_t *seed)
         const uint8_t *at = s->want + block * sketch_block_bytes(s->dim);
         uint32_t count = 1 + random_below(seed, QUERIES), passing = 0;
         uint32_t seen = (uint32_t)random_next(seed) & 0xffff;
-        float want[16], got[16], threshold = normal(seed), best = -INFINITY;
-        reference->estimate(at, s->dim, s->queries, count, seen, threshold, want);
-        sketch_estimate made = isa->estimate(at, s->dim, s->queries, count, seen, threshold, got);
+        float want[16], got[16], threshold = normal(seed), best = -INFINITY, slack = normal(seed);
+        reference->estimate(at, s->dim, s->queries, count, seen, threshold, slack, want);
+        sketch_estimate made =
+            isa->estimate(at, s->dim, s->queries, count, seen, threshold, slack, got);
         for (uint32_t t = 0; t < 16; t++) {
             CHECK(fabsf(got[t] - want[t]) <= 1e-5f * (1 + fabsf(want[t])));
             if (!(seen >> t & 1)) continue;
             if (got[t] > best) best = got[t];
-            passing |= (uint32_t)(got[t] >= threshold) << t;
+            float upper = got[t] + slack * scales_of(s->want, s->dim, block)[t];
+            if (fabsf(upper - threshold) < 1e-4f) seen &= ~(1u << t); /* rounding decides */
+            else passing |= (uint32_t)(upper > threshold) << t;
         }
-        CHECK(made.passing == passing && made.best == best);
+        CHECK((made.passing & seen) == passing && made.best == best);
     }
 }
 
@@ -118,13 +122,13 @@ static void check_meaning(const sample *s) {
             query += s->rows[d] * s->rows[d];
         }
         const uint8_t *at = s->want + t / 16 * sketch_block_bytes(s->dim);
-        reference->estimate(at, s->dim, s->queries, 1, 0xffff, 0, maxima);
+        reference->estimate(at, s->dim, s->queries, 1, 0xffff, 0, 0, maxima);
         error += (maxima[t % 16] - logit) * (maxima[t % 16] - logit);
         size += 0.25 * own * query / s->dim; /* what a logit is by and large */
         sketch_query self;
         _Alignas(64) int8_t codes[DIM_MAX + 64];
         sketch_queries(row, 1, s->dim, 1, codes, &self);
-        reference->estimate(at, s->dim, &self, 1, 0xffff, 0, maxima);
+        reference->estimate(at, s->dim, &self, 1, 0xffff, 0, 0, maxima);
         CHECK(fabsf(maxima[t % 16] - own) <= 0.02f * own);
     }
     CHECK(s->tokens < 16 || s->dim < 16 || sqrt(error / size) < 0.6);
@@ -141,15 +145,17 @@ static void test_odd_numbers(const kernels *isa, uint64_t *seed) {
             for (uint32_t d = 0; d < (whole || kind > 2 ? 48 : 1); d++)
                 ((float *)s.keys)[3 * 48 + d] = odd[kind];
             encode(isa, &s, s.got);
-            sketch_estimate made = isa->estimate(s.got, 48, s.queries, QUERIES, 0xffff, 1e9f, got);
+            sketch_estimate made =
+                isa->estimate(s.got, 48, s.queries, QUERIES, 0xffff, 1e9f, 0, got);
             if (kind < 4) CHECK(isnan(got[3]) && isnan(made.best) && made.passing == 1 << 3);
             else CHECK(fabsf(got[3]) < 1e-30f && isfinite(made.best) && made.passing == 0);
             CHECK(isfinite(got[2]));
-            made = isa->estimate(s.got, 48, s.queries, QUERIES, 0xffff & ~(1 << 3), 1e9f, got);
+            made = isa->estimate(s.got, 48, s.queries, QUERIES, 0xffff & ~(1 << 3), 1e9f, 0,
+                                 got);
             CHECK(isfinite(made.best) && made.passing == 0);
             s.rows[5] = odd[kind];
             sketch_queries(s.rows, QUERIES, 48, 0.5f, s.codes, s.queries);
-            made = isa->estimate(s.got, 48, s.queries, QUERIES, 1, 1e9f, got);
+            made = isa->estimate(s.got, 48, s.queries, QUERIES, 1, 1e9f, 0, got);
             CHECK(kind < 3 ? isnan(made.best) && made.passing == 1 : !isnan(made.best));
             sample_free(&s);
         }
