@@ -121,16 +121,21 @@ class Stored:
 
 
 def compiled(function: Function, **options: object) -> Function:
-    """numba's decorator with a type, and without its cache where no folder can be written."""
+    """numba's decorator, with a type."""
     jit = cast(Callable[..., Callable[[Function], Function]], numba.njit)
+    return jit(nogil=True, **options)(function)
+
+
+def parallel(function: Function) -> Function:
+    """The same for what Python calls: the machine code is kept for later processes, where numba
+    finds a folder that it may write to."""
     try:
-        return jit(nogil=True, cache=True, **options)(function)
+        return compiled(function, parallel=True, cache=True)
     except RuntimeError:
-        return jit(nogil=True, **options)(function)
+        return compiled(function, parallel=True)
 
 
 reordered = partial(compiled, fastmath=REORDERED)
-parallel = partial(compiled, parallel=True)
 ranged = cast(Callable[[int], range], numba.prange)
 
 
