@@ -29,6 +29,8 @@ from cxlkv.ndp.engine import Budget, Selection, pages_of_share, uniform
 
 try:
     import numba
+    import numba.extending
+    from llvmlite import ir
 except ImportError as error:
     raise UnsupportedError(
         "cxlkv.ndp.portable compiles with numba, which is not installed: pip install 'cxlkv[numba]'"
@@ -142,10 +144,29 @@ ranged = cast(Callable[[int], range], numba.prange)
 # ---- kernels: one compiled form each, for all dtypes ----
 
 
+@numba.extending.intrinsic
+def prefetch(typing_context, array, index):
+    """Asks for the line of array[index], which may lie outside."""
+
+    def emit(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        at = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
+        number = ir.IntType(32)
+        form = ir.FunctionType(ir.VoidType(), [at.type, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [at.type], form)
+        builder.call(function, [at, number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return numba.types.void(array, index), emit
+
+
 @compiled
 def widen(halves: Halves, wholes: Floats, code: int, at: int, count: int, bits: Bits) -> None:
     """`count` elements from `at` on, as the bits of float32."""
     # Slices, here and below: an index that is a loop's own variable is known not to be negative.
+    if code < 2:
+        for i in range(0, count, 32):
+            prefetch(halves, at + i + 4096)
     floats, source, full = bits.view(np.float32), halves[at : at + count], wholes[at : at + count]
     if code == 0:
         for i in range(count):
@@ -172,9 +193,16 @@ def dot(key: Floats, query: Floats, dim: int) -> np.float32:
 
 
 @reordered
-def dots(keys: Floats, stride: int, tokens: int, queries: Floats, dim: int, out: Floats) -> None:
-    """out[j, t] = q.k of 4 queries and all tokens, in blocks of 2 tokens that share the queries."""
+def dots(
+    keys: Floats, stride: int, tokens: int, queries: Floats, dim: int, out: Floats
+) -> np.float32:
+    """out[j, t] = q.k of 4 queries and all tokens, in blocks of 2 tokens that share the queries.
+
+    Returns the sum of all: where it is a number, all are.
+    """
     q0, q1, q2, q3 = queries[0], queries[1], queries[2], queries[3]
+    out0, out1, out2, out3 = out[0], out[1], out[2], out[3]
+    total = np.float32(0)
     for t in range(0, tokens, 2):
         u = min(t + 1, tokens - 1)
         a, b = keys[t * stride : t * stride + dim], keys[u * stride : u * stride + dim]
@@ -188,21 +216,26 @@ def dots(keys: Floats, stride: int, tokens: int, queries: Floats, dim: int, out:
             b1 += b[d] * q1[d]
             b2 += b[d] * q2[d]
             b3 += b[d] * q3[d]
-        out[0, t], out[1, t], out[2, t], out[3, t] = a0, a1, a2, a3
-        out[0, u], out[1, u], out[2, u], out[3, u] = b0, b1, b2, b3
+        out0[t], out1[t], out2[t], out3[t] = a0, a1, a2, a3
+        out0[u], out1[u], out2[u], out3[u] = b0, b1, b2, b3
+        total += a0 + a1 + a2 + a3 + b0 + b1 + b2 + b3
+    return total
 
 
 @compiled
 def logits_of(
     keys: Floats, stride: int, tokens: int, queries: Floats, dim: int, out: Floats
-) -> None:
-    """out[j, t] = q.k for `LANES` queries or fewer."""
+) -> np.float32:
+    """out[j, t] = q.k for `LANES` queries or fewer. Returns the sum of all."""
     if len(queries) == LANES:
-        dots(keys, stride, tokens, queries, dim, out)
-        return
+        return dots(keys, stride, tokens, queries, dim, out)
+    total = np.float32(0)
     for t in range(tokens):
+        key = keys[t * stride : t * stride + dim]
         for j in range(len(queries)):
-            out[j, t] = dot(keys[t * stride : t * stride + dim], queries[j], dim)
+            out[j, t] = dot(key, queries[j], dim)
+            total += out[j, t]
+    return total
 
 
 @reordered
@@ -215,10 +248,14 @@ def bound(minima: Floats, maxima: Floats, query: Floats, dim: int) -> np.float32
 
 
 @compiled
-def largest(row: Floats) -> np.float32:
-    """NaN if one is."""
+def largest(row: Floats, numbers: bool) -> np.float32:
+    """NaN if one is; numbers: none is."""
     found = row[0]
-    for i in range(1, len(row)):
+    if numbers:
+        for i in range(len(row)):
+            found = row[i] if row[i] > found else found
+        return found
+    for i in range(len(row)):
         if row[i] > found or row[i] != row[i]:
             found = row[i]
     return found
@@ -242,11 +279,11 @@ def score_head(
 
     Its `count` tokens begin at position `first`; seen [n, 2]: first and last position in sight.
     """
-    dim = queries.shape[1]
+    dim, total = queries.shape[1], np.float32(0)
     for q in range(0, len(queries), LANES):
         here = min(LANES, len(queries) - q)
         if kind != DIGEST:
-            logits_of(keys, stride, count, queries[q : q + here], dim, logits)
+            total = logits_of(keys, stride, count, queries[q : q + here], dim, logits)
         for j in range(here):
             low = max(seen[q + j, 0] - first, 0)
             high = min(seen[q + j, 1] - first + 1, count)
@@ -256,12 +293,12 @@ def score_head(
                 out[q + j, page] = scale * bound(keys, keys[stride:], queries[q + j], dim)
                 continue
             row = logits[j, low:high]
-            best = scale * largest(row)
+            best = scale * largest(row, total == total)
             if kind == LOG_SUM:
-                total = np.float32(0)
+                weights = np.float32(0)
                 for t in range(len(row)):
-                    total += np.exp(scale * row[t] - best)
-                best += np.log(total)
+                    weights += np.exp(scale * row[t] - best)
+                best += np.log(weights)
             out[q + j, page] = best
 
 
@@ -316,7 +353,7 @@ def soften(row: Floats, scale: np.float32, softcap: np.float32, state: Floats) -
         row[t] *= scale
         if softcap > 0:
             row[t] = softcap * np.tanh(row[t] / softcap)
-    top = largest(row)
+    top = largest(row, False)
     if top != top:
         state[1] = top  # as full attention would: a NaN key spoils its query's output, visibly
         row[:] = top
