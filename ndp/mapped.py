@@ -2,8 +2,9 @@
 
 Such a program maps the pool's file or device read-only, is handed the bytes of sequence.handle,
 and scans with cxlkv.ndp.portable; the program that owns the sequence goes on in C. It holds no
-pages of its own: it may read a handle's pages while their owner does not release the sequence, which
-still_there() says afterwards. It verifies no CRC. docs/memory-layout.md has the format.
+pages of its own: it may read a handle's pages as long as their owner keeps the sequence, and
+still_there() says afterwards whether that was so. It verifies no CRC. docs/memory-layout.md has
+the format.
 """
 
 from __future__ import annotations
@@ -114,16 +115,14 @@ class MappedPool:
         part, row = self._places[layer]
         chain = self._chain(handle, part)
         self._check(chain)
-        kind = np.float32 if self.layout.dtype == "float32" else np.uint16
-        whole = len(self._bytes) // 4 * 4
+        whole = self._bytes[: len(self._bytes) // 4 * 4]
+        single = self.layout.dtype == "float32"
         keys = self._pieces(chain, row, "key", "keys_offset", self.layout.head_dim)
         values = keys
         if self.layout.values == "own":
-            values = self._pieces(
-                chain, row, "value", "values_offset", self.layout.value_head_dim
-            )
+            values = self._pieces(chain, row, "value", "values_offset", self.layout.value_head_dim)
         return Stored(
-            memory=self._bytes[:whole].view(kind),
+            memory=whole.view(np.float32) if single else whole.view(np.uint16),
             layout=self.layout,
             tokens=chain.tokens,
             keys=keys,
@@ -137,9 +136,7 @@ class MappedPool:
         for part in range(self._geometry["part_count"]):
             self._check(self._chain(handle, part))
 
-    def _pieces(
-        self, chain: Chain, row: int, kind: str, offset: str | None, dim: int
-    ) -> Pieces:
+    def _pieces(self, chain: Chain, row: int, kind: str, offset: str | None, dim: int) -> Pieces:
         g = self._geometry
         element = 4 if self.layout.dtype == "float32" else 2
         piece = g[f"{kind}_piece_bytes"]

@@ -1,54 +1,39 @@
 """NDP compiled by numba, for CPUs that the C core has no kernels for, and for programs without it.
 
-Three uses: a CPU for which the C core has plain C only (numba compiles these loops for whatever CPU
-runs them); a program beside the memory that maps a pool and scans pages where they lie, with the
-help of cxlkv.ndp.mapped and without the C core; and a second implementation for the tests, which
-shares no line with the C core. It wants `pip install 'cxlkv[numba]'`. (The file is not called
-numba.py, so that `import numba` means one thing wherever it is read.)
+Three uses: a CPU for which the C core has plain C only (numba compiles for whatever CPU runs it); a
+program beside the memory that maps a pool and scans pages where they lie, found by
+cxlkv.ndp.mapped, without the C core; and a second implementation for the tests, which shares no
+line with the C core. It wants `pip install 'cxlkv[numba]'`. (The file is not called numba.py, so
+that `import numba` means one thing wherever it is read.)
 
-Same meaning as cxlkv.ndp.reference, on the pages of `Stored`; sums are float32. The kernels share
-out pages over numba.get_num_threads() threads and run without the GIL. The first call compiles
-them, which takes some seconds; later processes find the machine code in numba's cache.
+Same meaning as cxlkv.ndp.reference, on the pages of `Stored`; sums are float32.
 """
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPE_BYTES, DTYPES, KVLayout
+from cxlkv.ndp.compiled import (
+    DIGEST,
+    EXACT,
+    LOG_SUM,
+    Floats,
+    Halves,
+    Strides,
+    Whole,
+    attend_parts,
+    score,
+)
 from cxlkv.ndp.engine import Budget, Selection, pages_of_share, uniform
 
-try:
-    import numba
-    import numba.extending
-    from llvmlite import ir
-except ImportError as error:
-    raise UnsupportedError(
-        "cxlkv.ndp.portable compiles with numba, which is not installed: pip install 'cxlkv[numba]'"
-    ) from error
-
-Floats = npt.NDArray[np.float32]
-Halves = npt.NDArray[np.uint16]
-Bits = npt.NDArray[np.uint32]
-Whole = npt.NDArray[np.int64]
-Strides = tuple[int, int]
-Function = TypeVar("Function", bound=Callable[..., object])
-
-LANES = 4  # queries that share a loaded key
 PARTS = 32  # pieces of work of an attend, however many threads there are: it decides the sums
-EXACT, DIGEST, LOG_SUM = 0, 1, 2
-# Sums may be reordered, which is what lets a compiler use vectors. NaN and infinity keep their
-# meaning: a broken key must be chosen and seen.
-REORDERED = {"reassoc", "contract", "nsz"}
 _turn = threading.Lock()  # numba's simplest threading layer ends the program on concurrent calls
 
 
@@ -122,352 +107,20 @@ class Stored:
         return 0 if self.window is None else max(0, position - self.window + 1)
 
 
-def compiled(function: Function, **options: object) -> Function:
-    """numba's decorator, with a type."""
-    jit = cast(Callable[..., Callable[[Function], Function]], numba.njit)
-    return jit(nogil=True, **options)(function)
-
-
-def parallel(function: Function) -> Function:
-    """The same for what Python calls: the machine code is kept for later processes, where numba
-    finds a folder that it may write to."""
-    try:
-        return compiled(function, parallel=True, cache=True)
-    except RuntimeError:
-        return compiled(function, parallel=True)
-
-
-reordered = partial(compiled, fastmath=REORDERED)
-ranged = cast(Callable[[int], range], numba.prange)
-
-
-# ---- kernels: one compiled form each, for all dtypes ----
-
-
-@numba.extending.intrinsic
-def prefetch(typing_context, array, index):
-    """Asks for the line of array[index], which may lie outside."""
-
-    def emit(context, builder, signature, arguments):
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        at = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
-        number = ir.IntType(32)
-        form = ir.FunctionType(ir.VoidType(), [at.type, number, number, number])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [at.type], form)
-        builder.call(function, [at, number(0), number(3), number(1)])
-        return context.get_dummy_value()
-
-    return numba.types.void(array, index), emit
-
-
-@compiled
-def widen(halves: Halves, wholes: Floats, code: int, at: int, count: int, bits: Bits) -> None:
-    """`count` elements from `at` on, as the bits of float32."""
-    # Slices, here and below: an index that is a loop's own variable is known not to be negative.
-    if code < 2:
-        for i in range(0, count, 32):
-            prefetch(halves, at + i + 4096)
-    floats, source, full = bits.view(np.float32), halves[at : at + count], wholes[at : at + count]
-    if code == 0:
-        for i in range(count):
-            bits[i] = np.uint32(source[i]) << np.uint32(16)
-    elif code == 1:
-        for i in range(count):
-            half = np.uint32(source[i])
-            size = half & np.uint32(0x7FFF)
-            special = np.uint32(0x7F800000) if size >= 0x7C00 else np.uint32(0)
-            bits[i] = (half & np.uint32(0x8000)) << np.uint32(16) | size << np.uint32(13) | special
-        for i in range(count):
-            floats[i] *= np.float32(2.0**112)  # what the biases of the exponents differ by
-    else:
-        for i in range(count):
-            floats[i] = full[i]
-
-
-@reordered
-def dot(key: Floats, query: Floats, dim: int) -> np.float32:
-    total = np.float32(0)
-    for d in range(dim):
-        total += key[d] * query[d]
-    return total
-
-
-@reordered
-def dots(
-    keys: Floats, stride: int, tokens: int, queries: Floats, dim: int, out: Floats
-) -> np.float32:
-    """out[j, t] = q.k of 4 queries and all tokens, in blocks of 2 tokens that share the queries.
-
-    Returns the sum of all: where it is a number, all are.
-    """
-    q0, q1, q2, q3 = queries[0], queries[1], queries[2], queries[3]
-    out0, out1, out2, out3 = out[0], out[1], out[2], out[3]
-    total = np.float32(0)
-    for t in range(0, tokens, 2):
-        u = min(t + 1, tokens - 1)
-        a, b = keys[t * stride : t * stride + dim], keys[u * stride : u * stride + dim]
-        a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
-        for d in range(dim):
-            a0 += a[d] * q0[d]
-            a1 += a[d] * q1[d]
-            a2 += a[d] * q2[d]
-            a3 += a[d] * q3[d]
-            b0 += b[d] * q0[d]
-            b1 += b[d] * q1[d]
-            b2 += b[d] * q2[d]
-            b3 += b[d] * q3[d]
-        out0[t], out1[t], out2[t], out3[t] = a0, a1, a2, a3
-        out0[u], out1[u], out2[u], out3[u] = b0, b1, b2, b3
-        total += a0 + a1 + a2 + a3 + b0 + b1 + b2 + b3
-    return total
-
-
-@compiled
-def logits_of(
-    keys: Floats, stride: int, tokens: int, queries: Floats, dim: int, out: Floats
-) -> np.float32:
-    """out[j, t] = q.k for `LANES` queries or fewer. Returns the sum of all."""
-    if len(queries) == LANES:
-        return dots(keys, stride, tokens, queries, dim, out)
-    total = np.float32(0)
-    for t in range(tokens):
-        key = keys[t * stride : t * stride + dim]
-        for j in range(len(queries)):
-            out[j, t] = dot(key, queries[j], dim)
-            total += out[j, t]
-    return total
-
-
-@reordered
-def bound(minima: Floats, maxima: Floats, query: Floats, dim: int) -> np.float32:
-    """The largest q.k of any key between the minima and the maxima."""
-    total = np.float32(0)
-    for d in range(dim):
-        total += query[d] * (minima[d] if query[d] < 0 else maxima[d])
-    return total
-
-
-@compiled
-def largest(row: Floats, numbers: bool) -> np.float32:
-    """NaN if one is; numbers: none is."""
-    found = row[0]
-    if numbers:
-        for i in range(len(row)):
-            found = row[i] if row[i] > found else found
-        return found
-    for i in range(len(row)):
-        if row[i] > found or row[i] != row[i]:
-            found = row[i]
-    return found
-
-
-@compiled
-def score_head(
-    keys: Floats,
-    stride: int,
-    first: int,
-    count: int,
-    queries: Floats,
-    seen: Whole,
-    kind: int,
-    scale: np.float32,
-    logits: Floats,
-    out: Floats,
-    page: int,
-) -> None:
-    """out[:, page]: scores of one head's page for queries [n, dim].
-
-    Its `count` tokens begin at position `first`; seen [n, 2]: first and last position in sight.
-    """
-    dim, total = queries.shape[1], np.float32(0)
-    for q in range(0, len(queries), LANES):
-        here = min(LANES, len(queries) - q)
-        if kind != DIGEST:
-            total = logits_of(keys, stride, count, queries[q : q + here], dim, logits)
-        for j in range(here):
-            low = max(seen[q + j, 0] - first, 0)
-            high = min(seen[q + j, 1] - first + 1, count)
-            if low >= high:
-                continue
-            if kind == DIGEST:
-                out[q + j, page] = scale * bound(keys, keys[stride:], queries[q + j], dim)
-                continue
-            row = logits[j, low:high]
-            best = scale * largest(row, total == total)
-            if kind == LOG_SUM:
-                weights = np.float32(0)
-                for t in range(len(row)):
-                    weights += np.exp(scale * row[t] - best)
-                best += np.log(weights)
-            out[q + j, page] = best
-
-
-@parallel
-def score(
-    halves: Halves,
-    wholes: Floats,
-    code: int,
-    starts: Whole,
-    strides: Strides,
-    first_page: int,
-    tokens: int,
-    page_tokens: int,
-    queries: Floats,
-    seen: Whole,
-    kind: int,
-    scale: np.float32,
-    out: Floats,
-) -> None:
-    """out [kv_heads, n, pages] from `first_page` to where starts end; queries [kv_heads, n, dim].
-
-    A page that a query does not see keeps what is there.
-    """
-    heads, dim = queries.shape[0], queries.shape[2]
-    for page in ranged(first_page, len(starts)):
-        first = page * page_tokens
-        count = min(page_tokens, tokens - first)
-        rows = 2 if kind == DIGEST else count
-        bits = np.empty(rows * strides[1], np.uint32)
-        logits = np.empty((LANES, rows), np.float32)
-        for head in range(heads):
-            at = starts[page] + head * strides[0]
-            widen(halves, wholes, code, at, (rows - 1) * strides[1] + dim, bits)
-            keys = bits.view(np.float32)
-            score_head(
-                *(keys, strides[1], first, count, queries[head], seen),
-                *(kind, scale, logits, out[head], page),
-            )
-
-
-@reordered
-def add_weighted(total: Floats, row: Floats, weight: np.float32) -> None:
-    for d in range(len(total)):
-        total[d] += weight * row[d]
-
-
-@compiled
-def soften(row: Floats, scale: np.float32, softcap: np.float32, state: Floats) -> np.float32:
-    """Logits to weights; state is (largest logit, sum of weights). Returns by what older weights
-    shrink."""
-    for t in range(len(row)):
-        row[t] *= scale
-        if softcap > 0:
-            row[t] = softcap * np.tanh(row[t] / softcap)
-    top = largest(row, False)
-    if top != top:
-        state[1] = top  # as full attention would: a NaN key spoils its query's output, visibly
-        row[:] = top
-        return np.float32(1)
-    if top == -np.inf:
-        row[:] = 0
-        return np.float32(1)
-    shrink = np.float32(1)
-    if top > state[0]:
-        shrink = np.exp(state[0] - top)
-        state[0] = top
-    total = np.float32(0)
-    for t in range(len(row)):
-        row[t] = np.exp(row[t] - state[0])
-        total += row[t]
-    state[1] = state[1] * shrink + total
-    return shrink
-
-
-@compiled
-def attend_head(
-    keys: Floats,
-    key_stride: int,
-    values: Floats,
-    value_stride: int,
-    first: int,
-    count: int,
-    queries: Floats,
-    seen: Whole,
-    scale: np.float32,
-    softcap: np.float32,
-    logits: Floats,
-    state: Floats,
-    out: Floats,
-) -> None:
-    """Adds one head's page to out [n, value_dim] and state [n, 2]."""
-    dim, value_dim = queries.shape[1], out.shape[1]
-    for q in range(0, len(queries), LANES):
-        here = min(LANES, len(queries) - q)
-        logits_of(keys, key_stride, count, queries[q : q + here], dim, logits)
-        for j in range(here):
-            low = max(seen[q + j, 0] - first, 0)
-            high = min(seen[q + j, 1] - first + 1, count)
-            if low >= high:
-                continue
-            shrink = soften(logits[j, low:high], scale, softcap, state[q + j])
-            if shrink != 1:
-                for d in range(value_dim):
-                    out[q + j, d] *= shrink
-            for t in range(low, high):
-                row = values[t * value_stride : t * value_stride + value_dim]
-                add_weighted(out[q + j], row, logits[j, t])
-
-
-@parallel
-def attend_parts(
-    halves: Halves,
-    wholes: Floats,
-    code: int,
-    keys: Whole,
-    key_strides: Strides,
-    values: Whole,
-    value_strides: Strides,
-    chosen: npt.NDArray[np.int32],
-    tokens: int,
-    page_tokens: int,
-    queries: Floats,
-    seen: Whole,
-    scale: np.float32,
-    softcap: np.float32,
-    state: Floats,
-    out: Floats,
-) -> None:
-    """Partial results: state [kv_heads, parts, n, 2] and out [kv_heads, parts, n, value_dim].
-
-    chosen [kv_heads, k]: pages, negative ones are padding. queries [kv_heads, n, dim].
-    """
-    heads, parts, dim, value_dim = out.shape[0], out.shape[1], queries.shape[2], out.shape[3]
-    k = chosen.shape[1]
-    for item in ranged(heads * parts):
-        head, part = item // parts, item % parts
-        key_bits = np.empty(page_tokens * key_strides[1], np.uint32)
-        value_bits = np.empty(page_tokens * value_strides[1], np.uint32)
-        logits = np.empty((LANES, page_tokens), np.float32)
-        for i in range(k * part // parts, k * (part + 1) // parts):
-            page = chosen[head, i]
-            if page < 0 or keys[page] < 0:
-                continue
-            first = page * page_tokens
-            count = min(page_tokens, tokens - first)
-            at = keys[page] + head * key_strides[0]
-            widen(halves, wholes, code, at, (count - 1) * key_strides[1] + dim, key_bits)
-            at = values[page] + head * value_strides[0]
-            widen(halves, wholes, code, at, (count - 1) * value_strides[1] + value_dim, value_bits)
-            attend_head(
-                *(key_bits.view(np.float32), key_strides[1]),
-                *(value_bits.view(np.float32), value_strides[1]),
-                *(first, count, queries[head], seen, scale, softcap, logits),
-                *(state[head, part], out[head, part]),
-            )
-
-
 # ---- select ----
 
 
-def in_rows(stored: Stored, queries: Floats, first: int, last: int) -> tuple[Floats, Whole]:
-    """Rows [first, last) of a sequence as ([kv_heads, rows * group, dim], what each one sees)."""
-    heads, rows = stored.layout.kv_heads, last - first
-    group = queries.shape[1] // heads
-    own = queries[first:last].reshape(rows, heads, group, -1).transpose(1, 0, 2, 3)
-    positions = stored.tokens - rows + np.arange(rows)
-    seen = np.array([(stored.low(int(p)), int(p)) for p in positions], np.int64).reshape(-1, 2)
-    flat = np.ascontiguousarray(own).reshape(heads, rows * group, queries.shape[2])
-    return flat, np.repeat(seen, group, axis=0)
+def in_rows(stored: Stored, queries: Floats, position: int) -> tuple[Floats, Whole]:
+    """Rows [rows, q_heads, dim] as [kv_heads, rows * group, dim], and the first and the last
+    position that each of these sees; the first row's own one is `position`."""
+    rows, q_heads, dim = queries.shape
+    heads = stored.layout.kv_heads
+    grouped = queries.reshape(rows, heads, q_heads // heads, dim).transpose(1, 0, 2, 3)
+    own = range(position, position + rows)
+    seen = np.array([(stored.low(p), p) for p in own], np.int64)
+    return np.ascontiguousarray(grouped).reshape(heads, -1, dim), np.repeat(
+        seen, q_heads // heads, axis=0
+    )
 
 
 def page_scores(stored: Stored, queries: Floats, seen: Whole, kind: int, scale: float) -> Floats:
@@ -486,8 +139,17 @@ def page_scores(stored: Stored, queries: Floats, seen: Whole, kind: int, scale: 
             raise BadArgumentError(f"pages {first} to {last} are in sight, but not all are there")
         with _turn:
             score(
-                *(*stored.elements, pieces.starts[:last], pieces.strides, first),
-                *(stored.tokens, layout.page_tokens, queries, seen, how, np.float32(scale), out),
+                *stored.elements,
+                pieces.starts[:last],
+                pieces.strides,
+                first,
+                stored.tokens,
+                layout.page_tokens,
+                queries,
+                seen,
+                how,
+                np.float32(scale),
+                out,
             )
     return out
 
@@ -502,14 +164,14 @@ def lists_of(scores: Floats, rows: int, budget: Budget) -> Floats:
     axes: tuple[int, ...] = (2,) if budget.per == "query" else (1, 2)
     if budget.mass is not None:
         weights = np.exp(by_row - by_row.max(axis=3, keepdims=True))
-        lists = (weights / weights.sum(axis=3, keepdims=True, dtype=np.float64)).mean(axis=axes)
+        by_list = (weights / weights.sum(axis=3, keepdims=True, dtype=np.float64)).mean(axis=axes)
     else:
-        lists = by_row.max(axis=axes)
-    lists = lists.reshape(heads, -1, pages).transpose(1, 0, 2).astype(np.float32)
-    if budget.union == "layer":
-        lists = lists.mean(axis=1) if budget.mass is not None else lists.max(axis=1)
-        lists = np.repeat(lists[:, None], heads, axis=1)
-    return lists
+        by_list = by_row.max(axis=axes)
+    lists: Floats = by_list.reshape(heads, -1, pages).swapaxes(0, 1).astype(np.float32, copy=False)
+    if budget.union == "kv_head":
+        return lists
+    merged: Floats = lists.mean(axis=1) if budget.mass is not None else lists.max(axis=1)
+    return merged[:, None].repeat(heads, axis=1)
 
 
 def order_of(scores: Floats) -> Whole:
@@ -560,8 +222,10 @@ def select(
 
     Takes memory for a score of each query and page.
     """
-    first, layout = checked(stored, queries, starts), stored[0].layout
+    given, layout = checked(stored, queries, starts), stored[0].layout
     budget = uniform(budgets)
+    if len(budgets) not in (1, len(stored)):
+        raise BadArgumentError(f"{len(budgets)} budgets for {len(stored)} sequences")
     if method not in ("exact", "digest"):
         raise BadArgumentError(f"method {method!r}: exact or digest")
     if method == "digest" and any(b.mass is not None for b in budgets):
@@ -579,7 +243,7 @@ def select(
             )
             continue
         kind = DIGEST if method == "digest" else LOG_SUM if own_budget.mass is not None else EXACT
-        got, seen = in_rows(own, first, int(starts[i]), int(starts[i + 1]))
+        got, seen = in_rows(own, given[starts[i] : starts[i + 1]], own.tokens - rows)
         with np.errstate(invalid="ignore"):  # inf - inf is NaN, and shows as such
             by_list = lists_of(page_scores(own, got, seen, kind, scale), rows, own_budget)
         for row, scores in enumerate(by_list):
@@ -617,10 +281,10 @@ def checked(stored: Sequence[Stored], queries: Floats, starts: npt.NDArray[np.in
     return queries.astype(np.float32)
 
 
-def filled(stored: Stored, pages: npt.NDArray[np.integer]) -> Whole:
+def filled(stored: Stored, pages: Whole) -> Whole:
     """Tokens that pages hold."""
     tokens = stored.layout.page_tokens
-    return np.minimum(tokens, stored.tokens - pages.astype(np.int64) * tokens)
+    return np.minimum(tokens, stored.tokens - pages * tokens)
 
 
 def pack(
@@ -658,31 +322,35 @@ def attend(
     """As Batch.attend, on stored pages: out [rows, q_heads, value_dim] and lse, both float32."""
     given, layout = checked(stored, queries, starts), stored[0].layout
     scale = layout.head_dim**-0.5 if scale is None else scale
+    if picked is not None:
+        wanted = len(given) if picked.per == "query" else len(stored)
+        if picked.pages.ndim != 3 or picked.pages.shape[:2] != (wanted, layout.kv_heads):
+            raise BadArgumentError(
+                f"picked.pages {picked.pages.shape}: wanted [{wanted}, {layout.kv_heads}, k]"
+            )
     out = np.zeros((*given.shape[:2], layout.value_head_dim), np.float32)
     lse = np.full(given.shape[:2], -np.inf, np.float32)
     for i, own in enumerate(stored):
-        first, last = int(starts[i]), int(starts[i + 1])
-        every = np.arange(own.pages, dtype=np.int32)
-        chosen = [np.repeat(every[None], layout.kv_heads, axis=0)]
-        if picked is not None:
-            chosen = list(picked.pages[[i]] if picked.per == "sequence" else picked.pages[first:last])
-        lists = len(chosen) if picked is not None and picked.per == "query" else 1
-        got, seen = in_rows(own, given, first, last)
-        group = given.shape[1] // layout.kv_heads
-        each = (last - first) // lists if lists else 0
-        for row, pages in enumerate(chosen):
-            at, rows = row * each, slice(row * each * group, (row + 1) * each * group)
-            if each == 0:
-                continue
-            result, sums = attend_list(
-                own, pages, np.ascontiguousarray(got[:, rows]), seen[rows], scale, softcap or 0.0
-            )
-            shape = (layout.kv_heads, each, group, -1)
-            for to, part in ((out, result), (lse[:, :, None], sums)):
-                to[first + at : first + at + each] = (
-                    part.reshape(shape).transpose(1, 0, 2, 3).reshape(each, given.shape[1], -1)
-                )
+        rows = range(starts[i], starts[i + 1])
+        every = np.broadcast_to(np.arange(own.pages, dtype=np.int32), (layout.kv_heads, own.pages))
+        if picked is None:
+            blocks = [(rows.start, rows.stop, every)]
+        elif picked.per == "sequence":
+            blocks = [(rows.start, rows.stop, picked.pages[i])]
+        else:
+            blocks = [(row, row + 1, picked.pages[row]) for row in rows]
+        for first, last, pages in blocks if rows else ():
+            got, seen = in_rows(own, given[first:last], own.tokens - (rows.stop - first))
+            block, sums = attend_list(own, pages, got, seen, scale, softcap or 0.0)
+            out[first:last] = out_rows(block, last - first)
+            lse[first:last] = out_rows(sums, last - first)
     return out, lse
+
+
+def out_rows(by_head: Floats, rows: int) -> Floats:
+    """[kv_heads, rows * group, ...] as [rows, q_heads, ...]."""
+    heads, rest = by_head.shape[0], by_head.shape[2:]
+    return by_head.reshape(heads, rows, -1, *rest).swapaxes(0, 1).reshape(rows, -1, *rest)
 
 
 def attend_list(
@@ -703,10 +371,20 @@ def attend_list(
     out = np.zeros((heads, parts, count, stored.layout.value_head_dim), np.float32)
     with _turn:
         attend_parts(
-            *(*stored.elements, *(stored.keys.starts, stored.keys.strides)),
-            *(stored.values.starts, stored.values.strides),
-            *(np.ascontiguousarray(pages), stored.tokens, stored.layout.page_tokens),
-            *(queries, seen, np.float32(scale), np.float32(softcap), state, out),
+            *stored.elements,
+            stored.keys.starts,
+            stored.keys.strides,
+            stored.values.starts,
+            stored.values.strides,
+            np.ascontiguousarray(pages, np.int32),
+            stored.tokens,
+            stored.layout.page_tokens,
+            queries,
+            seen,
+            np.float32(scale),
+            np.float32(softcap),
+            state,
+            out,
         )
     with np.errstate(all="ignore"):
         top = state[..., 0].max(axis=1)

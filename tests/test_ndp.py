@@ -1,6 +1,6 @@
-"""One suite over the NDP backends: numpy's reference, and the C core with each instruction set.
+"""One suite over the NDP backends: numpy's reference, the C core with each instruction set, numba.
 
-The reference is held by literal cases and by properties; the C core by these and by the reference:
+The reference is held by literal cases and by properties; the others by these and by the reference:
 whole-number data must agree to the page, random data within what rounding allows.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +22,9 @@ from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Selection, _core
 from cxlkv import Sequence as PoolSequence
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp import reference
+
+if TYPE_CHECKING:
+    from cxlkv.ndp.portable import Pieces, Stored
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -184,6 +187,71 @@ class Simd:
         return out.astype(np.float64), lse.astype(np.float64)
 
 
+class Portable:
+    """The code that numba compiles: pages lie in disorder in a memory that is NaN elsewhere."""
+
+    name = "portable"
+
+    def stored(self, case: Case) -> list[Stored]:
+        return [lay_out(case, *pair) for pair in zip(case.keys, case.values, strict=True)]
+
+    def select(
+        self,
+        case: Case,
+        budgets: Sequence[Budget],
+        method: str = "exact",
+        scale: float | None = None,
+    ) -> Selection:
+        from cxlkv.ndp import portable
+
+        given = (self.stored(case), case.queries, case.starts, budgets)
+        return portable.select(*given, method=method, scale=scale)
+
+    def attend(
+        self,
+        case: Case,
+        picked: Selection | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> tuple[Doubles, Doubles]:
+        from cxlkv.ndp import portable
+
+        given = (self.stored(case), case.queries, case.starts)
+        out, lse = portable.attend(*given, picked=picked, scale=scale, softcap=softcap)
+        return out.astype(np.float64), lse.astype(np.float64)
+
+
+def lay_out(case: Case, keys: Floats, values: Floats) -> Stored:
+    """A sequence's digests, keys and values in pieces, by page and head."""
+    from cxlkv.ndp.portable import Pieces, Stored
+
+    size, heads = case.page_tokens, keys.shape[1]
+    memory: list[Floats] = [np.full(3, np.nan, np.float32)]
+
+    def place(pages: list[Floats], rows: int, channels: int) -> Pieces:
+        """Each page is [rows or fewer, heads, channels]."""
+        piece, first = rows * channels + 5, sum(map(len, memory))
+        order = np.random.default_rng(first).permutation(len(pages))
+        made = np.full((len(pages), heads, piece), np.nan, np.float32)
+        for page, slot in zip(pages, order, strict=True):
+            flat = page.swapaxes(0, 1).reshape(heads, -1)
+            made[slot, :, : flat.shape[1]] = flat
+        memory.append(made.ravel())
+        return Pieces(first + order * heads * piece, (piece, channels))
+
+    key_pages, value_pages = (
+        [rows[at : at + size] for at in range(0, len(rows), size)] for rows in (keys, values)
+    )
+    complete = [page for page in key_pages if len(page) == size]
+    digests = place([np.stack([p.min(axis=0), p.max(axis=0)]) for p in complete], 2, keys.shape[2])
+    stored_keys = place(key_pages, size, keys.shape[2])
+    own = stored_keys if case.prefix else place(value_pages, size, values.shape[2])
+    elements = np.concatenate(memory).astype(DTYPES[case.dtype])
+    if case.dtype != "float32":
+        elements = elements.view(np.uint16)
+    return Stored(elements, case.layout, len(keys), stored_keys, own, digests, case.window)
+
+
 def attended_bytes(case: Case, picked: Selection) -> int:
     """K and V that attend reads: a per-sequence list is read once for a block of its rows."""
     group = case.queries.shape[1] // case.keys[0].shape[1]
@@ -213,12 +281,17 @@ def chosen_tokens(case: Case, picked: Selection) -> Iterator[tuple[int, int]]:
             yield index, int(filled.sum())
 
 
-@pytest.fixture(params=["reference", "serial", "avx2"])
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    if request.param == "reference":
-        yield Reference()
-        return
-    yield Simd(request.getfixturevalue("simd_" + request.param))
+@pytest.fixture(params=["reference", "serial", "avx2", "portable"])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return Reference() if request.param == "reference" else made(request, request.param)
+
+
+def made(request: pytest.FixtureRequest, name: str) -> Simd | Portable:
+    """A backend by name; skips the test where this machine lacks what it needs."""
+    if name == "portable":
+        pytest.importorskip("numba", reason="numba is not installed: pip install 'cxlkv[numba]'")
+        return Portable()
+    return Simd(request.getfixturevalue("simd_" + name))
 
 
 def forced(name: str) -> Iterator[str]:
@@ -600,7 +673,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("name", ["serial", "avx2"])
+@pytest.mark.parametrize("name", ["serial", "avx2", "portable"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "value_dim", "group", "page_tokens"), SHAPES)
 def test_shapes(
@@ -613,7 +686,7 @@ def test_shapes(
     group: int,
     page_tokens: int,
 ) -> None:
-    simd = Simd(request.getfixturevalue("simd_" + name))
+    subject = made(request, name)
     lengths = (5 * page_tokens + 1, 1, 3 * page_tokens)  # a tail of one token, one, none
     case = make_case(
         rng,
@@ -632,20 +705,20 @@ def test_shapes(
         (Budget(mass=0.6, sinks=0, recent=0), "exact"),
         (Budget(mass=0.6, union="layer", per="sequence"), "exact"),
     ]:
-        picked = simd.select(case, [budget], method)
+        picked = subject.select(case, [budget], method)
         assert_agrees(case, picked, budget, method)
         check_bytes(case, picked, method)
-        assert_attends(simd, case, picked, 0.0)
-    assert_attends(simd, case, None, 5.0)
+        assert_attends(subject, case, picked, 0.0)
+    assert_attends(subject, case, None, 5.0)
 
 
-@pytest.mark.parametrize("name", ["serial", "avx2"])
+@pytest.mark.parametrize("name", ["serial", "avx2", "portable"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_latent_attention(
     request: pytest.FixtureRequest, rng: np.random.Generator, name: str, dtype: str
 ) -> None:
     """DeepSeek's shape: one head of 576 for 128 query heads, whose first 512 are the values."""
-    simd = Simd(request.getfixturevalue("simd_" + name))
+    subject = made(request, name)
     shape = {"kv_heads": 1, "group": 128, "dim": 576, "value_dim": 512, "prefix": True}
     case = make_case(
         rng,
@@ -657,20 +730,20 @@ def test_rows_of_latent_attention(
         **shape,  # type: ignore[arg-type]
     )
     for budget in (Budget(pages=2, sinks=0, recent=1), Budget(mass=0.7, sinks=0, recent=0)):
-        picked = simd.select(case, [budget])
+        picked = subject.select(case, [budget])
         assert_agrees(case, picked, budget)
         check_bytes(case, picked, "exact")
-        assert_attends(simd, case, picked, 0.0)
-    assert_attends(simd, case, None, 0.0)
+        assert_attends(subject, case, picked, 0.0)
+    assert_attends(subject, case, None, 0.0)
 
 
-@pytest.mark.parametrize("name", ["serial", "avx2"])
+@pytest.mark.parametrize("name", ["serial", "avx2", "portable"])
 @pytest.mark.parametrize("window", [1, 5, 16, 40, 1000])
 def test_windows(
     request: pytest.FixtureRequest, rng: np.random.Generator, name: str, window: int
 ) -> None:
     """Many rows over many pages: a row sees its window, and budgets count the pages of it."""
-    simd = Simd(request.getfixturevalue("simd_" + name))
+    subject = made(request, name)
     case = make_case(rng, lengths=(150, 30, 4), rows=(40, 1, 4), page_tokens=8, window=window)
     for budget, method in [
         (Budget(share=0.5, sinks=2, recent=1), "exact"),
@@ -679,17 +752,18 @@ def test_windows(
         (Budget(mass=0.6, union="layer", per="sequence"), "exact"),
         (Budget(share=0.4, sinks=0, recent=0, per="sequence"), "exact"),
     ]:
-        picked = simd.select(case, [budget], method)
+        picked = subject.select(case, [budget], method)
         assert_agrees(case, picked, budget, method)
         check_bytes(case, picked, method)
-        assert_attends(simd, case, picked, 0.0)
-    assert_attends(simd, case, None, 0.0)
-    assert_attends(Simd(name, threads=3), case, None, 0.0)
+        assert_attends(subject, case, picked, 0.0)
+    assert_attends(subject, case, None, 0.0)
+    if isinstance(subject, Simd):
+        assert_attends(Simd(name, threads=3), case, None, 0.0)
 
 
-def assert_attends(simd: Simd, case: Case, picked: Selection | None, softcap: float) -> None:
+def assert_attends(subject: Backend, case: Case, picked: Selection | None, softcap: float) -> None:
     cap = softcap or None
-    out, lse = simd.attend(case, picked, softcap=cap)
+    out, lse = subject.attend(case, picked, softcap=cap)
     want, want_lse = Reference().attend(case, picked, softcap=cap)
     np.testing.assert_allclose(lse, want_lse, rtol=2e-5, atol=2e-5)
     error = OUT_ERROR[case.dtype]
@@ -764,35 +838,35 @@ def drawn_cases(draw: st.DrawFn) -> tuple[Case, list[Budget], str, float]:
     )
 
 
-def check_whole_numbers(simd: Simd, drawn: tuple[Case, list[Budget], str, float]) -> None:
+def check_whole_numbers(subject: Backend, drawn: tuple[Case, list[Budget], str, float]) -> None:
     case, budgets, method, scale = drawn
-    got = simd.select(case, budgets, method, scale)
+    got = subject.select(case, budgets, method, scale)
     want = Reference().select(case, budgets, method, scale)
     np.testing.assert_array_equal(got.counts, want.counts)
     np.testing.assert_array_equal(got.pages, want.pages)
     np.testing.assert_array_equal(got.scores, want.scores)
     check_bytes(case, got, method)
-    assert_attends(simd, case, got, 0.0)
-    assert_attends(simd, case, None, 0.0)
+    assert_attends(subject, case, got, 0.0)
+    assert_attends(subject, case, None, 0.0)
 
 
 @settings(max_examples=150)
 @given(drawn=drawn_cases())
-@pytest.mark.parametrize("name", ["serial", "avx2"])
+@pytest.mark.parametrize("name", ["serial", "avx2", "portable"])
 def test_whole_numbers_agree_exactly(
     name: str, request: pytest.FixtureRequest, drawn: tuple[Case, list[Budget], str, float]
 ) -> None:
-    check_whole_numbers(Simd(request.getfixturevalue("simd_" + name)), drawn)
+    check_whole_numbers(made(request, name), drawn)
 
 
 @pytest.mark.slow
 @settings(max_examples=1500)
 @given(drawn=drawn_cases())
-@pytest.mark.parametrize("name", ["serial", "avx2"])
+@pytest.mark.parametrize("name", ["serial", "avx2", "portable"])
 def test_whole_numbers_agree_exactly_at_length(
     name: str, request: pytest.FixtureRequest, drawn: tuple[Case, list[Budget], str, float]
 ) -> None:
-    check_whole_numbers(Simd(request.getfixturevalue("simd_" + name)), drawn)
+    check_whole_numbers(made(request, name), drawn)
 
 
 # ---- properties ----
