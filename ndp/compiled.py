@@ -34,7 +34,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 EXACT, DIGEST, LOG_SUM = 0, 1, 2  # kinds of scores
 LANES = 4  # queries that share a loaded key
-AHEAD_BYTES = 8192  # how far to ask for what comes next: prefetchers of CPUs stop at 4 KiB
+AHEAD = 4096  # elements from keys to those to ask for: prefetchers of CPUs stop at 4 KiB
 LINE_BYTES = 64
 # Sums may be reordered, which is what lets a compiler use vectors. NaN and infinity keep their
 # meaning: a broken key must be chosen and seen.
@@ -83,8 +83,6 @@ prefetch = cast(Callable[[Halves, int], None], numba.extending.intrinsic(emit_pr
 def widen(halves: Halves, wholes: Floats, code: int, at: int, count: int, bits: Bits) -> None:
     """`count` elements from `at` on, as the bits of float32."""
     # Slices, here and below: an index that is a loop's own variable is known not to be negative.
-    for i in range(0, 2 * count if code < 2 else 0, LINE_BYTES):
-        prefetch(halves, at + (i + AHEAD_BYTES) // 2)
     floats, source, full = bits.view(np.float32), halves[at : at + count], wholes[at : at + count]
     if code == 0:
         for i in range(count):
@@ -111,12 +109,26 @@ def dot(key: Floats, query: Floats, dim: int) -> np.float32:
 
 
 @reordered
-def dots(keys: Floats, stride: int, tokens: int, queries: Floats, dim: int, out: Floats) -> None:
-    """out[j, t] = q.k of 4 queries and all tokens, in blocks of 2 tokens that share the queries."""
+def dots(
+    keys: Floats,
+    stride: int,
+    tokens: int,
+    queries: Floats,
+    dim: int,
+    out: Floats,
+    memory: Halves,
+    ahead: int,
+) -> None:
+    """out[j, t] = q.k of 4 queries and all tokens, in blocks of 2 tokens that share the queries.
+
+    Meanwhile the lines of memory[ahead:] come closer, as many elements as the keys have.
+    """
     q0, q1, q2, q3 = queries[0], queries[1], queries[2], queries[3]
     out0, out1, out2, out3 = out[0], out[1], out[2], out[3]
     for t in range(0, tokens, 2):
         u = min(t + 1, tokens - 1)
+        for i in range(0, 2 * stride, LINE_BYTES // 2):
+            prefetch(memory, ahead + t * stride + i)
         a, b = keys[t * stride : t * stride + dim], keys[u * stride : u * stride + dim]
         a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
         for d in range(dim):
@@ -134,11 +146,18 @@ def dots(keys: Floats, stride: int, tokens: int, queries: Floats, dim: int, out:
 
 @compiled
 def logits_of(
-    keys: Floats, stride: int, tokens: int, queries: Floats, dim: int, out: Floats
+    keys: Floats,
+    stride: int,
+    tokens: int,
+    queries: Floats,
+    dim: int,
+    out: Floats,
+    memory: Halves,
+    ahead: int,
 ) -> None:
     """out[j, t] = q.k for `LANES` queries or fewer."""
     if len(queries) == LANES:
-        dots(keys, stride, tokens, queries, dim, out)
+        dots(keys, stride, tokens, queries, dim, out, memory, ahead)
         return
     for t in range(tokens):
         key = keys[t * stride : t * stride + dim]
@@ -178,6 +197,8 @@ def score_head(
     logits: Floats,
     out: Floats,
     page: int,
+    memory: Halves,
+    ahead: int,
 ) -> None:
     """out[:, page]: scores of one head's page for queries [n, dim].
 
@@ -187,7 +208,7 @@ def score_head(
     for q in range(0, len(queries), LANES):
         here = min(LANES, len(queries) - q)
         if kind != DIGEST:
-            logits_of(keys, stride, count, queries[q : q + here], dim, logits)
+            logits_of(keys, stride, count, queries[q : q + here], dim, logits, memory, ahead)
         for j in range(here):
             low = max(seen[q + j, 0] - first, 0)
             high = min(seen[q + j, 1] - first + 1, count)
@@ -249,6 +270,8 @@ def score(
                 logits,
                 out[head],
                 page,
+                halves,
+                at + AHEAD,
             )
 
 
@@ -301,12 +324,14 @@ def attend_head(
     logits: Floats,
     state: Floats,
     out: Floats,
+    memory: Halves,
+    ahead: int,
 ) -> None:
     """Adds one head's page to out [n, value_dim] and state [n, 2]."""
     dim, value_dim = queries.shape[1], out.shape[1]
     for q in range(0, len(queries), LANES):
         here = min(LANES, len(queries) - q)
-        logits_of(keys, key_stride, count, queries[q : q + here], dim, logits)
+        logits_of(keys, key_stride, count, queries[q : q + here], dim, logits, memory, ahead)
         for j in range(here):
             low = max(seen[q + j, 0] - first, 0)
             high = min(seen[q + j, 1] - first + 1, count)
@@ -375,4 +400,6 @@ def attend_parts(
                 logits,
                 state[head, part],
                 out[head, part],
+                halves,
+                at + AHEAD,
             )

@@ -23,6 +23,7 @@ SMALL: dict[str, Callable[[Result], None]] = {
     "selecting": lambda result: selecting.run(
         result, selecting.Size(tokens=16384, layers=1, rounds=1, settle_s=0)
     ),
+    "portable": lambda result: _portable(result),
     "grouping": lambda result: grouping.run(
         result, grouping.Size(prompt=2048, decode=20, heads=8, rounds=1, settle_s=0)
     ),
@@ -41,6 +42,13 @@ SMALL: dict[str, Callable[[Result], None]] = {
         ),
     ),
 }
+
+
+def _portable(result: Result) -> None:
+    pytest.importorskip("numba", reason="numba is not installed: pip install 'cxlkv[numba]'")
+    from cxlkv.bench.cases import portable
+
+    portable.run(result, selecting.Size(tokens=16384, layers=1, rounds=1, settle_s=0))
 
 
 @pytest.mark.parametrize("case", SMALL)

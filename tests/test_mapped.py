@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -158,7 +156,7 @@ def test_pieces_outside_the_memory_are_refused(path: Path, sequence: PoolSequenc
         {"memory": stored.memory.view(np.float32)},
     ):
         with pytest.raises(BadArgumentError):
-            replace(stored, **changed)  # type: ignore[arg-type]
+            replace(stored, **changed)
 
 
 def test_arguments_that_no_kernel_could_read_are_refused(
@@ -177,8 +175,8 @@ def test_arguments_that_no_kernel_could_read_are_refused(
     for shape, starts in [((1, 6, 7), ONE), ((1, 4, 20), ONE), ((2, 6, 20), ONE)]:
         with pytest.raises(BadArgumentError):
             portable.attend([stored], np.zeros(shape, np.float32), starts)
+    many = np.zeros((91, 6, 20), np.float32)
     with pytest.raises(BadArgumentError, match="fewer tokens"):
-        many = np.zeros((91, 6, 20), np.float32)
         portable.select([stored], many, np.array([0, 91], np.int32), budgets)
     picked = portable.select([stored], query, ONE, budgets)
     with pytest.raises(BadArgumentError, match="the sequence has"):
@@ -192,7 +190,7 @@ def test_threads_change_nothing(path: Path, sequence: PoolSequence) -> None:
     query = np.random.default_rng(5).standard_normal((1, 6, 20)).astype(np.float32)
     before, results = numba.get_num_threads(), []
     try:
-        for threads in (1, numba.config.NUMBA_NUM_THREADS):
+        for threads in (1, before):
             numba.set_num_threads(threads)
             picked = portable.select([stored], query, ONE, [Budget(mass=0.7)])
             results.append((picked.pages, picked.scores, *portable.attend([stored], query, ONE)))
