@@ -1,10 +1,15 @@
 """cxlkv: a KV-cache pool in CXL and other far memory, with scoring near the data."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from cxlkv.errors import CXLKVError, PoolFullError
 from cxlkv.layout import KVLayout, LayerGroup
 from cxlkv.ndp.engine import Budget, Selection
-from cxlkv.pool import CXLPool
-from cxlkv.sequence import Batch, Hit, Sequence
+
+if TYPE_CHECKING:
+    from cxlkv.pool import CXLPool
+    from cxlkv.sequence import Batch, Hit, Sequence
 
 __all__ = [
     "Batch",
@@ -18,3 +23,12 @@ __all__ = [
     "Selection",
     "Sequence",
 ]
+
+# What needs the C core is imported when it is asked for: cxlkv.ndp.portable runs without it.
+_OF_THE_CORE = {"CXLPool": "pool", "Batch": "sequence", "Hit": "sequence", "Sequence": "sequence"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _OF_THE_CORE:
+        raise AttributeError(f"module 'cxlkv' has no attribute {name!r}")
+    return getattr(import_module(f"cxlkv.{_OF_THE_CORE[name]}"), name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -198,3 +200,31 @@ def test_threads_change_nothing(path: Path, sequence: PoolSequence) -> None:
         numba.set_num_threads(before)
     for ours, theirs in zip(*results, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+WITHOUT_CORE = """
+import sys
+sys.modules["cxlkv._native"] = None
+import numpy as np
+from cxlkv.ndp import portable
+from cxlkv.ndp.engine import Budget
+from cxlkv.ndp.mapped import MappedPool
+stored = MappedPool(sys.argv[1]).layer(bytes.fromhex(sys.argv[2]), 2)
+query = np.ones((1, 6, 20), np.float32)
+picked = portable.select([stored], query, np.array([0, 1], np.int32), [Budget(pages=4)])
+print(picked.pages.tolist())
+try:
+    from cxlkv import CXLPool
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_a_program_without_the_core_scans(path: Path, sequence: PoolSequence) -> None:
+    command = [sys.executable, "-c", WITHOUT_CORE, str(path), sequence.handle.hex()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    pages, refused = done.stdout.splitlines()
+    query = np.ones((1, 6, 20), np.float32)
+    assert pages == str(sequence.select(2, query, Budget(pages=4), method="exact").pages.tolist())
+    assert "_native" in refused
