@@ -86,7 +86,11 @@ def demo(
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Text file (UTF-8) for --model.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(help="Tokens of the text to use: 4096 if not given.")
+        int | None, typer.Option(help="Length of the context: 16384, or 4096 of --text.")
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(help="How pages are chosen: exact, digest, two_stage; not with --model."),
     ] = None,
     json_file: JsonFile = None,
     picture: Annotated[Path, typer.Option(help="Draw the result into this file.")] = Path(
@@ -95,12 +99,14 @@ def demo(
 ) -> None:
     """Show the whole way once, on the small model that is in the package, or on one of yours.
 
-    Offline. The packaged model takes about a minute. With --model and --text: perplexity, and
-    agreement with full attention, at each budget. Exit code 1 if a check does not hold.
+    Offline. The packaged model takes about a minute, with --tokens 65536 some minutes. With --model
+    and --text: perplexity, and agreement with full attention, at each budget. Exit code 1 if a
+    check does not hold.
     """
-    if (model is None) != (text is None) or (tokens is not None and model is None):
-        raise BadArgumentError("--model and --text go together, and --tokens with them")
+    if (model is None) != (text is None) or (method is not None and model is not None):
+        raise BadArgumentError("--model and --text go together, and without --method")
     try:
+        from cxlkv.demo.measure import Plan
         from cxlkv.demo.run import run
         from cxlkv.demo.text.run import run as run_text
     except ModuleNotFoundError as error:
@@ -108,7 +114,7 @@ def demo(
             f"the demo needs {error.name}: install it with pip install 'cxlkv[demo]'"
         ) from error
     if model is None or text is None:
-        passed = run(json_path=json_file, picture=picture)
+        passed = run(json_path=json_file, picture=picture, plan=Plan.of(tokens, method))
     else:
         passed = run_text(model, text, tokens, json_path=json_file, picture=picture)
     if not passed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from cxlkv.adapters.transformers import layout_of
 from cxlkv.demo import run as demo
 from cxlkv.demo.caches import random_pages
 from cxlkv.demo.measure import Asked, Examiner, Plan, Row
+from cxlkv.errors import BadArgumentError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -88,7 +90,7 @@ def test_an_untrained_model_fails_with_exit_code_1_and_no_ratios(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "load_model", untrained)
-    monkeypatch.setattr(demo, "Plan", lambda: SMALL)
+    monkeypatch.setattr(Plan, "of", lambda tokens, method: SMALL)
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(cli.app, ["demo", "--json", "demo.json"])
     assert result.exit_code == 1
@@ -98,6 +100,31 @@ def test_an_untrained_model_fails_with_exit_code_1_and_no_ratios(
     assert not found["checks"]["full_attention_right"]
     assert found["checks"]["all_pages_equal"]  # a matter of arithmetic, not of training
     assert found["ratios"] == {}
+
+
+def test_a_longer_context_is_asked_by_sketches_and_held_to_full_attention(tmp_path: Path) -> None:
+    """Just long enough for sketches to be read: 1,024 pages that are not forced."""
+    plan = replace(Plan.of(16_640, "two_stage"), questions=16, shares=(0.05, 1.0))
+    console, result = Console(record=True, width=140), tmp_path / "demo.json"
+    assert demo.run(result, None, plan, console)
+    text = console.export_text()
+    assert "pages are chosen by method 'two_stage'" in text
+    assert "was trained for 16,384 tokens" in text
+    found = json.loads(result.read_text())
+    assert "full_attention_right" not in found["checks"]
+    scored = found["ratios"]["bytes_scored_at_5_percent_to_kv_bytes"]
+    assert 0.05 < scored < 0.15, "of keys and values, half of which are keys"
+    assert len(found["metrics"]["token_time_at_5_percent"]["samples"]) == 1
+
+
+def test_plans_of_other_lengths() -> None:
+    assert Plan.of(None, None) == Plan()
+    assert Plan.of(2048, "digest") == Plan(tokens=2048, method="digest")
+    long = Plan.of(65_536, None)
+    assert (long.seeds, long.questions, long.together) == ((101,), 128, 8)
+    for tokens, method, what in ((100, None, "100 tokens"), (None, "best", "method 'best'")):
+        with pytest.raises(BadArgumentError, match=what):
+            Plan.of(tokens, method)
 
 
 def test_without_room_in_shared_memory_the_pool_is_anonymous(

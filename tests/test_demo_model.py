@@ -486,7 +486,8 @@ def test_a_file_that_could_not_be_written_is_refused_at_the_start(
 def test_options_that_do_not_go_together_are_refused(
     capsys: pytest.CaptureFixture[str], folder: Path, text: Path
 ) -> None:
-    for options in (("--model", folder), ("--text", text), ("--tokens", 512)):
+    both = ("--model", folder, "--text", text, "--method", "exact")
+    for options in (("--model", folder), ("--text", text), both):
         assert "go together" in refused(capsys, *options)
     err = refused(capsys, "--model", folder, "--text", text, "--tokens", 100)
     assert "at least 256" in err

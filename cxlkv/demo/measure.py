@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -14,20 +14,54 @@ from transformers import DynamicCache, LlamaForTokenClassification
 from cxlkv.adapters.transformers import CXLCache
 from cxlkv.demo.caches import RandomPages, Weighed, WeighedRandomPages
 from cxlkv.demo.task import Context, make_context
-from cxlkv.ndp.engine import Budget
+from cxlkv.errors import BadArgumentError
+from cxlkv.ndp.engine import METHODS, Budget
 from cxlkv.pool import CXLPool
+
+TRAINED_TOKENS = 16_384
+"""The length of context that the demo's model was trained for."""
+TOKENS_MIN, TOKENS_MAX = 2048, 1 << 20
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked: `questions` about each of the contexts, `together` at a time."""
+    """What is asked: `questions` about each of the contexts, `together` at a time.
 
-    tokens: int = 16_384
+    method: how pages are chosen, as in Batch.select.
+    """
+
+    tokens: int = TRAINED_TOKENS
     facts: int = 256
     seeds: tuple[int, ...] = (101, 102)
     questions: int = 64
     together: int = 32
     shares: tuple[float, ...] = (0.01, 0.02, 0.05, 0.10, 0.20, 0.50, 1.0)
+    method: str = "auto"
+
+    @classmethod
+    def of(cls, tokens: int | None, method: str | None) -> Plan:
+        """The default plan with another length or method; BadArgumentError for what is none.
+
+        Beyond the default length all questions are about one context, and fewer are asked at a
+        time: transformers' own cache holds a copy of the context for each of them.
+        """
+        if method is not None and method not in METHODS:
+            raise BadArgumentError(f"method {method!r}: use one of {', '.join(METHODS)}")
+        plan = replace(cls(), method=method or cls.method)
+        if tokens is None:
+            return plan
+        if not TOKENS_MIN <= tokens <= TOKENS_MAX:
+            raise BadArgumentError(f"{tokens} tokens: from {TOKENS_MIN} to {TOKENS_MAX}")
+        if tokens <= TRAINED_TOKENS:
+            return replace(plan, tokens=tokens)
+        fitting = max(1, plan.together * TRAINED_TOKENS // tokens)
+        return replace(
+            plan,
+            tokens=tokens,
+            seeds=plan.seeds[:1],
+            questions=plan.questions * len(plan.seeds),
+            together=1 << (fitting.bit_length() - 1),  # which divides the questions
+        )
 
     def contexts(self) -> list[Context]:
         return [make_context(s, self.tokens, self.facts, self.questions) for s in self.seeds]
@@ -102,15 +136,24 @@ class Examiner:
 
     def row(self, share: float) -> Row:
         """All that is measured for one budget. The mass is taken in a run of its own."""
-        page_tokens = self.pool.layout.page_tokens
-        total = -(-(self.plan.tokens + 1) // page_tokens)
-        # Rounded down: "5 % of the pages" is never more than that, forced ones counted.
-        budget = Budget(pages=max(1, int(share * total)))
-        selected, _ = self._ask_pool(CXLCache, budget)
+        budget, total = self.budget(share), self.pages()
+        selected = self.ask(budget)
         random, _ = self._ask_pool(RandomPages, budget)
         _, mass = self._ask_pool(Weighed, budget)
         _, random_mass = self._ask_pool(WeighedRandomPages, budget)
         return Row(share, budget.pages_at_most(total), selected, random, mass, random_mass)
+
+    def ask(self, budget: Budget, method: str | None = None) -> Asked:
+        """The answers from pages chosen by `method`, the plan's if None."""
+        return self._ask_pool(CXLCache, budget, method)[0]
+
+    def pages(self) -> int:
+        """Pages that a question sees, the one with itself included."""
+        return -(-(self.plan.tokens + 1) // self.pool.layout.page_tokens)
+
+    def budget(self, share: float) -> Budget:
+        """Rounded down: "5 % of the pages" is never more than that, forced ones counted."""
+        return Budget(pages=max(1, int(share * self.pages())))
 
     def kv_bytes(self) -> int:
         """Keys and values that a question has before it, its own included."""
@@ -121,7 +164,7 @@ class Examiner:
         budget = Budget(share=self.plan.shares[0])
         for context, base in zip(self.contexts, self.prefilled, strict=True):
             fork = base.fork()
-            fork.budget = budget
+            fork.budget, fork.method = budget, self.plan.method
             self._forward("cxlkv", torch.from_numpy(context.questions[:1])[None], fork)
             fork.release()
 
@@ -130,14 +173,17 @@ class Examiner:
             cache.release()
         self.prefilled.clear()
 
-    def _ask_pool(self, kind: type[CXLCache], budget: Budget) -> tuple[Asked, float]:
+    def _ask_pool(
+        self, kind: type[CXLCache], budget: Budget, method: str | None = None
+    ) -> tuple[Asked, float]:
         asked, masses = Asked(), [torch.zeros(0)]
+        method = method or self.plan.method
         for context, base in zip(self.contexts, self.prefilled, strict=True):
 
             def step(ids: Tensor, base: CXLCache = base) -> tuple[Tensor, float]:
                 (sequence,) = base.sequences
                 forks = [sequence.fork() for _ in range(len(ids))]
-                cache = kind(self.pool, self.model, budget, sequences=forks)
+                cache = kind(self.pool, self.model, budget, method=method, sequences=forks)
                 answer = self._timed("cxlkv", ids, cache)
                 asked.bytes_scored += cache.counters.bytes_scored
                 asked.bytes_read += cache.counters.bytes_read
