@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cxlkv.bench.report import Result
+from cxlkv.config import format_bytes
 from cxlkv.errors import BadArgumentError
 
 
@@ -50,6 +51,12 @@ def _cohering(result: Result) -> None:
     cohering.run(result)
 
 
+def _ndp(result: Result) -> None:
+    from cxlkv.bench.cases import ndp
+
+    ndp.run(result)
+
+
 PARTS: dict[str, Callable[[Result], None]] = {
     "calling": _calling,
     "allocating": _allocating,
@@ -57,25 +64,65 @@ PARTS: dict[str, Callable[[Result], None]] = {
     "selecting": _selecting,
     "grouping": _grouping,
     "coherence": _cohering,
+    "ndp": _ndp,
 }
 FOUNDATION = ["calling", "allocating", "copying", "selecting"]
 CASES = {**{name: [name] for name in PARTS}, "foundation": FOUNDATION}
 
 
-def run(case: str, json_path: Path | None = None) -> Result:
-    """Run a case ("foundation" is four of them in one run) and print its table.
+def run(case: str, json_path: Path | None = None, picture: Path | None = None) -> Result:
+    """Run a case ("foundation" is four of them in one run) and print its table; ndp draws, too.
 
     Raises BadArgumentError for an unknown case, SystemExit when a check fails.
     """
     if case not in CASES:
-        raise BadArgumentError(f"unknown case {case!r}: one of {', '.join([*CASES, 'litmus'])}")
+        known = ", ".join([*CASES, "recall", "litmus"])
+        raise BadArgumentError(f"unknown case {case!r}: one of {known}")
+    check_files(json_path, picture)
     console = wide_console()
     result = Result(case)
     for part in CASES[case]:
         with console.status(f"{part} ..."):
             PARTS[part](result)
+    for note in result.notes if case == "ndp" else ():
+        console.print(note, soft_wrap=True)
+    if picture is not None:
+        from cxlkv.bench.picture import roofline
+
+        roofline(result, picture)
+        console.print(f"picture: {picture}", soft_wrap=True)
     show(result, console, json_path)
     return result
+
+
+def run_recall(model: Path | None, json_path: Path | None, picture: Path | None) -> Result:
+    """What bytes buy, on each source of keys, and on the model in a folder if one is given."""
+    from cxlkv.bench.cases import recalling
+
+    check_files(json_path, picture)
+    console = wide_console()
+    result = Result("recall")
+    with console.status("recall ...") as status:
+        found = recalling.run(
+            result, model=model, progress=lambda source: status.update(f"{source} ...")
+        )
+    console.print(recalling.table(found))
+    for note in result.notes:
+        console.print(note, soft_wrap=True)
+    if picture is not None:
+        from cxlkv.bench.picture import recall
+
+        recall(found, picture)
+        console.print(f"picture: {picture}", soft_wrap=True)
+    finish(result, console, json_path)
+    return result
+
+
+def check_files(*paths: Path | None) -> None:
+    """Before minutes are spent: BadArgumentError for a file that could not be written."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise BadArgumentError(f"{path}: its folder does not exist")
 
 
 def run_litmus(
@@ -111,6 +158,11 @@ def wide_console() -> Console:
 def show(result: Result, console: Console, json_path: Path | None) -> None:
     """Print the table and write the result file; raises SystemExit when a check failed."""
     console.print(table(result))
+    finish(result, console, json_path)
+
+
+def finish(result: Result, console: Console, json_path: Path | None) -> None:
+    """Write the result file; raises SystemExit when a check failed."""
     for name, passed in result.checks.items():
         if not passed:
             console.print(f"[red]check failed: {name}; no ratios are reported[/red]")
@@ -128,8 +180,12 @@ def table(result: Result) -> Table:
         side: Literal["left", "right"] = "left" if column in ("figure", "unit") else "right"
         made.add_column(column, justify=side, no_wrap=True)
     for name, metric in result.metrics.items():
-        spread = f"{min(metric.samples):.4g} to {max(metric.samples):.4g}"
-        made.add_row(name, f"{metric.median:.4g}", spread, metric.unit)
+        figures = (metric.median, min(metric.samples), max(metric.samples))
+        if metric.unit == "bytes":
+            median, low, high = (format_bytes(round(value)) for value in figures)
+        else:
+            median, low, high = (f"{value:.4g}" for value in figures)
+        made.add_row(name, median, f"{low} to {high}", metric.unit)
     for name, value in result.ratios.items() if result.passed else ():
         made.add_row(name, f"{value:.3g}", "", "ratio")
     return made

@@ -139,16 +139,36 @@ def bench(
     certificate: Annotated[
         Path | None, typer.Option(help="litmus: where the certificate goes.")
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="recall: also of the causal language model in this folder."),
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="ndp, recall: draw the figures into this file.")
+    ] = None,
 ) -> None:
-    """Run one microbenchmark on this machine, or the litmus tests of memory that hosts share."""
-    from cxlkv.bench.cli import run, run_litmus
+    """Run one microbenchmark on this machine, or the litmus tests of memory that hosts share.
 
+    ndp and recall take ten minutes or so, and need torch and transformers.
+    """
+    from cxlkv.bench.cli import run, run_litmus, run_recall
+
+    if (picture and case not in ("ndp", "recall")) or (model and case != "recall"):
+        raise BadArgumentError("--picture goes with ndp and recall, --model with recall")
     if case == "litmus":
         run_litmus(region or [], role, rounds, certificate, json_file)
         return
     if region or role or rounds or certificate:
         raise BadArgumentError("--region, --role, --rounds and --certificate go with litmus only")
-    run(case, json_path=json_file)
+    try:
+        if case == "recall":
+            run_recall(model, json_file, picture)
+        else:
+            run(case, json_file, picture)
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"bench {case} needs {error.name}: install it with pip install 'cxlkv[demo]'"
+        ) from error
 
 
 @pool_app.command()

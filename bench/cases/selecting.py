@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,27 +33,34 @@ class Size:
 
 def run(result: Result, size: Size = Size(), threads: tuple[int, ...] = (1, 2)) -> None:
     """Metrics in GB/s of one layer's keys (attend: of K and V), for 1 and 2 threads."""
+    generator = torch.Generator().manual_seed(11)
+    shape = (size.tokens, size.kv_heads, size.head_dim)
+    k = torch.randn(shape, generator=generator).bfloat16()
+    query = torch.randn(size.kv_heads * size.group, size.head_dim, generator=generator).bfloat16()
+    before = torch.get_num_threads()
+    with filled(size, k) as (pool, sequence):
+        for count in threads:
+            pool.set_threads(count)
+            torch.set_num_threads(count)
+            measure(result, sequence, k, query, size, count)
+    torch.set_num_threads(before)
+
+
+@contextmanager
+def filled(size: Size, k: torch.Tensor) -> Iterator[tuple[CXLPool, Sequence]]:
+    """A pool whose layers all hold the keys k [tokens, kv_heads, head_dim], in mixed pages."""
     layout = KVLayout(
         layers=size.layers,
         kv_heads=size.kv_heads,
         head_dim=size.head_dim,
         page_tokens=size.page_tokens,
     )
-    capacity = int(layout.token_bytes * size.tokens * 2 * 1.1) + (256 << 20)
-    generator = torch.Generator().manual_seed(11)
-    shape = (size.tokens, size.kv_heads, size.head_dim)
-    k = torch.randn(shape, generator=generator).bfloat16()
-    query = torch.randn(size.kv_heads * size.group, size.head_dim, generator=generator).bfloat16()
-    before = torch.get_num_threads()
+    # Digests and sketches are up to 0.16 of the keys and values.
+    capacity = int(layout.token_bytes * size.tokens * 2 * 1.18) + (256 << 20)
     with CXLPool.create(
         "anonymous:", layout=layout, capacity=capacity, checksum=False, threads=1
     ) as pool:
-        sequence = fill_interleaved(pool, size, k)
-        for count in threads:
-            pool.set_threads(count)
-            torch.set_num_threads(count)
-            measure(result, sequence, k, query, size, count)
-    torch.set_num_threads(before)
+        yield pool, fill_interleaved(pool, size, k)
 
 
 def fill_interleaved(pool: CXLPool, size: Size, k: torch.Tensor) -> Sequence:

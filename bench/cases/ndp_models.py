@@ -1,0 +1,150 @@
+"""Selection in two stages on keys of trained models: answers, pages, attention mass, and speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cxlkv.adapters.transformers import layout_of
+from cxlkv.bench import sources
+from cxlkv.bench.cases import selecting
+from cxlkv.bench.measure import interleave
+from cxlkv.bench.report import Result
+from cxlkv.bench.sources import Taken
+from cxlkv.bench.weighing import Way, mean, weigh, worst_decile
+from cxlkv.demo.measure import Examiner, Plan
+from cxlkv.demo.run import demo_pool, load_model
+from cxlkv.ndp.engine import Budget, Selection
+
+TWO_STAGE = Way("two_stage")
+
+
+@dataclass(frozen=True)
+class Size:
+    """The demo at 65,536 tokens; 8 texts of 16,384 bytes, which together are 131,072 keys."""
+
+    share: float = 0.05
+    demo_tokens: int = 65_536
+    questions: int = 128
+    text_tokens: int = 16_384
+    texts: int = 8
+    queries: int = 64
+    timed_queries: int = 8
+    rounds: int = 9
+    settle_s: float = 0.25
+
+
+def run(result: Result, size: Size, threads: Sequence[int]) -> None:
+    """Ratios two_stage_answers, two_stage_recall, text_mass, text_bytes_share, text_speedup."""
+    answer(result, size)
+    recall(result, size)
+    texts = [
+        # The first query has 1,024 pages before it that are not forced: then sketches are read.
+        sources.text(size.text_tokens + 64 + size.queries, size.queries, first=size.text_tokens * i)
+        for i in range(size.texts)
+    ]
+    weigh_texts(result, size, texts)
+    keys, queries = side_by_side(texts, size.text_tokens, size.timed_queries)
+    time_texts(result, size, keys, queries, texts[0][0].scale, threads)
+    result.ratios["text_speedup"] = result.ratios[f"text_speedup_{threads[-1]}t"]
+
+
+def answer(result: Result, size: Size) -> None:
+    """Questions to the demo's model, answered from the same budget by both methods."""
+    plan = replace(Plan.of(size.demo_tokens, None), questions=size.questions)
+    model = load_model()
+    with demo_pool(layout_of(model), plan) as (pool, _):
+        examiner = Examiner(model, pool, plan)
+        examiner.prefill()
+        budget = examiner.budget(size.share)
+        asked = {method: examiner.ask(budget, method) for method in ("exact", "two_stage")}
+        examiner.release()
+    for method, found in asked.items():
+        name = f"demo_right_{method}"
+        result.measure(name, [found.right_share], f"share of {len(found.right)} answers")
+        result.measure(f"demo_scored_{method}", [found.bytes_scored], "bytes a question")
+    wanted = asked["exact"].right_share
+    result.checks["exact_selection_answers"] = wanted > 0.5
+    if wanted:
+        result.ratios["two_stage_answers"] = asked["two_stage"].right_share / wanted
+
+
+def recall(result: Result, size: Size) -> None:
+    """Pages of the exact choice for the demo's questions, forced ones left out."""
+    taken = sources.demo(size.demo_tokens, size.queries)
+    (row,), agreement = weigh(taken, (size.share,), (TWO_STAGE,))
+    result.checks["demo_exact_agrees_with_torch"] = agreement > 0.99
+    result.measure("demo_recall", row.recall, "share of exact's pages, by kv head")
+    result.measure("demo_bytes_share", row.bytes_share, "share of the keys' bytes, by layer")
+    result.ratios["two_stage_recall"] = mean(row.recall)
+
+
+def weigh_texts(result: Result, size: Size, texts: Sequence[Sequence[Taken]]) -> None:
+    """Each text alone, as the model read it."""
+    rows, agreements = [], []
+    for taken in texts:
+        (row,), agreement = weigh(taken, (size.share,), (TWO_STAGE,))
+        rows.append(row)
+        agreements.append(agreement)
+    result.checks["text_exact_agrees_with_torch"] = min(agreements) > 0.99
+    mass = [sample for row in rows for sample in row.mass_to_exact]
+    found = result.measure("text_mass_to_exact", mass, "share of exact's, by text and head")
+    result.measure("text_mass", [s for row in rows for s in row.mass], "share of attention")
+    result.measure("text_recall", [s for row in rows for s in row.recall], "share of exact's pages")
+    result.measure("text_bytes", [s for row in rows for s in row.bytes_share], "share of keys")
+    result.ratios["text_mass"] = mean(found.samples)
+    result.ratios["text_mass_worst_decile"] = worst_decile(found.samples)
+    result.ratios["text_bytes_share"] = mean(result.metrics["text_bytes"].samples)
+
+
+def side_by_side(
+    texts: Sequence[Sequence[Taken]], tokens: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """The texts one behind the other, the heads of all layers as those of one: keys [tokens,
+    kv_heads, dim] and some of the last text's queries [count, q_heads, dim]."""
+    keys = [torch.cat([layer.keys[:tokens] for layer in text], dim=1) for text in texts]
+    queries = torch.cat([layer.queries for layer in texts[-1]], dim=1)
+    every = max(1, len(queries) // count)
+    return torch.cat(keys).bfloat16(), queries[::every][:count].bfloat16()
+
+
+def time_texts(
+    result: Result, size: Size, keys: Tensor, queries: Tensor, scale: float, threads: Sequence[int]
+) -> None:
+    """Ratios text_speedup_Nt, exact over two_stage, for the mean of several queries."""
+    tokens, heads, dim = keys.shape
+    shape = selecting.Size(tokens, 1, heads, dim, queries.shape[1] // heads)
+    budget = Budget(pages=max(1, int(size.share * (tokens // shape.page_tokens))))
+    with selecting.filled(shape, keys) as (pool, sequence):
+
+        def select(method: str) -> list[Selection]:
+            return [sequence.select(0, q, budget, method=method, scale=scale) for q in queries]
+
+        pairs = list(zip(select("exact"), select("two_stage"), strict=True))
+        agreements = [selecting.overlap(staged.pages, exact.pages) for exact, staged in pairs]
+        shares = [staged.bytes_scored / exact.bytes_scored for exact, staged in pairs]
+        result.measure("text_large_agreement", agreements, "share of pages")
+        result.checks["text_large_agrees"] = mean(agreements) > 0.9
+        result.measure("text_large_bytes", shares, "share of keys, by query")
+        result.ratios["text_large_bytes_share"] = mean(shares)
+        for count in threads:
+            pool.set_threads(count)
+            samples = interleave(
+                {"exact": lambda: select("exact"), "two_stage": lambda: select("two_stage")},
+                size.rounds,
+                settle_s=size.settle_s,
+            )
+            medians = {}
+            for method, seconds in samples.items():
+                times = [1e3 * s / len(queries) for s in seconds]
+                name = f"text_large_{method}_{count}t"
+                medians[method] = result.measure(name, times, "ms a query").median
+            result.ratios[f"text_speedup_{count}t"] = medians["exact"] / medians["two_stage"]
+    result.notes.append(
+        f"text_mass, text_bytes_share: {size.texts} texts of {size.text_tokens} bytes, each alone; "
+        f"text_speedup, text_large_*: their keys one behind the other, {tokens} tokens, the kv "
+        f"heads of all layers as the {heads} of one, head_dim {dim}"
+    )

@@ -1,0 +1,127 @@
+"""Pictures of `cxlkv bench`: bytes against time for ndp, bytes against what is kept for recall."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from cxlkv.bench.cases.ndp import FORMS
+from cxlkv.bench.report import Result
+from cxlkv.bench.weighing import Weighed, mean
+
+BLUE, ORANGE, GREEN, GREY, INK = "#1f5fa8", "#e07b28", "#3b8f4d", "#9a9a9a", "#333333"
+COLORS = ("#a9c8e8", "#5f97cf", BLUE, "#123a66")  # of the budgets, small to large
+MIB = 1 << 20
+
+
+def roofline(result: Result, path: Path, threads: Sequence[int] = (1, 2)) -> None:
+    """A panel for each number of threads: every form's bytes and time, and the streaming read."""
+    figure = Figure(figsize=(5.4 * len(threads), 5.0), layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a display
+    panels = figure.subplots(1, len(threads), sharex=True, sharey=True, squeeze=False)[0]
+    figure.suptitle("bytes that a form reads, and its time", color=INK, fontsize=13)
+    for axes, count in zip(panels, threads, strict=True):
+        draw_roofline(axes, result, count)
+        axes.set_title(f"{count} thread{'s' if count > 1 else ''}", color=INK, fontsize=11)
+        axes.set_xlabel("MiB read", color=INK)
+    panels[0].set_ylabel("ms", color=INK)
+    figure.savefig(path, dpi=150)
+
+
+def draw_roofline(axes: Axes, result: Result, count: int) -> None:
+    """A dot for each form; above the line of the streaming read a form is slower than that."""
+    for kind, color, label in (("ours", BLUE, "cxlkv"), ("theirs", ORANGE, "torch, faiss")):
+        axes.plot([], [], "o", color=color, label=label)
+        for name, form in FORMS.items():
+            if form.kind != kind or f"{name}_{count}t" not in result.metrics:
+                continue
+            read = result.metrics.get(f"{name}_bytes", result.metrics["key_bytes"])
+            x = read.median / MIB
+            y = result.metrics[f"{name}_{count}t"].median
+            axes.plot([x], [y], "o", color=color)
+            axes.annotate(
+                form.label,
+                (x, y),
+                (6 if kind == "ours" else -6, -3),
+                textcoords="offset points",
+                horizontalalignment="left" if kind == "ours" else "right",
+                fontsize=7,
+                color=color,
+            )
+    keys, read_ms = result.metrics["key_bytes"].median / MIB, stream_ms(result, count)
+    ends = [keys / 16, keys * 4]
+    axes.plot(ends, [read_ms * end / keys for end in ends], color=INK, linewidth=1)
+    bandwidth = keys * MIB / read_ms / 1e6
+    axes.text(
+        ends[0], read_ms / 16 * 0.72, f"streaming read, {bandwidth:.1f} GB/s", color=INK, fontsize=8
+    )
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_formatter(NullFormatter())
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    plain(axes)
+    axes.legend(frameon=False, loc="upper left", labelcolor=INK)
+
+
+def stream_ms(result: Result, count: int) -> float:
+    """Of the faster of two ways to read the keys once."""
+    return min(result.metrics[f"{n}_{count}t"].median for n in ("stream_sum", "stream_max"))
+
+
+def recall(found: Mapping[str, Sequence[Weighed]], path: Path) -> None:
+    """A panel for each source: share of bytes read, and above it pages (full) and mass (dashed)."""
+    columns = min(3, len(found))
+    rows = -(-len(found) // columns)
+    figure = Figure(figsize=(4.6 * columns, 3.9 * rows + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a display
+    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    figure.suptitle("what is kept of the exact choice, by bytes read to choose", color=INK)
+    for axes, (source, weighed) in zip(panels, found.items(), strict=False):
+        draw_recall(axes, weighed)
+        axes.set_title(source.replace("_", " "), color=INK, fontsize=11)
+    for axes in panels[len(found) :]:
+        axes.set_visible(False)
+    for axes in panels[-columns:]:
+        axes.set_xlabel("share of the keys' bytes", color=INK)
+        axes.xaxis.set_tick_params(labelbottom=True)
+    for axes in panels[::columns]:
+        axes.set_ylabel("share of the exact choice", color=INK)
+    panels[0].legend(frameon=False, loc="center right", fontsize=8, labelcolor=INK)
+    figure.savefig(path, dpi=150)
+
+
+def draw_recall(axes: Axes, weighed: Sequence[Weighed]) -> None:
+    """A colour for each budget; digest alone stands apart, as a diamond of its own."""
+    shares = sorted({row.share for row in weighed})
+    for share, color in zip(shares, COLORS * len(shares), strict=False):
+        rows = [row for row in weighed if row.share == share]
+        lines = [row for row in rows if row.way.method != "digest"]
+        x = [mean(row.bytes_share) for row in lines]
+        label = f"{100 * share:g} % of the pages"
+        axes.plot(x, [mean(r.recall) for r in lines], "o-", color=color, label=label, markersize=4)
+        axes.plot(x, [mean(r.mass_to_exact) for r in lines], "s--", color=color, markersize=3)
+        digest = [row for row in rows if row.way.method == "digest"]
+        at = [mean(row.bytes_share) for row in digest]
+        axes.plot(at, [mean(r.recall) for r in digest], "D", color=color, markersize=6)
+        axes.plot(at, [mean(r.mass_to_exact) for r in digest], "D", color=color, fillstyle="none")
+    axes.plot([], [], "o-", color=GREY, label="pages: two stages, exact", markersize=4)
+    axes.plot([], [], "s--", color=GREY, label="attention mass", markersize=3)
+    axes.plot([], [], "D", color=GREY, label="digest alone: pages")
+    axes.plot([], [], "D", color=GREY, label="digest alone: mass", fillstyle="none")
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(0.08, 1.15)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    axes.set_ylim(0, 1.04)
+    plain(axes)
+
+
+def plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#e6e6e6")
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=INK)
