@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from cxlkv.bench.report import Result
-from cxlkv.config import format_bytes
 from cxlkv.errors import BadArgumentError
 
 
@@ -180,12 +179,11 @@ def table(result: Result) -> Table:
         side: Literal["left", "right"] = "left" if column in ("figure", "unit") else "right"
         made.add_column(column, justify=side, no_wrap=True)
     for name, metric in result.metrics.items():
-        figures = (metric.median, min(metric.samples), max(metric.samples))
-        if metric.unit == "bytes":
-            median, low, high = (format_bytes(round(value)) for value in figures)
-        else:
-            median, low, high = (f"{value:.4g}" for value in figures)
-        made.add_row(name, median, f"{low} to {high}", metric.unit)
+        unit, scale = metric.unit, 1.0
+        if unit.startswith("bytes"):
+            unit, scale = unit.replace("bytes", "MiB", 1), 1 / (1 << 20)
+        low, high = scale * min(metric.samples), scale * max(metric.samples)
+        made.add_row(name, f"{scale * metric.median:.4g}", f"{low:.4g} to {high:.4g}", unit)
     for name, value in result.ratios.items() if result.passed else ():
         made.add_row(name, f"{value:.3g}", "", "ratio")
     return made

@@ -8,13 +8,26 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter
 
-from cxlkv.bench.cases.ndp import FORMS
 from cxlkv.bench.report import Result
 from cxlkv.bench.weighing import Weighed, mean
 
 BLUE, ORANGE, GREEN, GREY, INK = "#1f5fa8", "#e07b28", "#3b8f4d", "#9a9a9a", "#333333"
+OURS = {
+    "exact": ["exact"],
+    "two stages, 5 %": ["two_stage"],
+    "digest, 5 %": ["digest"],
+    "1 query a kv head": ["one_query"],
+    "16 queries a kv head": ["queries16"],
+    "attend": ["attend"],
+}
+THEIRS = {
+    "torch bmm, amax, topk": ["torch_keys_first", "torch_queries_first"],
+    "torch sdpa": ["torch_sdpa"],
+    "faiss": ["faiss_by_query", "faiss_by_head"],
+}
+"""Dots of the roofline: a label, and the forms of which the fastest is drawn."""
 COLORS = ("#a9c8e8", "#5f97cf", BLUE, "#123a66")  # of the budgets, small to large
 MIB = 1 << 20
 
@@ -35,37 +48,49 @@ def roofline(result: Result, path: Path, threads: Sequence[int] = (1, 2)) -> Non
 
 def draw_roofline(axes: Axes, result: Result, count: int) -> None:
     """A dot for each form; above the line of the streaming read a form is slower than that."""
-    for kind, color, label in (("ours", BLUE, "cxlkv"), ("theirs", ORANGE, "torch, faiss")):
-        axes.plot([], [], "o", color=color, label=label)
-        for name, form in FORMS.items():
-            if form.kind != kind or f"{name}_{count}t" not in result.metrics:
-                continue
-            read = result.metrics.get(f"{name}_bytes", result.metrics["key_bytes"])
-            x = read.median / MIB
-            y = result.metrics[f"{name}_{count}t"].median
-            axes.plot([x], [y], "o", color=color)
-            axes.annotate(
-                form.label,
-                (x, y),
-                (6 if kind == "ours" else -6, -3),
-                textcoords="offset points",
-                horizontalalignment="left" if kind == "ours" else "right",
-                fontsize=7,
-                color=color,
-            )
-    keys, read_ms = result.metrics["key_bytes"].median / MIB, stream_ms(result, count)
-    ends = [keys / 16, keys * 4]
-    axes.plot(ends, [read_ms * end / keys for end in ends], color=INK, linewidth=1)
-    bandwidth = keys * MIB / read_ms / 1e6
-    axes.text(
-        ends[0], read_ms / 16 * 0.72, f"streaming read, {bandwidth:.1f} GB/s", color=INK, fontsize=8
+    draw_dots(axes, result, OURS, count, BLUE, "left")
+    draw_dots(axes, result, THEIRS, count, ORANGE, "right")
+    axes.plot([], [], "o", color=BLUE, label="cxlkv")
+    axes.plot([], [], "o", color=ORANGE, label="torch, faiss")
+    keys, read_ms = result.metrics["key_bytes"].median, stream_ms(result, count)
+    ends = [keys / 16, keys * 3]
+    label = f"streaming read, {keys / read_ms / 1e6:.1f} GB/s"
+    axes.plot(
+        [end / MIB for end in ends],
+        [read_ms * end / keys for end in ends],
+        color=INK,
+        linewidth=1,
+        label=label,
     )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_minor_formatter(NullFormatter())
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    axes.set_xlim(keys / MIB / 20, keys / MIB * 5)
     plain(axes)
     axes.legend(frameon=False, loc="upper left", labelcolor=INK)
+
+
+def draw_dots(
+    axes: Axes, result: Result, forms: Mapping[str, Sequence[str]], count: int, color: str, to: str
+) -> None:
+    for label, names in forms.items():
+        timed = [name for name in names if f"{name}_{count}t" in result.metrics]
+        if not timed:
+            continue  # no faiss
+        y, fastest = min((result.metrics[f"{name}_{count}t"].median, name) for name in timed)
+        read = result.metrics.get(f"{fastest}_bytes", result.metrics["key_bytes"])
+        x = read.median / MIB
+        axes.plot([x], [y], "o", color=color)
+        axes.annotate(
+            label,
+            (x, y),
+            (6 if to == "left" else -6, -3),
+            textcoords="offset points",
+            horizontalalignment=to,
+            fontsize=8,
+            color=color,
+        )
 
 
 def stream_ms(result: Result, count: int) -> float:

@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from cxlkv import _core, errors
+from cxlkv import _core, cli, errors
 from cxlkv.bench.cases import allocating, calling, cohering, copying
 from cxlkv.bench.report import Result
 
 torch = pytest.importorskip("torch", reason="these benchmarks compare with torch")
-from cxlkv.bench.cases import grouping, selecting  # noqa: E402
+pytest.importorskip("transformers", reason="these benchmarks run trained models")
+from cxlkv.bench import picture, sources, weighing  # noqa: E402
+from cxlkv.bench.cases import (  # noqa: E402
+    grouping,
+    ndp,
+    ndp_models,
+    ndp_rivals,
+    recalling,
+    selecting,
+)
+
+PNG = b"\x89PNG\r\n\x1a\n"
+SMALL_MODELS = ndp_models.Size(
+    demo_tokens=2048,
+    questions=8,
+    text_tokens=2048,
+    texts=2,
+    queries=3,
+    timed_queries=2,
+    rounds=1,
+    settle_s=0,
+)
+SMALL_NDP = ndp.Size(
+    tokens=16640, layers=1, kv_heads=2, head_dim=64, rounds=1, settle_s=0, models=SMALL_MODELS
+)
+SMALL_RECALL = recalling.Size(short=2048, long=16384, queries=2, shares=(0.05,), recalls=(0.9,))
 
 SMALL: dict[str, Callable[[Result], None]] = {
     "calling": lambda result: calling.run(result, layers=2, counts=(1, 3)),
@@ -55,11 +83,125 @@ def _portable(result: Result) -> None:
 def test_a_case_runs_small(case: str) -> None:
     result = Result(case)
     SMALL[case](result)
+    check_result(result)
+
+
+def check_result(result: Result) -> None:
     assert result.passed, result.checks
     ratios = result.as_dict()["ratios"]
     assert isinstance(ratios, dict)
     assert all(math.isfinite(ratio) and ratio > 0 for ratio in ratios.values())
     assert result.metrics
+
+
+NDP_RATIOS = (
+    *("exact_to_stream_1t", "exact_to_stream_2t", "exact_to_torch", "queries16_cost"),
+    *("two_stage_speedup", "two_stage_bytes_share", "two_stage_answers", "two_stage_recall"),
+    *("text_speedup", "text_bytes_share", "text_mass", "attend_to_stream", "attend_to_torch"),
+)
+
+
+def test_ndp_runs_small_and_says_what_it_did_not_measure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without faiss, and it draws."""
+    monkeypatch.setattr(ndp_rivals.Faiss, "of", lambda keys: None)
+    result = Result("ndp")
+    ndp.run(result, SMALL_NDP)
+    check_result(result)
+    assert set(NDP_RATIOS) <= set(result.ratios)
+    assert "exact_to_faiss" not in result.ratios
+    notes = "\n".join(result.notes)
+    for name in ("exact_to_faiss_2t", "numba_cost", "worker_extra_us"):
+        assert f"{name}: not measured, " in notes
+    assert 0.1 < result.ratios["two_stage_bytes_share"] < 0.5
+    picture.roofline(result, tmp_path / "ndp.png")
+    assert (tmp_path / "ndp.png").read_bytes().startswith(PNG)
+
+
+def test_ndp_agrees_with_faiss(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("faiss", reason="faiss-cpu is not installed")
+    monkeypatch.setattr(ndp_models, "run", lambda result, size, threads: None)
+    result = Result("ndp")
+    ndp.run(result, SMALL_NDP, threads=(2,))
+    check_result(result)
+    assert result.checks["exact_and_faiss_agree_2t"]
+    assert result.ratios["exact_to_faiss"] == result.ratios["exact_to_faiss_2t"]
+
+
+def test_ndp_writes_no_ratio_when_forms_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's choice shifted by a page."""
+    monkeypatch.setattr(ndp_models, "run", lambda result, size, threads: None)
+    chosen = ndp_rivals.keys_first
+    monkeypatch.setattr(ndp_rivals, "keys_first", lambda *given: chosen(*given) + 1)
+    monkeypatch.setattr(ndp_rivals.Faiss, "of", lambda keys: None)
+    result = Result("ndp")
+    ndp.run(result, SMALL_NDP)
+    broken = {name for name, holds in result.checks.items() if not holds}
+    assert broken == {
+        f"{name}_and_torch_agree_{count}t"
+        for name in ("exact", "exact_5_percent", "one_query", "queries16")
+        for count in (1, 2)
+    }
+    assert result.as_dict()["ratios"] == {}
+
+
+def test_recall_runs_small_and_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    size, result = SMALL_RECALL, Result("recall")
+    every = recalling.named_sources(size, tmp_path)
+    assert list(every) == [
+        *("demo_2K", "demo_16K", "text_2K", "gaussian_made_up_16K", "clustered_made_up_16K"),
+        f"{tmp_path.name}_2K",
+    ]
+    some = {name: every[name] for name in ("demo_2K", "text_2K", "gaussian_made_up_16K")}
+    monkeypatch.setattr(recalling, "named_sources", lambda size, model: some)
+    found = recalling.run(result, size)
+    check_result(result)
+    gaussian = {str(row.way): row for row in found["gaussian_made_up_16K"]}
+    assert list(gaussian) == ["digest", "two_stage_0.9", "exact"]
+    exact, staged, digest = gaussian["exact"], gaussian["two_stage_0.9"], gaussian["digest"]
+    assert set(exact.bytes_share + exact.recall + exact.mass_to_exact) == {1.0}
+    assert weighing.mean(staged.recall) > 0.8 > 0.5 > weighing.mean(digest.recall)
+    assert weighing.mean(digest.bytes_share) < weighing.mean(staged.bytes_share) < 0.5
+    assert len(staged.recall) == 2
+    assert len(staged.mass) == 8
+    assert all(0 < mass < 1 for mass in staged.mass)
+    picture.recall(found, tmp_path / "recall.png")
+    assert (tmp_path / "recall.png").read_bytes().startswith(PNG)
+    shown = Console(width=140, record=True)
+    shown.print(recalling.table(found))
+    assert "two_stage 0.9" in shown.export_text()
+
+
+def test_weighing_tells_a_wrong_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What "exact" chooses is compared with torch's own scores; and mass is of what was chosen."""
+    taken = sources.gaussian(2048, 2)
+    _, agreement = weighing.weigh(taken, (0.1,), (weighing.EXACT,))
+    assert agreement == 1
+    moved = dataclasses.replace(taken[0], queries=taken[0].queries.roll(1, 0))
+    held = weighing._Layer.look
+    other = weighing._Layer(0, moved)
+    monkeypatch.setattr(weighing._Layer, "look", lambda layer, at: held(other, at))
+    _, agreement = weighing.weigh(taken, (0.1,), (weighing.EXACT,))
+    assert agreement < 0.5
+    with pytest.raises(errors.BadArgumentError, match="more than the 3 pages"):
+        weighing.weigh(taken, (0.01,), (weighing.EXACT,))
+
+
+def test_what_a_command_cannot_draw_is_refused_at_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    absent = str(tmp_path / "absent" / "x.png")
+    for given, what in (
+        (("selecting", "--picture", absent), "--picture goes with ndp and recall"),
+        (("ndp", "--model", str(tmp_path)), "--model with recall"),
+        (("ndp", "--picture", absent), "its folder does not exist"),
+        (("recall", "--json", absent), "its folder does not exist"),
+        (("rocket",), "unknown case 'rocket': one of "),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["bench", *given])
+        assert what in capsys.readouterr().err.replace("\n", " ")
 
 
 @pytest.mark.parametrize(("model", "full_of"), [("gemma3_12b", (8, 48)), ("gpt_oss_20b", (12, 24))])

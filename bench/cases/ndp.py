@@ -39,32 +39,6 @@ class Size(selecting.Size):
     models: ndp_models.Size = field(default_factory=ndp_models.Size)
 
 
-@dataclass(frozen=True)
-class Form:
-    """What is timed: a name for the picture, and whose it is: "ours", "theirs", "stream"."""
-
-    label: str
-    kind: str = "ours"
-
-
-FORMS = {
-    "exact": Form("exact"),
-    "exact_5_percent": Form("exact, 5 %"),
-    "two_stage": Form("two stages, 5 %"),
-    "digest": Form("digest, 5 %"),
-    "one_query": Form("1 query a kv head"),
-    "queries16": Form("16 queries a kv head"),
-    "attend": Form("attend"),
-    "stream_sum": Form("streaming read: sum", "stream"),
-    "stream_max": Form("streaming read: max", "stream"),
-    "torch_keys_first": Form("torch bmm(K, q)", "theirs"),
-    "torch_queries_first": Form("torch bmm(q, K)", "theirs"),
-    "torch_sdpa": Form("torch sdpa", "theirs"),
-    "faiss_by_query": Form("faiss, threads by query", "theirs"),
-    "faiss_by_head": Form("faiss, threads by head", "theirs"),
-}
-
-
 def run(result: Result, size: Size = Size(), threads: tuple[int, ...] = (1, 2)) -> None:
     """The ratios of the module's text; those of trained models are in ndp_models."""
     before = torch.get_num_threads()
@@ -149,7 +123,7 @@ def measure(result: Result, stage: Stage, count: int) -> None:
 
 
 def forms(stage: Stage) -> dict[str, Callable[[], object]]:
-    """Functions by the names of FORMS, faiss's left out."""
+    """What is timed, by name; faiss's forms are left out."""
     size, keys, query = stage.size, stage.keys, stage.by_head(stage.query)
     pages = stage.budget.pages or 1
     attended = stage.query.view(1, size.kv_heads, size.group, size.head_dim)
