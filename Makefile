@@ -80,6 +80,19 @@ native-test:  ## the C tests under ASan+UBSan, then under TSan
 	  grep -h "^skipped: " $$build/Testing/Temporary/LastTest.log || true; \
 	done
 
+# Not part of `make test`: clang and its runtime are needed (Debian: clang, libclang-rt-14-dev).
+FUZZ_S ?= 600
+CLANG ?= $(shell command -v clang || command -v clang-14)
+.PHONY: fuzz
+fuzz:         ## requests to the worker, made up by libFuzzer for FUZZ_S seconds
+	test -n "$(CLANG)" || { echo "make fuzz needs clang: apt install clang libclang-rt-14-dev"; exit 1; }
+	cmake -S native -B build/fuzz $(GENERATOR) -DCMAKE_BUILD_TYPE=Debug -DCXLKV_FUZZ=ON \
+	  -DCMAKE_C_COMPILER=$(CLANG) -DCXLKV_DEBUG=0 -DCXLKV_SANITIZE=address,undefined >/dev/null
+	cmake --build build/fuzz --target fuzz_request
+	mkdir -p build/fuzz/corpus
+	build/fuzz/fuzz_request -max_total_time=$(FUZZ_S) -max_len=4096 -print_final_stats=1 \
+	  build/fuzz/corpus tests/native/corpus_request
+
 mutants: $(VENV)/.built  ## coherence with each flush, fence and check left out: a test must tell
 	cmake -S native -B build/mutants $(GENERATOR) -DCMAKE_BUILD_TYPE=Release >/dev/null
 	cmake --build build/mutants --target test_visibility_incoherent test_rpc_incoherent \

@@ -56,6 +56,12 @@ def _ndp(result: Result) -> None:
     ndp.run(result)
 
 
+def _working(result: Result) -> None:
+    from cxlkv.bench.cases import working
+
+    working.run(result)
+
+
 PARTS: dict[str, Callable[[Result], None]] = {
     "calling": _calling,
     "allocating": _allocating,
@@ -64,6 +70,7 @@ PARTS: dict[str, Callable[[Result], None]] = {
     "grouping": _grouping,
     "coherence": _cohering,
     "ndp": _ndp,
+    "working": _working,
 }
 FOUNDATION = ["calling", "allocating", "copying", "selecting"]
 CASES = {**{name: [name] for name in PARTS}, "foundation": FOUNDATION}

@@ -36,6 +36,7 @@ _EXCEPTIONS: Mapping[int, type[errors.CXLKVError]] = {
     lib.CXLKV_E_ARGUMENT: errors.BadArgumentError,
     lib.CXLKV_E_FENCED: errors.FencedError,
     lib.CXLKV_E_HOST: errors.HostError,
+    lib.CXLKV_E_WORKER: errors.WorkerError,
     errno.ETIMEDOUT: errors.PeerError,
     errno.ECANCELED: errors.PeerError,
     errno.ENOENT: errors.PoolMissingError,
@@ -581,6 +582,47 @@ def batch_attend(
     code = lib.cxlkv_batch_attend(batch, args)
     del kept
     return check(code)
+
+
+# ---- the worker near the memory ----
+
+WORKER_USES = ("none", "if_there", "only")  # by the core's number
+
+
+def worker_make(
+    pool: Handle, slots: int, request_bytes: int, response_bytes: int, mode: str
+) -> Handle:
+    out = ffi.new("cxlkv_worker **")
+    code = VISIBILITY_MODES.index(mode)
+    check(lib.cxlkv_worker_make(pool, slots, request_bytes, response_bytes, code, out))
+    return ffi.gc(out[0], lib.cxlkv_worker_destroy)
+
+
+def worker_destroy(worker: Handle) -> None:
+    ffi.release(worker)
+
+
+def worker_serve(worker: Handle, timeout_s: float) -> int:
+    """Answers requests for so long; returns how many."""
+    return check(lib.cxlkv_worker_serve(worker, timeout_s))
+
+
+def worker_state(worker: Handle) -> dict[str, int]:
+    """What the worker says of itself."""
+    got = ffi.new("cxlkv_worker_state *")
+    check(lib.cxlkv_worker_state_of(worker, got))
+    return _numbers(got[0])
+
+
+def pool_use_worker(pool: Handle, use: str, deadline_s: float) -> None:
+    check(lib.cxlkv_pool_use_worker(pool, WORKER_USES.index(use), deadline_s))
+
+
+def pool_worker_state(pool: Handle) -> tuple[dict[str, int], str]:
+    """What this process's use of its worker has come to, and why the last select was not its."""
+    got = ffi.new("cxlkv_worker_state *")
+    check(lib.cxlkv_pool_worker_state(pool, got))
+    return _numbers(got[0]), ffi.string(got.why).decode(errors="replace")
 
 
 # ---- the litmus run ----

@@ -409,6 +409,33 @@ def metrics(
     serve(pools, port, address)
 
 
+@app.command("ndp-worker")
+def ndp_worker(
+    pool: Annotated[Path, typer.Option(help="The pool's file or device.")],
+    node: Annotated[
+        int | None,
+        typer.Option(help="Run on the CPUs of this memory node, or those nearest to it."),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(help="Threads that score: the CPUs it may use if not given.", min=1),
+    ] = None,
+    slots: Annotated[int, typer.Option(help="Processes that it serves.", min=1, max=64)] = 8,
+    host: HostNumber = None,
+) -> None:
+    """Select pages for the processes of a pool, near its memory, until SIGTERM or Ctrl-C.
+
+    They ask for it with CXLPool.open(..., worker=True), and select themselves while it is away.
+    """
+    from cxlkv.ndp.worker import cpus_near, pin, serve
+    from cxlkv.pool import CXLPool
+
+    if node is not None:
+        pin(cpus_near(probe(), node))
+    with CXLPool.open(pool, host=host, threads=threads) as opened:
+        serve(opened._handle, lambda line: typer.echo(line), slots=slots)
+
+
 def print_json(value: Mapping[str, object] | Sequence[Mapping[str, object]]) -> None:
     """To stdout, without colours or wrapping, for other programs to read."""
     typer.echo(json.dumps(value, indent=2, default=str))

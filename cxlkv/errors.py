@@ -95,5 +95,9 @@ class PeerError(CXLKVError, ConnectionError):
     """The other host did not come, went silent, or gave up."""
 
 
+class WorkerError(CXLKVError, ConnectionError):
+    """The worker near the memory is not there, died, was too slow, or has no slot free."""
+
+
 class SystemCallError(CXLKVError, OSError):
     """The operating system refused; the text says what and why."""

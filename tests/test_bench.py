@@ -24,6 +24,7 @@ from cxlkv.bench.cases import (  # noqa: E402
     ndp_rivals,
     recalling,
     selecting,
+    working,
 )
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -55,6 +56,7 @@ SMALL: dict[str, Callable[[Result], None]] = {
     "grouping": lambda result: grouping.run(
         result, grouping.Size(prompt=2048, decode=20, heads=8, rounds=1, settle_s=0)
     ),
+    "working": lambda result: working.run(result, working.Size(tokens=64, steps=20)),
     "coherence": lambda result: cohering.run(
         result,
         cohering.Size(

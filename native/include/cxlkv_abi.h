@@ -28,6 +28,7 @@
 #define CXLKV_E_ARGUMENT 1018
 #define CXLKV_E_FENCED 1019
 #define CXLKV_E_HOST 1020
+#define CXLKV_E_WORKER 1021
 
 #define CXLKV_VALUES_OWN 0
 #define CXLKV_VALUES_KEY_PREFIX 1
@@ -379,6 +380,38 @@ int64_t cxlkv_batch_append(cxlkv_batch *batch, uint32_t layer, const cxlkv_rows 
 int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args);
 int64_t cxlkv_batch_fetch(cxlkv_batch *batch, cxlkv_fetch_args *args);
 int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args);
+
+/* ---- the worker near the memory: docs/ndp-worker.md ---- */
+
+typedef struct cxlkv_worker cxlkv_worker;
+/* What a worker says of itself, or a client of its worker. */
+typedef struct cxlkv_worker_state {
+    uint32_t connected;             /* a client: has a slot of a worker that lived when last seen */
+    int32_t pid;                    /* the worker's; 0: none is known */
+    uint32_t slots;
+    uint32_t clients;               /* a worker: slots that are taken by the living */
+    uint64_t requests;              /* a worker: answered; a client: sent */
+    uint64_t refused;               /* of them, those answered with an error */
+    uint64_t selects;               /* a client: by the worker */
+    uint64_t selects_here;          /* in this process, because the worker did not */
+    uint64_t connections;           /* made so far */
+    char why[256];                  /* of the last select that the worker did not do */
+} cxlkv_worker_state;
+/* One for each pool (and host): CXLKV_E_BUSY. Payloads of a slot are whole lines up to 1 MiB. mode:
+ * 0 coherent, 1 fast, 2 strict, as of the memory that worker and clients share. */
+int cxlkv_worker_make(cxlkv_pool *pool, uint32_t slots, uint32_t request_bytes,
+                      uint32_t response_bytes, uint32_t mode, cxlkv_worker **worker);
+/* Answers requests for timeout_s; returns how many. One thread at a time. */
+int64_t cxlkv_worker_serve(cxlkv_worker *worker, double timeout_s);
+int cxlkv_worker_state_of(cxlkv_worker *worker, cxlkv_worker_state *state);
+void cxlkv_worker_destroy(cxlkv_worker *worker);
+
+#define CXLKV_WORKER_NONE 0     /* selects of this process are its own */
+#define CXLKV_WORKER_IF_THERE 1 /* by the worker; in this process when it does not answer */
+#define CXLKV_WORKER_ONLY 2     /* by the worker, or CXLKV_E_WORKER */
+/* deadline_s: how long an answer may take; 0: by the work. */
+int cxlkv_pool_use_worker(cxlkv_pool *pool, uint32_t use, double deadline_s);
+int cxlkv_pool_worker_state(cxlkv_pool *pool, cxlkv_worker_state *state);
 
 /* ---- what `cxlkv bench coherence` measures ---- */
 

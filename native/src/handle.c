@@ -258,6 +258,54 @@ static int adopt_pages(cxlkv_pool *pool, const uint8_t *bytes, const handle_head
     return 0;
 }
 
+/* A page that is being written: some process of this host holds it, and its record is not complete,
+ * as in the middle of a step. Other layers of it may be read. */
+static bool page_is_open(const cxlkv_pool *pool, uint32_t page, uint64_t generation) {
+    descriptor line;
+    if (page >= pool->host->page_count || !page_is_ours(pool, page)) return false;
+    const page_info *info = &pool->pages[page];
+    return info->generation == generation && info->holders && !info->retired &&
+           descriptor_read(pool, page, &line) == 0 &&
+           line.version == (generation << 8 | PAGE_FREE);
+}
+
+static int hold_entries(cxlkv_sequence *sequence, uint32_t part, const uint8_t *entry,
+                        uint32_t count) {
+    cxlkv_pool *pool = sequence->pool;
+    int code = sequence_reserve(sequence, part, count);
+    for (uint32_t i = 0; code == 0 && i < count; i++, entry += ENTRY_BYTES) {
+        uint64_t generation;
+        uint32_t page;
+        memcpy(&generation, entry, 8);
+        memcpy(&page, entry + 8, 4);
+        if (!page_is_open(pool, page, generation))
+            code = page_acquire_check(pool, page, part, generation, pool->layout.page_tokens);
+        if (code < 0) break;
+        pages_hold(pool, 1, &page);
+        sequence_push(sequence, part, sequence->page_count++, page);
+    }
+    return code;
+}
+
+int sequence_hold(cxlkv_sequence *sequence, uint32_t part, const uint8_t *entries,
+                  uint32_t count) {
+    cxlkv_pool *pool = sequence->pool;
+    guard fault;
+    int code = pool_enter(pool);
+    if (code < 0) return code;
+    code = host_lock(pool);
+    if (code == 0) {
+        volatile int outcome = 0;
+        GUARD_BEGIN(fault) {
+            outcome = hold_entries(sequence, part, entries, count);
+        } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
+        code = outcome;
+        host_unlock(pool);
+    }
+    pool_leave(pool);
+    return code;
+}
+
 /* A last page that is not full goes back to being an open tail of this process. */
 static int reopen_tail(cxlkv_sequence *sequence, uint64_t tokens) {
     cxlkv_pool *pool = sequence->pool;

@@ -13,6 +13,7 @@
 
 #include "flush.h"
 #include "internal.h"
+#include "worker.h"
 
 #define HOST_MAGIC 0x34305453484b5643ull /* "CVKHST04" */
 enum { LOCK_WAIT_S = 30 };
@@ -427,7 +428,10 @@ void host_state_path(const uint8_t identity[16], int fd, uint32_t host,
 int host_remove_state(const uint8_t identity[16], int fd, uint32_t host) {
     char path[STATE_PATH_BYTES];
     host_state_path(identity, fd, host, path);
-    return unlink(path) < 0 && errno != ENOENT ? -errno : 0;
+    int code = unlink(path) < 0 && errno != ENOENT ? -errno : 0;
+    worker_path_of_state(path); /* of a worker that was killed: one that lives uses the state */
+    unlink(path);
+    return code;
 }
 
 bool host_state_is_ours(const host_state *host) { return host->magic == HOST_MAGIC; }

@@ -226,7 +226,7 @@ _Static_assert(sizeof(saved_counters) <= 3 * LINE_BYTES, "leaves the host line")
 
 /* ---- process-local ---- */
 
-typedef struct workers workers;
+typedef struct workers workers; /* threads of this process; worker.h is about another one */
 
 /* Up to record_layers layers of one group: what one page holds. Derived from the layout. */
 typedef struct part {
@@ -280,6 +280,7 @@ struct cxlkv_pool {
     uint32_t log_count;
     uint32_t fork_slot;          /* made for the child between fork's prepare and its end */
     uint64_t fork_nonce;         /* that slot's: it may be reaped and given to another */
+    _Atomic(struct worker_client *) client; /* of a worker (worker.h); NULL: never asked for one */
     struct cxlkv_pool *next;     /* all open pools of this process, for fork */
 };
 
@@ -320,6 +321,8 @@ struct cxlkv_sequence {
     uint32_t *export_pages;      /* by part: the tail's copy that the last handle names */
     bool exported;               /* there are such copies */
     uint64_t export_tokens;
+    struct worker_table *worker_tables; /* by part: what the worker was told; NULL: nothing */
+    uint64_t *worker_tokens;     /* by layer: of an open tail, as far as the worker has it; or 0 */
     struct cxlkv_sequence *next, *previous;
 };
 
@@ -666,6 +669,9 @@ static inline uint32_t sequence_page(const cxlkv_sequence *sequence, uint32_t pa
 
 /* ---- handle.c ---- */
 bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]);
+/* Complete pages of one part behind those that it has, held under adopt()'s rules; entries are as
+ * in a handle. On an error some of them are held: destroy it. */
+int sequence_hold(cxlkv_sequence *sequence, uint32_t part, const uint8_t *entries, uint32_t count);
 
 /* ---- append.c ---- */
 /* Writes one (page, layer) from a tail with `tokens` filled, the others zero. */

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include "internal.h"
+#include "worker.h"
 
 typedef struct leftover {
     const char *path;
@@ -117,7 +118,14 @@ static int orphan(leftover *file) {
     /* No magic: killed while it was made. Another build's: it may be in use without a lock. */
     if (host.magic != 0 && !host_state_is_ours(&host)) return 0;
     if (host.magic != 0 && pool_is_there(&host)) return 0; /* its next user takes it over */
-    return leftover_remove(file);
+    int code = leftover_remove(file);
+    if (code == 1 && file->removes) { /* its killed worker's slots go with it */
+        char path[STATE_PATH_BYTES];
+        snprintf(path, sizeof(path), "%s", file->path);
+        worker_path_of_state(path);
+        unlink(path);
+    }
+    return code;
 }
 
 /* ---- idle pools ---- */

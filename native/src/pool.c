@@ -10,6 +10,7 @@
 
 #include "flush.h"
 #include "internal.h"
+#include "worker.h"
 
 static pthread_mutex_t open_pools_lock = PTHREAD_MUTEX_INITIALIZER;
 static cxlkv_pool *open_pools;
@@ -30,6 +31,7 @@ void pool_drop(cxlkv_pool *pool) {
     pthread_mutex_destroy(&pool->list_lock);
     pthread_mutex_destroy(&pool->spare_lock);
     tails_discard(pool);
+    worker_client_drop(pool);
     free(pool->path);
     free(pool->parts);
     free(pool);
@@ -163,6 +165,7 @@ static void fork_child(void) {
         pool->threads = NULL;
         pool->keeper = NULL; /* its thread is the parent's, and what it was about to log */
         pool->log_count = 0;
+        worker_forked(pool);
         for (cxlkv_sequence *s = pool->sequences; s; s = s->next)
             pthread_rwlock_init(&s->lock, NULL);
         if (!claim_fork_slot(pool) || !reopen_region(pool) ||
@@ -492,6 +495,7 @@ int cxlkv_pool_close(cxlkv_pool *pool) {
         pool->threads = NULL;
         pthread_mutex_unlock(&pool->list_lock);
         workers_destroy(threads);
+        worker_leave(pool);
         pool_unmake(pool); /* gives all our pages back at once */
         pool->closed = true;
     }

@@ -229,10 +229,14 @@ int rpc_receive(rpc_slot *slot, void *response, uint32_t *bytes) {
 
 int64_t rpc_call(rpc_slot *slot, uint32_t operation, const void *request, uint32_t bytes,
                  void *response, double timeout_s) {
+    int code = rpc_send(slot, operation, request, bytes);
+    return code < 0 ? code : rpc_await(slot, response, timeout_s);
+}
+
+int64_t rpc_await(rpc_slot *slot, void *response, double timeout_s) {
     waiting w = wait_begin(timeout_s);
     uint32_t answer_bytes = 0;
-    int code = rpc_send(slot, operation, request, bytes);
-    if (code < 0) return code;
+    int code;
     while ((code = rpc_receive(slot, response, &answer_bytes)) == 0)
         if (!wait_on(&w, slot, true, slot->same_host))
             return fail(CXLKV_E_TIMEOUT, "no answer to request %lu within %g s: is the server "

@@ -55,6 +55,8 @@ int rpc_server(rpc_slot *slot, void *memory, uint32_t request_bytes_max,
  * not be read, or -CXLKV_E_ARGUMENT when the request is too large. */
 int64_t rpc_call(rpc_slot *slot, uint32_t operation, const void *request, uint32_t bytes,
                  void *response, double timeout_s);
+/* The second half alone: waits for the answer to what rpc_send() sent. */
+int64_t rpc_await(rpc_slot *slot, void *response, double timeout_s);
 /* The two halves: sends, and looks once. rpc_receive returns 1 and the bytes of the answer, 0 when
  * it is not there yet, or an error as rpc_call does. */
 int rpc_send(rpc_slot *slot, uint32_t operation, const void *request, uint32_t bytes);

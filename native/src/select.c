@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "select.h"
+#include "worker.h"
 
 enum { TASK_PAGES = 64, TOGETHER_PAGES = 8, SCRATCH_LIMIT = 1 << 30 };
 
@@ -441,10 +442,13 @@ static void method_choose(const cxlkv_batch *batch, cxlkv_select_args *args) {
 }
 
 int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args) {
-    uint32_t pages_min = args->method == CXLKV_METHOD_AUTO ? args->pages_min : 0;
+    uint32_t asked = args->method;
+    uint32_t pages_min = asked == CXLKV_METHOD_AUTO ? args->pages_min : 0;
     method_choose(batch, args);
     int64_t code = args_check(batch, args);
     if (code < 0) return code;
+    code = worker_select(batch, args, asked);
+    if (code != NOT_BY_WORKER) return code;
     select_job job = {.batch = batch, .args = args, .isa = kernels_current(),
                       .staged_pages_min = pages_min};
     job.plans = calloc(batch->count, sizeof(*job.plans));

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "internal.h"
+#include "worker.h"
 
 /* Tails that nobody uses wait in a list, so that a fork's first append finds touched memory. */
 enum { SPARE_TAIL_BYTES = 64 << 20 };
@@ -79,6 +80,8 @@ static void sequence_unmake(cxlkv_sequence *sequence) {
     free(sequence->export_pages);
     free(sequence->layer_tokens);
     free(sequence->tails);
+    free(sequence->worker_tables);
+    free(sequence->worker_tokens);
     free(sequence);
 }
 
@@ -254,6 +257,7 @@ int sequence_cut(cxlkv_sequence *sequence, uint32_t page_count) {
     }
     host_unlock(pool);
     if (code == 0) sequence->page_count = page_count;
+    if (code == 0) worker_cut(sequence);
     return code;
 }
 
@@ -271,6 +275,7 @@ static void tables_drop(cxlkv_sequence *sequence, bool held) {
 /* Under the sequence's write lock, with the pool open. */
 void sequence_drop_pages(cxlkv_sequence *sequence) {
     cxlkv_pool *pool = sequence->pool;
+    worker_forget(sequence);
     if (host_lock(pool) < 0) return; /* the pages stay held until this process ends */
     tables_drop(sequence, true);
     if (sequence->exported)
@@ -320,6 +325,7 @@ int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count) {
     if (code < 0 || pool->host->free_pages >= page_count) return code;
     host_unlock(pool); /* a sequence is locked before the host state */
     sequences_expire(pool);
+    worker_give_back(pool); /* it may hold what our tables do not have any more */
     return host_lock(pool);
 }
 
@@ -465,6 +471,8 @@ static int truncate_locked(cxlkv_sequence *sequence, uint64_t tokens) {
             sequence->tails[layer] = made[layer];
         }
         sequence->layer_tokens[layer] = min_u64(sequence->layer_tokens[layer], tokens);
+        if (sequence->worker_tokens)
+            sequence->worker_tokens[layer] = min_u64(sequence->worker_tokens[layer], tokens);
     }
     /* Another tail may grow to the same length: the exported copy does not stand for it. */
     if (code == 0) sequence->export_tokens = UINT64_MAX;

@@ -1,0 +1,130 @@
+/* What clients ask of the worker near the memory (worker.h), and what it answers, as bytes in a
+ * slot; docs/memory-layout.md has both byte by byte.
+ *
+ * A table is what the worker knows of one part of a client's sequence: its complete pages, which it
+ * holds. A client names its tables by small numbers and changes them from one version to the next;
+ * a select says which version it means. So page ids cross once, and a step sends queries and the
+ * keys of open tails only, which no page has yet. */
+#ifndef CXLKV_REQUEST_H
+#define CXLKV_REQUEST_H
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "cxlkv.h"
+
+#define REQUEST_MAGIC 0x51564b43u /* "CKVQ" */
+enum { REQUEST_TABLES = 1, REQUEST_SELECT = 2, REQUEST_MORE = 3, REQUEST_LEAVE = 4 };
+enum { REQUEST_TABLES_MAX = 1 << 14, REQUEST_PAGES_MAX = 1 << 24 /* of one sequence */,
+       REQUEST_ENTRY_BYTES = 12, REQUEST_GROUP_MAX = 4096 };
+
+/* Every request begins with it. `count`: tables or sequences; 0 for the others. */
+typedef struct request_head {
+    uint32_t magic;
+    uint32_t operation;
+    uint32_t bytes;              /* of the whole request */
+    uint32_t count;
+} request_head;
+_Static_assert(sizeof(request_head) == 16, "no holes: they are written as they lie");
+
+/* Pages [first, kept) stay as `from` had them, `added` follow; to 0: the table goes. From 0: a new
+ * one, with kept equal to first. After the last of these: the entries of the added pages, one table
+ * after the other, as in a handle: {generation: 8, page: 4}; then zeros up to a multiple of 8. */
+typedef struct request_table {
+    uint32_t table;
+    uint32_t part;
+    uint64_t from, to;           /* versions */
+    uint32_t first;              /* pages before it are behind the window */
+    uint32_t kept;
+    uint32_t added;
+    uint32_t reserved;
+} request_table;
+_Static_assert(sizeof(request_table) == 40, "no holes");
+
+typedef struct request_select {
+    uint32_t layer;
+    uint32_t q_heads;
+    uint32_t dtype;              /* of the queries */
+    uint32_t method;
+    uint32_t union_over;
+    uint32_t per;
+    float scale;
+    float errors;
+    uint32_t rows;               /* of all sequences */
+    uint32_t budget_count;       /* 1, or one for each sequence */
+    uint32_t k_max;              /* pages a list that the client has room for */
+    uint32_t pages_min;          /* method auto: with fewer pages a sequence is scored exactly */
+} request_select;
+_Static_assert(sizeof(request_select) == 48, "no holes");
+
+/* Then the budgets (24 bytes each, cxlkv_budget), the queries [rows, q_heads, head_dim], and of
+ * each sequence the keys of its open tail [tail_known to tokens % page_tokens, kv_heads, head_dim],
+ * in the pool's dtype; each array up to a multiple of 8. The worker has those of the tail's first
+ * tail_known tokens from earlier selects of this table and layer, in this page. */
+typedef struct request_sequence {
+    uint32_t table;
+    uint32_t rows;
+    uint64_t version;
+    uint64_t tokens;
+    uint32_t tail_known;
+    uint32_t reserved;
+} request_sequence;
+_Static_assert(sizeof(request_sequence) == 32, "no holes");
+_Static_assert(sizeof(cxlkv_budget) == 24, "no holes");
+
+/* The next bytes of a result that was longer than an answer. */
+typedef struct request_more {
+    uint64_t result;
+    uint64_t offset;
+} request_more;
+
+/* Every answer begins with it; then the text of an error, or the result from the offset on. */
+typedef struct answer_head {
+    int32_t code;                /* 0, or a negated error */
+    uint32_t k;                  /* pages in the longest list, also when that is too many */
+    uint64_t bytes;              /* of the whole result, or of the text */
+    uint64_t result;             /* its number, for REQUEST_MORE */
+} answer_head;
+_Static_assert(sizeof(answer_head) == 24, "no holes");
+
+/* Then pages int32 [lists, kv_heads, k], scores float32 likewise, counts int32 [lists, kv_heads].
+ */
+typedef struct answer_select {
+    uint64_t bytes_scored;
+    uint64_t bytes_sketched;
+    uint64_t tokens_scored;
+    uint64_t bytes_fetched;
+    uint32_t method;
+    uint32_t lists_staged;
+    float mean_error;
+    uint32_t lists;
+} answer_select;
+_Static_assert(sizeof(answer_select) == 48, "no holes");
+
+/* What a request is checked against. */
+typedef struct request_facts {
+    uint32_t layers, kv_heads, head_dim, page_tokens, dtype, sketch;
+    uint32_t page_count, part_count;
+} request_facts;
+
+/* A request that was checked; pointers into its bytes, at multiples of 8 from their start. */
+typedef struct request {
+    request_head head;
+    const uint8_t *items;        /* request_table or request_sequence [head.count] */
+    const uint8_t *entries;      /* TABLES */
+    uint64_t entry_count;
+    request_select select;
+    const uint8_t *budgets, *queries, *tails; /* SELECT */
+    uint64_t query_bytes;
+    request_more more;
+} request;
+
+/* 0, or -CXLKV_E_ARGUMENT and a text that names what is wrong. Nothing in `bytes` is believed: all
+ * that `out` points to lies within them, pages are below page_count, numbers are in range. What
+ * only the pool can tell (generations, versions, lengths of tables) is not looked at. */
+int request_parse(const uint8_t *bytes, uint64_t length, const request_facts *facts, request *out);
+request_table request_table_at(const request *r, uint32_t index);
+request_sequence request_sequence_at(const request *r, uint32_t index);
+/* Of the tail's keys that a sequence brings, up to a multiple of 8; and of the queries. */
+uint64_t request_tail_bytes(const request_facts *facts, uint64_t tokens, uint32_t tail_known);
+uint64_t request_query_bytes(const request_facts *facts, const request_select *select);
+#endif

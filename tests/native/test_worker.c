@@ -1,0 +1,205 @@
+/* The worker answers each wrong request with an error that names the cause, and lives on: requests
+ * are made by hand here, as a client that is broken, or worse, would send them. */
+#include <math.h>
+
+#include "check.h"
+#include "worker.h"
+
+enum { PAGES = 64, BYTES = 8192, TOKENS = 4 * TEST_PAGE_TOKENS + 1 };
+
+typedef struct made {
+    cxlkv_pool *pool, *served;   /* the client's, and the worker's own */
+    cxlkv_worker *worker;
+    worker_file file;
+    rpc_slot slot;
+    cxlkv_sequence *sequence;
+    uint64_t marks[TOKENS];
+    uint8_t request[BYTES], response[BYTES];
+    uint64_t bytes;
+} made;
+
+static void put(made *m, const void *from, uint64_t bytes) {
+    CHECK(m->bytes + bytes <= BYTES);
+    memcpy(m->request + m->bytes, from, bytes);
+    m->bytes += bytes;
+}
+
+static void begin(made *m, uint32_t operation, uint32_t count) {
+    request_head head = {REQUEST_MAGIC, operation, 0, count};
+    m->bytes = 0;
+    put(m, &head, sizeof(head));
+}
+
+/* Sends what was put, has it served, and returns the answer's code. */
+static int ask_bytes(made *m, uint32_t operation) {
+    uint32_t length = 0;
+    answer_head head;
+    while (m->bytes % 8) m->request[m->bytes++] = 0;
+    uint32_t bytes = (uint32_t)m->bytes;
+    memcpy(m->request + offsetof(request_head, bytes), &bytes, 4);
+    CHECK(rpc_send(&m->slot, operation, m->request, bytes) == 0);
+    while (cxlkv_worker_serve(m->worker, 0.001) == 0) continue;
+    CHECK(rpc_receive(&m->slot, m->response, &length) == 1);
+    CHECK(length >= sizeof(head));
+    memcpy(&head, m->response, sizeof(head));
+    m->response[length < BYTES ? length : BYTES - 1] = 0;
+    return head.code;
+}
+
+static const char *text(const made *m) { return (const char *)m->response + sizeof(answer_head); }
+
+static void put_entry(made *m, uint32_t page, uint64_t generation) {
+    put(m, &generation, 8);
+    put(m, &page, 4);
+}
+
+/* A table of the sequence's pages; `wrong` of them has another generation, or is another page. */
+static int tell(made *m, uint32_t table, uint64_t from, uint64_t to, uint32_t kept, uint32_t added,
+                uint32_t wrong_generation, uint32_t other_page) {
+    request_table item = {.table = table, .from = from, .to = to, .kept = kept, .added = added};
+    begin(m, REQUEST_TABLES, 1);
+    put(m, &item, sizeof(item));
+    for (uint32_t i = kept; i < kept + added; i++) {
+        uint32_t page = sequence_page(m->sequence, 0, i % m->sequence->page_count);
+        uint64_t generation = m->pool->pages[page].generation + (i == wrong_generation);
+        put_entry(m, i == other_page ? PAGES - 1 : page, generation);
+    }
+    return ask_bytes(m, REQUEST_TABLES);
+}
+
+static request_select plain_select(void) {
+    return (request_select){.q_heads = TEST_HEADS, .dtype = CXLKV_FLOAT32, .scale = 1, .errors = 1,
+                            .rows = 1, .budget_count = 1, .k_max = 8};
+}
+
+static int ask(made *m, request_select select, uint64_t version, uint64_t tokens,
+               uint32_t tail_known) {
+    request_sequence item = {.table = 0, .rows = select.rows, .version = version,
+                             .tokens = tokens, .tail_known = tail_known};
+    cxlkv_budget budget = {.kind = CXLKV_BUDGET_PAGES, .pages = 2};
+    float queries[TEST_HEADS][TEST_DIM] = {{1}}, keys[TEST_HEADS][TEST_DIM] = {{2}};
+    begin(m, REQUEST_SELECT, 1);
+    put(m, &select, sizeof(select));
+    put(m, &item, sizeof(item));
+    put(m, &budget, sizeof(budget));
+    put(m, queries, sizeof(queries));
+    for (uint64_t t = tail_known; t < tokens % TEST_PAGE_TOKENS; t++) put(m, keys, sizeof(keys));
+    return ask_bytes(m, REQUEST_SELECT);
+}
+
+static void make(made *m) {
+    const char *path = test_path("worker");
+    m->pool = test_pool(path, PAGES);
+    CHECK(cxlkv_pool_open(path, NULL, &m->served) == 0);
+    CHECK(cxlkv_worker_make(m->served, 2, BYTES, BYTES, 0, &m->worker) == 0);
+    CHECK(worker_file_open(m->pool, &m->file) == 0);
+    uint32_t slot;
+    CHECK(worker_claim(&m->file, &slot) == 0);
+    m->slot = (rpc_slot){.mode = VISIBILITY_COHERENT, .same_host = true};
+    CHECK(rpc_client(&m->slot, worker_slot(&m->file, slot), BYTES, BYTES) == 0);
+    CHECK(cxlkv_sequence_create(m->pool, &m->sequence) == 0);
+    test_marks(m->marks, 1, TOKENS);
+    CHECK(test_append_all(m->sequence, m->marks, TOKENS) >= 0);
+}
+
+static void unmake(made *m) {
+    char path[128];
+    snprintf(path, sizeof(path), "%s", m->pool->path);
+    worker_file_close(&m->file);
+    cxlkv_worker_destroy(m->worker);
+    cxlkv_pool_destroy(m->served);
+    cxlkv_sequence_destroy(m->sequence);
+    test_clean(m->pool);
+    CHECK(test_stats(m->pool).pages_held == 0);
+    cxlkv_pool_destroy(m->pool);
+    CHECK(cxlkv_pool_remove(path) == 0);
+}
+
+static void wrong_tables(made *m) {
+    CHECK(tell(m, 0, 0, 1, 0, 4, NO_PAGE, NO_PAGE) == 0);
+    CHECK(tell(m, 0, 0, 1, 0, 4, NO_PAGE, NO_PAGE) == 0); /* once more: nothing happens */
+    CHECK(tell(m, 1, 0, 2, 0, 4, 2, NO_PAGE) == -CXLKV_E_STALE);
+    CHECK(strstr(text(m), "stale handle: page"));
+    CHECK(tell(m, 1, 0, 2, 0, 4, NO_PAGE, 3) == -CXLKV_E_STALE); /* free, or of another */
+    CHECK(tell(m, 1, 5, 6, 4, 0, NO_PAGE, NO_PAGE) == -CXLKV_E_STALE);
+    CHECK(strstr(text(m), "table 1 is not at version 5"));
+    CHECK(tell(m, 0, 1, 2, 5, 0, NO_PAGE, NO_PAGE) == -CXLKV_E_STALE); /* it has 4 */
+    CHECK(tell(m, REQUEST_TABLES_MAX, 0, 1, 0, 1, NO_PAGE, NO_PAGE) == -CXLKV_E_ARGUMENT);
+    request_table item = {.from = 0, .to = 9, .first = 2, .kept = 2};
+    begin(m, REQUEST_TABLES, 1);
+    put(m, &item, sizeof(item));
+    CHECK(ask_bytes(m, REQUEST_TABLES) == -CXLKV_E_ARGUMENT);
+    CHECK(strstr(text(m), "has no window"));
+    item = (request_table){.to = 9, .added = 1};
+    begin(m, REQUEST_TABLES, 1);
+    put(m, &item, sizeof(item));
+    put_entry(m, m->pool->host->page_count, 1);
+    CHECK(ask_bytes(m, REQUEST_TABLES) == -CXLKV_E_ARGUMENT);
+    CHECK(strstr(text(m), "request: page"));
+}
+
+static void wrong_selects(made *m) {
+    request_select good = plain_select(), bad;
+    CHECK(ask(m, good, 1, TOKENS, 0) == 0);
+    CHECK(ask(m, good, 1, TOKENS, 1) == 0); /* it has the tail's token now */
+    CHECK(ask(m, good, 1, TOKENS - 2, 1) == -CXLKV_E_STALE); /* of another page */
+    CHECK(ask(m, good, 7, TOKENS, 0) == -CXLKV_E_STALE);
+    CHECK(strstr(text(m), "table 0 is not at version 7"));
+    CHECK(ask(m, good, 1, TOKENS + TEST_PAGE_TOKENS, 0) == -CXLKV_E_ARGUMENT);
+    CHECK(strstr(text(m), "has 4 pages"));
+    bad = good, bad.layer = TEST_LAYERS;
+    CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ARGUMENT);
+    CHECK(strstr(text(m), "request: layer 2 of 2"));
+    bad = good, bad.q_heads = 3;
+    CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ARGUMENT);
+    bad = good, bad.scale = NAN;
+    CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ARGUMENT);
+    bad = good, bad.errors = -1;
+    CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ARGUMENT);
+    bad = good, bad.method = CXLKV_METHOD_TWO_STAGE;
+    CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ARGUMENT); /* this pool has no sketches */
+    bad = good, bad.budget_count = 2;
+    CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ARGUMENT);
+    bad = good, bad.k_max = 1;
+    CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ROOM);
+    CHECK(ask(m, good, 1, TOKENS, 1) == 0);
+}
+
+static void wrong_others(made *m) {
+    request_more more = {.result = 12345};
+    begin(m, REQUEST_MORE, 0);
+    put(m, &more, sizeof(more));
+    CHECK(ask_bytes(m, REQUEST_MORE) == -CXLKV_E_STALE);
+    CHECK(strstr(text(m), "result 12345 is gone"));
+    begin(m, REQUEST_LEAVE, 0);
+    CHECK(ask_bytes(m, REQUEST_MORE) == -CXLKV_E_ARGUMENT); /* its slot says another operation */
+    begin(m, 77, 0);
+    CHECK(ask_bytes(m, 77) == -CXLKV_E_ARGUMENT);
+    m->bytes = 0;
+    put(m, "some sixteen bytes of text", 24);
+    CHECK(ask_bytes(m, REQUEST_SELECT) == -CXLKV_E_ARGUMENT);
+}
+
+/* The client dies with its tables told, or lets go of a page: the worker's hold keeps it whole. */
+static void pages_stay_held(made *m) {
+    CHECK(ask(m, plain_select(), 1, TOKENS, 1) == 0);
+    CHECK(cxlkv_sequence_release(m->sequence) == 0);
+    CHECK(test_stats(m->pool).pages_held == 4);
+    CHECK(ask(m, plain_select(), 1, TOKENS, 1) == 0);
+    begin(m, REQUEST_LEAVE, 0);
+    CHECK(ask_bytes(m, REQUEST_LEAVE) == 0);
+    CHECK(test_stats(m->pool).pages_held == 0);
+    CHECK(ask(m, plain_select(), 1, TOKENS, 0) == -CXLKV_E_STALE);
+}
+
+int main(void) {
+    static made m;
+    make(&m);
+    wrong_tables(&m);
+    wrong_selects(&m);
+    wrong_others(&m);
+    pages_stay_held(&m);
+    unmake(&m);
+    printf("wrong requests are refused by name\n");
+    return 0;
+}
