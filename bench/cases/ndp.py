@@ -6,6 +6,7 @@ form reads; a ratio without a number of threads in its name is of the most threa
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cxlkv.bench.cases import ndp_models, ndp_rivals, selecting
+from cxlkv.bench.cases import ndp_models, ndp_rivals, selecting, working
 from cxlkv.bench.cases.selecting import overlap
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.report import Result
@@ -21,12 +22,6 @@ from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
-# Figures that other parts of the project measure. Whoever adds such a part calls it in run() and
-# takes its line away here.
-NOT_MEASURED = {
-    "numba_cost": "this version has no backend compiled by numba",
-    "worker_extra_us": "this version has no worker process",
-}
 ROWS = 4  # of queries together, each with `group` heads: 16 queries a kv head
 
 
@@ -37,6 +32,7 @@ class Size(selecting.Size):
     pages: int = 256
     share: float = 0.05
     models: ndp_models.Size = field(default_factory=ndp_models.Size)
+    worker: working.Size = field(default_factory=working.Size)
 
 
 def run(result: Result, size: Size = Size(), threads: tuple[int, ...] = (1, 2)) -> None:
@@ -59,7 +55,21 @@ def run(result: Result, size: Size = Size(), threads: tuple[int, ...] = (1, 2)) 
                  "attend_to_stream", "attend_to_torch"):  # fmt: skip
         if f"{name}_{threads[-1]}t" in result.ratios:
             result.ratios[name] = result.ratios[f"{name}_{threads[-1]}t"]
-    result.notes += [f"{name}: not measured, {why}" for name, why in NOT_MEASURED.items()]
+    compiled(result, size, threads)
+    working.run(result, size.worker)
+
+
+def compiled(result: Result, size: Size, threads: tuple[int, ...]) -> None:
+    """numba_cost, of the most threads, where numba is installed."""
+    if importlib.util.find_spec("numba") is None:
+        result.notes.append("numba_cost: not measured, pip install numba")
+        return
+    from cxlkv.bench.cases import portable
+
+    portable.run(result, size, threads)
+    costs = [n for n in result.ratios if n.startswith("numba_cost_")]
+    if costs:
+        result.ratios["numba_cost"] = result.ratios[costs[-1]]
 
 
 class Stage:

@@ -66,7 +66,8 @@ class Faiss:
 
     def search(self, head: int, query: npt.NDArray[np.float32]) -> tuple[Scores, Tokens]:
         """The best tokens of one head for each query, and their scores: [n, TOP] each."""
-        found: tuple[Scores, Tokens] = getattr(self.indexes[head], "search")(query, TOP)  # noqa: B009
+        search = getattr(self.indexes[head], "search")  # noqa: B009
+        found: tuple[Scores, Tokens] = search(query, TOP)
         return found
 
     def pages(self, query: Tensor, page_tokens: int) -> list[Pages]:
