@@ -234,11 +234,12 @@ def test_estimates_are_the_same(
         assert picked[0].stages.lists > 0
 
 
+@pytest.mark.parametrize("window", [None, 20])
 def test_a_step_that_is_half_done_and_windows(
-    path: Path, make_worker: MakeWorker, rng: np.random.Generator
+    path: Path, make_worker: MakeWorker, rng: np.random.Generator, window: int | None
 ) -> None:
     """Layer 0 is read when its page is not complete in the others yet; windows move on."""
-    with make_pool(path, window=20) as pool, Twins(path, pool, rng, 2) as twins:
+    with make_pool(path, window=window) as pool, Twins(path, pool, rng, 2) as twins:
         make_worker()
         pool.use_worker("only", deadline_s=WATCHDOG_S)
         twins.append([43, 9])
