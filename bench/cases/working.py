@@ -102,5 +102,13 @@ def measure(result: Result, pool: CXLPool, path: Path, size: Size) -> None:
     result.measure("worker_us", [s * 1e6 for s in seconds["worker"]], "us")
     extra = statistics.median(seconds["worker"]) - statistics.median(seconds["here"])
     result.measure("worker_extra_us", [extra * 1e6], "us")
+    undisturbed = decile(seconds["worker"]) - decile(seconds["here"])
+    result.measure("worker_extra_undisturbed_us", [undisturbed * 1e6], "us")
     result.notes.append("worker_extra_us: the median by the worker less the median in this process")
+    result.notes.append("worker_extra_undisturbed_us: the same of the lowest deciles")
     result.notes.append("the worker has a CPU of its own, if there are two")
+
+
+def decile(samples: list[float]) -> float:
+    """A tenth of the samples is below: what other programs on these CPUs disturb little."""
+    return statistics.quantiles(samples, n=10)[0]
