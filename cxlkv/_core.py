@@ -69,12 +69,12 @@ def version() -> str:
 
 
 def isa() -> str:
-    """The instruction set that scoring uses now: "serial" or "avx2"."""
+    """The instruction set that scoring uses now: "serial", "avx2", "avx512_bf16" ..."""
     return str(ffi.string(lib.cxlkv_isa_name()).decode())
 
 
 def isa_force(name: str) -> None:
-    """Force "serial" or "avx2" for this process, or "auto"; raises when the CPU lacks it."""
+    """Force one of them for this process, or "auto"; raises when the CPU lacks it."""
     check(lib.cxlkv_isa_force(name.encode()))
 
 

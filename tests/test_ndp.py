@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
+ISAS = ("serial", "avx2", "avx512", "avx512_bf16")
+COMPILED = (*ISAS, "portable")
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 OUT_STEP = {"bfloat16": 0.0, "float16": 2**-25, "float32": 0.0}  # half the smallest step near 0
 OUT_ERROR = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 1e-5}  # of out, in the query's dtype
@@ -281,7 +283,7 @@ def chosen_tokens(case: Case, picked: Selection) -> Iterator[tuple[int, int]]:
             yield index, int(filled.sum())
 
 
-@pytest.fixture(params=["reference", "serial", "avx2", "portable"])
+@pytest.fixture(params=["reference", *COMPILED])
 def backend(request: pytest.FixtureRequest) -> Backend:
     return Reference() if request.param == "reference" else made(request, request.param)
 
@@ -298,7 +300,7 @@ def forced(name: str) -> Iterator[str]:
     try:
         _core.isa_force(name)
     except OSError as error:
-        pytest.skip(f"this CPU has no {name}: {error}")
+        pytest.skip(f"{name}: this CPU has none ({error})")
     yield name
     _core.isa_force("auto")
 
@@ -311,6 +313,16 @@ def simd_serial() -> Iterator[str]:
 @pytest.fixture
 def simd_avx2() -> Iterator[str]:
     yield from forced("avx2")
+
+
+@pytest.fixture
+def simd_avx512() -> Iterator[str]:
+    yield from forced("avx512")
+
+
+@pytest.fixture
+def simd_avx512_bf16() -> Iterator[str]:
+    yield from forced("avx512_bf16")
 
 
 # ---- making cases ----
@@ -673,7 +685,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("name", ["serial", "avx2", "portable"])
+@pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "value_dim", "group", "page_tokens"), SHAPES)
 def test_shapes(
@@ -712,7 +724,7 @@ def test_shapes(
     assert_attends(subject, case, None, 5.0)
 
 
-@pytest.mark.parametrize("name", ["serial", "avx2", "portable"])
+@pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_latent_attention(
     request: pytest.FixtureRequest, rng: np.random.Generator, name: str, dtype: str
@@ -737,7 +749,7 @@ def test_rows_of_latent_attention(
     assert_attends(subject, case, None, 0.0)
 
 
-@pytest.mark.parametrize("name", ["serial", "avx2", "portable"])
+@pytest.mark.parametrize("name", COMPILED)
 @pytest.mark.parametrize("window", [1, 5, 16, 40, 1000])
 def test_windows(
     request: pytest.FixtureRequest, rng: np.random.Generator, name: str, window: int
@@ -852,7 +864,7 @@ def check_whole_numbers(subject: Backend, drawn: tuple[Case, list[Budget], str, 
 
 @settings(max_examples=150)
 @given(drawn=drawn_cases())
-@pytest.mark.parametrize("name", ["serial", "avx2", "portable"])
+@pytest.mark.parametrize("name", COMPILED)
 def test_whole_numbers_agree_exactly(
     name: str, request: pytest.FixtureRequest, drawn: tuple[Case, list[Budget], str, float]
 ) -> None:
@@ -862,7 +874,7 @@ def test_whole_numbers_agree_exactly(
 @pytest.mark.slow
 @settings(max_examples=1500)
 @given(drawn=drawn_cases())
-@pytest.mark.parametrize("name", ["serial", "avx2", "portable"])
+@pytest.mark.parametrize("name", COMPILED)
 def test_whole_numbers_agree_exactly_at_length(
     name: str, request: pytest.FixtureRequest, drawn: tuple[Case, list[Budget], str, float]
 ) -> None:
@@ -911,7 +923,7 @@ def test_all_pages_picked_is_full_attention(backend: Backend, rng: np.random.Gen
         np.testing.assert_allclose(lse, whole[1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["serial", "avx2"])
+@pytest.mark.parametrize("name", ISAS)
 def test_threads_change_nothing(
     request: pytest.FixtureRequest, rng: np.random.Generator, name: str
 ) -> None:
@@ -936,11 +948,13 @@ def test_threads_change_nothing(
             np.testing.assert_array_equal(ours, theirs)
 
 
-def test_selections_are_the_same_for_both_instruction_sets(
-    simd_avx2: str, rng: np.random.Generator
+@pytest.mark.parametrize("name", ISAS[1:])
+def test_selections_are_the_same_for_all_instruction_sets(
+    request: pytest.FixtureRequest, rng: np.random.Generator, name: str
 ) -> None:
+    simd = Simd(request.getfixturevalue("simd_" + name))
     case = make_case(rng, lengths=(700,), rows=(2,), whole=True, page_tokens=4, dim=48)
-    wide = Simd("avx2").select(case, [Budget(pages=30)])
+    wide = simd.select(case, [Budget(pages=30)])
     _core.isa_force("serial")
     plain = Simd("serial").select(case, [Budget(pages=30)])
     np.testing.assert_array_equal(wide.pages, plain.pages)

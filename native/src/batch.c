@@ -173,10 +173,10 @@ static void queries_unpack(const cxlkv_batch *batch, const kernels *isa, const c
 kernel_queries queries_pack(const cxlkv_batch *batch, const kernels *isa, const cxlkv_rows *queries,
                             uint32_t q_heads, const int32_t *starts, void *out) {
     const cxlkv_layout *layout = &batch->pool->layout;
-    kernel_queries made = {.rows = out, .count = (uint32_t)starts[batch->count] * q_heads};
+    kernel_queries made = {.rows = out, .total = (uint32_t)starts[batch->count] * q_heads};
     queries_unpack(batch, isa, queries, q_heads, starts, out);
-    void *packed = (char *)out + query_row_bytes(batch, made.count);
-    if (isa->pack && isa->pack((int)layout->dtype, made.rows, layout->head_dim, made.count, packed))
+    void *packed = (char *)out + query_row_bytes(batch, made.total);
+    if (isa->pack && isa->pack((int)layout->dtype, made.rows, layout->head_dim, made.total, packed))
         made.packed = packed;
     return made;
 }

@@ -15,15 +15,31 @@ static inline bool cpu_has(unsigned bits) {
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bits) == bits;
 }
 
-/* An operating system that does not save ymm over a task switch counts as "no AVX". */
-__attribute__((target("xsave"))) static inline bool cpu_saves_ymm(void) {
-    enum { XMM_AND_YMM = 6 };
-    return cpu_has(bit_OSXSAVE) && (_xgetbv(0) & XMM_AND_YMM) == XMM_AND_YMM;
+/* All of `bits` of XCR0: what the operating system saves over a task switch. Without that a
+ * register does not count as there. */
+__attribute__((target("xsave"))) static inline bool cpu_saves(unsigned long bits) {
+    return cpu_has(bit_OSXSAVE) && (_xgetbv(0) & bits) == bits;
 }
 
 static inline bool cpu_has_avx2(void) {
+    enum { XMM_AND_YMM = 6 };
     unsigned a, b, c, d;
-    return cpu_saves_ymm() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2);
+    return cpu_saves(XMM_AND_YMM) && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2);
+}
+
+/* F, BW, DQ and VL, on top of AVX2, FMA and F16C. */
+static inline bool cpu_has_avx512(void) {
+    enum { XMM_YMM_MASKS_AND_ZMM = 0xe6 };
+    const unsigned wanted = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+    unsigned a, b, c, d;
+    return cpu_saves(XMM_YMM_MASKS_AND_ZMM) && cpu_has_avx2() && cpu_has(bit_FMA | bit_F16C) &&
+           __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & wanted) == wanted;
+}
+
+static inline bool cpu_has_avx512_bf16(void) {
+    const unsigned bf16 = 1u << 5;
+    unsigned a, b, c, d;
+    return cpu_has_avx512() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & bf16);
 }
 
 #endif

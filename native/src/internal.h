@@ -690,7 +690,7 @@ size_t queries_bytes(const cxlkv_batch *batch, const kernels *isa, uint64_t quer
 kernel_queries queries_pack(const cxlkv_batch *batch, const kernels *isa, const cxlkv_rows *queries,
                             uint32_t q_heads, const int32_t *starts, void *out);
 static inline kernel_queries queries_range(kernel_queries all, uint64_t first, uint32_t count) {
-    return (kernel_queries){all.rows, all.packed, (uint32_t)first, count};
+    return (kernel_queries){all.rows, all.packed, all.total, (uint32_t)first, count};
 }
 
 /* A layer of one sequence as the scoring loops see it: complete pages, then the open tail. */

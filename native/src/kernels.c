@@ -11,20 +11,40 @@
  * store to them has to be seen. */
 static _Atomic(const kernels *) current;
 
-static bool has_avx2(void) {
 #if defined(__x86_64__)
-    return cpu_has_avx2() && cpu_has(bit_FMA | bit_F16C);
-#else
-    return false;
+static bool has_avx2(void) { return cpu_has_avx2() && cpu_has(bit_FMA | bit_F16C); }
 #endif
+
+static bool has_serial(void) { return true; }
+
+/* From the worst to the best. */
+static const struct {
+    const kernels *table;
+    bool (*is_here)(void);
+} choices[] = {
+    {&kernels_serial, has_serial},
+#if defined(__x86_64__)
+    {&kernels_avx2, has_avx2},
+    {&kernels_avx512, cpu_has_avx512},
+    {&kernels_avx512_bf16, cpu_has_avx512_bf16},
+#endif
+};
+enum { CHOICES = sizeof choices / sizeof *choices };
+
+/* An instruction set that another build has. */
+static bool is_elsewhere(const char *name) {
+    static const char *const names[] = {"avx2", "avx512", "avx512_bf16"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (!strcmp(name, names[i]))
+            return true;
+    return false;
 }
 
 static const kernels *best(void) {
-#if defined(__x86_64__)
-    if (has_avx2())
-        return &kernels_avx2;
-#endif
-    return &kernels_serial;
+    int i = CHOICES - 1;
+    while (!choices[i].is_here())
+        i--;
+    return choices[i].table;
 }
 
 const kernels *kernels_current(void) {
@@ -39,18 +59,18 @@ const kernels *kernels_current(void) {
 }
 
 int kernels_force(const char *name) {
-    const kernels *table;
-    if (!strcmp(name, "auto")) {
+    const kernels *table = NULL;
+    if (!strcmp(name, "auto"))
         table = best();
-    } else if (!strcmp(name, "serial")) {
-        table = &kernels_serial;
-    } else if (!strcmp(name, "avx2")) {
-        if (!has_avx2())
+    for (int i = 0; i < CHOICES && !table; i++) {
+        if (strcmp(name, choices[i].table->name))
+            continue;
+        if (!choices[i].is_here())
             return -ENOTSUP;
-        table = best();
-    } else {
-        return -EINVAL;
+        table = choices[i].table;
     }
+    if (!table)
+        return is_elsewhere(name) ? -ENOTSUP : -EINVAL;
     atomic_store_explicit(&current, table, memory_order_relaxed);
     return 0;
 }

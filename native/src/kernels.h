@@ -7,7 +7,11 @@
  *
  * Each function says its accumulator and its error, with eps = 2^-24 and short of overflow and
  * underflow. Two instruction sets differ in the order of the additions only, so whole numbers that
- * fp32 holds exactly come out equal. Which NaN a NaN is (sign, payload) is not promised. */
+ * fp32 holds exactly come out equal. Which NaN a NaN is (sign, payload) is not promised.
+ *
+ * Denormals count, with one exception: score, score_max and bound of packed queries may take keys,
+ * products and sums below 2^-126 for 0. That adds at most |scale| * 2^-126 * (sum of |query| +
+ * 2 * dim) to their error. */
 #ifndef CXLKV_KERNELS_H
 #define CXLKV_KERNELS_H
 
@@ -24,6 +28,7 @@ enum { KERNEL_BFLOAT16 = 0, KERNEL_FLOAT16 = 1, KERNEL_FLOAT32 = 2 };
 typedef struct kernel_queries {
     const float *rows;     /* those of the whole call, [][dim] */
     const void *packed;    /* what `pack` of the same table made of them, or NULL */
+    uint32_t total;        /* how many `pack` was given */
     uint32_t first, count; /* the ones that are meant */
 } kernel_queries;
 
@@ -101,15 +106,17 @@ typedef struct kernels {
 
 extern const kernels kernels_serial; /* the reference, on every CPU */
 #if defined(__x86_64__)
-extern const kernels kernels_avx2; /* needs AVX2, FMA and F16C */
+extern const kernels kernels_avx2;        /* needs AVX2, FMA and F16C */
+extern const kernels kernels_avx512;      /* and AVX-512 F, BW, DQ and VL */
+extern const kernels kernels_avx512_bf16; /* and AVX-512 BF16 */
 #endif
 
 /* The best table for this CPU, or the forced one. Thread safe; costs one load. */
 const kernels *kernels_current(void);
 
-/* "serial", "avx2", or "auto" for the best. Returns 0, -ENOTSUP when this CPU lacks the instruction
- * set (also when this build does), -EINVAL for an unknown name. Calls already running finish on the
- * table they began with. */
+/* "serial", "avx2", "avx512", "avx512_bf16", or "auto" for the best.
+ * Returns 0, -ENOTSUP when the CPU, this build or the operating system lacks the instruction set,
+ * -EINVAL for an unknown name. Calls already running finish on the table they began with. */
 int kernels_force(const char *name);
 
 #endif

@@ -640,8 +640,11 @@ static void stream_part(char *line, const char *source, size_t bytes) {
                         _mm_loadu_si128((const __m128i *)mask), line + (at - lane));
 }
 
-static void store_rows(void *destination, const void *source, size_t stride_bytes, uint32_t rows,
-                       size_t row_bytes) {
+/* Also in the tables of kernels_avx512.h, which declares it. */
+void avx2_store_rows(void *destination, const void *source, size_t stride_bytes, uint32_t rows,
+                     size_t row_bytes);
+void avx2_store_rows(void *destination, const void *source, size_t stride_bytes, uint32_t rows,
+                     size_t row_bytes) {
     assert((uintptr_t)destination % LINE_BYTES == 0);
     char *to = destination;
     char line[LINE_BYTES]; /* bytes of rows that have not filled a line yet */
@@ -753,7 +756,7 @@ const kernels kernels_avx2 = {
     .digest = digest,
     .exp_sum = exp_sum,
     .streams = true,
-    .store_rows = store_rows,
+    .store_rows = avx2_store_rows,
     .to_float = to_float,
     .from_float = from_float,
     .sketch = sketch_avx2,

@@ -16,12 +16,12 @@
 
 static const uint32_t dims[] = {1, 3, 16, 31, 64, 80, 96, 128, 192, 256};
 static const uint32_t token_counts[] = {1, 5, 15, 16, 17, 64};
-static const uint32_t query_counts[] = {1, 2, 3, 4, 5, 8, 9, 17};
+static const uint32_t query_counts[] = {1, 2, 3, 4, 5, 8, 9, 17, 35};
 static const int dtypes[] = {KERNEL_BFLOAT16, KERNEL_FLOAT16, KERNEL_FLOAT32};
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 #define EPS 0x1p-24
 
-enum { MAX_DIM = 300, MAX_TOKENS = 64, MAX_QUERIES = 17, STRIDE = 70, MAP_PAGE = 4096 };
+enum { MAX_DIM = 300, MAX_TOKENS = 64, MAX_QUERIES = 35, STRIDE = 70, MAP_PAGE = 4096 };
 
 static uint64_t seed = 20240607;
 
@@ -146,7 +146,7 @@ static asked make_queries(const kernels *table, int dtype, uint32_t dim, uint32_
         kernels_serial.to_float(KERNEL_BFLOAT16, halves, (size_t)all * dim, rows);
         free(halves);
     }
-    made.queries = (kernel_queries){.rows = rows, .first = first, .count = count};
+    made.queries = (kernel_queries){.rows = rows, .total = all, .first = first, .count = count};
     made.row = rows + (size_t)first * dim;
     if (!form || !table->pack)
         return made;
@@ -303,7 +303,88 @@ static void test_all_sizes(const kernels *table) {
                     }
 }
 
+/* Every dim up to 300, with some other sizes each. */
+static void test_all_dims(const kernels *table) {
+    for (uint32_t dim = 1; dim <= MAX_DIM; dim++)
+        for (size_t i = 0; i < COUNT(dtypes); i++)
+            for (int kind = 0; kind < 4; kind++) {
+                size now = {dtypes[i],
+                            dim,
+                            1 + (uint32_t)(random_word() % 37),
+                            1 + (uint32_t)(random_word() % MAX_QUERIES),
+                            kind % 2,
+                            kind / 2};
+                check_scores(table, now);
+                check_accumulate(table, now);
+                check_digest_and_bound(table, now);
+            }
+}
+
 /* ---- special values ---- */
+
+static float random_tiny(void) { /* of bf16: 0, denormal, or just above */
+    return random_whole() * 0x1p-130f;
+}
+
+/* A table with packed queries may take a denormal for 0, but nothing larger. */
+static void test_denormal_keys(const kernels *table) {
+    enum { TOKENS = 21, DIM = 75, QUERIES = 19 };
+    static float exact[TOKENS * DIM];
+    for (int form = 0; form < 2; form++) {
+        buffer keys = make_elements(KERNEL_BFLOAT16, TOKENS * DIM, random_tiny, exact);
+        asked queries = make_queries(table, KERNEL_BFLOAT16, DIM, QUERIES, random_float, form);
+        float logits[QUERIES * TOKENS], maxima[QUERIES];
+        table->score(KERNEL_BFLOAT16, keys.data, DIM * 2, TOKENS, DIM, &queries.queries, 2.0f,
+                     logits, TOKENS);
+        table->score_max(KERNEL_BFLOAT16, keys.data, DIM * 2, TOKENS, DIM, &queries.queries, 2.0f,
+                         maxima);
+        for (uint32_t j = 0; j < QUERIES; j++) {
+            float largest = -INFINITY;
+            for (uint32_t t = 0; t < TOKENS; t++) {
+                double sum = 0, magnitude = 0, flushed = 2 * DIM;
+                for (uint32_t d = 0; d < DIM; d++) {
+                    double query = queries.row[j * DIM + d], product = query * exact[t * DIM + d];
+                    sum += product;
+                    magnitude += fabs(product);
+                    flushed += fabs(query);
+                }
+                assert_close(logits[j * TOKENS + t], 2 * sum,
+                             2 * ((DIM + 2) * EPS * magnitude + 0x1p-126 * flushed));
+                largest = logits[j * TOKENS + t] > largest ? logits[j * TOKENS + t] : largest;
+            }
+            assert(maxima[j] == largest);
+        }
+        free_buffer(&keys), free_queries(&queries);
+    }
+}
+
+/* Queries that have no packed form: the rows decide, for all queries of the call. */
+static void test_special_queries(const kernels *table) {
+    enum { TOKENS = 17, DIM = 40, QUERIES = 18 };
+    static const float odd[] = {NAN, INFINITY, -INFINITY, 0x1p-130f, 1 + 0x1p-20f};
+    for (size_t i = 0; i < COUNT(odd) * QUERIES; i++) {
+        float special = odd[i / QUERIES], exact[TOKENS * DIM], logits[QUERIES * TOKENS];
+        uint32_t place = (uint32_t)(i % QUERIES * DIM + random_word() % DIM);
+        buffer keys = make_elements(KERNEL_BFLOAT16, TOKENS * DIM, random_positive, exact);
+        asked queries = make_queries(table, KERNEL_BFLOAT16, DIM, QUERIES, random_whole, true);
+        float *rows = (float *)queries.rows.data;
+        rows[queries.queries.first * DIM + place] = special;
+        assert(!table->pack || !table->pack(KERNEL_BFLOAT16, rows, DIM, queries.queries.total,
+                                            queries.packed.data));
+        queries.queries.packed = NULL;
+        table->score(KERNEL_BFLOAT16, keys.data, DIM * 2, TOKENS, DIM, &queries.queries, 1, logits,
+                     TOKENS);
+        for (uint32_t k = 0; k < QUERIES * TOKENS; k++) {
+            if (k / TOKENS == place / DIM && isnan(special))
+                assert(isnan(logits[k]));
+            else if (k / TOKENS == place / DIM && isinf(special))
+                assert(logits[k] == special);
+            else
+                assert(isfinite(logits[k]));
+        }
+        free_buffer(&keys), free_queries(&queries);
+    }
+}
 
 /* One odd value at each place of a page, seen by the logit of its token and by the maximum. */
 static void test_special_values_in_scores(const kernels *table) {
@@ -714,6 +795,9 @@ static void test_force_among_threads(void) {
 
 static void test_table(const kernels *table) {
     test_all_sizes(table);
+    test_all_dims(table);
+    test_denormal_keys(table);
+    test_special_queries(table);
     test_special_values_in_scores(table);
     test_scores_that_are_not_numbers(table);
     test_special_values_in_digests(table);
@@ -738,11 +822,11 @@ int main(int argument_count, char **arguments) {
     assert(kernels_force("sse9") == -EINVAL);
     assert(!kernels_force("auto"));
     const kernels *best = kernels_current();
-    static const char *const names[] = {"serial", "avx2"};
+    static const char *const names[] = {"serial", "avx2", "avx512", "avx512_bf16"};
     for (size_t i = 0; i < COUNT(names); i++) {
         int result = kernels_force(names[i]);
         if (result == -ENOTSUP) {
-            printf("%s: not on this CPU\n", names[i]);
+            printf("skipped: %s: not on this CPU\n", names[i]);
             continue;
         }
         assert(!result && !strcmp(kernels_current()->name, names[i]));

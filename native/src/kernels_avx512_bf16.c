@@ -1,0 +1,332 @@
+/* Scores and bounds with AVX-512 BF16: bf16 keys meet queries in pairs, nothing is converted.
+ *
+ * Queries are packed twice: as rows of bf16, and by sixteens, pair by pair. Against rows the keys
+ * are read in the order of their addresses, and 16 sums end in a vector of logits. With a sixteen
+ * a pair of a key, loaded to all lanes, meets sixteen queries, and nothing is left to add at the
+ * end: faster from 16 queries on, where computing takes longer than reading. */
+#if defined(__x86_64__)
+
+#if defined(__clang__)
+#pragma clang attribute push(                                                                      \
+    __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))),        \
+    apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+#endif
+
+#include <math.h>
+
+#include "kernels_avx512.h"
+
+enum { STEP = 32 }; /* elements of a line */
+
+/* A row is made up with zeros to whole lines. */
+static size_t packed_row_bytes(uint32_t dim) {
+    return ((size_t)dim + STEP - 1) / STEP * LINE_BYTES;
+}
+
+const char *avx512_bf16_sixteen(const kernel_queries *queries, uint32_t dim, uint32_t sixteen) {
+    return (const char *)queries->packed + queries->total * packed_row_bytes(dim) +
+           sixteen * sixteen_bytes(dim);
+}
+
+/* Sixteens are counted over all queries of the call; the last one is made up with zeros. */
+size_t avx512_bf16_packed_bytes(uint32_t dim, uint32_t query_count) {
+    return query_count * packed_row_bytes(dim) +
+           ((size_t)query_count + SIXTEEN - 1) / SIXTEEN * sixteen_bytes(dim);
+}
+
+/* The lanes that bf16 holds without loss, that are neither infinite nor NaN nor so small that the
+ * instruction takes them for 0: then only a key can be too small for it. */
+INLINE __mmask16 exact_lanes(__m512 values) {
+    __m512i bits = _mm512_castps_si512(values);
+    enum { QUIET_NAN = 1, INFINITE = 0x18, DENORMAL = 0x20, SIGNALING_NAN = 0x80 };
+    return (__mmask16)(_mm512_testn_epi32_mask(bits, _mm512_set1_epi32(0xffff)) &
+                       ~_mm512_fpclass_ps_mask(values,
+                                               QUIET_NAN | INFINITE | DENORMAL | SIGNALING_NAN));
+}
+
+bool avx512_bf16_pack(int dtype, const float *rows, uint32_t dim, uint32_t query_count,
+                      void *packed) {
+    if (dtype != KERNEL_BFLOAT16)
+        return false;
+    char *rows_end = (char *)packed + query_count * packed_row_bytes(dim);
+    memset(packed, 0, avx512_bf16_packed_bytes(dim, query_count));
+    for (size_t j = 0; j < query_count; j++) {
+        char *row = (char *)packed + j * packed_row_bytes(dim);
+        char *sixteen = rows_end + j / SIXTEEN * sixteen_bytes(dim) + j % SIXTEEN * PAIR_BYTES;
+        for (uint32_t d = 0; d < dim; d += LANES) {
+            __m512 part = _mm512_maskz_loadu_ps(first_lanes(dim - d), rows + j * dim + d);
+            if (exact_lanes(part) != 0xffff)
+                return false;
+            __m512i high = _mm512_srli_epi32(_mm512_castps_si512(part), 16);
+            _mm256_storeu_si256((__m256i *)(row + (size_t)d * 2), _mm512_cvtepi32_epi16(high));
+        }
+        for (size_t pair = 0; pair < ((size_t)dim + 1) / 2; pair++)
+            memcpy(sixteen + pair * LINE_BYTES, row + pair * PAIR_BYTES, PAIR_BYTES);
+    }
+    return true;
+}
+
+INLINE __m512 add_products(__m512 sum, __m512i left, __m512i right) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)left, (__m512bh)right);
+}
+
+/* ---- scores ---- */
+
+INLINE __m512i load_line(const char *key, uint32_t elements_left) {
+    if (elements_left >= STEP)
+        return _mm512_loadu_si512(key);
+    return _mm512_maskz_loadu_epi16((1u << elements_left) - 1, key);
+}
+
+INLINE __m512 dot_pairs(int dtype, const char *const *keys, uint32_t dim, const char *queries,
+                        size_t query_bytes, int queries_here, bool is_first) {
+    (void)dtype;
+    const int tokens_here = LANES / queries_here, group = queries_here;
+    __m512 sums[LANES];
+    UNROLL for (int t = 0; t < tokens_here; t += group) {
+        const char *next = (const char *)((uintptr_t)keys[t] + PREFETCH_BYTES);
+        UNROLL for (int i = 0; i < group; i++) UNROLL for (int j = 0; j < queries_here; j++)
+            sums[j * tokens_here + t + i] = _mm512_setzero_ps();
+        uint32_t d = 0;
+        for (; d + STEP <= dim; d += STEP) {
+            __m512i key[4];
+            if (is_first)
+                prefetch(next + (size_t)d * 2 * group, (size_t)group * LINE_BYTES);
+            UNROLL for (int i = 0; i < group; i++) key[i] =
+                _mm512_loadu_si512(keys[t + i] + (size_t)d * 2);
+            UNROLL for (int j = 0; j < queries_here; j++) {
+                const char *row = queries + (size_t)j * query_bytes;
+                __m512i query = _mm512_load_si512(row + (size_t)d * 2);
+                UNROLL for (int i = 0; i < group; i++) {
+                    __m512 *sum = &sums[j * tokens_here + t + i];
+                    *sum = add_products(*sum, query, key[i]);
+                }
+            }
+        }
+        if (d < dim)
+            UNROLL for (int i = 0; i < group; i++) {
+                __m512i key = load_line(keys[t + i] + (size_t)d * 2, dim - d);
+                UNROLL for (int j = 0; j < queries_here; j++) {
+                    __m512 *sum = &sums[j * tokens_here + t + i];
+                    const char *query = queries + (size_t)j * query_bytes + (size_t)d * 2;
+                    *sum = add_products(*sum, _mm512_load_si512(query), key);
+                }
+            }
+    }
+    return sums_of(sums);
+}
+
+/* Rows of keys as x86 addresses them: every fourth one, and one, two or three strides from it. Left
+ * alone gcc keeps a register for each row, of which it has too few, and loads them from memory. */
+typedef struct key_rows {
+    const char *fourth[4];
+    size_t stride;
+} key_rows;
+
+INLINE key_rows rows_from(const char *keys, size_t row_bytes, int tokens_here) {
+    key_rows rows = {.stride = row_bytes};
+    for (int i = 0; i < tokens_here / 4; i++)
+        rows.fourth[i] = keys + (size_t)i * 4 * row_bytes;
+    return rows;
+}
+
+INLINE const char *row_of(const key_rows *rows, int t) {
+    return rows->fourth[t / 4] + (size_t)(t % 4) * rows->stride;
+}
+
+INLINE void advance(key_rows *rows, int tokens_here, size_t bytes) {
+    UNROLL for (int i = 0; i < tokens_here / 4; i++) {
+        rows->fourth[i] += bytes;
+        __asm__("" : "+r"(rows->fourth[i])); /* emits nothing */
+    }
+}
+
+/* Also for fewer than four queries: that is computed faster than memory delivers, and with shorter
+ * loops between the prefetches a scan came to 0.75 of a plain read only, with these to 0.95. The
+ * sixteens lie behind the rows, so that there is something to read for those that are missing. */
+static __attribute__((noinline)) void score_four(const score_call *call, const score_part *part) {
+    score_chunk(KERNEL_BFLOAT16, dot_pairs, call, part, 4);
+}
+
+/* A sixteen against `tokens_here` keys: sums[token], one query in each lane. */
+INLINE void dot_sixteen(const char *keys, size_t row_bytes, uint32_t dim, const char *sixteen,
+                        int tokens_here, const char *next, __m512 *sums) {
+    UNROLL for (int t = 0; t < tokens_here; t++) sums[t] = _mm512_setzero_ps();
+    key_rows rows = rows_from(keys, row_bytes, tokens_here);
+    uint32_t d = 0;
+    for (; d + 2 <= dim; d += 2, sixteen += LINE_BYTES) {
+        __m512i query = _mm512_load_si512(sixteen);
+        if (next)
+            prefetch(next + (size_t)d * 2 * tokens_here, (size_t)PAIR_BYTES * tokens_here);
+        UNROLL for (int t = 0; t < tokens_here; t++) {
+            int pair;
+            memcpy(&pair, row_of(&rows, t), sizeof pair);
+            sums[t] = add_products(sums[t], query, _mm512_set1_epi32(pair));
+        }
+        advance(&rows, tokens_here, PAIR_BYTES);
+    }
+    if (d < dim)
+        UNROLL for (int t = 0; t < tokens_here; t++) {
+            uint16_t last;
+            memcpy(&last, row_of(&rows, t), sizeof last);
+            sums[t] = add_products(sums[t], _mm512_load_si512(sixteen), _mm512_set1_epi32(last));
+        }
+}
+
+/* `tokens_here` (4 or 16) keys against a sixteen, `used` of which count; logits for the first. */
+INLINE void score_sixteen_block(const score_call *call, const char *keys, size_t row_bytes,
+                                const char *sixteen, int tokens_here, uint32_t used,
+                                const char *next, float *logits, __m512 *largest) {
+    __m512 sums[LANES], scale = _mm512_set1_ps(call->scale);
+    dot_sixteen(keys, row_bytes, call->dim, sixteen, tokens_here, next, sums);
+    UNROLL for (int t = 0; t < tokens_here; t++) sums[t] = _mm512_mul_ps(sums[t], scale);
+    if (call->logits)
+        store_sixteen(sums, used, logits, call->logit_stride, SIXTEEN);
+    else
+        UNROLL for (int t = 0; t < tokens_here; t++) *largest = max_with_nan(sums[t], *largest);
+}
+
+/* At most 16 tokens against a sixteen. Fewer go by fours, the last four once more; fewer than four
+ * one by one, each as if it were four. */
+static __attribute__((noinline)) void score_sixteen(const score_call *call, const score_part *part,
+                                                    const char *sixteen) {
+    const char *keys = part->rows[0];
+    const uint32_t tokens = part->tokens_used;
+    size_t row_bytes = call->row_bytes;
+    const char *next = part->query ? NULL : (const char *)((uintptr_t)keys + PREFETCH_BYTES);
+    float *logits = call->logits + part->query * call->logit_stride + part->token;
+    __m512 largest = _mm512_set1_ps(-INFINITY);
+    if (tokens == TOKEN_CHUNK)
+        score_sixteen_block(call, keys, row_bytes, sixteen, TOKEN_CHUNK, TOKEN_CHUNK, next, logits,
+                            &largest);
+    else
+        for (uint32_t t = 0, taken = tokens < 4 ? 1 : 4; t < tokens; t += taken) {
+            if (t + taken > tokens)
+                t = tokens - taken;
+            score_sixteen_block(call, keys + t * row_bytes, taken == 1 ? 0 : row_bytes, sixteen, 4,
+                                taken, NULL, logits + t, &largest);
+        }
+    if (!call->maxima)
+        return;
+    float *maxima = call->maxima + part->query;
+    if (part->token)
+        largest = max_with_nan(largest, _mm512_loadu_ps(maxima));
+    _mm512_storeu_ps(maxima, largest);
+}
+
+/* Whole sixteens as such, the queries before and after them as rows. */
+static void score_all(const score_call *call, const kernel_queries *queries) {
+    score_part part;
+    for (uint32_t t = 0; t < call->tokens; t += TOKEN_CHUNK) {
+        place_rows(call, t, &part);
+        for (part.query = 0; part.query < queries->count; part.query += part.queries_used) {
+            uint32_t left = queries->count - part.query, place = queries->first + part.query;
+            uint32_t to_sixteen = (SIXTEEN - place % SIXTEEN) % SIXTEEN;
+            if (to_sixteen == 0 && left >= SIXTEEN) {
+                part.queries_used = SIXTEEN;
+                score_sixteen(call, &part,
+                              avx512_bf16_sixteen(queries, call->dim, place / SIXTEEN));
+                continue;
+            }
+            if (to_sixteen && left >= to_sixteen + SIXTEEN)
+                left = to_sixteen;
+            part.queries_used = left < 4 ? left : 4;
+            score_four(call, &part);
+        }
+    }
+}
+
+void avx512_bf16_score(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
+                       const kernel_queries *queries, float scale, float *logits,
+                       size_t logit_stride) {
+    if (!queries->packed) {
+        avx512_score(dtype, keys, row_bytes, tokens, dim, queries, scale, logits, logit_stride);
+        return;
+    }
+    size_t query_bytes = packed_row_bytes(dim);
+    const char *rows = (const char *)queries->packed + queries->first * query_bytes;
+    score_call call = {dtype,       dim,   keys,   row_bytes,    tokens, rows,
+                       query_bytes, scale, logits, logit_stride, NULL};
+    score_all(&call, queries);
+}
+
+void avx512_bf16_score_max(int dtype, const void *keys, size_t row_bytes, uint32_t tokens,
+                           uint32_t dim, const kernel_queries *queries, float scale,
+                           float *maxima) {
+    if (!queries->packed) {
+        avx512_score_max(dtype, keys, row_bytes, tokens, dim, queries, scale, maxima);
+        return;
+    }
+    size_t query_bytes = packed_row_bytes(dim);
+    const char *rows = (const char *)queries->packed + queries->first * query_bytes;
+    score_call call = {dtype,       dim,   keys, row_bytes, tokens, rows,
+                       query_bytes, scale, NULL, 0,         maxima};
+    score_all(&call, queries);
+}
+
+/* ---- bounds ---- */
+
+/* Of each channel the maximum, where the query's element is negative the minimum, times it. */
+INLINE __m512 add_larger_products(__m512 sum, __m512i query, __m512i minimum, __m512i maximum) {
+    __mmask32 is_negative = _mm512_movepi16_mask(query);
+    return add_products(sum, query, _mm512_mask_blend_epi16(is_negative, maximum, minimum));
+}
+
+INLINE void bound_pairs(const char *minima, const char *maxima, uint32_t dim, const char *queries,
+                        size_t query_bytes, int queries_here, float scale, float *bounds) {
+    __m512 sums[4];
+    UNROLL for (int j = 0; j < 4; j++) sums[j] = _mm512_setzero_ps();
+    for (uint32_t d = 0; d < dim; d += STEP) {
+        __m512i minimum = load_line(minima + (size_t)d * 2, dim - d);
+        __m512i maximum = load_line(maxima + (size_t)d * 2, dim - d);
+        UNROLL for (int j = 0; j < queries_here; j++) {
+            __m512i query = _mm512_load_si512(queries + (size_t)j * query_bytes + (size_t)d * 2);
+            sums[j] = add_larger_products(sums[j], query, minimum, maximum);
+        }
+    }
+    store_bounds(lane_sums(sums[0], sums[1], sums[2], sums[3]), queries_here, scale, bounds);
+}
+
+void avx512_bf16_bound(int dtype, const void *digest, uint32_t dim, const kernel_queries *queries,
+                       float scale, float *bounds) {
+    if (!queries->packed) {
+        avx512_bound(dtype, digest, dim, queries, scale, bounds);
+        return;
+    }
+    const char *minima = digest, *maxima = minima + (size_t)dim * 2;
+    prefetch((const char *)((uintptr_t)minima + PREFETCH_BYTES), (size_t)dim * 4);
+    size_t query_bytes = packed_row_bytes(dim);
+    const char *rows = (const char *)queries->packed + queries->first * query_bytes;
+    uint32_t j = 0;
+    for (; j + 4 <= queries->count; j += 4)
+        bound_pairs(minima, maxima, dim, rows + j * query_bytes, query_bytes, 4, scale, bounds + j);
+    for (; j < queries->count; j++)
+        bound_pairs(minima, maxima, dim, rows + j * query_bytes, query_bytes, 1, scale, bounds + j);
+}
+
+const kernels kernels_avx512_bf16 = {
+    .name = "avx512_bf16",
+    .packed_bytes = avx512_bf16_packed_bytes,
+    .pack = avx512_bf16_pack,
+    .score = avx512_bf16_score,
+    .score_max = avx512_bf16_score_max,
+    .accumulate = avx512_accumulate,
+    .bound = avx512_bf16_bound,
+    .digest = avx512_digest,
+    .exp_sum = avx512_exp_sum,
+    .streams = true,
+    .store_rows = avx2_store_rows,
+    .to_float = avx512_to_float,
+    .from_float = avx512_from_float,
+};
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#else
+/* A translation unit may not be empty. */
+typedef int kernels_avx512_bf16_is_for_x86_64_only;
+#endif
