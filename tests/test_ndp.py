@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
-ISAS = ("serial", "avx2", "avx512", "avx512_bf16")
+ISAS = ("serial", "avx2", "avx512", "avx512_bf16", "amx")
 COMPILED = (*ISAS, "portable")
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 OUT_STEP = {"bfloat16": 0.0, "float16": 2**-25, "float32": 0.0}  # half the smallest step near 0
@@ -300,7 +300,8 @@ def forced(name: str) -> Iterator[str]:
     try:
         _core.isa_force(name)
     except OSError as error:
-        pytest.skip(f"{name}: this CPU has none ({error})")
+        model = "; its source was tested on a model of the tiles, in C" if name == "amx" else ""
+        pytest.skip(f"{name}: this CPU has none{model} ({error})")
     yield name
     _core.isa_force("auto")
 
@@ -323,6 +324,11 @@ def simd_avx512() -> Iterator[str]:
 @pytest.fixture
 def simd_avx512_bf16() -> Iterator[str]:
     yield from forced("avx512_bf16")
+
+
+@pytest.fixture
+def simd_amx() -> Iterator[str]:
+    yield from forced("amx")
 
 
 # ---- making cases ----

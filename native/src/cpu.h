@@ -42,5 +42,14 @@ static inline bool cpu_has_avx512_bf16(void) {
     return cpu_has_avx512() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & bf16);
 }
 
+/* Tiles and their bf16 products. The operating system saves them, but only of those who ask. */
+static inline bool cpu_has_amx(void) {
+    enum { TILE_CONFIG_AND_DATA = 3 << 17 };
+    const unsigned wanted = 1u << 22 | 1u << 24;
+    unsigned a, b, c, d;
+    return cpu_has_avx512_bf16() && cpu_saves(TILE_CONFIG_AND_DATA) &&
+           __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & wanted) == wanted;
+}
+
 #endif
 #endif

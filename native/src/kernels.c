@@ -15,6 +15,10 @@ static _Atomic(const kernels *) current;
 static bool has_avx2(void) { return cpu_has_avx2() && cpu_has(bit_FMA | bit_F16C); }
 #endif
 
+#if defined(__x86_64__)
+static bool has_amx(void) { return cpu_has_amx() && amx_is_permitted(); }
+#endif
+
 static bool has_serial(void) { return true; }
 
 /* From the worst to the best. */
@@ -27,13 +31,14 @@ static const struct {
     {&kernels_avx2, has_avx2},
     {&kernels_avx512, cpu_has_avx512},
     {&kernels_avx512_bf16, cpu_has_avx512_bf16},
+    {&kernels_amx, has_amx},
 #endif
 };
 enum { CHOICES = sizeof choices / sizeof *choices };
 
 /* An instruction set that another build has. */
 static bool is_elsewhere(const char *name) {
-    static const char *const names[] = {"avx2", "avx512", "avx512_bf16"};
+    static const char *const names[] = {"avx2", "avx512", "avx512_bf16", "amx"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!strcmp(name, names[i]))
             return true;

@@ -109,12 +109,14 @@ extern const kernels kernels_serial; /* the reference, on every CPU */
 extern const kernels kernels_avx2;        /* needs AVX2, FMA and F16C */
 extern const kernels kernels_avx512;      /* and AVX-512 F, BW, DQ and VL */
 extern const kernels kernels_avx512_bf16; /* and AVX-512 BF16 */
+extern const kernels kernels_amx;         /* and AMX tiles and BF16, and amx_is_permitted() */
+bool amx_is_permitted(void);
 #endif
 
 /* The best table for this CPU, or the forced one. Thread safe; costs one load. */
 const kernels *kernels_current(void);
 
-/* "serial", "avx2", "avx512", "avx512_bf16", or "auto" for the best.
+/* "serial", "avx2", "avx512", "avx512_bf16", "amx", or "auto" for the best.
  * Returns 0, -ENOTSUP when the CPU, this build or the operating system lacks the instruction set,
  * -EINVAL for an unknown name. Calls already running finish on the table they began with. */
 int kernels_force(const char *name);

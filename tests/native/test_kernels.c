@@ -814,6 +814,19 @@ static void test_table(const kernels *table) {
     test_alignments(table);
 }
 
+/* What this CPU lacks of AMX are the tiles; the other instructions of its table it may have. */
+static void test_model_of_amx(void) {
+#if defined(__x86_64__)
+    extern const kernels kernels_amx_model;
+    if (!kernels_force("avx512_bf16")) {
+        test_table(&kernels_amx_model);
+        printf("skipped: amx: this CPU has none; its source was tested on a model of the tiles\n");
+        return;
+    }
+#endif
+    printf("skipped: amx: this CPU has none, nor AVX-512 BF16 for a test on a model\n");
+}
+
 int main(int argument_count, char **arguments) {
     if (argument_count > 1)
         seed = strtoull(arguments[1], NULL, 10);
@@ -822,17 +835,22 @@ int main(int argument_count, char **arguments) {
     assert(kernels_force("sse9") == -EINVAL);
     assert(!kernels_force("auto"));
     const kernels *best = kernels_current();
-    static const char *const names[] = {"serial", "avx2", "avx512", "avx512_bf16"};
+    static const char *const names[] = {"serial", "avx2", "avx512", "avx512_bf16", "amx"};
+    bool has_amx = false;
     for (size_t i = 0; i < COUNT(names); i++) {
         int result = kernels_force(names[i]);
         if (result == -ENOTSUP) {
-            printf("skipped: %s: not on this CPU\n", names[i]);
+            if (strcmp(names[i], "amx")) /* of which more is said below */
+                printf("skipped: %s: not on this CPU\n", names[i]);
             continue;
         }
         assert(!result && !strcmp(kernels_current()->name, names[i]));
+        has_amx = !strcmp(names[i], "amx");
         test_table(kernels_current());
         printf("%s: right\n", names[i]);
     }
+    if (!has_amx)
+        test_model_of_amx();
     assert(!kernels_force("auto") && kernels_current() == best);
     return 0;
 }
