@@ -28,6 +28,7 @@ static uint64_t sum_of(const uint8_t *bytes, uint64_t count) {
     return sum;
 }
 
+volatile uint64_t fuzz_seen; /* so that what is read is needed */
 static int accepted; /* by how many of the pools, the last time */
 
 static uint64_t walk_tables(const request *r, const request_facts *facts) {
@@ -69,14 +70,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t length) {
          .sketch = 1, .page_count = 100, .part_count = 2},
         {.layers = 1, .kv_heads = 1, .head_dim = 3, .page_tokens = 16, .dtype = CXLKV_BFLOAT16,
          .page_count = 1, .part_count = 1}};
-    static volatile uint64_t seen;
     accepted = 0;
     for (size_t i = 0; i < sizeof(pools) / sizeof(pools[0]); i++) {
         request r;
         if (request_parse(bytes, length, &pools[i], &r) < 0) continue;
         accepted++;
-        if (r.head.operation == REQUEST_TABLES) seen += walk_tables(&r, &pools[i]);
-        if (r.head.operation == REQUEST_SELECT) seen += walk_select(&r, &pools[i]);
+        if (r.head.operation == REQUEST_TABLES) fuzz_seen += walk_tables(&r, &pools[i]);
+        if (r.head.operation == REQUEST_SELECT) fuzz_seen += walk_select(&r, &pools[i]);
     }
     return 0;
 }
