@@ -21,7 +21,7 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.ndp import reference
 
 Floats = npt.NDArray[np.float32]
-ISAS = ("serial", "avx2", "avx512", "neon")
+ISAS = ("serial", "avx2", "avx512_bf16", "neon")
 PAGES = 1100
 
 

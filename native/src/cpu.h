@@ -36,10 +36,13 @@ static inline bool cpu_has_avx512(void) {
            __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & wanted) == wanted;
 }
 
+/* And VNNI and BMI2, which sketches take and every such CPU has. */
 static inline bool cpu_has_avx512_bf16(void) {
-    const unsigned bf16 = 1u << 5;
+    const unsigned bf16 = 1u << 5, vnni = 1u << 11, bmi2 = 1u << 8;
     unsigned a, b, c, d;
-    return cpu_has_avx512() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & bf16);
+    if (!cpu_has_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    if (!(c & vnni) || !(b & bmi2)) return false;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & bf16);
 }
 
 /* Tiles and their bf16 products. The operating system saves them, but only of those who ask. */
@@ -49,6 +52,17 @@ static inline bool cpu_has_amx(void) {
     unsigned a, b, c, d;
     return cpu_has_avx512_bf16() && cpu_saves(TILE_CONFIG_AND_DATA) &&
            __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & wanted) == wanted;
+}
+
+#elif defined(__aarch64__)
+
+#include <stdbool.h>
+#include <sys/auxv.h>
+
+/* BFMLALB and its family. Headers that are older than the feature have no name for its bit. */
+static inline bool cpu_has_bf16(void) {
+    enum { HWCAP2_BIT_BF16 = 1 << 14 };
+    return getauxval(AT_HWCAP2) & HWCAP2_BIT_BF16;
 }
 
 #endif

@@ -13,9 +13,6 @@ static _Atomic(const kernels *) current;
 
 #if defined(__x86_64__)
 static bool has_avx2(void) { return cpu_has_avx2() && cpu_has(bit_FMA | bit_F16C); }
-#endif
-
-#if defined(__x86_64__)
 static bool has_amx(void) { return cpu_has_amx() && amx_is_permitted(); }
 #endif
 
@@ -32,13 +29,17 @@ static const struct {
     {&kernels_avx512, cpu_has_avx512},
     {&kernels_avx512_bf16, cpu_has_avx512_bf16},
     {&kernels_amx, has_amx},
+#elif defined(__aarch64__)
+    {&kernels_neon, has_serial},
+    {&kernels_neon_bf16, cpu_has_bf16},
 #endif
 };
 enum { CHOICES = sizeof choices / sizeof *choices };
 
 /* An instruction set that another build has. */
 static bool is_elsewhere(const char *name) {
-    static const char *const names[] = {"avx2", "avx512", "avx512_bf16", "amx"};
+    static const char *const names[] = {"avx2", "avx512", "avx512_bf16", "amx", "neon",
+                                        "neon_bf16"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!strcmp(name, names[i]))
             return true;

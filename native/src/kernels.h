@@ -111,6 +111,9 @@ extern const kernels kernels_avx512;      /* and AVX-512 F, BW, DQ and VL */
 extern const kernels kernels_avx512_bf16; /* and AVX-512 BF16 */
 extern const kernels kernels_amx;         /* and AMX tiles and BF16, and amx_is_permitted() */
 bool amx_is_permitted(void);
+#elif defined(__aarch64__)
+extern const kernels kernels_neon;      /* on every such CPU */
+extern const kernels kernels_neon_bf16; /* needs FEAT_BF16 */
 #endif
 
 /* The best table for this CPU, or the forced one. Thread safe; costs one load. */

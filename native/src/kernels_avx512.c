@@ -539,6 +539,8 @@ const kernels kernels_avx512 = {
     .store_rows = avx2_store_rows,
     .to_float = avx512_to_float,
     .from_float = avx512_from_float,
+    .sketch = sketch_avx2, /* AVX-512 without VNNI is no faster at them */
+    .estimate = estimate_avx2,
 };
 
 #if defined(__clang__)

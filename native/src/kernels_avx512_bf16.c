@@ -320,6 +320,8 @@ const kernels kernels_avx512_bf16 = {
     .store_rows = avx2_store_rows,
     .to_float = avx512_to_float,
     .from_float = avx512_from_float,
+    .sketch = sketch_avx512,
+    .estimate = estimate_avx512,
 };
 
 #if defined(__clang__)

@@ -413,7 +413,7 @@ static int64_t select_locked(select_job *job) {
     job->queries = queries_pack(batch, job->isa, &args->queries, args->q_heads, args->starts,
                                 batch->scratch);
     if (args->method == CXLKV_METHOD_TWO_STAGE) {
-        uint64_t used = queries_bytes(batch, job->isa, job->queries.count);
+        uint64_t used = queries_bytes(batch, job->isa, job->queries.total);
         sketch_prepare(job, (float *)((uint8_t *)batch->scratch + used));
         code = run_tasks(batch->pool, batch->count * batch->pool->layout.kv_heads,
                          sketch_sample_task, job);

@@ -67,7 +67,7 @@ static sample *samples_of(const select_job *job, const plan *p) {
 }
 
 void sketch_prepare(select_job *job, float *scratch) {
-    uint32_t dim = job->batch->pool->layout.head_dim, count = job->queries.count;
+    uint32_t dim = job->batch->pool->layout.head_dim, count = job->queries.total;
     int8_t *codes = (int8_t *)scratch;
     sketch_query *made = (sketch_query *)(codes + align_up((uint64_t)count * sketch_dim(dim), 64));
     sketch_queries(job->queries.rows, count, dim, job->args->scale, codes, made);

@@ -81,5 +81,7 @@ SKETCH_FUNCTIONS(serial);
 #if defined(__x86_64__)
 SKETCH_FUNCTIONS(avx2);
 SKETCH_FUNCTIONS(avx512);
+#elif defined(__aarch64__)
+SKETCH_FUNCTIONS(neon);
 #endif
 #endif

@@ -835,7 +835,8 @@ int main(int argument_count, char **arguments) {
     assert(kernels_force("sse9") == -EINVAL);
     assert(!kernels_force("auto"));
     const kernels *best = kernels_current();
-    static const char *const names[] = {"serial", "avx2", "avx512", "avx512_bf16", "amx"};
+    static const char *const names[] = {"serial", "avx2", "avx512", "avx512_bf16", "amx", "neon",
+                                        "neon_bf16"};
     bool has_amx = false;
     for (size_t i = 0; i < COUNT(names); i++) {
         int result = kernels_force(names[i]);
@@ -845,7 +846,7 @@ int main(int argument_count, char **arguments) {
             continue;
         }
         assert(!result && !strcmp(kernels_current()->name, names[i]));
-        has_amx = !strcmp(names[i], "amx");
+        has_amx |= !strcmp(names[i], "amx");
         test_table(kernels_current());
         printf("%s: right\n", names[i]);
     }

@@ -161,6 +161,27 @@ static void test_odd_numbers(const kernels *isa, uint64_t *seed) {
         }
 }
 
+/* The largest sums there are: none overflows. And what is not below the threshold passes. */
+static void test_largest(const kernels *isa) {
+    for (uint32_t dim = 16; dim <= 4096; dim *= 2)
+        for (int sign = -1; sign <= 1; sign += 2) {
+            uint8_t *block = aligned_alloc(64, sketch_block_bytes(dim));
+            int8_t *codes = aligned_alloc(64, dim < 64 ? 64 : dim);
+            float got[16], want = (float)sign * 381 * (float)dim;
+            memset(block, 0xff, sketch_block_bytes(dim));
+            memset(codes, sign * 127, dim);
+            for (int t = 0; t < 16; t++) ((float *)scales_of(block, dim, 0))[t] = 1;
+            sketch_query query = {.codes = codes, .factor = 1};
+            sketch_estimate made = isa->estimate(block, dim, &query, 1, 0xffff, want, 0, got);
+            CHECK(got[0] == want && got[15] == want && made.best == want);
+            CHECK(made.passing == 0xffff);
+            CHECK(isa->estimate(block, dim, &query, 1, 0xffff, want + 1, 0, got).passing == 0);
+            CHECK(isa->estimate(block, dim, &query, 1, 0xf, want + 1, 1, got).passing == 0xf);
+            free(block);
+            free(codes);
+        }
+}
+
 static void test_isa(const char *name, uint64_t seed) {
     if (kernels_force(name) != 0) {
         printf("skipped: this CPU has no %s\n", name);
@@ -180,10 +201,11 @@ static void test_isa(const char *name, uint64_t seed) {
             sample_free(&s);
         }
     test_odd_numbers(isa, &seed);
+    test_largest(isa);
 }
 
 int main(void) {
-    const char *names[] = {"serial", "avx2", "avx512", "neon"};
+    const char *names[] = {"serial", "avx2", "avx512_bf16", "neon"};
     const char *given = getenv("CXLKV_TEST_SEED");
     uint64_t seed = given ? strtoull(given, NULL, 10) : 1;
     printf("seed %lu\n", seed);
