@@ -27,12 +27,16 @@ NATIVE := $(shell find native -not -name '.*')
 WHEEL_TOOLS := auditwheel==6.8.2 build==1.6.1 ziglang==0.17.0
 WHEEL_CPUS ?= x86_64 aarch64
 WHEEL_BIN := build/wheel/env/bin
+# What runs programs for arm64 on another CPU (Debian: qemu-user-static gcc-aarch64-linux-gnu
+# libc6-dev-arm64-cross). They are linked statically, so no system of that CPU is needed.
+ARM64_QEMU := $(firstword $(shell command -v qemu-aarch64-static qemu-aarch64))
+ARM64_GCC := $(shell command -v aarch64-linux-gnu-gcc)
 # `make wheel-test` tries the wheel in each of these that is there.
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 
 .PHONY: help
 help:         ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 14
 
 $(VENV)/.stamp: pyproject.toml constraints.txt Makefile
 	$(PYTHON) -m venv $(VENV)
@@ -45,10 +49,11 @@ $(VENV)/.built: $(VENV)/.stamp $(NATIVE)
 	$(PIP) install -qq --no-index --no-build-isolation -C build-dir=build/editable -e '.[demo,test]'
 	touch $@
 
-.PHONY: mutants setup test test-slow test-gpu lint types native-test pytest asan demo bench clean
+.PHONY: mutants setup test test-slow test-gpu lint types native-test native-test-arm64 pytest
+.PHONY: asan demo bench clean
 setup: $(VENV)/.built  ## the environment in .venv, with the C core built
 
-test: lint types native-test pytest  ## everything that each commit must pass
+test: lint types native-test native-test-arm64 pytest  ## everything that each commit must pass
 
 pytest: $(VENV)/.built  ## the Python tests, without the slow ones
 	$(BIN)/pytest -m "not slow and not gpu" $(PYTEST_FLAGS) $(ARGS)
@@ -79,6 +84,44 @@ native-test:  ## the C tests under ASan+UBSan, then under TSan
 	  ctest --test-dir $$build --output-on-failure --no-tests=error; \
 	  grep -h "^skipped: " $$build/Testing/Temporary/LastTest.log || true; \
 	done
+
+# Left out: what the emulator cannot do (it has no robust mutexes, and tells each thread another
+# start time of its process), and test_incoherent, which takes long and has nothing of arm64.
+# The second CPU has no BF16. Without gcc the zig of `make wheel` builds for musl, which lacks some
+# of what the core needs of glibc, but nothing of what these two tests need.
+native-test-arm64:  ## the C tests for arm64 in an emulator, where one is installed
+	@if [ "$$(uname -m)" = aarch64 ]; then \
+	  echo "skipped: arm64 in an emulator: this is one, native-test has tested it"; \
+	elif [ -z "$(ARM64_QEMU)" ]; then \
+	  echo "skipped: arm64: no qemu-aarch64 (Debian: apt-get install qemu-user-static)"; \
+	elif [ -n "$(ARM64_GCC)" ] && [ -e "$$("$(ARM64_GCC)" -print-file-name=libc.a)" ]; then \
+	  build=build/native-arm64; \
+	  cmake -S native -B $$build $(GENERATOR) -DCMAKE_BUILD_TYPE=Release \
+	    -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_C_COMPILER=$(ARM64_GCC) \
+	    -DCMAKE_EXE_LINKER_FLAGS=-static -DCMAKE_CROSSCOMPILING_EMULATOR=$(ARM64_QEMU) >/dev/null; \
+	  cmake --build $$build --parallel 2; \
+	  for run in "max -E ^test_(fork|guard|incoherent|shared|threads)$$" \
+	      "cortex-a72 -R ^test_kernels$$"; do \
+	    set -- $$run; \
+	    QEMU_CPU=$$1 CXLKV_SEEDS=20 ctest --test-dir $$build -j 2 --output-on-failure \
+	      --no-tests=error $$2 "$$3"; \
+	    grep -hE "^(skipped: |neon)" $$build/Testing/Temporary/LastTest.log; \
+	  done; \
+	elif [ -x $(WHEEL_BIN)/python-zig ]; then \
+	  echo "skipped: arm64, but for kernels and crc32c: no aarch64-linux-gnu-gcc with a libc.a"; \
+	  mkdir -p build/native-arm64-zig; \
+	  for name in kernels crc32c; do \
+	    $(WHEEL_BIN)/python-zig cc -target aarch64-linux-musl -static -std=c11 -D_GNU_SOURCE -O3 \
+	      -fno-math-errno -Inative/src native/src/$$name*.c tests/native/test_$$name.c \
+	      -o build/native-arm64-zig/test_$$name; \
+	    for cpu in max cortex-a72; do \
+	      $(ARM64_QEMU) -cpu $$cpu build/native-arm64-zig/test_$$name; \
+	    done; \
+	  done; \
+	else \
+	  echo "skipped: arm64: no aarch64-linux-gnu-gcc with a libc.a, and no zig of make wheel" \
+	    "(Debian: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross)"; \
+	fi
 
 # Not part of `make test`: clang and its runtime are needed (Debian: clang, libclang-rt-14-dev).
 FUZZ_S ?= 600

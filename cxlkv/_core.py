@@ -69,7 +69,7 @@ def version() -> str:
 
 
 def isa() -> str:
-    """The instruction set that scoring uses now: "serial", "avx2", "avx512_bf16" ..."""
+    """The instruction set that scoring uses now: "serial", "avx2", "avx512_bf16", "neon" ..."""
     return str(ffi.string(lib.cxlkv_isa_name()).decode())
 
 

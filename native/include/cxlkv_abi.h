@@ -275,7 +275,8 @@ typedef struct cxlkv_batch cxlkv_batch;
 const char *cxlkv_error_text(void);
 const char *cxlkv_version(void);
 
-/* "serial", "avx2", "avx512", "avx512_bf16", "amx" or "auto"; -ENOTSUP when this CPU lacks it. */
+/* "serial", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16" or "auto"; -ENOTSUP when
+ * this CPU lacks it. */
 int cxlkv_isa_force(const char *name);
 const char *cxlkv_isa_name(void);
 uint32_t cxlkv_crc32c(uint32_t crc, const void *data, size_t bytes);
