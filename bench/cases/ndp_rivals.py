@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 Pages = npt.NDArray[np.int32]
+Scores = npt.NDArray[np.float32]
+Tokens = npt.NDArray[np.int64]
 TOP = 256
 
 
@@ -40,12 +43,18 @@ def sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return attend(query, keys[None], values[None])
 
 
+class Index(Protocol):
+    """What we use of an index of faiss."""
+
+    def search(self, x: Scores, k: int) -> tuple[Scores, Tokens]: ...
+
+
 @dataclass(frozen=True)
 class Faiss:
     """A scalar quantizer to bf16 for each kv head, which keeps the keys as they are."""
 
     module: ModuleType
-    indexes: list[object]
+    indexes: list[Index]
 
     @classmethod
     def of(cls, keys: Tensor) -> Faiss | None:
@@ -56,7 +65,7 @@ class Faiss:
                 module = importlib.import_module("faiss")
         except ModuleNotFoundError:
             return None
-        indexes: list[object] = []
+        indexes: list[Index] = []
         for head in keys:
             kind = module.ScalarQuantizer.QT_bf16
             index = module.IndexScalarQuantizer(head.shape[1], kind, module.METRIC_INNER_PRODUCT)
@@ -64,11 +73,9 @@ class Faiss:
             indexes.append(index)
         return cls(module, indexes)
 
-    def search(self, head: int, query: npt.NDArray[np.float32]) -> tuple[Scores, Tokens]:
+    def search(self, head: int, query: Scores) -> tuple[Scores, Tokens]:
         """The best tokens of one head for each query, and their scores: [n, TOP] each."""
-        search = getattr(self.indexes[head], "search")  # noqa: B009
-        found: tuple[Scores, Tokens] = search(query, TOP)
-        return found
+        return self.indexes[head].search(query, TOP)
 
     def pages(self, query: Tensor, page_tokens: int) -> list[Pages]:
         """For each head the pages of the best tokens for any of its queries, the best first."""
@@ -80,10 +87,6 @@ class Faiss:
             _, first = np.unique(pages, return_index=True)
             found.append(pages[np.sort(first)])
         return found
-
-
-Scores = npt.NDArray[np.float32]
-Tokens = npt.NDArray[np.int64]
 
 
 @contextmanager
