@@ -15,8 +15,8 @@
 #include <sys/mman.h>
 
 static const uint32_t dims[] = {1, 3, 16, 31, 64, 80, 96, 128, 192, 256};
-static const uint32_t token_counts[] = {1, 5, 15, 16, 17, 64};
-static const uint32_t query_counts[] = {1, 2, 3, 4, 5, 8, 9, 17, 35};
+static const uint32_t token_counts[] = {1, 5, 16, 17, 64};
+static const uint32_t query_counts[] = {1, 2, 3, 4, 9, 17, 35};
 static const int dtypes[] = {KERNEL_BFLOAT16, KERNEL_FLOAT16, KERNEL_FLOAT32};
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 #define EPS 0x1p-24
@@ -289,12 +289,15 @@ static void check_digest_and_bound(const kernels *table, size now) {
     free_buffer(&keys), free_buffer(&digest), free_queries(&queries), free_buffer(&bounds);
 }
 
+/* Random or whole numbers; for bf16 also with packed queries, which no table has for the others. */
+static int kinds_of(int dtype) { return dtype == KERNEL_BFLOAT16 ? 4 : 2; }
+
 static void test_all_sizes(const kernels *table) {
     for (size_t i = 0; i < COUNT(dtypes); i++)
         for (size_t d = 0; d < COUNT(dims); d++)
             for (size_t t = 0; t < COUNT(token_counts); t++)
                 for (size_t j = 0; j < COUNT(query_counts); j++)
-                    for (int kind = 0; kind < 4; kind++) {
+                    for (int kind = 0; kind < kinds_of(dtypes[i]); kind++) {
                         size now = {dtypes[i],       dims[d],  token_counts[t],
                                     query_counts[j], kind % 2, kind / 2};
                         check_scores(table, now);
@@ -303,11 +306,13 @@ static void test_all_sizes(const kernels *table) {
                     }
 }
 
-/* Every dim up to 300, with some other sizes each. */
+/* Every dim up to 300 of bf16 and every third one of the others, with some other sizes each. */
 static void test_all_dims(const kernels *table) {
     for (uint32_t dim = 1; dim <= MAX_DIM; dim++)
         for (size_t i = 0; i < COUNT(dtypes); i++)
-            for (int kind = 0; kind < 4; kind++) {
+            for (int kind = 0; kind < kinds_of(dtypes[i]); kind++) {
+                if (dtypes[i] != KERNEL_BFLOAT16 && dim % 3)
+                    continue;
                 size now = {dtypes[i],
                             dim,
                             1 + (uint32_t)(random_word() % 37),
