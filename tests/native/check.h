@@ -35,7 +35,7 @@ static inline cxlkv_layout test_layout(void) {
     cxlkv_layout layout = {.layers = TEST_LAYERS, .kv_heads = TEST_HEADS, .head_dim = TEST_DIM,
                            .value_head_dim = TEST_DIM, .page_tokens = TEST_PAGE_TOKENS,
                            .dtype = CXLKV_FLOAT32, .checksum = 1, .shard = {0, 1, 0, 1},
-                           .group_count = 1};
+                           .sketch = 1, .group_count = 1};
     return layout;
 }
 

@@ -29,7 +29,8 @@ static void check_geometry(const cxlkv_layout *layout, uint32_t hosts_count, uin
     CHECK(g.extents_offset % AREA_ALIGNMENT == 0);
     CHECK(slots * sizeof(record_header) <= g.checksums_offset);
     CHECK(g.checksums_offset + slots * g.checksum_bytes <= g.layers_offset);
-    CHECK(slots * heads * g.digest_piece_bytes <= g.keys_offset);
+    CHECK(slots * heads * g.digest_piece_bytes <= g.sketches_offset);
+    CHECK(g.sketches_offset + slots * heads * g.sketch_piece_bytes <= g.keys_offset);
     CHECK(g.keys_offset + slots * heads * g.key_piece_bytes <= g.values_offset);
     CHECK(g.values_offset + slots * heads * g.value_piece_bytes <= g.layer_bytes);
     CHECK(g.layers_offset + layout->layers * g.layer_bytes <= g.extent_bytes);
@@ -38,12 +39,14 @@ static void check_geometry(const cxlkv_layout *layout, uint32_t hosts_count, uin
     CHECK(g.key_piece_bytes >= piece_data_bytes(layout, PIECE_KEYS));
     CHECK(g.value_piece_bytes >= piece_data_bytes(layout, PIECE_VALUES));
     CHECK(g.digest_piece_bytes >= piece_data_bytes(layout, PIECE_DIGEST));
+    CHECK(g.sketch_piece_bytes == (layout->sketch ? piece_data_bytes(layout, PIECE_SKETCH) : 0));
 }
 
 static void test_geometry(void) {
     uint64_t seed = 42;
     for (int i = 0; i < 20000; i++) {
         cxlkv_layout layout = test_layout();
+        layout.sketch = random_below(&seed, 2);
         layout.layers = 1 + random_below(&seed, i % 2 ? 1024 : 80);
         layout.kv_heads = 1 + random_below(&seed, i % 2 ? 1024 : 16);
         layout.head_dim = 1 + random_below(&seed, i % 2 ? 4096 : 256);
@@ -198,19 +201,17 @@ static void test_flipped_lines(cxlkv_pool *pool, uint32_t page) {
 
 static void test_flipped_pieces(cxlkv_pool *pool, uint32_t page, cxlkv_sequence *sequence,
                                 const uint64_t *marks) {
-    const cxlkv_geometry *g = &pool->geometry;
-    uint64_t strides[PIECE_KINDS] = {g->digest_piece_bytes, g->key_piece_bytes,
-                                     g->value_piece_bytes};
     uint64_t found = 0;
     for (uint32_t layer = 0; layer < TEST_LAYERS; layer++)
         for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
             for (uint32_t head = 0; head < TEST_HEADS; head++) {
-                uint8_t *piece = pieces_of(pool, page, layer, kind) + head * strides[kind];
+                uint8_t *piece = pieces_of(pool, page, layer, kind) +
+                                 head * piece_stride(&pool->geometry, kind);
                 for (size_t i = 0; i < piece_data_bytes(&pool->layout, kind); i++) {
                     piece[i] ^= (uint8_t)(1 << i % 8);
                     verified_clear(pool, page);
                     CHECK(pieces_verify(pool, page, layer) == -CXLKV_E_CORRUPT);
-                    if (kind != PIECE_DIGEST)
+                    if (kind >= PIECE_KEYS)
                         CHECK(test_verify(sequence, layer, marks, TEST_PAGE_TOKENS) ==
                               -CXLKV_E_CORRUPT);
                     piece[i] ^= (uint8_t)(1 << i % 8);

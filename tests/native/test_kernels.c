@@ -374,9 +374,11 @@ static void test_special_queries(const kernels *table) {
         asked queries = make_queries(table, KERNEL_BFLOAT16, DIM, QUERIES, random_whole, true);
         float *rows = (float *)queries.rows.data;
         rows[queries.queries.first * DIM + place] = special;
-        assert(!table->pack || !table->pack(KERNEL_BFLOAT16, rows, DIM, queries.queries.total,
-                                            queries.packed.data));
-        queries.queries.packed = NULL;
+        /* Those of arm64 take what bf16 holds exactly, whatever it is. */
+        bool takes = table->pack && table->pack(KERNEL_BFLOAT16, rows, DIM, queries.queries.total,
+                                                queries.packed.data);
+        assert(!takes || (!strncmp(table->name, "neon", 4) && special != 1 + 0x1p-20f));
+        queries.queries.packed = takes ? queries.packed.data : NULL;
         table->score(KERNEL_BFLOAT16, keys.data, DIM * 2, TOKENS, DIM, &queries.queries, 1, logits,
                      TOKENS);
         for (uint32_t k = 0; k < QUERIES * TOKENS; k++) {

@@ -157,7 +157,10 @@ static void wrong_selects(made *m) {
     bad = good, bad.errors = -1;
     CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ARGUMENT);
     bad = good, bad.method = CXLKV_METHOD_TWO_STAGE;
-    CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ARGUMENT); /* this pool has no sketches */
+    CHECK(ask(m, bad, 1, TOKENS, 0) == 0);
+    m->served->layout.sketch = 0; /* as if its pool had no sketches */
+    CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ARGUMENT);
+    m->served->layout.sketch = 1;
     bad = good, bad.budget_count = 2;
     CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ARGUMENT);
     bad = good, bad.k_max = 1;
