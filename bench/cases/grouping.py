@@ -93,7 +93,7 @@ def measure_window(result: Result, size: Size) -> None:
     group = LayerGroup(layers=1, kv_heads=8, head_dim=128)
     windowed = LayerGroup(layers=1, kv_heads=8, head_dim=128, window=1024)
     layout = KVLayout.of([windowed, group])
-    capacity = int(layout.token_bytes * size.prompt * 1.2) + (64 << 20)
+    capacity = int(layout.token_bytes * size.prompt * 1.4) + (64 << 20)
     generator = torch.Generator().manual_seed(3)
     k = torch.randn(size.prompt, 8, 128, generator=generator).bfloat16()
     query = torch.randn(32, 128, generator=generator).bfloat16()
@@ -139,7 +139,7 @@ def measure_latent(result: Result, size: Size) -> None:
         values="key_prefix",
     )
     layout = KVLayout.of([group])
-    capacity = int(layout.token_bytes * size.prompt * 1.3) + (64 << 20)
+    capacity = int(layout.token_bytes * size.prompt * 1.4) + (64 << 20)
     generator = torch.Generator().manual_seed(4)
     rows = torch.randn(size.prompt, 1, dim, generator=generator).bfloat16()
     query = (torch.randn(size.heads, dim, generator=generator) * 0.3).bfloat16()

@@ -91,8 +91,8 @@ def load_model() -> LlamaForTokenClassification:
 def demo_pool(layout: KVLayout, plan: Plan) -> Iterator[tuple[CXLPool, str]]:
     """A pool for the plan's contexts, and where it lies: /dev/shm if there is room, else memory."""
     tokens = plan.tokens * len(plan.seeds)
-    # Digests, headers and the rounding to extents come to less than a quarter of this.
-    capacity = tokens * layout.token_bytes * 5 // 4 + (4 << 20)
+    # Digests, sketches, headers and the rounding to extents come to less than a third of this.
+    capacity = tokens * layout.token_bytes * 4 // 3 + (4 << 20)
     path = SHARED_MEMORY / f"cxlkv-demo-{os.getpid()}.pool"
     try:
         pool = CXLPool.create(path, layout=layout, capacity=capacity)

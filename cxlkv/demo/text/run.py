@@ -124,7 +124,7 @@ def capacity_bytes(layout: KVLayout, plan: Plan) -> int:
     forks = 2 * len(plan.budgets()) + 1
     pages = plan.page_count + forks * runs * RUN_PAGES + EXTENT_PAGES
     # Digests, headers and padding come to less than a quarter of this.
-    return pages * layout.page_tokens * layout.token_bytes * 5 // 4 + (4 << 20)
+    return pages * layout.page_tokens * layout.token_bytes * 4 // 3 + (4 << 20)
 
 
 def check_room(folder: Path, layout: KVLayout, plan: Plan) -> None:
