@@ -42,8 +42,8 @@ class Plan:
     def of(cls, tokens: int | None, method: str | None) -> Plan:
         """The default plan with another length or method; BadArgumentError for what is none.
 
-        Beyond the default length all questions are about one context, and fewer are asked at a
-        time: transformers' own cache holds a copy of the context for each of them.
+        Beyond the default length all questions are about one context and asked one by one, so that
+        bytes and times are those of a decode step, and transformers' own cache fits in memory.
         """
         if method is not None and method not in METHODS:
             raise BadArgumentError(f"method {method!r}: use one of {', '.join(METHODS)}")
@@ -54,13 +54,12 @@ class Plan:
             raise BadArgumentError(f"{tokens} tokens: from {TOKENS_MIN} to {TOKENS_MAX}")
         if tokens <= TRAINED_TOKENS:
             return replace(plan, tokens=tokens)
-        fitting = max(1, plan.together * TRAINED_TOKENS // tokens)
         return replace(
             plan,
             tokens=tokens,
             seeds=plan.seeds[:1],
             questions=plan.questions * len(plan.seeds),
-            together=1 << (fitting.bit_length() - 1),  # which divides the questions
+            together=1,
         )
 
     def contexts(self) -> list[Context]:

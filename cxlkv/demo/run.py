@@ -132,7 +132,8 @@ def measure(examiner: Examiner, console: Console) -> tuple[Asked, list[Row], lis
         f"questions in steps of {plan.together}, on forks that share their context's pages; times "
         "are of whole model steps; DynamicCache holds a copy of the context for each question, and "
         "its update copies that again in each step, which is part of its time",
-        "scored and fetched bytes are for a question, all layers; attention mass is "
+        "scored and fetched bytes are for a question, all layers; questions of one step are scored "
+        "in one pass over the pages that they share, of which each has its part; attention mass is "
         "exp(lse of the pages - lse of all), the mean over heads, layers and questions",
     ]  # fmt: skip
 
@@ -197,10 +198,12 @@ def result_of(plan: Plan, full: Asked, rows: list[Row], kv_bytes: int) -> Result
 
 def table_of(plan: Plan, full: Asked, rows: list[Row], kv_bytes: int) -> Table:
     """What a person reads: a line for each budget, full attention last."""
+    part = f"a question's part of a pass for {plan.together}" if plan.together > 1 else "a question"
     table = Table(
         title=f"{len(full.right)} questions about {plan.tokens:,} tokens; "
         f"keys and values: {format_bytes(kv_bytes)} a question",
         caption="forced pages (the first, the last two) counted; random: as many pages, drawn;\n"
+        f"scored: bytes read to choose, {part};\n"
         "full: transformers' DynamicCache, which copies its context in each step",
     )
     for name in (
