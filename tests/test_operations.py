@@ -18,6 +18,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -496,6 +497,8 @@ def test_top_ends_cleanly_with_control_c(folder: Path, path: str, terminal: bool
             stdout=child,
             stderr=subprocess.PIPE,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "140"},
+            # A shell starts what runs behind it with the signal ignored, and that is inherited.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         os.close(child)
         try:
