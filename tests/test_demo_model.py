@@ -105,6 +105,7 @@ def text(tmp_path: Path) -> Path:
 
 def run_main(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `cxlkv demo` as installed."""
+    capsys.readouterr()  # saving a model draws a bar
     with pytest.raises(SystemExit) as stop:
         cli.main(["demo", *map(str, arguments)])
     code = stop.value.code
