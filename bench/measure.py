@@ -17,12 +17,16 @@ def interleave(
     """Seconds a call by name, `rounds` samples each, after one unmeasured round.
 
     One sample is the mean of `repeat` calls; the functions take turns within a round. settle_s is
-    waited before each: an OpenMP team spins on its cores for a while after its last task.
+    waited before each: an OpenMP team spins on its cores for a while after its last task. Then a
+    call goes unmeasured: threads that sleep take milliseconds to wake, and in use calls follow one
+    another.
     """
     samples: Samples = {name: [] for name in functions}
     for turn in range(rounds + 1):
         for name, function in functions.items():
-            time.sleep(settle_s)
+            if settle_s:
+                time.sleep(settle_s)
+                function()
             began = time.perf_counter()
             for _ in range(repeat):
                 function()
