@@ -74,8 +74,12 @@ def isa() -> str:
 
 
 def isa_force(name: str) -> None:
-    """Force one of them for this process, or "auto"; raises when the CPU lacks it."""
-    check(lib.cxlkv_isa_force(name.encode()))
+    """Force one of them for this process, or "auto"; raises UnsupportedError when CPU or build lack
+    it, BadArgumentError when there is none of that name."""
+    code = lib.cxlkv_isa_force(name.encode())
+    if code == -errno.ENOTSUP:
+        raise errors.UnsupportedError(ffi.string(lib.cxlkv_error_text()).decode())
+    check(code)
 
 
 def crc32c(data: bytes, crc: int = 0) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from cxlkv import CXLPool, KVLayout
-from cxlkv.errors import ClosedError
+from cxlkv import CXLPool, KVLayout, _core
+from cxlkv.errors import ClosedError, UnsupportedError
 
 # Examples take as long as the machine lets them, so no deadline; the number bounds the time.
 _SLOW_START = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -62,6 +62,23 @@ def seed() -> int:
 @pytest.fixture
 def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def force_isa() -> Iterator[Callable[[str], str]]:
+    """Forces an instruction set until the test ends, and returns its name; skips where the CPU has
+    none of it."""
+
+    def force(name: str) -> str:
+        try:
+            _core.isa_force(name)
+        except UnsupportedError as error:
+            model = "; its source was tested on a model of the tiles, in C" if name == "amx" else ""
+            pytest.skip(f"{name}: this CPU has none{model} ({error})")
+        return name
+
+    yield force
+    _core.isa_force("auto")
 
 
 PAGES = ("free", "held", "published_only", "quarantined", "retired", "withdrawn", "elsewhere")

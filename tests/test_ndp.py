@@ -7,7 +7,8 @@ whole-number data must agree to the page, random data within what rounding allow
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import platform
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Selection, _core
 from cxlkv import Sequence as PoolSequence
-from cxlkv.errors import BadArgumentError
+from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.ndp import reference
 
 if TYPE_CHECKING:
@@ -293,42 +294,7 @@ def made(request: pytest.FixtureRequest, name: str) -> Simd | Portable:
     if name == "portable":
         pytest.importorskip("numba", reason="numba is not installed: pip install 'cxlkv[numba]'")
         return Portable()
-    return Simd(request.getfixturevalue("simd_" + name))
-
-
-def forced(name: str) -> Iterator[str]:
-    try:
-        _core.isa_force(name)
-    except OSError as error:
-        model = "; its source was tested on a model of the tiles, in C" if name == "amx" else ""
-        pytest.skip(f"{name}: this CPU has none{model} ({error})")
-    yield name
-    _core.isa_force("auto")
-
-
-@pytest.fixture
-def simd_serial() -> Iterator[str]:
-    yield from forced("serial")
-
-
-@pytest.fixture
-def simd_avx2() -> Iterator[str]:
-    yield from forced("avx2")
-
-
-@pytest.fixture
-def simd_avx512() -> Iterator[str]:
-    yield from forced("avx512")
-
-
-@pytest.fixture
-def simd_avx512_bf16() -> Iterator[str]:
-    yield from forced("avx512_bf16")
-
-
-@pytest.fixture
-def simd_amx() -> Iterator[str]:
-    yield from forced("amx")
+    return Simd(request.getfixturevalue("force_isa")(name))
 
 
 # ---- making cases ----
@@ -932,17 +898,25 @@ def test_all_pages_picked_is_full_attention(backend: Backend, rng: np.random.Gen
         np.testing.assert_allclose(lse, whole[1], rtol=1e-5, atol=1e-6)
 
 
+def test_an_instruction_set_that_is_not_here() -> None:
+    with pytest.raises(BadArgumentError, match="no instruction set is called sse9: serial, avx2"):
+        _core.isa_force("sse9")
+    elsewhere = "avx2" if platform.machine() == "aarch64" else "neon"
+    with pytest.raises(UnsupportedError, match=f"this CPU, or this build, has no {elsewhere}"):
+        _core.isa_force(elsewhere)
+
+
 @pytest.mark.parametrize("name", ISAS)
 def test_threads_change_nothing(
-    request: pytest.FixtureRequest, rng: np.random.Generator, name: str
+    force_isa: Callable[[str], str], rng: np.random.Generator, name: str
 ) -> None:
     """Long enough to be cut into parts, whose sums meet in the same order for any threads."""
-    isa = request.getfixturevalue("simd_" + name)
+    force_isa(name)
     case = make_case(rng, lengths=(901, 2, 300), rows=(3, 1, 0), page_tokens=2, dim=8)
     budgets = [Budget(pages=20), Budget(mass=0.7, per="query"), Budget(share=0.3)]
     results = []
     for threads in (1, 2, 5):
-        simd = Simd(isa, threads)
+        simd = Simd(name, threads)
         picked = simd.select(case, budgets)
         digest = simd.select(case, [budgets[0]], "digest")
         results.append(
@@ -959,9 +933,9 @@ def test_threads_change_nothing(
 
 @pytest.mark.parametrize("name", ISAS[1:])
 def test_selections_are_the_same_for_all_instruction_sets(
-    request: pytest.FixtureRequest, rng: np.random.Generator, name: str
+    force_isa: Callable[[str], str], rng: np.random.Generator, name: str
 ) -> None:
-    simd = Simd(request.getfixturevalue("simd_" + name))
+    simd = Simd(force_isa(name))
     case = make_case(rng, lengths=(700,), rows=(2,), whole=True, page_tokens=4, dim=48)
     wide = simd.select(case, [Budget(pages=30)])
     _core.isa_force("serial")

@@ -6,8 +6,7 @@ default the recall is measured. Sizes are the smallest at which sketches are rea
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,27 +20,8 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.ndp import reference
 
 Floats = npt.NDArray[np.float32]
-ISAS = ("serial", "avx2", "avx512_bf16", "neon")
+ISAS = ("serial", "avx2", "avx512_bf16", "neon")  # those that differ in sketches
 PAGES = 1100
-
-
-@contextmanager
-def forced(name: str) -> Iterator[None]:
-    try:
-        _core.isa_force(name)
-    except Exception as error:
-        pytest.skip(f"{name}: {error}")
-    try:
-        yield
-    finally:
-        _core.isa_force("auto")
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    seed = int(os.environ.get("CXLKV_TEST_SEED", np.random.SeedSequence().generate_state(1)[0]))
-    print(f"CXLKV_TEST_SEED={seed}")
-    return np.random.default_rng(seed)
 
 
 @contextmanager
@@ -150,6 +130,7 @@ BUDGETS = (
 )
 def test_all_tokens_scored_by_their_keys_are_exact(
     rng: np.random.Generator,
+    force_isa: Callable[[str], str],
     name: str,
     dim: int,
     page_tokens: int,
@@ -161,8 +142,8 @@ def test_all_tokens_scored_by_their_keys_are_exact(
     tokens = (PAGES + (200 if window else 0)) * page_tokens + page_tokens // 2
     keys = rng.integers(-3, 4, (tokens, 2, dim)).astype(np.float32)
     q = rng.integers(-3, 4, (3, 2 * group, dim)).astype(np.float32)
-    made = filled(keys, page_tokens=page_tokens, dtype=dtype, window=window)
-    with made as (_, sequence), forced(name):
+    force_isa(name)
+    with filled(keys, page_tokens=page_tokens, dtype=dtype, window=window) as (_, sequence):
         for budget in BUDGETS:
             exact = sequence.select(0, q, budget, method="exact", scale=1.0)
             got = sequence.select(0, q, budget, method="two_stage", recall=1, scale=1.0)
@@ -198,11 +179,16 @@ def test_a_batch_of_long_and_short_sequences(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("name", ISAS)
 @pytest.mark.parametrize(("wanted", "least"), [(0.9, 0.85), (0.98, 0.96), (0.999, 0.99)])
 def test_recall_is_about_what_was_asked_for(
-    rng: np.random.Generator, name: str, wanted: float, least: float
+    rng: np.random.Generator,
+    force_isa: Callable[[str], str],
+    name: str,
+    wanted: float,
+    least: float,
 ) -> None:
     keys = rng.standard_normal((4096 * 16, 2, 64)).astype(np.float32)
     q = rng.standard_normal((8, 64)).astype(np.float32)
-    with filled(keys, page_tokens=16, dtype="bfloat16") as (_, sequence), forced(name):
+    force_isa(name)
+    with filled(keys, page_tokens=16, dtype="bfloat16") as (_, sequence):
         budget = Budget(pages=4096 // 20)
         exact = sequence.select(0, q, budget, method="exact")
         got = sequence.select(0, q, budget, method="two_stage", recall=wanted)

@@ -1,4 +1,5 @@
 /* The text of a thread's last error. */
+#include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
 
@@ -20,7 +21,10 @@ const char *cxlkv_version(void) { return "0.1.0"; }
 
 int cxlkv_isa_force(const char *name) {
     int code = kernels_force(name);
-    if (code < 0) return fail(-code, "instruction set %s: unknown, or not on this CPU", name);
+    if (code == -ENOTSUP) return fail(ENOTSUP, "this CPU, or this build, has no %s", name);
+    if (code < 0)
+        return fail(CXLKV_E_ARGUMENT, "no instruction set is called %s: serial, avx2, avx512, "
+                    "avx512_bf16, amx, neon, neon_bf16 or auto", name);
     return 0;
 }
 
