@@ -15,6 +15,7 @@ from pathlib import Path
 
 from cxlkv import _core
 from cxlkv.errors import BadArgumentError
+from cxlkv.state import write_whole
 from cxlkv.topology import probe
 
 LIBRARIES = ("numpy", "torch", "transformers")
@@ -118,7 +119,4 @@ class Result:
 
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all."""
-        text = json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n"
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        unfinished.write_text(text)
-        unfinished.replace(path)
+        write_whole(path, json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypedDict, cast
 
 from cxlkv.errors import BadArgumentError, CorruptError
+from cxlkv.state import state_folder, write_whole
 
 WHAT = "cxlkv litmus certificate"
 VERSION = 1  # of the tests as well: when they learn to see more, older certificates end
@@ -156,10 +157,8 @@ def _read(path: Path) -> str:
 
 def default_path(identity: Identity) -> Path:
     """Where the certificate of the memory with this identity lies, for this user."""
-    state = os.environ.get("XDG_STATE_HOME", "")
-    folder = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
     name = short_hash(json.dumps(identity, sort_keys=True))
-    return folder / "cxlkv" / f"litmus-{name}.json"
+    return state_folder() / f"litmus-{name}.json"
 
 
 def _hash(content: Mapping[str, object]) -> str:
@@ -172,9 +171,7 @@ def write(path: Path, certificate: Certificate) -> None:
     content: dict[str, object] = {"what": WHAT, "version": VERSION, **certificate}
     content["sha256"] = _hash(content)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n")
-    unfinished.replace(path)
+    write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
 def read(path: Path) -> Certificate:

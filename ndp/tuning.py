@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import warnings
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from cxlkv import _core
+from cxlkv import _core, certificate
+from cxlkv.state import state_folder, write_whole
 
 PAGES_MIN = 1024
 """Below this many pages a sample of 256 would read most of what is to be spared."""
@@ -25,30 +24,19 @@ class Tuning:
 
 
 def this_machine() -> str:
-    """What the figures depend on: architecture, CPU, instruction set in use."""
-    model = ""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "CPU part")):
-                model = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass
-    return f"{platform.machine()} {model} {_core.isa()}"
+    """What the figures depend on: the machine, its CPU, the instruction set in use."""
+    found = certificate.this_machine()
+    return f"{found['id']} {found['architecture']} {found['cpu']} {_core.isa()}"
 
 
 def default_path() -> Path:
-    """$XDG_STATE_HOME/cxlkv/tuning.json, or in ~/.local/state."""
-    state = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(state) if state else Path.home() / ".local/state") / "cxlkv/tuning.json"
+    return state_folder() / "tuning.json"
 
 
 def write(tuning: Tuning, path: Path) -> None:
     """Whole or not at all; raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(asdict(tuning), indent=2) + "\n")
-    unfinished.replace(path)
+    write_whole(path, json.dumps(asdict(tuning), indent=2) + "\n")
 
 
 def read(path: Path) -> Tuning:
