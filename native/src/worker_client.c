@@ -13,7 +13,7 @@
 #include <time.h>
 
 /* A look for a worker costs a few us; a slow one is left alone for longer. */
-enum { RETRY_NS = 50000000, SLOW_RETRY_NS = 1000000000 };
+enum { RETRY_NS = 50000000, SLOW_RETRY_NS = 1000000000, ERROR_CODE_MAX = 4095 };
 /* An answer is due after this time and what 500 MB/s would take. */
 #define DEADLINE_S 0.05
 #define DEADLINE_BYTES_S 5e8
@@ -122,6 +122,9 @@ static int ask(worker_client *c, uint32_t operation, uint32_t count, uint64_t by
         return lost(c, fail(CXLKV_E_WORKER, "the worker's answer has %ld bytes", (long)code),
                     RETRY_NS);
     memcpy(head, c->response, sizeof(*head));
+    if (head->code < -ERROR_CODE_MAX)
+        return lost(c, fail(CXLKV_E_WORKER, "the worker answered with code %d, which is none",
+                            head->code), RETRY_NS);
     *length = (uint64_t)code - sizeof(*head);
     if (head->code >= 0) return 0;
     c->state.refused++;
