@@ -132,8 +132,8 @@ class Selection:
     scores: float32, the same shape, -inf padded: scaled logits, or shares of the attention under a
     mass budget; counts: int32 [rows or n, kv_heads]. stages: of a two-stage select, how it went;
     str() of it says why. Where no token of a page was scored by its key, the page's score is an
-    estimate. bytes_scored were read to choose;
-    bytes_fetched are K and V of the chosen pages' tokens, as fetch and attend read them.
+    estimate. bytes_scored were read to choose; bytes_fetched are K and V of the chosen pages'
+    tokens, as fetch and attend read them.
     """
 
     pages: npt.NDArray[np.int32]

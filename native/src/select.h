@@ -44,12 +44,9 @@ window window_of(const select_job *job, const plan *p, uint64_t list);
 
 /* ---- select_score.c ---- */
 enum { QUERY_BLOCK = 64 };
-/* Of `rows` rows with `group` maxima each, to out[row * out_stride], or all to out[0]. */
-void max_over_group(const float *maxima, uint64_t rows, uint32_t group, float *out,
-                    uint64_t out_stride, bool one_list);
 /* By keys, or by the digest if that is the method. */
 int score_page(select_job *job, const plan *p, uint32_t index);
-/* The same in one pass over page p->low + [0, ...): the attention of each page from log-sums. */
+/* For batch->count items, under a mass budget: each page's share of the attention. */
 int mass_task(void *context, uint32_t item);
 
 /* ---- select_sketch.c ---- */

@@ -3,8 +3,9 @@
 
 #include "select.h"
 
-void max_over_group(const float *maxima, uint64_t rows, uint32_t group, float *out,
-                    uint64_t out_stride, bool one_list) {
+/* Of `rows` rows with `group` maxima each, to out[row * out_stride], or all to out[0]. */
+static void max_over_group(const float *maxima, uint64_t rows, uint32_t group, float *out,
+                           uint64_t out_stride, bool one_list) {
     for (uint64_t row = 0; row < rows; row++) {
         float best = -INFINITY;
         for (uint32_t i = 0; i < group; i++) {

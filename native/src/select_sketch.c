@@ -8,8 +8,6 @@
  * scores, one without its best estimate, which is below the others. An estimate that is no number
  * is never trusted. */
 #include <math.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "select.h"
 
