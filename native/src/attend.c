@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ahead.h"
 #include "internal.h"
 
 enum { SPAN_QUERIES = 64, SPAN_PAGES_MIN = 64, SPANS_WANTED = 128 };
@@ -46,51 +47,73 @@ static float *accumulator_of(const attend_job *job, const span *s, uint32_t head
            head * queries * job->batch->pool->layout.value_head_dim;
 }
 
-/* logits[tokens] of one query to weights; raises the query's maximum, rescales what it has. */
-static void soften(const attend_job *job, float *logits, uint32_t tokens, float *state,
-                   float *accumulator) {
-    uint32_t value_dim = job->batch->pool->layout.value_head_dim;
-    float cap = job->args->softcap, largest = state[0];
-    bool not_a_number = false;
-    for (uint32_t t = 0; t < tokens; t++) {
-        if (cap > 0) logits[t] = cap * tanhf(logits[t] / cap);
-        if (logits[t] > largest) largest = logits[t];
-        not_a_number |= isnan(logits[t]);
-    }
-    if (not_a_number) {
+/* logits[tokens] of one query to weights; raises the query's maximum, rescales its sum. */
+static float soften_row(const kernels *isa, float *logits, uint32_t tokens, float state[2]) {
+    float largest = kernels_largest(logits, tokens), factor = 1;
+    if (isnan(largest)) {
         state[1] = NAN; /* as full attention would: a NaN key spoils its query's output, visibly */
-    } else if (largest == -INFINITY) {
+        largest = state[0];
+    }
+    if (largest < state[0]) largest = state[0];
+    if (largest == -INFINITY) {
         memset(logits, 0, tokens * sizeof(float));
-        return;
+        return 1;
     }
-    if (largest > state[0]) {
-        float factor = state[0] == -INFINITY ? 0.0f : expf(state[0] - largest);
-        state[0] = largest;
-        state[1] *= factor;
-        for (uint32_t d = 0; d < value_dim; d++) accumulator[d] *= factor;
-    }
-    state[1] += job->isa->exp_sum(logits, tokens, largest);
+    if (largest > state[0]) factor = state[0] == -INFINITY ? 0.0f : expf(state[0] - largest);
+    state[0] = largest;
+    state[1] = state[1] * factor + isa->exp_sum(logits, tokens, largest);
+    return factor;
 }
 
-/* `count` queries that all see the first `tokens` tokens of one head's page. */
+/* The same of `count` queries; rescales what they have accumulated. */
+static void soften(const attend_job *job, float *logits, uint32_t tokens, uint32_t count,
+                   float (*states)[2], float *accumulator) {
+    enum { TOGETHER = 4 };
+    uint32_t value_dim = job->batch->pool->layout.value_head_dim;
+    float cap = job->args->softcap, factors[TOGETHER];
+    for (uint32_t i = 0; cap > 0 && i < count * tokens; i++)
+        logits[i] = cap * tanhf(logits[i] / cap);
+    for (uint32_t first = 0; first < count; first += TOGETHER) {
+        uint32_t here = min_u32(TOGETHER, count - first);
+        float *rows = logits + (uint64_t)first * tokens;
+        if (!job->isa->soften || !job->isa->soften(rows, tokens, here, states + first, factors))
+            for (uint32_t i = 0; i < here; i++)
+                factors[i] = soften_row(job->isa, rows + (uint64_t)i * tokens, tokens,
+                                        states[first + i]);
+        for (uint32_t i = 0; i < here; i++) {
+            float *sums = accumulator + (uint64_t)(first + i) * value_dim;
+            if (factors[i] == 1) continue; /* nearly always, after the first pages */
+            for (uint32_t d = 0; d < value_dim; d++) sums[d] *= factors[i];
+        }
+    }
+}
+
+/* One head of a page, and what is asked for while it is worked on. */
+typedef struct head_rows {
+    uint32_t tokens;             /* that the page holds */
+    bool whole;                  /* all rows of the span see all of it */
+    page_rows keys, values;
+    const uint8_t *next_keys, *next_values;
+} head_rows;
+
+/* `count` queries that all see the tokens [hidden, hidden + tokens) of one head's page. */
 static void attend_block(const attend_job *job, uint64_t first_query, uint32_t count,
-                         uint32_t tokens, const page_rows *keys, const page_rows *values,
-                         float *state, float *accumulator, float *logits) {
+                         uint32_t hidden, uint32_t tokens, const head_rows *rows, float *state,
+                         float *accumulator, float *logits) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     uint32_t value_dim = layout->value_head_dim;
     kernel_queries queries = queries_range(job->queries, first_query, count);
-    job->isa->score((int)layout->dtype, keys->first, keys->row_bytes, tokens, layout->head_dim,
-                    &queries, job->args->scale, logits, tokens);
-    for (uint32_t i = 0; i < count; i++)
-        soften(job, logits + (uint64_t)i * tokens, tokens, state + 2 * i,
-               accumulator + (uint64_t)i * value_dim);
-    job->isa->accumulate((int)layout->dtype, values->first, values->row_bytes, tokens, value_dim,
-                         logits, tokens, count, accumulator);
+    job->isa->score((int)layout->dtype, rows->keys.first + hidden * rows->keys.row_bytes,
+                    rows->keys.row_bytes, tokens, layout->head_dim, &queries, job->args->scale,
+                    logits, tokens, rows->next_keys);
+    soften(job, logits, tokens, count, (float(*)[2])state, accumulator);
+    job->isa->accumulate((int)layout->dtype, rows->values.first + hidden * rows->values.row_bytes,
+                         rows->values.row_bytes, tokens, value_dim, logits, tokens, count,
+                         accumulator, rows->next_values);
 }
 
 static void attend_head(const attend_job *job, const span *s, const layer_view *view,
-                        uint32_t index, uint32_t head, const page_rows *keys,
-                        const page_rows *values, float *logits) {
+                        uint32_t index, uint32_t head, head_rows *seen, float *logits) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     const cxlkv_attend_args *args = job->args;
     uint32_t group = job->group;
@@ -98,38 +121,44 @@ static void attend_head(const attend_job *job, const span *s, const layer_view *
     uint64_t first_query = (uint64_t)args->starts[s->sequence] * args->q_heads +
                            ((s->head_first + head) * rows + s->row_first) * group;
     float *state = state_of(job, s, head), *accumulator = accumulator_of(job, s, head);
-    uint64_t row = 0;
+    uint64_t row = 0, together = s->row_count;
+    uint32_t visible = seen->tokens, hidden = 0;
     while (row < s->row_count) {
-        uint64_t place = s->row_first + row;
-        uint32_t visible = view_visible(view, index, place, rows);
-        uint32_t hidden = view_hidden(view, index, place, rows);
-        uint64_t together = view_together(view, index, place, rows, s->row_count - row);
-        page_rows seen_keys = *keys, seen_values = *values;
-        seen_keys.first += hidden * keys->row_bytes;
-        seen_values.first += hidden * values->row_bytes;
-        visible = visible > hidden ? visible - hidden : 0;
+        if (!seen->whole) {
+            uint64_t place = s->row_first + row;
+            visible = view_visible(view, index, place, rows);
+            hidden = view_hidden(view, index, place, rows);
+            together = view_together(view, index, place, rows, s->row_count - row);
+            visible = visible > hidden ? visible - hidden : 0;
+        }
         uint64_t first = row * group, last = (row + together) * group;
-        for (uint64_t query = first; visible && query < last; query += SPAN_QUERIES)
+        for (uint64_t query = first; visible && query < last; query += SPAN_QUERIES) {
             attend_block(job, first_query + query,
-                         (uint32_t)min_u64(SPAN_QUERIES, last - query), visible, &seen_keys,
-                         &seen_values, state + 2 * query,
-                         accumulator + query * layout->value_head_dim, logits);
+                         (uint32_t)min_u64(SPAN_QUERIES, last - query), hidden, visible, seen,
+                         state + 2 * query, accumulator + query * layout->value_head_dim, logits);
+            seen->next_keys = seen->next_values = NULL; /* once is enough */
+        }
         row += together;
     }
 }
 
 static int attend_page(const attend_job *job, const span *s, const layer_view *view,
-                       uint32_t index, float *logits) {
+                       uint32_t index, ahead *keys, ahead *values, float *logits) {
     int code = view_verify(view, index);
     if (code < 0) return code;
-    page_rows keys = view_rows(view, index, PIECE_KEYS);
-    page_rows values = view_rows(view, index, PIECE_VALUES);
-    keys.first += s->head_first * keys.head_bytes;
-    values.first += s->head_first * values.head_bytes;
+    uint64_t all = (uint64_t)(job->args->starts[s->sequence + 1] - job->args->starts[s->sequence]);
+    head_rows rows = {.tokens = view_filled(view, index),
+                      .whole = view_whole(view, index, s->row_first, s->row_count, all),
+                      .keys = view_rows(view, index, PIECE_KEYS),
+                      .values = view_rows(view, index, PIECE_VALUES)};
+    rows.keys.first += s->head_first * rows.keys.head_bytes;
+    rows.values.first += s->head_first * rows.values.head_bytes;
     for (uint32_t head = 0; head < s->head_count; head++) {
-        attend_head(job, s, view, index, head, &keys, &values, logits);
-        keys.first += keys.head_bytes;
-        values.first += values.head_bytes;
+        rows.next_keys = ahead_next(keys);
+        rows.next_values = values_are_keys(&job->batch->pool->layout) ? NULL : ahead_next(values);
+        attend_head(job, s, view, index, head, &rows, logits);
+        rows.keys.first += rows.keys.head_bytes;
+        rows.values.first += rows.values.head_bytes;
     }
     return 0;
 }
@@ -149,6 +178,11 @@ static int attend_span(void *context, uint32_t item) {
     }
     memset(s->state + 2 * queries, 0, queries * layout->value_head_dim * sizeof(float));
     int code = 0;
+    uint32_t head_end = s->head_first + s->head_count;
+    ahead keys = ahead_begin(&view, PIECE_KEYS, s->pages, s->page_first, s->page_last,
+                             s->head_first, head_end, false);
+    ahead values = ahead_begin(&view, PIECE_VALUES, s->pages, s->page_first, s->page_last,
+                               s->head_first, head_end, false);
     for (uint32_t at = s->page_first; code == 0 && at < s->page_last; at++) {
         int64_t index = s->pages ? s->pages[at] : (int64_t)at;
         if (index == -1 && s->pages) continue;
@@ -158,7 +192,7 @@ static int attend_span(void *context, uint32_t item) {
             break;
         }
         if (index < view.first) continue; /* behind the window of every row */
-        code = attend_page(job, s, &view, (uint32_t)index, logits);
+        code = attend_page(job, s, &view, (uint32_t)index, &keys, &values, logits);
         bytes += token_bytes * view_filled(&view, (uint32_t)index);
     }
     free(logits);

@@ -751,6 +751,12 @@ static inline uint32_t view_hidden(const layer_view *view, uint32_t index, uint6
     uint64_t low = view_low(view, row, rows);
     return low <= first ? 0 : (uint32_t)min_u64(view_filled(view, index), low - first);
 }
+/* Do `count` rows from `row` on see all that page `index` holds? */
+static inline bool view_whole(const layer_view *view, uint32_t index, uint64_t row, uint64_t count,
+                              uint64_t rows) {
+    return view_visible(view, index, row, rows) == view_filled(view, index) &&
+           view_hidden(view, index, row + count - 1, rows) == 0;
+}
 /* How many of the rows from `row` on, at most `limit`, see all of page `index`: they go together.
  * 1 when that row sees a part of it only. */
 static inline uint64_t view_together(const layer_view *view, uint32_t index, uint64_t row,

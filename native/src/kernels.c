@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include <errno.h>
+#include <math.h>
 #include <stdatomic.h>
 #include <string.h>
 
@@ -62,6 +63,62 @@ const kernels *kernels_current(void) {
     if (atomic_compare_exchange_strong(&current, &table, found))
         return found;
     return table;
+}
+
+/* Nothing is greater than a NaN, which stays. In a form that compilers make vectors of. */
+static inline float larger_of(float value, float best) {
+    float larger = value > best ? value : best;
+    return value != value ? value : larger;
+}
+
+float kernels_largest(const float *values, uint32_t count) {
+    enum { TOGETHER = 4 };
+    float best[TOGETHER] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+    uint32_t i = 0;
+    for (; i + TOGETHER <= count; i += TOGETHER)
+        for (uint32_t lane = 0; lane < TOGETHER; lane++)
+            best[lane] = larger_of(values[i + lane], best[lane]);
+    for (; i < count; i++)
+        best[0] = larger_of(values[i], best[0]);
+    return larger_of(larger_of(best[0], best[1]), larger_of(best[2], best[3]));
+}
+
+enum { EACH_KEYS = 16, EACH_QUERIES = 64, EACH_BYTES = 16384 };
+
+/* Of each key the largest of its column of logits, NaN if one is. */
+static void raise_best(float (*logits)[EACH_KEYS], uint32_t rows, float best[EACH_KEYS]) {
+    for (uint32_t j = 0; j < rows; j++)
+        for (uint32_t t = 0; t < EACH_KEYS; t++)
+            best[t] = larger_of(logits[j][t], best[t]);
+}
+
+/* Side by side they are scored like those of a page. */
+void kernels_score_each(const kernels *table, int dtype, const void *const *keys, uint32_t count,
+                        uint32_t dim, const kernel_queries *queries, float scale, float *best) {
+    _Alignas(64) char rows[EACH_BYTES];
+    float logits[EACH_QUERIES][EACH_KEYS];
+    size_t row_bytes = dim * (dtype == KERNEL_FLOAT32 ? sizeof(float) : 2);
+    uint32_t room = row_bytes * EACH_KEYS <= sizeof rows ? EACH_KEYS : 1, here;
+    for (uint32_t i = 0; i < count; i += here) {
+        float largest[EACH_KEYS];
+        const void *first = room == 1 ? keys[i] : rows;
+        here = count - i < room ? count - i : room;
+        if (here < EACH_KEYS)
+            memset(logits, 0, sizeof logits);
+        for (uint32_t t = 0; room > 1 && t < here; t++)
+            memcpy(rows + t * row_bytes, keys[i + t], row_bytes);
+        for (uint32_t t = 0; t < EACH_KEYS; t++)
+            largest[t] = -INFINITY;
+        for (uint32_t j = 0; j < queries->count; j += EACH_QUERIES) {
+            kernel_queries part = *queries;
+            part.first += j;
+            part.count = queries->count - j < EACH_QUERIES ? queries->count - j : EACH_QUERIES;
+            table->score(dtype, first, row_bytes, here, dim, &part, scale, logits[0], EACH_KEYS,
+                         NULL);
+            raise_best(logits, part.count, largest);
+        }
+        memcpy(best + i, largest, here * sizeof *best);
+    }
 }
 
 int kernels_force(const char *name) {

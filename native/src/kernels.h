@@ -46,17 +46,22 @@ typedef struct kernels {
     size_t (*packed_bytes)(uint32_t dim, uint32_t query_count);
     bool (*pack)(int dtype, const float *rows, uint32_t dim, uint32_t query_count, void *packed);
 
+    /* `next`, below: what some later call will read, as many bytes as this one, without gaps. It is
+     * asked for in the meantime, since hardware cannot guess the next piece; NULL: nothing. */
+
     /* logits[j * logit_stride + t] =
      *     scale * sum over d of q[j][d] * keys[t * dim + d].
      * fp32 accumulators; |error| <= (dim + 2) * eps * |scale| * sum of |query * key|. */
     void (*score)(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                  const kernel_queries *queries, float scale, float *logits, size_t logit_stride);
+                  const kernel_queries *queries, float scale, float *logits, size_t logit_stride,
+                  const void *next);
 
     /* maxima[j] = the largest logit of query j over the tokens, the same numbers as `score` would
      * write, without writing them. One NaN logit makes the maximum NaN: a broken key is chosen and
      * seen, never hidden. */
     void (*score_max)(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                      const kernel_queries *queries, float scale, float *maxima);
+                      const kernel_queries *queries, float scale, float *maxima,
+                      const void *next);
 
     /* accumulator[j * dim + d] +=
      *     sum over t of weights[j * weight_stride + t] * values[t * dim + d].
@@ -64,7 +69,7 @@ typedef struct kernels {
      * A weight of 0 does not mask a value that is infinite or NaN. */
     void (*accumulate)(int dtype, const void *values, size_t row_bytes, uint32_t tokens,
                        uint32_t dim, const float *weights, size_t weight_stride,
-                       uint32_t query_count, float *accumulator);
+                       uint32_t query_count, float *accumulator, const void *next);
 
     /* bounds[j] = scale * sum over d of max(q[d] * minimum[d], q[d] * maximum[d]), scale > 0: no
      * key under this digest scores more, rounding aside. The larger product is picked by the sign
@@ -72,7 +77,7 @@ typedef struct kernels {
      * fp32 accumulators; |error| <= (dim + 2) * eps * scale * sum of |product|: a caller who prunes
      * by the bound leaves that much room. A NaN channel makes the bound NaN. */
     void (*bound)(int dtype, const void *digest, uint32_t dim, const kernel_queries *queries,
-                  float scale, float *bounds);
+                  float scale, float *bounds, const void *next);
 
     /* The minimum and maximum of each channel over rows that lie stride_bytes apart, to `digest`
      * [2][dim]. Exact: no arithmetic, -0 is below +0. A channel with a NaN becomes NaN in both. */
@@ -83,6 +88,14 @@ typedef struct kernels {
      * exponential of the fp32 difference (plus half a denormal), and (count + 1) * eps more in the
      * sum. -inf gives 0. A shift of -inf (every value is -inf) gives all 0 and the sum 0. */
     float (*exp_sum)(float *values, uint32_t count, float shift);
+
+    /* NULL, or online softmax of `count` rows of `tokens` logits, one behind the other. Of row j:
+     * states[j][0], the largest logit so far, is raised; factors[j] = exp(old - new), 1 where it
+     * stays and 0 where it was -infinity; logits become weights exp(logit - largest); states[j][1]
+     * = states[j][1] * factors[j] + their sum. Errors as of exp_sum. False, and nothing is done,
+     * for rows that it has no fast way for: NaN among them, nothing but -infinity, too many. */
+    bool (*soften)(float *logits, uint32_t tokens, uint32_t count, float (*states)[2],
+                   float *factors);
 
     bool streams;                /* store_rows() goes past the caches, to the last byte */
     /* Copies rows of row_bytes, stride_bytes apart at the source, into one contiguous piece that
@@ -99,9 +112,7 @@ typedef struct kernels {
     /* sketch.h has them. */
     void (*sketch)(int dtype, const void *keys, size_t stride_bytes, uint32_t tokens, uint32_t dim,
                    void *sketch);
-    sketch_estimate (*estimate)(const void *block, uint32_t dim, const sketch_query *queries,
-                                uint32_t query_count, uint32_t seen, float threshold,
-                                float slack, float maxima[16]);
+    void (*estimate)(const sketch_blocks *blocks, sketch_estimate *made);
 } kernels;
 
 extern const kernels kernels_serial; /* the reference, on every CPU */
@@ -115,6 +126,14 @@ bool amx_is_permitted(void);
 extern const kernels kernels_neon;      /* on every such CPU */
 extern const kernels kernels_neon_bf16; /* needs FEAT_BF16 */
 #endif
+
+/* The largest value, -infinity of none; NaN if one is. */
+float kernels_largest(const float *values, uint32_t count);
+
+/* best[i] = the largest logit of the key at keys[i] over the queries, NaN if one is: the same
+ * numbers as the table's `score` of 64 queries at a time. Keys lie anywhere. */
+void kernels_score_each(const kernels *table, int dtype, const void *const *keys, uint32_t count,
+                        uint32_t dim, const kernel_queries *queries, float scale, float *best);
 
 /* The best table for this CPU, or the forced one. Thread safe; costs one load. */
 const kernels *kernels_current(void);

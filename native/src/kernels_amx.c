@@ -97,7 +97,7 @@ INLINE void add_step(const char *first, size_t sixteen_stride, uint32_t sixteens
 
 /* sums[sixteen][token][query], yet to scale. */
 static void dot_tiles(const char *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                      const char *sixteen, uint32_t sixteens, bool is_first,
+                      const char *sixteen, uint32_t sixteens, const char *next,
                       float sums[SIXTEENS][TOKEN_CHUNK][SIXTEEN]) {
     _tile_zero(0);
     _tile_zero(1);
@@ -105,9 +105,8 @@ static void dot_tiles(const char *keys, size_t row_bytes, uint32_t tokens, uint3
     _tile_zero(3);
     uint32_t d = 0;
     for (; d + STEP <= dim; d += STEP) {
-        if (is_first)
-            prefetch((const char *)((uintptr_t)keys + PREFETCH_BYTES + (size_t)d * 2 * tokens),
-                     (size_t)STEP_BYTES * tokens);
+        if (next)
+            prefetch(next + (size_t)d * 2 * tokens, (size_t)STEP_BYTES * tokens);
         _tile_loadd(KEYS, keys + (size_t)d * 2, row_bytes);
         add_step(sixteen + (size_t)d * 2 * SIXTEEN, sixteen_bytes(dim), sixteens);
     }
@@ -162,11 +161,12 @@ static void score_all(const score_call *call, const kernel_queries *queries) {
         if (tokens != configured)
             configure(tokens);
         configured = tokens;
-        translate(keys, tokens * call->row_bytes);
+        const char *next = call->next ? call->next + t * key_bytes(call) : NULL;
         for (uint32_t sixteen = first, taken; sixteen < end; sixteen += taken) {
             taken = end - sixteen < SIXTEENS ? end - sixteen : SIXTEENS;
             dot_tiles(keys, call->row_bytes, tokens, call->dim,
-                      avx512_bf16_sixteen(queries, call->dim, sixteen), taken, sixteen == first,
+                      avx512_bf16_sixteen(queries, call->dim, sixteen), taken,
+                      sixteen == first ? next : NULL,
                       sums);
             for (uint32_t i = 0; i < taken; i++)
                 deliver(call, queries, t, tokens, (sixteen + i) * SIXTEEN, sums[i]);
@@ -176,25 +176,29 @@ static void score_all(const score_call *call, const kernel_queries *queries) {
 }
 
 static void score(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                  const kernel_queries *queries, float scale, float *logits, size_t logit_stride) {
+                  const kernel_queries *queries, float scale, float *logits, size_t logit_stride,
+                  const void *next) {
     if (!queries->packed || queries->count < TILE_QUERIES) {
         avx512_bf16_score(dtype, keys, row_bytes, tokens, dim, queries, scale, logits,
-                          logit_stride);
+                          logit_stride, next);
         return;
     }
-    score_call call = {.dim = dim, .keys = keys, .row_bytes = row_bytes, .tokens = tokens,
-                       .scale = scale, .logits = logits, .logit_stride = logit_stride};
+    score_call call = {.dtype = dtype, .dim = dim, .keys = keys, .row_bytes = row_bytes,
+                       .tokens = tokens,
+                       .scale = scale, .logits = logits, .logit_stride = logit_stride,
+                       .next = next};
     score_all(&call, queries);
 }
 
 static void score_max(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                      const kernel_queries *queries, float scale, float *maxima) {
+                      const kernel_queries *queries, float scale, float *maxima, const void *next) {
     if (!queries->packed || queries->count < TILE_QUERIES) {
-        avx512_bf16_score_max(dtype, keys, row_bytes, tokens, dim, queries, scale, maxima);
+        avx512_bf16_score_max(dtype, keys, row_bytes, tokens, dim, queries, scale, maxima, next);
         return;
     }
-    score_call call = {.dim = dim, .keys = keys, .row_bytes = row_bytes, .tokens = tokens,
-                       .scale = scale, .maxima = maxima};
+    score_call call = {.dtype = dtype, .dim = dim, .keys = keys, .row_bytes = row_bytes,
+                       .tokens = tokens,
+                       .scale = scale, .maxima = maxima, .next = next};
     score_all(&call, queries);
 }
 
@@ -208,6 +212,7 @@ const kernels TABLE = {
     .bound = avx512_bf16_bound,
     .digest = avx512_digest,
     .exp_sum = avx512_exp_sum,
+    .soften = avx512_soften,
     .streams = true,
     .store_rows = avx2_store_rows,
     .to_float = avx512_to_float,

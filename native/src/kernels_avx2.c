@@ -28,10 +28,7 @@
 
 enum { LANES = 8, STEP = 16, QUERY_BLOCK = 4, TOKEN_BLOCK = 2, LINE_BYTES = 64 };
 
-/* How far ahead of the keys to ask for the next ones: the hardware's prefetchers stop at 4 KiB, and
- * neighbouring pages of the pool lie side by side, so what follows is what comes next. With one or
- * two queries a scan then runs at 0.95 of a plain read; at half the distance 0.87, without 0.78. */
-enum { PREFETCH_BYTES = 8192, PREFETCH_ROWS = 8 };
+enum { PREFETCH_ROWS = 8 };
 
 INLINE size_t element_bytes(int dtype) { return dtype == KERNEL_FLOAT32 ? 4 : 2; }
 
@@ -178,13 +175,14 @@ INLINE void score_block(int dtype, const char *const keys[TOKEN_BLOCK], uint32_t
 
 INLINE void score_as(int dtype, const char *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
                      const float *queries, uint32_t query_count, float scale, float *logits,
-                     size_t logit_stride, float *maxima) {
+                     size_t logit_stride, float *maxima, const char *next) {
     for (uint32_t t = 0; t < tokens; t += TOKEN_BLOCK) {
         const char *row = keys + t * row_bytes;
         uint32_t here = tokens - t < TOKEN_BLOCK ? tokens - t : TOKEN_BLOCK;
         /* An odd last token is paired with itself. */
         const char *const pair[TOKEN_BLOCK] = {row, here == TOKEN_BLOCK ? row + row_bytes : row};
-        prefetch(row + PREFETCH_BYTES, here * row_bytes);
+        if (next)
+            prefetch(next + t * dim * element_bytes(dtype), here * dim * element_bytes(dtype));
         for (uint32_t j = 0; j < query_count; j += QUERY_BLOCK) {
             const float *block = queries + (size_t)j * dim;
             float *to_logits = maxima ? NULL : logits + j * logit_stride + t;
@@ -214,36 +212,37 @@ INLINE void score_as(int dtype, const char *keys, size_t row_bytes, uint32_t tok
 static __attribute__((noinline)) void
 score_or_maximum(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
                  const float *queries, uint32_t query_count, float scale, float *logits,
-                 size_t logit_stride, float *maxima) {
+                 size_t logit_stride, float *maxima, const void *next) {
     switch (dtype) {
     case KERNEL_BFLOAT16:
         score_as(KERNEL_BFLOAT16, keys, row_bytes, tokens, dim, queries, query_count, scale, logits,
-                 logit_stride, maxima);
+                 logit_stride, maxima, next);
         return;
     case KERNEL_FLOAT16:
         score_as(KERNEL_FLOAT16, keys, row_bytes, tokens, dim, queries, query_count, scale, logits,
-                 logit_stride, maxima);
+                 logit_stride, maxima, next);
         return;
     case KERNEL_FLOAT32:
         score_as(KERNEL_FLOAT32, keys, row_bytes, tokens, dim, queries, query_count, scale, logits,
-                 logit_stride, maxima);
+                 logit_stride, maxima, next);
         return;
     }
     assert(!"a dtype");
 }
 
 static void score(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                  const kernel_queries *queries, float scale, float *logits, size_t logit_stride) {
+                  const kernel_queries *queries, float scale, float *logits, size_t logit_stride,
+                  const void *next) {
     score_or_maximum(dtype, keys, row_bytes, tokens, dim, kernel_rows(queries, dim), queries->count,
-                     scale, logits, logit_stride, NULL);
+                     scale, logits, logit_stride, NULL, next);
 }
 
 static void score_max(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                      const kernel_queries *queries, float scale, float *maxima) {
+                      const kernel_queries *queries, float scale, float *maxima, const void *next) {
     for (uint32_t j = 0; j < queries->count; j++)
         maxima[j] = -INFINITY;
     score_or_maximum(dtype, keys, row_bytes, tokens, dim, kernel_rows(queries, dim), queries->count,
-                     scale, NULL, 0, maxima);
+                     scale, NULL, 0, maxima, next);
 }
 
 /* `steps` (1 or 2) times 16 columns of the accumulator, in registers over the chunk's tokens. */
@@ -282,16 +281,13 @@ INLINE void accumulate_part(int dtype, const char *values, size_t row_bytes, uin
 
 INLINE void accumulate_block(int dtype, const char *values, size_t row_bytes, uint32_t tokens,
                              const float *weights, size_t weight_stride, int queries_here,
-                             float *accumulator, uint32_t dim, bool is_first) {
+                             float *accumulator, uint32_t dim, const char *next) {
     size_t bytes = element_bytes(dtype);
     uint32_t d = 0;
-    /* The columns of a chunk are walked one after the other, which no hardware prefetcher follows:
-     * so the next chunk is asked for, one share with each strip of this one. */
-    const char *next = values + tokens * row_bytes;
     /* With few queries a wider strip, for as many chains of additions as hide their latency. */
     const int wide = queries_here <= 2 ? 2 : 1;
     for (; d + wide * STEP <= dim; d += wide * STEP) {
-        if (is_first)
+        if (next)
             prefetch(next + tokens * d * bytes, tokens * wide * STEP * bytes);
         accumulate_steps(dtype, wide, values + d * bytes, row_bytes, tokens, weights, weight_stride,
                          queries_here, accumulator + d, dim);
@@ -309,7 +305,7 @@ INLINE void accumulate_block(int dtype, const char *values, size_t row_bytes, ui
 
 INLINE void accumulate_as(int dtype, const char *values, size_t row_bytes, uint32_t tokens,
                           uint32_t dim, const float *weights, size_t weight_stride,
-                          uint32_t query_count, float *accumulator) {
+                          uint32_t query_count, float *accumulator, const char *next) {
     size_t bytes = dim * element_bytes(dtype);
     /* A chunk and the next one must stay in the first cache while the columns are walked. */
     enum { CHUNK_BYTES = 8192 };
@@ -317,25 +313,27 @@ INLINE void accumulate_as(int dtype, const char *values, size_t row_bytes, uint3
     for (uint32_t t = 0; t < tokens; t += chunk) {
         const char *rows = values + t * row_bytes;
         uint32_t here = tokens - t < chunk ? tokens - t : chunk;
+        /* What comes next is asked for, one share with each strip of columns of this chunk. */
+        const char *ahead = next ? next + t * bytes : NULL;
         for (uint32_t j = 0; j < query_count; j += QUERY_BLOCK) {
             const float *block = weights + j * weight_stride + t;
             float *sums = accumulator + (size_t)j * dim;
             switch (query_count - j) {
             case 1:
                 accumulate_block(dtype, rows, row_bytes, here, block, weight_stride, 1, sums, dim,
-                                 j == 0);
+                                 j == 0 ? ahead : NULL);
                 break;
             case 2:
                 accumulate_block(dtype, rows, row_bytes, here, block, weight_stride, 2, sums, dim,
-                                 j == 0);
+                                 j == 0 ? ahead : NULL);
                 break;
             case 3:
                 accumulate_block(dtype, rows, row_bytes, here, block, weight_stride, 3, sums, dim,
-                                 j == 0);
+                                 j == 0 ? ahead : NULL);
                 break;
             default:
                 accumulate_block(dtype, rows, row_bytes, here, block, weight_stride, 4, sums, dim,
-                                 j == 0);
+                                 j == 0 ? ahead : NULL);
             }
         }
     }
@@ -343,19 +341,19 @@ INLINE void accumulate_as(int dtype, const char *values, size_t row_bytes, uint3
 
 static void accumulate(int dtype, const void *values, size_t row_bytes, uint32_t tokens,
                        uint32_t dim, const float *weights, size_t weight_stride,
-                       uint32_t query_count, float *accumulator) {
+                       uint32_t query_count, float *accumulator, const void *next) {
     switch (dtype) {
     case KERNEL_BFLOAT16:
         accumulate_as(KERNEL_BFLOAT16, values, row_bytes, tokens, dim, weights, weight_stride,
-                      query_count, accumulator);
+                      query_count, accumulator, next);
         return;
     case KERNEL_FLOAT16:
         accumulate_as(KERNEL_FLOAT16, values, row_bytes, tokens, dim, weights, weight_stride,
-                      query_count, accumulator);
+                      query_count, accumulator, next);
         return;
     case KERNEL_FLOAT32:
         accumulate_as(KERNEL_FLOAT32, values, row_bytes, tokens, dim, weights, weight_stride,
-                      query_count, accumulator);
+                      query_count, accumulator, next);
         return;
     }
     assert(!"a dtype");
@@ -399,9 +397,9 @@ INLINE void bound_block(int dtype, const char *digest, uint32_t dim, const float
 }
 
 INLINE void bound_as(int dtype, const char *digest, uint32_t dim, const float *queries,
-                     uint32_t query_count, float scale, float *bounds) {
-    size_t digest_bytes = 2 * dim * element_bytes(dtype);
-    prefetch(digest + PREFETCH_BYTES, digest_bytes);
+                     uint32_t query_count, float scale, float *bounds, const char *next) {
+    if (next)
+        prefetch(next, 2 * dim * element_bytes(dtype));
     for (uint32_t j = 0; j < query_count; j += QUERY_BLOCK) {
         const float *block = queries + (size_t)j * dim;
         switch (query_count - j) {
@@ -421,17 +419,17 @@ INLINE void bound_as(int dtype, const char *digest, uint32_t dim, const float *q
 }
 
 static void bound(int dtype, const void *digest, uint32_t dim, const kernel_queries *queries,
-                  float scale, float *bounds) {
+                  float scale, float *bounds, const void *next) {
     const float *rows = kernel_rows(queries, dim);
     switch (dtype) {
     case KERNEL_BFLOAT16:
-        bound_as(KERNEL_BFLOAT16, digest, dim, rows, queries->count, scale, bounds);
+        bound_as(KERNEL_BFLOAT16, digest, dim, rows, queries->count, scale, bounds, next);
         return;
     case KERNEL_FLOAT16:
-        bound_as(KERNEL_FLOAT16, digest, dim, rows, queries->count, scale, bounds);
+        bound_as(KERNEL_FLOAT16, digest, dim, rows, queries->count, scale, bounds, next);
         return;
     case KERNEL_FLOAT32:
-        bound_as(KERNEL_FLOAT32, digest, dim, rows, queries->count, scale, bounds);
+        bound_as(KERNEL_FLOAT32, digest, dim, rows, queries->count, scale, bounds, next);
         return;
     }
     assert(!"a dtype");

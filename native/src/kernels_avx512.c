@@ -45,20 +45,18 @@ INLINE __m512 load_part(int dtype, __mmask16 mask, const char *source) {
  * addresses are those that the hardware's prefetchers follow. 16 keys at a time with one query came
  * to 0.6 of a plain read. */
 INLINE __m512 dot_floats(int dtype, const char *const *keys, uint32_t dim, const char *queries,
-                         size_t query_bytes, int queries_here, bool is_first) {
+                         size_t query_bytes, int queries_here, const char *next) {
     const int tokens_here = LANES / queries_here, group = queries_here;
     __m512 sums[LANES];
     size_t bytes = element_bytes(dtype);
     UNROLL for (int t = 0; t < tokens_here; t += group) {
-        /* As if the rows were contiguous. */
-        const char *next = (const char *)((uintptr_t)keys[t] + PREFETCH_BYTES);
         UNROLL for (int i = 0; i < group; i++) UNROLL for (int j = 0; j < queries_here; j++)
             sums[j * tokens_here + t + i] = _mm512_setzero_ps();
         uint32_t d = 0;
         for (; d + LANES <= dim; d += LANES) {
             __m512 key[4];
-            if (is_first)
-                prefetch(next + group * d * bytes, group * LANES * bytes);
+            if (next)
+                prefetch(next + ((size_t)t * dim + group * d) * bytes, group * LANES * bytes);
             UNROLL for (int i = 0; i < group; i++) key[i] = load(dtype, keys[t + i] + d * bytes);
             UNROLL for (int j = 0; j < queries_here; j++) {
                 __m512 query =
@@ -133,18 +131,19 @@ static void score_all(const score_call *call, uint32_t query_count) {
 }
 
 void avx512_score(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                  const kernel_queries *queries, float scale, float *logits, size_t logit_stride) {
+                  const kernel_queries *queries, float scale, float *logits, size_t logit_stride,
+                  const void *next) {
     const char *rows = (const char *)kernel_rows(queries, dim);
     score_call call = {dtype, dim, keys, row_bytes, tokens, rows,
-                       dim * sizeof(float), scale, logits, logit_stride, NULL};
+                       dim * sizeof(float), scale, logits, logit_stride, NULL, next};
     score_all(&call, queries->count);
 }
 
 void avx512_score_max(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                      const kernel_queries *queries, float scale, float *maxima) {
+                      const kernel_queries *queries, float scale, float *maxima, const void *next) {
     const char *rows = (const char *)kernel_rows(queries, dim);
     score_call call = {dtype, dim, keys, row_bytes, tokens, rows,
-                       dim * sizeof(float), scale, NULL, 0, maxima};
+                       dim * sizeof(float), scale, NULL, 0, maxima, next};
     score_all(&call, queries->count);
 }
 
@@ -180,15 +179,12 @@ INLINE void accumulate_columns(int dtype, int vectors, __mmask16 mask, const cha
 
 INLINE void accumulate_block(int dtype, const char *values, size_t row_bytes, uint32_t tokens,
                              const float *weights, size_t weight_stride, int queries_here,
-                             float *accumulator, uint32_t dim, bool is_first) {
+                             float *accumulator, uint32_t dim, const char *next) {
     enum { WIDE = 4 * LANES };
     size_t bytes = element_bytes(dtype);
-    /* The columns of a chunk are walked one after the other, which no hardware prefetcher follows:
-     * so what comes next is asked for, one share with each strip of this one. */
-    const char *next = values + tokens * row_bytes;
     uint32_t d = 0;
     for (; d + WIDE <= dim; d += WIDE) {
-        if (is_first)
+        if (next)
             prefetch(next + tokens * d * bytes, tokens * WIDE * bytes);
         accumulate_columns(dtype, 4, 0xffff, values + d * bytes, row_bytes, tokens, weights,
                            weight_stride, queries_here, accumulator + d, dim);
@@ -200,7 +196,7 @@ INLINE void accumulate_block(int dtype, const char *values, size_t row_bytes, ui
 
 INLINE void accumulate_as(int dtype, const char *values, size_t row_bytes, uint32_t tokens,
                           uint32_t dim, const float *weights, size_t weight_stride,
-                          uint32_t query_count, float *accumulator) {
+                          uint32_t query_count, float *accumulator, const char *next) {
     size_t bytes = dim * element_bytes(dtype);
     /* A chunk and the next one must stay in the first cache while the columns are walked. */
     enum { CHUNK_BYTES = 8192 };
@@ -208,26 +204,27 @@ INLINE void accumulate_as(int dtype, const char *values, size_t row_bytes, uint3
     for (uint32_t t = 0; t < tokens; t += chunk) {
         const char *rows = values + t * row_bytes;
         uint32_t here = tokens - t < chunk ? tokens - t : chunk;
-        translate(rows, here * row_bytes);
+        /* What comes next is asked for, one share with each strip of columns of this chunk. */
+        const char *ahead = next ? next + t * bytes : NULL;
         for (uint32_t j = 0; j < query_count; j += 4) {
             const float *block = weights + j * weight_stride + t;
             float *sums = accumulator + (size_t)j * dim;
             switch (query_count - j) {
             case 1:
                 accumulate_block(dtype, rows, row_bytes, here, block, weight_stride, 1, sums, dim,
-                                 j == 0);
+                                 j == 0 ? ahead : NULL);
                 break;
             case 2:
                 accumulate_block(dtype, rows, row_bytes, here, block, weight_stride, 2, sums, dim,
-                                 j == 0);
+                                 j == 0 ? ahead : NULL);
                 break;
             case 3:
                 accumulate_block(dtype, rows, row_bytes, here, block, weight_stride, 3, sums, dim,
-                                 j == 0);
+                                 j == 0 ? ahead : NULL);
                 break;
             default:
                 accumulate_block(dtype, rows, row_bytes, here, block, weight_stride, 4, sums, dim,
-                                 j == 0);
+                                 j == 0 ? ahead : NULL);
             }
         }
     }
@@ -235,19 +232,19 @@ INLINE void accumulate_as(int dtype, const char *values, size_t row_bytes, uint3
 
 void avx512_accumulate(int dtype, const void *values, size_t row_bytes, uint32_t tokens,
                        uint32_t dim, const float *weights, size_t weight_stride,
-                       uint32_t query_count, float *accumulator) {
+                       uint32_t query_count, float *accumulator, const void *next) {
     switch (dtype) {
     case KERNEL_BFLOAT16:
         accumulate_as(KERNEL_BFLOAT16, values, row_bytes, tokens, dim, weights, weight_stride,
-                      query_count, accumulator);
+                      query_count, accumulator, next);
         return;
     case KERNEL_FLOAT16:
         accumulate_as(KERNEL_FLOAT16, values, row_bytes, tokens, dim, weights, weight_stride,
-                      query_count, accumulator);
+                      query_count, accumulator, next);
         return;
     case KERNEL_FLOAT32:
         accumulate_as(KERNEL_FLOAT32, values, row_bytes, tokens, dim, weights, weight_stride,
-                      query_count, accumulator);
+                      query_count, accumulator, next);
         return;
     }
     assert(!"a dtype");
@@ -289,8 +286,9 @@ INLINE void bound_block(int dtype, const char *digest, uint32_t dim, const float
 }
 
 INLINE void bound_as(int dtype, const char *digest, uint32_t dim, const float *rows,
-                     uint32_t query_count, float scale, float *bounds) {
-    prefetch(digest + PREFETCH_BYTES, 2 * dim * element_bytes(dtype));
+                     uint32_t query_count, float scale, float *bounds, const char *next) {
+    if (next)
+        prefetch(next, 2 * dim * element_bytes(dtype));
     for (uint32_t j = 0; j < query_count; j += 4) {
         const float *block = rows + (size_t)j * dim;
         switch (query_count - j) {
@@ -310,17 +308,17 @@ INLINE void bound_as(int dtype, const char *digest, uint32_t dim, const float *r
 }
 
 void avx512_bound(int dtype, const void *digest, uint32_t dim, const kernel_queries *queries,
-                  float scale, float *bounds) {
+                  float scale, float *bounds, const void *next) {
     const float *rows = kernel_rows(queries, dim);
     switch (dtype) {
     case KERNEL_BFLOAT16:
-        bound_as(KERNEL_BFLOAT16, digest, dim, rows, queries->count, scale, bounds);
+        bound_as(KERNEL_BFLOAT16, digest, dim, rows, queries->count, scale, bounds, next);
         return;
     case KERNEL_FLOAT16:
-        bound_as(KERNEL_FLOAT16, digest, dim, rows, queries->count, scale, bounds);
+        bound_as(KERNEL_FLOAT16, digest, dim, rows, queries->count, scale, bounds, next);
         return;
     case KERNEL_FLOAT32:
-        bound_as(KERNEL_FLOAT32, digest, dim, rows, queries->count, scale, bounds);
+        bound_as(KERNEL_FLOAT32, digest, dim, rows, queries->count, scale, bounds, next);
         return;
     }
     assert(!"a dtype");
@@ -457,6 +455,68 @@ float avx512_exp_sum(float *values, uint32_t count, float shift) {
     return _mm512_reduce_add_ps(sum);
 }
 
+/* The largest of each of four vectors: {a, b, c, d} in each quarter. */
+INLINE __m512 largest_of_four(const __m512 rows[4]) {
+    __m512 ab = _mm512_max_ps(_mm512_unpacklo_ps(rows[0], rows[1]),
+                              _mm512_unpackhi_ps(rows[0], rows[1]));
+    __m512 cd = _mm512_max_ps(_mm512_unpacklo_ps(rows[2], rows[3]),
+                              _mm512_unpackhi_ps(rows[2], rows[3]));
+    __m512d even = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    __m512d odd = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    __m512 quarters = _mm512_max_ps(_mm512_castpd_ps(even), _mm512_castpd_ps(odd));
+    __m512 halves = _mm512_max_ps(quarters, _mm512_shuffle_f32x4(quarters, quarters, 0x4e));
+    return _mm512_max_ps(halves, _mm512_shuffle_f32x4(halves, halves, 0xb1));
+}
+
+/* Sums of four vectors, {a, b, c, d}. */
+INLINE __m128 sums_of_four(const __m512 rows[4]) {
+    __m512 quarters = lane_sums(rows[0], rows[1], rows[2], rows[3]);
+    __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(quarters),
+                                  _mm512_extractf32x8_ps(quarters, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+}
+
+/* At most four rows. States lie as {largest, sum}. */
+INLINE bool soften_four(float *logits, uint32_t tokens, uint32_t count, float (*states)[2],
+                        float *factors) {
+    const __mmask16 mask = first_lanes(tokens);
+    const __mmask8 used = (__mmask8)((1 << count) - 1);
+    __m512 rows[4];
+    __mmask16 broken = 0;
+    UNROLL for (uint32_t j = 0; j < 4; j++) {
+        rows[j] = _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), mask,
+                                       logits + (j < count ? j : 0) * (size_t)tokens);
+        broken |= _mm512_cmp_ps_mask(rows[j], rows[j], _CMP_UNORD_Q);
+    }
+    __m256 state = _mm256_maskz_loadu_ps((__mmask8)((1 << 2 * count) - 1), states[0]);
+    __m256 parted = _mm256_permutevar8x32_ps(state, _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7));
+    __m128 old = _mm256_castps256_ps128(parted), sum = _mm256_extractf128_ps(parted, 1);
+    __m512 found = largest_of_four(rows);
+    __m128 largest = _mm_max_ps(_mm512_castps512_ps128(found), old);
+    if (broken || _mm_cmp_ps_mask(largest, _mm_set1_ps(-INFINITY), _CMP_EQ_OQ) & used)
+        return false;
+    __m512 shifts = _mm512_broadcast_f32x4(largest);
+    rows[0] = exponential(_mm512_sub_ps(rows[0], _mm512_permute_ps(shifts, 0x00)));
+    rows[1] = exponential(_mm512_sub_ps(rows[1], _mm512_permute_ps(shifts, 0x55)));
+    rows[2] = exponential(_mm512_sub_ps(rows[2], _mm512_permute_ps(shifts, 0xaa)));
+    rows[3] = exponential(_mm512_sub_ps(rows[3], _mm512_permute_ps(shifts, 0xff)));
+    UNROLL for (uint32_t j = 0; j < 4; j++)
+        if (j < count)
+            _mm512_mask_storeu_ps(logits + j * (size_t)tokens, mask, rows[j]);
+    __m512 change = _mm512_castps128_ps512(_mm_sub_ps(old, largest));
+    __m128 factor = _mm512_castps512_ps128(exponential(change));
+    sum = _mm_fmadd_ps(sum, factor, sums_of_four(rows));
+    state = _mm256_set_m128(_mm_unpackhi_ps(largest, sum), _mm_unpacklo_ps(largest, sum));
+    _mm256_mask_storeu_ps(states[0], (__mmask8)((1 << 2 * count) - 1), state);
+    _mm_mask_storeu_ps(factors, used, factor);
+    return true;
+}
+
+bool avx512_soften(float *logits, uint32_t tokens, uint32_t count, float (*states)[2],
+                   float *factors) {
+    return tokens <= LANES && count <= 4 && soften_four(logits, tokens, count, states, factors);
+}
+
 /* ---- conversions ---- */
 
 INLINE void to_float_as(int dtype, const char *source, size_t count, float *destination) {
@@ -535,6 +595,7 @@ const kernels kernels_avx512 = {
     .bound = avx512_bound,
     .digest = avx512_digest,
     .exp_sum = avx512_exp_sum,
+    .soften = avx512_soften,
     .streams = true,
     .store_rows = avx2_store_rows,
     .to_float = avx512_to_float,

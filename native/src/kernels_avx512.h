@@ -16,20 +16,9 @@
 
 enum { LANES = 16, LINE_BYTES = 64, TOKEN_CHUNK = 16 };
 
-/* As in kernels_avx2.c: the hardware's prefetchers stop at 4 KiB, so ask for what comes next. And
- * for one line of each page further on, so that its address is translated when the others ask: with
- * pages of 4 KiB in a virtual machine a scan went from 0.65 to 0.85 of a plain read. */
-enum { PREFETCH_BYTES = 8192, TRANSLATE_BYTES = 16384, PAGE_BYTES = 4096 };
-
 INLINE void prefetch(const char *start, size_t bytes) {
     for (size_t offset = 0; offset < bytes; offset += LINE_BYTES)
         _mm_prefetch((const char *)((uintptr_t)start + offset), _MM_HINT_T0);
-}
-
-/* Starts the translation of what lies some pages behind `bytes` from `start` on. */
-INLINE void translate(const char *start, size_t bytes) {
-    for (size_t offset = 0; offset < bytes; offset += PAGE_BYTES)
-        _mm_prefetch((const char *)((uintptr_t)start + TRANSLATE_BYTES + offset), _MM_HINT_T1);
 }
 
 /* The first `count` lanes, 0 <= count; 16 and more are all. */
@@ -67,10 +56,10 @@ INLINE float max_of_two(float candidate, float old) {
 /* ---- scores, whatever multiplies ---- */
 
 /* One block of 16 logits, yet to scale: 16 / queries_here keys by `queries_here` (1, 2 or 4)
- * queries; lane = query * (16 / queries_here) + key. With is_first also asks for the keys that come
- * next. */
+ * queries; lane = query * (16 / queries_here) + key. Also asks for the keys at `next`, if it is not
+ * NULL. */
 typedef __m512 dot_block(int dtype, const char *const *keys, uint32_t dim, const char *queries,
-                         size_t query_bytes, int queries_here, bool is_first);
+                         size_t query_bytes, int queries_here, const char *next);
 
 /* One call of score or score_max: exactly one of logits and maxima is not NULL. It is made once and
  * handed down by address. A copy would be read in larger pieces than it was written in, which waits
@@ -87,6 +76,7 @@ typedef struct score_call {
     float *logits;
     size_t logit_stride;
     float *maxima;
+    const char *next;
 } score_call;
 
 /* At most 16 tokens by at most 4 queries. */
@@ -94,7 +84,13 @@ typedef struct score_part {
     const char *rows[TOKEN_CHUNK]; /* what is beyond the last token repeats that one */
     uint32_t token, tokens_used;
     uint32_t query, queries_used;
+    const char *next;
 } score_part;
+
+/* Bytes of a row without a gap behind it. */
+INLINE size_t key_bytes(const score_call *call) {
+    return call->dim * (call->dtype == KERNEL_FLOAT32 ? (size_t)4 : 2);
+}
 
 /* The sums of 16 vectors, in order. */
 INLINE __m512 sums_of(const __m512 vectors[LANES]) {
@@ -150,11 +146,14 @@ INLINE void raise_maxima(__m512 block, float *maxima, int queries_here, uint32_t
 INLINE void score_chunk(int dtype, dot_block *dot, const score_call *call, const score_part *part,
                         int queries_here) {
     const uint32_t step = LANES / (uint32_t)queries_here;
+    const bool asks = part->query == 0;
+    const size_t next_bytes = key_bytes(call);
     const char *queries = call->queries + part->query * call->query_bytes;
     __m512 largest = _mm512_set1_ps(-INFINITY);
     for (uint32_t t = 0; t < part->tokens_used; t += step) {
+        const char *next = asks ? part->next + t * next_bytes : NULL;
         __m512 block = dot(dtype, part->rows + t, call->dim, queries, call->query_bytes,
-                           queries_here, part->query == 0);
+                           queries_here, next);
         block = _mm512_mul_ps(block, _mm512_set1_ps(call->scale));
         if (call->maxima)
             largest = max_with_nan(block, largest);
@@ -172,7 +171,7 @@ INLINE void place_rows(const score_call *call, uint32_t token, score_part *part)
     part->token = token;
     part->tokens_used = call->tokens - token < TOKEN_CHUNK ? call->tokens - token : TOKEN_CHUNK;
     const char *first = call->keys + token * call->row_bytes;
-    translate(first, part->tokens_used * call->row_bytes);
+    part->next = call->next ? call->next + token * key_bytes(call) : first; /* which is here */
     UNROLL for (uint32_t t = 0; t < TOKEN_CHUNK; t++) part->rows[t] =
         first + (t < part->tokens_used ? t : part->tokens_used - 1) * call->row_bytes;
 }
@@ -180,17 +179,21 @@ INLINE void place_rows(const score_call *call, uint32_t token, score_part *part)
 /* ---- from kernels_avx512.c, for the other two ---- */
 
 void avx512_score(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                  const kernel_queries *queries, float scale, float *logits, size_t logit_stride);
+                  const kernel_queries *queries, float scale, float *logits, size_t logit_stride,
+                  const void *next);
 void avx512_score_max(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                      const kernel_queries *queries, float scale, float *maxima);
+                      const kernel_queries *queries, float scale, float *maxima,
+                      const void *next);
 void avx512_accumulate(int dtype, const void *values, size_t row_bytes, uint32_t tokens,
                        uint32_t dim, const float *weights, size_t weight_stride,
-                       uint32_t query_count, float *accumulator);
+                       uint32_t query_count, float *accumulator, const void *next);
 void avx512_bound(int dtype, const void *digest, uint32_t dim, const kernel_queries *queries,
-                  float scale, float *bounds);
+                  float scale, float *bounds, const void *next);
 void avx512_digest(int dtype, const void *keys, size_t stride_bytes, uint32_t tokens, uint32_t dim,
                    void *digest);
 float avx512_exp_sum(float *values, uint32_t count, float shift);
+bool avx512_soften(float *logits, uint32_t tokens, uint32_t count, float (*states)[2],
+                   float *factors);
 void avx512_to_float(int dtype, const void *source, size_t count, float *destination);
 void avx512_from_float(int dtype, const float *source, size_t count, void *destination);
 
@@ -229,12 +232,12 @@ bool avx512_bf16_pack(int dtype, const float *rows, uint32_t dim, uint32_t query
                       void *packed);
 void avx512_bf16_score(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
                        const kernel_queries *queries, float scale, float *logits,
-                       size_t logit_stride);
+                       size_t logit_stride, const void *next);
 void avx512_bf16_score_max(int dtype, const void *keys, size_t row_bytes, uint32_t tokens,
                            uint32_t dim, const kernel_queries *queries, float scale,
-                           float *maxima);
+                           float *maxima, const void *next);
 void avx512_bf16_bound(int dtype, const void *digest, uint32_t dim, const kernel_queries *queries,
-                       float scale, float *bounds);
+                       float scale, float *bounds, const void *next);
 
 /* From kernels_avx2.c: a line leaves its write buffer whole, in halves as in one. */
 void avx2_store_rows(void *destination, const void *source, size_t stride_bytes, uint32_t rows,

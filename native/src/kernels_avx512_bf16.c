@@ -1,9 +1,10 @@
 /* Scores and bounds with AVX-512 BF16: bf16 keys meet queries in pairs, nothing is converted.
  *
- * Queries are packed twice: as rows of bf16, and by sixteens, pair by pair. Against rows the keys
- * are read in the order of their addresses, and 16 sums end in a vector of logits. With a sixteen
- * a pair of a key, loaded to all lanes, meets sixteen queries, and nothing is left to add at the
- * end: faster from 16 queries on, where computing takes longer than reading. */
+ * Queries are packed three times: as rows, for bounds; by fours, 8 channels of each in a line, and
+ * by sixteens, 2 channels of each. As many channels of a key, loaded to all places of a vector,
+ * meet them in one instruction; with a four, 4 sums are left to add at the end, with a sixteen
+ * none. Rows against rows, as in kernels_avx512.c, is slower than memory: 16 keys and 4 queries of
+ * 128 channels took 93 ns, reading the keys 105; with a four 50. */
 #if defined(__x86_64__)
 
 #if defined(__clang__)
@@ -25,14 +26,33 @@ static size_t packed_row_bytes(uint32_t dim) {
     return ((size_t)dim + STEP - 1) / STEP * LINE_BYTES;
 }
 
+/* Four queries, a line for each 8 channels: 16 bytes of each. */
+enum { FOUR = 4, EIGHT = 8, EIGHT_BYTES = 16 };
+static size_t four_bytes(uint32_t dim) { return ((size_t)dim + EIGHT - 1) / EIGHT * LINE_BYTES; }
+
+/* Fours and sixteens are counted over all queries of the call; the last ones are made up with
+ * zeros. */
+static size_t fours_offset(uint32_t dim, uint32_t query_count) {
+    return query_count * packed_row_bytes(dim);
+}
+
+static size_t sixteens_offset(uint32_t dim, uint32_t query_count) {
+    return fours_offset(dim, query_count) +
+           ((size_t)query_count + FOUR - 1) / FOUR * four_bytes(dim);
+}
+
 const char *avx512_bf16_sixteen(const kernel_queries *queries, uint32_t dim, uint32_t sixteen) {
-    return (const char *)queries->packed + queries->total * packed_row_bytes(dim) +
+    return (const char *)queries->packed + sixteens_offset(dim, queries->total) +
            sixteen * sixteen_bytes(dim);
 }
 
-/* Sixteens are counted over all queries of the call; the last one is made up with zeros. */
+static const char *four_of(const kernel_queries *queries, uint32_t dim, uint32_t four) {
+    return (const char *)queries->packed + fours_offset(dim, queries->total) +
+           four * four_bytes(dim);
+}
+
 size_t avx512_bf16_packed_bytes(uint32_t dim, uint32_t query_count) {
-    return query_count * packed_row_bytes(dim) +
+    return sixteens_offset(dim, query_count) +
            ((size_t)query_count + SIXTEEN - 1) / SIXTEEN * sixteen_bytes(dim);
 }
 
@@ -50,11 +70,13 @@ bool avx512_bf16_pack(int dtype, const float *rows, uint32_t dim, uint32_t query
                       void *packed) {
     if (dtype != KERNEL_BFLOAT16)
         return false;
-    char *rows_end = (char *)packed + query_count * packed_row_bytes(dim);
+    char *fours = (char *)packed + fours_offset(dim, query_count);
+    char *sixteens = (char *)packed + sixteens_offset(dim, query_count);
     memset(packed, 0, avx512_bf16_packed_bytes(dim, query_count));
     for (size_t j = 0; j < query_count; j++) {
         char *row = (char *)packed + j * packed_row_bytes(dim);
-        char *sixteen = rows_end + j / SIXTEEN * sixteen_bytes(dim) + j % SIXTEEN * PAIR_BYTES;
+        char *four = fours + j / FOUR * four_bytes(dim) + j % FOUR * EIGHT_BYTES;
+        char *sixteen = sixteens + j / SIXTEEN * sixteen_bytes(dim) + j % SIXTEEN * PAIR_BYTES;
         for (uint32_t d = 0; d < dim; d += LANES) {
             __m512 part = _mm512_maskz_loadu_ps(first_lanes(dim - d), rows + j * dim + d);
             if (exact_lanes(part) != 0xffff)
@@ -64,6 +86,8 @@ bool avx512_bf16_pack(int dtype, const float *rows, uint32_t dim, uint32_t query
         }
         for (size_t pair = 0; pair < ((size_t)dim + 1) / 2; pair++)
             memcpy(sixteen + pair * LINE_BYTES, row + pair * PAIR_BYTES, PAIR_BYTES);
+        for (size_t eight = 0; eight < ((size_t)dim + EIGHT - 1) / EIGHT; eight++)
+            memcpy(four + eight * LINE_BYTES, row + eight * EIGHT_BYTES, EIGHT_BYTES);
     }
     return true;
 }
@@ -78,44 +102,6 @@ INLINE __m512i load_line(const char *key, uint32_t elements_left) {
     if (elements_left >= STEP)
         return _mm512_loadu_si512(key);
     return _mm512_maskz_loadu_epi16((1u << elements_left) - 1, key);
-}
-
-INLINE __m512 dot_pairs(int dtype, const char *const *keys, uint32_t dim, const char *queries,
-                        size_t query_bytes, int queries_here, bool is_first) {
-    (void)dtype;
-    const int tokens_here = LANES / queries_here, group = queries_here;
-    __m512 sums[LANES];
-    UNROLL for (int t = 0; t < tokens_here; t += group) {
-        const char *next = (const char *)((uintptr_t)keys[t] + PREFETCH_BYTES);
-        UNROLL for (int i = 0; i < group; i++) UNROLL for (int j = 0; j < queries_here; j++)
-            sums[j * tokens_here + t + i] = _mm512_setzero_ps();
-        uint32_t d = 0;
-        for (; d + STEP <= dim; d += STEP) {
-            __m512i key[4];
-            if (is_first)
-                prefetch(next + (size_t)d * 2 * group, (size_t)group * LINE_BYTES);
-            UNROLL for (int i = 0; i < group; i++) key[i] =
-                _mm512_loadu_si512(keys[t + i] + (size_t)d * 2);
-            UNROLL for (int j = 0; j < queries_here; j++) {
-                const char *row = queries + (size_t)j * query_bytes;
-                __m512i query = _mm512_load_si512(row + (size_t)d * 2);
-                UNROLL for (int i = 0; i < group; i++) {
-                    __m512 *sum = &sums[j * tokens_here + t + i];
-                    *sum = add_products(*sum, query, key[i]);
-                }
-            }
-        }
-        if (d < dim)
-            UNROLL for (int i = 0; i < group; i++) {
-                __m512i key = load_line(keys[t + i] + (size_t)d * 2, dim - d);
-                UNROLL for (int j = 0; j < queries_here; j++) {
-                    __m512 *sum = &sums[j * tokens_here + t + i];
-                    const char *query = queries + (size_t)j * query_bytes + (size_t)d * 2;
-                    *sum = add_products(*sum, _mm512_load_si512(query), key);
-                }
-            }
-    }
-    return sums_of(sums);
 }
 
 /* Rows of keys as x86 addresses them: every fourth one, and one, two or three strides from it. Left
@@ -143,11 +129,96 @@ INLINE void advance(key_rows *rows, int tokens_here, size_t bytes) {
     }
 }
 
-/* Also for fewer than four queries: that is computed faster than memory delivers, and with shorter
- * loops between the prefetches a scan came to 0.75 of a plain read only, with these to 0.95. The
- * sixteens lie behind the rows, so that there is something to read for those that are missing. */
-static __attribute__((noinline)) void score_four(const score_call *call, const score_part *part) {
-    score_chunk(KERNEL_BFLOAT16, dot_pairs, call, part, 4);
+/* `tokens_here` (4 or 16) keys against a four: sums[token], four partial sums of each query in its
+ * quarter. */
+INLINE void dot_four(const char *keys, size_t row_bytes, uint32_t dim, const char *four,
+                     int tokens_here, const char *next, __m512 *sums) {
+    UNROLL for (int t = 0; t < tokens_here; t++) sums[t] = _mm512_setzero_ps();
+    key_rows rows = rows_from(keys, row_bytes, tokens_here);
+    uint32_t d = 0;
+    for (; d + EIGHT <= dim; d += EIGHT, four += LINE_BYTES) {
+        __m512i query = _mm512_load_si512(four);
+        prefetch(next + (size_t)d * 2 * tokens_here, (size_t)EIGHT_BYTES * tokens_here);
+        UNROLL for (int t = 0; t < tokens_here; t++) {
+            __m128i eight = _mm_loadu_si128((const __m128i *)row_of(&rows, t));
+            sums[t] = add_products(sums[t], query, _mm512_broadcast_i32x4(eight));
+        }
+        advance(&rows, tokens_here, EIGHT_BYTES);
+    }
+    if (d < dim)
+        UNROLL for (int t = 0; t < tokens_here; t++) {
+            __m128i last = _mm_maskz_loadu_epi16((__mmask8)((1u << (dim - d)) - 1),
+                                                 row_of(&rows, t));
+            sums[t] = add_products(sums[t], _mm512_load_si512(four), _mm512_broadcast_i32x4(last));
+        }
+}
+
+/* A four of queries, of which those from `low` to `high` are meant: the first is part->query. */
+typedef struct four_part {
+    const char *four;
+    uint32_t low, high;
+} four_part;
+
+/* Logits of `used` (at most 4) tokens from a block with a quarter for each query. */
+INLINE void store_four(__m512 block, const four_part *meant, float *logits, size_t logit_stride,
+                       uint32_t used) {
+    float lanes[LANES];
+    _mm512_storeu_ps(lanes, block);
+    for (uint32_t j = meant->low; j < meant->high; j++, logits += logit_stride) {
+        if (used == FOUR)
+            memcpy(logits, lanes + FOUR * j, FOUR * sizeof *logits);
+        else
+            memcpy(logits, lanes + FOUR * j, used * sizeof *logits);
+    }
+}
+
+/* `tokens_here` (4 or 16) keys against a four, `used` of which count. */
+INLINE void score_four_block(const score_call *call, const char *keys, size_t row_bytes,
+                             const four_part *meant, int tokens_here, uint32_t used,
+                             const char *next, float *logits, __m512 *largest) {
+    __m512 sums[LANES], scale = _mm512_set1_ps(call->scale);
+    dot_four(keys, row_bytes, call->dim, meant->four, tokens_here, next, sums);
+    UNROLL for (int t = 0; t < tokens_here; t += FOUR) {
+        __m512 block = lane_sums(sums[t], sums[t + 1], sums[t + 2], sums[t + 3]);
+        block = _mm512_mul_ps(block, scale);
+        if (call->logits)
+            store_four(block, meant, logits + t, call->logit_stride, used < FOUR ? used : FOUR);
+        else
+            *largest = max_with_nan(block, *largest);
+    }
+}
+
+/* The largest of each quarter. */
+INLINE void raise_four(__m512 largest, const four_part *meant, float *maxima, bool is_new) {
+    float found[FOUR];
+    largest = max_with_nan(_mm512_permute_ps(largest, 0xb1), largest);
+    largest = max_with_nan(_mm512_permute_ps(largest, 0x4e), largest);
+    __m512i firsts = _mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12));
+    _mm_storeu_ps(found, _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, largest)));
+    for (uint32_t j = meant->low; j < meant->high; j++, maxima++)
+        *maxima = is_new ? found[j] : max_of_two(found[j], *maxima);
+}
+
+/* At most 16 tokens. Fewer go by fours, the last four once more; fewer than four one by one, each
+ * as if it were four. */
+static __attribute__((noinline)) void score_four(const score_call *call, const score_part *part,
+                                                 const four_part *meant) {
+    const char *keys = part->rows[0], *next = part->query ? keys : part->next;
+    const uint32_t tokens = part->tokens_used;
+    float *logits = call->logits + part->query * call->logit_stride + part->token;
+    __m512 largest = _mm512_set1_ps(-INFINITY);
+    if (tokens == TOKEN_CHUNK)
+        score_four_block(call, keys, call->row_bytes, meant, TOKEN_CHUNK, TOKEN_CHUNK, next,
+                         logits, &largest);
+    else
+        for (uint32_t t = 0, taken = tokens < 4 ? 1 : 4; t < tokens; t += taken) {
+            if (t + taken > tokens)
+                t = tokens - taken;
+            score_four_block(call, keys + t * call->row_bytes, taken == 1 ? 0 : call->row_bytes,
+                             meant, 4, taken, next + t * key_bytes(call), logits + t, &largest);
+        }
+    if (call->maxima)
+        raise_four(largest, meant, call->maxima + part->query, part->token == 0);
 }
 
 /* A sixteen against `tokens_here` keys: sums[token], one query in each lane. */
@@ -158,8 +229,7 @@ INLINE void dot_sixteen(const char *keys, size_t row_bytes, uint32_t dim, const 
     uint32_t d = 0;
     for (; d + 2 <= dim; d += 2, sixteen += LINE_BYTES) {
         __m512i query = _mm512_load_si512(sixteen);
-        if (next)
-            prefetch(next + (size_t)d * 2 * tokens_here, (size_t)PAIR_BYTES * tokens_here);
+        prefetch(next + (size_t)d * 2 * tokens_here, (size_t)PAIR_BYTES * tokens_here);
         UNROLL for (int t = 0; t < tokens_here; t++) {
             int pair;
             memcpy(&pair, row_of(&rows, t), sizeof pair);
@@ -195,7 +265,7 @@ static __attribute__((noinline)) void score_sixteen(const score_call *call, cons
     const char *keys = part->rows[0];
     const uint32_t tokens = part->tokens_used;
     size_t row_bytes = call->row_bytes;
-    const char *next = part->query ? NULL : (const char *)((uintptr_t)keys + PREFETCH_BYTES);
+    const char *next = part->query ? keys : part->next;
     float *logits = call->logits + part->query * call->logit_stride + part->token;
     __m512 largest = _mm512_set1_ps(-INFINITY);
     if (tokens == TOKEN_CHUNK)
@@ -206,7 +276,7 @@ static __attribute__((noinline)) void score_sixteen(const score_call *call, cons
             if (t + taken > tokens)
                 t = tokens - taken;
             score_sixteen_block(call, keys + t * row_bytes, taken == 1 ? 0 : row_bytes, sixteen, 4,
-                                taken, NULL, logits + t, &largest);
+                                taken, keys, logits + t, &largest);
         }
     if (!call->maxima)
         return;
@@ -216,53 +286,51 @@ static __attribute__((noinline)) void score_sixteen(const score_call *call, cons
     _mm512_storeu_ps(maxima, largest);
 }
 
-/* Whole sixteens as such, the queries before and after them as rows. */
+/* Whole sixteens as such, the queries before and after them by fours. */
 static void score_all(const score_call *call, const kernel_queries *queries) {
     score_part part;
     for (uint32_t t = 0; t < call->tokens; t += TOKEN_CHUNK) {
         place_rows(call, t, &part);
         for (part.query = 0; part.query < queries->count; part.query += part.queries_used) {
             uint32_t left = queries->count - part.query, place = queries->first + part.query;
-            uint32_t to_sixteen = (SIXTEEN - place % SIXTEEN) % SIXTEEN;
-            if (to_sixteen == 0 && left >= SIXTEEN) {
+            if (place % SIXTEEN == 0 && left >= SIXTEEN) {
                 part.queries_used = SIXTEEN;
                 score_sixteen(call, &part,
                               avx512_bf16_sixteen(queries, call->dim, place / SIXTEEN));
                 continue;
             }
-            if (to_sixteen && left >= to_sixteen + SIXTEEN)
-                left = to_sixteen;
-            part.queries_used = left < 4 ? left : 4;
-            score_four(call, &part);
+            four_part meant = {.four = four_of(queries, call->dim, place / FOUR),
+                               .low = place % FOUR};
+            meant.high = left < FOUR - meant.low ? meant.low + left : FOUR;
+            part.queries_used = meant.high - meant.low;
+            score_four(call, &part, &meant);
         }
     }
 }
 
 void avx512_bf16_score(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
                        const kernel_queries *queries, float scale, float *logits,
-                       size_t logit_stride) {
+                       size_t logit_stride, const void *next) {
     if (!queries->packed) {
-        avx512_score(dtype, keys, row_bytes, tokens, dim, queries, scale, logits, logit_stride);
+        avx512_score(dtype, keys, row_bytes, tokens, dim, queries, scale, logits, logit_stride,
+                     next);
         return;
     }
-    size_t query_bytes = packed_row_bytes(dim);
-    const char *rows = (const char *)queries->packed + queries->first * query_bytes;
-    score_call call = {dtype,       dim,   keys,   row_bytes,    tokens, rows,
-                       query_bytes, scale, logits, logit_stride, NULL};
+    score_call call = {.dtype = dtype, .dim = dim, .keys = keys, .row_bytes = row_bytes,
+                       .tokens = tokens, .scale = scale, .logits = logits,
+                       .logit_stride = logit_stride, .next = next};
     score_all(&call, queries);
 }
 
 void avx512_bf16_score_max(int dtype, const void *keys, size_t row_bytes, uint32_t tokens,
                            uint32_t dim, const kernel_queries *queries, float scale,
-                           float *maxima) {
+                           float *maxima, const void *next) {
     if (!queries->packed) {
-        avx512_score_max(dtype, keys, row_bytes, tokens, dim, queries, scale, maxima);
+        avx512_score_max(dtype, keys, row_bytes, tokens, dim, queries, scale, maxima, next);
         return;
     }
-    size_t query_bytes = packed_row_bytes(dim);
-    const char *rows = (const char *)queries->packed + queries->first * query_bytes;
-    score_call call = {dtype,       dim,   keys, row_bytes, tokens, rows,
-                       query_bytes, scale, NULL, 0,         maxima};
+    score_call call = {.dtype = dtype, .dim = dim, .keys = keys, .row_bytes = row_bytes,
+                       .tokens = tokens, .scale = scale, .maxima = maxima, .next = next};
     score_all(&call, queries);
 }
 
@@ -290,13 +358,14 @@ INLINE void bound_pairs(const char *minima, const char *maxima, uint32_t dim, co
 }
 
 void avx512_bf16_bound(int dtype, const void *digest, uint32_t dim, const kernel_queries *queries,
-                       float scale, float *bounds) {
+                       float scale, float *bounds, const void *next) {
     if (!queries->packed) {
-        avx512_bound(dtype, digest, dim, queries, scale, bounds);
+        avx512_bound(dtype, digest, dim, queries, scale, bounds, next);
         return;
     }
     const char *minima = digest, *maxima = minima + (size_t)dim * 2;
-    prefetch((const char *)((uintptr_t)minima + PREFETCH_BYTES), (size_t)dim * 4);
+    if (next)
+        prefetch(next, (size_t)dim * 4);
     size_t query_bytes = packed_row_bytes(dim);
     const char *rows = (const char *)queries->packed + queries->first * query_bytes;
     uint32_t j = 0;
@@ -316,6 +385,7 @@ const kernels kernels_avx512_bf16 = {
     .bound = avx512_bf16_bound,
     .digest = avx512_digest,
     .exp_sum = avx512_exp_sum,
+    .soften = avx512_soften,
     .streams = true,
     .store_rows = avx2_store_rows,
     .to_float = avx512_to_float,

@@ -2,7 +2,7 @@
  *
  * Four tokens by four queries share their loads: 16 sums, 8 vectors of keys and 2 of a query fit
  * the 32 registers, and 16 chains of additions hide the latency of four multipliers. Tried in an
- * emulator only: so nothing here is tuned by measurement, and no line is asked for ahead.
+ * emulator only: so nothing here is tuned by measurement.
  *
  * "neon_bf16" differs for bf16 keys and queries that bf16 holds exactly, as those of a bf16 model:
  * BFMLALB and BFMLALT multiply them without widening, and are fused multiply-adds of fp32 like the
@@ -26,6 +26,11 @@
 #define UNROLL _Pragma("GCC unroll 8")
 
 enum { LANES = 4, STEP = 8, QUERY_BLOCK = 4, TOKEN_BLOCK = 4, LINE_BYTES = 64 };
+
+INLINE void prefetch(const char *start, size_t bytes) {
+    for (size_t offset = 0; offset < bytes; offset += LINE_BYTES)
+        __builtin_prefetch(start + offset);
+}
 
 INLINE size_t element_bytes(int dtype) { return dtype == KERNEL_FLOAT32 ? 4 : 2; }
 
@@ -180,12 +185,15 @@ INLINE void score_block(int dtype, int query_dtype, const char *const keys[TOKEN
 
 INLINE void score_as(int dtype, int query_dtype, const char *keys, size_t row_bytes,
                      uint32_t tokens, uint32_t dim, const char *queries, uint32_t query_count,
-                     float scale, float *logits, size_t logit_stride, float *maxima) {
+                     float scale, float *logits, size_t logit_stride, float *maxima,
+                     const char *next) {
     for (uint32_t t = 0; t < tokens; t += TOKEN_BLOCK) {
         uint32_t here = tokens - t < TOKEN_BLOCK ? tokens - t : TOKEN_BLOCK;
         const char *rows[TOKEN_BLOCK];
         for (uint32_t i = 0; i < TOKEN_BLOCK; i++) /* the last token stands in for absent ones */
             rows[i] = keys + (t + (i < here ? i : here - 1)) * row_bytes;
+        if (next)
+            prefetch(next + t * dim * element_bytes(dtype), here * dim * element_bytes(dtype));
         for (uint32_t j = 0; j < query_count; j += QUERY_BLOCK) {
             const char *block = queries + (size_t)j * dim * element_bytes(query_dtype);
             float *to_logits = maxima ? NULL : logits + j * logit_stride + t;
@@ -215,30 +223,31 @@ INLINE void score_as(int dtype, int query_dtype, const char *keys, size_t row_by
 static __attribute__((noinline)) void
 score_or_maximum(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
                  const kernel_queries *queries, float scale, float *logits, size_t logit_stride,
-                 float *maxima) {
+                 float *maxima, const void *next) {
     const char *query = (const char *)kernel_rows(queries, dim);
     uint32_t query_count = queries->count;
     switch (dtype) {
     case KERNEL_BFLOAT16:
         score_as(KERNEL_BFLOAT16, KERNEL_FLOAT32, keys, row_bytes, tokens, dim, query, query_count,
-                 scale, logits, logit_stride, maxima);
+                 scale, logits, logit_stride, maxima, next);
         return;
     case KERNEL_FLOAT16:
         score_as(KERNEL_FLOAT16, KERNEL_FLOAT32, keys, row_bytes, tokens, dim, query, query_count,
-                 scale, logits, logit_stride, maxima);
+                 scale, logits, logit_stride, maxima, next);
         return;
     case KERNEL_FLOAT32:
         score_as(KERNEL_FLOAT32, KERNEL_FLOAT32, keys, row_bytes, tokens, dim, query, query_count,
-                 scale, logits, logit_stride, maxima);
+                 scale, logits, logit_stride, maxima, next);
         return;
     }
     assert(!"a dtype");
 }
 
 static void score(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                  const kernel_queries *queries, float scale, float *logits, size_t logit_stride) {
+                  const kernel_queries *queries, float scale, float *logits, size_t logit_stride,
+                  const void *next) {
     score_or_maximum(dtype, keys, row_bytes, tokens, dim, queries, scale, logits, logit_stride,
-                     NULL);
+                     NULL, next);
 }
 
 INLINE void start_maxima(float *maxima, uint32_t query_count) {
@@ -247,9 +256,9 @@ INLINE void start_maxima(float *maxima, uint32_t query_count) {
 }
 
 static void score_max(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                      const kernel_queries *queries, float scale, float *maxima) {
+                      const kernel_queries *queries, float scale, float *maxima, const void *next) {
     start_maxima(maxima, queries->count);
-    score_or_maximum(dtype, keys, row_bytes, tokens, dim, queries, scale, NULL, 0, maxima);
+    score_or_maximum(dtype, keys, row_bytes, tokens, dim, queries, scale, NULL, 0, maxima, next);
 }
 
 static size_t packed_bytes(uint32_t dim, uint32_t query_count) {
@@ -282,29 +291,30 @@ static bool pack(int dtype, const float *rows, uint32_t dim, uint32_t query_coun
 static __attribute__((noinline)) void
 score_or_maximum_bf16(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
                       const kernel_queries *queries, float scale, float *logits,
-                      size_t logit_stride, float *maxima) {
+                      size_t logit_stride, float *maxima, const void *next) {
     if (!queries->packed) {
         score_or_maximum(dtype, keys, row_bytes, tokens, dim, queries, scale, logits, logit_stride,
-                         maxima);
+                         maxima, next);
         return;
     }
     const char *narrow = (const char *)queries->packed + packed_bytes(dim, queries->first);
     score_as(KERNEL_BFLOAT16, KERNEL_BFLOAT16, keys, row_bytes, tokens, dim, narrow, queries->count,
-             scale, logits, logit_stride, maxima);
+             scale, logits, logit_stride, maxima, next);
 }
 
 static void score_bf16(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
                        const kernel_queries *queries, float scale, float *logits,
-                       size_t logit_stride) {
+                       size_t logit_stride, const void *next) {
     score_or_maximum_bf16(dtype, keys, row_bytes, tokens, dim, queries, scale, logits, logit_stride,
-                          NULL);
+                          NULL, next);
 }
 
 static void score_max_bf16(int dtype, const void *keys, size_t row_bytes, uint32_t tokens,
                            uint32_t dim, const kernel_queries *queries, float scale,
-                           float *maxima) {
+                           float *maxima, const void *next) {
     start_maxima(maxima, queries->count);
-    score_or_maximum_bf16(dtype, keys, row_bytes, tokens, dim, queries, scale, NULL, 0, maxima);
+    score_or_maximum_bf16(dtype, keys, row_bytes, tokens, dim, queries, scale, NULL, 0, maxima,
+                          next);
 }
 
 /* ---- weighted sums of values ---- */
@@ -365,7 +375,7 @@ INLINE void accumulate_block(int dtype, const char *values, size_t row_bytes, ui
 
 INLINE void accumulate_as(int dtype, const char *values, size_t row_bytes, uint32_t tokens,
                           uint32_t dim, const float *weights, size_t weight_stride,
-                          uint32_t query_count, float *accumulator) {
+                          uint32_t query_count, float *accumulator, const char *next) {
     size_t bytes = dim * element_bytes(dtype);
     /* A chunk must stay in the first cache while its columns are walked. */
     enum { CHUNK_BYTES = 8192 };
@@ -373,6 +383,8 @@ INLINE void accumulate_as(int dtype, const char *values, size_t row_bytes, uint3
     for (uint32_t t = 0; t < tokens; t += chunk) {
         const char *rows = values + t * row_bytes;
         uint32_t here = tokens - t < chunk ? tokens - t : chunk;
+        if (next)
+            prefetch(next + t * bytes, here * bytes);
         for (uint32_t j = 0; j < query_count; j += QUERY_BLOCK) {
             const float *block = weights + j * weight_stride + t;
             float *sums = accumulator + (size_t)j * dim;
@@ -395,19 +407,19 @@ INLINE void accumulate_as(int dtype, const char *values, size_t row_bytes, uint3
 
 static void accumulate(int dtype, const void *values, size_t row_bytes, uint32_t tokens,
                        uint32_t dim, const float *weights, size_t weight_stride,
-                       uint32_t query_count, float *accumulator) {
+                       uint32_t query_count, float *accumulator, const void *next) {
     switch (dtype) {
     case KERNEL_BFLOAT16:
         accumulate_as(KERNEL_BFLOAT16, values, row_bytes, tokens, dim, weights, weight_stride,
-                      query_count, accumulator);
+                      query_count, accumulator, next);
         return;
     case KERNEL_FLOAT16:
         accumulate_as(KERNEL_FLOAT16, values, row_bytes, tokens, dim, weights, weight_stride,
-                      query_count, accumulator);
+                      query_count, accumulator, next);
         return;
     case KERNEL_FLOAT32:
         accumulate_as(KERNEL_FLOAT32, values, row_bytes, tokens, dim, weights, weight_stride,
-                      query_count, accumulator);
+                      query_count, accumulator, next);
         return;
     }
     assert(!"a dtype");
@@ -454,7 +466,9 @@ INLINE void bound_block(int dtype, const char *digest, uint32_t dim, const float
 }
 
 INLINE void bound_as(int dtype, const char *digest, uint32_t dim, const float *queries,
-                     uint32_t query_count, float scale, float *bounds) {
+                     uint32_t query_count, float scale, float *bounds, const char *next) {
+    if (next)
+        prefetch(next, 2 * dim * element_bytes(dtype));
     for (uint32_t j = 0; j < query_count; j += QUERY_BLOCK) {
         const float *block = queries + (size_t)j * dim;
         switch (query_count - j) {
@@ -474,17 +488,17 @@ INLINE void bound_as(int dtype, const char *digest, uint32_t dim, const float *q
 }
 
 static void bound(int dtype, const void *digest, uint32_t dim, const kernel_queries *queries,
-                  float scale, float *bounds) {
+                  float scale, float *bounds, const void *next) {
     const float *rows = kernel_rows(queries, dim);
     switch (dtype) {
     case KERNEL_BFLOAT16:
-        bound_as(KERNEL_BFLOAT16, digest, dim, rows, queries->count, scale, bounds);
+        bound_as(KERNEL_BFLOAT16, digest, dim, rows, queries->count, scale, bounds, next);
         return;
     case KERNEL_FLOAT16:
-        bound_as(KERNEL_FLOAT16, digest, dim, rows, queries->count, scale, bounds);
+        bound_as(KERNEL_FLOAT16, digest, dim, rows, queries->count, scale, bounds, next);
         return;
     case KERNEL_FLOAT32:
-        bound_as(KERNEL_FLOAT32, digest, dim, rows, queries->count, scale, bounds);
+        bound_as(KERNEL_FLOAT32, digest, dim, rows, queries->count, scale, bounds, next);
         return;
     }
     assert(!"a dtype");

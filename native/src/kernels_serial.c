@@ -104,7 +104,8 @@ INLINE void score_as(int dtype, const void *keys, size_t row_bytes, uint32_t tok
 
 static void score(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
                   const kernel_queries *queries, float scale, float *logits,
-                  size_t logit_stride) {
+                  size_t logit_stride, const void *next) {
+    (void)next;
     const float *rows = kernel_rows(queries, dim);
     switch (dtype) {
     case KERNEL_BFLOAT16:
@@ -139,7 +140,8 @@ INLINE void score_max_as(int dtype, const void *keys, size_t row_bytes, uint32_t
 }
 
 static void score_max(int dtype, const void *keys, size_t row_bytes, uint32_t tokens, uint32_t dim,
-                      const kernel_queries *queries, float scale, float *maxima) {
+                      const kernel_queries *queries, float scale, float *maxima, const void *next) {
+    (void)next;
     const float *rows = kernel_rows(queries, dim);
     switch (dtype) {
     case KERNEL_BFLOAT16:
@@ -170,7 +172,8 @@ INLINE void accumulate_as(int dtype, const void *values, size_t row_bytes, uint3
 
 static void accumulate(int dtype, const void *values, size_t row_bytes, uint32_t tokens,
                        uint32_t dim, const float *weights, size_t weight_stride,
-                       uint32_t query_count, float *accumulator) {
+                       uint32_t query_count, float *accumulator, const void *next) {
+    (void)next;
     switch (dtype) {
     case KERNEL_BFLOAT16:
         accumulate_as(KERNEL_BFLOAT16, values, row_bytes, tokens, dim, weights, weight_stride,
@@ -189,7 +192,8 @@ static void accumulate(int dtype, const void *values, size_t row_bytes, uint32_t
 }
 
 static void bound(int dtype, const void *digest, uint32_t dim, const kernel_queries *queries,
-                  float scale, float *bounds) {
+                  float scale, float *bounds, const void *next) {
+    (void)next;
     const float *rows = kernel_rows(queries, dim);
     for (size_t j = 0; j < queries->count; j++) {
         float sum = 0;

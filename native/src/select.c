@@ -60,8 +60,12 @@ static int score_pages(select_job *job, const plan *p, uint32_t first, uint32_t 
     const cxlkv_layout *layout = &job->batch->pool->layout;
     uint64_t bytes = 0, token_bytes = layout->head_dim * dtype_bytes(layout->dtype);
     if (p->thresholds) return sketch_score_pages(job, p, first, last, counts);
+    ahead next;
+    if (counts)
+        next = ahead_begin(&p->view, scored_kind(job), NULL, first, p->view.pages, 0,
+                           layout->kv_heads, false);
     for (uint32_t index = first; index < last; index++) {
-        int code = score_page(job, p, index);
+        int code = score_page(job, p, index, counts ? &next : NULL);
         if (code < 0) return code;
         bool digest = job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete;
         bytes += layout->kv_heads * token_bytes * (digest ? 2 : view_filled(&p->view, index));
@@ -99,24 +103,27 @@ static uint32_t rank_of(float score) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-/* The rank of the wanted-th best in [first, last), by four passes of 8 bits (radix select);
- * *equal says how many of that very rank are among the wanted. */
-static uint32_t threshold_rank(const float *scores, uint32_t first, uint32_t last, uint32_t wanted,
-                               uint32_t *equal) {
-    uint32_t prefix = 0, mask = 0;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        uint32_t counts[256] = {0};
-        for (uint32_t page = first; page < last; page++) {
-            uint32_t rank = rank_of(scores[page]);
-            if ((rank & mask) == prefix) counts[rank >> shift & 255]++;
-        }
-        uint32_t digit = 255;
+/* The rank of the wanted-th best of `count` (radix select); *equal says how many of that very rank
+ * are among the wanted. Of `ranks` only those stay that may still be it. */
+static uint32_t threshold_rank(uint32_t *ranks, uint32_t count, uint32_t wanted, uint32_t *equal) {
+    enum { DIGITS = 3, DIGIT_VALUES = 1 << 11 };
+    static const int shifts[DIGITS] = {21, 10, 0};
+    static const uint32_t largest[DIGITS] = {DIGIT_VALUES - 1, DIGIT_VALUES - 1, 1023};
+    uint32_t counts[DIGIT_VALUES], threshold = 0;
+    for (int i = 0; i < DIGITS; i++) {
+        uint32_t digit = largest[i], kept = 0;
+        memset(counts, 0, sizeof(counts));
+        for (uint32_t at = 0; at < count; at++) counts[ranks[at] >> shifts[i] & largest[i]]++;
         while (digit > 0 && counts[digit] < wanted) wanted -= counts[digit--];
-        prefix |= digit << shift;
-        mask |= 255u << shift;
+        for (uint32_t at = 0; at < count; at++) {
+            ranks[kept] = ranks[at];
+            kept += (ranks[at] >> shifts[i] & largest[i]) == digit;
+        }
+        count = kept;
+        threshold |= digit << shifts[i];
     }
     *equal = wanted;
-    return prefix;
+    return threshold;
 }
 
 typedef struct candidate {
@@ -157,10 +164,11 @@ static int choose_mass(const float *scores, const window *w, double mass, uint8_
     return 0;
 }
 
-static void choose_best(const float *scores, const window *w, uint8_t *chosen) {
+static void choose_best(const float *scores, const window *w, uint32_t *ranks, uint8_t *chosen) {
     uint32_t wanted = w->k - (w->sinks - w->low + w->pages - w->recent), equal = 0;
-    uint32_t threshold = UINT32_MAX;
-    if (wanted) threshold = threshold_rank(scores, w->sinks, w->recent, wanted, &equal);
+    uint32_t threshold = UINT32_MAX, count = w->recent - w->sinks;
+    for (uint32_t i = 0; wanted && i < count; i++) ranks[i] = rank_of(scores[w->sinks + i]);
+    if (wanted) threshold = threshold_rank(ranks, count, wanted, &equal);
     for (uint32_t page = w->low; page < w->pages; page++) {
         uint32_t rank = rank_of(scores[page]);
         chosen[page] = is_forced(w, page);
@@ -170,8 +178,9 @@ static void choose_best(const float *scores, const window *w, uint8_t *chosen) {
     }
 }
 
+/* ranks and chosen: room for each page. */
 static int emit(const select_job *job, const plan *p, const window *w, uint64_t row,
-                const float *scores, uint8_t *chosen) {
+                const float *scores, uint32_t *ranks, uint8_t *chosen) {
     const cxlkv_select_args *args = job->args;
     int32_t *pages = args->pages + row * args->k;
     float *values = args->scores + row * args->k;
@@ -180,7 +189,7 @@ static int emit(const select_job *job, const plan *p, const window *w, uint64_t 
         int code = choose_mass(scores, w, p->budget->amount, chosen);
         if (code < 0) return code;
     } else {
-        choose_best(scores, w, chosen);
+        choose_best(scores, w, ranks, chosen);
     }
     for (uint32_t page = w->low; page < w->pages; page++)
         if (chosen[page]) {
@@ -218,38 +227,42 @@ static uint64_t list_bytes(const select_job *job, const plan *p, uint64_t list) 
     return tokens * row_channels(layout) * dtype_bytes(layout->dtype);
 }
 
-static int choose_list(select_job *job, const plan *p, uint64_t list, uint8_t *chosen) {
-    uint32_t heads = job->batch->pool->layout.kv_heads, k = job->args->k;
+/* The list of one head; of all heads, when they have one together. */
+static int choose_list(select_job *job, const plan *p, uint64_t list, uint32_t head,
+                       uint32_t *ranks, uint8_t *chosen) {
+    const cxlkv_select_args *args = job->args;
+    uint32_t heads = job->batch->pool->layout.kv_heads, k = args->k;
     window w = window_of(job, p, list);
-    uint64_t first = (p->first_list + list) * heads;
-    float *scores = p->scores + list * heads * p->view.pages;
-    uint32_t own = job->args->union_over == CXLKV_UNION_LAYER ? 1 : heads;
-    if (own == 1 && heads > 1) merge_heads(p, scores, heads);
-    for (uint32_t head = 0; head < own; head++) {
-        int code = emit(job, p, &w, first + head, scores + (uint64_t)head * p->view.pages, chosen);
-        if (code < 0) return code;
+    uint64_t row = (p->first_list + list) * heads + head;
+    float *scores = p->scores + (list * heads + head) * p->view.pages;
+    bool layer = args->union_over == CXLKV_UNION_LAYER;
+    if (layer && heads > 1) merge_heads(p, scores, heads);
+    int code = emit(job, p, &w, row, scores, ranks, chosen);
+    if (code < 0) return code;
+    uint64_t bytes = list_bytes(job, p, row);
+    for (uint32_t other = 1; layer && other < heads; other++) {
+        memcpy(args->pages + (row + other) * k, args->pages + row * k, k * sizeof(int32_t));
+        memcpy(args->scores + (row + other) * k, args->scores + row * k, k * sizeof(float));
+        args->counts[row + other] = args->counts[row];
+        bytes += list_bytes(job, p, row + other);
     }
-    for (uint32_t head = own; head < heads; head++) {
-        const cxlkv_select_args *args = job->args;
-        memcpy(args->pages + (first + head) * k, args->pages + first * k, k * sizeof(int32_t));
-        memcpy(args->scores + (first + head) * k, args->scores + first * k, k * sizeof(float));
-        args->counts[first + head] = args->counts[first];
-    }
-    uint64_t bytes = 0;
-    for (uint32_t head = 0; head < heads; head++) bytes += list_bytes(job, p, first + head);
     atomic_fetch_add_explicit(&job->bytes_fetched, bytes, memory_order_relaxed);
     return 0;
 }
 
+/* For batch->count * kv_heads items. */
 static int choose_task(void *context, uint32_t item) {
     select_job *job = context;
-    const plan *p = &job->plans[item];
-    uint8_t *chosen = malloc(p->view.pages + 1);
-    if (!chosen) return fail(ENOMEM, "no memory to choose among %u pages", p->view.pages);
+    uint32_t heads = job->batch->pool->layout.kv_heads, head = item % heads;
+    const plan *p = &job->plans[item / heads];
+    if (job->args->union_over == CXLKV_UNION_LAYER && head) return 0;
+    uint32_t *ranks = malloc((p->view.pages + 1) * (sizeof(*ranks) + 1));
+    if (!ranks) return fail(ENOMEM, "no memory to choose among %u pages", p->view.pages);
+    uint8_t *chosen = (uint8_t *)(ranks + p->view.pages + 1);
     int code = 0;
     for (uint64_t list = 0; code == 0 && list < p->lists; list++)
-        code = choose_list(job, p, list, chosen);
-    free(chosen);
+        code = choose_list(job, p, list, head, ranks, chosen);
+    free(ranks);
     return code;
 }
 
@@ -423,7 +436,8 @@ static int64_t select_locked(select_job *job) {
     for (uint32_t i = 0; i < batch->count; i++) tasks += job->plans[i].tasks;
     code = run_tasks(batch->pool, tasks, score_task, job);
     if (code == 0) code = run_tasks(batch->pool, batch->count, mass_task, job);
-    if (code == 0) code = run_tasks(batch->pool, batch->count, choose_task, job);
+    uint32_t heads = batch->pool->layout.kv_heads;
+    if (code == 0) code = run_tasks(batch->pool, batch->count * heads, choose_task, job);
     if (code < 0) return code;
     compact(job, lists);
     args->bytes_scored = atomic_load(&job->bytes_scored);

@@ -1,6 +1,7 @@
 /* What the files of select share: its plans, the job, and how a stage scores pages. */
 #ifndef CXLKV_SELECT_H
 #define CXLKV_SELECT_H
+#include "ahead.h"
 #include "internal.h"
 
 typedef struct plan {
@@ -44,8 +45,10 @@ window window_of(const select_job *job, const plan *p, uint64_t list);
 
 /* ---- select_score.c ---- */
 enum { QUERY_BLOCK = 64 };
-/* By keys, or by the digest if that is the method. */
-int score_page(select_job *job, const plan *p, uint32_t index);
+/* By keys, or by the digest if that is the method; next: where its pieces come from, or NULL. */
+int score_page(select_job *job, const plan *p, uint32_t index, ahead *next);
+/* The kind of piece that it reads of complete pages. */
+uint32_t scored_kind(const select_job *job);
 /* For batch->count items, under a mass budget: each page's share of the attention. */
 int mass_task(void *context, uint32_t item);
 

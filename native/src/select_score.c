@@ -6,57 +6,63 @@
 /* Of `rows` rows with `group` maxima each, to out[row * out_stride], or all to out[0]. */
 static void max_over_group(const float *maxima, uint64_t rows, uint32_t group, float *out,
                            uint64_t out_stride, bool one_list) {
+    if (one_list) group *= (uint32_t)rows, rows = 1;
     for (uint64_t row = 0; row < rows; row++) {
-        float best = -INFINITY;
-        for (uint32_t i = 0; i < group; i++) {
-            float value = maxima[row * group + i];
-            if (isnan(value) || value > best) best = value;
-            if (isnan(best)) break;
-        }
-        float *to = one_list ? out : out + row * out_stride;
-        if (isnan(*to)) continue;
-        if (isnan(best) || best > *to) *to = best;
+        float best = kernels_largest(maxima + row * group, group), *to = out + row * out_stride;
+        if (best > *to || isnan(best)) *to = best;
     }
 }
 
-/* Scores `count` queries against the first `tokens` tokens of a page's keys, or its digest. */
-static void score_block(const select_job *job, const plan *p, uint32_t index, const uint8_t *keys,
-                        size_t row_bytes, uint64_t first_query, uint32_t count, uint32_t tokens,
-                        float *maxima) {
+/* One page as all its heads see it. */
+typedef struct scored_page {
+    uint32_t index;
+    bool digest;                 /* in place of its keys */
+    bool whole;                  /* all rows see all of it */
+    page_rows rows;
+} scored_page;
+
+/* Scores `count` queries against tokens [hidden, visible) of a head's keys, or its digest. */
+static void score_block(const select_job *job, const scored_page *page, const uint8_t *keys,
+                        uint64_t first_query, uint32_t count, uint32_t hidden, uint32_t visible,
+                        const uint8_t *next, float *maxima) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     kernel_queries queries = queries_range(job->queries, first_query, count);
-    if (job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete)
+    if (page->digest)
         job->isa->bound((int)layout->dtype, keys, layout->head_dim, &queries, job->args->scale,
-                        maxima);
+                        maxima, next);
     else
-        job->isa->score_max((int)layout->dtype, keys, row_bytes, tokens, layout->head_dim, &queries,
-                            job->args->scale, maxima);
+        job->isa->score_max((int)layout->dtype, keys + hidden * page->rows.row_bytes,
+                            page->rows.row_bytes, visible - hidden, layout->head_dim, &queries,
+                            job->args->scale, maxima, next);
 }
 
-static void score_head(const select_job *job, const plan *p, uint32_t index, uint32_t head,
-                       const uint8_t *keys, size_t row_bytes) {
-    uint32_t group = job->group, heads = job->batch->pool->layout.kv_heads;
-    bool digest = job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete;
+static void score_head(const select_job *job, const plan *p, const scored_page *page, uint32_t head,
+                       const uint8_t *next) {
+    uint32_t group = job->group, heads = job->batch->pool->layout.kv_heads, index = page->index;
+    uint32_t visible = view_filled(&p->view, index), hidden = 0;
     bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
     uint64_t stride = (uint64_t)heads * p->view.pages;
     float *out = p->scores + (uint64_t)head * p->view.pages + index;
+    const uint8_t *keys = page->rows.first + head * page->rows.head_bytes;
     uint64_t first = p->first_query + (uint64_t)head * p->rows * group;
-    uint64_t block = QUERY_BLOCK / group ? QUERY_BLOCK / group : 1, row = 0;
-    while (row < p->rows) {
-        uint32_t visible = view_visible(&p->view, index, row, p->rows);
-        uint32_t hidden = view_hidden(&p->view, index, row, p->rows);
-        uint64_t rows = view_together(&p->view, index, row, p->rows, min_u64(block, p->rows - row));
-        if (hidden >= visible) visible = 0;
-        for (uint32_t part = 0; visible && part < group; part += QUERY_BLOCK) {
+    uint64_t block = QUERY_BLOCK / group ? QUERY_BLOCK / group : 1, rows;
+    for (uint64_t row = 0; row < p->rows; row += rows) {
+        rows = min_u64(block, p->rows - row);
+        if (!page->whole) {
+            visible = view_visible(&p->view, index, row, p->rows);
+            hidden = view_hidden(&p->view, index, row, p->rows);
+            rows = view_together(&p->view, index, row, p->rows, rows);
+            if (hidden >= visible) continue;
+        }
+        for (uint32_t part = 0; part < group; part += QUERY_BLOCK) {
             float maxima[QUERY_BLOCK];
             uint32_t count = min_u32(QUERY_BLOCK, (uint32_t)rows * group - part);
-            score_block(job, p, index, keys + (digest ? 0 : hidden * row_bytes), row_bytes,
-                        first + row * group + part, count, visible - hidden, maxima);
+            score_block(job, page, keys, first + row * group + part, count, hidden, visible,
+                        row == 0 && part == 0 ? next : NULL, maxima);
             uint32_t wide = group > QUERY_BLOCK ? count : group;
             max_over_group(maxima, rows, wide, one_list ? out : out + row * stride, stride,
                            one_list);
         }
-        row += rows;
     }
 }
 
@@ -77,7 +83,7 @@ static void mass_head(const select_job *job, const plan *p, uint32_t index, uint
             if (visible == 0) continue;
             kernel_queries one = queries_range(job->queries, p->first_query + query, 1);
             job->isa->score((int)layout->dtype, keys + hidden * row_bytes, row_bytes, visible,
-                            layout->head_dim, &one, job->args->scale, logits, visible);
+                            layout->head_dim, &one, job->args->scale, logits, visible, NULL);
             float largest = -INFINITY; /* or NaN, which then stays */
             for (uint32_t t = 0; t < visible; t++)
                 if (logits[t] > largest || isnan(logits[t])) largest = logits[t];
@@ -86,22 +92,27 @@ static void mass_head(const select_job *job, const plan *p, uint32_t index, uint
     }
 }
 
-int score_page(select_job *job, const plan *p, uint32_t index) {
+uint32_t scored_kind(const select_job *job) {
+    return job->args->method == CXLKV_METHOD_DIGEST ? PIECE_DIGEST : PIECE_KEYS;
+}
+
+int score_page(select_job *job, const plan *p, uint32_t index, ahead *next) {
     cxlkv_pool *pool = job->batch->pool;
-    const cxlkv_layout *layout = &pool->layout;
-    bool digest = job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete;
+    scored_page page = {.index = index, .whole = view_whole(&p->view, index, 0, p->rows, p->rows),
+                        .rows = view_rows(&p->view, index, PIECE_KEYS)};
     int code = view_verify(&p->view, index);
     if (code < 0) return code;
-    page_rows rows = view_rows(&p->view, index, PIECE_KEYS);
-    if (digest) {
-        uint32_t page = sequence_page(p->view.sequence, p->view.part, index);
-        rows.first = pieces_of(pool, page, p->view.layer, PIECE_DIGEST);
-        rows.head_bytes = pool->geometry.digest_piece_bytes;
+    if (scored_kind(job) == PIECE_DIGEST && index < p->view.complete) {
+        uint32_t at = sequence_page(p->view.sequence, p->view.part, index);
+        page.digest = true;
+        page.rows.first = pieces_of(pool, at, p->view.layer, PIECE_DIGEST);
+        page.rows.head_bytes = pool->geometry.digest_piece_bytes;
     }
-    for (uint32_t head = 0; head < layout->kv_heads; head++) {
-        const uint8_t *keys = rows.first + head * rows.head_bytes;
-        if (p->log_sums) mass_head(job, p, index, head, keys, rows.row_bytes);
-        else score_head(job, p, index, head, keys, rows.row_bytes);
+    for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
+        const uint8_t *keys = page.rows.first + head * page.rows.head_bytes;
+        const uint8_t *wanted = next ? ahead_next(next) : NULL;
+        if (p->log_sums) mass_head(job, p, index, head, keys, page.rows.row_bytes);
+        else score_head(job, p, &page, head, wanted);
     }
     return 0;
 }

@@ -11,9 +11,15 @@
 
 #include "select.h"
 
-/* Tokens wait until many are found, and the keys of some are on the way while others are scored:
- * each lies in a page of memory of its own, and most of the time goes by until it is there. */
-enum { SAMPLE_PAGES = 256, SAMPLE_SCORED = 32, WAITING_MAX = 512, AHEAD = 16 };
+/* Tokens wait until many are found, while their keys are on the way: each lies in a page of memory
+ * of its own, and most of the time goes by until it is there. */
+enum {
+    SAMPLE_PAGES = 256,
+    SAMPLE_SCORED = 32,
+    SAMPLE_AHEAD = 6,
+    HEADS_TOGETHER = 16,
+    WAITING_MAX = 96
+};
 /* Where more of the sample than this would be read anyway, keys are read in order, as fast. */
 static const float SHARE_MAX = 0.8f;
 
@@ -111,30 +117,6 @@ static bool is_better(float value, float than) {
     return value > than || (isnan(value) && !isnan(than));
 }
 
-static float best_of(const float *values, uint32_t first, uint32_t last) {
-    float best = -INFINITY;
-    for (uint32_t i = first; i < last; i++)
-        if (is_better(values[i], best)) best = values[i];
-    return best;
-}
-
-/* The best true score of one token. */
-static float score_token(const select_job *job, const uint8_t *key, uint64_t first,
-                         uint32_t count) {
-    const cxlkv_layout *layout = &job->batch->pool->layout;
-    float best = -INFINITY;
-    for (uint32_t at = 0; at < count; at += QUERY_BLOCK) {
-        float maxima[QUERY_BLOCK];
-        uint32_t here = min_u32(QUERY_BLOCK, count - at);
-        kernel_queries queries = queries_range(job->queries, first + at, here);
-        job->isa->score_max((int)layout->dtype, key, layout->head_dim * dtype_bytes(layout->dtype),
-                            1, layout->head_dim, &queries, job->args->scale, maxima);
-        float value = best_of(maxima, 0, here);
-        if (is_better(value, best)) best = value;
-    }
-    return best;
-}
-
 /* ---- the sample ---- */
 
 /* Which queries list `list` of a plan has in a head. */
@@ -145,20 +127,58 @@ static uint64_t queries_of_list(const select_job *job, const plan *p, uint64_t l
     return p->first_query + ((uint64_t)head * p->rows + (one_list ? 0 : list)) * job->group;
 }
 
-/* Errors of a page of the sample. */
+/* Errors of 16 tokens, or what a page has of them. */
 static void sample_errors(const select_job *job, const page_sketch *page, uint32_t head,
                           uint64_t first, uint32_t count, uint32_t first_token,
                           const float *estimates, sample *made) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
     const float *scales = scales_of(job, page, head, first_token / SKETCH_TOKENS);
-    uint32_t tokens = job->batch->pool->layout.page_tokens - first_token;
-    for (uint32_t t = 0; t < min_u32(tokens, SKETCH_TOKENS); t++) {
-        const uint8_t *key = page->keys.first + head * page->keys.head_bytes +
-                             (first_token + t) * page->keys.row_bytes;
-        float error = estimates[t] - score_token(job, key, first, count);
+    const void *keys[SKETCH_TOKENS];
+    float scores[SKETCH_TOKENS];
+    uint32_t tokens = min_u32(layout->page_tokens - first_token, SKETCH_TOKENS);
+    kernel_queries queries = queries_range(job->queries, first, count);
+    for (uint32_t t = 0; t < tokens; t++)
+        keys[t] = page->keys.first + head * page->keys.head_bytes +
+                  (first_token + t) * page->keys.row_bytes;
+    kernels_score_each(job->isa, (int)layout->dtype, keys, tokens, layout->head_dim, &queries,
+                       job->args->scale, scores);
+    for (uint32_t t = 0; t < tokens; t++) {
+        float error = estimates[t] - scores[t];
         made->squares += error * error;
         made->count++;
         if (scales[t] != 0) made->scaled += error / scales[t] * error / scales[t];
     }
+}
+
+/* Page i of the sample; behind the last one that. */
+static uint32_t sampled(uint32_t start, uint32_t pages, uint32_t i) {
+    i = min_u32(i, SAMPLE_PAGES - 1);
+    return start + (uint32_t)((2ull * i + 1) * pages / (2 * SAMPLE_PAGES));
+}
+
+static int sample_page(select_job *job, const plan *p, uint32_t head, uint64_t first,
+                       uint32_t count, uint32_t index, uint32_t next, bool with_errors,
+                       sample *made, float *best) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const float never = INFINITY, none = 0;
+    int code = view_verify(&p->view, index);
+    if (code < 0) return code;
+    page_sketch page = sketch_of(job, p, index), later = sketch_of(job, p, next);
+    *best = -INFINITY;
+    for (uint32_t t = 0; t < layout->page_tokens; t += SKETCH_TOKENS) {
+        uint32_t block = t / SKETCH_TOKENS;
+        float estimates[SKETCH_TOKENS];
+        sketch_estimate got;
+        sketch_blocks blocks = {
+            .first = block_of(job, &page, head, block), .count = 1, .dim = layout->head_dim,
+            .queries = job->sketch_queries + first, .query_count = count,
+            .seen = seen_bits(block, 0, layout->page_tokens), .thresholds = &never,
+            .slacks = &none, .next = block_of(job, &later, head, block), .maxima = estimates};
+        job->isa->estimate(&blocks, &got);
+        if (is_better(got.best, *best)) *best = got.best;
+        if (with_errors) sample_errors(job, &page, head, first, count, t, estimates, made);
+    }
+    return 0;
 }
 
 static int sample_list(select_job *job, const plan *p, uint64_t list, uint32_t head) {
@@ -169,21 +189,10 @@ static int sample_list(select_job *job, const plan *p, uint64_t list, uint32_t h
     uint64_t first = queries_of_list(job, p, list, head, &count);
     made->squares = made->scaled = made->count = 0;
     for (uint32_t i = 0; i < SAMPLE_PAGES; i++) {
-        uint32_t index = start + (uint32_t)((2ull * i + 1) * pages / (2 * SAMPLE_PAGES));
-        int code = view_verify(&p->view, index);
+        int code = sample_page(job, p, head, first, count, sampled(start, pages, i),
+                               sampled(start, pages, i + SAMPLE_AHEAD),
+                               i % (SAMPLE_PAGES / SAMPLE_SCORED) == 0, made, &made->maxima[i]);
         if (code < 0) return code;
-        page_sketch page = sketch_of(job, p, index);
-        made->maxima[i] = -INFINITY;
-        for (uint32_t t = 0; t < layout->page_tokens; t += SKETCH_TOKENS) {
-            float estimates[SKETCH_TOKENS];
-            uint32_t block = t / SKETCH_TOKENS, seen = seen_bits(block, 0, layout->page_tokens);
-            sketch_estimate got = job->isa->estimate(
-                block_of(job, &page, head, block), layout->head_dim, job->sketch_queries + first,
-                count, seen, INFINITY, 0, estimates);
-            if (is_better(got.best, made->maxima[i])) made->maxima[i] = got.best;
-            if (i % (SAMPLE_PAGES / SAMPLE_SCORED) == 0)
-                sample_errors(job, &page, head, first, count, t, estimates, made);
-        }
     }
     uint64_t sketched = SAMPLE_PAGES * job->batch->pool->geometry.sketch_piece_bytes;
     uint64_t scored = (uint64_t)SAMPLE_SCORED * layout->page_tokens * layout->head_dim *
@@ -272,114 +281,172 @@ void sketch_cut_all(select_job *job) {
 
 /* ---- the scan ---- */
 
+/* Tokens of one head that are to be scored by their keys, by the same queries. */
 typedef struct waiting {
-    const uint8_t *key;
-    float *score;
-    uint64_t first_query;
-    uint32_t query_count;
+    uint32_t count;
+    const void *keys[WAITING_MAX];
+    float *scores[WAITING_MAX];  /* of their pages */
 } waiting;
 
+/* A run of pages for one list and some heads. */
 typedef struct scan {
     const select_job *job;
     const plan *p;
-    uint32_t count;
+    uint64_t list;
+    uint32_t head_first, head_count;
+    uint64_t row, rows;          /* whose queries are meant now */
     uint64_t tokens;             /* scored by their keys */
-    waiting waits[WAITING_MAX];
+    waiting waits[HEADS_TOGETHER];
 } scan;
 
-static void score_waiting(scan *s) {
+static uint64_t first_query_of(const scan *s, uint32_t head) {
+    return s->p->first_query + ((uint64_t)head * s->p->rows + s->row) * s->job->group;
+}
+
+static void score_waiting(scan *s, uint32_t head) {
     const cxlkv_layout *layout = &s->job->batch->pool->layout;
-    size_t row_bytes = layout->head_dim * dtype_bytes(layout->dtype);
-    for (uint32_t i = 0; i < s->count; i++) {
-        const waiting *w = &s->waits[i];
-        for (size_t at = 0; i + AHEAD < s->count && at < row_bytes; at += LINE_BYTES)
-            __builtin_prefetch(s->waits[i + AHEAD].key + at);
-        float value = score_token(s->job, w->key, w->first_query, w->query_count);
-        if (is_better(value, *w->score)) *w->score = value;
-    }
-    s->tokens += s->count;
-    s->count = 0;
+    waiting *w = &s->waits[head - s->head_first];
+    kernel_queries queries = queries_range(s->job->queries, first_query_of(s, head),
+                                           (uint32_t)s->rows * s->job->group);
+    float best[WAITING_MAX];
+    kernels_score_each(s->job->isa, (int)layout->dtype, w->keys, w->count, layout->head_dim,
+                       &queries, s->job->args->scale, best);
+    for (uint32_t i = 0; i < w->count; i++)
+        if (is_better(best[i], *w->scores[i])) *w->scores[i] = best[i];
+    s->tokens += w->count;
+    w->count = 0;
 }
 
-static void wait_for(scan *s, const uint8_t *key, float *score, uint64_t first, uint32_t count) {
-    if (s->count == WAITING_MAX) score_waiting(s);
-    s->waits[s->count++] = (waiting){key, score, first, count};
+static void score_all_waiting(scan *s) {
+    for (uint32_t i = 0; i < s->head_count; i++)
+        if (s->waits[i].count) score_waiting(s, s->head_first + i);
 }
 
-/* Queries of one list, which see the tokens [hidden, visible) of a page. Returns whether there is a
- * token to be scored; *best_estimate is raised. */
-static bool scan_queries(scan *s, const page_sketch *page, uint32_t head, uint64_t first,
-                         uint32_t count, uint32_t hidden, uint32_t visible, uint64_t list,
-                         float *score, float *best_estimate) {
-    uint32_t dim = s->job->batch->pool->layout.head_dim;
-    bool found = false;
+/* The key is asked for at once, to be here when it is scored. */
+static void wait_for(scan *s, uint32_t head, const uint8_t *key, size_t key_bytes, float *score) {
+    waiting *w = &s->waits[head - s->head_first];
+    for (size_t at = 0; at < key_bytes; at += LINE_BYTES) __builtin_prefetch(key + at, 0, 2);
+    if (w->count == WAITING_MAX) score_waiting(s, head);
+    w->keys[w->count] = key;
+    w->scores[w->count++] = score;
+}
+
+/* What the estimates of a page say, by head. */
+typedef struct found {
+    float best;
+    bool waits;                  /* at least one token does */
+} found;
+
+/* Tokens [hidden, visible) of a page, which the scan's rows see. */
+static void scan_tokens(scan *s, const page_sketch *page, uint32_t index, uint32_t hidden,
+                        uint32_t visible, const page_sketch *next, found *heads) {
+    const cxlkv_layout *layout = &s->job->batch->pool->layout;
+    size_t key_bytes = layout->head_dim * dtype_bytes(layout->dtype);
+    uint64_t list = s->list * layout->kv_heads + s->head_first;
+    float *scores = s->p->scores + list * s->p->view.pages + index;
+    sketch_estimate got[HEADS_TOGETHER];
+    sketch_blocks blocks = {
+        .stride_bytes = s->job->batch->pool->geometry.sketch_piece_bytes, .count = s->head_count,
+        .dim = layout->head_dim,
+        .queries = s->job->sketch_queries + first_query_of(s, s->head_first),
+        .query_stride = s->p->rows * s->job->group,
+        .query_count = (uint32_t)s->rows * s->job->group,
+        .thresholds = s->p->thresholds + list, .slacks = slacks_of(s->job, s->p) + list};
     for (uint32_t block = hidden / SKETCH_TOKENS; block * SKETCH_TOKENS < visible; block++) {
-        float estimates[SKETCH_TOKENS];
-        const uint8_t *key = page->keys.first + head * page->keys.head_bytes +
-                             block * SKETCH_TOKENS * page->keys.row_bytes;
-        sketch_estimate got = s->job->isa->estimate(
-            block_of(s->job, page, head, block), dim, s->job->sketch_queries + first, count,
-            seen_bits(block, hidden, visible), s->p->thresholds[list],
-            slacks_of(s->job, s->p)[list], estimates);
-        if (got.best > *best_estimate) *best_estimate = got.best;
-        found |= got.passing != 0;
-        for (uint32_t bits = got.passing; bits; bits &= bits - 1)
-            wait_for(s, key + (uint32_t)__builtin_ctz(bits) * page->keys.row_bytes, score, first,
-                     count);
+        blocks.first = block_of(s->job, page, s->head_first, block);
+        blocks.next = next ? block_of(s->job, next, s->head_first, block) : NULL;
+        blocks.seen = seen_bits(block, hidden, visible);
+        s->job->isa->estimate(&blocks, got);
+        for (uint32_t i = 0; i < s->head_count; i++) {
+            uint32_t head = s->head_first + i;
+            const uint8_t *keys = page->keys.first + head * page->keys.head_bytes +
+                                  block * SKETCH_TOKENS * page->keys.row_bytes;
+            if (got[i].best > heads[i].best) heads[i].best = got[i].best;
+            heads[i].waits |= got[i].passing != 0;
+            for (uint32_t bits = got[i].passing; bits; bits &= bits - 1)
+                wait_for(s, head, keys + (uint32_t)__builtin_ctz(bits) * page->keys.row_bytes,
+                         key_bytes, scores + (uint64_t)i * s->p->view.pages);
+        }
     }
-    return found;
 }
 
-static void scan_head(scan *s, const page_sketch *page, uint32_t index, uint32_t head) {
-    const select_job *job = s->job;
+/* The rows of the scan change: what waits is for those before. */
+static void turn_to(scan *s, uint64_t row, uint64_t rows) {
+    if (s->row == row && s->rows == rows) return;
+    score_all_waiting(s);
+    s->row = row, s->rows = rows;
+}
+
+static int scan_page(scan *s, uint32_t index, const page_sketch *next) {
     const plan *p = s->p;
-    uint32_t heads = kv_heads(job);
-    bool one_list = job->args->per == CXLKV_PER_SEQUENCE, found = false;
-    uint64_t first = p->first_query + (uint64_t)head * p->rows * job->group;
-    float best_estimate = -INFINITY;
-    for (uint64_t row = 0, rows = 1; row < p->rows; row += rows) {
-        uint64_t list = one_list ? 0 : row;
-        float *score = p->scores + (list * heads + head) * p->view.pages + index;
+    bool one_list = s->job->args->per == CXLKV_PER_SEQUENCE;
+    uint64_t end = one_list ? p->rows : s->list + 1, rows;
+    page_sketch page = sketch_of(s->job, p, index);
+    found heads[HEADS_TOGETHER];
+    int code = view_verify(&p->view, index);
+    if (code < 0) return code;
+    for (uint32_t i = 0; i < s->head_count; i++) heads[i] = (found){-INFINITY, false};
+    for (uint64_t row = one_list ? 0 : s->list; row < end; row += rows) {
         uint32_t visible = view_visible(&p->view, index, row, p->rows);
         uint32_t hidden = view_hidden(&p->view, index, row, p->rows);
-        if (one_list) rows = view_together(&p->view, index, row, p->rows, p->rows - row);
-        if (hidden < visible)
-            found |= scan_queries(s, page, head, first + row * job->group,
-                                  (uint32_t)rows * job->group, hidden, visible,
-                                  list * heads + head, score, &best_estimate);
-        if (one_list && row + rows < p->rows) continue; /* others may find something yet */
-        if (!found) *score = best_estimate;
-        best_estimate = -INFINITY, found = false;
+        rows = view_together(&p->view, index, row, p->rows, end - row);
+        if (hidden >= visible) continue;
+        turn_to(s, row, rows);
+        scan_tokens(s, &page, index, hidden, visible, next, heads);
     }
+    float *scores = p->scores + index +
+                    (s->list * kv_heads(s->job) + s->head_first) * p->view.pages;
+    for (uint32_t i = 0; i < s->head_count; i++)
+        if (!heads[i].waits) scores[(uint64_t)i * p->view.pages] = heads[i].best;
+    return 0;
+}
+
+/* Pages [first, last), all with sketches. */
+static int scan_list(scan *s, uint32_t first, uint32_t last) {
+    const cxlkv_pool *pool = s->job->batch->pool;
+    ahead next = ahead_begin(&s->p->view, PIECE_SKETCH, NULL, first, last, s->head_first,
+                             s->head_first + s->head_count, true);
+    s->row = s->rows = 0;
+    for (uint32_t i = 0; i < s->head_count; i++) s->waits[i].count = 0;
+    for (uint32_t index = first; index < last; index++) {
+        page_sketch later = {.blocks = ahead_next(&next)};
+        if (later.blocks) later.blocks -= s->head_first * pool->geometry.sketch_piece_bytes;
+        int code = scan_page(s, index, later.blocks ? &later : NULL);
+        if (code < 0) return code;
+    }
+    score_all_waiting(s);
+    return 0;
 }
 
 int sketch_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last,
                        bool counts) {
     const cxlkv_layout *layout = &job->batch->pool->layout;
     window w = window_of(job, p, 0);
-    uint32_t start, end = free_pages(p, &w, &start) + start, sketched = 0;
+    uint32_t start, end = free_pages(p, &w, &start) + start;
     uint64_t token_bytes = layout->head_dim * dtype_bytes(layout->dtype), bytes = 0;
-    scan s; /* large: only its head is set */
-    s.job = job, s.p = p, s.count = 0, s.tokens = 0;
+    start = start < first ? first : min_u32(start, last);
+    end = min_u32(end, last) < start ? start : min_u32(end, last);
     for (uint32_t index = first; index < last; index++) {
-        int code;
-        if (index < start || index >= end) {
-            code = score_page(job, p, index);
-            bytes += counts * layout->kv_heads * token_bytes * view_filled(&p->view, index);
-        } else {
-            code = view_verify(&p->view, index);
-            page_sketch page = sketch_of(job, p, index);
-            for (uint32_t head = 0; code == 0 && head < layout->kv_heads; head++)
-                scan_head(&s, &page, index, head);
-            sketched += counts;
-        }
+        if (index >= start && index < end) continue;
+        int code = score_page(job, p, index, NULL);
         if (code < 0) return code;
+        bytes += counts * layout->kv_heads * token_bytes * view_filled(&p->view, index);
     }
-    score_waiting(&s);
-    uint64_t sketch = sketched * layout->kv_heads * job->batch->pool->geometry.sketch_piece_bytes;
-    bytes += sketch + s.tokens * token_bytes;
+    scan s; /* large: only its head is set */
+    s.job = job, s.p = p, s.tokens = 0;
+    for (uint32_t head = 0; head < layout->kv_heads; head += HEADS_TOGETHER) {
+        s.head_first = head;
+        s.head_count = min_u32(HEADS_TOGETHER, layout->kv_heads - head);
+        for (s.list = 0; s.list < p->lists; s.list++) {
+            int code = scan_list(&s, start, end);
+            if (code < 0) return code;
+        }
+    }
+    uint64_t sketched = counts ? end - start : 0;
+    sketched *= layout->kv_heads * job->batch->pool->geometry.sketch_piece_bytes;
+    bytes += sketched + s.tokens * token_bytes;
     atomic_fetch_add_explicit(&job->bytes_scored, bytes, memory_order_relaxed);
-    atomic_fetch_add_explicit(&job->bytes_sketched, sketch, memory_order_relaxed);
+    atomic_fetch_add_explicit(&job->bytes_sketched, sketched, memory_order_relaxed);
     atomic_fetch_add_explicit(&job->tokens_scored, s.tokens, memory_order_relaxed);
     return 0;
 }

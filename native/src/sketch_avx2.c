@@ -17,7 +17,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 
-enum { LANES = 8, QUERY_BLOCK = 4, PREFETCH_BYTES = 4096 };
+enum { LANES = 8, QUERY_BLOCK = 4 };
 /* A line adds at most 4 * 2 * 3 * 127 = 3048 to a sum of 16 bits. */
 enum { LINES_TOGETHER = 8 };
 
@@ -186,18 +186,20 @@ INLINE __m256 only_seen(__m256 half, uint32_t seen) {
     return _mm256_blendv_ps(_mm256_set1_ps(-INFINITY), half, mask);
 }
 
-sketch_estimate estimate_avx2(const void *block, uint32_t dim, const sketch_query *queries,
-                              uint32_t query_count, uint32_t seen, float threshold,
-                              float slack, float maxima[16]) {
-    uint32_t lines = sketch_dim(dim) / SKETCH_CHANNELS;
-    const uint8_t *scales = (const uint8_t *)block + lines * SKETCH_LINE_BYTES;
+static sketch_estimate estimate_one(const sketch_blocks *blocks, uint32_t at) {
+    const uint8_t *block = blocks->first + at * blocks->stride_bytes;
+    const sketch_query *queries = blocks->queries + at * blocks->query_stride;
+    const uint32_t query_count = blocks->query_count, seen = blocks->seen;
+    const float threshold = blocks->thresholds[at], slack = blocks->slacks[at];
+    uint32_t lines = sketch_dim(blocks->dim) / SKETCH_CHANNELS;
+    const uint8_t *scales = block + lines * SKETCH_LINE_BYTES;
     __m256 best[2], cut = _mm256_set1_ps(threshold);
     sketch_estimate made = {0};
+    const uint8_t *next = blocks->next ? blocks->next + at * blocks->stride_bytes : block;
     for (uint32_t line = 0; line <= lines; line++)
-        _mm_prefetch((const char *)((uintptr_t)block + PREFETCH_BYTES + line * SKETCH_LINE_BYTES),
-                     _MM_HINT_T0);
+        _mm_prefetch((const char *)next + line * SKETCH_LINE_BYTES, _MM_HINT_T0);
     UNROLL for (uint32_t i = 0; i < 2; i++) {
-        const uint8_t *half = (const uint8_t *)block + i * LANES * sizeof(float);
+        const uint8_t *half = block + i * LANES * sizeof(float);
         best[i] = _mm256_set1_ps(-INFINITY);
         for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK) switch (query_count - q) {
             case 1: best[i] = estimate_half(half, lines, queries + q, 1, best[i]); break;
@@ -208,7 +210,8 @@ sketch_estimate estimate_avx2(const void *block, uint32_t dim, const sketch_quer
         __m256 scale = _mm256_load_ps((const float *)scales + i * LANES);
         __m256 upper = _mm256_mul_ps(_mm256_add_ps(best[i], _mm256_set1_ps(slack)), scale);
         best[i] = _mm256_mul_ps(best[i], scale);
-        _mm256_storeu_ps(maxima + i * LANES, best[i]);
+        if (blocks->maxima)
+            _mm256_storeu_ps(blocks->maxima + 16 * (size_t)at + i * LANES, best[i]);
         uint32_t passing = (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(upper, cut, _CMP_NLT_UQ));
         made.passing |= (passing << i * LANES) & seen;
         best[i] = only_seen(best[i], seen >> i * LANES);
@@ -220,6 +223,11 @@ sketch_estimate estimate_avx2(const void *block, uint32_t dim, const sketch_quer
     made.best = _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
     if (_mm256_movemask_ps(either)) made.best = NAN;
     return made;
+}
+
+void estimate_avx2(const sketch_blocks *blocks, sketch_estimate *made) {
+    for (uint32_t i = 0; i < blocks->count; i++)
+        made[i] = estimate_one(blocks, i);
 }
 
 #if defined(__clang__)

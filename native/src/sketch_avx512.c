@@ -19,7 +19,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
-enum { LANES = 16, QUERY_BLOCK = 4, PREFETCH_BYTES = 4096 };
+enum { LANES = 16, QUERY_BLOCK = 4 };
 
 /* ---- encode ---- */
 
@@ -157,12 +157,22 @@ void sketch_avx512(int dtype, const void *keys, size_t stride_bytes, uint32_t to
 
 /* ---- estimate ---- */
 
+/* Four codes of each token by the same four of a query. gcc would load them to a register first: as
+ * many instructions again, which is what limits the loop. */
+INLINE __m512i add_products(__m512i sums, __m512i codes, const int8_t *four) {
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0"
+            : "+v"(sums)
+            : "v"(codes), "m"(*(const int8_t(*)[4])four));
+    return sums;
+}
+
 /* Raises the maxima of 16 tokens by 1 to 4 queries, before their scales. */
-INLINE __m512 estimate_block(const uint8_t *block, uint32_t lines, const sketch_query *queries,
-                             int queries_here, __m512 maxima) {
+INLINE __m512 estimate_queries(const uint8_t *block, uint32_t lines, const sketch_query *queries,
+                               int queries_here, __m512 maxima) {
     const __m512i low = _mm512_set1_epi8(3);
-    __m512i sums[QUERY_BLOCK][2];
-    UNROLL for (int q = 0; q < queries_here; q++) sums[q][0] = sums[q][1] = _mm512_setzero_si512();
+    __m512i sums[QUERY_BLOCK][4];
+    UNROLL for (int q = 0; q < queries_here; q++) UNROLL for (int i = 0; i < 4; i++)
+        sums[q][i] = _mm512_setzero_si512();
     for (uint32_t line = 0; line < lines; line++) {
         __m512i packed = _mm512_load_si512(block + line * SKETCH_LINE_BYTES), codes[4];
         codes[0] = _mm512_and_si512(packed, low);
@@ -170,47 +180,61 @@ INLINE __m512 estimate_block(const uint8_t *block, uint32_t lines, const sketch_
         codes[2] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), low);
         codes[3] = _mm512_and_si512(_mm512_srli_epi16(packed, 6), low);
         UNROLL for (int q = 0; q < queries_here; q++) UNROLL for (int i = 0; i < 4; i++) {
-            int32_t four;
-            memcpy(&four, queries[q].codes + line * SKETCH_CHANNELS + 4 * i, sizeof(four));
-            sums[q][i % 2] =
-                _mm512_dpbusd_epi32(sums[q][i % 2], codes[i], _mm512_set1_epi32(four));
+            const int8_t *four = queries[q].codes + line * SKETCH_CHANNELS + 4 * i;
+            sums[q][i] = add_products(sums[q][i], codes[i], four);
         }
     }
     UNROLL for (int q = 0; q < queries_here; q++) {
-        __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(sums[q][0], sums[q][1]));
-        __m512 value = _mm512_mul_ps(_mm512_sub_ps(sum, _mm512_set1_ps(queries[q].offset)),
-                                     _mm512_set1_ps(queries[q].factor));
-        /* max gives its second operand when one is NaN, so an old NaN stays; a new one is set. */
-        __mmask16 broken = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-        maxima = _mm512_mask_mov_ps(_mm512_max_ps(value, maxima), broken, value);
+        __m512i sum = _mm512_add_epi32(_mm512_add_epi32(sums[q][0], sums[q][1]),
+                                       _mm512_add_epi32(sums[q][2], sums[q][3]));
+        __m512 centred = _mm512_sub_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(queries[q].offset));
+        __m512 value = _mm512_mul_ps(centred, _mm512_set1_ps(queries[q].factor));
+        maxima = _mm512_max_ps(value, maxima); /* of a NaN: the other one */
     }
     return maxima;
 }
 
-sketch_estimate estimate_avx512(const void *block, uint32_t dim, const sketch_query *queries,
-                                uint32_t query_count, uint32_t seen, float threshold,
-                                float slack, float maxima[16]) {
-    uint32_t lines = sketch_dim(dim) / SKETCH_CHANNELS;
+INLINE __m512 estimate_block(const uint8_t *block, uint32_t lines, const sketch_query *queries,
+                             uint32_t query_count) {
     __m512 best = _mm512_set1_ps(-INFINITY);
-    for (uint32_t line = 0; line <= lines; line++)
-        _mm_prefetch((const char *)((uintptr_t)block + PREFETCH_BYTES + line * SKETCH_LINE_BYTES),
-                     _MM_HINT_T0);
+    bool broken = false;
+    for (uint32_t q = 0; q < query_count; q++) broken |= isnan(queries[q].factor);
     for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK) switch (query_count - q) {
-        case 1: best = estimate_block(block, lines, queries + q, 1, best); break;
-        case 2: best = estimate_block(block, lines, queries + q, 2, best); break;
-        case 3: best = estimate_block(block, lines, queries + q, 3, best); break;
-        default: best = estimate_block(block, lines, queries + q, 4, best);
+        case 1: best = estimate_queries(block, lines, queries + q, 1, best); break;
+        case 2: best = estimate_queries(block, lines, queries + q, 2, best); break;
+        case 3: best = estimate_queries(block, lines, queries + q, 3, best); break;
+        default: best = estimate_queries(block, lines, queries + q, 4, best);
         }
-    __m512 scales = _mm512_load_ps((const uint8_t *)block + lines * SKETCH_LINE_BYTES);
-    __m512 upper = _mm512_mul_ps(_mm512_add_ps(best, _mm512_set1_ps(slack)), scales);
-    best = _mm512_mul_ps(best, scales);
-    _mm512_storeu_ps(maxima, best);
-    __mmask16 broken = _mm512_cmp_ps_mask(best, best, _CMP_UNORD_Q) & (__mmask16)seen;
-    sketch_estimate made = {.best = _mm512_mask_reduce_max_ps((__mmask16)seen, best)};
-    if (broken) made.best = NAN;
-    made.passing = _mm512_mask_cmp_ps_mask((__mmask16)seen, upper, _mm512_set1_ps(threshold),
-                                           _CMP_NLT_UQ);
-    return made;
+    return broken ? _mm512_set1_ps(NAN) : best;
+}
+
+INLINE void estimate_blocks(const sketch_blocks *blocks, uint32_t lines, sketch_estimate *made) {
+    const __mmask16 seen = (__mmask16)blocks->seen;
+    for (uint32_t i = 0; i < blocks->count; i++) {
+        const uint8_t *block = blocks->first + i * blocks->stride_bytes;
+        const uint8_t *next = blocks->next ? blocks->next + i * blocks->stride_bytes : block;
+        UNROLL for (uint32_t line = 0; line <= lines; line++)
+            _mm_prefetch((const char *)next + line * SKETCH_LINE_BYTES, _MM_HINT_T0);
+        __m512 best = estimate_block(block, lines, blocks->queries + i * blocks->query_stride,
+                                     blocks->query_count);
+        __m512 scales = _mm512_load_ps(block + lines * SKETCH_LINE_BYTES);
+        __m512 slack = _mm512_set1_ps(blocks->slacks[i]);
+        __m512 upper = _mm512_mul_ps(_mm512_add_ps(best, slack), scales);
+        best = _mm512_mul_ps(best, scales);
+        if (blocks->maxima) _mm512_storeu_ps(blocks->maxima + 16 * (size_t)i, best);
+        __mmask16 broken = _mm512_cmp_ps_mask(best, best, _CMP_UNORD_Q) & seen;
+        made[i].best = broken ? NAN : _mm512_mask_reduce_max_ps(seen, best);
+        made[i].passing = _mm512_mask_cmp_ps_mask(
+            seen, upper, _mm512_set1_ps(blocks->thresholds[i]), _CMP_NLT_UQ);
+    }
+}
+
+void estimate_avx512(const sketch_blocks *blocks, sketch_estimate *made) {
+    switch (sketch_dim(blocks->dim) / SKETCH_CHANNELS) {
+    case 4: estimate_blocks(blocks, 4, made); break;
+    case 8: estimate_blocks(blocks, 8, made); break;
+    default: estimate_blocks(blocks, sketch_dim(blocks->dim) / SKETCH_CHANNELS, made);
+    }
 }
 
 #if defined(__clang__)

@@ -139,17 +139,19 @@ INLINE float32x4_t estimate_part(const uint8_t *part, uint32_t lines, const sket
     return maxima;
 }
 
-sketch_estimate estimate_neon(const void *block, uint32_t dim, const sketch_query *queries,
-                              uint32_t query_count, uint32_t seen, float threshold, float slack,
-                              float maxima[16]) {
+static sketch_estimate estimate_one(const sketch_blocks *blocks, uint32_t at) {
+    const uint8_t *block = blocks->first + at * blocks->stride_bytes;
+    const sketch_query *queries = blocks->queries + at * blocks->query_stride;
+    const uint32_t query_count = blocks->query_count, seen = blocks->seen;
+    const float threshold = blocks->thresholds[at], slack = blocks->slacks[at];
     static const uint32_t lanes[LANES] = {1, 2, 4, 8};
     const uint32x4_t bit = vld1q_u32(lanes);
-    uint32_t lines = sketch_dim(dim) / SKETCH_CHANNELS;
-    const uint8_t *scales = (const uint8_t *)block + lines * SKETCH_LINE_BYTES;
+    uint32_t lines = sketch_dim(blocks->dim) / SKETCH_CHANNELS;
+    const uint8_t *scales = block + lines * SKETCH_LINE_BYTES;
     float32x4_t top = vdupq_n_f32(-INFINITY);
     sketch_estimate made = {0};
     for (uint32_t i = 0; i < VECTORS; i++) {
-        const uint8_t *part = (const uint8_t *)block + i * 16;
+        const uint8_t *part = block + i * 16;
         float32x4_t best = vdupq_n_f32(-INFINITY), scale;
         for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK) switch (query_count - q) {
             case 1: best = estimate_part(part, lines, queries + q, 1, best); break;
@@ -160,7 +162,7 @@ sketch_estimate estimate_neon(const void *block, uint32_t dim, const sketch_quer
         scale = vld1q_f32((const float *)scales + i * LANES);
         float32x4_t upper = vmulq_f32(vaddq_f32(best, vdupq_n_f32(slack)), scale);
         best = vmulq_f32(best, scale);
-        vst1q_f32(maxima + i * LANES, best);
+        if (blocks->maxima) vst1q_f32(blocks->maxima + 16 * (size_t)at + i * LANES, best);
         uint32x4_t failing = vcltq_f32(upper, vdupq_n_f32(threshold)); /* not so of NaN */
         made.passing |= (15 & ~vaddvq_u32(vandq_u32(failing, bit))) << i * LANES;
         uint32x4_t wanted = vtstq_u32(vdupq_n_u32(seen >> i * LANES), bit);
@@ -169,6 +171,11 @@ sketch_estimate estimate_neon(const void *block, uint32_t dim, const sketch_quer
     made.passing &= seen;
     made.best = vmaxvq_f32(top);
     return made;
+}
+
+void estimate_neon(const sketch_blocks *blocks, sketch_estimate *made) {
+    for (uint32_t i = 0; i < blocks->count; i++)
+        made[i] = estimate_one(blocks, i);
 }
 #else
 typedef int sketch_neon_is_of_aarch64;

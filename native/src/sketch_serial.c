@@ -63,18 +63,26 @@ static float estimate_token(const uint8_t *block, uint32_t dim, const sketch_que
     return maximum;
 }
 
-sketch_estimate estimate_serial(const void *block, uint32_t dim, const sketch_query *queries,
-                                uint32_t query_count, uint32_t seen, float threshold,
-                                float slack, float maxima[16]) {
-    const float *scales =
-        (const float *)((const uint8_t *)block + sketch_block_bytes(dim) - SKETCH_LINE_BYTES);
+static sketch_estimate estimate_one(const sketch_blocks *blocks, uint32_t at) {
+    const uint8_t *block = blocks->first + at * blocks->stride_bytes;
+    const sketch_query *queries = blocks->queries + at * blocks->query_stride;
+    const uint32_t query_count = blocks->query_count, seen = blocks->seen;
+    const float threshold = blocks->thresholds[at], slack = blocks->slacks[at];
+    const uint32_t dim = blocks->dim;
+    const float *scales = (const float *)(block + sketch_block_bytes(dim) - SKETCH_LINE_BYTES);
     sketch_estimate made = {.best = -INFINITY};
     for (uint32_t t = 0; t < SKETCH_TOKENS; t++) {
         float unscaled = estimate_token(block, dim, queries, query_count, t);
-        float value = maxima[t] = unscaled * scales[t];
+        float value = unscaled * scales[t];
+        if (blocks->maxima) blocks->maxima[16 * (size_t)at + t] = value;
         if (!(seen >> t & 1)) continue;
         if (value > made.best || isnan(value)) made.best = value;
         if (!((unscaled + slack) * scales[t] < threshold)) made.passing |= 1u << t;
     }
     return made;
+}
+
+void estimate_serial(const sketch_blocks *blocks, sketch_estimate *made) {
+    for (uint32_t i = 0; i < blocks->count; i++)
+        made[i] = estimate_one(blocks, i);
 }

@@ -174,6 +174,27 @@ typedef struct size {
 
 static float (*source_of(size now))(void) { return now.is_whole ? random_whole : random_float; }
 
+/* What is asked for ahead is never read: sometimes nothing, sometimes where nobody may read. */
+static const void *next_of(size now, const void *near) {
+    return now.tokens % 3 == 0 ? NULL : now.tokens % 3 == 1 ? near : (const void *)(uintptr_t)4096;
+}
+
+/* Keys one by one, in another order, are as good as those of a page. */
+static void check_each(const kernels *table, size now, const char *keys, size_t row_bytes,
+                       const kernel_queries *queries, float scale, const float *logits) {
+    const void *rows[MAX_TOKENS];
+    float best[MAX_TOKENS];
+    for (uint32_t t = 0; t < now.tokens; t++)
+        rows[t] = keys + (t * 7 % now.tokens) * row_bytes;
+    kernels_score_each(table, now.dtype, rows, now.tokens, now.dim, queries, scale, best);
+    for (uint32_t t = 0; t < now.tokens; t++) {
+        float largest = -INFINITY;
+        for (uint32_t j = 0; j < now.queries; j++)
+            largest = fmaxf(largest, logits[j * STRIDE + t * 7 % now.tokens]);
+        assert(best[t] == largest);
+    }
+}
+
 static void check_scores(const kernels *table, size now) {
     static float exact[MAX_TOKENS * MAX_DIM];
     float scale = now.is_whole ? 0.5f : 0.0883883f;
@@ -189,9 +210,10 @@ static void check_scores(const kernels *table, size now) {
     size_t row_bytes = keys.bytes / now.tokens * (1 + now.dim % 3);
     buffer spread = spread_rows(&keys, now.tokens, row_bytes, element_bytes(now.dtype));
     table->score(now.dtype, spread.data, row_bytes, now.tokens, now.dim, &queries.queries,
-                 scale, logit, STRIDE);
+                 scale, logit, STRIDE, next_of(now, keys.data));
     table->score_max(now.dtype, spread.data, row_bytes, now.tokens, now.dim,
-                     &queries.queries, scale, maximum);
+                     &queries.queries, scale, maximum, next_of(now, keys.data));
+    check_each(table, now, spread.data, row_bytes, &queries.queries, scale, logit);
 
     for (uint32_t j = 0; j < now.queries; j++) {
         float largest = -INFINITY;
@@ -228,7 +250,7 @@ static void check_accumulate(const kernels *table, size now) {
     size_t row_bytes = values.bytes / now.tokens * (1 + now.dim % 3);
     buffer spread = spread_rows(&values, now.tokens, row_bytes, element_bytes(now.dtype));
     table->accumulate(now.dtype, spread.data, row_bytes, now.tokens, now.dim, weight, STRIDE,
-                      now.queries, sum);
+                      now.queries, sum, next_of(now, values.data));
 
     for (uint32_t j = 0; j < now.queries; j++)
         for (uint32_t d = 0; d < now.dim; d++) {
@@ -268,7 +290,7 @@ static void check_digest_and_bound(const kernels *table, size now) {
         assert(low_high[d] == low && low_high[now.dim + d] == high);
     }
 
-    table->bound(now.dtype, digest.data, now.dim, &queries.queries, scale, found);
+    table->bound(now.dtype, digest.data, now.dim, &queries.queries, scale, found, NULL);
     for (uint32_t j = 0; j < now.queries; j++) {
         double expected = 0, magnitude = 0;
         for (uint32_t d = 0; d < now.dim; d++) {
@@ -340,9 +362,9 @@ static void test_denormal_keys(const kernels *table) {
         asked queries = make_queries(table, KERNEL_BFLOAT16, DIM, QUERIES, random_float, form);
         float logits[QUERIES * TOKENS], maxima[QUERIES];
         table->score(KERNEL_BFLOAT16, keys.data, DIM * 2, TOKENS, DIM, &queries.queries, 2.0f,
-                     logits, TOKENS);
+                     logits, TOKENS, NULL);
         table->score_max(KERNEL_BFLOAT16, keys.data, DIM * 2, TOKENS, DIM, &queries.queries, 2.0f,
-                         maxima);
+                         maxima, NULL);
         for (uint32_t j = 0; j < QUERIES; j++) {
             float largest = -INFINITY;
             for (uint32_t t = 0; t < TOKENS; t++) {
@@ -380,7 +402,7 @@ static void test_special_queries(const kernels *table) {
         assert(!takes || (!strncmp(table->name, "neon", 4) && special != 1 + 0x1p-20f));
         queries.queries.packed = takes ? queries.packed.data : NULL;
         table->score(KERNEL_BFLOAT16, keys.data, DIM * 2, TOKENS, DIM, &queries.queries, 1, logits,
-                     TOKENS);
+                     TOKENS, NULL);
         for (uint32_t k = 0; k < QUERIES * TOKENS; k++) {
             if (k / TOKENS == place / DIM && isnan(special))
                 assert(isnan(logits[k]));
@@ -408,9 +430,9 @@ static void test_special_values_in_scores(const kernels *table) {
             asked queries = make_queries(table, dtype, DIM, QUERIES, random_positive, place % 2);
             kernels_serial.from_float(dtype, keys, COUNT(keys), elements);
             table->score(dtype, elements, DIM * element_bytes(dtype), TOKENS, DIM, &queries.queries,
-                         0.5f, logits, TOKENS);
+                         0.5f, logits, TOKENS, NULL);
             table->score_max(dtype, elements, DIM * element_bytes(dtype), TOKENS, DIM,
-                             &queries.queries, 0.5f, maxima);
+                             &queries.queries, 0.5f, maxima, NULL);
             free_queries(&queries);
             for (int j = 0; j < QUERIES; j++) {
                 float largest = -INFINITY;
@@ -434,15 +456,19 @@ static void test_scores_that_are_not_numbers(const kernels *table) {
     kernel_queries query = {.rows = rows, .count = 1};
     for (int i = 0; i < 32; i++)
         keys[i] = INFINITY;
-    table->score_max(KERNEL_FLOAT32, keys, 64, 2, 16, &query, 1, &maximum);
+    table->score_max(KERNEL_FLOAT32, keys, 64, 2, 16, &query, 1, &maximum, NULL);
     assert(isnan(maximum));
+    const void *each[] = {keys, keys + 16};
+    float best[2];
+    kernels_score_each(table, KERNEL_FLOAT32, each, 2, 16, &query, 1, best);
+    assert(isnan(best[0]) && isnan(best[1]));
     for (int i = 0; i < 16; i++)
         rows[i] = -1;
-    table->score_max(KERNEL_FLOAT32, keys, 64, 2, 16, &query, 1, &maximum);
+    table->score_max(KERNEL_FLOAT32, keys, 64, 2, 16, &query, 1, &maximum, NULL);
     assert(maximum == -INFINITY);
     for (int i = 0; i < 32; i++)
         keys[i] = -3e38f; /* finite keys whose score is too large for fp32 */
-    table->score_max(KERNEL_FLOAT32, keys, 64, 2, 16, &query, 1, &maximum);
+    table->score_max(KERNEL_FLOAT32, keys, 64, 2, 16, &query, 1, &maximum, NULL);
     assert(maximum == INFINITY);
 }
 
@@ -547,7 +573,7 @@ static void test_special_values_in_bounds(const kernels *table) {
                 asked queries =
                     make_queries(table, dtypes[i], DIM, QUERIES, random_sign, place % 2);
                 kernels_serial.from_float(dtypes[i], digest, COUNT(digest), elements);
-                table->bound(dtypes[i], elements, DIM, &queries.queries, 0.5f, bounds);
+                table->bound(dtypes[i], elements, DIM, &queries.queries, 0.5f, bounds, NULL);
                 free_queries(&queries);
                 for (int j = 0; j < QUERIES; j++)
                     assert(is_infinite ? bounds[j] == INFINITY : isnan(bounds[j]));
@@ -593,6 +619,66 @@ static void test_exp_sum(const kernels *table) {
         for (uint32_t i = 0; i < LARGEST; i++)
             inputs[i] = start + (float)i / LARGEST;
         check_exponentials(table, inputs, LARGEST, 0);
+    }
+}
+
+/* Rows at a page's end; one that has the maximum already, one that raises it, one that is new. */
+static void test_soften(const kernels *table) {
+    enum { TOKENS = 16, ROWS = 4 };
+    if (!table->soften)
+        return;
+    for (uint32_t size = 0; size < TOKENS * ROWS; size++) {
+        uint32_t tokens = size % TOKENS + 1, count = size / TOKENS + 1;
+        buffer logits = make_buffer(tokens * count * 4, 4);
+        float *rows = float_data(&logits, tokens * count), factors[ROWS];
+        float states[ROWS][2] = {{100, 2}, {-100, 2}, {-INFINITY, 0}, {1, 0.5f}}, before[ROWS][2];
+        double weights[ROWS][TOKENS];
+        memcpy(before, states, sizeof states);
+        for (uint32_t i = 0; i < tokens * count; i++)
+            rows[i] = i % 7 == 3 ? -INFINITY : 8 * random_float();
+        for (uint32_t j = 0; j < count; j++) {
+            rows[j * tokens] = 2; /* one at least counts */
+            float largest = before[j][0];
+            for (uint32_t t = 0; t < tokens; t++)
+                largest = fmaxf(largest, rows[j * tokens + t]);
+            for (uint32_t t = 0; t < tokens; t++)
+                weights[j][t] = exp((double)(rows[j * tokens + t] - largest));
+            before[j][0] = largest;
+        }
+        assert(table->soften(rows, tokens, count, states, factors));
+        for (uint32_t j = 0; j < count; j++) {
+            const float olds[ROWS] = {100, -100, -INFINITY, 1};
+            double factor = exp((double)(olds[j] - before[j][0])), sum = before[j][1] * factor;
+            assert(states[j][0] == before[j][0]);
+            assert_close(factors[j], factor, 4e-7 * factor + 0x1p-149);
+            assert(olds[j] < before[j][0] || factors[j] == 1);
+            for (uint32_t t = 0; t < tokens; t++) {
+                assert_close(rows[j * tokens + t], weights[j][t],
+                             4e-7 * weights[j][t] + 0x1p-149);
+                sum += weights[j][t];
+            }
+            assert_close(states[j][1], sum, 3e-6 * sum);
+        }
+        free_buffer(&logits);
+    }
+}
+
+/* What it does not do it leaves as it was. */
+static void test_soften_refuses(const kernels *table) {
+    float rows[17 * 5], before[17 * 5], states[5][2], factors[5] = {7, 7, 7, 7, 7};
+    if (!table->soften)
+        return;
+    for (int kind = 0; kind < 4; kind++) {
+        for (int i = 0; i < 17 * 5; i++)
+            rows[i] = kind == 1 && i >= 16 && i < 32 ? -INFINITY : 1;
+        for (int j = 0; j < 5; j++)
+            states[j][0] = -INFINITY, states[j][1] = 0;
+        if (kind == 0)
+            rows[35] = NAN;
+        memcpy(before, rows, sizeof rows);
+        assert(!table->soften(rows, kind == 2 ? 17 : 16, kind == 3 ? 5 : 4, states, factors));
+        assert(!memcmp(before, rows, sizeof rows) && factors[0] == 7);
+        assert(states[0][0] == -INFINITY && states[3][1] == 0);
     }
 }
 
@@ -765,13 +851,14 @@ static void test_alignments(const kernels *table) {
     kernel_queries rows = queries.queries;
     rows.packed = NULL;
     float expected[QUERIES], found[QUERIES];
-    kernels_serial.score_max(KERNEL_BFLOAT16, keys.data, 2 * DIM, TOKENS, DIM, &rows, 1, expected);
+    kernels_serial.score_max(KERNEL_BFLOAT16, keys.data, 2 * DIM, TOKENS, DIM, &rows, 1, expected,
+                             NULL);
     for (size_t offset = 0; offset < 64; offset += 2) {
         buffer moved = make_buffer(keys.bytes + 64, 64);
         memcpy(moved.data + offset, keys.data, keys.bytes);
         for (int form = 0; form < 2; form++) {
             table->score_max(KERNEL_BFLOAT16, moved.data + offset, 2 * DIM, TOKENS, DIM,
-                             form ? &queries.queries : &rows, 1, found);
+                             form ? &queries.queries : &rows, 1, found, NULL);
             assert(!memcmp(found, expected, sizeof found));
         }
         free_buffer(&moved);
@@ -784,7 +871,7 @@ static void *ask_while_forced(void *argument) {
     for (int i = 0; i < 10000; i++) {
         float key = 3, row = 2, maximum;
         kernel_queries query = {.rows = &row, .count = 1};
-        kernels_current()->score_max(KERNEL_FLOAT32, &key, 4, 1, 1, &query, 1, &maximum);
+        kernels_current()->score_max(KERNEL_FLOAT32, &key, 4, 1, 1, &query, 1, &maximum, NULL);
         assert(maximum == 6);
     }
     return NULL;
@@ -813,6 +900,8 @@ static void test_table(const kernels *table) {
     test_special_values_in_bounds(table);
     test_exp_sum(table);
     test_special_values_in_exp_sum(table);
+    test_soften(table);
+    test_soften_refuses(table);
     test_every_half_there_and_back(table);
     test_rounding(table);
     test_random_floats_like_serial(table);

@@ -88,15 +88,49 @@ static void check_encoded(const sample *s) {
     }
 }
 
+static sketch_estimate estimate_one(const kernels *isa, const void *block, uint32_t dim,
+                                    const sketch_query *queries, uint32_t count, uint32_t seen,
+                                    float threshold, float slack, float maxima[16]) {
+    sketch_estimate made;
+    sketch_blocks blocks = {.first = block, .count = 1, .dim = dim, .queries = queries,
+                            .query_count = count, .seen = seen, .thresholds = &threshold,
+                            .slacks = &slack, .maxima = maxima};
+    isa->estimate(&blocks, &made);
+    return made;
+}
+
+/* Several at once, each with queries, threshold and slack of its own, are as one by one. */
+static void check_together(const kernels *isa, const sample *s, uint64_t *seed) {
+    enum { BLOCKS = 3 };
+    float thresholds[BLOCKS], slacks[BLOCKS], maxima[BLOCKS][16], one[16];
+    sketch_estimate made[BLOCKS];
+    sketch_blocks blocks = {
+        .first = s->want, .stride_bytes = sketch_block_bytes(s->dim), .dim = s->dim,
+        .count = s->tokens > 32 ? BLOCKS : (s->tokens + 15) / 16, .queries = s->queries,
+        .query_stride = 2,
+        .query_count = QUERIES - 2 * (BLOCKS - 1), .seen = 0xfff7, .thresholds = thresholds,
+        .slacks = slacks, .maxima = random_below(seed, 2) ? maxima[0] : NULL,
+        .next = random_below(seed, 2) ? s->want : NULL};
+    for (uint32_t i = 0; i < BLOCKS; i++) thresholds[i] = normal(seed), slacks[i] = normal(seed);
+    isa->estimate(&blocks, made);
+    for (uint32_t i = 0; i < blocks.count; i++) {
+        sketch_estimate want =
+            estimate_one(isa, s->want + i * blocks.stride_bytes, s->dim, s->queries + 2 * i,
+                         blocks.query_count, blocks.seen, thresholds[i], slacks[i], one);
+        CHECK(made[i].best == want.best && made[i].passing == want.passing);
+        CHECK(!blocks.maxima || !memcmp(one, maxima[i], sizeof(one)));
+    }
+}
+
 static void check_estimates(const kernels *isa, const sample *s, uint64_t *seed) {
     for (uint32_t block = 0; block * SKETCH_TOKENS < s->tokens; block++) {
         const uint8_t *at = s->want + block * sketch_block_bytes(s->dim);
         uint32_t count = 1 + random_below(seed, QUERIES), passing = 0;
         uint32_t seen = (uint32_t)random_next(seed) & 0xffff;
         float want[16], got[16], threshold = normal(seed), best = -INFINITY, slack = normal(seed);
-        reference->estimate(at, s->dim, s->queries, count, seen, threshold, slack, want);
+        estimate_one(reference, at, s->dim, s->queries, count, seen, threshold, slack, want);
         sketch_estimate made =
-            isa->estimate(at, s->dim, s->queries, count, seen, threshold, slack, got);
+            estimate_one(isa, at, s->dim, s->queries, count, seen, threshold, slack, got);
         for (uint32_t t = 0; t < 16; t++) {
             CHECK(fabsf(got[t] - want[t]) <= 1e-5f * (1 + fabsf(want[t])));
             if (!(seen >> t & 1)) continue;
@@ -122,13 +156,13 @@ static void check_meaning(const sample *s) {
             query += s->rows[d] * s->rows[d];
         }
         const uint8_t *at = s->want + t / 16 * sketch_block_bytes(s->dim);
-        reference->estimate(at, s->dim, s->queries, 1, 0xffff, 0, 0, maxima);
+        estimate_one(reference, at, s->dim, s->queries, 1, 0xffff, 0, 0, maxima);
         error += (maxima[t % 16] - logit) * (maxima[t % 16] - logit);
         size += 0.25 * own * query / s->dim; /* what a logit is by and large */
         sketch_query self;
         _Alignas(64) int8_t codes[DIM_MAX + 64];
         sketch_queries(row, 1, s->dim, 1, codes, &self);
-        reference->estimate(at, s->dim, &self, 1, 0xffff, 0, 0, maxima);
+        estimate_one(reference, at, s->dim, &self, 1, 0xffff, 0, 0, maxima);
         CHECK(fabsf(maxima[t % 16] - own) <= 0.02f * own);
     }
     CHECK(s->tokens < 16 || s->dim < 16 || sqrt(error / size) < 0.6);
@@ -146,16 +180,16 @@ static void test_odd_numbers(const kernels *isa, uint64_t *seed) {
                 ((float *)s.keys)[3 * 48 + d] = odd[kind];
             encode(isa, &s, s.got);
             sketch_estimate made =
-                isa->estimate(s.got, 48, s.queries, QUERIES, 0xffff, 1e9f, 0, got);
+                estimate_one(isa, s.got, 48, s.queries, QUERIES, 0xffff, 1e9f, 0, got);
             if (kind < 4) CHECK(isnan(got[3]) && isnan(made.best) && made.passing == 1 << 3);
             else CHECK(fabsf(got[3]) < 1e-30f && isfinite(made.best) && made.passing == 0);
             CHECK(isfinite(got[2]));
-            made = isa->estimate(s.got, 48, s.queries, QUERIES, 0xffff & ~(1 << 3), 1e9f, 0,
+            made = estimate_one(isa, s.got, 48, s.queries, QUERIES, 0xffff & ~(1 << 3), 1e9f, 0,
                                  got);
             CHECK(isfinite(made.best) && made.passing == 0);
             s.rows[5] = odd[kind];
             sketch_queries(s.rows, QUERIES, 48, 0.5f, s.codes, s.queries);
-            made = isa->estimate(s.got, 48, s.queries, QUERIES, 1, 1e9f, 0, got);
+            made = estimate_one(isa, s.got, 48, s.queries, QUERIES, 1, 1e9f, 0, got);
             CHECK(kind < 3 ? isnan(made.best) && made.passing == 1 : !isnan(made.best));
             sample_free(&s);
         }
@@ -172,11 +206,11 @@ static void test_largest(const kernels *isa) {
             memset(codes, sign * 127, dim);
             for (int t = 0; t < 16; t++) ((float *)scales_of(block, dim, 0))[t] = 1;
             sketch_query query = {.codes = codes, .factor = 1};
-            sketch_estimate made = isa->estimate(block, dim, &query, 1, 0xffff, want, 0, got);
+            sketch_estimate made = estimate_one(isa, block, dim, &query, 1, 0xffff, want, 0, got);
             CHECK(got[0] == want && got[15] == want && made.best == want);
             CHECK(made.passing == 0xffff);
-            CHECK(isa->estimate(block, dim, &query, 1, 0xffff, want + 1, 0, got).passing == 0);
-            CHECK(isa->estimate(block, dim, &query, 1, 0xf, want + 1, 1, got).passing == 0xf);
+            CHECK(estimate_one(isa, block, dim, &query, 1, 0xffff, want + 1, 0, got).passing == 0);
+            CHECK(estimate_one(isa, block, dim, &query, 1, 0xf, want + 1, 1, got).passing == 0xf);
             free(block);
             free(codes);
         }
@@ -196,6 +230,7 @@ static void test_isa(const char *name, uint64_t seed) {
             encode(reference, &s, s.want);
             encode(isa, &s, s.got);
             check_encoded(&s);
+            check_together(isa, &s, &seed);
             check_estimates(isa, &s, &seed);
             if (isa == reference) check_meaning(&s);
             sample_free(&s);
