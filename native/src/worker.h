@@ -66,8 +66,15 @@ void worker_ring(const worker_file *file);
 void worker_sleep(const worker_file *file, uint64_t pause_ns, bool (*again)(void *context),
                   void *context);
 
-/* ---- worker_client.c ---- */
+/* ---- worker.c ---- */
+request_facts worker_facts(const cxlkv_pool *pool);
+
+/* ---- worker_calls.c ---- */
 enum { NOT_BY_WORKER = INT32_MIN }; /* no error: do it in this process */
+/* As cxlkv_batch_select by the method that was asked for, or NOT_BY_WORKER. */
+int64_t worker_select(cxlkv_batch *batch, cxlkv_select_args *args, uint32_t method);
+
+/* ---- worker_client.c ---- */
 /* What the worker was told of a part of a sequence. */
 typedef struct worker_table {
     uint32_t epoch;              /* of the client's; another: it was told nothing */
@@ -75,9 +82,6 @@ typedef struct worker_table {
     uint64_t version;
     uint32_t first, end;         /* pages [first, end) */
 } worker_table;
-request_facts worker_facts(const cxlkv_pool *pool);
-/* As cxlkv_batch_select by the method that was asked for, or NOT_BY_WORKER. */
-int64_t worker_select(cxlkv_batch *batch, cxlkv_select_args *args, uint32_t method);
 /* Before the pages of a sequence are dropped: the worker drops them, too, in bounded time. */
 void worker_forget(cxlkv_sequence *sequence);
 void worker_cut(cxlkv_sequence *sequence);  /* the same behind its page_count, which was lowered */
