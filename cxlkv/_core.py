@@ -623,7 +623,7 @@ def pool_use_worker(pool: Handle, use: str, deadline_s: float) -> None:
 
 
 def pool_worker_state(pool: Handle) -> tuple[dict[str, int], str]:
-    """What this process's use of its worker has come to, and why the last select was not its."""
+    """What this process's use of its worker has come to, and why the last call was not its."""
     got = ffi.new("cxlkv_worker_state *")
     check(lib.cxlkv_pool_worker_state(pool, got))
     return _numbers(got[0]), ffi.string(got.why).decode(errors="replace")

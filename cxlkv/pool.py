@@ -218,7 +218,7 @@ class CXLPool:
         _core.pool_set_threads(self._handle, threads)
 
     def use_worker(self, use: str = "if_there", *, deadline_s: float | None = None) -> WorkerUse:
-        """Let `cxlkv ndp-worker`, a process near the memory, do the selects of this process.
+        """Let `cxlkv ndp-worker`, a process near the memory, select and attend for this process.
 
         "if_there": what the worker does not answer right and in time is done here, as long as that
         is so, and the worker is looked for again. "only": raises WorkerError then. "none": all is
@@ -235,7 +235,7 @@ class CXLPool:
 
     @property
     def worker(self) -> WorkerUse:
-        """How this process's selects by the worker went so far."""
+        """How this process's calls of the worker went so far."""
         return worker_use(self._handle)
 
     def sequence(self) -> Sequence:

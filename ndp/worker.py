@@ -1,4 +1,4 @@
-"""The worker near the memory: a process that selects for others, and how a pool uses it.
+"""The worker near the memory: a process that selects and attends for others; a pool's use of it.
 
 docs/ndp-worker.md says what it is for; the work is done in native/src/worker.c, the client's end is
 in native/src/worker_client.c. Here it is only begun, watched and ended.
@@ -25,12 +25,14 @@ STATUS_S = 60
 
 @dataclass(frozen=True)
 class WorkerUse:
-    """How the selects of this process went; `why` is of the last one that the worker did not do."""
+    """How the calls of this process went; `why` is of the last one that the worker did not do."""
 
     connected: bool
     pid: int
     selects: int
     selects_here: int
+    attends: int
+    attends_here: int
     connections: int
     why: str
 
@@ -42,6 +44,8 @@ def worker_use(pool: _core.Handle) -> WorkerUse:
         pid=numbers["pid"],
         selects=numbers["selects"],
         selects_here=numbers["selects_here"],
+        attends=numbers["attends"],
+        attends_here=numbers["attends_here"],
         connections=numbers["connections"],
         why=why,
     )

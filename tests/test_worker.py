@@ -1,4 +1,4 @@
-"""The worker near the memory selects what this process would, whoever dies meanwhile."""
+"""The worker near the memory selects and attends as this process would, whoever dies meanwhile."""
 
 from __future__ import annotations
 
@@ -105,13 +105,27 @@ def make_worker(path: Path) -> Iterator[MakeWorker]:
 
 
 def make_pool(
-    path: Path, dtype: str = "float32", capacity: str = "32MiB", window: int | None = None
+    path: Path,
+    dtype: str = "float32",
+    capacity: str = "32MiB",
+    window: int | None = None,
+    *,
+    page_tokens: int = PAGE,
+    value_dim: int = DIM,
+    values: str = "own",
 ) -> CXLPool:
-    full = LayerGroup(layers=2, kv_heads=HEADS, head_dim=DIM, dtype=dtype)
-    layout = KVLayout.of([full], [0, 0], page_tokens=PAGE)
+    full = LayerGroup(
+        layers=2,
+        kv_heads=HEADS,
+        head_dim=DIM,
+        value_head_dim=value_dim,
+        dtype=dtype,
+        values=values,
+    )
+    layout = KVLayout.of([full], [0, 0], page_tokens=page_tokens)
     if window is not None:
         layout = KVLayout.of(
-            [full, replace(full, layers=1, window=window)], [0, 0, 1], page_tokens=PAGE
+            [full, replace(full, layers=1, window=window)], [0, 0, 1], page_tokens=page_tokens
         )
     return CXLPool.create(path, layout=layout, capacity=capacity, threads=1)
 
@@ -124,7 +138,7 @@ def wait_until(claim: Callable[[], bool]) -> None:
 
 
 class Twins:
-    """A batch whose selects a worker does, and one of the same tokens that has none."""
+    """A batch for which a worker works, and one of the same tokens that has none."""
 
     def __init__(self, path: Path, pool: CXLPool, rng: np.random.Generator, count: int):
         self.rng, self.pool = rng, pool
@@ -135,13 +149,17 @@ class Twins:
     def append(self, tokens: list[int], layers: Sequences[int] | None = None) -> None:
         starts = np.cumsum([0, *tokens]).astype(np.int32)
         for layer in range(self.pool.layout.layers) if layers is None else layers:
-            shape = (int(starts[-1]), HEADS, DIM)
-            keys = self.as_given(self.rng.standard_normal(shape, np.float32))
+            keys = self.drawn(int(starts[-1]), HEADS, DIM)
+            values = None
+            if self.pool.layout.shape.values == "own":
+                values = self.drawn(int(starts[-1]), HEADS, self.pool.layout.value_head_dim)
             for batch in self.batches:
-                batch.append(layer, keys, keys, starts)
+                batch.append(layer, keys, values, starts)
 
-    def as_given(self, values: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> object:
-        if self.pool.layout.shape.dtype == "float32":
+    def drawn(self, *shape: int, dtype: str | None = None) -> object:
+        """Random numbers of the pool's dtype, or another one."""
+        values = self.rng.standard_normal(shape, np.float32)
+        if (dtype or self.pool.layout.shape.dtype) == "float32":
             return values
         torch = pytest.importorskip("torch", reason="numpy has no bfloat16")
         return torch.from_numpy(values).bfloat16()
@@ -156,13 +174,30 @@ class Twins:
     ) -> list[Selection]:
         """By the worker, if there is one, and here: they are equal."""
         starts = np.cumsum([0, *rows]).astype(np.int32)
-        shape = (int(starts[-1]), 2 * HEADS, DIM)
-        queries: object = self.rng.standard_normal(shape, np.float32)
-        if queries_in != "float32":
-            queries = self.as_given(np.asarray(queries, np.float32))
+        queries = self.drawn(int(starts[-1]), 2 * HEADS, DIM, dtype=queries_in)
         got = [batch.select(layer, queries, starts, budget, method) for batch in self.batches]
         same(*got)
         return got
+
+    def attend(
+        self,
+        rows: list[int],
+        layer: int = 0,
+        budget: Budget | None = None,
+        queries_in: str = "float32",
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        """By the worker, if there is one, and here, to pages that were chosen here or to all: they
+        are equal to the last bit."""
+        starts = np.cumsum([0, *rows]).astype(np.int32)
+        queries = self.drawn(int(starts[-1]), 2 * HEADS, DIM, dtype=queries_in)
+        picked = self.batches[1].select(layer, queries, starts, budget) if budget else None
+        one, other = (
+            batch.attend(layer, queries, starts, picked, scale, softcap) for batch in self.batches
+        )
+        for got, wanted in zip(one, other, strict=True):
+            assert bits(got) == bits(wanted)
 
     def truncate(self, index: int, tokens: int) -> None:
         for batch in self.batches:
@@ -179,6 +214,14 @@ class Twins:
     def __exit__(self, *error: object) -> None:
         self.release()
         self.here.close()
+
+
+def bits(array: object) -> bytes:
+    if isinstance(array, np.ndarray):
+        return array.tobytes()
+    torch = pytest.importorskip("torch", reason="numpy has no bfloat16")
+    assert isinstance(array, torch.Tensor)
+    return np.asarray(array.view(torch.uint8)).tobytes()
 
 
 def same(one: Selection, other: Selection) -> None:
@@ -219,6 +262,64 @@ def test_a_worker_selects_what_this_process_would(
         assert (pool.worker.connections, pool.worker.selects_here) == (1, 0)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+@pytest.mark.parametrize("budget", [*BUDGETS, None])
+def test_a_worker_attends_as_this_process_would(
+    path: Path, make_worker: MakeWorker, rng: np.random.Generator, budget: str | None, dtype: str
+) -> None:
+    picked = BUDGETS[budget] if budget else None
+    with make_pool(path, dtype) as pool, Twins(path, pool, rng, 4) as twins:
+        make_worker()
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        twins.append([50, 8, 1031, 0])  # the last one is empty
+        for step in range(6):  # across the borders of pages
+            for layer in range(2):
+                twins.attend([1, 2, 3, 0], layer, picked)
+                twins.attend([0, 1, 0, 0], layer, picked, dtype, scale=0.1, softcap=2.5)
+                if step % 2:
+                    twins.select([1, 2, 3, 0], Budget(pages=3), layer)
+            twins.append([1, 3, 2, 0])
+        assert (pool.worker.connections, pool.worker.attends_here) == (1, 0)
+        assert pool.worker.attends == 24
+
+
+@pytest.mark.parametrize(("value_dim", "values"), [(8, "own"), (24, "own"), (8, "key_prefix")])
+def test_values_of_other_shapes(
+    path: Path, make_worker: MakeWorker, rng: np.random.Generator, value_dim: int, values: str
+) -> None:
+    with (
+        make_pool(path, value_dim=value_dim, values=values) as pool,
+        Twins(path, pool, rng, 2) as twins,
+    ):
+        make_worker()
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        twins.append([43, 2])
+        for _ in range(6):
+            twins.attend([1, 2], 1)
+            twins.attend([1, 2], 1, Budget(pages=3))
+            twins.select([1, 2], Budget(pages=3), 1)
+            twins.append([1, 1])
+        assert pool.worker.attends_here == 0
+
+
+def test_no_token_of_a_tail_is_sent_twice(
+    path: Path, make_worker: MakeWorker, rng: np.random.Generator
+) -> None:
+    """A tail that is full has four times the keys, or values, that a request has room for."""
+    with make_pool(path, page_tokens=64) as pool, Twins(path, pool, rng, 1) as twins:
+        make_worker(request_bytes=4096)
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        twins.append([64 * PAGE + 20])
+        twins.select([1], Budget(pages=3))
+        twins.attend([1])
+        for step in range(80):
+            twins.append([1])
+            twins.select([1], Budget(pages=3))
+            if step % 10 == 0:
+                twins.attend([1], 0, Budget(pages=3))
+        assert (pool.worker.selects_here, pool.worker.attends_here) == (0, 0)
+
+
 def test_estimates_are_the_same(
     path: Path, make_worker: MakeWorker, rng: np.random.Generator
 ) -> None:
@@ -247,7 +348,9 @@ def test_a_step_that_is_half_done_and_windows(
             for layer in range(pool.layout.layers):
                 twins.append([3, 2], [layer])
                 twins.select([1, 2], Budget(pages=3), layer)
+                twins.attend([1, 2], layer, Budget(pages=3) if rng.integers(2) else None)
         assert (pool.worker.connections, pool.worker.selects_here) == (1, 0)
+        assert pool.worker.attends_here == 0
 
 
 def test_truncated_tokens_are_not_taken_for_those_that_follow(
@@ -266,7 +369,9 @@ def test_truncated_tokens_are_not_taken_for_those_that_follow(
                 twins.append([int(rng.integers(1, 6))])
             if rng.integers(2):
                 twins.select([1], Budget(pages=2), int(rng.integers(2)))
-        assert pool.worker.selects_here == 0
+            if rng.integers(2):
+                twins.attend([1], int(rng.integers(2)))
+        assert (pool.worker.selects_here, pool.worker.attends_here) == (0, 0)
 
 
 def test_forks_have_tables_of_their_own(
@@ -285,9 +390,13 @@ def test_forks_have_tables_of_their_own(
         for layer in range(2):
             child.append(layer, keys[:5], keys[:5])
         twice = pool.batch([parent, child])
-        picked = twice.select(0, np.stack([query, query]), [0, 1, 2], Budget(pages=4), "exact")
+        queries = np.stack([query, query])
+        picked = twice.select(0, queries, [0, 1, 2], Budget(pages=4), "exact")
+        attended = twice.attend(0, queries, [0, 1, 2])
+        assert (pool.worker.selects, pool.worker.attends) == (2, 1)
         pool.use_worker("none")
-        same(twice.select(0, np.stack([query, query]), [0, 1, 2], Budget(pages=4), "exact"), picked)
+        same(twice.select(0, queries, [0, 1, 2], Budget(pages=4), "exact"), picked)
+        np.testing.assert_array_equal(twice.attend(0, queries, [0, 1, 2])[0], attended[0])
 
 
 def test_what_is_released_or_truncated_is_free_at_once(
@@ -344,13 +453,29 @@ def test_large_requests_are_split_and_large_results_come_in_parts(
             twins.select([1] * 9, budget)
             twins.select([3, 0, 2, 4, 1, 0, 0, 1, 2], budget, 1)
             twins.append([1] * 9)
-        assert pool.worker.selects_here == 0
+        for picked in (None, Budget(pages=7), Budget(pages=9, per="sequence")):
+            twins.attend([1] * 9, 0, picked)
+            twins.attend([3, 0, 2, 4, 1, 0, 0, 1, 2], 1, picked)
+        assert (pool.worker.selects_here, pool.worker.attends_here) == (0, 0)
         with pytest.raises(BadArgumentError, match="a slot of the worker has room for 4096"):
             twins.select([20, 1, 1, 1, 1, 1, 1, 1, 1], Budget(pages=3))
         pool.use_worker("if_there", deadline_s=WATCHDOG_S)
         twins.select([20, 1, 1, 1, 1, 1, 1, 1, 1], Budget(pages=3))
-        assert "select fewer rows" in pool.worker.why
-        assert pool.worker.selects_here == 1
+        assert "ask with fewer rows" in pool.worker.why
+        twins.attend([20, 1, 1, 1, 1, 1, 1, 1, 1])
+        assert (pool.worker.selects_here, pool.worker.attends_here) == (1, 1)
+
+
+def test_an_output_of_many_rows_comes_in_parts(
+    path: Path, make_worker: MakeWorker, rng: np.random.Generator
+) -> None:
+    with make_pool(path, value_dim=64) as pool, Twins(path, pool, rng, 2) as twins:
+        make_worker(response_bytes=4096)
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        twins.append([200, 300])
+        twins.attend([100, 257])
+        twins.attend([100, 257], 1, Budget(pages=20))
+        assert pool.worker.attends_here == 0
 
 
 def test_who_has_no_worker_selects_alone_and_finds_one_that_comes(
@@ -422,11 +547,43 @@ def test_a_stopped_worker_costs_one_deadline(
         with pytest.raises(WorkerError, match="is left alone for"):
             twins.select([1], Budget(pages=3))
         pool.use_worker("if_there", deadline_s=0.05)
+        twins.attend([1])
+        assert pool.worker.attends_here == 1
         twins.select([1], Budget(pages=3))
         assert time.monotonic() - began < WATCHDOG_S
         worker.process.send_signal(signal.SIGCONT)
         pool.use_worker("only", deadline_s=WATCHDOG_S)
         twins.select([1], Budget(pages=3))
+
+
+def test_a_worker_that_is_killed_in_an_attend_costs_no_answer(
+    path: Path, make_worker: MakeWorker, rng: np.random.Generator
+) -> None:
+    with make_pool(path) as pool, Twins(path, pool, rng, 2) as twins:
+        worker = make_worker()
+        pool.use_worker("if_there", deadline_s=WATCHDOG_S)
+        twins.append([30, 7])
+        twins.attend([1, 2])
+        slots = next(Path("/dev/shm").glob(f"cxlkv-{pool.describe()['identity']}-*.worker"))
+
+        def requests() -> int:
+            with slots.open("rb") as file:
+                file.seek(8192)  # the sequence number in the request line of the only client's slot
+                return int.from_bytes(file.read(8), "little")
+
+        for budget in (None, Budget(pages=3)):
+            sent = requests()
+            worker.process.send_signal(signal.SIGSTOP)
+            attending = threading.Thread(target=twins.attend, args=([1, 2], 1, budget))
+            attending.start()
+            while requests() == sent:
+                assert attending.is_alive()
+            worker.kill()
+            attending.join()
+            worker = make_worker()
+            pool.use_worker("if_there", deadline_s=WATCHDOG_S)
+        assert "is dead: start it anew" in pool.worker.why  # it was looked for once more
+        assert (pool.worker.attends, pool.worker.attends_here) == (1, 2)
 
 
 CLIENT = """
@@ -489,7 +646,7 @@ def test_a_forked_child_has_a_slot_of_its_own(
 
 
 def storm(path: Path, rng: np.random.Generator, make_worker: MakeWorker, kills: int) -> None:
-    """Each select is right, whoever is killed under it, and by the worker in between."""
+    """Each select and attend is right, whoever is killed under it, and by the worker in between."""
     with make_pool(path, window=20) as pool, Twins(path, pool, rng, 3) as twins:
         twins.append([400, 41, 7])
         pool.use_worker("if_there", deadline_s=WATCHDOG_S)
@@ -497,6 +654,7 @@ def storm(path: Path, rng: np.random.Generator, make_worker: MakeWorker, kills: 
             worker, before = make_worker(), pool.worker.connections
             while pool.worker.connections == before:
                 twins.select([1, 1, 1], Budget(pages=6))
+                twins.attend([1, 1, 1])
             left = int(rng.integers(1, 30))
             killer = threading.Timer(float(rng.random()) * 0.01, worker.process.kill)
             killer.start()
@@ -504,24 +662,26 @@ def storm(path: Path, rng: np.random.Generator, make_worker: MakeWorker, kills: 
                 left -= 1
                 if rng.integers(4) == 0:
                     twins.append([1, 1, 1])
-                twins.select([1, 1, 1], Budget(pages=6), int(rng.integers(3)))
+                layer, picked = int(rng.integers(3)), Budget(pages=6) if rng.integers(2) else None
+                twins.select([1, 1, 1], Budget(pages=6), layer)
+                twins.attend([1, 1, 1], layer, picked)
             killer.join()
             worker.kill()
         assert pool.worker.connections == kills
-        assert pool.worker.selects > kills
+        assert min(pool.worker.selects, pool.worker.attends) > kills
         twins.release()
         assert pool.check(deep=True)["clean"]
         assert pool.stats()["pages_held"] == 0
 
 
-def test_selects_are_right_while_workers_are_killed(
+def test_answers_are_right_while_workers_are_killed(
     path: Path, make_worker: MakeWorker, rng: np.random.Generator
 ) -> None:
     storm(path, rng, make_worker, 5)
 
 
 @pytest.mark.slow
-def test_selects_are_right_while_a_hundred_workers_are_killed(
+def test_answers_are_right_while_a_hundred_workers_are_killed(
     path: Path, make_worker: MakeWorker, rng: np.random.Generator
 ) -> None:
     storm(path, rng, make_worker, 100)
@@ -538,12 +698,14 @@ def test_threads_share_a_slot(
         query = rng.standard_normal((2 * HEADS, DIM), np.float32)
         forks = [twins.batches[0].sequences[0].fork() for _ in range(3)]
         alone = forks[0].select(0, query, top_k=9, method="exact")
+        wanted = bits(forks[0].attend(0, query, alone)[0])
         wrong: list[Selection] = []
 
         def work(sequence: Sequence) -> None:
             for _ in range(50):
                 got = sequence.select(0, query, top_k=9, method="exact")
-                if not np.array_equal(got.scores, alone.scores):
+                out, _ = sequence.attend(0, query, got)
+                if not np.array_equal(got.scores, alone.scores) or bits(out) != wanted:
                     wrong.append(got)
 
         threads = [threading.Thread(target=work, args=(fork,)) for fork in forks]
@@ -552,7 +714,7 @@ def test_threads_share_a_slot(
         for thread in threads:
             thread.join()
         assert not wrong
-        assert pool.worker.selects >= 151
+        assert min(pool.worker.selects, pool.worker.attends) >= 151
 
 
 def test_what_cannot_have_a_worker_says_so(path: Path) -> None:
@@ -581,6 +743,23 @@ def test_errors_of_a_select_are_its_own(
             twins.select([1], Budget(pages=3), 7)
         with pytest.raises(BadArgumentError, match="fewer than its 31 query rows"):
             twins.select([31], Budget(pages=3))
+        with pytest.raises(BadArgumentError, match="fewer than its 31 query rows"):
+            twins.attend([31])
+        with pytest.raises(BadArgumentError, match="softcap -1 must be positive"):
+            twins.attend([1], softcap=-1)
+        sequence, query = twins.batches[0].sequences[0], rng.standard_normal((HEADS, DIM))
+        picked = sequence.select(0, query.astype(np.float32), top_k=3)
+        twice = np.stack([query, query]).astype(np.float32)
+        with pytest.raises(BadArgumentError, match="1 lists of pages, 2 wanted"):
+            sequence.attend(0, twice, replace(picked, pages=picked.pages[None]))
+        picked.pages[:] = 8
+        for use, text in (
+            ("only", "page 8 of sequence 0, which has 8"),
+            ("if_there", "page 8, the"),
+        ):
+            pool.use_worker(use, deadline_s=WATCHDOG_S)
+            with pytest.raises(BadArgumentError, match=text):
+                sequence.attend(0, query.astype(np.float32), picked)
         twins.batches[0].sequences[0].release()
         with pytest.raises(ReleasedError):
             twins.select([1], Budget(pages=3))

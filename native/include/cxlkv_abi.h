@@ -395,8 +395,10 @@ typedef struct cxlkv_worker_state {
     uint64_t refused;               /* of them, those answered with an error */
     uint64_t selects;               /* a client: by the worker */
     uint64_t selects_here;          /* in this process, because the worker did not */
+    uint64_t attends;               /* likewise */
+    uint64_t attends_here;
     uint64_t connections;           /* made so far */
-    char why[256];                  /* of the last select that the worker did not do */
+    char why[256];                  /* of the last call that the worker did not do */
 } cxlkv_worker_state;
 /* One for each pool (and host): CXLKV_E_BUSY. Payloads of a slot are whole lines up to 1 MiB. mode:
  * 0 coherent, 1 fast, 2 strict, as of the memory that worker and clients share. */
@@ -407,7 +409,7 @@ int64_t cxlkv_worker_serve(cxlkv_worker *worker, double timeout_s);
 int cxlkv_worker_state_of(cxlkv_worker *worker, cxlkv_worker_state *state);
 void cxlkv_worker_destroy(cxlkv_worker *worker);
 
-#define CXLKV_WORKER_NONE 0     /* selects of this process are its own */
+#define CXLKV_WORKER_NONE 0     /* selects and attends of this process are its own */
 #define CXLKV_WORKER_IF_THERE 1 /* by the worker; in this process when it does not answer */
 #define CXLKV_WORKER_ONLY 2     /* by the worker, or CXLKV_E_WORKER */
 /* deadline_s: how long an answer may take; 0: by the work. */

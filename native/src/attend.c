@@ -9,6 +9,7 @@
 
 #include "ahead.h"
 #include "internal.h"
+#include "worker.h"
 
 enum { SPAN_QUERIES = 64, SPAN_PAGES_MIN = 64, SPANS_WANTED = 128 };
 
@@ -334,6 +335,13 @@ static int picked_check(const attend_job *job) {
     return fail(CXLKV_E_ARGUMENT, "attend: %u lists of pages, %u wanted", picked->lists, wanted);
 }
 
+uint32_t attend_parts(cxlkv_batch *batch, cxlkv_attend_args *args) {
+    attend_job job = {.batch = batch, .args = args,
+                      .group = args->q_heads / batch->pool->layout.kv_heads};
+    choose_parts(&job);
+    return job.parts;
+}
+
 static int64_t attend_locked(attend_job *job) {
     cxlkv_attend_args *args = job->args;
     cxlkv_batch *batch = job->batch;
@@ -343,8 +351,11 @@ static int64_t attend_locked(attend_job *job) {
     job->group = args->q_heads / batch->pool->layout.kv_heads;
     code = picked_check(job);
     if (code < 0) return code;
-    choose_parts(job);
+    if (job->parts == 0) choose_parts(job);
     job->span_count = cut(job, NULL);
+    if (job->parts > 1 && job->span_count >= 2 * SPANS_WANTED)
+        return fail(CXLKV_E_ARGUMENT, "attend: pages in %u parts are %u spans", job->parts,
+                    job->span_count);
     job->spans = calloc(job->span_count + 1, sizeof(*job->spans));
     if (!job->spans) return fail(ENOMEM, "no memory for %u spans", job->span_count);
     cut(job, job->spans);
@@ -360,11 +371,8 @@ static int64_t attend_locked(attend_job *job) {
     return (int64_t)bytes;
 }
 
-int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
-    if (!(args->scale > 0 && args->scale < INFINITY) || !(args->softcap >= 0))
-        return fail(CXLKV_E_ARGUMENT, "attend: scale %g and softcap %g must be positive",
-                    (double)args->scale, (double)args->softcap);
-    attend_job job = {.batch = batch, .args = args, .isa = kernels_current()};
+int64_t attend_here(cxlkv_batch *batch, cxlkv_attend_args *args, uint32_t parts) {
+    attend_job job = {.batch = batch, .args = args, .isa = kernels_current(), .parts = parts};
     int64_t code = batch_lock(batch, false);
     if (code < 0) return code;
     code = attend_locked(&job);
@@ -372,4 +380,12 @@ int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
     batch_unlock(batch);
     free(job.spans);
     return code;
+}
+
+int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
+    if (!(args->scale > 0 && args->scale < INFINITY) || !(args->softcap >= 0))
+        return fail(CXLKV_E_ARGUMENT, "attend: scale %g and softcap %g must be positive",
+                    (double)args->scale, (double)args->softcap);
+    int64_t code = worker_attend(batch, args);
+    return code == NOT_BY_WORKER ? attend_here(batch, args, 0) : code;
 }

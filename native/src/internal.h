@@ -322,7 +322,7 @@ struct cxlkv_sequence {
     bool exported;               /* there are such copies */
     uint64_t export_tokens;
     struct worker_table *worker_tables; /* by part: what the worker was told; NULL: nothing */
-    uint64_t *worker_tokens;     /* by layer: of an open tail, as far as the worker has it; or 0 */
+    struct worker_tail *worker_tails; /* by layer: what the worker has of it; NULL: nothing */
     struct cxlkv_sequence *next, *previous;
 };
 
@@ -766,6 +766,13 @@ static inline uint64_t view_together(const layer_view *view, uint32_t index, uin
 }
 /* Verifies page `index` on its first reading here; the tail needs none. */
 int view_verify(const layer_view *view, uint32_t index);
+
+/* ---- attend.c ---- */
+/* Into how many ranges the pages of each row are cut, under the locks of the batch: together with
+ * the call's rows it decides the last bits of the output. */
+uint32_t attend_parts(cxlkv_batch *batch, cxlkv_attend_args *args);
+/* cxlkv_batch_attend in this process, by arguments that were checked; parts 0: chosen. */
+int64_t attend_here(cxlkv_batch *batch, cxlkv_attend_args *args, uint32_t parts);
 
 /* ---- threads.c ---- */
 typedef int (*task_function)(void *context, uint32_t item);

@@ -3,8 +3,8 @@
  *
  * A table is what the worker knows of one part of a client's sequence: its complete pages, which it
  * holds. A client names its tables by small numbers and changes them from one version to the next;
- * a select says which version it means. So page ids cross once, and a step sends queries and the
- * keys of open tails only, which no page has yet. */
+ * a select or an attend says which version it means. So page ids cross once, and a step sends
+ * queries and what is new in open tails only, which no page has yet. */
 #ifndef CXLKV_REQUEST_H
 #define CXLKV_REQUEST_H
 #include <stdbool.h>
@@ -13,9 +13,10 @@
 #include "cxlkv.h"
 
 #define REQUEST_MAGIC 0x51564b43u /* "CKVQ" */
-enum { REQUEST_TABLES = 1, REQUEST_SELECT = 2, REQUEST_MORE = 3, REQUEST_LEAVE = 4 };
+enum { REQUEST_TABLES = 1, REQUEST_SELECT = 2, REQUEST_MORE = 3, REQUEST_LEAVE = 4,
+       REQUEST_ATTEND = 5 };
 enum { REQUEST_TABLES_MAX = 1 << 14, REQUEST_PAGES_MAX = 1 << 24 /* of one sequence */,
-       REQUEST_ENTRY_BYTES = 12, REQUEST_GROUP_MAX = 4096 };
+       REQUEST_ENTRY_BYTES = 12, REQUEST_GROUP_MAX = 4096, REQUEST_PARTS_MAX = 1024 };
 
 /* Every request begins with it. `count`: tables or sequences; 0 for the others. */
 typedef struct request_head {
@@ -56,17 +57,34 @@ typedef struct request_select {
 } request_select;
 _Static_assert(sizeof(request_select) == 48, "no holes");
 
-/* Then the budgets (24 bytes each, cxlkv_budget), the queries [rows, q_heads, head_dim], and of
- * each sequence the keys of its open tail [tail_known to tokens % page_tokens, kv_heads, head_dim],
- * in the pool's dtype; each array up to a multiple of 8. The worker has those of the tail's first
- * tail_known tokens from earlier selects of this table and layer, in this page. */
+typedef struct request_attend {
+    uint32_t layer;
+    uint32_t q_heads;
+    uint32_t dtype;              /* of the queries, and of the output */
+    uint32_t per;                /* a list of pages for each row or each sequence */
+    float scale;
+    float softcap;
+    uint32_t rows;               /* of all sequences */
+    uint32_t lists;              /* 0: all pages; else as many as `per` says */
+    uint32_t k;                  /* pages a list */
+    uint32_t parts;              /* attend_parts() of the whole call, of which this may be a part */
+} request_attend;
+_Static_assert(sizeof(request_attend) == 40, "no holes");
+
+/* After the arguments of a select or an attend come its sequences, each array up to a multiple of
+ * 8. Then, of a select, the budgets (24 bytes each, cxlkv_budget), of an attend the pages (int32
+ * [lists, kv_heads, k], -1: none). Then the queries [rows, q_heads, head_dim], and of each sequence
+ * the keys of its open tail [keys_known to tokens % page_tokens, kv_heads, head_dim], in the pool's
+ * dtype. An attend goes on with the values of the tails, from values_known on, if values are not
+ * the keys' channels. The worker has those of the tail's first tokens from earlier calls of this
+ * table and layer, in this page. */
 typedef struct request_sequence {
     uint32_t table;
     uint32_t rows;
     uint64_t version;
     uint64_t tokens;
-    uint32_t tail_known;
-    uint32_t reserved;
+    uint32_t keys_known;
+    uint32_t values_known;       /* 0 in a select, which needs none */
 } request_sequence;
 _Static_assert(sizeof(request_sequence) == 32, "no holes");
 _Static_assert(sizeof(cxlkv_budget) == 24, "no holes");
@@ -100,9 +118,18 @@ typedef struct answer_select {
 } answer_select;
 _Static_assert(sizeof(answer_select) == 48, "no holes");
 
+/* Then the log-sum-exp float32 [rows, q_heads] and the output [rows, q_heads, value_head_dim]. */
+typedef struct answer_attend {
+    uint64_t bytes_attended;
+    uint32_t rows;
+    uint32_t q_heads;
+} answer_attend;
+_Static_assert(sizeof(answer_attend) == 16, "no holes");
+
 /* What a request is checked against. */
 typedef struct request_facts {
     uint32_t layers, kv_heads, head_dim, page_tokens, dtype, sketch;
+    uint32_t value_dim;          /* of values that are not in the keys; 0: they are */
     uint32_t page_count, part_count;
 } request_facts;
 
@@ -112,9 +139,13 @@ typedef struct request {
     const uint8_t *items;        /* request_table or request_sequence [head.count] */
     const uint8_t *entries;      /* TABLES */
     uint64_t entry_count;
-    request_select select;
-    const uint8_t *budgets, *queries, *tails; /* SELECT */
+    uint32_t layer;              /* SELECT and ATTEND */
+    const uint8_t *queries, *keys;
     uint64_t query_bytes;
+    request_select select;
+    const uint8_t *budgets;
+    request_attend attend;
+    const uint8_t *pages, *values;
     request_more more;
 } request;
 
@@ -124,7 +155,9 @@ typedef struct request {
 int request_parse(const uint8_t *bytes, uint64_t length, const request_facts *facts, request *out);
 request_table request_table_at(const request *r, uint32_t index);
 request_sequence request_sequence_at(const request *r, uint32_t index);
-/* Of the tail's keys that a sequence brings, up to a multiple of 8; and of the queries. */
-uint64_t request_tail_bytes(const request_facts *facts, uint64_t tokens, uint32_t tail_known);
-uint64_t request_query_bytes(const request_facts *facts, const request_select *select);
+/* Of the tail's keys and values that a sequence brings, up to a multiple of 8. */
+uint64_t request_key_bytes(const request_facts *facts, const request_sequence *item);
+uint64_t request_value_bytes(const request_facts *facts, const request_sequence *item);
+uint64_t request_query_bytes(const request_facts *facts, uint64_t rows, uint32_t q_heads,
+                             uint32_t dtype);
 #endif

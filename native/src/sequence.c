@@ -81,7 +81,7 @@ static void sequence_unmake(cxlkv_sequence *sequence) {
     free(sequence->layer_tokens);
     free(sequence->tails);
     free(sequence->worker_tables);
-    free(sequence->worker_tokens);
+    free(sequence->worker_tails);
     free(sequence);
 }
 
@@ -471,8 +471,7 @@ static int truncate_locked(cxlkv_sequence *sequence, uint64_t tokens) {
             sequence->tails[layer] = made[layer];
         }
         sequence->layer_tokens[layer] = min_u64(sequence->layer_tokens[layer], tokens);
-        if (sequence->worker_tokens)
-            sequence->worker_tokens[layer] = min_u64(sequence->worker_tokens[layer], tokens);
+        if (sequence->worker_tails) worker_tail_cut(&sequence->worker_tails[layer], tokens);
     }
     /* Another tail may grow to the same length: the exported copy does not stand for it. */
     if (code == 0) sequence->export_tokens = UINT64_MAX;

@@ -1,9 +1,10 @@
-/* The worker: holds the pages of its clients' tables, and answers their selects, slot after slot.
+/* The worker: holds the pages of its clients' tables, and selects and attends for them, slot after
+ * slot.
  *
  * Nothing of a client is believed: a request is checked on a copy (request.c), and pages are held
- * under the rules of adopt() before a byte of them is read. The scoring itself is the same
- * cxlkv_batch_select() as anywhere, on sequences that are made of the tables. What a dead client's
- * tables hold is dropped when its lock on the slot is gone. */
+ * under the rules of adopt() before a byte of them is read. The work itself is done by the same
+ * functions as anywhere, on sequences that are made of the tables. What a dead client's tables hold
+ * is dropped when its lock on the slot is gone. */
 #include "worker.h"
 
 #include <sched.h>
@@ -31,17 +32,25 @@ typedef struct session {
     uint32_t table_capacity;
 } session;
 
-/* The last select's, until the next one: longer ones are fetched in several answers. */
+/* Memory that grows. */
+typedef struct buffer {
+    void *data;
+    uint64_t bytes;
+} buffer;
+
+/* The last select's or attend's, until the next one: longer ones are fetched in several answers. */
 typedef struct result {
     uint64_t number;             /* 0: none */
     uint64_t nonce;              /* whose it is */
-    uint64_t capacity;           /* elements of pages and scores */
-    answer_select head;
     uint32_t k;
-    int32_t *pages;
-    float *scores;
-    uint64_t count_capacity;
-    int32_t *counts;
+    struct {
+        const void *data;
+        uint64_t bytes;
+    } parts[4];                  /* all of it, in this order */
+    answer_select selected;
+    buffer pages, scores, counts;
+    answer_attend attended;
+    buffer lse, out;
 } result;
 
 struct cxlkv_worker {
@@ -64,6 +73,7 @@ request_facts worker_facts(const cxlkv_pool *pool) {
     return (request_facts){.layers = layout->layers, .kv_heads = layout->kv_heads,
                            .head_dim = layout->head_dim, .page_tokens = layout->page_tokens,
                            .dtype = layout->dtype, .sketch = layout->sketch,
+                           .value_dim = values_are_keys(layout) ? 0 : layout->value_head_dim,
                            .page_count = pool->host->page_count,
                            .part_count = pool->geometry.part_count};
 }
@@ -115,8 +125,10 @@ static int table_renew(cxlkv_pool *pool, table *t, const request_table *item,
         cxlkv_sequence *old = t->sequence, both = *old;
         old->tails = made->tails;
         old->layer_tokens = made->layer_tokens;
+        old->worker_tails = made->worker_tails;
         made->tails = both.tails;
         made->layer_tokens = both.layer_tokens;
+        made->worker_tails = both.worker_tails;
     }
     table_clear(t);
     *t = (table){.sequence = made, .part = item->part};
@@ -161,7 +173,7 @@ static int do_tables(session *s, const request *r) {
     return 0;
 }
 
-/* ---- select ---- */
+/* ---- the sequences of a request ---- */
 
 static int batch_reserve(cxlkv_worker *w, uint32_t count) {
     if (count <= w->batch_capacity) return 0;
@@ -182,29 +194,51 @@ static int batch_reserve(cxlkv_worker *w, uint32_t count) {
     return 0;
 }
 
-/* The open tail of a layer, as long as the request says: what is known of it, and the keys that
- * come along. Select looks at no values. */
-static int place_tail(cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t layer,
-                      const request_sequence *item, const uint8_t *keys) {
-    const cxlkv_layout *layout = &w->pool->layout;
-    uint64_t bytes = (uint64_t)layout->kv_heads * layout->head_dim * dtype_bytes(layout->dtype);
-    uint64_t filled = item->tokens % layout->page_tokens;
-    uint64_t had = sequence->layer_tokens[layer], first = item->tokens - filled;
+/* Is the tail there up to `had`, of this page, and as much of it as the client believes? */
+static int tail_check(const cxlkv_worker *w, const request_sequence *item, uint64_t had,
+                      uint32_t known) {
+    uint64_t page_tokens = w->facts.page_tokens, first = item->tokens - item->tokens % page_tokens;
+    if (known == 0 || (had / page_tokens == first / page_tokens && had >= first + known)) return 0;
+    return fail(CXLKV_E_STALE, "worker: table %u has %lu tokens of a layer, not %lu", item->table,
+                had, first + known);
+}
+
+static void tail_fill(const cxlkv_worker *w, tail *to, uint32_t kind, uint32_t known,
+                      uint64_t filled, const uint8_t *rows) {
+    uint64_t dim = kind == PIECE_KEYS ? w->facts.head_dim : w->facts.value_dim;
+    uint64_t bytes = w->facts.kv_heads * dim * dtype_bytes(w->facts.dtype);
+    for (uint64_t t = known; t < filled; t++, rows += bytes)
+        memcpy(tail_at(w->pool, to, kind, 0) + t * tail_row_bytes(w->pool), rows, bytes);
+}
+
+/* The open tail of a layer, as long as the request says: what is known of it, and what comes along.
+ * Values are NULL in a select, which looks at none. */
+static int place_tail(const cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t layer,
+                      const request_sequence *item, const uint8_t *keys, const uint8_t *values) {
+    uint64_t filled = item->tokens % w->facts.page_tokens;
+    if (values && !sequence->worker_tails) {
+        sequence->worker_tails = calloc(w->facts.layers, sizeof(*sequence->worker_tails));
+        if (!sequence->worker_tails) return fail(ENOMEM, "worker: no memory for a tail");
+    }
+    uint64_t *had_values = values ? &sequence->worker_tails[layer].values : NULL;
+    int code = tail_check(w, item, sequence->layer_tokens[layer], item->keys_known);
+    if (code == 0 && values) code = tail_check(w, item, *had_values, item->values_known);
+    if (code < 0) return code;
     tail **at = &sequence->tails[layer];
-    if (item->tail_known && (!*at || had / layout->page_tokens != first / layout->page_tokens ||
-                             had < first + item->tail_known))
-        return fail(CXLKV_E_STALE, "worker: table %u has %lu tokens of layer %u, not %lu",
-                    item->table, had, layer, first + item->tail_known);
     if (!*at && filled && !(*at = tail_make(w->pool)))
         return fail(ENOMEM, "worker: no memory for a tail");
-    for (uint64_t t = item->tail_known; t < filled; t++, keys += bytes)
-        memcpy(tail_at(w->pool, *at, PIECE_KEYS, 0) + t * tail_row_bytes(w->pool), keys, bytes);
+    tail_fill(w, *at, PIECE_KEYS, item->keys_known, filled, keys);
     sequence->layer_tokens[layer] = item->tokens;
+    if (values) {
+        tail_fill(w, *at, PIECE_VALUES, item->values_known, filled, values);
+        *had_values = item->tokens;
+    }
     return 0;
 }
 
-/* Sequence `index` of the request, as long as it says, in the batch. */
-static int place_sequence(session *s, const request *r, uint32_t index, const uint8_t **keys) {
+/* Sequence `index` of the request, as long as it says, in the batch; keys and values move on. */
+static int place_sequence(session *s, const request *r, uint32_t index, const uint8_t **keys,
+                          const uint8_t **values) {
     cxlkv_worker *w = s->worker;
     request_sequence item = request_sequence_at(r, index);
     table *t = item.table < s->table_capacity ? &s->tables[item.table] : NULL;
@@ -213,14 +247,15 @@ static int place_sequence(session *s, const request *r, uint32_t index, const ui
                     item.version);
     if (t->request == w->requests)
         return fail(CXLKV_E_ARGUMENT, "worker: table %u is there twice", item.table);
-    if (t->part != w->pool->part_of[r->select.layer] ||
+    if (t->part != w->pool->part_of[r->layer] ||
         item.tokens / w->facts.page_tokens > t->sequence->page_count)
         return fail(CXLKV_E_ARGUMENT, "worker: table %u has %u pages of part %u, %lu tokens of "
                     "layer %u are wanted", item.table, t->sequence->page_count, t->part,
-                    item.tokens, r->select.layer);
-    int code = place_tail(w, t->sequence, r->select.layer, &item, *keys);
+                    item.tokens, r->layer);
+    int code = place_tail(w, t->sequence, r->layer, &item, *keys, *values);
     if (code < 0) return code;
-    *keys += request_tail_bytes(&w->facts, item.tokens, item.tail_known);
+    *keys += request_key_bytes(&w->facts, &item);
+    if (*values) *values += request_value_bytes(&w->facts, &item);
     t->request = w->requests;
     w->batch.sequences[index] = w->batch.lock_order[index] = t->sequence;
     w->starts[index + 1] = w->starts[index] + (int32_t)item.rows;
@@ -228,84 +263,121 @@ static int place_sequence(session *s, const request *r, uint32_t index, const ui
     return 0;
 }
 
-static bool grow(void *array, uint64_t bytes) {
-    void *made = malloc(bytes), **at = array;
-    if (!made) return false;
-    free(*at);
-    *at = made;
-    return true;
-}
-
-static int result_reserve(result *of, uint64_t elements) {
-    if (elements <= of->capacity) return 0;
-    if (elements * 8 > RESULT_BYTES_MAX)
-        return fail(CXLKV_E_ARGUMENT, "worker: a result of %lu MiB: ask for fewer rows at once",
-                    elements * 8 >> 20);
-    of->capacity = 0;
-    if (!grow(&of->pages, elements * 4) || !grow(&of->scores, elements * 4))
-        return fail(ENOMEM, "worker: no memory for a result");
-    of->capacity = elements;
-    return 0;
-}
-
-static int counts_reserve(result *of, uint64_t elements) {
-    if (elements <= of->count_capacity) return 0;
-    of->count_capacity = 0;
-    if (!grow(&of->counts, elements * 4)) return fail(ENOMEM, "worker: no memory for a result");
-    of->count_capacity = elements;
-    return 0;
-}
-
-static int64_t select_placed(cxlkv_worker *w, const request *r) {
-    const request_select *s = &r->select;
-    uint32_t heads = w->facts.kv_heads;
-    uint32_t lists = s->per == CXLKV_PER_QUERY ? s->rows : r->head.count;
-    uint64_t element = dtype_bytes(s->dtype), rows = (uint64_t)lists * heads;
-    cxlkv_select_args args = {
-        .layer = s->layer, .q_heads = s->q_heads, .starts = w->starts,
-        .queries = {.data = (void *)(uintptr_t)r->queries, .dtype = s->dtype},
-        .budgets = (const cxlkv_budget *)(const void *)r->budgets,
-        .budget_count = s->budget_count, .method = s->method, .union_over = s->union_over,
-        .per = s->per, .scale = s->scale, .errors = s->errors, .pages_min = s->pages_min};
-    args.queries.stride_bytes[2] = (int64_t)element;
-    args.queries.stride_bytes[1] = (int64_t)(element * w->facts.head_dim);
-    args.queries.stride_bytes[0] = args.queries.stride_bytes[1] * s->q_heads;
-    int64_t code = counts_reserve(&w->result, rows);
-    for (int attempt = 0; code == 0 && attempt < 2; attempt++) {
-        args.method = s->method;
-        args.pages = w->result.pages;
-        args.scores = w->result.scores;
-        args.counts = w->result.counts;
-        args.capacity = w->result.capacity;
-        code = cxlkv_batch_select(&w->batch, &args);
-        w->result.k = args.k;
-        if (code != -CXLKV_E_ROOM || args.k > s->k_max) break;
-        code = result_reserve(&w->result, rows * args.k);
-    }
-    if (code < 0) return code;
-    w->result.head = (answer_select){
-        .bytes_scored = args.bytes_scored, .bytes_sketched = args.bytes_sketched,
-        .tokens_scored = args.tokens_scored, .bytes_fetched = args.bytes_fetched,
-        .method = args.method, .lists_staged = args.lists_staged,
-        .mean_error = args.mean_error, .lists = lists};
-    return 0;
-}
-
-static int64_t do_select(session *s, const request *r) {
+static int place_batch(session *s, const request *r) {
     cxlkv_worker *w = s->worker;
-    const uint8_t *keys = r->tails;
-    w->result.number = 0;
-    w->result.k = 0;
-    int64_t code = batch_reserve(w, r->head.count);
+    const uint8_t *keys = r->keys;
+    const uint8_t *values = r->head.operation == REQUEST_ATTEND ? r->values : NULL;
+    int code = batch_reserve(w, r->head.count);
     if (code < 0) return code;
     w->batch.count = 0;
     w->starts[0] = 0;
     for (uint32_t i = 0; code == 0 && i < r->head.count; i++)
-        code = place_sequence(s, r, i, &keys);
-    if (code == 0) code = select_placed(w, r);
-    if (code == 0 && w->result.k > r->select.k_max)
-        code = fail(CXLKV_E_ROOM, "worker: lists of %u pages, room for %u", w->result.k,
-                    r->select.k_max);
+        code = place_sequence(s, r, i, &keys, &values);
+    return code;
+}
+
+static cxlkv_rows query_rows(const cxlkv_worker *w, const request *r, uint32_t q_heads,
+                             uint32_t dtype) {
+    cxlkv_rows rows = {.data = r->queries, .dtype = dtype};
+    rows.stride_bytes[2] = (int64_t)dtype_bytes(dtype);
+    rows.stride_bytes[1] = rows.stride_bytes[2] * w->facts.head_dim;
+    rows.stride_bytes[0] = rows.stride_bytes[1] * q_heads;
+    return rows;
+}
+
+/* ---- select and attend ---- */
+
+static int buffer_reserve(buffer *of, uint64_t bytes) {
+    if (bytes <= of->bytes) return 0;
+    if (bytes > RESULT_BYTES_MAX)
+        return fail(CXLKV_E_ARGUMENT, "worker: a result of %lu MiB: ask for fewer rows at once",
+                    bytes >> 20);
+    free(of->data);
+    of->data = malloc(bytes);
+    of->bytes = of->data ? bytes : 0;
+    return of->data ? 0 : fail(ENOMEM, "worker: no memory for a result");
+}
+
+static int lists_reserve(result *of, uint64_t elements) {
+    int code = buffer_reserve(&of->pages, elements * sizeof(int32_t));
+    return code < 0 ? code : buffer_reserve(&of->scores, elements * sizeof(float));
+}
+
+static void part_is(result *of, uint32_t part, const void *data, uint64_t bytes) {
+    of->parts[part].data = data;
+    of->parts[part].bytes = bytes;
+}
+
+static int64_t select_placed(cxlkv_worker *w, const request *r) {
+    const request_select *s = &r->select;
+    result *of = &w->result;
+    uint32_t lists = s->per == CXLKV_PER_QUERY ? s->rows : r->head.count;
+    uint64_t rows = (uint64_t)lists * w->facts.kv_heads;
+    cxlkv_select_args args = {
+        .layer = s->layer, .q_heads = s->q_heads, .starts = w->starts,
+        .queries = query_rows(w, r, s->q_heads, s->dtype),
+        .budgets = (const cxlkv_budget *)(const void *)r->budgets,
+        .budget_count = s->budget_count, .union_over = s->union_over,
+        .per = s->per, .scale = s->scale, .errors = s->errors, .pages_min = s->pages_min};
+    int64_t code = buffer_reserve(&of->counts, rows * sizeof(int32_t));
+    for (int attempt = 0; code == 0 && attempt < 2; attempt++) {
+        args.method = s->method;
+        args.pages = of->pages.data;
+        args.scores = of->scores.data;
+        args.counts = of->counts.data;
+        args.capacity = min_u64(of->pages.bytes, of->scores.bytes) / sizeof(float);
+        code = cxlkv_batch_select(&w->batch, &args);
+        of->k = args.k;
+        if (code != -CXLKV_E_ROOM || args.k > s->k_max) break;
+        code = lists_reserve(of, rows * args.k);
+    }
+    if (code >= 0 && of->k > s->k_max)
+        code = fail(CXLKV_E_ROOM, "worker: lists of %u pages, room for %u", of->k, s->k_max);
+    if (code < 0) return code;
+    of->selected = (answer_select){
+        .bytes_scored = args.bytes_scored, .bytes_sketched = args.bytes_sketched,
+        .tokens_scored = args.tokens_scored, .bytes_fetched = args.bytes_fetched,
+        .method = args.method, .lists_staged = args.lists_staged,
+        .mean_error = args.mean_error, .lists = lists};
+    part_is(of, 0, &of->selected, sizeof(of->selected));
+    part_is(of, 1, of->pages.data, rows * of->k * sizeof(int32_t));
+    part_is(of, 2, of->scores.data, rows * of->k * sizeof(float));
+    part_is(of, 3, of->counts.data, rows * sizeof(int32_t));
+    return 0;
+}
+
+static int64_t attend_placed(cxlkv_worker *w, const request *r) {
+    const request_attend *a = &r->attend;
+    result *of = &w->result;
+    uint64_t queries = (uint64_t)a->rows * a->q_heads, lse_bytes = queries * sizeof(float);
+    uint64_t out_bytes = queries * w->pool->layout.value_head_dim * dtype_bytes(a->dtype);
+    int64_t code = buffer_reserve(&of->lse, lse_bytes);
+    if (code == 0) code = buffer_reserve(&of->out, out_bytes);
+    if (code < 0) return code;
+    cxlkv_attend_args args = {
+        .layer = a->layer, .q_heads = a->q_heads, .starts = w->starts,
+        .queries = query_rows(w, r, a->q_heads, a->dtype), .scale = a->scale,
+        .softcap = a->softcap, .out = of->out.data, .lse = of->lse.data,
+        .picked = {.lists = a->lists, .k = a->k, .per = a->per}};
+    if (a->lists) args.picked.pages = (const int32_t *)(const void *)r->pages;
+    code = attend_here(&w->batch, &args, a->parts);
+    if (code < 0) return code;
+    of->attended = (answer_attend){.bytes_attended = (uint64_t)code, .rows = a->rows,
+                                   .q_heads = a->q_heads};
+    part_is(of, 0, &of->attended, sizeof(of->attended));
+    part_is(of, 1, of->lse.data, lse_bytes);
+    part_is(of, 2, of->out.data, out_bytes);
+    part_is(of, 3, NULL, 0);
+    return 0;
+}
+
+static int64_t do_call(session *s, const request *r) {
+    cxlkv_worker *w = s->worker;
+    w->result.number = 0;
+    w->result.k = 0;
+    int64_t code = place_batch(s, r);
+    if (code == 0)
+        code = r->head.operation == REQUEST_SELECT ? select_placed(w, r) : attend_placed(w, r);
     if (code < 0) return code;
     w->result.number = w->requests;
     w->result.nonce = s->nonce;
@@ -328,17 +400,14 @@ static uint8_t *copy_part(const void *array, uint64_t bytes, uint64_t *at, uint6
 
 static uint64_t answer_result(const cxlkv_worker *w, uint64_t offset, uint8_t *response) {
     const result *of = &w->result;
-    uint64_t rows = (uint64_t)of->head.lists * w->facts.kv_heads, at = 0;
-    uint64_t bytes = sizeof(of->head) + rows * 4 * (2ull * of->k + 1);
-    uint64_t room = w->file.header.response_bytes - sizeof(answer_head);
-    answer_head head = {.k = of->k, .bytes = bytes, .result = of->number};
-    uint64_t end = offset < bytes ? min_u64(bytes, offset + room) : offset;
+    uint64_t room = w->file.header.response_bytes - sizeof(answer_head), at = 0;
+    answer_head head = {.k = of->k, .result = of->number};
+    for (uint32_t part = 0; part < 4; part++) head.bytes += of->parts[part].bytes;
+    uint64_t end = offset < head.bytes ? min_u64(head.bytes, offset + room) : offset;
     uint8_t *to = response + sizeof(head);
     memcpy(response, &head, sizeof(head));
-    to = copy_part(&of->head, sizeof(of->head), &at, offset, end, to);
-    to = copy_part(of->pages, rows * of->k * 4, &at, offset, end, to);
-    to = copy_part(of->scores, rows * of->k * 4, &at, offset, end, to);
-    to = copy_part(of->counts, rows * 4, &at, offset, end, to);
+    for (uint32_t part = 0; part < 4; part++)
+        to = copy_part(of->parts[part].data, of->parts[part].bytes, &at, offset, end, to);
     return (uint64_t)(to - response);
 }
 
@@ -359,12 +428,13 @@ static int64_t handle(void *context, uint32_t operation, const void *bytes, uint
     if (s->nonce != nonce) session_clear(s);
     s->nonce = nonce;
     w->requests++;
+    bool calls = operation == REQUEST_SELECT || operation == REQUEST_ATTEND;
     int64_t code = request_parse(bytes, length, &w->facts, &r);
     if (code == 0 && r.head.operation != operation)
         code = fail(CXLKV_E_ARGUMENT, "request: operation %u, its slot says %u",
                     r.head.operation, operation);
     if (code == 0 && operation == REQUEST_TABLES) code = do_tables(s, &r);
-    else if (code == 0 && operation == REQUEST_SELECT) code = do_select(s, &r);
+    else if (code == 0 && calls) code = do_call(s, &r);
     else if (code == 0 && operation == REQUEST_LEAVE) session_clear(s), s->nonce = nonce;
     else if (code == 0) {
         offset = r.more.offset;
@@ -375,7 +445,7 @@ static int64_t handle(void *context, uint32_t operation, const void *bytes, uint
     flush_store_word(w->file.base + WORKER_COUNTS, w->requests);
     flush_store_word(w->file.base + WORKER_COUNTS + 8, w->refused);
     if (code < 0) return (int64_t)answer_error(code, w->result.k, response);
-    if (operation == REQUEST_SELECT || operation == REQUEST_MORE)
+    if (calls || operation == REQUEST_MORE)
         return (int64_t)answer_result(w, offset, response);
     memset(response, 0, sizeof(answer_head));
     return sizeof(answer_head);
@@ -442,9 +512,11 @@ void cxlkv_worker_destroy(cxlkv_worker *w) {
     free(w->batch.sequences);
     free(w->batch.scratch);
     free(w->starts);
-    free(w->result.pages);
-    free(w->result.scores);
-    free(w->result.counts);
+    free(w->result.pages.data);
+    free(w->result.scores.data);
+    free(w->result.counts.data);
+    free(w->result.lse.data);
+    free(w->result.out.data);
     free(w->local);
     pool_drop(w->pool);
     free(w);

@@ -11,7 +11,7 @@
 #include "request.h"
 #include "rpc.h"
 
-enum { WORKER_VERSION = 1, WORKER_SLOTS_MAX = 64, CLAIM_BYTE = 64 };
+enum { WORKER_VERSION = 2, WORKER_SLOTS_MAX = 64, CLAIM_BYTE = 64 };
 enum {
     WORKER_BELL = 128,           /* 4: rung by clients while the worker sleeps */
     WORKER_SLEEPS = 192,         /* 8: the worker's */
@@ -73,6 +73,8 @@ request_facts worker_facts(const cxlkv_pool *pool);
 enum { NOT_BY_WORKER = INT32_MIN }; /* no error: do it in this process */
 /* As cxlkv_batch_select by the method that was asked for, or NOT_BY_WORKER. */
 int64_t worker_select(cxlkv_batch *batch, cxlkv_select_args *args, uint32_t method);
+/* As cxlkv_batch_attend, or NOT_BY_WORKER. */
+int64_t worker_attend(cxlkv_batch *batch, cxlkv_attend_args *args);
 
 /* ---- worker_client.c ---- */
 /* What the worker was told of a part of a sequence. */
@@ -82,6 +84,15 @@ typedef struct worker_table {
     uint64_t version;
     uint32_t first, end;         /* pages [first, end) */
 } worker_table;
+/* Tokens of a layer up to which the worker has an open tail's keys, and values; apart, as a select
+ * brings no values. The client's copy is the smaller one. */
+typedef struct worker_tail {
+    uint64_t keys, values;
+} worker_tail;
+static inline void worker_tail_cut(worker_tail *known, uint64_t tokens) {
+    known->keys = min_u64(known->keys, tokens);
+    known->values = min_u64(known->values, tokens);
+}
 /* Before the pages of a sequence are dropped: the worker drops them, too, in bounded time. */
 void worker_forget(cxlkv_sequence *sequence);
 void worker_cut(cxlkv_sequence *sequence);  /* the same behind its page_count, which was lowered */

@@ -142,7 +142,7 @@ int client_forget(worker_client *c, uint64_t deadline_ns) {
 static void tails_untold(cxlkv_sequence *sequence, uint32_t part) {
     const cxlkv_pool *pool = sequence->pool;
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
-        if (pool->part_of[layer] == part) sequence->worker_tokens[layer] = 0;
+        if (pool->part_of[layer] == part) sequence->worker_tails[layer] = (worker_tail){0};
 }
 
 /* False when the worker knows all complete pages of the layer. */

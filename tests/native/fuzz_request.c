@@ -48,28 +48,59 @@ static uint64_t walk_tables(const request *r, const request_facts *facts) {
     return sum_of(r->entries, entries * REQUEST_ENTRY_BYTES);
 }
 
-static uint64_t walk_select(const request *r, const request_facts *facts) {
-    const request_select *s = &r->select;
-    uint64_t rows = 0, tails = 0;
-    demand(s->layer < facts->layers && s->q_heads % facts->kv_heads == 0 && s->q_heads, "layer");
-    demand(isfinite(s->scale) && s->scale > 0 && s->errors >= 0, "number");
+/* Of a select and an attend: sequences, queries and tails. */
+static uint64_t walk_rows(const request *r, const request_facts *facts, uint32_t rows_wanted,
+                          bool attends) {
+    uint64_t rows = 0, keys = 0, values = 0;
+    demand(r->layer < facts->layers, "layer");
     for (uint32_t i = 0; i < r->head.count; i++) {
         request_sequence item = request_sequence_at(r, i);
-        demand(item.tail_known <= item.tokens % facts->page_tokens, "tail");
+        uint64_t filled = item.tokens % facts->page_tokens;
+        demand(item.keys_known <= filled && item.values_known <= (attends ? filled : 0), "tail");
         rows += item.rows;
-        tails += request_tail_bytes(facts, item.tokens, item.tail_known);
+        keys += request_key_bytes(facts, &item);
+        if (attends) values += request_value_bytes(facts, &item);
     }
-    demand(rows == s->rows, "number of rows");
+    demand(rows == rows_wanted, "number of rows");
+    return sum_of(r->queries, r->query_bytes) + sum_of(r->keys, keys) + sum_of(r->values, values);
+}
+
+static uint64_t walk_select(const request *r, const request_facts *facts) {
+    const request_select *s = &r->select;
+    demand(s->layer == r->layer && s->q_heads % facts->kv_heads == 0 && s->q_heads, "layer");
+    demand(isfinite(s->scale) && s->scale > 0 && s->errors >= 0, "number");
     return sum_of(r->budgets, s->budget_count * sizeof(cxlkv_budget)) +
-           sum_of(r->queries, r->query_bytes) + sum_of(r->tails, tails);
+           walk_rows(r, facts, s->rows, false);
+}
+
+static uint64_t walk_attend(const request *r, const request_facts *facts) {
+    const request_attend *a = &r->attend;
+    const uint8_t *at = r->pages;
+    uint64_t lists = 0;
+    demand(a->layer == r->layer && a->q_heads % facts->kv_heads == 0 && a->q_heads, "layer");
+    demand(isfinite(a->scale) && a->scale > 0 && isfinite(a->softcap) && a->softcap >= 0, "number");
+    demand(a->parts && (a->parts == 1 || !a->lists) && (a->k == 0 || a->lists), "list");
+    for (uint32_t i = 0; a->lists && i < r->head.count; i++) {
+        request_sequence item = request_sequence_at(r, i);
+        uint64_t mine = a->per == CXLKV_PER_QUERY ? item.rows : 1;
+        lists += mine;
+        for (uint64_t n = mine * facts->kv_heads * a->k; n; n--, at += 4) {
+            int32_t page;
+            memcpy(&page, at, sizeof(page));
+            demand(page >= -1 && (page < 0 || (uint64_t)page * facts->page_tokens < item.tokens),
+                   "page");
+        }
+    }
+    demand(lists == a->lists, "number of lists");
+    return walk_rows(r, facts, a->rows, true);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t length) {
     static const request_facts pools[] = {
         {.layers = 3, .kv_heads = 2, .head_dim = 4, .page_tokens = 4, .dtype = CXLKV_FLOAT32,
-         .sketch = 1, .page_count = 100, .part_count = 2},
+         .value_dim = 3, .sketch = 1, .page_count = 100, .part_count = 2},
         {.layers = 1, .kv_heads = 1, .head_dim = 3, .page_tokens = 16, .dtype = CXLKV_BFLOAT16,
-         .page_count = 1, .part_count = 1}};
+         .page_count = 1, .part_count = 1}}; /* its values are in the keys */
     accepted = 0;
     for (size_t i = 0; i < sizeof(pools) / sizeof(pools[0]); i++) {
         request r;
@@ -77,6 +108,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t length) {
         accepted++;
         if (r.head.operation == REQUEST_TABLES) fuzz_seen += walk_tables(&r, &pools[i]);
         if (r.head.operation == REQUEST_SELECT) fuzz_seen += walk_select(&r, &pools[i]);
+        if (r.head.operation == REQUEST_ATTEND) fuzz_seen += walk_attend(&r, &pools[i]);
     }
     return 0;
 }

@@ -72,19 +72,55 @@ static request_select plain_select(void) {
                             .rows = 1, .budget_count = 1, .k_max = 8};
 }
 
+/* Rows of a query, or a token of a tail; the first channels are `first`. */
+static void put_rows(made *m, uint64_t count, float first) {
+    float row[TEST_HEADS][TEST_DIM] = {{0}};
+    for (uint32_t head = 0; head < TEST_HEADS; head++) row[head][0] = first;
+    for (; count; count--) put(m, row, sizeof(row));
+}
+
 static int ask(made *m, request_select select, uint64_t version, uint64_t tokens,
-               uint32_t tail_known) {
+               uint32_t keys_known) {
     request_sequence item = {.table = 0, .rows = select.rows, .version = version,
-                             .tokens = tokens, .tail_known = tail_known};
+                             .tokens = tokens, .keys_known = keys_known};
     cxlkv_budget budget = {.kind = CXLKV_BUDGET_PAGES, .pages = 2};
-    float queries[TEST_HEADS][TEST_DIM] = {{1}}, keys[TEST_HEADS][TEST_DIM] = {{2}};
     begin(m, REQUEST_SELECT, 1);
     put(m, &select, sizeof(select));
     put(m, &item, sizeof(item));
     put(m, &budget, sizeof(budget));
-    put(m, queries, sizeof(queries));
-    for (uint64_t t = tail_known; t < tokens % TEST_PAGE_TOKENS; t++) put(m, keys, sizeof(keys));
+    put_rows(m, 1, 1);
+    put_rows(m, tokens % TEST_PAGE_TOKENS - keys_known, 2);
     return ask_bytes(m, REQUEST_SELECT);
+}
+
+static request_attend plain_attend(void) {
+    return (request_attend){.q_heads = TEST_HEADS, .dtype = CXLKV_FLOAT32, .scale = 1, .rows = 1,
+                            .parts = 1};
+}
+
+/* With a list of two pages for each head, or without any. */
+static int attend(made *m, request_attend attend, uint64_t tokens, uint32_t keys_known,
+                  uint32_t values_known, const int32_t *pages) {
+    request_sequence item = {.table = 0, .rows = 1, .version = 1, .tokens = tokens,
+                             .keys_known = keys_known, .values_known = values_known};
+    begin(m, REQUEST_ATTEND, 1);
+    put(m, &attend, sizeof(attend));
+    put(m, &item, sizeof(item));
+    for (uint32_t head = 0; pages && head < TEST_HEADS; head++)
+        put(m, pages, 2 * sizeof(*pages));
+    while (m->bytes % 8) m->request[m->bytes++] = 0;
+    put_rows(m, 1, 1);
+    put_rows(m, tokens % TEST_PAGE_TOKENS - keys_known, 2);
+    put_rows(m, tokens % TEST_PAGE_TOKENS - values_known, 5);
+    return ask_bytes(m, REQUEST_ATTEND);
+}
+
+/* The first channel of head 0 in the answer's output. */
+static float first_out(const made *m) {
+    float out;
+    uint64_t at = sizeof(answer_head) + sizeof(answer_attend) + TEST_HEADS * sizeof(float);
+    memcpy(&out, m->response + at, sizeof(out));
+    return out;
 }
 
 static void make(made *m) {
@@ -141,7 +177,7 @@ static void wrong_tables(made *m) {
 static void wrong_selects(made *m) {
     request_select good = plain_select(), bad;
     CHECK(ask(m, good, 1, TOKENS, 0) == 0);
-    CHECK(ask(m, good, 1, TOKENS, 1) == 0); /* it has the tail's token now */
+    CHECK(ask(m, good, 1, TOKENS, 1) == 0); /* it has the key of the tail's token now */
     CHECK(ask(m, good, 1, TOKENS - 2, 1) == -CXLKV_E_STALE); /* of another page */
     CHECK(ask(m, good, 7, TOKENS, 0) == -CXLKV_E_STALE);
     CHECK(strstr(text(m), "table 0 is not at version 7"));
@@ -166,6 +202,50 @@ static void wrong_selects(made *m) {
     bad = good, bad.k_max = 1;
     CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ROOM);
     CHECK(ask(m, good, 1, TOKENS, 1) == 0);
+}
+
+static void wrong_attends(made *m) {
+    request_attend good = plain_attend(), bad, picks = good;
+    const int32_t tail_only[] = {-1, 4}, elsewhere[] = {0, 5}, negative[] = {-2, 0};
+    picks.lists = 1;
+    picks.k = 2;
+    CHECK(attend(m, good, TOKENS, 1, 1, NULL) == -CXLKV_E_STALE); /* its value never came */
+    CHECK(strstr(text(m), "table 0 has 0 tokens of a layer, not 17"));
+    CHECK(attend(m, good, TOKENS, 1, 0, NULL) == 0);
+    CHECK(attend(m, good, TOKENS, 1, 1, NULL) == 0);
+    CHECK(attend(m, picks, TOKENS, 1, 1, tail_only) == 0);
+    CHECK(first_out(m) == 5); /* the tail's value, and nothing else */
+    CHECK(attend(m, good, TOKENS - 2, 0, 1, NULL) == -CXLKV_E_STALE); /* of another page */
+    CHECK(attend(m, picks, TOKENS, 1, 1, elsewhere) == -CXLKV_E_ARGUMENT);
+    CHECK(strstr(text(m), "request: page 5 of sequence 0, which has 5"));
+    CHECK(attend(m, picks, TOKENS, 1, 1, negative) == -CXLKV_E_ARGUMENT);
+    bad = picks, bad.parts = 2;
+    CHECK(attend(m, bad, TOKENS, 1, 1, tail_only) == -CXLKV_E_ARGUMENT);
+    bad = picks, bad.lists = 3;
+    CHECK(attend(m, bad, TOKENS, 1, 1, tail_only) == -CXLKV_E_ARGUMENT);
+    bad = picks, bad.k = UINT32_MAX;
+    CHECK(attend(m, bad, TOKENS, 1, 1, tail_only) == -CXLKV_E_ARGUMENT);
+    CHECK(strstr(text(m), "request: its pages end behind"));
+    bad = good, bad.k = 1;
+    CHECK(attend(m, bad, TOKENS, 1, 1, NULL) == -CXLKV_E_ARGUMENT);
+    bad = good, bad.parts = 0;
+    CHECK(attend(m, bad, TOKENS, 1, 1, NULL) == -CXLKV_E_ARGUMENT);
+    bad.parts = REQUEST_PARTS_MAX; /* in range, and more than there is work for */
+    CHECK(attend(m, bad, TOKENS, 1, 1, NULL) == -CXLKV_E_ARGUMENT);
+    CHECK(strstr(text(m), "pages in 1024 parts"));
+    for (int i = 0; i < 3; i++) {
+        bad = good, bad.softcap = i == 0 ? NAN : i == 1 ? -1 : INFINITY;
+        CHECK(attend(m, bad, TOKENS, 1, 1, NULL) == -CXLKV_E_ARGUMENT);
+    }
+    bad = good, bad.scale = 0;
+    CHECK(attend(m, bad, TOKENS, 1, 1, NULL) == -CXLKV_E_ARGUMENT);
+    bad = good, bad.per = CXLKV_PER_SEQUENCE + 1;
+    CHECK(attend(m, bad, TOKENS, 1, 1, NULL) == -CXLKV_E_ARGUMENT);
+    bad = good, bad.rows = 2;
+    CHECK(attend(m, bad, TOKENS, 1, 1, NULL) == -CXLKV_E_ARGUMENT);
+    bad = good, bad.layer = TEST_LAYERS;
+    CHECK(attend(m, bad, TOKENS, 1, 1, NULL) == -CXLKV_E_ARGUMENT);
+    CHECK(attend(m, good, TOKENS, 1, 1, NULL) == 0);
 }
 
 static void wrong_others(made *m) {
@@ -200,6 +280,7 @@ int main(void) {
     make(&m);
     wrong_tables(&m);
     wrong_selects(&m);
+    wrong_attends(&m);
     wrong_others(&m);
     pages_stay_held(&m);
     unmake(&m);
