@@ -418,14 +418,14 @@ def ndp_worker(
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option(help="Threads that score: the CPUs it may use if not given.", min=1),
+        typer.Option(help="Threads that work: the CPUs it may use if not given.", min=1),
     ] = None,
     slots: Annotated[int, typer.Option(help="Processes that it serves.", min=1, max=64)] = 8,
     host: HostNumber = None,
 ) -> None:
-    """Select pages for the processes of a pool, near its memory, until SIGTERM or Ctrl-C.
+    """Select and attend for the processes of a pool, near its memory, until SIGTERM or Ctrl-C.
 
-    They ask for it with CXLPool.open(..., worker=True), and select themselves while it is away.
+    They ask for it with CXLPool.open(..., worker=True), and do it themselves while it is away.
     """
     from cxlkv.ndp.worker import cpus_near, pin, serve
     from cxlkv.pool import CXLPool

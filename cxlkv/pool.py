@@ -222,7 +222,7 @@ class CXLPool:
 
         "if_there": what the worker does not answer right and in time is done here, as long as that
         is so, and the worker is looked for again. "only": raises WorkerError then. "none": all is
-        done here again. deadline_s: how long an answer may take (default: 50 ms, and what scoring
+        done here again. deadline_s: how long an answer may take (default: 50 ms, and what reading
         at 500 MB/s would take). The results are the same. Raises BadArgumentError for an anonymous
         pool, which no other process can open.
         """
