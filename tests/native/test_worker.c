@@ -16,6 +16,7 @@ typedef struct made {
     uint64_t marks[TOKENS];
     uint8_t request[BYTES], response[BYTES];
     uint64_t bytes;
+    uint64_t version;            /* of table 0 */
 } made;
 
 static void put(made *m, const void *from, uint64_t bytes) {
@@ -101,7 +102,7 @@ static request_attend plain_attend(void) {
 /* With a list of two pages for each head, or without any. */
 static int attend(made *m, request_attend attend, uint64_t tokens, uint32_t keys_known,
                   uint32_t values_known, const int32_t *pages) {
-    request_sequence item = {.table = 0, .rows = 1, .version = 1, .tokens = tokens,
+    request_sequence item = {.table = 0, .rows = 1, .version = m->version, .tokens = tokens,
                              .keys_known = keys_known, .values_known = values_known};
     begin(m, REQUEST_ATTEND, 1);
     put(m, &attend, sizeof(attend));
@@ -154,6 +155,7 @@ static void unmake(made *m) {
 static void wrong_tables(made *m) {
     CHECK(tell(m, 0, 0, 1, 0, 4, NO_PAGE, NO_PAGE) == 0);
     CHECK(tell(m, 0, 0, 1, 0, 4, NO_PAGE, NO_PAGE) == 0); /* once more: nothing happens */
+    m->version = 1;
     CHECK(tell(m, 1, 0, 2, 0, 4, 2, NO_PAGE) == -CXLKV_E_STALE);
     CHECK(strstr(text(m), "stale handle: page"));
     CHECK(tell(m, 1, 0, 2, 0, 4, NO_PAGE, 3) == -CXLKV_E_STALE); /* free, or of another */
@@ -204,6 +206,26 @@ static void wrong_selects(made *m) {
     CHECK(ask(m, good, 1, TOKENS, 1) == 0);
 }
 
+/* So many lists of so many pages that their bytes, modulo 2^64, are those of one line. */
+static void pages_beyond_64_bits(made *m) {
+    request_attend attend = plain_attend();
+    attend.rows = attend.lists = 631832658;
+    attend.k = 3649452082;
+    CHECK((uint64_t)attend.lists * attend.k * TEST_HEADS * sizeof(int32_t) == 32);
+    enum { COUNT = 10 }; /* of the longest sequences that there are */
+    request_sequence item = {.version = m->version,
+                             .tokens = (uint64_t)REQUEST_PAGES_MAX * TEST_PAGE_TOKENS};
+    begin(m, REQUEST_ATTEND, COUNT);
+    put(m, &attend, sizeof(attend));
+    for (uint32_t i = 0; i < COUNT; i++) {
+        item.rows = attend.rows / COUNT + (i < attend.rows % COUNT);
+        put(m, &item, sizeof(item));
+    }
+    put_rows(m, 1, 0);
+    CHECK(ask_bytes(m, REQUEST_ATTEND) == -CXLKV_E_ARGUMENT);
+    CHECK(strstr(text(m), "request: its pages end behind"));
+}
+
 static void wrong_attends(made *m) {
     request_attend good = plain_attend(), bad, picks = good;
     const int32_t tail_only[] = {-1, 4}, elsewhere[] = {0, 5}, negative[] = {-2, 0};
@@ -226,6 +248,7 @@ static void wrong_attends(made *m) {
     bad = picks, bad.k = UINT32_MAX;
     CHECK(attend(m, bad, TOKENS, 1, 1, tail_only) == -CXLKV_E_ARGUMENT);
     CHECK(strstr(text(m), "request: its pages end behind"));
+    pages_beyond_64_bits(m);
     bad = good, bad.k = 1;
     CHECK(attend(m, bad, TOKENS, 1, 1, NULL) == -CXLKV_E_ARGUMENT);
     bad = good, bad.parts = 0;
@@ -246,6 +269,13 @@ static void wrong_attends(made *m) {
     bad = good, bad.layer = TEST_LAYERS;
     CHECK(attend(m, bad, TOKENS, 1, 1, NULL) == -CXLKV_E_ARGUMENT);
     CHECK(attend(m, good, TOKENS, 1, 1, NULL) == 0);
+    /* A table that begins anew: what is known of its tail stays. */
+    CHECK(tell(m, 0, 0, 2, 0, 4, NO_PAGE, NO_PAGE) == 0);
+    m->version = 2;
+    CHECK(attend(m, picks, TOKENS, 1, 1, tail_only) == 0);
+    CHECK(first_out(m) == 5);
+    CHECK(tell(m, 0, 0, 1, 0, 4, NO_PAGE, NO_PAGE) == 0);
+    m->version = 1;
 }
 
 static void wrong_others(made *m) {
