@@ -59,6 +59,9 @@ static inline bool cpu_has_amx(void) {
 #include <stdbool.h>
 #include <sys/auxv.h>
 
+/* CRC32CX and its family: an extension in ARMv8.0, which nearly every CPU has. */
+static inline bool cpu_has_crc32(void) { return getauxval(AT_HWCAP) & HWCAP_CRC32; }
+
 /* BFMLALB and its family. Headers that are older than the feature have no name for its bit. */
 static inline bool cpu_has_bf16(void) {
     enum { HWCAP2_BIT_BF16 = 1 << 14 };

@@ -10,8 +10,6 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__aarch64__) && defined(__ARM_FEATURE_CRC32)
-#include <arm_acle.h>
 #endif
 
 /* Entry b is the remainder of byte b: eight times shift right, and xor 0x82f63b78 if a one fell out
@@ -119,7 +117,19 @@ static bool has_hardware(void) {
     return cpu_has(bit_SSE4_2 | bit_PCLMUL);
 }
 
-#elif defined(__aarch64__) && defined(__ARM_FEATURE_CRC32)
+#elif defined(__aarch64__)
+
+/* The instructions by name, as compilers differ in how a function is given the extension, and some
+ * hide the intrinsics when the whole file lacks it. */
+static inline uint32_t crc_of_word(uint32_t crc, uint64_t word) {
+    __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(crc) : "r"(word));
+    return crc;
+}
+
+static inline uint32_t crc_of_byte(uint32_t crc, uint32_t byte) {
+    __asm__(".arch_extension crc\n\tcrc32cb %w0, %w0, %w1" : "+r"(crc) : "r"(byte));
+    return crc;
+}
 
 uint32_t crc32c_hardware(uint32_t crc, const void *data, size_t bytes) {
     const uint8_t *byte = data;
@@ -127,15 +137,14 @@ uint32_t crc32c_hardware(uint32_t crc, const void *data, size_t bytes) {
     for (; bytes >= 8; bytes -= 8, byte += 8) {
         uint64_t word;
         memcpy(&word, byte, sizeof word);
-        crc = __crc32cd(crc, word);
+        crc = crc_of_word(crc, word);
     }
     for (; bytes; bytes--)
-        crc = __crc32cb(crc, *byte++);
+        crc = crc_of_byte(crc, *byte++);
     return ~crc;
 }
 
-/* The build already relies on the extension. */
-static bool has_hardware(void) { return true; }
+static bool has_hardware(void) { return cpu_has_crc32(); }
 
 #else
 

@@ -11,6 +11,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
 static uint64_t seed = 20240607;
 
 static uint64_t random_word(void) { /* splitmix64 */
@@ -136,6 +140,14 @@ static void test_force(void) {
         assert(!pthread_join(threads[i], NULL));
 }
 
+/* The instructions are there when the kernel says so, whatever CPU the build was made for. */
+static void test_arm64_is_asked(void) {
+#if defined(__aarch64__)
+    assert(crc32c_force("hardware") == (getauxval(AT_HWCAP) & HWCAP_CRC32 ? 0 : -ENOTSUP));
+    assert(!crc32c_force("auto"));
+#endif
+}
+
 static void test_all(void) {
     test_known_answers();
     test_small_lengths_at_all_alignments();
@@ -150,6 +162,7 @@ int main(int argument_count, char **arguments) {
     printf("seed %llu\n", (unsigned long long)seed);
     test_table();
     test_all(); /* the choice made at first use */
+    test_arm64_is_asked();
     assert(!crc32c_force("serial"));
     test_all();
     if (crc32c_force("hardware")) {
@@ -158,6 +171,7 @@ int main(int argument_count, char **arguments) {
     } else {
         assert(crc32c_hardware(0, "123456789", 9) == 0xe3069283);
         test_all();
+        printf("by table and by instruction\n");
     }
     test_force();
     return 0;
