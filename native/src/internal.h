@@ -322,7 +322,7 @@ struct cxlkv_sequence {
     bool exported;               /* there are such copies */
     uint64_t export_tokens;
     struct worker_table *worker_tables; /* by part: what the worker was told; NULL: nothing */
-    struct worker_tail *worker_tails; /* by layer: what the worker has of it; NULL: nothing */
+    struct worker_tail *worker_tails; /* by layer: what the worker has of a tail; or NULL */
     struct cxlkv_sequence *next, *previous;
 };
 

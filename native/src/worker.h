@@ -84,8 +84,8 @@ typedef struct worker_table {
     uint64_t version;
     uint32_t first, end;         /* pages [first, end) */
 } worker_table;
-/* Tokens of a layer up to which the worker has an open tail's keys, and values; apart, as a select
- * brings no values. The client's copy is the smaller one. */
+/* Up to which token of a layer the worker has an open tail's keys, and its values; apart, as a
+ * select brings no values. In the worker itself layer_tokens stands for the keys. */
 typedef struct worker_tail {
     uint64_t keys, values;
 } worker_tail;
