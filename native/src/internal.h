@@ -775,6 +775,14 @@ uint32_t attend_parts(cxlkv_batch *batch, cxlkv_attend_args *args);
 int64_t attend_here(cxlkv_batch *batch, cxlkv_attend_args *args, uint32_t parts);
 
 /* ---- threads.c ---- */
+/* Between two looks at what another thread or process writes. */
+static inline void cpu_relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
 typedef int (*task_function)(void *context, uint32_t item);
 /* Runs items 0..count-1 on the pool's threads, each under a SIGBUS guard; the first error wins. */
 int run_tasks(cxlkv_pool *pool, uint32_t count, task_function task, void *context);

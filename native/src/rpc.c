@@ -143,14 +143,6 @@ static int receive(rpc_slot *slot, bool answers, rpc_header *header, void *paylo
 
 /* ---- waiting ---- */
 
-static void relax(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
 /* Until the other side's header changes, or pause_ns. What is missed costs one pause. */
 static void wait_for_word(const rpc_slot *slot, bool answers, uint64_t pause_ns) {
     struct timespec pause = {.tv_nsec = (long)pause_ns};
@@ -182,7 +174,7 @@ static bool wait_on(const waiting *w, const rpc_slot *slot, bool answers, bool w
     uint64_t now_ns = boottime_ns(), waited_ns = now_ns - w->began_ns;
     if (now_ns >= w->deadline_ns) return false;
     if (waited_ns < SPIN_NS) {
-        relax();
+        cpu_relax();
         return true;
     }
     if (waited_ns < YIELD_NS) return sched_yield() == 0;

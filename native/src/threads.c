@@ -1,8 +1,14 @@
-/* The pool's worker threads: they share out the items of one task, each under a SIGBUS guard. */
+/* The pool's worker threads: they share out the items of one task, each under a SIGBUS guard.
+ *
+ * A call has several tasks of some hundred us, and a decode step a call for each layer; a thread that
+ * sleeps is woken in 50 us or, on a virtual machine, in milliseconds. So a helper looks out for the
+ * next task for a while before it sleeps, and nobody waits for one that has not begun. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "internal.h"
+
+enum { LOOK_OUT_NS = 100000 };
 
 struct workers {
     pthread_mutex_t run_lock;    /* one task at a time; others run on their caller's thread */
@@ -11,8 +17,9 @@ struct workers {
     cxlkv_pool *pool;
     pthread_t *threads;
     uint32_t thread_count;
-    uint64_t round;              /* counts tasks: a sleeper sees that there is a new one */
-    uint32_t busy;
+    atomic_ulong round;          /* counts tasks: a sleeper sees that there is a new one */
+    bool open;                   /* helpers may still begin with it */
+    atomic_uint busy;            /* those that have */
     bool stop;
     task_function task;
     void *context;
@@ -47,18 +54,38 @@ static void take_items(workers *w) {
     }
 }
 
+/* Until `value` is no longer `is`, but not for long. */
+static void look_out(const atomic_ulong *value, uint64_t is) {
+    enum { LOOKS = 64 };
+    uint64_t begin = boottime_ns();
+    do
+        for (int i = 0; i < LOOKS; i++) {
+            if (atomic_load_explicit(value, memory_order_relaxed) != is) return;
+            cpu_relax();
+        }
+    while (boottime_ns() - begin < LOOK_OUT_NS);
+}
+
 static void *worker_main(void *argument) {
     workers *w = argument;
     uint64_t seen = 0;
     pthread_mutex_lock(&w->lock);
-    for (;;) {
-        while (!w->stop && w->round == seen) pthread_cond_wait(&w->work, &w->lock);
-        if (w->stop) break;
-        seen = w->round;
+    while (!w->stop) {
+        if (atomic_load(&w->round) == seen) {
+            pthread_cond_wait(&w->work, &w->lock);
+            continue;
+        }
+        seen = atomic_load(&w->round);
+        if (w->open) {
+            atomic_fetch_add(&w->busy, 1);
+            pthread_mutex_unlock(&w->lock);
+            take_items(w);
+            pthread_mutex_lock(&w->lock);
+            if (atomic_fetch_sub(&w->busy, 1) == 1) pthread_cond_signal(&w->done);
+        }
         pthread_mutex_unlock(&w->lock);
-        take_items(w);
+        look_out(&w->round, seen);
         pthread_mutex_lock(&w->lock);
-        if (--w->busy == 0) pthread_cond_signal(&w->done);
     }
     pthread_mutex_unlock(&w->lock);
     return NULL;
@@ -114,13 +141,14 @@ static int run_shared(workers *w, uint32_t count, task_function task, void *cont
     w->count = count;
     atomic_store(&w->next, 0);
     atomic_store(&w->result, 0);
-    w->busy = w->thread_count;
-    w->round++;
+    w->open = true;
+    atomic_fetch_add(&w->round, 1);
     pthread_cond_broadcast(&w->work);
     pthread_mutex_unlock(&w->lock);
     take_items(w);
     pthread_mutex_lock(&w->lock);
-    while (w->busy > 0) pthread_cond_wait(&w->done, &w->lock);
+    w->open = false;
+    while (atomic_load(&w->busy) > 0) pthread_cond_wait(&w->done, &w->lock);
     int code = atomic_load(&w->result);
     if (code < 0) fail(-code, "%s", w->text);
     pthread_mutex_unlock(&w->lock);
