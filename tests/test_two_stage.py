@@ -275,6 +275,29 @@ def test_threads_change_nothing(rng: np.random.Generator) -> None:
         assert got[0].stages == got[1].stages
 
 
+def test_more_tokens_pass_in_one_place_than_are_kept(rng: np.random.Generator) -> None:
+    """There sketches are read a second time: the same tokens are scored, once."""
+    q = rng.standard_normal((4, 32)).astype(np.float32)
+    keys = rng.standard_normal((PAGES * 8, 2, 32)).astype(np.float32)
+    keys[800:1040] += 2 * np.stack([q[:2].mean(axis=0), q[2:].mean(axis=0)])
+    with filled(keys) as (pool, sequence):
+        exact = sequence.select(0, q, top_k=40, method="exact")
+        got = []
+        for threads in (1, 3):
+            pool.set_threads(threads)
+            got.append(sequence.select(0, q, top_k=40, method="two_stage"))
+    for each in got:
+        assert each.stages is not None
+        assert each.stages.lists == 2
+        assert 2 * 240 < each.stages.tokens < PAGES * 8
+        assert recall_of(each, exact) > 0.95
+        # Who is chosen was scored by its keys.
+        both = np.isin(each.pages, exact.pages)
+        assert np.isin(each.scores[both], exact.scores).mean() > 0.95
+    np.testing.assert_array_equal(got[0].pages, got[1].pages)
+    assert got[0].stages == got[1].stages
+
+
 def test_audits_measure_the_recall(rng: np.random.Generator) -> None:
     keys = rng.standard_normal((PAGES * 8, 2, 32)).astype(np.float32)
     with filled(keys) as (pool, sequence):

@@ -92,6 +92,16 @@ static void raise_best(float (*logits)[EACH_KEYS], uint32_t rows, float best[EAC
             best[t] = larger_of(logits[j][t], best[t]);
 }
 
+/* Short, and mostly whole lines. */
+static inline void copy_row(char *to, const char *from, size_t bytes) {
+    enum { LINE = 64 };
+    size_t at = 0;
+    for (; at + LINE <= bytes; at += LINE)
+        memcpy(to + at, from + at, LINE);
+    if (at < bytes)
+        memcpy(to + at, from + at, bytes - at);
+}
+
 /* Side by side they are scored like those of a page. */
 void kernels_score_each(const kernels *table, int dtype, const void *const *keys, uint32_t count,
                         uint32_t dim, const kernel_queries *queries, float scale, float *best) {
@@ -106,7 +116,7 @@ void kernels_score_each(const kernels *table, int dtype, const void *const *keys
         if (here < EACH_KEYS)
             memset(logits, 0, sizeof logits);
         for (uint32_t t = 0; room > 1 && t < here; t++)
-            memcpy(rows + t * row_bytes, keys[i + t], row_bytes);
+            copy_row(rows + t * row_bytes, keys[i + t], row_bytes);
         for (uint32_t t = 0; t < EACH_KEYS; t++)
             largest[t] = -INFINITY;
         for (uint32_t j = 0; j < queries->count; j += EACH_QUERIES) {

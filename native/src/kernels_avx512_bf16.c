@@ -153,6 +153,28 @@ INLINE void dot_four(const char *keys, size_t row_bytes, uint32_t dim, const cha
         }
 }
 
+/* The largest of some vectors, lane by lane. NaN is noted apart: a maximum that keeps it would wait
+ * for three instructions at each step, one that drops it for one. */
+typedef struct extreme {
+    __m512 largest;
+    __mmask16 broken;
+} extreme;
+
+INLINE void raise_extreme(extreme *to, const __m512 *vectors, int count) {
+    __m512 tree[LANES];
+    UNROLL for (int i = 0; i < count; i++) {
+        to->broken |= _mm512_cmp_ps_mask(vectors[i], vectors[i], _CMP_UNORD_Q);
+        tree[i] = vectors[i];
+    }
+    UNROLL for (int half = count / 2; half; half /= 2)
+        UNROLL for (int i = 0; i < half; i++) tree[i] = _mm512_max_ps(tree[i], tree[i + half]);
+    to->largest = _mm512_max_ps(to->largest, tree[0]);
+}
+
+INLINE __m512 extreme_of(const extreme *from) {
+    return _mm512_mask_mov_ps(from->largest, from->broken, _mm512_set1_ps(NAN));
+}
+
 /* A four of queries, of which those from `low` to `high` are meant: the first is part->query. */
 typedef struct four_part {
     const char *four;
@@ -175,17 +197,19 @@ INLINE void store_four(__m512 block, const four_part *meant, float *logits, size
 /* `tokens_here` (4 or 16) keys against a four, `used` of which count. */
 INLINE void score_four_block(const score_call *call, const char *keys, size_t row_bytes,
                              const four_part *meant, int tokens_here, uint32_t used,
-                             const char *next, float *logits, __m512 *largest) {
+                             const char *next, float *logits, extreme *found) {
     __m512 sums[LANES], scale = _mm512_set1_ps(call->scale);
     dot_four(keys, row_bytes, call->dim, meant->four, tokens_here, next, sums);
+    __m512 blocks[FOUR];
     UNROLL for (int t = 0; t < tokens_here; t += FOUR) {
         __m512 block = lane_sums(sums[t], sums[t + 1], sums[t + 2], sums[t + 3]);
-        block = _mm512_mul_ps(block, scale);
+        blocks[t / FOUR] = _mm512_mul_ps(block, scale);
         if (call->logits)
-            store_four(block, meant, logits + t, call->logit_stride, used < FOUR ? used : FOUR);
-        else
-            *largest = max_with_nan(block, *largest);
+            store_four(blocks[t / FOUR], meant, logits + t, call->logit_stride,
+                       used < FOUR ? used : FOUR);
     }
+    if (!call->logits)
+        raise_extreme(found, blocks, tokens_here / FOUR);
 }
 
 /* The largest of each quarter. */
@@ -206,19 +230,19 @@ static __attribute__((noinline)) void score_four(const score_call *call, const s
     const char *keys = part->rows[0], *next = part->query ? keys : part->next;
     const uint32_t tokens = part->tokens_used;
     float *logits = call->logits + part->query * call->logit_stride + part->token;
-    __m512 largest = _mm512_set1_ps(-INFINITY);
+    extreme found = {_mm512_set1_ps(-INFINITY), 0};
     if (tokens == TOKEN_CHUNK)
         score_four_block(call, keys, call->row_bytes, meant, TOKEN_CHUNK, TOKEN_CHUNK, next,
-                         logits, &largest);
+                         logits, &found);
     else
         for (uint32_t t = 0, taken = tokens < 4 ? 1 : 4; t < tokens; t += taken) {
             if (t + taken > tokens)
                 t = tokens - taken;
             score_four_block(call, keys + t * call->row_bytes, taken == 1 ? 0 : call->row_bytes,
-                             meant, 4, taken, next + t * key_bytes(call), logits + t, &largest);
+                             meant, 4, taken, next + t * key_bytes(call), logits + t, &found);
         }
     if (call->maxima)
-        raise_four(largest, meant, call->maxima + part->query, part->token == 0);
+        raise_four(extreme_of(&found), meant, call->maxima + part->query, part->token == 0);
 }
 
 /* A sixteen against `tokens_here` keys: sums[token], one query in each lane. */
@@ -248,14 +272,14 @@ INLINE void dot_sixteen(const char *keys, size_t row_bytes, uint32_t dim, const 
 /* `tokens_here` (4 or 16) keys against a sixteen, `used` of which count; logits for the first. */
 INLINE void score_sixteen_block(const score_call *call, const char *keys, size_t row_bytes,
                                 const char *sixteen, int tokens_here, uint32_t used,
-                                const char *next, float *logits, __m512 *largest) {
+                                const char *next, float *logits, extreme *found) {
     __m512 sums[LANES], scale = _mm512_set1_ps(call->scale);
     dot_sixteen(keys, row_bytes, call->dim, sixteen, tokens_here, next, sums);
     UNROLL for (int t = 0; t < tokens_here; t++) sums[t] = _mm512_mul_ps(sums[t], scale);
     if (call->logits)
         store_sixteen(sums, used, logits, call->logit_stride, SIXTEEN);
     else
-        UNROLL for (int t = 0; t < tokens_here; t++) *largest = max_with_nan(sums[t], *largest);
+        raise_extreme(found, sums, tokens_here);
 }
 
 /* At most 16 tokens against a sixteen. Fewer go by fours, the last four once more; fewer than four
@@ -267,20 +291,21 @@ static __attribute__((noinline)) void score_sixteen(const score_call *call, cons
     size_t row_bytes = call->row_bytes;
     const char *next = part->query ? keys : part->next;
     float *logits = call->logits + part->query * call->logit_stride + part->token;
-    __m512 largest = _mm512_set1_ps(-INFINITY);
+    extreme found = {_mm512_set1_ps(-INFINITY), 0};
     if (tokens == TOKEN_CHUNK)
         score_sixteen_block(call, keys, row_bytes, sixteen, TOKEN_CHUNK, TOKEN_CHUNK, next, logits,
-                            &largest);
+                            &found);
     else
         for (uint32_t t = 0, taken = tokens < 4 ? 1 : 4; t < tokens; t += taken) {
             if (t + taken > tokens)
                 t = tokens - taken;
             score_sixteen_block(call, keys + t * row_bytes, taken == 1 ? 0 : row_bytes, sixteen, 4,
-                                taken, keys, logits + t, &largest);
+                                taken, keys, logits + t, &found);
         }
     if (!call->maxima)
         return;
     float *maxima = call->maxima + part->query;
+    __m512 largest = extreme_of(&found);
     if (part->token)
         largest = max_with_nan(largest, _mm512_loadu_ps(maxima));
     _mm512_storeu_ps(maxima, largest);

@@ -10,7 +10,7 @@
 #include "select.h"
 #include "worker.h"
 
-enum { TASK_PAGES = 64, TOGETHER_PAGES = 8, SCRATCH_LIMIT = 1 << 30 };
+enum { TOGETHER_PAGES = 8, SCRATCH_LIMIT = 1 << 30 };
 
 /* ---- how many pages each list gets ---- */
 
@@ -40,9 +40,6 @@ window window_of(const select_job *job, const plan *p, uint64_t list) {
     w.k = (uint32_t)min_u64(visible, wanted > forced ? wanted : forced);
     return w;
 }
-
-/* Those before it are scored with the leader's. */
-static uint32_t first_own_page(const plan *p) { return p->leader ? p->shared : p->low; }
 
 static const plan *plan_of_task(const select_job *job, uint32_t item) {
     uint32_t low = 0, high = job->batch->count;
@@ -94,36 +91,35 @@ static int score_task(void *context, uint32_t item) {
 
 /* ---- choosing ---- */
 
-/* Order-preserving: larger score, larger number; NaN above all; -0 equals 0. */
-static uint32_t rank_of(float score) {
-    if (isnan(score)) return UINT32_MAX;
-    float canonical = score + 0.0f;
-    uint32_t bits;
-    memcpy(&bits, &canonical, sizeof(bits));
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+/* Those that are not below `guess`, when they are enough. */
+static uint32_t ranks_from(const float *scores, uint32_t count, float guess, uint32_t *ranks) {
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < count; i++)
+        if (!(scores[i] < guess)) ranks[kept++] = rank_of(scores[i]);
+    return kept;
 }
 
-/* The rank of the wanted-th best of `count` (radix select); *equal says how many of that very rank
- * are among the wanted. Of `ranks` only those stay that may still be it. */
-static uint32_t threshold_rank(uint32_t *ranks, uint32_t count, uint32_t wanted, uint32_t *equal) {
+float worst_of_best(const float *scores, uint32_t count, uint32_t wanted, float guess,
+                    uint32_t *ranks, uint32_t *equal) {
     enum { DIGITS = 3, DIGIT_VALUES = 1 << 11 };
     static const int shifts[DIGITS] = {21, 10, 0};
     static const uint32_t largest[DIGITS] = {DIGIT_VALUES - 1, DIGIT_VALUES - 1, 1023};
-    uint32_t counts[DIGIT_VALUES], threshold = 0;
+    uint32_t counts[DIGIT_VALUES], found = 0, here = ranks_from(scores, count, guess, ranks);
+    if (here < wanted) here = ranks_from(scores, count, -INFINITY, ranks);
     for (int i = 0; i < DIGITS; i++) {
         uint32_t digit = largest[i], kept = 0;
         memset(counts, 0, sizeof(counts));
-        for (uint32_t at = 0; at < count; at++) counts[ranks[at] >> shifts[i] & largest[i]]++;
+        for (uint32_t at = 0; at < here; at++) counts[ranks[at] >> shifts[i] & largest[i]]++;
         while (digit > 0 && counts[digit] < wanted) wanted -= counts[digit--];
-        for (uint32_t at = 0; at < count; at++) {
+        for (uint32_t at = 0; at < here; at++) {
             ranks[kept] = ranks[at];
             kept += (ranks[at] >> shifts[i] & largest[i]) == digit;
         }
-        count = kept;
-        threshold |= digit << shifts[i];
+        here = kept;
+        found |= digit << shifts[i];
     }
     *equal = wanted;
-    return threshold;
+    return value_of_rank(found);
 }
 
 typedef struct candidate {
@@ -164,38 +160,42 @@ static int choose_mass(const float *scores, const window *w, double mass, uint8_
     return 0;
 }
 
-static void choose_best(const float *scores, const window *w, uint32_t *ranks, uint8_t *chosen) {
-    uint32_t wanted = w->k - (w->sinks - w->low + w->pages - w->recent), equal = 0;
-    uint32_t threshold = UINT32_MAX, count = w->recent - w->sinks;
-    for (uint32_t i = 0; wanted && i < count; i++) ranks[i] = rank_of(scores[w->sinks + i]);
-    if (wanted) threshold = threshold_rank(ranks, count, wanted, &equal);
-    for (uint32_t page = w->low; page < w->pages; page++) {
-        uint32_t rank = rank_of(scores[page]);
-        chosen[page] = is_forced(w, page);
-        if (chosen[page] || wanted == 0) continue;
-        if (rank > threshold) chosen[page] = 1;
-        else if (rank == threshold && equal > 0) chosen[page] = equal-- > 0;
-    }
+/* Which of the free pages are chosen, one after the other. */
+typedef struct chooser {
+    float worst;                 /* that is chosen; NaN: only such are */
+    uint32_t left;               /* to choose in all */
+    uint32_t equal;              /* of those, as good as the worst */
+} chooser;
+
+static bool choose_next(chooser *c, float score) {
+    if (score < c->worst || c->left == 0) return false;
+    bool is_worst = rank_of(score) == rank_of(c->worst);
+    if (is_worst ? c->equal == 0 : isnan(c->worst)) return false;
+    c->equal -= is_worst;
+    c->left--;
+    return true;
 }
 
-/* ranks and chosen: room for each page. */
+/* ranks and chosen: room for each page. guess: no page below it is likely to be chosen. */
 static int emit(const select_job *job, const plan *p, const window *w, uint64_t row,
-                const float *scores, uint32_t *ranks, uint8_t *chosen) {
+                const float *scores, float guess, uint32_t *ranks, uint8_t *chosen) {
     const cxlkv_select_args *args = job->args;
     int32_t *pages = args->pages + row * args->k;
     float *values = args->scores + row * args->k;
+    bool mass = p->budget->kind == CXLKV_BUDGET_MASS;
+    chooser best = {.left = free_choices(w)};
     uint32_t count = 0;
-    if (p->budget->kind == CXLKV_BUDGET_MASS) {
-        int code = choose_mass(scores, w, p->budget->amount, chosen);
-        if (code < 0) return code;
-    } else {
-        choose_best(scores, w, ranks, chosen);
+    int code = mass ? choose_mass(scores, w, p->budget->amount, chosen) : 0;
+    if (code < 0) return code;
+    if (!mass && best.left)
+        best.worst = worst_of_best(scores + w->sinks, w->recent - w->sinks, best.left, guess,
+                                   ranks, &best.equal);
+    for (uint32_t page = w->low; page < w->pages; page++) {
+        if (mass ? !chosen[page] : !is_forced(w, page) && !choose_next(&best, scores[page]))
+            continue;
+        pages[count] = (int32_t)page;
+        values[count++] = scores[page];
     }
-    for (uint32_t page = w->low; page < w->pages; page++)
-        if (chosen[page]) {
-            pages[count] = (int32_t)page;
-            values[count++] = scores[page];
-        }
     args->counts[row] = (int32_t)count;
     for (; count < args->k; count++) {
         pages[count] = -1;
@@ -237,7 +237,8 @@ static int choose_list(select_job *job, const plan *p, uint64_t list, uint32_t h
     float *scores = p->scores + (list * heads + head) * p->view.pages;
     bool layer = args->union_over == CXLKV_UNION_LAYER;
     if (layer && heads > 1) merge_heads(p, scores, heads);
-    int code = emit(job, p, &w, row, scores, ranks, chosen);
+    float guess = p->thresholds ? p->thresholds[list * heads + head] : -INFINITY;
+    int code = emit(job, p, &w, row, scores, guess, ranks, chosen);
     if (code < 0) return code;
     uint64_t bytes = list_bytes(job, p, row);
     for (uint32_t other = 1; layer && other < heads; other++) {
@@ -395,7 +396,8 @@ static int place_scratch(select_job *job, uint32_t rows) {
             p->first_query = p->first_row * q_heads;
             p->scores = at;
             p->log_sums = sums ? at + scores : NULL;
-            p->thresholds = stage ? at + scores + sums : NULL;
+            p->thresholds = NULL;
+            if (stage) sketch_begin(job, p, at + scores + sums);
             at += scores + sums + stage;
             for (uint64_t j = 0; j < scores; j++) p->scores[j] = -INFINITY;
         }
@@ -412,12 +414,12 @@ static int place_scratch(select_job *job, uint32_t rows) {
 static int64_t select_locked(select_job *job) {
     cxlkv_select_args *args = job->args;
     cxlkv_batch *batch = job->batch;
-    uint32_t rows = 0, tasks = 0;
+    uint32_t rows = 0, tasks = 0, heads = batch->pool->layout.kv_heads;
     int code = queries_check(batch, args->layer, args->q_heads, &args->queries, args->starts,
                              &rows);
     if (code < 0) return code;
-    job->group = args->q_heads / batch->pool->layout.kv_heads;
-    uint64_t lists = make_plans(job) * batch->pool->layout.kv_heads;
+    job->group = args->q_heads / heads;
+    uint64_t lists = make_plans(job) * heads;
     if (lists * args->k > args->capacity)
         return fail(CXLKV_E_ROOM, "select: room for %lu pages, %lu wanted", args->capacity,
                     lists * args->k);
@@ -428,15 +430,19 @@ static int64_t select_locked(select_job *job) {
     if (args->method == CXLKV_METHOD_TWO_STAGE) {
         uint64_t used = queries_bytes(batch, job->isa, job->queries.total);
         sketch_prepare(job, (float *)((uint8_t *)batch->scratch + used));
-        code = run_tasks(batch->pool, batch->count * batch->pool->layout.kv_heads,
-                         sketch_sample_task, job);
+        code = run_tasks(batch->pool, batch->count * heads, sketch_sample_task, job);
         if (code < 0) return code;
         sketch_cut_all(job);
     }
     for (uint32_t i = 0; i < batch->count; i++) tasks += job->plans[i].tasks;
     code = run_tasks(batch->pool, tasks, score_task, job);
+    if (code == 0 && job->sketch_queries) {
+        uint32_t segments = 0;
+        for (uint32_t i = 0; i < batch->count; i++) segments += sketch_segments(&job->plans[i]);
+        code = run_tasks(batch->pool, batch->count * heads, sketch_cut_task, job);
+        if (code == 0) code = run_tasks(batch->pool, segments, sketch_finish_task, job);
+    }
     if (code == 0) code = run_tasks(batch->pool, batch->count, mass_task, job);
-    uint32_t heads = batch->pool->layout.kv_heads;
     if (code == 0) code = run_tasks(batch->pool, batch->count * heads, choose_task, job);
     if (code < 0) return code;
     compact(job, lists);

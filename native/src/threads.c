@@ -1,8 +1,8 @@
 /* The pool's worker threads: they share out the items of one task, each under a SIGBUS guard.
  *
- * A call has several tasks of some hundred us, and a decode step a call for each layer; a thread that
- * sleeps is woken in 50 us or, on a virtual machine, in milliseconds. So a helper looks out for the
- * next task for a while before it sleeps, and nobody waits for one that has not begun. */
+ * A call has several tasks of some hundred us, and a decode step a call for each layer; a thread
+ * that sleeps is woken in 50 us or, on a virtual machine, in milliseconds. So a helper looks out
+ * for the next task for a while before it sleeps, and nobody waits for one that has not begun. */
 #include <stdlib.h>
 #include <string.h>
 
