@@ -67,27 +67,35 @@ static void score_head(const select_job *job, const plan *p, const scored_page *
 }
 
 /* Log of the sum of exp over one page's visible tokens, for each query of a head. */
-static void mass_head(const select_job *job, const plan *p, uint32_t index, uint32_t head,
-                      const uint8_t *keys, size_t row_bytes) {
+static void mass_head(const select_job *job, const plan *p, const scored_page *page, uint32_t head,
+                      const uint8_t *next) {
+    enum { LOGITS = 4096 };      /* page_tokens is at most a quarter of that */
     const cxlkv_layout *layout = &job->batch->pool->layout;
-    float logits[1024]; /* page_tokens is at most that */
-    uint32_t group = job->group;
+    const uint8_t *keys = page->rows.first + head * page->rows.head_bytes;
+    float logits[LOGITS];
+    uint32_t group = job->group, index = page->index;
     for (uint64_t row = 0; row < p->rows; row++) {
+        uint64_t first = ((uint64_t)head * p->rows + row) * group;
         uint32_t hidden = view_hidden(&p->view, index, row, p->rows);
         uint32_t visible = view_visible(&p->view, index, row, p->rows);
         visible = visible > hidden ? visible - hidden : 0;
-        for (uint32_t i = 0; i < group; i++) {
-            uint64_t query = ((uint64_t)head * p->rows + row) * group + i;
-            float *out = p->log_sums + query * p->view.pages + index;
-            *out = -INFINITY;
-            if (visible == 0) continue;
-            kernel_queries one = queries_range(job->queries, p->first_query + query, 1);
-            job->isa->score((int)layout->dtype, keys + hidden * row_bytes, row_bytes, visible,
-                            layout->head_dim, &one, job->args->scale, logits, visible, NULL);
-            float largest = -INFINITY; /* or NaN, which then stays */
-            for (uint32_t t = 0; t < visible; t++)
-                if (logits[t] > largest || isnan(logits[t])) largest = logits[t];
-            *out = largest + logf(job->isa->exp_sum(logits, visible, largest));
+        uint32_t together = visible ? LOGITS / visible : group;
+        for (uint32_t part = 0; part < group; part += together) {
+            uint32_t count = min_u32(together, group - part);
+            kernel_queries queries =
+                queries_range(job->queries, p->first_query + first + part, count);
+            float *out = p->log_sums + (first + part) * p->view.pages + index;
+            if (visible)
+                job->isa->score((int)layout->dtype, keys + hidden * page->rows.row_bytes,
+                                page->rows.row_bytes, visible, layout->head_dim, &queries,
+                                job->args->scale, logits, visible,
+                                row == 0 && part == 0 ? next : NULL);
+            for (uint32_t i = 0; i < count; i++, out += p->view.pages) {
+                float *own = logits + (uint64_t)i * visible;
+                float largest = kernels_largest(own, visible); /* or NaN, which then stays */
+                *out = visible ? largest + logf(job->isa->exp_sum(own, visible, largest))
+                               : -INFINITY;
+            }
         }
     }
 }
@@ -109,9 +117,8 @@ int score_page(select_job *job, const plan *p, uint32_t index, ahead *next) {
         page.rows.head_bytes = pool->geometry.digest_piece_bytes;
     }
     for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
-        const uint8_t *keys = page.rows.first + head * page.rows.head_bytes;
         const uint8_t *wanted = next ? ahead_next(next) : NULL;
-        if (p->log_sums) mass_head(job, p, index, head, keys, page.rows.row_bytes);
+        if (p->log_sums) mass_head(job, p, &page, head, wanted);
         else score_head(job, p, &page, head, wanted);
     }
     return 0;
