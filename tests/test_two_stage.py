@@ -361,6 +361,7 @@ def test_an_alarm_when_recall_falls_short(
         pool.audit = 1
         for _ in range(16):
             assert not caplog.records, "one is not enough"
-            sequence.select(0, q, top_k=20, method="two_stage", recall=0.95)
+            # Of few pages one that is missed by chance is much.
+            sequence.select(0, q, top_k=20 if short else 400, method="two_stage", recall=0.95)
     assert len(caplog.records) == short
     assert not short or "0.95 is asked for: ask for more recall, or use" in caplog.text

@@ -10,8 +10,8 @@
 #include "select_sketch.h"
 
 enum { SAMPLE_SCORED = 16, SAMPLE_AHEAD = 6 };
-/* Where more of the sample than this would be read anyway, keys are read in order, as fast. */
-static const float SHARE_MAX = 0.8f;
+/* Where keys of more pages than this would be read anyway, they are read in order, as fast. */
+static const float SHARE_MAX = 0.9f;
 
 /* Pages of few tokens have much of a sketch's 16 empty. */
 bool sketch_is_for(const select_job *job, const plan *p) {
@@ -31,11 +31,16 @@ uint64_t sketch_query_floats(const select_job *job, uint64_t query_count) {
     return (codes + align_up(query_count * sizeof(sketch_query), 64)) / sizeof(float);
 }
 
-/* How many of the sample may be chosen: a chance of 1 in 700 that it is one more. */
-static uint32_t sample_share(const plan *p, const window *w) {
+/* How many of the sample will be chosen, by and large. */
+static uint32_t sample_likely(const plan *p, const window *w) {
     uint32_t first, pages = free_pages(p, w, &first), choices = free_choices(w);
-    float wanted = (float)(choices ? choices : 1) / (float)pages * SAMPLE_PAGES;
-    return min_u32(SAMPLE_PAGES, (uint32_t)(wanted + 3 * sqrtf(wanted)) + 1);
+    return (uint32_t)((float)(choices ? choices : 1) / (float)pages * SAMPLE_PAGES) + 1;
+}
+
+/* And at most: a chance of 1 in 700 that it is one more. */
+static uint32_t sample_share(const plan *p, const window *w) {
+    float likely = (float)sample_likely(p, w);
+    return min_u32(SAMPLE_PAGES, (uint32_t)(likely + 3 * sqrtf(likely)));
 }
 
 /* Room for what a segment keeps of a list and some heads: half as much again as on even keys, where
@@ -187,18 +192,26 @@ int sketch_sample_task(void *context, uint32_t item) {
     return 0;
 }
 
-/* The wanted-th best of the sample; -infinity when one is no number. */
-static float best_in_order(const float *values, uint32_t wanted) {
-    float best[SAMPLE_PAGES];
+/* The `wanted` best of the sample, best first; none are when one is no number. */
+static void best_in_order(const float *values, uint32_t wanted, float *best) {
     uint32_t count = 0;
+    bool broken = false;
     for (uint32_t i = 0; i < SAMPLE_PAGES; i++) {
-        if (isnan(values[i])) return -INFINITY;
+        broken |= isnan(values[i]);
         if (count == wanted && values[i] <= best[count - 1]) continue;
         uint32_t at = count < wanted ? count++ : count - 1;
         for (; at > 0 && best[at - 1] < values[i]; at--) best[at] = best[at - 1];
         best[at] = values[i];
     }
-    return best[count - 1];
+    for (uint32_t i = 0; broken && i < wanted; i++) best[i] = -INFINITY;
+}
+
+/* A head that spares little: nearly all pages have a token that passes, so some two of each. */
+static bool is_flat(const select_job *job, const sample *own, float worst, float error) {
+    uint32_t passing = 0;
+    for (uint32_t i = 0; i < SAMPLE_PAGES; i++)
+        passing += !(own->maxima[i] < worst - job->args->errors * error);
+    return isfinite(job->args->errors) && (float)passing > SHARE_MAX * SAMPLE_PAGES;
 }
 
 /* Returns how many of its heads spare little. */
@@ -207,23 +220,20 @@ static uint32_t cut_list(select_job *job, const plan *p, uint64_t list) {
     window w = window_of(job, p, list);
     stage_scratch stage = stage_of(job, p);
     sample *own = stage.samples + list * heads;
-    uint32_t wanted = sample_share(p, &w), flat = 0;
+    uint32_t likely = sample_likely(p, &w), wanted = sample_share(p, &w), flat = 0;
     bool layer = job->args->union_over == CXLKV_UNION_LAYER;
     for (uint32_t head = 1; layer && head < heads; head++)
         for (uint32_t i = 0; i < SAMPLE_PAGES; i++)
             if (is_better(own[head].maxima[i], own[0].maxima[i]))
                 own[0].maxima[i] = own[head].maxima[i];
     for (uint32_t head = 0; head < heads; head++) {
-        float error = sqrtf(own[head].squares / own[head].count);
+        float best[SAMPLE_PAGES], error = sqrtf(own[head].squares / own[head].count);
         float slack = job->args->errors * sqrtf(own[head].scaled / own[head].count);
-        float cut = best_in_order(own[layer ? 0 : head].maxima, wanted);
-        bool known = isfinite(cut) && isfinite(slack);
-        stage.thresholds[list * heads + head] = known ? cut : -INFINITY;
+        best_in_order(own[layer ? 0 : head].maxima, wanted, best);
+        bool known = isfinite(best[wanted - 1]) && isfinite(slack);
+        stage.thresholds[list * heads + head] = known ? best[wanted - 1] : -INFINITY;
         stage.slacks[list * heads + head] = known ? slack : 0;
-        uint32_t passing = 0;
-        for (uint32_t i = 0; i < SAMPLE_PAGES; i++)
-            passing += !(own[head].maxima[i] < cut - job->args->errors * error);
-        flat += isfinite(job->args->errors) && (float)passing > SHARE_MAX * SAMPLE_PAGES;
+        flat += is_flat(job, &own[head], best[likely - 1], error);
         job->args->mean_error += error;
     }
     return flat;
