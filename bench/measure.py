@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 
 Samples = dict[str, list[float]]
+WARM_S = 0.05
 
 
 def interleave(
@@ -17,16 +18,18 @@ def interleave(
     """Seconds a call by name, `rounds` samples each, after one unmeasured round.
 
     One sample is the mean of `repeat` calls; the functions take turns within a round. settle_s is
-    waited before each: an OpenMP team spins on its cores for a while after its last task. Then a
-    call goes unmeasured: threads that sleep take milliseconds to wake, and in use calls follow one
-    another.
+    waited before each: an OpenMP team spins on its cores for a while after its last task. Then
+    WARM_S of calls go unmeasured: threads that sleep, and the virtual CPUs under them, take
+    milliseconds to wake, and in use calls follow one another.
     """
     samples: Samples = {name: [] for name in functions}
     for turn in range(rounds + 1):
         for name, function in functions.items():
             if settle_s:
                 time.sleep(settle_s)
-                function()
+                began = time.perf_counter()
+                while time.perf_counter() - began < WARM_S:
+                    function()
             began = time.perf_counter()
             for _ in range(repeat):
                 function()
