@@ -9,7 +9,7 @@
  * others. An estimate that is no number is never trusted. */
 #include "select_sketch.h"
 
-enum { SAMPLE_SCORED = 16, SAMPLE_AHEAD = 6 };
+enum { SAMPLE_SCORED = 16, SAMPLE_AHEAD = 6, CANDIDATES_BYTES_MAX = 64 << 20 };
 /* Where keys of more pages than this would be read anyway, they are read in order, as fast. */
 static const float SHARE_MAX = 0.9f;
 
@@ -43,19 +43,6 @@ static uint32_t sample_share(const plan *p, const window *w) {
     return min_u32(SAMPLE_PAGES, (uint32_t)(likely + 3 * sqrtf(likely)));
 }
 
-/* Room for what a segment keeps of a list and some heads: half as much again as on even keys, where
- * some 10 tokens of each page that may be chosen pass. */
-static uint32_t capacity_of(const select_job *job, const plan *p) {
-    uint32_t page_tokens = job->batch->pool->layout.page_tokens, share = 0;
-    for (uint64_t list = 0; list < p->lists; list++) {
-        window w = window_of(job, p, list);
-        uint32_t wanted = sample_share(p, &w);
-        if (wanted > share) share = wanted;
-    }
-    uint32_t heads = min_u32(kv_heads(job), HEADS_TOGETHER), tokens = TASK_PAGES * page_tokens;
-    return heads * min_u32(tokens, tokens * share / SAMPLE_PAGES + TASK_PAGES);
-}
-
 static uint64_t chunks_of(const select_job *job) {
     return (kv_heads(job) + HEADS_TOGETHER - 1) / HEADS_TOGETHER;
 }
@@ -67,6 +54,21 @@ static uint64_t counts_offset(uint64_t lists) {
 
 static uint64_t sections_of(const select_job *job, const plan *p) {
     return (uint64_t)sketch_segments(p) * chunks_of(job) * p->lists;
+}
+
+/* Room for what a segment keeps of a list and some heads: half as much again as on even keys, where
+ * some 10 tokens of each page that may be chosen pass; less where there are many lists. */
+static uint32_t capacity_of(const select_job *job, const plan *p) {
+    uint32_t page_tokens = job->batch->pool->layout.page_tokens, share = 0;
+    for (uint64_t list = 0; list < p->lists; list++) {
+        window w = window_of(job, p, list);
+        uint32_t wanted = sample_share(p, &w);
+        if (wanted > share) share = wanted;
+    }
+    uint32_t heads = min_u32(kv_heads(job), HEADS_TOGETHER), tokens = TASK_PAGES * page_tokens;
+    uint32_t kept = heads * min_u32(tokens, tokens * share / SAMPLE_PAGES + TASK_PAGES);
+    uint64_t most = CANDIDATES_BYTES_MAX / sizeof(candidate_token) / sections_of(job, p);
+    return (uint32_t)min_u64(kept, most);
 }
 
 static uint64_t candidates_offset(const select_job *job, const plan *p) {
