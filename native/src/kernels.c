@@ -83,7 +83,7 @@ float kernels_largest(const float *values, uint32_t count) {
     return larger_of(larger_of(best[0], best[1]), larger_of(best[2], best[3]));
 }
 
-enum { EACH_KEYS = 16, EACH_QUERIES = 64, EACH_BYTES = 16384 };
+enum { EACH_KEYS = 16, EACH_QUERIES = 64, EACH_BYTES = 32768 };
 
 /* Of each key the largest of its column of logits, NaN if one is. */
 static void raise_best(float (*logits)[EACH_KEYS], uint32_t rows, float best[EACH_KEYS]) {
