@@ -36,6 +36,8 @@ EXACT, DIGEST, LOG_SUM = 0, 1, 2  # kinds of scores
 LANES = 4  # queries that share a loaded key
 AHEAD = 4096  # elements from keys to those to ask for: prefetchers of CPUs stop at 4 KiB
 LINE_BYTES = 64
+SKETCH_TOKENS = SKETCH_CHANNELS = 16  # native/src/sketch.h: the tokens of a block, codes of a word
+TOGETHER, SOON = 64, 8  # tokens scored one after another; how long before that a key is asked for
 # Sums may be reordered, which is what lets a compiler use vectors. NaN and infinity keep their
 # meaning: a broken key must be chosen and seen.
 REORDERED = {"reassoc", "contract", "nsz"}
@@ -273,6 +275,115 @@ def score(
                 halves,
                 at + AHEAD,
             )
+
+
+@reordered
+def weigh(words: Bits, queries: Floats, sums: Floats) -> None:
+    """sums[j, t] += queries[j].codes of 16 tokens, for 4 queries; words [16 channels][token].
+
+    A token in each lane, and 4 channels at a time: a compiler makes vectors of the inner loop.
+    """
+    sums0, sums1, sums2, sums3 = sums[0], sums[1], sums[2], sums[3]
+    three = np.uint32(3)
+    for channel in range(0, len(words), 4):
+        at = channel // SKETCH_CHANNELS * SKETCH_TOKENS
+        line, shift = words[at : at + SKETCH_TOKENS], np.uint32(channel % SKETCH_CHANNELS * 2)
+        p, q = queries[0, channel : channel + 4], queries[1, channel : channel + 4]
+        r, s = queries[2, channel : channel + 4], queries[3, channel : channel + 4]
+        p0, p1, p2, p3 = p[0], p[1], p[2], p[3]
+        q0, q1, q2, q3 = q[0], q[1], q[2], q[3]
+        r0, r1, r2, r3 = r[0], r[1], r[2], r[3]
+        s0, s1, s2, s3 = s[0], s[1], s[2], s[3]
+        for t in range(SKETCH_TOKENS):
+            # numba widens what is shifted; cut back, all lanes stay 32 bits wide.
+            codes = np.uint32(line[t] >> shift)
+            a = np.float32(np.int32(codes & three))
+            b = np.float32(np.int32(codes >> np.uint32(2) & three))
+            c = np.float32(np.int32(codes >> np.uint32(4) & three))
+            d = np.float32(np.int32(codes >> np.uint32(6) & three))
+            sums0[t] += p0 * a + p1 * b + p2 * c + p3 * d
+            sums1[t] += q0 * a + q1 * b + q2 * c + q3 * d
+            sums2[t] += r0 * a + r1 * b + r2 * c + r3 * d
+            sums3[t] += s0 * a + s1 * b + s2 * c + s3 * d
+
+
+@compiled
+def keep_larger(row: Floats, best: Floats) -> None:
+    """The larger of each, in place; NaN if one is."""
+    for t in range(SKETCH_TOKENS):
+        best[t] = row[t] if row[t] > best[t] or row[t] != row[t] else best[t]
+
+
+@parallel
+def estimate(
+    words: Bits,
+    numbers: Floats,
+    starts: Whole,
+    strides: Strides,
+    first_page: int,
+    queries: Floats,
+    offsets: Floats,
+    out: Floats,
+    scales: Floats,
+) -> None:
+    """Logits of all tokens as sketches tell them, out [kv_heads, pages, tokens], and their scales.
+
+    words, numbers: one memory, as codes and as scales. queries [kv_heads, n, channels]: turned and
+    scaled, zeros up to 16 channels, n a multiple of LANES; offsets [kv_heads, n]: what is added to
+    the sums, as a code stands for code - 1.5. The best over the queries; NaN where one is.
+    """
+    heads, count, channels = queries.shape
+    tokens = out.shape[2]
+    for page in ranged(0, out.shape[1]):
+        sums = np.empty((LANES, SKETCH_TOKENS), np.float32)
+        best = np.empty(SKETCH_TOKENS, np.float32)
+        for head in range(heads):
+            for first in range(0, tokens, SKETCH_TOKENS):
+                at = starts[first_page + page] + head * strides[0]
+                at += first // SKETCH_TOKENS * strides[1]
+                best[:] = -np.inf
+                for q in range(0, count, LANES):
+                    for j in range(LANES):
+                        sums[j, :] = offsets[head, q + j]
+                    weigh(words[at : at + channels], queries[head, q : q + LANES], sums)
+                    for j in range(LANES):
+                        keep_larger(sums[j], best)
+                own = numbers[at + channels : at + channels + SKETCH_TOKENS]
+                for t in range(min(SKETCH_TOKENS, tokens - first)):
+                    out[head, page, first + t] = best[t] * own[t]
+                    scales[head, page, first + t] = own[t]
+
+
+@parallel
+def score_tokens(
+    halves: Halves,
+    wholes: Floats,
+    code: int,
+    starts: Whole,
+    strides: Strides,
+    heads: Whole,
+    pages: Whole,
+    tokens: Whole,
+    queries: Floats,
+    scale: np.float32,
+    out: Floats,
+) -> None:
+    """out[i]: logit of token tokens[i] of page pages[i] in head heads[i], by its key: the best over
+    queries [kv_heads, n, dim]; NaN if one is."""
+    dim = queries.shape[2]
+    for part in ranged(0, (len(out) + TOGETHER - 1) // TOGETHER):
+        bits = np.empty(dim, np.uint32)
+        logits = np.empty(queries.shape[1], np.float32)
+        for i in range(part * TOGETHER, min(len(out), (part + 1) * TOGETHER)):
+            next = min(i + SOON, len(out) - 1)
+            at = starts[pages[next]] + heads[next] * strides[0] + tokens[next] * strides[1]
+            for line in range(0, dim, LINE_BYTES // 2):
+                prefetch(halves, at + line)
+            at = starts[pages[i]] + heads[i] * strides[0] + tokens[i] * strides[1]
+            widen(halves, wholes, code, at, dim, bits)
+            for q in range(queries.shape[1]):
+                logits[q] = dot(bits.view(np.float32), queries[heads[i], q], dim)
+            out[i] = scale * largest(logits)
 
 
 @reordered

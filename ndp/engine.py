@@ -96,12 +96,16 @@ class Asked:
     recall: float = RECALL
 
     def errors(self) -> float:
-        """By how many of its root mean square errors an estimate may be short of the threshold: as
-        many as a normal one is but for half of the misses. The other half are pages near the
-        threshold, which is of estimates, and so a bit high."""
-        if not 0.5 <= self.recall <= 1:
-            raise BadArgumentError(f"recall={self.recall}: 0.5 to 1")
-        return NormalDist().inv_cdf((1 + self.recall) / 2) if self.recall < 1 else math.inf
+        return errors_of(self.recall)
+
+
+def errors_of(recall: float) -> float:
+    """By how many of its root mean square errors an estimate may be short of the threshold: as
+    many as a normal one is but for half of the misses. The other half are pages near the
+    threshold, which is of estimates, and so a bit high."""
+    if not 0.5 <= recall <= 1:
+        raise BadArgumentError(f"recall={recall}: 0.5 to 1")
+    return NormalDist().inv_cdf((1 + recall) / 2) if recall < 1 else math.inf
 
 
 @dataclass(frozen=True)

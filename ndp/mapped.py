@@ -24,7 +24,7 @@ from cxlkv.errors import (
     VersionError,
 )
 from cxlkv.layout import DTYPES, VALUES, KVLayout, LayerGroup
-from cxlkv.ndp.portable import Pieces, Stored
+from cxlkv.ndp.portable import Pieces, Stored, sketch_elements
 
 FORMAT_VERSION = 4
 HANDLE_VERSION = 2
@@ -128,6 +128,7 @@ class MappedPool:
             keys=keys,
             values=values,
             digests=self._pieces(chain, row, "digest", None, self.layout.head_dim),
+            sketches=self._sketches(chain, row),
             window=self.layout.windows[layer],
         )
 
@@ -135,6 +136,12 @@ class MappedPool:
         """Raises StaleError when pages of the handle were freed: what was read may be another's."""
         for part in range(self._geometry["part_count"]):
             self._check(self._chain(handle, part))
+
+    def _sketches(self, chain: Chain, row: int) -> Pieces | None:
+        if self._geometry["sketch_piece_bytes"] == 0:
+            return None
+        block = sketch_elements(self.layout)
+        return self._pieces(chain, row, "sketch", "sketches_offset", block)
 
     def _pieces(self, chain: Chain, row: int, kind: str, offset: str | None, dim: int) -> Pieces:
         g = self._geometry
