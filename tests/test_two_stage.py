@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +20,9 @@ import pytest
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Selection, Sequence, _core
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp import reference
+
+if TYPE_CHECKING:
+    from cxlkv.ndp.portable import Stored
 
 Floats = npt.NDArray[np.float32]
 ISAS = ("serial", "avx2", "avx512_bf16", "neon")  # those that differ in sketches
@@ -54,6 +59,12 @@ def recall_of(chosen: Selection, exact: Selection) -> float:
     lists = exact.pages.shape[-1]
     pairs = zip(exact.pages.reshape(-1, lists), chosen.pages.reshape(-1, lists), strict=True)
     return float(np.mean([np.isin(want[want >= 0], got).mean() for want, got in pairs]))
+
+
+def scores_by_page(chosen: Selection) -> list[dict[int, float]]:
+    k = chosen.pages.shape[-1]
+    rows = zip(chosen.pages.reshape(-1, k), chosen.scores.reshape(-1, k), strict=True)
+    return [dict(zip(pages.tolist(), scores.tolist(), strict=True)) for pages, scores in rows]
 
 
 # ---- what a sketch is ----
@@ -365,3 +376,209 @@ def test_an_alarm_when_recall_falls_short(
             sequence.select(0, q, top_k=20 if short else 400, method="two_stage", recall=0.95)
     assert len(caplog.records) == short
     assert not short or "0.95 is asked for: ask for more recall, or use" in caplog.text
+
+
+# ---- compiled by numba, on the pool's file ----
+
+
+def mapped(path: Path, sequence: Sequence) -> Stored:
+    pytest.importorskip("numba", reason="numba is not installed: pip install 'cxlkv[numba]'")
+    from cxlkv.ndp.mapped import MappedPool
+
+    return MappedPool(path).layer(sequence.handle, 0)
+
+
+def by_numba(
+    stored: Stored, queries: Floats, budget: Budget, scale: float | None = None, **asked: float
+) -> Selection:
+    from cxlkv.ndp import portable
+
+    starts = np.array([0, len(queries)], np.int32)
+    return portable.select(
+        [stored], queries, starts, [budget], method="two_stage", scale=scale, **asked
+    )
+
+
+@pytest.mark.parametrize(("dim", "page_tokens", "dtype"), [(40, 20, "float32"), (64, 8, "float16")])
+def test_numba_estimates_as_the_reference(
+    rng: np.random.Generator, tmp_path: Path, dim: int, page_tokens: int, dtype: str
+) -> None:
+    keys = rng.standard_normal((5 * page_tokens + 1, 2, dim)).astype(dtype).astype(np.float32)
+    q = rng.standard_normal((2, 6, dim)).astype(np.float32)
+    path = tmp_path / "pool"
+    with filled(keys, page_tokens=page_tokens, dtype=dtype, path=str(path)) as (_, sequence):
+        stored = mapped(path, sequence)
+        from cxlkv.ndp.portable import estimates_of
+
+        for count in (1, 4, 6):
+            got, scales = estimates_of(stored, q[:, :count], range(1, 5), 0.5)
+            for head in range(2):
+                codes, own = reference.sketched(keys[page_tokens : 5 * page_tokens, head])
+                rows = [
+                    reference.estimates(codes, own, row.astype(np.float64), 0.5)
+                    for row in q[head, :count]
+                ]
+                off = np.abs(got[head].ravel() - np.max(rows, axis=0))
+                assert (off < 1e-3).mean() > 0.95, "but for channels on a border"
+                np.testing.assert_allclose(scales[head].ravel(), own, rtol=2e-3)
+        q[1, 2, 5] = np.nan
+        got, _ = estimates_of(stored, q, range(1, 5), 0.5)
+        assert np.isnan(got[1]).all()
+        assert np.isfinite(got[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("dim", "page_tokens", "group", "dtype", "window"),
+    [
+        (20, 10, 1, "float32", None),
+        (64, 20, 2, "bfloat16", None),
+        (16, 16, 5, "float16", None),
+        (32, 16, 2, "bfloat16", 18_000),
+    ],
+)
+def test_numba_scores_all_tokens_by_their_keys_as_exact(
+    rng: np.random.Generator,
+    tmp_path: Path,
+    dim: int,
+    page_tokens: int,
+    group: int,
+    dtype: str,
+    window: int | None,
+) -> None:
+    """On whole numbers, with several rows, an open tail and forced pages. The best keys are out of
+    sight, in pages that the first row sees in part."""
+    tokens = (PAGES + (200 if window else 0)) * page_tokens + 1
+    keys = rng.integers(-3, 4, (tokens, 2, dim)).astype(np.float32)
+    q = rng.integers(-3, 4, (3, 2 * group, dim)).astype(np.float32)
+    keys[tokens - 2] = 8 * np.sign(q[0, ::group])
+    if window:
+        keys[tokens - window - 10] = 8 * np.sign(q[0, ::group])
+    path = tmp_path / "pool"
+    with filled(keys, page_tokens=page_tokens, dtype=dtype, window=window, path=str(path)) as (
+        _,
+        sequence,
+    ):
+        stored = mapped(path, sequence)
+        for budget in BUDGETS:
+            exact = sequence.select(0, q, budget, method="exact", scale=1.0)
+            got = by_numba(stored, q, budget, 1.0, recall=1)
+            assert got.stages is not None
+            lists = 1 if budget.per == "sequence" else 3
+            assert got.stages.lists == 2 * lists
+            assert got.stages.tokens > 0.9 * got.stages.lists * PAGES * page_tokens
+            np.testing.assert_array_equal(got.pages.reshape(exact.pages.shape), exact.pages)
+            np.testing.assert_array_equal(got.scores.reshape(exact.pages.shape), exact.scores)
+            assert got.bytes_fetched == exact.bytes_fetched
+
+
+@pytest.mark.parametrize(
+    ("dtype", "page_tokens", "window"),
+    [("bfloat16", 16, None), ("float32", 20, None), ("bfloat16", 20, 30_000)],
+)
+def test_numba_chooses_as_the_core(
+    rng: np.random.Generator, tmp_path: Path, dtype: str, page_tokens: int, window: int | None
+) -> None:
+    keys = rng.standard_normal((2 * PAGES * 16, 2, 64)).astype(np.float32)
+    q = rng.standard_normal((2, 8, 64)).astype(np.float32)
+    path = tmp_path / "pool"
+    with filled(keys, page_tokens=page_tokens, dtype=dtype, window=window, path=str(path)) as (
+        _,
+        sequence,
+    ):
+        stored, recalls = mapped(path, sequence), []
+        for per, union in [("query", "kv_head"), ("sequence", "kv_head"), ("query", "layer")]:
+            budget = Budget(pages=PAGES // 10, per=per, union=union)
+            exact = sequence.select(0, q, budget, method="exact")
+            core = sequence.select(0, q, budget, method="two_stage")
+            got = by_numba(stored, q, budget)
+            recalls.append(recall_of(got, exact))
+            assert recall_of(got, core) >= 0.9
+            for ours, theirs in zip(scores_by_page(got), scores_by_page(exact), strict=True):
+                off = [abs(ours[page] - theirs[page]) for page in ours.keys() & theirs.keys()]
+                assert np.mean(np.array(off) < 1e-5) > 0.9, "true ones, of a page's best token"
+            assert got.stages is not None
+            assert core.stages is not None
+            assert got.stages.lists == core.stages.lists
+            assert got.stages.error == pytest.approx(core.stages.error, rel=0.3)
+            assert got.stages.tokens == pytest.approx(core.stages.tokens, rel=0.7)
+            assert got.bytes_scored == got.stages.bytes_sketched + got.stages.bytes_keys
+            lists = got.stages.lists // 2
+            assert got.bytes_scored < 0.4 * lists * exact.bytes_scored
+        assert np.mean(recalls) >= 0.95
+
+
+def test_numba_counts_what_it_reads(rng: np.random.Generator, tmp_path: Path) -> None:
+    keys = rng.standard_normal((PAGES * 8 + 3, 2, 32)).astype(np.float32)
+    q = rng.standard_normal((1, 4, 32)).astype(np.float32)
+    path = tmp_path / "pool"
+    with filled(keys, path=str(path)) as (_, sequence):
+        got = by_numba(mapped(path, sequence), q, Budget(pages=30, sinks=2, recent=3))
+        assert got.stages is not None
+        sketched = PAGES + 1 - 2 - 3
+        assert got.stages.bytes_sketched == 2 * sketched * 3 * 64
+        forced, sample = 4 * 8 + 3, 16 * 8
+        rows = 2 * (forced + sample) + got.stages.tokens
+        assert got.stages.bytes_keys == rows * 32 * 4
+        few = by_numba(mapped(path, sequence), q, Budget(share=0.9))
+        assert str(few.stages).startswith("exact: too few pages for estimates to pay")
+        exact = sequence.select(0, q, Budget(share=0.9), method="exact")
+        np.testing.assert_array_equal(few.pages, exact.pages)
+        assert few.bytes_scored == exact.bytes_scored
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 0.0])
+def test_numba_and_keys_that_are_no_numbers(
+    rng: np.random.Generator, tmp_path: Path, odd: float
+) -> None:
+    keys = rng.standard_normal((PAGES * 8, 1, 16)).astype(np.float32)
+    keys[777, 0, 3] = odd
+    keys[2001, 0, :] = odd
+    q = rng.standard_normal((1, 2, 16)).astype(np.float32)
+    path = tmp_path / "pool"
+    with filled(keys, path=str(path)) as (_, sequence):
+        stored = mapped(path, sequence)
+        exact = sequence.select(0, q, top_k=30, method="exact")
+        got = by_numba(stored, q, Budget(pages=30), recall=0.999)
+        assert got.stages is not None
+        assert got.stages.tokens < PAGES * 4, "of the others few are read"
+        assert recall_of(got, exact) >= 0.9
+        broken = exact.pages[~np.isfinite(exact.scores)]
+        assert np.isin(broken, got.pages).all()
+        q[0, 0, 5] = odd
+        exact = sequence.select(0, q, top_k=30, method="exact")
+        got = by_numba(stored, q, Budget(pages=30), recall=0.999)
+        assert recall_of(got, exact) >= 0.9
+
+
+def test_what_numba_refuses_of_sketches(rng: np.random.Generator, tmp_path: Path) -> None:
+    keys = rng.standard_normal((PAGES * 8, 1, 16)).astype(np.float32)
+    q, path = rng.standard_normal((1, 1, 16)).astype(np.float32), tmp_path / "pool"
+    with filled(keys, dtype="bfloat16", path=str(path)) as (_, sequence):
+        stored = mapped(path, sequence)
+        with pytest.raises(BadArgumentError, match="mass needs method exact"):
+            by_numba(stored, q, Budget(mass=0.5))
+        with pytest.raises(BadArgumentError, match=r"0\.5 to 1"):
+            by_numba(stored, q, Budget(pages=5), recall=0.4)
+        from cxlkv.ndp.portable import Pieces
+
+        assert stored.sketches
+        starts, (head, block) = stored.sketches.starts, stored.sketches.strides
+        far = starts + (starts == starts.max()) * len(stored.memory)
+        for changed in [
+            (starts + 1, (head, block)),  # of two bytes: no word begins there
+            (starts, (head + 1, block)),
+            (starts, (head, block - 32)),
+            (starts[:-1], (head, block)),
+            (far, (head, block)),
+        ]:
+            with pytest.raises(BadArgumentError, match="sketches: "):
+                replace(stored, sketches=Pieces(*changed))
+        gone = replace(stored.sketches, starts=np.where(starts == starts[500], -1, starts))
+        with pytest.raises(BadArgumentError, match="not all are there"):
+            by_numba(replace(stored, sketches=gone), q, Budget(pages=5))
+    bare = tmp_path / "bare"
+    with filled(keys, sketch=False, path=str(bare)) as (_, sequence):
+        stored = mapped(bare, sequence)
+        assert stored.sketches is None
+        with pytest.raises(BadArgumentError, match=r"no sketches .*use method exact or digest"):
+            by_numba(stored, q, Budget(pages=5))
