@@ -38,10 +38,12 @@ INLINE __m512 butterfly(__m512 x, int half) {
     else if (half == 4) other = _mm512_shuffle_f32x4(x, x, 0xb1);
     else other = _mm512_shuffle_f32x4(x, x, 0x4e);
     const __mmask16 upper = half == 1 ? 0xaaaa : half == 2 ? 0xcccc : half == 4 ? 0xf0f0 : 0xff00;
-    return _mm512_mask_sub_ps(_mm512_add_ps(x, other), upper, other, x);
+    const __m512 signs = _mm512_mask_mov_ps(_mm512_set1_ps(1), upper, _mm512_set1_ps(-1));
+    return _mm512_fmadd_ps(x, signs, other);
 }
 
-/* All blocks of `vectors` * 16 channels, in registers when `vectors` is a constant. */
+/* All blocks of `vectors` * 16 channels, in registers when `vectors` is a constant; yet to be
+ * divided by the root of their number. */
 INLINE void transform(__m512 *x, uint32_t vectors) {
     UNROLL for (uint32_t half = 1; half < vectors; half *= 2)
         UNROLL for (uint32_t i = 0; i < vectors; i++)
@@ -50,11 +52,8 @@ INLINE void transform(__m512 *x, uint32_t vectors) {
                 x[i] = _mm512_add_ps(a, b);
                 x[i + half] = _mm512_sub_ps(a, b);
             }
-    const __m512 norm = _mm512_set1_ps(1 / sqrtf((float)(vectors * LANES)));
-    UNROLL for (uint32_t i = 0; i < vectors; i++) {
-        __m512 y = butterfly(butterfly(butterfly(butterfly(x[i], 1), 2), 4), 8);
-        x[i] = _mm512_mul_ps(y, norm);
-    }
+    UNROLL for (uint32_t i = 0; i < vectors; i++)
+        x[i] = butterfly(butterfly(butterfly(butterfly(x[i], 1), 2), 4), 8);
 }
 
 /* Sizes that are no constants, and what is left below 16 channels. */
@@ -66,27 +65,25 @@ static void transform_rest(float *turned, uint32_t dim) {
     }
 }
 
-/* Codes and scale of one token; the channels from dim on are zeros. */
-INLINE void encode_token(const __m512 *x, uint32_t vectors, uint32_t dim, uint8_t *block,
-                         uint32_t token) {
+/* Codes and scale of one token, whose channels are 1 / norm too large; those from dim on are
+ * zeros. */
+INLINE void encode_token(const __m512 *x, uint32_t vectors, uint32_t dim, float norm,
+                         uint8_t *block, uint32_t token) {
     __m512 squares = _mm512_setzero_ps(), products = _mm512_setzero_ps();
     UNROLL for (uint32_t i = 0; i < vectors; i++) squares = _mm512_fmadd_ps(x[i], x[i], squares);
     float length = _mm512_reduce_add_ps(squares);
-    const __m512 step = _mm512_set1_ps(sqrtf(length / (float)dim));
-    const __m512 minus = _mm512_sub_ps(_mm512_setzero_ps(), step);
+    const __m512 mean = _mm512_set1_ps(length / (float)dim);
     UNROLL for (uint32_t i = 0; i < vectors; i++) {
         __mmask16 high = _mm512_cmp_ps_mask(x[i], _mm512_setzero_ps(), _CMP_GE_OQ);
-        __m512 border = _mm512_mask_mov_ps(minus, high, step);
-        __mmask16 low = _mm512_cmp_ps_mask(x[i], border, _CMP_GE_OQ);
-        /* |code - 1.5| is 1.5 where both bits are equal: times |x|, the product. */
-        __m512 level = _mm512_mask_mov_ps(_mm512_set1_ps(0.5f), _kxnor_mask16(low, high),
-                                          _mm512_set1_ps(1.5f));
+        __mmask16 outer = _mm512_cmp_ps_mask(_mm512_mul_ps(x[i], x[i]), mean, _CMP_GE_OQ);
+        __mmask16 low = _kxnor_mask16(outer, high);
+        __m512 level = _mm512_mask_mov_ps(_mm512_set1_ps(0.5f), outer, _mm512_set1_ps(1.5f));
         products = _mm512_fmadd_ps(_mm512_abs_ps(x[i]), level, products);
         uint32_t packed = _pdep_u32(low, 0x55555555) | _pdep_u32(high, 0xaaaaaaaa);
         packed &= sketch_last_channels(dim - i * LANES);
         memcpy(block + i * SKETCH_LINE_BYTES + token * sizeof(packed), &packed, sizeof(packed));
     }
-    float scale = length > 0 ? length / _mm512_reduce_add_ps(products) : 0;
+    float scale = length > 0 ? norm * length / _mm512_reduce_add_ps(products) : 0;
     if (!isfinite(length)) scale = NAN;
     memcpy(block + vectors * SKETCH_LINE_BYTES + token * sizeof(scale), &scale, sizeof(scale));
 }
@@ -103,12 +100,13 @@ enum { FLIPS = 4096 / LANES };
 INLINE void encode_in_registers(int dtype, const char *keys, size_t stride_bytes, uint32_t tokens,
                                 uint32_t vectors, const uint16_t *flips, uint8_t *sketch) {
     const size_t lane_bytes = dtype == KERNEL_FLOAT32 ? 64 : 32;
+    const float norm = 1 / sqrtf((float)(vectors * LANES));
     for (uint32_t t = 0; t < tokens; t++) {
         __m512 x[16];
         UNROLL for (uint32_t i = 0; i < vectors; i++)
             x[i] = flip(load_lanes(dtype, keys + t * stride_bytes + i * lane_bytes), flips + i);
         transform(x, vectors);
-        encode_token(x, vectors, vectors * LANES,
+        encode_token(x, vectors, vectors * LANES, norm,
                      sketch + t / SKETCH_TOKENS * sketch_block_bytes(vectors * LANES),
                      t % SKETCH_TOKENS);
     }
@@ -125,7 +123,7 @@ static void encode_any(int dtype, const char *keys, size_t stride_bytes, uint32_
             _mm512_store_ps(turned + i * LANES,
                             flip(_mm512_load_ps(turned + i * LANES), flips + i));
         transform_rest(turned, dim);
-        encode_token((const __m512 *)turned, padded / LANES, dim,
+        encode_token((const __m512 *)turned, padded / LANES, dim, 1,
                      sketch + t / SKETCH_TOKENS * sketch_block_bytes(dim), t % SKETCH_TOKENS);
     }
 }
