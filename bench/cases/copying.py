@@ -57,7 +57,8 @@ class Mapped:
 
 
 def run(result: Result, size: Size = Size(), threads: int = 1) -> None:
-    """Metrics append_*, fetch_*, memcpy_* in GB/s of K and V; CRC off and on."""
+    """Metrics append_*, fetch_*, memcpy_* in GB/s of K and V; CRC off and on, and append without
+    sketches, which are made when a page is complete."""
     layout = KVLayout(
         layers=size.layers,
         kv_heads=size.kv_heads,
@@ -65,14 +66,20 @@ def run(result: Result, size: Size = Size(), threads: int = 1) -> None:
         page_tokens=size.page_tokens,
     )
     capacity = int(layout.token_bytes * size.tokens * 1.2) + (256 << 20)
-    for checksum in (False, True):
+    for name in ("plain", "crc", "no_sketches"):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             path = Path(folder) / "bench.pool"
             with CXLPool.create(
-                path, layout=layout, capacity=capacity, checksum=checksum, threads=threads
+                path,
+                layout=layout,
+                capacity=capacity,
+                checksum=name == "crc",
+                sketch=name != "no_sketches",
+                threads=threads,
             ) as pool:
-                measure_append(result, pool, path, size, "crc" if checksum else "plain")
-                measure_fetch(result, pool, path, size, "crc" if checksum else "plain")
+                measure_append(result, pool, path, size, name)
+                if name != "no_sketches":
+                    measure_fetch(result, pool, path, size, name)
 
 
 def append_all(pool: CXLPool, size: Size, k: Elements, v: Elements) -> Sequence:
