@@ -50,12 +50,13 @@ static float *accumulator_of(const attend_job *job, const span *s, uint32_t head
 
 /* logits[tokens] of one query to weights; raises the query's maximum, rescales its sum. */
 static float soften_row(const kernels *isa, float *logits, uint32_t tokens, float state[2]) {
-    float largest = kernels_largest(logits, tokens), factor = 1;
-    if (isnan(largest)) {
-        state[1] = NAN; /* as full attention would: a NaN key spoils its query's output, visibly */
-        largest = state[0];
+    float largest = state[0], factor = 1;
+    bool broken = false;
+    for (uint32_t t = 0; t < tokens; t++) {
+        if (logits[t] > largest) largest = logits[t];
+        broken |= isnan(logits[t]);
     }
-    if (largest < state[0]) largest = state[0];
+    if (broken) state[1] = NAN; /* as full attention would: such a key spoils the output, visibly */
     if (largest == -INFINITY) {
         memset(logits, 0, tokens * sizeof(float));
         return 1;
