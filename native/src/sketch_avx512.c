@@ -72,10 +72,14 @@ INLINE void encode_token(const __m512 *x, uint32_t vectors, uint32_t dim, float 
     __m512 squares = _mm512_setzero_ps(), products = _mm512_setzero_ps();
     UNROLL for (uint32_t i = 0; i < vectors; i++) squares = _mm512_fmadd_ps(x[i], x[i], squares);
     float length = _mm512_reduce_add_ps(squares);
+    /* r itself belongs to [r, inf), -r to [-r, 0): with few channels that happens. */
     const __m512 mean = _mm512_set1_ps(length / (float)dim);
+    const __m512 above = _mm512_castsi512_ps(
+        _mm512_add_epi32(_mm512_castps_si512(mean), _mm512_set1_epi32(1)));
     UNROLL for (uint32_t i = 0; i < vectors; i++) {
         __mmask16 high = _mm512_cmp_ps_mask(x[i], _mm512_setzero_ps(), _CMP_GE_OQ);
-        __mmask16 outer = _mm512_cmp_ps_mask(_mm512_mul_ps(x[i], x[i]), mean, _CMP_GE_OQ);
+        __m512 border = _mm512_mask_mov_ps(above, high, mean);
+        __mmask16 outer = _mm512_cmp_ps_mask(_mm512_mul_ps(x[i], x[i]), border, _CMP_GE_OQ);
         __mmask16 low = _kxnor_mask16(outer, high);
         __m512 level = _mm512_mask_mov_ps(_mm512_set1_ps(0.5f), outer, _mm512_set1_ps(1.5f));
         products = _mm512_fmadd_ps(_mm512_abs_ps(x[i]), level, products);
