@@ -62,7 +62,7 @@ def files(*suffixes: str) -> list[Path]:
     """The project's files with these suffixes, linked folders once, nothing that was built."""
     folders = ("cxlkv", *SHIPPED, "native", "tests", "docs", ".ci")
     found = {path.resolve() for name in folders for path in (ROOT / name).rglob("*")}
-    found |= set(ROOT.glob("*"))
+    found |= {path for path in ROOT.glob("*") if path.name != ".git"}  # a file in a worktree
     return sorted(p for p in found if p.is_file() and (p.suffix in suffixes or not suffixes))
 
 
