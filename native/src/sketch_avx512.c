@@ -210,12 +210,13 @@ INLINE __m512 estimate_block(const uint8_t *block, uint32_t lines, const sketch_
     return broken ? _mm512_set1_ps(NAN) : best;
 }
 
-INLINE void estimate_blocks(const sketch_blocks *blocks, uint32_t lines, sketch_estimate *made) {
+void estimate_avx512(const sketch_blocks *blocks, sketch_estimate *made) {
+    const uint32_t lines = sketch_dim(blocks->dim) / SKETCH_CHANNELS;
     const __mmask16 seen = (__mmask16)blocks->seen;
     for (uint32_t i = 0; i < blocks->count; i++) {
         const uint8_t *block = blocks->first + i * blocks->stride_bytes;
         const uint8_t *next = blocks->next ? blocks->next + i * blocks->stride_bytes : block;
-        UNROLL for (uint32_t line = 0; line <= lines; line++)
+        for (uint32_t line = 0; line <= lines; line++)
             _mm_prefetch((const char *)next + line * SKETCH_LINE_BYTES, _MM_HINT_T0);
         __m512 best = estimate_block(block, lines, blocks->queries + i * blocks->query_stride,
                                      blocks->query_count);
@@ -228,14 +229,6 @@ INLINE void estimate_blocks(const sketch_blocks *blocks, uint32_t lines, sketch_
         made[i].best = broken ? NAN : _mm512_mask_reduce_max_ps(seen, best);
         made[i].passing = _mm512_mask_cmp_ps_mask(
             seen, upper, _mm512_set1_ps(blocks->thresholds[i]), _CMP_NLT_UQ);
-    }
-}
-
-void estimate_avx512(const sketch_blocks *blocks, sketch_estimate *made) {
-    switch (sketch_dim(blocks->dim) / SKETCH_CHANNELS) {
-    case 4: estimate_blocks(blocks, 4, made); break;
-    case 8: estimate_blocks(blocks, 8, made); break;
-    default: estimate_blocks(blocks, sketch_dim(blocks->dim) / SKETCH_CHANNELS, made);
     }
 }
 
