@@ -113,8 +113,6 @@ void kernels_score_each(const kernels *table, int dtype, const void *const *keys
         float largest[EACH_KEYS];
         const void *first = room == 1 ? keys[i] : rows;
         here = count - i < room ? count - i : room;
-        if (here < EACH_KEYS)
-            memset(logits, 0, sizeof logits);
         for (uint32_t t = 0; room > 1 && t < here; t++)
             copy_row(rows + t * row_bytes, keys[i + t], row_bytes);
         for (uint32_t t = 0; t < EACH_KEYS; t++)
@@ -123,6 +121,8 @@ void kernels_score_each(const kernels *table, int dtype, const void *const *keys
             kernel_queries part = *queries;
             part.first += j;
             part.count = queries->count - j < EACH_QUERIES ? queries->count - j : EACH_QUERIES;
+            if (here < EACH_KEYS) /* what nobody writes is read all the same */
+                memset(logits, 0, part.count * sizeof logits[0]);
             table->score(dtype, first, row_bytes, here, dim, &part, scale, logits[0], EACH_KEYS,
                          NULL);
             raise_best(logits, part.count, largest);
