@@ -216,6 +216,23 @@ class Twins:
         self.here.close()
 
 
+@contextlib.contextmanager
+def served(
+    path: Path,
+    make_worker: MakeWorker,
+    rng: np.random.Generator,
+    count: int,
+    dtype: str = "float32",
+    window: int | None = None,
+) -> Iterator[tuple[CXLPool, Twins]]:
+    """A pool whose selects and attends must be done by a worker, and twins of `count` sequences."""
+    pool = make_pool(path, dtype, window=window)
+    with pool, Twins(path, pool, rng, count) as twins:
+        make_worker()
+        pool.use_worker("only", deadline_s=WATCHDOG_S)
+        yield pool, twins
+
+
 def bits(array: object) -> bytes:
     if isinstance(array, np.ndarray):
         return array.tobytes()
@@ -246,9 +263,7 @@ BUDGETS = {
 def test_a_worker_selects_what_this_process_would(
     path: Path, make_worker: MakeWorker, rng: np.random.Generator, budget: str, dtype: str
 ) -> None:
-    with make_pool(path, dtype) as pool, Twins(path, pool, rng, 3) as twins:
-        make_worker()
-        pool.use_worker("only", deadline_s=WATCHDOG_S)
+    with served(path, make_worker, rng, 3, dtype) as (pool, twins):
         twins.append([50, 8, 131])
         for _ in range(6):  # across the borders of pages
             for layer in range(2):
@@ -268,9 +283,7 @@ def test_a_worker_attends_as_this_process_would(
     path: Path, make_worker: MakeWorker, rng: np.random.Generator, budget: str | None, dtype: str
 ) -> None:
     picked = BUDGETS[budget] if budget else None
-    with make_pool(path, dtype) as pool, Twins(path, pool, rng, 4) as twins:
-        make_worker()
-        pool.use_worker("only", deadline_s=WATCHDOG_S)
+    with served(path, make_worker, rng, 4, dtype) as (pool, twins):
         twins.append([50, 8, 1031, 0])  # the last one is empty
         for step in range(6):  # across the borders of pages
             for layer in range(2):
@@ -323,9 +336,7 @@ def test_no_token_of_a_tail_is_sent_twice(
 def test_estimates_are_the_same(
     path: Path, make_worker: MakeWorker, rng: np.random.Generator
 ) -> None:
-    with make_pool(path) as pool, Twins(path, pool, rng, 1) as twins:
-        make_worker()
-        pool.use_worker("only", deadline_s=WATCHDOG_S)
+    with served(path, make_worker, rng, 1) as (_, twins):
         twins.append([5001])
         picked = twins.select([2], Budget(pages=20), 1, "two_stage")
         assert picked[0].stages is not None
@@ -340,9 +351,7 @@ def test_a_step_that_is_half_done_and_windows(
     path: Path, make_worker: MakeWorker, rng: np.random.Generator, window: int | None
 ) -> None:
     """Layer 0 is read when its page is not complete in the others yet; windows move on."""
-    with make_pool(path, window=window) as pool, Twins(path, pool, rng, 2) as twins:
-        make_worker()
-        pool.use_worker("only", deadline_s=WATCHDOG_S)
+    with served(path, make_worker, rng, 2, window=window) as (pool, twins):
         twins.append([43, 9])
         for _ in range(15):
             for layer in range(pool.layout.layers):
@@ -356,9 +365,7 @@ def test_a_step_that_is_half_done_and_windows(
 def test_truncated_tokens_are_not_taken_for_those_that_follow(
     path: Path, make_worker: MakeWorker, rng: np.random.Generator
 ) -> None:
-    with make_pool(path) as pool, Twins(path, pool, rng, 1) as twins:
-        make_worker()
-        pool.use_worker("only", deadline_s=WATCHDOG_S)
+    with served(path, make_worker, rng, 1) as (pool, twins):
         twins.append([6])
         for _ in range(150):
             tokens = len(twins.batches[0].sequences[0])
@@ -402,9 +409,7 @@ def test_forks_have_tables_of_their_own(
 def test_what_is_released_or_truncated_is_free_at_once(
     path: Path, make_worker: MakeWorker, rng: np.random.Generator
 ) -> None:
-    with make_pool(path) as pool, Twins(path, pool, rng, 2) as twins:
-        make_worker()
-        pool.use_worker("only", deadline_s=WATCHDOG_S)
+    with served(path, make_worker, rng, 2) as (pool, twins):
         twins.append([80, 40])
         twins.select([1, 1], Budget(pages=3), 0)
         assert pool.stats()["pages_held"] == 2 * 30
@@ -626,9 +631,7 @@ def test_a_killed_client_leaves_neither_pages_nor_its_slot(
 def test_a_forked_child_has_a_slot_of_its_own(
     path: Path, make_worker: MakeWorker, rng: np.random.Generator
 ) -> None:
-    with make_pool(path) as pool, Twins(path, pool, rng, 1) as twins:
-        make_worker()
-        pool.use_worker("only", deadline_s=WATCHDOG_S)
+    with served(path, make_worker, rng, 1) as (pool, twins):
         twins.append([30])
         twins.select([1], Budget(pages=3))
         child = os.fork()
@@ -690,9 +693,7 @@ def test_answers_are_right_while_a_hundred_workers_are_killed(
 def test_threads_share_a_slot(
     path: Path, make_worker: MakeWorker, rng: np.random.Generator
 ) -> None:
-    with make_pool(path) as pool, Twins(path, pool, rng, 1) as twins:
-        make_worker()
-        pool.use_worker("only", deadline_s=WATCHDOG_S)
+    with served(path, make_worker, rng, 1) as (pool, twins):
         twins.append([200])
         twins.select([1], Budget(pages=9))
         query = rng.standard_normal((2 * HEADS, DIM), np.float32)
@@ -735,9 +736,7 @@ def test_what_cannot_have_a_worker_says_so(path: Path) -> None:
 def test_errors_of_a_select_are_its_own(
     path: Path, make_worker: MakeWorker, rng: np.random.Generator
 ) -> None:
-    with make_pool(path) as pool, Twins(path, pool, rng, 1) as twins:
-        make_worker()
-        pool.use_worker("only", deadline_s=WATCHDOG_S)
+    with served(path, make_worker, rng, 1) as (pool, twins):
         twins.append([30])
         with pytest.raises(BadArgumentError, match="layer 7: the pool has 2"):
             twins.select([1], Budget(pages=3), 7)
