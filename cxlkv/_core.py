@@ -425,18 +425,87 @@ def sequence_adopt(pool: Handle, handle: bytes) -> Handle:
     return ffi.gc(out[0], lib.cxlkv_sequence_destroy)
 
 
-def publish(sequence: Handle, hashes: bytes, tokens_per_key: int) -> int:
-    return check(lib.cxlkv_publish(sequence, len(hashes) // 16, tokens_per_key, hashes))
+# ---- prefixes ----
+
+KEYS_CHAINED: int = lib.CXLKV_KEYS_CHAINED
+KEYS_CONTENT: int = lib.CXLKV_KEYS_CONTENT
+HASH_BYTES = 16
+TokenIds = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint8]
 
 
-def match(pool: Handle, hashes: bytes, lease_s: float) -> tuple[int, Handle]:
+def page_keys(ids: TokenIds, page_tokens: int, kind: int, root: bytes) -> Hashes:
+    """[pages, HASH_BYTES]"""
+    keys = np.empty((len(ids) // page_tokens, HASH_BYTES), np.uint8)
+    out = ffi.from_buffer("uint8_t[]", keys, True)
+    given = ffi.from_buffer("int64_t[]", ids)
+    check(lib.cxlkv_page_keys(given, len(ids), page_tokens, kind, root, out))
+    return keys
+
+
+def tail_keys(ids: TokenIds, before: bytes) -> Hashes:
+    """Of the first 1, 2 ... of these ids."""
+    keys = np.empty((len(ids), HASH_BYTES), np.uint8)
+    out = ffi.from_buffer("uint8_t[]", keys, True)
+    check(lib.cxlkv_tail_keys(ffi.from_buffer("int64_t[]", ids), len(ids), before, out))
+    return keys
+
+
+def publish(sequence: Handle, hashes: bytes, tokens_per_key: int, content: bool = False) -> int:
+    function = lib.cxlkv_publish_content if content else lib.cxlkv_publish
+    return check(function(sequence, len(hashes) // HASH_BYTES, tokens_per_key, hashes))
+
+
+def publish_tail(sequence: Handle, tokens: int, before: bytes, key: bytes) -> int:
+    return check(lib.cxlkv_publish_tail(sequence, tokens, before, key))
+
+
+def match(
+    pool: Handle, hashes: bytes, lease_s: float, *, single: bool = False, content: bool = False
+) -> tuple[int, Handle]:
+    return _match(pool, hashes, lease_s, single, content, None, b"")
+
+
+def match_prefix(
+    pool: Handle, hashes: bytes, lease_s: float, ids: TokenIds, root: bytes
+) -> tuple[int, Handle]:
+    """The same for keys of page_keys(), and a page that is not full behind them."""
+    return _match(pool, hashes, lease_s, True, False, ids, root)
+
+
+def _match(
+    pool: Handle,
+    hashes: bytes,
+    lease_s: float,
+    single: bool,
+    content: bool,
+    ids: TokenIds | None,
+    root: bytes,
+) -> tuple[int, Handle]:
+    given, first = ffi.from_buffer("uint8_t[]", hashes), ffi.from_buffer("uint8_t[]", root)
+    args = ffi.new("cxlkv_match_args *")
+    args.hashes, args.count = given, len(hashes) // HASH_BYTES
+    args.single, args.content, args.lease_s = single, content, lease_s
+    if ids is not None:
+        args.ids, args.id_count = ffi.from_buffer("int64_t[]", ids), len(ids)
+        args.root = first
     out = ffi.new("cxlkv_sequence **")
-    tokens = check(lib.cxlkv_match(pool, len(hashes) // 16, hashes, lease_s, out))
+    tokens = check(lib.cxlkv_match_with(pool, args, out))
     return tokens, ffi.gc(out[0], lib.cxlkv_sequence_destroy)
 
 
 def forget(pool: Handle, hashes: bytes) -> int:
-    return check(lib.cxlkv_forget(pool, len(hashes) // 16, hashes))
+    return check(lib.cxlkv_forget(pool, len(hashes) // HASH_BYTES, hashes))
+
+
+def pin(pool: Handle, hashes: bytes, pinned: bool) -> int:
+    return check(lib.cxlkv_pin(pool, len(hashes) // HASH_BYTES, hashes, pinned))
+
+
+def evictable(pool: Handle, page_count: int) -> npt.NDArray[np.bool_]:
+    flags = np.empty(page_count, np.bool_)
+    check(lib.cxlkv_evictable(pool, ffi.from_buffer("uint8_t[]", flags, True), page_count))
+    return flags
 
 
 # ---- batches: one call for all their sequences ----

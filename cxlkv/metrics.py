@@ -129,6 +129,9 @@ def _gauges(there: list[tuple[str, Overview]]) -> Iterator[Metric]:
     prefixes = GaugeMetricFamily(
         "cxlkv_pool_prefix_pages", "Pages that match() finds, held or not", labels=["pool"]
     )
+    pinned = GaugeMetricFamily(
+        "cxlkv_pool_pinned_pages", "Of those, pinned against eviction", labels=["pool"]
+    )
     processes = GaugeMetricFamily(
         "cxlkv_pool_processes", "Live processes that have the pool open", labels=["pool"]
     )
@@ -141,6 +144,7 @@ def _gauges(there: list[tuple[str, Overview]]) -> Iterator[Metric]:
         live = [process for process in overview.processes if process.alive]
         size.add_metric([name], overview.bytes)
         prefixes.add_metric([name], overview.prefix_pages)
+        pinned.add_metric([name], overview.pinned_pages)
         processes.add_metric([name], len(live))
         sequences.add_metric([name], sum(process.sequences for process in live))
-    yield from (pages, size, prefixes, processes, sequences)
+    yield from (pages, size, prefixes, pinned, processes, sequences)

@@ -24,6 +24,10 @@ class Pages:
             raise BadArgumentError(f"{count} pages")
         return _core.pages_alloc(self._pool, min(count, self._total + 1))
 
+    def evictable(self) -> npt.NDArray[np.bool_]:
+        """By page id: published, of this host, pinned by nobody and held by nobody (leases too)."""
+        return _core.evictable(self._pool, self._total)
+
     def free(self, pages: PageIds) -> None:
         """Gives pages back, all or none.
 

@@ -33,7 +33,7 @@ from cxlkv.hosts import Host, hosts_of
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.worker import WorkerUse, worker_use
 from cxlkv.pages import Pages
-from cxlkv.prefix import key_hashes, prefix_keys
+from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, whole_ids
 from cxlkv.regions import (
     capacity_bytes_at,
     check_host_folder,
@@ -252,39 +252,90 @@ class CXLPool:
             raise BadArgumentError(f"a handle is bytes, not {type(handle).__name__}")
         return Sequence(self._handle, self.layout, _core.sequence_adopt(self._handle, handle))
 
-    def publish(self, seq: Sequence, keys: Iterable[bytes], tokens_per_key: int) -> int:
+    def publish(
+        self, seq: Sequence, keys: Iterable[bytes], tokens_per_key: int, *, strict: bool = True
+    ) -> int:
         """Make complete pages of `seq` findable by match(), in every process of the pool.
 
         Key i stands for all tokens before (i + 1) * tokens_per_key. Pages stay until forget(),
         whoever releases them. Returns how many were not published before: of equal keys the first
-        copy stays, and a page is published under one key only, the first.
+        copy stays, and a page is published under one key only, the first. strict=False: only
+        match(strict=False) finds them, for keys that do not name all text before their page, as
+        those of content_keys(). Raises BadArgumentError for a sequence that goes on from such
+        pages, unless strict=False.
         """
         if tokens_per_key < 1:
             raise BadArgumentError(f"{tokens_per_key} tokens a key: at least 1")
         if seq._pool is not self._handle:
             raise BadArgumentError("the sequence is of another pool")
-        return _core.publish(seq._handle, key_hashes(keys), tokens_per_key)
+        return _core.publish(seq._handle, key_hashes(keys, strict), tokens_per_key, not strict)
 
-    def match(self, keys: Iterable[bytes], *, lease_s: float = 60.0) -> Hit:
-        """The longest published prefix of `keys`, pinned for `lease_s`; its tokens may be 0."""
-        tokens, handle = _core.match(self._handle, key_hashes(keys), lease_s)
-        return Hit(self._handle, self.layout, tokens, handle)
+    def match(self, keys: Iterable[bytes], *, lease_s: float = 60.0, strict: bool = True) -> Hit:
+        """The longest published prefix of `keys`, held for `lease_s`; its tokens may be 0.
 
-    def forget(self, keys: Iterable[bytes]) -> int:
-        """Take published pages of `keys` out of the index; returns how many. Frees the unused."""
-        return _core.forget(self._handle, key_hashes(keys))
+        strict=False: of what was published so. Its K and V are those of the same tokens at the same
+        place of a text (positions are in K), but may have been computed behind other text: an
+        approximation, to be mended by whoever asks for it (CacheBlend, arXiv 2405.16444; EPIC,
+        arXiv 2410.15332). hit.strict tells, and what goes on from it is no source for a strict
+        publish().
+        """
+        single = isinstance(keys, PageKeys) and keys.page_tokens == self.layout.page_tokens
+        hashes = key_hashes(keys, strict)
+        found = _core.match(self._handle, hashes, lease_s, single=single, content=not strict)
+        return Hit(self._handle, self.layout, *found, strict)
 
-    def publish_prefix(self, seq: Sequence, token_ids: npt.ArrayLike, salt: bytes = b"") -> int:
-        """publish() by chained hashes of the token ids, a page each; salt keeps tenants apart."""
-        tokens = self.layout.page_tokens
-        return self.publish(seq, prefix_keys(token_ids, tokens, salt), tokens)
+    def forget(self, keys: Iterable[bytes], *, strict: bool = True) -> int:
+        """Take published pages of `keys` out of the index; returns how many. Frees the unused.
+
+        Pinned ones too: a pin is against eviction, not against who asks for this by name. strict:
+        as in publish(); keys of content say it themselves.
+        """
+        return _core.forget(self._handle, key_hashes(keys, strict, either=True))
+
+    def pin(self, keys: Iterable[bytes], *, strict: bool = True) -> int:
+        """Mark published pages of `keys`, so that no eviction chooses them; returns how many.
+
+        A mark, not a count: one unpin() takes it off. It is of this host, for its own pages (those
+        of other hosts are theirs to pin), seen by all its processes, and lost when the last one
+        closes the pool, or when the page is forgotten.
+        """
+        return _core.pin(self._handle, key_hashes(keys, strict, either=True), True)
+
+    def unpin(self, keys: Iterable[bytes], *, strict: bool = True) -> int:
+        """Take the mark of pin() off published pages of `keys`; returns how many there are."""
+        return _core.pin(self._handle, key_hashes(keys, strict, either=True), False)
+
+    def publish_prefix(
+        self, seq: Sequence, token_ids: npt.ArrayLike, salt: bytes = b"", *, tail: bool = False
+    ) -> int:
+        """publish() by chained hashes of the token ids, a page each; salt keeps tenants apart.
+
+        tail=True: the tokens behind the last full page too, copied to a page of their own (of each
+        part), so that a text that goes on loses none. That costs a whole page for at most
+        page_tokens - 1 tokens, and once the text's next page is published only texts that part from
+        it within that page still find it; so it is asked for where it pays: long pages, and texts
+        that are known to go on. prefix_keys(ids, page_tokens, salt, tail=True) names it to
+        forget(). Raises PoolFullError when there is no page for it; the full ones are published
+        then.
+        """
+        tokens, ids = self.layout.page_tokens, whole_ids(token_ids)
+        keys = prefix_keys(ids, tokens, salt)
+        published = self.publish(seq, keys, tokens)
+        rest = ids[len(keys) * tokens :]
+        if tail and len(rest):
+            before = keys[-1] if len(keys) else root(salt)
+            key = _core.tail_keys(rest, before)[-1].tobytes()
+            published += _core.publish_tail(seq._handle, len(ids), before, key)
+        return published
 
     def match_prefix(
         self, token_ids: npt.ArrayLike, salt: bytes = b"", *, lease_s: float = 60.0
     ) -> Hit:
-        """match() for what publish_prefix() published."""
-        keys = prefix_keys(token_ids, self.layout.page_tokens, salt)
-        return self.match(keys, lease_s=lease_s)
+        """match() for what publish_prefix() published, tails too: the longest that agrees."""
+        ids = whole_ids(token_ids)
+        hashes = key_hashes(prefix_keys(ids, self.layout.page_tokens, salt))
+        found = _core.match_prefix(self._handle, hashes, lease_s, ids, root(salt))
+        return Hit(self._handle, self.layout, *found)
 
     def stats(self) -> dict[str, int]:
         """Counts of pages, processes and sequences, and bytes moved by this process."""

@@ -313,10 +313,18 @@ class Sequence:
 
 
 class Hit:
-    """The published pages that a match found, pinned until release() or the end of the lease."""
+    """The published pages that a match found, held until release() or the end of the lease."""
 
-    def __init__(self, pool: _core.Handle, layout: KVLayout, tokens: int, handle: _core.Handle):
+    def __init__(
+        self,
+        pool: _core.Handle,
+        layout: KVLayout,
+        tokens: int,
+        handle: _core.Handle,
+        strict: bool = True,
+    ):
         self.tokens = tokens
+        self.strict = strict  # False: pages may have been computed behind other text
         self._sequence = Sequence(pool, layout, handle)
 
     def __bool__(self) -> bool:

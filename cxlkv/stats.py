@@ -101,6 +101,7 @@ class Overview:
     pages: Mapping[str, int] = field(default_factory=dict)
     pages_total: int = 0
     prefix_pages: int = 0  # found by match(), held or not
+    pinned_pages: int = 0  # of them, those that CXLPool.pin() marked on this host
     processes: tuple[Process, ...] = ()
     totals: Counters = field(default_factory=Counters)
     settled: bool = True
@@ -141,6 +142,7 @@ def _overview(path: str, got: _core.Overview) -> Overview:
         pages=pages,
         pages_total=numbers["pages_total"],
         prefix_pages=numbers["pages_published"],
+        pinned_pages=numbers["pages_pinned"],
         processes=tuple(_process(*row) for row in got.processes),
         totals=Counters(got.totals),
         settled=bool(numbers["in_use"]) or not numbers["host_state"],

@@ -26,8 +26,9 @@ from cxlkv.errors import (
 from cxlkv.layout import DTYPES, VALUES, KVLayout, LayerGroup
 from cxlkv.ndp.portable import Pieces, Stored, sketch_elements
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 HANDLE_VERSION = 2
+HANDLE_APPROXIMATE = 1 << 63  # in its tokens
 SHARING_SOFTWARE = 2
 WIDE = """region_bytes hosts_offset host_block_bytes descriptors_offset descriptors_bytes
     extents_offset extent_bytes checksums_offset layers_offset layer_bytes sketches_offset
@@ -165,7 +166,7 @@ class MappedPool:
             raise VersionError(f"a handle of version {head['version']}, not {HANDLE_VERSION}")
         if bytes(head["identity"]) != self.identity:
             raise StaleError("the handle is of another pool")
-        count, tokens = int(head["page_count"]), int(head["tokens"])
+        count, tokens = int(head["page_count"]), int(head["tokens"]) & ~HANDLE_APPROXIMATE
         firsts = np.frombuffer(handle, "<u4", parts, HANDLE.itemsize).astype(np.int64)
         if (firsts > count).any() or count != -(-tokens // self.layout.page_tokens):
             raise BadArgumentError("a damaged handle")

@@ -140,6 +140,7 @@ def test_scraped_over_http_it_is_what_the_pool_says(path: str) -> None:
         assert of(samples, "pool_bytes", path) == os.stat(path).st_size
         assert of(samples, "pool_processes", path) == stats["processes"] == 1
         assert of(samples, "pool_prefix_pages", path) == stats["pages_published"] == 2
+        assert of(samples, "pool_pinned_pages", path) == stats["pages_pinned"]
         for state in ("free", "held", "quarantined", "retired"):
             assert of(samples, "pool_pages", path, state=state) == stats[f"pages_{state}"]
         assert of(samples, "pool_pages", path, state="published") == 2

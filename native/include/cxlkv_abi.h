@@ -116,6 +116,7 @@ typedef struct cxlkv_stats {
     uint64_t pages_withdrawn;       /* freed here, and still read by another host */
     uint64_t pages_elsewhere;       /* in extents of other hosts, or of nobody */
     uint64_t pages_borrowed;        /* of those, held by a live process of this host */
+    uint64_t pages_pinned;          /* published and not to be evicted */
     uint64_t processes;
     uint64_t sequences;             /* of this process */
     uint64_t appended_bytes;        /* the counters are of this process, since it opened the pool */
@@ -173,6 +174,7 @@ typedef struct cxlkv_overview {
     uint64_t pages_retired;
     uint64_t pages_withdrawn;       /* these two where hosts share the pool, as in cxlkv_stats */
     uint64_t pages_elsewhere;
+    uint64_t pages_pinned;
     cxlkv_counters totals;
     uint8_t identity[16];
     char model_id[256];
@@ -360,13 +362,51 @@ int64_t cxlkv_sequence_export(cxlkv_sequence *sequence, uint8_t *bytes, uint64_t
 int cxlkv_sequence_adopt(cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
                          cxlkv_sequence **sequence);
 
+#define CXLKV_KEYS_CHAINED 0 /* a key names all before its page, too */
+#define CXLKV_KEYS_CONTENT 1 /* only its page, and which one of its text that is */
+/* Keys of the full pages of a text, 16 bytes each; cxlkv/prefix.py says what they are. root: 16
+ * bytes, the hash of a salt. Returns how many there are. */
+int64_t cxlkv_page_keys(const int64_t *ids, uint64_t count, uint32_t page_tokens, uint32_t kind,
+                        const uint8_t *root, uint8_t *keys);
+/* Of a page with the first 1, 2 ... `count` of these ids only, behind the page whose key is
+ * `before` (or the root). */
+int64_t cxlkv_tail_keys(const int64_t *ids, uint32_t count, const uint8_t *before, uint8_t *keys);
+
 /* hashes are 16 bytes each; hash i names the tokens before (i + 1) * tokens_per_key. Returns how
  * many pages were not published before. */
 int64_t cxlkv_publish(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_per_key,
                       const uint8_t *hashes);
+/* The same for keys of content. A sequence that has such pages of others is no source for
+ * cxlkv_publish() any more. */
+int64_t cxlkv_publish_content(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_per_key,
+                              const uint8_t *hashes);
+/* A copy of what follows the last full page of the sequence's first `tokens` tokens, in a page of
+ * each part, under a key of cxlkv_tail_keys(). before: the key of that last page; not used if there
+ * is none. Returns how many pages were published: 0 when the chain before it is not. */
+int64_t cxlkv_publish_tail(cxlkv_sequence *sequence, uint64_t tokens, const uint8_t *before,
+                           const uint8_t *key);
 /* The longest run of published pages from the first; pinned by *sequence until lease end. */
 int64_t cxlkv_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, double lease_s,
                     cxlkv_sequence **sequence);
+typedef struct cxlkv_match_args {
+    const uint8_t *hashes;       /* [count], 16 bytes each */
+    uint32_t count;
+    uint32_t single;             /* each stands for one page: the search ends at a missing one */
+    uint32_t content;            /* keys of content: the sequence is marked as having such pages */
+    uint32_t reserved;
+    const int64_t *ids;          /* NULL: no page that is not full is looked for behind them */
+    uint64_t id_count;
+    const uint8_t *root;         /* of the hashes; used with ids */
+    double lease_s;
+} cxlkv_match_args;
+int64_t cxlkv_match_with(cxlkv_pool *pool, const cxlkv_match_args *args,
+                         cxlkv_sequence **sequence);
+/* Marks this host's pages under these hashes, or takes the mark off: cxlkv_evictable() leaves out
+ * those that have it. Returns how many there are. */
+int64_t cxlkv_pin(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t pinned);
+/* flags, a byte a page: 1 for a published page of this host that nobody holds or has pinned.
+ * Returns how many there are. */
+int64_t cxlkv_evictable(cxlkv_pool *pool, uint8_t *flags, uint64_t capacity);
 int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes);
 
 int cxlkv_batch_create(cxlkv_pool *pool, uint32_t count, cxlkv_sequence **sequences,

@@ -74,7 +74,8 @@ static void report_repair(report *report, uint32_t page, const char *what) {
  * it is right to find the record under that hash. */
 static bool may_publish(cxlkv_pool *pool, uint32_t page, const record_header *header) {
     if (!pool->layout.checksum || (header->hash[0] == 0 && header->hash[1] == 0) ||
-        header->tokens != pool->layout.page_tokens || header->part >= pool->geometry.part_count ||
+        header->tokens == 0 || header->tokens > pool->layout.page_tokens ||
+        header->part >= pool->geometry.part_count ||
         index_find(pool, header->hash) != NO_PAGE || !record_table_is_whole(pool, page, header))
         return false;
     verified_clear(pool, page);

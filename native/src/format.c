@@ -427,6 +427,15 @@ uint32_t record_part(const cxlkv_pool *pool, uint32_t page) {
     return min_u32(header_of(pool, page)->part, pool->geometry.part_count - 1);
 }
 
+uint32_t record_tokens(const cxlkv_pool *pool, uint32_t page) {
+    return min_u32(header_of(pool, page)->tokens, pool->layout.page_tokens);
+}
+
+void record_expect(const cxlkv_pool *pool, uint32_t page) {
+    __builtin_prefetch(descriptor_of(pool, page));
+    __builtin_prefetch(header_of(pool, page));
+}
+
 void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens,
                  const page_key *key) {
     record_header header = {.magic = RECORD_MAGIC, .page = page, .tokens = tokens, .part = part,

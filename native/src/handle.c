@@ -9,6 +9,8 @@
 #define HANDLE_MAGIC 0x48564b43u /* "CKVH" */
 
 enum { HANDLE_VERSION = 2, ENTRY_BYTES = 12 };
+/* In `tokens`: the sequence has pages that a key of content found. */
+#define HANDLE_APPROXIMATE (1ull << 63)
 
 /* Then, by part, the first page that is not behind its window (4 bytes each); part after part an
  * entry {generation: 8, page: 4} for each page from that one on; a CRC (4 bytes). */
@@ -28,8 +30,7 @@ static uint64_t handle_bytes(const cxlkv_pool *pool, uint64_t entries) {
 
 /* ---- export ---- */
 
-static int export_layer(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from,
-                        uint32_t filled) {
+int export_layer(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t filled) {
     guard fault;
     volatile int code = 0;
     tail *whole = tail_copy(pool, from, filled);
@@ -119,6 +120,7 @@ static int64_t export_locked(cxlkv_sequence *sequence, uint8_t *bytes, uint64_t 
     if (code < 0) return code;
     handle_header header = {.magic = HANDLE_MAGIC, .version = HANDLE_VERSION, .tokens = tokens,
                             .page_count = count, .page_tokens = pool->layout.page_tokens};
+    if (sequence->approximate) header.tokens |= HANDLE_APPROXIMATE;
     memcpy(header.identity, pool->identity, sizeof(header.identity));
     memcpy(bytes, &header, sizeof(header));
     uint8_t *at = bytes + sizeof(header);
@@ -157,7 +159,7 @@ static uint32_t handle_first(const uint8_t *bytes, uint32_t part) {
 }
 
 static int handle_read(const cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
-                       handle_header *header) {
+                       handle_header *header, bool *approximate) {
     uint32_t crc;
     if (size < handle_bytes(pool, 0))
         return fail(CXLKV_E_STALE, "these %lu bytes are no handle: too short", size);
@@ -168,6 +170,8 @@ static int handle_read(const cxlkv_pool *pool, const uint8_t *bytes, uint64_t si
         return fail(CXLKV_E_STALE, "these bytes are no handle, or were changed");
     if (memcmp(header->identity, pool->identity, sizeof(header->identity)) != 0)
         return fail(CXLKV_E_STALE, "the handle is of another pool");
+    *approximate = (header->tokens & HANDLE_APPROXIMATE) != 0;
+    header->tokens &= ~HANDLE_APPROXIMATE;
     uint64_t page_tokens = pool->layout.page_tokens;
     if (header->page_tokens != page_tokens ||
         header->tokens > (uint64_t)header->page_count * page_tokens ||
@@ -207,9 +211,8 @@ static int adopt_foreign(cxlkv_pool *pool, uint32_t page, uint32_t part, uint64_
     return code;
 }
 
-/* Is the page what a handle says, and still alive? Under the host lock. */
-static int page_acquire_check(cxlkv_pool *pool, uint32_t page, uint32_t part,
-                              uint64_t generation, uint32_t tokens) {
+int page_acquire_check(cxlkv_pool *pool, uint32_t page, uint32_t part, uint64_t generation,
+                       uint32_t tokens) {
     descriptor line;
     if (page >= pool->host->page_count)
         return fail(CXLKV_E_STALE, "the handle names page %u of %u", page, pool->host->page_count);
@@ -306,8 +309,7 @@ int sequence_hold(cxlkv_sequence *sequence, uint32_t part, const uint8_t *entrie
     return code;
 }
 
-/* A last page that is not full goes back to being an open tail of this process. */
-static int reopen_tail(cxlkv_sequence *sequence, uint64_t tokens) {
+int reopen_tail(cxlkv_sequence *sequence, uint64_t tokens) {
     cxlkv_pool *pool = sequence->pool;
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
         sequence->layer_tokens[layer] = (uint64_t)sequence->page_count * pool->layout.page_tokens;
@@ -317,11 +319,13 @@ static int reopen_tail(cxlkv_sequence *sequence, uint64_t tokens) {
 int cxlkv_sequence_adopt(cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
                          cxlkv_sequence **out) {
     handle_header header;
+    bool approximate = false;
     int code = pool_enter(pool);
     if (code < 0) return code;
     cxlkv_sequence *made = NULL;
-    code = handle_read(pool, bytes, size, &header);
+    code = handle_read(pool, bytes, size, &header, &approximate);
     if (code == 0) code = sequence_make(pool, &made);
+    if (code == 0) made->approximate = approximate;
     if (code == 0) code = host_lock(pool);
     if (code == 0) {
         guard fault;
@@ -350,21 +354,20 @@ int cxlkv_sequence_adopt(cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
  * part. The ordinal in the descriptor makes a chain with a gap end at the gap. A part with a window
  * has gaps by right: it matches up to where all that the next token sees is there. */
 
-static void hash_of(const uint8_t *hashes, uint64_t key, uint64_t place, uint32_t part,
-                    uint64_t hash[2]) {
+void hash_of(const uint8_t *hashes, uint64_t key, uint64_t place, uint32_t part, uint64_t hash[2]) {
     memcpy(hash, hashes + key * 16, 16);
     hash[0] ^= (place + 1) * 0x9e3779b97f4a7c15u; /* 2^64 / golden ratio: odd, so one to one */
     hash[1] ^= part * 0xd1b54a32d192ed03u;        /* another odd number */
 }
 
-/* A page that is published already, or whose hash is, stays as it is: the first copy serves all. */
-static bool publish_page(cxlkv_pool *pool, uint32_t page, uint32_t part, const page_key *key) {
+bool publish_page(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens,
+                  const page_key *key) {
     page_info *info = &pool->pages[page];
     if (info->published || info->retired || index_find(pool, key->hash) != NO_PAGE ||
         !page_is_ours(pool, page))
         return false;
     rewrite_begin(pool, page);
-    record_seal(pool, page, part, pool->layout.page_tokens, key);
+    record_seal(pool, page, part, tokens, key);
     rewrite_end(pool);
     index_insert(pool, key->hash, page);
     info->published = 1;
@@ -384,7 +387,7 @@ static bool publish_key(cxlkv_sequence *sequence, const uint8_t *hashes, uint64_
         page_key made = {.ordinal = (uint32_t)page};
         hash_of(hashes, key, page - first, part, made.hash);
         *published += publish_page(pool, sequence_page(sequence, part, (uint32_t)page), part,
-                                   &made);
+                                   pool->layout.page_tokens, &made);
         /* Published under other keys, or retired. */
         if (index_find(pool, made.hash) == NO_PAGE) return pool->parts[part].window != 0;
     }
@@ -426,8 +429,8 @@ static int64_t publish_locked(cxlkv_sequence *sequence, uint32_t count, uint64_t
     return published;
 }
 
-int64_t cxlkv_publish(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_per_key,
-                      const uint8_t *hashes) {
+int64_t cxlkv_publish_content(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_per_key,
+                              const uint8_t *hashes) {
     cxlkv_pool *pool = sequence->pool;
     int64_t code = pool_enter(pool);
     if (code < 0) return code;
@@ -439,24 +442,35 @@ int64_t cxlkv_publish(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_
     return code;
 }
 
+int publish_check(const cxlkv_sequence *sequence) {
+    if (!sequence->approximate) return 0;
+    return fail(CXLKV_E_ARGUMENT,
+                "the sequence has pages that were computed behind other text: publish it with "
+                "strict=False, or compute it anew");
+}
+
+int64_t cxlkv_publish(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_per_key,
+                      const uint8_t *hashes) {
+    int code = publish_check(sequence);
+    return code < 0 ? code : cxlkv_publish_content(sequence, count, tokens_per_key, hashes);
+}
+
 static void drop_from_index(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2]) {
     index_erase(pool, hash);
     page_unpublish(pool, page);
 }
 
-/* The page of one part under a key and place, and which of its chain it is; false: none. A damaged
- * or foreign page is none either: a miss, never a wrong hit. */
-static bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, uint32_t *page,
-                       uint32_t *ordinal) {
+bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, uint32_t tokens,
+                uint32_t *page, uint32_t *ordinal) {
     descriptor line;
     *page = index_find(pool, hash);
     if (*page == NO_PAGE) return false;
     bool ours = page_is_ours(pool, *page);
     bool right = !pool->pages[*page].retired && descriptor_read(pool, *page, &line) == 0 &&
                  memcmp(line.hash, hash, sizeof(line.hash)) == 0 && line.part == part;
+    if (right && line.tokens != tokens) return false;
     if (right && ours)
-        right = record_check(pool, *page, pool->pages[*page].generation,
-                             pool->layout.page_tokens) == 0;
+        right = record_check(pool, *page, pool->pages[*page].generation, tokens) == 0;
     *ordinal = right ? line.ordinal : 0;
     if (!ours) { /* its descriptor is looked at again, under a pin */
         right = right && (line.version & 255) == PAGE_PUBLISHED;
@@ -469,20 +483,46 @@ static bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, 
     return right;
 }
 
+/* A page that is missing ends the search, as each key stands for one and no window hides it. */
+static bool ends_search(const cxlkv_pool *pool, const cxlkv_match_args *args, uint32_t part) {
+    return args->single && pool->parts[part].window == 0;
+}
+
 /* The descriptors of other hosts' pages that match() is about to read, from memory. */
-static void look_at_candidates(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes) {
+static void look_at_candidates(cxlkv_pool *pool, const cxlkv_match_args *args) {
+    bool ends = false;
     flush_fence_all(FLUSH_ACQUIRE_BEGIN_FENCE);
-    for (uint64_t key = 0; key < count; key++)
+    for (uint64_t key = 0; key < args->count && !ends; key++)
         for (uint32_t part = 0; part < pool->geometry.part_count; part++)
-            for (uint64_t place = 0;; place++) {
+            for (uint64_t place = 0; place < (args->single ? 1 : UINT64_MAX); place++) {
                 uint64_t hash[2];
-                hash_of(hashes, key, place, part, hash);
+                hash_of(args->hashes, key, place, part, hash);
                 uint32_t page = index_find(pool, hash);
+                ends |= page == NO_PAGE && ends_search(pool, args, part);
                 if (page == NO_PAGE) break;
                 if (!page_is_ours(pool, page))
                     line_drop(FLUSH_ACQUIRE_DESCRIPTOR, descriptor_of(pool, page), pool->mode);
             }
     flush_fence_all(FLUSH_ACQUIRE_DESCRIPTOR_FENCE);
+}
+
+/* What a key far ahead will touch: index, descriptor, header and counts are each a miss. */
+static void expect_key(const cxlkv_pool *pool, const cxlkv_match_args *args, uint64_t key) {
+    enum { AHEAD = 16 };
+    for (uint32_t part = 0; part < pool->geometry.part_count; part++) {
+        uint64_t hash[2];
+        if (key + 2 * AHEAD < args->count) {
+            hash_of(args->hashes, key + 2 * AHEAD, 0, part, hash);
+            index_expect(pool, hash);
+        }
+        if (key + AHEAD >= args->count) continue;
+        hash_of(args->hashes, key + AHEAD, 0, part, hash);
+        uint32_t page = index_find(pool, hash);
+        if (page == NO_PAGE || !page_is_ours(pool, page)) continue;
+        record_expect(pool, page);
+        __builtin_prefetch(&pool->pages[page], 1);
+        __builtin_prefetch(&pool->held[page], 1);
+    }
 }
 
 /* What a match found: by part and place in the chain a page, or NO_PAGE. */
@@ -512,27 +552,30 @@ static int found_add(cxlkv_pool *pool, found *f, uint32_t part, uint32_t ordinal
 
 /* Looks up every key until a part without a window has a gap; places of a key until it has none.
  * Ordinals rise along the keys, and a part without a window has them all. */
-static int find_pages(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint64_t *next,
-                      found *f) {
+static int find_pages(cxlkv_pool *pool, const cxlkv_match_args *args, uint64_t *next, found *f) {
     uint32_t parts = pool->geometry.part_count, page, ordinal;
-    for (uint64_t key = 0; key < count; key++)
+    for (uint64_t key = 0; key < args->count; key++) {
+        expect_key(pool, args, key);
         for (uint64_t place = 0, any = 1; any; place++) {
             any = 0;
             for (uint32_t part = 0; part < parts; part++) {
                 uint64_t hash[2];
                 bool full = pool->parts[part].window == 0;
-                hash_of(hashes, key, place, part, hash);
-                bool there = match_page(pool, hash, part, &page, &ordinal);
-                if (there && ordinal < pool->host->page_count &&
-                    (full ? ordinal == next[part] : ordinal >= next[part])) {
-                    int code = found_add(pool, f, part, ordinal, page);
-                    if (code < 0) return code;
-                    next[part] = ordinal + 1ull;
-                    f->keys[ordinal] = (uint32_t)key + 1;
-                    any = 1;
-                }
+                hash_of(args->hashes, key, place, part, hash);
+                bool there = match_page(pool, hash, part, pool->layout.page_tokens, &page,
+                                        &ordinal) &&
+                             ordinal < pool->host->page_count &&
+                             (full ? ordinal == next[part] : ordinal >= next[part]);
+                if (!there && ends_search(pool, args, part)) return 0;
+                if (!there) continue;
+                int code = found_add(pool, f, part, ordinal, page);
+                if (code < 0) return code;
+                next[part] = ordinal + 1ull;
+                f->keys[ordinal] = (uint32_t)key + 1;
+                any = !args->single;
             }
         }
+    }
     return 0;
 }
 
@@ -618,14 +661,14 @@ static void end_unused(cxlkv_pool *pool, const found *f, uint64_t count) {
 }
 
 /* Under the host lock, on a sequence that nobody else knows yet. */
-static int match_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, found *f,
+static int match_keys(cxlkv_pool *pool, const cxlkv_match_args *args, found *f,
                       cxlkv_sequence *sequence) {
     uint64_t next[CXLKV_LAYERS_MAX] = {0};
     if (pool->shared) {
         peers_follow(pool);
-        look_at_candidates(pool, count, hashes);
+        look_at_candidates(pool, args);
     }
-    int code = find_pages(pool, count, hashes, next, f);
+    int code = find_pages(pool, args, next, f);
     uint32_t pages = 0, before = UINT32_MAX;
     uint64_t looked_at = f->count;
     /* One part's shorter prefix may show a gap in another's window: until none of them shrinks. */
@@ -636,17 +679,30 @@ static int match_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, f
         if (pool->shared && pages == before && !borrow_found(pool, f, pages)) before = UINT32_MAX;
     }
     if (code < 0) return code;
-    count_add(pool, COUNT_MATCH_KEYS_ASKED, count);
+    count_add(pool, COUNT_MATCH_KEYS_ASKED, args->count);
     if (pages) count_add(pool, COUNT_MATCH_KEYS_HIT, f->keys[pages - 1]);
     code = hold_found(pool, f, pages, sequence);
     if (pool->shared) end_unused(pool, f, looked_at);
     return code;
 }
 
-int64_t cxlkv_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, double lease_s,
-                    cxlkv_sequence **out) {
-    if (!(lease_s > 0 && lease_s < 1e9))
-        return fail(CXLKV_E_ARGUMENT, "a lease of %g s: it must be positive and end", lease_s);
+/* From here on sequences_expire() may end it in another thread. */
+static int64_t lease_begin(cxlkv_sequence *made, uint64_t tokens, double lease_s) {
+    pthread_rwlock_wrlock(&made->lock);
+    for (uint32_t layer = 0; layer < made->pool->layout.layers; layer++)
+        made->layer_tokens[layer] = tokens;
+    made->lease_deadline_ns = boottime_ns() + (uint64_t)(lease_s * 1e9);
+    pthread_rwlock_unlock(&made->lock);
+    return (int64_t)tokens;
+}
+
+int64_t cxlkv_match_with(cxlkv_pool *pool, const cxlkv_match_args *args, cxlkv_sequence **out) {
+    if (!(args->lease_s > 0 && args->lease_s < 1e9))
+        return fail(CXLKV_E_ARGUMENT, "a lease of %g s: it must be positive and end",
+                    args->lease_s);
+    if (args->ids && args->id_count / pool->layout.page_tokens < args->count)
+        return fail(CXLKV_E_ARGUMENT, "match: %u keys of %lu token ids", args->count,
+                    args->id_count);
     int code = pool_enter(pool);
     if (code < 0) return code;
     sequences_expire(pool);
@@ -658,7 +714,7 @@ int64_t cxlkv_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, dou
         guard fault;
         volatile int outcome = 0;
         GUARD_BEGIN(fault) {
-            outcome = match_keys(pool, count, hashes, f, made);
+            outcome = match_keys(pool, args, f, made);
         } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
         code = outcome;
         host_unlock(pool);
@@ -666,23 +722,23 @@ int64_t cxlkv_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, dou
     if (f) free(f->pages);
     if (f) free(f->keys);
     free(f);
-    uint64_t tokens = 0;
-    if (code == 0) {
-        /* From here on sequences_expire() may end it in another thread. */
-        pthread_rwlock_wrlock(&made->lock);
-        tokens = (uint64_t)made->page_count * pool->layout.page_tokens;
-        for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
-            made->layer_tokens[layer] = tokens;
-        made->lease_deadline_ns = boottime_ns() + (uint64_t)(lease_s * 1e9);
-        pthread_rwlock_unlock(&made->lock);
-    }
     pool_leave(pool);
-    if (code < 0) {
-        cxlkv_sequence_destroy(made);
-        return code;
+    int64_t tokens = code;
+    if (code == 0) {
+        made->approximate = args->content;
+        tokens = (int64_t)((uint64_t)made->page_count * pool->layout.page_tokens);
+        int64_t rest = args->ids ? match_tail(made, args) : 0;
+        tokens = rest < 0 ? rest : lease_begin(made, (uint64_t)(tokens + rest), args->lease_s);
     }
-    *out = made;
-    return (int64_t)tokens;
+    if (tokens < 0) cxlkv_sequence_destroy(made);
+    else *out = made;
+    return tokens;
+}
+
+int64_t cxlkv_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, double lease_s,
+                    cxlkv_sequence **out) {
+    const cxlkv_match_args args = {.hashes = hashes, .count = count, .lease_s = lease_s};
+    return cxlkv_match_with(pool, &args, out);
 }
 
 bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]) {
@@ -696,7 +752,8 @@ bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]) {
     /* Others may hold it as well: it is no longer found, and stays what it is for them. */
     if ((info->holders || pool->shared) && !info->retired) {
         rewrite_begin(pool, page);
-        descriptor_write(pool, page, info->generation, PAGE_SEALED, pool->layout.page_tokens, NULL);
+        descriptor_write(pool, page, info->generation, PAGE_SEALED, record_tokens(pool, page),
+                         NULL);
         rewrite_end(pool);
     }
     pages_settle(pool, 1, &page);

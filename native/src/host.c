@@ -15,7 +15,7 @@
 #include "internal.h"
 #include "worker.h"
 
-#define HOST_MAGIC 0x34305453484b5643ull /* "CVKHST04" */
+#define HOST_MAGIC 0x35305453484b5643ull /* "CVKHST05" */
 enum { LOCK_WAIT_S = 30 };
 
 uint64_t random_u64(void) {
@@ -146,7 +146,7 @@ static void rewrite_repair(cxlkv_pool *pool) {
     pool->host->rewriting = NO_PAGE;
     if (page >= pool->host->page_count) return;
     GUARD_BEGIN(fault) {
-        record_seal(pool, page, record_part(pool, page), pool->layout.page_tokens, NULL);
+        record_seal(pool, page, record_part(pool, page), record_tokens(pool, page), NULL);
     } GUARD_END(fault, pool->pages[page].retired = 1)
 }
 
@@ -265,6 +265,7 @@ static bool rebuild_page(cxlkv_pool *pool, uint32_t page, const registered *proc
     } else if (ours && state == PAGE_PUBLISHED && !info->retired) {
         descriptor_write(pool, page, info->generation, PAGE_SEALED, line.tokens, NULL);
     }
+    if (!info->published) info->pinned = 0;
     return state != PAGE_FREE;
 }
 

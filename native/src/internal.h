@@ -27,7 +27,7 @@ enum {
     LINE_BYTES = 64,
     SUPERBLOCK_BYTES = 4096,
     AREA_ALIGNMENT = 2 << 20,
-    FORMAT_VERSION = 4,
+    FORMAT_VERSION = 5,
     RUN_SLOTS = 16,
     PROCESS_MAX = 128,
     CHUNK_PAGES = 256,
@@ -124,6 +124,7 @@ typedef struct page_info {
     /* Where hosts share the pool. Shown: others may know this generation. Withdrawn: free but for
      * the pins of another host. */
     uint8_t shown : 1, withdrawn : 1;
+    uint8_t pinned : 1;          /* by a user: published, and eviction leaves it alone */
 } page_info;
 
 typedef struct run_info {
@@ -313,6 +314,7 @@ struct cxlkv_sequence {
     pthread_rwlock_t lock;
     bool released;
     bool expired;
+    bool approximate;            /* it has pages that a key of content found: fixed when made */
     atomic_ulong lease_deadline_ns;  /* CLOCK_BOOTTIME; 0: none; read without the lock */
     page_table *tables;          /* by part */
     uint32_t page_count;         /* = layer_tokens[0] / page_tokens, in every table */
@@ -424,7 +426,10 @@ void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens
                  const page_key *key);
 bool record_header_read(const cxlkv_pool *pool, uint32_t page, record_header *header);
 bool record_table_is_whole(const cxlkv_pool *pool, uint32_t page, const record_header *header);
-uint32_t record_part(const cxlkv_pool *pool, uint32_t page);   /* as its header says */
+/* As its header says, even one whose rewriting was broken off: that does not change them. */
+uint32_t record_part(const cxlkv_pool *pool, uint32_t page);
+uint32_t record_tokens(const cxlkv_pool *pool, uint32_t page);
+void record_expect(const cxlkv_pool *pool, uint32_t page);     /* it is checked soon */
 /* Verifies header against page, generation and tokens. */
 int record_check(const cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t tokens);
 /* The same for a held page, by a thread that does not have the host lock. */
@@ -543,6 +548,9 @@ void pages_unlist(cxlkv_pool *pool, uint32_t run);   /* takes it, all free, out 
 void pages_put_back(cxlkv_pool *pool, uint32_t page); /* free, and its descriptor says so */
 /* Tries to have so many free pages: dead processes', withdrawn ones, more extents. */
 void pages_make_room(cxlkv_pool *pool, uint64_t count);
+/* In place of a page to be behind: no page follows these, so they open no run while gaps are left.
+ * An extent that has one of them cannot be given to another host. */
+#define IN_A_GAP (NO_PAGE - 1)
 /* Takes count pages, neighbours of `after` first; all or nothing: 0 or -CXLKV_E_POOL_FULL. */
 int pages_take(cxlkv_pool *pool, uint32_t count, uint32_t after, uint32_t *pages);
 void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
@@ -573,6 +581,7 @@ int64_t peers_verify(cxlkv_pool *pool, int64_t code);
 static inline void page_unpublish(cxlkv_pool *pool, uint32_t page) {
     pool->host->published_pages -= pool->pages[page].published;
     pool->pages[page].published = 0;
+    pool->pages[page].pinned = 0;
 }
 /* extents.c */
 static inline bool page_is_ours(const cxlkv_pool *pool, uint32_t page) {
@@ -644,6 +653,8 @@ int sequence_advance(cxlkv_sequence *sequence, uint32_t part, uint32_t first);
 /* The first page of a part that the token at `position` sees. */
 uint32_t window_page(const cxlkv_pool *pool, uint32_t part, uint64_t position);
 int sequence_cut(cxlkv_sequence *sequence, uint32_t page_count);
+/* The first `filled` tokens of a complete page; on an error *out may be one, to be dropped. */
+int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t filled, tail **out);
 tail *tail_make(cxlkv_pool *pool);
 tail *tail_copy(cxlkv_pool *pool, tail *from, uint32_t filled);  /* its first tokens */
 void tail_drop(cxlkv_pool *pool, tail *tail);
@@ -668,10 +679,33 @@ static inline uint32_t sequence_page(const cxlkv_sequence *sequence, uint32_t pa
 }
 
 /* ---- handle.c ---- */
+/* The index's hash of one page of a key: its place among the key's pages, and its part. */
+void hash_of(const uint8_t *hashes, uint64_t key, uint64_t place, uint32_t part, uint64_t hash[2]);
+/* These four under the host lock. Is the page what a handle says, and still alive? */
+int page_acquire_check(cxlkv_pool *pool, uint32_t page, uint32_t part, uint64_t generation,
+                       uint32_t tokens);
+/* A page that is published already, or whose hash is, stays as it is: the first copy serves all. */
+bool publish_page(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens,
+                  const page_key *key);
+/* The page of one part under a hash, and which of its chain it is; false: none. A damaged page, or
+ * one of another number of tokens, is none either: a miss, never a wrong hit. */
+bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, uint32_t tokens,
+                uint32_t *page, uint32_t *ordinal);
 bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]);
+/* Refuses one whose pages are approximate. */
+int publish_check(const cxlkv_sequence *sequence);
+/* Writes the first `filled` tokens of a tail to a (page, layer). */
+int export_layer(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t filled);
+/* A last page that is not full, pushed as if it were, becomes an open tail of this process. */
+int reopen_tail(cxlkv_sequence *sequence, uint64_t tokens);
 /* Complete pages of one part behind those that it has, held under adopt()'s rules; entries are as
  * in a handle. On an error some of them are held: destroy it. */
 int sequence_hold(cxlkv_sequence *sequence, uint32_t part, const uint8_t *entries, uint32_t count);
+
+/* ---- tails.c ---- */
+/* Adds the longest published page that is not full behind the sequence's pages, if there is one;
+ * the sequence is nobody else's. Returns its tokens, or 0. */
+int64_t match_tail(cxlkv_sequence *sequence, const cxlkv_match_args *args);
 
 /* ---- append.c ---- */
 /* Writes one (page, layer) from a tail with `tokens` filled, the others zero. */

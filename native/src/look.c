@@ -18,6 +18,7 @@ static void look_at_pages(const page_info *pages, const run_info *runs, uint32_t
         bool held = __atomic_load_n(&info->holders, __ATOMIC_RELAXED) != 0;
         bool published = __atomic_load_n(&info->published, __ATOMIC_RELAXED) != 0;
         overview->pages_published += published;
+        overview->pages_pinned += info->pinned;
         if (!__atomic_load_n(&runs[page / RUN_SLOTS].ours, __ATOMIC_RELAXED))
             overview->pages_elsewhere++;
         else if (info->withdrawn) overview->pages_withdrawn++;

@@ -59,6 +59,11 @@ static bool is_free(const cxlkv_pool *pool, uint32_t page) {
 
 /* The slot right behind `after`, then a run of its own, then any gap. */
 static uint32_t choose(const cxlkv_pool *pool, uint32_t after) {
+    if (after == IN_A_GAP) {
+        uint32_t gap = pool->host->partial_runs;
+        if (gap == NO_PAGE) gap = pool->host->free_runs;
+        return gap * RUN_SLOTS + (uint32_t)__builtin_ctz(pool->runs[gap].free_mask);
+    }
     if (after != NO_PAGE && after % RUN_SLOTS != RUN_SLOTS - 1 &&
         after + 1 < pool->host->page_count && is_free(pool, after + 1))
         return after + 1;
@@ -100,7 +105,8 @@ int pages_take(cxlkv_pool *pool, uint32_t count, uint32_t after, uint32_t *pages
         pool->held[page] = 1;
         pool->host->free_pages--;
         verified_clear(pool, page);
-        pages[i] = after = page;
+        pages[i] = page;
+        if (after != IN_A_GAP) after = page;
     }
     return 0;
 }

@@ -552,6 +552,7 @@ static void count_pages(const cxlkv_pool *pool, cxlkv_stats *stats) {
     for (uint32_t page = 0; page < pool->host->page_count; page++) {
         const page_info *info = &pool->pages[page];
         stats->pages_published += info->published;
+        stats->pages_pinned += info->pinned;
         if (!page_is_ours(pool, page)) {
             stats->pages_elsewhere++;
             stats->pages_borrowed += info->holders != 0;

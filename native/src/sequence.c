@@ -374,6 +374,7 @@ static int fork_locked(cxlkv_sequence *sequence, cxlkv_sequence **child) {
         return code;
     }
     made->page_count = sequence->page_count;
+    made->approximate = sequence->approximate;
     memcpy(made->layer_tokens, sequence->layer_tokens, layers * sizeof(uint64_t));
     if (sequence->layer_tokens[0] % pool->layout.page_tokens)
         for (uint32_t layer = 0; layer < layers; layer++) {
@@ -396,9 +397,7 @@ int cxlkv_sequence_fork(cxlkv_sequence *sequence, cxlkv_sequence **child) {
     return code;
 }
 
-/* The first `filled` tokens of a complete page, copied to a new tail. */
-static int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t filled,
-                          tail **out) {
+int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t filled, tail **out) {
     const cxlkv_layout *layout = &pool->layout;
     size_t element = dtype_bytes(layout->dtype);
     int code = pieces_verify(pool, page, layer);

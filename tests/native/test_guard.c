@@ -29,6 +29,33 @@ static uint32_t drain(cxlkv_pool *pool, uint32_t *pages) {
 
 static void cut(const char *path, uint64_t bytes) { CHECK(truncate(path, (off_t)bytes) == 0); }
 
+/* Of one token with id 0, behind the last page. */
+static void publish_tail(cxlkv_sequence *sequence, const uint8_t *hashes) {
+    const int64_t id = 0;
+    const uint8_t *before = hashes + (PAGES - 1) * 16;
+    uint8_t key[16];
+    CHECK(TOKENS % TEST_PAGE_TOKENS == 1 && cxlkv_tail_keys(&id, 1, before, key) == 1);
+    CHECK(cxlkv_publish_tail(sequence, TOKENS, before, key) == 1);
+}
+
+/* Behind a root that is the key before it, the tail is looked for at once. */
+static void lose_tail(cxlkv_sequence *sequence, const uint8_t *hashes) {
+    const int64_t id = 0;
+    const uint8_t *before = hashes + (PAGES - 1) * 16;
+    const cxlkv_match_args args = {.hashes = before, .ids = &id, .id_count = 1, .root = before,
+                                   .lease_s = 10};
+    cxlkv_sequence *hit;
+    uint8_t key[16];
+    int64_t code = cxlkv_match_with(sequence->pool, &args, &hit);
+    CHECK(code == 0 || code == -CXLKV_E_POISON);
+    if (code == 0) cxlkv_sequence_destroy(hit);
+    CHECK(cxlkv_tail_keys(&id, 1, hashes, key) == 1);
+    code = cxlkv_publish_tail(sequence, TEST_PAGE_TOKENS + 1, hashes, key);
+    CHECK(code == 0 || code == -CXLKV_E_POOL_FULL || code == -CXLKV_E_POISON);
+    CHECK(cxlkv_tail_keys(&id, 1, before, key) == 1);
+    while ((code = cxlkv_forget(sequence->pool, 1, key)) < 0) CHECK(code == -CXLKV_E_POISON);
+}
+
 /* Every operation that touches the lost memory fails by name; every other one goes on. */
 static void test_extents_cut(uint32_t threads) {
     const char *path = test_path("guard");
@@ -45,6 +72,7 @@ static void test_extents_cut(uint32_t threads) {
     uint8_t hashes[PAGES * 16], bytes[1024];
     test_hashes(hashes, 3, PAGES);
     CHECK(cxlkv_publish(hurt, PAGES, TEST_PAGE_TOKENS, hashes) == PAGES);
+    publish_tail(hurt, hashes);
     int64_t size = cxlkv_sequence_export(hurt, bytes, sizeof(bytes));
     CHECK(size > 0);
     uint32_t own[PAGES];
@@ -59,6 +87,7 @@ static void test_extents_cut(uint32_t threads) {
     int64_t code, found = cxlkv_match(pool, PAGES, hashes, 10, &hit);
     CHECK(found == 0 || found == -CXLKV_E_POISON);
     if (found == 0) cxlkv_sequence_destroy(hit);
+    lose_tail(hurt, hashes);
     CHECK(cxlkv_sequence_adopt(pool, bytes, (uint64_t)size, &fresh) == -CXLKV_E_POISON);
     CHECK(cxlkv_sequence_truncate(hurt, 2) == -CXLKV_E_POISON);
     CHECK(cxlkv_sequence_layer_tokens(hurt, 0) == TOKENS);

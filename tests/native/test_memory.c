@@ -50,6 +50,19 @@ static int64_t do_adopt(void) {
     return cxlkv_sequence_adopt(pool, handle, handle_bytes, &made);
 }
 static int64_t do_match(void) { return cxlkv_match(pool, PAGES, hashes, 100, &made); }
+/* The tail, under the key that match_with() looks for behind the last page. */
+static const int64_t ids[TOKENS];
+static int64_t do_publish_tail(void) {
+    uint8_t keys[3 * 16];
+    const uint8_t *before = hashes + (PAGES - 1) * 16;
+    CHECK(cxlkv_tail_keys(ids, 3, before, keys) == 3);
+    return cxlkv_publish_tail(sequence, TOKENS, before, keys + 2 * 16);
+}
+static int64_t do_match_tail(void) {
+    const cxlkv_match_args args = {.hashes = hashes, .count = PAGES, .single = 1, .ids = ids,
+                                   .id_count = TOKENS, .root = hashes, .lease_s = 100};
+    return cxlkv_match_with(pool, &args, &made);
+}
 static int64_t do_truncate(void) { return cxlkv_sequence_truncate(sequence, TOKENS - 5); }
 static int64_t do_export(void) {
     int64_t bytes = cxlkv_sequence_export(sequence, handle, sizeof(handle));
@@ -175,6 +188,10 @@ static void windowed(void) {
         CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes) > (shared ? -1 : PAGES));
         try("fork", do_fork, false);
         try("match", do_match, false);
+        try("publish the tail", do_publish_tail, false);
+        try("match the tail", do_match_tail, false);
+        CHECK(do_match_tail() == TOKENS);
+        cxlkv_sequence_destroy(made);
         try("export", do_export, true);
         try("adopt", do_adopt, false);
         try("select", do_select, false);
@@ -206,6 +223,19 @@ int main(void) {
     try("batch", do_batch, false);
     try("fork", do_fork, false);
     try("match", do_match, false);
+    try("publish the tail", do_publish_tail, false);
+    try("match the tail", do_match_tail, false);
+    CHECK(do_match_tail() == TOKENS);
+    CHECK(test_verify_all(made, marks, TOKENS) == 0);
+    cxlkv_sequence_destroy(made);
+    /* Whatever its key is: a tail is found at its place only. */
+    const cxlkv_match_args at_the_front = {.hashes = hashes, .ids = ids, .id_count = 3,
+                                           .root = hashes + (PAGES - 1) * 16, .lease_s = 100};
+    CHECK(cxlkv_match_with(pool, &at_the_front, &made) == 0);
+    const cxlkv_match_args too_few = {.hashes = hashes, .count = 1, .ids = ids, .id_count = 3,
+                                      .root = hashes, .lease_s = 100};
+    CHECK(cxlkv_match_with(pool, &too_few, &made) == -CXLKV_E_ARGUMENT);
+    cxlkv_sequence_destroy(made);
     try("export", do_export, true);
     try("adopt", do_adopt, false);
     try("fetch", do_fetch, false);

@@ -1,0 +1,124 @@
+"""The prefix index against a dictionary of prefixes: random texts over a small alphabet.
+
+Each text is published, matched, forgotten, pinned or unpinned; texts share beginnings, so chains
+have gaps, tails of several lengths hang behind one page, and tails are overgrown by full pages.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cxlkv import CXLPool, KVLayout
+from cxlkv.prefix import prefix_keys
+
+from .conftest import audit
+
+PAGE, LAYERS = 3, 2
+LAYOUT = KVLayout(layers=LAYERS, kv_heads=1, head_dim=8, page_tokens=PAGE, dtype="float32")
+
+Text = tuple[int, ...]
+texts = st.lists(st.integers(0, 1), max_size=3 * PAGE + 2).map(tuple)
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["publish", "match", "match", "forget", "pin", "unpin"]),
+        texts,
+        st.booleans(),
+    ),
+    min_size=5,
+    max_size=60,
+)
+
+
+class Model:
+    """Published prefixes and pinned ones: those of whole pages are full pages, others tails."""
+
+    def __init__(self) -> None:
+        self.published: set[Text] = set()
+        self.pinned: set[Text] = set()
+
+    @staticmethod
+    def named(text: Text, tail: bool) -> set[Text]:
+        ends = list(range(PAGE, len(text) + 1, PAGE))
+        if tail and len(text) % PAGE:
+            ends.append(len(text))
+        return {text[:end] for end in ends}
+
+    def publish(self, text: Text, tail: bool) -> int:
+        fresh = self.named(text, tail) - self.published
+        self.published |= fresh
+        return len(fresh)
+
+    def match(self, text: Text) -> int:
+        full = 0
+        while full + PAGE <= len(text) and text[: full + PAGE] in self.published:
+            full += PAGE
+        ends = range(min(full + PAGE - 1, len(text)), full, -1)
+        return next((end for end in ends if text[:end] in self.published), full)
+
+    def forget(self, text: Text, tail: bool) -> int:
+        gone = self.named(text, tail) & self.published
+        self.published -= gone
+        self.pinned -= gone
+        return len(gone)
+
+    def pin(self, text: Text, tail: bool, pinned: bool) -> int:
+        there = self.named(text, tail) & self.published
+        self.pinned = self.pinned | there if pinned else self.pinned - there
+        return len(there)
+
+
+def rows(text: Text, layer: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """K and V of a token follow from all tokens up to it, as in a model."""
+    number, numbers = 1, []
+    for token in text:
+        number = number * 3 + token
+        numbers.append(number % (1 << 20) + layer)
+    return np.array(numbers, np.float32).reshape(-1, 1, 1) * np.ones((1, 1, 8), np.float32)
+
+
+def publish(pool: CXLPool, text: Text, tail: bool) -> int:
+    sequence = pool.sequence()
+    for layer in range(LAYERS):
+        sequence.append(layer, rows(text, layer), rows(text, layer))
+    published = pool.publish_prefix(sequence, np.array(text, np.int64), tail=tail)
+    sequence.release()
+    return published
+
+
+def match(pool: CXLPool, text: Text) -> int:
+    with pool.match_prefix(np.array(text, np.int64)) as hit:
+        taken = hit.sequence()
+        assert len(taken) == hit.tokens
+        for layer in range(LAYERS):
+            values = np.asarray(taken.fetch(layer)[1])[0].reshape(-1, 8)[: hit.tokens]
+            assert np.array_equal(values, rows(text[: hit.tokens], layer)[:, 0])
+        taken.release()
+        return hit.tokens
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(steps)
+def test_random_walks_agree_with_a_dictionary(walk: list[tuple[str, Text, bool]]) -> None:
+    model = Model()
+    with CXLPool.create("anonymous:", layout=LAYOUT, capacity="4MiB", threads=1) as pool:
+        for name, text, tail in walk:
+            ids = np.array(text, np.int64)
+            keys = prefix_keys(ids, PAGE, tail=tail)
+            if name == "publish":
+                assert publish(pool, text, tail) == model.publish(text, tail)
+            elif name == "match":
+                assert match(pool, text) == model.match(text)
+            elif name == "forget":
+                assert pool.forget(keys) == model.forget(text, tail)
+            elif name == "pin":
+                assert pool.pin(keys) == model.pin(text, tail, True)
+            else:
+                assert pool.unpin(keys) == model.pin(text, tail, False)
+            stats = pool.stats()
+            assert stats["pages_published"] == len(model.published)
+            assert stats["pages_pinned"] == len(model.pinned)
+            assert stats["pages_free"] + len(model.published) == stats["pages_total"]
+            assert pool.pages.evictable().sum() == len(model.published) - len(model.pinned)
+        audit(pool)
