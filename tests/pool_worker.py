@@ -28,6 +28,7 @@ from cxlkv.prefix import prefix_keys
 LAYERS, HEADS, DIM, PAGE_TOKENS = 2, 2, 8, 4
 FAMILIES = 24  # texts that every process knows, for publish and match
 FAMILY_TOKENS = 5 * PAGE_TOKENS
+TAIL_END = 3 * PAGE_TOKENS + 2  # where some of them are published up to, with a tail
 TOKENS_MAX = 60
 REPORT_EVERY = 100
 
@@ -226,15 +227,20 @@ class Worker:
         return seed, [(seed, FAMILY_TOKENS)], token_ids(seed)
 
     def publish(self) -> None:
+        """One in three of a text that ends within a page: with its tail."""
         seed, _, token_ids = self.family()
         sequence = self.pool.sequence()
         self.write(sequence, [], seed, FAMILY_TOKENS)
-        self.seen["published"] += self.pool.publish_prefix(sequence, token_ids)
+        tail = self.random.random() < 0.34
+        ids = token_ids[: TAIL_END if tail else FAMILY_TOKENS]
+        self.seen["published"] += self.pool.publish_prefix(sequence, ids, tail=tail)
+        self.seen["tails"] += tail
         sequence.release()
 
     def match(self) -> None:
         _, segments, token_ids = self.family()
         with self.pool.match_prefix(token_ids) as hit:
+            self.seen["tail_hits"] += hit.tokens % PAGE_TOKENS > 0
             if hit:
                 sequence = hit.sequence()
                 verify(sequence, cut(segments, hit.tokens))
@@ -244,7 +250,12 @@ class Worker:
             self.free()
 
     def forget(self) -> None:
-        self.seen["forgotten"] += self.pool.forget(prefix_keys(self.family()[2], PAGE_TOKENS))
+        ids = self.family()[2]
+        tail = prefix_keys(ids[:TAIL_END], PAGE_TOKENS, tail=True)[-1]
+        keys = [*prefix_keys(ids, PAGE_TOKENS), tail]
+        if self.random.random() < 0.5:
+            self.pool.pin(keys)
+        self.seen["forgotten"] += self.pool.forget(keys)
 
     def finish(self) -> None:
         while self.live:

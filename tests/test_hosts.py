@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool, KVLayout, Sequence
-from cxlkv.errors import BusyError, PoolFullError, StaleError
+from cxlkv.errors import BadArgumentError, BusyError, PoolFullError, StaleError
 from cxlkv.layout import LayerGroup
-from cxlkv.prefix import prefix_keys
+from cxlkv.prefix import content_keys, prefix_keys
 
 from .conftest import audit
 from .pool_worker import LAYERS, PAGE_TOKENS, Segments, token_numbers, verify
@@ -186,6 +186,73 @@ def test_a_text_that_moves_from_host_to_host_is_found(hosts: Hosts) -> None:
         assert found(reader, 7) == TOKENS
         assert forget(second, 7) == TOKENS // PAGE_TOKENS
         assert found(reader, 7) == 0
+
+
+def test_tails_are_found_by_others(hosts: Hosts) -> None:
+    owner, other = hosts.open(0), hosts.open(1)
+    sequence = write(owner, 1)
+    cut = TOKENS - 1
+    assert owner.publish_prefix(sequence, ids(1)[:cut], tail=True) == TOKENS // PAGE_TOKENS
+    sequence.release()
+    assert found(other, 1) == found(owner, 1) == cut
+    assert other.stats()["pages_borrowed"] == 0
+    with other.match_prefix(ids(1)) as hit:
+        taken = hit.sequence()  # full pages are read in place, the tail was copied
+    assert other.stats()["pages_borrowed"] == TOKENS // PAGE_TOKENS - 1
+    tail = prefix_keys(ids(1)[:cut], PAGE_TOKENS, tail=True)[-1:]
+    assert owner.forget(tail) == 1
+    assert owner.stats()["pages_withdrawn"] == 0, "nobody reads it"
+    verify(taken, text(1, cut))
+    taken.release()
+    assert found(other, 1) == TOKENS - PAGE_TOKENS
+    shorter = write(other, 1, TOKENS - 2)
+    assert other.publish_prefix(shorter, ids(1)[: TOKENS - 2], tail=True) == 1
+    shorter.release()
+    assert found(owner, 1) == TOKENS - 2
+    for pool in (owner, other):
+        audit(pool)
+
+
+def test_a_tail_that_another_host_forgot(hosts: Hosts) -> None:
+    owner, other = hosts.open(0), hosts.open(1, 3600.0)  # follows when it matches
+    for _ in range(3):
+        sequence = write(owner, 1, TOKENS - 1)
+        owner.publish_prefix(sequence, ids(1)[: TOKENS - 1], tail=True)
+        sequence.release()
+        assert found(other, 1) == TOKENS - 1
+        assert owner.forget(prefix_keys(ids(1)[: TOKENS - 1], PAGE_TOKENS, tail=True)) == 5
+        publish(owner, 2)  # takes the pages
+        assert found(other, 1) == 0
+        forget(owner, 2)
+
+
+def test_pins_are_of_one_host_and_of_its_own_pages(hosts: Hosts) -> None:
+    owner, other = hosts.open(0), hosts.open(1)
+    publish(owner, 1)
+    assert found(other, 1) == TOKENS
+    keys = prefix_keys(ids(1), PAGE_TOKENS)
+    assert other.pin(keys) == 0
+    assert not other.pages.evictable().any()
+    assert owner.pages.evictable().sum() == len(keys)
+    assert owner.pin(keys) == len(keys)
+    assert not owner.pages.evictable().any()
+    assert (owner.stats()["pages_pinned"], other.stats()["pages_pinned"]) == (len(keys), 0)
+    assert forget(other, 1) == len(keys), "who forgets it by name wins over a pin"
+    until(lambda: owner.stats()["pages_published"] == 0, "the owner's keeper does it")
+    assert owner.stats()["pages_pinned"] == 0
+
+
+def test_content_is_found_on_other_hosts_when_asked_for(hosts: Hosts) -> None:
+    owner, other = hosts.open(0), hosts.open(1)
+    sequence = write(owner, 1)
+    keys = content_keys(ids(1), PAGE_TOKENS)
+    assert owner.publish(sequence, keys, PAGE_TOKENS, strict=False) == len(keys)
+    assert found(other, 1) == 0
+    with other.match(keys, strict=False) as hit:
+        assert (hit.tokens, hit.strict) == (TOKENS, False)
+        taken = other.adopt(hit.handle)
+    with pytest.raises(BadArgumentError, match="behind other text"):
+        other.publish_prefix(taken, ids(1))
 
 
 def test_forgotten_by_another_host(hosts: Hosts) -> None:

@@ -27,7 +27,15 @@ from cxlkv import CXLPool, KVLayout
 from cxlkv.prefix import prefix_keys
 
 from .conftest import audit, pages_accounted
-from .pool_worker import FAMILIES, FAMILY_TOKENS, LAYERS, PAGE_TOKENS, token_ids, verify
+from .pool_worker import (
+    FAMILIES,
+    FAMILY_TOKENS,
+    LAYERS,
+    PAGE_TOKENS,
+    TAIL_END,
+    token_ids,
+    verify,
+)
 from .test_hosts_failing import LOCK_LINE, NAME_LINE, line_offset, poke
 
 WORKER = Path(__file__).with_name("pool_worker.py")
@@ -139,7 +147,9 @@ def assert_accounted(stats: dict[str, int]) -> None:
 
 def assert_all_comes_back(path: str, seeds: list[int]) -> None:
     """Every host once more: what is published is forgotten, and then all pages are free."""
-    keys = [prefix_keys(token_ids(seed), PAGE_TOKENS) for seed in [*range(1, FAMILIES + 1), *seeds]]
+    texts = [token_ids(seed) for seed in [*range(1, FAMILIES + 1), *seeds]]
+    keys = [prefix_keys(ids, PAGE_TOKENS) for ids in texts]
+    keys += [prefix_keys(ids[:TAIL_END], PAGE_TOKENS, tail=True)[-1:] for ids in texts]
     with ExitStack() as stack:
         pools = [stack.enter_context(CXLPool.open(path, host=i, threads=1)) for i in range(HOSTS)]
         deadline = time.monotonic() + 30
@@ -203,7 +213,8 @@ def storm(path: str, box: Path, operations: int) -> None:
         audit(watcher)
     print(f"{seen['operations']} operations in {time.monotonic() - start:.1f} s: {dict(seen)}")
     assert seen["operations"] >= operations
-    for what in ("adopted", "hit", "published", "fork", "truncate", "full", "forgotten"):
+    events = ("adopted", "hit", "tail_hits", "published", "fork", "truncate", "full", "forgotten")
+    for what in events:
         assert seen[what] > 0, f"no {what}: {dict(seen)}"
     for host in range(3):
         with CXLPool.open(path, host=host, threads=1) as pool:

@@ -25,6 +25,7 @@ import pytest
 
 from cxlkv import CXLPool, KVLayout, Sequence
 from cxlkv.errors import BusyError, ClosedError, StaleError
+from cxlkv.prefix import content_keys, prefix_keys
 
 WORKER = Path(__file__).with_name("pool_worker.py")
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
@@ -134,7 +135,7 @@ def assert_settled(path: str) -> dict[str, int]:
         return stats
 
 
-EVENTS = ("adopted", "hit", "published", "fork", "truncate", "full", "forgotten")
+EVENTS = ("adopted", "hit", "tail_hits", "published", "fork", "truncate", "full", "forgotten")
 
 
 def storm(path: str, box: Path, operations: int) -> None:
@@ -281,6 +282,56 @@ def test_reopened_after_everybody_died(shm_path: str) -> None:
             assert np.asarray(k)[0, 0, 0, 0] == 1.0
         assert pool.check(deep=True)["clean"]
     assert_settled(shm_path)
+
+
+IN_ANOTHER_PROCESS = """
+import sys
+from cxlkv import CXLPool
+from cxlkv.errors import BadArgumentError
+from cxlkv.prefix import content_keys, prefix_keys
+ids = list(range(10))
+with CXLPool.open(sys.argv[1]) as pool:
+    with pool.match_prefix([*ids, 77]) as hit:
+        taken = hit.sequence()
+        assert (hit.tokens, len(taken)) == (10, 10)
+    assert (pool.stats()["pages_pinned"], pool.pages.evictable().sum()) == (2, 0)
+    assert pool.unpin(prefix_keys(ids, 4, tail=True)[:1]) == 1
+    assert pool.pin(prefix_keys(ids, 4, tail=True)[2:]) == 1
+    with pool.match(content_keys(ids[:4], 4, b"content"), strict=False) as loose:
+        assert (loose.tokens, loose.strict) == (4, False)
+    assert pool.match_prefix(ids[:4], b"content").tokens == 0
+    print(taken.handle.hex(), flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_tails_pins_and_content_are_seen_by_other_processes(pool: CXLPool, shm_path: str) -> None:
+    ids = list(range(10))
+    sequence = fill(pool, 3)
+    assert pool.publish_prefix(sequence, ids, tail=True) == 3
+    assert pool.pin(prefix_keys(ids, 4)) == 2
+    other = fill(pool, 4)
+    assert pool.publish(other, content_keys(ids[:4], 4, b"content"), 4, strict=False) == 1
+    assert pool.unpin(prefix_keys(ids, 4)[1:]) == 1
+    assert pool.pin(prefix_keys(ids, 4, tail=True)[2:]) == 1  # the one that nobody holds
+    with subprocess.Popen(
+        [sys.executable, "-c", IN_ANOTHER_PROCESS, shm_path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        adopted = pool.adopt(bytes.fromhex(process.stdout.readline()))
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait() == 0
+    assert_holds(adopted, 3)
+    assert pool.stats()["pages_pinned"] == 1
+    pool.close()
+    with CXLPool.open(shm_path) as again:  # the last one had left: marks are gone, pages are not
+        assert again.stats()["pages_pinned"] == 0
+        assert again.match_prefix(ids).tokens == 10
 
 
 def test_host_state_deleted_while_nobody_uses_the_pool(shm_path: str) -> None:
