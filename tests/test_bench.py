@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from cxlkv import _core, cli, errors
-from cxlkv.bench.cases import allocating, calling, cohering, copying
+from cxlkv.bench.cases import allocating, calling, cohering, copying, matching
 from cxlkv.bench.report import Result
 
 torch = pytest.importorskip("torch", reason="these benchmarks compare with torch")
@@ -64,6 +64,7 @@ SMALL: dict[str, Callable[[Result], None]] = {
         result, grouping.Size(prompt=2048, decode=20, heads=8, rounds=1, settle_s=0)
     ),
     "working": lambda result: working.run(result, working.Size(tokens=64, steps=20)),
+    "matching": lambda result: matching.run(result, tokens=2048, rounds=1),
     "coherence": lambda result: cohering.run(
         result,
         cohering.Size(
