@@ -82,9 +82,10 @@ def isa_force(name: str) -> None:
     check(code)
 
 
-def crc32c(data: bytes, crc: int = 0) -> int:
+def crc32c(data: bytes | npt.NDArray[np.uint8], crc: int = 0) -> int:
     """CRC32C (Castagnoli) of `data`, continuing from `crc`."""
-    return int(lib.cxlkv_crc32c(crc, data, len(data)))
+    buffer = ffi.from_buffer(data)
+    return int(lib.cxlkv_crc32c(crc, buffer, len(buffer)))
 
 
 # ---- what `cxlkv bench coherence` measures ----
@@ -506,6 +507,104 @@ def evictable(pool: Handle, page_count: int) -> npt.NDArray[np.bool_]:
     flags = np.empty(page_count, np.bool_)
     check(lib.cxlkv_evictable(pool, ffi.from_buffer("uint8_t[]", flags, True), page_count))
     return flags
+
+
+# ---- whole records, out of the pool and into it ----
+
+RECORD_PRESENT: int = lib.CXLKV_RECORD_PRESENT  # codes, by record or page; 0: done
+PAGE_HELD: int = lib.CXLKV_PAGE_HELD
+E_STALE: int = -lib.CXLKV_E_STALE
+E_CORRUPT: int = -lib.CXLKV_E_CORRUPT
+E_GEOMETRY: int = -lib.CXLKV_E_GEOMETRY
+E_BUSY: int = -lib.CXLKV_E_BUSY
+NO_PAGE = 2**32 - 1
+Codes = npt.NDArray[np.int32]
+Records = npt.NDArray[np.uint8]  # [count, record_bytes]
+Names = npt.NDArray[np.uint8]  # [count, 16]: hashes under which pages are published
+
+
+def record_shape(pool: Handle) -> tuple[int, int]:
+    """Bytes of a record outside of the pool, and the CRC of what two pools must agree in."""
+    layout = ffi.new("uint32_t *")
+    return check(lib.cxlkv_record_bytes(pool, layout)), int(layout[0])
+
+
+def _flat(kind: str, array: npt.NDArray[Any], writable: bool = False) -> Any:
+    return ffi.from_buffer(f"{kind}[]", array, writable)
+
+
+def records_read(
+    pool: Handle,
+    pages: npt.NDArray[np.uint32],
+    generations: npt.NDArray[np.uint64],
+    out: Records,
+) -> Codes:
+    """Fills rows of out with published pages of these generations; the codes say which."""
+    _check_records(pool, len(pages), out)
+    if len(generations) != len(pages):
+        raise errors.BadArgumentError(f"{len(pages)} pages, {len(generations)} generations")
+    codes = np.zeros(len(pages), np.int32)
+    given = (_flat("uint32_t", pages), _flat("uint64_t", generations), _flat("uint8_t", out, True))
+    check(lib.cxlkv_records_read(pool, len(pages), *given, _int32(codes, True)))
+    return codes
+
+
+def records_write(pool: Handle, records: Records) -> Codes:
+    """Publishes records, all or none when pages are short (PoolFullError); the codes say which."""
+    _check_records(pool, len(records), records)
+    codes = np.zeros(len(records), np.int32)
+    given = (len(records), _flat("uint8_t", records), _int32(codes, True))
+    check(lib.cxlkv_records_write(pool, *given))
+    return codes
+
+
+def _check_records(pool: Handle, count: int, records: Records) -> None:
+    wanted = (count, record_shape(pool)[0])
+    if records.shape != wanted or records.dtype != np.uint8 or not records.flags.c_contiguous:
+        raise errors.BadArgumentError(
+            f"records of shape {records.shape} and dtype {records.dtype}: {wanted} of uint8 "
+            "wanted, without gaps"
+        )
+
+
+def names(pool: Handle, hashes: bytes, places: int) -> npt.NDArray[np.uint8]:
+    """[keys, places, parts, 16]: under what match() looks for each of the keys, in its order."""
+    if places < 0:
+        raise errors.BadArgumentError(f"{places} places")
+    count = len(hashes) // 16
+    out = np.empty((count, places, pool_geometry(pool)["part_count"], 16), np.uint8)
+    check(lib.cxlkv_names(pool, count, hashes, places, _flat("uint8_t", out, True)))
+    return out
+
+
+def find_pages(pool: Handle, names: Names) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
+    """The published page of each name and its generation; NO_PAGE and 0 where there is none."""
+    pages, generations = np.empty(len(names), np.uint32), np.empty(len(names), np.uint64)
+    if names.shape != (len(names), 16) or not names.flags.c_contiguous:
+        raise errors.BadArgumentError(f"names of shape {names.shape}: rows of 16 bytes wanted")
+    given = (_flat("uint32_t", pages, True), _flat("uint64_t", generations, True))
+    check(lib.cxlkv_find_pages(pool, len(names), _flat("uint8_t", names), *given))
+    return pages, generations
+
+
+def names_of(records: Records) -> Names:
+    """Under which each of the records is published; zeros for one that was not read."""
+    return np.ascontiguousarray(records[:, 16:32])
+
+
+def forget_pages(
+    pool: Handle,
+    pages: npt.NDArray[np.uint32],
+    generations: npt.NDArray[np.uint64],
+    only_unheld: bool,
+) -> Codes:
+    """Takes published pages of these generations out of the index; code 0: the page is free now."""
+    if len(generations) != len(pages):
+        raise errors.BadArgumentError(f"{len(pages)} pages, {len(generations)} generations")
+    codes = np.zeros(len(pages), np.int32)
+    given = (_flat("uint32_t", pages), _flat("uint64_t", generations), int(only_unheld))
+    check(lib.cxlkv_forget_pages(pool, len(pages), *given, _int32(codes, True)))
+    return codes
 
 
 # ---- batches: one call for all their sequences ----

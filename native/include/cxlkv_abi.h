@@ -409,6 +409,35 @@ int64_t cxlkv_pin(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint3
 int64_t cxlkv_evictable(cxlkv_pool *pool, uint8_t *flags, uint64_t capacity);
 int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes);
 
+/* ---- whole records, out of the pool and into it: docs/memory-layout.md has their bytes ---- */
+
+/* By record or page: 0, one of these, or a negated error. */
+#define CXLKV_RECORD_PRESENT 1 /* its hash is published already: nothing was written */
+#define CXLKV_PAGE_HELD 2      /* forgotten; it is free when its last holder drops it */
+/* Of a record outside of the pool. layout: the CRC of all that two pools must agree in to exchange
+ * records; may be NULL. */
+int64_t cxlkv_record_bytes(cxlkv_pool *pool, uint32_t *layout);
+/* Copies published pages out, every CRC verified; nobody can reuse them meanwhile. Returns how many
+ * were; a record with another code has no header. */
+int64_t cxlkv_records_read(cxlkv_pool *pool, uint32_t count, const uint32_t *pages,
+                           const uint64_t *generations, uint8_t *bytes, int32_t *codes);
+/* Publishes records under the hashes that they were published under; returns how many were not yet.
+ * Pages are taken for all or for none: -CXLKV_E_POOL_FULL. Of a record whose bytes are not what
+ * their CRCs say nothing is ever visible. */
+int64_t cxlkv_records_write(cxlkv_pool *pool, uint32_t count, const uint8_t *bytes,
+                            int32_t *codes);
+/* The hashes under which match() looks for keys, in its order: names[count][places][parts][16]. */
+int cxlkv_names(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t places,
+                uint8_t *names);
+/* The published page of each name and its generation, UINT32_MAX and 0 where there is none. Returns
+ * how many there are. */
+int64_t cxlkv_find_pages(cxlkv_pool *pool, uint32_t count, const uint8_t *names, uint32_t *pages,
+                         uint64_t *generations);
+/* Takes published pages of these generations out of the index; only_unheld: none that somebody
+ * holds. Returns how many are free now. */
+int64_t cxlkv_forget_pages(cxlkv_pool *pool, uint32_t count, const uint32_t *pages,
+                           const uint64_t *generations, uint32_t only_unheld, int32_t *codes);
+
 int cxlkv_batch_create(cxlkv_pool *pool, uint32_t count, cxlkv_sequence **sequences,
                        cxlkv_batch **batch);
 void cxlkv_batch_destroy(cxlkv_batch *batch);

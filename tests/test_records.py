@@ -1,0 +1,488 @@
+"""Whole records out of the pool and into another one: the same bytes, the same hits, or nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, PoolFullError, Sequence, _core
+from cxlkv.arrays import NUMPY_DTYPES
+from cxlkv.errors import BadArgumentError
+from cxlkv.layout import DTYPES
+from cxlkv.prefix import key_hashes, prefix_keys
+
+from .conftest import MakePool, audit
+from .test_mapped import handle_pages
+
+PAGE = 4
+HEADER = 64  # bytes of a record's header
+OTHER_LAYOUT = 44  # where a header has the CRC of the pool's layout
+Bytes = npt.NDArray[np.uint8]
+
+
+def group(layers: int, window: int | None = None, **more: object) -> LayerGroup:
+    given = {"kv_heads": 2, "head_dim": 12, "dtype": "float32", **more}
+    return LayerGroup(layers=layers, window=window, **given)  # type: ignore[arg-type]
+
+
+def layout_of(*groups: LayerGroup, order: list[int] | None = None) -> KVLayout:
+    return KVLayout.of(list(groups), order, page_tokens=PAGE)
+
+
+LAYOUTS = {
+    "float32": layout_of(group(2)),
+    "float16": layout_of(group(2, dtype="float16", value_head_dim=5)),
+    "bfloat16": layout_of(group(3, dtype="bfloat16", head_dim=64)),
+    "gemma": layout_of(group(6, 10), group(2), order=[0, 0, 0, 1, 0, 0, 0, 1]),
+    "parts of unequal length": layout_of(group(5, 9), group(3)),
+    "latent": layout_of(group(2, kv_heads=1, values="key_prefix", value_head_dim=8)),
+}
+
+
+def pool_of(
+    layout: KVLayout, *, checksum: bool = True, sketch: bool = True, capacity: str = "4MiB"
+) -> CXLPool:
+    return CXLPool.create(
+        "anonymous:",
+        layout=layout,
+        capacity=capacity,
+        checksum=checksum,
+        sketch=sketch,
+        threads=2,
+    )
+
+
+def grown(pool: CXLPool, rng: np.random.Generator, tokens: int) -> Sequence:
+    sequence = pool.sequence()
+    layout = pool.layout
+    dtype = NUMPY_DTYPES[DTYPES.index(layout.dtype)]
+    for layer in range(layout.layers):
+        k = rng.standard_normal((tokens, layout.kv_heads, layout.head_dim)).astype(dtype)
+        v = rng.standard_normal((tokens, layout.kv_heads, layout.value_head_dim)).astype(dtype)
+        sequence.append(layer, k, None if layout.values == "key_prefix" else v)
+    return sequence
+
+
+def names_of_keys(pool: CXLPool, keys: list[bytes], places: int = 1) -> Bytes:
+    return _core.names(pool._handle, key_hashes(keys), places).reshape(-1, 16)
+
+
+def read_all(pool: CXLPool, names: Bytes) -> Bytes:
+    """The records of those names that are published."""
+    pages, generations = _core.find_pages(pool._handle, names)
+    there = pages != _core.NO_PAGE
+    out = np.full((int(there.sum()), _core.record_shape(pool._handle)[0]), 0xA5, np.uint8)
+    codes = _core.records_read(pool._handle, pages[there], generations[there], out)
+    assert not codes.any()
+    np.testing.assert_array_equal(_core.names_of(out), names[there])
+    return out
+
+
+def seen(pool: CXLPool, sequence: Sequence, queries: npt.NDArray[np.float32]) -> list[object]:
+    """What select, fetch and attend say of each layer, as bytes."""
+    found: list[object] = []
+    for layer in range(pool.layout.layers):
+        for method in ("exact", "bounds", "two_stage") if pool.sketch else ("exact", "bounds"):
+            chosen = sequence.select(layer, queries, Budget(pages=2), method=method)
+            found += [chosen.pages.tobytes(), np.asarray(chosen.scores).tobytes()]
+        for rows in (*sequence.fetch(layer, chosen), *sequence.attend(layer, queries, chosen)):
+            found.append(np.asarray(rows).tobytes())
+    return found
+
+
+@pytest.fixture
+def published(rng: np.random.Generator) -> Iterator[tuple[CXLPool, list[bytes], Bytes]]:
+    """A small pool with 5 published pages, their keys and records."""
+    with pool_of(LAYOUTS["float32"]) as pool:
+        ids = list(range(5 * PAGE))
+        with grown(pool, rng, len(ids)) as sequence:
+            pool.publish_prefix(sequence, ids)
+        keys = prefix_keys(ids, PAGE)
+        yield pool, keys, read_all(pool, names_of_keys(pool, keys))
+        audit(pool)
+
+
+# ---- there and back ----
+
+
+@pytest.mark.parametrize("sketch", [True, False], ids=["sketch", "no sketch"])
+@pytest.mark.parametrize("checksum", [True, False], ids=["checksum", "no checksum"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_another_pool_finds_the_same(
+    name: str, checksum: bool, sketch: bool, rng: np.random.Generator
+) -> None:
+    layout = LAYOUTS[name]
+    queries = rng.standard_normal((4, layout.head_dim)).astype(np.float32)
+    ids = list(range(9 * PAGE + 1))
+    with (
+        pool_of(layout, checksum=checksum, sketch=sketch) as source,
+        pool_of(layout, checksum=not checksum, sketch=sketch) as other,
+        pool_of(layout, checksum=checksum, sketch=sketch) as target,
+    ):
+        sequence = grown(source, rng, len(ids))
+        assert source.publish_prefix(sequence, ids) > 0
+        names = names_of_keys(source, prefix_keys(ids, PAGE))
+        records = read_all(source, names)
+        assert len(records) == source.stats()["pages_published"]
+        for pool in (other, target):  # a record is the same with and without checksums
+            assert not _core.records_write(pool._handle, records).any()
+            assert pool.stats()["pages_published"] == len(records)
+            assert pool.stats()["pages_held"] == 0
+            with source.match_prefix(ids) as wanted, pool.match_prefix(ids) as got:
+                assert got.tokens == wanted.tokens == 9 * PAGE
+                expected = seen(source, wanted.sequence(), queries)
+                assert seen(pool, got.sequence(), queries) == expected
+            np.testing.assert_array_equal(read_all(pool, names), records)
+            audit(pool)
+        sequence.release()
+        audit(source)
+
+
+def test_keys_of_several_pages_have_several_places(rng: np.random.Generator) -> None:
+    keys = [b"a", b"b"]
+    with pool_of(LAYOUTS["gemma"]) as pool:
+        parts = pool.describe()["geometry"]["part_count"]  # type: ignore[index]
+        with grown(pool, rng, 6 * PAGE) as sequence:
+            pool.publish(sequence, keys, 3 * PAGE)
+            names = _core.names(pool._handle, key_hashes(keys), 4)
+            assert names.shape == (2, 4, parts, 16)
+            pages, _ = _core.find_pages(pool._handle, names.reshape(-1, 16))
+            there = (pages != _core.NO_PAGE).reshape(2, 4, parts)
+            full = there.any(axis=1).all(axis=0)  # parts that see all tokens, or enough of them
+            assert full.all()
+            assert not there[:, 3].any()
+            assert there.sum() == pool.stats()["pages_published"]
+            known = set(sequence.pages.tolist())
+            assert {int(page) for page in pages[pages != _core.NO_PAGE]} <= known
+        audit(pool)
+
+
+def test_what_is_published_already_takes_no_page(
+    published: tuple[CXLPool, list[bytes], Bytes],
+) -> None:
+    pool, keys, records = published
+    free = pool.stats()["pages_free"]
+    codes = _core.records_write(pool._handle, records)
+    assert codes.tolist() == [_core.RECORD_PRESENT] * 5
+    assert pool.stats()["pages_free"] == free
+    assert pool.forget(keys[3:]) == 2
+    codes = _core.records_write(pool._handle, records[[3, 3, 0, 4, 3]])
+    there = _core.RECORD_PRESENT
+    assert codes.tolist() == [0, there, there, 0, there]  # of equal ones the first
+    assert pool.stats()["pages_free"] == free
+    assert pool.match(keys).tokens == 5 * PAGE
+
+
+def test_a_full_pool_takes_all_records_or_none(
+    published: tuple[CXLPool, list[bytes], Bytes],
+) -> None:
+    pool, keys, records = published
+    pool.forget(keys)
+    total = pool.stats()["pages_free"]
+    ballast = pool.pages.alloc(total - 4)
+    with pytest.raises(PoolFullError):
+        _core.records_write(pool._handle, records)
+    assert pool.stats()["pages_free"] == 4
+    assert pool.stats()["pages_published"] == 0
+    assert not _core.records_write(pool._handle, records[:4]).any()
+    assert pool.match(keys).tokens == 4 * PAGE
+    pool.pages.free(ballast)
+
+
+def test_pages_that_are_gone_are_not_read(
+    published: tuple[CXLPool, list[bytes], Bytes], rng: np.random.Generator
+) -> None:
+    pool, keys, records = published
+    pages, generations = _core.find_pages(pool._handle, names_of_keys(pool, keys))
+    out = np.full_like(records, 0xA5)
+    pool.forget(keys[1:2])
+    wrong = np.array([generations[0], generations[1], generations[2] + 1, 9, 0], np.uint64)
+    asked = np.array([*pages[:3], 2**32 - 1, 10**6], np.uint32)
+    codes = _core.records_read(pool._handle, asked, wrong, out)
+    assert codes.tolist() == [0] + [_core.E_STALE] * 4
+    np.testing.assert_array_equal(out[0], records[0])
+    assert not out[1:, :HEADER].any()  # no record: they cannot be written by mistake
+    assert _core.records_write(pool._handle, out).tolist()[1:] == [_core.E_CORRUPT] * 4
+    with grown(pool, rng, 2 * PAGE) as sequence:  # held, and not published
+        handle = handle_pages(sequence.export())
+        codes = _core.records_read(pool._handle, *handle, np.zeros_like(records[:2]))
+        assert codes.tolist() == [_core.E_STALE] * 2
+
+
+def test_wrong_arrays_are_named(published: tuple[CXLPool, list[bytes], Bytes]) -> None:
+    pool, _, records = published
+    for wrong in (records[:, :-1], records[::2], records.view(np.int8), records[0]):
+        with pytest.raises(BadArgumentError, match="wanted, without gaps"):
+            _core.records_write(pool._handle, wrong)
+    with pytest.raises(BadArgumentError, match="generations"):
+        _core.records_read(
+            pool._handle, np.zeros(5, np.uint32), np.zeros(4, np.uint64), records.copy()
+        )
+    assert len(_core.records_write(pool._handle, records[:0])) == 0
+
+
+# ---- hostile bytes ----
+
+
+def test_a_flipped_bit_is_never_published(
+    published: tuple[CXLPool, list[bytes], Bytes], seed: int
+) -> None:
+    """Each bit of the header, and random ones of the rest."""
+    pool, keys, records = published
+    pool.forget(keys)
+    free = pool.stats()["pages_free"]
+
+    def refused(bit: int, record: int) -> int:
+        hurt = records[record : record + 1].copy()
+        hurt[0, bit // 8] ^= 1 << bit % 8
+        code = int(_core.records_write(pool._handle, hurt)[0])
+        assert code < 0, f"bit {bit} of record {record}"
+        return code
+
+    for bit in range(HEADER * 8):
+        assert refused(bit, 0) == _core.E_CORRUPT
+
+    @given(st.integers(0, records.shape[1] * 8 - 1), st.integers(0, 4))
+    def anywhere(bit: int, record: int) -> None:
+        assert refused(bit, record) == _core.E_CORRUPT
+
+    anywhere()
+    stats = pool.stats()
+    assert stats["pages_free"] == free
+    assert stats["pages_published"] == 0
+    codes = _core.records_write(pool._handle, records)  # nor did it leave anything behind
+    assert not codes.any()
+
+
+def with_header(record: Bytes, offset: int, value: int, width: int = 4) -> Bytes:
+    """A lie with a right CRC."""
+    made = record.copy()
+    made[offset : offset + width] = np.frombuffer(value.to_bytes(width, "little"), np.uint8)
+    made[60:64] = np.frombuffer(_core.crc32c(made[:60]).to_bytes(4, "little"), np.uint8)
+    return made
+
+
+@pytest.mark.parametrize("value", [1, 2, 0x7FFFFFFF, 0xFFFFFFFF])
+@pytest.mark.parametrize(
+    ("offset", "width"),
+    [(0, 4), (4, 4), (8, 8), (16, 16), (32, 4), (36, 4), (40, 4), (44, 4), (48, 4), (52, 8)],
+    ids="magic version bytes hash tokens ordinal part layout table reserved".split(),
+)
+def test_headers_that_lie_hurt_nobody(
+    published: tuple[CXLPool, list[bytes], Bytes], offset: int, width: int, value: int
+) -> None:
+    """The CRC is right. Another hash or ordinal is another record: it is found there, or nowhere."""
+    pool, keys, records = published
+    pool.forget(keys)
+    if offset == 4 and value == 1:
+        return  # the true version
+    made = with_header(records[1], offset, value, width)[None]
+    code = int(_core.records_write(pool._handle, made)[0])
+    harmless = offset == 16 or (offset == 36 and value <= 0x7FFFFFFF)
+    assert (code == 0) == harmless
+    if offset == OTHER_LAYOUT or offset == 8:
+        assert code == _core.E_GEOMETRY
+    codes = _core.records_write(pool._handle, records)
+    assert ((codes == 0) | (codes == _core.RECORD_PRESENT)).all()
+    with pool.match(keys) as hit:
+        assert hit.tokens in (PAGE, 5 * PAGE)
+    audit(pool)
+
+
+def test_a_record_without_a_name_is_refused(
+    published: tuple[CXLPool, list[bytes], Bytes],
+) -> None:
+    pool, keys, records = published
+    pool.forget(keys)
+    made = with_header(records[0], 16, 0, 16)[None]
+    assert _core.records_write(pool._handle, made)[0] == _core.E_CORRUPT
+
+
+@given(st.data())
+def test_random_bytes_are_no_record(data: st.DataObject) -> None:
+    with pool_of(LAYOUTS["latent"]) as pool:
+        bytes_each = _core.record_shape(pool._handle)[0]
+        text = data.draw(st.binary(min_size=bytes_each, max_size=bytes_each))
+        given = np.frombuffer(text, np.uint8)[None]
+        assert _core.records_write(pool._handle, given)[0] == _core.E_CORRUPT
+        assert pool.stats()["pages_published"] == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        layout_of(group(2, 7)),  # a window
+        KVLayout.of([group(2)], page_tokens=PAGE, model_id="another model"),
+        KVLayout.of([group(2)], page_tokens=PAGE, shard=(1, 2, 0, 1)),
+    ],
+    ids=["window", "model", "shard"],
+)
+def test_records_of_another_layout_are_refused(
+    published: tuple[CXLPool, list[bytes], Bytes], other: KVLayout
+) -> None:
+    _, _, records = published
+    with pool_of(other) as pool:
+        if _core.record_shape(pool._handle)[0] == records.shape[1]:
+            codes = _core.records_write(pool._handle, records)
+            assert codes.tolist() == [_core.E_GEOMETRY] * 5
+        assert pool.stats()["pages_published"] == 0
+
+
+def test_a_damaged_page_is_not_read_out(tmp_path: Path, rng: np.random.Generator) -> None:
+    layout = LAYOUTS["float32"]
+    path = tmp_path / "a.pool"
+    ids = list(range(3 * PAGE))
+    with CXLPool.create(path, layout=layout, capacity="4MiB", threads=2) as pool:
+        with grown(pool, rng, len(ids)) as sequence:
+            pool.publish_prefix(sequence, ids)
+            middle = int(sequence.pages[1])
+        geometry = pool.describe()["geometry"]
+        assert isinstance(geometry, dict)
+        extent, slot = divmod(middle, geometry["slab_slots"])
+        at = geometry["extents_offset"] + extent * geometry["extent_bytes"]
+        at += geometry["layers_offset"] + geometry["keys_offset"]
+        at += slot * layout.kv_heads * geometry["key_piece_bytes"] + 5
+        with path.open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 1]))
+        names = names_of_keys(pool, prefix_keys(ids, PAGE))
+        found = _core.find_pages(pool._handle, names)
+        out = np.full((3, _core.record_shape(pool._handle)[0]), 0xA5, np.uint8)
+        codes = _core.records_read(pool._handle, *found, out)
+        assert codes.tolist() == [0, _core.E_CORRUPT, 0]
+        assert not out[1, :HEADER].any()
+        assert pool.stats()["pages_held"] == 0
+
+
+# ---- pages that may go ----
+
+
+def test_held_pages_are_not_forgotten(published: tuple[CXLPool, list[bytes], Bytes]) -> None:
+    pool, keys, _ = published
+    found = _core.find_pages(pool._handle, names_of_keys(pool, keys))
+    with pool.match(keys[:2]) as hit:
+        codes = _core.forget_pages(pool._handle, *found, True)
+        assert codes.tolist() == [_core.E_BUSY] * 2 + [0] * 3
+        assert pool.match(keys).tokens == 2 * PAGE
+        again = _core.forget_pages(pool._handle, *found, False)
+        assert again.tolist() == [_core.PAGE_HELD] * 2 + [_core.E_STALE] * 3
+        assert pool.match(keys).tokens == 0
+        assert len(hit.sequence()) == 2 * PAGE  # it has them still
+    assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
+
+
+def test_another_generation_is_not_forgotten(
+    published: tuple[CXLPool, list[bytes], Bytes],
+) -> None:
+    pool, keys, _ = published
+    pages, generations = _core.find_pages(pool._handle, names_of_keys(pool, keys))
+    codes = _core.forget_pages(pool._handle, pages, generations + 1, True)
+    assert codes.tolist() == [_core.E_STALE] * 5
+    pages[3] = 2**31
+    codes = _core.forget_pages(pool._handle, pages[[3, 0, 0]], generations[[3, 0, 0]], True)
+    assert codes.tolist() == [_core.E_STALE, 0, _core.E_STALE]
+    assert pool.stats()["pages_published"] == 4
+
+
+RACER = """
+import sys
+import numpy as np
+from cxlkv import CXLPool, _core
+path, records, seed = sys.argv[1], np.load(sys.argv[2]), int(sys.argv[3])
+rng = np.random.default_rng(seed)
+with CXLPool.open(path) as pool:
+    names = _core.names_of(records)
+    out = np.zeros_like(records)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    wrote = freed = 0
+    for turn in range(300):
+        some = rng.permutation(len(records))[: 1 + turn % len(records)]
+        codes = _core.records_write(pool._handle, records[some])
+        assert set(codes.tolist()) <= {0, _core.RECORD_PRESENT}, codes
+        wrote += int((codes == 0).sum())
+        pages, generations = _core.find_pages(pool._handle, names)
+        codes = _core.records_read(pool._handle, pages, generations, out)
+        assert set(codes.tolist()) <= {0, _core.E_STALE}, codes
+        assert (out[codes == 0] == records[codes == 0]).all()
+        order = rng.permutation(len(pages))[:2]
+        codes = _core.forget_pages(pool._handle, pages[order], generations[order], True)
+        assert set(codes.tolist()) <= {0, _core.E_STALE, _core.E_BUSY}, codes
+        freed += int((codes == 0).sum())
+    print(wrote, freed, flush=True)
+"""
+
+
+def test_two_processes_race(
+    published: tuple[CXLPool, list[bytes], Bytes], tmp_path: Path, seed: int
+) -> None:
+    """Both write, read and forget the same records: what is read is always right, and each page
+    that was published was freed once, or is there."""
+    source, keys, records = published
+    np.save(tmp_path / "records.npy", records)
+    path = str(tmp_path / "race.pool")
+    with CXLPool.create(path, layout=source.layout, capacity="4MiB", threads=1) as pool:
+        command = [sys.executable, "-c", RACER, path, str(tmp_path / "records.npy")]
+        racers = [
+            subprocess.Popen(
+                [*command, str(seed + i)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for i in range(2)
+        ]
+        for racer in racers:
+            assert racer.stdout is not None
+            assert racer.stdout.readline() == "ready\n"
+        texts = [racer.stdin and (racer.stdin.write("go\n"), racer.stdin.flush()) for racer in racers]
+        assert all(texts)
+        outcomes = [racer.communicate(timeout=120)[0].split() for racer in racers]
+        assert [racer.returncode for racer in racers] == [0, 0]
+        wrote = sum(int(outcome[0]) for outcome in outcomes)
+        freed = sum(int(outcome[1]) for outcome in outcomes)
+        assert wrote - freed == pool.stats()["pages_published"]
+        assert wrote > len(records)
+        audit(pool)
+
+
+def test_a_small_record_by_hand(make_pool: MakePool) -> None:
+    """The bytes, as docs/memory-layout.md has them."""
+    pool = make_pool(page_tokens=4, head_dim=8, kv_heads=2)
+    k = np.arange(64, dtype=np.float32).reshape(4, 2, 8)
+    with pool.sequence() as sequence:
+        sequence.append(0, k, -k)
+        pool.publish(sequence, [b"key"], 4)
+    record = read_all(pool, names_of_keys(pool, [b"key"]))[0]
+    words = record[:64].view(np.uint32)
+    assert record[:4].tobytes() == b"CKVP"
+    assert words[1] == 1
+    assert record[8:16].view(np.uint64)[0] == len(record) == _core.record_shape(pool._handle)[0]
+    assert words[8:12].tolist() == [4, 0, 0, _core.record_shape(pool._handle)[1]]
+    table = record[64:128]
+    assert words[12] == _core.crc32c(table)
+    assert words[15] == _core.crc32c(record[:60])
+    at, crcs = 128, table.view(np.uint32).reshape(-1, 2, 4)  # rows of [head][kind]
+    sizes = (2 * 8 * 4, 4 * 16 // 4 * 4 + 16 * 4, 4 * 8 * 4, 4 * 8 * 4)
+    for kind, size in enumerate(sizes):
+        for head in range(2):
+            piece = record[at : at + size]
+            at += size
+            assert crcs[0, head, kind] == _core.crc32c(piece)
+            if kind >= 2:
+                sign = (1, -1)[kind - 2]
+                np.testing.assert_array_equal(
+                    piece.view(np.float32).reshape(4, 8), sign * k[:, head]
+                )
+    assert len(record) == -(-at // 64) * 64
+    assert not record[at:].any()
