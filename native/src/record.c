@@ -81,9 +81,9 @@ static uint8_t *record_at(const record_job *job, uint32_t item) {
     return job->bytes + (uint64_t)item * job->packing.record_bytes;
 }
 
-static uint32_t *entry_of(const record_job *job, uint32_t *table, uint32_t row, uint32_t head,
-                          uint32_t kind) {
-    return table + ((uint64_t)row * job->pool->layout.kv_heads + head) * PIECE_KINDS + kind;
+/* Which entry of a checksum table. */
+static uint64_t entry_of(const record_job *job, uint32_t row, uint32_t head, uint32_t kind) {
+    return ((uint64_t)row * job->pool->layout.kv_heads + head) * PIECE_KINDS + kind;
 }
 
 static uint8_t *piece_at(const record_job *job, uint8_t *record, uint32_t row, uint32_t kind,
@@ -124,10 +124,9 @@ static int piece_out(const record_job *job, uint32_t page, uint32_t layer, uint3
     return 0;
 }
 
-static int pieces_out(const record_job *job, uint32_t page, uint32_t part, uint8_t *record,
-                      uint32_t *table) {
+static int pieces_out(const record_job *job, uint32_t page, uint32_t part, uint8_t *record) {
     cxlkv_pool *pool = job->pool;
-    int code = 0;
+    uint8_t *table = record + sizeof(packed_header);
     for (uint32_t layer = pool->parts[part].first_layer; layer <= pool->parts[part].last_layer;
          layer++) {
         if (pool->part_of[layer] != part) continue;
@@ -135,13 +134,14 @@ static int pieces_out(const record_job *job, uint32_t page, uint32_t part, uint8
         for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
             for (uint32_t head = 0; job->packing.sizes[kind] && head < pool->layout.kv_heads;
                  head++) {
-                code = piece_out(job, page, layer, head, kind,
-                                 piece_at(job, record, row, kind, head),
-                                 entry_of(job, table, row, head, kind));
+                uint32_t crc;
+                int code = piece_out(job, page, layer, head, kind,
+                                     piece_at(job, record, row, kind, head), &crc);
                 if (code < 0) return code;
+                memcpy(table + 4 * entry_of(job, row, head, kind), &crc, 4);
             }
     }
-    return code;
+    return 0;
 }
 
 /* Layers that the part does not have, and what fills the record up to a line. */
@@ -168,7 +168,7 @@ static int record_out(const record_job *job, uint32_t item) {
     int code = record_check_unlocked(pool, page, job->generations[item], header.tokens);
     if (code < 0) return code;
     memset(table, 0, pool->geometry.checksum_bytes);
-    code = pieces_out(job, page, header.part, record, (uint32_t *)table);
+    code = pieces_out(job, page, header.part, record);
     if (code < 0) return code;
     clear_rest(job, header.part, record);
     packed_header packed = {.magic = PACKED_MAGIC, .version = PACKED_VERSION,
@@ -316,7 +316,7 @@ static bool layer_in(const record_job *job, uint32_t page, uint32_t layer, uint8
     uint32_t row = pool->row_of[layer];
     for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
         for (uint32_t head = 0; job->packing.sizes[kind] && head < pool->layout.kv_heads; head++) {
-            uint32_t *entry = entry_of(job, table, row, head, kind);
+            uint32_t *entry = table + entry_of(job, row, head, kind);
             if (!piece_in(job, page, layer, head, kind, piece_at(job, record, row, kind, head),
                           *entry))
                 return false;
