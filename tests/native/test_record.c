@@ -219,18 +219,24 @@ static void test_threads(cxlkv_pool *pool, const taken *t) {
     test_clean(pool);
 }
 
+#if defined(__SANITIZE_THREAD__)
+enum { FAULTS_RETURN = 0 }; /* it delivers no second SIGBUS after a jump out of its own memcpy */
+#else
+enum { FAULTS_RETURN = 1 };
+#endif
+
 int main(void) {
     cxlkv_pool *pool = test_pool(NULL, 64);
     publish_all(pool);
     taken t = take_out(pool);
     test_there_and_back(pool, &t);
     test_hostile(pool, &t);
-    test_caller_cut(pool, &t);
+    if (FAULTS_RETURN) test_caller_cut(pool, &t);
     CHECK(cxlkv_pool_set_threads(pool, 2) == 0);
     test_threads(pool, &t);
     free(t.records);
     cxlkv_pool_destroy(pool);
-    test_pool_cut(1);
-    test_pool_cut(3);
+    for (uint32_t cpus = 1; FAULTS_RETURN && cpus <= 3; cpus += 2) test_pool_cut(cpus);
+    if (!FAULTS_RETURN) puts("skipped: memory cut under a record: not with ThreadSanitizer");
     return 0;
 }
