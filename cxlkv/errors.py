@@ -99,5 +99,17 @@ class WorkerError(CXLKVError, ConnectionError):
     """The worker near the memory is not there, died, was too slow, or has no slot free."""
 
 
+class ColdError(CXLKVError, OSError):
+    """The cold tier's file cannot be made, opened or written; the text says what mends it."""
+
+
+class DiskFullError(ColdError):
+    """There is no room on the disk for the file that was asked for."""
+
+
+class NotAColdFileError(ColdError, ValueError):
+    """Something else lies at the path; it was not changed."""
+
+
 class SystemCallError(CXLKVError, OSError):
     """The operating system refused; the text says what and why."""
