@@ -341,8 +341,9 @@ class ColdTier:
             )
             slots, rows = np.array(wanted, np.int64).reshape(-1, 2).T
             np.add.at(self._readers, slots, 1)
-            for _, row in wanted:
-                self._index.move_to_end(keys[row])
+            for key in keys:
+                if key in self._index:
+                    self._index.move_to_end(key)
         right: list[bool] = []
         try:
             right = self._file.read(slots, [keys[row] for row in rows], out, rows)
@@ -394,11 +395,11 @@ class ColdTier:
 
 
 def _close_in_child() -> None:
-    """The lock on the file is the parent's: it ends with the last descriptor, so not in a child."""
+    """The file, and the lock on it, stay the parent's."""
     for tier in list(_open_tiers):
         tier._lock = threading.Condition()  # another thread of the parent may have had it
         tier._closed, tier._running = True, 0
-        tier._file.close()
+        tier._file.close(unlock=False)
 
 
 os.register_at_fork(after_in_child=_close_in_child)

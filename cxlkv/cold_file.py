@@ -265,7 +265,11 @@ class ColdFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fdatasync(self.fd)
 
-    def close(self) -> None:
+    def close(self, unlock: bool = True) -> None:
+        """By name: a forked child that has not yet closed its descriptors would keep the lock."""
+        if unlock and self.fd >= 0:
+            with suppress(OSError):
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
         for fd in {self.fd, self._direct} - {-1}:
             os.close(fd)
         self.fd = self._direct = self._out = -1
