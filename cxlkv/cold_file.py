@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -30,12 +29,11 @@ from cxlkv.errors import (
 
 MAGIC = b"CXLKVCLD"
 VERSION = 1
-BLOCK_BYTES = 4096  # slots begin on such borders, as O_DIRECT wants it
+BLOCK_BYTES = 4096  # slots begin on such borders: pages of the page cache
 BEING_MADE, WHOLE = 1, 2
 SLOT_MAGIC = 0x53564B43  # "CKVS"
 NAME_BYTES = 16
-STAGING_BYTES = 8 << 20  # slots are put together in so much memory before they are written
-READ_SLOTS_MAX = 256  # of one call: three buffers each, and the kernel takes 1024
+CALL_SLOTS_MAX = 256  # of one system call: three buffers each, and the kernel takes 1024
 
 FILE_HEADER = np.dtype(
     [
@@ -120,14 +118,10 @@ class ColdFile:
                 f"slots of {format_bytes(self.slot_bytes)}: at least one is needed, and fewer than "
                 "2**32. Ask for another capacity"
             )
-        self._staging: list[Bytes] = []  # that no write uses now
         self.fd = self._open()
-        self._direct = self._out = self.fd  # where slots are written, now and at first
         try:
             self._lock()
             self._make_or_check()
-            if durable:
-                self._direct = self._out = self._open_direct()
         except BaseException:
             self.close()
             raise
@@ -145,14 +139,6 @@ class ColdFile:
             os.close(fd)
             raise NotAColdFileError(f"{self.path} is no plain file: give another path")
         return fd
-
-    def _open_direct(self) -> int:
-        """Past the page cache, where the file system takes it: what is written is synced at once,
-        and docs/cold-tier.md has what that is worth."""
-        with suppress(OSError):
-            name = f"/proc/self/fd/{self.fd}"  # this file, whatever lies at the path by now
-            return os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
-        return self.fd
 
     def _lock(self) -> None:
         try:
@@ -270,9 +256,9 @@ class ColdFile:
         if unlock and self.fd >= 0:
             with suppress(OSError):
                 fcntl.flock(self.fd, fcntl.LOCK_UN)
-        for fd in {self.fd, self._direct} - {-1}:
-            os.close(fd)
-        self.fd = self._direct = self._out = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
 
     # ---- slots ----
 
@@ -311,48 +297,33 @@ class ColdFile:
 
         Returns how many are written, from the first on, and why it is not all of them.
         """
-        memory = self._staging.pop() if self._staging else self._make_staging()
+        headers["magic"], headers["payload_bytes"] = SLOT_MAGIC, self.shape.bytes
+        lines = headers.view(np.uint8).reshape(-1, SLOT_HEADER_BYTES)
+        rest = np.zeros(self.slot_bytes - SLOT_HEADER_BYTES - self.shape.bytes, np.uint8)
         done = 0
         try:
-            for first, last in _runs(slots, len(memory)):
+            for first, last in _runs(slots, CALL_SLOTS_MAX):
+                buffers: list[memoryview] = []
                 for i in range(first, last):
-                    self._stage(memory[i - first], headers[i : i + 1], records[rows[i]])
-                self._write_all(memory[: last - first], self._offset(int(slots[first])))
+                    record = records[rows[i]]
+                    headers["payload_crc"][i] = _core.crc32c(record)
+                    headers["crc"][i] = _core.crc32c(lines[i, :-4])
+                    buffers += [lines[i].data, record.data, rest.data]
+                self._write_all(buffers, self._offset(int(slots[first])))
                 done = last
             if self.durable:
                 os.fdatasync(self.fd)
         except OSError as error:
             return (0 if self.durable else done), error
-        finally:
-            self._staging.append(memory)
         return done, None
 
-    def _make_staging(self) -> Bytes:
-        """Whole pages for whole slots, as O_DIRECT wants them; what is not written stays 0."""
-        slots = min(max(1, STAGING_BYTES // self.slot_bytes), self.slot_count)
-        return np.frombuffer(mmap.mmap(-1, slots * self.slot_bytes), np.uint8).reshape(slots, -1)
-
-    def _stage(self, to: Bytes, header: Headers, record: Bytes) -> None:
-        end = SLOT_HEADER_BYTES + self.shape.bytes
-        to[SLOT_HEADER_BYTES:end] = record
-        header["magic"], header["payload_bytes"] = SLOT_MAGIC, self.shape.bytes
-        header["payload_crc"] = _core.crc32c(to[SLOT_HEADER_BYTES:end])
-        header["crc"] = _core.crc32c(header.tobytes()[:-4])
-        to[:SLOT_HEADER_BYTES] = header.view(np.uint8)
-
-    def _write_all(self, memory: Bytes, offset: int) -> None:
-        left = memory.reshape(-1)
-        while left.size:
-            try:
-                wrote = os.pwritev(self._out, [left.data], offset)
-            except OSError as error:
-                if error.errno != errno.EINVAL or self._out == self.fd:
-                    raise
-                self._out = self.fd  # it took O_DIRECT, and wants another alignment
-                continue
-            if wrote == 0:
+    def _write_all(self, buffers: list[memoryview], offset: int) -> None:
+        while buffers:
+            wrote = os.pwritev(self.fd, buffers, offset)
+            if wrote == 0 and any(buffers):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
-            left, offset = left[wrote:], offset + wrote
+            offset += wrote
+            _advance(buffers, wrote)
 
     def read(
         self,
@@ -366,7 +337,7 @@ class ColdFile:
         header_bytes = np.zeros((len(slots), SLOT_HEADER_BYTES), np.uint8)
         rest = np.empty(self.slot_bytes - SLOT_HEADER_BYTES - self.shape.bytes, np.uint8)
         right: list[bool] = []
-        for first, last in _runs(slots, READ_SLOTS_MAX):
+        for first, last in _runs(slots, CALL_SLOTS_MAX):
             buffers: list[memoryview] = []
             for i in range(first, last):
                 buffers += [header_bytes[i].data, out[rows[i]].data, rest.data]
@@ -399,10 +370,7 @@ class ColdFile:
                 if count == 0:
                     break
                 got += count
-                while buffers and count >= buffers[0].nbytes:
-                    count -= buffers.pop(0).nbytes
-                if buffers:
-                    buffers[0] = buffers[0][count:]
+                _advance(buffers, count)
         except OSError:
             return got
         return got
@@ -413,6 +381,17 @@ class ColdFile:
             os.pwrite(self.fd, bytes(SLOT_HEADER_BYTES), self._offset(slot))
         if self.durable and slots:
             os.fdatasync(self.fd)
+
+
+def _advance(buffers: list[memoryview], count: int) -> None:
+    """Takes away the first `count` bytes, that are done."""
+    at = 0
+    while at < len(buffers) and count >= buffers[at].nbytes:
+        count -= buffers[at].nbytes
+        at += 1
+    del buffers[:at]
+    if buffers:
+        buffers[0] = buffers[0][count:]
 
 
 def _runs(slots: npt.NDArray[np.int64], longest: int) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from cxlkv import _core, cli, errors
-from cxlkv.bench.cases import allocating, calling, cohering, copying, matching
+from cxlkv.bench.cases import allocating, calling, cohering, cold, copying, matching
 from cxlkv.bench.report import Result
 
 torch = pytest.importorskip("torch", reason="these benchmarks compare with torch")
@@ -87,6 +87,14 @@ def _portable(result: Result) -> None:
     from cxlkv.bench.cases import portable
 
     portable.run(result, selecting.Size(tokens=16384, layers=1, rounds=1, settle_s=0))
+
+
+def test_records_and_the_cold_tier_run_small(tmp_path: Path) -> None:
+    result = Result("cold")
+    size = cold.Size(layers=2, kv_heads=2, call_records=3, calls=2, rounds=1)
+    cold.run(result, tmp_path, size)
+    check_result(result)
+    assert {"read_to_memcpy", "write_to_memcpy"} <= set(result.ratios)
 
 
 @pytest.mark.parametrize("case", SMALL)

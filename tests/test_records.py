@@ -231,7 +231,7 @@ def test_pages_that_are_gone_are_not_read(
 
 def test_wrong_arrays_are_named(published: tuple[CXLPool, list[bytes], Bytes]) -> None:
     pool, _, records = published
-    for wrong in (records[:, :-1], records[::2], records.view(np.int8), records[0]):
+    for wrong in (records[:, :-1], records[::2], records.astype("i1"), records[0]):
         with pytest.raises(BadArgumentError, match="wanted, without gaps"):
             _core.records_write(pool._handle, wrong)
     with pytest.raises(BadArgumentError, match="generations"):

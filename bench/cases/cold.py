@@ -1,0 +1,203 @@
+"""Whole records out of and into the pool beside memcpy; the cold tier beside a plain file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from cxlkv import _core
+from cxlkv.bench.measure import interleave_reported
+from cxlkv.bench.report import Result
+from cxlkv.cold import ColdTier
+from cxlkv.cold_file import Bytes, RecordShape
+from cxlkv.layout import KVLayout
+from cxlkv.pool import CXLPool
+from cxlkv.prefix import key_hashes, prefix_keys
+
+
+@dataclass(frozen=True)
+class Size:
+    """8 layers, 8 kv heads, 128 channels, bf16: records of 0.6 MB, 64 of them a call."""
+
+    layers: int = 8
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_tokens: int = 16
+    call_records: int = 64
+    calls: int = 8
+    rounds: int = 7
+
+
+def run(result: Result, folder: Path, size: Size = Size(), threads: int = 1) -> None:
+    """Metrics records_* and memcpy_* in GB/s, cold_* and file_* in MB/s; the cold file and the
+    plain one lie in `folder`."""
+    layout = KVLayout(
+        layers=size.layers,
+        kv_heads=size.kv_heads,
+        head_dim=size.head_dim,
+        page_tokens=size.page_tokens,
+    )
+    count = size.call_records * size.calls
+    capacity = int(layout.token_bytes * size.page_tokens * count * 1.3) + (64 << 20)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as far:
+        pool_path = Path(far) / "bench.pool"
+        with CXLPool.create(pool_path, layout=layout, capacity=capacity, threads=threads) as pool:
+            names = publish_all(pool, size)
+            records = read_all(pool, names)
+            measure_records(result, pool, Path(far) / "plain", names, records, size)
+            shape = RecordShape.of(pool._handle)
+    with tempfile.TemporaryDirectory(dir=folder) as cold:
+        measure_cold(result, Path(cold), shape, names, records, size)
+
+
+def publish_all(pool: CXLPool, size: Size) -> Bytes:
+    """Fills pages with noise, publishes them, and returns their names."""
+    rng = np.random.default_rng(1)
+    tokens = size.call_records * size.calls * size.page_tokens
+    shape = (tokens, size.kv_heads, size.head_dim)
+    noise = rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
+    ids = np.arange(tokens)
+    sequence = pool.sequence()
+    for layer in range(size.layers):
+        sequence.append(layer, noise, noise)
+    pool.publish_prefix(sequence, ids)
+    sequence.release()
+    keys = prefix_keys(ids, size.page_tokens)
+    return _core.names(pool._handle, key_hashes(keys), 1).reshape(-1, 16)
+
+
+def read_all(pool: CXLPool, names: Bytes) -> Bytes:
+    records = np.zeros((len(names), _core.record_shape(pool._handle)[0]), np.uint8)
+    codes = _core.records_read(pool._handle, *_core.find_pages(pool._handle, names), records)
+    if codes.any():
+        raise RuntimeError(f"records that were just published are not to be had: {codes}")
+    return records
+
+
+def timed(function: Callable[[range], object], turns: list[range]) -> Callable[[], float]:
+    """Seconds of `function` over all calls' parts, one after the other."""
+
+    def all_of_them() -> float:
+        began = time.perf_counter()
+        for turn in turns:
+            function(turn)
+        return time.perf_counter() - began
+
+    return all_of_them
+
+
+def turns_of(size: Size) -> list[range]:
+    step = size.call_records
+    return [range(first, first + step) for first in range(0, step * size.calls, step)]
+
+
+def rows(array: Bytes, turn: range) -> Bytes:
+    return array[turn.start : turn.stop]
+
+
+def measure_records(
+    result: Result, pool: CXLPool, plain: Path, names: Bytes, records: Bytes, size: Size
+) -> None:
+    """memcpy is of as many bytes, between the same kinds of memory."""
+    handle, turns = pool._handle, turns_of(size)
+    far: Bytes = np.memmap(plain, np.uint8, "w+", shape=records.shape)
+    far[:] = records
+    near = np.zeros_like(rows(records, turns[0]))
+    pages, generations = _core.find_pages(handle, names)
+
+    def forget() -> None:
+        found = _core.find_pages(handle, names)
+        if _core.forget_pages(handle, *found, True).any():
+            raise RuntimeError("pages that nobody holds were not forgotten")
+
+    def read(turn: range) -> None:
+        _core.records_read(
+            handle, pages[turn.start : turn.stop], generations[turn.start : turn.stop], near
+        )
+
+    def write() -> float:
+        nonlocal pages, generations
+        forget()
+        seconds = timed(lambda turn: _core.records_write(handle, rows(records, turn)), turns)()
+        pages, generations = _core.find_pages(handle, names)
+        return seconds
+
+    functions = {
+        "memcpy_read": timed(lambda turn: np.copyto(near, rows(far, turn)), turns),
+        "records_read": timed(read, turns),
+        "memcpy_write": timed(lambda turn: np.copyto(rows(far, turn), rows(records, turn)), turns),
+        "records_write": write,
+        "crc": timed(lambda turn: _core.crc32c(rows(records, turn).reshape(-1)), turns),
+    }
+    samples = interleave_reported(functions, size.rounds)
+    speed = {
+        key: result.measure(key, [records.nbytes / s / 1e9 for s in seconds], "GB/s").median
+        for key, seconds in samples.items()
+    }
+    result.checks["records_come_back_the_same"] = np.array_equal(read_all(pool, names), records)
+    result.ratios["read_to_memcpy"] = speed["records_read"] / speed["memcpy_read"]
+    result.ratios["write_to_memcpy"] = speed["records_write"] / speed["memcpy_write"]
+    result.ratios["read_time_in_crc"] = speed["records_read"] / speed["crc"]
+    result.ratios["write_time_in_crc"] = speed["records_write"] / speed["crc"]
+
+
+def measure_cold(
+    result: Result, folder: Path, shape: RecordShape, names: Bytes, records: Bytes, size: Size
+) -> None:
+    """A plain file is written by one call and synced, and read by one call, as many records each;
+    what is read was dropped from the page cache before."""
+    turns = turns_of(size)
+    out = np.zeros_like(rows(records, turns[0]))
+    capacity = (len(records) + 1) * (shape.bytes + 8192)
+    file = os.open(folder / "plain", os.O_RDWR | os.O_CREAT, 0o600)
+    os.posix_fallocate(file, 0, records.nbytes)
+    with ColdTier(folder / "a.cold", shape=shape, capacity=capacity) as tier:
+
+        def file_write(turn: range) -> None:
+            os.pwrite(file, rows(records, turn).reshape(-1).data, turn.start * shape.bytes)
+            os.fdatasync(file)
+
+        def cold(function: Callable[[range], object]) -> Callable[[], float]:
+            def after_forgetting() -> float:
+                for descriptor in (file, tier._file.fd):
+                    os.fdatasync(descriptor)
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                return timed(function, turns)()
+
+            return after_forgetting
+
+        def cold_store() -> float:
+            tier.drop(names)
+            return timed(lambda turn: tier.store(rows(names, turn), rows(records, turn)), turns)()
+
+        functions = {
+            "file_write": timed(file_write, turns),
+            "cold_store": cold_store,
+            "file_read": cold(
+                lambda turn: os.preadv(file, [out.reshape(-1).data], turn.start * shape.bytes)
+            ),
+            "cold_load": cold(lambda turn: tier.load(rows(names, turn), out)),
+        }
+        samples = interleave_reported(functions, size.rounds)
+        speed = {
+            key: result.measure(key, [records.nbytes / s / 1e6 for s in seconds], "MB/s").median
+            for key, seconds in samples.items()
+        }
+        found = tier.load(rows(names, turns[-1]), out)
+        result.checks["the_cold_tier_gives_back_the_same"] = bool(
+            found.all() and np.array_equal(out, rows(records, turns[-1]))
+        )
+    os.close(file)
+    result.ratios["cold_store_to_file"] = speed["cold_store"] / speed["file_write"]
+    result.ratios["cold_load_to_file"] = speed["cold_load"] / speed["file_read"]
+    result.notes.append(
+        f"cold: {records.nbytes >> 20} MiB in records of {shape.bytes} bytes, "
+        f"{size.call_records} a call; files synced after each call, in {folder.parent}"
+    )
