@@ -437,6 +437,20 @@ def test_a_slot_that_lies_elsewhere_is_free(path: Path) -> None:
     path.write_bytes(data)
     with checked(opened(path)) as tier:
         assert tier.stats()["slots_stored"] == 1
+        assert load(tier, 1) == [True]
+
+
+def test_another_record_in_a_slot_is_a_miss(path: Path) -> None:
+    """Whole, and as if it belonged there: but it is not the one that was asked for."""
+    with checked(opened(path)) as tier:
+        store(tier, 1, 2)
+        slot = bytearray(path.read_bytes()[slot_of(path, 2) :][:SLOT])
+        slot[4] = 0
+        slot[60:64] = _core.crc32c(bytes(slot[:60])).to_bytes(4, "little")
+        with path.open("r+b") as file:
+            file.seek(BLOCK_BYTES)
+            file.write(slot)
+        assert load(tier, 1, 2) == [False, True]
 
 
 def test_a_file_that_is_cut_while_open(path: Path) -> None:
@@ -497,15 +511,20 @@ def test_in_the_same_process_too(tier: ColdTier, path: Path) -> None:
 def test_a_forked_child_finds_it_closed(path: Path) -> None:
     """And does not keep the file locked when the parent is done with it."""
     tier = opened(path)
+    descriptor = tier._file.fd
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(write_end)
-        code = 1
+        code = 3
         try:
             tier.stats()
         except ClosedError:
-            code = 0
+            code -= 1
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            code -= 2
         os.read(read_end, 1)  # until the parent says so
         os._exit(code)
     os.close(read_end)

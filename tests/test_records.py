@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -190,6 +191,9 @@ def test_what_is_published_already_takes_no_page(
     assert codes.tolist() == [0, there, there, 0, there]  # of equal ones the first
     assert pool.stats()["pages_free"] == free
     assert pool.match(keys).tokens == 5 * PAGE
+    ballast = pool.pages.alloc(free)
+    assert (_core.records_write(pool._handle, records) == there).all()  # nothing is wanted
+    pool.pages.free(ballast)
 
 
 def test_a_full_pool_takes_all_records_or_none(
@@ -272,6 +276,26 @@ def test_a_flipped_bit_is_never_published(
     assert stats["pages_published"] == 0
     codes = _core.records_write(pool._handle, records)  # nor did it leave anything behind
     assert not codes.any()
+
+
+def test_what_a_part_does_not_have_is_zero(rng: np.random.Generator) -> None:
+    """Three parts of 3, 2 and 3 layers: the record of the second ends with zeros, or is none."""
+    with pool_of(LAYOUTS["parts of unequal length"]) as pool:
+        with held(pool, rng, PAGE) as sequence:
+            pool.publish(sequence, [b"key"], PAGE)
+        records = read_all(pool, names_of_keys(pool, [b"key"]))
+        pool.forget([b"key"])
+        parts = records[:, 40:44].copy().view(np.uint32)[:, 0].tolist()
+        assert parts == [0, 1, 2]
+        rest = records.shape[1] // 4
+        assert not records[1, -rest:].any()
+        for place in (1, rest // 2, rest):
+            hurt = records.copy()
+            hurt[1, -place] = 1
+            codes = _core.records_write(pool._handle, hurt)
+            assert codes.tolist()[1] == _core.E_CORRUPT
+        assert _core.records_write(pool._handle, records).tolist()[1] == 0
+        audit(pool)
 
 
 def with_header(record: Bytes, offset: int, value: int, width: int = 4) -> Bytes:
@@ -404,6 +428,42 @@ def test_another_generation_is_not_forgotten(
     codes = _core.forget_pages(pool._handle, pages[[3, 0, 0]], generations[[3, 0, 0]], True)
     assert codes.tolist() == [_core.E_STALE, 0, _core.E_STALE]
     assert pool.stats()["pages_published"] == 4
+
+
+@pytest.mark.skipif(_core.flush_name() == "none", reason="this CPU cannot flush lines")
+def test_a_record_that_one_host_writes_is_found_by_another(
+    rng: np.random.Generator,
+) -> None:
+    """A host reads out and forgets its own pages only; it writes to pages of its own."""
+    path = f"/dev/shm/cxlkv-test-records-{os.getpid()}.pool"
+    layout, ids = LAYOUTS["gemma"], list(range(6 * PAGE))
+    queries = rng.standard_normal((4, layout.head_dim)).astype(np.float32)
+    shared = {"layout": layout, "capacity": "16MiB", "sharing": "software", "hosts": 2}
+    with (
+        CXLPool.create(path, host=0, threads=1, **shared) as first,  # type: ignore[arg-type]
+        CXLPool.open(path, host=1, threads=1) as second,
+    ):
+        with held(first, rng, len(ids)) as sequence:
+            first.publish_prefix(sequence, ids)
+        names = names_of_keys(first, prefix_keys(ids, PAGE))
+        records = read_all(first, names)
+        with second.match_prefix(ids) as hit:
+            wanted = seen(second, hit.sequence(), queries)
+        theirs = _core.find_pages(second._handle, names)
+        there = theirs[0] != _core.NO_PAGE
+        codes = _core.records_read(second._handle, theirs[0][there], theirs[1][there], records * 0)
+        assert (codes == _core.E_STALE).all()
+        codes = _core.forget_pages(second._handle, theirs[0][there], theirs[1][there], True)
+        assert (codes == _core.E_STALE).all()
+        assert (_core.records_write(second._handle, records) == _core.RECORD_PRESENT).all()
+        own = _core.find_pages(first._handle, names)
+        assert not _core.forget_pages(first._handle, own[0][there], own[1][there], True).any()
+        assert second.match_prefix(ids).tokens == 0
+        assert not _core.records_write(second._handle, records).any()
+        with first.match_prefix(ids) as hit:
+            assert hit.tokens == len(ids)
+            assert seen(first, hit.sequence(), queries) == wanted
+    CXLPool.remove(path)
 
 
 RACER = """
