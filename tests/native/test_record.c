@@ -1,7 +1,7 @@
-/* Goal: a record outside of the pool comes back as what it was or not at all, and no bytes, however
- * made up, hurt the pool. Method: records of a small pool are taken out, changed (bits, random bytes,
- * headers whose CRC is right), and written back; memory is cut under the pool and under the caller's
- * array; threads do all of it at once. */
+/* Goal: a record outside of the pool comes back as what it was or not at all, and no bytes,
+ * however made up, hurt the pool. Method: records of a small pool are taken out, changed (bits,
+ * random bytes, headers whose CRC is right), and written back; memory is cut under the pool and
+ * under the caller's array; threads do all of it at once. */
 #undef NDEBUG
 #include <fcntl.h>
 #include <pthread.h>
