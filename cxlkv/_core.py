@@ -549,11 +549,17 @@ def records_read(
     return codes
 
 
-def records_write(pool: Handle, records: Records) -> Codes:
-    """Publishes records, all or none when pages are short (PoolFullError); the codes say which."""
+def records_write(pool: Handle, records: Records, parents: Names | None = None) -> Codes:
+    """Publishes records, all or none when pages are short (PoolFullError); the codes say which.
+
+    parents: the name of the page before each, zeros for none; None: not known.
+    """
     _check_records(pool, len(records), records)
+    if parents is not None and parents.shape != (len(records), 16):
+        raise errors.BadArgumentError(f"parents of shape {parents.shape}: a name for each record")
     codes = np.zeros(len(records), np.int32)
-    given = (len(records), _flat("uint8_t", records), _int32(codes, True))
+    before = ffi.NULL if parents is None else _flat("uint8_t", parents)
+    given = (len(records), _flat("uint8_t", records), before, _int32(codes, True))
     check(lib.cxlkv_records_write(pool, *given))
     return codes
 
@@ -605,6 +611,51 @@ def forget_pages(
     given = (_flat("uint32_t", pages), _flat("uint64_t", generations), int(only_unheld))
     check(lib.cxlkv_forget_pages(pool, len(pages), *given, _int32(codes, True)))
     return codes
+
+
+# ---- how much pages are used ----
+
+PUBLISHED = np.dtype(
+    [
+        ("generation", np.uint64),
+        ("hash", np.uint64, 2),
+        *((name, np.uint32) for name in ("page", "used", "born", "parent", "hits", "heat")),
+        *((name, np.uint32) for name in ("part", "flags")),
+        ("reserved", np.uint32, 2),
+    ]
+)
+assert PUBLISHED.itemsize == ffi.sizeof("cxlkv_published")
+PUBLISHED_HELD: int = lib.CXLKV_PUBLISHED_HELD
+
+
+def hotness_read(
+    pool: Handle, first: int, count: int
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32], int]:
+    """Counts of pages [first, first + count), the epochs of their last uses, and the epoch now."""
+    counts, epochs = np.empty(count, np.uint32), np.empty(count, np.uint32)
+    out = (ffi.from_buffer("uint32_t[]", array, True) for array in (counts, epochs))
+    return counts, epochs, check(lib.cxlkv_hotness_read(pool, first, count, *out))
+
+
+def hotness_advance(pool: Handle) -> int:
+    return check(lib.cxlkv_hotness_advance(pool))
+
+
+def hotness_enable(pool: Handle, on: bool) -> None:
+    check(lib.cxlkv_hotness_enable(pool, int(on)))
+
+
+def pool_published(pool: Handle) -> tuple[npt.NDArray[np.void], int]:
+    """A row of PUBLISHED for each page that match() finds, by page; and the clock."""
+    clock = ffi.new("uint64_t *")
+    room = check(lib.cxlkv_pool_published(pool, ffi.NULL, 0, clock))
+    while True:
+        rows = np.empty(room, PUBLISHED)
+        at = ffi.from_buffer("cxlkv_published[]", rows, True)
+        count = check(lib.cxlkv_pool_published(pool, at, room, clock))
+        if count <= room:
+            return rows[:count], int(clock[0])
+        room = count
 
 
 # ---- batches: one call for all their sequences ----

@@ -30,6 +30,7 @@ from cxlkv.errors import (
     PoolMissingError,
 )
 from cxlkv.hosts import Host, hosts_of
+from cxlkv.hotness import Hotness
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.worker import WorkerUse, worker_use
 from cxlkv.pages import Pages
@@ -70,6 +71,7 @@ class CXLPool:
         self.path = path
         self.layout, self.checksum, self.sketch = _core.pool_layout(handle)
         self.pages = Pages(handle)
+        self.hotness = Hotness(handle)
 
     @classmethod
     def create(

@@ -423,9 +423,10 @@ int64_t cxlkv_records_read(cxlkv_pool *pool, uint32_t count, const uint32_t *pag
                            const uint64_t *generations, uint8_t *bytes, int32_t *codes);
 /* Publishes records under the hashes that they were published under; returns how many were not yet.
  * Pages are taken for all or for none: -CXLKV_E_POOL_FULL. Of a record whose bytes are not what
- * their CRCs say nothing is ever visible. */
+ * their CRCs say nothing is ever visible. parents: the hash of the page before each, zeros where
+ * there is none; or NULL: not known. */
 int64_t cxlkv_records_write(cxlkv_pool *pool, uint32_t count, const uint8_t *bytes,
-                            int32_t *codes);
+                            const uint8_t *parents, int32_t *codes);
 /* The hashes under which match() looks for keys, in its order: names[count][places][parts][16]. */
 int cxlkv_names(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t places,
                 uint8_t *names);
@@ -434,9 +435,43 @@ int cxlkv_names(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_
 int64_t cxlkv_find_pages(cxlkv_pool *pool, uint32_t count, const uint8_t *names, uint32_t *pages,
                          uint64_t *generations);
 /* Takes published pages of these generations out of the index; only_unheld: none that somebody
- * holds. Returns how many are free now. */
+ * holds or has pinned. Returns how many are free now. */
 int64_t cxlkv_forget_pages(cxlkv_pool *pool, uint32_t count, const uint32_t *pages,
                            const uint64_t *generations, uint32_t only_unheld, int32_t *codes);
+
+/* ---- how much pages are used: docs/hotness.md ---- */
+
+/* Uses of pages [first, first + count), halved once for each epoch since the last one (at most
+ * 65535), and in which epoch that was. Returns the epoch now. */
+int64_t cxlkv_hotness_read(cxlkv_pool *pool, uint32_t first, uint32_t count, uint32_t *counts,
+                           uint32_t *epochs);
+/* Begins an epoch; returns its number. */
+int64_t cxlkv_hotness_advance(cxlkv_pool *pool);
+/* Whether this process's uses are counted; they are until it says otherwise. */
+int cxlkv_hotness_enable(cxlkv_pool *pool, uint32_t on);
+
+#define CXLKV_PUBLISHED_HELD 1u /* by a process of this host, or pinned by another host */
+#define CXLKV_PUBLISHED_PINNED 2u /* by cxlkv_pin() */
+
+/* A page that match() finds, of this host's own. */
+typedef struct cxlkv_published {
+    uint64_t generation;
+    uint64_t hash[2];    /* in the index */
+    uint32_t page;
+    uint32_t used;       /* the low bits of the clock when it was found last, or published */
+    uint32_t born;       /* when it was published */
+    uint32_t parent;     /* the page before it in its chain; of part 0's pages for the others the
+                            one of the same tokens; UINT32_MAX: none, or it is not known */
+    uint32_t hits;       /* at most 65535 */
+    uint32_t heat;       /* as cxlkv_hotness_read counts */
+    uint32_t part;
+    uint32_t flags;
+    uint32_t reserved[2];
+} cxlkv_published;
+/* By page, `capacity` of them at most; returns how many there are. The clock counts the pages that
+ * were found by a match or published so far. */
+int64_t cxlkv_pool_published(cxlkv_pool *pool, cxlkv_published *rows, uint32_t capacity,
+                             uint64_t *clock);
 
 int cxlkv_batch_create(cxlkv_pool *pool, uint32_t count, cxlkv_sequence **sequences,
                        cxlkv_batch **batch);

@@ -369,6 +369,7 @@ static int64_t attend_locked(attend_job *job) {
     if (code < 0) return code;
     uint64_t bytes = atomic_load(&job->bytes);
     count_add(batch->pool, COUNT_ATTENDED_BYTES, bytes);
+    hotness_count(batch, args->layer, &args->picked, args->starts);
     return (int64_t)bytes;
 }
 

@@ -111,12 +111,15 @@ static int fetch_task(void *context, uint32_t item) {
     return code;
 }
 
+static bool per_query(const cxlkv_fetch_args *args) {
+    return args->picked.pages && args->picked.per == CXLKV_PER_QUERY;
+}
+
 static int lists_make(fetch_job *job, uint32_t *lists) {
     const cxlkv_batch *batch = job->batch;
     const cxlkv_picked *picked = &job->args->picked;
-    bool per_query = picked->pages && picked->per == CXLKV_PER_QUERY;
     *lists = batch->count;
-    if (per_query) {
+    if (per_query(job->args)) {
         int code = batch_starts(batch, job->args->starts, lists);
         if (code < 0) return code;
     }
@@ -125,7 +128,7 @@ static int lists_make(fetch_job *job, uint32_t *lists) {
     job->sequence_of_list = malloc((*lists + 1) * sizeof(uint32_t));
     if (!job->sequence_of_list) return fail(ENOMEM, "no memory for %u lists", *lists);
     for (uint32_t i = 0; i < batch->count; i++) {
-        if (!per_query) job->sequence_of_list[i] = i;
+        if (!per_query(job->args)) job->sequence_of_list[i] = i;
         else
             for (int32_t row = job->args->starts[i]; row < job->args->starts[i + 1]; row++)
                 job->sequence_of_list[row] = i;
@@ -169,6 +172,7 @@ static int64_t fetch_locked(fetch_job *job) {
     code = run_tasks(job->batch->pool, lists * layout->kv_heads, fetch_task, job);
     if (code < 0) return code;
     count_add(job->batch->pool, COUNT_FETCHED_BYTES, key_bytes + value_bytes);
+    hotness_count(job->batch, args->layer, &args->picked, per_query(args) ? args->starts : NULL);
     return (int64_t)(key_bytes + value_bytes);
 }
 

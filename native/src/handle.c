@@ -377,19 +377,40 @@ bool publish_page(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t token
     return true;
 }
 
-/* Publishes the pages [first, end) of one key in one part; false when the chain ends there. What
- * stands behind a gap could not be matched, or forgotten: a key has its pages from its first on. */
-static bool publish_key(cxlkv_sequence *sequence, const uint8_t *hashes, uint64_t key,
-                        uint32_t part, uint64_t first, uint64_t end, int64_t *published) {
+/* The page of part 0 at a place of a key, or NO_PAGE. */
+static uint32_t find_first_part(const cxlkv_pool *pool, const uint8_t *hashes, uint64_t key,
+                                uint64_t place) {
+    uint64_t hash[2];
+    hash_of(hashes, key, place, 0, hash);
+    return index_find(pool, hash);
+}
+
+/* The pages that one key stands for. */
+typedef struct key_pages {
+    uint64_t key, first, end;
+    uint32_t before;             /* the page of part 0 before the first, or NO_PAGE */
+} key_pages;
+
+/* Publishes the pages of one key in one part; false when the chain ends there. What stands behind
+ * a gap could not be matched, or forgotten: a key has its pages from its first on. */
+static bool publish_key(cxlkv_sequence *sequence, const uint8_t *hashes, key_pages of,
+                        uint32_t part, int64_t *published) {
     cxlkv_pool *pool = sequence->pool;
-    if (first < sequence->tables[part].first) return true;
-    for (uint64_t page = first; page < end; page++) {
+    if (of.first < sequence->tables[part].first) return true;
+    uint32_t parent = of.before;
+    for (uint64_t page = of.first; page < of.end; page++) {
         page_key made = {.ordinal = (uint32_t)page};
-        hash_of(hashes, key, page - first, part, made.hash);
-        *published += publish_page(pool, sequence_page(sequence, part, (uint32_t)page), part,
-                                   pool->layout.page_tokens, &made);
+        hash_of(hashes, of.key, page - of.first, part, made.hash);
+        bool added = publish_page(pool, sequence_page(sequence, part, (uint32_t)page), part,
+                                  pool->layout.page_tokens, &made);
+        uint32_t found = index_find(pool, made.hash);
         /* Published under other keys, or retired. */
-        if (index_find(pool, made.hash) == NO_PAGE) return pool->parts[part].window != 0;
+        if (found == NO_PAGE) return pool->parts[part].window != 0;
+        if (part) parent = find_first_part(pool, hashes, of.key, page - of.first);
+        if (added) hotness_published(pool, found, part, parent);
+        else hotness_follows(pool, found, parent);
+        *published += added;
+        if (!part) parent = found;
     }
     return true;
 }
@@ -397,13 +418,14 @@ static bool publish_key(cxlkv_sequence *sequence, const uint8_t *hashes, uint64_
 static int64_t publish_keys(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_per_key,
                             const uint8_t *hashes) {
     cxlkv_pool *pool = sequence->pool;
-    uint64_t page = 0;
+    key_pages of = {.before = NO_PAGE};
     int64_t published = 0;
-    for (uint64_t key = 0; key < count; key++) {
-        uint64_t end = (key + 1) * tokens_per_key / pool->layout.page_tokens;
+    for (; of.key < count; of.key++, of.first = of.end) {
+        of.end = (of.key + 1) * tokens_per_key / pool->layout.page_tokens;
         for (uint32_t part = 0; part < pool->geometry.part_count; part++)
-            if (!publish_key(sequence, hashes, key, part, page, end, &published)) return published;
-        page = end;
+            if (!publish_key(sequence, hashes, of, part, &published)) return published;
+        if (of.end > of.first)
+            of.before = find_first_part(pool, hashes, of.key, of.end - of.first - 1);
     }
     return published;
 }
@@ -606,6 +628,7 @@ static int hold_found(cxlkv_pool *pool, const found *f, uint32_t count, cxlkv_se
             sequence_push(sequence, part, i, f->pages[(uint64_t)i * parts + part]);
         }
         sequence->tables[part].first = first;
+        hotness_matched(pool, f->pages, part, first, count);
     }
     sequence->page_count = count;
     return 0;

@@ -15,7 +15,7 @@
 #include "internal.h"
 #include "worker.h"
 
-#define HOST_MAGIC 0x35305453484b5643ull /* "CVKHST05" */
+#define HOST_MAGIC 0x36305453484b5643ull /* "CVKHST06" */
 enum { LOCK_WAIT_S = 30 };
 
 uint64_t random_u64(void) {
@@ -209,7 +209,9 @@ uint64_t host_state_layout(uint32_t page_count, host_state *host) {
     host->run_count = (page_count + RUN_SLOTS - 1) / RUN_SLOTS;
     host->index_capacity = (uint32_t)capacity;
     host->pages_offset = align_up(sizeof(host_state), 4096);
-    host->runs_offset = align_up(host->pages_offset + page_count * sizeof(page_info), 4096);
+    host->heat_offset = align_up(host->pages_offset + page_count * sizeof(page_info), 4096);
+    host->reuse_offset = align_up(host->heat_offset + page_count * sizeof(atomic_uint), 4096);
+    host->runs_offset = align_up(host->reuse_offset + page_count * sizeof(reuse_record), 4096);
     host->index_offset = align_up(host->runs_offset + host->run_count * sizeof(run_info), 4096);
     host->held_offset = align_up(host->index_offset + capacity * sizeof(index_entry), 4096);
     host->held_stride_bytes = align_up(page_count * sizeof(uint32_t), 4096);
@@ -261,6 +263,7 @@ static bool rebuild_page(cxlkv_pool *pool, uint32_t page, const registered *proc
     if (generation > info->generation || !ours) info->generation = generation;
     if (state == PAGE_PUBLISHED && index_page(pool, line.hash, page)) {
         info->published = 1;
+        hotness_found(pool, page, line.part);
         pool->host->published_pages++;
     } else if (ours && state == PAGE_PUBLISHED && !info->retired) {
         descriptor_write(pool, page, info->generation, PAGE_SEALED, line.tokens, NULL);
@@ -304,6 +307,7 @@ static bool rebuild_state(cxlkv_pool *pool, uint32_t page, bool sealed, bool pin
     if (pinned) return false;
     run->free_mask |= (uint16_t)(1u << page % RUN_SLOTS);
     pool->host->free_pages++;
+    hotness_freed(pool, page);
     return false;
 }
 
@@ -355,6 +359,8 @@ static void log_again(cxlkv_pool *pool) {
 static void bind_tables(cxlkv_pool *pool) {
     uint8_t *base = (uint8_t *)pool->host;
     pool->pages = (page_info *)(base + pool->host->pages_offset);
+    pool->heat = (atomic_uint *)(base + pool->host->heat_offset);
+    pool->reuse = (reuse_record *)(base + pool->host->reuse_offset);
     pool->runs = (run_info *)(base + pool->host->runs_offset);
     pool->index = (index_entry *)(base + pool->host->index_offset);
 }

@@ -147,6 +147,17 @@ typedef struct index_entry {
     uint32_t reserved;
 } index_entry;
 
+/* Of a published page: when it was asked for, in the pages asked for so far (hotness.c). */
+typedef struct reuse_record {
+    uint32_t used, born;         /* when it was found last, and published */
+    uint32_t parent_plus_one;    /* the page before it in the tree of prefixes; 0: none is known */
+    uint16_t hits;
+    uint16_t parent_born;        /* low bits: a page published since then is no parent any more */
+    uint16_t part;
+    uint16_t reserved;
+} reuse_record;
+_Static_assert(sizeof(reuse_record) == 20, "24 bytes a page, with its heat");
+
 /* In the order of cxlkv_counters, which says what each counts. */
 enum counter {
     COUNT_APPENDED_BYTES,
@@ -209,6 +220,11 @@ typedef struct host_state {
     host_view views[HOSTS_MAX];
     uint64_t pool_device, pool_inode;
     char pool_path[512];         /* where the pool's file lay; empty when the name is longer */
+    uint64_t heat_offset, reuse_offset;
+    uint64_t clock;              /* pages that were found or published so far */
+    /* Of heat, without the mutex: uses counted so far, and epochs begun by hand. */
+    _Alignas(LINE_BYTES) atomic_ulong heat_uses;
+    atomic_ulong heat_advances;
     /* A row for each slot, written by the slot's process only and never set back: the pool's total
      * is the sum of all rows, and no death can take from it or add twice. What a process counted
      * is its row less what stood there when it came. The last row is written under the lock: what
@@ -252,6 +268,8 @@ struct cxlkv_pool {
     const char *page_kind;
     host_state *host;
     page_info *pages;
+    atomic_uint *heat;
+    reuse_record *reuse;
     run_info *runs;
     index_entry *index;
     uint32_t *held;              /* our row of the held table: references by page */
@@ -270,6 +288,7 @@ struct cxlkv_pool {
     struct tail *spare_tails;
     uint64_t spare_count;
     counter_row *counters;       /* our row in the host state */
+    atomic_bool heat_off;        /* this process counts no heat */
     bool shared;                 /* by several hosts */
     enum visibility_mode mode;
     hosts hosts;                 /* how this process reaches the others */
@@ -336,6 +355,7 @@ struct cxlkv_batch {
     cxlkv_sequence **lock_order; /* by address */
     void *scratch;
     size_t scratch_bytes;
+    bool counted_elsewhere;      /* a worker's: its client counts which pages were used */
 };
 
 /* ---- error.c ---- */
@@ -508,6 +528,22 @@ void counters_save(cxlkv_pool *pool);                  /* in the region */
 bool counters_load(const uint8_t *from, cxlkv_counters *counters);
 void counters_restore(cxlkv_pool *pool);               /* into a new host state */
 
+/* ---- hotness.c ---- */
+/* Pages of a call that succeeded, under the locks of its batch: those of its lists, or all that it
+ * read. starts may be NULL where picked->pages are of whole sequences, or NULL. */
+void hotness_count(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
+                   const int32_t *starts);
+void hotness_freed(cxlkv_pool *pool, uint32_t page);
+/* The others under the host lock. parent: the page before it, or NO_PAGE. */
+void hotness_published(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t parent);
+void hotness_follows(cxlkv_pool *pool, uint32_t page, uint32_t parent);
+void hotness_found(cxlkv_pool *pool, uint32_t page, uint32_t part); /* by its descriptor */
+void hotness_unpublished(cxlkv_pool *pool, uint32_t page);
+void hotness_asked(cxlkv_pool *pool, uint32_t page);  /* the last page of a hit, not full */
+/* Pages [first, count) of a part are a hit's; found is [count][part_count]. */
+void hotness_matched(cxlkv_pool *pool, const uint32_t *found, uint32_t part, uint32_t first,
+                     uint32_t count);
+
 /* ---- host.c ---- */
 int host_attach(cxlkv_pool *pool);        /* joins or makes the host state; registers us */
 void host_detach(cxlkv_pool *pool);
@@ -582,6 +618,7 @@ static inline void page_unpublish(cxlkv_pool *pool, uint32_t page) {
     pool->host->published_pages -= pool->pages[page].published;
     pool->pages[page].published = 0;
     pool->pages[page].pinned = 0;
+    hotness_unpublished(pool, page);
 }
 /* extents.c */
 static inline bool page_is_ours(const cxlkv_pool *pool, uint32_t page) {
@@ -807,6 +844,12 @@ int view_verify(const layer_view *view, uint32_t index);
 uint32_t attend_parts(cxlkv_batch *batch, cxlkv_attend_args *args);
 /* cxlkv_batch_attend in this process, by arguments that were checked; parts 0: chosen. */
 int64_t attend_here(cxlkv_batch *batch, cxlkv_attend_args *args, uint32_t parts);
+
+/* ---- select.c ---- */
+/* What a select chose, as fetch and attend take it. */
+static inline cxlkv_picked select_chosen(const cxlkv_select_args *args) {
+    return (cxlkv_picked){.pages = args->pages, .k = args->k, .per = args->per};
+}
 
 /* ---- threads.c ---- */
 /* Between two looks at what another thread or process writes. */

@@ -91,6 +91,7 @@ void pages_make_room(cxlkv_pool *pool, uint64_t count) {
 void pages_put_back(cxlkv_pool *pool, uint32_t page) {
     uint32_t run = page / RUN_SLOTS;
     pool->pages[page].shown = 0;
+    hotness_freed(pool, page);
     set_mask(pool, run, (uint16_t)(pool->runs[run].free_mask | 1u << page % RUN_SLOTS));
     pool->host->free_pages++;
 }

@@ -269,6 +269,7 @@ typedef struct arrival {
 typedef struct write_job {
     record_job common;
     arrival *arrivals;
+    const uint8_t *parents;      /* 16 bytes each, or NULL */
     uint32_t *pages;
     uint32_t taken;              /* of the pages: all have a reference of ours */
 } write_job;
@@ -415,6 +416,12 @@ static int prepare(write_job *write, uint32_t count) {
     return outcome;
 }
 
+static uint32_t parent_of(const write_job *write, uint32_t item) {
+    uint64_t hash[2] = {0};
+    if (write->parents) memcpy(hash, write->parents + 16ull * item, sizeof(hash));
+    return hash[0] || hash[1] ? index_find(write->common.pool, hash) : NO_PAGE;
+}
+
 /* Under the host lock: those that were written whole are found from now on. */
 static int64_t publish_arrivals(write_job *write, uint32_t count) {
     cxlkv_pool *pool = write->common.pool;
@@ -425,8 +432,13 @@ static int64_t publish_arrivals(write_job *write, uint32_t count) {
         page_key key = {.ordinal = header->ordinal};
         memcpy(key.hash, header->hash, sizeof(key.hash));
         if (write->common.codes[i] != 0) continue;
-        if (publish_page(pool, write->arrivals[i].page, header->part, header->tokens, &key)) published++;
-        else write->common.codes[i] = CXLKV_RECORD_PRESENT; /* another came first */
+        uint32_t page = write->arrivals[i].page;
+        if (publish_page(pool, page, header->part, header->tokens, &key)) {
+            hotness_published(pool, page, header->part, parent_of(write, i));
+            published++;
+        } else {
+            write->common.codes[i] = CXLKV_RECORD_PRESENT; /* another came first */
+        }
     }
     return published;
 }
@@ -449,11 +461,12 @@ static int64_t settle_arrivals(write_job *write, uint32_t count, int64_t code) {
 }
 
 int64_t cxlkv_records_write(cxlkv_pool *pool, uint32_t count, const uint8_t *bytes,
-                            int32_t *codes) {
+                            const uint8_t *parents, int32_t *codes) {
     int64_t code = pool_enter(pool);
     if (code < 0) return code;
     /* Nothing below writes to the records: reading and writing share their functions. */
     write_job write = {.common = job_of(pool, count, (uint8_t *)(uintptr_t)bytes, codes)};
+    write.parents = parents;
     write.arrivals = calloc(count + 1ull, sizeof(*write.arrivals));
     write.pages = malloc((count + 1ull) * sizeof(*write.pages));
     if (!write.arrivals || !write.pages)
@@ -504,7 +517,8 @@ static int forget_page(cxlkv_pool *pool, uint32_t page, uint64_t generation, boo
     descriptor line;
     int code = published_check(pool, page, generation);
     if (code < 0) return code;
-    if (only_unheld && pool->pages[page].holders) return -CXLKV_E_BUSY;
+    if (only_unheld && (pool->pages[page].holders || pool->pages[page].pinned))
+        return -CXLKV_E_BUSY;
     code = descriptor_read(pool, page, &line);
     if (code < 0) return code;
     if (index_find(pool, line.hash) != page) return -CXLKV_E_STALE;

@@ -451,6 +451,8 @@ static int64_t select_locked(select_job *job) {
     args->tokens_scored = atomic_load(&job->tokens_scored);
     args->bytes_fetched = atomic_load(&job->bytes_fetched);
     count_add(batch->pool, COUNT_SCORED_BYTES, args->bytes_scored);
+    cxlkv_picked chosen = select_chosen(args);
+    hotness_count(batch, args->layer, &chosen, args->starts);
     return args->k;
 }
 

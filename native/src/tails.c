@@ -59,12 +59,19 @@ static bool is_wanted(const cxlkv_sequence *sequence, uint64_t index, const uint
     return wanted;
 }
 
-static int64_t publish_copy(cxlkv_pool *pool, const tail_copy_of *copy, const uint8_t *key) {
+static int64_t publish_copy(cxlkv_pool *pool, const tail_copy_of *copy, const uint8_t *before,
+                            const uint8_t *key) {
     int64_t published = 0;
+    uint64_t hash[2];
+    hash_of(before, 0, 0, 0, hash);
+    uint32_t parent = copy->index ? index_find(pool, hash) : NO_PAGE;
     for (uint32_t part = 0; part < pool->geometry.part_count; part++) {
         page_key made = {.ordinal = (uint32_t)copy->index};
         hash_of(key, 0, 0, part, made.hash);
-        published += publish_page(pool, copy->pages[part], part, copy->filled, &made);
+        bool added = publish_page(pool, copy->pages[part], part, copy->filled, &made);
+        if (added) hotness_published(pool, copy->pages[part], part, parent);
+        if (part == 0) parent = index_find(pool, made.hash);
+        published += added;
     }
     return published;
 }
@@ -95,7 +102,7 @@ static int64_t publish_pages(const tail_copy_of *copy, const uint8_t *before, co
     guard fault;
     GUARD_BEGIN(fault) {
         if (pool->shared) peers_follow(pool);
-        if (published == 0) published = publish_copy(pool, copy, key);
+        if (published == 0) published = publish_copy(pool, copy, before, key);
     } GUARD_END(fault, published = poison_error_locked(pool, &fault))
     rewrite_end(pool);
     pages_drop(pool, pool->geometry.part_count, copy->pages);
@@ -170,6 +177,12 @@ static void drop_added(cxlkv_sequence *sequence, uint32_t parts) {
     }
 }
 
+static void count_found(const cxlkv_sequence *sequence) {
+    cxlkv_pool *pool = sequence->pool;
+    for (uint32_t part = 0; part < pool->geometry.part_count; part++)
+        hotness_asked(pool, sequence_page(sequence, part, sequence->page_count));
+}
+
 /* The longest first. */
 static uint32_t add_longest(cxlkv_sequence *sequence, const uint8_t *keys, uint32_t count) {
     cxlkv_pool *pool = sequence->pool;
@@ -183,7 +196,10 @@ static uint32_t add_longest(cxlkv_sequence *sequence, const uint8_t *keys, uint3
         const uint8_t *key = keys + 16ull * (filled - 1);
         uint32_t part = 0;
         while (part < parts && add_page(sequence, key, part, filled)) part++;
-        if (part == parts) return filled;
+        if (part == parts) {
+            count_found(sequence);
+            return filled;
+        }
         drop_added(sequence, part);
     }
     return 0;

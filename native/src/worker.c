@@ -548,6 +548,7 @@ int cxlkv_worker_make(cxlkv_pool *pool, uint32_t slots, uint32_t request_bytes,
     if (w) {
         w->pool = w->batch.pool = pool;
         w->file.fd = -1;
+        w->batch.counted_elsewhere = true;
         w->facts = worker_facts(pool);
         pool_retain(pool);
         pthread_mutex_init(&w->batch.lock, NULL);

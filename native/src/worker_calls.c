@@ -482,6 +482,10 @@ static int64_t by_worker(calling *call) {
     if (queries_check(batch, call->layer, call->q_heads, call->queries, call->starts, &rows) == 0 &&
         rows > 0 && lists_fit(call))
         code = call_locked(call);
+    if (code == 0) {
+        cxlkv_picked picked = call->select ? select_chosen(call->select) : call->attend->picked;
+        hotness_count(batch, call->layer, &picked, call->starts);
+    }
     batch_unlock(batch);
     if (code >= 0 || (code == -CXLKV_E_ROOM && call->select)) return code;
     return use == CXLKV_WORKER_ONLY ? code : NOT_BY_WORKER;

@@ -57,11 +57,11 @@ static void check_found(cxlkv_pool *pool) {
 static void test_there_and_back(cxlkv_pool *pool, const taken *t) {
     int32_t codes[PAGES];
     uint64_t free_pages = test_stats(pool).pages_free;
-    CHECK(cxlkv_records_write(pool, PAGES, t->records, codes) == 0);
+    CHECK(cxlkv_records_write(pool, PAGES, t->records, NULL, codes) == 0);
     for (uint32_t i = 0; i < PAGES; i++) CHECK(codes[i] == CXLKV_RECORD_PRESENT);
     CHECK(cxlkv_forget_pages(pool, PAGES, t->pages, t->generations, 1, codes) == PAGES);
     CHECK(test_stats(pool).pages_free == free_pages + PAGES);
-    CHECK(cxlkv_records_write(pool, PAGES, t->records, codes) == PAGES);
+    CHECK(cxlkv_records_write(pool, PAGES, t->records, NULL, codes) == PAGES);
     check_found(pool);
     CHECK(test_stats(pool).pages_free == free_pages && test_stats(pool).pages_held == 0);
     taken again = take_out(pool);
@@ -72,7 +72,7 @@ static void test_there_and_back(cxlkv_pool *pool, const taken *t) {
 
 static void expect_refused(cxlkv_pool *pool, const uint8_t *record) {
     int32_t code;
-    CHECK(cxlkv_records_write(pool, 1, record, &code) == 0 && code < 0);
+    CHECK(cxlkv_records_write(pool, 1, record, NULL, &code) == 0 && code < 0);
 }
 
 static void set_crc(uint8_t *record) {
@@ -109,7 +109,7 @@ static void test_hostile(cxlkv_pool *pool, const taken *t) {
         uint32_t value = (uint32_t)(random_next(&seed) >> random_below(&seed, 64));
         memcpy(record + 4 * random_below(&seed, CRC_AT / 4), &value, 4);
         set_crc(record);
-        CHECK(cxlkv_records_write(pool, 1, record, codes) >= 0);
+        CHECK(cxlkv_records_write(pool, 1, record, NULL, codes) >= 0);
         if (turn % 1000 == 0) test_clean(pool);
         if (codes[0] < 0) continue;
         uint64_t generation;
@@ -119,7 +119,7 @@ static void test_hostile(cxlkv_pool *pool, const taken *t) {
     }
     free(record);
     CHECK(test_stats(pool).pages_free == free_pages);
-    CHECK(cxlkv_records_write(pool, PAGES, t->records, codes) == PAGES);
+    CHECK(cxlkv_records_write(pool, PAGES, t->records, NULL, codes) == PAGES);
     check_found(pool);
 }
 
@@ -140,9 +140,9 @@ static void test_caller_cut(cxlkv_pool *pool, const taken *t) {
     CHECK(cxlkv_records_read(pool, PAGES, now.pages, now.generations, array, codes) == -EFAULT);
     CHECK(cxlkv_forget_pages(pool, PAGES, now.pages, now.generations, 1, codes) == PAGES);
     uint64_t free_pages = test_stats(pool).pages_free;
-    CHECK(cxlkv_records_write(pool, PAGES, array, codes) == -EFAULT);
+    CHECK(cxlkv_records_write(pool, PAGES, array, NULL, codes) == -EFAULT);
     CHECK(test_stats(pool).pages_free == free_pages && test_stats(pool).pages_held == 0);
-    CHECK(cxlkv_records_write(pool, PAGES, t->records, codes) == PAGES);
+    CHECK(cxlkv_records_write(pool, PAGES, t->records, NULL, codes) == PAGES);
     munmap(array, bytes);
     close(fd);
 }
@@ -182,7 +182,7 @@ static void *race(void *argument) {
     CHECK(odd && cxlkv_names(r->pool, PAGES, hashes, 1, names) == 0);
     for (int turn = 0; turn < 200; turn++) {
         uint32_t count = 1 + random_below(&r->seed, PAGES);
-        int64_t wrote = cxlkv_records_write(r->pool, count, r->t->records, codes);
+        int64_t wrote = cxlkv_records_write(r->pool, count, r->t->records, NULL, codes);
         CHECK(wrote >= 0);
         r->wrote += (uint64_t)wrote;
         CHECK(cxlkv_find_pages(r->pool, PAGES, names, now.pages, now.generations) >= 0);
