@@ -160,7 +160,7 @@ static bool is_listed(const cxlkv_pool *pool, uint32_t page) {
     return pool->pages[page].published && page_is_ours(pool, page);
 }
 
-/* The page before it, if that is still the one that it was: published since, it has another text. */
+/* The page before it, if it is still that one: published since then, it has another text. */
 static uint32_t parent_of(const cxlkv_pool *pool, const reuse_record *record) {
     uint32_t parent = record->parent_plus_one - 1;
     if (parent >= pool->host->page_count || !is_listed(pool, parent) ||

@@ -1,0 +1,846 @@
+"""What is counted against a dictionary of pages, which has no batches, races or bits; the lists and
+rows that are made of it; whole processes and a worker that count together."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Sequence
+from cxlkv.errors import BadArgumentError, ClosedError
+from cxlkv.hotness import HELD, NO_PAGE, HotnessSource, Published, Stability
+from cxlkv.ndp.engine import Selection
+from cxlkv.prefix import prefix_keys
+
+from .conftest import MakePool, audit
+
+HEADS, DIM, PAGE = 2, 64, 4
+COUNT_MAX = 65535
+GROUP = LayerGroup(layers=1, kv_heads=HEADS, head_dim=DIM, dtype="float32")
+WINDOW = 9
+
+SHAPES = {
+    "one part": KVLayout.of([replace(GROUP, layers=2)], page_tokens=PAGE),
+    "window first": KVLayout.of([replace(GROUP, window=WINDOW), GROUP], [0, 1], page_tokens=PAGE),
+    "window last": KVLayout.of([GROUP, replace(GROUP, window=WINDOW)], [0, 1], page_tokens=PAGE),
+}
+SEEN: Counter[str] = Counter()
+
+
+# ---- the model ----
+
+
+class Heat:
+    """Uses by page: {page: (epoch of the last use, count then)}."""
+
+    def __init__(self, pages_total: int) -> None:
+        self.pages: dict[int, tuple[int, int]] = {}
+        self.pages_total = pages_total
+        self.uses = self.advances = 0
+
+    @property
+    def epoch(self) -> int:
+        return self.advances + self.uses // (4 * self.pages_total)
+
+    def count(self, page: int) -> int:
+        then, count = self.pages.get(page, (0, 0))
+        for _ in range(self.epoch - then):
+            count //= 2
+        return count
+
+    def use(self, pages: list[int]) -> None:
+        """One call's; an epoch does not end in the middle of it."""
+        epoch = self.epoch
+        for page in pages:
+            self.pages[page] = (epoch, min(self.count(page) + 1, COUNT_MAX))
+        self.uses += len(pages)
+
+
+@dataclass(eq=False)
+class Publication:
+    """A page under one key."""
+
+    page: int
+    part: int
+    born: int
+    used: int
+    parent: Publication | None = None
+    hits: int = 0
+
+
+Key = tuple[bytes, tuple[int, ...], int]  # salt, ids up to the page's end, part
+
+
+@dataclass(eq=False)
+class Twin:
+    """A sequence; by part {index: page}."""
+
+    real: Sequence
+    ids: list[int] = field(default_factory=list)
+    pages: list[dict[int, int]] = field(default_factory=list)
+
+
+indexes = st.integers(0, 2**16)
+few_ids = st.lists(st.integers(0, 1), max_size=14)
+salts = st.sampled_from([b"", b"tenant"])
+
+
+class HotnessModel(RuleBasedStateMachine):
+    layout = SHAPES["one part"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = CXLPool.create("anonymous:", layout=self.layout, capacity="4MiB", threads=1)
+        self.hot = self.pool.hotness
+        self.windows = self.layout.windows if len(set(self.layout.windows)) > 1 else (None,)
+        self.heat = Heat(self.pool.stats()["pages_total"])
+        self.twins: list[Twin] = []
+        self.index: dict[Key, Publication] = {}
+        self.clock = 0
+        self.rng = np.random.default_rng(5)
+
+    def part_of(self, layer: int) -> int:
+        return layer if len(self.windows) > 1 else 0
+
+    def window_page(self, part: int, position: int) -> int:
+        window = self.windows[part]
+        return 0 if window is None else max(0, position - window + 1) // PAGE
+
+    def twin(self, index: int) -> Twin:
+        return self.twins[index % len(self.twins)]
+
+    def use(self, pages: list[int]) -> None:
+        if self.hot.enabled:
+            self.heat.use(pages)
+
+    def learn_pages(self, twin: Twin) -> None:
+        """Which pages a sequence has now; those that are new to it were free."""
+        before, count = twin.pages, len(twin.ids) // PAGE
+        ids = twin.real.pages.tolist()
+        short = count * len(self.windows) - len(ids)  # given back by the part with a window
+        twin.pages = []
+        for window in self.windows:
+            first = 0 if window is None else short
+            own, ids = ids[: count - first], ids[count - first :]
+            twin.pages.append(dict(zip(range(first, count), own, strict=True)))
+        for part, pages in enumerate(twin.pages):
+            for place, page in pages.items():
+                if not before or place not in before[part]:
+                    self.heat.pages.pop(page, None)
+
+    def forget_free(self) -> None:
+        alive = {one.page for one in self.index.values()}
+        for twin in self.twins:
+            for pages in twin.pages:
+                alive.update(pages.values())
+        for page in set(self.heat.pages) - alive:
+            del self.heat.pages[page]
+
+    # ---- sequences ----
+
+    @initialize()
+    def begin(self) -> None:
+        """A sequence that was published as it grew, so that its windows are there, too."""
+        self.create()
+        for _ in range(4):
+            self.append(0, [0] * 11)
+            self.publish(0, b"")
+
+    @rule()
+    def create(self) -> None:
+        if len(self.twins) < 5:
+            self.twins.append(Twin(self.pool.sequence()))
+
+    @rule(index=indexes, ids=few_ids)
+    def append(self, index: int, ids: list[int]) -> None:
+        twin = self.twin(index)
+        if len(twin.ids) > 60:
+            return
+        rows = self.rng.standard_normal((2, len(ids), HEADS, DIM), np.float32)
+        for layer in range(2):
+            twin.real.append(layer, rows[0], rows[1], rewind=4)
+        twin.ids = twin.ids + ids
+        self.learn_pages(twin)
+        self.forget_free()
+
+    @rule(index=indexes)
+    def fork(self, index: int) -> None:
+        twin = self.twin(index)
+        if len(self.twins) < 5:
+            pages = [dict(own) for own in twin.pages]
+            self.twins.append(Twin(twin.real.fork(), list(twin.ids), pages))
+
+    @rule(index=indexes)
+    def release(self, index: int) -> None:
+        twin = self.twin(index)
+        if len(self.twins) > 1:
+            self.twins.remove(twin)
+            twin.real.release()
+            self.forget_free()
+
+    # ---- uses ----
+
+    def named(self, twin: Twin, layer: int, picked: npt.NDArray[np.int32]) -> list[int]:
+        """The pages of the pool that a list names, one for each time that it does."""
+        own = twin.pages[self.part_of(layer)] if twin.pages else {}
+        return [own[index] for index in picked.flatten().tolist() if index in own]
+
+    def picked_pages(
+        self, twins: list[Twin], rows: list[int], layer: int, picked: Selection
+    ) -> list[int]:
+        used: list[int] = []
+        at = 0
+        for twin, count in zip(twins, rows, strict=True):
+            lists = count if picked.per == "query" else 1
+            used += self.named(twin, layer, picked.pages[at : at + lists])
+            at += lists
+        return used
+
+    def seen_pages(self, twin: Twin, layer: int, rows: int) -> list[int]:
+        """Those that attention to all pages reads, once each."""
+        part = self.part_of(layer)
+        low = self.window_page(part, len(twin.ids) - rows)
+        return [page for index, page in twin.pages[part].items() if index >= low]
+
+    @rule(
+        first=indexes,
+        count=st.integers(1, 3),
+        layer=st.integers(0, 1),
+        rows=st.lists(st.integers(0, 3), min_size=3, max_size=3),
+        pages=st.integers(1, 6),
+        method=st.sampled_from(["exact", "digest", "two_stage"]),
+        union=st.sampled_from(["kv_head", "layer"]),
+        per=st.sampled_from(["query", "sequence"]),
+        then=st.sets(st.sampled_from(["fetch", "attend", "fetch all", "attend all"])),
+    )
+    def select(
+        self,
+        first: int,
+        count: int,
+        layer: int,
+        rows: list[int],
+        pages: int,
+        method: str,
+        union: str,
+        per: str,
+        then: set[str],
+    ) -> None:
+        start = first % len(self.twins)
+        twins = (self.twins[start:] + self.twins[:start])[:count]
+        rows = [min(row, len(twin.ids)) for row, twin in zip(rows, twins, strict=False)]
+        starts = np.cumsum([0, *rows]).astype(np.int32)
+        queries = self.rng.standard_normal((int(starts[-1]), 2 * HEADS, DIM), np.float32)
+        batch = self.pool.batch([twin.real for twin in twins])
+        budget = Budget(pages=pages, union=union, per=per)
+        picked = batch.select(layer, queries, starts, budget, method)
+        chosen = self.picked_pages(twins, rows, layer, picked)
+        self.use(chosen)
+        if "fetch" in then:
+            batch.fetch(layer, picked)
+            self.use(chosen)
+        if "attend" in then:
+            batch.attend(layer, queries, starts, picked)
+            self.use(chosen)
+        windowed = self.windows[self.part_of(layer)] is not None
+        if "fetch all" in then and not windowed:
+            batch.fetch(layer)
+            self.use([p for t in twins if t.pages for p in self.seen_pages(t, layer, 0)])
+        if "attend all" in then:
+            batch.attend(layer, queries, starts)
+            asked = [(t, row) for t, row in zip(twins, rows, strict=True) if row]
+            self.use([p for t, row in asked for p in self.seen_pages(t, layer, row)])
+        SEEN["uses"] += len(chosen)
+
+    @rule(index=indexes, layer=st.integers(0, 1))
+    def use_much(self, index: int, layer: int) -> None:
+        """Until an epoch ends by itself, if the sequence has pages enough."""
+        twin = self.twin(index)
+        query = np.ones((2 * HEADS, DIM), np.float32)
+        for _ in range(100 if len(twin.ids) > 40 else 0):
+            twin.real.attend(layer, query)
+            self.use(self.seen_pages(twin, layer, 1))
+
+    @rule()
+    def advance(self) -> None:
+        self.heat.advances += 1
+        assert self.hot.advance() == self.heat.epoch
+
+    @rule()
+    def switch(self) -> None:
+        self.hot.enabled = not self.hot.enabled
+
+    # ---- prefixes ----
+
+    def keys(self, ids: list[int], salt: bytes, part: int) -> list[Key]:
+        return [(salt, tuple(ids[:end]), part) for end in range(PAGE, len(ids) + 1, PAGE)]
+
+    @rule(index=indexes, salt=salts)
+    def publish(self, index: int, salt: bytes) -> None:
+        twin = self.twin(index)
+        before = len(self.index)
+        self.publish_in_model(twin, salt)
+        assert self.pool.publish_prefix(twin.real, twin.ids, salt) == len(self.index) - before
+
+    def publish_in_model(self, twin: Twin, salt: bytes) -> None:
+        last: Publication | None = None
+        for place in range(len(twin.ids) // PAGE):
+            for part, window in enumerate(self.windows):
+                if place not in twin.pages[part]:
+                    continue
+                key = self.keys(twin.ids, salt, part)[place]
+                page = twin.pages[part][place]
+                if key not in self.index and page not in {p.page for p in self.index.values()}:
+                    self.clock += 1
+                    self.index[key] = Publication(page, part, self.clock, self.clock)
+                if key in self.index:
+                    same = self.index.get(self.keys(twin.ids, salt, 0)[place])
+                    self.index[key].parent = same if part else last
+                elif window is None:
+                    SEEN["published under another key"] += 1
+                    return
+            last = self.index.get(self.keys(twin.ids, salt, 0)[place])
+
+    @rule(index=indexes, ids=few_ids)
+    def match(self, index: int, ids: list[int]) -> None:
+        """What begins with a published text."""
+        salt, wanted = b"", ids
+        if self.index:
+            key = list(self.index)[index % len(self.index)]
+            salt, wanted = key[0], [*key[1], *ids]
+        with self.pool.match_prefix(wanted, salt) as hit:
+            count, held = hit.tokens // PAGE, hit.sequence().pages.tolist()
+        found: list[int] = []
+        for part in range(len(self.windows)):
+            keys, firsts = self.keys(wanted, salt, part), self.keys(wanted, salt, 0)
+            places = range(self.window_page(part, hit.tokens), count)
+            for place in places:
+                one = self.index[keys[place]]
+                self.clock += 1
+                one.used, one.hits = self.clock, one.hits + 1
+                before = firsts[place] if part else firsts[place - 1] if place else None
+                one.parent = self.index.get(before) if before else None
+            self.use([self.index[keys[place]].page for place in places])
+            found += [self.index[keys[place]].page for place in places]
+        assert held == found
+        SEEN["hits"] += count > 0
+
+    @rule(index=indexes, cut=st.integers(0, 14), salt=salts)
+    def forget(self, index: int, cut: int, salt: bytes) -> None:
+        ids = self.twin(index).ids
+        ids = ids[: max(0, len(ids) - cut)]
+        keys = [key for part in range(len(self.windows)) for key in self.keys(ids, salt, part)]
+        gone = [self.index.pop(key, None) for key in keys]
+        assert self.pool.forget(prefix_keys(ids, PAGE, salt)) == len(gone) - gone.count(None)
+        self.forget_free()
+        SEEN["orphans"] += any(
+            one.parent is not None and one.parent not in self.index.values()
+            for one in self.index.values()
+        )
+
+    # ---- what must hold ----
+
+    @invariant()
+    def counts_are_the_models(self) -> None:
+        wanted = np.array([self.heat.count(p) for p in range(self.heat.pages_total)], np.uint32)
+        np.testing.assert_array_equal(self.hot.counts(), wanted)
+        assert self.hot.epoch == self.heat.epoch
+        SEEN["epochs"] = max(SEEN["epochs"], self.heat.epoch - self.heat.advances)
+
+    @invariant()
+    def rows_are_the_models(self) -> None:
+        got = self.hot.published()
+        held = {page for twin in self.twins for own in twin.pages for page in own.values()}
+        alive = set(self.index.values())
+        wanted = []
+        for one in sorted(self.index.values(), key=lambda one: one.page):
+            parent = NO_PAGE
+            if one.parent is not None and one.parent in alive:
+                parent = one.parent.page
+            row = (one.page, one.born, one.used, one.hits, parent, one.part)
+            wanted.append((*row, self.heat.count(one.page), HELD if one.page in held else 0))
+        names = ["page", "born", "used", "hits", "parent", "part", "heat", "flags"]
+        assert [tuple(int(row[name]) for name in names) for row in got.rows] == wanted
+        assert got.clock == self.clock
+        assert len({tuple(row) for row in got.rows["hash"].tolist()}) == len(wanted)
+
+    def teardown(self) -> None:
+        for twin in self.twins:
+            twin.real.release()
+        audit(self.pool)
+        self.pool.close()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_counts_and_rows_are_a_dictionarys(name: str) -> None:
+    SEEN.clear()
+    machine = type("Machine", (HotnessModel,), {"layout": SHAPES[name]})
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=50))
+    assert all(SEEN[what] for what in ("uses", "hits", "epochs")), SEEN
+
+
+# ---- decay, lists ----
+
+
+def grown(pool: CXLPool, tokens: int) -> Sequence:
+    sequence = pool.sequence()
+    rows = np.random.default_rng(3).standard_normal((tokens, 2, 8), np.float32)
+    for layer in range(pool.layout.layers):
+        sequence.append(layer, rows, rows)
+    return sequence
+
+
+def attend(sequence: Sequence, times: int = 1) -> None:
+    """Each complete page is used once a time."""
+    for _ in range(times):
+        sequence.attend(0, np.ones((4, 8), np.float32))
+
+
+def test_a_count_is_halved_with_each_epoch(pool: CXLPool) -> None:
+    sequence = grown(pool, 3 * PAGE)
+    pages = sequence.pages
+    attend(sequence, 100)
+    for epoch, count in enumerate([100, 50, 25, 12, 6, 3, 1, 0, 0]):
+        assert pool.hotness.epoch == epoch
+        assert pool.hotness.counts()[pages].tolist() == [count] * 3
+        assert pool.hotness.epochs()[pages].tolist() == [0] * 3
+        assert pool.hotness.advance() == epoch + 1
+    attend(sequence, 5)
+    assert pool.hotness.counts()[pages].tolist() == [5] * 3
+    assert pool.hotness.epochs()[pages].tolist() == [9] * 3
+    pool.hotness.advance()
+    attend(sequence)
+    assert pool.hotness.counts()[pages].tolist() == [3] * 3  # 5 // 2 + 1
+    sequence.release()
+    assert pool.hotness.counts().tolist() == [0] * pool.stats()["pages_total"]
+
+
+def test_an_open_tail_is_no_page_of_the_pool(pool: CXLPool) -> None:
+    sequence = grown(pool, 2 * PAGE + 1)
+    attend(sequence)
+    assert pool.hotness.counts().sum() == 2
+    picked = sequence.select(0, np.ones((4, 8), np.float32), Budget(pages=3))
+    assert (picked.pages == [0, 1, 2]).all()
+    assert pool.hotness.counts()[sequence.pages].tolist() == [3, 3]  # 1 and one for each head
+
+
+def test_a_process_can_stop_counting(pool: CXLPool) -> None:
+    sequence = grown(pool, 2 * PAGE)
+    ids = list(range(2 * PAGE))
+    pool.publish_prefix(sequence, ids)
+    assert pool.hotness.enabled
+    pool.hotness.enabled = False
+    attend(sequence, 3)
+    sequence.fetch(0)
+    pool.match_prefix(ids).release()
+    assert not pool.hotness.enabled
+    assert pool.hotness.counts().sum() == 0
+    assert pool.hotness.published().rows["hits"].tolist() == [1, 1]  # policies need these
+    pool.hotness.enabled = True
+    attend(sequence)
+    assert pool.hotness.counts().sum() == 2
+
+
+def test_hot_and_cold_lists_are_sorted_slices(
+    make_pool: MakePool, rng: np.random.Generator
+) -> None:
+    """By count, then by id: as a full sort would have it, whatever the ties."""
+    pool = make_pool("8MiB")
+    for _ in range(12):
+        attend(grown(pool, int(rng.integers(1, 9)) * PAGE), int(rng.integers(4)))
+    kept = [grown(pool, 5 * PAGE) for _ in range(6)]
+    for times, sequence in enumerate(kept):
+        attend(sequence, times // 2)  # ties
+    hot, counts = pool.hotness, pool.hotness.counts().tolist()
+    hottest = sorted(range(len(counts)), key=lambda page: (-counts[page], page))
+    coldest = sorted(range(len(counts)), key=lambda page: (counts[page], page))
+    for count in (0, 1, 7, 12, 29, len(counts), len(counts) + 5):
+        assert hot.hottest(count).tolist() == hottest[:count]
+        assert hot.coldest(count).tolist() == coldest[:count]
+    some = rng.permutation(np.concatenate([s.pages for s in kept[1:]]))[:17]
+    for count in (0, 3, 17, 18):
+        among = [page for page in coldest if page in some]
+        assert hot.coldest(count, some).tolist() == among[:count]
+        among = [page for page in hottest if page in some]
+        assert hot.hottest(count, some).tolist() == among[:count]
+    assert hot.hottest(3, np.empty(0, np.uint32)).tolist() == []
+    with pytest.raises(BadArgumentError, match="-1 pages"):
+        hot.hottest(-1)
+    with pytest.raises(BadArgumentError, match="the pool has"):
+        hot.coldest(1, np.array([len(counts)], np.uint32))
+
+
+def test_records_have_the_shape_of_a_hot_list(pool: CXLPool) -> None:
+    source: HotnessSource = pool.hotness
+    few, many = grown(pool, 2 * PAGE), grown(pool, PAGE)
+    attend(few, 3)
+    pool.hotness.advance()
+    attend(few)
+    attend(many, 40)
+    assert source.name == "uses"
+    hot = source.records()
+    units = [*few.pages.tolist(), *many.pages.tolist()]
+    assert hot.entries.tolist() == [units[0] << 16 | 2, units[1] << 16 | 2, units[2] << 16 | 40]
+    assert (hot.units.tolist(), hot.counts.tolist()) == (units, [2, 2, 40])
+    assert (hot.epoch, hot.counter_width) == (1, 16)
+    assert source.records(3).units.tolist() == units[2:]
+    assert source.records(41).entries.size == 0
+    with pytest.raises(BadArgumentError, match="at least 1"):
+        source.records(0)
+
+
+def test_a_closed_pool_has_no_counts(pool: CXLPool) -> None:
+    pool.close()
+    for ask in (pool.hotness.counts, pool.hotness.advance, pool.hotness.published):
+        with pytest.raises(ClosedError):
+            ask()
+
+
+# ---- published pages, with literal ids ----
+
+
+def family(got: Published) -> dict[int, tuple[int, int, int, int]]:
+    """{page: (parent, born, used, hits)}"""
+    names = ("page", "parent", "born", "used", "hits")
+    rows = [[int(row[name]) for name in names] for row in got.rows]
+    return {page: (parent, born, used, hits) for page, parent, born, used, hits in rows}
+
+
+def test_a_tree_of_prefixes_its_uses_and_its_holes(pool: CXLPool) -> None:
+    ids = list(range(4 * PAGE))
+    other = [*ids[: 2 * PAGE], *range(90, 90 + PAGE)]
+    first, second = grown(pool, 4 * PAGE), grown(pool, 3 * PAGE)
+    pool.publish_prefix(first, ids)
+    pool.publish_prefix(second, other)  # finds two pages published, adds one
+    a, b, c, d = first.pages.tolist()
+    e = int(second.pages[2])
+    assert family(pool.hotness.published()) == {
+        a: (NO_PAGE, 1, 1, 0),
+        b: (a, 2, 2, 0),
+        c: (b, 3, 3, 0),
+        d: (c, 4, 4, 0),
+        e: (b, 5, 5, 0),
+    }
+    pool.match_prefix(other).release()
+    got = pool.hotness.published()
+    assert got.clock == 8
+    assert family(got) == {
+        a: (NO_PAGE, 1, 6, 1),
+        b: (a, 2, 7, 1),
+        c: (b, 3, 3, 0),
+        d: (c, 4, 4, 0),
+        e: (b, 5, 8, 1),
+    }
+    # The second page goes, and another copy of it comes: first a hole, then a new parent.
+    pool.forget(prefix_keys(ids, PAGE)[1:2])
+    assert family(pool.hotness.published())[c][0] == NO_PAGE
+    pool.publish_prefix(second, other)
+    f = int(second.pages[1])
+    tree = family(pool.hotness.published())
+    assert {page: row[0] for page, row in tree.items()} == {
+        a: NO_PAGE,
+        f: a,
+        c: NO_PAGE,
+        d: c,
+        e: f,
+    }
+    pool.match_prefix(ids).release()
+    assert family(pool.hotness.published())[c][0] == f
+    # What was a parent comes back with another text: it is none any more.
+    assert pool.forget(prefix_keys(ids, PAGE)[:3]) == 3
+    assert pool.publish(first, [b"another text"], 3 * PAGE) == 3
+    tree = family(pool.hotness.published())
+    assert {page: row[0] for page, row in tree.items()} == {
+        a: NO_PAGE,
+        b: a,
+        c: b,
+        d: NO_PAGE,
+        e: NO_PAGE,
+    }
+
+
+@pytest.mark.parametrize("per_key", [1, 2, 3, 6, 8, 12])
+def test_parents_where_keys_are_no_pages(pool: CXLPool, per_key: int) -> None:
+    sequence = grown(pool, 24)
+    pool.publish(sequence, [f"k{i}".encode() for i in range(24 // per_key)], per_key)
+    pages = sequence.pages.tolist()
+    tree = family(pool.hotness.published())
+    assert [tree[page][0] for page in pages] == [NO_PAGE, *pages[:-1]]
+
+
+def test_a_page_that_is_forgotten_begins_anew(pool: CXLPool) -> None:
+    sequence = grown(pool, PAGE)
+    page = int(sequence.pages[0])
+    ids = list(range(PAGE))
+    for born in (1, 4, 7):
+        pool.publish_prefix(sequence, ids)
+        pool.match_prefix(ids).release()
+        pool.match_prefix(ids).release()
+        assert family(pool.hotness.published()) == {page: (NO_PAGE, born, born + 2, 2)}
+        pool.forget(prefix_keys(ids, PAGE))
+        assert family(pool.hotness.published()) == {}
+
+
+def test_rows_say_who_is_held_and_name_generations(pool: CXLPool) -> None:
+    sequence = grown(pool, 2 * PAGE)
+    pool.publish(sequence, [b"k"], 2 * PAGE)
+    rows = pool.hotness.published()
+    assert rows.held.tolist() == [True, True]
+    before = rows.rows["generation"].tolist()
+    pages = sequence.pages.tolist()
+    sequence.release()
+    assert pool.hotness.published().held.tolist() == [False, False]
+    hit = pool.match([b"k"])
+    assert pool.hotness.published().held.tolist() == [True, True]
+    hit.release()
+    pool.match([b"k"], lease_s=1e-9)  # over when it begins
+    assert pool.hotness.published().held.tolist() == [False, False]
+    pool.forget([b"k"])
+    again = grown(pool, 2 * PAGE)
+    assert again.pages.tolist() == pages
+    pool.publish(again, [b"k"], 2 * PAGE)
+    after = pool.hotness.published().rows["generation"].tolist()
+    assert after == [generation + 1 for generation in before]
+
+
+# ---- several processes, hosts, and a worker ----
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    where = Path(f"/dev/shm/cxlkv-test-hotness-{os.getpid()}.pool")
+    yield where
+    with contextlib.suppress(OSError):
+        CXLPool.remove(where)
+
+
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=PAGE, dtype="float32")
+ATTEND = """
+import sys
+import numpy as np
+from cxlkv import CXLPool
+with CXLPool.open(sys.argv[1], threads=1) as pool:
+    sequence = pool.adopt(sys.stdin.buffer.read(int(sys.argv[3])))
+    for _ in range(int(sys.argv[2])):
+        sequence.attend(0, np.ones((4, 8), np.float32))
+"""
+
+
+def test_processes_count_together(path: Path) -> None:
+    """Three at one time, each its own pages, so that no use is lost; then one pool's total."""
+    with CXLPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1) as pool:
+        sequences = [grown(pool, 3 * PAGE) for _ in range(3)]
+        times = [300, 400, 500]
+        children = []
+        for sequence, count in zip(sequences, times, strict=True):
+            handle = sequence.handle
+            child = subprocess.Popen(
+                [sys.executable, "-c", ATTEND, str(path), str(count), str(len(handle))],
+                stdin=subprocess.PIPE,
+            )
+            assert child.stdin is not None
+            child.stdin.write(handle)
+            child.stdin.close()
+            children.append(child)
+        assert [child.wait(timeout=60) for child in children] == [0, 0, 0]
+        assert pool.hotness.epoch == 0  # nothing was halved
+        counts = [pool.hotness.counts()[s.pages].tolist() for s in sequences]
+        assert counts == [[count] * 3 for count in times]
+        audit(pool)
+
+
+SERVE = """
+import sys
+from cxlkv import CXLPool
+from cxlkv.ndp.worker import serve
+with CXLPool.open(sys.argv[1], threads=1) as pool:
+    serve(pool._handle, lambda line: print(line, flush=True))
+"""
+
+
+def test_what_a_worker_does_is_counted_once(path: Path) -> None:
+    with CXLPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1) as pool:
+        worker = subprocess.Popen(
+            [sys.executable, "-c", SERVE, str(path)], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert worker.stdout is not None
+            assert "serves" in worker.stdout.readline()
+            pool.use_worker("only", deadline_s=30)
+            sequence = grown(pool, 5 * PAGE + 1)
+            query = np.ones((4, 8), np.float32)
+            wanted = np.zeros(5, np.int64)
+            for pages in (1, 2, 4):
+                picked = sequence.select(0, query, Budget(pages=pages, sinks=0, recent=1))
+                sequence.attend(0, query, picked)
+                chosen = picked.pages[(picked.pages >= 0) & (picked.pages < 5)]
+                wanted += 2 * np.bincount(chosen, minlength=5)
+            sequence.attend(0, query)
+            wanted += 1
+            assert pool.worker.selects == 3
+            assert pool.hotness.counts()[sequence.pages].tolist() == wanted.tolist()
+            assert pool.hotness.counts().sum() == wanted.sum()
+        finally:
+            worker.terminate()
+            worker.communicate(timeout=60)
+
+
+def test_a_pool_that_is_opened_again_knows_no_uses(path: Path) -> None:
+    layout = SHAPES["window last"]
+    with CXLPool.create(path, layout=layout, capacity="4MiB", threads=1) as pool:
+        sequence = pool.sequence()
+        rows = np.zeros((4 * PAGE, HEADS, DIM), np.float32)
+        for layer in range(2):
+            sequence.append(layer, rows, rows)
+        pool.publish(sequence, [b"k"], 4 * PAGE)
+        pool.match([b"k"]).release()
+        before = pool.hotness.published().rows
+        assert len(before) == 8
+        assert before["hits"].sum() > 0
+    with CXLPool.open(path, threads=1) as pool:
+        after = pool.hotness.published()
+        for name in ("page", "generation", "hash", "part"):
+            np.testing.assert_array_equal(after.rows[name], before[name])
+        for name in ("used", "born", "hits", "heat", "flags"):
+            assert not after.rows[name].any()
+        assert (after.rows["parent"] == NO_PAGE).all()
+        assert after.clock == pool.hotness.epoch == 0
+        pool.match([b"k"]).release()  # which sees the chain again
+        tree = pool.hotness.published().rows
+        found = {int(row["page"]): int(row["parent"]) for row in tree if row["part"] == 0}
+        chain = list(found)
+        assert list(found.values()) == [NO_PAGE, *chain[:-1]]
+
+
+def test_hosts_list_their_own_pages_and_see_pins(path: Path) -> None:
+    """What another host has pinned is held; its own pages are its own to list."""
+    with contextlib.ExitStack() as stack:
+        one = stack.enter_context(
+            CXLPool.create(
+                path,
+                layout=LAYOUT,
+                capacity=(2 << 20) + (500 << 10),
+                sharing="software",
+                hosts=2,
+                host=0,
+                threads=1,
+            )
+        )
+        two = stack.enter_context(CXLPool.open(path, host=1, threads=1))
+        ids = list(range(3 * PAGE))
+        sequence = grown(one, 3 * PAGE)
+        one.publish_prefix(sequence, ids)
+        pages = sequence.pages.tolist()
+        sequence.release()
+        assert one.hotness.published().held.tolist() == [False] * 3
+        hit = two.match_prefix(ids)
+        assert hit.tokens == 3 * PAGE
+        assert one.hotness.published().rows["page"].tolist() == pages
+        assert one.hotness.published().held.tolist() == [True] * 3
+        assert one.hotness.published().rows["hits"].tolist() == [0] * 3  # of this host's
+        assert len(two.hotness.published().rows) == 0
+        attend(hit.sequence())
+        assert two.hotness.counts()[pages].tolist() == [2] * 3
+        assert one.hotness.counts()[pages].tolist() == [0] * 3
+        hit.release()
+
+
+# ---- stability of heads ----
+
+
+@dataclass
+class Named:
+    pages: npt.NDArray[np.int32]
+
+
+def padded(lists: list[list[int]]) -> npt.NDArray[np.int32]:
+    width = max(map(len, lists))
+    return np.array([[*own, *[-1] * (width - len(own))] for own in lists], np.int32)
+
+
+def test_stability_with_literal_pages() -> None:
+    seen = Stability(2, 3, weight=0.5)
+    assert np.isnan(seen.shares).all()
+    seen.see(1, Named(padded([[0, 1, 2, 3], [0, 1], []])))
+    assert np.isnan(seen.shares).all()
+    seen.see(1, Named(padded([[0, 2, 3, 9], [5, 6], [7]])))
+    np.testing.assert_array_equal(seen.shares[1], [0.75, 0, 0])
+    seen.see(1, Named(padded([[0, 2, 3, 9], [5], []])))
+    np.testing.assert_array_equal(seen.shares[1], [0.875, 0.5, 0])  # nothing said of the last
+    assert np.isnan(seen.shares[0]).all()
+    assert seen.stable_heads(0.5).tolist() == [[False] * 3, [True, True, False]]
+    assert seen.stable_heads(0.0).tolist() == [[False] * 3, [True] * 3]
+
+
+def test_stability_is_the_average_of_shares(rng: np.random.Generator) -> None:
+    """Against sets and plain sums; several lists at once are several steps."""
+    seen, at_once = Stability(1, 4), Stability(1, 4)
+    steps = []
+    for _ in range(30):
+        lists = [
+            sorted(rng.choice(40, int(rng.integers(1, 12)), replace=False).tolist())
+            for _ in range(4)
+        ]
+        steps.append(lists)
+        seen.see(0, Named(padded(lists)))
+    width = max(len(own) for lists in steps for own in lists)
+    stacked = np.full((30, 4, width), -1, np.int32)
+    for step, lists in enumerate(steps):
+        for head, own in enumerate(lists):
+            stacked[step, head, : len(own)] = own
+    at_once.see(0, Named(stacked[:13]))
+    at_once.see(0, Named(stacked[13:]))
+    for head in range(4):
+        average = None
+        for before, now in itertools.pairwise(steps):
+            share = len(set(before[head]) & set(now[head])) / len(now[head])
+            average = share if average is None else average + 0.125 * (share - average)
+        assert average is not None
+        assert seen.shares[0, head] == pytest.approx(average, abs=1e-12)
+    np.testing.assert_array_equal(seen.shares, at_once.shares)
+
+
+def test_stability_takes_what_select_gives(pool: CXLPool) -> None:
+    sequence = grown(pool, 8 * PAGE)
+    seen = Stability(pool.layout.layers, pool.layout.kv_heads)
+    for _ in range(3):
+        for layer in range(2):
+            query = np.ones((4, 8), np.float32)
+            seen.see(layer, sequence.select(layer, query, Budget(pages=4)))
+    assert (seen.shares == 1).all()
+    assert seen.stable_heads(1.0).all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Stability(0, 1),
+        lambda: Stability(1, 1, weight=0),
+        lambda: Stability(1, 1, weight=1.5),
+        lambda: Stability(1, 2).see(1, Named(np.zeros((2, 3), np.int32))),
+        lambda: Stability(1, 2).see(0, Named(np.zeros((3, 3), np.int32))),
+        lambda: Stability(1, 2).see(0, Named(np.zeros(3, np.int32))),
+    ],
+)
+def test_stability_refuses_what_does_not_fit(wrong: Callable[[], object]) -> None:
+    with pytest.raises(BadArgumentError):
+        wrong()
