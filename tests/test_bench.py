@@ -19,6 +19,7 @@ pytest.importorskip("transformers", reason="these benchmarks run trained models"
 from cxlkv.bench import picture, sources, weighing  # noqa: E402
 from cxlkv.bench.cases import (  # noqa: E402
     grouping,
+    hotness,
     ndp,
     ndp_models,
     ndp_rivals,
@@ -63,6 +64,7 @@ SMALL: dict[str, Callable[[Result], None]] = {
     "grouping": lambda result: grouping.run(
         result, grouping.Size(prompt=2048, decode=20, heads=8, rounds=1, settle_s=0)
     ),
+    "hotness": lambda result: hotness.run(result, hotness.Size(tokens=2048, pairs=3)),
     "working": lambda result: working.run(result, working.Size(tokens=64, steps=20)),
     "matching": lambda result: matching.run(result, tokens=2048, rounds=1),
     "coherence": lambda result: cohering.run(

@@ -191,6 +191,14 @@ static void test_deaths(void) {
         for (uint32_t row = 1; row < PAGES; row++) CHECK(rows[row].parent == rows[row - 1].page);
         test_clean(pool);
     }
+    /* Hits stop at the largest number, too. */
+    pool->reuse[sequence_page(sequence, 0, 0)].hits = UINT16_MAX - 1;
+    for (uint32_t i = 0; i < 2; i++) {
+        CHECK(cxlkv_match(pool, PAGES, hashes, 60, &hit) == TOKENS);
+        cxlkv_sequence_destroy(hit);
+        CHECK(cxlkv_pool_published(pool, rows, 64, &clock) == PAGES);
+        CHECK(rows[0].hits == UINT16_MAX);
+    }
     /* Fewer rows than pages: it says how many there are, and writes no more. */
     memset(rows, 0xaa, sizeof(rows));
     CHECK(cxlkv_pool_published(pool, rows, 3, &clock) == PAGES);
