@@ -441,6 +441,12 @@ def test_an_open_tail_is_no_page_of_the_pool(pool: CXLPool) -> None:
     picked = sequence.select(0, np.ones((4, 8), np.float32), Budget(pages=3))
     assert (picked.pages == [0, 1, 2]).all()
     assert pool.hotness.counts()[sequence.pages].tolist() == [3, 3]  # 1 and one for each head
+    # A page that the first layer completed is still a tail of the second one.
+    rows = np.ones((PAGE - 1, 2, 8), np.float32)
+    sequence.append(0, rows, rows)
+    sequence.attend(1, np.ones((4, 8), np.float32))
+    assert pool.hotness.counts()[sequence.pages].tolist() == [4, 4, 0]
+    sequence.append(1, rows, rows)
 
 
 def test_a_process_can_stop_counting(pool: CXLPool) -> None:
@@ -729,6 +735,19 @@ def test_a_pool_that_is_opened_again_knows_no_uses(path: Path) -> None:
         found = {int(row["page"]): int(row["parent"]) for row in tree if row["part"] == 0}
         chain = list(found)
         assert list(found.values()) == [NO_PAGE, *chain[:-1]]
+
+
+def test_a_parent_that_was_forgotten_is_none(path: Path) -> None:
+    """Even if nothing is known of its birth."""
+    with CXLPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1) as pool:
+        pool.publish_prefix(grown(pool, 2 * PAGE), list(range(2 * PAGE)))
+    with CXLPool.open(path, threads=1) as pool:
+        ids = list(range(2 * PAGE))
+        pool.match_prefix(ids).release()
+        first, second = pool.hotness.published().rows["page"].tolist()
+        assert family(pool.hotness.published())[second][0] == first
+        assert pool.forget(prefix_keys(ids, PAGE)[:1]) == 1
+        assert family(pool.hotness.published()) == {second: (NO_PAGE, 0, 2, 1)}
 
 
 def test_hosts_list_their_own_pages_and_see_pins(path: Path) -> None:

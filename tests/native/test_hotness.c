@@ -203,6 +203,9 @@ static void test_deaths(void) {
     memset(rows, 0xaa, sizeof(rows));
     CHECK(cxlkv_pool_published(pool, rows, 3, &clock) == PAGES);
     CHECK(rows[2].page < pool->host->page_count && rows[3].page == 0xaaaaaaaa);
+    CHECK(cxlkv_forget(pool, 1, hashes) == 1);
+    const reuse_record *reuse = &pool->reuse[sequence_page(sequence, 0, 0)];
+    CHECK(!reuse->used && !reuse->born && !reuse->parent_plus_one && !reuse->hits);
     cxlkv_sequence_destroy(sequence);
     cxlkv_pool_destroy(pool);
     CHECK(cxlkv_pool_remove(path) == 0);
