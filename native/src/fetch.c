@@ -103,7 +103,7 @@ static int fetch_task(void *context, uint32_t item) {
         for (uint32_t j = 0; code == 0 && j < job->k; j++, to += size) {
             int64_t index = page_at(job, item, j);
             if (j + 1 < job->k) prefetch_piece(&view, page_at(job, item, j + 1), head, kind);
-            if (index < 0 || index >= view.pages) memset(to, 0, size);
+            if (index < view.first || index >= view.pages) memset(to, 0, size);
             else code = copy_piece(job, &view, (uint32_t)index, head, kind, to);
         }
     }
