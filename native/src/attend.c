@@ -32,6 +32,7 @@ typedef struct attend_job {
     uint32_t span_count;
     uint32_t parts;                     /* neighbouring spans that share rows and heads */
     atomic_ulong bytes;
+    atomic_ulong reads_near, reads_far; /* of chosen pages: one for each unit and head */
 } attend_job;
 
 static uint64_t span_queries(const attend_job *job, const span *s) {
@@ -144,14 +145,31 @@ static void attend_head(const attend_job *job, const span *s, const layer_view *
     }
 }
 
+/* The list that this span reads: what of it lies near, and how often each unit is read. */
+static void count_reads(attend_job *job, const span *s, const layer_view *view) {
+    cxlkv_pool *pool = job->batch->pool;
+    uint64_t near_count = 0, far_count = 0;
+    for (uint32_t at = s->page_first; at < s->page_last; at++) {
+        int64_t index = s->pages[at];
+        if (index < view->first || index >= view->complete) continue;
+        uint32_t page = sequence_page(view->sequence, view->part, (uint32_t)index);
+        if (near_find(pool, view->near, page, view->layer)) near_count++;
+        else far_count++;
+        near_heat_add(pool->near, unit_of(pool, page, view->layer));
+    }
+    atomic_fetch_add_explicit(&job->reads_near, near_count, memory_order_relaxed);
+    atomic_fetch_add_explicit(&job->reads_far, far_count, memory_order_relaxed);
+}
+
 static int attend_page(const attend_job *job, const span *s, const layer_view *view,
                        uint32_t index, ahead *keys, ahead *values, float *logits) {
-    int code = view_verify(view, index);
+    page_rows first = view_rows(view, index, PIECE_KEYS);
+    int code = first.near ? 0 : view_verify(view, index);
     if (code < 0) return code;
     uint64_t all = (uint64_t)(job->args->starts[s->sequence + 1] - job->args->starts[s->sequence]);
     head_rows rows = {.tokens = view_filled(view, index),
                       .whole = view_whole(view, index, s->row_first, s->row_count, all),
-                      .keys = view_rows(view, index, PIECE_KEYS),
+                      .keys = first,
                       .values = view_rows(view, index, PIECE_VALUES)};
     rows.keys.first += s->head_first * rows.keys.head_bytes;
     rows.values.first += s->head_first * rows.values.head_bytes;
@@ -170,6 +188,7 @@ static int attend_span(void *context, uint32_t item) {
     const span *s = &job->spans[item];
     const cxlkv_layout *layout = &job->batch->pool->layout;
     layer_view view = view_of(job->batch->sequences[s->sequence], job->args->layer);
+    view.near = job->batch->pool->near;
     uint64_t queries = span_queries(job, s) * s->head_count, bytes = 0;
     uint64_t token_bytes = row_channels(layout) * dtype_bytes(layout->dtype) * s->head_count;
     float *logits = malloc(SPAN_QUERIES * layout->page_tokens * sizeof(float));
@@ -179,6 +198,7 @@ static int attend_span(void *context, uint32_t item) {
         s->state[2 * i + 1] = 0;
     }
     memset(s->state + 2 * queries, 0, queries * layout->value_head_dim * sizeof(float));
+    if (view.near && s->pages) count_reads(job, s, &view);
     int code = 0;
     uint32_t head_end = s->head_first + s->head_count;
     ahead keys = ahead_begin(&view, PIECE_KEYS, s->pages, s->page_first, s->page_last,
@@ -377,7 +397,9 @@ int64_t attend_here(cxlkv_batch *batch, cxlkv_attend_args *args, uint32_t parts)
     attend_job job = {.batch = batch, .args = args, .isa = kernels_current(), .parts = parts};
     int64_t code = batch_lock(batch, false);
     if (code < 0) return code;
+    near_enter(batch->pool);
     code = attend_locked(&job);
+    near_leave(batch->pool, atomic_load(&job.reads_near), atomic_load(&job.reads_far));
     code = peers_verify(job.batch->pool, code);
     batch_unlock(batch);
     free(job.spans);

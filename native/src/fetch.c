@@ -14,6 +14,7 @@ typedef struct fetch_job {
     uint32_t *sequence_of_list;
     uint32_t k;
     bool stream;
+    atomic_ulong reads_near, reads_far; /* of chosen pages: one for each unit and head */
 } fetch_job;
 
 static int copy_piece(const fetch_job *job, const layer_view *view, uint32_t index, uint32_t head,
@@ -36,7 +37,8 @@ static int copy_piece(const fetch_job *job, const layer_view *view, uint32_t ind
         kernels_current()->store_rows(to, from, size, 1, size);
     else
         memcpy(to, from, size);
-    if (!layout->checksum) return 0; /* values that are keys were verified with these */
+    /* Values that are keys were verified with these, a copy when it was made. */
+    if (!layout->checksum || rows.near) return 0;
     /* The CRC of the source while it is in the cache; a copy of it is what the caller gets. */
     return piece_verify(pool, sequence_page(view->sequence, view->part, index), view->layer, head,
                         kind, from);
@@ -72,6 +74,7 @@ static int check_list(const fetch_job *job, const layer_view *view, uint32_t ite
                         index, view->window);
         if (index < 0 || (uint64_t)index >= sealed) continue;
         uint32_t page = sequence_page(view->sequence, view->part, (uint32_t)index);
+        if (view->near && near_find(pool, view->near, page, view->layer)) continue; /* as good */
         uint64_t generation = pool->pages[page].generation;
         int code = record_check_unlocked(pool, page, generation, layout->page_tokens);
         if (code < 0) return code;
@@ -88,14 +91,32 @@ static void prefetch_piece(const layer_view *view, int64_t index, uint32_t head,
         __builtin_prefetch(piece + line * LINE_BYTES);
 }
 
+/* What a list is about to read, of complete pages. */
+static void count_reads(fetch_job *job, const layer_view *view, uint32_t item) {
+    cxlkv_pool *pool = job->batch->pool;
+    uint64_t near_count = 0, far_count = 0;
+    for (uint32_t j = 0; j < job->k; j++) {
+        int64_t index = page_at(job, item, j);
+        if (index < 0 || index >= view->complete) continue;
+        uint32_t page = sequence_page(view->sequence, view->part, (uint32_t)index);
+        if (near_find(pool, view->near, page, view->layer)) near_count++;
+        else far_count++;
+        near_heat_add(pool->near, unit_of(pool, page, view->layer));
+    }
+    atomic_fetch_add_explicit(&job->reads_near, near_count, memory_order_relaxed);
+    atomic_fetch_add_explicit(&job->reads_far, far_count, memory_order_relaxed);
+}
+
 /* One list of one head: all its K, then all its V. */
 static int fetch_task(void *context, uint32_t item) {
-    const fetch_job *job = context;
+    fetch_job *job = context;
     const cxlkv_layout *layout = &job->batch->pool->layout;
     uint32_t list = item / layout->kv_heads, head = item % layout->kv_heads;
     layer_view view =
         view_of(job->batch->sequences[job->sequence_of_list[list]], job->args->layer);
+    view.near = job->batch->pool->near;
     int code = check_list(job, &view, item);
+    if (code == 0 && view.near && job->args->picked.pages) count_reads(job, &view, item);
     for (uint32_t kind = PIECE_KEYS; code == 0 && kind <= PIECE_VALUES; kind++) {
         size_t size = piece_data_bytes(layout, kind);
         uint8_t *to = kind == PIECE_KEYS ? job->args->keys : job->args->values;
@@ -180,7 +201,9 @@ int64_t cxlkv_batch_fetch(cxlkv_batch *batch, cxlkv_fetch_args *args) {
     fetch_job job = {.batch = batch, .args = args};
     int64_t code = batch_lock(batch, false);
     if (code < 0) return code;
+    near_enter(batch->pool);
     code = fetch_locked(&job);
+    near_leave(batch->pool, atomic_load(&job.reads_near), atomic_load(&job.reads_far));
     code = peers_verify(batch->pool, code);
     batch_unlock(batch);
     free(job.sequence_of_list);

@@ -301,6 +301,7 @@ struct cxlkv_pool {
     uint32_t fork_slot;          /* made for the child between fork's prepare and its end */
     uint64_t fork_nonce;         /* that slot's: it may be reaped and given to another */
     _Atomic(struct worker_client *) client; /* of a worker (worker.h); NULL: never asked for one */
+    struct near_tier *near;      /* set under the write lock of operations; NULL: there is none */
     struct cxlkv_pool *next;     /* all open pools of this process, for fork */
 };
 
@@ -743,6 +744,81 @@ int sequence_hold(cxlkv_sequence *sequence, uint32_t part, const uint8_t *entrie
 /* Adds the longest published page that is not full behind the sequence's pages, if there is one;
  * the sequence is nobody else's. Returns its tokens, or 0. */
 int64_t match_tail(cxlkv_sequence *sequence, const cxlkv_match_args *args);
+/* ---- near.c: copies of units in this process's memory; docs/near-tier.md ---- */
+typedef struct near_slot {
+    int64_t unit;
+    uint64_t generation;         /* of its page; written before the table names the slot */
+    uint32_t next_free;
+    enum { NEAR_FREE, NEAR_RESERVED, NEAR_HELD, NEAR_STALE } state;
+} near_slot;
+
+/* free_count + reserved_count + held_count = slot_count; a stale slot counts as held. */
+typedef struct near_tier {
+    uint8_t *memory;
+    uint64_t mapped_bytes, unit_bytes;
+    uint64_t values_offset;      /* in a slot; the keys begin it */
+    near_slot *slots;
+    atomic_uint *table;          /* by unit: slot + 1, and NEAR_ON_ITS_WAY; 0: none */
+    atomic_uint *heat;           /* by unit: epoch << 16 | count */
+    uint16_t *layer_of;          /* by part * record_layers + row; UINT16_MAX: there is none */
+    uint64_t unit_count, window_reads;
+    atomic_uint epoch;
+    atomic_ulong reads_near, reads_far;
+    /* Who reads copies holds it for reading, for the length of a call; entries leave the table under
+     * the write lock only. So what a reader has found stays, and no slot is refilled meanwhile.
+     * Lock order: sequences, lock, host lock or readers; the host lock may be taken by readers. */
+    pthread_rwlock_t readers;
+    pthread_mutex_t lock;        /* guards slots, the table's changes and all below */
+    uint32_t slot_count, free_count, reserved_count, held_count, first_free;
+    uint64_t promoted, demoted, dropped, refused, refused_no_room, undone;
+} near_tier;
+#define NEAR_ON_ITS_WAY (1u << 31)
+
+static inline uint64_t unit_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer) {
+    return (uint64_t)page * pool->geometry.record_layers + pool->row_of[layer];
+}
+/* The copy of a unit whose page the caller holds, or NULL; between near_enter and near_leave. */
+static inline const uint8_t *near_find(const cxlkv_pool *pool, const near_tier *tier,
+                                       uint32_t page, uint32_t layer) {
+    /* Pairs with the release of near_complete(): slot and bytes are there when the entry is. */
+    uint32_t entry =
+        atomic_load_explicit(&tier->table[unit_of(pool, page, layer)], memory_order_acquire);
+    if (entry == 0 || entry & NEAR_ON_ITS_WAY) return NULL;
+    if (tier->slots[entry - 1].generation != pool->pages[page].generation) return NULL;
+    return tier->memory + (entry - 1) * tier->unit_bytes;
+}
+/* One reading of a unit more. Threads that meet here may lose one: it is a hint. */
+static inline void near_heat_add(near_tier *tier, uint64_t unit) {
+    uint32_t epoch = atomic_load_explicit(&tier->epoch, memory_order_relaxed);
+    uint32_t heat = atomic_load_explicit(&tier->heat[unit], memory_order_relaxed);
+    uint32_t age = (epoch - (heat >> 16)) & UINT16_MAX;
+    uint32_t count = age < 16 ? (heat & UINT16_MAX) >> age : 0;
+    count += count < UINT16_MAX;
+    atomic_store_explicit(&tier->heat[unit], epoch << 16 | count, memory_order_relaxed);
+}
+/* Round each call that reads copies; the second also counts what was read of chosen pages. */
+static inline void near_enter(cxlkv_pool *pool) {
+    if (pool->near) pthread_rwlock_rdlock(&pool->near->readers);
+}
+void near_leave(cxlkv_pool *pool, uint64_t reads_near, uint64_t reads_far);
+void near_drop_all(cxlkv_pool *pool);     /* the tier, at close; under the write lock */
+void near_forked(cxlkv_pool *pool);       /* in the child: its copies are its parent's */
+/* A promotion in three steps, each under pool_enter(); cxlkv_near_promote() is all of them. */
+typedef struct near_move {
+    int64_t unit;
+    uint64_t generation;         /* 0: as the page is */
+    uint32_t page, slot;
+    uint16_t layer;
+    bool reserved;               /* has a slot, and a reference of its own on its page */
+    bool copied;
+    int32_t code;                /* CXLKV_NEAR_... */
+} near_move;
+/* Reserves slots, and holds the pages, of those that can be promoted; an error: of none. */
+int near_prepare(cxlkv_pool *pool, near_move *moves, uint32_t count);
+int near_copy(cxlkv_pool *pool, near_move *moves, uint32_t count);
+/* Shows what was copied, if shows and if its page is what it was; undoes the rest. Lets go of the
+ * pages. Returns how many can be read now. */
+int64_t near_complete(cxlkv_pool *pool, near_move *moves, uint32_t count, bool shows);
 
 /* ---- append.c ---- */
 /* Writes one (page, layer) from a tail with `tokens` filled, the others zero. */
@@ -773,6 +849,7 @@ typedef struct layer_view {
     uint32_t complete;           /* without it */
     uint32_t layer, part;
     uint32_t window;             /* 0: none */
+    const near_tier *near;       /* whose copies are read instead; NULL: none. Scoring has none */
 } layer_view;
 layer_view view_of(cxlkv_sequence *sequence, uint32_t layer);
 /* K or V of one page, all heads: where head 0, token 0 is, and how far the next ones are. */
@@ -780,6 +857,7 @@ typedef struct page_rows {
     const uint8_t *first;
     uint64_t head_bytes;
     size_t row_bytes;
+    bool near;                   /* of a copy, which was verified when it was made */
 } page_rows;
 static inline page_rows view_rows(const layer_view *view, uint32_t index, uint32_t kind) {
     cxlkv_pool *pool = view->sequence->pool;
@@ -788,8 +866,11 @@ static inline page_rows view_rows(const layer_view *view, uint32_t index, uint32
     size_t dim = keys ? pool->layout.head_dim : pool->layout.value_head_dim;
     page_rows rows = {.row_bytes = dim * dtype_bytes(pool->layout.dtype)};
     if (index < view->complete) {
-        rows.first = pieces_of(pool, sequence_page(view->sequence, view->part, index), view->layer,
-                               kind);
+        uint32_t page = sequence_page(view->sequence, view->part, index);
+        const uint8_t *copy = view->near ? near_find(pool, view->near, page, view->layer) : NULL;
+        rows.near = copy != NULL;
+        rows.first = copy ? copy + (keys ? 0 : view->near->values_offset)
+                          : pieces_of(pool, page, view->layer, kind);
         rows.head_bytes = keys ? g->key_piece_bytes : g->value_piece_bytes;
     } else {
         rows.first = tail_at(pool, view->sequence->tails[view->layer], kind, 0);

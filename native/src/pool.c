@@ -166,6 +166,7 @@ static void fork_child(void) {
         pool->keeper = NULL; /* its thread is the parent's, and what it was about to log */
         pool->log_count = 0;
         worker_forked(pool);
+        near_forked(pool);
         for (cxlkv_sequence *s = pool->sequences; s; s = s->next)
             pthread_rwlock_init(&s->lock, NULL);
         if (!claim_fork_slot(pool) || !reopen_region(pool) ||
@@ -496,6 +497,7 @@ int cxlkv_pool_close(cxlkv_pool *pool) {
         pthread_mutex_unlock(&pool->list_lock);
         workers_destroy(threads);
         worker_leave(pool);
+        near_drop_all(pool);
         pool_unmake(pool); /* gives all our pages back at once */
         pool->closed = true;
     }
