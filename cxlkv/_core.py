@@ -848,6 +848,78 @@ def pool_worker_state(pool: Handle) -> tuple[dict[str, int], str]:
     return _numbers(got[0]), ffi.string(got.why).decode(errors="replace")
 
 
+# ---- the near tier ----
+
+Units = npt.NDArray[np.int64]
+# By the core's number: what became of a unit that was to be promoted.
+NEAR_CODES = ("done", "there", "no_room", "not_sealed", "changed", "damaged", "unknown")
+
+
+def _int64(array: Units, writable: bool = False) -> Any:
+    return ffi.from_buffer("int64_t[]", array, writable)
+
+
+def near_make(pool: Handle, size: int) -> None:
+    check(lib.cxlkv_near_make(pool, size))
+
+
+def near_destroy(pool: Handle) -> None:
+    check(lib.cxlkv_near_destroy(pool))
+
+
+def near_promote(
+    pool: Handle, units: Units, generations: npt.NDArray[np.uint64] | None
+) -> tuple[int, npt.NDArray[np.int32]]:
+    """How many can be read near now, and of each unit its place in NEAR_CODES."""
+    codes = np.empty(len(units), np.int32)
+    wanted = ffi.NULL if generations is None else ffi.from_buffer("uint64_t[]", generations)
+    out = _int32(codes, True)
+    done = check(lib.cxlkv_near_promote(pool, len(units), _int64(units), wanted, out))
+    return done, codes
+
+
+def near_demote(pool: Handle, units: Units) -> int:
+    return check(lib.cxlkv_near_demote(pool, len(units), _int64(units)))
+
+
+def near_heat(
+    pool: Handle, room: int
+) -> tuple[Units, npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
+    """(units, counts, resident) of all units with a count or a copy; room is a guess of how many
+    these are."""
+    while True:
+        units, counts = np.empty(room, np.int64), np.empty(room, np.uint32)
+        resident = np.empty(room, np.uint8)
+        found = check(
+            lib.cxlkv_near_heat(
+                pool,
+                _int64(units, True),
+                ffi.from_buffer("uint32_t[]", counts, True),
+                ffi.from_buffer("uint8_t[]", resident, True),
+                room,
+            )
+        )
+        if found <= room:
+            return units[:found], counts[:found], resident[:found].astype(np.bool_)
+        room = found + found // 8
+
+
+def near_stats(pool: Handle) -> dict[str, int]:
+    got = ffi.new("cxlkv_near_state *")
+    check(lib.cxlkv_near_stats(pool, got))
+    return _numbers(got[0])
+
+
+def batch_units(batch: Handle, layer: int, picked: tuple[Pages, int], starts: Starts) -> Units:
+    """The units of chosen pages, in their shape; -1 for what cannot be promoted."""
+    struct = ffi.new("cxlkv_picked *")
+    kept = _fill_picked(struct, picked)
+    units = np.empty(picked[0].shape, np.int64)
+    check(lib.cxlkv_batch_units(batch, layer, struct, _int32(starts), _int64(units, True)))
+    del kept
+    return units
+
+
 # ---- the litmus run ----
 
 LITMUS_REGIONS_MAX: int = lib.CXLKV_LITMUS_REGIONS_MAX

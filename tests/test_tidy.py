@@ -27,7 +27,7 @@ LAYERS = (
     {"audit"},
     {"sequence"},
     {"pool"},
-    {"transport", "adapters", "metrics"},
+    {"transport", "adapters", "metrics", "near", "prefetch"},
     {"bench", "demo", "top", "cli"},
 )
 RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}

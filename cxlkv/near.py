@@ -1,0 +1,212 @@
+"""The near tier: copies of hot units of the pool in this process's own memory, and what goes there.
+
+A unit is one layer of one page, all kv heads. While a copy is there, fetch and attend of this
+process read it instead of the pool; select scores in the pool. The core counts how often each unit
+is read of chosen pages (one for each kv head), and halves all counts from time to time; step()
+decides by these counts. docs/near-tier.md tells the whole of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import _core
+from cxlkv.config import parse_bytes
+from cxlkv.errors import BadArgumentError
+from cxlkv.ndp.engine import Selection
+from cxlkv.ndp.simd import picked_rows
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Batch
+
+Units = npt.NDArray[np.int64]
+Generations = npt.NDArray[np.uint64]
+Counts = npt.NDArray[np.float64]
+
+HIGH_SHARE, LOW_SHARE = 63 / 64, 15 / 16
+"""Watermarks, in slots: when units were refused for want of room and more than HIGH_SHARE are
+taken, the coldest go until LOW_SHARE are. Nobody asks for room: every slot is used."""
+BOUNCES_MAX = 7
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one step did: units that are near now, those that are no longer, why others were refused
+    (a name of _core.NEAR_CODES each), and the bytes that were copied."""
+
+    promoted: Units
+    demoted: Units
+    refused: dict[str, int]
+    copied_bytes: int
+
+
+class NearTier:
+    """Slots for copies in this process; one tier for each pool and process.
+
+    size is taken at once; MemoryShortError when it is not there. A forked child starts without a
+    tier: there, and after close(), methods raise ClosedError. Any thread may call any method; one
+    thread calls step().
+    """
+
+    def __init__(self, pool: CXLPool, size: str | int):
+        self._pool = pool._handle
+        self._heads = pool.layout.kv_heads
+        _core.near_make(self._pool, parse_bytes(size))
+        geometry = _core.pool_geometry(self._pool)
+        self._unit_count = geometry["page_count"] * geometry["record_layers"]
+        # How often a unit was taken out again, lately.
+        self._bounces = np.zeros(self._unit_count, np.uint8)
+        self._epoch = 0
+        self._no_room = 0
+        self._room = 4096
+
+    def promote(self, units: npt.ArrayLike, generations: Generations | None = None) -> Moved:
+        """Copy units into free slots, as far as there are some; each is verified by its CRCs.
+
+        generations: only if the page still has that one. Nothing is raised for a unit that cannot
+        be: `refused` counts why. Raises PoisonError when the pool's memory fails.
+        """
+        wanted = np.ascontiguousarray(units, np.int64).ravel()
+        if generations is not None and len(generations) != len(wanted):
+            raise BadArgumentError(f"{len(generations)} generations for {len(wanted)} units")
+        done, codes = _core.near_promote(self._pool, wanted, generations)
+        number, times = np.unique(codes[codes != 0], return_counts=True)
+        refused = {
+            _core.NEAR_CODES[n]: int(t)
+            for n, t in zip(number.tolist(), times.tolist(), strict=True)
+        }
+        size = done * _core.near_stats(self._pool)["unit_bytes"]
+        return Moved(wanted[codes == 0], np.empty(0, np.int64), refused, size)
+
+    def demote(self, units: npt.ArrayLike) -> int:
+        """Drop copies; returns how many there were. Waits for the reads that are under way."""
+        return _core.near_demote(self._pool, np.ascontiguousarray(units, np.int64).ravel())
+
+    def heat(self) -> tuple[Units, npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
+        """(units, counts, resident) of all units that were read lately, or have a copy."""
+        units, counts, resident = _core.near_heat(self._pool, self._room)
+        self._room = max(self._room, len(units) + len(units) // 8)
+        return units, counts, resident
+
+    def step(self, limit_bytes: int | None = None) -> Moved:
+        """One decision: take out what is cold, copy in what is hotter, at most limit_bytes of it.
+
+        The rule for each move: a unit that was read `a` times takes a free slot (b = 0), or that of
+        the coldest one, read `b` times, only if
+
+            a - b > (kv_heads + sqrt(a + b)) * (1 + bounces).
+
+        The copy itself reads the unit once, which is kv_heads reads, and what is ahead by less
+        will not earn that back; sqrt(a + b) is the standard deviation of the difference of two
+        counts, so that a unit is not displaced by chance. bounces is how often the newcomer was
+        taken out lately (it halves with the counts): who comes and goes must be ever hotter. So two
+        units of about the same heat do not take turns.
+        """
+        units, counts, resident = self.heat()
+        stats = _core.near_stats(self._pool)
+        self._age(stats["epoch"])
+        goal = stats["slots_total"]
+        pressed = stats["refused_no_room"] > self._no_room
+        if pressed and stats["slots_total"] - stats["slots_free"] > HIGH_SHARE * goal:
+            goal = int(LOW_SHARE * goal)
+        most = len(units) if limit_bytes is None else limit_bytes // stats["unit_bytes"]
+        chosen = choose(
+            counts.astype(np.float64),
+            resident,
+            self._bounces[units],
+            spare=goal - stats["slots_held"] - stats["slots_reserved"],
+            most=most,
+            heads=self._heads,
+        )
+        out, into = units[chosen[0]], units[chosen[1]]
+        if len(out):
+            self.demote(out)
+            self._bounces[out] = np.minimum(self._bounces[out] + 1, BOUNCES_MAX)
+        moved = self.promote(into)
+        self._no_room = _core.near_stats(self._pool)["refused_no_room"]
+        return Moved(moved.promoted, out, moved.refused, moved.copied_bytes)
+
+    def _age(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._bounces >>= np.uint8(min(epoch - self._epoch, 7))
+            self._epoch = epoch
+
+    def stats(self) -> dict[str, float]:
+        """The core's counts, and share_near: of the reads of chosen pages, those of copies.
+
+        slots_free + slots_held + slots_reserved = slots_total. reads_near and reads_far count one
+        for each unit and kv head.
+        """
+        found: dict[str, float] = dict(_core.near_stats(self._pool))
+        reads = found["reads_near"] + found["reads_far"]
+        found["share_near"] = found["reads_near"] / reads if reads else 0.0
+        return found
+
+    def close(self) -> None:
+        """Give the memory back; a second time does nothing. The pool's close() does it, too."""
+        _core.near_destroy(self._pool)
+
+    def __enter__(self) -> NearTier:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def choose(
+    counts: Counts,
+    resident: npt.NDArray[np.bool_],
+    bounces: npt.NDArray[np.uint8],
+    *,
+    spare: int,
+    most: int,
+    heads: int,
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """The choice of NearTier.step alone: indices of units to take out, and to copy in.
+
+    spare: free slots to be used; below 0, so many of the coldest go first. most: units to copy.
+    """
+    inside, outside = np.flatnonzero(resident), np.flatnonzero(~resident)
+    most = min(most, len(outside), len(inside) + max(spare, 0))
+    coldest = _lowest(counts, inside, most + max(-spare, 0))
+    over, coldest = np.split(coldest, [min(max(-spare, 0), len(coldest))])
+    hottest = _lowest(-counts, outside, most)
+    # A newcomer each for the free slots, which hold nothing, then for the coldest ones.
+    held = np.concatenate([np.zeros(max(spare, 0)), counts[coldest]])
+    pairs = min(len(hottest), len(held))
+    a, b = counts[hottest[:pairs]], held[:pairs]
+    wanted = (heads + np.sqrt(a + b)) * (1.0 + bounces[hottest[:pairs]])
+    goes = a - b > wanted
+    displaced = coldest[: max(pairs - max(spare, 0), 0)][goes[max(spare, 0) :]]
+    return np.concatenate([over, displaced]), hottest[:pairs][goes]
+
+
+def _lowest(values: Counts, among: npt.NDArray[np.intp], count: int) -> npt.NDArray[np.intp]:
+    """The `count` indices among those with the lowest values, ascending; no full sort."""
+    if count <= 0:
+        return among[:0]
+    if count < len(among):
+        among = among[np.argpartition(values[among], count - 1)[:count]]
+    return among[np.argsort(values[among], kind="stable")]
+
+
+def units_of(batch: Batch, layer: int, picked: Selection) -> Units:
+    """The units that a selection names, each once, ascending; without those that cannot be
+    promoted: padding, open tails, pages that are not complete in all layers or behind a window."""
+    rows = picked_rows(picked, batch._layout)
+    assert rows is not None
+    starts = np.ascontiguousarray(picked.starts, np.int32)
+    if starts.shape != (len(batch) + 1,):
+        raise BadArgumentError(
+            f"the selection is of {len(starts) - 1} sequences, the batch has {len(batch)}"
+        )
+    found = np.unique(_core.batch_units(batch._handle, layer, rows, starts))
+    return found[np.searchsorted(found, 0) :]
