@@ -60,6 +60,8 @@ class Prefetcher(ABC):
                 return 0
             self._enter("shadow")
         self._compare(layer, selection)
+        if self.state == "resting":
+            return 0
         target, units = self.guess(layer, selection)
         if target is None:
             return 0

@@ -21,8 +21,8 @@ enum { ITEM_BYTES = 256 << 10, AHEAD_PIECE_BYTES = 8192, WINDOW_READS = 10 };
 
 /* ---- making and ending ---- */
 
-/* A private mapping on a 2 MiB border. MADV_DONTFORK: a child has no use for the copies, and sharing
- * them would cost its parent a page fault for each that it refills. */
+/* A private mapping on a 2 MiB border. MADV_DONTFORK: a child has no use for the copies, and if it
+ * shared them, its parent would pay a page fault for each that it refills. */
 static int memory_map(near_tier *tier, uint64_t bytes) {
     uint64_t wanted = align_up(bytes, AREA_ALIGNMENT);
     uint8_t *at = mmap(NULL, wanted + AREA_ALIGNMENT, PROT_READ | PROT_WRITE,

@@ -1,7 +1,7 @@
 /* Goal: copies are read exactly while they are right, whatever threads and pages do meanwhile, and
  * free + held + reserved = total. Method: a promotion broken off between its steps, pages freed and
- * reused under their copies, a damaged piece, a fork, a process killed with a promotion in flight;
- * then threads that promote and demote while others read, each reading checked. For ASan and TSan. */
+ * reused under their copies, a damaged piece, a fork, a process that dies in a promotion; then
+ * threads that promote and demote while others read, each reading checked. For ASan and TSan. */
 #undef NDEBUG
 #include <sched.h>
 #include <sys/wait.h>
