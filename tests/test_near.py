@@ -473,6 +473,27 @@ def test_step_keeps_what_is_read(make_pool: MakePool, rng: np.random.Generator) 
         assert stats["reads_far"] == 4 * 3 + 4 * 3 + 2 * 7
 
 
+def test_who_went_out_comes_back_only_when_much_hotter(
+    make_pool: MakePool, rng: np.random.Generator
+) -> None:
+    """Of [0, 1, 2, 3], read 3 times each, 0 goes for 4; as a newcomer would, it does not return."""
+    pool = make_pool(kv_heads=1)
+    batch = pool.batch([fill(pool, rng, 32)])
+    with NearTier(pool, 4 * 256) as tier:
+
+        def read(page: int, times: int) -> tuple[list[int], list[int]]:
+            for _ in range(times):
+                batch.fetch(0, selection([page]))
+            moved = tier.step()
+            return moved.demoted.tolist(), moved.promoted.tolist()
+
+        for page in range(4):
+            assert read(page, 3) == ([], [page])
+        assert read(4, 12) == ([0], [4])
+        assert read(0, 6) == ([], [])  # 9 to 3: enough for one that is new
+        assert read(0, 5) == ([1], [0])  # 14 to 3
+
+
 def test_step_makes_room_for_those_that_were_refused(
     make_pool: MakePool, rng: np.random.Generator
 ) -> None:
@@ -486,6 +507,8 @@ def test_step_makes_room_for_those_that_were_refused(
         assert tier.promote(units[64:66]).refused == {"no_room": 2}
         assert len(tier.step().demoted) == 4
         assert len(tier.promote(units[64:66]).promoted) == 2
+        assert len(tier.step().demoted) == 0
+        assert len(tier.promote(units[66:68]).promoted) == 2  # full again, and nobody was refused
         assert len(tier.step().demoted) == 0
 
 

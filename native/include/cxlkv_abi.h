@@ -531,7 +531,7 @@ typedef struct cxlkv_near_state {
     uint64_t slots_free;
     uint64_t slots_held;            /* with a copy; of a page that was freed since, maybe */
     uint64_t slots_reserved;        /* with a copy on its way */
-    uint64_t reads_near;            /* by fetch and attend with chosen pages, from copies: one for */
+    uint64_t reads_near;            /* of chosen pages, by fetch and attend, from copies: one for */
     uint64_t reads_far;             /* each unit and kv head; likewise from the pool */
     uint64_t promoted;              /* units */
     uint64_t promoted_bytes;
