@@ -146,6 +146,10 @@ class Examiner:
         """The answers from pages chosen by `method`, the plan's if None."""
         return self._ask_pool(CXLCache, budget, method)[0]
 
+    def ask_with(self, kind: type[CXLCache], budget: Budget) -> Asked:
+        """The answers by a cache of another kind."""
+        return self._ask_pool(kind, budget)[0]
+
     def pages(self) -> int:
         """Pages that a question sees, the one with itself included."""
         return -(-(self.plan.tokens + 1) // self.pool.layout.page_tokens)
