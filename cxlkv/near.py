@@ -94,16 +94,16 @@ class NearTier:
     def step(self, limit_bytes: int | None = None) -> Moved:
         """One decision: take out what is cold, copy in what is hotter, at most limit_bytes of it.
 
-        The rule for each move: a unit that was read `a` times takes a free slot (b = 0), or that of
-        the coldest one, read `b` times, only if
+        The rule for each move: a unit that was read `a` times takes
 
-            a - b > (kv_heads + sqrt(a + b)) * (1 + bounces).
+            a free slot if                     a     > kv_heads * (1 + bounces),
+            that of one read `b` times if      a - b > (kv_heads + sqrt(a + b)) * (1 + bounces),
 
-        The copy itself reads the unit once, which is kv_heads reads, and what is ahead by less
-        will not earn that back; sqrt(a + b) is the standard deviation of the difference of two
-        counts, so that a unit is not displaced by chance. bounces is how often the newcomer was
-        taken out lately (it halves with the counts): who comes and goes must be ever hotter. So two
-        units of about the same heat do not take turns.
+        the hottest one first, and the coldest one's slot. The copy itself reads the unit once,
+        which is kv_heads reads: who is ahead by less does not earn that back. sqrt(a + b) is the
+        standard deviation of the difference of two counts: nobody is displaced by chance. bounces
+        is how often the newcomer was taken out lately (it halves with the counts): who comes and
+        goes must be ever hotter. So two units of about the same heat do not take turns.
         """
         units, counts, resident = self.heat()
         stats = _core.near_stats(self._pool)
@@ -183,7 +183,8 @@ def choose(
     held = np.concatenate([np.zeros(max(spare, 0)), counts[coldest]])
     pairs = min(len(hottest), len(held))
     a, b = counts[hottest[:pairs]], held[:pairs]
-    wanted = (heads + np.sqrt(a + b)) * (1.0 + bounces[hottest[:pairs]])
+    chance = np.where(np.arange(pairs) < spare, 0, np.sqrt(a + b))
+    wanted = (heads + chance) * (1.0 + bounces[hottest[:pairs]])
     goes = a - b > wanted
     displaced = coldest[: max(pairs - max(spare, 0), 0)][goes[max(spare, 0) :]]
     return np.concatenate([over, displaced]), hottest[:pairs][goes]

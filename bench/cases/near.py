@@ -180,13 +180,17 @@ def _shared(some: Callable[[int], None], threads: int) -> Callable[[], None]:
 @dataclass
 class Served:
     """Shares of the page reads that a tier of some slots serves: of ours as it ran, of as many
-    units drawn blindly, of the best choice that stays, and of the optimum."""
+    units drawn blindly, of the best choice that stays, and of the optimum. later: of ours in the
+    second half of the run; learned: there, too, of the units that the first half read most, which
+    is the best that who does not know the questions could have placed by then."""
 
     slots: int
     ours: float
     random: float
     static: float
     optimum: float
+    later: float
+    learned: float
     copied_units: int
     prefetchers: dict[str, float] = field(default_factory=dict)
 
@@ -228,6 +232,14 @@ def static(reads: Reads, slots: int) -> float:
     return float(times[::-1][:slots].sum() / times.sum())
 
 
+def learned(reads: Reads, slots: int) -> float:
+    """The share of the second half's reads that the most read units of the first half serve."""
+    half = len(reads) // 2
+    units, times = np.unique(np.concatenate(reads[:half]), return_counts=True)
+    best = units[np.argsort(-times, kind="stable")[:slots]]
+    return float(np.isin(np.concatenate(reads[half:]), best).mean())
+
+
 def drawn(reads: Reads, every: Units, slots: int, draws: int = 16) -> float:
     """The mean share of as many units, drawn from all."""
     random = np.random.default_rng(5)
@@ -257,10 +269,14 @@ class Watcher:
         self.tier = tier
         self.copied = 0  # units
         self.reads: Reads = []
-        self.near = 0
+        self.near: list[int] = []  # how many of each of them were near
         self.near_by_heads = 0
         self.prefetchers: list[Prefetcher] = []
         self._kinds = kinds
+
+    def share(self, first: int = 0) -> float:
+        """Of the reads from the first-th (step, layer) on, those of units that were near."""
+        return sum(self.near[first:]) / sum(map(len, self.reads[first:]))
 
     def saw(self, batch: Batch, layer: int, picked: Selection) -> None:
         """A layer has chosen, and will attend to it next."""
@@ -272,7 +288,7 @@ class Watcher:
         near = units[resident]
         read = units_of(batch, layer, picked)
         self.reads.append(read)
-        self.near += int(np.isin(read, near).sum())
+        self.near.append(int(np.isin(read, near).sum()))
         by_heads = _core.batch_units(batch._handle, layer, (picked.pages, 0), picked.starts)
         self.near_by_heads += int(np.isin(by_heads, near).sum())
         for prefetcher in self.prefetchers:
@@ -330,19 +346,21 @@ def _decode(
     reads = watcher.reads
     served = Served(
         slots=slots,
-        ours=watcher.near / sum(map(len, reads)),
+        ours=watcher.share(),
         random=drawn(reads, every, slots),
         static=static(reads, slots),
         optimum=optimum(reads, slots),
+        later=watcher.share(len(reads) // 2),
+        learned=learned(reads, slots),
         copied_units=watcher.copied,
     )
     for kind in (LastStep, LayerAhead):
         ahead = _ask(result, examiner, budget, slots, f"{name}_{kind.__name__}", (kind,))
-        served.prefetchers[kind.__name__] = ahead.near / sum(map(len, ahead.reads))
+        served.prefetchers[kind.__name__] = ahead.share()
         result.measure(
             f"accuracy_{kind.__name__}_{name}", [ahead.prefetchers[0].accuracy], "share of guesses"
         )
-    for what in ("ours", "random", "static", "optimum"):
+    for what in ("ours", "random", "static", "optimum", "later", "learned"):
         result.measure(f"served_{what}_{name}", [getattr(served, what)], "share of page reads")
     for which, share in served.prefetchers.items():
         result.measure(f"served_{which}_{name}", [share], "share of page reads")
