@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -23,6 +24,7 @@ from cxlkv.bench.cases import (  # noqa: E402
     ndp,
     ndp_models,
     ndp_rivals,
+    near,
     recalling,
     selecting,
     working,
@@ -65,6 +67,10 @@ SMALL: dict[str, Callable[[Result], None]] = {
         result, grouping.Size(prompt=2048, decode=20, heads=8, rounds=1, settle_s=0)
     ),
     "hotness": lambda result: hotness.run(result, hotness.Size(tokens=2048, pairs=3)),
+    "near_moves": lambda result: near.run_moves(
+        result, near.MoveSize(layers=2, tokens=512, batch_units=40, rounds=1)
+    ),
+    "near_decode": lambda result: _near_decode(result),
     "working": lambda result: working.run(result, working.Size(tokens=64, steps=20)),
     "matching": lambda result: matching.run(result, tokens=2048, rounds=1),
     "coherence": lambda result: cohering.run(
@@ -97,6 +103,29 @@ def test_records_and_the_cold_tier_run_small(tmp_path: Path) -> None:
     cold.run(result, tmp_path, size)
     check_result(result)
     assert {"read_to_memcpy", "write_to_memcpy"} <= set(result.ratios)
+def _near_decode(result: Result) -> None:
+    (served,) = near.run_decode(result, near.DecodeSize(tokens=2048, tiers=(0.25,)))
+    assert 0 < served.ours <= 1
+    assert 0 < served.optimum <= 1
+    assert served.static > served.random
+
+
+def test_the_optimum_is_the_best_of_all_ways(rng: np.random.Generator) -> None:
+    """Belady's choice against every choice at each reading, from nothing, with bypass."""
+    for _ in range(60):
+        trace = rng.integers(0, 5, 12).tolist()
+        slots = int(rng.integers(1, 4))
+        best = {frozenset[int](): 0}  # the most hits by what is there
+        for unit in trace:
+            after: dict[frozenset[int], int] = {}
+            for there, hits in best.items():
+                ways = [there, *((there - {out}) | {unit} for out in [*there, unit])]
+                for way in ways:
+                    if len(way) <= slots:
+                        after[way] = max(after.get(way, 0), hits + (unit in there))
+            best = after
+        reads = [np.array([unit], np.int64) for unit in trace]
+        assert near.optimum(reads, slots) == max(best.values()) / len(trace)
 
 
 @pytest.mark.parametrize("case", SMALL)

@@ -63,11 +63,12 @@ class Local:
 
 
 def run_moves(result: Result, size: MoveSize = MoveSize()) -> None:
-    """Metrics move_*, memcpy_* in GB/s; ratios move_*_to_memcpy, for each number of threads, with
-    CRCs verified and without: the units go from the pool to slots, in random order, in batches.
+    """Metrics move_*, memcpy_* in GB/s, for each number of threads, with CRCs verified and without:
+    the units go from the pool to slots, in random order, in batches.
 
-    memcpy is the faster of two, of as many bytes by as many threads: one flat copy each, and the
-    units' runs of K and of V one by one, which are the same addresses in another mapping.
+    memcpy_runs copies the same bytes from the same addresses (in another mapping), run of K by run
+    of V; memcpy_flat as many bytes in one piece, which memory likes best. Ratios move_*_to_memcpy
+    are to the faster of the two, move_*_to_memcpy_runs to the first.
     """
     with_heads = CopySize(layers=size.layers, tokens=size.tokens)
     layout = KVLayout(
@@ -129,6 +130,8 @@ def _measure_moves(
             }
             best = max(speed["memcpy_flat"], speed["memcpy_runs"])
             result.ratios[f"move_{name}_{threads}_to_memcpy"] = speed["move"] / best
+            runs = speed["move"] / speed["memcpy_runs"]
+            result.ratios[f"move_{name}_{threads}_to_memcpy_runs"] = runs
             promote()
             stats = tier.stats()
             result.checks[f"move_{name}_{threads}_all"] = stats["slots_held"] == len(units)
@@ -180,7 +183,8 @@ def _shared(some: Callable[[int], None], threads: int) -> Callable[[], None]:
 @dataclass
 class Served:
     """Shares of the page reads that a tier of some slots serves: of ours as it ran, of as many
-    units drawn blindly, of the best choice that stays, and of the optimum. later: of ours in the
+    units drawn blindly, of the best choice that is there from the beginning and stays, and of the
+    optimum that begins empty, as ours does. later: of ours in the
     second half of the run; learned: there, too, of the units that the first half read most, which
     is the best that who does not know the questions could have placed by then."""
 

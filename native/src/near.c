@@ -15,7 +15,7 @@
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14; older kernels refuse it */
 #endif
 
-enum { ITEM_BYTES = 256 << 10, AHEAD_PIECE_BYTES = 8192, WINDOW_READS = 10 };
+enum { ITEM_BYTES = 256 << 10, CHUNK_BYTES = 1024, WINDOW_READS = 10 };
 #define NO_SLOT UINT32_MAX
 #define NO_LAYER UINT16_MAX
 
@@ -369,8 +369,8 @@ static const uint8_t *place_from(const copy_job *job, const copy_place *at) {
            at->head * piece_stride(&job->pool->geometry, at->kind);
 }
 
-/* Copies one piece past the cache while the next one is on its way; the CRC is made of what is in
- * the cache by then. */
+/* Copies one piece past the cache, the CRC made on the way, while the next one comes: hardware does
+ * not look that far, and without it this took twice as long. */
 static void copy_one(const copy_job *job, const copy_place *at, const uint8_t *next) {
     cxlkv_pool *pool = job->pool;
     near_move *move = &job->moves[at->move];
@@ -379,13 +379,20 @@ static void copy_one(const copy_job *job, const copy_place *at, const uint8_t *n
     uint8_t *to = pool->near->memory + move->slot * pool->near->unit_bytes +
                   (at->kind == PIECE_KEYS ? 0 : pool->near->values_offset) +
                   at->head * piece_stride(&pool->geometry, at->kind);
-    for (size_t offset = 0; next && offset < min_u64(size, AHEAD_PIECE_BYTES);
-         offset += LINE_BYTES)
-        __builtin_prefetch(next + offset);
-    if (pool->layout.checksum &&
-        piece_verify(pool, move->page, move->layer, at->head, at->kind, from) < 0)
+    const kernels *isa = kernels_current();
+    bool checks = pool->layout.checksum;
+    uint32_t crc = 0;
+    for (size_t offset = 0; offset < size; offset += CHUNK_BYTES) {
+        size_t here = min_u64(CHUNK_BYTES, size - offset);
+        for (size_t line = 0; next && line < here; line += LINE_BYTES)
+            __builtin_prefetch(next + offset + line, 0, 0); /* it is read once only */
+        if (checks) crc = crc32c(crc, from + offset, here);
+        isa->store_rows(to + offset, from + offset, here, 1, here);
+    }
+    if (checks && crc != *checksum_of(pool, move->page, move->layer, at->head, at->kind)) {
+        count_add(pool, COUNT_CORRUPT_PIECES, 1);
         move->code = CXLKV_NEAR_DAMAGED;
-    kernels_current()->store_rows(to, from, size, 1, size);
+    }
 }
 
 static int copy_task(void *context, uint32_t item) {
