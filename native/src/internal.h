@@ -860,7 +860,10 @@ typedef struct page_rows {
     size_t row_bytes;
     bool near;                   /* of a copy, which was verified when it was made */
 } page_rows;
-static inline page_rows view_rows(const layer_view *view, uint32_t index, uint32_t kind) {
+/* near.c: K or V in the page's copy, or NULL. No inline: most pools have no tier. */
+const uint8_t *view_copy(const layer_view *view, uint32_t page, bool keys);
+static inline __attribute__((always_inline)) page_rows
+view_rows(const layer_view *view, uint32_t index, uint32_t kind) {
     cxlkv_pool *pool = view->sequence->pool;
     const cxlkv_geometry *g = &pool->geometry;
     bool keys = kind == PIECE_KEYS || values_are_keys(&pool->layout);
@@ -868,11 +871,14 @@ static inline page_rows view_rows(const layer_view *view, uint32_t index, uint32
     page_rows rows = {.row_bytes = dim * dtype_bytes(pool->layout.dtype)};
     if (index < view->complete) {
         uint32_t page = sequence_page(view->sequence, view->part, index);
-        const uint8_t *copy = view->near ? near_find(pool, view->near, page, view->layer) : NULL;
-        rows.near = copy != NULL;
-        rows.first = copy ? copy + (keys ? 0 : view->near->values_offset)
-                          : pieces_of(pool, page, view->layer, kind);
+        rows.first = pieces_of(pool, page, view->layer, kind);
         rows.head_bytes = keys ? g->key_piece_bytes : g->value_piece_bytes;
+        bool looks = __builtin_expect(view->near != NULL, 0);
+        const uint8_t *copy = looks ? view_copy(view, page, keys) : NULL;
+        if (copy) {
+            rows.first = copy;
+            rows.near = true;
+        }
     } else {
         rows.first = tail_at(pool, view->sequence->tails[view->layer], kind, 0);
         rows.head_bytes = rows.row_bytes;

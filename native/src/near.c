@@ -562,6 +562,13 @@ int cxlkv_near_stats(cxlkv_pool *pool, cxlkv_near_state *state) {
     return 0;
 }
 
+/* ---- reading ---- */
+
+const uint8_t *view_copy(const layer_view *view, uint32_t page, bool keys) {
+    const uint8_t *copy = near_find(view->sequence->pool, view->near, page, view->layer);
+    return copy && !keys ? copy + view->near->values_offset : copy;
+}
+
 /* ---- which units a selection names ---- */
 
 static void units_of_lists(cxlkv_sequence *sequence, uint32_t layer, const int32_t *pages,
