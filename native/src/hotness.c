@@ -12,6 +12,8 @@
 /* An epoch ends when each page could have been used so often. */
 enum { EPOCH_USES_PER_PAGE = 4 };
 enum { COUNT_BITS = 16, COUNT_MAX = (1 << COUNT_BITS) - 1 };
+/* A page's count is asked for so many pages before it is raised. */
+enum { AHEAD_PAGES = 32 };
 /* A record this many epochs ahead was written by a thread that came later, and is no old one. */
 enum { AHEAD_EPOCHS = 256 };
 
@@ -60,12 +62,20 @@ static inline void count_page(counting *c, uint32_t page) {
     c->uses++;
 }
 
-/* -1, and what is no page of the pool (an open tail, pages behind a window), are passed over. */
+/* -1, and what is no page of the pool (an open tail, pages behind a window): NO_PAGE. */
+static uint32_t page_named(const layer_view *view, int32_t named) {
+    uint32_t index = (uint32_t)named;
+    if (index < view->first || index >= view->complete) return NO_PAGE;
+    return sequence_page(view->sequence, view->part, index);
+}
+
+/* A scan of the keys has pushed the counts out of the caches: they are asked for ahead. */
 static void count_list(counting *c, const layer_view *view, const int32_t *list, uint64_t length) {
-    for (uint64_t i = 0; i < length; i++) {
-        uint32_t index = (uint32_t)list[i];
-        if (index >= view->first && index < view->complete)
-            count_page(c, sequence_page(view->sequence, view->part, index));
+    for (uint64_t i = 0; i < length + AHEAD_PAGES; i++) {
+        uint32_t next = i < length ? page_named(view, list[i]) : NO_PAGE;
+        uint32_t page = i < AHEAD_PAGES ? NO_PAGE : page_named(view, list[i - AHEAD_PAGES]);
+        if (next != NO_PAGE) __builtin_prefetch(&c->heat[next], 1);
+        if (page != NO_PAGE) count_page(c, page);
     }
 }
 

@@ -69,9 +69,10 @@ static void test_one_count(void) {
         {0, 8, 1, 4, 5, 1},             {0, 65534, 0, 65534, 65535, 0},
         {0, 65535, 0, 65535, 65535, 0}, {0, 65535, 15, 1, 2, 15},
         {0, 65535, 16, 0, 1, 16},       {0, 65535, 60000, 0, 1, 60000},
-        {65535, 9, 0x10000, 4, 5, 0},   {7, 5, 6, 5, 6, 7}, /* a thread that came later counted it */
-        {300, 5, 45, 5, 6, 300},        {300, 0, 45, 0, 1, 45},
-        {0xffff, 12, 0x30001, 3, 4, 1}};
+        {65535, 9, 0x10000, 4, 5, 0},   {0xffff, 12, 0x30001, 3, 4, 1},
+        /* Counted by a thread that came later. */
+        {7, 5, 6, 5, 6, 7},             {300, 5, 45, 5, 6, 300},
+        {300, 0, 45, 0, 1, 45}};
     cxlkv_pool *pool = test_pool(NULL, 16);
     cxlkv_sequence *sequence = written(pool, 1);
     uint32_t page = sequence_page(sequence, 0, 0), epoch;
