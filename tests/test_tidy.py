@@ -22,13 +22,14 @@ LAYERS = (
     {"_core"},
     {"topology", "regions", "pool_config", "emulation"},
     {"coherence", "cold_file", "pages"},
-    {"cold", "hotness", "policy", "prefix", "tiers", "stats", "leftovers", "hosts"},
+    {"cold", "costs", "hotness", "reuse", "policy", "prefix", "stats", "leftovers", "hosts"},
     {"ndp"},
     {"audit"},
     {"sequence"},
     {"pool"},
     {"transport", "adapters", "metrics", "near", "prefetch"},
-    {"bench", "demo", "top", "cli"},
+    {"tiers"},
+    {"bench", "demo", "top", "advise", "cli"},
 )
 RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}
 TOP = len(LAYERS) - 1
