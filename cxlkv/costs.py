@@ -277,12 +277,8 @@ class Costs:
         names = (tier,) * len(prompts) if isinstance(tier, str) else tuple(tier)
         if len(names) != len(prompts):
             raise BadArgumentError(f"tier has {len(names)} names for {len(prompts)} requests")
-        steps = np.maximum(1, prompts - cached + decoded)  # a last token is always computed
         fetch = self.read_seconds(layout, cached, names)
-        attend = steps * self.step_seconds(layout, cached, arrays[3])
-        in_cold = np.array([name == "cold" for name in names])
-        if in_cold.any():  # what lies in a file is put back into the pool before
-            attend[in_cold] += self._cold_seconds(layout, cached[in_cold])
+        attend = self.attend_seconds(layout, cached, names, prompts - cached + decoded, arrays[3])
         seconds = np.stack([self.recompute_seconds(0, cached), fetch, attend], axis=1)
         return Decisions(np.argmin(seconds, axis=1), seconds, cached, names)
 
@@ -299,7 +295,7 @@ class Costs:
         return result
 
     def _read_seconds(self, layout: KVLayout, tokens: npt.NDArray[np.int64], tier: str) -> Floats:
-        known = self._tier(tier)
+        known = self.tier(tier)
         if tier == "cold":
             return self._cold_seconds(layout, tokens) + self._read_seconds(layout, tokens, "far")
         calls = np.where(tokens > 0, layout.layers, 0)
@@ -307,9 +303,29 @@ class Costs:
 
     def _cold_seconds(self, layout: KVLayout, tokens: npt.NDArray[np.int64]) -> Floats:
         """From the file to the pool."""
-        known = self._tier("cold")
+        known = self.tier("cold")
         read = kv_bytes(layout, tokens) / known.bytes_per_s
         return _records(layout, tokens) * known.latency_s + read
+
+    def attend_seconds(
+        self,
+        layout: KVLayout,
+        tokens: npt.ArrayLike,
+        tier: TierNames,
+        steps: npt.ArrayLike,
+        share: npt.ArrayLike = 1.0,
+    ) -> Floats:
+        """To attend to a prefix of `tokens` where it lies, `steps` times, at least once.
+
+        Once, since an engine computes the last token of a prompt whatever is cached. What lies in
+        a file is read into the pool before.
+        """
+        wanted = _whole("tokens", tokens)
+        total = np.maximum(1, _whole("steps", steps)) * self.step_seconds(layout, wanted, share)
+        in_file = np.array(tier) == "cold"
+        if in_file.any():
+            total = total + np.where(in_file, self._cold_seconds(layout, wanted), 0.0)
+        return np.asarray(total)
 
     def step_seconds(
         self, layout: KVLayout, tokens: npt.ArrayLike, share: npt.ArrayLike = 1.0
@@ -354,11 +370,11 @@ class Costs:
         for name, given in (("tokens", counts), ("depth_tokens", depths), ("page_bytes", sizes)):
             if not (given >= 0).all():  # a NaN fails this, too
                 raise BadArgumentError(f"{name}: numbers, 0 or more")
-        known = self._tier(tier)
+        known = self.tier(tier)
         saved = self.recompute_seconds(depths, depths + counts)
         if tier != "cold":
             return saved - sizes * self._byte_s(known)
-        both = 1 / known.bytes_per_s + self._byte_s(self._tier("far"))
+        both = 1 / known.bytes_per_s + self._byte_s(self.tier("far"))
         return saved - sizes * both - known.latency_s
 
     def pays_from(self, layout: KVLayout, tier: str) -> int | None:
@@ -412,7 +428,7 @@ class Costs:
     def _reads_per_write(
         self, layout: KVLayout, tier: str, tokens: int, saved_s: float
     ) -> float | None:
-        rate = self._tier(tier).write_bytes_per_s
+        rate = self.tier(tier).write_bytes_per_s
         if rate is None or saved_s <= 0:
             return None
         return float(kv_bytes(layout, tokens)) / rate / saved_s
@@ -424,7 +440,8 @@ class Costs:
             rates.append(self.link_bytes_per_s)
         return 1 / min(rates)
 
-    def _tier(self, name: str) -> Tier:
+    def tier(self, name: str) -> Tier:
+        """The costs of one; raises BadArgumentError when there are none."""
         known = {"near": self.near, "far": self.far, "cold": self.cold}
         if name not in known:
             raise BadArgumentError(f"tier is {name!r}: one of {', '.join(TIERS)}")
