@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -381,16 +381,24 @@ def top(
 def tune(
     json_file: JsonFile = None,
     threads: Annotated[int | None, typer.Option(help="That scan: all if not given.")] = None,
+    pool: Annotated[
+        Path | None, typer.Option(help="A pool: what far memory costs is measured in it.")
+    ] = None,
+    cold: Annotated[
+        Path | None, typer.Option(help="Where a cold file is or will be: its disk is measured.")
+    ] = None,
 ) -> None:
-    """Measure on this machine from how many pages on sketches pay, for select(method="auto")."""
-    from cxlkv.bench import cli, tuning
+    """Measure on this machine from how many pages on sketches pay, for select(method="auto"), and
+    what reading, writing and attending cost, for `cxlkv advise`."""
+    from cxlkv.bench import cli, rates, tuning
     from cxlkv.bench.report import Result
     from cxlkv.ndp.tuning import default_path, write
 
     console = cli.wide_console()
     result = Result("tune")
     with console.status("measuring; half a minute ..."):
-        found = tuning.run(result, threads=threads)
+        costs = rates.run(result, rates.LAYOUT, pool=pool, cold=cold, threads=threads)
+        found = replace(tuning.run(result, threads=threads), costs=costs)
     path = default_path()
     write(found, path)
     cli.show(result, console, json_file)

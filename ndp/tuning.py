@@ -1,4 +1,7 @@
-"""What `cxlkv tune` measured on this machine, for selects with method "auto"; defaults without."""
+"""What `cxlkv tune` measured on this machine: for selects with method "auto", and what things cost.
+
+Without a file there are defaults for the former, and nothing is known of the latter.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from cxlkv import _core, certificate
+from cxlkv.costs import TIERS, Costs, Tier
 from cxlkv.state import state_folder, write_whole
 
 PAGES_MIN = 1024
@@ -17,10 +21,14 @@ PAGES_MIN = 1024
 
 @dataclass(frozen=True)
 class Tuning:
-    """From how many pages on method "auto" estimates from sketches; machine: what it holds for."""
+    """From how many pages on method "auto" estimates from sketches; machine: what it holds for.
+
+    costs: of the tiers and of work near the data, without a prefill speed; None: not measured.
+    """
 
     two_stage_pages: int = PAGES_MIN
     machine: str = ""
+    costs: Costs | None = None
 
 
 def this_machine() -> str:
@@ -46,6 +54,7 @@ def read(path: Path) -> Tuning:
         pages, machine = found["two_stage_pages"], found["machine"]
         if not isinstance(pages, int) or not PAGES_MIN <= pages < 2**31:
             raise ValueError(f"two_stage_pages is {pages!r}")
+        costs = None if found.get("costs") is None else _costs(found["costs"])
     except FileNotFoundError:
         return Tuning()
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -54,7 +63,22 @@ def read(path: Path) -> Tuning:
     if machine != this_machine():
         warnings.warn(f"{path} is of another machine: run `cxlkv tune` on this one", stacklevel=2)
         return Tuning()
-    return Tuning(pages, machine)
+    return Tuning(pages, machine, costs)
+
+
+def _costs(found: object) -> Costs:
+    """Raises ValueError or TypeError for what is none: the file may be damaged."""
+    if not isinstance(found, dict) or found.get("prefill") is not None:
+        raise ValueError("costs are a table without prefill: that is the engine's")
+    made = {}
+    for name, value in found.items():
+        if name in TIERS and value is not None:
+            if not isinstance(value, dict) or not isinstance(value.get("where"), str):
+                raise ValueError(f"{name} is {value!r}")
+            made[name] = Tier(**value)
+        else:
+            made[name] = value
+    return Costs(**made)  # type: ignore[arg-type]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""`cxlkv tune`: what it finds is used by "auto", and by nobody else."""
+"""`cxlkv tune`: what it finds is used by "auto" and nobody else; what things cost is kept, too."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from cxlkv import CXLPool, KVLayout
+from cxlkv.bench import rates
 from cxlkv.bench import tuning as measuring
 from cxlkv.bench.report import Result
 from cxlkv.cli import app
+from cxlkv.costs import Costs, Tier
 from cxlkv.ndp import tuning
 from cxlkv.ndp.tuning import PAGES_MIN, Tuning
 
@@ -60,6 +62,22 @@ def test_auto_follows_the_file_and_two_stage_does_not() -> None:
         ('{"two_stage_pages": 5, "machine": ""}', "two_stage_pages is 5"),
         ('{"two_stage_pages": 4096, "machine": "another"}', "of another machine"),
         ("[]", "list indices"),
+        ('{"two_stage_pages": 4096, "machine": "", "costs": []}', "costs are a table"),
+        ('{"two_stage_pages": 4096, "machine": "", "costs": {"warp": 9}}', "'warp'"),
+        ('{"two_stage_pages": 4096, "machine": "", "costs": {"far": 9}}', "far is 9"),
+        (
+            '{"two_stage_pages": 4096, "machine": "",'
+            ' "costs": {"far": {"bytes_per_s": NaN, "where": ""}}}',
+            "bytes_per_s is nan",
+        ),
+        (
+            '{"two_stage_pages": 4096, "machine": "", "costs": {"far": {"where": ""}}}',
+            "bytes_per_s",
+        ),
+        (
+            '{"two_stage_pages": 4096, "machine": "", "costs": {"prefill": {"tokens_per_s": 9}}}',
+            "prefill",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_used(tmp_path: Path, text: str, why: str) -> None:
@@ -91,9 +109,26 @@ def test_a_small_run() -> None:
     assert set(result.metrics) >= {"exact_1024_pages", "two_stage_1280_pages"}
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_kept() -> None:
+    costs = Costs(
+        near=Tier(bytes_per_s=2e10),
+        far=Tier(bytes_per_s=1e10, latency_s=1e-6, write_bytes_per_s=5e9, where="/dev/dax0.0"),
+        score_bytes_per_s=3e10,
+        attend_bytes_per_s=2e10,
+    )
+    kept = Tuning(2000, tuning.this_machine(), costs)
+    tuning.write(kept, tuning.default_path())
+    assert tuning.current() == kept
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rates, "SIZE", rates.Size(1 << 20, 1 << 20, 256 << 10, rounds=1))
     monkeypatch.setattr(measuring.run, "__defaults__", (measuring.Size((1024,), 1, 32, 1, 1), None))
-    done = CliRunner().invoke(app, ["tune", "--threads", "1"])
+    done = CliRunner().invoke(app, ["tune", "--threads", "1", "--cold", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "two_stage_pages" in done.output
-    assert tuning.read(tuning.default_path()).machine == tuning.this_machine()
+    assert "cold_read" in done.output
+    kept = tuning.read(tuning.default_path())
+    assert kept.machine == tuning.this_machine()
+    assert kept.costs is not None
+    assert kept.costs.tiers == ("near", "far", "cold")
