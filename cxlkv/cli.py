@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cxlkv.advise import advise
 from cxlkv.config import format_bytes
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
 from cxlkv.topology import Machine, missing, probe
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 pool_app = typer.Typer(help="Make, find, watch, check and remove pools.", no_args_is_help=True)
 app.add_typer(pool_app, name="pool")
+app.command()(advise)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result file here.")]

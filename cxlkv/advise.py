@@ -1,0 +1,400 @@
+"""`cxlkv advise`: whether a tier pays on this machine for this model, and from which length on."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cxlkv.errors import BadArgumentError, GeometryError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from cxlkv.costs import Costs, Decision, Prefill, Verdict
+    from cxlkv.layout import KVLayout
+
+TOKENS = (1024, 4096, 16384, 65536)
+
+
+def advise(
+    pool: Annotated[
+        Path | None, typer.Option(help="A pool: its layout, and far is measured in its memory.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="The same of a pool that a YAML file describes.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Without a pool: layers of the model.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads of a layer.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Channels of a head.")] = None,
+    page_tokens: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
+    dtype: Annotated[str, typer.Option(help="Type of the stored keys and values.")] = "bf16",
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Length of a cached prefix; again for more.", min=1)
+    ] = None,
+    decode_tokens: Annotated[int, typer.Option(help="Decoded after each hit.", min=0)] = 128,
+    share: Annotated[float, typer.Option(help="Of the pages that a step attends to.")] = 1.0,
+    prefill_tokens_per_s: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Your engine's, measured on whole prompts: 9000, or 9000@4096 for prompts of 4096 "
+            "tokens. Two of different lengths say how much attention adds."
+        ),
+    ] = None,
+    tflops: Annotated[
+        float | None,
+        typer.Option(help="Instead of a speed: TFLOPS that prefill reaches (not the peak)."),
+    ] = None,
+    parameters: Annotated[
+        float | None, typer.Option(help="Of the model, active for a token, e.g. 8.2e9.")
+    ] = None,
+    q_heads: Annotated[int | None, typer.Option(help="Query heads of a layer.", min=1)] = None,
+    link_gb_per_s: Annotated[
+        float | None, typer.Option(help="To the GPU, in 1e9 bytes a second, if there is one.")
+    ] = None,
+    cold: Annotated[
+        Path | None,
+        typer.Option(help="Where a cold file is or will be: its disk is measured, 64 MiB written."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures here.")
+    ] = None,
+) -> None:
+    """Say whether reading cached keys and values beats computing them again, tier by tier.
+
+    Measures memory, or takes what `cxlkv tune` kept. The prefill speed is your engine's; without
+    it the answer is the speed up to which a tier pays.
+    """
+    from cxlkv.bench.cli import check_files, wide_console
+
+    check_files(json_file)
+    layout = layout_of(pool, config, layers, kv_heads, head_dim, page_tokens, dtype)
+    speed = prefill_of(layout, prefill_tokens_per_s or [], tflops, parameters, q_heads)
+    if link_gb_per_s is not None and not 0 < link_gb_per_s < math.inf:
+        raise BadArgumentError(f"--link-gb-per-s is {link_gb_per_s}: a number above 0 is wanted")
+    if not 0 < share <= 1:
+        raise BadArgumentError(f"--share is {share}: outside (0, 1]")
+    console = wide_console()
+    with console.status("measuring ..."):
+        costs = measured(layout, pool or pool_of(config, layout), cold, q_heads)
+    link = None if link_gb_per_s is None else link_gb_per_s * 1e9
+    costs = replace(costs, prefill=speed, link_bytes_per_s=link)
+    answer = Answer.of(layout, costs, sorted(set(tokens or TOKENS)), decode_tokens, share)
+    show(answer, console)
+    if json_file is not None:
+        write(answer, json_file)
+        console.print(f"written: {json_file}", soft_wrap=True)
+
+
+# ---- what is asked ----
+
+
+def layout_of(
+    pool: Path | None,
+    config: Path | None,
+    layers: int | None,
+    kv_heads: int | None,
+    head_dim: int | None,
+    page_tokens: int,
+    dtype: str,
+) -> KVLayout:
+    """From exactly one of the three sources."""
+    from cxlkv.layout import KVLayout
+
+    numbers = [number for number in (layers, kv_heads, head_dim) if number is not None]
+    given = [pool is not None, config is not None, bool(numbers)]
+    if sum(given) != 1:
+        raise BadArgumentError(
+            "give one of --pool, --config, or --layers, --kv-heads and --head-dim"
+        )
+    if pool is not None:
+        from cxlkv.pool import CXLPool
+
+        with CXLPool.open(pool) as opened:
+            return opened.layout
+    if config is not None:
+        from cxlkv.pool_config import read_config
+
+        return read_config(config).layout.make()
+    if layers is None or kv_heads is None or head_dim is None:
+        raise BadArgumentError("--layers, --kv-heads and --head-dim go together")
+    return KVLayout(
+        layers=layers, kv_heads=kv_heads, head_dim=head_dim, page_tokens=page_tokens, dtype=dtype
+    )
+
+
+def pool_of(config: Path | None, layout: KVLayout) -> Path | None:
+    """The pool that the configuration describes, if it is there; none is made."""
+    from cxlkv.errors import NotAPoolError, PoolMissingError
+    from cxlkv.pool import CXLPool
+    from cxlkv.pool_config import read_config
+
+    where = "anonymous:" if config is None else read_config(config).where
+    if where == "anonymous:":
+        return None
+    try:
+        with CXLPool.open(where) as opened:
+            there = opened.layout
+    except (PoolMissingError, NotAPoolError):
+        return None  # not made yet: from_config() will, or says what is in the way
+    if there != layout:
+        raise GeometryError(f"{where}: the pool there has another layout than {config} describes")
+    return Path(where)
+
+
+def prefill_of(
+    layout: KVLayout,
+    speeds: Sequence[str],
+    tflops: float | None,
+    parameters: float | None,
+    q_heads: int | None,
+) -> Prefill | None:
+    """None when nothing is known; nothing is made up."""
+    from cxlkv.costs import Prefill, half_of_model
+
+    model = parameters is not None and q_heads is not None
+    if tflops is not None and (speeds or not model):
+        raise BadArgumentError(
+            "--tflops goes with --parameters and --q-heads, and without --prefill-tokens-per-s"
+        )
+    if parameters is not None and not model:
+        raise BadArgumentError("--parameters goes with --q-heads")
+    if parameters is not None and tflops is None and len(speeds) != 1:
+        raise BadArgumentError("--parameters goes with --tflops or one --prefill-tokens-per-s")
+    if tflops is not None and parameters is not None and q_heads is not None:
+        return Prefill.of_model(layout, parameters, q_heads, tflops * 1e12)
+    if not speeds:
+        return None
+    points = [_point(speed) for speed in speeds]
+    if parameters is not None and q_heads is not None:
+        return Prefill.measured(points, half_of_model(layout, parameters, q_heads))
+    return Prefill.measured(points)
+
+
+def _point(text: str) -> tuple[float, float]:
+    """9000@4096 as (9000, 4096)."""
+    speed, at, context = text.partition("@")
+    try:
+        return float(speed), float(context) if at else 0.0
+    except ValueError:
+        raise BadArgumentError(
+            f"--prefill-tokens-per-s {text}: a speed is wanted, like 9000, or 9000@4096 for "
+            "prompts of 4096 tokens"
+        ) from None
+
+
+def measured(layout: KVLayout, pool: Path | None, cold: Path | None, q_heads: int | None) -> Costs:
+    """What `cxlkv tune` kept; memory is measured now where it kept nothing, and what is named."""
+    from cxlkv.bench import rates
+    from cxlkv.bench.report import Result
+    from cxlkv.ndp.tuning import current
+
+    group = max(1, (q_heads or 4 * layout.kv_heads) // layout.kv_heads)
+    result = Result("advise")
+    kept = current().costs
+    if kept is None:
+        return rates.run(result, layout, pool=pool, cold=cold, group=group)
+    if pool is not None:
+        kept = replace(rates.run(result, layout, pool=pool, group=group), cold=kept.cold)
+    return kept if cold is None else replace(kept, cold=rates.file(result, layout, cold))
+
+
+# ---- what is answered ----
+
+
+@dataclass(frozen=True)
+class Row:
+    """One length of prefix in one tier; decision: None without a prefill speed."""
+
+    verdict: Verdict
+    attend_s: float
+    decision: Decision | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that is shown, and written."""
+
+    layout: KVLayout
+    costs: Costs
+    decode_tokens: int
+    share: float
+    rows: Sequence[Row]
+    notes: Sequence[str]
+
+    @classmethod
+    def of(
+        cls,
+        layout: KVLayout,
+        costs: Costs,
+        lengths: Sequence[int],
+        decode_tokens: int,
+        share: float,
+    ) -> Answer:
+        rows = []
+        for tokens in lengths:
+            for tier in costs.tiers:
+                decision = None
+                if costs.prefill is not None:
+                    decision = costs.decide(
+                        layout,
+                        tokens=tokens,
+                        cached_tokens=tokens,
+                        tier=tier,
+                        decode_tokens=decode_tokens,
+                        share=share,
+                    )
+                attend_s = costs.attend_seconds(layout, tokens, tier, decode_tokens, share)
+                rows.append(Row(costs.verdict(layout, tier, tokens), float(attend_s), decision))
+        return cls(layout, costs, decode_tokens, share, rows, list(_notes(costs)))
+
+
+def _notes(costs: Costs) -> Iterator[str]:
+    """What the figures do not say."""
+    from cxlkv.bench.rates import FORGOTTEN, LOCAL
+
+    if costs.far is not None and costs.far.where == LOCAL:
+        yield (
+            "far was measured in this process's own memory, as near was: --pool PATH measures a "
+            "pool's"
+        )
+    if costs.cold is None:
+        yield "cold was not measured: --cold PATH measures the disk there"
+    elif costs.cold.where.endswith(FORGOTTEN):
+        yield "cold was read through the page cache: a disk may be slower than that"
+    if costs.link_bytes_per_s is None:
+        yield "no link to a GPU was given: fetch ends in this host's memory"
+    if costs.prefill is None:
+        yield "no prefill speed was given, so that nothing is said about recomputing"
+    elif costs.prefill.context_half == math.inf:
+        yield (
+            "prefill was taken as equally fast at all lengths: two speeds (9000@4096 and "
+            "7000@65536), or --parameters and --q-heads, say how much attention adds"
+        )
+
+
+def show(answer: Answer, console: Console) -> None:
+    """Two tables, then for each tier what they mean."""
+    console.print(costs_table(answer.costs))
+    console.print(rows_table(answer))
+    for tier in answer.costs.tiers:
+        for verdict in telling([row.verdict for row in answer.rows if row.verdict.tier == tier]):
+            sentences = [verdict.sentence, *filter(None, [writing(verdict)])]
+            console.print("; ".join(sentences), soft_wrap=True, highlight=False, markup=False)
+    for note in answer.notes:
+        console.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
+
+
+def telling(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The longest; before it the shortest, where that one has another answer."""
+    if verdicts[0].pays == verdicts[-1].pays:
+        return [verdicts[-1]]
+    return [verdicts[0], verdicts[-1]]
+
+
+def writing(verdict: Verdict) -> str:
+    """How much of what is written must be read again; "" where that is not known."""
+    reads = verdict.reads_per_write
+    if reads is None:
+        return ""
+    least = f"at least {100 * reads:.2g} % of what is written is read back"
+    if reads > 1:
+        least = f"what is written is read back {reads:.3g} times or more"
+    return f"writing to it pays when {least}"
+
+
+def costs_table(costs: Costs) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    from cxlkv.costs import format_seconds
+    from cxlkv.top import plain
+
+    made = Table("tier", "read", "an operation", "write", "measured", title="What things cost here")
+    for name in costs.tiers:
+        tier = costs.tier(name)
+        write = tier.write_bytes_per_s
+        made.add_row(
+            name,
+            _rate(tier.bytes_per_s),
+            format_seconds(tier.latency_s),
+            "" if write is None else _rate(write),
+            Text(plain(tier.where), overflow="fold"),
+        )
+    if costs.score_bytes_per_s is not None and costs.attend_bytes_per_s is not None:
+        made.caption = (
+            f"near the data: select {_rate(costs.score_bytes_per_s)} of keys, attend "
+            f"{_rate(costs.attend_bytes_per_s)} of keys and values, "
+            f"{format_seconds(costs.step_latency_s)} a layer"
+        )
+    return made
+
+
+def rows_table(answer: Answer) -> Table:
+    from rich.table import Table
+
+    from cxlkv.costs import format_seconds
+
+    known = answer.costs.prefill is not None
+    last = ("recompute", "choice") if known else ("pays below, tokens/s of prefill",)
+    made = Table(title=f"A cached prefix, then {answer.decode_tokens} tokens decoded")
+    for column in ("tokens", "tier", "fetch", "attend", *last):
+        made.add_column(column, justify="left" if column in ("tier", "choice") else "right")
+    for row in answer.rows:
+        verdict = row.verdict
+        cells = [f"{verdict.tokens:,}", verdict.tier, format_seconds(verdict.read_s)]
+        cells.append(format_seconds(row.attend_s) if row.attend_s < math.inf else "")
+        if row.decision is None or verdict.recompute_s is None:
+            cells.append(f"{verdict.prefill_tokens_per_s:,.0f}")
+        else:
+            cells += [format_seconds(verdict.recompute_s), row.decision.choice]
+        made.add_row(*cells)
+    return made
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s"
+
+
+def write(answer: Answer, path: Path) -> None:
+    """All figures as JSON, in seconds, bytes and tokens; null for what is not known."""
+    from cxlkv.bench.report import commit, machine
+    from cxlkv.state import write_whole
+
+    rows = []
+    for row in answer.rows:
+        decision = row.decision
+        rows.append(
+            {
+                **asdict(row.verdict),
+                "attend_s": row.attend_s,
+                "choice": None if decision is None else decision.choice,
+                "reason": None if decision is None else decision.reason,
+            }
+        )
+    found = {
+        "machine": machine(),
+        "commit": commit(),
+        "layout": asdict(answer.layout),
+        "costs": asdict(answer.costs),
+        "decode_tokens": answer.decode_tokens,
+        "share": answer.share,
+        "rows": rows,
+        "notes": answer.notes,
+    }
+    write_whole(path, json.dumps(_finite(found), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: object) -> object:
+    """The same with None for infinite numbers, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

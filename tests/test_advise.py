@@ -1,0 +1,245 @@
+"""`cxlkv advise`, as a person at a terminal meets it; figures of the machine are put in by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cxlkv import CXLPool, KVLayout, cli
+from cxlkv.bench import rates
+from cxlkv.costs import Costs, Tier
+from cxlkv.ndp import tuning
+
+# 10 layers of 50 channels of 2 bytes: 1000 bytes a token.
+MODEL = ("--layers", "10", "--kv-heads", "1", "--head-dim", "25", "--page-tokens", "10")
+KEPT = Costs(
+    near=Tier(bytes_per_s=1e9, where="memory of this process"),
+    far=Tier(bytes_per_s=1e8, latency_s=1e-3, write_bytes_per_s=5e7, where="/dev/dax0.0"),
+    cold=Tier(bytes_per_s=1e7, latency_s=1e-3, write_bytes_per_s=1e7, where="/cold, O_DIRECT"),
+    score_bytes_per_s=1e8,
+    attend_bytes_per_s=1e8,
+    step_latency_s=1e-4,
+)
+SPEED = ("--prefill-tokens-per-s", "10000")
+
+
+@pytest.fixture(autouse=True)
+def own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(rates, "SIZE", rates.Size(1 << 20, 1 << 20, 256 << 10, rounds=1))
+    tuning.current.cache_clear()
+    yield
+    tuning.current.cache_clear()
+
+
+@pytest.fixture
+def tuned() -> None:
+    tuning.write(tuning.Tuning(machine=tuning.this_machine(), costs=KEPT), tuning.default_path())
+
+
+def advise(*arguments: str) -> str:
+    done = CliRunner().invoke(cli.app, ["advise", *arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line on stderr, as the command installed prints it."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["advise", *arguments])
+    assert stop.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    return said
+
+
+def cells(output: str, *first: str) -> list[str]:
+    """The row of a table that begins with these cells."""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines()]
+    (found,) = [row for row in rows if row[: len(first)] == list(first)]
+    return found
+
+
+@pytest.mark.usefixtures("tuned")
+def test_each_tier_says_whether_it_pays_and_why() -> None:
+    output = advise(*MODEL, *SPEED, "--tokens", "50", "--tokens", "1000", "--decode-tokens", "50")
+    # 50 steps of 10 calls of 0.1 ms and 0.5 ms of bytes.
+    assert cells(output, "50", "far") == ["50", "far", "10.5 ms", "75 ms", "5 ms", "recompute"]
+    assert cells(output, "1,000", "far") == ["1,000", "far", "20 ms", "550 ms", "100 ms", "fetch"]
+    assert cells(output, "far")[1:] == ["0.1 GB/s", "1 ms", "0.05 GB/s", "/dev/dax0.0"]
+    lines = output.splitlines()
+    assert (
+        "the far tier does not pay here because a hit of 50 tokens takes 10.5 ms to read and 5 ms "
+        "to recompute; it pays from 120 tokens on"
+    ) in lines
+    assert (
+        "the far tier pays here: a hit of 1,000 tokens takes 20 ms to read and 100 ms to "
+        "recompute; it pays from 120 tokens on; writing to it pays when at least 25 % of what is "
+        "written is read back"
+    ) in lines
+    assert (
+        "the cold tier does not pay here because a hit of 1,000 tokens takes 220 ms to read and "
+        "100 ms to recompute; it pays at no length up to 16,777,216 tokens"
+    ) in lines
+    assert sum(line.startswith("the ") for line in lines) == 4  # near pays at both lengths
+
+
+@pytest.mark.usefixtures("tuned")
+def test_without_a_speed_the_break_even_speed() -> None:
+    output = advise(*MODEL, "--tokens", "1000")
+    assert cells(output, "1,000", "far")[-1] == "50,000"
+    assert (
+        "the far tier pays when your engine prefills 1,000 tokens more slowly than at 50,000 "
+        "tokens/s: a hit of them takes 20 ms to read"
+    ) in output.splitlines()
+    assert "no prefill speed was given" in output
+    assert "recompute;" not in output
+
+
+@pytest.mark.usefixtures("tuned")
+def test_what_must_be_read_back_more_than_once() -> None:
+    # A hit saves 250 - 220 ms, and took 100 ms to write.
+    output = advise(*MODEL, "--prefill-tokens-per-s", "4000", "--tokens", "1000")
+    assert "pays when what is written is read back 3.33 times or more" in output
+
+
+@pytest.mark.usefixtures("tuned")
+def test_a_link_and_the_models_operations() -> None:
+    output = advise(*MODEL, *SPEED, "--tokens", "1000", "--link-gb-per-s", "0.05")
+    assert cells(output, "1,000", "far")[2] == "30 ms"
+    assert "no link" not in output
+    # 2e6 operations a token at 2e10 a second: 10,000 tokens/s; 1000 more for each token before
+    # it: as much again at the 2000th token, a quarter of that on average over the first 1000.
+    flops = ("--tflops", "0.02", "--parameters", "1e6", "--q-heads", "1", "--tokens", "1000")
+    output = advise(*MODEL, *flops)
+    assert cells(output, "1,000", "far")[4] == "125 ms"
+    assert "equally fast" not in output
+
+
+@pytest.mark.usefixtures("tuned")
+def test_two_speeds_say_how_much_attention_adds(tmp_path: Path) -> None:
+    file = tmp_path / "advice.json"
+    speeds = ("--prefill-tokens-per-s", "8000@1000", "--prefill-tokens-per-s", "4000@6000")
+    output = advise(*MODEL, *speeds, "--json", str(file))
+    assert "equally fast" not in output
+    found = json.loads(file.read_text())
+    # 125 us a token of 1000, 250 us of 6000: 100 us, and 25 us for each 1000.
+    assert found["costs"]["prefill"]["tokens_per_s"] == pytest.approx(10_000)
+    assert found["costs"]["prefill"]["context_half"] == pytest.approx(2000)
+
+
+@pytest.mark.usefixtures("tuned")
+def test_the_json_has_all_figures(tmp_path: Path) -> None:
+    file = tmp_path / "advice.json"
+    arguments = (*MODEL, "--tokens", "1000", "--json", str(file))
+    assert f"written: {file}" in advise(*arguments, *SPEED)
+    found = json.loads(file.read_text())
+    assert found["costs"]["far"]["where"] == "/dev/dax0.0"
+    assert found["costs"]["prefill"] == {"tokens_per_s": 10_000, "context_half": None}
+    assert found["layout"]["page_tokens"] == 10
+    assert "cpu" in found["machine"]
+    far = found["rows"][1]
+    assert (far["tier"], far["tokens"], far["pays"], far["pays_from"]) == ("far", 1000, True, 120)
+    assert (far["choice"], far["reason"][:6]) == ("fetch", "fetch:")
+    assert far["read_s"] == pytest.approx(0.02)
+    assert far["attend_s"] == pytest.approx(128 * 0.011)
+    assert far["reads_per_write"] == pytest.approx(0.25)
+
+    advise(*arguments)
+    far = json.loads(file.read_text())["rows"][1]
+    assert far["prefill_tokens_per_s"] == pytest.approx(50_000)
+    for unknown in ("choice", "reason", "pays", "pays_from", "recompute_s"):
+        assert far[unknown] is None
+
+
+def test_an_untuned_machine_is_measured(tmp_path: Path) -> None:
+    file = tmp_path / "advice.json"
+    output = advise(*MODEL, "--cold", str(tmp_path), "--json", str(file))
+    assert "far was measured in this process's own memory" in output
+    found = json.loads(file.read_text())
+    assert [row["tier"] for row in found["rows"][:3]] == ["near", "far", "cold"]
+    assert found["costs"]["cold"]["where"].startswith(str(tmp_path))
+    assert not tuning.default_path().exists()  # only `cxlkv tune` keeps what it finds
+
+
+def test_a_pool_gives_its_layout_and_its_memory(tmp_path: Path) -> None:
+    path, file = tmp_path / "my.pool", tmp_path / "advice.json"
+    layout = KVLayout(layers=2, kv_heads=2, head_dim=32)
+    CXLPool.create(path, layout=layout, capacity="8MiB").close()
+    config = tmp_path / "pool.yaml"
+    shape = "{layers: 2, kv_heads: 2, head_dim: 32}"
+    config.write_text(f"where: {path}\ncapacity: 8MiB\nlayout: {shape}\n")
+    for arguments in (("--pool", str(path)), ("--config", str(config))):
+        output = advise(*arguments, "--json", str(file))
+        assert "own memory" not in output
+        found = json.loads(file.read_text())
+        assert found["costs"]["far"]["where"] == str(path)
+        assert found["layout"]["groups"][0]["layers"] == 2
+    with CXLPool.open(path) as pool:
+        assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
+
+
+def test_a_pool_that_is_not_there_yet_is_not_made(tmp_path: Path) -> None:
+    config = tmp_path / "pool.yaml"
+    shape = "{layers: 2, kv_heads: 2, head_dim: 32}"
+    path = tmp_path / "later.pool"
+    config.write_text(f"where: {path}\ncapacity: 8MiB\nif_exists: replace\nlayout: {shape}\n")
+    assert "own memory" in advise("--config", str(config))
+    assert not path.exists()
+
+
+def test_a_configuration_of_another_pool(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, config = tmp_path / "my.pool", tmp_path / "pool.yaml"
+    other = KVLayout(layers=1, kv_heads=2, head_dim=32)
+    CXLPool.create(path, layout=other, capacity="8MiB").close()
+    shape = "{layers: 2, kv_heads: 2, head_dim: 32}"
+    config.write_text(f"where: {path}\ncapacity: 8MiB\nif_exists: replace\nlayout: {shape}\n")
+    assert "another layout" in refused(capsys, "--config", str(config))
+    with CXLPool.open(path) as pool:
+        assert pool.layout == other
+
+
+@pytest.mark.usefixtures("tuned")
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ("", "give one of --pool, --config, or --layers"),
+        ("--pool absent.pool", "absent.pool"),
+        ("--pool absent.pool --layers 2", "give one of"),
+        ("--layers 2", "go together"),
+        ("MODEL --layers 0", "layers is 0"),
+        ("MODEL --dtype int4", "int4"),
+        ("MODEL --prefill-tokens-per-s fast", "fast: a speed is wanted"),
+        ("MODEL --prefill-tokens-per-s 9000@", "9000@: a speed is wanted"),
+        ("MODEL --prefill-tokens-per-s 0", "tokens_per_s is 0.0: a number above 0"),
+        ("MODEL --prefill-tokens-per-s nan", "tokens_per_s is nan"),
+        ("MODEL --prefill-tokens-per-s 9@1 --prefill-tokens-per-s 9@1", "different lengths"),
+        ("MODEL --tflops 9", "--tflops goes with --parameters and --q-heads"),
+        ("MODEL --parameters 8e9 --prefill-tokens-per-s 9", "--parameters goes with --q-heads"),
+        ("MODEL --parameters 8e9 --q-heads 8", "--parameters goes with --tflops or one"),
+        ("MODEL --tflops nan --parameters 8e9 --q-heads 8", "flops_per_s is nan"),
+        ("MODEL --share 0", "--share is 0.0"),
+        ("MODEL --link-gb-per-s nan", "--link-gb-per-s is nan"),
+        ("MODEL --cold absent/cold", "its folder does not exist"),
+        ("MODEL --json absent/advice.json", "its folder does not exist"),
+        (f"MODEL --tokens {2**64}", "tokens is 18446744073709551616: whole numbers"),
+    ],
+)
+def test_what_cannot_be_is_named(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: str,
+    why: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [w for word in arguments.split() for w in (MODEL if word == "MODEL" else [word])]
+    assert why in refused(capsys, *words)
+    assert list(tmp_path.glob("*.json")) == []
