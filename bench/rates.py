@@ -26,7 +26,7 @@ from cxlkv.arrays import NUMPY_DTYPES
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.report import Result
 from cxlkv.config import format_bytes
-from cxlkv.costs import Costs, Tier
+from cxlkv.costs import Costs, Tier, key_share
 from cxlkv.errors import BadArgumentError, MemoryShortError, PoolFullError, SystemCallError
 from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.ndp.engine import Budget
@@ -118,8 +118,7 @@ def through(result: Result, name: str, pool: CXLPool, group: int = 4) -> Costs:
     finally:
         small.release()
         large.release()
-    own = layout.value_head_dim if layout.values == "own" else 0
-    shares = {"read": 1.0, "score": layout.head_dim / (layout.head_dim + own), "attend": 1.0}
+    shares = {"read": 1.0, "score": key_share(layout), "attend": 1.0}
     fits = {}
     for verb, share in shares.items():
         sizes = [share * readers[size].bytes for size in ("large", "small")]

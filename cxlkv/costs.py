@@ -336,8 +336,7 @@ class Costs:
         if self.attend_bytes_per_s is None or self.score_bytes_per_s is None:
             return np.where(wanted > 0, math.inf, 0.0)
         held = kv_bytes(layout, wanted)
-        own = layout.value_head_dim if layout.values == "own" else 0
-        keys = held * (layout.head_dim / (layout.head_dim + own))
+        keys = held * key_share(layout)
         calls = np.where(wanted > 0, layout.layers, 0)
         scored = np.where(part < 1, keys / self.score_bytes_per_s, 0.0)
         attended = part * held / self.attend_bytes_per_s
@@ -345,12 +344,7 @@ class Costs:
 
     def recompute_seconds(self, first: npt.ArrayLike, end: npt.ArrayLike) -> Floats:
         """To prefill tokens [first, end) again. Raises BadArgumentError without a speed."""
-        if self.prefill is None:
-            raise BadArgumentError(
-                "the prefill speed is not known: measure your engine's, in tokens/s; it cannot be "
-                "measured without the model"
-            )
-        return self.prefill.seconds(first, end)
+        return self._prefill().seconds(first, end)
 
     def value(
         self,
@@ -370,12 +364,16 @@ class Costs:
         for name, given in (("tokens", counts), ("depth_tokens", depths), ("page_bytes", sizes)):
             if not (given >= 0).all():  # a NaN fails this, too
                 raise BadArgumentError(f"{name}: numbers, 0 or more")
-        known = self.tier(tier)
-        saved = self.recompute_seconds(depths, depths + counts)
-        if tier != "cold":
-            return saved - sizes * self._byte_s(known)
-        both = 1 / known.bytes_per_s + self._byte_s(self.tier("far"))
-        return saved - sizes * both - known.latency_s
+        known, prefill = self.tier(tier), self._prefill()
+        byte_s = self._byte_s(known)
+        operation_s = 0.0
+        if tier == "cold":
+            byte_s = 1 / known.bytes_per_s + self._byte_s(self.tier("far"))
+            operation_s = known.latency_s
+        # Prefill.seconds() of each page, arranged so that pages of one size take two passes.
+        token_s = counts / prefill.tokens_per_s
+        first = token_s * (1 + counts / 2 / prefill.context_half) - sizes * byte_s - operation_s
+        return np.asarray(first + token_s / prefill.context_half * depths)
 
     def pays_from(self, layout: KVLayout, tier: str) -> int | None:
         """Tokens (whole pages) from which a hit in `tier` is read faster than it is recomputed.
@@ -433,6 +431,14 @@ class Costs:
             return None
         return float(kv_bytes(layout, tokens)) / rate / saved_s
 
+    def _prefill(self) -> Prefill:
+        if self.prefill is None:
+            raise BadArgumentError(
+                "the prefill speed is not known: measure your engine's, in tokens/s; it cannot be "
+                "measured without the model"
+            )
+        return self.prefill
+
     def _byte_s(self, tier: Tier) -> float:
         """Reading and the link go on at the same time, layer by layer: the slower one counts."""
         rates = [tier.bytes_per_s]
@@ -463,6 +469,12 @@ def kv_bytes(layout: KVLayout, tokens: npt.ArrayLike) -> Floats:
         seen = wanted if group.window is None else np.minimum(wanted, group.window)
         total = total + group.layers * layer_bytes * seen
     return total
+
+
+def key_share(layout: KVLayout) -> float:
+    """How much of the bytes of K and V are keys."""
+    own = layout.value_head_dim if layout.values == "own" else 0
+    return layout.head_dim / (layout.head_dim + own)
 
 
 def _records(layout: KVLayout, tokens: npt.NDArray[np.int64]) -> Floats:

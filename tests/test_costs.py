@@ -19,6 +19,7 @@ from cxlkv.costs import (
     Tier,
     format_seconds,
     half_of_model,
+    key_share,
     kv_bytes,
 )
 from cxlkv.errors import BadArgumentError
@@ -220,6 +221,20 @@ def test_a_deeper_page_is_worth_more() -> None:
     assert values == pytest.approx([0.9e-3, 1.9e-3, 2.9e-3], rel=0.01)
     # From the file: 1 ms an operation, 1 ms of bytes, and 0.1 ms from the pool.
     assert costs.value(10, depths, 10_000, "cold") == pytest.approx(values - 2e-3)
+
+
+def test_pages_of_several_sizes() -> None:
+    costs = replace(COSTS, prefill=Prefill(tokens_per_s=10_000, context_half=1000))
+    tokens, depths = np.array([10, 16, 3]), np.array([0, 500, 4000])
+    values = costs.value(tokens, depths, 1000 * tokens, "far")
+    assert values == pytest.approx(costs.recompute_seconds(depths, depths + tokens) - tokens / 1e5)
+
+
+def test_the_share_of_keys() -> None:
+    narrow = KVLayout(layers=1, kv_heads=1, head_dim=96, value_head_dim=32)
+    latent = LayerGroup(layers=1, kv_heads=1, head_dim=576, value_head_dim=512, values="key_prefix")
+    assert [key_share(LAYOUT), key_share(narrow)] == [0.5, 0.75]
+    assert key_share(KVLayout.of([latent])) == 1
 
 
 def test_the_pages_of_a_hit_sum_up_to_what_it_saves() -> None:
