@@ -658,6 +658,33 @@ def pool_published(pool: Handle) -> tuple[npt.NDArray[np.void], int]:
         room = count
 
 
+def choose(
+    scores: npt.NDArray[np.float32],
+    ages: npt.NDArray[np.uint32],
+    parents: npt.NDArray[np.uint32],
+    blocked: npt.NDArray[np.bool_],
+    wanted: int,
+) -> npt.NDArray[np.uint32]:
+    """Rows that go, leaves first; all five are of one length and contiguous, or this refuses."""
+    count = len(scores)
+    arrays = ((scores, np.float32), (ages, np.uint32), (parents, np.uint32), (blocked, np.bool_))
+    if any(a.shape != (count,) or a.dtype != t or not a.flags.c_contiguous for a, t in arrays):
+        raise errors.BadArgumentError("choose: arrays of one length, and of the documented types")
+    chosen = np.empty(min(wanted, count), np.uint32)
+    taken = check(
+        lib.cxlkv_choose(
+            count,
+            ffi.from_buffer("float[]", scores),
+            ffi.from_buffer("uint32_t[]", ages),
+            ffi.from_buffer("uint32_t[]", parents),
+            ffi.from_buffer("uint8_t[]", blocked),
+            len(chosen),
+            ffi.from_buffer("uint32_t[]", chosen, require_writable=True),
+        )
+    )
+    return chosen[:taken]
+
+
 # ---- batches: one call for all their sequences ----
 
 

@@ -486,6 +486,13 @@ int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args);
 int64_t cxlkv_batch_fetch(cxlkv_batch *batch, cxlkv_fetch_args *args);
 int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args);
 
+/* Which of `count` pages go, at most `wanted`: lowest score first, of equal scores the older, then
+ * the lower index. parents are indexes; any other number is none. A page goes only after all whose
+ * parent it is; blocked ones and their ancestors stay. Returns how many, in the order of going. */
+int64_t cxlkv_choose(uint32_t count, const float *scores, const uint32_t *ages,
+                     const uint32_t *parents, const uint8_t *blocked, uint32_t wanted,
+                     uint32_t *chosen);
+
 /* ---- the worker near the memory: docs/ndp-worker.md ---- */
 
 typedef struct cxlkv_worker cxlkv_worker;

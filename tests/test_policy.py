@@ -1,0 +1,250 @@
+"""Policies: stories with literal ids, the choice in C against an obvious one, and the textbook."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cxlkv import _core
+from cxlkv.bench import caches, traces
+from cxlkv.bench.replaying import replay
+from cxlkv.errors import BadArgumentError
+from cxlkv.policy import DEFAULT, NONE, POLICIES, Policy, Published, choose, policy_named
+
+
+def published(
+    used: list[int],
+    *,
+    clock: int = 100,
+    born: list[int] | None = None,
+    hits: list[int] | None = None,
+    parents: list[int] | None = None,
+    kept: tuple[int, ...] = (),
+    heat: list[int] | None = None,
+    saved_s: list[float] | None = None,
+) -> Published:
+    """Pages 0, 1, ... in the pool, each a chain of its own unless parents says otherwise."""
+    count = len(used)
+
+    def words(given: list[int] | None, default: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+        return np.array([default] * count if given is None else given, np.uint32)
+
+    return Published(
+        clock=clock,
+        pages=np.arange(count, dtype=np.uint32),
+        names=np.arange(1000, 1000 + count, dtype=np.uint64),
+        used=words(used, 0),
+        born=words(born, 0),
+        hits=words(hits, 0),
+        parents=words(parents, NONE),
+        kept=np.isin(np.arange(count), kept),
+        heat=words(heat, 0),
+        saved_s=None if saved_s is None else np.array(saved_s, np.float32),
+    )
+
+
+def chosen(policy: Policy, pages: Published, wanted: int) -> list[int]:
+    return choose(policy, pages, wanted).tolist()
+
+
+# ---- stories ----
+
+
+def test_lru_lets_the_one_go_that_was_used_longest_ago() -> None:
+    assert chosen(policy_named("lru"), published([50, 10, 30, 20]), 2) == [1, 3]
+
+
+def test_time_may_wrap() -> None:
+    """The clock is at 5 after a wrap: page 1 was used 3 ago, page 0 long before the wrap."""
+    pages = published([0xFFFFFF00, 2, 0xFFFFFFF0], clock=5)
+    assert chosen(policy_named("lru"), pages, 3) == [0, 2, 1]
+
+
+def test_mass_lets_the_one_go_that_got_the_least_attention() -> None:
+    pages = published([10, 20, 30, 40], heat=[7, 9, 0, 1])
+    assert chosen(policy_named("mass"), pages, 2) == [2, 3]
+
+
+def test_a_page_goes_only_after_those_that_continue_it() -> None:
+    """0 <- 1 <- 2 and 0 <- 3: page 0 is the oldest and goes last."""
+    pages = published([1, 9, 9, 5], parents=[NONE, 0, 1, 0])
+    assert chosen(policy_named("lru"), pages, 4) == [3, 2, 1, 0]
+
+
+def test_what_is_kept_keeps_the_pages_before_it() -> None:
+    """0 <- 1 <- 2, and page 1 is pinned: only what continues it may go."""
+    pages = published([1, 2, 3], parents=[NONE, 0, 1], kept=(1,))
+    assert chosen(policy_named("lru"), pages, 1) == [2]
+    assert chosen(policy_named("lru"), pages, 2) == [], "all or nothing"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_all_or_nothing(name: str) -> None:
+    pages = published([1, 2, 3], kept=(0,))
+    assert sorted(chosen(policy_named(name), pages, 2)) == [1, 2]
+    assert chosen(policy_named(name), pages, 3) == []
+    assert chosen(policy_named(name), pages, 4) == []
+    assert chosen(policy_named(name), pages, 0) == []
+    assert chosen(policy_named(name), published([]), 1) == []
+
+
+def test_s3fifo_lets_newcomers_pass_and_keeps_what_was_found_twice() -> None:
+    """Ten pages come; 2 was found twice and 3 once: of the older ones 2 alone stays."""
+    policy = policy_named("s3fifo")
+    hits = [0, 0, 2, 1, 0, 0, 0, 0, 0, 0]
+    pages = published(list(range(10)), born=list(range(10)), hits=hits)
+    assert chosen(policy, pages, 4) == [0, 1, 3, 4]
+
+
+def test_s3fifo_remembers_who_went() -> None:
+    """Page 0 goes, and comes back under its name: it is no newcomer any more."""
+    policy = policy_named("s3fifo")
+    first = published(list(range(10)), born=list(range(10)))
+    assert chosen(policy, first, 1) == [0]
+    again = published([50, *range(1, 10)], born=[50, *range(1, 10)])
+    assert chosen(policy, again, 8) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_s3fifo_main_gives_each_find_another_turn_and_not_more() -> None:
+    policy = policy_named("s3fifo")
+    hits = [2] * 10
+    pages = published(list(range(10)), born=list(range(10)), hits=hits)
+    assert chosen(policy, pages, 1) == [0], "all were found: the first to come has its turn"
+    hits = [2, 3, *hits[2:]]
+    later = published([50, 60, *range(2, 10)], born=[50, *range(1, 10)], hits=[0, *hits[1:]])
+    assert chosen(policy, later, 2) == [2, 3], "1 was found again, 0 is new"
+
+
+def come_back_after(policy: Policy, gap: int, rounds: int) -> int:
+    """Pages 0 to 39 are found every `gap`, pages 40 to 79 never: returns the clock."""
+    clock, hits = 0, 0
+    for _ in range(rounds):
+        clock, hits = clock + gap, hits + 1
+        used = [clock] * 40 + [clock - 1] * 40
+        born = [0] * 40 + [clock - 1] * 40
+        pages = published(used, clock=clock, born=born, hits=[hits] * 40 + [0] * 40)
+        assert len(choose(policy, pages, 10)) == 10
+    return clock
+
+
+def test_adaptive_keeps_what_comes_back() -> None:
+    policy = policy_named("adaptive")
+    clock = come_back_after(policy, 2000, 20)
+    used = [clock - 1000] * 40 + [clock - 1] * 40
+    born = [0] * 40 + [clock - 1] * 40
+    pages = published(used, clock=clock, born=born, hits=[20] * 40 + [0] * 40)
+    assert min(chosen(policy, pages, 40)) >= 40, "the newcomers went, though they are newer"
+
+
+def test_cost_weighs_with_the_seconds_that_a_hit_saves() -> None:
+    """As often used, page 1 is cheap to compute again."""
+    pages = published([90, 90, 90], saved_s=[0.5, 0.1, 0.4])
+    assert chosen(policy_named("cost"), pages, 2) == [1, 2]
+
+
+def test_unknown_policy_is_named() -> None:
+    with pytest.raises(BadArgumentError, match="policy 'fifo': one of adaptive, cost, lru"):
+        policy_named("fifo")
+
+
+# ---- the choice in C ----
+
+
+def obvious_choice(
+    scores: list[int], ages: list[int], parents: list[int], blocked: list[bool], wanted: int
+) -> list[int]:
+    here, taken = set(range(len(scores))), []
+    while len(taken) < wanted:
+        leaves = here - {parents[page] for page in here} - {p for p in here if blocked[p]}
+        if not leaves:
+            break
+        taken.append(min(leaves, key=lambda page: (scores[page], -ages[page], page)))
+        here.discard(taken[-1])
+    return taken
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_choice_in_c_is_the_obvious_one(data: st.DataObject) -> None:
+    count = data.draw(st.integers(0, 24))
+    few = st.integers(0, 4)
+    scores, ages = (data.draw(st.lists(few, min_size=count, max_size=count)) for _ in range(2))
+    blocked = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    wanted = data.draw(st.integers(0, count + 2))
+    parent = st.one_of(st.just(NONE), st.integers(0, count + 3))  # cycles and strangers, too
+    parents = data.draw(st.lists(parent, min_size=count, max_size=count))
+    got = _core.choose(
+        np.array(scores, np.float32),
+        np.array(ages, np.uint32),
+        np.array(parents, np.uint32),
+        np.array(blocked, np.bool_),
+        wanted,
+    )
+    assert got.tolist() == obvious_choice(scores, ages, parents, blocked, wanted)
+
+
+def test_choice_refuses_what_is_no_number_and_arrays_that_do_not_fit() -> None:
+    one = np.zeros(1, np.uint32)
+    kept = np.zeros(1, np.bool_)
+    with pytest.raises(BadArgumentError, match="score of page 0 is not a number"):
+        _core.choose(np.array([np.nan], np.float32), one, one, kept, 1)
+    with pytest.raises(BadArgumentError, match="arrays of one length"):
+        _core.choose(np.zeros(2, np.float32), one, one, kept, 1)
+
+
+# ---- against the textbook ----
+
+SEED = 3
+
+
+def compare(family: str, requests: list[traces.Request], share: float) -> None:
+    asked = [page for request in requests for page in request.pages]
+    capacity = int(share * traces.distinct(requests))
+    lengths = [len(request.pages) for request in requests]
+    best = sum(caches.belady(asked, capacity))
+    rivals = {
+        name: caches.leading(lengths, cache(asked, capacity))
+        for name, cache in caches.CACHES.items()
+    }
+    hits = replay(requests, capacity, policy_named(DEFAULT)).hits
+    print(f"seed {SEED}, {family}, {share}: {hits}, {rivals}, at best {best}")
+    assert 0.98 * max(rivals.values()) <= hits <= best
+
+
+@pytest.mark.parametrize("share", [0.05, 0.25])
+@pytest.mark.parametrize("family", traces.FAMILIES)
+def test_the_default_is_never_much_worse_than_a_textbook_cache(family: str, share: float) -> None:
+    compare(family, traces.FAMILIES[family](SEED)[:4000], share)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.1, 0.25])
+@pytest.mark.parametrize("family", traces.FAMILIES)
+def test_the_default_is_never_much_worse_whole(family: str, share: float) -> None:
+    compare(family, traces.FAMILIES[family](SEED), share)
+
+
+def test_a_loop_larger_than_the_cache_keeps_a_part_of_it() -> None:
+    """Where LRU, LFU, SIEVE and S3-FIFO hit nothing."""
+    requests = traces.loops(SEED)[:6000]
+    hits = replay(requests, 1800, policy_named(DEFAULT)).hits
+    asked = [page for request in requests for page in request.pages]
+    assert hits > 0.9 * sum(caches.belady(asked, 1800))
+    assert sum(caches.lru(asked, 1800)) == 0
+
+
+@pytest.mark.parametrize("family", traces.FAMILIES)
+def test_policies_of_the_textbook_are_those_of_the_textbook(family: str) -> None:
+    """In batches and leaves first, so not to the last hit; never much worse."""
+    requests = traces.FAMILIES[family](SEED)[:4000]
+    asked = [page for request in requests for page in request.pages]
+    lengths = [len(request.pages) for request in requests]
+    capacity = traces.distinct(requests) // 10
+    for name in ("lru", "s3fifo"):
+        hits = replay(requests, capacity, policy_named(name)).hits
+        there = caches.leading(lengths, caches.CACHES[name](asked, capacity))
+        print(f"{family} {name}: {hits}, textbook {there}")
+        assert hits >= 0.95 * there
