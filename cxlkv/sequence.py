@@ -9,9 +9,9 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, audit
+from cxlkv import _core, audit, room
 from cxlkv.arrays import Array, View, imported, view
-from cxlkv.errors import BadArgumentError
+from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.ndp import simd
 from cxlkv.ndp.engine import RECALL, Asked, Budget, Selection
@@ -77,7 +77,20 @@ class Batch:
         if rewind is not None and not 0 <= rewind < 1 << 62:
             raise BadArgumentError(f"rewind={rewind}: a number of tokens, 0 or more")
         back = -1 if rewind is None else rewind
-        _core.batch_append(self._handle, _layer(layer), keys, values, starts, back)
+        for attempt in range(room.TRIES):
+            try:
+                _core.batch_append(self._handle, _layer(layer), keys, values, starts, back)
+                return
+            except PoolFullError:
+                last = attempt + 1 == room.TRIES
+                if last or not room.make(self._pool, self._pages_of(starts)):
+                    raise
+
+    def _pages_of(self, starts: Starts) -> int:
+        """No step of these rows takes more pages."""
+        geometry = _core.pool_geometry(self._pool)
+        rows = np.diff(starts) // self._layout.page_tokens + 1
+        return int(rows.sum()) * geometry["part_count"]
 
     def select(
         self,

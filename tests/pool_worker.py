@@ -97,7 +97,8 @@ class Worker:
         return self.random.getrandbits(40) << 16 | self.serial & 0xFFFF
 
     def step(self) -> None:
-        """One operation; a full pool is met by letting something go."""
+        """One operation; a full pool is met by letting something go, and now and then a text that
+        is published: else a host whose neighbours have a page of one in each extent gets none."""
         names = ("append", "fork", "verify", "free", "send", "receive", "publish", "match")
         weights = (24, 12, 14, 14, 6, 8, 6, 12)
         name = self.random.choices((*names, "forget", "truncate"), (*weights, 3, 6))[0]
@@ -111,6 +112,8 @@ class Worker:
                     verify(sequence, segments)
             self.free()
             self.settle()
+            if self.random.random() < 0.25:
+                self.forget()
 
     def pick(self) -> tuple[Sequence, Segments] | None:
         return self.random.choice(self.live) if self.live else None
@@ -218,7 +221,7 @@ class Worker:
             self.seen["adopted"] += 1
             self.live.append((sequence, segments))
         finally:
-            taken.unlink()
+            taken.unlink(missing_ok=True)  # who waits long is taken for dead
         if len(self.live) > 14:
             self.free()
 

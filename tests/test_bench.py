@@ -103,6 +103,8 @@ def test_records_and_the_cold_tier_run_small(tmp_path: Path) -> None:
     cold.run(result, tmp_path, size)
     check_result(result)
     assert {"read_to_memcpy", "write_to_memcpy"} <= set(result.ratios)
+
+
 def _near_decode(result: Result) -> None:
     (served,) = near.run_decode(result, near.DecodeSize(tokens=2048, tiers=(0.25,)))
     assert 0 < served.ours <= 1

@@ -249,11 +249,23 @@ def assert_readable(watchers: list[CXLPool], seeds: list[int]) -> None:
 def sweep(box: Path, processes: list[Process]) -> None:
     """Letters that were being read by those who were killed: the living have gone on meanwhile."""
     letters = list(box.glob("*.taken"))
-    marks = [len(process.seeds) for process in processes]
-    while any(len(process.seeds) == mark for process, mark in zip(processes, marks, strict=True)):
-        drain(processes)
+    wait_until(processes, processes, [len(process.seeds) + 1 for process in processes])
     for letter in letters:
         letter.unlink(missing_ok=True)
+
+
+PATIENCE = 60
+
+
+def wait_until(processes: list[Process], of: list[Process], texts: list[int]) -> None:
+    """Until each of some has begun so many texts; or another one has begun PATIENCE more meanwhile:
+    who has no extent gets one only when a neighbour has one without a page, which may take long."""
+    begun = [len(process.seeds) for process in processes]
+    while any(len(p.seeds) < count or not p.stats for p, count in zip(of, texts, strict=True)):
+        drain(processes)
+        more = [len(p.seeds) - mark for p, mark in zip(processes, begun, strict=True)]
+        if max(more) > PATIENCE and all(process.stats for process in of):
+            return
 
 
 def kill_rounds(path: str, box: Path, hosts: tuple[int, ...], rounds: int) -> None:
@@ -272,8 +284,7 @@ def kill_rounds(path: str, box: Path, hosts: tuple[int, ...], rounds: int) -> No
         for number in range(rounds):
             place = random.randrange(len(hosts))
             victim, wanted = processes[place], random.randrange(1, 12)
-            while len(victim.seeds) < wanted:
-                drain(processes)
+            wait_until(processes, [victim], [wanted])
             for _ in range(random.randrange(100_000)):
                 pass
             victim.end(signal.SIGKILL, -signal.SIGKILL)

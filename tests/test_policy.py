@@ -46,7 +46,7 @@ def published(
 
 
 def chosen(policy: Policy, pages: Published, wanted: int) -> list[int]:
-    return choose(policy, pages, wanted).tolist()
+    return [int(row) for row in choose(policy, pages, wanted)]
 
 
 # ---- stories ----
@@ -155,7 +155,7 @@ def test_unknown_policy_is_named() -> None:
 def obvious_choice(
     scores: list[int], ages: list[int], parents: list[int], blocked: list[bool], wanted: int
 ) -> list[int]:
-    here, taken = set(range(len(scores))), []
+    here, taken = set(range(len(scores))), list[int]()
     while len(taken) < wanted:
         leaves = here - {parents[page] for page in here} - {p for p in here if blocked[p]}
         if not leaves:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, PoolFullError, Sequence
 from cxlkv.arrays import NUMPY_DTYPES
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES
-from cxlkv.prefix import key_hashes, prefix_keys
+from cxlkv.prefix import PageKeys, key_hashes, prefix_keys
 
 from .conftest import MakePool, audit
 
@@ -82,7 +82,7 @@ def extend(sequence: Sequence, layout: KVLayout, rng: np.random.Generator, token
         sequence.append(layer, k, None if layout.values == "key_prefix" else v)
 
 
-def names_of_keys(pool: CXLPool, keys: list[bytes], places: int = 1) -> Bytes:
+def names_of_keys(pool: CXLPool, keys: Iterable[bytes], places: int = 1) -> Bytes:
     return _core.names(pool._handle, key_hashes(keys), places).reshape(-1, 16)
 
 
@@ -111,7 +111,7 @@ def seen(pool: CXLPool, sequence: Sequence, queries: npt.NDArray[np.float32]) ->
 
 
 @pytest.fixture
-def published(rng: np.random.Generator) -> Iterator[tuple[CXLPool, list[bytes], Bytes]]:
+def published(rng: np.random.Generator) -> Iterator[tuple[CXLPool, PageKeys, Bytes]]:
     """A small pool with 5 published pages, their keys and records."""
     with pool_of(LAYOUTS["float32"]) as pool:
         ids = list(range(5 * PAGE))
@@ -178,7 +178,7 @@ def test_keys_of_several_pages_have_several_places(rng: np.random.Generator) -> 
 
 
 def test_what_is_published_already_takes_no_page(
-    published: tuple[CXLPool, list[bytes], Bytes],
+    published: tuple[CXLPool, PageKeys, Bytes],
 ) -> None:
     pool, keys, records = published
     free = pool.stats()["pages_free"]
@@ -197,7 +197,7 @@ def test_what_is_published_already_takes_no_page(
 
 
 def test_a_full_pool_takes_all_records_or_none(
-    published: tuple[CXLPool, list[bytes], Bytes],
+    published: tuple[CXLPool, PageKeys, Bytes],
 ) -> None:
     pool, keys, records = published
     pool.forget(keys)
@@ -213,7 +213,7 @@ def test_a_full_pool_takes_all_records_or_none(
 
 
 def test_pages_that_are_gone_are_not_read(
-    published: tuple[CXLPool, list[bytes], Bytes], rng: np.random.Generator
+    published: tuple[CXLPool, PageKeys, Bytes], rng: np.random.Generator
 ) -> None:
     pool, keys, records = published
     pages, generations = _core.find_pages(pool._handle, names_of_keys(pool, keys))
@@ -233,7 +233,7 @@ def test_pages_that_are_gone_are_not_read(
         assert codes.tolist() == [_core.E_STALE] * 2
 
 
-def test_wrong_arrays_are_named(published: tuple[CXLPool, list[bytes], Bytes]) -> None:
+def test_wrong_arrays_are_named(published: tuple[CXLPool, PageKeys, Bytes]) -> None:
     pool, _, records = published
     for wrong in (records[:, :-1], records[::2], records.astype("i1"), records[0]):
         with pytest.raises(BadArgumentError, match="wanted, without gaps"):
@@ -249,7 +249,7 @@ def test_wrong_arrays_are_named(published: tuple[CXLPool, list[bytes], Bytes]) -
 
 
 def test_a_flipped_bit_is_never_published(
-    published: tuple[CXLPool, list[bytes], Bytes], seed: int
+    published: tuple[CXLPool, PageKeys, Bytes], seed: int
 ) -> None:
     """Each bit of the header, and random ones of the rest."""
     pool, keys, records = published
@@ -313,7 +313,7 @@ def with_header(record: Bytes, offset: int, value: int, width: int = 4) -> Bytes
     ids="magic version bytes hash tokens ordinal part layout table reserved".split(),
 )
 def test_headers_that_lie_hurt_nobody(
-    published: tuple[CXLPool, list[bytes], Bytes], offset: int, width: int, value: int
+    published: tuple[CXLPool, PageKeys, Bytes], offset: int, width: int, value: int
 ) -> None:
     """The CRC is right. Another hash or ordinal is another record, found there or nowhere."""
     pool, keys, records = published
@@ -334,7 +334,7 @@ def test_headers_that_lie_hurt_nobody(
 
 
 def test_a_record_without_a_name_is_refused(
-    published: tuple[CXLPool, list[bytes], Bytes],
+    published: tuple[CXLPool, PageKeys, Bytes],
 ) -> None:
     pool, keys, records = published
     pool.forget(keys)
@@ -362,7 +362,7 @@ def test_random_bytes_are_no_record(data: st.DataObject) -> None:
     ids=["window", "model", "shard"],
 )
 def test_records_of_another_layout_are_refused(
-    published: tuple[CXLPool, list[bytes], Bytes], other: KVLayout
+    published: tuple[CXLPool, PageKeys, Bytes], other: KVLayout
 ) -> None:
     _, _, records = published
     with pool_of(other) as pool:
@@ -403,7 +403,7 @@ def test_a_damaged_page_is_not_read_out(tmp_path: Path, rng: np.random.Generator
 # ---- pages that may go ----
 
 
-def test_held_pages_are_not_forgotten(published: tuple[CXLPool, list[bytes], Bytes]) -> None:
+def test_held_pages_are_not_forgotten(published: tuple[CXLPool, PageKeys, Bytes]) -> None:
     pool, keys, _ = published
     found = _core.find_pages(pool._handle, names_of_keys(pool, keys))
     with pool.match(keys[:2]) as hit:
@@ -418,7 +418,7 @@ def test_held_pages_are_not_forgotten(published: tuple[CXLPool, list[bytes], Byt
 
 
 def test_another_generation_is_not_forgotten(
-    published: tuple[CXLPool, list[bytes], Bytes],
+    published: tuple[CXLPool, PageKeys, Bytes],
 ) -> None:
     pool, keys, _ = published
     pages, generations = _core.find_pages(pool._handle, names_of_keys(pool, keys))
@@ -496,7 +496,7 @@ with CXLPool.open(path) as pool:
 
 
 def test_two_processes_race(
-    published: tuple[CXLPool, list[bytes], Bytes], tmp_path: Path, seed: int
+    published: tuple[CXLPool, PageKeys, Bytes], tmp_path: Path, seed: int
 ) -> None:
     """Both write, read and forget the same records: what is read is always right, and each page
     that was published was freed once, or is there."""

@@ -1,0 +1,466 @@
+"""Tiers: the pool, copies of what is hot above it, and a file for what has to go below it.
+
+    near   copies of hot units in this process's memory      NearTier; fetch and attend read them
+    far    the pool: every page that match() finds           CXLPool
+    cold   records of pages that had to go                   ColdTier
+
+A move has two phases. Prepare reads the bytes, verifies them and finds a place, and may refuse;
+complete makes the page visible in the new place, or undoes. A page leaves the old place only after
+that: who dies in between leaves it in both, or a page that nobody holds, which is free again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import _core, room
+from cxlkv.cold import ColdTier
+from cxlkv.cold_file import RecordShape
+from cxlkv.costs import Costs, kv_bytes
+from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
+from cxlkv.hotness import HELD
+from cxlkv.near import NearTier
+from cxlkv.policy import DEFAULT, NONE, Published, choose, policy_named
+from cxlkv.pool import CXLPool
+from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, whole_ids
+from cxlkv.sequence import Hit
+
+Names = npt.NDArray[np.uint8]
+Pages = npt.NDArray[np.uint32]
+
+LOW_SHARE, HIGH_SHARE = 0.02, 0.05
+"""Watermarks of free pages: below the first step() evicts until the second is free."""
+BATCH_BYTES = 64 << 20
+"""Of records on their way at once."""
+PINNED = 2
+"""In the flags of a published page: by pool.pin()."""
+PLACES_MAX = 4096
+"""Pages of one key that are looked for in the cold tier."""
+
+log = logging.getLogger("cxlkv")
+
+
+class Tiers:
+    """What decides which page is where. One for each pool and process; any thread may call it.
+
+    near: bytes for copies, or None. cold: a file for records that had to go, of cold_capacity (see
+    ColdTier for fsync and what it raises); only one process has a cold file open. policy: which
+    published pages go (cxlkv.policy). costs: what reading and computing cost here, so that nothing
+    is read that would be computed faster; needed by the policy "cost". bytes_per_s: at most so much
+    is moved by step().
+
+    While it is open, an append to a full pool makes room first; PoolFullError means then that
+    everything else is held, pinned or leased. Raises BadArgumentError, what NearTier and ColdTier
+    raise.
+    """
+
+    def __init__(
+        self,
+        pool: CXLPool,
+        *,
+        near: str | int | None = None,
+        cold: str | os.PathLike[str] | None = None,
+        cold_capacity: str | int | None = None,
+        fsync: str = "batch",
+        policy: str = DEFAULT,
+        costs: Costs | None = None,
+        bytes_per_s: float | None = None,
+    ):
+        if (cold is None) != (cold_capacity is None):
+            raise BadArgumentError("cold= and cold_capacity= go together")
+        if policy == "cost" and (costs is None or costs.prefill is None):
+            raise BadArgumentError("policy='cost' needs costs= with a prefill speed")
+        if bytes_per_s is not None and not bytes_per_s > 0:
+            raise BadArgumentError(f"bytes_per_s={bytes_per_s}: more than 0")
+        self.pool, self.costs = pool, costs
+        self._policy = policy_named(policy)
+        self._weighs = policy == "cost"
+        self._lock = threading.RLock()  # one move at a time
+        self._counts: Counter[str] = Counter()
+        self._limit = _RateLimit(bytes_per_s)
+        self._total = pool.stats()["pages_total"]
+        self._shape = RecordShape.of(pool._handle)
+        self._batch = max(1, BATCH_BYTES // self._shape.bytes)
+        self._buffer: Names | None = None
+        self._coming = np.empty(0, np.uint32)  # pages of a prefix that is being brought back
+        self.cold: ColdTier | None = None
+        self.near: NearTier | None = None
+        if cold is not None and cold_capacity is not None:
+            self.cold = ColdTier(cold, shape=self._shape, capacity=cold_capacity, fsync=fsync)
+        try:
+            self.near = NearTier(pool, near) if near is not None else None
+        except CXLKVError:
+            if self.cold:
+                self.cold.close()
+            raise
+        self._mover: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._ended = False
+        room.serve(pool._handle, self._serve)
+
+    # ---- reading ----
+
+    def match(self, keys: Iterable[bytes], *, lease_s: float = 60.0, strict: bool = True) -> Hit:
+        """pool.match(), after what of the prefix is only in the cold tier was brought back.
+
+        As far as there is room, its bytes are right, and reading is not slower than computing.
+        """
+        given = keys if isinstance(keys, PageKeys) else list(keys)
+        hit = self.pool.match(given, lease_s=lease_s, strict=strict)
+        if self.cold is None or not len(given):
+            return hit
+        first = 0
+        if isinstance(given, PageKeys) and given.page_tokens == self.pool.layout.page_tokens:
+            first = hit.tokens // given.page_tokens
+        if first == len(given) or not self._bring(key_hashes(given, strict), first, hit.tokens):
+            return hit
+        hit.release()
+        return self.pool.match(given, lease_s=lease_s, strict=strict)
+
+    def match_prefix(
+        self, token_ids: npt.ArrayLike, salt: bytes = b"", *, lease_s: float = 60.0
+    ) -> Hit:
+        """match() for what pool.publish_prefix() published, tails too."""
+        ids = whole_ids(token_ids)
+        hit = self.pool.match_prefix(ids, salt, lease_s=lease_s)
+        if self.cold is None or hit.tokens == len(ids):
+            return hit
+        keys = prefix_keys(ids, self.pool.layout.page_tokens, salt)
+        hashes, full = key_hashes(keys), len(keys)
+        first = hit.tokens // self.pool.layout.page_tokens
+        brought = self._bring(hashes, first, hit.tokens) if first < full else 0
+        if first + brought == full:
+            brought += self._bring_tail(ids, hashes, salt)
+        if not brought:
+            return hit
+        hit.release()
+        return self.pool.match_prefix(ids, salt, lease_s=lease_s)
+
+    def _bring(self, hashes: bytes, first: int, tokens: int) -> int:
+        """Brings back the pages of keys from `first` on; returns of how many keys."""
+        names = self._names(hashes)[first:]
+        here, there = self._where(names)
+        # A part with a window has gaps by right.
+        gaps = np.flatnonzero(~(here | there)[:, 0].any(axis=1))
+        count = int(gaps[0]) if len(gaps) else len(names)
+        missing = there & ~here
+        missing[count:] = False
+        if not missing.any() or not self._pays(tokens, int(missing[:, :, 0].sum())):
+            return 0
+        flat = names.reshape(-1, 16)
+        wanted = np.flatnonzero(missing)
+        before = self._before(names, hashes, first)
+        return count if self._promote(flat[wanted], before.reshape(-1, 16)[wanted]) else 0
+
+    def _bring_tail(self, ids: npt.NDArray[np.int64], hashes: bytes, salt: bytes) -> int:
+        """The longest tail that agrees, if the cold tier has one."""
+        rest = ids[len(hashes) // 16 * self.pool.layout.page_tokens :]
+        if not len(rest):
+            return 0
+        before = hashes[-16:] if hashes else root(salt)
+        keys = _core.tail_keys(rest, before)
+        names = _core.names(self.pool._handle, keys.tobytes(), 1)[:, 0]
+        here, there = self._where(names[:, None])
+        whole = np.flatnonzero((here | there)[:, 0].all(axis=1))
+        if not len(whole) or here[whole[-1]].all():
+            return 0
+        parents = np.zeros((names.shape[1], 16), np.uint8)
+        if hashes:
+            parents[:] = _core.names(self.pool._handle, hashes[-16:], 1)[0, 0, 0]
+        return self._promote(np.ascontiguousarray(names[whole[-1]]), parents)
+
+    def _names(self, hashes: bytes) -> Names:
+        """[keys, places, parts, 16]: as many places as some key has pages."""
+        places = 1
+        while True:
+            names = _core.names(self.pool._handle, hashes, places)
+            here, there = self._where(names[:, -1:])
+            if not (here | there).any() or places >= PLACES_MAX:
+                return names
+            places *= 2
+
+    def _where(self, names: Names) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Of each name: is its page in the pool, and its record in the cold tier?"""
+        assert self.cold is not None
+        flat = np.ascontiguousarray(names).reshape(-1, 16)
+        pages, _ = _core.find_pages(self.pool._handle, flat)
+        there = self.cold.contains(flat)
+        shape = names.shape[:-1]
+        return (pages != _core.NO_PAGE).reshape(shape), there.reshape(shape)
+
+    def _before(self, names: Names, hashes: bytes, first: int) -> Names:
+        """Parents: of part 0 the page before it, of the others part 0's of the same place."""
+        before = np.repeat(names[:, :, :1], names.shape[2], axis=2)
+        chain = np.ascontiguousarray(names[:, 0, 0])
+        last = np.zeros(16, np.uint8)
+        if first:
+            last = _core.names(self.pool._handle, hashes[16 * first - 16 : 16 * first], 1)[0, 0, 0]
+        before[1:, 0, 0], before[0, 0, 0] = chain[:-1], last
+        before[:, 1:, 0] = names[:, :-1, 0]
+        return before
+
+    def _pays(self, tokens: int, pages: int) -> bool:
+        """Is reading so many pages behind `tokens` faster than computing them?"""
+        if self.costs is None or self.costs.prefill is None or "cold" not in self.costs.tiers:
+            return True
+        more = pages * self.pool.layout.page_tokens
+        read_s = float(self.costs.read_seconds(self.pool.layout, more, "cold"))
+        pays = read_s < float(self.costs.recompute_seconds(tokens, tokens + more))
+        self._counts["not_worth_pages"] += 0 if pays else pages
+        return pays
+
+    def _promote(self, names: Names, parents: Names) -> int:
+        """Records of these names from cold to far, in order; returns how many are found now."""
+        assert self.cold is not None
+        brought = 0
+        with self._lock:
+            for first in range(0, len(names), self._batch):
+                some, before = names[first : first + self._batch], parents[first:]
+                # Before the records come: those that make room go through the same buffer.
+                if not self._serve(len(some)):
+                    self._counts["refused_pages"] += len(some)
+                    break
+                records = self._records(len(some))
+                found = self.cold.load(some, records)
+                count = len(some) if found.all() else int(np.argmin(found))
+                done = self._write(records[:count], before[:count]) if count else 0
+                brought += done
+                if done < len(some):
+                    break
+                pages, _ = _core.find_pages(self.pool._handle, some)
+                self._coming = np.append(self._coming, pages)
+            self._coming = np.empty(0, np.uint32)
+        self._counts["promoted_pages"] += brought
+        return brought
+
+    def _write(self, records: Names, parents: Names) -> int:
+        """How many of the records, from the first on, are in the pool then."""
+        try:
+            codes = _core.records_write(self.pool._handle, records, np.ascontiguousarray(parents))
+        except PoolFullError:  # others took it
+            self._counts["refused_pages"] += len(records)
+            return 0
+        right = (codes == 0) | (codes == _core.RECORD_PRESENT)
+        return len(codes) if right.all() else int(np.argmin(right))
+
+    # ---- making room ----
+
+    def make_room(self, pages: int) -> int:
+        """Evicts until `pages` are free; returns how many were freed, 0 when there is no way."""
+        with self._lock:
+            short = pages - self._free()
+            if short <= 0:
+                return 0
+            slack = max(1, self._total // 100)
+            return self._evict(short + slack) or self._evict(short)
+
+    def _serve(self, pages: int) -> bool:
+        return self.make_room(pages) > 0 or self._free() >= pages
+
+    def _free(self) -> int:
+        return self.pool.stats()["pages_free"]
+
+    def _evict(self, count: int) -> int:
+        """So many pages, chosen by the policy, to cold or away; all or nothing."""
+        rows, published = self.published()
+        chosen = choose(self._policy, published, count)
+        freed = 0
+        for first in range(0, len(chosen), self._batch):
+            freed += self._demote(rows[chosen[first : first + self._batch]])
+        self._counts["evicted_pages"] += freed
+        return freed
+
+    def published(self) -> tuple[npt.NDArray[np.void], Published]:
+        """The pool's published pages, as the core and as policies have them."""
+        rows, clock = self.pool.hotness.published()
+        names = rows["hash"][:, 0] ^ rows["hash"][:, 1]
+        place = np.full(self._total + 1, NONE, np.uint32)
+        place[rows["page"]] = np.arange(len(rows), dtype=np.uint32)
+        parents = place[np.minimum(rows["parent"], self._total)]
+        made = Published(
+            clock=clock,
+            pages=rows["page"].copy(),
+            names=names,
+            used=rows["used"].copy(),
+            born=rows["born"].copy(),
+            hits=rows["hits"].copy(),
+            parents=parents,
+            kept=((rows["flags"] & (HELD | PINNED)) != 0) | np.isin(rows["page"], self._coming),
+            heat=rows["heat"].copy(),
+            saved_s=self._saved_s(parents) if self._weighs else None,
+        )
+        return rows, made
+
+    def _saved_s(self, parents: Pages) -> npt.NDArray[np.float32]:
+        """What a hit of each page saves; depths by following parents, each round twice as far."""
+        assert self.costs is not None
+        depths, up = (parents != NONE).astype(np.int64), parents.copy()
+        for _ in range(32):
+            known = np.flatnonzero(up != NONE)
+            if not len(known):
+                break
+            above = up[known]
+            depths[known] += depths[above]
+            up[known] = up[above]
+        layout = self.pool.layout
+        tokens = layout.page_tokens
+        size = float(kv_bytes(layout, tokens))
+        value = self.costs.value(tokens, depths * tokens, size, "far")
+        return np.maximum(value, 0).astype(np.float32)
+
+    def _demote(self, rows: npt.NDArray[np.void]) -> int:
+        """Published pages from far to cold, as far as it takes them; returns how many are free."""
+        pages, generations = rows["page"].copy(), rows["generation"].copy()
+        if self.cold is not None:
+            self._store(rows, pages, generations)
+        codes = _core.forget_pages(self.pool._handle, pages, generations, True)
+        return int((codes == 0).sum())
+
+    def _store(
+        self, rows: npt.NDArray[np.void], pages: Pages, generations: npt.NDArray[np.uint64]
+    ) -> None:
+        """Into the cold tier; a page whose bytes are wrong goes nowhere."""
+        assert self.cold is not None
+        names = names_of(rows)
+        wanted = np.flatnonzero(~self.cold.contains(names))
+        if not len(wanted) or self.cold.why_off:
+            self._counts["dropped_pages"] += len(wanted)
+            return
+        records = self._records(len(wanted))
+        codes = _core.records_read(self.pool._handle, pages[wanted], generations[wanted], records)
+        right = codes == 0
+        self._counts["corrupt_pages"] += int((codes == _core.E_CORRUPT).sum())
+        parents = self._parent_names(rows["parent"][wanted])
+        stored = self.cold.store(names[wanted][right], records[right], parents[right])
+        self._counts["demoted_pages"] += int(stored.sum())
+        self._counts["dropped_pages"] += len(wanted) - int(stored.sum())
+
+    def _parent_names(self, parents: Pages) -> Names:
+        """Their names; zeros where there is none."""
+        rows, _ = self.pool.hotness.published()
+        place = np.searchsorted(rows["page"], parents)
+        place = np.minimum(place, len(rows) - 1)
+        known = rows["page"][place] == parents
+        return np.where(known[:, None], names_of(rows[place]), np.uint8(0))
+
+    def _records(self, count: int) -> Names:
+        if self._buffer is None:
+            self._buffer = np.empty((self._batch, self._shape.bytes), np.uint8)
+        return self._buffer[:count]
+
+    # ---- the mover ----
+
+    def step(self) -> dict[str, int]:
+        """One round of the mover: room for what comes, and hot units near. What it moved."""
+        limit = self._limit.allowed()
+        evicted = moved_bytes = 0
+        with self._lock:
+            free = self._free()
+            if free < LOW_SHARE * self._total:
+                wanted = int(HIGH_SHARE * self._total) - free
+                if limit is not None:
+                    wanted = min(wanted, limit // self._shape.bytes)
+                evicted = self._evict(wanted) if wanted > 0 else 0
+        if self.near is not None:
+            moved_bytes = self.near.step(limit).copied_bytes
+        self._limit.spend(evicted * self._shape.bytes + moved_bytes)
+        return {"evicted_pages": evicted, "promoted_bytes": moved_bytes}
+
+    def start(self, every_s: float = 0.1) -> None:
+        """Step in a thread of its own, until close()."""
+        if not every_s > 0:
+            raise BadArgumentError(f"every_s={every_s}: more than 0")
+        with self._lock:
+            if self._mover is None:
+                self._mover = threading.Thread(
+                    target=self._run, args=(every_s,), name="cxlkv-mover", daemon=True
+                )
+                self._mover.start()
+
+    def _run(self, every_s: float) -> None:
+        while not self._wake.wait(every_s):
+            try:
+                self.step()
+            except CXLKVError as error:
+                if self._ended:
+                    return
+                self._counts["failed_steps"] += 1
+                if self._counts["failed_steps"] == 1:
+                    log.warning("a step of the mover failed: %s", error)
+
+    # ---- what is where ----
+
+    def stats(self) -> dict[str, float]:
+        """Pages by tier and what was moved; near_* and cold_* as NearTier and ColdTier count."""
+        pool = self.pool.stats()
+        names = "promoted demoted dropped evicted refused corrupt not_worth"
+        found: dict[str, float] = {
+            f"{name}_pages": self._counts[f"{name}_pages"] for name in names.split()
+        }
+        found["failed_steps"] = self._counts["failed_steps"]
+        for name in ("total", "free", "held", "published", "published_only"):
+            found[f"far_pages_{name}"] = pool[f"pages_{name}"]
+        for tier, of in (("near", self.near), ("cold", self.cold)):
+            if of is not None:
+                found |= {f"{tier}_{name}": value for name, value in of.stats().items()}
+        return found
+
+    def close(self) -> None:
+        """Ends the mover, near and cold; the pool stays open. A second time does nothing."""
+        self._ended = True
+        self._wake.set()
+        if self._mover is not None:
+            self._mover.join()
+        room.serve(self.pool._handle, None)
+        with self._lock:
+            if self.near is not None:
+                self.near.close()
+            if self.cold is not None:
+                self.cold.close()
+
+    def __enter__(self) -> Tiers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def names_of(rows: npt.NDArray[np.void]) -> Names:
+    """[count, 16]: the names of published pages."""
+    words = np.ascontiguousarray(rows["hash"])
+    return words.view(np.uint8).reshape(-1, 16)
+
+
+class _RateLimit:
+    """So many bytes a second, of which a second's worth may come at once."""
+
+    def __init__(self, bytes_per_s: float | None):
+        self._rate = bytes_per_s
+        self._credit = bytes_per_s or 0.0
+        self._at = time.monotonic()
+
+    def allowed(self) -> int | None:
+        """Bytes that may be moved now; None: any number."""
+        if self._rate is None:
+            return None
+        now = time.monotonic()
+        self._credit = min(self._rate, self._credit + self._rate * (now - self._at))
+        self._at = now
+        return max(0, int(self._credit))
+
+    def spend(self, moved_bytes: int) -> None:
+        self._credit -= moved_bytes

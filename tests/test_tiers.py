@@ -1,0 +1,461 @@
+"""Tiers: stories with few pages, a model of what is where, faults, and two processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cxlkv import CXLPool, KVLayout, Sequence
+from cxlkv.costs import Costs, Prefill, Tier
+from cxlkv.errors import BadArgumentError, DiskFullError, PoolFullError
+from cxlkv.layout import LayerGroup
+from cxlkv.prefix import PageKeys, prefix_keys
+from cxlkv.tiers import Tiers
+
+from .conftest import audit
+
+PAGE = 4
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=PAGE, dtype="float32")
+Numbers = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
+
+def text(number: int, pages: int) -> list[int]:
+    """Token ids of a text of its own."""
+    return [1000 * number + i for i in range(pages * PAGE)]
+
+
+def rows(ids: list[int], layer: int, kind: int) -> Numbers:
+    """[tokens, heads, dim]: what follows from each token and its place."""
+    seeds = np.array(ids, np.float32)[:, None, None] + 100_000 * layer + 1_000_000 * kind
+    return np.ascontiguousarray(
+        np.broadcast_to(seeds + np.arange(16, dtype=np.float32).reshape(2, 8), (len(ids), 2, 8))
+    )
+
+
+def fill(pool: CXLPool, ids: list[int]) -> Sequence:
+    sequence = pool.sequence()
+    for layer in range(pool.layout.layers):
+        sequence.append(layer, rows(ids, layer, 0), rows(ids, layer, 1))
+    return sequence
+
+
+def publish(pool: CXLPool, ids: list[int], tail: bool = False) -> None:
+    sequence = fill(pool, ids)
+    pool.publish_prefix(sequence, ids, tail=tail)
+    sequence.release()
+
+
+def assert_holds(sequence: Sequence, ids: list[int]) -> None:
+    assert len(sequence) == len(ids)
+    for layer in range(LAYOUT.layers if ids else 0):
+        for kind, got in enumerate(sequence.fetch(layer)):
+            tokens = np.asarray(got).transpose(1, 2, 0, 3).reshape(-1, 2, 8)[: len(ids)]
+            np.testing.assert_array_equal(tokens, rows(ids, layer, kind))
+
+
+def found(tiers: Tiers, ids: list[int]) -> int:
+    """Pages that match() finds; their bytes are checked."""
+    with tiers.match(prefix_keys(ids, PAGE)) as hit, _released(hit.sequence()) as sequence:
+        assert_holds(sequence, ids[: hit.tokens])
+        return hit.tokens // PAGE
+
+
+class _released:
+    def __init__(self, sequence: Sequence):
+        self.sequence = sequence
+
+    def __enter__(self) -> Sequence:
+        return self.sequence
+
+    def __exit__(self, *_: object) -> None:
+        self.sequence.release()
+
+
+@pytest.fixture
+def pool() -> Iterator[CXLPool]:
+    with CXLPool.create("anonymous:", layout=LAYOUT, capacity="2350KiB", threads=1) as made:
+        yield made
+        audit(made)
+
+
+@pytest.fixture
+def cold_path(tmp_path: Path) -> Path:
+    return tmp_path / "pool.cold"
+
+
+def total(pool: CXLPool) -> int:
+    return pool.stats()["pages_total"]
+
+
+# ---- stories ----
+
+
+def test_a_full_pool_lets_the_oldest_text_go(pool: CXLPool) -> None:
+    texts = [text(number, 4) for number in range(1, total(pool) // 4 + 2)]
+    for ids in texts[:-1]:
+        publish(pool, ids)
+    with pytest.raises(PoolFullError):
+        publish(pool, texts[-1])
+    with Tiers(pool, policy="lru") as tiers:
+        publish(pool, texts[-1])
+        assert found(tiers, texts[-1]) == 4
+        assert found(tiers, texts[0]) < 4, "its last pages made room"
+        assert tiers.stats()["evicted_pages"] > 0
+        assert tiers.stats()["dropped_pages"] == 0, "there is no cold tier to be refused by"
+
+
+def test_what_went_comes_back_from_the_cold_tier(pool: CXLPool, cold_path: Path) -> None:
+    texts = [text(number, 4) for number in range(1, total(pool) // 2)]
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB", policy="lru") as tiers:
+        for ids in texts:
+            publish(pool, ids)
+        assert tiers.stats()["demoted_pages"] >= 4 * len(texts) - total(pool)
+        for ids in texts:
+            assert found(tiers, ids) == 4
+        stats = tiers.stats()
+        assert stats["promoted_pages"] > 0
+        assert stats["corrupt_pages"] == stats["dropped_pages"] == stats["refused_pages"] == 0
+
+
+def test_tails_go_and_come_back(pool: CXLPool, cold_path: Path) -> None:
+    ids = [*text(1, 3), 7, 8]
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
+        publish(pool, ids, tail=True)
+        assert tiers.make_room(total(pool)) == 4
+        with pool.match_prefix(ids) as hit:
+            assert hit.tokens == 0
+        with tiers.match_prefix([*ids, 9]) as hit, _released(hit.sequence()) as sequence:
+            assert_holds(sequence, ids)
+
+
+def test_layer_groups_go_and_come_back(tmp_path: Path) -> None:
+    def group(window: int | None) -> LayerGroup:
+        return LayerGroup(layers=1, kv_heads=2, head_dim=8, dtype="float32", window=window)
+
+    layout = KVLayout.of([group(None), group(6)], [0, 1], page_tokens=PAGE)
+    with CXLPool.create("anonymous:", layout=layout, capacity="3MiB", threads=1) as pool:
+        ids = text(3, 6)
+        with Tiers(pool, cold=tmp_path / "c", cold_capacity="2MiB") as tiers:
+            publish(pool, ids)
+            before = pool.stats()["pages_published_only"]
+            assert tiers.make_room(total(pool)) == before
+            with tiers.match(prefix_keys(ids, PAGE)) as hit:
+                assert hit.tokens == len(ids)
+                sequence = hit.sequence()
+                k, _ = sequence.fetch(0)
+                got = np.asarray(k).transpose(1, 2, 0, 3).reshape(-1, 2, 8)
+                np.testing.assert_array_equal(got, rows(ids, 0, 0))
+                sequence.release()
+        audit(pool)
+
+
+def test_held_pinned_and_leased_pages_stay(pool: CXLPool) -> None:
+    held, pinned, leased, other = (text(number, 4) for number in range(1, 5))
+    with Tiers(pool) as tiers:
+        for ids in (held, pinned, leased, other):
+            publish(pool, ids)
+        kept = pool.match(prefix_keys(held, PAGE)).sequence()
+        assert pool.pin(prefix_keys(pinned, PAGE)) == 4
+        lease = pool.match(prefix_keys(leased, PAGE))
+        assert tiers.make_room(total(pool)) == 0, "all or nothing"
+        assert tiers.make_room(total(pool) - 12) == 4
+        assert [found(tiers, ids) for ids in (held, pinned, leased, other)] == [4, 4, 4, 0]
+        kept.release()
+        lease.release()
+        pool.unpin(prefix_keys(pinned, PAGE))
+        assert tiers.make_room(total(pool)) == 12
+
+
+def test_full_of_what_is_held_is_an_error(pool: CXLPool, cold_path: Path) -> None:
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB"):
+        sequence = fill(pool, text(1, total(pool)))
+        with pytest.raises(PoolFullError):
+            fill(pool, text(2, 1))
+        assert_holds(sequence, text(1, total(pool)))
+        sequence.release()
+
+
+def test_back_pressure_when_there_is_no_room_to_bring_to(pool: CXLPool, cold_path: Path) -> None:
+    ids = text(1, 4)
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
+        publish(pool, ids)
+        tiers.make_room(total(pool))
+        sequence = fill(pool, text(2, total(pool) - 2))
+        assert found(tiers, ids) == 0
+        assert tiers.stats()["refused_pages"] == 4
+        sequence.release()
+        assert found(tiers, ids) == 4
+
+
+def test_watermarks(pool: CXLPool) -> None:
+    """Nothing below 2 % missing; then 5 % are made free."""
+    with Tiers(pool, policy="lru") as tiers:
+        for number in range(1, total(pool) // 4 + 1):
+            publish(pool, text(number, 4))
+        free = pool.stats()["pages_free"]
+        assert free == total(pool) % 4
+        assert tiers.step()["evicted_pages"] == (int(0.05 * total(pool)) - free if free < 1 else 0)
+        assert tiers.step() == {"evicted_pages": 0, "promoted_bytes": 0}
+
+
+def test_rate_limit_holds_a_step_back(pool: CXLPool) -> None:
+    with Tiers(pool, bytes_per_s=1.0) as tiers:
+        for number in range(1, total(pool) // 4 + 1):
+            publish(pool, text(number, 4))
+        assert tiers.step()["evicted_pages"] == 0
+
+
+def test_what_is_computed_faster_is_not_read(pool: CXLPool, cold_path: Path) -> None:
+    slow = Tier(bytes_per_s=1e3, latency_s=1.0)
+    fast = Tier(bytes_per_s=1e9, latency_s=1e-6)
+    costs = Costs(
+        near=fast, far=fast, cold=slow, prefill=Prefill(tokens_per_s=1e6, context_half=1e6)
+    )
+    ids = text(1, 4)
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB", costs=costs) as tiers:
+        publish(pool, ids)
+        tiers.make_room(total(pool))
+        assert found(tiers, ids) == 0
+        assert tiers.stats()["not_worth_pages"] == 4
+
+
+def test_the_cost_policy_keeps_what_is_deep(pool: CXLPool) -> None:
+    """Deeper pages attend to more: 8 short texts go before the end of a long one."""
+    fast = Tier(bytes_per_s=1e12, latency_s=0.0)
+    costs = Costs(near=fast, far=fast, prefill=Prefill(tokens_per_s=1e3, context_half=4.0))
+    with Tiers(pool, policy="cost", costs=costs) as tiers:
+        publish(pool, text(1, 16))
+        for number in range(2, 10):
+            publish(pool, text(number, 2))
+        tiers.make_room(pool.stats()["pages_free"] + 8)
+        assert found(tiers, text(1, 16)) == 16
+
+
+def test_an_interior_page_that_was_lost_is_brought_back(pool: CXLPool, cold_path: Path) -> None:
+    """Pages 0 to 3 of a text; 1 was forgotten by somebody, and cold has it."""
+    ids = text(1, 4)
+    keys = prefix_keys(ids, PAGE)
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
+        publish(pool, ids)
+        tiers.make_room(total(pool))
+        assert found(tiers, ids) == 4
+        pool.forget(keys[1:2])
+        assert found(tiers, ids) == 4
+
+
+# ---- faults ----
+
+
+def test_a_damaged_record_is_a_miss(pool: CXLPool, cold_path: Path) -> None:
+    ids = text(1, 4)
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
+        publish(pool, ids)
+        tiers.make_room(total(pool))
+        assert tiers.cold is not None
+        size = os.path.getsize(cold_path)
+        bytes_of = bytearray(cold_path.read_bytes())
+        for at in range(8192, size, 512):
+            bytes_of[at] ^= 0x40
+        with cold_path.open("r+b") as file:
+            file.write(bytes_of)
+        assert found(tiers, ids) == 0
+        assert tiers.stats()["cold_corrupt"] > 0
+
+
+def test_a_disk_that_is_full_is_told_at_once(pool: CXLPool, tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path)
+    with pytest.raises(DiskFullError):
+        Tiers(pool, cold=tmp_path / "c", cold_capacity=free.f_bavail * free.f_frsize * 4)
+    with Tiers(pool):  # and nothing is left behind
+        pass
+
+
+def test_the_cold_file_may_be_removed_in_use(pool: CXLPool, cold_path: Path) -> None:
+    ids = text(1, 4)
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
+        publish(pool, ids)
+        tiers.make_room(total(pool))
+        cold_path.unlink()
+        assert found(tiers, ids) == 4
+
+
+def test_bad_arguments_are_named(pool: CXLPool) -> None:
+    with pytest.raises(BadArgumentError, match="go together"):
+        Tiers(pool, cold="somewhere")
+    with pytest.raises(BadArgumentError, match="policy 'best'"):
+        Tiers(pool, policy="best")
+    with pytest.raises(BadArgumentError, match="prefill speed"):
+        Tiers(pool, policy="cost")
+    with pytest.raises(BadArgumentError, match="bytes_per_s"):
+        Tiers(pool, bytes_per_s=0)
+
+
+def test_the_mover_runs_until_closed(pool: CXLPool) -> None:
+    tiers = Tiers(pool)
+    tiers.start(every_s=0.001)
+    for number in range(1, 3 * total(pool) // 4):
+        publish(pool, text(number, 4))
+    tiers.close()
+    tiers.close()
+    assert tiers.stats()["evicted_pages"] > 0
+    room = pool.stats()["pages_free"]
+    with pytest.raises(PoolFullError):
+        fill(pool, text(1000, room + 1))
+
+
+DIE_WHILE_MOVING = """
+import sys
+sys.path.insert(0, sys.argv[4])
+from tests.test_tiers import publish, text, found
+from cxlkv import CXLPool
+from cxlkv.tiers import Tiers
+pool = CXLPool.open(sys.argv[1], threads=1)
+tiers = Tiers(pool, cold=sys.argv[2], cold_capacity="4MiB", policy="lru")
+number = int(sys.argv[3])
+while True:
+    publish(pool, text(number, 4))
+    print(number, flush=True)
+    found(tiers, text(max(1, number - 20), 4))
+    number += 1
+"""
+
+
+def test_killed_in_the_middle_of_moves_nothing_published_is_lost(tmp_path: Path) -> None:
+    """Killed ten times: what was published is in the pool or in the file, and right."""
+    path, cold = f"/dev/shm/cxlkv-test-tiers-{os.getpid()}.pool", tmp_path / "c"
+    CXLPool.create(path, layout=LAYOUT, capacity="2350KiB", threads=1).close()
+    last = 0
+    try:
+        for kill in range(10):
+            arguments = [path, str(cold), str(last + 1), str(Path(__file__).parents[1])]
+            child = subprocess.Popen(
+                [sys.executable, "-c", DIE_WHILE_MOVING, *arguments],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert child.stdout
+            for _ in range(7 + kill):
+                last = int(child.stdout.readline())
+            child.send_signal(signal.SIGKILL)
+            rest = child.communicate()[0].split()
+            last = int(rest[-1]) if rest else last
+            with CXLPool.open(path, threads=1) as pool:
+                with Tiers(pool, cold=cold, cold_capacity="4MiB", policy="lru") as tiers:
+                    for number in range(1, last + 1):
+                        assert found(tiers, text(number, 4)) == 4, f"text {number} of {last}"
+                    assert tiers.cold is not None
+                    assert tiers.cold.check(deep=True) == []
+                audit(pool)
+    finally:
+        CXLPool.remove(path)
+
+
+# ---- a model ----
+
+TEXTS = 48
+
+
+class TiersModel(RuleBasedStateMachine):
+    """Texts over one pool with tiers against a dictionary: what was published is found, whole as
+    long as nothing was dropped, and right; page counts add up after each step."""
+
+    @initialize(cold=st.booleans(), policy=st.sampled_from(["adaptive", "lru", "s3fifo", "mass"]))
+    def begin(self, cold: bool, policy: str) -> None:
+        self.path = Path(f"/tmp/cxlkv-test-{os.getpid()}.cold")
+        self.path.unlink(missing_ok=True)
+        self.pool = CXLPool.create("anonymous:", layout=LAYOUT, capacity="2350KiB", threads=1)
+        self.cold = cold
+        where = {"cold": self.path, "cold_capacity": "1MiB"} if cold else {}
+        self.tiers = Tiers(self.pool, near="64KiB", policy=policy, **where)  # type: ignore[arg-type]
+        self.published: dict[int, int] = {}
+        self.held: dict[int, Sequence] = {}
+
+    def keys(self, number: int) -> PageKeys:
+        return prefix_keys(text(number, 4), PAGE)
+
+    @rule(number=st.integers(1, TEXTS))
+    def publish(self, number: int) -> None:
+        publish(self.pool, text(number, 4))
+        self.published[number] = 4
+
+    @rule(number=st.integers(1, TEXTS))
+    def match(self, number: int) -> None:
+        pages = found(self.tiers, text(number, 4))
+        if self.cold or number not in self.published:
+            assert pages == self.published.get(number, 0)
+
+    @rule(number=st.integers(1, 3))
+    def hold(self, number: int) -> None:
+        with self.tiers.match(self.keys(number)) as hit:
+            if number not in self.held:
+                self.held[number] = hit.sequence()
+
+    @rule(number=st.integers(1, 3))
+    def release(self, number: int) -> None:
+        if number in self.held:
+            self.held.pop(number).release()
+
+    @rule(pages=st.integers(1, 140))
+    def make_room(self, pages: int) -> None:
+        before = self.pool.stats()["pages_free"]
+        freed = self.tiers.make_room(pages)
+        assert self.pool.stats()["pages_free"] == before + freed
+        assert freed == 0 or before + freed >= pages
+
+    @rule(number=st.integers(1, TEXTS))
+    def read_often(self, number: int) -> None:
+        """So that units go near."""
+        with self.tiers.match(self.keys(number)) as hit:
+            sequence = hit.sequence()
+            for _ in range(3 if hit else 0):
+                picked = sequence.select(0, np.ones((2, 8), np.float32), top_k=2)
+                sequence.fetch(0, picked)
+            sequence.release()
+        self.tiers.step()
+
+    @precondition(lambda self: getattr(self, "cold", False))
+    @rule()
+    def reopen(self) -> None:
+        self.tiers.close()
+        self.tiers = Tiers(self.pool, cold=self.path, cold_capacity="1MiB")
+
+    @invariant()
+    def adds_up(self) -> None:
+        if not hasattr(self, "tiers"):
+            return
+        stats = self.tiers.stats()
+        held = stats["far_pages_held"] + stats["far_pages_published_only"]
+        assert stats["far_pages_free"] + held == stats["far_pages_total"]
+        if self.cold:
+            parts = ("free", "stored", "reserved")
+            assert sum(stats[f"cold_slots_{p}"] for p in parts) == stats["cold_slots_total"]
+            assert stats["dropped_pages"] == 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "tiers"):
+            for number, sequence in self.held.items():
+                assert_holds(sequence, text(number, 4)[: len(sequence)])
+                sequence.release()
+            self.tiers.close()
+            audit(self.pool)
+            self.pool.close()
+            self.path.unlink(missing_ok=True)
+
+
+TestTiersModel = TiersModel.TestCase
+TestTiersModel.settings = settings(
+    max_examples=25,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
