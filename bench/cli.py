@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -62,6 +63,44 @@ def _working(result: Result) -> None:
     working.run(result)
 
 
+def _hotness(result: Result) -> None:
+    from cxlkv.bench.cases import hotness
+
+    hotness.run(result)
+
+
+def _deciding(result: Result) -> None:
+    from cxlkv.bench.cases import deciding
+
+    deciding.run(result)
+
+
+def _matching(result: Result) -> None:
+    from cxlkv.bench.cases import matching
+
+    matching.run(result)
+
+
+def _moving(result: Result) -> None:
+    from cxlkv.bench.cases import near
+
+    near.run_moves(result)
+    result.ratios["move_to_memcpy"] = result.ratios["move_crc_1t_to_memcpy"]
+
+
+def _decoding(result: Result) -> None:
+    from cxlkv.bench.cases import near
+
+    near.run_decode(result)
+
+
+def _cold(result: Result) -> None:
+    from cxlkv.bench.cases import cold
+
+    with tempfile.TemporaryDirectory() as folder:
+        cold.run(result, Path(folder))
+
+
 PARTS: dict[str, Callable[[Result], None]] = {
     "calling": _calling,
     "allocating": _allocating,
@@ -71,18 +110,25 @@ PARTS: dict[str, Callable[[Result], None]] = {
     "coherence": _cohering,
     "ndp": _ndp,
     "working": _working,
+    "hotness": _hotness,
+    "deciding": _deciding,
+    "matching": _matching,
+    "moving": _moving,
+    "decoding": _decoding,
+    "cold": _cold,
 }
 FOUNDATION = ["calling", "allocating", "copying", "selecting"]
-CASES = {**{name: [name] for name in PARTS}, "foundation": FOUNDATION}
+TIERS = ["hotness", "deciding", "matching", "moving", "cold", "decoding"]
+CASES = {**{name: [name] for name in PARTS}, "foundation": FOUNDATION, "tiers": TIERS}
 
 
 def run(case: str, json_path: Path | None = None, picture: Path | None = None) -> Result:
-    """Run a case ("foundation" is four of them in one run) and print its table; ndp draws, too.
+    """Run a case ("foundation" and "tiers" are several in one run) and print its table; ndp draws.
 
     Raises BadArgumentError for an unknown case, SystemExit when a check fails.
     """
     if case not in CASES:
-        known = ", ".join([*CASES, "recall", "litmus"])
+        known = ", ".join([*CASES, "recall", "replay", "litmus"])
         raise BadArgumentError(f"unknown case {case!r}: one of {known}")
     check_files(json_path, picture)
     console = wide_console()
@@ -119,6 +165,72 @@ def run_recall(model: Path | None, json_path: Path | None, picture: Path | None)
         from cxlkv.bench.picture import recall
 
         recall(found, picture)
+        console.print(f"picture: {picture}", soft_wrap=True)
+    finish(result, console, json_path)
+    return result
+
+
+def run_replay(
+    trace: str,
+    policy: str | None,
+    sizes: tuple[str | None, str, str],
+    minutes: float | None,
+    pool: Path | None,
+    *,
+    json_path: Path | None,
+    picture: Path | None,
+) -> Result:
+    """A trace against policies, or with sizes (far, near, cold) against tiers of real bytes."""
+    from cxlkv.bench import traces
+    from cxlkv.bench.cases import replay
+    from cxlkv.bench.replaying_bytes import Where, parse_size
+    from cxlkv.policy import DEFAULT, policy_named
+
+    check_files(json_path, picture)
+    far, near, cold = sizes
+    if far is None and (pool is not None or (near, cold) != ("0", "0")):
+        raise BadArgumentError("--near, --cold and --pool go with --far")
+    if far is not None and picture is not None:
+        raise BadArgumentError("--picture is of policies: it goes without --far")
+    if policy is not None:
+        policy_named(policy)  # an unknown one is said before minutes are spent
+    family = traces.FAMILIES.get(trace)
+    requests = traces.read(Path(trace)) if family is None else family(1)
+    if minutes is not None:
+        requests = [request for request in requests if request.time_s < 60 * minutes]
+    if not requests:
+        raise BadArgumentError(f"--minutes {minutes:g}: no request of {trace} is that early")
+    console, result = wide_console(), Result("replay")
+    result.notes.append(f"trace: {Path(trace).name}, {len(requests)} requests")
+    with console.status("replay ...") as status:
+
+        def say(text: str) -> None:
+            status.update(f"{text} ...")
+
+        if far is None:
+            shares = sorted({*replay.SHARES, *(replay.MORE_SHARES if picture else ())})
+            policies = replay.ALONE if policy is None else (policy,)
+            curves = replay.run(result, requests, policies, shares, say)
+        else:
+            of = traces.distinct(requests)
+            where = Where(
+                far=parse_size(far, of),
+                near=parse_size(near, of),
+                cold=parse_size(cold, of),
+                policy=policy or DEFAULT,
+                path=pool,
+            )
+            replay.run_bytes(result, requests, where, say)
+    for note in result.notes:
+        console.print(note, soft_wrap=True)
+    if far is not None:
+        show(result, console, json_path)
+        return result
+    console.print(replay.table(curves))
+    if picture is not None:
+        from cxlkv.bench.picture import replayed
+
+        replayed(curves, picture)
         console.print(f"picture: {picture}", soft_wrap=True)
     finish(result, console, json_path)
     return result

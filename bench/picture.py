@@ -1,4 +1,5 @@
-"""Pictures of `cxlkv bench`: bytes against time for ndp, bytes against what is kept for recall."""
+"""Pictures of `cxlkv bench`: bytes against time for ndp, bytes against what is kept for recall,
+hits against size for replay."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from cxlkv.bench.cases.replay import Curves
 from cxlkv.bench.report import Result
 from cxlkv.bench.weighing import Weighed, mean
 
@@ -149,6 +151,31 @@ def draw_recall(axes: Axes, weighed: Sequence[Weighed]) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     axes.set_ylim(0, 1.09)  # some keep more mass than the exact choice, which is of best keys
     plain(axes)
+
+
+def replayed(curves: Curves, path: Path) -> None:
+    """Hits against the size of the cache: policies, the textbook's dashed, the optimum above."""
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a display
+    axes = figure.subplots()
+    sizes = sorted(curves.optimum)
+    x = [100 * size for size in sizes]
+    axes.plot(x, [curves.optimum[s] for s in sizes], color=INK, label="optimum (Belady)")
+    colors = (BLUE, ORANGE, GREEN, *COLORS)
+    for (name, shares), color in zip(curves.policies.items(), colors, strict=False):
+        axes.plot(x, [shares[s] for s in sizes], "o-", color=color, markersize=4, label=name)
+    for (name, shares), line in zip(curves.textbook.items(), (":", "--", "-.", ":"), strict=False):
+        label = f"textbook {name}"
+        axes.plot(x, [shares[s] for s in sizes], line, color=GREY, linewidth=1, label=label)
+    axes.set_xscale("log")
+    axes.set_xticks(x, [f"{value:g} %" for value in x])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("size of the cache, of the distinct pages", color=INK)
+    axes.set_ylabel("hits, of the pages asked for", color=INK)
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK)
+    plain(axes)
+    figure.savefig(path, dpi=150)
 
 
 def plain(axes: Axes) -> None:

@@ -146,17 +146,47 @@ def bench(
         typer.Option(help="recall: also of the causal language model in this folder."),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="ndp, recall: draw the figures into this file.")
+        Path | None, typer.Option(help="ndp, recall, replay: draw the figures into this file.")
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(help="replay: a file in Mooncake's format, or a family: agents, loops ..."),
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="replay: one policy; all if not given (adaptive with --far).")
+    ] = None,
+    far: Annotated[
+        str | None,
+        typer.Option(help="replay: real bytes in a pool of 10%, 5000 (pages) or 2GiB."),
+    ] = None,
+    near: Annotated[str, typer.Option(help="replay: size of the near tier, with --far.")] = "0",
+    cold: Annotated[str, typer.Option(help="replay: size of the cold tier, with --far.")] = "0",
+    minutes: Annotated[
+        float | None, typer.Option(help="replay: only so much of the trace's time.", min=0)
+    ] = None,
+    pool: Annotated[
+        Path | None,
+        typer.Option(help="replay: the pool's file, with --far; a killed run goes on there."),
     ] = None,
 ) -> None:
     """Run one microbenchmark on this machine, or the litmus tests of memory that hosts share.
 
-    ndp and recall take ten minutes or so, and need torch and transformers.
+    ndp and recall take ten minutes or so, and need torch and transformers. replay judges eviction
+    policies by a trace; with --far also tiers, with real bytes.
     """
-    from cxlkv.bench.cli import run, run_litmus, run_recall
+    from cxlkv.bench.cli import run, run_litmus, run_recall, run_replay
 
-    if (picture and case not in ("ndp", "recall")) or (model and case != "recall"):
-        raise BadArgumentError("--picture goes with ndp and recall, --model with recall")
+    if (picture and case not in ("ndp", "recall", "replay")) or (model and case != "recall"):
+        raise BadArgumentError("--picture goes with ndp, recall and replay, --model with recall")
+    if case == "replay":
+        if trace is None:
+            raise BadArgumentError("replay needs --trace: a file, or the name of a family")
+        run_replay(
+            trace, policy, (far, near, cold), minutes, pool, json_path=json_file, picture=picture
+        )
+        return
+    if trace or policy or far or minutes or pool or near != "0" or cold != "0":
+        raise BadArgumentError("--trace, --policy, --near, --far, --cold ... go with replay only")
     if case == "litmus":
         run_litmus(region or [], role, rounds, certificate, json_file)
         return

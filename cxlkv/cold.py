@@ -132,11 +132,15 @@ class ColdTier:
                 self._counts["misses"] += len(keys) - hits
             return found
 
-    def contains(self, names: Bytes) -> Mask:
-        """Which names are stored, as far as their slots' headers say; no use of them."""
+    def contains(self, names: Bytes, sure: bool = False) -> Mask:
+        """Which names are stored, as far as their slots' headers say; no use of them. sure: records
+        of an earlier opening, which may be torn, are read and verified first, each once."""
         keys = self._keys(names)
-        with self._operation(), self._lock:
-            return np.array([key in self._index for key in keys], np.bool_)
+        with self._operation():
+            if sure:
+                self._look_again(keys)
+            with self._lock:
+                return np.array([key in self._index for key in keys], np.bool_)
 
     def drop(self, names: Bytes) -> Mask:
         """Removes records, for good; which were there."""

@@ -331,7 +331,7 @@ class Tiers:
         """Into the cold tier; a page whose bytes are wrong goes nowhere."""
         assert self.cold is not None
         names = names_of(rows)
-        wanted = np.flatnonzero(~self.cold.contains(names))
+        wanted = np.flatnonzero(~self.cold.contains(names, sure=True))
         if not len(wanted) or self.cold.why_off:
             self._counts["dropped_pages"] += len(wanted)
             return
@@ -398,6 +398,11 @@ class Tiers:
                     log.warning("a step of the mover failed: %s", error)
 
     # ---- what is where ----
+
+    @property
+    def brought_pages(self) -> int:
+        """From cold, so far."""
+        return self._counts["promoted_pages"]
 
     def stats(self) -> dict[str, float]:
         """Pages by tier and what was moved; near_* and cold_* as NearTier and ColdTier count."""

@@ -375,8 +375,13 @@ class TiersModel(RuleBasedStateMachine):
         self.path.unlink(missing_ok=True)
         self.pool = CXLPool.create("anonymous:", layout=LAYOUT, capacity="2350KiB", threads=1)
         self.cold = cold
-        where = {"cold": self.path, "cold_capacity": "1MiB"} if cold else {}
-        self.tiers = Tiers(self.pool, near="64KiB", policy=policy, **where)  # type: ignore[arg-type]
+        self.tiers = Tiers(
+            self.pool,
+            near="64KiB",
+            policy=policy,
+            cold=self.path if cold else None,
+            cold_capacity="1MiB" if cold else None,
+        )
         self.published: dict[int, int] = {}
         self.held: dict[int, Sequence] = {}
 

@@ -1,5 +1,5 @@
-/* Which pages go: the ones of lowest score, leaves of the prefix tree first. Arrays in, indexes out.
- * A page whose children stay must stay: without it they could not be found. */
+/* Which pages go: those of lowest score, leaves of the prefix tree first. Only arrays are read. A
+ * page whose children stay must stay: without it they could not be found. */
 #include <stdlib.h>
 
 #include "internal.h"
