@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -98,13 +99,13 @@ def documents(chosen: Sequence[int], pages: int, every_s: float) -> list[Request
     ]
 
 
-def loops(seed: int, requests: int = 8000) -> list[Request]:
+def loops(seed: int, requests: int = 20_000) -> list[Request]:
     """1,500 documents, again and again in the same order."""
     shift = int(np.random.default_rng(seed).integers(1500))
     return documents([(i + shift) % 1500 for i in range(requests)], 12, 0.3)
 
 
-def zipf(seed: int, requests: int = 8000) -> list[Request]:
+def zipf(seed: int, requests: int = 20_000) -> list[Request]:
     """4,000 documents of unequal fame, asked for independently."""
     random = np.random.default_rng(seed)
     fame = 1 / np.arange(1, 4001) ** 0.9
@@ -112,7 +113,7 @@ def zipf(seed: int, requests: int = 8000) -> list[Request]:
     return documents(chosen.tolist(), 12, 0.3)
 
 
-def scans(seed: int, requests: int = 8000) -> list[Request]:
+def scans(seed: int, requests: int = 20_000) -> list[Request]:
     """1,200 documents of unequal fame; now and then some hundred in a row that never come back."""
     random = np.random.default_rng(seed)
     fame = 1 / np.arange(1, 1201) ** 0.8
@@ -127,7 +128,7 @@ def scans(seed: int, requests: int = 8000) -> list[Request]:
     return documents(chosen[:requests], 12, 0.3)
 
 
-def agents(seed: int, requests: int = 9000) -> list[Request]:
+def agents(seed: int, requests: int = 12_000) -> list[Request]:
     """Some sixty agents of twenty kinds at a time: each has its kind's instructions, then its own
     steps, one a request; now and then one starts another from where it is."""
     random = np.random.default_rng(seed)
@@ -158,10 +159,15 @@ def agents(seed: int, requests: int = 9000) -> list[Request]:
     return made
 
 
-FAMILIES: dict[str, Callable[[int], list[Request]]] = {
+class Family(Protocol):
+    """Of a seed, and how many requests."""
+
+    def __call__(self, seed: int, requests: int = ...) -> list[Request]: ...
+
+
+FAMILIES: dict[str, Family] = {
     "loops": loops,
     "zipf": zipf,
     "scans": scans,
     "agents": agents,
 }
-"""By name: a function of a seed."""

@@ -45,6 +45,26 @@ HostNumber = Annotated[
     int | None,
     typer.Option("--host", help="Which host this is, in a shared pool (default: CXLKV_HOST)."),
 ]
+# Of `bench replay`.
+Trace = Annotated[
+    str | None,
+    typer.Option(help="replay: a file in Mooncake's format, or agents, loops, scans, zipf."),
+]
+PolicyName = Annotated[
+    str | None, typer.Option(help="replay: one policy; all if not given (adaptive with --far).")
+]
+FarSize = Annotated[
+    str | None, typer.Option(help="replay: real bytes in a pool of 10%, 5000 (pages) or 2GiB.")
+]
+NearSize = Annotated[str, typer.Option(help="replay: size of the near tier, with --far.")]
+ColdSize = Annotated[str, typer.Option(help="replay: size of the cold tier, with --far.")]
+Minutes = Annotated[
+    float | None, typer.Option(help="replay: only so much of the trace's time.", min=0)
+]
+ReplayPool = Annotated[
+    Path | None,
+    typer.Option(help="replay: the pool's file, with --far; a killed run goes on there."),
+]
 PoolPath = Annotated[Path, typer.Argument(help="The pool's file, e.g. /dev/shm/pool.cxlkv.")]
 
 
@@ -148,26 +168,13 @@ def bench(
     picture: Annotated[
         Path | None, typer.Option(help="ndp, recall, replay: draw the figures into this file.")
     ] = None,
-    trace: Annotated[
-        str | None,
-        typer.Option(help="replay: a file in Mooncake's format, or a family: agents, loops ..."),
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="replay: one policy; all if not given (adaptive with --far).")
-    ] = None,
-    far: Annotated[
-        str | None,
-        typer.Option(help="replay: real bytes in a pool of 10%, 5000 (pages) or 2GiB."),
-    ] = None,
-    near: Annotated[str, typer.Option(help="replay: size of the near tier, with --far.")] = "0",
-    cold: Annotated[str, typer.Option(help="replay: size of the cold tier, with --far.")] = "0",
-    minutes: Annotated[
-        float | None, typer.Option(help="replay: only so much of the trace's time.", min=0)
-    ] = None,
-    pool: Annotated[
-        Path | None,
-        typer.Option(help="replay: the pool's file, with --far; a killed run goes on there."),
-    ] = None,
+    trace: Trace = None,
+    policy: PolicyName = None,
+    far: FarSize = None,
+    near: NearSize = "0",
+    cold: ColdSize = "0",
+    minutes: Minutes = None,
+    pool: ReplayPool = None,
 ) -> None:
     """Run one microbenchmark on this machine, or the litmus tests of memory that hosts share.
 

@@ -36,11 +36,11 @@ GAPS = 32
 KINDS = 2 + 2 * GAPS
 GROUPS = (slice(0, 1), slice(1, 2 + GAPS), slice(2 + GAPS, KINDS))
 """Kinds that are alike: never found; found up to 7 times; found more often."""
-KIND_WEIGHT, GROUP_WEIGHT = 300.0, 30.0
-"""Lives after which a kind's own table counts for half, and a group's: before, the larger group's
-does. Pages of one prompt come and go together: so many of them are a dozen prompts or two."""
+KIND_SHARE, GROUP_WEIGHT = 1 / 8, 30.0
+"""Lives after which a kind's own table counts for half, as a share of the pages (of more pages more
+lives are seen in the same time), and a group's, in lives: before, that of the larger group does."""
 GHOSTS_PER_PAGE = 8
-PAGES_KEPT = 4
+PAGES_KEPT = 16
 """What was counted weighs 1/e when as many pages as there are were asked for so many times."""
 
 
@@ -235,7 +235,7 @@ class Reuse:
         now = np.uint32(pages.clock & 0xFFFFFFFF)
         count(ended, self._ledger["kind"][pages.pages], bin_of(now - pages.used))
         count(ended, ghosts["kind"], bin_of(now - ghosts["used"]))
-        found, ended = blended(self._found, ended)
+        found, ended = blended(self._found, ended, KIND_SHARE * len(pages.pages))
         self._rates = indexes(found, ended).astype(np.float32)
         self._learned, self._knows = pages.clock, True
 
@@ -250,7 +250,7 @@ def count(
     into += np.bincount(kinds * np.int32(BINS) + bins, times, KINDS * BINS).reshape(into.shape)
 
 
-def blended(found: Floats, ended: Floats) -> tuple[Floats, Floats]:
+def blended(found: Floats, ended: Floats, kind_weight: float) -> tuple[Floats, Floats]:
     """Each kind's counts, with some of its group's, which has some of all: sums of weights."""
     everything = found.sum(0), ended.sum(0)
     made = np.empty_like(found), np.empty_like(ended)
@@ -260,7 +260,7 @@ def blended(found: Floats, ended: Floats) -> tuple[Floats, Floats]:
             for table, share in zip((found, ended), shares(*everything), strict=True)
         )
         for out, table, share in zip(made, (found, ended), shares(*of_group), strict=True):
-            out[group] = table[group] + KIND_WEIGHT * share
+            out[group] = table[group] + kind_weight * share
     return made
 
 

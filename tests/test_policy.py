@@ -199,7 +199,7 @@ def test_choice_refuses_what_is_no_number_and_arrays_that_do_not_fit() -> None:
 SEED = 3
 
 
-def compare(family: str, requests: list[traces.Request], share: float) -> None:
+def compare(family: str, requests: list[traces.Request], share: float, at_least: float) -> None:
     asked = [page for request in requests for page in request.pages]
     capacity = int(share * traces.distinct(requests))
     lengths = [len(request.pages) for request in requests]
@@ -210,26 +210,26 @@ def compare(family: str, requests: list[traces.Request], share: float) -> None:
     }
     hits = replay(requests, capacity, policy_named(DEFAULT)).hits
     print(f"seed {SEED}, {family}, {share}: {hits}, {rivals}, at best {best}")
-    assert 0.98 * max(rivals.values()) <= hits <= best
+    assert at_least * max(rivals.values()) <= hits <= best
 
 
 @pytest.mark.parametrize("share", [0.05, 0.25])
 @pytest.mark.parametrize("family", traces.FAMILIES)
-def test_the_default_is_never_much_worse_than_a_textbook_cache(family: str, share: float) -> None:
-    compare(family, traces.FAMILIES[family](SEED)[:4000], share)
+def test_while_it_learns_the_default_is_not_much_worse(family: str, share: float) -> None:
+    compare(family, traces.FAMILIES[family](SEED, 4000), share, 0.95)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("share", [0.01, 0.05, 0.1, 0.25])
 @pytest.mark.parametrize("family", traces.FAMILIES)
-def test_the_default_is_never_much_worse_whole(family: str, share: float) -> None:
-    compare(family, traces.FAMILIES[family](SEED), share)
+def test_the_default_is_never_worse(family: str, share: float) -> None:
+    compare(family, traces.FAMILIES[family](SEED), share, 0.98)
 
 
 def test_a_loop_larger_than_the_cache_keeps_a_part_of_it() -> None:
     """Where LRU, LFU, SIEVE and S3-FIFO hit nothing."""
-    requests = traces.loops(SEED)[:6000]
+    requests = traces.loops(SEED, 6000)
     hits = replay(requests, 1800, policy_named(DEFAULT)).hits
     asked = [page for request in requests for page in request.pages]
     assert hits > 0.9 * sum(caches.belady(asked, 1800))
@@ -239,7 +239,7 @@ def test_a_loop_larger_than_the_cache_keeps_a_part_of_it() -> None:
 @pytest.mark.parametrize("family", traces.FAMILIES)
 def test_policies_of_the_textbook_are_those_of_the_textbook(family: str) -> None:
     """In batches and leaves first, so not to the last hit; never much worse."""
-    requests = traces.FAMILIES[family](SEED)[:4000]
+    requests = traces.FAMILIES[family](SEED, 4000)
     asked = [page for request in requests for page in request.pages]
     lengths = [len(request.pages) for request in requests]
     capacity = traces.distinct(requests) // 10

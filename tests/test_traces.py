@@ -70,8 +70,8 @@ def test_no_file_and_nothing_in_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", traces.FAMILIES)
 def test_families_are_traces(family: str, tmp_path: Path) -> None:
     """The same of a seed, with chained names: what is written is read again."""
-    requests = traces.FAMILIES[family](5)[:600]
-    assert requests == traces.FAMILIES[family](5)[:600]
+    requests = traces.FAMILIES[family](5, 600)
+    assert requests == traces.FAMILIES[family](5, 600)
     file = tmp_path / "trace.jsonl"
     lines = [
         json.dumps({"timestamp": 1000 * r.time_s, "hash_ids": list(r.pages)}) for r in requests
