@@ -10,6 +10,7 @@ from cxlkv.ndp.engine import Budget, Selection
 if TYPE_CHECKING:
     from cxlkv.pool import CXLPool
     from cxlkv.sequence import Batch, Hit, Sequence
+    from cxlkv.tiers import Tiers
 
 __all__ = [
     "Batch",
@@ -22,10 +23,17 @@ __all__ = [
     "PoolFullError",
     "Selection",
     "Sequence",
+    "Tiers",
 ]
 
 # What needs the C core is imported when it is asked for: cxlkv.ndp.portable runs without it.
-_OF_THE_CORE = {"CXLPool": "pool", "Batch": "sequence", "Hit": "sequence", "Sequence": "sequence"}
+_OF_THE_CORE = {
+    "CXLPool": "pool",
+    "Batch": "sequence",
+    "Hit": "sequence",
+    "Sequence": "sequence",
+    "Tiers": "tiers",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -354,7 +354,7 @@ int cxlkv_sequence_adopt(cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
  * part. The ordinal in the descriptor makes a chain with a gap end at the gap. A part with a window
  * has gaps by right: it matches up to where all that the next token sees is there. */
 
-void hash_of(const uint8_t *hashes, uint64_t key, uint64_t place, uint32_t part, uint64_t hash[2]) {
+void page_hash(const uint8_t *hashes, uint64_t key, uint64_t place, uint32_t part, uint64_t hash[2]) {
     memcpy(hash, hashes + key * 16, 16);
     hash[0] ^= (place + 1) * 0x9e3779b97f4a7c15u; /* 2^64 / golden ratio: odd, so one to one */
     hash[1] ^= part * 0xd1b54a32d192ed03u;        /* another odd number */
@@ -381,7 +381,7 @@ bool publish_page(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t token
 static uint32_t find_first_part(const cxlkv_pool *pool, const uint8_t *hashes, uint64_t key,
                                 uint64_t place) {
     uint64_t hash[2];
-    hash_of(hashes, key, place, 0, hash);
+    page_hash(hashes, key, place, 0, hash);
     return index_find(pool, hash);
 }
 
@@ -400,7 +400,7 @@ static bool publish_key(cxlkv_sequence *sequence, const uint8_t *hashes, key_pag
     uint32_t parent = of.before;
     for (uint64_t page = of.first; page < of.end; page++) {
         page_key made = {.ordinal = (uint32_t)page};
-        hash_of(hashes, of.key, page - of.first, part, made.hash);
+        page_hash(hashes, of.key, page - of.first, part, made.hash);
         bool added = publish_page(pool, sequence_page(sequence, part, (uint32_t)page), part,
                                   pool->layout.page_tokens, &made);
         uint32_t found = index_find(pool, made.hash);
@@ -518,7 +518,7 @@ static void look_at_candidates(cxlkv_pool *pool, const cxlkv_match_args *args) {
         for (uint32_t part = 0; part < pool->geometry.part_count; part++)
             for (uint64_t place = 0; place < (args->single ? 1 : UINT64_MAX); place++) {
                 uint64_t hash[2];
-                hash_of(args->hashes, key, place, part, hash);
+                page_hash(args->hashes, key, place, part, hash);
                 uint32_t page = index_find(pool, hash);
                 ends |= page == NO_PAGE && ends_search(pool, args, part);
                 if (page == NO_PAGE) break;
@@ -534,11 +534,11 @@ static void expect_key(const cxlkv_pool *pool, const cxlkv_match_args *args, uin
     for (uint32_t part = 0; part < pool->geometry.part_count; part++) {
         uint64_t hash[2];
         if (key + 2 * AHEAD < args->count) {
-            hash_of(args->hashes, key + 2 * AHEAD, 0, part, hash);
+            page_hash(args->hashes, key + 2 * AHEAD, 0, part, hash);
             index_expect(pool, hash);
         }
         if (key + AHEAD >= args->count) continue;
-        hash_of(args->hashes, key + AHEAD, 0, part, hash);
+        page_hash(args->hashes, key + AHEAD, 0, part, hash);
         uint32_t page = index_find(pool, hash);
         if (page == NO_PAGE || !page_is_ours(pool, page)) continue;
         record_expect(pool, page);
@@ -583,7 +583,7 @@ static int find_pages(cxlkv_pool *pool, const cxlkv_match_args *args, uint64_t *
             for (uint32_t part = 0; part < parts; part++) {
                 uint64_t hash[2];
                 bool full = pool->parts[part].window == 0;
-                hash_of(args->hashes, key, place, part, hash);
+                page_hash(args->hashes, key, place, part, hash);
                 bool there = match_page(pool, hash, part, pool->layout.page_tokens, &page,
                                         &ordinal) &&
                              ordinal < pool->host->page_count &&
@@ -789,7 +789,7 @@ static int64_t forget_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hash
         for (uint32_t part = 0; part < pool->geometry.part_count; part++)
             for (uint64_t place = 0;; place++, forgotten++) {
                 uint64_t hash[2];
-                hash_of(hashes, key, place, part, hash);
+                page_hash(hashes, key, place, part, hash);
                 if (!page_forget(pool, hash)) break;
             }
     return forgotten;

@@ -8,7 +8,7 @@ static int64_t pin_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
         for (uint32_t part = 0; part < pool->geometry.part_count; part++)
             for (uint64_t place = 0;; place++) {
                 uint64_t hash[2];
-                hash_of(hashes, key, place, part, hash);
+                page_hash(hashes, key, place, part, hash);
                 uint32_t page = index_find(pool, hash);
                 if (page == NO_PAGE) break;
                 if (!page_is_ours(pool, page)) continue; /* its owner evicts it, or does not */

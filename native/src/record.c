@@ -490,7 +490,7 @@ int cxlkv_names(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_
         for (uint32_t place = 0; place < places; place++)
             for (uint32_t part = 0; part < pool->geometry.part_count; part++, names += 16) {
                 uint64_t hash[2];
-                hash_of(hashes, key, place, part, hash);
+                page_hash(hashes, key, place, part, hash);
                 memcpy(names, hash, sizeof(hash));
             }
     return 0;

@@ -50,10 +50,10 @@ static bool is_wanted(const cxlkv_sequence *sequence, uint64_t index, const uint
     for (uint32_t part = 0; part < pool->geometry.part_count; part++) {
         uint64_t hash[2];
         if (index < sequence->tables[part].first) return false; /* given back: behind a window */
-        hash_of(before, 0, 0, part, hash);
+        page_hash(before, 0, 0, part, hash);
         if (index && pool->parts[part].window == 0 && index_find(pool, hash) == NO_PAGE)
             return false;
-        hash_of(key, 0, 0, part, hash);
+        page_hash(key, 0, 0, part, hash);
         wanted |= index_find(pool, hash) == NO_PAGE;
     }
     return wanted;
@@ -63,11 +63,11 @@ static int64_t publish_copy(cxlkv_pool *pool, const tail_copy_of *copy, const ui
                             const uint8_t *key) {
     int64_t published = 0;
     uint64_t hash[2];
-    hash_of(before, 0, 0, 0, hash);
+    page_hash(before, 0, 0, 0, hash);
     uint32_t parent = copy->index ? index_find(pool, hash) : NO_PAGE;
     for (uint32_t part = 0; part < pool->geometry.part_count; part++) {
         page_key made = {.ordinal = (uint32_t)copy->index};
-        hash_of(key, 0, 0, part, made.hash);
+        page_hash(key, 0, 0, part, made.hash);
         bool added = publish_page(pool, copy->pages[part], part, copy->filled, &made);
         if (added) hotness_published(pool, copy->pages[part], part, parent);
         if (part == 0) parent = index_find(pool, made.hash);
@@ -150,7 +150,7 @@ static bool add_page(cxlkv_sequence *sequence, const uint8_t *key, uint32_t part
     cxlkv_pool *pool = sequence->pool;
     uint64_t hash[2];
     uint32_t page, ordinal;
-    hash_of(key, 0, 0, part, hash);
+    page_hash(key, 0, 0, part, hash);
     page = index_find(pool, hash);
     if (page == NO_PAGE) return false;
     if (!page_is_ours(pool, page)) {
@@ -189,7 +189,7 @@ static uint32_t add_longest(cxlkv_sequence *sequence, const uint8_t *keys, uint3
     uint32_t parts = pool->geometry.part_count;
     for (uint32_t i = 0; i < count; i++) {
         uint64_t hash[2];
-        hash_of(keys, i, 0, 0, hash);
+        page_hash(keys, i, 0, 0, hash);
         index_expect(pool, hash);
     }
     for (uint32_t filled = count; filled > 0; filled--) {

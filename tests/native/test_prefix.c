@@ -96,7 +96,7 @@ static void a_held_tail_is_forgotten(void) {
     CHECK(test_append_all(sequence, marks, 3) >= 0);
     CHECK(cxlkv_tail_keys(ids, 3, root, keys) == 3);
     CHECK(cxlkv_publish_tail(sequence, 3, root, keys + 2 * 16) == 1);
-    hash_of(keys, 2, 0, 0, hash);
+    page_hash(keys, 2, 0, 0, hash);
     CHECK(host_lock(pool) == 0);
     uint32_t page = index_find(pool, hash);
     CHECK(page != NO_PAGE && page / RUN_SLOTS == alone / RUN_SLOTS); /* no run of its own */
