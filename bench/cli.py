@@ -85,7 +85,7 @@ def _moving(result: Result) -> None:
     from cxlkv.bench.cases import near
 
     near.run_moves(result)
-    result.ratios["move_to_memcpy"] = result.ratios["move_crc_1t_to_memcpy"]
+    result.ratios["move_to_memcpy"] = result.ratios["move_crc_1_to_memcpy"]
 
 
 def _decoding(result: Result) -> None:
