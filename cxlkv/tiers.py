@@ -59,8 +59,8 @@ class Tiers:
     is moved by step().
 
     While it is open, an append to a full pool makes room first; PoolFullError means then that
-    everything else is held, pinned or leased. Raises BadArgumentError, what NearTier and ColdTier
-    raise.
+    everything else is held, pinned or leased. A child of os.fork() has none: it makes its own, or
+    is told PoolFullError as before. Raises BadArgumentError, what NearTier and ColdTier raise.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class Tiers:
         self._mover: threading.Thread | None = None
         self._wake = threading.Event()
         self._ended = False
+        self._process = os.getpid()
         room.serve(pool._handle, self._serve)
 
     # ---- reading ----
@@ -264,6 +265,8 @@ class Tiers:
             return self._evict(short + slack) or self._evict(short)
 
     def _serve(self, pages: int) -> bool:
+        if os.getpid() != self._process:  # a child: the file is its parent's
+            return False
         return self.make_room(pages) > 0 or self._free() >= pages
 
     def _free(self) -> int:

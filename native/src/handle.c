@@ -354,7 +354,8 @@ int cxlkv_sequence_adopt(cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
  * part. The ordinal in the descriptor makes a chain with a gap end at the gap. A part with a window
  * has gaps by right: it matches up to where all that the next token sees is there. */
 
-void page_hash(const uint8_t *hashes, uint64_t key, uint64_t place, uint32_t part, uint64_t hash[2]) {
+void page_hash(const uint8_t *hashes, uint64_t key, uint64_t place, uint32_t part,
+               uint64_t hash[2]) {
     memcpy(hash, hashes + key * 16, 16);
     hash[0] ^= (place + 1) * 0x9e3779b97f4a7c15u; /* 2^64 / golden ratio: odd, so one to one */
     hash[1] ^= part * 0xd1b54a32d192ed03u;        /* another odd number */

@@ -718,7 +718,8 @@ static inline uint32_t sequence_page(const cxlkv_sequence *sequence, uint32_t pa
 
 /* ---- handle.c ---- */
 /* The index's hash of one page of a key: its place among the key's pages, and its part. */
-void page_hash(const uint8_t *hashes, uint64_t key, uint64_t place, uint32_t part, uint64_t hash[2]);
+void page_hash(const uint8_t *hashes, uint64_t key, uint64_t place, uint32_t part,
+               uint64_t hash[2]);
 /* These four under the host lock. Is the page what a handle says, and still alive? */
 int page_acquire_check(cxlkv_pool *pool, uint32_t page, uint32_t part, uint64_t generation,
                        uint32_t tokens);
