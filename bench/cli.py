@@ -184,7 +184,7 @@ def run_replay(
     from cxlkv.bench import traces
     from cxlkv.bench.cases import replay
     from cxlkv.bench.replaying_bytes import Where, parse_size
-    from cxlkv.policy import DEFAULT, policy_named
+    from cxlkv.policy import DEFAULT, POLICIES, policy_named
 
     check_files(json_path, picture)
     far, near, cold = sizes
@@ -209,7 +209,7 @@ def run_replay(
 
         if far is None:
             shares = sorted({*replay.SHARES, *(replay.MORE_SHARES if picture else ())})
-            policies = replay.ALONE if policy is None else (policy,)
+            policies = tuple(POLICIES) if policy is None else (policy,)
             curves = replay.run(result, requests, policies, shares, say)
         else:
             of = traces.distinct(requests)

@@ -17,6 +17,9 @@ from cxlkv.policy import NONE, Policy, Published, choose
 
 SLACK_SHARE = 0.01
 """So many pages more go than must, so that a choice serves several requests."""
+HALF_PAGES = 27_805 / 512
+"""Pages before a page that takes twice as long to compute as the first: a model of 8B parameters
+(Qwen3-8B, by its FLOPs: cxlkv.costs), pages of 512 tokens."""
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Simulation:
         self._names = np.zeros(size, np.uint64)
         self._used, self._born, self._hits = (np.zeros(size, np.uint32) for _ in range(3))
         self._parents = np.full(size, NONE, np.uint32)
+        self._depths = np.zeros(size, np.float32)
         self._there = np.zeros(size, np.bool_)
         self._clock = 0
         self.seen = Replayed()
@@ -58,7 +62,7 @@ class Simulation:
         self._clock += len(rows)
         self._used[found] = self._clock
         self._hits[found] += 1
-        self._publish(pages[len(rows) :], rows[-1] if rows else NONE)
+        self._publish(pages[len(rows) :], rows[-1] if rows else NONE, len(rows))
         self.seen.asked += len(pages)
         self.seen.hits += len(rows)
         excess = len(row_of) - self._capacity
@@ -66,7 +70,7 @@ class Simulation:
             self._evict(excess + int(SLACK_SHARE * self._capacity))
         return len(rows)
 
-    def _publish(self, names: Sequence[int], parent: int) -> None:
+    def _publish(self, names: Sequence[int], parent: int, depth: int) -> None:
         """Leaves go first: behind a page that is missing there is none."""
         count = len(names)
         self._clock += count
@@ -75,6 +79,7 @@ class Simulation:
         self._names[rows], self._there[rows] = names, True
         self._used[rows] = self._born[rows] = self._clock
         self._hits[rows] = 0
+        self._depths[rows] = np.arange(depth, depth + count)
         if count:
             self._parents[rows] = np.concatenate(([parent], rows[:-1]))
         self._row_of.update(zip(names, rows.tolist(), strict=True))
@@ -94,6 +99,7 @@ class Simulation:
             parents=parents,
             kept=np.zeros(len(there), np.bool_),
             heat=self._hits[there],
+            saved_s=1 + self._depths[there] / np.float32(HALF_PAGES),
         )
         rows = there[choose(self._policy, published, count)]
         for name in self._names[rows].tolist():
