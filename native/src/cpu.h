@@ -36,6 +36,13 @@ static inline bool cpu_has_avx512(void) {
            __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & wanted) == wanted;
 }
 
+/* AVX-512 and carry-less products of its width. */
+static inline bool cpu_has_vpclmulqdq(void) {
+    const unsigned vpclmulqdq = 1u << 10;
+    unsigned a, b, c, d;
+    return cpu_has_avx512() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & vpclmulqdq);
+}
+
 /* And VNNI and BMI2, which sketches take and every such CPU has. */
 static inline bool cpu_has_avx512_bf16(void) {
     const unsigned bf16 = 1u << 5, vnni = 1u << 11, bmi2 = 1u << 8;

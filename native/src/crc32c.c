@@ -1,4 +1,5 @@
-/* CRC32C by table, by the x86-64 instruction in three interleaved streams, or by the arm64 one. */
+/* CRC32C by table, by the x86-64 instruction in three interleaved streams, or by the arm64 one; by
+ * wider products in crc32c_avx512.c. */
 #include "crc32c.h"
 
 #include <errno.h>
@@ -117,6 +118,8 @@ static bool has_hardware(void) {
     return cpu_has(bit_SSE4_2 | bit_PCLMUL);
 }
 
+static bool has_avx512(void) { return has_hardware() && cpu_has_vpclmulqdq(); }
+
 #elif defined(__aarch64__)
 
 /* The instructions by name, as compilers differ in how a function is given the extension, and some
@@ -156,12 +159,25 @@ static bool has_hardware(void) { return false; }
 
 #endif
 
+#if !defined(__x86_64__)
+
+uint32_t crc32c_avx512(uint32_t crc, const void *data, size_t bytes) {
+    return crc32c_serial(crc, data, bytes);
+}
+
+static bool has_avx512(void) { return false; }
+
+#endif
+
 typedef uint32_t (*crc32c_function)(uint32_t crc, const void *data, size_t bytes);
 
 /* NULL until first use. A relaxed load is enough: nothing else is published with the pointer. */
 static _Atomic(crc32c_function) current;
 
-static crc32c_function best(void) { return has_hardware() ? crc32c_hardware : crc32c_serial; }
+static crc32c_function best(void) {
+    if (has_avx512()) return crc32c_avx512;
+    return has_hardware() ? crc32c_hardware : crc32c_serial;
+}
 
 uint32_t crc32c(uint32_t crc, const void *data, size_t bytes) {
     crc32c_function function = atomic_load_explicit(&current, memory_order_relaxed);
@@ -180,12 +196,12 @@ int crc32c_force(const char *name) {
         function = best();
     else if (!strcmp(name, "serial"))
         function = crc32c_serial;
-    else if (strcmp(name, "hardware"))
-        return -EINVAL;
-    else if (!has_hardware())
-        return -ENOTSUP;
-    else
+    else if (!strcmp(name, "hardware") && has_hardware())
         function = crc32c_hardware;
+    else if (!strcmp(name, "avx512") && has_avx512())
+        function = crc32c_avx512;
+    else
+        return !strcmp(name, "hardware") || !strcmp(name, "avx512") ? -ENOTSUP : -EINVAL;
     atomic_store_explicit(&current, function, memory_order_relaxed);
     return 0;
 }

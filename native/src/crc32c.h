@@ -16,7 +16,10 @@ uint32_t crc32c_serial(uint32_t crc, const void *data, size_t bytes);
 /* By the CPU's CRC instruction. Precondition: crc32c_force("hardware") would return 0. */
 uint32_t crc32c_hardware(uint32_t crc, const void *data, size_t bytes);
 
-/* "serial", "hardware", or "auto" for the best. Returns 0, -ENOTSUP when this CPU or this build
+/* By carry-less products of 512 bits. Precondition: crc32c_force("avx512") would return 0. */
+uint32_t crc32c_avx512(uint32_t crc, const void *data, size_t bytes);
+
+/* "serial", "hardware", "avx512", or "auto" for the best. Returns 0, -ENOTSUP when this CPU or this build
  * lacks the instruction, -EINVAL for an unknown name. */
 int crc32c_force(const char *name);
 
