@@ -19,8 +19,8 @@ uint32_t crc32c_hardware(uint32_t crc, const void *data, size_t bytes);
 /* By carry-less products of 512 bits. Precondition: crc32c_force("avx512") would return 0. */
 uint32_t crc32c_avx512(uint32_t crc, const void *data, size_t bytes);
 
-/* "serial", "hardware", "avx512", or "auto" for the best. Returns 0, -ENOTSUP when this CPU or this build
- * lacks the instruction, -EINVAL for an unknown name. */
+/* "serial", "hardware", "avx512", or "auto" for the best. Returns 0, -ENOTSUP when this CPU or this
+ * build lacks the instruction, -EINVAL for an unknown name. */
 int crc32c_force(const char *name);
 
 #endif
