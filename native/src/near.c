@@ -15,7 +15,7 @@
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14; older kernels refuse it */
 #endif
 
-enum { ITEM_BYTES = 256 << 10, CHUNK_BYTES = 1024, WINDOW_READS = 10 };
+enum { ITEM_BYTES = 256 << 10, CHUNK_BYTES = 2048, WINDOW_READS = 10 };
 #define NO_SLOT UINT32_MAX
 #define NO_LAYER UINT16_MAX
 
