@@ -479,6 +479,7 @@ TestTiersModel = TiersModel.TestCase
 TestTiersModel.settings = settings(
     max_examples=25,
     stateful_step_count=30,
+    derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
