@@ -39,7 +39,7 @@ LAYERS = (
     {"sequence"},
     {"pool"},
     {"transport", "adapters", "metrics", "near", "prefetch"},
-    {"tiers"},
+    {"tiers", "gpu"},
     {"bench", "demo", "top", "advise", "cli"},
 )
 RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}

@@ -1,0 +1,43 @@
+"""Whether Triton runs a call, and what all wrappers check of their tensors."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from cxlkv.errors import BadArgumentError, UnsupportedError
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+"""Triton's interpreter runs the kernels, on CPU tensors; settled when they are imported."""
+
+
+def runs_triton(device: torch.device) -> bool:
+    """True: the kernel; False: the torch reference, for CPU tensors without the interpreter.
+
+    Raises UnsupportedError for a GPU without Triton, and for devices that are neither.
+    """
+    if device.type == "cpu":
+        return INTERPRETED
+    if device.type != "cuda":
+        raise UnsupportedError(f"tensors on {device}: cpu and cuda are supported")
+    if importlib.util.find_spec("triton") is None:
+        raise UnsupportedError("tensors on a GPU need Triton: pip install 'cxlkv[gpu]'")
+    return True
+
+
+def one_device(**tensors: torch.Tensor | None) -> torch.device:
+    """The device of all tensors given by name; raises BadArgumentError when they differ."""
+    found = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    if len(set(found.values())) != 1:
+        raise BadArgumentError(f"tensors lie on different devices: {found}")
+    return next(iter(found.values()))
+
+
+def check_table(name: str, table: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """A table of addresses: int64, contiguous, of this shape; 0 is nothing there."""
+    if table.dtype != torch.int64 or not table.is_contiguous() or tuple(table.shape) != shape:
+        raise BadArgumentError(
+            f"{name} is {table.dtype} {tuple(table.shape)}, wanted contiguous int64 {shape}"
+        )
