@@ -231,6 +231,8 @@ def test_packed_rows_are_widened(device: torch.device, rng: np.random.Generator)
         if index == 0:
             codes = torch.arange(512).to(torch.uint8)
         scales = torch.from_numpy(np.exp(rng.normal(0, 8, 4)).astype(np.float32))
+        if index == 0:  # some products lie half-way between two bfloat16
+            scales = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 5 * 2**-8])
         rotary = torch.from_numpy(rng.integers(0, 2**16, 64, dtype=np.uint16)).view(torch.bfloat16)
         row, channels = packed_row(codes, scales, rotary)
         rows.append(row)
@@ -293,9 +295,9 @@ def test_pages_of_another_generation_are_counted(
 def test_more_pages_than_one_turn_reads(device: torch.device) -> None:
     descriptors = Memory(device, 64, on_host=True)
     descriptors.bytes[:16] = torch.tensor([7 << 8 | 2, 8 << 8 | 2]).view(torch.uint8)
-    offsets = np.where(np.arange(5000) % 100 == 99, 8, 0)
+    offsets = np.where(np.arange(5000) % 4 == 0, 8, 0)
     expected = torch.full((5000,), 7, device=device)
-    assert int(check_generations(descriptors.at(offsets), expected)) == 50
+    assert int(check_generations(descriptors.at(offsets), expected)) == 1250
 
 
 def test_the_references_agree_with_the_kernels(rng: np.random.Generator) -> None:
