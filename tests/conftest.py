@@ -49,6 +49,16 @@ class MakePool(Protocol):
     ) -> CXLPool: ...
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints what tests recorded to be shown, with record_property("show", text): here it comes
+    through from the workers of xdist, and is there when they pass, too."""
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            for name, text in report.user_properties if report.when == "call" else []:
+                if name == "show":
+                    terminalreporter.write_line(str(text))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What a user has tuned or certified changes no test."""
