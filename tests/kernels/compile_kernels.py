@@ -40,20 +40,24 @@ def number(pattern: str, log: str) -> int:
 
 def compiled(module: ModuleType, variant: Variant, target: int) -> dict[str, object]:
     kernel = getattr(module, variant.kernel)
-    names = list(variant.signature)
-    if names != kernel.arg_names:
-        raise ValueError(f"the signature names {names}, the kernel takes {kernel.arg_names}")
+    names = kernel.arg_names
+    given = variant.signature.keys() | variant.constants.keys()
+    if given != set(names):
+        raise ValueError(f"the variant names {sorted(given)}, the kernel {sorted(names)}")
+    signature = {
+        name: "constexpr" if name in variant.constants else variant.signature[name]
+        for name in names
+    }
     # As at a launch: tensors begin on 16 bytes. Nothing is known of numbers.
     aligned = {
         (index,): [["tt.divisibility", 16]]
-        for index, kind in enumerate(variant.signature.values())
-        if kind.startswith("*")
+        for index, name in enumerate(names)
+        if signature[name].startswith("*")
     }
-    source = ASTSource(
-        kernel, signature=variant.signature, constexprs=variant.constants, attrs=aligned
-    )
+    source = ASTSource(kernel, signature=signature, constexprs=variant.constants, attrs=aligned)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
-    # TRITON_DUMP_PTXAS_LOG=1 makes Triton print what `ptxas -v` wrote.
+    # TRITON_DUMP_PTXAS_LOG=1 makes Triton print what `ptxas -v` wrote, if it runs: two variants
+    # may be the same code, so nothing is to come from the cache (TRITON_ALWAYS_COMPILE=1).
     with contextlib.redirect_stdout(io.StringIO()) as log:
         built = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     if "Used" not in log.getvalue():
