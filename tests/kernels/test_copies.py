@@ -134,6 +134,7 @@ def test_a_scatter_puts_back_what_a_gather_fetched(
     slot_at = slots.at(np.arange(12) * 512).view(2, 2, 3)
     before = pool.fill(rng)
     copy_fragments(pages, slot_at, 512)
+    slots.read()  # waits: the host must not write over what is still being fetched
     pool.bytes.fill_(GUARD)
     copy_fragments(slot_at, pages, 512)
     after = pool.read()
