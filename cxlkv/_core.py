@@ -414,6 +414,46 @@ def sequence_pages(sequence: Handle) -> npt.NDArray[np.uint32]:
     return pages[: check(got)]
 
 
+def pool_memory(pool: Handle) -> tuple[int, int]:
+    """(address, bytes) of the region in this process, until the pool is closed."""
+    address = ffi.new("uint64_t *")
+    size = check(lib.cxlkv_pool_memory(pool, address))
+    return int(address[0]), size
+
+
+class Places(NamedTuple):
+    """Where complete pages of a layer lie in the region, each array [pages]; -1: nowhere.
+
+    Keys and values: of all kv heads, side by side at the geometry's key_piece_bytes and
+    value_piece_bytes. Descriptors: -1 also of pages that have no seal yet.
+    """
+
+    keys: npt.NDArray[np.int64]
+    values: npt.NDArray[np.int64]
+    descriptors: npt.NDArray[np.int64]
+    pages: npt.NDArray[np.uint32]
+    generations: npt.NDArray[np.uint64]
+
+
+def sequence_places(sequence: Handle, layer: int, first: int = 0, room: int = 0) -> Places:
+    """Of the pages from `first` on that are complete in the layer; room: a guess of how many."""
+    while True:
+        made = Places(
+            *(np.empty(room, np.int64) for _ in range(3)),
+            np.empty(room, np.uint32),
+            np.empty(room, np.uint64),
+        )
+        out = (
+            *(_int64(array, True) for array in made[:3]),
+            _flat("uint32_t", made.pages, True),
+            _flat("uint64_t", made.generations, True),
+        )
+        count = check(lib.cxlkv_sequence_places(sequence, layer, first, room, *out))
+        if count <= room:
+            return Places(*(array[:count] for array in made))
+        room = count
+
+
 def sequence_export(sequence: Handle) -> bytes:
     size = check(lib.cxlkv_sequence_export(sequence, ffi.NULL, 0))
     out = ffi.new("uint8_t[]", size)

@@ -357,6 +357,18 @@ int64_t cxlkv_sequence_tokens(cxlkv_sequence *sequence);
 int64_t cxlkv_sequence_layer_tokens(cxlkv_sequence *sequence, uint32_t layer);
 /* Ids of its pages in the pool, part after part, without open tails; returns how many there are. */
 int64_t cxlkv_sequence_pages(cxlkv_sequence *sequence, uint32_t *pages, uint64_t capacity);
+/* Where the region begins in this process, for who reads it past the core (a GPU), until the pool
+ * is closed; returns its bytes. */
+int64_t cxlkv_pool_memory(cxlkv_pool *pool, uint64_t *address);
+/* Of the pages of one layer from `first` on that are complete in it: where in the region the K of
+ * all kv heads begins (from head to head it is key_piece_bytes), and the V (the K again, where
+ * values are the first channels of the keys), and the page's descriptor; its id and generation.
+ * Offsets are -1 behind a window, where page and generation are UINT32_MAX and 0; a descriptor's
+ * also while the page has no seal yet, because a layer of it is not complete. Fills at most
+ * `capacity` of each; returns how many pages there are. */
+int64_t cxlkv_sequence_places(cxlkv_sequence *sequence, uint32_t layer, uint64_t first,
+                              uint64_t capacity, int64_t *key_offsets, int64_t *value_offsets,
+                              int64_t *descriptor_offsets, uint32_t *pages, uint64_t *generations);
 /* Writes a handle, the tail in a page of its own; returns its size. bytes may be NULL. */
 int64_t cxlkv_sequence_export(cxlkv_sequence *sequence, uint8_t *bytes, uint64_t capacity);
 int cxlkv_sequence_adopt(cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
