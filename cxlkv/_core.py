@@ -438,20 +438,17 @@ class Places(NamedTuple):
 def sequence_places(sequence: Handle, layer: int, first: int = 0, room: int = 0) -> Places:
     """Of the pages from `first` on that are complete in the layer; room: a guess of how many."""
     while True:
-        made = Places(
-            *(np.empty(room, np.int64) for _ in range(3)),
-            np.empty(room, np.uint32),
-            np.empty(room, np.uint64),
-        )
+        keys, values, descriptors = (np.empty(room, np.int64) for _ in range(3))
+        pages, generations = np.empty(room, np.uint32), np.empty(room, np.uint64)
         out = (
-            *(_int64(array, True) for array in made[:3]),
-            _flat("uint32_t", made.pages, True),
-            _flat("uint64_t", made.generations, True),
+            *(_int64(array, True) for array in (keys, values, descriptors)),
+            _flat("uint32_t", pages, True),
+            _flat("uint64_t", generations, True),
         )
-        count = check(lib.cxlkv_sequence_places(sequence, layer, first, room, *out))
-        if count <= room:
-            return Places(*(array[:count] for array in made))
-        room = count
+        n = check(lib.cxlkv_sequence_places(sequence, layer, first, room, *out))
+        if n <= room:
+            return Places(keys[:n], values[:n], descriptors[:n], pages[:n], generations[:n])
+        room = n
 
 
 def sequence_export(sequence: Handle) -> bytes:
