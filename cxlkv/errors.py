@@ -99,6 +99,18 @@ class WorkerError(CXLKVError, ConnectionError):
     """The worker near the memory is not there, died, was too slow, or has no slot free."""
 
 
+class GpuError(CXLKVError, RuntimeError):
+    """The CUDA driver refused a call; the text names the call, the driver's error and a remedy."""
+
+
+class GpuMemoryError(GpuError, MemoryError):
+    """The GPU, or the driver for it, does not have the memory that was asked for."""
+
+
+class RegistrationError(GpuError):
+    """The driver does not register the pool's memory: read it through cxlkv.gpu.staging."""
+
+
 class ColdError(CXLKVError, OSError):
     """The cold tier's file cannot be made, opened or written; the text says what mends it."""
 
