@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Sequences
 from functools import partial
 from types import TracebackType
@@ -72,6 +72,7 @@ class CXLPool:
         self.layout, self.checksum, self.sketch = _core.pool_layout(handle)
         self.pages = Pages(handle)
         self.hotness = Hotness(handle)
+        self._before_close: list[Callable[[], object]] = []
 
     @classmethod
     def create(
@@ -415,8 +416,14 @@ class CXLPool:
             "geometry": _core.pool_geometry(self._handle),
         }
 
+    def before_close(self, call: Callable[[], object]) -> None:
+        """Have it called once, before the memory is unmapped: for who lent it to a device."""
+        self._before_close.append(call)
+
     def close(self) -> None:
         """Release all of this process's sequences and unmap; a second time does nothing."""
+        while self._before_close:
+            self._before_close.pop()()
         _core.pool_close(self._handle)
 
     def __enter__(self) -> CXLPool:

@@ -22,7 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 
 def region_of(pool: CXLPool) -> Bytes:
     address, size = _core.pool_memory(pool._handle)
-    return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
 def piece(region: Bytes, offset: int, stride: int, size: int) -> list[bytes]:
