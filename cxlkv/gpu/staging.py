@@ -1,0 +1,270 @@
+"""A ring of pinned buffers, through which pages get into a GPU when the pool cannot be registered.
+
+The host copies chosen pages, and verifies them, into a buffer while the GPU's DMA empties others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from cxlkv.config import format_bytes, parse_bytes
+from cxlkv.errors import BadArgumentError, ClosedError, MemoryShortError, UnsupportedError
+from cxlkv.ndp.engine import Selection
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Batch
+
+BUFFER_BYTES = 16 << 20
+BUFFERS = 3
+"""One that is filled, one that is emptied, one that is ready: neither side waits for the other
+over small differences."""
+ALIGNMENT_BYTES = 256
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class Waitable(Protocol):
+    """As torch.cuda.Event is."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass
+class Buffer:
+    """busy: by what its last contents were read, which may not be done; None: it is not."""
+
+    memory: torch.Tensor
+    busy: Waitable | None = None
+
+
+class Ring:
+    """Buffers in turn; who takes one waits until the device has read what was in it."""
+
+    def __init__(self, memory: list[torch.Tensor]):
+        self.buffers = [Buffer(area) for area in memory]
+        self.waits = 0
+        """How often a buffer was still busy when its turn came."""
+        self._next = 0
+
+    def take(self) -> Buffer:
+        buffer = self.buffers[self._next]
+        self._next = (self._next + 1) % len(self.buffers)
+        if buffer.busy is not None:
+            self.waits += not buffer.busy.query()
+            buffer.busy.synchronize()
+            buffer.busy = None
+        return buffer
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Pages on the device: keys and values [lists, kv_heads, k, page_tokens, dim] as fetch() gives
+    them, there for what a stream does after wait(). Values that are the first channels of the keys
+    are a view of these."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    event: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """What the current stream is given from now on comes after the copies."""
+        if self.event is not None:
+            torch.cuda.current_stream(self.keys.device).wait_event(self.event)
+
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys_at, values_at): int64 [lists, kv_heads, k], where each piece is on the device."""
+        return _pieces_at(self.keys), _pieces_at(self.values)
+
+
+class Staging:
+    """Pinned buffers and a stream for one device. One thread uses it at a time.
+
+    On the CPU, pages go through the same ring, without events.
+    """
+
+    def __init__(
+        self,
+        pool: CXLPool,
+        device: torch.device | str = "cuda",
+        *,
+        buffer: str | int = BUFFER_BYTES,
+        buffers: int = BUFFERS,
+    ):
+        """buffer: bytes of each of them, pinned at once; a page of all heads must fit.
+
+        Raises UnsupportedError without CUDA, MemoryShortError when so much cannot be pinned.
+        """
+        self.device = torch.device(device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise UnsupportedError(f"pages are staged for 'cpu' or 'cuda', not for {self.device}")
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise UnsupportedError(f"{self.device}: no CUDA device, or a torch without CUDA")
+        if buffers < 1:
+            raise BadArgumentError(f"{buffers} buffers: 1 or more")
+        self.buffer_bytes = parse_bytes(buffer)
+        self._layout = pool.layout
+        self._dtype = DTYPES[pool.layout.dtype]
+        self._stream: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._ring: Ring | None = Ring([self._pinned() for _ in range(buffers)])
+
+    def _pinned(self) -> torch.Tensor:
+        pinned = self.device.type == "cuda"
+        try:
+            return torch.empty(self.buffer_bytes, dtype=torch.uint8, pin_memory=pinned)
+        except RuntimeError as error:
+            raise MemoryShortError(
+                f"{format_bytes(self.buffer_bytes)} of pinned memory cannot be had: {error}. Ask "
+                "for smaller buffers"
+            ) from error
+
+    @property
+    def waits(self) -> int:
+        """How often the host had to wait, because all buffers were still on their way."""
+        return self._open().waits
+
+    def get(
+        self,
+        batch: Batch,
+        layer: int,
+        picked: Selection,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> Staged:
+        """Copy chosen pages, open tails too, to the device; each is verified against its CRC.
+
+        What does not fit into one buffer goes in several, page after page of all lists. out: keys
+        and values on the device, written after what the current stream has now; else they are made.
+        Raises what Batch.fetch raises, before anything of that buffer is sent.
+        """
+        ring = self._open()
+        rows = _as_batch(picked)
+        lists, heads, k = rows.pages.shape
+        shape = (lists, heads, k, self._layout.page_tokens)
+        targets = self._targets(shape, out)
+        step = self._columns(lists * heads)
+        for first in range(0, k, step):
+            part = replace(
+                rows,
+                pages=np.ascontiguousarray(rows.pages[:, :, first : first + step]),
+                scores=np.ascontiguousarray(rows.scores[:, :, first : first + step]),
+            )
+            buffer = ring.take()
+            staged = self._fetch(buffer.memory, batch, layer, part)
+            end = first + part.pages.shape[2]
+            buffer.busy = self._send([to[:, :, first:end] for to in targets], staged)
+        keys = targets[0]
+        values = targets[1] if len(targets) > 1 else keys[..., : self._layout.value_head_dim]
+        return Staged(keys, values, self._event())
+
+    def _open(self) -> Ring:
+        if self._ring is None:
+            raise ClosedError("the staging is closed")
+        return self._ring
+
+    def _dims(self) -> tuple[int, int]:
+        return self._layout.head_dim, self._layout.value_head_dim
+
+    def _columns(self, rows: int) -> int:
+        """Pages of each list that fit into a buffer together."""
+        element = torch.empty(0, dtype=self._dtype).element_size()
+        page_bytes = rows * self._layout.page_tokens * sum(self._dims()) * element
+        fitting = (self.buffer_bytes - 2 * ALIGNMENT_BYTES) // max(page_bytes, 1)
+        if fitting < 1:
+            raise BadArgumentError(
+                f"a page of each of {rows} lists and heads has {format_bytes(page_bytes)}, a "
+                f"buffer {format_bytes(self.buffer_bytes)}: make Staging with larger ones, or ask "
+                "for fewer lists at once"
+            )
+        return fitting
+
+    def _targets(
+        self, shape: tuple[int, int, int, int], out: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> Sequence[torch.Tensor]:
+        """Of keys and values; of keys only, where the values are in them."""
+        shapes = [(*shape, dim) for dim in self._dims()]
+        if out is not None:
+            for name, array, wanted in zip(("keys", "values"), out, shapes, strict=True):
+                right = array.dtype == self._dtype and array.device.type == self.device.type
+                if not right or tuple(array.shape) != wanted:
+                    raise BadArgumentError(
+                        f"out {name}: {array.dtype} {tuple(array.shape)} on {array.device}, wanted "
+                        f"{self._dtype} {wanted} on {self.device}"
+                    )
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream(self.device))
+                for array in out:
+                    array.record_stream(self._stream)
+            return out
+        # Made on the stream that writes them, so that nothing has to be waited for; the current
+        # stream reads them, so their memory is not given away before it has.
+        if self._layout.shape.values != "own":
+            del shapes[1]
+        with torch.cuda.stream(self._stream):
+            made = [torch.empty(s, dtype=self._dtype, device=self.device) for s in shapes]
+        if self._stream is not None:
+            for array in made:
+                array.record_stream(torch.cuda.current_stream(self.device))
+        return made
+
+    def _fetch(
+        self, memory: torch.Tensor, batch: Batch, layer: int, part: Selection
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pages in the buffer: keys, then values."""
+        shape = (*part.pages.shape, self._layout.page_tokens)
+        views, at = [], 0
+        for dim in self._dims():
+            count = int(np.prod(shape)) * dim
+            size = count * torch.empty(0, dtype=self._dtype).element_size()
+            views.append(memory[at : at + size].view(self._dtype).view(*shape, dim))
+            at += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        batch.fetch(layer, part, (views[0], views[1]))
+        return views[0], views[1]
+
+    def _send(
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+    ) -> torch.cuda.Event | None:
+        with torch.cuda.stream(self._stream):
+            for target, source in zip(targets, sources, strict=False):
+                target.copy_(source, non_blocking=True)
+        return self._event()
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def close(self) -> None:
+        """Wait for what is on its way, and give the buffers back; a second time does nothing."""
+        if self._ring is not None:
+            for buffer in self._ring.buffers:
+                if buffer.busy is not None:
+                    buffer.busy.synchronize()
+            self._ring = None
+
+
+def _as_batch(picked: Selection) -> Selection:
+    """One of a single sequence's select() has no axis of lists."""
+    if picked.pages.ndim == 3:
+        return picked
+    return replace(
+        picked, pages=picked.pages[None], scores=picked.scores[None], counts=picked.counts[None]
+    )
+
+
+def _pieces_at(pages: torch.Tensor) -> torch.Tensor:
+    """Addresses by the first three axes."""
+    at = torch.full((), pages.data_ptr(), dtype=torch.int64, device=pages.device)
+    for count, stride in zip(pages.shape[:3], pages.stride()[:3], strict=True):
+        steps = torch.arange(count, dtype=torch.int64, device=pages.device)
+        at = at[..., None] + steps * (stride * pages.element_size())
+    return at
