@@ -1,6 +1,7 @@
-"""What `cxlkv tune` measured on this machine: for selects with method "auto", and what things cost.
+"""What `cxlkv tune` measured on this machine: for selects with method "auto", what things cost,
+and (`--gpu`) by what way pages get into a GPU.
 
-Without a file there are defaults for the former, and nothing is known of the latter.
+Without a file there are defaults for the first, and nothing is known of the others.
 """
 
 from __future__ import annotations
@@ -20,15 +21,32 @@ PAGES_MIN = 1024
 
 
 @dataclass(frozen=True)
+class GpuCopyConstants:
+    """When a kernel copies host memory into a GPU, and else its DMA engine: for pieces smaller than
+    kernel_piece_bytes_below, if there are kernel_pieces_from of them or more. kernel_sms: how many
+    programs of that kernel run. device: the GPU's name, where it was measured.
+
+    The defaults are published: vLLM (`swap_blocks_triton`) and Beluga (arXiv 2511.20172) agree.
+    """
+
+    kernel_piece_bytes_below: int = 28 << 10
+    kernel_pieces_from: int = 16
+    kernel_sms: int = 12
+    device: str = ""
+
+
+@dataclass(frozen=True)
 class Tuning:
     """From how many pages on method "auto" estimates from sketches; machine: what it holds for.
 
-    costs: of the tiers and of work near the data, without a prefill speed; None: not measured.
+    costs: of the tiers and of work near the data, without a prefill speed; None: not measured. gpu:
+    None: not measured.
     """
 
     two_stage_pages: int = PAGES_MIN
     machine: str = ""
     costs: Costs | None = None
+    gpu: GpuCopyConstants | None = None
 
 
 def this_machine() -> str:
@@ -55,6 +73,7 @@ def read(path: Path) -> Tuning:
         if not isinstance(pages, int) or not PAGES_MIN <= pages < 2**31:
             raise ValueError(f"two_stage_pages is {pages!r}")
         costs = None if found.get("costs") is None else _costs(found["costs"])
+        gpu = None if found.get("gpu") is None else _gpu(found["gpu"])
     except FileNotFoundError:
         return Tuning()
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -63,7 +82,7 @@ def read(path: Path) -> Tuning:
     if machine != this_machine():
         warnings.warn(f"{path} is of another machine: run `cxlkv tune` on this one", stacklevel=2)
         return Tuning()
-    return Tuning(pages, machine, costs)
+    return Tuning(pages, machine, costs, gpu)
 
 
 def _costs(found: object) -> Costs:
@@ -79,6 +98,20 @@ def _costs(found: object) -> Costs:
         else:
             made[name] = value
     return Costs(**made)  # type: ignore[arg-type]
+
+
+def _gpu(found: object) -> GpuCopyConstants:
+    """Raises ValueError or TypeError for what is none."""
+    if not isinstance(found, dict):
+        raise ValueError("gpu is no table")
+    for name, value in found.items():
+        if name == "device":
+            right = isinstance(value, str)
+        else:  # JSON's true is no number of programs
+            right = type(value) is int and int(name == "kernel_sms") <= value < 2**31
+        if not right:
+            raise ValueError(f"{name} is {value!r}")
+    return GpuCopyConstants(**found)
 
 
 @cache

@@ -94,11 +94,18 @@ class Mapping:
         self.writable = True
         """Whether the device may write: not where hosts share the pool, as most is not ours."""
         self._address = self._host_address
+        self.driver: Driver | None = None
+        """By which the device was told of the region; None on the CPU."""
+        self.cuts = np.empty(0, np.int64)
+        """Device addresses that no DMA may go across: where pieces of the registration meet."""
         held = None
         if self.device.type == "cuda":
             found = driver if driver is not None else driver_of(self.device)
             held = _acquire(pool, found, index_of(self.device))
-            self.writable, self._address = held.writable, held.device_address
+            self.driver, self.writable = found, held.writable
+            self._address = held.device_address
+            starts = np.array([at for at, _ in held.pieces[1:]], np.int64)
+            self.cuts = starts - self._host_address + self._address
         array = (ctypes.c_uint8 * self.size).from_address(self._host_address)
         self._tensor = torch.frombuffer(array, dtype=torch.uint8)
         self._closer = weakref.finalize(self, _release, held, self._pid, pool._handle)
