@@ -426,19 +426,35 @@ def tune(
     cold: Annotated[
         Path | None, typer.Option(help="Where a cold file is or will be: its disk is measured.")
     ] = None,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Only by what way pages get into the GPU faster.")
+    ] = False,
 ) -> None:
     """Measure on this machine from how many pages on sketches pay, for select(method="auto"), and
-    what reading, writing and attending cost, for `cxlkv advise`."""
+    what reading, writing and attending cost, for `cxlkv advise`. What was measured of the GPU, or
+    of all else, is kept."""
     from cxlkv.bench import cli, rates, tuning
     from cxlkv.bench.report import Result
-    from cxlkv.ndp.tuning import default_path, write
+    from cxlkv.ndp.tuning import default_path, read, this_machine, write
 
     console = cli.wide_console()
-    result = Result("tune")
-    with console.status("measuring; half a minute ..."):
-        costs = rates.run(result, rates.LAYOUT, pool=pool, cold=cold, threads=threads)
-        found = replace(tuning.run(result, threads=threads), costs=costs)
-    path = default_path()
+    result, path = Result("tune"), default_path()
+    if gpu:
+        if threads or pool or cold:
+            raise BadArgumentError("--gpu goes without --threads, --pool and --cold")
+        try:
+            from cxlkv.bench import gpu_tuning
+        except ModuleNotFoundError as error:
+            raise UnsupportedError(
+                f"tune --gpu needs {error.name}: install it with pip install 'cxlkv[gpu]'"
+            ) from error
+        with console.status("measuring the GPU; a minute ..."):
+            constants = gpu_tuning.run(result)
+        found = replace(read(path), machine=this_machine(), gpu=constants)
+    else:
+        with console.status("measuring; half a minute ..."):
+            costs = rates.run(result, rates.LAYOUT, pool=pool, cold=cold, threads=threads)
+            found = replace(tuning.run(result, threads=threads), costs=costs, gpu=read(path).gpu)
     write(found, path)
     cli.show(result, console, json_file)
     console.print(f"written: {path}", soft_wrap=True)

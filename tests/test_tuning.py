@@ -8,16 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from cxlkv import CXLPool, KVLayout
-from cxlkv.bench import rates
+from cxlkv.bench import gpu_tuning, rates
 from cxlkv.bench import tuning as measuring
 from cxlkv.bench.report import Result
 from cxlkv.cli import app
 from cxlkv.costs import Costs, Tier
+from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.ndp import tuning
-from cxlkv.ndp.tuning import PAGES_MIN, Tuning
+from cxlkv.ndp.tuning import PAGES_MIN, GpuCopyConstants, Tuning
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +80,18 @@ def test_auto_follows_the_file_and_two_stage_does_not() -> None:
             '{"two_stage_pages": 4096, "machine": "", "costs": {"prefill": {"tokens_per_s": 9}}}',
             "prefill",
         ),
+        ('{"two_stage_pages": 4096, "machine": "", "gpu": 9}', "gpu is no table"),
+        ('{"two_stage_pages": 4096, "machine": "", "gpu": {"kernel_sms": 0}}', "kernel_sms is 0"),
+        (
+            '{"two_stage_pages": 4096, "machine": "", "gpu": {"kernel_pieces_from": true}}',
+            "kernel_pieces_from is True",
+        ),
+        (
+            '{"two_stage_pages": 4096, "machine": "", "gpu": {"kernel_piece_bytes_below": -1}}',
+            "kernel_piece_bytes_below is -1",
+        ),
+        ('{"two_stage_pages": 4096, "machine": "", "gpu": {"device": 5}}', "device is 5"),
+        ('{"two_stage_pages": 4096, "machine": "", "gpu": {"warps": 5}}', "warps"),
     ],
 )
 def test_a_file_that_cannot_be_used(tmp_path: Path, text: str, why: str) -> None:
@@ -116,9 +130,73 @@ def test_costs_are_kept() -> None:
         score_bytes_per_s=3e10,
         attend_bytes_per_s=2e10,
     )
-    kept = Tuning(2000, tuning.this_machine(), costs)
+    kept = Tuning(2000, tuning.this_machine(), costs, GpuCopyConstants(1, 2, 3, "a GPU"))
     tuning.write(kept, tuning.default_path())
     assert tuning.current() == kept
+
+
+def test_what_was_measured_of_a_gpu_is_kept_beside_all_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(rates, "SIZE", rates.Size(1 << 20, 1 << 20, 256 << 10, rounds=1))
+    monkeypatch.setattr(measuring.run, "__defaults__", (measuring.Size((1024,), 1, 32, 1, 1), None))
+    constants = GpuCopyConstants(20000, 8, 10, "NVIDIA H200")
+
+    def measured(result: Result) -> GpuCopyConstants:
+        result.checks["measured"] = True
+        return constants
+
+    monkeypatch.setattr(gpu_tuning, "run", measured)
+    path = tuning.default_path()
+    tuning.write(Tuning(3000, tuning.this_machine()), path)
+    done = CliRunner().invoke(app, ["tune", "--gpu"])
+    assert done.exit_code == 0, done.output
+    assert tuning.read(path) == Tuning(3000, tuning.this_machine(), None, constants)
+    done = CliRunner().invoke(app, ["tune", "--threads", "1"])
+    assert done.exit_code == 0, done.output
+    assert tuning.read(path).gpu == constants
+    assert tuning.read(path).costs is not None
+    path.unlink()
+    assert CliRunner().invoke(app, ["tune", "--gpu"]).exit_code == 0
+    assert tuning.read(path) == Tuning(PAGES_MIN, tuning.this_machine(), None, constants)
+
+
+def test_a_machine_without_a_gpu_is_told_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    before = Tuning(3000, tuning.this_machine())
+    tuning.write(before, tuning.default_path())
+    done = CliRunner().invoke(app, ["tune", "--gpu"])
+    assert isinstance(done.exception, UnsupportedError)
+    assert "CUDA" in str(done.exception)
+    done = CliRunner().invoke(app, ["tune", "--gpu", "--threads", "2"])
+    assert isinstance(done.exception, BadArgumentError)
+    assert tuning.current() == before
+
+
+def test_a_small_run_of_gpu_tuning_on_the_cpu() -> None:
+    result = Result("tune")
+    size = gpu_tuning.Size(32 << 20, (1, 4), (2, 8), (4, 12), rounds=1, repeat=1)
+    found = gpu_tuning.run(result, size, "cpu")
+    assert found.device == "cpu"
+    assert found.kernel_sms in (4, 12)
+    assert found.kernel_piece_bytes_below in (1024, 4096, 8192)
+    assert found.kernel_pieces_from in (2, 8, 9)
+    assert set(result.metrics) >= {"kernel_4_kib_x8", "dma_1_kib_x2", "kernel_with_12_programs"}
+
+
+def test_what_the_times_of_copies_say() -> None:
+    dma = {(n, s): 10.0 * n + s / 100 for n in (4, 16, 64) for s in (1000, 2000, 4000, 8000)}
+    # The kernel has a start of 100, and a lower speed than DMA.
+    kernel = {(n, s): 100 + n * s / 400 for n, s in dma}
+    assert gpu_tuning.piece_bytes_below(kernel, dma) == 4000
+    assert gpu_tuning.pieces_from(kernel, dma, 4000) == 16
+    assert gpu_tuning.pieces_from(dict.fromkeys(dma, 1.0), dma, 4000) == 4
+    assert gpu_tuning.piece_bytes_below(dict.fromkeys(dma, 1.0), dma) == 16000
+    slow = dict.fromkeys(dma, 1000000.0)
+    assert gpu_tuning.piece_bytes_below(slow, dma) == 1000
+    assert gpu_tuning.pieces_from(slow, dma, 1000) == 65
+    assert gpu_tuning.fewest({4: 20.0, 8: 10.4, 12: 10.0, 16: 9.99}) == 8
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
