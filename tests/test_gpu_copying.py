@@ -224,6 +224,48 @@ def test_constants_are_those_of_this_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert tuned(device) == GpuCopyConstants()
 
 
+def test_dma_begins_after_the_current_stream_and_ends_with_an_event(
+    pool: CXLPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU: its streams are tested themselves")
+    fake = FakeCuda(tmp_path)
+    order: list[str] = []
+
+    class Stream:
+        cuda_stream = STREAM
+
+        def __init__(self, device: torch.device | None = None) -> None: ...
+
+        def wait_stream(self, stream: object) -> None:
+            order.append(f"after the current stream, {len(fake.calls('batch'))} copies")
+
+        def wait_event(self, event: object) -> None:
+            order.append(f"after {event}, {len(fake.calls('batch'))} copies")
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            order.append(f"event on {stream.cuda_stream}, {len(fake.calls('batch'))} copies")
+
+        def wait(self, stream: Stream | None) -> None:
+            order.append("the current stream waits")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    target = np.zeros(4096, np.uint8)
+    with Mapping(pool, "cuda:0", driver=fake.driver()) as mapping:
+        copier = Copier(mapping, GpuCopyConstants())
+        source_at = torch.tensor([mapping.device_address, mapping.device_address + 4096])
+        target_at = target.ctypes.data + torch.tensor([0, 64])
+        copier.copy(source_at, target_at, 64).wait()
+        copier.copy(source_at, target_at, 64, after="X")  # type: ignore[arg-type]
+    assert bytes(target[:8]) == b"CXLKVPOL"
+    first = ["after the current stream, 0 copies", f"event on {STREAM}, 1 copies"]
+    second = ["after X, 1 copies", f"event on {STREAM}, 2 copies"]
+    assert order == [*first, "the current stream waits", *second]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tables", ["cpu", "cuda"])
 @pytest.mark.parametrize(("count", "size"), [(128, 4096), (4, 4096), (32, 65536), (40, 656)])

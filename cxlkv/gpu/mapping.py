@@ -90,6 +90,8 @@ class Mapping:
         self.pool = pool
         self._pid = os.getpid()
         self._host_address, self.size = _core.pool_memory(pool._handle)
+        array = (ctypes.c_uint8 * self.size).from_address(self._host_address)
+        self._tensor = torch.frombuffer(array, dtype=torch.uint8)
         self._geometry = _core.pool_geometry(pool._handle)
         self.writable = True
         """Whether the device may write: not where hosts share the pool, as most is not ours."""
@@ -106,8 +108,6 @@ class Mapping:
             self._address = held.device_address
             starts = np.array([at for at, _ in held.pieces[1:]], np.int64)
             self.cuts = starts - self._host_address + self._address
-        array = (ctypes.c_uint8 * self.size).from_address(self._host_address)
-        self._tensor = torch.frombuffer(array, dtype=torch.uint8)
         self._closer = weakref.finalize(self, _release, held, self._pid, pool._handle)
         pool.before_close(self._closer)
 
