@@ -205,23 +205,23 @@ def _assign_kernel(
     order += row * slots
     stamp += row * slots
     scratch += row * slots
+    slot_keys_at += row * slots
+    slot_values_at += row * slots
+    pages += row * k
+    slot += row * k
+    missed += row * k
+    miss_pages += row * k
+    keys_at += row * k
+    values_at += row * k
+    miss_keys_at += row * k
+    miss_values_at += row * k
     limit = tl.load(limits + head)
     now = tl.load(clock + row) + 1
 
     hit_count, miss_count, error_count = _look_up(
-        pages + row * k,
-        tags,
-        slot_of_page,
-        page_of_slot,
-        tag_of_slot,
-        stamp,
-        slot + row * k,
-        k,
-        pages_max,
-        limit,
-        now,
-        BLOCK_K,
-    )
+        pages, tags, slot_of_page, page_of_slot, tag_of_slot, stamp, slot,
+        k, pages_max, limit, now, BLOCK_K,
+    )  # fmt: skip
     tl.debug_barrier()  # the stamps of the hits, before they are read by slot
     free_count, used_count = _classify(
         tags, slot_of_page, page_of_slot, tag_of_slot, order, stamp, scratch, limit, now, BLOCK_S
@@ -233,28 +233,11 @@ def _assign_kernel(
     _reorder(order, scratch, limit, free_count, victim_count, kept_count, BLOCK_S)
     tl.debug_barrier()  # the victims stand in the order, before the misses take them
     _place(
-        pages + row * k,
-        tags,
-        slot_of_page,
-        page_of_slot,
-        tag_of_slot,
-        order + kept_count,
-        stamp,
-        slot_keys_at + row * slots,
-        slot_values_at + row * slots,
-        slot + row * k,
-        missed + row * k,
-        miss_pages + row * k,
-        keys_at + row * k,
-        values_at + row * k,
-        miss_keys_at + row * k,
-        miss_values_at + row * k,
-        k,
-        victim_count,
-        now,
-        VALUES,
-        BLOCK_K,
-    )
+        pages, tags, slot_of_page, page_of_slot, tag_of_slot, order + kept_count, stamp,
+        slot_keys_at, slot_values_at,
+        slot, missed, miss_pages, keys_at, values_at, miss_keys_at, miss_values_at,
+        k, victim_count, now, VALUES, BLOCK_K,
+    )  # fmt: skip
     # Each thread has read the clock long before: barriers lie between.
     tl.store(clock + row, now)
     error_count += miss_count - victim_count
