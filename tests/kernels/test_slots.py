@@ -271,6 +271,9 @@ def test_a_page_named_twice_does_no_harm(device: torch.device) -> None:
     found = assign(state, one([5, 5, 6], device), tags)
     assert found.missed.sum() == 0
     assert found.slot[0, 0, 0] == found.slot[0, 0, 1] == held.index(5)
+    # The slot that lost is free: two more pages push nothing out.
+    assign(state, one([7, 8], device), tags)
+    assert sorted(residents(state, tags).flatten().tolist()) == [5, 6, 7, 8]
 
 
 def test_more_misses_than_slots_have_none(device: torch.device) -> None:
