@@ -299,16 +299,20 @@ def little_room() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def test_an_allocation_that_fails_half_way(little_room: int) -> None:
-    """The machine has the memory, this process may not have it: what was taken is given back."""
-    layers = 8
-    tokens = little_room // (4 * (DIM + VALUE_DIM) * 4 * 4)  # 4 slots, 4 layers fill the room
+@pytest.mark.parametrize("pages_max", [10, 96 << 20])
+def test_an_allocation_that_fails_half_way(little_room: int, pages_max: int) -> None:
+    """The machine has the memory, this process may not have it: what was taken is given back.
+
+    Pieces take 3/4 of the room. A second layer has none left, or the tables of many pages.
+    """
+    layers = 2 if pages_max == 10 else 1
+    tokens = little_room * 3 // 4 // (4 * (DIM + VALUE_DIM) * 4)
 
     def too_much() -> HotBuffer:
-        return make("cpu", layers=layers, page_tokens=tokens)
+        return make("cpu", layers=layers, page_tokens=tokens, pages_max=pages_max)
 
-    with pytest.raises(MemoryShortError, match=r"wants 512.* MiB, it is not to be had") as raised:
+    with pytest.raises(MemoryShortError, match=r"wants 384 MiB, it is not to be had") as raised:
         too_much()
-    # While the error is still at hand, with all frames that it names, most of the room is free.
+    # While the error is still at hand, with all frames that it names, the room is free.
     assert raised.tb is not None
     torch.empty(little_room * 3 // 4, dtype=torch.uint8)

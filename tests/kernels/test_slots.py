@@ -271,7 +271,10 @@ def test_a_page_named_twice_does_no_harm(device: torch.device) -> None:
     found = assign(state, one([5, 5, 6], device), tags)
     assert found.missed.sum() == 0
     assert found.slot[0, 0, 0] == found.slot[0, 0, 1] == held.index(5)
-    # The slot that lost is free: two more pages push nothing out.
+    # The slot that lost is free, so one is left for each of two pages, and 6 stays.
+    state = make(1, [4], 10, device)
+    assign(state, one([6], device), tags)
+    assign(state, one([5, 5], device), tags)
     assign(state, one([7, 8], device), tags)
     assert sorted(residents(state, tags).flatten().tolist()) == [5, 6, 7, 8]
 
