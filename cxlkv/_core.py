@@ -984,6 +984,21 @@ def batch_units(batch: Handle, layer: int, picked: tuple[Pages, int], starts: St
     return units
 
 
+# ---- words that a device and this process share ----
+
+
+def word_wait(address: int, old: int, timeout_s: float) -> tuple[bool, int]:
+    """Waits for another value than `old` at an address that stays mapped: (whether it came, it)."""
+    found = ffi.new("int64_t *")
+    word = ffi.cast("int64_t *", address)
+    return check(lib.cxlkv_word_wait(word, old, timeout_s, found)) == 1, int(found[0])
+
+
+def word_store(address: int, value: int) -> None:
+    """Stores it after all that was written before."""
+    check(lib.cxlkv_word_store(ffi.cast("int64_t *", address), value))
+
+
 # ---- the litmus run ----
 
 LITMUS_REGIONS_MAX: int = lib.CXLKV_LITMUS_REGIONS_MAX

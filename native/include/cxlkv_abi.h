@@ -590,6 +590,14 @@ int cxlkv_near_stats(cxlkv_pool *pool, cxlkv_near_state *state);
 int cxlkv_batch_units(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
                       const int32_t *starts, int64_t *units);
 
+/* ---- words that a device and this process share: docs/gpu.md ---- */
+
+/* Waits for another value than `old`, spinning at first: 1, or 0 when timeout_s have passed. What
+ * was written before the value was stored is then seen. */
+int cxlkv_word_wait(const int64_t *word, int64_t old, double timeout_s, int64_t *found);
+/* Stores it after all that was written before. */
+int cxlkv_word_store(int64_t *word, int64_t value);
+
 /* ---- what `cxlkv bench coherence` measures ---- */
 
 /* Writes of records, then a fence of stores. */

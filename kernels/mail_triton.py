@@ -1,0 +1,57 @@
+"""The kernels behind `mail.py`: one program each, that looks at words in host memory."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cxlkv.kernels.mail import SUBJECTS
+from cxlkv.kernels.variants import Variant
+
+
+@triton.jit
+def _ask_kernel(ticket_at, words_at, subject, SUBJECTS: tl.constexpr):
+    ticket = tl.load(ticket_at) + 1
+    tl.store(ticket_at, ticket)
+    word = tl.load(words_at).to(tl.pointer_type(tl.int64))
+    tl.store(word, ticket * SUBJECTS + subject)
+
+
+@triton.jit
+def _await_kernel(ticket_at, words_at, answered_at, looks):
+    ticket = tl.load(ticket_at)
+    word = tl.load(words_at + 1).to(tl.pointer_type(tl.int64))
+    found = tl.load(word, volatile=True)
+    left = looks
+    while (found != ticket) & (found != -ticket) & (left > 0):
+        found = tl.load(word, volatile=True)
+        left -= 1
+    # 1: answered; 0: refused; -1: late
+    answered = (found == ticket).to(tl.int32) - ((found != ticket) & (found != -ticket)).to(
+        tl.int32
+    )
+    tl.store(answered_at, answered)
+    # The worst of a step, which the host reads at its end.
+    tl.store(answered_at + 1, tl.minimum(tl.load(answered_at + 1), answered))
+
+
+def variants() -> list[Variant]:
+    tables = {"ticket_at": "*i64", "words_at": "*i64"}
+    return [
+        Variant(
+            name="ask",
+            kernel="_ask_kernel",
+            signature={**tables, "subject": "i32", "SUBJECTS": "constexpr"},
+            constants={"SUBJECTS": SUBJECTS},
+            num_warps=1,
+            num_stages=1,
+        ),
+        Variant(
+            name="await",
+            kernel="_await_kernel",
+            signature={**tables, "answered_at": "*i32", "looks": "i32"},
+            constants={},
+            num_warps=1,
+            num_stages=1,
+        ),
+    ]
