@@ -1,0 +1,54 @@
+"""Fresh rows of K and V into a ring of pages on the device: the newest tokens of each request.
+
+ring[request, head, slot] is a piece [page_tokens, dim]; page p of a request lies in slot p % slots.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from cxlkv.errors import BadArgumentError
+from cxlkv.kernels.runtime import one_device, runs_triton
+
+
+def append_rows(rows: torch.Tensor, ring: torch.Tensor, positions: torch.Tensor) -> None:
+    """rows [requests, steps, heads, dim], last dimension contiguous, into ring [requests, heads,
+    slots, page_tokens, dim] at positions int64 [requests, steps]; nothing where that is below 0."""
+    requests, steps, heads, dim = rows.shape
+    if ring.shape[:2] != (requests, heads) or ring.shape[4] != dim or ring.dtype != rows.dtype:
+        raise BadArgumentError(
+            f"rows {rows.dtype} {tuple(rows.shape)} do not fit a ring {ring.dtype} "
+            f"{tuple(ring.shape)}"
+        )
+    if tuple(positions.shape) != (requests, steps) or positions.dtype != torch.int64:
+        raise BadArgumentError(f"positions are int64 [{requests}, {steps}]")
+    if not ring.is_contiguous() or not positions.is_contiguous() or rows.stride(3) != 1:
+        raise BadArgumentError("ring and positions are contiguous, and so is a row")
+    if not runs_triton(one_device(rows=rows, ring=ring, positions=positions)):
+        append_rows_reference(rows, ring, positions)
+        return
+    from cxlkv.kernels import recent_triton as kernels
+
+    kernels._append_rows_kernel[(requests * steps * heads,)](
+        rows,
+        ring,
+        positions,
+        steps,
+        heads,
+        ring.shape[2],
+        ring.shape[3],
+        rows.stride(0),
+        rows.stride(1),
+        rows.stride(2),
+        dim,
+        BLOCK=1 << (dim - 1).bit_length(),
+        num_warps=1,
+    )
+
+
+def append_rows_reference(rows: torch.Tensor, ring: torch.Tensor, positions: torch.Tensor) -> None:
+    """The same by indexing."""
+    slots, page_tokens = ring.shape[2:4]
+    request, step = torch.nonzero(positions >= 0, as_tuple=True)
+    at = positions[request, step]
+    ring[request, :, at // page_tokens % slots, at % page_tokens] = rows[request, step]

@@ -1,0 +1,155 @@
+"""Which chosen pages are to come from far memory, and where they lie: tables for a gather."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cxlkv.errors import BadArgumentError
+from cxlkv.kernels.runtime import check_table, one_device, runs_triton
+
+
+@dataclass(frozen=True)
+class PageRows:
+    """By request and page of its sequence, int64 [requests, pages]: the address of the K run and
+    of the V run of the part's first layer, of the descriptor, and the generation. 0: no such page
+    in far memory."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    descriptors: torch.Tensor
+    generations: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Of each page of a list, int64 [requests, kv_heads, k]; 0 where nothing is to be fetched."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    descriptors: torch.Tensor
+    generations: torch.Tensor
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int, int], device: torch.device) -> Sources:
+        return cls(*(torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(4)))
+
+
+def known_pages(
+    pages: torch.Tensor,
+    rows: PageRows,
+    answered: torch.Tensor,
+    known: torch.Tensor,
+) -> None:
+    """known = pages, or -1 where they are not in far memory; all -1 unless answered[0] is 1.
+
+    pages, known: int32 [requests, kv_heads, k]; answered: int32.
+    """
+    requests, heads, k = pages.shape
+    if {pages.dtype, known.dtype, answered.dtype} != {torch.int32} or known.shape != pages.shape:
+        raise BadArgumentError("pages, known and answered are int32, known has the shape of pages")
+    check_table("rows.keys", rows.keys, (requests, rows.keys.shape[1]))
+    device = one_device(pages=pages, known=known, answered=answered, rows=rows.keys)
+    if not runs_triton(device):
+        known_pages_reference(pages, rows, answered, known)
+        return
+    from cxlkv.kernels import sources_triton as kernels
+
+    count = pages.numel()
+    kernels._known_kernel[(-(-count // kernels.BLOCK),)](
+        pages,
+        rows.keys,
+        answered,
+        known,
+        count,
+        heads * k,
+        rows.keys.shape[1],
+        BLOCK=kernels.BLOCK,
+        num_warps=4,
+    )
+
+
+def known_pages_reference(
+    pages: torch.Tensor,
+    rows: PageRows,
+    answered: torch.Tensor,
+    known: torch.Tensor,
+) -> None:
+    """The same by indexing."""
+    wanted = (pages >= 0) & (pages < rows.keys.shape[1])
+    request = torch.arange(len(pages), device=pages.device)[:, None, None].expand(pages.shape)
+    wanted &= rows.keys[request, torch.where(wanted, pages, 0).long()] != 0
+    known.copy_(torch.where(wanted & (answered[0] == 1), pages, -1))
+
+
+def page_sources(
+    pages: torch.Tensor,
+    missed: torch.Tensor,
+    rows: PageRows,
+    out: Sources,
+    *,
+    layer_offset: int,
+    piece_bytes: tuple[int, int],
+) -> None:
+    """Fill `out` for pages int32 [requests, kv_heads, k] where missed (int8) is not 0.
+
+    layer_offset: from the part's first layer to the wanted one; piece_bytes: from one head's K to
+    the next one's, and of V. A page that has no row, or none in far memory, gets zeros.
+    """
+    requests, heads, k = pages.shape
+    row_pages = rows.keys.shape[1]
+    if pages.dtype != torch.int32 or missed.shape != pages.shape or missed.dtype != torch.int8:
+        raise BadArgumentError("pages are int32 [requests, kv_heads, k], missed int8 of that shape")
+    for name in ("keys", "values", "descriptors", "generations"):
+        check_table(f"rows.{name}", getattr(rows, name), (requests, row_pages))
+        check_table(f"out.{name}", getattr(out, name), (requests, heads, k))
+    device = one_device(pages=pages, missed=missed, rows=rows.keys, out=out.keys)
+    if not runs_triton(device):
+        page_sources_reference(pages, missed, rows, out, layer_offset, piece_bytes)
+        return
+    from cxlkv.kernels import sources_triton as kernels
+
+    count = pages.numel()
+    kernels._sources_kernel[(-(-count // kernels.BLOCK),)](
+        pages,
+        missed,
+        rows.keys,
+        rows.values,
+        rows.descriptors,
+        rows.generations,
+        out.keys,
+        out.values,
+        out.descriptors,
+        out.generations,
+        count,
+        k,
+        heads,
+        row_pages,
+        layer_offset,
+        *piece_bytes,
+        BLOCK=kernels.BLOCK,
+        num_warps=4,
+    )
+
+
+def page_sources_reference(
+    pages: torch.Tensor,
+    missed: torch.Tensor,
+    rows: PageRows,
+    out: Sources,
+    layer_offset: int,
+    piece_bytes: tuple[int, int],
+) -> None:
+    """The same by indexing."""
+    requests, heads, _ = pages.shape
+    wanted = (missed != 0) & (pages >= 0) & (pages < rows.keys.shape[1])
+    request = torch.arange(requests, device=pages.device)[:, None, None].expand(pages.shape)
+    head = torch.arange(heads, device=pages.device)[None, :, None].expand(pages.shape)
+    row = (request, torch.where(wanted, pages, 0).long())
+    wanted &= rows.keys[row] != 0
+    for name, step in (("keys", piece_bytes[0]), ("values", piece_bytes[1])):
+        at = getattr(rows, name)[row] + layer_offset + head * step
+        getattr(out, name).copy_(torch.where(wanted, at, 0))
+    for name in ("descriptors", "generations"):
+        getattr(out, name).copy_(torch.where(wanted, getattr(rows, name)[row], 0))
