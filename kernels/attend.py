@@ -1,0 +1,228 @@
+"""Paged sparse decode attention over tables of addresses, split over pages (flash-decoding).
+
+Each page of a list has an address of its own for its keys and its values, so one launch reads any
+mix of sources: a hot buffer, pages just fetched, the mapped pool itself. The partial results of the
+splits (arXiv 2311.01282) are merged by the kernel of `merge.py`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from cxlkv.errors import BadArgumentError
+from cxlkv.kernels import reference_attend as reference
+from cxlkv.kernels.attend_shape import (
+    FLOATS,
+    Call,
+    Shape,
+    Tiles,
+    check_tensor,
+    splits_of,
+    tiles_of,
+)
+from cxlkv.kernels.runtime import check_table, one_device, runs_triton
+
+INTERPRETED_MULTIPROCESSORS = 4
+"""What splits are chosen for where there is no GPU: the interpreter runs programs in turn."""
+
+PAGE_TOKENS_MAX = 1024
+DIM_MAX = 1024
+SPLITS_MAX = 1 << 12
+TOKENS_MAX = 1 << 30
+"""Of a list: places are counted in 32 bits."""
+
+
+def attend(
+    q: torch.Tensor,
+    keys_at: torch.Tensor,
+    values_at: torch.Tensor | None,
+    pages: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    page_tokens: int,
+    value_dim: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    dtype: torch.dtype | None = None,
+    splits: int | None = None,
+    programs: int | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q.k) v over the listed pages: (out, lse), float32.
+
+    q: [lists, rows, q_heads, dim], rows of channels contiguous; several rows are query tokens that
+    share a list. keys_at, values_at: int64 [lists, kv_heads, k], addresses of pieces [page_tokens,
+    dim] and [page_tokens, value_dim]; 0: nothing is there. values_at=None: values are the first
+    value_dim channels of the keys (MLA, arXiv 2405.04434). pages: int32 like keys_at, a page's
+    index in its sequence, each once; -1: padding. positions: int64 [lists, rows], of each row's
+    token; -1: there is no such row.
+
+    Token t of page p has position p * page_tokens + t. A row sees `window` positions (None: all),
+    its own the last; other tokens do not matter, whatever their bytes. A NaN among the logits that
+    a row sees makes its results NaN. softcap: logits become softcap * tanh(logit / softcap).
+    scale: dim ** -0.5 if None. dtype: of keys and values, if it is not q's; slow.
+
+    out: [lists, rows, q_heads, value_dim]; lse: [lists, rows, q_heads], natural. Where nothing was
+    seen: 0 and -inf. splits: of each list; None: best for `programs` at once, None: as many as the
+    GPU holds. scratch: float32, value_dim + 1 for each row, head and split; None: allocated. With
+    a smaller one there are fewer splits. Nothing else is allocated, and nothing waits for the
+    device: with out, lse and scratch given, a call can be captured in a CUDA graph.
+
+    Addresses are multiples of 16 that the device can read: neither is checked. Raises
+    BadArgumentError for shapes, dtypes and numbers that do not fit.
+    """
+    shape = _shape(q, keys_at, values_at, page_tokens, value_dim, softcap, dtype)
+    scale = shape.dim**-0.5 if scale is None else scale
+    call = Call(q, keys_at, values_at, pages, positions, scale, softcap, window)
+    _check(call)
+    out = _result("out", out, (*q.shape[:3], shape.value_dim), q.device)
+    lse = _result("lse", lse, tuple(q.shape[:3]), q.device)
+    device = one_device(q=q, out=out, lse=lse, scratch=scratch)
+    if keys_at.shape[2] == 0:
+        out.zero_()
+        lse.fill_(float("-inf"))
+    elif runs_triton(device) and lse.numel():
+        tiles = tiles_of(shape)
+        parts = _splits(call, shape, tiles, splits, programs, scratch)
+        _run(call, shape, tiles, parts, scratch, out, lse)
+    elif lse.numel():
+        found = reference.attend(call, shape)
+        out.copy_(found[0])
+        lse.copy_(found[1])
+    return out, lse
+
+
+def _run(
+    call: Call,
+    shape: Shape,
+    tiles: Tiles,
+    splits: int,
+    scratch: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """The kernel, and the merge of its splits where there are several."""
+    from cxlkv.kernels import attend_triton, merge_triton  # they need Triton
+
+    with torch.cuda.device_of(call.q):  # Triton launches on the current device
+        if splits == 1:
+            attend_triton.launch(call, shape, tiles, 1, out, lse)
+            return
+        lines = lse.numel() * splits
+        if scratch is None:
+            scratch = torch.empty(lines * (shape.value_dim + 1), device=out.device)
+        parts = scratch[: lines * shape.value_dim]
+        sums = scratch[lines * shape.value_dim : lines * (shape.value_dim + 1)]
+        attend_triton.launch(call, shape, tiles, splits, parts, sums)
+        merge_triton.merge_strided(parts, sums, out, lse, splits, row_stride=splits, part_stride=1)
+
+
+def _splits(
+    call: Call,
+    shape: Shape,
+    tiles: Tiles,
+    splits: int | None,
+    programs: int | None,
+    scratch: torch.Tensor | None,
+) -> int:
+    """Splits of each list: those asked for, or the best that the scratch has room for."""
+    line_floats = call.q.shape[:3].numel() * (shape.value_dim + 1)
+    if scratch is not None:
+        if scratch.dtype != torch.float32 or not scratch.is_contiguous():
+            raise BadArgumentError(f"scratch is {scratch.dtype}: contiguous float32 is wanted")
+        room = max(1, scratch.numel() // line_floats)
+    if splits is not None:
+        if not 1 <= splits <= SPLITS_MAX:
+            raise BadArgumentError(f"splits is {splits}: outside 1 to {SPLITS_MAX}")
+        if scratch is not None and splits > room:
+            raise BadArgumentError(
+                f"scratch of {scratch.numel()} float32 has room for {room} splits, not {splits}"
+            )
+        return splits
+    if programs is None:
+        programs = _multiprocessors(call.q.device) * tiles.resident
+    elif programs < 1:
+        raise BadArgumentError(f"programs is {programs}: 1 or more, or None")
+    lists, kv_heads, k = call.keys_at.shape
+    work = lists * kv_heads * -(-shape.rows * shape.group // tiles.lines)
+    best = splits_of(work, -(-k * shape.page_tokens // tiles.tokens), programs)
+    return best if scratch is None else min(best, room)
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _shape(
+    q: torch.Tensor,
+    keys_at: torch.Tensor,
+    values_at: torch.Tensor | None,
+    page_tokens: int,
+    value_dim: int | None,
+    softcap: float | None,
+    dtype: torch.dtype | None,
+) -> Shape:
+    if q.ndim != 4 or keys_at.ndim != 3 or q.shape[0] != keys_at.shape[0]:
+        raise BadArgumentError(
+            f"q {tuple(q.shape)} and keys_at {tuple(keys_at.shape)}: wanted [lists, rows, q_heads, "
+            "dim] and [lists, kv_heads, k]"
+        )
+    rows, q_heads, dim = q.shape[1:]
+    kv_heads = keys_at.shape[1]
+    value_dim = dim if value_dim is None else value_dim
+    dtype = q.dtype if dtype is None else dtype
+    if q.dtype not in FLOATS or dtype not in FLOATS:
+        raise BadArgumentError(f"q of {q.dtype}, keys of {dtype}: float32, float16 or bfloat16")
+    if kv_heads == 0 or q_heads % kv_heads or q_heads == 0:
+        raise BadArgumentError(f"{q_heads} query heads over {kv_heads} kv heads: a multiple")
+    if not (1 <= dim <= DIM_MAX and 1 <= value_dim <= DIM_MAX):
+        raise BadArgumentError(f"dims {dim} and {value_dim}: outside 1 to {DIM_MAX}")
+    if values_at is None and value_dim > dim:
+        raise BadArgumentError(f"value_dim {value_dim}: values from keys of {dim} have no more")
+    if q.stride(3) != 1 and dim > 1:
+        raise BadArgumentError("the channels of q are not next to each other: pass q.contiguous()")
+    if not 1 <= page_tokens <= PAGE_TOKENS_MAX:
+        raise BadArgumentError(f"page_tokens is {page_tokens}: outside 1 to {PAGE_TOKENS_MAX}")
+    if keys_at.shape[2] * page_tokens > TOKENS_MAX:
+        raise BadArgumentError(f"{keys_at.shape[2]} pages of {page_tokens} tokens: too long a list")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise BadArgumentError(f"softcap is {softcap}: above 0, or None")
+    own = values_at is not None
+    group = q_heads // kv_heads
+    return Shape(dtype, q.dtype, dim, value_dim, own, group, rows, page_tokens, softcap is not None)
+
+
+def _check(call: Call) -> None:
+    lists, rows = call.q.shape[:2]
+    table = tuple(call.keys_at.shape)
+    check_table("keys_at", call.keys_at, table)
+    if call.values_at is not None:
+        check_table("values_at", call.values_at, table)
+    check_table("positions", call.positions, (lists, rows))
+    check_tensor("pages", call.pages, torch.int32, table)
+    if call.window is not None and not 1 <= call.window < 1 << 31:
+        raise BadArgumentError(f"window is {call.window}: tokens, 1 to 2**31 - 1, or None")
+    one_device(
+        q=call.q,
+        keys_at=call.keys_at,
+        values_at=call.values_at,
+        pages=call.pages,
+        positions=call.positions,
+    )
+
+
+def _result(
+    name: str, given: torch.Tensor | None, shape: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
+    if given is None:
+        return torch.empty(shape, device=device)
+    check_tensor(name, given, torch.float32, shape)
+    return given

@@ -1,0 +1,130 @@
+"""What `attend` is compiled for, by shape: the tiles of a program, and into how many splits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from cxlkv.errors import BadArgumentError
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of one call: what decides how the kernel is compiled."""
+
+    dtype: torch.dtype  # of keys and values
+    query_dtype: torch.dtype
+    dim: int
+    value_dim: int
+    own_values: bool  # False: values are the first channels of the keys
+    group: int  # query heads of a kv head
+    rows: int  # of a list
+    page_tokens: int
+    softcap: bool
+
+    @property
+    def compute(self) -> torch.dtype:
+        """What products are taken in; sums are float32 always."""
+        return self.dtype if self.dtype == self.query_dtype else torch.float32
+
+    @property
+    def token_bytes(self) -> int:
+        return (self.dim + self.own_values * self.value_dim) * self.dtype.itemsize
+
+    def mixes_rows(self, lines: int) -> bool:
+        """Whether tiles of so many lines have lines of several rows, which see other tokens."""
+        return self.rows > 1 and self.group % lines != 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one call, as attend() has them."""
+
+    q: torch.Tensor
+    keys_at: torch.Tensor
+    values_at: torch.Tensor | None
+    pages: torch.Tensor
+    positions: torch.Tensor
+    scale: float
+    softcap: float | None
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a program works; `resident` is how many of them an SM of an H100 or H200 holds."""
+
+    lines: int  # query rows x heads of a tile
+    tokens: int
+    warps: int
+    stages: int  # of the pipeline: tiles in shared memory
+    resident: int
+
+
+@lru_cache(maxsize=256)
+def tiles_of(shape: Shape) -> Tiles:
+    """Tiles that spill no register on sm_80, sm_90 and sm_100, as ptxas told.
+
+    About 32 KiB of keys and values a stage, of which two are on their way: some 128 KiB an SM,
+    several times what HBM needs in flight.
+    """
+    if shape.compute == torch.float32:  # no tensor cores: sums of products in registers
+        mixed = shape.dtype != torch.float32
+        few = mixed or shape.token_bytes > 1024
+        return Tiles(16, 16 if few else 32, warps=8, stages=3, resident=1 if mixed else 2)
+    wide = max(shape.dim, shape.value_dim) > 256
+    lines = min(32 if wide else 64, max(16, power_of_two(shape.group * shape.rows)))
+    if wide and lines > 16:
+        return Tiles(lines, 32, warps=8, stages=3, resident=1)
+    if lines > 16 or shape.token_bytes > 768:
+        return Tiles(lines, 32, warps=4, stages=3, resident=2)
+    light = shape.token_bytes <= 512 and not shape.mixes_rows(lines)
+    return Tiles(lines, 64, warps=4, stages=3, resident=3 if light else 2)
+
+
+START_TILES = 4
+"""What a program costs before and after its loop, in tiles: a guess until it is measured."""
+
+SPLITS_MAX = 256
+"""That are chosen; more cost the merge more than they win."""
+
+
+@lru_cache(maxsize=4096)
+def splits_of(work: int, tiles: int, programs: int) -> int:
+    """Into how many splits each of `work` independent parts of `tiles` tiles is cut.
+
+    The number for which the last of the programs, `programs` at a time, is done first.
+    """
+
+    def cost(splits: int) -> float:
+        waves = -(-work * splits // programs)
+        return waves * (-(-tiles // splits) + START_TILES) + splits / 32  # and the merge
+
+    return min(range(1, max(1, min(tiles, SPLITS_MAX)) + 1), key=cost)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def blocks_of(dim: int) -> tuple[int, int]:
+    """Channels in two blocks of powers of two, 16 or more each; the second is 0 if not needed."""
+    if dim <= 16 or power_of_two(dim) == dim:
+        return max(16, dim), 0
+    first = power_of_two(dim) // 2
+    return first, max(16, power_of_two(dim - first))
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """Contiguous, of this dtype and shape; raises BadArgumentError."""
+    if tensor.dtype != dtype or not tensor.is_contiguous() or tuple(tensor.shape) != shape:
+        raise BadArgumentError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, wanted contiguous {dtype} {shape}"
+        )
