@@ -72,18 +72,23 @@ def tiles_of(shape: Shape) -> Tiles:
     About 32 KiB of keys and values a stage, of which two are on their way: some 128 KiB an SM,
     several times what HBM needs in flight.
     """
+    widest = max(shape.dim, shape.value_dim)
     if shape.compute == torch.float32:  # no tensor cores: sums of products in registers
-        mixed = shape.dtype != torch.float32
-        few = mixed or shape.token_bytes > 1024
-        return Tiles(16, 16 if few else 32, warps=8, stages=3, resident=1 if mixed else 2)
-    wide = max(shape.dim, shape.value_dim) > 256
-    lines = min(32 if wide else 64, max(16, power_of_two(shape.group * shape.rows)))
-    if wide and lines > 16:
-        return Tiles(lines, 32, warps=8, stages=3, resident=1)
-    if lines > 16 or shape.token_bytes > 768:
+        mixes = shape.mixes_rows(16)
+        tokens = 32 if shape.token_bytes <= 1024 and not mixes else 16
+        if shape.dtype != torch.float32 or (mixes and widest > 128):
+            return Tiles(16, 16, warps=8, stages=1, resident=1)
+        return Tiles(16, tokens, warps=8, stages=3, resident=1 if mixes else 2)
+    most = 64 if widest <= 128 else 32
+    lines = min(most, max(16, power_of_two(shape.group * shape.rows)))
+    if widest > 256:
+        tokens = 32 if shape.token_bytes <= 1536 else 16
+        few = lines == 16
+        return Tiles(lines, tokens, warps=4 if few else 8, stages=3, resident=2 if few else 1)
+    if lines > 16 or shape.token_bytes > 768 or shape.mixes_rows(lines):
         return Tiles(lines, 32, warps=4, stages=3, resident=2)
-    light = shape.token_bytes <= 512 and not shape.mixes_rows(lines)
-    return Tiles(lines, 64, warps=4, stages=3, resident=3 if light else 2)
+    stages = 4 if shape.token_bytes <= 256 else 3
+    return Tiles(lines, 64, 4, stages, resident=3 if shape.token_bytes <= 512 else 2)
 
 
 START_TILES = 4

@@ -201,6 +201,7 @@ CASES = {
     "rows": Case([[20, 21, 22], [17, 18, -1]]),
     "rows far apart": Case([[2, 60, 23]], page_tokens=3, k=20, softcap=3.0),
     "rows with a window": Case([[30, 31, 32], [-1, 9, 5]], window=3, page_tokens=5),
+    "rows with a window over many tiles": Case([[80, 81]], window=50, page_tokens=1, k=110),
     "no rows": Case([[-1], [12]]),
     "no rows at all": Case([[-1, -1]]),
     "more lines than a tile": Case([[30, 31, 32]], group=24, kv_heads=1, page_tokens=5),
