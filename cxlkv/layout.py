@@ -217,3 +217,15 @@ class KVLayout:
         own = self.value_head_dim if self.values == "own" else 0
         channels = self.layers * self.kv_heads * (self.head_dim + own)
         return channels * DTYPE_BYTES[self.dtype]
+
+
+def layer_places(layout: KVLayout, record_layers: int) -> tuple[tuple[int, int], ...]:
+    """(part, row of its pages) of each layer: group after group, record_layers to a part."""
+    places = [(0, 0)] * layout.layers
+    part = 0
+    for group in range(len(layout.groups)):
+        members = [layer for layer in range(layout.layers) if layout.order[layer] == group]
+        for seen, layer in enumerate(members):
+            places[layer] = (part + seen // record_layers, seen % record_layers)
+        part += -(-len(members) // record_layers)
+    return tuple(places)

@@ -2,13 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
 from cxlkv.errors import BadArgumentError
+from cxlkv.layout import KVLayout, layer_places
 
 PageIds = npt.NDArray[np.uint32]
+Offsets = npt.NDArray[np.int64]
+
+
+class Places(NamedTuple):
+    """Of one layer of some pages: where the pieces of kv head 0 begin, in bytes from the region's
+    start. Those of the other heads follow, a piece's bytes apart; None: the pool has none."""
+
+    digests: Offsets
+    sketches: Offsets | None
+    keys: Offsets
+    values: Offsets | None
+
+
+def places_of(geometry: Mapping[str, int], layout: KVLayout, pages: PageIds, layer: int) -> Places:
+    """Places by geometry alone: docs/memory-layout.md. The pages are of the layer's part."""
+    if not 0 <= layer < layout.layers:
+        raise BadArgumentError(f"layer {layer}: the pool has {layout.layers}")
+    given = np.asarray(pages, np.int64)
+    if given.size and not 0 <= given.min() <= given.max() < geometry["page_count"]:
+        raise BadArgumentError(
+            f"pages {given.min()} to {given.max()}: the pool has {geometry['page_count']}"
+        )
+    _, row = layer_places(layout, geometry["record_layers"])[layer]
+    extent, slot = np.divmod(given, geometry["slab_slots"])
+    start = geometry["extents_offset"] + extent * geometry["extent_bytes"]
+    start += geometry["layers_offset"] + row * geometry["layer_bytes"]
+
+    def pieces(slab_offset: int, piece_bytes: int) -> Offsets:
+        return start + slab_offset + slot * (layout.kv_heads * piece_bytes)
+
+    def if_any(kind: str) -> Offsets | None:
+        size = geometry[f"{kind}_piece_bytes"]
+        offset = geometry["sketches_offset" if kind == "sketch" else "values_offset"]
+        return pieces(offset, size) if size else None
+
+    return Places(
+        digests=pieces(0, geometry["digest_piece_bytes"]),
+        sketches=if_any("sketch"),
+        keys=pieces(geometry["keys_offset"], geometry["key_piece_bytes"]),
+        values=if_any("value"),
+    )
 
 
 class Pages:
@@ -16,7 +62,19 @@ class Pages:
 
     def __init__(self, pool: _core.Handle) -> None:
         self._pool = pool
-        self._total = _core.pool_geometry(pool)["page_count"]
+        self._geometry = _core.pool_geometry(pool)
+        self._total = self._geometry["page_count"]
+
+    @cached_property
+    def _layout(self) -> KVLayout:
+        return _core.pool_layout(self._pool)[0]
+
+    def places(self, pages: PageIds, layer: int) -> Places:
+        """Where the pieces of one layer of these pages lie, for who writes them himself.
+
+        The pages are of the layer's part: Batch.attach() says which those are.
+        """
+        return places_of(self._geometry, self._layout, pages, layer)
 
     def alloc(self, count: int) -> PageIds:
         """`count` page ids, uint32; neighbours where there are any. Raises PoolFullError."""

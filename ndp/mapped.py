@@ -23,7 +23,7 @@ from cxlkv.errors import (
     UnsupportedError,
     VersionError,
 )
-from cxlkv.layout import DTYPES, VALUES, KVLayout, LayerGroup
+from cxlkv.layout import DTYPES, VALUES, KVLayout, LayerGroup, layer_places
 from cxlkv.ndp.portable import Pieces, Stored, sketch_elements
 
 FORMAT_VERSION = 5
@@ -104,7 +104,7 @@ class MappedPool:
         if self._geometry["region_bytes"] > len(self._bytes):
             raise TruncatedError(f"{path} has {len(self._bytes)} bytes, fewer than it says")
         self.layout = _layout(block)
-        self._places = _places(self.layout, self._geometry["record_layers"])
+        self._places = layer_places(self.layout, self._geometry["record_layers"])
 
     def layer(self, handle: bytes, layer: int) -> Stored:
         """One layer of the sequence that a handle names; raises StaleError, BadArgumentError.
@@ -216,15 +216,3 @@ def _layout(block: np.void) -> KVLayout:
         shard=(shard[0], shard[1], shard[2], shard[3]),
         model_id=block["model_id"].decode(),
     )
-
-
-def _places(layout: KVLayout, record_layers: int) -> dict[int, tuple[int, int]]:
-    """(part, row of its pages) of each layer: group after group, record_layers to a part."""
-    places: dict[int, tuple[int, int]] = {}
-    part = 0
-    for group in range(len(layout.groups)):
-        members = [layer for layer in range(layout.layers) if layout.order[layer] == group]
-        for seen, layer in enumerate(members):
-            places[layer] = (part + seen // record_layers, seen % record_layers)
-        part += -(-len(members) // record_layers)
-    return places
