@@ -31,7 +31,7 @@ def places_of(geometry: Mapping[str, int], layout: KVLayout, pages: PageIds, lay
     """Places by geometry alone: docs/memory-layout.md. The pages are of the layer's part."""
     if not 0 <= layer < layout.layers:
         raise BadArgumentError(f"layer {layer}: the pool has {layout.layers}")
-    given = np.asarray(pages, np.int64)
+    given: Offsets = np.asarray(pages, np.int64)
     if given.size and not 0 <= given.min() <= given.max() < geometry["page_count"]:
         raise BadArgumentError(
             f"pages {given.min()} to {given.max()}: the pool has {geometry['page_count']}"
@@ -42,7 +42,8 @@ def places_of(geometry: Mapping[str, int], layout: KVLayout, pages: PageIds, lay
     start += geometry["layers_offset"] + row * geometry["layer_bytes"]
 
     def pieces(slab_offset: int, piece_bytes: int) -> Offsets:
-        return start + slab_offset + slot * (layout.kv_heads * piece_bytes)
+        found: Offsets = start + slab_offset + slot * (layout.kv_heads * piece_bytes)
+        return found
 
     def if_any(kind: str) -> Offsets | None:
         size = geometry[f"{kind}_piece_bytes"]
