@@ -1,0 +1,236 @@
+"""CRC32C on a GPU: the numbers by which its shifts are made, and the checksum of many pieces.
+
+A CRC is linear over GF(2): xor of messages is xor of their CRCs, if the register begins with 0. So
+a piece is cut into rows of words, a lane goes down a column, and each step shifts its register by a
+row (four tables of 256, one for each byte of the register) and adds a word. In the end lane j is
+multiplied by the power of x that its place needs, and all are added. A last row that is not full is
+as good as one filled with zeros: x has an inverse, and the powers are smaller by so much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from cxlkv.errors import BadArgumentError
+from cxlkv.kernels.reference_encode import checksums_of
+from cxlkv.kernels.runtime import one_device, runs_triton
+from cxlkv.kernels.variants import Variant
+
+POLYNOMIAL = 0x82F63B78  # of CRC32C, the bit of x^0 highest
+ONE = 0x80000000
+KINDS_MAX = 4
+ORDER = 2**31 - 1  # x to this power is 1: the polynomial is x + 1 times a primitive one
+
+
+def multiplied(left: int, right: int) -> int:
+    """The product of two polynomials, modulo CRC32C's."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if left >> bit & 1:
+            product ^= right
+        right = right >> 1 ^ (POLYNOMIAL if right & 1 else 0)
+    return product
+
+
+@cache
+def power(bits: int) -> int:
+    """x to the power of `bits`, which may be negative."""
+    result, base, exponent = ONE, ONE >> 1, bits % ORDER
+    while exponent:
+        if exponent & 1:
+            result = multiplied(result, base)
+        base = multiplied(base, base)
+        exponent >>= 1
+    return result
+
+
+def of_zeros(size: int) -> int:
+    """The CRC32C of so many zero bytes: what the register's first and last inversion add to the
+    CRC of any message of this length."""
+    return multiplied(0xFFFFFFFF, power(8 * size)) ^ 0xFFFFFFFF
+
+
+def signed(words: list[int]) -> torch.Tensor:
+    """As int32, which is what kernels load."""
+    return torch.tensor(words, dtype=torch.int64).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class Shifts:
+    """What a checksum of pieces of up to `kinds` lengths needs on a device."""
+
+    tables: torch.Tensor  # int32 [4 * 256]: a register shifted by a row
+    factors: torch.Tensor  # int32 [kinds, lanes]: what each lane is multiplied by in the end
+    constants: torch.Tensor  # int32 [kinds]: the CRC of as many zeros
+
+
+@cache
+def shifts(sizes: tuple[int, ...], lanes: int, device: torch.device) -> Shifts:
+    """For pieces of these bytes (0: there are none), in rows of `lanes` words."""
+    step = power(32 * lanes)
+    tables = [multiplied(byte << 8 * place, step) for place in range(4) for byte in range(256)]
+    factors, constants = [], []
+    for size in sizes:
+        filled = 8 * (-size % (4 * lanes))
+        factors += [power(32 * (lanes - lane) - filled) for lane in range(lanes)]
+        constants.append(of_zeros(size))
+    return Shifts(
+        tables=signed(tables).to(device),
+        factors=signed(factors).view(len(sizes), lanes).to(device),
+        constants=signed(constants).to(device),
+    )
+
+
+def lanes_for(largest_bytes: int) -> int:
+    """Words in a row: a warp with four each, or four warps where pieces are long."""
+    return 128 if largest_bytes <= 16384 else 512
+
+
+@triton.jit
+def _shifted(register, tables):
+    """A register times x to the power of a row's bits."""
+    low = tl.load(tables + (register & 255)) ^ tl.load(tables + 256 + (register >> 8 & 255))
+    high = tl.load(tables + 512 + (register >> 16 & 255)) ^ tl.load(tables + 768 + (register >> 24))
+    return (low ^ high).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _multiplied(left, right, POLYNOMIAL: tl.constexpr):
+    product = left ^ left
+    for bit in range(32):
+        product = tl.where((left >> (31 - bit)) & 1 != 0, product ^ right, product)
+        right = tl.where(right & 1 != 0, (right >> 1) ^ POLYNOMIAL, right >> 1)
+    return product
+
+
+@triton.jit
+def _checksum_kernel(
+    first,
+    second,
+    third,
+    fourth,
+    first_words,
+    second_words,
+    third_words,
+    fourth_words,
+    tables,
+    factors,
+    constants,
+    out,
+    POLYNOMIAL: tl.constexpr,
+    LANES: tl.constexpr,
+    KINDS: tl.constexpr,
+):
+    """One program a piece and kind. `_words`: from a piece to the next one; what it has behind its
+    data is zero, so that no load needs a mask of its own length; 0: there are none."""
+    piece, kind = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    words, base = first_words, first
+    if kind == 1:
+        words, base = second_words, second
+    if kind == 2:
+        words, base = third_words, third
+    if kind == 3:
+        words, base = fourth_words, fourth
+    words = tl.multiple_of(words, 16)
+    lane = tl.arange(0, LANES)
+    register = tl.zeros([LANES], tl.uint32)
+    for row in range(0, words, LANES):
+        at = base + piece * words + row + lane
+        at = tl.multiple_of(tl.max_contiguous(at, LANES), 16)
+        word = tl.load(at, mask=row + lane < words, other=0)
+        register = _shifted(register, tables) ^ word.to(tl.uint32, bitcast=True)
+    factor = tl.load(factors + kind * LANES + lane).to(tl.uint32, bitcast=True)
+    total = tl.xor_sum(_multiplied(register, factor, POLYNOMIAL), 0)
+    total = total.to(tl.int32, bitcast=True) ^ tl.load(constants + kind)
+    if words != 0:
+        tl.store(out + piece * KINDS + kind, total)
+
+
+def checksums(
+    kinds: Sequence[torch.Tensor | None], sizes: Sequence[int], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The CRC32C of every piece, int32 [..., kinds], 0 where a kind has none.
+
+    kinds: up to four contiguous uint8 tensors [..., piece_bytes], the same number of pieces in
+    each, each beginning at a multiple of 64 bytes; sizes: how many bytes of a piece count. The
+    others are zero.
+    """
+    given = [pieces for pieces in kinds if pieces is not None]
+    device = one_device(**{f"kind {i}": pieces for i, pieces in enumerate(given)}, out=out)
+    shape = given[0].shape[:-1]
+    for pieces, size in zip(kinds, sizes, strict=True):
+        if pieces is not None and not (
+            pieces.dtype == torch.uint8
+            and pieces.is_contiguous()
+            and pieces.shape[:-1] == shape
+            and pieces.shape[-1] == -(-size // 64) * 64
+            and pieces.data_ptr() % 16 == 0
+        ):
+            raise BadArgumentError(
+                f"pieces of {size} bytes: wanted contiguous uint8, whole lines of 64 bytes each, "
+                f"got {pieces.dtype} {tuple(pieces.shape)}"
+            )
+    if out is None:
+        out = torch.zeros((*shape, len(kinds)), dtype=torch.int32, device=device)
+    if not runs_triton(device):
+        for kind, (pieces, size) in enumerate(zip(kinds, sizes, strict=True)):
+            if pieces is not None:
+                out[..., kind] = checksums_of(pieces, size)
+        return out
+    if out.numel():
+        _launch(given, kinds, sizes, out)
+    return out
+
+
+def _launch(
+    given: list[torch.Tensor],
+    kinds: Sequence[torch.Tensor | None],
+    sizes: Sequence[int],
+    out: torch.Tensor,
+) -> None:
+    count, device = out.shape[-1], out.device
+    lanes = lanes_for(max(pieces.shape[-1] for pieces in given))
+    made = shifts(tuple(sizes), lanes, device)
+    padded = [*kinds, *[None] * (KINDS_MAX - count)]
+    words = [(given[0] if pieces is None else pieces).view(torch.int32) for pieces in padded]
+    lengths = [0 if pieces is None else pieces.shape[-1] // 4 for pieces in padded]
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        _checksum_kernel[(out.numel() // count, count)](
+            *words,
+            *lengths,
+            made.tables,
+            made.factors,
+            made.constants,
+            out,
+            POLYNOMIAL=POLYNOMIAL,
+            LANES=lanes,
+            KINDS=count,
+            num_warps=lanes // 128,
+            num_stages=1,
+        )
+
+
+def variants() -> list[Variant]:
+    """Pieces of a usual model, and long ones: [page_tokens 64, MLA's 576 channels]."""
+    pointers = dict.fromkeys(("first", "second", "third", "fourth"), "*i32")
+    lengths = {f"{name}_words": "i32" for name in pointers}
+    tables = dict.fromkeys(("tables", "factors", "constants", "out"), "*i32")
+    constants = dict.fromkeys(("POLYNOMIAL", "LANES", "KINDS"), "constexpr")
+    return [
+        Variant(
+            name=f"checksums of pieces up to {largest} bytes",
+            kernel="_checksum_kernel",
+            signature={**pointers, **lengths, **tables, **constants},
+            constants={"POLYNOMIAL": POLYNOMIAL, "LANES": lanes_for(largest), "KINDS": 4},
+            num_warps=lanes_for(largest) // 128,
+            num_stages=1,
+        )
+        for largest in (4096, 64 * 576 * 2)
+    ]
