@@ -104,12 +104,9 @@ def codes_and_scales(
     groups = -(-dim // 16)
     blocks = sketch.reshape(*sketch.shape[:2], -1, groups + 1, 16, 4)
     bits = blocks[..., :groups, :, :, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
-    codes = np.moveaxis(bits, 3, 4).reshape(*blocks.shape[:3], 16, groups * 16)
+    codes: Bytes = np.moveaxis(bits, 3, 4).reshape(*sketch.shape[:2], -1, groups * 16)
     scales = np.ascontiguousarray(blocks[..., groups, :, :]).view(np.float32)[..., 0]
-    return (
-        codes.reshape(*sketch.shape[:2], -1, groups * 16),
-        scales.reshape(*sketch.shape[:2], -1),
-    )
+    return codes, scales.reshape(*sketch.shape[:2], -1)
 
 
 def check_sketches(got: Bytes, wanted: Bytes, k: torch.Tensor, page_tokens: int) -> None:
