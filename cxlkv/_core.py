@@ -775,6 +775,26 @@ def batch_append(
     )
 
 
+def batch_attach(
+    batch: Handle,
+    starts: Starts,
+    pages: npt.NDArray[np.uint32],
+    checksums: npt.NDArray[np.uint32] | None,
+    rewind: int,
+    verify: bool,
+) -> int:
+    """pages [parts, n] and checksums [layers, n, kv_heads, 4] are contiguous; rewind -1: none."""
+    args = ffi.new("cxlkv_attach_args *")
+    args.starts = _int32(starts)
+    args.pages = given = ffi.from_buffer("uint32_t[]", pages)
+    sums = ffi.NULL if checksums is None else ffi.from_buffer("uint32_t[]", checksums)
+    args.checksums = sums
+    args.rewind, args.verify = rewind, int(verify)
+    code = check(lib.cxlkv_batch_attach(batch, args))
+    del given, sums  # until now they keep the arrays alive
+    return code
+
+
 def budgets(rows: Sequence[tuple[int, int, float, int, int]]) -> Any:
     """An array of cxlkv_budget from (kind, pages, amount, sinks, recent)."""
     return ffi.new("cxlkv_budget[]", list(rows))

@@ -14,6 +14,7 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout, layer_places
 
 PageIds = npt.NDArray[np.uint32]
+NO_PAGE = 2**32 - 1  # in place of an id: none, behind a window
 Offsets = npt.NDArray[np.int64]
 
 

@@ -74,9 +74,7 @@ class Batch:
             raise BadArgumentError(f"v is {'None' if values is None else 'given'}: {given}")
         if values is not None:
             _check_rows(values, "v", rows, self._value_row)
-        if rewind is not None and not 0 <= rewind < 1 << 62:
-            raise BadArgumentError(f"rewind={rewind}: a number of tokens, 0 or more")
-        back = -1 if rewind is None else rewind
+        back = _back(rewind)
         for attempt in range(room.TRIES):
             try:
                 _core.batch_append(self._handle, _layer(layer), keys, values, starts, back)
@@ -85,6 +83,42 @@ class Batch:
                 last = attempt + 1 == room.TRIES
                 if last or not room.make(self._pool, self._pages_of(starts)):
                     raise
+
+    def attach(
+        self,
+        pages: npt.ArrayLike,
+        starts: npt.ArrayLike,
+        checksums: npt.ArrayLike | None = None,
+        *,
+        rewind: int | None = None,
+        verify: bool = False,
+    ) -> None:
+        """Make pages that somebody else has written the next ones of sequences; all or nothing.
+
+        pages: ids from pool.pages.alloc(), uint32 [parts, n], a page of each part for the same
+        tokens (describe()["geometry"]["part_count"]; 1 without layer groups), [n] for one part;
+        starts counts pages: those of sequence i are [starts[i], starts[i + 1]). All pieces of all
+        layers lie where pool.pages.places() says, complete and seen by this CPU (a device's event
+        was waited for): K and V head-major, digests, and sketches if the pool has them.
+        checksums: their CRC32C, [layers, n, kv_heads, 4] in the order digest, sketch, K, V, uint32
+        or the same bits in int32; None in a pool without checksums.
+
+        verify=True computes every CRC before anything is to be seen, and raises CorruptError; else
+        the first reading of a page does, so that what was not written whole is never used. The
+        sequences end at the end of a page, in all layers. NO_PAGE (cxlkv.pages) stands for a page
+        behind its part's window, others there are freed; rewind is as in append(). From now on the
+        pages are the sequences'; after an error they are still the caller's. Raises UnevenError,
+        BadArgumentError.
+        """
+        offsets = self._starts(starts)
+        count = int(offsets[-1])
+        geometry = _core.pool_geometry(self._pool)
+        given = _words(pages, "pages", (geometry["part_count"], count))
+        sums = None
+        if checksums is not None:
+            heads = self._layout.kv_heads
+            sums = _words(checksums, "checksums", (self._layout.layers, count, heads, 4))
+        _core.batch_attach(self._handle, offsets, given, sums, _back(rewind), verify)
 
     def _pages_of(self, starts: Starts) -> int:
         """No step of these rows takes more pages."""
@@ -225,6 +259,18 @@ class Sequence:
         rows = keys.shape[0] if keys.shape else 0
         values = None if v is None else view(v, "v")
         self._own()._append(layer, keys, values, np.array([0, rows], np.int32), rewind)
+
+    def attach(
+        self,
+        pages: npt.ArrayLike,
+        checksums: npt.ArrayLike | None = None,
+        *,
+        rewind: int | None = None,
+        verify: bool = False,
+    ) -> None:
+        """Go on with pages that somebody else has written; see Batch.attach."""
+        count = np.shape(pages)[-1] if np.ndim(pages) else 0
+        self._own().attach(pages, [0, count], checksums, rewind=rewind, verify=verify)
 
     def select(
         self,
@@ -389,6 +435,27 @@ def _whole_int32(given: npt.NDArray[np.int64]) -> Starts:
     if narrow is None or not np.array_equal(narrow, given):
         raise BadArgumentError(f"starts are {given.dtype}: whole numbers below 2**31 are wanted")
     return narrow
+
+
+def _words(given: npt.ArrayLike, name: str, shape: tuple[int, ...]) -> npt.NDArray[np.uint32]:
+    """As contiguous uint32 of this shape; bits of int32 stay what they are."""
+    array = np.asarray(given)
+    if array.shape == shape[1:] and shape[0] == 1:
+        array = array[None]
+    if array.shape != shape:
+        raise BadArgumentError(f"{name} has shape {array.shape}, wanted {shape}")
+    if array.dtype == np.int32:
+        array = np.ascontiguousarray(array).view(np.uint32)
+    if array.dtype != np.uint32:
+        raise BadArgumentError(f"{name} are {array.dtype}: uint32 is wanted")
+    return np.ascontiguousarray(array)
+
+
+def _back(rewind: int | None) -> int:
+    """As the core takes it."""
+    if rewind is not None and not 0 <= rewind < 1 << 62:
+        raise BadArgumentError(f"rewind={rewind}: a number of tokens, 0 or more")
+    return -1 if rewind is None else rewind
 
 
 def _layer(layer: int) -> int:

@@ -493,6 +493,21 @@ void cxlkv_batch_destroy(cxlkv_batch *batch);
  * tokens from (new length - rewind) on see; -1: what the step's own tokens see. */
 int64_t cxlkv_batch_append(cxlkv_batch *batch, uint32_t layer, const cxlkv_rows *keys,
                            const cxlkv_rows *values, const int32_t *starts, int64_t rewind);
+/* Whole pages whose pieces somebody else has written, by cxlkv_geometry's offsets. */
+typedef struct cxlkv_attach_args {
+    const int32_t *starts;         /* [n + 1], in pages */
+    const uint32_t *pages;         /* [parts, pages]: from cxlkv_pages_alloc(); UINT32_MAX: none,
+                                      behind the part's window */
+    const uint32_t *checksums;     /* [layers, pages, kv_heads, 4]: CRC32C of digest, sketch, K, V;
+                                      NULL in a pool that has none */
+    int64_t rewind;                /* as of an append */
+    uint32_t verify;               /* 1: by their CRC, now; 0: when they are read first */
+    uint32_t reserved;
+} cxlkv_attach_args;
+/* Makes them the next pages of sequences that end at the end of a page in all layers; they are
+ * theirs from then on. All or nothing: after an error they are still the caller's, to write again,
+ * attach or free. Pages behind a window are freed. Returns how many pages of tokens there were. */
+int64_t cxlkv_batch_attach(cxlkv_batch *batch, const cxlkv_attach_args *args);
 /* -CXLKV_E_ROOM with args->k set when capacity is too small: nothing was scored. */
 int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args);
 int64_t cxlkv_batch_fetch(cxlkv_batch *batch, cxlkv_fetch_args *args);

@@ -149,8 +149,7 @@ static void piece_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, ui
         sketch_write(pool, page, layer, head, keys, key_stride, buffer + gather_bytes(pool));
 }
 
-/* Where stores went through the caches (V1). */
-static void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer) {
+void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer) {
     for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
         flush_write_back(FLUSH_PUBLISH_HEADER, pieces_of(pool, page, layer, kind),
                          pool->layout.kv_heads * piece_stride(&pool->geometry, kind));

@@ -597,6 +597,9 @@ void pages_drop_slot(cxlkv_pool *pool, uint32_t slot);  /* all that its process 
 void pages_settle(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 /* Bit i is page first + i of a pin word, that nothing here needs: free, or withdrawn. */
 void pages_free_word(cxlkv_pool *pool, uint32_t first, uint64_t pages);
+/* Pages of cxlkv_pages_alloc() that are the caller's to free no more, and are again; all or none. */
+int pages_claim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
+void pages_unclaim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 uint64_t page_retire(cxlkv_pool *pool, uint32_t page);   /* for good; returns 1 if it was not yet */
 int full_error(cxlkv_pool *pool, uint32_t wanted);
 
@@ -825,6 +828,8 @@ int64_t near_complete(cxlkv_pool *pool, near_move *moves, uint32_t count, bool s
 /* ---- append.c ---- */
 /* Writes one (page, layer) from a tail with `tokens` filled, the others zero. */
 int page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t tokens);
+/* Where stores went through the caches (V1). */
+void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer);
 
 /* ---- batch.c ---- */
 int batch_lock(cxlkv_batch *batch, bool write);

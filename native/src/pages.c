@@ -263,8 +263,13 @@ int64_t cxlkv_pages_alloc(cxlkv_pool *pool, uint32_t count, uint32_t *pages) {
     return code < 0 ? code : (int64_t)count;
 }
 
-/* All or nothing. A sequence's page is not loose: it goes when the sequence does. */
-static int free_pages(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
+void pages_unclaim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
+    flip_loose(pool, count, pages);
+    for (uint32_t i = 0; i < count; i++) verified_clear(pool, pages[i]); /* they may be rewritten */
+}
+
+/* A sequence's page is not loose: it goes when the sequence does. */
+int pages_claim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
     for (uint32_t i = 0; i < count; i++) {
         if (pages[i] < pool->host->page_count && is_loose(pool, pages[i])) {
             flip_loose(pool, 1, &pages[i]);
@@ -272,11 +277,10 @@ static int free_pages(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
         }
         flip_loose(pool, i, pages);
         return fail(CXLKV_E_ARGUMENT,
-                    "page %u of %u was not taken by alloc() in this process, or was freed already. "
-                    "No page was freed",
+                    "page %u of %u was not taken by alloc() in this process, was freed or attached "
+                    "already, or stands here twice. Nothing was changed",
                     pages[i], pool->host->page_count);
     }
-    pages_drop(pool, count, pages);
     return 0;
 }
 
@@ -285,7 +289,8 @@ int64_t cxlkv_pages_free(cxlkv_pool *pool, uint32_t count, const uint32_t *pages
     if (code < 0) return code;
     code = host_lock(pool);
     if (code == 0) {
-        code = free_pages(pool, count, pages);
+        code = pages_claim(pool, count, pages);
+        if (code == 0) pages_drop(pool, count, pages);
         host_unlock(pool);
     }
     pool_leave(pool);

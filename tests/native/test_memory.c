@@ -171,6 +171,38 @@ static void restore(void) {
     CHECK(test_verify(sequence, TEST_LAYERS - 1, marks, TOKENS) == 0);
 }
 
+/* Pages that were written elsewhere: after each failure they are still the caller's. */
+static void attaching(void) {
+    enum { ATTACHED = 2 };
+    static uint32_t checksums[TEST_LAYERS * ATTACHED * TEST_HEADS * PIECE_KINDS];
+    const int32_t starts[2] = {0, ATTACHED};
+    uint32_t pages[ATTACHED], nth = 1;
+    cxlkv_sequence *child;
+    cxlkv_batch *own;
+    CHECK(cxlkv_sequence_fork(sequence, &child) == 0); /* it shares the last chunk of the table */
+    CHECK(cxlkv_sequence_truncate(child, PAGES * TEST_PAGE_TOKENS) == 0);
+    CHECK(cxlkv_pages_alloc(pool, ATTACHED, pages) == ATTACHED);
+    CHECK(cxlkv_batch_create(pool, 1, &child, &own) == 0);
+    cxlkv_attach_args args = {.starts = starts, .pages = pages, .checksums = checksums,
+                              .rewind = -1};
+    for (uint32_t before = failures;; nth++, before = failures) {
+        countdown = nth;
+        int64_t code = cxlkv_batch_attach(own, &args);
+        countdown = 0;
+        if (failures == before) CHECK(code == ATTACHED);
+        if (code >= 0) break;
+        CHECK(code == -ENOMEM);
+        CHECK(test_verify_all(child, marks, PAGES * TEST_PAGE_TOKENS) == 0);
+        CHECK(cxlkv_pages_free(pool, ATTACHED, pages) == ATTACHED);
+        CHECK(cxlkv_pages_alloc(pool, ATTACHED, pages) == ATTACHED);
+    }
+    fprintf(stderr, "attach: %u allocations\n", nth - 1);
+    CHECK(cxlkv_sequence_tokens(child) == (PAGES + ATTACHED) * TEST_PAGE_TOKENS);
+    cxlkv_batch_destroy(own);
+    cxlkv_sequence_destroy(child);
+    CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
+}
+
 /* Layer 0 sees WINDOW tokens, layer 1 all: two parts. The window's pages cross from one chunk of
  * the page table to the next, and forks share them. */
 static void windowed(void) {
@@ -256,6 +288,7 @@ int main(void) {
     CHECK(test_verify_all(child, marks, TOKENS) == 0);
     cxlkv_sequence_destroy(child);
     restore();
+    attaching();
     try("open", do_open, false);
     try("create a pool", do_create_pool, false);
     CHECK(failures > 30);
