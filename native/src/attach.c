@@ -1,6 +1,6 @@
 /* Attach: whole pages that somebody else has written become the next pages of sequences.
  *
- * A device, or another program, writes the pieces of pages from cxlkv_pages_alloc(); this call makes
+ * A device, or another program, writes the pieces of pages from cxlkv_pages_alloc(); this makes
  * records of them. Pages are claimed first: from then on they are neither the caller's nor a
  * sequence's, and whoever tries to free or attach them meanwhile is refused. All that reads or
  * writes the region comes next, and only then do page tables name them: all or nothing. */

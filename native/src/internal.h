@@ -597,7 +597,7 @@ void pages_drop_slot(cxlkv_pool *pool, uint32_t slot);  /* all that its process 
 void pages_settle(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 /* Bit i is page first + i of a pin word, that nothing here needs: free, or withdrawn. */
 void pages_free_word(cxlkv_pool *pool, uint32_t first, uint64_t pages);
-/* Pages of cxlkv_pages_alloc() that are the caller's to free no more, and are again; all or none. */
+/* Pages of cxlkv_pages_alloc() are the caller's to free no more, and are again; all or none. */
 int pages_claim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 void pages_unclaim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 uint64_t page_retire(cxlkv_pool *pool, uint32_t page);   /* for good; returns 1 if it was not yet */

@@ -97,14 +97,12 @@ def taken(tensor: torch.Tensor | None) -> Bytes:
     return tensor.cpu().numpy()
 
 
-def codes_and_scales(
-    sketch: Bytes, dim: int
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
+def codes_and_scales(sketch: Bytes, dim: int) -> tuple[Bytes, npt.NDArray[np.float32]]:
     """[..., tokens, channels] and [..., tokens]; tokens and channels that are not there, too."""
     groups = -(-dim // 16)
     blocks = sketch.reshape(*sketch.shape[:2], -1, groups + 1, 16, 4)
     bits = blocks[..., :groups, :, :, None] >> np.array([0, 2, 4, 6], np.uint8) & 3
-    codes: Bytes = np.moveaxis(bits, 3, 4).reshape(*sketch.shape[:2], -1, groups * 16)
+    codes = np.moveaxis(bits, 3, 4).reshape(*sketch.shape[:2], -1, groups * 16).astype(np.uint8)
     scales = np.ascontiguousarray(blocks[..., groups, :, :]).view(np.float32)[..., 0]
     return codes, scales.reshape(*sketch.shape[:2], -1)
 

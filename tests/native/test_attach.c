@@ -201,7 +201,8 @@ static void test_refusals(void) {
 static void test_late_writes(void) {
     cxlkv_pool *pool = test_pool(NULL, 100);
     uint64_t marks[64];
-    cxlkv_sequence *sequence = sequence_of(pool, marks, 4), *open = sequence_of(pool, marks + 32, 3);
+    cxlkv_sequence *sequence = sequence_of(pool, marks, 4);
+    cxlkv_sequence *open = sequence_of(pool, marks + 32, 3);
     arrival a = write_elsewhere(pool, 2);
     uint8_t *byte = pieces_of(pool, a.pages[1], 0, PIECE_VALUES);
     *byte ^= 4;
