@@ -1,0 +1,396 @@
+"""Write-through: a prefill chunk's K and V become pages of the pool, made on the GPU.
+
+Pieces, digests, sketches and checksums are made there, and go to the pool by DMA while the model
+computes the next layer; the host touches metadata only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cxlkv import _core, room
+from cxlkv.errors import BadArgumentError, ClosedError, OrderError, PoolFullError, UnevenError
+from cxlkv.gpu.copying import Copier, Pieces, merge
+from cxlkv.gpu.driver import index_of
+from cxlkv.kernels.encode import Encoded, encode
+from cxlkv.layout import layer_places
+from cxlkv.pages import NO_PAGE, PageIds, places_of
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Batch, Sequence
+
+KINDS = ("digest", "sketch", "key", "value")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+NO_CUTS = np.empty(0, np.int64)
+
+
+class Waitable(Protocol):
+    """As torch.cuda.Event is."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+@dataclass
+class Sent:
+    """A layer on its way. memory: what is read until `event`, None where the copy is done;
+    by_host: copies from pinned memory into the pool, for the host to make after it."""
+
+    memory: object
+    event: Waitable | None
+    by_host: Pieces | None = None
+
+    def arrive(self) -> None:
+        """Waits, and makes the host's copies."""
+        if self.event is not None:
+            self.event.synchronize()
+        if self.by_host is not None:
+            for source, target, size in zip(*(row.tolist() for row in self.by_host), strict=True):
+                ctypes.memmove(target, source, size)
+
+
+@dataclass
+class Chunk:
+    """Pages that wait for all their layers."""
+
+    batch: Batch
+    starts: npt.NDArray[np.int32]  # in pages
+    pages: PageIds  # [parts, pages]
+    rewind: int | None
+    sums: torch.Tensor  # int32 [layers, pages, kv_heads, 4] on the host
+    layer: int = 0  # the next one
+    sent: deque[Sent] = field(default_factory=deque)
+
+
+@dataclass
+class State:
+    """What is open; apart from WriteThrough, so that its end can be minded without it."""
+
+    pool: _core.Handle
+    chunk: Chunk | None = None
+
+    def abandon(self) -> None:
+        """Frees the pages, when no device writes to them any more."""
+        chunk, self.chunk = self.chunk, None
+        if chunk is None:
+            return
+        for sent in chunk.sent:
+            if sent.event is not None:
+                sent.event.synchronize()
+        given = chunk.pages[chunk.pages != NO_PAGE]
+        if len(given):
+            _core.pages_free(self.pool, given)
+
+
+class WriteThrough:
+    """Chunks of whole pages, one after the other, each by put() of every layer and finish().
+
+    One thread uses it at a time. Closing the pool, or dropping this object, abandons what is open.
+    """
+
+    def __init__(self, pool: CXLPool, copier: Copier | None = None):
+        """copier: of a Mapping of this pool, by whose stream a GPU writes into it. None: through
+        pinned memory, from which the host copies, where the pool cannot be registered or hosts
+        share it."""
+        if copier is not None and copier.mapping.pool is not pool:
+            raise BadArgumentError("the copier is of another pool")
+        if copier is not None and not copier.mapping.writable:
+            raise BadArgumentError(
+                "hosts share this pool, so no device may write to it: copier=None"
+            )
+        self.pool = pool
+        self._copier = copier
+        self._geometry = _core.pool_geometry(pool._handle)
+        self._parts = layer_places(pool.layout, self._geometry["record_layers"])
+        self._stream: torch.cuda.Stream | None = None  # of copies to pinned memory
+        self._state = State(pool._handle)
+        self._closer = weakref.finalize(self, self._state.abandon)
+        self._closer.atexit = False  # the process's pages are freed anyway
+        pool.before_close(self._closer)
+
+    def put(
+        self,
+        to: Sequence | Batch,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        starts: npt.ArrayLike | None = None,
+        *,
+        rewind: int | None = None,
+    ) -> None:
+        """A layer of the chunk: k [rows, kv_heads, head_dim] and v on the device, any strides.
+
+        Layers come in order, 0 first: it begins a chunk, and takes the pages of all layers. starts
+        is as in Batch.append, with whole pages for every sequence, which ends at the end of a page;
+        a single sequence needs none. Queues work and waits for nothing; k and v may be overwritten
+        by what the current stream does next. rewind: as in append().
+
+        Raises PoolFullError, OrderError, UnevenError, BadArgumentError; then the chunk is what it
+        was before.
+        """
+        self._check_open()
+        rows = self._rows(k, v)
+        chunk = self._state.chunk
+        if layer != (chunk.layer if chunk else 0):
+            raise OrderError(
+                f"layer {layer}: the next one is {chunk.layer if chunk else 0}; a chunk ends with "
+                "finish() or abandon()"
+            )
+        if chunk is None:
+            chunk = self._begin(to, rows, starts, rewind)
+        else:
+            self._check_same(chunk, to, rows, starts)
+        try:
+            tokens = self.pool.layout.page_tokens
+            encoded = encode(k, v, page_tokens=tokens, sketch=self.pool.sketch)
+            self._drain(chunk)
+            chunk.sent.append(self._send(chunk, layer, encoded))
+        except BaseException:
+            if layer == 0:  # nothing of the chunk is there yet
+                self.abandon()
+            raise
+        chunk.layer += 1
+
+    def finish(self, *, verify: bool = False) -> None:
+        """Wait until all is in the pool, and make the pages the sequences' (Batch.attach).
+
+        verify: compute their CRCs here again before. Raises OrderError when layers are missing, and
+        what attach() raises; the chunk is open then, for abandon().
+        """
+        self._check_open()
+        chunk = self._state.chunk
+        layers = self.pool.layout.layers
+        if chunk is None or chunk.layer < layers:
+            there = chunk.layer if chunk else 0
+            raise OrderError(f"{there} of {layers} layers were put: the chunk is not whole")
+        while chunk.sent:
+            chunk.sent[0].arrive()
+            chunk.sent.popleft()
+        sums = chunk.sums.numpy() if self.pool.checksum else None
+        chunk.batch.attach(chunk.pages, chunk.starts, sums, rewind=chunk.rewind, verify=verify)
+        self._state.chunk = None
+
+    def abandon(self) -> None:
+        """Free the pages of the open chunk, if there is one; sequences stay as they are."""
+        self._state.abandon()
+
+    def __enter__(self) -> WriteThrough:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.abandon()
+
+    # ---- what is asked ----
+
+    def _check_open(self) -> None:
+        if not self._closer.alive:
+            raise ClosedError("the pool was closed")
+
+    def _rows(self, k: torch.Tensor, v: torch.Tensor | None) -> int:
+        layout = self.pool.layout
+        dtype = DTYPES[layout.dtype]
+        given = {"k": (k, layout.head_dim)}
+        if (v is not None) != (layout.values == "own"):
+            stored = "the pool stores them" if v is None else "a prefix of the keys is stored"
+            raise BadArgumentError(f"v is {'None' if v is None else 'given'}: {stored}")
+        if v is not None:
+            given["v"] = (v, layout.value_head_dim)
+        for name, (tensor, dim) in given.items():
+            shape = (k.shape[0] if k.ndim else 0, layout.kv_heads, dim)
+            if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+                raise BadArgumentError(
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, wanted {dtype} {shape}"
+                )
+            if self._copier is not None and not _same_device(tensor.device, self._copier.device):
+                raise BadArgumentError(
+                    f"{name} lies on {tensor.device}, the copier is for {self._copier.device}"
+                )
+        return shape[0]
+
+    def _starts(
+        self, to: Sequence | Batch, rows: int, starts: npt.ArrayLike | None
+    ) -> tuple[Batch, npt.NDArray[np.int32]]:
+        """The sequences, and their pages, from tokens."""
+        if starts is None and not isinstance(to, Sequence):
+            raise BadArgumentError("starts: a batch needs them")
+        batch = to._own() if isinstance(to, Sequence) else to
+        offsets = batch._starts([0, rows] if starts is None else starts)
+        tokens = self.pool.layout.page_tokens
+        if offsets[0] != 0 or offsets[-1] != rows or (np.diff(offsets) < 0).any():
+            raise BadArgumentError(f"starts {offsets.tolist()} for {rows} rows")
+        if rows == 0:
+            raise BadArgumentError("a chunk of no tokens")
+        if (offsets % tokens).any():
+            raise BadArgumentError(
+                f"starts {offsets.tolist()}: every sequence fills pages of {tokens} tokens here; "
+                "append() takes the rest"
+            )
+        return batch, offsets // tokens
+
+    def _check_same(
+        self, chunk: Chunk, to: Sequence | Batch, rows: int, starts: npt.ArrayLike | None
+    ) -> None:
+        batch, offsets = self._starts(to, rows, starts)
+        if batch is not chunk.batch or not np.array_equal(offsets, chunk.starts):
+            raise BadArgumentError("the chunk's layers have the same sequences and starts")
+
+    # ---- pages ----
+
+    def _begin(
+        self, to: Sequence | Batch, rows: int, starts: npt.ArrayLike | None, rewind: int | None
+    ) -> Chunk:
+        layout = self.pool.layout
+        batch, offsets = self._starts(to, rows, starts)
+        if batch._pool is not self.pool._handle:
+            raise BadArgumentError("the sequences are of another pool")
+        wanted = self._wanted(batch, offsets, rewind)
+        pages = np.full(wanted.shape, NO_PAGE, np.uint32)
+        pages[wanted] = self._alloc(int(wanted.sum()))
+        sums = torch.zeros(
+            (layout.layers, int(offsets[-1]), layout.kv_heads, 4),
+            dtype=torch.int32,
+            pin_memory=self._copier is not None and self._copier.device.type == "cuda",
+        )
+        made = Chunk(batch, offsets, pages, rewind, sums)
+        self._state.chunk = made
+        return made
+
+    def _wanted(
+        self, batch: Batch, offsets: npt.NDArray[np.int32], rewind: int | None
+    ) -> npt.NDArray[np.bool_]:
+        """[parts, pages]: False for those that no token will see, behind their part's window."""
+        layout = self.pool.layout
+        windows = dict(zip([part for part, _ in self._parts], layout.windows, strict=True))
+        wanted = np.ones((self._geometry["part_count"], int(offsets[-1])), np.bool_)
+        for sequence, first, end in zip(batch.sequences, offsets[:-1], offsets[1:], strict=True):
+            before = len(sequence)
+            if first == end:
+                continue
+            if sequence.tokens(0) != before:
+                raise UnevenError("a sequence's layers have different lengths: append the rest")
+            if before % layout.page_tokens:
+                raise BadArgumentError(
+                    f"a sequence has {before} tokens, no multiple of {layout.page_tokens}: append "
+                    "up to there first"
+                )
+            length = before + int(end - first) * layout.page_tokens
+            back = before if rewind is None else max(0, length - rewind)
+            for part, window in windows.items():
+                if window is not None and back >= window:
+                    kept = (back - window + 1 - before) // layout.page_tokens
+                    wanted[part, first : max(first, min(first + kept, end))] = False
+        return wanted
+
+    def _alloc(self, count: int) -> PageIds:
+        """Where tiers serve the pool, they make room first."""
+        for attempt in range(room.TRIES):
+            try:
+                return self.pool.pages.alloc(count)
+            except PoolFullError:
+                last = attempt + 1 == room.TRIES
+                if last or not room.make(self.pool._handle, count):
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    # ---- bytes ----
+
+    def _targets(self, chunk: Chunk, layer: int) -> dict[str, npt.NDArray[np.int64]]:
+        """By kind, the region's offsets of each page's pieces; negative: no page."""
+        pages = chunk.pages[self._parts[layer][0]]
+        there = pages != NO_PAGE
+        found = places_of(self._geometry, self.pool.layout, np.where(there, pages, 0), layer)
+        return {
+            kind: np.where(there, offsets, -1)
+            for kind, offsets in zip(KINDS, found, strict=True)
+            if offsets is not None
+        }
+
+    def _send(self, chunk: Chunk, layer: int, encoded: Encoded) -> Sent:
+        made = (encoded.digests, encoded.sketches, encoded.keys, encoded.values)
+        tensors = {kind: t for kind, t in zip(KINDS, made, strict=True) if t is not None}
+        if self._copier is None:
+            return self._send_to_host(chunk, layer, tensors, encoded.checksums)
+        pieces = self._pieces(chunk, layer, tensors, self._copier.mapping.device_address)
+        pieces = _with(pieces, encoded.checksums, chunk.sums[layer])
+        sources, targets = (torch.from_numpy(at) for at in (pieces.sources, pieces.targets))
+        done = self._copier.copy(sources, targets, pieces.sizes, "to_host")
+        return Sent(encoded, done.event)
+
+    def _pieces(
+        self, chunk: Chunk, layer: int, tensors: dict[str, torch.Tensor], base: int
+    ) -> Pieces:
+        """A page's pieces of all heads lie side by side, here and in the region."""
+        sources, targets, sizes = [], [], []
+        for kind, offsets in self._targets(chunk, layer).items():
+            tensor = tensors[kind]
+            size = tensor.shape[1] * tensor.shape[2]
+            there = np.flatnonzero(offsets >= 0)
+            sources.append(tensor.data_ptr() + there * size)
+            targets.append(base + offsets[there])
+            sizes.append(np.full(len(there), size, np.int64))
+        return Pieces(*(np.concatenate(row) for row in (sources, targets, sizes)))
+
+    def _send_to_host(
+        self,
+        chunk: Chunk,
+        layer: int,
+        tensors: dict[str, torch.Tensor],
+        checksums: torch.Tensor,
+    ) -> Sent:
+        """Into pinned memory; what arrive() does, copies it into the pool."""
+        device = checksums.device
+        base = _core.pool_memory(self.pool._handle)[0]
+        if device.type == "cpu":
+            chunk.sums[layer] = checksums
+            return Sent(tensors, None, self._merged(chunk, layer, tensors, base))
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        given = {**tensors, "checksums": checksums}
+        pinned = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            for name, tensor in given.items()
+        }
+        with torch.cuda.stream(self._stream):
+            for name, tensor in given.items():
+                pinned[name].copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        sums = pinned.pop("checksums")
+        pieces = _with(self._merged(chunk, layer, pinned, base), sums, chunk.sums[layer])
+        return Sent((given, pinned, sums), event, pieces)
+
+    def _merged(
+        self, chunk: Chunk, layer: int, tensors: dict[str, torch.Tensor], base: int
+    ) -> Pieces:
+        return merge(self._pieces(chunk, layer, tensors, base), NO_CUTS)
+
+    def _drain(self, chunk: Chunk) -> None:
+        """Lets go of what has arrived, so that memory on the device does not grow with layers."""
+        while chunk.sent and (chunk.sent[0].event is None or chunk.sent[0].event.query()):
+            chunk.sent[0].arrive()
+            chunk.sent.popleft()
+
+
+def _same_device(one: torch.device, other: torch.device) -> bool:
+    return one.type == other.type and (one.type != "cuda" or index_of(one) == index_of(other))
+
+
+def _with(pieces: Pieces, source: torch.Tensor, target: torch.Tensor) -> Pieces:
+    """And a copy of a whole tensor, which is contiguous, as its target is."""
+    one = (source.data_ptr(), target.data_ptr(), source.nbytes)
+    return Pieces(*(np.append(row, value) for row, value in zip(pieces, one, strict=True)))
