@@ -1,0 +1,333 @@
+"""The decode step: near-data selection, and attention on a device that fetches what it misses.
+
+For each layer of a step, in this order in the device's stream:
+
+    question    q, k, v go to pinned memory; the host appends k and v and selects pages for q
+    meanwhile   attention to what the device has: the newest pages, and the hot buffer's
+    answer      the chosen pages; those that the hot buffer misses are fetched into its slots
+    then        attention to these, and the merge of both by log-sum-exp
+
+The thread that launches waits for nothing. Without a hot buffer the host attends to the chosen
+pages, too, and its partial result crosses the link in place of pages; without a device that is all
+there is. docs/gpu.md has the picture.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from cxlkv.errors import BadArgumentError, ClosedError, OrderError, UnevenError
+from cxlkv.gpu.hot import SlotCounts
+from cxlkv.gpu.mailbox import Mailbox
+from cxlkv.gpu.resident import Resident
+from cxlkv.gpu.selecting import DecodeStats, Selector, Step
+from cxlkv.ndp.engine import Budget
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Sequence
+
+DEADLINE_S = 2.0
+
+
+class Decoder:
+    """Decode steps of up to `requests` sequences: add() them; begin(), layer() for each, end().
+
+    device: "cuda", or "cpu", where no bytes move unless hot_pages is given. budget: how many pages
+    a step's rows of one request attend to together, for each kv head; those that the device has
+    come on top. rows: tokens of each request in a step (more than 1: speculated ones). hot_pages:
+    slots of the hot buffer, a number, or one for each layer, or for each layer and kv head; 0: the
+    near-data engine attends, and partial results cross the link. That is also what happens, with
+    `fallback` saying why, where the driver does not map the pool's memory. recent_pages: the newest
+    pages, kept on the device. pages_max: the longest sequence, in pages. ahead=True: pages of the
+    next layer are chosen from this layer's query while the device is busy; every audit_every-th
+    such choice is compared with the exact one. deadline_s: how long the device waits for an answer.
+
+    Raises MemoryShortError when the device has too little memory, BadArgumentError,
+    UnsupportedError. One thread uses a decoder, and nobody else appends to its sequences.
+    """
+
+    def __init__(
+        self,
+        pool: CXLPool,
+        *,
+        requests: int,
+        q_heads: int,
+        budget: Budget,
+        pages_max: int,
+        device: str | torch.device = "cpu",
+        rows: int = 1,
+        hot_pages: SlotCounts = 0,
+        recent_pages: int = 4,
+        method: str = "auto",
+        scale: float | None = None,
+        softcap: float | None = None,
+        ahead: bool = False,
+        audit_every: int = 64,
+        deadline_s: float = DEADLINE_S,
+    ):
+        layout = pool.layout
+        if min(requests, rows, pages_max, audit_every) < 1 or not deadline_s > 0:
+            raise BadArgumentError(
+                "requests, rows, pages_max and audit_every are at least 1, deadline_s above 0"
+            )
+        if q_heads < 1 or q_heads % layout.kv_heads:
+            raise BadArgumentError(f"{q_heads} query heads are none for {layout.kv_heads} kv heads")
+        self.pool, self.layout, self.device = pool, layout, torch.device(device)
+        self._requests, self._rows, self._q_heads = requests, rows, q_heads
+        self._ahead = ahead
+        self._sequences: list[Sequence | None] = [None] * requests
+        self._step: Step | None = None
+        self._layer = 0
+        self._closed = False
+        scale = layout.head_dim**-0.5 if scale is None else scale
+        self._selector = Selector(budget, method, scale, softcap, audit_every)
+        self._resident: Resident | None = None
+        if self.device.type == "cpu" and hot_pages == 0:
+            return
+        self._resident = Resident(
+            pool,
+            self.device,
+            requests=requests,
+            rows=rows,
+            q_heads=q_heads,
+            pages_max=pages_max,
+            hot_pages=hot_pages,
+            recent_pages=recent_pages,
+            lists=budget.pages_at_most(pages_max),
+            scale=scale,
+            softcap=softcap,
+        )
+        self._asked = {
+            name: self._resident._pinned(requests, rows, heads, dim, dtype=self.dtype)
+            for name, heads, dim in (
+                ("q", q_heads, layout.head_dim),
+                ("k", layout.kv_heads, layout.head_dim),
+                ("v", layout.kv_heads, layout.value_head_dim),
+            )
+        }
+        self._mail = Mailbox(self.device, self._serve, self._then, deadline_s)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found = getattr(torch, self.layout.dtype)
+        assert isinstance(found, torch.dtype)
+        return found
+
+    @property
+    def stats(self) -> DecodeStats:
+        return self._selector.stats
+
+    @property
+    def fallback(self) -> str | None:
+        """Why partial results cross the link although a hot buffer was asked for."""
+        return None if self._resident is None else self._resident.fallback
+
+    # ---- requests ----
+
+    def add(self, sequence: Sequence) -> int:
+        """Take a sequence in, all its layers equally long; returns the request's number.
+
+        The decoder appends to it from now on. Raises UnevenError in the middle of a step,
+        BadArgumentError when all places are taken.
+        """
+        self._check_between_steps()
+        if None not in self._sequences:
+            raise BadArgumentError(f"all {self._requests} places are taken: remove() one")
+        if len({sequence.tokens(layer) for layer in range(self.layout.layers)}) > 1:
+            raise UnevenError("the sequence's layers have different lengths: a step is half done")
+        request = self._sequences.index(None)
+        self._restart(request, sequence)
+        self._sequences[request] = sequence
+        return request
+
+    def remove(self, request: int) -> Sequence:
+        """Give a request's sequence back; its place, and what the device has of it, is free."""
+        self._check_between_steps()
+        sequence = self._of(request)
+        self._sequences[request] = None
+        self._selector.forget()
+        if self._resident is not None:
+            self._resident.forget(request)
+        return sequence
+
+    def truncate(self, request: int, tokens: int) -> None:
+        """Sequence.truncate() of a request, between two steps: rejected speculated tokens go."""
+        self._check_between_steps()
+        sequence = self._of(request)
+        sequence.truncate(tokens)
+        if self._resident is not None:
+            # From here on pages are others, or were copied to others.
+            self._resident.forget(request, tokens // self.layout.page_tokens)
+        self._restart(request, sequence)
+
+    def _of(self, request: int) -> Sequence:
+        found = self._sequences[request] if 0 <= request < self._requests else None
+        if found is None:
+            raise BadArgumentError(f"there is no request {request}")
+        return found
+
+    def _restart(self, request: int, sequence: Sequence) -> None:
+        self._selector.forget()
+        if self._resident is not None:
+            self._resident.load(request, sequence)
+
+    def _check_between_steps(self) -> None:
+        if self._closed:
+            raise ClosedError("the decoder was closed")
+        if self._step is not None:
+            raise OrderError("a step is under way: end() or abandon() it first")
+
+    # ---- a step ----
+
+    def begin(self) -> None:
+        """Begin a step of all requests: `rows` more tokens for each of them."""
+        self._check_between_steps()
+        active = np.array([i for i, held in enumerate(self._sequences) if held is not None])
+        if len(active) == 0:
+            raise BadArgumentError("no request to decode: add() one")
+        sequences = [self._of(request) for request in active.tolist()]
+        recent_from = np.full(len(active), np.iinfo(np.int32).max, np.int32)
+        if self._resident is not None:
+            recent_from = self._resident.begin(active, sequences)
+        self._step = Step(
+            active=active,
+            batch=self.pool.batch(sequences),
+            rows=self._rows,
+            starts=np.arange(len(active) + 1, dtype=np.int32) * np.int32(self._rows),
+            recent_from=recent_from,
+        )
+        self._layer = 0
+
+    def layer(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One layer's rows of all requests: q [requests, rows, q_heads, head_dim], k and v
+        [requests, rows, kv_heads, dim], in the pool's dtype; returns the attention's output
+        [requests, rows, q_heads, value_head_dim], zeros for places without a request.
+
+        Layers come in order, each once a step. What goes wrong near the data is raised by end().
+        """
+        if self._step is None or layer != self._layer:
+            raise OrderError(f"layer {layer}: begin() a step, then layers from 0 on, in order")
+        self._check_rows(q, k, v)
+        self._layer += 1
+        resident = self._resident
+        if resident is None:
+            return self._near(self._step, layer, q, k, v)
+        for name, rows in (("q", q), ("k", k), ("v", v)):
+            if rows is not None:
+                self._asked[name].copy_(rows, non_blocking=True)
+        self._mail.ask(layer)
+        resident.attend_resident(layer, q, k, v)
+        self._mail.await_answer()
+        if resident.hot is None:
+            resident.take_partial(self._mail.answered)
+        else:
+            resident.attend_chosen(layer, q, self._mail.answered)
+        return resident.merged()
+
+    def end(self, *, replayed: bool = False) -> None:
+        """Wait for the step, and raise what went wrong in it: then its outputs are not right.
+
+        StaleError: a page was freed while it was on its way. WorkerError: the near-data engine was
+        late. Else what the engine raised, PoolFullError among them. replayed: the layers were in a
+        CUDA graph, captured from layer() calls between begin() and abandon().
+        """
+        if self._step is None or (self._layer != self.layout.layers and not replayed):
+            raise OrderError("end() comes after begin() and all layers")
+        self._finish()
+        self.stats.steps += 1
+
+    def abandon(self) -> None:
+        """Give a step up before its last layer: its sequences are uneven, truncate() mends them."""
+        if self._step is not None:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._step = None
+        if self._resident is not None:
+            self._resident.synchronize()
+            self._mail.check()
+            self._resident.check()
+
+    def _check_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        layout, lead = self.layout, (self._requests, self._rows)
+        if (v is None) == (layout.values == "own"):
+            raise BadArgumentError("v is given exactly when the pool stores values of their own")
+        for name, tensor, heads, dim in (
+            ("q", q, self._q_heads, layout.head_dim),
+            ("k", k, layout.kv_heads, layout.head_dim),
+            ("v", v, layout.kv_heads, layout.value_head_dim),
+        ):
+            if tensor is None:
+                continue
+            shape = (*lead, heads, dim)
+            if tuple(tensor.shape) != shape or tensor.dtype != self.dtype:
+                raise BadArgumentError(
+                    f"{name} is {tensor.dtype} {tuple(tensor.shape)}, wanted {self.dtype} {shape}"
+                )
+            if tensor.device.type != self.device.type:
+                raise BadArgumentError(f"{name} lies on {tensor.device}, not on {self.device}")
+
+    # ---- near the data ----
+
+    def _serve(self, layer: int) -> None:
+        """Append a layer's rows, choose pages for its queries; the answer lies in pinned memory."""
+        step, resident = self._step, self._resident
+        assert step is not None
+        assert resident is not None
+        q, k, v = (step.rows_of(self._asked[name]) for name in "qkv")
+        self._queries = q  # the next layer's are written over the asked ones, once this is answered
+        own = v if self.layout.values == "own" else None
+        picked = self._selector.choose(step, layer, q, k, own)
+        if resident.hot is not None:
+            chosen = resident.chosen.numpy()
+            chosen[:] = -1
+            chosen[step.active, :, : picked.pages.shape[2]] = picked.pages
+            return
+        out, lse = self._selector.attend(step, layer, q, picked)
+        step.put_rows(resident.near_out, out)
+        step.put_rows(resident.near_lse, lse)
+
+    def _then(self, layer: int) -> None:
+        step = self._step
+        if self._ahead and step is not None and layer + 1 < self.layout.layers:
+            self._selector.choose_ahead(step, layer + 1, self._queries)
+
+    def _near(
+        self, step: Step, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None
+    ) -> torch.Tensor:
+        """All of it near the data, in place."""
+        rows, values = step.rows_of(q), None if v is None else step.rows_of(v)
+        picked = self._selector.choose(step, layer, rows, step.rows_of(k), values)
+        found, _ = self._selector.attend(step, layer, rows, picked)
+        out = torch.zeros((*q.shape[:3], self.layout.value_head_dim), dtype=q.dtype)
+        step.put_rows(out, found)
+        if self._ahead and layer + 1 < self.layout.layers:
+            self._selector.choose_ahead(step, layer + 1, rows)
+        return out
+
+    # ---- ending ----
+
+    def close(self) -> None:
+        """Give the device's memory back; sequences stay with their owners."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._resident is not None:
+            self._resident.synchronize()
+            self._mail.close()
+            self._resident.close()
+
+    def __enter__(self) -> Decoder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

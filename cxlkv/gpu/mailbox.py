@@ -1,0 +1,113 @@
+"""Questions of a device's stream to the near-data engine of this process, and its answers.
+
+On a GPU a thread waits for the questions, so that the thread that launches kernels never does; on
+the CPU the engine is simply called.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from cxlkv import _core
+from cxlkv.errors import WorkerError
+
+IDLE_S = 0.2  # how long the thread waits before it looks whether it is to end
+LOOKS_PER_S = 1_500_000  # of a device at host memory; more than there are, so that none is too soon
+
+
+class Mailbox:
+    """serve(subject) is called for each ask(), in order, and then(subject) once it was answered;
+    what they raise is raised by check().
+
+    After an error nothing is served until check(). answered: int32 [2] on the device, 1 when the
+    last question was answered in time, and the smallest of these since the last check().
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        serve: Callable[[int], None],
+        then: Callable[[int], None],
+        deadline_s: float,
+    ):
+        self._serve, self._then = serve, then
+        self._deadline_s = deadline_s
+        self._error: BaseException | None = None
+        self.answered = torch.ones(2, dtype=torch.int32, device=device)
+        self._thread: threading.Thread | None = None
+        if device.type != "cuda":
+            return
+        self._words = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+        at = self._words.data_ptr()
+        self._table = torch.tensor([at, at + 8], device=device)
+        self._ticket = torch.zeros(1, dtype=torch.int64, device=device)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cxlkv-mailbox", daemon=True)
+        self._thread.start()
+
+    def ask(self, subject: int) -> None:
+        """Put a question into the stream; what it needs was copied before, in the stream."""
+        if self._thread is None:
+            self.answered[0] = int(self._did(self._serve, subject))
+            self.answered[1] = torch.minimum(self.answered[0], self.answered[1])
+            self._did(self._then, subject)
+            return
+        from cxlkv.kernels.mail import ask
+
+        ask(self._ticket, self._table, subject)
+
+    def await_answer(self) -> None:
+        """Let the stream wait for the answer; what comes with it is copied after that."""
+        if self._thread is None:
+            return
+        from cxlkv.kernels.mail import await_answer
+
+        looks = min(int(self._deadline_s * LOOKS_PER_S), 2**31 - 1)
+        await_answer(self._ticket, self._table, self.answered, looks)
+
+    def check(self) -> None:
+        """After the stream was waited for: raises what went wrong since the last check."""
+        error, self._error = self._error, None
+        worst = int(self.answered[1])
+        self.answered[1] = 1
+        if error is not None:
+            raise error
+        if worst < 0:
+            raise WorkerError(
+                f"the near-data engine did not answer within {self._deadline_s:g} s, and pages are "
+                "missing from this step: run it again, with a longer deadline_s if the machine is "
+                "busy"
+            )
+
+    def close(self) -> None:
+        """The thread ends; questions are not answered any more."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+
+    def _did(self, work: Callable[[int], None], subject: int) -> bool:
+        if self._error is not None:
+            return False
+        try:
+            work(subject)
+        except Exception as error:  # it is raised where the step ends
+            self._error = error
+            return False
+        return True
+
+    def _run(self) -> None:
+        from cxlkv.kernels.mail import SUBJECTS
+
+        question, answer = self._words.data_ptr(), self._words.data_ptr() + 8
+        old = 0
+        while not self._stop.is_set():
+            came, word = _core.word_wait(question, old, IDLE_S)
+            if not came:
+                continue
+            old = word
+            ticket, subject = divmod(word, SUBJECTS)
+            _core.word_store(answer, ticket if self._did(self._serve, subject) else -ticket)
+            self._did(self._then, subject)

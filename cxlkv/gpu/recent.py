@@ -1,0 +1,91 @@
+"""The newest pages of each request, open tail included, on the device: a ring for each layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cxlkv.kernels.recent import append_rows
+from cxlkv.layout import KVLayout
+from cxlkv.ndp.engine import Selection
+from cxlkv.sequence import Sequence
+
+
+class Recent:
+    """keys[layer], values[layer]: [requests, kv_heads, slots, page_tokens, dim]; page p lies in
+    slot p % slots. keys_at, values_at [layer]: int64 [requests, kv_heads, slots], the addresses of
+    the slots; None for values that are a prefix of the keys."""
+
+    def __init__(self, layout: KVLayout, requests: int, slots: int, device: torch.device):
+        self.slots = slots
+        self._layout = layout
+        own = layout.values == "own"
+        dims = [layout.head_dim, *([layout.value_head_dim] if own else [])]
+        shape = (layout.layers, requests, layout.kv_heads, slots, layout.page_tokens)
+        dtype = getattr(torch, layout.dtype)
+        made = [torch.zeros((*shape, dim), dtype=dtype, device=device) for dim in dims]
+        self.keys, self.values = made[0], made[1] if own else None
+        self.keys_at = _addresses(self.keys)
+        self.values_at = None if self.values is None else _addresses(self.values)
+
+    def append(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor | None, positions: torch.Tensor
+    ) -> None:
+        """k, v [requests, rows, kv_heads, dim]; positions int64 [requests, rows], -1: no row."""
+        append_rows(k, self.keys[layer], positions)
+        if self.values is not None and v is not None:
+            append_rows(v, self.values[layer], positions)
+
+    def load(self, request: int, sequence: Sequence) -> None:
+        """Bring a sequence's newest pages, from far memory and from its open tail."""
+        for layer in range(self._layout.layers):
+            pages = self._newest(sequence, layer)
+            if len(pages) == 0:
+                continue
+            heads = self._layout.kv_heads
+            picked = Selection(
+                pages=np.ascontiguousarray(np.broadcast_to(pages, (heads, len(pages))), np.int32),
+                scores=np.zeros((heads, len(pages)), np.float32),
+                counts=np.full(heads, len(pages), np.int32),
+                bytes_scored=0,
+                bytes_fetched=0,
+                per="query",
+                starts=np.array([0, 1], np.int32),
+            )
+            for ring, found in zip(
+                self._rings(), self._fetch(sequence, layer, picked), strict=True
+            ):
+                ring[layer, request, :, torch.from_numpy(pages % self.slots)] = found.to(
+                    ring.device
+                )
+
+    def _newest(self, sequence: Sequence, layer: int) -> npt.NDArray[np.int64]:
+        tokens, page_tokens = sequence.tokens(layer), self._layout.page_tokens
+        window = self._layout.windows[layer]
+        last = -(-tokens // page_tokens)
+        first = max(0, last - self.slots)
+        if window is not None:  # what lies behind it was given back
+            first = max(first, (tokens - window) // page_tokens)
+        return np.arange(first, last)
+
+    def _rings(self) -> list[torch.Tensor]:
+        return [self.keys, *([] if self.values is None else [self.values])]
+
+    def _fetch(self, sequence: Sequence, layer: int, picked: Selection) -> list[torch.Tensor]:
+        heads, count = picked.pages.shape
+        shape = (heads, count, self._layout.page_tokens)
+        out = tuple(
+            torch.empty((*shape, dim), dtype=self.keys.dtype)
+            for dim in (self._layout.head_dim, self._layout.value_head_dim)
+        )
+        sequence.fetch(layer, picked, (out[0], out[1]))
+        return list(out[: len(self._rings())])
+
+
+def _addresses(rings: torch.Tensor) -> torch.Tensor:
+    """Of each piece of [layers, requests, heads, slots, page_tokens, dim]."""
+    shape = rings.shape[:4]
+    piece = rings[0, 0, 0, 0].numel() * rings.element_size()
+    numbers = torch.arange(shape.numel(), dtype=torch.int64, device=rings.device)
+    return (rings.data_ptr() + numbers * piece).reshape(shape)

@@ -1,0 +1,303 @@
+"""A decode step's part on the device: what is there is attended to, what is missed is fetched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cxlkv.errors import MemoryShortError, RegistrationError, StaleError, UnsupportedError
+from cxlkv.gpu.hot import HotBuffer, SlotCounts
+from cxlkv.gpu.mapping import Mapping
+from cxlkv.gpu.recent import Recent
+from cxlkv.gpu.tables import PageTables
+from cxlkv.kernels.attend import attend
+from cxlkv.kernels.copies import check_generations, copy_fragments
+from cxlkv.kernels.merge import merge
+from cxlkv.kernels.sources import Sources, known_pages, page_sources
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class _There:
+    """What the device has of a layer: the ring's slots, then the hot buffer's; addresses stay."""
+
+    pages: torch.Tensor
+    hot_pages: torch.Tensor | None
+    keys_at: torch.Tensor
+    values_at: torch.Tensor | None
+
+
+class Resident:
+    """The ring of newest pages, the hot buffer and its tables, and the step's two partial results.
+
+    Everything that a step writes is made once. fallback: why there is no hot buffer although one
+    was asked for. `lists` is the longest list of chosen pages.
+    """
+
+    def __init__(
+        self,
+        pool: CXLPool,
+        device: torch.device,
+        *,
+        requests: int,
+        rows: int,
+        q_heads: int,
+        pages_max: int,
+        hot_pages: SlotCounts,
+        recent_pages: int,
+        lists: int,
+        scale: float,
+        softcap: float | None,
+    ):
+        self.layout, self.device = pool.layout, device
+        self._requests, self._rows = requests, rows
+        self._scale, self._softcap = scale, softcap
+        self._dtype: torch.dtype = getattr(torch, pool.layout.dtype)
+        self.fallback: str | None = None
+        self.hot: HotBuffer | None = None
+        self._mapping: Mapping | None = None
+        self._check_pieces()
+        if hot_pages != 0:
+            self._map(pool, pages_max, hot_pages)
+        # The open tail and what a step completes are in the ring, whatever is asked.
+        slots = max(recent_pages, 1 + -(-rows // pool.layout.page_tokens))
+        self._recent = Recent(pool.layout, requests, slots, device)
+        self._make_buffers(q_heads, lists)
+        if self.hot is not None:
+            self._make_tables(self.hot, lists)
+        self._lists: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._there = [self._made_there(layer) for layer in range(pool.layout.layers)]
+
+    # ---- making ----
+
+    def _check_pieces(self) -> None:
+        layout = self.layout
+        for dim in (layout.head_dim, layout.value_head_dim):
+            piece = layout.page_tokens * dim * self._dtype.itemsize
+            if piece % 16:
+                raise UnsupportedError(
+                    f"a page has {piece} bytes of one head: a device takes multiples of 16"
+                )
+
+    def _map(self, pool: CXLPool, pages_max: int, hot_pages: SlotCounts) -> None:
+        try:
+            self._mapping = Mapping(pool, self.device)
+        except (RegistrationError, MemoryShortError) as error:
+            self.fallback = str(error)
+            return
+        layout, requests = self.layout, self._requests
+        address = self._mapping.device_address
+        self._tables = PageTables(pool, requests, pages_max, address, self.device)
+        self.hot = HotBuffer(
+            requests=requests,
+            layers=layout.layers,
+            kv_heads=layout.kv_heads,
+            slots=hot_pages,
+            pages_max=pages_max,
+            page_tokens=layout.page_tokens,
+            head_dim=layout.head_dim,
+            value_head_dim=layout.value_head_dim if layout.values == "own" else None,
+            dtype=self._dtype,
+            device=self.device,
+        )
+
+    def _make_buffers(self, q_heads: int, lists: int) -> None:
+        requests, rows, layout = self._requests, self._rows, self.layout
+        out, chosen = (requests, rows, q_heads), (requests, layout.kv_heads, lists)
+        ring = (requests, 1, self._recent.slots)
+        self._positions_host = self._pinned(requests, rows, dtype=torch.int64)
+        self._ring_host = self._pinned(*ring, dtype=torch.int32)
+        self._below_host = self._pinned(requests, dtype=torch.int32)
+        self.chosen = self._pinned(*chosen, dtype=torch.int32)  # the host's answer: pages
+        self.near_out = self._pinned(*out, layout.value_head_dim, dtype=torch.float32)  # or these
+        self.near_lse = self._pinned(*out, dtype=torch.float32)
+        self._positions = self._here(requests, rows, dtype=torch.int64)
+        self._ring = self._here(*ring, dtype=torch.int32)
+        self._below = self._here(requests, dtype=torch.int32)
+        self._chosen = self._here(*chosen, dtype=torch.int32)
+        self._known = self._here(*chosen, dtype=torch.int32)
+        self._stale = self._here(1, dtype=torch.int32)
+        self._none = torch.tensor(-1, dtype=torch.int32, device=self.device)
+        self._partials = self._here(2, *out, layout.value_head_dim, dtype=torch.float32)
+        self._lses = self._here(2, *out, dtype=torch.float32)
+
+    def _make_tables(self, hot: HotBuffer, lists: int) -> None:
+        """Where fetched pieces come from and where they go, K and V side by side: one copy."""
+        made = hot.outputs(lists)
+        both = (2, *made.slot.shape)
+        self._sources_at = self._here(*both, dtype=torch.int64)
+        self._targets_at = self._here(*both, dtype=torch.int64)
+        others = self._here(*both, dtype=torch.int64)
+        self._sources = Sources(self._sources_at[0], self._sources_at[1], others[0], others[1])
+        values_at = None if made.miss_values_at is None else self._targets_at[1]
+        self._assigned = made._replace(miss_keys_at=self._targets_at[0], miss_values_at=values_at)
+
+    def _made_there(self, layer: int) -> _There:
+        keys_at = self._recent.keys_at[layer]
+        values_at = None if self._recent.values_at is None else self._recent.values_at[layer]
+        hot_pages = None
+        if self.hot is not None:
+            part, _ = self._tables.place(layer)
+            held = self.hot.residents(layer, self._tables.tags[part])
+            hot_pages = held.pages
+            keys_at = torch.cat([keys_at, held.keys_at], dim=2)
+            if values_at is not None and held.values_at is not None:
+                values_at = torch.cat([values_at, held.values_at], dim=2)
+        # Layers with as many slots share these: each fills them in before it attends.
+        size = keys_at.shape[2]
+        if size not in self._lists:
+            self._lists[size] = (torch.full_like(keys_at, -1, dtype=torch.int32), hot_pages)
+        return _There(*self._lists[size], keys_at, values_at)
+
+    def _pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+    def _here(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    # ---- requests ----
+
+    def load(self, request: int, sequence: Sequence) -> None:
+        """A sequence's newest pages, before its first step or after a truncate."""
+        self._recent.load(request, sequence)
+
+    def forget(self, request: int, from_page: int = 0) -> None:
+        """Pages of a request from `from_page` on are others now, or it is gone."""
+        if self.hot is not None:
+            self._tables.forget(request, from_page)
+            if from_page == 0:
+                self.hot.forget(request)
+
+    # ---- a step ----
+
+    def begin(
+        self, active: npt.NDArray[np.int64], sequences: list[Sequence]
+    ) -> npt.NDArray[np.int32]:
+        """Where the step's rows lie; returns the first page, of each request at work, that the ring
+        has with them."""
+        slots = self._recent.slots
+        positions = np.full((self._requests, self._rows), -1, np.int64)
+        lengths = np.array([len(sequence) for sequence in sequences])
+        positions[active] = lengths[:, None] + np.arange(self._rows)
+        last = positions[:, -1:] // self.layout.page_tokens
+        pages = last - (last - np.arange(slots)) % slots  # the newest page that lies in each slot
+        pages[(pages < 0) | (positions[:, -1:] < 0)] = -1
+        below = np.maximum(last[:, 0] - slots + 1, 0).astype(np.int32)
+        self._send(self._positions_host, self._positions, positions)
+        self._send(self._ring_host, self._ring, pages[:, None].astype(np.int32))
+        for there, _ in self._lists.values():
+            there[:, :, :slots] = self._ring
+        self._send(self._below_host, self._below, below)
+        if self.hot is not None:
+            for request, sequence in zip(active.tolist(), sequences, strict=True):
+                self._tables.refresh(request, sequence)
+        return below[active]
+
+    def _send(
+        self,
+        host: torch.Tensor,
+        here: torch.Tensor,
+        array: npt.NDArray[np.int64] | npt.NDArray[np.int32],
+    ) -> None:
+        host.copy_(torch.from_numpy(array))
+        here.copy_(host, non_blocking=True)
+
+    def attend_resident(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None
+    ) -> None:
+        """Take in the step's rows; attend to the newest pages and to those of the hot buffer."""
+        self._recent.append(layer, k, v, self._positions)
+        there = self._there[layer]
+        if self.hot is not None:
+            part, _ = self._tables.place(layer)
+            hot_pages = self.hot.residents(layer, self._tables.tags[part], there.hot_pages).pages
+            # After a truncate the ring has pages that the hot buffer has as well.
+            older = hot_pages < self._below[:, None, None]
+            torch.where(older, hot_pages, self._none, out=there.pages[:, :, self._recent.slots :])
+        self._attend(layer, q, there.keys_at, there.values_at, there.pages, 0)
+
+    def attend_chosen(self, layer: int, q: torch.Tensor, answered: torch.Tensor) -> None:
+        """Fetch what the hot buffer misses of the chosen pages, and attend to that."""
+        assert self.hot is not None
+        layout = self.layout
+        part, offset = self._tables.place(layer)
+        rows, sources = self._tables.rows[part], self._sources
+        self._chosen.copy_(self.chosen, non_blocking=True)
+        known_pages(self._chosen, rows, answered, self._known)
+        tags = self._tables.tags[part]
+        made = self.hot.assign(layer, self._known, tags, self._assigned)
+        page_sources(
+            self._known,
+            made.missed,
+            rows,
+            sources,
+            layer_offset=offset,
+            piece_bytes=self._tables.piece_bytes,
+        )
+        token_bytes = layout.page_tokens * self._dtype.itemsize
+        keys_at, values_at = made.miss_targets
+        if layout.values == "own" and layout.head_dim == layout.value_head_dim:
+            copy_fragments(self._sources_at, self._targets_at, token_bytes * layout.head_dim)
+        else:
+            copy_fragments(sources.keys, keys_at, token_bytes * layout.head_dim)
+            if values_at is not None:
+                copy_fragments(sources.values, values_at, token_bytes * layout.value_head_dim)
+        found = check_generations(sources.descriptors.view(-1), sources.generations.view(-1))
+        self.hot.invalidate(layer, made, found)  # nobody attends to these bytes in a later step
+        self._stale += found
+        self._attend(layer, q, keys_at, values_at, made.miss_pages, 1)
+
+    def take_partial(self, answered: torch.Tensor) -> None:
+        """The near-data engine's partial result; nothing of it if there is no answer."""
+        self._partials[1].copy_(self.near_out, non_blocking=True)
+        self._lses[1].copy_(self.near_lse, non_blocking=True)
+        self._lses[1].masked_fill_(answered[:1] != 1, -torch.inf)
+
+    def merged(self) -> torch.Tensor:
+        """The output of a layer: both partial results as one."""
+        return merge(self._partials, self._lses, dtype=self._dtype)[0]
+
+    def _attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        keys_at: torch.Tensor,
+        values_at: torch.Tensor | None,
+        pages: torch.Tensor,
+        partial: int,
+    ) -> None:
+        attend(
+            q,
+            keys_at,
+            values_at,
+            pages,
+            self._positions,
+            page_tokens=self.layout.page_tokens,
+            value_dim=self.layout.value_head_dim,
+            scale=self._scale,
+            softcap=self._softcap,
+            window=self.layout.windows[layer],
+            out=self._partials[partial],
+            lse=self._lses[partial],
+        )
+
+    def synchronize(self) -> None:
+        """Wait for all that the stream has been given."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def check(self) -> None:
+        """After synchronize(): StaleError when pages were freed while they were on their way."""
+        stale = int(self._stale[0])
+        self._stale.zero_()
+        if stale:
+            raise StaleError(f"{stale} pieces were fetched from pages that were freed meanwhile")
+
+    def close(self) -> None:
+        """After synchronize(): the pool's memory is this process's alone again."""
+        if self._mapping is not None:
+            self._mapping.close()

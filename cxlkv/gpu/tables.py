@@ -1,0 +1,109 @@
+"""Where each page of each request lies, as the device sees it: tables of addresses, by part.
+
+Layers of a part share their pages, and lie layer_bytes apart in them: one row of addresses, that of
+the part's first layer, serves them all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cxlkv import _core
+from cxlkv.errors import BadArgumentError
+from cxlkv.kernels.sources import PageRows
+from cxlkv.layout import layer_places
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Sequence
+
+NO_TAG = -1
+FIELDS = ("keys", "values", "descriptors", "generations")
+
+
+class PageTables:
+    """rows[part], tags[part] (int64 [requests, pages_max]): on the device.
+
+    A tag names a page and its generation: what was copied under one tag is right as long as the
+    page still has it. base_address: of the region's first byte, for the device.
+    """
+
+    def __init__(
+        self,
+        pool: CXLPool,
+        requests: int,
+        pages_max: int,
+        base_address: int,
+        device: torch.device,
+    ):
+        geometry = _core.pool_geometry(pool._handle)
+        self._of_layer = layer_places(pool.layout, geometry["record_layers"])
+        self._layer_bytes = geometry["layer_bytes"]
+        self.piece_bytes = (
+            geometry["key_piece_bytes"],
+            geometry["value_piece_bytes"] or geometry["key_piece_bytes"],
+        )
+        parts = geometry["part_count"]
+        self._first_layer = [self._of_layer.index((part, 0)) for part in range(parts)]
+        self._base = base_address
+        self._pages_max = pages_max
+        shape = (parts, requests, pages_max)
+        pinned = device.type == "cuda"
+        # What copies to the device are made from. A row only grows; forget() waits for them.
+        self._host = {
+            name: torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
+            for name in (*FIELDS, "tags")
+        }
+        self._host["tags"].fill_(NO_TAG)
+        self._device = {name: array.to(device) for name, array in self._host.items()}
+        self._count = np.zeros((parts, requests), np.int64)
+        self.rows = [
+            PageRows(*(self._device[name][part] for name in FIELDS)) for part in range(parts)
+        ]
+        self.tags = [self._device["tags"][part] for part in range(parts)]
+
+    def place(self, layer: int) -> tuple[int, int]:
+        """(part, bytes from the part's first layer to this one)."""
+        part, row = self._of_layer[layer]
+        return part, row * self._layer_bytes
+
+    def refresh(self, request: int, sequence: Sequence) -> None:
+        """Add the pages that were completed since the last time; copies are not waited for."""
+        for part, layer in enumerate(self._first_layer):
+            first = int(self._count[part, request])
+            if len(sequence) // sequence._layout.page_tokens <= first:
+                continue
+            found = _core.sequence_places(sequence._handle, layer, first)
+            count = first + len(found.pages)
+            if count > self._pages_max:
+                raise BadArgumentError(
+                    f"request {request} has {count} pages, there is room for pages_max="
+                    f"{self._pages_max}"
+                )
+            self._set(part, request, first, found)
+            self._count[part, request] = count
+
+    def _set(self, part: int, request: int, first: int, found: _core.Places) -> None:
+        there = (found.keys >= 0) & (found.descriptors >= 0)
+        generations = found.generations.astype(np.int64)
+        columns: dict[str, npt.NDArray[np.int64]] = {
+            "keys": np.where(there, found.keys + self._base, 0),
+            "values": np.where(there, found.values + self._base, 0),
+            "descriptors": np.where(there, found.descriptors + self._base, 0),
+            "generations": np.where(there, generations, 0),
+            "tags": np.where(there, (generations & 0x7FFFFFFF) << 32 | found.pages, NO_TAG),
+        }
+        span = slice(first, first + len(found.pages))
+        for name, column in columns.items():
+            self._host[name][part, request, span] = torch.from_numpy(column)
+            self._device[name][part, request, span].copy_(
+                self._host[name][part, request, span], non_blocking=True
+            )
+
+    def forget(self, request: int, from_page: int = 0) -> None:
+        """No pages from `from_page` on; waits for the copies that are under way."""
+        if self._device["tags"].device.type == "cuda":
+            torch.cuda.current_stream(self._device["tags"].device).synchronize()
+        for name, array in self._device.items():
+            array[:, request, from_page:] = NO_TAG if name == "tags" else 0
+        self._count[:, request] = np.minimum(self._count[:, request], from_page)

@@ -1,0 +1,576 @@
+"""The decode step against plain attention: every kernel in the interpreter, or on the GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cxlkv import CXLPool, KVLayout
+from cxlkv.errors import (
+    BadArgumentError,
+    ClosedError,
+    OrderError,
+    PoolFullError,
+    ReleasedError,
+    StaleError,
+    UnevenError,
+    WorkerError,
+)
+from cxlkv.gpu.decode import Decoder
+from cxlkv.gpu.resident import Resident
+from cxlkv.kernels import runtime
+from cxlkv.layout import LayerGroup
+from cxlkv.ndp.engine import Budget, Selection
+from cxlkv.ndp.reference import attend as attend_reference
+from cxlkv.sequence import Sequence
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PAGE, HEADS, GROUP, DIM, LAYERS = 4, 2, 2, 16, 2
+ATTEND_MAX = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@pytest.fixture(params=["reference", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """The CPU with the torch references of all kernels, or a GPU with the kernels."""
+    if request.param == "reference":
+        monkeypatch.setattr(runtime, "INTERPRETED", False)
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device("cuda")
+
+
+class Model:
+    """A pool, its sequences, and the same rows in plain tensors."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        dtype: str = "float32",
+        layout: KVLayout | None = None,
+    ):
+        torch.manual_seed(seed)
+        self.layout = layout or KVLayout(
+            layers=LAYERS, kv_heads=HEADS, head_dim=DIM, page_tokens=PAGE, dtype=dtype
+        )
+        self.dtype: torch.dtype = getattr(torch, self.layout.dtype)
+        self.pool = CXLPool.create("anonymous:", layout=self.layout, capacity="4MiB", threads=1)
+        self.rows: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape).to(self.dtype)
+
+    def sequence(self, tokens: int) -> tuple[Sequence, list[tuple[torch.Tensor, torch.Tensor]]]:
+        sequence, kept = self.pool.sequence(), []
+        layout = self.layout
+        for layer in range(layout.layers):
+            k = self.draw(tokens, layout.kv_heads, layout.head_dim)
+            own = layout.values == "own"
+            v = self.draw(tokens, layout.kv_heads, layout.value_head_dim) if own else None
+            sequence.append(layer, k, v)
+            kept.append((k, k[..., : layout.value_head_dim] if v is None else v))
+        return sequence, kept
+
+    def add(self, decoder: Decoder, tokens: int) -> int:
+        sequence, kept = self.sequence(tokens)
+        request = decoder.add(sequence)
+        self.rows[request] = kept
+        return request
+
+    def step(self, decoder: Decoder, seen: list[dict[int, set[tuple[int, int]]]] | None) -> float:
+        """One step of all requests; returns the largest error. seen: pages attended to, by layer
+        and request, as (head, page); None: all of them."""
+        layout, lead = self.layout, (decoder._requests, decoder._rows)
+        decoder.begin()
+        outs, queries = [], []
+        for layer in range(layout.layers):
+            q = self.draw(*lead, HEADS * GROUP, layout.head_dim)
+            k = self.draw(*lead, layout.kv_heads, layout.head_dim)
+            own = layout.values == "own"
+            v = self.draw(*lead, layout.kv_heads, layout.value_head_dim) if own else None
+            for request, kept in self.rows.items():
+                before = kept[layer]
+                value = k[..., : layout.value_head_dim] if v is None else v
+                kept[layer] = (
+                    torch.cat([before[0], k[request]]),
+                    torch.cat([before[1], value[request]]),
+                )
+            on = [None if x is None else x.to(decoder.device) for x in (q, k, v)]
+            assert on[0] is not None
+            assert on[1] is not None
+            outs.append(decoder.layer(layer, on[0], on[1], on[2]))
+            queries.append(q)
+        decoder.end()
+        errors = [0.0]
+        for layer, (q, out) in enumerate(zip(queries, outs, strict=True)):
+            for request, kept in self.rows.items():
+                pages = None if seen is None else seen[layer][request]
+                wanted = self.plain(q[request], *kept[layer], pages, layout.windows[layer])
+                found = out[request].cpu().double().numpy()
+                errors.append(float(np.abs(found - wanted).max()))
+        return max(errors)
+
+    def plain(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pages: set[tuple[int, int]] | None,
+        window: int | None,
+    ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        picked = None
+        if pages is not None:
+            lists = [sorted(p for head, p in pages if head == h) for h in range(HEADS)]
+            longest = max(map(len, lists))
+            filled = np.full((1, HEADS, longest), -1, np.int32)
+            for head, own in enumerate(lists):
+                filled[0, head, : len(own)] = own
+            starts = np.array([0, len(q)], np.int32)
+            scores = np.zeros(filled.shape, np.float32)
+            counts = np.zeros((1, HEADS), np.int32)
+            picked = Selection(filled, scores, counts, 0, 0, "sequence", starts)
+        out, _ = attend_reference(
+            [k.float().numpy()],
+            [v.float().numpy()],
+            q.float().numpy(),
+            np.array([0, len(q)], np.int32),
+            page_tokens=self.layout.page_tokens,
+            picked=picked,
+            window=window,
+        )
+        return out
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, torch.Tensor]]:
+    """(layer, pages [requests, kv_heads, k]) of each attention on the device, in order."""
+    found: list[tuple[int, torch.Tensor]] = []
+    attend = Resident._attend
+
+    def record(self: Resident, layer: int, *rest: object) -> None:
+        pages = rest[3]
+        assert isinstance(pages, torch.Tensor)
+        found.append((layer, pages.clone().cpu()))
+        attend(self, layer, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Resident, "_attend", record)
+    return found
+
+
+class Seen(list[dict[int, set[tuple[int, int]]]]):
+    """by_layer() of what will have been recorded when it is asked: at the end of a step."""
+
+    def __init__(self, found: list[tuple[int, torch.Tensor]]):
+        self._found = found
+
+    def __getitem__(  # type: ignore[override]
+        self, layer: object
+    ) -> dict[int, set[tuple[int, int]]]:
+        assert isinstance(layer, int)
+        return by_layer(self._found, LAYERS)[layer]
+
+
+def by_layer(
+    found: list[tuple[int, torch.Tensor]], layers: int
+) -> list[dict[int, set[tuple[int, int]]]]:
+    """Of one step; no page is attended to twice."""
+    made: list[dict[int, set[tuple[int, int]]]] = [{} for _ in range(layers)]
+    for layer, pages in found:
+        for request in range(len(pages)):
+            own = made[layer].setdefault(request, set())
+            for head in range(pages.shape[1]):
+                for page in pages[request, head].tolist():
+                    if page >= 0:
+                        assert (head, page) not in own, "attended to twice"
+                        own.add((head, page))
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("hot_pages", [0, 24])
+def test_with_a_budget_of_all_pages_it_is_attention(
+    device: torch.device, seed: int, dtype: str, hot_pages: int
+) -> None:
+    print(f"seed {seed}")
+    model = Model(seed, dtype=dtype)
+    with Decoder(
+        model.pool,
+        requests=3,
+        q_heads=HEADS * GROUP,
+        budget=Budget(pages=24),
+        pages_max=24,
+        device=device,
+        hot_pages=hot_pages,
+        recent_pages=2,
+    ) as decoder:
+        for tokens in (50, 7):  # the third place stays empty
+            model.add(decoder, tokens)
+        for _ in range(6):
+            assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="the kernels are compiled here, for the GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_the_interpreter_it_is_attention(seed: int, dtype: str) -> None:
+    """The kernels themselves, all of them, over two steps and the end of a page."""
+    print(f"seed {seed}")
+    model = Model(seed, dtype=dtype)
+    with Decoder(
+        model.pool,
+        requests=2,
+        q_heads=HEADS * GROUP,
+        budget=Budget(pages=8),
+        pages_max=8,
+        hot_pages=8,
+        recent_pages=2,
+    ) as decoder:
+        model.add(decoder, 23)
+        for _ in range(2):
+            assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+
+
+def test_without_a_device_it_is_the_engine_alone(seed: int) -> None:
+    print(f"seed {seed}")
+    model = Model(seed)
+    with Decoder(
+        model.pool, requests=2, q_heads=4, budget=Budget(share=1.0), pages_max=64
+    ) as decoder:
+        model.add(decoder, 33)
+        model.add(decoder, 4)
+        for _ in range(4):
+            assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+        assert decoder.stats.steps == 4
+        assert decoder.stats.selects == 4 * LAYERS
+
+
+def test_it_attends_to_what_is_there_and_what_is_chosen(
+    device: torch.device, seed: int, seen: list[tuple[int, torch.Tensor]]
+) -> None:
+    print(f"seed {seed}")
+    model = Model(seed)
+    with Decoder(
+        model.pool,
+        requests=2,
+        q_heads=4,
+        budget=Budget(pages=4, sinks=1, recent=1),
+        pages_max=40,
+        device=device,
+        hot_pages=6,
+        recent_pages=3,
+    ) as decoder:
+        model.add(decoder, 90)
+        model.add(decoder, 61)
+        for _ in range(8):
+            seen.clear()
+            assert model.step(decoder, Seen(seen)) < ATTEND_MAX[model.dtype]
+            for layer in by_layer(seen, LAYERS):
+                for pages in layer.values():
+                    assert {(head, 0) for head in range(HEADS)} <= pages  # sinks
+                    assert len(pages) <= HEADS * (6 + 4 + 3)
+        resident = decoder._resident
+        assert resident is not None
+        assert resident.hot is not None
+        assert resident.hot.counters().hits > 0
+
+
+def test_several_rows_windows_and_values_in_keys(device: torch.device, seed: int) -> None:
+    print(f"seed {seed}")
+    window = KVLayout.of(
+        [
+            LayerGroup(layers=1, kv_heads=HEADS, head_dim=DIM, window=9, dtype="float32"),
+            LayerGroup(layers=1, kv_heads=HEADS, head_dim=DIM, dtype="float32"),
+        ],
+        page_tokens=PAGE,
+    )
+    shared = KVLayout.of(
+        [
+            LayerGroup(
+                layers=1,
+                kv_heads=HEADS,
+                head_dim=DIM + 8,
+                value_head_dim=DIM,
+                values="key_prefix",
+                dtype="float32",
+            )
+        ],
+        page_tokens=PAGE,
+    )
+    for layout in (window, shared):
+        model = Model(seed, layout=layout)
+        with Decoder(
+            model.pool,
+            requests=2,
+            q_heads=4,
+            budget=Budget(pages=24),
+            pages_max=24,
+            device=device,
+            rows=3,
+            hot_pages=24,
+            recent_pages=2,
+        ) as decoder:
+            model.add(decoder, 30)
+            model.add(decoder, 9)
+            for _ in range(4):
+                assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+
+
+def test_rejected_tokens_and_new_requests(device: torch.device, seed: int) -> None:
+    """Truncate back into complete pages, and a place that is used again: nothing old is seen."""
+    print(f"seed {seed}")
+    model = Model(seed)
+    with Decoder(
+        model.pool,
+        requests=2,
+        q_heads=4,
+        budget=Budget(pages=24),
+        pages_max=24,
+        device=device,
+        rows=2,
+        hot_pages=24,
+        recent_pages=2,
+    ) as decoder:
+        for tokens in (40, 21):
+            model.add(decoder, tokens)
+        for cut in (1, 9, 0):
+            assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+            length = len(model.rows[0][0][0]) - cut
+            decoder.truncate(0, length)
+            model.rows[0] = [(k[:length], v[:length]) for k, v in model.rows[0]]
+        decoder.remove(1).release()
+        del model.rows[1]
+        assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+        assert model.add(decoder, 37) == 1
+        for _ in range(3):
+            assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_random_operations(
+    device: torch.device, seed: int, seen: list[tuple[int, torch.Tensor]], ahead: bool
+) -> None:
+    """Requests come, go and are cut back, between steps with a small budget and a small buffer."""
+    print(f"seed {seed}")
+    model, random = Model(seed), np.random.default_rng(seed)
+    with Decoder(
+        model.pool,
+        requests=3,
+        q_heads=4,
+        budget=Budget(pages=3, sinks=1, recent=1),
+        pages_max=40,
+        device=device,
+        rows=2,
+        hot_pages=[3, 5],
+        recent_pages=2,
+        ahead=ahead,
+        audit_every=3,
+    ) as decoder:
+        for _ in range(80):
+            chance, there = random.random(), sorted(model.rows)
+            if len(there) < 3 and (chance < 0.2 or not there):
+                model.add(decoder, int(random.integers(0, 90)))
+            elif chance < 0.25 and len(there) > 1:
+                request = int(random.choice(there))
+                decoder.remove(request).release()
+                del model.rows[request]
+            elif chance < 0.4:
+                request = int(random.choice(there))
+                tokens = len(model.rows[request][0][0])
+                left = int(random.integers(max(0, tokens - 12), tokens + 1))
+                decoder.truncate(request, left)
+                model.rows[request] = [(k[:left], v[:left]) for k, v in model.rows[request]]
+            else:
+                seen.clear()
+                assert model.step(decoder, Seen(seen)) < ATTEND_MAX[model.dtype]
+                for layer in by_layer(seen, LAYERS):
+                    for request, kept in model.rows.items():
+                        newest = (len(kept[0][0]) - 1) // PAGE
+                        assert {(head, newest) for head in range(HEADS)} <= layer[request]
+        assert model.pool.check()["clean"]
+
+
+@pytest.mark.parametrize("hot_pages", [0, 8])
+def test_choices_ahead_are_used_and_audited(
+    device: torch.device, seed: int, hot_pages: int
+) -> None:
+    print(f"seed {seed}")
+    model = Model(seed)
+    with Decoder(
+        model.pool,
+        requests=1,
+        q_heads=4,
+        budget=Budget(pages=24),
+        pages_max=24,
+        device=device,
+        hot_pages=24 if hot_pages else 0,
+        recent_pages=2,
+        ahead=True,
+        audit_every=2,
+    ) as decoder:
+        model.add(decoder, 50)
+        for _ in range(6):
+            assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+        stats = decoder.stats
+        assert stats.selects_ahead == 6  # the second layer's
+        assert stats.ahead_wanted > 0
+        assert stats.ahead_hit_rate == 1.0  # the budget is all pages
+        assert stats.selects == 12 + 3  # audits are exact selects as well
+
+
+def test_what_fails_near_the_data_is_raised_at_the_end(device: torch.device, seed: int) -> None:
+    model = Model(seed)
+    with Decoder(
+        model.pool,
+        requests=1,
+        q_heads=4,
+        budget=Budget(pages=4),
+        pages_max=4096,
+        device=device,
+        hot_pages=4,
+    ) as decoder:
+        model.add(decoder, 8)
+        filler = model.pool.pages.alloc(model.pool.stats()["pages_free"])
+        for _ in range(3):
+            model.step(decoder, None)
+        with pytest.raises(PoolFullError):
+            model.step(decoder, None)
+        assert len(decoder._of(0)) == 11
+        model.rows[0] = [(k[:11], v[:11]) for k, v in model.rows[0]]
+        model.pool.pages.free(filler)
+        model.step(decoder, None)  # and goes on
+        decoder._of(0).release()
+        with pytest.raises(ReleasedError):
+            model.step(decoder, None)
+
+
+def test_a_page_that_was_freed_on_its_way_is_noticed(device: torch.device, seed: int) -> None:
+    model = Model(seed)
+    with Decoder(
+        model.pool,
+        requests=1,
+        q_heads=4,
+        budget=Budget(pages=6),
+        pages_max=64,
+        device=device,
+        hot_pages=6,
+        recent_pages=2,
+    ) as decoder:
+        model.add(decoder, 40)
+        decoder.begin()  # the tables are made
+        resident = decoder._resident
+        assert resident is not None
+        resident._tables.rows[0].generations[0, 0] += 1
+        lead = (1, 1)
+        rows = [model.draw(*lead, heads, DIM).to(device) for heads in (4, 2, 2)]
+        for layer in range(LAYERS):
+            decoder.layer(layer, *rows)
+        with pytest.raises(StaleError, match="freed meanwhile"):
+            decoder.end()
+        # Nothing that came in that step stays in the hot buffer.
+        assert resident.hot is not None
+        for layer in range(LAYERS):
+            pages = resident.hot.residents(layer, resident._tables.tags[0]).pages
+            assert int((pages >= 0).sum()) == 0
+
+
+def test_a_late_answer_is_an_error(device: torch.device, seed: int) -> None:
+    if device.type == "cpu":
+        pytest.skip("on the CPU the engine is called, not waited for")
+    model = Model(seed)
+    with Decoder(
+        model.pool,
+        requests=1,
+        q_heads=4,
+        budget=Budget(pages=6),
+        pages_max=64,
+        device=device,
+        hot_pages=6,
+        deadline_s=1e-6,
+    ) as decoder:
+        model.add(decoder, 40)
+        with pytest.raises(WorkerError, match="did not answer"):
+            model.step(decoder, None)
+
+
+def test_a_captured_step_is_the_same_step(device: torch.device, seed: int) -> None:
+    if device.type == "cpu":
+        pytest.skip("CUDA graphs need a CUDA device")
+    model = Model(seed)
+    with Decoder(
+        model.pool,
+        requests=1,
+        q_heads=4,
+        budget=Budget(pages=24),
+        pages_max=24,
+        device=device,
+        hot_pages=24,
+        recent_pages=2,
+    ) as decoder:
+        model.add(decoder, 50)
+        assert model.step(decoder, None) < ATTEND_MAX[model.dtype]  # compiles what is captured
+        still = [model.draw(LAYERS, 1, 1, heads, DIM).to(device) for heads in (4, 2, 2)]
+        graph = torch.cuda.CUDAGraph()
+        decoder.begin()
+        with torch.cuda.graph(graph):
+            outs = [decoder.layer(layer, *(x[layer] for x in still)) for layer in range(LAYERS)]
+        decoder.abandon()
+        for _ in range(6):
+            for tensor in still:
+                tensor.copy_(torch.randn_like(tensor))
+            decoder.begin()
+            graph.replay()
+            decoder.end(replayed=True)
+            q, k, v = (tensor.cpu() for tensor in still)
+            for layer in range(LAYERS):
+                before = model.rows[0][layer]
+                model.rows[0][layer] = (
+                    torch.cat([before[0], k[layer, 0]]),
+                    torch.cat([before[1], v[layer, 0]]),
+                )
+                wanted = model.plain(q[layer, 0], *model.rows[0][layer], None, None)
+                found = outs[layer][0].cpu().double().numpy()
+                assert np.abs(found - wanted).max() < ATTEND_MAX[model.dtype]
+
+
+def test_misuse_is_named(device: torch.device, seed: int) -> None:
+    model = Model(seed)
+    with pytest.raises(BadArgumentError, match="3 query heads"):
+        Decoder(model.pool, requests=1, q_heads=3, budget=Budget(pages=4), pages_max=8)
+    decoder = Decoder(
+        model.pool,
+        requests=1,
+        q_heads=4,
+        budget=Budget(pages=4),
+        pages_max=8,
+        device=device,
+        hot_pages=4,
+    )
+    with pytest.raises(BadArgumentError, match="no request"):
+        decoder.begin()
+    uneven = model.pool.sequence()
+    uneven.append(0, model.draw(3, HEADS, DIM), model.draw(3, HEADS, DIM))
+    with pytest.raises(UnevenError):
+        decoder.add(uneven)
+    model.add(decoder, 5)
+    with pytest.raises(BadArgumentError, match="places are taken"):
+        decoder.add(uneven)
+    rows = [model.draw(1, 1, heads, DIM).to(device) for heads in (4, 2, 2)]
+    with pytest.raises(OrderError, match="begin"):
+        decoder.layer(0, *rows)
+    decoder.begin()
+    with pytest.raises(OrderError, match="layer 1"):
+        decoder.layer(1, *rows)
+    with pytest.raises(BadArgumentError, match="q is"):
+        decoder.layer(0, rows[1], rows[1], rows[2])
+    with pytest.raises(OrderError, match="under way"):
+        decoder.remove(0)
+    decoder.layer(0, *rows)
+    with pytest.raises(OrderError, match="all layers"):
+        decoder.end()
+    decoder.abandon()
+    decoder.truncate(0, 5)
+    decoder.close()
+    decoder.close()
+    with pytest.raises(ClosedError):
+        decoder.begin()
