@@ -13,9 +13,9 @@ from matplotlib.ticker import FuncFormatter
 
 from cxlkv.bench.cases.replay import Curves
 from cxlkv.bench.report import Result
+from cxlkv.bench.style import BLUE, COLORS, GREEN, GREY, INK, ORANGE, plain
 from cxlkv.bench.weighing import Weighed, mean
 
-BLUE, ORANGE, GREEN, GREY, INK = "#1f5fa8", "#e07b28", "#3b8f4d", "#9a9a9a", "#333333"
 OURS = {
     "exact": ["exact"],
     "two stages, 5 %": ["two_stage"],
@@ -30,7 +30,6 @@ THEIRS = {
     "faiss": ["faiss_by_query", "faiss_by_head"],
 }
 """Dots of the roofline: a label, and the forms of which the fastest is drawn."""
-COLORS = ("#a9c8e8", "#5f97cf", BLUE, "#123a66")  # of the budgets, small to large
 MIB = 1 << 20
 NEAR = 1.15  # so much apart two labels are still one on the other
 
@@ -176,10 +175,3 @@ def replayed(curves: Curves, path: Path) -> None:
     axes.legend(frameon=False, fontsize=8, labelcolor=INK)
     plain(axes)
     figure.savefig(path, dpi=150)
-
-
-def plain(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#e6e6e6")
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=INK)
