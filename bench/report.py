@@ -18,7 +18,7 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.state import write_whole
 from cxlkv.topology import probe
 
-LIBRARIES = ("numpy", "torch", "transformers")
+LIBRARIES = ("numpy", "torch", "transformers", "triton")
 
 
 def machine() -> dict[str, object]:
@@ -37,13 +37,25 @@ def machine() -> dict[str, object]:
         "python": platform.python_version(),
         "libraries": {name: metadata.version(name) for name in LIBRARIES if name in sys.modules},
         "load_average": os.getloadavg()[0],
+        "gpu": gpu(),
     }
 
 
+def gpu() -> str | None:
+    """The first GPU's name, where torch is in use and sees one."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_name(0))
+
+
 def commit() -> str:
-    """The commit of the checkout that runs, "-dirty" if it was changed; else the version."""
+    """The commit of the checkout that runs, "-dirty" if it was changed; else the version.
+
+    Of a copy without .git it is what CXLKV_COMMIT says, if that is set.
+    """
     folder = Path(__file__).resolve().parent.parent
-    version = f"cxlkv {_core.version()}"
+    version = os.environ.get("CXLKV_COMMIT") or f"cxlkv {_core.version()}"
     if not (folder / ".git").exists():
         return version
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
