@@ -866,6 +866,13 @@ def batch_fetch(
     return code, args.k
 
 
+def batch_verify(batch: Handle, layer: int, picked: tuple[Pages, int]) -> None:
+    struct = ffi.new("cxlkv_picked *")
+    kept = _fill_picked(struct, picked)
+    check(lib.cxlkv_batch_verify(batch, layer, struct))
+    del kept
+
+
 def batch_attend(
     batch: Handle,
     layer: int,

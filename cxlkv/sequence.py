@@ -209,6 +209,16 @@ class Batch:
             softcap,
         )
 
+    def verify(self, layer: int, picked: Selection) -> None:
+        """That the pages of a selection (per="sequence") are what was written, by their CRCs: for
+        who reads them by their addresses, as a GPU does. fetch, select and attend do it themselves.
+
+        What this process has found right before is not read again. Raises CorruptError.
+        """
+        rows = simd.picked_rows(picked, self._layout)
+        assert rows is not None
+        _core.batch_verify(self._handle, _layer(layer), rows)
+
     def _scale(self, scale: float | None) -> float:
         return float(self._layout.head_dim**-0.5) if scale is None else float(scale)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from cxlkv import CXLPool, KVLayout
+from cxlkv import CXLPool, KVLayout, _core
 from cxlkv.errors import (
     BadArgumentError,
     ClosedError,
+    CorruptError,
     OrderError,
     PoolFullError,
     ReleasedError,
@@ -442,6 +446,39 @@ def test_what_fails_near_the_data_is_raised_at_the_end(device: torch.device, see
         decoder._of(0).release()
         with pytest.raises(ReleasedError):
             model.step(decoder, None)
+
+
+def test_a_damaged_page_is_not_given_to_the_device(
+    device: torch.device, seed: int, tmp_path: Path
+) -> None:
+    model = Model(seed)
+    path, keys = tmp_path / "kv.pool", [bytes([i] * 16) for i in range(10)]
+    with CXLPool.create(path, layout=model.layout, capacity="4MiB", threads=1) as pool:
+        model.pool = pool
+        pool.publish(model.sequence(40)[0], keys, PAGE)
+    with CXLPool.open(path, threads=1) as pool, pool.match(keys) as hit:
+        sequence = hit.sequence()
+        address, _ = _core.pool_memory(pool._handle)
+        place = int(_core.sequence_places(sequence._handle, 1).values[2])
+        byte = ctypes.c_uint8.from_address(address + place)
+        byte.value ^= 1
+        with Decoder(
+            pool,
+            requests=1,
+            q_heads=4,
+            budget=Budget(pages=12),
+            pages_max=64,
+            device=device,
+            hot_pages=12,
+            recent_pages=2,
+        ) as decoder:
+            decoder.add(sequence)
+            decoder.begin()
+            rows = [model.draw(1, 1, heads, DIM).to(device) for heads in (4, 2, 2)]
+            for layer in range(LAYERS):
+                decoder.layer(layer, *rows)
+            with pytest.raises(CorruptError, match="V is wrong"):
+                decoder.end()
 
 
 def test_a_page_that_was_freed_on_its_way_is_noticed(device: torch.device, seed: int) -> None:

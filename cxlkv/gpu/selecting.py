@@ -101,6 +101,10 @@ class Selector:
         if min(sequence.tokens(layer) for sequence in step.batch.sequences) >= step.rows:
             self._ahead[layer] = self._select(step, layer, q)
 
+    def verify(self, step: Step, layer: int, picked: Selection) -> None:
+        """Before a device reads the chosen pages by their addresses."""
+        step.batch.verify(layer, picked)
+
     def attend(
         self, step: Step, layer: int, q: torch.Tensor, picked: Selection
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -512,6 +512,9 @@ int64_t cxlkv_batch_attach(cxlkv_batch *batch, const cxlkv_attach_args *args);
 int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args);
 int64_t cxlkv_batch_fetch(cxlkv_batch *batch, cxlkv_fetch_args *args);
 int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args);
+/* Of chosen pages, a list for each sequence: that their CRCs are right, unless this process has
+ * seen so before. For who reads them by their addresses; counts as their use. */
+int cxlkv_batch_verify(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked);
 
 /* Which of `count` pages go, at most `wanted`: lowest score first, of equal scores the older, then
  * the lower index. parents are indexes; any other number is none. A page goes only after all whose
