@@ -163,6 +163,16 @@ def test_a_file_truncated_under_a_pool(on_file: CXLPool, path: Path) -> None:
     assert on_file.stats()["pages_held"] == 0
 
 
+def test_a_tail_published_out_of_a_page_that_is_gone(on_file: CXLPool, path: Path) -> None:
+    """Its tokens lie in a full page, of which the tail would be a copy."""
+    hurt = fill(on_file, 8)
+    os.truncate(path, geometry(on_file)["extents_offset"])
+    with pytest.raises(errors.PoisonError, match="bus error"):
+        on_file.publish_prefix(hurt, [1, 2, 3], tail=True)
+    hurt.release()
+    assert on_file.stats()["pages_held"] == on_file.stats()["pages_published"] == 0
+
+
 # ---- flipped bits ----
 
 

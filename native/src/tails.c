@@ -18,7 +18,20 @@ typedef struct tail_copy_of {
     uint32_t *pages;             /* by part: where it goes */
 } tail_copy_of;
 
-/* The tokens lie in the layer's tail, or in a page that has more of them. */
+/* Out of a page that has more tokens. */
+static int read_layer(const tail_copy_of *copy, uint32_t layer, tail **out) {
+    cxlkv_sequence *sequence = copy->sequence;
+    cxlkv_pool *pool = sequence->pool;
+    uint32_t page = sequence_page(sequence, pool->part_of[layer], (uint32_t)copy->index);
+    guard fault;
+    volatile int code = 0;
+    GUARD_BEGIN(fault) {
+        code = tail_from_page(pool, page, layer, copy->filled, out);
+    } GUARD_END(fault, code = poison_error(pool, &fault))
+    return code;
+}
+
+/* The tokens lie in the layer's tail, or in a page. */
 static int write_layer(const tail_copy_of *copy, uint32_t layer) {
     cxlkv_sequence *sequence = copy->sequence;
     cxlkv_pool *pool = sequence->pool;
@@ -26,8 +39,7 @@ static int write_layer(const tail_copy_of *copy, uint32_t layer) {
     tail *from = sequence->tails[layer], *made = NULL;
     int code = 0;
     if (sequence->layer_tokens[layer] >= (copy->index + 1) * page_tokens) {
-        uint32_t page = sequence_page(sequence, part, (uint32_t)copy->index);
-        code = tail_from_page(pool, page, layer, copy->filled, &made);
+        code = read_layer(copy, layer, &made);
         from = made;
     }
     if (code == 0) code = export_layer(pool, copy->pages[part], layer, from, copy->filled);
@@ -81,14 +93,17 @@ static int take_pages(cxlkv_sequence *sequence, const tail_copy_of *copy, const 
                       const uint8_t *key) {
     cxlkv_pool *pool = sequence->pool;
     uint32_t parts = pool->geometry.part_count;
-    int code = host_lock_with_room(pool, parts);
+    volatile int code = host_lock_with_room(pool, parts), taken = 0;
     if (code < 0) return code;
-    if (pool->shared) peers_follow(pool);
-    bool wanted = is_wanted(sequence, copy->index, before, key);
-    if (wanted) code = pages_take(pool, parts, IN_A_GAP, copy->pages);
+    guard fault;
+    GUARD_BEGIN(fault) {
+        if (pool->shared) peers_follow(pool);
+        taken = is_wanted(sequence, copy->index, before, key);
+        if (taken) code = pages_take(pool, parts, IN_A_GAP, copy->pages);
+    } GUARD_END(fault, taken = poison_error_locked(pool, &fault))
     if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
     host_unlock(pool);
-    return code < 0 ? code : wanted;
+    return code < 0 ? code : taken;
 }
 
 /* The copy is held while it is written: who dies here leaves pages that nobody holds. */
@@ -96,7 +111,8 @@ static int64_t publish_pages(const tail_copy_of *copy, const uint8_t *before, co
     cxlkv_pool *pool = copy->sequence->pool;
     int taken = take_pages(copy->sequence, copy, before, key);
     if (taken <= 0) return taken;
-    volatile int64_t published = write_layers(copy);
+    /* The page that it is copied from may be another host's, and ours no more to read. */
+    volatile int64_t published = peers_verify(pool, write_layers(copy));
     int code = host_lock(pool);
     if (code < 0) return code; /* they stay held until this process ends */
     guard fault;
