@@ -91,7 +91,7 @@ class Tiers:
         self._shape = RecordShape.of(pool._handle)
         self._batch = max(1, BATCH_BYTES // self._shape.bytes)
         self._buffer: Names | None = None
-        self._coming = np.empty(0, np.uint32)  # pages of a prefix that is being brought back
+        self._coming = np.empty(0, np.uint32)  # of a prefix that is being brought back: they stay
         self.cold: ColdTier | None = None
         self.near: NearTier | None = None
         if cold is not None and cold_capacity is not None:
@@ -124,32 +124,33 @@ class Tiers:
             first = hit.tokens // given.page_tokens
         if first == len(given) or not self._bring(key_hashes(given, strict), first, hit.tokens):
             return hit
-        hit.release()
-        return self.pool.match(given, lease_s=lease_s, strict=strict)
+        with hit:  # until the next one holds what this one does
+            return self.pool.match(given, lease_s=lease_s, strict=strict)
 
     def match_prefix(
         self, token_ids: npt.ArrayLike, salt: bytes = b"", *, lease_s: float = 60.0
     ) -> Hit:
         """match() for what pool.publish_prefix() published, tails too."""
-        ids = whole_ids(token_ids)
+        ids, page_tokens = whole_ids(token_ids), self.pool.layout.page_tokens
         hit = self.pool.match_prefix(ids, salt, lease_s=lease_s)
         if self.cold is None or hit.tokens == len(ids):
             return hit
-        keys = prefix_keys(ids, self.pool.layout.page_tokens, salt)
-        hashes, full = key_hashes(keys), len(keys)
-        first = hit.tokens // self.pool.layout.page_tokens
-        brought = self._bring(hashes, first, hit.tokens) if first < full else 0
-        if first + brought == full:
-            brought += self._bring_tail(ids, hashes, salt)
-        if not brought:
+        hashes = key_hashes(prefix_keys(ids, page_tokens, salt))
+        full, first = len(ids) // page_tokens, hit.tokens // page_tokens
+        if first < full and self._bring(hashes, first, hit.tokens):
+            with hit:
+                hit = self.pool.match_prefix(ids, salt, lease_s=lease_s)
+        # What is held now makes no room for the tail.
+        if hit.tokens // page_tokens < full or not self._bring_tail(ids, hashes, salt):
             return hit
-        hit.release()
-        return self.pool.match_prefix(ids, salt, lease_s=lease_s)
+        with hit:
+            return self.pool.match_prefix(ids, salt, lease_s=lease_s)
 
     def _bring(self, hashes: bytes, first: int, tokens: int) -> int:
         """Brings back the pages of keys from `first` on; returns of how many keys."""
         names = self._names(hashes)[first:]
-        here, there = self._where(names)
+        pages, there = self._where(names)
+        here = pages != _core.NO_PAGE
         # A part with a window has gaps by right.
         gaps = np.flatnonzero(~(here | there)[:, 0].any(axis=1))
         count = int(gaps[0]) if len(gaps) else len(names)
@@ -159,8 +160,9 @@ class Tiers:
             return 0
         flat = names.reshape(-1, 16)
         wanted = np.flatnonzero(missing)
-        before = self._before(names, hashes, first)
-        return count if self._promote(flat[wanted], before.reshape(-1, 16)[wanted]) else 0
+        before = self._before(names, hashes, first).reshape(-1, 16)[wanted]
+        beside = pages[:count][here[:count]]
+        return count if self._promote(flat[wanted], before, beside) else 0
 
     def _bring_tail(self, ids: npt.NDArray[np.int64], hashes: bytes, salt: bytes) -> int:
         """The longest tail that agrees, if the cold tier has one."""
@@ -170,33 +172,35 @@ class Tiers:
         before = hashes[-16:] if hashes else root(salt)
         keys = _core.tail_keys(rest, before)
         names = _core.names(self.pool._handle, keys.tobytes(), 1)[:, 0]
-        here, there = self._where(names[:, None])
+        pages, there = self._where(names[:, None])
+        here = pages != _core.NO_PAGE
         whole = np.flatnonzero((here | there)[:, 0].all(axis=1))
         if not len(whole) or here[whole[-1]].all():
             return 0
         parents = np.zeros((names.shape[1], 16), np.uint8)
         if hashes:
             parents[:] = _core.names(self.pool._handle, hashes[-16:], 1)[0, 0, 0]
-        return self._promote(np.ascontiguousarray(names[whole[-1]]), parents)
+        beside = pages[whole[-1]][here[whole[-1]]]
+        return self._promote(np.ascontiguousarray(names[whole[-1]]), parents, beside)
 
     def _names(self, hashes: bytes) -> Names:
         """[keys, places, parts, 16]: as many places as some key has pages."""
         places = 1
         while True:
             names = _core.names(self.pool._handle, hashes, places)
-            here, there = self._where(names[:, -1:])
-            if not (here | there).any() or places >= PLACES_MAX:
+            pages, there = self._where(names[:, -1:])
+            if not ((pages != _core.NO_PAGE) | there).any() or places >= PLACES_MAX:
                 return names
             places *= 2
 
-    def _where(self, names: Names) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Of each name: is its page in the pool, and its record in the cold tier?"""
+    def _where(self, names: Names) -> tuple[Pages, npt.NDArray[np.bool_]]:
+        """Of each name: its page in the pool, or NO_PAGE; and is its record in the cold tier?"""
         assert self.cold is not None
         flat = np.ascontiguousarray(names).reshape(-1, 16)
         pages, _ = _core.find_pages(self.pool._handle, flat)
         there = self.cold.contains(flat)
         shape = names.shape[:-1]
-        return (pages != _core.NO_PAGE).reshape(shape), there.reshape(shape)
+        return pages.reshape(shape), there.reshape(shape)
 
     def _before(self, names: Names, hashes: bytes, first: int) -> Names:
         """Parents: of part 0 the page before it, of the others part 0's of the same place."""
@@ -219,28 +223,38 @@ class Tiers:
         self._counts["not_worth_pages"] += 0 if pays else pages
         return pays
 
-    def _promote(self, names: Names, parents: Names) -> int:
-        """Records of these names from cold to far, in order; returns how many are found now."""
+    def _promote(self, names: Names, parents: Names, beside: Pages) -> int:
+        """Records of these names from cold to far, in order; returns how many are found now.
+
+        beside: pages of the same prefix, which nobody may hold: they make no room for these.
+        """
+        with self._lock:
+            self._coming = beside
+            try:
+                brought = self._promote_batches(names, parents)
+            finally:
+                self._coming = np.empty(0, np.uint32)
+            self._counts["promoted_pages"] += brought
+        return brought
+
+    def _promote_batches(self, names: Names, parents: Names) -> int:
         assert self.cold is not None
         brought = 0
-        with self._lock:
-            for first in range(0, len(names), self._batch):
-                some, before = names[first : first + self._batch], parents[first:]
-                # Before the records come: those that make room go through the same buffer.
-                if not self._serve(len(some)):
-                    self._counts["refused_pages"] += len(some)
-                    break
-                records = self._records(len(some))
-                found = self.cold.load(some, records)
-                count = len(some) if found.all() else int(np.argmin(found))
-                done = self._write(records[:count], before[:count]) if count else 0
-                brought += done
-                if done < len(some):
-                    break
-                pages, _ = _core.find_pages(self.pool._handle, some)
-                self._coming = np.append(self._coming, pages)
-            self._coming = np.empty(0, np.uint32)
-        self._counts["promoted_pages"] += brought
+        for first in range(0, len(names), self._batch):
+            some, before = names[first : first + self._batch], parents[first:]
+            # Before the records come: those that make room go through the same buffer.
+            if not self._serve(len(some)):
+                self._counts["refused_pages"] += len(some)
+                break
+            records = self._records(len(some))
+            found = self.cold.load(some, records)
+            count = len(some) if found.all() else int(np.argmin(found))
+            done = self._write(records[:count], before[:count]) if count else 0
+            brought += done
+            if done < len(some):
+                break
+            pages, _ = _core.find_pages(self.pool._handle, some)
+            self._coming = np.append(self._coming, pages)
         return brought
 
     def _write(self, records: Names, parents: Names) -> int:
