@@ -663,6 +663,7 @@ PUBLISHED = np.dtype(
 )
 assert PUBLISHED.itemsize == ffi.sizeof("cxlkv_published")
 PUBLISHED_HELD: int = lib.CXLKV_PUBLISHED_HELD
+PUBLISHED_PINNED: int = lib.CXLKV_PUBLISHED_PINNED
 
 
 def hotness_read(

@@ -14,7 +14,8 @@ from cxlkv.pages import PageIds
 COUNTER_WIDTH = 16
 COUNT_MAX = (1 << COUNTER_WIDTH) - 1
 HELD = _core.PUBLISHED_HELD
-NO_PAGE = 2**32 - 1
+PINNED = _core.PUBLISHED_PINNED
+NO_PAGE = _core.NO_PAGE
 
 Counts = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float64]

@@ -27,7 +27,7 @@ from cxlkv.cold import ColdTier
 from cxlkv.cold_file import RecordShape
 from cxlkv.costs import Costs, kv_bytes
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
-from cxlkv.hotness import HELD
+from cxlkv.hotness import HELD, PINNED
 from cxlkv.near import NearTier
 from cxlkv.policy import DEFAULT, NONE, Published, choose, policy_named
 from cxlkv.pool import CXLPool
@@ -41,8 +41,6 @@ LOW_SHARE, HIGH_SHARE = 0.02, 0.05
 """Watermarks of free pages: below the first step() evicts until the second is free."""
 BATCH_BYTES = 64 << 20
 """Of records on their way at once."""
-PINNED = 2
-"""In the flags of a published page: by pool.pin()."""
 PLACES_MAX = 4096
 """Pages of one key that are looked for in the cold tier."""
 
@@ -290,9 +288,13 @@ class Tiers:
         """So many pages, chosen by the policy, to cold or away; all or nothing."""
         rows, published = self.published()
         chosen = choose(self._policy, published, count)
+        above = published.parents[chosen]
+        parents = np.zeros((len(chosen), 16), np.uint8)
+        parents[above != NONE] = names_of(rows[above[above != NONE]])
         freed = 0
         for first in range(0, len(chosen), self._batch):
-            freed += self._demote(rows[chosen[first : first + self._batch]])
+            some = slice(first, first + self._batch)
+            freed += self._demote(rows[chosen[some]], parents[some])
         self._counts["evicted_pages"] += freed
         return freed
 
@@ -334,20 +336,19 @@ class Tiers:
         value = self.costs.value(tokens, depths * tokens, size, "far")
         return np.maximum(value, 0).astype(np.float32)
 
-    def _demote(self, rows: npt.NDArray[np.void]) -> int:
+    def _demote(self, rows: npt.NDArray[np.void], parents: Names) -> int:
         """Published pages from far to cold, as far as it takes them; returns how many are free."""
         pages, generations = rows["page"].copy(), rows["generation"].copy()
         if self.cold is not None:
-            self._store(rows, pages, generations)
+            self._store(names_of(rows), parents, pages, generations)
         codes = _core.forget_pages(self.pool._handle, pages, generations, True)
         return int((codes == 0).sum())
 
     def _store(
-        self, rows: npt.NDArray[np.void], pages: Pages, generations: npt.NDArray[np.uint64]
+        self, names: Names, parents: Names, pages: Pages, generations: npt.NDArray[np.uint64]
     ) -> None:
         """Into the cold tier; a page whose bytes are wrong goes nowhere."""
         assert self.cold is not None
-        names = names_of(rows)
         wanted = np.flatnonzero(~self.cold.contains(names, sure=True))
         if not len(wanted) or self.cold.why_off:
             self._counts["dropped_pages"] += len(wanted)
@@ -356,18 +357,9 @@ class Tiers:
         codes = _core.records_read(self.pool._handle, pages[wanted], generations[wanted], records)
         right = codes == 0
         self._counts["corrupt_pages"] += int((codes == _core.E_CORRUPT).sum())
-        parents = self._parent_names(rows["parent"][wanted])
-        stored = self.cold.store(names[wanted][right], records[right], parents[right])
+        stored = self.cold.store(names[wanted][right], records[right], parents[wanted][right])
         self._counts["demoted_pages"] += int(stored.sum())
         self._counts["dropped_pages"] += len(wanted) - int(stored.sum())
-
-    def _parent_names(self, parents: Pages) -> Names:
-        """Their names; zeros where there is none."""
-        rows, _ = self.pool.hotness.published()
-        place = np.searchsorted(rows["page"], parents)
-        place = np.minimum(place, len(rows) - 1)
-        known = rows["page"][place] == parents
-        return np.where(known[:, None], names_of(rows[place]), np.uint8(0))
 
     def _records(self, count: int) -> Names:
         if self._buffer is None:
