@@ -175,11 +175,11 @@ class Tiers:
         whole = np.flatnonzero((here | there)[:, 0].all(axis=1))
         if not len(whole) or here[whole[-1]].all():
             return 0
-        parents = np.zeros((names.shape[1], 16), np.uint8)
-        if hashes:
-            parents[:] = _core.names(self.pool._handle, hashes[-16:], 1)[0, 0, 0]
+        longest = names[whole[-1]]
+        parents = np.repeat(longest[:1], len(longest), axis=0)
+        parents[0] = _core.names(self.pool._handle, hashes[-16:], 1)[0, 0, 0] if hashes else 0
         beside = pages[whole[-1]][here[whole[-1]]]
-        return self._promote(np.ascontiguousarray(names[whole[-1]]), parents, beside)
+        return self._promote(np.ascontiguousarray(longest), parents, beside)
 
     def _names(self, hashes: bytes) -> Names:
         """[keys, places, parts, 16]: as many places as some key has pages."""

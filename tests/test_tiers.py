@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cxlkv import CXLPool, KVLayout, Sequence
+from cxlkv import CXLPool, KVLayout, Sequence, _core
 from cxlkv.costs import Costs, Prefill, Tier
 from cxlkv.errors import BadArgumentError, DiskFullError, PoolFullError
 from cxlkv.layout import LayerGroup
-from cxlkv.prefix import PageKeys, prefix_keys
+from cxlkv.prefix import PageKeys, key_hashes, prefix_keys
 from cxlkv.tiers import Tiers
 
 from .conftest import audit
@@ -138,12 +138,18 @@ def test_tails_go_and_come_back(pool: CXLPool, cold_path: Path) -> None:
             assert_holds(sequence, ids)
 
 
-def test_layer_groups_go_and_come_back(tmp_path: Path) -> None:
+def two_groups() -> CXLPool:
+    """Pages of two parts: one layer without a window, one with."""
+
     def group(window: int | None) -> LayerGroup:
         return LayerGroup(layers=1, kv_heads=2, head_dim=8, dtype="float32", window=window)
 
     layout = KVLayout.of([group(None), group(6)], [0, 1], page_tokens=PAGE)
-    with CXLPool.create("anonymous:", layout=layout, capacity="3MiB", threads=1) as pool:
+    return CXLPool.create("anonymous:", layout=layout, capacity="3MiB", threads=1)
+
+
+def test_layer_groups_go_and_come_back(tmp_path: Path) -> None:
+    with two_groups() as pool:
         ids = text(3, 6)
         with Tiers(pool, cold=tmp_path / "c", cold_capacity="2MiB") as tiers:
             publish(pool, ids)
@@ -156,6 +162,46 @@ def test_layer_groups_go_and_come_back(tmp_path: Path) -> None:
                 got = np.asarray(k).transpose(1, 2, 0, 3).reshape(-1, 2, 8)
                 np.testing.assert_array_equal(got, rows(ids, 0, 0))
                 sequence.release()
+        audit(pool)
+
+
+def test_records_name_the_page_before(
+    pool: CXLPool, cold_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cxlkv.tiers.BATCH_BYTES", 1)  # a page each
+    ids = text(1, 4)
+    names = _core.names(pool._handle, key_hashes(prefix_keys(ids, PAGE)), 1)[:, 0, 0]
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
+        publish(pool, ids)
+        tiers.make_room(total(pool))
+        assert tiers.cold is not None
+        got, parents = tiers.cold.names()
+        assert got.tolist() == names[::-1].tolist(), "leaves go first"
+        assert parents.tolist() == [*names[2::-1].tolist(), [0] * 16]
+        assert found(tiers, ids) == 4
+
+
+@pytest.mark.parametrize("full", [0, 2])
+def test_a_tail_that_came_back_hangs_where_it_did(tmp_path: Path, full: int) -> None:
+    """Its first part on the page before it, the others on the first."""
+    ids = [*text(1, full), 7, 8]
+    with two_groups() as pool, Tiers(pool, cold=tmp_path / "c", cold_capacity="2MiB") as tiers:
+        keys = prefix_keys(ids, PAGE, tail=True)
+        names = _core.names(pool._handle, key_hashes(keys), 1)[:, 0]
+
+        def check_parents() -> None:
+            pages, _ = _core.find_pages(pool._handle, np.ascontiguousarray(names[-2:, 0]))
+            tail, _ = _core.find_pages(pool._handle, np.ascontiguousarray(names[-1]))
+            rows, _ = pool.hotness.published()
+            above = rows["parent"][np.searchsorted(rows["page"], tail)].tolist()
+            assert above == [int(pages[0]) if full else _core.NO_PAGE, int(tail[0])]
+
+        publish(pool, ids, tail=True)
+        check_parents()
+        tiers.make_room(total(pool))
+        with tiers.match_prefix(ids) as hit:
+            assert hit.tokens == len(ids)
+            check_parents()
         audit(pool)
 
 
