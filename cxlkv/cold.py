@@ -9,11 +9,11 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv.closing import Closing
 from cxlkv.cold_file import NAME_BYTES, SLOT_HEADER, Bytes, ColdFile, RecordShape, why
 from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, ClosedError
@@ -27,7 +27,7 @@ log = logging.getLogger("cxlkv")
 _open_tiers: weakref.WeakSet[ColdTier] = weakref.WeakSet()
 
 
-class ColdTier:
+class ColdTier(Closing):
     """A file of `capacity` with one slot for each record; a dictionary from names to records.
 
     Names are rows of 16 bytes, the hashes under which pages are published; records are rows of
@@ -205,17 +205,6 @@ class ColdTier:
             self._closed = True
             self._lock.wait_for(lambda: self._running == 0)
             self._file.close()
-
-    def __enter__(self) -> ColdTier:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ---- arguments ----
 

@@ -9,12 +9,12 @@ decides by these counts. docs/near-tier.md tells the whole of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
+from cxlkv.closing import Closing
 from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import Selection
@@ -43,7 +43,7 @@ class Moved:
     copied_bytes: int
 
 
-class NearTier:
+class NearTier(Closing):
     """Slots for copies in this process; one tier for each pool and process.
 
     size is taken at once; MemoryShortError when it is not there. A forked child starts without a
@@ -148,17 +148,6 @@ class NearTier:
     def close(self) -> None:
         """Give the memory back; a second time does nothing. The pool's close() does it, too."""
         _core.near_destroy(self._pool)
-
-    def __enter__(self) -> NearTier:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def choose(

@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Sequences
 from functools import partial
-from types import TracebackType
 from typing import TypedDict
 
 import numpy.typing as npt
 
 from cxlkv import _core, audit
+from cxlkv.closing import Closing
 from cxlkv.coherence import (
     DURABLE,
     HOSTS_MAX,
@@ -59,7 +59,7 @@ class CheckReport(TypedDict):
     repairs: list[str]
 
 
-class CXLPool:
+class CXLPool(Closing):
     """A KV cache in far memory, shared by the processes and threads of a host.
 
     Made by create() or open(). After an os.fork() the child has its own references to all that it
@@ -425,17 +425,6 @@ class CXLPool:
         while self._before_close:
             self._before_close.pop()()
         _core.pool_close(self._handle)
-
-    def __enter__(self) -> CXLPool:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _is_there(path: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -415,12 +414,7 @@ class Hit:
     def __enter__(self) -> Hit:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -17,12 +17,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core, room
+from cxlkv.closing import Closing
 from cxlkv.cold import ColdTier
 from cxlkv.cold_file import RecordShape
 from cxlkv.costs import Costs, kv_bytes
@@ -47,7 +47,7 @@ PLACES_MAX = 4096
 log = logging.getLogger("cxlkv")
 
 
-class Tiers:
+class Tiers(Closing):
     """What decides which page is where. One for each pool and process; any thread may call it.
 
     near: bytes for copies, or None. cold: a file for records that had to go, of cold_capacity (see
@@ -440,17 +440,6 @@ class Tiers:
                 self.near.close()
             if self.cold is not None:
                 self.cold.close()
-
-    def __enter__(self) -> Tiers:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def names_of(rows: npt.NDArray[np.void]) -> Names:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Low to high. A module imports from the groups before its own, and from its own.
 LAYERS = (
-    {"errors", "config", "layout", "certificate", "state"},
+    {"errors", "config", "layout", "certificate", "state", "closing"},
     {"arrays"},
     {"_core"},
     {"topology", "regions", "pool_config", "emulation"},
