@@ -32,7 +32,7 @@ typedef struct attend_job {
     uint32_t span_count;
     uint32_t parts;                     /* neighbouring spans that share rows and heads */
     atomic_ulong bytes;
-    atomic_ulong reads_near, reads_far; /* of chosen pages: one for each unit and head */
+    near_reads reads;
 } attend_job;
 
 static uint64_t span_queries(const attend_job *job, const span *s) {
@@ -145,22 +145,6 @@ static void attend_head(const attend_job *job, const span *s, const layer_view *
     }
 }
 
-/* The list that this span reads: what of it lies near, and how often each unit is read. */
-static void count_reads(attend_job *job, const span *s, const layer_view *view) {
-    cxlkv_pool *pool = job->batch->pool;
-    uint64_t near_count = 0, far_count = 0;
-    for (uint32_t at = s->page_first; at < s->page_last; at++) {
-        int64_t index = s->pages[at];
-        if (index < view->first || index >= view->complete) continue;
-        uint32_t page = sequence_page(view->sequence, view->part, (uint32_t)index);
-        if (near_find(pool, view->near, page, view->layer)) near_count++;
-        else far_count++;
-        near_heat_add(pool->near, unit_of(pool, page, view->layer));
-    }
-    atomic_fetch_add_explicit(&job->reads_near, near_count, memory_order_relaxed);
-    atomic_fetch_add_explicit(&job->reads_far, far_count, memory_order_relaxed);
-}
-
 static int attend_page(const attend_job *job, const span *s, const layer_view *view,
                        uint32_t index, ahead *keys, ahead *values, float *logits) {
     page_rows first = view_rows(view, index, PIECE_KEYS);
@@ -198,7 +182,9 @@ static int attend_span(void *context, uint32_t item) {
         s->state[2 * i + 1] = 0;
     }
     memset(s->state + 2 * queries, 0, queries * layout->value_head_dim * sizeof(float));
-    if (view.near && s->pages) count_reads(job, s, &view);
+    if (view.near && s->pages)
+        near_count_reads(&view, s->pages + s->page_first, s->page_last - s->page_first,
+                         &job->reads);
     int code = 0;
     uint32_t head_end = s->head_first + s->head_count;
     ahead keys = ahead_begin(&view, PIECE_KEYS, s->pages, s->page_first, s->page_last,
@@ -399,7 +385,7 @@ int64_t attend_here(cxlkv_batch *batch, cxlkv_attend_args *args, uint32_t parts)
     if (code < 0) return code;
     near_enter(batch->pool);
     code = attend_locked(&job);
-    near_leave(batch->pool, atomic_load(&job.reads_near), atomic_load(&job.reads_far));
+    near_leave(batch->pool, &job.reads);
     code = peers_verify(job.batch->pool, code);
     batch_unlock(batch);
     free(job.spans);

@@ -14,7 +14,7 @@ typedef struct fetch_job {
     uint32_t *sequence_of_list;
     uint32_t k;
     bool stream;
-    atomic_ulong reads_near, reads_far; /* of chosen pages: one for each unit and head */
+    near_reads reads;
 } fetch_job;
 
 static int copy_piece(const fetch_job *job, const layer_view *view, uint32_t index, uint32_t head,
@@ -91,22 +91,6 @@ static void prefetch_piece(const layer_view *view, int64_t index, uint32_t head,
         __builtin_prefetch(piece + line * LINE_BYTES);
 }
 
-/* What a list is about to read, of complete pages. */
-static void count_reads(fetch_job *job, const layer_view *view, uint32_t item) {
-    cxlkv_pool *pool = job->batch->pool;
-    uint64_t near_count = 0, far_count = 0;
-    for (uint32_t j = 0; j < job->k; j++) {
-        int64_t index = page_at(job, item, j);
-        if (index < 0 || index >= view->complete) continue;
-        uint32_t page = sequence_page(view->sequence, view->part, (uint32_t)index);
-        if (near_find(pool, view->near, page, view->layer)) near_count++;
-        else far_count++;
-        near_heat_add(pool->near, unit_of(pool, page, view->layer));
-    }
-    atomic_fetch_add_explicit(&job->reads_near, near_count, memory_order_relaxed);
-    atomic_fetch_add_explicit(&job->reads_far, far_count, memory_order_relaxed);
-}
-
 /* One list of one head: all its K, then all its V. */
 static int fetch_task(void *context, uint32_t item) {
     fetch_job *job = context;
@@ -116,7 +100,9 @@ static int fetch_task(void *context, uint32_t item) {
         view_of(job->batch->sequences[job->sequence_of_list[list]], job->args->layer);
     view.near = job->batch->pool->near;
     int code = check_list(job, &view, item);
-    if (code == 0 && view.near && job->args->picked.pages) count_reads(job, &view, item);
+    if (code == 0 && view.near && job->args->picked.pages)
+        near_count_reads(&view, job->args->picked.pages + (uint64_t)item * job->k, job->k,
+                         &job->reads);
     for (uint32_t kind = PIECE_KEYS; code == 0 && kind <= PIECE_VALUES; kind++) {
         size_t size = piece_data_bytes(layout, kind);
         uint8_t *to = kind == PIECE_KEYS ? job->args->keys : job->args->values;
@@ -203,7 +189,7 @@ int64_t cxlkv_batch_fetch(cxlkv_batch *batch, cxlkv_fetch_args *args) {
     if (code < 0) return code;
     near_enter(batch->pool);
     code = fetch_locked(&job);
-    near_leave(batch->pool, atomic_load(&job.reads_near), atomic_load(&job.reads_far));
+    near_leave(batch->pool, &job.reads);
     code = peers_verify(batch->pool, code);
     batch_unlock(batch);
     free(job.sequence_of_list);

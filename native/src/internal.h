@@ -801,11 +801,15 @@ static inline void near_heat_add(near_tier *tier, uint64_t unit) {
     count += count < UINT16_MAX;
     atomic_store_explicit(&tier->heat[unit], epoch << 16 | count, memory_order_relaxed);
 }
-/* Round each call that reads copies; the second also counts what was read of chosen pages. */
+/* What a call read of chosen pages: one for each unit and head. */
+typedef struct near_reads {
+    atomic_ulong near, far;
+} near_reads;
+/* Round each call that reads copies; the second also counts what was read. */
 static inline void near_enter(cxlkv_pool *pool) {
     if (pool->near) pthread_rwlock_rdlock(&pool->near->readers);
 }
-void near_leave(cxlkv_pool *pool, uint64_t reads_near, uint64_t reads_far);
+void near_leave(cxlkv_pool *pool, const near_reads *reads);
 void near_drop_all(cxlkv_pool *pool);     /* the tier, at close; under the write lock */
 void near_forked(cxlkv_pool *pool);       /* in the child: its copies are its parent's */
 /* A promotion in three steps, each under pool_enter(); cxlkv_near_promote() is all of them. */
@@ -866,7 +870,11 @@ typedef struct page_rows {
     size_t row_bytes;
     bool near;                   /* of a copy, which was verified when it was made */
 } page_rows;
-/* near.c: K or V in the page's copy, or NULL. No inline: most pools have no tier. */
+/* These two in near.c. Counts the pages of a list, as near or far, and by unit; the view has a
+ * tier. */
+void near_count_reads(const layer_view *view, const int32_t *pages, uint32_t count,
+                      near_reads *reads);
+/* K or V in the page's copy, or NULL. No inline: most pools have no tier. */
 const uint8_t *view_copy(const layer_view *view, uint32_t page, bool keys);
 static inline __attribute__((always_inline)) page_rows
 view_rows(const layer_view *view, uint32_t index, uint32_t kind) {

@@ -147,10 +147,11 @@ static int tier_enter(cxlkv_pool *pool) {
                 "this process has no near tier of the pool: make one. A child starts without");
 }
 
-void near_leave(cxlkv_pool *pool, uint64_t reads_near, uint64_t reads_far) {
+void near_leave(cxlkv_pool *pool, const near_reads *reads) {
     near_tier *tier = pool->near;
     if (!tier) return;
     pthread_rwlock_unlock(&tier->readers);
+    uint64_t reads_near = atomic_load(&reads->near), reads_far = atomic_load(&reads->far);
     if (reads_near + reads_far == 0) return;
     uint64_t all = reads_near + reads_far +
                    atomic_fetch_add_explicit(&tier->reads_near, reads_near, memory_order_relaxed) +
@@ -567,6 +568,22 @@ int cxlkv_near_stats(cxlkv_pool *pool, cxlkv_near_state *state) {
 const uint8_t *view_copy(const layer_view *view, uint32_t page, bool keys) {
     const uint8_t *copy = near_find(view->sequence->pool, view->near, page, view->layer);
     return copy && !keys ? copy + view->near->values_offset : copy;
+}
+
+void near_count_reads(const layer_view *view, const int32_t *pages, uint32_t count,
+                      near_reads *reads) {
+    cxlkv_pool *pool = view->sequence->pool;
+    uint64_t near_count = 0, far_count = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        int64_t index = pages[i];
+        if (index < view->first || index >= view->complete) continue;
+        uint32_t page = sequence_page(view->sequence, view->part, (uint32_t)index);
+        if (near_find(pool, view->near, page, view->layer)) near_count++;
+        else far_count++;
+        near_heat_add(pool->near, unit_of(pool, page, view->layer));
+    }
+    atomic_fetch_add_explicit(&reads->near, near_count, memory_order_relaxed);
+    atomic_fetch_add_explicit(&reads->far, far_count, memory_order_relaxed);
 }
 
 /* ---- which units a selection names ---- */
