@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -62,8 +62,6 @@ class Where:
     cold: int = 0
     policy: str = "adaptive"
     path: Path | None = None
-    checked: list[str] = field(default_factory=list)
-    """What the pool's check found at the end."""
 
 
 def parse_size(text: str, distinct: int) -> int:
@@ -88,8 +86,9 @@ def replay(
     where: Where,
     progress: Callable[[int], None] = lambda done: None,
     stop_at: int | None = None,
-) -> tuple[Counts, dict[str, float]]:
-    """What came of it, and the tiers' own counts (of the last process that ran it).
+) -> tuple[Counts, dict[str, float], list[str]]:
+    """What came of it, the tiers' own counts (of the last process that ran it), and what the pool's
+    check found at the end.
 
     With a path: goes on where an earlier run of the same requests was killed. stop_at: ends there,
     as if killed. Raises BadArgumentError for sizes that do not fit.
@@ -116,8 +115,7 @@ def replay(
                     counts.seconds = time.monotonic() - began
                     save(where, counts, len(requests))
                     progress(counts.requests)
-            where.checked = list(pool.check()["problems"])
-            return counts, tiers.stats()
+            return counts, tiers.stats(), list(pool.check()["problems"])
     finally:
         if cold is not None and where.path is None:
             cold.unlink(missing_ok=True)

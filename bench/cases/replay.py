@@ -117,7 +117,7 @@ def run_bytes(
     progress: Progress = lambda text: None,
 ) -> Counts:
     """One replay with real bytes; every page that was hit was compared."""
-    counts, stats = replay_bytes(
+    counts, stats, problems = replay_bytes(
         requests, where, lambda done: progress(f"{done} of {len(requests)} requests")
     )
     memory_hits = counts.hits - counts.cold_hits
@@ -135,7 +135,7 @@ def run_bytes(
     result.measure("dropped", [stats["dropped_pages"]], "pages")
     result.measure("unpublished", [counts.unpublished], "pages")
     result.checks["every_hit_has_its_bytes"] = counts.wrong == 0
-    result.checks["pool_is_whole"] = where.checked == []
+    result.checks["pool_is_whole"] = problems == []
     result.notes.append(
         f"policy {where.policy}; {where.far} pages far, {where.near} near, {where.cold} cold; "
         f"resumed {counts.resumed} times; trace time is not waited for"
