@@ -133,13 +133,17 @@ class ColdTier(Closing):
             return found
 
     def contains(self, names: Bytes, sure: bool = False) -> Mask:
-        """Which names are stored, as far as their slots' headers say; no use of them. sure: records
-        of an earlier opening, which may be torn, are read and verified first, each once."""
+        """Which names are stored, as far as their slots' headers say; no use of them. sure: as
+        store() would find them; records of an earlier opening, which may be torn, are read and
+        verified first, each once, and it is a use of those that are there."""
         keys = self._keys(names)
         with self._operation():
             if sure:
                 self._look_again(keys)
             with self._lock:
+                for key in keys if sure else ():
+                    if key in self._index:
+                        self._index.move_to_end(key)
                 return np.array([key in self._index for key in keys], np.bool_)
 
     def drop(self, names: Bytes) -> Mask:

@@ -172,6 +172,8 @@ def test_the_least_recently_used_makes_room(path: Path) -> None:
         assert store(tier, 2, 5) == [True] * 2  # 2 is there: used, not written
         assert load(tier, 1, 2, 3, 4, 5) == [True, True, False, True, True]
         assert tier.contains(names(4, 3)).tolist() == [True, False]  # no use
+        assert tier.contains(names(4, 3, 1, 2, 5), sure=True).tolist() == [True, False] + [True] * 3
+        assert numbers_in(tier) == [4, 1, 2, 5]
         tier.protect(names(1, 2))
         assert store(tier, 6, 7, 8) == [True, True, False]  # 4 and 5 go; 1 and 2 may not
         assert numbers_in(tier) == [1, 2, 6, 7]
