@@ -33,6 +33,7 @@ BLOCK_BYTES = 4096  # slots begin on such borders: pages of the page cache
 BEING_MADE, WHOLE = 1, 2
 SLOT_MAGIC = 0x53564B43  # "CKVS"
 NAME_BYTES = 16
+SEQUENCE_MAX = 1 << 62  # never reached by storing: whoever wrote a larger one was not this code
 CALL_SLOTS_MAX = 256  # of one system call: three buffers each, and the kernel takes 1024
 
 FILE_HEADER = np.dtype(
@@ -281,6 +282,7 @@ class ColdFile:
         looks = found["magic"] == SLOT_MAGIC
         looks &= found["payload_bytes"] == self.shape.bytes
         looks &= found["slot"] == np.arange(self.slot_count)
+        looks &= found["sequence"] < SEQUENCE_MAX
         for slot in np.flatnonzero(looks).tolist():
             looks[slot] = int(found["crc"][slot]) == _core.crc32c(row[slot, :-4])
         whole: Headers = found[looks]

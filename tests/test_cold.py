@@ -403,6 +403,22 @@ def test_a_deep_check_finds_what_was_changed(path: Path) -> None:
         assert numbers_in(tier) == [1, 3]
 
 
+def test_a_sequence_number_that_nobody_reaches_is_no_record(path: Path) -> None:
+    """Its CRC is right: the next record's number must not be one more."""
+    with opened(path) as tier:
+        store(tier, 1, 2)
+    at = slot_of(path, 1)
+    slot = bytearray(path.read_bytes()[at : at + SLOT])
+    slot[8:16] = b"\xff" * 8
+    slot[60:64] = _core.crc32c(bytes(slot[:60])).to_bytes(4, "little")
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(slot)
+    with checked(opened(path)) as tier:
+        assert store(tier, 3) == [True]
+        assert load(tier, 1, 2, 3) == [False, True, True]
+
+
 def test_of_two_slots_with_one_name_the_newer_counts(path: Path) -> None:
     with opened(path) as tier:
         store(tier, 1)
