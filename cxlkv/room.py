@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 from cxlkv import _core
+from cxlkv.errors import BusyError
 
 MakeRoom = Callable[[int], bool]
 """Tries to have so many free pages; returns whether there are some more now, or enough."""
@@ -13,14 +15,20 @@ MakeRoom = Callable[[int], bool]
 TRIES = 8
 """Others may take the room that was made, so often."""
 
-# By pool, while it lives.
+# By pool, while it lives. A forked child has none: its parent's file is not its own.
 _makers: WeakKeyDictionary[_core.Handle, MakeRoom] = WeakKeyDictionary()
+os.register_at_fork(after_in_child=_makers.clear)
 
 
 def serve(pool: _core.Handle, make: MakeRoom | None) -> None:
-    """From now on `make` is asked before PoolFullError is raised; None: nobody is."""
+    """From now on `make` is asked before PoolFullError is raised; None: nobody is. Raises BusyError
+    when somebody is asked already."""
     if make is None:
         _makers.pop(pool, None)
+    elif pool in _makers:
+        raise BusyError(
+            "this process has tiers of the pool already: use these, or close them first"
+        )
     else:
         _makers[pool] = make
 

@@ -58,7 +58,8 @@ class Tiers(Closing):
 
     While it is open, an append to a full pool makes room first; PoolFullError means then that
     everything else is held, pinned or leased. A child of os.fork() has none: it makes its own, or
-    is told PoolFullError as before. Raises BadArgumentError, what NearTier and ColdTier raise.
+    is told PoolFullError as before. Raises BadArgumentError, BusyError when this process has tiers
+    of the pool, what NearTier and ColdTier raise.
     """
 
     def __init__(
@@ -96,15 +97,14 @@ class Tiers(Closing):
             self.cold = ColdTier(cold, shape=self._shape, capacity=cold_capacity, fsync=fsync)
         try:
             self.near = NearTier(pool, near) if near is not None else None
+            room.serve(pool._handle, self._serve)
         except CXLKVError:
-            if self.cold:
-                self.cold.close()
+            for tier in filter(None, (self.near, self.cold)):
+                tier.close()
             raise
         self._mover: threading.Thread | None = None
         self._wake = threading.Event()
         self._ended = False
-        self._process = os.getpid()
-        room.serve(pool._handle, self._serve)
 
     # ---- reading ----
 
@@ -218,7 +218,9 @@ class Tiers(Closing):
         more = pages * self.pool.layout.page_tokens
         read_s = float(self.costs.read_seconds(self.pool.layout, more, "cold"))
         pays = read_s < float(self.costs.recompute_seconds(tokens, tokens + more))
-        self._counts["not_worth_pages"] += 0 if pays else pages
+        if not pays:
+            with self._lock:
+                self._counts["not_worth_pages"] += pages
         return pays
 
     def _promote(self, names: Names, parents: Names, beside: Pages) -> int:
@@ -277,8 +279,6 @@ class Tiers(Closing):
             return self._evict(short + slack) or self._evict(short)
 
     def _serve(self, pages: int) -> bool:
-        if os.getpid() != self._process:  # a child: the file is its parent's
-            return False
         return self.make_room(pages) > 0 or self._free() >= pages
 
     def _free(self) -> int:
@@ -430,11 +430,12 @@ class Tiers(Closing):
 
     def close(self) -> None:
         """Ends the mover, near and cold; the pool stays open. A second time does nothing."""
-        self._ended = True
+        ended, self._ended = self._ended, True
         self._wake.set()
         if self._mover is not None:
             self._mover.join()
-        room.serve(self.pool._handle, None)
+        if not ended:  # another one may be open by now
+            room.serve(self.pool._handle, None)
         with self._lock:
             if self.near is not None:
                 self.near.close()

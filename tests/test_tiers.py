@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cxlkv import CXLPool, KVLayout, Sequence, _core
 from cxlkv.costs import Costs, Prefill, Tier
-from cxlkv.errors import BadArgumentError, DiskFullError, PoolFullError
+from cxlkv.errors import BadArgumentError, BusyError, DiskFullError, PoolFullError
 from cxlkv.layout import LayerGroup
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys
 from cxlkv.tiers import Tiers
@@ -367,6 +367,17 @@ def test_the_cold_file_may_be_removed_in_use(pool: CXLPool, cold_path: Path) -> 
         tiers.make_room(total(pool))
         cold_path.unlink()
         assert found(tiers, ids) == 4
+
+
+def test_one_for_each_pool_and_process(pool: CXLPool, tmp_path: Path) -> None:
+    with Tiers(pool) as tiers:
+        with pytest.raises(BusyError, match="close them first"):
+            Tiers(pool, cold=tmp_path / "c", cold_capacity="2MiB")
+        for number in range(1, total(pool) // 4 + 2):
+            publish(pool, text(number, 4))
+    with Tiers(pool, cold=tmp_path / "c", cold_capacity="2MiB"):
+        tiers.close()  # once more: the others go on
+        publish(pool, text(1000, 4))
 
 
 def test_bad_arguments_are_named(pool: CXLPool) -> None:
