@@ -773,7 +773,9 @@ def test_pages_that_are_not_ours_to_free(pool: CXLPool) -> None:
     pages = pool.pages.alloc(3)
     free = pool.stats()["pages_free"]
     for wrong in (sequence.pages, [int(pages[0])] * 2, [int(pages[0]), 1 << 31]):
-        with pytest.raises(errors.BadArgumentError, match=r"was not taken by alloc\(\).*No page"):
+        with pytest.raises(
+            errors.BadArgumentError, match=r"was not taken by alloc\(\).*Nothing was changed"
+        ):
             pool.pages.free(np.array(wrong, np.uint32))
     with pytest.raises(errors.BadArgumentError):
         pool.pages.alloc(-1)
