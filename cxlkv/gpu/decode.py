@@ -14,11 +14,10 @@ there is. docs/gpu.md has the picture.
 
 from __future__ import annotations
 
-from types import TracebackType
-
 import numpy as np
 import torch
 
+from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, ClosedError, OrderError, UnevenError
 from cxlkv.gpu.hot import SlotCounts
 from cxlkv.gpu.mailbox import Mailbox
@@ -31,7 +30,7 @@ from cxlkv.sequence import Sequence
 DEADLINE_S = 2.0
 
 
-class Decoder:
+class Decoder(Closing):
     """Decode steps of up to `requests` sequences: add() them; begin(), layer() for each, end().
 
     device: "cuda", or "cpu", where no bytes move unless hot_pages is given. budget: how many pages
@@ -321,14 +320,3 @@ class Decoder:
             self._resident.synchronize()
             self._mail.close()
             self._resident.close()
-
-    def __enter__(self) -> Decoder:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -14,13 +14,13 @@ import weakref
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import TracebackType
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from cxlkv import _core
+from cxlkv.closing import Closing
 from cxlkv.config import format_bytes
 from cxlkv.errors import (
     BadArgumentError,
@@ -68,7 +68,7 @@ class PageTable(NamedTuple):
     pages: torch.Tensor
 
 
-class Mapping:
+class Mapping(Closing):
     """The region of a pool for one device; several users of a pool share one registration.
 
     Registering pins all of the region's memory. On device "cpu" nothing is registered. Addresses
@@ -164,17 +164,6 @@ class Mapping:
         """Wait for the device, and unregister if nobody else uses the registration; a second time
         does nothing. The pool's close() does it, too."""
         self._closer()
-
-    def __enter__(self) -> Mapping:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 @dataclass(eq=False)

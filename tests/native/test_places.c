@@ -134,9 +134,47 @@ static void values_in_the_keys(void) {
     cxlkv_pool_destroy(pool);
 }
 
+/* What a device is given by address was verified here, or is now. */
+static void verified_before_use(void) {
+    cxlkv_pool *pool = test_pool(NULL, 16);
+    cxlkv_sequence *sequence;
+    cxlkv_batch *batch;
+    uint64_t marks[10], address;
+    places at;
+    int32_t pages[TEST_HEADS * 2];
+    cxlkv_picked picked = {.pages = pages, .lists = 1, .k = 2, .per = CXLKV_PER_SEQUENCE};
+    for (uint32_t h = 0; h < TEST_HEADS; h++) {
+        pages[2 * h] = (int32_t)(h % 2);
+        pages[2 * h + 1] = h % 2 ? -1 : 2; /* page 2 is the open tail */
+    }
+    test_marks(marks, 1, 10);
+    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
+    CHECK(test_append_all(sequence, marks, 10) >= 0);
+    CHECK(cxlkv_batch_create(pool, 1, &sequence, &batch) == 0);
+    CHECK(places_of(sequence, 1, 0, ROOM, &at) == 2);
+    CHECK(cxlkv_pool_memory(pool, &address) > 0);
+    uint8_t *byte = (uint8_t *)(uintptr_t)address + at.keys[1];
+    *byte ^= 1;
+    CHECK(cxlkv_batch_verify(batch, 1, &picked) == 0); /* right when this process wrote it */
+    verified_clear(pool, at.pages[1]);
+    CHECK(cxlkv_batch_verify(batch, 0, &picked) == 0);
+    CHECK(cxlkv_batch_verify(batch, 1, &picked) == -CXLKV_E_CORRUPT);
+    *byte ^= 1;
+    CHECK(cxlkv_batch_verify(batch, 1, &picked) == 0);
+    pages[0] = 3;
+    CHECK(cxlkv_batch_verify(batch, 1, &picked) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_batch_verify(batch, 99, &picked) == -CXLKV_E_ARGUMENT);
+    picked.lists = 2;
+    CHECK(cxlkv_batch_verify(batch, 1, &picked) == -CXLKV_E_ARGUMENT);
+    cxlkv_batch_destroy(batch);
+    cxlkv_sequence_destroy(sequence);
+    cxlkv_pool_destroy(pool);
+}
+
 int main(void) {
     sealed_and_not();
     behind_a_window();
     values_in_the_keys();
+    verified_before_use();
     return 0;
 }
