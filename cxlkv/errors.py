@@ -100,7 +100,7 @@ class WorkerError(CXLKVError, ConnectionError):
 
 
 class GpuError(CXLKVError, RuntimeError):
-    """The CUDA driver refused a call; the text names the call, the driver's error and a remedy."""
+    """The CUDA driver refused a call, or a kernel failed; the text names it and a remedy."""
 
 
 class GpuMemoryError(GpuError, MemoryError):

@@ -14,14 +14,18 @@ from cxlkv.errors import (
     BadArgumentError,
     ClosedError,
     CorruptError,
+    GpuError,
+    GpuMemoryError,
     OrderError,
     PoolFullError,
     ReleasedError,
     StaleError,
     UnevenError,
+    UnsupportedError,
     WorkerError,
 )
 from cxlkv.gpu.decode import Decoder
+from cxlkv.gpu.failing import gpu_errors
 from cxlkv.gpu.resident import Resident
 from cxlkv.kernels import runtime
 from cxlkv.layout import LayerGroup
@@ -568,6 +572,58 @@ def test_a_captured_step_is_the_same_step(device: torch.device, seed: int) -> No
                 wanted = model.plain(q[layer, 0], *model.rows[0][layer], None, None)
                 found = outs[layer][0].cpu().double().numpy()
                 assert np.abs(found - wanted).max() < ATTEND_MAX[model.dtype]
+
+
+@pytest.mark.parametrize("where", ["attend", "copy_fragments", "merge"])
+def test_a_kernel_that_fails_is_named(
+    device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
+
+    model = Model(seed)
+    with Decoder(
+        model.pool,
+        requests=1,
+        q_heads=4,
+        budget=Budget(pages=6),
+        pages_max=64,
+        device=device,
+        hot_pages=6,
+    ) as decoder:
+        model.add(decoder, 40)
+        monkeypatch.setattr(f"cxlkv.gpu.resident.{where}", fail)
+        with pytest.raises(GpuError, match="layer 0: CUDA error: an illegal memory access was enc"):
+            model.step(decoder, None)
+
+
+def test_errors_of_torch_and_triton_have_names() -> None:
+    class OutOfResources(Exception):
+        __module__ = "triton.runtime.errors"
+
+    with pytest.raises(GpuError, match="x: shared memory"), gpu_errors("x"):
+        raise OutOfResources("shared memory")
+    with pytest.raises(GpuMemoryError, match="fewer requests"), gpu_errors("x"):
+        raise torch.OutOfMemoryError("tried to allocate")
+    with pytest.raises(StaleError), gpu_errors("x"):
+        raise StaleError("as it is")
+    with pytest.raises(KeyError), gpu_errors("x"):
+        raise KeyError("of our own")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("hot_pages", [0, 8])
+def test_without_cuda_it_says_so(seed: int, hot_pages: int) -> None:
+    with pytest.raises(UnsupportedError, match="CUDA"):
+        Decoder(
+            Model(seed).pool,
+            requests=1,
+            q_heads=4,
+            budget=Budget(pages=4),
+            pages_max=8,
+            device="cuda",
+            hot_pages=hot_pages,
+        )
 
 
 def test_misuse_is_named(device: torch.device, seed: int) -> None:

@@ -19,6 +19,8 @@ import torch
 
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, ClosedError, OrderError, UnevenError
+from cxlkv.gpu.driver import driver_of, index_of
+from cxlkv.gpu.failing import gpu_errors
 from cxlkv.gpu.hot import SlotCounts
 from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.gpu.resident import Resident
@@ -43,8 +45,9 @@ class Decoder(Closing):
     next layer are chosen from this layer's query while the device is busy; every audit_every-th
     such choice is compared with the exact one. deadline_s: how long the device waits for an answer.
 
-    Raises MemoryShortError when the device has too little memory, BadArgumentError,
-    UnsupportedError. One thread uses a decoder, and nobody else appends to its sequences.
+    Raises MemoryShortError or GpuMemoryError when the device has too little memory, GpuError,
+    UnsupportedError without CUDA, BadArgumentError. One thread uses a decoder, and nobody else
+    appends to its sequences.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class Decoder(Closing):
             )
         if q_heads < 1 or q_heads % layout.kv_heads:
             raise BadArgumentError(f"{q_heads} query heads are none for {layout.kv_heads} kv heads")
-        self.pool, self.layout, self.device = pool, layout, torch.device(device)
+        self.pool, self.layout, self.device = pool, layout, _device(device)
         self._requests, self._rows, self._q_heads = requests, rows, q_heads
         self._ahead = ahead
         self._sequences: list[Sequence | None] = [None] * requests
@@ -85,19 +88,20 @@ class Decoder(Closing):
         self._resident: Resident | None = None
         if self.device.type == "cpu" and hot_pages == 0:
             return
-        self._resident = Resident(
-            pool,
-            self.device,
-            requests=requests,
-            rows=rows,
-            q_heads=q_heads,
-            pages_max=pages_max,
-            hot_pages=hot_pages,
-            recent_pages=recent_pages,
-            lists=budget.pages_at_most(pages_max),
-            scale=scale,
-            softcap=softcap,
-        )
+        with gpu_errors("a decoder's memory"):
+            self._resident = Resident(
+                pool,
+                self.device,
+                requests=requests,
+                rows=rows,
+                q_heads=q_heads,
+                pages_max=pages_max,
+                hot_pages=hot_pages,
+                recent_pages=recent_pages,
+                lists=budget.pages_at_most(pages_max),
+                scale=scale,
+                softcap=softcap,
+            )
         self._asked = {
             name: self._resident._pinned(requests, rows, heads, dim, dtype=self.dtype)
             for name, heads, dim in (
@@ -215,24 +219,26 @@ class Decoder(Closing):
         resident = self._resident
         if resident is None:
             return self._near(self._step, layer, q, k, v)
-        for name, rows in (("q", q), ("k", k), ("v", v)):
-            if rows is not None:
-                self._asked[name].copy_(rows, non_blocking=True)
-        self._mail.ask(layer)
-        resident.attend_resident(layer, q, k, v)
-        self._mail.await_answer()
-        if resident.hot is None:
-            resident.take_partial(self._mail.answered)
-        else:
-            resident.attend_chosen(layer, q, self._mail.answered)
-        return resident.merged()
+        with gpu_errors(f"layer {layer}"):
+            for name, rows in (("q", q), ("k", k), ("v", v)):
+                if rows is not None:
+                    self._asked[name].copy_(rows, non_blocking=True)
+            self._mail.ask(layer)
+            resident.attend_resident(layer, q, k, v)
+            self._mail.await_answer()
+            if resident.hot is None:
+                resident.take_partial(self._mail.answered)
+            else:
+                resident.attend_chosen(layer, q, self._mail.answered)
+            return resident.merged()
 
     def end(self, *, replayed: bool = False) -> None:
         """Wait for the step, and raise what went wrong in it: then its outputs are not right.
 
         StaleError: a page was freed while it was on its way. WorkerError: the near-data engine was
-        late. Else what the engine raised, PoolFullError among them. replayed: the layers were in a
-        CUDA graph, captured from layer() calls between begin() and abandon().
+        late. GpuError: a kernel failed. Else what the engine raised, PoolFullError among them.
+        replayed: the layers were in a CUDA graph, captured from layer() calls between begin() and
+        abandon().
         """
         if self._step is None or (self._layer != self.layout.layers and not replayed):
             raise OrderError("end() comes after begin() and all layers")
@@ -247,7 +253,8 @@ class Decoder(Closing):
     def _finish(self) -> None:
         self._step = None
         if self._resident is not None:
-            self._resident.synchronize()
+            with gpu_errors("a decode step"):
+                self._resident.synchronize()
             self._mail.check()
             self._resident.check()
 
@@ -267,7 +274,7 @@ class Decoder(Closing):
                 raise BadArgumentError(
                     f"{name} is {tensor.dtype} {tuple(tensor.shape)}, wanted {self.dtype} {shape}"
                 )
-            if tensor.device.type != self.device.type:
+            if tensor.device != self.device:
                 raise BadArgumentError(f"{name} lies on {tensor.device}, not on {self.device}")
 
     # ---- near the data ----
@@ -320,3 +327,12 @@ class Decoder(Closing):
             self._resident.synchronize()
             self._mail.close()
             self._resident.close()
+
+
+def _device(given: str | torch.device) -> torch.device:
+    """With its number: tensors have one, too. Raises UnsupportedError without CUDA."""
+    device = torch.device(given)
+    if device.type == "cpu":
+        return device
+    driver_of(device)
+    return torch.device("cuda", index_of(device))
