@@ -22,7 +22,7 @@ from cxlkv.kernels.attend_shape import (
     splits_of,
     tiles_of,
 )
-from cxlkv.kernels.runtime import check_table, one_device, runs_triton
+from cxlkv.kernels.runtime import check_table, current, one_device, runs_triton
 
 INTERPRETED_MULTIPROCESSORS = 4
 """What splits are chosen for where there is no GPU: the interpreter runs programs in turn."""
@@ -109,7 +109,7 @@ def _run(
     """The kernel, and the merge of its splits where there are several."""
     from cxlkv.kernels import attend_triton, merge_triton  # they need Triton
 
-    with torch.cuda.device_of(call.q):  # Triton launches on the current device
+    with current(call.q.device):
         if splits == 1:
             attend_triton.launch(call, shape, tiles, 1, out, lse)
             return

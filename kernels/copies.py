@@ -8,14 +8,13 @@ CUDA graph.
 
 from __future__ import annotations
 
-import contextlib
 import math
 
 import torch
 
 from cxlkv.errors import BadArgumentError
 from cxlkv.kernels import reference_copies as reference
-from cxlkv.kernels.runtime import check_table, one_device, runs_triton
+from cxlkv.kernels.runtime import check_table, current, one_device, runs_triton
 
 PROGRAMS = 12
 """How many programs copy, if the caller does not say: as many SMs as a link needs to be full.
@@ -146,7 +145,7 @@ def unpack_rows(source_at: torch.Tensor, out: torch.Tensor, *, programs: int | N
     from cxlkv.kernels import copies_triton as kernels
 
     grid = (min(programs, -(-count // kernels.ROWS_A_TILE)),)
-    with _on(device):
+    with current(device):
         kernels._unpack_rows_kernel[grid](
             source_at,
             out.view(torch.int16),
@@ -183,7 +182,7 @@ def check_generations(
         return out
     from cxlkv.kernels import copies_triton as kernels
 
-    with _on(device):
+    with current(device):
         kernels._check_generations_kernel[(1,)](
             descriptor_at,
             expected,
@@ -211,7 +210,7 @@ def _copy(
     large = count * words >= programs * kernels.LARGE_TILE[0]
     tile, warps = kernels.LARGE_TILE if large else kernels.SMALL_TILE
     grid = (min(programs, -(-count * words // tile)),)
-    with _on(source_at.device):
+    with current(source_at.device):
         kernels._copy_kernel[grid](
             source_at,
             target_at,
@@ -226,11 +225,6 @@ def _copy(
             num_warps=warps,
             num_stages=1,
         )
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Triton launches on the current device, which need not be that of the tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _programs(programs: int | None) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 import triton
 import triton.language as tl
 
 from cxlkv.kernels.crc32c import KINDS_MAX, POLYNOMIAL, lanes_for, shifts
+from cxlkv.kernels.runtime import current
 from cxlkv.kernels.variants import Variant
 
 
@@ -86,7 +86,7 @@ def launch(
     padded = [*kinds, *[None] * (KINDS_MAX - count)]
     words = [(given[0] if pieces is None else pieces).view(torch.int32) for pieces in padded]
     lengths = [0 if pieces is None else pieces.shape[-1] // 4 for pieces in padded]
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with current(device):
         _checksum_kernel[(out.numel() // count, count)](
             *words,
             *lengths,

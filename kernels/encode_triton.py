@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cache
 
 import torch
@@ -10,6 +9,7 @@ import triton
 import triton.language as tl
 
 from cxlkv.kernels.reference_encode import BITS, SKETCH_CHANNELS, SKETCH_TOKENS, signs
+from cxlkv.kernels.runtime import current
 from cxlkv.kernels.variants import Variant
 
 CHANNELS = 128  # of a program that gathers rows
@@ -26,7 +26,7 @@ def launch(
 ) -> None:
     """Keys, values, digests and sketches of rows that were checked, into pieces."""
     keys, values, digests, sketches = out
-    with torch.cuda.device(k.device) if k.device.type == "cuda" else nullcontext():
+    with current(k.device):
         _gather(k, keys, digests, page_tokens)
         if v is not None and values is not None:
             _gather(v, values, None, page_tokens)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from cxlkv.errors import BadArgumentError
-from cxlkv.kernels.runtime import check_table, one_device
+from cxlkv.kernels.runtime import check_table, current, one_device
 
 SUBJECTS = 1024
 """What a question can be about: 0 to SUBJECTS - 1. Its word is ticket * SUBJECTS + subject."""
@@ -32,7 +32,8 @@ def ask(ticket: torch.Tensor, words: torch.Tensor, subject: int) -> None:
         raise BadArgumentError(f"subject {subject}: 0 to {SUBJECTS - 1}")
     from cxlkv.kernels import mail_triton as kernels
 
-    kernels._ask_kernel[(1,)](ticket, words, subject, SUBJECTS, num_warps=1)
+    with current(ticket.device):
+        kernels._ask_kernel[(1,)](ticket, words, subject, SUBJECTS, num_warps=1)
 
 
 def await_answer(
@@ -46,4 +47,5 @@ def await_answer(
     one_device(ticket=ticket, answered=answered)
     from cxlkv.kernels import mail_triton as kernels
 
-    kernels._await_kernel[(1,)](ticket, words, answered, looks, num_warps=1)
+    with current(ticket.device):
+        kernels._await_kernel[(1,)](ticket, words, answered, looks, num_warps=1)

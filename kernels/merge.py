@@ -13,7 +13,7 @@ import torch
 from cxlkv.errors import BadArgumentError
 from cxlkv.kernels import reference_attend as reference
 from cxlkv.kernels.attend_shape import FLOATS, check_tensor
-from cxlkv.kernels.runtime import one_device, runs_triton
+from cxlkv.kernels.runtime import current, one_device, runs_triton
 
 
 def merge(
@@ -73,7 +73,7 @@ def _launch(
 ) -> None:
     from cxlkv.kernels import merge_triton  # it needs Triton
 
-    with torch.cuda.device_of(out):  # Triton launches on the current device
+    with current(out.device):
         if len(given) <= merge_triton.FEW:
             merge_triton.merge_few(given, sums, out, lse)
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from cxlkv.errors import BadArgumentError
-from cxlkv.kernels.runtime import one_device, runs_triton
+from cxlkv.kernels.runtime import current, one_device, runs_triton
 
 
 def append_rows(rows: torch.Tensor, ring: torch.Tensor, positions: torch.Tensor) -> None:
@@ -29,21 +29,22 @@ def append_rows(rows: torch.Tensor, ring: torch.Tensor, positions: torch.Tensor)
         return
     from cxlkv.kernels import recent_triton as kernels
 
-    kernels._append_rows_kernel[(requests * steps * heads,)](
-        rows,
-        ring,
-        positions,
-        steps,
-        heads,
-        ring.shape[2],
-        ring.shape[3],
-        rows.stride(0),
-        rows.stride(1),
-        rows.stride(2),
-        dim,
-        BLOCK=1 << (dim - 1).bit_length(),
-        num_warps=1,
-    )
+    with current(rows.device):
+        kernels._append_rows_kernel[(requests * steps * heads,)](
+            rows,
+            ring,
+            positions,
+            steps,
+            heads,
+            ring.shape[2],
+            ring.shape[3],
+            rows.stride(0),
+            rows.stride(1),
+            rows.stride(2),
+            dim,
+            BLOCK=1 << (dim - 1).bit_length(),
+            num_warps=1,
+        )
 
 
 def append_rows_reference(rows: torch.Tensor, ring: torch.Tensor, positions: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 
@@ -25,6 +26,11 @@ def runs_triton(device: torch.device) -> bool:
     if importlib.util.find_spec("triton") is None:
         raise UnsupportedError("tensors on a GPU need Triton: pip install 'cxlkv[gpu]'")
     return True
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def one_device(**tensors: torch.Tensor | None) -> torch.device:

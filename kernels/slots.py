@@ -18,7 +18,6 @@ that stay near the GPU (PnG-KV).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -27,7 +26,7 @@ import torch
 
 from cxlkv.errors import BadArgumentError
 from cxlkv.kernels import reference_slots
-from cxlkv.kernels.runtime import check_table, one_device, runs_triton
+from cxlkv.kernels.runtime import check_table, current, one_device, runs_triton
 
 SLOTS_MAX = 2**15 - 1
 """Slots of a head: their numbers are kept in 16 bits for each page that a request may have."""
@@ -213,7 +212,7 @@ def _launch_assign(state: Slots, pages: torch.Tensor, tags: torch.Tensor, out: A
     miss_at = (out.miss_keys_at, _or(out.miss_values_at, out.miss_keys_at))
     found = (state.slot_of_page, state.page_of_slot, state.tag_of_slot)
     used = (state.order, state.stamp, state.scratch, state.clock)
-    with _on(pages.device):
+    with current(pages.device):
         kernels._assign_kernel[(requests, kv_heads)](
             *(pages, tags, *found, *used, state.limits, *slot_at),
             *(out.slot, out.missed, out.miss_pages, *at, *miss_at),
@@ -244,7 +243,7 @@ def residents(state: Slots, tags: torch.Tensor, out: torch.Tensor | None = None)
     from cxlkv.kernels import slots_triton as kernels
 
     block = block_of(slots, 256)
-    with _on(device):
+    with current(device):
         kernels._residents_kernel[(requests, kv_heads, -(-slots // block))](
             tags,
             state.slot_of_page,
@@ -292,7 +291,7 @@ def invalidate(state: Slots, assigned: Assigned, failed: torch.Tensor | None = N
     from cxlkv.kernels import slots_triton as kernels
 
     block = block_of(k, 256)
-    with _on(device):
+    with current(device):
         kernels._invalidate_kernel[(requests, kv_heads, -(-k // block))](
             assigned.slot,
             assigned.miss_pages,
@@ -349,7 +348,3 @@ def blocks_of(k: int, slots: int) -> tuple[int, int, int]:
     """Pages and slots at once, and warps: no thread idle, none has more than 4."""
     warps = warps_of(max(block_of(k), block_of(slots)))
     return max(block_of(k), 32 * warps), max(block_of(slots), 32 * warps), warps
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

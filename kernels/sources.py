@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from cxlkv.errors import BadArgumentError
-from cxlkv.kernels.runtime import check_table, one_device, runs_triton
+from cxlkv.kernels.runtime import check_table, current, one_device, runs_triton
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,18 @@ def known_pages(
     from cxlkv.kernels import sources_triton as kernels
 
     count = pages.numel()
-    kernels._known_kernel[(-(-count // kernels.BLOCK),)](
-        pages,
-        rows.keys,
-        answered,
-        known,
-        count,
-        heads * k,
-        rows.keys.shape[1],
-        BLOCK=kernels.BLOCK,
-        num_warps=4,
-    )
+    with current(device):
+        kernels._known_kernel[(-(-count // kernels.BLOCK),)](
+            pages,
+            rows.keys,
+            answered,
+            known,
+            count,
+            heads * k,
+            rows.keys.shape[1],
+            BLOCK=kernels.BLOCK,
+            num_warps=4,
+        )
 
 
 def known_pages_reference(
@@ -111,26 +112,27 @@ def page_sources(
     from cxlkv.kernels import sources_triton as kernels
 
     count = pages.numel()
-    kernels._sources_kernel[(-(-count // kernels.BLOCK),)](
-        pages,
-        missed,
-        rows.keys,
-        rows.values,
-        rows.descriptors,
-        rows.generations,
-        out.keys,
-        out.values,
-        out.descriptors,
-        out.generations,
-        count,
-        k,
-        heads,
-        row_pages,
-        layer_offset,
-        *piece_bytes,
-        BLOCK=kernels.BLOCK,
-        num_warps=4,
-    )
+    with current(device):
+        kernels._sources_kernel[(-(-count // kernels.BLOCK),)](
+            pages,
+            missed,
+            rows.keys,
+            rows.values,
+            rows.descriptors,
+            rows.generations,
+            out.keys,
+            out.values,
+            out.descriptors,
+            out.generations,
+            count,
+            k,
+            heads,
+            row_pages,
+            layer_offset,
+            *piece_bytes,
+            BLOCK=kernels.BLOCK,
+            num_warps=4,
+        )
 
 
 def page_sources_reference(

@@ -151,6 +151,37 @@ class Model:
         return out
 
 
+def decoder_of(
+    model: Model,
+    device: torch.device | str,
+    *,
+    budget: Budget,
+    hot_pages: int | list[int] = 6,
+    requests: int = 1,
+    rows: int = 1,
+    pages_max: int = 64,
+    recent_pages: int = 2,
+    ahead: bool = False,
+    audit_every: int = 64,
+    deadline_s: float = 2.0,
+) -> Decoder:
+    """For the model's query heads and pool."""
+    return Decoder(
+        model.pool,
+        requests=requests,
+        q_heads=HEADS * GROUP,
+        budget=budget,
+        pages_max=pages_max,
+        device=device,
+        rows=rows,
+        hot_pages=hot_pages,
+        recent_pages=recent_pages,
+        ahead=ahead,
+        audit_every=audit_every,
+        deadline_s=deadline_s,
+    )
+
+
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, torch.Tensor]]:
     """(layer, pages [requests, kv_heads, k]) of each attention on the device, in order."""
@@ -203,15 +234,8 @@ def test_with_a_budget_of_all_pages_it_is_attention(
 ) -> None:
     print(f"seed {seed}")
     model = Model(seed, dtype=dtype)
-    with Decoder(
-        model.pool,
-        requests=3,
-        q_heads=HEADS * GROUP,
-        budget=Budget(pages=24),
-        pages_max=24,
-        device=device,
-        hot_pages=hot_pages,
-        recent_pages=2,
+    with decoder_of(
+        model, device, requests=3, budget=Budget(pages=24), pages_max=24, hot_pages=hot_pages
     ) as decoder:
         for tokens in (50, 7):  # the third place stays empty
             model.add(decoder, tokens)
@@ -225,14 +249,8 @@ def test_in_the_interpreter_it_is_attention(seed: int, dtype: str) -> None:
     """The kernels themselves, all of them, over two steps and the end of a page."""
     print(f"seed {seed}")
     model = Model(seed, dtype=dtype)
-    with Decoder(
-        model.pool,
-        requests=2,
-        q_heads=HEADS * GROUP,
-        budget=Budget(pages=8),
-        pages_max=8,
-        hot_pages=8,
-        recent_pages=2,
+    with decoder_of(
+        model, "cpu", requests=2, budget=Budget(pages=8), pages_max=8, hot_pages=8
     ) as decoder:
         model.add(decoder, 23)
         for _ in range(2):
@@ -258,13 +276,12 @@ def test_it_attends_to_what_is_there_and_what_is_chosen(
 ) -> None:
     print(f"seed {seed}")
     model = Model(seed)
-    with Decoder(
-        model.pool,
+    with decoder_of(
+        model,
+        device,
         requests=2,
-        q_heads=4,
         budget=Budget(pages=4, sinks=1, recent=1),
         pages_max=40,
-        device=device,
         hot_pages=6,
         recent_pages=3,
     ) as decoder:
@@ -307,16 +324,8 @@ def test_several_rows_windows_and_values_in_keys(device: torch.device, seed: int
     )
     for layout in (window, shared):
         model = Model(seed, layout=layout)
-        with Decoder(
-            model.pool,
-            requests=2,
-            q_heads=4,
-            budget=Budget(pages=24),
-            pages_max=24,
-            device=device,
-            rows=3,
-            hot_pages=24,
-            recent_pages=2,
+        with decoder_of(
+            model, device, requests=2, budget=Budget(pages=24), pages_max=24, rows=3, hot_pages=24
         ) as decoder:
             model.add(decoder, 30)
             model.add(decoder, 9)
@@ -328,16 +337,8 @@ def test_rejected_tokens_and_new_requests(device: torch.device, seed: int) -> No
     """Truncate back into complete pages, and a place that is used again: nothing old is seen."""
     print(f"seed {seed}")
     model = Model(seed)
-    with Decoder(
-        model.pool,
-        requests=2,
-        q_heads=4,
-        budget=Budget(pages=24),
-        pages_max=24,
-        device=device,
-        rows=2,
-        hot_pages=24,
-        recent_pages=2,
+    with decoder_of(
+        model, device, requests=2, budget=Budget(pages=24), pages_max=24, rows=2, hot_pages=24
     ) as decoder:
         for tokens in (40, 21):
             model.add(decoder, tokens)
@@ -361,16 +362,14 @@ def test_random_operations(
     """Requests come, go and are cut back, between steps with a small budget and a small buffer."""
     print(f"seed {seed}")
     model, random = Model(seed), np.random.default_rng(seed)
-    with Decoder(
-        model.pool,
+    with decoder_of(
+        model,
+        device,
         requests=3,
-        q_heads=4,
         budget=Budget(pages=3, sinks=1, recent=1),
         pages_max=40,
-        device=device,
         rows=2,
         hot_pages=[3, 5],
-        recent_pages=2,
         ahead=ahead,
         audit_every=3,
     ) as decoder:
@@ -404,15 +403,12 @@ def test_choices_ahead_are_used_and_audited(
 ) -> None:
     print(f"seed {seed}")
     model = Model(seed)
-    with Decoder(
-        model.pool,
-        requests=1,
-        q_heads=4,
+    with decoder_of(
+        model,
+        device,
         budget=Budget(pages=24),
         pages_max=24,
-        device=device,
         hot_pages=24 if hot_pages else 0,
-        recent_pages=2,
         ahead=True,
         audit_every=2,
     ) as decoder:
@@ -428,15 +424,7 @@ def test_choices_ahead_are_used_and_audited(
 
 def test_what_fails_near_the_data_is_raised_at_the_end(device: torch.device, seed: int) -> None:
     model = Model(seed)
-    with Decoder(
-        model.pool,
-        requests=1,
-        q_heads=4,
-        budget=Budget(pages=4),
-        pages_max=4096,
-        device=device,
-        hot_pages=4,
-    ) as decoder:
+    with decoder_of(model, device, budget=Budget(pages=4), pages_max=4096, hot_pages=4) as decoder:
         model.add(decoder, 8)
         filler = model.pool.pages.alloc(model.pool.stats()["pages_free"])
         for _ in range(3):
@@ -487,16 +475,7 @@ def test_a_damaged_page_is_not_given_to_the_device(
 
 def test_a_page_that_was_freed_on_its_way_is_noticed(device: torch.device, seed: int) -> None:
     model = Model(seed)
-    with Decoder(
-        model.pool,
-        requests=1,
-        q_heads=4,
-        budget=Budget(pages=6),
-        pages_max=64,
-        device=device,
-        hot_pages=6,
-        recent_pages=2,
-    ) as decoder:
+    with decoder_of(model, device, budget=Budget(pages=6), hot_pages=6) as decoder:
         model.add(decoder, 40)
         decoder.begin()  # the tables are made
         resident = decoder._resident
@@ -519,16 +498,7 @@ def test_a_late_answer_is_an_error(device: torch.device, seed: int) -> None:
     if device.type == "cpu":
         pytest.skip("on the CPU the engine is called, not waited for")
     model = Model(seed)
-    with Decoder(
-        model.pool,
-        requests=1,
-        q_heads=4,
-        budget=Budget(pages=6),
-        pages_max=64,
-        device=device,
-        hot_pages=6,
-        deadline_s=1e-6,
-    ) as decoder:
+    with decoder_of(model, device, budget=Budget(pages=6), hot_pages=6, deadline_s=1e-6) as decoder:
         model.add(decoder, 40)
         with pytest.raises(WorkerError, match="did not answer"):
             model.step(decoder, None)
@@ -538,16 +508,7 @@ def test_a_captured_step_is_the_same_step(device: torch.device, seed: int) -> No
     if device.type == "cpu":
         pytest.skip("CUDA graphs need a CUDA device")
     model = Model(seed)
-    with Decoder(
-        model.pool,
-        requests=1,
-        q_heads=4,
-        budget=Budget(pages=24),
-        pages_max=24,
-        device=device,
-        hot_pages=24,
-        recent_pages=2,
-    ) as decoder:
+    with decoder_of(model, device, budget=Budget(pages=24), pages_max=24, hot_pages=24) as decoder:
         model.add(decoder, 50)
         assert model.step(decoder, None) < ATTEND_MAX[model.dtype]  # compiles what is captured
         still = [model.draw(LAYERS, 1, 1, heads, DIM).to(device) for heads in (4, 2, 2)]
@@ -582,15 +543,7 @@ def test_a_kernel_that_fails_is_named(
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
 
     model = Model(seed)
-    with Decoder(
-        model.pool,
-        requests=1,
-        q_heads=4,
-        budget=Budget(pages=6),
-        pages_max=64,
-        device=device,
-        hot_pages=6,
-    ) as decoder:
+    with decoder_of(model, device, budget=Budget(pages=6), hot_pages=6) as decoder:
         model.add(decoder, 40)
         monkeypatch.setattr(f"cxlkv.gpu.resident.{where}", fail)
         with pytest.raises(GpuError, match="layer 0: CUDA error: an illegal memory access was enc"):
@@ -630,15 +583,7 @@ def test_misuse_is_named(device: torch.device, seed: int) -> None:
     model = Model(seed)
     with pytest.raises(BadArgumentError, match="3 query heads"):
         Decoder(model.pool, requests=1, q_heads=3, budget=Budget(pages=4), pages_max=8)
-    decoder = Decoder(
-        model.pool,
-        requests=1,
-        q_heads=4,
-        budget=Budget(pages=4),
-        pages_max=8,
-        device=device,
-        hot_pages=4,
-    )
+    decoder = decoder_of(model, device, budget=Budget(pages=4), pages_max=8, hot_pages=4)
     with pytest.raises(BadArgumentError, match="no request"):
         decoder.begin()
     uneven = model.pool.sequence()
