@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from functools import partialmethod
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,7 @@ from cxlkv.errors import (
 )
 from cxlkv.gpu.decode import Decoder
 from cxlkv.gpu.failing import gpu_errors
+from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.gpu.resident import Resident
 from cxlkv.kernels import runtime
 from cxlkv.layout import LayerGroup
@@ -395,6 +398,75 @@ def test_random_operations(
                         newest = (len(kept[0][0]) - 1) // PAGE
                         assert {(head, newest) for head in range(HEADS)} <= layer[request]
         assert model.pool.check()["clean"]
+
+
+@pytest.fixture
+def by_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions go by words to a thread, as from a GPU; needs the interpreter for two kernels."""
+    if not runtime.INTERPRETED:
+        pytest.skip("the kernels are compiled here, for the GPU")
+    made = Mailbox.__init__
+    monkeypatch.setattr(Mailbox, "__init__", partialmethod(made, threaded=True))
+
+
+@pytest.mark.usefixtures("by_words")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_thread_answers(device: torch.device, seed: int, ahead: bool) -> None:
+    print(f"seed {seed}")
+    model = Model(seed)
+    with decoder_of(
+        model,
+        device,
+        requests=2,
+        budget=Budget(pages=24),
+        pages_max=24,
+        hot_pages=24,
+        ahead=ahead,
+        audit_every=2,
+        deadline_s=60.0,
+    ) as decoder:
+        for tokens in (50, 7):
+            model.add(decoder, tokens)
+        for _ in range(6):
+            assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+        decoder._of(0).release()
+        with pytest.raises(ReleasedError):
+            model.step(decoder, None)
+    thread = decoder._mail._thread
+    assert thread is not None
+    assert not thread.is_alive()
+
+
+@pytest.mark.usefixtures("by_words")
+def test_a_thread_that_is_late(
+    device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step ends with an error, and the next one is right: its question is another."""
+    print(f"seed {seed}")
+    model, go = Model(seed), threading.Event()
+    with decoder_of(
+        model, device, budget=Budget(pages=24), pages_max=24, hot_pages=24, deadline_s=1e-6
+    ) as decoder:
+        model.add(decoder, 50)
+        serve = decoder._mail._serve
+
+        def slow(layer: int) -> None:
+            go.wait()
+            serve(layer)
+
+        monkeypatch.setattr(decoder._mail, "_serve", slow)
+        decoder.begin()
+        rows = [model.draw(1, 1, heads, DIM).to(device) for heads in (4, 2, 2)]
+        for layer in range(LAYERS):
+            decoder.layer(layer, *rows)
+        go.set()
+        with pytest.raises(WorkerError, match="did not answer"):
+            decoder.end()
+        sequence = decoder._of(0)
+        assert [sequence.tokens(layer) for layer in range(LAYERS)] == [50] * LAYERS
+        decoder._mail._deadline_s = 60.0
+        for _ in range(3):
+            assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
 
 
 @pytest.mark.parametrize("hot_pages", [0, 8])

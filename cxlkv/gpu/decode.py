@@ -14,11 +14,21 @@ there is. docs/gpu.md has the picture.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import torch
 
 from cxlkv.closing import Closing
-from cxlkv.errors import BadArgumentError, ClosedError, OrderError, UnevenError
+from cxlkv.errors import (
+    BadArgumentError,
+    ClosedError,
+    CXLKVError,
+    GpuError,
+    OrderError,
+    ReleasedError,
+    UnevenError,
+)
 from cxlkv.gpu.driver import driver_of, index_of
 from cxlkv.gpu.failing import gpu_errors
 from cxlkv.gpu.hot import SlotCounts
@@ -158,12 +168,16 @@ class Decoder(Closing):
     def truncate(self, request: int, tokens: int) -> None:
         """Sequence.truncate() of a request, between two steps: rejected speculated tokens go."""
         self._check_between_steps()
+        self._cut(request, tokens)
+
+    def _cut(self, request: int, tokens: int) -> None:
         sequence = self._of(request)
         sequence.truncate(tokens)
-        if self._resident is not None:
-            # From here on pages are others, or were copied to others.
-            self._resident.forget(request, tokens // self.layout.page_tokens)
-        self._restart(request, sequence)
+        with gpu_errors("a truncate"):
+            if self._resident is not None:
+                # From here on pages are others, or were copied to others.
+                self._resident.forget(request, tokens // self.layout.page_tokens)
+            self._restart(request, sequence)
 
     def _of(self, request: int) -> Sequence:
         found = self._sequences[request] if 0 <= request < self._requests else None
@@ -199,6 +213,7 @@ class Decoder(Closing):
             batch=self.pool.batch(sequences),
             rows=self._rows,
             starts=np.arange(len(active) + 1, dtype=np.int32) * np.int32(self._rows),
+            lengths=[len(sequence) for sequence in sequences],
             recent_from=recent_from,
         )
         self._layer = 0
@@ -233,7 +248,8 @@ class Decoder(Closing):
             return resident.merged()
 
     def end(self, *, replayed: bool = False) -> None:
-        """Wait for the step, and raise what went wrong in it: then its outputs are not right.
+        """Wait for the step, and raise what went wrong in it: then nothing of it stays, and its
+        outputs are not to be used.
 
         StaleError: a page was freed while it was on its way. WorkerError: the near-data engine was
         late. GpuError: a kernel failed. Else what the engine raised, PoolFullError among them.
@@ -246,17 +262,40 @@ class Decoder(Closing):
         self.stats.steps += 1
 
     def abandon(self) -> None:
-        """Give a step up before its last layer: its sequences are uneven, truncate() mends them."""
-        if self._step is not None:
-            self._finish()
+        """Give a step up, as if it had not begun; what went wrong in it is not raised."""
+        step = self._step
+        if step is not None:
+            with suppress(CXLKVError):
+                self._settle()
+            self._take_back(step)
 
     def _finish(self) -> None:
-        self._step = None
-        if self._resident is not None:
-            with gpu_errors("a decode step"):
-                self._resident.synchronize()
-            self._mail.check()
-            self._resident.check()
+        """Of a step in which something went wrong, nothing stays."""
+        step = self._step
+        assert step is not None
+        try:
+            self._settle()
+        except CXLKVError:
+            self._take_back(step)
+            raise
+
+    def _settle(self) -> None:
+        """Wait for device and engine, which ends the step; raises what went wrong."""
+        try:
+            if self._resident is not None:
+                with gpu_errors("a decode step"):
+                    self._resident.synchronize()
+                self._mail.check()
+                self._resident.check()
+        finally:
+            self._step = None
+
+    def _take_back(self, step: Step) -> None:
+        """The step's rows, and what the device keeps of them."""
+        for request, length in zip(step.active.tolist(), step.lengths, strict=True):
+            # A released sequence is its owner's; a device whose context is lost says so again.
+            with suppress(ReleasedError, GpuError):
+                self._cut(request, length)
 
     def _check_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> None:
         layout, lead = self.layout, (self._requests, self._rows)

@@ -32,19 +32,25 @@ class Mailbox:
         serve: Callable[[int], None],
         then: Callable[[int], None],
         deadline_s: float,
+        *,
+        threaded: bool | None = None,
     ):
+        """threaded: None: where the device is a GPU. Tests have the CPU ask by words as well."""
         self._serve, self._then = serve, then
         self._deadline_s = deadline_s
         self._error: BaseException | None = None
         self.answered = torch.ones(2, dtype=torch.int32, device=device)
         self._thread: threading.Thread | None = None
-        if device.type != "cuda":
+        pinned = device.type == "cuda"
+        if not (pinned if threaded is None else threaded):
             return
-        self._words = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+        self._words = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)
         at = self._words.data_ptr()
         self._table = torch.tensor([at, at + 8], device=device)
         self._ticket = torch.zeros(1, dtype=torch.int64, device=device)
         self._stop = threading.Event()
+        self._idle = threading.Condition()
+        self._done = 0  # the word of the question that was served last, and then()
         self._thread = threading.Thread(target=self._run, name="cxlkv-mailbox", daemon=True)
         self._thread.start()
 
@@ -69,18 +75,22 @@ class Mailbox:
         await_answer(self._ticket, self._table, self.answered, looks)
 
     def check(self) -> None:
-        """After the stream was waited for: raises what went wrong since the last check."""
+        """After the stream was waited for: waits until nothing is served any more, a late question
+        either, and raises what went wrong since the last check."""
+        if self._thread is not None:
+            with self._idle:
+                self._idle.wait_for(lambda: self._done == int(self._words[0]))
         error, self._error = self._error, None
         worst = int(self.answered[1])
         self.answered[1] = 1
-        if error is not None:
-            raise error
         if worst < 0:
             raise WorkerError(
                 f"the near-data engine did not answer within {self._deadline_s:g} s, and pages are "
                 "missing from this step: run it again, with a longer deadline_s if the machine is "
                 "busy"
-            )
+            ) from error
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """The thread ends; questions are not answered any more."""
@@ -111,3 +121,6 @@ class Mailbox:
             ticket, subject = divmod(word, SUBJECTS)
             _core.word_store(answer, ticket if self._did(self._serve, subject) else -ticket)
             self._did(self._then, subject)
+            with self._idle:
+                self._done = word
+                self._idle.notify_all()

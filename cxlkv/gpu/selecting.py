@@ -33,13 +33,15 @@ class DecodeStats:
 class Step:
     """One step of all requests, as the engine sees it: `rows` tokens for each of `active`.
 
-    recent_from, int32 [active]: the device has the pages from there on.
+    lengths [active]: tokens before it. recent_from, int32 [active]: the device has the pages from
+    there on.
     """
 
     active: npt.NDArray[np.int64]
     batch: Batch
     rows: int
     starts: npt.NDArray[np.int32]
+    lengths: list[int]
     recent_from: npt.NDArray[np.int32]
 
     def rows_of(self, rows: torch.Tensor) -> torch.Tensor:
