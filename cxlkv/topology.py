@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cxlkv.sysfs import chosen, fields, id_list, kilobytes, names, number, numbers, read
+
 # What our kernels and our cache flushes can make use of, in the kernel's spelling.
 ISA_OF_INTEREST = {
     "x86_64": (
@@ -120,14 +122,14 @@ class Advice:
 def probe(root: Path = Path("/")) -> Machine:
     """Read the machine whose procfs and sysfs lie below `root`."""
     return Machine(
-        kernel=_read(root / "proc/sys/kernel/osrelease"),
+        kernel=read(root / "proc/sys/kernel/osrelease"),
         cpu=_cpu(root),
         memory=_memory(root),
         nodes=_nodes(root),
         huge_pages=_huge_pages(root),
         shared_memory=_shared_memory(root),
-        cxl_memory_devices=_names(root / "sys/bus/cxl/devices", r"mem\d+"),
-        dax_devices=_names(root / "sys/bus/dax/devices", r"dax\d+\.\d+"),
+        cxl_memory_devices=names(root / "sys/bus/cxl/devices", r"mem\d+"),
+        dax_devices=names(root / "sys/bus/dax/devices", r"dax\d+\.\d+"),
     )
 
 
@@ -188,29 +190,30 @@ def _low_memlock(machine: Machine) -> Advice | None:
 
 
 def _cpu(root: Path) -> Cpu:
-    info = _fields(_read(root / "proc/cpuinfo"))
+    info = fields(read(root / "proc/cpuinfo"))
     # x86 says "flags", arm "Features"; arm has no name for its CPUs, only part numbers.
     architecture = "x86_64" if "flags" in info else "aarch64" if "Features" in info else ""
     flags = set((info.get("flags") or info.get("Features") or "").split())
     model = info.get("model name", "")
     if not model and "CPU part" in info:
         model = f"implementer {info.get('CPU implementer', '?')} part {info['CPU part']}"
-    allowed = _fields(_read(root / "proc/self/status")).get("Cpus_allowed_list")
+    allowed = fields(read(root / "proc/self/status")).get("Cpus_allowed_list")
     return Cpu(
         model=model,
         architecture=architecture,
-        cores_allowed=_id_list(allowed or _read(root / "sys/devices/system/cpu/online")),
+        cores_allowed=id_list(allowed or read(root / "sys/devices/system/cpu/online")),
         isa=tuple(name for name in ISA_OF_INTEREST.get(architecture, ()) if name in flags),
     )
 
 
 def _memory(root: Path) -> Memory:
-    info = _fields(_read(root / "proc/meminfo"))
+    info = fields(read(root / "proc/meminfo"))
     limit_bytes, usage_bytes = _cgroup_memory(root)
-    memlock = re.search(r"^Max locked memory\s+(\d+)\s", _read(root / "proc/self/limits"), re.M)
+    limits = read(root / "proc/self/limits")
+    memlock = re.search(r"^Max locked memory\s+([0-9]{1,20})\s", limits, re.M)
     return Memory(
-        total_bytes=_kilobytes(info.get("MemTotal")),
-        available_bytes=_kilobytes(info.get("MemAvailable")),
+        total_bytes=kilobytes(info.get("MemTotal")),
+        available_bytes=kilobytes(info.get("MemAvailable")),
         cgroup_limit_bytes=limit_bytes,
         cgroup_usage_bytes=usage_bytes,
         memlock_bytes=int(memlock[1]) if memlock else None,
@@ -221,7 +224,7 @@ def _cgroup_memory(root: Path) -> tuple[int | None, int | None]:
     """Limit and usage in the cgroup with the tightest memory limit, this one or one above it."""
     found: list[tuple[int, int | None]] = []
     for folder, limit_name, usage_name in _cgroup_folders(root):
-        limit_bytes = _number(folder / limit_name)
+        limit_bytes = number(folder / limit_name)
         if limit_bytes is not None and limit_bytes < CGROUP_NO_LIMIT_BYTES:
             found.append((limit_bytes, _cgroup_usage(folder, usage_name)))
     return min(found, key=lambda pair: pair[0], default=(None, None))
@@ -229,10 +232,10 @@ def _cgroup_memory(root: Path) -> tuple[int | None, int | None]:
 
 def _cgroup_usage(folder: Path, usage_name: str) -> int | None:
     """What the cgroup uses, without files in the page cache that the kernel would drop first."""
-    usage_bytes = _number(folder / usage_name)
+    usage_bytes = number(folder / usage_name)
     if usage_bytes is None:
         return None
-    counts = dict(re.findall(r"^(\w+) (\d+)$", _read(folder / "memory.stat"), re.M))
+    counts = dict(re.findall(r"^(\w+) ([0-9]{1,20})$", read(folder / "memory.stat"), re.M))
     # v1 has sums with the cgroups below under names of their own; in v2 every number is one.
     dropped_bytes = int(counts.get("total_inactive_file") or counts.get("inactive_file") or 0)
     return max(0, usage_bytes - dropped_bytes)
@@ -241,8 +244,8 @@ def _cgroup_usage(folder: Path, usage_name: str) -> int | None:
 def _cgroup_folders(root: Path) -> Iterator[tuple[Path, str, str]]:
     """Each folder from this process's cgroup up to the mount, and its files for limit and usage."""
     mounts = _mounts(root)
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
+    for line in read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "?", ""][:3]
         if not controllers:  # the one line of v2
             limit_name, usage_name = "memory.max", "memory.current"
             tops = [mount for mount in mounts if mount.kind == "cgroup2"]
@@ -265,17 +268,17 @@ def _cgroup_folders(root: Path) -> Iterator[tuple[Path, str, str]]:
 def _nodes(root: Path) -> tuple[NumaNode, ...]:
     folder = root / "sys/devices/system/node"
     nodes = []
-    for name in _names(folder, r"node\d+"):
+    for name in names(folder, r"node\d+"):
         # Each line of a node's meminfo starts with "Node 0 ".
-        text = re.sub(r"^Node \d+ ", "", _read(folder / name / "meminfo"), flags=re.M)
-        info = _fields(text)
+        text = re.sub(r"^Node \d+ ", "", read(folder / name / "meminfo"), flags=re.M)
+        info = fields(text)
         nodes.append(
             NumaNode(
                 node=int(name.removeprefix("node")),
-                cpus=_id_list(_read(folder / name / "cpulist")),
-                total_bytes=_kilobytes(info.get("MemTotal")),
-                free_bytes=_kilobytes(info.get("MemFree")),
-                distances=tuple(int(d) for d in _read(folder / name / "distance").split()),
+                cpus=id_list(read(folder / name / "cpulist")),
+                total_bytes=kilobytes(info.get("MemTotal")),
+                free_bytes=kilobytes(info.get("MemFree")),
+                distances=numbers(read(folder / name / "distance")),
             )
         )
     return tuple(nodes)
@@ -286,16 +289,16 @@ def _huge_pages(root: Path) -> HugePages:
     pools = tuple(
         HugePagePool(
             page_bytes=int(name.removeprefix("hugepages-").removesuffix("kB")) * KIB,
-            total_count=_number(folder / name / "nr_hugepages") or 0,
-            free_count=_number(folder / name / "free_hugepages") or 0,
+            total_count=number(folder / name / "nr_hugepages") or 0,
+            free_count=number(folder / name / "free_hugepages") or 0,
         )
-        for name in _names(folder, r"hugepages-\d+kB")
+        for name in names(folder, r"hugepages-\d+kB")
     )
     transparent = root / "sys/kernel/mm/transparent_hugepage"
     return HugePages(
         pools=pools,
-        transparent=_chosen(transparent / "enabled"),
-        shared_memory=_chosen(transparent / "shmem_enabled"),
+        transparent=chosen(transparent / "enabled"),
+        shared_memory=chosen(transparent / "shmem_enabled"),
     )
 
 
@@ -308,7 +311,7 @@ def _shared_memory(root: Path) -> SharedMemory:
     for mount in _mounts(root):
         if mount.target == "/dev/shm":
             for option in mount.options:
-                if match := re.fullmatch(r"size=(\d+)k", option):
+                if match := re.fullmatch(r"size=([0-9]{1,20})k", option):
                     return SharedMemory(int(match[1]) * KIB, None)
     return SharedMemory(None, None)
 
@@ -321,59 +324,5 @@ class _Mount:
 
 
 def _mounts(root: Path) -> list[_Mount]:
-    lines = (line.split() for line in _read(root / "proc/self/mounts").splitlines())
+    lines = (line.split() for line in read(root / "proc/self/mounts").splitlines())
     return [_Mount(part[1], part[2], tuple(part[3].split(","))) for part in lines if len(part) > 3]
-
-
-def _read(path: Path) -> str:
-    """The file's text without the spaces round it; "" where it is absent, masked or no file."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _number(path: Path) -> int | None:
-    text = _read(path)
-    return int(text) if text.isdecimal() else None
-
-
-def _names(folder: Path, pattern: str) -> tuple[str, ...]:
-    """Names in `folder` that match, node2 before node10."""
-    try:
-        names = [entry.name for entry in folder.iterdir()]
-    except OSError:
-        return ()
-    matching = (name for name in names if re.fullmatch(pattern, name))
-    return tuple(sorted(matching, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]))
-
-
-def _fields(text: str) -> dict[str, str]:
-    """`key: value` lines; of a key that comes again (one per CPU), the first."""
-    fields: dict[str, str] = {}
-    for line in text.splitlines():
-        key, colon, value = line.partition(":")
-        if colon:
-            fields.setdefault(key.strip(), value.strip())
-    return fields
-
-
-def _kilobytes(text: str | None) -> int | None:
-    """The bytes in "123 kB"."""
-    match = re.fullmatch(r"(\d+) kB", text or "")
-    return int(match[1]) * KIB if match else None
-
-
-def _chosen(path: Path) -> str:
-    """The word in brackets: "always [madvise] never"."""
-    match = re.search(r"\[(\w+)\]", _read(path))
-    return match[1] if match else ""
-
-
-def _id_list(text: str) -> tuple[int, ...]:
-    """The ids in "0-3,8"."""
-    ids: list[int] = []
-    for part in text.split(",") if text else ():
-        first, _, last = part.partition("-")
-        ids.extend(range(int(first), int(last or first) + 1))
-    return tuple(ids)

@@ -20,7 +20,9 @@ LAYERS = (
     {"errors", "config", "layout", "certificate", "state", "closing"},
     {"arrays"},
     {"_core"},
-    {"topology", "regions", "pool_config", "emulation"},
+    {"sysfs"},
+    {"topology", "nodes", "devices", "regions", "pool_config", "emulation"},
+    {"suggestions"},
     {"coherence", "cold_file", "pages"},
     {
         "cold",
@@ -40,7 +42,7 @@ LAYERS = (
     {"pool"},
     {"transport", "adapters", "metrics", "near", "prefetch"},
     {"tiers", "gpu"},
-    {"bench", "demo", "top", "advise", "cli"},
+    {"bench", "demo", "top", "advise", "info", "cli"},
 )
 RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}
 TOP = len(LAYERS) - 1

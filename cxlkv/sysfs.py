@@ -1,0 +1,136 @@
+"""Reading procfs and sysfs: the one seam through which this machine, or a recorded one, is seen.
+
+Every file may be absent, masked by a container, forbidden, or hold what nobody expects; then the
+answer is empty or None ("not known"), never an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+READ_BYTES_MAX = 16 << 20  # /proc/cpuinfo of the largest machines has a few MiB
+READ_BYTES = 64 << 10  # at once: the kernel makes room for so much first, and /proc/sys refuses MiB
+IDS_MAX = 1 << 16  # more CPUs or nodes than any kernel is built for: such a list is garbage
+
+
+def read(path: Path) -> str:
+    """The file's text without the spaces round it; "" where it is absent, masked or no file."""
+    try:
+        text = b""
+        with path.open("rb", buffering=0) as file:
+            while len(text) < READ_BYTES_MAX and (more := file.read(READ_BYTES)):
+                text += more
+        return text.decode(errors="replace").strip()
+    except (OSError, ValueError):  # ValueError: a name from another file has a zero byte in it
+        return ""
+
+
+def number(path: Path) -> int | None:
+    """The number in a file, decimal or 0x-hexadecimal, as the CXL drivers write it."""
+    return to_number(read(path))
+
+
+def to_number(text: str) -> int | None:
+    """A number of at most 20 digits; -1, which stands for "none" in sysfs, is None."""
+    if re.fullmatch(r"[0-9]{1,20}", text):
+        return int(text)
+    return int(text, 16) if re.fullmatch(r"0x[0-9a-fA-F]{1,16}", text) else None
+
+
+def flag(path: Path) -> bool | None:
+    """A switch: true or false, 1 or 0, Y or N."""
+    return {"true": True, "1": True, "Y": True, "false": False, "0": False, "N": False}.get(
+        read(path)
+    )
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Numbers between spaces; none of them if one is garbage."""
+    found = [to_number(part) for part in text.split()]
+    known = [each for each in found if each is not None]
+    return tuple(known) if len(known) == len(found) else ()
+
+
+def names(folder: Path, pattern: str) -> tuple[str, ...]:
+    """Names in `folder` that match, node2 before node10."""
+    try:
+        found = [entry.name for entry in folder.iterdir()]
+    except (OSError, ValueError):
+        return ()
+    matching = (name for name in found if re.fullmatch(pattern, name))
+    return tuple(sorted(matching, key=lambda name: [int(n) for n in re.findall(r"[0-9]+", name)]))
+
+
+def target(link: Path) -> Path | None:
+    """Where a link leads, through all links on the way; None where it leads to nothing."""
+    try:
+        return link.resolve(strict=True)
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: a circle of links
+        return None
+
+
+def target_name(link: Path) -> str:
+    """The last part of where a link leads, as of `driver`; "" without such a link."""
+    try:
+        return os.path.basename(os.readlink(link))
+    except (OSError, ValueError):
+        return ""
+
+
+def path_below(root: Path, path: Path) -> str:
+    """A path as the machine below `root` would write it: /sys/devices/..."""
+    whole = root.resolve()
+    return f"/{path.relative_to(whole)}" if path.is_relative_to(whole) else str(path)
+
+
+def fields(text: str) -> dict[str, str]:
+    """`key: value` lines; of a key that comes again (one per CPU), the first."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            found.setdefault(key.strip(), value.strip())
+    return found
+
+
+def kilobytes(text: str | None) -> int | None:
+    """The bytes in "123 kB"."""
+    match = re.fullmatch(r"([0-9]{1,20}) kB", text or "")
+    return int(match[1]) << 10 if match else None
+
+
+def chosen(path: Path) -> str:
+    """The word in brackets: "always [madvise] never"."""
+    match = re.search(r"\[(\w+)\]", read(path))
+    return match[1] if match else ""
+
+
+def id_list(text: str) -> tuple[int, ...]:
+    """The ids in "0-3,8"; none of them if a part is garbage."""
+    ids: list[int] = []
+    for part in text.split(",") if text else ():
+        match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part.strip())
+        if match is None:
+            return ()
+        ids.extend(range(int(match[1]), min(int(match[2] or match[1]), IDS_MAX) + 1))
+        if len(ids) > IDS_MAX:
+            return ()
+    return tuple(ids)
+
+
+def trouble(path: Path) -> str:
+    """Why nothing can be read at `path`: "absent", "no permission" or so; "" if something can."""
+    try:
+        if path.is_dir():
+            os.scandir(path).close()
+        else:
+            path.open("rb").close()
+    except FileNotFoundError:
+        return "absent"
+    except PermissionError:
+        return "no permission"
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "strerror", None) or error)
+    return ""
