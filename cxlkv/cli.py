@@ -19,7 +19,7 @@ from rich.text import Text
 from cxlkv.advise import advise
 from cxlkv.config import format_bytes
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
-from cxlkv.topology import Machine, missing, probe
+from cxlkv.info import info, ranges
 
 if TYPE_CHECKING:
     from cxlkv.layout import KVLayout
@@ -33,6 +33,7 @@ app = typer.Typer(
 )
 pool_app = typer.Typer(help="Make, find, watch, check and remove pools.", no_args_is_help=True)
 app.add_typer(pool_app, name="pool")
+app.command()(info)
 app.command()(advise)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
@@ -79,26 +80,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         line = Text(f"error: {error}", style="red")
         Console(stderr=True, soft_wrap=True).print(line)
         raise SystemExit(1) from error
-
-
-@app.command()
-def info(as_json: AsJson = False) -> None:
-    """Say what this machine has for a pool, what is missing, and what mends it."""
-    from cxlkv import _core
-
-    machine = probe()
-    advice = missing(machine)
-    kernels = _core.isa()
-    if as_json:
-        print_json({**asdict(machine), "kernels": kernels, "missing": [asdict(a) for a in advice]})
-        return
-    console = Console()
-    console.print(table("This machine", machine_rows(machine, kernels)))
-    if not advice:
-        console.print("Nothing is missing.")
-    for item in advice:  # no table: a command must stay in one piece to be copied
-        console.print(Text(f"Missing: {item.what}", style="yellow"), soft_wrap=True)
-        console.print(Text(f"  why:   {item.why}\n  do:    {item.command}"), soft_wrap=True)
 
 
 @app.command()
@@ -492,6 +473,7 @@ def ndp_worker(
     """
     from cxlkv.ndp.worker import cpus_near, pin, serve
     from cxlkv.pool import CXLPool
+    from cxlkv.topology import probe
 
     if node is not None:
         pin(cpus_near(probe(), node))
@@ -530,64 +512,6 @@ def pool_table(found: Sequence[Overview]) -> Table:
             " ".join(pids),
         )
     return result
-
-
-def machine_rows(machine: Machine, kernels: str) -> dict[str, str]:
-    """The machine for a person; `kernels` names the instruction set that scoring uses here."""
-    cpu, memory, pages = machine.cpu, machine.memory, machine.huge_pages
-    rows = {
-        "CPU": cpu.model or "not known",
-        "cores allowed": f"{len(cpu.cores_allowed)}: {' '.join(map(str, cpu.cores_allowed))}",
-        "instruction sets": " ".join(cpu.isa) or "none of interest",
-        "kernels in use": kernels,
-        "kernel": machine.kernel or "not known",
-        "memory": f"{size(memory.available_bytes)} available of {size(memory.total_bytes)}",
-        "memory limit (cgroup)": limit(memory.cgroup_limit_bytes, memory.cgroup_usage_bytes),
-        "lockable memory": limit(memory.memlock_bytes, None),
-    }
-    for node in machine.nodes:
-        cpus = " ".join(map(str, node.cpus)) or "none: memory only"
-        distances = " ".join(map(str, node.distances))
-        rows[f"NUMA node {node.node}"] = (
-            f"{size(node.free_bytes)} free of {size(node.total_bytes)},"
-            f" CPUs {cpus}, distances {distances or 'not known'}"
-        )
-    for pool in pages.pools:
-        rows[f"huge pages of {format_bytes(pool.page_bytes)}"] = (
-            f"{pool.free_count} free of {pool.total_count}"
-        )
-    rows["transparent huge pages"] = (
-        f"{pages.transparent or 'not known'}; shared memory: {pages.shared_memory or 'not known'}"
-    )
-    shared = machine.shared_memory
-    rows["/dev/shm"] = f"{size(shared.free_bytes)} free of {size(shared.size_bytes)}"
-    rows["CXL memory devices"] = " ".join(machine.cxl_memory_devices) or "none"
-    rows["DAX devices"] = " ".join(machine.dax_devices) or "none"
-    return rows
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Rising numbers, runs of them shortened: 0-4 6-10 12."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return " ".join("-".join(map(str, run)) for run in runs)
-
-
-def size(value_bytes: int | None) -> str:
-    """A size that may not be known."""
-    return "not known" if value_bytes is None else format_bytes(value_bytes)
-
-
-def limit(limit_bytes: int | None, usage_bytes: int | None) -> str:
-    """A limit that may not be known, and how much of it is used."""
-    if limit_bytes is None:
-        return "no limit known"
-    used = "" if usage_bytes is None else f", {format_bytes(usage_bytes)} used"
-    return f"{format_bytes(limit_bytes)}{used}"
 
 
 if __name__ == "__main__":

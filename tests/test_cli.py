@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cxlkv import _core, cli, topology
+from cxlkv import _core, cli, info, topology
 from cxlkv.errors import CXLKVError
 
 runner = CliRunner()
@@ -39,7 +39,7 @@ def test_info_names_the_kernels_in_use() -> None:
 def test_info_keeps_each_command_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     command = "sudo sysctl vm.nr_hugepages=1024" + " # long" * 40
     advice = [topology.Advice("no huge pages", "scans are slower", command)]
-    monkeypatch.setattr(cli, "missing", lambda machine: advice)
+    monkeypatch.setattr(info, "missing", lambda machine: advice)
     assert command in runner.invoke(cli.app, ["info"]).output
 
 
@@ -61,10 +61,10 @@ def test_no_command_shows_the_help() -> None:
 def test_a_known_failure_is_one_line_without_a_traceback(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def probe() -> None:
+    def probe(root: Path) -> None:
         raise CXLKVError("the pool [red] is full: free pages, or make it larger")
 
-    monkeypatch.setattr(cli, "probe", probe)
+    monkeypatch.setattr(info, "probe", probe)
     code, out, err = run_main(capsys, "info")
     assert (code, out) == (1, "")
     assert err == "error: the pool [red] is full: free pages, or make it larger\n"

@@ -1,0 +1,336 @@
+"""`cxlkv info`: one tree for people, one JSON object for programs, and where a pool should lie.
+
+docs/info.md explains the keys of the JSON and the exit codes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+from cxlkv.config import format_bytes
+from cxlkv.devices import CxlRegion, DaxDevice, Devices, probe_devices
+from cxlkv.errors import BadArgumentError
+from cxlkv.nodes import Access, NodeDetails, Numa, probe_nodes
+from cxlkv.suggestions import FOUND_BY, Place, lacking, suggest
+from cxlkv.sysfs import trouble
+from cxlkv.top import plain
+from cxlkv.topology import Advice, Machine, NumaNode, missing, probe
+
+# Of each, what is then not known; all else that cannot be read shows as "not known" in its place.
+SOURCES = {
+    "proc/meminfo": "how much memory there is",
+    "proc/self/status": "which CPUs and nodes are allowed here",
+    "sys/devices/system/node": "NUMA nodes",
+    "sys/bus/cxl/devices": "CXL memory",
+    "sys/bus/dax/devices": "dax devices",
+    "sys/bus/pci/devices": "GPUs",
+}
+# Absent where the kernel has no such driver: then there is nothing to know, and nothing to say.
+MAY_BE_ABSENT = {"sys/bus/cxl/devices", "sys/bus/dax/devices"}
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """What could not be found out."""
+
+    path: str
+    why: str  # "absent", "no permission" ...
+    what: str
+
+
+@dataclass(frozen=True)
+class Survey:
+    """All that `cxlkv info` says."""
+
+    machine: Machine
+    numa: Numa
+    devices: Devices
+    missing: tuple[Advice, ...]
+    unknown: tuple[Unknown, ...]
+    places: tuple[Place, ...]  # the best first
+    kernels: str  # the instruction set that scoring uses in this process
+
+
+def survey(root: Path = Path("/")) -> Survey:
+    """Read all of the machine whose procfs and sysfs lie below `root`."""
+    from cxlkv import _core
+
+    if not root.is_dir():
+        raise BadArgumentError(f"{root} is no folder: give one that has proc and sys of a machine")
+    machine, numa, devices = probe(root), probe_nodes(root), probe_devices(root)
+    return Survey(
+        machine=machine,
+        numa=numa,
+        devices=devices,
+        missing=(*lacking(numa, devices), *missing(machine)),
+        unknown=tuple(_unknown(root)),
+        places=tuple(suggest(machine, numa, devices)),
+        kernels=_core.isa(),
+    )
+
+
+def _unknown(root: Path) -> Iterator[Unknown]:
+    for name, what in SOURCES.items():
+        why = trouble(root / name)
+        if why and not (why == "absent" and name in MAY_BE_ABSENT):
+            yield Unknown(f"/{name}", why, what)
+
+
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a tree.")] = False,
+    root: Annotated[
+        Path, typer.Option(help="A folder with proc and sys of another machine.")
+    ] = Path("/"),
+) -> None:
+    """Say what this machine has for a pool, what is missing, and where a pool should lie.
+
+    Exit code 0 however much of the machine is hidden: what could not be read is named.
+    """
+    found = survey(root)
+    if as_json:
+        typer.echo(json.dumps(as_dict(found), indent=2))
+        return
+    Console().print(tree(found))
+    console = Console(soft_wrap=True)  # a command must stay in one piece to be copied
+    for item in found.unknown:
+        console.print(_line(f"Not known: {item.what} ({item.path}: {item.why})", "yellow"))
+    for advice in found.missing:
+        console.print(_line(f"Missing: {advice.what}", "yellow"))
+        console.print(_line(f"  why:   {advice.why}\n  do:    {advice.command}"))
+    for index, place in enumerate(found.places):
+        console.print(_line("Place for a pool:" if index == 0 else "Or:", "bold"))
+        console.print(_line("\n".join(_place_lines(place))))
+
+
+def as_dict(found: Survey) -> dict[str, object]:
+    """The JSON of a survey: what a machine has is one list each, of nodes, devices, places."""
+    machine = asdict(found.machine)
+    details = {each.node: asdict(each) for each in found.numa.nodes}
+    nodes = [{**node, **details.get(node["node"], {})} for node in machine["nodes"]]
+    settings = asdict(found.numa)
+    del settings["nodes"]
+    return {
+        **machine,
+        "nodes": nodes,
+        "numa": settings,
+        **asdict(found.devices),
+        "kernels": found.kernels,
+        "missing": [asdict(item) for item in found.missing],
+        "unknown": [asdict(item) for item in found.unknown],
+        "places": [{**asdict(place), "yaml": list(place.yaml)} for place in found.places],
+    }
+
+
+def tree(found: Survey) -> Tree:
+    """The machine for a person."""
+    machine = found.machine
+    result = Tree(_line("This machine", "bold"))
+    _add(result, "CPU", _cpu_lines(machine, found.kernels))
+    _add(result, "memory", _memory_lines(machine))
+    nodes = _add(result, "NUMA nodes", _numa_lines(found.numa))
+    for node in machine.nodes:
+        _add(nodes, _node_title(node), _node_lines(node, found.numa.of(node.node)))
+    cxl = _add(result, "CXL", _cxl_lines(found.devices))
+    for region in found.devices.cxl_regions:
+        _add(cxl, _region_title(region), [f"path {region.path}"])
+    dax = _add(result, "dax devices", [] if found.devices.dax_devices else ["none"])
+    for device in found.devices.dax_devices:
+        _add(dax, device.file, _dax_lines(device))
+    _add(result, "GPUs", _gpu_lines(found.devices))
+    return result
+
+
+def _add(parent: Tree, title: str, lines: Sequence[str]) -> Tree:
+    branch = parent.add(_line(title))
+    for line in lines:
+        branch.add(_line(line))
+    return branch
+
+
+def _line(text: str, style: str = "") -> Text:
+    """Names and paths come from devices: nothing in them may steer the terminal."""
+    return Text("\n".join(plain(line) for line in text.split("\n")), style=style)
+
+
+def _cpu_lines(machine: Machine, kernels: str) -> list[str]:
+    cpu = machine.cpu
+    return [
+        cpu.model or "model not known",
+        f"cores allowed: {len(cpu.cores_allowed)}: {ranges(cpu.cores_allowed)}",
+        f"instruction sets: {' '.join(cpu.isa) or 'none of interest'}",
+        f"kernels in use: {kernels}",
+        f"Linux {machine.kernel or 'not known'}",
+    ]
+
+
+def _memory_lines(machine: Machine) -> list[str]:
+    memory, pages, shared = machine.memory, machine.huge_pages, machine.shared_memory
+    return [
+        f"{size(memory.available_bytes)} available of {size(memory.total_bytes)}",
+        f"limit (cgroup): {limit(memory.cgroup_limit_bytes, memory.cgroup_usage_bytes)}",
+        f"lockable: {limit(memory.memlock_bytes, None)}",
+        *(
+            f"huge pages of {format_bytes(pool.page_bytes)}: "
+            f"{pool.free_count} free of {pool.total_count}"
+            for pool in pages.pools
+        ),
+        f"transparent huge pages: {pages.transparent or 'not known'}; "
+        f"shared memory: {pages.shared_memory or 'not known'}",
+        f"/dev/shm: {size(shared.free_bytes)} free of {size(shared.size_bytes)}",
+    ]
+
+
+def _numa_lines(numa: Numa) -> list[str]:
+    lines = [
+        f"allowed here: {ranges(numa.nodes_allowed) or 'not known'}; "
+        f"demotion: {_switch(numa.demotion_enabled)}; "
+        f"NUMA balancing: {_count(numa.balancing)}; new memory: {numa.auto_online or 'not known'}"
+    ]
+    if numa.nodes_offline:
+        lines.append(f"possible, but offline: {ranges(numa.nodes_offline)}")
+    return lines
+
+
+def _node_title(node: NumaNode) -> str:
+    cpus = f"CPUs {ranges(node.cpus)}" if node.cpus else "no CPUs: memory only"
+    return f"node {node.node}: {size(node.free_bytes)} free of {size(node.total_bytes)}, {cpus}"
+
+
+def _node_lines(node: NumaNode, details: NodeDetails | None) -> list[str]:
+    lines = [f"distances: {' '.join(map(str, node.distances)) or 'not known'}"]
+    if details is None:
+        return lines
+    lines.append(
+        f"tier: {_count(details.tier)}; weight: {_count(details.weight)}; "
+        f"zones: {' '.join(details.zones) or 'not known'}"
+    )
+    lines += [_access_line(access) for access in details.accesses]
+    if details.offline_blocks_count:
+        lines.append(f"{details.offline_blocks_count} blocks of memory are offline")
+    if details.allowed is False:
+        lines.append("not allowed here (cpuset)")
+    return lines
+
+
+def _access_line(access: Access) -> str:
+    read, write = (
+        f"{_count(latency_ns)} ns, {_count(bandwidth_mb_per_s)} MB/s"
+        for latency_ns, bandwidth_mb_per_s in (
+            (access.read_latency_ns, access.read_bandwidth_mb_per_s),
+            (access.write_latency_ns, access.write_bandwidth_mb_per_s),
+        )
+    )
+    nodes = ranges(access.initiators) or "?"
+    return f"access{access.access_class} from node {nodes}: read {read}; write {write}"
+
+
+def _cxl_lines(devices: Devices) -> list[str]:
+    lines = [
+        f"{each.name}: serial {each.serial or 'not known'}, RAM {size(each.ram_bytes)}, "
+        f"persistent {size(each.pmem_bytes)}, near node {_node(each.numa_node)}, "
+        f"firmware {each.firmware or 'not known'}, {each.driver or 'no driver'}, {each.path}"
+        for each in devices.cxl_memory_devices
+    ]
+    lines += [
+        f"{each.name}: {each.kind or '?'}, {size(each.size_bytes)}"
+        + _interleave(each.interleave_ways, each.interleave_granularity_bytes)
+        + (f", {each.region}" if each.region else "")
+        for each in devices.cxl_decoders
+        if each.kind == "root" or each.size_bytes  # the unused ones are many
+    ]
+    return lines if lines or devices.cxl_regions else ["none"]
+
+
+def _region_title(region: CxlRegion) -> str:
+    state = {True: "committed", False: "not committed", None: "state not known"}[region.committed]
+    return (
+        f"{region.name}: {region.mode or 'mode not known'}, {size(region.size_bytes)} on "
+        f"{', '.join(region.targets) or 'unknown devices'}"
+        f"{_interleave(region.interleave_ways, region.interleave_granularity_bytes)}, {state}, "
+        f"{'enabled' if region.driver else 'disabled'}"
+    )
+
+
+def _interleave(ways: int | None, granularity_bytes: int | None) -> str:
+    if ways is None or ways < 2:
+        return ""
+    return f", {ways} ways every {size(granularity_bytes)}"
+
+
+def _dax_lines(device: DaxDevice) -> list[str]:
+    driver = {
+        "device_dax": "driver device_dax: it can be mapped",
+        "kmem": f"driver kmem: system RAM, node {_node(device.target_node)}",
+        "": "no driver: opening it gives ENXIO",
+    }.get(device.driver, f"driver {device.driver}")
+    if not device.size_bytes and not device.driver:
+        driver = "no memory: from such a seed the driver makes further devices"
+    return [
+        f"{size(device.size_bytes)} in units of {size(device.align_bytes)}, {driver}",
+        f"found by {FOUND_BY[device.found_by]}{f' ({device.region})' if device.region else ''}; "
+        f"node as RAM {_node(device.target_node)}, near node {_node(device.numa_node)}",
+        f"path {device.path}",
+    ]
+
+
+def _gpu_lines(devices: Devices) -> list[str]:
+    return [
+        f"{each.address}: {each.vendor or 'vendor not known'}, near node {_node(each.numa_node)}, "
+        f"{each.driver or 'no driver'}"
+        for each in devices.gpus
+    ] or ["none"]
+
+
+def _place_lines(place: Place) -> Iterator[str]:
+    for line in place.yaml:
+        yield f"  {line}"
+    yield f"  why:   {place.why}"
+    for command in place.commands:
+        yield f"  first: {command}"
+    for caution in place.cautions:
+        yield f"  note:  {caution}"
+
+
+def _switch(value: bool | None) -> str:
+    return {True: "on", False: "off", None: "not known"}[value]
+
+
+def _count(value: int | None) -> str:
+    return "?" if value is None else str(value)
+
+
+def _node(value: int | None) -> str:
+    return "not known" if value is None else str(value)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Rising numbers, runs of them shortened: 0-4 6-10 12."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return " ".join("-".join(map(str, run)) for run in runs)
+
+
+def size(value_bytes: int | None) -> str:
+    """A size that may not be known."""
+    return "not known" if value_bytes is None else format_bytes(value_bytes)
+
+
+def limit(limit_bytes: int | None, usage_bytes: int | None) -> str:
+    """A limit that may not be known, and how much of it is used."""
+    if limit_bytes is None:
+        return "no limit known"
+    used = "" if usage_bytes is None else f", {format_bytes(usage_bytes)} used"
+    return f"{format_bytes(limit_bytes)}{used}"

@@ -1,0 +1,141 @@
+"""Memory nodes beyond CPUs and size: how fast they are, what kind, and what the kernel does there.
+
+Only `cxlkv info` asks for this; what a pool asks at each creation is in topology.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from cxlkv.sysfs import fields, flag, id_list, names, number, read
+
+
+@dataclass(frozen=True)
+class Access:
+    """How a node's memory does, as the firmware (HMAT) or the device (CDAT) tells; None: not told.
+
+    Class 0 is as seen by the nearest initiators of any kind, class 1 by the nearest CPUs.
+    """
+
+    access_class: int
+    initiators: tuple[int, ...]  # their nodes
+    read_latency_ns: int | None
+    write_latency_ns: int | None
+    read_bandwidth_mb_per_s: int | None
+    write_bandwidth_mb_per_s: int | None
+
+
+@dataclass(frozen=True)
+class NodeDetails:
+    """What `NumaNode` does not say of a node."""
+
+    node: int
+    online: bool | None  # the kernel hands out its memory
+    has_cpus: bool | None
+    allowed: bool | None  # this process may have its memory (cpuset)
+    accesses: tuple[Access, ...]
+    tier: int | None  # of memory_tier4: lower is faster
+    weight: int | None  # in weighted interleave
+    zones: tuple[str, ...]  # those with memory: DMA, DMA32, Normal, Movable
+    offline_blocks_count: int  # pieces of memory that are there, but not handed out
+
+    @property
+    def movable_only(self) -> bool:
+        """Memory from which the kernel moves away what is pinned for long."""
+        return self.zones == ("Movable",)
+
+
+@dataclass(frozen=True)
+class Numa:
+    """All nodes, and the settings that move pages between them; None: not known."""
+
+    nodes: tuple[NodeDetails, ...]
+    nodes_offline: tuple[int, ...]  # possible, not online
+    nodes_allowed: tuple[int, ...]  # of this process's cpuset; (): not known
+    demotion_enabled: bool | None  # cold pages of fast nodes go to slow ones
+    balancing: int | None  # 0 off, 1 pages follow their threads, 2 hot ones go to fast nodes
+    auto_online: str  # what becomes of new memory: "offline", "online", "online_movable" ...
+
+    def of(self, node: int) -> NodeDetails | None:
+        return next((each for each in self.nodes if each.node == node), None)
+
+
+def probe_nodes(root: Path = Path("/")) -> Numa:
+    """Read the nodes of the machine whose procfs and sysfs lie below `root`."""
+    folder = root / "sys/devices/system/node"
+    online = id_list(read(folder / "online"))
+    possible = id_list(read(folder / "possible"))
+    with_cpus = id_list(read(folder / "has_cpu"))
+    allowed = id_list(fields(read(root / "proc/self/status")).get("Mems_allowed_list", ""))
+    tiers, zones = _tiers(root), _zones(root)
+    found = []
+    for name in names(folder, r"node[0-9]+"):
+        node = int(name.removeprefix("node"))
+        found.append(
+            NodeDetails(
+                node=node,
+                online=node in online if online else None,
+                has_cpus=node in with_cpus if with_cpus else None,
+                allowed=node in allowed if allowed else None,
+                accesses=_accesses(folder / name),
+                tier=tiers.get(node),
+                weight=number(root / f"sys/kernel/mm/mempolicy/weighted_interleave/{name}"),
+                zones=zones.get(node, ()),
+                offline_blocks_count=_offline_blocks(folder / name),
+            )
+        )
+    return Numa(
+        nodes=tuple(found),
+        nodes_offline=tuple(node for node in possible if node not in online) if online else (),
+        nodes_allowed=allowed,
+        demotion_enabled=flag(root / "sys/kernel/mm/numa/demotion_enabled"),
+        balancing=number(root / "proc/sys/kernel/numa_balancing"),
+        auto_online=read(root / "sys/devices/system/memory/auto_online_blocks"),
+    )
+
+
+def _accesses(folder: Path) -> tuple[Access, ...]:
+    found = []
+    for name in names(folder, r"access[01]"):
+        inside = folder / name / "initiators"
+        found.append(
+            Access(
+                access_class=int(name.removeprefix("access")),
+                initiators=tuple(int(each[4:]) for each in names(inside, r"node[0-9]+")),
+                read_latency_ns=number(inside / "read_latency"),
+                write_latency_ns=number(inside / "write_latency"),
+                read_bandwidth_mb_per_s=number(inside / "read_bandwidth"),
+                write_bandwidth_mb_per_s=number(inside / "write_bandwidth"),
+            )
+        )
+    return tuple(found)
+
+
+def _tiers(root: Path) -> dict[int, int]:
+    """The tier of each node that is in one."""
+    folder = root / "sys/devices/virtual/memory_tiering"
+    return {
+        node: int(name.removeprefix("memory_tier"))
+        for name in names(folder, r"memory_tier[0-9]+")
+        for node in id_list(read(folder / name / "nodelist"))
+    }
+
+
+def _zones(root: Path) -> dict[int, tuple[str, ...]]:
+    """The zones of each node that have pages."""
+    found: dict[int, tuple[str, ...]] = {}
+    node, zone = 0, ""
+    for line in read(root / "proc/zoneinfo").splitlines():
+        if match := re.match(r"Node ([0-9]{1,5}), zone\s+(\w+)", line):
+            node, zone = int(match[1]), match[2]
+        elif zone and re.match(r"\s+managed\s+[1-9]", line):
+            found[node] = (*found.get(node, ()), zone)
+    return found
+
+
+def _offline_blocks(folder: Path) -> int:
+    return sum(
+        read(folder / name / "state") == "offline" for name in names(folder, r"memory[0-9]+")
+    )
