@@ -133,19 +133,24 @@ def as_dict(found: Survey) -> dict[str, object]:
 def tree(found: Survey) -> Tree:
     """The machine for a person."""
     machine = found.machine
+
+    def none_at(path: str) -> list[str]:
+        return ["not known"] if any(item.path == path for item in found.unknown) else ["none"]
+
     result = Tree(_line("This machine", "bold"))
     _add(result, "CPU", _cpu_lines(machine, found.kernels))
     _add(result, "memory", _memory_lines(machine))
     nodes = _add(result, "NUMA nodes", _numa_lines(found.numa))
     for node in machine.nodes:
         _add(nodes, _node_title(node), _node_lines(node, found.numa.of(node.node)))
-    cxl = _add(result, "CXL", _cxl_lines(found.devices))
+    cxl = _add(result, "CXL", _cxl_lines(found.devices) or none_at("/sys/bus/cxl/devices"))
     for region in found.devices.cxl_regions:
         _add(cxl, _region_title(region), [f"path {region.path}"])
-    dax = _add(result, "dax devices", [] if found.devices.dax_devices else ["none"])
+    no_dax = [] if found.devices.dax_devices else none_at("/sys/bus/dax/devices")
+    dax = _add(result, "dax devices", no_dax)
     for device in found.devices.dax_devices:
         _add(dax, device.file, _dax_lines(device))
-    _add(result, "GPUs", _gpu_lines(found.devices))
+    _add(result, "GPUs", _gpu_lines(found.devices) or none_at("/sys/bus/pci/devices"))
     return result
 
 
@@ -223,7 +228,7 @@ def _node_lines(node: NumaNode, details: NodeDetails | None) -> list[str]:
 
 def _access_line(access: Access) -> str:
     read, write = (
-        f"{_count(latency_ns)} ns, {_count(bandwidth_mb_per_s)} MB/s"
+        f"{_measure(latency_ns)} ns, {_measure(bandwidth_mb_per_s)} MB/s"
         for latency_ns, bandwidth_mb_per_s in (
             (access.read_latency_ns, access.read_bandwidth_mb_per_s),
             (access.write_latency_ns, access.write_bandwidth_mb_per_s),
@@ -236,7 +241,7 @@ def _access_line(access: Access) -> str:
 def _cxl_lines(devices: Devices) -> list[str]:
     lines = [
         f"{each.name}: serial {each.serial or 'not known'}, RAM {size(each.ram_bytes)}, "
-        f"persistent {size(each.pmem_bytes)}, near node {_node(each.numa_node)}, "
+        f"persistent {size(each.pmem_bytes)}, near node {_count(each.numa_node)}, "
         f"firmware {each.firmware or 'not known'}, {each.driver or 'no driver'}, {each.path}"
         for each in devices.cxl_memory_devices
     ]
@@ -247,7 +252,7 @@ def _cxl_lines(devices: Devices) -> list[str]:
         for each in devices.cxl_decoders
         if each.kind == "root" or each.size_bytes  # the unused ones are many
     ]
-    return lines if lines or devices.cxl_regions else ["none"]
+    return lines
 
 
 def _region_title(region: CxlRegion) -> str:
@@ -269,25 +274,25 @@ def _interleave(ways: int | None, granularity_bytes: int | None) -> str:
 def _dax_lines(device: DaxDevice) -> list[str]:
     driver = {
         "device_dax": "driver device_dax: it can be mapped",
-        "kmem": f"driver kmem: system RAM, node {_node(device.target_node)}",
+        "kmem": f"driver kmem: system RAM, node {_count(device.target_node)}",
         "": "no driver: opening it gives ENXIO",
     }.get(device.driver, f"driver {device.driver}")
     if not device.size_bytes and not device.driver:
         driver = "no memory: from such a seed the driver makes further devices"
     return [
         f"{size(device.size_bytes)} in units of {size(device.align_bytes)}, {driver}",
-        f"found by {FOUND_BY[device.found_by]}{f' ({device.region})' if device.region else ''}; "
-        f"node as RAM {_node(device.target_node)}, near node {_node(device.numa_node)}",
+        f"from {FOUND_BY[device.found_by]}{f' ({device.region})' if device.region else ''}; "
+        f"node as RAM {_count(device.target_node)}, near node {_count(device.numa_node)}",
         f"path {device.path}",
     ]
 
 
 def _gpu_lines(devices: Devices) -> list[str]:
     return [
-        f"{each.address}: {each.vendor or 'vendor not known'}, near node {_node(each.numa_node)}, "
+        f"{each.address}: {each.vendor or 'vendor not known'}, near node {_count(each.numa_node)}, "
         f"{each.driver or 'no driver'}"
         for each in devices.gpus
-    ] or ["none"]
+    ]
 
 
 def _place_lines(place: Place) -> Iterator[str]:
@@ -300,15 +305,15 @@ def _place_lines(place: Place) -> Iterator[str]:
         yield f"  note:  {caution}"
 
 
+def _measure(value: int | None) -> str:
+    return "?" if value is None else str(value)
+
+
 def _switch(value: bool | None) -> str:
     return {True: "on", False: "off", None: "not known"}[value]
 
 
 def _count(value: int | None) -> str:
-    return "?" if value is None else str(value)
-
-
-def _node(value: int | None) -> str:
     return "not known" if value is None else str(value)
 
 

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
 from cxlkv.config import format_bytes
 from cxlkv.devices import CxlRegion, DaxDevice, Devices
@@ -277,12 +278,15 @@ def _create_region(devices: Devices, memory_devices: list[str]) -> str:
 
 
 def _unmapped(devices: Devices) -> Iterator[Place]:
-    """CXL memory without a region: the dax device is made with it, and its path known then."""
-    unclaimed = _unclaimed(devices)
-    for name in unclaimed[:1]:
+    """CXL memory without a region: the dax device is made with it, and its number known then.
+
+    The kernel takes the smallest one that is free.
+    """
+    used = {int(device.name[3:].partition(".")[0]) for device in devices.dax_devices}
+    for name in _unclaimed(devices)[:1]:
         size_bytes = next(d.ram_bytes for d in devices.cxl_memory_devices if d.name == name)
         yield Place(
-            where="dax:/dev/dax0.0",
+            where=f"dax:/dev/dax{next(each for each in count() if each not in used)}.0",
             capacity=WHOLE_DEVICE,
             kind="dax",
             why=f"CXL memory device {name} has {_size(size_bytes)} that no region uses; "
