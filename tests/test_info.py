@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from cxlkv import cli
+from cxlkv.config import parse_bytes
 from cxlkv.info import Survey, as_dict, survey
 from cxlkv.nodes import Access
+from cxlkv.pool_config import read_config
 from cxlkv.suggestions import Place, lacking, suggest
 from cxlkv.topology import GIB
 
@@ -169,10 +172,23 @@ def test_a_device_that_may_not_be_opened(tmp_path: Path) -> None:
     closed = tuple(replace(d, file_trouble="no permission") for d in found.devices.dax_devices)
     devices = replace(found.devices, dax_devices=closed)
     best = suggest(found.machine, found.numa, devices)[0]
-    assert (best.where, best.capacity) == ("/dev/shm/cxlkv.pool", "125GiB")
+    assert best.where == "dax:/dev/dax4.0"
+    assert best.commands == ("sudo setfacl -m u:$(id -un):rw /dev/dax4.0",)
     advice = lacking(found.numa, devices)[0]
     assert advice.what == "/dev/dax0.0 cannot be opened: no permission"
     assert "sudo setfacl -m u:$(id -un):rw /dev/dax0.0" in advice.command
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_suggested_lines_are_a_configuration(name: str, tmp_path: Path) -> None:
+    """As YAML reads them; and where the place is on every machine, from_config makes a pool."""
+    layout = {"layers": 1, "kv_heads": 1, "head_dim": 64}
+    for place in at(name, tmp_path).places:
+        keys = yaml.safe_load("\n".join(place.yaml))
+        assert keys == {"where": place.where, "capacity": place.capacity}
+        assert place.capacity == "all" or parse_bytes(place.capacity) > 0
+        if place.where.startswith(("anonymous:", "/")):
+            read_config({**keys, "layout": layout})
 
 
 # ---- what is found ----
