@@ -320,6 +320,13 @@ def test_garbage_in_any_file_raises_nothing(name: str, tmp_path: Path) -> None:
         assert "\x1b" not in output
 
 
+def test_a_name_with_a_zero_byte_in_it_is_no_file(tmp_path: Path) -> None:
+    """The cgroup's own path names the next file to read."""
+    root = plant_machine("container", tmp_path)
+    (root / "proc/self/cgroup").write_bytes(b"0::/a\0b\n")
+    assert survey(root).machine.memory.cgroup_limit_bytes == 8 * GIB
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_files_that_are_gone_raise_nothing(name: str, tmp_path: Path) -> None:
     """Masked one by one, by a circle of links that nobody can read, then all of them."""
