@@ -190,8 +190,9 @@ def pool_create(
     capacity_bytes: int,
     force: bool,
     host: tuple[int, bool, float] | None,
+    nodes: int = 0,
 ) -> Handle:
-    """sharing is (kind, durable, hosts), host (number, certified, lease_s)."""
+    """sharing is (kind, durable, hosts), host (number, certified, lease_s); nodes bit by node."""
     out = ffi.new("cxlkv_pool **")
     where = ffi.NULL if path is None else ffi.new("char[]", path.encode())
     flags = lib.CXLKV_CREATE_FORCE if force else 0
@@ -200,7 +201,9 @@ def pool_create(
         "cxlkv_sharing *", dict(zip(("kind", "durable", "hosts"), sharing, strict=True))
     )
     own = _host_struct(host)
-    check(lib.cxlkv_pool_create(where, described, shared, capacity_bytes, flags, own, out))
+    check(
+        lib.cxlkv_pool_create_at(where, described, shared, capacity_bytes, flags, own, nodes, out)
+    )
     return ffi.gc(out[0], lib.cxlkv_pool_destroy, capacity_bytes)
 
 
@@ -297,6 +300,14 @@ def pool_check(pool: Handle, deep: bool, repair: bool) -> tuple[int, list[str]]:
 
 def pool_page_kind(pool: Handle) -> str:
     return str(ffi.string(lib.cxlkv_pool_page_kind(pool)).decode())
+
+
+def pool_placed(pool: Handle, pages_max: int) -> tuple[dict[str, int], list[int]]:
+    """The numbers of a cxlkv_placed, and its pages by node."""
+    got = ffi.new("cxlkv_placed *")
+    check(lib.cxlkv_pool_placed(pool, pages_max, got))
+    names = ("policy", "wanted_nodes", "page_bytes", "pages_unseen", "pages_elsewhere")
+    return {name: int(getattr(got, name)) for name in names}, list(got.pages_on)
 
 
 def pool_set_threads(pool: Handle, threads: int) -> None:

@@ -125,3 +125,7 @@ class NotAColdFileError(ColdError, ValueError):
 
 class SystemCallError(CXLKVError, OSError):
     """The operating system refused; the text says what and why."""
+
+
+class PlacementWarning(UserWarning):
+    """Pages of a pool are not on the NUMA nodes that it is bound to; they are as right as ever."""

@@ -28,12 +28,21 @@ from cxlkv.errors import (
     NotAPoolError,
     PoolExistsError,
     PoolMissingError,
+    SystemCallError,
 )
 from cxlkv.hosts import Host, hosts_of
 from cxlkv.hotness import Hotness
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.worker import WorkerUse, worker_use
 from cxlkv.pages import Pages
+from cxlkv.placing import (
+    CHECK_PAGES,
+    OPEN_PAGES,
+    check_nodes,
+    mask_of,
+    placement_of,
+    warn_of_moves,
+)
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, whole_ids
 from cxlkv.regions import (
     capacity_bytes_at,
@@ -41,6 +50,7 @@ from cxlkv.regions import (
     check_room,
     is_device,
     one_maker,
+    parse_place,
     parse_where,
 )
 from cxlkv.sequence import Batch, Hit, Sequence
@@ -92,7 +102,8 @@ class CXLPool(Closing):
         force: bool = False,
     ) -> CXLPool:
         """Make a pool at a path (/dev/shm, hugetlbfs, any file system), on a dax device, or in
-        "anonymous:" memory.
+        "anonymous:" memory; numa:1 is memory of that NUMA node, numa:1:/dev/shm/my.pool a file
+        there, numa:0,1 is interleaved over both (docs/placing.md).
 
         capacity: bytes or text like "2GiB"; of a device also "all". checksum: a CRC32C for every
         piece, made at append and verified on reading. sketch: keys are also kept in 2 bits a
@@ -109,13 +120,15 @@ class CXLPool(Closing):
         """
         shared = parse_sharing(sharing, durable, hosts)
         _check_threads(threads)  # first: a pool that was made would stay behind
-        path = parse_where(where)
+        path, nodes = parse_place(where)
         own = parse_host(host, lease_s, path) if shared[0] else None
         capacity_bytes = capacity_bytes_at(path, capacity)
         check_host_folder(path)
+        if nodes:
+            check_nodes(nodes, capacity_bytes)
         check_room(path, capacity_bytes)
         handle = _core.pool_create(
-            path, layout, checksum, sketch, shared, capacity_bytes, force, own
+            path, layout, checksum, sketch, shared, capacity_bytes, force, own, mask_of(nodes)
         )
         return cls(handle, path)._with_threads(threads)
 
@@ -158,7 +171,9 @@ class CXLPool(Closing):
                 return make()
             if wanted.if_exists == "error":
                 raise PoolExistsError(f"{path} exists, and if_exists is error")
-            pool = cls.open(path, host=wanted.host, lease_s=wanted.lease_s, threads=wanted.threads)
+            pool = cls.open(
+                wanted.where, host=wanted.host, lease_s=wanted.lease_s, threads=wanted.threads
+            )
         described = pool.describe()
         names = ("checksum", "sketch", "sharing", "durable", "hosts")
         there = {name: described[name] for name in names}
@@ -189,7 +204,7 @@ class CXLPool(Closing):
         use_worker(). Raises PoolMissingError, NotAPoolError, VersionError, CorruptError,
         TruncatedError, BusyError, HostError.
         """
-        place = parse_where(path)
+        place, nodes = parse_place(path)
         if place is None:
             raise BadArgumentError("an anonymous pool cannot be opened: fork, or use a file")
         check_host_folder(place)
@@ -197,6 +212,7 @@ class CXLPool(Closing):
         if layout is not None and layout != pool.layout:
             pool.close()
             raise GeometryError(f"{place} stores {pool.layout}, not {layout}")
+        warn_of_moves(pool._handle, place, nodes)
         pool._with_threads(threads)
         if worker:
             pool.use_worker()
@@ -370,8 +386,11 @@ class CXLPool(Closing):
         again under its key if its header and all its CRCs are right, else it is free, with a
         generation that no handle has; with deep=True a published page whose bytes were changed is
         not found any more. A page that somebody holds is never given away. `repairs` says what.
+        Warns (PlacementWarning) when pages are not on the NUMA nodes that the pool is bound to.
         """
         count, lines = _core.pool_check(self._handle, deep, repair)
+        pages = 0 if deep else CHECK_PAGES
+        warn_of_moves(self._handle, self.path or "anonymous:", pages_max=pages)
         mended = [line for line in lines if line.startswith("repaired: ")]
         problems = [line for line in lines if not line.startswith("repaired: ")]
         return {
@@ -406,6 +425,7 @@ class CXLPool(Closing):
             "path": self.path or "anonymous:",
             "identity": _core.pool_identity(self._handle),
             "page_kind": _core.pool_page_kind(self._handle),
+            "placement": self._placement(),
             "layout": self.layout,
             "checksum": self.checksum,
             "sketch": self.sketch,
@@ -415,6 +435,12 @@ class CXLPool(Closing):
             **({"flushes": flushes} if flushes else {}),
             "geometry": _core.pool_geometry(self._handle),
         }
+
+    def _placement(self) -> dict[str, object]:
+        try:
+            return placement_of(self._handle, OPEN_PAGES).summary()
+        except SystemCallError as error:  # a container may forbid to ask
+            return {"policy": f"not known: {error}"}
 
     def before_close(self, call: Callable[[], object]) -> None:
         """Have it called once, before the memory is unmapped: for who lent it to a device."""

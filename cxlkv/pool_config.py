@@ -151,7 +151,7 @@ class PoolConfig(_Keys):
             if wanted is not None and value != wanted:
                 found.append(f"{name} is {_shown(value)} there, {_shown(wanted)} wanted")
         there_bytes = geometry["region_bytes"]
-        wanted_bytes = capacity_bytes_at(self.where, self.capacity)
+        wanted_bytes = capacity_bytes_at(parse_where(self.where), self.capacity)
         largest_bytes = there_bytes + geometry["extent_bytes"] + ALIGNMENT_BYTES
         if not there_bytes <= wanted_bytes <= largest_bytes:
             size = format_bytes(wanted_bytes)
@@ -315,7 +315,7 @@ def _checked(data: Mapping[str, object], source: _Source) -> PoolConfig:
         ]
         raise BadArgumentError("\n".join(found)) from None
     _check_layout(source, config.layout)
-    if config.where == "anonymous:" and config.if_missing == "error":
+    if parse_where(config.where) is None and config.if_missing == "error":
         what = "an anonymous pool is never there before: leave this out, or give a path"
         raise BadArgumentError(source.mistake(("if_missing",), what))
     return config

@@ -8,32 +8,65 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from cxlkv.config import format_bytes, parse_bytes
 from cxlkv.errors import BadArgumentError, MemoryShortError, SystemCallError, UnsupportedError
+from cxlkv.placing import parse_nodes
 from cxlkv.topology import probe
 
 HOST_FOLDER = "/dev/shm"
 ADDRESSES_BYTES = 1 << 47  # of one process on today's machines
 ALL = "all"  # the capacity of a whole device
-LATER = {"numa": "a NUMA node", "dax": "a dax device by its name", "cxl": "a CXL region"}
+
+
+class Place(NamedTuple):
+    """Where a pool lies: a path, or None for memory without a name; NUMA nodes, if asked for."""
+
+    path: str | None
+    nodes: tuple[int, ...] = ()
 
 
 def parse_where(where: str | os.PathLike[str]) -> str | None:
-    """A file's path, or None for "anonymous:"; raises for other schemes and relative nonsense."""
+    """The path alone of parse_place()."""
+    return parse_place(where).path
+
+
+def parse_place(where: str | os.PathLike[str]) -> Place:
+    """What "anonymous:", a path, "numa:NODES", "numa:NODES:PATH" or "dax:DEVICE" says; raises for
+    other schemes and relative nonsense."""
     text = os.fspath(where)
     if text == "anonymous:":
-        return None
-    scheme, colon, _ = text.partition(":")
-    if colon and "/" not in scheme:
-        if scheme in LATER:
-            raise UnsupportedError(
-                f"{text}: pools on {LATER[scheme]} are not built yet; use a path or 'anonymous:'"
-            )
-        raise BadArgumentError(
-            f"{text}: unknown region {scheme + ':'!r}; use a path like /dev/shm/my.pool, "
-            "or 'anonymous:'"
+        return Place(None)
+    scheme, colon, rest = text.partition(":")
+    if not colon or "/" in scheme:
+        return Place(_path_of(text))
+    if scheme == "numa":
+        nodes, colon, path = rest.partition(":")
+        return Place(_path_of(path) if colon else None, parse_nodes(nodes))
+    if scheme == "dax":
+        return Place(_device_of(text, rest))
+    if scheme == "cxl":
+        raise UnsupportedError(
+            f"{text}: pools on a CXL region are not built yet; use its dax device or NUMA node, "
+            "a path, or 'anonymous:'"
         )
+    raise BadArgumentError(
+        f"{text}: unknown region {scheme + ':'!r}; use a path like /dev/shm/my.pool, "
+        "numa:1, dax:/dev/dax0.0 or 'anonymous:'"
+    )
+
+
+def _device_of(text: str, name: str) -> str:
+    path = name if name.startswith("/") else f"/dev/{name}"
+    if not is_device(path):
+        there = sorted(str(device) for device in Path("/dev").glob("dax*"))
+        what = f"there are {', '.join(there)}" if there else "this machine has none (cxlkv info)"
+        raise UnsupportedError(f"{text}: {path} is no device; of dax devices {what}")
+    return path
+
+
+def _path_of(text: str) -> str:
     if not text or "\0" in text or text.endswith("/"):
         raise BadArgumentError(f"{text!r} is not a path of a file")
     parent = Path(text).absolute().parent

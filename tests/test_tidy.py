@@ -21,7 +21,7 @@ LAYERS = (
     {"arrays"},
     {"_core"},
     {"sysfs"},
-    {"topology", "nodes", "devices", "regions", "pool_config", "emulation"},
+    {"topology", "nodes", "devices", "placing", "regions", "pool_config", "emulation"},
     {"suggestions"},
     {"coherence", "cold_file", "pages"},
     {

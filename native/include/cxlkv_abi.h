@@ -288,6 +288,12 @@ uint32_t cxlkv_crc32c(uint32_t crc, const void *data, size_t bytes);
 int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, const cxlkv_sharing *sharing,
                       uint64_t capacity_bytes, uint32_t flags, const cxlkv_host *host,
                       cxlkv_pool **pool);
+/* The same with its pages on NUMA nodes, bit by node: one node is bound, over several they are
+ * interleaved, by their weights where the kernel has that. All memory is taken and verified at
+ * once. A file must be on tmpfs or hugetlbfs. nodes 0: as the kernel pleases. */
+int cxlkv_pool_create_at(const char *path, const cxlkv_layout *layout,
+                         const cxlkv_sharing *sharing, uint64_t capacity_bytes, uint32_t flags,
+                         const cxlkv_host *host, uint64_t nodes, cxlkv_pool **pool);
 int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **pool);
 int cxlkv_pool_close(cxlkv_pool *pool);
 void cxlkv_pool_destroy(cxlkv_pool *pool);
@@ -342,6 +348,25 @@ int64_t cxlkv_pool_hosts(cxlkv_pool *pool, cxlkv_host_row *rows, uint32_t capaci
 int cxlkv_pool_fence(cxlkv_pool *pool, uint32_t host, uint32_t confirmed_off);
 /* "hugetlb", "thp" or "4KiB": what the kernel gave to the mapping. */
 const char *cxlkv_pool_page_kind(cxlkv_pool *pool);
+
+#define CXLKV_NODES_MAX 64
+#define CXLKV_POLICY_DEFAULT 0    /* the kernel's numbers */
+#define CXLKV_POLICY_BIND 2
+#define CXLKV_POLICY_INTERLEAVE 3
+#define CXLKV_POLICY_WEIGHTED 6
+/* Where the kernel has a pool's pages, and where it was asked to have them. */
+typedef struct cxlkv_placed {
+    uint32_t policy;
+    uint32_t reserved;
+    uint64_t wanted_nodes;          /* bit by node; 0: no wish */
+    uint64_t page_bytes;
+    uint64_t pages_seen;
+    uint64_t pages_unseen;          /* never written, swapped out, or of a device */
+    uint64_t pages_elsewhere;       /* seen on a node that is not wanted */
+    uint64_t pages_on[64];
+} cxlkv_placed;
+/* Looks at up to pages_max pages spread over the pool, 0: at all. Reads a byte of each. */
+int cxlkv_pool_placed(cxlkv_pool *pool, uint64_t pages_max, cxlkv_placed *placed);
 
 /* Pages without a sequence: metadata only. Alloc is all or nothing. */
 int64_t cxlkv_pages_alloc(cxlkv_pool *pool, uint32_t count, uint32_t *pages);

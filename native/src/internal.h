@@ -266,6 +266,7 @@ struct cxlkv_pool {
     bool windowed;               /* a part has a window */
     uint8_t identity[16];
     const char *page_kind;
+    uint64_t nodes;              /* asked for when it was made, bit by node; 0: none */
     host_state *host;
     page_info *pages;
     atomic_uint *heat;
@@ -404,6 +405,13 @@ enum { STATE_BYTE = 0 };
 int lock_byte(int fd, off_t offset, bool exclusive, bool wait);
 int unlock_byte(int fd, off_t offset);
 bool byte_is_free(int fd, off_t offset);  /* nobody has it locked; takes no lock to find out */
+
+/* ---- place.c: NUMA nodes ---- */
+/* Of the mapping's file, from pool->nodes; before it has pages. */
+int place_bind(cxlkv_pool *pool);
+int place_look(cxlkv_pool *pool, uint64_t pages_max, cxlkv_placed *out);
+/* All pages lie where pool->nodes says. */
+int place_verify(cxlkv_pool *pool);
 
 /* ---- device.c: a dax device (/dev/daxX.Y) in place of a file ---- */
 enum { DEVICE_NAME_BYTES = 64 };

@@ -369,6 +369,8 @@ static int create_region(cxlkv_pool *pool, const char *path, bool force) {
         if (code == -CXLKV_E_BUSY) return code;
     }
     struct stat status;
+    if (stat(path, &status) == 0 && S_ISCHR(status.st_mode) && pool->nodes)
+        return fail(ENOTSUP, "%s: a device lies where it lies: leave the nodes away", path);
     if (stat(path, &status) == 0 && S_ISCHR(status.st_mode))
         return create_on_device(pool, path, force);
     char made[4096];
@@ -398,6 +400,12 @@ static const cxlkv_sharing one_host = {.kind = CXLKV_SHARING_HOST, .hosts = 1};
 int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, const cxlkv_sharing *sharing,
                       uint64_t capacity_bytes, uint32_t flags, const cxlkv_host *host,
                       cxlkv_pool **out) {
+    return cxlkv_pool_create_at(path, layout, sharing, capacity_bytes, flags, host, 0, out);
+}
+
+int cxlkv_pool_create_at(const char *path, const cxlkv_layout *layout,
+                         const cxlkv_sharing *sharing, uint64_t capacity_bytes, uint32_t flags,
+                         const cxlkv_host *host, uint64_t nodes, cxlkv_pool **out) {
     cxlkv_geometry geometry;
     cxlkv_sharing shared = sharing ? *sharing : one_host;
     int code = geometry_make(layout, &shared, capacity_bytes, &geometry);
@@ -407,6 +415,7 @@ int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, const cxlkv_
     pool->layout = *layout;
     pool->sharing = shared;
     pool->geometry = geometry;
+    pool->nodes = nodes;
     code = peers_prepare(pool, host); /* what it has to say about the host, before a file is made */
     if (code == 0) code = create_region(pool, path, flags & CXLKV_CREATE_FORCE);
     bool placed = code == 0 && path;

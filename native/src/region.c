@@ -1,10 +1,12 @@
 /* Mapped memory for a pool: anonymous (memfd), a file or a device; byte locks of processes. */
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -99,28 +101,46 @@ static int reserve_file(int fd, uint64_t bytes, const char *path) {
                 path, bytes >> 20, free_bytes >> 20);
 }
 
+/* Anonymous, of reserved huge pages, where there are enough (on the nodes that were asked for). */
+static bool map_huge(cxlkv_pool *pool) {
+    uint64_t bytes = align_up(pool->geometry.region_bytes, AREA_ALIGNMENT);
+    int made = memfd_create("cxlkv-pool", MFD_CLOEXEC | MFD_HUGETLB);
+    if (made < 0) return false;
+    if (ftruncate(made, (off_t)bytes) == 0 &&
+        map_aligned(made, bytes, AREA_ALIGNMENT, &pool->base) == 0) {
+        pool->mapped_bytes = bytes;
+        pool->unit_bytes = AREA_ALIGNMENT;
+        pool->page_kind = "hugetlb";
+        if ((!pool->nodes || place_bind(pool) == 0) &&
+            posix_fallocate(made, 0, (off_t)bytes) == 0 &&
+            (!pool->nodes || place_verify(pool) == 0)) {
+            pool->fd = made;
+            return true;
+        }
+        region_unmap(pool);
+    }
+    close(made);
+    return false;
+}
+
+/* Bound before it has pages: those that are there stay where they are. */
+static int reserve_placed(cxlkv_pool *pool, const char *path) {
+    int code = place_bind(pool);
+    if (code == 0) code = reserve_file(pool->fd, pool->geometry.region_bytes, path);
+    return code == 0 ? place_verify(pool) : code;
+}
+
 int region_map_anonymous(cxlkv_pool *pool) {
     uint64_t bytes = pool->geometry.region_bytes;
-    uint64_t huge_bytes = align_up(bytes, AREA_ALIGNMENT);
-    int made = memfd_create("cxlkv-pool", MFD_CLOEXEC | MFD_HUGETLB);
-    if (made >= 0) {
-        if (posix_fallocate(made, 0, (off_t)huge_bytes) == 0 &&
-            map_aligned(made, huge_bytes, AREA_ALIGNMENT, &pool->base) == 0) {
-            pool->fd = made;
-            pool->mapped_bytes = huge_bytes;
-            pool->unit_bytes = AREA_ALIGNMENT;
-            pool->page_kind = "hugetlb";
-            return 0;
-        }
-        close(made);
-    }
-    made = memfd_create("cxlkv-pool", MFD_CLOEXEC);
+    if (map_huge(pool)) return 0;
+    int made = memfd_create("cxlkv-pool", MFD_CLOEXEC);
     if (made < 0) return fail(errno, "memfd_create: %s%s", strerror(errno), remedy_of(errno));
     pool->fd = made;  /* closed by who closes the pool */
     if (ftruncate(made, (off_t)bytes) < 0)
         return fail(errno == EFBIG ? ENOSPC : errno, "no anonymous pool of %lu MiB: %s%s",
                     bytes >> 20, strerror(errno), remedy_of(errno));
-    return region_map_file(pool);
+    int code = region_map_file(pool);
+    return code == 0 && pool->nodes ? reserve_placed(pool, "anonymous memory") : code;
 }
 
 /* Locked from its first moment on, so that `cxlkv pool gc` can tell it from the file of a creation
@@ -152,6 +172,22 @@ static int open_draft(const char *path, char *made, size_t made_bytes, int *fd) 
     return fail(EAGAIN, "%s: its file is removed as soon as it is made", path);
 }
 
+static int create_placed(cxlkv_pool *pool, const char *path) {
+    struct statfs system;
+    struct stat status;
+    if (fstatfs(pool->fd, &system) < 0 || fstat(pool->fd, &status) < 0)
+        return fail(errno, "%s: %s", path, strerror(errno));
+    if (system.f_type != TMPFS_MAGIC && system.f_type != HUGETLBFS_MAGIC)
+        return fail(ENOTSUP, "%s: the pages of a file on this file system have no NUMA policy: "
+                    "choose a path on tmpfs (/dev/shm) or hugetlbfs", path);
+    uint64_t unit_bytes = system.f_type == HUGETLBFS_MAGIC ? (uint64_t)status.st_blksize : 4096;
+    if (ftruncate(pool->fd, (off_t)align_up(pool->geometry.region_bytes, unit_bytes)) < 0)
+        return fail(errno == EFBIG ? ENOSPC : errno, "%s: cannot make a file of %lu MiB: %s%s",
+                    path, pool->geometry.region_bytes >> 20, strerror(errno), remedy_of(errno));
+    int code = region_map_file(pool);
+    return code == 0 ? reserve_placed(pool, path) : code;
+}
+
 /* The file is made under a name beside its own; linking it there is the caller's last step. */
 int region_create_file(cxlkv_pool *pool, const char *path, char *made, size_t made_bytes) {
     int code = open_draft(path, made, made_bytes, &pool->fd);
@@ -159,8 +195,12 @@ int region_create_file(cxlkv_pool *pool, const char *path, char *made, size_t ma
         pool->fd = -1;
         return code;
     }
-    code = reserve_file(pool->fd, pool->geometry.region_bytes, path);
-    if (code == 0) code = region_map_file(pool);
+    if (pool->nodes) {
+        code = create_placed(pool, path);
+    } else {
+        code = reserve_file(pool->fd, pool->geometry.region_bytes, path);
+        if (code == 0) code = region_map_file(pool);
+    }
     if (code < 0) unlink(made);
     return code;
 }
