@@ -91,17 +91,17 @@ def check_nodes(nodes: tuple[int, ...], capacity_bytes: int, root: Path = Path("
             what = "is offline" if node in possible else "is not there"
             raise UnsupportedError(
                 f"numa:{node}: node {node} {what}; this machine has "
-                f"{_named(online)}. `cxlkv info` shows them"
+                f"{named(online)}. `cxlkv info` shows them"
             )
         if with_memory is not None and node not in with_memory:
             raise UnsupportedError(
                 f"numa:{node}: node {node} has no memory; of this machine's nodes "
-                f"{_named(with_memory)} {'has' if len(with_memory) == 1 else 'have'} some"
+                f"{named(with_memory)} {'has' if len(with_memory) == 1 else 'have'} some"
             )
         if allowed is not None and node not in allowed:
             raise SystemCallError(
                 f"numa:{node}: this process may not use node {node}: its cpuset allows "
-                f"{_named(allowed)} (Mems_allowed_list in /proc/self/status). In Docker: "
+                f"{named(allowed)} (Mems_allowed_list in /proc/self/status). In Docker: "
                 f"--cpuset-mems; else run it outside numactl or taskset's cgroup"
             )
     share_bytes = capacity_bytes // len(nodes)
@@ -140,9 +140,9 @@ def warn_of_moves(
             raise
         return
     if nodes and found.wanted_nodes != nodes:
-        there = _named(found.wanted_nodes) if found.wanted_nodes else "no nodes"
+        there = named(found.wanted_nodes) if found.wanted_nodes else "no nodes"
         warnings.warn(
-            f"{where}: bound to {there}, not to {_named(nodes)}: it was made so. Make it anew to "
+            f"{where}: bound to {there}, not to {named(nodes)}: it was made so. Make it anew to "
             "have it elsewhere",
             PlacementWarning,
             stacklevel=3,
@@ -152,14 +152,15 @@ def warn_of_moves(
         there = ", ".join(f"{share:.1%} on node {n}" for n, share in found.shares.items())
         warnings.warn(
             f"{where}: {found.pages_elsewhere} of {seen} pages are no longer on "
-            f"{_named(found.wanted_nodes)}, where the pool is bound: {there}. The kernel moved "
+            f"{named(found.wanted_nodes)}, where the pool is bound: {there}. The kernel moved "
             "them (demotion: /sys/kernel/mm/numa/demotion_enabled; or migratepages, a cpuset)",
             PlacementWarning,
             stacklevel=3,
         )
 
 
-def _named(nodes: tuple[int, ...] | list[int]) -> str:
+def named(nodes: tuple[int, ...] | list[int]) -> str:
+    """For people: "node 1", "nodes 0, 2"."""
     return f"node{'s' if len(nodes) != 1 else ''} {', '.join(map(str, nodes))}"
 
 

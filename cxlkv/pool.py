@@ -22,6 +22,7 @@ from cxlkv.coherence import (
     parse_host,
     parse_sharing,
 )
+from cxlkv.emulation import numa
 from cxlkv.errors import (
     BadArgumentError,
     GeometryError,
@@ -120,7 +121,7 @@ class CXLPool(Closing):
         """
         shared = parse_sharing(sharing, durable, hosts)
         _check_threads(threads)  # first: a pool that was made would stay behind
-        path, nodes = parse_place(where)
+        path, nodes = numa.emulated(parse_place(where))
         own = parse_host(host, lease_s, path) if shared[0] else None
         capacity_bytes = capacity_bytes_at(path, capacity)
         check_host_folder(path)
@@ -144,10 +145,13 @@ class CXLPool(Closing):
         from cxlkv.pool_config import read_config  # pydantic and yaml, which few programs need
 
         wanted = read_config(config)
-        path = parse_where(wanted.where)
+        where = wanted.where
+        if wanted.emulate is not None:
+            where = numa.configured(where, wanted.emulate)
+        path = parse_where(where)
         make = partial(
             cls.create,
-            wanted.where,
+            where,
             layout=wanted.layout.make(),
             capacity=wanted.capacity,
             checksum=wanted.checksum,
@@ -171,9 +175,7 @@ class CXLPool(Closing):
                 return make()
             if wanted.if_exists == "error":
                 raise PoolExistsError(f"{path} exists, and if_exists is error")
-            pool = cls.open(
-                wanted.where, host=wanted.host, lease_s=wanted.lease_s, threads=wanted.threads
-            )
+            pool = cls.open(where, host=wanted.host, lease_s=wanted.lease_s, threads=wanted.threads)
         described = pool.describe()
         names = ("checksum", "sketch", "sharing", "durable", "hosts")
         there = {name: described[name] for name in names}
@@ -204,7 +206,7 @@ class CXLPool(Closing):
         use_worker(). Raises PoolMissingError, NotAPoolError, VersionError, CorruptError,
         TruncatedError, BusyError, HostError.
         """
-        place, nodes = parse_place(path)
+        place, nodes = numa.emulated(parse_place(path))
         if place is None:
             raise BadArgumentError("an anonymous pool cannot be opened: fork, or use a file")
         check_host_folder(place)

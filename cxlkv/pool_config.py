@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from cxlkv.config import format_bytes, parse_bytes
+from cxlkv.emulation import numa
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout, LayerGroup, dtype_name
 from cxlkv.regions import ALL, capacity_bytes_at, parse_where
@@ -59,6 +60,12 @@ def _where(value: object) -> object:
         wanted = 'a path from the root is wanted, like /dev/shm/my.pool, or "anonymous:"'
         raise BadArgumentError(f"{_shown(value)}: {wanted}")
     parse_where(value)
+    return value
+
+
+def _emulated(value: object) -> object:
+    if isinstance(value, str):
+        numa.parse(value)
     return value
 
 
@@ -134,6 +141,7 @@ class PoolConfig(_Keys):
     host: int | None = None
     lease_s: float = 2.0
     threads: int | None = None
+    emulate: Annotated[str | None, BeforeValidator(_emulated)] = None
     if_missing: Literal["create", "error"] = "create"
     if_exists: Literal["open", "error", "replace"] = "open"
 

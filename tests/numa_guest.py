@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -147,6 +148,30 @@ def absent(nodes: list[int]) -> None:
     assert all(str(node) in said for node in nodes)
 
 
+def emulated(node: int) -> None:
+    """CXLKV_EMULATE=numa:N for a program that knows nothing of nodes."""
+    program = (
+        "import os, sys; from tests import numa_guest as g; from cxlkv import CXLPool;"
+        "from cxlkv.emulation import numa; from cxlkv.placing import placement_of;"
+        f"pool = CXLPool.create('anonymous:', layout=g.LAYOUT, capacity={CAPACITY_BYTES});"
+        f"g.use(pool); print(numa.label(({node},)), os.sched_getaffinity(0));"
+        f"assert placement_of(pool._handle).pages_by_node.keys() == {{{node}}};"
+        f"assert os.sched_getaffinity(0) == numa.near_cpus(({node},))"
+    )
+    environment = {**os.environ, "CXLKV_EMULATE": f"numa:{node}"}
+    folder = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(f"    {done.stdout.strip()}")
+    assert done.returncode == 0, done.stderr
+
+
 def main() -> int:
     """Runs all that these nodes allow; returns the exit status."""
     nodes = nodes_here()
@@ -157,6 +182,7 @@ def main() -> int:
     ]
     if two:
         steps.append(("interleaved", lambda: interleaved(nodes[:2])))
+        steps.append(("NUMA mode", lambda: emulated(nodes[1])))
         steps.append(("moved behind our back", lambda: moved(nodes[1], nodes[0])))
     failed = 0
     for name, step in steps:
