@@ -159,6 +159,17 @@ def warn_of_moves(
         )
 
 
+def durable_note(durable: str, page_kind: str) -> str:
+    """What durable="host" does not reach where the mapping is not of far memory itself; or ""."""
+    if durable != "host" or page_kind in ("devdax", "fsdax"):
+        return ""
+    return (
+        f"durable='host', but the memory is {page_kind}: what is written back survives its "
+        "processes, not a loss of power. A dax device does, or a file on a file system that gives "
+        "MAP_SYNC (ext4 or xfs with dax, famfs)"
+    )
+
+
 def named(nodes: tuple[int, ...] | list[int]) -> str:
     """For people: "node 1", "nodes 0, 2"."""
     return f"node{'s' if len(nodes) != 1 else ''} {', '.join(map(str, nodes))}"

@@ -40,6 +40,7 @@ from cxlkv.placing import (
     CHECK_PAGES,
     OPEN_PAGES,
     check_nodes,
+    durable_note,
     mask_of,
     placement_of,
     warn_of_moves,
@@ -423,10 +424,12 @@ class CXLPool(Closing):
         """Layout, geometry and memory of the pool, for people."""
         kind, durable, hosts = _core.pool_sharing(self._handle)
         flushes = flushes_of(SHARING[kind], self.path)
+        page_kind = _core.pool_page_kind(self._handle)
+        note = durable_note(DURABLE[durable], page_kind)
         return {
             "path": self.path or "anonymous:",
             "identity": _core.pool_identity(self._handle),
-            "page_kind": _core.pool_page_kind(self._handle),
+            "page_kind": page_kind,
             "placement": self._placement(),
             "layout": self.layout,
             "checksum": self.checksum,
@@ -435,6 +438,7 @@ class CXLPool(Closing):
             "durable": DURABLE[durable],
             "hosts": hosts,
             **({"flushes": flushes} if flushes else {}),
+            **({"note": note} if note else {}),
             "geometry": _core.pool_geometry(self._handle),
         }
 

@@ -217,3 +217,14 @@ def test_pools_on_two_nodes() -> None:
     """All of tests/numa_guest.py, in this process."""
     nodes_or_skip(2)
     assert numa_guest.main() == 0
+
+
+def test_a_durable_pool_says_what_its_memory_does_not_keep(path: Path) -> None:
+    """No file system here gives MAP_SYNC; fsdax is `make test-drivers`."""
+    with CXLPool.create(path, layout=LAYOUT, capacity="16MiB", durable="host") as pool:
+        described = pool.describe()
+        assert described["page_kind"] in ("4KiB", "thp")
+        assert "not a loss of power" in str(described["note"])
+    with CXLPool.create("anonymous:", layout=LAYOUT, capacity="16MiB") as pool:
+        assert "note" not in pool.describe()
+    assert placing.durable_note("host", "fsdax") == placing.durable_note("host", "devdax") == ""

@@ -346,7 +346,7 @@ int64_t cxlkv_pool_hosts(cxlkv_pool *pool, cxlkv_host_row *rows, uint32_t capaci
 /* Ends the epoch of a host that has been silent for a lease (waits for that long). confirmed_off:
  * an operator knows that its machine does not run: its pages may be taken by others then. */
 int cxlkv_pool_fence(cxlkv_pool *pool, uint32_t host, uint32_t confirmed_off);
-/* "hugetlb", "thp" or "4KiB": what the kernel gave to the mapping. */
+/* "hugetlb", "thp", "4KiB", "devdax", or "fsdax" (mapped with MAP_SYNC): what the kernel gave. */
 const char *cxlkv_pool_page_kind(cxlkv_pool *pool);
 
 #define CXLKV_NODES_MAX 64

@@ -113,7 +113,7 @@ int place_look(cxlkv_pool *pool, uint64_t pages_max, cxlkv_placed *out) {
     uint64_t samples = pages_max && pages_max < count ? pages_max : count;
     int code = look_at_policy(pool, out);
     if (code == 0) code = guard_install();
-    if (strcmp(pool->page_kind, "devdax") == 0) { /* no node has them: they are not RAM */
+    if (strstr(pool->page_kind, "dax")) { /* no node has them: they are not RAM */
         out->pages_unseen = samples;
         return code;
     }

@@ -19,9 +19,24 @@ const char *remedy_of(int code) {
     return "";
 }
 
+#ifndef MAP_SYNC /* Linux 4.15 */
+#define MAP_SHARED_VALIDATE 0x03
+#define MAP_SYNC 0x80000
+#endif
+
+/* With MAP_SYNC where the file lies in memory itself (fsdax, famfs): what is written back is in the
+ * file then, not in a block that its file system has not noted yet. Others refuse the flag. */
+static void *map_file_at(uint8_t *at, uint64_t bytes, int fd, bool *is_dax) {
+    int protection = PROT_READ | PROT_WRITE;
+    void *mapped = mmap(at, bytes, protection, MAP_SHARED_VALIDATE | MAP_SYNC | MAP_FIXED, fd, 0);
+    *is_dax = mapped != MAP_FAILED;
+    return *is_dax ? mapped : mmap(at, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0);
+}
+
 /* A shared mapping aligned to 2 MiB, so that huge pages can back it where there are any; to the
  * unit of what it maps, when that is larger. */
-static int map_aligned(int fd, uint64_t bytes, uint64_t unit_bytes, uint8_t **base) {
+static int map_aligned(int fd, uint64_t bytes, uint64_t unit_bytes, uint8_t **base,
+                       bool *is_dax) {
     uint64_t alignment = unit_bytes > AREA_ALIGNMENT ? unit_bytes : AREA_ALIGNMENT;
     uint64_t reserved_bytes = bytes + alignment;
     uint8_t *reserved = mmap(NULL, reserved_bytes, PROT_NONE,
@@ -30,7 +45,7 @@ static int map_aligned(int fd, uint64_t bytes, uint64_t unit_bytes, uint8_t **ba
         return fail(errno, "no address space for %lu MiB. This process may have less: raise it, "
                     "ulimit -v, or ask for a smaller pool", bytes >> 20);
     uint8_t *at = (uint8_t *)align_up((uintptr_t)reserved, alignment);
-    void *mapped = mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+    void *mapped = map_file_at(at, bytes, fd, is_dax);
     if (mapped == MAP_FAILED) {
         int code = errno;
         munmap(reserved, reserved_bytes);
@@ -75,8 +90,10 @@ int region_map_file(cxlkv_pool *pool) {
     uint64_t unit_bytes;
     const char *kind = kind_of(pool->fd, &unit_bytes);
     uint64_t bytes = align_up(pool->geometry.region_bytes, unit_bytes);
-    int code = map_aligned(pool->fd, bytes, unit_bytes, &pool->base);
+    bool is_dax;
+    int code = map_aligned(pool->fd, bytes, unit_bytes, &pool->base, &is_dax);
     if (code < 0) return code;
+    if (is_dax && unit_bytes == 4096) kind = "fsdax";
     pool->mapped_bytes = bytes;
     pool->unit_bytes = unit_bytes;
     pool->page_kind = kind;
@@ -105,9 +122,10 @@ static int reserve_file(int fd, uint64_t bytes, const char *path) {
 static bool map_huge(cxlkv_pool *pool) {
     uint64_t bytes = align_up(pool->geometry.region_bytes, AREA_ALIGNMENT);
     int made = memfd_create("cxlkv-pool", MFD_CLOEXEC | MFD_HUGETLB);
+    bool is_dax;
     if (made < 0) return false;
     if (ftruncate(made, (off_t)bytes) == 0 &&
-        map_aligned(made, bytes, AREA_ALIGNMENT, &pool->base) == 0) {
+        map_aligned(made, bytes, AREA_ALIGNMENT, &pool->base, &is_dax) == 0) {
         pool->mapped_bytes = bytes;
         pool->unit_bytes = AREA_ALIGNMENT;
         pool->page_kind = "hugetlb";
