@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from cxlkv import _core
+from cxlkv import _core, bulk
 from cxlkv.errors import BadArgumentError
 from cxlkv.state import write_whole
 from cxlkv.topology import probe
@@ -97,7 +97,7 @@ class Result:
 
     checks: what must hold for the figures to mean anything; when one does not, no ratio is
     written. A ratio's name says what is divided by what. emulated: "PROFILE, mode", or None when
-    the memory was what it says.
+    the memory was what it says; of pools that live while it is made, or while it measures.
     """
 
     case: str
@@ -105,7 +105,7 @@ class Result:
     metrics: dict[str, Metric] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    emulated: str | None = None
+    emulated: str | None = field(default_factory=bulk.labels)
 
     @property
     def passed(self) -> bool:
@@ -114,6 +114,7 @@ class Result:
 
     def measure(self, name: str, samples: Sequence[float], unit: str) -> Metric:
         """Add a metric; returns it."""
+        self.emulated = self.emulated or bulk.labels()
         self.metrics[name] = Metric([float(sample) for sample in samples], unit)
         return self.metrics[name]
 

@@ -18,6 +18,7 @@ from rich.tree import Tree
 
 from cxlkv.config import format_bytes
 from cxlkv.devices import CxlRegion, DaxDevice, Devices, probe_devices
+from cxlkv.emulation.link import VARIABLE, from_environment, parse
 from cxlkv.errors import BadArgumentError
 from cxlkv.nodes import Access, NodeDetails, Numa, probe_nodes
 from cxlkv.suggestions import FOUND_BY, Place, lacking, suggest
@@ -96,10 +97,13 @@ def info(
     Exit code 0 however much of the machine is hidden: what could not be read is named.
     """
     found = survey(root)
+    link = emulated_link()
     if as_json:
-        typer.echo(json.dumps(as_dict(found), indent=2))
+        typer.echo(json.dumps({**as_dict(found), "emulated": link}, indent=2))
         return
     Console().print(tree(found))
+    if link is not None:
+        Console().print(f"Emulated ({VARIABLE}): {link}")
     console = Console(soft_wrap=True)  # a command must stay in one piece to be copied
     for item in found.unknown:
         console.print(_line(f"Not known: {item.what} ({item.path}: {item.why})", "yellow"))
@@ -109,6 +113,12 @@ def info(
     for index, place in enumerate(found.places):
         console.print(_line("Place for a pool:" if index == 0 else "Or:", "bold"))
         console.print(_line("\n".join(_place_lines(place))))
+
+
+def emulated_link() -> str | None:
+    """The link that pools of this environment are behind. Raises BadArgumentError."""
+    text = from_environment()
+    return None if text is None else parse(text).label
 
 
 def as_dict(found: Survey) -> dict[str, object]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core
+from cxlkv import _core, bulk
 from cxlkv.closing import Closing
 from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError
@@ -72,13 +72,17 @@ class NearTier(Closing):
         wanted = np.ascontiguousarray(units, np.int64).ravel()
         if generations is not None and len(generations) != len(wanted):
             raise BadArgumentError(f"{len(generations)} generations for {len(wanted)} units")
+        timed = bulk.begin(self._pool)
         done, codes = _core.near_promote(self._pool, wanted, generations)
         number, times = np.unique(codes[codes != 0], return_counts=True)
         refused = {
             _core.NEAR_CODES[n]: int(t)
             for n, t in zip(number.tolist(), times.tolist(), strict=True)
         }
-        size = done * _core.near_stats(self._pool)["unit_bytes"]
+        unit_bytes = _core.near_stats(self._pool)["unit_bytes"]
+        size = done * unit_bytes
+        if timed is not None:
+            timed.end("promote", int((codes == 0).sum()) * unit_bytes)
         return Moved(wanted[codes == 0], np.empty(0, np.int64), refused, size)
 
     def demote(self, units: npt.ArrayLike) -> int:

@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Sequences
 from functools import partial
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy.typing as npt
 
-from cxlkv import _core, audit
+from cxlkv import _core, audit, bulk
 from cxlkv.closing import Closing
 from cxlkv.coherence import (
     DURABLE,
@@ -58,6 +58,9 @@ from cxlkv.regions import (
 from cxlkv.sequence import Batch, Hit, Sequence
 from cxlkv.stats import Overview, look, of_pool
 
+if TYPE_CHECKING:
+    from cxlkv.pool_config import PoolConfig
+
 Path = str | os.PathLike[str]
 THREADS_MAX = 1024  # the core's limit
 
@@ -85,6 +88,8 @@ class CXLPool(Closing):
         self.pages = Pages(handle)
         self.hotness = Hotness(handle)
         self._before_close: list[Callable[[], object]] = []
+        if os.environ.get("CXLKV_EMULATE"):
+            self._emulate(None)
 
     @classmethod
     def create(
@@ -146,8 +151,16 @@ class CXLPool(Closing):
         from cxlkv.pool_config import read_config  # pydantic and yaml, which few programs need
 
         wanted = read_config(config)
+        pool = cls._of(wanted)
+        link = None if numa.is_mode(wanted.emulate) else wanted.emulate
+        if link is not None and bulk.label(pool._handle) is None:
+            pool._emulate(link)
+        return pool
+
+    @classmethod
+    def _of(cls, wanted: PoolConfig) -> CXLPool:
         where = wanted.where
-        if wanted.emulate is not None:
+        if numa.is_mode(wanted.emulate):
             where = numa.configured(where, wanted.emulate)
         path = parse_where(where)
         make = partial(
@@ -220,6 +233,19 @@ class CXLPool(Closing):
         if worker:
             pool.use_worker()
         return pool
+
+    def _emulate(self, profile: str | None) -> None:
+        """Charge this process's bulk operations to a link; None: as CXLKV_EMULATE says."""
+        from cxlkv.emulation import link  # pydantic and yaml, which few programs need
+
+        try:
+            if profile is None:
+                link.begin_from_environment(self._handle)
+            else:
+                link.begin(self._handle, profile)
+        except BadArgumentError:
+            self.close()
+            raise
 
     @staticmethod
     def remove(path: Path) -> None:
@@ -426,6 +452,7 @@ class CXLPool(Closing):
         flushes = flushes_of(SHARING[kind], self.path)
         page_kind = _core.pool_page_kind(self._handle)
         note = durable_note(DURABLE[durable], page_kind)
+        emulated = bulk.label(self._handle)
         return {
             "path": self.path or "anonymous:",
             "identity": _core.pool_identity(self._handle),
@@ -439,6 +466,7 @@ class CXLPool(Closing):
             "hosts": hosts,
             **({"flushes": flushes} if flushes else {}),
             **({"note": note} if note else {}),
+            **({"emulated": emulated} if emulated else {}),
             "geometry": _core.pool_geometry(self._handle),
         }
 

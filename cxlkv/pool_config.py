@@ -23,6 +23,7 @@ from pydantic import (
 
 from cxlkv.config import format_bytes, parse_bytes
 from cxlkv.emulation import numa
+from cxlkv.emulation.link import parse as parse_link
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout, LayerGroup, dtype_name
 from cxlkv.regions import ALL, capacity_bytes_at, parse_where
@@ -65,7 +66,10 @@ def _where(value: object) -> object:
 
 def _emulated(value: object) -> object:
     if isinstance(value, str):
-        numa.parse(value)
+        if numa.is_mode(value):
+            numa.parse(value)
+        else:
+            parse_link(value)
     return value
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, audit, room
+from cxlkv import _core, audit, bulk, room
 from cxlkv.arrays import Array, View, imported, view
 from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.layout import DTYPES, KVLayout
@@ -74,9 +74,14 @@ class Batch:
         if values is not None:
             _check_rows(values, "v", rows, self._value_row)
         back = _back(rewind)
+        timed = bulk.begin(self._pool)
+        before = self._complete(layer).sum() if timed else 0
         for attempt in range(room.TRIES):
             try:
                 _core.batch_append(self._handle, _layer(layer), keys, values, starts, back)
+                if timed is not None:
+                    pages = int(self._complete(layer).sum() - before)
+                    timed.end("append", pages * self._written_bytes())
                 return
             except PoolFullError:
                 last = attempt + 1 == room.TRIES
@@ -158,7 +163,10 @@ class Batch:
             scale=self._scale(scale),
             recall=recall,
         )
+        timed = bulk.begin(self._pool)
         picked = simd.select(self._handle, self._layout, asked, self._room)
+        if timed is not None:
+            timed.end("select", picked.bytes_scored)
         # A step later a list is one page longer at most: then one call into the core is enough.
         self._room = picked.pages.shape[2] + 1
         if audit.is_due(self._pool):
@@ -180,7 +188,12 @@ class Batch:
         guess = 0
         if picked is None:
             guess = max(s.page_count(layer) for s in self.sequences)
-        return simd.fetch(self._handle, self._layout, _layer(layer), picked, len(self), guess, out)
+        timed = bulk.begin(self._pool)
+        number, handle = _layer(layer), self._handle
+        found = simd.fetch(handle, self._layout, number, picked, len(self), guess, out)
+        if timed is not None:
+            timed.end("fetch", self._far_bytes(layer, picked, timed))
+        return found
 
     def attend(
         self,
@@ -197,7 +210,8 @@ class Batch:
         picked=None: over all pages that the rows see. Causal, as in select(). softcap: logits
         become softcap * tanh(logit / softcap).
         """
-        return simd.attend(
+        timed = bulk.begin(self._pool)
+        found = simd.attend(
             self._handle,
             self._layout,
             _layer(layer),
@@ -207,6 +221,9 @@ class Batch:
             self._scale(scale),
             softcap,
         )
+        if timed is not None:
+            timed.end("attend", self._far_bytes(layer, picked, timed))
+        return found
 
     def verify(self, layer: int, picked: Selection) -> None:
         """That the pages of a selection (per="sequence") are what was written, by their CRCs: for
@@ -217,6 +234,32 @@ class Batch:
         rows = simd.picked_rows(picked, self._layout)
         assert rows is not None
         _core.batch_verify(self._handle, _layer(layer), rows)
+
+    def _complete(self, layer: int) -> npt.NDArray[np.int64]:
+        """Pages of each sequence that lie in the pool: all but the open tail."""
+        tokens = np.array([s.tokens(layer) for s in self.sequences], np.int64)
+        return tokens // self._layout.page_tokens
+
+    def _written_bytes(self) -> int:
+        """What append stores of one page and layer: digests, sketches, K and V."""
+        found = _core.pool_geometry(self._pool)
+        names = ("digest", "sketch", "key", "value")
+        return self._layout.kv_heads * sum(found[f"{name}_piece_bytes"] for name in names)
+
+    def _far_bytes(self, layer: int, picked: Selection | None, timed: bulk.Timed) -> int:
+        """K and V that were read from the pool: not open tails, nor near copies of chosen pages."""
+        complete = self._complete(layer)
+        if picked is None:
+            window = self._layout.windows[layer]
+            most = complete if window is None else -(-window // self._layout.page_tokens) + 1
+            pieces = int(np.minimum(complete, most).sum()) * self._layout.kv_heads
+        else:
+            lists = np.diff(picked.starts) if picked.per == "query" else 1
+            visible = np.repeat(complete, lists)[:, None, None]
+            pieces = int(((picked.pages >= 0) & (picked.pages < visible)).sum())
+        piece_bytes = self._layout.token_bytes // self._layout.layers // self._layout.kv_heads
+        piece_bytes *= self._layout.page_tokens
+        return (pieces - timed.near_pieces()) * piece_bytes
 
     def _scale(self, scale: float | None) -> float:
         return float(self._layout.head_dim**-0.5) if scale is None else float(scale)

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, room
+from cxlkv import _core, bulk, room
 from cxlkv.closing import Closing
 from cxlkv.cold import ColdTier
 from cxlkv.cold_file import RecordShape
@@ -259,11 +259,14 @@ class Tiers(Closing):
 
     def _write(self, records: Names, parents: Names) -> int:
         """How many of the records, from the first on, are in the pool then."""
+        timed = bulk.begin(self.pool._handle)
         try:
             codes = _core.records_write(self.pool._handle, records, np.ascontiguousarray(parents))
         except PoolFullError:  # others took it
             self._counts["refused_pages"] += len(records)
             return 0
+        if timed is not None:
+            timed.end("restore", int((codes == 0).sum()) * self._shape.bytes)
         right = (codes == 0) | (codes == _core.RECORD_PRESENT)
         return len(codes) if right.all() else int(np.argmin(right))
 
@@ -354,8 +357,11 @@ class Tiers(Closing):
             self._counts["dropped_pages"] += len(wanted)
             return
         records = self._records(len(wanted))
+        timed = bulk.begin(self.pool._handle)
         codes = _core.records_read(self.pool._handle, pages[wanted], generations[wanted], records)
         right = codes == 0
+        if timed is not None:
+            timed.end("demote", int(right.sum()) * self._shape.bytes)
         self._counts["corrupt_pages"] += int((codes == _core.E_CORRUPT).sum())
         stored = self.cold.store(names[wanted][right], records[right], parents[wanted][right])
         self._counts["demoted_pages"] += int(stored.sum())

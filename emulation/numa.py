@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeGuard
 
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.placing import named, parse_nodes
@@ -22,6 +23,11 @@ from cxlkv.topology import NumaNode, probe
 VARIABLE = "CXLKV_EMULATE"
 SCHEME = "numa:"
 ATTEMPTS = 16
+
+
+def is_mode(text: str | None) -> TypeGuard[str]:
+    """Whether an `emulate` is of this mode; else it names a link."""
+    return text is not None and text.startswith(SCHEME)
 
 
 def parse(text: str) -> tuple[int, ...]:

@@ -1,0 +1,203 @@
+"""An emulated link: a pool's bulk operations take as long as over the link of a named device.
+
+    with emulate(pool, "astera-a1000"):           # waits for the rest of the device's time
+    with emulate(pool, "astera-a1000", mode="virtual") as link:  # only counts it: link.seconds
+
+docs/emulation.md says what is charged and what the model leaves out.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Literal, Protocol
+
+from cxlkv import _core, bulk
+from cxlkv.emulation import profiles
+from cxlkv.emulation.profiles import Profile
+from cxlkv.emulation.sharing import GB, Transfer, check_devices, share_out
+from cxlkv.errors import BadArgumentError
+
+Mode = Literal["wait", "virtual"]
+MODES: Mapping[str, Mode] = {"wait": "wait", "virtual": "virtual"}
+VARIABLE = "CXLKV_EMULATE"
+SPIN_S = 150e-6
+"""The last part of a wait is spent looking at the clock: a sleep ends late by so much."""
+
+
+class PoolLike(Protocol):
+    """A CXLPool, which this module may not import."""
+
+    _handle: _core.Handle
+
+
+class Link:
+    """What charges operations to one link; one or several pools lie behind it.
+
+    "wait": an operation of this process that was faster than the device takes the rest of the time;
+    those of several threads share the link. One that was slower takes no longer, and is counted in
+    late_operations: where there are many of these, times are this machine's, not the device's.
+
+    "virtual": nothing waits. `seconds` is a clock of its own, moved on by each operation in the
+    order in which they end, one after the other; only sizes and order move it, so the same work
+    gives the same time everywhere. sharing.simulate() has streams side by side.
+    """
+
+    def __init__(
+        self, name: str, profile: Profile, mode: Mode = "wait", devices: int = 1, slow: float = 1.0
+    ):
+        check_devices(devices)
+        self.profile, self.mode, self.devices = profile.slowed(slow), mode, devices
+        extra = f" on {devices} devices" if devices > 1 else ""
+        extra += f" slowed {slow:g} times" if slow != 1 else ""
+        self.label = f"{name}{extra}, {mode}"
+        self.seconds = 0.0  # by the model
+        self.waited_s = 0.0
+        self.operations: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.late_operations = 0
+        self._lock = threading.Condition()
+        self._moving: list[Transfer] = []
+        self._at_s = 0.0  # up to when `left_bytes` are right
+
+    def alone_s(self, size_bytes: int, write: bool = False) -> float:
+        """Seconds of one operation on an idle link."""
+        rate = GB * self.profile.gb_per_s(float(write), self.devices)
+        return self.profile.latency_ns / GB + size_bytes / rate
+
+    def heard(self, kind: bulk.Kind, size_bytes: int, began_s: float) -> None:
+        """Charge an operation that has just ended; began_s: by time.perf_counter()."""
+        write = kind in bulk.WRITES
+        with self._lock:
+            self.operations[kind] += 1
+            self.bytes[kind] += size_bytes
+            if self.mode == "virtual":
+                self.seconds += self.alone_s(size_bytes, write)
+                return
+            self._wait(size_bytes, write, began_s)
+
+    def _wait(self, size_bytes: int, write: bool, began_s: float) -> None:
+        """Until the transfer is over that began so early; what the host took counts as moved."""
+        arrived = time.perf_counter()
+        self._advance(arrived)
+        load = sum(t.rate for t in self._moving if t.left_bytes > 0 and t.from_s <= arrived)
+        from_s = began_s + self.profile.latency_ns_at(load / GB) / GB
+        transfer = Transfer(size_bytes, write, -1, from_s=from_s)
+        self._moving.append(transfer)
+        self._rates()
+        transfer.left_bytes -= max(0.0, arrived - from_s) * transfer.rate
+        self.late_operations += transfer.left_bytes < 0
+        now = arrived
+        try:
+            while transfer.left_bytes > 0 and transfer.rate > 0:
+                self._sleep(max(now, from_s) + transfer.left_bytes / transfer.rate)
+                now = time.perf_counter()
+                self._advance(now)
+        finally:
+            self._moving.remove(transfer)
+            self._rates()
+        self.seconds += now - began_s
+        self.waited_s += now - arrived
+
+    def _sleep(self, until_s: float) -> None:
+        """Without the lock; sooner back when rates have changed."""
+        rest = until_s - time.perf_counter()
+        if rest > SPIN_S:
+            self._lock.wait(rest - SPIN_S)
+            return
+        self._lock.release()
+        try:
+            while time.perf_counter() < until_s:
+                pass
+        finally:
+            self._lock.acquire()
+
+    def _advance(self, now: float) -> None:
+        for transfer in self._moving:
+            flowed = now - max(self._at_s, transfer.from_s)
+            transfer.left_bytes -= max(0.0, flowed) * transfer.rate
+        self._at_s = now
+
+    def _rates(self) -> None:
+        # One that is over may not have been taken out by its thread yet.
+        share_out(self.profile, [t for t in self._moving if t.left_bytes > 0], self.devices)
+        self._lock.notify_all()
+
+    def reset_after_fork(self) -> None:
+        self._lock = threading.Condition()
+        self._moving = []
+
+
+@contextmanager
+def emulate(
+    pool: PoolLike,
+    profile: str | Profile | Link,
+    *,
+    mode: str = "wait",
+    devices: int = 1,
+    slow: float = 1.0,
+) -> Iterator[Link]:
+    """Until the block ends, charge this process's bulk operations on the pool to a device's link.
+
+    profile: a name of the project's profiles or your own, FILE.yaml:NAME, or a Profile; or a Link
+    that another pool is behind, too (the other arguments do not count then). devices: over how many
+    the pool is striped, where the profile has a limit for each. slow: how many times as slow as the
+    profile everything is. Raises BadArgumentError.
+    """
+    link = profile if isinstance(profile, Link) else link_of(profile, mode, devices, slow)
+    before = bulk.listen(pool._handle, link)
+    try:
+        yield link
+    finally:
+        bulk.listen(pool._handle, before)
+
+
+def link_of(
+    profile: str | Profile, mode: str = "wait", devices: int = 1, slow: float = 1.0
+) -> Link:
+    """A link that nothing is charged to yet; arguments as of emulate()."""
+    if mode not in MODES:
+        raise BadArgumentError(f"mode {mode!r}: one of {', '.join(MODES)}")
+    if isinstance(profile, Profile):
+        name, found = "a profile of its own", profile
+    else:
+        name, found = profiles.named(profile)
+    return Link(name, found, MODES[mode], devices, slow)
+
+
+def parse(text: str) -> Link:
+    """The link that "PROFILE" or "PROFILE, MODE" names, as in YAML and CXLKV_EMULATE."""
+    name, _, mode = text.partition(",")
+    return link_of(name.strip(), mode.strip() or "wait")
+
+
+@cache
+def shared(text: str) -> Link:
+    """parse(), but one link for all pools of this process that name the same."""
+    return parse(text)
+
+
+def begin(handle: _core.Handle, text: str) -> None:
+    """Charge the pool's operations from now on, for as long as it lives."""
+    bulk.listen(handle, shared(text))
+
+
+def from_environment() -> str | None:
+    """What CXLKV_EMULATE says of a link; values "numa:N" are about places of memory, not this."""
+    text = os.environ.get(VARIABLE, "").strip()
+    return None if not text or text.startswith("numa:") else text
+
+
+def begin_from_environment(handle: _core.Handle) -> None:
+    """As CXLKV_EMULATE says, for each pool that is made or opened. Raises BadArgumentError."""
+    text = from_environment()
+    if text is not None:
+        try:
+            begin(handle, text)
+        except BadArgumentError as error:
+            raise BadArgumentError(f"{VARIABLE}={text}: {error}") from None
