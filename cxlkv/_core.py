@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,6 +154,91 @@ def coherence_visible_ns(mode: str, record_bytes: int, count: int) -> npt.NDArra
 def coherence_instruction() -> str:
     """What writes lines back here: "clwb", "clflushopt", "clflush", "dc" or "none"."""
     return str(ffi.string(lib.cxlkv_coherence_instruction()).decode())
+
+
+# ---- what `cxlkv bench latency`, bandwidth, copy and gather measure ----
+
+# By the core's number; "past": by stores that go past the cache.
+MEMORY_KINDS = (
+    "chase",
+    "read",
+    "write",
+    "write_past",
+    "mixed",
+    "mixed_past",
+    "copy",
+    "copy_past",
+)
+
+
+class Stream(NamedTuple):
+    """One thread's loop over memory, as cxlkv_memory_stream says."""
+
+    kind: str
+    memory: npt.NDArray[np.uint8]
+    cpu: int = -1
+    block_bytes: int = 256 << 10
+    pace_ns: int = 0
+    first_word: int = 0
+
+
+class Streamed(NamedTuple):
+    """What a loop did."""
+
+    moved_bytes: int
+    steps: int
+    seconds: float
+    sum: int
+
+
+@contextlib.contextmanager
+def memory_taken(size: int, node: int = -1) -> Iterator[npt.NDArray[np.uint8]]:
+    """Private memory, of one NUMA node if that is given; gone when the block ends."""
+    at = ffi.new("uint8_t **")
+    check(lib.cxlkv_memory_take(size, node, at))
+    try:
+        yield np.frombuffer(ffi.buffer(at[0], size), np.uint8)
+    finally:
+        check(lib.cxlkv_memory_give(at[0], size))
+
+
+def memory_ring(memory: npt.NDArray[np.uint8], seed: int) -> None:
+    """Make one ring of its lines, for "chase"."""
+    at = ffi.cast("uint8_t *", memory.ctypes.data)
+    check(lib.cxlkv_memory_ring(at, memory.size, seed))
+
+
+def memory_run(streams: Sequence[Stream], seconds: float) -> list[Streamed]:
+    """Run all of them at once, each for so long."""
+    args = ffi.new("cxlkv_memory_stream[]", len(streams))
+    for into, stream in zip(args, streams, strict=True):
+        into.kind, into.cpu = MEMORY_KINDS.index(stream.kind), stream.cpu
+        into.memory = ffi.cast("uint8_t *", stream.memory.ctypes.data)
+        into.bytes, into.block_bytes = stream.memory.size, stream.block_bytes
+        into.pace_ns, into.first_word = stream.pace_ns, stream.first_word
+    check(lib.cxlkv_memory_run(args, len(streams), round(seconds * 1e9)))
+    return [Streamed(s.moved_bytes, s.steps, s.elapsed_ns * 1e-9, s.sum) for s in args]
+
+
+def memory_gather_s(
+    to: npt.NDArray[np.uint8],
+    memory: npt.NDArray[np.uint8],
+    offsets: npt.NDArray[np.uint64],
+    piece_bytes: int,
+) -> float:
+    """Seconds for a memcpy of each piece of `memory`; they come one behind the other in `to`."""
+    if to.size < offsets.size * piece_bytes or not offsets.flags.c_contiguous:
+        raise errors.BadArgumentError("the pieces do not fit into `to`")
+    return 1e-9 * check(
+        lib.cxlkv_memory_gather(
+            ffi.cast("uint8_t *", to.ctypes.data),
+            ffi.cast("uint8_t *", memory.ctypes.data),
+            memory.size,
+            ffi.cast("uint64_t *", offsets.ctypes.data),
+            offsets.size,
+            piece_bytes,
+        )
+    )
 
 
 # ---- pools ----

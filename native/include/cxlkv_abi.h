@@ -686,6 +686,43 @@ int64_t cxlkv_coherence_visible(uint32_t mode, uint64_t record_bytes, uint32_t c
 const char *cxlkv_coherence_instruction(void);
 /* What lines are written back with: "clwb", "clflushopt", "clflush", "dc", or "none". */
 const char *cxlkv_flush_name(void);
+
+/* ---- what `cxlkv bench latency`, bandwidth, copy and gather measure ---- */
+
+/* What a stream does, block after block, from the beginning again when the memory ends. */
+#define CXLKV_MEMORY_CHASE 0      /* one load behind the other, along the ring in the memory */
+#define CXLKV_MEMORY_READ 1
+#define CXLKV_MEMORY_WRITE 2      /* plain stores */
+#define CXLKV_MEMORY_WRITE_PAST 3 /* stores past the cache; only on x86-64 */
+#define CXLKV_MEMORY_MIXED 4      /* two lines read from the first two thirds, one written behind */
+#define CXLKV_MEMORY_MIXED_PAST 5
+#define CXLKV_MEMORY_COPY 6       /* memcpy from the first half into the second one */
+#define CXLKV_MEMORY_COPY_PAST 7  /* the core's own copy into memory that hosts share */
+typedef struct cxlkv_memory_stream {
+    uint32_t kind;
+    int32_t cpu;             /* where its thread runs; -1: anywhere */
+    uint8_t *memory;         /* at a line */
+    uint64_t bytes;
+    uint64_t block_bytes;    /* after each block it looks at the clock */
+    uint64_t pace_ns;        /* that a block takes at least; 0: as fast as it goes */
+    uint64_t first_word;     /* word i of the memory that is written becomes first_word + i */
+    uint64_t moved_bytes;    /* found: read and written; of a copy, copied */
+    uint64_t steps;          /* found: loads of a chase, else blocks */
+    uint64_t elapsed_ns;     /* found */
+    uint64_t sum;            /* found: of all words read; of a chase, where in the ring it ended */
+} cxlkv_memory_stream;
+
+/* Private memory in huge pages where they are to be had, all there; node -1: wherever. */
+int cxlkv_memory_take(uint64_t bytes, int32_t node, uint8_t **memory);
+int cxlkv_memory_give(uint8_t *memory, uint64_t bytes);
+/* Makes one ring of the memory's lines, in random order. */
+int cxlkv_memory_ring(uint8_t *memory, uint64_t bytes, uint64_t seed);
+/* All streams at once, each for so long and for one block (1,024 loads) at least. */
+int64_t cxlkv_memory_run(cxlkv_memory_stream *streams, uint32_t count, uint64_t nanoseconds);
+/* Nanoseconds for a memcpy of each piece, one behind the other in `to`. */
+int64_t cxlkv_memory_gather(uint8_t *to, const uint8_t *from, uint64_t from_bytes,
+                            const uint64_t *offsets, uint32_t count, uint64_t piece_bytes);
+
 /* The litmus run: two roles, on two hosts, and what their flushes and fences promise over memory
  * that they share; docs/coherence.md has the tests. */
 #define CXLKV_LITMUS_REGIONS_MAX 16
