@@ -17,6 +17,8 @@ from cxlkv.state import state_folder, write_whole
 
 OURS = Path(__file__).with_name("profiles.yaml")
 FILE_BYTES_MAX = 1 << 20
+MIXED_SHARE = 1 / 3
+"""Of writes, in mixed_gb_per_s: what Intel MLC and `cxlkv bench bandwidth` call 2:1."""
 WAIT_SHARE = 0.1
 """Of the idle latency: what one unit of u / (1 - u) adds where a profile has no curve. The two
 published curves rise by about so much up to a utilization u of 0.88."""
@@ -30,9 +32,9 @@ _Point = Annotated[tuple[_Amount, _Amount], Field(strict=False)]  # YAML has lis
 class Profile(BaseModel):
     """A device behind its link. Bandwidth in GB/s (10**9), as the whole link gives it.
 
-    mixed: of half reads, half writes; read, write: of one of them alone. loaded: (GB/s, ns), the
-    latency of a line while others move so much. per_device: what one device gives, where several
-    are striped; per_switch: what all devices behind one switch give together.
+    mixed: of two bytes read for one written; read, write: of one of them alone. loaded: (GB/s, ns),
+    the latency of a line while others move so much. per_device: what one device gives, where
+    several are striped; per_switch: what all devices behind one switch give together.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -73,19 +75,19 @@ class Profile(BaseModel):
 
     @property
     def mixed(self) -> float:
-        """GB/s of half reads, half writes; where the profile does not say, taking turns."""
-        return self.mixed_gb_per_s or 2 / (1 / self.read_gb_per_s + 1 / self.write)
+        """GB/s of two reads for a write; where the profile does not say, taking turns."""
+        return self.mixed_gb_per_s or 3 / (2 / self.read_gb_per_s + 1 / self.write)
 
     def gb_per_s(self, write_share: float, devices: int = 1) -> float:
         """What the link gives, all streams together, when so much of the bytes are writes.
 
-        Time for each byte runs straight from reads alone to the even mix, and on to writes alone.
+        Time for each byte runs straight from reads alone to MIXED_SHARE, and on to writes alone.
         """
         read, mixed, write = 1 / self.read_gb_per_s, 1 / self.mixed, 1 / self.write
-        if write_share <= 0.5:
-            cost = read + (mixed - read) * 2 * write_share
+        if write_share <= MIXED_SHARE:
+            cost = read + (mixed - read) * write_share / MIXED_SHARE
         else:
-            cost = mixed + (write - mixed) * (2 * write_share - 1)
+            cost = mixed + (write - mixed) * (write_share - MIXED_SHARE) / (1 - MIXED_SHARE)
         limits = [1 / cost]
         if self.per_device_gb_per_s is not None:
             limits.append(devices * self.per_device_gb_per_s)
@@ -212,14 +214,18 @@ def _profile(path: str | os.PathLike[str], name: str, found: object) -> Profile:
         raise BadArgumentError("\n".join(lines)) from None
 
 
-def write(path: Path, name: str, profile: Profile) -> None:
-    """Put one profile into a file beside those that are there. Raises BadArgumentError for a name
-    that the project has, OSError."""
+def check_new(path: Path, name: str) -> dict[str, Profile]:
+    """The profiles that the file has so far. Raises BadArgumentError for a file that cannot be
+    read, and for a name that is none, or one of the project's."""
     _name(path, name)
-    if path != OURS and name in read(OURS):
+    if name in read(OURS):
         raise BadArgumentError(f"{name} is one of the project's profiles: take another name")
-    others = read(path) if path.exists() else {}
-    all_of_them = {**others, name: profile}
+    return read(path) if path.exists() else {}
+
+
+def write(path: Path, name: str, profile: Profile) -> None:
+    """Put one profile into a file beside those that are there. Raises as check_new(), OSError."""
+    all_of_them = {**check_new(path, name), name: profile}
     plain = {
         key: one.model_dump(mode="json", exclude_none=True) for key, one in all_of_them.items()
     }

@@ -88,8 +88,9 @@ def test_never_more_than_the_limit_whatever_the_sizes(rng: np.random.Generator) 
 
 
 def test_reads_beside_writes_get_the_mixed_figure() -> None:
-    found = simulate(ASTERA, [Stream(1 << 28, 2), Stream(1 << 28, 2, write=True)])
-    assert [one.gb_per_s for one in found] == pytest.approx([27, 27], rel=1e-3)
+    reads = [Stream(1 << 28, 2)] * 2
+    found = simulate(ASTERA, [*reads, Stream(1 << 28, 2, write=True)])
+    assert [one.gb_per_s for one in found] == pytest.approx([18, 18, 18], rel=1e-3)
 
 
 def test_devices_and_the_switch_have_limits_of_their_own() -> None:

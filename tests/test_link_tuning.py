@@ -1,0 +1,45 @@
+"""A profile of this machine's own memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cxlkv.bench import link_tuning
+from cxlkv.bench.link_tuning import Size, curve
+from cxlkv.cli import main
+from cxlkv.emulation.profiles import named
+from cxlkv.errors import BadArgumentError
+
+
+def test_the_command_writes_a_profile_that_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    small = Size(bytes=1 << 20, pace_ns=(4000, 1000), sample_s=0.002, rounds=2)
+    monkeypatch.setattr(link_tuning, "SIZE", small)
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", "--profile", "here", "--json", str(tmp_path / "r.json")])
+    assert ended.value.code == 0
+    assert "written: here in" in capsys.readouterr().out
+    profile = named("here")[1]
+    assert profile.standing == "measured"
+    assert profile.latency_ns > 0
+    assert profile.read_gb_per_s > 0
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", "--profile", "pond-pool"])
+    assert ended.value.code == 1
+    assert "one of the project's profiles" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", "--profile", "x", "--gpu"])
+    assert ended.value.code == 1
+    with pytest.raises(BadArgumentError, match=r"no profile 'x'.*here"):
+        named("x")
+
+
+def test_noise_is_left_out_of_a_curve() -> None:
+    samples = [[(5.0, 120.0), (5.2, 118.0), (5.1, 140.0)], [(2.0, 90.0)], [(9.0, 119.0)]]
+    assert curve(100.0, samples, 8.0) == ((5.1, 120.0),)
+    assert curve(80.0, samples, 20.0) == ((2.0, 90.0), (5.1, 120.0))
+    assert curve(80.0, [], 20.0) == ()
