@@ -101,6 +101,12 @@ def _cold(result: Result) -> None:
         cold.run(result, Path(folder))
 
 
+def _link(result: Result) -> None:
+    from cxlkv.bench.cases import link
+
+    link.run(result)
+
+
 PARTS: dict[str, Callable[[Result], None]] = {
     "calling": _calling,
     "allocating": _allocating,
@@ -116,6 +122,7 @@ PARTS: dict[str, Callable[[Result], None]] = {
     "moving": _moving,
     "decoding": _decoding,
     "cold": _cold,
+    "link": _link,
 }
 FOUNDATION = ["calling", "allocating", "copying", "selecting"]
 TIERS = ["hotness", "deciding", "matching", "moving", "cold", "decoding"]
@@ -139,12 +146,21 @@ def run(case: str, json_path: Path | None = None, picture: Path | None = None) -
     for note in result.notes if case == "ndp" else ():
         console.print(note, soft_wrap=True)
     if picture is not None:
-        from cxlkv.bench.picture import roofline
-
-        roofline(result, picture)
+        _draw(case, result, picture)
         console.print(f"picture: {picture}", soft_wrap=True)
     show(result, console, json_path)
     return result
+
+
+def _draw(case: str, result: Result, picture: Path) -> None:
+    if case == "link":
+        from cxlkv.bench.cases.link import draw
+
+        draw(picture)
+        return
+    from cxlkv.bench.picture import roofline
+
+    roofline(result, picture)
 
 
 def run_recall(model: Path | None, json_path: Path | None, picture: Path | None) -> Result:

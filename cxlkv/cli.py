@@ -147,7 +147,8 @@ def bench(
         typer.Option(help="recall: also of the causal language model in this folder."),
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="ndp, recall, replay: draw the figures into this file.")
+        Path | None,
+        typer.Option(help="link, ndp, recall, replay: draw the figures into this file."),
     ] = None,
     trace: Trace = None,
     policy: PolicyName = None,
@@ -164,8 +165,11 @@ def bench(
     """
     from cxlkv.bench.cli import run, run_litmus, run_recall, run_replay
 
-    if (picture and case not in ("ndp", "recall", "replay")) or (model and case != "recall"):
-        raise BadArgumentError("--picture goes with ndp, recall and replay, --model with recall")
+    drawn = ("ndp", "recall", "replay", "link")
+    if (picture and case not in drawn) or (model and case != "recall"):
+        raise BadArgumentError(
+            "--picture goes with ndp, recall and replay, and link, --model with recall"
+        )
     if case == "replay":
         if trace is None:
             raise BadArgumentError("replay needs --trace: a file, or the name of a family")
@@ -410,6 +414,10 @@ def tune(
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Only by what way pages get into the GPU faster.")
     ] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="Only this machine's memory, as a profile of this name for emulation."),
+    ] = None,
 ) -> None:
     """Measure on this machine from how many pages on sketches pay, for select(method="auto"), and
     what reading, writing and attending cost, for `cxlkv advise`. What was measured of the GPU, or
@@ -418,6 +426,11 @@ def tune(
     from cxlkv.bench.report import Result
     from cxlkv.ndp.tuning import default_path, read, this_machine, write
 
+    if profile is not None:
+        if threads or pool or cold or gpu:
+            raise BadArgumentError("--profile goes without --threads, --pool, --cold and --gpu")
+        tune_profile(profile, json_file)
+        return
     console = cli.wide_console()
     result, path = Result("tune"), default_path()
     if gpu:
@@ -439,6 +452,21 @@ def tune(
     write(found, path)
     cli.show(result, console, json_file)
     console.print(f"written: {path}", soft_wrap=True)
+
+
+def tune_profile(name: str, json_file: Path | None) -> None:
+    """`cxlkv tune --profile`: into the user's own profiles, for CXLKV_EMULATE and emulate()."""
+    from cxlkv.bench import cli, link_tuning
+    from cxlkv.bench.report import Result
+    from cxlkv.emulation import profiles
+
+    console, result = cli.wide_console(), Result("tune")
+    profiles.check_new(profiles.own_path(), name)
+    with console.status("measuring; half a minute ..."):
+        found = link_tuning.run(result)
+    profiles.write(profiles.own_path(), name, found)
+    cli.show(result, console, json_file)
+    console.print(f"written: {name} in {profiles.own_path()}", soft_wrap=True)
 
 
 @app.command()
