@@ -1,1 +1,1 @@
-"""Emulation: memory whose hosts' caches do not see each other; the true drivers in guests."""
+"""Emulation: incoherent memory, links of devices, faults; the true drivers in guests."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Sequence, _core, errors, regions
+from cxlkv.emulation import faults
 from cxlkv.prefix import prefix_keys
 from cxlkv.topology import probe
 
@@ -144,8 +145,7 @@ def test_hostile_numbers_with_a_right_crc(closed_file: Path) -> None:
 
 @pytest.mark.parametrize("part", [0.001, 0.5, 0.999])
 def test_a_truncated_file(closed_file: Path, part: float) -> None:
-    size = closed_file.stat().st_size
-    os.truncate(closed_file, max(4096, int(size * part)))
+    faults.truncated(closed_file, part)
     with pytest.raises(errors.TruncatedError, match=r"truncated: .* bytes of .*create it anew"):
         CXLPool.open(closed_file)
     CXLPool.remove(closed_file)
@@ -154,7 +154,7 @@ def test_a_truncated_file(closed_file: Path, part: float) -> None:
 def test_a_file_truncated_under_a_pool(on_file: CXLPool, path: Path) -> None:
     """SIGBUS becomes an error of the operation that met it; other sequences and the pool go on."""
     hurt, tail_only = fill(on_file), fill(on_file, 3, seed=7)
-    os.truncate(path, geometry(on_file)["extents_offset"])
+    faults.poison(path, geometry(on_file)["extents_offset"])
     with pytest.raises(errors.PoisonError, match=r"bus error .*pages were retired.*recompute"):
         hurt.fetch(0)
     assert on_file.stats()["pages_retired"] > 0
@@ -166,7 +166,7 @@ def test_a_file_truncated_under_a_pool(on_file: CXLPool, path: Path) -> None:
 def test_a_tail_published_out_of_a_page_that_is_gone(on_file: CXLPool, path: Path) -> None:
     """Its tokens lie in a full page, of which the tail would be a copy."""
     hurt = fill(on_file, 8)
-    os.truncate(path, geometry(on_file)["extents_offset"])
+    faults.poison(path, geometry(on_file)["extents_offset"])
     with pytest.raises(errors.PoisonError, match="bus error"):
         on_file.publish_prefix(hurt, [1, 2, 3], tail=True)
     hurt.release()
