@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from cxlkv.bench import link_tuning
+from cxlkv.bench.cases import link
 from cxlkv.bench.link_tuning import Size, curve
+from cxlkv.bench.report import Result
 from cxlkv.cli import main
 from cxlkv.emulation.profiles import named
 from cxlkv.errors import BadArgumentError
@@ -43,3 +45,15 @@ def test_noise_is_left_out_of_a_curve() -> None:
     assert curve(100.0, samples, 8.0) == ((5.1, 120.0),)
     assert curve(80.0, samples, 20.0) == ((2.0, 90.0), (5.1, 120.0))
     assert curve(80.0, [], 20.0) == ()
+
+
+def test_bench_link_runs_small_and_draws(tmp_path: Path) -> None:
+    result = Result("link")
+    link.run(result, link.Size(tokens=64, rounds=1, latency_calls=2))
+    assert result.checks["virtual_exact"]
+    assert result.emulated is not None
+    assert result.emulated.startswith("astera-a1000 slowed ")
+    names = {f"{name}_to_profile" for name in ("fetch", "attend", "append", "latency")}
+    assert set(result.ratios) == names
+    link.draw(tmp_path / "link.png")
+    assert (tmp_path / "link.png").stat().st_size > 10_000
