@@ -1,12 +1,20 @@
-"""Timing: functions measured in turn, so that noise hits all of them alike."""
+"""Timing: functions measured in turn, so that noise hits all of them alike; and what samples tell:
+where the median lies, and whether to trust it."""
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 Samples = dict[str, list[float]]
 WARM_S = 0.05
+SAMPLES_TO_JUDGE = 5  # with fewer, noise is not told from the thing itself
+SPREAD_MAX = 0.1  # of the median: a wider interval of it is said
+OUTLIER_DEVIATIONS = 5
 
 
 def interleave(
@@ -47,3 +55,52 @@ def interleave_reported(functions: Mapping[str, Callable[[], float]], rounds: in
             if turn:
                 samples[name].append(seconds)
     return samples
+
+
+def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Where the true median lies with this confidence, by order statistics: no shape is assumed.
+
+    Few samples cannot give it (fewer than six for 0.95): then it is the whole range.
+    """
+    ordered = sorted(samples)
+    count, below, out = len(ordered), 0.0, 0
+    # P(fewer than k of n samples lie below the median), k as large as the confidence lets it be.
+    while out < count // 2:
+        below += math.comb(count, out) / 2**count
+        if below > (1 - confidence) / 2:
+            break
+        out += 1
+    first = max(out - 1, 0)
+    return ordered[first], ordered[count - 1 - first]
+
+
+def change_interval(
+    old: Sequence[float], new: Sequence[float], confidence: float = 0.95, resamples: int = 2000
+) -> tuple[float, float]:
+    """Of the new median over the old one, by the bootstrap; the same each time."""
+    rng = np.random.default_rng(0)
+    medians = [
+        np.median(rng.choice(np.asarray(given, float), (resamples, len(given))), axis=1)
+        for given in (old, new)
+    ]
+    low, high = np.quantile(medians[1] / medians[0], [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def warnings_of(samples: Sequence[float]) -> list[str]:
+    """What makes these samples doubtful, in the words that are shown: as hyperfine does."""
+    found = []
+    middle = statistics.median(samples)
+    deviation = statistics.median(abs(sample - middle) for sample in samples)
+    if len(samples) >= SAMPLES_TO_JUDGE and middle:
+        low, high = median_interval(samples)
+        if high - low > SPREAD_MAX * abs(middle):
+            found.append(f"noisy: the median is only known within {low:.4g} to {high:.4g}")
+        # 1.4826 median deviations are a standard deviation, where samples are spread normally.
+        far = 1.4826 * OUTLIER_DEVIATIONS * max(deviation, 0.005 * abs(middle))
+        outliers = sum(abs(sample - middle) > far for sample in samples)
+        if abs(samples[0] - middle) > far and outliers == 1:
+            found.append("the first sample is an outlier: was something not warm?")
+        elif outliers > len(samples) / 10:
+            found.append(f"{outliers} of {len(samples)} samples are outliers: is the machine quiet?")
+    return found

@@ -1,0 +1,130 @@
+"""How fast memory is read, written, both (2:1) and copied, by threads and by NUMA nodes."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+
+from cxlkv import _core
+from cxlkv._core import Stream
+from cxlkv.bench import streams
+from cxlkv.bench.measure import Samples
+from cxlkv.bench.report import Result
+
+KINDS = ("read", "write", "write_past", "mixed", "mixed_past")
+X86_ONLY = ("write_past", "mixed_past")
+
+
+@dataclass(frozen=True)
+class Size:
+    """All threads together work on `region_bytes`; threads 0: as many as there are CPUs."""
+
+    region_bytes: int = 384 << 20
+    threads: tuple[int, ...] = (1, 2, 4, 8, 0)
+    sample_s: float = 0.1
+    rounds: int = 21
+
+
+QUICK = Size(region_bytes=192 << 20, threads=(1, 0), sample_s=0.03, rounds=7)
+
+
+def kinds() -> tuple[str, ...]:
+    """Those that this CPU has."""
+    x86 = platform.machine() == "x86_64"
+    return tuple(kind for kind in KINDS if x86 or kind not in X86_ONLY)
+
+
+def thread_counts(wanted: tuple[int, ...], cpus: int) -> list[int]:
+    return sorted({count or cpus for count in wanted if count <= cpus})
+
+
+def run(result: Result, size: Size = Size()) -> None:
+    """Metrics KIND_Nt in GB/s, as a program sees it: what a cache reads before it writes is not
+    counted. `past`: by stores past the cache, others are plain."""
+    cpus = streams.allowed_cpus()
+    counts = thread_counts(size.threads, len(cpus))
+    result.notes.append(
+        f"bandwidth: {size.region_bytes >> 20} MiB, each thread a part of its own, on CPUs "
+        f"{', '.join(str(cpu) for cpu in cpus[: counts[-1]])}"
+    )
+    with _core.memory_taken(size.region_bytes) as memory:
+        functions = {
+            f"{kind}_{count}t": Sampler(result, kind, memory, cpus[:count])
+            for kind in kinds()
+            for count in counts
+        }
+        take_turns(result, functions, size)
+        for sampler in functions.values():
+            sampler.check_contents()
+    _matrix(result, size)
+    for kind in kinds() if counts[-1] > 1 else ():
+        one, most = (result.metrics[f"{kind}_{count}t"].median for count in (1, counts[-1]))
+        result.ratios[f"{kind}_{counts[-1]}t_to_1t"] = most / one
+
+
+class Sampler:
+    """Streams of one kind on some CPUs, each over its own part of the memory."""
+
+    def __init__(
+        self,
+        result: Result,
+        kind: str,
+        memory: streams.Bytes,
+        cpus: list[int] | tuple[int, ...],
+        tail: str = "",
+    ):
+        self.result, self.memory, self.cpus = result, memory, cpus
+        self.kind, self.check = kind, f"{kind}{tail}_{len(cpus)}t_right"
+        self.turn = 0
+
+    def run(self, seconds: float) -> tuple[list[Stream], list[_core.Streamed]]:
+        # What is written is new each time: else what an earlier stream wrote would pass for it.
+        self.turn += 1
+        running = [
+            Stream(self.kind, part, cpu, first_word=(self.turn << 40) + (index << 32))
+            for index, (part, cpu) in enumerate(
+                zip(streams.parts(self.memory, len(self.cpus)), self.cpus, strict=True)
+            )
+        ]
+        return running, _core.memory_run(running, seconds)
+
+    def __call__(self, seconds: float) -> float:
+        return streams.speed(self.run(seconds)[1])
+
+    def check_contents(self) -> None:
+        """One more run, on memory whose words are known before it."""
+        streams.number(self.memory)
+        part_words = streams.parts(self.memory, len(self.cpus))[0].size // 8
+        self.result.checks[self.check] = all(
+            streams.sum_is_right(stream, did, index * part_words)
+            and (self.kind == "read" or streams.contents_are_right(stream, did))
+            for index, (stream, did) in enumerate(zip(*self.run(0.001), strict=True))
+        )
+
+
+def take_turns(result: Result, functions: dict[str, Sampler], size: Size) -> None:
+    samples: Samples = {name: [] for name in functions}
+    for turn in range(size.rounds + 1):
+        for name, function in functions.items():
+            speed = function(size.sample_s)
+            if turn:
+                samples[name].append(speed)
+    for name, speeds in samples.items():
+        result.measure(name, speeds, "GB/s")
+
+
+def _matrix(result: Result, size: Size) -> None:
+    """Reads of every node's memory by every node's CPUs, where there are several."""
+    where = streams.places(size.region_bytes)
+    for node in where.memory if where.several else ():
+        with _core.memory_taken(size.region_bytes, node.node) as memory:
+            functions: dict[str, Sampler] = {}
+            for near, cpus in where.cpus.items():
+                name = f"read_node{node.node}_from_node{near}"
+                tail = name.removeprefix("read")
+                functions[name] = Sampler(result, "read", memory, cpus, tail)
+            take_turns(result, functions, size)
+            for sampler in functions.values():
+                sampler.check_contents()
+
+

@@ -1,0 +1,118 @@
+"""Fetching scattered pieces of 4 to 64 KiB from the pool, against a loop of memcpy in C."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import _core
+from cxlkv.bench.cases.copying import Mapped, append_all, selection, source
+from cxlkv.bench.cases.copying import Size as CopySize
+from cxlkv.bench.measure import interleave
+from cxlkv.bench.report import Result
+from cxlkv.bench.streams import Bytes, size_name
+from cxlkv.layout import KVLayout
+from cxlkv.pool import CXLPool
+
+
+@dataclass(frozen=True)
+class Size:
+    """kv_bytes of K and V, of which each call fetches call_bytes; pages of 16, 64, 256 tokens."""
+
+    kv_bytes: int = 256 << 20
+    call_bytes: int = 16 << 20
+    page_tokens: tuple[int, ...] = (16, 64, 256)
+    rounds: int = 21
+
+
+QUICK = Size(kv_bytes=128 << 20, rounds=9)
+
+
+def run(result: Result, size: Size = Size()) -> None:
+    """fetch_* and memcpy_* in GB/s, one thread, without CRC; ratio fetch_*_to_memcpy."""
+    for page_tokens in size.page_tokens:
+        shape = CopySize(layers=1, kv_heads=8, head_dim=128, page_tokens=page_tokens)
+        tokens = size.kv_bytes // (shape.kv_heads * shape.head_dim * 4)
+        shape = CopySize(layers=1, page_tokens=page_tokens, tokens=tokens, rounds=size.rounds)
+        layout = KVLayout(layers=1, kv_heads=8, head_dim=128, page_tokens=page_tokens)
+        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="cxlkv-bench-") as folder:
+            path = Path(folder) / "pool"
+            capacity = int(size.kv_bytes * 1.2) + (64 << 20)
+            with CXLPool.create(
+                path, layout=layout, capacity=capacity, sketch=False, checksum=False, threads=1
+            ) as pool:
+                _measure(result, pool, path, shape, size.call_bytes)
+
+
+def _measure(result: Result, pool: CXLPool, path: Path, shape: CopySize, call_bytes: int) -> None:
+    k, v = source(shape, 1), source(shape, 2)
+    sequence = append_all(pool, shape, k, v)
+    batch = pool.batch([sequence])
+    mapped = Mapped(pool, path, shape)
+    ids = sequence.pages.astype(np.int64)
+    pages = max(1, call_bytes // (2 * shape.kv_heads * mapped.piece_bytes))
+    order = np.random.default_rng(3).permutation(len(ids))
+    # The pages of each call, and where their pieces of K and of V lie.
+    calls = []
+    for first in range(0, len(ids) - pages + 1, pages):
+        chosen = np.sort(order[first : first + pages]).astype(np.int32)
+        calls.append((selection(chosen, shape), _offsets(mapped, ids[chosen])))
+    full = (1, shape.kv_heads, pages, shape.page_tokens, shape.head_dim)
+    out = (np.empty(full, ml_dtypes.bfloat16), np.empty(full, ml_dtypes.bfloat16))
+    flat = [array.view(np.uint8).reshape(-1) for array in out]
+
+    def fetch_one(call: int) -> None:
+        batch.fetch(0, calls[call][0], out=out)
+
+    def memcpy_one(call: int) -> None:
+        for offsets, to in zip(calls[call][1], flat, strict=True):
+            _core.memory_gather_s(to, mapped.bytes, offsets, mapped.piece_bytes)
+
+    def every(one: Callable[[int], None]) -> Callable[[], None]:
+        def loop() -> None:
+            for call in range(len(calls)):
+                one(call)
+
+        return loop
+
+    name = size_name(mapped.piece_bytes)
+    result.checks[f"fetch_{name}_right"] = all(
+        _same(flat, fetch_one, memcpy_one, call) for call in (0, len(calls) - 1)
+    )
+    functions = {f"memcpy_{name}": every(memcpy_one), f"fetch_{name}": every(fetch_one)}
+    total = len(calls) * sum(array.size for array in flat)
+    for key, seconds in interleave(functions, shape.rounds).items():
+        result.measure(key, [total / s / 1e9 for s in seconds], "GB/s")
+    fetched, copied = (result.metrics[f"{key}_{name}"].median for key in ("fetch", "memcpy"))
+    result.ratios[f"fetch_{name}_to_memcpy"] = fetched / copied
+    sequence.release()
+
+
+def _offsets(mapped: Mapped, ids: npt.NDArray[np.int64]) -> list[npt.NDArray[np.uint64]]:
+    """Of all pieces of K and of V in the file, in the order in which fetch() writes them."""
+    heads = np.arange(mapped.size.kv_heads, dtype=np.uint64)[:, None] * mapped.piece_bytes
+    found = []
+    for name in ("keys_offset", "values_offset"):
+        first = np.array([mapped.offset(int(page), 0, name) for page in ids], np.uint64)
+        found.append((heads + first[None, :]).ravel())
+    return found
+
+
+def _same(
+    flat: list[Bytes],
+    fetch_one: Callable[[int], None],
+    memcpy_one: Callable[[int], None],
+    call: int,
+) -> bool:
+    fetch_one(call)
+    got = [array.copy() for array in flat]
+    for array in flat:
+        array[:] = 0
+    memcpy_one(call)
+    return all(np.array_equal(a, b) for a, b in zip(got, flat, strict=True))

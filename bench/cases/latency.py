@@ -1,0 +1,138 @@
+"""How long one load takes that depends on the last: by size of the region, idle and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from cxlkv import _core
+from cxlkv._core import Stream
+from cxlkv.bench import streams
+from cxlkv.bench.measure import Samples
+from cxlkv.bench.report import Result
+
+BLOCK_BYTES = 4096
+UNPACED_BYTES = 256 << 10  # the clock is looked at after each block: large ones, where it would tell
+
+
+@dataclass(frozen=True)
+class Size:
+    """Regions that lie in each cache and in memory; the last one is the one that is loaded.
+
+    pace_ns: what streaming threads take for 4 KiB at least, 0: as fast as they go.
+    """
+
+    region_bytes: tuple[int, ...] = (16 << 10, 512 << 10, 8 << 20, 256 << 20)
+    load_bytes: int = 256 << 20
+    pace_ns: tuple[int, ...] = (4000, 1600, 800, 400, 200, 0)
+    sample_s: float = 0.1
+    rounds: int = 21
+
+
+QUICK = Size(
+    region_bytes=(16 << 10, 8 << 20, 128 << 20),
+    load_bytes=128 << 20,
+    pace_ns=(1600, 400, 0),
+    sample_s=0.04,
+    rounds=7,
+)
+
+
+def run(result: Result, size: Size = Size()) -> None:
+    """idle_*_ns; loaded_*_ns with loaded_*_speed of the threads that stream meanwhile."""
+    cpus = streams.allowed_cpus()
+    result.notes.append(
+        f"latency: loads in random order over all lines, huge pages where they are to be had, on "
+        f"CPU {cpus[0]}"
+    )
+    with ExitStack() as stack:
+        rings = [stack.enter_context(_core.memory_taken(each)) for each in size.region_bytes]
+        for ring in rings:
+            _core.memory_ring(ring, seed=1)
+        load = stack.enter_context(_core.memory_taken(size.load_bytes))
+        streams.number(load)
+        functions = {
+            f"idle_{streams.size_name(ring.size)}": _chasing(result, Stream("chase", ring, cpus[0]))
+            for ring in rings
+        }
+        if len(cpus) > 1:
+            for pace in size.pace_ns:
+                name = f"loaded_{BLOCK_BYTES / pace:.3g}_each" if pace else "loaded_full"
+                functions[name] = _loaded(result, rings[-1], load, cpus, pace)
+        else:
+            result.notes.append("latency: not measured loaded, this process has one CPU only")
+        _take_turns(result, functions, size)
+    _matrix(result, size)
+    if len(cpus) > 1 and size.pace_ns[-1] == 0:
+        idle = result.metrics[f"idle_{streams.size_name(size.region_bytes[-1])}_ns"].median
+        result.ratios["loaded_cost_to_idle"] = result.metrics["loaded_full_ns"].median / idle
+
+
+Sampler = Callable[[float], tuple[float, float]]
+"""Of seconds: nanoseconds a load, and GB/s of the other threads."""
+
+
+def _chasing(result: Result, chase: Stream, load: list[Stream] | None = None) -> Sampler:
+    def sample(seconds: float) -> tuple[float, float]:
+        loading = load or []
+        found = _core.memory_run([chase, *loading], seconds)
+        first_words = [0, *(int(one.memory.view("u8")[0]) for one in loading)]
+        right = all(
+            streams.sum_is_right(one, did, first)
+            for one, did, first in zip([chase, *loading], found, first_words, strict=True)
+        )
+        result.checks["latency_sums_right"] = right and result.checks.get(
+            "latency_sums_right", True
+        )
+        speed = streams.speed(found[1:]) if loading else 0.0
+        return found[0].seconds / found[0].steps * 1e9, speed
+
+    return sample
+
+
+def _loaded(
+    result: Result, ring: streams.Bytes, load: streams.Bytes, cpus: list[int], pace_ns: int
+) -> Sampler:
+    block = BLOCK_BYTES if pace_ns else UNPACED_BYTES
+    others = [
+        Stream("read", part, cpu, block_bytes=block, pace_ns=pace_ns)
+        for part, cpu in zip(streams.parts(load, len(cpus) - 1), cpus[1:], strict=True)
+    ]
+    return _chasing(result, Stream("chase", ring, cpus[0]), others)
+
+
+def _take_turns(result: Result, functions: dict[str, Sampler], size: Size) -> None:
+    times: Samples = {name: [] for name in functions}
+    speeds: Samples = {name: [] for name in functions}
+    for turn in range(size.rounds + 1):
+        for name, function in functions.items():
+            nanoseconds, speed = function(size.sample_s)
+            if turn:
+                times[name].append(nanoseconds)
+                speeds[name].append(speed)
+    for name, samples in times.items():
+        result.measure(f"{name}_ns", samples, "ns")
+        if name.startswith("loaded"):
+            result.measure(f"{name}_speed", speeds[name], "GB/s")
+
+
+def _matrix(result: Result, size: Size) -> None:
+    """Every node's memory from every node's CPUs, where there are several."""
+    region_bytes = size.region_bytes[-1]
+    where = streams.places(region_bytes)
+    if not where.several:
+        return
+    for node in where.memory:
+        with _core.memory_taken(region_bytes, node.node) as ring:
+            _core.memory_ring(ring, seed=1)
+            _take_turns(
+                result,
+                {
+                    f"node{node.node}_from_node{near}": _chasing(
+                        result, Stream("chase", ring, cpus[0])
+                    )
+                    for near, cpus in where.cpus.items()
+                },
+                size,
+            )

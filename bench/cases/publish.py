@@ -1,0 +1,28 @@
+"""Publishing and acquiring records in memory that hosts share, and how soon another one sees them."""
+
+from __future__ import annotations
+
+from cxlkv import _core
+from cxlkv.bench.cases import cohering
+from cxlkv.bench.report import Result
+
+Size = cohering.Size
+QUICK = Size(
+    record_bytes=(16384,),
+    memory_bytes=64 << 20,
+    rounds=9,
+    calls=400,
+    call_rounds=7,
+    pool_bytes=16 << 20,
+    pool_rounds=5,
+)
+
+
+def run(result: Result, size: Size = Size()) -> None:
+    """What `coherence` says of records, of two threads and of pools; without its table."""
+    memory = cohering.at_page(size.memory_bytes)
+    result.notes.append(f"publish: lines are written back by {_core.coherence_instruction()}")
+    for record_bytes in size.record_bytes:
+        cohering.measure_records(result, memory, record_bytes, size)
+    cohering.measure_pairs(result, size)
+    cohering.measure_pools(result, size)

@@ -1,0 +1,101 @@
+"""Loops over memory that benchmarks share: known contents, sums that must come out, nodes, CPUs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv._core import Stream, Streamed
+from cxlkv.topology import NumaNode, probe
+
+Bytes = npt.NDArray[np.uint8]
+LINE_BYTES = 64
+# What a stream's memory is a multiple of, so that thirds and halves are whole pages.
+UNIT_BYTES = 6 * 4096
+WORDS_MODULO = 1 << 64
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where memory can lie and where threads can run, nodes by number."""
+
+    memory: tuple[NumaNode, ...]
+    cpus: dict[int, tuple[int, ...]]  # of nodes that have some which this process may use
+
+    @property
+    def several(self) -> bool:
+        return len(self.memory) > 1 or len(self.cpus) > 1
+
+
+def allowed_cpus() -> list[int]:
+    """Those that this process may use, in order."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def places(need_bytes: int) -> Places:
+    """Nodes with so much free memory: to bind memory to a fuller one would call the killer."""
+    allowed = set(allowed_cpus())
+    nodes = probe().nodes
+    cpus = {node.node: tuple(sorted(allowed & set(node.cpus))) for node in nodes}
+    return Places(
+        tuple(node for node in nodes if (node.free_bytes or 0) > 2 * need_bytes),
+        {node: those for node, those in cpus.items() if those},
+    )
+
+
+def number(memory: Bytes) -> None:
+    """Word i of it becomes i."""
+    words = memory.view(np.uint64)
+    words[:] = np.arange(words.size, dtype=np.uint64)
+
+
+def parts(memory: Bytes, count: int) -> list[Bytes]:
+    """Equal parts for `count` streams."""
+    each = memory.size // count // UNIT_BYTES * UNIT_BYTES
+    return [memory[i * each : (i + 1) * each] for i in range(count)]
+
+
+def sum_of_words(first: int, count: int) -> int:
+    """first + (first + 1) + ..., as 64-bit words add up."""
+    return (count * first + count * (count - 1) // 2) % WORDS_MODULO
+
+
+def sum_is_right(stream: Stream, streamed: Streamed, first: int) -> bool:
+    """What a stream has read is what number() wrote, whose first word there is `first`."""
+    if stream.kind == "chase":
+        return streamed.sum == streamed.steps % (stream.memory.size // LINE_BYTES)
+    mixed = stream.kind.startswith("mixed")
+    if stream.kind != "read" and not mixed:
+        return streamed.sum == 0
+    span = stream.memory.size // 3 * 2 if mixed else stream.memory.size
+    read = streamed.moved_bytes // 3 * 2 if mixed else streamed.moved_bytes
+    passes, left = divmod(read, span)
+    wanted = passes * sum_of_words(first, span // 8) + sum_of_words(first, left // 8)
+    return streamed.sum == wanted % WORDS_MODULO
+
+
+def contents_are_right(stream: Stream, streamed: Streamed) -> bool:
+    """What a stream has written is there, as far as it came; `first_word` must be new each time."""
+    words = stream.memory.view(np.uint64)
+    if stream.kind.startswith("copy"):
+        half = words.size // 2
+        done = min(streamed.moved_bytes // 8, half)
+        return np.array_equal(words[half : half + done], words[:done])
+    first = words.size // 3 * 2 if stream.kind.startswith("mixed") else 0
+    written = streamed.moved_bytes // 8 // (3 if first else 1)
+    last = min(words.size, first + written)
+    wanted = np.arange(first, last, dtype=np.uint64) + np.uint64(stream.first_word)
+    return np.array_equal(words[first:last], wanted)
+
+
+def speed(streamed: list[Streamed]) -> float:
+    """GB/s of streams that ran at once."""
+    return sum(one.moved_bytes / one.seconds for one in streamed) / 1e9
+
+
+def size_name(size: int) -> str:
+    """For figures: 16_kib, 8_mib."""
+    return f"{size >> 20}_mib" if size >> 20 else f"{size >> 10}_kib"
