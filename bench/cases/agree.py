@@ -1,0 +1,167 @@
+"""Whether bandwidth and latency agree with other programs: mbw, perf bench, a STREAM-like C loop."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cxlkv import _core
+from cxlkv._core import Stream
+from cxlkv.bench import streams
+from cxlkv.bench.measure import Samples
+from cxlkv.bench.report import Result
+from cxlkv.errors import UnsupportedError
+
+LOOP = Path(__file__).resolve().parent.parent / "agree.c"
+AGREE_WITHIN = 0.15
+
+
+@dataclass(frozen=True)
+class Size:
+    """Twice as much memory is copied through, read and chased through as a copy is long."""
+
+    copy_bytes: int = 128 << 20
+    sample_s: float = 0.1
+    rounds: int = 20
+
+
+QUICK = Size(copy_bytes=64 << 20, sample_s=0.05, rounds=5)
+
+Tool = Callable[[], dict[str, float]]
+
+
+def run(result: Result, size: Size = Size()) -> None:
+    """Ours and theirs take turns on one CPU; ratios NAME_to_TOOL are of the medians.
+
+    Raises UnsupportedError where none of the other programs is to be had.
+    """
+    allowed = os.sched_getaffinity(0)
+    with tempfile.TemporaryDirectory() as folder:
+        tools = found_tools(size, Path(folder), result.notes)
+        if not tools:
+            raise UnsupportedError("agree compares with mbw, perf or a C loop: apt install mbw gcc")
+        cpu = min(allowed)
+        os.sched_setaffinity(0, {cpu})  # programs that are started inherit it
+        try:
+            with _core.memory_taken(2 * size.copy_bytes) as data:
+                streams.number(data)
+                tools = {"ours": _ours(result, data, cpu, size), **tools}
+                samples = _take_turns(tools, size.rounds)
+        finally:
+            os.sched_setaffinity(0, allowed)
+    for name, values in samples.items():
+        result.measure(name, values, "ns" if name.startswith("latency") else "GB/s")
+    for name in [name for name in samples if not name.endswith("_ours")]:
+        what, _, tool = name.partition("_")
+        ours = result.metrics[f"{what}_ours"].median
+        ratio = result.ratios[f"{what}_to_{tool}"] = ours / result.metrics[name].median
+        agrees = abs(ratio - 1) <= AGREE_WITHIN
+        result.notes.append(
+            f"{what}: ours is {ratio:.3f} of {tool}'s, medians of {size.rounds} alternations: "
+            + ("agrees within 15 %" if agrees else "DISAGREES by more than 15 %")
+        )
+
+
+def _take_turns(tools: dict[str, Tool], rounds: int) -> Samples:
+    samples: Samples = {}
+    for turn in range(rounds + 1):
+        for tool, measure in tools.items():
+            for what, value in measure().items():
+                if turn:
+                    samples.setdefault(f"{what}_{tool}", []).append(value)
+    return samples
+
+
+def _ours(result: Result, data: streams.Bytes, cpu: int, size: Size) -> Tool:
+    """The same loops as in the cases bandwidth, copy and latency; a copy is one call of memcpy."""
+    copy = Stream("copy", data, cpu, block_bytes=size.copy_bytes)
+    read = Stream("read", data, cpu)
+
+    def measure() -> dict[str, float]:
+        (copied,) = _core.memory_run([copy], size.sample_s)
+        result.checks["copy_right"] = streams.contents_are_right(copy, copied)
+        streams.number(data)
+        (did,) = _core.memory_run([read], size.sample_s)
+        result.checks["read_right"] = streams.sum_is_right(read, did, 0)
+        # The ring is made in what was read: it has the same pages.
+        _core.memory_ring(data, seed=1)
+        chase = Stream("chase", data, cpu)
+        (chased,) = _core.memory_run([chase], size.sample_s)
+        result.checks["latency_right"] = streams.sum_is_right(chase, chased, 0)
+        return {
+            "copy": streams.speed([copied]),
+            "read": streams.speed([did]),
+            "latency": chased.seconds / chased.steps * 1e9,
+        }
+
+    return measure
+
+
+def found_tools(size: Size, folder: Path, notes: list[str]) -> dict[str, Tool]:
+    """Those that are here and work; the notes say which are not, and why."""
+    mib = size.copy_bytes >> 20
+    mbw = ["mbw", "-q", "-t0", "-n", "5", str(mib)]
+    perf = ["perf", "bench", "mem", "memcpy", "-f", "default", "-s", f"{mib}MB", "-l", "5"]
+    tools: dict[str, Tool] = {
+        "mbw": lambda: {"copy": _number(mbw, r"AVG.*Copy: ([\d.]+) MiB/s") * 2**20 / 1e9},
+        # What it calls GB are 2**30 bytes.
+        "perf": lambda: {"copy": _number(perf, r"([\d.]+) GB/sec") * 2**30 / 1e9},
+    }
+    program = folder / "agree"
+    compiler = shutil.which("cc") or "cc"
+    # Its fastest form: as STREAM is compiled.
+    build = [compiler, "-O3", "-march=native", "-funroll-loops", "-o", str(program), str(LOOP)]
+    loop = [str(program), str(2 * size.copy_bytes)]
+
+    def loops() -> dict[str, float]:
+        text = _output(loop)
+        try:
+            read, latency = (float(word) for word in text.split())
+        except ValueError as error:
+            raise UnsupportedError(f"agree.c printed {text!r}") from error
+        return {"read": read, "latency": latency}
+
+    works: dict[str, Tool] = {}
+    try:
+        _output(build)
+        tools["loop"] = loops
+    except UnsupportedError as error:
+        notes.append(f"loop: not measured, {error}")
+    for name, tool in tools.items():
+        try:
+            tool()
+        except UnsupportedError as error:
+            notes.append(f"{name}: not measured, {error}")
+        else:
+            works[name] = tool
+    return works
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=True, env=_plain_words()
+        )
+    except FileNotFoundError as error:
+        raise UnsupportedError(f"{command[0]} is not installed") from error
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UnsupportedError(f"{command[0]} does not work here: {error}") from error
+    return done.stdout
+
+
+def _plain_words() -> dict[str, str]:
+    return {**os.environ, "LC_ALL": "C"}
+
+
+def _number(command: list[str], pattern: str) -> float:
+    text = _output(command)
+    found = re.search(pattern, text)
+    if found is None or float(found[1]) <= 0:
+        raise UnsupportedError(f"{command[0]} printed no figure that is understood: {text[-200:]!r}")
+    return float(found[1])
