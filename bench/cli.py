@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import tempfile
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
-from cxlkv.bench.report import Result
-from cxlkv.errors import BadArgumentError
+from cxlkv.bench import compare, results
+from cxlkv.bench.report import Result, lower_is_better
+from cxlkv.errors import BadArgumentError, CXLKVError
 
 
 def _copying(result: Result) -> None:
@@ -107,6 +114,14 @@ def _link(result: Result) -> None:
     link.run(result)
 
 
+def _micro(result: Result, name: str, quick: bool) -> None:
+    case = import_module(f"cxlkv.bench.cases.{name}")
+    case.run(result, case.QUICK if quick else case.Size())
+
+
+# Cases that have a quick size, each a module with run(), Size and QUICK.
+MICRO = ["latency", "bandwidth", "alloc", "copy", "gather", "publish", "agree"]
+QUICK = MICRO[:-1]  # of `all --quick`
 PARTS: dict[str, Callable[[Result], None]] = {
     "calling": _calling,
     "allocating": _allocating,
@@ -124,31 +139,170 @@ PARTS: dict[str, Callable[[Result], None]] = {
     "cold": _cold,
     "link": _link,
 }
+# Where a case's name is not its module's.
+MODULES = {"coherence": "cohering", "moving": "near", "decoding": "near"}
+# Run by functions of their own, as they take options of their own.
+OWN = {"recall": "cases.recalling", "replay": "cases.replay", "litmus": "litmus"}
+WARNINGS_SHOWN = 6
 FOUNDATION = ["calling", "allocating", "copying", "selecting"]
 TIERS = ["hotness", "deciding", "matching", "moving", "cold", "decoding"]
-CASES = {**{name: [name] for name in PARTS}, "foundation": FOUNDATION, "tiers": TIERS}
+SEVERAL = {"foundation": FOUNDATION, "tiers": TIERS}
+CASES = {**{name: [name] for name in (*MICRO, *PARTS)}, **SEVERAL}
 
 
-def run(case: str, json_path: Path | None = None, picture: Path | None = None) -> Result:
+def measure(result: Result, part: str, quick: bool = False) -> None:
+    """Run one part of a case; BadArgumentError where it has no quick size."""
+    if part in MICRO:
+        _micro(result, part, quick)
+    elif quick:
+        raise BadArgumentError(f"--quick goes with all, {', '.join(MICRO)}; not with {part}")
+    else:
+        PARTS[part](result)
+
+
+def list_cases() -> Table:
+    """Every case by name, with the first line of its module."""
+    made = Table(title="cxlkv bench CASE")
+    made.add_column("case", no_wrap=True)
+    made.add_column("what it measures")
+    for name in (*MICRO, *PARTS, *OWN):
+        module = OWN.get(name, f"cases.{MODULES.get(name, name)}")
+        made.add_row(name, first_line(f"cxlkv.bench.{module}"))
+    for name, parts in SEVERAL.items():
+        made.add_row(name, ", ".join(parts))
+    made.add_row("all", f"all that can run here; --quick: {', '.join(QUICK)}, within a minute")
+    return made
+
+
+def first_line(module: str) -> str:
+    """Of its docstring; the module is not imported, so torch is not needed to be told of it."""
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        return ""
+    docstring = ast.get_docstring(ast.parse(Path(spec.origin).read_text())) or ""
+    return docstring.partition("\n\n")[0].replace("\n", " ")
+
+
+def run_all(quick: bool, json_path: Path | None, csv_path: Path | None) -> Result:
+    """Every case in one result, figures as CASE/NAME; what cannot run here is named and why.
+
+    Raises SystemExit when a check failed: the figures of that case are then left out.
+    """
+    check_files(json_path, csv_path)
+    console, whole = wide_console(), Result("all")
+    say_load(whole, console)
+    parts = QUICK if quick else [*MICRO, *PARTS]
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("", total=len(parts))
+        for part in parts:
+            bar.update(task, description=part)
+            result = Result(part)
+            try:
+                measure(result, part, quick)
+            except ModuleNotFoundError as error:
+                whole.notes.append(f"{part}: not measured, {error.name} is not installed")
+            except (CXLKVError, OSError) as error:
+                whole.notes.append(f"{part}: not measured, {error}")
+            else:
+                add(whole, result)
+                console.print(table(result))
+                show_doubts(result, console)
+            bar.advance(task)
+    for note in whole.notes:
+        console.print(Text(note), soft_wrap=True)
+    finish(whole, console, json_path, csv_path)
+    return whole
+
+
+def add(whole: Result, part: Result) -> None:
+    """Takes a part's figures, if its checks hold."""
+    whole.checks.update({f"{part.case}/{name}": holds for name, holds in part.checks.items()})
+    if not part.checks:
+        whole.checks[f"{part.case}/was_checked"] = False
+    whole.notes.extend(part.notes)
+    if part.passed:
+        whole.metrics.update({f"{part.case}/{name}": m for name, m in part.metrics.items()})
+        whole.ratios.update({f"{part.case}/{name}": r for name, r in part.ratios.items()})
+
+
+def say_load(result: Result, console: Console) -> None:
+    """A warning, if other programs are at work before anything is measured."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > cores / 2:
+        warning = f"warning: load average {load:.1f} on {cores} cores: figures will be noisy"
+        result.notes.append(warning)
+        console.print(Text(warning, style="yellow"), soft_wrap=True)
+
+
+def show_doubts(result: Result, console: Console) -> None:
+    """Says of noisy figures that they are, and the result file keeps all of it."""
+    doubts = result.doubts() if result.passed else []
+    for doubt in doubts[:WARNINGS_SHOWN]:
+        console.print(Text(f"warning: {doubt}", style="yellow"), soft_wrap=True)
+    if len(doubts) > WARNINGS_SHOWN:
+        more = f"warning: {len(doubts) - WARNINGS_SHOWN} more like these; the raw samples tell"
+        console.print(Text(more, style="yellow"), soft_wrap=True)
+
+
+def run_compare(old_path: Path, new_path: Path, threshold_percent: float) -> bool:
+    """Print what changed; whether nothing surely got worse by more than the threshold."""
+    old, new = results.read(old_path), results.read(new_path)
+    compare.refuse_unlike(old, new)
+    console = wide_console()
+    for difference in compare.differences(old, new):
+        warning = f"warning: the machines differ in {difference}"
+        console.print(Text(warning, style="yellow"), soft_wrap=True)
+    changes = compare.changes(old, new, threshold_percent)
+    if not changes:
+        raise BadArgumentError("the two runs have no figure in common")
+    console.print(compare.table(changes))
+    for which, one, other in (("old", old, new), ("new", new, old)):
+        known = {*other.metrics, *other.ratios}
+        only = [name for name in (*one.metrics, *one.ratios) if name not in known]
+        if only:
+            console.print(Text(f"only in the {which} run: {', '.join(only)}"), soft_wrap=True)
+    worse = [change.name for change in changes if change.is_worse]
+    if worse:
+        console.print(Text(f"worse by more than {threshold_percent:g} %: {', '.join(worse)}"))
+    return not worse
+
+
+def run(
+    case: str,
+    json_path: Path | None = None,
+    picture: Path | None = None,
+    csv_path: Path | None = None,
+    quick: bool = False,
+) -> Result:
     """Run a case ("foundation" and "tiers" are several in one run) and print its table; ndp draws.
 
     Raises BadArgumentError for an unknown case, SystemExit when a check fails.
     """
     if case not in CASES:
-        known = ", ".join([*CASES, "recall", "replay", "litmus"])
+        known = ", ".join([*CASES, *OWN, "all"])
         raise BadArgumentError(f"unknown case {case!r}: one of {known}")
-    check_files(json_path, picture)
+    check_files(json_path, picture, csv_path)
     console = wide_console()
     result = Result(case)
+    say_load(result, console)
     for part in CASES[case]:
         with console.status(f"{part} ..."):
-            PARTS[part](result)
-    for note in result.notes if case == "ndp" else ():
-        console.print(note, soft_wrap=True)
+            measure(result, part, quick)
+    for note in result.notes if case == "ndp" or case in MICRO else ():
+        console.print(Text(note), soft_wrap=True)
     if picture is not None:
         _draw(case, result, picture)
         console.print(f"picture: {picture}", soft_wrap=True)
-    show(result, console, json_path)
+    show(result, console, json_path, csv_path)
+    show_doubts(result, console)
     return result
 
 
@@ -289,31 +443,41 @@ def wide_console() -> Console:
     return console
 
 
-def show(result: Result, console: Console, json_path: Path | None) -> None:
-    """Print the table and write the result file; raises SystemExit when a check failed."""
+def show(
+    result: Result, console: Console, json_path: Path | None, csv_path: Path | None = None
+) -> None:
+    """Print the table and write the result files; raises SystemExit when a check failed."""
     console.print(table(result))
-    finish(result, console, json_path)
+    finish(result, console, json_path, csv_path)
 
 
-def finish(result: Result, console: Console, json_path: Path | None) -> None:
-    """Write the result file; raises SystemExit when a check failed."""
+def finish(
+    result: Result, console: Console, json_path: Path | None, csv_path: Path | None = None
+) -> None:
+    """Write the result files; raises SystemExit when a check failed."""
     for name, passed in result.checks.items():
         if not passed:
-            console.print(f"[red]check failed: {name}; no ratios are reported[/red]")
+            text = f"check failed: {name}; no speeds and no ratios are reported"
+            console.print(Text(text, style="red"))
     if json_path is not None:
         result.write(json_path)
         console.print(f"raw samples: {json_path}")
+    if csv_path is not None:
+        result.write_csv(csv_path)
+        console.print(f"figures: {csv_path}")
     if not result.passed:
         raise SystemExit(1)
 
 
 def table(result: Result) -> Table:
-    """Metrics as median (low to high), then ratios."""
+    """Metrics as median (low to high), then ratios; no times, speeds, ratios if a check failed."""
     made = Table(title=f"cxlkv bench {result.case}")
     for column in ("figure", "median", "low to high", "unit"):
         side: Literal["left", "right"] = "left" if column in ("figure", "unit") else "right"
         made.add_column(column, justify=side, no_wrap=True)
     for name, metric in result.metrics.items():
+        if not result.passed and lower_is_better(metric.unit) is not None:
+            continue  # a count, of violations say, is shown all the more
         unit, scale = metric.unit, 1.0
         if unit.startswith("bytes"):
             unit, scale = unit.replace("bytes", "MiB", 1), 1 / (1 << 20)

@@ -102,5 +102,5 @@ def warnings_of(samples: Sequence[float]) -> list[str]:
         if abs(samples[0] - middle) > far and outliers == 1:
             found.append("the first sample is an outlier: was something not warm?")
         elif outliers > len(samples) / 10:
-            found.append(f"{outliers} of {len(samples)} samples are outliers: is the machine quiet?")
+            found.append(f"{outliers} of {len(samples)} samples are outliers: is it quiet here?")
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import platform
@@ -14,11 +16,20 @@ from importlib import metadata
 from pathlib import Path
 
 from cxlkv import _core, bulk
+from cxlkv.bench.measure import median_interval, warnings_of
 from cxlkv.errors import BadArgumentError
 from cxlkv.state import write_whole
 from cxlkv.topology import probe
 
+TIMES = ("ns", "us", "ms", "s")
 LIBRARIES = ("numpy", "torch", "transformers", "triton")
+
+
+def lower_is_better(unit: str) -> bool | None:
+    """Of times, and not of rates; None where a unit does not tell."""
+    if unit in TIMES or unit.startswith(tuple(f"{time}/" for time in TIMES)):
+        return True
+    return False if unit.endswith("/s") else None
 
 
 def machine() -> dict[str, object]:
@@ -129,6 +140,30 @@ class Result:
             "ratios": dict(self.ratios) if self.passed else {},
             "notes": list(self.notes),
         }
+
+    def doubts(self) -> list[str]:
+        """What makes times and rates doubtful, a line for each: see measure.warnings_of()."""
+        return [
+            f"{name}: {warning}"
+            for name, metric in self.metrics.items()
+            if lower_is_better(metric.unit) is not None
+            for warning in warnings_of(metric.samples)
+        ]
+
+    def write_csv(self, path: Path) -> None:
+        """A row for each figure, with the interval that has its median at 95 % confidence, then
+        a row for each ratio; nothing but the head where a check failed."""
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerow("case figure unit median median_low median_high low high samples".split())
+        for name, metric in self.metrics.items() if self.passed else ():
+            low, high = min(metric.samples), max(metric.samples)
+            interval = median_interval(metric.samples)
+            figures = (metric.median, *interval, low, high, len(metric.samples))
+            rows.writerow([self.case, name, metric.unit, *figures])
+        for name, ratio in self.ratios.items() if self.passed else ():
+            rows.writerow([self.case, name, "ratio", ratio, *[""] * 5])
+        write_whole(path, text.getvalue())
 
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all."""

@@ -11,10 +11,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
+import click
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from cxlkv.advise import advise
 from cxlkv.config import format_bytes
@@ -33,6 +35,24 @@ app = typer.Typer(
 )
 pool_app = typer.Typer(help="Make, find, watch, check and remove pools.", no_args_is_help=True)
 app.add_typer(pool_app, name="pool")
+
+
+class BenchGroup(TyperGroup):
+    """`bench CASE` is short for `bench run CASE`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, "--help"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+bench_app = typer.Typer(
+    help="Run microbenchmarks, or the litmus tests of memory that hosts share; compare and show "
+    "what they found. `bench CASE` is short for `bench run CASE`.",
+    cls=BenchGroup,
+    no_args_is_help=True,
+)
+app.add_typer(bench_app, name="bench")
 app.command()(info)
 app.command()(advise)
 
@@ -124,10 +144,16 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command()
+@bench_app.command("run")
 def bench(
-    case: Annotated[str, typer.Argument(help="Which microbenchmark to run.")],
+    case: Annotated[str, typer.Argument(help="Which one: `bench list` says what there is.")],
     json_file: JsonFile = None,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", help="Write the figures here, without raw samples.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes and few rounds; all: within a minute.")
+    ] = False,
     region: Annotated[
         list[Path] | None,
         typer.Option(help="litmus: a dax device without a pool, or a scratch file. Overwritten."),
@@ -158,13 +184,16 @@ def bench(
     minutes: Minutes = None,
     pool: ReplayPool = None,
 ) -> None:
-    """Run one microbenchmark on this machine, or the litmus tests of memory that hosts share.
+    """Run one microbenchmark on this machine, all of them, or the litmus tests.
 
+    Exit code 1 if a check does not hold: no speeds are then reported.
     ndp and recall take ten minutes or so, and need torch and transformers. replay judges eviction
     policies by a trace; with --far also tiers, with real bytes.
     """
-    from cxlkv.bench.cli import run, run_litmus, run_recall, run_replay
+    from cxlkv.bench.cli import run, run_all, run_litmus, run_recall, run_replay
 
+    if (quick or csv_file) and case in ("recall", "replay", "litmus"):
+        raise BadArgumentError(f"--quick and --csv do not go with {case}")
     drawn = ("ndp", "recall", "replay", "link")
     if (picture and case not in drawn) or (model and case != "recall"):
         raise BadArgumentError(
@@ -185,14 +214,60 @@ def bench(
     if region or role or rounds or certificate:
         raise BadArgumentError("--region, --role, --rounds and --certificate go with litmus only")
     try:
-        if case == "recall":
+        if case == "all":
+            run_all(quick, json_file, csv_file)
+        elif case == "recall":
             run_recall(model, json_file, picture)
         else:
-            run(case, json_file, picture)
+            run(case, json_file, picture, csv_file, quick)
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"bench {case} needs {error.name}: install it with pip install 'cxlkv[demo]'"
         ) from error
+
+
+@bench_app.command("list")
+def bench_list() -> None:
+    """Say which cases there are, and what each measures."""
+    from cxlkv.bench.cli import list_cases, wide_console
+
+    wide_console().print(list_cases())
+
+
+@bench_app.command("compare")
+def bench_compare(
+    old: Annotated[Path, typer.Argument(help="Result file (--json) of the run before.")],
+    new: Annotated[Path, typer.Argument(help="Result file of the same case now.")],
+    threshold: Annotated[
+        float, typer.Option(help="Percent of change that is let pass.", min=0)
+    ] = 10.0,
+) -> None:
+    """Say what changed between two runs, and whether that is sure.
+
+    Exit code 3 if a figure surely got worse by more than the threshold, 1 if the two cannot be
+    compared: another case, another emulation, a failed check, a damaged file.
+    """
+    from cxlkv.bench.cli import run_compare
+    from cxlkv.bench.compare import WORSE_EXIT
+
+    if not run_compare(old, new, threshold):
+        raise typer.Exit(WORSE_EXIT)
+
+
+@bench_app.command("report")
+def bench_report(
+    runs: Annotated[list[Path], typer.Argument(help="Result files (--json) of runs.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")],
+) -> None:
+    """Write one HTML page about runs, with pictures, that needs nothing but itself."""
+    try:
+        from cxlkv.bench import page
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"bench report needs {error.name}: install it with pip install 'cxlkv[report]'"
+        ) from error
+    page.write(runs, out)
+    Console(soft_wrap=True).print(Text(f"written: {out}"))
 
 
 @pool_app.command()

@@ -1,4 +1,4 @@
-"""Whether bandwidth and latency agree with other programs: mbw, perf bench, a STREAM-like C loop."""
+"""Whether bandwidth and latency agree with other programs: mbw, perf bench, a C loop of its own."""
 
 from __future__ import annotations
 
@@ -163,5 +163,5 @@ def _number(command: list[str], pattern: str) -> float:
     text = _output(command)
     found = re.search(pattern, text)
     if found is None or float(found[1]) <= 0:
-        raise UnsupportedError(f"{command[0]} printed no figure that is understood: {text[-200:]!r}")
+        raise UnsupportedError(f"{command[0]} printed something else than a figure: {text[-99:]!r}")
     return float(found[1])

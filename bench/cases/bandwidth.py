@@ -1,4 +1,4 @@
-"""How fast memory is read, written, both (2:1) and copied, by threads and by NUMA nodes."""
+"""How fast memory is read, written and both (2:1), by threads and by NUMA nodes."""
 
 from __future__ import annotations
 
@@ -126,5 +126,3 @@ def _matrix(result: Result, size: Size) -> None:
             take_turns(result, functions, size)
             for sampler in functions.values():
                 sampler.check_contents()
-
-

@@ -1,4 +1,4 @@
-"""How fast bytes are copied within memory as a pool has it, in blocks, plainly and past the cache."""
+"""How fast bytes are copied in memory as a pool has it, in blocks, plainly and past the cache."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from cxlkv.bench.measure import Samples
 from cxlkv.bench.report import Result
 
 BLOCK_BYTES = 4096
-UNPACED_BYTES = 256 << 10  # the clock is looked at after each block: large ones, where it would tell
+UNPACED_BYTES = 256 << 10  # the clock is looked at after each block
 
 
 @dataclass(frozen=True)

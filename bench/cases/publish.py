@@ -1,4 +1,4 @@
-"""Publishing and acquiring records in memory that hosts share, and how soon another one sees them."""
+"""Publishing and acquiring records in memory that hosts share, and how soon another sees them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from cxlkv.bench.cases import cohering
 from cxlkv.bench.report import Result
 
 Size = cohering.Size
+FULL = Size()
 QUICK = Size(
     record_bytes=(16384,),
     memory_bytes=64 << 20,
@@ -18,7 +19,7 @@ QUICK = Size(
 )
 
 
-def run(result: Result, size: Size = Size()) -> None:
+def run(result: Result, size: Size = FULL) -> None:
     """What `coherence` says of records, of two threads and of pools; without its table."""
     memory = cohering.at_page(size.memory_bytes)
     result.notes.append(f"publish: lines are written back by {_core.coherence_instruction()}")
