@@ -6,17 +6,16 @@ Nothing heavy (torch, the benchmarks) is imported before a command needs it.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
-import click
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperGroup
 
 from cxlkv.advise import advise
 from cxlkv.config import format_bytes
@@ -37,19 +36,9 @@ pool_app = typer.Typer(help="Make, find, watch, check and remove pools.", no_arg
 app.add_typer(pool_app, name="pool")
 
 
-class BenchGroup(TyperGroup):
-    """`bench CASE` is short for `bench run CASE`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in (*self.commands, "--help"):
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
-
 bench_app = typer.Typer(
     help="Run microbenchmarks, or the litmus tests of memory that hosts share; compare and show "
     "what they found. `bench CASE` is short for `bench run CASE`.",
-    cls=BenchGroup,
     no_args_is_help=True,
 )
 app.add_typer(bench_app, name="bench")
@@ -95,11 +84,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Expected are our own errors and the operating system's: no such file, no permission.
     """
     try:
-        app(args=arguments)
+        app(args=spelled_out(sys.argv[1:] if arguments is None else arguments))
     except (CXLKVError, OSError) as error:
         line = Text(f"error: {error}", style="red")
         Console(stderr=True, soft_wrap=True).print(line)
         raise SystemExit(1) from error
+
+
+def spelled_out(arguments: Sequence[str]) -> list[str]:
+    """`bench CASE` is short for `bench run CASE`."""
+    commands = {*(command.name for command in bench_app.registered_commands), "--help"}
+    if len(arguments) > 1 and arguments[0] == "bench" and arguments[1] not in commands:
+        return ["bench", "run", *arguments[1:]]
+    return list(arguments)
 
 
 @app.command()

@@ -60,8 +60,8 @@ def run(result: Result, size: Size = Size()) -> None:
             (did,) = _core.memory_run([stream], 0.001)
             result.checks[f"{name}_right"] = streams.contents_are_right(stream, did)
     for place in ("private", "shm"):
-        for block in (streams.size_name(block) for block in size.block_bytes):
+        for tail in (f"{place}_{streams.size_name(block)}" for block in size.block_bytes):
             past, plain = (
-                result.metrics[f"{kind}_{place}_{block}"].median for kind in ("copy_past", "copy")
+                result.metrics[f"{kind}_{tail}"].median for kind in ("copy_past", "copy")
             )
-            result.ratios[f"copy_past_to_copy_{place}_{block}"] = past / plain
+            result.ratios[f"copy_past_to_copy_{tail}"] = past / plain
