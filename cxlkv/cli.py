@@ -47,6 +47,12 @@ app.command()(advise)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result file here.")]
+CsvFile = Annotated[
+    Path | None, typer.Option("--csv", help="Write the figures here, without raw samples.")
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Small sizes and few rounds; all: within a minute.")
+]
 Folders = Annotated[
     list[str] | None,
     typer.Argument(help="Where to look: folders and what is below, or files.", show_default=False),
@@ -145,12 +151,8 @@ def demo(
 def bench(
     case: Annotated[str, typer.Argument(help="Which one: `bench list` says what there is.")],
     json_file: JsonFile = None,
-    csv_file: Annotated[
-        Path | None, typer.Option("--csv", help="Write the figures here, without raw samples.")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes and few rounds; all: within a minute.")
-    ] = False,
+    csv_file: CsvFile = None,
+    quick: Quick = False,
     region: Annotated[
         list[Path] | None,
         typer.Option(help="litmus: a dax device without a pool, or a scratch file. Overwritten."),

@@ -79,7 +79,8 @@ def test_without_a_role_both_run_here_and_one_host_is_certified(
     region: Path, few: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cli.app(
-        ["bench", "litmus", "--rounds", str(few), "--region", str(region)], standalone_mode=False
+        ["bench", "run", "litmus", "--rounds", str(few), "--region", str(region)],
+        standalone_mode=False,
     )
     assert "one coherent host" in capsys.readouterr().out
     assert not region.exists(), "made for the run"
@@ -146,7 +147,7 @@ def test_violations_are_counted_described_and_certify_nothing(
 ) -> None:
     region.write_bytes(litmus.MAGIC.ljust(_core.LITMUS_REGION_BYTES, b"\0"))
     with scribbler(region), pytest.raises(SystemExit):
-        cli.app(["bench", "litmus", "--rounds", "5000", "--region", str(region)])
+        cli.app(["bench", "run", "litmus", "--rounds", "5000", "--region", str(region)])
     out = capsys.readouterr().out
     assert "check failed: no_violations" in out
     made = certificate.read(certificate.default_path(certificate.region_identity(region)))
@@ -233,7 +234,7 @@ def test_bad_arguments_are_named(region: Path) -> None:
             litmus.run(regions, role)
         assert not region.exists()
     with pytest.raises(BadArgumentError, match="litmus only"):
-        cli.app(["bench", "calling", "--role", "a"], standalone_mode=False)
+        cli.app(["bench", "run", "calling", "--role", "a"], standalone_mode=False)
 
 
 def test_a_role_that_nobody_joins_says_what_to_start(region: Path) -> None:
