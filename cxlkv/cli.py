@@ -61,6 +61,8 @@ HostNumber = Annotated[
     int | None,
     typer.Option("--host", help="Which host this is, in a shared pool (default: CXLKV_HOST)."),
 ]
+# Of `bench litmus`.
+Certificate = Annotated[Path | None, typer.Option(help="litmus: where the certificate goes.")]
 # Of `bench replay`.
 Trace = Annotated[
     str | None,
@@ -164,9 +166,7 @@ def bench(
     rounds: Annotated[
         int | None, typer.Option(help="litmus: rounds of each test: 50000 if not given.", min=1)
     ] = None,
-    certificate: Annotated[
-        Path | None, typer.Option(help="litmus: where the certificate goes.")
-    ] = None,
+    certificate: Certificate = None,
     model: Annotated[
         Path | None,
         typer.Option(help="recall: also of the causal language model in this folder."),
