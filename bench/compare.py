@@ -115,7 +115,8 @@ def table(found: list[Change]) -> Table:
         made.add_column(
             column,
             justify="left" if column in ("figure", "unit", "verdict") else "right",
-            no_wrap=True,
+            no_wrap=column != "figure",
+            overflow="fold",
         )
     colors = {"better": "green", "worse": "red", "changed": "yellow", "": ""}
     for change in found:

@@ -64,6 +64,10 @@ static void test_writes(bool past) {
     fill(0);
     s = stream_of(past ? CXLKV_MEMORY_MIXED_PAST : CXLKV_MEMORY_MIXED, BYTES);
     CHECK(run(&s, 0) == 0 && s.moved_bytes == BYTES && s.sum == sum_of(WORDS / 3 * 2));
+    s.block_bytes = 128; /* a third of what a block moves */
+    CHECK(run(&s, 2000000) == 0 && s.moved_bytes > BYTES);
+    uint64_t read = s.moved_bytes / 3 * 2, span = BYTES / 3 * 2;
+    CHECK(s.sum == read / span * sum_of(span / 8) + sum_of(read % span / 8));
     for (uint64_t i = 0; i < WORDS; i++) CHECK(words[i] == (i < WORDS / 3 * 2 ? i : 1000 + i));
 }
 
