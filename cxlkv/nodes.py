@@ -32,9 +32,9 @@ class NodeDetails:
     """What `NumaNode` does not say of a node."""
 
     node: int
-    online: bool | None  # the kernel hands out its memory
+    online: bool | None
     has_cpus: bool | None
-    allowed: bool | None  # this process may have its memory (cpuset)
+    allowed: bool | None  # this process may have its memory (cpuset); None also if it has none
     accesses: tuple[Access, ...]
     tier: int | None  # of memory_tier4: lower is faster
     weight: int | None  # in weighted interleave
@@ -67,6 +67,8 @@ def probe_nodes(root: Path = Path("/")) -> Numa:
     folder = root / "sys/devices/system/node"
     online = id_list(read(folder / "online"))
     possible = id_list(read(folder / "possible"))
+    # The kernel allows no node before its memory is online: that is not the cpuset's doing.
+    with_memory = id_list(read(folder / "has_memory"))
     with_cpus = id_list(read(folder / "has_cpu"))
     allowed = id_list(fields(read(root / "proc/self/status")).get("Mems_allowed_list", ""))
     tiers, zones = _tiers(root), _zones(root)
@@ -78,7 +80,7 @@ def probe_nodes(root: Path = Path("/")) -> Numa:
                 node=node,
                 online=node in online if online else None,
                 has_cpus=node in with_cpus if with_cpus else None,
-                allowed=node in allowed if allowed else None,
+                allowed=node in allowed if allowed and node in (with_memory or (node,)) else None,
                 accesses=_accesses(folder / name),
                 tier=tiers.get(node),
                 weight=number(root / f"sys/kernel/mm/mempolicy/weighted_interleave/{name}"),

@@ -303,12 +303,13 @@ def _near(machine: Machine, has_far: bool) -> Place:
     if room_bytes is not None and room_bytes >= SHARED_MEMORY_SMALL_BYTES:
         capacity = _most(machine, room_bytes, NEAR_SHARE)
         return Place("/dev/shm/cxlkv.pool", capacity, "shared_memory", f"{why}; processes share it")
-    room = "is not known" if room_bytes is None else f"has {format_bytes(room_bytes)} free only"
+    room = "" if room_bytes is None else f"/dev/shm has {format_bytes(room_bytes)} free only"
     return Place(
         where="anonymous:",
         capacity=_most(machine, None, NEAR_SHARE),
         kind="anonymous",
-        why=f"{why}, and /dev/shm {room}: memory of this process alone",
+        why=f"{why}, and {room or 'the size of /dev/shm is not known'}: memory of this process"
+        " alone",
     )
 
 

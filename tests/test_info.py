@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -157,8 +158,18 @@ def test_memory_that_is_offline_needs_the_command_first(tmp_path: Path) -> None:
     found = at("offline-node", tmp_path)
     assert places(found)[0] == ("numa:1", "28GiB", False)
     assert found.places[0].commands == ("sudo daxctl online-memory dax0.0",)
-    assert found.numa.nodes_offline == (1,)
+    node = found.numa.nodes[1]
+    assert (node.offline_blocks_count, node.allowed, node.tier) == (2, None, None)
+    assert found.numa.nodes_offline == (2,)
     assert [item.what for item in found.missing] == ["the memory of dax0.0 (node 1) is offline"]
+
+
+def test_a_node_that_went_offline_whole_needs_the_command_first(tmp_path: Path) -> None:
+    root = plant_machine("offline-node", tmp_path)
+    nodes = root / "sys/devices/system/node"
+    shutil.rmtree(nodes / "node1")
+    (nodes / "online").write_text("0\n")
+    assert survey(root).places[0].commands == ("sudo daxctl online-memory dax0.0",)
 
 
 def test_a_machine_of_one_node_has_shared_memory(tmp_path: Path) -> None:
