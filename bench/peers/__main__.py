@@ -1,0 +1,16 @@
+"""What the Python of a peer's own environment runs: `PYTHON bench/peers NAME`.
+
+There is no cxlkv in that environment, so this folder is found as the package `peers`. It comes last
+on the path, and this folder itself not at all: its files are named like what they import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    here = Path(__file__).resolve().parent
+    sys.path = [*(path for path in sys.path if Path(path).resolve() != here), str(here.parent)]
+    sys.exit(importlib.import_module(f"{here.name}.{sys.argv[1]}").main())

@@ -1,0 +1,277 @@
+"""This project's pool as a contender: pages, whole records, and the exact selection."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import _core
+from cxlkv.layout import KVLayout
+from cxlkv.ndp.engine import Budget, Selection
+from cxlkv.pool import CXLPool
+from cxlkv.prefix import key_hashes, prefix_keys
+from cxlkv.sequence import Sequence
+
+from .serving import UNIT_BYTES, Bytes, Keys, Objects, Peer, Wanted, mapped, serve, warmed
+
+PAGE_TOKENS, KV_HEADS, HEAD_DIM = 16, 8, 128
+RECORD_HEADER_BYTES = 64
+MEMORY = "anonymous:"
+UNIT = (2, PAGE_TOKENS, KV_HEADS, HEAD_DIM)  # K, then V
+Elements = npt.NDArray[np.uint16]  # numpy's own types have no bfloat16
+
+
+class Pages:
+    """Objects as pages of one sequence: append stores them layer by layer, fetch reads them."""
+
+    def __init__(self, given: Objects, out: Bytes, where: str, checksum: bool) -> None:
+        self.given, self.out, self.where = given, out, where
+        layout = KVLayout(
+            layers=given.layers, kv_heads=KV_HEADS, head_dim=HEAD_DIM, page_tokens=PAGE_TOKENS
+        )
+        self.pool = CXLPool.create(
+            Path(where),
+            layout=layout,
+            capacity=given.bytes * 5 // 4 + (64 << 20),
+            checksum=checksum,
+            sketch=False,
+            threads=given.threads,
+        )
+        self.sequence: Sequence | None = None
+        self.published: tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]] | None = None
+
+    def units(self, payload: Bytes) -> Elements:
+        """[kv, layers, tokens, kv_heads, head_dim]: each layer's keys in a row, as a model has
+        them."""
+        given = self.given
+        rows = payload[: given.bytes].view(np.uint16).reshape(given.count, given.layers, *UNIT)
+        shape = (2, given.layers, given.count * PAGE_TOKENS, KV_HEADS, HEAD_DIM)
+        return np.ascontiguousarray(rows.transpose(2, 1, 0, 3, 4, 5)).reshape(shape)
+
+    def empty(self) -> None:
+        if self.sequence is not None:
+            self.sequence.release()
+            self.sequence = None
+        if self.published is not None:
+            if _core.forget_pages(self.pool._handle, *self.published, True).any():
+                raise RuntimeError("pages that nobody holds were not forgotten")
+            self.published = None
+
+    def append(self, units: Elements) -> float:
+        self.empty()
+        step = self.given.call_objects * PAGE_TOKENS
+        rows = units.view(ml_dtypes.bfloat16)
+        began = time.perf_counter()
+        self.sequence = self.pool.sequence()
+        for first in range(0, self.given.count * PAGE_TOKENS, step):
+            for layer in range(self.given.layers):
+                k, v = rows[:, layer, first : first + step]
+                self.sequence.append(layer, k, v)
+        return time.perf_counter() - began
+
+    def fetch(self, calls: list[tuple[int, list[int]]]) -> float:
+        """(layer, pages) of each call; `out` gets K and V of a call one behind the other, by
+        head."""
+        if self.sequence is None:
+            raise RuntimeError("nothing was put")
+        batch, asked, at = self.pool.batch([self.sequence]), [], 0
+        for layer, pages in calls:
+            half = len(pages) * UNIT_BYTES // 2
+            shape = (1, KV_HEADS, len(pages), PAGE_TOKENS, HEAD_DIM)
+            k, v = (
+                self.out[start : start + half].view(ml_dtypes.bfloat16).reshape(shape)
+                for start in (at, at + half)
+            )
+            asked.append((layer, selection(pages), (k, v)))
+            at += 2 * half
+        began = time.perf_counter()
+        for layer, picked, places in asked:
+            batch.fetch(layer, picked, out=places)
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        self.empty()
+        self.pool.close()
+        if self.where != MEMORY:
+            Path(self.where).unlink()
+
+
+def selection(pages: list[int]) -> Selection:
+    """The same pages for every head, as a select would name them."""
+    shape = (1, KV_HEADS, len(pages))
+    chosen = np.ascontiguousarray(np.broadcast_to(np.asarray(pages, np.int32), shape))
+    counts = np.full(shape[:2], len(pages), np.int32)
+    starts = np.array([0, 1], np.int32)
+    return Selection(chosen, np.zeros(shape, np.float32), counts, 0, 0, "query", starts)
+
+
+class Ours(Peer):
+    """In files in shared memory: pages with the CRC of each piece, which is the default, and without;
+    records, which are whole pages with digest and CRCs, found by their 128-bit names. In memory of
+    the process: pages. Bytes are those of K and V alone."""
+
+    version = _core.version()
+    forms = {
+        "pages": ("put", "get", "ranges"),
+        "pages_without_crc": ("put", "get", "ranges"),
+        "memory_without_crc": ("put", "get", "ranges"),
+        "records": ("put", "get"),
+        "exact": ("scan",),
+    }
+
+    def open_objects(self, given: Objects) -> None:
+        self.given = given
+        self.out = np.asarray(mapped(given.out, writable=True))
+        file = f"{given.folder}/ours"
+        self.pools = {
+            "pages": Pages(given, self.out, file, checksum=True),
+            "pages_without_crc": Pages(given, self.out, f"{file}-without-crc", checksum=False),
+            "memory_without_crc": Pages(given, self.out, MEMORY, checksum=False),
+        }
+        self.units = self.pools["pages"].units(mapped(given.payload))
+        self._make_records(self.pools["pages"])
+
+    def _make_records(self, pages: Pages) -> None:
+        ids, handle = np.arange(self.given.count * PAGE_TOKENS), pages.pool._handle
+        pages.append(self.units)
+        assert pages.sequence is not None
+        pages.pool.publish_prefix(pages.sequence, ids)
+        keys = prefix_keys(ids, PAGE_TOKENS)
+        self.names = _core.names(handle, key_hashes(keys), 1).reshape(-1, 16)
+        self.record_bytes = _core.record_shape(handle)[0]
+        self.records = np.zeros((self.given.count, self.record_bytes), np.uint8)
+        pages.sequence.release()
+        pages.sequence = None
+        pages.published = _core.find_pages(handle, self.names)
+        if _core.records_read(handle, *pages.published, self.records).any():
+            raise RuntimeError("records that were just published are not to be had")
+        pages.empty()
+
+    def run(self, case: str, form: str, wanted: Wanted) -> tuple[list[float], int]:
+        if case == "scan":
+            return self._scan()
+        if form == "records":
+            pages = self.pools["pages"]
+            seconds = self._write(pages) if case == "put" else self._read(pages)
+            return [seconds], self.given.bytes
+        pages = self.pools[form]
+        if case == "put":
+            return [pages.append(self.units)], self.given.bytes
+        if case == "ranges":
+            chosen = [(layer, list(few)) for layer, few in enumerate(wanted)]
+            return [pages.fetch(chosen)], self._arrange_ranges(chosen)
+        order = self.given.calls(self.given.order())
+        calls = [(layer, call) for call in order for layer in range(self.given.layers)]
+        seconds = pages.fetch(calls)
+        self._arrange(calls)
+        return [seconds], self.given.bytes
+
+    def _write(self, pages: Pages) -> float:
+        pages.empty()
+        handle, step = pages.pool._handle, self.given.call_objects
+        began = time.perf_counter()
+        for first in range(0, self.given.count, step):
+            _core.records_write(handle, self.records[first : first + step])
+        seconds = time.perf_counter() - began
+        pages.published = _core.find_pages(handle, self.names)
+        return seconds
+
+    def _read(self, pages: Pages) -> float:
+        handle, order, size = pages.pool._handle, self.given.order(), self.record_bytes
+        rows = self.out[: self.given.count * size].reshape(self.given.count, size)
+        names, step = np.ascontiguousarray(self.names[order]), self.given.call_objects
+        began = time.perf_counter()
+        for first in range(0, self.given.count, step):
+            found = _core.find_pages(handle, names[first : first + step])
+            _core.records_read(handle, *found, rows[first : first + step])
+        seconds = time.perf_counter() - began
+        self._unpack(rows.copy(), order, pages)
+        return seconds
+
+    def _unpack(self, rows: Bytes, order: npt.NDArray[np.int64], pages: Pages) -> None:
+        """K and V of the records that were read, to where everybody's are looked for."""
+        geometry = pages.pool.describe()["geometry"]
+        assert isinstance(geometry, dict)
+        digest = KV_HEADS * geometry["digest_piece_bytes"]
+        first = RECORD_HEADER_BYTES + geometry["checksum_bytes"]
+        layers = rows[:, first : first + self.given.layers * (digest + UNIT_BYTES)]
+        layers = layers.reshape(self.given.count, self.given.layers, digest + UNIT_BYTES)
+        shape = (self.given.count, self.given.layers, 2, KV_HEADS, PAGE_TOKENS, HEAD_DIM)
+        pieces = np.ascontiguousarray(layers[:, :, digest:]).view(np.uint16).reshape(shape)
+        self._units()[order] = pieces.swapaxes(3, 4)
+
+    def _units(self) -> Elements:
+        whole = self.out[: self.given.bytes].view(np.uint16)
+        return whole.reshape(self.given.count, self.given.layers, *UNIT)
+
+    def _fetched(self, pages: int, at: int, out: Elements) -> Elements:
+        """What a call of fetch left at unit `at`, as [kv, pages, tokens, kv_heads, head_dim]."""
+        words = UNIT_BYTES // 2
+        piece = out[at * words : (at + pages) * words]
+        return piece.reshape(2, KV_HEADS, pages, PAGE_TOKENS, HEAD_DIM).transpose(0, 2, 3, 1, 4)
+
+    def _arrange(self, calls: list[tuple[int, list[int]]]) -> None:
+        got, units, at = self.out.copy().view(np.uint16), self._units(), 0
+        for layer, pages in calls:
+            units[pages, layer] = self._fetched(len(pages), at, got).swapaxes(0, 1)
+            at += len(pages)
+
+    def _arrange_ranges(self, calls: list[tuple[int, list[int]]]) -> int:
+        got, at = self.out.copy().view(np.uint16), 0
+        units = self.out[: self.given.bytes].view(np.uint16).reshape(-1, *UNIT)
+        for _, pages in calls:
+            units[at : at + len(pages)] = self._fetched(len(pages), at, got).swapaxes(0, 1)
+            at += len(pages)
+        return at * UNIT_BYTES
+
+    def open_keys(self, given: Keys) -> None:
+        """One layer of one sequence; the keys stand in for the values, which nobody reads here."""
+        self.keys = given
+        layout = KVLayout(
+            layers=1,
+            kv_heads=given.kv_heads,
+            head_dim=given.head_dim,
+            page_tokens=given.page_tokens,
+        )
+        self.path = Path(given.folder) / "ours-keys"
+        self.pool = CXLPool.create(
+            self.path,
+            layout=layout,
+            capacity=given.bytes * 5 // 2 + (64 << 20),
+            checksum=False,
+            sketch=False,
+            threads=given.threads,
+        )
+        k = np.ascontiguousarray(given.keys().swapaxes(0, 1)).view(ml_dtypes.bfloat16)
+        self.sequence = self.pool.sequence()
+        self.sequence.append(0, k, k)
+        heads = given.kv_heads * given.group
+        self.queries = given.queries().view(ml_dtypes.bfloat16).reshape(heads, given.head_dim)
+
+    def _scan(self) -> tuple[list[float], int]:
+        budget = Budget(pages=self.keys.pages, sinks=0, recent=0)
+
+        def scan() -> Selection:
+            return self.sequence.select(0, self.queries, budget, method="exact")
+
+        seconds = warmed(scan)
+        self.keys.give(scan().pages)
+        return seconds, self.keys.bytes
+
+    def close(self) -> None:
+        for pages in self.__dict__.pop("pools", {}).values():
+            pages.close()
+        if "pool" in self.__dict__:
+            self.pool.close()
+            self.path.unlink(missing_ok=True)
+            del self.pool, self.sequence
+        for name in ("records", "units", "out"):
+            self.__dict__.pop(name, None)
+
+
+def main() -> int:
+    return serve(Ours)

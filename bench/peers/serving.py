@@ -1,0 +1,232 @@
+"""The side of a peer: it reads requests, one line of JSON each, and answers each with a line.
+
+    {"op": "open", "objects": {...}} or {"op": "open", "keys": {...}}     {"ok": true}
+    {"op": "run", "case": "put", "form": "batch", "wanted": [[...]]}      {"seconds": [...],
+                                                                            "bytes": ...}
+    {"op": "close"}                                                       {"ok": true}
+
+The first line comes without a request: {"version": ..., "forms": {form: [case, ...]}}. What goes
+wrong is {"error": ...}. Only the standard library and numpy are imported here, as every environment
+has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Wanted = Sequence[Sequence[int]]
+
+UNIT_BYTES = 64 << 10
+"""K and V of one layer of a page of 16 tokens: 8 kv heads of 128 channels, bf16."""
+
+CASES = ("put", "get", "ranges", "scan")
+ALLOWED = os.sched_getaffinity(0)
+WARM_S = 0.05
+SCANS = 3  # measured ones in each turn
+
+
+@dataclass(frozen=True)
+class Objects:
+    """`count` objects in the file `payload`, one behind the other, and a file `out` with a quarter
+    more room. An object is a page: its layers one behind the other, UNIT_BYTES each. `folder` is
+    for files of the peer's own."""
+
+    payload: str
+    out: str
+    folder: str
+    object_bytes: int
+    count: int
+    call_objects: int
+    threads: int
+
+    @property
+    def layers(self) -> int:
+        return self.object_bytes // UNIT_BYTES
+
+    @property
+    def bytes(self) -> int:
+        return self.count * self.object_bytes
+
+    def order(self) -> npt.NDArray[np.int64]:
+        """In which objects are read."""
+        return np.random.default_rng(7).permutation(self.count)
+
+    def calls(self, order: npt.NDArray[np.int64] | None = None) -> list[list[int]]:
+        """The objects of each call."""
+        every = np.arange(self.count) if order is None else order
+        step = self.call_objects
+        return [every[at : at + step].tolist() for at in range(0, self.count, step)]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys [kv_heads, tokens, head_dim] of bf16 in `payload`, queries [kv_heads, group, head_dim]
+    behind them; int32 [kv_heads, pages] of chosen pages go to `out`."""
+
+    payload: str
+    out: str
+    folder: str
+    kv_heads: int
+    tokens: int
+    head_dim: int
+    group: int
+    page_tokens: int
+    pages: int
+    threads: int
+
+    @property
+    def bytes(self) -> int:
+        return self.kv_heads * self.tokens * self.head_dim * 2
+
+    def keys(self) -> npt.NDArray[np.uint16]:
+        shape = (self.kv_heads, self.tokens, self.head_dim)
+        return np.fromfile(self.payload, np.uint16, self.bytes // 2).reshape(shape)
+
+    def queries(self) -> npt.NDArray[np.uint16]:
+        shape = (self.kv_heads, self.group, self.head_dim)
+        return np.fromfile(self.payload, np.uint16, offset=self.bytes).reshape(shape)
+
+    def give(self, pages: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> None:
+        """Writes the chosen pages [kv_heads, pages], the best first."""
+        out = np.memmap(self.out, np.int32, "r+", shape=(self.kv_heads, self.pages))
+        out[:] = pages
+
+
+class Peer(ABC):
+    """One contender. forms: the ways in which it does something, and which of CASES each can do."""
+
+    version: str
+    forms: dict[str, tuple[str, ...]]
+
+    def open_objects(self, given: Objects) -> None:
+        """Makes ready for put, get and ranges; nothing of it is measured."""
+        raise NotImplementedError(f"{type(self).__name__} does not keep objects")
+
+    def open_keys(self, given: Keys) -> None:
+        """Makes ready for scan."""
+        raise NotImplementedError(f"{type(self).__name__} does not scan keys")
+
+    @abstractmethod
+    def run(self, case: str, form: str, wanted: Wanted) -> tuple[list[float], int]:
+        """Seconds of each time that it was done, and the bytes of one.
+
+        put: all objects are stored; what is there from before goes first, unmeasured.
+        get: all are read to their places in `out`.
+        ranges: of each layer the units of the pages wanted[layer], to `out` in this order.
+        scan: the pages with the best keys of each head for any of its queries, to `out`.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back what opening took."""
+
+
+def mapped(path: str, writable: bool = False) -> Bytes:
+    """The file's bytes, each page touched."""
+    found = np.memmap(path, np.uint8, "r+" if writable else "r")
+    touched = found[::4096].copy()
+    if writable:
+        found[::4096] = touched
+    return found
+
+
+def confine(threads: int) -> None:
+    """Leaves this process that many CPUs. Stores have threads that nobody asked for: only so do all
+    peers have as much of the machine."""
+    cpus = sorted(ALLOWED)[:threads]
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it ended just now
+            os.sched_setaffinity(int(task), cpus)
+
+
+class Team:
+    """As many threads as a form may use; one is the caller's own."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
+
+    def each(self, function: Callable[[list[int]], None], calls: list[list[int]]) -> float:
+        """Seconds of function(call) for all calls."""
+        began = time.perf_counter()
+        if self._pool is None:
+            for call in calls:
+                function(call)
+        else:
+            for future in [self._pool.submit(function, call) for call in calls]:
+                future.result()
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def warmed(scan: Callable[[], object]) -> list[float]:
+    """Seconds of SCANS calls, after WARM_S of unmeasured ones: threads take time to wake."""
+    began = time.perf_counter()
+    while time.perf_counter() - began < WARM_S:
+        scan()
+    seconds = []
+    for _ in range(SCANS):
+        began = time.perf_counter()
+        scan()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def serve(make: Callable[[], Peer]) -> int:
+    """Answers requests until there are no more; returns the exit code."""
+    # Libraries print what they like: only this function writes to what is standard output now.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(answer: dict[str, object]) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    try:
+        peer = make()
+    except Exception as error:
+        say(failure(error))
+        return 1
+    say({"version": peer.version, "forms": peer.forms})
+    for line in sys.stdin:
+        try:
+            say(answer_to(peer, json.loads(line)))
+        except Exception as error:
+            say(failure(error))
+    return 0
+
+
+def failure(error: Exception) -> dict[str, object]:
+    return {"error": f"{type(error).__name__}: {error}"}
+
+
+def answer_to(peer: Peer, asked: dict[str, object]) -> dict[str, object]:
+    if asked["op"] == "run":
+        wanted = cast("Wanted", asked["wanted"])
+        seconds, size_bytes = peer.run(str(asked["case"]), str(asked["form"]), wanted)
+        return {"seconds": seconds, "bytes": size_bytes}
+    if asked["op"] == "close":
+        peer.close()
+    elif "objects" in asked:
+        objects = Objects(**cast("dict[str, object]", asked["objects"]))  # type: ignore[arg-type]
+        confine(objects.threads)
+        peer.open_objects(objects)
+    else:
+        keys = Keys(**cast("dict[str, object]", asked["keys"]))  # type: ignore[arg-type]
+        confine(keys.threads)
+        peer.open_keys(keys)
+    return {"ok": True}
