@@ -176,6 +176,13 @@ test-drivers: $(VENV)/.built  ## the pool on the true Linux drivers, in QEMU gue
 bench: $(VENV)/.built  ## one microbenchmark: make bench CASE=select
 	$(BIN)/cxlkv bench $(CASE) $(ARGS)
 
+# Network, some 3 GB of disk, and minutes: each peer in an environment of its own, none in .venv.
+.PHONY: peers
+peers: $(VENV)/.built  ## other projects' stores and scans beside ours: docs/benchmarks.md
+	$(BIN)/python -m cxlkv.bench.peers.environments build/peers \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(BIN)/cxlkv bench peers --json docs/results/peers.json
+
 build/wheel/env/.stamp: Makefile constraints.txt
 	rm -rf build/wheel/env
 	$(PYTHON) -m venv build/wheel/env

@@ -142,7 +142,12 @@ PARTS: dict[str, Callable[[Result], None]] = {
 # Where a case's name is not its module's.
 MODULES = {"coherence": "cohering", "moving": "near", "decoding": "near"}
 # Run by functions of their own, as they take options of their own.
-OWN = {"recall": "cases.recalling", "replay": "cases.replay", "litmus": "litmus"}
+OWN = {
+    "recall": "cases.recalling",
+    "replay": "cases.replay",
+    "litmus": "litmus",
+    "peers": "peers.cli",
+}
 WARNINGS_SHOWN = 6
 FOUNDATION = ["calling", "allocating", "copying", "selecting"]
 TIERS = ["hotness", "deciding", "matching", "moving", "cold", "decoding"]

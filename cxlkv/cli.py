@@ -187,11 +187,12 @@ def bench(
 
     Exit code 1 if a check does not hold: no speeds are then reported.
     ndp and recall take ten minutes or so, and need torch and transformers. replay judges eviction
-    policies by a trace; with --far also tiers, with real bytes.
+    policies by a trace; with --far also tiers, with real bytes. peers puts other projects' stores
+    beside ours, as far as `make peers` has made their environments in build/peers.
     """
     from cxlkv.bench.cli import run, run_all, run_litmus, run_recall, run_replay
 
-    if (quick or csv_file) and case in ("recall", "replay", "litmus"):
+    if (quick or csv_file) and case in ("recall", "replay", "litmus", "peers"):
         raise BadArgumentError(f"--quick and --csv do not go with {case}")
     drawn = ("ndp", "recall", "replay", "link")
     if (picture and case not in drawn) or (model and case != "recall"):
@@ -215,6 +216,10 @@ def bench(
     try:
         if case == "all":
             run_all(quick, json_file, csv_file)
+        elif case == "peers":
+            from cxlkv.bench.peers.cli import run_peers
+
+            run_peers(json_file)
         elif case == "recall":
             run_recall(model, json_file, picture)
         else:

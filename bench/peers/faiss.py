@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ class Faiss(Peer):
     """It finds tokens: the best `pages` of each query. by_query: it shares the queries of a search
     out over its threads; by_head: heads go to threads of ours."""
 
-    forms = {"by_query": ("scan",), "by_head": ("scan",)}
+    forms: ClassVar = {"by_query": ("scan",), "by_head": ("scan",)}
 
     def __init__(self) -> None:
         self.module = importlib.import_module("faiss")
@@ -33,7 +34,7 @@ class Faiss(Peer):
         self.given, module = given, self.module
         self.queries = widened(given.queries())
         self.indexes = []
-        for head in given.keys():
+        for head in given.stored_keys():
             kind = module.ScalarQuantizer.QT_bf16
             index = module.IndexScalarQuantizer(given.head_dim, kind, module.METRIC_INNER_PRODUCT)
             index.add(widened(head))

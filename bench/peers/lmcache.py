@@ -7,6 +7,7 @@ import os
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 from .serving import Bytes, Objects, Peer, Team, Wanted, mapped, serve
 
@@ -38,7 +39,7 @@ class LMCache(Peer):
     """backend: DaxBackend, which copies twice on the way back. core: the DaxCore that it and the
     multi-process adapter stand on, with copies straight to the caller's buffers."""
 
-    forms = {"backend": ("put", "get"), "core": ("put", "get")}
+    forms: ClassVar = {"backend": ("put", "get"), "core": ("put", "get")}
 
     def __init__(self) -> None:
         os.environ["LMCACHE_TRACK_USAGE"] = "false"

@@ -11,6 +11,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 from .serving import UNIT_BYTES, Bytes, Objects, Peer, Team, Wanted, mapped, serve
 
@@ -160,7 +161,7 @@ class Mooncake(Peer):
     single: put_from and get_into, and get_into_ranges once a layer, as decoding needs it. Both in a
     segment of the process's own memory; file_batch in a mounted file, which others may share."""
 
-    forms = {
+    forms: ClassVar = {
         "batch": ("put", "get", "ranges"),
         "single": ("put", "get", "ranges"),
         "file_batch": ("put", "get", "ranges"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -110,12 +111,12 @@ def selection(pages: list[int]) -> Selection:
 
 
 class Ours(Peer):
-    """In files in shared memory: pages with the CRC of each piece, which is the default, and without;
-    records, which are whole pages with digest and CRCs, found by their 128-bit names. In memory of
-    the process: pages. Bytes are those of K and V alone."""
+    """In files in shared memory: pages with the CRC of each piece, which is the default, and
+    without; records, which are whole pages with digest and CRCs, found by their 128-bit names. In
+    memory of the process: pages. Bytes are those of K and V alone."""
 
     version = _core.version()
-    forms = {
+    forms: ClassVar = {
         "pages": ("put", "get", "ranges"),
         "pages_without_crc": ("put", "get", "ranges"),
         "memory_without_crc": ("put", "get", "ranges"),
@@ -246,7 +247,7 @@ class Ours(Peer):
             sketch=False,
             threads=given.threads,
         )
-        k = np.ascontiguousarray(given.keys().swapaxes(0, 1)).view(ml_dtypes.bfloat16)
+        k = np.ascontiguousarray(given.stored_keys().swapaxes(0, 1)).view(ml_dtypes.bfloat16)
         self.sequence = self.pool.sequence()
         self.sequence.append(0, k, k)
         heads = given.kv_heads * given.group

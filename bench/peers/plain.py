@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -13,7 +14,7 @@ class Plain(Peer):
     """Places are numbers of objects: there is no index, no check, and nothing is looked up."""
 
     version = np.__version__
-    forms = {"copy": ("put", "get", "ranges")}
+    forms: ClassVar = {"copy": ("put", "get", "ranges")}
 
     def open_objects(self, given: Objects) -> None:
         self.given, self.team = given, Team(given.threads)
@@ -43,16 +44,16 @@ class Plain(Peer):
     def _ranges(self, wanted: Wanted) -> tuple[list[float], int]:
         units = self.store.reshape(self.given.count, self.given.layers, UNIT_BYTES)
         to = self.whole_out.reshape(-1, UNIT_BYTES)
-        chosen = [np.asarray(pages) for pages in wanted]
-        ends = np.cumsum([len(pages) for pages in chosen])
+        ends = np.cumsum([len(pages) for pages in wanted]).tolist()
 
         def take(layers: list[int]) -> None:
             for layer in layers:
-                place = to[ends[layer] - len(chosen[layer]) : ends[layer]]
-                np.take(units[:, layer], chosen[layer], axis=0, out=place, mode="clip")
+                first = ends[layer] - len(wanted[layer])
+                for place, page in enumerate(wanted[layer], start=first):
+                    np.copyto(to[place], units[page, layer])
 
-        seconds = self.team.each(take, [[layer] for layer in range(len(chosen))])
-        return [seconds], int(ends[-1]) * UNIT_BYTES
+        seconds = self.team.each(take, [[layer] for layer in range(len(wanted))])
+        return [seconds], ends[-1] * UNIT_BYTES
 
     def close(self) -> None:
         self.team.close()

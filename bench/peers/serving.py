@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -91,7 +91,7 @@ class Keys:
     def bytes(self) -> int:
         return self.kv_heads * self.tokens * self.head_dim * 2
 
-    def keys(self) -> npt.NDArray[np.uint16]:
+    def stored_keys(self) -> npt.NDArray[np.uint16]:
         shape = (self.kv_heads, self.tokens, self.head_dim)
         return np.fromfile(self.payload, np.uint16, self.bytes // 2).reshape(shape)
 
@@ -109,7 +109,7 @@ class Peer(ABC):
     """One contender. forms: the ways in which it does something, and which of CASES each can do."""
 
     version: str
-    forms: dict[str, tuple[str, ...]]
+    forms: ClassVar[dict[str, tuple[str, ...]]]
 
     def open_objects(self, given: Objects) -> None:
         """Makes ready for put, get and ranges; nothing of it is measured."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import torch
 
@@ -10,12 +12,12 @@ from .serving import Keys, Peer, Wanted, serve, warmed
 
 class Torch(Peer):
     version = torch.__version__
-    forms = {"keys_first": ("scan",), "queries_first": ("scan",)}
+    forms: ClassVar = {"keys_first": ("scan",), "queries_first": ("scan",)}
 
     def open_keys(self, given: Keys) -> None:
         self.given = given
         torch.set_num_threads(given.threads)
-        self.keys = torch.from_numpy(given.keys().view(np.int16)).view(torch.bfloat16)
+        self.keys = torch.from_numpy(given.stored_keys().view(np.int16)).view(torch.bfloat16)
         self.queries = torch.from_numpy(given.queries().view(np.int16)).view(torch.bfloat16)
 
     def run(self, case: str, form: str, wanted: Wanted) -> tuple[list[float], int]:

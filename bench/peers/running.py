@@ -1,0 +1,348 @@
+"""Peers and our pool in one run: the same bytes, round by round in turn, every answer checked."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv.bench.peers.serving import UNIT_BYTES, Bytes, Keys, Objects
+from cxlkv.bench.peers.talking import OURS, ContenderError, Conversation, Program, program_of
+from cxlkv.bench.report import Result
+from cxlkv.config import format_bytes
+from cxlkv.errors import MemoryShortError
+
+PEERS = ("mooncake", "lmcache", "faiss", "torch")
+NAMES = (*OURS, *PEERS)
+ENVIRONMENTS = Path("build/peers")
+SHARED = "/dev/shm"
+SHARED_SHARE = 11  # of the payload: it, where it is read to, and the stores that are files
+AGREEMENT = 0.95  # of pages: torch rounds scores to bf16, faiss ranks tokens
+
+
+@dataclass(frozen=True)
+class Size:
+    """Objects of 1, 4 and 32 layers of 64 KiB, 256 MiB of them; as many bytes of keys to scan."""
+
+    object_bytes: tuple[int, ...] = (64 << 10, 256 << 10, 2 << 20)
+    total_bytes: int = 256 << 20
+    call_objects: int = 64
+    range_share: float = 1 / 8
+    kv_heads: int = 8
+    head_dim: int = 128
+    group: int = 4
+    page_tokens: int = 16
+    pages: int = 256
+    threads: tuple[int, ...] = (1, 2)
+    rounds: int = 7
+    settle_s: float = 0.25
+    limit_s: float = 120.0
+
+    @property
+    def tokens(self) -> int:
+        return self.total_bytes // (2 * self.kv_heads * self.head_dim)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the side-by-side table: the samples of one form of one peer, in GB/s."""
+
+    case: str
+    object_bytes: int
+    threads: int
+    peer: str
+    form: str
+    samples: list[float]
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.samples))
+
+    @property
+    def metric(self) -> str:
+        size = f"{self.object_bytes >> 10}k" if self.object_bytes else "keys"
+        return f"{self.case}_{size}_{self.peer}_{self.form}_{self.threads}t"
+
+
+@dataclass
+class SideBySide(Result):
+    """A result file that also has the versions, who is missing and why, and the rows."""
+
+    versions: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, object]:
+        rows = [{**asdict(row), "median": row.median, "unit": "GB/s"} for row in self.rows]
+        more = {"versions": self.versions, "missing": self.missing, "rows": rows}
+        return {**super().as_dict(), **more}
+
+    def fastest(self, case: str, object_bytes: int, threads: int) -> dict[str, Row]:
+        """Of each peer that does this, its fastest form."""
+        found: dict[str, Row] = {}
+        for row in self.rows:
+            if (row.case, row.object_bytes, row.threads) == (case, object_bytes, threads):
+                best = found.setdefault(row.peer, row)
+                found[row.peer] = row if row.median > best.median else best
+        return found
+
+    def groups(self) -> list[tuple[str, int, int]]:
+        return list(dict.fromkeys((row.case, row.object_bytes, row.threads) for row in self.rows))
+
+
+class Ring:
+    """The peers that are still in the run. Who fails is out of it, with the reason."""
+
+    def __init__(self, result: SideBySide) -> None:
+        self.result = result
+        self.talks: dict[str, Conversation] = {}
+
+    def join(self, program: Program, log: Path, limit_s: float) -> None:
+        with self.dropping(program.name):
+            talk = Conversation(program, log, limit_s)
+            self.talks[program.name] = talk
+            self.result.versions[program.name] = talk.version
+
+    @contextlib.contextmanager
+    def dropping(self, name: str) -> Iterator[None]:
+        """A ContenderError within drops that peer, and nobody else."""
+        try:
+            yield
+        except ContenderError as error:
+            self.result.missing[name] = str(error)
+            talk = self.talks.pop(name, None)
+            if talk is not None:
+                talk.stop()
+
+    def that_can(self, cases: Sequence[str]) -> list[tuple[Conversation, str, list[str]]]:
+        """Each (peer, form, cases) that does some of these cases, in the order of these."""
+        found = []
+        for talk in self.talks.values():
+            for form, can in talk.forms.items():
+                does = [case for case in cases if case in can]
+                if does:
+                    found.append((talk, form, does))
+        return found
+
+    def ask_all(self, names: Sequence[str], request: dict[str, object]) -> None:
+        for name in names:
+            with self.dropping(name):
+                if name in self.talks:
+                    self.talks[name].ask(request)
+
+    def stop(self) -> None:
+        for talk in self.talks.values():
+            talk.stop()
+
+
+def run(
+    result: SideBySide,
+    programs: Sequence[Program],
+    size: Size = Size(),
+    progress: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Rows, metrics and ratios of all programs that can be started; the others are `missing`.
+
+    A check is for what we give; a peer that fails is missing from there on, by name.
+    """
+    room, needed = shutil.disk_usage(SHARED).free, SHARED_SHARE * size.total_bytes
+    if room < needed:
+        raise MemoryShortError(
+            f"{SHARED} has {format_bytes(room)} free, the peers side by side need "
+            f"{format_bytes(needed)}: enlarge it (mount -o remount,size=...)"
+        )
+    with tempfile.TemporaryDirectory(dir=SHARED) as made, contextlib.ExitStack() as leaving:
+        place, ring = Path(made), Ring(result)
+        leaving.callback(ring.stop)
+        payload, queries = write_payload(place, size)
+        for program in programs:
+            ring.join(program, place / f"{program.name}.log", size.limit_s)
+        for threads in size.threads:
+            for object_bytes in size.object_bytes:
+                progress(f"peers: {object_bytes >> 10} KiB, {threads} threads ...")
+                move(ring, place, payload, size, object_bytes, threads)
+            progress(f"peers: scan, {threads} threads ...")
+            scan(ring, place, payload, queries, size, threads)
+    for name in OURS:
+        if any(program.name == name for program in programs):
+            result.checks[f"{name}_right"] = name not in result.missing
+    for row in result.rows:
+        result.measure(row.metric, row.samples, "GB/s")
+    for case, object_bytes, threads in result.groups():
+        best = result.fastest(case, object_bytes, threads)
+        for name in best if "ours" in best else ():
+            if name != "ours":
+                row = best[name]
+                ratio = best["ours"].median / row.median
+                result.ratios[row.metric.replace(f"_{row.form}_", "_") + "_ours_to_it"] = ratio
+
+
+def write_payload(place: Path, size: Size) -> tuple[Bytes, npt.NDArray[np.float32]]:
+    """The bytes that all move and scan, Gaussian bf16, in place / payload; queries behind them."""
+    rng = np.random.default_rng(1)
+    payload: Bytes = np.empty(size.total_bytes, np.uint8)
+    step = 1 << 24
+    for at in range(0, size.total_bytes, step):
+        part = payload[at : at + step].view(ml_dtypes.bfloat16)
+        part[:] = rng.standard_normal(len(part), np.float32)
+    shape = (size.kv_heads, size.group, size.head_dim)
+    queries = rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
+    with (place / "payload").open("wb") as file:
+        file.write(payload.data)
+        file.write(queries.tobytes())
+    with (place / "out").open("wb") as file:
+        file.truncate(size.total_bytes * 5 // 4 + (1 << 20))
+    return payload, queries.astype(np.float32)
+
+
+def move(
+    ring: Ring, place: Path, payload: Bytes, size: Size, object_bytes: int, threads: int
+) -> None:
+    """put, get and ranges of objects of one size, `rounds` times in turn after one that warms."""
+    given = Objects(
+        payload=str(place / "payload"),
+        out=str(place / "out"),
+        folder=str(place),
+        object_bytes=object_bytes,
+        count=size.total_bytes // object_bytes,
+        call_objects=size.call_objects,
+        threads=threads,
+    )
+    out = np.memmap(given.out, np.uint8, "r+")
+    contenders = ring.that_can(("put", "get", "ranges"))
+    names = list(dict.fromkeys(talk.name for talk, _, _ in contenders))
+    ring.ask_all(names, {"op": "open", "objects": asdict(given)})
+    samples: dict[tuple[str, str, str], list[float]] = {}
+    rng = np.random.default_rng(object_bytes)
+    for turn in range(size.rounds + 1):
+        wanted = ranges_of(rng, given, size.range_share)
+        for talk, form, cases in contenders:
+            for case in cases:
+                with ring.dropping(talk.name):
+                    if talk.name not in ring.talks:
+                        continue
+                    right = expected(case, payload, given, wanted)
+                    out[: len(right)] = 0
+                    request = {"op": "run", "case": case, "form": form, "wanted": wanted}
+                    moved = given.bytes if case == "put" else len(right)
+                    seconds = talk.seconds(request, moved)
+                    check_bytes(case, form, out, right)
+                    if turn:
+                        speeds = [moved / s / 1e9 for s in seconds]
+                        samples.setdefault((case, talk.name, form), []).extend(speeds)
+    ring.ask_all(names, {"op": "close"})
+    ring.result.rows += [
+        Row(case, object_bytes, threads, name, form, speeds)
+        for (case, name, form), speeds in samples.items()
+        if name in ring.talks
+    ]
+
+
+def ranges_of(rng: np.random.Generator, given: Objects, share: float) -> list[list[int]]:
+    """Pages that each layer wants, others in each round."""
+    count = max(1, int(share * given.count))
+    return [
+        np.sort(rng.choice(given.count, count, replace=False)).tolist() for _ in range(given.layers)
+    ]
+
+
+def expected(case: str, payload: Bytes, given: Objects, wanted: list[list[int]]) -> Bytes:
+    """What `out` must begin with."""
+    if case == "put":
+        return payload[:0]
+    if case == "get":
+        return payload[: given.bytes]
+    units = payload.reshape(given.count, given.layers, UNIT_BYTES)
+    return np.concatenate([units[pages, layer] for layer, pages in enumerate(wanted)]).reshape(-1)
+
+
+def check_bytes(case: str, form: str, out: Bytes, right: Bytes) -> None:
+    if not np.array_equal(out[: len(right)], right):
+        at = int(np.argmax(out[: len(right)] != right))
+        raise ContenderError(f"wrong bytes: {case} ({form}) differs at byte {at} of {len(right)}")
+
+
+def scan(
+    ring: Ring,
+    place: Path,
+    payload: Bytes,
+    queries: npt.NDArray[np.float32],
+    size: Size,
+    threads: int,
+) -> None:
+    """The pages with the best keys; every round in turn, after a rest: OpenMP's threads spin on."""
+    given = Keys(
+        payload=str(place / "payload"),
+        out=str(place / "out"),
+        folder=str(place),
+        kv_heads=size.kv_heads,
+        tokens=size.tokens,
+        head_dim=size.head_dim,
+        group=size.group,
+        page_tokens=size.page_tokens,
+        pages=size.pages,
+        threads=threads,
+    )
+    best = best_pages(payload, queries, given)
+    out = np.memmap(given.out, np.int32, "r+", shape=best.shape)
+    contenders = ring.that_can(("scan",))
+    names = list(dict.fromkeys(talk.name for talk, _, _ in contenders))
+    ring.ask_all(names, {"op": "open", "keys": asdict(given)})
+    samples: dict[tuple[str, str], list[float]] = {}
+    for turn in range(size.rounds + 1):
+        for talk, form, _ in contenders:
+            with ring.dropping(talk.name):
+                if talk.name not in ring.talks:
+                    continue
+                time.sleep(size.settle_s)
+                out[:] = -1
+                request = {"op": "run", "case": "scan", "form": form, "wanted": []}
+                seconds = talk.seconds(request, given.bytes)
+                check_pages(form, out, best)
+                if turn:
+                    speeds = [given.bytes / s / 1e9 for s in seconds]
+                    samples.setdefault((talk.name, form), []).extend(speeds)
+    ring.ask_all(names, {"op": "close"})
+    ring.result.rows += [
+        Row("scan", 0, threads, name, form, speeds)
+        for (name, form), speeds in samples.items()
+        if name in ring.talks
+    ]
+
+
+def best_pages(
+    payload: Bytes, queries: npt.NDArray[np.float32], given: Keys
+) -> npt.NDArray[np.int64]:
+    """By numpy in float32: [kv_heads, pages], in no order."""
+    shape = (given.kv_heads, given.tokens, given.head_dim)
+    keys = payload[: given.bytes].view(ml_dtypes.bfloat16).reshape(shape)
+    found = []
+    for head, query in zip(keys, queries, strict=True):
+        scores = (head.astype(np.float32) @ query.T).reshape(-1, given.page_tokens * given.group)
+        found.append(np.argpartition(-scores.max(1), given.pages)[: given.pages])
+    return np.stack(found)
+
+
+def check_pages(form: str, out: npt.NDArray[np.int32], best: npt.NDArray[np.int64]) -> None:
+    same = sum(len(np.intersect1d(a, b)) for a, b in zip(out, best, strict=True))
+    if same < AGREEMENT * best.size:
+        raise ContenderError(f"wrong pages: scan ({form}) has {same} of the best {best.size}")
+
+
+def programs_of(result: SideBySide, environments: Path) -> list[Program]:
+    """Ours, and the peers that have an environment; the others are `missing`."""
+    found = []
+    for name in NAMES:
+        try:
+            found.append(program_of(name, environments))
+        except ContenderError as error:
+            result.missing[name] = str(error)
+    return found

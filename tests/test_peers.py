@@ -1,0 +1,267 @@
+"""Peers beside ours, small and without a network: ours runs as in earnest, others are fakes that
+are right, wrong, dead or hanging, and who fails is named and not in the figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cxlkv.bench.peers import environments, running, serving
+from cxlkv.bench.peers.cli import run_peers
+from cxlkv.bench.peers.running import SideBySide, Size
+from cxlkv.bench.peers.talking import ContenderError, Conversation, Program, program_of
+
+SMALL = Size(
+    object_bytes=(64 << 10, 128 << 10),
+    total_bytes=4 << 20,
+    call_objects=8,
+    pages=16,
+    threads=(1,),
+    rounds=2,
+    settle_s=0,
+)
+SMALLER = replace(SMALL, object_bytes=(64 << 10,))
+
+# A peer as another project would write one; the fault is what it gets wrong.
+FAKE = """\
+import json, os, signal, sys, time
+import numpy as np
+fault = {fault!r}
+if fault == "cannot start":
+    print(json.dumps({{"error": "ModuleNotFoundError: No module named 'rival'"}}))
+    sys.exit(1)
+if fault == "dies at once":
+    sys.exit("libibverbs.so.1 is not here")
+if fault == "says nothing":
+    time.sleep(600)
+if fault == "babbles":
+    sys.stdout.write("x" * (2 << 20))
+    sys.stdout.flush()
+    time.sleep(600)
+forms = {{"batch": ["put", "get"]}}
+print("null" if fault == "no greeting" else json.dumps({{"version": "9", "forms": forms}}))
+sys.stdout.flush()
+gets = 0
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked["op"] == "open":
+        given = asked["objects"]
+        total = given["count"] * given["object_bytes"]
+        out = np.memmap(given["out"], np.uint8, "r+")[:total]
+        stored = np.fromfile(given["payload"], np.uint8, total)
+    answer = {{"ok": True}}
+    if asked["op"] == "run":
+        answer = {{"seconds": [0.5, 0.25], "bytes": total}}
+        gets += asked["case"] == "get"
+    if asked["op"] == "run" and asked["case"] == "get":
+        out[:] = stored
+        if fault == "a wrong byte":
+            out[12345] ^= 1
+        if fault == "wrong later" and gets == 3:
+            out[7] ^= 1
+        if fault == "less than asked":
+            answer["bytes"] -= 1
+        if fault == "no time":
+            answer["seconds"] = [0.0]
+        if fault == "time that is none":
+            answer["seconds"] = ["fast"]
+        if fault == "not a number":
+            answer["seconds"] = [float("nan")]
+        if fault == "an error":
+            answer = {{"error": "RuntimeError: batch_get_into gave -800"}}
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "hangs":
+            time.sleep(600)
+        if fault == "half an answer":
+            sys.stdout.write("{{")
+            sys.stdout.flush()
+            time.sleep(600)
+        if fault == "no JSON":
+            print("done!", flush=True)
+            continue
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def fake(folder: Path, fault: str) -> Program:
+    path = folder / "rival.py"
+    path.write_text(FAKE.format(fault=fault))
+    return Program("rival", (sys.executable, str(path)), dict(os.environ))
+
+
+def ours(folder: Path) -> list[Program]:
+    return [program_of(name, folder) for name in ("ours", "plain")]
+
+
+def in_shared_memory() -> set[str]:
+    return {name for name in os.listdir(running.SHARED) if name.startswith("tmp")}
+
+
+def test_ours_plain_and_a_peer_side_by_side(tmp_path: Path) -> None:
+    result = SideBySide("peers")
+    running.run(result, [*ours(tmp_path), fake(tmp_path, "nothing")], SMALL)
+    assert result.missing == {}
+    assert result.checks == {"ours_right": True, "plain_right": True}
+    assert result.versions["rival"] == "9"
+    assert set(result.groups()) == {
+        *((case, size, 1) for case in ("put", "get", "ranges") for size in SMALL.object_bytes),
+        ("scan", 0, 1),
+    }
+    (row,) = [r for r in result.rows if (r.peer, r.case, r.object_bytes) == ("rival", "get", 65536)]
+    total = SMALL.total_bytes / 1e9
+    assert row.samples == [2 * total, 4 * total] * SMALL.rounds  # the warming round is left out
+    best = result.fastest("put", 65536, 1)
+    assert set(best) == {"ours", "plain", "rival"}
+    forms = [r for r in result.rows if (r.peer, r.case, r.object_bytes) == ("ours", "put", 65536)]
+    assert {r.form for r in forms} >= {"pages", "pages_without_crc", "records"}
+    assert best["ours"].median == max(r.median for r in forms)
+    ratio = result.ratios["get_64k_rival_1t_ours_to_it"]
+    assert ratio == result.fastest("get", 65536, 1)["ours"].median / row.median
+    path = tmp_path / "peers.json"
+    result.write(path)
+    written = json.loads(path.read_text())
+    assert len(written["rows"]) == len(result.rows)
+    assert written["versions"] == result.versions
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("cannot start", "No module named 'rival'"),
+        ("dies at once", "exit code 1: libibverbs.so.1 is not here"),
+        ("no greeting", "no JSON object"),
+        ("babbles", "a line of more than"),
+        ("a wrong byte", r"wrong bytes: get \(batch\) differs at byte 12345"),
+        ("wrong later", r"wrong bytes: get \(batch\) differs at byte 7 "),
+        ("less than asked", "it moved 4194303 bytes of 4194304"),
+        ("no time", "seconds that are none"),
+        ("time that is none", "seconds that are none"),
+        ("not a number", "seconds that are none"),
+        ("an error", "batch_get_into gave -800"),
+        ("killed", "it died with signal 9"),
+        ("no JSON", "its answer is no JSON"),
+    ],
+)
+def test_a_peer_that_fails_is_named_and_not_in_the_figures(
+    tmp_path: Path, fault: str, reason: str
+) -> None:
+    result = SideBySide("peers")
+    before = in_shared_memory()
+    running.run(result, [program_of("plain", tmp_path), fake(tmp_path, fault)], SMALLER)
+    assert list(result.missing) == ["rival"]
+    assert re.search(reason, result.missing["rival"])
+    assert {row.peer for row in result.rows} == {"plain"}
+    assert not any("rival" in name for name in [*result.metrics, *result.ratios])
+    assert result.passed  # its failure is not ours
+    assert in_shared_memory() <= before
+
+
+@pytest.mark.parametrize("fault", ["hangs", "half an answer"])
+def test_a_peer_that_hangs_is_ended(tmp_path: Path, fault: str) -> None:
+    """It has all the time to start, and little to answer."""
+    payload, out = tmp_path / "payload", tmp_path / "out"
+    payload.write_bytes(bytes(1 << 16))
+    out.write_bytes(bytes(1 << 17))
+    given = {"payload": str(payload), "out": str(out), "count": 1, "object_bytes": 1 << 16}
+    talk = Conversation(fake(tmp_path, fault), tmp_path / "log", limit_s=60)
+    try:
+        talk.ask({"op": "open", "objects": given})
+        talk.limit_s = 0.5
+        with pytest.raises(ContenderError, match=r"no answer in 0\.5 s"):
+            talk.seconds({"op": "run", "case": "get", "form": "batch", "wanted": []}, 1 << 16)
+    finally:
+        talk.stop()
+        talk.stop()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(talk._process.pid, 0)
+
+
+def test_a_peer_that_never_greets_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(ContenderError, match=r"no answer in 0\.5 s"):
+        Conversation(fake(tmp_path, "says nothing"), tmp_path / "log", limit_s=0.5)
+
+
+def test_wrong_bytes_of_ours_fail_the_run(tmp_path: Path) -> None:
+    liar = Program("plain", fake(tmp_path, "a wrong byte").command, dict(os.environ))
+    result = SideBySide("peers")
+    running.run(result, [liar], SMALLER)
+    assert result.checks == {"plain_right": False}
+    assert not result.passed
+    assert result.as_dict()["ratios"] == {}
+
+
+def test_pages_that_are_not_the_best_are_wrong() -> None:
+    best = np.arange(40).reshape(2, 20)
+    running.check_pages("exact", best.astype(np.int32)[:, ::-1], best)
+    off = best.astype(np.int32)
+    off[:, 0] = -1  # one of twenty may be another one: scores are rounded
+    running.check_pages("exact", off, best)
+    off[0, 1] = 39
+    with pytest.raises(ContenderError, match=r"wrong pages: scan .* has 37 of the best 40"):
+        running.check_pages("exact", off, best)
+
+
+def test_the_command_names_who_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lmcache.failed").write_text("ERROR: No matching distribution found\n")
+    result = run_peers(tmp_path / "r.json", tmp_path, SMALL)
+    shown = capsys.readouterr().out
+    assert set(result.missing) == set(running.PEERS)
+    assert "missing: lmcache: not installed: ERROR: No matching distribution found" in shown
+    assert "missing: torch: no environment in" in shown
+    assert "make peers" in shown
+    assert json.loads((tmp_path / "r.json").read_text())["missing"] == result.missing
+
+
+def wheel(path: Path) -> None:
+    """A package of nothing, that pip installs without a network."""
+    about = {
+        "METADATA": "Metadata-Version: 2.1\nName: rival\nVersion: 1.0\n",
+        "WHEEL": "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in about.items():
+            archive.writestr(f"rival-1.0.dist-info/{name}", text)
+
+
+def test_what_pip_says_is_kept_and_an_environment_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = ["--no-index", "--find-links", str(tmp_path)]
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    reason = environments.install("rival", ["no-such-package-here"], tmp_path, nowhere)
+    assert reason is not None
+    assert "no-such-package-here" in reason
+    with pytest.raises(ContenderError, match=r"not installed: .*no-such-package-here"):
+        program_of("rival", tmp_path)
+    wheel(tmp_path / "rival-1.0-py3-none-any.whl")
+    assert environments.install("rival", ["rival==1.0"], tmp_path, nowhere) is None
+    assert program_of("rival", tmp_path).command[0] == str(tmp_path / "rival" / "bin" / "python")
+    monkeypatch.setattr(environments, "outcome", lambda command: pytest.fail("made again"))
+    assert environments.install("rival", ["rival==1.0"], tmp_path, []) is None
+    monkeypatch.setattr(environments, "outcome", lambda command: "no room")
+    assert environments.install("rival", ["another"], tmp_path, []) == "no room"
+
+
+def test_every_peer_with_packages_has_a_module_and_a_place_in_the_run() -> None:
+    assert set(environments.PACKAGES) == set(running.PEERS)
+    folder = Path(serving.__file__).parent
+    for name in running.NAMES:
+        assert (folder / f"{name}.py").is_file()
+
+
+def test_too_little_shared_memory_is_said_first() -> None:
+    size = Size(total_bytes=1 << 50)
+    with pytest.raises(MemoryError, match=r"the peers side by side need .*: enlarge it"):
+        running.run(SideBySide("peers"), [], size)
