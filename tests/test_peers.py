@@ -3,6 +3,7 @@ are right, wrong, dead or hanging, and who fails is named and not in the figures
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -32,7 +33,7 @@ SMALLER = replace(SMALL, object_bytes=(64 << 10,))
 
 # A peer as another project would write one; the fault is what it gets wrong.
 FAKE = """\
-import json, os, signal, sys, time
+import fcntl, json, os, pathlib, signal, subprocess, sys, time
 import numpy as np
 fault = {fault!r}
 if fault == "cannot start":
@@ -40,6 +41,10 @@ if fault == "cannot start":
     sys.exit(1)
 if fault == "dies at once":
     sys.exit("libibverbs.so.1 is not here")
+if fault == "has a child":
+    lock = open(pathlib.Path(__file__).parent / "lock", "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    subprocess.Popen(["sleep", "600"], pass_fds=[lock.fileno()])
 if fault == "says nothing":
     time.sleep(600)
 if fault == "babbles":
@@ -62,7 +67,8 @@ for line in sys.stdin:
         answer = {{"seconds": [0.5, 0.25], "bytes": total}}
         gets += asked["case"] == "get"
     if asked["op"] == "run" and asked["case"] == "get":
-        out[:] = stored
+        if fault != "nothing back":
+            out[:] = stored
         if fault == "a wrong byte":
             out[12345] ^= 1
         if fault == "wrong later" and gets == 3:
@@ -102,10 +108,6 @@ def ours(folder: Path) -> list[Program]:
     return [program_of(name, folder) for name in ("ours", "plain")]
 
 
-def in_shared_memory() -> set[str]:
-    return {name for name in os.listdir(running.SHARED) if name.startswith("tmp")}
-
-
 def test_ours_plain_and_a_peer_side_by_side(tmp_path: Path) -> None:
     result = SideBySide("peers")
     running.run(result, [*ours(tmp_path), fake(tmp_path, "nothing")], SMALL)
@@ -122,7 +124,7 @@ def test_ours_plain_and_a_peer_side_by_side(tmp_path: Path) -> None:
     best = result.fastest("put", 65536, 1)
     assert set(best) == {"ours", "plain", "rival"}
     forms = [r for r in result.rows if (r.peer, r.case, r.object_bytes) == ("ours", "put", 65536)]
-    assert {r.form for r in forms} >= {"pages", "pages_without_crc", "records"}
+    assert {r.form for r in forms} >= {"pages", "pages_no_crc", "records"}
     assert best["ours"].median == max(r.median for r in forms)
     ratio = result.ratios["get_64k_rival_1t_ours_to_it"]
     assert ratio == result.fastest("get", 65536, 1)["ours"].median / row.median
@@ -141,6 +143,7 @@ def test_ours_plain_and_a_peer_side_by_side(tmp_path: Path) -> None:
         ("no greeting", "no JSON object"),
         ("babbles", "a line of more than"),
         ("a wrong byte", r"wrong bytes: get \(batch\) differs at byte 12345"),
+        ("nothing back", r"wrong bytes: get \(batch\) differs at byte [0-9] "),
         ("wrong later", r"wrong bytes: get \(batch\) differs at byte 7 "),
         ("less than asked", "it moved 4194303 bytes of 4194304"),
         ("no time", "seconds that are none"),
@@ -152,17 +155,19 @@ def test_ours_plain_and_a_peer_side_by_side(tmp_path: Path) -> None:
     ],
 )
 def test_a_peer_that_fails_is_named_and_not_in_the_figures(
-    tmp_path: Path, fault: str, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, reason: str
 ) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setattr(running, "SHARED", str(shared))
     result = SideBySide("peers")
-    before = in_shared_memory()
     running.run(result, [program_of("plain", tmp_path), fake(tmp_path, fault)], SMALLER)
     assert list(result.missing) == ["rival"]
     assert re.search(reason, result.missing["rival"])
     assert {row.peer for row in result.rows} == {"plain"}
     assert not any("rival" in name for name in [*result.metrics, *result.ratios])
     assert result.passed  # its failure is not ours
-    assert in_shared_memory() <= before
+    assert os.listdir(shared) == []
 
 
 @pytest.mark.parametrize("fault", ["hangs", "half an answer"])
@@ -183,6 +188,17 @@ def test_a_peer_that_hangs_is_ended(tmp_path: Path, fault: str) -> None:
         talk.stop()
     with pytest.raises(ProcessLookupError):
         os.killpg(talk._process.pid, 0)
+
+
+@pytest.mark.timeout(60)
+def test_what_a_peer_started_ends_with_it(tmp_path: Path) -> None:
+    """Its child holds a lock as long as it lives, like Mooncake's master its ports."""
+    talk = Conversation(fake(tmp_path, "has a child"), tmp_path / "log", limit_s=60)
+    with (tmp_path / "lock").open("w") as file:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        talk.stop()
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def test_a_peer_that_never_greets_is_ended(tmp_path: Path) -> None:

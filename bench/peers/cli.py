@@ -31,13 +31,13 @@ def run_peers(
 
 def table(result: SideBySide) -> Table:
     """GB/s, medians; of each peer the fastest form, by name. Empty: it does not offer this."""
-    made = Table(title="cxlkv bench peers, GB/s")
+    made = Table(title="cxlkv bench peers, GB/s", show_lines=True)
     names = [name for name in NAMES if any(row.peer == name for row in result.rows)]
     for column in ("case", "object", "threads", *names):
-        made.add_column(column)
+        made.add_column(column, no_wrap=True)
     for case, object_bytes, threads in sorted(result.groups()):
         best = result.fastest(case, object_bytes, threads)
-        cells = [f"{best[n].median:.2f} {best[n].form}" if n in best else "" for n in names]
+        cells = [f"{best[n].median:.2f}\n{best[n].form}" if n in best else "" for n in names]
         kind = f"{object_bytes >> 10} KiB" if object_bytes else "keys"
         made.add_row(case, kind, str(threads), *cells)
     return made

@@ -118,8 +118,8 @@ class Ours(Peer):
     version = _core.version()
     forms: ClassVar = {
         "pages": ("put", "get", "ranges"),
-        "pages_without_crc": ("put", "get", "ranges"),
-        "memory_without_crc": ("put", "get", "ranges"),
+        "pages_no_crc": ("put", "get", "ranges"),
+        "memory_no_crc": ("put", "get", "ranges"),
         "records": ("put", "get"),
         "exact": ("scan",),
     }
@@ -130,8 +130,8 @@ class Ours(Peer):
         file = f"{given.folder}/ours"
         self.pools = {
             "pages": Pages(given, self.out, file, checksum=True),
-            "pages_without_crc": Pages(given, self.out, f"{file}-without-crc", checksum=False),
-            "memory_without_crc": Pages(given, self.out, MEMORY, checksum=False),
+            "pages_no_crc": Pages(given, self.out, f"{file}-without-crc", checksum=False),
+            "memory_no_crc": Pages(given, self.out, MEMORY, checksum=False),
         }
         self.units = self.pools["pages"].units(mapped(given.payload))
         self._make_records(self.pools["pages"])

@@ -42,7 +42,7 @@ class Size:
     page_tokens: int = 16
     pages: int = 256
     threads: tuple[int, ...] = (1, 2)
-    rounds: int = 7
+    rounds: int = 5
     settle_s: float = 0.25
     limit_s: float = 120.0
 
