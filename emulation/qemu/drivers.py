@@ -10,44 +10,58 @@ import inspect
 import json
 import mmap
 import os
+import re
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from cxlkv.emulation.qemu.image import Image, Missing, prepare
-from cxlkv.emulation.qemu.machine import CHECKOUT, Failed, Guest
+from cxlkv.emulation.qemu.machine import (
+    CHECKOUT,
+    Failed,
+    Guest,
+    Shape,
+    fake_nodes,
+    shared_memory,
+    two_nodes,
+)
 
 MEMORY_BYTES = 256 << 20
 FOLDER = CHECKOUT / "build/drivers"
 SKIPPED = 77
-WAIT_LIMIT_S = 180.0
+WAIT_LIMIT_S = 420.0
 WAIT_STEP_S = 0.05
 QUEUE_LIMIT_S = 60.0
 
 
 class Host:
-    """Guests over one memory, which lasts while this does, whatever becomes of them."""
+    """Guests of one scenario, and a memory that they may share, which lasts while this does."""
 
-    def __init__(self, image: Image, folder: Path, module: str):
+    def __init__(self, image: Image, folder: Path):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self._image = image
         self.folder = folder
-        self._module = module
         self.memory = os.memfd_create("cxlkv-drivers")
         os.ftruncate(self.memory, MEMORY_BYTES)
         self._guests: list[Guest] = []
         self._began = time.monotonic()
 
-    def boot(self, name: str, memory_bytes: int = MEMORY_BYTES) -> Guest:
+    def boot(self, name: str, shape: Shape | None = None) -> Guest:
+        """A guest; without a shape of its own it shares the memory."""
         self.tell(f"boot {name}")
-        memory = f"/proc/{os.getpid()}/fd/{self.memory}"
-        guest = Guest(self._image, self.folder, name, self._module, memory, memory_bytes)
+        shape = shape or self.sharing(MEMORY_BYTES)
+        guest = Guest(self._image, self.folder, name, self.folder.name, shape)
         self._guests.append(guest)
         return guest
+
+    def sharing(self, memory_bytes: int) -> Shape:
+        """A guest to which the shared memory has `memory_bytes`."""
+        return shared_memory(f"/proc/{os.getpid()}/fd/{self.memory}", memory_bytes)
 
     def wait_for(self, step: str) -> None:
         """Until a guest has said `step`; raises Failed when one ends badly, or time is up."""
@@ -92,7 +106,7 @@ def device(host: Host) -> None:
     host.tell("a has published")
     host.wait(b)
     host.tell("b has read the same bytes")
-    host.wait(host.boot("c", MEMORY_BYTES // 2))
+    host.wait(host.boot("c", host.sharing(MEMORY_BYTES // 2)))
     host.tell("c, with half of the memory, was refused")
     host.say("all have read")
     host.wait(a)
@@ -181,10 +195,25 @@ def litmus(host: Host) -> None:
         )
 
 
+def nodes(host: Host) -> None:
+    """The pool on the device, on a kmem node, on weighted nodes, on fsdax; HMAT."""
+    host.wait(host.boot("a", two_nodes()))
+
+
+def suites(host: Host) -> None:
+    """The project's tests of pool, select and attend, with all pools on NUMA node 1."""
+    guests = [host.boot("two-nodes", two_nodes()), host.boot("numa-fake", fake_nodes())]
+    for guest in guests:
+        host.wait(guest)
+        host.tell(f"{guest.name} has ended")
+
+
 SCENARIOS: dict[str, Callable[[Host], None]] = {
     "device": device,
     "litmus": litmus,
     "sharing": sharing,
+    "nodes": nodes,
+    "suites": suites,
 }
 NO_PROOF = (
     "All guests ran on one coherent machine, in an emulation: this proves what the pool does on "
@@ -194,7 +223,7 @@ NO_PROOF = (
 
 @contextmanager
 def hosting(image: Image, name: str) -> Iterator[Host]:
-    host = Host(image, FOLDER / "run" / name, name)
+    host = Host(image, FOLDER / "run" / name)
     try:
         yield host
     finally:
@@ -211,19 +240,37 @@ def main(names: list[str]) -> int:
     except Missing as error:
         print(f"skipped: {error}")
         return SKIPPED
-    failed = False
-    for name in names or list(SCENARIOS):
-        print(f"{name}: {inspect.getdoc(SCENARIOS[name])}", flush=True)
+    began = time.monotonic()
+    parts = [line for name in names or list(SCENARIOS) for line in run(image, name)]
+    count = Counter(line.split()[0] for line in parts)
+    print(NO_PROOF)
+    print(*parts, sep="\n")
+    print(
+        f"{count['PASS']} passed, {count['FAIL']} failed, {count['SKIP']} skipped "
+        f"in {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
+    return 1 if count["FAIL"] else 0
+
+
+def run(image: Image, name: str) -> list[str]:
+    """Its parts: those that its guests told, or itself."""
+    print(f"{name}: {inspect.getdoc(SCENARIOS[name])}", flush=True)
+    failure = ""
+    with hosting(image, name) as host:
         try:
-            with hosting(image, name) as host:
-                SCENARIOS[name](host)
-            print(f"{name}: passed", flush=True)
+            SCENARIOS[name](host)
         except Failed as error:
-            failed = True
-            print(f"{name}: FAILED: {error}", flush=True)
-    if not failed:
-        print(NO_PROOF)
-    return 1 if failed else 0
+            failure = str(error)
+            print(f"{name}: FAILED: {failure}", flush=True)
+        told = [line for path in sorted(host.folder.glob("*.parts")) for line in lines_of(path)]
+    if failure and not any(line.startswith("FAIL ") for line in told):
+        told.append(f"FAIL {name}: {failure.splitlines()[0]}")
+    return [re.sub(" ", f" {name}: ", line, count=1) for line in told] or [f"PASS {name}"]
+
+
+def lines_of(path: Path) -> list[str]:
+    return path.read_text().splitlines()
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ from pathlib import Path
 
 QEMU = "qemu-system-x86_64"
 QEMU_MAJOR_MIN = 10  # what was tried; 7.2 in Debian 12 is too old for these kernels
-# In the order of loading, after what they need. kmem comes later, when a scenario asks for it: it
-# would take the device at once.
+# In the order of loading, after what they need.
 MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay", "dax_hmem", "device_dax")
-MODULES_LATER = ("kmem",)
+# When a scenario asks for them: kmem would take the device at once.
+MODULES_LATER = {"kmem": ("kmem",), "fsdax": ("crc32c_generic", "nd_e820", "nd_pmem", "ext4")}
 # daxctl with the libraries that it needs beyond libc: not installed, only unpacked.
 TOOLS = (
     "busybox-static daxctl libdaxctl1 libndctl6 libiniparser1 libjson-c5 libkmod2 libuuid1"
@@ -50,7 +50,8 @@ def prepare(folder: Path) -> Image:
         raise Missing(f"{QEMU} {QEMU_MAJOR_MIN} or newer is missing; installing it needs root")
     folder.mkdir(parents=True, exist_ok=True)
     image = Image(folder / "vmlinuz", folder / "initrd.gz", folder / "tools")
-    unpacked = image.kernel.exists() and (folder / "modules/order").exists()
+    lists = [folder / "modules" / name for name in ("order", *MODULES_LATER)]
+    unpacked = image.kernel.exists() and all(path.exists() for path in lists)
     if not unpacked or not image.tools.exists() or not _qemu_is_there():
         apt = _Apt(folder / "apt")
         if not _qemu_is_there():
@@ -172,8 +173,9 @@ def _unpack_kernel(apt: _Apt, folder: Path) -> None:
     found = {re.sub(r"\.ko.*", "", p.name).replace("-", "_"): p for p in whole.rglob("*.ko*")}
     modules.mkdir()
     order = _load(MODULES, found, modules, [])
-    later = _load(MODULES_LATER, found, modules, list(order))[len(order) :]
-    (modules / "later").write_text("".join(f"{name}\n" for name in later))
+    for purpose, names in MODULES_LATER.items():
+        later = _load(names, found, modules, list(order))[len(order) :]
+        (modules / purpose).write_text("".join(f"{name}\n" for name in later))
     next(whole.glob("boot/vmlinuz-*")).rename(folder / "vmlinuz")
     (modules / "order").write_text("".join(f"{name}\n" for name in order))
     shutil.rmtree(whole)

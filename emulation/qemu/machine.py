@@ -1,8 +1,8 @@
-"""One guest: a QEMU process in the hmem shape, its log, and its end.
+"""One guest: a QEMU process in one of three shapes, its log, and its end.
 
-The shared memory is NUMA node 1 of each guest, at 4 GiB, and the firmware calls it Soft Reserved:
-so Linux makes /dev/dax0.0 of it, as of CXL memory that a BIOS has set up. Nothing is emulated by
-traps there, so it is as fast as the guest's other memory. No KVM: not every machine lends it.
+Far memory is a NUMA node without CPUs at 4 GiB, and the firmware calls it Soft Reserved: so Linux
+makes /dev/dax0.0 of it, as of CXL memory that a BIOS has set up. Nothing is emulated by traps
+there, so it is as fast as the guest's other memory. No KVM: not every machine lends it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from cxlkv.emulation.qemu.image import QEMU, Image
 
 OWN_BYTES = 768 << 20  # and no more: the firmware's tables at its end must not be shared
+FAR_AT = 4 << 30
+NODE_BYTES = 512 << 20  # of each node with a CPU, in `two_nodes`
+FAR_BYTES = 256 << 20
+PMEM_BYTES = 128 << 20
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
@@ -24,16 +29,73 @@ class Failed(Exception):
     """A guest did not do what it was to do; the text says which, and its last lines."""
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What a guest has: QEMU's arguments, and words for the kernel's command line."""
+
+    arguments: tuple[str, ...]
+    kernel_words: str
+
+
+def shared_memory(path: str, memory_bytes: int) -> Shape:
+    """One node with two CPUs; far memory in the file at `path`, which all guests map."""
+    text = f"""
+        -M q35,hmat=on,max-ram-below-4g={OWN_BYTES >> 20}M
+        -m {(OWN_BYTES + memory_bytes) >> 20}M,slots=4,maxmem=8G
+        -object memory-backend-ram,id=own,size={OWN_BYTES}
+        -numa node,nodeid=0,memdev=own,cpus=0-1 -numa node,nodeid=1,memdev=far,initiator=0
+        -numa dist,src=0,dst=1,val=20
+        {_hmat(0, 0, 80, 99)} {_hmat(0, 1, 250, 30)}
+    """
+    far = f"memory-backend-file,id=far,share=on,mem-path={path},size={memory_bytes}"
+    return Shape((*text.split(), "-object", far), _soft_reserved(memory_bytes))
+
+
+def two_nodes() -> Shape:
+    """Nodes 0 and 1 with a CPU each, far memory as node 2, persistent memory (legacy) as node 3."""
+    text = f"""
+        -M q35,hmat=on,max-ram-below-4g={2 * NODE_BYTES >> 20}M
+        -m {(2 * NODE_BYTES + FAR_BYTES + PMEM_BYTES) >> 20}M,slots=4,maxmem=8G
+        -object memory-backend-ram,id=m0,size={NODE_BYTES}
+        -object memory-backend-ram,id=m1,size={NODE_BYTES}
+        -object memory-backend-ram,id=m2,size={FAR_BYTES}
+        -object memory-backend-ram,id=m3,size={PMEM_BYTES}
+        -numa node,nodeid=0,memdev=m0,cpus=0 -numa node,nodeid=1,memdev=m1,cpus=1
+        -numa node,nodeid=2,memdev=m2,initiator=0 -numa node,nodeid=3,memdev=m3,initiator=0
+        -numa dist,src=0,dst=1,val=21 -numa dist,src=0,dst=2,val=24 -numa dist,src=1,dst=2,val=34
+        -numa dist,src=0,dst=3,val=24 -numa dist,src=1,dst=3,val=34 -numa dist,src=2,dst=3,val=40
+        {_hmat(0, 0, 90, 99)} {_hmat(1, 1, 90, 99)} {_hmat(0, 1, 150, 50)} {_hmat(1, 0, 150, 50)}
+        {_hmat(0, 2, 250, 30)} {_hmat(1, 2, 320, 20)} {_hmat(0, 3, 250, 30)} {_hmat(1, 3, 320, 20)}
+    """
+    pmem = f"memmap={PMEM_BYTES >> 20}M!{FAR_AT + FAR_BYTES:#x}"
+    return Shape(tuple(text.split()), f"{_soft_reserved(FAR_BYTES)} {pmem}")
+
+
+def fake_nodes() -> Shape:
+    """One node of which the kernel makes two, as on any server without far memory."""
+    return Shape(("-M", "q35", "-m", f"{2 * NODE_BYTES >> 20}M"), "numa=fake=2")
+
+
+def _soft_reserved(memory_bytes: int) -> str:
+    """Ordinary RAM (1) becomes Soft Reserved (0xefffffff) there."""
+    return f"memmap={memory_bytes >> 20}M%{FAR_AT:#x}-1+0xefffffff"
+
+
+def _hmat(initiator: int, target: int, latency_ns: int, bandwidth_gb_per_s: int) -> str:
+    where = f"-numa hmat-lb,initiator={initiator},target={target},hierarchy=memory"
+    return (
+        f"{where},data-type=access-latency,latency={latency_ns} "
+        f"{where},data-type=access-bandwidth,bandwidth={bandwidth_gb_per_s}G"
+    )
+
+
 class Guest:
     """A guest that runs a module of `guest/` with its name as argument.
 
-    memory: path of the file behind the shared memory, which all guests map. folder: shared with
-    the guests as /shared.
+    folder: shared with the guests as /shared.
     """
 
-    def __init__(
-        self, image: Image, folder: Path, name: str, module: str, memory: str, memory_bytes: int
-    ):
+    def __init__(self, image: Image, folder: Path, name: str, module: str, shape: Shape):
         self.name = name
         self._killed = False
         self._folder = folder
@@ -43,7 +105,7 @@ class Guest:
         (folder / f"{name}.sh").write_text(_start_script(image, name, module))
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                ["nice", QEMU, *_arguments(image, folder, name, memory, memory_bytes)],
+                ["nice", QEMU, *_arguments(image, folder, name, shape)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -104,33 +166,22 @@ def _start_script(image: Image, name: str, module: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _arguments(image: Image, folder: Path, name: str, memory: str, memory_bytes: int) -> list[str]:
-    # "%0x100000000-1+0xefffffff": ordinary RAM (1) becomes Soft Reserved (0xefffffff) there.
+def _arguments(image: Image, folder: Path, name: str, shape: Shape) -> list[str]:
     kernel_line = (
         f"console=ttyS0 quiet loglevel=4 panic=-1 mitigations=off nokaslr audit=0 tsc=reliable "
-        f"no_timer_check memmap={memory_bytes >> 20}M%0x100000000-1+0xefffffff "
-        f"cxlkv.guest={name}"
+        f"no_timer_check {shape.kernel_words} cxlkv.guest={name}"
     )
-    text = f"""
+    text = """
         -nodefaults -no-user-config -no-reboot -display none -serial stdio
-        -M q35,hmat=on,max-ram-below-4g={OWN_BYTES >> 20}M
         -accel tcg,thread=multi -cpu max,-hypervisor -smp 2
-        -m {(OWN_BYTES + memory_bytes) >> 20}M,slots=4,maxmem=8G
-        -object memory-backend-ram,id=own,size={OWN_BYTES}
-        -numa node,nodeid=0,memdev=own,cpus=0-1 -numa node,nodeid=1,memdev=far,initiator=0
-        -numa dist,src=0,dst=1,val=20
-        -numa hmat-lb,initiator=0,target=0,hierarchy=memory,data-type=access-latency,latency=80
-        -numa hmat-lb,initiator=0,target=0,hierarchy=memory,data-type=access-bandwidth,bandwidth=99G
-        -numa hmat-lb,initiator=0,target=1,hierarchy=memory,data-type=access-latency,latency=250
-        -numa hmat-lb,initiator=0,target=1,hierarchy=memory,data-type=access-bandwidth,bandwidth=30G
         -device virtio-9p-pci,fsdev=host,mount_tag=host
         -device virtio-9p-pci,fsdev=shared,mount_tag=shared
     """
     escaped = str(folder).replace(",", ",,")
     shared = f"local,id=shared,path={escaped},security_model=none"
     return [
+        *shape.arguments,
         *text.split(),
-        *("-object", f"memory-backend-file,id=far,share=on,mem-path={memory},size={memory_bytes}"),
         *("-fsdev", "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap"),
         *("-fsdev", shared),
         *("-kernel", str(image.kernel), "-initrd", str(image.initrd), "-append", kernel_line),

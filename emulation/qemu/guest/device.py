@@ -29,6 +29,7 @@ from cxlkv.emulation.qemu.guest.steps import (
     assert_holds,
     bind_device,
     command,
+    make_system_ram,
     refusal,
     say,
     token_ids,
@@ -212,9 +213,7 @@ def remove() -> None:
 
 def check_system_ram() -> None:
     """kmem has the device: each way to a pool says so, and its command mends it."""
-    command("echo offline >/sys/devices/system/memory/auto_online_blocks")
-    command("/guest/busybox insmod /guest/modules/kmem.ko")
-    command(f"daxctl reconfigure-device --mode=system-ram {Path(DEVICE).name}")
+    make_system_ram()
     for act in (partial(CREATE, capacity="64MiB"), partial(CXLPool.open, DEVICE)):
         text = refusal(SystemCallError, act)
         assert "is system RAM now (driver kmem, NUMA node 1)" in text

@@ -4,22 +4,56 @@ from __future__ import annotations
 
 import faulthandler
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from cxlkv import KVLayout, Sequence
 
+T = TypeVar("T")
 Rows = npt.NDArray[np.float16]
 SHARED = Path("/shared")
 DEVICE = "/dev/dax0.0"
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=64, page_tokens=16, dtype="float16")
-WAIT_LIMIT_S = 180
+WAIT_LIMIT_S = 400
 WAIT_STEP_S = 0.02
 faulthandler.dump_traceback_later(WAIT_LIMIT_S - 30)  # where it hangs, before the host gives up
+
+
+class Skip(Exception):
+    """A part cannot run here; the text says why."""
+
+
+_failed: list[str] = []
+
+
+@contextmanager
+def part(name: str) -> Iterator[None]:
+    """One line of the host's summary; what fails in it does not keep the next part from running."""
+    try:
+        yield
+        line = f"PASS {name}"
+    except Skip as error:
+        line = f"SKIP {name}: {error}"
+    except Exception as error:
+        traceback.print_exc()
+        line = f"FAIL {name}: {type(error).__name__}: {error}"
+        _failed.append(name)
+    print(line, flush=True)
+    with (SHARED / f"{sys.argv[1]}.parts").open("a") as parts:
+        parts.write(" ".join(line.split()) + "\n")
+
+
+def end_parts() -> None:
+    """The guest's exit status says whether all of its parts passed."""
+    sys.exit(1 if _failed else 0)
 
 
 def say(step: str) -> None:
@@ -29,11 +63,17 @@ def say(step: str) -> None:
 
 
 def wait_for(step: str) -> None:
+    wait_until((SHARED / step).exists, repr(step))
+
+
+def wait_until(look: Callable[[], T], what: str) -> T:
+    """What `look` returns once that is true."""
     deadline = time.monotonic() + WAIT_LIMIT_S
-    while not (SHARED / step).exists():
+    while not (seen := look()):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no {step!r} within {WAIT_LIMIT_S} s")
+            raise TimeoutError(f"no {what} within {WAIT_LIMIT_S} s")
         time.sleep(WAIT_STEP_S)
+    return seen
 
 
 def command(text: str) -> None:
@@ -45,6 +85,20 @@ def command(text: str) -> None:
 def bind_device() -> None:
     """The device is there without a driver; this binds device_dax, as its user would."""
     command(f"daxctl reconfigure-device --mode=devdax --force {Path(DEVICE).name}")
+
+
+def load(purpose: str) -> None:
+    """The kernel modules for it, of MODULES_LATER in image.py."""
+    for module in Path("/guest/modules", purpose).read_text().split():
+        command(f"/guest/busybox insmod /guest/modules/{module}")
+
+
+def make_system_ram() -> None:
+    """The device's memory becomes that of its NUMA node, as its user would have it."""
+    # daxctl refuses where the kernel would be faster: it wants to bring the memory online itself.
+    command("echo offline >/sys/devices/system/memory/auto_online_blocks")
+    load("kmem")
+    command(f"daxctl reconfigure-device --mode=system-ram {Path(DEVICE).name}")
 
 
 def refusal(kind: type[Exception], act: Callable[[], object]) -> str:
