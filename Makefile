@@ -168,7 +168,8 @@ demo: $(VENV)/.built  ## the whole way once, on a small model that is in the pac
 models:       ## spin over the models of the coherence protocol and all their mutants
 	$(PYTHON) docs/models/check.py || [ $$? -eq 3 ]
 
-# Not part of `make test`: root and Debian's packages are needed once, and a minute or two.
+# Not part of `make test`: root and Debian's packages are needed once, and five minutes. `.ci/run`
+# has one scenario, ARGS=nodes.
 .PHONY: test-drivers
 test-drivers: $(VENV)/.built  ## the pool on the true Linux drivers, in QEMU guests: docs/drivers.md
 	$(BIN)/python -m cxlkv.emulation.qemu.drivers $(ARGS) || [ $$? -eq 77 ]
