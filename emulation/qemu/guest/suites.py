@@ -13,7 +13,7 @@ from cxlkv.emulation.qemu.guest.steps import end_parts, part
 
 NODE = 1
 # Files, and which of their tests. Of NDP those of the guests' best instruction set, with one type
-# of element; vectors are slow in an emulated CPU, so the longest tests have their turn outside only.
+# of element; vectors are slow in an emulated CPU, so the longest tests are left out.
 SUITES = {
     "the pool suite": (["tests/test_pool.py", "tests/test_sequence.py"], "not torch"),
     "the select and attend suite": (
