@@ -51,6 +51,7 @@ from cxlkv.regions import (
     check_host_folder,
     check_room,
     is_device,
+    is_striped,
     one_maker,
     parse_place,
     parse_where,
@@ -489,6 +490,14 @@ class CXLPool(Closing):
 
 def _is_there(path: str) -> bool:
     """A file is, whatever it holds; a device is when a pool lies on it."""
+    if is_striped(path):
+        try:
+            _core.pool_close(_core.pool_open(path, None))
+        except NotAPoolError:
+            return False
+        except BadArgumentError:  # it is there, and asks which host this is
+            pass
+        return True
     if not is_device(path):
         return os.path.lexists(path)
     try:

@@ -17,6 +17,7 @@ from cxlkv.topology import probe
 
 HOST_FOLDER = "/dev/shm"
 ADDRESSES_BYTES = 1 << 47  # of one process on today's machines
+STRIPED = "dax:"  # before the paths of several devices, with a + between
 ALL = "all"  # the capacity of a whole device
 
 
@@ -33,8 +34,8 @@ def parse_where(where: str | os.PathLike[str]) -> str | None:
 
 
 def parse_place(where: str | os.PathLike[str]) -> Place:
-    """What "anonymous:", a path, "numa:NODES", "numa:NODES:PATH" or "dax:DEVICE" says; raises for
-    other schemes and relative nonsense."""
+    """What "anonymous:", a path, "numa:NODES", "numa:NODES:PATH", "dax:DEVICE" or
+    "dax:DEVICE+DEVICE" says; raises for other schemes and relative nonsense."""
     text = os.fspath(where)
     if text == "anonymous:":
         return Place(None)
@@ -58,12 +59,30 @@ def parse_place(where: str | os.PathLike[str]) -> Place:
 
 
 def _device_of(text: str, name: str) -> str:
+    if "+" in name:
+        parts = [_member_of(text, part) for part in name.split("+")]
+        return STRIPED + "+".join(parts)
     path = name if name.startswith("/") else f"/dev/{name}"
     if not is_device(path):
         there = sorted(str(device) for device in Path("/dev").glob("dax*"))
         what = f"there are {', '.join(there)}" if there else "this machine has none (cxlkv info)"
         raise UnsupportedError(f"{text}: {path} is no device; of dax devices {what}")
     return path
+
+
+def _member_of(text: str, name: str) -> str:
+    path = name if name.startswith("/") else f"/dev/{name}"
+    if "\0" in name or not (is_device(path) or os.path.isfile(path)):
+        raise UnsupportedError(
+            f"{text}: {path or 'nothing'} is neither a device nor a file; of several, all must be "
+            "there, files with the size that they keep"
+        )
+    return path
+
+
+def is_striped(path: str) -> bool:
+    """Whether it is several devices or files, as the core names them."""
+    return path.startswith(STRIPED)
 
 
 def _path_of(text: str) -> str:
@@ -159,7 +178,7 @@ def check_room(path: str | None, capacity_bytes: int) -> None:
         raise MemoryShortError(
             f"{format_bytes(capacity_bytes)} wanted: more than a process can address. Ask for less"
         )
-    if path is not None and is_device(path):
+    if path is not None and (is_device(path) or is_striped(path)):
         return
     if path is not None:
         folder = Path(path).absolute().parent

@@ -281,6 +281,9 @@ int superblock_read(const uint8_t *bytes, uint64_t file_bytes, const char *path,
                     uint8_t *identity) {
     superblock block;
     memcpy(&block, bytes, sizeof(block));
+    if (stripes_is_label(bytes))
+        return fail(CXLKV_E_NOT_A_POOL, "%s is a part of a striped pool: open all of its parts "
+                    "together, dax:A+B", path);
     if (memcmp(block.magic, MAGIC, sizeof(MAGIC)) != 0)
         return fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool: its magic is missing", path);
     if (block.version != FORMAT_VERSION)

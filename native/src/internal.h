@@ -413,6 +413,15 @@ int place_look(cxlkv_pool *pool, uint64_t pages_max, cxlkv_placed *out);
 /* All pages lie where pool->nodes says. */
 int place_verify(cxlkv_pool *pool);
 
+/* ---- stripes.c: several devices or files as one region, "dax:A+B" ---- */
+bool stripes_path(const char *path);
+/* The first bytes of a member. */
+bool stripes_is_label(const uint8_t *bytes);
+/* The two map and set pool->fd, as region_map_file() and what it needs; create formats, too. */
+int stripes_create(cxlkv_pool *pool, const char *path, bool force);
+int stripes_open(cxlkv_pool *pool, const char *path);
+int stripes_remove(const char *path);
+
 /* ---- device.c: a dax device (/dev/daxX.Y) in place of a file ---- */
 enum { DEVICE_NAME_BYTES = 64 };
 typedef struct device_facts {
@@ -677,6 +686,8 @@ void index_erase_page(cxlkv_pool *pool, uint32_t page); /* the page's entry; wal
 void index_clear(cxlkv_pool *pool);
 
 /* ---- pool.c ---- */
+/* Writes an empty pool into the mapping: its superblock last. */
+int pool_format(cxlkv_pool *pool);
 int pool_enter(cxlkv_pool *pool);         /* read lock; -CXLKV_E_CLOSED */
 void pool_leave(cxlkv_pool *pool);
 void pool_retain(cxlkv_pool *pool);

@@ -239,7 +239,7 @@ static int pool_ready(cxlkv_pool *pool) {
     return code;
 }
 
-static int format(cxlkv_pool *pool) {
+int pool_format(cxlkv_pool *pool) {
     guard fault;
     volatile int code = 0;
     for (size_t at = 0; at < 16; at += 8) {
@@ -353,14 +353,15 @@ static int create_on_device(cxlkv_pool *pool, const char *path, bool force) {
     if (!byte_is_free(pool->fd, USE_BYTE)) return busy_error(path);
     if (what != 0) code = device_wipe(pool->fd, &device, path);
     if (code == 0) code = region_map_file(pool);
-    return code < 0 ? code : format(pool);
+    return code < 0 ? code : pool_format(pool);
 }
 
 static int create_region(cxlkv_pool *pool, const char *path, bool force) {
     if (!path) {
         int code = region_map_anonymous(pool);
-        return code < 0 ? code : format(pool);
+        return code < 0 ? code : pool_format(pool);
     }
+    if (stripes_path(path)) return stripes_create(pool, path, force);
     int what = what_lies_at(path);
     if (what < 0) return what;
     if (what != 0 && !force) return refuse_existing(path, what);
@@ -376,7 +377,7 @@ static int create_region(cxlkv_pool *pool, const char *path, bool force) {
     char made[4096];
     int code = region_create_file(pool, path, made, sizeof(made));
     if (code < 0) return code;
-    code = format(pool);
+    code = pool_format(pool);
     if (code == 0) return file_into_place(made, path, force);
     unlink(made);
     return code;
@@ -452,9 +453,14 @@ static int open_checked(const char *path, int *fd, cxlkv_layout *layout, cxlkv_s
 int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **out) {
     cxlkv_pool *pool = pool_make(path);
     if (!pool) return fail(ENOMEM, "no memory for the pool's handle");
-    int code = open_checked(path, &pool->fd, &pool->layout, &pool->sharing, &pool->geometry,
+    int code;
+    if (stripes_path(path)) {
+        code = stripes_open(pool, path);
+    } else {
+        code = open_checked(path, &pool->fd, &pool->layout, &pool->sharing, &pool->geometry,
                             pool->identity);
-    if (code == 0) code = region_map_file(pool);
+        if (code == 0) code = region_map_file(pool);
+    }
     return finish(pool, code, host, out);
 }
 
@@ -470,6 +476,7 @@ static int remove_damaged(const char *path) {
 }
 
 int cxlkv_pool_remove(const char *path) {
+    if (stripes_path(path)) return stripes_remove(path);
     cxlkv_layout layout;
     cxlkv_sharing sharing;
     cxlkv_geometry geometry;
