@@ -62,6 +62,17 @@ HostNumber = Annotated[
     typer.Option("--host", help="Which host this is, in a shared pool (default: CXLKV_HOST)."),
 ]
 # Of `bench litmus`.
+LitmusRegions = Annotated[
+    list[Path] | None,
+    typer.Option(help="litmus: a dax device without a pool, or a scratch file. Overwritten."),
+]
+LitmusRole = Annotated[
+    str | None,
+    typer.Option(help="litmus: a on one host, b on the other; both on this one if not given."),
+]
+LitmusRounds = Annotated[
+    int | None, typer.Option(help="litmus: rounds of each test: 50000 if not given.", min=1)
+]
 Certificate = Annotated[Path | None, typer.Option(help="litmus: where the certificate goes.")]
 # Of `bench replay`.
 Trace = Annotated[
@@ -155,17 +166,9 @@ def bench(
     json_file: JsonFile = None,
     csv_file: CsvFile = None,
     quick: Quick = False,
-    region: Annotated[
-        list[Path] | None,
-        typer.Option(help="litmus: a dax device without a pool, or a scratch file. Overwritten."),
-    ] = None,
-    role: Annotated[
-        str | None,
-        typer.Option(help="litmus: a on one host, b on the other; both on this one if not given."),
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option(help="litmus: rounds of each test: 50000 if not given.", min=1)
-    ] = None,
+    region: LitmusRegions = None,
+    role: LitmusRole = None,
+    rounds: LitmusRounds = None,
     certificate: Certificate = None,
     model: Annotated[
         Path | None,
