@@ -31,7 +31,7 @@ static const char *placing_remedy(int code) {
 static int bind_by(cxlkv_pool *pool, int policy) {
     unsigned long mask[MASK_WORDS] = {pool->nodes};
     long code = syscall(SYS_mbind, pool->base, pool->mapped_bytes, policy | MPOL_F_STATIC_NODES,
-                        mask, (unsigned long)(MASK_WORDS * 64 + 1), 0);
+                        mask, (unsigned long)(MASK_WORDS * 64 + 1), MPOL_MF_MOVE);
     return code < 0 ? errno : 0;
 }
 

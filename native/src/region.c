@@ -141,7 +141,7 @@ static bool map_huge(cxlkv_pool *pool) {
     return false;
 }
 
-/* Bound before it has pages: those that are there stay where they are. */
+/* Bound before it has pages, but for those that are mapped already: they are moved. */
 static int reserve_placed(cxlkv_pool *pool, const char *path) {
     int code = place_bind(pool);
     if (code == 0) code = reserve_file(pool->fd, pool->geometry.region_bytes, path);
@@ -203,7 +203,10 @@ static int create_placed(cxlkv_pool *pool, const char *path) {
         return fail(errno == EFBIG ? ENOSPC : errno, "%s: cannot make a file of %lu MiB: %s%s",
                     path, pool->geometry.region_bytes >> 20, strerror(errno), remedy_of(errno));
     int code = region_map_file(pool);
-    return code == 0 ? reserve_placed(pool, path) : code;
+    if (code < 0) return code;
+    /* The magic of the draft has taken a page already, on any node. Binding moves mapped ones. */
+    if (system.f_type == TMPFS_MAGIC) (void)*(const volatile uint8_t *)pool->base;
+    return reserve_placed(pool, path);
 }
 
 /* The file is made under a name beside its own; linking it there is the caller's last step. */
