@@ -6,22 +6,12 @@ memory is the legacy kind (memmap=).
 
 from __future__ import annotations
 
-import mmap
-import os
 import shutil
+from collections import Counter
 from pathlib import Path
 
 from cxlkv import CXLPool
-from cxlkv.emulation.qemu.guest.placement import (
-    BIND,
-    DEFAULT,
-    NODES,
-    WEIGHTED_INTERLEAVE,
-    WEIGHTS,
-    flags_of,
-    pages_by_node,
-    set_policy,
-)
+from cxlkv.emulation.qemu.guest.placement import NODES, WEIGHTS, flags_of, pages_by_node
 from cxlkv.emulation.qemu.guest.steps import (
     DEVICE,
     LAYOUT,
@@ -34,15 +24,17 @@ from cxlkv.emulation.qemu.guest.steps import (
     load,
     make_system_ram,
     part,
+    refusal,
     token_ids,
     wait_until,
 )
+from cxlkv.errors import UnsupportedError
 
-FAR = 2
+FAR, ABSENT = 2, 9  # nodes
 TEXTS = {1: 40 * 16, 2: 7 * 16}  # seed of a published text, and its tokens
 CAPACITY = "32MiB"
 MOUNTED = Path("/run/pmem")
-MAP_SYNC, MAP_SHARED_VALIDATE = 0x80000, 3
+SYNCHRONOUS = "sf"  # among the flags of a mapping: MAP_SYNC, which only direct access gives
 
 
 def publish(pool: CXLPool) -> None:
@@ -72,16 +64,22 @@ def device() -> None:
 def far_node() -> None:
     """The pool's pages come from the far node, all of them."""
     make_system_ram()
-    set_policy(BIND, (FAR,))
-    try:
-        with CXLPool.create("anonymous:", layout=LAYOUT, capacity=CAPACITY) as pool:
-            publish(pool)
-            read(pool)
-            found = pages_by_node()
-    finally:
-        set_policy(DEFAULT)
-    print(f"pages by node: {dict(found)}", flush=True)
-    assert set(found) == {FAR}, found
+    for where in (f"numa:{FAR}", f"numa:{FAR}:/dev/shm/cxlkv-far.pool"):
+        assert set(pages_of_pool(where)) == {FAR}
+    text = refusal(UnsupportedError, lambda: pages_of_pool(f"numa:{ABSENT}"))
+    assert f"node {ABSENT}" in text
+
+
+def pages_of_pool(where: str) -> Counter[int]:
+    """Makes a pool, uses it, removes it."""
+    with CXLPool.create(where, layout=LAYOUT, capacity=CAPACITY) as pool:
+        publish(pool)
+        read(pool)
+        found = pages_by_node(*([pool.path] if pool.path else []))
+    print(f"{where}: pages by node: {dict(found)}", flush=True)
+    if pool.path:
+        CXLPool.remove(pool.path)
+    return found
 
 
 def access(node: int, what: str) -> int:
@@ -110,15 +108,7 @@ def weighted() -> None:
         raise Skip("this kernel has no weighted interleave (Linux 6.9 has)")
     for node, weight in ((0, 2), (FAR, 1)):
         (WEIGHTS / f"node{node}").write_text(str(weight))
-    set_policy(WEIGHTED_INTERLEAVE, (0, FAR))
-    try:
-        with CXLPool.create("anonymous:", layout=LAYOUT, capacity=CAPACITY) as pool:
-            publish(pool)
-            read(pool)
-            found = pages_by_node()
-    finally:
-        set_policy(DEFAULT)
-    print(f"pages by node: {dict(found)}", flush=True)
+    found = pages_of_pool(f"numa:0,{FAR}")
     assert set(found) == {0, FAR}, found
     assert abs(found[0] - 2 * found[FAR]) <= found.total() / 20, found
 
@@ -137,21 +127,12 @@ def fsdax() -> None:
     with CXLPool.create(path, layout=LAYOUT, capacity=CAPACITY) as pool:
         publish(pool)
         read(pool)
-    check_synchronous(path)
     command(f"/guest/busybox umount {MOUNTED}")
     command(mount)
     with CXLPool.open(path, layout=LAYOUT) as pool:
         read(pool)
-        flags = flags_of(str(path))
-        print(f"flags of the mapping: {sorted(flags)}", flush=True)
+        assert SYNCHRONOUS in flags_of(str(path)), "it is mapped without MAP_SYNC"
     CXLPool.remove(path)
-
-
-def check_synchronous(path: Path) -> None:
-    """The file may be mapped with MAP_SYNC, which only direct access gives."""
-    fd = os.open(path, os.O_RDWR)
-    mmap.mmap(fd, 2 << 20, flags=MAP_SHARED_VALIDATE | MAP_SYNC).close()
-    os.close(fd)
 
 
 def main() -> None:
