@@ -4,7 +4,6 @@ are right, wrong, dead or hanging, and who fails is named and not in the figures
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cxlkv.bench import results
 from cxlkv.bench.peers import environments, running, serving
 from cxlkv.bench.peers.cli import run_peers
 from cxlkv.bench.peers.running import SideBySide, Size
@@ -130,9 +130,9 @@ def test_ours_plain_and_a_peer_side_by_side(tmp_path: Path) -> None:
     assert ratio == result.fastest("get", 65536, 1)["ours"].median / row.median
     path = tmp_path / "peers.json"
     result.write(path)
-    written = json.loads(path.read_text())
-    assert len(written["rows"]) == len(result.rows)
-    assert written["versions"] == result.versions
+    written = results.read(path)
+    assert len(written.metrics) == len(result.rows)
+    assert "rival 9" in written.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,8 @@ def test_the_command_names_who_is_missing(
     assert "missing: lmcache: not installed: ERROR: No matching distribution found" in shown
     assert "missing: torch: no environment in" in shown
     assert "make peers" in shown
-    assert json.loads((tmp_path / "r.json").read_text())["missing"] == result.missing
+    notes = results.read(tmp_path / "r.json").notes
+    assert all(f"missing: {name}: {why}" in notes for name, why in result.missing.items())
 
 
 def wheel(path: Path) -> None:

@@ -81,9 +81,11 @@ class SideBySide(Result):
     rows: list[Row] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, object]:
-        rows = [{**asdict(row), "median": row.median, "unit": "GB/s"} for row in self.rows]
-        more = {"versions": self.versions, "missing": self.missing, "rows": rows}
-        return {**super().as_dict(), **more}
+        """The one shape of result files: a metric for each row, versions and who is missing in the
+        notes."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        missing = [f"missing: {name}: {reason}" for name, reason in self.missing.items()]
+        return {**super().as_dict(), "notes": [f"versions: {versions}", *missing, *self.notes]}
 
     def fastest(self, case: str, object_bytes: int, threads: int) -> dict[str, Row]:
         """Of each peer that does this, its fastest form."""
