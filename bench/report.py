@@ -17,6 +17,7 @@ from pathlib import Path
 
 from cxlkv import _core, bulk
 from cxlkv.bench.measure import median_interval, warnings_of
+from cxlkv.emulation import numa
 from cxlkv.errors import BadArgumentError
 from cxlkv.state import write_whole
 from cxlkv.topology import probe
@@ -102,6 +103,13 @@ class Metric:
         }
 
 
+def emulation() -> str | None:
+    """What stands for far memory in this process: a link, or another node (CXLKV_EMULATE)."""
+    nodes = numa.from_environment()
+    found = [bulk.labels(), numa.label(nodes) if nodes else None]
+    return "; ".join(text for text in found if text) or None
+
+
 @dataclass
 class Result:
     """One run of one case; what `--json FILE` writes.
@@ -116,7 +124,7 @@ class Result:
     metrics: dict[str, Metric] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    emulated: str | None = field(default_factory=bulk.labels)
+    emulated: str | None = field(default_factory=emulation)
 
     @property
     def passed(self) -> bool:
@@ -125,7 +133,7 @@ class Result:
 
     def measure(self, name: str, samples: Sequence[float], unit: str) -> Metric:
         """Add a metric; returns it."""
-        self.emulated = self.emulated or bulk.labels()
+        self.emulated = self.emulated or emulation()
         self.metrics[name] = Metric([float(sample) for sample in samples], unit)
         return self.metrics[name]
 
