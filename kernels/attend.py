@@ -18,11 +18,10 @@ from cxlkv.kernels.attend_shape import (
     Call,
     Shape,
     Tiles,
-    check_tensor,
     splits_of,
     tiles_of,
 )
-from cxlkv.kernels.runtime import check_table, current, one_device, runs_triton
+from cxlkv.kernels.runtime import check_table, check_tensor, current, one_device, runs_triton
 
 INTERPRETED_MULTIPROCESSORS = 4
 """What splits are chosen for where there is no GPU: the interpreter runs programs in turn."""

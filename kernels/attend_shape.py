@@ -7,8 +7,6 @@ from functools import lru_cache
 
 import torch
 
-from cxlkv.errors import BadArgumentError
-
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -123,13 +121,3 @@ def blocks_of(dim: int) -> tuple[int, int]:
         return max(16, dim), 0
     first = power_of_two(dim) // 2
     return first, max(16, power_of_two(dim - first))
-
-
-def check_tensor(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    """Contiguous, of this dtype and shape; raises BadArgumentError."""
-    if tensor.dtype != dtype or not tensor.is_contiguous() or tuple(tensor.shape) != shape:
-        raise BadArgumentError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, wanted contiguous {dtype} {shape}"
-        )

@@ -12,8 +12,8 @@ import torch
 
 from cxlkv.errors import BadArgumentError
 from cxlkv.kernels import reference_attend as reference
-from cxlkv.kernels.attend_shape import FLOATS, check_tensor
-from cxlkv.kernels.runtime import current, one_device, runs_triton
+from cxlkv.kernels.attend_shape import FLOATS
+from cxlkv.kernels.runtime import check_tensor, current, one_device, runs_triton
 
 
 def merge(

@@ -41,9 +41,17 @@ def one_device(**tensors: torch.Tensor | None) -> torch.device:
     return next(iter(found.values()))
 
 
+def check_tensor(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """Contiguous, of this dtype and shape; raises BadArgumentError."""
+    if tensor.dtype != dtype or not tensor.is_contiguous() or tuple(tensor.shape) != shape:
+        raise BadArgumentError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, wanted contiguous "
+            f"{str(dtype).removeprefix('torch.')} {shape}"
+        )
+
+
 def check_table(name: str, table: torch.Tensor, shape: tuple[int, ...]) -> None:
     """A table of addresses: int64, contiguous, of this shape; 0 is nothing there."""
-    if table.dtype != torch.int64 or not table.is_contiguous() or tuple(table.shape) != shape:
-        raise BadArgumentError(
-            f"{name} is {table.dtype} {tuple(table.shape)}, wanted contiguous int64 {shape}"
-        )
+    check_tensor(name, table, torch.int64, shape)
