@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cxlkv.errors import BadArgumentError
-from cxlkv.kernels.runtime import check_table, current, one_device, runs_triton
+from cxlkv.kernels.runtime import check_table, check_tensor, current, one_device, runs_triton
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,12 @@ def known_pages(
 ) -> None:
     """known = pages, or -1 where they are not in far memory; all -1 unless answered[0] is 1.
 
-    pages, known: int32 [requests, kv_heads, k]; answered: int32.
+    pages, known: int32 [requests, kv_heads, k]; answered: int32 [2], as mail.await_answer has it.
     """
     requests, heads, k = pages.shape
-    if {pages.dtype, known.dtype, answered.dtype} != {torch.int32} or known.shape != pages.shape:
-        raise BadArgumentError("pages, known and answered are int32, known has the shape of pages")
+    check_tensor("pages", pages, torch.int32, (requests, heads, k))
+    check_tensor("known", known, torch.int32, (requests, heads, k))
+    check_tensor("answered", answered, torch.int32, (2,))
     check_table("rows.keys", rows.keys, (requests, rows.keys.shape[1]))
     device = one_device(pages=pages, known=known, answered=answered, rows=rows.keys)
     if not runs_triton(device):
@@ -100,8 +100,8 @@ def page_sources(
     """
     requests, heads, k = pages.shape
     row_pages = rows.keys.shape[1]
-    if pages.dtype != torch.int32 or missed.shape != pages.shape or missed.dtype != torch.int8:
-        raise BadArgumentError("pages are int32 [requests, kv_heads, k], missed int8 of that shape")
+    check_tensor("pages", pages, torch.int32, (requests, heads, k))
+    check_tensor("missed", missed, torch.int8, (requests, heads, k))
     for name in ("keys", "values", "descriptors", "generations"):
         check_table(f"rows.{name}", getattr(rows, name), (requests, row_pages))
         check_table(f"out.{name}", getattr(out, name), (requests, heads, k))

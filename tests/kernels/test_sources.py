@@ -59,6 +59,31 @@ def test_tables_of_other_shapes_are_refused(device: torch.device) -> None:
         page_sources(pages, missed, rows_of(device), out, layer_offset=0, piece_bytes=(1, 1))
 
 
+def test_lists_that_are_not_contiguous_are_refused(device: torch.device) -> None:
+    """The kernels count places in them: they would read their neighbours."""
+    apart = torch.zeros(2, 1, 4, dtype=torch.int32, device=device)[:, :, ::2]
+    pages, answered = apart.contiguous(), torch.ones(2, dtype=torch.int32, device=device)
+    missed, out = pages.to(torch.int8), Sources.empty((2, 1, 2), device)
+    rows = rows_of(device)
+    with pytest.raises(BadArgumentError, match="pages is"):
+        page_sources(apart, missed, rows, out, layer_offset=0, piece_bytes=(1, 1))
+    with pytest.raises(BadArgumentError, match="missed is"):
+        page_sources(
+            pages,
+            torch.zeros(2, 1, 4, dtype=torch.int8, device=device)[:, :, ::2],
+            rows,
+            out,
+            layer_offset=0,
+            piece_bytes=(1, 1),
+        )
+    with pytest.raises(BadArgumentError, match="pages is"):
+        known_pages(apart, rows, answered, pages)
+    with pytest.raises(BadArgumentError, match="known is"):
+        known_pages(pages, rows, answered, apart)
+    with pytest.raises(BadArgumentError, match="answered is"):
+        known_pages(pages, rows, answered[:0], pages)
+
+
 @pytest.mark.parametrize("answered", [1, 0, -1])
 def test_pages_that_a_gather_may_bring(device: torch.device, seed: int, answered: int) -> None:
     print(f"seed {seed}")
