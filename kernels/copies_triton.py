@@ -33,20 +33,20 @@ ELEMENTS = {
     1: (tl.int8, 1),
 }
 
+_BOX = (
+    "row_words",
+    "inner_rows",
+    "source_outer_bytes",
+    "source_inner_bytes",
+    "target_outer_bytes",
+    "target_inner_bytes",
+)
+
 
 # Nothing is specialised on: another count must not compile a kernel again while a graph is being
 # captured.
 @triton.jit(
-    do_not_specialize=[
-        "count",
-        "words",
-        "row_words",
-        "inner_rows",
-        "source_outer_bytes",
-        "source_inner_bytes",
-        "target_outer_bytes",
-        "target_inner_bytes",
-    ],
+    do_not_specialize=["count", "words", *_BOX],
     do_not_specialize_on_alignment=["source_at", "target_at"],
 )
 def _copy_kernel(
@@ -189,16 +189,6 @@ def _check_generations_kernel(
         total += (there & (valid == 0)).to(tl.int32)
         start += BLOCK
     tl.store(wrong, tl.sum(total, axis=0))
-
-
-_BOX = (
-    "row_words",
-    "inner_rows",
-    "source_outer_bytes",
-    "source_inner_bytes",
-    "target_outer_bytes",
-    "target_inner_bytes",
-)
 
 
 def _copy_variant(name: str, word_bytes: int, tile: tuple[int, int], *, boxed: bool) -> Variant:

@@ -9,7 +9,8 @@ from cxlkv.kernels.mail import SUBJECTS
 from cxlkv.kernels.variants import Variant
 
 
-@triton.jit
+# A layer's number is no reason to compile again, least of all while a graph is being captured.
+@triton.jit(do_not_specialize=["subject"])
 def _ask_kernel(ticket_at, words_at, subject, SUBJECTS: tl.constexpr):
     ticket = tl.load(ticket_at) + 1
     tl.store(ticket_at, ticket)
@@ -17,7 +18,7 @@ def _ask_kernel(ticket_at, words_at, subject, SUBJECTS: tl.constexpr):
     tl.store(word, ticket * SUBJECTS + subject)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["looks"])
 def _await_kernel(ticket_at, words_at, answered_at, looks):
     ticket = tl.load(ticket_at)
     word = tl.load(words_at + 1).to(tl.pointer_type(tl.int64))
