@@ -20,6 +20,7 @@ from cxlkv.errors import (
     GpuMemoryError,
     OrderError,
     PoolFullError,
+    RegistrationError,
     ReleasedError,
     StaleError,
     UnevenError,
@@ -272,6 +273,39 @@ def test_without_a_device_it_is_the_engine_alone(seed: int) -> None:
             assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
         assert decoder.stats.steps == 4
         assert decoder.stats.selects == 4 * LAYERS
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that does not map the pool."""
+
+    def refuse(*_: object) -> None:
+        raise RegistrationError("no pinning today")
+
+    monkeypatch.setattr("cxlkv.gpu.resident.Mapping", refuse)
+
+
+@pytest.mark.usefixtures("refused")
+def test_where_the_pool_is_not_mapped_partial_results_cross(
+    device: torch.device, seed: int
+) -> None:
+    print(f"seed {seed}")
+    model = Model(seed)
+    with decoder_of(
+        model, device, requests=2, budget=Budget(pages=24), pages_max=24, hot_pages=24
+    ) as decoder:
+        assert decoder.fallback == "no pinning today"
+        for tokens in (50, 47):
+            model.add(decoder, tokens)
+        for _ in range(3):
+            assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+        # Of who was there before, nothing is in the output.
+        decoder.remove(1).release()
+        decoder.begin()
+        rows = [model.draw(2, 1, heads, DIM).to(device) for heads in (4, 2, 2)]
+        for layer in range(LAYERS):
+            assert not decoder.layer(layer, *rows)[1].any()
+        decoder.end()
 
 
 def test_it_attends_to_what_is_there_and_what_is_chosen(
@@ -574,6 +608,28 @@ def test_a_late_answer_is_an_error(device: torch.device, seed: int) -> None:
         model.add(decoder, 40)
         with pytest.raises(WorkerError, match="did not answer"):
             model.step(decoder, None)
+
+
+def test_two_things_go_wrong_in_a_step(device: torch.device, seed: int) -> None:
+    """The first one is raised, and the next step knows of neither."""
+    model = Model(seed)
+    with decoder_of(model, device, budget=Budget(pages=24), pages_max=24, hot_pages=24) as decoder:
+        model.add(decoder, 43)
+        resident = decoder._resident
+        assert resident is not None
+        decoder.begin()
+        rows = [model.draw(1, 1, heads, DIM).to(device) for heads in (4, 2, 2)]
+        generation = resident._tables.rows[0].generations[0, 0]
+        generation += 1
+        decoder.layer(0, *rows)
+        resident.synchronize()
+        filler = model.pool.pages.alloc(model.pool.stats()["pages_free"])
+        generation -= 1
+        decoder.layer(1, *rows)
+        decoder._of(0).release()
+        with pytest.raises(StaleError):
+            decoder.end()
+        model.pool.pages.free(filler)
 
 
 def test_a_captured_step_is_the_same_step(device: torch.device, seed: int) -> None:
