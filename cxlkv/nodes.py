@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from cxlkv.sysfs import fields, flag, id_list, names, number, read
+from cxlkv.sysfs import allowed_nodes, flag, id_list, names, number, read
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def probe_nodes(root: Path = Path("/")) -> Numa:
     # The kernel allows no node before its memory is online: that is not the cpuset's doing.
     with_memory = id_list(read(folder / "has_memory"))
     with_cpus = id_list(read(folder / "has_cpu"))
-    allowed = id_list(fields(read(root / "proc/self/status")).get("Mems_allowed_list", ""))
+    allowed = allowed_nodes(root)
     tiers, zones = _tiers(root), _zones(root)
     found = []
     for name in names(folder, r"node[0-9]+"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from cxlkv.errors import (
     SystemCallError,
     UnsupportedError,
 )
+from cxlkv.sysfs import allowed_nodes, id_list, kilobytes, node_fields, read
 
 NODES_MAX = 64  # the core's limit
 POLICIES = {0: "default", 1: "preferred", 2: "bind", 3: "interleave", 4: "local"}
@@ -81,24 +83,25 @@ def check_nodes(nodes: tuple[int, ...], capacity_bytes: int, root: Path = Path("
     finds none does not fail: the kernel kills a process. What sysfs hides is left to the kernel.
     """
     folder = root / "sys/devices/system/node"
-    online, with_memory = _ids(folder / "online"), _ids(folder / "has_memory")
-    if online is None:
+    online = id_list(read(folder / "online"))
+    if not online:
         return
-    allowed = _allowed_nodes(root)
+    with_memory = id_list(read(folder / "has_memory"))
+    allowed = allowed_nodes(root)
     for node in nodes:
         if node not in online:
-            possible = _ids(folder / "possible") or []
+            possible = id_list(read(folder / "possible"))
             what = "is offline" if node in possible else "is not there"
             raise UnsupportedError(
                 f"numa:{node}: node {node} {what}; this machine has "
                 f"{named(online)}. `cxlkv info` shows them"
             )
-        if with_memory is not None and node not in with_memory:
+        if with_memory and node not in with_memory:
             raise UnsupportedError(
                 f"numa:{node}: node {node} has no memory; of this machine's nodes "
                 f"{named(with_memory)} {'has' if len(with_memory) == 1 else 'have'} some"
             )
-        if allowed is not None and node not in allowed:
+        if allowed and node not in allowed:
             raise SystemCallError(
                 f"numa:{node}: this process may not use node {node}: its cpuset allows "
                 f"{named(allowed)} (Mems_allowed_list in /proc/self/status). In Docker: "
@@ -115,7 +118,7 @@ def check_nodes(nodes: tuple[int, ...], capacity_bytes: int, root: Path = Path("
 
 
 def placement_of(handle: _core.Handle, pages_max: int = 0) -> Placement:
-    """Looks at up to pages_max pages, 0: at all; raises SystemCallError where that is forbidden."""
+    """Looks at up to pages_max pages, at all when it is 0; SystemCallError where it may not."""
     numbers, pages_on = _core.pool_placed(handle, pages_max)
     wanted = numbers["wanted_nodes"]
     return Placement(
@@ -170,46 +173,16 @@ def durable_note(durable: str, page_kind: str) -> str:
     )
 
 
-def named(nodes: tuple[int, ...] | list[int]) -> str:
+def named(nodes: Sequence[int]) -> str:
     """For people: "node 1", "nodes 0, 2"."""
     return f"node{'s' if len(nodes) != 1 else ''} {', '.join(map(str, nodes))}"
 
 
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
-
-
-def _ids(path: Path) -> list[int] | None:
-    """The numbers in a file like "0-1,4"; None where it is not there or is something else."""
-    return _id_list(_read(path))
-
-
-def _id_list(text: str | None) -> list[int] | None:
-    if text is None or not re.fullmatch(r"(\d{1,4}(-\d{1,4})?(,(?!$)|$))*", text, re.ASCII):
-        return None
-    ids: list[int] = []
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        ids.extend(range(int(first), int(last or first) + 1))
-    return ids
-
-
-def _allowed_nodes(root: Path) -> list[int] | None:
-    text = _read(root / "proc/self/status") or ""
-    found = re.search(r"^Mems_allowed_list:\s*(\S+)$", text, re.M)
-    return _id_list(found[1]) if found else None
-
-
 def _free_bytes(path: Path) -> int | None:
     """Of a node: what is free, and the page cache, which the kernel drops for whoever asks."""
-    text = _read(path)
-    if text is None:
+    info = node_fields(path)
+    free_bytes = kilobytes(info.get("MemFree"))
+    if free_bytes is None:
         return None
-    fields = dict(re.findall(r"^Node \d+ ([\w()]+):\s*(\d+) kB$", text, re.M))
-    if "MemFree" not in fields:
-        return None
-    names = ("MemFree", "Active(file)", "Inactive(file)")
-    return sum(int(fields.get(name, 0)) for name in names) << 10
+    cache = (kilobytes(info.get(name)) or 0 for name in ("Active(file)", "Inactive(file)"))
+    return free_bytes + sum(cache)

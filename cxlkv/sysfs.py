@@ -101,6 +101,16 @@ def kilobytes(text: str | None) -> int | None:
     return int(match[1]) << 10 if match else None
 
 
+def node_fields(meminfo: Path) -> dict[str, str]:
+    """fields() of a NUMA node's meminfo, where each line starts with "Node 0 "."""
+    return fields(re.sub(r"^Node [0-9]+ ", "", read(meminfo), flags=re.MULTILINE))
+
+
+def allowed_nodes(root: Path) -> tuple[int, ...]:
+    """The nodes that this process's cpuset lets it have memory of; (): not known."""
+    return id_list(fields(read(root / "proc/self/status")).get("Mems_allowed_list", ""))
+
+
 def chosen(path: Path) -> str:
     """The word in brackets: "always [madvise] never"."""
     match = re.search(r"\[(\w+)\]", read(path))

@@ -13,7 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cxlkv.sysfs import chosen, fields, id_list, kilobytes, names, number, numbers, read
+from cxlkv.sysfs import (
+    chosen,
+    fields,
+    id_list,
+    kilobytes,
+    names,
+    node_fields,
+    number,
+    numbers,
+    read,
+)
 
 # What our kernels and our cache flushes can make use of, in the kernel's spelling.
 ISA_OF_INTEREST = {
@@ -269,9 +279,7 @@ def _nodes(root: Path) -> tuple[NumaNode, ...]:
     folder = root / "sys/devices/system/node"
     nodes = []
     for name in names(folder, r"node\d+"):
-        # Each line of a node's meminfo starts with "Node 0 ".
-        text = re.sub(r"^Node \d+ ", "", read(folder / name / "meminfo"), flags=re.M)
-        info = fields(text)
+        info = node_fields(folder / name / "meminfo")
         nodes.append(
             NumaNode(
                 node=int(name.removeprefix("node")),
