@@ -88,17 +88,17 @@ static bool copy_guarded(void *to, const uint8_t *from, size_t bytes) {
 }
 
 /* The first line before the others: a wipe that is cut short leaves no pool. Written back, so that
- * the other hosts of the device see it gone as well. */
+ * the other hosts of the device see it as well. */
 __attribute__((noinline))
-static bool wipe_guarded(uint8_t *superblock) {
+static bool write_guarded(uint8_t *to, const uint8_t page[SUPERBLOCK_BYTES]) {
     guard fault;
     volatile bool done = false;
     GUARD_BEGIN(fault) {
-        memset(superblock, 0, LINE_BYTES);
-        flush_write_back(FLUSH_NONE, superblock, LINE_BYTES);
+        memcpy(to, page, LINE_BYTES);
+        flush_write_back(FLUSH_NONE, to, LINE_BYTES);
         flush_fence_stores(FLUSH_NONE);
-        memset(superblock + LINE_BYTES, 0, SUPERBLOCK_BYTES - LINE_BYTES);
-        flush_write_back(FLUSH_NONE, superblock, SUPERBLOCK_BYTES);
+        memcpy(to + LINE_BYTES, page + LINE_BYTES, SUPERBLOCK_BYTES - LINE_BYTES);
+        flush_write_back(FLUSH_NONE, to, SUPERBLOCK_BYTES);
         flush_fence_stores(FLUSH_NONE);
         done = true;
     } GUARD_END(fault, done = false)
@@ -116,12 +116,18 @@ bool device_read(int fd, const device_facts *facts, uint64_t offset, void *to, s
     return done;
 }
 
-int device_wipe(int fd, const device_facts *facts, const char *path) {
+int device_write(int fd, const device_facts *facts, const char *path,
+                 const uint8_t page[SUPERBLOCK_BYTES]) {
     int code = guard_install();
     if (code < 0) return code;
     uint8_t *at = mmap(NULL, facts->unit_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (at == MAP_FAILED) return fail(errno, "%s: cannot map: %s", path, strerror(errno));
-    bool done = wipe_guarded(at);
+    bool done = write_guarded(at, page);
     munmap(at, facts->unit_bytes);
     return done ? 0 : fail(CXLKV_E_POISON, "%s: bus error at its first bytes: poisoned", path);
+}
+
+int device_wipe(int fd, const device_facts *facts, const char *path) {
+    static const uint8_t nothing[SUPERBLOCK_BYTES];
+    return device_write(fd, facts, path, nothing);
 }

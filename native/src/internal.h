@@ -437,6 +437,9 @@ bool device_of(int fd, device_facts *facts);
 /* Why open() said ENXIO, and what mends it. */
 int device_refused(const char *sysfs, const char *path, dev_t number);
 bool device_read(int fd, const device_facts *facts, uint64_t offset, void *to, size_t bytes);
+/* Its first bytes, or those of a file; the first line of them before the others. */
+int device_write(int fd, const device_facts *facts, const char *path,
+                 const uint8_t page[SUPERBLOCK_BYTES]);
 int device_wipe(int fd, const device_facts *facts, const char *path);
 
 /* ---- format.c ---- */

@@ -13,7 +13,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "flush.h"
 #include "internal.h"
 
 enum {
@@ -112,30 +111,6 @@ static int members_open(members *all, const char *path) {
 
 /* ---- labels ---- */
 
-__attribute__((noinline))
-static bool put_guarded(uint8_t *to, const void *from, size_t bytes) {
-    guard fault;
-    volatile bool done = false;
-    GUARD_BEGIN(fault) {
-        memcpy(to, from, bytes);
-        flush_write_back(FLUSH_NONE, to, bytes);
-        flush_fence_stores(FLUSH_NONE);
-        done = true;
-    } GUARD_END(fault, done = false)
-    return done;
-}
-
-/* The page where a label lies. */
-static int put_page(const member *m, const uint8_t page[SUPERBLOCK_BYTES]) {
-    int code = guard_install();
-    if (code < 0) return code;
-    uint8_t *at = mmap(NULL, m->facts.unit_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, m->fd, 0);
-    if (at == MAP_FAILED) return fail(errno, "%s: cannot map: %s", m->path, strerror(errno));
-    bool done = put_guarded(at, page, SUPERBLOCK_BYTES);
-    munmap(at, m->facts.unit_bytes);
-    return done ? 0 : fail(CXLKV_E_POISON, "%s: bus error at its first bytes: poisoned", m->path);
-}
-
 static uint32_t label_crc(const stripe_label *label) {
     return crc32c(0, label, offsetof(stripe_label, crc));
 }
@@ -151,15 +126,15 @@ static int put_labels(const members *all, const uint8_t identity[16]) {
         memcpy(label.identity, identity, sizeof(label.identity));
         label.crc = label_crc(&label);
         memcpy(page, &label, sizeof(label));
-        code = put_page(&all->of[i], page);
+        code = device_write(all->of[i].fd, &all->of[i].facts, all->of[i].path, page);
     }
     return code;
 }
 
 static int wipe_labels(const members *all) {
-    static const uint8_t nothing[SUPERBLOCK_BYTES];
     int code = 0;
-    for (uint32_t i = 0; code == 0 && i < all->count; i++) code = put_page(&all->of[i], nothing);
+    for (uint32_t i = 0; code == 0 && i < all->count; i++)
+        code = device_wipe(all->of[i].fd, &all->of[i].facts, all->of[i].path);
     return code;
 }
 
