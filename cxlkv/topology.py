@@ -116,8 +116,6 @@ class Machine:
     nodes: tuple[NumaNode, ...]
     huge_pages: HugePages
     shared_memory: SharedMemory
-    cxl_memory_devices: tuple[str, ...]  # names in /sys/bus/cxl/devices
-    dax_devices: tuple[str, ...]  # names in /sys/bus/dax/devices
 
 
 @dataclass(frozen=True)
@@ -138,8 +136,6 @@ def probe(root: Path = Path("/")) -> Machine:
         nodes=_nodes(root),
         huge_pages=_huge_pages(root),
         shared_memory=_shared_memory(root),
-        cxl_memory_devices=names(root / "sys/bus/cxl/devices", r"mem\d+"),
-        dax_devices=names(root / "sys/bus/dax/devices", r"dax\d+\.\d+"),
     )
 
 

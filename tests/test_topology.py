@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cxlkv.devices import probe_devices
 from cxlkv.topology import (
     GIB,
     KIB,
@@ -145,8 +146,9 @@ def test_a_server_is_read_whole(server: Path) -> None:
     assert machine.huge_pages.transparent == "madvise"
     assert machine.huge_pages.shared_memory == "never"
     assert machine.shared_memory == SharedMemory(264139644 * KIB, None)
-    assert machine.cxl_memory_devices == ("mem2", "mem10")
-    assert machine.dax_devices == ("dax0.0",)
+    devices = probe_devices(server)
+    assert [device.name for device in devices.cxl_memory_devices] == ["mem2", "mem10"]
+    assert [device.name for device in devices.dax_devices] == ["dax0.0"]
 
 
 def test_the_tightest_limit_above_the_process_counts(server: Path) -> None:
