@@ -142,6 +142,20 @@ def test_what_holds_something_is_kept(parts: list[Path]) -> None:
     CXLPool.create(of([b, a]), layout=LAYOUT, capacity=CAPACITY).close()
 
 
+def test_no_part_of_a_pool_in_use_is_overwritten(parts: list[Path]) -> None:
+    """Not only the first part, which the pool's own descriptor holds."""
+    a, b, c = parts
+    CXLPool.create(of([a, b]), layout=LAYOUT, capacity=CAPACITY).close()
+    with CXLPool.open(of([a, b])) as pool:
+        written, _ = fill(pool)
+        for others in ([b, c], [c, b]):
+            with pytest.raises(BusyError, match=rf"{b} is in use"):
+                CXLPool.create(of(others), layout=LAYOUT, capacity=CAPACITY, force=True)
+        assert pool.check(deep=True)["clean"]
+        written.release()
+    CXLPool.create(of([c, b]), layout=LAYOUT, capacity=CAPACITY, force=True).close()
+
+
 def test_too_much_is_refused(parts: list[Path]) -> None:
     """12 MiB each have 5 stripes after the label: 20 MiB of two."""
     with pytest.raises(MemoryShortError, match=r"all together hold 20 MiB in stripes of 2 MiB"):

@@ -260,6 +260,16 @@ static int check_free(const members *all, bool force) {
     return 0;
 }
 
+/* A part may be in use in another pool's name: each is locked as the first one is by its opener. The
+ * mapping holds the open file, and so the lock, when the descriptor is closed. */
+static int use_members(const members *all) {
+    for (uint32_t i = 1; i < all->count; i++)
+        if (lock_byte(all->of[i].fd, USE_BYTE, false, false) < 0)
+            return fail(CXLKV_E_BUSY, "%s is in use: close it in the other processes first",
+                        all->of[i].path);
+    return 0;
+}
+
 static void keep_first(cxlkv_pool *pool, members *all) {
     pool->fd = all->of[0].fd;
     members_close(all, 1); /* the mapping holds them */
@@ -278,6 +288,7 @@ int stripes_create(cxlkv_pool *pool, const char *path, bool force) {
                     "(each as much as the smallest): ask for less", path,
                     pool->geometry.region_bytes >> 20, whole_bytes(&all) >> 20,
                     all.stripe_bytes >> 20);
+    if (code == 0) code = use_members(&all);
     if (code == 0) code = wipe_labels(&all);
     if (code == 0) code = map_members(pool, &all);
     if (code == 0) code = pool_format(pool);
@@ -308,6 +319,7 @@ int stripes_open(cxlkv_pool *pool, const char *path) {
     int code = members_open(&all, path);
     if (code < 0) return code;
     code = read_superblock(&all, &pool->layout, &pool->sharing, &pool->geometry, pool->identity);
+    if (code == 0) code = use_members(&all);
     if (code == 0) code = map_members(pool, &all);
     if (code < 0) members_close(&all, 0);
     else keep_first(pool, &all);
