@@ -93,7 +93,7 @@ int region_map_file(cxlkv_pool *pool) {
     bool is_dax;
     int code = map_aligned(pool->fd, bytes, unit_bytes, &pool->base, &is_dax);
     if (code < 0) return code;
-    if (is_dax && unit_bytes == 4096) kind = "fsdax";
+    if (is_dax && strcmp(kind, "devdax") != 0) kind = "fsdax"; /* a device takes the flag, too */
     pool->mapped_bytes = bytes;
     pool->unit_bytes = unit_bytes;
     pool->page_kind = kind;
