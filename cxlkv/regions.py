@@ -44,6 +44,8 @@ def parse_place(where: str | os.PathLike[str]) -> Place:
         return Place(_path_of(text))
     if scheme == "numa":
         nodes, colon, path = rest.partition(":")
+        if is_striped(path):
+            raise UnsupportedError(f"{text}: devices lie where they lie: leave the nodes away")
         return Place(_path_of(path) if colon else None, parse_nodes(nodes))
     if scheme == "dax":
         return Place(_device_of(text, rest))
