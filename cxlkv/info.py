@@ -18,7 +18,8 @@ from rich.tree import Tree
 
 from cxlkv.config import format_bytes
 from cxlkv.devices import CxlRegion, DaxDevice, Devices, probe_devices
-from cxlkv.emulation.link import VARIABLE, from_environment, parse
+from cxlkv.emulation.link import from_environment, parse
+from cxlkv.emulation.numa import VARIABLE
 from cxlkv.errors import BadArgumentError
 from cxlkv.nodes import Access, NodeDetails, Numa, probe_nodes
 from cxlkv.suggestions import FOUND_BY, Place, lacking, suggest

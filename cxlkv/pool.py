@@ -89,7 +89,7 @@ class CXLPool(Closing):
         self.pages = Pages(handle)
         self.hotness = Hotness(handle)
         self._before_close: list[Callable[[], object]] = []
-        if os.environ.get("CXLKV_EMULATE"):
+        if os.environ.get(numa.VARIABLE):
             self._emulate(None)
 
     @classmethod

@@ -18,14 +18,13 @@ from functools import cache
 from typing import Literal, Protocol
 
 from cxlkv import _core, bulk
-from cxlkv.emulation import profiles
+from cxlkv.emulation import numa, profiles
 from cxlkv.emulation.profiles import Profile
 from cxlkv.emulation.sharing import GB, Transfer, check_devices, share_out
 from cxlkv.errors import BadArgumentError
 
 Mode = Literal["wait", "virtual"]
 MODES: Mapping[str, Mode] = {"wait": "wait", "virtual": "virtual"}
-VARIABLE = "CXLKV_EMULATE"
 SPIN_S = 150e-6
 """The last part of a wait is spent looking at the clock: a sleep ends late by so much."""
 
@@ -189,8 +188,8 @@ def begin(handle: _core.Handle, text: str) -> None:
 
 def from_environment() -> str | None:
     """What CXLKV_EMULATE says of a link; values "numa:N" are about places of memory, not this."""
-    text = os.environ.get(VARIABLE, "").strip()
-    return None if not text or text.startswith("numa:") else text
+    text = os.environ.get(numa.VARIABLE, "").strip()
+    return None if not text or numa.is_mode(text) else text
 
 
 def begin_from_environment(handle: _core.Handle) -> None:
@@ -200,4 +199,4 @@ def begin_from_environment(handle: _core.Handle) -> None:
         try:
             begin(handle, text)
         except BadArgumentError as error:
-            raise BadArgumentError(f"{VARIABLE}={text}: {error}") from None
+            raise BadArgumentError(f"{numa.VARIABLE}={text}: {error}") from None

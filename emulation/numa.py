@@ -32,15 +32,13 @@ def is_mode(text: str | None) -> TypeGuard[str]:
 
 def parse(text: str) -> tuple[int, ...]:
     """The far nodes that "numa:1" names; raises BadArgumentError."""
-    if not text.startswith(SCHEME):
-        raise BadArgumentError(f"{text!r} is no NUMA mode: numa:1 is, with the far node's number")
     return parse_nodes(text.removeprefix(SCHEME))
 
 
 def from_environment() -> tuple[int, ...]:
     """The far nodes that CXLKV_EMULATE asks for; () when it says nothing, or names a link."""
     text = os.environ.get(VARIABLE, "").strip()
-    if not text.startswith(SCHEME):
+    if not is_mode(text):
         return ()
     try:
         return parse(text)
@@ -59,7 +57,10 @@ def emulated(place: Place) -> Place:
 
 
 def configured(where: str, text: str) -> str:
-    """`where` with the far nodes of a configuration's `emulate`; the threads are near ones then."""
+    """`where` with the far nodes of a configuration's `emulate`; the threads are near ones then.
+    As it was when CXLKV_EMULATE names nodes: they go before these, and no CPU may be near both."""
+    if from_environment():
+        return where
     nodes = parse(text)
     begin(nodes)
     place = parse_place(where)
