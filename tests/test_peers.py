@@ -95,6 +95,8 @@ for line in sys.stdin:
             print("done!", flush=True)
             continue
     print(json.dumps(answer), flush=True)
+    if fault == "ends between requests":
+        sys.exit("out of memory")
 """
 
 
@@ -199,6 +201,18 @@ def test_what_a_peer_started_ends_with_it(tmp_path: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         talk.stop()
         fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def test_a_peer_that_ended_between_requests_is_told_of(tmp_path: Path) -> None:
+    """The next request cannot be written, and what was not written is no error of the end."""
+    talk = Conversation(fake(tmp_path, "ends between requests"), tmp_path / "log", limit_s=60)
+    try:
+        talk.ask({"op": "close"})
+        talk._process.wait()
+        with pytest.raises(ContenderError, match="it died with exit code 1: out of memory"):
+            talk.ask({"op": "close"})
+    finally:
+        talk.stop()
 
 
 def test_a_peer_that_never_greets_is_ended(tmp_path: Path) -> None:

@@ -137,7 +137,8 @@ class Conversation:
         """Ends all its processes; a second time does nothing."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None and not pipe.closed:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # of a request that it did not live for
+                    pipe.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
