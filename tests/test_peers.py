@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cxlkv.bench import results
-from cxlkv.bench.peers import environments, running, serving
+from cxlkv.bench.peers import environments, plain, running, serving
 from cxlkv.bench.peers.cli import run_peers
 from cxlkv.bench.peers.running import SideBySide, Size
 from cxlkv.bench.peers.talking import ContenderError, Conversation, Program, program_of
@@ -290,6 +290,11 @@ def test_every_peer_with_packages_has_a_module_and_a_place_in_the_run() -> None:
     folder = Path(serving.__file__).parent
     for name in running.NAMES:
         assert (folder / f"{name}.py").is_file()
+
+
+def test_a_peer_refuses_what_its_kind_does_not_do() -> None:
+    with pytest.raises(ValueError, match=r"Plain cannot do this: .*keys"):
+        serving.answer_to(plain.Plain(), {"op": "open", "keys": {}})
 
 
 def test_too_little_shared_memory_is_said_first() -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from .serving import Keys, Peer, Wanted, serve, warmed
+from .serving import Keys, Scanner, Wanted, serve, warmed
 
 Scores = npt.NDArray[np.float32]
 Found = list[tuple[Scores, npt.NDArray[np.int64]]]
@@ -20,7 +20,7 @@ def widened(values: npt.NDArray[np.uint16]) -> Scores:
     return (values.astype(np.uint32) << 16).view(np.float32)
 
 
-class Faiss(Peer):
+class Faiss(Scanner):
     """It finds tokens: the best `pages` of each query. by_query: it shares the queries of a search
     out over its threads; by_head: heads go to threads of ours."""
 

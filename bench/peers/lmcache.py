@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
-from .serving import Bytes, Objects, Peer, Team, Wanted, mapped, serve
+from .serving import Bytes, Objects, Store, Team, Wanted, mapped, must, serve
 
 SLAB_BYTES = 4 << 20  # small enough to stay in a cache: its own default of 256 MiB is slower
 
@@ -35,7 +35,7 @@ class Places:
         return [self.objects[index] for index in taken]
 
 
-class LMCache(Peer):
+class LMCache(Store):
     """backend: DaxBackend, which copies twice on the way back. core: the DaxCore that it and the
     multi-process adapter stand on, with copies straight to the caller's buffers."""
 
@@ -119,22 +119,27 @@ class LMCache(Peer):
         self.backend.batched_submit_put_task(*self._pairs(call, self.sources))
 
     def _put_core(self, call: list[int]) -> None:
-        self._must(all(self.core.put_many(*self._pairs(call, self.sources))), "put_many")
+        must(
+            all(self.core.put_many(*self._pairs(call, self.sources))),
+            "put_many did not do it for all objects",
+        )
 
     def _get_core(self, call: list[int]) -> None:
-        self._must(all(self.core.load_many_into(*self._pairs(call, self.targets))), "load_many")
+        must(
+            all(self.core.load_many_into(*self._pairs(call, self.targets))),
+            "load_many did not do it for all objects",
+        )
 
     def _get_backend(self, call: list[int]) -> None:
         self.places.upcoming = list(call)
         found = self.backend.batched_get_blocking([self.keys[index] for index in call])
-        self._must(all(one is not None for one in found), "batched_get_blocking")
+        must(
+            all(one is not None for one in found),
+            "batched_get_blocking did not do it for all objects",
+        )
 
     def _pairs(self, call: list[int], objects: list[object]) -> tuple[list[object], list[object]]:
         return [self.keys[index] for index in call], [objects[index] for index in call]
-
-    def _must(self, held: bool, name: str) -> None:
-        if not held:
-            raise RuntimeError(f"{name} did not do it for all objects")
 
     def close(self) -> None:
         self.team.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
 
-from .serving import UNIT_BYTES, Bytes, Objects, Peer, Team, Wanted, mapped, serve
+from .serving import UNIT_BYTES, Bytes, Objects, Store, Team, Wanted, mapped, must, serve
 
 LOOPBACK = "127.0.0.1"
 PACKAGE = "mooncake-transfer-engine-non-cuda"
@@ -26,8 +26,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Store:
-    """A client with its segment and its master: memory of this process, or a mounted file."""
+class Client:
+    """With its segment and its master: memory of this process, or a mounted file."""
 
     def __init__(
         self, module: ModuleType, given: Objects, payload: Bytes, out: Bytes, file: Path | None
@@ -135,11 +135,6 @@ class Store:
             self.file.unlink()
 
 
-def must(held: bool, text: str) -> None:
-    if not held:
-        raise RuntimeError(text[:200])
-
-
 def start_master(port: int) -> subprocess.Popen[bytes]:
     """Returns when it listens."""
     program = Path(sys.executable).parent / "mooncake_master"
@@ -156,7 +151,7 @@ def start_master(port: int) -> subprocess.Popen[bytes]:
     raise RuntimeError(f"mooncake_master does not listen (exit code {master.wait()})")
 
 
-class Mooncake(Peer):
+class Mooncake(Store):
     """batch: batch_put_from and batch_get_into, and get_into_ranges of all layers in one call.
     single: put_from and get_into, and get_into_ranges once a layer, as decoding needs it. Both in a
     segment of the process's own memory; file_batch in a mounted file, which others may share."""
@@ -176,8 +171,8 @@ class Mooncake(Peer):
     def open_objects(self, given: Objects) -> None:
         self.given, self.team = given, Team(given.threads)
         payload, out = mapped(given.payload), mapped(given.out, writable=True)
-        own = Store(self.module, given, payload, out, None)
-        file = Store(self.module, given, payload, out, Path(given.folder) / "mooncake")
+        own = Client(self.module, given, payload, out, None)
+        file = Client(self.module, given, payload, out, Path(given.folder) / "mooncake")
         self.stores = {"batch": own, "single": own, "file_batch": file}
 
     def run(self, case: str, form: str, wanted: Wanted) -> tuple[list[float], int]:

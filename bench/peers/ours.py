@@ -17,7 +17,19 @@ from cxlkv.pool import CXLPool
 from cxlkv.prefix import key_hashes, prefix_keys
 from cxlkv.sequence import Sequence
 
-from .serving import UNIT_BYTES, Bytes, Keys, Objects, Peer, Wanted, mapped, serve, warmed
+from .serving import (
+    UNIT_BYTES,
+    Bytes,
+    Keys,
+    Objects,
+    Scanner,
+    Store,
+    Wanted,
+    mapped,
+    must,
+    serve,
+    warmed,
+)
 
 PAGE_TOKENS, KV_HEADS, HEAD_DIM = 16, 8, 128
 RECORD_HEADER_BYTES = 64
@@ -58,8 +70,8 @@ class Pages:
             self.sequence.release()
             self.sequence = None
         if self.published is not None:
-            if _core.forget_pages(self.pool._handle, *self.published, True).any():
-                raise RuntimeError("pages that nobody holds were not forgotten")
+            kept = _core.forget_pages(self.pool._handle, *self.published, True).any()
+            must(not kept, "pages that nobody holds were not forgotten")
             self.published = None
 
     def append(self, units: Elements) -> float:
@@ -110,7 +122,7 @@ def selection(pages: list[int]) -> Selection:
     return Selection(chosen, np.zeros(shape, np.float32), counts, 0, 0, "query", starts)
 
 
-class Ours(Peer):
+class Ours(Store, Scanner):
     """In files in shared memory: pages with the CRC of each piece, which is the default, and
     without; records, which are whole pages with digest and CRCs, found by their 128-bit names. In
     memory of the process: pages. Bytes are those of K and V alone."""
@@ -148,8 +160,8 @@ class Ours(Peer):
         pages.sequence.release()
         pages.sequence = None
         pages.published = _core.find_pages(handle, self.names)
-        if _core.records_read(handle, *pages.published, self.records).any():
-            raise RuntimeError("records that were just published are not to be had")
+        failed = _core.records_read(handle, *pages.published, self.records).any()
+        must(not failed, "records that were just published are not to be had")
         pages.empty()
 
     def run(self, case: str, form: str, wanted: Wanted) -> tuple[list[float], int]:

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from .serving import UNIT_BYTES, Objects, Peer, Team, Wanted, mapped, serve
+from .serving import UNIT_BYTES, Objects, Store, Team, Wanted, mapped, serve
 
 
-class Plain(Peer):
+class Plain(Store):
     """Places are numbers of objects: there is no index, no check, and nothing is looked up."""
 
     version = np.__version__

@@ -111,14 +111,6 @@ class Peer(ABC):
     version: str
     forms: ClassVar[dict[str, tuple[str, ...]]]
 
-    def open_objects(self, given: Objects) -> None:
-        """Makes ready for put, get and ranges; nothing of it is measured."""
-        raise NotImplementedError(f"{type(self).__name__} does not keep objects")
-
-    def open_keys(self, given: Keys) -> None:
-        """Makes ready for scan."""
-        raise NotImplementedError(f"{type(self).__name__} does not scan keys")
-
     @abstractmethod
     def run(self, case: str, form: str, wanted: Wanted) -> tuple[list[float], int]:
         """Seconds of each time that it was done, and the bytes of one.
@@ -132,6 +124,28 @@ class Peer(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives back what opening took."""
+
+
+class Store(Peer):
+    """It keeps objects: put, get and ranges."""
+
+    @abstractmethod
+    def open_objects(self, given: Objects) -> None:
+        """Makes ready; nothing of it is measured."""
+
+
+class Scanner(Peer):
+    """It scans keys: scan."""
+
+    @abstractmethod
+    def open_keys(self, given: Keys) -> None:
+        """Makes ready; nothing of it is measured."""
+
+
+def must(held: bool, text: str) -> None:
+    """Of what another project's call said: RuntimeError with this text when it did not do it."""
+    if not held:
+        raise RuntimeError(text[:200])
 
 
 def mapped(path: str, writable: bool = False) -> Bytes:
@@ -221,12 +235,14 @@ def answer_to(peer: Peer, asked: dict[str, object]) -> dict[str, object]:
         return {"seconds": seconds, "bytes": size_bytes}
     if asked["op"] == "close":
         peer.close()
-    elif "objects" in asked:
+    elif "objects" in asked and isinstance(peer, Store):
         objects = Objects(**cast("dict[str, object]", asked["objects"]))  # type: ignore[arg-type]
         confine(objects.threads)
         peer.open_objects(objects)
-    else:
+    elif "keys" in asked and isinstance(peer, Scanner):
         keys = Keys(**cast("dict[str, object]", asked["keys"]))  # type: ignore[arg-type]
         confine(keys.threads)
         peer.open_keys(keys)
+    else:
+        raise ValueError(f"{type(peer).__name__} cannot do this: {str(asked)[:80]}")
     return {"ok": True}

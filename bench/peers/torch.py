@@ -7,10 +7,10 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from .serving import Keys, Peer, Wanted, serve, warmed
+from .serving import Keys, Scanner, Wanted, serve, warmed
 
 
-class Torch(Peer):
+class Torch(Scanner):
     version = torch.__version__
     forms: ClassVar = {"keys_first": ("scan",), "queries_first": ("scan",)}
 
