@@ -7,10 +7,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 Samples = dict[str, list[float]]
+Sample = TypeVar("Sample")
 WARM_S = 0.05
 SAMPLES_TO_JUDGE = 5  # with fewer, noise is not told from the thing itself
 SPREAD_MAX = 0.1  # of the median: a wider interval of it is said
@@ -46,14 +48,17 @@ def interleave(
     return samples
 
 
-def interleave_reported(functions: Mapping[str, Callable[[], float]], rounds: int) -> Samples:
-    """The same of functions that return their seconds: they loop in C and look at its clock."""
-    samples: Samples = {name: [] for name in functions}
+def interleave_reported(
+    functions: Mapping[str, Callable[[], Sample]], rounds: int
+) -> dict[str, list[Sample]]:
+    """The same of functions that return what they measured: they loop in C and look at its clock,
+    or are programs of their own."""
+    samples: dict[str, list[Sample]] = {name: [] for name in functions}
     for turn in range(rounds + 1):
         for name, function in functions.items():
-            seconds = function()
+            sample = function()
             if turn:
-                samples[name].append(seconds)
+                samples[name].append(sample)
     return samples
 
 

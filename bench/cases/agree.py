@@ -14,7 +14,7 @@ from pathlib import Path
 from cxlkv import _core
 from cxlkv._core import Stream
 from cxlkv.bench import streams
-from cxlkv.bench.measure import Samples
+from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.report import Result
 from cxlkv.errors import UnsupportedError
 
@@ -52,12 +52,14 @@ def run(result: Result, size: Size = Size()) -> None:
             with _core.memory_taken(2 * size.copy_bytes) as data:
                 streams.number(data)
                 tools = {"ours": _ours(result, data, cpu, size), **tools}
-                samples = _take_turns(tools, size.rounds)
+                found = interleave_reported(tools, size.rounds)
         finally:
             os.sched_setaffinity(0, allowed)
-    for name, values in samples.items():
-        result.measure(name, values, "ns" if name.startswith("latency") else "GB/s")
-    for name in [name for name in samples if not name.endswith("_ours")]:
+    for tool, samples in found.items():
+        for what in samples[0]:
+            unit = "ns" if what == "latency" else "GB/s"
+            result.measure(f"{what}_{tool}", [sample[what] for sample in samples], unit)
+    for name in [name for name in result.metrics if not name.endswith("_ours")]:
         what, _, tool = name.partition("_")
         ours = result.metrics[f"{what}_ours"].median
         ratio = result.ratios[f"{what}_to_{tool}"] = ours / result.metrics[name].median
@@ -66,16 +68,6 @@ def run(result: Result, size: Size = Size()) -> None:
             f"{what}: ours is {ratio:.3f} of {tool}'s, medians of {size.rounds} alternations: "
             + ("agrees within 15 %" if agrees else "DISAGREES by more than 15 %")
         )
-
-
-def _take_turns(tools: dict[str, Tool], rounds: int) -> Samples:
-    samples: Samples = {}
-    for turn in range(rounds + 1):
-        for tool, measure in tools.items():
-            for what, value in measure().items():
-                if turn:
-                    samples.setdefault(f"{what}_{tool}", []).append(value)
-    return samples
 
 
 def _ours(result: Result, data: streams.Bytes, cpu: int, size: Size) -> Tool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass
+from functools import partial
 
 from cxlkv import _core
 from cxlkv._core import Stream
 from cxlkv.bench import streams
-from cxlkv.bench.measure import Samples
+from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.report import Result
 
 KINDS = ("read", "write", "write_past", "mixed", "mixed_past")
@@ -103,13 +104,8 @@ class Sampler:
 
 
 def take_turns(result: Result, functions: dict[str, Sampler], size: Size) -> None:
-    samples: Samples = {name: [] for name in functions}
-    for turn in range(size.rounds + 1):
-        for name, function in functions.items():
-            speed = function(size.sample_s)
-            if turn:
-                samples[name].append(speed)
-    for name, speeds in samples.items():
+    calls = {name: partial(sampler, size.sample_s) for name, sampler in functions.items()}
+    for name, speeds in interleave_reported(calls, size.rounds).items():
         result.measure(name, speeds, "GB/s")
 
 

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from cxlkv import _core
 from cxlkv._core import Stream
 from cxlkv.bench import streams
-from cxlkv.bench.measure import Samples
+from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.report import Result
 
 
@@ -46,13 +47,12 @@ def run(result: Result, size: Size = Size()) -> None:
                 for kind in ("copy", "copy_past"):
                     name = f"{kind}_{place}_{streams.size_name(block)}"
                     running[name] = Stream(kind, memory, cpu, block_bytes=block)
-        samples: Samples = {name: [] for name in running}
-        for turn in range(size.rounds + 1):
-            for name, stream in running.items():
-                (did,) = _core.memory_run([stream], size.sample_s)
-                if turn:
-                    samples[name].append(streams.speed([did]))
-        for name, speeds in samples.items():
+        calls = {
+            name: partial(_core.memory_run, [stream], size.sample_s)
+            for name, stream in running.items()
+        }
+        for name, found in interleave_reported(calls, size.rounds).items():
+            speeds = [streams.speed(did) for did in found]
             result.measure(name, speeds, "GB/s")
         for name, stream in running.items():
             memory = stream.memory

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from cxlkv import _core
 from cxlkv._core import Stream
 from cxlkv.bench import streams
-from cxlkv.bench.measure import Samples
+from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.report import Result
 
 BLOCK_BYTES = 4096
@@ -103,18 +104,11 @@ def _loaded(
 
 
 def _take_turns(result: Result, functions: dict[str, Sampler], size: Size) -> None:
-    times: Samples = {name: [] for name in functions}
-    speeds: Samples = {name: [] for name in functions}
-    for turn in range(size.rounds + 1):
-        for name, function in functions.items():
-            nanoseconds, speed = function(size.sample_s)
-            if turn:
-                times[name].append(nanoseconds)
-                speeds[name].append(speed)
-    for name, samples in times.items():
-        result.measure(f"{name}_ns", samples, "ns")
+    calls = {name: partial(function, size.sample_s) for name, function in functions.items()}
+    for name, samples in interleave_reported(calls, size.rounds).items():
+        result.measure(f"{name}_ns", [nanoseconds for nanoseconds, _ in samples], "ns")
         if name.startswith("loaded"):
-            result.measure(f"{name}_speed", speeds[name], "GB/s")
+            result.measure(f"{name}_speed", [speed for _, speed in samples], "GB/s")
 
 
 def _matrix(result: Result, size: Size) -> None:
