@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from functools import partial
 
 from cxlkv import _core
 from cxlkv._core import Stream, Streamed
+from cxlkv.bench import streams
+from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.report import Result
 from cxlkv.emulation.profiles import Profile
 from cxlkv.topology import probe
 
-BLOCK_BYTES = 4096
-UNIT_BYTES = 6 * 4096  # of a part, so that its thirds are whole pages
+PACED_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -40,36 +38,35 @@ def run(result: Result) -> Profile:
 
     Medians of alternating rounds. A process with one CPU has no loaded curve.
     """
-    cpus = sorted(os.sched_getaffinity(0))
+    cpus = streams.allowed_cpus()
     past = "_past" if probe().cpu.architecture == "x86_64" else ""
     kinds = {"read": "read", "write": f"write{past}", "mixed": f"mixed{past}"}
     paces = SIZE.pace_ns if len(cpus) > 1 else ()
-    speeds: dict[str, list[float]] = {kind: [] for kind in kinds}
-    idle_ns: list[float] = []
-    loaded: dict[int, list[tuple[float, float]]] = {pace: [] for pace in paces}
     with ExitStack() as stack:
         ring, memory = (stack.enter_context(_core.memory_taken(SIZE.bytes)) for _ in range(2))
         _core.memory_ring(ring, seed=1)
         chase = Stream("chase", ring, cpus[0])
-        for _ in range(SIZE.rounds):
-            (idle,) = _core.memory_run([chase], SIZE.sample_s)
-            idle_ns.append(1e9 * idle.seconds / idle.steps)
-            for name, kind in kinds.items():
-                found = _core.memory_run(loops(kind, memory, cpus), SIZE.sample_s)
-                speeds[name].append(gb_per_s(found))
-            for pace in paces:
-                load = [
-                    one._replace(block_bytes=BLOCK_BYTES, pace_ns=pace)
-                    for one in loops("read", memory, cpus[1:])
-                ]
-                chased, *others = _core.memory_run([chase, *load], SIZE.sample_s)
-                point = gb_per_s(others), 1e9 * chased.seconds / chased.steps
-                loaded[pace].append(point)
+        running = {
+            "idle": [chase],
+            **{name: loops(kind, memory, cpus) for name, kind in kinds.items()},
+            **{f"loaded_{pace}": [chase, *loops("read", memory, cpus[1:], pace)] for pace in paces},
+        }
+        calls = {
+            name: partial(_core.memory_run, some, SIZE.sample_s) for name, some in running.items()
+        }
+        found = interleave_reported(calls, SIZE.rounds)
+    chases = [found["idle"], *(found[f"loaded_{pace}"] for pace in paces)]
+    result.checks["latency_sums_right"] = all(
+        streams.sum_is_right(chase, did[0], 0) for samples in chases for did in samples
+    )
     medians = {
-        name: result.measure(name, samples, "GB/s").median for name, samples in speeds.items()
+        name: result.measure(name, [streams.speed(did) for did in found[name]], "GB/s").median
+        for name in kinds
     }
-    latency_ns = result.measure("latency", idle_ns, "ns").median
-    result.checks["measured"] = True
+    latency_ns = result.measure("latency", [ns_a_load(did) for did in found["idle"]], "ns").median
+    loaded = [
+        [(streams.speed(did[1:]), ns_a_load(did)) for did in samples] for samples in chases[1:]
+    ]
     return Profile(
         what=f"memory of this process, {len(cpus)} threads, {probe().cpu.model or 'CPU not known'}",
         source="cxlkv tune --profile",
@@ -78,19 +75,20 @@ def run(result: Result) -> Profile:
         read_gb_per_s=medians["read"],
         write_gb_per_s=medians["write"],
         mixed_gb_per_s=medians["mixed"],
-        loaded=curve(latency_ns, list(loaded.values()), max(medians.values())),
+        loaded=curve(latency_ns, loaded, max(medians.values())),
     )
 
 
-def loops(kind: str, memory: npt.NDArray[np.uint8], cpus: Sequence[int]) -> list[Stream]:
-    """One on each CPU, each over a part of its own."""
-    each = memory.size // len(cpus) // UNIT_BYTES * UNIT_BYTES
-    return [Stream(kind, memory[i * each : (i + 1) * each], cpu) for i, cpu in enumerate(cpus)]
+def loops(kind: str, memory: streams.Bytes, cpus: Sequence[int], pace_ns: int = 0) -> list[Stream]:
+    """One on each CPU, each over a part of its own; with a pace by blocks of PACED_BYTES."""
+    blocks = {"block_bytes": PACED_BYTES, "pace_ns": pace_ns} if pace_ns else {}
+    parts = streams.parts(memory, len(cpus))
+    return [Stream(kind, part, cpu, **blocks) for part, cpu in zip(parts, cpus, strict=True)]
 
 
-def gb_per_s(found: Sequence[Streamed]) -> float:
-    """Of loops that ran at once."""
-    return sum(one.moved_bytes / one.seconds for one in found) / 1e9
+def ns_a_load(found: Sequence[Streamed]) -> float:
+    """Of the chase, which comes first."""
+    return 1e9 * found[0].seconds / found[0].steps
 
 
 def curve(
