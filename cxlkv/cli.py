@@ -531,8 +531,8 @@ def tune(
         with console.status("measuring; half a minute ..."):
             costs = rates.run(result, rates.LAYOUT, pool=pool, cold=cold, threads=threads)
             found = replace(tuning.run(result, threads=threads), costs=costs, gpu=read(path).gpu)
+    cli.show(result, console, json_file)  # ends it where a check failed: nothing is written then
     write(found, path)
-    cli.show(result, console, json_file)
     console.print(f"written: {path}", soft_wrap=True)
 
 
@@ -546,8 +546,8 @@ def tune_profile(name: str, json_file: Path | None) -> None:
     profiles.check_new(profiles.own_path(), name)
     with console.status("measuring; half a minute ..."):
         found = link_tuning.run(result)
+    cli.show(result, console, json_file)  # ends it where a check failed: nothing is written then
     profiles.write(profiles.own_path(), name, found)
-    cli.show(result, console, json_file)
     console.print(f"written: {name} in {profiles.own_path()}", soft_wrap=True)
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from cxlkv import _core
+from cxlkv._core import Stream
 from cxlkv.bench import link_tuning
 from cxlkv.bench.cases import link
 from cxlkv.bench.link_tuning import Size, curve
@@ -38,6 +40,25 @@ def test_the_command_writes_a_profile_that_is_found(
     assert ended.value.code == 1
     with pytest.raises(BadArgumentError, match=r"no profile 'x'.*here"):
         named("x")
+
+
+def test_a_chase_that_went_wrong_makes_no_profile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    small = Size(bytes=1 << 20, pace_ns=(), sample_s=0, rounds=1)
+    monkeypatch.setattr(link_tuning, "SIZE", small)
+    taken = _core.memory_run
+
+    def wrong(running: list[Stream], seconds: float) -> list[_core.Streamed]:
+        return [did._replace(sum=did.sum + 1) for did in taken(running, seconds)]
+
+    monkeypatch.setattr(_core, "memory_run", wrong)
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", "--profile", "here"])
+    assert ended.value.code == 1
+    with pytest.raises(BadArgumentError, match="no profile 'here'"):
+        named("here")
 
 
 def test_noise_is_left_out_of_a_curve() -> None:
