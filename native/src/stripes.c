@@ -260,8 +260,8 @@ static int check_free(const members *all, bool force) {
     return 0;
 }
 
-/* A part may be in use in another pool's name: each is locked as the first one is by its opener. The
- * mapping holds the open file, and so the lock, when the descriptor is closed. */
+/* A part may be in use in another pool's name: each is locked as the first one is by its opener.
+ * The mapping holds the open file, and so the lock, when the descriptor is closed. */
 static int use_members(const members *all) {
     for (uint32_t i = 1; i < all->count; i++)
         if (lock_byte(all->of[i].fd, USE_BYTE, false, false) < 0)
