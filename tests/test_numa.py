@@ -97,6 +97,8 @@ def test_where_a_configured_pool_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numa.configured("anonymous:", "numa:1") == "numa:1"
     assert numa.configured("/dev/shm/a.pool", "numa:1,2") == "numa:1,2:/dev/shm/a.pool"
     assert numa.configured("numa:0:/dev/shm/a.pool", "numa:1") == "numa:0:/dev/shm/a.pool"
+    monkeypatch.setenv("CXLKV_EMULATE", "numa:2")
+    assert numa.configured("anonymous:", "numa:1") == "anonymous:"
 
 
 def test_all_threads_move_to_the_near_cpus(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ def test_what_a_place_says() -> None:
         parse_place("numa:1,1")
     with pytest.raises(BadArgumentError, match="nodes 0 to 63"):
         parse_place("numa:64")
+    with pytest.raises(UnsupportedError, match="devices lie where they lie"):
+        parse_place("numa:1:dax:/dev/a+/dev/b")
 
 
 def test_an_anonymous_pool_is_bound_and_read_back() -> None:
