@@ -167,6 +167,8 @@ class Resident:
 
     def forget(self, request: int, from_page: int = 0) -> None:
         """Pages of a request from `from_page` on are others now, or it is gone."""
+        self.near_out[request] = 0  # the engine writes for requests that are there only
+        self.near_lse[request] = -torch.inf
         if self.hot is not None:
             self._tables.forget(request, from_page)
             if from_page == 0:
