@@ -40,8 +40,9 @@ LAYERS = (
     {"audit"},
     {"sequence"},
     {"pool"},
-    {"transport", "adapters", "metrics", "near", "prefetch"},
+    {"transport", "metrics", "near", "prefetch"},
     {"tiers", "gpu"},
+    {"adapters"},
     {"bench", "demo", "top", "advise", "info", "cli"},
 )
 RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}

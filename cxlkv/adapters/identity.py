@@ -1,0 +1,55 @@
+"""What keys must say beside the text: everything that makes K and V what they are.
+
+    namespace = H(model, weights, dtype, page size, rope, layout, shard, packing, salt)    16 bytes
+    key i     = the engine's hash of the text up to block i, its first 16 bytes, xor namespace
+
+Engines hash their blocks themselves, with what they know of a request beside its tokens (adapters,
+images, a salt of the request). Two engines that differ in any word of the namespace have other
+keys for the same text: a miss. H is BLAKE2b (RFC 7693).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from cxlkv.errors import BadArgumentError
+from cxlkv.prefix import HASH_BYTES, PageKeys
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+
+
+def namespace(words: Mapping[str, object]) -> bytes:
+    """16 bytes of all words, by name; what JSON does not know counts as its text."""
+    text = json.dumps(words, sort_keys=True, default=str, ensure_ascii=False)
+    person = b"cxlkv.space"
+    return hashlib.blake2b(text.encode(), digest_size=HASH_BYTES, person=person).digest()
+
+
+def weights_of(model: str) -> list[tuple[str, int, int]]:
+    """Of a model in a folder: names, bytes and times of its weight files, so that weights that were
+    trained on are others. Empty for a name in a model hub, which has a revision instead."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return []
+    files = sorted({path for pattern in WEIGHTS for path in folder.glob(pattern)})
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+
+
+def block_keys(hashes: Sequence[bytes], page_tokens: int, space: bytes) -> PageKeys:
+    """Keys of an engine's blocks; raises BadArgumentError for hashes of less than 16 bytes."""
+    joined = b"".join(hashes)
+    if not hashes:
+        return PageKeys(np.empty((0, HASH_BYTES), np.uint8), page_tokens)
+    size = len(hashes[0])
+    if size < HASH_BYTES or len(joined) != size * len(hashes):
+        raise BadArgumentError(
+            f"block hashes of {size} bytes: the engine must hash blocks with sha256 "
+            "(vLLM: --prefix-caching-hash-algo sha256), others are no proof of equal text"
+        )
+    packed = np.frombuffer(joined, np.uint8).reshape(len(hashes), size)[:, :HASH_BYTES]
+    return PageKeys(packed ^ np.frombuffer(space, np.uint8), page_tokens)
