@@ -174,7 +174,7 @@ models:       ## spin over the models of the coherence protocol and all their mu
 test-drivers: $(VENV)/.built  ## the pool on the true Linux drivers, in QEMU guests: docs/drivers.md
 	$(BIN)/python -m cxlkv.emulation.qemu.drivers $(ARGS) || [ $$? -eq 77 ]
 
-bench: $(VENV)/.built  ## one microbenchmark: make bench CASE=select
+bench: $(VENV)/.built  ## one microbenchmark: make bench CASE=bandwidth (cxlkv bench list)
 	$(BIN)/cxlkv bench $(CASE) $(ARGS)
 
 # Network, some 3 GB of disk, and minutes: each peer in an environment of its own, none in .venv.

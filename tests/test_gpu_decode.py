@@ -53,6 +53,13 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     return torch.device("cuda")
 
 
+# Of device, for tests of what the other has not.
+ON_CPU = pytest.mark.parametrize("device", ["reference"], indirect=True)
+ON_GPU = pytest.mark.parametrize(
+    "device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+
+
 class Model:
     """A pool, its sequences, and the same rows in plain tensors."""
 
@@ -443,6 +450,7 @@ def by_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mailbox, "__init__", partialmethod(made, threaded=True))
 
 
+@ON_CPU
 @pytest.mark.usefixtures("by_words")
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_thread_answers(device: torch.device, seed: int, ahead: bool) -> None:
@@ -471,6 +479,7 @@ def test_a_thread_answers(device: torch.device, seed: int, ahead: bool) -> None:
     assert not thread.is_alive()
 
 
+@ON_CPU
 @pytest.mark.usefixtures("by_words")
 def test_a_thread_that_is_late(
     device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -600,9 +609,9 @@ def test_a_page_that_was_freed_on_its_way_is_noticed(device: torch.device, seed:
             assert int((pages >= 0).sum()) == 0
 
 
+@ON_GPU
 def test_a_late_answer_is_an_error(device: torch.device, seed: int) -> None:
-    if device.type == "cpu":
-        pytest.skip("on the CPU the engine is called, not waited for")
+    """As of a thread that is late, where a device waits; on the CPU the engine is called."""
     model = Model(seed)
     with decoder_of(model, device, budget=Budget(pages=6), hot_pages=6, deadline_s=1e-6) as decoder:
         model.add(decoder, 40)
@@ -632,9 +641,8 @@ def test_two_things_go_wrong_in_a_step(device: torch.device, seed: int) -> None:
         model.pool.pages.free(filler)
 
 
+@ON_GPU
 def test_a_captured_step_is_the_same_step(device: torch.device, seed: int) -> None:
-    if device.type == "cpu":
-        pytest.skip("CUDA graphs need a CUDA device")
     model = Model(seed)
     with decoder_of(model, device, budget=Budget(pages=24), pages_max=24, hot_pages=24) as decoder:
         model.add(decoder, 50)
