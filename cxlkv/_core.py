@@ -449,6 +449,21 @@ def peek(path: str) -> Overview:
     return _overview(lambda got, rows, count: lib.cxlkv_peek(name, got, rows, count))
 
 
+class StripedPart(NamedTuple):
+    """A device or file as part `number` of the `parts` of a striped pool, `identity` in hex."""
+
+    number: int
+    parts: int
+    identity: str
+
+
+def striped_part(path: str) -> StripedPart:
+    """Raises NotAPoolError where it is none."""
+    got = ffi.new("cxlkv_stripe *")
+    check(lib.cxlkv_stripe_look(os.fsencode(path), got))
+    return StripedPart(got.index, got.count, bytes(ffi.buffer(got.identity)).hex())
+
+
 def leftover(path: str, kind: str, idle_s: float, removes: bool) -> bool:
     """True when the file is provably nobody's; it is removed then, if `removes`."""
     code = lib.cxlkv_leftover(os.fsencode(path), LEFTOVERS.index(kind), idle_s, int(removes))

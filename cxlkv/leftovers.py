@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cxlkv import _core
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolMissingError
-from cxlkv.regions import is_device
+from cxlkv.regions import is_device, is_striped
 from cxlkv.stats import Overview, find
 
 
@@ -49,7 +49,7 @@ def find_leftovers(places: Iterable[str], idle_s: float | None = None) -> list[L
 
 
 def _kind(overview: Overview, idle_s: float | None) -> str | None:
-    if is_device(overview.path):
+    if is_device(overview.path) or is_striped(overview.path):
         return None  # no file that could go: `cxlkv pool remove` wipes it, when told to
     try:
         if overview.state in ("half-made", "orphan"):

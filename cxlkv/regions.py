@@ -87,6 +87,11 @@ def is_striped(path: str) -> bool:
     return path.startswith(STRIPED)
 
 
+def striped_paths(path: str) -> list[str]:
+    """The devices or files of a striped region, or the one path."""
+    return path.removeprefix(STRIPED).split("+") if is_striped(path) else [path]
+
+
 def _path_of(text: str) -> str:
     if not text or "\0" in text or text.endswith("/"):
         raise BadArgumentError(f"{text!r} is not a path of a file")

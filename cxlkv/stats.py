@@ -14,14 +14,16 @@ from cxlkv.errors import (
     CorruptError,
     CXLKVError,
     GeometryError,
+    NotAPoolError,
     PoolMissingError,
     TruncatedError,
     VersionError,
 )
-from cxlkv.regions import is_device
+from cxlkv.regions import STRIPED, is_device, parse_where, striped_paths
 
 SHARED_MEMORY = "/dev/shm"
 MAGIC = b"CXLKVPOL"
+PART_MAGIC = b"CXLKVSTR"  # of the label of a striped pool's part
 SUPERBLOCK_BYTES = 4096
 PAGE_STATES = ("free", "held", "published", "quarantined", "retired", "withdrawn", "elsewhere")
 _DRAFT = re.compile(r".\.[0-9a-f]{16}\.new$")
@@ -87,9 +89,9 @@ class Overview:
     """A pool, or what a failure left of one.
 
     state: live (a process has it open), idle, damaged, half-made (its creator was killed), being
-    made, or orphan (a host state whose pool is gone). pages: by PAGE_STATES; each page is in one,
-    and "published" are those that nobody holds. settled: False while dead processes are still in
-    the books. detail: what more there is to say.
+    made, orphan (a host state whose pool is gone), or part (of a striped pool). pages: by
+    PAGE_STATES; each page is in one, and "published" are those that nobody holds. settled: False
+    while dead processes are still in the books. detail: what more there is to say.
     """
 
     path: str
@@ -116,13 +118,21 @@ def of_pool(pool: _core.Handle, path: str | None) -> Overview:
 def look(path: str) -> Overview:
     """Of the pool at `path`, without opening it: reads the file and the host state, writes nothing.
 
-    A pool that cannot be used is "damaged". Raises PoolMissingError, NotAPoolError, and
-    SystemCallError where the file may not be read.
+    A pool that cannot be used is "damaged". path: also "dax:DEVICE" and "dax:DEVICE+DEVICE". Raises
+    PoolMissingError, NotAPoolError, SystemCallError where the file may not be read, and
+    UnsupportedError where a device is not there.
     """
+    where = _plain(path)
     try:
-        return _overview(path, _core.peek(path))
+        return _overview(where, _core.peek(where))
     except _DAMAGE as error:
-        return Overview(path, "damaged", str(error), bytes=os.stat(path).st_size)
+        size_bytes = sum(os.stat(each).st_size for each in striped_paths(where))
+        return Overview(where, "damaged", str(error), bytes=size_bytes)
+
+
+def _plain(place: str) -> str:
+    """What "dax:" names, as it is opened; anything else is a path already."""
+    return (parse_where(place) or place) if place.startswith(STRIPED) else place
 
 
 def _overview(path: str, got: _core.Overview) -> Overview:
@@ -174,21 +184,69 @@ def pool_folders() -> list[str]:
     return [folder for folder in folders if os.path.isdir(folder)] + sorted(glob("/dev/dax*"))
 
 
-def find(places: Iterable[str]) -> list[Overview]:
+def find(places: Iterable[str], missing: list[str] | None = None) -> list[Overview]:
     """Pools and what failures left, in these folders and below, or at these files; by path.
 
     Links are not followed, other file systems below a folder not entered. A file that this user
-    may not read is passed over.
+    may not read is passed over. A striped pool is one whose parts all lie there, or that is named.
+    missing: gets the places that are not there, which raise PoolMissingError else.
     """
-    found = {}
-    for path in files_below(places):
+    found: dict[str, Overview] = {}
+    parts: dict[str, _core.StripedPart] = {}
+    for path in _files_of(places, missing):
         try:
-            overview = recognise(path)
+            known = part_at(path) or recognise(path)
         except (CXLKVError, OSError):
             continue  # gone since, not ours, or not to be read
-        if overview:
-            found[path] = overview
+        if isinstance(known, Overview):
+            found[known.path] = known
+        elif known:
+            parts[path] = known
+    for overview in _of_parts(parts):
+        found[overview.path] = overview
     return [found[path] for path in sorted(found)]
+
+
+def _files_of(places: Iterable[str], missing: list[str] | None) -> Iterator[str]:
+    for place in places:
+        try:
+            yield from files_below([place])
+        except PoolMissingError:
+            if missing is None:
+                raise
+            missing.append(place)
+
+
+def _of_parts(parts: Mapping[str, _core.StripedPart]) -> Iterator[Overview]:
+    """The striped pools whose parts are all there, once each; the other parts one by one."""
+    pools: dict[tuple[str, int], list[str]] = {}
+    for path, part in sorted(parts.items(), key=lambda item: (item[1].number, item[0])):
+        pools.setdefault((part.identity, part.parts), []).append(path)
+    for (identity, count), paths in pools.items():
+        if [parts[path].number for path in paths] == list(range(count)):
+            where = STRIPED + "+".join(paths)
+            try:
+                yield look(where)
+            except (CXLKVError, OSError) as error:
+                yield Overview(where, "damaged", str(error), identity=identity)
+            continue
+        for path in paths:
+            detail = (
+                f"part {parts[path].number} of {count} of a striped pool: not all are here once"
+            )
+            yield Overview(path, "part", detail, identity, bytes=os.stat(path).st_size)
+
+
+def part_at(path: str) -> _core.StripedPart | Overview | None:
+    """What part of a striped pool the file or device is, None: of none; or a damaged one."""
+    if path.startswith(STRIPED) or not (is_device(path) or _begins_with(path, PART_MAGIC)):
+        return None
+    try:
+        return _core.striped_part(path)
+    except NotAPoolError:
+        return None
+    except _DAMAGE as error:
+        return Overview(path, "damaged", str(error), bytes=os.stat(path).st_size)
 
 
 def recognise(path: str) -> Overview | None:
@@ -200,24 +258,29 @@ def recognise(path: str) -> Overview | None:
     if _HOST_STATE.fullmatch(name):
         unused = os.path.dirname(path) == SHARED_MEMORY and _core.leftover(path, "orphan", 0, False)
         return _file(path, "orphan") if unused else None
-    return look(path) if is_device(path) or _has_magic(path) else None
+    of_us = path.startswith(STRIPED) or is_device(path) or _begins_with(path, MAGIC)
+    return look(path) if of_us else None
 
 
 def _file(path: str, state: str) -> Overview:
     return Overview(path, state, bytes=os.lstat(path).st_blocks * 512)
 
 
-def _has_magic(path: str) -> bool:
+def _begins_with(path: str, magic: bytes) -> bool:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        return os.read(fd, len(MAGIC)) == MAGIC
+        return os.read(fd, len(magic)) == magic
     finally:
         os.close(fd)
 
 
 def files_below(places: Iterable[str]) -> Iterator[str]:
-    """Regular files; each place is a folder, or a file or device. Raises PoolMissingError."""
-    for place in places:
+    """Regular files; each place is a folder, or a file or device, or "dax:" as it is opened. Raises
+    PoolMissingError."""
+    for place in map(_plain, places):
+        if place.startswith(STRIPED):
+            yield place
+            continue
         try:
             status = os.stat(place)
         except FileNotFoundError as error:

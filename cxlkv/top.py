@@ -18,7 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 from cxlkv.config import format_bytes
-from cxlkv.errors import PoolMissingError
 from cxlkv.stats import Counters, Overview, Process, find
 
 # State, sign and style: the signs tell the states apart without colours too.
@@ -54,12 +53,9 @@ class Top:
 
     def frame(self) -> RenderableType:
         """What is there now; pools come and go between frames."""
-        found, missing = [], []
-        for place in self._places:
-            try:
-                found += find([place])
-            except PoolMissingError:
-                missing.append(Text(f"{plain(place)}: not there (yet)", style="yellow"))
+        gone: list[str] = []
+        found = find(self._places, gone)
+        missing = [Text(f"{plain(place)}: not there (yet)", style="yellow") for place in gone]
         now_s = time.monotonic()
         elapsed_s, self._at_s = now_s - self._at_s, now_s
         parts = [self._pool(overview, elapsed_s) for overview in found]

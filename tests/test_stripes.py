@@ -6,7 +6,9 @@ True dax devices are `make test-drivers`.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -14,8 +16,10 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 import pytest
+from typer.testing import CliRunner
 
 from cxlkv import CXLPool, KVLayout, _core
+from cxlkv.cli import app
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
@@ -26,8 +30,10 @@ from cxlkv.errors import (
     PoolExistsError,
     UnsupportedError,
 )
+from cxlkv.leftovers import find_leftovers
 from cxlkv.regions import parse_where
 from cxlkv.sequence import Sequence
+from cxlkv.stats import find, look
 
 LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=64, dtype="float16")
 CAPACITY = "20MiB"
@@ -189,3 +195,67 @@ def test_from_a_configuration(parts: list[Path]) -> None:
     with CXLPool.from_config(config) as pool, CXLPool.from_config(config) as again:
         assert pool.describe()["identity"] == again.describe()["identity"]
         assert pool.path == parse_where(str(config["where"])) == of(parts[:2])
+
+
+def test_it_is_looked_at_from_outside(parts: list[Path]) -> None:
+    """The same as from inside, while it is used and afterwards; nothing in the files changes."""
+    where = of(parts)
+    pool = CXLPool.create(where, layout=LAYOUT, capacity=CAPACITY)
+    sequence, _ = fill(pool)
+    pool.publish(sequence, [bytes([i]) for i in range(4)], LAYOUT.page_tokens)
+    inside, outside = pool.overview(), look(where)
+    assert outside.state == "live"
+    assert (outside.pages, outside.identity) == (inside.pages, inside.identity)
+    assert [process.pid for process in outside.processes] == [os.getpid()]
+    pool.close()
+    before = [path.read_bytes() for path in parts]
+    idle = look(where)
+    assert (idle.state, idle.processes) == ("idle", ())
+    assert idle.pages["published"] == 4
+    assert idle.pages["free"] == idle.pages_total - 4
+    assert idle.totals["appended_bytes"] == outside.totals["appended_bytes"] > 0
+    assert [path.read_bytes() for path in parts] == before
+
+
+def test_it_is_found_by_its_parts(parts: list[Path]) -> None:
+    a, b, c = (str(path) for path in parts)
+    where = of([parts[2], parts[0]])  # not as the names are sorted
+    with CXLPool.create(where, layout=LAYOUT, capacity=CAPACITY):
+        for places in ([a, b, c], [where], [where, a, b, c], [a, c, a]):
+            assert [(pool.path, pool.state) for pool in find(places)] == [(where, "live")], places
+        listed = CliRunner().invoke(app, ["pool", "list", "--json", where])
+        assert json.loads(listed.output)["pools"][0]["path"] == where
+        watched = CliRunner().invoke(app, ["pool", "top", "--once", a, c]).output
+        assert "live" in watched
+        assert "not there" not in watched
+    assert find_leftovers([a, b, c], idle_s=0) == []
+    (alone,) = find([a, b])
+    assert (alone.path, alone.state) == (a, "part")
+    assert alone.detail.startswith("part 1 of 2 of a striped pool")
+    with pytest.raises(UnsupportedError, match="neither a device nor a file"):
+        find([f"dax:{a}+/dev/shm/cxlkv-nowhere"])
+    shutil.copy(a, b)  # now a part is there twice: which one is meant nobody knows
+    assert [pool.state for pool in find([a, b, c])] == ["part"] * 3
+
+
+def test_a_damaged_one_is_said_to_be(parts: list[Path]) -> None:
+    a, b = parts[:2]
+    CXLPool.create(of([a, b]), layout=LAYOUT, capacity=CAPACITY).close()
+    whole = a.read_bytes()
+    for at, wrong in ((LABEL_BYTES + 200, "superblock's CRC"), (20, "label of its part")):
+        a.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        damaged = look(of([a, b]))
+        assert damaged.state == "damaged"
+        assert wrong in damaged.detail
+        assert damaged.bytes == 2 * MEMBER_BYTES
+        found = {pool.path: pool.state for pool in find([str(a), str(b)])}
+        assert found in ({of([a, b]): "damaged"}, {str(a): "damaged", str(b): "part"})
+    a.write_bytes(whole)
+    label = bytearray(whole[:LABEL_BYTES])
+    label[12:16] = (9).to_bytes(4, "little")  # index 9 of 2, with a right CRC
+    label[56:60] = _core.crc32c(bytes(label[:56])).to_bytes(4, "little")
+    a.write_bytes(label + whole[LABEL_BYTES:])
+    with pytest.raises(CorruptError, match="part 9 of 2"):
+        _core.striped_part(str(a))
+    a.write_bytes(b"CXLKVSTR")
+    assert find([str(a)]) == []

@@ -311,6 +311,14 @@ int64_t cxlkv_pool_processes(cxlkv_pool *pool, cxlkv_overview *overview, cxlkv_p
 int64_t cxlkv_peek(const char *path, cxlkv_overview *overview, cxlkv_process *processes,
                    uint32_t capacity);
 
+/* What one of the devices or files of a striped pool says of itself. */
+typedef struct cxlkv_stripe {
+    uint32_t index, count;
+    uint8_t identity[16];           /* the pool's */
+} cxlkv_stripe;
+/* Reads it; not_a_pool when it is no part of a striped pool. */
+int cxlkv_stripe_look(const char *path, cxlkv_stripe *part);
+
 #define CXLKV_LEFTOVER_DRAFT 0  /* the file of a creation that was killed */
 #define CXLKV_LEFTOVER_ORPHAN 1 /* a host state that nobody uses, and whose pool is gone */
 #define CXLKV_LEFTOVER_IDLE 2   /* a pool that nobody has used for idle_s */

@@ -421,6 +421,12 @@ bool stripes_is_label(const uint8_t *bytes);
 int stripes_create(cxlkv_pool *pool, const char *path, bool force);
 int stripes_open(cxlkv_pool *pool, const char *path);
 int stripes_remove(const char *path);
+/* For who only reads: labels and superblock are checked. fd: the first member's. stripes_leave()
+ * closes it with the others. */
+typedef struct members members;
+int stripes_look(const char *path, members **found, int *fd, uint64_t *bytes);
+bool stripes_read(const members *all, uint64_t offset, void *to, size_t bytes);
+void stripes_leave(members *all);
 
 /* ---- device.c: a dax device (/dev/daxX.Y) in place of a file ---- */
 enum { DEVICE_NAME_BYTES = 64 };

@@ -134,14 +134,42 @@ static host_state *map_state(int fd, uint32_t host, uint64_t nonce, uint32_t pag
     return NULL;
 }
 
+/* Where a pool's bytes are read from. striped: NULL, or all members; fd is the first one's then. */
+typedef struct source {
+    int fd;
+    members *striped;
+    uint64_t bytes;
+} source;
+
+static int source_open(const char *path, source *from) {
+    *from = (source){.fd = -1};
+    if (stripes_path(path)) return stripes_look(path, &from->striped, &from->fd, &from->bytes);
+    from->fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (from->fd < 0) return fail(errno, "%s: cannot open: %s", path, strerror(errno));
+    int code = region_size(from->fd, path, &from->bytes);
+    if (code < 0) close(from->fd);
+    return code;
+}
+
+static bool source_read(const source *from, uint64_t offset, void *to, size_t bytes) {
+    return from->striped ? stripes_read(from->striped, offset, to, bytes)
+                         : region_read(from->fd, offset, to, bytes);
+}
+
+static void source_close(source *from) {
+    if (from->striped) stripes_leave(from->striped);
+    else close(from->fd);
+}
+
 /* Nobody uses the pool: what is not published is free for whoever comes. */
-static int look_at_descriptors(int fd, const cxlkv_geometry *geometry, cxlkv_overview *overview) {
+static int look_at_descriptors(const source *from, const cxlkv_geometry *geometry,
+                               cxlkv_overview *overview) {
     descriptor lines[64];
     overview->pages_total = geometry->page_count;
     for (uint32_t first = 0; first < geometry->page_count; first += geometry->slab_slots) {
         uint32_t count = geometry->slab_slots;
         uint64_t at = geometry->descriptors_offset + first / count * geometry->descriptors_bytes;
-        if (!region_read(fd, at, lines, count * sizeof(*lines)))
+        if (!source_read(from, at, lines, count * sizeof(*lines)))
             return fail(EIO, "the pool's descriptors cannot be read");
         for (uint32_t i = 0; i < count; i++) {
             bool whole = lines[i].page == first + i &&
@@ -158,11 +186,11 @@ static int look_at_descriptors(int fd, const cxlkv_geometry *geometry, cxlkv_ove
 
 /* The last to leave saves the totals and then removes the state: without one they are in the page,
  * but perhaps just being written. */
-static void look_at_saved(int fd, cxlkv_counters *totals) {
+static void look_at_saved(const source *from, cxlkv_counters *totals) {
     uint8_t page[SUPERBLOCK_BYTES];
     bool whole = false;
     for (int attempt = 0; !whole && attempt < 20; attempt++) {
-        if (!region_read(fd, 0, page, sizeof(page))) return;
+        if (!source_read(from, 0, page, sizeof(page))) return;
         whole = counters_load(page + SAVED_COUNTERS_OFFSET, totals);
     }
 }
@@ -179,32 +207,30 @@ static int64_t look_guarded(host_state *host, uint32_t page_count, const char *p
     return count;
 }
 
-static int64_t peek_at(int fd, const char *path, cxlkv_overview *overview, cxlkv_process *out,
-                       uint32_t capacity) {
+static int64_t peek_at(const source *from, const char *path, cxlkv_overview *overview,
+                       cxlkv_process *out, uint32_t capacity) {
     uint8_t page[SUPERBLOCK_BYTES], identity[16];
     cxlkv_layout layout;
     cxlkv_sharing sharing;
     cxlkv_geometry geometry;
-    uint64_t bytes;
-    int code = region_size(fd, path, &bytes);
-    if (code == 0 && !region_read(fd, 0, page, sizeof(page)))
-        code = fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool", path);
-    if (code == 0)
-        code = superblock_read(page, bytes, path, &layout, &sharing, &geometry, identity);
+    if (!source_read(from, 0, page, sizeof(page)))
+        return fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool", path);
+    int code = superblock_read(page, from->bytes, path, &layout, &sharing, &geometry, identity);
     if (code == 0) code = guard_install();
     if (code < 0) return code;
     name_overview(overview, &layout, &geometry, identity);
-    overview->in_use = !byte_is_free(fd, USE_BYTE);
+    overview->in_use = !byte_is_free(from->fd, USE_BYTE);
     uint32_t pages = geometry.page_count;
+    uint64_t bytes;
     host_state *host = NULL;
     if (sharing.kind == CXLKV_SHARING_HOST)
-        host = map_state(fd, NO_HOST, host_line_nonce(page), pages, identity, &bytes);
+        host = map_state(from->fd, NO_HOST, host_line_nonce(page), pages, identity, &bytes);
     else /* the first host that runs on this machine: most often the only one */
         for (uint32_t number = 0; !host && number < sharing.hosts; number++)
-            host = map_state(fd, number, 0, pages, identity, &bytes);
+            host = map_state(from->fd, number, 0, pages, identity, &bytes);
     if (!host) { /* another /dev/shm has the state, or nobody uses the pool */
-        look_at_saved(fd, &overview->totals);
-        return overview->in_use ? 0 : look_at_descriptors(fd, &geometry, overview);
+        look_at_saved(from, &overview->totals);
+        return overview->in_use ? 0 : look_at_descriptors(from, &geometry, overview);
     }
     int64_t count = look_guarded(host, geometry.page_count, path, overview, out, capacity);
     munmap(host, bytes);
@@ -213,9 +239,10 @@ static int64_t peek_at(int fd, const char *path, cxlkv_overview *overview, cxlkv
 
 int64_t cxlkv_peek(const char *path, cxlkv_overview *overview, cxlkv_process *out,
                    uint32_t capacity) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (fd < 0) return fail(errno, "%s: cannot open: %s", path, strerror(errno));
-    int64_t code = peek_at(fd, path, overview, out, capacity);
-    close(fd);
+    source from;
+    int64_t code = source_open(path, &from);
+    if (code < 0) return code;
+    code = peek_at(&from, path, overview, out, capacity);
+    source_close(&from);
     return code;
 }

@@ -43,13 +43,13 @@ typedef struct member {
     ino_t inode;
 } member;
 
-typedef struct members {
+struct members {
     const char *path;            /* as it was given */
     uint32_t count;
     uint64_t unit_bytes;         /* the largest of any */
     uint64_t stripe_bytes, data_offset;
     member of[MEMBERS_MAX];
-} members;
+};
 
 bool stripes_path(const char *path) { return strncmp(path, "dax:", 4) == 0; }
 
@@ -57,14 +57,14 @@ static void members_close(members *all, uint32_t from) {
     for (uint32_t i = from; i < all->count; i++) close(all->of[i].fd);
 }
 
-static int member_open(members *all, const char *name, size_t length) {
+static int member_open(members *all, const char *name, size_t length, int flags) {
     struct stat status;
     member *m = &all->of[all->count];
     if (length == 0 || length >= MEMBER_PATH_BYTES)
         return fail(CXLKV_E_ARGUMENT, "%s: part %u is no path", all->path, all->count);
     memcpy(m->path, name, length);
     m->path[length] = 0;
-    m->fd = open(m->path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    m->fd = open(m->path, flags | O_CLOEXEC | O_NONBLOCK);
     if (m->fd < 0 && errno == ENXIO && stat(m->path, &status) == 0 && S_ISCHR(status.st_mode))
         return device_refused("/sys", m->path, status.st_rdev);
     if (m->fd < 0 || fstat(m->fd, &status) < 0)
@@ -86,8 +86,7 @@ static int member_open(members *all, const char *name, size_t length) {
     return 0;
 }
 
-/* Opens all, under the lock of the first: nobody joins or makes a pool on them meanwhile. */
-static int members_open(members *all, const char *path) {
+static int members_open_as(members *all, const char *path, int flags) {
     memset(all, 0, sizeof(*all));
     all->path = path;
     int code = 0;
@@ -95,18 +94,24 @@ static int members_open(members *all, const char *path) {
         size_t length = strcspn(at, "+");
         if (all->count == MEMBERS_MAX)
             code = fail(CXLKV_E_ARGUMENT, "%s: %d at most", path, MEMBERS_MAX);
-        else code = member_open(all, at, length);
+        else code = member_open(all, at, length, flags);
         if (at[length] == 0) break;
         at += length + 1;
     }
     if (code == 0 && all->count < 2)
         code = fail(CXLKV_E_ARGUMENT, "%s: several are wanted, with a + between", path);
-    if (code == 0) {
-        code = lock_byte(all->of[0].fd, ATTACH_BYTE, true, true);
-        if (code < 0) code = fail(-code, "%s: cannot lock: %s", path, strerror(-code));
-    }
     if (code < 0) members_close(all, 0);
     return code;
+}
+
+/* Opens all, under the lock of the first: nobody joins or makes a pool on them meanwhile. */
+static int members_open(members *all, const char *path) {
+    int code = members_open_as(all, path, O_RDWR);
+    if (code < 0) return code;
+    code = lock_byte(all->of[0].fd, ATTACH_BYTE, true, true);
+    if (code == 0) return 0;
+    members_close(all, 0);
+    return fail(-code, "%s: cannot lock: %s", path, strerror(-code));
 }
 
 /* ---- labels ---- */
@@ -140,10 +145,8 @@ static int wipe_labels(const members *all) {
 
 bool stripes_is_label(const uint8_t *bytes) { return memcmp(bytes, "CXLKVSTR", 8) == 0; }
 
-/* The member's label, checked by itself and against the first one's. */
-static int read_label(const members *all, uint32_t i, const stripe_label *first,
-                      stripe_label *label) {
-    const member *m = &all->of[i];
+/* The member's label, checked by itself. */
+static int read_own_label(const member *m, stripe_label *label) {
     if (m->facts.bytes < sizeof(*label) ||
         !device_read(m->fd, &m->facts, 0, label, sizeof(*label)))
         return fail(CXLKV_E_NOT_A_POOL, "%s: its first bytes cannot be read", m->path);
@@ -154,6 +157,15 @@ static int read_label(const members *all, uint32_t i, const stripe_label *first,
     if (label->version != LABEL_VERSION)
         return fail(CXLKV_E_VERSION, "%s: its label has version %u, this build reads %u", m->path,
                     label->version, LABEL_VERSION);
+    return 0;
+}
+
+/* And against the first one's. */
+static int read_label(const members *all, uint32_t i, const stripe_label *first,
+                      stripe_label *label) {
+    const member *m = &all->of[i];
+    int code = read_own_label(m, label);
+    if (code < 0) return code;
     if (memcmp(label->identity, first->identity, 16) != 0)
         return fail(CXLKV_E_GEOMETRY, "%s is a part of another pool than %s", m->path,
                     all->of[0].path);
@@ -344,4 +356,64 @@ int stripes_remove(const char *path) {
         code = host_remove_state(identity, all.of[0].fd, shared ? host : NO_HOST);
     members_close(&all, 0);
     return code;
+}
+
+/* ---- from outside: nothing is written and no lock is taken ---- */
+
+int stripes_look(const char *path, members **found, int *fd, uint64_t *bytes) {
+    cxlkv_layout layout;
+    cxlkv_sharing sharing;
+    cxlkv_geometry geometry;
+    uint8_t identity[16];
+    members *all = malloc(sizeof(*all));
+    if (!all) return fail(ENOMEM, "%s: no memory to look at it", path);
+    int code = members_open_as(all, path, O_RDONLY);
+    if (code == 0) {
+        code = read_superblock(all, &layout, &sharing, &geometry, identity);
+        if (code < 0) members_close(all, 0);
+    }
+    if (code < 0) {
+        free(all);
+        return code;
+    }
+    *found = all;
+    *fd = all->of[0].fd;
+    *bytes = whole_bytes(all);
+    return 0;
+}
+
+bool stripes_read(const members *all, uint64_t offset, void *to, size_t bytes) {
+    for (uint8_t *at = to; bytes > 0;) {
+        uint64_t stripe = offset / all->stripe_bytes, within = offset % all->stripe_bytes;
+        size_t some = (size_t)min_u64(bytes, all->stripe_bytes - within);
+        const member *m = &all->of[stripe % all->count];
+        uint64_t from = all->data_offset + stripe / all->count * all->stripe_bytes + within;
+        if (!device_read(m->fd, &m->facts, from, at, some)) return false;
+        at += some;
+        offset += some;
+        bytes -= some;
+    }
+    return true;
+}
+
+void stripes_leave(members *all) {
+    members_close(all, 0);
+    free(all);
+}
+
+int cxlkv_stripe_look(const char *path, cxlkv_stripe *part) {
+    members one = {.path = path};
+    stripe_label label;
+    int code = member_open(&one, path, strlen(path), O_RDONLY);
+    if (code == 0) code = guard_install();
+    if (code == 0) code = read_own_label(&one.of[0], &label);
+    members_close(&one, 0);
+    if (code < 0) return code;
+    if (label.count < 2 || label.count > MEMBERS_MAX || label.index >= label.count)
+        return fail(CXLKV_E_CORRUPT, "%s: its label says part %u of %u", path, label.index,
+                    label.count);
+    part->index = label.index;
+    part->count = label.count;
+    memcpy(part->identity, label.identity, sizeof(part->identity));
+    return 0;
 }

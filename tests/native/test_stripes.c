@@ -38,6 +38,28 @@ static uint64_t word_in(int member, uint64_t offset) {
     return word;
 }
 
+/* As cxlkv_peek() reads it: over every seam between two stripes, and not beyond the end. */
+static void check_reading(const cxlkv_pool *pool) {
+    enum { BESIDE_BYTES = 100 };
+    uint8_t bytes[2 * BESIDE_BYTES];
+    members *all;
+    uint64_t size;
+    int fd;
+    CHECK(stripes_look(where, &all, &fd, &size) == 0 && size >= pool->geometry.region_bytes);
+    for (uint64_t seam = STRIPE_BYTES; seam < pool->mapped_bytes; seam += STRIPE_BYTES) {
+        CHECK(stripes_read(all, seam - BESIDE_BYTES, bytes, sizeof(bytes)));
+        CHECK(memcmp(bytes, pool->base + seam - BESIDE_BYTES, sizeof(bytes)) == 0);
+    }
+    CHECK(!stripes_read(all, size - BESIDE_BYTES, bytes, sizeof(bytes)));
+    stripes_leave(all);
+    for (uint32_t i = 0; i < MEMBERS; i++) {
+        cxlkv_stripe part;
+        CHECK(cxlkv_stripe_look(names[i], &part) == 0 && part.index == i && part.count == MEMBERS);
+        CHECK(memcmp(part.identity, pool->identity, sizeof(part.identity)) == 0);
+    }
+    CHECK(cxlkv_stripe_look("/dev/null", &(cxlkv_stripe){0}) == -CXLKV_E_NOT_A_POOL);
+}
+
 /* A word at the start and one at the end of each stripe, looked for in the files. */
 static void test_bytes_in_turn(void) {
     int code;
@@ -53,8 +75,9 @@ static void test_bytes_in_turn(void) {
             memcpy(pool->base + at, &word, 8);
             uint64_t offset = STRIPE_BYTES + i / MEMBERS * STRIPE_BYTES + at % STRIPE_BYTES;
             CHECK(word_in((int)(i % MEMBERS), offset) == word);
-            memcpy(pool->base + at, &before, 8);
+            if (end) memcpy(pool->base + at, &before, 8);
         }
+    check_reading(pool);
     CHECK(cxlkv_pool_open(where, NULL, &other) == 0);
     cxlkv_pool_destroy(other);
     CHECK(cxlkv_pool_remove(where) == -CXLKV_E_BUSY);
