@@ -114,14 +114,16 @@ def _link(result: Result) -> None:
     link.run(result)
 
 
-def _micro(result: Result, name: str, quick: bool) -> None:
+def _micro(result: Result, name: str, quick: bool, region: str | None) -> None:
     case = import_module(f"cxlkv.bench.cases.{name}")
-    case.run(result, case.QUICK if quick else case.Size())
+    place = () if region is None else (region,)
+    case.run(result, case.QUICK if quick else case.Size(), *place)
 
 
 # Cases that have a quick size, each a module with run(), Size and QUICK.
 MICRO = ["latency", "bandwidth", "alloc", "copy", "gather", "publish", "agree"]
 QUICK = MICRO[:-1]  # of `all --quick`
+PLACED = ("latency", "bandwidth")  # of the memory of a place, if one is given
 PARTS: dict[str, Callable[[Result], None]] = {
     "calling": _calling,
     "allocating": _allocating,
@@ -155,10 +157,12 @@ SEVERAL = {"foundation": FOUNDATION, "tiers": TIERS}
 CASES = {**{name: [name] for name in (*MICRO, *PARTS)}, **SEVERAL}
 
 
-def measure(result: Result, part: str, quick: bool = False) -> None:
-    """Run one part of a case; BadArgumentError where it has no quick size."""
+def measure(result: Result, part: str, quick: bool = False, region: str | None = None) -> None:
+    """Run one part of a case; BadArgumentError where it has no quick size, or takes no place."""
+    if region is not None and part not in PLACED:
+        raise BadArgumentError(f"--region goes with litmus, {', '.join(PLACED)}; not with {part}")
     if part in MICRO:
-        _micro(result, part, quick)
+        _micro(result, part, quick, region)
     elif quick:
         raise BadArgumentError(f"--quick goes with all, {', '.join(MICRO)}; not with {part}")
     else:
@@ -286,6 +290,7 @@ def run(
     picture: Path | None = None,
     csv_path: Path | None = None,
     quick: bool = False,
+    region: str | None = None,
 ) -> Result:
     """Run a case ("foundation" and "tiers" are several in one run) and print its table; ndp draws.
 
@@ -300,7 +305,7 @@ def run(
     say_load(result, console)
     for part in CASES[case]:
         with console.status(f"{part} ..."):
-            measure(result, part, quick)
+            measure(result, part, quick, region)
     for note in result.notes if case == "ndp" or case in MICRO else ():
         console.print(Text(note), soft_wrap=True)
     if picture is not None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv import _core, bulk
 from cxlkv._core import Stream, Streamed
+from cxlkv.layout import KVLayout
+from cxlkv.pool import CXLPool
 from cxlkv.topology import NumaNode, probe
 
 Bytes = npt.NDArray[np.uint8]
@@ -16,6 +23,9 @@ LINE_BYTES = 64
 # What a stream's memory is a multiple of, so that thirds and halves are whole pages.
 UNIT_BYTES = 6 * 4096
 WORDS_MODULO = 1 << 64
+BORDER_BYTES = 2 << 20  # memories of a place begin on these, as huge pages do
+# Of the pool that stands for a place: pages of 32 KiB, which leave little to its tables.
+PLACE_LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=128, page_tokens=64)
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,57 @@ class Places:
     @property
     def several(self) -> bool:
         return len(self.memory) > 1 or len(self.cpus) > 1
+
+
+@contextmanager
+def memories(where: str | None, sizes: Sequence[int], notes: list[str]) -> Iterator[list[Bytes]]:
+    """Memory of these sizes: of this process, or of a place as CXLPool.create() takes it.
+
+    There a pool is made, which maps the place as any pool is mapped, lends its pages, and is gone
+    when the block ends. notes: gets the place's name. Raises what create() raises; a place that
+    holds something is not overwritten.
+    """
+    if where is None:
+        with ExitStack() as stack:
+            yield [stack.enter_context(_core.memory_taken(size)) for size in sizes]
+        return
+    needs = [-(-size // BORDER_BYTES) * BORDER_BYTES for size in sizes]
+    capacity = sum(needs) * 257 // 256 + 4 * BORDER_BYTES  # the tables take 1 in 512
+    with CXLPool.create(
+        where, layout=PLACE_LAYOUT, capacity=capacity, checksum=False, sketch=False, threads=1
+    ) as pool:
+        try:
+            bulk.listen(pool._handle, None)  # what is timed are loads, which no link is charged for
+            pool.pages.alloc(pool.stats()["pages_free"])
+            found = _cut(pool, needs, sizes)
+            notes.append(_note(where, pool))
+            yield found
+        finally:
+            pool.close()
+            if pool.path is not None:
+                CXLPool.remove(pool.path)
+
+
+def _note(where: str, pool: CXLPool) -> str:
+    """The place, as far as the kernel tells what it is."""
+    described = pool.describe()
+    placement = cast("dict[str, dict[str, float]]", described["placement"])
+    shares = placement.get("share_by_node", {}).items()
+    facts = [f"pages: {described['page_kind']}", *(f"{share:.0%} node {n}" for n, share in shares)]
+    return f"memory at {where} ({', '.join(facts)})"
+
+
+def _cut(pool: CXLPool, needs: Sequence[int], sizes: Sequence[int]) -> list[Bytes]:
+    """One behind the other, where the pool has its pages, all of which are its caller's."""
+    geometry = _core.pool_geometry(pool._handle)
+    address, _ = _core.pool_memory(pool._handle)
+    at, found = address + geometry["extents_offset"], list[Bytes]()
+    assert sum(needs) <= geometry["extent_count"] * geometry["extent_bytes"]
+    for need, size in zip(needs, sizes, strict=True):
+        found.append(np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(at)))
+        found[-1][:] = 0  # now the kernel has given it its pages
+        at += need
+    return found
 
 
 def allowed_cpus() -> list[int]:

@@ -61,11 +61,15 @@ HostNumber = Annotated[
     int | None,
     typer.Option("--host", help="Which host this is, in a shared pool (default: CXLKV_HOST)."),
 ]
-# Of `bench litmus`.
-LitmusRegions = Annotated[
-    list[Path] | None,
-    typer.Option(help="litmus: a dax device without a pool, or a scratch file. Overwritten."),
+Regions = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="litmus: a dax device without a pool, or a scratch file. Overwritten. latency, "
+        "bandwidth: whose memory is measured: anonymous:, numa:N, dax:DEVICE or a file that is "
+        "made and removed."
+    ),
 ]
+# Of `bench litmus`.
 LitmusRole = Annotated[
     str | None,
     typer.Option(help="litmus: a on one host, b on the other; both on this one if not given."),
@@ -166,7 +170,7 @@ def bench(
     json_file: JsonFile = None,
     csv_file: CsvFile = None,
     quick: Quick = False,
-    region: LitmusRegions = None,
+    region: Regions = None,
     role: LitmusRole = None,
     rounds: LitmusRounds = None,
     certificate: Certificate = None,
@@ -199,9 +203,7 @@ def bench(
         raise BadArgumentError(f"--quick and --csv do not go with {case}")
     drawn = ("ndp", "recall", "replay", "link")
     if (picture and case not in drawn) or (model and case != "recall"):
-        raise BadArgumentError(
-            "--picture goes with ndp, recall and replay, and link, --model with recall"
-        )
+        raise BadArgumentError(f"--picture goes with {', '.join(drawn)}; --model with recall")
     if case == "replay":
         if trace is None:
             raise BadArgumentError("replay needs --trace: a file, or the name of a family")
@@ -212,10 +214,11 @@ def bench(
     if trace or policy or far or minutes or pool or near != "0" or cold != "0":
         raise BadArgumentError("--trace, --policy, --near, --far, --cold ... go with replay only")
     if case == "litmus":
-        run_litmus(region or [], role, rounds, certificate, json_file)
+        run_litmus([Path(each) for each in region or []], role, rounds, certificate, json_file)
         return
-    if region or role or rounds or certificate:
-        raise BadArgumentError("--region, --role, --rounds and --certificate go with litmus only")
+    if role or rounds or certificate:
+        raise BadArgumentError("--role, --rounds and --certificate go with litmus only")
+    place = one_place(region or [], case)
     try:
         if case == "all":
             run_all(quick, json_file, csv_file)
@@ -226,11 +229,18 @@ def bench(
         elif case == "recall":
             run_recall(model, json_file, picture)
         else:
-            run(case, json_file, picture, csv_file, quick)
+            run(case, json_file, picture, csv_file, quick, place)
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"bench {case} needs {error.name}: install it with pip install 'cxlkv[demo]'"
         ) from error
+
+
+def one_place(regions: Sequence[str], case: str) -> str | None:
+    """Where the memory that a case measures is to lie, if that was said."""
+    if len(regions) > 1 or (regions and case in ("all", "peers", "recall")):
+        raise BadArgumentError("--region: one, with latency or bandwidth; litmus takes several")
+    return regions[0] if regions else None
 
 
 @bench_app.command("list")

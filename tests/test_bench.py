@@ -246,7 +246,7 @@ def test_what_a_command_cannot_draw_is_refused_at_once(
 ) -> None:
     absent = str(tmp_path / "absent" / "x.png")
     for given, what in (
-        (("selecting", "--picture", absent), "--picture goes with ndp, recall and replay"),
+        (("selecting", "--picture", absent), "--picture goes with ndp, recall, replay"),
         (("ndp", "--model", str(tmp_path)), "--model with recall"),
         (("ndp", "--picture", absent), "its folder does not exist"),
         (("recall", "--json", absent), "its folder does not exist"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +19,20 @@ from cxlkv.bench import streams
 from cxlkv.bench.cases import agree, alloc, bandwidth, copy, gather, latency, publish
 from cxlkv.bench.measure import change_interval, median_interval, warnings_of
 from cxlkv.bench.report import Result
-from cxlkv.errors import BadArgumentError, SystemCallError, UnsupportedError
+from cxlkv.errors import (
+    BadArgumentError,
+    CXLKVError,
+    PoolExistsError,
+    SystemCallError,
+    UnsupportedError,
+)
 
 UNIT = 16 * streams.UNIT_BYTES
+LATENCY = latency.Size((4096, UNIT), UNIT, (100, 0), sample_s=0, rounds=1)
+BANDWIDTH = bandwidth.Size(UNIT, (1, 0), sample_s=0, rounds=1)
 SMALL: dict[str, Callable[[Result], None]] = {
-    "latency": lambda result: latency.run(
-        result, latency.Size((4096, UNIT), UNIT, (100, 0), sample_s=0, rounds=1)
-    ),
-    "bandwidth": lambda result: bandwidth.run(
-        result, bandwidth.Size(UNIT, (1, 0), sample_s=0, rounds=1)
-    ),
+    "latency": lambda result: latency.run(result, LATENCY),
+    "bandwidth": lambda result: bandwidth.run(result, BANDWIDTH),
     "alloc": lambda result: alloc.run(
         result, alloc.Size(layers=1, capacity=64 << 20, counts=(1, 8), pages=16, rounds=1)
     ),
@@ -80,6 +85,76 @@ def test_a_wrong_sum_fails_the_check(
     monkeypatch.setattr(_core, "memory_run", wrong)
     result = run_small(case)
     assert not result.checks[check]
+
+
+@pytest.fixture(params=["anonymous:", "file", "striped"])
+def place(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A place for pools that is as it was before when the test ends."""
+    paths = [Path(f"/dev/shm/cxlkv-test-place-{os.getpid()}-{i}") for i in range(2)]
+    if request.param == "striped":
+        for path in paths:
+            with path.open("wb") as file:
+                file.truncate(16 << 20)
+    yield {
+        "anonymous:": "anonymous:",
+        "file": str(paths[0]),
+        "striped": "dax:" + "+".join(map(str, paths)),
+    }[request.param]
+    left = [path.exists() for path in paths]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    assert left == [request.param == "striped"] * 2
+
+
+@pytest.mark.parametrize("case", ["latency", "bandwidth"])
+def test_the_memory_of_a_place_is_measured(
+    case: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It, and not this process's: its name is in the notes, and no link is charged for loads."""
+    monkeypatch.setattr(_core, "memory_taken", None)  # nobody asks for memory of the process
+    monkeypatch.setenv("CXLKV_EMULATE", "astera-a1000")
+    used: list[int] = []
+    run, memory_of, lent = _core.memory_run, _core.pool_memory, list[tuple[int, int]]()
+
+    def noted(pool: _core.Handle) -> tuple[int, int]:
+        lent.append(memory_of(pool))
+        return lent[-1]
+
+    def watched(running: list[Stream], seconds: float) -> list[_core.Streamed]:
+        ((address, size),) = lent
+        for stream in running:
+            used.append(stream.memory.ctypes.data - address)
+            assert streams.BORDER_BYTES <= used[-1] <= size - stream.memory.size
+        return run(running, seconds)
+
+    monkeypatch.setattr(_core, "pool_memory", noted)
+    monkeypatch.setattr(_core, "memory_run", watched)
+    result = Result(case)
+    if case == "latency":
+        latency.run(result, LATENCY, place)
+    else:
+        bandwidth.run(result, BANDWIDTH, place)
+    assert result.passed
+    assert used
+    assert any(place in note for note in result.notes)
+    assert result.emulated is None
+
+
+def test_a_place_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "letters"
+    file.write_text("dear")
+    with pytest.raises(PoolExistsError):
+        bandwidth.run(Result("bandwidth"), BANDWIDTH, str(file))
+    assert file.read_text() == "dear"
+    for case, region, why in (
+        ("copy", ["anonymous:"], "not with copy"),
+        ("latency", ["anonymous:", "numa:0"], "--region: one"),
+        ("all", ["anonymous:"], "--region: one"),
+        ("latency", ["dax:dax99.9"], "no device"),
+    ):
+        options = [word for each in region for word in ("--region", each)]
+        with pytest.raises(CXLKVError, match=why):
+            cli.app(["bench", "run", case, *options], standalone_mode=False)
 
 
 @pytest.mark.parametrize("kind", ["write", "mixed", "copy", "copy_past"])

@@ -39,16 +39,19 @@ def thread_counts(wanted: tuple[int, ...], cpus: int) -> list[int]:
     return sorted({count or cpus for count in wanted if count <= cpus})
 
 
-def run(result: Result, size: Size = Size()) -> None:
+def run(result: Result, size: Size = Size(), where: str | None = None) -> None:
     """Metrics KIND_Nt in GB/s, as a program sees it: what a cache reads before it writes is not
-    counted. `past`: by stores past the cache, others are plain."""
+    counted. `past`: by stores past the cache, others are plain.
+
+    where: a place whose memory it is (streams.memories()); without it also the matrix of nodes.
+    """
     cpus = streams.allowed_cpus()
     counts = thread_counts(size.threads, len(cpus))
     result.notes.append(
         f"bandwidth: {size.region_bytes >> 20} MiB, each thread a part of its own, on CPUs "
         f"{', '.join(str(cpu) for cpu in cpus[: counts[-1]])}"
     )
-    with _core.memory_taken(size.region_bytes) as memory:
+    with streams.memories(where, [size.region_bytes], result.notes) as (memory,):
         functions = {
             f"{kind}_{count}t": Sampler(result, kind, memory, cpus[:count])
             for kind in kinds()
@@ -57,7 +60,8 @@ def run(result: Result, size: Size = Size()) -> None:
         take_turns(result, functions, size)
         for sampler in functions.values():
             sampler.check_contents()
-    _matrix(result, size)
+    if where is None:
+        _matrix(result, size)
     for kind in kinds() if counts[-1] > 1 else ():
         one, most = (result.metrics[f"{kind}_{count}t"].median for count in (1, counts[-1]))
         result.ratios[f"{kind}_{counts[-1]}t_to_1t"] = most / one

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,18 +39,20 @@ QUICK = Size(
 )
 
 
-def run(result: Result, size: Size = Size()) -> None:
-    """idle_*_ns; loaded_*_ns with loaded_*_speed of the threads that stream meanwhile."""
+def run(result: Result, size: Size = Size(), where: str | None = None) -> None:
+    """idle_*_ns; loaded_*_ns with loaded_*_speed of the threads that stream meanwhile.
+
+    where: a place whose memory it is (streams.memories()); without it also the matrix of nodes.
+    """
     cpus = streams.allowed_cpus()
     result.notes.append(
         f"latency: loads in random order over all lines, huge pages where they are to be had, on "
         f"CPU {cpus[0]}"
     )
-    with ExitStack() as stack:
-        rings = [stack.enter_context(_core.memory_taken(each)) for each in size.region_bytes]
+    sizes = [*size.region_bytes, size.load_bytes]
+    with streams.memories(where, sizes, result.notes) as (*rings, load):
         for ring in rings:
             _core.memory_ring(ring, seed=1)
-        load = stack.enter_context(_core.memory_taken(size.load_bytes))
         streams.number(load)
         functions = {
             f"idle_{streams.size_name(ring.size)}": _chasing(result, Stream("chase", ring, cpus[0]))
@@ -64,7 +65,8 @@ def run(result: Result, size: Size = Size()) -> None:
         else:
             result.notes.append("latency: not measured loaded, this process has one CPU only")
         _take_turns(result, functions, size)
-    _matrix(result, size)
+    if where is None:
+        _matrix(result, size)
     if len(cpus) > 1 and size.pace_ns[-1] == 0:
         idle = result.metrics[f"idle_{streams.size_name(size.region_bytes[-1])}_ns"].median
         result.ratios["loaded_cost_to_idle"] = result.metrics["loaded_full_ns"].median / idle
