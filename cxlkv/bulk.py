@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from cxlkv import _core
 from cxlkv.errors import ClosedError
 
-Kind = Literal["append", "select", "fetch", "attend", "promote", "demote", "restore"]
+Kind = Literal["append", "attach", "select", "fetch", "attend", "promote", "demote", "restore"]
 WRITES = ("append", "restore")
 """The kinds that write to the pool; all others read it."""
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from cxlkv import _core, audit, bulk, room
 from cxlkv.arrays import Array, View, imported, view
 from cxlkv.errors import BadArgumentError, PoolFullError
-from cxlkv.layout import DTYPES, KVLayout
+from cxlkv.layout import DTYPES, KVLayout, layer_places
 from cxlkv.ndp import simd
 from cxlkv.ndp.engine import RECALL, Asked, Budget, Selection
 
@@ -81,7 +81,7 @@ class Batch:
                 _core.batch_append(self._handle, _layer(layer), keys, values, starts, back)
                 if timed is not None:
                     pages = int(self._complete(layer).sum() - before)
-                    timed.end("append", pages * self._written_bytes())
+                    timed.end("append", pages * self._stored_bytes())
                 return
             except PoolFullError:
                 last = attempt + 1 == room.TRIES
@@ -122,7 +122,13 @@ class Batch:
         if checksums is not None:
             heads = self._layout.kv_heads
             sums = _words(checksums, "checksums", (self._layout.layers, count, heads, 4))
+        timed = bulk.begin(self._pool)
         _core.batch_attach(self._handle, offsets, given, sums, _back(rewind), verify)
+        if timed is not None and verify:  # else only tables and headers are written
+            places = layer_places(self._layout, geometry["record_layers"])
+            pages_of = (given != _core.NO_PAGE).sum(axis=1)
+            count = sum(int(pages_of[part]) for part, _ in places)
+            timed.end("attach", count * self._stored_bytes())
 
     def _pages_of(self, starts: Starts) -> int:
         """No step of these rows takes more pages."""
@@ -240,8 +246,8 @@ class Batch:
         tokens = np.array([s.tokens(layer) for s in self.sequences], np.int64)
         return tokens // self._layout.page_tokens
 
-    def _written_bytes(self) -> int:
-        """What append stores of one page and layer: digests, sketches, K and V."""
+    def _stored_bytes(self) -> int:
+        """Of one page and layer: digests, sketches, K and V."""
         found = _core.pool_geometry(self._pool)
         names = ("digest", "sketch", "key", "value")
         return self._layout.kv_heads * sum(found[f"{name}_piece_bytes"] for name in names)

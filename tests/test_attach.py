@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cxlkv import CXLPool, KVLayout, LayerGroup, _core
+from cxlkv.emulation.link import emulate
 from cxlkv.errors import BadArgumentError, CorruptError, UnevenError
 from cxlkv.layout import layer_places
 from cxlkv.ndp.engine import Budget
@@ -268,3 +269,24 @@ def test_places_are_checked(tmp_path: Path) -> None:
         with pytest.raises(BadArgumentError, match="layer 2"):
             pool.pages.places(np.array([0], np.uint32), 2)
         assert len(pool.pages.places(np.array([], np.uint32), 0).keys) == 0
+
+
+def test_a_link_is_charged_what_an_attach_verifies(tmp_path: Path) -> None:
+    """All pieces of the pages that were given, in each layer; without verify, tables alone move."""
+    generator = np.random.default_rng(SEED)
+    with pool_at(tmp_path, 2) as pool:
+        elsewhere = Elsewhere(pool)
+        rows = rows_of(generator, pool.layout, 3 * PAGE_TOKENS)
+        names = ("digest", "sketch", "key", "value")
+        page_bytes = 2 * sum(elsewhere.geometry[f"{name}_piece_bytes"] for name in names)
+        verified, behind, plain = (elsewhere.write(rows) for _ in range(3))
+        windowed, _ = layer_places(pool.layout, elsewhere.geometry["record_layers"])[2]
+        behind[0][windowed, 0] = NO_PAGE
+        with emulate(pool, "astera-a1000", mode="virtual") as link:
+            pool.sequence().attach(*verified, verify=True)
+            assert link.bytes["attach"] == 3 * 3 * page_bytes
+            assert link.seconds == pytest.approx(link.alone_s(3 * 3 * page_bytes), rel=1e-12)
+            pool.sequence().attach(*behind, rewind=0, verify=True)
+            assert link.bytes["attach"] == (3 * 3 + 3 * 3 - 1) * page_bytes
+            pool.sequence().attach(*plain)
+            assert link.operations["attach"] == 2
