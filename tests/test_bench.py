@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,8 @@ from rich.console import Console
 from cxlkv import _core, cli, errors
 from cxlkv.bench.cases import allocating, calling, cohering, cold, copying, matching
 from cxlkv.bench.report import Result
+
+from .small_cases import COHERING, check_result
 
 torch = pytest.importorskip("torch", reason="these benchmarks compare with torch")
 pytest.importorskip("transformers", reason="these benchmarks run trained models")
@@ -73,20 +74,7 @@ SMALL: dict[str, Callable[[Result], None]] = {
     "near_decode": lambda result: _near_decode(result),
     "working": lambda result: working.run(result, working.Size(tokens=64, steps=20)),
     "matching": lambda result: matching.run(result, tokens=2048, rounds=1),
-    "coherence": lambda result: cohering.run(
-        result,
-        cohering.Size(
-            record_bytes=(4096,),
-            table_bytes=(64,),
-            memory_bytes=1 << 20,
-            sample_bytes=1 << 16,
-            rounds=2,
-            calls=40,
-            call_rounds=1,
-            pool_bytes=8 << 20,
-            pool_rounds=1,
-        ),
-    ),
+    "coherence": lambda result: cohering.run(result, COHERING),
 }
 
 
@@ -135,14 +123,6 @@ def test_a_case_runs_small(case: str) -> None:
     result = Result(case)
     SMALL[case](result)
     check_result(result)
-
-
-def check_result(result: Result) -> None:
-    assert result.passed, result.checks
-    ratios = result.as_dict()["ratios"]
-    assert isinstance(ratios, dict)
-    assert all(math.isfinite(ratio) and ratio > 0 for ratio in ratios.values())
-    assert result.metrics
 
 
 NDP_RATIOS = (

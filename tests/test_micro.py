@@ -27,6 +27,8 @@ from cxlkv.errors import (
     UnsupportedError,
 )
 
+from .small_cases import COHERING, check_result
+
 UNIT = 16 * streams.UNIT_BYTES
 LATENCY = latency.Size((4096, UNIT), UNIT, (100, 0), sample_s=0, rounds=1)
 BANDWIDTH = bandwidth.Size(UNIT, (1, 0), sample_s=0, rounds=1)
@@ -40,19 +42,7 @@ SMALL: dict[str, Callable[[Result], None]] = {
     "gather": lambda result: gather.run(
         result, gather.Size(4 << 20, 2 << 20, page_tokens=(16, 64), rounds=1)
     ),
-    "publish": lambda result: publish.run(
-        result,
-        publish.Size(
-            record_bytes=(4096,),
-            memory_bytes=1 << 20,
-            sample_bytes=1 << 16,
-            rounds=2,
-            calls=40,
-            call_rounds=1,
-            pool_bytes=8 << 20,
-            pool_rounds=1,
-        ),
-    ),
+    "publish": lambda result: publish.run(result, COHERING),
 }
 
 
@@ -64,10 +54,7 @@ def run_small(case: str) -> Result:
 
 @pytest.mark.parametrize("case", SMALL)
 def test_a_case_runs_small(case: str) -> None:
-    result = run_small(case)
-    assert result.passed, result.checks
-    assert result.metrics
-    assert all(math.isfinite(ratio) and ratio > 0 for ratio in result.ratios.values())
+    check_result(run_small(case))
 
 
 @pytest.mark.parametrize(

@@ -139,8 +139,13 @@ def expected(of: Given) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-def call(of: Given, device: torch.device, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
-    keys_at, values_at = of.tables(device)
+def call(
+    of: Given,
+    device: torch.device,
+    tables: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+    **options: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    keys_at, values_at = of.tables(device) if tables is None else tables
     found = attend(
         of.q.to(device),
         keys_at,
@@ -277,16 +282,9 @@ def test_a_zero_address_leaves_the_page_out(device: torch.device, seed: int) -> 
     assert values_at is not None
     keys_at[0, 0, 0] = 0
     values_at[0, 0, 1] = 0
-    found = attend(
-        of.q.to(device),
-        keys_at,
-        values_at,
-        of.pages.to(device),
-        torch.tensor([[23]], device=device),
-        page_tokens=4,
-    )
+    found = call(of, device, (keys_at, values_at))
     of.pages[0, 0, :2] = -1
-    close((found[0].cpu(), found[1].cpu()), expected(of), FP32)
+    close(found, expected(of), FP32)
 
 
 def test_padding_may_have_any_address(device: torch.device, seed: int) -> None:
@@ -295,15 +293,7 @@ def test_padding_may_have_any_address(device: torch.device, seed: int) -> None:
     assert values_at is not None
     keys_at[of.pages.to(device) < 0] = 16
     values_at[of.pages.to(device) < 0] = 1 << 60
-    found = attend(
-        of.q.to(device),
-        keys_at,
-        values_at,
-        of.pages.to(device),
-        torch.tensor([[23]], device=device),
-        page_tokens=4,
-    )
-    close((found[0].cpu(), found[1].cpu()), expected(of), FP32)
+    close(call(of, device, (keys_at, values_at)), expected(of), FP32)
 
 
 ROWS = Case([[21, 22, 23], [14, 15, 13]], kv_heads=1, k=4, page_tokens=8)

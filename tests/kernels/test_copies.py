@@ -89,15 +89,29 @@ def test_fragments_go_where_the_tables_say(
     target_offsets, target_size = scattered(rng, count, fragment_bytes, align)
     source = Memory(device, source_size, on_host=True)
     target = Memory(device, target_size)
+    check_copies(rng, source, target, (source_offsets, target_offsets), fragment_bytes, programs)
+
+
+def check_copies(
+    rng: np.random.Generator,
+    source: Memory,
+    target: Memory,
+    offsets: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]],
+    fragment_bytes: int,
+    programs: int | None,
+) -> int:
+    """How many were copied; all other bytes of both stay what they were."""
     data = source.fill(rng)
-    wanted = target.read()
-    for there, here in zip(source_offsets, target_offsets, strict=True):
+    wanted, copied = target.read(), 0
+    for there, here in zip(*offsets, strict=True):
         if there >= 0 and here >= 0:
             wanted[here : here + fragment_bytes] = data[there : there + fragment_bytes]
-    tables = source.at(source_offsets), target.at(target_offsets)
+            copied += 1
+    tables = source.at(offsets[0]), target.at(offsets[1])
     copy_fragments(*tables, fragment_bytes, programs=programs)
-    np.testing.assert_array_equal(target.read(), wanted)
+    np.testing.assert_array_equal(target.read(), wanted, err_msg=f"{fragment_bytes} bytes")
     np.testing.assert_array_equal(source.read(), data)
+    return copied
 
 
 def test_random_copies_agree_with_slices(device: torch.device, rng: np.random.Generator) -> None:
@@ -111,15 +125,9 @@ def test_random_copies_agree_with_slices(device: torch.device, rng: np.random.Ge
         source_offsets = rng.choice(source_offsets, count)  # the same source more than once
         source = Memory(device, source_size, on_host=True)
         target = Memory(device, target_size)
-        data = source.fill(rng)
-        wanted = target.read()
-        for there, here in zip(source_offsets, target_offsets, strict=True):
-            if there >= 0 and here >= 0:
-                wanted[here : here + fragment_bytes] = data[there : there + fragment_bytes]
-                copied += 1
-        tables = source.at(source_offsets), target.at(target_offsets)
-        copy_fragments(*tables, fragment_bytes, programs=int(rng.integers(1, 6)))
-        np.testing.assert_array_equal(target.read(), wanted, err_msg=f"{fragment_bytes} bytes")
+        programs = int(rng.integers(1, 6))
+        offsets = source_offsets, target_offsets
+        copied += check_copies(rng, source, target, offsets, fragment_bytes, programs)
     assert copied > 25
 
 
