@@ -162,13 +162,21 @@ static uint32_t sequence_of(const attach_job *job, uint32_t item, uint32_t *plac
     return low;
 }
 
+/* The page that becomes a record in a task; NO_PAGE: none was given, or a window has passed it. */
+static uint32_t page_of(const attach_job *job, uint32_t task, uint32_t *part, uint32_t *item) {
+    uint32_t place;
+    *part = task / job->items;
+    *item = task % job->items;
+    uint32_t i = sequence_of(job, *item, &place);
+    return is_kept(job, i, *part, place) ? page_at(job, *part, *item) : NO_PAGE;
+}
+
 /* A record's pieces are what they should be, or nobody asked. */
 static int verify_record(void *context, uint32_t task) {
     const attach_job *job = context;
     cxlkv_pool *pool = job->batch->pool;
-    uint32_t part = task / job->items, item = task % job->items, place;
-    uint32_t i = sequence_of(job, item, &place), page = page_at(job, part, item);
-    if (page == NO_PAGE || !is_kept(job, i, part, place)) return 0;
+    uint32_t part, item, page = page_of(job, task, &part, &item);
+    if (page == NO_PAGE) return 0;
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
         if (pool->part_of[layer] != part) continue;
         int code = verify_layer(job, page, layer, item);
@@ -182,9 +190,8 @@ static int verify_record(void *context, uint32_t task) {
 static int seal_record(void *context, uint32_t task) {
     const attach_job *job = context;
     cxlkv_pool *pool = job->batch->pool;
-    uint32_t part = task / job->items, item = task % job->items, place;
-    uint32_t i = sequence_of(job, item, &place), page = page_at(job, part, item);
-    if (page == NO_PAGE || !is_kept(job, i, part, place)) return 0;
+    uint32_t part, item, page = page_of(job, task, &part, &item);
+    if (page == NO_PAGE) return 0;
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
         if (pool->part_of[layer] != part) continue;
         for (uint32_t kind = 0; pool->layout.checksum && kind < PIECE_KINDS; kind++)
