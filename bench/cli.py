@@ -200,6 +200,7 @@ def run_all(quick: bool, json_path: Path | None, csv_path: Path | None) -> Resul
     check_files(json_path, csv_path)
     console, whole = wide_console(), Result("all")
     say_load(whole, console)
+    said = len(whole.notes)
     parts = QUICK if quick else [*MICRO, *PARTS]
     bar = Progress(
         TextColumn("{task.description}"),
@@ -225,7 +226,7 @@ def run_all(quick: bool, json_path: Path | None, csv_path: Path | None) -> Resul
                 console.print(table(result))
                 show_doubts(result, console)
             bar.advance(task)
-    for note in whole.notes:
+    for note in whole.notes[said:]:
         console.print(Text(note), soft_wrap=True)
     finish(whole, console, json_path, csv_path)
     return whole
@@ -303,10 +304,11 @@ def run(
     console = wide_console()
     result = Result(case)
     say_load(result, console)
+    said = len(result.notes)
     for part in CASES[case]:
         with console.status(f"{part} ..."):
             measure(result, part, quick, region)
-    for note in result.notes if case == "ndp" or case in MICRO else ():
+    for note in result.notes[said:] if case == "ndp" or case in MICRO else ():
         console.print(Text(note), soft_wrap=True)
     if picture is not None:
         _draw(case, result, picture)
