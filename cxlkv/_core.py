@@ -888,6 +888,57 @@ def batch_append(
     )
 
 
+def _fill_blocks(keys: View, values: View | None, starts: Starts, blocks: Starts) -> Any:
+    """A cxlkv_blocks of [block_count, kv_heads, block_tokens, dim], and what must stay alive."""
+    struct = ffi.new("cxlkv_blocks *")
+    struct.keys = ffi.cast("void *", keys.address)
+    struct.key_stride_bytes = keys.strides[:2]
+    if values is not None:
+        struct.values = ffi.cast("void *", values.address)
+        struct.value_stride_bytes = values.strides[:2]
+    struct.block_count, struct.block_tokens = keys.shape[0], keys.shape[2]
+    struct.dtype = keys.dtype
+    kept = struct.starts, struct.blocks = _int32(starts), _int32(blocks)
+    return struct, kept
+
+
+def batch_append_blocks(
+    batch: Handle,
+    layer: int,
+    keys: View,
+    values: View | None,
+    blocks: Starts,
+    starts: Starts,
+    rewind: int,
+) -> int:
+    """Of keys and values the last two axes are contiguous; starts[-1] is len(blocks)."""
+    struct, kept = _fill_blocks(keys, values, starts, blocks)
+    code = check(lib.cxlkv_batch_append_blocks(batch, layer, struct, rewind))
+    del kept
+    return code
+
+
+def batch_fetch_blocks(
+    batch: Handle,
+    layer: int,
+    keys: View,
+    values: View | None,
+    blocks: Starts,
+    starts: Starts,
+    first: Starts,
+) -> int:
+    """The same, as targets. Errors say in `good` how far each sequence is right."""
+    struct, kept = _fill_blocks(keys, values, starts, blocks)
+    good = np.zeros(len(first), np.int32)
+    code = lib.cxlkv_batch_fetch_blocks(batch, layer, struct, _int32(first), _int32(good, True))
+    del kept
+    try:
+        return check(code)
+    except errors.CXLKVError as error:
+        error.good = tuple(good.tolist())
+        raise
+
+
 def batch_attach(
     batch: Handle,
     starts: Starts,

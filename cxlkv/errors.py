@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 class CXLKVError(Exception):
-    """Root of all errors that cxlkv raises on purpose; the text names cause and remedy."""
+    """Root of all errors that cxlkv raises on purpose; the text names cause and remedy.
+
+    good: of Batch.fetch_blocks(), how many blocks of each sequence are right, from the first on.
+    """
+
+    good: tuple[int, ...] = ()
 
 
 class BadArgumentError(CXLKVError, ValueError):

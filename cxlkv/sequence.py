@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core, audit, bulk, room
-from cxlkv.arrays import Array, View, imported, view
+from cxlkv.arrays import NUMPY_DTYPES, Array, View, imported, view
 from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.layout import DTYPES, KVLayout, layer_places
 from cxlkv.ndp import simd
@@ -68,25 +69,119 @@ class Batch:
     ) -> None:
         rows = int(starts[-1])
         _check_rows(keys, "k", rows, self._key_row)
-        if (values is None) == (self._layout.values == "own"):
-            given = "the pool stores them" if values is None else "a prefix of the keys is stored"
-            raise BadArgumentError(f"v is {'None' if values is None else 'given'}: {given}")
+        self._check_values("v", values)
         if values is not None:
             _check_rows(values, "v", rows, self._value_row)
         back = _back(rewind)
+
+        def call() -> None:
+            _core.batch_append(self._handle, _layer(layer), keys, values, starts, back)
+
+        self._write(layer, call, starts)
+
+    def _write(self, layer: int, call: Callable[[], object], starts: Starts, unit: int = 1) -> None:
+        """An append of starts * unit tokens: makes room where a pool is full."""
         timed = bulk.begin(self._pool)
         before = self._complete(layer).sum() if timed else 0
         for attempt in range(room.TRIES):
             try:
-                _core.batch_append(self._handle, _layer(layer), keys, values, starts, back)
+                call()
                 if timed is not None:
                     pages = int(self._complete(layer).sum() - before)
                     timed.end("append", pages * self._stored_bytes())
                 return
             except PoolFullError:
                 last = attempt + 1 == room.TRIES
-                if last or not room.make(self._pool, self._pages_of(starts)):
+                if last or not room.make(self._pool, self._pages_of(starts, unit)):
                     raise
+
+    def append_blocks(
+        self,
+        layer: int,
+        keys: object,
+        values: object | None,
+        blocks: npt.ArrayLike,
+        starts: npt.ArrayLike,
+        rewind: int | None = None,
+    ) -> None:
+        """Append whole blocks of an engine's own paged memory to one layer, each byte as it is.
+
+        keys [block_count, kv_heads, block_tokens, head_dim], values likewise or None, as in
+        append(); a block's rows of one head are contiguous, strides to blocks and heads any.
+        block_tokens is page_tokens or a multiple. Of sequence i are the blocks
+        blocks[starts[i]:starts[i + 1]], so starts counts blocks here; each sequence ends at the end
+        of a page. All or nothing, and all else as in append().
+
+        The bytes may be packed in any way within a block, which stays whole where it is fetched
+        from its first page on; digests and sketches of such keys choose nothing sensible, and in a
+        layer with a window packed blocks must be as long as pages.
+        """
+        k, v, offsets, ids = self._blocks(keys, values, blocks, starts)
+        back = _back(rewind)
+
+        def call() -> None:
+            _core.batch_append_blocks(self._handle, _layer(layer), k, v, ids, offsets, back)
+
+        self._write(layer, call, offsets, k.shape[2])
+
+    def fetch_blocks(
+        self,
+        layer: int,
+        keys: object,
+        values: object | None,
+        blocks: npt.ArrayLike,
+        starts: npt.ArrayLike,
+        first: npt.ArrayLike,
+    ) -> None:
+        """Copy pages first[i].. of each sequence to its blocks, which are as in append_blocks().
+
+        All pages of these blocks are complete. In a layer with a window, those behind it become
+        zeros, where the block has pages that are not; a sequence may not begin with a whole block
+        behind it. The blocks of a call are different ones: they are written by several threads.
+
+        Every piece is verified on the way. What cannot be read ends only its own block, which
+        becomes zeros: the first error is raised when the others are done (CorruptError,
+        PoisonError, StaleError), and error.good says of each sequence how many of its blocks are
+        right, from the first on. After other errors that is 0 for all.
+        """
+        k, v, offsets, ids = self._blocks(keys, values, blocks, starts)
+        for array, name in ((keys, "keys"), (values, "values")):
+            if isinstance(array, np.ndarray) and not array.flags.writeable:
+                raise BadArgumentError(f"{name} is read-only")
+        pages = _int32(first, "first")
+        if pages.shape != (len(self),):
+            raise BadArgumentError(f"first has shape {pages.shape}, wanted ({len(self)},)")
+        timed = bulk.begin(self._pool)
+        _core.batch_fetch_blocks(self._handle, _layer(layer), k, v, ids, offsets, pages)
+        if timed is not None:
+            piece_bytes = self._layout.token_bytes // self._layout.layers * k.shape[2]
+            timed.end("fetch", int(offsets[-1]) * piece_bytes)
+
+    def _blocks(
+        self, keys: object, values: object | None, blocks: npt.ArrayLike, starts: npt.ArrayLike
+    ) -> tuple[View, View | None, Starts, Starts]:
+        """(keys, values, starts, blocks), checked but for the ids and starts' order."""
+        k = view(keys, "keys")
+        _check_blocks(k, "keys", self._key_row)
+        v = None if values is None else view(values, "values")
+        self._check_values("values", v)
+        if v is not None:
+            _check_blocks(v, "values", self._value_row)
+            if v.shape[::2] != k.shape[::2]:
+                raise BadArgumentError(
+                    f"keys {tuple(k.shape)} and values {tuple(v.shape)}: other blocks or tokens"
+                )
+        offsets, ids = self._starts(starts), _int32(blocks, "blocks")
+        if ids.shape != (max(0, int(offsets[-1])),):
+            raise BadArgumentError(
+                f"blocks has shape {ids.shape}, wanted ({offsets[-1]},) by the last of starts"
+            )
+        return k, v, offsets, ids
+
+    def _check_values(self, name: str, values: View | None) -> None:
+        if (values is None) == (self._layout.values == "own"):
+            given = "the pool stores them" if values is None else "a prefix of the keys is stored"
+            raise BadArgumentError(f"{name} is {'None' if values is None else 'given'}: {given}")
 
     def attach(
         self,
@@ -130,10 +225,10 @@ class Batch:
             count = sum(int(pages_of[part]) for part, _ in places)
             timed.end("attach", count * self._stored_bytes())
 
-    def _pages_of(self, starts: Starts) -> int:
+    def _pages_of(self, starts: Starts, unit: int) -> int:
         """No step of these rows takes more pages."""
         geometry = _core.pool_geometry(self._pool)
-        rows = np.diff(starts) // self._layout.page_tokens + 1
+        rows = np.diff(starts).astype(np.int64) * unit // self._layout.page_tokens + 1
         return int(rows.sum()) * geometry["part_count"]
 
     def select(
@@ -273,7 +368,7 @@ class Batch:
     def _starts(self, starts: npt.ArrayLike) -> Starts:
         given = np.asarray(starts)
         if given.dtype != np.int32:
-            given = _whole_int32(given)
+            given = _whole_int32(given, "starts")
         offsets = np.ascontiguousarray(given)
         if offsets.shape != (len(self) + 1,):
             raise BadArgumentError(f"starts has shape {offsets.shape}, wanted ({len(self) + 1},)")
@@ -482,11 +577,19 @@ def _with_axis(picked: Selection | None) -> Selection | None:
     )
 
 
-def _whole_int32(given: npt.NDArray[np.int64]) -> Starts:
+def _int32(given: npt.ArrayLike, name: str) -> Starts:
+    """A copy: the caller's array may change meanwhile."""
+    array = np.asarray(given)
+    if array.size == 0:  # of any dtype
+        array = array.astype(np.int32)
+    return np.array(_whole_int32(array, name), np.int32, order="C")
+
+
+def _whole_int32(given: npt.NDArray[np.int64], name: str) -> Starts:
     """Other integers as int32, none of them changed."""
     narrow = given.astype(np.int32) if given.dtype.kind in "iu" else None
     if narrow is None or not np.array_equal(narrow, given):
-        raise BadArgumentError(f"starts are {given.dtype}: whole numbers below 2**31 are wanted")
+        raise BadArgumentError(f"{name} are {given.dtype}: whole numbers below 2**31 are wanted")
     return narrow
 
 
@@ -525,3 +628,20 @@ def _check_rows(got: View, name: str, rows: int, row: tuple[int, int, int]) -> N
         raise BadArgumentError(f"{name} has shape {shape}, wanted ({rows}, {heads}, {dim})")
     if got.dtype != dtype:
         raise BadArgumentError(f"{name} is {DTYPES[got.dtype]}, the pool stores {DTYPES[dtype]}")
+
+
+def _check_blocks(got: View, name: str, row: tuple[int, int, int]) -> None:
+    """[block_count, heads, block_tokens, dim], contiguous in the last two axes."""
+    heads, dim, dtype = row
+    shape = tuple(got.shape)
+    if len(shape) != 4 or shape[1] != heads or shape[3] != dim:
+        wanted = f"(blocks, {heads}, block_tokens, {dim})"
+        raise BadArgumentError(f"{name} has shape {shape}, wanted {wanted}")
+    if got.dtype != dtype:
+        raise BadArgumentError(f"{name} is {DTYPES[got.dtype]}, the pool stores {DTYPES[dtype]}")
+    size = NUMPY_DTYPES[dtype].itemsize
+    # An axis of length 1 is never stepped along.
+    if (shape[3] > 1 and got.strides[3] != size) or (shape[2] > 1 and got.strides[2] != dim * size):
+        raise BadArgumentError(
+            f"{name}: tokens of a block and head are not contiguous, strides {got.strides} bytes"
+        )

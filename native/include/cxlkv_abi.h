@@ -526,6 +526,31 @@ void cxlkv_batch_destroy(cxlkv_batch *batch);
  * tokens from (new length - rewind) on see; -1: what the step's own tokens see. */
 int64_t cxlkv_batch_append(cxlkv_batch *batch, uint32_t layer, const cxlkv_rows *keys,
                            const cxlkv_rows *values, const int32_t *starts, int64_t rewind);
+/* Some blocks of the paged memory that an engine has of its own: K and V of one layer, each
+ * [block_count, kv_heads, block_tokens, dim], of which [block_tokens, dim] are contiguous. */
+typedef struct cxlkv_blocks {
+    void *keys;
+    void *values;                  /* NULL when they are a prefix of the keys */
+    int64_t key_stride_bytes[2];   /* to the next block, to the next head */
+    int64_t value_stride_bytes[2];
+    uint32_t block_count;
+    uint32_t block_tokens;         /* a multiple of page_tokens */
+    uint32_t dtype;
+    uint32_t reserved;
+    const int32_t *starts;         /* [n + 1]: sequence i has blocks[starts[i] .. starts[i + 1]) */
+    const int32_t *blocks;         /* [starts[n]], each below block_count */
+} cxlkv_blocks;
+/* Appends whole blocks, whatever their bytes are, to sequences that end at the end of a page; as
+ * cxlkv_batch_append in all else. */
+int64_t cxlkv_batch_append_blocks(cxlkv_batch *batch, uint32_t layer, const cxlkv_blocks *blocks,
+                                  int64_t rewind);
+/* Copies pages into whole blocks, those of sequence i from its page first[i] on, which must be
+ * complete. Pages behind a window are zeros in a block that has later ones, too. Every piece is
+ * verified: good[i] becomes the number of sequence i's blocks that are right before the first one
+ * that is not; what is wrong there is zeros, and the first of all errors is returned. Other errors
+ * begin nothing. Returns the bytes that were copied. */
+int64_t cxlkv_batch_fetch_blocks(cxlkv_batch *batch, uint32_t layer, const cxlkv_blocks *blocks,
+                                 const int32_t *first, int32_t *good);
 /* Whole pages whose pieces somebody else has written, by cxlkv_geometry's offsets. */
 typedef struct cxlkv_attach_args {
     const int32_t *starts;         /* [n + 1], in pages */

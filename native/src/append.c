@@ -1,4 +1,5 @@
 /* Append: complete pages go to the pool by non-temporal stores, the rest to tails in local memory.
+ * The rows lie in the caller's array one behind another, or in blocks that a table names.
  *
  * Of the n new tokens of a sequence whose layer holds `before` tokens (f = before % page_tokens):
  *   [0, head)              fill the open tail, when f > 0; a tail that gets full becomes a page
@@ -28,6 +29,7 @@ typedef struct append_job {
     uint32_t layer, part;
     int64_t rewind;
     const cxlkv_rows *keys, *values;
+    const cxlkv_blocks *table;   /* the rows are in blocks of an engine; NULL: one behind another */
     plan *plans;
     uint32_t items;
 } append_job;
@@ -122,23 +124,27 @@ static size_t gather_bytes(const cxlkv_pool *pool) {
     return keys > values ? keys : values;
 }
 
-/* One piece straight from rows; gathered first for a CRC or when strides are odd. */
+/* One piece straight from rows; gathered first when strides are odd, or for a CRC, unless they are
+ * a piece already. */
 static void piece_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t head,
-                             uint32_t kind, const cxlkv_rows *rows, uint32_t first,
-                             uint32_t tokens, uint8_t *buffer) {
+                             uint32_t kind, const cxlkv_rows *rows, uint32_t tokens,
+                             uint8_t *buffer) {
     const cxlkv_layout *layout = &pool->layout;
     size_t element = dtype_bytes(layout->dtype);
     uint32_t dim = kind == PIECE_KEYS ? layout->head_dim : layout->value_head_dim;
     uint64_t stride = piece_stride(&pool->geometry, kind);
-    const uint8_t *from = row_at(rows, first, head);
-    bool direct = !layout->checksum && rows->stride_bytes[2] == (int64_t)element &&
-                  rows->stride_bytes[0] > 0;
-    if (direct) {
+    const uint8_t *from = row_at(rows, 0, head);
+    bool whole_rows = rows->stride_bytes[2] == (int64_t)element && rows->stride_bytes[0] > 0;
+    bool is_piece = whole_rows && rows->stride_bytes[0] == (int64_t)(dim * element);
+    bool direct = is_piece || (whole_rows && !layout->checksum);
+    if (is_piece) {
+        piece_write(pool, page, layer, head, kind, from);
+    } else if (direct) {
         kernels_current()->store_rows(pieces_of(pool, page, layer, kind) + head * stride, from,
                                       (size_t)rows->stride_bytes[0], layout->page_tokens,
                                       dim * element);
     } else {
-        gather_rows(buffer, rows, first, layout->page_tokens, head, dim, element);
+        gather_rows(buffer, rows, 0, layout->page_tokens, head, dim, element);
         piece_write(pool, page, layer, head, kind, buffer);
     }
     if (kind != PIECE_KEYS) return;
@@ -155,18 +161,18 @@ void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer) {
                          pool->layout.kv_heads * piece_stride(&pool->geometry, kind));
 }
 
-/* A whole (page, layer) from rows [first, first + page_tokens), of which `tokens` count. */
+/* A whole (page, layer) from page_tokens rows, of which `tokens` count. */
 static int page_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, const cxlkv_rows *keys,
-                           const cxlkv_rows *values, uint32_t first, uint32_t tokens) {
+                           const cxlkv_rows *values, uint32_t tokens) {
     size_t bytes = gather_bytes(pool) + pool->geometry.sketch_piece_bytes;
     _Alignas(LINE_BYTES) uint8_t small[16384];
     uint8_t *buffer = small;
     if (bytes > sizeof(small) && !(buffer = aligned_alloc(LINE_BYTES, align_up(bytes, LINE_BYTES))))
         return fail(ENOMEM, "no memory to gather a piece of %zu bytes", bytes);
     for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
-        piece_write_rows(pool, page, layer, head, PIECE_KEYS, keys, first, tokens, buffer);
+        piece_write_rows(pool, page, layer, head, PIECE_KEYS, keys, tokens, buffer);
         if (values_are_keys(&pool->layout)) continue;
-        piece_write_rows(pool, page, layer, head, PIECE_VALUES, values, first, tokens, buffer);
+        piece_write_rows(pool, page, layer, head, PIECE_VALUES, values, tokens, buffer);
     }
     if (buffer != small) free(buffer);
     if (pool->mode != VISIBILITY_COHERENT && !kernels_current()->streams)
@@ -184,7 +190,22 @@ int page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from,
                        .stride_bytes = {row, layout->head_dim * element, element}};
     cxlkv_rows values = {.data = tail_at(pool, from, PIECE_VALUES, 0),
                          .stride_bytes = {row, layout->value_head_dim * element, element}};
-    return page_write_rows(pool, page, layer, &keys, &values, 0, tokens);
+    return page_write_rows(pool, page, layer, &keys, &values, tokens);
+}
+
+/* K or V of a page, from row `row` of the call on. */
+static cxlkv_rows rows_from(const append_job *job, const cxlkv_rows *rows, uint32_t row) {
+    cxlkv_rows made = *rows;
+    const uint8_t *data = rows->data;
+    if (job->table) {
+        const cxlkv_blocks *table = job->table;
+        bool keys = rows == job->keys;
+        int64_t stride = keys ? table->key_stride_bytes[0] : table->value_stride_bytes[0];
+        data += table->blocks[row / table->block_tokens] * stride;
+        row %= table->block_tokens;
+    }
+    made.data = data + (int64_t)row * rows->stride_bytes[0];
+    return made;
 }
 
 static int write_direct_page(void *context, uint32_t item) {
@@ -203,8 +224,9 @@ static int write_direct_page(void *context, uint32_t item) {
     uint32_t index = p->first_page + (p->completed - p->direct_pages) + item_page;
     if (index < batch->sequences[low]->tables[job->part].first) return 0; /* behind the window */
     uint32_t page = sequence_page(batch->sequences[low], job->part, index);
-    return page_write_rows(pool, page, job->layer, job->keys, job->values, first,
-                           pool->layout.page_tokens);
+    cxlkv_rows keys = rows_from(job, job->keys, first), values = {.data = NULL};
+    if (job->values) values = rows_from(job, job->values, first);
+    return page_write_rows(pool, page, job->layer, &keys, &values, pool->layout.page_tokens);
 }
 
 /* ---- phase 1: count ---- */
@@ -215,8 +237,9 @@ static int make_plan(append_job *job, uint32_t i, const int32_t *starts) {
     uint32_t page_tokens = batch->pool->layout.page_tokens;
     plan *p = &job->plans[i];
     p->before = sequence->layer_tokens[job->layer];
-    p->first_row = (uint32_t)starts[i];
-    p->rows = (uint32_t)(starts[i + 1] - starts[i]);
+    uint32_t unit = job->table ? job->table->block_tokens : 1;
+    p->first_row = (uint32_t)starts[i] * unit;
+    p->rows = (uint32_t)(starts[i + 1] - starts[i]) * unit;
     if (job->layer > 0 && p->before + p->rows > sequence->layer_tokens[job->layer - 1])
         return fail(CXLKV_E_ORDER,
                     "sequence %u: layer %u would have %lu tokens and layer %u has %lu: append "
@@ -226,6 +249,11 @@ static int make_plan(append_job *job, uint32_t i, const int32_t *starts) {
     if ((p->before + p->rows) / page_tokens >= INT32_MAX)
         return fail(CXLKV_E_ARGUMENT, "sequence %u: too many tokens", i);
     p->filled = (uint32_t)(p->before % page_tokens);
+    if (job->table && p->rows && p->filled)
+        return fail(CXLKV_E_ARGUMENT,
+                    "sequence %u has %lu tokens in layer %u, no multiple of %u: blocks are "
+                    "appended at the end of a page. Append up to there, or truncate",
+                    i, p->before, job->layer, page_tokens);
     p->head = p->filled ? min_u32(p->rows, page_tokens - p->filled) : 0;
     p->direct_pages = (p->rows - p->head) / page_tokens;
     p->rest = p->rows - p->head - p->direct_pages * page_tokens;
@@ -450,7 +478,8 @@ static int64_t append_locked(append_job *job, const int32_t *starts) {
     cxlkv_batch *batch = job->batch;
     cxlkv_pool *pool = batch->pool;
     uint32_t rows = 0;
-    int code = batch_starts(batch, starts, &rows);
+    int code = job->table ? blocks_check(batch, job->table, &rows)
+                          : batch_starts(batch, starts, &rows);
     if (code == 0 && rows && !(job->keys->data && (!job->values || job->values->data)))
         code = fail(CXLKV_E_ARGUMENT, "keys or values: no data"); /* empty tensors have none */
     for (uint32_t i = 0; code == 0 && i < batch->count; i++) code = make_plan(job, i, starts);
@@ -477,23 +506,44 @@ static int64_t append_locked(append_job *job, const int32_t *starts) {
     return rows;
 }
 
-int64_t cxlkv_batch_append(cxlkv_batch *batch, uint32_t layer, const cxlkv_rows *keys,
-                           const cxlkv_rows *values, const int32_t *starts, int64_t rewind) {
+static int64_t append(append_job *job, const int32_t *starts) {
+    cxlkv_batch *batch = job->batch;
     cxlkv_pool *pool = batch->pool;
-    if (layer >= pool->layout.layers)
-        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", layer, pool->layout.layers);
-    int64_t code = rows_check(pool, keys, "keys");
-    if (code == 0) code = rows_check(pool, values, "values");
+    if (job->layer >= pool->layout.layers)
+        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", job->layer, pool->layout.layers);
+    job->part = pool->part_of[job->layer];
+    int64_t code = rows_check(pool, job->keys, "keys");
+    if (code == 0) code = rows_check(pool, job->values, "values");
     if (code < 0) return code;
-    append_job job = {.batch = batch, .layer = layer, .part = pool->part_of[layer],
-                      .rewind = rewind, .keys = keys, .values = values};
-    job.plans = calloc(batch->count, sizeof(*job.plans));
-    if (!job.plans) return fail(ENOMEM, "no memory to plan an append");
+    job->plans = calloc(batch->count, sizeof(*job->plans));
+    if (!job->plans) return fail(ENOMEM, "no memory to plan an append");
     code = batch_lock(batch, true);
     if (code == 0) {
-        code = append_locked(&job, starts);
+        code = append_locked(job, starts);
         batch_unlock(batch);
     }
-    free(job.plans);
+    free(job->plans);
     return code;
+}
+
+int64_t cxlkv_batch_append(cxlkv_batch *batch, uint32_t layer, const cxlkv_rows *keys,
+                           const cxlkv_rows *values, const int32_t *starts, int64_t rewind) {
+    append_job job = {.batch = batch, .layer = layer, .rewind = rewind, .keys = keys,
+                      .values = values};
+    return append(&job, starts);
+}
+
+int64_t cxlkv_batch_append_blocks(cxlkv_batch *batch, uint32_t layer, const cxlkv_blocks *blocks,
+                                  int64_t rewind) {
+    const cxlkv_layout *layout = &batch->pool->layout;
+    int64_t element = (int64_t)dtype_bytes(layout->dtype);
+    cxlkv_rows keys = {
+        .data = blocks->keys, .dtype = blocks->dtype,
+        .stride_bytes = {layout->head_dim * element, blocks->key_stride_bytes[1], element}};
+    cxlkv_rows values = {
+        .data = blocks->values, .dtype = blocks->dtype,
+        .stride_bytes = {layout->value_head_dim * element, blocks->value_stride_bytes[1], element}};
+    append_job job = {.batch = batch, .layer = layer, .rewind = rewind, .keys = &keys,
+                      .values = blocks->values ? &values : NULL, .table = blocks};
+    return append(&job, blocks->starts);
 }

@@ -98,6 +98,26 @@ int batch_starts(const cxlkv_batch *batch, const int32_t *starts, uint32_t *rows
     return 0;
 }
 
+int blocks_check(const cxlkv_batch *batch, const cxlkv_blocks *table, uint32_t *rows) {
+    const cxlkv_layout *layout = &batch->pool->layout;
+    uint32_t blocks, tokens = table->block_tokens;
+    int code = batch_starts(batch, table->starts, &blocks);
+    if (code < 0) return code;
+    if (tokens == 0 || tokens % layout->page_tokens)
+        return fail(CXLKV_E_ARGUMENT,
+                    "blocks of %u tokens are no multiple of the pool's pages of %u: make the pool "
+                    "with page_tokens that divide them",
+                    tokens, layout->page_tokens);
+    if ((uint64_t)blocks * tokens > INT32_MAX)
+        return fail(CXLKV_E_ARGUMENT, "%u blocks of %u tokens: copy fewer at once", blocks, tokens);
+    for (uint32_t i = 0; i < blocks; i++)
+        if (table->blocks[i] < 0 || (uint32_t)table->blocks[i] >= table->block_count)
+            return fail(CXLKV_E_ARGUMENT, "blocks[%u] is %d: there are blocks 0 to %d", i,
+                        table->blocks[i], (int)table->block_count - 1);
+    *rows = blocks * tokens;
+    return 0;
+}
+
 int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
                   const cxlkv_rows *queries, const int32_t *starts, uint32_t *rows) {
     const cxlkv_layout *layout = &batch->pool->layout;

@@ -1,4 +1,5 @@
-/* Fetch: copy chosen pages, or all, to one contiguous buffer, verified on the way. */
+/* Fetch: copy chosen pages, or all, to one contiguous buffer or to an engine's blocks, verified on
+ * the way. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -17,9 +18,9 @@ typedef struct fetch_job {
     near_reads reads;
 } fetch_job;
 
-static int copy_piece(const fetch_job *job, const layer_view *view, uint32_t index, uint32_t head,
-                      uint32_t kind, uint8_t *to) {
-    cxlkv_pool *pool = job->batch->pool;
+static int copy_piece(const layer_view *view, uint32_t index, uint32_t head, uint32_t kind,
+                      bool stream, uint8_t *to) {
+    cxlkv_pool *pool = view->sequence->pool;
     const cxlkv_layout *layout = &pool->layout;
     uint32_t dim = kind == PIECE_KEYS ? layout->head_dim : layout->value_head_dim;
     size_t size = piece_data_bytes(layout, kind), row = dim * dtype_bytes(layout->dtype);
@@ -33,7 +34,7 @@ static int copy_piece(const fetch_job *job, const layer_view *view, uint32_t ind
         memset(to + written, 0, size - written);
         return 0;
     }
-    if (job->stream && (uintptr_t)to % LINE_BYTES == 0)
+    if (stream && (uintptr_t)to % LINE_BYTES == 0)
         kernels_current()->store_rows(to, from, size, 1, size);
     else
         memcpy(to, from, size);
@@ -44,6 +45,23 @@ static int copy_piece(const fetch_job *job, const layer_view *view, uint32_t ind
                         kind, from);
 }
 
+/* A page is what its header says, or has a copy that is. */
+static int check_page(const layer_view *view, uint32_t index) {
+    cxlkv_pool *pool = view->sequence->pool;
+    uint32_t page = sequence_page(view->sequence, view->part, index);
+    if (view->near && near_find(pool, view->near, page, view->layer)) return 0;
+    return record_check_unlocked(pool, page, pool->pages[page].generation,
+                                 pool->layout.page_tokens);
+}
+
+/* Pages of a sequence whose record is complete in all layers of the part: only those have a header
+ * that can be asked. */
+static uint64_t sealed_pages(const layer_view *view) {
+    const cxlkv_pool *pool = view->sequence->pool;
+    uint32_t last_layer = pool->parts[view->part].last_layer;
+    return view->sequence->layer_tokens[last_layer] / pool->layout.page_tokens;
+}
+
 /* Page at place j of a list: -1 is padding. */
 static int64_t page_at(const fetch_job *job, uint32_t item, uint32_t j) {
     const cxlkv_picked *picked = &job->args->picked;
@@ -52,8 +70,7 @@ static int64_t page_at(const fetch_job *job, uint32_t item, uint32_t j) {
 
 /* Before a byte is copied: every page of the list exists and is what its header says. */
 static int check_list(const fetch_job *job, const layer_view *view, uint32_t item) {
-    cxlkv_pool *pool = job->batch->pool;
-    const cxlkv_layout *layout = &pool->layout;
+    const cxlkv_layout *layout = &job->batch->pool->layout;
     const int32_t *own = job->args->picked.pages;
     uint32_t head = item % layout->kv_heads;
     /* A list like head 0's is checked with that one, in the same call. */
@@ -61,8 +78,7 @@ static int check_list(const fetch_job *job, const layer_view *view, uint32_t ite
                                     own + (uint64_t)(item - head) * job->k,
                                     job->k * sizeof(*own)) == 0))
         return 0;
-    uint32_t last_layer = pool->parts[view->part].last_layer;
-    uint64_t sealed = view->sequence->layer_tokens[last_layer] / layout->page_tokens;
+    uint64_t sealed = sealed_pages(view);
     for (uint32_t j = 0; j < job->k; j++) {
         int64_t index = page_at(job, item, j);
         if (job->args->picked.pages && (index < -1 || index >= view->pages))
@@ -73,10 +89,7 @@ static int check_list(const fetch_job *job, const layer_view *view, uint32_t ite
                         "fetch: page %ld lies behind the window of %u tokens and was given back",
                         index, view->window);
         if (index < 0 || (uint64_t)index >= sealed) continue;
-        uint32_t page = sequence_page(view->sequence, view->part, (uint32_t)index);
-        if (view->near && near_find(pool, view->near, page, view->layer)) continue; /* as good */
-        uint64_t generation = pool->pages[page].generation;
-        int code = record_check_unlocked(pool, page, generation, layout->page_tokens);
+        int code = check_page(view, (uint32_t)index);
         if (code < 0) return code;
     }
     return 0;
@@ -111,7 +124,7 @@ static int fetch_task(void *context, uint32_t item) {
             int64_t index = page_at(job, item, j);
             if (j + 1 < job->k) prefetch_piece(&view, page_at(job, item, j + 1), head, kind);
             if (index < view.first || index >= view.pages) memset(to, 0, size);
-            else code = copy_piece(job, &view, (uint32_t)index, head, kind, to);
+            else code = copy_piece(&view, (uint32_t)index, head, kind, job->stream, to);
         }
     }
     store_fence();
@@ -193,5 +206,186 @@ int64_t cxlkv_batch_fetch(cxlkv_batch *batch, cxlkv_fetch_args *args) {
     code = peers_verify(batch->pool, code);
     batch_unlock(batch);
     free(job.sequence_of_list);
+    return code;
+}
+
+/* ---- to the blocks of an engine ---- */
+
+typedef struct blocks_job {
+    cxlkv_batch *batch;
+    uint32_t layer;
+    const cxlkv_blocks *table;
+    const int32_t *first;
+    int32_t *good;
+    bool stream;
+    pthread_mutex_t lock;        /* guards good and what follows */
+    int code;                    /* of the first error, and where it was */
+    uint32_t sequence, place;
+    char text[400];
+} blocks_job;
+
+/* The last one that begins at or before this entry. */
+static uint32_t sequence_at(const int32_t *starts, uint32_t count, uint32_t entry) {
+    uint32_t low = 0, high = count;
+    while (high - low > 1) {
+        uint32_t middle = (low + high) / 2;
+        if ((uint32_t)starts[middle] <= entry) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+static uint8_t *block_target(const blocks_job *job, uint32_t entry, uint32_t head, uint32_t kind) {
+    const cxlkv_blocks *t = job->table;
+    bool keys = kind == PIECE_KEYS;
+    const int64_t *strides = keys ? t->key_stride_bytes : t->value_stride_bytes;
+    return (uint8_t *)(keys ? t->keys : t->values) + t->blocks[entry] * strides[0] +
+           (int64_t)head * strides[1];
+}
+
+/* A page of a block, all heads; NULL view: zeros. */
+static int page_to_block(const blocks_job *job, const layer_view *view, uint32_t index,
+                         uint32_t entry, uint32_t place) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    for (uint32_t kind = PIECE_KEYS; kind <= PIECE_VALUES; kind++) {
+        size_t size = piece_data_bytes(layout, kind);
+        if (kind == PIECE_VALUES && values_are_keys(layout)) break;
+        for (uint32_t head = 0; head < layout->kv_heads; head++) {
+            uint8_t *to = block_target(job, entry, head, kind) + place * size;
+            if (view && head + 1 < layout->kv_heads) prefetch_piece(view, index, head + 1, kind);
+            int code = 0;
+            if (view) code = copy_piece(view, index, head, kind, job->stream, to);
+            else memset(to, 0, size);
+            if (code < 0) return code;
+        }
+    }
+    return 0;
+}
+
+static int block_fill(const blocks_job *job, const layer_view *view, uint32_t page,
+                      uint32_t entry) {
+    uint32_t pages = job->table->block_tokens / job->batch->pool->layout.page_tokens;
+    for (uint32_t place = 0; place < pages; place++) {
+        uint32_t index = page + place;
+        bool behind = index < view->first;
+        int code = !behind && index < sealed_pages(view) ? check_page(view, index) : 0;
+        if (code == 0) code = page_to_block(job, behind ? NULL : view, index, entry, place);
+        if (code < 0) return code;
+    }
+    return 0;
+}
+
+/* Nothing of a block that could not be read is left in it. */
+static void block_clear(const blocks_job *job, uint32_t entry) {
+    uint32_t pages = job->table->block_tokens / job->batch->pool->layout.page_tokens;
+    for (uint32_t place = 0; place < pages; place++) page_to_block(job, NULL, 0, entry, place);
+}
+
+static void note_bad(blocks_job *job, uint32_t sequence, uint32_t place, int code) {
+    pthread_mutex_lock(&job->lock);
+    if (job->good[sequence] > (int32_t)place) job->good[sequence] = (int32_t)place;
+    if (job->code == 0) {
+        job->code = code;
+        job->sequence = sequence;
+        job->place = place;
+        strncpy(job->text, cxlkv_error_text(), sizeof(job->text) - 1);
+    }
+    pthread_mutex_unlock(&job->lock);
+}
+
+static int block_guarded(const blocks_job *job, const layer_view *view, uint32_t page,
+                         uint32_t entry) {
+    guard fault;
+    volatile int code = 0;
+    GUARD_BEGIN(fault) {
+        code = block_fill(job, view, page, entry);
+    } GUARD_END(fault, code = poison_error(job->batch->pool, &fault))
+    return code;
+}
+
+/* An error of a block is its sequence's: the others' go on. */
+static int block_task(void *context, uint32_t entry) {
+    blocks_job *job = context;
+    cxlkv_batch *batch = job->batch;
+    uint32_t i = sequence_at(job->table->starts, batch->count, entry);
+    uint32_t place = entry - (uint32_t)job->table->starts[i];
+    layer_view view = view_of(batch->sequences[i], job->layer);
+    view.near = batch->pool->near;
+    uint32_t pages = job->table->block_tokens / batch->pool->layout.page_tokens;
+    int code = block_guarded(job, &view, (uint32_t)job->first[i] + place * pages, entry);
+    if (code == -EFAULT) return code; /* the caller's own array */
+    if (code < 0) {
+        note_bad(job, i, place, code);
+        block_clear(job, entry);
+    }
+    store_fence();
+    return 0;
+}
+
+/* The pages that are wanted of a sequence are there. */
+static int check_range(const blocks_job *job, uint32_t i) {
+    layer_view view = view_of(job->batch->sequences[i], job->layer);
+    uint32_t pages = job->table->block_tokens / job->batch->pool->layout.page_tokens;
+    int64_t blocks = job->table->starts[i + 1] - job->table->starts[i], first = job->first[i];
+    if (blocks == 0) return 0;
+    if (first < 0 || first + blocks * pages > view.complete)
+        return fail(CXLKV_E_ARGUMENT,
+                    "sequence %u: pages %ld to %ld wanted, its complete pages are 0 to %ld", i,
+                    first, first + blocks * pages - 1, (int64_t)view.complete - 1);
+    if (first + pages <= view.first)
+        return fail(CXLKV_E_ARGUMENT,
+                    "sequence %u: page %ld lies behind the window of %u tokens and was given back: "
+                    "its pages are %u to %u",
+                    i, first, view.window, view.first, view.complete - 1);
+    return 0;
+}
+
+static int check_target(const blocks_job *job, uint32_t *tokens) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_blocks *table = job->table;
+    if (job->layer >= layout->layers)
+        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", job->layer, layout->layers);
+    if (table->dtype != layout->dtype)
+        return fail(CXLKV_E_ARGUMENT, "blocks of dtype code %u, the pool stores %u", table->dtype,
+                    layout->dtype);
+    int code = blocks_check(job->batch, table, tokens);
+    if (code == 0 && *tokens && (!table->keys || (!table->values) != values_are_keys(layout)))
+        code = fail(CXLKV_E_ARGUMENT, "keys or values: no data, or one that the pool lacks");
+    for (uint32_t i = 0; code == 0 && i < job->batch->count; i++) code = check_range(job, i);
+    return code;
+}
+
+static int64_t fetch_blocks_locked(blocks_job *job) {
+    cxlkv_batch *batch = job->batch;
+    const cxlkv_layout *layout = &batch->pool->layout;
+    const int32_t *starts = job->table->starts;
+    uint32_t tokens;
+    int code = check_target(job, &tokens);
+    if (code < 0) return code;
+    for (uint32_t i = 0; i < batch->count; i++) job->good[i] = starts[i + 1] - starts[i];
+    uint64_t bytes =
+        (uint64_t)tokens * layout->kv_heads * row_channels(layout) * dtype_bytes(layout->dtype);
+    job->stream = bytes > STREAM_BYTES;
+    near_enter(batch->pool);
+    code = run_tasks(batch->pool, (uint32_t)starts[batch->count], block_task, job);
+    near_leave(batch->pool, &(near_reads){0});
+    if (code == 0 && job->code < 0)
+        code = fail(-job->code, "sequence %u of the batch, block %u of it: %s", job->sequence,
+                    job->place, job->text);
+    if (code == 0) count_add(batch->pool, COUNT_FETCHED_BYTES, bytes);
+    return code < 0 ? code : (int64_t)bytes;
+}
+
+int64_t cxlkv_batch_fetch_blocks(cxlkv_batch *batch, uint32_t layer, const cxlkv_blocks *blocks,
+                                 const int32_t *first, int32_t *good) {
+    blocks_job job = {.batch = batch, .layer = layer, .table = blocks, .first = first,
+                      .good = good, .lock = PTHREAD_MUTEX_INITIALIZER};
+    memset(good, 0, batch->count * sizeof(*good));
+    int64_t code = batch_lock(batch, false);
+    if (code < 0) return code;
+    code = peers_verify(batch->pool, fetch_blocks_locked(&job));
+    if (code < 0 && code != job.code) memset(good, 0, batch->count * sizeof(*good));
+    batch_unlock(batch);
+    pthread_mutex_destroy(&job.lock);
     return code;
 }

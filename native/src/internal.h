@@ -868,6 +868,8 @@ int batch_lock(cxlkv_batch *batch, bool write);
 void batch_unlock(cxlkv_batch *batch);
 void *batch_scratch(cxlkv_batch *batch, size_t bytes);
 int batch_starts(const cxlkv_batch *batch, const int32_t *starts, uint32_t *rows);
+/* Of an engine's block table; *rows: the tokens of all blocks. */
+int blocks_check(const cxlkv_batch *batch, const cxlkv_blocks *table, uint32_t *rows);
 int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
                   const cxlkv_rows *queries, const int32_t *starts, uint32_t *rows);
 /* Query rows of any strides and dtype to float32 [sequence][kv_head][row][group][dim], and packed
