@@ -197,7 +197,9 @@ def test_blocks_come_back_as_they_were(
 ) -> None:
     """Into blocks elsewhere, from any page on; all other blocks stay what they are. What lies in
     the pool is what append() makes of the same tokens."""
-    heads, value_dim = (1, 4) if values == "key_prefix" else (int(rng.integers(1, 4)), 8)
+    heads, value_dim = (
+        (1, 4) if values == "key_prefix" else (int(rng.integers(1, 4)), int(rng.choice([4, 8, 12])))
+    )
     layout = layout_of(dtype, kv_heads=heads, values=values, value_head_dim=value_dim)
     pool = make(layout, checksum=bool(rng.integers(2)), threads=int(rng.integers(1, 4)))
     tokens = PAGE * int(rng.integers(1, 5))
