@@ -100,7 +100,7 @@ int batch_starts(const cxlkv_batch *batch, const int32_t *starts, uint32_t *rows
 
 int blocks_check(const cxlkv_batch *batch, const cxlkv_blocks *table, uint32_t *rows) {
     const cxlkv_layout *layout = &batch->pool->layout;
-    uint32_t blocks, tokens = table->block_tokens;
+    uint32_t blocks = 0, tokens = table->block_tokens;
     int code = batch_starts(batch, table->starts, &blocks);
     if (code < 0) return code;
     if (tokens == 0 || tokens % layout->page_tokens)

@@ -359,7 +359,7 @@ static int64_t fetch_blocks_locked(blocks_job *job) {
     cxlkv_batch *batch = job->batch;
     const cxlkv_layout *layout = &batch->pool->layout;
     const int32_t *starts = job->table->starts;
-    uint32_t tokens;
+    uint32_t tokens = 0;
     int code = check_target(job, &tokens);
     if (code < 0) return code;
     for (uint32_t i = 0; i < batch->count; i++) job->good[i] = starts[i + 1] - starts[i];

@@ -195,6 +195,38 @@ static void test_callers_array_cut(void) {
     close(fd);
 }
 
+/* Nor for an engine's blocks, of which the second half of the memory is lost. */
+static void test_blocks_cut(void) {
+    enum { HEAD_BYTES = TEST_PAGE_TOKENS * TEST_DIM * 4 };
+    cxlkv_pool *pool = test_pool(NULL, 64);
+    cxlkv_sequence *sequence;
+    cxlkv_batch *batch;
+    const int32_t starts[2] = {0, 1}, block = 0, first = 0;
+    int32_t good = -1;
+    int fd = memfd_create("engine", MFD_CLOEXEC);
+    CHECK(ftruncate(fd, 8192) == 0);
+    uint8_t *array = mmap(NULL, 8192, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    CHECK(array != MAP_FAILED);
+    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
+    CHECK(cxlkv_batch_create(pool, 1, &sequence, &batch) == 0);
+    cxlkv_blocks table = {.keys = array, .values = array + 4096, .block_count = 1,
+                          .key_stride_bytes = {4096, HEAD_BYTES},
+                          .value_stride_bytes = {4096, HEAD_BYTES},
+                          .block_tokens = TEST_PAGE_TOKENS, .dtype = CXLKV_FLOAT32,
+                          .starts = starts, .blocks = &block};
+    CHECK(cxlkv_batch_append_blocks(batch, 0, &table, -1) == TEST_PAGE_TOKENS);
+    CHECK(ftruncate(fd, 4096) == 0);
+    CHECK(cxlkv_batch_append_blocks(batch, 0, &table, -1) == -EFAULT);
+    CHECK(cxlkv_sequence_layer_tokens(sequence, 0) == TEST_PAGE_TOKENS);
+    CHECK(cxlkv_batch_fetch_blocks(batch, 0, &table, &first, &good) == -EFAULT && good == 0);
+    CHECK(test_stats(pool).pages_retired == 0);
+    cxlkv_batch_destroy(batch);
+    cxlkv_sequence_destroy(sequence);
+    cxlkv_pool_destroy(pool);
+    munmap(array, 8192);
+    close(fd);
+}
+
 /* ---- faults that are not ours ---- */
 
 static volatile sig_atomic_t seen;
@@ -240,5 +272,6 @@ int main(void) {
     test_descriptors_cut();
     test_rebuild_when_cut();
     test_callers_array_cut();
+    test_blocks_cut();
     return 0;
 }
