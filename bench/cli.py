@@ -108,6 +108,12 @@ def _cold(result: Result) -> None:
         cold.run(result, Path(folder))
 
 
+def _paged(result: Result) -> None:
+    from cxlkv.bench.cases import paged
+
+    paged.run(result)
+
+
 def _link(result: Result) -> None:
     from cxlkv.bench.cases import link
 
@@ -139,6 +145,7 @@ PARTS: dict[str, Callable[[Result], None]] = {
     "moving": _moving,
     "decoding": _decoding,
     "cold": _cold,
+    "paged": _paged,
     "link": _link,
 }
 # Where a case's name is not its module's.
