@@ -137,12 +137,11 @@ static void piece_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, ui
     bool whole_rows = rows->stride_bytes[2] == (int64_t)element && rows->stride_bytes[0] > 0;
     bool is_piece = whole_rows && rows->stride_bytes[0] == (int64_t)(dim * element);
     bool direct = is_piece || (whole_rows && !layout->checksum);
-    if (is_piece) {
-        piece_write(pool, page, layer, head, kind, from);
-    } else if (direct) {
+    if (direct) {
         kernels_current()->store_rows(pieces_of(pool, page, layer, kind) + head * stride, from,
                                       (size_t)rows->stride_bytes[0], layout->page_tokens,
                                       dim * element);
+        if (layout->checksum) checksum_set(pool, page, layer, head, kind, from);
     } else {
         gather_rows(buffer, rows, 0, layout->page_tokens, head, dim, element);
         piece_write(pool, page, layer, head, kind, buffer);
