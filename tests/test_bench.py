@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from cxlkv import _core, cli, errors
-from cxlkv.bench.cases import allocating, calling, cohering, cold, copying, matching
+from cxlkv.bench.cases import allocating, calling, cohering, cold, copying, matching, paged
 from cxlkv.bench.report import Result
 
 from .small_cases import COHERING, check_result
@@ -83,6 +83,18 @@ def _portable(result: Result) -> None:
     from cxlkv.bench.cases import portable
 
     portable.run(result, selecting.Size(tokens=16384, layers=1, rounds=1, settle_s=0))
+
+
+def test_blocks_of_an_engine_run_small() -> None:
+    result = Result("paged")
+    paged.run(result, paged.Size(kv_bytes=4 << 20, rounds=1))
+    assert result.passed, result.checks
+    assert set(result.ratios) == {
+        f"{verb}_{pool}_{threads}_to_memcpy"
+        for verb in ("append", "fetch")
+        for pool in ("plain", "crc", "sketches")
+        for threads in (1, 2)
+    }
 
 
 def test_records_and_the_cold_tier_run_small(tmp_path: Path) -> None:
