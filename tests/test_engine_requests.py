@@ -1,67 +1,126 @@
-"""PoolRequests: what an engine asks of a pool, by request."""
+"""PoolRequests pass the suite of adapters, in pools of several layouts."""
 
 from __future__ import annotations
 
-import hashlib
+from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from cxlkv import Budget, CXLPool, KVLayout
+from cxlkv import CXLPool, KVLayout, LayerGroup
+from cxlkv.adapters import base
 from cxlkv.adapters.base import PoolRequests
 from cxlkv.adapters.identity import block_keys, namespace
-from cxlkv.errors import BadArgumentError
-from cxlkv.prefix import PageKeys
+from cxlkv.prefix import prefix_keys
+from cxlkv.tiers import Tiers
 
-LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=64, page_tokens=16, dtype="float16")
+from .adapters import AdapterSuite, Numbers
 
-
-def keys_of(count: int, word: str = "a") -> PageKeys:
-    hashes = [hashlib.sha256(f"text {i}".encode()).digest() for i in range(count)]
-    return block_keys(hashes, LAYOUT.page_tokens, namespace({"model": word}))
+Rows = npt.NDArray[np.float32]
 
 
-def append(requests: PoolRequests, request: str, tokens: int) -> None:
-    made = np.random.default_rng(tokens).standard_normal((tokens, 2, 64)).astype(np.float16)
-    for layer in range(LAYOUT.layers):
-        requests.sequences[request].append(layer, made, made)
+class PoolDriver:
+    """K and V of a token follow from all ids up to it, as in a model."""
+
+    page_size: ClassVar[int] = 16
+
+    def __init__(self, pool: CXLPool, tiers: Tiers | None = None) -> None:
+        self.adapter = PoolRequests(pool, tiers)
+
+    @staticmethod
+    def layout() -> KVLayout:
+        return KVLayout(layers=2, kv_heads=2, head_dim=16, page_tokens=16, dtype="float32")
+
+    def give(self, request: str, ids: list[int]) -> None:
+        sequence = self.adapter.sequence(request)
+        for layer in range(self.layout().layers):
+            rows = made(ids, layer)[sequence.tokens(layer) :]
+            sequence.append(layer, rows, -rows)
+
+    def attends(self, request: str, ids: list[int]) -> Numbers:
+        sequence = self.adapter.sequence(request)
+        assert len(sequence) == len(ids)
+        parts = []
+        for layer, window in enumerate(self.layout().windows):
+            out, lse = sequence.attend(layer, np.ones((4, 16), np.float32))
+            parts += [np.asarray(out).ravel(), np.asarray(lse).ravel()]
+            if window is None:
+                k, v = (np.asarray(piece) for piece in sequence.fetch(layer))
+                parts += [k.ravel(), v.ravel()]
+                assert np.array_equal(k[0].reshape(-1, 16)[: len(ids)], made(ids, layer)[:, 0])
+        return np.concatenate(parts).astype(np.float64)
+
+    def query(self) -> object:
+        return np.ones((4, 16), np.float32)
 
 
-def test_what_one_request_stored_another_loads() -> None:
-    with CXLPool.create("anonymous:", layout=LAYOUT, capacity="8MiB") as pool:
-        requests = PoolRequests(pool)
-        assert requests.load("one", None, 0) == 0
-        append(requests, "one", 70)
-        assert requests.store("one", keys_of(8)) == 4
-        assert requests.store("one", keys_of(8)) == 0
-        with requests.match(keys_of(8)) as hit:
-            assert hit.tokens == 64
-            assert requests.load("two", hit.handle, 50) == 50
-        with requests.match(keys_of(8, "b")) as other:
-            assert other.tokens == 0
-        with pytest.raises(BadArgumentError, match="two is there already"):
-            requests.load("two", None, 0)
-        picked = requests.select("two", 0, np.ones((4, 64), np.float16), Budget(pages=2))
-        assert picked.pages.shape[0] == LAYOUT.kv_heads
-        assert [event.kind for event in requests.events()] == ["stored"]
-        for name in ("one", "two", "two"):
-            requests.release(name)
-        assert requests.forget(keys_of(8)) == 4
-        assert [event.kind for event in requests.events()] == ["removed"]
+def made(ids: list[int], layer: int) -> Rows:
+    number, numbers = 1 + layer, []
+    for token in ids:
+        number = (number * 1103515245 + token * 12345 + 7) % 2147483647
+        numbers.append(number)
+    places = np.arange(1, 33).reshape(2, 16)
+    return np.sin(np.array(numbers)[:, None, None] % 10007 * places / 7).astype(np.float32)
+
+
+class LongBlocks(PoolDriver):
+    """An engine's block is two pages."""
+
+    page_size = 32
+
+
+class Windows(PoolDriver):
+    """Layers with a window, which give pages back."""
+
+    @staticmethod
+    def layout() -> KVLayout:
+        shape = {"layers": 1, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
+        groups = [LayerGroup(**shape, window=24), LayerGroup(**shape)]  # type: ignore[arg-type]
+        return KVLayout.of(groups, page_tokens=16)
+
+
+class TestPoolRequests(AdapterSuite):
+    driver = PoolDriver
+
+
+class TestLongBlocks(AdapterSuite):
+    driver = LongBlocks
+
+
+class TestWindows(AdapterSuite):
+    driver = Windows
+
+
+def test_other_text_behind_a_truncate_is_stored() -> None:
+    with CXLPool.create("anonymous:", layout=PoolDriver.layout(), capacity="8MiB") as pool:
+        engine = PoolDriver(pool)
+        engine.adapter.load("one", None, 0)
+        first, second = [5] * 64, [5] * 20 + [6] * 44
+        space = namespace({})
+        keys = [block_keys(list(prefix_keys(ids, 16)), 16, space) for ids in (first, second)]
+        engine.give("one", first)
+        assert engine.adapter.store("one", keys[0]) == 4
+        engine.adapter.truncate("one", 20)
+        engine.give("one", second)
+        assert engine.adapter.store("one", keys[1]) == 3
+        assert engine.adapter.forget(keys[0]) == 4
+        assert engine.adapter.forget(keys[0]) == 0
+        kinds = [event.kind for event in engine.adapter.events()]
+        assert kinds == ["stored", "stored", "removed"]
+        engine.adapter.release("one")
         assert pool.check()["clean"]
-        assert not requests.failures()
 
 
-def test_pages_that_are_gone_or_damaged_are_a_miss() -> None:
-    with CXLPool.create("anonymous:", layout=LAYOUT, capacity="8MiB") as pool:
-        requests = PoolRequests(pool)
-        requests.load("one", None, 0)
-        append(requests, "one", 64)
-        requests.store("one", keys_of(4))
-        with requests.match(keys_of(4)) as hit:
-            handle = hit.handle
-        requests.release("one")
-        requests.forget(keys_of(4))
-        assert requests.load("two", handle, 64) == 0
-        assert requests.failures() == {"stale": 1}
-        assert pool.check()["clean"]
+def test_events_that_nobody_takes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "EVENTS_MAX", 2)
+    with CXLPool.create("anonymous:", layout=PoolDriver.layout(), capacity="8MiB") as pool:
+        engine = PoolDriver(pool)
+        for start in range(3):
+            ids = [start] * 16
+            engine.adapter.load("one", None, 0)
+            engine.give("one", ids)
+            assert engine.adapter.store("one", prefix_keys(ids, 16)) == 1
+            engine.adapter.release("one")
+        assert len(engine.adapter.events()) == 2
+        assert engine.adapter.failures() == {"lost_events": 1}

@@ -1,15 +1,16 @@
 """What a serving engine asks of us, request by request, and the one place that answers it.
 
-    held = adapter.match(keys)              the scheduler: how much of a prompt is there already?
-    adapter.load(request, held.handle)      a worker: go on from it
-    adapter.store(request, keys)            publish what became complete
-    adapter.select(request, layer, q, b)    pages to attend to
-    adapter.release(request)                done, aborted or preempted: nothing stays but prefixes
+    held = adapter.match(keys)                             how much of a prompt is there already?
+    adapter.load(request, held.handle, held.tokens, keys)  a worker: go on from it
+    adapter.store(request, keys)                           publish what became complete
+    adapter.select(request, layer, q, budget)              pages to attend to
+    adapter.release(request)                               done, aborted or preempted
 
-Keys name pages, each for all text before its end: `prefix.PageKeys`. They must also name all that
-makes K and V what they are (model, dtype, rope, shard: `identity`), so that a mismatch is a miss. A
-handle is bytes, so match() and load() may be in different processes. Whatever is wrong with stored
-pages is a miss that is counted in failures(): an engine computes then.
+Keys name blocks of keys.page_tokens tokens, a page or several, each for all text before its end:
+`prefix.PageKeys`. They must also name all that makes K and V what they are (model, dtype, rope,
+shard: `identity`), so that a mismatch is a miss. A handle is bytes, so match() and load() may be in
+different processes. Whatever is wrong with stored pages is a miss that is counted in failures(): an
+engine computes then.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
+from cxlkv import _core
 from cxlkv.errors import BadArgumentError, CorruptError, CXLKVError, StaleError
 from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.pool import CXLPool
@@ -32,11 +35,16 @@ log = logging.getLogger("cxlkv")
 
 EVENTS_MAX = 1 << 16
 """Events that nobody takes: older ones are dropped, and counted."""
+MEND_BYTES = 16 << 20
+"""Of pages that are read to find damaged ones, at once."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Pages of these keys can be found now ("stored"), or were taken out ("removed")."""
+    """Pages of these keys can be found now ("stored"), or were taken out ("removed").
+
+    What was evicted, or taken out by others, is not told: who still believes in it meets a miss.
+    """
 
     kind: Literal["stored", "removed"]
     keys: PageKeys
@@ -48,15 +56,20 @@ class EngineAdapter(Protocol):
     def match(self, keys: PageKeys) -> Hit:
         """The longest published prefix, held until its release(); tokens may be 0."""
 
-    def load(self, request: str, handle: bytes | None, tokens: int) -> int:
+    def load(
+        self, request: str, handle: bytes | None, tokens: int, keys: PageKeys | None = None
+    ) -> int:
         """Begin a request with `tokens` of a hit's, none without a handle; returns how many it has.
 
-        0 where the pages are gone or damaged: failures() counts it, and the engine computes.
-        Raises BadArgumentError for a request that is there already.
+        Less where pages are gone or damaged, or a window lacks what `tokens` see: failures() counts
+        it, and the engine computes. keys, those of the hit: damaged ones are taken out, so that
+        nobody finds them again, and what is left of the prefix is loaded; without them 0. Raises
+        BadArgumentError for a request that is there already, and for more tokens than the hit has.
         """
 
     def store(self, request: str, keys: PageKeys) -> int:
-        """Publish the request's complete pages; returns how many are new. Keys from page 0 on."""
+        """Publish what is complete of the request; returns how many pages are new. Keys from its
+        first token on. A request whose pages are published already gives 0."""
 
     def select(self, request: str, layer: int, q: object, budget: Budget) -> Selection:
         """Choose pages for the last rows' queries, as Sequence.select."""
@@ -64,52 +77,74 @@ class EngineAdapter(Protocol):
     def release(self, request: str) -> None:
         """Give the request's pages back; of one that is not there nothing."""
 
+    def mend(self, keys: PageKeys) -> int:
+        """After a CorruptError while a request's pages were read: takes damaged ones of these keys
+        out, and returns of how many keys. The request is released and computed anew."""
+
     def events(self) -> list[Event]:
-        """What was stored and removed since the last call."""
+        """What was stored and removed since the last call, in order."""
 
     def failures(self) -> Counter[str]:
-        """Counts since the start: "stale", "corrupt", "full", "lost_events"."""
+        """Counts since the start: "stale", "corrupt", "full", "window", "lost_events"."""
 
 
 class PoolRequests:
     """Requests of one engine process, each a Sequence of a pool: what EngineAdapter asks for.
 
     tiers: makes room in a full pool by evicting published pages, and looks into the cold tier.
+    Calls that name a request which is not there raise BadArgumentError, but for release().
     """
 
     def __init__(self, pool: CXLPool, tiers: Tiers | None = None):
         self.pool, self.tiers = pool, tiers
         self.sequences: dict[str, Sequence] = {}
-        self._stored: dict[str, int] = {}  # pages of a request that were published, or came so
+        self._stored: dict[str, int] = {}  # tokens of a request that were published, or came so
         self._events: list[Event] = []
         self._failures: Counter[str] = Counter()
 
     def match(self, keys: PageKeys) -> Hit:
         return (self.tiers or self.pool).match(keys)
 
-    def load(self, request: str, handle: bytes | None, tokens: int) -> int:
+    def load(
+        self, request: str, handle: bytes | None, tokens: int, keys: PageKeys | None = None
+    ) -> int:
         if request in self.sequences:
             raise BadArgumentError(f"request {request} is there already: release() it first")
-        sequence = self._adopted(handle, tokens) if handle is not None and tokens else None
+        sequence = None
+        if handle is not None and tokens:
+            sequence = self._adopted(handle, tokens, keys)
+            if sequence is None and keys is not None:
+                with self.match(keys[: tokens // keys.page_tokens]) as rest:
+                    sequence = self._adopted(rest.handle, rest.tokens, keys) if rest else None
         if sequence is None:
             sequence = self.pool.sequence()
         self.sequences[request] = sequence
-        self._stored[request] = len(sequence) // self.pool.layout.page_tokens
+        self._stored[request] = len(sequence)
         return len(sequence)
 
-    def _adopted(self, handle: bytes, tokens: int) -> Sequence | None:
-        """The hit's sequence, every piece of it verified; None when it is gone or damaged."""
+    def _adopted(self, handle: bytes, tokens: int, keys: PageKeys | None) -> Sequence | None:
+        """The hit's sequence, every piece of it verified; None, and counted, when it cannot be."""
         sequence = None
         try:
             sequence = self.pool.adopt(handle)
-            sequence.truncate(tokens)
+            self._cut(sequence, tokens)
             self._verify(sequence)
-        except (StaleError, CorruptError) as error:
-            self.fail("corrupt" if isinstance(error, CorruptError) else "stale", error)
+        except (StaleError, CorruptError, _WindowError) as error:
+            self.fail(_KINDS[type(error)], error)
             if sequence is not None:
                 sequence.release()
+            if isinstance(error, CorruptError) and keys is not None:
+                self.mend(keys)
             return None
         return sequence
+
+    def _cut(self, sequence: Sequence, tokens: int) -> None:
+        if tokens > len(sequence):
+            raise BadArgumentError(f"{tokens} tokens of a hit of {len(sequence)}")
+        try:
+            sequence.truncate(tokens)
+        except BadArgumentError as error:
+            raise _WindowError(str(error)) from error
 
     def _verify(self, sequence: Sequence) -> None:
         """Raises CorruptError. What this process has found right before is not read again."""
@@ -123,23 +158,36 @@ class PoolRequests:
             none = np.empty((1, layout.kv_heads, 0), np.float32)
             batch.verify(layer, Selection(rows, none, counts, 0, 0, "sequence", starts))
 
+    def sequence(self, request: str) -> Sequence:
+        """Where the request's K and V are; append to it, attend to it."""
+        if request not in self.sequences:
+            raise BadArgumentError(f"request {request} is not there: load() begins one")
+        return self.sequences[request]
+
     def store(self, request: str, keys: PageKeys) -> int:
-        sequence = self.sequences[request]
-        tokens = self.pool.layout.page_tokens
-        there, before = min(len(sequence) // tokens, len(keys)), self._stored[request]
-        if there <= before:
-            return 0
-        new = self.pool.publish(sequence, keys[:there], tokens)
-        self._stored[request] = there
-        self._note(Event("stored", keys[before:there]))
+        new, self._stored[request] = self._publish(
+            self.sequence(request), keys, self._stored.get(request, 0)
+        )
         return new
 
+    def _publish(self, sequence: Sequence, keys: PageKeys, before: int) -> tuple[int, int]:
+        """Pages that are new, and up to which token the sequence is published then."""
+        size = keys.page_tokens
+        there, known = min(len(sequence) // size, len(keys)), before // size
+        if there <= known:
+            return 0, before
+        new = self.pool.publish(sequence, keys[:there], size)
+        if new:
+            self._note(Event("stored", keys[known:there]))
+        return new, there * size
+
     def select(self, request: str, layer: int, q: object, budget: Budget) -> Selection:
-        return self.sequences[request].select(layer, q, budget)
+        return self.sequence(request).select(layer, q, budget)
 
     def truncate(self, request: str, tokens: int) -> None:
         """The request has only `tokens` tokens: what was computed after them is not its text."""
-        self.sequences[request].truncate(tokens)
+        self.sequence(request).truncate(tokens)
+        self._stored[request] = min(self._stored[request], tokens)
 
     def release(self, request: str) -> None:
         sequence = self.sequences.pop(request, None)
@@ -148,10 +196,36 @@ class PoolRequests:
             sequence.release()
 
     def forget(self, keys: PageKeys) -> int:
-        """Take published pages out of the index, damaged ones above all."""
+        """Take published pages out of the index, whatever they are; returns how many."""
         count = self.pool.forget(keys)
-        self._note(Event("removed", keys))
+        if count:
+            self._note(Event("removed", keys))
         return count
+
+    def mend(self, keys: PageKeys) -> int:
+        damaged = PageKeys(keys.packed[self._damaged(keys)], keys.page_tokens, keys.strict)
+        if len(damaged):
+            self.forget(damaged)
+        return len(damaged)
+
+    def _damaged(self, keys: PageKeys) -> npt.NDArray[np.bool_]:
+        """Of which keys a published page is not what was written; every byte is read."""
+        pool = self.pool._handle
+        places = -(-keys.page_tokens // self.pool.layout.page_tokens)
+        names = _core.names(pool, keys.packed.tobytes(), places)
+        per_key = names.shape[1] * names.shape[2]
+        pages, generations = _core.find_pages(pool, names.reshape(-1, 16))
+        there = np.flatnonzero(pages != _core.NO_PAGE)
+        record_bytes, _ = _core.record_shape(pool)
+        many = max(1, MEND_BYTES // record_bytes)
+        room = np.empty((min(many, len(there)), record_bytes), np.uint8)
+        wrong = np.zeros(len(pages), np.bool_)
+        for first in range(0, len(there), many):
+            some = there[first : first + many]
+            codes = _core.records_read(pool, pages[some], generations[some], room[: len(some)])
+            wrong[some] = codes == _core.E_CORRUPT
+        found: npt.NDArray[np.bool_] = np.logical_or.reduce(wrong.reshape(-1, per_key), axis=1)
+        return found
 
     def events(self) -> list[Event]:
         taken, self._events = self._events, []
@@ -171,3 +245,14 @@ class PoolRequests:
             del self._events[0]
             self._failures["lost_events"] += 1
         self._events.append(event)
+
+
+class _WindowError(CXLKVError):
+    """A window has given back what the next token would see."""
+
+
+_KINDS: dict[type[CXLKVError], str] = {
+    StaleError: "stale",
+    CorruptError: "corrupt",
+    _WindowError: "window",
+}
