@@ -12,7 +12,8 @@ sequence selects pages under the budget and attends to these only. Three calls i
 layer at most, whatever the number of sequences.
 
 `layouts` says what a model's pool must store, `cache` has the cache, `steps` what one pass knows,
-`prefill` attention over tensors, `latent` the algebra of MLA, `attention` what transformers calls.
+`prefill` attention over tensors, `latent` the algebra of MLA, `attention` what transformers calls,
+`requests` prefixes that calls of generate() share.
 
 Importing this module registers "cxlkv" as an attention implementation.
 """
@@ -20,10 +21,12 @@ Importing this module registers "cxlkv" as an attention implementation.
 from cxlkv.adapters.transformers.attention import attention, padding_mask, register
 from cxlkv.adapters.transformers.cache import Counters, CXLCache, FarLayer
 from cxlkv.adapters.transformers.layouts import layout_of
+from cxlkv.adapters.transformers.requests import CXLRequests
 from cxlkv.adapters.transformers.steps import LayerStep, Step
 
 __all__ = [
     "CXLCache",
+    "CXLRequests",
     "Counters",
     "FarLayer",
     "LayerStep",
