@@ -176,7 +176,14 @@ class AdapterSuite:
             has = engine.adapter.load("second", hit.handle, 2 * size - 1, keys)
             with pytest.raises(BadArgumentError, match="tokens"):
                 engine.adapter.load("third", hit.handle, hit.tokens + 1, keys)
+            for tokens in range(1, hit.tokens + 1):
+                before = engine.adapter.failures()["window"]
+                got = engine.adapter.load("any", hit.handle, tokens, keys)
+                lacks = engine.adapter.failures()["window"] - before
+                assert got == (tokens // size * size if lacks else tokens)
+                release(engine, "any")
         assert has == 2 * size - 1 or engine.adapter.failures()["window"]
+        assert set(engine.adapter.failures()) <= {"window"}
         engine.give("second", short)
         same(engine.attends("second", short), wanted)
         release(engine, "first", "second", "alone", "third")

@@ -352,3 +352,30 @@ def test_only_the_same_model_and_salt_find_a_prefix(tmp_path: Path) -> None:
         pytest.raises(GeometryError),
     ):
         CXLRequests(pool, llama())
+
+
+def test_a_batch_in_which_all_rows_are_padded(model: PreTrainedModel, pool: CXLPool) -> None:
+    requests = CXLRequests(pool, model)
+    ids, mask = prompts((33, 27))
+    ids, mask = (torch.nn.functional.pad(of, (4, 0)) for of in (ids, mask))
+    wanted = stock(model, ids, mask)
+    for begins in (0, 34):  # 32 tokens behind 4 of padding, 24 behind 10
+        with requests.begin(ids, mask) as cache:
+            assert cache.get_seq_length() == begins
+            assert torch.equal(generate(model, ids, mask, cache), wanted)
+
+
+def test_a_request_of_several_rows_gives_all_back(model: PreTrainedModel, pool: CXLPool) -> None:
+    requests = CXLRequests(pool, model)
+    ids, _ = prompts((20,))
+    requests.load("one", None, 0)
+    cache = requests.cache(["one"])
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.batch_repeat_interleave(3)
+    assert pool.stats()["pages_held"] > 0
+    assert requests.store("one", requests.keys(ids[0].tolist())) > 0
+    requests.release("one")
+    assert pool.stats()["pages_held"] == 0, "while the cache is there"
+    with requests.match(requests.keys(ids[0].tolist())) as hit:
+        assert hit.tokens == 16

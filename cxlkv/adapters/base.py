@@ -151,7 +151,8 @@ class PoolRequests:
         layout, tokens = self.pool.layout, len(sequence)
         batch, starts = self.pool.batch([sequence]), np.zeros(2, np.int32)
         for layer, window in enumerate(layout.windows):
-            first = 0 if window is None else max(0, tokens - window) // layout.page_tokens
+            oldest = 0 if window is None else max(0, tokens + 1 - window)  # that the next one sees
+            first = oldest // layout.page_tokens
             pages = np.arange(first, tokens // layout.page_tokens, dtype=np.int32)
             rows = np.ascontiguousarray(np.broadcast_to(pages, (1, layout.kv_heads, len(pages))))
             counts = np.full((1, layout.kv_heads), len(pages), np.int32)
