@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -12,10 +13,11 @@ from cxlkv import CXLPool, KVLayout, LayerGroup
 from cxlkv.adapters import base
 from cxlkv.adapters.base import PoolRequests
 from cxlkv.adapters.identity import block_keys, namespace
+from cxlkv.errors import CorruptError
 from cxlkv.prefix import prefix_keys
 from cxlkv.tiers import Tiers
 
-from .adapters import AdapterSuite, Numbers
+from .adapters import AdapterSuite, Numbers, damage
 
 Rows = npt.NDArray[np.float32]
 
@@ -124,3 +126,21 @@ def test_events_that_nobody_takes_are_counted(monkeypatch: pytest.MonkeyPatch) -
             engine.adapter.release("one")
         assert len(engine.adapter.events()) == 2
         assert engine.adapter.failures() == {"lost_events": 1}
+
+
+def test_who_verifies_on_the_way_mends_then(tmp_path: Path) -> None:
+    path, ids = tmp_path / "pool", [3] * 64
+    keys = prefix_keys(ids, 16)
+    with CXLPool.create(path, layout=PoolDriver.layout(), capacity="8MiB") as pool:
+        engine = PoolDriver(pool)
+        engine.adapter.load("one", None, 0)
+        engine.give("one", ids)
+        engine.adapter.store("one", keys)
+        damage(path, keys, block=1, kind="keys")
+        with CXLPool.open(path) as other, pool.match(keys) as hit:
+            requests = PoolRequests(other)
+            assert requests.load("two", hit.handle, 64, keys, verify=False) == 64
+            with pytest.raises(CorruptError):
+                requests.sequence("two").fetch(0)
+            assert requests.mend(keys) == 1
+            assert requests.match(keys).tokens == 16

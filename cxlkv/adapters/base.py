@@ -106,29 +106,41 @@ class PoolRequests:
         return (self.tiers or self.pool).match(keys)
 
     def load(
-        self, request: str, handle: bytes | None, tokens: int, keys: PageKeys | None = None
+        self,
+        request: str,
+        handle: bytes | None,
+        tokens: int,
+        keys: PageKeys | None = None,
+        *,
+        verify: bool = True,
     ) -> int:
+        """verify=False: for who reads the pages by a call that verifies them on the way, and then
+        calls mend() if one is damaged."""
         if request in self.sequences:
             raise BadArgumentError(f"request {request} is there already: release() it first")
         sequence = None
         if handle is not None and tokens:
-            sequence = self._adopted(handle, tokens, keys)
+            sequence = self._adopted(handle, tokens, keys, verify)
             if sequence is None and keys is not None:
                 with self.match(keys[: tokens // keys.page_tokens]) as rest:
-                    sequence = self._adopted(rest.handle, rest.tokens, keys) if rest else None
+                    if rest:
+                        sequence = self._adopted(rest.handle, rest.tokens, keys, verify)
         if sequence is None:
             sequence = self.pool.sequence()
         self.sequences[request] = sequence
         self._stored[request] = len(sequence)
         return len(sequence)
 
-    def _adopted(self, handle: bytes, tokens: int, keys: PageKeys | None) -> Sequence | None:
-        """The hit's sequence, every piece of it verified; None, and counted, when it cannot be."""
+    def _adopted(
+        self, handle: bytes, tokens: int, keys: PageKeys | None, verify: bool
+    ) -> Sequence | None:
+        """The hit's sequence, its pieces verified; None, and counted, when it cannot be."""
         sequence = None
         try:
             sequence = self.pool.adopt(handle)
             self._cut(sequence, tokens)
-            self._verify(sequence)
+            if verify:
+                self._verify(sequence)
         except (StaleError, CorruptError, _WindowError) as error:
             self.fail(_KINDS[type(error)], error)
             if sequence is not None:
