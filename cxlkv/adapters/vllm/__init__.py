@@ -1,0 +1,10 @@
+"""vLLM: prefixes kept in a pool, or attention near the data; switched on by its connector.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "CXLConnector", "kv_role": "kv_both"}'
+
+`plugin` makes the connector known in all of the engine's processes. `connector` is what the engine
+calls: thin, it asks `scheduler` in the scheduler's process, and in the workers `saving` (prefixes
+are copied between the engine's blocks and the pool) or `pooled` (K and V live in the pool).
+`messages` go from the scheduler to the workers, `settings` reads what the user wrote, `pools` finds
+or makes the pool of each rank. Only `plugin`, `connector`, `pools` and what they say import vLLM.
+"""

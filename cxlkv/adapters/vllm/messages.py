@@ -1,0 +1,85 @@
+"""What the scheduler tells the workers in a step, and what they tell it: plain data, no engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from cxlkv.ndp.engine import Budget
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a request asked for. budget: pages that a decode step may attend to; None is all."""
+
+    budget: Budget | None = None
+    save: bool = True
+
+    @property
+    def selected(self) -> bool:
+        """Whether decode steps attend to chosen pages only."""
+        return self.budget is not None
+
+
+@dataclass
+class Started:
+    """A request that the workers have not seen, or not since it was preempted.
+
+    blocks: of the engine, in the order of the text; hashes: of the text up to the end of each
+    complete block, as far as they are known. handles: of the hit in each shard's pool (None: no
+    hit) of `tokens` tokens; `local` tokens of them the engine had itself. In this step the tokens
+    from `computed` on are computed, `scheduled` of them; 0 while the hit is loaded beside the steps
+    (asynchronously), and then the request comes again as Continued.
+    """
+
+    request: str
+    blocks: list[int]
+    hashes: list[bytes] = field(default_factory=list)
+    handles: list[bytes] | None = None
+    tokens: int = 0
+    local: int = 0
+    computed: int = 0
+    scheduled: int = 0
+    options: Options = field(default_factory=Options)
+
+
+@dataclass
+class Continued:
+    """A request that goes on: blocks and hashes are those that are new since the last message."""
+
+    request: str
+    blocks: list[int]
+    hashes: list[bytes]
+    computed: int
+    scheduled: int
+
+
+@dataclass
+class Message:
+    """One step. ended (finished, aborted, preempted) is to be heard first: a request that was
+    preempted may start again in the same step."""
+
+    started: list[Started] = field(default_factory=list)
+    continued: list[Continued] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Stored:
+    """Blocks [first, last) of a request's text that its pool has now."""
+
+    request: str
+    first: int
+    last: int
+
+
+@dataclass
+class Report:
+    """What a worker did in a step; failures are by kind, as PoolRequests counts them."""
+
+    stored: list[Stored] = field(default_factory=list)
+    removed: list[bytes] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+
+    def __bool__(self) -> bool:
+        return bool(self.stored or self.removed or self.failures)

@@ -1,0 +1,42 @@
+"""vLLM's door to us: each of its processes calls register() before it builds anything."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+from cxlkv.errors import UnsupportedError
+
+log = logging.getLogger("cxlkv")
+
+NAME = "CXLConnector"
+TESTED = ((0, 32), (0, 33))
+"""Versions that the tests ran with: from the first, below the second."""
+
+
+def register() -> None:
+    """Make the connector's name known. Never raises: who does not use it must not feel it."""
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        if NAME not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(
+                NAME, "cxlkv.adapters.vllm.connector", "CXLConnector"
+            )
+    except Exception as error:
+        log.warning("cxlkv is not available in this vLLM (%s): %s", _range(), error)
+
+
+def check_version(version: str) -> None:
+    """Raises UnsupportedError for a vLLM that nobody has tested this with."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or not TESTED[0] <= (int(found[1]), int(found[2])) < TESTED[1]:
+        raise UnsupportedError(
+            f"vLLM {version}: this release of cxlkv was tested with {_range()}, and connectors "
+            "change between versions. Install one of these, or another cxlkv"
+        )
+
+
+def _range() -> str:
+    (major, minor), (end, ended) = TESTED
+    return f"vllm>={major}.{minor},<{end}.{ended}"

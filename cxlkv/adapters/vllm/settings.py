@@ -1,0 +1,147 @@
+"""What a user may write in kv_connector_extra_config, and in a request's kv_transfer_params."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from math import inf
+
+from cxlkv.adapters.vllm.messages import Options
+from cxlkv.config import parse_bytes
+from cxlkv.errors import BadArgumentError
+from cxlkv.ndp.engine import Budget
+from cxlkv.regions import ALL
+
+WHERE = "/dev/shm/"
+WORDS = {"attention": ("engine", "pool"), "load": ("sync", "async")}
+PREFIX = "kv_connector_extra_config"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """attention: "engine": the engine's own, and prefixes are kept in the pool; "pool": K and V of
+    running requests live in the pool, and attention is computed near them.
+
+    where: a folder (a name for each model and rank is made in it), or the path of one pool, as
+    CXLPool.create takes it. capacity: of all ranks' pools together; None: a share of the memory
+    that this container may use. salt: keeps tenants apart. budget: for decode steps of requests
+    that say nothing, with attention="pool". audit: share of selects whose recall is measured. load:
+    "sync": a step waits for its hits layer by layer; "async": requests wait, steps do not.
+    deadline_s: a load that takes longer has failed, and its tokens are computed.
+    """
+
+    attention: str = "engine"
+    where: str = WHERE
+    capacity: str | int | None = None
+    salt: str = ""
+    budget: Budget | None = None
+    audit: float = 0.0
+    load: str = "sync"
+    deadline_s: float = 5.0
+
+
+def read_settings(given: Mapping[str, object]) -> Settings:
+    """Raises BadArgumentError, which names the key and what is allowed."""
+    known = [one.name for one in fields(Settings)]
+    for name in given:
+        if name not in known:
+            close = get_close_matches(str(name), known, 1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise BadArgumentError(f"{PREFIX}: {name!r} is not one of {', '.join(known)}{meant}")
+    default = Settings()
+    for name, words in WORDS.items():
+        value = given.get(name, getattr(default, name))
+        if value not in words:
+            raise BadArgumentError(f"{PREFIX}: {name} is {value!r}: one of {', '.join(words)}")
+    capacity = given.get("capacity")
+    if capacity is not None:
+        if isinstance(capacity, bool) or not isinstance(capacity, (int, str)):
+            raise BadArgumentError(f"{PREFIX}: capacity is {capacity!r}: text like 8GiB is wanted")
+        if capacity != ALL:
+            parse_bytes(capacity)
+    found = Settings(
+        attention=_text(given, "attention", default.attention),
+        where=_text(given, "where", default.where),
+        capacity=capacity,
+        salt=_text(given, "salt", default.salt),
+        budget=read_budget(given.get("budget"), PREFIX),
+        audit=_number(given, "audit", default.audit, 0, 1),
+        load=_text(given, "load", default.load),
+        deadline_s=_number(given, "deadline_s", default.deadline_s, 1e-6, inf),
+    )
+    if found.where == "anonymous:":
+        raise BadArgumentError(
+            f"{PREFIX}: where is 'anonymous:', but the engine has several processes that must find "
+            "the pool: give a folder, or leave it away"
+        )
+    if found.budget is not None and found.attention != "pool":
+        raise BadArgumentError(
+            f'{PREFIX}: a budget needs "attention": "pool": the engine\'s attention has none'
+        )
+    return found
+
+
+def read_budget(given: object, where: str) -> Budget | None:
+    """A budget written as a mapping of Budget's own words, like {"share": 0.1}; None is all."""
+    if given is None or given is False:
+        return None
+    known = [one.name for one in fields(Budget)]
+    if not isinstance(given, Mapping) or not set(given) <= set(known):
+        raise BadArgumentError(
+            f"{where}: budget is {given!r}: keys and values are wanted, of {', '.join(known)}"
+        )
+    words = dict(given)
+    numbers = {name: words.get(name) for name in ("pages", "sinks", "recent")}
+    for name, value in numbers.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise BadArgumentError(
+                f"{where}: budget: {name} is {value!r}: a whole number is wanted"
+            )
+    for name in ("share", "mass"):
+        value = words.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise BadArgumentError(f"{where}: budget: {name} is {value!r}: a number is wanted")
+    try:
+        return Budget(**words)
+    except BadArgumentError as error:
+        raise BadArgumentError(f"{where}: budget: {error}") from error
+
+
+def read_options(given: object, settings: Settings) -> Options:
+    """Of one request: {"cxlkv": {"budget": {"pages": 8} or null, "save": false}}.
+
+    Raises BadArgumentError; other connectors' keys beside "cxlkv" are theirs.
+    """
+    own = given.get("cxlkv") if isinstance(given, Mapping) else None
+    if own is None:
+        return Options(settings.budget)
+    if not isinstance(own, Mapping) or not set(own) <= {"budget", "save"}:
+        raise BadArgumentError(
+            f"kv_transfer_params: cxlkv is {own!r}: keys and values are wanted, of budget, save"
+        )
+    save = own.get("save", True)
+    if not isinstance(save, bool):
+        raise BadArgumentError(f"kv_transfer_params: save is {save!r}: true or false is wanted")
+    budget = settings.budget
+    if "budget" in own:
+        budget = read_budget(own["budget"], "kv_transfer_params")
+    return Options(budget, save)
+
+
+def _text(given: Mapping[str, object], name: str, default: str) -> str:
+    value = given.get(name, default)
+    if not isinstance(value, str):
+        raise BadArgumentError(f"{PREFIX}: {name} is {value!r}: text is wanted")
+    return value
+
+
+def _number(
+    given: Mapping[str, object], name: str, default: float, least: float, most: float
+) -> float:
+    value = given.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise BadArgumentError(
+            f"{PREFIX}: {name} is {value!r}: a number from {least:g} to {most:g}"
+        )
+    return float(value)
