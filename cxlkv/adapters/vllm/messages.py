@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from cxlkv.ndp.engine import Budget
+from cxlkv.prefix import HASH_BYTES, PageKeys
+
+KEY_BYTES = HASH_BYTES
+
+
+def unpacked(keys: bytes, block_tokens: int) -> PageKeys:
+    """Keys of blocks, as they travel: joined."""
+    rows = np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+    return PageKeys(rows, block_tokens)
 
 
 @dataclass(frozen=True)
@@ -25,16 +36,16 @@ class Options:
 class Started:
     """A request that the workers have not seen, or not since it was preempted.
 
-    blocks: of the engine, in the order of the text; hashes: of the text up to the end of each
-    complete block, as far as they are known. handles: of the hit in each shard's pool (None: no
-    hit) of `tokens` tokens; `local` tokens of them the engine had itself. In this step the tokens
-    from `computed` on are computed, `scheduled` of them; 0 while the hit is loaded beside the steps
+    blocks: of the engine, in the order of the text; keys: KEY_BYTES for each complete block of it,
+    joined, as far as the text is known. handles: of the hit in each shard's pool (None: no hit) of
+    `tokens` tokens; `local` tokens of them the engine had itself. In this step the tokens from
+    `computed` on are computed, `scheduled` of them; 0 while the hit is loaded beside the steps
     (asynchronously), and then the request comes again as Continued.
     """
 
     request: str
     blocks: list[int]
-    hashes: list[bytes] = field(default_factory=list)
+    keys: bytes = b""
     handles: list[bytes] | None = None
     tokens: int = 0
     local: int = 0
@@ -45,11 +56,11 @@ class Started:
 
 @dataclass
 class Continued:
-    """A request that goes on: blocks and hashes are those that are new since the last message."""
+    """A request that goes on: blocks and keys are those that are new since the last message."""
 
     request: str
     blocks: list[int]
-    hashes: list[bytes]
+    keys: bytes
     computed: int
     scheduled: int
 
@@ -57,16 +68,17 @@ class Continued:
 @dataclass
 class Message:
     """One step. ended (finished, aborted, preempted) is to be heard first: a request that was
-    preempted may start again in the same step."""
+    preempted may start again in the same step. loaded: hits that all ranks have loaded whole."""
 
     started: list[Started] = field(default_factory=list)
     continued: list[Continued] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
 
 
-@dataclass
-class Stored:
-    """Blocks [first, last) of a request's text that its pool has now."""
+@dataclass(frozen=True)
+class Span:
+    """Blocks [first, last) of a request's text."""
 
     request: str
     first: int
@@ -75,11 +87,13 @@ class Stored:
 
 @dataclass
 class Report:
-    """What a worker did in a step; failures are by kind, as PoolRequests counts them."""
+    """What a worker did in a step: requests whose hits it has loaded whole, blocks that its pool has
+    now and has not any more, failures by kind, as PoolRequests counts them."""
 
-    stored: list[Stored] = field(default_factory=list)
-    removed: list[bytes] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    stored: list[Span] = field(default_factory=list)
+    removed: list[Span] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
 
     def __bool__(self) -> bool:
-        return bool(self.stored or self.removed or self.failures)
+        return bool(self.loaded or self.stored or self.removed or self.failures)

@@ -1,0 +1,309 @@
+"""The scheduler's side: how much of a prompt the pools have, and what the workers must know of it.
+
+A hit counts as far as every rank's pool has it. It is held, with a lease, from the match until the
+request ends or is preempted, so that nothing takes its pages before the workers have adopted them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from cxlkv.adapters.identity import block_keys
+from cxlkv.adapters.vllm.messages import (
+    KEY_BYTES,
+    Continued,
+    Message,
+    Options,
+    Report,
+    Span,
+    Started,
+    unpacked,
+)
+from cxlkv.adapters.vllm.settings import Settings, read_options
+from cxlkv.errors import BadArgumentError, CXLKVError
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Hit
+
+log = logging.getLogger("cxlkv")
+
+LEASE_S = 60.0
+ENDED_MAX = 1024
+"""Requests that have ended and whose texts are kept, for the events of what they stored."""
+
+
+class EngineRequest(Protocol):
+    """What is read of the engine's own object for a request; it changes as the text grows."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+    @property
+    def kv_transfer_params(self) -> Mapping[str, object] | None: ...
+
+
+@dataclass
+class Scheduled:
+    """One request in one step; blocks: all of them if it is new or resumed, else the new ones."""
+
+    request: str
+    blocks: Sequence[int]
+    computed: int
+    scheduled: int
+
+
+@dataclass
+class Step:
+    """What the engine has decided for a step."""
+
+    fresh: list[Scheduled] = field(default_factory=list)  # new, or resumed after a preemption
+    going: list[Scheduled] = field(default_factory=list)
+    ended: set[str] = field(default_factory=set)  # finished, aborted, preempted
+
+
+@dataclass
+class Change:
+    """Blocks of a text that can be found in all ranks' pools now, or not any more."""
+
+    kind: Literal["stored", "removed"]
+    request: EngineRequest
+    hashes: list[bytes]
+    parent: bytes | None
+    token_ids: list[int]
+
+
+@dataclass
+class _Match:
+    """A hit, as long as it is held. `local` tokens the engine had itself."""
+
+    hits: list[Hit]
+    handles: list[bytes]
+    tokens: int
+    local: int
+
+
+@dataclass
+class _Told:
+    """What the workers know of a request."""
+
+    blocks: int
+    keys: int
+
+
+class Scheduling:
+    """One for each engine; pools are those of all ranks, by rank.
+
+    space: the namespace of its keys. hash_tokens: how many tokens the engine's hashes are apart, a
+    divisor of block_tokens. events: whether anybody wants to know what was stored.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[CXLPool],
+        space: bytes,
+        settings: Settings,
+        *,
+        block_tokens: int,
+        hash_tokens: int | None = None,
+        events: bool = False,
+    ):
+        self.pools, self.space, self.settings = list(pools), space, settings
+        self.block_tokens = block_tokens
+        self._every = block_tokens // (hash_tokens or block_tokens)
+        self._requests: dict[str, EngineRequest] = {}
+        self._options: dict[str, Options] = {}
+        self._matches: dict[str, _Match] = {}
+        self._told: dict[str, _Told] = {}
+        self._starts: dict[str, Started] = {}  # allocated since the last step
+        self._again: set[str] = set()  # what the workers know of them is not true any more
+        self._loaded: list[str] = []
+        self._events: bool = events
+        self._changes: list[Change] = []
+        self._ended: OrderedDict[str, EngineRequest] = OrderedDict()
+        self.failures: Counter[str] = Counter()
+
+    # ---- a request comes ----
+
+    def match(self, request: EngineRequest, local: int) -> tuple[int, bool]:
+        """(tokens that the pools have beyond the engine's own `local`, whether they are loaded
+        beside the steps). May be asked again at any time until the request gets blocks.
+
+        The last token is always left to the engine, and with it its block.
+        """
+        name = request.request_id
+        self._forget_match(name)
+        if self._told.pop(name, None) is not None:  # its load failed: it begins again
+            self._again.add(name)
+        self._requests[name] = request
+        self._options[name] = self._options_of(request)
+        blocks = (request.num_tokens - 1) // self.block_tokens
+        if blocks * self.block_tokens <= local:
+            return 0, False
+        found = self._find(self._keys(request, 0, blocks), local)
+        if found is None:
+            return 0, False
+        self._matches[name] = found
+        return found.tokens - local, self.settings.load == "async"
+
+    def _options_of(self, request: EngineRequest) -> Options:
+        try:
+            return read_options(request.kv_transfer_params, self.settings)
+        except BadArgumentError as error:
+            self._fail("bad_options", error)
+            return Options(self.settings.budget)
+
+    def _find(self, keys: bytes, local: int) -> _Match | None:
+        hits: list[Hit] = []
+        try:
+            packed = unpacked(keys, self.block_tokens)
+            for pool in self.pools:
+                hits.append(pool.match(packed, lease_s=LEASE_S))
+                if hits[-1].tokens <= local:
+                    break
+            else:
+                tokens = min(hit.tokens for hit in hits)
+                return _Match(hits, [hit.handle for hit in hits], tokens, local)
+        except CXLKVError as error:
+            self._fail("match", error)
+        for hit in hits:
+            hit.release()
+        return None
+
+    def allocated(self, request: EngineRequest, blocks: Sequence[int], external: int) -> None:
+        """The request has blocks, `external` tokens of which are to be loaded."""
+        name = request.request_id
+        found = self._matches.get(name)
+        if external <= 0 or found is None:
+            if name not in self._told and name not in self._starts:
+                self._forget_match(name)
+            return
+        self._starts[name] = Started(
+            name,
+            list(blocks),
+            handles=found.handles,
+            tokens=found.local + external,
+            local=found.local,
+            computed=found.local + external,
+            options=self._options[name],
+        )
+
+    # ---- a step ----
+
+    def message(self, step: Step) -> Message:
+        """What the workers must know of this step."""
+        message = Message(ended=sorted(step.ended | self._again), loaded=self._loaded)
+        self._again, self._loaded = set(), []
+        for name in step.ended:
+            self._told.pop(name, None)
+            if name not in self._starts:
+                self._forget_match(name)
+        scheduled = {one.request: one for one in step.fresh}
+        for name, start in list(self._starts.items()):
+            if name not in self._requests:  # aborted between allocation and step
+                continue
+            now = scheduled.pop(name, None)
+            message.started.append(self._start(start, now))
+        self._starts.clear()
+        for one in scheduled.values():
+            if one.request in self._told:
+                message.continued.append(self._go_on(one, one.blocks[self._told[one.request].blocks :]))
+            else:
+                options = self._options.get(one.request, Options())
+                message.started.append(self._start(Started(one.request, [], options=options), one))
+        message.continued += [self._go_on(one, one.blocks) for one in step.going]
+        return message
+
+    def _start(self, start: Started, now: Scheduled | None) -> Started:
+        if now is not None:
+            start.blocks = list(now.blocks)
+            start.computed, start.scheduled = now.computed, now.scheduled
+        start.keys = self._keys(self._requests[start.request], 0)
+        self._told[start.request] = _Told(len(start.blocks), len(start.keys) // KEY_BYTES)
+        return start
+
+    def _go_on(self, one: Scheduled, blocks: Sequence[int]) -> Continued:
+        told = self._told[one.request]
+        keys = self._keys(self._requests[one.request], told.keys)
+        told.blocks += len(blocks)
+        told.keys += len(keys) // KEY_BYTES
+        return Continued(one.request, list(blocks), keys, one.computed, one.scheduled)
+
+    def _hashes(self, request: EngineRequest, first: int, last: int | None = None) -> list[bytes]:
+        """Of the blocks from `first` to before `last`, as far as the text is known."""
+        every = self._every
+        end = None if last is None else last * every
+        return [bytes(one) for one in request.block_hashes[first * every + every - 1 : end : every]]
+
+    def _keys(self, request: EngineRequest, first: int, last: int | None = None) -> bytes:
+        hashes = self._hashes(request, first, last)
+        return block_keys(hashes, self.block_tokens, self.space).packed.tobytes()
+
+    # ---- a request goes ----
+
+    def ended(self, request: EngineRequest) -> None:
+        """Finished or aborted; the workers hear of it with the next step."""
+        name = request.request_id
+        self._forget_match(name)
+        self._options.pop(name, None)
+        self._starts.pop(name, None)
+        if self._requests.pop(name, None) is not None and self._events:
+            self._ended[name] = request
+            while len(self._ended) > ENDED_MAX:
+                self._ended.popitem(last=False)
+
+    def _forget_match(self, name: str) -> None:
+        found = self._matches.pop(name, None)
+        for hit in found.hits if found is not None else ():
+            hit.release()
+
+    # ---- what the workers did ----
+
+    def heard(self, reports: Sequence[Report]) -> None:
+        """Reports of all ranks about one step."""
+        counts = Counter(name for report in reports for name in set(report.loaded))
+        self._loaded += [name for name, count in counts.items() if count == len(reports)]
+        for report in reports:
+            self.failures += report.failures
+        if not self._events or not reports:
+            return
+        # What every rank has is there; what one has lost is gone.
+        others = [{(one.request, one.first): one.last for one in r.stored} for r in reports[1:]]
+        for one in reports[0].stored:
+            lasts = [found.get((one.request, one.first), one.first) for found in others]
+            self._note(replace(one, last=min([one.last, *lasts])), "stored")
+        for one in {span for report in reports for span in report.removed}:
+            self._note(one, "removed")
+
+    def _note(self, span: Span, kind: Literal["stored", "removed"]) -> None:
+        request = self._requests.get(span.request) or self._ended.get(span.request)
+        if request is None or span.last <= span.first:
+            return
+        hashes = self._hashes(request, max(0, span.first - 1), span.last)
+        parent = hashes.pop(0) if span.first else None
+        tokens = self.block_tokens
+        ids = list(request.all_token_ids[span.first * tokens : span.last * tokens])
+        self._changes.append(Change(kind, request, hashes, parent, ids))
+
+    def changes(self) -> list[Change]:
+        """What was stored and removed since the last call."""
+        found, self._changes = self._changes, []
+        return found
+
+    def close(self) -> None:
+        for name in list(self._matches):
+            self._forget_match(name)
+        for pool in self.pools:
+            pool.close()
+
+    def _fail(self, kind: str, error: Exception) -> None:
+        if not self.failures[kind]:
+            log.warning("%s; the engine computes instead; further ones are counted", error)
+        self.failures[kind] += 1
