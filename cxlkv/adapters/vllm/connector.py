@@ -2,22 +2,286 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import torch
 import vllm
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1 import (
     KVConnectorBase_V1,
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from cxlkv.adapters.vllm import pools
+from cxlkv.adapters.vllm.loading import BlockMemory
+from cxlkv.adapters.vllm.messages import Message, Report
 from cxlkv.adapters.vllm.plugin import check_version
+from cxlkv.adapters.vllm.saving import Saving
+from cxlkv.adapters.vllm.scheduler import Change, Scheduled, Scheduling, Step
 from cxlkv.adapters.vllm.settings import read_settings
+from cxlkv.errors import UnsupportedError
+from cxlkv.layout import KVLayout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+log = logging.getLogger("cxlkv")
+
+MEDIUM = "CXL"  # of the engine's KV events
+
+
+class StepMessage(KVConnectorMetadata):
+    """A Message as the engine carries it to the workers."""
+
+    def __init__(self, message: Message):
+        self.message = message
+
+
+class StepReports(KVConnectorWorkerMetadata):
+    """Reports of the ranks about one step, as the engine carries them to the scheduler."""
+
+    def __init__(self, reports: list[Report]):
+        self.reports = reports
+
+    def aggregate(self, other: StepReports) -> StepReports:
+        return StepReports(self.reports + other.reports)
 
 
 class CXLConnector(KVConnectorBase_V1, SupportsHMA):
     """See the package's text. One is made in the scheduler's process, one in each worker."""
 
-    def __init__(self, vllm_config, role, kv_cache_config):  # type: ignore[no-untyped-def]
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ):
         super().__init__(vllm_config, role, kv_cache_config)
         check_version(vllm.__version__)
         self.settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
-        self.is_scheduler = role == KVConnectorRole.SCHEDULER
+        groups = kv_cache_config.kv_cache_groups
+        specs = [group.kv_cache_spec for group in groups]
+        pools.check_groups([(type(spec).__name__, spec) for spec in specs])
+        self._spec = specs[0]
+        self._words = pools.words_of(vllm_config, self._spec, packing_of(vllm_config, self._spec))
+        self.scheduling: Scheduling | None = None
+        self.saving: Saving | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self.scheduling = self._make_scheduling()
+
+    # ---- scheduler ----
+
+    def _make_scheduling(self) -> Scheduling:
+        config, cache = self._vllm_config, self._vllm_config.cache_config
+        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            # The engine reads it after this. A hit that cannot be loaded is no user's fault.
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+            log.info("cxlkv: kv_load_failure_policy is set to recompute")
+        if "xxhash" in str(cache.prefix_caching_hash_algo) and not os.environ.get("PYTHONHASHSEED"):
+            log.warning(
+                "cxlkv: --prefix-caching-hash-algo %s begins at random in each process, so no "
+                "other engine, and not this one after a restart, will find its prefixes: set "
+                "PYTHONHASHSEED to the same number everywhere, or use sha256",
+                cache.prefix_caching_hash_algo,
+            )
+        ranks = pools.ranks_of(config)
+        paths = [
+            pools.pool_path(self.settings.where, self._words, pools.Ranks(*shape, rank))
+            for shape in [(ranks.tensor, ranks.pipeline)]
+            for rank in range(ranks.count)
+        ]
+        events = config.kv_events_config
+        return Scheduling(
+            pools.open_all(paths),
+            pools.space_of(self._words, self.settings),
+            self.settings,
+            block_tokens=self._spec.block_size,
+            hash_tokens=self._kv_cache_config.hash_block_size,
+            events=events is not None and events.enable_kv_cache_events,
+        )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # what is not saved is computed again
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self._scheduler.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return StepMessage(self._scheduler.message(step_of(scheduler_output)))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, None]:
+        self._scheduler.ended(request)
+        return False, None
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        reports = connector_output.kv_connector_worker_meta
+        if isinstance(reports, StepReports):
+            self._scheduler.heard(reports.reports)
+
+    def take_events(self) -> list[BlockStored | BlockRemoved]:
+        return [self._event(change) for change in self._scheduler.changes()]
+
+    def _event(self, change: Change) -> BlockStored | BlockRemoved:
+        hashes = [maybe_convert_block_hash(one) for one in change.hashes]
+        if change.kind == "removed":
+            return BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=0)
+        lora = getattr(change.request, "lora_request", None)
+        parent = change.parent
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
+            token_ids=change.token_ids,
+            block_size=self._scheduler.block_tokens,
+            lora_id=None if lora is None else lora.adapter_id,
+            medium=MEDIUM,
+            lora_name=None if lora is None else lora.name,
+            group_idx=0,
+        )
+
+    @property
+    def _scheduler(self) -> Scheduling:
+        assert self.scheduling is not None, "called in a worker"
+        return self.scheduling
+
+    # ---- worker ----
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        config, tokens = self._vllm_config, self._spec.block_size
+        ranks = pools.ranks_of(config, config.parallel_config.rank)
+        layers = layers_of(kv_caches, self._spec)
+        layout = KVLayout(
+            layers=len(layers),
+            kv_heads=self._spec.num_kv_heads,
+            head_dim=self._spec.head_size,
+            page_tokens=tokens,
+            dtype=self._spec.dtype,
+            shard=ranks.shard,
+        )
+        pool = pools.make_or_open(
+            pools.pool_path(self.settings.where, self._words, ranks),
+            layout,
+            self.settings.capacity,
+            ranks,
+            config.model_config.max_model_len,
+        )
+        self.saving = Saving(
+            pool, layers, self.settings, block_tokens=tokens, rank=ranks.rank, ranks=ranks.count
+        )
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self.saving is not None and isinstance(connector_metadata, StepMessage):
+            self.saving.hear(connector_metadata.message)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
+        self._worker.start_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._worker.wait_for_layer(layer_name)
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object, **kwargs: object
+    ) -> None:
+        self._worker.save_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        self._worker.end_step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self._worker.finished() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.bad_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        report = self._worker.report()
+        # With several ranks each must say something, or the scheduler would count wrong.
+        return StepReports([report]) if report or self._worker.has_peers else None
+
+    @property
+    def _worker(self) -> Saving:
+        assert self.saving is not None, "called before register_kv_caches(), or in the scheduler"
+        return self.saving
+
+    def shutdown(self) -> None:
+        for part in (self.scheduling, self.saving):
+            if part is not None:
+                part.close()
+
+
+def step_of(output: SchedulerOutput) -> Step:
+    """What we need of the scheduler's decision."""
+    counts, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    step = Step(ended=set(output.finished_req_ids) | set(output.preempted_req_ids or ()))
+    for new in output.scheduled_new_reqs:
+        step.fresh.append(
+            Scheduled(new.req_id, new.block_ids[0], new.num_computed_tokens, counts[new.req_id])
+        )
+    for name, blocks, computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        one = Scheduled(name, blocks[0] if blocks else [], computed, counts[name])
+        (step.fresh if name in cached.resumed_req_ids else step.going).append(one)
+    return step
+
+
+def packing_of(vllm_config: VllmConfig, spec: AttentionSpec) -> str:
+    """In what order the engine keeps the numbers of a block: part of its keys' namespace."""
+    from vllm.platforms import current_platform
+
+    version = ".".join(vllm.__version__.split(".")[:2])
+    if not current_platform.is_cpu():
+        raise UnsupportedError(
+            f"cxlkv: vLLM on {current_platform.device_name} is not served yet, only vLLM on CPU"
+        )
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    kind = _get_attn_isa(
+        spec.dtype, spec.block_size, spec.head_size, vllm_config.cache_config.cache_dtype
+    )
+    return f"vllm {version} cpu {kind}"
+
+
+def layers_of(kv_caches: dict[str, torch.Tensor], spec: AttentionSpec) -> dict[str, BlockMemory]:
+    """The memory of each layer that has its own, by name. [blocks, kv_heads, tokens, K and V]: in
+    each block and head all of K lies before all of V (packed in the backend's way, or not)."""
+    found: dict[str, BlockMemory] = {}
+    seen: set[int] = set()
+    tokens, dim = spec.block_size, spec.head_size
+    for name, memory in kv_caches.items():
+        wanted = (spec.num_kv_heads, tokens, 2 * dim)
+        if memory.shape[1:] != wanted or memory.dtype != spec.dtype or not memory.is_cpu:
+            raise UnsupportedError(
+                f"cxlkv: {name} keeps K and V as {tuple(memory.shape)} of {memory.dtype} on "
+                f"{memory.device}; (blocks, {', '.join(map(str, wanted))}) of {spec.dtype} on the "
+                "CPU is what is served yet"
+            )
+        if memory.data_ptr() not in seen:  # else: it shares the memory of a layer before it
+            seen.add(memory.data_ptr())
+            halves = memory.view(-1, spec.num_kv_heads, 2 * tokens, dim)
+            found[name] = BlockMemory(halves[:, :, :tokens], halves[:, :, tokens:])
+    return found

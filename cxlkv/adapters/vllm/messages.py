@@ -87,8 +87,8 @@ class Span:
 
 @dataclass
 class Report:
-    """What a worker did in a step: requests whose hits it has loaded whole, blocks that its pool has
-    now and has not any more, failures by kind, as PoolRequests counts them."""
+    """What a worker did in a step: requests whose hits it has loaded whole, blocks that its pool
+    has now and has not any more, failures by kind, as PoolRequests counts them."""
 
     loaded: list[str] = field(default_factory=list)
     stored: list[Span] = field(default_factory=list)

@@ -214,7 +214,9 @@ class Scheduling:
         self._starts.clear()
         for one in scheduled.values():
             if one.request in self._told:
-                message.continued.append(self._go_on(one, one.blocks[self._told[one.request].blocks :]))
+                message.continued.append(
+                    self._go_on(one, one.blocks[self._told[one.request].blocks :])
+                )
             else:
                 options = self._options.get(one.request, Options())
                 message.started.append(self._start(Started(one.request, [], options=options), one))

@@ -1,0 +1,170 @@
+"""Hits on their way from the pool to the engine's blocks, layer by layer, in a thread of their own.
+
+A load never writes after it was given back: who gives up on one (`give_up`) gets its blocks when
+the thread has left them, at most one layer's copy later.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+
+import numpy as np
+
+from cxlkv.arrays import Array
+from cxlkv.errors import CorruptError, CXLKVError
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Sequence
+
+
+@dataclass
+class BlockMemory:
+    """The engine's own memory of one layer: [block_count, kv_heads, block_tokens, dim] each."""
+
+    keys: Array
+    values: Array | None
+
+
+@dataclass
+class Part:
+    """What of a request is loaded: `blocks` of the engine get the pages from `first_page` on.
+
+    sequence: of this load alone, as the request's own may be written to meanwhile. good: how many
+    of the blocks are right, from the first on; final when the load has ended.
+    """
+
+    request: str
+    sequence: Sequence | None
+    blocks: list[int]
+    first_page: int
+    good: int = 0
+    error: CXLKVError | None = None
+
+    def bad_blocks(self) -> list[int]:
+        return self.blocks[self.good :]
+
+
+class Load:
+    """Parts that are loaded together: those that a step waits for, or those of one request."""
+
+    def __init__(self, pool: CXLPool, parts: list[Part], deadline_s: float):
+        self._pool = pool
+        self.parts = parts
+        self._until = time.monotonic() + deadline_s
+        self._changed = threading.Condition()
+        self._layers = 0  # that are loaded, as far as they can be
+        self._given_up = False
+        self.has_ended = False
+        self.is_late = False
+
+    def run(self, memory: Sequences[BlockMemory]) -> None:
+        """In the thread: one layer after the other, until all are there or it is given up."""
+        try:
+            for part in self.parts:
+                part.good = len(part.blocks) if part.sequence is not None else 0
+            for layer, own in enumerate(memory):
+                if self._given_up:
+                    break
+                self._bring(layer, own)
+                with self._changed:
+                    self._layers = layer + 1
+                    self._changed.notify_all()
+        finally:
+            with self._changed:
+                if self._given_up or self._layers < len(memory):
+                    for part in self.parts:
+                        part.good = 0
+                for part in self.parts:
+                    if part.sequence is not None:
+                        part.sequence.release()
+                self.has_ended = True
+                self._changed.notify_all()
+
+    def _bring(self, layer: int, own: BlockMemory) -> None:
+        """What cannot be read ends its part there; the parts before it stay right."""
+        parts = [part for part in self.parts if part.sequence is not None and part.good]
+        if not parts:
+            return
+        starts = np.cumsum([0, *(part.good for part in parts)], dtype=np.int32)
+        blocks = np.concatenate([np.array(p.blocks[: p.good], np.int32) for p in parts])
+        first = np.array([part.first_page for part in parts], np.int32)
+        batch = self._pool.batch([part.sequence for part in parts if part.sequence is not None])
+        try:
+            batch.fetch_blocks(layer, own.keys, own.values, blocks, starts, first)
+        except CXLKVError as error:
+            good = getattr(error, "good", None)
+            for index, part in enumerate(parts):
+                kept = 0 if good is None else int(good[index])
+                if kept < part.good:
+                    part.good, part.error = kept, error
+
+    def wait(self, layers: int) -> None:
+        """Until so many layers are there, or it has ended; gives up at the deadline."""
+        with self._changed:
+            left_s = self._until - time.monotonic()
+            there = lambda: self.has_ended or self._layers >= layers  # noqa: E731
+            if self._changed.wait_for(there, max(0.0, left_s)):
+                return
+            self._given_up = self.is_late = True
+            self._changed.wait_for(lambda: self.has_ended)
+
+    def give_up(self) -> None:
+        """Nobody wants it any more; has_ended says when its blocks are free."""
+        self._given_up = True
+
+    def look(self) -> bool:
+        """Whether it has ended; gives up at the deadline, never waits."""
+        if not self.has_ended and time.monotonic() > self._until and not self._given_up:
+            self._given_up = self.is_late = True
+        return self.has_ended
+
+
+class Loader:
+    """The thread. Loads come in order."""
+
+    def __init__(self, memory: Sequences[BlockMemory]):
+        self._memory = memory
+        self._waiting: deque[Load] = deque()
+        self._changed = threading.Condition()
+        self._ended = False
+        self._thread: threading.Thread | None = None
+
+    def begin(self, load: Load) -> None:
+        with self._changed:
+            self._waiting.append(load)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="cxlkv-loads", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._ended)
+                if self._ended:
+                    return
+                load = self._waiting.popleft()
+            load.run(self._memory)
+
+    def close(self) -> None:
+        """Ends the thread after its current layer; loads that did not begin are given up."""
+        with self._changed:
+            self._ended = True
+            left = list(self._waiting)
+            self._waiting.clear()
+            self._changed.notify()
+        for load in left:
+            load.give_up()
+            load.run(())
+        if self._thread is not None:
+            self._thread.join()
+
+
+def kind_of(error: CXLKVError | None, late: bool) -> str:
+    """The word under which a load that failed is counted."""
+    if late:
+        return "late"
+    return "corrupt" if isinstance(error, CorruptError) else "stale"

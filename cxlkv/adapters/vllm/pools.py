@@ -1,0 +1,272 @@
+"""The pool of each rank: what it must store, where it lies, how large it is; and what is refused.
+
+Each rank of tensor and pipeline parallelism has a pool of its own, of its shard. Its path is made
+from the model's namespace, so that several models and engines may use one folder: equal ones find
+each other's prefixes there, others another file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cxlkv.adapters.identity import namespace, weights_of
+from cxlkv.adapters.vllm.settings import Settings
+from cxlkv.config import format_bytes
+from cxlkv.errors import BadArgumentError, GeometryError, PoolMissingError, UnsupportedError
+from cxlkv.layout import KVLayout
+from cxlkv.pool import CXLPool
+from cxlkv.regions import is_device, one_maker, parse_place
+from cxlkv.topology import probe
+
+log = logging.getLogger("cxlkv")
+
+SHARE = 0.25
+"""Of the memory that this container may still use, for all ranks' pools, if nobody says more."""
+PAGE_TOKENS_MAX = 1024
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Of one engine: (tensor-parallel size, pipeline-parallel size), and which one this is."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    rank: int = 0  # pipeline rank * tensor + tensor-parallel rank
+
+    @property
+    def count(self) -> int:
+        return self.tensor * self.pipeline
+
+    @property
+    def shard(self) -> tuple[int, int, int, int]:
+        return (self.rank % self.tensor, self.tensor, self.rank // self.tensor, self.pipeline)
+
+
+def pool_path(where: str, words: Mapping[str, object], ranks: Ranks) -> str:
+    """Where this rank's pool lies, for a place that the user named.
+
+    A folder gets a name of the model's; a file's name gets the rank's, when there are several.
+    """
+    scheme, colon, path = where.rpartition(":")
+    shard = f"{ranks.rank}of{ranks.count}"
+    if path.endswith("/") or os.path.isdir(path):
+        name = namespace({"name": "pool", **words}).hex()[:16]
+        return f"{scheme}{colon}{os.path.join(path, f'cxlkv-vllm-{name}-{shard}.pool')}"
+    place = parse_place(where)
+    if place.path is None:
+        raise BadArgumentError(
+            f"where is {where!r}: memory without a name, but the engine has several processes that "
+            "must find the pool: give a folder or a path"
+        )
+    if ranks.count == 1:
+        return where
+    if is_device(place.path) or scheme == "dax":
+        raise UnsupportedError(
+            f"{where}: {ranks.count} ranks need a pool each, and a device holds one: make a file "
+            "system on it, or give its NUMA node and a folder, like numa:1:/dev/shm/"
+        )
+    return f"{where}.{shard}"
+
+
+def make_or_open(
+    path: str, layout: KVLayout, capacity: str | int | None, ranks: Ranks, wanted_tokens: int
+) -> CXLPool:
+    """This rank's pool; says where it is and what it holds. Raises GeometryError for another's.
+
+    wanted_tokens: of the longest request; a pool that cannot hold one is worth a warning.
+    """
+    place = parse_place(path).path
+    assert place is not None, "pool_path() refuses places without a name"
+    with one_maker(place):
+        made = not _is_there(place)
+        if made:
+            size = capacity_bytes(place, ranks) if capacity is None else _part(capacity, ranks)
+            pool = CXLPool.create(path, layout=layout, capacity=size, sketch=False)
+        else:
+            pool = _opened(path, layout)
+    tokens = tokens_of(pool)
+    log.info(
+        "cxlkv: %s %s, for %d tokens (%s)%s",
+        "made" if made else "found",
+        place,
+        tokens,
+        format_bytes(tokens * layout.token_bytes),
+        "" if made or capacity is None else "; its capacity stays what it was made with",
+    )
+    if tokens < wanted_tokens:
+        log.warning(
+            "cxlkv: %s holds %d tokens, one request may have %d: give a larger capacity=%s",
+            place,
+            tokens,
+            wanted_tokens,
+            _more_room(place),
+        )
+    return pool
+
+
+def _is_there(place: str) -> bool:
+    if not is_device(place):
+        return os.path.lexists(place)
+    try:
+        CXLPool.open(place, threads=1).close()
+    except (BadArgumentError, ValueError):  # no pool there
+        return False
+    return True
+
+
+def _opened(path: str, layout: KVLayout) -> CXLPool:
+    pool = CXLPool.open(path)
+    if pool.layout == layout and pool.checksum:
+        return pool
+    there = pool.layout
+    lacks = "" if pool.checksum else " and has no checksums"
+    pool.close()
+    raise GeometryError(
+        f"{path} stores {there}{lacks}; this model's rank needs {layout}. Give a folder as where, "
+        "in which each model gets a file of its own, or another path"
+    )
+
+
+def open_all(paths: Sequence[str]) -> list[CXLPool]:
+    """All ranks' pools, for the scheduler; the workers have made them before."""
+    found: list[CXLPool] = []
+    try:
+        for path in paths:
+            found.append(CXLPool.open(path, threads=1))
+    except PoolMissingError as error:
+        for pool in found:
+            pool.close()
+        raise PoolMissingError(
+            f"{error}. The workers make the pools, on their own machine: ranks on several machines "
+            "are not served yet"
+        ) from error
+    return found
+
+
+def tokens_of(pool: CXLPool) -> int:
+    """Tokens that a pool has room for."""
+    overview = pool.describe()["geometry"]
+    assert isinstance(overview, dict)
+    return int(overview["page_count"] // overview["part_count"] * pool.layout.page_tokens)
+
+
+def capacity_bytes(place: str, ranks: Ranks) -> int:
+    """A rank's share of what this container may still use, and the file system has."""
+    memory = probe().memory
+    free = [b for b in (memory.available_bytes,) if b is not None]
+    if memory.cgroup_limit_bytes is not None:
+        free.append(memory.cgroup_limit_bytes - (memory.cgroup_usage_bytes or 0))
+    if not is_device(place):
+        space = os.statvfs(os.path.dirname(os.path.abspath(place)))
+        if space.f_blocks:
+            # Half of a file system may be used, which is often smaller than memory.
+            free.append(int(space.f_bavail * space.f_frsize * 0.5 / SHARE))
+    if not free:
+        raise BadArgumentError(
+            "cxlkv: how much memory there is cannot be seen here (/proc/meminfo is masked): say "
+            'the capacity, like "capacity": "8GiB"'
+        )
+    return int(min(free) * SHARE) // ranks.count
+
+
+def _part(capacity: str | int, ranks: Ranks) -> str | int:
+    from cxlkv.config import parse_bytes
+    from cxlkv.regions import ALL
+
+    return capacity if capacity == ALL else parse_bytes(capacity) // ranks.count
+
+
+def _more_room(place: str) -> str:
+    if not place.startswith("/dev/shm/"):
+        return ""
+    return (
+        ", and if /dev/shm is too small for it, a larger one (in Docker: --shm-size; else: mount "
+        "-o remount,size=... /dev/shm)"
+    )
+
+
+# ---- what the engine says of itself ----
+
+
+def ranks_of(vllm_config: object, rank: int = 0) -> Ranks:
+    """Raises UnsupportedError for parallelism that splits a request's tokens."""
+    parallel = _of(vllm_config, "parallel_config")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if int(str(getattr(parallel, name, 1))) > 1:
+            raise UnsupportedError(f"cxlkv does not serve {name} > 1 yet: leave it away")
+    tensor, pipeline = (
+        _number(parallel, "tensor_parallel_size"),
+        _number(parallel, "pipeline_parallel_size"),
+    )
+    return Ranks(tensor, pipeline, rank % (tensor * pipeline))
+
+
+def _of(value: object, name: str) -> object:
+    return getattr(value, name)
+
+
+def _number(value: object, name: str) -> int:
+    return int(str(getattr(value, name)))
+
+
+def check_groups(kinds: Sequence[tuple[str, object]]) -> None:
+    """kinds: (class name, the spec) of each group of layers; raises UnsupportedError by name."""
+    if len(kinds) != 1:
+        names = ", ".join(name for name, _ in kinds)
+        raise UnsupportedError(
+            f"cxlkv: this model has {len(kinds)} groups of layers ({names}), and only one is "
+            "served yet. If none of them is a state (Mamba), --disable-hybrid-kv-cache-manager "
+            "makes one of them"
+        )
+    name, spec = kinds[0]
+    if name != "FullAttentionSpec":
+        raise UnsupportedError(
+            f"cxlkv: layers of the kind {name} are not served yet, only plain attention to all "
+            "tokens (FullAttentionSpec)"
+        )
+    if _number(spec, "block_size") > PAGE_TOKENS_MAX:
+        raise UnsupportedError(
+            f"cxlkv: blocks of {_number(spec, 'block_size')} tokens: a page has at most "
+            f"{PAGE_TOKENS_MAX}: give --block-size"
+        )
+
+
+def words_of(vllm_config: object, spec: object, packing: str) -> dict[str, object]:
+    """Everything that makes K and V what they are, but the salt: see identity.namespace()."""
+    model, cache = _of(vllm_config, "model_config"), _of(vllm_config, "cache_config")
+    path = str(_of(model, "model"))
+    load = _of(_of(vllm_config, "load_config"), "load_format")
+    text = _of(model, "hf_text_config")
+    rope = {
+        name: getattr(text, name, None)
+        for name in ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+    }
+    ranks = ranks_of(vllm_config)
+    return {
+        "engine": "vllm",
+        "model": os.path.realpath(path) if os.path.isdir(path) else path,
+        "revision": _of(model, "revision"),
+        "weights": weights_of(path),
+        "random": str(_of(model, "seed")) if "dummy" in str(load) else None,
+        "dtype": str(_of(model, "dtype")),
+        "quantization": str(_of(model, "quantization")),
+        "cache_dtype": str(_of(cache, "cache_dtype")),
+        "hash": str(_of(cache, "prefix_caching_hash_algo")),
+        "overrides": str(getattr(model, "hf_overrides", None)),
+        "rope": rope,
+        "max_model_len": None if rope["rope_scaling"] is None else _of(model, "max_model_len"),
+        "page_tokens": _number(spec, "block_size"),
+        "heads": _number(spec, "num_kv_heads"),
+        "head_dim": _number(spec, "head_size"),
+        "layers": _number(text, "num_hidden_layers"),
+        "shards": (ranks.tensor, ranks.pipeline),
+        "packing": packing,
+    }
+
+
+def space_of(words: Mapping[str, object], settings: Settings) -> bytes:
+    """The namespace of the keys of one engine and tenant."""
+    return namespace({**words, "salt": settings.salt})

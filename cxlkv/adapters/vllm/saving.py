@@ -1,0 +1,394 @@
+"""A worker's side where the engine attends itself: blocks are saved to the pool, and loaded.
+
+Saved is what the pool does not have: its pages are adopted as far as the keys match, the engine's
+blocks behind them are appended layer by layer while the step runs, and published when it has ended.
+So what a step computed from a hit that turns out to be damaged is never published.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cxlkv.adapters.base import PoolRequests
+from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader, Part, kind_of
+from cxlkv.adapters.vllm.messages import (
+    KEY_BYTES,
+    Continued,
+    Message,
+    Options,
+    Report,
+    Span,
+    Started,
+    unpacked,
+)
+from cxlkv.adapters.vllm.settings import Settings
+from cxlkv.errors import CXLKVError, PoolFullError
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Batch
+
+log = logging.getLogger("cxlkv")
+
+
+@dataclass
+class _Held:
+    """A request. valid: tokens whose K and V in the engine's blocks are right after this step, as
+    far as is known here; saved: blocks of it that are in the pool.
+
+    awaits: requests of whose loads all ranks must have said that they went well, before what was
+    computed from them is published; since: where the step began that computed from them.
+    """
+
+    blocks: list[int]
+    keys: bytes
+    valid: int
+    options: Options
+    saved: int = 0
+    scheduled: int = 0
+    awaits: set[str] = field(default_factory=set)
+    since: int = 0
+
+    def complete(self, block_tokens: int) -> int:
+        return min(len(self.keys) // KEY_BYTES, self.valid // block_tokens, len(self.blocks))
+
+
+@dataclass
+class _Writing:
+    """Blocks that this step saves: of each request those from saved to `upto`."""
+
+    upto: dict[str, int]
+    batch: Batch
+    blocks: np.ndarray[tuple[int], np.dtype[np.int32]]
+    starts: np.ndarray[tuple[int], np.dtype[np.int32]]
+    layers: int = 0  # that were appended
+
+
+class Saving:
+    """Blocks of one engine process. layers: the engine's memory by the layer's name, in order.
+
+    rank: of this shard, by which handles are told apart; ranks: how many there are.
+    """
+
+    def __init__(
+        self,
+        pool: CXLPool,
+        layers: Mapping[str, BlockMemory],
+        settings: Settings,
+        *,
+        block_tokens: int,
+        rank: int = 0,
+        ranks: int = 1,
+    ):
+        self.pool, self.settings = pool, settings
+        self.requests = PoolRequests(pool)
+        self._memory = list(layers.values())
+        self._layers = {name: index for index, name in enumerate(layers)}
+        self.block_tokens, self._rank, self.has_peers = block_tokens, rank, ranks > 1
+        self._held: dict[str, _Held] = {}
+        self._loader = Loader(self._memory)
+        self._now: Load | None = None  # that this step waits for
+        self._new: list[Part] = []
+        self._later: list[Part] = []
+        self._beside: list[tuple[str, Load]] = []
+        self._bad: set[int] = set()  # blocks that did not arrive, for the engine
+        self._writing: _Writing | None = None
+        self._report = Report()
+        self._told = self.requests.failures()
+
+    # ---- what the scheduler says ----
+
+    def hear(self, message: Message) -> None:
+        """The step's message, before anything of the step runs."""
+        for name in message.ended:
+            self._end(name)
+        for name in message.loaded:
+            for held in self._held.values():
+                held.awaits.discard(name)
+        for held in self._held.values():
+            held.scheduled = 0
+        now: list[Part] = []
+        for start in message.started:
+            self._start(start, now)
+        for more in message.continued:
+            self._go_on(more)
+        self._new = now
+        self._mark_awaiting([part.request for part in now])
+        self._writing = self._plan()
+
+    def _start(self, start: Started, now: list[Part]) -> None:
+        name = start.request
+        self._end(name)
+        held = _Held(start.blocks, start.keys, start.computed + start.scheduled, start.options)
+        held.scheduled, held.since = start.scheduled, start.computed
+        self._held[name] = held
+        if start.handles is None:
+            return
+        part = self._part(start, start.handles[self._rank])
+        (now if start.scheduled else self._later).append(part)
+
+    def _part(self, start: Started, handle: bytes) -> Part:
+        """The request's own sequence, to go on from, and another one to load from."""
+        tokens, first = start.tokens, start.local // self.block_tokens
+        blocks = start.blocks[first : tokens // self.block_tokens]
+        part = Part(start.request, None, blocks, first)
+        try:
+            if self.requests.load(start.request, handle, tokens, verify=False) != tokens:
+                return part
+            self._held[start.request].saved = tokens // self.block_tokens
+            part.sequence = self.requests.sequences[start.request].fork()
+        except CXLKVError as error:
+            self.requests.fail("stale", error)
+        return part
+
+    def _go_on(self, more: Continued) -> None:
+        held = self._held[more.request]
+        held.blocks += more.blocks
+        held.keys += more.keys
+        if more.computed <= held.since and held.awaits:
+            held.awaits.clear()  # the engine has gone back: what was damaged is computed again
+        if more.computed <= held.valid:
+            held.valid = more.computed + more.scheduled
+            held.scheduled = more.scheduled
+        held.since = more.computed if not held.awaits else held.since
+
+    def _mark_awaiting(self, loading: list[str]) -> None:
+        """With several ranks: a load may fail in another one, and what is computed here with it."""
+        if not self.has_peers:
+            return
+        for name in loading:
+            self._held[name].awaits.add(name)
+            mine = set(self._held[name].blocks)
+            for held in self._held.values():
+                if held.scheduled and not mine.isdisjoint(held.blocks):
+                    held.awaits.add(name)
+
+    def _end(self, name: str) -> None:
+        self._held.pop(name, None)
+        self.requests.release(name)
+        for other, load in self._beside:
+            if other == name:
+                load.give_up()
+
+    # ---- loading ----
+
+    def start_loads(self) -> None:
+        """What the step needs; for a step that needs nothing, too late is early enough."""
+        if self._new:
+            self._now = Load(self.pool, self._new, self.settings.deadline_s)
+            self._new = []
+            self._loader.begin(self._now)
+        for part in self._later:
+            load = Load(self.pool, [part], self.settings.deadline_s)
+            self._beside.append((part.request, load))
+            self._loader.begin(load)
+        self._later = []
+
+    def wait_for_layer(self, name: str) -> None:
+        """Until this layer's hits are in the engine's blocks, right or given up."""
+        if self._now is not None and name in self._layers:
+            self._now.wait(self._layers[name] + 1)
+
+    def finished(self) -> set[str]:
+        """Requests whose load beside the steps has ended, well or not."""
+        ended = [(name, load) for name, load in self._beside if load.look()]
+        self._beside = [one for one in self._beside if one not in ended]
+        for _, load in ended:
+            self._settle(load)
+        return {name for name, _ in ended}
+
+    def bad_blocks(self) -> set[int]:
+        """Blocks of the engine that were to be loaded and were not, since the last call."""
+        found, self._bad = self._bad, set()
+        return found
+
+    def _settle(self, load: Load) -> None:
+        """After its end: counts what failed, and forgets what is damaged."""
+        for part in load.parts:
+            bad = part.bad_blocks()
+            if not bad:
+                self._report.loaded.append(part.request)
+                continue
+            self._bad.update(bad)
+            held = self._held.get(part.request)
+            if load.is_late or part.error is not None:
+                error = part.error or CXLKVError(
+                    f"a load took longer than deadline_s={self.settings.deadline_s:g}"
+                )
+                self.requests.fail(kind_of(part.error, load.is_late), error)
+            if held is None:
+                continue
+            good = part.first_page + part.good
+            if kind_of(part.error, load.is_late) == "corrupt":
+                self._forget(part.request, held, good)
+            self.requests.release(part.request)
+            held.saved = 0
+            held.valid = min(held.valid, good * self.block_tokens)
+
+    def _forget(self, name: str, held: _Held, block: int) -> None:
+        keys = unpacked(held.keys, self.block_tokens)[block : block + 1]
+        try:
+            self.requests.forget(keys)
+        except CXLKVError as error:
+            self.requests.fail("stale", error)
+        self._report.removed.append(Span(name, block, block + 1))
+
+    # ---- saving ----
+
+    def _plan(self) -> _Writing | None:
+        """What this step completes, and the pool does not have."""
+        upto: dict[str, int] = {}
+        planned: set[bytes] = set()
+        for name, held in self._held.items():
+            if not held.scheduled or not held.options.save or held.awaits:
+                continue
+            complete = held.complete(self.block_tokens)
+            if complete <= held.saved:
+                continue
+            try:
+                self._adopt(name, held, complete)
+            except CXLKVError as error:
+                self.requests.fail("save", error)
+                continue
+            key = held.keys[held.saved * KEY_BYTES :][:KEY_BYTES]
+            if complete > held.saved and key not in planned:  # else: found when that is published
+                planned.add(key)
+                upto[name] = complete
+        try:
+            return self._writing_of(upto) if upto else None
+        except CXLKVError as error:
+            self.requests.fail("save", error)
+            return None
+
+    def _adopt(self, name: str, held: _Held, complete: int) -> None:
+        """What the pool has of the text already, from whomever."""
+        if name in self.requests.sequences and complete - held.saved == 1:
+            return  # a block that a decode step has completed: its text is new
+        with self.pool.match(unpacked(held.keys, self.block_tokens)[:complete]) as hit:
+            if hit.tokens > held.saved * self.block_tokens:
+                self.requests.release(name)
+                held.saved = 0
+                got = self.requests.load(name, hit.handle, hit.tokens, verify=False)
+                held.saved = got // self.block_tokens
+        if name not in self.requests.sequences:
+            self.requests.load(name, None, 0)
+
+    def _writing_of(self, upto: dict[str, int]) -> _Writing:
+        new = [self._held[name].blocks[self._held[name].saved : end] for name, end in upto.items()]
+        blocks = np.concatenate([np.array(one, np.int32) for one in new])
+        starts = np.cumsum([0, *(len(one) for one in new)], dtype=np.int32)
+        batch = self.pool.batch([self.requests.sequences[name] for name in upto])
+        return _Writing(upto, batch, blocks, starts)
+
+    def save_layer(self, name: str) -> None:
+        """This layer's K and V of the step are in the engine's blocks now."""
+        layer = self._layers.get(name)
+        writing = self._writing
+        if writing is None or layer is None or layer != writing.layers:
+            return
+        own = self._memory[layer]
+        try:
+            writing.batch.append_blocks(
+                layer, own.keys, own.values, writing.blocks, writing.starts, 0
+            )
+            writing.layers += 1
+        except PoolFullError as error:
+            self._writing = self._less(writing, error)
+        except CXLKVError as error:
+            self.requests.fail("save", error)
+            self._abandon(writing)
+
+    def _less(self, writing: _Writing, error: PoolFullError) -> _Writing | None:
+        """The pool has no room for all; nothing was written. Those that fit go on."""
+        self.requests.fail("full", error)
+        own, kept = self._memory[0], {}
+        for name, end in writing.upto.items():
+            try:
+                if len(writing.upto) == 1:
+                    raise error
+                alone = self._writing_of({name: end})
+                alone.batch.append_blocks(0, own.keys, own.values, alone.blocks, alone.starts, 0)
+                kept[name] = end
+            except CXLKVError:
+                self._drop(name)
+        if not kept:
+            return None
+        rest = self._writing_of(kept)
+        rest.layers = 1
+        return rest
+
+    def _drop(self, name: str) -> None:
+        """No more is saved of this request."""
+        self.requests.release(name)
+        self._held[name].saved = 0
+        self._held[name].options = Options(self._held[name].options.budget, save=False)
+
+    def _abandon(self, writing: _Writing) -> None:
+        """What was appended in this step goes; a later step finds what is published."""
+        self._writing = None
+        for name in writing.upto:
+            self.requests.release(name)
+            if name in self._held:
+                self._held[name].saved = 0
+
+    def end_step(self) -> None:
+        """The step's K and V are there: publish what is right."""
+        self.start_loads()  # nothing waited for them, but the engine says that they are due
+        if self._now is not None:
+            self._now.wait(len(self._memory))
+            self._settle(self._now)
+            self._now = None
+            self._distrust(self._bad)
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        if writing.layers < len(self._memory):
+            self._abandon(writing)
+            return
+        for name, end in writing.upto.items():
+            self._publish(name, end)
+
+    def _distrust(self, bad: set[int]) -> None:
+        """Whoever computed from these blocks, which requests may share, has computed nonsense."""
+        for held in self._held.values() if bad else ():
+            place = next((i for i, block in enumerate(held.blocks) if block in bad), None)
+            if place is not None:
+                held.valid = min(held.valid, place * self.block_tokens)
+
+    def _publish(self, name: str, end: int) -> None:
+        held = self._held[name]
+        if name not in self.requests.sequences:
+            return
+        if held.valid < end * self.block_tokens:
+            self.requests.release(name)
+            held.saved = 0
+            return
+        try:
+            self.requests.store(name, unpacked(held.keys, self.block_tokens)[:end])
+        except CXLKVError as error:
+            self.requests.fail("save", error)
+            self._drop(name)
+            return
+        self._report.stored.append(Span(name, held.saved, end))
+        held.saved = end
+
+    # ---- for the scheduler ----
+
+    def report(self) -> Report:
+        """What happened since the last call."""
+        found, self._report = self._report, Report()
+        counts = self.requests.failures()
+        found.failures = counts - self._told
+        self._told = counts
+        self.requests.events()
+        return found
+
+    def close(self) -> None:
+        for _, load in self._beside:
+            load.give_up()
+        self._loader.close()
+        for name in list(self.requests.sequences):
+            self.requests.release(name)
+        self.pool.close()

@@ -1,0 +1,85 @@
+"""An engine in a process of its own: requests as lines of JSON on stdin, answers on stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from typing import TypedDict
+
+from vllm import LLM, SamplingParams, TokensPrompt
+
+FIXED = {"detokenize": False, "ignore_eos": True, "temperature": 0}
+
+
+class Asked(TypedDict):
+    """do: "generate", "storm" (all prompts at once, some aborted at random), "reset", "end"."""
+
+    do: str
+    prompts: list[list[int]]
+    max_tokens: int
+    more: dict[str, object]  # of SamplingParams
+    share: float  # of running requests that each step aborts
+    seed: int
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the engine prints goes to stderr
+
+    def say(answer: object) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    try:
+        llm = LLM(**json.loads(sys.argv[1]))
+    except Exception as error:
+        say({"error": f"{type(error).__name__}: {error}"})
+        return
+    say({"ready": True})
+    for line in sys.stdin:
+        asked: Asked = json.loads(line)
+        if asked["do"] == "generate":
+            say(generate(llm, asked))
+        elif asked["do"] == "storm":
+            say(storm(llm, asked))
+        elif asked["do"] == "reset":
+            say({"reset": llm.reset_prefix_cache()})
+        else:
+            break
+    llm.llm_engine.engine_core.shutdown()
+    say({"ended": True})
+
+
+def generate(llm: LLM, asked: Asked) -> dict[str, object]:
+    params = SamplingParams(**FIXED, max_tokens=asked["max_tokens"], **asked["more"])
+    prompts = [TokensPrompt(prompt_token_ids=ids) for ids in asked["prompts"]]
+    done = llm.generate(prompts, params, use_tqdm=False)
+    return {
+        "tokens": [list(one.outputs[0].token_ids) for one in done],
+        "cached": [one.num_cached_tokens for one in done],
+    }
+
+
+def storm(llm: LLM, asked: Asked) -> dict[str, object]:
+    chance, engine = random.Random(asked["seed"]), llm.llm_engine
+    going: set[str] = set()
+    params = SamplingParams(**FIXED, max_tokens=asked["max_tokens"])
+    for number, ids in enumerate(asked["prompts"]):
+        going.add(engine.add_request(str(number), TokensPrompt(prompt_token_ids=ids), params))
+    aborted, done = 0, {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished and output.request_id in going:
+                going.discard(output.request_id)
+                done[output.request_id] = list(output.outputs[0].token_ids)
+        for name in sorted(going):
+            if chance.random() < asked["share"]:
+                engine.abort_request([name])
+                going.discard(name)
+                aborted += 1
+    return {"aborted": aborted, "done": done}
+
+
+if __name__ == "__main__":
+    main()
