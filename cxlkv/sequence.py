@@ -227,9 +227,10 @@ class Batch:
 
     def _pages_of(self, starts: Starts, unit: int) -> int:
         """No step of these rows takes more pages."""
-        geometry = _core.pool_geometry(self._pool)
-        rows = np.diff(starts).astype(np.int64) * unit // self._layout.page_tokens + 1
-        return int(rows.sum()) * geometry["part_count"]
+        geometry, tokens = _core.pool_geometry(self._pool), self._layout.page_tokens
+        before = np.array([len(s) for s in self.sequences], np.int64)
+        pages = (before + np.diff(starts).astype(np.int64) * unit) // tokens - before // tokens
+        return int(pages.sum()) * geometry["part_count"]
 
     def select(
         self,
