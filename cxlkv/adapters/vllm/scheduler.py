@@ -199,6 +199,9 @@ class Scheduling:
 
     def message(self, step: Step) -> Message:
         """What the workers must know of this step."""
+        # Who was not let in is asked for again, and keeps no pages from those who run.
+        for name in self._matches.keys() - self._starts.keys() - self._told.keys():
+            self._forget_match(name)
         message = Message(ended=sorted(step.ended | self._again), loaded=self._loaded)
         self._again, self._loaded = set(), []
         for name in step.ended:

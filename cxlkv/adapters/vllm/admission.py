@@ -1,0 +1,86 @@
+"""What a pool still takes, as a scheduler sees it: who may start, who has to wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cxlkv.errors import MemoryShortError
+from cxlkv.pool import CXLPool
+
+
+class Room:
+    """Pages of one step, over all shards' pools: the fullest one says.
+
+    No step is under way while the next one is planned, so what the pools hold is what the steps
+    before took. Pages that are only published count as free: an append evicts them. Another
+    process that shares a pool may still take pages first; a worker finds that out, and its request
+    is computed again.
+    """
+
+    def __init__(self, pools: Sequence[CXLPool]):
+        self._pools = pools
+        layout = pools[0].layout
+        geometry = pools[0].describe()["geometry"]
+        assert isinstance(geometry, dict)
+        self._page_tokens = layout.page_tokens
+        self._parts: int = geometry["part_count"]
+        self._given = 0  # pages promised since the step began, less those that come back in it
+        self._left: int | None = None  # pages that were there for them; None: to be looked up
+        self._asked: dict[str, int] = {}
+        self._held: dict[str, int] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Of one request, in the smallest pool, if nobody else holds anything."""
+        pages = min(pool.stats()["pages_total"] for pool in self._pools)
+        return pages // self._parts * self._page_tokens
+
+    def check(self, tokens: int) -> None:
+        """Raises MemoryShortError when a request of so many tokens can never be served."""
+        if self.tokens < tokens:
+            raise MemoryShortError(
+                f"the pool holds {self.tokens} tokens, and max_model_len is {tokens}: no request "
+                "of that length could ever run. Give the pool more capacity, or the engine a "
+                "smaller max_model_len"
+            )
+
+    def begin(self) -> None:
+        """A step is planned from now on."""
+        self._given, self._left = 0, None
+        self._asked.clear()
+
+    def fits(self, request: str, have: int, wanted: int) -> bool:
+        """Whether a request that has `have` tokens in the pools can have `wanted`."""
+        pages = self._asked[request] = self._pages(wanted) - self._pages(have)
+        if request not in self._held:
+            self._left = None  # its hit is held by now, and no longer free
+        return pages <= 0 or pages + self._given <= self._room()
+
+    def take(self, request: str) -> None:
+        """It was planned as it was asked for."""
+        pages = self._asked.pop(request, 0)
+        self._given += pages
+        self._held[request] = self._held.get(request, 0) + pages
+
+    def give_back(self, request: str) -> None:
+        """It was preempted, or has ended: the workers hear of it before the step's tokens come.
+
+        Pages of its hit do not count: others may hold them, too.
+        """
+        self._given -= self._held.pop(request, 0)
+        self._asked.pop(request, None)
+
+    def _room(self) -> int:
+        if self._left is None:
+            self._left = min(_free(pool) for pool in self._pools)
+        return self._left
+
+    def _pages(self, tokens: int) -> int:
+        return tokens // self._page_tokens * self._parts
+
+
+def _free(pool: CXLPool) -> int:
+    """Free pages, and those that an append would evict."""
+    return pool.stats()["pages_free"] + int(np.count_nonzero(pool.pages.evictable()))

@@ -1,0 +1,181 @@
+"""vLLM's attention over the pool: stock classes while it is off, and the pool's when it is on.
+
+Registered in place of CPU_ATTN, so every CPU engine with the plugin sees PoolBackend. It hands out
+vLLM's own classes unless the engine's kv_transfer_config asks for attention in the pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.v1.attention.backend import (
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from cxlkv.adapters.vllm.blocks import seat_spec
+from cxlkv.adapters.vllm.plugin import NAME
+from cxlkv.adapters.vllm.pooled import Pooled, Scores
+from cxlkv.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from cxlkv.adapters.vllm.pooled import Ints
+
+_built: VllmConfig | None = None
+"""Of the engine whose layers were built last: vLLM asks for their cache specs without saying whose
+they are, right after it built them."""
+
+
+def in_pool(config: VllmConfig | None) -> bool:
+    """Whether this engine's K and V live in the pool."""
+    transfer = None if config is None else config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != NAME:
+        return False
+    extra = transfer.kv_connector_extra_config or {}
+    return bool(extra.get("attention") == "pool")
+
+
+def _config() -> VllmConfig | None:
+    return get_current_vllm_config_or_none() or _built
+
+
+class PoolBackend(CPUAttentionBackend):
+    """The backend of CPU engines; see above."""
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        global _built
+        _built = get_current_vllm_config_or_none()
+        return PoolImpl if in_pool(_built) else CPUAttentionBackendImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return PoolBuilder if in_pool(_config()) else CPUAttentionMetadataBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        config = _config()
+        if config is None or not in_pool(config):
+            return super().customize_spec(spec)
+        engine = config.kv_transfer_config.engine_id
+        return seat_spec(spec, engine, config.cache_config.block_size)
+
+
+@dataclass
+class PoolMetadata:
+    """Of a step: whose rows are where."""
+
+    num_actual_tokens: int
+    seats: list[int]
+    starts: Ints
+    lengths: list[int]
+
+
+class PoolBuilder(AttentionMetadataBuilder[PoolMetadata]):
+    """Takes what is needed from the engine's; it runs before the step's message is there."""
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> PoolMetadata:
+        common = common_attn_metadata
+        count = common.num_reqs
+        return PoolMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            seats=common.block_table_tensor[:count, 0].tolist(),
+            starts=common.query_start_loc_cpu[: count + 1].numpy().astype(np.int32),
+            lengths=common.seq_lens[:count].tolist(),
+        )
+
+
+class PoolImpl(AttentionImpl[PoolMetadata]):
+    """One layer's attention. Raises UnsupportedError for what the pool cannot compute."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **others: object,
+    ):
+        refused = {
+            "ALiBi": alibi_slopes is not None,
+            "attention sinks": sinks is not None,
+            f"a cache of {kv_cache_dtype}": kv_cache_dtype != "auto",
+            f"{attn_type} attention": attn_type != AttentionType.DECODER,
+            "layers that share others' K and V": kv_sharing_target_layer_name is not None,
+            ", ".join(others): bool(others),
+        }
+        found = [name for name, there in refused.items() if there]
+        if found:
+            raise UnsupportedError(
+                f'attention in the pool has no {" and no ".join(found)}: leave "attention" away '
+                "in kv_connector_extra_config for this model; prefixes are kept in the pool then"
+            )
+        self.num_heads, self.head_size = num_heads, head_size
+        self.scale, self.num_kv_heads = float(scale), num_kv_heads
+        self.sliding_window = sliding_window
+        self._scores = Scores(float(scale), float(logits_soft_cap or 0), sliding_window)
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PoolMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError("attention in the pool has no quantized output")
+        if attn_metadata is None:  # the engine warms up
+            return output
+        pooled: Pooled = get_kv_transfer_group().pooled
+        step = pooled.step(attn_metadata.seats, attn_metadata.starts, attn_metadata.lengths)
+        step.attend(pooled.layers[str(layer.layer_name)], query, key, value, output, self._scores)
+        return output
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Nothing: slots are of seats, which hold nothing; forward() keeps K and V."""

@@ -1,0 +1,133 @@
+"""The engine's blocks where K and V live in the pool: one for each request, its seat.
+
+A seat holds nothing. Its number, the only one in a request's row of the block table, tells the
+attention backend which request a row is. So the engine's own KV space bounds how many requests run
+at once, and the pool bounds their tokens: admission and preemption go by its room (`admission`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from cxlkv.adapters.vllm.admission import Room
+from cxlkv.errors import BadArgumentError
+
+rooms: dict[str, Room] = {}
+"""By engine: what its scheduler knows of its pools. The connector enters it, managers look here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeatSpec(AttentionSpec):  # type: ignore[explicit-any]
+    """One block a request, however long it is; the same for all layers, windows or not."""
+
+    engine: str
+
+    @property
+    def prefix_cacheable(self) -> bool:
+        return False  # hits come from the pool, through the connector
+
+    def max_memory_usage_bytes(self, vllm_config: object) -> int:
+        del vllm_config
+        size: int = self.page_size_bytes
+        return size
+
+
+def seat_spec(spec: AttentionSpec, engine: str, block_size: int) -> SeatSpec:
+    """What an attention layer keeps in the engine instead of the blocks of `spec`."""
+    return SeatSpec(
+        block_size=block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        head_size_v=spec.head_size_v,
+        dtype=spec.dtype,
+        engine=engine,
+    )
+
+
+class SeatManager(SingleTypeKVCacheManager):
+    """Gives a request its seat when the pool has room for its tokens; there are no local hits."""
+
+    kv_cache_spec: SeatSpec
+    block_pool: BlockPool
+
+    @property
+    def _room(self) -> Room:
+        found = rooms.get(self.kv_cache_spec.engine)
+        if found is None:
+            raise BadArgumentError(
+                "attention in the pool, but no CXLConnector in the scheduler's process: start the "
+                "engine with kv_connector CXLConnector, alone"
+            )
+        return found
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:
+        if not self._room.fits(request_id, total_computed_tokens, num_tokens):
+            return int(self.block_pool.num_gpu_blocks) + 1  # more than there are: wait, or preempt
+        return 0 if self.req_to_blocks.get(request_id) else 1
+
+    def allocate_external_computed_blocks(
+        self,
+        request_id: str,
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+        record_for_zeroing: bool = True,
+    ) -> None:
+        self._seat(request_id)
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        self._room.take(request_id)
+        return self._seat(request_id)
+
+    def _seat(self, request_id: str) -> list[KVCacheBlock]:
+        taken = self.req_to_blocks[request_id]
+        if taken:
+            return []
+        taken.extend(self.block_pool.get_new_blocks(1))
+        return list(taken)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._room.give_back(request_id)
+        blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
+        return blocks
+
+    def new_step_starts(self) -> None:
+        self._room.begin()
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: BlockHashList,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: BlockPool,
+        kv_cache_spec: KVCacheSpec,
+        drop_eagle_block: bool,
+        alignment_tokens: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        return tuple([] for _ in kv_cache_group_ids), 0
+
+
+# Here and not in the plugin: who unpickles a SeatSpec knows its manager.
+KVCacheSpecRegistry._ensure_registered()  # else ours alone would count as all of them
+KVCacheSpecRegistry.register(SeatSpec, SeatManager, SeatSpec)

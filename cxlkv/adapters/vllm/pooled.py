@@ -1,0 +1,442 @@
+"""A worker's side of attention in the pool: whose rows are whose, where K and V go, what is read.
+
+    hear(message)           before a step: who has ended, who starts with which hit
+    step(seats, ...)        in the step, once: the sequences of its rows, each as long as it must be
+    step.attend(layer, ..)  for each layer: append K and V, attend near them
+    end_step()              after it: complete pages are published
+
+Whatever goes wrong for one request breaks that request in that step only: its rows are computed
+from the step's own K and V where these are all it has, else they are zeros and its seat is in
+bad_blocks(), so that the engine computes it again from its first token. Nothing is published of
+it then, and pages that are damaged are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cxlkv.adapters.base import PoolRequests
+from cxlkv.adapters.vllm.messages import (
+    KEY_BYTES,
+    Message,
+    Options,
+    Report,
+    Span,
+    Started,
+    unpacked,
+)
+from cxlkv.errors import CorruptError, CXLKVError, PoolFullError, StaleError
+from cxlkv.ndp.engine import Budget, Selection
+from cxlkv.pool import CXLPool
+from cxlkv.prefix import PageKeys
+from cxlkv.sequence import Batch, Sequence
+from cxlkv.tiers import Tiers
+
+Ints = npt.NDArray[np.int32]
+
+ROWS_ALONE = 256
+
+KINDS: tuple[tuple[type[CXLKVError], str], ...] = (
+    (CorruptError, "corrupt"),
+    (StaleError, "stale"),
+    (PoolFullError, "full"),
+)
+
+
+@dataclass
+class Held:
+    """A request of this worker."""
+
+    name: str
+    seat: int
+    options: Options
+    keys: bytes = b""
+    stored: int = 0  # blocks of it that the report has told of
+
+
+class Pooled:
+    """The requests of one worker over its pool.
+
+    layers: the engine's names of the pool's layers, in order. block_tokens: of the engine's keys,
+    whole pages. shard: which of a message's handles is ours. decode_rows: a request that has tokens
+    and brings at most so many more is decoding, which is what budgets are for.
+    """
+
+    def __init__(
+        self,
+        pool: CXLPool,
+        layers: Sequences[str],
+        *,
+        block_tokens: int,
+        shard: int = 0,
+        decode_rows: int = 1,
+    ):
+        self.pool, self.tiers = pool, Tiers(pool)
+        self.layers = {name: place for place, name in enumerate(layers)}
+        self.requests = PoolRequests(pool, self.tiers)
+        self.decode_rows = decode_rows
+        self.block_tokens, self._shard = block_tokens, shard
+        self._held: dict[str, Held] = {}
+        self._seats: dict[int, Held] = {}
+        self._step: Step | None = None
+        self._failed: set[int] = set()
+        self._batches: dict[tuple[str, ...], Batch] = {}  # of the last step, to be used again
+        self._report, self._told = Report(), Counter[str]()
+
+    # ---- a step ----
+
+    def hear(self, message: Message) -> None:
+        self._step, self._failed = None, set()
+        for name in message.ended:
+            self._release(name)
+        for started in message.started:
+            self._start(started)
+        for continued in message.continued:
+            held = self._held.get(continued.request)
+            if held is not None:
+                held.keys += continued.keys
+
+    def _start(self, started: Started) -> None:
+        self._release(started.request)
+        held = Held(started.request, started.blocks[0], started.options, started.keys)
+        handle = started.handles[self._shard] if started.handles else None
+        # Without its hit the sequence is shorter than the step wants it: a failure, seen there.
+        # Pages are verified when attention reads them.
+        self._load(held, handle, started.tokens)
+        self._held[held.name] = held
+        self._seats[held.seat] = held
+
+    def _load(self, held: Held, handle: bytes | None, tokens: int) -> None:
+        held.stored = 0
+        try:
+            there = self.requests.load(held.name, handle, tokens, verify=False)
+        except CXLKVError as error:  # the step finds no sequence
+            self.count(error)
+            return
+        held.stored = there // self.block_tokens
+
+    def _release(self, name: str) -> None:
+        held = self._held.pop(name, None)
+        if held is not None and self._seats.get(held.seat) is held:
+            del self._seats[held.seat]
+        self.requests.release(name)
+
+    def step(self, seats: Sequences[int], starts: Ints, lengths: Sequences[int]) -> Step:
+        """The step that is under way: row [starts[i], starts[i + 1]) of seat i, whose text has
+        lengths[i] tokens with these. One for all layers."""
+        if self._step is None:
+            self._step = Step(self, seats, starts, lengths)
+            self._failed = self._step.failed
+        return self._step
+
+    def of_seat(self, seat: int) -> Held | None:
+        return self._seats.get(seat)
+
+    def bad_blocks(self) -> set[int]:
+        """Seats whose requests got zeros in the last step; asked for before or after end_step()."""
+        return self._failed
+
+    def end_step(self) -> None:
+        """Publish what is complete, mend what broke."""
+        step, self._step = self._step, None
+        for place, held in enumerate(step.held if step is not None else ()):
+            if step is None or held is None or self._held.get(held.name) is not held:
+                continue
+            if place in step.broken:
+                self._mend(held, step.broken[place])
+            elif held.options.save:
+                self._publish(held)
+
+    def report(self) -> Report:
+        """What happened since the last one."""
+        report, self._report = self._report, Report()
+        failures = self.requests.failures()
+        report.failures = failures - self._told
+        self._told = failures
+        return report
+
+    def close(self) -> None:
+        for name in list(self._held):
+            self._release(name)
+        self.tiers.close()
+
+    # ---- publishing ----
+
+    def _publish(self, held: Held) -> None:
+        """Hashes are of text that is sure: speculated tokens have none before they are accepted."""
+        sequence = self.requests.sequences[held.name]
+        blocks = min(len(sequence) // self.block_tokens, len(held.keys) // KEY_BYTES)
+        if blocks <= held.stored:
+            return
+        try:
+            self.requests.store(held.name, self._keys(held)[:blocks])
+        except CXLKVError as error:
+            self.count(error)
+            return
+        self._report.stored.append(Span(held.name, held.stored, blocks))
+        held.stored = blocks
+
+    def _keys(self, held: Held) -> PageKeys:
+        return unpacked(held.keys, self.block_tokens)
+
+    # ---- failures ----
+
+    def _mend(self, held: Held, error: CXLKVError) -> None:
+        """An empty sequence instead: the engine begins again. Damaged pages are found no more."""
+        if isinstance(error, CorruptError):
+            self._forget(held)
+        self.requests.release(held.name)
+        self._load(held, None, 0)
+
+    def _forget(self, held: Held) -> None:
+        try:
+            damaged = damaged_pages(self.pool, self.requests.sequences[held.name])
+        except CXLKVError as error:
+            self.count(error)
+            return
+        keys, pages = self._keys(held), self.block_tokens // self.pool.layout.page_tokens
+        for block in sorted({page // pages for page in damaged}):
+            if self.requests.forget(keys[block : block + 1]):
+                self._report.removed.append(Span(held.name, block, block + 1))
+
+    def count(self, error: CXLKVError) -> None:
+        self.requests.fail(kind_of(error), error)
+
+    def batch(self, held: Sequences[Held]) -> Batch:
+        """The same requests' batch as in the step before, where there is one."""
+        names = tuple(one.name for one in held)
+        sequences = [self.requests.sequences[name] for name in names]
+        found = self._batches.get(names)
+        if found is None or any(
+            a is not b for a, b in zip(found.sequences, sequences, strict=True)
+        ):
+            if len(self._batches) > 8:
+                self._batches.clear()
+            found = self._batches[names] = self.pool.batch(sequences)
+        return found
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How logits are made: softcap 0 is none. window: of the layer, None sees all."""
+
+    scale: float
+    softcap: float = 0.0
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of a step that go through one call. budgets: of each place, where pages are chosen."""
+
+    places: list[int]
+    rows: slice[int, int] | torch.Tensor
+    starts: Ints
+    batch: Batch
+    budgets: list[Budget] | None
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.batch.append(layer, k[self.rows], v[self.rows], self.starts)
+
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:
+        queries, picked, scale = q[self.rows], None, scores.scale
+        if self.budgets is not None:
+            picked = self.batch.select(layer, queries, self.starts, self.budgets, scale=scale)
+        softcap = scores.softcap or None
+        found, _ = self.batch.attend(layer, queries, self.starts, picked, scale, softcap)
+        out[self.rows] = torch.as_tensor(found)
+
+
+class Step:
+    """The rows of one step; attend() is called for layer after layer."""
+
+    def __init__(
+        self,
+        pooled: Pooled,
+        seats: Sequences[int],
+        starts: Ints,
+        lengths: Sequences[int],
+    ):
+        self._pooled, self.seats = pooled, list(seats)
+        self.held = [pooled.of_seat(seat) for seat in seats]
+        self.starts = np.asarray(starts, np.int32)
+        rows = np.diff(self.starts)
+        self.computed = [int(n - r) for n, r in zip(lengths, rows, strict=True)]
+        self.broken: dict[int, CXLKVError] = {}
+        self.failed: set[int] = set()
+        self._places = [place for place, one in enumerate(self.held) if one and rows[place]]
+        for place in self._places:
+            self._align(place)
+        self._all, self._groups = self._plan()
+
+    def _align(self, place: int) -> None:
+        """A sequence that ends where this step begins; what was rejected since is cut off."""
+        held, wanted = self._of(place), self.computed[place]
+        requests = self._pooled.requests
+        try:
+            there = len(requests.sequences[held.name]) if held.name in requests.sequences else -1
+            if there < wanted:
+                raise StaleError(f"{held.name}: the pool has {max(there, 0)} of {wanted} tokens")
+            if there > wanted:
+                requests.truncate(held.name, wanted)
+                held.stored = min(held.stored, wanted // self._pooled.block_tokens)
+        except CXLKVError as error:
+            self._break(place, error)
+
+    def _of(self, place: int) -> Held:
+        held = self.held[place]
+        assert held is not None
+        return held
+
+    def _plan(self) -> tuple[list[Group], list[Group]]:
+        """All rows together, for what is appended; and by how they are attended: over all pages, or
+        over chosen ones, of which one call has one kind of list."""
+        sound = [place for place in self._places if place not in self.broken]
+        kinds: dict[tuple[str, str] | None, list[int]] = {}
+        for place in sound:
+            rows = int(self.starts[place + 1] - self.starts[place])
+            budget = self._of(place).options.budget
+            decodes = self.computed[place] > 0 and rows <= self._pooled.decode_rows
+            kind = (budget.union, budget.per) if budget is not None and decodes else None
+            kinds.setdefault(kind, []).append(place)
+        groups = [self._group(places, kind is not None) for kind, places in kinds.items()]
+        if len(groups) < 2 and all(group.budgets is None for group in groups):
+            return groups, groups
+        return [self._group(sound, False)], groups
+
+    def _group(self, places: list[int], chosen: bool) -> Group:
+        held = [self._of(place) for place in places]
+        budgets = [one.options.budget for one in held if one.options.budget is not None]
+        rows = np.diff(self.starts)[places]
+        return Group(
+            places=places,
+            rows=self._rows(places),
+            starts=np.concatenate([[0], np.cumsum(rows)]).astype(np.int32),
+            batch=self._pooled.batch(held),
+            budgets=budgets if chosen else None,
+        )
+
+    def _rows(self, places: list[int]) -> slice[int, int] | torch.Tensor:
+        """A view where the places are neighbours, as they are in most steps."""
+        if places[-1] - places[0] == len(places) - 1:
+            return slice(int(self.starts[places[0]]), int(self.starts[places[-1] + 1]))
+        spans = [np.arange(self.starts[place], self.starts[place + 1]) for place in places]
+        return torch.from_numpy(np.concatenate(spans).astype(np.int64))
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        scores: Scores,
+    ) -> None:
+        """Append k and v, and write attention of q to out.
+
+        All have the step's rows, and may have more behind them, of no request.
+        """
+        out[int(self.starts[-1]) :] = 0
+        self._each(self._all, lambda group: group.append(layer, k, v))
+        self._each(self._groups, lambda group: group.attend(layer, q, out, scores))
+        if len(self._places) == len(self.held) and not self.broken:
+            return
+        for place, held in enumerate(self.held):
+            if place in self.broken or held is None:
+                self._without(place, held, q, k, v, out, scores)
+
+    def _each(self, groups: list[Group], work: Callable[[Group], None]) -> None:
+        """A call for a group; when that fails, one by one, to find out whose failure it is."""
+        before = len(self.broken)
+        for group in groups:
+            try:
+                work(group)
+            except CXLKVError as error:
+                self._one_by_one(group, work, error)
+        if len(self.broken) > before:
+            self._all, self._groups = self._plan()
+
+    def _one_by_one(self, group: Group, work: Callable[[Group], None], error: CXLKVError) -> None:
+        if len(group.places) == 1:
+            self._break(group.places[0], error)
+            return
+        for place in group.places:
+            single = self._group([place], group.budgets is not None)
+            try:
+                work(single)
+            except CXLKVError as its:
+                self._break(place, its)
+
+    def _break(self, place: int, error: CXLKVError) -> None:
+        self.broken[place] = error
+        self._pooled.count(error)
+
+    def _without(
+        self,
+        place: int,
+        held: Held | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        scores: Scores,
+    ) -> None:
+        """Rows of a request that has no pages, or of none."""
+        rows = self._rows([place])
+        if held is not None and not self.computed[place]:
+            out[rows] = attend_alone(q[rows], k[rows], v[rows], scores)
+        elif self.starts[place] < self.starts[place + 1]:
+            out[rows] = 0
+            self.failed.add(self.seats[place])
+
+
+def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """Attention of a whole text over itself, [rows, heads, dim], in float32; some rows at once."""
+    rows, heads, _ = q.shape
+    kv_heads = k.shape[1]
+    queries = q.float().reshape(rows, kv_heads, heads // kv_heads, -1)
+    keys, values, places = k.float(), v.float(), torch.arange(rows)
+    found = torch.empty((rows, heads, v.shape[2]), dtype=q.dtype)
+    for first in range(0, rows, ROWS_ALONE):
+        some = slice(first, min(first + ROWS_ALONE, rows))
+        logits = torch.einsum("qhgd,khd->hgqk", queries[some], keys) * scores.scale
+        if scores.softcap:
+            logits = scores.softcap * torch.tanh(logits / scores.softcap)
+        behind = places[some, None] - places[None]
+        unseen = behind < 0
+        if scores.window is not None:
+            unseen |= behind >= scores.window
+        weights = logits.masked_fill(unseen, -torch.inf).softmax(-1)
+        mixed = torch.einsum("hgqk,khd->qhgd", weights, values)
+        found[some] = mixed.reshape(-1, heads, v.shape[2]).to(q.dtype)
+    return found
+
+
+def damaged_pages(pool: CXLPool, sequence: Sequence) -> list[int]:
+    """Complete pages of a sequence that are not what was written, in any layer."""
+    batch, layout = pool.batch([sequence]), pool.layout
+    none = np.empty((1, layout.kv_heads, 0), np.float32)
+    counts = np.ones((1, layout.kv_heads), np.int32)
+    damaged: set[int] = set()
+    for layer, window in enumerate(layout.windows):
+        tokens = sequence.tokens(layer)
+        first = 0 if window is None else max(0, tokens - window) // layout.page_tokens
+        for page in range(first, tokens // layout.page_tokens):
+            rows = np.full((1, layout.kv_heads, 1), page, np.int32)
+            try:
+                starts = np.zeros(2, np.int32)
+                batch.verify(layer, Selection(rows, none, counts, 0, 0, "sequence", starts))
+            except CorruptError:
+                damaged.add(page)
+    return sorted(damaged)
+
+
+def kind_of(error: CXLKVError) -> str:
+    return next((name for kind, name in KINDS if isinstance(error, kind)), "other")
