@@ -277,11 +277,13 @@ def pool_create(
     force: bool,
     host: tuple[int, bool, float] | None,
     nodes: int = 0,
+    in_place: bool = False,
 ) -> Handle:
     """sharing is (kind, durable, hosts), host (number, certified, lease_s); nodes bit by node."""
     out = ffi.new("cxlkv_pool **")
     where = ffi.NULL if path is None else ffi.new("char[]", path.encode())
     flags = lib.CXLKV_CREATE_FORCE if force else 0
+    flags |= lib.CXLKV_CREATE_IN_PLACE if in_place else 0
     described = _layout_struct(layout, checksum, sketch)
     shared = ffi.new(
         "cxlkv_sharing *", dict(zip(("kind", "durable", "hosts"), sharing, strict=True))

@@ -111,14 +111,15 @@ class CXLPool(Closing):
     ) -> CXLPool:
         """Make a pool at a path (/dev/shm, hugetlbfs, any file system), on a dax device, or in
         "anonymous:" memory; numa:1 is memory of that NUMA node, numa:1:/dev/shm/my.pool a file
-        there, numa:0,1 is interleaved over both (docs/placing.md).
+        there, numa:0,1 is interleaved over both, dax:/mnt/my.pool is a file that is there, with the
+        size that it keeps (docs/placing.md).
 
-        capacity: bytes or text like "2GiB"; of a device also "all". checksum: a CRC32C for every
-        piece, made at append and verified on reading. sketch: keys are also kept in 2 bits a
-        channel, for select(method="two_stage"). threads: that scan and copy (default: the CPUs
-        allowed here). A file has mode 0600, is reserved whole, and appears finished or not at
-        all; a device is formatted in place. Raises PoolExistsError (unless force=True),
-        MemoryShortError, GeometryError, BadArgumentError.
+        capacity: bytes or text like "2GiB"; of a device, or a file that is there, also "all".
+        checksum: a CRC32C for every piece, made at append and verified on reading. sketch: keys are
+        also kept in 2 bits a channel, for select(method="two_stage"). threads: that scan and copy
+        (default: the CPUs allowed here). A file has mode 0600, is reserved whole, and appears
+        finished or not at all; a device, or a file that is there, is formatted in place. Raises
+        PoolExistsError (unless force=True), MemoryShortError, GeometryError, BadArgumentError.
 
         sharing: "host" (one host), "software" (up to `hosts` hosts, 8 by default, whose caches do
         not see each other) or "hw_coherent" (they do). durable="host" writes back all that is
@@ -128,15 +129,17 @@ class CXLPool(Closing):
         """
         shared = parse_sharing(sharing, durable, hosts)
         _check_threads(threads)  # first: a pool that was made would stay behind
-        path, nodes = numa.emulated(parse_place(where))
+        place = numa.emulated(parse_place(where))
+        path, nodes, in_place = place
         own = parse_host(host, lease_s, path) if shared[0] else None
-        capacity_bytes = capacity_bytes_at(path, capacity)
+        capacity_bytes = capacity_bytes_at(place, capacity)
         check_host_folder(path)
         if nodes:
             check_nodes(nodes, capacity_bytes)
-        check_room(path, capacity_bytes)
+        check_room(place, capacity_bytes)
+        mask = mask_of(nodes)
         handle = _core.pool_create(
-            path, layout, checksum, sketch, shared, capacity_bytes, force, own, mask_of(nodes)
+            path, layout, checksum, sketch, shared, capacity_bytes, force, own, mask, in_place
         )
         return cls(handle, path)._with_threads(threads)
 
@@ -163,7 +166,7 @@ class CXLPool(Closing):
         where = wanted.where
         if numa.is_mode(wanted.emulate):
             where = numa.configured(where, wanted.emulate)
-        path = parse_where(where)
+        path, _, in_place = parse_place(where)
         make = partial(
             cls.create,
             where,
@@ -181,10 +184,12 @@ class CXLPool(Closing):
         if path is None:
             return make()
         with one_maker(path):
-            if not _is_there(path):
+            if not _is_there(path, in_place):
                 if wanted.if_missing == "create":
                     return make()
                 raise PoolMissingError(f"{path}: no pool there, and if_missing is error")
+            if wanted.if_exists == "replace" and in_place:  # the file itself must stay
+                return make(force=True)
             if wanted.if_exists == "replace":
                 cls.remove(path)
                 return make()
@@ -221,7 +226,7 @@ class CXLPool(Closing):
         use_worker(). Raises PoolMissingError, NotAPoolError, VersionError, CorruptError,
         TruncatedError, BusyError, HostError.
         """
-        place, nodes = numa.emulated(parse_place(path))
+        place, nodes, _ = numa.emulated(parse_place(path))
         if place is None:
             raise BadArgumentError("an anonymous pool cannot be opened: fork, or use a file")
         check_host_folder(place)
@@ -250,8 +255,8 @@ class CXLPool(Closing):
 
     @staticmethod
     def remove(path: Path) -> None:
-        """Remove a pool's file, or wipe its superblock from a device; refuses what is no pool, and
-        a pool that is in use."""
+        """Remove a pool's file, or wipe its superblock from a device, and from a file in which it
+        was made in place; refuses what is no pool, and a pool that is in use."""
         place = parse_where(path)
         if place is None:
             raise BadArgumentError("an anonymous pool ends with its process")
@@ -488,9 +493,9 @@ class CXLPool(Closing):
         _core.pool_close(self._handle)
 
 
-def _is_there(path: str) -> bool:
-    """A file is, whatever it holds; a device is when a pool lies on it."""
-    if not (is_device(path) or is_striped(path)):
+def _is_there(path: str, in_place: bool) -> bool:
+    """A file is, whatever it holds; a device, or a file in place, is when a pool lies on it."""
+    if not (in_place or is_device(path) or is_striped(path)):
         return os.path.lexists(path)
     try:
         look(path)

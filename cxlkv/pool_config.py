@@ -26,7 +26,7 @@ from cxlkv.emulation import numa
 from cxlkv.emulation.link import parse as parse_link
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout, LayerGroup, dtype_name
-from cxlkv.regions import ALL, capacity_bytes_at, parse_where
+from cxlkv.regions import ALL, capacity_bytes_at, parse_place, parse_where
 
 FILE_BYTES_MAX = 64 << 10
 NESTING_MAX = 8
@@ -163,7 +163,7 @@ class PoolConfig(_Keys):
             if wanted is not None and value != wanted:
                 found.append(f"{name} is {_shown(value)} there, {_shown(wanted)} wanted")
         there_bytes = geometry["region_bytes"]
-        wanted_bytes = capacity_bytes_at(parse_where(self.where), self.capacity)
+        wanted_bytes = capacity_bytes_at(parse_place(self.where), self.capacity)
         largest_bytes = there_bytes + geometry["extent_bytes"] + ALIGNMENT_BYTES
         if not there_bytes <= wanted_bytes <= largest_bytes:
             size = format_bytes(wanted_bytes)

@@ -18,14 +18,18 @@ from cxlkv.topology import probe
 HOST_FOLDER = "/dev/shm"
 ADDRESSES_BYTES = 1 << 47  # of one process on today's machines
 STRIPED = "dax:"  # before the paths of several devices, with a + between
-ALL = "all"  # the capacity of a whole device
+ALL = "all"  # the capacity of a whole device, or of a file that keeps its size
 
 
 class Place(NamedTuple):
-    """Where a pool lies: a path, or None for memory without a name; NUMA nodes, if asked for."""
+    """Where a pool lies: a path, or None for memory without a name; NUMA nodes, if asked for.
+
+    in_place: in the file that is there (dax:PATH), which keeps its name and its size.
+    """
 
     path: str | None
     nodes: tuple[int, ...] = ()
+    in_place: bool = False
 
 
 def parse_where(where: str | os.PathLike[str]) -> str | None:
@@ -34,7 +38,7 @@ def parse_where(where: str | os.PathLike[str]) -> str | None:
 
 
 def parse_place(where: str | os.PathLike[str]) -> Place:
-    """What "anonymous:", a path, "numa:NODES", "numa:NODES:PATH", "dax:DEVICE" or
+    """What "anonymous:", a path, "numa:NODES", "numa:NODES:PATH", "dax:DEVICE", "dax:FILE" or
     "dax:DEVICE+DEVICE" says; raises for other schemes and relative nonsense."""
     text = os.fspath(where)
     if text == "anonymous:":
@@ -45,10 +49,14 @@ def parse_place(where: str | os.PathLike[str]) -> Place:
     if scheme == "numa":
         nodes, colon, path = rest.partition(":")
         if is_striped(path):
-            raise UnsupportedError(f"{text}: devices lie where they lie: leave the nodes away")
+            raise UnsupportedError(
+                f"{text}: devices lie where they lie, and so do files that are there: leave the "
+                "nodes away"
+            )
         return Place(_path_of(path) if colon else None, parse_nodes(nodes))
     if scheme == "dax":
-        return Place(_device_of(text, rest))
+        path = _device_of(text, rest)
+        return Place(path, in_place=not is_striped(path) and not is_device(path))
     if scheme == "cxl":
         raise UnsupportedError(
             f"{text}: pools on a CXL region are not built yet; use its dax device or NUMA node, "
@@ -65,10 +73,13 @@ def _device_of(text: str, name: str) -> str:
         parts = [_member_of(text, part) for part in name.split("+")]
         return STRIPED + "+".join(parts)
     path = name if name.startswith("/") else f"/dev/{name}"
-    if not is_device(path):
+    if "\0" in name or not (is_device(path) or os.path.isfile(path)):
         there = sorted(str(device) for device in Path("/dev").glob("dax*"))
         what = f"there are {', '.join(there)}" if there else "this machine has none (cxlkv info)"
-        raise UnsupportedError(f"{text}: {path} is no device; of dax devices {what}")
+        raise UnsupportedError(
+            f"{text}: {path} is no device, nor a file with the size that it keeps; of dax devices "
+            f"{what}"
+        )
     return path
 
 
@@ -164,19 +175,32 @@ def whole_device_bytes(path: str, root: Path = Path("/")) -> int:
     return size_bytes
 
 
-def capacity_bytes_at(path: str | None, capacity: str | int) -> int:
-    """What was asked for in bytes; "all" is a whole device, as nothing else has a size before."""
+def capacity_bytes_at(place: Place, capacity: str | int) -> int:
+    """What was asked for in bytes; "all" is a whole device, or a file that keeps its size, as
+    nothing else has a size before."""
     if capacity != ALL:
         return parse_bytes(capacity)
-    if path is None or not is_device(path):
-        raise BadArgumentError("capacity 'all' is for a dax device: say how much, like 8GiB")
-    return whole_device_bytes(path)
+    if place.path is not None and place.in_place:
+        size_bytes = os.stat(place.path).st_size
+        if size_bytes == 0:
+            raise BadArgumentError(
+                f"capacity 'all' of {place.path}, which is empty: give the file its size before "
+                "(fallocate -l 8GiB)"
+            )
+        return size_bytes
+    if place.path is None or not is_device(place.path):
+        raise BadArgumentError(
+            "capacity 'all' is for a dax device, or a file in place (dax:PATH): say how much, "
+            "like 8GiB"
+        )
+    return whole_device_bytes(place.path)
 
 
-def check_room(path: str | None, capacity_bytes: int) -> None:
-    """Raises MemoryShortError when `capacity_bytes` cannot be had at `path` now.
+def check_room(place: Place, capacity_bytes: int) -> None:
+    """Raises MemoryShortError when `capacity_bytes` cannot be had at `place` now.
 
-    A device has the memory that it has: the core holds the pool against it. A file is reserved
+    A device has the memory that it has, and so has a file in place: the core holds the pool against
+    it, and asks the file system for what a file with holes lacks. Any other file is reserved
     whole when it is made, so that it cannot fail later; memory that backs /dev/shm or an anonymous
     pool is also held against what is available and the cgroup's limit. Raises SystemCallError when
     the folder cannot be written.
@@ -185,7 +209,12 @@ def check_room(path: str | None, capacity_bytes: int) -> None:
         raise MemoryShortError(
             f"{format_bytes(capacity_bytes)} wanted: more than a process can address. Ask for less"
         )
+    path = place.path
     if path is not None and (is_device(path) or is_striped(path)):
+        return
+    if path is not None and place.in_place:
+        if path.startswith("/dev/shm/"):
+            check_memory(max(0, capacity_bytes - os.stat(path).st_blocks * 512))
         return
     if path is not None:
         folder = Path(path).absolute().parent

@@ -53,7 +53,7 @@ def emulated(place: Place) -> Place:
     if not nodes:
         return place
     begin(nodes)
-    return Place(place.path, place.nodes or nodes)
+    return place._replace(nodes=place.nodes or nodes)
 
 
 def configured(where: str, text: str) -> str:
@@ -62,8 +62,12 @@ def configured(where: str, text: str) -> str:
     if from_environment():
         return where
     nodes = parse(text)
-    begin(nodes)
     place = parse_place(where)
+    if place.in_place:
+        raise UnsupportedError(
+            f"{where}: a file that is there lies where it lies: leave emulate: {text} away"
+        )
+    begin(nodes)
     if place.nodes:
         return where
     numbers = ",".join(map(str, nodes))

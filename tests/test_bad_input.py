@@ -259,7 +259,7 @@ def test_a_flipped_bit_in_a_piece(on_file: CXLPool, path: Path, kind: str) -> No
 
 @pytest.mark.parametrize("where", ["dax:/dev/dax99.9", "dax:dax99.9", "cxl:region0"])
 def test_regions_that_are_not_here_are_refused_by_name(where: str) -> None:
-    said = rf"{where}: .*(not built yet; use|is no device; of dax)"
+    said = rf"{where}: .*(not built yet; use|is no device, nor a file)"
     with pytest.raises(errors.UnsupportedError, match=said):
         CXLPool.create(where, layout=LAYOUT, capacity=CAPACITY)
     with pytest.raises(NotImplementedError):

@@ -23,7 +23,7 @@ from cxlkv.errors import (
     SystemCallError,
     UnsupportedError,
 )
-from cxlkv.regions import parse_place
+from cxlkv.regions import Place, parse_place
 
 from . import numa_guest
 
@@ -47,10 +47,10 @@ def path() -> Iterator[Path]:
 
 
 def test_what_a_place_says() -> None:
-    assert parse_place("numa:1") == (None, (1,))
-    assert parse_place("numa:2,0") == (None, (0, 2))
-    assert parse_place("numa:1:/dev/shm/a.pool") == ("/dev/shm/a.pool", (1,))
-    assert parse_place("/dev/shm/a.pool") == ("/dev/shm/a.pool", ())
+    assert parse_place("numa:1") == Place(None, (1,))
+    assert parse_place("numa:2,0") == Place(None, (0, 2))
+    assert parse_place("numa:1:/dev/shm/a.pool") == Place("/dev/shm/a.pool", (1,))
+    assert parse_place("/dev/shm/a.pool") == Place("/dev/shm/a.pool")
     for text in ("numa:", "numa:x", "numa:-1", "numa:1,", "numa:1:", "numa:1 ", "numa:٣", "numa:,"):
         with pytest.raises(BadArgumentError):
             parse_place(text)

@@ -52,11 +52,11 @@ def test_a_file_system_of_unknown_size_is_left_to_the_reservation(
     """hugetlbfs mounted without size= reports 0 free of 0 blocks; a full disk 0 of many."""
     unknown = SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=0)
     monkeypatch.setattr(os, "statvfs", lambda path: unknown)
-    regions.check_room(str(tmp_path / "a.pool"), 1 << 30)
+    regions.check_room(regions.Place(str(tmp_path / "a.pool")), 1 << 30)
     full = SimpleNamespace(f_bavail=0, f_frsize=4096, f_blocks=1000)
     monkeypatch.setattr(os, "statvfs", lambda path: full)
     with pytest.raises(MemoryShortError, match="0 B free"):
-        regions.check_room(str(tmp_path / "a.pool"), 1 << 30)
+        regions.check_room(regions.Place(str(tmp_path / "a.pool")), 1 << 30)
 
 
 def test_a_whole_device_is_as_large_as_sysfs_says(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_whole_device_is_as_large_as_sysfs_says(tmp_path: Path) -> None:
 def test_all_is_the_capacity_of_a_device_only(tmp_path: Path) -> None:
     layout = KVLayout(layers=2, kv_heads=2, head_dim=64)
     for where in (tmp_path / "a.pool", "anonymous:"):
-        with pytest.raises(BadArgumentError, match="'all' is for a dax device: say how much"):
+        with pytest.raises(BadArgumentError, match="'all' is for a dax device, or a file in place"):
             CXLPool.create(where, layout=layout, capacity="all")
     with pytest.raises(UnsupportedError, match="/dev/null is no dax device"):
         CXLPool.create("/dev/null", layout=layout, capacity="all")

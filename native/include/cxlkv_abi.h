@@ -272,6 +272,9 @@ typedef struct cxlkv_sequence cxlkv_sequence;
 typedef struct cxlkv_batch cxlkv_batch;
 
 #define CXLKV_CREATE_FORCE 1
+/* In the file that lies at path, as on a device: it keeps name, size and whatever lies behind the
+ * pool, which ends with its superblock. For file systems whose files cannot be made or renamed. */
+#define CXLKV_CREATE_IN_PLACE 2
 
 /* What went wrong in this thread's last call that returned a negative value. */
 const char *cxlkv_error_text(void);
@@ -297,7 +300,8 @@ int cxlkv_pool_create_at(const char *path, const cxlkv_layout *layout,
 int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **pool);
 int cxlkv_pool_close(cxlkv_pool *pool);
 void cxlkv_pool_destroy(cxlkv_pool *pool);
-/* Unlinks a pool that no other process has open; not_a_pool is refused. */
+/* Unlinks a pool that no other process has open, or wipes its superblock from a device, and from a
+ * file in which it was made in place; not_a_pool is refused. */
 int cxlkv_pool_remove(const char *path);
 int cxlkv_pool_layout(cxlkv_pool *pool, cxlkv_layout *layout);
 int cxlkv_pool_sharing(cxlkv_pool *pool, cxlkv_sharing *sharing);

@@ -248,6 +248,8 @@ void superblock_write(cxlkv_pool *pool) {
     for (uint32_t layer = 0; layer < layout->layers; layer++)
         block->groups[layout->group_of[layer]].layers++;
     memcpy(block->group_of, layout->group_of, sizeof(block->group_of));
+    if (pool->in_place)
+        memcpy(pool->base + IN_PLACE_OFFSET, IN_PLACE_MARK, sizeof(IN_PLACE_MARK));
     block->crc = crc32c(0, block, offsetof(superblock, crc));
 }
 
@@ -279,8 +281,13 @@ static bool groups_read(const superblock *block, cxlkv_layout *layout) {
 int superblock_read(const uint8_t *bytes, uint64_t file_bytes, const char *path,
                     cxlkv_layout *layout, cxlkv_sharing *sharing, cxlkv_geometry *geometry,
                     uint8_t *identity) {
+    static const uint8_t nothing[SUPERBLOCK_BYTES];
     superblock block;
     memcpy(&block, bytes, sizeof(block));
+    if (memcmp(bytes, nothing, sizeof(nothing)) == 0)
+        return fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool: its first %d bytes are zeros, as "
+                    "before one is made, when its making was cut short, and after its removal",
+                    path, SUPERBLOCK_BYTES);
     if (stripes_is_label(bytes))
         return fail(CXLKV_E_NOT_A_POOL, "%s is a part of a striped pool: open all of its parts "
                     "together, dax:A+B", path);

@@ -74,6 +74,12 @@ typedef struct superblock {
 _Static_assert(sizeof(superblock) <= SUPERBLOCK_BYTES - 4 * LINE_BYTES,
                "leaves the saved counters and the host line");
 
+/* On a line of its own behind the CRC: the pool's file is not its own, so nobody removes it. */
+#define IN_PLACE_OFFSET 2112
+#define IN_PLACE_MARK "INPLACE" /* with its zero 8 bytes */
+_Static_assert(sizeof(superblock) <= IN_PLACE_OFFSET && IN_PLACE_OFFSET % LINE_BYTES == 0,
+               "behind the CRC");
+
 /* The last line of the superblock's page: which host state speaks for this pool. */
 typedef struct host_line {
     uint64_t nonce;
@@ -267,6 +273,7 @@ struct cxlkv_pool {
     uint8_t identity[16];
     const char *page_kind;
     uint64_t nodes;              /* asked for when it was made, bit by node; 0: none */
+    bool in_place;               /* made where its file, or device, was before */
     host_state *host;
     page_info *pages;
     atomic_uint *heat;
@@ -396,8 +403,12 @@ void region_unmap(cxlkv_pool *pool);
 int region_size(int fd, const char *path, uint64_t *bytes);
 /* Of a file or a dax device; false when there are fewer, or they cannot be read. */
 bool region_read(int fd, uint64_t offset, void *to, size_t bytes);
-/* The end of a pool: a file's name goes, on a device the superblock. */
-int region_discard(int fd, const char *path);
+/* The end of a pool: a file's name goes; of a device, and of a file in which it was made in place
+ * (as its mark says, or the caller), the superblock. */
+int region_discard(int fd, const char *path, bool in_place);
+bool region_is_in_place(int fd);
+/* Takes from its file system what the first `bytes` of a file lack; its size stays. */
+int region_fill_holes(int fd, uint64_t bytes, const char *path);
 /* Byte 0 is held while a process joins or leaves, byte 1 (shared) while it uses the pool. */
 enum { ATTACH_BYTE = 0, USE_BYTE = 1 };
 /* And of a host state's file: held (shared) while it is open. */
@@ -447,6 +458,8 @@ bool device_read(int fd, const device_facts *facts, uint64_t offset, void *to, s
 int device_write(int fd, const device_facts *facts, const char *path,
                  const uint8_t page[SUPERBLOCK_BYTES]);
 int device_wipe(int fd, const device_facts *facts, const char *path);
+/* Of a device, or of a file as if it were one: its bytes, and the unit in which it is mapped. */
+int region_facts(int fd, const char *path, device_facts *facts);
 
 /* ---- format.c ---- */
 int layout_check(const cxlkv_layout *layout);

@@ -154,6 +154,7 @@ static int idle(leftover *file, double idle_s) {
     int code = superblock_read(page, (uint64_t)file->status.st_size, file->path, &layout,
                                &sharing, &geometry, identity);
     if (code < 0) return code;
+    if (region_is_in_place(file->fd)) return 0; /* its file was there before it: not ours to take */
     if (!alone(file, ATTACH_BYTE) || !alone(file, USE_BYTE)) return 0;
     if (has_state(file, &sharing, identity) || fstat(file->fd, &file->status) < 0) return 0;
     clock_gettime(CLOCK_REALTIME, &now);

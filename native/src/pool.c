@@ -260,8 +260,19 @@ int pool_format(cxlkv_pool *pool) {
     return code;
 }
 
-/* A device's superblock is written in place, so who opens one waits until nobody joins or makes a
- * pool on it; a file appears finished. */
+/* Whether a superblock may be written there while we look: on a device, and in a file that begins
+ * as before that, or as after. Of other files no byte is ours to lock. */
+static bool is_written_in_place(int fd) {
+    static const uint8_t nothing[8];
+    uint8_t magic[sizeof(nothing)];
+    struct stat status;
+    if (fstat(fd, &status) < 0) return false;
+    if (!S_ISREG(status.st_mode)) return S_ISCHR(status.st_mode);
+    return pread(fd, magic, sizeof(magic), 0) == (ssize_t)sizeof(magic) &&
+           (memcmp(magic, nothing, sizeof(magic)) == 0 || memcmp(magic, "CXLKVPOL", 8) == 0);
+}
+
+/* Who opens such a region waits until nobody joins or makes a pool on it. */
 static int open_region(const char *path, int flags, int *fd) {
     struct stat status;
     *fd = open(path, flags | O_CLOEXEC);
@@ -269,7 +280,7 @@ static int open_region(const char *path, int flags, int *fd) {
         return device_refused("/sys", path, status.st_rdev);
     if (*fd < 0)
         return fail(errno, "%s: cannot open: %s%s", path, strerror(errno), remedy_of(errno));
-    if (flags != O_RDWR || fstat(*fd, &status) < 0 || !S_ISCHR(status.st_mode)) return 0;
+    if (flags != O_RDWR || !is_written_in_place(*fd)) return 0;
     int code = lock_byte(*fd, ATTACH_BYTE, true, true);
     if (code == 0) return 0;
     close(*fd);
@@ -281,24 +292,28 @@ static int refuse_place(const char *path) {
     return fail(CXLKV_E_POOL_EXISTS, "%s is neither a regular file nor a dax device", path);
 }
 
-/* As what_lies_at(). A device that was never used holds zeros, as does one whose pool was removed;
- * a file that is there is somebody's, whatever it holds. */
-static int what_lies_in(int fd, const char *path) {
+/* As what_lies_at(). A device that was never used holds zeros, as does one whose pool was removed,
+ * and a file that is given to be a pool's; any other file is somebody's, whatever it holds. */
+static int what_lies_in(int fd, const char *path, bool in_place) {
     static const uint8_t nothing[SUPERBLOCK_BYTES];
     uint8_t bytes[SUPERBLOCK_BYTES] = "";
     struct stat status;
     device_facts device;
     bool is_file = fstat(fd, &status) == 0 && S_ISREG(status.st_mode);
     if (!is_file && !device_of(fd, &device)) return refuse_place(path);
-    bool whole = region_read(fd, 0, bytes, is_file ? 8 : sizeof(bytes));
-    if (!is_file && !whole)
+    if (is_file && in_place && status.st_size < SUPERBLOCK_BYTES)
+        return fail(ENOSPC, "%s has %ld bytes: a pool in place takes the size that its file has, "
+                    "so give it one before (fallocate -l)", path, (long)status.st_size);
+    bool in_page = in_place || !is_file;
+    bool whole = region_read(fd, 0, bytes, in_page ? sizeof(bytes) : 8);
+    if (in_page && !whole)
         return fail(CXLKV_E_POISON, "%s: its first bytes cannot be read", path);
     if (whole && memcmp(bytes, "CXLKVPOL", 8) == 0) return 1;
-    return !is_file && memcmp(bytes, nothing, sizeof(bytes)) == 0 ? 0 : 2;
+    return in_page && memcmp(bytes, nothing, sizeof(bytes)) == 0 ? 0 : 2;
 }
 
 /* What lies at path, if anything: 0 nothing, 1 a pool, 2 something else, or an error. */
-static int what_lies_at(const char *path) {
+static int what_lies_at(const char *path, bool in_place) {
     struct stat status;
     int fd;
     if (stat(path, &status) < 0)
@@ -306,7 +321,7 @@ static int what_lies_at(const char *path) {
     if (!S_ISREG(status.st_mode) && !S_ISCHR(status.st_mode)) return refuse_place(path);
     int code = open_region(path, O_RDONLY | O_NONBLOCK, &fd);
     if (code < 0) return code;
-    code = what_lies_in(fd, path);
+    code = what_lies_in(fd, path, in_place);
     close(fd);
     return code;
 }
@@ -333,28 +348,34 @@ static int file_into_place(const char *made, const char *path, bool force) {
     }
     int code = errno;
     unlink(made);
-    if (code == EEXIST) return refuse_existing(path, what_lies_at(path));
+    if (code == EEXIST) return refuse_existing(path, what_lies_at(path, false));
     return fail(code, "%s: cannot be put in place: %s", path, strerror(code));
 }
 
-/* In place: what was there is wiped first, and the superblock comes last, so that a creation that
- * is cut short leaves no pool. */
-static int create_on_device(cxlkv_pool *pool, const char *path, bool force) {
-    device_facts device;
+/* On a device, or in a file that keeps its size: what was there is wiped first, and the superblock
+ * comes last, so that a creation that is cut short leaves no pool. */
+static int create_in_place(cxlkv_pool *pool, const char *path, bool force) {
+    device_facts facts;
+    uint64_t bytes = pool->geometry.region_bytes;
     int code = open_region(path, O_RDWR, &pool->fd);
+    if (code == 0) code = region_facts(pool->fd, path, &facts);
     if (code < 0) return code;
-    if (!device_of(pool->fd, &device)) return refuse_place(path);
-    if (pool->geometry.region_bytes > device.bytes)
+    if (bytes > facts.bytes)
         return fail(ENOSPC, "%s has %lu MiB, %lu MiB wanted: ask for less", path,
-                    device.bytes >> 20, pool->geometry.region_bytes >> 20);
-    int what = what_lies_in(pool->fd, path);
+                    facts.bytes >> 20, bytes >> 20);
+    /* Held already, but where a file held something else when it was opened. */
+    if (lock_byte(pool->fd, ATTACH_BYTE, true, false) < 0) return busy_error(path);
+    int what = what_lies_in(pool->fd, path, true);
     if (what < 0) return what;
     if (what != 0 && !force) return refuse_existing(path, what);
     if (!byte_is_free(pool->fd, USE_BYTE)) return busy_error(path);
-    if (what != 0) code = device_wipe(pool->fd, &device, path);
+    if (!device_of(pool->fd, &facts)) code = region_fill_holes(pool->fd, bytes, path);
+    if (code == 0 && what != 0) code = device_wipe(pool->fd, &facts, path);
     if (code == 0) code = region_map_file(pool);
     return code < 0 ? code : pool_format(pool);
 }
+
+static int remove_at(const char *path, bool in_place);
 
 static int create_region(cxlkv_pool *pool, const char *path, bool force) {
     if (!path) {
@@ -362,18 +383,19 @@ static int create_region(cxlkv_pool *pool, const char *path, bool force) {
         return code < 0 ? code : pool_format(pool);
     }
     if (stripes_path(path)) return stripes_create(pool, path, force);
-    int what = what_lies_at(path);
+    struct stat status;
+    pool->in_place |= stat(path, &status) == 0 && S_ISCHR(status.st_mode);
+    int what = what_lies_at(path, pool->in_place);
     if (what < 0) return what;
     if (what != 0 && !force) return refuse_existing(path, what);
     if (what == 1) {
-        int code = cxlkv_pool_remove(path); /* refuses while somebody uses it */
+        int code = remove_at(path, pool->in_place); /* refuses while somebody uses it */
         if (code == -CXLKV_E_BUSY) return code;
     }
-    struct stat status;
-    if (stat(path, &status) == 0 && S_ISCHR(status.st_mode) && pool->nodes)
-        return fail(ENOTSUP, "%s: a device lies where it lies: leave the nodes away", path);
-    if (stat(path, &status) == 0 && S_ISCHR(status.st_mode))
-        return create_on_device(pool, path, force);
+    if (pool->in_place && pool->nodes)
+        return fail(ENOTSUP, "%s: a device lies where it lies, and so does a file that is there: "
+                    "leave the nodes away", path);
+    if (pool->in_place) return create_in_place(pool, path, force);
     char made[4096];
     int code = region_create_file(pool, path, made, sizeof(made));
     if (code < 0) return code;
@@ -417,6 +439,7 @@ int cxlkv_pool_create_at(const char *path, const cxlkv_layout *layout,
     pool->sharing = shared;
     pool->geometry = geometry;
     pool->nodes = nodes;
+    pool->in_place = flags & CXLKV_CREATE_IN_PLACE;
     code = peers_prepare(pool, host); /* what it has to say about the host, before a file is made */
     if (code == 0) code = create_region(pool, path, flags & CXLKV_CREATE_FORCE);
     bool placed = code == 0 && path;
@@ -465,18 +488,15 @@ int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **out) 
 }
 
 /* Its host state stays, as the identity cannot be trusted: `cxlkv pool gc` finds that. */
-static int remove_damaged(const char *path) {
-    struct stat status;
-    bool is_device = stat(path, &status) == 0 && S_ISCHR(status.st_mode);
-    int fd, code = open_region(path, is_device ? O_RDWR : O_RDONLY, &fd);
+static int remove_damaged(const char *path, bool in_place) {
+    int fd, code = open_region(path, O_RDWR, &fd);
     if (code < 0) return code;
-    code = byte_is_free(fd, USE_BYTE) ? region_discard(fd, path) : busy_error(path);
+    code = byte_is_free(fd, USE_BYTE) ? region_discard(fd, path, in_place) : busy_error(path);
     close(fd);
     return code;
 }
 
-int cxlkv_pool_remove(const char *path) {
-    if (stripes_path(path)) return stripes_remove(path);
+static int remove_at(const char *path, bool in_place) {
     cxlkv_layout layout;
     cxlkv_sharing sharing;
     cxlkv_geometry geometry;
@@ -485,17 +505,21 @@ int cxlkv_pool_remove(const char *path) {
     /* A damaged pool may go as well; something that never was one may not. */
     if (code == -CXLKV_E_CORRUPT || code == -CXLKV_E_TRUNCATED || code == -CXLKV_E_VERSION ||
         code == -CXLKV_E_GEOMETRY)
-        return remove_damaged(path);
+        return remove_damaged(path, in_place);
     if (code < 0) return code;
     code = lock_byte(fd, ATTACH_BYTE, true, true);
     if (code < 0) code = fail(-code, "%s: cannot lock: %s", path, strerror(-code));
     if (code == 0 && lock_byte(fd, USE_BYTE, true, false) < 0) code = busy_error(path);
-    if (code == 0) code = region_discard(fd, path);
+    if (code == 0) code = region_discard(fd, path, in_place);
     bool shared = sharing.kind != CXLKV_SHARING_HOST;
     for (uint32_t host = 0; code == 0 && host < sharing.hosts; host++)
         code = host_remove_state(identity, fd, shared ? host : NO_HOST);
     close(fd);
     return code;
+}
+
+int cxlkv_pool_remove(const char *path) {
+    return stripes_path(path) ? stripes_remove(path) : remove_at(path, false);
 }
 
 /* ---- closing ---- */

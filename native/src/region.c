@@ -101,10 +101,7 @@ int region_map_file(cxlkv_pool *pool) {
     return 0;
 }
 
-static int reserve_file(int fd, uint64_t bytes, const char *path) {
-    int code = posix_fallocate(fd, 0, (off_t)bytes);
-    if (code == EINVAL || code == EOPNOTSUPP) code = ftruncate(fd, (off_t)bytes) < 0 ? errno : 0;
-    if (code == 0) return 0;
+static int no_room(int code, int fd, uint64_t bytes, const char *path) {
     if (code != ENOSPC) { /* ENOSPC all the same: a limit, not the disk, is short */
         int shown = code == EFBIG || code == EDQUOT ? ENOSPC : code;
         return fail(shown, "%s: cannot reserve %lu MiB: %s%s", path, bytes >> 20, strerror(code),
@@ -116,6 +113,20 @@ static int reserve_file(int fd, uint64_t bytes, const char *path) {
     return fail(ENOSPC, "%s: cannot reserve %lu MiB; its file system has %lu MiB free. Ask for "
                 "less, make it larger (/dev/shm in Docker: --shm-size), or use another",
                 path, bytes >> 20, free_bytes >> 20);
+}
+
+static int reserve_file(int fd, uint64_t bytes, const char *path) {
+    int code = posix_fallocate(fd, 0, (off_t)bytes);
+    if (code == EINVAL || code == EOPNOTSUPP) code = ftruncate(fd, (off_t)bytes) < 0 ? errno : 0;
+    return code == 0 ? 0 : no_room(code, fd, bytes, path);
+}
+
+/* A file that keeps its size may have holes. On famfs, which has no holes and no call to fill them,
+ * all is there: so a file system that cannot is believed. */
+int region_fill_holes(int fd, uint64_t bytes, const char *path) {
+    if (fallocate(fd, FALLOC_FL_KEEP_SIZE, 0, (off_t)bytes) == 0) return 0;
+    if (errno == EOPNOTSUPP || errno == ENOSYS || errno == EINVAL) return 0;
+    return no_room(errno, fd, bytes, path);
 }
 
 /* Anonymous, of reserved huge pages, where there are enough (on the nodes that were asked for). */
@@ -245,9 +256,28 @@ bool region_read(int fd, uint64_t offset, void *to, size_t bytes) {
     return pread(fd, to, bytes, (off_t)offset) == (ssize_t)bytes;
 }
 
-int region_discard(int fd, const char *path) {
-    device_facts device;
-    if (device_of(fd, &device)) return device_wipe(fd, &device, path);
+int region_facts(int fd, const char *path, device_facts *facts) {
+    struct stat status;
+    memset(facts, 0, sizeof(*facts));
+    if (device_of(fd, facts)) return 0;
+    int code = region_size(fd, path, &facts->bytes);
+    bool huge = fstat(fd, &status) == 0 && status.st_blksize >= AREA_ALIGNMENT;
+    facts->unit_bytes = huge ? AREA_ALIGNMENT : 4096; /* huge: hugetlbfs */
+    return code;
+}
+
+bool region_is_in_place(int fd) {
+    uint8_t mark[sizeof(IN_PLACE_MARK)];
+    return region_read(fd, IN_PLACE_OFFSET, mark, sizeof(mark)) &&
+           memcmp(mark, IN_PLACE_MARK, sizeof(mark)) == 0;
+}
+
+int region_discard(int fd, const char *path, bool in_place) {
+    device_facts facts;
+    int code = region_facts(fd, path, &facts);
+    if (code < 0) return code;
+    in_place |= device_of(fd, &facts) || region_is_in_place(fd);
+    if (in_place) return device_wipe(fd, &facts, path);
     return unlink(path) < 0 ? fail(errno, "%s: cannot remove: %s", path, strerror(errno)) : 0;
 }
 

@@ -70,12 +70,9 @@ static int member_open(members *all, const char *name, size_t length, int flags)
     if (m->fd < 0 || fstat(m->fd, &status) < 0)
         return fail(errno, "%s: cannot open: %s%s", m->path, strerror(errno), remedy_of(errno));
     all->count++; /* from here on it is closed with the others */
-    m->is_device = device_of(m->fd, &m->facts);
-    if (!m->is_device) {
-        int code = region_size(m->fd, m->path, &m->facts.bytes);
-        if (code < 0) return code;
-        m->facts.unit_bytes = 4096;
-    }
+    int code = region_facts(m->fd, m->path, &m->facts);
+    if (code < 0) return code;
+    m->is_device = S_ISCHR(status.st_mode);
     m->device = m->is_device ? status.st_rdev : status.st_dev;
     m->inode = m->is_device ? 0 : status.st_ino;
     if (m->facts.unit_bytes > all->unit_bytes) all->unit_bytes = m->facts.unit_bytes;
