@@ -22,6 +22,7 @@ FAR_AT = 4 << 30
 NODE_BYTES = 512 << 20  # of each node with a CPU, in `two_nodes`
 FAR_BYTES = 256 << 20
 PMEM_BYTES = 128 << 20
+SECOND_BYTES = 128 << 20  # of a second far memory, behind the persistent one
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 
@@ -52,23 +53,30 @@ def shared_memory(path: str, memory_bytes: int) -> Shape:
 
 
 def two_nodes() -> Shape:
-    """Nodes 0 and 1 with a CPU each, far memory as node 2, persistent memory (legacy) as node 3."""
+    """Nodes 0 and 1 with a CPU each, far memory as nodes 2 and 4, persistent memory (legacy) as
+    node 3."""
     text = f"""
         -M q35,hmat=on,max-ram-below-4g={2 * NODE_BYTES >> 20}M
-        -m {(2 * NODE_BYTES + FAR_BYTES + PMEM_BYTES) >> 20}M,slots=4,maxmem=8G
+        -m {(2 * NODE_BYTES + FAR_BYTES + PMEM_BYTES + SECOND_BYTES) >> 20}M,slots=4,maxmem=8G
         -object memory-backend-ram,id=m0,size={NODE_BYTES}
         -object memory-backend-ram,id=m1,size={NODE_BYTES}
         -object memory-backend-ram,id=m2,size={FAR_BYTES}
         -object memory-backend-ram,id=m3,size={PMEM_BYTES}
+        -object memory-backend-ram,id=m4,size={SECOND_BYTES}
         -numa node,nodeid=0,memdev=m0,cpus=0 -numa node,nodeid=1,memdev=m1,cpus=1
         -numa node,nodeid=2,memdev=m2,initiator=0 -numa node,nodeid=3,memdev=m3,initiator=0
+        -numa node,nodeid=4,memdev=m4,initiator=0
         -numa dist,src=0,dst=1,val=21 -numa dist,src=0,dst=2,val=24 -numa dist,src=1,dst=2,val=34
         -numa dist,src=0,dst=3,val=24 -numa dist,src=1,dst=3,val=34 -numa dist,src=2,dst=3,val=40
+        -numa dist,src=0,dst=4,val=24 -numa dist,src=1,dst=4,val=34 -numa dist,src=2,dst=4,val=40
+        -numa dist,src=3,dst=4,val=40
         {_hmat(0, 0, 90, 99)} {_hmat(1, 1, 90, 99)} {_hmat(0, 1, 150, 50)} {_hmat(1, 0, 150, 50)}
         {_hmat(0, 2, 250, 30)} {_hmat(1, 2, 320, 20)} {_hmat(0, 3, 250, 30)} {_hmat(1, 3, 320, 20)}
+        {_hmat(0, 4, 250, 30)} {_hmat(1, 4, 320, 20)}
     """
     pmem = f"memmap={PMEM_BYTES >> 20}M!{FAR_AT + FAR_BYTES:#x}"
-    return Shape(tuple(text.split()), f"{_soft_reserved(FAR_BYTES)} {pmem}")
+    second = _soft_reserved(SECOND_BYTES, FAR_AT + FAR_BYTES + PMEM_BYTES)
+    return Shape(tuple(text.split()), f"{_soft_reserved(FAR_BYTES)} {pmem} {second}")
 
 
 def fake_nodes() -> Shape:
@@ -76,9 +84,9 @@ def fake_nodes() -> Shape:
     return Shape(("-M", "q35", "-m", f"{2 * NODE_BYTES >> 20}M"), "numa=fake=2")
 
 
-def _soft_reserved(memory_bytes: int) -> str:
+def _soft_reserved(memory_bytes: int, at: int = FAR_AT) -> str:
     """Ordinary RAM (1) becomes Soft Reserved (0xefffffff) there."""
-    return f"memmap={memory_bytes >> 20}M%{FAR_AT:#x}-1+0xefffffff"
+    return f"memmap={memory_bytes >> 20}M%{at:#x}-1+0xefffffff"
 
 
 def _hmat(initiator: int, target: int, latency_ns: int, bandwidth_gb_per_s: int) -> str:

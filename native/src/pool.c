@@ -453,6 +453,13 @@ int cxlkv_pool_create_at(const char *path, const cxlkv_layout *layout,
     return code;
 }
 
+/* Unlocked by name: a child that was forked meanwhile has the file open, too. */
+static void close_region(int fd) {
+    unlock_byte(fd, ATTACH_BYTE);
+    unlock_byte(fd, USE_BYTE);
+    close(fd);
+}
+
 /* Reads the superblock through the file, not the mapping: a short file is an error, no SIGBUS. */
 static int open_checked(const char *path, int *fd, cxlkv_layout *layout, cxlkv_sharing *sharing,
                         cxlkv_geometry *geometry, uint8_t *identity) {
@@ -467,7 +474,7 @@ static int open_checked(const char *path, int *fd, cxlkv_layout *layout, cxlkv_s
     if (code == 0)
         code = superblock_read(bytes, region_bytes, path, layout, sharing, geometry, identity);
     if (code < 0) {
-        close(*fd);
+        close_region(*fd);
         *fd = -1;
     }
     return code;
@@ -492,7 +499,7 @@ static int remove_damaged(const char *path, bool in_place) {
     int fd, code = open_region(path, O_RDWR, &fd);
     if (code < 0) return code;
     code = byte_is_free(fd, USE_BYTE) ? region_discard(fd, path, in_place) : busy_error(path);
-    close(fd);
+    close_region(fd);
     return code;
 }
 
@@ -514,7 +521,7 @@ static int remove_at(const char *path, bool in_place) {
     bool shared = sharing.kind != CXLKV_SHARING_HOST;
     for (uint32_t host = 0; code == 0 && host < sharing.hosts; host++)
         code = host_remove_state(identity, fd, shared ? host : NO_HOST);
-    close(fd);
+    close_region(fd);
     return code;
 }
 

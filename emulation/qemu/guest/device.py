@@ -16,7 +16,6 @@ import stat
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -29,6 +28,7 @@ from cxlkv.emulation.qemu.guest.steps import (
     assert_holds,
     bind_device,
     command,
+    errno_of,
     make_system_ram,
     refusal,
     say,
@@ -58,14 +58,6 @@ from cxlkv.emulation.qemu.guest.steps import assert_holds, token_ids
 with CXLPool.open("{DEVICE}") as pool, pool.match_prefix(token_ids(1, {TEXTS[1]})) as hit:
     assert_holds(hit.sequence(), 1, {TEXTS[1]})
 """
-
-
-def errno_of(act: Callable[[], object]) -> int:
-    try:
-        act()
-    except OSError as error:
-        return error.errno or 0
-    return 0
 
 
 def check_facts() -> None:

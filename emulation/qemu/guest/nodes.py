@@ -1,13 +1,20 @@
-"""The pool on a kmem node, over weighted nodes and on fsdax; HMAT: python -m ... a.
+"""The pool on one device and over two, on a kmem node, over weighted nodes, on fsdax; HMAT:
+python -m ... a.
 
-Nodes 0 and 1 have a CPU each. Node 2 is far memory, /dev/dax0.0 until kmem has it. Persistent
-memory is the legacy kind (memmap=).
+Nodes 0 and 1 have a CPU each. Node 2 is far memory, /dev/dax0.0 until kmem has it, and node 4 is
+/dev/dax1.0. Persistent memory is the legacy kind (memmap=).
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 from cxlkv import CXLPool
@@ -21,6 +28,7 @@ from cxlkv.emulation.qemu.guest.steps import (
     bind_device,
     command,
     end_parts,
+    errno_of,
     load,
     make_system_ram,
     part,
@@ -28,12 +36,23 @@ from cxlkv.emulation.qemu.guest.steps import (
     token_ids,
     wait_until,
 )
-from cxlkv.errors import UnsupportedError
+from cxlkv.errors import (
+    GeometryError,
+    MemoryShortError,
+    NotAPoolError,
+    PoolExistsError,
+    SystemCallError,
+    UnsupportedError,
+)
 
-FAR, ABSENT = 2, 9  # nodes
+FAR, SECOND_FAR, ABSENT = 2, 4, 9  # nodes
+SECOND = "/dev/dax1.0"
+STRIPED = f"dax:{DEVICE}+{SECOND}"
+STRIPE_BYTES = UNIT_BYTES = 2 << 20
 TEXTS = {1: 40 * 16, 2: 7 * 16}  # seed of a published text, and its tokens
 CAPACITY = "32MiB"
 MOUNTED = Path("/run/pmem")
+GIVEN_BYTES = 48 << 20  # of a file that is there before
 SYNCHRONOUS = "sf"  # among the flags of a mapping: MAP_SYNC, which only direct access gives
 
 
@@ -59,6 +78,61 @@ def device() -> None:
         publish(pool)
         read(pool)
     CXLPool.remove(DEVICE)
+
+
+def striped() -> None:
+    """One pool over two devices: stripes in turn, as the kernel's list of mappings says."""
+    bind_device(SECOND)
+    for device, node in ((DEVICE, FAR), (SECOND, SECOND_FAR)):
+        sysfs = Path("/sys/bus/dax/devices", Path(device).name)
+        assert int((sysfs / "target_node").read_text()) == node
+    make = partial(CXLPool.create, STRIPED, layout=LAYOUT)
+    text = refusal(MemoryShortError, partial(make, capacity="300MiB"))
+    assert "all together hold 252 MiB" in text  # twice the smaller one, less its label
+    with make(capacity="250MiB") as pool:
+        assert pool.describe()["page_kind"] == "devdax"
+        mapped = mappings()
+        print(f"{STRIPED}: {len(mapped)} mappings, the first {mapped[:4]}", flush=True)
+        for i, (device, bytes_mapped, offset) in enumerate(mapped):
+            assert device == (DEVICE, SECOND)[i % 2]
+            assert offset == UNIT_BYTES + i // 2 * STRIPE_BYTES  # behind the label
+            assert bytes_mapped == STRIPE_BYTES
+        assert len(mapped) > 100
+        publish(pool)
+        read(pool)
+        read_elsewhere(STRIPED)
+    with CXLPool.open(STRIPED, layout=LAYOUT) as pool:
+        read(pool)
+    refusal(PoolExistsError, partial(make, capacity="64MiB"))
+    text = refusal(GeometryError, partial(CXLPool.open, f"dax:{SECOND}+{DEVICE}"))
+    assert "is part 1 of 2 of its pool" in text
+    for device in (DEVICE, SECOND):
+        assert "part of a striped pool" in refusal(NotAPoolError, partial(CXLPool.open, device))
+    CXLPool.remove(STRIPED)
+    refusal(NotAPoolError, partial(CXLPool.open, STRIPED))
+    for device in (DEVICE, SECOND):  # each may be a pool of its own again, without force
+        CXLPool.create(device, layout=LAYOUT, capacity="all").close()
+        CXLPool.remove(device)
+
+
+def mappings() -> list[tuple[str, int, int]]:
+    """Device, bytes and offset of all mappings of devices of this process, by address."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        parts = re.fullmatch(r"(\w+)-(\w+) \S+ (\w+) .* (/dev/dax\S+)", line)
+        if parts:
+            first, end, offset = (int(parts[i], 16) for i in (1, 2, 3))
+            found.append((parts[4], end - first, offset))
+    return found
+
+
+def read_elsewhere(where: str) -> None:
+    """A process of its own finds and compares what publish() has published."""
+    text = (
+        "from cxlkv import CXLPool; from cxlkv.emulation.qemu.guest.nodes import read; "
+        f"pool = CXLPool.open({where!r}); read(pool); pool.close()"
+    )
+    subprocess.run([sys.executable, "-c", text], check=True)
 
 
 def far_node() -> None:
@@ -113,15 +187,18 @@ def weighted() -> None:
     assert abs(found[0] - 2 * found[FAR]) <= found.total() / 20, found
 
 
+def pmem() -> Path:
+    return wait_until(lambda: sorted(Path("/dev").glob("pmem*")), "/dev/pmem*")[0]
+
+
 def fsdax() -> None:
     """A pool in a file of ext4 on persistent memory, still there after the next mount."""
     if shutil.which("mkfs.ext4") is None:
         raise Skip("no mkfs.ext4 (Debian: apt-get install e2fsprogs)")
     load("fsdax")
-    there = wait_until(lambda: sorted(Path("/dev").glob("pmem*")), "/dev/pmem*")
-    command(f"mkfs.ext4 -q -F -b 4096 {there[0]}")
+    command(f"mkfs.ext4 -q -F -b 4096 {pmem()}")
     MOUNTED.mkdir()
-    mount = f"/guest/busybox mount -t ext4 -o dax=always {there[0]} {MOUNTED}"
+    mount = f"/guest/busybox mount -t ext4 -o dax=always {pmem()} {MOUNTED}"
     command(mount)
     path = MOUNTED / "far.pool"
     with CXLPool.create(path, layout=LAYOUT, capacity=CAPACITY) as pool:
@@ -135,9 +212,49 @@ def fsdax() -> None:
     CXLPool.remove(path)
 
 
+def in_place() -> None:
+    """A pool in a file that is there, where nothing can be made, renamed or removed, as it is for a
+    client of famfs; famfs itself is not in this kernel."""
+    if not MOUNTED.is_mount():
+        raise Skip("no file system with direct access is mounted")
+    path, where = MOUNTED / "given", f"dax:{MOUNTED}/given"
+    with path.open("xb") as file:
+        os.posix_fallocate(file.fileno(), 0, GIVEN_BYTES)
+    before = os.stat(path)
+    # The flag comes with e2fsprogs, as mkfs.ext4 does; a later mount finds it still there.
+    command(f"chattr +i {MOUNTED}")
+    for refused in (
+        (MOUNTED / "another").touch,
+        partial(path.rename, MOUNTED / "another"),
+        path.unlink,
+    ):
+        assert errno_of(refused) == errno.EPERM
+    refusal(SystemCallError, partial(CXLPool.create, MOUNTED / "b", layout=LAYOUT, capacity="8MiB"))
+    with CXLPool.create(where, layout=LAYOUT, capacity="all") as pool:
+        kind, flags = pool.describe()["page_kind"], flags_of(str(path))
+        print(f"{where}: {kind}, flags {sorted(flags)}", flush=True)
+        assert kind == "fsdax"
+        assert SYNCHRONOUS in flags, "it is mapped without MAP_SYNC"
+        publish(pool)
+        read_elsewhere(where)
+    command(f"/guest/busybox umount {MOUNTED}")
+    command(f"/guest/busybox mount -t ext4 -o dax=always {pmem()} {MOUNTED}")
+    with CXLPool.open(path, layout=LAYOUT) as pool:
+        read(pool)
+    refusal(PoolExistsError, partial(CXLPool.create, where, layout=LAYOUT, capacity="all"))
+    CXLPool.remove(path)
+    after = os.stat(path)
+    assert (after.st_ino, after.st_size) == (before.st_ino, GIVEN_BYTES)
+    assert "zeros" in refusal(NotAPoolError, partial(CXLPool.open, path))
+    CXLPool.create(where, layout=LAYOUT, capacity="all").close()
+    CXLPool.remove(where)
+
+
 def main() -> None:
     with part("the pool on /dev/dax"):
         device()
+    with part("the pool over two devices"):
+        striped()
     with part("the pool on the kmem node"):
         far_node()
     with part("HMAT"):
@@ -146,6 +263,8 @@ def main() -> None:
         weighted()
     with part("the pool on fsdax"):
         fsdax()
+    with part("the pool in place in a file of fsdax"):
+        in_place()
     end_parts()
 
 

@@ -82,9 +82,9 @@ def command(text: str) -> None:
     subprocess.run(text, shell=True, check=True)
 
 
-def bind_device() -> None:
+def bind_device(device: str = DEVICE) -> None:
     """The device is there without a driver; this binds device_dax, as its user would."""
-    command(f"daxctl reconfigure-device --mode=devdax --force {Path(DEVICE).name}")
+    command(f"daxctl reconfigure-device --mode=devdax --force {Path(device).name}")
 
 
 def load(purpose: str) -> None:
@@ -99,6 +99,14 @@ def make_system_ram() -> None:
     command("echo offline >/sys/devices/system/memory/auto_online_blocks")
     load("kmem")
     command(f"daxctl reconfigure-device --mode=system-ram {Path(DEVICE).name}")
+
+
+def errno_of(act: Callable[[], object]) -> int:
+    try:
+        act()
+    except OSError as error:
+        return error.errno or 0
+    return 0
 
 
 def refusal(kind: type[Exception], act: Callable[[], object]) -> str:
