@@ -5,9 +5,12 @@ A file on true fsdax, in a folder that nothing can be made in or renamed, is `ma
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import platform
 import signal
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -37,6 +40,7 @@ PAGE = 4096  # of the superblock
 MARK_OFFSET = 2112
 DESCRIPTOR_BYTES = 64
 TRIES = 50
+FCNTL = 72  # its number among the system calls of x86-64
 
 
 @pytest.fixture
@@ -129,25 +133,45 @@ def test_what_the_file_holds_is_kept(file: Path) -> None:
         CXLPool.create(file, layout=LAYOUT, capacity="8MiB")
 
 
-def test_two_makers_and_an_opener_meet(file: Path) -> None:
-    """Whoever comes while it is made waits, and finds a whole pool."""
-    children = []
-    for _ in range(4):
+def waits_for_a_lock(process: int) -> bool:
+    words = Path(f"/proc/{process}/syscall").read_text().split()
+    return words[0] == str(FCNTL) and int(words[2], 16) == fcntl.F_OFD_SETLKW
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or not os.access("/proc/self/syscall", os.R_OK),
+    reason="looks at /proc/PID/syscall, and knows the number of fcntl on x86-64",
+)
+@pytest.mark.parametrize("opens", [True, False])
+def test_who_comes_while_it_is_made_waits(file: Path, opens: bool) -> None:
+    """The first bytes are zeros until the superblock is written: an opener, or a second maker, that
+    comes meanwhile finds a whole pool."""
+    make(file).close()
+    whole = file.read_bytes()[:PAGE]
+    with file.open("r+b", buffering=0) as maker:
+        maker.write(bytes(PAGE))
+        lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+        fcntl.fcntl(maker, fcntl.F_OFD_SETLK, lock)
         child = os.fork()
         if child == 0:
+            maker.close()  # the lock stays with the parent's
             status = 1
             try:
-                try:
-                    make(file).close()
-                    status = 10
-                except PoolExistsError:
+                if opens:
                     CXLPool.open(file, layout=LAYOUT).close()
-                    status = 20
+                    status = 0
+                else:
+                    try:
+                        make(file)
+                    except PoolExistsError:
+                        status = 0
             finally:
                 os._exit(status)
-        children.append(child)
-    ends = sorted(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
-    assert ends == [10, 20, 20, 20]
+        while not waits_for_a_lock(child):
+            assert os.waitpid(child, os.WNOHANG)[0] == 0, "it did not wait"
+        maker.seek(0)
+        maker.write(whole)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_creation_that_is_killed_leaves_no_pool(file: Path) -> None:
