@@ -127,6 +127,24 @@ def probe_devices(root: Path = Path("/")) -> Devices:
     )
 
 
+def dax_devices_of(devices: Devices, folder: str) -> list[DaxDevice]:
+    """Those at or below a folder of sysfs, or with memory of a CXL device that is there.
+
+    So a PCI address names its dax device, whatever numbers the kernel gave on the way.
+    """
+
+    def below(path: str) -> bool:
+        return f"{path}/".startswith(f"{folder}/")
+
+    memory = {each.name for each in devices.cxl_memory_devices if below(each.path)}
+    regions = {each.name for each in devices.cxl_regions if memory & set(each.targets)}
+    return [
+        each
+        for each in devices.dax_devices
+        if below(each.path) or (each.found_by == "cxl_region" and each.region in regions)
+    ]
+
+
 def _path(root: Path, device: Path) -> str:
     """The device's own place in sysfs; that of its link where this leads nowhere."""
     return path_below(root, target(device) or root.resolve() / device.relative_to(root))

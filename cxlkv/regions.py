@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cxlkv.config import format_bytes, parse_bytes
+from cxlkv.devices import dax_devices_of, probe_devices
 from cxlkv.errors import BadArgumentError, MemoryShortError, SystemCallError, UnsupportedError
 from cxlkv.placing import parse_nodes
 from cxlkv.topology import probe
@@ -72,7 +73,7 @@ def _device_of(text: str, name: str) -> str:
     if "+" in name:
         parts = [_member_of(text, part) for part in name.split("+")]
         return STRIPED + "+".join(parts)
-    path = name if name.startswith("/") else f"/dev/{name}"
+    path = _path_in_dev(text, name)
     if "\0" in name or not (is_device(path) or os.path.isfile(path)):
         there = sorted(str(device) for device in Path("/dev").glob("dax*"))
         what = f"there are {', '.join(there)}" if there else "this machine has none (cxlkv info)"
@@ -83,8 +84,21 @@ def _device_of(text: str, name: str) -> str:
     return path
 
 
+def _path_in_dev(text: str, name: str) -> str:
+    """Of a device's name, or of a folder of sysfs that has one: it lasts when numbers change."""
+    if not name.startswith("/sys/"):
+        return name if name.startswith("/") else f"/dev/{name}"
+    if "\0" in name or not os.path.isdir(name):
+        raise UnsupportedError(f"{text}: {name} is no folder of sysfs here (cxlkv info)")
+    found = [each.file for each in dax_devices_of(probe_devices(), os.path.realpath(name))]
+    if len(found) != 1:
+        what = f"has {len(found)} dax devices: {', '.join(found)}" if found else "has no dax device"
+        raise UnsupportedError(f"{text}: {name} {what}; one is wanted (cxlkv info)")
+    return found[0]
+
+
 def _member_of(text: str, name: str) -> str:
-    path = name if name.startswith("/") else f"/dev/{name}"
+    path = _path_in_dev(text, name)
     if "\0" in name or not (is_device(path) or os.path.isfile(path)):
         raise UnsupportedError(
             f"{text}: {path or 'nothing'} is neither a device nor a file; of several, all must be "

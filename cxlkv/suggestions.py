@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from cxlkv.config import format_bytes
-from cxlkv.devices import CxlRegion, DaxDevice, Devices
+from cxlkv.devices import CxlRegion, DaxDevice, Devices, dax_devices_of
 from cxlkv.nodes import NodeDetails, Numa
 from cxlkv.topology import GIB, MIB, SHARED_MEMORY_SMALL_BYTES, Advice, Machine, NumaNode
 
@@ -38,13 +38,19 @@ class Place:
     kind: str  # "dax", "numa", "shared_memory", "anonymous"
     why: str
     path: str = ""  # of a device: its number may be another one after a boot
+    lasting: str = ""  # the same place by the address of its hardware, for `where`
     commands: tuple[str, ...] = ()
     cautions: tuple[str, ...] = ()
 
     @property
     def yaml(self) -> tuple[str, ...]:
         """The lines of the configuration; the model's layout is not ours to say."""
-        lines = (f"where: {_scalar(self.where)}", f"capacity: {_scalar(self.capacity)}")
+        lines: tuple[str, ...] = (
+            f"where: {_scalar(self.where)}",
+            f"capacity: {_scalar(self.capacity)}",
+        )
+        if self.lasting:
+            lines = (f"# where: {_scalar(self.lasting)} is the same after any boot", *lines)
         return (f"# {self.path}", *lines) if self.path else lines
 
 
@@ -138,10 +144,22 @@ def _devices(devices: Devices) -> Iterator[Place]:
             capacity=WHOLE_DEVICE,
             kind="dax",
             path=device.path,
+            lasting=_lasting(device, devices),
             why=f"{device.file}, {format_bytes(device.size_bytes or 0)} of "
             f"{_origin(device, devices)}; {state}",
             commands=commands,
         )
+
+
+def _lasting(device: DaxDevice, devices: Devices) -> str:
+    """By the bus address of a CXL device with its memory, where that means no other."""
+    region = next((each for each in devices.cxl_regions if each.name == device.region), None)
+    paths = {memory.name: memory.path for memory in devices.cxl_memory_devices}
+    for name in region.targets if region else ():
+        folder = paths.get(name, "").rpartition("/")[0]
+        if folder and dax_devices_of(devices, folder) == [device]:
+            return f"dax:{folder}"
+    return ""
 
 
 def _origin(device: DaxDevice, devices: Devices) -> str:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from cxlkv import cli
 from cxlkv.config import parse_bytes
+from cxlkv.devices import dax_devices_of
 from cxlkv.info import Survey, as_dict, survey
 from cxlkv.nodes import Access
 from cxlkv.pool_config import read_config
@@ -127,6 +128,28 @@ def test_an_interleaved_region_as_a_device_is_the_place(tmp_path: Path) -> None:
     assert "258 MiB of persistent memory" in found.places[1].why
     assert found.places[2].commands[0] == "sudo cxl create-region -t ram -d decoder0.1 -m mem2"
     assert [item.what for item in found.missing] == ["CXL memory device mem2 is in no region"]
+
+
+def test_a_device_has_a_name_that_lasts(tmp_path: Path) -> None:
+    """By the address of a card with its memory; whatever its number, that means this device."""
+    found = at("interleaved-devdax", tmp_path)
+    cxl, pmem = found.places[:2]
+    assert cxl.lasting == "dax:/sys/devices/pci0000:26/0000:26:00.0/0000:27:00.0"
+    assert cxl.yaml[1] == f"# where: {cxl.lasting} is the same after any boot"
+    assert cxl.yaml[2:] == ("where: dax:/dev/dax4.0", "capacity: all")
+    assert pmem.lasting == ""
+    devices = found.devices
+
+    def named(folder: str) -> list[str]:
+        return [device.name for device in dax_devices_of(devices, folder)]
+
+    for memory in devices.cxl_memory_devices:
+        in_region = memory.name in devices.cxl_regions[0].targets
+        for folder in (memory.path, memory.path.rpartition("/")[0]):
+            assert named(folder) == (["dax4.0"] if in_region else [])
+    assert named(f"{REGION}4") == ["dax4.0"]
+    assert named(f"{REGION}") == []  # a part of a name is none
+    assert sorted(named("/sys/devices")) == ["dax0.0", "dax4.0"]
 
 
 def test_memory_that_the_firmware_mapped_is_not_offered_again(tmp_path: Path) -> None:

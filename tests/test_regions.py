@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool, KVLayout, regions
+from cxlkv.devices import Devices
 from cxlkv.errors import (
     BadArgumentError,
     MemoryShortError,
@@ -73,6 +74,29 @@ def test_a_whole_device_is_as_large_as_sysfs_says(tmp_path: Path) -> None:
     (device / "size").write_text("0\n")
     with pytest.raises(UnsupportedError, match="no dax device with memory"):
         regions.whole_device_bytes("/dev/null", tmp_path)
+
+
+def test_a_device_by_its_folder_in_sysfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/null stands for the device; `make test-drivers` has true ones."""
+    here = [SimpleNamespace(file="/dev/null")]
+    asked = []
+
+    def devices_of(devices: Devices, folder: str) -> list[SimpleNamespace]:
+        asked.append(folder)
+        return here
+
+    monkeypatch.setattr(regions, "dax_devices_of", devices_of)
+    assert regions.parse_place("dax:/sys/class/mem") == regions.Place("/dev/null")
+    assert asked == [os.path.realpath("/sys/class/mem")]
+    assert regions.parse_where("dax:/sys/class/mem+/dev/zero") == "dax:/dev/null+/dev/zero"
+    here.append(SimpleNamespace(file="/dev/zero"))
+    with pytest.raises(UnsupportedError, match="has 2 dax devices: /dev/null, /dev/zero; one is"):
+        regions.parse_place("dax:/sys/class/mem")
+    here.clear()
+    with pytest.raises(UnsupportedError, match="/sys/class/mem has no dax device; one is wanted"):
+        regions.parse_place("dax:/sys/class/mem")
+    with pytest.raises(UnsupportedError, match="is no folder of sysfs here"):
+        regions.parse_place("dax:/sys/devices/nowhere")
 
 
 def test_all_is_the_capacity_of_a_device_only(tmp_path: Path) -> None:

@@ -77,6 +77,12 @@ def device() -> None:
         assert pool.describe()["page_kind"] == "devdax"
         publish(pool)
         read(pool)
+    # By the hardware that it was found through, whose name does not change with the numbers.
+    found_by = (Path("/sys/bus/dax/devices") / Path(DEVICE).name).resolve().parent
+    with CXLPool.open(f"dax:{found_by}", layout=LAYOUT) as pool:
+        print(f"dax:{found_by} is {pool.path}", flush=True)
+        assert pool.path == DEVICE
+        read(pool)
     CXLPool.remove(DEVICE)
 
 
