@@ -272,7 +272,8 @@ def stopped_creation(path: str) -> subprocess.Popen[bytes]:
     process = subprocess.Popen([sys.executable, "-c", CREATE_AND_STOP, path, str(1 << 28)])
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
-        if list(Path(path).parent.glob("*.new")):
+        # It is locked before it has a size.
+        if any(draft.stat().st_size for draft in Path(path).parent.glob("*.new")):
             process.send_signal(signal.SIGSTOP)
             os.waitpid(process.pid, os.WUNTRACED)
             if list(Path(path).parent.glob("*.new")):
