@@ -70,8 +70,7 @@ class PoolBackend(CPUAttentionBackend):
         config = _config()
         if config is None or not in_pool(config):
             return super().customize_spec(spec)
-        engine = config.kv_transfer_config.engine_id
-        return seat_spec(spec, engine, config.cache_config.block_size)
+        return seat_spec(spec, config)
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The engine's blocks where K and V live in the pool: one for each request, its seat.
 
-A seat holds nothing. Its number, the only one in a request's row of the block table, tells the
+A seat holds next to nothing. Its number, the only one in a request's row of the block table, tells the
 attention backend which request a row is. So the engine's own KV space bounds how many requests run
 at once, and the pool bounds their tokens: admission and preemption go by its room (`admission`).
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm.config import VllmConfig
+from vllm.utils.torch_utils import get_dtype_size
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
@@ -39,16 +41,26 @@ class SeatSpec(AttentionSpec):  # type: ignore[explicit-any]
         return size
 
 
-def seat_spec(spec: AttentionSpec, engine: str, block_size: int) -> SeatSpec:
-    """What an attention layer keeps in the engine instead of the blocks of `spec`."""
-    return SeatSpec(
-        block_size=block_size,
+def seat_spec(spec: AttentionSpec, config: VllmConfig) -> SeatSpec:
+    """What an attention layer keeps in the engine instead of the blocks of `spec`.
+
+    A seat has one number a token, the least that the engine makes. The engine asks next how much
+    memory there is for blocks: for as many seats as requests may run, and the null block.
+    """
+    seat = SeatSpec(
+        block_size=config.cache_config.block_size,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
         head_size_v=spec.head_size_v,
         dtype=spec.dtype,
-        engine=engine,
+        num_head_slots=1,
+        state_content_bytes=get_dtype_size(spec.dtype),
+        engine=config.kv_transfer_config.engine_id,
     )
+    layers = config.model_config.get_num_layers(config.parallel_config)
+    seats = config.scheduler_config.max_num_seqs + 1
+    config.cache_config.kv_cache_memory_bytes = seats * layers * seat.page_size_bytes
+    return seat
 
 
 class SeatManager(SingleTypeKVCacheManager):

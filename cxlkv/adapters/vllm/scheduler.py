@@ -151,7 +151,9 @@ class Scheduling:
         if found is None:
             return 0, False
         self._matches[name] = found
-        return found.tokens - local, self.settings.load == "async"
+        # A hit that attention reads where it lies is there at once.
+        beside = self.settings.load == "async" and self.settings.attention == "engine"
+        return found.tokens - local, beside
 
     def _options_of(self, request: EngineRequest) -> Options:
         try:
