@@ -114,8 +114,8 @@ def pool(tmp_path: Path) -> Iterator[CXLPool]:
 def pooled(pool: CXLPool) -> Iterator[Pooled]:
     made = Pooled(pool, NAMES, block_tokens=BLOCK, decode_rows=3)
     yield made
-    made.close()
     assert pool.check()["clean"]
+    made.close()
 
 
 def test_rows_see_their_own_text(pooled: Pooled) -> None:

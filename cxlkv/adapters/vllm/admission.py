@@ -11,7 +11,8 @@ from cxlkv.pool import CXLPool
 
 
 class Room:
-    """Pages of one step, over all shards' pools: the fullest one says.
+    """Pages of one step, over all shards' pools: the fullest one says. A page is counted once for
+    all groups of layers.
 
     No step is under way while the next one is planned, so what the pools hold is what the steps
     before took. Pages that are only published count as free: an append evicts them. Another
@@ -21,11 +22,8 @@ class Room:
 
     def __init__(self, pools: Sequence[CXLPool]):
         self._pools = pools
-        layout = pools[0].layout
-        geometry = pools[0].describe()["geometry"]
-        assert isinstance(geometry, dict)
-        self._page_tokens = layout.page_tokens
-        self._parts: int = geometry["part_count"]
+        self._parts = [_parts_of(pool) for pool in pools]
+        self._page_tokens = pools[0].layout.page_tokens
         self._given = 0  # pages promised since the step began, less those that come back in it
         self._left: int | None = None  # pages that were there for them; None: to be looked up
         self._asked: dict[str, int] = {}
@@ -34,8 +32,9 @@ class Room:
     @property
     def tokens(self) -> int:
         """Of one request, in the smallest pool, if nobody else holds anything."""
-        pages = min(pool.stats()["pages_total"] for pool in self._pools)
-        return pages // self._parts * self._page_tokens
+        totals = [pool.stats()["pages_total"] for pool in self._pools]
+        pages = min(total // parts for total, parts in zip(totals, self._parts, strict=True))
+        return pages * self._page_tokens
 
     def check(self, tokens: int) -> None:
         """Raises MemoryShortError when a request of so many tokens can never be served."""
@@ -74,13 +73,20 @@ class Room:
 
     def _room(self) -> int:
         if self._left is None:
-            self._left = min(_free(pool) for pool in self._pools)
+            free = [_free(pool) for pool in self._pools]
+            self._left = min(n // parts for n, parts in zip(free, self._parts, strict=True))
         return self._left
 
     def _pages(self, tokens: int) -> int:
-        return tokens // self._page_tokens * self._parts
+        return tokens // self._page_tokens
 
 
 def _free(pool: CXLPool) -> int:
     """Free pages, and those that an append would evict."""
     return pool.stats()["pages_free"] + int(np.count_nonzero(pool.pages.evictable()))
+
+
+def _parts_of(pool: CXLPool) -> int:
+    geometry = pool.describe()["geometry"]
+    assert isinstance(geometry, dict)
+    return int(geometry["part_count"])

@@ -1,8 +1,8 @@
 """The engine's blocks where K and V live in the pool: one for each request, its seat.
 
-A seat holds next to nothing. Its number, the only one in a request's row of the block table, tells the
-attention backend which request a row is. So the engine's own KV space bounds how many requests run
-at once, and the pool bounds their tokens: admission and preemption go by its room (`admission`).
+A seat holds next to nothing. Its number, the only one in a request's row of the block table, tells
+the backend which request a row is. So the engine's own KV space bounds how many requests run at
+once, and the pool bounds their tokens: admission and preemption go by its room (`admission`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from cxlkv.adapters.vllm.admission import Room
-from cxlkv.errors import BadArgumentError
+from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.layout import KVLayout, LayerGroup, dtype_name
+from cxlkv.pool import CXLPool
+
+DRAFTERS = ("ngram", "suffix")
+"""Ways to speculate that need no layers."""
 
 rooms: dict[str, Room] = {}
 """By engine: what its scheduler knows of its pools. The connector enters it, managers look here."""
@@ -138,6 +143,57 @@ class SeatManager(SingleTypeKVCacheManager):
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         return tuple([] for _ in kv_cache_group_ids), 0
+
+
+def enter_room(pools: Sequence[CXLPool], config: VllmConfig) -> None:
+    """Let this engine's scheduler plan by its pools. Raises UnsupportedError, MemoryShortError."""
+    if config.scheduler_config.async_scheduling:
+        raise UnsupportedError(
+            "attention in the pool: the next step is planned when the one before has ended, so "
+            "start the engine with --no-async-scheduling"
+        )
+    room = Room(pools)
+    room.check(config.model_config.max_model_len)
+    rooms[config.kv_transfer_config.engine_id] = room
+
+
+def speculated_tokens(config: VllmConfig) -> int:
+    """In a step of one request; raises UnsupportedError for drafters that have K and V."""
+    speculative = config.speculative_config
+    if speculative is None:
+        return 0
+    if speculative.method not in DRAFTERS:
+        raise UnsupportedError(
+            f"attention in the pool: speculation by {speculative.method!r} has layers of its own, "
+            f"which are not in the pool: one of {', '.join(DRAFTERS)}, or none"
+        )
+    return int(speculative.num_speculative_tokens)
+
+
+def pooled_layout(
+    config: VllmConfig,
+    names: Sequence[str],
+    spec: SeatSpec,
+    page_tokens: int,
+    shard: tuple[int, int, int, int],
+) -> KVLayout:
+    """Of this rank's layers; those with the same window are a group."""
+    layers = config.compilation_config.static_forward_context
+    windows = [layers[name].impl.sliding_window for name in names]
+    kinds = sorted(set(windows), key=lambda window: (window is not None, window or 0))
+    groups = [
+        LayerGroup(
+            layers=windows.count(window),
+            kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_size,
+            value_head_dim=spec.head_size_v,
+            dtype=dtype_name(spec.dtype),
+            window=window,
+        )
+        for window in kinds
+    ]
+    order = [kinds.index(window) for window in windows]
+    return KVLayout.of(groups, order, page_tokens=page_tokens, shard=shard)
 
 
 # Here and not in the plugin: who unpickles a SeatSpec knows its manager.

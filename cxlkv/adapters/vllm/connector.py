@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from math import gcd
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,9 +23,11 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cxlkv.adapters.vllm import pools
+from cxlkv.adapters.vllm.blocks import enter_room, pooled_layout, speculated_tokens
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message, Report
 from cxlkv.adapters.vllm.plugin import check_version
+from cxlkv.adapters.vllm.pooled import Pooled
 from cxlkv.adapters.vllm.saving import Saving
 from cxlkv.adapters.vllm.scheduler import Change, Scheduled, Scheduling, Step
 from cxlkv.adapters.vllm.settings import read_settings
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cxlkv")
 
+PAGE_TOKENS = 16
+"""Of a page where attention is in the pool: what a budget chooses is pages."""
 MEDIUM = "CXL"  # of the engine's KV events
 
 
@@ -75,11 +80,14 @@ class CXLConnector(KVConnectorBase_V1, SupportsHMA):
         self.settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         groups = kv_cache_config.kv_cache_groups
         specs = [group.kv_cache_spec for group in groups]
-        pools.check_groups([(type(spec).__name__, spec) for spec in specs])
+        self._in_pool = self.settings.attention == "pool"
+        pools.check_groups([(type(spec).__name__, spec) for spec in specs], self._in_pool)
         self._spec = specs[0]
-        self._words = pools.words_of(vllm_config, self._spec, packing_of(vllm_config, self._spec))
+        packing = "rows" if self._in_pool else packing_of(vllm_config, self._spec)
+        self._words = pools.words_of(vllm_config, self._spec, packing)
         self.scheduling: Scheduling | None = None
         self.saving: Saving | None = None
+        self.pooled: Pooled | None = None
         if role == KVConnectorRole.SCHEDULER:
             self.scheduling = self._make_scheduling()
 
@@ -105,8 +113,11 @@ class CXLConnector(KVConnectorBase_V1, SupportsHMA):
             for rank in range(ranks.count)
         ]
         events = config.kv_events_config
+        opened = pools.open_all(paths)
+        if self._in_pool:
+            enter_room(opened, config)
         return Scheduling(
-            pools.open_all(paths),
+            opened,
             pools.space_of(self._words, self.settings),
             self.settings,
             block_tokens=self._spec.block_size,
@@ -170,6 +181,9 @@ class CXLConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker ----
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._in_pool:
+            self.pooled = self._make_pooled(list(kv_caches))
+            return
         config, tokens = self._vllm_config, self._spec.block_size
         ranks = pools.ranks_of(config, config.parallel_config.rank)
         layers = layers_of(kv_caches, self._spec)
@@ -192,10 +206,32 @@ class CXLConnector(KVConnectorBase_V1, SupportsHMA):
             pool, layers, self.settings, block_tokens=tokens, rank=ranks.rank, ranks=ranks.count
         )
 
+    def _make_pooled(self, names: list[str]) -> Pooled:
+        config = self._vllm_config
+        ranks = pools.ranks_of(config, config.parallel_config.rank)
+        page_tokens = gcd(PAGE_TOKENS, self._spec.block_size)
+        pool = pools.make_or_open(
+            pools.pool_path(self.settings.where, self._words, ranks),
+            pooled_layout(config, names, self._spec, page_tokens, ranks.shard),
+            self.settings.capacity,
+            ranks,
+            config.model_config.max_model_len,
+            sketch=True,
+        )
+        pool.audit = self.settings.audit
+        return Pooled(
+            pool,
+            names,
+            block_tokens=self._spec.block_size,
+            rank=ranks.rank,
+            ranks=ranks.count,
+            decode_rows=1 + speculated_tokens(config),
+        )
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self.saving is not None and isinstance(connector_metadata, StepMessage):
-            self.saving.hear(connector_metadata.message)
+        if self._has_worker and isinstance(connector_metadata, StepMessage):
+            self._worker.hear(connector_metadata.message)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         self._worker.start_loads()
@@ -223,12 +259,17 @@ class CXLConnector(KVConnectorBase_V1, SupportsHMA):
         return StepReports([report]) if report or self._worker.has_peers else None
 
     @property
-    def _worker(self) -> Saving:
-        assert self.saving is not None, "called before register_kv_caches(), or in the scheduler"
-        return self.saving
+    def _has_worker(self) -> bool:
+        return self.saving is not None or self.pooled is not None
+
+    @property
+    def _worker(self) -> Saving | Pooled:
+        found = self.saving or self.pooled
+        assert found is not None, "called before register_kv_caches(), or in the scheduler"
+        return found
 
     def shutdown(self) -> None:
-        for part in (self.scheduling, self.saving):
+        for part in (self.scheduling, self.saving, self.pooled):
             if part is not None:
                 part.close()
 

@@ -23,8 +23,17 @@ def register() -> None:
             KVConnectorFactory.register_connector(
                 NAME, "cxlkv.adapters.vllm.connector", "CXLConnector"
             )
+            _register_attention()
     except Exception as error:
         log.warning("cxlkv is not available in this vLLM (%s): %s", _range(), error)
+
+
+def _register_attention() -> None:
+    """In place of the CPU's: the stock one, unless the engine's settings ask for the pool's."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    path = "cxlkv.adapters.vllm.attention.PoolBackend"
+    register_backend(AttentionBackendEnum.CPU_ATTN, path)
 
 
 def check_version(version: str) -> None:

@@ -65,8 +65,9 @@ class Pooled:
     """The requests of one worker over its pool.
 
     layers: the engine's names of the pool's layers, in order. block_tokens: of the engine's keys,
-    whole pages. shard: which of a message's handles is ours. decode_rows: a request that has tokens
-    and brings at most so many more is decoding, which is what budgets are for.
+    whole pages. rank: of this shard, by which a message's handles are told apart; ranks: how many
+    there are. decode_rows: a request that has tokens and brings at most so many more is decoding,
+    which is what budgets are for.
     """
 
     def __init__(
@@ -75,14 +76,15 @@ class Pooled:
         layers: Sequences[str],
         *,
         block_tokens: int,
-        shard: int = 0,
+        rank: int = 0,
+        ranks: int = 1,
         decode_rows: int = 1,
     ):
         self.pool, self.tiers = pool, Tiers(pool)
         self.layers = {name: place for place, name in enumerate(layers)}
         self.requests = PoolRequests(pool, self.tiers)
         self.decode_rows = decode_rows
-        self.block_tokens, self._shard = block_tokens, shard
+        self.block_tokens, self._rank, self.has_peers = block_tokens, rank, ranks > 1
         self._held: dict[str, Held] = {}
         self._seats: dict[int, Held] = {}
         self._step: Step | None = None
@@ -106,7 +108,7 @@ class Pooled:
     def _start(self, started: Started) -> None:
         self._release(started.request)
         held = Held(started.request, started.blocks[0], started.options, started.keys)
-        handle = started.handles[self._shard] if started.handles else None
+        handle = started.handles[self._rank] if started.handles else None
         # Without its hit the sequence is shorter than the step wants it: a failure, seen there.
         # Pages are verified when attention reads them.
         self._load(held, handle, started.tokens)
@@ -163,9 +165,25 @@ class Pooled:
         return report
 
     def close(self) -> None:
+        """Give all requests' pages back, and close the pool."""
         for name in list(self._held):
             self._release(name)
         self.tiers.close()
+        self.pool.close()
+
+    # ---- what is for who copies K and V to the engine, and back ----
+
+    def start_loads(self) -> None:
+        """Nothing: a hit is adopted when it is heard of."""
+
+    def wait_for_layer(self, name: str) -> None:
+        """Nothing, too."""
+
+    def save_layer(self, name: str) -> None:
+        """Nothing: attention has appended them."""
+
+    def finished(self) -> set[str]:
+        return set()
 
     # ---- publishing ----
 

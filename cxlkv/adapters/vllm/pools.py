@@ -72,7 +72,13 @@ def pool_path(where: str, words: Mapping[str, object], ranks: Ranks) -> str:
 
 
 def make_or_open(
-    path: str, layout: KVLayout, capacity: str | int | None, ranks: Ranks, wanted_tokens: int
+    path: str,
+    layout: KVLayout,
+    capacity: str | int | None,
+    ranks: Ranks,
+    wanted_tokens: int,
+    *,
+    sketch: bool = False,
 ) -> CXLPool:
     """This rank's pool; says where it is and what it holds. Raises GeometryError for another's.
 
@@ -84,7 +90,7 @@ def make_or_open(
         made = not _is_there(place)
         if made:
             size = capacity_bytes(place, ranks) if capacity is None else _part(capacity, ranks)
-            pool = CXLPool.create(path, layout=layout, capacity=size, sketch=False)
+            pool = CXLPool.create(path, layout=layout, capacity=size, sketch=sketch)
         else:
             pool = _opened(path, layout)
     tokens = tokens_of(pool)
@@ -212,8 +218,11 @@ def _number(value: object, name: str) -> int:
     return int(str(getattr(value, name)))
 
 
-def check_groups(kinds: Sequence[tuple[str, object]]) -> None:
+def check_groups(kinds: Sequence[tuple[str, object]], in_pool: bool = False) -> None:
     """kinds: (class name, the spec) of each group of layers; raises UnsupportedError by name."""
+    if in_pool:
+        _check_seats([name for name, _ in kinds])
+        return
     if len(kinds) != 1:
         names = ", ".join(name for name, _ in kinds)
         raise UnsupportedError(
@@ -231,6 +240,20 @@ def check_groups(kinds: Sequence[tuple[str, object]]) -> None:
         raise UnsupportedError(
             f"cxlkv: blocks of {_number(spec, 'block_size')} tokens: a page has at most "
             f"{PAGE_TOKENS_MAX}: give --block-size"
+        )
+
+
+def _check_seats(names: Sequence[str]) -> None:
+    if "SeatSpec" not in names:
+        raise UnsupportedError(
+            "cxlkv: attention in the pool, but the layers do not know of it: vLLM has not loaded "
+            "the plugin cxlkv. Install cxlkv where vLLM is; if VLLM_PLUGINS is set, name it there"
+        )
+    others = ", ".join(sorted({name for name in names if name != "SeatSpec"}))
+    if others:
+        raise UnsupportedError(
+            f"cxlkv: this model also has layers of the kind {others}, which attention in the pool "
+            'does not serve: leave "attention" away in kv_connector_extra_config'
         )
 
 
