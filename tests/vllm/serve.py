@@ -66,7 +66,8 @@ def storm(llm: LLM, asked: Asked) -> dict[str, object]:
     going: set[str] = set()
     params = SamplingParams(**FIXED, max_tokens=asked["max_tokens"])
     for number, ids in enumerate(asked["prompts"]):
-        going.add(engine.add_request(str(number), TokensPrompt(prompt_token_ids=ids), params))
+        engine.add_request(str(number), TokensPrompt(prompt_token_ids=ids), params)
+        going.add(str(number))
     aborted, done = 0, {}
     while engine.has_unfinished_requests():
         for output in engine.step():

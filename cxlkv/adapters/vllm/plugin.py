@@ -19,6 +19,7 @@ def register() -> None:
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+        _log_as_engine()
         if NAME not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(
                 NAME, "cxlkv.adapters.vllm.connector", "CXLConnector"
@@ -26,6 +27,22 @@ def register() -> None:
             _register_attention()
     except Exception as error:
         log.warning("cxlkv is not available in this vLLM (%s): %s", _range(), error)
+
+
+class _ToEngine(logging.Handler):
+    """Hands our lines to the engine's logger, however that is set up by then."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logger = logging.getLogger("vllm.cxlkv")
+        if logger.isEnabledFor(record.levelno):
+            logger.handle(record)
+
+
+def _log_as_engine() -> None:
+    if not log.handlers:
+        log.addHandler(_ToEngine())
+        log.setLevel(logging.INFO)
+        log.propagate = False
 
 
 def _register_attention() -> None:

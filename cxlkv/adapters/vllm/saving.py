@@ -121,7 +121,9 @@ class Saving:
     def _start(self, start: Started, now: list[Part]) -> None:
         name = start.request
         self._end(name)
-        held = _Held(start.blocks, start.keys, start.computed + start.scheduled, start.options)
+        held = _Held(
+            list(start.blocks), start.keys, start.computed + start.scheduled, start.options
+        )
         held.scheduled, held.since = start.scheduled, start.computed
         self._held[name] = held
         if start.handles is None:
@@ -212,6 +214,7 @@ class Saving:
                 self._report.loaded.append(part.request)
                 continue
             self._bad.update(bad)
+            self._report.failed.append(part.request)
             held = self._held.get(part.request)
             if load.is_late or part.error is not None:
                 error = part.error or CXLKVError(

@@ -124,6 +124,7 @@ class Scheduling:
         self._told: dict[str, _Told] = {}
         self._starts: dict[str, Started] = {}  # allocated since the last step
         self._again: set[str] = set()  # what the workers know of them is not true any more
+        self._failed: set[str] = set()  # requests that do not try again: a slow pool stays slow
         self._loaded: list[str] = []
         self._events: bool = events
         self._changes: list[Change] = []
@@ -140,12 +141,12 @@ class Scheduling:
         """
         name = request.request_id
         self._forget_match(name)
-        if self._told.pop(name, None) is not None:  # its load failed: it begins again
+        if self._told.pop(name, None) is not None:  # the engine has nothing of it any more
             self._again.add(name)
         self._requests[name] = request
         self._options[name] = self._options_of(request)
         blocks = (request.num_tokens - 1) // self.block_tokens
-        if blocks * self.block_tokens <= local:
+        if blocks * self.block_tokens <= local or name in self._failed:
             return 0, False
         found = self._find(self._keys(request, 0, blocks), local)
         if found is None:
@@ -261,6 +262,7 @@ class Scheduling:
         self._forget_match(name)
         self._options.pop(name, None)
         self._starts.pop(name, None)
+        self._failed.discard(name)
         if self._requests.pop(name, None) is not None and self._events:
             self._ended[name] = request
             while len(self._ended) > ENDED_MAX:
@@ -279,6 +281,7 @@ class Scheduling:
         self._loaded += [name for name, count in counts.items() if count == len(reports)]
         for report in reports:
             self.failures += report.failures
+            self._failed.update(name for name in report.failed if name in self._requests)
         if not self._events or not reports:
             return
         # What every rank has is there; what one has lost is gone.

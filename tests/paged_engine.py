@@ -1,0 +1,269 @@
+"""A small engine with paged blocks, for tests of what a vLLM connector does in its scheduler and
+workers: K and V of a block are numbers made from the text up to its end, so that any block tells
+whether it is right. It schedules as vLLM does; it has no model, so nothing is attended to."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import CXLPool
+from cxlkv.adapters.vllm.loading import BlockMemory
+from cxlkv.adapters.vllm.messages import Message, Report
+from cxlkv.adapters.vllm.saving import Saving
+from cxlkv.adapters.vllm.scheduler import Scheduled, Scheduling, Step
+from cxlkv.adapters.vllm.settings import Settings
+
+TOKENS = 4  # of a block
+SPACE = bytes(range(16))
+
+
+@dataclass
+class Request:
+    request_id: str
+    all_token_ids: list[int]
+    kv_transfer_params: Mapping[str, object] | None = None
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    is_loading: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        found, before = [], b""
+        for end in range(TOKENS, self.num_tokens + 1, TOKENS):
+            ids = np.array(self.all_token_ids[end - TOKENS : end], np.int64).tobytes()
+            before = hashlib.sha256(before + ids).digest()
+            found.append(before)
+        return found
+
+    def block(self, index: int, layer: int, rank: int) -> npt.NDArray[np.float32]:
+        """[K or V, kv_heads, tokens, dim]: what is right for block `index` of this text."""
+        ids = np.array(self.all_token_ids[: (index + 1) * TOKENS], np.int64).tobytes()
+        seed = hashlib.sha256(ids + bytes([layer, rank])).digest()
+        numbers = np.random.default_rng(np.frombuffer(seed, np.uint64))
+        return numbers.standard_normal((2, 2, TOKENS, 8), np.float32)
+
+
+class Rank:
+    """A worker: its blocks, and the connector's part in it."""
+
+    def __init__(self, pool: CXLPool, settings: Settings, blocks: int, rank: int, ranks: int):
+        layers = pool.layout.layers
+        self.rank = rank
+        self.memory = np.full((layers, blocks, 2, 2, TOKENS, 8), np.nan, np.float32)
+        named = {
+            f"layers.{layer}": BlockMemory(own[:, 0], own[:, 1])
+            for layer, own in enumerate(self.memory)
+        }
+        self.saving = Saving(pool, named, settings, block_tokens=TOKENS, rank=rank, ranks=ranks)
+
+    def is_right(self, request: Request, index: int) -> bool:
+        block = request.blocks[index]
+        return all(
+            np.array_equal(own[block], request.block(index, layer, self.rank))
+            for layer, own in enumerate(self.memory)
+        )
+
+
+class Engine:
+    """One engine on pools that it shares with others."""
+
+    def __init__(self, paths: list[str], settings: Settings | None = None, blocks: int = 64):
+        self.settings = settings or Settings()
+        self.ranks = [
+            Rank(CXLPool.open(path, threads=1), self.settings, blocks, rank, len(paths))
+            for rank, path in enumerate(paths)
+        ]
+        self.scheduling = Scheduling(
+            [CXLPool.open(path, threads=1) for path in paths],
+            SPACE,
+            self.settings,
+            block_tokens=TOKENS,
+            events=True,
+        )
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[Request] = []
+        self.free = list(range(blocks))
+        self.ended: set[str] = set()
+        self.cached: dict[str, int] = {}  # tokens that came from the pool
+        self.recomputed = 0  # steps in which a load failed
+        self.wrongly_stored: list[tuple[str, int]] = []
+        self.links = ExitStack()  # ends with the engine
+        self._arrived: dict[str, int] = {}  # how many ranks' loads of a request have ended
+        self._held_back: dict[str, Request] = {}  # ended while they were loading
+
+    def add(self, name: str, ids: list[int], **params: object) -> Request:
+        request = Request(name, list(ids), {"cxlkv": params} if params else None)
+        self.requests[name] = request
+        self.waiting.append(request)
+        return request
+
+    def end(self, name: str) -> None:
+        """Finished or aborted."""
+        request = self.requests.pop(name)
+        self.scheduling.ended(request)
+        self.ended.add(name)
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request.is_loading:
+            self._held_back[name] = request
+        else:
+            self.free += request.blocks
+
+    def preempt(self, name: str) -> None:
+        request = self.requests[name]
+        self.free += request.blocks
+        request.blocks, request.computed = [], 0
+        self.ended.add(name)
+        self.waiting.insert(0, request)
+
+    def step(self, *, chunk: int = 1 << 20, samples: bool = True) -> None:
+        """Everything that can run computes up to `chunk` tokens and then samples one."""
+        step = Step(ended=self.ended)
+        self.ended = set()
+        running = [r for r in self.requests.values() if r not in self.waiting]
+        for request in running:
+            if not request.is_loading:
+                new = self._grow(request, chunk)
+                count = min(chunk, request.num_tokens - request.computed)
+                step.going.append(Scheduled(request.request_id, new, request.computed, count))
+        for request in list(self.waiting):
+            self._admit(request, step, chunk)
+        message = self.scheduling.message(step)
+        self._run(step, message)
+        for one in [*step.fresh, *step.going]:
+            request = self.requests[one.request]
+            if samples and not request.is_loading and request.computed == request.num_tokens:
+                request.all_token_ids.append(request.num_tokens * 7 % 97)
+
+    def _grow(self, request: Request, chunk: int) -> list[int]:
+        upto = min(request.num_tokens, request.computed + chunk)
+        count = -(-upto // TOKENS) - len(request.blocks)
+        new = [self.free.pop(0) for _ in range(max(0, count))]
+        request.blocks += new
+        return new
+
+    def _admit(self, request: Request, step: Step, chunk: int) -> None:
+        if request.is_loading:
+            return
+        if request.computed == 0:
+            tokens, later = self.scheduling.match(request, 0)
+            self.cached[request.request_id] = tokens
+            request.computed = tokens
+            self._grow(request, 0 if later else chunk)
+            self.scheduling.allocated(request, request.blocks, tokens)
+            if later:
+                request.is_loading = True
+                return
+        else:
+            self._grow(request, chunk)
+        count = min(chunk, request.num_tokens - request.computed)
+        step.fresh.append(
+            Scheduled(request.request_id, list(request.blocks), request.computed, count)
+        )
+        self.waiting.remove(request)
+
+    def _run(self, step: Step, message: Message) -> None:
+        """What the workers do with a step, then what the scheduler makes of it."""
+        for rank in self.ranks:
+            rank.saving.hear(message)
+            rank.saving.start_loads()
+            for layer in range(len(rank.memory)):
+                rank.saving.wait_for_layer(f"layers.{layer}")
+                for one in [*step.fresh, *step.going]:
+                    self._compute(rank, self.requests[one.request], layer, one)
+                rank.saving.save_layer(f"layers.{layer}")
+            rank.saving.end_step()
+        done = [rank.saving.finished() for rank in self.ranks]
+        bad = set().union(*(rank.saving.bad_blocks() for rank in self.ranks))
+        reports = [rank.saving.report() for rank in self.ranks]
+        for rank, report in zip(self.ranks, reports, strict=True):
+            self.wrongly_stored += [
+                (one.request, index)
+                for one in report.stored
+                for index in range(one.first, one.last)
+                if not rank.is_right(self.requests[one.request], index)
+            ]
+        self._learn(step, done, bad, reports)
+
+    def _compute(self, rank: Rank, request: Request, layer: int, one: Scheduled) -> None:
+        """Right where all before is right, as it is with attention; else nonsense."""
+        first = one.computed // TOKENS
+        there = all(
+            np.array_equal(
+                rank.memory[below][request.blocks[index]], request.block(index, below, rank.rank)
+            )
+            for index in range(first)
+            for below in range(layer + 1)
+        )
+        for index in range(first, -(-(one.computed + one.scheduled) // TOKENS)):
+            right = request.block(index, layer, rank.rank)
+            rank.memory[layer][request.blocks[index]] = right if there else right + 1
+
+    def _learn(
+        self, step: Step, done: list[set[str]], bad: set[int], reports: list[Report]
+    ) -> None:
+        self.scheduling.heard(reports)
+        for one in [*step.fresh, *step.going]:
+            self.requests[one.request].computed = one.computed + one.scheduled
+        self.recomputed += bool(bad)
+        for request in self.requests.values():
+            wrong = [i for i, block in enumerate(request.blocks) if block in bad]
+            if wrong:
+                request.computed = min(request.computed, wrong[0] * TOKENS)
+        self._finish(done)
+
+    def _finish(self, done: list[set[str]]) -> None:
+        for names in done:
+            for name in names:
+                self._arrived[name] = self._arrived.get(name, 0) + 1
+        for name, count in list(self._arrived.items()):
+            if count < len(self.ranks):
+                continue
+            del self._arrived[name]
+            if name in self._held_back:
+                self.free += self._held_back.pop(name).blocks
+                continue
+            request = self.requests[name]
+            request.is_loading = False
+            if request.computed == 0:
+                self.free += request.blocks
+                request.blocks = []
+
+    def settle(self, deadline_s: float = 20) -> None:
+        """Steps until nothing is loading."""
+        until = time.monotonic() + deadline_s
+        while self._held_back or any(r.is_loading for r in self.requests.values()):
+            assert time.monotonic() < until, "a load does not end"
+            self.step()
+
+    def wrong(self) -> list[tuple[str, int]]:
+        """Blocks that count as computed, and are not what they should be."""
+        return [
+            (request.request_id, index)
+            for rank in self.ranks
+            for request in self.requests.values()
+            if not request.is_loading
+            for index in range(request.computed // TOKENS)
+            if not rank.is_right(request, index)
+        ]
+
+    def close(self) -> None:
+        for name in list(self.requests):
+            self.end(name)
+        self.settle()
+        self.step()
+        self.links.close()
+        for rank in self.ranks:
+            rank.saving.close()
+        self.scheduling.close()
