@@ -22,10 +22,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from cxlkv.adapters.vllm import pools
+from cxlkv.adapters.vllm import pools, startup
 from cxlkv.adapters.vllm.blocks import enter_room, pooled_layout, speculated_tokens
+from cxlkv.adapters.vllm.counting import Counting, Looking
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message, Report
+from cxlkv.adapters.vllm.metrics import Reporting
 from cxlkv.adapters.vllm.plugin import check_version
 from cxlkv.adapters.vllm.pooled import Pooled
 from cxlkv.adapters.vllm.saving import Saving
@@ -67,7 +69,7 @@ class StepReports(KVConnectorWorkerMetadata):
         return StepReports(self.reports + other.reports)
 
 
-class CXLConnector(KVConnectorBase_V1, SupportsHMA):
+class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     """See the package's text. One is made in the scheduler's process, one in each worker."""
 
     _cache_hit_source = CacheHitSource.HOST
@@ -90,6 +92,7 @@ class CXLConnector(KVConnectorBase_V1, SupportsHMA):
         self.pooled: Pooled | None = None
         if role == KVConnectorRole.SCHEDULER:
             self.scheduling = self._make_scheduling()
+            self.counting = Counting(self._spec.block_size)
 
     # ---- scheduler ----
 
@@ -99,13 +102,9 @@ class CXLConnector(KVConnectorBase_V1, SupportsHMA):
             # The engine reads it after this. A hit that cannot be loaded is no user's fault.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             log.info("cxlkv: kv_load_failure_policy is set to recompute")
-        if "xxhash" in str(cache.prefix_caching_hash_algo) and not os.environ.get("PYTHONHASHSEED"):
-            log.warning(
-                "cxlkv: --prefix-caching-hash-algo %s begins at random in each process, so no "
-                "other engine, and not this one after a restart, will find its prefixes: set "
-                "PYTHONHASHSEED to the same number everywhere, or use sha256",
-                cache.prefix_caching_hash_algo,
-            )
+        concern = startup.hash_concern(str(cache.prefix_caching_hash_algo), os.environ)
+        if concern is not None:
+            log.warning(concern)
         ranks = pools.ranks_of(config)
         paths = [
             pools.pool_path(self.settings.where, self._words, pools.Ranks(*shape, rank))
@@ -132,12 +131,17 @@ class CXLConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._scheduler.match(request, num_computed_tokens)
+        found = self._scheduler.match(request, num_computed_tokens)
+        self._counting.matched(
+            request.request_id, request.num_tokens - num_computed_tokens, found[0]
+        )
+        return found
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._counting.admitted(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return StepMessage(self._scheduler.message(step_of(scheduler_output)))
@@ -146,12 +150,14 @@ class CXLConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
         self._scheduler.ended(request)
+        self._counting.ended(request.request_id)
         return False, None
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         reports = connector_output.kv_connector_worker_meta
         if isinstance(reports, StepReports):
             self._scheduler.heard(reports.reports)
+            self._counting.heard(reports.reports)
 
     def take_events(self) -> list[BlockStored | BlockRemoved]:
         return [self._event(change) for change in self._scheduler.changes()]
@@ -177,6 +183,11 @@ class CXLConnector(KVConnectorBase_V1, SupportsHMA):
     def _scheduler(self) -> Scheduling:
         assert self.scheduling is not None, "called in a worker"
         return self.scheduling
+
+    @property
+    def _counting(self) -> Counting:
+        assert self.counting is not None, "called in a worker"
+        return self.counting
 
     # ---- worker ----
 
@@ -205,6 +216,7 @@ class CXLConnector(KVConnectorBase_V1, SupportsHMA):
         self.saving = Saving(
             pool, layers, self.settings, block_tokens=tokens, rank=ranks.rank, ranks=ranks.count
         )
+        self.looking = Looking(pool)
 
     def _make_pooled(self, names: list[str]) -> Pooled:
         config = self._vllm_config
@@ -219,6 +231,7 @@ class CXLConnector(KVConnectorBase_V1, SupportsHMA):
             sketch=True,
         )
         pool.audit = self.settings.audit
+        self.looking = Looking(pool)
         return Pooled(
             pool,
             names,

@@ -7,21 +7,18 @@ each other's prefixes there, others another file.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cxlkv.adapters.identity import namespace, weights_of
+from cxlkv.adapters.vllm import startup
 from cxlkv.adapters.vllm.settings import Settings
-from cxlkv.config import format_bytes
 from cxlkv.errors import BadArgumentError, GeometryError, PoolMissingError, UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
 from cxlkv.regions import is_device, one_maker, parse_place
 from cxlkv.topology import probe
-
-log = logging.getLogger("cxlkv")
 
 SHARE = 0.25
 """Of the memory that this container may still use, for all ranks' pools, if nobody says more."""
@@ -93,23 +90,8 @@ def make_or_open(
             pool = CXLPool.create(path, layout=layout, capacity=size, sketch=sketch)
         else:
             pool = _opened(path, layout)
-    tokens = tokens_of(pool)
-    log.info(
-        "cxlkv: %s %s, for %d tokens (%s)%s",
-        "made" if made else "found",
-        place,
-        tokens,
-        format_bytes(tokens * layout.token_bytes),
-        "" if made or capacity is None else "; its capacity stays what it was made with",
-    )
-    if tokens < wanted_tokens:
-        log.warning(
-            "cxlkv: %s holds %d tokens, one request may have %d: give a larger capacity=%s",
-            place,
-            tokens,
-            wanted_tokens,
-            _more_room(place),
-        )
+    found = startup.measure(pool.overview(), made, tokens_of(pool), ranks.rank, ranks.count)
+    startup.say(found, wanted_tokens)
     return pool
 
 
@@ -183,15 +165,6 @@ def _part(capacity: str | int, ranks: Ranks) -> str | int:
     from cxlkv.regions import ALL
 
     return capacity if capacity == ALL else parse_bytes(capacity) // ranks.count
-
-
-def _more_room(place: str) -> str:
-    if not place.startswith("/dev/shm/"):
-        return ""
-    return (
-        ", and if /dev/shm is too small for it, a larger one (in Docker: --shm-size; else: mount "
-        "-o remount,size=... /dev/shm)"
-    )
 
 
 # ---- what the engine says of itself ----

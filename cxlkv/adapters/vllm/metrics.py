@@ -1,0 +1,121 @@
+"""Our figures as vLLM carries them: from its processes to its log line and its /metrics endpoint.
+
+Each step the engine takes what the workers and the scheduler have counted since the last one, joins
+it, and gives it to its loggers: KVConnectorLogging writes a line at the engine's own interval, and
+CXLMetrics adds it to the registry behind /metrics and LLM.get_metrics(). `counting` does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from prometheus_client import Counter, Gauge
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+from cxlkv.adapters.vllm import counting
+from cxlkv.adapters.vllm.counting import COUNTS, KINDS, STATES, Counting, Figures, Looking
+from cxlkv.adapters.vllm.scheduler import Scheduling
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+PREFIX = "vllm:cxlkv_"
+"""The engine shows metrics of its own name only: LLM.get_metrics() looks for vllm:."""
+
+
+class CXLStats(KVConnectorStats):
+    """Figures, in the engine's wrapping; data is a dict that survives its serialisation."""
+
+    def __init__(self, data: Figures | None = None):
+        super().__init__(data=data or counting.nothing())
+
+    def reset(self) -> None:
+        self.data = counting.nothing()
+
+    def aggregate(self, other: CXLStats) -> CXLStats:
+        return CXLStats(counting.joined(self.data, other.data))
+
+    def reduce(self) -> dict[str, str]:
+        return {"cxlkv": counting.line(self.data)}
+
+    def is_empty(self) -> bool:
+        return counting.is_empty(self.data)
+
+
+class Reporting:
+    """The connector's part that the engine asks for figures; one of the two is there."""
+
+    counting: Counting | None = None
+    looking: Looking | None = None
+    scheduling: Scheduling | None
+
+    def get_kv_connector_stats(self) -> CXLStats | None:
+        found = None
+        if self.counting is not None and self.scheduling is not None:
+            found = self.counting.take(self.scheduling.failures)
+        elif self.looking is not None:
+            found = self.looking.take()
+        return None if found is None or counting.is_empty(found) else CXLStats(found)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: Figures | None = None) -> CXLStats:
+        return CXLStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> CXLMetrics:
+        return CXLMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+class CXLMetrics(KVConnectorPromMetrics):
+    """In the process of the endpoint. Every counter is there from the start, as 0."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ):
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter, gauge = metric_types[Counter], metric_types[Gauge]
+        self._counts = {
+            name: counter(name=PREFIX + name, documentation=text, labelnames=labelnames)
+            for name, text in COUNTS.items()
+        }
+        self._failures = counter(
+            name=f"{PREFIX}failures",
+            documentation="What went wrong with the pool and was computed instead, by kind",
+            labelnames=[*labelnames, "kind"],
+        )
+        self._pools = gauge(
+            name=f"{PREFIX}pool_tokens",
+            documentation="Room of a pool in tokens, by state: "
+            + "; ".join(f"{state}: {text}" for state, text in STATES.items()),
+            labelnames=[*labelnames, "pool", "state"],
+            multiprocess_mode="mostrecent",
+        )
+        for values in per_engine_labelvalues.values():
+            for metric in self._counts.values():
+                metric.labels(*values)
+            for kind in KINDS:
+                self._failures.labels(*values, kind)
+
+    def observe(self, transfer_stats_data: Figures, engine_idx: int = 0) -> None:
+        values = self.per_engine_labelvalues[engine_idx]
+        for name, count in transfer_stats_data["counts"].items():
+            self._counts[name].labels(*values).inc(count)
+        for kind, count in transfer_stats_data["failures"].items():
+            self._failures.labels(*values, kind).inc(count)
+        for path, states in transfer_stats_data["pools"].items():
+            for state, tokens in states.items():
+                self._pools.labels(*values, path, state).set(tokens)

@@ -1,0 +1,89 @@
+"""What a worker says once: where the pool lies, how much it holds, what keeps it from its best."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cxlkv.config import format_bytes
+from cxlkv.stats import Overview
+from cxlkv.topology import Machine, missing, probe
+
+log = logging.getLogger("cxlkv")
+
+SHARED_MEMORY = "/dev/shm/"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's pool. room_bytes: what its file system has left; missing_bytes: of the pool, that no
+    page has been taken for yet."""
+
+    path: str
+    made: bool  # now; else it was there
+    tokens: int
+    bytes: int
+    rank: int = 0
+    ranks: int = 1
+    room_bytes: int | None = None
+    missing_bytes: int = 0
+
+
+def say(place: Place, wanted_tokens: int) -> None:
+    """In the log, by the first rank: once for the engine."""
+    if place.rank:
+        return
+    log.info(where(place))
+    for concern in concerns(place, probe(), wanted_tokens):
+        log.warning(concern)
+
+
+def measure(pool: Overview, made: bool, tokens: int, rank: int, ranks: int) -> Place:
+    """Of a pool's file; a device has neither room nor holes."""
+    room_bytes, missing_bytes = None, 0
+    if os.path.isfile(pool.path):
+        space = os.statvfs(pool.path)
+        room_bytes = space.f_bavail * space.f_frsize if space.f_blocks else None
+        missing_bytes = max(0, pool.bytes - os.stat(pool.path).st_blocks * 512)
+    return Place(pool.path, made, tokens, pool.bytes, rank, ranks, room_bytes, missing_bytes)
+
+
+def where(place: Place) -> str:
+    found = "made now" if place.made else "it was there, and keeps its size and prefixes"
+    ranks = f"; each of the {place.ranks} ranks has one" if place.ranks > 1 else ""
+    size = f"{format_bytes(place.bytes)}, for {place.tokens:,} tokens"
+    return f"cxlkv: the pool is {place.path}, {size} ({found}){ranks}"
+
+
+def concerns(place: Place, machine: Machine, wanted_tokens: int) -> list[str]:
+    """What is not ideal, each with what mends it. wanted_tokens: of the longest request."""
+    found = []
+    if place.tokens < wanted_tokens:
+        found.append(
+            f"cxlkv: the pool holds {place.tokens:,} tokens, and one request may have "
+            f'{wanted_tokens:,}: give a larger "capacity" in kv_connector_extra_config'
+        )
+    if place.room_bytes is not None and place.missing_bytes > place.room_bytes:
+        found.append(
+            f"cxlkv: {place.path} may still grow by {format_bytes(place.missing_bytes)}, and its "
+            f"file system has {format_bytes(place.room_bytes)} left: what does not fit is not "
+            "saved. Remove what else lies there, or make the pool smaller"
+        )
+    for advice in missing(machine):
+        shared = "/dev/shm" in advice.what and place.path.startswith(SHARED_MEMORY)
+        if shared or "locked" in advice.what:
+            found.append(f"cxlkv: {advice.what}: {advice.why}. What mends it: {advice.command}")
+    return found
+
+
+def hash_concern(algorithm: str, environment: Mapping[str, str]) -> str | None:
+    """Block hashes that differ from process to process find nobody's prefixes."""
+    if "xxhash" not in algorithm or environment.get("PYTHONHASHSEED"):
+        return None
+    return (
+        f"cxlkv: --prefix-caching-hash-algo {algorithm} begins at random in each process, so no "
+        "other engine, and not this one after a restart, will find its prefixes: set "
+        "PYTHONHASHSEED to the same number everywhere, or use sha256"
+    )

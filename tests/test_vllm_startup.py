@@ -1,0 +1,80 @@
+"""What a vLLM worker says at its start: where the pool is, and each thing that is not ideal."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cxlkv import CXLPool, KVLayout
+from cxlkv.adapters.vllm import startup
+from cxlkv.adapters.vllm.pools import Ranks, make_or_open
+from cxlkv.adapters.vllm.startup import Place, concerns, hash_concern, where
+from cxlkv.topology import GIB, MIB, SharedMemory, probe
+
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=32, page_tokens=32, dtype="float32")
+PLACE = Place("/dev/shm/a.pool", True, 32768, 2 * GIB)
+GOOD = replace(
+    probe(),
+    shared_memory=SharedMemory(64 * GIB, 64 * GIB),
+    memory=replace(probe().memory, memlock_bytes=None),
+)
+
+
+def test_where_and_how_large() -> None:
+    assert where(PLACE) == (
+        "cxlkv: the pool is /dev/shm/a.pool, 2 GiB, for 32,768 tokens (made now)"
+    )
+    assert where(replace(PLACE, made=False, ranks=2)) == (
+        "cxlkv: the pool is /dev/shm/a.pool, 2 GiB, for 32,768 tokens (it was there, and keeps its "
+        "size and prefixes); each of the 2 ranks has one"
+    )
+
+
+def test_a_good_machine_is_no_concern() -> None:
+    assert concerns(PLACE, GOOD, 32768) == []
+
+
+def test_each_concern_names_its_remedy() -> None:
+    small = replace(GOOD, shared_memory=SharedMemory(64 * MIB, 64 * MIB))
+    (found,) = concerns(PLACE, small, 1)
+    assert "/dev/shm holds 64 MiB only" in found
+    assert "--shm-size" in found
+    assert concerns(replace(PLACE, path="/mnt/a.pool"), small, 1) == []
+    locked = replace(GOOD, memory=replace(GOOD.memory, memlock_bytes=8 * MIB))
+    (found,) = concerns(PLACE, locked, 1)
+    assert "only 8 MiB may be locked" in found
+    assert "ulimit -l unlimited" in found
+    (found,) = concerns(PLACE, GOOD, 40000)
+    assert "holds 32,768 tokens, and one request may have 40,000" in found
+    assert '"capacity"' in found
+    (found,) = concerns(replace(PLACE, room_bytes=GIB, missing_bytes=2 * GIB), GOOD, 1)
+    assert "may still grow by 2 GiB, and its file system has 1 GiB left" in found
+
+
+def test_hashes_that_begin_at_random() -> None:
+    assert hash_concern("sha256", {}) is None
+    assert hash_concern("xxhash_cbor", {"PYTHONHASHSEED": "0"}) is None
+    for environment in ({}, {"PYTHONHASHSEED": ""}):
+        found = hash_concern("xxhash", environment)
+        assert found is not None
+        assert "set PYTHONHASHSEED" in found
+
+
+def test_the_first_rank_says_it_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "probe", lambda: GOOD)
+    with caplog.at_level(logging.INFO, "cxlkv"):
+        for rank in (1, 0):
+            path = str(tmp_path / f"{rank}.pool")
+            make_or_open(path, LAYOUT, "16MiB", Ranks(2, 1, rank), 1).close()
+    (said,) = caplog.messages
+    assert f"the pool is {tmp_path}/0.pool, " in said
+    assert "(made now); each of the 2 ranks has one" in said
+    with CXLPool.open(tmp_path / "0.pool") as pool:
+        place = startup.measure(pool.overview(), False, 1, 0, 1)
+    assert place.bytes == (tmp_path / "0.pool").stat().st_size
+    assert place.room_bytes is not None
