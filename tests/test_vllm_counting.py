@@ -32,6 +32,7 @@ def test_a_request_counts_once_when_it_is_admitted() -> None:
     assert counting.is_empty(counted.take(NONE))
     counted.ended("a")
     counted.ended("b")
+    counted.take(NONE)
     counted.admitted("b")
     assert counting.is_empty(counted.take(NONE))
     counted.matched("a", 10, 0)  # the name comes again
@@ -52,6 +53,23 @@ def test_tokens_of_several_ranks_count_once_and_only_what_all_have() -> None:
     assert counting.is_empty(counted.take(NONE))
     counted.heard([whole])
     assert counted.take(NONE)["counts"] == {"loaded_tokens": 96, "saved_tokens": 5 * 32}
+
+
+def test_the_step_that_ends_a_request_reports_after_it_has_ended() -> None:
+    counted = Counting(block_tokens=32)
+    counted.matched("a", 100, 64)
+    counted.admitted("a")
+    counted.ended("a")
+    counted.heard([Report(loaded=["a"])])
+    assert counted.take(NONE)["counts"]["loaded_tokens"] == 64
+    counted.heard([Report(loaded=["a"])])
+    assert counting.is_empty(counted.take(NONE))
+    counted.matched("a", 10, 0)
+    counted.ended("a")
+    counted.matched("a", 20, 0)  # the name comes again in the same step
+    counted.take(NONE)
+    counted.admitted("a")
+    assert counted.take(NONE)["counts"] == {"asked_tokens": 20}
 
 
 def test_failures_are_told_once() -> None:

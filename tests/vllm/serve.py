@@ -14,7 +14,8 @@ FIXED = {"detokenize": False, "ignore_eos": True, "temperature": 0}
 
 
 class Asked(TypedDict):
-    """do: "generate", "storm" (all prompts at once, some aborted at random), "reset", "end"."""
+    """do: "generate", "storm" (all prompts at once, some aborted at random), "reset",
+    "metrics" (ours and the engine's of connectors, by name and labels), "end"."""
 
     do: str
     prompts: list[list[int]]
@@ -45,6 +46,8 @@ def main() -> None:
             say(storm(llm, asked))
         elif asked["do"] == "reset":
             say({"reset": llm.reset_prefix_cache()})
+        elif asked["do"] == "metrics":
+            say(metrics(llm))
         else:
             break
     llm.llm_engine.engine_core.shutdown()
@@ -80,6 +83,17 @@ def storm(llm: LLM, asked: Asked) -> dict[str, object]:
                 going.discard(name)
                 aborted += 1
     return {"aborted": aborted, "done": done}
+
+
+def metrics(llm: LLM) -> dict[str, float]:
+    """Also has the engine log its line, as it does now and then when it serves."""
+    llm.llm_engine.do_log_stats()
+    found = {}
+    for one in llm.get_metrics():
+        if one.name.startswith(("vllm:cxlkv_", "vllm:external_prefix_cache")):
+            given = {name: value for name, value in one.labels.items() if name in ("kind", "state")}
+            found[" ".join([one.name, *given.values()])] = one.value
+    return found
 
 
 if __name__ == "__main__":

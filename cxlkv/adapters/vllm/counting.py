@@ -85,10 +85,12 @@ class Counting:
         self._block_tokens = block_tokens
         self._asked: dict[str, tuple[int, int]] = {}  # (tokens asked for, hit), of the last match
         self._admitted: set[str] = set()
+        self._ended: set[str] = set()  # since the last take()
         self._counts: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
 
     def matched(self, name: str, asked: int, hit: int) -> None:
+        self._ended.discard(name)
         self._asked[name] = (asked, hit)
 
     def admitted(self, name: str) -> None:
@@ -99,8 +101,9 @@ class Counting:
         self._counts.update(asked_tokens=asked, hit_tokens=hit)
 
     def ended(self, name: str) -> None:
-        self._asked.pop(name, None)
+        """What the step that ended it has loaded is heard of after this, and before take()."""
         self._admitted.discard(name)
+        self._ended.add(name)
 
     def heard(self, reports: Sequence[Report]) -> None:
         """Of all ranks about one step: what every one of them has counts."""
@@ -117,6 +120,9 @@ class Counting:
 
     def take(self, failures: Counter[str]) -> Figures:
         """What is new since the last call. failures: all of them, since the start."""
+        for name in self._ended:
+            self._asked.pop(name, None)
+        self._ended.clear()
         found = nothing()
         found["counts"].update({name: count for name, count in self._counts.items() if count})
         found["failures"].update(failures - self._told)
