@@ -24,12 +24,10 @@ GOOD = replace(
 
 
 def test_where_and_how_large() -> None:
-    assert where(PLACE) == (
-        "cxlkv: the pool is /dev/shm/a.pool, 2 GiB, for 32,768 tokens (made now)"
-    )
+    assert where(PLACE) == "cxlkv: made /dev/shm/a.pool, for 32768 tokens (2 GiB)"
     assert where(replace(PLACE, made=False, ranks=2)) == (
-        "cxlkv: the pool is /dev/shm/a.pool, 2 GiB, for 32,768 tokens (it was there, and keeps its "
-        "size and prefixes); each of the 2 ranks has one"
+        "cxlkv: found /dev/shm/a.pool, for 32768 tokens (2 GiB); its capacity stays what it "
+        "was made with; each of the 2 ranks has one like it"
     )
 
 
@@ -48,7 +46,7 @@ def test_each_concern_names_its_remedy() -> None:
     assert "only 8 MiB may be locked" in found
     assert "ulimit -l unlimited" in found
     (found,) = concerns(PLACE, GOOD, 40000)
-    assert "holds 32,768 tokens, and one request may have 40,000" in found
+    assert "holds 32768 tokens, and one request may have 40000" in found
     assert '"capacity"' in found
     (found,) = concerns(replace(PLACE, room_bytes=GIB, missing_bytes=2 * GIB), GOOD, 1)
     assert "may still grow by 2 GiB, and its file system has 1 GiB left" in found
@@ -72,8 +70,8 @@ def test_the_first_rank_says_it_once(
             path = str(tmp_path / f"{rank}.pool")
             make_or_open(path, LAYOUT, "16MiB", Ranks(2, 1, rank), 1).close()
     (said,) = caplog.messages
-    assert f"the pool is {tmp_path}/0.pool, " in said
-    assert "(made now); each of the 2 ranks has one" in said
+    assert f"made {tmp_path}/0.pool, for " in said
+    assert "; each of the 2 ranks has one like it" in said
     with CXLPool.open(tmp_path / "0.pool") as pool:
         place = startup.measure(pool.overview(), False, 1, 0, 1)
     assert place.bytes == (tmp_path / "0.pool").stat().st_size

@@ -51,10 +51,11 @@ def measure(pool: Overview, made: bool, tokens: int, rank: int, ranks: int) -> P
 
 
 def where(place: Place) -> str:
-    found = "made now" if place.made else "it was there, and keeps its size and prefixes"
-    ranks = f"; each of the {place.ranks} ranks has one" if place.ranks > 1 else ""
-    size = f"{format_bytes(place.bytes)}, for {place.tokens:,} tokens"
-    return f"cxlkv: the pool is {place.path}, {size} ({found}){ranks}"
+    found = "made" if place.made else "found"
+    size = f"{place.tokens} tokens ({format_bytes(place.bytes)})"
+    stays = "" if place.made else "; its capacity stays what it was made with"
+    ranks = f"; each of the {place.ranks} ranks has one like it" if place.ranks > 1 else ""
+    return f"cxlkv: {found} {place.path}, for {size}{stays}{ranks}"
 
 
 def concerns(place: Place, machine: Machine, wanted_tokens: int) -> list[str]:
@@ -62,8 +63,8 @@ def concerns(place: Place, machine: Machine, wanted_tokens: int) -> list[str]:
     found = []
     if place.tokens < wanted_tokens:
         found.append(
-            f"cxlkv: the pool holds {place.tokens:,} tokens, and one request may have "
-            f'{wanted_tokens:,}: give a larger "capacity" in kv_connector_extra_config'
+            f"cxlkv: the pool holds {place.tokens} tokens, and one request may have "
+            f'{wanted_tokens}: give a larger "capacity" in kv_connector_extra_config'
         )
     if place.room_bytes is not None and place.missing_bytes > place.room_bytes:
         found.append(
