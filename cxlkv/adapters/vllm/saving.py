@@ -161,7 +161,6 @@ class Saving:
         if not self.has_peers:
             return
         for name in loading:
-            self._held[name].awaits.add(name)
             mine = set(self._held[name].blocks)
             for held in self._held.values():
                 if held.scheduled and not mine.isdisjoint(held.blocks):

@@ -1,0 +1,166 @@
+"""What users write for vLLM, where its pools lie, what is refused by name; without the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cxlkv import Budget, CXLPool, KVLayout
+from cxlkv.adapters.vllm import pools
+from cxlkv.adapters.vllm.messages import Options
+from cxlkv.adapters.vllm.plugin import check_version, register
+from cxlkv.adapters.vllm.settings import Settings, read_options, read_settings
+from cxlkv.errors import BadArgumentError, GeometryError, PoolMissingError, UnsupportedError
+
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
+WORDS: dict[str, object] = {"model": "tiny", "dtype": "float32"}
+
+
+def test_nothing_written_is_all_defaults() -> None:
+    assert read_settings({}) == Settings()
+
+
+def test_settings_as_they_are_written() -> None:
+    found = read_settings(
+        {
+            "attention": "pool",
+            "where": "/dev/shm/",
+            "capacity": "8GiB",
+            "salt": "tenant",
+            "budget": {"share": 0.1, "sinks": 2},
+            "audit": 0.01,
+            "load": "async",
+            "deadline_s": 2,
+        }
+    )
+    assert found.budget == Budget(share=0.1, sinks=2)
+    assert (found.attention, found.load, found.deadline_s) == ("pool", "async", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"capcity": "8GiB"}, "'capcity' is not one of .*did you mean capacity"),
+        ({"attention": "poool"}, "attention is 'poool': one of engine, pool"),
+        ({"load": 3}, "load is 3: one of sync, async"),
+        ({"capacity": "8G"}, "'8G' is no size"),
+        ({"capacity": True}, "capacity is True"),
+        ({"where": 3}, "where is 3: text is wanted"),
+        ({"where": "anonymous:"}, "several processes that must find the pool"),
+        ({"deadline_s": 0}, "deadline_s is 0: a number from"),
+        ({"audit": 2}, "audit is 2: a number from 0 to 1"),
+        ({"budget": {"share": 0.1}}, 'a budget needs "attention": "pool"'),
+        ({"attention": "pool", "budget": {"part": 0.1}}, "budget is .* of pages, share, mass"),
+        ({"attention": "pool", "budget": {"share": 2}}, r"share=2: outside \(0, 1\]"),
+        ({"attention": "pool", "budget": {"pages": 1.5}}, "pages is 1.5: a whole number"),
+        ({"attention": "pool", "budget": {"share": "a"}}, "share is 'a': a number is wanted"),
+    ],
+)
+def test_mistakes_in_settings_are_named(given: dict[str, object], said: str) -> None:
+    with pytest.raises(BadArgumentError, match=said):
+        read_settings(given)
+
+
+def test_a_request_may_ask_for_other_options() -> None:
+    settings = Settings(attention="pool", budget=Budget(share=0.5))
+    assert read_options(None, settings) == Options(Budget(share=0.5))
+    assert read_options({"do_remote_decode": True}, settings) == Options(Budget(share=0.5))
+    assert read_options({"cxlkv": {"budget": None}}, settings) == Options(None)
+    asked = {"cxlkv": {"budget": {"pages": 8}, "save": False}}
+    assert read_options(asked, settings) == Options(Budget(pages=8), save=False)
+    for wrong in ({"cxlkv": 1}, {"cxlkv": {"safe": True}}, {"cxlkv": {"save": "no"}}):
+        with pytest.raises(BadArgumentError, match="kv_transfer_params"):
+            read_options(wrong, settings)
+
+
+def test_untested_versions_are_refused_by_their_range() -> None:
+    check_version("0.32.0")
+    check_version("0.32.1+cpu")
+    for version in ("0.31.9", "0.33.0", "1.0", "dev"):
+        with pytest.raises(UnsupportedError, match=r"vllm>=0\.32,<0\.33"):
+            check_version(version)
+
+
+def test_without_vllm_the_plugin_does_nothing() -> None:
+    register()
+
+
+def test_each_model_and_rank_has_a_path_of_its_own(tmp_path: Path) -> None:
+    folder = f"{tmp_path}/"
+    ranks = [pools.Ranks(2, 1, rank) for rank in range(2)]
+    paths = [pools.pool_path(folder, WORDS, one) for one in ranks]
+    paths.append(pools.pool_path(folder, {**WORDS, "model": "other"}, ranks[0]))
+    paths.append(pools.pool_path(folder, WORDS, pools.Ranks()))
+    assert len(set(paths)) == 4
+    assert pools.pool_path(str(tmp_path), WORDS, ranks[0]) == paths[0]
+    assert pools.pool_path(f"numa:0:{folder}", WORDS, ranks[0]) == f"numa:0:{paths[0]}"
+    one = f"{tmp_path}/one.pool"
+    assert pools.pool_path(one, WORDS, pools.Ranks()) == one
+    assert pools.pool_path(one, WORDS, ranks[1]) == f"{one}.1of2"
+    with pytest.raises(BadArgumentError, match="memory without a name"):
+        pools.pool_path("numa:0", WORDS, ranks[0])
+
+
+def test_ranks_name_their_shards() -> None:
+    assert [pools.Ranks(2, 2, rank).shard for rank in range(4)] == [
+        (0, 2, 0, 2),
+        (1, 2, 0, 2),
+        (0, 2, 1, 2),
+        (1, 2, 1, 2),
+    ]
+
+
+def test_a_pool_is_made_once_and_then_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, ranks = f"{tmp_path}/a.pool", pools.Ranks()
+    caplog.set_level("INFO", "cxlkv")
+    with pools.make_or_open(path, LAYOUT, "8MiB", ranks, 8) as made:
+        assert made.layout == LAYOUT
+        assert f"made {path}, for {pools.tokens_of(made)} tokens" in caplog.text
+    with pools.make_or_open(path, LAYOUT, "16MiB", ranks, 1 << 30) as found:
+        assert found.checksum
+    assert f"found {path}" in caplog.text
+    assert "its capacity stays" in caplog.text
+    assert "one request may have 1073741824" in caplog.text
+    other = KVLayout(layers=3, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
+    with pytest.raises(GeometryError, match="Give a folder as where"):
+        pools.make_or_open(path, other, "8MiB", ranks, 8)
+
+
+def test_a_pool_without_checksums_is_refused(tmp_path: Path) -> None:
+    path = f"{tmp_path}/a.pool"
+    CXLPool.create(path, layout=LAYOUT, capacity="8MiB", checksum=False).close()
+    with pytest.raises(GeometryError, match="has no checksums"):
+        pools.make_or_open(path, LAYOUT, "8MiB", pools.Ranks(), 8)
+
+
+def test_the_scheduler_names_a_rank_whose_pool_is_not_here(tmp_path: Path) -> None:
+    path = f"{tmp_path}/a.pool"
+    pools.make_or_open(path, LAYOUT, "8MiB", pools.Ranks(), 8).close()
+    with pytest.raises(PoolMissingError, match="ranks on several machines are not served yet"):
+        pools.open_all([path, f"{tmp_path}/b.pool"])
+
+
+def test_capacity_is_a_share_of_what_may_be_used(tmp_path: Path) -> None:
+    one = pools.capacity_bytes(f"{tmp_path}/a.pool", pools.Ranks())
+    half = pools.capacity_bytes(f"{tmp_path}/a.pool", pools.Ranks(2, 1, 0))
+    assert 0 < half < one
+
+
+@dataclass
+class Spec:
+    block_size: int = 16
+
+
+def test_groups_that_are_not_served_are_named() -> None:
+    pools.check_groups([("FullAttentionSpec", Spec())])
+    with pytest.raises(UnsupportedError, match=r"2 groups of layers \(A, B\).*disable-hybrid"):
+        pools.check_groups([("A", Spec()), ("B", Spec())])
+    for kind in ("MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec"):
+        with pytest.raises(UnsupportedError, match=f"{kind} are not served yet"):
+            pools.check_groups([(kind, Spec())])
+    with pytest.raises(UnsupportedError, match="blocks of 2048 tokens"):
+        pools.check_groups([("FullAttentionSpec", Spec(2048))])

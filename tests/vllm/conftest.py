@@ -1,0 +1,80 @@
+"""What the tests with vLLM share: a tiny model, prompts, engines that end with their test."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from .engines import LAYERS, VOCABULARY_SIZE, Engine
+
+
+@pytest.fixture(autouse=True, scope="session")
+def vllm_is_there() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed here: `make test-vllm` has an environment of its own")
+
+
+@pytest.fixture(scope="session")
+def model(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama whose logits depend on its keys and values: small weights would hide them."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=VOCABULARY_SIZE,
+        max_position_embeddings=4096,
+    )
+    made = LlamaForCausalLM(config)
+    for weight in made.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.12)
+    folder = tmp_path_factory.mktemp("model")
+    made.save_pretrained(folder)
+    return folder
+
+
+class MakeEngine(Protocol):
+    def __call__(
+        self,
+        extra: dict[str, object] | None = ...,
+        *,
+        processes: bool = ...,
+        environment: dict[str, str] | None = ...,
+        **settings: object,
+    ) -> Engine: ...
+
+
+@pytest.fixture
+def make_engine(model: Path, tmp_path: Path) -> Iterator[MakeEngine]:
+    """Begins an engine; ready() waits for it, so that several may start at once."""
+    with ExitStack() as ending:
+        made: list[Engine] = []
+
+        def make(
+            extra: dict[str, object] | None = None,
+            *,
+            processes: bool = False,
+            environment: dict[str, str] | None = None,
+            **settings: object,
+        ) -> Engine:
+            log = tmp_path / f"engine{len(made)}.log"
+            engine = Engine(
+                model, log, extra, processes=processes, environment=environment, **settings
+            )
+            made.append(engine)
+            ending.callback(engine.kill)
+            return engine
+
+        yield make

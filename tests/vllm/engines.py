@@ -1,0 +1,129 @@
+"""Engines for the tests: processes that serve a tiny random model, with a pool or without."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TypedDict, cast
+
+SERVE = Path(__file__).with_name("serve.py")
+VOCABULARY_SIZE = 512
+LAYERS = 3
+BLOCK_TOKENS = 32
+
+
+class Generated(TypedDict):
+    tokens: list[list[int]]
+    cached: list[int]
+
+
+class Storm(TypedDict):
+    aborted: int
+    done: dict[str, list[int]]
+
+
+class Engine:
+    """vLLM in a process of its own; extra: its kv_connector_extra_config, None: no connector."""
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        extra: dict[str, object] | None = None,
+        *,
+        processes: bool = False,
+        environment: dict[str, str] | None = None,
+        **settings: object,
+    ):
+        given: dict[str, object] = {
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 1024,
+            "max_num_seqs": 64,
+            "block_size": BLOCK_TOKENS,
+            **settings,
+        }
+        if extra is not None:
+            given["kv_transfer_config"] = {
+                "kv_connector": "CXLConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": extra,
+            }
+        self._log = log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, str(SERVE), json.dumps(given)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                start_new_session=True,
+                env={
+                    **os.environ,
+                    "VLLM_CPU_KVCACHE_SPACE": "1",
+                    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                    "OMP_NUM_THREADS": "1",
+                    "HF_HUB_OFFLINE": "1",
+                    "VLLM_NO_USAGE_STATS": "1",
+                    "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
+                    **(environment or {}),
+                },
+            )
+
+    def ready(self) -> str | None:
+        """None, or what the engine raised when it started."""
+        answer = self._read()
+        error = answer.get("error")
+        return None if error is None else str(error)
+
+    def generate(self, prompts: list[list[int]], max_tokens: int = 16, **more: object) -> Generated:
+        found = self.ask(do="generate", prompts=prompts, max_tokens=max_tokens, more=more)
+        return cast(Generated, found)
+
+    def storm(self, prompts: list[list[int]], max_tokens: int, share: float, seed: int) -> Storm:
+        """All at once, and each step aborts `share` of those that run."""
+        found = self.ask(do="storm", prompts=prompts, max_tokens=max_tokens, share=share, seed=seed)
+        return cast(Storm, found)
+
+    def forget(self) -> None:
+        """The engine's own prefixes; the pool's stay."""
+        assert self.ask(do="reset") == {"reset": True}
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.ask(do="end")
+            self.process.communicate(timeout=60)
+
+    def kill(self) -> None:
+        """With all its processes, as a machine's out-of-memory killer or a power cut does."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate(timeout=60)
+
+    def say(self, **asked: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, **asked: object) -> dict[str, object]:
+        self.say(**asked)
+        return self._read()
+
+    def _read(self) -> dict[str, object]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the engine has ended: {self.log()[-3000:]}"
+        answer = json.loads(line)
+        assert isinstance(answer, dict)
+        return answer
+
+    def log(self) -> str:
+        return self._log.read_text()

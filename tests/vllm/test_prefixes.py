@@ -1,0 +1,241 @@
+"""vLLM with a pool for its prefixes: the tokens are those of stock vLLM, whatever happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cxlkv import CXLPool
+
+from .conftest import MakeEngine
+from .engines import BLOCK_TOKENS, VOCABULARY_SIZE, Engine
+
+PROMPT_TOKENS = (300, 96, 97, 31)
+CACHED = [288, 64, 96, 0]  # whole blocks before the last token
+
+
+def prompts(seed: int = 1) -> list[list[int]]:
+    numbers = np.random.default_rng(seed)
+    return [numbers.integers(0, VOCABULARY_SIZE, tokens).tolist() for tokens in PROMPT_TOKENS]
+
+
+def storm_prompts(count: int = 64) -> list[list[int]]:
+    """Some begin alike."""
+    numbers = np.random.default_rng(2)
+    shared = numbers.integers(0, VOCABULARY_SIZE, 128).tolist()
+    found = []
+    for _ in range(count):
+        own = numbers.integers(0, VOCABULARY_SIZE, numbers.integers(20, 200)).tolist()
+        found.append(shared[: numbers.choice([0, 32, 64, 128])] + own)
+    return found
+
+
+def pool_in(folder: Path) -> CXLPool:
+    (path,) = folder.glob("*.pool")
+    return CXLPool.open(path, threads=1)
+
+
+def check(folder: Path) -> dict[str, int]:
+    """Nothing is wrong in the pool; its counts."""
+    with pool_in(folder) as pool:
+        report = pool.check(deep=True)
+        assert report["clean"], report["problems"]
+        return pool.stats()
+
+
+def damage(folder: Path, page: int, layer: int) -> None:
+    """One bit of the values of a page's first head."""
+    with pool_in(folder) as pool:
+        found, path = pool.describe()["geometry"], pool.path
+    assert isinstance(found, dict)
+    assert path is not None
+    extent, slot = divmod(page, found["slab_slots"])
+    place = found["extents_offset"] + extent * found["extent_bytes"] + found["layers_offset"]
+    place += layer * found["layer_bytes"] + found["values_offset"]
+    place += slot * found["value_piece_bytes"] * 2 + 5
+    with open(path, "r+b") as file:
+        file.seek(place)
+        byte = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+def of_transformers(model: Path, ids: list[int], tokens: int) -> list[int]:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    made = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
+    found = list(ids)
+    with torch.no_grad():
+        for _ in range(tokens):
+            found.append(int(made(torch.tensor([found])).logits[0, -1].argmax()))
+    return found[len(ids) :]
+
+
+def folder_in(tmp_path: Path) -> tuple[Path, dict[str, object]]:
+    folder = tmp_path / "pools"
+    folder.mkdir()
+    return folder, {"where": f"{folder}/", "capacity": "64MiB"}
+
+
+def test_second_run_comes_from_the_pool_with_the_same_tokens(
+    make_engine: MakeEngine, model: Path, tmp_path: Path
+) -> None:
+    folder, extra = folder_in(tmp_path)
+    stock, ours = make_engine(), make_engine(extra)
+    assert (stock.ready(), ours.ready()) == (None, None)
+    wanted = stock.generate(prompts())["tokens"]
+    assert wanted == [of_transformers(model, ids, 16) for ids in prompts()]
+    stock.end()
+
+    first = ours.generate(prompts())
+    assert (first["tokens"], first["cached"]) == (wanted, [0, 0, 0, 0])
+    ours.forget()
+    second = ours.generate(prompts())
+    assert (second["tokens"], second["cached"]) == (wanted, CACHED)
+    assert f"made {folder}" in ours.log()
+    assert "kv_load_failure_policy is set to recompute" in ours.log()
+
+    damage(folder, page=2, layer=1)
+    ours.forget()
+    assert ours.generate(prompts())["tokens"] == wanted
+    assert "the CRC of its V is wrong" in ours.log()
+    ours.forget()
+    healed = ours.generate(prompts())
+    assert (healed["tokens"], healed["cached"]) == (wanted, CACHED)
+    assert ours.log().count("the CRC of its V is wrong") == 1
+    ours.end()
+    assert check(folder)["pages_held"] == 0
+
+
+def test_several_processes_load_beside_the_steps_what_another_engine_stored(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    folder, extra = folder_in(tmp_path)
+    one = make_engine(extra)
+    two = make_engine({**extra, "load": "async"}, processes=True)
+    assert (one.ready(), two.ready()) == (None, None)
+    wanted = one.generate(prompts())["tokens"]
+    found = two.generate(prompts())
+    assert (found["tokens"], found["cached"]) == (wanted, CACHED)
+    damage(folder, page=3, layer=2)
+    two.forget()
+    assert two.generate(prompts())["tokens"] == wanted
+    assert two.log().count("the CRC of its V is wrong") == 1
+    again = prompts(5)
+    expected = two.generate(again)["tokens"]
+    found = one.generate(again)
+    assert (found["tokens"], found["cached"]) == (expected, CACHED)
+    one.end()
+    two.end()
+    assert check(folder)["pages_held"] == 0
+
+
+def test_aborts_at_random_and_a_kill_leave_nothing(
+    make_engine: MakeEngine, tmp_path: Path, seed: int
+) -> None:
+    folder, extra = folder_in(tmp_path)
+    one = make_engine(extra)
+    assert one.ready() is None
+    asked = storm_prompts()
+    wanted = one.storm(asked, max_tokens=24, share=0.0, seed=seed)
+    assert len(wanted["done"]) == 64
+    one.forget()
+    found = one.storm(asked, max_tokens=24, share=0.03, seed=seed)
+    assert found["aborted"] > 5
+    assert found["done"].items() <= wanted["done"].items()
+    check(folder)
+    one.forget()
+    one.say(do="storm", prompts=asked, max_tokens=500, share=0.0, seed=seed)
+    with pool_in(folder) as pool:  # killed while it stores what it generates
+        before = pool.stats()["pages_published"]
+        while pool.stats()["pages_published"] < before + 64:
+            assert one.process.poll() is None
+        one.kill()
+        assert pool.check(deep=True)["clean"]
+        assert pool.stats()["pages_held"] == 0
+    two = make_engine({**extra, "load": "async"})
+    assert two.ready() is None
+    found = two.storm(asked, max_tokens=24, share=0.03, seed=seed + 1)
+    assert found["done"].items() <= wanted["done"].items()
+    assert two.generate([asked[0][:1], asked[0]])["cached"][1] == (len(asked[0]) - 1) // 32 * 32
+    two.end()
+    assert check(folder)["pages_held"] == 0
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_slow_pool_is_given_up_at_the_deadline(
+    make_engine: MakeEngine, tmp_path: Path, load: str
+) -> None:
+    folder, extra = folder_in(tmp_path)
+    profile = tmp_path / "slow.yaml"
+    profile.write_text(
+        "profiles:\n  slow:\n    what: a slow link\n    source: made up\n    standing: assumed\n"
+        "    latency_ns: 400000000\n    read_gb_per_s: 1\n"
+    )
+    fast = make_engine(extra)
+    slow = make_engine(
+        {**extra, "load": load, "deadline_s": 0.1},
+        environment={"CXLKV_EMULATE": f"{profile}:slow"},
+    )
+    assert (fast.ready(), slow.ready()) == (None, None)
+    wanted = fast.generate(prompts())["tokens"]
+    assert slow.generate(prompts())["tokens"] == wanted
+    assert "a load took longer than deadline_s=0.1" in slow.log()
+    fast.end()
+    slow.end()
+    assert check(folder)["pages_held"] == 0
+
+
+def test_full_pool_changes_nothing(make_engine: MakeEngine, tmp_path: Path, seed: int) -> None:
+    folder, extra = folder_in(tmp_path)
+    stock, ours = make_engine(), make_engine({**extra, "capacity": "8MiB"})
+    assert (stock.ready(), ours.ready()) == (None, None)
+    wanted = stock.storm(storm_prompts(), max_tokens=24, share=0.0, seed=seed)
+    stock.end()
+    for _ in range(2):
+        assert ours.storm(storm_prompts(), max_tokens=24, share=0.0, seed=seed) == wanted
+        ours.forget()
+    assert "the pool is full" in ours.log()
+    ours.end()
+    stats = check(folder)
+    assert (stats["pages_held"], stats["pages_free"]) == (0, 0)
+
+
+def test_each_rank_has_its_own_shard(make_engine: MakeEngine, tmp_path: Path) -> None:
+    folder, extra = folder_in(tmp_path)
+    engine = make_engine(extra, processes=True, tensor_parallel_size=2)
+    assert engine.ready() is None
+    wanted = engine.generate(prompts(), max_tokens=8)["tokens"]
+    shards = sorted(folder.glob("*.pool"))
+    assert [path.stem[-4:] for path in shards] == ["0of2", "1of2"]
+    engine.forget()
+    found = engine.generate(prompts(), max_tokens=8)
+    assert (found["tokens"], found["cached"]) == (wanted, CACHED)
+    shards[0].rename(folder / "hidden")  # so that damage() finds the other one
+    damage(folder, page=2, layer=1)
+    engine.forget()
+    assert engine.generate(prompts(), max_tokens=8)["tokens"] == wanted
+    assert engine.log().count("the CRC of its V is wrong") == 1
+    engine.end()
+    assert check(folder)["pages_held"] == 0
+
+
+def test_what_cannot_be_served_is_said_at_the_start(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    folder, extra = folder_in(tmp_path)
+    one = make_engine({**extra, "where": f"{folder}/one.pool"})
+    assert one.ready() is None
+    one.end()
+    several: list[Engine] = [
+        make_engine({**extra, "were": "/dev/shm/"}),
+        make_engine({**extra, "where": f"{folder}/one.pool"}, block_size=2 * BLOCK_TOKENS),
+    ]
+    said = [engine.ready() or "" for engine in several]
+    assert "'were' is not one of" in said[0]
+    assert "did you mean where?" in said[0]
+    assert f"{folder}/one.pool stores" in said[1]
+    assert "Give a folder as where" in said[1]
