@@ -85,6 +85,7 @@ class Engine:
         settings: Settings | None = None,
         blocks: int = 64,
         shares: bool = False,
+        space: bytes = SPACE,
     ):
         self.settings = settings or Settings()
         self.ranks = [
@@ -93,7 +94,7 @@ class Engine:
         ]
         self.scheduling = Scheduling(
             [CXLPool.open(path, threads=1) for path in paths],
-            SPACE,
+            space,
             self.settings,
             block_tokens=TOKENS,
             events=True,

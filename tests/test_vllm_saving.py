@@ -31,6 +31,7 @@ class MakeEngine(Protocol):
         load: str = ...,
         deadline_s: float = ...,
         shares: bool = ...,
+        space: bytes = ...,
     ) -> Engine: ...
 
 
@@ -67,9 +68,10 @@ def make_engine(paths: list[str]) -> Iterator[MakeEngine]:
         load: str = "sync",
         deadline_s: float = 20,
         shares: bool = False,
+        space: bytes = SPACE,
     ) -> Engine:
         settings = Settings(load=load, deadline_s=deadline_s)
-        made.append(Engine(paths[:ranks], settings, blocks, shares))
+        made.append(Engine(paths[:ranks], settings, blocks, shares, space))
         return made[-1]
 
     yield make
@@ -349,6 +351,67 @@ def test_request_may_ask_not_to_be_saved(make_engine: MakeEngine, paths: list[st
     engine.step()
     assert published(paths[0]) == 7
     assert engine.scheduling.failures == {"bad_options": 1}
+
+
+def test_another_namespace_is_a_miss(make_engine: MakeEngine, paths: list[str]) -> None:
+    """Another model, dtype, shape of ranks or tenant on one pool."""
+    first, second = make_engine(), make_engine(space=bytes(16))
+    for engine in (first, second):
+        engine.add("a", text(1, 33))
+        engine.step()
+        assert engine.cached["a"] == 0
+    assert published(paths[0]) == 16
+    assert not second.wrong()
+
+
+def test_reset_makes_all_that_was_stored_a_miss(make_engine: MakeEngine) -> None:
+    """What an engine is told when its weights have changed."""
+    engine = make_engine()
+    for name, cached in (("a", 0), ("b", 32)):
+        engine.add(name, text(1, 33))
+        engine.step()
+        assert engine.cached[name] == cached
+    engine.scheduling.reset()
+    for name, cached in (("c", 0), ("d", 32)):
+        engine.add(name, text(1, 33))
+        engine.step()
+        assert engine.cached[name] == cached
+
+
+def test_pool_that_was_removed_serves_those_who_have_it_open(
+    make_engine: MakeEngine, paths: list[str], tmp_path: Path
+) -> None:
+    engine = make_engine()
+    engine.add("a", text(1, 33))
+    engine.step()
+    hidden = tmp_path / "hidden"
+    Path(paths[0]).rename(hidden)
+    for name in "bc":
+        engine.add(name, text(ord(name), 33))
+        engine.step()
+        engine.add(name * 2, text(ord(name), 33))
+        engine.step()
+        assert engine.cached[name * 2] == 32
+        assert not engine.wrong()
+    hidden.rename(paths[0])
+
+
+def test_pool_that_fails_at_every_call_costs_hits_only(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add("a", text(1, 33))
+    engine.step()
+    engine.scheduling.pools[0].close()
+    engine.add("b", text(1, 33))
+    engine.step()
+    assert engine.scheduling.failures == {"match": 1}
+    for name in list(engine.ranks[0].saving.requests.sequences):
+        engine.ranks[0].saving.requests.release(name)
+    engine.ranks[0].saving.pool.close()
+    for name in "cd":
+        engine.add(name, text(ord(name), 33))
+        engine.step()
+        assert not engine.wrong()
+    assert engine.ranks[0].saving.requests.failures()["save"] > 0
 
 
 def test_changes_are_told_once_all_ranks_have_them(

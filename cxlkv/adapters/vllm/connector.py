@@ -121,6 +121,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             self.settings,
             block_tokens=self._spec.block_size,
             hash_tokens=self._kv_cache_config.hash_block_size,
+            loads=self._kv_transfer_config.is_kv_consumer,
+            saves=self._kv_transfer_config.is_kv_producer,
             events=events is not None and events.enable_kv_cache_events,
         )
 
@@ -158,6 +160,10 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         if isinstance(reports, StepReports):
             self._scheduler.heard(reports.reports)
             self._counting.heard(reports.reports)
+
+    def reset_cache(self) -> bool:
+        self._scheduler.reset()
+        return True
 
     def take_events(self) -> list[BlockStored | BlockRemoved]:
         return [self._event(change) for change in self._scheduler.changes()]

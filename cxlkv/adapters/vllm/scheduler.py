@@ -7,12 +7,13 @@ request ends or is preempted, so that nothing takes its pages before the workers
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from cxlkv.adapters.identity import block_keys
+from cxlkv.adapters.identity import block_keys, namespace
 from cxlkv.adapters.vllm.messages import (
     KEY_BYTES,
     Continued,
@@ -102,7 +103,8 @@ class Scheduling:
     """One for each engine; pools are those of all ranks, by rank.
 
     space: the namespace of its keys. hash_tokens: how many tokens the engine's hashes are apart, a
-    divisor of block_tokens. events: whether anybody wants to know what was stored.
+    divisor of block_tokens. loads, saves: as the engine's role says. events: whether anybody wants
+    to know what was stored.
     """
 
     def __init__(
@@ -113,6 +115,8 @@ class Scheduling:
         *,
         block_tokens: int,
         hash_tokens: int | None = None,
+        loads: bool = True,
+        saves: bool = True,
         events: bool = False,
     ):
         self.pools, self.space, self.settings = list(pools), space, settings
@@ -126,7 +130,7 @@ class Scheduling:
         self._again: set[str] = set()  # what the workers know of them is not true any more
         self._failed: set[str] = set()  # requests that do not try again: a slow pool stays slow
         self._loaded: list[str] = []
-        self._events: bool = events
+        self._loads, self._saves, self._events = loads, saves, events
         self._changes: list[Change] = []
         self._ended: OrderedDict[str, EngineRequest] = OrderedDict()
         self.failures: Counter[str] = Counter()
@@ -146,7 +150,8 @@ class Scheduling:
         self._requests[name] = request
         self._options[name] = self._options_of(request)
         blocks = (request.num_tokens - 1) // self.block_tokens
-        if blocks * self.block_tokens <= local or name in self._failed:
+        may_load = self._loads and name not in self._failed
+        if blocks * self.block_tokens <= local or not may_load:
             return 0, False
         found = self._find(self._keys(request, 0, blocks), local)
         if found is None:
@@ -158,10 +163,11 @@ class Scheduling:
 
     def _options_of(self, request: EngineRequest) -> Options:
         try:
-            return read_options(request.kv_transfer_params, self.settings)
+            found = read_options(request.kv_transfer_params, self.settings)
         except BadArgumentError as error:
             self._fail("bad_options", error)
-            return Options(self.settings.budget)
+            found = Options(self.settings.budget)
+        return found if self._saves else replace(found, save=False)
 
     def _find(self, keys: bytes, local: int) -> _Match | None:
         hits: list[Hit] = []
@@ -306,6 +312,13 @@ class Scheduling:
         """What was stored and removed since the last call."""
         found, self._changes = self._changes, []
         return found
+
+    def reset(self) -> None:
+        """The model has changed, or so the engine says: nothing that was stored is found any more.
+
+        Other engines have other keys from now on, as nobody knows which weights are alike.
+        """
+        self.space = namespace({"before": self.space.hex(), "reset": os.urandom(16).hex()})
 
     def close(self) -> None:
         for name in list(self._matches):
