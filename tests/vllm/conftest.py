@@ -45,6 +45,34 @@ def model(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
+@pytest.fixture(scope="session")
+def windowed_model(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Gemma-3: every other layer sees the last 64 tokens only."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=VOCABULARY_SIZE,
+        max_position_embeddings=2048,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+    made = Gemma3ForCausalLM(config)
+    for weight in made.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.12)
+    folder = tmp_path_factory.mktemp("windowed")
+    made.save_pretrained(folder)
+    return folder
+
+
 class MakeEngine(Protocol):
     def __call__(
         self,
@@ -70,9 +98,8 @@ def make_engine(model: Path, tmp_path: Path) -> Iterator[MakeEngine]:
             **settings: object,
         ) -> Engine:
             log = tmp_path / f"engine{len(made)}.log"
-            engine = Engine(
-                model, log, extra, processes=processes, environment=environment, **settings
-            )
+            given = {"model": str(model), **settings}
+            engine = Engine(log, extra, processes=processes, environment=environment, **given)
             made.append(engine)
             ending.callback(engine.kill)
             return engine

@@ -32,7 +32,6 @@ class Engine:
 
     def __init__(
         self,
-        model: Path,
         log: Path,
         extra: dict[str, object] | None = None,
         *,
@@ -41,7 +40,6 @@ class Engine:
         **settings: object,
     ):
         given: dict[str, object] = {
-            "model": str(model),
             "skip_tokenizer_init": True,
             "dtype": "float32",
             "enforce_eager": True,
