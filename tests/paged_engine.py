@@ -26,10 +26,16 @@ SPACE = bytes(range(16))
 
 
 @dataclass
+class Adapter:
+    lora_path: str
+
+
+@dataclass
 class Request:
     request_id: str
     all_token_ids: list[int]
     kv_transfer_params: Mapping[str, object] | None = None
+    lora_request: Adapter | None = None
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     is_loading: bool = False

@@ -17,7 +17,7 @@ from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.emulation.link import emulate
 from cxlkv.emulation.profiles import Profile
 
-from .paged_engine import SPACE, TOKENS, Engine
+from .paged_engine import SPACE, TOKENS, Adapter, Engine
 
 LAYERS = 3
 
@@ -362,6 +362,23 @@ def test_another_namespace_is_a_miss(make_engine: MakeEngine, paths: list[str]) 
         assert engine.cached["a"] == 0
     assert published(paths[0]) == 16
     assert not second.wrong()
+
+
+def test_adapter_with_other_weights_under_its_name_is_a_miss(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    engine, folder = make_engine(), tmp_path / "lora"
+    folder.mkdir()
+    weights = folder / "adapter_model.safetensors"
+    for name, text_of_weights, cached in (("a", "1", 0), ("b", "1", 32), ("c", "two", 0)):
+        if not weights.exists() or weights.read_text() != text_of_weights:
+            weights.write_text(text_of_weights)
+        engine.add(name, text(1, 33)).lora_request = Adapter(str(folder))
+        engine.step()
+        assert engine.cached[name] == cached
+    engine.add("d", text(1, 33))
+    engine.step()
+    assert engine.cached["d"] == 0
 
 
 def test_reset_makes_all_that_was_stored_a_miss(make_engine: MakeEngine) -> None:

@@ -257,7 +257,7 @@ def words_of(vllm_config: object, spec: object, packing: str) -> dict[str, objec
         "page_tokens": _number(spec, "block_size"),
         "heads": _number(spec, "num_kv_heads"),
         "head_dim": _number(spec, "head_size"),
-        "layers": _number(text, "num_hidden_layers"),
+        "layers": getattr(text, "num_hidden_layers", None),
         "shards": (ranks.tensor, ranks.pipeline),
         "packing": packing,
     }

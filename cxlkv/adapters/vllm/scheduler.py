@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from cxlkv.adapters.identity import block_keys, namespace
+from cxlkv.adapters.identity import block_keys, namespace, weights_of
 from cxlkv.adapters.vllm.messages import (
     KEY_BYTES,
     Continued,
@@ -124,6 +124,7 @@ class Scheduling:
         self._every = block_tokens // (hash_tokens or block_tokens)
         self._requests: dict[str, EngineRequest] = {}
         self._options: dict[str, Options] = {}
+        self._spaces: dict[str, bytes] = {}
         self._matches: dict[str, _Match] = {}
         self._told: dict[str, _Told] = {}
         self._starts: dict[str, Started] = {}  # allocated since the last step
@@ -149,6 +150,7 @@ class Scheduling:
             self._again.add(name)
         self._requests[name] = request
         self._options[name] = self._options_of(request)
+        self._spaces[name] = self._space_of(request)
         blocks = (request.num_tokens - 1) // self.block_tokens
         may_load = self._loads and name not in self._failed
         if blocks * self.block_tokens <= local or not may_load:
@@ -160,6 +162,16 @@ class Scheduling:
         # A hit that attention reads where it lies is there at once.
         beside = self.settings.load == "async" and self.settings.attention == "engine"
         return found.tokens - local, beside
+
+    def _space_of(self, request: EngineRequest) -> bytes:
+        """The engine's hashes know an adapter (LoRA) by its name; what its weights are is ours to
+        say, as a pool outlives the engine."""
+        adapter = getattr(request, "lora_request", None)
+        if adapter is None:
+            return self.space
+        path = str(getattr(adapter, "lora_path", adapter))
+        words = {"space": self.space.hex(), "adapter": path, "weights": weights_of(path)}
+        return namespace(words)
 
     def _options_of(self, request: EngineRequest) -> Options:
         try:
@@ -258,7 +270,8 @@ class Scheduling:
 
     def _keys(self, request: EngineRequest, first: int, last: int | None = None) -> bytes:
         hashes = self._hashes(request, first, last)
-        return block_keys(hashes, self.block_tokens, self.space).packed.tobytes()
+        space = self._spaces.get(request.request_id, self.space)
+        return block_keys(hashes, self.block_tokens, space).packed.tobytes()
 
     # ---- a request goes ----
 
@@ -267,6 +280,7 @@ class Scheduling:
         name = request.request_id
         self._forget_match(name)
         self._options.pop(name, None)
+        self._spaces.pop(name, None)
         self._starts.pop(name, None)
         self._failed.discard(name)
         if self._requests.pop(name, None) is not None and self._events:
