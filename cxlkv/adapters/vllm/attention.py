@@ -132,7 +132,7 @@ class PoolImpl(AttentionImpl[PoolMetadata]):
         refused = {
             "ALiBi": alibi_slopes is not None,
             "attention sinks": sinks is not None,
-            f"a cache of {kv_cache_dtype}": kv_cache_dtype != "auto",
+            f"{kv_cache_dtype} caches": kv_cache_dtype != "auto",
             f"{attn_type} attention": attn_type != AttentionType.DECODER,
             "layers that share others' K and V": kv_sharing_target_layer_name is not None,
             ", ".join(others): bool(others),

@@ -1,0 +1,320 @@
+"""Runs of vLLM with attention in the pool beside stock runs; each prints what it saw, as JSON.
+
+python pooled_runs.py RUN FOLDER     FOLDER has a model of models(); pools are made there
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+
+VOCABULARY_SIZE = 512
+BLOCK_TOKENS = 32
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="WARNING",
+)
+
+Found = dict[str, object]
+Tokens = list[list[int]]
+
+
+def models(folder: Path) -> None:
+    """Random ones whose logits depend on keys and values: small weights would hide them. One with
+    layers that see a window, and capped logits."""
+    import torch
+    from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    shape: Found = {
+        "vocab_size": VOCABULARY_SIZE,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.12,
+    }
+    capped: Found = {"num_hidden_layers": 4, "sliding_window": 64, "attn_logit_softcapping": 5.0}
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(LlamaConfig.from_dict({**shape, "num_hidden_layers": 3}))
+    plain.save_pretrained(folder / "llama")
+    windowed = Gemma2ForCausalLM(Gemma2Config.from_dict({**shape, **capped}))
+    windowed.save_pretrained(folder / "gemma2")
+
+
+class Run:
+    """An engine in this process; extra: the connector's settings, None: stock."""
+
+    def __init__(
+        self,
+        folder: Path,
+        extra: Found | None = None,
+        model: str = "llama",
+        settings: Found | None = None,
+    ):
+        from vllm import LLM
+
+        given: Found = {
+            "model": str(folder / model),
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "max_num_batched_tokens": 1024,
+            "max_num_seqs": 8,
+            "block_size": BLOCK_TOKENS,
+            "disable_log_stats": False,
+            **(settings or {}),
+        }
+        if extra is not None:
+            pool = {"attention": "pool", "where": str(folder / "a.pool"), "capacity": "64MiB"}
+            given["kv_transfer_config"] = {
+                "kv_connector": "CXLConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {**pool, **extra},
+            }
+        self.llm = LLM(**given)
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.blocks = core.scheduler.kv_cache_manager.block_pool
+        self.blocks_used = 0
+        take = self.blocks.get_new_blocks
+
+        def counted(count: int) -> object:
+            taken = take(count)
+            used = self.blocks.num_gpu_blocks - 1 - self.blocks.get_num_free_blocks()
+            self.blocks_used = max(self.blocks_used, used)
+            return taken
+
+        self.blocks.get_new_blocks = counted
+
+    def generate(
+        self, prompts: Tokens, max_tokens: int = 24, options: object = ()
+    ) -> tuple[Tokens, list[int]]:
+        """Tokens, and how many of each prompt were found. options: the request's own."""
+        from vllm import SamplingParams, TokensPrompt
+
+        own = {"kv_transfer_params": {"cxlkv": options}} if options != () else None
+        params = SamplingParams(
+            detokenize=False,
+            ignore_eos=True,
+            temperature=0,
+            max_tokens=max_tokens,
+            extra_args=own,
+        )
+        given = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
+        done = self.llm.generate(given, params, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in done], [
+            one.num_cached_tokens for one in done
+        ]
+
+    def counted(self, name: str) -> int:
+        return sum(one.value for one in self.llm.get_metrics() if one.name == f"vllm:{name}")
+
+    def state(self) -> Found:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        pooled = get_kv_transfer_group().pooled
+        return {
+            "failures": dict(pooled.requests.failures()),
+            "clean": pooled.pool.check(deep=True)["clean"],
+            "held": pooled.pool.stats()["pages_held"],
+        }
+
+    def end(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def prompts(lengths: tuple[int, ...], seed: int = 1) -> Tokens:
+    numbers = np.random.default_rng(seed)
+    return [numbers.integers(0, VOCABULARY_SIZE, n).tolist() for n in lengths]
+
+
+def same(folder: Path, model: str) -> Found:
+    """Chunked prefill and decode of several requests, and again from the pool."""
+    texts = prompts((300, 40, 700, 17))
+    chunks: Found = {"max_num_batched_tokens": 256, "enable_chunked_prefill": True}
+    stock = Run(folder, None, model, chunks)
+    wanted, _ = stock.generate(texts)
+    stock.end()
+    run = Run(folder, {}, model, chunks)
+    first, none = run.generate(texts)
+    second, cached = run.generate(texts)
+    return {"equal": [first == wanted, second == wanted], "cached": [none, cached], **run.state()}
+
+
+def preempted(folder: Path) -> Found:
+    """More than the pool holds at once."""
+    texts = prompts((200,) * 6)
+    stock = Run(folder)
+    wanted, _ = stock.generate(texts, 150)
+    stock.end()
+    run = Run(folder, {"capacity": "3MiB"}, settings={"max_model_len": 512})
+    found, _ = run.generate(texts, 150)
+    return {"equal": found == wanted, "preemptions": run.counted("num_preemptions"), **run.state()}
+
+
+def space(folder: Path) -> Found:
+    """The engine's own blocks have room for N tokens: one request of 4 N, and four of N at once."""
+    tokens = 256
+    one, four = prompts((4 * tokens - 20,)), prompts((tokens - 20,) * 4, 2)
+    stock = Run(folder)
+    wanted = stock.generate(one, 20)[0], stock.generate(four, 20)[0]
+    stock.end()
+    run = Run(folder, {}, settings={"num_gpu_blocks_override": tokens // BLOCK_TOKENS + 1})
+    long, _ = run.generate(one, 20)
+    of_one, run.blocks_used = run.blocks_used, 0
+    several, _ = run.generate(four, 20)
+    return {
+        "equal": [long == wanted[0], several == wanted[1]],
+        "blocks": run.blocks.num_gpu_blocks - 1,
+        "used": [of_one, run.blocks_used],
+        **run.state(),
+    }
+
+
+def budgets(folder: Path) -> Found:
+    """10 % of the pages; all of them, chosen; and a request that wants no choice."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    texts = prompts((900, 900))
+    stock = Run(folder)
+    wanted, _ = stock.generate(texts, 40)
+    stock.end()
+    run = Run(folder, {"budget": {"share": 0.1}, "audit": 0.25})
+    out, _ = run.generate(texts, 40, {"budget": None})
+    chosen, _ = run.generate(texts, 40, {"budget": {"share": 1.0}})
+    run.generate(texts, 40)
+    numbers = get_kv_transfer_group().pooled.pool.overview().totals
+    return {
+        "equal": [out == wanted, chosen == wanted],
+        "audits": numbers["audited_selects"],
+        "recall": numbers.recall,
+        "mass": numbers.mass,
+        **run.state(),
+    }
+
+
+def speculated(folder: Path) -> Found:
+    own, tail = prompts((30, 100), 3)
+    texts = [own * 8, tail + own * 2 + own[:10]]
+    stock = Run(folder)
+    wanted, _ = stock.generate(texts, 60)
+    stock.end()
+    words: Found = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    words["prompt_lookup_min"] = 1
+    run = Run(folder, {}, settings={"speculative_config": words})
+    first, _ = run.generate(texts, 60)
+    second, cached = run.generate(texts, 60)
+    drafts = [run.counted(f"spec_decode_num_{name}_tokens") for name in ("draft", "accepted")]
+    equal = [first == wanted, second == wanted]
+    return {"equal": equal, "cached": cached, "drafts": drafts, **run.state()}
+
+
+def storm(folder: Path) -> Found:
+    """64 at once, and each step aborts some at random; what is done is as it should be."""
+    from vllm import SamplingParams, TokensPrompt
+
+    seed = 7
+    chance, shared = random.Random(seed), prompts((200,), 4)[0]
+    own = prompts(tuple(chance.randrange(1, 300) for _ in range(64)), 5)
+    texts = [shared[: chance.randrange(200)] + ids for ids in own]
+    stock = Run(folder, settings={"max_num_seqs": 64})
+    wanted, _ = stock.generate(texts, 30)
+    stock.end()
+    settings: Found = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+    run = Run(folder, {"capacity": "6MiB"}, settings=settings)
+    engine = run.llm.llm_engine
+    params = SamplingParams(detokenize=False, ignore_eos=True, temperature=0, max_tokens=30)
+    going, done = set(), {}
+    for number, ids in enumerate(texts):
+        engine.add_request(str(number), TokensPrompt(prompt_token_ids=ids), params)
+        going.add(str(number))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                going.discard(output.request_id)
+                done[int(output.request_id)] = list(output.outputs[0].token_ids)
+        for name in sorted(going):
+            if chance.random() < 0.004:
+                engine.abort_request([name])
+                going.discard(name)
+    aborted = len(texts) - len(done)
+    right = all(tokens == wanted[number] for number, tokens in done.items())
+    preemptions = run.counted("num_preemptions")
+    found: Found = {"seed": seed, "equal": right, "done": len(done), "aborted": aborted}
+    run.generate(prompts((5,)), 1)  # the workers hear of the last ones
+    return {**found, "preemptions": preemptions, **run.state()}
+
+
+def stored(folder: Path) -> Found:
+    """What `damaged` finds in the pool."""
+    run = Run(folder, {})
+    run.generate(prompts((300, 200)))
+    return run.state()
+
+
+def damaged(folder: Path) -> Found:
+    """Another process: one page of a prompt's prefix has other bytes than were written."""
+    texts = prompts((300, 200))
+    stock = Run(folder)
+    wanted, _ = stock.generate(texts)
+    stock.end()
+    run = Run(folder, {})
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    pool = get_kv_transfer_group().pooled.pool
+    page = pool.hotness.published()[0]["page"][7]
+    place = int(pool.pages.places(np.array([page], np.uint32), 1).keys[0])
+    with open(pool.path, "r+b") as file:
+        file.seek(place + 9)
+        file.write(b"\x55\x55")
+    first, cached = run.generate(texts)
+    second, again = run.generate(texts)
+    equal = [first == wanted, second == wanted]
+    return {"equal": equal, "cached": [cached, again], **run.state()}
+
+
+def refused(folder: Path) -> Found:
+    """What the engine says when it cannot start."""
+    told = {}
+    cases: dict[str, tuple[Found, Found]] = {
+        "small": ({"capacity": "3MiB"}, {}),
+        "fp8": ({}, {"kv_cache_dtype": "fp8"}),
+    }
+    for name, (extra, settings) in cases.items():
+        try:
+            Run(folder, extra, settings=settings)
+        except Exception as error:
+            told[name] = str(error)
+    return {"told": told}
+
+
+RUNS = {
+    "same": lambda folder: same(folder, "llama"),
+    "windows": lambda folder: same(folder, "gemma2"),
+    "preempted": preempted,
+    "space": space,
+    "budgets": budgets,
+    "speculated": speculated,
+    "storm": storm,
+    "stored": stored,
+    "damaged": damaged,
+    "refused": refused,
+}
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the engine prints goes to stderr
+    print(json.dumps(RUNS[sys.argv[1]](Path(sys.argv[2]))), file=answers, flush=True)

@@ -1,0 +1,141 @@
+"""vLLM with attention in the pool: the tokens of stock vLLM, by any way that a request can go."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypedDict
+
+import pytest
+
+RUNS = Path(__file__).with_name("pooled_runs.py")
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="vLLM is not installed here: `make test-vllm` has an environment of its own",
+)
+
+
+class Seen(TypedDict, total=False):
+    """What a run prints."""
+
+    equal: bool | list[bool]
+    cached: list[list[int]]
+    failures: dict[str, int]
+    clean: bool
+    held: int
+    preemptions: int
+    blocks: int
+    used: list[int]
+    audits: int
+    recall: float
+    mass: float
+    drafts: list[int]
+    done: int
+    aborted: int
+    seed: int
+    told: dict[str, str]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    code = "from pathlib import Path; import sys; import pooled_runs; "
+    code += "pooled_runs.models(Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, folder], check=True, cwd=RUNS.parent)
+    return folder
+
+
+@pytest.fixture
+def run(models: Path, tmp_path: Path) -> Callable[[str], Seen]:
+    for model in models.iterdir():
+        (tmp_path / model.name).symlink_to(model)
+
+    def start(name: str) -> Seen:
+        with (tmp_path / f"{name}.log").open("w+") as log:
+            done = subprocess.run(
+                [sys.executable, RUNS, name, tmp_path],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                timeout=300,
+            )
+            log.seek(0)
+            assert done.returncode == 0, log.read()[-3000:]
+        seen: Seen = json.loads(done.stdout)
+        print(f"{name}: {seen}")
+        return seen
+
+    return start
+
+
+@pytest.mark.parametrize("name", ["same", "windows"])
+def test_the_tokens_are_those_of_stock_vllm(name: str, run: Callable[[str], Seen]) -> None:
+    """Chunked prefill, several requests, hits. windows: other layers see 64 tokens, capped."""
+    seen = run(name)
+    assert seen["equal"] == [True, True]
+    assert seen["cached"] == [[0, 0, 0, 0], [288, 32, 672, 0]]
+    assert not seen["failures"]
+    assert seen["clean"]
+
+
+def test_requests_that_were_preempted_go_on(run: Callable[[str], Seen]) -> None:
+    seen = run("preempted")
+    assert seen["equal"]
+    assert seen["preemptions"] > 0
+    assert not seen["failures"]
+    assert seen["clean"]
+
+
+def test_the_pool_holds_what_the_engine_could_not(run: Callable[[str], Seen]) -> None:
+    seen = run("space")
+    assert seen["equal"] == [True, True]
+    assert seen["blocks"] == 8
+    assert seen["used"] == [1, 4]
+    assert seen["clean"]
+
+
+def test_budgets_choose_pages(run: Callable[[str], Seen]) -> None:
+    seen = run("budgets")
+    assert seen["equal"] == [True, True]
+    assert seen["audits"] > 0
+    assert 0.9 < seen["recall"] <= 1
+    assert 0 < seen["mass"] <= 1
+    assert not seen["failures"]
+
+
+def test_speculated_tokens_are_attended_and_cut_off(run: Callable[[str], Seen]) -> None:
+    seen = run("speculated")
+    assert seen["equal"] == [True, True]
+    drafted, accepted = seen["drafts"]
+    assert 0 < accepted < drafted
+    assert not seen["failures"]
+    assert seen["clean"]
+
+
+def test_aborts_at_random_leave_nothing_behind(run: Callable[[str], Seen]) -> None:
+    seen = run("storm")
+    assert seen["equal"]
+    assert seen["aborted"] > 0
+    assert seen["done"] > 0
+    assert seen["held"] == 0
+    assert seen["clean"]
+
+
+def test_a_damaged_page_is_computed_again_and_counted(run: Callable[[str], Seen]) -> None:
+    assert run("stored")["clean"]
+    seen = run("damaged")
+    assert seen["equal"] == [True, True]
+    assert seen["cached"] == [[288, 192], [288, 192]]
+    assert seen["failures"] == {"corrupt": 1}
+    assert seen["clean"]
+
+
+def test_what_cannot_be_served_is_refused_by_name(run: Callable[[str], Seen]) -> None:
+    told = run("refused")["told"]
+    assert "Give the pool more capacity" in told["small"]
+    assert "attention in the pool has no fp8 caches" in told["fp8"]
