@@ -6,5 +6,7 @@
 calls: thin, it asks `scheduler` in the scheduler's process, and in the workers `saving` (prefixes
 are copied between the engine's blocks and the pool) or `pooled` (K and V live in the pool).
 `messages` go from the scheduler to the workers, `settings` reads what the user wrote, `pools` finds
-or makes the pool of each rank. Only `plugin`, `connector`, `pools` and what they say import vLLM.
+or makes the pool of each rank, and `startup` says where it is. `counting` has the figures, which
+`metrics` gives to the engine's log and its /metrics endpoint. Only `connector`, `attention`,
+`blocks` and `metrics` import vLLM, and `plugin` when it is called.
 """
