@@ -1,0 +1,51 @@
+"""Compares the methods of our classes with those of vLLM's that they override; says what parts."""
+
+from __future__ import annotations
+
+import inspect
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
+from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+
+from cxlkv.adapters.vllm.attention import PoolBackend
+from cxlkv.adapters.vllm.blocks import SeatManager
+from cxlkv.adapters.vllm.connector import CXLConnector
+from cxlkv.adapters.vllm.metrics import CXLMetrics, CXLStats, Reporting
+
+PAIRS: list[tuple[type, tuple[type, ...]]] = [
+    (CXLConnector, (base.KVConnectorBase_V1, base.SupportsHMA)),
+    (Reporting, (base.KVConnectorBase_V1,)),
+    (CXLStats, (metrics.KVConnectorStats,)),
+    (CXLMetrics, (metrics.KVConnectorPromMetrics,)),
+    (PoolBackend, (cpu_attn.CPUAttentionBackend,)),
+    (SeatManager, (SingleTypeKVCacheManager,)),
+]
+
+
+def parameters(method: object) -> list[tuple[str, object]]:
+    """Names and kinds; a parameter that catches the rest is none."""
+    given = inspect.signature(method).parameters.values()  # type: ignore[arg-type]
+    return [(one.name, one.kind) for one in given if one.kind != one.VAR_KEYWORD]
+
+
+def main() -> None:
+    compared = 0
+    for ours, theirs in PAIRS:
+        for name, method in vars(ours).items():
+            plain = inspect.isfunction(method) or isinstance(method, (staticmethod, classmethod))
+            found = [getattr(one, name) for one in theirs if hasattr(one, name)]
+            if not plain or name.startswith("_") or not found:
+                continue
+            wanted, has = parameters(found[0]), parameters(getattr(ours, name))
+            if wanted != has:
+                print(f"{ours.__name__}.{name}: {has} here, {wanted} in the engine")
+            compared += 1
+    for ours, _ in PAIRS:
+        if inspect.isabstract(ours):
+            print(f"{ours.__name__} lacks methods that are abstract in the engine")
+    print("compared" if compared > 30 else f"only {compared} methods compared")
+
+
+if __name__ == "__main__":
+    main()
