@@ -13,9 +13,12 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import ClassVar
@@ -420,6 +423,51 @@ def test_fork_and_the_parent_lets_go_first(pool: CXLPool) -> None:
     assert os.read(to_parent, 1) == b"+"
     os.waitpid(child, 0)
     assert pool.stats()["pages_held"] == 0
+
+
+def work_until(stop: threading.Event, pool: CXLPool, path: str) -> None:
+    """Takes what locks the core has: in operations, in opening, and of a pool that is closed."""
+    while not stop.is_set():
+        with CXLPool.open(path, threads=2) as other:
+            kept = [fill(other, 5).fork() for _ in range(3)]
+            fill(pool, 6).release()
+            pool.stats()
+        with suppress(ClosedError):
+            other.stats()
+        del kept
+
+
+def test_children_of_a_process_with_busy_threads(pool: CXLPool, shm_path: str) -> None:
+    """Whatever they are in the middle of, a child finds no lock taken and nothing half done."""
+    sequence, stop = fill(pool, 13), threading.Event()
+    threads = [threading.Thread(target=work_until, args=(stop, pool, shm_path)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    statuses = []
+    for _ in range(30):
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.alarm(60)  # a child that hangs fails the test
+                assert_holds(sequence, 13)
+                fill(pool, 14).release()
+                with CXLPool.open(shm_path, threads=2) as other:
+                    assert_holds(fill(other, 15), 15)
+                sequence.release()
+                pool.close()
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        statuses.append(os.waitpid(child, 0)[1])
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert statuses == [0] * 30
+    assert_holds(sequence, 13)
+    sequence.release()
+    assert pool.stats()["pages_held"] == 0
+    assert pool.check(deep=True)["clean"]
 
 
 ADOPT = """

@@ -44,22 +44,25 @@ static void on_sigbus(int number, siginfo_t *information, void *context) {
     pass_on(number, information, context);
 }
 
+static pthread_mutex_t install_lock = PTHREAD_MUTEX_INITIALIZER;
+
+void guard_forked(void) { pthread_mutex_init(&install_lock, NULL); }
+
 /* Idempotent, and renewed by each pool: another library may have replaced the handler since. */
 int guard_install(void) {
-    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
     struct sigaction action, found;
     memset(&action, 0, sizeof(action));
     action.sa_sigaction = on_sigbus;
     /* NODEFER: the jump leaves the handler without restoring the mask. */
     action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
     sigemptyset(&action.sa_mask);
-    pthread_mutex_lock(&lock);
+    pthread_mutex_lock(&install_lock);
     int code = sigaction(SIGBUS, NULL, &found);
     bool ours = code == 0 && (found.sa_flags & SA_SIGINFO) && found.sa_sigaction == on_sigbus;
     if (code == 0 && !ours) {
         previous_action = found;
         code = sigaction(SIGBUS, &action, NULL);
     }
-    pthread_mutex_unlock(&lock);
+    pthread_mutex_unlock(&install_lock);
     return code == 0 ? 0 : fail(EINVAL, "cannot install the SIGBUS handler");
 }

@@ -15,7 +15,7 @@
 #include "internal.h"
 #include "worker.h"
 
-#define HOST_MAGIC 0x36305453484b5643ull /* "CVKHST06" */
+#define HOST_MAGIC 0x37305453484b5643ull /* "CVKHST07" */
 enum { LOCK_WAIT_S = 30 };
 
 uint64_t random_u64(void) {
@@ -114,11 +114,19 @@ static void host_count(host_state *host, enum counter which) {
     atomic_fetch_add_explicit(&host->counters[PROCESS_MAX].counts[which], 1, memory_order_relaxed);
 }
 
+/* A child that is being forked has no name yet: until it takes its slot it holds a lock on the
+ * slot's byte, which goes when it dies, or when the fork fails. Its parent may die before that. */
+static bool slot_is_dead(const cxlkv_pool *pool, uint32_t slot) {
+    const process_slot *process = &pool->host->processes[slot];
+    return process->state == 2 ? byte_is_free(pool->host_fd, FORK_BYTE + slot)
+                               : process_is_dead(process);
+}
+
 uint64_t host_reap(cxlkv_pool *pool) {
     uint64_t reaped = 0;
     for (uint32_t i = 0; i < PROCESS_MAX; i++) {
-        process_slot *slot = &pool->host->processes[i];
-        if (slot->state == 0 || i == pool->slot || !process_is_dead(slot)) continue;
+        if (pool->host->processes[i].state == 0 || i == pool->slot) continue;
+        if (!slot_is_dead(pool, i)) continue;
         host_unregister(pool, i);
         host_count(pool->host, COUNT_REAPED_PROCESSES);
         reaped++;

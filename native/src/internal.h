@@ -306,8 +306,11 @@ struct cxlkv_pool {
     struct keeper *keeper;
     log_record log_waiting[LOG_BATCH]; /* written when the host lock is given back */
     uint32_t log_count;
-    uint32_t fork_slot;          /* made for the child between fork's prepare and its end */
-    uint64_t fork_nonce;         /* that slot's: it may be reaped and given to another */
+    /* Between fork's prepare and its end: the slot that was made for the child, the slot's nonce,
+     * and files that the child inherits: one keeps the slot, one is the child's own region file. */
+    uint32_t fork_slot;
+    uint64_t fork_nonce;
+    int fork_state_fd, fork_region_fd;
     _Atomic(struct worker_client *) client; /* of a worker (worker.h); NULL: never asked for one */
     struct near_tier *near;      /* set under the write lock of operations; NULL: there is none */
     struct cxlkv_pool *next;     /* all open pools of this process, for fork */
@@ -378,6 +381,7 @@ typedef struct guard {
     size_t granularity_bytes;
 } guard;
 int guard_install(void);
+void guard_forked(void);                  /* in a forked child */
 guard **guard_current(void);
 /* GUARD_BEGIN(g) { work } GUARD_END(g, on_fault): on_fault is evaluated after a SIGBUS. */
 #define GUARD_BEGIN(g)                   \
@@ -411,10 +415,13 @@ bool region_is_in_place(int fd);
 int region_fill_holes(int fd, uint64_t bytes, const char *path);
 /* Byte 0 is held while a process joins or leaves, byte 1 (shared) while it uses the pool. */
 enum { ATTACH_BYTE = 0, USE_BYTE = 1 };
-/* And of a host state's file: held (shared) while it is open. */
-enum { STATE_BYTE = 0 };
+/* And of a host state's file: held (shared) while it is open; FORK_BYTE + i (shared) while slot i
+ * waits for a child that is being forked. */
+enum { STATE_BYTE = 0, FORK_BYTE = 64 };
 int lock_byte(int fd, off_t offset, bool exclusive, bool wait);
 int unlock_byte(int fd, off_t offset);
+/* Another open file of the same file, with the byte locked (shared); -1 when that fails. */
+int open_again(int fd, off_t offset);
 bool byte_is_free(int fd, off_t offset);  /* nobody has it locked; takes no lock to find out */
 
 /* ---- place.c: NUMA nodes ---- */

@@ -12,8 +12,10 @@
 #include "internal.h"
 #include "worker.h"
 
-static pthread_mutex_t open_pools_lock = PTHREAD_MUTEX_INITIALIZER;
-static cxlkv_pool *open_pools;
+/* All that were opened and have references left: a closed one has locks, too, which the child of a
+ * fork must find free. */
+static pthread_mutex_t pools_lock = PTHREAD_MUTEX_INITIALIZER;
+static cxlkv_pool *pools;
 
 uint64_t boottime_ns(void) {
     struct timespec now;
@@ -25,8 +27,18 @@ void pool_retain(cxlkv_pool *pool) {
     atomic_fetch_add_explicit(&pool->references, 1, memory_order_relaxed);
 }
 
+static void pools_remove(const cxlkv_pool *pool) {
+    pthread_mutex_lock(&pools_lock);
+    cxlkv_pool **at = &pools;
+    while (*at && *at != pool) at = &(*at)->next;
+    if (*at) *at = pool->next;
+    pthread_mutex_unlock(&pools_lock);
+}
+
+/* Under no lock of the pool: a fork may be waiting for that, with the list locked. */
 void pool_drop(cxlkv_pool *pool) {
     if (atomic_fetch_sub_explicit(&pool->references, 1, memory_order_acq_rel) != 1) return;
+    pools_remove(pool);
     pthread_rwlock_destroy(&pool->operations);
     pthread_mutex_destroy(&pool->list_lock);
     pthread_mutex_destroy(&pool->spare_lock);
@@ -78,50 +90,59 @@ static void operations_init(cxlkv_pool *pool) {
 
 /* ---- fork: the child gets a slot of its own, with the references that it inherits ---- */
 
+/* The child's references, in a slot that waits for it: host_reap() gives it back if the fork fails,
+ * or if the child dies before it comes for it. */
+static void fork_slot_make(cxlkv_pool *pool) {
+    if (host_lock(pool) < 0) return;
+    host_reap(pool);
+    if (host_register(pool, 2, &pool->fork_slot) == 0) {
+        pool->fork_nonce = pool->host->processes[pool->fork_slot].nonce;
+        pool->fork_state_fd = open_again(pool->host_fd, FORK_BYTE + pool->fork_slot);
+        if (pool->path) pool->fork_region_fd = open_again(pool->fd, USE_BYTE);
+        uint32_t *child = held_of(pool, pool->fork_slot);
+        for (uint32_t page = 0; page < pool->host->page_count; page++) {
+            child[page] = pool->held[page];
+            pool->pages[page].holders += child[page] > 0;
+        }
+    }
+    host_unlock(pool);
+}
+
 /* The write lock waits until no thread is inside an operation: the child sees whole structures. */
 static void fork_prepare(void) {
-    pthread_mutex_lock(&open_pools_lock);
-    for (cxlkv_pool *pool = open_pools; pool; pool = pool->next) {
+    pthread_mutex_lock(&pools_lock);
+    for (cxlkv_pool *pool = pools; pool; pool = pool->next) {
         pool->fork_slot = UINT32_MAX;
         pthread_rwlock_wrlock(&pool->operations);
         pthread_mutex_lock(&pool->list_lock);
-        if (host_lock(pool) < 0) continue;
-        host_reap(pool);
-        if (host_register(pool, 2, &pool->fork_slot) == 0) {
-            pool->fork_nonce = pool->host->processes[pool->fork_slot].nonce;
-            uint32_t *child = held_of(pool, pool->fork_slot);
-            for (uint32_t page = 0; page < pool->host->page_count; page++) {
-                child[page] = pool->held[page];
-                pool->pages[page].holders += child[page] > 0;
-            }
-        }
-        host_unlock(pool);
+        pthread_mutex_lock(&pool->spare_lock);
+        if (!pool->closed) fork_slot_make(pool);
     }
+}
+
+static void fork_files_close(cxlkv_pool *pool) {
+    if (pool->fork_state_fd >= 0) close(pool->fork_state_fd);
+    if (pool->fork_region_fd >= 0) close(pool->fork_region_fd);
+    pool->fork_state_fd = pool->fork_region_fd = -1;
 }
 
 static void fork_parent(void) {
-    for (cxlkv_pool *pool = open_pools; pool; pool = pool->next) {
+    for (cxlkv_pool *pool = pools; pool; pool = pool->next) {
+        fork_files_close(pool);
+        pthread_mutex_unlock(&pool->spare_lock);
         pthread_mutex_unlock(&pool->list_lock);
         pthread_rwlock_unlock(&pool->operations);
     }
-    pthread_mutex_unlock(&open_pools_lock);
+    pthread_mutex_unlock(&pools_lock);
 }
 
-/* The byte locks belong to the open file, which the fork shares: the child gets one of its own,
- * so that what it locks and unlocks later does not touch its parent's locks. */
-static bool reopen_region(cxlkv_pool *pool) {
-    char path[32];
-    if (!pool->path) return true;
-    snprintf(path, sizeof(path), "/proc/self/fd/%d", pool->fd);
-    int own = open(path, O_RDWR | O_CLOEXEC);
-    if (own < 0) return false;
-    bool done = lock_byte(own, USE_BYTE, false, true) == 0 && dup3(own, pool->fd, O_CLOEXEC) >= 0;
-    close(own);
-    return done;
+/* The byte locks belong to the open file, which the fork shares: the child has one of its own, so
+ * that what it locks and unlocks later does not touch its parent's locks. The parent made it: when
+ * that closes the pool before the child is here, the pool is still in use. */
+static bool take_region_file(cxlkv_pool *pool) {
+    return !pool->path || dup3(pool->fork_region_fd, pool->fd, O_CLOEXEC) >= 0;
 }
 
-/* Until here the slot is in the parent's name: a fork that fails leaves it to the reaper, and a
- * parent that dies at once may have had it reaped. */
 static bool claim_fork_slot(cxlkv_pool *pool) {
     pool->held = NULL;
     if (pool->fork_slot == UINT32_MAX) return false;
@@ -158,7 +179,7 @@ static void leave_to_parent(cxlkv_pool *pool) {
 
 /* Threads and held locks do not cross a fork: all that can be locked is made anew. */
 static void fork_child(void) {
-    for (cxlkv_pool *pool = open_pools; pool; pool = pool->next) {
+    for (cxlkv_pool *pool = pools; pool; pool = pool->next) {
         pthread_mutex_init(&pool->list_lock, NULL);
         pthread_mutex_init(&pool->spare_lock, NULL);
         operations_init(pool);
@@ -169,36 +190,34 @@ static void fork_child(void) {
         near_forked(pool);
         for (cxlkv_sequence *s = pool->sequences; s; s = s->next)
             pthread_rwlock_init(&s->lock, NULL);
-        if (!claim_fork_slot(pool) || !reopen_region(pool) ||
+        if (pool->closed) continue;
+        if (!claim_fork_slot(pool) || !take_region_file(pool) ||
             (pool->shared && keeper_start(pool) < 0))
             leave_to_parent(pool);
+        fork_files_close(pool);
     }
-    pthread_mutex_init(&open_pools_lock, NULL);
+    pthread_mutex_init(&pools_lock, NULL);
+    guard_forked();
 }
 
 static void pools_add(cxlkv_pool *pool) {
-    static bool registered;
-    pthread_mutex_lock(&open_pools_lock);
-    if (!registered) pthread_atfork(fork_prepare, fork_parent, fork_child);
-    registered = true;
-    pool->next = open_pools;
-    open_pools = pool;
-    pthread_mutex_unlock(&open_pools_lock);
-}
-
-/* Under open_pools_lock. */
-static void pools_remove(cxlkv_pool *pool) {
-    cxlkv_pool **at = &open_pools;
-    while (*at && *at != pool) at = &(*at)->next;
-    if (*at) *at = pool->next;
+    pthread_mutex_lock(&pools_lock);
+    pool->next = pools;
+    pools = pool;
+    pthread_mutex_unlock(&pools_lock);
 }
 
 /* ---- making ---- */
 
+static void fork_register(void) { pthread_atfork(fork_prepare, fork_parent, fork_child); }
+
 static cxlkv_pool *pool_make(const char *path) {
+    /* Before any lock is taken that a fork by another thread could copy. */
+    static pthread_once_t registered = PTHREAD_ONCE_INIT;
+    pthread_once(&registered, fork_register);
     cxlkv_pool *pool = calloc(1, sizeof(*pool));
     if (!pool) return NULL;
-    pool->fd = pool->host_fd = -1;
+    pool->fd = pool->host_fd = pool->fork_state_fd = pool->fork_region_fd = -1;
     pool->slot = pool->fork_slot = UINT32_MAX;
     pool->thread_count = 1;
     atomic_store(&pool->references, 1);
@@ -533,9 +552,8 @@ int cxlkv_pool_remove(const char *path) {
 
 int cxlkv_pool_close(cxlkv_pool *pool) {
     /* Fork takes the two in this order; between them it would copy a pool that it does not see. */
-    pthread_mutex_lock(&open_pools_lock);
+    pthread_mutex_lock(&pools_lock);
     pthread_rwlock_wrlock(&pool->operations);
-    pools_remove(pool);
     if (!pool->closed) {
         pthread_mutex_lock(&pool->list_lock);
         for (cxlkv_sequence *s = pool->sequences; s; s = s->next) s->released = true;
@@ -549,7 +567,7 @@ int cxlkv_pool_close(cxlkv_pool *pool) {
         pool->closed = true;
     }
     pthread_rwlock_unlock(&pool->operations);
-    pthread_mutex_unlock(&open_pools_lock);
+    pthread_mutex_unlock(&pools_lock);
     return 0;
 }
 

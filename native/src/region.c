@@ -296,6 +296,15 @@ int unlock_byte(int fd, off_t offset) {
     return fcntl(fd, F_OFD_SETLK, &lock) < 0 ? -errno : 0;
 }
 
+int open_again(int fd, off_t offset) {
+    char path[32];
+    snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
+    int again = open(path, O_RDWR | O_CLOEXEC);
+    if (again < 0 || lock_byte(again, offset, false, false) == 0) return again;
+    close(again);
+    return -1;
+}
+
 bool byte_is_free(int fd, off_t offset) {
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = offset, .l_len = 1};
     return fcntl(fd, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;

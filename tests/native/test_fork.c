@@ -11,10 +11,29 @@
 enum { TOKENS = 3 * TEST_PAGE_TOKENS + 2 };
 static uint64_t marks[TOKENS + 8];
 
+/* ---- in a forked child, before the pool's own handler: this one came first ---- */
+
+static cxlkv_pool *robbed;
+static bool dies_before_claim;
+static int claim_waits_for = -1;
+
+static void wait_other(int fd);
+static void before_claim(void) {
+    if (robbed) robbed->host->processes[robbed->fork_slot].nonce ^= 1;
+    if (dies_before_claim) _exit(0);
+    if (claim_waits_for >= 0) wait_other(claim_waits_for);
+}
+
 static void signal_other(int fd) { CHECK(write(fd, "x", 1) == 1); }
 static void wait_other(int fd) {
     char byte;
     CHECK(read(fd, &byte, 1) == 1);
+}
+
+/* Who waits for a process that died at a failed check then reads the end of its pipe. */
+static void keep_ends(bool is_child, int to_child[2], int to_parent[2]) {
+    close(to_child[is_child ? 1 : 0]);
+    close(to_parent[is_child ? 0 : 1]);
 }
 
 /* Ends with 0: the child's own checks abort it. */
@@ -75,6 +94,7 @@ static void test_order(int order) {
     uint64_t held = test_stats(pool).pages_held;
     pid_t child = fork();
     CHECK(child >= 0);
+    keep_ends(child == 0, to_child, to_parent);
     if (child == 0) {
         wait_other(to_child[0]);
         CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
@@ -105,13 +125,12 @@ static void test_order(int order) {
     }
     all_free(pool);
     cxlkv_pool_destroy(pool);
-    for (int i = 0; i < 2; i++) {
-        close(to_child[i]);
-        close(to_parent[i]);
-    }
+    close(to_child[1]);
+    close(to_parent[0]);
 }
 
-/* A grandchild still has the pages when both before it are gone; then the pool can be opened. */
+/* A grandchild still has the pages when both before it are gone, and the pool is in use, even while
+ * it has not yet come for its slot; then the pool can be opened. */
 static void test_grandchild_outlives(void) {
     const char *path = test_path("fork");
     cxlkv_pool *pool = test_pool(path, 64);
@@ -119,13 +138,14 @@ static void test_grandchild_outlives(void) {
     int go[2], done[2];
     CHECK(pipe(go) == 0 && pipe(done) == 0);
     pid_t child = fork();
+    keep_ends(child == 0, go, done);
     if (child == 0) {
+        claim_waits_for = go[0];
         pid_t grandchild = fork();
         if (grandchild != 0) {
             cxlkv_pool_close(pool);
             _exit(0);
         }
-        wait_other(go[0]);
         CHECK(test_stats(pool).processes == 1);
         CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
         cxlkv_pool *again;
@@ -138,18 +158,35 @@ static void test_grandchild_outlives(void) {
         _exit(0);
     }
     reap_ok(child);
+    CHECK(test_stats(pool).processes == 2); /* it was not taken for dead with its parent */
     cxlkv_sequence_destroy(sequence);
     cxlkv_pool_destroy(pool);
+    CHECK(cxlkv_pool_remove(path) == -CXLKV_E_BUSY);
     signal_other(go[1]);
     wait_other(done[0]);
     CHECK(cxlkv_pool_open(path, NULL, &pool) == 0);
     all_free(pool);
     cxlkv_pool_destroy(pool);
     CHECK(cxlkv_pool_remove(path) == 0);
-    for (int i = 0; i < 2; i++) {
-        close(go[i]);
-        close(done[i]);
-    }
+    close(go[1]);
+    close(done[0]);
+}
+
+/* Nor does a child that dies before it has its slot keep that for as long as its parent lives. */
+static void test_death_before_claim(void) {
+    cxlkv_pool *pool = test_pool(NULL, 64);
+    cxlkv_sequence *sequence = filled(pool);
+    dies_before_claim = true;
+    pid_t child = fork();
+    dies_before_claim = false;
+    CHECK(child > 0);
+    reap_ok(child);
+    cxlkv_stats stats = test_stats(pool);
+    CHECK(stats.processes == 1 && stats.reaped_processes == 1);
+    CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
+    cxlkv_sequence_destroy(sequence);
+    all_free(pool);
+    cxlkv_pool_destroy(pool);
 }
 
 /* ---- deaths inside the lock ---- */
@@ -206,13 +243,7 @@ static void test_death_in_lock(int where) {
 }
 
 /* The slot that was made for a child was reaped and given to another: the child must not take it.
- * This handler runs in the child before the pool's own: it came first. */
-static cxlkv_pool *robbed;
-
-static void rob_slot(void) {
-    if (robbed) robbed->host->processes[robbed->fork_slot].nonce ^= 1;
-}
-
+ * What it forks in turn has no pool either. */
 static void test_slot_of_another(void) {
     cxlkv_pool *pool = robbed = test_pool(NULL, 64);
     cxlkv_sequence *sequence = filled(pool);
@@ -220,16 +251,18 @@ static void test_slot_of_another(void) {
     if (child == 0) {
         cxlkv_stats stats;
         CHECK(cxlkv_pool_stats(pool, &stats) == -CXLKV_E_CLOSED);
+        robbed = NULL;
+        pid_t grandchild = fork();
+        CHECK(cxlkv_pool_stats(pool, &stats) == -CXLKV_E_CLOSED);
+        if (grandchild == 0) _exit(0);
+        reap_ok(grandchild);
         cxlkv_sequence_destroy(sequence);
         cxlkv_pool_destroy(pool);
         _exit(0);
     }
     robbed = NULL;
     reap_ok(child);
-    CHECK(test_stats(pool).processes == 2); /* "the other" still has it */
-    CHECK(host_lock(pool) == 0);
-    host_unregister(pool, pool->fork_slot);
-    host_unlock(pool);
+    CHECK(pool->host->processes[pool->fork_slot].state == 2); /* "the other" still has it */
     cxlkv_sequence_destroy(sequence);
     all_free(pool);
     cxlkv_pool_destroy(pool);
@@ -266,11 +299,12 @@ int main(void) {
     puts("skipped: TSan takes a child's locks, made anew, for those that its parent holds");
     return 77;
 #endif
-    CHECK(pthread_atfork(NULL, NULL, rob_slot) == 0);
+    CHECK(pthread_atfork(NULL, NULL, before_claim) == 0);
     test_both_go_on(NULL);
     test_both_go_on(test_path("both"));
     for (int order = 0; order < 4; order++) test_order(order);
     test_grandchild_outlives();
+    test_death_before_claim();
     for (int where = 0; where < 3; where++) test_death_in_lock(where);
     test_slot_of_another();
     test_no_slot_left();
