@@ -656,7 +656,7 @@ static inline void round_fence(process *a, const member *others) {
     }
 }
 
-extern member members[MEMBERS_MAX];
+extern member all_members[MEMBERS_MAX];
 
 static inline void round_of(process *a) {
     member *m = a->m;
@@ -671,7 +671,7 @@ static inline void round_of(process *a) {
     else if (what < 22) round_follow(a);
     else if (what < 28) round_match(a);
     else if (what < 29) round_read_own(a);
-    else if (what < 31) round_fence(a, members);
+    else if (what < 31) round_fence(a, all_members);
     else if (random_below(&a->dice, 4) == 0) leave(a);
     else beat_and_look(m);
 }

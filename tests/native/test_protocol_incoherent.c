@@ -12,7 +12,7 @@
 enum { STEPS_MAX = 20000000, DISTURBANCES_MAX = 6 };
 enum disturbance { KILL_PROCESS, KILL_DROP, KILL_DELAY, PAUSE_HOST, DISTURBANCES };
 
-member members[MEMBERS_MAX];
+member all_members[MEMBERS_MAX];
 static process all[INCOHERENT_ACTORS_MAX];
 process *processes = all;
 uint32_t process_count;
@@ -36,7 +36,7 @@ static struct plan {
 static void process_start(protocol *p, uint32_t host, uint32_t rounds) {
     if (process_count == INCOHERENT_ACTORS_MAX) return;
     process *a = &all[process_count++];
-    *a = (process){.m = &members[host], .dice = random_next(&plan.dice),
+    *a = (process){.m = &all_members[host], .dice = random_next(&plan.dice),
                    .slow = random_below(&plan.dice, 8) == 0,
                    .rounds = knob_limit("CXLKV_ROUNDS", rounds)};
     a->actor = incoherent_actor(p->sim, host / p->stride, process_run, a);
@@ -50,7 +50,7 @@ static void process_dies(process *a) {
 
 /* Of the host itself: what it knows is lost with it. */
 static void host_dies(protocol *p, uint32_t host, enum incoherent_loss loss) {
-    member *m = &members[host];
+    member *m = &all_members[host];
     protocol_note(p, "dies, its caches are lost", host, loss == INCOHERENT_DROP, 0);
     incoherent_kill_host(p->sim, host / p->stride, loss);
     for (uint32_t i = 0; i < process_count; i++)
@@ -63,7 +63,7 @@ static void host_dies(protocol *p, uint32_t host, enum incoherent_loss loss) {
 }
 
 static void host_starts(protocol *p, uint32_t host) {
-    member *m = &members[host];
+    member *m = &all_members[host];
     uint64_t nonce = m->nonce + 1;
     protocol_note(p, "starts", host, nonce, 0);
     hosts h = {.area = p->area, .self = host, .mode = p->mode, .context = m,
@@ -83,7 +83,7 @@ static void host_starts(protocol *p, uint32_t host) {
 
 static void host_pauses(protocol *p, uint32_t host, bool pauses) {
     for (uint32_t i = 0; i < process_count; i++) {
-        if (all[i].m != &members[host]) continue;
+        if (all[i].m != &all_members[host]) continue;
         protocol_note(p, pauses ? "pauses" : "goes on", host, i, all[i].phase);
         if (pauses) incoherent_pause(p->sim, all[i].actor);
         else incoherent_resume(p->sim, all[i].actor);
@@ -212,12 +212,12 @@ static protocol *protocol_make(uint64_t seed, bool arm64) {
 }
 
 static void protocol_run(protocol *p, uint64_t seed) {
-    memset(members, 0, sizeof(members));
+    memset(all_members, 0, sizeof(all_members));
     process_count = 0;
     plan = (struct plan){.dice = seed ^ 0x706c616e};
     plan.left = knob_limit("CXLKV_DISTURBANCES", random_below(&plan.dice, DISTURBANCES_MAX + 1));
     for (uint32_t host = 0; host < p->members; host += p->stride) {
-        members[host].nonce = (uint64_t)(host + 1) << 8;
+        all_members[host].nonce = (uint64_t)(host + 1) << 8;
         host_starts(p, host);
     }
     plan_next(0);
