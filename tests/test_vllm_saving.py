@@ -331,6 +331,29 @@ def test_full_pool_saves_what_fits_and_goes_on(make_engine: MakeEngine, paths: l
     assert engine.scheduling.failures == {"full": 1}
 
 
+def test_old_texts_make_room_for_new_ones(make_engine: MakeEngine, paths: list[str]) -> None:
+    engine = make_engine(blocks=4096)
+    with CXLPool.open(paths[0], threads=1) as pool:
+        total = pool.stats()["pages_total"]
+    tokens = total // 4 * TOKENS
+    for number in range(12):
+        engine.add(f"old {number}", text(number, tokens))
+        engine.step()
+        engine.end(f"old {number}")
+        engine.step()
+        assert not engine.wrong()
+    assert not engine.scheduling.failures
+    assert total // 2 < published(paths[0]) <= total
+    for number in range(12):
+        engine.add(f"again {number}", text(number, tokens))
+        engine.step()
+        engine.end(f"again {number}")
+        engine.step()
+        assert not engine.wrong()
+    found = [name for name, cached in engine.cached.items() if cached and "again" in name]
+    assert 0 < len(found) < 12
+
+
 def test_preempted_request_starts_again_from_the_pool(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add("a", text(1, 30))

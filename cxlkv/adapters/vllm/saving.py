@@ -29,6 +29,7 @@ from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.errors import CXLKVError, PoolFullError
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Batch
+from cxlkv.tiers import Tiers
 
 log = logging.getLogger("cxlkv")
 
@@ -82,8 +83,8 @@ class Saving:
         rank: int = 0,
         ranks: int = 1,
     ):
-        self.pool, self.settings = pool, settings
-        self.requests = PoolRequests(pool)
+        self.pool, self.tiers, self.settings = pool, Tiers(pool), settings
+        self.requests = PoolRequests(pool, self.tiers)
         self._memory = list(layers.values())
         self._layers = {name: index for index, name in enumerate(layers)}
         self.block_tokens, self._rank, self.has_peers = block_tokens, rank, ranks > 1
@@ -393,4 +394,5 @@ class Saving:
         self._loader.close()
         for name in list(self.requests.sequences):
             self.requests.release(name)
+        self.tiers.close()
         self.pool.close()
