@@ -195,7 +195,8 @@ def bench(
     Exit code 1 if a check does not hold: no speeds are then reported.
     ndp and recall take ten minutes or so, and need torch and transformers. replay judges eviction
     policies by a trace; with --far also tiers, with real bytes. peers puts other projects' stores
-    beside ours, as far as `make peers` has made their environments in build/peers.
+    beside ours, as far as `make peers` has made their environments in build/peers. vllm puts the
+    engine with and without us side by side, in the environment that `make test-vllm` makes.
     """
     from cxlkv.bench.cli import run, run_all, run_litmus, run_recall, run_replay
 
@@ -222,10 +223,8 @@ def bench(
     try:
         if case == "all":
             run_all(quick, json_file, csv_file)
-        elif case == "peers":
-            from cxlkv.bench.peers.cli import run_peers
-
-            run_peers(json_file)
+        elif case in ("peers", "vllm"):
+            run_side_by_side(case, json_file, csv_file, quick)
         elif case == "recall":
             run_recall(model, json_file, picture)
         else:
@@ -236,9 +235,21 @@ def bench(
         ) from error
 
 
+def run_side_by_side(case: str, json_file: Path | None, csv_file: Path | None, quick: bool) -> None:
+    """Others beside us, each in a process of its own."""
+    if case == "vllm":
+        from cxlkv.bench.vllm.cli import run_vllm
+
+        run_vllm(json_file, csv_file, quick)
+        return
+    from cxlkv.bench.peers.cli import run_peers
+
+    run_peers(json_file)
+
+
 def one_place(regions: Sequence[str], case: str) -> str | None:
     """Where the memory that a case measures is to lie, if that was said."""
-    if len(regions) > 1 or (regions and case in ("all", "peers", "recall")):
+    if len(regions) > 1 or (regions and case in ("all", "peers", "recall", "vllm")):
         raise BadArgumentError("--region: one, with latency or bandwidth; litmus takes several")
     return regions[0] if regions else None
 

@@ -1,0 +1,401 @@
+"""Engines with and without us in one run: the same requests, in turn, every answer checked."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cxlkv.bench.peers.running import Ring, SideBySide
+from cxlkv.bench.peers.talking import ContenderError, Program
+from cxlkv.bench.vllm.model import Model
+from cxlkv.config import format_bytes
+from cxlkv.errors import MemoryShortError, UnsupportedError
+
+PYTHON = Path("build/vllm/env/bin/python")
+PYTHON_VARIABLE = "CXLKV_VLLM_PYTHON"
+SHARED = "/dev/shm"
+PACKAGE = "cxlkv.bench.vllm"
+ASLEEP = 0.1
+"""CPUs that an engine may use while it is not asked; one that spins uses a whole one."""
+IDLE_LEAST_S = 1.0
+FIRST_TOKENS = 4  # of a request whose first one is timed; the others are checked
+
+STOCK, CACHED, SAVED, POOLED = NAMES = ("stock", "cached", "saved", "pooled")
+"""vLLM alone, which computes all; with its own prefix cache; with prefixes in our pool; with K and
+V of all requests in our pool, and attention there."""
+OURS = (SAVED, POOLED)
+
+BOUNDS = {
+    "ttft_saved_hit_to_stock": 0.3,
+    "ttft_pooled_hit_to_stock": 0.3,
+    "ttft_saved_miss_to_stock": 1.03,
+    "ttft_pooled_miss_to_stock": 1.03,
+}
+"""Of ratios of times, at most."""
+
+WAYS: dict[str, tuple[str, dict[str, object] | None]] = {
+    CACHED: (CACHED, None),
+    SAVED: (SAVED, None),
+    POOLED: (POOLED, None),
+    "pooled_100": (POOLED, {"budget": {"share": 1.0}}),
+    "pooled_10": (POOLED, {"budget": {"share": 0.1}}),
+}
+"""Who decodes how. Without a budget nothing is chosen; stock's decode is that of `cached`."""
+CHOSEN = ("pooled_10",)
+"""Other tokens than stock's are no mistake of theirs."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Texts of random ids: a prefix, which is there or not, and less than a block that is new.
+
+    decode: (tokens of the prefix, requests at once) of each case; longer prefixes than
+    prefix_tokens go without `saved`. rounds: measured ones, after one that warms.
+    """
+
+    model: Model = field(default_factory=Model)
+    prefix_tokens: int = 8 << 10
+    rounds: int = 5
+    decode: tuple[tuple[int, int], ...] = ((8 << 10, 1), (8 << 10, 4), (32 << 10, 1))
+    decode_tokens: int = 65
+    decode_rounds: int = 5
+    step_tokens: int = 2048
+    block_tokens: int = 32
+    engine_space_gib: int = 1
+    pool_bytes: int = 3 << 29
+    limit_s: float = 300.0
+    bounds: Mapping[str, float] = field(default_factory=lambda: BOUNDS)
+
+
+QUICK = Size(
+    model=Model(layers=2, hidden=128, heads=4, kv_heads=2, vocab=512, max_tokens=2048),
+    prefix_tokens=512,
+    rounds=2,
+    decode=((512, 1), (512, 2), (1024, 1)),
+    decode_tokens=9,
+    decode_rounds=2,
+    step_tokens=512,
+    pool_bytes=64 << 20,
+    bounds={},
+)
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Answer(BaseModel):
+    """Of an engine; bench/vllm/engine.py tells what is what."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    tokens: list[list[int]]
+    cached: list[int]
+    first_s: Positive
+    decode_s: Positive
+    decoded: Annotated[int, Field(ge=0)]
+    idle_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    idle_used_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass
+class Texts:
+    """Ids by a seed, so that a run has the same ones as any other."""
+
+    vocab: int
+    chance: random.Random = field(default_factory=lambda: random.Random(5))
+
+    def new(self, tokens: int) -> list[int]:
+        return self.chance.choices(range(self.vocab), k=tokens)
+
+
+class Run:
+    """One run: who is in it, what they said, and what of it is right."""
+
+    def __init__(self, result: SideBySide, size: Size, progress: Callable[[str], None]):
+        self.result, self.size, self.progress = result, size, progress
+        self.ring = Ring(result)
+        self.texts = Texts(size.model.vocab)
+        self.samples: dict[tuple[str, str], list[float]] = {}  # (metric, unit)
+        self.idle: dict[str, list[float]] = {}  # seconds, and CPU seconds of them
+
+    def ask(
+        self,
+        name: str,
+        prompts: Sequence[list[int]],
+        tokens: int,
+        *,
+        cached: int,
+        options: Mapping[str, object] | None = None,
+    ) -> Answer | None:
+        """None from who is out of the run; an answer of other lengths than asked puts it out."""
+        with self.ring.dropping(name):
+            if name not in self.ring.talks:
+                return None
+            asked = {"op": "generate", "prompts": prompts, "tokens": tokens, "options": options}
+            try:
+                answer = Answer.model_validate(self.ring.talks[name].ask(asked))
+            except ValidationError as error:
+                first = error.errors(include_url=False, include_input=False)[0]
+                where = ".".join(str(part) for part in first["loc"])
+                raise ContenderError(f"its answer: {where}: {first['msg']}") from None
+            if [len(one) for one in answer.tokens] != [tokens] * len(prompts):
+                raise ContenderError("its answer has not as many tokens as asked")
+            # Engines load what prompts have in common; what they had of it, they must say.
+            if answer.cached != [cached] * len(prompts):
+                raise ContenderError(f"cached tokens: {answer.cached}, {cached} of each expected")
+            seconds = self.idle.setdefault(name, [0.0, 0.0])
+            seconds[0] += answer.idle_s
+            seconds[1] += answer.idle_used_s
+            return answer
+        return None
+
+    def must_equal(self, name: str, answer: Answer, right: Answer, what: str) -> bool:
+        """Whether the tokens are stock's; who gives others is out of the run."""
+        if answer.tokens == right.tokens:
+            return True
+        request, place = next(
+            (request, place)
+            for request, (own, stock) in enumerate(zip(answer.tokens, right.tokens, strict=True))
+            for place, (a, b) in enumerate(zip(own, stock, strict=True))
+            if a != b
+        )
+        with self.ring.dropping(name):
+            raise ContenderError(
+                f"{what}: other tokens than stock, from token {place} of request {request} on"
+            )
+        return False
+
+    def add(self, name: str, unit: str, value: float) -> None:
+        self.samples.setdefault((name, unit), []).append(value)
+
+    # ---- the two groups of cases ----
+
+    def first_tokens(self) -> list[list[int]]:
+        """Time to the first token: prefixes that nobody has, then the same with other suffixes.
+
+        Returns the prefixes, which all but stock have now.
+        """
+        size, prefixes = self.size, []
+        for turn in range(size.rounds + 1):
+            prefix = self.texts.new(size.prefix_tokens)
+            prefixes.append(prefix)
+            for kind, there in (("miss", 0), ("hit", size.prefix_tokens)):
+                self._first_token(turn, kind, prefix + self._suffix(), there)
+        return prefixes
+
+    def _suffix(self) -> list[int]:
+        """Shorter than a block: nobody has anything of it, who decodes second neither."""
+        return self.texts.new(self.size.block_tokens - 1)
+
+    def _first_token(self, turn: int, kind: str, prompt: list[int], there: int) -> None:
+        answers: dict[str, Answer | None] = dict.fromkeys(NAMES)
+        for name in rotated(NAMES, turn):
+            self.progress(f"first token, round {turn} of {self.size.rounds}: {kind}, {name}")
+            cached = 0 if name == STOCK else there
+            answers[name] = self.ask(name, [prompt], FIRST_TOKENS, cached=cached)
+        right = answers[STOCK]
+        for name, answer in answers.items():
+            if answer is None or right is None:
+                continue
+            if self.must_equal(name, answer, right, f"{kind} of {there} tokens") and turn:
+                what = STOCK if name == STOCK else f"{name}_{kind}"
+                self.add(f"ttft_{what}", "s", answer.first_s)
+
+    def decode(self, prefixes: list[list[int]], tokens: int, requests: int) -> None:
+        """Tokens of a second, after the first ones; prefixes that are not there yet come first."""
+        size, what = self.size, f"decode_{named(tokens)}_{requests}"
+        ways = dict(WAYS)
+        if tokens != size.prefix_tokens:
+            del ways[SAVED]
+            prefixes = [self.texts.new(tokens) for _ in range(requests)]
+            for name in dict.fromkeys(name for name, _ in ways.values()):
+                self.progress(f"{what}: prefix, {name}")
+                self.ask(name, [one + self._suffix() for one in prefixes], 1, cached=0)
+        for turn in range(size.decode_rounds + 1):
+            prompts = [one + self._suffix() for one in prefixes[-requests:]]
+            answers: dict[str, Answer | None] = dict.fromkeys(ways)
+            for way in rotated(tuple(ways), turn):
+                name, options = ways[way]
+                self.progress(f"{what}, round {turn} of {size.decode_rounds}: {way}")
+                answers[way] = self.ask(
+                    name, prompts, size.decode_tokens, cached=tokens, options=options
+                )
+            if turn:
+                self._decoded(what, answers)
+
+    def _decoded(self, what: str, answers: Mapping[str, Answer | None]) -> None:
+        right = answers[CACHED]
+        for way, answer in answers.items():
+            if answer is None or right is None:
+                continue
+            if way in CHOSEN:
+                equal = [
+                    a == b
+                    for own, stock in zip(answer.tokens, right.tokens, strict=True)
+                    for a, b in zip(own, stock, strict=True)
+                ]
+                self.add(f"{what}_{way}_same_tokens", "share", sum(equal) / len(equal))
+            elif not self.must_equal(WAYS[way][0], answer, right, f"{what}, {way}"):
+                continue
+            self.add(f"{what}_{way}", "tokens/s", answer.decoded / answer.decode_s)
+
+    # ---- what came of it ----
+
+    def finish(self, names: Sequence[str]) -> None:
+        """Checks, metrics and ratios of what was measured."""
+        result = self.result
+        for name in names:
+            result.checks[f"{name}_right"] = name not in result.missing
+            idle_s, used_s = self.idle.get(name, (0.0, 0.0))
+            if idle_s > IDLE_LEAST_S:
+                result.checks[f"{name}_slept"] = used_s <= ASLEEP * idle_s
+        for (name, unit), samples in self.samples.items():
+            result.measure(name, samples, unit)
+        found = result.metrics
+        for name, metric in found.items():
+            stock = "ttft_stock" if name.startswith("ttft_") else stock_of(name)
+            if name != stock and stock in found and metric.unit == found[stock].unit:
+                result.ratios[f"{name}_to_stock"] = metric.median / found[stock].median
+        for name, most in self.size.bounds.items():
+            if name in result.ratios:
+                kept = "kept" if result.ratios[name] <= most else "NOT kept"
+                result.notes.append(f"{name}: at most {most:g} wanted: {kept}")
+
+
+def stock_of(name: str) -> str:
+    """The metric of stock's decode in the same case, like decode_8k_1_cached."""
+    return "_".join([*name.split("_")[:3], CACHED])
+
+
+def named(tokens: int) -> str:
+    return f"{tokens >> 10}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def rotated(names: tuple[str, ...], by: int) -> tuple[str, ...]:
+    """Another one comes first in each round."""
+    by %= len(names)
+    return names[by:] + names[:by]
+
+
+def run(
+    result: SideBySide,
+    programs: Sequence[Program],
+    size: Size,
+    place: Path,
+    progress: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Metrics and ratios of all programs, whose names are NAMES; logs go to `place`.
+
+    Who fails is `missing` from there on, and fails a check.
+    """
+    one = Run(result, size, progress)
+    with contextlib.ExitStack() as leaving:
+        leaving.callback(one.ring.stop)
+        for program in programs:
+            progress(f"starting {program.name}")
+            one.ring.join(program, place / f"{program.name}.log", size.limit_s)
+            one.ask(program.name, [one.texts.new(2 * size.block_tokens)], FIRST_TOKENS, cached=0)
+        prefixes = one.first_tokens()
+        for tokens, requests in size.decode:
+            one.decode(prefixes, tokens, requests)
+        one.ring.ask_all(list(one.ring.talks), {"op": "end"})
+    one.finish([program.name for program in programs])
+
+
+def python_of_engines() -> str:
+    """The Python of the environment that has vLLM. Raises UnsupportedError if there is none."""
+    path = os.environ.get(PYTHON_VARIABLE) or str(PYTHON)
+    if not os.access(path, os.X_OK):
+        raise UnsupportedError(
+            f"bench vllm needs an environment with vLLM, and {path} is no Python: make test-vllm "
+            f"makes one in build/vllm/env, or set {PYTHON_VARIABLE} to the Python of another"
+        )
+    return path
+
+
+def programs_of(python: str, place: Path, size: Size) -> list[Program]:
+    """The engines, with their model and pools in `place`, for which it must have room."""
+    needed, room = 2 * size.pool_bytes + (256 << 20), shutil.disk_usage(place).free
+    if room < needed:
+        raise MemoryShortError(
+            f"{place} has {format_bytes(room)} free, two pools and a model need "
+            f"{format_bytes(needed)}: enlarge it (mount -o remount,size=...)"
+        )
+    env = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": str(size.engine_space_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # all cores for each, as one works at a time
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(place / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "TMPDIR": str(place),  # what they leave there goes with it
+    }
+    made = subprocess.run(
+        [
+            python,
+            "-m",
+            "cxlkv.bench.vllm.model",
+            str(place / "model"),
+            json.dumps(asdict(size.model)),
+        ],
+        env=env,
+        capture_output=True,
+        timeout=size.limit_s,
+    )
+    if made.returncode:
+        words = made.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        raise UnsupportedError(f"{python} cannot make the model: {''.join(words)}")
+    return [
+        Program(
+            name,
+            (python, "-m", f"{PACKAGE}.engine", json.dumps(settings_of(name, place, size))),
+            env,
+        )
+        for name in NAMES
+    ]
+
+
+def settings_of(name: str, place: Path, size: Size) -> dict[str, object]:
+    """What vllm.LLM takes. float32: so tokens can be compared one by one."""
+    requests = max(requests for _, requests in size.decode)
+    settings: dict[str, object] = {
+        "model": str(place / "model"),
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": size.model.max_tokens,
+        "max_num_batched_tokens": size.step_tokens,
+        "max_num_seqs": requests,
+        "block_size": size.block_tokens,
+        "enable_prefix_caching": name == CACHED,
+    }
+    if name in OURS:
+        settings["kv_transfer_config"] = {
+            "kv_connector": "CXLConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "attention": "pool" if name == POOLED else "engine",
+                "where": str(place / f"{name}.pool"),
+                "capacity": size.pool_bytes,
+                "deadline_s": size.limit_s,
+            },
+        }
+    return settings
+
+
+@contextlib.contextmanager
+def place_of_a_run() -> Iterator[Path]:
+    """A folder in shared memory, for as long as a run takes."""
+    with tempfile.TemporaryDirectory(dir=SHARED, prefix="cxlkv-bench-vllm-") as made:
+        yield Path(made)

@@ -1,0 +1,181 @@
+"""vLLM side by side, without vLLM: engines are fakes that are right, wrong, dead or busy, and no
+ratio is given when one of them is not right."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cxlkv.bench import results
+from cxlkv.bench.peers.running import SideBySide
+from cxlkv.bench.peers.talking import Program
+from cxlkv.bench.vllm import cli, running
+from cxlkv.errors import UnsupportedError
+
+SMALL = replace(
+    running.QUICK,
+    prefix_tokens=128,
+    decode=((128, 1), (128, 2), (256, 1)),
+    bounds={**running.BOUNDS, "ttft_cached_miss_to_stock": 0.1},
+)
+
+# An engine as the runner sees it. Its first tokens come at once where it has the prefix.
+FAKE = """\
+import json, os, sys
+name, fault = sys.argv[1:3]
+if fault == "cannot start":
+    print(json.dumps({"error": "UnsupportedError: vLLM 9.9: this release was tested with ..."}))
+    sys.exit(1)
+print(json.dumps({"version": "vllm 9", "forms": {}}), flush=True)
+seen, hits, count = set(), 0, 0
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked["op"] == "end":
+        print(json.dumps({"ok": True}), flush=True)
+        continue
+    tokens, cached, count = [], [], count + 1
+    for prompt in asked["prompts"]:
+        ends = range((len(prompt) - 1) // 32 * 32, 0, -32)
+        cached.append(max((n for n in ends if tuple(prompt[:n]) in seen), default=0))
+        tokens.append([(sum(prompt) + place) % 512 for place in range(asked["tokens"])])
+        if (asked["options"] or {}).get("budget", {}).get("share") == 0.1:
+            tokens[-1][-1] += 1  # what pages were left out may be seen
+    for prompt in asked["prompts"] if name != "stock" else ():
+        seen.update(tuple(prompt[:n]) for n in range(32, len(prompt), 32))
+    hits += any(cached)
+    first_s = 0.25 if any(cached) else 1.0
+    decoded = len(tokens) * (asked["tokens"] - 1)
+    answer = {"tokens": tokens, "cached": cached, "first_s": first_s, "decode_s": 2.0}
+    answer |= {"decoded": decoded, "idle_s": 10.0, "idle_used_s": 0.01}
+    if fault == "spins":
+        answer["idle_used_s"] = 9.0
+    if fault == "another token" and hits == 2:
+        tokens[0][3] += 1
+    if fault == "never cached":
+        answer["cached"] = [0 for _ in cached]
+    if fault == "too few":
+        tokens[0].pop()
+    if fault == "no time":
+        answer["first_s"] = 0.0
+    if fault == "text":
+        answer["cached"] = ["all"]
+    if fault == "an error" and hits:
+        answer = {"error": "PoolMissingError: gone"}
+    if fault == "dies" and hits:
+        sys.exit("std::bad_alloc")
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def engines(folder: Path, **faults: str) -> list[Program]:
+    path = folder / "engine.py"
+    path.write_text(FAKE)
+    return [
+        Program(name, (sys.executable, str(path), name, faults.get(name, "")), dict(os.environ))
+        for name in running.NAMES
+    ]
+
+
+def test_engines_side_by_side(tmp_path: Path) -> None:
+    result, said = SideBySide("vllm"), list[str]()
+    running.run(result, engines(tmp_path), SMALL, tmp_path, said.append)
+    assert result.missing == {}
+    assert set(result.checks) == {
+        f"{n}_{what}" for n in running.NAMES for what in "right slept".split()
+    }
+    assert result.passed
+    found = result.metrics
+    assert found["ttft_stock"].samples == [1.0] * 2 * SMALL.rounds  # what warms is left out
+    assert found["ttft_saved_hit"].samples == [0.25] * SMALL.rounds
+    assert found["decode_128_2_pooled_100"].samples == [8.0] * SMALL.decode_rounds
+    assert found["decode_128_1_pooled_10_same_tokens"].median == 8 / 9
+    assert "decode_256_1_saved" not in found
+    assert result.ratios["ttft_pooled_hit_to_stock"] == 0.25
+    assert result.ratios["decode_256_1_pooled_10_to_stock"] == 1
+    assert not any("same_tokens" in name or "cached_to" in name for name in result.ratios)
+    assert "ttft_saved_hit_to_stock: at most 0.3 wanted: kept" in result.notes
+    assert "ttft_cached_miss_to_stock: at most 0.1 wanted: NOT kept" in result.notes
+    assert any("round 2 of 2: pooled_10" in text for text in said)
+    result.write(tmp_path / "vllm.json")
+    assert results.read(tmp_path / "vllm.json").ratios == result.ratios
+
+
+def test_each_engine_comes_first_in_turn() -> None:
+    assert [running.rotated(("a", "b", "c"), turn)[0] for turn in range(4)] == ["a", "b", "c", "a"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("cannot start", "UnsupportedError: vLLM 9.9"),
+        ("another token", r"hit of 128 tokens: other tokens than stock, from token 3 of request 0"),
+        ("never cached", r"cached tokens: \[0\], 128 of each expected"),
+        ("too few", "not as many tokens as asked"),
+        ("no time", "its answer: first_s: Input should be greater than 0"),
+        ("text", r"its answer: cached\.0: Input should be a valid integer"),
+        ("an error", "PoolMissingError: gone"),
+        ("dies", r"it died with exit code 1: std::bad_alloc"),
+    ],
+)
+@pytest.mark.parametrize("name", ["saved", "pooled"])
+def test_no_ratio_when_an_engine_fails(tmp_path: Path, name: str, fault: str, reason: str) -> None:
+    result = SideBySide("vllm")
+    running.run(result, engines(tmp_path, **{name: fault}), SMALL, tmp_path)
+    assert list(result.missing) == [name]
+    assert re.search(reason, result.missing[name])
+    assert [check for check, holds in result.checks.items() if not holds] == [f"{name}_right"]
+    assert result.as_dict()["ratios"] == {}
+
+
+def test_without_stock_there_is_nothing_to_compare_with(tmp_path: Path) -> None:
+    result = SideBySide("vllm")
+    running.run(result, engines(tmp_path, stock="cannot start"), SMALL, tmp_path)
+    assert not result.checks["stock_right"]
+    assert not any(name.startswith("ttft") for name in result.metrics)
+
+
+def test_an_engine_that_spins_while_others_are_asked_fails_the_run(tmp_path: Path) -> None:
+    result = SideBySide("vllm")
+    running.run(result, engines(tmp_path, cached="spins"), SMALL, tmp_path)
+    assert [check for check, holds in result.checks.items() if not holds] == ["cached_slept"]
+    assert result.as_dict()["ratios"] == {}
+
+
+def test_where_no_engine_is_installed_the_remedy_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(running.PYTHON_VARIABLE, str(tmp_path / "python"))
+    with pytest.raises(UnsupportedError, match=r"is no Python: make test-vllm"):
+        cli.run_vllm(None, None, quick=True)
+
+
+def test_a_python_without_the_engine_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'No module named torch' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setenv(running.PYTHON_VARIABLE, str(python))
+    monkeypatch.setattr(running, "SHARED", str(tmp_path))
+    with pytest.raises(UnsupportedError, match=r"cannot make the model: No module named torch"):
+        cli.run_vllm(None, None, quick=True)
+    assert os.listdir(tmp_path) == ["python"]
+
+
+def test_too_little_shared_memory_is_said_first(tmp_path: Path) -> None:
+    with pytest.raises(MemoryError, match=r"two pools and a model need .*: enlarge it"):
+        running.programs_of("python", tmp_path, replace(SMALL, pool_bytes=1 << 60))
+
+
+def test_engines_differ_in_what_is_compared_only(tmp_path: Path) -> None:
+    settings = {name: running.settings_of(name, tmp_path, SMALL) for name in running.NAMES}
+    for name, own in settings.items():
+        transfer = own.pop("kv_transfer_config", None)
+        assert (transfer is not None) == (name in running.OURS)
+        assert own.pop("enable_prefix_caching") == (name == running.CACHED)
+    assert all(own == settings["stock"] for own in settings.values())

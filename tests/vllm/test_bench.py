@@ -1,0 +1,37 @@
+"""`cxlkv bench vllm --quick` with true engines: every answer right; no figure is judged here."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from cxlkv.bench import results
+from cxlkv.bench.vllm import cli, running
+
+pytestmark = pytest.mark.skipif(
+    find_spec("vllm") is None,
+    reason="vLLM is not installed here: `make test-vllm` has an environment of its own",
+)
+
+
+@pytest.mark.timeout(600)
+def test_engines_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(running.PYTHON_VARIABLE, sys.executable)
+    place = tmp_path / "place"
+    place.mkdir()
+    monkeypatch.setattr(running, "SHARED", str(place))
+    result = cli.run_vllm(tmp_path / "vllm.json", None, quick=True)
+    assert result.missing == {}
+    shown = capsys.readouterr().out
+    assert "first token, round 2 of 2" in shown
+    assert "decode_1k_1, round 2 of 2" in shown
+    written = results.read(tmp_path / "vllm.json")
+    assert written.passed
+    assert len(written.metrics["ttft_saved_hit"].samples) == running.QUICK.rounds
+    assert "ttft_pooled_hit_to_stock" in written.ratios
+    assert list(place.iterdir()) == []
