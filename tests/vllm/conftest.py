@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Protocol
 
 import pytest
+
+from cxlkv import CXLPool
+from cxlkv.errors import CXLKVError
 
 from .engines import LAYERS, VOCABULARY_SIZE, Engine
 
@@ -105,3 +108,7 @@ def make_engine(model: Path, tmp_path: Path) -> Iterator[MakeEngine]:
             return engine
 
         yield make
+    # With each the state of this host goes, which killed engines leave.
+    for pool in tmp_path.rglob("*.pool"):
+        with suppress(CXLKVError):
+            CXLPool.remove(pool)
