@@ -41,6 +41,12 @@ from cxlkv.tiers import Tiers
 
 Ints = npt.NDArray[np.int32]
 
+Kind = tuple[str, ...]
+"""How rows are attended: the words of a budget (union, per), which one call shares, or one of:"""
+ALL: Kind = ()
+EARLIER: Kind = ("earlier",)  # pages that hold anything from before the step
+OWN: Kind = ("own",)  # none: the step's own K and V are all there is, and somebody has them
+
 ROWS_ALONE = 256
 
 KINDS: tuple[tuple[type[CXLKVError], str], ...] = (
@@ -67,7 +73,7 @@ class Pooled:
     layers: the engine's names of the pool's layers, in order. block_tokens: of the engine's keys,
     whole pages. rank: of this shard, by which a message's handles are told apart; ranks: how many
     there are. decode_rows: a request that has tokens and brings at most so many more is decoding,
-    which is what budgets are for.
+    which is what budgets are for. step: makes a Step; None: of tensors in host memory.
     """
 
     def __init__(
@@ -79,6 +85,7 @@ class Pooled:
         rank: int = 0,
         ranks: int = 1,
         decode_rows: int = 1,
+        step: MakeStep | None = None,
     ):
         self.pool, self.tiers = pool, Tiers(pool)
         self.layers = {name: place for place, name in enumerate(layers)}
@@ -87,6 +94,7 @@ class Pooled:
         self.block_tokens, self._rank, self.has_peers = block_tokens, rank, ranks > 1
         self._held: dict[str, Held] = {}
         self._seats: dict[int, Held] = {}
+        self._make_step: MakeStep = step or Step
         self._step: Step | None = None
         self._failed: set[int] = set()
         self._batches: dict[tuple[str, ...], Batch] = {}  # of the last step, to be used again
@@ -134,7 +142,7 @@ class Pooled:
         """The step that is under way: row [starts[i], starts[i + 1]) of seat i, whose text has
         lengths[i] tokens with these. One for all layers."""
         if self._step is None:
-            self._step = Step(self, seats, starts, lengths)
+            self._step = self._make_step(self, seats, starts, lengths)
             self._failed = self._step.failed
         return self._step
 
@@ -252,24 +260,28 @@ class Scores:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of a step that go through one call. budgets: of each place, where pages are chosen."""
+    """Rows of a step that go through one call."""
 
     places: list[int]
     rows: slice[int, int] | torch.Tensor
     starts: Ints
     batch: Batch
-    budgets: list[Budget] | None
+    kind: Kind
+    budgets: list[Budget]  # of each place, where they are what chooses
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         self.batch.append(layer, k[self.rows], v[self.rows], self.starts)
 
-    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:
-        queries, picked, scale = q[self.rows], None, scores.scale
-        if self.budgets is not None:
+    def attend(
+        self, layer: int, q: torch.Tensor, scores: Scores, picked: Selection | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of its rows of q: (out, lse). picked: instead of what its kind says."""
+        queries, scale = q[self.rows], scores.scale
+        if self.budgets:
             picked = self.batch.select(layer, queries, self.starts, self.budgets, scale=scale)
         softcap = scores.softcap or None
-        found, _ = self.batch.attend(layer, queries, self.starts, picked, scale, softcap)
-        out[self.rows] = torch.as_tensor(found)
+        out, lse = self.batch.attend(layer, queries, self.starts, picked, scale, softcap)
+        return torch.as_tensor(out), torch.as_tensor(lse)
 
 
 class Step:
@@ -314,22 +326,26 @@ class Step:
         return held
 
     def _plan(self) -> tuple[list[Group], list[Group]]:
-        """All rows together, for what is appended; and by how they are attended: over all pages, or
-        over chosen ones, of which one call has one kind of list."""
+        """All rows together, for what is appended; and by how they are attended, of which one call
+        has one kind."""
         sound = [place for place in self._places if place not in self.broken]
-        kinds: dict[tuple[str, str] | None, list[int]] = {}
+        kinds: dict[Kind, list[int]] = {}
         for place in sound:
-            rows = int(self.starts[place + 1] - self.starts[place])
-            budget = self._of(place).options.budget
-            decodes = self.computed[place] > 0 and rows <= self._pooled.decode_rows
-            kind = (budget.union, budget.per) if budget is not None and decodes else None
-            kinds.setdefault(kind, []).append(place)
-        groups = [self._group(places, kind is not None) for kind, places in kinds.items()]
-        if len(groups) < 2 and all(group.budgets is None for group in groups):
+            kinds.setdefault(self._kind(place), []).append(place)
+        groups = [self._group(places, kind) for kind, places in kinds.items() if kind != OWN]
+        if all(kind == ALL for kind in kinds):
             return groups, groups
-        return [self._group(sound, False)], groups
+        return [self._group(sound, ALL)], groups
 
-    def _group(self, places: list[int], chosen: bool) -> Group:
+    def _kind(self, place: int) -> Kind:
+        budget = self._of(place).options.budget
+        decodes = 0 < self._count(place) <= self._pooled.decode_rows and self.computed[place] > 0
+        return (budget.union, budget.per) if budget is not None and decodes else ALL
+
+    def _count(self, place: int) -> int:
+        return int(self.starts[place + 1] - self.starts[place])
+
+    def _group(self, places: list[int], kind: Kind) -> Group:
         held = [self._of(place) for place in places]
         budgets = [one.options.budget for one in held if one.options.budget is not None]
         rows = np.diff(self.starts)[places]
@@ -338,7 +354,8 @@ class Step:
             rows=self._rows(places),
             starts=np.concatenate([[0], np.cumsum(rows)]).astype(np.int32),
             batch=self._pooled.batch(held),
-            budgets=budgets if chosen else None,
+            kind=kind,
+            budgets=budgets if kind not in (ALL, EARLIER, OWN) else [],
         )
 
     def _rows(self, places: list[int]) -> slice[int, int] | torch.Tensor:
@@ -363,12 +380,18 @@ class Step:
         """
         out[int(self.starts[-1]) :] = 0
         self._each(self._all, lambda group: group.append(layer, k, v))
-        self._each(self._groups, lambda group: group.attend(layer, q, out, scores))
+
+        def near(group: Group) -> None:
+            out[group.rows], _ = group.attend(layer, q, scores)
+
+        self._each(self._groups, near)
         if len(self._places) == len(self.held) and not self.broken:
             return
         for place, held in enumerate(self.held):
-            if place in self.broken or held is None:
-                self._without(place, held, q, k, v, out, scores)
+            if held is not None and place in self.broken and not self.computed[place]:
+                rows = self._rows([place])
+                out[rows] = attend_alone(q[rows], k[rows], v[rows], scores)
+        self._fill_failed(out)
 
     def _each(self, groups: list[Group], work: Callable[[Group], None]) -> None:
         """A call for a group; when that fails, one by one, to find out whose failure it is."""
@@ -386,7 +409,7 @@ class Step:
             self._break(group.places[0], error)
             return
         for place in group.places:
-            single = self._group([place], group.budgets is not None)
+            single = self._group([place], group.kind)
             try:
                 work(single)
             except CXLKVError as its:
@@ -396,23 +419,13 @@ class Step:
         self.broken[place] = error
         self._pooled.count(error)
 
-    def _without(
-        self,
-        place: int,
-        held: Held | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        scores: Scores,
-    ) -> None:
-        """Rows of a request that has no pages, or of none."""
-        rows = self._rows([place])
-        if held is not None and not self.computed[place]:
-            out[rows] = attend_alone(q[rows], k[rows], v[rows], scores)
-        elif self.starts[place] < self.starts[place + 1]:
-            out[rows] = 0
-            self.failed.add(self.seats[place])
+    def _fill_failed(self, out: torch.Tensor) -> None:
+        """Zeros for rows of nobody, and of who has no pages of what was computed before."""
+        for place, held in enumerate(self.held):
+            lost = held is None or (place in self.broken and self.computed[place])
+            if lost and self._count(place):
+                out[self._rows([place])] = 0
+                self.failed.add(self.seats[place])
 
 
 def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
@@ -454,6 +467,9 @@ def damaged_pages(pool: CXLPool, sequence: Sequence) -> list[int]:
             except CorruptError:
                 damaged.add(page)
     return sorted(damaged)
+
+
+MakeStep = Callable[[Pooled, Sequences[int], Ints, Sequences[int]], Step]
 
 
 def kind_of(error: CXLKVError) -> str:
