@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
+from vllm.v1.attention import backend
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 from cxlkv.adapters.vllm.attention import PoolBackend
 from cxlkv.adapters.vllm.blocks import SeatManager
 from cxlkv.adapters.vllm.connector import CXLConnector
+from cxlkv.adapters.vllm.gpu_attention import GpuPoolBackend, GpuPoolBuilder
 from cxlkv.adapters.vllm.metrics import CXLMetrics, CXLStats, Reporting
 
 PAIRS: list[tuple[type, tuple[type, ...]]] = [
@@ -19,6 +21,8 @@ PAIRS: list[tuple[type, tuple[type, ...]]] = [
     (CXLStats, (metrics.KVConnectorStats,)),
     (CXLMetrics, (metrics.KVConnectorPromMetrics,)),
     (PoolBackend, (cpu_attn.CPUAttentionBackend,)),
+    (GpuPoolBackend, (backend.AttentionBackend,)),
+    (GpuPoolBuilder, (backend.AttentionMetadataBuilder,)),
     (SeatManager, (SingleTypeKVCacheManager,)),
 ]
 

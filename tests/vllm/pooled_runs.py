@@ -154,6 +154,86 @@ def same(folder: Path, model: str) -> Found:
     return {"equal": [first == wanted, second == wanted], "cached": [none, cached], **run.state()}
 
 
+def as_on_a_gpu(folder: Path, model: str) -> Found:
+    """`same` by what CUDA engines run: their backend, and steps over a link, here of host tensors.
+    Whether the engine's kernels and streams go with it takes a GPU."""
+    from functools import partial
+
+    import torch
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from cxlkv.adapters.vllm import connector, plugin
+    from cxlkv.adapters.vllm.device import DeviceStep, Link
+
+    plugin.register()
+    path = "cxlkv.adapters.vllm.gpu_attention.GpuPoolBackend"
+    stock = AttentionBackendEnum.CPU_ATTN.get_path()
+    made: list[DeviceStep] = []
+
+    class Noted(DeviceStep):
+        def __init__(self, *given: object):
+            super().__init__(*given)  # type: ignore[arg-type]
+            made.append(self)
+
+    run = Run.__init__
+
+    def chosen(self: Run, folder: Path, extra: Found | None = None, *given: object) -> None:
+        register_backend(AttentionBackendEnum.CPU_ATTN, stock if extra is None else path)
+        run(self, folder, extra, *given)  # type: ignore[arg-type]
+
+    vars(connector)["steps_on"] = lambda device: partial(Noted, Link(torch.device(device)))
+    Run.__init__ = chosen  # type: ignore[assignment, method-assign]
+    found = same(folder, model)
+    return {**found, "steps": len(made)}
+
+
+def chosen_on_cuda(folder: Path) -> Found:
+    """What vLLM's CUDA platform makes of CUSTOM, by its own code, but for its library in C, which
+    is not in a build for CPU."""
+    del folder
+    from types import ModuleType, SimpleNamespace
+    from unittest.mock import patch
+
+    import torch
+    from vllm import platforms
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from cxlkv.adapters.vllm import gpu_attention, plugin
+
+    sys.modules["vllm._C_stable_libtorch"] = ModuleType("vllm._C_stable_libtorch")
+    from vllm.platforms.cuda import CudaPlatformBase
+
+    class Cuda(CudaPlatformBase):  # type: ignore[misc]
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return DeviceCapability(9, 0)
+
+    platforms._current_platform = Cuda()
+    plugin.register()
+    asked = AttentionSelectorConfig(
+        head_size=128,
+        dtype=torch.bfloat16,
+        kv_cache_dtype="auto",
+        block_size=16,
+        has_sliding_window=True,
+        use_kv_connector=True,
+    )
+    found: Found = {}
+    for form in ("pool", "engine"):
+        transfer = SimpleNamespace(
+            kv_connector="CXLConnector", kv_connector_extra_config={"attention": form}
+        )
+        config = SimpleNamespace(kv_transfer_config=transfer)
+        with patch.object(gpu_attention, "get_current_vllm_config_or_none", lambda of=config: of):
+            try:
+                found[form] = Cuda.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, asked)
+            except ValueError as error:
+                found[form] = str(error)
+    return {"told": found}
+
+
 def preempted(folder: Path) -> Found:
     """More than the pool holds at once."""
     texts = prompts((200,) * 6)
@@ -304,6 +384,9 @@ def refused(folder: Path) -> Found:
 RUNS = {
     "same": lambda folder: same(folder, "llama"),
     "windows": lambda folder: same(folder, "gemma2"),
+    "gpu": lambda folder: as_on_a_gpu(folder, "llama"),
+    "gpu_windows": lambda folder: as_on_a_gpu(folder, "gemma2"),
+    "chosen_on_cuda": chosen_on_cuda,
     "preempted": preempted,
     "space": space,
     "budgets": budgets,

@@ -39,6 +39,7 @@ class Seen(TypedDict, total=False):
     aborted: int
     seed: int
     told: dict[str, str]
+    steps: int
 
 
 @pytest.fixture(scope="session")
@@ -81,6 +82,23 @@ def test_the_tokens_are_those_of_stock_vllm(name: str, run: Callable[[str], Seen
     assert seen["cached"] == [[0, 0, 0, 0], [288, 32, 672, 0]]
     assert not seen["failures"]
     assert seen["clean"]
+
+
+@pytest.mark.parametrize("name", ["gpu", "gpu_windows"])
+def test_what_gpu_engines_run_gives_the_same_tokens(name: str, run: Callable[[str], Seen]) -> None:
+    """Their backend and steps, with tensors of the host in the place of a GPU's."""
+    seen = run(name)
+    assert seen["equal"] == [True, True]
+    assert seen["cached"] == [[0, 0, 0, 0], [288, 32, 672, 0]]
+    assert seen["steps"] > 30
+    assert not seen["failures"]
+    assert seen["clean"]
+
+
+def test_custom_is_ours_on_cuda_where_attention_is_in_the_pool(run: Callable[[str], Seen]) -> None:
+    told = run("chosen_on_cuda")["told"]
+    assert told["pool"] == "cxlkv.adapters.vllm.gpu_attention.GpuPoolBackend"
+    assert "leave --attention-backend away" in told["engine"]
 
 
 def test_requests_that_were_preempted_go_on(run: Callable[[str], Seen]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.attention.backend import (
     AttentionImpl,
     AttentionMetadataBuilder,
@@ -48,6 +48,19 @@ def in_pool(config: VllmConfig | None) -> bool:
     return bool(extra.get("attention") == "pool")
 
 
+def built(config: VllmConfig | None) -> VllmConfig | None:
+    """Layers of this engine are being built."""
+    global _built
+    _built = config
+    return config
+
+
+def spec_of(spec: AttentionSpec) -> AttentionSpec:
+    """What a layer keeps in the engine: a seat where K and V live in the pool, else its own."""
+    config = _config()
+    return seat_spec(spec, config) if config is not None and in_pool(config) else spec
+
+
 def _config() -> VllmConfig | None:
     return get_current_vllm_config_or_none() or _built
 
@@ -57,9 +70,8 @@ class PoolBackend(CPUAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
-        global _built
-        _built = get_current_vllm_config_or_none()
-        return PoolImpl if in_pool(_built) else CPUAttentionBackendImpl
+        config = built(get_current_vllm_config_or_none())
+        return PoolImpl if in_pool(config) else CPUAttentionBackendImpl
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
@@ -67,10 +79,7 @@ class PoolBackend(CPUAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        config = _config()
-        if config is None or not in_pool(config):
-            return super().customize_spec(spec)
-        return seat_spec(spec, config)
+        return spec_of(super().customize_spec(spec))
 
 
 @dataclass
@@ -164,6 +173,8 @@ class PoolImpl(AttentionImpl[PoolMetadata]):
             raise UnsupportedError("attention in the pool has no quantized output")
         if attn_metadata is None:  # the engine warms up
             return output
+        if not has_kv_transfer_group():  # so it does on a GPU, with seats that nobody has
+            return output.zero_()
         pooled: Pooled = get_kv_transfer_group().pooled
         step = pooled.step(attn_metadata.seats, attn_metadata.starts, attn_metadata.lengths)
         step.attend(pooled.layers[str(layer.layer_name)], query, key, value, output, self._scores)

@@ -25,6 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from cxlkv.adapters.vllm import pools, startup
 from cxlkv.adapters.vllm.blocks import enter_room, pooled_layout, speculated_tokens
 from cxlkv.adapters.vllm.counting import Counting, Looking
+from cxlkv.adapters.vllm.device import steps_on
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message, Report
 from cxlkv.adapters.vllm.metrics import Reporting
@@ -195,11 +196,16 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         assert self.counting is not None, "called in a worker"
         return self.counting
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, object]) -> bool:
+        return extra_config.get("attention") == "pool"  # the host has its part in every layer
+
     # ---- worker ----
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._in_pool:
-            self.pooled = self._make_pooled(list(kv_caches))
+            device = next(iter(kv_caches.values())).device
+            self.pooled = self._make_pooled(list(kv_caches), device)
             return
         config, tokens = self._vllm_config, self._spec.block_size
         ranks = pools.ranks_of(config, config.parallel_config.rank)
@@ -224,7 +230,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         )
         self.looking = Looking(pool)
 
-    def _make_pooled(self, names: list[str]) -> Pooled:
+    def _make_pooled(self, names: list[str], device: torch.device) -> Pooled:
         config = self._vllm_config
         ranks = pools.ranks_of(config, config.parallel_config.rank)
         page_tokens = gcd(PAGE_TOKENS, self._spec.block_size)
@@ -245,6 +251,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             rank=ranks.rank,
             ranks=ranks.count,
             decode_rows=1 + speculated_tokens(config),
+            step=steps_on(device),
         )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

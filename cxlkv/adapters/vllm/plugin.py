@@ -46,11 +46,21 @@ def _log_as_engine() -> None:
 
 
 def _register_attention() -> None:
-    """In place of the CPU's: the stock one, unless the engine's settings ask for the pool's."""
+    """On CPU in place of the engine's: the stock one, unless the settings ask for the pool's. On
+    CUDA as CUSTOM, which a user asks for, and which another plugin may have taken."""
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    path = "cxlkv.adapters.vllm.attention.PoolBackend"
-    register_backend(AttentionBackendEnum.CPU_ATTN, path)
+    folder = "cxlkv.adapters.vllm"
+    if not current_platform.is_cuda():
+        register_backend(AttentionBackendEnum.CPU_ATTN, f"{folder}.attention.PoolBackend")
+    elif not AttentionBackendEnum.CUSTOM.is_overridden():
+        register_backend(AttentionBackendEnum.CUSTOM, f"{folder}.gpu_attention.GpuPoolBackend")
+    else:
+        log.warning(
+            "cxlkv: --attention-backend CUSTOM is %s, of another plugin: no attention in the pool",
+            AttentionBackendEnum.CUSTOM.get_path(),
+        )
 
 
 def check_version(version: str) -> None:

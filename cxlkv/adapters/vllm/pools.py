@@ -220,7 +220,8 @@ def _check_seats(names: Sequence[str]) -> None:
     if "SeatSpec" not in names:
         raise UnsupportedError(
             "cxlkv: attention in the pool, but the layers do not know of it: vLLM has not loaded "
-            "the plugin cxlkv. Install cxlkv where vLLM is; if VLLM_PLUGINS is set, name it there"
+            "the plugin cxlkv, or its attention was not chosen. Install cxlkv where vLLM is; if "
+            "VLLM_PLUGINS is set, name it there; on a GPU add --attention-backend CUSTOM"
         )
     others = ", ".join(sorted({name for name in names if name != "SeatSpec"}))
     if others:
