@@ -356,7 +356,7 @@ def launch(
 
 
 def variants() -> list[Variant]:
-    """Usual shapes: grouped heads, pages of 16 tokens; MLA with pages and with single rows."""
+    """Usual shapes: grouped heads, pages of 16 tokens; prompts; MLA by pages and by rows."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     usual = Shape(bf16, bf16, 128, 128, True, 4, 1, 16, False)
     mla = replace(usual, dim=576, value_dim=512, own_values=False, group=16)
@@ -373,6 +373,10 @@ def variants() -> list[Variant]:
         "gqa_bf16_4_rows": replace(usual, rows=4),
         "gqa_bf16_8_rows": replace(usual, rows=8),
         "gqa_bf16_16_heads_4_rows": replace(usual, group=16, rows=4),
+        "gqa_bf16_512_rows": replace(usual, rows=512, page_tokens=64),  # a chunk of a prompt
+        "gqa_bf16_512_rows_softcap_dim_256": replace(
+            usual, rows=512, page_tokens=64, dim=256, value_dim=256, group=2, softcap=True
+        ),
         "mla_bf16": replace(mla, page_tokens=64),
         "mla_bf16_tokens": tokens,
         "mla_fp16_tokens": replace(tokens, dtype=fp16, query_dtype=fp16),
