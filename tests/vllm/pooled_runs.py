@@ -25,6 +25,7 @@ os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_LOGGING_LEVEL="WARNING",
 )
+os.environ.pop("TRITON_INTERPRET", None)  # which pytest has set: torch is many times faster
 
 Found = dict[str, object]
 Tokens = list[list[int]]
