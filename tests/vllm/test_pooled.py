@@ -52,7 +52,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(models: Path, tmp_path: Path) -> Callable[[str], Seen]:
+def run(
+    models: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> Callable[[str], Seen]:
     for model in models.iterdir():
         (tmp_path / model.name).symlink_to(model)
 
@@ -68,7 +70,7 @@ def run(models: Path, tmp_path: Path) -> Callable[[str], Seen]:
             log.seek(0)
             assert done.returncode == 0, log.read()[-3000:]
         seen: Seen = json.loads(done.stdout)
-        print(f"{name}: {seen}")
+        record_property("show", f"attention in the pool, {name}: {seen}")
         return seen
 
     return start

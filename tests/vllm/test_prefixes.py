@@ -165,6 +165,25 @@ def test_aborts_at_random_and_a_kill_leave_nothing(
     assert check(folder)["pages_held"] == 0
 
 
+@pytest.mark.parametrize("attention", ["engine", "pool"])
+def test_many_requests_at_once(
+    make_engine: MakeEngine, tmp_path: Path, seed: int, attention: str
+) -> None:
+    folder, extra = folder_in(tmp_path)
+    stock = make_engine(max_num_seqs=128)
+    ours = make_engine({**extra, "attention": attention}, max_num_seqs=128)
+    assert (stock.ready(), ours.ready()) == (None, None)
+    asked = storm_prompts(512)
+    wanted = stock.storm(asked, max_tokens=3, share=0.0, seed=seed)
+    assert len(wanted["done"]) == 512
+    for _ in range(2):
+        assert ours.storm(asked, max_tokens=3, share=0.0, seed=seed) == wanted
+        ours.forget()
+    ours.end()
+    stock.end()
+    assert check(folder)["pages_held"] == 0
+
+
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_slow_pool_is_given_up_at_the_deadline(
     make_engine: MakeEngine, tmp_path: Path, load: str
