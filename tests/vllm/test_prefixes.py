@@ -133,10 +133,12 @@ def test_several_processes_load_beside_the_steps_what_another_engine_stored(
     assert check(folder)["pages_held"] == 0
 
 
+@pytest.mark.parametrize("attention", ["engine", "pool"])
 def test_aborts_at_random_and_a_kill_leave_nothing(
-    make_engine: MakeEngine, tmp_path: Path, seed: int
+    make_engine: MakeEngine, tmp_path: Path, seed: int, attention: str
 ) -> None:
     folder, extra = folder_in(tmp_path)
+    extra = {**extra, "attention": attention}
     one = make_engine(extra)
     assert one.ready() is None
     asked = storm_prompts()
