@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
@@ -15,6 +15,9 @@ from cxlkv.errors import CXLKVError
 
 from .engines import LAYERS, VOCABULARY_SIZE, Engine
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 @pytest.fixture(autouse=True, scope="session")
 def vllm_is_there() -> None:
@@ -22,9 +25,20 @@ def vllm_is_there() -> None:
         pytest.skip("vLLM is not installed here: `make test-vllm` has an environment of its own")
 
 
+def saved(made: PreTrainedModel, folder: Path) -> Path:
+    """Random weights, and not small ones: logits would hardly depend on keys and values."""
+    import torch
+
+    for weight in made.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.12)
+    made.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def model(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama whose logits depend on its keys and values: small weights would hide them."""
+    """A random Llama."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,13 +53,7 @@ def model(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Path
         vocab_size=VOCABULARY_SIZE,
         max_position_embeddings=4096,
     )
-    made = LlamaForCausalLM(config)
-    for weight in made.parameters():
-        if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=0.12)
-    folder = tmp_path_factory.mktemp("model")
-    made.save_pretrained(folder)
-    return folder
+    return saved(LlamaForCausalLM(config), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
@@ -67,13 +75,7 @@ def windowed_model(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory
         sliding_window=64,
         layer_types=["sliding_attention", "full_attention"] * 2,
     )
-    made = Gemma3ForCausalLM(config)
-    for weight in made.parameters():
-        if weight.dim() > 1:
-            torch.nn.init.normal_(weight, std=0.12)
-    folder = tmp_path_factory.mktemp("windowed")
-    made.save_pretrained(folder)
-    return folder
+    return saved(Gemma3ForCausalLM(config), tmp_path_factory.mktemp("windowed"))
 
 
 class MakeEngine(Protocol):

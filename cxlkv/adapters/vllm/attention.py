@@ -111,13 +111,17 @@ class PoolBuilder(AttentionMetadataBuilder[PoolMetadata]):
         fast_build: bool = False,
     ) -> PoolMetadata:
         common = common_attn_metadata
-        count = common.num_reqs
+        seats, lengths = self._seats_and_lengths(common)
         return PoolMetadata(
             num_actual_tokens=common.num_actual_tokens,
-            seats=common.block_table_tensor[:count, 0].tolist(),
-            starts=common.query_start_loc_cpu[: count + 1].numpy().astype(np.int32),
-            lengths=common.seq_lens[:count].tolist(),
+            seats=seats,
+            starts=common.query_start_loc_cpu[: common.num_reqs + 1].numpy().astype(np.int32),
+            lengths=lengths,
         )
+
+    def _seats_and_lengths(self, common: CommonAttentionMetadata) -> list[list[int]]:
+        count = common.num_reqs
+        return [common.block_table_tensor[:count, 0].tolist(), common.seq_lens[:count].tolist()]
 
 
 class PoolImpl(AttentionImpl[PoolMetadata]):

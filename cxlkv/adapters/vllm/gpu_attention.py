@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.platforms.interface import DeviceCapability
@@ -22,7 +21,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from cxlkv.adapters.vllm import attention
-from cxlkv.adapters.vllm.attention import PoolBuilder, PoolImpl, PoolMetadata
+from cxlkv.adapters.vllm.attention import PoolBuilder, PoolImpl
 from cxlkv.errors import UnsupportedError
 
 
@@ -103,19 +102,8 @@ class GpuPoolBuilder(PoolBuilder):
                 "--enable-dbo and --ubatch-size"
             )
 
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> PoolMetadata:
-        common = common_attn_metadata
+    def _seats_and_lengths(self, common: CommonAttentionMetadata) -> list[list[int]]:
         count = common.num_reqs
         both = [common.block_table_tensor[:count, 0], common.seq_lens[:count]]
-        seats, lengths = torch.stack([one.to(torch.int64) for one in both]).tolist()
-        return PoolMetadata(
-            num_actual_tokens=common.num_actual_tokens,
-            seats=seats,
-            starts=common.query_start_loc_cpu[: count + 1].numpy().astype(np.int32),
-            lengths=lengths,
-        )
+        found: list[list[int]] = torch.stack([one.to(torch.int64) for one in both]).tolist()
+        return found
