@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,7 +15,7 @@ from cxlkv.errors import MemoryShortError
 
 pytest.importorskip("torch", reason="vLLM's tensors are torch's")
 
-from cxlkv.adapters.vllm.pooled import Pooled
+from cxlkv.adapters.vllm.pooled import Pooled, Scores, attend_alone
 
 from .pooled_texts import (
     BLOCK,
@@ -27,6 +28,9 @@ from .pooled_texts import (
     layout,
     run,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @pytest.fixture
@@ -111,6 +115,25 @@ def test_a_hit_that_is_gone_gives_zeros_and_is_computed_again(
     assert is_right(run(pooled, Message(), [(3, one, 0, 70)])[0])
     assert not pooled.bad_blocks()
     assert pooled.report().failures["stale"] >= 1
+
+
+def test_many_rows_are_given_to_who_is_faster(pool: CXLPool) -> None:
+    given: list[tuple[int, int]] = []
+
+    def many(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
+        given.append((len(q), len(k)))
+        whole = q.new_zeros(len(k), *q.shape[1:])
+        whole[-len(q) :] = q
+        return attend_alone(whole, k, v, scores)[-len(q) :]
+
+    pooled = Pooled(pool, NAMES, block_tokens=BLOCK, many=many)
+    one, two = Text("one", 140), Text("two", 140)
+    started = [one.start(1), two.start(2)]
+    first = run(pooled, Message(started=started), [(1, one, 0, 70), (2, two, 0, 9)])
+    second = run(pooled, Message(), [(1, one, 70, 3), (2, two, 9, 64)])
+    assert all(is_right(found) for found in [*first, *second])
+    assert given == [(70, 70), (64, 73)], "the other layer has a window"
+    pooled.close()
 
 
 def test_a_damaged_page_is_forgotten_and_harms_only_its_own(

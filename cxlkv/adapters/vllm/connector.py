@@ -24,6 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cxlkv.adapters.vllm import pools, startup
 from cxlkv.adapters.vllm.blocks import enter_room, pooled_layout, speculated_tokens
+from cxlkv.adapters.vllm.chunks import chunks_on
 from cxlkv.adapters.vllm.counting import Counting, Looking
 from cxlkv.adapters.vllm.device import steps_on
 from cxlkv.adapters.vllm.loading import BlockMemory
@@ -252,6 +253,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             ranks=ranks.count,
             decode_rows=1 + speculated_tokens(config),
             step=steps_on(device),
+            many=chunks_on(device, self._spec.dtype),
         )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

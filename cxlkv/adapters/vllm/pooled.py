@@ -45,9 +45,12 @@ Kind = tuple[str, ...]
 """How rows are attended: the words of a budget (union, per), which one call shares, or one of:"""
 ALL: Kind = ()
 EARLIER: Kind = ("earlier",)  # pages that hold anything from before the step
+MANY: Kind = ("many",)  # all pages, by Many where the layer has no window
 OWN: Kind = ("own",)  # none: the step's own K and V are all there is, and somebody has them
 
 ROWS_ALONE = 256
+ROWS_MANY = 64
+"""From so many rows of a request on it pays to copy its pages for a kernel that is faster."""
 
 KINDS: tuple[tuple[type[CXLKVError], str], ...] = (
     (CorruptError, "corrupt"),
@@ -73,7 +76,8 @@ class Pooled:
     layers: the engine's names of the pool's layers, in order. block_tokens: of the engine's keys,
     whole pages. rank: of this shard, by which a message's handles are told apart; ranks: how many
     there are. decode_rows: a request that has tokens and brings at most so many more is decoding,
-    which is what budgets are for. step: makes a Step; None: of tensors in host memory.
+    which is what budgets are for. step: makes a Step; None: of tensors in host memory. many:
+    attends for many rows of one request, where that is faster than the pool.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Pooled:
         ranks: int = 1,
         decode_rows: int = 1,
         step: MakeStep | None = None,
+        many: Many | None = None,
     ):
         self.pool, self.tiers = pool, Tiers(pool)
         self.layers = {name: place for place, name in enumerate(layers)}
@@ -95,6 +100,7 @@ class Pooled:
         self._held: dict[str, Held] = {}
         self._seats: dict[int, Held] = {}
         self._make_step: MakeStep = step or Step
+        self.many = many
         self._step: Step | None = None
         self._failed: set[int] = set()
         self._batches: dict[tuple[str, ...], Batch] = {}  # of the last step, to be used again
@@ -340,7 +346,10 @@ class Step:
     def _kind(self, place: int) -> Kind:
         budget = self._of(place).options.budget
         decodes = 0 < self._count(place) <= self._pooled.decode_rows and self.computed[place] > 0
-        return (budget.union, budget.per) if budget is not None and decodes else ALL
+        if budget is not None and decodes:
+            return (budget.union, budget.per)
+        many = self._pooled.many is not None and self._count(place) >= ROWS_MANY
+        return MANY if many else ALL
 
     def _count(self, place: int) -> int:
         return int(self.starts[place + 1] - self.starts[place])
@@ -355,7 +364,7 @@ class Step:
             starts=np.concatenate([[0], np.cumsum(rows)]).astype(np.int32),
             batch=self._pooled.batch(held),
             kind=kind,
-            budgets=budgets if kind not in (ALL, EARLIER, OWN) else [],
+            budgets=budgets if kind not in (ALL, MANY, EARLIER, OWN) else [],
         )
 
     def _rows(self, places: list[int]) -> slice[int, int] | torch.Tensor:
@@ -382,7 +391,10 @@ class Step:
         self._each(self._all, lambda group: group.append(layer, k, v))
 
         def near(group: Group) -> None:
-            out[group.rows], _ = group.attend(layer, q, scores)
+            if group.kind == MANY and scores.window is None:
+                self._attend_many(group, layer, q, out, scores)
+            else:
+                out[group.rows], _ = group.attend(layer, q, scores)
 
         self._each(self._groups, near)
         if len(self._places) == len(self.held) and not self.broken:
@@ -392,6 +404,17 @@ class Step:
                 rows = self._rows([place])
                 out[rows] = attend_alone(q[rows], k[rows], v[rows], scores)
         self._fill_failed(out)
+
+    def _attend_many(
+        self, group: Group, layer: int, q: torch.Tensor, out: torch.Tensor, scores: Scores
+    ) -> None:
+        many = self._pooled.many
+        assert many is not None
+        for place, sequence in zip(group.places, group.batch.sequences, strict=True):
+            rows = slice(int(self.starts[place]), int(self.starts[place + 1]))
+            tokens = sequence.tokens(layer)
+            keys, values = (tokens_of(one, tokens) for one in sequence.fetch(layer))
+            out[rows] = many(q[rows], keys, values, scores)
 
     def _each(self, groups: list[Group], work: Callable[[Group], None]) -> None:
         """A call for a group; when that fails, one by one, to find out whose failure it is."""
@@ -426,6 +449,11 @@ class Step:
             if lost and self._count(place):
                 out[self._rows([place])] = 0
                 self.failed.add(self.seats[place])
+
+
+def tokens_of(pages: object, tokens: int) -> torch.Tensor:
+    """[kv_heads, pages, page_tokens, dim] as [tokens, kv_heads, dim]."""
+    return torch.as_tensor(pages).flatten(1, 2)[:, :tokens].transpose(0, 1)
 
 
 def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
@@ -469,6 +497,8 @@ def damaged_pages(pool: CXLPool, sequence: Sequence) -> list[int]:
     return sorted(damaged)
 
 
+Many = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scores], torch.Tensor]
+"""From q [rows, heads, dim] of a text's last tokens, and k and v of all of them: attention."""
 MakeStep = Callable[[Pooled, Sequences[int], Ints, Sequences[int]], Step]
 
 
