@@ -63,6 +63,32 @@ def test_nothing_is_done_before_its_bytes_are_there(path: str) -> None:
         loader.close()
 
 
+def test_a_load_that_fails_for_any_reason_ends_and_the_next_one_goes_on(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = np.zeros((1, 4, 2, TOKENS, 8), np.float32)
+    values = np.zeros_like(keys)
+    made = np.random.default_rng(1).standard_normal((TOKENS, 2, 8)).astype(np.float32)
+    with CXLPool.open(path, threads=1) as pool:
+        loads = []
+        for block in (1 << 40, 2):  # the first one is no int32
+            sequence = pool.sequence()
+            for layer in range(3):
+                sequence.append(layer, made, made)
+            loads.append(Load(pool, [Part("a", sequence, [block], 0)], deadline_s=60))
+        loader = Loader([BlockMemory(keys[0], values[0])] * 3)
+        for load in loads:
+            loader.begin(load)
+        for load in loads:
+            load.wait(4)
+        loader.close()
+        assert [load.parts[0].good for load in loads] == [0, 1]
+        assert loads[0].parts[0].bad_blocks() == [1 << 40]
+        assert pool.stats()["pages_held"] == 0
+    assert np.array_equal(keys[0, 2], made.swapaxes(0, 1))
+    assert "the engine computes instead" in caplog.text
+
+
 def test_a_request_that_waits_for_its_hit_goes_on_when_all_of_it_is_there(path: str) -> None:
     first, second = Engine([path]), Engine([path], Settings(load="async", deadline_s=60))
     first.add("a", text(1, 33))

@@ -6,6 +6,7 @@ the thread has left them, at most one layer's copy later.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -18,6 +19,8 @@ from cxlkv.arrays import Array
 from cxlkv.errors import CorruptError, CXLKVError
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
+
+log = logging.getLogger("cxlkv")
 
 
 @dataclass
@@ -77,11 +80,11 @@ class Load:
                 if self._given_up or self._layers < len(memory):
                     for part in self.parts:
                         part.good = 0
-                for part in self.parts:
-                    if part.sequence is not None:
-                        part.sequence.release()
                 self.has_ended = True
                 self._changed.notify_all()
+            for part in self.parts:
+                if part.sequence is not None:
+                    part.sequence.release()
 
     def _bring(self, layer: int, own: BlockMemory) -> None:
         """What cannot be read ends its part there; the parts before it stay right."""
@@ -147,7 +150,10 @@ class Loader:
                 if self._ended:
                     return
                 load = self._waiting.popleft()
-            load.run(self._memory)
+            try:
+                load.run(self._memory)
+            except Exception:  # without the thread all later loads would be waited for in vain
+                log.exception("a load failed; the engine computes instead")
 
     def close(self) -> None:
         """Ends the thread after its current layer; loads that did not begin are given up."""
