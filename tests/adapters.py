@@ -332,12 +332,12 @@ class AdapterSuite:
         ids, size = self.text(4.5), self.driver.page_size
         wanted = self.stored(engine, ids)
         assert self.loaded(engine, ids) == 4 * size
-        assert engine.adapter.mend(self.keys(ids)) == 0
+        assert engine.adapter.mend(self.keys(ids)) == []
         engine.give("second", ids)
         damage(path, self.keys(ids), block=3, kind="values")
         with pytest.raises(CorruptError):
             engine.attends("second", ids)
-        assert engine.adapter.mend(self.keys(ids)) == 1
+        assert engine.adapter.mend(self.keys(ids)) == [3]
         assert self.matched(engine, ids) == 3 * size
         release(engine, "first", "second")
         assert self.loaded(engine, ids) == 3 * size

@@ -77,9 +77,9 @@ class EngineAdapter(Protocol):
     def release(self, request: str) -> None:
         """Give the request's pages back; of one that is not there nothing."""
 
-    def mend(self, keys: PageKeys) -> int:
+    def mend(self, keys: PageKeys) -> list[int]:
         """After a CorruptError while a request's pages were read: takes damaged ones of these keys
-        out, and returns of how many keys. The request is released and computed anew."""
+        out, and returns which keys' (by number). The request is released and computed anew."""
 
     def events(self) -> list[Event]:
         """What was stored and removed since the last call, in order."""
@@ -215,11 +215,12 @@ class PoolRequests:
             self._note(Event("removed", keys))
         return count
 
-    def mend(self, keys: PageKeys) -> int:
-        damaged = PageKeys(keys.packed[self._damaged(keys)], keys.page_tokens, keys.strict)
+    def mend(self, keys: PageKeys) -> list[int]:
+        damaged = np.flatnonzero(self._damaged(keys))
         if len(damaged):
-            self.forget(damaged)
-        return len(damaged)
+            self.forget(PageKeys(keys.packed[damaged], keys.page_tokens, keys.strict))
+        found: list[int] = damaged.tolist()
+        return found
 
     def _damaged(self, keys: PageKeys) -> npt.NDArray[np.bool_]:
         """Of which keys a published page is not what was written; every byte is read."""

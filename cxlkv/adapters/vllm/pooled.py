@@ -36,7 +36,7 @@ from cxlkv.errors import CorruptError, CXLKVError, PoolFullError, StaleError
 from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
-from cxlkv.sequence import Batch, Sequence
+from cxlkv.sequence import Batch
 from cxlkv.tiers import Tiers
 
 Ints = npt.NDArray[np.int32]
@@ -229,14 +229,11 @@ class Pooled:
 
     def _forget(self, held: Held) -> None:
         try:
-            damaged = damaged_pages(self.pool, self.requests.sequences[held.name])
+            damaged = self.requests.mend(self._keys(held))
         except CXLKVError as error:
             self.count(error)
             return
-        keys, pages = self._keys(held), self.block_tokens // self.pool.layout.page_tokens
-        for block in sorted({page // pages for page in damaged}):
-            if self.requests.forget(keys[block : block + 1]):
-                self._report.removed.append(Span(held.name, block, block + 1))
+        self._report.removed += [Span(held.name, block, block + 1) for block in damaged]
 
     def count(self, error: CXLKVError) -> None:
         self.requests.fail(kind_of(error), error)
@@ -476,25 +473,6 @@ def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scor
         mixed = torch.einsum("hgqk,khd->qhgd", weights, values)
         found[some] = mixed.reshape(-1, heads, v.shape[2]).to(q.dtype)
     return found
-
-
-def damaged_pages(pool: CXLPool, sequence: Sequence) -> list[int]:
-    """Complete pages of a sequence that are not what was written, in any layer."""
-    batch, layout = pool.batch([sequence]), pool.layout
-    none = np.empty((1, layout.kv_heads, 0), np.float32)
-    counts = np.ones((1, layout.kv_heads), np.int32)
-    damaged: set[int] = set()
-    for layer, window in enumerate(layout.windows):
-        tokens = sequence.tokens(layer)
-        first = 0 if window is None else max(0, tokens - window) // layout.page_tokens
-        for page in range(first, tokens // layout.page_tokens):
-            rows = np.full((1, layout.kv_heads, 1), page, np.int32)
-            try:
-                starts = np.zeros(2, np.int32)
-                batch.verify(layer, Selection(rows, none, counts, 0, 0, "sequence", starts))
-            except CorruptError:
-                damaged.add(page)
-    return sorted(damaged)
 
 
 Many = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scores], torch.Tensor]
