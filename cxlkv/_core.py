@@ -528,6 +528,11 @@ def sequence_pages(sequence: Handle) -> npt.NDArray[np.uint32]:
     return pages[: check(got)]
 
 
+def pool_prefault(pool: Handle, offset: int, size: int) -> int:
+    """Brings so many bytes of the region into memory; returns the next offset."""
+    return check(lib.cxlkv_pool_prefault(pool, offset, size))
+
+
 def pool_memory(pool: Handle) -> tuple[int, int]:
     """(address, bytes) of the region in this process, until the pool is closed."""
     address = ffi.new("uint64_t *")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import numpy.typing as npt
 
-from cxlkv import _core, audit, bulk
+from cxlkv import _core, audit, bulk, prefault
 from cxlkv.closing import Closing
 from cxlkv.coherence import (
     DURABLE,
@@ -481,6 +481,18 @@ class CXLPool(Closing):
             return placement_of(self._handle, OPEN_PAGES).summary()
         except SystemCallError as error:  # a container may forbid to ask
             return {"policy": f"not known: {error}"}
+
+    def prefault(self, *, background: bool = False) -> None:
+        """Bring all of the pool's memory into place now: at its first use each page of it is zeroed
+        and mapped, which takes longer than a copy. A reader of the pool sees no change.
+
+        background=True: in a thread, which ends with the pool at the latest. Raises
+        SystemCallError on kernels before Linux 5.14.
+        """
+        if background:
+            self.before_close(prefault.begin(self._handle))
+        else:
+            prefault.run(self._handle)
 
     def before_close(self, call: Callable[[], object]) -> None:
         """Have it called once, before the memory is unmapped: for who lent it to a device."""

@@ -20,7 +20,7 @@ LAYERS = (
     {"errors", "config", "layout", "certificate", "state", "closing"},
     {"arrays"},
     {"_core"},
-    {"sysfs", "bulk"},
+    {"sysfs", "bulk", "prefault"},
     {"topology", "nodes", "devices", "placing", "regions", "pool_config", "emulation"},
     {"suggestions"},
     {"coherence", "cold_file", "pages"},

@@ -397,6 +397,10 @@ int64_t cxlkv_sequence_pages(cxlkv_sequence *sequence, uint32_t *pages, uint64_t
 /* Where the region begins in this process, for who reads it past the core (a GPU), until the pool
  * is closed; returns its bytes. */
 int64_t cxlkv_pool_memory(cxlkv_pool *pool, uint64_t *address);
+/* Brings bytes of the region into memory and into this process's map of it, from `offset` on in
+ * whole pages of memory, which else happens at the first use of each. Nothing is changed, and of
+ * what lies on a disk nothing is written out. Returns where it ended: the next offset. */
+int64_t cxlkv_pool_prefault(cxlkv_pool *pool, uint64_t offset, uint64_t bytes);
 /* Of the pages of one layer from `first` on that are complete in it: where in the region the K of
  * all kv heads begins (from head to head it is key_piece_bytes), and the V (the K again, where
  * values are the first channels of the keys), and the page's descriptor; its id and generation.

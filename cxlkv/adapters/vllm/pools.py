@@ -92,6 +92,7 @@ def make_or_open(
             pool = _opened(path, layout)
     found = startup.measure(pool.overview(), made, tokens_of(pool), ranks.rank, ranks.count)
     startup.say(found, wanted_tokens)
+    pool.prefault(background=True)  # else the first texts that are saved pay for it
     return pool
 
 

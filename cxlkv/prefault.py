@@ -1,0 +1,42 @@
+"""A pool's memory brought into place ahead of its use, in steps, so that it can be stopped."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from cxlkv import _core
+from cxlkv.errors import CXLKVError
+
+log = logging.getLogger("cxlkv")
+
+STEP_BYTES = 16 << 20
+"""At once: the kernel lets nobody map or unmap memory of this process for that long, 5 to 40 ms."""
+
+
+def run(pool: _core.Handle, is_over: Callable[[], bool] = lambda: False) -> None:
+    """All of it, or until is_over()."""
+    size, offset = _core.pool_memory(pool)[1], 0
+    while offset < size and not is_over():
+        offset = _core.pool_prefault(pool, offset, STEP_BYTES)
+
+
+def begin(pool: _core.Handle) -> Callable[[], None]:
+    """The same in a thread; returns what ends it, to be called before the pool is closed."""
+    over = threading.Event()
+
+    def work() -> None:
+        try:
+            run(pool, over.is_set)
+        except CXLKVError as error:
+            log.info("the pool's memory comes into place when it is used first: %s", error)
+
+    thread = threading.Thread(target=work, name="cxlkv-prefault", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        over.set()
+        thread.join()
+
+    return end

@@ -1,0 +1,85 @@
+"""Memory that is brought into place ahead of its use: all of it, nothing changed, and stoppable."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cxlkv import CXLPool, KVLayout, _core
+from cxlkv import prefault as prefaulting
+from cxlkv.errors import ClosedError
+
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=64, page_tokens=16, dtype="float32")
+SIZE = 48 << 20
+
+
+def resident(pool: CXLPool) -> int:
+    """Bytes of the region that are mapped with memory behind them, in this process."""
+    address, size = _core.pool_memory(pool._handle)
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first:
+            begin = int(first.split("-")[0], 16)
+            inside = address <= begin < address + size
+        elif inside and first == "Rss:":
+            found += int(line.split()[1]) << 10
+    return found
+
+
+@pytest.fixture(params=["file", "anonymous"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "pool") if request.param == "file" else "anonymous:"
+
+
+def test_all_of_it_is_there_then_and_nothing_has_changed(where: str) -> None:
+    with CXLPool.create(where, layout=LAYOUT, capacity=SIZE) as pool:
+        size = _core.pool_memory(pool._handle)[1]
+        rows = np.random.default_rng(1).standard_normal((64, 2, 64)).astype(np.float32)
+        sequence = pool.sequence()
+        for layer in range(2):
+            sequence.append(layer, rows, -rows)
+        before = [np.array(one) for one in sequence.fetch(1)]
+        assert resident(pool) < size / 2
+        pool.prefault()
+        assert resident(pool) >= size
+        for one, other in zip(before, sequence.fetch(1), strict=True):
+            assert np.array_equal(one, other)
+        assert pool.check(deep=True)["clean"]
+
+
+def test_in_the_background_until_the_pool_is_closed(where: str) -> None:
+    pool = CXLPool.create(where, layout=LAYOUT, capacity=SIZE)
+    pool.prefault(background=True)
+    pool.close()
+    with pytest.raises(ClosedError):
+        pool.prefault()
+
+
+def test_it_can_be_stopped_between_two_steps(tmp_path: Path) -> None:
+    with CXLPool.create(tmp_path / "pool", layout=LAYOUT, capacity=SIZE) as pool:
+        asked = iter([False, True])
+        prefaulting.run(pool._handle, lambda: next(asked))
+        assert prefaulting.STEP_BYTES <= resident(pool) < SIZE
+
+
+def test_offsets_of_nowhere_and_a_file_that_was_cut(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "pool"
+    with CXLPool.create(path, layout=LAYOUT, capacity=SIZE) as pool:
+        size = _core.pool_memory(pool._handle)[1]
+        for offset, many in (
+            (size, 1),
+            (size - 1, 2**64 - 1),
+            (2**64 - 1, 2**64 - 1),
+            (0, 2**64 - 1),
+        ):
+            assert _core.pool_prefault(pool._handle, offset, many) == size
+        assert _core.pool_prefault(pool._handle, 0, 0) == 0
+        os.truncate(path, SIZE // 2)
+        with pytest.raises(OSError, match="cannot be brought into memory"):
+            pool.prefault()
