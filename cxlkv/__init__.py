@@ -8,6 +8,7 @@ from cxlkv.layout import KVLayout, LayerGroup
 from cxlkv.ndp.engine import Budget, Selection
 
 if TYPE_CHECKING:
+    from cxlkv.objects import Buffers, object_keys
     from cxlkv.pool import CXLPool
     from cxlkv.sequence import Batch, Hit, Sequence
     from cxlkv.tiers import Tiers
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "Budget",
+    "Buffers",
     "CXLKVError",
     "CXLPool",
     "Hit",
@@ -24,15 +26,18 @@ __all__ = [
     "Selection",
     "Sequence",
     "Tiers",
+    "object_keys",
 ]
 
 # What needs the C core is imported when it is asked for: cxlkv.ndp.portable runs without it.
 _OF_THE_CORE = {
     "CXLPool": "pool",
     "Batch": "sequence",
+    "Buffers": "objects",
     "Hit": "sequence",
     "Sequence": "sequence",
     "Tiers": "tiers",
+    "object_keys": "objects",
 }
 
 

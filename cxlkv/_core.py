@@ -15,7 +15,7 @@ import numpy.typing as npt
 from cxlkv import errors
 from cxlkv._native import ffi, lib
 from cxlkv.arrays import View
-from cxlkv.layout import DTYPES, VALUES, KVLayout, LayerGroup
+from cxlkv.layout import STORED, VALUES, KVLayout, LayerGroup
 
 _EXCEPTIONS: Mapping[int, type[errors.CXLKVError]] = {
     lib.CXLKV_E_NOT_A_POOL: errors.NotAPoolError,
@@ -250,7 +250,7 @@ def _layout_struct(layout: KVLayout, checksum: bool, sketch: bool) -> Any:
     made.layers, made.kv_heads = layout.layers, shape.kv_heads
     made.head_dim, made.value_head_dim = shape.head_dim, layout.value_head_dim
     made.page_tokens = layout.page_tokens
-    made.dtype = DTYPES.index(shape.dtype)
+    made.dtype = STORED.index(shape.dtype)
     made.values = VALUES.index(shape.values)
     made.group_count = len(layout.groups)
     made.windows = [group.window or 0 for group in layout.groups]
@@ -320,7 +320,7 @@ def pool_layout(pool: Handle) -> tuple[KVLayout, bool, bool]:
             kv_heads=got.kv_heads,
             head_dim=got.head_dim,
             value_head_dim=got.value_head_dim,
-            dtype=DTYPES[got.dtype],
+            dtype=STORED[got.dtype],
             window=got.windows[index] or None,
             values=VALUES[got.values],
         )
@@ -767,6 +767,112 @@ def forget_pages(
     given = (_flat("uint32_t", pages), _flat("uint64_t", generations), int(only_unheld))
     check(lib.cxlkv_forget_pages(pool, len(pages), *given, _int32(codes, True)))
     return codes
+
+
+# ---- objects: what put() and get_into() move; the pool stores them under keys of 16 bytes ----
+
+Sizes = npt.NDArray[np.int64]
+Addresses = npt.NDArray[np.uint64]
+ABSENT: int = lib.CXLKV_OBJECT_ABSENT
+DAMAGED: int = lib.CXLKV_OBJECT_DAMAGED
+
+
+def object_keys(names: bytes, ends: Addresses, root: bytes) -> Hashes:
+    """Of the names that end at `ends` in `names`: [n, HASH_BYTES]."""
+    keys = np.empty((len(ends), HASH_BYTES), np.uint8)
+    given = ffi.from_buffer("uint64_t[]", ends)
+    out = ffi.from_buffer("uint8_t[]", keys, True)
+    check(lib.cxlkv_object_keys(names, given, len(ends), root, out))
+    return keys
+
+
+def _buffers(addresses: Addresses, sizes: Addresses, starts: Addresses | None) -> Any:
+    """A cxlkv_buffers, and what must stay alive."""
+    struct = ffi.new("cxlkv_buffers *")
+    kept = struct.addresses, struct.sizes, struct.starts = (
+        ffi.from_buffer("uint64_t[]", addresses),
+        ffi.from_buffer("uint64_t[]", sizes),
+        ffi.NULL if starts is None else ffi.from_buffer("uint64_t[]", starts),
+    )
+    return struct, kept
+
+
+def objects_put(
+    pool: Handle, keys: bytes, addresses: Addresses, sizes: Addresses, starts: Addresses | None
+) -> npt.NDArray[np.int32]:
+    """0 for each object that is new, RECORD_PRESENT for the others."""
+    codes = np.empty(len(keys) // HASH_BYTES, np.int32)
+    struct, kept = _buffers(addresses, sizes, starts)
+    check(lib.cxlkv_objects_put(pool, len(codes), keys, struct, _int32(codes, True)))
+    del kept
+    return codes
+
+
+def objects_get(
+    pool: Handle, keys: bytes, addresses: Addresses, sizes: Addresses, starts: Addresses | None
+) -> Sizes:
+    """Bytes of each object, ABSENT or DAMAGED."""
+    got = np.empty(len(keys) // HASH_BYTES, np.int64)
+    struct, kept = _buffers(addresses, sizes, starts)
+    check(lib.cxlkv_objects_get(pool, len(got), keys, struct, _int64(got, True)))
+    del kept
+    return got
+
+
+def objects_sizes(pool: Handle, keys: bytes) -> Sizes:
+    got = np.empty(len(keys) // HASH_BYTES, np.int64)
+    check(lib.cxlkv_objects_sizes(pool, len(got), keys, _int64(got, True)))
+    return got
+
+
+def objects_ranges(pool: Handle, keys: bytes, ranges: Addresses, address: int, size: int) -> Sizes:
+    """ranges is uint64 [m, 4]: object, offset, bytes, target in the memory at `address`."""
+    got = np.empty(len(ranges), np.int64)
+    given = ffi.cast("cxlkv_range *", ffi.from_buffer(ranges))
+    to = ffi.cast("uint8_t *", address)
+    count = len(keys) // HASH_BYTES
+    check(
+        lib.cxlkv_objects_ranges(pool, count, keys, len(ranges), given, to, size, _int64(got, True))
+    )
+    return got
+
+
+def lease_take(pool: Handle, keys: bytes) -> tuple[Handle, Addresses, Sizes]:
+    """The lease, and of each object its address, 0 where there is none, and its size."""
+    count = len(keys) // HASH_BYTES
+    addresses, sizes = np.zeros(count, np.uint64), np.empty(count, np.int64)
+    out = ffi.new("cxlkv_lease **")
+    at = ffi.from_buffer("uint64_t[]", addresses, True)
+    check(lib.cxlkv_lease_take(pool, count, keys, at, _int64(sizes, True), out))
+    return ffi.gc(out[0], lib.cxlkv_lease_destroy), addresses, sizes
+
+
+def lease_reserve(pool: Handle, sizes: Addresses) -> tuple[Handle, Addresses]:
+    """The lease, and the address of each page."""
+    addresses = np.zeros(len(sizes), np.uint64)
+    out = ffi.new("cxlkv_lease **")
+    at = ffi.from_buffer("uint64_t[]", addresses, True)
+    given = ffi.from_buffer("uint64_t[]", sizes)
+    check(lib.cxlkv_lease_reserve(pool, len(sizes), given, at, out))
+    return ffi.gc(out[0], lib.cxlkv_lease_destroy), addresses
+
+
+def lease_publish(
+    lease: Handle, places: npt.NDArray[np.uint32], keys: bytes
+) -> npt.NDArray[np.int32]:
+    """As objects_put()."""
+    codes = np.empty(len(places), np.int32)
+    given = ffi.from_buffer("uint32_t[]", places)
+    check(lib.cxlkv_lease_publish(lease, len(places), given, keys, _int32(codes, True)))
+    return codes
+
+
+def lease_release(lease: Handle, places: npt.NDArray[np.uint32] | None) -> None:
+    """None: all. Of a closed pool nothing is left to give back."""
+    given = ffi.NULL if places is None else ffi.from_buffer("uint32_t[]", places)
+    code = lib.cxlkv_lease_release(lease, 0 if places is None else len(places), given)
+    if code != -lib.CXLKV_E_CLOSED:
+        check(code)
 
 
 # ---- how much pages are used ----

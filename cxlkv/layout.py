@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
 DTYPES = ("bfloat16", "float16", "float32")  # a dtype's index is its code in the pool's format
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "uint8": 1}
+STORED = (*DTYPES, "uint8")  # likewise; the last one is of objects only
 GROUPS_MAX = 16
 LAYERS_MAX = 1024
-VALUES = ("own", "key_prefix")  # likewise
+VALUES = ("own", "key_prefix", "object")  # likewise
+OBJECT_BYTES_MAX = 1 << 30
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
 
 
@@ -50,7 +53,8 @@ class LayerGroup:
     kind: str = "attention"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        if (self.values, self.dtype) != ("object", "uint8"):
+            object.__setattr__(self, "dtype", dtype_name(self.dtype))
         if self.value_head_dim is None:
             object.__setattr__(self, "value_head_dim", self.head_dim)
         for name in ("layers", "kv_heads", "head_dim", "value_head_dim"):
@@ -63,6 +67,8 @@ class LayerGroup:
             raise BadArgumentError(f"window is {self.window!r}: tokens, above 0, or None")
         if self.values not in VALUES:
             raise BadArgumentError(f"values={self.values!r}: 'own' or 'key_prefix'")
+        if self.values == "object" and self.dtype != "uint8":
+            raise BadArgumentError("values='object' is of pools of objects: KVLayout.objects()")
         if self.values == "key_prefix" and (self.value_head_dim or 0) > self.head_dim:
             raise BadArgumentError(
                 f"value_head_dim={self.value_head_dim}: values that are a prefix of keys of "
@@ -129,6 +135,27 @@ class KVLayout:
         layout._set(tuple(groups), tuple(order), page_tokens, shard, model_id)
         return layout
 
+    @classmethod
+    def objects(
+        cls,
+        object_bytes: str | int,
+        *,
+        shard: tuple[int, int, int, int] = (0, 1, 0, 1),
+        model_id: str = "",
+    ) -> KVLayout:
+        """Of a pool that stores objects, each up to object_bytes (text like "2MiB"), by their keys.
+
+        Such a pool is used by put(), get_into() and lease(), for engines that move whole blocks; it
+        has no sequences. A page is one object, in one piece.
+        """
+        size = parse_bytes(object_bytes)
+        if not 1 <= size <= OBJECT_BYTES_MAX:
+            raise BadArgumentError(f"objects of {size} bytes: outside 1 to {OBJECT_BYTES_MAX}")
+        group = LayerGroup(layers=1, kv_heads=1, head_dim=1, dtype="uint8", values="object")
+        layout = cls.__new__(cls)
+        layout._set((group,), (0,), size, shard, model_id)
+        return layout
+
     def _set(
         self,
         groups: tuple[LayerGroup, ...],
@@ -146,8 +173,9 @@ class KVLayout:
                 f"order {order}: it names each group's index once for each of its layers, "
                 f"{[group.layers for group in groups]}"
             )
-        if not _is_whole(page_tokens) or not 1 <= page_tokens <= 1024:
-            raise BadArgumentError(f"page_tokens is {page_tokens!r}: outside 1 to 1024")
+        most = OBJECT_BYTES_MAX if groups[0].values == "object" else 1024
+        if not _is_whole(page_tokens) or not 1 <= page_tokens <= most:
+            raise BadArgumentError(f"page_tokens is {page_tokens!r}: outside 1 to {most}")
         if [_is_whole(x) and x < 2**31 for x in shard] != [True] * 4:
             raise BadArgumentError(f"shard {shard}: (tp rank, tp size, pp rank, pp size)")
         rank, size, stage, stages = shard
@@ -210,6 +238,11 @@ class KVLayout:
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer of the model, None where it sees all tokens."""
         return tuple(self.groups[index].window for index in self.order)
+
+    @property
+    def object_bytes(self) -> int | None:
+        """Of a pool of objects the most that one may have; None where K and V are stored."""
+        return self.page_tokens if self.values == "object" else None
 
     @property
     def token_bytes(self) -> int:

@@ -35,6 +35,7 @@ from cxlkv.hosts import Host, hosts_of
 from cxlkv.hotness import Hotness
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.worker import WorkerUse, worker_use
+from cxlkv.objects import Objects
 from cxlkv.pages import Pages
 from cxlkv.placing import (
     CHECK_PAGES,
@@ -75,7 +76,7 @@ class CheckReport(TypedDict):
     repairs: list[str]
 
 
-class CXLPool(Closing):
+class CXLPool(Objects, Closing):
     """A KV cache in far memory, shared by the processes and threads of a host.
 
     Made by create() or open(). After an os.fork() the child has its own references to all that it
@@ -138,6 +139,7 @@ class CXLPool(Closing):
             check_nodes(nodes, capacity_bytes)
         check_room(place, capacity_bytes)
         mask = mask_of(nodes)
+        sketch = sketch and layout.object_bytes is None
         handle = _core.pool_create(
             path, layout, checksum, sketch, shared, capacity_bytes, force, own, mask, in_place
         )
@@ -499,7 +501,10 @@ class CXLPool(Closing):
         self._before_close.append(call)
 
     def close(self) -> None:
-        """Release all of this process's sequences and unmap; a second time does nothing."""
+        """Release all of this process's sequences and unmap; a second time does nothing.
+
+        Raises BusyError while leases of the pool's memory are not released.
+        """
         while self._before_close:
             self._before_close.pop()()
         _core.pool_close(self._handle)

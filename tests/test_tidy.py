@@ -38,7 +38,7 @@ LAYERS = (
     },
     {"ndp"},
     {"audit"},
-    {"sequence"},
+    {"sequence", "objects"},
     {"pool"},
     {"transport", "metrics", "near", "prefetch"},
     {"tiers", "gpu"},

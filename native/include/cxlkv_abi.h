@@ -7,6 +7,7 @@
 #define CXLKV_BFLOAT16 0
 #define CXLKV_FLOAT16 1
 #define CXLKV_FLOAT32 2
+#define CXLKV_BYTES 3 /* of objects only */
 
 #define CXLKV_E_NOT_A_POOL 1001
 #define CXLKV_E_VERSION 1002
@@ -32,6 +33,9 @@
 
 #define CXLKV_VALUES_OWN 0
 #define CXLKV_VALUES_KEY_PREFIX 1
+/* No K and V: a page is one object of 1 to page_tokens bytes, in one piece. One layer, one head of
+ * one channel of CXLKV_BYTES. */
+#define CXLKV_VALUES_OBJECT 2
 #define CXLKV_GROUPS_MAX 16
 #define CXLKV_LAYERS_MAX 1024
 
@@ -491,6 +495,64 @@ int64_t cxlkv_find_pages(cxlkv_pool *pool, uint32_t count, const uint8_t *names,
  * holds or has pinned. Returns how many are free now. */
 int64_t cxlkv_forget_pages(cxlkv_pool *pool, uint32_t count, const uint32_t *pages,
                            const uint64_t *generations, uint32_t only_unheld, int32_t *codes);
+
+/* ---- the store door: pools whose values are CXLKV_VALUES_OBJECT; docs/store.md ---- */
+
+/* Keys of objects from their names, one behind the other; ends[i]: where name i ends. root: 16
+ * bytes, the hash of a salt. keys: 16 bytes each. */
+int64_t cxlkv_object_keys(const uint8_t *names, const uint64_t *ends, uint64_t count,
+                          const uint8_t *root, uint8_t *keys);
+
+/* The caller's memory of several objects: of object i the buffers starts[i] to starts[i + 1], one
+ * behind the other; starts NULL: one each. */
+typedef struct cxlkv_buffers {
+    const uint64_t *addresses;
+    const uint64_t *sizes;
+    const uint64_t *starts;
+} cxlkv_buffers;
+/* Where an object's size is told: there is none of this key, or its bytes are not what was put (or
+ * cannot be read): then it is to be forgotten. */
+#define CXLKV_OBJECT_ABSENT -1
+#define CXLKV_OBJECT_DAMAGED -2
+/* Publishes the objects that are not there; codes: 0, or CXLKV_RECORD_PRESENT. Pages are taken for
+ * all or for none: -CXLKV_E_POOL_FULL. After an error nothing was published. Returns how many are
+ * new. */
+int64_t cxlkv_objects_put(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
+                          const cxlkv_buffers *from, int32_t *codes);
+/* Copies the objects that are there into memory of at least their size, every byte verified; what
+ * is damaged is zeros. sizes: of each. Returns the bytes that were copied. */
+int64_t cxlkv_objects_get(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
+                          const cxlkv_buffers *to, int64_t *sizes);
+int64_t cxlkv_objects_sizes(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, int64_t *sizes);
+/* Some bytes of an object, to a place in the caller's memory. */
+typedef struct cxlkv_range {
+    uint64_t object;               /* index of its key */
+    uint64_t offset;
+    uint64_t bytes;
+    uint64_t target;               /* offset in `to` */
+} cxlkv_range;
+/* sizes: by range, its bytes, or why there are none. An object is verified whole, once in this
+ * process as long as it is that one. Returns the bytes that were copied. */
+int64_t cxlkv_objects_ranges(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
+                             uint32_t range_count, const cxlkv_range *ranges, uint8_t *to,
+                             uint64_t to_bytes, int64_t *sizes);
+
+/* Objects that this process holds, to be read, or written, where they lie. They last until they are
+ * given back, or the process ends: a pool with leases cannot be closed (CXLKV_E_BUSY). */
+typedef struct cxlkv_lease cxlkv_lease;
+/* addresses and sizes: of each; 0 where there is none. Verified. */
+int64_t cxlkv_lease_take(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
+                         uint64_t *addresses, int64_t *sizes, cxlkv_lease **lease);
+/* Pages for objects of these sizes that nobody finds; all or none. */
+int64_t cxlkv_lease_reserve(cxlkv_pool *pool, uint32_t count, const uint64_t *sizes,
+                            uint64_t *addresses, cxlkv_lease **lease);
+/* Reserved ones, by their places in the lease, once each, as they are now; the lease holds them on.
+ * codes as of a put. Returns how many are new. */
+int64_t cxlkv_lease_publish(cxlkv_lease *lease, uint32_t count, const uint32_t *places,
+                            const uint8_t *keys, int32_t *codes);
+/* Gives back those at these places, a second time nothing; places NULL: all. */
+int cxlkv_lease_release(cxlkv_lease *lease, uint32_t count, const uint32_t *places);
+void cxlkv_lease_destroy(cxlkv_lease *lease);
 
 /* ---- how much pages are used: docs/hotness.md ---- */
 

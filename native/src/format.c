@@ -28,25 +28,31 @@ static int groups_check(const cxlkv_layout *layout) {
 
 /* Limits keep every product below within 64 bits: 1024 * 1024 * 8192 * 1024 * 4 < 2^46. */
 int layout_check(const cxlkv_layout *layout) {
+    bool objects = stores_objects(layout);
     const struct { const char *name; uint32_t value, limit; } fields[] = {
         {"layers", layout->layers, 1024},
         {"kv_heads", layout->kv_heads, 1024},
         {"head_dim", layout->head_dim, 4096},
         {"value_head_dim", layout->value_head_dim, 4096},
-        {"page_tokens", layout->page_tokens, 1024},
+        {objects ? "object_bytes" : "page_tokens", layout->page_tokens,
+         objects ? OBJECT_BYTES_MAX : 1024},
         {"group_count", layout->group_count, CXLKV_GROUPS_MAX},
     };
     for (size_t i = 0; i < sizeof(fields) / sizeof(fields[0]); i++)
         if (fields[i].value == 0 || fields[i].value > fields[i].limit)
             return fail(CXLKV_E_GEOMETRY, "layout: %s is %u, outside 1 to %u", fields[i].name,
                         fields[i].value, fields[i].limit);
-    if (layout->dtype >= DTYPE_COUNT)
+    if (layout->dtype >= DTYPE_COUNT && layout->dtype != CXLKV_BYTES)
         return fail(CXLKV_E_GEOMETRY, "layout: dtype code %u is unknown", layout->dtype);
+    bool one = layout->layers == 1 && layout->kv_heads == 1 && layout->head_dim == 1 &&
+               layout->value_head_dim == 1 && layout->sketch == 0 && layout->windows[0] == 0;
+    if (objects != (layout->dtype == CXLKV_BYTES) || (objects && !one))
+        return fail(CXLKV_E_GEOMETRY, "layout: objects are bytes, in one layer of one head");
     if (layout->checksum > 1)
         return fail(CXLKV_E_GEOMETRY, "layout: checksum is %u, not 0 or 1", layout->checksum);
     if (memchr(layout->model_id, 0, sizeof(layout->model_id)) == NULL)
         return fail(CXLKV_E_GEOMETRY, "layout: model_id is longer than 255 bytes");
-    if (layout->values > CXLKV_VALUES_KEY_PREFIX ||
+    if (layout->values > CXLKV_VALUES_OBJECT ||
         (values_are_keys(layout) && layout->value_head_dim > layout->head_dim))
         return fail(CXLKV_E_GEOMETRY,
                     "layout: values code %u with %u channels: a prefix of keys of %u has no more",
@@ -534,10 +540,15 @@ void verified_clear(cxlkv_pool *pool, uint32_t page) {
     }
 }
 
+size_t piece_used_bytes(const cxlkv_pool *pool, uint32_t page, uint32_t kind) {
+    size_t bytes = piece_data_bytes(&pool->layout, kind);
+    return stores_objects(&pool->layout) ? min_u64(bytes, record_tokens(pool, page)) : bytes;
+}
+
 int piece_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_head, uint32_t kind,
                  const void *bytes) {
     static const char *const names[PIECE_KINDS] = {"digest", "sketch", "K", "V"};
-    uint32_t crc = crc32c(0, bytes, piece_data_bytes(&pool->layout, kind));
+    uint32_t crc = crc32c(0, bytes, piece_used_bytes(pool, page, kind));
     if (crc == *checksum_of(pool, page, layer, kv_head, kind)) return 0;
     count_add(pool, COUNT_CORRUPT_PIECES, 1);
     return fail(CXLKV_E_CORRUPT,
@@ -572,7 +583,7 @@ static uint64_t slab_mask(const cxlkv_geometry *g, uint64_t slab, uint64_t run_b
     uint64_t mask = 0;
     for (uint32_t slot = 0; slot < g->slab_slots; slot++) {
         uint64_t first = slab + slot * run_bytes;
-        if (first < end && first + run_bytes > start) mask |= 1ull << slot;
+        if (run_bytes && first < end && first + run_bytes > start) mask |= 1ull << slot;
     }
     return mask;
 }

@@ -31,7 +31,8 @@ enum {
     RUN_SLOTS = 16,
     PROCESS_MAX = 128,
     CHUNK_PAGES = 256,
-    DTYPE_COUNT = 3,
+    DTYPE_COUNT = 3, /* of K, V and queries */
+    OBJECT_BYTES_MAX = 1 << 30,
 };
 enum { PIECE_DIGEST, PIECE_SKETCH, PIECE_KEYS, PIECE_VALUES, PIECE_KINDS };
 enum { PAGE_FREE = 0, PAGE_SEALED = 1, PAGE_PUBLISHED = 2 };
@@ -40,7 +41,10 @@ enum { PAGE_FREE = 0, PAGE_SEALED = 1, PAGE_PUBLISHED = 2 };
 static inline uint64_t align_up(uint64_t value, uint64_t alignment) {
     return (value + alignment - 1) / alignment * alignment;
 }
-static inline size_t dtype_bytes(uint32_t dtype) { return dtype == CXLKV_FLOAT32 ? 4 : 2; }
+static inline size_t dtype_bytes(uint32_t dtype) {
+    if (dtype == CXLKV_BYTES) return 1;
+    return dtype == CXLKV_FLOAT32 ? 4 : 2;
+}
 static inline uint32_t min_u32(uint32_t a, uint32_t b) { return a < b ? a : b; }
 static inline uint64_t min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
@@ -312,6 +316,8 @@ struct cxlkv_pool {
     uint64_t fork_nonce;
     int fork_state_fd, fork_region_fd;
     _Atomic(struct worker_client *) client; /* of a worker (worker.h); NULL: never asked for one */
+    atomic_ulong *seen;          /* of objects, by page: the generation whose CRC was right here */
+    atomic_uint lent;            /* objects that are held by leases */
     struct near_tier *near;      /* set under the write lock of operations; NULL: there is none */
     struct cxlkv_pool *next;     /* all open pools of this process, for fork */
 };
@@ -507,6 +513,8 @@ uint32_t *checksum_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer, uin
 int pieces_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer);
 int piece_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_head, uint32_t kind,
                  const void *bytes);
+/* Of a piece the bytes that its CRC covers: all, but of an object that does not fill its page. */
+size_t piece_used_bytes(const cxlkv_pool *pool, uint32_t page, uint32_t kind);
 void verified_set(cxlkv_pool *pool, uint32_t page, uint32_t layer);
 void verified_clear(cxlkv_pool *pool, uint32_t page);
 /* Retires the pages with a byte in the aligned granule at `address`; under the host lock. Returns
@@ -516,6 +524,10 @@ uint64_t retire_range(cxlkv_pool *pool, uintptr_t address, size_t bytes);
 static inline bool values_are_keys(const cxlkv_layout *layout) {
     return layout->values == CXLKV_VALUES_KEY_PREFIX;
 }
+/* A pool of objects, each the bytes of one page; a "token" is a byte then. */
+static inline bool stores_objects(const cxlkv_layout *layout) {
+    return layout->values == CXLKV_VALUES_OBJECT;
+}
 /* Channels stored of one token and head. */
 static inline uint64_t row_channels(const cxlkv_layout *layout) {
     return layout->head_dim + (values_are_keys(layout) ? 0 : layout->value_head_dim);
@@ -524,6 +536,7 @@ static inline uint64_t row_channels(const cxlkv_layout *layout) {
 /* As a caller sees them; values that are a prefix of the keys have no piece of their own. */
 static inline size_t piece_data_bytes(const cxlkv_layout *layout, uint32_t kind) {
     size_t element = dtype_bytes(layout->dtype);
+    if (stores_objects(layout)) return kind == PIECE_KEYS ? layout->page_tokens : 0;
     if (kind == PIECE_DIGEST) return 2 * layout->head_dim * element;
     if (kind == PIECE_SKETCH) return sketch_bytes(layout->page_tokens, layout->head_dim);
     uint32_t dim = kind == PIECE_KEYS ? layout->head_dim : layout->value_head_dim;

@@ -241,6 +241,8 @@ static void pool_unmake(cxlkv_pool *pool) {
     pool->fd = -1;
     free(pool->verified);
     free(pool->loose);
+    free(pool->seen);
+    pool->seen = NULL;
     pool->verified = NULL;
     pool->loose = NULL;
 }
@@ -249,7 +251,9 @@ static int pool_ready(cxlkv_pool *pool) {
     uint64_t bits = (uint64_t)pool->geometry.page_count * pool->geometry.record_layers;
     pool->verified = calloc((bits + 63) / 64, sizeof(*pool->verified));
     pool->loose = calloc(pool->geometry.page_count / 64 + 1, sizeof(*pool->loose));
-    if (!pool->verified || !pool->loose)
+    bool objects = stores_objects(&pool->layout);
+    if (objects) pool->seen = calloc(pool->geometry.page_count, sizeof(*pool->seen));
+    if (!pool->verified || !pool->loose || (objects && !pool->seen))
         return fail(ENOMEM, "no memory for %lu verification bits", bits);
     int code = parts_make(pool);
     if (code == 0) code = guard_install();
@@ -550,30 +554,41 @@ int cxlkv_pool_remove(const char *path) {
 
 /* ---- closing ---- */
 
-int cxlkv_pool_close(cxlkv_pool *pool) {
+static void pool_end(cxlkv_pool *pool) {
+    pthread_mutex_lock(&pool->list_lock);
+    for (cxlkv_sequence *s = pool->sequences; s; s = s->next) s->released = true;
+    workers *threads = pool->threads;
+    pool->threads = NULL;
+    pthread_mutex_unlock(&pool->list_lock);
+    workers_destroy(threads);
+    worker_leave(pool);
+    near_drop_all(pool);
+    pool_unmake(pool); /* gives all our pages back at once */
+    pool->closed = true;
+}
+
+/* even_lent: nobody is left who could read what was lent. */
+static int pool_close(cxlkv_pool *pool, bool even_lent) {
+    int code = 0;
     /* Fork takes the two in this order; between them it would copy a pool that it does not see. */
     pthread_mutex_lock(&pools_lock);
     pthread_rwlock_wrlock(&pool->operations);
-    if (!pool->closed) {
-        pthread_mutex_lock(&pool->list_lock);
-        for (cxlkv_sequence *s = pool->sequences; s; s = s->next) s->released = true;
-        workers *threads = pool->threads;
-        pool->threads = NULL;
-        pthread_mutex_unlock(&pool->list_lock);
-        workers_destroy(threads);
-        worker_leave(pool);
-        near_drop_all(pool);
-        pool_unmake(pool); /* gives all our pages back at once */
-        pool->closed = true;
-    }
+    uint32_t lent = atomic_load(&pool->lent);
+    if (!pool->closed && lent && !even_lent)
+        code = fail(CXLKV_E_BUSY, "the pool cannot be closed: %u objects in its memory are held "
+                    "by leases. Release these first", lent);
+    else if (!pool->closed)
+        pool_end(pool);
     pthread_rwlock_unlock(&pool->operations);
     pthread_mutex_unlock(&pools_lock);
-    return 0;
+    return code;
 }
+
+int cxlkv_pool_close(cxlkv_pool *pool) { return pool_close(pool, false); }
 
 void cxlkv_pool_destroy(cxlkv_pool *pool) {
     if (!pool) return;
-    cxlkv_pool_close(pool);
+    pool_close(pool, true);
     pool_drop(pool);
 }
 

@@ -111,16 +111,17 @@ static void expect(const uint8_t *next, size_t bytes) {
 static int piece_out(const record_job *job, uint32_t page, uint32_t layer, uint32_t head,
                      uint32_t kind, uint8_t *to, uint32_t *crc) {
     cxlkv_pool *pool = job->pool;
-    size_t size = job->packing.sizes[kind];
+    size_t size = job->packing.sizes[kind], used = piece_used_bytes(pool, page, kind);
     uint64_t stride = piece_stride(&pool->geometry, kind);
     const uint8_t *from = pieces_of(pool, page, layer, kind) + head * stride;
     if (head + 1 < pool->layout.kv_heads) expect(from + stride, size);
-    copy(to, from, size, job->stream);
+    copy(to, from, used, job->stream);
+    memset(to + used, 0, size - used);
     if (pool->layout.checksum) {
         *crc = *checksum_of(pool, page, layer, head, kind);
         return piece_verify(pool, page, layer, head, kind, from);
     }
-    *crc = crc32c(0, from, size);
+    *crc = crc32c(0, from, used);
     return 0;
 }
 
@@ -296,34 +297,35 @@ static bool is_zero(const uint8_t *from, const uint8_t *end) {
 }
 
 /* Its CRC, and, if it is the table's, the piece to its place past the caches. */
-static bool piece_in(const record_job *job, uint32_t page, uint32_t layer, uint32_t head,
+static bool piece_in(const record_job *job, const arrival *a, uint32_t layer, uint32_t head,
                      uint32_t kind, const uint8_t *from, uint32_t crc) {
     cxlkv_pool *pool = job->pool;
     size_t size = job->packing.sizes[kind];
+    size_t used = stores_objects(&pool->layout) ? a->header.tokens : size;
     uint64_t stride = piece_stride(&pool->geometry, kind);
-    uint8_t *to = pieces_of(pool, page, layer, kind) + head * stride;
+    uint8_t *to = pieces_of(pool, a->page, layer, kind) + head * stride;
     expect(from + size, size);
-    if (crc32c(0, from, size) != crc) return false;
-    kernels_current()->store_rows(to, from, size, 1, size);
+    if (crc32c(0, from, used) != crc || !is_zero(from + used, from + size)) return false;
+    kernels_current()->store_rows(to, from, used, 1, used);
     if (pool->mode != VISIBILITY_COHERENT && !kernels_current()->streams)
-        flush_write_back(FLUSH_PUBLISH_HEADER, to, size); /* V1 */
-    if (pool->layout.checksum) *checksum_of(pool, page, layer, head, kind) = crc;
+        flush_write_back(FLUSH_PUBLISH_HEADER, to, used); /* V1 */
+    if (pool->layout.checksum) *checksum_of(pool, a->page, layer, head, kind) = crc;
     return true;
 }
 
-static bool layer_in(const record_job *job, uint32_t page, uint32_t layer, uint8_t *record,
+static bool layer_in(const record_job *job, const arrival *a, uint32_t layer, uint8_t *record,
                      uint32_t *table) {
     cxlkv_pool *pool = job->pool;
     uint32_t row = pool->row_of[layer];
     for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
         for (uint32_t head = 0; job->packing.sizes[kind] && head < pool->layout.kv_heads; head++) {
             uint32_t *entry = table + entry_of(job, row, head, kind);
-            if (!piece_in(job, page, layer, head, kind, piece_at(job, record, row, kind, head),
+            if (!piece_in(job, a, layer, head, kind, piece_at(job, record, row, kind, head),
                           *entry))
                 return false;
             *entry = 0; /* what is left of the table must be 0 */
         }
-    verified_set(pool, page, layer);
+    verified_set(pool, a->page, layer);
     return true;
 }
 
@@ -338,7 +340,7 @@ static int record_in(const write_job *write, uint32_t item, uint32_t *table) {
     if (crc32c(0, table, table_bytes) != a->header.table_crc) return -CXLKV_E_CORRUPT;
     for (uint32_t layer = own->first_layer; layer <= own->last_layer; layer++)
         if (pool->part_of[layer] == a->header.part &&
-            !layer_in(job, a->page, layer, record, table))
+            !layer_in(job, a, layer, record, table))
             return -CXLKV_E_CORRUPT;
     const uint8_t *rest = piece_at(job, record, own->layers, PIECE_DIGEST, 0);
     if (!is_zero((const uint8_t *)table, (const uint8_t *)table + table_bytes) ||

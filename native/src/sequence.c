@@ -86,6 +86,9 @@ static void sequence_unmake(cxlkv_sequence *sequence) {
 }
 
 int sequence_make(cxlkv_pool *pool, cxlkv_sequence **out) {
+    if (stores_objects(&pool->layout))
+        return fail(CXLKV_E_ARGUMENT, "this pool stores objects, which are put and got by their "
+                    "keys: sequences need a pool of K and V");
     cxlkv_sequence *made = calloc(1, sizeof(*made));
     if (!made) return fail(ENOMEM, "no memory for a sequence");
     pthread_rwlock_init(&made->lock, NULL);

@@ -1,0 +1,342 @@
+"""The store door of a pool of objects: put, get, ranges and leases by key, several in one call.
+
+A key is the name of an object, text or bytes, under which every process of the pool finds it. What
+is stored is its hash: BLAKE2s of root(salt) + name, 16 bytes, person=b"cxlkvobj" (RFC 7693). An
+object never changes: to store other bytes under its key, forget() it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import _core, bulk, room
+from cxlkv.arrays import is_torch
+from cxlkv.closing import Closing
+from cxlkv.errors import BadArgumentError, CorruptError, PoolFullError
+from cxlkv.prefix import PageKeys, key_hashes, root
+
+if TYPE_CHECKING:
+    import torch
+
+ABSENT, DAMAGED = _core.ABSENT, _core.DAMAGED
+"""In place of a size: no object has this key; its bytes are not what was put, or cannot be read:
+then forget() it, and it can be put again."""
+
+Keys = Iterable[str | bytes]
+Sizes = npt.NDArray[np.int64]
+Whole = npt.NDArray[np.uint64]
+Found = TypeVar("Found")
+
+
+class Buffers(NamedTuple):
+    """Memory of several objects by its addresses, for engines that know them: nothing is checked.
+
+    addresses and sizes in bytes are integers [m]; of object i are those from starts[i] to
+    starts[i + 1], one behind the other; None: one each.
+    """
+
+    addresses: npt.ArrayLike
+    sizes: npt.ArrayLike
+    starts: npt.ArrayLike | None = None
+
+
+def object_keys(names: Iterable[str | bytes], salt: bytes = b"") -> PageKeys:
+    """Keys of objects, hashed at once, for calls that take keys; salt keeps tenants apart."""
+    given = [name.encode() if isinstance(name, str) else name for name in names]
+    try:
+        joined = b"".join(given)
+    except TypeError as error:
+        raise BadArgumentError(f"keys are text or bytes: {error}") from None
+    ends = np.cumsum(np.fromiter(map(len, given), np.uint64, len(given)), dtype=np.uint64)
+    return PageKeys(_core.object_keys(joined, ends, root(salt)), 1)
+
+
+class Objects:
+    """What CXLPool has of this door. A pool that stores K and V refuses it: BadArgumentError."""
+
+    _handle: _core.Handle
+
+    def put(self, key: str | bytes, buffers: object) -> bool:
+        """Store one object; False when its key is there already, whose bytes stay.
+
+        buffers: one, or a list whose bytes are joined; anything contiguous in the CPU's memory
+        (bytes, a numpy array, a torch tensor). Raises PoolFullError, BadArgumentError.
+        """
+        return bool(self.put_batch([key], [buffers])[0])
+
+    def get_into(self, key: str | bytes, buffers: object) -> int | None:
+        """Copy an object to buffers that are at least as large; returns its bytes, None: absent.
+
+        Every byte is verified in a pool with checksums. Raises CorruptError, BadArgumentError.
+        """
+        size = int(self.get_batch_into([key], [buffers])[0])
+        if size == DAMAGED:
+            raise CorruptError(
+                f"the object {key!r} is not what was put: forget() it and put it again"
+            )
+        return None if size == ABSENT else size
+
+    def put_batch(self, keys: Keys, buffers: Buffers | Sequence[object]) -> npt.NDArray[np.bool_]:
+        """put() of several in one call: bool [n], which are new. All of them have room or none.
+
+        buffers: for each key what put() takes, or Buffers.
+        """
+        hashes = _hashes(keys)
+        given, kept = _memory(buffers, len(hashes) // _core.HASH_BYTES, False)
+        timed = bulk.begin(self._handle)
+        count = len(hashes) // _core.HASH_BYTES
+        codes = self._with_room(count, lambda: _core.objects_put(self._handle, hashes, *given))
+        new: npt.NDArray[np.bool_] = codes == 0
+        del kept
+        if timed is not None:
+            timed.end("append", _moved(given, new))
+        return new
+
+    def get_batch_into(self, keys: Keys, buffers: Buffers | Sequence[object]) -> Sizes:
+        """get_into() of several: int64 [n], the bytes of each object, ABSENT or DAMAGED.
+
+        A damaged one's memory is zeros. Nothing is copied when one does not fit: BadArgumentError.
+        """
+        hashes = _hashes(keys)
+        given, kept = _memory(buffers, len(hashes) // _core.HASH_BYTES, True)
+        timed = bulk.begin(self._handle)
+        sizes = _core.objects_get(self._handle, hashes, *given)
+        del kept
+        if timed is not None:
+            timed.end("fetch", int(sizes[sizes > 0].sum()))
+        return sizes
+
+    def get_ranges(self, keys: Keys, ranges: npt.ArrayLike, out: object) -> Sizes:
+        """Copy parts of objects: ranges is whole numbers [m, 4], of each the index of its key, the
+        offset in the object, bytes, and the offset in `out`.
+
+        Returns int64 [m]: the bytes, ABSENT or DAMAGED. In a pool with checksums an object is
+        verified whole when this process reads it first. Raises BadArgumentError for what lies
+        outside of an object or of `out`.
+        """
+        wanted = np.ascontiguousarray(_numbers(ranges, "ranges"))
+        if wanted.ndim != 2 or wanted.shape[1] != 4:
+            raise BadArgumentError(f"ranges of shape {wanted.shape}: [m, 4] is wanted")
+        address, size, kept = _place(out, True)
+        timed = bulk.begin(self._handle)
+        sizes = _core.objects_ranges(self._handle, _hashes(keys), wanted, address, size)
+        del kept
+        if timed is not None:
+            timed.end("fetch", int(sizes[sizes > 0].sum()))
+        return sizes
+
+    def object_sizes(self, keys: Keys) -> Sizes:
+        """int64 [n]: the bytes of each object, ABSENT or DAMAGED; no use of it is counted."""
+        return _core.objects_sizes(self._handle, _hashes(keys))
+
+    def lease(self, keys: Keys) -> Lease:
+        """Hold objects, to read them where they lie; each is verified first."""
+        return Lease(*_core.lease_take(self._handle, _hashes(keys)))
+
+    def reserve(self, sizes: npt.ArrayLike) -> Reserved:
+        """Room for objects of these sizes, to be written where it lies, and then published.
+
+        All or none: PoolFullError.
+        """
+        wanted = _numbers(sizes, "sizes")
+        if wanted.ndim != 1:
+            raise BadArgumentError(f"sizes of shape {wanted.shape}: [n] is wanted")
+        handle, addresses = self._with_room(
+            len(wanted), lambda: _core.lease_reserve(self._handle, wanted)
+        )
+        return Reserved(handle, addresses, wanted.astype(np.int64))
+
+    def _with_room(self, pages: int, call: Callable[[], Found]) -> Found:
+        """The pool's tiers, if there are any, make room in a full one."""
+        for _ in range(room.TRIES - 1):
+            try:
+                return call()
+            except PoolFullError:
+                if not room.make(self._handle, pages):
+                    raise
+        return call()
+
+
+class _Leased(Closing):
+    """Objects that this process holds. They lie in the pool's memory until they are released, or
+    the process ends: a pool with leases refuses close().
+
+    views: of each its memory, or None; whoever keeps a view keeps the lease. After release() a view
+    must not be used: its memory may be another object's.
+    """
+
+    def __init__(self, handle: _core.Handle, addresses: Whole, sizes: Sizes, writable: bool):
+        self._handle = handle
+        self.sizes = sizes
+        self.addresses = addresses
+        memories = [
+            _Memory(handle, address, size, writable) if address else None
+            for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True)
+        ]
+        self.views: list[memoryview | None] = [
+            None if memory is None else np.asarray(memory).data for memory in memories
+        ]
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def release(self) -> None:
+        """Give all back; a second time does nothing."""
+        self.views = [None] * len(self.views)
+        _core.lease_release(self._handle, None)
+
+    def release_one(self, index: int) -> None:
+        """Give one back; a second time does nothing."""
+        self.views[index] = None
+        _core.lease_release(self._handle, np.array([index % len(self)], np.uint32))
+
+    close = release
+
+
+class Lease(_Leased):
+    """Objects that are read where they lie. sizes: int64 [n], ABSENT or DAMAGED where there is
+    none; addresses: uint64 [n], 0 there; views are read-only."""
+
+    def __init__(self, handle: _core.Handle, addresses: Whole, sizes: Sizes):
+        super().__init__(handle, addresses, sizes, writable=False)
+
+
+class Reserved(_Leased):
+    """Room for objects that nobody finds yet; views are to be written."""
+
+    def __init__(self, handle: _core.Handle, addresses: Whole, sizes: Sizes):
+        super().__init__(handle, addresses, sizes, writable=True)
+
+    def publish(self, keys: Keys, places: Sequence[int] | None = None) -> npt.NDArray[np.bool_]:
+        """Make objects of what was written; bool [n], which are new, as put() says.
+
+        places: which ones, as keys go; None: all. Their bytes must not change from now on: readers
+        verify them. They stay held until they are released. Raises ReleasedError for places that
+        were given back.
+        """
+        chosen = np.arange(len(self)) if places is None else np.asarray(places)
+        hashes = _hashes(keys)
+        if len(hashes) != len(chosen) * _core.HASH_BYTES:
+            raise BadArgumentError(
+                f"{len(hashes) // _core.HASH_BYTES} keys for {len(chosen)} places"
+            )
+        if len(chosen) and not (chosen.min() >= 0 and chosen.max() < len(self)):
+            raise BadArgumentError(f"places {chosen.tolist()} of {len(self)}")
+        codes = _core.lease_publish(self._handle, np.ascontiguousarray(chosen, np.uint32), hashes)
+        new: npt.NDArray[np.bool_] = codes == 0
+        return new
+
+
+class _Memory:
+    """Of a lease, for numpy: an array of it keeps the lease."""
+
+    def __init__(self, lease: _core.Handle, address: int, size: int, writable: bool):
+        self.lease = lease
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (size,),
+            "data": (address, not writable),
+        }
+
+
+# ---- what callers give ----
+
+
+def _hashes(keys: Keys) -> bytes:
+    if isinstance(keys, (str, bytes)):
+        raise BadArgumentError("one key where several are wanted: put it into a list")
+    if isinstance(keys, PageKeys):
+        return key_hashes(keys)
+    return object_keys(keys).packed.tobytes()
+
+
+def _numbers(given: npt.ArrayLike, name: str) -> Whole:
+    """Whole numbers, none of them negative."""
+    found = np.asarray(given)
+    if found.size and (found.dtype.kind not in "iu" or (found < 0).any()):
+        raise BadArgumentError(f"{name}: whole numbers from 0 are wanted, not {found.dtype}")
+    return found.astype(np.uint64)
+
+
+def _memory(
+    buffers: Buffers | Sequence[object], count: int, writable: bool
+) -> tuple[tuple[Whole, Whole, Whole | None], list[object]]:
+    """Addresses, sizes and starts for so many objects, and what must stay alive meanwhile."""
+    if isinstance(buffers, Buffers):
+        return _given_memory(buffers, count), []
+    if len(buffers) != count:
+        raise BadArgumentError(f"buffers of {len(buffers)} objects for {count} keys")
+    kept: list[object] = []
+    addresses: list[int] = []
+    sizes: list[int] = []
+    starts = [0]
+    for given in buffers:
+        for one in given if isinstance(given, (list, tuple)) else (given,):
+            address, size, held = _place(one, writable)
+            addresses.append(address)
+            sizes.append(size)
+            kept.append(held)
+        starts.append(len(addresses))
+    ends = None if starts == list(range(count + 1)) else np.array(starts, np.uint64)
+    return (np.array(addresses, np.uint64), np.array(sizes, np.uint64), ends), kept
+
+
+def _given_memory(buffers: Buffers, count: int) -> tuple[Whole, Whole, Whole | None]:
+    addresses = _numbers(buffers.addresses, "addresses")
+    sizes = _numbers(buffers.sizes, "sizes")
+    if addresses.ndim != 1 or addresses.shape != sizes.shape:
+        raise BadArgumentError(
+            f"addresses of shape {addresses.shape}, sizes of {sizes.shape}: [m] and [m] are wanted"
+        )
+    if buffers.starts is None:
+        if len(addresses) != count:
+            raise BadArgumentError(f"{len(addresses)} buffers for {count} keys, and no starts")
+        return addresses, sizes, None
+    starts = _numbers(buffers.starts, "starts")
+    rising = starts.shape == (count + 1,) and bool((starts[1:] >= starts[:-1]).all())
+    if not rising or starts[0] != 0 or starts[-1] != len(addresses):
+        raise BadArgumentError(
+            f"starts {starts.tolist()[:8]}: {count + 1} rising numbers are wanted, from 0 to "
+            f"{len(addresses)}"
+        )
+    return addresses, sizes, starts
+
+
+def _place(given: object, writable: bool) -> tuple[int, int, object]:
+    """Address, bytes, and what must stay alive."""
+    if is_torch(given):
+        return _tensor_place(cast("torch.Tensor", given))
+    if not isinstance(given, np.ndarray):
+        try:
+            given = np.frombuffer(cast(bytes, given), np.uint8)
+        except (TypeError, ValueError, BufferError) as error:
+            raise BadArgumentError(
+                f"{type(given).__name__} is no buffer of contiguous bytes: {error}"
+            ) from None
+    if not given.flags.c_contiguous:
+        raise BadArgumentError(f"an array of strides {given.strides}: contiguous memory is wanted")
+    if writable and not given.flags.writeable:
+        raise BadArgumentError("the buffer is read-only, and is to be written")
+    return int(given.__array_interface__["data"][0]), given.nbytes, given
+
+
+def _tensor_place(tensor: torch.Tensor) -> tuple[int, int, object]:
+    if not tensor.is_cpu:
+        raise BadArgumentError(f"the tensor lies on {tensor.device}: bring it to the CPU first")
+    if not tensor.is_contiguous():
+        raise BadArgumentError(f"a tensor of strides {tensor.stride()}: contiguous is wanted")
+    return tensor.data_ptr(), tensor.nbytes, tensor
+
+
+def _moved(given: tuple[Whole, Whole, Whole | None], new: npt.NDArray[np.bool_]) -> int:
+    """Bytes of the objects that are new."""
+    _, sizes, starts = given
+    if starts is None:
+        return int(sizes[new].sum())
+    ends = np.concatenate([np.zeros(1, np.uint64), np.cumsum(sizes)])
+    return int((ends[starts[1:]] - ends[starts[:-1]])[new].sum())

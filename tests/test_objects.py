@@ -1,0 +1,254 @@
+"""The store door: objects put, got, read by ranges and in place, by any number of processes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cxlkv import Buffers, CXLPool, KVLayout, object_keys
+from cxlkv.errors import (
+    BadArgumentError,
+    BusyError,
+    CorruptError,
+    PoolFullError,
+    ReleasedError,
+)
+from cxlkv.objects import ABSENT, DAMAGED
+from cxlkv.prefix import root
+
+SIZE = 64 << 10
+LAYOUT = KVLayout.objects(SIZE)
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+def made(seed: int, size: int = SIZE) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+@pytest.fixture(params=[(True, 1), (True, 2), (False, 1), (False, 2)], ids=str)
+def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CXLPool]:
+    checksum, threads = request.param
+    path = tmp_path / "objects"
+    with CXLPool.create(
+        path, layout=LAYOUT, capacity="16MiB", checksum=checksum, threads=threads
+    ) as pool:
+        yield pool
+        assert pool.check(deep=True)["clean"]
+        assert pool.stats()["pages_held"] == 0
+
+
+def test_keys_are_what_their_module_says() -> None:
+    names = ["", "a", b"b" * 47, "c" * 48, "d" * 49, "\u20ac" * 40, b"e" * 400]
+    for salt in (b"", b"tenant"):
+        keys = object_keys(names, salt)
+        for key, name in zip(keys, names, strict=True):
+            raw = name.encode() if isinstance(name, str) else name
+            wanted = hashlib.blake2s(root(salt) + raw, digest_size=16, person=b"cxlkvobj")
+            assert key == wanted.digest()
+
+
+def test_what_was_put_is_got(pool: CXLPool) -> None:
+    for seed, size in enumerate((1, 63, 64, 65, 16 << 10, SIZE - 1, SIZE)):
+        data, out = made(seed, size), np.full(SIZE, 7, np.uint8)
+        assert pool.put(f"of {size}", data)
+        assert not pool.put(f"of {size}", data[::-1].copy()), "the first one stays"
+        assert pool.get_into(f"of {size}", out) == size
+        assert np.array_equal(out[:size], data)
+        assert (out[size:] == 7).all()
+    assert pool.get_into("another", np.empty(1, np.uint8)) is None
+    assert list(pool.object_sizes(["of 63", "of 62"])) == [63, ABSENT]
+
+
+def test_an_object_of_several_buffers(pool: CXLPool) -> None:
+    parts = [made(seed, size) for seed, size in enumerate((1, 100, 64, 4096, 30_000, 7))]
+    whole = np.concatenate(parts)
+    assert pool.put("joined", parts)
+    out = [np.zeros(20_000, np.uint8), bytearray(0), np.zeros(20_000, np.uint8)]
+    assert pool.get_into("joined", out) == whole.size
+    assert np.array_equal(np.concatenate([out[0], out[2]])[: whole.size], whole)
+
+
+def test_a_batch_by_addresses(pool: CXLPool) -> None:
+    data, names = made(1, 32 * 4096), [f"n{i}" for i in range(16)]
+    at = data.ctypes.data + np.arange(32) * 4096
+    given = Buffers(at, np.full(32, 4096), np.arange(0, 33, 2))
+    assert pool.put_batch(names, given).all()
+    assert not pool.put_batch(names, given).any()
+    out = np.zeros_like(data)
+    got = pool.get_batch_into(
+        ["absent", *names[::-1]],
+        Buffers(
+            np.concatenate([[out.ctypes.data], out.ctypes.data + np.arange(16)[::-1] * 8192]),
+            np.full(17, 8192),
+        ),
+    )
+    assert got.tolist() == [ABSENT] + 16 * [8192]
+    assert np.array_equal(out, data)
+
+
+def test_ranges(pool: CXLPool) -> None:
+    objects = [made(seed) for seed in range(4)]
+    pool.put_batch(list("abcd"), objects)
+    chance = np.random.default_rng(5)
+    which, size = chance.integers(0, 5, 200), chance.integers(0, 700, 200)
+    offset = chance.integers(0, SIZE - 700, 200)
+    target = np.concatenate([[0], np.cumsum(size)[:-1]])
+    out = np.zeros(size.sum(), np.uint8)
+    ranges = np.stack([which, offset, size, target], axis=1)
+    got = pool.get_ranges(["a", "b", "c", "d", "absent"], ranges, out)
+    for (of, begin, many, to), found in zip(ranges.tolist(), got.tolist(), strict=True):
+        if of == 4:
+            assert found == ABSENT
+            assert not out[to : to + many].any()
+        else:
+            assert found == many
+            assert np.array_equal(out[to : to + many], objects[of][begin : begin + many])
+
+
+def test_objects_are_read_and_written_where_they_lie(pool: CXLPool) -> None:
+    first, second = made(1), made(2, 1000)
+    with pool.reserve([SIZE, 1000, 5]) as reserved:
+        for view, data in zip(reserved.views, (first, second), strict=False):
+            assert view is not None
+            view[:] = data.data
+        assert list(pool.object_sizes(["first", "second"])) == [ABSENT, ABSENT]
+        assert reserved.publish(["first", "second"], [0, 1]).tolist() == [True, True]
+        assert reserved.publish(["first"], [1]).tolist() == [False], "it has a name already"
+    with pool.lease(["second", "absent", "first"]) as lease:
+        assert lease.sizes.tolist() == [1000, ABSENT, SIZE]
+        assert lease.views[1] is None
+        assert np.array_equal(np.asarray(lease.views[0]), second)
+        assert np.array_equal(np.asarray(lease.views[2]), first)
+        view = lease.views[2]
+        assert view is not None
+        assert view.readonly
+        assert lease.addresses[2] % 4096 == 0
+        assert pool.forget(object_keys(["first"])) == 1
+        assert pool.object_sizes(["first"])[0] == ABSENT
+        pool.put("first", made(9))
+        assert np.array_equal(np.asarray(view), first), "a lease keeps what was forgotten"
+        with pytest.raises(BusyError, match="2 objects"):
+            pool.close()
+    assert pool.stats()["pages_held"] == 0
+
+
+def test_a_view_keeps_its_lease(pool: CXLPool) -> None:
+    pool.put("a", made(1))
+    view = pool.lease(["a"]).views[0]
+    assert pool.stats()["pages_held"] == 1
+    assert np.array_equal(np.asarray(view), made(1))
+    del view
+
+
+def test_single_places_are_given_back(pool: CXLPool) -> None:
+    reserved = pool.reserve([10, 10, 10])
+    reserved.release_one(1)
+    reserved.release_one(1)
+    assert pool.stats()["pages_held"] == 2
+    with pytest.raises(ReleasedError, match="place 1"):
+        reserved.publish(["a", "b", "c"])
+    assert reserved.publish(["a", "c"], [0, 2]).all()
+    reserved.release()
+    reserved.release()
+    assert pool.stats()["pages_held"] == 0
+    assert pool.object_sizes(["a", "b", "c"]).tolist() == [10, ABSENT, 10]
+
+
+def test_a_full_pool_takes_all_or_none(tmp_path: Path) -> None:
+    with CXLPool.create(tmp_path / "small", layout=LAYOUT, capacity="8MiB") as pool:
+        pages = pool.stats()["pages_total"]
+        names = [str(i) for i in range(pages + 1)]
+        with pytest.raises(PoolFullError):
+            pool.put_batch(names, [b"x"] * len(names))
+        assert (pool.object_sizes(names) == ABSENT).all()
+        assert pool.put_batch(names[:-1], [b"x"] * pages).all()
+        assert not pool.put(names[0], b"y"), "what is there needs no room"
+        with pytest.raises(PoolFullError):
+            pool.reserve([1])
+
+
+def test_damage_is_told_and_can_be_mended(tmp_path: Path) -> None:
+    path = tmp_path / "objects"
+    with CXLPool.create(path, layout=LAYOUT, capacity="16MiB") as pool:
+        data = [made(seed) for seed in range(3)]
+        pool.put_batch(list("abc"), data)
+        stored = path.read_bytes()
+        at = stored.index(data[1].tobytes())
+        with path.open("r+b") as file:
+            file.seek(at + 12_345)
+            file.write(bytes([data[1][12_345] ^ 1]))
+        out = [np.full(SIZE, 7, np.uint8) for _ in range(3)]
+        assert pool.get_batch_into(list("abc"), out).tolist() == [SIZE, DAMAGED, SIZE]
+        assert not out[1].any()
+        assert np.array_equal(out[0], data[0])
+        assert np.array_equal(out[2], data[2])
+        with pytest.raises(CorruptError, match="'b'"):
+            pool.get_into("b", out[1])
+        with CXLPool.open(path) as other:
+            assert other.lease(list("abc")).sizes.tolist() == [SIZE, DAMAGED, SIZE]
+            ranges = [[0, 0, 10, 0], [1, 0, 10, 10], [2, 0, 10, 20]]
+            assert other.get_ranges(list("abc"), ranges, out[0]).tolist() == [10, DAMAGED, 10]
+        assert not pool.put("b", data[1])
+        pool.forget(object_keys(["b"]))
+        assert pool.put("b", data[1])
+        assert pool.get_into("b", out[1]) == SIZE
+        assert np.array_equal(out[1], data[1])
+
+
+def test_bad_input_is_named(pool: CXLPool) -> None:
+    pool.put("a", made(1, 100))
+    for wrong, words in (
+        (lambda: pool.put("b", b""), "1 to 65536 bytes"),
+        (lambda: pool.put("b", bytes(SIZE + 1)), "1 to 65536 bytes"),
+        (lambda: pool.put("b", np.zeros((4, 4))[:, 1]), "contiguous"),
+        (lambda: pool.put("b", 5), "no buffer"),
+        (lambda: pool.put(5, b"x"), "text or bytes"),  # type: ignore[arg-type]
+        (lambda: pool.put_batch("ab", [b"x", b"y"]), "into a list"),
+        (lambda: pool.put_batch(["a", "b"], [b"x"]), "1 objects for 2 keys"),
+        (lambda: pool.get_into("a", bytearray(99)), "is 100 bytes, its buffers hold 99"),
+        (lambda: pool.get_into("a", bytes(100)), "read-only"),
+        (lambda: pool.get_ranges(["a"], [[0, 90, 11, 0]], bytearray(99)), "an object of 100"),
+        (lambda: pool.get_ranges(["a"], [[0, 0, 11, 90]], bytearray(99)), "a buffer of 99"),
+        (lambda: pool.get_ranges(["a"], [[1, 0, 11, 0]], bytearray(99)), "there are 1 keys"),
+        (lambda: pool.get_ranges(["a"], [[0, -1, 11, 0]], bytearray(99)), "from 0"),
+        (lambda: pool.get_ranges(["a"], [0, 1], bytearray(99)), "[m, 4]"),
+        (lambda: pool.reserve([0]), "1 to 65536 bytes"),
+        (lambda: pool.reserve([5]).publish(["a", "b"]), "2 keys for 1 places"),
+        (lambda: pool.put_batch(["b"], Buffers([1, 2], [1, 1], [0, 3])), "rising"),
+        (lambda: pool.sequence(), "stores objects"),
+        (lambda: pool.match([b"a"]), "stores objects"),
+    ):
+        with pytest.raises(BadArgumentError) as found:
+            wrong()
+        assert words in str(found.value)
+
+
+def test_a_pool_of_k_and_v_has_no_objects(tmp_path: Path) -> None:
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=64)
+    with CXLPool.create(tmp_path / "kv", layout=layout, capacity="8MiB") as pool:
+        for call in (
+            lambda: pool.put("a", b"x"),
+            lambda: pool.get_into("a", bytearray(1)),
+            lambda: pool.lease(["a"]),
+            lambda: pool.reserve([1]),
+            lambda: pool.object_sizes(["a"]),
+        ):
+            with pytest.raises(BadArgumentError, match=r"KVLayout\.objects"):
+                call()
+
+
+def test_the_layout_is_the_pools(tmp_path: Path) -> None:
+    layout = KVLayout.objects("2MiB", model_id="m", shard=(1, 2, 0, 1))
+    with CXLPool.create(tmp_path / "a", layout=layout, capacity="64MiB") as pool:
+        assert not pool.sketch
+    with CXLPool.open(tmp_path / "a", layout=layout) as pool:
+        assert pool.layout.object_bytes == 2 << 20
+        assert pool.layout.token_bytes == 1
+    assert KVLayout(layers=1, kv_heads=1, head_dim=64).object_bytes is None
+    for wrong in (0, (1 << 30) + 1, "2 GiB"):
+        with pytest.raises(BadArgumentError):
+            KVLayout.objects(wrong)
