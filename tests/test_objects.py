@@ -42,7 +42,7 @@ def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CXLPool]:
 
 
 def test_keys_are_what_their_module_says() -> None:
-    names = ["", "a", b"b" * 47, "c" * 48, "d" * 49, "\u20ac" * 40, b"e" * 400]
+    names: list[str | bytes] = ["", "a", b"b" * 47, "c" * 48, "d" * 49, "\u20ac" * 40, b"e" * 400]
     for salt in (b"", b"tenant"):
         keys = object_keys(names, salt)
         for key, name in zip(keys, names, strict=True):
