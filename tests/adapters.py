@@ -29,6 +29,7 @@ from cxlkv.prefix import PageKeys, prefix_keys
 from cxlkv.tiers import Tiers
 
 from .conftest import audit
+from .damaging import damage_piece
 
 ROOT = Path(__file__).resolve().parent.parent
 CAPACITY = "8MiB"
@@ -504,15 +505,7 @@ def damage(path: Path, keys: PageKeys, block: int, kind: str) -> None:
         layer = pool.layout.windows.index(None)  # its pages are all there
         part = _part_of(pool.layout, layer)
         pages, _ = _core.find_pages(pool._handle, np.ascontiguousarray(names[0, :, part]))
-        where = pool.pages.places(pages[-1:], layer)
-        offsets = where.keys if kind == "keys" else where.values
-        assert offsets is not None
-        at = int(offsets[0]) + 5
-    with path.open("r+b", buffering=0) as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 64]))
+        damage_piece(pool, int(pages[-1]), layer, kind)
 
 
 def _part_of(layout: KVLayout, layer: int) -> int:

@@ -26,6 +26,7 @@ from cxlkv.adapters.vllm.pooled import ALL, EARLIER, Group, Pooled, Scores, atte
 from cxlkv.kernels import attend as attending
 from cxlkv.kernels import merge as merging
 
+from .damaging import damage_piece
 from .pooled_texts import BLOCK, CAPACITY, CLOSE, NAMES, Text, is_right, is_zero, layout, run
 
 HOST = torch.device("cpu")
@@ -161,11 +162,7 @@ def test_a_damaged_page_harms_only_its_own(tmp_path: Path, pool: CXLPool, pooled
     with CXLPool.open(tmp_path / "a.pool") as other:  # which has verified nothing yet
         fresh = over_link(other)
         hit = other.match(unpacked(one.keys, BLOCK))
-        keys = other.pages.places(hit.sequence().pages[3:4], 0).keys
-        assert keys is not None
-        with (tmp_path / "a.pool").open("r+b") as file:
-            file.seek(int(keys[0]) + 5)
-            file.write(b"\x99")
+        damage_piece(other, int(hit.sequence().pages[3]), 0, "keys")
         one.name = "again"
         started = [one.start(3, handle=hit.handle, tokens=64), two.start(4)]
         found = run(fresh, Message(started=started), [(3, one, 64, 20), (4, two, 0, 40)])

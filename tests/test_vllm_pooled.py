@@ -17,6 +17,7 @@ pytest.importorskip("torch", reason="vLLM's tensors are torch's")
 
 from cxlkv.adapters.vllm.pooled import Pooled, Scores, attend_alone
 
+from .damaging import damage_piece
 from .pooled_texts import (
     BLOCK,
     CAPACITY,
@@ -145,11 +146,7 @@ def test_a_damaged_page_is_forgotten_and_harms_only_its_own(
     with CXLPool.open(tmp_path / "a.pool") as other:  # which has verified nothing yet
         fresh = Pooled(other, NAMES, block_tokens=BLOCK)
         hit = other.match(unpacked(one.keys, BLOCK))
-        keys = other.pages.places(hit.sequence().pages[3:4], 0).keys
-        assert keys is not None
-        with (tmp_path / "a.pool").open("r+b") as file:
-            file.seek(int(keys[0]) + 5)
-            file.write(b"\x99")
+        damage_piece(other, int(hit.sequence().pages[3]), 0, "keys")
         one.name = "again"
         started = [one.start(3, handle=hit.handle, tokens=64), two.start(4)]
         found = run(fresh, Message(started=started), [(3, one, 64, 6), (4, two, 0, 40)])

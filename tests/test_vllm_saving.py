@@ -17,6 +17,7 @@ from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.emulation.link import emulate
 from cxlkv.emulation.profiles import Profile
 
+from .damaging import damage_piece
 from .paged_engine import SPACE, TOKENS, Adapter, Engine
 
 LAYERS = 3
@@ -91,19 +92,8 @@ def published(path: str) -> int:
 
 
 def damage(path: str, page: int, layer: int) -> None:
-    """One bit of the values of a page's first head."""
     with CXLPool.open(path, threads=1) as pool:
-        found = pool.describe()["geometry"]
-    assert isinstance(found, dict)
-    extent, slot = divmod(page, found["slab_slots"])
-    place = found["extents_offset"] + extent * found["extent_bytes"] + found["layers_offset"]
-    place += layer * found["layer_bytes"] + found["values_offset"]
-    place += slot * found["value_piece_bytes"] * 2 + 5
-    with open(path, "r+b") as file:
-        file.seek(place)
-        byte = file.read(1)
-        file.seek(place)
-        file.write(bytes([byte[0] ^ 0x10]))
+        damage_piece(pool, page, layer)
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])

@@ -9,6 +9,7 @@ import pytest
 
 from cxlkv import CXLPool
 
+from ..damaging import damage_piece
 from .conftest import MakeEngine
 from .engines import BLOCK_TOKENS, VOCABULARY_SIZE, Engine
 
@@ -46,20 +47,8 @@ def check(folder: Path) -> dict[str, int]:
 
 
 def damage(folder: Path, page: int, layer: int) -> None:
-    """One bit of the values of a page's first head."""
     with pool_in(folder) as pool:
-        found, path = pool.describe()["geometry"], pool.path
-    assert isinstance(found, dict)
-    assert path is not None
-    extent, slot = divmod(page, found["slab_slots"])
-    place = found["extents_offset"] + extent * found["extent_bytes"] + found["layers_offset"]
-    place += layer * found["layer_bytes"] + found["values_offset"]
-    place += slot * found["value_piece_bytes"] * 2 + 5
-    with open(path, "r+b") as file:
-        file.seek(place)
-        byte = file.read(1)
-        file.seek(place)
-        file.write(bytes([byte[0] ^ 0x10]))
+        damage_piece(pool, page, layer)
 
 
 def of_transformers(model: Path, ids: list[int], tokens: int) -> list[int]:

@@ -1,0 +1,27 @@
+"""Bytes of a pool's file that are changed behind its back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from cxlkv import CXLPool
+
+
+def change_byte(path: str | Path, at: int) -> None:
+    """Another byte than was there; without a buffer, as the file is mapped."""
+    with open(path, "r+b", buffering=0) as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 64]))
+
+
+def damage_piece(pool: CXLPool, page: int, layer: int, kind: str = "values") -> None:
+    """A byte of the keys or values of a page's first head."""
+    places = pool.pages.places(np.array([page], np.uint32), layer)
+    offsets = places.keys if kind == "keys" else places.values
+    assert offsets is not None
+    assert pool.path is not None
+    change_byte(pool.path, int(offsets[0]) + 5)
