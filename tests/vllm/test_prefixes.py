@@ -233,6 +233,30 @@ def test_each_rank_has_its_own_shard(make_engine: MakeEngine, tmp_path: Path) ->
     assert check(folder)["pages_held"] == 0
 
 
+def test_bf16_and_a_pool_that_is_removed_while_the_engine_runs(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """What has the pool open keeps it; the next engine makes another one."""
+    folder, extra = folder_in(tmp_path)
+    stock, ours = make_engine(dtype="bfloat16"), make_engine(extra, dtype="bfloat16")
+    assert (stock.ready(), ours.ready()) == (None, None)
+    wanted = stock.generate(prompts())["tokens"]
+    stock.end()
+    assert ours.generate(prompts())["tokens"] == wanted
+    (path,) = folder.glob("*.pool")
+    path.unlink()
+    ours.forget()
+    second = ours.generate(prompts())
+    assert (second["tokens"], second["cached"]) == (wanted, CACHED)
+    other = make_engine(extra, dtype="bfloat16")
+    assert other.ready() is None
+    again = other.generate(prompts())
+    assert (again["tokens"], again["cached"]) == (wanted, [0, 0, 0, 0])
+    assert check(folder)["pages_published"] > 0
+    ours.end()
+    other.end()
+
+
 def test_layers_with_windows_are_served_in_one_group(
     make_engine: MakeEngine, windowed_model: Path, tmp_path: Path
 ) -> None:
