@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool, KVLayout
+from cxlkv.adapters import places
 from cxlkv.adapters.vllm import pools
 from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader, Part
 from cxlkv.adapters.vllm.settings import Settings
@@ -215,11 +216,8 @@ def test_ranks_share_what_the_container_may_use(
 
     def seen(memory: Memory, ranks: int) -> list[int]:
         with monkeypatch.context() as patch:
-            patch.setattr(pools, "probe", lambda: replace(here, memory=memory))
-            path = str(tmp_path / "a.pool")
-            return [
-                pools.capacity_bytes(path, pools.Ranks(ranks, 1, rank)) for rank in range(ranks)
-            ]
+            patch.setattr(places, "probe", lambda: replace(here, memory=memory))
+            return [places.share_bytes(str(tmp_path / "a.pool"), ranks)] * ranks
 
     free = Memory(1 << 60, 64 * MIB, None, None, None)
     assert seen(free, 1) == [16 * MIB]

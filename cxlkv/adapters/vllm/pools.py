@@ -11,17 +11,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cxlkv.adapters import places
 from cxlkv.adapters.identity import namespace, weights_of
 from cxlkv.adapters.vllm import startup
 from cxlkv.adapters.vllm.settings import Settings
-from cxlkv.errors import BadArgumentError, GeometryError, PoolMissingError, UnsupportedError
+from cxlkv.errors import PoolMissingError, UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
-from cxlkv.regions import is_device, one_maker, parse_place
-from cxlkv.topology import probe
+from cxlkv.regions import is_device, parse_place
 
-SHARE = 0.25
-"""Of the memory that this container may still use, for all ranks' pools, if nobody says more."""
 PAGE_TOKENS_MAX = 1024
 
 
@@ -47,20 +45,13 @@ def pool_path(where: str, words: Mapping[str, object], ranks: Ranks) -> str:
 
     A folder gets a name of the model's; a file's name gets the rank's, when there are several.
     """
-    scheme, colon, path = where.rpartition(":")
     shard = f"{ranks.rank}of{ranks.count}"
-    if path.endswith("/") or os.path.isdir(path):
-        name = namespace({"name": "pool", **words}).hex()[:16]
-        return f"{scheme}{colon}{os.path.join(path, f'cxlkv-vllm-{name}-{shard}.pool')}"
-    place = parse_place(where)
-    if place.path is None:
-        raise BadArgumentError(
-            f"where is {where!r}: memory without a name, but the engine has several processes that "
-            "must find the pool: give a folder or a path"
-        )
-    if ranks.count == 1:
-        return where
-    if is_device(place.path) or scheme == "dax":
+    name = namespace({"name": "pool", **words}).hex()[:16]
+    path = places.path_for(where, f"cxlkv-vllm-{name}-{shard}.pool")
+    if path != where or ranks.count == 1:
+        return path
+    place = parse_place(where).path
+    if is_device(str(place)) or where.startswith("dax:"):
         raise UnsupportedError(
             f"{where}: {ranks.count} ranks need a pool each, and a device holds one: make a file "
             "system on it, or give its NUMA node and a folder, like numa:1:/dev/shm/"
@@ -81,42 +72,12 @@ def make_or_open(
 
     wanted_tokens: of the longest request; a pool that cannot hold one is worth a warning.
     """
-    place = parse_place(path).path
-    assert place is not None, "pool_path() refuses places without a name"
-    with one_maker(place):
-        made = not _is_there(place)
-        if made:
-            size = capacity_bytes(place, ranks) if capacity is None else _part(capacity, ranks)
-            pool = CXLPool.create(path, layout=layout, capacity=size, sketch=sketch)
-        else:
-            pool = _opened(path, layout)
+    own = None if capacity is None else _part(capacity, ranks)
+    pool, made = places.make_or_open(path, layout, own, parts=ranks.count, sketch=sketch)
     found = startup.measure(pool.overview(), made, tokens_of(pool), ranks.rank, ranks.count)
     startup.say(found, wanted_tokens)
     pool.prefault(background=True)  # else the first texts that are saved pay for it
     return pool
-
-
-def _is_there(place: str) -> bool:
-    if not is_device(place):
-        return os.path.lexists(place)
-    try:
-        CXLPool.open(place, threads=1).close()
-    except (BadArgumentError, ValueError):  # no pool there
-        return False
-    return True
-
-
-def _opened(path: str, layout: KVLayout) -> CXLPool:
-    pool = CXLPool.open(path)
-    if pool.layout == layout and pool.checksum:
-        return pool
-    there = pool.layout
-    lacks = "" if pool.checksum else " and has no checksums"
-    pool.close()
-    raise GeometryError(
-        f"{path} stores {there}{lacks}; this model's rank needs {layout}. Give a folder as where, "
-        "in which each model gets a file of its own, or another path"
-    )
 
 
 def open_all(paths: Sequence[str]) -> list[CXLPool]:
@@ -140,25 +101,6 @@ def tokens_of(pool: CXLPool) -> int:
     overview = pool.describe()["geometry"]
     assert isinstance(overview, dict)
     return int(overview["page_count"] // overview["part_count"] * pool.layout.page_tokens)
-
-
-def capacity_bytes(place: str, ranks: Ranks) -> int:
-    """A rank's share of what this container may still use, and the file system has."""
-    memory = probe().memory
-    free = [b for b in (memory.available_bytes,) if b is not None]
-    if memory.cgroup_limit_bytes is not None:
-        free.append(memory.cgroup_limit_bytes - (memory.cgroup_usage_bytes or 0))
-    if not is_device(place):
-        space = os.statvfs(os.path.dirname(os.path.abspath(place)))
-        if space.f_blocks:
-            # Half of a file system may be used, which is often smaller than memory.
-            free.append(int(space.f_bavail * space.f_frsize * 0.5 / SHARE))
-    if not free:
-        raise BadArgumentError(
-            "cxlkv: how much memory there is cannot be seen here (/proc/meminfo is masked): say "
-            'the capacity, like "capacity": "8GiB"'
-        )
-    return int(min(free) * SHARE) // ranks.count
 
 
 def _part(capacity: str | int, ranks: Ranks) -> str | int:

@@ -1,0 +1,99 @@
+"""Where an engine's pool lies, how large it is, and who makes it: the same for all adapters.
+
+A place that a user names is a folder, in which each kind of content gets a file of its own, or the
+path of one pool. Whoever comes first makes it; the others find it, and see that it serves them.
+"""
+
+from __future__ import annotations
+
+import os
+
+from cxlkv.errors import BadArgumentError, GeometryError
+from cxlkv.layout import KVLayout
+from cxlkv.pool import CXLPool
+from cxlkv.regions import is_device, one_maker, parse_place
+from cxlkv.topology import probe
+
+SHARE = 0.25
+"""Of the memory that this container may still use, for all of an engine's pools, if nobody says
+more."""
+
+
+def path_for(where: str, name: str) -> str:
+    """The path of a pool for a place that a user named: in a folder, the file of this name.
+
+    Raises BadArgumentError for memory without a name, which no other process could find.
+    """
+    scheme, colon, path = where.rpartition(":")
+    if path.endswith("/") or os.path.isdir(path):
+        return f"{scheme}{colon}{os.path.join(path, name)}"
+    if parse_place(where).path is None:
+        raise BadArgumentError(
+            f"where is {where!r}: memory without a name, but the engine has several processes that "
+            "must find the pool: give a folder or a path"
+        )
+    return where
+
+
+def make_or_open(
+    path: str,
+    layout: KVLayout,
+    capacity: str | int | None,
+    *,
+    parts: int = 1,
+    sketch: bool = False,
+) -> tuple[CXLPool, bool]:
+    """The pool at `path`, and whether it was made now; else it keeps its capacity.
+
+    capacity: of it alone; None: share_bytes(), as one of `parts` pools. Raises GeometryError for a
+    pool that stores something else.
+    """
+    place = parse_place(path).path
+    assert place is not None, "path_for() refuses places without a name"
+    with one_maker(place):
+        if _is_there(place):
+            return _opened(path, layout), False
+        size = share_bytes(place, parts) if capacity is None else capacity
+        return CXLPool.create(path, layout=layout, capacity=size, sketch=sketch), True
+
+
+def share_bytes(place: str, parts: int = 1) -> int:
+    """For one of so many pools: of what this container may still use, and the file system has."""
+    memory = probe().memory
+    free = [b for b in (memory.available_bytes,) if b is not None]
+    if memory.cgroup_limit_bytes is not None:
+        free.append(memory.cgroup_limit_bytes - (memory.cgroup_usage_bytes or 0))
+    if not is_device(place):
+        space = os.statvfs(os.path.dirname(os.path.abspath(place)))
+        if space.f_blocks:
+            # Half of a file system may be used, which is often smaller than memory.
+            free.append(int(space.f_bavail * space.f_frsize * 0.5 / SHARE))
+    if not free:
+        raise BadArgumentError(
+            "cxlkv: how much memory there is cannot be seen here (/proc/meminfo is masked): say "
+            'the capacity, like "capacity": "8GiB"'
+        )
+    return int(min(free) * SHARE) // parts
+
+
+def _is_there(place: str) -> bool:
+    if not is_device(place):
+        return os.path.lexists(place)
+    try:
+        CXLPool.open(place, threads=1).close()
+    except (BadArgumentError, ValueError):  # no pool there
+        return False
+    return True
+
+
+def _opened(path: str, layout: KVLayout) -> CXLPool:
+    pool = CXLPool.open(path)
+    if pool.layout == layout and pool.checksum:
+        return pool
+    there = pool.layout
+    lacks = "" if pool.checksum else " and has no checksums"
+    pool.close()
+    raise GeometryError(
+        f"{path} stores {there}{lacks}; wanted here: {layout}. Give a folder as where, in which "
+        "each model gets a file of its own, or another path"
+    )
