@@ -135,7 +135,7 @@ class Objects:
 
     def lease(self, keys: Keys) -> Lease:
         """Hold objects, to read them where they lie; each is verified first."""
-        return Lease(*_core.lease_take(self._handle, _hashes(keys)))
+        return Lease(self._handle, *_core.lease_take(self._handle, _hashes(keys)))
 
     def reserve(self, sizes: npt.ArrayLike) -> Reserved:
         """Room for objects of these sizes, to be written where it lies, and then published.
@@ -148,7 +148,7 @@ class Objects:
         handle, addresses = self._with_room(
             len(wanted), lambda: _core.lease_reserve(self._handle, wanted)
         )
-        return Reserved(handle, addresses, wanted.astype(np.int64))
+        return Reserved(self._handle, handle, addresses, wanted.astype(np.int64))
 
     def _with_room(self, pages: int, call: Callable[[], Found]) -> Found:
         """The pool's tiers, if there are any, make room in a full one."""
@@ -165,16 +165,23 @@ class _Leased(Closing):
     """Objects that this process holds. They lie in the pool's memory until they are released, or
     the process ends: a pool with leases refuses close().
 
-    views: of each its memory, or None; whoever keeps a view keeps the lease. After release() a view
-    must not be used: its memory may be another object's.
+    views: of each its memory, or None; whoever keeps a view keeps the lease, and the pool open.
+    After release() a view must not be used: its memory may be another object's.
     """
 
-    def __init__(self, handle: _core.Handle, addresses: Whole, sizes: Sizes, writable: bool):
-        self._handle = handle
+    def __init__(
+        self,
+        pool: _core.Handle,
+        handle: _core.Handle,
+        addresses: Whole,
+        sizes: Sizes,
+        writable: bool,
+    ):
+        self._pool, self._handle = pool, handle
         self.sizes = sizes
         self.addresses = addresses
         memories = [
-            _Memory(handle, address, size, writable) if address else None
+            _Memory(pool, handle, address, size, writable) if address else None
             for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True)
         ]
         self.views: list[memoryview | None] = [
@@ -201,15 +208,19 @@ class Lease(_Leased):
     """Objects that are read where they lie. sizes: int64 [n], ABSENT or DAMAGED where there is
     none; addresses: uint64 [n], 0 there; views are read-only."""
 
-    def __init__(self, handle: _core.Handle, addresses: Whole, sizes: Sizes):
-        super().__init__(handle, addresses, sizes, writable=False)
+    def __init__(
+        self, pool: _core.Handle, handle: _core.Handle, addresses: Whole, sizes: Sizes
+    ) -> None:
+        super().__init__(pool, handle, addresses, sizes, writable=False)
 
 
 class Reserved(_Leased):
     """Room for objects that nobody finds yet; views are to be written."""
 
-    def __init__(self, handle: _core.Handle, addresses: Whole, sizes: Sizes):
-        super().__init__(handle, addresses, sizes, writable=True)
+    def __init__(
+        self, pool: _core.Handle, handle: _core.Handle, addresses: Whole, sizes: Sizes
+    ) -> None:
+        super().__init__(pool, handle, addresses, sizes, writable=True)
 
     def publish(self, keys: Keys, places: Sequence[int] | None = None) -> npt.NDArray[np.bool_]:
         """Make objects of what was written; bool [n], which are new, as put() says.
@@ -232,10 +243,13 @@ class Reserved(_Leased):
 
 
 class _Memory:
-    """Of a lease, for numpy: an array of it keeps the lease."""
+    """Of a lease, for numpy: an array of it keeps the lease, and the pool, which would be unmapped
+    when nobody has it any more."""
 
-    def __init__(self, lease: _core.Handle, address: int, size: int, writable: bool):
-        self.lease = lease
+    def __init__(
+        self, pool: _core.Handle, lease: _core.Handle, address: int, size: int, writable: bool
+    ):
+        self.pool, self.lease = pool, lease
         self.__array_interface__ = {
             "version": 3,
             "typestr": "|u1",

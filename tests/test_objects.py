@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,6 +143,27 @@ def test_a_view_keeps_its_lease(pool: CXLPool) -> None:
     assert pool.stats()["pages_held"] == 1
     assert np.array_equal(np.asarray(view), made(1))
     del view
+
+
+def test_a_view_keeps_its_pool(tmp_path: Path) -> None:
+    """Once it was unmapped under the view: who read on died of SIGSEGV."""
+    path = tmp_path / "objects"
+
+    def view_alone() -> memoryview:
+        pool = CXLPool.create(path, layout=LAYOUT, capacity="4MiB")
+        pool.put("a", made(1))
+        found = pool.lease(["a"]).views[0]
+        assert found is not None
+        return found
+
+    view = view_alone()
+    gc.collect()
+    assert np.array_equal(np.asarray(view), made(1))
+    del view
+    gc.collect()
+    with CXLPool.open(path) as pool:
+        stats = pool.stats()
+        assert (stats["processes"], stats["pages_held"]) == (1, 0)
 
 
 def test_single_places_are_given_back(pool: CXLPool) -> None:
