@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from cxlkv import _core
-from cxlkv.errors import BusyError
+from cxlkv.errors import BusyError, PoolFullError
 
+T = TypeVar("T")
 MakeRoom = Callable[[int], bool]
 """Tries to have so many free pages; returns whether there are some more now, or enough."""
 
@@ -37,3 +39,14 @@ def make(pool: _core.Handle, pages: int) -> bool:
     """Whether it is worth to try again."""
     maker = _makers.get(pool)
     return maker is not None and maker(pages)
+
+
+def made_for(call: Callable[[], T], pool: _core.Handle, pages: Callable[[], int]) -> T:
+    """What `call` returns, which takes that many pages at most: again while room can be made."""
+    for _ in range(TRIES - 1):
+        try:
+            return call()
+        except PoolFullError:
+            if not make(pool, pages()):
+                raise
+    return call()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from cxlkv import _core, audit, bulk, room
 from cxlkv.arrays import NUMPY_DTYPES, Array, View, imported, view
-from cxlkv.errors import BadArgumentError, PoolFullError
+from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES, KVLayout, layer_places
 from cxlkv.ndp import simd
 from cxlkv.ndp.engine import RECALL, Asked, Budget, Selection
@@ -83,17 +83,10 @@ class Batch:
         """An append of starts * unit tokens: makes room where a pool is full."""
         timed = bulk.begin(self._pool)
         before = self._complete(layer).sum() if timed else 0
-        for attempt in range(room.TRIES):
-            try:
-                call()
-                if timed is not None:
-                    pages = int(self._complete(layer).sum() - before)
-                    timed.end("append", pages * self._stored_bytes())
-                return
-            except PoolFullError:
-                last = attempt + 1 == room.TRIES
-                if last or not room.make(self._pool, self._pages_of(starts, unit)):
-                    raise
+        room.made_for(call, self._pool, lambda: self._pages_of(starts, unit))
+        if timed is not None:
+            pages = int(self._complete(layer).sum() - before)
+            timed.end("append", pages * self._stored_bytes())
 
     def append_blocks(
         self,
@@ -507,7 +500,14 @@ class Sequence:
         An open tail goes along as a page of its own, which the next handle with another tail
         replaces: the older handle is then stale. Raises UnevenError, PoolFullError.
         """
-        return _core.sequence_export(self._handle)
+
+        def call() -> bytes:
+            return _core.sequence_export(self._handle)
+
+        def pages() -> int:
+            return _core.pool_geometry(self._pool)["part_count"]
+
+        return room.made_for(call, self._pool, pages)
 
     def _own(self) -> Batch:
         if self._batch is None:

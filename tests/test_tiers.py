@@ -114,6 +114,19 @@ def test_a_full_pool_lets_the_oldest_text_go(pool: CXLPool) -> None:
         assert tiers.stats()["dropped_pages"] == 0, "there is no cold tier to be refused by"
 
 
+def test_a_full_pool_makes_room_for_the_tail_of_a_handle(pool: CXLPool) -> None:
+    ids = [*text(1, 1), 7, 8]
+    sequence = fill(pool, ids)
+    publish(pool, text(2, 4))
+    rest = pool.pages.alloc(pool.stats()["pages_free"])
+    with pytest.raises(PoolFullError):
+        _ = sequence.handle
+    with Tiers(pool), _released(pool.adopt(sequence.handle)) as adopted:
+        assert_holds(adopted, ids)
+    sequence.release()
+    pool.pages.free(rest)
+
+
 def test_what_went_comes_back_from_the_cold_tier(pool: CXLPool, cold_path: Path) -> None:
     texts = [text(number, 4) for number in range(1, total(pool) // 2)]
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB", policy="lru") as tiers:
