@@ -103,7 +103,7 @@ def mla_memory(layout: str) -> Host:
 
 
 def created(
-    memory: object, extra: Mapping[str, object] | None = None, **words: object
+    memory: Memory, extra: Mapping[str, object] | None = None, **words: object
 ) -> CXLHiCache:
     """By the factory, as the cache controller does it."""
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
