@@ -7,9 +7,10 @@
 
 struct cxlkv_lease {
     cxlkv_pool *pool;
+    pthread_mutex_t lock;        /* nobody gives back what is being published; inside operations */
     uint32_t count;
     bool reserved;               /* pages to be published, not objects that were found */
-    object_place places[];       /* `held` changes under the host lock */
+    object_place places[];       /* `held` changes under the lock */
 };
 
 static int lease_make(cxlkv_pool *pool, uint32_t count, bool reserved, cxlkv_lease **out) {
@@ -20,6 +21,7 @@ static int lease_make(cxlkv_pool *pool, uint32_t count, bool reserved, cxlkv_lea
     made->pool = pool;
     made->count = count;
     made->reserved = reserved;
+    pthread_mutex_init(&made->lock, NULL);
     pool_retain(pool);
     *out = made;
     return 0;
@@ -27,6 +29,7 @@ static int lease_make(cxlkv_pool *pool, uint32_t count, bool reserved, cxlkv_lea
 
 /* Of a lease that holds nothing. */
 static void lease_free(cxlkv_lease *lease) {
+    pthread_mutex_destroy(&lease->lock);
     pool_drop(lease->pool);
     free(lease);
 }
@@ -103,6 +106,7 @@ int64_t cxlkv_lease_reserve(cxlkv_pool *pool, uint32_t count, const uint64_t *si
 typedef struct sum_job {
     cxlkv_pool *pool;
     const object_place *places;
+    const int32_t *codes;
 } sum_job;
 
 /* It was written by plain stores: where other hosts do not see our caches it is written back. */
@@ -111,6 +115,7 @@ static int sum_task(void *context, uint32_t item) {
     cxlkv_pool *pool = job->pool;
     const object_place *place = &job->places[item];
     const uint8_t *at = object_at(pool, place->page);
+    if (job->codes[item] != 0) return 0;
     if (pool->layout.checksum)
         *checksum_of(pool, place->page, 0, 0, PIECE_KEYS) = crc32c(0, at, place->bytes);
     if (pool->mode != VISIBILITY_COHERENT)
@@ -130,25 +135,39 @@ static int chosen_check(const cxlkv_lease *lease, uint32_t count, const uint32_t
     return 0;
 }
 
-int64_t cxlkv_lease_publish(cxlkv_lease *lease, uint32_t count, const uint32_t *places,
-                            const uint8_t *keys, int32_t *codes) {
+static int64_t publish_locked(cxlkv_lease *lease, uint32_t count, const uint32_t *places,
+                              const uint8_t *keys, int32_t *codes) {
     cxlkv_pool *pool = lease->pool;
-    int64_t code = pool_enter(pool), bytes = 0;
-    if (code < 0) return code;
-    code = chosen_check(lease, count, places);
+    int64_t code = chosen_check(lease, count, places), bytes = 0;
     object_place *chosen = code == 0 ? malloc((count + 1ull) * sizeof(*chosen)) : NULL;
     if (code == 0 && !chosen) code = fail(ENOMEM, "no memory for a list of %u objects", count);
     for (uint32_t i = 0; code == 0 && i < count; i++) {
-        chosen[i] = lease->places[places[i]];
-        codes[i] = 0;
+        object_place *place = &lease->places[places[i]];
+        chosen[i] = *place;
+        codes[i] = place->published ? CXLKV_RECORD_PRESENT : 0;
+        place->published = true; /* a second time in this call, too, it is there already */
     }
-    sum_job job = {.pool = pool, .places = chosen};
+    sum_job job = {.pool = pool, .places = chosen, .codes = codes};
     if (code == 0) code = run_tasks(pool, count, sum_task, &job);
     if (code == 0) code = objects_publish(pool, count, keys, chosen, codes);
-    for (uint32_t i = 0; code > 0 && i < count; i++) bytes += codes[i] ? 0 : chosen[i].bytes;
+    for (uint32_t i = 0; chosen && i < count; i++) {
+        if (chosen[i].published) continue;
+        lease->places[places[i]].published = code > 0 && codes[i] == 0;
+        bytes += code > 0 && codes[i] == 0 ? chosen[i].bytes : 0;
+    }
     count_add(pool, COUNT_APPENDED_BYTES, (uint64_t)bytes);
     free(chosen);
-    pool_leave(pool);
+    return code;
+}
+
+int64_t cxlkv_lease_publish(cxlkv_lease *lease, uint32_t count, const uint32_t *places,
+                            const uint8_t *keys, int32_t *codes) {
+    int64_t code = pool_enter(lease->pool);
+    if (code < 0) return code;
+    pthread_mutex_lock(&lease->lock);
+    code = publish_locked(lease, count, places, keys, codes);
+    pthread_mutex_unlock(&lease->lock);
+    pool_leave(lease->pool);
     return code;
 }
 
@@ -163,6 +182,7 @@ static int release(cxlkv_lease *lease, uint32_t count, object_place *places) {
 int cxlkv_lease_release(cxlkv_lease *lease, uint32_t count, const uint32_t *places) {
     int code = pool_enter(lease->pool);
     if (code < 0) return code;
+    pthread_mutex_lock(&lease->lock);
     if (!places) code = release(lease, lease->count, lease->places);
     for (uint32_t i = 0; places && code == 0 && i < count; i++) {
         if (places[i] >= lease->count)
@@ -170,6 +190,7 @@ int cxlkv_lease_release(cxlkv_lease *lease, uint32_t count, const uint32_t *plac
         else
             code = release(lease, 1, &lease->places[places[i]]);
     }
+    pthread_mutex_unlock(&lease->lock);
     pool_leave(lease->pool);
     return code;
 }

@@ -9,6 +9,7 @@ typedef struct object_place {
     uint32_t bytes;
     int32_t code;                /* 0, CXLKV_OBJECT_ABSENT or CXLKV_OBJECT_DAMAGED */
     bool held;
+    bool published;              /* of a reservation: it is an object by now */
 } object_place;
 
 int objects_check(const cxlkv_pool *pool); /* that it stores objects */
