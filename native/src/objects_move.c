@@ -209,15 +209,25 @@ static void block_in(const move_job *job, uint8_t *mine, uint8_t *pool_bytes, si
         flush_write_back(FLUSH_PUBLISH_HEADER, pool_bytes, bytes); /* V1 */
 }
 
+static void put_span(const move_job *job, uint32_t object, uint64_t first) {
+    uint32_t page = job->places[object].page;
+    uint32_t crc = move_span(job, object, first, block_in, false);
+    if (job->pool->layout.checksum) *checksum_of(job->pool, page, 0, 0, PIECE_KEYS) = crc;
+}
+
+/* Even of a page that is given up halfway the stores are fenced: its next owner may be another
+ * process. */
 static int put_task(void *context, uint32_t item) {
     const move_job *job = context;
-    uint32_t object = object_of(job, item);
-    const object_place *place = &job->places[object];
-    uint64_t first = (item - job->spans[object]) * job->span_bytes;
-    uint32_t crc = move_span(job, object, first, block_in, false);
-    if (job->pool->layout.checksum) *checksum_of(job->pool, place->page, 0, 0, PIECE_KEYS) = crc;
+    const uint32_t object = object_of(job, item);
+    const uint64_t first = (item - job->spans[object]) * job->span_bytes;
+    guard fault;
+    volatile int code = 0;
+    GUARD_BEGIN(fault) {
+        put_span(job, object, first);
+    } GUARD_END(fault, code = poison_error(job->pool, &fault))
     store_fence(); /* of this thread's own non-temporal stores */
-    return 0;
+    return code;
 }
 
 static int sources_check(move_job *job) {
