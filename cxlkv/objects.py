@@ -99,7 +99,8 @@ class Objects:
     def get_batch_into(self, keys: Keys, buffers: Buffers | Sequence[object]) -> Sizes:
         """get_into() of several: int64 [n], the bytes of each object, ABSENT or DAMAGED.
 
-        A damaged one's memory is zeros. Nothing is copied when one does not fit: BadArgumentError.
+        All memory given for a damaged one is zeros. Nothing is copied when one does not fit:
+        BadArgumentError.
         """
         hashes = _hashes(keys)
         given, kept = _memory(buffers, len(hashes) // _core.HASH_BYTES, True)

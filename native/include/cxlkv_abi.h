@@ -519,8 +519,8 @@ typedef struct cxlkv_buffers {
  * new. */
 int64_t cxlkv_objects_put(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                           const cxlkv_buffers *from, int32_t *codes);
-/* Copies the objects that are there into memory of at least their size, every byte verified; what
- * is damaged is zeros. sizes: of each. Returns the bytes that were copied. */
+/* Copies the objects that are there into memory of at least their size, every byte verified; all
+ * memory of what is damaged is zeros. sizes: of each. Returns the bytes that were copied. */
 int64_t cxlkv_objects_get(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                           const cxlkv_buffers *to, int64_t *sizes);
 int64_t cxlkv_objects_sizes(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, int64_t *sizes);

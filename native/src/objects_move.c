@@ -156,22 +156,25 @@ static int targets_check(const move_job *job) {
 }
 
 /* Nobody takes for an object what is none. */
-static void clear_target(const move_job *job, uint32_t object) {
-    uint64_t left = job->places[object].bytes, bytes;
-    walk w = walk_to(job->buffers, object, 0);
-    for (; left; left -= bytes) {
-        uint8_t *mine = walk_on(&w, left, &bytes);
-        memset(mine, 0, bytes);
-    }
+static int clear_task(void *context, uint32_t object) {
+    const move_job *job = context;
+    const cxlkv_buffers *to = job->buffers;
+    if (job->places[object].code != CXLKV_OBJECT_DAMAGED) return 0;
+    for (uint64_t i = buffer_begin(to, object); i < buffer_begin(to, object + 1ull); i++)
+        memset((void *)(uintptr_t)to->addresses[i], 0, to->sizes[i]);
+    return 0;
 }
 
 static int64_t get_held(move_job *job, int64_t *sizes) {
     int64_t code = targets_check(job), moved = 0;
+    bool damaged = false;
     if (code == 0) code = spans_make(job, job->pool->thread_count);
     if (code == 0) code = run_tasks(job->pool, job->spans[job->count], get_task, job);
     code = peers_verify(job->pool, code);
+    for (uint32_t i = 0; i < job->count; i++)
+        damaged |= job->places[i].code == CXLKV_OBJECT_DAMAGED;
+    if (code == 0 && damaged) code = run_tasks(job->pool, job->count, clear_task, job);
     for (uint32_t i = 0; code == 0 && i < job->count; i++) {
-        if (job->places[i].held && job->places[i].code < 0) clear_target(job, i);
         sizes[i] = job->places[i].code < 0 ? job->places[i].code : (int64_t)job->places[i].bytes;
         moved += sizes[i] > 0 ? sizes[i] : 0;
     }
