@@ -59,30 +59,53 @@ static void look_at(cxlkv_pool *pool, uint32_t count, const uint8_t *keys) {
     flush_fence_all(FLUSH_ACQUIRE_DESCRIPTOR_FENCE);
 }
 
-/* Pages of other hosts into view: those that were freed meanwhile are absent. */
+/* What was learned of a place's page. */
+static void settle_borrowed(cxlkv_pool *pool, object_place *place, const borrowing *item) {
+    if (item->code < 0 || item->generation != place->generation) {
+        place->code = CXLKV_OBJECT_ABSENT;
+    } else if (record_check(pool, place->page, place->generation, place->bytes) < 0) {
+        count_add(pool, COUNT_CORRUPT_PIECES, 1);
+        place->code = CXLKV_OBJECT_DAMAGED;
+        if (!pool->pages[place->page].holders) borrow_end(pool, place->page, 1);
+    }
+}
+
+static int by_page(const void *a, const void *b) {
+    const object_place *one = *(object_place *const *)a, *other = *(object_place *const *)b;
+    return (one->page > other->page) - (one->page < other->page);
+}
+
+static void borrow_each_once(cxlkv_pool *pool, object_place **foreign, uint32_t count,
+                             borrowing *items) {
+    uint32_t used = 0;
+    for (uint32_t i = 0; i < count; i++)
+        if (i == 0 || foreign[i]->page != foreign[i - 1]->page)
+            items[used++] = (borrowing){.page = foreign[i]->page, .state = PAGE_PUBLISHED,
+                                        .generation = foreign[i]->generation};
+    borrow(pool, items, used);
+}
+
+/* Pages of other hosts into view: those that were freed meanwhile are absent. One that is asked for
+ * twice is borrowed once: a second look that fails would take away the first one's pin. */
 static int borrow_places(cxlkv_pool *pool, uint32_t count, object_place *places) {
+    object_place **foreign = malloc((count + 1ull) * sizeof(*foreign));
     borrowing *items = malloc((count + 1ull) * sizeof(*items));
     uint32_t used = 0;
-    if (!items) return fail(ENOMEM, "no memory for a list of %u pages", count);
-    for (uint32_t i = 0; i < count; i++)
+    for (uint32_t i = 0; foreign && i < count; i++)
         if (places[i].code == 0 && !page_is_ours(pool, places[i].page))
-            items[used++] = (borrowing){.page = places[i].page, .state = PAGE_PUBLISHED,
-                                        .generation = places[i].generation};
-    borrow(pool, items, used);
-    used = 0;
-    for (uint32_t i = 0; i < count; i++) {
-        object_place *place = &places[i];
-        if (place->code != 0 || page_is_ours(pool, place->page)) continue;
-        if (items[used++].code < 0) {
-            place->code = CXLKV_OBJECT_ABSENT;
-        } else if (record_check(pool, place->page, place->generation, place->bytes) < 0) {
-            count_add(pool, COUNT_CORRUPT_PIECES, 1);
-            place->code = CXLKV_OBJECT_DAMAGED;
-            if (!pool->pages[place->page].holders) borrow_end(pool, place->page, 1);
+            foreign[used++] = &places[i];
+    if (foreign && items && used) {
+        qsort(foreign, used, sizeof(*foreign), by_page);
+        borrow_each_once(pool, foreign, used, items);
+        for (uint32_t i = 0, item = 0; i < used; i++) {
+            item += i > 0 && foreign[i]->page != foreign[i - 1]->page;
+            settle_borrowed(pool, foreign[i], &items[item]);
         }
     }
+    int code = foreign && items ? 0 : fail(ENOMEM, "no memory for a list of %u pages", count);
+    free(foreign);
     free(items);
-    return 0;
+    return code;
 }
 
 /* What a key further on will touch: index, descriptor, header and counts are each a miss. */
