@@ -13,13 +13,15 @@ layer at most, whatever the number of sequences.
 
 `layouts` says what a model's pool must store, `cache` has the cache, `steps` what one pass knows,
 `prefill` attention over tensors, `latent` the algebra of MLA, `attention` what transformers calls,
-`requests` prefixes that calls of generate() share.
+`requests` prefixes that calls of generate() share, `handover` rows that another process goes on
+from.
 
 Importing this module registers "cxlkv" as an attention implementation.
 """
 
 from cxlkv.adapters.transformers.attention import attention, padding_mask, register
 from cxlkv.adapters.transformers.cache import Counters, CXLCache, FarLayer
+from cxlkv.adapters.transformers.handover import hand_over, take_over
 from cxlkv.adapters.transformers.layouts import layout_of
 from cxlkv.adapters.transformers.requests import CXLRequests
 from cxlkv.adapters.transformers.steps import LayerStep, Step
@@ -32,9 +34,11 @@ __all__ = [
     "LayerStep",
     "Step",
     "attention",
+    "hand_over",
     "layout_of",
     "padding_mask",
     "register",
+    "take_over",
 ]
 
 register()

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -47,6 +48,15 @@ class Announced:
     index: int
     keys: Tensor
     values: Tensor | None
+
+
+class Settings(TypedDict, total=False):
+    """Of a CXLCache."""
+
+    budget: budgets.Budgets
+    near: bool
+    method: str
+    dense_layers: int
 
 
 class _Thread(threading.local):

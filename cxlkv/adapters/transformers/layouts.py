@@ -54,6 +54,15 @@ def text_config(model: object) -> PreTrainedConfig:
     return config.get_text_config(decoder=True)
 
 
+def config_words(model: object) -> dict[str, object]:
+    """What the config says of the model's results: not where it lies, nor who saved it."""
+    return {
+        name: value
+        for name, value in text_config(model).to_dict().items()
+        if not name.startswith("_") and name != "transformers_version"
+    }
+
+
 def windows_of(config: PreTrainedConfig) -> tuple[int | None, ...]:
     """For each layer: how many tokens it sees, its own included; None: all.
 

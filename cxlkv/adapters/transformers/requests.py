@@ -16,16 +16,15 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cxlkv.adapters.base import PoolRequests
 from cxlkv.adapters.identity import block_keys, namespace
-from cxlkv.adapters.transformers.budgets import Budgets
-from cxlkv.adapters.transformers.cache import CXLCache
-from cxlkv.adapters.transformers.layouts import check_layout, layout_of, text_config
+from cxlkv.adapters.transformers.cache import CXLCache, Settings
+from cxlkv.adapters.transformers.layouts import check_layout, config_words, layout_of
 from cxlkv.adapters.transformers.steps import Step
 from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.pool import CXLPool
@@ -35,15 +34,6 @@ from cxlkv.tiers import Tiers
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-class Settings(TypedDict, total=False):
-    """Of a CXLCache."""
-
-    budget: Budgets
-    near: bool
-    method: str
-    dense_layers: int
 
 
 class _RowsCache(CXLCache):
@@ -101,11 +91,7 @@ class CXLRequests(PoolRequests):
         check_layout(pool.layout, layout_of(model))
         self._model = model
         words = {
-            "config": {
-                name: value
-                for name, value in text_config(model).to_dict().items()
-                if not name.startswith("_") and name != "transformers_version"
-            },
+            "config": config_words(model),
             "dtype": str(getattr(model, "dtype", None)),
             "weights": hash_of(model) if weights is None else weights,
             "layout": str(pool.layout),

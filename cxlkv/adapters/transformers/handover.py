@@ -1,0 +1,157 @@
+"""Prefill here, decode there: a cache's rows as bytes, which another process goes on from.
+
+    data = hand_over(cache, model)              # in process A, behind its prefill
+    cache = take_over(data, pool, model)        # in process B, which opened the same pool
+
+The bytes, little-endian: a header {magic, version, rows, tokens so far with padding, 16 bytes that
+name the model}, for each row its handle with its length before it, and a CRC32 of all that. Pages
+are not copied, only named; a handle takes each row's open tail along as a page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cxlkv.adapters.identity import namespace
+from cxlkv.adapters.transformers.cache import CXLCache, Settings
+from cxlkv.adapters.transformers.layouts import check_layout, config_words, layout_of
+from cxlkv.errors import BadArgumentError, CXLKVError, StaleError
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Sequence as Tokens
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+MAGIC, OF_ONE_SEQUENCE = b"CKVC", b"CKVH"
+VERSION = 1
+HEADER = struct.Struct("<4sIIQ16s")
+LENGTH = struct.Struct("<I")
+CRC = struct.Struct("<I")
+SAMPLE_BYTES = 1024
+
+
+def hand_over(cache: CXLCache, model: torch.nn.Module) -> bytes:
+    """Bytes by which any process with the pool open goes on where this cache stands.
+
+    Valid while the cache's rows are not released and their process (of another host: its machine)
+    lives: keep the cache until the other side has taken over. A second one is as good as the first
+    until the cache has grown; then the first may be stale, where a cache.fork() would have kept it.
+    The text is not in it: who goes on needs the token ids from elsewhere.
+
+    Raises BadArgumentError for an empty cache, UnevenError where a pass failed half way,
+    PoolFullError when there is no page for a row's open tail.
+    """
+    if not cache.sequences:
+        raise BadArgumentError("the cache is empty: run the prompt through the model first")
+    check_layout(cache.pool.layout, layout_of(model))
+    header = (MAGIC, VERSION, len(cache.sequences), cache.get_seq_length(), name_of(model))
+    parts = [HEADER.pack(*header)]
+    for sequence in cache.sequences:
+        handle = sequence.handle
+        parts += [LENGTH.pack(len(handle)), handle]
+    body = b"".join(parts)
+    return body + CRC.pack(zlib.crc32(body))
+
+
+def take_over(
+    data: bytes, pool: CXLPool, model: torch.nn.Module, **settings: Unpack[Settings]
+) -> CXLCache:
+    """The cache that hand_over() was called with, of its own from now on; settings as CXLCache's.
+
+    Any number of processes may take over from the same bytes. Raises StaleError when the bytes are
+    damaged, of another pool, or of rows that were released since, also by the death of their
+    process; then the prompt must be read again. BadArgumentError when the model has another config
+    or other weights than the one that read the prompt, GeometryError as CXLCache. All rows or none.
+    """
+    tokens, name, handles = _read(data)
+    check_layout(pool.layout, layout_of(model))
+    if name != name_of(model):
+        raise BadArgumentError(
+            "the prompt was read by another model: config, dtype or weights differ. Load the same "
+            "one, or read the prompt with this one"
+        )
+    rows: list[Tokens] = []
+    try:
+        for handle in handles:
+            rows.append(pool.adopt(handle))
+        if max(len(row) for row in rows) > tokens:
+            raise StaleError("these bytes are no hand-over: a row is longer than all of them")
+        cache = CXLCache(pool, model, sequences=rows, **settings)
+    except CXLKVError:
+        for row in rows:
+            row.release()
+        raise
+    cache._start_from(rows, tokens)
+    return cache
+
+
+def _read(data: bytes) -> tuple[int, bytes, list[bytes]]:
+    """(tokens, the model's name, the rows' handles); raises StaleError for what is no hand-over."""
+    if not isinstance(data, bytes):
+        raise BadArgumentError(f"a hand-over is bytes, not {type(data).__name__}")
+    if data.startswith(OF_ONE_SEQUENCE):
+        raise BadArgumentError(
+            "this is the handle of a sequence: CXLCache(pool, model, sequences=[pool.adopt(it)])"
+        )
+    end = len(data) - CRC.size
+    if end < HEADER.size or not data.startswith(MAGIC):
+        raise StaleError(f"these {len(data)} bytes are no hand-over")
+    if zlib.crc32(data[:end]) != CRC.unpack_from(data, end)[0]:
+        raise StaleError("the hand-over was cut or changed on its way: send it again")
+    _, version, count, tokens, name = HEADER.unpack_from(data)
+    if version != VERSION:
+        raise StaleError(
+            f"the hand-over has version {version}, this cxlkv reads {VERSION}: install the same "
+            "release on both sides"
+        )
+    handles: list[bytes] = []
+    at = HEADER.size
+    while at + LENGTH.size <= end:
+        (size,) = LENGTH.unpack_from(data, at)
+        at += LENGTH.size + size
+        handles.append(data[at - size : at])
+    if at != end or count != len(handles) or not handles:
+        raise StaleError("these bytes are no hand-over: its rows do not fit its length")
+    return tokens, name, handles
+
+
+def name_of(model: torch.nn.Module) -> bytes:
+    """16 bytes of the model's config, dtype, and of the beginning, middle and end of each weight.
+
+    Not all of the weights are read, as CXLRequests does once: a hand-over is to take no longer for
+    a larger model.
+    """
+    found: list[tuple[str, tuple[int, ...], str]] = []
+    pieces: list[Tensor] = []
+    for name, weight in sorted(model.state_dict().items()):
+        if weight.is_meta:
+            raise BadArgumentError(
+                f"{name} is not in memory, so the model cannot be told from another: hand over "
+                "each row's handle, cache.sequences[row].handle, and see to it yourself"
+            )
+        found.append((name, tuple(weight.shape), str(weight.dtype)))
+        pieces += _sampled(weight)
+    sample = hashlib.sha256()
+    for piece in pieces:
+        sample.update(piece.cpu().numpy().data)
+    words = {
+        "config": config_words(model),
+        "dtype": str(getattr(model, "dtype", None)),
+        "weights": found,
+        "sample": sample.hexdigest(),
+    }
+    return namespace(words)
+
+
+def _sampled(weight: Tensor) -> list[Tensor]:
+    """Bytes of its beginning, middle and end, uint8 [SAMPLE_BYTES] each or less."""
+    flat = weight.detach().reshape(-1)
+    count = max(1, SAMPLE_BYTES // flat.element_size())
+    last = max(0, len(flat) - count)
+    return [flat[at : at + count].view(torch.uint8) for at in (0, last // 2, last)]
