@@ -309,6 +309,21 @@ def test_a_host_that_dies_takes_nothing_along(other: Process, path: str, dies: s
     assert found["ids"] == alone(model, LENGTHS, GREEDY)
     other.ask("release", name="b")
     with CXLPool.open(path, threads=1, host=2, lease_s=LEASE_S) as pool:
+        with pytest.raises(StaleError, match="of another host was freed"):
+            take_over(bytes.fromhex(str(read["data"])), pool, model)
+        audit(pool)
+
+
+def test_a_process_that_dies_on_a_host_that_lives(other: Process, path: str) -> None:
+    model = model_of(*LLAMA)
+    words: Words = {"path": path, "model": LLAMA}
+    with make_shared(path, model, host=0) as pool:
+        reader = Process()
+        read = reader.ask("prefill", host=0, lengths=ONE, name="a", **words)
+        reader.kill()
+        assert pool.stats()["pages_held"] == 0, "who looks gives the dead one's pages back"
+        taken = other.ask("take", host=1, data=read["data"], name="b", **words)
+        assert taken["error"] == "StaleError"
         audit(pool)
 
 
@@ -368,6 +383,28 @@ def test_a_cache_that_grew_since(pool: CXLPool) -> None:
     with pytest.raises(StaleError):
         take_over(first, pool, model)
     assert decode(model, take_over(kept_data, pool, model), ONE, GREEDY) == wanted
+
+
+def test_windows_that_went_on_since(path: str) -> None:
+    """As long as a window's pages are there, what was handed over is; then it is stale."""
+    model = model_of("gemma3", "float32")
+    with make_pool(path, model) as pool:
+        cache = CXLCache(pool, model)
+        cache.rewind_tokens = 8
+        ids, mask = prompts(ONE)
+        generate(model, ids[:, :-1], mask[:, :-1], cache, max_new_tokens=1)
+        data, wanted, taken = hand_over(cache, model), alone(model, ONE, GREEDY), 0
+        with suppress(StaleError):
+            for _ in range(20):
+                again = take_over(data, pool, model)
+                assert decode(model, again, ONE, GREEDY) == wanted
+                again.release()
+                taken += 1
+                run(model, torch.tensor([[5]]), cache)
+        assert 1 < taken < 20
+        cache.release()
+        assert all_free(pool)
+        audit(pool)
 
 
 def test_another_model(pool: CXLPool) -> None:
