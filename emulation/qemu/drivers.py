@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from cxlkv.emulation.qemu.guest.answering import SEEDS, STEPS, answers_alone
 from cxlkv.emulation.qemu.image import Image, Missing, prepare
 from cxlkv.emulation.qemu.machine import (
     CHECKOUT,
@@ -82,6 +83,10 @@ class Host:
                 lines = "\n".join(guest.last_lines() for guest in alive or self._guests)
                 raise Failed(f"no {what} {limit}\n{lines}")
             time.sleep(WAIT_STEP_S)
+
+    def log(self, name: str) -> str:
+        """What guest `name` has printed."""
+        return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def say(self, step: str) -> None:
         """All guests see that the host has come to `step`."""
@@ -195,6 +200,26 @@ def litmus(host: Host) -> None:
         )
 
 
+def handover(host: Host) -> None:
+    """Prefill on one host, decode on the other: after the first has let go, and after its death."""
+    a, b = host.boot("a"), host.boot("b")
+    wanted = [answers_alone(seed) for seed in SEEDS]
+    host.wait_for("b has taken over 0")
+    host.tell("a has read a context and handed it over; b has taken over")
+    host.wait_for("a has handed over 1")
+    a.kill()
+    host.tell("a has let go of the first, read a second one, handed it over, and was killed")
+    host.say("a is dead")
+    host.wait(b)
+    for number, answers in enumerate(wanted):
+        found = json.loads((host.folder / f"answers-{number}").read_text())
+        if found != answers:
+            raise Failed(f"context {number}: b answered {found}, one host alone {answers}")
+    host.tell(f"b answered both as one host alone does: {STEPS} tokens each, greedily")
+    for line in re.findall(r".*functional only.*", host.log("a") + host.log("b")):
+        print(f"            {line.strip()}")
+
+
 def nodes(host: Host) -> None:
     """The pool on the device, on a kmem node, on weighted nodes, on fsdax; HMAT."""
     host.wait(host.boot("a", two_nodes()))
@@ -212,6 +237,7 @@ SCENARIOS: dict[str, Callable[[Host], None]] = {
     "device": device,
     "litmus": litmus,
     "sharing": sharing,
+    "handover": handover,
     "nodes": nodes,
     "suites": suites,
 }
