@@ -24,7 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cxlkv import Budget, CXLPool, _core
-from cxlkv.adapters.transformers import CXLCache, hand_over, layout_of, take_over
+from cxlkv.adapters.transformers import CXLCache, CXLRequests, hand_over, layout_of, take_over
 from cxlkv.adapters.transformers.handover import HEADER, LENGTH
 from cxlkv.errors import (
     BadArgumentError,
@@ -222,6 +222,24 @@ def test_rows_that_are_all_padded(pool: CXLPool) -> None:
     found = generate(model, ids[1:], mask[1:], taken).tolist()
     assert found == alone(model, LENGTHS, GREEDY)[1:]
     taken.release()
+
+
+def test_what_shared_prefixes_have_read_is_handed_over_within_the_block(pool: CXLPool) -> None:
+    """A reader that knows most of the prompt reads the rest; at its end only full pages stay."""
+    model = model_of(*LLAMA)
+    requests, wanted = CXLRequests(pool, model), alone(model, ONE, GREEDY)
+    ids, mask = (each[:, :-1] for each in prompts(ONE))
+    for _ in range(2):
+        with requests.begin(ids, mask) as cache:
+            generate(model, ids, mask, cache, max_new_tokens=1)
+            data = hand_over(cache, model)
+            taken = take_over(data, pool, model)
+        assert decode(model, taken, ONE, GREEDY) == wanted
+        taken.release()
+        with pytest.raises(StaleError):
+            take_over(data, pool, model)
+    assert pool.stats()["pages_published"] == (ONE[0] - 1) // PAGE_TOKENS
+    assert pool.stats()["pages_held"] == 0
 
 
 def test_handed_on_and_back(other: Process, pool: CXLPool) -> None:
