@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -174,6 +175,21 @@ def test_another_process_makes_the_same_tokens(
         ids, mask = prompts(LENGTHS)
         wanted = generate(model, ids, mask, dynamic(model), **MODES[mode])
         assert found["ids"] == wanted.tolist()
+
+
+def test_the_example_of_the_docs_runs(pool: CXLPool) -> None:
+    text = (ROOT / "docs/handover.md").read_text()
+    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert example is not None
+    model, (ids, _) = model_of(*LLAMA), prompts(ONE)
+    model.set_attn_implementation("cxlkv")
+    names = {"pool": pool, "model": model, "ids": ids[:, :-1], "ids_and_next": ids}
+    exec(compile(example[1], "docs/handover.md", "exec"), names)
+    out, taken = names["out"], names["taken"]
+    assert isinstance(out, torch.Tensor)
+    assert isinstance(taken, CXLCache)
+    assert out.tolist() == alone(model, ONE, GREEDY)
+    taken.release()
 
 
 def test_under_a_budget(other: Process, pool: CXLPool) -> None:
