@@ -254,6 +254,12 @@ def test_the_command_names_who_is_missing(
     assert all(f"missing: {name}: {why}" in notes for name, why in result.missing.items())
 
 
+def test_the_first_put_is_read_back_before_another_one() -> None:
+    cases = ("first", "put", "get")
+    assert running.cases_of(0, cases) == ["first", "get", "put", "get"]
+    assert running.cases_of(1, cases) == running.cases_of(0, cases[1:]) == ["put", "get"]
+
+
 def wheel(path: Path) -> None:
     """A package of nothing, that pip installs without a network."""
     about = {

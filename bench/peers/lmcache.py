@@ -11,6 +11,8 @@ from typing import ClassVar
 
 from .serving import Bytes, Objects, Store, Team, Wanted, mapped, must, serve
 
+Pairs = tuple[list[object], list[object]]
+"""Keys and LMCache's own kind of buffers of a call's objects."""
 SLAB_BYTES = 4 << 20  # small enough to stay in a cache: its own default of 256 MiB is slower
 
 
@@ -39,7 +41,10 @@ class LMCache(Store):
     """backend: DaxBackend, which copies twice on the way back. core: the DaxCore that it and the
     multi-process adapter stand on, with copies straight to the caller's buffers."""
 
-    forms: ClassVar = {"backend": ("put", "get"), "core": ("put", "get")}
+    forms: ClassVar = {
+        "backend": ("first", "put", "get"),
+        "core": ("first", "put", "get"),
+    }
 
     def __init__(self) -> None:
         os.environ["LMCACHE_TRACK_USAGE"] = "false"
@@ -82,6 +87,9 @@ class LMCache(Store):
             metadata=SimpleNamespace(world_size=1, get_num_groups=lambda: 1),
             local_cpu_backend=self.places,
         )
+        self.puts = {"backend": self._put_backend, "core": self._put_core}
+        self.sent = [self._pairs(call, self.sources) for call in given.calls()]
+        self.first_s = {form: self.team.each(put, self.sent) for form, put in self.puts.items()}
 
     def _objects(self, array: Bytes) -> list[object]:
         """LMCache's own kind of buffer over each object's bytes."""
@@ -104,31 +112,27 @@ class LMCache(Store):
         return found
 
     def run(self, case: str, form: str, wanted: Wanted) -> tuple[list[float], int]:
+        if case == "first":
+            return [self.first_s[form]], self.given.bytes
         if case == "put":
             (self.core if form == "core" else self.backend._core).delete_many(self.keys, force=True)
-            put = self._put_core if form == "core" else self._put_backend
-            return [self.team.each(put, self.given.calls())], self.given.bytes
+            return [self.team.each(self.puts[form], self.sent)], self.given.bytes
         calls = self.given.calls(self.given.order())
         if form == "core":
-            return [self.team.each(self._get_core, calls)], self.given.bytes
+            read = [self._pairs(call, self.targets) for call in calls]
+            return [self.team.each(self._get_core, read)], self.given.bytes
         # It has threads of its own (dax.restore_workers), and takes one call after the other.
         alone = Team(1)
         return [alone.each(self._get_backend, calls)], self.given.bytes
 
-    def _put_backend(self, call: list[int]) -> None:
-        self.backend.batched_submit_put_task(*self._pairs(call, self.sources))
+    def _put_backend(self, call: Pairs) -> None:
+        self.backend.batched_submit_put_task(*call)
 
-    def _put_core(self, call: list[int]) -> None:
-        must(
-            all(self.core.put_many(*self._pairs(call, self.sources))),
-            "put_many did not do it for all objects",
-        )
+    def _put_core(self, call: Pairs) -> None:
+        must(all(self.core.put_many(*call)), "put_many did not do it for all objects")
 
-    def _get_core(self, call: list[int]) -> None:
-        must(
-            all(self.core.load_many_into(*self._pairs(call, self.targets))),
-            "load_many did not do it for all objects",
-        )
+    def _get_core(self, call: Pairs) -> None:
+        must(all(self.core.load_many_into(*call)), "load_many did not do it for all objects")
 
     def _get_backend(self, call: list[int]) -> None:
         self.places.upcoming = list(call)
@@ -138,14 +142,14 @@ class LMCache(Store):
             "batched_get_blocking did not do it for all objects",
         )
 
-    def _pairs(self, call: list[int], objects: list[object]) -> tuple[list[object], list[object]]:
+    def _pairs(self, call: list[int], objects: list[object]) -> Pairs:
         return [self.keys[index] for index in call], [objects[index] for index in call]
 
     def close(self) -> None:
         self.team.close()
         self.backend.close()
         self.core.close()
-        self.sources, self.targets, self.places = [], [], Places([], 0)
+        self.sources, self.targets, self.sent, self.places = [], [], [], Places([], 0)
         del self.payload, self.out
         for path in self.paths:
             path.unlink()

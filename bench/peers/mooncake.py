@@ -18,6 +18,8 @@ from .serving import UNIT_BYTES, Bytes, Objects, Store, Team, Wanted, mapped, mu
 LOOPBACK = "127.0.0.1"
 PACKAGE = "mooncake-transfer-engine-non-cuda"
 START_S = 20.0
+Lists = tuple[list[str], list[int], list[int]]
+"""Names, addresses and sizes of a call's objects."""
 
 
 def free_port() -> int:
@@ -57,43 +59,38 @@ class Client:
             code = self.store.register_buffer(array.ctypes.data, array.nbytes)
             must(code == 0, f"register_buffer gave {code}")
         self.names = [f"object-{index}" for index in range(given.count)]
+        team = Team(given.threads)
+        calls = [self.lists(call, payload) for call in given.calls()]
+        self.first_s = team.each(self.put_batch, calls)
+        team.close()
         # Once with other names, too: so all of the segment that may be used is touched.
-        for prefix in ("", "other-"):
-            for call in given.calls():
-                self.put_batch(call, prefix)
-        self.empty()
+        for names, addresses, sizes in calls:
+            self.put_batch(([f"other-{name}" for name in names], addresses, sizes))
 
     def empty(self) -> None:
         self.store.remove_all(force=True)
 
-    def put_batch(self, call: list[int], prefix: str = "") -> None:
-        size, base = self.given.object_bytes, self.payload.ctypes.data
-        codes = self.store.batch_put_from(
-            [prefix + self.names[index] for index in call],
-            [base + index * size for index in call],
-            [size] * len(call),
-        )
+    def lists(self, call: list[int], array: Bytes) -> Lists:
+        size, base = self.given.object_bytes, array.ctypes.data
+        names = [self.names[index] for index in call]
+        return names, [base + index * size for index in call], [size] * len(call)
+
+    def put_batch(self, call: Lists) -> None:
+        codes = self.store.batch_put_from(*call)
         must(not any(codes), f"batch_put_from gave {codes}")
 
-    def put_each(self, call: list[int]) -> None:
-        size, base = self.given.object_bytes, self.payload.ctypes.data
-        for index in call:
-            code = self.store.put_from(self.names[index], base + index * size, size)
+    def put_each(self, call: Lists) -> None:
+        for one in zip(*call, strict=True):
+            code = self.store.put_from(*one)
             must(code == 0, f"put_from gave {code}")
 
-    def get_batch(self, call: list[int]) -> None:
-        size, base = self.given.object_bytes, self.out.ctypes.data
-        codes = self.store.batch_get_into(
-            [self.names[index] for index in call],
-            [base + index * size for index in call],
-            [size] * len(call),
-        )
-        must(all(code == size for code in codes), f"batch_get_into gave {codes}")
+    def get_batch(self, call: Lists) -> None:
+        codes = self.store.batch_get_into(*call)
+        must(codes == call[2], f"batch_get_into gave {codes}")
 
-    def get_each(self, call: list[int]) -> None:
-        size, base = self.given.object_bytes, self.out.ctypes.data
-        for index in call:
-            code = self.store.get_into(self.names[index], base + index * size, size)
+    def get_each(self, call: Lists) -> None:
+        for name, address, size in zip(*call, strict=True):
+            code = self.store.get_into(name, address, size)
             must(code == size, f"get_into gave {code}")
 
     def ranges(self, wanted: Wanted, at_once: bool) -> tuple[list[float], int]:
@@ -157,9 +154,9 @@ class Mooncake(Store):
     segment of the process's own memory; file_batch in a mounted file, which others may share."""
 
     forms: ClassVar = {
-        "batch": ("put", "get", "ranges"),
+        "batch": ("first", "put", "get", "ranges"),
         "single": ("put", "get", "ranges"),
-        "file_batch": ("put", "get", "ranges"),
+        "file_batch": ("first", "put", "get", "ranges"),
     }
 
     def __init__(self) -> None:
@@ -177,14 +174,18 @@ class Mooncake(Store):
 
     def run(self, case: str, form: str, wanted: Wanted) -> tuple[list[float], int]:
         store, single = self.stores[form], form == "single"
+        if case == "first":
+            return [store.first_s], self.given.bytes
         if case == "ranges":
             return store.ranges(wanted, at_once=not single)
         if case == "put":
             store.empty()
             put = store.put_each if single else store.put_batch
-            return [self.team.each(put, self.given.calls())], self.given.bytes
+            calls = [store.lists(call, store.payload) for call in self.given.calls()]
+            return [self.team.each(put, calls)], self.given.bytes
         get = store.get_each if single else store.get_batch
-        return [self.team.each(get, self.given.calls(self.given.order()))], self.given.bytes
+        calls = [store.lists(call, store.out) for call in self.given.calls(self.given.order())]
+        return [self.team.each(get, calls)], self.given.bytes
 
     def close(self) -> None:
         self.team.close()

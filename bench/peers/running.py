@@ -21,17 +21,21 @@ from cxlkv.config import format_bytes
 from cxlkv.errors import MemoryShortError
 
 PEERS = ("mooncake", "lmcache", "faiss", "torch")
-NAMES = (*OURS, *PEERS)
+NAMES = ("ours", "plain", *PEERS)
 ENVIRONMENTS = Path("build/peers")
 SHARED = "/dev/shm"
-SHARED_SHARE = 11  # of the payload: it, where it is read to, and the stores that are files
+SHARED_SHARE = 13  # of the payload: it, where it is read to, and the stores that are files
 AGREEMENT = 0.95  # of pages: torch rounds scores to bf16, faiss ranks tokens
 
 
 @dataclass(frozen=True)
 class Size:
-    """Objects of 1, 4 and 32 layers of 64 KiB, 256 MiB of them; as many bytes of keys to scan."""
+    """Objects of 1, 4 and 32 layers of 64 KiB, 256 MiB of them; as many bytes of keys to scan.
 
+    cases: of serving.CASES, those that are measured.
+    """
+
+    cases: tuple[str, ...] = ("put", "get", "ranges", "scan")
     object_bytes: tuple[int, ...] = (64 << 10, 256 << 10, 2 << 20)
     total_bytes: int = 256 << 20
     call_objects: int = 64
@@ -53,7 +57,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the side-by-side table: the samples of one form of one peer, in GB/s."""
+    """One line of the side-by-side table: the samples of one form of one peer, in `unit`."""
 
     case: str
     object_bytes: int
@@ -65,6 +69,10 @@ class Row:
     @property
     def median(self) -> float:
         return float(np.median(self.samples))
+
+    @property
+    def unit(self) -> str:
+        return unit_of(self.case)
 
     @property
     def metric(self) -> str:
@@ -145,13 +153,32 @@ class Ring:
             talk.stop()
 
 
+def unit_of(case: str) -> str:
+    """A lease moves no bytes."""
+    return "us/object" if case == "lease" else "GB/s"
+
+
 def run(
     result: SideBySide,
     programs: Sequence[Program],
     size: Size = Size(),
     progress: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Rows, metrics and ratios of all programs that can be started; the others are `missing`.
+    """What measure() does, and ratios of our fastest form to each peer's."""
+    measure(result, programs, size, progress)
+    for case, object_bytes, threads in result.groups():
+        best = result.fastest(case, object_bytes, threads)
+        for name in best if "ours" in best else ():
+            if name != "ours":
+                row = best[name]
+                ratio = best["ours"].median / row.median
+                result.ratios[row.metric.replace(f"_{row.form}_", "_") + "_ours_to_it"] = ratio
+
+
+def measure(
+    result: SideBySide, programs: Sequence[Program], size: Size, progress: Callable[[str], None]
+) -> None:
+    """Rows and metrics of all programs that can be started; the others are `missing`.
 
     A check is for what we give; a peer that fails is missing from there on, by name.
     """
@@ -169,22 +196,16 @@ def run(
             ring.join(program, place / f"{program.name}.log", size.limit_s)
         for threads in size.threads:
             for object_bytes in size.object_bytes:
-                progress(f"peers: {object_bytes >> 10} KiB, {threads} threads ...")
+                progress(f"{result.case}: {object_bytes >> 10} KiB, {threads} threads ...")
                 move(ring, place, payload, size, object_bytes, threads)
-            progress(f"peers: scan, {threads} threads ...")
-            scan(ring, place, payload, queries, size, threads)
+            if "scan" in size.cases:
+                progress(f"{result.case}: scan, {threads} threads ...")
+                scan(ring, place, payload, queries, size, threads)
     for name in OURS:
         if any(program.name == name for program in programs):
             result.checks[f"{name}_right"] = name not in result.missing
     for row in result.rows:
-        result.measure(row.metric, row.samples, "GB/s")
-    for case, object_bytes, threads in result.groups():
-        best = result.fastest(case, object_bytes, threads)
-        for name in best if "ours" in best else ():
-            if name != "ours":
-                row = best[name]
-                ratio = best["ours"].median / row.median
-                result.ratios[row.metric.replace(f"_{row.form}_", "_") + "_ours_to_it"] = ratio
+        result.measure(row.metric, row.samples, row.unit)
 
 
 def write_payload(place: Path, size: Size) -> tuple[Bytes, npt.NDArray[np.float32]]:
@@ -208,7 +229,7 @@ def write_payload(place: Path, size: Size) -> tuple[Bytes, npt.NDArray[np.float3
 def move(
     ring: Ring, place: Path, payload: Bytes, size: Size, object_bytes: int, threads: int
 ) -> None:
-    """put, get and ranges of objects of one size, `rounds` times in turn after one that warms."""
+    """All cases but scan, of objects of one size, `rounds` times in turn after one that warms."""
     given = Objects(
         payload=str(place / "payload"),
         out=str(place / "out"),
@@ -219,7 +240,7 @@ def move(
         threads=threads,
     )
     out = np.memmap(given.out, np.uint8, "r+")
-    contenders = ring.that_can(("put", "get", "ranges"))
+    contenders = ring.that_can([case for case in size.cases if case != "scan"])
     names = list(dict.fromkeys(talk.name for talk, _, _ in contenders))
     ring.ask_all(names, {"op": "open", "objects": asdict(given)})
     samples: dict[tuple[str, str, str], list[float]] = {}
@@ -227,25 +248,36 @@ def move(
     for turn in range(size.rounds + 1):
         wanted = ranges_of(rng, given, size.range_share)
         for talk, form, cases in contenders:
-            for case in cases:
+            for case in cases_of(turn, cases):
                 with ring.dropping(talk.name):
                     if talk.name not in ring.talks:
                         continue
                     right = expected(case, payload, given, wanted)
                     out[: len(right)] = 0
                     request = {"op": "run", "case": case, "form": form, "wanted": wanted}
-                    moved = given.bytes if case == "put" else len(right)
+                    moved = len(right) or given.bytes
                     seconds = talk.seconds(request, moved)
                     check_bytes(case, form, out, right)
-                    if turn:
-                        speeds = [moved / s / 1e9 for s in seconds]
-                        samples.setdefault((case, talk.name, form), []).extend(speeds)
+                    if turn or case == "first":
+                        figures = [figure(case, moved, given, s) for s in seconds]
+                        samples.setdefault((case, talk.name, form), []).extend(figures)
     ring.ask_all(names, {"op": "close"})
     ring.result.rows += [
-        Row(case, object_bytes, threads, name, form, speeds)
-        for (case, name, form), speeds in samples.items()
+        Row(case, object_bytes, threads, name, form, figures)
+        for (case, name, form), figures in samples.items()
         if name in ring.talks
     ]
+
+
+def cases_of(turn: int, cases: Sequence[str]) -> list[str]:
+    """The first put is only there at the beginning, and read back like any other."""
+    rest = [case for case in cases if case != "first"]
+    return ["first", "get", *rest] if turn == 0 and "first" in cases else rest
+
+
+def figure(case: str, moved: int, given: Objects, seconds: float) -> float:
+    """In unit_of(case)."""
+    return seconds * 1e6 / given.count if case == "lease" else moved / seconds / 1e9
 
 
 def ranges_of(rng: np.random.Generator, given: Objects, share: float) -> list[list[int]]:
@@ -258,9 +290,9 @@ def ranges_of(rng: np.random.Generator, given: Objects, share: float) -> list[li
 
 def expected(case: str, payload: Bytes, given: Objects, wanted: list[list[int]]) -> Bytes:
     """What `out` must begin with."""
-    if case == "put":
+    if case in ("first", "put"):
         return payload[:0]
-    if case == "get":
+    if case in ("get", "lease"):
         return payload[: given.bytes]
     units = payload.reshape(given.count, given.layers, UNIT_BYTES)
     return np.concatenate([units[pages, layer] for layer, pages in enumerate(wanted)]).reshape(-1)
@@ -339,10 +371,12 @@ def check_pages(form: str, out: npt.NDArray[np.int32], best: npt.NDArray[np.int6
         raise ContenderError(f"wrong pages: scan ({form}) has {same} of the best {best.size}")
 
 
-def programs_of(result: SideBySide, environments: Path) -> list[Program]:
+def programs_of(
+    result: SideBySide, environments: Path, names: Sequence[str] = NAMES
+) -> list[Program]:
     """Ours, and the peers that have an environment; the others are `missing`."""
     found = []
-    for name in NAMES:
+    for name in names:
         try:
             found.append(program_of(name, environments))
         except ContenderError as error:

@@ -21,18 +21,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 Wanted = Sequence[Sequence[int]]
+Call = TypeVar("Call")
 
 UNIT_BYTES = 64 << 10
 """K and V of one layer of a page of 16 tokens: 8 kv heads of 128 channels, bf16."""
 
-CASES = ("put", "get", "ranges", "scan")
+CASES = ("first", "put", "get", "ranges", "lease", "scan")
 ALLOWED = os.sched_getaffinity(0)
 WARM_S = 0.05
 SCANS = 3  # measured ones in each turn
@@ -115,8 +116,11 @@ class Peer(ABC):
     def run(self, case: str, form: str, wanted: Wanted) -> tuple[list[float], int]:
         """Seconds of each time that it was done, and the bytes of one.
 
+        first: the first put of all, in memory that nobody has touched: it is done at opening, and
+        the objects stay until there is another put.
         put: all objects are stored; what is there from before goes first, unmeasured.
         get: all are read to their places in `out`.
+        lease: all are held and given back; what is held is copied to `out`, unmeasured.
         ranges: of each layer the units of the pages wanted[layer], to `out` in this order.
         scan: the pages with the best keys of each head for any of its queries, to `out`.
         """
@@ -127,7 +131,7 @@ class Peer(ABC):
 
 
 class Store(Peer):
-    """It keeps objects: put, get and ranges."""
+    """It keeps objects: first, put, get, ranges and lease."""
 
     @abstractmethod
     def open_objects(self, given: Objects) -> None:
@@ -172,8 +176,8 @@ class Team:
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
 
-    def each(self, function: Callable[[list[int]], None], calls: list[list[int]]) -> float:
-        """Seconds of function(call) for all calls."""
+    def each(self, function: Callable[[Call], None], calls: list[Call]) -> float:
+        """Seconds of function(call) for all calls, which are lists as the function takes them."""
         began = time.perf_counter()
         if self._pool is None:
             for call in calls:
