@@ -224,6 +224,7 @@ peers: $(VENV)/.built  ## other projects' stores and scans beside ours: docs/ben
 	$(BIN)/python -m cxlkv.bench.peers.environments build/peers \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(BIN)/cxlkv bench peers --json docs/results/peers.json
+	$(BIN)/cxlkv bench store --json docs/results/store.json
 
 build/wheel/env/.stamp: Makefile constraints.txt
 	rm -rf build/wheel/env

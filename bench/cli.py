@@ -156,6 +156,7 @@ OWN = {
     "replay": "cases.replay",
     "litmus": "litmus",
     "peers": "peers.cli",
+    "store": "peers.store",
     "vllm": "vllm.cli",
 }
 WARNINGS_SHOWN = 6
@@ -172,7 +173,9 @@ def measure(result: Result, part: str, quick: bool = False, region: str | None =
     if part in MICRO:
         _micro(result, part, quick, region)
     elif quick:
-        raise BadArgumentError(f"--quick goes with all, vllm, {', '.join(MICRO)}; not with {part}")
+        raise BadArgumentError(
+            f"--quick goes with all, store, vllm, {', '.join(MICRO)}; not with {part}"
+        )
     else:
         PARTS[part](result)
 

@@ -205,8 +205,9 @@ def bench(
     Exit code 1 if a check does not hold: no speeds are then reported.
     ndp and recall take ten minutes or so, and need torch and transformers. replay judges eviction
     policies by a trace; with --far also tiers, with real bytes. peers puts other projects' stores
-    beside ours, as far as `make peers` has made their environments in build/peers. vllm puts the
-    engine with and without us side by side, in the environment that `make test-vllm` makes.
+    beside ours, as far as `make peers` has made their environments in build/peers, and store does
+    so with objects. vllm puts the engine with and without us side by side, in the environment that
+    `make test-vllm` makes.
     """
     from cxlkv.bench.cli import run, run_all, run_litmus, run_recall, run_replay
 
@@ -233,7 +234,7 @@ def bench(
     try:
         if case == "all":
             run_all(quick, json_file, csv_file)
-        elif case in ("peers", "vllm"):
+        elif case in ("peers", "store", "vllm"):
             run_side_by_side(case, json_file, csv_file, quick)
         elif case == "recall":
             run_recall(model, json_file, picture)
@@ -252,6 +253,11 @@ def run_side_by_side(case: str, json_file: Path | None, csv_file: Path | None, q
 
         run_vllm(json_file, csv_file, quick)
         return
+    if case == "store":
+        from cxlkv.bench.peers import store
+
+        store.run_store(json_file, csv_file, store.QUICK if quick else store.Size())
+        return
     from cxlkv.bench.peers.cli import run_peers
 
     run_peers(json_file)
@@ -259,7 +265,7 @@ def run_side_by_side(case: str, json_file: Path | None, csv_file: Path | None, q
 
 def one_place(regions: Sequence[str], case: str) -> str | None:
     """Where the memory that a case measures is to lie, if that was said."""
-    if len(regions) > 1 or (regions and case in ("all", "peers", "recall", "vllm")):
+    if len(regions) > 1 or (regions and case in ("all", "peers", "recall", "store", "vllm")):
         raise BadArgumentError("--region: one, with latency or bandwidth; litmus takes several")
     return regions[0] if regions else None
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from cxlkv.bench import results
-from cxlkv.bench.peers import environments, plain, running, serving
+from cxlkv.bench.peers import environments, plain, running, serving, store
 from cxlkv.bench.peers.cli import run_peers
 from cxlkv.bench.peers.running import SideBySide, Size
 from cxlkv.bench.peers.talking import ContenderError, Conversation, Program, program_of
@@ -30,6 +30,14 @@ SMALL = Size(
     settle_s=0,
 )
 SMALLER = replace(SMALL, object_bytes=(64 << 10,))
+STORE = replace(
+    store.QUICK,
+    object_bytes=SMALL.object_bytes,
+    total_bytes=SMALL.total_bytes,
+    call_objects=SMALL.call_objects,
+    threads=(1, 2),
+    bounds={"memcpy": 0.0, "mooncake": 1e9},
+)
 
 # A peer as another project would write one; the fault is what it gets wrong.
 FAKE = """\
@@ -100,14 +108,14 @@ for line in sys.stdin:
 """
 
 
-def fake(folder: Path, fault: str) -> Program:
-    path = folder / "rival.py"
+def fake(folder: Path, fault: str, name: str = "rival") -> Program:
+    path = folder / f"{name}.py"
     path.write_text(FAKE.format(fault=fault))
-    return Program("rival", (sys.executable, str(path)), dict(os.environ))
+    return Program(name, (sys.executable, str(path)), dict(os.environ))
 
 
-def ours(folder: Path) -> list[Program]:
-    return [program_of(name, folder) for name in ("ours", "plain")]
+def ours(folder: Path, name: str = "ours") -> list[Program]:
+    return [program_of(each, folder) for each in (name, "plain")]
 
 
 def test_ours_plain_and_a_peer_side_by_side(tmp_path: Path) -> None:
@@ -254,10 +262,55 @@ def test_the_command_names_who_is_missing(
     assert all(f"missing: {name}: {why}" in notes for name, why in result.missing.items())
 
 
+def test_the_store_door_beside_memcpy_and_a_store(tmp_path: Path) -> None:
+    result = SideBySide("store")
+    programs = [*ours(tmp_path, "objects"), fake(tmp_path, "nothing", "mooncake")]
+    store.run(result, programs, STORE)
+    assert result.missing == {}
+    assert result.checks == {"objects_right": True, "plain_right": True}
+    found = {(row.case, row.peer, row.form) for row in result.rows}
+    for form in ("crc", "no_crc"):
+        assert {(case, "objects", form) for case in STORE.cases} <= found
+    assert not any(case == "scan" for case, _, _ in found)
+    for row in result.rows:
+        rounds = {"first": 1, "mooncake": 2 * STORE.rounds}  # two samples an answer
+        wanted = rounds.get(row.peer, rounds.get(row.case, STORE.rounds))
+        assert len(row.samples) == wanted, row
+        assert row.unit == ("us/object" if row.case == "lease" else "GB/s")
+    metrics, name = result.metrics, "get_64k_objects_crc_2t"
+    ratio = metrics[name].median / metrics["get_64k_mooncake_batch_2t"].median
+    assert result.ratios[f"{name}_to_mooncake"] == ratio
+    assert "ranges_128k_objects_no_crc_1t_to_memcpy" in result.ratios
+    assert not any("lease" in name or "dax" in name for name in result.ratios)
+    kept = [note for note in result.notes if "at least 0 wanted: kept" in note]
+    missed = [note for note in result.notes if "at least 1e+09 wanted: NOT kept" in note]
+    assert len(kept) == len(missed) == len(result.notes) // 2 == 8  # 2 cases, sizes and threads
+    assert all("_objects_no_crc_" in note for note in result.notes)
+
+
 def test_the_first_put_is_read_back_before_another_one() -> None:
     cases = ("first", "put", "get")
     assert running.cases_of(0, cases) == ["first", "get", "put", "get"]
     assert running.cases_of(1, cases) == running.cases_of(0, cases[1:]) == ["put", "get"]
+
+
+def test_the_store_command_names_who_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lmcache.failed").write_text("ERROR: No matching distribution found\n")
+    size = replace(STORE, object_bytes=(64 << 10,), threads=(1,))
+    result = store.run_store(tmp_path / "r.json", tmp_path / "r.csv", size, tmp_path)
+    shown = capsys.readouterr().out
+    assert set(result.missing) == {"mooncake", "lmcache"}
+    assert "missing: lmcache: not installed: ERROR: No matching distribution found" in shown
+    assert re.search(
+        r"get_64k_objects_no_crc_1t_to_memcpy: [0-9.]+, at least 0 wanted: kept", shown
+    )
+    written = results.read(tmp_path / "r.json")
+    assert len(written.metrics) == len(result.rows)
+    assert len((tmp_path / "r.csv").read_text().splitlines()) == 1 + len(result.rows) + len(
+        result.ratios
+    )
 
 
 def wheel(path: Path) -> None:
@@ -294,7 +347,7 @@ def test_what_pip_says_is_kept_and_an_environment_is_made_once(
 def test_every_peer_with_packages_has_a_module_and_a_place_in_the_run() -> None:
     assert set(environments.PACKAGES) == set(running.PEERS)
     folder = Path(serving.__file__).parent
-    for name in running.NAMES:
+    for name in (*running.NAMES, *store.NAMES):
         assert (folder / f"{name}.py").is_file()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import cast
 
 HERE = Path(__file__).resolve().parent
-OURS = ("ours", "plain")  # they run in the Python that runs this
+OURS = ("ours", "objects", "plain")  # they run in the Python that runs this
 LINE_BYTES_MAX = 1 << 20
 
 

@@ -1,0 +1,114 @@
+"""`cxlkv bench store`: the store door beside memcpy and other projects' stores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from cxlkv.bench.cli import check_files, finish, say_load, show_doubts, wide_console
+from cxlkv.bench.peers import running
+from cxlkv.bench.peers.running import ENVIRONMENTS, Row, SideBySide
+from cxlkv.bench.peers.talking import Program
+
+NAMES = ("objects", "plain", "mooncake", "lmcache")
+FORMS = ("no_crc", "crc")
+"""Of ours, of which there are ratios; the bounds are of the first one."""
+BESIDE = {
+    "memcpy": ("plain", "memcpy"),
+    "mooncake": ("mooncake", "batch"),
+    "dax_backend": ("lmcache", "backend"),
+}
+"""What ratios are to: (peer, form)."""
+BOUNDS = {"memcpy": 0.9, "mooncake": 1.5, "dax_backend": 3.0}
+"""Of ratios of put and get, at least."""
+
+
+def all_threads() -> tuple[int, ...]:
+    """One, and as many as there are CPUs."""
+    return tuple(dict.fromkeys((1, len(os.sched_getaffinity(0)))))
+
+
+@dataclass(frozen=True)
+class Size(running.Size):
+    cases: tuple[str, ...] = ("first", "put", "get", "ranges", "lease")
+    threads: tuple[int, ...] = field(default_factory=all_threads)
+    bounds: Mapping[str, float] = field(default_factory=lambda: BOUNDS)
+
+
+QUICK = Size(object_bytes=(64 << 10, 256 << 10), total_bytes=32 << 20, rounds=2, bounds={})
+
+
+def run_store(
+    json_path: Path | None,
+    csv_path: Path | None,
+    size: Size,
+    environments: Path = ENVIRONMENTS,
+) -> SideBySide:
+    """Raises SystemExit when our own answers, or those of plain copies, were wrong."""
+    check_files(json_path, csv_path)
+    console, result = wide_console(), SideBySide("store")
+    say_load(result, console)
+    said = len(result.notes)
+    with console.status("store ...") as status:
+        run(result, running.programs_of(result, environments, NAMES), size, status.update)
+    console.print(table(result))
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    console.print(f"versions: {versions}", soft_wrap=True, markup=False)
+    for name, reason in result.missing.items():
+        console.print(f"missing: {name}: {reason}", soft_wrap=True, markup=False)
+    for note in result.notes[said:]:
+        console.print(Text(note), soft_wrap=True)
+    finish(result, console, json_path, csv_path)
+    show_doubts(result, console)
+    return result
+
+
+def run(
+    result: SideBySide,
+    programs: Sequence[Program],
+    size: Size,
+    progress: Callable[[str], None] = lambda text: None,
+) -> None:
+    """What running.measure() does, ratios of ours to BESIDE, and which bounds are kept."""
+    running.measure(result, programs, size, progress)
+    for row in [row for row in result.rows if row.peer == "objects" and row.form in FORMS]:
+        for name, (peer, form) in BESIDE.items():
+            other = row_of(result, row, peer, form)
+            if row.case == "lease" or other is None:
+                continue
+            ratio = result.ratios[f"{row.metric}_to_{name}"] = row.median / other.median
+            if row.form == FORMS[0] and row.case in ("put", "get") and name in size.bounds:
+                say_bound(result, f"{row.metric}_to_{name}", ratio, size.bounds[name])
+
+
+def row_of(result: SideBySide, beside: Row, peer: str, form: str) -> Row | None:
+    """Of the same case, size of objects and threads; None: who has it is missing, or cannot."""
+    wanted = replace(beside, peer=peer, form=form).metric
+    return next((row for row in result.rows if row.metric == wanted), None)
+
+
+def say_bound(result: SideBySide, name: str, ratio: float, least: float) -> None:
+    kept = "kept" if ratio >= least else "NOT kept"
+    result.notes.append(f"{name}: {ratio:.2f}, at least {least:g} wanted: {kept}")
+
+
+def table(result: SideBySide) -> Table:
+    """Medians of our forms and of what they are beside. Empty: who has it is missing, or cannot."""
+    shown = {**{form: ("objects", form) for form in (*FORMS, "single")}, **BESIDE}
+    made = Table(title="cxlkv bench store, GB/s; lease: us an object")
+    for column in ("case", "object", "threads", *shown):
+        made.add_column(column, no_wrap=True)
+    for case, object_bytes, threads in sorted(result.groups()):
+        found = {
+            (row.peer, row.form): f"{row.median:.2f}"
+            for row in result.rows
+            if (row.case, row.object_bytes, row.threads) == (case, object_bytes, threads)
+        }
+        cells = [found.get(who, "") for who in shown.values()]
+        made.add_row(case, f"{object_bytes >> 10} KiB", str(threads), *cells)
+    return made
