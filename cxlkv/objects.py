@@ -8,6 +8,7 @@ object never changes: to store other bytes under its key, forget() it first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -46,12 +47,12 @@ class Buffers(NamedTuple):
 
 def object_keys(names: Iterable[str | bytes], salt: bytes = b"") -> PageKeys:
     """Keys of objects, hashed at once, for calls that take keys; salt keeps tenants apart."""
-    given = [name.encode() if isinstance(name, str) else name for name in names]
+    given = list(names)
     try:
-        joined = b"".join(given)
-    except TypeError as error:
-        raise BadArgumentError(f"keys are text or bytes: {error}") from None
-    ends = np.cumsum(np.fromiter(map(len, given), np.uint64, len(given)), dtype=np.uint64)
+        joined = "".join(cast("list[str]", given)).encode("ascii")
+    except (TypeError, UnicodeEncodeError):  # bytes among them, or letters of several bytes
+        joined, given = _encoded(given)
+    ends = np.fromiter(accumulate(map(len, given)), np.uint64, len(given))
     return PageKeys(_core.object_keys(joined, ends, root(salt)), 1)
 
 
@@ -268,6 +269,15 @@ def _hashes(keys: Keys) -> bytes:
     if isinstance(keys, PageKeys):
         return key_hashes(keys)
     return object_keys(keys).packed.tobytes()
+
+
+def _encoded(names: list[str | bytes]) -> tuple[bytes, list[str | bytes]]:
+    """All in a row, and each of them, as bytes."""
+    given = [name.encode() if isinstance(name, str) else name for name in names]
+    try:
+        return b"".join(given), [*given]
+    except TypeError as error:
+        raise BadArgumentError(f"keys are text or bytes: {error}") from None
 
 
 def _numbers(given: npt.ArrayLike, name: str) -> Whole:
