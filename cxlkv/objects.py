@@ -182,12 +182,14 @@ class _Leased(Closing):
         self._pool, self._handle = pool, handle
         self.sizes = sizes
         self.addresses = addresses
-        memories = [
-            _Memory(pool, handle, address, size, writable) if address else None
-            for address, size in zip(addresses.tolist(), sizes.tolist(), strict=True)
-        ]
+        places = list(zip(addresses.tolist(), sizes.tolist(), strict=True))
+        first = min((address for address, _ in places if address), default=0)
+        end = max((address + size for address, size in places if address), default=0)
+        # One array that has all of them in it, as an array takes longer than a slice of its memory.
+        whole = np.asarray(_Memory(pool, handle, first, end - first, writable)).data
         self.views: list[memoryview | None] = [
-            None if memory is None else np.asarray(memory).data for memory in memories
+            whole[address - first : address - first + size] if address else None
+            for address, size in places
         ]
 
     def __len__(self) -> int:
