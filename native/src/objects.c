@@ -228,9 +228,10 @@ typedef struct verify_job {
     object_place *places;
 } verify_job;
 
-static bool was_seen(const cxlkv_pool *pool, const object_place *place) {
-    return atomic_load_explicit(&pool->seen[place->page], memory_order_relaxed) ==
-           place->generation + 1;
+static bool is_unseen(const cxlkv_pool *pool, const object_place *place) {
+    return place->code == 0 && place->held &&
+           atomic_load_explicit(&pool->seen[place->page], memory_order_relaxed) !=
+               place->generation + 1;
 }
 
 void object_set_seen(cxlkv_pool *pool, const object_place *place) {
@@ -249,7 +250,7 @@ static int verify_task(void *context, uint32_t item) {
     guard fault;
     volatile bool right = false;
     uint32_t crc;
-    if (place->code != 0 || !place->held || was_seen(pool, place)) return 0;
+    if (!is_unseen(pool, place)) return 0;
     GUARD_BEGIN(fault) {
         right = object_crc(pool, place, &crc) &&
                 crc == crc32c(0, object_at(pool, place->page), place->bytes);
@@ -261,7 +262,10 @@ static int verify_task(void *context, uint32_t item) {
 
 int objects_verify(cxlkv_pool *pool, uint32_t count, object_place *places) {
     verify_job job = {.pool = pool, .places = places};
-    return pool->layout.checksum ? run_tasks(pool, count, verify_task, &job) : 0;
+    uint32_t unseen = 0;
+    if (!pool->layout.checksum) return 0;
+    for (uint32_t i = 0; i < count; i++) unseen += is_unseen(pool, &places[i]);
+    return unseen ? run_tasks(pool, count, verify_task, &job) : 0; /* wakes nobody for nothing */
 }
 
 /* ---- taking pages, and publishing them ---- */
