@@ -91,6 +91,20 @@ def test_a_batch_by_addresses(pool: CXLPool) -> None:
     assert np.array_equal(out, data)
 
 
+def test_a_batch_that_goes_past_the_caches(pool: CXLPool) -> None:
+    """3.7 MiB, to places that begin and end on lines and beside them."""
+    sizes = SIZE - 37 * np.arange(60)
+    data = [made(seed, size) for seed, size in enumerate(sizes.tolist())]
+    names = [str(i) for i in range(60)]
+    assert pool.put_batch(names, data).all()
+    ends = np.cumsum(sizes)
+    out = np.zeros(ends[-1], np.uint8)
+    order = np.random.default_rng(3).permutation(60)
+    given = Buffers(out.ctypes.data + (ends - sizes)[order], sizes[order])
+    assert np.array_equal(pool.get_batch_into([names[i] for i in order], given), sizes[order])
+    assert np.array_equal(out, np.concatenate(data))
+
+
 def test_ranges(pool: CXLPool) -> None:
     objects = [made(seed) for seed in range(4)]
     pool.put_batch(list("abcd"), objects)
