@@ -6,7 +6,9 @@ Nothing heavy (torch, the benchmarks) is imported before a command needs it.
 from __future__ import annotations
 
 import json
+import logging
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -626,6 +628,38 @@ def ndp_worker(
         pin(cpus_near(probe(), node))
     with CXLPool.open(pool, host=host, threads=threads) as opened:
         serve(opened._handle, lambda line: typer.echo(line), slots=slots)
+
+
+@app.command("serve")
+def serve_pool(
+    pool: Annotated[Path, typer.Argument(help="The pool's file or device.")],
+    listen: Annotated[str, typer.Option(help="HOST:PORT of this machine's private network.")],
+    secret: Annotated[Path, typer.Option(help="A file of mode 0600 that both sides have.")],
+    device: Annotated[
+        str | None, typer.Option(help="Also over this RDMA device; `rdma link` lists them.")
+    ] = None,
+    connections: Annotated[int, typer.Option(help="Peers at the same time.", min=1)] = 32,
+    host: HostNumber = None,
+) -> None:
+    """Let other machines match, read, write and select in a pool, until SIGTERM or Ctrl-C.
+
+    They use cxlkv.transport: docs/transport.md.
+    """
+    from cxlkv.ndp.worker import stop_signals
+    from cxlkv.pool import CXLPool
+    from cxlkv.transport import Server, read_secret
+    from cxlkv.transport.wire import parse_address
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    known, where = read_secret(secret), parse_address(listen)
+    with (
+        stop_signals() as stopped,
+        CXLPool.open(pool, host=host) as opened,
+        Server(opened, where, known, device=device, connections=connections) as server,
+    ):
+        typer.echo(f"serves {pool} on {server.address[0]}:{server.address[1]}")
+        while not stopped:
+            time.sleep(0.2)
 
 
 def print_json(value: Mapping[str, object] | Sequence[Mapping[str, object]]) -> None:

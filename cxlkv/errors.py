@@ -25,7 +25,7 @@ class NotAPoolError(CXLKVError, ValueError):
 
 
 class VersionError(CXLKVError, ValueError):
-    """The pool has another format version than this build reads."""
+    """The pool, or a peer, has another version than this build understands."""
 
 
 class GeometryError(CXLKVError, ValueError):
@@ -98,6 +98,14 @@ class FencedError(CXLKVError, ConnectionAbortedError):
 
 class PeerError(CXLKVError, ConnectionError):
     """The other host did not come, went silent, or gave up."""
+
+
+class SecretError(CXLKVError, PermissionError):
+    """The peer does not know the secret, or the file that holds it is not fit to be one."""
+
+
+class RdmaError(CXLKVError, OSError):
+    """There is no RDMA device to use, or it does not register the memory; the text has a remedy."""
 
 
 class WorkerError(CXLKVError, ConnectionError):

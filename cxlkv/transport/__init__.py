@@ -1,0 +1,8 @@
+"""A pool of another machine: match, read, write and select there; docs/transport.md."""
+
+from cxlkv.transport.client import Remote, RemoteHit
+from cxlkv.transport.moving import Moved, pull, push
+from cxlkv.transport.server import Server
+from cxlkv.transport.wire import read_secret
+
+__all__ = ["Moved", "Remote", "RemoteHit", "Server", "pull", "push", "read_secret"]

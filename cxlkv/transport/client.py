@@ -1,0 +1,406 @@
+"""The client: a pool of another machine, its matches, its records, its choices.
+
+Every call ends within its deadline. A connection that broke is made again by the next call; match()
+tries until its deadline. What a lost connection held is gone: its hits raise StaleError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ValidationError
+
+from cxlkv import _core, errors
+from cxlkv.arrays import imported, is_torch, view
+from cxlkv.closing import Closing
+from cxlkv.errors import BadArgumentError, GeometryError, PeerError, StaleError
+from cxlkv.layout import DTYPES
+from cxlkv.ndp.engine import RECALL, Budget, Selection, Stages
+from cxlkv.prefix import PageKeys, key_hashes
+from cxlkv.transport.base import Link, chunk_records
+from cxlkv.transport.far import Bytes, FarPool, Pieces, Shape, part_of
+from cxlkv.transport.loopback import LoopbackLink
+from cxlkv.transport.wire import Deadline, Header, Wire, parse_address
+
+if TYPE_CHECKING:
+    import torch
+
+DEADLINE_S = 10.0
+RETRY_S = (0.02, 0.5)  # between two attempts to connect: first, at most
+_BUDGET = ("pages", "share", "mass", "sinks", "recent", "union", "per")
+
+T = TypeVar("T")
+Skip = Callable[[_core.Names], npt.NDArray[np.bool_]]
+
+
+class RemoteHit:
+    """Pages of a far pool that its server holds: of a match, until its lease ends, of an adopted
+    sequence, until the connection does; or until release().
+
+    pages, generations: uint32 and uint64 [n], part after part (docs/memory-layout.md), parts[i] of
+    part i; those behind a window are not there.
+    """
+
+    def __init__(self, remote: Remote, header: Header, body: bytes | bytearray):
+        self._remote, self._life = remote, remote._life
+        self._number = cast(int, header["hit"])
+        self.tokens = cast(int, header["tokens"])
+        self.parts = cast("list[int]", header["parts"])
+        count = sum(self.parts)
+        self.pages = np.frombuffer(body, np.uint32, count)
+        self.generations = np.frombuffer(body, np.uint64, count, 4 * count)
+
+    def __bool__(self) -> bool:
+        return self.tokens > 0
+
+    def __enter__(self) -> RemoteHit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """A second time, or when the connection is lost, there is nothing left to do."""
+        if self._number and self._life == self._remote._life:
+            with contextlib.suppress(PeerError, StaleError):
+                self._remote._ask({"op": "release", "hit": self._number})
+        self._number = 0
+
+    def number(self) -> int:
+        """By which the server knows it; raises StaleError."""
+        if self._life != self._remote._life:
+            raise StaleError("the connection that held this hit was lost: match again")
+        if not self._number:
+            raise StaleError("the hit was released, or found nothing")
+        return self._number
+
+
+class Remote(Closing):
+    """A far pool. Made without connecting; calls connect, within deadline_s, and raise PeerError,
+    SecretError, VersionError, BusyError, RdmaError.
+
+    address: HOST:PORT of `cxlkv serve`. device: the RDMA device to read with; None: the pool's file
+    on the same machine, else the control connection. Threads take turns.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        *,
+        device: str | None = None,
+        deadline_s: float = DEADLINE_S,
+    ):
+        if deadline_s <= 0:
+            raise BadArgumentError(f"deadline_s={deadline_s}: more than 0")
+        self._address = parse_address(address)
+        self._secret, self._device, self.deadline_s = secret, device, deadline_s
+        self._lock = threading.RLock()
+        self._wire: Wire | None = None
+        self._link: Link | None = None
+        self._far: FarPool | None = None
+        self._life = 0  # of the connection: how many there were
+
+    # ---- what callers do ----
+
+    def match(
+        self, keys: Iterable[bytes], *, lease_s: float = 60.0, strict: bool = True
+    ) -> RemoteHit:
+        """The longest prefix of `keys` published there, held for lease_s; see CXLPool.match()."""
+        hashes = key_hashes(keys, strict)
+        ask: Header = {"op": "match", "lease_s": float(lease_s), "strict": strict}
+
+        def once(deadline: Deadline) -> RemoteHit:
+            shape = self._shape(deadline)
+            single = isinstance(keys, PageKeys) and keys.page_tokens == shape.page_tokens
+            answer, body = self._call({**ask, "single": single}, deadline, hashes)
+            return RemoteHit(self, answer, body)
+
+        return self.retried(once)
+
+    def adopt(self, handle: bytes) -> RemoteHit:
+        """The sequence there that a handle names, to select on; see CXLPool.adopt()."""
+        return RemoteHit(self, *self._ask({"op": "adopt"}, handle))
+
+    def select(
+        self,
+        hit: RemoteHit,
+        layer: int,
+        q: object,
+        budget: Budget,
+        method: str = "auto",
+        scale: float | None = None,
+        recall: float = RECALL,
+    ) -> Selection:
+        """Batch.select() of one sequence, done there; q [rows, q_heads, head_dim]. Raises what it
+        does, and StaleError for a hit that is not held any more."""
+        q = imported(q, "q")
+        rows = view(q, "q")
+        if len(rows.shape) != 3:
+            raise BadArgumentError(f"q has shape {rows.shape}, wanted [rows, q_heads, head_dim]")
+        words: Header = {"rows": rows.shape[0], "heads": rows.shape[1], "dtype": DTYPES[rows.dtype]}
+        words |= {name: getattr(budget, name) for name in _BUDGET}
+        words |= {"method": method, "scale": scale, "recall": float(recall)}
+        with self._lock:
+            ask = {"op": "select", "hit": hit.number(), "layer": layer, **words}
+            answer, body = self._ask(ask, _bytes_of(q))
+        return _selection(answer, bytes(body), rows.shape[0])
+
+    def read(
+        self,
+        pages: npt.NDArray[np.uint32],
+        generations: npt.NDArray[np.uint64],
+    ) -> tuple[_core.Records, _core.Codes]:
+        """Whole packed records of pages of these generations, [n, record_bytes], and a code for
+        each: 0, or _core.E_STALE, _core.E_CORRUPT.
+
+        Header, generation and the table of CRCs were verified; every piece is by whoever uses the
+        records, as _core.records_write() does.
+        """
+        deadline = Deadline(self.deadline_s)
+        with self._lock:
+            shape = self._shape(deadline)
+            records = np.zeros((len(pages), shape.record_bytes), np.uint8)
+            codes = np.zeros(len(pages), np.int32)
+            step = chunk_records(shape.record_bytes)
+            for first in range(0, len(pages), step):
+                some = slice(first, first + step)
+                rows, codes[some] = self._read(pages[some], generations[some], deadline)
+                records[some] = rows
+        return records, codes
+
+    def write(self, records: _core.Records, parents: _core.Names | None = None) -> _core.Codes:
+        """Publishes packed records there, once the server has verified each byte; see
+        _core.records_write()."""
+        deadline = Deadline(self.deadline_s)
+        codes = np.zeros(len(records), np.int32)
+        with self._lock:
+            shape = self._shape(deadline)
+            if records.shape != (len(records), shape.record_bytes):
+                raise GeometryError(
+                    f"records of shape {records.shape}: of {shape.record_bytes} bytes there"
+                )
+            step = chunk_records(shape.record_bytes)
+            for first in range(0, len(records), step):
+                some = slice(first, first + step)
+                names = None if parents is None else parents[some]
+                codes[some] = self._write(records[some], names, deadline)
+        return codes
+
+    def lacks(self, names: _core.Names) -> npt.NDArray[np.bool_]:
+        """Which of these names no published page has there."""
+        _, body = self._ask({"op": "lacks"}, np.ascontiguousarray(names).tobytes())
+        return np.frombuffer(body, np.bool_)
+
+    def check_fits(self, pool: _core.Handle) -> None:
+        """Raises GeometryError if records of one of the two pools are none of the other."""
+        shape = self._shape(Deadline(self.deadline_s))
+        if (shape.record_bytes, shape.layout_crc) != _core.record_shape(pool):
+            raise GeometryError(
+                "the pools have other layouts: layers, heads, dims, dtype, page_tokens, model_id, "
+                "shard and sketch must be the same on both sides"
+            )
+
+    @property
+    def link(self) -> str:
+        """How bytes come: "file", "socket" or "verbs"; connects."""
+        with self._lock:
+            self._shape(Deadline(self.deadline_s))
+            assert self._link is not None
+            return self._link.name
+
+    def close(self) -> None:
+        """Gives back what the server holds for this client; a later call connects again."""
+        with self._lock:
+            self._drop()
+
+    def retried(self, act: Callable[[Deadline], T]) -> T:
+        """What `act` returns, by a new connection each time that one breaks, until the deadline;
+        then the first break is raised, which says more than that time is up."""
+        deadline, pause = Deadline(self.deadline_s), RETRY_S[0]
+        first: PeerError | None = None
+        while True:
+            try:
+                with self._lock:
+                    return act(deadline)
+            except PeerError as error:
+                first = first or error
+            if deadline.is_over():
+                raise first
+            time.sleep(pause)
+            pause = min(2 * pause, RETRY_S[1])
+
+    # ---- the connection ----
+
+    def _shape(self, deadline: Deadline) -> Shape:
+        """What the server said of its pool; connects."""
+        with self._lock:
+            if self._far is None:
+                self._connect(deadline)
+            assert self._far is not None
+            return self._far.shape
+
+    def _connect(self, deadline: Deadline) -> None:
+        host, port = self._address
+        try:
+            sock = socket.create_connection((host, port), timeout=deadline.left())
+        except PeerError:
+            raise
+        except OSError as error:
+            raise PeerError(
+                f"{host}:{port} cannot be reached: {error.strerror or error}. Does "
+                "`cxlkv serve` run there?"
+            ) from error
+        self._wire = Wire(sock)
+        try:
+            self._wire.greet(self._secret, deadline)
+            header, _ = self._wire.receive(deadline)
+            shape = Shape.model_validate(header)
+            self._far = FarPool(shape)
+            self._life += 1
+            self._link = self._make_link(shape, deadline)
+        except ValidationError as error:
+            self._drop()
+            raise PeerError(f"the server described no pool: {error.errors()[0]['msg']}") from error
+        except BaseException:
+            self._drop()
+            raise
+
+    def _make_link(self, shape: Shape, deadline: Deadline) -> Link:
+        if self._device is None:
+            return LoopbackLink(self._call, shape.record_bytes, deadline)
+        from cxlkv.transport.verbs import VerbsLink  # pyverbs, which few machines have
+
+        assert self._wire is not None
+        local = self._wire.local_host()
+        return VerbsLink(self._device, self._call, shape.record_bytes, local, deadline)
+
+    def _drop(self) -> None:
+        link, wire = self._link, self._wire
+        self._link = self._wire = self._far = None
+        self._life += 1
+        if link is not None:
+            link.close()
+        if wire is not None:
+            wire.close()
+
+    def _ask(self, header: Header, body: bytes = b"") -> tuple[Header, bytearray]:
+        deadline = Deadline(self.deadline_s)
+        with self._lock:
+            self._shape(deadline)
+            return self._call(header, deadline, body)
+
+    def _call(
+        self, header: Header, deadline: Deadline, body: bytes = b""
+    ) -> tuple[Header, bytearray]:
+        """One request and its answer. An answer that did not come ends the connection: a later one
+        would be taken for another's."""
+        if self._wire is None:
+            raise PeerError("the connection is lost")
+        try:
+            self._wire.send(header, deadline, body)
+            answer, data = self._wire.receive(deadline)
+        except BaseException as error:
+            if not isinstance(error, BadArgumentError):
+                self._drop()
+            raise
+        if "error" in answer:
+            raise _told(answer)
+        return answer, data
+
+    # ---- records ----
+
+    def _read(
+        self,
+        pages: npt.NDArray[np.uint32],
+        generations: npt.NDArray[np.uint64],
+        deadline: Deadline,
+        skip: Skip | None = None,
+    ) -> tuple[_core.Records, _core.Codes]:
+        """Of as many pages as a chunk has at most; the records lie in the link's buffer. Records
+        whose names `skip` says are left out: _core.RECORD_PRESENT."""
+        self._shape(deadline)
+        far, link = self._far, self._link
+        assert far is not None
+        assert link is not None
+        if len(pages) and pages.max() >= far.shape.geometry["page_count"]:
+            raise BadArgumentError(f"page {pages.max()}: the far pool has fewer")
+        size = len(pages) * far.shape.record_bytes
+        records: Bytes = link.buffer[:size].reshape(len(pages), far.shape.record_bytes)
+        try:
+            link.read(far.heads(pages), deadline)
+            codes = far.seal(records, pages, generations)
+            if skip is not None:
+                codes[(codes == 0) & skip(_core.names_of(records))] = _core.RECORD_PRESENT
+            parts = np.array([part_of(record) for record in records])
+            for part in np.unique(parts[codes == 0]).tolist():
+                rows = np.flatnonzero((codes == 0) & (parts == part))
+                link.read(far.payload(part, pages[rows], rows), deadline)
+                for row in rows.tolist():
+                    far.clear_rest(records[row], part)
+        except PeerError:
+            self._drop()
+            raise
+        return records, codes
+
+    def _write(
+        self, records: _core.Records, parents: _core.Names | None, deadline: Deadline
+    ) -> _core.Codes:
+        self._shape(deadline)
+        assert self._link is not None
+        self._link.buffer[: records.size] = records.ravel()
+        try:
+            self._link.write(_whole(records.size), deadline)
+        except PeerError:
+            self._drop()
+            raise
+        given = np.zeros((len(records), 16), np.uint8) if parents is None else parents
+        ask: Header = {"op": "publish", "records": len(records)}
+        _, body = self._call(ask, deadline, np.ascontiguousarray(given).tobytes())
+        return np.frombuffer(body, np.int32)
+
+
+def _whole(size: int) -> Pieces:
+    """The buffer's first bytes to the staging area's first."""
+    return Pieces(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([size], np.int64))
+
+
+def _bytes_of(q: object) -> bytes:
+    """Of a numpy array or a torch tensor; numpy has no bfloat16 of torch's."""
+    if not is_torch(q):
+        return np.asarray(q).tobytes()
+    from torch import uint8
+
+    return cast("torch.Tensor", q).detach().contiguous().view(uint8).numpy().tobytes()
+
+
+def _told(answer: Header) -> Exception:
+    """What the server raised: its error if it is one of ours, as it would be here."""
+    name, text = str(answer["error"]), str(answer.get("text", ""))[:4096]
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, errors.CXLKVError):
+        return kind(f"{text} (at the server)")
+    return PeerError(f"the server failed: {name}: {text}")
+
+
+def _selection(answer: Header, body: bytes, rows: int) -> Selection:
+    shape = tuple(cast("list[int]", answer["shape"]))
+    entries = int(np.prod(shape))
+    stages = cast("dict[str, int] | None", answer["stages"])
+    return Selection(
+        pages=np.frombuffer(body, np.int32, entries).reshape(shape),
+        scores=np.frombuffer(body, np.float32, entries, 4 * entries).reshape(shape),
+        counts=np.frombuffer(body, np.int32, offset=8 * entries).reshape(shape[:2]),
+        bytes_scored=cast(int, answer["bytes_scored"]),
+        bytes_fetched=cast(int, answer["bytes_fetched"]),
+        per=cast(str, answer["per"]),
+        starts=np.array([0, rows], np.int32),
+        stages=None if stages is None else Stages(**stages),
+    )

@@ -1,0 +1,318 @@
+"""Where the bytes of a far pool's records lie, and how they make records as the core packs them.
+
+docs/memory-layout.md has both forms. The far pool is never trusted: a record gets a header here
+only if the page's own header is of the wanted generation and names the table that came with it;
+_core.records_write() then holds every piece against the table before anything can be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+from cxlkv import _core
+from cxlkv.errors import UnsupportedError
+from cxlkv.layout import DTYPE_BYTES, KVLayout, layer_places
+
+HEADER_BYTES = 64
+PACKED_MAGIC, PACKED_VERSION = b"CKVP", 1  # native/src/record.c
+RECORD_MAGIC = b"CKVR"
+KINDS = ("digest", "sketch", "key", "value")
+_LAYER_OFFSETS = (None, "sketches_offset", "keys_offset", "values_offset")
+
+Bytes = npt.NDArray[np.uint8]
+Offsets = npt.NDArray[np.int64]
+PagesOfPart = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]
+
+RECORD_HEADER = np.dtype(
+    {
+        "names": "magic page generation name tokens table_crc ordinal part zeros crc".split(),
+        "formats": ["S4", "<u4", "<u8", "V16", "<u4", "<u4", "<u4", "<u4", "V12", "<u4"],
+        "offsets": [0, 4, 8, 16, 32, 36, 40, 44, 48, 60],
+        "itemsize": HEADER_BYTES,
+    }
+)
+PACKED_HEADER = np.dtype(
+    {
+        "names": "magic version bytes name tokens ordinal part layout table_crc zeros crc".split(),
+        "formats": ["S4", "<u4", "<u8", "V16", "<u4", "<u4", "<u4", "<u4", "<u4", "V8", "<u4"],
+        "offsets": [0, 4, 8, 16, 32, 36, 40, 44, 48, 52, 60],
+        "itemsize": HEADER_BYTES,
+    }
+)
+
+
+class Pieces(NamedTuple):
+    """Runs of bytes to copy, each array int64 [n]: where they lie in the far memory, where in the
+    link's buffer, how many."""
+
+    far: Offsets
+    near: Offsets
+    size: Offsets
+
+    def cuts(self, pieces_max: int, bytes_max: int) -> list[int]:
+        """Where runs begin that are contiguous in the far memory, of so many pieces and bytes at
+        most; and the end."""
+        cuts, run_bytes = [0], 0
+        adjacent = np.zeros(len(self.far), np.bool_)
+        adjacent[1:] = self.far[:-1] + self.size[:-1] == self.far[1:]
+        for index, (joins, size) in enumerate(
+            zip(adjacent.tolist(), self.size.tolist(), strict=True)
+        ):
+            full = index - cuts[-1] == pieces_max or run_bytes + size > bytes_max
+            if index and (full or not joins):
+                cuts.append(index)
+                run_bytes = 0
+            run_bytes += size
+        return [*cuts, len(self.far)]
+
+    def halved(self, bytes_max: int) -> Pieces:
+        """The same bytes in pieces that are no longer than this."""
+        if not (self.size > bytes_max).any():
+            return self
+        counts = -(-self.size // bytes_max)
+        which = np.repeat(np.arange(len(self.far)), counts)
+        at = (np.arange(len(which)) - (np.cumsum(counts) - counts)[which]) * bytes_max
+        size = np.minimum(self.size[which] - at, bytes_max)
+        return Pieces(self.far[which] + at, self.near[which] + at, size)
+
+
+class Shape(BaseModel):
+    """What a server says of its pool: enough to find every byte of a page.
+
+    piece_bytes, strides: of digest, sketch, K, V of one kv head; 0: there are none. part_layers:
+    how many layers the pages of each part have.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    record_bytes: PositiveInt
+    layout_crc: int = Field(ge=0, lt=1 << 32)
+    page_tokens: PositiveInt
+    kv_heads: PositiveInt
+    piece_bytes: list[int] = Field(min_length=4, max_length=4)
+    part_layers: list[PositiveInt] = Field(min_length=1, max_length=1024)
+    geometry: dict[str, int]
+
+    @model_validator(mode="after")
+    def _check(self) -> Shape:
+        missing = [name for name in _GEOMETRY if self.geometry.get(name, -1) < 0]
+        if missing:
+            raise ValueError(f"the geometry lacks {', '.join(missing)}")
+        if min(self.piece_bytes) < 0 or min(self.geometry["slab_slots"], *self.strides()[2:3]) < 1:
+            raise ValueError("pieces of less than nothing")
+        if self.payload_offset + self.layer_bytes * max(self.part_layers) > self.record_bytes:
+            raise ValueError("pieces do not fit the record")
+        return self
+
+    def strides(self) -> list[int]:
+        return [self.geometry[f"{kind}_piece_bytes"] for kind in KINDS]
+
+    @property
+    def payload_offset(self) -> int:
+        return HEADER_BYTES + self.geometry["checksum_bytes"]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of one layer in a packed record."""
+        return sum(self.piece_bytes) * self.kv_heads
+
+
+_GEOMETRY = """extents_offset extent_bytes checksums_offset layers_offset layer_bytes
+    sketches_offset keys_offset values_offset checksum_bytes digest_piece_bytes sketch_piece_bytes
+    key_piece_bytes value_piece_bytes slab_slots page_count region_bytes""".split()
+
+
+def shape_of(pool: _core.Handle) -> Shape:
+    """Raises UnsupportedError for pools that cannot be read from afar."""
+    layout, checksum, _ = _core.pool_layout(pool)
+    if layout.object_bytes is not None:
+        raise UnsupportedError("a pool of objects is not served: it has no sequences to match")
+    if not checksum:
+        raise UnsupportedError(
+            "a pool without checksums is not served: nobody could tell, afar, whether its bytes "
+            "are right. Make it with checksum=True"
+        )
+    geometry = _core.pool_geometry(pool)
+    record_bytes, layout_crc = _core.record_shape(pool)
+    places = layer_places(layout, geometry["record_layers"])
+    rows = [0] * geometry["part_count"]
+    for part, row in places:
+        rows[part] = max(rows[part], row + 1)
+    return Shape(
+        record_bytes=record_bytes,
+        layout_crc=layout_crc,
+        page_tokens=layout.page_tokens,
+        kv_heads=layout.kv_heads,
+        piece_bytes=_piece_bytes(layout, geometry),
+        part_layers=rows,
+        geometry={name: geometry[name] for name in _GEOMETRY},
+    )
+
+
+def _piece_bytes(layout: KVLayout, geometry: dict[str, int]) -> list[int]:
+    """Without what fills a piece up to a line; a sketch is whole lines."""
+    channel = DTYPE_BYTES[layout.dtype]
+    own_values = geometry["value_piece_bytes"] > 0
+    return [
+        2 * layout.head_dim * channel,
+        geometry["sketch_piece_bytes"],
+        layout.page_tokens * layout.head_dim * channel,
+        layout.page_tokens * layout.value_head_dim * channel * own_values,
+    ]
+
+
+class FarPool:
+    """Makes lists of pieces for pages of a pool of this shape, and records of what they bring."""
+
+    def __init__(self, shape: Shape):
+        self.shape = shape
+        self._heads = _heads_template(shape)
+        self._payloads = [_payload_template(shape, rows) for rows in shape.part_layers]
+        heads = shape.kv_heads
+        there = np.array([size > 0 for size in shape.piece_bytes])
+        self._entries = np.zeros((len(shape.part_layers), shape.geometry["checksum_bytes"] // 4))
+        for part, rows in enumerate(shape.part_layers):
+            self._entries[part, : rows * heads * 4] = np.tile(there, rows * heads)
+
+    def heads(self, pages: npt.NDArray[np.uint32]) -> Pieces:
+        """The header and the checksum table of each page, to its row of the buffer."""
+        return self._pieces(self._heads, pages, np.arange(len(pages)))
+
+    def payload(
+        self, part: int, pages: npt.NDArray[np.uint32], rows: npt.NDArray[np.int64]
+    ) -> Pieces:
+        """All other bytes of pages of one part, to these rows of the buffer."""
+        return self._pieces(self._payloads[part], pages, rows)
+
+    def _pieces(
+        self, template: Offsets, pages: npt.NDArray[np.uint32], rows: npt.NDArray[np.int64]
+    ) -> Pieces:
+        geometry = self.shape.geometry
+        order = np.argsort(pages, kind="stable")
+        extent, slot = np.divmod(pages[order].astype(np.int64), geometry["slab_slots"])
+        start = geometry["extents_offset"] + extent * geometry["extent_bytes"]
+        offset, per_slot, near, size = (column[:, None] for column in template)
+        far = start + offset + slot * per_slot  # neighbouring slots one after the other
+        at = rows[order] * self.shape.record_bytes + near
+        return Pieces(far.ravel(), at.ravel(), np.broadcast_to(size, far.shape).ravel())
+
+    def seal(
+        self,
+        records: Bytes,
+        pages: npt.NDArray[np.uint32],
+        generations: npt.NDArray[np.uint64],
+    ) -> _core.Codes:
+        """Packed headers in place of those that came, where they are right; else the codes say why
+        (stale, corrupt), and the record begins with zeros."""
+        codes = np.zeros(len(pages), np.int32)
+        for row, record in enumerate(records):
+            header = record[:HEADER_BYTES].view(RECORD_HEADER)[0]
+            table = record[HEADER_BYTES : self.shape.payload_offset]
+            if not self._is_whole(record[:HEADER_BYTES], header, table):
+                codes[row] = _core.E_CORRUPT
+            elif header["page"] != pages[row] or header["generation"] != generations[row]:
+                codes[row] = _core.E_STALE
+            record[:HEADER_BYTES] = 0 if codes[row] else self._packed(header, table)
+        return codes
+
+    def _is_whole(self, line: Bytes, header: np.void, table: Bytes) -> bool:
+        return bool(
+            header["magic"] == RECORD_MAGIC
+            and header["crc"] == _core.crc32c(line[:60])
+            and header["part"] < len(self.shape.part_layers)
+            and 1 <= header["tokens"] <= self.shape.page_tokens
+            and header["table_crc"] == _core.crc32c(table)
+        )
+
+    def _packed(self, header: np.void, table: Bytes) -> Bytes:
+        table.view(np.uint32)[self._entries[header["part"]] == 0] = 0
+        packed = np.zeros(1, PACKED_HEADER)
+        packed["magic"], packed["version"] = PACKED_MAGIC, PACKED_VERSION
+        packed["bytes"], packed["layout"] = self.shape.record_bytes, self.shape.layout_crc
+        for name in ("name", "tokens", "ordinal", "part"):
+            packed[name] = header[name]
+        packed["table_crc"] = _core.crc32c(table)
+        line = packed.view(np.uint8)
+        packed["crc"] = _core.crc32c(line[:60])
+        return line
+
+    def clear_rest(self, record: Bytes, part: int) -> None:
+        """Layers that the part does not have, and what fills the record up to a line."""
+        used = self.shape.payload_offset + self.shape.part_layers[part] * self.shape.layer_bytes
+        record[used:] = 0
+
+
+def part_of(record: Bytes) -> int:
+    return int(record[:HEADER_BYTES].view(PACKED_HEADER)["part"][0])
+
+
+def parents_of(records: Bytes, seen: dict[tuple[int, int], Bytes]) -> _core.Names:
+    """The name of the record before each in its chain, where it is among them or was seen; else
+    zeros. seen: names by part and ordinal, which grows."""
+    headers = np.ascontiguousarray(records[:, :HEADER_BYTES]).view(PACKED_HEADER)[:, 0]
+    names = _core.names_of(records)
+    places = [(int(header["part"]), int(header["ordinal"])) for header in headers]
+    seen.update(zip(places, names, strict=True))
+    nothing = np.zeros(16, np.uint8)
+    parents = [seen.get((part, ordinal - 1), nothing) for part, ordinal in places]
+    return np.array(parents, np.uint8).reshape(-1, 16)
+
+
+def pages_of_parts(pool: _core.Handle, sequence: _core.Handle) -> list[PagesOfPart]:
+    """Pages of a sequence and their generations, by part; without those behind its window."""
+    layout, _, _ = _core.pool_layout(pool)
+    first: dict[int, int] = {}
+    for layer, (part, _) in enumerate(
+        layer_places(layout, _core.pool_geometry(pool)["record_layers"])
+    ):
+        first.setdefault(part, layer)
+    found = []
+    for part in sorted(first):
+        places = _core.sequence_places(sequence, first[part])
+        there = places.keys >= 0
+        found.append((places.pages[there], places.generations[there]))
+    return found
+
+
+def in_order(parts: Sequence[int]) -> Offsets:
+    """Of so many pages in each part, one part after the other, all ending at the same token: their
+    places in the order of their tokens, so that what comes of them is a prefix."""
+    ends = [np.arange(count) - count for count in parts]
+    return np.argsort(np.concatenate(ends), kind="stable")
+
+
+def _heads_template(shape: Shape) -> Offsets:
+    """Columns: offset in the extent, more for each slot, offset in the record, bytes."""
+    table = shape.geometry["checksum_bytes"]
+    return np.array(
+        [
+            (0, HEADER_BYTES, 0, HEADER_BYTES),
+            (shape.geometry["checksums_offset"], table, HEADER_BYTES, table),
+        ],
+        np.int64,
+    ).T
+
+
+def _payload_template(shape: Shape, layers: int) -> Offsets:
+    geometry, rows = shape.geometry, []
+    near = shape.payload_offset
+    for layer in range(layers):
+        for kind, (size, stride) in enumerate(zip(shape.piece_bytes, shape.strides(), strict=True)):
+            name = _LAYER_OFFSETS[kind]
+            far = geometry["layers_offset"] + layer * geometry["layer_bytes"]
+            far += geometry[name] if name else 0
+            per_slot = shape.kv_heads * stride
+            if size == stride:  # the pieces of all heads are one run
+                rows.append((far, per_slot, near, per_slot))
+            else:
+                rows += [
+                    (far + head * stride, per_slot, near + head * size, size)
+                    for head in range(shape.kv_heads)
+                ]
+            near += shape.kv_heads * size
+    return np.array([row for row in rows if row[3]], np.int64).T

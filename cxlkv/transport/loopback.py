@@ -1,0 +1,159 @@
+"""The link on one machine: reads the pool's own file; by the control connection where it has none.
+
+The second way also serves between machines without RDMA, as fast as TCP is.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from itertools import pairwise
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from cxlkv import _core
+from cxlkv.errors import PeerError, PoisonError
+from cxlkv.transport.base import chunk_records
+from cxlkv.transport.far import Bytes, Pieces
+from cxlkv.transport.wire import BODY_BYTES_MAX, Deadline, Header
+
+PARTS_MAX = 1024  # of one preadv
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Call(Protocol):
+    """Asks the server over the control connection."""
+
+    def __call__(
+        self, header: Header, deadline: Deadline, body: bytes = ...
+    ) -> tuple[Header, bytearray]: ...
+
+
+class LoopbackLink:
+    """preadv() scatters, as an RDMA READ does, and fails where a mapping would raise SIGBUS."""
+
+    def __init__(self, call: Call, record_bytes: int, deadline: Deadline):
+        self.buffer: Bytes = np.zeros(chunk_records(record_bytes) * record_bytes, np.uint8)
+        self._call = call
+        answer, _ = call({"op": "loopback"}, deadline)
+        self._file = _open_same(answer)
+        self.name = "file" if self._file >= 0 else "socket"
+
+    def read(self, pieces: Pieces, deadline: Deadline) -> None:
+        """As Link.read()."""
+        cuts = pieces.cuts(PARTS_MAX, len(self.buffer))
+        if self._file >= 0:
+            self._read_file(pieces, cuts)
+            return
+        first = np.array(cuts[:-1])
+        sizes = np.add.reduceat(pieces.size, first)
+        asked = np.stack([pieces.far[first], sizes], axis=1)
+        _, body = self._call({"op": "read"}, deadline, asked.tobytes())
+        if len(body) != pieces.size.sum():
+            raise PeerError(f"{len(body)} bytes came, {pieces.size.sum()} were asked for")
+        came, at = np.frombuffer(body, np.uint8), 0
+        for near, size in zip(pieces.near.tolist(), pieces.size.tolist(), strict=True):
+            self.buffer[near : near + size] = came[at : at + size]
+            at += size
+
+    def _read_file(self, pieces: Pieces, cuts: list[int]) -> None:
+        buffer = memoryview(self.buffer.data)
+        parts = [
+            buffer[near : near + size]
+            for near, size in zip(pieces.near.tolist(), pieces.size.tolist(), strict=True)
+        ]
+        for first, end in pairwise(cuts):
+            wanted = int(pieces.size[first:end].sum())
+            try:
+                count = os.preadv(self._file, parts[first:end], int(pieces.far[first]))
+            except OSError as error:
+                raise PeerError(f"the pool's file cannot be read: {error.strerror}") from error
+            if count != wanted:
+                raise PeerError("the pool's file ends before its pages do: it was truncated")
+
+    def write(self, pieces: Pieces, deadline: Deadline) -> None:
+        """As Link.write()."""
+        for far, near, size in zip(*(column.tolist() for column in pieces), strict=True):
+            body = self.buffer[near : near + size].tobytes()
+            self._call({"op": "write", "at": far}, deadline, body)
+
+    def close(self) -> None:
+        """As Link.close()."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+class LoopbackDoor:
+    """Says which file the pool lies in, or reads it for the peer."""
+
+    def __init__(self, pool: _core.Handle, path: str | None, staging: Bytes):
+        self._address, self._size = _core.pool_memory(pool)
+        self._path = path
+        self._staging = staging
+        # The kernel copies: memory that is gone or poisoned is an error, no SIGBUS.
+        self._memory = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
+
+    def answer(self) -> dict[str, object]:
+        """As Door.answer(): a file is known by its place and the boot of its machine."""
+        if self._path is None or not os.path.isfile(self._path):
+            return {"path": None}
+        found = os.stat(self._path)
+        path = os.path.abspath(self._path)
+        return {"path": path, "file": [found.st_dev, found.st_ino], "boot": _boot()}
+
+    def read(self, asked: bytes) -> bytes:
+        """What "read" asks for; raises ValueError for ranges that are not the pool's."""
+        ranges = np.frombuffer(asked, np.int64).reshape(-1, 2)
+        offsets, sizes = ranges.T
+        if (ranges < 0).any() or (offsets > self._size).any() or (sizes > self._size).any():
+            raise ValueError("a range outside of the region")
+        if (offsets + sizes > self._size).any():
+            raise ValueError("a range that ends outside of the region")
+        if sum(sizes.tolist()) > BODY_BYTES_MAX:
+            raise ValueError(f"more than {BODY_BYTES_MAX} bytes at once")
+        try:
+            found = [
+                os.pread(self._memory, size, self._address + offset)
+                for offset, size in ranges.tolist()
+            ]
+        except OSError as error:
+            raise PoisonError(f"the pool's memory cannot be read: {error.strerror}") from error
+        return b"".join(found)
+
+    def write(self, at: int, data: bytes | bytearray) -> None:
+        """What "write" asks for, into the staging area."""
+        if at + len(data) > len(self._staging):
+            raise ValueError(f"{len(data)} bytes at {at}: behind the end of the staging area")
+        self._staging[at : at + len(data)] = np.frombuffer(data, np.uint8)
+
+    def close(self) -> None:
+        """As Door.close()."""
+        if self._memory >= 0:
+            os.close(self._memory)
+        self._memory = -1
+
+
+def _boot() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _open_same(answer: Header) -> int:
+    """The server's file, if this process sees the same one and may read it; else -1."""
+    path, boot = answer.get("path"), _boot()
+    if not isinstance(path, str) or not boot or answer.get("boot") != boot:
+        return -1
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError):
+        return -1
+    found = os.fstat(file)
+    if stat.S_ISREG(found.st_mode) and [found.st_dev, found.st_ino] == answer.get("file"):
+        return file
+    os.close(file)
+    return -1

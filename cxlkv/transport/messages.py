@@ -1,0 +1,109 @@
+"""What a client may ask for: a model for each request, which refuses all else."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from cxlkv.ndp.engine import PAGES_MAX
+
+LEASE_S_MAX = 3600.0
+ROWS_MAX = 4096
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class UseLoopback(_Request):
+    """Have the bytes from the pool's file, or by this connection."""
+
+    op: Literal["loopback"]
+
+
+class UseVerbs(_Request):
+    """Connect a queue pair. psn: where its packets begin; reads: how many it has on their way.
+    Nothing of the client's is read or written from here, so it gives no key."""
+
+    op: Literal["verbs"]
+    qp: int = Field(ge=0, lt=1 << 24)
+    psn: int = Field(ge=0, lt=1 << 24)
+    gid: str = Field(max_length=64)
+    lid: int = Field(ge=0, lt=1 << 16)
+    mtu: int = Field(ge=1, le=5)
+    reads: int = Field(ge=1, le=255)
+
+
+class Match(_Request):
+    """Body: hashes of 16 bytes."""
+
+    op: Literal["match"]
+    lease_s: float = Field(gt=0, le=LEASE_S_MAX)
+    strict: bool
+    single: bool
+
+
+class Adopt(_Request):
+    """Body: a sequence's handle."""
+
+    op: Literal["adopt"]
+
+
+class Release(_Request):
+    op: Literal["release"]
+    hit: int
+
+
+class Select(_Request):
+    """Body: the queries [rows, heads, head_dim]. What its words may be, Budget and select() say."""
+
+    op: Literal["select"]
+    hit: int
+    layer: int = Field(ge=0, lt=1 << 16)
+    rows: int = Field(ge=1, le=ROWS_MAX)
+    heads: int = Field(ge=1, lt=1 << 16)
+    dtype: str
+    pages: int | None = Field(ge=1, le=PAGES_MAX)
+    share: float | None
+    mass: float | None
+    sinks: int = Field(ge=0, le=PAGES_MAX)
+    recent: int = Field(ge=0, le=PAGES_MAX)
+    union: str
+    per: str
+    method: str
+    scale: float | None
+    recall: float = Field(ge=0.5, le=1)
+
+
+class Read(_Request):
+    """Body: int64 [n, 2], offsets in the region and sizes; the answer has these bytes."""
+
+    op: Literal["read"]
+
+
+class Write(_Request):
+    """Body: bytes for the staging area."""
+
+    op: Literal["write"]
+    at: int = Field(ge=0)
+
+
+class Lacks(_Request):
+    """Body: names of 16 bytes; the answer has a byte for each: 1 if no page has that name."""
+
+    op: Literal["lacks"]
+
+
+class Publish(_Request):
+    """The records in the staging area. Body: their parents' names; the answer has their codes."""
+
+    op: Literal["publish"]
+    records: int = Field(ge=1)
+
+
+Request = Annotated[
+    UseLoopback | UseVerbs | Match | Adopt | Release | Select | Read | Write | Lacks | Publish,
+    Field(discriminator="op"),
+]
+REQUEST: TypeAdapter[Request] = TypeAdapter(Request)

@@ -1,0 +1,151 @@
+"""Prefixes from one pool to another: pull() and push(). What arrives is found under its keys.
+
+Prefill on one machine, decode on another: push() where the prefill ran, or pull() where the decode
+will. A record is published only when every byte of it is what a CRC says, so what is damaged, or
+was given away meanwhile, is left out and counted, and the prefix is found as far as it is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import _core, room
+from cxlkv.errors import PeerError, PoolFullError
+from cxlkv.pool import CXLPool
+from cxlkv.prefix import PageKeys
+from cxlkv.transport.base import chunk_records
+from cxlkv.transport.client import Remote
+from cxlkv.transport.far import Bytes, Offsets, in_order, pages_of_parts, parents_of
+from cxlkv.transport.wire import Deadline
+
+LEASE_S = 600.0
+
+
+@dataclass
+class Moved:
+    """What a pull or push did. tokens: of `keys`, that the pool which was to get them has now.
+
+    pages: that were published there. present: that were there before. damaged: that had other bytes
+    than were written. stale: that were given away before they could be read.
+    """
+
+    tokens: int = 0
+    pages: int = 0
+    present: int = 0
+    damaged: int = 0
+    stale: int = 0
+    bytes: int = 0
+
+    def count(self, codes: _core.Codes, record_bytes: int) -> None:
+        published = int((codes == 0).sum())
+        self.pages += published
+        self.bytes += published * record_bytes
+        self.present += int((codes == _core.RECORD_PRESENT).sum())
+        self.damaged += int((codes == _core.E_CORRUPT).sum())
+        self.stale += int((codes == _core.E_STALE).sum())
+
+
+def pull(remote: Remote, pool: CXLPool, keys: Iterable[bytes], *, strict: bool = True) -> Moved:
+    """Bring the longest prefix of `keys` that the far pool has into `pool`, so that pool.match()
+    finds it. Pages that are here already are not read again.
+
+    A connection that breaks is made again, as long as that brings pages. Raises GeometryError for
+    pools of other layouts, PoolFullError (what came before it stays), PeerError.
+    """
+    wanted = keys if isinstance(keys, PageKeys) else list(keys)
+    moved = _going_on(lambda so_far: _pull(remote, pool, wanted, strict, so_far))
+    with pool.match(wanted, strict=strict) as hit:
+        moved.tokens = hit.tokens
+    return moved
+
+
+def push(remote: Remote, pool: CXLPool, keys: Iterable[bytes], *, strict: bool = True) -> Moved:
+    """Publish the longest prefix of `keys` that `pool` has in the far pool; as pull()."""
+    wanted = keys if isinstance(keys, PageKeys) else list(keys)
+    moved = _going_on(lambda so_far: _push(remote, pool, wanted, strict, so_far))
+    with remote.match(wanted, strict=strict) as hit:
+        moved.tokens = hit.tokens
+    return moved
+
+
+def _going_on(attempt: Callable[[Moved], None]) -> Moved:
+    """Tries again after a break, if pages came since the last one, and once where none did."""
+    so_far, before, breaks = Moved(), 0, 0
+    while True:
+        so_far.present = 0
+        try:
+            attempt(so_far)
+        except PeerError:
+            breaks = 1 if so_far.pages > before else breaks + 1
+            if breaks > 1:
+                raise
+            before = so_far.pages
+            continue
+        so_far.present -= before
+        return so_far
+
+
+def _pull(remote: Remote, pool: CXLPool, keys: Iterable[bytes], strict: bool, moved: Moved) -> None:
+    remote.check_fits(pool._handle)
+    record_bytes, _ = _core.record_shape(pool._handle)
+    seen: dict[tuple[int, int], Bytes] = {}
+
+    def is_here(names: _core.Names) -> npt.NDArray[np.bool_]:
+        pages, _ = _core.find_pages(pool._handle, names)
+        return np.not_equal(pages, _core.NO_PAGE)
+
+    with remote.match(keys, lease_s=LEASE_S, strict=strict) as hit:
+        order = in_order(hit.parts) if hit else np.zeros(0, np.int64)
+        for some in _chunks(order, record_bytes):
+            deadline = Deadline(remote.deadline_s)
+            with remote._lock:  # the records lie in its buffer
+                hit.number()
+                records, codes = remote._read(
+                    hit.pages[some], hit.generations[some], deadline, is_here
+                )
+                came = codes == 0
+                parents = parents_of(records, seen)
+                codes[came] = _publish(pool, records[came], parents[came])
+            moved.count(codes, record_bytes)
+
+
+def _publish(pool: CXLPool, records: _core.Records, parents: _core.Names) -> _core.Codes:
+    """records_write(), which makes room where the pool is full."""
+    for _ in range(room.TRIES - 1):
+        try:
+            return _core.records_write(pool._handle, records, parents)
+        except PoolFullError:
+            if not room.make(pool._handle, len(records)):
+                raise
+    return _core.records_write(pool._handle, records, parents)
+
+
+def _push(remote: Remote, pool: CXLPool, keys: Iterable[bytes], strict: bool, moved: Moved) -> None:
+    remote.check_fits(pool._handle)
+    record_bytes, _ = _core.record_shape(pool._handle)
+    seen: dict[tuple[int, int], Bytes] = {}
+    with pool.match(keys, lease_s=LEASE_S, strict=strict) as hit:
+        parts = pages_of_parts(pool._handle, hit._sequence._handle) if hit else []
+        if not parts:
+            return
+        order = in_order([len(pages) for pages, _ in parts])
+        pages = np.concatenate([pages for pages, _ in parts])
+        generations = np.concatenate([generations for _, generations in parts])
+        for some in _chunks(order, record_bytes):
+            records = np.zeros((len(some), record_bytes), np.uint8)
+            codes = _core.records_read(pool._handle, pages[some], generations[some], records)
+            parents = parents_of(records, seen)
+            codes[(codes == 0) & ~remote.lacks(_core.names_of(records))] = _core.RECORD_PRESENT
+            go = codes == 0
+            if go.any():
+                codes[go] = remote.write(records[go], parents[go])
+            moved.count(codes, record_bytes)
+
+
+def _chunks(order: Offsets, record_bytes: int) -> list[Offsets]:
+    step = chunk_records(record_bytes)
+    return [order[first : first + step] for first in range(0, len(order), step)]

@@ -1,0 +1,318 @@
+"""Serves a pool to peers: `cxlkv serve`. Trusts nothing in a request; a bad one is answered.
+
+A thread for each connection. What a peer holds (matches, adopted sequences, a staging area, a queue
+pair) is its connection's, and given back when that ends, however it ends; a match ends with its
+lease, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from dataclasses import asdict
+from itertools import count
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pydantic import ValidationError
+
+from cxlkv import _core
+from cxlkv.arrays import NUMPY_DTYPES
+from cxlkv.closing import Closing
+from cxlkv.errors import BadArgumentError, BusyError, CXLKVError, StaleError
+from cxlkv.layout import DTYPES
+from cxlkv.ndp.engine import Budget
+from cxlkv.pool import CXLPool
+from cxlkv.prefix import HASH_BYTES
+from cxlkv.sequence import Hit, Sequence
+from cxlkv.transport import messages as m
+from cxlkv.transport.base import chunk_records
+from cxlkv.transport.far import Bytes, pages_of_parts, shape_of
+from cxlkv.transport.loopback import LoopbackDoor
+from cxlkv.transport.wire import MESSAGE_S, Deadline, Wire
+
+if TYPE_CHECKING:
+    from cxlkv.transport.verbs import VerbsDoor, VerbsHost
+
+CONNECTIONS_MAX = 32
+HITS_MAX = 1024  # of one connection
+END_S = 10.0
+
+log = logging.getLogger(__name__)
+Answer = tuple[dict[str, object], bytes]
+
+
+class Server(Closing):
+    """Serves until close(), which pool.close() calls.
+
+    listen: (host, port); port 0 takes a free one, see `address`. device: also over this RDMA
+    device. Raises UnsupportedError for pools without checksums or of objects, RdmaError,
+    BadArgumentError for an address that cannot be had.
+    """
+
+    def __init__(
+        self,
+        pool: CXLPool,
+        listen: tuple[str, int],
+        secret: bytes,
+        *,
+        device: str | None = None,
+        connections: int = CONNECTIONS_MAX,
+    ):
+        self._pool, self._secret, self._connections = pool, secret, connections
+        self._shape = shape_of(pool._handle)
+        self._sessions: set[_Session] = set()
+        self._lock = threading.Condition()
+        self._closed = False
+        self._verbs: VerbsHost | None = None
+        try:
+            family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
+            self._listener = socket.create_server(listen, family=family, backlog=64)
+        except OSError as error:
+            raise BadArgumentError(
+                f"cannot listen on {listen[0]}:{listen[1]}: {error.strerror or error}"
+            ) from error
+        if device is not None:
+            from cxlkv.transport.verbs import VerbsHost  # pyverbs, which few machines have
+
+            try:
+                self._verbs = VerbsHost(device, *_core.pool_memory(pool._handle))
+            except BaseException:
+                self._listener.close()
+                raise
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._thread = threading.Thread(target=self._accept, name="cxlkv-serve", daemon=True)
+        self._thread.start()
+        pool.before_close(self.close)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, peer = self._listener.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                log.warning("a connection could not be accepted: %s", error)
+                continue
+            session = _Session(self._pool, Wire(sock), self._shape.record_bytes, self._verbs)
+            with self._lock:
+                is_full = len(self._sessions) >= self._connections
+                if self._closed:
+                    session.wire.close()
+                    return
+                if len(self._sessions) >= 2 * self._connections:  # not even a refusal
+                    session.wire.close()
+                    continue
+                self._sessions.add(session)
+            args = (session, f"{peer[0]}:{peer[1]}", is_full)
+            threading.Thread(target=self._serve, args=args, daemon=True).start()
+
+    def _serve(self, session: _Session, peer: str, is_full: bool) -> None:
+        try:
+            session.wire.admit(self._secret, is_full)
+            session.wire.send(self._shape.model_dump(), Deadline(MESSAGE_S))
+            session.run()
+        except (CXLKVError, OSError) as error:
+            if not self._closed:
+                log.info("the connection of %s ended: %s", peer, error)
+        except Exception:
+            log.exception("the connection of %s ended by a fault of ours", peer)
+        finally:
+            session.close()
+            with self._lock:
+                self._sessions.discard(session)
+                self._lock.notify_all()
+
+    def connections(self) -> int:
+        """Peers that are connected now, and those that try to."""
+        with self._lock:
+            return len(self._sessions)
+
+    def close(self) -> None:
+        """Ends all connections and gives back what they held; a second time does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for session in self._sessions:
+                session.wire.end()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(END_S)
+        with self._lock:
+            self._lock.wait_for(lambda: not self._sessions, END_S)
+        if self._verbs is not None:
+            self._verbs.close()
+
+
+class _Session:
+    """One peer: what it asked for last, and what it holds."""
+
+    def __init__(
+        self, pool: CXLPool, wire: Wire, record_bytes: int, verbs: VerbsHost | None
+    ) -> None:
+        self.wire = wire
+        self._pool, self._verbs = pool, verbs
+        self._records = chunk_records(record_bytes)
+        self._record_bytes = record_bytes
+        self._held: dict[int, tuple[Sequence, Hit | None]] = {}
+        self._numbers = count(1)
+        self._staging: Bytes = np.zeros(0, np.uint8)
+        self._door: LoopbackDoor | VerbsDoor | None = None
+
+    def run(self) -> None:
+        """Answers until the peer leaves; PeerError."""
+        while True:
+            header, body = self.wire.receive()
+            try:
+                answer, data = self._answer(m.REQUEST.validate_python(header), bytes(body))
+            except ValidationError as error:
+                first = error.errors(include_url=False, include_input=False)[0]
+                place = ".".join(str(part) for part in first["loc"])
+                answer, data = _refusal(BadArgumentError(f"bad request: {place}: {first['msg']}"))
+            except CXLKVError as error:
+                answer, data = _refusal(error)
+            except (ValueError, OverflowError, KeyError) as error:
+                answer, data = _refusal(BadArgumentError(f"bad request: {error}"))
+            self.wire.send(answer, Deadline(MESSAGE_S), data)
+
+    def close(self) -> None:
+        """Gives back all that the peer held."""
+        if self._door is not None:
+            self._door.close()
+        for number in list(self._held):
+            with contextlib.suppress(CXLKVError):
+                self._release(number)
+        self._staging = np.zeros(0, np.uint8)
+        self.wire.close()
+
+    def _answer(self, asked: m.Request, body: bytes) -> Answer:
+        match asked:
+            case m.UseLoopback() | m.UseVerbs():
+                return self._open(asked), b""
+            case m.Match():
+                return self._match(asked, body)
+            case m.Adopt():
+                return self._hold(self._pool.adopt(body), None)
+            case m.Release():
+                self._release(asked.hit)
+                return {}, b""
+            case m.Select():
+                return self._select(asked, body)
+            case m.Lacks():
+                pages, _ = _core.find_pages(self._pool._handle, _names(body))
+                return {}, (pages == _core.NO_PAGE).tobytes()
+            case m.Publish():
+                return self._publish(asked.records, body)
+            case m.Read():
+                return {}, self._loopback().read(body)
+            case m.Write():
+                self._loopback().write(asked.at, body)
+                return {}, b""
+
+    def _open(self, asked: m.UseLoopback | m.UseVerbs) -> dict[str, object]:
+        if self._door is not None:
+            raise BadArgumentError("the connection has its link already")
+        self._staging = np.zeros(self._records * self._record_bytes, np.uint8)
+        if isinstance(asked, m.UseLoopback):
+            self._door = LoopbackDoor(self._pool._handle, self._pool.path, self._staging)
+        elif self._verbs is None:
+            raise BadArgumentError("the server uses no RDMA device: start it with --device NAME")
+        else:
+            self._door = self._verbs.door(asked, self._staging, self.wire.local_host())
+        return self._door.answer()
+
+    def _loopback(self) -> LoopbackDoor:
+        if not isinstance(self._door, LoopbackDoor):
+            raise BadArgumentError("the connection has no link of this kind")
+        return self._door
+
+    def _match(self, asked: m.Match, body: bytes) -> Answer:
+        if len(body) % HASH_BYTES:
+            raise BadArgumentError(f"{len(body)} bytes are no keys of {HASH_BYTES}")
+        self._check_room()
+        handle, content = self._pool._handle, not asked.strict
+        found = _core.match(handle, body, asked.lease_s, single=asked.single, content=content)
+        hit = Hit(handle, self._pool.layout, *found, asked.strict)
+        if not hit:
+            hit.release()
+            return {"hit": 0, "tokens": 0, "parts": []}, b""
+        return self._hold(hit._sequence, hit)
+
+    def _check_room(self) -> None:
+        if len(self._held) >= HITS_MAX:
+            raise BusyError(f"the connection holds {HITS_MAX} hits: release some")
+
+    def _hold(self, sequence: Sequence, hit: Hit | None) -> Answer:
+        """The answer names the pages of each part, with their generations."""
+        try:
+            self._check_room()
+            parts = pages_of_parts(self._pool._handle, sequence._handle)
+        except CXLKVError:
+            sequence.release()
+            raise
+        number = next(self._numbers)
+        self._held[number] = (sequence, hit)
+        header = {"hit": number, "tokens": len(sequence), "parts": [len(p) for p, _ in parts]}
+        pages = np.concatenate([pages for pages, _ in parts])
+        generations = np.concatenate([generations for _, generations in parts])
+        return header, pages.tobytes() + generations.tobytes()
+
+    def _release(self, number: int) -> None:
+        sequence, _ = self._held.pop(number, (None, None))
+        if sequence is None:
+            raise StaleError(f"hit {number} was released, or is another connection's")
+        sequence.release()
+
+    def _select(self, asked: m.Select, body: bytes) -> Answer:
+        layout = self._pool.layout
+        if asked.hit not in self._held:
+            raise StaleError(f"hit {asked.hit} was released, or is another connection's")
+        sequence, _ = self._held[asked.hit]
+        dtype = NUMPY_DTYPES[DTYPES.index(asked.dtype)]
+        shape = (asked.rows, asked.heads, layout.head_dim)
+        queries = np.frombuffer(body, dtype).reshape(shape)
+        budget = Budget(
+            pages=asked.pages,
+            share=asked.share,
+            mass=asked.mass,
+            sinks=asked.sinks,
+            recent=asked.recent,
+            union=asked.union,
+            per=asked.per,
+        )
+        starts = [0, asked.rows]
+        picked = sequence._own().select(
+            asked.layer, queries, starts, budget, asked.method, asked.scale, asked.recall
+        )
+        header: dict[str, object] = {
+            "shape": picked.pages.shape,
+            "bytes_scored": picked.bytes_scored,
+            "bytes_fetched": picked.bytes_fetched,
+            "per": picked.per,
+            "stages": picked.stages and asdict(picked.stages),
+        }
+        arrays = (picked.pages, picked.scores, picked.counts)
+        return header, b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
+
+    def _publish(self, records: int, body: bytes) -> Answer:
+        if self._door is None:
+            raise BadArgumentError("the connection has no link, so nothing has arrived")
+        if records > self._records:
+            raise BadArgumentError(f"{records} records: the staging area has {self._records}")
+        parents = _names(body)
+        # A copy: the peer could change the area while its records are verified.
+        arrived = self._staging[: records * self._record_bytes].reshape(records, -1).copy()
+        codes = _core.records_write(self._pool._handle, arrived, parents)
+        return {}, codes.tobytes()
+
+
+def _names(body: bytes) -> _core.Names:
+    return np.frombuffer(body, np.uint8).reshape(-1, HASH_BYTES)
+
+
+def _refusal(error: Exception) -> Answer:
+    return {"error": type(error).__name__, "text": str(error)[:4096]}, b""
