@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import resource
 import secrets
 import time
@@ -59,6 +60,7 @@ class _Memory(_Closes, Protocol):
 class _Request(Protocol):
     """A SendWR."""
 
+    wr_id: int
     next_wr: _Request
 
 
@@ -196,7 +198,11 @@ class _Queue:
                 max_recv_sge=1,
             )
             wanted = v.qp.QPInitAttr(
-                qp_type=v.enums.IBV_QPT_RC, scq=self.completions, rcq=self.completions, cap=has
+                qp_type=v.enums.IBV_QPT_RC,
+                scq=self.completions,
+                rcq=self.completions,
+                cap=has,
+                sq_sig_all=0,
             )
             self.pair = v.qp.QP(device.domain, wanted, v.qp.QPAttr())
         except v.error as error:
@@ -244,8 +250,9 @@ class _Queue:
                 count, done = self.completions.poll(2)
                 for each in done if count else ():
                     if each.status != v.enums.IBV_WC_SUCCESS:
-                        raise PeerError(f"RDMA failed: {v.cq.wc_status_to_str(each.status)}")
-                    return
+                        raise PeerError(f"RDMA failed: {_status(each.status)}")
+                    if each.wr_id == work[-1].wr_id:
+                        return
                 deadline.left()
                 if time.monotonic() - began > SPIN_S:
                     time.sleep(PAUSE_S)
@@ -270,6 +277,7 @@ class VerbsLink:
         self._device = _Device(device)
         self._queue: _Queue | None = None
         self._memory: _Memory | None = None
+        self._posted = 0
         try:
             self._memory = self._device.register(_address(self.buffer), self.buffer.size, access)
             self._queue = _Queue(self._device, access, local_host)
@@ -318,8 +326,13 @@ class VerbsLink:
             for index in range(first, last):
                 flags = v.enums.IBV_SEND_SIGNALED if index + 1 == last else 0
                 some = parts[cuts[index] : cuts[index + 1]]
+                self._posted += 1
                 request = v.wr.SendWR(
-                    wr_id=index, opcode=opcode, num_sge=len(some), sg=some, send_flags=flags
+                    wr_id=self._posted,
+                    opcode=opcode,
+                    num_sge=len(some),
+                    sg=some,
+                    send_flags=flags,
                 )
                 request.set_wr_rdma(far_key, address + starts[index])
                 if work:
@@ -399,6 +412,13 @@ class VerbsDoor:
         """As Door.close()."""
         self._queue.close()
         _quietly(self._staging)
+
+
+def _status(number: int) -> str:
+    """A completion's, in the words of the verbs."""
+    enums = _pyverbs().enums
+    names = [name for name in dir(enums) if re.fullmatch(r"IBV_WC_\w+_ERR", name)]
+    return next((name for name in names if getattr(enums, name) == number), f"status {number}")
 
 
 def _address(memory: Bytes) -> int:
