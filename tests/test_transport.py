@@ -505,7 +505,8 @@ def test_bad_requests_are_answered_and_change_nothing(
 ) -> None:
     with both(folder, "file") as (pool, _, remote):
         keys = publish(pool, rng)
-        for header, body in BAD_REQUESTS:
+        over = struct.pack("<qq", _core.pool_memory(pool._handle)[1] - 1, 2)
+        for header, body in [*BAD_REQUESTS, ({"op": "read"}, over)]:
             with pytest.raises((CXLKVError,), match="at the server"):
                 remote._ask(header, body)
         with remote.match(keys) as hit:
