@@ -108,6 +108,12 @@ def _cold(result: Result) -> None:
         cold.run(result, Path(folder))
 
 
+def _packing(result: Result) -> None:
+    from cxlkv.bench.cases import packing
+
+    packing.run(result)
+
+
 def _paged(result: Result) -> None:
     from cxlkv.bench.cases import paged
 
@@ -145,6 +151,7 @@ PARTS: dict[str, Callable[[Result], None]] = {
     "moving": _moving,
     "decoding": _decoding,
     "cold": _cold,
+    "packing": _packing,
     "paged": _paged,
     "link": _link,
 }
@@ -161,7 +168,7 @@ OWN = {
 }
 WARNINGS_SHOWN = 6
 FOUNDATION = ["calling", "allocating", "copying", "selecting"]
-TIERS = ["hotness", "deciding", "matching", "moving", "cold", "decoding"]
+TIERS = ["hotness", "deciding", "matching", "moving", "cold", "packing", "decoding"]
 SEVERAL = {"foundation": FOUNDATION, "tiers": TIERS}
 CASES = {**{name: [name] for name in (*MICRO, *PARTS)}, **SEVERAL}
 

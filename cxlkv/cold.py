@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from cxlkv.closing import Closing
-from cxlkv.cold_file import NAME_BYTES, SLOT_HEADER, Bytes, ColdFile, RecordShape, why
+from cxlkv.cold_file import NAME_BYTES, Bytes, ColdFile, Place, RecordShape, why
+from cxlkv.compress import Codec
 from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, ClosedError
 
@@ -27,8 +30,17 @@ log = logging.getLogger("cxlkv")
 _open_tiers: weakref.WeakSet[ColdTier] = weakref.WeakSet()
 
 
+class _Write(NamedTuple):
+    """A record that is to be written: of which row, where to, and in which form."""
+
+    key: bytes
+    row: int
+    place: Place
+    record: Bytes
+
+
 class ColdTier(Closing):
-    """A file of `capacity` with one slot for each record; a dictionary from names to records.
+    """A file of `capacity` with slots for records; a dictionary from names to records.
 
     Names are rows of 16 bytes, the hashes under which pages are published; records are rows of
     shape.bytes, as _core.records_read() makes them. Each call takes many. When the file is full the
@@ -39,6 +51,10 @@ class ColdTier(Closing):
     that of the machine. With both a crash at any instant costs at most the records of a store()
     that had not returned (and, with "none", of those not yet written): a torn record is a miss,
     never wrong bytes.
+
+    compress "zstd" (`pip install 'cxlkv[compress]'`): records are kept in as few slots as they can
+    be made to fit, those that cannot be made smaller as they are. It costs more time than a fast
+    disk (docs/decisions/0019); a file keeps to what it was made with.
 
     When the file cannot be written any more (disk full, permission lost, disk failed), the tier
     says so once in the log and in `why_off`, takes no new records, and goes on serving those that
@@ -56,19 +72,22 @@ class ColdTier(Closing):
         shape: RecordShape,
         capacity: str | int,
         fsync: str = "batch",
+        compress: str | None = None,
     ):
         if fsync not in FSYNC:
             raise BadArgumentError(f"fsync={fsync!r}: one of {', '.join(FSYNC)}")
         self.path, self.shape, self.fsync = os.fspath(path), shape, fsync
         self.why_off = ""  # why nothing more is written; empty while all is well
-        self._file = ColdFile(self.path, shape, parse_bytes(capacity), fsync == "batch")
+        self._codec = Codec(compress, shape.bytes, shape.element_bytes) if compress else None
+        self._file = ColdFile(self.path, shape, parse_bytes(capacity), fsync == "batch", compress)
         slots = self._file.slot_count
         # All below under the lock; free + stored + reserved = slots. I/O goes on without it, on
-        # slots that are reserved, or stored and have a reader.
+        # slots that are reserved, or stored and have a reader. What is known of a record (readers,
+        # checked, parents) stands under its first slot.
         self._lock = threading.Condition()
         self._running = 0
         self._closed = False
-        self._index: OrderedDict[bytes, int] = OrderedDict()  # the least recently used first
+        self._index: OrderedDict[bytes, Place] = OrderedDict()  # the least recently used first
         self._state = np.zeros(slots, np.uint8)
         self._readers = np.zeros(slots, np.int32)
         self._checked = np.zeros(slots, np.bool_)  # its bytes were right in this opening
@@ -76,24 +95,25 @@ class ColdTier(Closing):
         self._writing: set[bytes] = set()
         self._protected: set[bytes] = set()
         names = "hits misses corrupt stored refused evicted dropped bytes_read bytes_written"
+        names += " packed packed_bytes_saved pack_us unpack_us"
         self._counts = dict.fromkeys(names.split(), 0)
         self._find_records()
         _open_tiers.add(self)
 
     def _find_records(self) -> None:
-        headers = self._file.scan()
+        records, highest = self._file.scan()
         older: list[int] = []
-        for header in headers[np.argsort(headers["sequence"], kind="stable")]:
-            name, slot = header["name"].tobytes(), int(header["slot"])
+        for name, parent, place in records:
             if name in self._index:  # a drop of it was lost in a crash
-                older.append(self._index.pop(name))
-                self._state[older[-1]] = FREE
-            self._index[name] = slot
-            self._state[slot] = STORED
-            self._parents[slot] = header["parent"]
+                before = self._index.pop(name)
+                older += before.slots
+                self._state[list(before.slots)] = FREE
+            self._index[name] = place
+            self._state[list(place.slots)] = STORED
+            self._parents[place.slots[0]] = parent
         with suppress(OSError):
             self._file.erase(older)
-        self._sequence = int(headers["sequence"].max(initial=0)) + 1
+        self._sequence = highest + 1
         # The lowest first, so that a batch lies side by side.
         self._free = np.flatnonzero(self._state == FREE)[::-1].tolist()
 
@@ -111,9 +131,9 @@ class ColdTier(Closing):
             self._check_rows("parents", parents, len(keys), NAME_BYTES)
         with self._operation():
             self._look_again(keys)
-            rows, slots = self._reserve(keys)
-            if slots:
-                self._write(keys, rows, slots, records, parents)
+            wanted = self._wanted(keys)
+            if wanted:
+                self._write(self._reserve(keys, wanted, records), parents)
             with self._lock:
                 return np.array([key in self._index for key in keys], np.bool_)
 
@@ -152,9 +172,9 @@ class ColdTier(Closing):
         with self._operation():
             with self._lock:
                 there = np.array([key in self._index for key in keys], np.bool_)
-                slots = [self._unlink(key) for key in keys if key in self._index]
-                self._counts["dropped"] += len(slots)
-            self._discard(slots)
+                places = [self._unlink(key) for key in keys if key in self._index]
+                self._counts["dropped"] += len(places)
+            self._discard(_slots_of(places))
             return there
 
     def protect(self, names: Bytes) -> None:
@@ -171,10 +191,13 @@ class ColdTier(Closing):
         stored)."""
         with self._operation(), self._lock:
             joined = np.frombuffer(b"".join(self._index), np.uint8).reshape(-1, NAME_BYTES)
-            return joined.copy(), self._parents[list(self._index.values())]
+            first = [place.slots[0] for place in self._index.values()]
+            return joined.copy(), self._parents[first]
 
     def stats(self) -> dict[str, int]:
-        """slots_free + slots_stored + slots_reserved = slots_total; and what was counted."""
+        """slots_free + slots_stored + slots_reserved = slots_total, and how many records these are;
+        and what was counted: packed records, the bytes of slots that they did without, and the
+        microseconds of packing and unpacking."""
         with self._operation(), self._lock:
             count = np.bincount(self._state, minlength=3)
             return {
@@ -182,6 +205,8 @@ class ColdTier(Closing):
                 "slots_free": int(count[FREE]),
                 "slots_stored": int(count[STORED]),
                 "slots_reserved": int(count[RESERVED]),
+                "slot_bytes": self._file.slot_bytes,
+                "records": len(self._index),
                 "file_bytes": self._file.file_bytes,
                 "writes_off": int(bool(self.why_off)),
                 **self._counts,
@@ -209,6 +234,8 @@ class ColdTier(Closing):
             self._closed = True
             self._lock.wait_for(lambda: self._running == 0)
             self._file.close()
+            if self._codec is not None:
+                self._codec.close()
 
     # ---- arguments ----
 
@@ -247,14 +274,14 @@ class ColdTier(Closing):
     def _look_again(self, keys: Sequence[bytes]) -> None:
         """A record of an earlier opening may be torn: only one that is right counts as stored."""
         with self._lock:
-            doubtful = [k for k in dict.fromkeys(keys) if not self._checked[self._index.get(k, 0)]]
-            doubtful = [key for key in doubtful if key in self._index]
+            there = [key for key in dict.fromkeys(keys) if key in self._index]
+            doubtful = [key for key in there if not self._checked[self._index[key].slots[0]]]
         for first in range(0, len(doubtful), LOOK_RECORDS):
             some = doubtful[first : first + LOOK_RECORDS]
             self._read(some, self._scratch(len(some)))
 
-    def _reserve(self, keys: Sequence[bytes]) -> tuple[list[int], list[int]]:
-        """Rows of records to be written, and a slot for each."""
+    def _wanted(self, keys: Sequence[bytes]) -> dict[bytes, int]:
+        """Rows of records to be written, which no other thread writes from now on."""
         with self._lock:
             wanted: dict[bytes, int] = {}
             for row, key in enumerate(keys):
@@ -264,63 +291,105 @@ class ColdTier(Closing):
                     wanted.setdefault(key, row)
             if self.why_off:
                 self._counts["refused"] += len(wanted)
-                return [], []
-            self._evict(len(wanted) - len(self._free), set(keys))
-            count = min(len(wanted), len(self._free))
-            self._counts["refused"] += len(wanted) - count
-            chosen = list(wanted.items())[:count]
-            slots = sorted(self._free.pop() for _ in chosen)
-            self._state[slots] = RESERVED
-            self._writing.update(key for key, _ in chosen)
-            return [row for _, row in chosen], slots
+                return {}
+            self._writing.update(wanted)
+            return wanted
 
-    def _evict(self, count: int, kept: set[bytes]) -> None:
-        victims: list[bytes] = []
-        for key, slot in self._index.items():
-            if len(victims) >= count:
-                break
-            if not (self._readers[slot] or key in self._protected or key in kept):
-                victims.append(key)
-        freed = [self._index.pop(key) for key in victims]
-        self._state[freed] = FREE  # its bytes are overwritten, so they need not be erased
-        self._free += sorted(freed, reverse=True)
-        self._counts["evicted"] += len(freed)
+    def _reserve(
+        self, keys: Sequence[bytes], wanted: dict[bytes, int], records: Bytes
+    ) -> list[_Write]:
+        """Slots for the first of the records, as many as can be had."""
+        reserved: list[_Write] = []
+        left: list[int] = []
+        try:
+            stored = self._packed([records[row] for row in wanted.values()])
+            counts = [self._file.slots_of(record.nbytes) for record in stored]
+            with self._lock:
+                freed = self._evict(sum(counts) - len(self._free), set(keys))
+                room = len(freed) + len(self._free)
+                fitting = int(np.searchsorted(np.cumsum(counts), room, side="right"))
+                taken = sum(counts[:fitting])
+                slots, left = freed[:taken], freed[taken:]
+                slots = sorted(slots + [self._free.pop() for _ in range(taken - len(slots))])
+                self._state[slots] = RESERVED
+                for (key, row), record, count in zip(wanted.items(), stored, counts, strict=True):
+                    if len(reserved) == fitting:
+                        break
+                    some, slots = tuple(slots[:count]), slots[count:]
+                    place = Place(some, record.nbytes, self._sequence)
+                    reserved.append(_Write(key, row, place, record))
+                    self._sequence += 1
+            return reserved
+        finally:
+            self._discard(left)
+            with self._lock:
+                self._counts["refused"] += len(wanted) - len(reserved)
+                self._writing.difference_update(set(wanted) - {item.key for item in reserved})
 
-    def _write(
-        self,
-        keys: Sequence[bytes],
-        rows: list[int],
-        slots: list[int],
-        records: Bytes,
-        parents: Bytes | None,
-    ) -> None:
-        headers = np.zeros(len(slots), SLOT_HEADER)
-        headers["slot"] = slots
+    def _packed(self, records: list[Bytes]) -> list[Bytes]:
+        """Of each the form that takes fewer slots."""
+        if self._codec is None:
+            return records
+        began, raw = time.perf_counter_ns(), self._file.slots_of(self.shape.bytes)
+        made = self._codec.pack(records)
+        saved = [raw - self._file.slots_of(packed.nbytes) for packed in made]
         with self._lock:
-            headers["sequence"] = np.arange(self._sequence, self._sequence + len(slots))
-            self._sequence += len(slots)
-        headers["name"] = np.frombuffer(b"".join(keys[row] for row in rows), np.uint8).reshape(
-            -1, NAME_BYTES
-        )
+            self._counts["pack_us"] += (time.perf_counter_ns() - began) // 1000
+        return [
+            packed if less > 0 else record
+            for packed, less, record in zip(made, saved, records, strict=True)
+        ]
+
+    def _evict(self, count: int, kept: set[bytes]) -> list[int]:
+        """So many slots, if that can be, and less than a record more: reserved now. Those that are
+        not written are to be discarded, or an opening finds what was in them again."""
+        victims: list[bytes] = []
+        freed: list[int] = []
+        for key, place in self._index.items():
+            if len(freed) >= count:
+                break
+            if not (self._readers[place.slots[0]] or key in self._protected or key in kept):
+                victims.append(key)
+                freed += place.slots
+        for key in victims:
+            self._unlink(key)
+        self._counts["evicted"] += len(victims)
+        return freed
+
+    def _write(self, writes: list[_Write], parents: Bytes | None) -> None:
+        parts = [
+            part for item in writes for part in self._file.parts(item.key, item.place, item.record)
+        ]
+        above = np.zeros((len(writes), NAME_BYTES), np.uint8)
         if parents is not None:
-            headers["parent"] = parents[rows]
+            above[:] = parents[[item.row for item in writes]]
+        counts = [len(item.place.slots) for item in writes]
         done, error = 0, None
         try:
-            done, error = self._file.write(np.array(slots), headers, records, np.array(rows))
+            done, error = self._file.write(parts, np.repeat(above, counts, axis=0))
         finally:
+            whole = int(np.searchsorted(np.cumsum(counts), done, side="right"))
             with self._lock:
-                for row, slot, header in zip(rows[:done], slots[:done], headers, strict=False):
-                    self._index[keys[row]] = slot
-                    self._parents[slot] = header["parent"]
-                self._state[slots[:done]] = STORED
-                self._checked[slots[:done]] = True
-                self._writing.difference_update(keys[row] for row in rows)
-                self._counts["stored"] += done
-                self._counts["refused"] += len(slots) - done
-                self._counts["bytes_written"] += done * self._file.slot_bytes
+                for item, parent in zip(writes[:whole], above, strict=False):
+                    self._add(item, parent)
+                self._writing.difference_update(item.key for item in writes)
+                self._counts["refused"] += len(writes) - whole
                 if error is not None:
                     self._turn_off(error)
-            self._discard(slots[done:])
+            self._discard(_slots_of(item.place for item in writes[whole:]))
+
+    def _add(self, item: _Write, parent: Bytes) -> None:
+        """Written whole: found from now on."""
+        slots = list(item.place.slots)
+        self._index[item.key] = item.place
+        self._state[slots] = STORED
+        self._checked[slots[0]], self._parents[slots[0]] = True, parent
+        self._counts["stored"] += 1
+        self._counts["bytes_written"] += len(slots) * self._file.slot_bytes
+        if item.place.size < self.shape.bytes:
+            saved = self._file.slots_of(self.shape.bytes) - len(slots)
+            self._counts["packed"] += 1
+            self._counts["packed_bytes_saved"] += saved * self._file.slot_bytes
 
     def _turn_off(self, error: OSError) -> None:
         if not self.why_off:
@@ -333,38 +402,68 @@ class ColdTier(Closing):
         """load() without its counts of hits; drops what is not right."""
         found = np.zeros(len(keys), np.bool_)
         with self._lock:
-            wanted = sorted(
-                (self._index[key], row) for row, key in enumerate(keys) if key in self._index
-            )
-            slots, rows = np.array(wanted, np.int64).reshape(-1, 2).T
-            np.add.at(self._readers, slots, 1)
+            wanted = [(self._index[key], row) for row, key in enumerate(keys) if key in self._index]
+            heads = [place.slots[0] for place, _ in wanted]
+            np.add.at(self._readers, heads, 1)
             for key in keys:
                 if key in self._index:
                     self._index.move_to_end(key)
         right: list[bool] = []
         try:
-            right = self._file.read(slots, [keys[row] for row in rows], out, rows)
+            right = self._fill(keys, wanted, out)
         finally:
-            bad: list[int] = []
+            bad: list[Place] = []
             with self._lock:
-                np.subtract.at(self._readers, slots, 1)
-                for (slot, row), fits in zip(wanted, right, strict=False):
+                np.subtract.at(self._readers, heads, 1)
+                for (place, row), fits in zip(wanted, right, strict=False):
                     found[row] = fits
-                    self._checked[slot] |= fits
-                    if not fits and self._index.get(keys[row]) == slot:  # not dropped meanwhile
+                    self._checked[place.slots[0]] |= fits
+                    if not fits and self._index.get(keys[row]) == place:  # not dropped meanwhile
                         bad.append(self._unlink(keys[row]))
                         self._counts["corrupt"] += 1
-                self._counts["bytes_read"] += len(slots) * self._file.slot_bytes
+                slots = sum(len(place.slots) for place, _ in wanted)
+                self._counts["bytes_read"] += slots * self._file.slot_bytes
                 self._lock.notify_all()
-            self._discard(bad)
+            self._discard(_slots_of(bad))
         return found
 
-    def _unlink(self, key: bytes) -> int:
-        """Not found any more; its slot is to be discarded."""
-        slot = self._index.pop(key)
-        self._state[slot] = RESERVED
-        self._checked[slot] = False
-        return slot
+    def _fill(
+        self, keys: Sequence[bytes], wanted: list[tuple[Place, int]], out: Bytes
+    ) -> list[bool]:
+        """Which of the rows hold their records then; zeros are in the others."""
+        whole = self.shape.bytes
+        stored = [
+            out[row] if place.size == whole else np.empty(place.size, np.uint8)
+            for place, row in wanted
+        ]
+        parts = [
+            (part, number)
+            for number, ((place, row), record) in enumerate(zip(wanted, stored, strict=True))
+            for part in self._file.parts(keys[row], place, record)
+        ]
+        parts.sort(key=lambda item: item[0].slot)
+        right = [True] * len(wanted)
+        for fits, (_, number) in zip(self._file.read([p for p, _ in parts]), parts, strict=True):
+            right[number] &= fits
+        packed = [i for i, (place, _) in enumerate(wanted) if right[i] and place.size < whole]
+        if packed and self._codec is not None:
+            began = time.perf_counter_ns()
+            pairs = [(stored[i], out[wanted[i][1]]) for i in packed]
+            for i, fits in zip(packed, self._codec.unpack(pairs), strict=True):
+                right[i] = fits
+            with self._lock:
+                self._counts["unpack_us"] += (time.perf_counter_ns() - began) // 1000
+        for fits, (_, row) in zip(right, wanted, strict=True):
+            if not fits:
+                out[row] = 0
+        return right
+
+    def _unlink(self, key: bytes) -> Place:
+        """Not found any more; its slots are to be discarded."""
+        place = self._index.pop(key)
+        self._state[list(place.slots)] = RESERVED
+        self._checked[place.slots[0]] = False
+        return place
 
     def _discard(self, slots: Sequence[int]) -> None:
         """Reserved slots become free when nobody reads them; on the disk, too, if it can be."""
@@ -381,14 +480,19 @@ class ColdTier(Closing):
     def _recount(self) -> list[str]:
         problems = []
         stored = np.zeros(len(self._state), np.bool_)
-        stored[list(self._index.values())] = True
-        if stored.sum() != len(self._index) or (stored != (self._state == STORED)).any():
+        slots = _slots_of(self._index.values())
+        stored[slots] = True
+        if stored.sum() != len(slots) or (stored != (self._state == STORED)).any():
             problems.append("the index does not name each stored slot once")
         if sorted(self._free) != np.flatnonzero(self._state == FREE).tolist():
             problems.append("the list of free slots is not that of those that are free")
         if (self._readers < 0).any():
             problems.append("a slot has fewer than no readers")
         return problems
+
+
+def _slots_of(places: Iterable[Place]) -> list[int]:
+    return [slot for place in places for slot in place.slots]
 
 
 def _close_in_child() -> None:

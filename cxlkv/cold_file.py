@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +27,17 @@ from cxlkv.errors import (
     TruncatedError,
     VersionError,
 )
+from cxlkv.layout import DTYPE_BYTES
 
 MAGIC = b"CXLKVCLD"
-VERSION = 1
+VERSIONS = {None: 1, "zstd": 2}  # of the format, by how records are compressed
 BLOCK_BYTES = 4096  # slots begin on such borders: pages of the page cache
 BEING_MADE, WHOLE = 1, 2
 SLOT_MAGIC = 0x53564B43  # "CKVS"
 NAME_BYTES = 16
 SEQUENCE_MAX = 1 << 62  # never reached by storing: whoever wrote a larger one was not this code
 CALL_SLOTS_MAX = 256  # of one system call: three buffers each, and the kernel takes 1024
+PARTS = 16  # slots of a record that is not made smaller, about
 
 FILE_HEADER = np.dtype(
     [
@@ -57,7 +60,9 @@ SLOT_HEADER = np.dtype(
         ("sequence", "<u8"),
         ("name", "u1", NAME_BYTES),
         ("parent", "u1", NAME_BYTES),
-        ("payload_bytes", "<u8"),
+        ("payload_bytes", "<u4"),
+        ("part", "<u2"),  # which slot of its record this is
+        ("more", "<u2"),  # how many slots of the record follow
         ("payload_crc", "<u4"),
         ("crc", "<u4"),
     ]
@@ -95,23 +100,65 @@ class RecordShape:
     bytes: int
     layout: int  # the CRC of all that two pools must agree in
     text: str = ""  # the layout, for people
+    element_bytes: int = 1  # of K and V, for who compresses them
 
     @classmethod
     def of(cls, pool: _core.Handle) -> RecordShape:
         layout, _, sketch = _core.pool_layout(pool)
         size, crc = _core.record_shape(pool)
-        return cls(size, crc, f"{layout}, {'with' if sketch else 'without'} sketches")
+        text = f"{layout}, {'with' if sketch else 'without'} sketches"
+        return cls(size, crc, text, DTYPE_BYTES.get(layout.dtype, 1))
+
+
+class Place(NamedTuple):
+    """Where a record lies: its slots in order, how many bytes they hold of it together, and its
+    sequence number, which no other record has."""
+
+    slots: tuple[int, ...]
+    size: int
+    sequence: int
+
+
+class Part(NamedTuple):
+    """What is to lie in a slot: a part of the record `name`."""
+
+    slot: int
+    name: bytes
+    sequence: int
+    part: int
+    more: int
+    bytes: Bytes
+
+
+class Found(NamedTuple):
+    """A record that the file has, as far as headers say."""
+
+    name: bytes
+    parent: Bytes
+    place: Place
 
 
 class ColdFile:
     """An open file of slots, locked against other processes; methods may run in several threads, as
-    long as no two of them work on one slot."""
+    long as no two of them work on one slot.
 
-    def __init__(self, path: str, shape: RecordShape, capacity_bytes: int, durable: bool):
-        if shape.bytes < 1:
+    A record has one slot; where records are compressed, as many as it needs, anywhere."""
+
+    def __init__(
+        self,
+        path: str,
+        shape: RecordShape,
+        capacity_bytes: int,
+        durable: bool,
+        compress: str | None = None,
+    ):
+        if not 1 <= shape.bytes < 2**32:
             raise BadArgumentError(f"records of {shape.bytes} bytes")
         self.path, self.shape, self.durable = path, shape, durable
-        self.slot_bytes = -(-(SLOT_HEADER_BYTES + shape.bytes) // BLOCK_BYTES) * BLOCK_BYTES
+        self.compress = compress
+        blocks = -(-(SLOT_HEADER_BYTES + shape.bytes) // BLOCK_BYTES)
+        self.slot_bytes = -(-blocks // (PARTS if compress else 1)) * BLOCK_BYTES
+        self.payload_bytes = min(shape.bytes, self.slot_bytes - SLOT_HEADER_BYTES)  # of one slot
         self.slot_count = (capacity_bytes - BLOCK_BYTES) // self.slot_bytes
         if not 1 <= self.slot_count < 2**32:
             raise GeometryError(
@@ -179,10 +226,12 @@ class ColdFile:
 
     def _check_header(self, header: np.void) -> int:
         """Its state; raises when the file is not what this tier asks for."""
-        if header["version"] != VERSION:
+        version = int(header["version"])
+        if version not in VERSIONS.values():
+            known = " and ".join(map(str, VERSIONS.values()))
             raise VersionError(
-                f"{self.path} has format version {header['version']}, this build reads {VERSION}: "
-                "remove the file, and the tier begins empty"
+                f"{self.path} has format version {version}, this build reads {known}: remove the "
+                "file, and the tier begins empty"
             )
         if int(header["crc"]) != _core.crc32c(header.tobytes()[:-4]):
             raise CorruptError(
@@ -197,6 +246,13 @@ class ColdFile:
                 f"{header['text'].decode(errors='replace')}, {header['record_bytes']} bytes each; "
                 f"this pool's have {self.shape.bytes}: {self.shape.text}. Give each layout a file "
                 "of its own"
+            )
+        if version != VERSIONS[self.compress]:
+            made = next(name for name, number in VERSIONS.items() if number == version)
+            raise GeometryError(
+                f"{self.path} was made with compress={made!r}, asked for was "
+                f"compress={self.compress!r}: ask for that, or remove the file, and the tier "
+                "begins empty"
             )
         if (header["slot_bytes"], header["slot_count"]) != (self.slot_bytes, self.slot_count):
             raise GeometryError(
@@ -244,7 +300,8 @@ class ColdFile:
 
     def _write_header(self, state: int) -> None:
         header = np.zeros(1, FILE_HEADER)
-        values = (MAGIC, VERSION, state, self.shape.bytes, self.slot_bytes, self.slot_count)
+        version = VERSIONS[self.compress]
+        values = (MAGIC, version, state, self.shape.bytes, self.slot_bytes, self.slot_count)
         text = self.shape.text.encode()[:459]
         header[0] = (*values, self.shape.layout, 0, text, 0)
         header["crc"] = _core.crc32c(header.tobytes()[:-4])
@@ -266,8 +323,39 @@ class ColdFile:
     def _offset(self, slot: int) -> int:
         return BLOCK_BYTES + slot * self.slot_bytes
 
-    def scan(self) -> Headers:
-        """The headers of all slots that have one, whole; the others are free."""
+    def slots_of(self, size: int) -> int:
+        """How many slots `size` bytes of a record take."""
+        return -(-size // self.payload_bytes)
+
+    def parts(self, name: bytes, place: Place, record: Bytes) -> list[Part]:
+        """A record, as it lies at its place."""
+        step, last = self.payload_bytes, len(place.slots) - 1
+        return [
+            Part(slot, name, place.sequence, i, last - i, record[i * step : (i + 1) * step])
+            for i, slot in enumerate(place.slots)
+        ]
+
+    def scan(self) -> tuple[list[Found], int]:
+        """The records all of whose slots have a whole header, the first stored first, and the
+        highest sequence number; the other slots are free."""
+        headers = self._headers()
+        highest = int(headers["sequence"].max(initial=0))
+        headers = headers[np.lexsort((headers["part"], headers["sequence"]))]
+        begins = np.flatnonzero(np.diff(headers["sequence"], prepend=0)).tolist()
+        found = []
+        for first, last in zip(begins, [*begins, len(headers)][1:], strict=True):
+            parts, count = headers[first:last], last - first
+            name, size = parts["name"][0].tobytes(), int(parts["payload_bytes"].sum())
+            whole = (parts["part"] == np.arange(count)).all()
+            whole &= (parts["more"] == np.arange(count)[::-1]).all()
+            whole &= parts["name"].tobytes() == name * count
+            if whole and self.slots_of(size) == count and size <= self.shape.bytes:
+                sequence = int(parts["sequence"][0])
+                place = Place(tuple(parts["slot"].tolist()), size, sequence)
+                found.append(Found(name, parts["parent"][0], place))
+        return found, highest
+
+    def _headers(self) -> Headers:
         found = np.zeros(self.slot_count, SLOT_HEADER)
         row = found.view(np.uint8).reshape(self.slot_count, SLOT_HEADER_BYTES)
         for first in range(0, self.slot_count, 1024):
@@ -280,38 +368,40 @@ class ColdFile:
                 with suppress(OSError):  # unreadable: free
                     os.preadv(self.fd, [row[slot].data], self._offset(slot))
         looks = found["magic"] == SLOT_MAGIC
-        looks &= found["payload_bytes"] == self.shape.bytes
+        looks &= (found["payload_bytes"] >= 1) & (found["payload_bytes"] <= self.payload_bytes)
+        if not self.compress:
+            looks &= found["payload_bytes"] == self.shape.bytes
         looks &= found["slot"] == np.arange(self.slot_count)
-        looks &= found["sequence"] < SEQUENCE_MAX
+        looks &= (found["sequence"] >= 1) & (found["sequence"] < SEQUENCE_MAX)
         for slot in np.flatnonzero(looks).tolist():
             looks[slot] = int(found["crc"][slot]) == _core.crc32c(row[slot, :-4])
         whole: Headers = found[looks]
         return whole
 
-    def write(
-        self,
-        slots: npt.NDArray[np.int64],
-        headers: Headers,
-        records: Bytes,
-        rows: npt.NDArray[np.int64],
-    ) -> tuple[int, OSError | None]:
-        """Writes records[rows[i]] to slots[i], which rise; headers have name, parent, sequence.
+    def write(self, parts: Sequence[Part], parents: Bytes) -> tuple[int, OSError | None]:
+        """Writes parts, whose slots rise, with the parent of each.
 
         Returns how many are written, from the first on, and why it is not all of them.
         """
-        headers["magic"], headers["payload_bytes"] = SLOT_MAGIC, self.shape.bytes
+        headers = np.zeros(len(parts), SLOT_HEADER)
+        headers["magic"], headers["parent"] = SLOT_MAGIC, parents
         lines = headers.view(np.uint8).reshape(-1, SLOT_HEADER_BYTES)
-        rest = np.zeros(self.slot_bytes - SLOT_HEADER_BYTES - self.shape.bytes, np.uint8)
+        zeros = np.zeros(self.slot_bytes, np.uint8)
         done = 0
         try:
-            for first, last in _runs(slots, CALL_SLOTS_MAX):
+            for first, last in _runs(parts, CALL_SLOTS_MAX):
                 buffers: list[memoryview] = []
                 for i in range(first, last):
-                    record = records[rows[i]]
-                    headers["payload_crc"][i] = _core.crc32c(record)
+                    slot, name, sequence, part, more, payload = parts[i]
+                    headers["slot"][i], headers["sequence"][i] = slot, sequence
+                    headers["name"][i] = np.frombuffer(name, np.uint8)
+                    headers["part"][i], headers["more"][i] = part, more
+                    headers["payload_bytes"][i] = payload.nbytes
+                    headers["payload_crc"][i] = _core.crc32c(payload)
                     headers["crc"][i] = _core.crc32c(lines[i, :-4])
-                    buffers += [lines[i].data, record.data, rest.data]
-                self._write_all(buffers, self._offset(int(slots[first])))
+                    rest = zeros[: self.slot_bytes - SLOT_HEADER_BYTES - payload.nbytes]
+                    buffers += [lines[i].data, payload.data, rest.data]
+                self._write_all(buffers, self._offset(parts[first].slot))
                 done = last
             if self.durable:
                 os.fdatasync(self.fd)
@@ -327,40 +417,36 @@ class ColdFile:
             offset += wrote
             _advance(buffers, wrote)
 
-    def read(
-        self,
-        slots: npt.NDArray[np.int64],
-        names: Sequence[bytes],
-        out: Bytes,
-        rows: npt.NDArray[np.int64],
-    ) -> list[bool]:
-        """Reads slots[i], which rise, to out[rows[i]]; False: what lies there is not names[i], or
-        not what its CRC says, and the row is zeros."""
-        header_bytes = np.zeros((len(slots), SLOT_HEADER_BYTES), np.uint8)
-        rest = np.empty(self.slot_bytes - SLOT_HEADER_BYTES - self.shape.bytes, np.uint8)
+    def read(self, parts: Sequence[Part]) -> list[bool]:
+        """Fills the bytes of parts, whose slots rise; False: what lies there is another part, or
+        not what its CRC says."""
+        lines = np.zeros((len(parts), SLOT_HEADER_BYTES), np.uint8)
+        rest = np.empty(self.slot_bytes, np.uint8)
         right: list[bool] = []
-        for first, last in _runs(slots, CALL_SLOTS_MAX):
+        for first, last in _runs(parts, CALL_SLOTS_MAX):
             buffers: list[memoryview] = []
             for i in range(first, last):
-                buffers += [header_bytes[i].data, out[rows[i]].data, rest.data]
-            got = self._read_all(buffers, self._offset(int(slots[first])))
+                payload = parts[i].bytes
+                behind = self.slot_bytes - SLOT_HEADER_BYTES - payload.nbytes
+                buffers += [lines[i].data, payload.data, rest[:behind].data]
+            got = self._read_all(buffers, self._offset(parts[first].slot))
             for i in range(first, last):
-                whole = got - (i - first) * self.slot_bytes >= SLOT_HEADER_BYTES + self.shape.bytes
-                fits = whole and self._fits(header_bytes[i], int(slots[i]), names[i], out[rows[i]])
-                right.append(fits)
-                if not fits:
-                    out[rows[i]] = 0
+                there = got - (i - first) * self.slot_bytes
+                whole = there >= SLOT_HEADER_BYTES + parts[i].bytes.nbytes
+                right.append(whole and self._fits(lines[i], parts[i]))
         return right
 
-    def _fits(self, header_bytes: Bytes, slot: int, name: bytes, record: Bytes) -> bool:
+    def _fits(self, header_bytes: Bytes, part: Part) -> bool:
         header = header_bytes.view(SLOT_HEADER)[0]
         return bool(
             header["magic"] == SLOT_MAGIC
-            and header["slot"] == slot
-            and header["name"].tobytes() == name
-            and header["payload_bytes"] == self.shape.bytes
+            and header["slot"] == part.slot
+            and header["sequence"] == part.sequence
+            and header["name"].tobytes() == part.name
+            and (header["part"], header["more"]) == (part.part, part.more)
+            and header["payload_bytes"] == part.bytes.nbytes
             and int(header["crc"]) == _core.crc32c(header_bytes[:-4])
-            and int(header["payload_crc"]) == _core.crc32c(record)
+            and int(header["payload_crc"]) == _core.crc32c(part.bytes)
         )
 
     def _read_all(self, buffers: list[memoryview], offset: int) -> int:
@@ -396,10 +482,10 @@ def _advance(buffers: list[memoryview], count: int) -> None:
         buffers[0] = buffers[0][count:]
 
 
-def _runs(slots: npt.NDArray[np.int64], longest: int) -> Iterator[tuple[int, int]]:
-    """[first, last) of neighbours among rising slots, of at most `longest`."""
+def _runs(parts: Sequence[Part], longest: int) -> Iterator[tuple[int, int]]:
+    """[first, last) of neighbours among parts whose slots rise, of at most `longest`."""
     first = 0
-    for i in range(1, len(slots) + 1):
-        if i == len(slots) or slots[i] != slots[i - 1] + 1 or i - first == longest:
+    for i in range(1, len(parts) + 1):
+        if i == len(parts) or parts[i].slot != parts[i - 1].slot + 1 or i - first == longest:
             yield first, i
             first = i

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
@@ -55,6 +55,27 @@ class PoolCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from _families([(name, _read(source)) for name, source in self._sources])
+
+
+class StatsCollector(Collector):
+    """What an object of this process counts, as gauges: StatsCollector("tiers", tiers.stats) has
+    cxlkv_tiers_cold_packed_bytes_saved. Register it beside a PoolCollector; once it is closed it
+    has none."""
+
+    def __init__(self, name: str, stats: Callable[[], Mapping[str, float]]):
+        self._name, self._stats = name, stats
+
+    def describe(self) -> Iterator[Metric]:
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            found = self._stats()
+        except CXLKVError:
+            return
+        for key, value in found.items():
+            text = f"{key.replace('_', ' ')}, as stats() of {self._name} counts"
+            yield GaugeMetricFamily(f"cxlkv_{self._name}_{key}", text, value=value)
 
 
 def registry(pools: Iterable[Pool]) -> CollectorRegistry:

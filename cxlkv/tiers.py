@@ -51,10 +51,10 @@ class Tiers(Closing):
     """What decides which page is where. One for each pool and process; any thread may call it.
 
     near: bytes for copies, or None. cold: a file for records that had to go, of cold_capacity (see
-    ColdTier for fsync and what it raises); only one process has a cold file open. policy: which
-    published pages go (cxlkv.policy). costs: what reading and computing cost here, so that nothing
-    is read that would be computed faster; needed by the policy "cost". bytes_per_s: at most so much
-    is moved by step().
+    ColdTier for fsync, compress and what it raises); only one process has a cold file open.
+    policy: which published pages go (cxlkv.policy). costs: what reading and computing cost here, so
+    that nothing is read that would be computed faster; needed by the policy "cost". bytes_per_s: at
+    most so much is moved by step().
 
     While it is open, an append to a full pool makes room first; PoolFullError means then that
     everything else is held, pinned or leased. A child of os.fork() has none: it makes its own, or
@@ -70,12 +70,15 @@ class Tiers(Closing):
         cold: str | os.PathLike[str] | None = None,
         cold_capacity: str | int | None = None,
         fsync: str = "batch",
+        compress: str | None = None,
         policy: str = DEFAULT,
         costs: Costs | None = None,
         bytes_per_s: float | None = None,
     ):
         if (cold is None) != (cold_capacity is None):
             raise BadArgumentError("cold= and cold_capacity= go together")
+        if compress is not None and cold is None:
+            raise BadArgumentError("compress= goes with cold=")
         if policy == "cost" and (costs is None or costs.prefill is None):
             raise BadArgumentError("policy='cost' needs costs= with a prefill speed")
         if bytes_per_s is not None and not bytes_per_s > 0:
@@ -94,7 +97,9 @@ class Tiers(Closing):
         self.cold: ColdTier | None = None
         self.near: NearTier | None = None
         if cold is not None and cold_capacity is not None:
-            self.cold = ColdTier(cold, shape=self._shape, capacity=cold_capacity, fsync=fsync)
+            self.cold = ColdTier(
+                cold, shape=self._shape, capacity=cold_capacity, fsync=fsync, compress=compress
+            )
         try:
             self.near = NearTier(pool, near) if near is not None else None
             room.serve(pool._handle, self._serve)

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from cxlkv import _core, cli, errors
-from cxlkv.bench.cases import allocating, calling, cohering, cold, copying, matching, paged
+from cxlkv.bench.cases import allocating, calling, cohering, cold, copying, matching, packing, paged
 from cxlkv.bench.report import Result
 
 from .small_cases import COHERING, check_result
@@ -103,6 +103,15 @@ def test_records_and_the_cold_tier_run_small(tmp_path: Path) -> None:
     cold.run(result, tmp_path, size)
     check_result(result)
     assert {"read_to_memcpy", "write_to_memcpy"} <= set(result.ratios)
+
+
+def test_packing_runs_small() -> None:
+    pytest.importorskip("zstandard", reason="no zstandard: pip install 'cxlkv[compress]'")
+    result = Result("packing")
+    packing.run(result, packing.Size(tokens=512, batch_bytes=1 << 16, rounds=1))
+    check_result(result)
+    assert result.ratios["noise_share"] >= 1
+    assert result.ratios["text_bfloat16_share"] < 0.8
 
 
 def _near_decode(result: Result) -> None:

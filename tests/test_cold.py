@@ -333,8 +333,8 @@ def test_files_that_do_not_fit_are_named(path: Path) -> None:
     with pytest.raises(CorruptError, match="Remove the file"):
         opened(path)
     flip(path, 33)
-    rewrite(path, 8, b"\x02")
-    with pytest.raises(VersionError, match="format version 2"):
+    rewrite(path, 8, b"\x03")
+    with pytest.raises(VersionError, match="format version 3, this build reads 1 and 2"):
         opened(path)
     rewrite(path, 8, b"\x01")
     os.truncate(path, capacity(8) - 1)
@@ -782,6 +782,20 @@ class ColdModel(RuleBasedStateMachine):
     """A tier of 5 slots beside a dictionary in the order of use."""
 
     slots = 5
+    record_bytes = SHAPE.bytes
+
+    def opened(self) -> ColdTier:
+        return opened(self.path, self.slots, self.fsync)
+
+    def record(self, number: int) -> Bytes:
+        return record(number)
+
+    def cost(self, number: int) -> int:
+        """Slots that the record takes."""
+        return 1
+
+    def free(self) -> int:
+        return self.slots - sum(map(self.cost, self.model))
 
     @initialize(fsync=st.sampled_from(["none", "batch"]))
     def begin(self, fsync: str) -> None:
@@ -790,7 +804,7 @@ class ColdModel(RuleBasedStateMachine):
         self.model: OrderedDict[int, Kept] = OrderedDict()
         self.protected: set[int] = set()
         self.clock = 0
-        self.tier = opened(self.path, self.slots, fsync)
+        self.tier = self.opened()
 
     def look(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -808,14 +822,16 @@ class ColdModel(RuleBasedStateMachine):
         for number in numbers:
             if number in self.model:
                 self.model.move_to_end(number)
-        free = self.slots - len(self.model)
-        victims = [n for n in self.model if n not in self.protected and n not in numbers]
-        for number in victims[: max(0, len(new) - free)]:
-            del self.model[number]
-        for number in new[: self.slots - len(self.model)]:
+        needed = sum(map(self.cost, new))
+        for number in [n for n in self.model if n not in self.protected and n not in numbers]:
+            if needed > self.free():
+                del self.model[number]
+        for number in new:
+            if self.cost(number) > self.free():
+                break
             self.clock += 1
             self.model[number] = Kept(number, stored=self.clock)
-        got = self.tier.store(names(*numbers), records(*numbers))
+        got = self.tier.store(names(*numbers), np.stack([self.record(n) for n in numbers]))
         assert got.tolist() == [n in self.model for n in numbers]
 
     @rule(numbers=NUMBERS)
@@ -825,7 +841,13 @@ class ColdModel(RuleBasedStateMachine):
             if number in self.model:
                 self.model.move_to_end(number)
         self.look(numbers)
-        assert load(self.tier, *numbers) == wanted
+        out = np.full((len(numbers), self.record_bytes), 0xA5, np.uint8)
+        assert self.tier.load(names(*numbers), out).tolist() == wanted
+        for row, number in zip(out, numbers, strict=True):
+            if number in self.model:
+                np.testing.assert_array_equal(row, self.record(number))
+            else:
+                assert not row.any() or (row == 0xA5).all()
 
     @rule(numbers=NUMBERS)
     def drop(self, numbers: list[int]) -> None:
@@ -839,16 +861,19 @@ class ColdModel(RuleBasedStateMachine):
         (self.tier.protect if on else self.tier.unprotect)(names(*numbers))
         self.protected = self.protected | set(numbers) if on else self.protected - set(numbers)
 
-    @rule(number=st.integers(0, 11), at=st.integers(SLOT_HEADER_BYTES, 63 + SHAPE.bytes))
-    def damage(self, number: int, at: int) -> None:
+    @rule(number=st.integers(0, 11), where=st.floats(0, 1, exclude_max=True))
+    def damage(self, number: int, where: float) -> None:
         if number in self.model and self.model[number].right:
-            flip(self.path, slot_of(self.path, number) + at)
+            place = self.tier._index[name(number).tobytes()]
+            slot, at = divmod(int(where * place.size), self.tier._file.payload_bytes)
+            offset = BLOCK_BYTES + place.slots[slot] * SLOT
+            flip(self.path, offset + SLOT_HEADER_BYTES + at)
             self.model[number].right = False
 
     @rule()
     def reopen(self) -> None:
         self.tier.close()
-        self.tier = opened(self.path, self.slots, self.fsync)
+        self.tier = self.opened()
         self.protected = set()
         self.model = OrderedDict(sorted(self.model.items(), key=lambda item: item[1].stored))
         for kept in self.model.values():
@@ -862,8 +887,8 @@ class ColdModel(RuleBasedStateMachine):
         everything: Mask = self.tier.contains(names(*range(12)))
         assert everything.tolist() == [n in self.model for n in range(12)]
         stats = self.tier.stats()
-        assert stats["slots_stored"] == len(self.model)
-        assert stats["slots_free"] == self.slots - len(self.model)
+        assert stats["records"] == len(self.model)
+        assert stats["slots_free"] == self.free() == self.slots - stats["slots_stored"]
         assert self.tier.check() == []
 
     def teardown(self) -> None:

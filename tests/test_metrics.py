@@ -20,7 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cxlkv import Budget, CXLPool, KVLayout
 from cxlkv.errors import CXLKVError
-from cxlkv.metrics import COUNTERS, PoolCollector, registry
+from cxlkv.metrics import COUNTERS, PoolCollector, StatsCollector, registry
+from cxlkv.tiers import Tiers
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 WAIT_S = 60
@@ -252,3 +253,15 @@ def test_names_have_their_units_and_few_labels(path: str) -> None:
         assert re.fullmatch(r"cxlkv_[a-z_]+", name)
         if "bytes" in name:
             assert name.endswith(("_bytes", "_bytes_total"))
+
+
+def test_what_an_object_counts_is_exported(pool: CXLPool) -> None:
+    tiers = Tiers(pool)
+    made = CollectorRegistry()
+    made.register(StatsCollector("tiers", tiers.stats))
+    total = pool.stats()["pages_total"]
+    assert made.get_sample_value("cxlkv_tiers_far_pages_total") == total
+    assert made.get_sample_value("cxlkv_tiers_failed_steps") == 0
+    pool.close()
+    assert list(made.collect()) == []
+    tiers.close()

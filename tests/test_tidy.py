@@ -23,7 +23,7 @@ LAYERS = (
     {"sysfs", "bulk", "prefault"},
     {"topology", "nodes", "devices", "placing", "regions", "pool_config", "emulation"},
     {"suggestions"},
-    {"coherence", "cold_file", "pages"},
+    {"coherence", "cold_file", "compress", "pages"},
     {
         "cold",
         "costs",
