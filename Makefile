@@ -191,6 +191,21 @@ test-sglang: $(SGLANG)/.stamp-$(SGLANG_VERSION)  ## the tests with SGLang's cach
 	$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
 	  -C build-dir=build/sglang/native -e .
 	$(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)
+# Network, once: Mooncake's store in an environment of its own. A master runs on loopback.
+.PHONY: test-remote
+REMOTE := build/remote/env
+MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
+$(REMOTE)/.stamp: Makefile
+	rm -rf $(REMOTE)
+	$(PYTHON) -m venv $(REMOTE)
+	$(REMOTE)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+	  $(MOONCAKE) scikit-build-core cffi ninja pytest pytest-benchmark pytest-timeout hypothesis
+	touch $@
+
+test-remote: $(REMOTE)/.stamp  ## the remote tier with Mooncake, in an environment of its own
+	$(REMOTE)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
+	  -C build-dir=build/remote/native -e .
+	$(REMOTE)/bin/python -m pytest tests/test_cold_mooncake.py $(ARGS)
 
 # The stamp goes first, so that whatever comes next builds the plain core again.
 asan: $(VENV)/.built  ## the Python tests with the C under ASan+UBSan

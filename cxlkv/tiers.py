@@ -2,7 +2,7 @@
 
     near   copies of hot units in this process's memory      NearTier; fetch and attend read them
     far    the pool: every page that match() finds           CXLPool
-    cold   records of pages that had to go                   ColdTier
+    cold   records of pages that had to go                   ColdStore: a file, or a remote store
 
 A move has two phases. Prepare reads the bytes, verifies them and finds a place, and may refuse;
 complete makes the page visible in the new place, or undoes. A page leaves the old place only after
@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from cxlkv import _core, bulk, room
 from cxlkv.closing import Closing
-from cxlkv.cold import ColdTier
 from cxlkv.cold_file import RecordShape
+from cxlkv.cold_store import ColdStore, open_cold
 from cxlkv.costs import Costs, kv_bytes
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
 from cxlkv.hotness import HELD, PINNED
@@ -51,10 +51,11 @@ class Tiers(Closing):
     """What decides which page is where. One for each pool and process; any thread may call it.
 
     near: bytes for copies, or None. cold: a file for records that had to go, of cold_capacity (see
-    ColdTier for fsync, compress and what it raises); only one process has a cold file open.
-    policy: which published pages go (cxlkv.policy). costs: what reading and computing cost here, so
-    that nothing is read that would be computed faster; needed by the policy "cost". bytes_per_s: at
-    most so much is moved by step().
+    ColdTier for fsync, compress and what it raises), which only one process has open; or
+    "mooncake://HOST:PORT", a store of several machines (MooncakeTier), which is lent cold_capacity;
+    or an open ColdStore, which its maker closes. policy: which published pages go (cxlkv.policy).
+    costs: what reading and computing cost here, so that nothing is read that would be computed
+    faster; needed by the policy "cost". bytes_per_s: at most so much is moved by step().
 
     While it is open, an append to a full pool makes room first; PoolFullError means then that
     everything else is held, pinned or leased. A child of os.fork() has none: it makes its own, or
@@ -67,7 +68,7 @@ class Tiers(Closing):
         pool: CXLPool,
         *,
         near: str | int | None = None,
-        cold: str | os.PathLike[str] | None = None,
+        cold: str | os.PathLike[str] | ColdStore | None = None,
         cold_capacity: str | int | None = None,
         fsync: str = "batch",
         compress: str | None = None,
@@ -75,7 +76,7 @@ class Tiers(Closing):
         costs: Costs | None = None,
         bytes_per_s: float | None = None,
     ):
-        if (cold is None) != (cold_capacity is None):
+        if cold is None and cold_capacity is not None:
             raise BadArgumentError("cold= and cold_capacity= go together")
         if compress is not None and cold is None:
             raise BadArgumentError("compress= goes with cold=")
@@ -94,18 +95,20 @@ class Tiers(Closing):
         self._batch = max(1, BATCH_BYTES // self._shape.bytes)
         self._buffer: Names | None = None
         self._coming = np.empty(0, np.uint32)  # of a prefix that is being brought back: they stay
-        self.cold: ColdTier | None = None
+        self.cold: ColdStore | None = None
+        self._own_cold: ColdStore | None = None  # which is closed with the tiers
         self.near: NearTier | None = None
-        if cold is not None and cold_capacity is not None:
-            self.cold = ColdTier(
-                cold, shape=self._shape, capacity=cold_capacity, fsync=fsync, compress=compress
-            )
+        if cold is not None:
+            self.cold = open_cold(cold, self._shape, cold_capacity, fsync, compress)
+            self._own_cold = self.cold if self.cold is not cold else None
         try:
             self.near = NearTier(pool, near) if near is not None else None
             room.serve(pool._handle, self._serve)
         except CXLKVError:
-            for tier in filter(None, (self.near, self.cold)):
-                tier.close()
+            if self.near is not None:
+                self.near.close()
+            if self._own_cold is not None:
+                self._own_cold.close()
             raise
         self._mover: threading.Thread | None = None
         self._wake = threading.Event()
@@ -450,8 +453,8 @@ class Tiers(Closing):
         with self._lock:
             if self.near is not None:
                 self.near.close()
-            if self.cold is not None:
-                self.cold.close()
+            if self._own_cold is not None:
+                self._own_cold.close()
 
 
 def names_of(rows: npt.NDArray[np.void]) -> Names:

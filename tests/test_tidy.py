@@ -26,6 +26,8 @@ LAYERS = (
     {"coherence", "cold_file", "compress", "pages"},
     {
         "cold",
+        "cold_mooncake",
+        "cold_store",
         "costs",
         "hotness",
         "reuse",

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cxlkv import CXLPool, KVLayout, Sequence, _core
+from cxlkv.cold import ColdTier
 from cxlkv.costs import Costs, Prefill, Tier
 from cxlkv.errors import BadArgumentError, BusyError, DiskFullError, PoolFullError
 from cxlkv.layout import LayerGroup
@@ -187,7 +188,7 @@ def test_records_name_the_page_before(
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
         publish(pool, ids)
         tiers.make_room(total(pool))
-        assert tiers.cold is not None
+        assert isinstance(tiers.cold, ColdTier)
         got, parents = tiers.cold.names()
         assert got.tolist() == names[::-1].tolist(), "leaves go first"
         assert parents.tolist() == [*names[2::-1].tolist(), [0] * 16]
@@ -354,7 +355,7 @@ def test_a_damaged_record_is_a_miss(pool: CXLPool, cold_path: Path) -> None:
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
         publish(pool, ids)
         tiers.make_room(total(pool))
-        assert tiers.cold is not None
+        assert isinstance(tiers.cold, ColdTier)
         size = os.path.getsize(cold_path)
         bytes_of = bytearray(cold_path.read_bytes())
         for at in range(8192, size, 512):
@@ -476,7 +477,7 @@ def test_killed_in_the_middle_of_moves_nothing_published_is_lost(tmp_path: Path)
                 with Tiers(pool, cold=cold, cold_capacity="4MiB", policy="lru") as tiers:
                     for number in range(1, last + 1):
                         assert found(tiers, text(number, 4)) == 4, f"text {number} of {last}"
-                    assert tiers.cold is not None
+                    assert isinstance(tiers.cold, ColdTier)
                     assert tiers.cold.check(deep=True) == []
                 audit(pool)
     finally:

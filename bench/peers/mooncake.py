@@ -132,10 +132,10 @@ class Client:
             self.file.unlink()
 
 
-def start_master(port: int) -> subprocess.Popen[bytes]:
-    """Returns when it listens."""
+def start_master(port: int, **more: int) -> subprocess.Popen[bytes]:
+    """Returns when it listens. more: options of it by name, as client_ttl=2."""
     program = Path(sys.executable).parent / "mooncake_master"
-    options = {"rpc_address": LOOPBACK, "rpc_port": port, "metrics_port": free_port()}
+    options = {"rpc_address": LOOPBACK, "rpc_port": port, "metrics_port": free_port(), **more}
     command = [str(program), *(f"-{name}={value}" for name, value in options.items())]
     master = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     until = time.monotonic() + START_S
