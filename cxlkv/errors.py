@@ -52,6 +52,10 @@ class PoolFullError(CXLKVError, MemoryError):
     """Not enough free pages; nothing was written, all other sequences go on."""
 
 
+class QuotaError(CXLKVError, MemoryError):
+    """A tenant may have no more pages published, and those that it has are in use."""
+
+
 class MemoryShortError(CXLKVError, MemoryError):
     """The machine, the file system or a limit does not have the memory that was asked for."""
 

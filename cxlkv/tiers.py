@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,7 @@ from cxlkv.costs import Costs, kv_bytes
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
 from cxlkv.hotness import HELD, PINNED
 from cxlkv.near import NearTier
-from cxlkv.policy import DEFAULT, NONE, Published, choose, policy_named
+from cxlkv.policy import DEFAULT, NONE, Lru, Published, choose, policy_named
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, whole_ids
 from cxlkv.sequence import Hit
@@ -298,7 +299,23 @@ class Tiers(Closing):
     def _evict(self, count: int) -> int:
         """So many pages, chosen by the policy, to cold or away; all or nothing."""
         rows, published = self.published()
-        chosen = choose(self._policy, published, count)
+        return self._let_go(rows, published, choose(self._policy, published, count))
+
+    def evict_among(self, names: Names, count: int) -> int:
+        """Evicts up to `count` pages of these names [n, 16] and of no others, the least recently
+        used first; to cold or away. How many: those that are held, pinned or leased stay, and what
+        they continue."""
+        with self._lock:
+            rows, published = self.published()
+            pages, _ = _core.find_pages(self.pool._handle, names)
+            published = replace(published, kept=published.kept | ~np.isin(published.pages, pages))
+            scores = Lru().scores(published)
+            count = min(count, len(published))
+            chosen = _core.choose(scores, published.ages, published.parents, published.kept, count)
+            return self._let_go(rows, published, chosen)
+
+    def _let_go(self, rows: npt.NDArray[np.void], published: Published, chosen: Pages) -> int:
+        """The chosen rows' pages to cold, or away; returns how many are free."""
         above = published.parents[chosen]
         parents = np.zeros((len(chosen), 16), np.uint8)
         parents[above != NONE] = names_of(rows[above[above != NONE]])

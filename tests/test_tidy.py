@@ -44,6 +44,7 @@ LAYERS = (
     {"pool"},
     {"transport", "metrics", "near", "prefetch"},
     {"tiers", "gpu"},
+    {"tenants"},
     {"adapters"},
     {"bench", "demo", "top", "advise", "info", "cli"},
 )

@@ -24,11 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
-from cxlkv.errors import BadArgumentError, CorruptError, CXLKVError, StaleError
+from cxlkv.errors import BadArgumentError, CorruptError, CXLKVError, QuotaError, StaleError
 from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit, Sequence
+from cxlkv.tenants import Quota
 from cxlkv.tiers import Tiers
 
 log = logging.getLogger("cxlkv")
@@ -85,25 +86,28 @@ class EngineAdapter(Protocol):
         """What was stored and removed since the last call, in order."""
 
     def failures(self) -> Counter[str]:
-        """Counts since the start: "stale", "corrupt", "full", "window", "lost_events"."""
+        """Counts since the start: "stale", "corrupt", "full", "quota", "window",
+        "lost_events"."""
 
 
 class PoolRequests:
     """Requests of one engine process, each a Sequence of a pool: what EngineAdapter asks for.
 
     tiers: makes room in a full pool by evicting published pages, and looks into the cold tier.
-    Calls that name a request which is not there raise BadArgumentError, but for release().
+    quota: of the tenant that this engine serves, of the same tiers: what is refused for it is not
+    published, and counted. Calls that name a request which is not there raise BadArgumentError, but
+    for release().
     """
 
-    def __init__(self, pool: CXLPool, tiers: Tiers | None = None):
-        self.pool, self.tiers = pool, tiers
+    def __init__(self, pool: CXLPool, tiers: Tiers | None = None, quota: Quota | None = None):
+        self.pool, self.tiers, self.quota = pool, tiers, quota
         self.sequences: dict[str, Sequence] = {}
         self._stored: dict[str, int] = {}  # tokens of a request that were published, or came so
         self._events: list[Event] = []
         self._failures: Counter[str] = Counter()
 
     def match(self, keys: PageKeys) -> Hit:
-        return (self.tiers or self.pool).match(keys)
+        return (self.quota or self.tiers or self.pool).match(keys)
 
     def load(
         self,
@@ -189,7 +193,14 @@ class PoolRequests:
         there, known = min(len(sequence) // size, len(keys)), before // size
         if there <= known:
             return 0, before
-        new = self.pool.publish(sequence, keys[:there], size)
+        try:
+            if self.quota is not None:
+                new = self.quota.publish(sequence, keys[:there])
+            else:
+                new = self.pool.publish(sequence, keys[:there], size)
+        except QuotaError as error:
+            self.fail("quota", error)
+            return 0, before
         if new:
             self._note(Event("stored", keys[known:there]))
         return new, there * size

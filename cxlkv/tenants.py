@@ -1,0 +1,134 @@
+"""A tenant's share of a pool: how many pages it may have published; its own oldest make room.
+
+    quota = Quota(tiers, pages=10_000)
+    keys = prefix_keys(ids, page_tokens, salt)    # its secret salt
+    with quota.match(keys) as hit: ...
+    quota.publish(sequence, keys)
+
+One for each tenant and process. What keeps tenants from finding each other's pages is the salt of
+their keys (cxlkv.prefix); docs/tenants.md says what neither can do.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import _core
+from cxlkv.errors import BadArgumentError, QuotaError
+from cxlkv.prefix import PageKeys
+from cxlkv.sequence import Hit, Sequence
+from cxlkv.tiers import Tiers
+
+Names = npt.NDArray[np.uint8]
+
+SLACK = 64
+"""One in so many pages of the quota is evicted beyond need, so that not each publish() evicts."""
+
+
+class Quota:
+    """Counts the pages that match() finds and that this tenant published, or brought back from
+    cold, through it. Any thread may use it.
+
+    The count is of this process: a tenant with several has a Quota in each, which share out what it
+    may have. Of equal keys the page counts for whom published it first.
+    """
+
+    def __init__(self, tiers: Tiers, pages: int):
+        if pages < 1:
+            raise BadArgumentError(f"a quota of {pages} pages: at least 1")
+        self.tiers, self.pages = tiers, pages
+        self._pool = tiers.pool._handle
+        self._page_tokens = tiers.pool.layout.page_tokens
+        self._lock = threading.Lock()
+        self._own: set[bytes] = set()  # names; some may be gone since
+        self._evicted = self._refused = 0
+
+    def publish(self, seq: Sequence, keys: PageKeys) -> int:
+        """pool.publish(), for which the tenant's own least recently used pages make room, to cold
+        where there is that.
+
+        Raises QuotaError, and publishes nothing, when the tenant would have more than its quota:
+        the text alone is longer, or too many of its other pages are held, pinned or leased.
+        """
+        keys = keys[: len(seq) // keys.page_tokens]
+        names = self._names(keys)
+        with self._lock:
+            new = names[~self._there(names)]
+            self._make_room(len(new), names)
+            count = self.tiers.pool.publish(seq, keys, keys.page_tokens, strict=keys.strict)
+            self._add(new)
+            return count
+
+    def match(self, keys: PageKeys, *, lease_s: float = 60.0) -> Hit:
+        """tiers.match(). Pages that it brings back count; the tenant's others make room for them,
+        as far as they may go."""
+        names = self._names(keys)
+        with self._lock:
+            gone = names[~self._there(names)]
+            hit = self.tiers.match(keys, lease_s=lease_s, strict=keys.strict)
+            self._add(gone)
+            self._evict(len(self._own) - self.pages, names)
+            return hit
+
+    def used(self) -> int:
+        """Pages of the tenant that match() finds now."""
+        with self._lock:
+            self._forget_gone()
+            return len(self._own)
+
+    def stats(self) -> dict[str, int]:
+        """Pages: of the quota, used, and those that were evicted and refused for it so far."""
+        used = self.used()
+        with self._lock:
+            counted = {"evicted_pages": self._evicted, "refused_pages": self._refused}
+        return {"pages": self.pages, "used_pages": used, **counted}
+
+    # ---- under the lock ----
+
+    def _names(self, keys: PageKeys) -> Names:
+        places = -(-keys.page_tokens // self._page_tokens)
+        names: Names = _core.names(self._pool, keys.packed.tobytes(), places).reshape(-1, 16)
+        return names
+
+    def _there(self, names: Names) -> npt.NDArray[np.bool_]:
+        found: npt.NDArray[np.bool_] = _core.find_pages(self._pool, names)[0] != _core.NO_PAGE
+        return found
+
+    def _add(self, names: Names) -> None:
+        self._own.update(row.tobytes() for row in names[self._there(names)])
+
+    @staticmethod
+    def _joined(names: set[bytes]) -> Names:
+        return np.frombuffer(b"".join(names), np.uint8).reshape(-1, 16)
+
+    def _forget_gone(self) -> None:
+        names = self._joined(self._own)
+        self._own = {row.tobytes() for row in names[self._there(names)]}
+
+    def _make_room(self, new: int, kept: Names) -> None:
+        over = len(self._own) + new - self.pages
+        if new <= self.pages:
+            self._evict(over, kept)
+            over = len(self._own) + new - self.pages
+        if over > 0:
+            self._refused += new
+            raise QuotaError(
+                f"{new} pages more would be {len(self._own) + new} of a tenant that may have "
+                f"{self.pages} published; too few of its others may go. Release what it holds, "
+                "publish less, or raise its quota"
+            )
+
+    def _evict(self, count: int, kept: Names) -> None:
+        """So many of the tenant's pages, and some more, if they may go; none of those kept."""
+        if count <= 0:
+            return
+        before = len(self._own)
+        self._forget_gone()
+        count -= before - len(self._own)
+        if count > 0:
+            may_go = self._joined(self._own - {row.tobytes() for row in kept})
+            self._evicted += self.tiers.evict_among(may_go, count + self.pages // SLACK)
+            self._forget_gone()
