@@ -191,6 +191,7 @@ test-sglang: $(SGLANG)/.stamp-$(SGLANG_VERSION)  ## the tests with SGLang's cach
 	$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
 	  -C build-dir=build/sglang/native -e .
 	$(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)
+
 # Network, once: Mooncake's store in an environment of its own. A master runs on loopback.
 .PHONY: test-remote
 REMOTE := build/remote/env
