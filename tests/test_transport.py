@@ -506,7 +506,8 @@ def test_bad_requests_are_answered_and_change_nothing(
     with both(folder, "file") as (pool, _, remote):
         keys = publish(pool, rng)
         over = struct.pack("<qq", _core.pool_memory(pool._handle)[1] - 1, 2)
-        for header, body in [*BAD_REQUESTS, ({"op": "read"}, over)]:
+        wrong: list[tuple[dict[str, object], bytes]] = [*BAD_REQUESTS, ({"op": "read"}, over)]
+        for header, body in wrong:
             with pytest.raises((CXLKVError,), match="at the server"):
                 remote._ask(header, body)
         with remote.match(keys) as hit:
