@@ -6,6 +6,7 @@
  * without being reserved, and no page is out of reach. Every step is O(1) a page. */
 #include <string.h>
 
+#include "flush.h"
 #include "internal.h"
 
 static uint16_t full_mask(const cxlkv_pool *pool, uint32_t run) {
@@ -159,7 +160,22 @@ static void descriptor_revert(cxlkv_pool *pool, uint32_t page, const descriptor 
     for (uint64_t left_ = (bits), i; left_ && (i = (uint64_t)__builtin_ctzll(left_), true); \
          left_ &= left_ - 1)
 
+/* V8: a page that was never sealed may have been written by plain stores (a reservation that was
+ * not published, or whose process died). A host that leaves writes back headers only, and what its
+ * caches evict later must not land on the next owner's data. */
+static void clean_unsealed(cxlkv_pool *pool, uint32_t page) {
+    guard fault;
+    GUARD_BEGIN(fault) {
+        uint64_t version = flush_load_word(&descriptor_of(pool, page)->version);
+        for (uint32_t layer = 0; (version & 255) == PAGE_FREE && layer < pool->layout.layers;
+             layer++)
+            pieces_write_back(pool, page, layer);
+    } GUARD_END(fault, page_retire(pool, page))
+}
+
 void pages_free_word(cxlkv_pool *pool, uint32_t first, uint64_t pages) {
+    if (pool->shared && pool->mode != VISIBILITY_COHERENT)
+        FOR_BITS(pages, i) clean_unsealed(pool, first + (uint32_t)i);
     descriptor before[64];
     uint64_t shown = 0, pinned = 0, known = 0, late = 0;
     FOR_BITS(pages, i) shown |= (uint64_t)(pool->shared && pool->pages[first + i].shown) << i;

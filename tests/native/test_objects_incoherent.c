@@ -1,0 +1,309 @@
+/* Goal: objects that one host puts, or writes in place, are read by another whose caches do not see
+ * the first one's; what is held stays, and what a host leaves behind in its caches hurts nobody.
+ * Method: two hosts of one process on private caches (private_caches.h), the whole core above them;
+ * copies that go past the caches, and copies that do not; one thread, and two.
+ *
+ * `make mutants` leaves the write-backs out one by one: then this test must fail. */
+#undef NDEBUG
+#include "private_caches.h"
+
+enum { OBJECT_BYTES = 300 << 10, SMALL = 5000, TWINS = 40, MODES = 8 };
+static uint64_t seed = 20261122;
+
+/* What a run of the test differs in. */
+typedef struct variant {
+    bool streams, certified;
+    uint32_t threads;
+} variant;
+
+typedef struct scene {
+    const char *path;
+    cxlkv_pool *hosts[2];
+} scene;
+
+static cxlkv_pool *open_host(const char *path, uint32_t number, const variant *v) {
+    cxlkv_host host = {.number = number, .certified = v->certified, .lease_s = 60};
+    cxlkv_pool *pool;
+    CHECK(cxlkv_pool_open(path, &host, &pool) == 0);
+    CHECK(cxlkv_pool_set_threads(pool, v->threads) == 0);
+    return pool;
+}
+
+static scene begin(const variant *v) {
+    scene s = {.path = test_path("private")};
+    cxlkv_layout layout = {.layers = 1, .kv_heads = 1, .head_dim = 1, .value_head_dim = 1,
+                           .page_tokens = OBJECT_BYTES, .dtype = CXLKV_BYTES, .group_count = 1,
+                           .values = CXLKV_VALUES_OBJECT, .checksum = 1,
+                           .shard = {0, 1, 0, 1}};
+    cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = 2};
+    cxlkv_host host = {.lease_s = 60};
+    cxlkv_pool *made;
+    private_kernels.streams = v->streams;
+    CHECK(kernels_force("serial") == 0);
+    CHECK(cxlkv_pool_create(s.path, &layout, &sharing, 16 << 20, 0, &host, &made) == 0);
+    cxlkv_pool_destroy(made);
+    for (uint32_t i = 0; i < 2; i++) {
+        s.hosts[i] = open_host(s.path, i, v);
+        cache_begin(s.hosts[i]);
+    }
+    return s;
+}
+
+static void end(scene *s) {
+    for (uint32_t i = 0; i < 2; i++) {
+        if (!s->hosts[i]) continue;
+        CHECK(test_stats(s->hosts[i]).pages_held == 0);
+        cxlkv_pool_destroy(s->hosts[i]);
+    }
+    caches_end();
+    CHECK(cxlkv_pool_remove(s->path) == 0);
+}
+
+/* Eight bytes at a time: sanitizers are slow. */
+static void fill(uint8_t *bytes, uint64_t mark, uint64_t count) {
+    uint64_t state = mark * 7919 + 1;
+    for (uint64_t i = 0; i < count; i += sizeof(state)) {
+        uint64_t word = random_next(&state);
+        memcpy(bytes + i, &word, min_u64(sizeof(word), count - i));
+    }
+}
+
+static bool is_filled(const uint8_t *bytes, uint64_t mark, uint64_t count) {
+    uint64_t state = mark * 7919 + 1;
+    for (uint64_t i = 0; i < count; i += sizeof(state)) {
+        uint64_t word = random_next(&state);
+        if (memcmp(bytes + i, &word, min_u64(sizeof(word), count - i)) != 0) return false;
+    }
+    return true;
+}
+
+static void key_of(uint8_t key[16], uint64_t name) { test_hashes(key, name, 1); }
+
+/* From buffers whose borders lie anywhere; returns how many objects are new. */
+static int64_t put(cxlkv_pool *pool, uint64_t name, uint64_t mark, uint64_t count) {
+    uint64_t addresses[64], sizes[64], starts[2] = {0}, at = 0;
+    uint8_t *bytes = malloc(count), key[16];
+    int32_t code;
+    CHECK(bytes);
+    fill(bytes, mark, count);
+    while (at < count) {
+        uint64_t rest = count - at, some = 1 + random_below(&seed, (uint32_t)(count / 3 + 1));
+        if (starts[1] == 63 || some > rest) some = rest;
+        addresses[starts[1]] = (uintptr_t)bytes + at;
+        sizes[starts[1]++] = some;
+        at += some;
+    }
+    cxlkv_buffers from = {.addresses = addresses, .sizes = sizes, .starts = starts};
+    key_of(key, name);
+    int64_t new = cxlkv_objects_put(pool, 1, key, &from, &code);
+    free(bytes);
+    return new;
+}
+
+/* Whole, in part, and in place; the size of one that is absent is told. */
+static void expect(cxlkv_pool *pool, uint64_t name, uint64_t mark, int64_t count) {
+    uint8_t *out = calloc(1, OBJECT_BYTES), key[16];
+    uint64_t address = (uintptr_t)out, room = OBJECT_BYTES, lent;
+    cxlkv_buffers to = {.addresses = &address, .sizes = &room};
+    cxlkv_lease *lease;
+    int64_t size;
+    CHECK(out);
+    key_of(key, name);
+    CHECK(cxlkv_objects_get(pool, 1, key, &to, &size) >= 0 && size == count);
+    CHECK(count < 0 || is_filled(out, mark, (uint64_t)count));
+    cxlkv_range range = {.offset = 0, .bytes = count < 0 ? 1 : (uint64_t)count};
+    memset(out, 0, OBJECT_BYTES);
+    CHECK(cxlkv_objects_ranges(pool, 1, key, 1, &range, out, OBJECT_BYTES, &size) >= 0);
+    CHECK(size == count && (count < 0 || is_filled(out, mark, (uint64_t)count)));
+    CHECK(cxlkv_lease_take(pool, 1, key, &lent, &size, &lease) == 1 && size == count);
+    CHECK(count < 0 ? lent == 0 : is_filled((uint8_t *)lent, mark, (uint64_t)count));
+    cxlkv_lease_destroy(lease);
+    free(out);
+}
+
+static int64_t forget(cxlkv_pool *pool, uint64_t name) {
+    uint8_t key[16];
+    key_of(key, name);
+    return cxlkv_forget(pool, 1, key);
+}
+
+/* ---- what is seen by the other host ---- */
+
+static void test_put(scene *s) {
+    static const uint64_t sizes[] = {1, 63, 64, 65, 4097, SMALL, OBJECT_BYTES - 1,
+                                     OBJECT_BYTES};
+    for (uint64_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++) {
+        cxlkv_pool *writer = s->hosts[i % 2], *reader = s->hosts[1 - i % 2];
+        expect(reader, i, 0, CXLKV_OBJECT_ABSENT);
+        CHECK(put(writer, i, i, sizes[i]) == 1);
+        expect(reader, i, i, (int64_t)sizes[i]);
+        CHECK(put(reader, i, 99, SMALL) == 0); /* the first one stays */
+        expect(writer, i, i, (int64_t)sizes[i]);
+    }
+    for (uint64_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++)
+        CHECK(forget(s->hosts[i % 2], i) == 1);
+}
+
+/* A page that is put again is another object for who had the old one in its cache. */
+static void test_again(scene *s) {
+    for (uint64_t turn = 0; turn < 6; turn++) {
+        CHECK(put(s->hosts[0], 20, 30 + turn, SMALL + turn) == 1);
+        expect(s->hosts[1], 20, 30 + turn, (int64_t)(SMALL + turn));
+        CHECK(forget(s->hosts[turn % 2], 20) == 1); /* its owner's, or the other's word */
+        expect(s->hosts[turn % 2], 20, 0, CXLKV_OBJECT_ABSENT);
+        for (uint64_t look = 0; turn % 2 == 1 && look < 2; look++) /* the owner reads of it */
+            expect(s->hosts[0], 20, 0, CXLKV_OBJECT_ABSENT);
+    }
+}
+
+/* By plain stores. */
+static void test_in_place(scene *s) {
+    const uint64_t sizes[3] = {SMALL, OBJECT_BYTES, 77};
+    const uint32_t places[3] = {0, 1, 2};
+    uint64_t addresses[3];
+    uint8_t keys[48];
+    int32_t codes[3];
+    cxlkv_lease *reserved;
+    for (uint64_t i = 0; i < 3; i++) key_of(keys + 16 * i, 40 + i);
+    CHECK(cxlkv_lease_reserve(s->hosts[0], 3, sizes, addresses, &reserved) == 3);
+    for (uint64_t i = 0; i < 3; i++) fill((uint8_t *)addresses[i], 40 + i, sizes[i]);
+    for (uint64_t i = 0; i < 3; i++) expect(s->hosts[1], 40 + i, 0, CXLKV_OBJECT_ABSENT);
+    CHECK(cxlkv_lease_publish(reserved, 3, places, keys, codes) == 3);
+    for (uint64_t i = 0; i < 3; i++) expect(s->hosts[1], 40 + i, 40 + i, (int64_t)sizes[i]);
+    CHECK(cxlkv_lease_publish(reserved, 3, places, keys, codes) == 0);
+    cxlkv_lease_destroy(reserved);
+    for (uint64_t i = 0; i < 3; i++) expect(s->hosts[1], 40 + i, 40 + i, (int64_t)sizes[i]);
+    for (uint64_t i = 0; i < 3; i++) CHECK(forget(s->hosts[0], 40 + i) == 1);
+}
+
+/* As a cold tier keeps it, by the host that has not put it. */
+static void test_restored(scene *s) {
+    cxlkv_pool *putter = s->hosts[0], *restorer = s->hosts[1];
+    uint64_t bytes = (uint64_t)cxlkv_record_bytes(putter, NULL), generation;
+    uint8_t *record = malloc(bytes), key[16], name[16];
+    uint32_t page;
+    int32_t code;
+    CHECK(record && put(putter, 45, 45, SMALL) == 1);
+    key_of(key, 45);
+    CHECK(cxlkv_names(putter, 1, key, 1, name) == 0);
+    CHECK(cxlkv_find_pages(putter, 1, name, &page, &generation) == 1);
+    CHECK(cxlkv_records_read(putter, 1, &page, &generation, record, &code) == 1);
+    CHECK(forget(putter, 45) == 1);
+    CHECK(cxlkv_records_write(restorer, 1, record, NULL, &code) == 1 && code == 0);
+    expect(putter, 45, 45, SMALL);
+    expect(restorer, 45, 45, SMALL);
+    CHECK(forget(restorer, 45) == 1);
+    free(record);
+}
+
+/* ---- what is held ---- */
+
+static cxlkv_pool *forgetting;
+static uint32_t pins_seen;
+
+/* Between two batches of pins, if there are two. */
+static bool forget_between(enum flush_site site) {
+    pins_seen += site == FLUSH_PIN;
+    if (pins_seen < 2) return false;
+    CHECK(forget(forgetting, 50) == 1);
+    return true;
+}
+
+/* More twins than are pinned together; the owner forgets, and writes all its other pages. */
+static void test_pinned(scene *s) {
+    cxlkv_pool *owner = s->hosts[0], *reader = s->hosts[1];
+    uint8_t keys[TWINS * 16];
+    uint64_t addresses[TWINS], used = 0;
+    int64_t sizes[TWINS];
+    cxlkv_lease *lease;
+    CHECK(put(owner, 50, 50, SMALL) == 1);
+    for (uint64_t i = 0; i < TWINS; i++) key_of(keys + 16 * i, 50);
+    forgetting = owner;
+    pins_seen = 0;
+    meanwhile = forget_between;
+    CHECK(cxlkv_lease_take(reader, TWINS, keys, addresses, sizes, &lease) == TWINS);
+    if (meanwhile) CHECK(forget(owner, 50) == 1);
+    meanwhile = NULL;
+    for (uint32_t i = 0; i < TWINS; i++)
+        CHECK(sizes[i] == SMALL ? addresses[i] == addresses[0] : addresses[i] == 0);
+    const uint32_t last = TWINS - 1;
+    CHECK(sizes[0] == SMALL && cxlkv_lease_release(lease, 1, &last) == 0); /* one of many */
+    CHECK(test_stats(owner).pages_withdrawn == 1);
+    while (put(owner, 1000 + used, 1000 + used, SMALL) == 1) used++;
+    cache_evict(0);
+    flush_invalidate(FLUSH_NONE, (void *)addresses[0], SMALL); /* whatever memory has now */
+    CHECK(used > 0 && is_filled((uint8_t *)addresses[0], 50, SMALL));
+    expect(reader, 50, 0, CXLKV_OBJECT_ABSENT);
+    cxlkv_lease_destroy(lease);
+    CHECK(put(owner, 1000 + used, 1000 + used, SMALL) == 1); /* now there is room for it */
+    CHECK(test_stats(owner).pages_withdrawn == 0);
+    for (uint64_t i = 0; i <= used; i++) expect(reader, 1000 + i, 1000 + i, SMALL);
+    for (uint64_t i = 0; i <= used; i++) CHECK(forget(owner, 1000 + i) == 1);
+}
+
+/* Memory that another host's object lies in is changed by nobody's put. */
+static void test_damaged(scene *s) {
+    cxlkv_pool *owner = s->hosts[0], *reader = s->hosts[1];
+    uint64_t address;
+    int64_t size;
+    uint8_t key[16];
+    cxlkv_lease *lease;
+    key_of(key, 60);
+    CHECK(put(owner, 60, 60, SMALL) == 1);
+    CHECK(cxlkv_lease_take(owner, 1, key, &address, &size, &lease) == 1);
+    uint8_t *at = caches[0].memory + ((uint8_t *)address - caches[0].base);
+    at[SMALL / 2] ^= 1;
+    expect(reader, 60, 0, CXLKV_OBJECT_DAMAGED);
+    at[SMALL / 2] ^= 1;
+    expect(reader, 60, 60, SMALL);
+    cxlkv_lease_destroy(lease);
+    CHECK(forget(owner, 60) == 1);
+}
+
+/* ---- what a host leaves behind ---- */
+
+/* It wrote in place, did not publish, and leaves; its cache writes the lines back much later. */
+static void test_left(scene *s, const variant *v) {
+    uint64_t total = test_stats(s->hosts[1]).pages_total, count = 0, before = lines_evicted;
+    cxlkv_stats mine = test_stats(s->hosts[0]);
+    uint64_t own = mine.pages_total - mine.pages_elsewhere;
+    uint64_t *sizes = malloc(own * 8), *addresses = malloc(own * 8);
+    cxlkv_lease *reserved;
+    CHECK(own && sizes && addresses);
+    for (uint64_t i = 0; i < own; i++) sizes[i] = OBJECT_BYTES;
+    CHECK(cxlkv_lease_reserve(s->hosts[0], (uint32_t)own, sizes, addresses, &reserved) >= 0);
+    for (uint64_t i = 0; i < own; i++) fill((uint8_t *)addresses[i], 70, OBJECT_BYTES);
+    if (v->certified) cxlkv_lease_destroy(reserved); /* else the pool's end gives them back */
+    cxlkv_pool_destroy(s->hosts[0]);
+    if (!v->certified) cxlkv_lease_destroy(reserved);
+    s->hosts[0] = NULL;
+    while (put(s->hosts[1], 100 + count, 100 + count, OBJECT_BYTES) == 1) count++;
+    CHECK(count == total);
+    cache_evict(0);
+    for (uint64_t i = 0; i < count; i++)
+        expect(s->hosts[1], 100 + i, 100 + i, OBJECT_BYTES);
+    cache_evict(1);
+    for (uint32_t page = 0; page < total; page++) { /* as it stands in memory */
+        uint64_t at = (uint64_t)(pieces_of(s->hosts[1], page, 0, PIECE_KEYS) - s->hosts[1]->base);
+        CHECK(memcmp(caches[1].memory + at, caches[1].lines + at, OBJECT_BYTES) == 0);
+    }
+    printf("%lu lines of a host that had left\n", lines_evicted - before);
+    free(sizes);
+    free(addresses);
+}
+
+int main(void) {
+    for (uint32_t i = 0; i < MODES; i++) {
+        variant v = {.streams = i & 1, .certified = (i & 2) != 0, .threads = 1 + (i >> 2)};
+        scene s = begin(&v);
+        test_put(&s);
+        test_again(&s);
+        test_in_place(&s);
+        test_restored(&s);
+        test_pinned(&s);
+        test_damaged(&s);
+        test_left(&s, &v);
+        end(&s);
+    }
+    return 0;
+}
