@@ -305,6 +305,10 @@ def pool_close(pool: Handle) -> None:
     check(lib.cxlkv_pool_close(pool))
 
 
+def pool_may_close(pool: Handle) -> None:
+    check(lib.cxlkv_pool_may_close(pool))
+
+
 def pool_remove(path: str) -> None:
     check(lib.cxlkv_pool_remove(path.encode()))
 

@@ -503,8 +503,9 @@ class CXLPool(Objects, Closing):
     def close(self) -> None:
         """Release all of this process's sequences and unmap; a second time does nothing.
 
-        Raises BusyError while leases of the pool's memory are not released.
+        Raises BusyError while leases of the pool's memory are not released: all is as before then.
         """
+        _core.pool_may_close(self._handle)
         while self._before_close:
             self._before_close.pop()()
         _core.pool_close(self._handle)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cxlkv import Buffers, CXLPool, KVLayout, object_keys
+from cxlkv import Buffers, CXLPool, KVLayout, Tiers, object_keys
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
@@ -178,6 +178,21 @@ def test_a_view_keeps_its_pool(tmp_path: Path) -> None:
     with CXLPool.open(path) as pool:
         stats = pool.stats()
         assert (stats["processes"], stats["pages_held"]) == (1, 0)
+
+
+def test_a_close_that_is_refused_leaves_all_as_it_is(tmp_path: Path) -> None:
+    """Once it had closed the pool's tiers by then."""
+    layout = KVLayout.objects(SIZE)
+    with CXLPool.create(tmp_path / "a", layout=layout, capacity="4MiB") as pool, Tiers(pool):
+        many = pool.stats()["pages_total"]
+        ended: list[int] = []
+        pool.before_close(lambda: ended.append(1))
+        with pool.reserve([1]), pytest.raises(BusyError, match="1 objects"):
+            pool.close()
+        assert not ended
+        for i in range(2 * many):
+            assert pool.put(f"n{i}", b"x"), "its tiers make room"
+    assert ended
 
 
 def test_single_places_are_given_back(pool: CXLPool) -> None:

@@ -303,6 +303,8 @@ int cxlkv_pool_create_at(const char *path, const cxlkv_layout *layout,
                          const cxlkv_host *host, uint64_t nodes, cxlkv_pool **pool);
 int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **pool);
 int cxlkv_pool_close(cxlkv_pool *pool);
+/* 0, or why a close would be refused now: for who ends other things first. */
+int cxlkv_pool_may_close(cxlkv_pool *pool);
 void cxlkv_pool_destroy(cxlkv_pool *pool);
 /* Unlinks a pool that no other process has open, or wipes its superblock from a device, and from a
  * file in which it was made in place; not_a_pool is refused. */

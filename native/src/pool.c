@@ -567,24 +567,35 @@ static void pool_end(cxlkv_pool *pool) {
     pool->closed = true;
 }
 
+/* Under the lock of operations. */
+static int lent_check(const cxlkv_pool *pool) {
+    uint32_t lent = atomic_load(&pool->lent);
+    if (!lent || pool->closed) return 0;
+    return fail(CXLKV_E_BUSY, "the pool cannot be closed: %u objects in its memory are held by "
+                "leases. Release these first", lent);
+}
+
 /* even_lent: nobody is left who could read what was lent. */
 static int pool_close(cxlkv_pool *pool, bool even_lent) {
     int code = 0;
     /* Fork takes the two in this order; between them it would copy a pool that it does not see. */
     pthread_mutex_lock(&pools_lock);
     pthread_rwlock_wrlock(&pool->operations);
-    uint32_t lent = atomic_load(&pool->lent);
-    if (!pool->closed && lent && !even_lent)
-        code = fail(CXLKV_E_BUSY, "the pool cannot be closed: %u objects in its memory are held "
-                    "by leases. Release these first", lent);
-    else if (!pool->closed)
-        pool_end(pool);
+    if (!even_lent) code = lent_check(pool);
+    if (!pool->closed && code == 0) pool_end(pool);
     pthread_rwlock_unlock(&pool->operations);
     pthread_mutex_unlock(&pools_lock);
     return code;
 }
 
 int cxlkv_pool_close(cxlkv_pool *pool) { return pool_close(pool, false); }
+
+int cxlkv_pool_may_close(cxlkv_pool *pool) {
+    pthread_rwlock_rdlock(&pool->operations);
+    int code = lent_check(pool);
+    pthread_rwlock_unlock(&pool->operations);
+    return code;
+}
 
 void cxlkv_pool_destroy(cxlkv_pool *pool) {
     if (!pool) return;
