@@ -303,6 +303,8 @@ def _memory(
     sizes: list[int] = []
     starts = [0]
     for given in buffers:
+        if isinstance(given, Buffers):
+            raise BadArgumentError("Buffers stand for all objects of a call, not for one of them")
         for one in given if isinstance(given, (list, tuple)) else (given,):
             address, size, held = _place(one, writable)
             addresses.append(address)
@@ -345,6 +347,8 @@ def _place(given: object, writable: bool) -> tuple[int, int, object]:
             raise BadArgumentError(
                 f"{type(given).__name__} is no buffer of contiguous bytes: {error}"
             ) from None
+    if given.dtype.hasobject:
+        raise BadArgumentError("an array of Python objects: of these no bytes can be stored")
     if not given.flags.c_contiguous:
         raise BadArgumentError(f"an array of strides {given.strides}: contiguous memory is wanted")
     if writable and not given.flags.writeable:

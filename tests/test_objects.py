@@ -257,6 +257,8 @@ def test_bad_input_is_named(pool: CXLPool) -> None:
         (lambda: pool.put("b", bytes(SIZE + 1)), "1 to 65536 bytes"),
         (lambda: pool.put("b", np.zeros((4, 4))[:, 1]), "contiguous"),
         (lambda: pool.put("b", 5), "no buffer"),
+        (lambda: pool.put("b", np.array([object()])), "of Python objects"),
+        (lambda: pool.put("b", Buffers(np.arange(1), np.arange(1), np.arange(2))), "not for one"),
         (lambda: pool.put(5, b"x"), "text or bytes"),  # type: ignore[arg-type]
         (lambda: pool.put_batch("ab", [b"x", b"y"]), "into a list"),
         (lambda: pool.put_batch(["a", "b"], [b"x"]), "1 objects for 2 keys"),
