@@ -121,6 +121,8 @@ class Objects:
         outside of an object or of `out`.
         """
         wanted = np.ascontiguousarray(_numbers(ranges, "ranges"))
+        if not wanted.size:
+            wanted = wanted.reshape(0, 4)
         if wanted.ndim != 2 or wanted.shape[1] != 4:
             raise BadArgumentError(f"ranges of shape {wanted.shape}: [m, 4] is wanted")
         address, size, kept = _place(out, True)
@@ -233,13 +235,14 @@ class Reserved(_Leased):
         verify them. They stay held until they are released. Raises ReleasedError for places that
         were given back.
         """
-        chosen = np.arange(len(self)) if places is None else np.asarray(places)
+        given = range(len(self)) if places is None else places
+        chosen = _numbers(np.asarray(given), "places")
         hashes = _hashes(keys)
         if len(hashes) != len(chosen) * _core.HASH_BYTES:
             raise BadArgumentError(
                 f"{len(hashes) // _core.HASH_BYTES} keys for {len(chosen)} places"
             )
-        if len(chosen) and not (chosen.min() >= 0 and chosen.max() < len(self)):
+        if len(chosen) and not chosen.max() < len(self):
             raise BadArgumentError(f"places {chosen.tolist()} of {len(self)}")
         codes = _core.lease_publish(self._handle, np.ascontiguousarray(chosen, np.uint32), hashes)
         new: npt.NDArray[np.bool_] = codes == 0

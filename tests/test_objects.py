@@ -124,6 +124,17 @@ def test_ranges(pool: CXLPool) -> None:
             assert np.array_equal(out[to : to + many], objects[of][begin : begin + many])
 
 
+def test_nothing_is_asked_for(pool: CXLPool) -> None:
+    assert pool.put_batch([], []).tolist() == []
+    assert pool.get_batch_into([], []).tolist() == []
+    assert pool.get_ranges([], [], bytearray(0)).tolist() == []
+    assert pool.object_sizes([]).tolist() == []
+    with pool.lease([]) as lease, pool.reserve([]) as reserved:
+        assert (lease.views, reserved.views) == ([], [])
+        assert reserved.publish([]).tolist() == []
+    assert not pool.forget(object_keys([]))
+
+
 def test_objects_are_read_and_written_where_they_lie(pool: CXLPool) -> None:
     first, second = made(1), made(2, 1000)
     with pool.reserve([SIZE, 1000, 5]) as reserved:
@@ -271,6 +282,9 @@ def test_bad_input_is_named(pool: CXLPool) -> None:
         (lambda: pool.get_ranges(["a"], [0, 1], bytearray(99)), "[m, 4]"),
         (lambda: pool.reserve([0]), "1 to 65536 bytes"),
         (lambda: pool.reserve([5]).publish(["a", "b"]), "2 keys for 1 places"),
+        (lambda: pool.reserve([5]).publish(["a"], [0.5]), "places"),  # type: ignore[list-item]
+        (lambda: pool.reserve([5]).publish(["a"], [-1]), "places"),
+        (lambda: pool.reserve([5]).publish(["a"], [1]), "places"),
         (lambda: pool.put_batch(["b"], Buffers([1, 2], [1, 1], [0, 3])), "rising"),
         (lambda: pool.sequence(), "stores objects"),
         (lambda: pool.match([b"a"]), "stores objects"),
