@@ -27,6 +27,7 @@ from cxlkv.emulation.qemu.machine import (
     Guest,
     Shape,
     fake_nodes,
+    networked,
     shared_memory,
     two_nodes,
 )
@@ -233,12 +234,40 @@ def suites(host: Host) -> None:
         host.tell(f"{guest.name} has ended")
 
 
+def rdma(host: Host) -> None:
+    """A pool served to another guest over soft RDMA; servers and clients that are killed."""
+
+    def boot(name: str, peer: str) -> Guest:
+        return host.boot(name, networked(host.sharing(MEMORY_BYTES), host.folder, name, peer))
+
+    a, b = boot("a", "b"), boot("b", "a")
+    host.wait_for("b has pulled and pushed")
+    host.tell("b has pulled, pushed and selected; functional figures, all is emulated:")
+    for line in lines_of(host.folder / "figures"):
+        print(f"            {line}")
+    host.wait_for("b reads on again")
+    host.tell("the server's process was killed and begun again; b reads on")
+    a.kill()
+    host.say("a is dead")
+    host.wait_for("b saw a's end")
+    host.tell("a was killed; b had an error in time")
+    a = boot("a", "b")
+    host.wait_for("b holds")
+    host.tell("a came back, b has pulled again and holds pages")
+    b.kill()
+    host.say("b is dead")
+    host.wait(a)
+    host.tell("b was killed; what it held came back")
+    host.wait(boot("suite", "nobody"))
+
+
 SCENARIOS: dict[str, Callable[[Host], None]] = {
     "device": device,
     "litmus": litmus,
     "sharing": sharing,
     "handover": handover,
     "nodes": nodes,
+    "rdma": rdma,
     "suites": suites,
 }
 NO_PROOF = (

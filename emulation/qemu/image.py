@@ -21,10 +21,20 @@ QEMU_MAJOR_MIN = 10  # what was tried; 7.2 in Debian 12 is too old for these ker
 # In the order of loading, after what they need.
 MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay", "dax_hmem", "device_dax")
 # When a scenario asks for them: kmem would take the device at once.
-MODULES_LATER = {"kmem": ("kmem",), "fsdax": ("crc32c_generic", "nd_e820", "nd_pmem", "ext4")}
+MODULES_LATER = {
+    "kmem": ("kmem",),
+    "fsdax": ("crc32c_generic", "nd_e820", "nd_pmem", "ext4"),
+    "rdma": ("virtio_net", "crc32_generic", "rdma_rxe", "ib_uverbs"),
+}
 # daxctl with the libraries that it needs beyond libc: not installed, only unpacked.
 TOOLS = (
     "busybox-static daxctl libdaxctl1 libndctl6 libiniparser1 libjson-c5 libkmod2 libuuid1"
+).split()
+# RDMA's userland and `rdma`, for the Python of this release; not from backports, whose pyverbs and
+# libibverbs need not be of one release.
+RDMA = (
+    "libibverbs1 ibverbs-providers libnl-3-200 libnl-route-3-200 librdmacm1 python3-pyverbs "
+    "iproute2 libmnl0 libbsd0 libcap2 libmd0"
 ).split()
 BACKPORTS = {"bookworm": "bookworm-backports"}  # where a release's own QEMU and kernel are too old
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
@@ -37,11 +47,12 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Image:
-    """kernel and initrd to boot; tools: the folder that daxctl was unpacked into."""
+    """kernel and initrd to boot; tools, rdma: the folders that these were unpacked into."""
 
     kernel: Path
     initrd: Path
     tools: Path
+    rdma: Path
 
 
 def prepare(folder: Path) -> Image:
@@ -49,15 +60,18 @@ def prepare(folder: Path) -> Image:
     if not _qemu_is_there() and os.geteuid() != 0:
         raise Missing(f"{QEMU} {QEMU_MAJOR_MIN} or newer is missing; installing it needs root")
     folder.mkdir(parents=True, exist_ok=True)
-    image = Image(folder / "vmlinuz", folder / "initrd.gz", folder / "tools")
+    image = Image(folder / "vmlinuz", folder / "initrd.gz", folder / "tools", folder / "rdma")
     lists = [folder / "modules" / name for name in ("order", *MODULES_LATER)]
     unpacked = image.kernel.exists() and all(path.exists() for path in lists)
-    if not unpacked or not image.tools.exists() or not _qemu_is_there():
+    folders = image.tools.exists() and image.rdma.exists()
+    if not unpacked or not folders or not _qemu_is_there():
         apt = _Apt(folder / "apt")
         if not _qemu_is_there():
             apt.install("qemu-system-x86")
         if not image.tools.exists():
-            _unpack_tools(apt, image.tools)
+            _unpack(apt, TOOLS, image.tools, newer=True)
+        if not image.rdma.exists():
+            _unpack(apt, RDMA, image.rdma, newer=False)
         if not unpacked:
             _unpack_kernel(apt, folder)
     _write_initrd(image, folder / "modules")
@@ -129,13 +143,14 @@ class _Apt:
             "apt-get", "install", "-y", "-q", "--no-install-recommends", *self._newer, package
         )
 
-    def unpack(self, package: str, into: Path) -> None:
+    def unpack(self, package: str, into: Path, newer: bool = True) -> None:
         """Download a package and unpack it into a folder; nothing is installed."""
         print(f"fetching {package}", flush=True)
         fetched = self._folder / "fetched"
         shutil.rmtree(fetched, ignore_errors=True)
         fetched.mkdir()
-        self._run("apt-get", "download", "-q", *self._newer, package, cwd=fetched)
+        options = self._newer if newer else []
+        self._run("apt-get", "download", "-q", *options, package, cwd=fetched)
         for file in fetched.glob("*.deb"):
             subprocess.run(["dpkg-deb", "-x", file, into], check=True)
         shutil.rmtree(fetched)
@@ -156,12 +171,12 @@ def _mirror() -> str:
     return found[1] if found else "http://deb.debian.org/debian"
 
 
-def _unpack_tools(apt: _Apt, tools: Path) -> None:
-    made = tools.with_suffix(".new")
+def _unpack(apt: _Apt, packages: list[str], into: Path, newer: bool) -> None:
+    made = into.with_suffix(".new")
     shutil.rmtree(made, ignore_errors=True)
-    for package in TOOLS:
-        apt.unpack(package, made)
-    made.rename(tools)
+    for package in packages:
+        apt.unpack(package, made, newer)
+    made.rename(into)
 
 
 def _unpack_kernel(apt: _Apt, folder: Path) -> None:

@@ -52,6 +52,17 @@ def shared_memory(path: str, memory_bytes: int) -> Shape:
     return Shape((*text.split(), "-object", far), _soft_reserved(memory_bytes))
 
 
+def networked(shape: Shape, folder: Path, name: str, peer: str) -> Shape:
+    """The same with a network card, whose cable ends at the guest `peer`: datagrams between two
+    sockets, so either end may die and come back. Soft RDMA takes a peer with its own card's address
+    for itself."""
+    ends = (("local", name), ("remote", peer))
+    cable = "".join(f",{end}.type=unix,{end}.path={folder / whose}.net" for end, whose in ends)
+    card = f"virtio-net-pci,netdev=net,mac=52:54:00:77:00:{ord(name[0]):02x}"
+    network = ("-netdev", f"dgram,id=net{cable}", "-device", card)
+    return Shape((*shape.arguments, *network), shape.kernel_words)
+
+
 def two_nodes() -> Shape:
     """Nodes 0 and 1 with a CPU each, far memory as nodes 2 and 4, persistent memory (legacy) as
     node 3."""
@@ -160,6 +171,7 @@ def _start_script(image: Image, name: str, module: str) -> str:
         "HOME": "/run",
         "TERM": "dumb",
     }
+    settings["CXLKV_GUEST_RDMA"] = str(image.rdma.resolve())
     lines = [
         *(f"export {key}={shlex.quote(value)}" for key, value in settings.items()),
         "mkdir -p /guest/bin",
