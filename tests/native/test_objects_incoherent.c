@@ -5,6 +5,7 @@
  *
  * `make mutants` leaves the write-backs out one by one: then this test must fail. */
 #undef NDEBUG
+#include "object_tests.h"
 #include "private_caches.h"
 
 enum { OBJECT_BYTES = 300 << 10, SMALL = 5000, TWINS = 40, MODES = 8 };
@@ -31,10 +32,7 @@ static cxlkv_pool *open_host(const char *path, uint32_t number, const variant *v
 
 static scene begin(const variant *v) {
     scene s = {.path = test_path("private")};
-    cxlkv_layout layout = {.layers = 1, .kv_heads = 1, .head_dim = 1, .value_head_dim = 1,
-                           .page_tokens = OBJECT_BYTES, .dtype = CXLKV_BYTES, .group_count = 1,
-                           .values = CXLKV_VALUES_OBJECT, .checksum = 1,
-                           .shard = {0, 1, 0, 1}};
+    cxlkv_layout layout = object_layout(OBJECT_BYTES, true);
     cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = 2};
     cxlkv_host host = {.lease_s = 60};
     cxlkv_pool *made;
@@ -59,74 +57,6 @@ static void end(scene *s) {
     CHECK(cxlkv_pool_remove(s->path) == 0);
 }
 
-/* Eight bytes at a time: sanitizers are slow. */
-static void fill(uint8_t *bytes, uint64_t mark, uint64_t count) {
-    uint64_t state = mark * 7919 + 1;
-    for (uint64_t i = 0; i < count; i += sizeof(state)) {
-        uint64_t word = random_next(&state);
-        memcpy(bytes + i, &word, min_u64(sizeof(word), count - i));
-    }
-}
-
-static bool is_filled(const uint8_t *bytes, uint64_t mark, uint64_t count) {
-    uint64_t state = mark * 7919 + 1;
-    for (uint64_t i = 0; i < count; i += sizeof(state)) {
-        uint64_t word = random_next(&state);
-        if (memcmp(bytes + i, &word, min_u64(sizeof(word), count - i)) != 0) return false;
-    }
-    return true;
-}
-
-static void key_of(uint8_t key[16], uint64_t name) { test_hashes(key, name, 1); }
-
-/* From buffers whose borders lie anywhere; returns how many objects are new. */
-static int64_t put(cxlkv_pool *pool, uint64_t name, uint64_t mark, uint64_t count) {
-    uint64_t addresses[64], sizes[64], starts[2] = {0}, at = 0;
-    uint8_t *bytes = malloc(count), key[16];
-    int32_t code;
-    CHECK(bytes);
-    fill(bytes, mark, count);
-    while (at < count) {
-        uint64_t rest = count - at, some = 1 + random_below(&seed, (uint32_t)(count / 3 + 1));
-        if (starts[1] == 63 || some > rest) some = rest;
-        addresses[starts[1]] = (uintptr_t)bytes + at;
-        sizes[starts[1]++] = some;
-        at += some;
-    }
-    cxlkv_buffers from = {.addresses = addresses, .sizes = sizes, .starts = starts};
-    key_of(key, name);
-    int64_t new = cxlkv_objects_put(pool, 1, key, &from, &code);
-    free(bytes);
-    return new;
-}
-
-/* Whole, in part, and in place; the size of one that is absent is told. */
-static void expect(cxlkv_pool *pool, uint64_t name, uint64_t mark, int64_t count) {
-    uint8_t *out = calloc(1, OBJECT_BYTES), key[16];
-    uint64_t address = (uintptr_t)out, room = OBJECT_BYTES, lent;
-    cxlkv_buffers to = {.addresses = &address, .sizes = &room};
-    cxlkv_lease *lease;
-    int64_t size;
-    CHECK(out);
-    key_of(key, name);
-    CHECK(cxlkv_objects_get(pool, 1, key, &to, &size) >= 0 && size == count);
-    CHECK(count < 0 || is_filled(out, mark, (uint64_t)count));
-    cxlkv_range range = {.offset = 0, .bytes = count < 0 ? 1 : (uint64_t)count};
-    memset(out, 0, OBJECT_BYTES);
-    CHECK(cxlkv_objects_ranges(pool, 1, key, 1, &range, out, OBJECT_BYTES, &size) >= 0);
-    CHECK(size == count && (count < 0 || is_filled(out, mark, (uint64_t)count)));
-    CHECK(cxlkv_lease_take(pool, 1, key, &lent, &size, &lease) == 1 && size == count);
-    CHECK(count < 0 ? lent == 0 : is_filled((uint8_t *)lent, mark, (uint64_t)count));
-    cxlkv_lease_destroy(lease);
-    free(out);
-}
-
-static int64_t forget(cxlkv_pool *pool, uint64_t name) {
-    uint8_t key[16];
-    key_of(key, name);
-    return cxlkv_forget(pool, 1, key);
-}
-
 /* ---- what is seen by the other host ---- */
 
 static void test_put(scene *s) {
@@ -134,11 +64,11 @@ static void test_put(scene *s) {
                                      OBJECT_BYTES};
     for (uint64_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++) {
         cxlkv_pool *writer = s->hosts[i % 2], *reader = s->hosts[1 - i % 2];
-        expect(reader, i, 0, CXLKV_OBJECT_ABSENT);
-        CHECK(put(writer, i, i, sizes[i]) == 1);
-        expect(reader, i, i, (int64_t)sizes[i]);
-        CHECK(put(reader, i, 99, SMALL) == 0); /* the first one stays */
-        expect(writer, i, i, (int64_t)sizes[i]);
+        expect(reader, i, 0, CXLKV_OBJECT_ABSENT, &seed);
+        CHECK(put(writer, i, i, sizes[i], &seed) == 1);
+        expect(reader, i, i, (int64_t)sizes[i], &seed);
+        CHECK(put(reader, i, 99, SMALL, &seed) == 0); /* the first one stays */
+        expect(writer, i, i, (int64_t)sizes[i], &seed);
     }
     for (uint64_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++)
         CHECK(forget(s->hosts[i % 2], i) == 1);
@@ -147,12 +77,12 @@ static void test_put(scene *s) {
 /* A page that is put again is another object for who had the old one in its cache. */
 static void test_again(scene *s) {
     for (uint64_t turn = 0; turn < 6; turn++) {
-        CHECK(put(s->hosts[0], 20, 30 + turn, SMALL + turn) == 1);
-        expect(s->hosts[1], 20, 30 + turn, (int64_t)(SMALL + turn));
+        CHECK(put(s->hosts[0], 20, 30 + turn, SMALL + turn, &seed) == 1);
+        expect(s->hosts[1], 20, 30 + turn, (int64_t)(SMALL + turn), &seed);
         CHECK(forget(s->hosts[turn % 2], 20) == 1); /* its owner's, or the other's word */
-        expect(s->hosts[turn % 2], 20, 0, CXLKV_OBJECT_ABSENT);
+        expect(s->hosts[turn % 2], 20, 0, CXLKV_OBJECT_ABSENT, &seed);
         for (uint64_t look = 0; turn % 2 == 1 && look < 2; look++) /* the owner reads of it */
-            expect(s->hosts[0], 20, 0, CXLKV_OBJECT_ABSENT);
+            expect(s->hosts[0], 20, 0, CXLKV_OBJECT_ABSENT, &seed);
     }
 }
 
@@ -167,12 +97,12 @@ static void test_in_place(scene *s) {
     for (uint64_t i = 0; i < 3; i++) key_of(keys + 16 * i, 40 + i);
     CHECK(cxlkv_lease_reserve(s->hosts[0], 3, sizes, addresses, &reserved) == 3);
     for (uint64_t i = 0; i < 3; i++) fill((uint8_t *)addresses[i], 40 + i, sizes[i]);
-    for (uint64_t i = 0; i < 3; i++) expect(s->hosts[1], 40 + i, 0, CXLKV_OBJECT_ABSENT);
+    for (uint64_t i = 0; i < 3; i++) expect(s->hosts[1], 40 + i, 0, CXLKV_OBJECT_ABSENT, &seed);
     CHECK(cxlkv_lease_publish(reserved, 3, places, keys, codes) == 3);
-    for (uint64_t i = 0; i < 3; i++) expect(s->hosts[1], 40 + i, 40 + i, (int64_t)sizes[i]);
+    for (uint64_t i = 0; i < 3; i++) expect(s->hosts[1], 40 + i, 40 + i, (int64_t)sizes[i], &seed);
     CHECK(cxlkv_lease_publish(reserved, 3, places, keys, codes) == 0);
     cxlkv_lease_destroy(reserved);
-    for (uint64_t i = 0; i < 3; i++) expect(s->hosts[1], 40 + i, 40 + i, (int64_t)sizes[i]);
+    for (uint64_t i = 0; i < 3; i++) expect(s->hosts[1], 40 + i, 40 + i, (int64_t)sizes[i], &seed);
     for (uint64_t i = 0; i < 3; i++) CHECK(forget(s->hosts[0], 40 + i) == 1);
 }
 
@@ -183,15 +113,15 @@ static void test_restored(scene *s) {
     uint8_t *record = malloc(bytes), key[16], name[16];
     uint32_t page;
     int32_t code;
-    CHECK(record && put(putter, 45, 45, SMALL) == 1);
+    CHECK(record && put(putter, 45, 45, SMALL, &seed) == 1);
     key_of(key, 45);
     CHECK(cxlkv_names(putter, 1, key, 1, name) == 0);
     CHECK(cxlkv_find_pages(putter, 1, name, &page, &generation) == 1);
     CHECK(cxlkv_records_read(putter, 1, &page, &generation, record, &code) == 1);
     CHECK(forget(putter, 45) == 1);
     CHECK(cxlkv_records_write(restorer, 1, record, NULL, &code) == 1 && code == 0);
-    expect(putter, 45, 45, SMALL);
-    expect(restorer, 45, 45, SMALL);
+    expect(putter, 45, 45, SMALL, &seed);
+    expect(restorer, 45, 45, SMALL, &seed);
     CHECK(forget(restorer, 45) == 1);
     free(record);
 }
@@ -216,7 +146,7 @@ static void test_pinned(scene *s) {
     uint64_t addresses[TWINS], used = 0;
     int64_t sizes[TWINS];
     cxlkv_lease *lease;
-    CHECK(put(owner, 50, 50, SMALL) == 1);
+    CHECK(put(owner, 50, 50, SMALL, &seed) == 1);
     for (uint64_t i = 0; i < TWINS; i++) key_of(keys + 16 * i, 50);
     forgetting = owner;
     pins_seen = 0;
@@ -229,15 +159,15 @@ static void test_pinned(scene *s) {
     const uint32_t last = TWINS - 1;
     CHECK(sizes[0] == SMALL && cxlkv_lease_release(lease, 1, &last) == 0); /* one of many */
     CHECK(test_stats(owner).pages_withdrawn == 1);
-    while (put(owner, 1000 + used, 1000 + used, SMALL) == 1) used++;
+    while (put(owner, 1000 + used, 1000 + used, SMALL, &seed) == 1) used++;
     cache_evict(0);
     flush_invalidate(FLUSH_NONE, (void *)addresses[0], SMALL); /* whatever memory has now */
     CHECK(used > 0 && is_filled((uint8_t *)addresses[0], 50, SMALL));
-    expect(reader, 50, 0, CXLKV_OBJECT_ABSENT);
+    expect(reader, 50, 0, CXLKV_OBJECT_ABSENT, &seed);
     cxlkv_lease_destroy(lease);
-    CHECK(put(owner, 1000 + used, 1000 + used, SMALL) == 1); /* now there is room for it */
+    CHECK(put(owner, 1000 + used, 1000 + used, SMALL, &seed) == 1); /* now there is room for it */
     CHECK(test_stats(owner).pages_withdrawn == 0);
-    for (uint64_t i = 0; i <= used; i++) expect(reader, 1000 + i, 1000 + i, SMALL);
+    for (uint64_t i = 0; i <= used; i++) expect(reader, 1000 + i, 1000 + i, SMALL, &seed);
     for (uint64_t i = 0; i <= used; i++) CHECK(forget(owner, 1000 + i) == 1);
 }
 
@@ -249,13 +179,13 @@ static void test_damaged(scene *s) {
     uint8_t key[16];
     cxlkv_lease *lease;
     key_of(key, 60);
-    CHECK(put(owner, 60, 60, SMALL) == 1);
+    CHECK(put(owner, 60, 60, SMALL, &seed) == 1);
     CHECK(cxlkv_lease_take(owner, 1, key, &address, &size, &lease) == 1);
     uint8_t *at = caches[0].memory + ((uint8_t *)address - caches[0].base);
     at[SMALL / 2] ^= 1;
-    expect(reader, 60, 0, CXLKV_OBJECT_DAMAGED);
+    expect(reader, 60, 0, CXLKV_OBJECT_DAMAGED, &seed);
     at[SMALL / 2] ^= 1;
-    expect(reader, 60, 60, SMALL);
+    expect(reader, 60, 60, SMALL, &seed);
     cxlkv_lease_destroy(lease);
     CHECK(forget(owner, 60) == 1);
 }
@@ -277,11 +207,11 @@ static void test_left(scene *s, const variant *v) {
     cxlkv_pool_destroy(s->hosts[0]);
     if (!v->certified) cxlkv_lease_destroy(reserved);
     s->hosts[0] = NULL;
-    while (put(s->hosts[1], 100 + count, 100 + count, OBJECT_BYTES) == 1) count++;
+    while (put(s->hosts[1], 100 + count, 100 + count, OBJECT_BYTES, &seed) == 1) count++;
     CHECK(count == total);
     cache_evict(0);
     for (uint64_t i = 0; i < count; i++)
-        expect(s->hosts[1], 100 + i, 100 + i, OBJECT_BYTES);
+        expect(s->hosts[1], 100 + i, 100 + i, OBJECT_BYTES, &seed);
     cache_evict(1);
     for (uint32_t page = 0; page < total; page++) { /* as it stands in memory */
         uint64_t at = (uint64_t)(pieces_of(s->hosts[1], page, 0, PIECE_KEYS) - s->hosts[1]->base);
