@@ -283,7 +283,8 @@ static int take_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
         codes[i] = keys && index_find(pool, hash) != NO_PAGE ? CXLKV_RECORD_PRESENT : 0;
         wanted += codes[i] == 0;
     }
-    int code = pages_take(pool, wanted, NO_PAGE, pages);
+    /* No page follows another: they lie close together, so that whole extents stay empty. */
+    int code = pages_take(pool, wanted, IN_A_GAP, pages);
     if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
     if (code < 0) return code;
     for (uint32_t i = 0; i < count; i++) {

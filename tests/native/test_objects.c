@@ -144,6 +144,27 @@ static void test_ranges(bool checksum, uint32_t threads) {
     cxlkv_pool_destroy(pool);
 }
 
+/* Objects that come one by one lie together: what a host does not need can be another's. */
+static void test_close_together(void) {
+    cxlkv_pool *pool = object_pool(NULL, SMALL, true, 8 << 20, 1);
+    uint64_t slots = pool->geometry.slab_slots, count = test_stats(pool).pages_total;
+    CHECK(count > 3 * slots);
+    for (uint64_t name = 0; name < count; name++)
+        CHECK(put(pool, name, name, SMALL, &seed) == 1);
+    for (uint64_t name = 0; name < count; name++) CHECK(forget(pool, name) == 1);
+    for (uint64_t name = 0; name < slots; name++)
+        CHECK(put(pool, name, name, SMALL, &seed) == 1);
+    uint64_t used = 0;
+    for (uint64_t extent = 0; extent < pool->geometry.extent_count; extent++)
+        for (uint64_t slot = 0; slot < slots; slot++)
+            if (pool->pages[extent * slots + slot].published) {
+                used++;
+                break;
+            }
+    CHECK(used == 1);
+    cxlkv_pool_destroy(pool);
+}
+
 /* ---- leases and reservations ---- */
 
 static void test_lease(void) {
@@ -603,6 +624,7 @@ int main(void) {
     }
     test_batches(1);
     test_batches(2);
+    test_close_together();
     test_lease();
     test_other_pools();
     for (int where = 0; where < 2 * PLACES; where++) test_damage(where / 2, where % 2);
