@@ -43,8 +43,9 @@ def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CXLPool]:
 
 
 def test_keys_are_what_their_module_says() -> None:
-    names: list[str | bytes] = ["", "a", b"b" * 47, "c" * 48, "d" * 49, "\u20ac" * 40, b"e" * 400]
-    for salt in (b"", b"tenant"):
+    few: list[str | bytes] = ["", "a", b"b" * 47, "c" * 48, "d" * 49, "\u20ac" * 40, b"e" * 400]
+    text: list[str | bytes] = [str(i) * (i % 30) for i in range(100)]  # a few are of two blocks
+    for names, salt in ((few, b""), (few, b"tenant"), (text, b""), (text + few, b"tenant")):
         keys = object_keys(names, salt)
         for key, name in zip(keys, names, strict=True):
             raw = name.encode() if isinstance(name, str) else name

@@ -99,28 +99,50 @@ INLINE void gather(const int64_t *numbers, uint32_t count, uint32_t at, lanes *m
     }
 }
 
+/* `bytes` of each lane's message are compressed then. */
+INLINE void lanes_compress(lanes h[8], const lanes message[BLAKE2S_BLOCK_WORDS], lanes bytes,
+                           uint32_t bytes_high, uint32_t last) {
+    lanes v[16];
+    for (int i = 0; i < 8; i++) {
+        v[i] = h[i];
+        v[i + 8] = (lanes){0} + start_words[i];
+    }
+    v[12] ^= bytes;
+    v[13] ^= bytes_high;
+    v[14] ^= last;
+    ROUNDS;
+    for (int i = 0; i < 8; i++) h[i] ^= v[i] ^ v[i + 8];
+}
+
 INLINE void lanes_hash(const blake2s *start, const int64_t *numbers, uint32_t count,
                        uint32_t out[BLAKE2S_LANES][8], uint32_t high[BLAKE2S_LANES]) {
     lanes h[8], any = {0};
     for (int i = 0; i < 8; i++) h[i] = (lanes){0} + start->h[i];
     for (uint32_t at = 0; at < count; at += BLAKE2S_BLOCK_WORDS) {
-        lanes v[16], message[BLAKE2S_BLOCK_WORDS];
+        lanes message[BLAKE2S_BLOCK_WORDS];
         uint32_t end = count - at <= BLAKE2S_BLOCK_WORDS ? count : at + BLAKE2S_BLOCK_WORDS;
         gather(numbers, count, at, message, &any);
-        for (int i = 0; i < 8; i++) {
-            v[i] = h[i];
-            v[i + 8] = (lanes){0} + start_words[i];
-        }
-        v[12] ^= 4 * end;
-        v[13] ^= end >> 30;
-        v[14] ^= end == count ? UINT32_MAX : 0;
-        ROUNDS;
-        for (int i = 0; i < 8; i++) h[i] ^= v[i] ^ v[i + 8];
+        lanes_compress(h, message, (lanes){0} + 4 * end, end >> 30, end == count ? UINT32_MAX : 0);
     }
     for (int lane = 0; lane < BLAKE2S_LANES; lane++) {
         for (int i = 0; i < 8; i++) out[lane][i] = h[i][lane];
         high[lane] = any[lane];
     }
+}
+
+INLINE void lanes_last(const blake2s *start,
+                       const uint32_t blocks[BLAKE2S_LANES][BLAKE2S_BLOCK_WORDS],
+                       const uint32_t bytes[BLAKE2S_LANES], uint32_t out[BLAKE2S_LANES][8]) {
+    lanes h[8], message[BLAKE2S_BLOCK_WORDS], ends;
+    for (int i = 0; i < 8; i++) h[i] = (lanes){0} + start->h[i];
+    for (int lane = 0; lane < BLAKE2S_LANES; lane++) {
+        ends[lane] = (uint32_t)start->bytes + bytes[lane];
+        for (int word = 0; word < BLAKE2S_BLOCK_WORDS; word++)
+            message[word][lane] = blocks[lane][word];
+    }
+    lanes_compress(h, message, ends, (uint32_t)(start->bytes >> 32), UINT32_MAX);
+    for (int lane = 0; lane < BLAKE2S_LANES; lane++)
+        for (int i = 0; i < 8; i++) out[lane][i] = h[i][lane];
 }
 
 static void lanes_plain(const blake2s *start, const int64_t *numbers, uint32_t count,
@@ -146,4 +168,24 @@ void blake2s_lanes(const blake2s *start, const int64_t *numbers, uint32_t count,
     }
 #endif
     lanes_plain(start, numbers, count, h, high);
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) static void last_avx2(
+    const blake2s *start, const uint32_t blocks[BLAKE2S_LANES][BLAKE2S_BLOCK_WORDS],
+    const uint32_t bytes[BLAKE2S_LANES], uint32_t h[BLAKE2S_LANES][8]) {
+    lanes_last(start, blocks, bytes, h);
+}
+#endif
+
+void blake2s_last_lanes(const blake2s *start,
+                        const uint32_t blocks[BLAKE2S_LANES][BLAKE2S_BLOCK_WORDS],
+                        const uint32_t bytes[BLAKE2S_LANES], uint32_t h[BLAKE2S_LANES][8]) {
+#if defined(__x86_64__)
+    if (kernels_current() != &kernels_serial) { /* all others have AVX2 */
+        last_avx2(start, blocks, bytes, h);
+        return;
+    }
+#endif
+    lanes_last(start, blocks, bytes, h);
 }

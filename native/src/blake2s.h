@@ -1,4 +1,4 @@
-/* BLAKE2s (RFC 7693), unkeyed: of one message, or of eight of one length side by side. */
+/* BLAKE2s (RFC 7693), unkeyed: of one message, or of eight side by side. */
 #ifndef CXLKV_BLAKE2S_H
 #define CXLKV_BLAKE2S_H
 
@@ -20,6 +20,10 @@ void blake2s_block(blake2s *state, const uint32_t block[BLAKE2S_BLOCK_WORDS]);
 /* The last block, of which `bytes` count and the rest is zero. The digest is then the first bytes
  * of h, words from the low byte on. */
 void blake2s_last(blake2s *state, const uint32_t block[BLAKE2S_BLOCK_WORDS], uint32_t bytes);
+/* The same of eight messages that begin alike, each with a last block of its own. */
+void blake2s_last_lanes(const blake2s *start,
+                        const uint32_t blocks[BLAKE2S_LANES][BLAKE2S_BLOCK_WORDS],
+                        const uint32_t bytes[BLAKE2S_LANES], uint32_t h[BLAKE2S_LANES][8]);
 /* h of eight messages of `count` words: the low halves of so many 64-bit numbers. Returns the high
  * halves, or-ed, by message. */
 void blake2s_lanes(const blake2s *start, const int64_t *numbers, uint32_t count,
