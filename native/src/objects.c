@@ -35,7 +35,7 @@ static object_place find_place(cxlkv_pool *pool, const uint8_t *keys, uint64_t i
     key_hash(keys, i, hash);
     place.page = index_find(pool, hash);
     if (place.page == NO_PAGE) return place;
-    bool read = descriptor_read(pool, place.page, &line) == 0;
+    bool read = !pool->pages[place.page].retired && descriptor_read(pool, place.page, &line) == 0;
     place.bytes = read ? line.tokens : 0;
     if (match_page(pool, hash, 0, place.bytes, &place.page, &ordinal) && place.bytes) {
         place.code = 0;

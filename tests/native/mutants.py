@@ -231,7 +231,7 @@ def line_that_fails(program: Path) -> list[str]:
     done = subprocess.run([program], capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return []
-    line = re.search(rf"{program.name}\.c:\d+", done.stderr)
+    line = re.search(r"\w+\.[ch]:\d+", done.stderr)
     if line is None:
         raise SystemExit(f"{program} failed otherwise:\n{done.stderr[-2000:]}")
     return [line[0]]
