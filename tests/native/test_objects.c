@@ -1,7 +1,7 @@
 /* Goal: what is put under a key is what is got, in every way to read it, or there is an error that
- * says why; all of a call's objects have room or none; what is held stays. Method: sizes about every
- * border, buffers that begin anywhere, a model of random operations, each kind of damage, threads on
- * the same keys, on one host and on two that share the pool, and a child that inherits leases. */
+ * says why; all objects of a call have room or none; what is held stays. Method: sizes about every
+ * border, buffers that begin anywhere, each kind of damage, threads on the same keys, on one host
+ * and on two that share the pool, and a child that inherits leases. */
 #undef NDEBUG
 #include <pthread.h>
 #include <signal.h>
