@@ -18,7 +18,7 @@ from cxlkv import _core, bulk, room
 from cxlkv.arrays import is_torch
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, CorruptError, PoolFullError
-from cxlkv.prefix import PageKeys, key_hashes, root
+from cxlkv.prefix import PageKey, PageKeys, key_hashes, root
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ class Objects:
 
         buffers: for each key what put() takes, or Buffers.
         """
-        hashes = _hashes(keys)
+        hashes = hashes_of(keys)
         given, kept = _memory(buffers, len(hashes) // _core.HASH_BYTES, False)
         timed = bulk.begin(self._handle)
         count = len(hashes) // _core.HASH_BYTES
@@ -103,7 +103,7 @@ class Objects:
         All memory given for a damaged one is zeros. Nothing is copied when one does not fit:
         BadArgumentError.
         """
-        hashes = _hashes(keys)
+        hashes = hashes_of(keys)
         given, kept = _memory(buffers, len(hashes) // _core.HASH_BYTES, True)
         timed = bulk.begin(self._handle)
         sizes = _core.objects_get(self._handle, hashes, *given)
@@ -127,7 +127,7 @@ class Objects:
             raise BadArgumentError(f"ranges of shape {wanted.shape}: [m, 4] is wanted")
         address, size, kept = _place(out, True)
         timed = bulk.begin(self._handle)
-        sizes = _core.objects_ranges(self._handle, _hashes(keys), wanted, address, size)
+        sizes = _core.objects_ranges(self._handle, hashes_of(keys), wanted, address, size)
         del kept
         if timed is not None:
             timed.end("fetch", int(sizes[sizes > 0].sum()))
@@ -135,11 +135,11 @@ class Objects:
 
     def object_sizes(self, keys: Keys) -> Sizes:
         """int64 [n]: the bytes of each object, ABSENT or DAMAGED; no use of it is counted."""
-        return _core.objects_sizes(self._handle, _hashes(keys))
+        return _core.objects_sizes(self._handle, hashes_of(keys))
 
     def lease(self, keys: Keys) -> Lease:
         """Hold objects, to read them where they lie; each is verified first."""
-        return Lease(self._handle, *_core.lease_take(self._handle, _hashes(keys)))
+        return Lease(self._handle, *_core.lease_take(self._handle, hashes_of(keys)))
 
     def reserve(self, sizes: npt.ArrayLike) -> Reserved:
         """Room for objects of these sizes, to be written where it lies, and then published.
@@ -237,7 +237,7 @@ class Reserved(_Leased):
         """
         given = range(len(self)) if places is None else places
         chosen = _numbers(np.asarray(given), "places")
-        hashes = _hashes(keys)
+        hashes = hashes_of(keys)
         if len(hashes) != len(chosen) * _core.HASH_BYTES:
             raise BadArgumentError(
                 f"{len(hashes) // _core.HASH_BYTES} keys for {len(chosen)} places"
@@ -268,12 +268,16 @@ class _Memory:
 # ---- what callers give ----
 
 
-def _hashes(keys: Keys) -> bytes:
+def hashes_of(keys: Keys) -> bytes:
+    """Of names, hashed; of object_keys() what they are: 16 bytes each, joined."""
     if isinstance(keys, (str, bytes)):
         raise BadArgumentError("one key where several are wanted: put it into a list")
     if isinstance(keys, PageKeys):
         return key_hashes(keys)
-    return object_keys(keys).packed.tobytes()
+    given = list(keys)
+    if any(isinstance(key, PageKey) for key in given):  # of object_keys(), taken out one by one
+        return b"".join(k if isinstance(k, PageKey) else hashes_of((k,)) for k in given)
+    return object_keys(given).packed.tobytes()
 
 
 def _encoded(names: list[str | bytes]) -> tuple[bytes, list[str | bytes]]:

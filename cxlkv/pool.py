@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Sequences
 from functools import partial
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import numpy.typing as npt
 
@@ -35,7 +35,7 @@ from cxlkv.hosts import Host, hosts_of
 from cxlkv.hotness import Hotness
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.worker import WorkerUse, worker_use
-from cxlkv.objects import Objects
+from cxlkv.objects import Objects, hashes_of
 from cxlkv.pages import Pages
 from cxlkv.placing import (
     CHECK_PAGES,
@@ -340,26 +340,32 @@ class CXLPool(Objects, Closing):
         found = _core.match(self._handle, hashes, lease_s, single=single, content=not strict)
         return Hit(self._handle, self.layout, *found, strict)
 
-    def forget(self, keys: Iterable[bytes], *, strict: bool = True) -> int:
+    def forget(self, keys: Iterable[str | bytes], *, strict: bool = True) -> int:
         """Take published pages of `keys` out of the index; returns how many. Frees the unused.
 
         Pinned ones too: a pin is against eviction, not against who asks for this by name. strict:
-        as in publish(); keys of content say it themselves.
+        as in publish(); keys of content say it themselves. Keys of objects are what put() takes.
         """
-        return _core.forget(self._handle, key_hashes(keys, strict, either=True))
+        return _core.forget(self._handle, self._named(keys, strict))
 
-    def pin(self, keys: Iterable[bytes], *, strict: bool = True) -> int:
+    def pin(self, keys: Iterable[str | bytes], *, strict: bool = True) -> int:
         """Mark published pages of `keys`, so that no eviction chooses them; returns how many.
 
         A mark, not a count: one unpin() takes it off. It is of this host, for its own pages (those
         of other hosts are theirs to pin), seen by all its processes, and lost when the last one
         closes the pool, or when the page is forgotten.
         """
-        return _core.pin(self._handle, key_hashes(keys, strict, either=True), True)
+        return _core.pin(self._handle, self._named(keys, strict), True)
 
-    def unpin(self, keys: Iterable[bytes], *, strict: bool = True) -> int:
+    def unpin(self, keys: Iterable[str | bytes], *, strict: bool = True) -> int:
         """Take the mark of pin() off published pages of `keys`; returns how many there are."""
-        return _core.pin(self._handle, key_hashes(keys, strict, either=True), False)
+        return _core.pin(self._handle, self._named(keys, strict), False)
+
+    def _named(self, keys: Iterable[str | bytes], strict: bool) -> bytes:
+        """Of pages, or of objects: then as put() takes them."""
+        if self.layout.object_bytes is not None:
+            return hashes_of(keys)
+        return key_hashes(cast("Iterable[bytes]", keys), strict, either=True)
 
     def publish_prefix(
         self, seq: Sequence, token_ids: npt.ArrayLike, salt: bytes = b"", *, tail: bool = False

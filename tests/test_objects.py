@@ -136,6 +136,18 @@ def test_nothing_is_asked_for(pool: CXLPool) -> None:
     assert not pool.forget(object_keys([]))
 
 
+def test_objects_are_forgotten_and_pinned_by_their_names(pool: CXLPool) -> None:
+    pool.put_batch(["a", b"b"], [b"x", b"y"])
+    assert pool.pin(["a", "absent"]) == 1
+    assert pool.stats()["pages_pinned"] == 1
+    assert pool.unpin(object_keys(["a"])) == 1
+    assert pool.object_sizes([object_keys(["b"])[0], "a"]).tolist() == [1, 1]
+    assert pool.forget(["a", "b", "absent"]) == 2
+    assert pool.object_sizes(["a", "b"]).tolist() == [ABSENT, ABSENT]
+    with pytest.raises(BadArgumentError, match="into a list"):
+        pool.forget("a")
+
+
 def test_objects_are_read_and_written_where_they_lie(pool: CXLPool) -> None:
     first, second = made(1), made(2, 1000)
     with pool.reserve([SIZE, 1000, 5]) as reserved:
