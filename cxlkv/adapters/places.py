@@ -46,7 +46,7 @@ def make_or_open(
     """The pool at `path`, and whether it was made now; else it keeps its capacity.
 
     capacity: of it alone; None: share_bytes(), as one of `parts` pools. Raises GeometryError for a
-    pool that stores something else.
+    pool that stores something else; one of larger objects will do for objects.
     """
     place = parse_place(path).path
     assert place is not None, "path_for() refuses places without a name"
@@ -88,9 +88,10 @@ def _is_there(place: str) -> bool:
 
 def _opened(path: str, layout: KVLayout) -> CXLPool:
     pool = CXLPool.open(path)
-    if pool.layout == layout and pool.checksum:
-        return pool
     there = pool.layout
+    larger = (there.object_bytes or 0) >= (layout.object_bytes or 0) > 0
+    if (there == layout or larger) and pool.checksum:
+        return pool
     lacks = "" if pool.checksum else " and has no checksums"
     pool.close()
     raise GeometryError(
