@@ -1,0 +1,1 @@
+"""LMCache: its chunks live in a pool, and are read and written where they lie; a storage plugin."""

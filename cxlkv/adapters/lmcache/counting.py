@@ -1,0 +1,66 @@
+"""What is counted of LMCache's chunks, and what is said, once, of each kind of failure."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+
+log = logging.getLogger("cxlkv")
+
+PREFIX = "lmcache:cxlkv_"
+"""Of our metrics beside LMCache's own."""
+
+COUNTS = {
+    "asked_objects": "Objects that LMCache wanted to read; with layerwise, one for each layer",
+    "hit_objects": "Of them, those that the pool had whole",
+    "read_bytes": "Bytes of the objects that were read",
+    "stored_objects": "Objects that are new in the pool",
+    "stored_bytes": "Bytes of the objects that are new in the pool",
+    "copied_objects": "Of both, those that were copied to or from memory of LMCache's own",
+}
+"""What is counted, by name, with what it means."""
+
+KINDS = {
+    "corrupt": "an object is damaged: it is computed again, and a good one stored in its place",
+    "mismatch": "an object has another shape, dtype or format than LMCache wants: it is computed "
+    "again, and a right one stored in its place",
+    "changed": "LMCache wrote to memory that was published: the object is forgotten",
+    "full": "the pool has no room for more, and nothing in it can go: give a larger "
+    "cxlkv.capacity, or let fewer requests run at once",
+    "large": "an object is larger than the pool's pages are, which the first engine chose: remove "
+    "the pool (cxlkv pool remove), or give another cxlkv.where",
+    "unsupported": "an object is not one of plain tensors in the host's memory, and is not stored",
+    "pool": "the pool cannot be used: what was asked for is a miss",
+}
+"""Failures, each with what it means."""
+
+STATES = {
+    "free": "for new objects",
+    "held": "read or written by a process",
+    "published_only": "objects that nobody reads now",
+}
+"""Of a pool's memory."""
+
+
+class Counting:
+    """Any thread may count."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
+        self.failures: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
+
+    def add(self, **more: int) -> None:
+        """By names of COUNTS."""
+        with self._lock:
+            self.counts.update(more)
+
+    def failed(self, kind: str, detail: object = "", count: int = 1) -> None:
+        """Of KINDS; the first of each kind is a line in the log."""
+        with self._lock:
+            first = self.failures[kind] == 0
+            self.failures[kind] += count
+        if first:
+            said = f": {detail}" if str(detail) else ""
+            log.warning("cxlkv: %s%s (said once; counted as %s)", KINDS[kind], said, kind)

@@ -1,0 +1,75 @@
+"""Keys of LMCache's chunks in a pool: its own key whole, and all else that makes the bytes.
+
+    key = H(space, (model, world size, rank, chunk hash, dtype, tags, layer))
+
+space is identity.namespace() of words_of(). LMCache's own text of a key is not used: it joins parts
+by signs that may be in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from cxlkv.adapters.identity import namespace, weights_of
+from cxlkv.objects import object_keys
+from cxlkv.prefix import PageKeys
+
+
+class Key(Protocol):
+    """As LMCache's CacheEngineKey; a LayerCacheEngineKey has a layer_id, too."""
+
+    model_name: str
+    world_size: int
+    worker_id: int
+    chunk_hash: object
+    dtype: object
+    tags: tuple[tuple[str, object], ...] | None
+
+
+def name_of(key: Key) -> str:
+    """Text in which no two keys agree that differ in anything."""
+    layer = getattr(key, "layer_id", None)
+    where = (key.model_name, key.world_size, key.worker_id)
+    return repr((*where, key.chunk_hash, str(key.dtype), key.tags, layer))
+
+
+def keys_of(keys: Iterable[Key], space: bytes) -> PageKeys:
+    return object_keys([name_of(key) for key in keys], salt=space)
+
+
+def words_of(metadata: object, config: object, version: str) -> dict[str, object]:
+    """Everything that makes a chunk what it is, but what LMCache's key says, and the salt."""
+    model = str(_of(metadata, "model_name"))
+    return {
+        "engine": "lmcache",
+        "version": ".".join(version.split(".")[:2]),
+        "model": model,
+        "weights": weights_of(model),
+        "kv_shape": [int(str(one)) for one in _shape(metadata)],
+        "dtype": str(_of(metadata, "kv_dtype")),
+        "mla": bool(_of(metadata, "use_mla")),
+        "chunk_size": _of(config, "chunk_size"),
+        "layerwise": bool(_of(config, "use_layerwise")),
+        "hash": _of(config, "pre_caching_hash_algorithm"),
+    }
+
+
+def space_of(words: dict[str, object], salt: str) -> bytes:
+    """The namespace of the keys of one model and tenant."""
+    return namespace({**words, "salt": salt})
+
+
+def file_name(words: dict[str, object]) -> str:
+    """Of the pool that all ranks and engines of one model share in a folder."""
+    return f"cxlkv-lmcache-{namespace({'name': 'pool', **words}).hex()[:16]}.pool"
+
+
+def _of(value: object, name: str) -> object:
+    return getattr(value, name)
+
+
+def _shape(metadata: object) -> Iterable[object]:
+    shape = _of(metadata, "kv_shape")
+    assert isinstance(shape, tuple)
+    return shape
