@@ -192,6 +192,24 @@ test-sglang: $(SGLANG)/.stamp-$(SGLANG_VERSION)  ## the tests with SGLang's cach
 	  -C build-dir=build/sglang/native -e .
 	$(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)
 
+# Network, 2 GB of disk and two minutes, once: as above; torch first, as it was tested.
+.PHONY: test-lmcache
+LMCACHE := build/lmcache/env
+LMCACHE_VERSION := 0.5.6
+$(LMCACHE)/.stamp-$(LMCACHE_VERSION):
+	rm -rf $(LMCACHE)
+	$(PYTHON) -m venv $(LMCACHE)
+	$(LMCACHE)/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0
+	$(LMCACHE)/bin/python -m pip install -qq --disable-pip-version-check \
+	  lmcache==$(LMCACHE_VERSION) scikit-build-core cffi pytest pytest-benchmark pytest-timeout \
+	  hypothesis
+	touch $@
+
+test-lmcache: $(LMCACHE)/.stamp-$(LMCACHE_VERSION)  ## the tests with LMCache, likewise
+	$(LMCACHE)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
+	  -C build-dir=build/lmcache/native -e .
+	$(LMCACHE)/bin/python -m pytest tests/lmcache $(ARGS)
+
 # Network, once: Mooncake's store in an environment of its own. A master runs on loopback.
 .PHONY: test-remote
 REMOTE := build/remote/env

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -66,3 +67,12 @@ def test_the_name_that_lmcache_looks_for_is_told() -> None:
     check_name(["LocalCPUBackend"])
     with pytest.raises(BadArgumentError, match=r"storage_plugins: \[LocalCPUBackend\]"):
         check_name(["cxlkv"])
+
+
+def test_the_package_is_there_without_lmcache() -> None:
+    module = importlib.import_module("cxlkv.adapters.lmcache")
+    with pytest.raises(AttributeError, match="no attribute 'CXLStorge'"):
+        _ = module.CXLStorge
+    if importlib.util.find_spec("lmcache") is None:
+        with pytest.raises(ModuleNotFoundError, match="lmcache"):
+            _ = module.CXLStorage

@@ -1,0 +1,409 @@
+"""CXLStorage, the storage plugin that LMCache calls: chunks put, found, pinned and read in a pool.
+
+Puts are done by a thread of their own, as each sums the bytes: LMCache's call returns at once, and
+exists_in_put_tasks() says what is still to come. Everything else answers when it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import torch
+from lmcache import __version__ as lmcache_version
+from lmcache import torch_dev
+from lmcache.logging import init_logger
+from lmcache.utils import CacheEngineKey, LayerCacheEngineKey, get_size_bytes
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj, TensorMemoryObj
+from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.v1.pin_monitor import PinMonitor
+from lmcache.v1.storage_backend import is_cuda_worker
+from lmcache.v1.storage_backend.abstract_backend import (
+    AllocatorBackendInterface,
+    StoragePluginInterface,
+)
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+
+from cxlkv.adapters import places
+from cxlkv.adapters.lmcache import form, names
+from cxlkv.adapters.lmcache.chunks import Chunks
+from cxlkv.adapters.lmcache.counting import log
+from cxlkv.adapters.lmcache.form import Form
+from cxlkv.adapters.lmcache.memory import PoolAllocator, PoolObject, form_of
+from cxlkv.adapters.lmcache.metrics import Shown
+from cxlkv.adapters.lmcache.settings import check_name, check_served, check_version, read_settings
+from cxlkv.config import format_bytes
+from cxlkv.errors import BadArgumentError, BusyError, CXLKVError
+from cxlkv.layout import KVLayout
+from cxlkv.pool import CXLPool
+from cxlkv.prefix import PageKeys
+
+PAGE_BYTES = 4096
+TOKENS_DIM = 2  # of the shapes that LMCacheMetadata gives
+LAYERWISE_LOOKUP = "fake_lookup_id"
+"""What LMCache calls a lookup of one layer, of which it takes all chunks or fails."""
+
+
+class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
+    """What LMCache's own classes say of each method holds; here only what is not said there."""
+
+    def __init__(
+        self,
+        dst_device: str = "cpu",
+        config: LMCacheEngineConfig | None = None,
+        metadata: LMCacheMetadata | None = None,
+        local_cpu_backend: LocalCPUBackend | None = None,
+        loop: AbstractEventLoop | None = None,
+    ):
+        """Raises what LMCache then says in its log, and goes on without us: UnsupportedError,
+        BadArgumentError, GeometryError, and what CXLPool.create raises."""
+        super().__init__(dst_device, config, metadata, local_cpu_backend, loop)
+        if config is None or metadata is None:
+            raise BadArgumentError("cxlkv: LMCache gives its plugins a config and metadata")
+        if not log.handlers:
+            init_logger(log.name)
+        check_version(lmcache_version)
+        check_served(config)
+        if local_cpu_backend is None and metadata.role != "scheduler":
+            check_name(config.storage_plugins)
+        PinMonitor.GetOrCreate(config)
+        self.settings = read_settings(config.extra_config or {})
+        usual = MemoryFormat.KV_T2D if config.use_layerwise else MemoryFormat.KV_2LTD
+        self._fmt = MemoryFormat.KV_MLA_FMT if metadata.use_mla else usual
+        self._words = names.words_of(metadata, config, lmcache_version)
+        self._space = names.space_of(self._words, self.settings.salt)
+        self.counting = Shown(metadata, config)
+        self.pool = self._open(metadata, config)
+        try:
+            self._mapping = self._register()
+        except CXLKVError:
+            self.pool.close()
+            raise
+        self.chunks = Chunks(self.pool, self.counting)
+        self.allocator = self.initialize_allocator(config, metadata)
+        self._putting: dict[CacheEngineKey, bool] = {}  # whether it is still wanted
+        self._put_lock = threading.Lock()
+        self._puts = ThreadPoolExecutor(1, "cxlkv-lmcache")
+        self._closed = False
+
+    def __str__(self) -> str:
+        return "CXLStorage"
+
+    # ---- the pool ----
+
+    def _open(self, metadata: LMCacheMetadata, config: LMCacheEngineConfig) -> CXLPool:
+        shapes = metadata.get_shapes(config.chunk_size)
+        chunk = get_size_bytes(shapes, metadata.get_dtypes())
+        size = -(-chunk // metadata.kv_shape[0]) if config.use_layerwise else chunk
+        wanted = size + form.bytes_of(len(shapes))
+        layout = KVLayout.objects(-(-wanted // PAGE_BYTES) * PAGE_BYTES)
+        path = places.path_for(self.settings.where, names.file_name(self._words))
+        pool, made = places.make_or_open(path, layout, self.settings.capacity)
+        objects = pool.stats()["pages_total"]
+        chunks = objects // metadata.kv_shape[0] if config.use_layerwise else objects
+        found = "made" if made else "found"
+        stays = "" if made else "; its capacity stays what it was made with"
+        room = f"{chunks} chunks of a rank, {chunks * config.chunk_size} tokens"
+        log.info(
+            "cxlkv: %s %s, for %s (%s)%s", found, path, room, format_bytes(chunks * chunk), stays
+        )
+        pool.prefault(background=True)  # else the first chunks that are stored pay for it
+        return pool
+
+    def _register(self) -> object:
+        """LMCache's kernels read chunks from the GPU, which must know the pool's memory for it."""
+        if not is_cuda_worker(self.metadata):
+            return None
+        from cxlkv.gpu.mapping import Mapping
+
+        return Mapping(self.pool, torch.device(self.dst_device))
+
+    def _keys(self, keys: Sequence[CacheEngineKey]) -> PageKeys:
+        return names.keys_of(keys, self._space)
+
+    def _fits(self, found: Form) -> bool:
+        """Whether LMCache would have made it so: else a reader of another shape would get it."""
+        assert self.metadata is not None
+        dtypes = tuple(str(one).removeprefix("torch.") for one in self.metadata.get_dtypes())
+        if found.fmt != self._fmt.name or found.dtypes != dtypes:
+            return False
+        if not self.config.use_layerwise:
+            tokens = (*found.shapes[0], *(0,) * TOKENS_DIM)[TOKENS_DIM]
+            shapes = self.metadata.get_shapes(tokens)
+            return found.shapes == tuple(tuple(shape) for shape in shapes)
+        whole = torch.Size(self.metadata.get_shapes(1)[0]).numel() // self.metadata.kv_shape[0]
+        return bool(torch.Size(found.shapes[0]).numel() % whole == 0)
+
+    # ---- memory to be written ----
+
+    def initialize_allocator(
+        self, config: LMCacheEngineConfig, metadata: LMCacheMetadata
+    ) -> PoolAllocator:
+        return PoolAllocator(self.chunks, self._fits, self._verify_soon)
+
+    def get_memory_allocator(self) -> PoolAllocator:
+        return self.allocator
+
+    def get_allocator_backend(self) -> CXLStorage:
+        return self
+
+    def allocate(
+        self,
+        shapes: torch.Size | list[torch.Size],
+        dtypes: torch.dtype | list[torch.dtype],
+        fmt: MemoryFormat | None = None,
+        eviction: bool = True,
+        busy_loop: bool = True,
+    ) -> MemoryObj | None:
+        """busy_loop waits for a second at most, for LMCache to give something back."""
+        found = self.batched_allocate(shapes, dtypes, 1, fmt, eviction, busy_loop)
+        return found[0] if found else None
+
+    def batched_allocate(
+        self,
+        shapes: torch.Size | list[torch.Size],
+        dtypes: torch.dtype | list[torch.dtype],
+        batch_size: int,
+        fmt: MemoryFormat | None = None,
+        eviction: bool = True,
+        busy_loop: bool = True,
+    ) -> list[MemoryObj] | None:
+        """As allocate()."""
+        if self._closed:
+            return None
+        return self.allocator.batched_allocate(
+            shapes, dtypes, batch_size, fmt or self._fmt, evict=eviction, wait=busy_loop
+        )
+
+    def calculate_chunk_budget(self) -> int:
+        return self.pool.stats()["pages_total"]
+
+    # ---- put ----
+
+    def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
+        with self._put_lock:
+            return key in self._putting
+
+    def batched_submit_put_task(
+        self,
+        keys: Sequence[CacheEngineKey],
+        objs: list[MemoryObj],
+        transfer_spec: object = None,
+        on_complete_callback: Callable[[CacheEngineKey], None] | None = None,
+    ) -> list[Future[None]] | None:
+        """One future for all. on_complete_callback: for each key that is new in the pool then."""
+        with self._put_lock:
+            if self._closed:
+                return None
+            chosen: list[tuple[CacheEngineKey, MemoryObj]] = []
+            for key, one in zip(keys, objs, strict=True):
+                if key not in self._putting:
+                    self._putting[key] = True
+                    one.ref_count_up()
+                    chosen.append((key, one))
+            if not chosen:
+                return None
+            return [self._puts.submit(self._put, chosen, on_complete_callback)]
+
+    def drain(self) -> None:
+        """Wait until all that was given before is in the pool, or failed."""
+        if not self._closed:
+            self._puts.submit(lambda: None).result()
+
+    def _put(
+        self,
+        chosen: list[tuple[CacheEngineKey, MemoryObj]],
+        told: Callable[[CacheEngineKey], None] | None,
+    ) -> None:
+        new: list[bool] = []
+        try:
+            if self._mapping is not None:
+                torch_dev.synchronize(
+                    self.dst_device
+                )  # what the GPU writes may be on its way still
+            new = self._stored(chosen)
+        except Exception as error:  # LMCache asks nobody for the future: it would be silent
+            self.counting.failed("pool", f"{type(error).__name__}: {error}")
+        with self._put_lock:
+            unwanted = [key for key, _ in chosen if not self._putting.pop(key)]
+        if unwanted:
+            self.chunks.forget(self._keys(unwanted))
+        for _, one in chosen:
+            one.ref_count_down()
+        for (key, _), is_new in zip(chosen, new, strict=False):
+            if is_new and told is not None:
+                try:
+                    told(key)
+                except Exception as error:  # as LMCache promises its callers
+                    log.warning("cxlkv: on_complete_callback of %s: %s", key, error)
+        self.counting.look(self.pool)
+
+    def _stored(self, chosen: list[tuple[CacheEngineKey, MemoryObj]]) -> list[bool]:
+        """In place what lies in the pool, by copies what does not; which are new."""
+        packed = self._keys([key for key, _ in chosen])
+        new = [False] * len(chosen)
+        if not self.chunks.is_whole():
+            return new
+        others: list[int] = []
+        buffers: list[list[object]] = []
+        for index, (_, one) in enumerate(chosen):
+            if isinstance(one, PoolObject) and one.key is None and one.parent() is self.allocator:
+                new[index] = one.seal(packed[index : index + 1])
+            elif (memory := self._memory_of(one)) is not None:
+                others.append(index)
+                buffers.append(memory)
+        if others:
+            found = self.chunks.put(PageKeys(packed.packed[others], 1), buffers)
+            for index, is_new in zip(others, found, strict=True):
+                new[index] = is_new
+            self.counting.add(copied_objects=sum(found))
+        sizes = [one.get_size() for (_, one), is_new in zip(chosen, new, strict=True) if is_new]
+        self.counting.add(stored_objects=len(sizes), stored_bytes=sum(sizes))
+        return new
+
+    def _memory_of(self, one: MemoryObj) -> list[object] | None:
+        """What is to be copied of an object that lies elsewhere; None when that is not served."""
+        raw = one.raw_tensor if isinstance(one, TensorMemoryObj) else None
+        size = one.get_size()
+        if raw is not None and raw.is_cpu and raw.is_contiguous() and raw.nbytes >= size:
+            found = form_of(one)
+            if self._fits(found):
+                return [raw.reshape(-1).view(torch.uint8)[:size], form.encode(found, size)]
+        self.counting.failed("unsupported", f"{type(one).__name__} of {size} bytes")
+        return None
+
+    # ---- find ----
+
+    def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
+        """Of a chunk's first layer: whether all of them are there. LMCache asks for no other before
+        it stores or reads the chunk, and the pool evicts each by itself."""
+        first = isinstance(key, LayerCacheEngineKey) and key.layer_id == 0
+        if first and not pin and self.metadata is not None:
+            keys = key.split_layers(self.metadata.kv_shape[0])
+            return self.batched_contains(keys) == len(keys)
+        return self.batched_contains([key], pin) == 1
+
+    def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
+        if self._closed or not keys:
+            return 0
+        packed = self._keys(keys)
+        there = self.chunks.present(packed)
+        # Of a chunk's layers LMCache takes pins off only if all are there.
+        layers = isinstance(keys[0], LayerCacheEngineKey)
+        if not pin or not there or (layers and there < len(keys)):
+            return there
+        pinned = self.allocator.pin(keys[:there], packed[:there])
+        for key in keys[:pinned] if layers and pinned < len(keys) else ():
+            self.allocator.unpin(key)
+        return pinned
+
+    async def batched_async_contains(
+        self, lookup_id: str, keys: list[CacheEngineKey], pin: bool = False
+    ) -> int:
+        """Pins nothing: the objects that LMCache reads next hold themselves."""
+        return await asyncio.to_thread(self.batched_contains, keys)
+
+    # ---- read ----
+
+    def get_blocking(self, key: CacheEngineKey) -> MemoryObj | None:
+        return self.batched_get_blocking([key])[0]
+
+    def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
+        read = self._read(keys)
+        near = self.local_cpu_backend
+        if near is None or not near.use_hot:
+            return read
+        return [one and self._brought_near(one, near) for one in read]
+
+    def _read(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
+        """In place, each with a reference."""
+        if self._closed:
+            return [None] * len(keys)
+        read = self.allocator.read(keys, self._keys(keys))
+        hits = [one.get_size() for one in read if one is not None]
+        self.counting.add(asked_objects=len(keys), hit_objects=len(hits), read_bytes=sum(hits))
+        self.counting.look(self.pool)
+        return list(read)
+
+    def _brought_near(self, one: MemoryObj, near: LocalCPUBackend) -> MemoryObj:
+        """A copy in LMCache's own memory, where it keeps what it has read: else its hot cache would
+        hold the pool's memory for as long as it likes. In place when there is no room."""
+        made = near.allocate(
+            one.get_shapes(), one.get_dtypes(), one.meta.fmt, eviction=True, busy_loop=False
+        )
+        if made is None:
+            return one
+        made.raw_tensor[: one.get_size()].copy_(one.raw_tensor)
+        one.ref_count_down()
+        self.counting.add(copied_objects=1)
+        return made
+
+    async def batched_get_non_blocking(
+        self, lookup_id: str, keys: list[CacheEngineKey], transfer_spec: object = None
+    ) -> list[MemoryObj]:
+        """Those from the first on that are there. Of one layer all, or LookupError: LMCache would
+        leave the others' places in the engine as they are."""
+        found = await asyncio.to_thread(self._read, keys)
+        hits = found.index(None) if None in found else len(found)
+        one_layer = lookup_id == LAYERWISE_LOOKUP and isinstance(keys[0], LayerCacheEngineKey)
+        if one_layer and hits < len(keys):
+            hits = 0
+        for one in found[hits:]:
+            if one is not None:
+                one.ref_count_down()
+        if one_layer and hits < len(keys):
+            raise LookupError(f"cxlkv: {keys[0]} and its like: a chunk's layer is gone or damaged")
+        return [one for one in found[:hits] if one is not None]
+
+    # ---- keep and remove ----
+
+    def pin(self, key: CacheEngineKey) -> bool:
+        return self.contains(key, pin=True)
+
+    def unpin(self, key: CacheEngineKey) -> bool:
+        return self.allocator.unpin(key)
+
+    def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
+        return self.batched_remove([key], force) == 1
+
+    def batched_remove(self, keys: list[CacheEngineKey], force: bool = True) -> int:
+        """Who reads one keeps its memory until it gives it back. force=False: not what is pinned
+        here."""
+        with self._put_lock:
+            pending = [key for key in keys if key in self._putting]
+            self._putting.update(dict.fromkeys(pending, False))
+        chosen = [key for key in keys if force or key not in self.allocator.pinned]
+        if self._closed or not chosen:
+            return len(pending)
+        self.allocator.unpin_all(chosen)
+        return min(len(keys), self.chunks.forget(self._keys(chosen)) + len(pending))
+
+    def touch_cache(self) -> None:
+        """The pool counts uses by itself."""
+
+    # ---- the end ----
+
+    def _verify_soon(self, key: PageKeys) -> None:
+        with suppress(RuntimeError):  # it is closed
+            self._puts.submit(self.chunks.verify, key)
+
+    def close(self) -> None:
+        """Ends what is being put. Objects that LMCache has still keep the pool's memory in place,
+        until the process ends."""
+        with self._put_lock:
+            ended, self._closed = self._closed, True
+        if ended:
+            return
+        self._puts.shutdown()
+        self.allocator.unpin_all(list(self.allocator.pinned))
+        try:
+            self.chunks.close()
+        except BusyError:
+            log.warning("cxlkv: LMCache has %d objects of the pool still", self.allocator.out)
+        except (CXLKVError, OSError) as error:
+            log.warning("cxlkv: the pool was not closed: %s", error)

@@ -1,0 +1,71 @@
+"""Our figures are where LMCache's own are, with its labels, from the start."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+
+from cxlkv.adapters.lmcache.counting import COUNTS, KINDS, PREFIX, STATES
+
+from .conftest import MakeEngine, MakeStorage
+from .engines import CHUNK, OBJECT_BYTES, text
+from .objects import got, lent, put
+
+
+def shown(name: str, **labels: str) -> float:
+    """-1: it is not there."""
+    mine = {"model_name": "m", "worker_id": "0", "role": "worker", "served_model_name": ""}
+    found = REGISTRY.get_sample_value(f"{PREFIX}{name}", {**mine, **labels})
+    return -1 if found is None else found
+
+
+def test_every_counter_is_there_and_counts(make_storage: MakeStorage) -> None:
+    before = {name: max(0, shown(f"{name}_total")) for name in COUNTS}
+    storage = make_storage()
+    assert all(shown(f"{name}_total") == before[name] for name in COUNTS)
+    assert all(shown("failures_total", kind=kind) >= 0 for kind in KINDS)
+    put(storage, 1, 2)
+    got(storage, 1)
+    got(storage, 3)
+    now = {name: int(shown(f"{name}_total") - before[name]) for name in COUNTS}
+    assert now == {
+        "asked_objects": 2,
+        "hit_objects": 1,
+        "read_bytes": OBJECT_BYTES,
+        "stored_objects": 2,
+        "stored_bytes": 2 * OBJECT_BYTES,
+        "copied_objects": 0,
+    }
+    corrupt = shown("failures_total", kind="corrupt")
+    storage.counting.failed("corrupt", count=3)
+    assert shown("failures_total", kind="corrupt") == corrupt + 3
+
+
+def test_the_pool_is_shown_once_a_second(
+    make_storage: MakeStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = make_storage()
+    put(storage, 1)
+    monkeypatch.setattr("cxlkv.adapters.lmcache.metrics.LOOK_EVERY_S", 0.0)
+    storage.counting._next_s = 0.0
+    one = lent(storage, 1)
+    size, pages = storage.chunks.object_bytes, storage.pool.stats()["pages_total"]
+    path = str(storage.pool.path)
+    states = {state: shown("pool_bytes", pool=path, state=state) for state in STATES}
+    assert states == {"free": (pages - 1) * size, "held": size, "published_only": 0}
+    one.ref_count_down()
+    got(storage, 9)
+    assert shown("pool_bytes", pool=path, state="held") == 0
+    assert shown("pool_bytes", pool=path, state="published_only") == size
+    storage.close()
+    storage.counting.look(storage.pool)  # a closed pool is no error
+
+
+def test_hits_show_on_lmcaches_endpoint(make_engine: MakeEngine) -> None:
+    first = make_engine()
+    first.store(text(1, 2 * CHUNK))
+    assert first.retrieve(text(1, 2 * CHUNK)) == 2 * CHUNK
+    page = generate_latest(REGISTRY).decode()
+    assert "lmcache:cxlkv_hit_objects_total{" in page
+    assert shown("hit_objects_total") >= 2
+    assert "lmcache:num_retrieve_requests" in page
