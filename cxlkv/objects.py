@@ -187,8 +187,10 @@ class _Leased(Closing):
         places = list(zip(addresses.tolist(), sizes.tolist(), strict=True))
         first = min((address for address, _ in places if address), default=0)
         end = max((address + size for address, size in places if address), default=0)
-        # One array that has all of them in it, as an array takes longer than a slice of its memory.
-        whole = np.asarray(_Memory(pool, handle, first, end - first, writable)).data
+        # One array that has all of them in it, as an array takes longer than a slice of its memory;
+        # older numpy (2.2) makes none at address 0.
+        memory = _Memory(pool, handle, first, end - first, writable)
+        whole = np.asarray(memory).data if end else memoryview(b"")
         self.views: list[memoryview | None] = [
             whole[address - first : address - first + size] if address else None
             for address, size in places

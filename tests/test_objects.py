@@ -133,6 +133,9 @@ def test_nothing_is_asked_for(pool: CXLPool) -> None:
     with pool.lease([]) as lease, pool.reserve([]) as reserved:
         assert (lease.views, reserved.views) == ([], [])
         assert reserved.publish([]).tolist() == []
+    with pool.lease(["absent", "too"]) as lease:
+        assert lease.views == [None, None]
+        assert lease.sizes.tolist() == [ABSENT, ABSENT]
     assert not pool.forget(object_keys([]))
 
 
