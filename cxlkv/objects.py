@@ -139,7 +139,12 @@ class Objects:
 
     def lease(self, keys: Keys) -> Lease:
         """Hold objects, to read them where they lie; each is verified first."""
-        return Lease(self._handle, *_core.lease_take(self._handle, hashes_of(keys)))
+        hashes = hashes_of(keys)
+        timed = bulk.begin(self._handle)
+        lease = Lease(self._handle, *_core.lease_take(self._handle, hashes))
+        if timed is not None:  # each byte is read once, here or where it lies
+            timed.end("fetch", int(lease.sizes[lease.sizes > 0].sum()))
+        return lease
 
     def reserve(self, sizes: npt.ArrayLike) -> Reserved:
         """Room for objects of these sizes, to be written where it lies, and then published.
@@ -246,8 +251,11 @@ class Reserved(_Leased):
             )
         if len(chosen) and not chosen.max() < len(self):
             raise BadArgumentError(f"places {chosen.tolist()} of {len(self)}")
+        timed = bulk.begin(self._pool)
         codes = _core.lease_publish(self._handle, np.ascontiguousarray(chosen, np.uint32), hashes)
         new: npt.NDArray[np.bool_] = codes == 0
+        if timed is not None:
+            timed.end("append", int(self.sizes[chosen[new].astype(np.int64)].sum()))
         return new
 
 
