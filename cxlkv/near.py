@@ -52,6 +52,8 @@ class NearTier(Closing):
     """
 
     def __init__(self, pool: CXLPool, size: str | int):
+        if pool.layout.object_bytes is not None:
+            raise BadArgumentError("a near tier is of K and V: this pool stores objects")
         self._pool = pool._handle
         self._heads = pool.layout.kv_heads
         _core.near_make(self._pool, parse_bytes(size))

@@ -33,6 +33,7 @@ from cxlkv.near import NearTier
 from cxlkv.policy import DEFAULT, NONE, Lru, Published, choose, policy_named
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, whole_ids
+from cxlkv.restoring import Mask, Restoring
 from cxlkv.sequence import Hit
 
 Names = npt.NDArray[np.uint8]
@@ -48,7 +49,7 @@ PLACES_MAX = 4096
 log = logging.getLogger("cxlkv")
 
 
-class Tiers(Closing):
+class Tiers(Restoring, Closing):
     """What decides which page is where. One for each pool and process; any thread may call it.
 
     near: bytes for copies, or None. cold: a file for records that had to go, of cold_capacity (see
@@ -57,6 +58,8 @@ class Tiers(Closing):
     or an open ColdStore, which its maker closes. policy: which published pages go (cxlkv.policy).
     costs: what reading and computing cost here, so that nothing is read that would be computed
     faster; needed by the policy "cost". bytes_per_s: at most so much is moved by step().
+
+    A pool of objects has no near tier and no costs; restore() brings back what went to its file.
 
     While it is open, an append to a full pool makes room first; PoolFullError means then that
     everything else is held, pinned or leased. A child of os.fork() has none: it makes its own, or
@@ -83,6 +86,11 @@ class Tiers(Closing):
             raise BadArgumentError("compress= goes with cold=")
         if policy == "cost" and (costs is None or costs.prefill is None):
             raise BadArgumentError("policy='cost' needs costs= with a prefill speed")
+        if pool.layout.object_bytes is not None and (near is not None or costs is not None):
+            raise BadArgumentError(
+                "near= and costs= are of K and V, which are read in place or computed again: this "
+                "pool stores objects"
+            )
         if bytes_per_s is not None and not bytes_per_s > 0:
             raise BadArgumentError(f"bytes_per_s={bytes_per_s}: more than 0")
         self.pool, self.costs = pool, costs
@@ -96,6 +104,7 @@ class Tiers(Closing):
         self._batch = max(1, BATCH_BYTES // self._shape.bytes)
         self._buffer: Names | None = None
         self._coming = np.empty(0, np.uint32)  # of a prefix that is being brought back: they stay
+        self._saved = {}
         self.cold: ColdStore | None = None
         self._own_cold: ColdStore | None = None  # which is closed with the tiers
         self.near: NearTier | None = None
@@ -258,7 +267,8 @@ class Tiers(Closing):
             records = self._records(len(some))
             found = self.cold.load(some, records)
             count = len(some) if found.all() else int(np.argmin(found))
-            done = self._write(records[:count], before[:count]) if count else 0
+            right = self._write(records[:count], before[:count])
+            done = count if right.all() else int(np.argmin(right))
             brought += done
             if done < len(some):
                 break
@@ -266,18 +276,18 @@ class Tiers(Closing):
             self._coming = np.append(self._coming, pages)
         return brought
 
-    def _write(self, records: Names, parents: Names) -> int:
-        """How many of the records, from the first on, are in the pool then."""
+    def _write(self, records: Names, parents: Names) -> Mask:
+        """Which of the records are in the pool then."""
         timed = bulk.begin(self.pool._handle)
         try:
             codes = _core.records_write(self.pool._handle, records, np.ascontiguousarray(parents))
         except PoolFullError:  # others took it
             self._counts["refused_pages"] += len(records)
-            return 0
+            return np.zeros(len(records), np.bool_)
         if timed is not None:
             timed.end("restore", int((codes == 0).sum()) * self._shape.bytes)
-        right = (codes == 0) | (codes == _core.RECORD_PRESENT)
-        return len(codes) if right.all() else int(np.argmin(right))
+        right: Mask = (codes == 0) | (codes == _core.RECORD_PRESENT)
+        return right
 
     # ---- making room ----
 
@@ -377,8 +387,11 @@ class Tiers(Closing):
     ) -> None:
         """Into the cold tier; a page whose bytes are wrong goes nowhere."""
         assert self.cold is not None
-        wanted = np.flatnonzero(~self.cold.contains(names, sure=True))
-        if not len(wanted) or self.cold.why_off:
+        objects = self.pool.layout.object_bytes is not None
+        # Of a name the bytes are known, unless it is an object's.
+        there = self.cold.contains(names, sure=True) if not objects else np.zeros(len(names), bool)
+        wanted = np.flatnonzero(~there)
+        if not len(wanted) or (self.cold.why_off and not objects):
             self._counts["dropped_pages"] += len(wanted)
             return
         records = self._records(len(wanted))
@@ -388,9 +401,14 @@ class Tiers(Closing):
         if timed is not None:
             timed.end("demote", int(right.sum()) * self._shape.bytes)
         self._counts["corrupt_pages"] += int((codes == _core.E_CORRUPT).sum())
+        missed = len(wanted) - int(right.sum())
+        if objects:
+            right[right] = self._replacing(names[right], records[right])
         stored = self.cold.store(names[wanted][right], records[right], parents[wanted][right])
+        if objects:
+            self._note(names[right][stored], records[right][stored])
         self._counts["demoted_pages"] += int(stored.sum())
-        self._counts["dropped_pages"] += len(wanted) - int(stored.sum())
+        self._counts["dropped_pages"] += missed + int((~stored).sum())
 
     def _records(self, count: int) -> Names:
         if self._buffer is None:

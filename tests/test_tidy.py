@@ -42,7 +42,7 @@ LAYERS = (
     {"audit"},
     {"sequence", "objects"},
     {"pool"},
-    {"transport", "metrics", "near", "prefetch"},
+    {"transport", "metrics", "near", "prefetch", "restoring"},
     {"tiers", "gpu"},
     {"tenants"},
     {"adapters"},

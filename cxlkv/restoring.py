@@ -1,0 +1,150 @@
+"""What Tiers has for pools of objects: those that went to the cold file are brought back by name.
+
+A chain of pages is worth what its first page is; objects are worth something each. So what cannot
+be brought back stays away alone. And a name of a page stands for the same bytes for ever, where an
+object that was forgotten may have others the next time: what goes to the file replaces what is
+there, unless it is the same.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from itertools import islice
+from threading import RLock
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import _core
+from cxlkv.cold_store import ColdStore
+from cxlkv.errors import BadArgumentError
+from cxlkv.objects import Keys, hashes_of
+from cxlkv.pool import CXLPool
+
+Names = npt.NDArray[np.uint8]
+Pages = npt.NDArray[np.uint32]
+Mask = npt.NDArray[np.bool_]
+
+HEADER_BYTES = 64
+"""Of a record: key, size, and the CRC of its checksums (docs/memory-layout.md)."""
+SAVED_MAX = 1 << 17
+
+
+class Restoring(ABC):
+    """Of Tiers, which has the lock, the counts and the moves."""
+
+    pool: CXLPool
+    cold: ColdStore | None
+    _lock: RLock
+    _counts: Counter[str]
+    _batch: int
+    _coming: Pages
+    _saved: dict[bytes, bytes]  # by name: the header of its record, as it is in the file
+
+    def restore(self, keys: Keys) -> Mask:
+        """Bring back those of the objects that are only in the cold tier, as far as there is room.
+
+        bool [n]: which of all are in the pool now, where get_batch_into(), get_ranges() and lease()
+        of the pool find them, until others need the room. Objects of this call make none for each
+        other. One that is damaged in the file is absent. Raises BadArgumentError for a pool of K
+        and V, whose match() does this.
+        """
+        names = self._object_names(keys)
+        pages, _ = _core.find_pages(self.pool._handle, names)
+        here: Mask = pages != _core.NO_PAGE
+        if self.cold is None or here.all():
+            return here
+        wanted = np.unique(names[self.cold.contains(names) & ~here], axis=0)
+        if len(wanted):
+            with self._lock:
+                self._coming = pages[here]
+                try:
+                    self._restore(wanted)
+                finally:
+                    self._coming = np.empty(0, np.uint32)
+        return self._in_pool(names)
+
+    def contains(self, keys: Keys) -> Mask:
+        """bool [n]: which objects are in the pool or, as far as its headers say, in the cold tier;
+        no use of them. Raises BadArgumentError for a pool of K and V."""
+        names = self._object_names(keys)
+        there = self._in_pool(names)
+        return there if self.cold is None else there | self.cold.contains(names)
+
+    def forget(self, keys: Keys) -> int:
+        """pool.forget(), and from the cold tier, too, from where restore() would bring back what
+        was forgotten in the pool alone. How many there were in either. Raises BadArgumentError for
+        a pool of K and V."""
+        names = np.unique(self._object_names(keys), axis=0)
+        with self._lock:  # none of them is on its way from one to the other
+            there = self._in_pool(names)
+            _core.forget(self.pool._handle, hashes_of(keys))
+            if self.cold is not None:
+                there |= self.cold.drop(names)
+        return int(there.sum())
+
+    # ---- moves ----
+
+    def _restore(self, names: Names) -> None:
+        assert self.cold is not None
+        for first in range(0, len(names), self._batch):
+            some = names[first : first + self._batch]
+            # Before the records come: those that make room go through the same buffer.
+            if not self._serve(len(some)):
+                self._counts["refused_pages"] += len(names) - first
+                return
+            records = self._records(len(some))
+            whole = np.flatnonzero(self.cold.load(some, records))
+            records[: len(whole)] = records[whole]
+            right = self._write(records[: len(whole)], np.zeros((len(whole), 16), np.uint8))
+            self._note(some[whole][right], records[: len(whole)][right])
+            self._counts["promoted_pages"] += int(right.sum())
+            pages, _ = _core.find_pages(self.pool._handle, some)
+            self._coming = np.append(self._coming, pages[pages != _core.NO_PAGE])
+
+    def _replacing(self, names: Names, records: Names) -> Mask:
+        """Which of these are to be stored; older ones of their names are dropped first."""
+        assert self.cold is not None
+        same = [
+            self._saved.get(name.tobytes()) == record.tobytes()
+            for name, record in zip(names, records[:, :HEADER_BYTES], strict=True)
+        ]
+        there = self.cold.contains(names, sure=True)
+        old = there & ~np.array(same, np.bool_)
+        if old.any():
+            self.cold.drop(names[old])
+        return old | ~there
+
+    def _note(self, names: Names, records: Names) -> None:
+        """That the cold tier has exactly these."""
+        assert self.cold is not None
+        for name, record in zip(names, records[:, :HEADER_BYTES], strict=True):
+            self._saved[name.tobytes()] = record.tobytes()
+        for name in list(islice(self._saved, max(0, len(self._saved) - SAVED_MAX))):
+            del self._saved[name]  # the oldest: should it go again, it is written again
+
+    # ---- names ----
+
+    def _object_names(self, keys: Keys) -> Names:
+        if self.pool.layout.object_bytes is None:
+            raise BadArgumentError(
+                "restore(), contains() and forget() are of pools of objects: match() brings K and "
+                "V back"
+            )
+        return _core.names(self.pool._handle, hashes_of(keys), 1).reshape(-1, 16)
+
+    def _in_pool(self, names: Names) -> Mask:
+        found: Mask = _core.find_pages(self.pool._handle, names)[0] != _core.NO_PAGE
+        return found
+
+    # ---- of Tiers ----
+
+    @abstractmethod
+    def _serve(self, pages: int) -> bool: ...
+
+    @abstractmethod
+    def _records(self, count: int) -> Names: ...
+
+    @abstractmethod
+    def _write(self, records: Names, parents: Names) -> Mask: ...
