@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 )
 
 from cxlkv import CXLPool, KVLayout, Tiers, object_keys
+from cxlkv.cold import ColdTier
 from cxlkv.costs import Costs
 from cxlkv.emulation.link import emulate
 from cxlkv.errors import BadArgumentError, PoolFullError
@@ -65,7 +66,7 @@ def pool(tmp_path: Path) -> Iterator[CXLPool]:
 def tiers(pool: CXLPool, tmp_path: Path) -> Iterator[Tiers]:
     with Tiers(pool, cold=tmp_path / "cold", cold_capacity="16MiB", fsync="none") as tiers:
         yield tiers
-        assert tiers.cold is not None
+        assert isinstance(tiers.cold, ColdTier)
         assert tiers.cold.check(deep=True) == []
 
 
