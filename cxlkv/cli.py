@@ -319,12 +319,19 @@ def bench_report(
 @pool_app.command()
 def create(
     path: PoolPath,
-    layers: Annotated[int, typer.Option(help="Layers of the model.")],
-    kv_heads: Annotated[int, typer.Option(help="Key/value heads of a layer.")],
-    head_dim: Annotated[int, typer.Option(help="Channels of a head.")],
     capacity: Annotated[str, typer.Option(help="Size, e.g. 2GiB; all of a device: all.")],
-    page_tokens: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
-    dtype: Annotated[str, typer.Option(help="Type of the stored keys and values.")] = "bf16",
+    layers: Annotated[int | None, typer.Option(help="Layers of the model.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads of a layer.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Channels of a head.")] = None,
+    page_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a page: 16 if not given.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Type of the stored keys and values: bf16 if not given.")
+    ] = None,
+    object_bytes: Annotated[
+        str | None, typer.Option(help="Instead: a pool of objects up to this size, e.g. 2MiB.")
+    ] = None,
     sharing: Annotated[
         str, typer.Option(help="host; or between hosts: software, hw_coherent.")
     ] = "host",
@@ -332,17 +339,11 @@ def create(
     host: HostNumber = None,
     force: Annotated[bool, typer.Option(help="Overwrite a file that is no pool.")] = False,
 ) -> None:
-    """Make a pool for one model's KV cache."""
-    from cxlkv.layout import KVLayout
+    """Make a pool for one model's KV cache, or for objects that are stored by their keys."""
     from cxlkv.pool import CXLPool
 
-    layout = KVLayout(
-        layers=layers,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        page_tokens=page_tokens,
-        dtype=dtype,
-    )
+    shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
+    layout = layout_of(object_bytes, shape, {"page_tokens": page_tokens, "dtype": dtype})
     with CXLPool.create(
         path,
         layout=layout,
@@ -362,17 +363,25 @@ def inspect(path: PoolPath, host: HostNumber = None, as_json: AsJson = False) ->
 
     with CXLPool.open(path, host=host) as pool:
         described, stats = pool.describe(), pool.stats()
-    layout = asdict(cast("KVLayout", described.pop("layout")))
+    layout = cast("KVLayout", described.pop("layout"))
     geometry = cast("dict[str, int]", described.pop("geometry"))
     if as_json:
-        print_json({**described, "layout": layout, "geometry": geometry, "stats": stats})
+        stored = {**asdict(layout), "object_bytes": layout.object_bytes}
+        print_json({**described, "layout": stored, "geometry": geometry, "stats": stats})
         return
     console = Console()
-    groups, order = layout.pop("groups"), layout.pop("order")
-    console.print(table(str(path), {**described, **layout}))
+    of: dict[str, object] = {"page_tokens": layout.page_tokens}
+    groups = layout.groups
+    if layout.object_bytes is not None:
+        of = {"stores": "objects, one to a page", "object_bytes": layout.object_bytes}
+        groups = ()
+        del described["sketch"]
+        geometry = {name: number for name, number in geometry.items() if number}  # what it has
+    of |= {"shard": layout.shard, "model_id": layout.model_id}
+    console.print(table(str(path), {**described, **of}))
     for index, group in enumerate(groups):
-        layers = [layer for layer, of in enumerate(order) if of == index]
-        console.print(table(f"layer group {index}", {**group, "layers": ranges(layers)}))
+        layers = [layer for layer, group_of in enumerate(layout.order) if group_of == index]
+        console.print(table(f"layer group {index}", {**asdict(group), "layers": ranges(layers)}))
     console.print(table("where its parts lie", geometry))
     console.print(table("pages now", stats))
 
@@ -660,6 +669,24 @@ def serve_pool(
         typer.echo(f"serves {pool} on {server.address[0]}:{server.address[1]}")
         while not stopped:
             time.sleep(0.2)
+
+
+def layout_of(
+    object_bytes: str | None, shape: Mapping[str, int | None], more: Mapping[str, int | str | None]
+) -> KVLayout:
+    """Of objects, or of K and V: then all of a shape is needed; what is None was not given."""
+    from cxlkv.layout import KVLayout
+
+    given = {name: value for name, value in {**shape, **more}.items() if value is not None}
+    missing = [f"--{name.replace('_', '-')}" for name in shape if name not in given]
+    if object_bytes is None and missing:
+        raise BadArgumentError(f"{', '.join(missing)} missing: or --object-bytes, for objects")
+    if object_bytes is None:
+        return KVLayout(**given)  # type: ignore[arg-type]
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise BadArgumentError(f"{names}: of K and V; a pool of objects has --object-bytes alone")
+    return KVLayout.objects(object_bytes)
 
 
 def print_json(value: Mapping[str, object] | Sequence[Mapping[str, object]]) -> None:

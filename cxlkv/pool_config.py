@@ -92,14 +92,21 @@ class _Group(_Keys):
 
 
 class _Layout(_Keys):
-    """What both forms have. None stands for KVLayout's own default."""
+    """What all forms have. None stands for KVLayout's own default."""
 
-    page_tokens: int | None = None
     shard: _Shard | None = None
     model_id: str | None = None
 
 
+class _Objects(_Layout):
+    object_bytes: Annotated[int, BeforeValidator(parse_bytes)]
+
+    def make(self) -> KVLayout:
+        return KVLayout.objects(**self.model_dump(exclude_none=True))
+
+
 class _OneShape(_Layout):
+    page_tokens: int | None = None
     layers: int
     kv_heads: int
     head_dim: int
@@ -111,6 +118,7 @@ class _OneShape(_Layout):
 
 
 class _Groups(_Layout):
+    page_tokens: int | None = None
     layer_groups: list[_Group]
     order: list[int] | None = None
 
@@ -120,12 +128,22 @@ class _Groups(_Layout):
 
 
 def _form(value: object) -> str | None:
-    """Which of the two forms a layout has."""
+    """Which of the three forms a layout has."""
     if isinstance(value, _Layout):
         return type(value).__name__
     if not isinstance(value, dict):
         return None
+    if "object_bytes" in value:
+        return "_Objects"
     return "_Groups" if "layer_groups" in value else "_OneShape"
+
+
+_AnyLayout = Annotated[
+    Annotated[_OneShape, Tag("_OneShape")]
+    | Annotated[_Groups, Tag("_Groups")]
+    | Annotated[_Objects, Tag("_Objects")],
+    Discriminator(_form),
+]
 
 
 class PoolConfig(_Keys):
@@ -133,10 +151,7 @@ class PoolConfig(_Keys):
 
     where: Annotated[str, BeforeValidator(_where)]
     capacity: _Capacity
-    layout: Annotated[
-        Annotated[_OneShape, Tag("_OneShape")] | Annotated[_Groups, Tag("_Groups")],
-        Discriminator(_form),
-    ]
+    layout: _AnyLayout
     checksum: bool = True
     sketch: bool = True
     sharing: Literal["host", "hw_coherent", "software"] = "host"
@@ -160,6 +175,8 @@ class PoolConfig(_Keys):
         found = list(_layout_differences(layout, self.layout.make()))
         for name, value in there.items():
             wanted = getattr(self, name)
+            if name == "sketch" and isinstance(self.layout, _Objects):
+                continue
             if wanted is not None and value != wanted:
                 found.append(f"{name} is {_shown(value)} there, {_shown(wanted)} wanted")
         there_bytes = geometry["region_bytes"]
@@ -173,6 +190,9 @@ class PoolConfig(_Keys):
 
 def _layout_differences(there: KVLayout, wanted: KVLayout) -> Iterator[str]:
     pairs: list[tuple[str, object, object]] = [("layout", there, wanted)]
+    if there.object_bytes != wanted.object_bytes:
+        yield f"layout is of {_stored(there)} there, of {_stored(wanted)} wanted"
+        return
     if len(there.groups) == len(wanted.groups):
         groups = enumerate(zip(there.groups, wanted.groups, strict=True))
         several = len(there.groups) > 1
@@ -185,6 +205,11 @@ def _layout_differences(there: KVLayout, wanted: KVLayout) -> Iterator[str]:
             told = one.name == "groups" or (one.name == "order" and there.groups != wanted.groups)
             if old != new and not told:
                 yield f"{name}.{one.name} is {_shown(old)} there, {_shown(new)} wanted"
+
+
+def _stored(layout: KVLayout) -> str:
+    size = layout.object_bytes
+    return "K and V" if size is None else f"objects up to {format_bytes(size)}"
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, object]) -> PoolConfig:
@@ -327,13 +352,20 @@ def _checked(data: Mapping[str, object], source: _Source) -> PoolConfig:
         ]
         raise BadArgumentError("\n".join(found)) from None
     _check_layout(source, config.layout)
+    if (
+        isinstance(config.layout, _Objects)
+        and "sketch" in config.model_fields_set
+        and config.sketch
+    ):
+        what = "objects have no keys to be sketched: leave this out"
+        raise BadArgumentError(source.mistake(("sketch",), what))
     if parse_where(config.where) is None and config.if_missing == "error":
         what = "an anonymous pool is never there before: leave this out, or give a path"
         raise BadArgumentError(source.mistake(("if_missing",), what))
     return config
 
 
-def _check_layout(source: _Source, layout: _OneShape | _Groups) -> None:
+def _check_layout(source: _Source, layout: _OneShape | _Groups | _Objects) -> None:
     """Raises for numbers that are whole, and still no layout; a message begins with the key."""
     place: _Place = ("layout",)
     try:
@@ -375,12 +407,17 @@ def _explained(
 
 
 def _unknown_key(place: _Place, form: str) -> str:
-    forms: dict[str, type[_Keys]] = {"_OneShape": _OneShape, "_Groups": _Groups, "": PoolConfig}
+    forms: dict[str, type[_Keys]] = {
+        "_OneShape": _OneShape, "_Groups": _Groups, "_Objects": _Objects, "": PoolConfig
+    }  # fmt: skip
     model = _Group if "layer_groups" in place else forms[form]
-    known = sorted(model.model_fields, key=lambda key: key in _Layout.model_fields)
+    common = ("page_tokens", *_Layout.model_fields)
+    known = sorted(model.model_fields, key=lambda k: common.index(k) if k in common else -1)
     near = get_close_matches(str(place[-1]), known, n=1)
     meant = f" (did you mean {near[0]}?)" if near else ""
-    more = "; or layer_groups, for layers of several kinds" if model is _OneShape else ""
+    more = ""
+    if model is _OneShape:
+        more = "; or layer_groups, for layers of several kinds; or object_bytes, for objects"
     return f"unknown key{meant}; allowed here: {', '.join(known)}{more}"
 
 

@@ -113,6 +113,28 @@ def test_a_pool_is_made_looked_at_checked_and_removed(
     assert not path.exists()
 
 
+def test_a_pool_of_objects(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(tmp_path / "blocks.pool")
+    made = ("pool", "create", path, "--capacity", "8MiB", "--object-bytes", "64KiB")
+    code, _, error = run_main(capsys, *made, "--layers", "2", "--dtype", "f16")
+    assert code == 1
+    assert "--layers, --dtype: of K and V" in error
+    code, _, error = run_main(capsys, *made[:5], "--layers", "2")
+    assert code == 1
+    assert "--kv-heads, --head-dim missing: or --object-bytes, for objects" in error
+    assert run_main(capsys, *made)[0] == 0
+    code, out, _ = run_main(capsys, "pool", "inspect", "--json", path)
+    assert code == 0
+    assert json.loads(out)["layout"]["object_bytes"] == 64 << 10
+    code, out, _ = run_main(capsys, "pool", "inspect", path)
+    assert code == 0
+    assert "objects, one to a page" in out
+    for word in ("kv_heads", "sketch", "layer group"):
+        assert word not in out
+    assert run_main(capsys, "pool", "check", path)[0] == 0
+    assert run_main(capsys, "pool", "remove", "--yes", path)[0] == 0
+
+
 def test_a_pool_is_not_removed_without_a_yes(tmp_path: Path) -> None:
     path = tmp_path / "pool.cxlkv"
     assert runner.invoke(cli.app, [*CREATE, str(path)]).exit_code == 0

@@ -110,11 +110,13 @@ def test_the_example_of_the_docs(place: Path, tmp_path: Path) -> None:
 def test_the_other_yaml_of_the_docs(tmp_path: Path) -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", (DOCS / "configuration.md").read_text(), re.S)
     assert blocks
+    found = []
     for block in blocks:
         (tmp_path / "block.yaml").write_text(block)
         layout = read_config(tmp_path / "block.yaml").layout.make()
-        assert layout.windows == (*[512] * 5, None) * 2
+        found.append(layout.object_bytes or layout.windows)
         CXLPool.create("anonymous:", layout=layout, capacity="64MiB").close()
+    assert found == [(*[512] * 5, None) * 2, 2 << 20]
 
 
 def test_the_docs_name_every_key() -> None:
@@ -270,6 +272,49 @@ def test_other_layer_groups_are_refused_by_name() -> None:
     ]
     differences = described[0].differences(LAYOUT, geometry, {"checksum": True})
     assert "layout has 1 layer groups there, 2 wanted" in differences
+
+
+OBJECTS = {"where": "anonymous:", "capacity": "4MiB", "layout": {"object_bytes": "16KiB"}}
+
+
+def objects(**layout: object) -> dict[str, object]:
+    return {**OBJECTS, "layout": layout}
+
+
+def test_a_pool_of_objects(place: Path) -> None:
+    layout = {"object_bytes": "16KiB", "model_id": "m", "shard": [1, 2, 0, 1]}
+    given = {**OBJECTS, "where": str(place), "layout": layout}
+    with CXLPool.from_config(given) as pool:
+        assert pool.layout == KVLayout.objects(16 << 10, shard=(1, 2, 0, 1), model_id="m")
+        assert pool.put("a", b"x")
+        with CXLPool.from_config({**given, "sketch": False}) as again:
+            assert again.object_sizes(["a"]).tolist() == [1]
+        for other, expected in (
+            ({"object_bytes": "8KiB"}, "layout is of objects up to 16 KiB there, of objects up to"),
+            ({"object_bytes": 1 << 14, "model_id": "n"}, r"layout.model_id is 'm' there, 'n' want"),
+            ({"layers": 1, "kv_heads": 1, "head_dim": 8}, "objects up to 16 KiB there, of K and V"),
+        ):
+            with pytest.raises(GeometryError, match=expected):
+                CXLPool.from_config({**given, "layout": other})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (objects(object_bytes="2 MB of"), "layout.object_bytes: '2 MB of' is no size"),
+        (objects(object_bytes=0), "layout: objects of 0 bytes: outside 1 to 1073741824"),
+        (objects(object_bytes=True), "layout.object_bytes"),
+        (
+            objects(object_bytes=64, layers=2),
+            "layout.layers: unknown key; allowed here: object_bytes, shard, model_id",
+        ),
+        (objects(object_bytes=64, page_tokens=2), "layout.page_tokens: unknown key"),
+        (objects(object_byte=64), "; or object_bytes, for objects"),
+        ({**OBJECTS, "sketch": True}, "sketch: objects have no keys to be sketched"),
+    ],
+)
+def test_mistakes_in_a_pool_of_objects(wrong: dict[str, object], expected: str) -> None:
+    assert expected in message(wrong)
 
 
 def test_missing_and_existing(write: Write, place: Path) -> None:
