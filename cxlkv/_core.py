@@ -659,6 +659,21 @@ def forget(pool: Handle, hashes: bytes) -> int:
     return check(lib.cxlkv_forget(pool, len(hashes) // HASH_BYTES, hashes))
 
 
+class Scrubbed(NamedTuple):
+    """Pages that were overwritten; that will be, when the last who holds one lets go; and those of
+    other hosts, of which nothing was done: they are theirs to scrub."""
+
+    pages: int
+    held: int
+    elsewhere: int
+
+
+def scrub(pool: Handle, hashes: bytes) -> Scrubbed:
+    out = ffi.new("cxlkv_scrubbed *")
+    check(lib.cxlkv_scrub(pool, len(hashes) // HASH_BYTES, hashes, out))
+    return Scrubbed(out.pages, out.held, out.elsewhere)
+
+
 def pin(pool: Handle, hashes: bytes, pinned: bool) -> int:
     return check(lib.cxlkv_pin(pool, len(hashes) // HASH_BYTES, hashes, pinned))
 

@@ -348,6 +348,17 @@ class CXLPool(Objects, Closing):
         """
         return _core.forget(self._handle, self._named(keys, strict))
 
+    def scrub(self, keys: Iterable[str | bytes], *, strict: bool = True) -> _core.Scrubbed:
+        """forget(), and overwrite with zeros what the pool has of these pages: K and V, sketches,
+        digests, checksums, header.
+
+        Who holds a page, or has a hit on it, keeps it as it is; it is overwritten when the last one
+        lets go, dies, or its lease ends. Pages that another host has written are its own to scrub.
+        Copies in a near tier, a cold file or a process's memory are not touched (docs/tenants.md).
+        strict: as in publish().
+        """
+        return _core.scrub(self._handle, self._named(keys, strict))
+
     def pin(self, keys: Iterable[str | bytes], *, strict: bool = True) -> int:
         """Mark published pages of `keys`, so that no eviction chooses them; returns how many.
 

@@ -467,6 +467,14 @@ int64_t cxlkv_pin(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint3
  * Returns how many there are. */
 int64_t cxlkv_evictable(cxlkv_pool *pool, uint8_t *flags, uint64_t capacity);
 int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes);
+typedef struct cxlkv_scrubbed {
+    uint64_t pages;                 /* overwritten now */
+    uint64_t held;                  /* will be, when the last who holds one lets go */
+    uint64_t elsewhere;             /* of other hosts: nothing was done, they are theirs to scrub */
+} cxlkv_scrubbed;
+/* Forgets this host's pages under these hashes; their bytes are overwritten with zeros before they
+ * are free, whoever frees them. The mark is in the host state, as that of cxlkv_pin(). */
+int cxlkv_scrub(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, cxlkv_scrubbed *scrubbed);
 
 /* ---- whole records, out of the pool and into it: docs/memory-layout.md has their bytes ---- */
 

@@ -377,6 +377,15 @@ static uint8_t *checksum_table(const cxlkv_pool *pool, uint32_t page) {
            g->checksums_offset + page % g->slab_slots * g->checksum_bytes;
 }
 
+void record_header_wipe(const cxlkv_pool *pool, uint32_t page) {
+    const cxlkv_geometry *g = &pool->geometry;
+    memset(header_of(pool, page), 0, sizeof(record_header));
+    memset(checksum_table(pool, page), 0, g->checksum_bytes);
+    if (pool->mode == VISIBILITY_COHERENT) return;
+    flush_write_back(FLUSH_PUBLISH_HEADER, header_of(pool, page), sizeof(record_header));
+    flush_write_back(FLUSH_PUBLISH_HEADER, checksum_table(pool, page), g->checksum_bytes);
+}
+
 uint32_t *checksum_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_head,
                       uint32_t kind) {
     uint64_t row = pool->row_of[layer];

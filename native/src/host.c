@@ -15,7 +15,7 @@
 #include "internal.h"
 #include "worker.h"
 
-#define HOST_MAGIC 0x37305453484b5643ull /* "CVKHST07" */
+#define HOST_MAGIC 0x38305453484b5643ull /* "CVKHST08" */
 enum { LOCK_WAIT_S = 30 };
 
 uint64_t random_u64(void) {
@@ -312,7 +312,7 @@ static bool rebuild_state(cxlkv_pool *pool, uint32_t page, bool sealed, bool pin
     if (sealed) return true;
     info->withdrawn = pinned;
     pool->host->withdrawn_pages += pinned;
-    if (pinned) return false;
+    if (pinned || !page_scrubbed(pool, page)) return false;
     run->free_mask |= (uint16_t)(1u << page % RUN_SLOTS);
     pool->host->free_pages++;
     hotness_freed(pool, page);

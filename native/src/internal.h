@@ -135,6 +135,7 @@ typedef struct page_info {
      * the pins of another host. */
     uint8_t shown : 1, withdrawn : 1;
     uint8_t pinned : 1;          /* by a user: published, and eviction leaves it alone */
+    uint8_t scrub : 1;           /* its bytes are not to outlive its last holder */
 } page_info;
 
 typedef struct run_info {
@@ -497,6 +498,7 @@ void descriptor_restore(cxlkv_pool *pool, uint32_t page, const descriptor *line)
 int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy);
 void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens,
                  const page_key *key);
+void record_header_wipe(const cxlkv_pool *pool, uint32_t page); /* and its checksum table */
 bool record_header_read(const cxlkv_pool *pool, uint32_t page, record_header *header);
 bool record_table_is_whole(const cxlkv_pool *pool, uint32_t page, const record_header *header);
 /* As its header says, even one whose rewriting was broken off: that does not change them. */
@@ -795,6 +797,8 @@ bool publish_page(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t token
 bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, uint32_t tokens,
                 uint32_t *page, uint32_t *ordinal);
 bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]);
+/* Before a page is free: zeros in all of it, if somebody asked for that. False: it is retired. */
+bool page_scrubbed(cxlkv_pool *pool, uint32_t page);
 /* Refuses one whose pages are approximate. */
 int publish_check(const cxlkv_sequence *sequence);
 /* Writes the first `filled` tokens of a tail to a (page, layer). */

@@ -90,6 +90,7 @@ void pages_make_room(cxlkv_pool *pool, uint64_t count) {
 }
 
 void pages_put_back(cxlkv_pool *pool, uint32_t page) {
+    if (!page_scrubbed(pool, page)) return;
     uint32_t run = page / RUN_SLOTS;
     pool->pages[page].shown = 0;
     hotness_freed(pool, page);

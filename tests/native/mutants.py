@@ -47,6 +47,8 @@ TOLD_BY = {
     "OBJECT_RESTORE_BACK": PRIVATE_CACHES,
     "OBJECT_LOOK": PRIVATE_CACHES,
     "OBJECT_ONCE": PRIVATE_CACHES,
+    "SCRUB_BACK": PRIVATE_CACHES,
+    "SCRUB_TABLE_BACK": PRIVATE_CACHES,
     "UNSEALED": PRIVATE_CACHES,
 }
 # What changes nothing that a test on these models could see when it is left out, and why.
@@ -215,6 +217,14 @@ CHECKS = {
         "(void)0",
     ),
     "OBJECT_ONCE": Check("objects.c", "i == 0 || foreign[i]->page != foreign[i - 1]->page", "true"),
+    "SCRUB_BACK": Check(
+        "scrub.c", "flush_write_back(FLUSH_PUBLISH_HEADER, pieces, bytes)", "(void)0"
+    ),
+    "SCRUB_TABLE_BACK": Check(
+        "format.c",
+        "flush_write_back(FLUSH_PUBLISH_HEADER, checksum_table(pool, page), g->checksum_bytes)",
+        "(void)0",
+    ),
     "UNSEALED": Check(
         "pages.c", "FOR_BITS(pages, i) clean_unsealed", "FOR_BITS(0 * pages, i) clean_unsealed"
     ),

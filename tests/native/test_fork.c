@@ -205,12 +205,17 @@ static void die_in_lock(cxlkv_pool *pool, int where, uint32_t page) {
                                 page % pool->geometry.slab_slots;
         CHECK(page < pool->geometry.slab_slots);
         memset(header, 0xdd, 24);
-    } else { /* a page's last reference is gone, its descriptor half written */
+    } else { /* a page's last reference is gone */
         uint32_t fresh;
         CHECK(pages_take(pool, 1, NO_PAGE, &fresh) == 0);
         pool->held[fresh] = 0;
-        rewrite_begin(pool, fresh);
-        memset(descriptor_of(pool, fresh), 0xcc, 16);
+        if (where == 2) { /* its descriptor is half written */
+            rewrite_begin(pool, fresh);
+            memset(descriptor_of(pool, fresh), 0xcc, 16);
+        } else { /* what it has is still to be scrubbed */
+            memset(pieces_of(pool, fresh, 0, PIECE_KEYS), 0xbb, LINE_BYTES);
+            pool->pages[fresh].scrub = 1;
+        }
     }
     kill(getpid(), SIGKILL);
 }
@@ -229,6 +234,8 @@ static void test_death_in_lock(int where) {
     CHECK(stats.rebuilds == 1 && stats.reaped_processes == 1 && stats.pages_quarantined == 0);
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
     test_clean(pool);
+    for (page = 0; page < pool->host->page_count; page++)
+        CHECK(!pool->pages[page].scrub && *pieces_of(pool, page, 0, PIECE_KEYS) != 0xbb);
     uint8_t hashes[3 * 16];
     cxlkv_sequence *hit;
     test_hashes(hashes, 5, 3);
@@ -305,7 +312,7 @@ int main(void) {
     for (int order = 0; order < 4; order++) test_order(order);
     test_grandchild_outlives();
     test_death_before_claim();
-    for (int where = 0; where < 3; where++) test_death_in_lock(where);
+    for (int where = 0; where < 4; where++) test_death_in_lock(where);
     test_slot_of_another();
     test_no_slot_left();
     return 0;

@@ -192,6 +192,47 @@ static void test_damaged(scene *s) {
 
 /* ---- what a host leaves behind ---- */
 
+static bool memory_has(const cxlkv_pool *pool, const void *address, uint64_t bytes) {
+    uint64_t at = (uint64_t)((const uint8_t *)address - pool->base);
+    for (uint64_t i = 0; i < bytes; i++)
+        if (caches[0].memory[at + i]) return true;
+    return false;
+}
+
+/* Nothing of it is in memory, also not what a reader on another host kept for a while. */
+static void test_scrubbed(scene *s) {
+    cxlkv_pool *owner = s->hosts[0], *reader = s->hosts[1];
+    for (uint64_t kept = 0; kept < 2; kept++) {
+        uint64_t address, generation;
+        int64_t size;
+        uint8_t key[16], name[16];
+        uint32_t page;
+        cxlkv_lease *lease;
+        cxlkv_scrubbed scrubbed;
+        key_of(key, 65 + kept);
+        CHECK(put(owner, 65 + kept, 65, SMALL, &seed) == 1);
+        CHECK(cxlkv_names(owner, 1, key, 1, name) == 0);
+        CHECK(cxlkv_find_pages(owner, 1, name, &page, &generation) == 1);
+        const uint8_t *at = pieces_of(owner, page, 0, PIECE_KEYS);
+        CHECK(memory_has(owner, at, SMALL));
+        CHECK(memory_has(owner, checksum_of(owner, page, 0, 0, 0), 64));
+        if (kept) CHECK(cxlkv_lease_take(reader, 1, key, &address, &size, &lease) == 1);
+        CHECK(cxlkv_scrub(reader, 1, key, &scrubbed) == 0 && scrubbed.elsewhere == 1);
+        CHECK(cxlkv_scrub(owner, 1, key, &scrubbed) == 0);
+        CHECK(scrubbed.pages == 1 - kept && scrubbed.held == kept && scrubbed.elsewhere == 0);
+        if (kept) {
+            CHECK(size == SMALL && is_filled((uint8_t *)address, 65, SMALL));
+            cxlkv_lease_destroy(lease);
+            CHECK(host_lock(owner) == 0);
+            withdrawn_look(owner);
+            host_unlock(owner);
+        }
+        CHECK(!memory_has(owner, at, SMALL));
+        CHECK(!memory_has(owner, checksum_of(owner, page, 0, 0, 0), 64));
+        expect(reader, 65 + kept, 65, CXLKV_OBJECT_ABSENT, &seed);
+    }
+}
+
 /* It wrote in place, did not publish, and leaves; its cache writes the lines back much later. */
 static void test_left(scene *s, const variant *v) {
     uint64_t total = test_stats(s->hosts[1]).pages_total, count = 0, before = lines_evicted;
@@ -232,6 +273,7 @@ int main(void) {
         test_restored(&s);
         test_pinned(&s);
         test_damaged(&s);
+        test_scrubbed(&s);
         test_left(&s, &v);
         end(&s);
     }

@@ -1,0 +1,87 @@
+/* Published pages whose bytes are not to outlive them: forgotten, and overwritten with zeros when
+ * the last who holds one lets go. The mark is in the host state, as that of a pin. */
+#include <string.h>
+
+#include "flush.h"
+#include "internal.h"
+#include "worker.h"
+
+/* Layers of other parts lie in the same rows: each row once. */
+static bool is_first_of_row(const cxlkv_pool *pool, uint32_t layer) {
+    for (uint32_t before = 0; before < layer; before++)
+        if (pool->row_of[before] == pool->row_of[layer]) return false;
+    return true;
+}
+
+static void wipe(cxlkv_pool *pool, uint32_t page) {
+    record_header_wipe(pool, page);
+    for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
+        if (!is_first_of_row(pool, layer)) continue;
+        for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {
+            uint8_t *pieces = pieces_of(pool, page, layer, kind);
+            uint64_t bytes = pool->layout.kv_heads * piece_stride(&pool->geometry, kind);
+            memset(pieces, 0, bytes);
+            if (pool->mode != VISIBILITY_COHERENT)
+                flush_write_back(FLUSH_PUBLISH_HEADER, pieces, bytes);
+        }
+    }
+}
+
+bool page_scrubbed(cxlkv_pool *pool, uint32_t page) {
+    page_info *info = &pool->pages[page];
+    if (!info->scrub) return true;
+    guard fault;
+    GUARD_BEGIN(fault) {
+        wipe(pool, page);
+    } GUARD_END(fault, page_retire(pool, page))
+    info->scrub = 0; /* last: who dies before has it done by who repairs the host's state */
+    return !info->retired;
+}
+
+static void scrub_page(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2],
+                       cxlkv_scrubbed *scrubbed) {
+    if (!page_is_ours(pool, page)) {
+        scrubbed->elsewhere++;
+        return;
+    }
+    pool->pages[page].scrub = 1;
+    page_forget(pool, hash);
+    if (pool->pages[page].scrub) scrubbed->held++;
+    else scrubbed->pages++;
+}
+
+static void scrub_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
+                       cxlkv_scrubbed *scrubbed) {
+    for (uint64_t key = 0; key < count; key++)
+        for (uint32_t part = 0; part < pool->geometry.part_count; part++)
+            for (uint64_t place = 0;; place++) {
+                uint64_t hash[2];
+                page_hash(hashes, key, place, part, hash);
+                uint32_t page = index_find(pool, hash);
+                if (page == NO_PAGE) break;
+                scrub_page(pool, page, hash, scrubbed);
+            }
+}
+
+int cxlkv_scrub(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
+                cxlkv_scrubbed *scrubbed) {
+    int code = pool_enter(pool);
+    if (code < 0) return code;
+    *scrubbed = (cxlkv_scrubbed){0};
+    sequences_expire(pool);
+    worker_give_back(pool); /* it may hold what our tables do not have any more */
+    code = host_lock(pool);
+    volatile int outcome = code;
+    if (code == 0) {
+        guard fault;
+        host_reap(pool); /* what the dead held is nobody's */
+        GUARD_BEGIN(fault) {
+            if (pool->shared) peers_follow(pool);
+            scrub_keys(pool, count, hashes, scrubbed);
+        } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
+        rewrite_end(pool);
+        host_unlock(pool);
+    }
+    pool_leave(pool);
+    return outcome;
+}
