@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 TARGETS = (80, 90, 100)
 # What one block of threads may have: a kernel with more compiles, and fails when it is launched.
 SHARED_BYTES_MAX = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -80,6 +82,7 @@ def compile_all(cache: Path) -> list[Compiled]:
     finally:
         for process in running:
             process.kill()
+            process.communicate()
     for process, (_, errors) in zip(running, printed, strict=True):
         assert process.returncode == 0, errors
     return [Compiled(**json.loads(line)) for output, _ in printed for line in output.splitlines()]
@@ -107,6 +110,7 @@ def table(rows: list[Compiled]) -> list[str]:
     return lines
 
 
+@pytest.mark.timeout(1200)
 def test_every_kernel_compiles_and_fits(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
