@@ -654,7 +654,26 @@ def test_a_closed_pool_lends_nothing(folder: Path, link: str, rng: np.random.Gen
         hit.release()
 
 
-# ---- peers that die: real processes ----
+# ---- peers that come, and die: real processes ----
+
+
+def test_a_pull_waits_for_a_server_that_is_on_its_way(
+    folder: Path, link: str, rng: np.random.Generator
+) -> None:
+    started: list[Server] = []
+    with made(folder, link, LAYOUTS["float32"]) as pool, local(pool.layout) as here:
+        keys = publish(pool, rng)
+        with serving(pool, link) as server:
+            address = server.address
+        device = device_of(link)
+        later = threading.Timer(
+            0.3, lambda: started.append(Server(pool, address, SECRET, device=device))
+        )
+        later.start()
+        with remote_of(address, link) as remote:
+            assert pull(remote, here, keys).tokens == TOKENS
+        later.join()
+        started[0].close()
 
 
 class ServerProcess:

@@ -201,7 +201,7 @@ class Remote(Closing):
 
     def check_fits(self, pool: _core.Handle) -> None:
         """Raises GeometryError if records of one of the two pools are none of the other."""
-        shape = self._shape(Deadline(self.deadline_s))
+        shape = self.retried(self._shape)
         if (shape.record_bytes, shape.layout_crc) != _core.record_shape(pool):
             raise GeometryError(
                 "the pools have other layouts: layers, heads, dims, dtype, page_tokens, model_id, "
