@@ -28,6 +28,7 @@ from cxlkv.emulation.qemu.machine import (
     Shape,
     fake_nodes,
     networked,
+    own_memory,
     shared_memory,
     two_nodes,
 )
@@ -238,13 +239,23 @@ def rdma(host: Host) -> None:
     """A pool served to another guest over soft RDMA; servers and clients that are killed."""
 
     def boot(name: str, peer: str) -> Guest:
-        return host.boot(name, networked(host.sharing(MEMORY_BYTES), host.folder, name, peer))
+        """Only a has the device: nothing of a pool on it comes to others but over the network."""
+        shape = host.sharing(MEMORY_BYTES) if name == "a" else own_memory()
+        return host.boot(name, networked(shape, host.folder, name, peer))
 
     a, b = boot("a", "b"), boot("b", "a")
+    wanted = answers_alone(SEEDS[0])
+    host.wait_for("b has answered")
+    found = json.loads((host.folder / "answers").read_text())
+    if found != wanted:
+        raise Failed(f"b answered {found}, one process alone {wanted}")
+    host.tell(f"a has read a text, b has pulled its pages, and answered as one process: {STEPS}")
     host.wait_for("b has pulled and pushed")
     host.tell("b has pulled, pushed and selected; functional figures, all is emulated:")
     for line in lines_of(host.folder / "figures"):
         print(f"            {line}")
+    host.wait_for("b has a link again")
+    host.tell("the link was cut, and b reads on")
     host.wait_for("b reads on again")
     host.tell("the server's process was killed and begun again; b reads on")
     a.kill()

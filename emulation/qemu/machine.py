@@ -1,4 +1,4 @@
-"""One guest: a QEMU process in one of three shapes, its log, and its end.
+"""One guest: a QEMU process in one of four shapes, its log, and its end.
 
 Far memory is a NUMA node without CPUs at 4 GiB, and the firmware calls it Soft Reserved: so Linux
 makes /dev/dax0.0 of it, as of CXL memory that a BIOS has set up. Nothing is emulated by traps
@@ -50,6 +50,11 @@ def shared_memory(path: str, memory_bytes: int) -> Shape:
     """
     far = f"memory-backend-file,id=far,share=on,mem-path={path},size={memory_bytes}"
     return Shape((*text.split(), "-object", far), _soft_reserved(memory_bytes))
+
+
+def own_memory() -> Shape:
+    """Two CPUs and memory that nobody else sees."""
+    return Shape(("-M", "q35", "-m", f"{OWN_BYTES >> 20}M"), "")
 
 
 def networked(shape: Shape, folder: Path, name: str, peer: str) -> Shape:

@@ -1,37 +1,46 @@
 """A pool on a dax device, served to another machine over soft RDMA: python -m ... suite|a|b.
 
-suite: the tests of the transport, over verbs in one guest. Guest a serves, b pulls, pushes and
-selects. Then the server's process is killed, then all of a, which comes back, then b.
+Guest a serves, b pulls, pushes and selects; the link between them is cut. Then the server's
+process is killed, then all of a, which comes back, then b. suite: the tests of the transport, over
+verbs in one guest.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import sysconfig
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from statistics import median
+from threading import Event, Thread
 
 import numpy as np
 import pytest
 
 from cxlkv import Budget, CXLPool
+from cxlkv.emulation.qemu.guest.far_answers import pull_and_answer, read_and_serve
+from cxlkv.emulation.qemu.guest.soft_rdma import (
+    ADDRESSES,
+    DEADLINE_S,
+    RXE,
+    bring_up,
+    card,
+    check,
+    connected,
+    end,
+    near_pool,
+    server,
+)
 from cxlkv.emulation.qemu.guest.steps import (
     DEVICE,
     LAYOUT,
     SHARED,
-    Skip,
     append,
     assert_holds,
     bind_device,
     command,
     end_parts,
-    load,
     part,
     say,
     token_ids,
@@ -40,51 +49,20 @@ from cxlkv.emulation.qemu.guest.steps import (
 )
 from cxlkv.errors import PeerError, StaleError
 from cxlkv.prefix import PageKeys, prefix_keys
-from cxlkv.transport import Remote, pull, push
+from cxlkv.transport import pull, push
 from cxlkv.transport.far import Pieces
 from cxlkv.transport.wire import Deadline
 
-RXE = "rxe0"
-ADDRESSES = {"suite": "10.77.0.9", "a": "10.77.0.10", "b": "10.77.0.11"}
-PORT = 7777
-SITE = "/run/site"
-SECRET = Path("/run/secret")
-SECRET_TEXT = b"both guests know this secret"
 TOKENS = 40 * LAYOUT.page_tokens
 OF_A, OF_B = 1, 2  # seeds of published texts
-DEADLINE_S = 20.0
+CUT_S = 1.0  # may be borne by what RDMA and TCP send again
 GONE_S = 120.0  # keep-alive alone takes 15 s, and an emulated clock may be fast
-
-
-def bring_up(name: str) -> None:
-    """Soft RDMA over the guest's network card, and pyverbs where Python finds it."""
-    unpacked = os.environ["CXLKV_GUEST_RDMA"]
-    verbs = f"{unpacked}/usr/lib/python3/dist-packages/pyverbs"
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    if not Path(f"{verbs}/qp{suffix}").exists():
-        raise Skip(f"the distribution's pyverbs is not built for this Python ({suffix})")
-    load("rdma")
-    folder = f"/usr/lib/{sysconfig.get_config_var('MULTIARCH')}"
-    command(f"cp -r {unpacked}{folder}/. {folder}/ && cp -r {unpacked}/etc/. /etc/")
-    command(f"mkdir -p {SITE} && ln -sfn {verbs} {SITE}/pyverbs")
-    sys.path.append(SITE)
-    os.environ["PYTHONPATH"] += f":{SITE}"
-    cards = Path("/sys/class/net")
-    card = wait_until(
-        lambda: next((each.name for each in cards.iterdir() if each.name != "lo"), ""),
-        "network card",
-    )
-    command(f"/guest/busybox ip addr add {ADDRESSES[name]}/24 dev {card}")
-    command(f"/guest/busybox ip link set lo up; /guest/busybox ip link set {card} mtu 4500 up")
-    command(f"{unpacked}/usr/bin/rdma link add {RXE} type rxe netdev {card}")
-    SECRET.write_bytes(SECRET_TEXT)
-    SECRET.chmod(0o600)
 
 
 def run_suite() -> None:
     os.environ |= {"CXLKV_TEST_RDMA": RXE, "CXLKV_TEST_RDMA_HOST": ADDRESSES["suite"]}
     # Servers and clients in processes of their own die between the other two guests.
-    chosen = "verbs and not (command or killed or stopped or comes_back)"
+    chosen = "(verbs or no_device) and not (command or killed or stopped or comes_back)"
     options = ["-v", "-p", "no:cacheprovider", "-k", chosen, "--tb", "short"]
     status = pytest.main([*options, "tests/test_transport.py"])
     assert status == 0, f"pytest ended with {status!r}"
@@ -109,34 +87,13 @@ def assert_found(pool: CXLPool, seed: int) -> None:
     sequence.release()
 
 
-def check(pool: CXLPool) -> None:
-    report = pool.check(deep=True)
-    assert report["clean"], report["problems"]
-    assert pool.stats()["pages_held"] == 0, pool.stats()
-
-
-@contextmanager
-def server() -> Iterator[subprocess.Popen[str]]:
-    """`cxlkv serve` of the device, as its user would start it."""
-    address = f"{ADDRESSES['a']}:{PORT}"
-    words = ["serve", DEVICE, "--listen", address, "--secret", str(SECRET), "--device", RXE]
-    line = [sys.executable, "-m", "cxlkv.cli", *words]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        said = process.stdout.readline()
-        print(said, end="", flush=True)
-        assert said.startswith("serves"), said
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 # ---- guest a ----
 
 
 def first_life() -> None:
     bind_device()
+    with part("the demo's model reads for another machine"):
+        read_and_serve()
     with CXLPool.create(DEVICE, layout=LAYOUT, capacity="all", force=True) as pool:
         publish(pool, OF_A)
         with server() as process:
@@ -170,29 +127,14 @@ def second_life() -> None:
             print(f"b's pages came back after {took_s:.1f} s", flush=True)
             assert took_s < GONE_S
             check(pool)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait() == 0
+            end(process)
 
 
 # ---- guest b ----
 
 
-@contextmanager
-def near_pool() -> Iterator[CXLPool]:
-    with CXLPool.create("anonymous:", layout=LAYOUT, capacity="32MiB", threads=2) as pool:
-        yield pool
-        check(pool)
-
-
-@contextmanager
-def connected() -> Iterator[Remote]:
-    address = f"{ADDRESSES['a']}:{PORT}"
-    with Remote(address, SECRET_TEXT, device=RXE, deadline_s=DEADLINE_S) as remote:
-        yield remote
-
-
 def pull_push_select() -> None:
-    with near_pool() as pool, connected() as remote:
+    with near_pool(LAYOUT) as pool, connected() as remote:
         moved = pull(remote, pool, keys_of(OF_A))
         print(moved, flush=True)
         assert (moved.tokens, moved.damaged, moved.stale) == (TOKENS, 0, 0)
@@ -210,8 +152,8 @@ def pull_push_select() -> None:
             sequence.release()
 
 
-def figures() -> None:
-    """Of each path, beside a bare READ of as many bytes. Functional: all is emulated."""
+def figures(device: str | None) -> list[str]:
+    """Of each path, beside a bare read of as many bytes. Functional: all is emulated."""
     lines: list[str] = []
 
     def time_ms(name: str, act: Callable[[], object], size: int = 0) -> None:
@@ -222,9 +164,9 @@ def figures() -> None:
             act()
             took.append(time.perf_counter() - began)
         rate = f", {size / median(took) / 2**20:.1f} MiB/s" if size else ""
-        lines.append(f"{name}: {median(took) * 1e3:.1f} ms{rate}")
+        lines.append(f"{remote.link}: {name}: {median(took) * 1e3:.1f} ms{rate}")
 
-    with near_pool() as pool, connected() as remote:
+    with near_pool(LAYOUT) as pool, connected(device) as remote:
         size = pull(remote, pool, keys_of(OF_A)).bytes
         hit = remote.match(keys_of(OF_A))
         link = remote._link
@@ -239,13 +181,51 @@ def figures() -> None:
             pull(remote, pool, keys_of(OF_A))
 
         q = np.zeros((1, 4, LAYOUT.head_dim), np.float16)
-        time_ms("bare READ of 64 bytes", bare(64))
+        time_ms("bare read of 64 bytes", bare(64))
         time_ms("match", lambda: remote.match(keys_of(OF_A)).release())
         time_ms("select", lambda: remote.select(hit, 0, q, Budget(pages=5)))
-        time_ms(f"bare READ of {size >> 10} KiB", bare(size), size)
+        time_ms(f"bare read of {size >> 10} KiB", bare(size), size)
         time_ms("the same as packed records", lambda: remote.read(hit.pages, hit.generations), size)
         time_ms("the same pulled into a pool", pulled, size)
-    (SHARED / "figures").write_text("\n".join(lines))
+    return lines
+
+
+def cut_link(told: Event, limit_s: float | None) -> Thread:
+    """The card's link is down until `told`, or for so long at most."""
+
+    def act() -> None:
+        command(f"/guest/busybox ip link set {card()} down")
+        told.wait(limit_s)
+        command(f"/guest/busybox ip link set {card()} up")
+
+    thread = Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+def read_over_cuts() -> None:
+    """A short cut is borne, one that lasts is an error in time; then all goes on."""
+    with connected() as remote:
+        for limit_s in (CUT_S, None):
+            told = Event()
+            cable, pulls = cut_link(told, limit_s), 0
+            while cable.is_alive():
+                began = time.monotonic()
+                try:
+                    with near_pool(LAYOUT) as pool:
+                        pull(remote, pool, keys_of(OF_A))
+                        assert_found(pool, OF_A)
+                    pulls += 1
+                except PeerError as error:
+                    took_s = time.monotonic() - began
+                    print(f"cut: after {took_s:.1f} s: {error}", flush=True)
+                    assert took_s < 3 * DEADLINE_S
+                    told.set()
+            print(f"cut for {limit_s or 'long'}: {pulls} pulls came through", flush=True)
+            assert told.is_set() == (limit_s is None)
+            with near_pool(LAYOUT) as pool:
+                assert pull(remote, pool, keys_of(OF_A)).tokens == TOKENS
+                assert_found(pool, OF_A)
 
 
 def read_until_it_ends(step: str) -> None:
@@ -254,7 +234,7 @@ def read_until_it_ends(step: str) -> None:
         rounds = 0
         try:
             while True:
-                with near_pool() as pool:
+                with near_pool(LAYOUT) as pool:
                     began = time.monotonic()
                     pull(remote, pool, keys_of(OF_A))
                     assert_found(pool, OF_A)
@@ -268,12 +248,19 @@ def read_until_it_ends(step: str) -> None:
 
 
 def peer() -> None:
+    wait_for("a serves what it has read")
+    with part("the demo's model answers from pages of another machine"):
+        pull_and_answer()
     wait_for("a serves")
     with part("pull, push and select between two machines"):
         pull_push_select()
     with part("figures, functional only"):
-        figures()
+        lines = [line for device in (RXE, None) for line in figures(device)]
+        (SHARED / "figures").write_text("\n".join(lines))
     say("b has pulled and pushed")
+    with part("the link is cut while it is read"):
+        read_over_cuts()
+    say("b has a link again")
     with part("the server's process is killed while it is read"):
         read_until_it_ends("b reads on")
         say("b saw its end")
@@ -282,7 +269,11 @@ def peer() -> None:
         read_until_it_ends("b reads on again")
         say("b saw a's end")
     wait_for("a is back")
-    with part("a machine that came back is read again"), near_pool() as pool, connected() as remote:
+    with (
+        part("a machine that came back is read again"),
+        near_pool(LAYOUT) as pool,
+        connected() as remote,
+    ):
         assert pull(remote, pool, keys_of(OF_A)).tokens == TOKENS
         assert_found(pool, OF_A)
     with connected() as remote:
