@@ -40,6 +40,7 @@ from cxlkv.errors import (
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys
 from cxlkv.transport import Moved, Remote, Server, pull, push, read_secret, wire
 from cxlkv.transport.far import Pieces
+from cxlkv.transport.verbs import Far, VerbsLink
 from cxlkv.transport.wire import Deadline, Wire, parse_address
 
 from .conftest import audit
@@ -652,6 +653,121 @@ def test_a_closed_pool_lends_nothing(folder: Path, link: str, rng: np.random.Gen
         with pytest.raises(PeerError):
             remote.match(keys)
         hit.release()
+
+
+def test_a_pool_that_is_closed_under_a_reader(
+    folder: Path, link: str, rng: np.random.Generator
+) -> None:
+    """A named error in time, and nothing half in the reader's pool."""
+    pool = made(folder, link, LAYOUTS["float32"])
+    keys = publish(pool, rng)
+    server = Server(pool, (HOST, 0), SECRET, device=device_of(link))
+    ended: list[CXLKVError] = []
+    pulled = threading.Event()
+    with remote_of(server.address, link, SOON_S) as remote, local(pool.layout) as here:
+
+        def read() -> None:
+            try:
+                while True:
+                    here.forget(keys)
+                    assert pull(remote, here, keys).tokens == TOKENS
+                    pulled.set()
+            except CXLKVError as error:
+                ended.append(error)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert pulled.wait(WAIT_S)
+        pool.close()
+        reader.join(WAIT_S)
+        assert isinstance(ended[0], (PeerError, StaleError)), ended
+        audit(here)
+
+
+@pytest.mark.skipif(not RDMA, reason=NO_RDMA)
+def test_verbs_a_key_opens_one_pool_while_that_is_served(
+    folder: Path, rng: np.random.Generator
+) -> None:
+    """By the queue pair of another pool on the same device, which is sound: RDMA itself refuses."""
+    line = Pieces(*(np.array([number]) for number in (0, 0, 64)))
+    with both(folder, "verbs") as (pool, _, remote), local(pool.layout) as other:
+        keys = publish(pool, rng)
+        with serving(other, "verbs") as server, remote_of(server.address, "verbs") as second:
+            second.match(keys)
+            region = far_of(second).region
+            read_by_key(remote, keys, line, region)
+        read_by_key(remote, keys, line, region)
+        assert remote.match(keys).tokens == TOKENS
+
+
+def far_of(remote: Remote) -> Far:
+    assert isinstance(remote._link, VerbsLink)
+    return remote._link._far
+
+
+def read_by_key(remote: Remote, keys: PageKeys, line: Pieces, region: tuple[int, int, int]) -> None:
+    remote.match(keys)
+    link, own = remote._link, far_of(remote)
+    assert isinstance(link, VerbsLink)
+    link.read(line, Deadline(WAIT_S))
+    link._far = own.model_copy(update={"region": region})
+    with pytest.raises(PeerError, match="IBV_WC_REM_ACCESS_ERR"):
+        link.read(line, Deadline(WAIT_S))
+    remote.close()
+
+
+@pytest.mark.skipif(not RDMA, reason=NO_RDMA)
+def test_verbs_a_region_that_may_not_be_locked_is_refused(folder: Path) -> None:
+    """As to a user with a small `ulimit -l`; root could lock more, if it were let."""
+    made(folder, "verbs", LAYOUTS["float32"]).close()
+    limit = ["setpriv", "--bounding-set", "-ipc_lock", "sh", "-c", 'ulimit -l 64; exec "$@"', "sh"]
+    words = ["serve", str(folder / "pool"), "--listen", f"{HOST}:0", "--device", RDMA]
+    done = subprocess.run(
+        [*limit, sys.executable, "-m", "cxlkv.cli", *words, "--secret", str(folder / "secret")],
+        capture_output=True,
+        text=True,
+    )
+    said = " ".join(done.stderr.split())
+    assert done.returncode > 0
+    assert f"{RDMA} does not register" in said
+    assert "Locked memory (ulimit -l) is 64 KiB here: raise it (ulimit -l unlimited" in said
+
+
+# ---- hosts that share the pool ----
+
+
+def test_a_pool_of_several_hosts_is_served(
+    folder: Path, link: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another host has published is pulled by way of this one; it finds what is pushed."""
+    if link == "socket":
+        monkeypatch.setattr("cxlkv.transport.loopback._boot", lambda: "")
+    path, layout = folder / "pool", LAYOUTS["float32"]
+    with (
+        CXLPool.create(
+            path, layout=layout, capacity="8MiB", sharing="software", hosts=2, host=0, threads=1
+        ) as writes,
+        CXLPool.open(path, host=1, threads=1) as serves,
+        local(layout) as here,
+    ):
+        keys = publish(writes, rng)
+        with serving(serves, link) as server, remote_of(server.address, link) as remote:
+            assert pull(remote, here, keys).tokens == TOKENS
+            assert what(here, keys) == what(writes, keys)
+            pushed = publish(here, rng, salt=b"pushed")
+            assert push(remote, here, pushed).tokens == TOKENS
+            assert what(writes, pushed) == what(here, pushed)
+            with remote.match(keys) as hit:  # which keeps the pages from being written again
+                writes.forget(keys)
+                taken = [grown(writes, rng, TOKENS)]
+                while writes.stats()["pages_free"] >= TOKENS // PAGE:
+                    taken.append(grown(writes, rng, TOKENS))
+                _, codes = remote.read(hit.pages, hit.generations)
+                assert not codes.any()
+            for sequence in taken:
+                sequence.release()
+        audit(writes)
+        audit(here)
 
 
 # ---- peers that come, and die: real processes ----
