@@ -38,7 +38,7 @@ from cxlkv.errors import (
     VersionError,
 )
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys
-from cxlkv.transport import Moved, Remote, Server, pull, push, read_secret, wire
+from cxlkv.transport import Moved, Remote, Server, moving, pull, push, read_secret, wire
 from cxlkv.transport.far import Pieces
 from cxlkv.transport.verbs import Far, VerbsLink
 from cxlkv.transport.wire import Deadline, Wire, parse_address
@@ -790,6 +790,20 @@ def test_a_pull_waits_for_a_server_that_is_on_its_way(
             assert pull(remote, here, keys).tokens == TOKENS
         later.join()
         started[0].close()
+
+
+@pytest.mark.parametrize(("deadline_s", "attempts"), [(0.01, 1), (WAIT_S, 2)])
+def test_a_pull_that_waited_in_vain_does_not_wait_again(deadline_s: float, attempts: int) -> None:
+    began: list[Deadline] = []
+
+    def attempt(moved: Moved) -> None:
+        began.append(Deadline(0.02))
+        wait_until(began[-1].is_over)
+        raise PeerError("nobody there")
+
+    with pytest.raises(PeerError, match="nobody"):
+        moving._going_on(attempt, deadline_s)
+    assert len(began) == attempts
 
 
 class ServerProcess:

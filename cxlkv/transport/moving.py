@@ -57,7 +57,7 @@ def pull(remote: Remote, pool: CXLPool, keys: Iterable[bytes], *, strict: bool =
     pools of other layouts, PoolFullError (what came before it stays), PeerError.
     """
     wanted = keys if isinstance(keys, PageKeys) else list(keys)
-    moved = _going_on(lambda so_far: _pull(remote, pool, wanted, strict, so_far))
+    moved = _going_on(lambda so_far: _pull(remote, pool, wanted, strict, so_far), remote.deadline_s)
     with pool.match(wanted, strict=strict) as hit:
         moved.tokens = hit.tokens
     return moved
@@ -66,21 +66,27 @@ def pull(remote: Remote, pool: CXLPool, keys: Iterable[bytes], *, strict: bool =
 def push(remote: Remote, pool: CXLPool, keys: Iterable[bytes], *, strict: bool = True) -> Moved:
     """Publish the longest prefix of `keys` that `pool` has in the far pool; as pull()."""
     wanted = keys if isinstance(keys, PageKeys) else list(keys)
-    moved = _going_on(lambda so_far: _push(remote, pool, wanted, strict, so_far))
+    moved = _going_on(lambda so_far: _push(remote, pool, wanted, strict, so_far), remote.deadline_s)
     with remote.match(wanted, strict=strict) as hit:
         moved.tokens = hit.tokens
     return moved
 
 
-def _going_on(attempt: Callable[[Moved], None]) -> Moved:
-    """Tries again after a break, if pages came since the last one, and once where none did."""
+def _going_on(attempt: Callable[[Moved], None], deadline_s: float) -> Moved:
+    """Tries again after a break, if pages came since the last one, and once where none did; but not
+    where none did for the time in which a connection is tried for."""
     so_far, before, breaks = Moved(), 0, 0
     while True:
         so_far.present = 0
+        deadline = Deadline(deadline_s)
         try:
             attempt(so_far)
         except PeerError:
-            breaks = 1 if so_far.pages > before else breaks + 1
+            if so_far.pages > before:
+                breaks = 0
+            elif deadline.is_over():
+                raise
+            breaks += 1
             if breaks > 1:
                 raise
             before = so_far.pages
