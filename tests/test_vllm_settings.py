@@ -165,3 +165,12 @@ def test_groups_that_are_not_served_are_named() -> None:
             pools.check_groups([(kind, Spec())])
     with pytest.raises(UnsupportedError, match="blocks of 2048 tokens"):
         pools.check_groups([("FullAttentionSpec", Spec(2048))])
+
+
+def test_hashes_that_begin_at_random() -> None:
+    assert pools.hash_concern("sha256", {}) is None
+    assert pools.hash_concern("xxhash_cbor", {"PYTHONHASHSEED": "0"}) is None
+    for environment in ({}, {"PYTHONHASHSEED": ""}):
+        found = pools.hash_concern("xxhash", environment)
+        assert found is not None
+        assert "set PYTHONHASHSEED" in found

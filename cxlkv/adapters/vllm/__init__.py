@@ -6,8 +6,8 @@
 calls: thin, it asks `scheduler` in the scheduler's process, and in the workers `saving` (prefixes
 are copied between the engine's blocks and the pool) or `pooled` (K and V live in the pool).
 `messages` go from the scheduler to the workers, `settings` reads what the user wrote, `pools` finds
-or makes the pool of each rank, and `startup` says where it is. `counting` has the figures, which
-`metrics` gives to the engine's log and its /metrics endpoint. `attention` is our attention backend
-on CPU, `gpu_attention` on CUDA, whose steps are in `device`. Only `connector`, both of these,
-`blocks` and `metrics` import vLLM, and `plugin` when it is called.
+or makes the pool of each rank. `counting` has the figures, which `metrics` gives to the engine's
+log and its /metrics endpoint. `attention` is our attention backend on CPU, `gpu_attention` on CUDA,
+whose steps are in `device`. Only `connector`, both of these, `blocks` and `metrics` import vLLM,
+and `plugin` when it is called.
 """

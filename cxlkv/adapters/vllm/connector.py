@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from cxlkv.adapters.vllm import pools, startup
+from cxlkv.adapters.vllm import pools
 from cxlkv.adapters.vllm.blocks import enter_room, pooled_layout, speculated_tokens
 from cxlkv.adapters.vllm.chunks import chunks_on
 from cxlkv.adapters.vllm.counting import Counting, Looking
@@ -104,7 +104,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             # The engine reads it after this. A hit that cannot be loaded is no user's fault.
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
             log.info("cxlkv: kv_load_failure_policy is set to recompute")
-        concern = startup.hash_concern(str(cache.prefix_caching_hash_algo), os.environ)
+        concern = pools.hash_concern(str(cache.prefix_caching_hash_algo), os.environ)
         if concern is not None:
             log.warning(concern)
         ranks = pools.ranks_of(config)

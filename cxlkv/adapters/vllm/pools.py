@@ -11,9 +11,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cxlkv.adapters import places
+from cxlkv.adapters import places, startup
 from cxlkv.adapters.identity import namespace, weights_of
-from cxlkv.adapters.vllm import startup
 from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.errors import PoolMissingError, UnsupportedError
 from cxlkv.layout import KVLayout
@@ -172,6 +171,17 @@ def _check_seats(names: Sequence[str]) -> None:
             f"cxlkv: this model also has layers of the kind {others}, which attention in the pool "
             'does not serve: leave "attention" away in kv_connector_extra_config'
         )
+
+
+def hash_concern(algorithm: str, environment: Mapping[str, str]) -> str | None:
+    """Block hashes that differ from process to process find nobody's prefixes."""
+    if "xxhash" not in algorithm or environment.get("PYTHONHASHSEED"):
+        return None
+    return (
+        f"cxlkv: --prefix-caching-hash-algo {algorithm} begins at random in each process, so no "
+        "other engine, and not this one after a restart, will find its prefixes: set "
+        "PYTHONHASHSEED to the same number everywhere, or use sha256"
+    )
 
 
 def words_of(vllm_config: object, spec: object, packing: str) -> dict[str, object]:

@@ -1,10 +1,9 @@
-"""What a worker says once: where the pool lies, how much it holds, what keeps it from its best."""
+"""What an engine says once: where the pool lies, how much it holds, what keeps it from its best."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cxlkv.config import format_bytes
@@ -64,7 +63,7 @@ def concerns(place: Place, machine: Machine, wanted_tokens: int) -> list[str]:
     if place.tokens < wanted_tokens:
         found.append(
             f"cxlkv: the pool holds {place.tokens} tokens, and one request may have "
-            f'{wanted_tokens}: give a larger "capacity" in kv_connector_extra_config'
+            f'{wanted_tokens}: give a larger "capacity"'
         )
     if place.room_bytes is not None and place.missing_bytes > place.room_bytes:
         found.append(
@@ -77,14 +76,3 @@ def concerns(place: Place, machine: Machine, wanted_tokens: int) -> list[str]:
         if shared or "locked" in advice.what:
             found.append(f"cxlkv: {advice.what}: {advice.why}. What mends it: {advice.command}")
     return found
-
-
-def hash_concern(algorithm: str, environment: Mapping[str, str]) -> str | None:
-    """Block hashes that differ from process to process find nobody's prefixes."""
-    if "xxhash" not in algorithm or environment.get("PYTHONHASHSEED"):
-        return None
-    return (
-        f"cxlkv: --prefix-caching-hash-algo {algorithm} begins at random in each process, so no "
-        "other engine, and not this one after a restart, will find its prefixes: set "
-        "PYTHONHASHSEED to the same number everywhere, or use sha256"
-    )

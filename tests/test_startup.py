@@ -1,4 +1,4 @@
-"""What a vLLM worker says at its start: where the pool is, and each thing that is not ideal."""
+"""What an engine says at its start: where the pool is, and each thing that is not ideal."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cxlkv import CXLPool, KVLayout
-from cxlkv.adapters.vllm import startup
+from cxlkv.adapters import startup
+from cxlkv.adapters.startup import Place, concerns, where
 from cxlkv.adapters.vllm.pools import Ranks, make_or_open
-from cxlkv.adapters.vllm.startup import Place, concerns, hash_concern, where
 from cxlkv.topology import GIB, MIB, SharedMemory, probe
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=32, page_tokens=32, dtype="float32")
@@ -50,15 +50,6 @@ def test_each_concern_names_its_remedy() -> None:
     assert '"capacity"' in found
     (found,) = concerns(replace(PLACE, room_bytes=GIB, missing_bytes=2 * GIB), GOOD, 1)
     assert "may still grow by 2 GiB, and its file system has 1 GiB left" in found
-
-
-def test_hashes_that_begin_at_random() -> None:
-    assert hash_concern("sha256", {}) is None
-    assert hash_concern("xxhash_cbor", {"PYTHONHASHSEED": "0"}) is None
-    for environment in ({}, {"PYTHONHASHSEED": ""}):
-        found = hash_concern("xxhash", environment)
-        assert found is not None
-        assert "set PYTHONHASHSEED" in found
 
 
 def test_the_first_rank_says_it_once(
