@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from math import inf
 
+from cxlkv.adapters.reading import check_names, read_capacity, read_place, read_text
 from cxlkv.adapters.vllm.messages import Options
-from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import Budget
-from cxlkv.regions import ALL
 
 WHERE = "/dev/shm/"
 WORDS = {"attention": ("engine", "pool"), "load": ("sync", "async")}
@@ -44,37 +42,22 @@ class Settings:
 def read_settings(given: Mapping[str, object]) -> Settings:
     """Raises BadArgumentError, which names the key and what is allowed."""
     known = [one.name for one in fields(Settings)]
-    for name in given:
-        if name not in known:
-            close = get_close_matches(str(name), known, 1)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            raise BadArgumentError(f"{PREFIX}: {name!r} is not one of {', '.join(known)}{meant}")
+    check_names(given, known, PREFIX)
     default = Settings()
     for name, words in WORDS.items():
         value = given.get(name, getattr(default, name))
         if value not in words:
             raise BadArgumentError(f"{PREFIX}: {name} is {value!r}: one of {', '.join(words)}")
-    capacity = given.get("capacity")
-    if capacity is not None:
-        if isinstance(capacity, bool) or not isinstance(capacity, (int, str)):
-            raise BadArgumentError(f"{PREFIX}: capacity is {capacity!r}: text like 8GiB is wanted")
-        if capacity != ALL:
-            parse_bytes(capacity)
     found = Settings(
-        attention=_text(given, "attention", default.attention),
-        where=_text(given, "where", default.where),
-        capacity=capacity,
-        salt=_text(given, "salt", default.salt),
+        attention=read_text(given, "attention", default.attention, PREFIX),
+        where=read_place(given, default.where, PREFIX),
+        capacity=read_capacity(given, PREFIX),
+        salt=read_text(given, "salt", default.salt, PREFIX),
         budget=read_budget(given.get("budget"), PREFIX),
         audit=_number(given, "audit", default.audit, 0, 1),
-        load=_text(given, "load", default.load),
+        load=read_text(given, "load", default.load, PREFIX),
         deadline_s=_number(given, "deadline_s", default.deadline_s, 1e-6, inf),
     )
-    if found.where == "anonymous:":
-        raise BadArgumentError(
-            f"{PREFIX}: where is 'anonymous:', but the engine has several processes that must find "
-            "the pool: give a folder, or leave it away"
-        )
     if found.budget is not None and found.attention != "pool":
         raise BadArgumentError(
             f'{PREFIX}: a budget needs "attention": "pool": the engine\'s attention has none'
@@ -127,13 +110,6 @@ def read_options(given: object, settings: Settings) -> Options:
     if "budget" in own:
         budget = read_budget(own["budget"], "kv_transfer_params")
     return Options(budget, save)
-
-
-def _text(given: Mapping[str, object], name: str, default: str) -> str:
-    value = given.get(name, default)
-    if not isinstance(value, str):
-        raise BadArgumentError(f"{PREFIX}: {name} is {value!r}: text is wanted")
-    return value
 
 
 def _number(
