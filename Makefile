@@ -174,20 +174,20 @@ test-vllm: $(VLLM)/.stamp-$(VLLM_VERSION)  ## the tests with vLLM, in an environ
 .PHONY: test-sglang
 SGLANG := build/sglang/env
 SGLANG_VERSION := 0.5.23
-$(SGLANG)/.stamp-$(SGLANG_VERSION):
+$(SGLANG)/.stamp-$(SGLANG_VERSION)-2:
 	rm -rf $(SGLANG)
 	$(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check \
 	  torch==2.13.0 triton==3.7.1 numpy
 	$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
-	  sglang==$(SGLANG_VERSION) apache-tvm-ffi compressed-tensors gguf loguru sentencepiece
+	  sglang==$(SGLANG_VERSION) apache-tvm-ffi==0.1.11 compressed-tensors gguf loguru sentencepiece
 	$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check \
 	  orjson psutil pybase64 transformers==5.19.0 pyzmq pydantic pillow aiohttp IPython setproctitle \
-	  msgspec requests tqdm packaging fastapi regex einops \
+	  msgspec requests tqdm packaging fastapi regex einops dill prometheus-client \
 	  scikit-build-core cffi pytest pytest-benchmark pytest-timeout hypothesis
 	touch $@
 
-test-sglang: $(SGLANG)/.stamp-$(SGLANG_VERSION)  ## the tests with SGLang's cache, likewise
+test-sglang: $(SGLANG)/.stamp-$(SGLANG_VERSION)-2  ## the tests with SGLang's cache, likewise
 	$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
 	  -C build-dir=build/sglang/native -e .
 	$(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)

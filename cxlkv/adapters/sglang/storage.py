@@ -92,6 +92,8 @@ class CXLHiCache(HiCacheStorage):
         )
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: object) -> None:
+        if str(host_pool_name) == "kv":  # SGLang names all of them, that of K and V again
+            return
         raise UnsupportedError(
             f"cxlkv: the host pool {host_pool_name}: models with several kinds of caches (state "
             "layers, sliding windows, indexers) are not served yet. Leave "
@@ -107,8 +109,10 @@ class CXLHiCache(HiCacheStorage):
     # ---- pages between the pool and the engine's host memory, without another copy ----
 
     def batch_exists(self, keys: list[str], extra_info: object = None) -> int:
-        """How many pages from the first on are there, whole."""
-        return self._answer(lambda: self._leading(keys, self._pages), 0)
+        """How many pages from the first on are there, whole, in the form that SGLang asks for."""
+        is_flat = not (self.config.extra_config or {}).get("interface_v1")
+        names = self._flat if is_flat else self._pages
+        return self._answer(lambda: self._leading(keys, names), 0)
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: object = None
