@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool, KVLayout, object_keys
+from cxlkv.adapters.counting import Counting
 from cxlkv.adapters.lmcache.chunks import Chunks
-from cxlkv.adapters.lmcache.counting import COUNTS, KINDS, Counting
+from cxlkv.adapters.lmcache.counting import COUNTS, KINDS
 from cxlkv.errors import BusyError
 from cxlkv.objects import ABSENT
 from cxlkv.prefix import PageKeys
@@ -23,7 +24,7 @@ BYTES = 64 << 10
 def chunks(tmp_path: Path) -> Iterator[Chunks]:
     path = tmp_path / "a.pool"
     pool = CXLPool.create(path, layout=KVLayout.objects(BYTES), capacity="8MiB", threads=1)
-    made = Chunks(pool, Counting())
+    made = Chunks(pool, Counting(COUNTS, KINDS))
     yield made
     if pool.path is not None and made.counting.failures["pool"] == 0:
         assert pool.stats()["pages_held"] == 0
@@ -73,7 +74,7 @@ def test_what_is_damaged_is_forgotten_and_can_be_put_again(chunks: Chunks) -> No
         assert found.views[1] is not None
         found.release()
         write_at(address, 0)  # by this process, whose look at it is over
-    fresh = Chunks(CXLPool.open(str(path), threads=1), Counting())
+    fresh = Chunks(CXLPool.open(str(path), threads=1), Counting(COUNTS, KINDS))
     leased = fresh.lease(keys("a", "bb"))
     assert leased is not None
     assert [view is None for view in leased.views] == [True, False]
@@ -178,15 +179,3 @@ def test_a_pool_that_is_gone_is_a_miss(chunks: Chunks, caplog: pytest.LogCapture
     assert chunks.counting.failures["pool"] == 6
     assert len(caplog.records) == 1
     assert "closed" in caplog.text
-
-
-def test_every_kind_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    counting = Counting()
-    for kind in KINDS:
-        counting.failed(kind, "why")
-        counting.failed(kind, "a second time", 2)
-    assert counting.failures == dict.fromkeys(KINDS, 3)
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * len(KINDS)
-    assert "a second time" not in caplog.text
-    counting.add(asked_objects=2, hit_objects=1)
-    assert counting.counts == {**dict.fromkeys(COUNTS, 0), "asked_objects": 2, "hit_objects": 1}

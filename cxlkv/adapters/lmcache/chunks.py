@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 
 import numpy as np
 
-from cxlkv.adapters.lmcache.counting import Counting
+from cxlkv.adapters.counting import Counting
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
 from cxlkv.objects import DAMAGED, Lease, Reserved
 from cxlkv.pool import CXLPool

@@ -1,12 +1,6 @@
-"""What is counted of LMCache's chunks, and what is said, once, of each kind of failure."""
+"""What is counted of LMCache's chunks, and what each kind of failure means."""
 
 from __future__ import annotations
-
-import logging
-import threading
-from collections import Counter
-
-log = logging.getLogger("cxlkv")
 
 PREFIX = "lmcache:cxlkv_"
 """Of our metrics beside LMCache's own."""
@@ -34,33 +28,3 @@ KINDS = {
     "pool": "the pool cannot be used: what was asked for is a miss",
 }
 """Failures, each with what it means."""
-
-STATES = {
-    "free": "for new objects",
-    "held": "read or written by a process",
-    "published_only": "objects that nobody reads now",
-}
-"""Of a pool's memory."""
-
-
-class Counting:
-    """Any thread may count."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
-        self.failures: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
-
-    def add(self, **more: int) -> None:
-        """By names of COUNTS."""
-        with self._lock:
-            self.counts.update(more)
-
-    def failed(self, kind: str, detail: object = "", count: int = 1) -> None:
-        """Of KINDS; the first of each kind is a line in the log."""
-        with self._lock:
-            first = self.failures[kind] == 0
-            self.failures[kind] += count
-        if first:
-            said = f": {detail}" if str(detail) else ""
-            log.warning("cxlkv: %s%s (said once; counted as %s)", KINDS[kind], said, kind)

@@ -17,6 +17,7 @@ import torch
 from lmcache import __version__ as lmcache_version
 from lmcache import torch_dev
 from lmcache.logging import init_logger
+from lmcache.observability import PrometheusLogger
 from lmcache.utils import CacheEngineKey, LayerCacheEngineKey, get_size_bytes
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj, TensorMemoryObj
@@ -30,12 +31,13 @@ from lmcache.v1.storage_backend.abstract_backend import (
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from cxlkv.adapters import places
+from cxlkv.adapters.counting import log
+from cxlkv.adapters.figures import Shown
 from cxlkv.adapters.lmcache import form, names
 from cxlkv.adapters.lmcache.chunks import Chunks
-from cxlkv.adapters.lmcache.counting import log
+from cxlkv.adapters.lmcache.counting import COUNTS, KINDS, PREFIX
 from cxlkv.adapters.lmcache.form import Form
 from cxlkv.adapters.lmcache.memory import PoolAllocator, PoolObject, form_of
-from cxlkv.adapters.lmcache.metrics import Shown
 from cxlkv.adapters.lmcache.settings import check_name, check_served, check_version, read_settings
 from cxlkv.config import format_bytes
 from cxlkv.errors import BadArgumentError, BusyError, CXLKVError
@@ -77,7 +79,10 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         self._fmt = MemoryFormat.KV_MLA_FMT if metadata.use_mla else usual
         self._words = names.words_of(metadata, config, lmcache_version)
         self._space = names.space_of(self._words, self.settings.salt)
-        self.counting = Shown(metadata, config)
+        # LMCache's own are made first: they set where figures of several processes are kept.
+        labels = PrometheusLogger.GetOrCreate(metadata, config=config).labels
+        shown = {name: str(value) for name, value in labels.items()}
+        self.counting = Shown(PREFIX, shown, COUNTS, KINDS)
         self.pool = self._open(metadata, config)
         try:
             self._mapping = self._register()
