@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cxlkv import CXLPool
+from cxlkv import CXLPool, _core
+from cxlkv.prefix import PageKeys
 
 
 def change_byte(path: str | Path, at: int) -> None:
@@ -25,3 +26,12 @@ def damage_piece(pool: CXLPool, page: int, layer: int, kind: str = "values") -> 
     assert offsets is not None
     assert pool.path is not None
     change_byte(pool.path, int(offsets[0]) + 5)
+
+
+def damage_object(pool: CXLPool, key: PageKeys) -> None:
+    """A byte in the middle of the object of one key."""
+    with pool.lease(key) as lease:
+        address, size = int(lease.addresses[0]), int(lease.sizes[0])
+    assert address, "there is no such object"
+    assert pool.path is not None
+    change_byte(pool.path, address - _core.pool_memory(pool._handle)[0] + size // 2)

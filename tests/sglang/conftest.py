@@ -1,20 +1,27 @@
-"""What the tests with SGLang share: where it is not, they are skipped; its warnings are its own."""
+"""What the tests with SGLang share: folders for pools, which must be clean at the end."""
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from . import images
+from cxlkv import CXLPool
+from cxlkv.errors import CXLKVError
+
+from ..conftest import audit
 
 
-@pytest.fixture(autouse=True, scope="session")
-def sglang_is_there() -> None:
-    if importlib.util.find_spec("sglang") is None:
-        pytest.skip("SGLang is not installed here: `make test-sglang` has its own environment")
-    images.leave_out()
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[str]:
+    yield f"{tmp_path}/"
+    for path in tmp_path.rglob("*.pool"):
+        with CXLPool.open(path) as pool:
+            audit(pool)
+        with suppress(CXLKVError):
+            CXLPool.remove(path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
