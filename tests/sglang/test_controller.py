@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from cxlkv import CXLPool
+from cxlkv.adapters.sglang.shelf import KINDS as KINDS_OF_FAILURES
+
+from ..damaging import damage_object
 from .hicache import Engine, Payload, page_bytes
+
+# isort: split
+from prometheus_client import REGISTRY
 
 KINDS = [
     ("mha", "page_first"),
@@ -17,6 +25,7 @@ KINDS = [
     ("mla", "page_first"),
     ("mla", "layer_first"),
     ("mla", "page_first_direct"),
+    ("dsa", "page_first"),
 ]
 
 
@@ -47,12 +56,12 @@ def same(found: dict[str, list[Payload]], wanted: dict[str, list[Payload]], page
 def test_a_restarted_engine_loads_what_was_stored(
     tmp_path: Path, kind: str, layout: str, zero_copy: bool
 ) -> None:
-    first = Engine(f"{tmp_path}/", kind, layout, zero_copy=zero_copy)
+    first = Engine(f"{tmp_path}/", kind, layout, zero_copy=zero_copy, capacity="64MiB")
     ids, pages = text(first, 6), payloads(first, 6)
     assert first.fetch(ids) == (0, {name: [] for name in first.hosts})
     assert first.save(ids, pages) == len(ids)
     first.close()
-    second = Engine(f"{tmp_path}/", kind, layout, zero_copy=zero_copy)
+    second = Engine(f"{tmp_path}/", kind, layout, zero_copy=zero_copy, capacity="64MiB")
     tokens, found = second.fetch(ids + text(second, 2, seed=1))
     assert tokens == len(ids)
     same(found, pages, 6)
@@ -60,3 +69,87 @@ def test_a_restarted_engine_loads_what_was_stored(
     assert tokens == 3 * second.page_tokens
     same(found, pages, 3)
     second.close()
+
+
+def test_of_a_damaged_page_the_text_before_it_is_loaded(folder: str) -> None:
+    """Its rest is computed, stored again, and right then."""
+    engine = Engine(folder)
+    ids, pages = text(engine, 6), payloads(engine, 6)
+    assert engine.save(ids, pages) == len(ids)
+    shelf = engine.backend.store.shelf()
+    with CXLPool.open(str(shelf.pool.path)) as pool:
+        damage_object(pool, shelf.keys([f"{engine.hashes(ids)[3]}.0"]))
+    tokens, found = engine.fetch(ids)
+    assert tokens == 3 * engine.page_tokens
+    same(found, pages, 3)
+    assert engine.backend.counting.failures["corrupt"] == 1
+    assert engine.save(ids, pages) == len(ids)
+    tokens, found = engine.fetch(ids)
+    assert tokens == len(ids)
+    same(found, pages, 6)
+    engine.close()
+
+
+def test_a_full_pool_ends_no_thread(folder: str) -> None:
+    engine = Engine(folder)
+    ids, pages = text(engine, 6), payloads(engine, 6)
+    pool = engine.backend.store.shelf().pool
+    taken = pool.pages.alloc(pool.stats()["pages_free"])
+    assert engine.save(ids, pages) == 0
+    assert engine.fetch(ids)[0] == 0
+    assert engine.backend.counting.failures["full"] == 1
+    pool.pages.free(taken)
+    assert engine.save(ids, pages) == len(ids)
+    tokens, found = engine.fetch(ids)
+    assert tokens == len(ids)
+    same(found, pages, 6)
+    engine.close()
+
+
+def test_a_pool_that_is_gone_ends_no_thread(tmp_path: Path) -> None:
+    """Its file was cut short: the memory under it is gone. The next engine has a pool again."""
+    first = Engine(f"{tmp_path}/")
+    ids, pages = text(first, 6), payloads(first, 6)
+    assert first.save(ids, pages) == len(ids)
+    path = Path(str(first.backend.store.shelf().pool.path))
+    os.truncate(path, 4096)
+    for _ in range(2):
+        tokens, found = first.fetch(ids)
+        same(found, pages, tokens // first.page_tokens)
+        first.save(ids, pages)
+    assert first.backend.counting.failures["error"] > 0
+    first.close()
+    path.unlink()
+    second = Engine(f"{tmp_path}/")
+    assert second.save(ids, pages) == len(ids)
+    assert second.fetch(ids)[0] == len(ids)
+    second.close()
+
+
+def test_what_sglang_shows_of_it(folder: str) -> None:
+    """Its own histograms get pages and speeds; ours are counters beside them."""
+    engine = Engine(folder, model="shown", metrics=True)
+    ids = text(engine, 6)
+    assert engine.save(ids, payloads(engine, 6)) == len(ids)
+    assert engine.fetch(ids)[0] == len(ids)
+    found = engine.backend.get_stats()
+    assert (found.backup_pgs, found.prefetch_pgs) == ([6], [6])
+    assert min(found.backup_bandwidth + found.prefetch_bandwidth) > 0
+    assert engine.backend.get_stats().backup_pgs == []
+    labels = {"model_name": "shown", "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
+    sizes = 6 * page_bytes(engine.host)
+    for name, wanted in (
+        ("stored_pages_total", 6),
+        ("stored_bytes_total", sizes),
+        ("loaded_pages_total", 6),
+        ("loaded_bytes_total", sizes),
+        ("hit_pages_total", 6),
+    ):
+        assert REGISTRY.get_sample_value(f"sglang:cxlkv_{name}", labels) == wanted, name
+    for kind in KINDS_OF_FAILURES:
+        shown = {**labels, "kind": kind}
+        assert REGISTRY.get_sample_value("sglang:cxlkv_failures_total", shown) == 0
+    place = {**labels, "pool": str(engine.backend.store.shelf().pool.path)}
+    room = {**place, "state": "free"}
+    assert (REGISTRY.get_sample_value("sglang:cxlkv_pool_bytes", room) or 0) > 0
+    engine.close()

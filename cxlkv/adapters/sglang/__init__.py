@@ -1,8 +1,13 @@
-"""SGLang: its hierarchical cache keeps pages in a pool of objects. docs/adapters.md tells how.
+"""SGLang: its hierarchical cache keeps pages in a pool of objects. docs/sglang.md tells how.
 
---enable-hierarchical-cache --hicache-storage-backend dynamic
---hicache-storage-backend-extra-config '{"backend_name": "cxlkv", "interface_v1": 1,
-    "module_path": "cxlkv.adapters.sglang", "class_name": "CXLHiCache"}'
+    --enable-hierarchical-cache --hicache-storage-backend dynamic
+    --hicache-storage-backend-extra-config '{"backend_name": "cxlkv", "interface_v1": 1,
+        "module_path": "cxlkv.adapters.sglang", "class_name": "CXLHiCache"}'
+
+`storage` is the class that SGLang calls, and alone imports SGLang. It asks `store`, which has a
+`shelf` of objects for each of SGLang's host pools: `host` says where their pages lie, `names` what
+makes their bytes what they are, `hits` up to where a text can be restored. `settings` reads what
+the user wrote.
 """
 
 from __future__ import annotations
@@ -16,9 +21,16 @@ __all__ = ["CXLHiCache"]
 
 
 def __getattr__(name: str) -> object:
-    """The class when SGLang asks for it: it is one of SGLang's own."""
+    """The class when SGLang asks for it: it is one of SGLang's own.
+
+    Raises ImportError, which says what is missing.
+    """
     if name != "CXLHiCache":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from cxlkv.adapters.sglang.storage import CXLHiCache
-
+    try:
+        from cxlkv.adapters.sglang.storage import CXLHiCache
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"{error}: SGLang loads cxlkv's store for it, so install cxlkv where sglang is"
+        ) from error
     return CXLHiCache

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from cxlkv.adapters.sglang.names import Config, suffixes_of
+from cxlkv.adapters.sglang.names import Config, Words
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.objects import Buffers
 
-LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head", "page_first_kv_split")
+Meta = tuple[list[int], list[int]]
+
+OF_THE_HOST = (
+    "layout",
+    "page_size",
+    "dtype",
+    "layer_num",
+    "start_layer",
+    "end_layer",
+    "head_dim",
+    "v_head_dim",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "kv_cache_dim",
+    "storage_format_tag",
+)
 
 
 class Memory(Protocol):
@@ -21,73 +35,81 @@ class Memory(Protocol):
     layout: str
     page_size: int
 
-    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]: ...
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> Meta | None:
+        """Addresses and bytes of the buffers of whole pages, page by page. indices: of all their
+        tokens. None: this pool has indices only."""
 
-    def get_split_heads_page_buffer_meta(
-        self, indices: torch.Tensor, split_factor: int
-    ) -> tuple[list[int], list[int]]: ...
+    def get_split_heads_page_buffer_meta(self, indices: torch.Tensor, split_factor: int) -> Meta:
+        """The same, of each page's heads in so many parts."""
 
     def get_dummy_flat_data_page(self) -> torch.Tensor: ...
 
 
 class HostMemory:
-    """The engine's host memory: where its pages are, and of which shape."""
+    """One of the engine's host pools, by the name that SGLang gives it.
 
-    def __init__(self, pool: Memory, config: Config):
-        self._pool, self._config = pool, config
-        self.layout = pool.layout
-        if self.layout not in LAYOUTS or getattr(pool, "kv_buffer", None) is None:
-            raise UnsupportedError(
-                f"cxlkv: --hicache-mem-layout {self.layout} of {type(pool).__name__}: one of "
-                f"{', '.join(LAYOUTS)} is served, in memory of its own"
-            )
-        logical = getattr(pool, "logical_page_size", None)
-        self.page_tokens = int(logical or pool.page_size)
+    sizes: bytes of an object's buffers, in the order in which SGLang names them, which is the order
+    of its bytes. parts: objects of a page, more than one with split heads. Where a page lies SGLang
+    is asked each time: some of its pools move pages. Raises UnsupportedError for a host pool whose
+    pages have no addresses.
+    """
+
+    def __init__(self, pool: Memory, name: str, config: Config, zero_copy: bool = True):
+        self._pool, self._name, self._zero_copy = pool, name, zero_copy
+        self.parts = 1
+        if name == "kv" and config.should_split_heads and zero_copy:
+            self.parts = (config.tp_lcm_size or config.tp_size) // config.tp_size
+        self.page_tokens = int(pool.page_size or 1)
         try:
-            _, sizes = self._meta(torch.arange(self.page_tokens))
+            found = self._meta(torch.arange(self.page_tokens))
         except (ValueError, AssertionError, NotImplementedError) as error:
             raise UnsupportedError(
-                f"cxlkv: {type(pool).__name__} with --hicache-mem-layout {self.layout} cannot say "
-                f"where its pages lie: {error}"
+                f"cxlkv: SGLang's host pool {name} ({type(pool).__name__}) cannot say where its "
+                f"pages lie: {error}. --hicache-mem-layout page_first may mend it"
             ) from error
-        self.page_bytes = sum(sizes)
+        if not found or not found[1]:
+            raise UnsupportedError(
+                f"cxlkv: SGLang's host pool {name} ({type(pool).__name__}) has no memory of its "
+                "own, only those beside it have: such models are not served yet. Leave "
+                "--hicache-storage-backend away"
+            )
+        self.sizes = [int(size) for size in found[1][: len(found[1]) // self.parts]]
+        self.object_bytes = sum(self.sizes)
 
-    def words(self) -> dict[str, object]:
-        names = (
-            "layer_num",
-            "start_layer",
-            "end_layer",
-            "head_num",
-            "head_dim",
-            "v_head_dim",
-            "kv_cache_dim",
-            "storage_format_tag",
-        )
+    @property
+    def kinds(self) -> set[str]:
+        """Names of its class and of those that it derives from."""
+        return {one.__name__ for one in type(self._pool).__mro__}
+
+    def words(self) -> Words:
+        """Which pool it is, and how the bytes of its objects lie."""
+        heads = getattr(self._pool, "head_num", None)
         return {
-            "memory": [type(self._pool).__name__, self.layout],
-            "dtype": str(getattr(self._pool, "dtype", None)),
-            "page_tokens": self.page_tokens,
-            "page_bytes": self.page_bytes,
-            **{name: getattr(self._pool, name, None) for name in names},
+            "pool": self._name,
+            "class": type(self._pool).__name__,
+            **{one: str(getattr(self._pool, one, None)) for one in OF_THE_HOST},
+            "heads": None if heads is None else int(heads) // self.parts,
+            "sizes": self.sizes,
+            "zero_copy": self._zero_copy,  # copies of pages may have another order
         }
 
-    def _meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        if self._config.should_split_heads:
-            parts = (self._config.tp_lcm_size or 1) // self._config.tp_size
-            return self._pool.get_split_heads_page_buffer_meta(indices, parts)
+    def _meta(self, indices: torch.Tensor) -> Meta | None:
+        if self.parts > 1:
+            return self._pool.get_split_heads_page_buffer_meta(indices, self.parts)
         return self._pool.get_page_buffer_meta(indices)
 
-    def buffers(self, indices: torch.Tensor, pages: int) -> Buffers:
-        """Of the objects of these pages."""
-        addresses, sizes = self._meta(indices)
-        objects = pages * len(suffixes_of(self._config))
-        if not objects or len(addresses) % objects:
-            raise BadArgumentError(f"{len(addresses)} buffers of {pages} pages")
-        starts = np.arange(0, len(addresses) + 1, len(addresses) // objects)
-        return Buffers(np.array(addresses, np.uint64), np.array(sizes, np.uint64), starts)
-
-    def flat_pages(self, given: object, count: int) -> list[torch.Tensor]:
-        """What flat pages are copied to: the caller's, or new ones."""
-        if isinstance(given, Sequence) and len(given) == count:
-            return list(given)
-        return [self._pool.get_dummy_flat_data_page() for _ in range(count)]
+    def buffers(self, pages: int, indices: torch.Tensor | None) -> Buffers:
+        """Of the objects of so many pages. Raises BadArgumentError for another number of indices"""
+        tokens = 0 if indices is None else len(indices)
+        if indices is None or tokens != pages * self.page_tokens:
+            raise BadArgumentError(
+                f"{tokens} indices for {pages} pages of {self.page_tokens} tokens"
+            )
+        found = self._meta(indices)
+        assert found is not None, "a pool with memory has it still"
+        each = len(self.sizes)
+        return Buffers(
+            np.array(found[0], np.uint64),
+            np.array(found[1], np.uint64),
+            np.arange(0, pages * self.parts * each + 1, each),
+        )

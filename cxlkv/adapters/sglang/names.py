@@ -1,13 +1,37 @@
-"""Under which names the pages of an engine's rank are stored: all that makes them what they are."""
+"""What makes the bytes of SGLang's pages what they are: words for keys, and for the pool's file.
+
+    space  = H(engine, host memory, shards, stage, salt)      16 bytes
+    key    = H(space, SGLang's hash of a page + which shard)
+
+SGLang hashes a page's tokens with all text before them, and with the request's LoRA and cache salt.
+The pool's file is named by all but the salt: ranks and tenants share it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
 
 from cxlkv.adapters.identity import namespace, weights_of
-from cxlkv.objects import object_keys
-from cxlkv.prefix import PageKeys
+from cxlkv.errors import BadArgumentError, UnsupportedError
+
+Words = dict[str, object]
+
+OF_THE_SERVER = (
+    "revision",
+    "load_format",
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "json_model_override_args",
+    "speculative_algorithm",
+    "speculative_draft_model_revision",
+)
+OF_EACH_RANK = ("MambaPoolHost", "MHATokenToKVPoolHost")
+"""Host pools that hold a rank's own part, also where K and V of the model are the same on all."""
 
 
 class Config(Protocol):
@@ -17,57 +41,101 @@ class Config(Protocol):
     tp_size: int
     pp_rank: int
     pp_size: int
+    dp_rank: int
     attn_cp_rank: int
     attn_cp_size: int
-    dcp_rank: int
     dcp_size: int
     is_mla_model: bool
+    enable_storage_metrics: bool
     model_name: str | None
     tp_lcm_size: int | None
     should_split_heads: bool
     extra_config: Mapping[str, object] | None
 
 
-def words_of(config: Config, page: Mapping[str, object], salt: str) -> dict[str, object]:
-    """What all ranks of an engine have in common. page: the shape of one, in the host's memory."""
-    model = config.model_name or ""
-    tag = (config.extra_config or {}).get("extra_backend_tag")
-    shards = config.tp_lcm_size if config.should_split_heads else config.tp_size
+def engine_words(config: Config, server: object | None, version: str) -> Words:
+    """Of the model as this engine runs it. server: SGLang's arguments, None where it has none.
+
+    Raises BadArgumentError when nobody says which model it is.
+    """
+    path = str(getattr(server, "model_path", None) or config.model_name or "")
+    if not path:
+        raise BadArgumentError(
+            "cxlkv: SGLang does not say which model this is, so another's pages could be found: "
+            "give --model-path"
+        )
+    draft = getattr(server, "speculative_draft_model_path", None)
+    is_random = "dummy" in str(getattr(server, "load_format", None))
     return {
         "engine": "sglang",
-        "model": model,
-        "weights": weights_of(model),
-        "tag": tag,
-        "mla": config.is_mla_model,
-        "shards": 1 if config.is_mla_model else shards,
-        "stages": config.pp_size,
-        "context": [config.attn_cp_size, config.dcp_size],
-        "salt": salt,
-        **page,
+        "version": version,
+        **_model_words(path),
+        "draft": _model_words(str(draft)) if draft else None,
+        "server": {name: str(getattr(server, name, None)) for name in OF_THE_SERVER},
+        "random": str(getattr(server, "random_seed", None)) if is_random else None,
+        "tag": (config.extra_config or {}).get("extra_backend_tag"),
     }
 
 
-def suffixes_of(config: Config) -> list[str]:
-    """Of the objects that are one page of this rank: one; or, where ranks of other engines have
-    fewer heads each, one for each of theirs. MLA ranks have equal pages, and share them."""
-    rest = f"pp{config.pp_rank}.cp{config.attn_cp_rank}.dcp{config.dcp_rank}"
-    if config.is_mla_model:
-        return [f".{rest}"]
-    if not config.should_split_heads:
-        return [f".tp{config.tp_rank}.{rest}"]
-    parts = (config.tp_lcm_size or config.tp_size) // config.tp_size
-    first = config.tp_rank * parts
-    return [f".tp{first + part}.{rest}" for part in range(parts)]
+def _model_words(path: str) -> Words:
+    is_folder = os.path.isdir(path)
+    return {
+        "model": os.path.realpath(path) if is_folder else path,
+        "weights": weights_of(path),
+        "config": _digest(Path(path) / "config.json") if is_folder else None,
+    }
 
 
-class Names:
-    """From SGLang's page hashes, which are of the tokens alone, to keys of objects."""
+def _digest(path: Path) -> str | None:
+    """Of a model's own description: its rope, windows and shapes."""
+    return hashlib.blake2b(path.read_bytes()).hexdigest() if path.is_file() else None
 
-    def __init__(self, words: Mapping[str, object], suffixes: Sequence[str]):
-        self.space = namespace(words)
-        self.suffixes = list(suffixes)
 
-    def keys(self, hashes: Sequence[str]) -> PageKeys:
-        """Those of a page's objects one behind the other, page after page."""
-        suffixes = self.suffixes
-        return object_keys([name + end for name in hashes for end in suffixes], self.space)
+class Shards:
+    """Which part of each page this rank has. A page of it is one object, or, with split heads, one
+    for each rank of an engine that has as many as `count`.
+
+    count: of all ranks; numbers: this rank's own; sharing_ranks: that put objects of their own into
+    one pool, for each page of text. Raises UnsupportedError where ranks have parts of other kinds,
+    and where SGLang has the first rank alone store what differs by rank.
+    """
+
+    def __init__(self, config: Config, kinds: set[str], parts: int):
+        """kinds: names of the host pool's class and of those that it derives from."""
+        if config.dcp_size > 1:
+            raise UnsupportedError(
+                "cxlkv: ranks that share the tokens of a page among them (decode context parallel) "
+                "are not served: leave --hicache-storage-backend away"
+            )
+        own = not config.is_mla_model or bool(kinds & set(OF_EACH_RANK))
+        if config.is_mla_model and "MHATokenToKVPoolHost" in kinds and config.tp_size > 1:
+            raise UnsupportedError(
+                "cxlkv: K and V of the draft model differ by rank, and with a dynamic backend "
+                "SGLang lets rank 0 alone store them: use a draft model with MLA, or leave "
+                "--hicache-storage-backend away"
+            )
+        self.count = config.tp_size * parts if own else 1
+        first = config.tp_rank * parts if own else 0
+        self.numbers = list(range(first, first + parts))
+        self.sharing_ranks = self.count * config.attn_cp_size
+        self.stage = {"pp_rank": config.pp_rank, "pp_size": config.pp_size}
+        self._context = (config.attn_cp_rank, config.attn_cp_size)
+
+    def file_words(self) -> Words:
+        return {"shards": self.count, **self.stage, "contexts": self._context[1]}
+
+    def words(self) -> Words:
+        return {**self.file_words(), "context": self._context[0]}
+
+
+def space_of(engine: Words, host: Words, shards: Shards, salt: str) -> bytes:
+    """The namespace of the keys of one stage and tenant, in one host pool's objects."""
+    return namespace({"engine": engine, "host": host, **shards.words(), "salt": salt})
+
+
+def file_name(engine: Words, host: Words, shards: Shards) -> str:
+    """Of the pool that all ranks and engines of one model share in a folder; stages of a pipeline
+    have other layers, and another file."""
+    words = {"name": "pool", "engine": engine, "host": host, **shards.file_words()}
+    side = "" if host["pool"] == "kv" else f"-{host['pool']}"
+    return f"cxlkv-sglang-{namespace(words).hex()[:16]}{side}.pool"

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 
-from cxlkv.config import parse_bytes
+from cxlkv.adapters.reading import check_names, read_capacity, read_place, read_text
 from cxlkv.errors import BadArgumentError, UnsupportedError
-from cxlkv.regions import ALL
+
+log = logging.getLogger("cxlkv")
 
 WHERE = "/dev/shm/"
-PLACE = "--hicache-storage-backend-extra-config: cxlkv"
-TESTED = "0.5.23"
+EXTRA = "--hicache-storage-backend-extra-config"
+PLACE = f"{EXTRA}: cxlkv"
+
+TESTED = (0, 5, 23)
+BELOW = (0, 6, 0)
+"""The version that the tests ran with. Later ones below BELOW are taken, with a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """where: a folder, in which each model gets a file of its own, or the path of one pool, as
-    CXLPool.create takes it; all ranks and engines on a machine share it. capacity: of the pool, if
-    it is to be made; None: a share of the memory that this container may use. salt: keeps tenants
-    apart.
+    CXLPool.create takes it; all ranks and engines on a machine share it. capacity: of what an
+    engine's ranks store together, if it is to be made; None: a share of the memory that this
+    container may use. salt: keeps tenants apart.
     """
 
     where: str = WHERE
@@ -30,30 +36,43 @@ class Settings:
 
 def read_settings(extra_config: Mapping[str, object] | None) -> Settings:
     """Of SGLang's mapping the part that is ours. Raises BadArgumentError, which names the key."""
-    given = (extra_config or {}).get("cxlkv", {})
+    extra = extra_config or {}
+    known = [one.name for one in fields(Settings)]
+    for name in known:
+        if name in extra:
+            raise BadArgumentError(
+                f'{EXTRA}: {name!r} is one of ours: write it as "cxlkv": {{"{name}": ...}}'
+            )
+    given = extra.get("cxlkv", {})
     if not isinstance(given, Mapping):
         raise BadArgumentError(f"{PLACE} is {given!r}: keys and values are wanted")
-    known = [one.name for one in fields(Settings)]
-    for name in given:
-        if name not in known:
-            close = get_close_matches(str(name), known, 1)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            raise BadArgumentError(f"{PLACE}: {name!r} is not one of {', '.join(known)}{meant}")
-    for name in ("where", "salt"):
-        if not isinstance(given.get(name, ""), str):
-            raise BadArgumentError(f"{PLACE}: {name} is {given[name]!r}: text is wanted")
-    capacity = given.get("capacity")
-    if isinstance(capacity, bool) or not isinstance(capacity, (int, str, type(None))):
-        raise BadArgumentError(f"{PLACE}: capacity is {capacity!r}: text like 8GiB is wanted")
-    if capacity is not None and capacity != ALL:
-        parse_bytes(capacity)
-    return Settings(**given)
+    check_names(given, known, PLACE)
+    default = Settings()
+    return Settings(
+        where=read_place(given, default.where, PLACE),
+        capacity=read_capacity(given, PLACE),
+        salt=read_text(given, "salt", default.salt, PLACE),
+    )
+
+
+def is_zero_copy(extra_config: Mapping[str, object] | None) -> bool:
+    """Whether SGLang will give addresses of its pages, not copies of them."""
+    found = bool((extra_config or {}).get("interface_v1", 0))
+    if not found:
+        log.warning('cxlkv: without "interface_v1": 1 in %s each page is copied once more', EXTRA)
+    return found
 
 
 def check_version(version: str) -> None:
-    """Raises UnsupportedError outside of what was tested; its interface changes with each minor."""
-    if version.split(".")[:2] != TESTED.split(".")[:2]:
+    """Raises UnsupportedError for an SGLang that is older, or newer by a minor version."""
+    numbers = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    found = tuple(int(part) for part in numbers.groups()) if numbers else ()
+    tested = ".".join(map(str, TESTED))
+    if not TESTED <= found < BELOW:
         raise UnsupportedError(
-            f"sglang {version}: this adapter was tested with {TESTED} and serves 0.5.x only. "
-            f"Install sglang=={TESTED}, or a newer cxlkv"
+            f"sglang {version}: this adapter was tested with {tested}, and storage backends change "
+            f"between versions. Install sglang>={tested},<{'.'.join(map(str, BELOW[:2]))}, or "
+            "another cxlkv"
         )
+    if found != TESTED:
+        log.warning("cxlkv: tested with sglang %s, this is %s", tested, version)

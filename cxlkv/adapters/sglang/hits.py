@@ -1,0 +1,26 @@
+"""Up to where a text's pages can be restored, when several host pools must have their part."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv.adapters.sglang.shelf import Flags
+
+
+def leading(there: Flags) -> int:
+    """How many are true, from the first on."""
+    return len(there) if there.all() else int(np.argmin(there))
+
+
+def restorable(there: Flags, trailing: int | None = None) -> Flags:
+    """bool [n + 1]: whether a host pool can restore the first i of n pages.
+
+    It needs all of them, or, as of a sliding window or a state, only the `trailing` last ones of
+    the i. No pages can always be restored.
+    """
+    missing: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(~there)])
+    ends = np.arange(len(missing))
+    begins = np.zeros_like(ends) if trailing is None else np.maximum(ends - trailing, 0)
+    found: Flags = missing[ends] == missing[begins]
+    return found

@@ -1,0 +1,273 @@
+"""All that one rank stores: a shelf for each of SGLang's host pools, made when all are known.
+
+SGLang tells a backend its host pools one by one: that of K and V first, those beside it (of an
+indexer, of sliding windows, of states) next, and says when that was all. Objects of other sizes lie
+in other pools, which hold the same number of pages, so that capacity is of all of them together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from cxlkv.adapters import places, startup
+from cxlkv.adapters.counting import Counting
+from cxlkv.adapters.sglang import names
+from cxlkv.adapters.sglang.hits import leading, restorable
+from cxlkv.adapters.sglang.host import HostMemory, Memory
+from cxlkv.adapters.sglang.names import Config, Shards, Words
+from cxlkv.adapters.sglang.settings import Settings
+from cxlkv.adapters.sglang.shelf import Flags, Shelf
+from cxlkv.closing import Closing
+from cxlkv.config import parse_bytes
+from cxlkv.errors import BadArgumentError, CXLKVError
+from cxlkv.layout import KVLayout
+from cxlkv.pool import CXLPool
+from cxlkv.regions import ALL, parse_place
+
+MAIN = "kv"
+"""The host pool of K and V; SGLang's PoolName.KV."""
+Call = Callable[[Shelf, list[str]], Flags]
+"""Of a shelf, and the names of objects on it."""
+
+MOVES_MAX = 1024
+"""That nobody takes: older ones are dropped."""
+
+
+class Rank(NamedTuple):
+    """One of the engine's ranks: what SGLang says of it and of the model, what a user wrote.
+
+    context_tokens: of the longest request, 0 for unknown.
+    """
+
+    config: Config
+    engine: Words
+    settings: Settings
+    zero_copy: bool = True
+    context_tokens: int = 0
+
+
+class Part(NamedTuple):
+    """A host pool, and which part of its pages this rank has."""
+
+    memory: HostMemory
+    shards: Shards
+
+    def names(self, keys: Sequence[str]) -> list[str]:
+        """Of the objects of these pages, page after page."""
+        return [f"{key}.{number}" for key in keys for number in self.shards.numbers]
+
+    def pages(self, objects: Flags) -> Flags:
+        """Of each page, whether that is so of all its objects."""
+        found: Flags = np.logical_and.reduce(objects.reshape(-1, self.memory.parts), axis=1)
+        return found
+
+
+class Move(NamedTuple):
+    """Pages of K and V that one call copied."""
+
+    pages: int
+    bytes_per_s: float
+
+
+class Hits(NamedTuple):
+    """pages: how many of the first pages each host pool can restore; lengths: how many all of them
+    together can, in order, none if 0."""
+
+    pages: dict[str, int]
+    lengths: list[int]
+
+
+class Store(Closing):
+    """Any thread may call. Raises at the start only: what goes wrong later is a miss, and counted.
+    After close() everything is a miss."""
+
+    def __init__(self, rank: Rank, counting: Counting):
+        self._rank, self._counting = rank, counting
+        self._parts: dict[str, Part] = {}
+        self._shelves: dict[str, Shelf] = {}
+        self._objects = 0  # that each pool holds, once they are made
+        self._loads: deque[Move] = deque(maxlen=MOVES_MAX)
+        self._stores: deque[Move] = deque(maxlen=MOVES_MAX)
+
+    # ---- the start ----
+
+    def add(self, name: str, pool: Memory) -> None:
+        """Raises UnsupportedError for a host pool that cannot be stored, and after make() what it
+        raises."""
+        if name in self._parts:
+            return
+        config = self._rank.config
+        memory = HostMemory(pool, name, config, self._rank.zero_copy)
+        self._parts[name] = Part(memory, Shards(config, memory.kinds, memory.parts))
+        if self._objects:
+            self._make(name, self._objects * memory.object_bytes)
+
+    def make(self) -> None:
+        """Make or open the pools of all that was added. Raises GeometryError for a pool of another
+        kind at a path that was named, BadArgumentError where one path is named for several, and
+        what CXLPool.create and open raise."""
+        try:
+            self._make_all()
+        except Exception:
+            self.close()
+            raise
+
+    def _make_all(self) -> None:
+        sizes = {name: part.memory.object_bytes for name, part in self._parts.items()}
+        capacity, stages = self._rank.settings.capacity, self._rank.config.pp_size
+        if capacity != ALL:
+            place = parse_place(self._path(MAIN)).path
+            free = places.share_bytes(str(place)) if capacity is None else parse_bytes(capacity)
+            objects = free // stages // sum(sizes.values())
+            for name, size in sizes.items():
+                self._make(name, objects * size if len(sizes) > 1 else free // stages)
+        elif len(sizes) * stages == 1:
+            self._make(MAIN, ALL)
+        else:
+            raise BadArgumentError(
+                f'cxlkv: capacity "all" of a device, which holds one pool, and this model needs '
+                f"{len(sizes) * stages}: make a file system on it, and give a folder as where"
+            )
+        self._objects = self.shelf().pool.stats()["pages_total"]
+
+    def _path(self, name: str) -> str:
+        memory, shards = self._parts[name]
+        file = names.file_name(self._rank.engine, memory.words(), shards)
+        return places.path_for(self._rank.settings.where, file)
+
+    def _make(self, name: str, capacity: str | int) -> None:
+        memory, shards = self._parts[name]
+        layout, path = KVLayout.objects(memory.object_bytes), self._path(name)
+        if name != MAIN and path == self._path(MAIN):
+            raise BadArgumentError(
+                f"cxlkv: {path} is one pool, and this model needs one for each of its host pools "
+                f"({', '.join(self._parts)}): give a folder as where"
+            )
+        pool, made = places.make_or_open(path, layout, capacity)
+        salt = self._rank.settings.salt
+        space = names.space_of(self._rank.engine, memory.words(), shards, salt)
+        self._shelves[name] = Shelf(pool, space, memory.object_bytes, self._counting)
+        if name == MAIN:
+            self._say(pool, made)
+        pool.prefault(background=True)  # else the first pages that are stored pay for it
+
+    def _say(self, pool: CXLPool, made: bool) -> None:
+        """Once for an engine."""
+        memory, shards = self._parts[MAIN]
+        pages = pool.stats()["pages_total"] // shards.sharing_ranks
+        config = self._rank.config
+        ranks = (config.tp_rank, config.attn_cp_rank, config.dp_rank, config.pp_rank)
+        found = startup.measure(
+            pool.overview(), made, pages * memory.page_tokens, int(any(ranks)), config.pp_size
+        )
+        startup.say(found, self._rank.context_tokens)
+
+    # ---- while the engine runs ----
+
+    def present(self, name: str, keys: Sequence[str]) -> Flags:
+        """bool [n]: which pages of the host pool of this name are there."""
+        return self._asked(name, keys, Shelf.present)
+
+    def leading(self, keys: Sequence[str]) -> int:
+        """How many pages of K and V are there, from the first on."""
+        count = leading(self.present(MAIN, keys))
+        self._counting.add(asked_pages=len(keys), hit_pages=count)
+        return count
+
+    def hits(self, keys: Sequence[str], sides: Mapping[str, int | None]) -> Hits:
+        """Of a text's pages; sides: host pools that must have their part, and of how many of the
+        last pages, None: of all."""
+        pages = leading(self.present(MAIN, keys))
+        whole = np.ones(pages + 1, np.bool_)
+        found = {MAIN: pages}
+        for name, trailing in sides.items():
+            one = restorable(self.present(name, keys[:pages]), trailing)
+            found[name] = int(np.flatnonzero(one)[-1])
+            whole &= one
+        lengths = np.flatnonzero(whole)[1:].tolist()
+        self._counting.add(asked_pages=len(keys), hit_pages=max(lengths, default=0))
+        return Hits(found, lengths)
+
+    def load(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> Flags:
+        """Copy pages into the host pool of this name; bool [n]: which are right."""
+
+        def copy(shelf: Shelf, objects: list[str]) -> Flags:
+            return shelf.load(objects, self._parts[name].memory.buffers(len(keys), indices))
+
+        return self._moved(name, keys, copy, self._loads)
+
+    def store(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> Flags:
+        """bool [n]: which pages of the host pool of this name are stored then."""
+
+        def copy(shelf: Shelf, objects: list[str]) -> Flags:
+            return shelf.store(objects, self._parts[name].memory.buffers(len(keys), indices))
+
+        return self._moved(name, keys, copy, self._stores)
+
+    def load_copies(self, keys: Sequence[str], targets: Sequence[torch.Tensor]) -> Flags:
+        """load() of K and V, to memory that SGLang copies pages from."""
+        return self._moved(MAIN, keys, lambda shelf, names: shelf.load(names, targets), self._loads)
+
+    def store_copies(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> Flags:
+        """store() of K and V, from memory that SGLang has copied pages to."""
+
+        def copy(shelf: Shelf, objects: list[str]) -> Flags:
+            return shelf.store(objects, [page.contiguous() for page in pages])
+
+        return self._moved(MAIN, keys, copy, self._stores)
+
+    def clear(self) -> None:
+        """Take all pages of this model out, of all its ranks and tenants."""
+        for shelf in list(self._shelves.values()):
+            try:
+                shelf.clear()
+            except (CXLKVError, OSError) as error:
+                self._counting.failed("error", error)
+
+    def take_moves(self) -> tuple[list[Move], list[Move]]:
+        """Loads and stores of K and V since the last call."""
+        return taken(self._loads), taken(self._stores)
+
+    def close(self) -> None:
+        shelves, self._shelves = self._shelves, {}
+        for shelf in shelves.values():
+            shelf.close()
+
+    def shelf(self, name: str = MAIN) -> Shelf:
+        """Where the pages of the host pool of this name are."""
+        if name not in self._shelves:
+            raise BadArgumentError(f"nobody stores pages of the host pool {name}")
+        return self._shelves[name]
+
+    def _moved(self, name: str, keys: Sequence[str], copy: Call, moves: deque[Move]) -> Flags:
+        begin_s = time.perf_counter()
+        good = self._asked(name, keys, copy)
+        count = int(good.sum())
+        if name == MAIN and count:
+            took_s = max(time.perf_counter() - begin_s, 1e-9)
+            memory = self._parts[name].memory
+            moves.append(Move(count, count * memory.parts * memory.object_bytes / took_s))
+        if name in self._shelves:
+            self._counting.look(self._shelves[name].pool)
+        return good
+
+    def _asked(self, name: str, keys: Sequence[str], call: Call) -> Flags:
+        """What the call says of the objects of these pages; that none is there when it fails for
+        any reason."""
+        try:
+            shelf, part = self.shelf(name), self._parts[name]
+            return part.pages(call(shelf, part.names(keys)))
+        except Exception as error:  # SGLang's own, too: its threads must not end
+            self._counting.failed("error", f"{type(error).__name__}: {error}")
+            return np.zeros(len(keys), np.bool_)
+
+
+def taken(moves: deque[Move]) -> list[Move]:
+    """All of them, which are out of it then; other threads may go on to append."""
+    return [moves.popleft() for _ in range(len(moves))]
