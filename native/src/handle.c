@@ -784,16 +784,22 @@ bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]) {
     return true;
 }
 
-static int64_t forget_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes) {
-    int64_t forgotten = 0;
+void pages_of_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, page_function *each,
+                   void *context) {
     for (uint64_t key = 0; key < count; key++)
         for (uint32_t part = 0; part < pool->geometry.part_count; part++)
-            for (uint64_t place = 0;; place++, forgotten++) {
+            for (uint64_t place = 0;; place++) {
                 uint64_t hash[2];
                 page_hash(hashes, key, place, part, hash);
-                if (!page_forget(pool, hash)) break;
+                uint32_t page = index_find(pool, hash);
+                if (page == NO_PAGE) break;
+                each(pool, page, hash, context);
             }
-    return forgotten;
+}
+
+static void forget_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *forgotten) {
+    (void)page;
+    *(int64_t *)forgotten += page_forget(pool, hash);
 }
 
 int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes) {
@@ -801,16 +807,18 @@ int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes) {
     if (code < 0) return code;
     sequences_expire(pool);
     code = host_lock(pool);
-    volatile int64_t forgotten = code;
+    int64_t forgotten = 0;
+    volatile int64_t outcome = code;
     if (code == 0) {
         guard fault;
         GUARD_BEGIN(fault) {
             if (pool->shared) peers_follow(pool);
-            forgotten = forget_keys(pool, count, hashes);
-        } GUARD_END(fault, forgotten = poison_error_locked(pool, &fault))
+            pages_of_keys(pool, count, hashes, forget_one, &forgotten);
+            outcome = forgotten;
+        } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
         rewrite_end(pool);
         host_unlock(pool);
     }
     pool_leave(pool);
-    return forgotten;
+    return outcome;
 }

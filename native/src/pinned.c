@@ -2,20 +2,17 @@
  * it is of this host only, and goes with the last process that has the pool open. */
 #include "internal.h"
 
-static int64_t pin_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, bool pinned) {
-    int64_t found = 0;
-    for (uint64_t key = 0; key < count; key++)
-        for (uint32_t part = 0; part < pool->geometry.part_count; part++)
-            for (uint64_t place = 0;; place++) {
-                uint64_t hash[2];
-                page_hash(hashes, key, place, part, hash);
-                uint32_t page = index_find(pool, hash);
-                if (page == NO_PAGE) break;
-                if (!page_is_ours(pool, page)) continue; /* its owner evicts it, or does not */
-                pool->pages[page].pinned = pinned;
-                found++;
-            }
-    return found;
+typedef struct pinning {
+    bool pinned;
+    int64_t found;
+} pinning;
+
+static void pin_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *context) {
+    (void)hash;
+    pinning *p = context;
+    if (!page_is_ours(pool, page)) return; /* its owner evicts it, or does not */
+    pool->pages[page].pinned = p->pinned;
+    p->found++;
 }
 
 int64_t cxlkv_pin(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t pinned) {
@@ -24,10 +21,12 @@ int64_t cxlkv_pin(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint3
     code = host_lock(pool);
     if (code == 0) {
         guard fault;
+        pinning p = {.pinned = pinned != 0};
         volatile int64_t found = 0;
         GUARD_BEGIN(fault) {
             if (pool->shared) peers_follow(pool);
-            found = pin_keys(pool, count, hashes, pinned != 0);
+            pages_of_keys(pool, count, hashes, pin_one, &p);
+            found = p.found;
         } GUARD_END(fault, found = poison_error_locked(pool, &fault))
         code = found;
         host_unlock(pool);

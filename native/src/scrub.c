@@ -38,8 +38,8 @@ bool page_scrubbed(cxlkv_pool *pool, uint32_t page) {
     return !info->retired;
 }
 
-static void scrub_page(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2],
-                       cxlkv_scrubbed *scrubbed) {
+static void scrub_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *context) {
+    cxlkv_scrubbed *scrubbed = context;
     if (!page_is_ours(pool, page)) {
         scrubbed->elsewhere++;
         return;
@@ -48,19 +48,6 @@ static void scrub_page(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2],
     page_forget(pool, hash);
     if (pool->pages[page].scrub) scrubbed->held++;
     else scrubbed->pages++;
-}
-
-static void scrub_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
-                       cxlkv_scrubbed *scrubbed) {
-    for (uint64_t key = 0; key < count; key++)
-        for (uint32_t part = 0; part < pool->geometry.part_count; part++)
-            for (uint64_t place = 0;; place++) {
-                uint64_t hash[2];
-                page_hash(hashes, key, place, part, hash);
-                uint32_t page = index_find(pool, hash);
-                if (page == NO_PAGE) break;
-                scrub_page(pool, page, hash, scrubbed);
-            }
 }
 
 int cxlkv_scrub(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
@@ -77,7 +64,7 @@ int cxlkv_scrub(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
         host_reap(pool); /* what the dead held is nobody's */
         GUARD_BEGIN(fault) {
             if (pool->shared) peers_follow(pool);
-            scrub_keys(pool, count, hashes, scrubbed);
+            pages_of_keys(pool, count, hashes, scrub_one, scrubbed);
         } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
         rewrite_end(pool);
         host_unlock(pool);
