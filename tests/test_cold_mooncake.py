@@ -195,6 +195,30 @@ def test_what_went_comes_back_to_another_pool(store_at: str, rng: np.random.Gene
             assert others.stats()["cold_corrupt"] == 0
 
 
+def test_objects_go_and_come_back(store_at: str, rng: np.random.Generator) -> None:
+    """By name; one that was put again with other bytes is the newer one."""
+    layout = KVLayout.objects("64KiB")
+    kept = {f"object {i}": rng.bytes(int(rng.integers(1, 64 << 10))) for i in range(120)}
+    with (
+        CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1) as pool,
+        Tiers(pool, cold=store_at, cold_capacity="32MiB") as tiers,
+    ):
+        for name, content in kept.items():
+            assert pool.put(name, content)
+        assert pool.stats()["pages_total"] < len(kept), "some had to go"
+        again = "object 0"
+        assert tiers.forget([again]) == 1
+        kept[again] = b"newer"
+        assert pool.put(again, kept[again])
+        tiers.make_room(pool.stats()["pages_total"])
+        assert (pool.object_sizes(list(kept)) < 0).all()
+        for name, content in kept.items():
+            assert tiers.restore([name]).all(), name
+            out = np.zeros(len(content), np.uint8)
+            assert pool.get_into(name, out) == len(content)
+            assert out.tobytes() == content
+
+
 def test_layouts_do_not_meet(remote: MooncakeTier, store_at: str) -> None:
     remote.store(names(40), records(40))
     with MooncakeTier(store_at, shape=RecordShape(1000, 8)) as other:
