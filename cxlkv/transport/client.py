@@ -27,7 +27,7 @@ from cxlkv.prefix import PageKeys, key_hashes
 from cxlkv.transport.base import Link, chunk_records
 from cxlkv.transport.far import Bytes, FarPool, Pieces, Shape, part_of
 from cxlkv.transport.loopback import LoopbackLink
-from cxlkv.transport.wire import Deadline, Header, Wire, parse_address
+from cxlkv.transport.wire import Body, Deadline, Header, Wire, parse_address
 
 if TYPE_CHECKING:
     import torch
@@ -298,7 +298,7 @@ class Remote(Closing):
             return self._call(header, deadline, body)
 
     def _call(
-        self, header: Header, deadline: Deadline, body: bytes = b""
+        self, header: Header, deadline: Deadline, body: Body = b""
     ) -> tuple[Header, bytearray]:
         """One request and its answer. An answer that did not come ends the connection: a later one
         would be taken for another's."""

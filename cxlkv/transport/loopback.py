@@ -17,7 +17,7 @@ from cxlkv import _core
 from cxlkv.errors import PeerError, PoisonError
 from cxlkv.transport.base import chunk_records
 from cxlkv.transport.far import Bytes, Pieces
-from cxlkv.transport.wire import BODY_BYTES_MAX, Deadline, Header
+from cxlkv.transport.wire import BODY_BYTES_MAX, Body, Deadline, Header
 
 PARTS_MAX = 1024  # of one preadv
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -27,7 +27,7 @@ class Call(Protocol):
     """Asks the server over the control connection."""
 
     def __call__(
-        self, header: Header, deadline: Deadline, body: bytes = ...
+        self, header: Header, deadline: Deadline, body: Body = ...
     ) -> tuple[Header, bytearray]: ...
 
 
@@ -76,8 +76,7 @@ class LoopbackLink:
     def write(self, pieces: Pieces, deadline: Deadline) -> None:
         """As Link.write()."""
         for far, near, size in zip(*(column.tolist() for column in pieces), strict=True):
-            body = self.buffer[near : near + size].tobytes()
-            self._call({"op": "write", "at": far}, deadline, body)
+            self._call({"op": "write", "at": far}, deadline, self.buffer[near : near + size].data)
 
     def close(self) -> None:
         """As Link.close()."""
@@ -104,7 +103,7 @@ class LoopbackDoor:
         path = os.path.abspath(self._path)
         return {"path": path, "file": [found.st_dev, found.st_ino], "boot": _boot()}
 
-    def read(self, asked: bytes) -> bytes:
+    def read(self, asked: bytes) -> bytearray:
         """What "read" asks for; raises ValueError for ranges that are not the pool's."""
         ranges = np.frombuffer(asked, np.int64).reshape(-1, 2)
         offsets, sizes = ranges.T
@@ -114,16 +113,18 @@ class LoopbackDoor:
             raise ValueError("a range that ends outside of the region")
         if sum(sizes.tolist()) > BODY_BYTES_MAX:
             raise ValueError(f"more than {BODY_BYTES_MAX} bytes at once")
+        found = bytearray(sizes.sum())
+        rest = memoryview(found)
         try:
-            found = [
-                os.pread(self._memory, size, self._address + offset)
-                for offset, size in ranges.tolist()
-            ]
+            for offset, size in ranges.tolist():
+                if os.preadv(self._memory, [rest[:size]], self._address + offset) < size:
+                    raise PoisonError("the pool's memory cannot be read: it ends before that")
+                rest = rest[size:]
         except OSError as error:
             raise PoisonError(f"the pool's memory cannot be read: {error.strerror}") from error
-        return b"".join(found)
+        return found
 
-    def write(self, at: int, data: bytes | bytearray) -> None:
+    def write(self, at: int, data: Body) -> None:
         """What "write" asks for, into the staging area."""
         if at + len(data) > len(self._staging):
             raise ValueError(f"{len(data)} bytes at {at}: behind the end of the staging area")

@@ -141,8 +141,11 @@ def _push(remote: Remote, pool: CXLPool, keys: Iterable[bytes], strict: bool, mo
         order = in_order([len(pages) for pages, _ in parts])
         pages = np.concatenate([pages for pages, _ in parts])
         generations = np.concatenate([generations for _, generations in parts])
+        buffer = np.zeros((0, record_bytes), np.uint8)
         for some in _chunks(order, record_bytes):
-            records = np.zeros((len(some), record_bytes), np.uint8)
+            if len(some) > len(buffer):
+                buffer = np.zeros((len(some), record_bytes), np.uint8)
+            records = buffer[: len(some)]
             codes = _core.records_read(pool._handle, pages[some], generations[some], records)
             parents = parents_of(records, seen)
             codes[(codes == 0) & ~remote.lacks(_core.names_of(records))] = _core.RECORD_PRESENT

@@ -38,6 +38,7 @@ _READY, _BUSY, _REFUSED = 0, 1, 2
 _PROOF_BYTES = hashlib.sha256().digest_size
 
 Header = dict[str, object]
+Body = bytes | bytearray | memoryview
 
 
 class Deadline:
@@ -106,7 +107,7 @@ class Wire:
     def local_host(self) -> str:
         return str(self._socket.getsockname()[0])
 
-    def send(self, header: Mapping[str, object], deadline: Deadline, body: bytes = b"") -> None:
+    def send(self, header: Mapping[str, object], deadline: Deadline, body: Body = b"") -> None:
         text = json.dumps(header).encode()
         assert len(text) <= HEADER_BYTES_MAX, "headers are small: what grows is in the body"
         if len(body) > BODY_BYTES_MAX:
@@ -178,7 +179,7 @@ class Wire:
             )
         return state, nonce
 
-    def _send(self, data: bytes | bytearray, deadline: Deadline) -> None:
+    def _send(self, data: Body, deadline: Deadline) -> None:
         try:
             self._socket.settimeout(deadline.left())
             self._socket.sendall(data)
