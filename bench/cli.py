@@ -126,6 +126,12 @@ def _link(result: Result) -> None:
     link.run(result)
 
 
+def _transport(result: Result) -> None:
+    from cxlkv.bench.cases import transport
+
+    transport.run(result)
+
+
 def _micro(result: Result, name: str, quick: bool, region: str | None) -> None:
     case = import_module(f"cxlkv.bench.cases.{name}")
     place = () if region is None else (region,)
@@ -154,6 +160,7 @@ PARTS: dict[str, Callable[[Result], None]] = {
     "packing": _packing,
     "paged": _paged,
     "link": _link,
+    "transport": _transport,
 }
 # Where a case's name is not its module's.
 MODULES = {"coherence": "cohering", "moving": "near", "decoding": "near"}

@@ -11,7 +11,17 @@ import pytest
 from rich.console import Console
 
 from cxlkv import _core, cli, errors
-from cxlkv.bench.cases import allocating, calling, cohering, cold, copying, matching, packing, paged
+from cxlkv.bench.cases import (
+    allocating,
+    calling,
+    cohering,
+    cold,
+    copying,
+    matching,
+    packing,
+    paged,
+    transport,
+)
 from cxlkv.bench.report import Result
 
 from .small_cases import COHERING, check_result
@@ -112,6 +122,14 @@ def test_packing_runs_small() -> None:
     check_result(result)
     assert result.ratios["noise_share"] >= 1
     assert result.ratios["text_bfloat16_share"] < 0.8
+
+
+def test_the_transport_runs_small() -> None:
+    result = Result("transport")
+    transport.run(result, transport.Size(pages=3, layers=2, rounds=2, short_rounds=2))
+    check_result(result)
+    assert {"file_pull_to_bare", "socket_push_to_bare"} <= set(result.ratios)
+    assert len(result.metrics["file_ask"].samples) == 2
 
 
 def _near_decode(result: Result) -> None:
