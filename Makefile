@@ -87,7 +87,7 @@ native-test:  ## the C tests under ASan+UBSan, then under TSan
 	  cmake -S native -B $$build $(GENERATOR) -DCMAKE_BUILD_TYPE=Debug \
 	    -DCXLKV_SANITIZE=$$sanitize >/dev/null; \
 	  cmake --build $$build --parallel 2; \
-	  ctest --test-dir $$build --output-on-failure --no-tests=error; \
+	  ctest --test-dir $$build -j 2 --output-on-failure --no-tests=error; \
 	  grep -h "^skipped: " $$build/Testing/Temporary/LastTest.log || true; \
 	done
 
