@@ -660,8 +660,8 @@ def forget(pool: Handle, hashes: bytes) -> int:
 
 
 class Scrubbed(NamedTuple):
-    """Pages that were overwritten; that will be, when the last who holds one lets go; and those of
-    other hosts, of which nothing was done: they are theirs to scrub."""
+    """Pages that were overwritten; that will be, when the last who holds one lets go (poisoned ones
+    never are); and those of other hosts, of which nothing was done: they are theirs to scrub."""
 
     pages: int
     held: int

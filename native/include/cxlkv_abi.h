@@ -469,7 +469,8 @@ int64_t cxlkv_evictable(cxlkv_pool *pool, uint8_t *flags, uint64_t capacity);
 int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes);
 typedef struct cxlkv_scrubbed {
     uint64_t pages;                 /* overwritten now */
-    uint64_t held;                  /* will be, when the last who holds one lets go */
+    uint64_t held;                  /* will be, when the last who holds one lets go; poisoned ones
+                                     * never are */
     uint64_t elsewhere;             /* of other hosts: nothing was done, they are theirs to scrub */
 } cxlkv_scrubbed;
 /* Forgets this host's pages under these hashes; their bytes are overwritten with zeros before they

@@ -5,6 +5,7 @@
 #include "flush.h"
 #include "internal.h"
 #include "lines.h"
+#include "worker.h"
 
 #define HANDLE_MAGIC 0x48564b43u /* "CKVH" */
 
@@ -784,8 +785,9 @@ bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]) {
     return true;
 }
 
-void pages_of_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, page_function *each,
-                   void *context) {
+/* Every page that is published under these keys, places and parts of each. */
+static void pages_of_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
+                          page_function *each, void *context) {
     for (uint64_t key = 0; key < count; key++)
         for (uint32_t part = 0; part < pool->geometry.part_count; part++)
             for (uint64_t place = 0;; place++) {
@@ -797,28 +799,34 @@ void pages_of_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, page
             }
 }
 
-static void forget_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *forgotten) {
-    (void)page;
-    *(int64_t *)forgotten += page_forget(pool, hash);
-}
-
-int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes) {
+int keys_call(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, bool reaps,
+              page_function *each, void *context) {
     int code = pool_enter(pool);
     if (code < 0) return code;
     sequences_expire(pool);
-    code = host_lock(pool);
-    int64_t forgotten = 0;
-    volatile int64_t outcome = code;
-    if (code == 0) {
+    if (reaps) worker_give_back(pool); /* it may hold what our tables do not have any more */
+    volatile int outcome = host_lock(pool);
+    if (outcome == 0) {
         guard fault;
         GUARD_BEGIN(fault) {
+            if (reaps) host_reap(pool); /* what the dead held is nobody's */
             if (pool->shared) peers_follow(pool);
-            pages_of_keys(pool, count, hashes, forget_one, &forgotten);
-            outcome = forgotten;
+            pages_of_keys(pool, count, hashes, each, context);
         } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
         rewrite_end(pool);
         host_unlock(pool);
     }
     pool_leave(pool);
     return outcome;
+}
+
+static void forget_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *forgotten) {
+    (void)page;
+    *(int64_t *)forgotten += page_forget(pool, hash);
+}
+
+int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes) {
+    int64_t forgotten = 0;
+    int code = keys_call(pool, count, hashes, false, forget_one, &forgotten);
+    return code < 0 ? code : forgotten;
 }

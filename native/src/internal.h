@@ -797,10 +797,11 @@ bool publish_page(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t token
 bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, uint32_t tokens,
                 uint32_t *page, uint32_t *ordinal);
 bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]);
-/* Every page that is published under these keys, places and parts of each; under the host lock. */
+/* A whole call: `each` of every page that is published under these keys, under the host lock.
+ * reaps: first what the worker and dead processes still hold is given back. */
 typedef void page_function(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *context);
-void pages_of_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, page_function *each,
-                   void *context);
+int keys_call(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, bool reaps,
+              page_function *each, void *context);
 /* Before a page is free: zeros in all of it, if somebody asked for that. False: it is retired. */
 bool page_scrubbed(cxlkv_pool *pool, uint32_t page);
 /* Refuses one whose pages are approximate. */

@@ -16,23 +16,9 @@ static void pin_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], voi
 }
 
 int64_t cxlkv_pin(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t pinned) {
-    int64_t code = pool_enter(pool);
-    if (code < 0) return code;
-    code = host_lock(pool);
-    if (code == 0) {
-        guard fault;
-        pinning p = {.pinned = pinned != 0};
-        volatile int64_t found = 0;
-        GUARD_BEGIN(fault) {
-            if (pool->shared) peers_follow(pool);
-            pages_of_keys(pool, count, hashes, pin_one, &p);
-            found = p.found;
-        } GUARD_END(fault, found = poison_error_locked(pool, &fault))
-        code = found;
-        host_unlock(pool);
-    }
-    pool_leave(pool);
-    return code;
+    pinning p = {.pinned = pinned != 0};
+    int code = keys_call(pool, count, hashes, false, pin_one, &p);
+    return code < 0 ? code : p.found;
 }
 
 int64_t cxlkv_evictable(cxlkv_pool *pool, uint8_t *flags, uint64_t capacity) {

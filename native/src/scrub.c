@@ -4,7 +4,6 @@
 
 #include "flush.h"
 #include "internal.h"
-#include "worker.h"
 
 /* Layers of other parts lie in the same rows: each row once. */
 static bool is_first_of_row(const cxlkv_pool *pool, uint32_t layer) {
@@ -34,8 +33,9 @@ bool page_scrubbed(cxlkv_pool *pool, uint32_t page) {
     GUARD_BEGIN(fault) {
         wipe(pool, page);
     } GUARD_END(fault, page_retire(pool, page))
+    if (info->retired) return false; /* what could not be written keeps its mark */
     info->scrub = 0; /* last: who dies before has it done by who repairs the host's state */
-    return !info->retired;
+    return true;
 }
 
 static void scrub_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *context) {
@@ -52,23 +52,6 @@ static void scrub_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], v
 
 int cxlkv_scrub(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
                 cxlkv_scrubbed *scrubbed) {
-    int code = pool_enter(pool);
-    if (code < 0) return code;
     *scrubbed = (cxlkv_scrubbed){0};
-    sequences_expire(pool);
-    worker_give_back(pool); /* it may hold what our tables do not have any more */
-    code = host_lock(pool);
-    volatile int outcome = code;
-    if (code == 0) {
-        guard fault;
-        host_reap(pool); /* what the dead held is nobody's */
-        GUARD_BEGIN(fault) {
-            if (pool->shared) peers_follow(pool);
-            pages_of_keys(pool, count, hashes, scrub_one, scrubbed);
-        } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
-        rewrite_end(pool);
-        host_unlock(pool);
-    }
-    pool_leave(pool);
-    return outcome;
+    return keys_call(pool, count, hashes, true, scrub_one, scrubbed);
 }

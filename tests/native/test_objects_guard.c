@@ -113,6 +113,23 @@ static void test_writing(bool checksum, uint32_t threads) {
     end(&c);
 }
 
+/* What cannot be overwritten is not said to be; it is set aside, and its object found no more. */
+static void test_scrubbing(void) {
+    cut_pool c = filled(true, 1);
+    uint8_t keys[32];
+    cxlkv_scrubbed scrubbed;
+    cut(&c, 1);
+    key_of(keys, 0);
+    key_of(keys + 16, c.whole + 5);
+    CHECK(cxlkv_scrub(c.pool, 2, keys, &scrubbed) == 0);
+    CHECK(scrubbed.pages == 1 && scrubbed.held == 1 && scrubbed.elsewhere == 0);
+    CHECK(test_stats(c.pool).pages_retired == 1);
+    CHECK(size_of(c.pool, 0) == CXLKV_OBJECT_ABSENT);
+    CHECK(size_of(c.pool, c.whole + 5) == CXLKV_OBJECT_ABSENT);
+    for (uint64_t name = 1; name < c.whole; name++) expect(c.pool, name, name, SMALL, &seed);
+    end(&c);
+}
+
 /* The descriptors themselves are gone. */
 static void test_descriptors(void) {
     cut_pool c = filled(true, 2);
@@ -173,6 +190,7 @@ int main(void) {
         test_writing(i & 1, 1 + i / 2);
         test_callers_memory(i & 1, 1 + i / 2);
     }
+    test_scrubbing();
     test_descriptors();
     return 0;
 }
