@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from cxlkv import CXLPool, KVLayout, _core
 from cxlkv.cold import ColdTier, Mask
 from cxlkv.cold_file import BLOCK_BYTES, SLOT_HEADER_BYTES, Bytes, RecordShape
+from cxlkv.cold_store import ColdStore
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
@@ -75,9 +76,9 @@ def store(tier: ColdTier, *numbers: int) -> list[bool]:
     return list(tier.store(names(*numbers), records(*numbers)).tolist())
 
 
-def load(tier: ColdTier, *numbers: int) -> list[bool]:
+def load(tier: ColdStore, *numbers: int, record: Callable[[int], Bytes] = record) -> list[bool]:
     """Which there are; their bytes are right, the others untouched or zeros."""
-    out = np.full((len(numbers), SHAPE.bytes), 0xA5, np.uint8)
+    out = np.full((len(numbers), tier.shape.bytes), 0xA5, np.uint8)
     found = tier.load(names(*numbers), out)
     for row, number in enumerate(numbers):
         if found[row]:

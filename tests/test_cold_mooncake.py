@@ -35,7 +35,7 @@ from cxlkv.errors import (
 from cxlkv.prefix import prefix_keys
 from cxlkv.tiers import Tiers
 
-from .test_cold import SHAPE, SLOT, names, record, records
+from .test_cold import SHAPE, SLOT, load, names, records
 from .test_records import grown, names_of_keys, read_all
 
 LEND = "64MiB"
@@ -108,17 +108,6 @@ def cold(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ColdStore]:
         found: MooncakeTier = request.getfixturevalue("remote")
         found.drop(names(*range(64)))
         yield found
-
-
-def load(tier: ColdStore, *numbers: int) -> list[bool]:
-    out = np.full((len(numbers), SHAPE.bytes), 0xA5, np.uint8)
-    found = tier.load(names(*numbers), out)
-    for row, number in enumerate(numbers):
-        if found[row]:
-            np.testing.assert_array_equal(out[row], record(number))
-        else:
-            assert not out[row].any() or (out[row] == 0xA5).all()
-    return list(found.tolist())
 
 
 # ---- what the file does, too ----

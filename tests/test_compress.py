@@ -22,6 +22,7 @@ from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 from cxlkv.prefix import prefix_keys
 from cxlkv.tiers import Tiers
 
+from . import test_cold
 from .test_cold import SLOT, ColdModel, checked, flip, name, names
 from .test_records import grown, names_of_keys, read_all
 
@@ -54,14 +55,7 @@ def opened(path: Path, slots: int = 40, fsync: str = "none") -> ColdTier:
 
 
 def load(tier: ColdTier, *numbers: int) -> list[bool]:
-    out = np.full((len(numbers), SHAPE.bytes), 0xA5, np.uint8)
-    found = tier.load(names(*numbers), out)
-    for row, number in enumerate(numbers):
-        if found[row]:
-            np.testing.assert_array_equal(out[row], record(number))
-        else:
-            assert not out[row].any() or (out[row] == 0xA5).all()
-    return list(found.tolist())
+    return test_cold.load(tier, *numbers, record=record)
 
 
 def place(path: Path, tier: ColdTier, number: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rich.console import Console
 from rich.table import Table
 
 from cxlkv.bench.cli import check_files, finish, wide_console
@@ -21,12 +22,17 @@ def run_peers(
     with console.status("peers ...") as status:
         run(result, programs_of(result, environments), size, progress=status.update)
     console.print(table(result))
+    say_who(result, console)
+    finish(result, console, json_path)
+    return result
+
+
+def say_who(result: SideBySide, console: Console) -> None:
+    """Which versions of whom were measured, and who could not be, and why."""
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     console.print(f"versions: {versions}", soft_wrap=True, markup=False)
     for name, reason in result.missing.items():
         console.print(f"missing: {name}: {reason}", soft_wrap=True, markup=False)
-    finish(result, console, json_path)
-    return result
 
 
 def table(result: SideBySide) -> Table:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from cxlkv.bench.cli import check_files, finish, say_load, show_doubts, wide_console
 from cxlkv.bench.peers import running
+from cxlkv.bench.peers.cli import say_who
 from cxlkv.bench.peers.running import ENVIRONMENTS, Row, SideBySide
 from cxlkv.bench.peers.talking import Program
 
@@ -57,10 +58,7 @@ def run_store(
     with console.status("store ...") as status:
         run(result, running.programs_of(result, environments, NAMES), size, status.update)
     console.print(table(result))
-    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    console.print(f"versions: {versions}", soft_wrap=True, markup=False)
-    for name, reason in result.missing.items():
-        console.print(f"missing: {name}: {reason}", soft_wrap=True, markup=False)
+    say_who(result, console)
     for note in result.notes[said:]:
         console.print(Text(note), soft_wrap=True)
     finish(result, console, json_path, csv_path)
