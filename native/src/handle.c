@@ -713,12 +713,16 @@ static int match_keys(cxlkv_pool *pool, const cxlkv_match_args *args, found *f,
 
 /* From here on sequences_expire() may end it in another thread. */
 static int64_t lease_begin(cxlkv_sequence *made, uint64_t tokens, double lease_s) {
+    cxlkv_pool *pool = made->pool;
     pthread_rwlock_wrlock(&made->lock);
-    for (uint32_t layer = 0; layer < made->pool->layout.layers; layer++)
+    for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
         made->layer_tokens[layer] = tokens;
     made->lease_deadline_ns = boottime_ns() + (uint64_t)(lease_s * 1e9);
     pthread_rwlock_unlock(&made->lock);
-    return (int64_t)tokens;
+    pthread_mutex_lock(&pool->list_lock);
+    int code = deadlines_add(&pool->deadlines, made);
+    pthread_mutex_unlock(&pool->list_lock);
+    return code < 0 ? code : (int64_t)tokens;
 }
 
 int64_t cxlkv_match_with(cxlkv_pool *pool, const cxlkv_match_args *args, cxlkv_sequence **out) {

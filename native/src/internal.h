@@ -254,6 +254,13 @@ _Static_assert(sizeof(saved_counters) <= 3 * LINE_BYTES, "leaves the host line")
 
 /* ---- process-local ---- */
 
+/* Sequences whose leases end, a heap: the earliest first. */
+typedef struct deadlines {
+    struct cxlkv_sequence **heap;
+    uint32_t count, capacity;
+    atomic_ulong first_ns;       /* when the first ends; UINT64_MAX: there is none */
+} deadlines;
+
 typedef struct workers workers; /* threads of this process; worker.h is about another one */
 
 /* Up to record_layers layers of one group: what one page holds. Derived from the layout. */
@@ -291,9 +298,10 @@ struct cxlkv_pool {
     atomic_ulong *verified;      /* bit page * record_layers + row: its CRCs were right here */
     pthread_rwlock_t operations; /* read: an operation runs; write: close */
     bool closed;
-    pthread_mutex_t list_lock;   /* guards sequences and the worker threads' creation */
+    pthread_mutex_t list_lock;   /* guards sequences, deadlines, the worker threads' creation */
     struct cxlkv_sequence *sequences;
     uint64_t sequence_count;
+    deadlines deadlines;         /* of those that are hits */
     atomic_uint references;
     uint32_t thread_count;
     workers *threads;
@@ -354,6 +362,7 @@ struct cxlkv_sequence {
     bool expired;
     bool approximate;            /* it has pages that a key of content found: fixed when made */
     atomic_ulong lease_deadline_ns;  /* CLOCK_BOOTTIME; 0: none; read without the lock */
+    uint32_t deadline_place;     /* in the pool's deadlines, from 1; 0: nowhere */
     page_table *tables;          /* by part */
     uint32_t page_count;         /* = layer_tokens[0] / page_tokens, in every table */
     uint64_t *layer_tokens;      /* never more than the layer before */
@@ -364,6 +373,7 @@ struct cxlkv_sequence {
     struct worker_table *worker_tables; /* by part: what the worker was told; NULL: nothing */
     struct worker_tail *worker_tails; /* by layer: what the worker has of a tail; or NULL */
     struct cxlkv_sequence *next, *previous;
+    struct cxlkv_sequence *next_busy; /* within sequences_expire() */
 };
 
 struct cxlkv_batch {
@@ -740,6 +750,13 @@ void pool_drop(cxlkv_pool *pool);
 int poison_error(cxlkv_pool *pool, const guard *fault);
 int poison_error_locked(cxlkv_pool *pool, const guard *fault);
 uint64_t boottime_ns(void);
+
+/* ---- deadlines.c: all under the pool's list_lock but the last ---- */
+int deadlines_add(deadlines *all, cxlkv_sequence *sequence);
+void deadlines_remove(deadlines *all, cxlkv_sequence *sequence); /* if it is there */
+/* One whose lease has ended, taken out, the earliest first; NULL: none has. */
+cxlkv_sequence *deadlines_ended(deadlines *all, uint64_t now_ns);
+bool deadlines_any_ended(const deadlines *all, uint64_t now_ns);
 
 /* ---- sequence.c ---- */
 int sequence_make(cxlkv_pool *pool, cxlkv_sequence **sequence);

@@ -44,6 +44,7 @@ void pool_drop(cxlkv_pool *pool) {
     pthread_mutex_destroy(&pool->spare_lock);
     tails_discard(pool);
     worker_client_drop(pool);
+    free(pool->deadlines.heap);
     free(pool->path);
     free(pool->parts);
     free(pool);
@@ -221,6 +222,7 @@ static cxlkv_pool *pool_make(const char *path) {
     pool->slot = pool->fork_slot = UINT32_MAX;
     pool->thread_count = 1;
     atomic_store(&pool->references, 1);
+    atomic_store(&pool->deadlines.first_ns, UINT64_MAX);
     operations_init(pool);
     pthread_mutex_init(&pool->list_lock, NULL);
     pthread_mutex_init(&pool->spare_lock, NULL);

@@ -301,6 +301,7 @@ static void sequence_discard(cxlkv_sequence *sequence) {
     else pool->sequences = sequence->next;
     if (sequence->next) sequence->next->previous = sequence->previous;
     pool->sequence_count--;
+    deadlines_remove(&pool->deadlines, sequence);
     count_sequences(pool);
     pthread_mutex_unlock(&pool->list_lock);
     tables_drop(sequence, false);
@@ -312,14 +313,21 @@ static void sequence_discard(cxlkv_sequence *sequence) {
 
 void sequences_expire(cxlkv_pool *pool) {
     uint64_t now = boottime_ns();
+    if (!deadlines_any_ended(&pool->deadlines, now)) return;
+    cxlkv_sequence *busy = NULL;
     pthread_mutex_lock(&pool->list_lock);
-    for (cxlkv_sequence *s = pool->sequences; s; s = s->next) {
-        uint64_t deadline = atomic_load_explicit(&s->lease_deadline_ns, memory_order_relaxed);
-        if (deadline == 0 || now <= deadline || pthread_rwlock_trywrlock(&s->lock) != 0) continue;
+    for (cxlkv_sequence *s; (s = deadlines_ended(&pool->deadlines, now)) != NULL;) {
+        if (pthread_rwlock_trywrlock(&s->lock) != 0) { /* a call works on it: next time */
+            s->next_busy = busy;
+            busy = s;
+            continue;
+        }
         if (!s->expired && !s->released) sequence_drop_pages(s);
         s->expired = true;
         pthread_rwlock_unlock(&s->lock);
     }
+    for (; busy; busy = busy->next_busy)
+        deadlines_add(&pool->deadlines, busy); /* it has just been there: there is room */
     pthread_mutex_unlock(&pool->list_lock);
 }
 
