@@ -99,15 +99,16 @@ INLINE void gather(const int64_t *numbers, uint32_t count, uint32_t at, lanes *m
     }
 }
 
-/* `bytes` of each lane's message are compressed then. */
-INLINE void lanes_compress(lanes h[8], const lanes message[BLAKE2S_BLOCK_WORDS], lanes bytes,
-                           uint32_t bytes_high, uint32_t last) {
+/* `bytes` of each lane's message are compressed then. By their address: a vector as an argument
+ * is one that compilers warn of where it is wider than the CPU's registers, inlined or not. */
+INLINE void lanes_compress(lanes h[8], const lanes message[BLAKE2S_BLOCK_WORDS],
+                           const lanes *bytes, uint32_t bytes_high, uint32_t last) {
     lanes v[16];
     for (int i = 0; i < 8; i++) {
         v[i] = h[i];
         v[i + 8] = (lanes){0} + start_words[i];
     }
-    v[12] ^= bytes;
+    v[12] ^= *bytes;
     v[13] ^= bytes_high;
     v[14] ^= last;
     ROUNDS;
@@ -122,7 +123,8 @@ INLINE void lanes_hash(const blake2s *start, const int64_t *numbers, uint32_t co
         lanes message[BLAKE2S_BLOCK_WORDS];
         uint32_t end = count - at <= BLAKE2S_BLOCK_WORDS ? count : at + BLAKE2S_BLOCK_WORDS;
         gather(numbers, count, at, message, &any);
-        lanes_compress(h, message, (lanes){0} + 4 * end, end >> 30, end == count ? UINT32_MAX : 0);
+        lanes ends = (lanes){0} + 4 * end;
+        lanes_compress(h, message, &ends, end >> 30, end == count ? UINT32_MAX : 0);
     }
     for (int lane = 0; lane < BLAKE2S_LANES; lane++) {
         for (int i = 0; i < 8; i++) out[lane][i] = h[i][lane];
@@ -140,7 +142,7 @@ INLINE void lanes_last(const blake2s *start,
         for (int word = 0; word < BLAKE2S_BLOCK_WORDS; word++)
             message[word][lane] = blocks[lane][word];
     }
-    lanes_compress(h, message, ends, (uint32_t)(start->bytes >> 32), UINT32_MAX);
+    lanes_compress(h, message, &ends, (uint32_t)(start->bytes >> 32), UINT32_MAX);
     for (int lane = 0; lane < BLAKE2S_LANES; lane++)
         for (int i = 0; i < 8; i++) out[lane][i] = h[i][lane];
 }

@@ -13,7 +13,7 @@
 
 #include "flush.h"
 
-static const uint8_t magic[8] = "CXLKVWRK";
+static const uint8_t magic[8] = {'C', 'X', 'L', 'K', 'V', 'W', 'R', 'K'};
 
 void worker_path(const cxlkv_pool *pool, char path[STATE_PATH_BYTES]) {
     path[0] = 0;
