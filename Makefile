@@ -46,7 +46,8 @@ $(VENV)/.stamp: pyproject.toml constraints.txt Makefile
 
 # --no-index: if constraints.txt lacks something that pyproject.toml asks for, this fails and says so.
 $(VENV)/.built: $(VENV)/.stamp $(NATIVE)
-	$(PIP) install -qq --no-index --no-build-isolation -C build-dir=build/editable -e '.[demo,test]'
+	$(PIP) install -qq --no-index --no-build-isolation -C build-dir=build/editable \
+	  -C cmake.define.CXLKV_WERROR=ON -e '.[demo,test]'
 	touch $@
 
 .PHONY: mutants setup test test-slow test-gpu lint types native-test native-test-arm64 pytest
@@ -230,7 +231,8 @@ test-remote: $(REMOTE)/.stamp  ## the remote tier with Mooncake, in an environme
 asan: $(VENV)/.built  ## the Python tests with the C under ASan+UBSan
 	rm $(VENV)/.built
 	$(PIP) install -qq --no-deps --no-build-isolation -C build-dir=build/editable-asan \
-	  -C cmake.define.CXLKV_SANITIZE=address,undefined -C cmake.define.CXLKV_DEBUG=2 -e .
+	  -C cmake.define.CXLKV_SANITIZE=address,undefined -C cmake.define.CXLKV_DEBUG=2 \
+	  -C cmake.define.CXLKV_WERROR=ON -e .
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	  $(BIN)/pytest -m "not slow and not gpu" $(ARGS)

@@ -8,7 +8,11 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import io
+import json
 import re
+import shutil
+import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -71,6 +75,28 @@ def make_wheel(
         if more:
             archive.writestr(more, "")
     return wheel
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake here")
+@pytest.mark.parametrize(
+    ("options", "errors"),
+    [([], True), (["-DSKBUILD=2"], False), (["-DSKBUILD=2", "-DCXLKV_WERROR=ON"], True)],
+    ids=["the C tests", "pip", "make setup"],
+)
+def test_warnings_are_errors_only_for_who_works_on_the_core(
+    tmp_path: Path, options: list[str], errors: bool
+) -> None:
+    """A user's compiler may warn of what no compiler warned of when the version was made."""
+    configure = ["cmake", f"-S{ROOT / 'native'}", f"-B{tmp_path}", *options]
+    configure += [f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
+    done = subprocess.run(configure, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    built = json.loads((tmp_path / "compile_commands.json").read_text())
+    core = [each["command"].split() for each in built if "/native/src/" in each["file"]]
+    assert core
+    for command in core:
+        assert {"-Wall", "-Wextra"} <= set(command)
+        assert ("-Werror" in command) is errors
 
 
 def test_a_right_wheel_has_no_faults(tmp_path: Path) -> None:
