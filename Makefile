@@ -273,6 +273,9 @@ build/wheel/env/.stamp: Makefile constraints.txt
 # check_dist then compares with what the binary needs. -s: no debug information, no paths.
 # Debian's Python.h looks for pyconfig.h in a folder of the CPU, and zig does not look into
 # /usr/include. What the limited API reads there (sizes of types) is equal on both CPUs.
+# $(call quietly,NAME): what a build says goes to a log, and is shown when it fails. -q of `build`
+# hides what the compiler said even then.
+quietly = > build/wheel/$(1).log 2>&1 || { cat build/wheel/$(1).log; exit 1; }
 .PHONY: wheel wheel-test wheel-demo
 wheel: build/wheel/env/.stamp  ## sdist and wheels into dist/
 	rm -rf dist
@@ -280,15 +283,16 @@ wheel: build/wheel/env/.stamp  ## sdist and wheels into dist/
 	export ZIG_LOCAL_CACHE_DIR="$$ZIG_GLOBAL_CACHE_DIR" PATH="$(CURDIR)/$(WHEEL_BIN):$$PATH"; \
 	headers=$$(python -c 'import pathlib, sysconfig as s; p = pathlib.Path(s.get_path("include")); \
 	  print(p.parent / (s.get_config_var("MULTIARCH") or "") / p.name)'); \
-	python -m build -q --no-isolation --sdist -o dist; \
+	python -m build --no-isolation --sdist -o dist $(call quietly,sdist); \
 	for cpu in $(WHEEL_CPUS); do \
 	  echo "building the wheel for $$cpu"; \
 	  mkdir -p build/wheel/include/$$cpu-linux-gnu; \
 	  ln -sfn "$$headers" build/wheel/include/$$cpu-linux-gnu/; \
 	  CC="$(CURDIR)/$(WHEEL_BIN)/python-zig cc -target $$cpu-linux-gnu.2.28" \
 	    CFLAGS="-idirafter $(CURDIR)/build/wheel/include" LDFLAGS=-s \
-	    _PYTHON_HOST_PLATFORM=manylinux-2_28-$$cpu python -m build -q --no-isolation --wheel \
-	    -C install.strip=false -o dist dist/cxlkv-*.tar.gz; \
+	    _PYTHON_HOST_PLATFORM=manylinux-2_28-$$cpu python -m build --no-isolation --wheel \
+	    -C install.strip=false -o dist dist/cxlkv-*.tar.gz $(call quietly,$$cpu); \
+	  grep "warning: " build/wheel/$$cpu.log || true; \
 	done; \
 	python tests/check_dist.py dist
 

@@ -22,10 +22,11 @@ WEIGHTS = {
     "cxlkv/bench/models/text/model.safetensors",
 }
 
-# The files of the kernel and of POSIX that the core opens; any other path is of the machine that
-# compiled it. Relative ones are found as well: they would be the names of our sources.
-PATH_IN_BINARY = re.compile(rb"[\w.-]*(?:/[\w.-]{2,}){2,}")
-PATH_EXPECTED = re.compile(rb"/(dev/shm|proc|sys)\b")
+# The files of the kernel and of POSIX that the core opens, from the root or below a folder that its
+# caller names (%s); any other path is of the machine that compiled it. Relative ones are found as
+# well: they would be the names of our sources.
+PATH_IN_BINARY = re.compile(rb"(?:%s|[\w.-]*)(?:/[\w.-]{2,}){2,}")
+PATH_EXPECTED = re.compile(rb"/(dev/shm|proc|sys)\b|%s/")
 
 
 def tracked_files() -> set[str] | None:

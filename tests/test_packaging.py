@@ -99,6 +99,21 @@ def test_warnings_are_errors_only_for_who_works_on_the_core(
         assert ("-Werror" in command) is errors
 
 
+def test_no_text_of_the_core_reads_as_a_path_of_its_builder() -> None:
+    """`make wheel` looks for such paths in the whole binary."""
+    native = ROOT / "native"
+    sources = [*native.glob("src/*.[ch]"), *native.glob("include/*.h")]
+    texts = [
+        text
+        for source in sources
+        for line in source.read_bytes().splitlines()
+        if not line.startswith(b"#include")
+        for text in re.findall(rb'"((?:[^"\\]|\\.)*)"', line)
+    ]
+    assert b"%s/dev/char/%u:%u" in texts
+    assert check_dist.foreign_paths(b"\0".join(texts)) == []
+
+
 def test_a_right_wheel_has_no_faults(tmp_path: Path) -> None:
     assert check_dist.wheel_faults(make_wheel(tmp_path)) == []
 
