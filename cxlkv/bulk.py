@@ -6,10 +6,9 @@ way, how long it took. That costs one look at a number while nobody listens.
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Literal, NamedTuple, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from cxlkv import _core
 from cxlkv.errors import ClosedError
@@ -26,9 +25,6 @@ class Listener(Protocol):
 
     def heard(self, kind: Kind, size_bytes: int, began_s: float) -> None:
         """began_s: by time.perf_counter()."""
-
-    def reset_after_fork(self) -> None:
-        """In a forked child: a lock may have been held by a thread that is not there."""
 
 
 class Timed(NamedTuple):
@@ -49,7 +45,6 @@ class Timed(NamedTuple):
 
 
 _listeners: WeakKeyDictionary[_core.Handle, Listener] = WeakKeyDictionary()
-_used: WeakSet[Listener] = WeakSet()
 _begun = 0  # listeners so far: while it is 0 nobody is looked up
 
 
@@ -59,7 +54,6 @@ def listen(pool: _core.Handle, listener: Listener | None) -> Listener | None:
     before = _listeners.pop(pool, None)
     if listener is not None:
         _listeners[pool] = listener
-        _used.add(listener)
         _begun += 1
     return before
 
@@ -91,11 +85,3 @@ def _near_reads(pool: _core.Handle) -> int:
         return _core.near_stats(pool)["reads_near"]
     except ClosedError:  # there is no near tier
         return 0
-
-
-def _after_fork() -> None:
-    for listener in _used:
-        listener.reset_after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)

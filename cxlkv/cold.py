@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv import forking
 from cxlkv.closing import Closing
 from cxlkv.cold_file import NAME_BYTES, Bytes, ColdFile, Place, RecordShape, why
 from cxlkv.compress import Codec
@@ -27,7 +27,6 @@ FREE, STORED, RESERVED = 0, 1, 2
 
 Mask = npt.NDArray[np.bool_]
 log = logging.getLogger("cxlkv")
-_open_tiers: weakref.WeakSet[ColdTier] = weakref.WeakSet()
 
 
 class _Write(NamedTuple):
@@ -98,7 +97,7 @@ class ColdTier(Closing):
         names += " packed packed_bytes_saved pack_us unpack_us"
         self._counts = dict.fromkeys(names.split(), 0)
         self._find_records()
-        _open_tiers.add(self)
+        forking.watch(self)
 
     def _find_records(self) -> None:
         records, highest = self._file.scan()
@@ -236,6 +235,11 @@ class ColdTier(Closing):
             self._file.close()
             if self._codec is not None:
                 self._codec.close()
+
+    def reset_after_fork(self) -> None:
+        """The file is closed, by itself."""
+        self._lock = threading.Condition()  # another thread of the parent may have had it
+        self._closed, self._running = True, 0
 
     # ---- arguments ----
 
@@ -493,14 +497,3 @@ class ColdTier(Closing):
 
 def _slots_of(places: Iterable[Place]) -> list[int]:
     return [slot for place in places for slot in place.slots]
-
-
-def _close_in_child() -> None:
-    """The file, and the lock on it, stay the parent's."""
-    for tier in list(_open_tiers):
-        tier._lock = threading.Condition()  # another thread of the parent may have had it
-        tier._closed, tier._running = True, 0
-        tier._file.close(unlock=False)
-
-
-os.register_at_fork(after_in_child=_close_in_child)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core
+from cxlkv import _core, forking
 from cxlkv.config import format_bytes
 from cxlkv.errors import (
     BadArgumentError,
@@ -166,6 +166,8 @@ class ColdFile:
                 f"slots of {format_bytes(self.slot_bytes)}: at least one is needed, and fewer than "
                 "2**32. Ask for another capacity"
             )
+        self.fd = -1
+        forking.watch(self)  # now: to lock and to look through it takes a while
         self.fd = self._open()
         try:
             self._lock()
@@ -317,6 +319,10 @@ class ColdFile:
         if self.fd >= 0:
             os.close(self.fd)
         self.fd = -1
+
+    def reset_after_fork(self) -> None:
+        """The file, and the lock on it, are the parent's."""
+        self.close(unlock=False)
 
     # ---- slots ----
 

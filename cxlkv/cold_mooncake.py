@@ -13,7 +13,6 @@ Mooncake is imported only when somebody asks for it.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import threading
 import time
@@ -25,7 +24,7 @@ from urllib.parse import parse_qsl, urlsplit
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core
+from cxlkv import _core, forking
 from cxlkv.closing import Closing
 from cxlkv.cold_file import NAME_BYTES, Bytes, RecordShape
 from cxlkv.config import parse_bytes
@@ -97,8 +96,9 @@ class MooncakeTier(Closing):
         self._calls: list[threading.Thread] = []  # that have not returned
         self._late: list[threading.Thread] = []  # of them, those past their deadline
         self._off_until, self._reason = 0.0, ""
-        self._pid, self._closed = os.getpid(), False
+        self._closed = False
         self._client = _client(where)
+        forking.watch(self)
         self._stage = np.zeros((self._rows, self._row_bytes), np.uint8)
         self._set_up(options, parse_bytes(lend) if lend else 0)
 
@@ -203,7 +203,7 @@ class MooncakeTier(Closing):
 
     def close(self) -> None:
         """A second time does nothing. Does not wait for calls that are past their deadline."""
-        if self._closed or self._pid != os.getpid():
+        if self._closed:
             return
         with self._lock:
             self._closed, calls = True, self._calls
@@ -213,6 +213,12 @@ class MooncakeTier(Closing):
             last = threading.Thread(target=self._client.close, daemon=True)
             last.start()
             last.join(SETUP_S)
+
+    def reset_after_fork(self) -> None:
+        """What Mooncake has here, its threads and its peers know as the parent's."""
+        self._lock, self._staging = threading.Lock(), threading.Lock()
+        self._calls, self._late, self._closed = [], [], True
+        forking.keep_for_ever(self._client)
 
     # ---- transfers, under the staging lock ----
 
@@ -324,7 +330,7 @@ class MooncakeTier(Closing):
             log.warning("the remote tier is off for a while: %s", self._reason)
 
     def _check(self) -> None:
-        if self._closed or self._pid != os.getpid():
+        if self._closed:
             raise ClosedError(f"the tier {self.where} was closed, or is another process's")
 
     def _keys(self, names: Bytes) -> list[str]:

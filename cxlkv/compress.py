@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv import forking
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
 COMPRESS = ("zstd",)
@@ -54,9 +55,13 @@ class Codec:
         self._bytes, self._element = record_bytes, element_bytes
         self._tops = record_bytes // element_bytes
         self._lower = record_bytes - self._tops
-        threads = min(THREADS_MAX, len(os.sched_getaffinity(0)))
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="cxlkv-zstd")
-        self._parts = threads
+        self._parts = min(THREADS_MAX, len(os.sched_getaffinity(0)))
+        self.reset_after_fork()
+        forking.watch(self)
+
+    def reset_after_fork(self) -> None:
+        """The threads are the parent's; these begin when there is something to share."""
+        self._threads = ThreadPoolExecutor(self._parts, thread_name_prefix="cxlkv-zstd")
 
     def pack(self, records: Sequence[Bytes]) -> list[Bytes]:
         """Of each record its packed form, which may be longer than the record."""

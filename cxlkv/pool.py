@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypedDict, cast
 
 import numpy.typing as npt
 
-from cxlkv import _core, audit, bulk, prefault
+from cxlkv import _core, audit, bulk, forking, prefault
 from cxlkv.closing import Closing
 from cxlkv.coherence import (
     DURABLE,
@@ -90,6 +90,7 @@ class CXLPool(Objects, Closing):
         self.pages = Pages(handle)
         self.hotness = Hotness(handle)
         self._before_close: list[Callable[[], object]] = []
+        forking.watch(self)
         if os.environ.get(numa.VARIABLE):
             self._emulate(None)
 
@@ -514,8 +515,13 @@ class CXLPool(Objects, Closing):
             prefault.run(self._handle)
 
     def before_close(self, call: Callable[[], object]) -> None:
-        """Have it called once, before the memory is unmapped: for who lent it to a device."""
+        """Have it called once, before the memory is unmapped: for who lent it to a device. Not in
+        a forked child: what this process lent ends with this process's pool."""
         self._before_close.append(call)
+
+    def reset_after_fork(self) -> None:
+        """Who is to hear of the end is in the parent."""
+        self._before_close.clear()
 
     def close(self) -> None:
         """Release all of this process's sequences and unmap; a second time does nothing.

@@ -16,7 +16,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core
+from cxlkv import _core, forking
 from cxlkv.errors import BadArgumentError, QuotaError
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit, Sequence
@@ -45,6 +45,10 @@ class Quota:
         self._lock = threading.Lock()
         self._own: set[bytes] = set()  # names; some may be gone since
         self._evicted = self._refused = 0
+        forking.watch(self)
+
+    def reset_after_fork(self) -> None:
+        self._lock = threading.Lock()
 
     def publish(self, seq: Sequence, keys: PageKeys) -> int:
         """pool.publish(), for which the tenant's own least recently used pages make room, to cold

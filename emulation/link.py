@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Literal, Protocol
 
-from cxlkv import _core, bulk
+from cxlkv import _core, bulk, forking
 from cxlkv.emulation import numa, profiles
 from cxlkv.emulation.profiles import Profile
 from cxlkv.emulation.sharing import GB, Transfer, check_devices, share_out
@@ -63,6 +63,7 @@ class Link:
         self._lock = threading.Condition()
         self._moving: list[Transfer] = []
         self._at_s = 0.0  # up to when `left_bytes` are right
+        forking.watch(self)
 
     def alone_s(self, size_bytes: int, write: bool = False) -> float:
         """Seconds of one operation on an idle link."""
@@ -128,6 +129,7 @@ class Link:
         self._lock.notify_all()
 
     def reset_after_fork(self) -> None:
+        """What the parent's threads move is not waited for."""
         self._lock = threading.Condition()
         self._moving = []
 

@@ -45,6 +45,7 @@ from cxlkv.transport.wire import Deadline, Wire, parse_address
 
 from .conftest import audit
 from .damaging import damage_piece
+from .forking import in_child, living_child
 from .test_records import LAYOUTS, PAGE, grown, seen
 
 SECRET = b"a secret of the tests"
@@ -682,6 +683,76 @@ def test_a_pool_that_is_closed_under_a_reader(
         reader.join(WAIT_S)
         assert isinstance(ended[0], (PeerError, StaleError)), ended
         audit(here)
+
+
+# ---- forked children ----
+
+
+@pytest.mark.parametrize("first", ["pool", "server", "remote"])
+def test_a_child_that_closes_its_copies_leaves_the_parents(
+    folder: Path, link: str, rng: np.random.Generator, first: str
+) -> None:
+    """The server serves on, old clients and new ones, and what they hold stays theirs."""
+    with both(folder, link) as (pool, server, remote):
+        keys = publish(pool, rng)
+        hit = remote.match(keys)
+
+        def close_all() -> None:
+            assert server.connections() == 0
+            closers = {"pool": pool, "server": server, "remote": remote}
+            for one in (closers.pop(first), *closers.values()):
+                one.close()
+                one.close()
+
+        in_child(close_all)
+        q = rng.standard_normal((1, 2, 12)).astype(np.float32)
+        assert remote.select(hit, 0, q, Budget(pages=1)).counts.any()
+        with remote_of(server.address, link) as newcomer:
+            assert newcomer.match(keys).tokens == TOKENS
+        hit.release()
+
+
+def test_a_child_of_a_client_has_a_connection_of_its_own(
+    folder: Path, link: str, rng: np.random.Generator
+) -> None:
+    if link == "verbs":
+        pytest.skip("RDMA does not cross a fork: a device is opened in the process that uses it")
+    with both(folder, link) as (pool, server, remote):
+        keys = publish(pool, rng)
+        hit = remote.match(keys)
+
+        def ask() -> None:
+            with pytest.raises(StaleError, match="lost"):
+                hit.number()
+            hit.release()
+            assert remote.match(keys).tokens == TOKENS
+            assert remote.read(hit.pages, hit.generations)[1].tolist() == [0] * len(hit.pages)
+
+        in_child(ask)
+        wait_until(lambda: server.connections() == 1)
+        q = rng.standard_normal((1, 2, 12)).astype(np.float32)
+        assert remote.select(hit, 0, q, Budget(pages=1)).counts.any()
+        hit.release()
+
+
+def test_a_child_hides_no_end_from_the_peer(
+    folder: Path, link: str, rng: np.random.Generator
+) -> None:
+    """It has no copy of a socket, whichever side it is of, and holds no page for a peer."""
+    with both(folder, link) as (pool, server, remote):
+        keys = publish(pool, rng)
+        remote.match(keys)
+        with living_child():
+            remote.close()
+            wait_until(lambda: server.connections() == 0)
+            assert pool.stats()["pages_held"] == 0
+            remote.match(keys)
+            server.close()
+            with (
+                pytest.raises(PeerError, match="reached"),
+                remote_of(server.address, link, 0.1) as r,
+            ):
+                r.match(keys)
 
 
 @pytest.mark.skipif(not RDMA, reason=NO_RDMA)

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from cxlkv import forking
 from cxlkv.pool import CXLPool
 
 log = logging.getLogger("cxlkv")
@@ -21,6 +22,10 @@ class Counting:
         self._kinds = kinds
         self.counts: Counter[str] = Counter(dict.fromkeys(counts, 0))
         self.failures: Counter[str] = Counter(dict.fromkeys(kinds, 0))
+        forking.watch(self)
+
+    def reset_after_fork(self) -> None:
+        self._lock = threading.Lock()
 
     def add(self, **more: int) -> None:
         with self._lock:

@@ -64,6 +64,10 @@ class Shown(Counting):
         super().failed(kind, detail, count)
         self._failures.labels(**self._labels, kind=kind).inc(count)
 
+    def reset_after_fork(self) -> None:
+        super().reset_after_fork()
+        self._look_lock = threading.Lock()
+
     def look(self, pool: CXLPool) -> None:
         path = str(pool.path)
         with self._look_lock:

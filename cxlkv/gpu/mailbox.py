@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from cxlkv import _core
+from cxlkv import _core, forking
 from cxlkv.errors import WorkerError
 
 IDLE_S = 0.2  # how long the thread waits before it looks whether it is to end
@@ -51,8 +51,19 @@ class Mailbox:
         self._stop = threading.Event()
         self._idle = threading.Condition()
         self._done = 0  # the word of the question that was served last, and then()
+        self._is_parents = False
+        forking.watch(self)
         self._thread = threading.Thread(target=self._run, name="cxlkv-mailbox", daemon=True)
         self._thread.start()
+
+    def reset_after_fork(self) -> None:
+        """Nobody serves here, and CUDA does not cross a fork either."""
+        self._stop, self._idle = threading.Event(), threading.Condition()
+        self._is_parents = True
+        self._error = WorkerError(
+            "the near-data engine is of the parent process: make one in the child, after a start "
+            "by the spawn method"
+        )
 
     def ask(self, subject: int) -> None:
         """Put a question into the stream; what it needs was copied before, in the stream."""
@@ -79,7 +90,7 @@ class Mailbox:
         either, and raises what went wrong since the last check."""
         if self._thread is not None:
             with self._idle:
-                self._idle.wait_for(lambda: self._done == int(self._words[0]))
+                self._idle.wait_for(lambda: self._is_parents or self._done == int(self._words[0]))
         error, self._error = self._error, None
         worst = int(self.answered[1])
         self.answered[1] = 1

@@ -37,6 +37,9 @@ class Link(Protocol):
     def close(self) -> None:
         """A second time does nothing."""
 
+    def leave(self) -> None:
+        """In a forked child, in place of close(): what the parent uses of it goes on."""
+
 
 class Door(Protocol):
     """The server's end of one link: what it lends for the time of a connection."""
@@ -46,3 +49,6 @@ class Door(Protocol):
 
     def close(self) -> None:
         """Takes back what was lent: nothing arrives from afar when this has returned."""
+
+    def leave(self) -> None:
+        """As Link.leave()."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from cxlkv import _core, errors
+from cxlkv import _core, errors, forking
 from cxlkv.arrays import imported, is_torch, view
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, GeometryError, PeerError, StaleError
@@ -87,7 +87,8 @@ class Remote(Closing):
     SecretError, VersionError, BusyError, RdmaError.
 
     address: HOST:PORT of `cxlkv serve`. device: the RDMA device to read with; None: the pool's file
-    on the same machine, else the control connection. Threads take turns.
+    on the same machine, else the control connection. Threads take turns. A forked child has a
+    connection of its own, made when it asks first; hits of its parent are none there.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Remote(Closing):
         self._link: Link | None = None
         self._far: FarPool | None = None
         self._life = 0  # of the connection: how many there were
+        forking.watch(self)
 
     # ---- what callers do ----
 
@@ -220,6 +222,17 @@ class Remote(Closing):
         """Gives back what the server holds for this client; a later call connects again."""
         with self._lock:
             self._drop()
+
+    def reset_after_fork(self) -> None:
+        """The parent's connection goes on."""
+        self._lock = threading.RLock()
+        link, wire = self._link, self._wire
+        self._link = self._wire = self._far = None
+        self._life += 1
+        if link is not None:
+            link.leave()
+        if wire is not None:
+            wire.leave()
 
     def retried(self, act: Callable[[Deadline], T]) -> T:
         """What `act` returns, by a new connection each time that one breaks, until the deadline;

@@ -84,6 +84,10 @@ class LoopbackLink:
             os.close(self._file)
         self._file = -1
 
+    def leave(self) -> None:
+        """As Link.leave()."""
+        self.close()
+
 
 class LoopbackDoor:
     """Says which file the pool lies in, or reads it for the peer."""
@@ -135,6 +139,10 @@ class LoopbackDoor:
         if self._memory >= 0:
             os.close(self._memory)
         self._memory = -1
+
+    def leave(self) -> None:
+        """As Door.leave()."""
+        self.close()
 
 
 def _boot() -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import ValidationError
 
-from cxlkv import _core
+from cxlkv import _core, forking
 from cxlkv.arrays import NUMPY_DTYPES
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, BusyError, CXLKVError, StaleError
@@ -48,8 +48,9 @@ class Server(Closing):
     """Serves until close(), which pool.close() calls.
 
     listen: (host, port); port 0 takes a free one, see `address`. device: also over this RDMA
-    device. Raises UnsupportedError for pools without checksums or of objects, RdmaError,
-    BadArgumentError for an address that cannot be had.
+    device. In a forked child it is closed, while the parent serves on. Raises UnsupportedError for
+    pools without checksums or of objects, RdmaError, BadArgumentError for an address that cannot be
+    had.
     """
 
     def __init__(
@@ -67,13 +68,8 @@ class Server(Closing):
         self._lock = threading.Condition()
         self._closed = False
         self._verbs: VerbsHost | None = None
-        try:
-            family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
-            self._listener = socket.create_server(listen, family=family, backlog=64)
-        except OSError as error:
-            raise BadArgumentError(
-                f"cannot listen on {listen[0]}:{listen[1]}: {error.strerror or error}"
-            ) from error
+        self._listener = _listener(listen)
+        forking.watch(self)
         if device is not None:
             from cxlkv.transport.verbs import VerbsHost  # pyverbs, which few machines have
 
@@ -147,6 +143,16 @@ class Server(Closing):
         if self._verbs is not None:
             self._verbs.close()
 
+    def reset_after_fork(self) -> None:
+        """Nobody is served here, and nothing is held for the parent's peers."""
+        self._lock, self._closed = threading.Condition(), True
+        self._listener.close()
+        for session in self._sessions:
+            session.leave()
+        self._sessions.clear()
+        if self._verbs is not None:
+            self._verbs.leave()
+
 
 class _Session:
     """One peer: what it asked for last, and what it holds."""
@@ -183,11 +189,21 @@ class _Session:
         """Gives back all that the peer held."""
         if self._door is not None:
             self._door.close()
+        self._give_back()
+        self._staging = np.zeros(0, np.uint8)
+        self.wire.close()
+
+    def leave(self) -> None:
+        """In a forked child: what the peer holds, it holds of the parent."""
+        self.wire.leave()
+        if self._door is not None:
+            self._door.leave()
+        self._give_back()
+
+    def _give_back(self) -> None:
         for number in list(self._held):
             with contextlib.suppress(CXLKVError):
                 self._release(number)
-        self._staging = np.zeros(0, np.uint8)
-        self.wire.close()
 
     def _answer(self, asked: m.Request, given: bytearray) -> Answer:
         body = b"" if isinstance(asked, m.Write) else bytes(given)  # whole records are not copied
@@ -312,6 +328,16 @@ class _Session:
             arrived = arrived.copy()
         codes = _core.records_write(self._pool._handle, arrived, parents)
         return {}, codes.tobytes()
+
+
+def _listener(listen: tuple[str, int]) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in listen[0] else socket.AF_INET
+        return socket.create_server(listen, family=family, backlog=64)
+    except OSError as error:
+        raise BadArgumentError(
+            f"cannot listen on {listen[0]}:{listen[1]}: {error.strerror or error}"
+        ) from error
 
 
 def _names(body: bytes) -> _core.Names:

@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from cxlkv import forking
 from cxlkv.config import format_bytes
 from cxlkv.errors import PeerError, RdmaError
 from cxlkv.transport.base import chunk_records
@@ -350,6 +351,10 @@ class VerbsLink:
         self._queue, self._memory = None, None
         self._device.close()
 
+    def leave(self) -> None:
+        """As Link.leave(): the kernel has one queue pair for both processes."""
+        forking.keep_for_ever(self)
+
 
 class VerbsHost:
     """The server's device, with the pool's region registered for reading from afar."""
@@ -373,6 +378,10 @@ class VerbsHost:
         """The region's key is of no use to anybody from now on."""
         _quietly(self._region)
         self._device.close()
+
+    def leave(self) -> None:
+        """In a forked child: the parent serves on."""
+        forking.keep_for_ever(self)
 
 
 class VerbsDoor:
@@ -413,6 +422,10 @@ class VerbsDoor:
         """As Door.close()."""
         self._queue.close()
         _quietly(self._staging)
+
+    def leave(self) -> None:
+        """As Door.leave()."""
+        forking.keep_for_ever(self)
 
 
 def _status(number: int) -> str:

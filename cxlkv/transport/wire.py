@@ -206,6 +206,12 @@ class Wire:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Ends it, too: a forked child may have a copy of the socket, and the peer is to know."""
+        self.end()
+        self._socket.close()
+
+    def leave(self) -> None:
+        """In a forked child: the connection is the parent's, and goes on."""
         self._socket.close()
 
 

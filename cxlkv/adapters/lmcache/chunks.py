@@ -12,6 +12,7 @@ from contextlib import ExitStack, suppress
 
 import numpy as np
 
+from cxlkv import forking
 from cxlkv.adapters.counting import Counting
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
 from cxlkv.objects import DAMAGED, Lease, Reserved
@@ -31,6 +32,10 @@ class Chunks:
         self._tiers = Tiers(pool)
         self._file = self._stat()
         self._scratch: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
+        self._scratch_lock = threading.Lock()
+        forking.watch(self)
+
+    def reset_after_fork(self) -> None:
         self._scratch_lock = threading.Lock()
 
     def _stat(self) -> os.stat_result | None:

@@ -25,6 +25,7 @@ from lmcache.v1.memory_management import (
     TensorMemoryObj,
 )
 
+from cxlkv import forking
 from cxlkv.adapters.lmcache import form
 from cxlkv.adapters.lmcache.chunks import Chunks
 from cxlkv.adapters.lmcache.form import Form
@@ -122,6 +123,12 @@ class PoolAllocator(MemoryAllocatorInterface):
         self._room = threading.Condition(self.lock)
         self._freed = 0
         self._sealed_freed = count(1)
+        forking.watch(self)
+
+    def reset_after_fork(self) -> None:
+        # Its objects have the lock, too, so it stays the same one: as threading does with its own.
+        self.lock._at_fork_reinit()  # type: ignore[attr-defined, unused-ignore]
+        self._room = threading.Condition(self.lock)
 
     # ---- to be written ----
 

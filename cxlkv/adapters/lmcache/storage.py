@@ -30,6 +30,7 @@ from lmcache.v1.storage_backend.abstract_backend import (
 )
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
+from cxlkv import forking
 from cxlkv.adapters import places
 from cxlkv.adapters.counting import log
 from cxlkv.adapters.figures import Shown
@@ -95,6 +96,12 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         self._put_lock = threading.Lock()
         self._puts = ThreadPoolExecutor(1, "cxlkv-lmcache")
         self._closed = False
+        forking.watch(self)
+
+    def reset_after_fork(self) -> None:
+        """A child finds it closed: what LMCache put there on the way is its parent's."""
+        self._put_lock, self._closed = threading.Lock(), True
+        self._puts = ThreadPoolExecutor(1, "cxlkv-lmcache")
 
     def __str__(self) -> str:
         return "CXLStorage"

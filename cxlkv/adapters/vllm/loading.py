@@ -11,10 +11,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence as Sequences
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
+from cxlkv import forking
 from cxlkv.arrays import Array
 from cxlkv.errors import CorruptError, CXLKVError
 from cxlkv.pool import CXLPool
@@ -62,6 +64,19 @@ class Load:
         self._given_up = False
         self.has_ended = False
         self.is_late = False
+        forking.watch(self)
+
+    def reset_after_fork(self) -> None:
+        """The parent's thread loads it, into the parent's blocks; here it has failed."""
+        self._changed = threading.Condition()
+        if self.has_ended:
+            return
+        self.has_ended = self._given_up = True
+        for part in self.parts:
+            part.good = 0
+            if part.sequence is not None:
+                with suppress(CXLKVError):
+                    part.sequence.release()
 
     def run(self, memory: Sequences[BlockMemory]) -> None:
         """In the thread: one layer after the other, until all are there or it is given up."""
@@ -134,6 +149,11 @@ class Loader:
         self._changed = threading.Condition()
         self._ended = False
         self._thread: threading.Thread | None = None
+        forking.watch(self)
+
+    def reset_after_fork(self) -> None:
+        self._changed, self._thread = threading.Condition(), None
+        self._waiting.clear()
 
     def begin(self, load: Load) -> None:
         with self._changed:

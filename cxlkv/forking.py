@@ -1,0 +1,54 @@
+"""What a forked child does with its parent's threads, locks, sockets and files.
+
+The threads are not there in the child, and a lock that one of them held stays locked for ever. A
+socket is the same one in both: a child that shuts it down, or speaks on it, does so for its parent,
+and one that only keeps it open hides from the peer that the parent has died. So whatever has one of
+these says how it begins anew in a child, in one place: reset_after_fork().
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from typing import Protocol
+from weakref import WeakSet
+
+log = logging.getLogger("cxlkv")
+
+
+class Forked(Protocol):
+    """Has threads, locks, sockets or files of this process."""
+
+    def reset_after_fork(self) -> None:
+        """In a child, before anything else runs there: makes locks anew, forgets threads, closes
+        the child's copies of sockets and files, and asks nobody. It may not wait for a lock."""
+
+
+_watched: WeakSet[Forked] = WeakSet()
+
+
+def watch(one: Forked) -> None:
+    """From now on, and while it lives, each forked child resets it first, in any order.
+
+    To be called before the first thread begins or the first socket is made.
+    """
+    _watched.add(one)
+
+
+def keep_for_ever(*left: object) -> None:
+    """What a forked child has of others' libraries and may not destroy: the end of a queue pair or
+    of a store's client would reach the one that the parent uses."""
+    for one in left:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
+
+
+def _after_fork() -> None:
+    for one in list(_watched):
+        try:
+            one.reset_after_fork()
+        except Exception:  # the others need theirs all the same
+            log.exception("a forked child could not reset a %s", type(one).__name__)
+
+
+os.register_at_fork(after_in_child=_after_fork)
