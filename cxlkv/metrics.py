@@ -34,6 +34,8 @@ COUNTERS = {
     "audited_selects": "Selects that were measured against the exact method",
     "reaped_processes": "Processes that died with the pool open, whose pages were taken back",
     "rebuilds": "Times that the allocator was derived anew after a death inside it",
+    "queued_drops": "Page references that could not be given back at once, and were later",
+    "lock_waits": "Waits for the pool's lock that took more than 1 ms",
 }
 
 Pool = CXLPool | str | os.PathLike[str]

@@ -133,6 +133,8 @@ typedef struct cxlkv_stats {
     uint64_t window_pages_skipped;  /* never taken, for the same reason */
     uint64_t reaped_processes;      /* of the pool, since it was made */
     uint64_t rebuilds;              /* of the allocator, after a death inside it */
+    uint64_t queued_drops;          /* of this process: pages that it could not give back at once */
+    uint64_t lock_waits;            /* of this process for the pool's lock, over 1 ms */
 } cxlkv_stats;
 
 /* They only grow: of one process since it opened the pool, or of all since the pool was made. */
@@ -153,6 +155,8 @@ typedef struct cxlkv_counters {
     uint64_t audited_mass;          /* attention mass kept, likewise */
     uint64_t reaped_processes;      /* of a pool only: dead ones whose pages were given back */
     uint64_t rebuilds;              /* of a pool only: of the allocator, after a death inside it */
+    uint64_t queued_drops;          /* pages whose giving back had to wait for the next call */
+    uint64_t lock_waits;            /* for the pool's lock, over 1 ms */
 } cxlkv_counters;
 
 typedef struct cxlkv_process {

@@ -457,7 +457,7 @@ static void undo(append_job *job) {
         tail *own = batch->sequences[i]->tails[job->layer];
         if (p->work != own) tail_drop(batch->pool, p->work);
         if (p->next != own) tail_drop(batch->pool, p->next);
-        if (p->taken) sequence_cut(batch->sequences[i], p->first_page);
+        if (p->taken) sequence_pull(batch->sequences[i], p->first_page);
     }
 }
 

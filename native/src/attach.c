@@ -116,7 +116,6 @@ static int claim(attach_job *job) {
 /* They are the caller's again. */
 static void unclaim(attach_job *job) {
     cxlkv_pool *pool = job->batch->pool;
-    if (job->claimed_count == 0 || host_lock(pool) < 0) return; /* held until this process ends */
     pages_unclaim(pool, job->claimed_count, job->claimed);
     host_unlock(pool);
 }

@@ -163,6 +163,21 @@ static int check_superblock(cxlkv_pool *pool) {
     return code;
 }
 
+/* Ours were given back when this call took the lock. */
+static void check_late(cxlkv_pool *pool, report *report) {
+    for (uint32_t slot = 0; slot < PROCESS_MAX; slot++) {
+        const process_slot *process = &pool->host->processes[slot];
+        uint64_t late = atomic_load(&pool->host->counters[slot].late_drops);
+        if (process->state == 0 || late == 0) continue;
+        report->problems++;
+        if (report->used + 1 >= report->bytes) continue;
+        int wrote = snprintf(report->text + report->used, report->bytes - report->used,
+                             "process %d: %lu page references could not be given back, and wait "
+                             "for its next call\n", process->pid, late);
+        if (wrote > 0) report->used = min_u64(report->used + (size_t)wrote, report->bytes - 1);
+    }
+}
+
 static void check_all(cxlkv_pool *pool, bool deep, report *report) {
     if (check_superblock(pool) < 0) report_line(report, 0);
     char counts[512];
@@ -175,6 +190,7 @@ static void check_all(cxlkv_pool *pool, bool deep, report *report) {
     }
     for (uint32_t page = 0; page < pool->host->page_count; page++)
         check_page(pool, page, deep, report);
+    check_late(pool, report);
 }
 
 int64_t cxlkv_pool_check(cxlkv_pool *pool, uint32_t flags, char *text, uint64_t text_bytes) {

@@ -15,6 +15,7 @@ void count_outside(cxlkv_pool *pool, enum counter which, uint64_t amount) {
 void counters_begin(host_state *host, uint32_t slot) {
     counter_row *row = &host->counters[slot], *before = &host->counters_before[slot];
     atomic_store_explicit(&row->sequences, 0, memory_order_relaxed);
+    atomic_store_explicit(&row->late_drops, 0, memory_order_relaxed);
     for (uint32_t i = 0; i < COUNT_KINDS; i++)
         atomic_store_explicit(&before->counts[i],
                               atomic_load_explicit(&row->counts[i], memory_order_relaxed),
@@ -25,6 +26,8 @@ void counters_bind(cxlkv_pool *pool, uint32_t slot) {
     pthread_mutex_lock(&pool->list_lock);
     pool->counters = &pool->host->counters[slot];
     count_sequences(pool); /* a forked child has its parent's */
+    atomic_store_explicit(&pool->counters->late_drops, atomic_load(&pool->late_count),
+                          memory_order_relaxed); /* as well */
     pthread_mutex_unlock(&pool->list_lock);
 }
 

@@ -15,8 +15,7 @@
 #include "internal.h"
 #include "worker.h"
 
-#define HOST_MAGIC 0x38305453484b5643ull /* "CVKHST08" */
-enum { LOCK_WAIT_S = 30 };
+#define HOST_MAGIC 0x39305453484b5643ull /* "CVKHST09" */
 
 uint64_t random_u64(void) {
     uint64_t value = 0;
@@ -180,26 +179,76 @@ static void repair(cxlkv_pool *pool) {
     pthread_mutex_consistent(&pool->host->mutex);
 }
 
+/* What must be done first, by whoever has got it. */
+static void locked(cxlkv_pool *pool, bool owner_died) {
+    __atomic_store_n(&pool->host->holder, pool->slot, __ATOMIC_RELAXED);
+    if (owner_died) repair(pool);
+    else if (pool->shared) peers_sync(pool);
+    bool late = atomic_load_explicit(&pool->late_count, memory_order_acquire) != 0;
+    if (__builtin_expect(late, 0) && pool->held) pages_drop_late(pool);
+}
+
 int host_trylock(cxlkv_pool *pool) {
     int code = pthread_mutex_trylock(&pool->host->mutex);
-    if (code == EOWNERDEAD) repair(pool);
-    else if (code != 0) return -CXLKV_E_TIMEOUT;
-    else if (pool->shared) peers_sync(pool);
+    if (code != 0 && code != EOWNERDEAD) return -CXLKV_E_TIMEOUT;
+    locked(pool, code == EOWNERDEAD);
     return 0;
 }
 
+/* glibc has it from 2.30 on; a build for an older one finds it where it runs. */
+int pthread_mutex_clocklock(pthread_mutex_t *mutex, clockid_t clock, const struct timespec *until)
+    __attribute__((weak));
+
+static uint64_t monotonic_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* By a clock that nobody sets: else a step of the machine's time would be taken for a wait. */
+int mutex_lock_until(pthread_mutex_t *mutex, uint64_t until_ns) {
+    const struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000u),
+                                   .tv_nsec = (long)(until_ns % 1000000000u)};
+    if (pthread_mutex_clocklock) return pthread_mutex_clocklock(mutex, CLOCK_MONOTONIC, &until);
+    struct timespec nap = {.tv_nsec = 20000};
+    int code;
+    while ((code = pthread_mutex_trylock(mutex)) == EBUSY && monotonic_ns() < until_ns) {
+        nanosleep(&nap, NULL);
+        nap.tv_nsec += nap.tv_nsec < 1000000 ? nap.tv_nsec / 4 : 0;
+    }
+    return code == EBUSY ? ETIMEDOUT : code;
+}
+
+/* Who had the lock last, as far as that can be told without it. */
+static int lock_error(cxlkv_pool *pool) {
+    uint32_t holder = __atomic_load_n(&pool->host->holder, __ATOMIC_RELAXED);
+    double waited_s = (double)pool->lock_wait_ns * 1e-9;
+    process_view seen;
+    int32_t pid = holder < PROCESS_MAX ? pool->host->processes[holder].pid : 0;
+    if (pid <= 0 || !process_look(pid, &seen))
+        return fail(CXLKV_E_TIMEOUT, "the pool's lock was not free for %g s, and who has it is not "
+                    "known: a process that opens the pool, or one of another container", waited_s);
+    bool stopped = seen.state == 'T' || seen.state == 't';
+    return fail(CXLKV_E_TIMEOUT, "the pool's lock was not free for %g s: process %d has it, %s",
+                waited_s, pid,
+                stopped ? "and is stopped. Let it go on (kill -CONT), or end it"
+                        : "which runs. If it makes no progress, end it");
+}
+
+/* Waits are counted from 1 ms on: who reads own pages should never see one. */
+static int lock_slowly(cxlkv_pool *pool) {
+    uint64_t began_ns = monotonic_ns();
+    int code = mutex_lock_until(&pool->host->mutex, began_ns + pool->lock_wait_ns);
+    if (monotonic_ns() - began_ns > 1000000) count_add(pool, COUNT_LOCK_WAITS, 1);
+    return code;
+}
+
 int host_lock(cxlkv_pool *pool) {
-    struct timespec deadline;
-    clock_gettime(CLOCK_REALTIME, &deadline);
-    deadline.tv_sec += LOCK_WAIT_S;
     int code = pthread_mutex_trylock(&pool->host->mutex);
-    if (code == EBUSY) code = pthread_mutex_timedlock(&pool->host->mutex, &deadline);
-    if (code == EOWNERDEAD) repair(pool);
-    else if (code == 0 && pool->shared) peers_sync(pool);
-    if (code == 0 || code == EOWNERDEAD) return 0;
-    return fail(CXLKV_E_TIMEOUT,
-                "the pool's lock was not free for %d s: a process that has it open is stopped",
-                LOCK_WAIT_S);
+    if (code == EBUSY) code = lock_slowly(pool);
+    if (code != 0 && code != EOWNERDEAD) return lock_error(pool);
+    locked(pool, code == EOWNERDEAD);
+    return 0;
 }
 
 void host_unlock(cxlkv_pool *pool) {

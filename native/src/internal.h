@@ -187,6 +187,8 @@ enum counter {
     COUNT_AUDITED_MASS,
     COUNT_REAPED_PROCESSES,
     COUNT_REBUILDS,
+    COUNT_QUEUED_DROPS,
+    COUNT_LOCK_WAITS,
     COUNT_KINDS
 };
 _Static_assert(sizeof(cxlkv_counters) == COUNT_KINDS * sizeof(uint64_t), "one for each");
@@ -194,7 +196,8 @@ _Static_assert(sizeof(cxlkv_counters) == COUNT_KINDS * sizeof(uint64_t), "one fo
 /* On lines of its own: no process waits for another to count. */
 typedef struct counter_row {
     _Alignas(LINE_BYTES) atomic_ulong counts[COUNT_KINDS];
-    atomic_ulong sequences;      /* not a sum but the number now */
+    /* Not sums but numbers now: sequences, and references that wait in pages_drop_later(). */
+    atomic_ulong sequences, late_drops;
 } counter_row;
 _Static_assert(sizeof(counter_row) % LINE_BYTES == 0, "a row shares no line");
 
@@ -214,6 +217,7 @@ typedef struct host_state {
     uint64_t pages_offset, runs_offset, index_offset, held_offset, held_stride_bytes;
     uint32_t page_count, run_count, index_capacity, ready;
     pthread_mutex_t mutex;       /* robust, process-shared: guards all below and the held tables */
+    uint32_t holder;             /* the slot that had it last, for who waits in vain */
     uint32_t free_runs, partial_runs;  /* heads of the two lists, NO_PAGE when empty */
     uint64_t free_pages, published_pages;
     uint32_t rewriting;          /* page whose sealed record is being rewritten, or NO_PAGE */
@@ -293,8 +297,13 @@ struct cxlkv_pool {
     run_info *runs;
     index_entry *index;
     uint32_t *held;              /* our row of the held table: references by page */
-    uint64_t *loose;             /* bit by page: taken by pages_alloc(); under the host lock */
+    atomic_ulong *loose;         /* bit by page: taken by pages_alloc(), and nobody's else */
+    /* By page: references that nobody here needs, and that wait for the host lock to go; and how
+     * many these are. */
+    atomic_uint *late;
+    atomic_ulong late_count;
     uint32_t slot;
+    uint64_t lock_wait_ns;       /* for the host lock, before that is an error */
     atomic_ulong *verified;      /* bit page * record_layers + row: its CRCs were right here */
     pthread_rwlock_t operations; /* read: an operation runs; write: close */
     bool closed;
@@ -622,6 +631,7 @@ void host_detach(cxlkv_pool *pool);
 int host_trylock(cxlkv_pool *pool);       /* 0, or -CXLKV_E_TIMEOUT without a text */
 int host_lock(cxlkv_pool *pool);          /* 0, or -CXLKV_E_TIMEOUT; repairs after a death inside */
 void host_unlock(cxlkv_pool *pool);
+int mutex_lock_until(pthread_mutex_t *mutex, uint64_t until_ns);  /* CLOCK_MONOTONIC */
 uint64_t host_reap(cxlkv_pool *pool);     /* under the lock: gives back what dead processes held */
 int host_register(cxlkv_pool *pool, uint32_t state, uint32_t *slot);
 void host_unregister(cxlkv_pool *pool, uint32_t slot);
@@ -650,7 +660,7 @@ void host_assert(cxlkv_pool *pool);
 #define host_assert(pool) ((void)(pool))
 #endif
 
-/* ---- pages.c: all under the host lock ---- */
+/* ---- pages.c: all under the host lock, but for pages_drop_later() and pages_unclaim() ---- */
 void pages_list(cxlkv_pool *pool, uint32_t run);     /* puts a run where its mask says */
 void pages_unlist(cxlkv_pool *pool, uint32_t run);   /* takes it, all free, out of the allocator */
 void pages_put_back(cxlkv_pool *pool, uint32_t page); /* free, and its descriptor says so */
@@ -663,6 +673,10 @@ void pages_make_room(cxlkv_pool *pool, uint64_t count);
 int pages_take(cxlkv_pool *pool, uint32_t count, uint32_t after, uint32_t *pages);
 void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 void pages_drop(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
+/* For who does not have the host lock, and cannot have it: they are dropped by the next call of
+ * this process that has it. Never fails. */
+void pages_drop_later(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
+void pages_drop_late(cxlkv_pool *pool);   /* those */
 void pages_drop_slot(cxlkv_pool *pool, uint32_t slot);  /* all that its process holds */
 /* Frees those that nothing needs any more; neighbours share their looks and fences. */
 void pages_settle(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
@@ -769,6 +783,9 @@ int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count);
 /* Room for pages [page_count, page_count + count) of a part; then sequence_push() cannot fail. */
 int sequence_reserve(cxlkv_sequence *sequence, uint32_t part, uint32_t count);
 void sequence_push(cxlkv_sequence *sequence, uint32_t part, uint32_t index, uint32_t page);
+/* Takes back the pages from page_count on, which this call pushed: nobody shares them, so it cannot
+ * fail. */
+void sequence_pull(cxlkv_sequence *sequence, uint32_t page_count);
 /* Gives back a part's pages before `first`; under the host lock. */
 int sequence_advance(cxlkv_sequence *sequence, uint32_t part, uint32_t first);
 /* The first page of a part that the token at `position` sees. */

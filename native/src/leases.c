@@ -46,13 +46,9 @@ static void tell_addresses(const cxlkv_lease *lease, uint64_t *addresses) {
 }
 
 /* What is damaged is not lent. */
-static int drop_damaged(cxlkv_lease *lease) {
-    for (uint32_t i = 0; i < lease->count; i++) {
-        object_place *place = &lease->places[i];
-        int code = place->code < 0 ? objects_drop(lease->pool, 1, place) : 0;
-        if (code < 0) return code;
-    }
-    return 0;
+static void drop_damaged(cxlkv_lease *lease) {
+    for (uint32_t i = 0; i < lease->count; i++)
+        if (lease->places[i].code < 0) objects_drop(lease->pool, 1, &lease->places[i]);
 }
 
 int64_t cxlkv_lease_take(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
@@ -65,8 +61,8 @@ int64_t cxlkv_lease_take(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
     if (code == 0) {
         code = objects_verify(pool, count, made->places);
         code = peers_verify(pool, code);
-        if (code == 0) code = drop_damaged(made);
-        if (code < 0) objects_drop(pool, count, made->places);
+        if (code == 0) drop_damaged(made);
+        else objects_drop(pool, count, made->places);
     }
     for (uint32_t i = 0; code >= 0 && i < count; i++) {
         const object_place *place = &made->places[i];
@@ -173,22 +169,20 @@ int64_t cxlkv_lease_publish(cxlkv_lease *lease, uint32_t count, const uint32_t *
 
 /* ---- the end ---- */
 
-static int release(cxlkv_lease *lease, uint32_t count, object_place *places) {
-    int dropped = objects_drop(lease->pool, count, places);
-    if (dropped > 0) atomic_fetch_sub(&lease->pool->lent, (uint32_t)dropped);
-    return dropped < 0 ? dropped : 0;
+static void release(cxlkv_lease *lease, uint32_t count, object_place *places) {
+    atomic_fetch_sub(&lease->pool->lent, objects_drop(lease->pool, count, places));
 }
 
 int cxlkv_lease_release(cxlkv_lease *lease, uint32_t count, const uint32_t *places) {
     int code = pool_enter(lease->pool);
     if (code < 0) return code;
     pthread_mutex_lock(&lease->lock);
-    if (!places) code = release(lease, lease->count, lease->places);
+    if (!places) release(lease, lease->count, lease->places);
     for (uint32_t i = 0; places && code == 0 && i < count; i++) {
         if (places[i] >= lease->count)
             code = fail(CXLKV_E_ARGUMENT, "place %u of a lease of %u", places[i], lease->count);
         else
-            code = release(lease, 1, &lease->places[places[i]]);
+            release(lease, 1, &lease->places[places[i]]);
     }
     pthread_mutex_unlock(&lease->lock);
     pool_leave(lease->pool);

@@ -305,12 +305,13 @@ static bool look_over(const cxlkv_pool *pool, const near_tier *tier, near_move *
     return in_the_way;
 }
 
-static void let_go(cxlkv_pool *pool, near_move *moves, uint32_t count) {
+static void let_go(cxlkv_pool *pool, near_move *moves, uint32_t count, bool locked) {
     uint32_t pages[64], waiting = 0;
     for (uint32_t i = 0; i < count; i++) {
         if (moves[i].reserved) pages[waiting++] = moves[i].page;
         if (waiting < 64 && i + 1 < count) continue;
-        pages_drop(pool, waiting, pages);
+        if (locked) pages_drop(pool, waiting, pages);
+        else pages_drop_later(pool, waiting, pages);
         waiting = 0;
     }
 }
@@ -326,7 +327,7 @@ int near_prepare(cxlkv_pool *pool, near_move *moves, uint32_t count) {
         GUARD_BEGIN(fault) {
             admit_all(pool, tier, moves, count);
         } GUARD_END(fault, code = poison_error_locked(pool, &fault))
-        if (code < 0) let_go(pool, moves, count);
+        if (code < 0) let_go(pool, moves, count, true);
         host_unlock(pool);
     }
     for (uint32_t i = 0; i < count; i++) {
@@ -432,11 +433,9 @@ int64_t near_complete(cxlkv_pool *pool, near_move *moves, uint32_t count, bool s
     int64_t shown = 0;
     pthread_mutex_lock(&tier->lock);
     int code = host_lock(pool);
-    if (code == 0) {
-        recheck(pool, moves, count);
-        let_go(pool, moves, count);
-        host_unlock(pool);
-    }
+    if (code == 0) recheck(pool, moves, count);
+    let_go(pool, moves, count, code == 0);
+    if (code == 0) host_unlock(pool);
     for (uint32_t i = 0; i < count; i++) {
         near_move *move = &moves[i];
         if (!move->reserved) continue;

@@ -152,12 +152,13 @@ static int hold_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
     return code;
 }
 
-static int drop_places(cxlkv_pool *pool, uint32_t count, object_place *places) {
-    int dropped = 0;
+static uint32_t drop_places(cxlkv_pool *pool, uint32_t count, object_place *places, bool locked) {
+    uint32_t dropped = 0;
     for (uint32_t i = 0; i < count; i++) {
         if (!places[i].held) continue;
         places[i].held = false;
-        pages_drop(pool, 1, &places[i].page);
+        if (locked) pages_drop(pool, 1, &places[i].page);
+        else pages_drop_later(pool, 1, &places[i].page);
         dropped++;
     }
     return dropped;
@@ -173,17 +174,16 @@ int objects_hold(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, object_p
     GUARD_BEGIN(fault) {
         outcome = hold_places(pool, count, keys, places);
     } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
-    if (outcome < 0) drop_places(pool, count, places);
+    if (outcome < 0) drop_places(pool, count, places, true);
     host_unlock(pool);
     return outcome;
 }
 
-int objects_drop(cxlkv_pool *pool, uint32_t count, object_place *places) {
-    int code = host_lock(pool);
-    if (code < 0) return code;
-    code = drop_places(pool, count, places);
-    host_unlock(pool);
-    return code;
+uint32_t objects_drop(cxlkv_pool *pool, uint32_t count, object_place *places) {
+    bool locked = host_lock(pool) == 0;
+    uint32_t dropped = drop_places(pool, count, places, locked);
+    if (locked) host_unlock(pool);
+    return dropped;
 }
 
 int64_t cxlkv_objects_sizes(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,

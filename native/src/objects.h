@@ -16,7 +16,7 @@ int objects_check(const cxlkv_pool *pool); /* that it stores objects */
 /* Finds the objects of these keys and holds each that is there. */
 int objects_hold(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, object_place *places);
 /* Gives back what is held of them; returns how many. */
-int objects_drop(cxlkv_pool *pool, uint32_t count, object_place *places);
+uint32_t objects_drop(cxlkv_pool *pool, uint32_t count, object_place *places);
 /* Verifies those that this process has not seen right, together; sets their codes. */
 int objects_verify(cxlkv_pool *pool, uint32_t count, object_place *places);
 uint8_t *object_at(const cxlkv_pool *pool, uint32_t page);

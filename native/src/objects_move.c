@@ -207,8 +207,7 @@ int64_t cxlkv_objects_get(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
     if (code == 0) code = objects_hold(pool, count, keys, job.places);
     if (code == 0) {
         code = get_held(&job, sizes);
-        int dropped = objects_drop(pool, count, job.places);
-        if (code >= 0 && dropped < 0) code = dropped;
+        objects_drop(pool, count, job.places);
     }
     free(job.places);
     pool_leave(pool);
@@ -270,8 +269,8 @@ static int64_t put_places(move_job *job, const uint8_t *keys, int32_t *codes) {
     for (uint32_t i = 0; code > 0 && i < job->count; i++)
         bytes += codes[i] == 0 ? job->places[i].bytes : 0;
     count_add(pool, COUNT_APPENDED_BYTES, (uint64_t)bytes);
-    int dropped = objects_drop(pool, job->count, job->places);
-    return code >= 0 && dropped < 0 ? dropped : code;
+    objects_drop(pool, job->count, job->places);
+    return code;
 }
 
 int64_t cxlkv_objects_put(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,

@@ -251,6 +251,30 @@ void pages_drop(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
     pages_settle(pool, d.count, d.over);
 }
 
+/* ---- references that could not be given back ---- */
+
+void pages_drop_later(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
+    for (uint32_t i = 0; i < count; i++)
+        atomic_fetch_add_explicit(&pool->late[pages[i]], 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&pool->counters->late_drops, count, memory_order_relaxed);
+    count_add(pool, COUNT_QUEUED_DROPS, count);
+    atomic_fetch_add_explicit(&pool->late_count, count, memory_order_release);
+}
+
+/* What comes while we look is found now, or by the next one: its count says so. */
+void pages_drop_late(cxlkv_pool *pool) {
+    dropping d = {.pool = pool, .held = pool->held};
+    uint64_t found = 0;
+    for (uint32_t page = 0; page < pool->host->page_count; page++) {
+        uint32_t references = atomic_exchange_explicit(&pool->late[page], 0, memory_order_relaxed);
+        if (references) drop(&d, page, references);
+        found += references;
+    }
+    pages_settle(pool, d.count, d.over);
+    atomic_fetch_sub_explicit(&pool->late_count, found, memory_order_relaxed);
+    atomic_fetch_sub_explicit(&pool->counters->late_drops, found, memory_order_relaxed);
+}
+
 void pages_drop_slot(cxlkv_pool *pool, uint32_t slot) {
     dropping d = {.pool = pool, .held = held_of(pool, slot)};
     for (uint32_t page = 0; page < pool->host->page_count; page++)
@@ -258,12 +282,15 @@ void pages_drop_slot(cxlkv_pool *pool, uint32_t slot) {
     pages_settle(pool, d.count, d.over);
 }
 
-static bool is_loose(const cxlkv_pool *pool, uint32_t page) {
-    return pool->loose[page / 64] >> page % 64 & 1;
+static void set_loose(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
+    for (uint32_t i = 0; i < count; i++)
+        atomic_fetch_or(&pool->loose[pages[i] / 64], 1ull << pages[i] % 64);
 }
 
-static void flip_loose(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
-    for (uint32_t i = 0; i < count; i++) pool->loose[pages[i] / 64] ^= 1ull << pages[i] % 64;
+/* False: it was not. */
+static bool clear_loose(cxlkv_pool *pool, uint32_t page) {
+    uint64_t bit = 1ull << page % 64;
+    return atomic_fetch_and(&pool->loose[page / 64], ~bit) & bit;
 }
 
 int64_t cxlkv_pages_alloc(cxlkv_pool *pool, uint32_t count, uint32_t *pages) {
@@ -272,7 +299,7 @@ int64_t cxlkv_pages_alloc(cxlkv_pool *pool, uint32_t count, uint32_t *pages) {
     code = host_lock(pool);
     if (code == 0) {
         code = pages_take(pool, count, NO_PAGE, pages);
-        if (code == 0) flip_loose(pool, count, pages);
+        if (code == 0) set_loose(pool, count, pages);
         if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
         host_unlock(pool);
     }
@@ -281,18 +308,15 @@ int64_t cxlkv_pages_alloc(cxlkv_pool *pool, uint32_t count, uint32_t *pages) {
 }
 
 void pages_unclaim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
-    flip_loose(pool, count, pages);
     for (uint32_t i = 0; i < count; i++) verified_clear(pool, pages[i]); /* they may be rewritten */
+    set_loose(pool, count, pages);
 }
 
 /* A sequence's page is not loose: it goes when the sequence does. */
 int pages_claim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
     for (uint32_t i = 0; i < count; i++) {
-        if (pages[i] < pool->host->page_count && is_loose(pool, pages[i])) {
-            flip_loose(pool, 1, &pages[i]);
-            continue;
-        }
-        flip_loose(pool, i, pages);
+        if (pages[i] < pool->host->page_count && clear_loose(pool, pages[i])) continue;
+        set_loose(pool, i, pages);
         return fail(CXLKV_E_ARGUMENT,
                     "page %u of %u was not taken by alloc() in this process, was freed or attached "
                     "already, or stands here twice. Nothing was changed",

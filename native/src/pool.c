@@ -221,6 +221,7 @@ static cxlkv_pool *pool_make(const char *path) {
     pool->fd = pool->host_fd = pool->fork_state_fd = pool->fork_region_fd = -1;
     pool->slot = pool->fork_slot = UINT32_MAX;
     pool->thread_count = 1;
+    pool->lock_wait_ns = 30000000000u;
     atomic_store(&pool->references, 1);
     atomic_store(&pool->deadlines.first_ns, UINT64_MAX);
     operations_init(pool);
@@ -243,19 +244,22 @@ static void pool_unmake(cxlkv_pool *pool) {
     pool->fd = -1;
     free(pool->verified);
     free(pool->loose);
+    free(pool->late);
     free(pool->seen);
     pool->seen = NULL;
     pool->verified = NULL;
     pool->loose = NULL;
+    pool->late = NULL;
 }
 
 static int pool_ready(cxlkv_pool *pool) {
     uint64_t bits = (uint64_t)pool->geometry.page_count * pool->geometry.record_layers;
     pool->verified = calloc((bits + 63) / 64, sizeof(*pool->verified));
     pool->loose = calloc(pool->geometry.page_count / 64 + 1, sizeof(*pool->loose));
+    pool->late = calloc(pool->geometry.page_count, sizeof(*pool->late));
     bool objects = stores_objects(&pool->layout);
     if (objects) pool->seen = calloc(pool->geometry.page_count, sizeof(*pool->seen));
-    if (!pool->verified || !pool->loose || (objects && !pool->seen))
+    if (!pool->verified || !pool->loose || !pool->late || (objects && !pool->seen))
         return fail(ENOMEM, "no memory for %lu verification bits", bits);
     int code = parts_make(pool);
     if (code == 0) code = guard_install();
@@ -691,6 +695,8 @@ int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats) {
     stats->stale_handles = own.stale_handles;
     stats->window_pages_freed = own.window_pages_freed;
     stats->window_pages_skipped = own.window_pages_skipped;
+    stats->queued_drops = own.queued_drops;
+    stats->lock_waits = own.lock_waits;
     pool_leave(pool);
     return code;
 }

@@ -228,12 +228,12 @@ static int64_t read_locked_twice(record_job *job, uint32_t count) {
             if (job->codes[i] == 0) held[held_count++] = job->pages[i];
         code = run_tasks(pool, count, read_task, job);
         code = peers_verify(pool, code);
-        int locked = host_lock(pool);
-        if (locked == 0) {
+        if (host_lock(pool) < 0) {
+            pages_drop_later(pool, held_count, held);
+        } else {
             pages_drop(pool, held_count, held);
             host_unlock(pool);
         }
-        if (code == 0) code = locked;
     }
     free(held);
     for (uint32_t i = 0; code >= 0 && i < count; i++) code += job->codes[i] == 0;
@@ -450,7 +450,10 @@ static int64_t settle_arrivals(write_job *write, uint32_t count, int64_t code) {
     cxlkv_pool *pool = write->common.pool;
     guard fault;
     volatile int64_t published = host_lock(pool);
-    if (published < 0) return published;
+    if (published < 0) {
+        pages_drop_later(pool, write->taken, write->pages);
+        return published;
+    }
     if (code == 0) {
         GUARD_BEGIN(fault) {
             published = publish_arrivals(write, count);

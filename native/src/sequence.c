@@ -115,12 +115,23 @@ int sequence_make(cxlkv_pool *pool, cxlkv_sequence **out) {
 
 /* ---- the page tables ---- */
 
-/* Under the host lock when the pool is open; `held` false: the pool has given all back already. */
-static void chunk_drop(cxlkv_pool *pool, chunk *dropped, bool held) {
+/* What becomes of pages that a table does not name any more. */
+enum giving {
+    GIVE_NOW,                    /* under the host lock */
+    GIVE_LATER,                  /* without it: pages_drop_later() */
+    GIVEN,                       /* a closed pool has given all back already */
+};
+
+static void give(cxlkv_pool *pool, uint32_t count, const uint32_t *pages, enum giving how) {
+    if (how == GIVE_NOW) pages_drop(pool, count, pages);
+    if (how == GIVE_LATER) pages_drop_later(pool, count, pages);
+}
+
+static void chunk_drop(cxlkv_pool *pool, chunk *dropped, enum giving how) {
     if (!dropped ||
         atomic_fetch_sub_explicit(&dropped->references, 1, memory_order_acq_rel) != 1)
         return;
-    if (held) pages_drop(pool, dropped->count - dropped->first, dropped->pages + dropped->first);
+    give(pool, dropped->count - dropped->first, dropped->pages + dropped->first, how);
     free(dropped);
 }
 
@@ -150,23 +161,28 @@ static chunk *chunk_clone(cxlkv_pool *pool, const chunk *from, uint32_t first, u
     return made;
 }
 
-/* Keeps pages [first, count) of what *at holds, which stays as it is for others who share it. */
-static int chunk_keep(cxlkv_pool *pool, chunk **at, uint32_t first, uint32_t count) {
-    chunk *own = *at;
-    if (chunk_is_shared(own)) {
-        own = chunk_clone(pool, *at, first, count);
-        if (!own) return fail(ENOMEM, "no memory for a page table");
-        chunk_drop(pool, *at, true);
-        *at = own;
-    }
+/* Keeps pages [first, count) of a chunk that nobody shares. */
+static void chunk_trim(cxlkv_pool *pool, chunk *own, uint32_t first, uint32_t count,
+                       enum giving how) {
     if (first < own->first) first = own->first;
     if (count > own->count) count = own->count;
     if (count < first) count = first; /* none is left; the next page comes at `first` or behind */
     uint32_t low = min_u32(first, own->count), high = count < low ? low : count;
-    if (low > own->first) pages_drop(pool, low - own->first, own->pages + own->first);
-    if (high < own->count) pages_drop(pool, own->count - high, own->pages + high);
+    if (low > own->first) give(pool, low - own->first, own->pages + own->first, how);
+    if (high < own->count) give(pool, own->count - high, own->pages + high, how);
     own->first = (uint16_t)first;
     own->count = (uint16_t)count;
+}
+
+/* The same of what *at holds, which stays as it is for others who share it; under the host lock. */
+static int chunk_keep(cxlkv_pool *pool, chunk **at, uint32_t first, uint32_t count) {
+    if (chunk_is_shared(*at)) {
+        chunk *own = chunk_clone(pool, *at, first, count);
+        if (!own) return fail(ENOMEM, "no memory for a page table");
+        chunk_drop(pool, *at, GIVE_NOW);
+        *at = own;
+    }
+    chunk_trim(pool, *at, first, count, GIVE_NOW);
     return 0;
 }
 
@@ -219,7 +235,7 @@ int sequence_advance(cxlkv_sequence *sequence, uint32_t part, uint32_t first) {
         if (code < 0) return code;
     }
     for (uint32_t i = old / CHUNK_PAGES; i < edge && i < table->chunk_capacity; i++) {
-        chunk_drop(sequence->pool, table->chunks[i], true);
+        chunk_drop(sequence->pool, table->chunks[i], GIVE_NOW);
         table->chunks[i] = NULL;
     }
     table->first = first;
@@ -233,6 +249,16 @@ static chunk **cut_edge(page_table *table, uint32_t page_count) {
     uint32_t edge = page_count / CHUNK_PAGES;
     if (page_count % CHUNK_PAGES == 0 || edge >= table->chunk_capacity) return NULL;
     return table->chunks[edge] ? &table->chunks[edge] : NULL;
+}
+
+/* Drops the chunks behind page_count. */
+static void table_end(cxlkv_pool *pool, page_table *table, uint32_t page_count, enum giving how) {
+    uint32_t gone = (page_count + CHUNK_PAGES - 1) / CHUNK_PAGES;
+    for (uint32_t i = gone; i < table->chunk_capacity; i++) {
+        chunk_drop(pool, table->chunks[i], how);
+        table->chunks[i] = NULL;
+    }
+    if (table->first > page_count) table->first = page_count;
 }
 
 /* Drops the pages from page_count on. */
@@ -251,12 +277,7 @@ int sequence_cut(cxlkv_sequence *sequence, uint32_t page_count) {
         page_table *table = &sequence->tables[part];
         chunk **edge = cut_edge(table, page_count);
         if (edge) code = chunk_keep(pool, edge, 0, page_count % CHUNK_PAGES);
-        uint32_t gone = (page_count + CHUNK_PAGES - 1) / CHUNK_PAGES;
-        for (uint32_t i = gone; i < table->chunk_capacity; i++) {
-            chunk_drop(pool, table->chunks[i], true);
-            table->chunks[i] = NULL;
-        }
-        if (table->first > page_count) table->first = page_count;
+        table_end(pool, table, page_count, GIVE_NOW);
     }
     host_unlock(pool);
     if (code == 0) sequence->page_count = page_count;
@@ -264,11 +285,28 @@ int sequence_cut(cxlkv_sequence *sequence, uint32_t page_count) {
     return code;
 }
 
-static void tables_drop(cxlkv_sequence *sequence, bool held) {
+void sequence_pull(cxlkv_sequence *sequence, uint32_t page_count) {
+    cxlkv_pool *pool = sequence->pool;
+    if (page_count >= sequence->page_count) return;
+    enum giving how = host_lock(pool) == 0 ? GIVE_NOW : GIVE_LATER;
+    for (uint32_t part = 0; part < pool->geometry.part_count; part++) {
+        page_table *table = &sequence->tables[part];
+        chunk **edge = cut_edge(table, page_count);
+        /* A shared one has none of these pages: it is copied before any is pushed. */
+        if (edge && !chunk_is_shared(*edge))
+            chunk_trim(pool, *edge, 0, page_count % CHUNK_PAGES, how);
+        table_end(pool, table, page_count, how);
+    }
+    if (how == GIVE_NOW) host_unlock(pool);
+    sequence->page_count = page_count;
+    worker_cut(sequence);
+}
+
+static void tables_drop(cxlkv_sequence *sequence, enum giving how) {
     for (uint32_t part = 0; part < sequence->pool->geometry.part_count; part++) {
         page_table *table = &sequence->tables[part];
         for (uint32_t i = 0; i < table->chunk_capacity; i++) {
-            chunk_drop(sequence->pool, table->chunks[i], held);
+            chunk_drop(sequence->pool, table->chunks[i], how);
             table->chunks[i] = NULL;
         }
         table->first = 0;
@@ -279,11 +317,10 @@ static void tables_drop(cxlkv_sequence *sequence, bool held) {
 void sequence_drop_pages(cxlkv_sequence *sequence) {
     cxlkv_pool *pool = sequence->pool;
     worker_forget(sequence);
-    if (host_lock(pool) < 0) return; /* the pages stay held until this process ends */
-    tables_drop(sequence, true);
-    if (sequence->exported)
-        pages_drop(pool, pool->geometry.part_count, sequence->export_pages);
-    host_unlock(pool);
+    enum giving how = host_lock(pool) == 0 ? GIVE_NOW : GIVE_LATER;
+    tables_drop(sequence, how);
+    if (sequence->exported) give(pool, pool->geometry.part_count, sequence->export_pages, how);
+    if (how == GIVE_NOW) host_unlock(pool);
     sequence->exported = false;
     sequence->page_count = 0;
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
@@ -304,7 +341,7 @@ static void sequence_discard(cxlkv_sequence *sequence) {
     deadlines_remove(&pool->deadlines, sequence);
     count_sequences(pool);
     pthread_mutex_unlock(&pool->list_lock);
-    tables_drop(sequence, false);
+    tables_drop(sequence, GIVEN);
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
         tail_drop(pool, sequence->tails[layer]);
     sequence_unmake(sequence);

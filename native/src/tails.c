@@ -114,7 +114,10 @@ static int64_t publish_pages(const tail_copy_of *copy, const uint8_t *before, co
     /* The page that it is copied from may be another host's, and ours no more to read. */
     volatile int64_t published = peers_verify(pool, write_layers(copy));
     int code = host_lock(pool);
-    if (code < 0) return code; /* they stay held until this process ends */
+    if (code < 0) {
+        pages_drop_later(pool, pool->geometry.part_count, copy->pages);
+        return code;
+    }
     guard fault;
     GUARD_BEGIN(fault) {
         if (pool->shared) peers_follow(pool);
