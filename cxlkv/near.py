@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, bulk
+from cxlkv import _core, bulk, forking
 from cxlkv.closing import Closing
 from cxlkv.config import parse_bytes
-from cxlkv.errors import BadArgumentError
+from cxlkv.errors import BadArgumentError, ClosedError
 from cxlkv.ndp.engine import Selection
 from cxlkv.ndp.simd import picked_rows
 from cxlkv.pool import CXLPool
@@ -54,9 +54,11 @@ class NearTier(Closing):
     def __init__(self, pool: CXLPool, size: str | int):
         if pool.layout.object_bytes is not None:
             raise BadArgumentError("a near tier is of K and V: this pool stores objects")
-        self._pool = pool._handle
+        self._handle = pool._handle
         self._heads = pool.layout.kv_heads
+        self._closed = False
         _core.near_make(self._pool, parse_bytes(size))
+        forking.watch(self)
         geometry = _core.pool_geometry(self._pool)
         self._unit_count = geometry["page_count"] * geometry["record_layers"]
         # How often a unit was taken out again, lately.
@@ -153,7 +155,22 @@ class NearTier(Closing):
 
     def close(self) -> None:
         """Give the memory back; a second time does nothing. The pool's close() does it, too."""
-        _core.near_destroy(self._pool)
+        closed, self._closed = self._closed, True
+        if not closed:  # the pool may have another one by now
+            _core.near_destroy(self._handle)
+
+    def reset_after_fork(self) -> None:
+        """The core has left the parent's there already."""
+        self._closed = True
+
+    @property
+    def _pool(self) -> _core.Handle:
+        if self._closed:
+            raise ClosedError(
+                "there is no near tier: this one was closed, or is the parent's. A child starts "
+                "without one: make it"
+            )
+        return self._handle
 
 
 def choose(

@@ -22,12 +22,12 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, bulk, room
+from cxlkv import _core, bulk, forking, room
 from cxlkv.closing import Closing
 from cxlkv.cold_file import RecordShape
 from cxlkv.cold_store import ColdStore, open_cold
 from cxlkv.costs import Costs, kv_bytes
-from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
+from cxlkv.errors import BadArgumentError, ClosedError, CXLKVError, PoolFullError
 from cxlkv.hotness import HELD, PINNED
 from cxlkv.near import NearTier
 from cxlkv.policy import DEFAULT, NONE, Lru, Published, choose, policy_named
@@ -63,8 +63,9 @@ class Tiers(Restoring, Closing):
 
     While it is open, an append to a full pool makes room first; PoolFullError means then that
     everything else is held, pinned or leased. A child of os.fork() has none: it makes its own, or
-    is told PoolFullError as before. Raises BadArgumentError, BusyError when this process has tiers
-    of the pool, what NearTier and ColdTier raise.
+    is told PoolFullError as before; what it inherits is closed. Closed tiers move nothing and raise
+    ClosedError. Raises BadArgumentError, BusyError when this process has tiers of the pool, what
+    NearTier and ColdTier raise.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Tiers(Restoring, Closing):
         self._mover: threading.Thread | None = None
         self._wake = threading.Event()
         self._ended = False
+        forking.watch(self)
 
     # ---- reading ----
 
@@ -131,6 +133,8 @@ class Tiers(Restoring, Closing):
 
         As far as there is room, its bytes are right, and reading is not slower than computing.
         """
+        if self.cold is not None:
+            self._check()
         given = keys if isinstance(keys, PageKeys) else list(keys)
         hit = self.pool.match(given, lease_s=lease_s, strict=strict)
         if self.cold is None or not len(given):
@@ -147,6 +151,8 @@ class Tiers(Restoring, Closing):
         self, token_ids: npt.ArrayLike, salt: bytes = b"", *, lease_s: float = 60.0
     ) -> Hit:
         """match() for what pool.publish_prefix() published, tails too."""
+        if self.cold is not None:
+            self._check()
         ids, page_tokens = whole_ids(token_ids), self.pool.layout.page_tokens
         hit = self.pool.match_prefix(ids, salt, lease_s=lease_s)
         if self.cold is None or hit.tokens == len(ids):
@@ -293,6 +299,7 @@ class Tiers(Restoring, Closing):
 
     def make_room(self, pages: int) -> int:
         """Evicts until `pages` are free; returns how many were freed, 0 when there is no way."""
+        self._check()
         with self._lock:
             short = pages - self._free()
             if short <= 0:
@@ -301,6 +308,8 @@ class Tiers(Restoring, Closing):
             return self._evict(short + slack) or self._evict(short)
 
     def _serve(self, pages: int) -> bool:
+        if self._ended:  # an append that began before close() is told that the pool is full
+            return False
         return self.make_room(pages) > 0 or self._free() >= pages
 
     def _free(self) -> int:
@@ -315,6 +324,7 @@ class Tiers(Restoring, Closing):
         """Evicts up to `count` pages of these names [n, 16] and of no others, the least recently
         used first; to cold or away. How many: those that are held, pinned or leased stay, and what
         they continue."""
+        self._check()
         with self._lock:
             rows, published = self.published()
             pages, _ = _core.find_pages(self.pool._handle, names)
@@ -419,6 +429,7 @@ class Tiers(Restoring, Closing):
 
     def step(self) -> dict[str, int]:
         """One round of the mover: room for what comes, and hot units near. What it moved."""
+        self._check()
         limit = self._limit.allowed()
         evicted = moved_bytes = 0
         with self._lock:
@@ -437,6 +448,7 @@ class Tiers(Restoring, Closing):
         """Step in a thread of its own, until close()."""
         if not every_s > 0:
             raise BadArgumentError(f"every_s={every_s}: more than 0")
+        self._check()
         with self._lock:
             if self._mover is None:
                 self._mover = threading.Thread(
@@ -490,6 +502,18 @@ class Tiers(Restoring, Closing):
                 self.near.close()
             if self._own_cold is not None:
                 self._own_cold.close()
+
+    def reset_after_fork(self) -> None:
+        """Its mover, its file and its near tier are the parent's."""
+        self._lock, self._wake = threading.RLock(), threading.Event()
+        self._mover, self._ended = None, True
+
+    def _check(self) -> None:
+        if self._ended:
+            raise ClosedError(
+                "these tiers were closed, or are another process's: a child of os.fork() makes its "
+                "own, with a cold file of its own"
+            )
 
 
 def names_of(rows: npt.NDArray[np.void]) -> Names:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,12 +19,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cxlkv import CXLPool, KVLayout, Sequence, _core
 from cxlkv.cold import ColdTier
 from cxlkv.costs import Costs, Prefill, Tier
-from cxlkv.errors import BadArgumentError, BusyError, DiskFullError, PoolFullError
+from cxlkv.errors import BadArgumentError, BusyError, ClosedError, DiskFullError, PoolFullError
 from cxlkv.layout import LayerGroup
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys
 from cxlkv.tiers import Tiers
 
 from .conftest import audit
+from .forking import in_child
 
 PAGE = 4
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=PAGE, dtype="float32")
@@ -434,6 +436,51 @@ def test_a_forked_child_is_told_that_the_pool_is_full(pool: CXLPool, cold_path: 
         assert os.waitpid(child, 0)[1] == 0
         publish(pool, text(2000, 4))
         assert tiers.stats()["evicted_pages"] > 0
+
+
+def test_a_child_is_told_that_tiers_are_its_parents(pool: CXLPool, tmp_path: Path) -> None:
+    """At once, though a thread of the parent moves pages when it forks; its own tiers are apart."""
+    with Tiers(pool, near="64KiB", cold=tmp_path / "cold", cold_capacity="2MiB") as tiers:
+        tiers.start(every_s=0.001)
+        publish(pool, text(1, 4))
+        locked, forked = threading.Event(), threading.Event()
+
+        def move() -> None:
+            with tiers._lock:
+                locked.set()
+                forked.wait(60)
+
+        def use() -> None:
+            assert pool.match(prefix_keys(text(1, 4), PAGE)).tokens == 4 * PAGE
+            keys = prefix_keys(text(1, 4), PAGE)
+            for call in (
+                tiers.step,
+                tiers.start,
+                lambda: tiers.make_room(1),
+                lambda: tiers.match(keys),
+                lambda: tiers.match_prefix(text(1, 4)),
+                tiers.stats,
+            ):
+                with pytest.raises(ClosedError):
+                    call()
+            with Tiers(pool, near="64KiB", cold=tmp_path / "own", cold_capacity="2MiB") as own:
+                tiers.close()
+                tiers.close()
+                own.step()
+                assert own.near is not None
+                assert own.near.stats()["slots_total"] > 0
+                assert found(own, text(1, 4)) == 4
+
+        mover = threading.Thread(target=move)
+        mover.start()
+        assert locked.wait(60)
+        try:
+            in_child(use)
+        finally:
+            forked.set()
+            mover.join()
+        assert found(tiers, text(1, 4)) == 4
+        tiers.step()
 
 
 # Ten of these make fewer texts than the file has room for, however late the kills come.
