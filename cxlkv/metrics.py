@@ -36,6 +36,7 @@ COUNTERS = {
     "rebuilds": "Times that the allocator was derived anew after a death inside it",
     "queued_drops": "Page references that could not be given back at once, and were later",
     "lock_waits": "Waits for the pool's lock that took more than 1 ms",
+    "lost_lines": "Looks at a line about hosts that ended in a bus error",
 }
 
 Pool = CXLPool | str | os.PathLike[str]

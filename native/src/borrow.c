@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "flush.h"
-#include "internal.h"
+#include "host_lines.h"
 
 enum { BORROW_BATCH = 16 };
 
@@ -30,7 +30,18 @@ static void record_ranges(const cxlkv_pool *pool, uint32_t page, visible_range *
     }
 }
 
-static void set_pins(cxlkv_pool *pool, const borrowing *items, uint32_t count, bool wanted) {
+/* Own lines, which may be lost like any other: then nothing is pinned, or stays so. */
+static int change_pins(cxlkv_pool *pool, const pin_item *pins, uint32_t count, bool wanted) {
+    guard fault;
+    volatile int code = 0;
+    GUARD_BEGIN(fault) {
+        if (wanted) visibility_pin(pins, count, pool->mode);
+        else visibility_unpin(pins, count, pool->mode);
+    } GUARD_END(fault, code = hosts_lost(&pool->hosts, &fault))
+    return code;
+}
+
+static int set_pins(cxlkv_pool *pool, const borrowing *items, uint32_t count, bool wanted) {
     pin_item pins[BORROW_BATCH];
     uint32_t used = 0;
     for (uint32_t i = 0; i < count; i++) {
@@ -40,8 +51,7 @@ static void set_pins(cxlkv_pool *pool, const borrowing *items, uint32_t count, b
         pins[used++] = (pin_item){
             .word = hosts_pin_word(&pool->hosts, pool->hosts.self, items[i].page), .bits = bit};
     }
-    if (used && wanted) visibility_pin(pins, used, pool->mode);
-    if (used && !wanted) visibility_unpin(pins, used, pool->mode);
+    return used ? change_pins(pool, pins, used, wanted) : 0;
 }
 
 /* Somebody on this host has it already: in view, pinned, and what it was. */
@@ -62,13 +72,30 @@ static int settle_item(cxlkv_pool *pool, borrowing *item, const acquire_item *go
     return 0;
 }
 
+static bool take_into_view(cxlkv_pool *pool, acquire_item *items, uint32_t count) {
+    guard fault;
+    volatile bool done = true;
+    GUARD_BEGIN(fault) {
+        visibility_take(items, count, pool->mode);
+    } GUARD_END(fault, (poison_error_locked(pool, &fault), done = false))
+    return done;
+}
+
+/* Where the memory of one of them is lost, each is looked at for itself. */
+static void take(cxlkv_pool *pool, acquire_item *items, uint32_t count) {
+    if (count == 0 || take_into_view(pool, items, count)) return;
+    for (uint32_t i = 0; i < count; i++)
+        if (!take_into_view(pool, &items[i], 1)) items[i].code = -CXLKV_E_POISON;
+}
+
 static void borrow_some(cxlkv_pool *pool, borrowing *items, uint32_t count,
                         visible_range *ranges) {
     acquire_item wanted[BORROW_BATCH];
     uint32_t places[BORROW_BATCH], used = 0;
-    set_pins(pool, items, count, true);
+    int pinned = set_pins(pool, items, count, true);
     for (uint32_t i = 0; i < count; i++) {
-        items[i].code = 0;
+        items[i].code = pinned;
+        if (pinned < 0) continue;
         if (is_here(pool, &items[i])) continue;
         if (pool->pages[items[i].page].holders) { /* pinned: it has the generation that it has */
             items[i].code = -CXLKV_E_STALE;
@@ -81,7 +108,7 @@ static void borrow_some(cxlkv_pool *pool, borrowing *items, uint32_t count,
                                         .version = items[i].generation << 8 | items[i].state,
                                         .ranges = own, .range_count = range_count(pool)};
     }
-    visibility_take(wanted, used, pool->mode);
+    take(pool, wanted, used);
     for (uint32_t i = 0; i < used; i++)
         items[places[i]].code = settle_item(pool, &items[places[i]], &wanted[i]);
     set_pins(pool, items, count, false);
@@ -100,15 +127,16 @@ void borrow(cxlkv_pool *pool, borrowing *items, uint32_t count) {
 void borrow_end(cxlkv_pool *pool, uint32_t first, uint64_t pages) {
     pin_item pin = {.word = hosts_pin_word(&pool->hosts, pool->hosts.self, first),
                     .bits = pages << first % 64};
-    visibility_unpin(&pin, 1, pool->mode);
+    change_pins(pool, &pin, 1, false);
 }
 
 /* Whoever dies while it borrows leaves pins that nobody takes away; and what was borrowed before
  * its extent became ours is pinned for nothing, until its next owner waits for us. */
 static void drop_pins(cxlkv_pool *pool, uint32_t page, uint64_t wanted) {
     pin_item pin = {.word = hosts_pin_word(&pool->hosts, pool->hosts.self, page)};
-    pin.bits = flush_load_word(pin.word) & ~wanted;
-    if (pin.bits) visibility_unpin(&pin, 1, pool->mode);
+    if (!word_try(&pool->hosts, pin.word, &pin.bits)) return;
+    pin.bits &= ~wanted;
+    if (pin.bits) change_pins(pool, &pin, 1, false);
 }
 
 void borrow_recover(cxlkv_pool *pool) {
@@ -139,13 +167,34 @@ static bool pins_hold(const cxlkv_pool *pool, uint32_t host) {
     return hosts_fence_of(&pool->hosts, host, name.epoch, &fence) < 0 || !fence.off;
 }
 
+static bool look_at_pins(const cxlkv_pool *pool, const void *const *words, uint32_t count,
+                         uint64_t *values) {
+    guard fault;
+    volatile bool done = true;
+    GUARD_BEGIN(fault) {
+        visibility_look(words, count, values, pool->mode);
+    } GUARD_END(fault, done = false)
+    return done;
+}
+
+/* What cannot be read may be pinned: its pages wait until its host left, or is off. */
+static void look_one_by_one(const cxlkv_pool *pool, const void *const *words, uint32_t count,
+                            uint64_t *values) {
+    for (uint32_t host = 0; host < count; host++) {
+        if (look_at_pins(pool, &words[host], 1, &values[host])) continue;
+        values[host] = UINT64_MAX;
+        if (pool->hosts.lost) pool->hosts.lost(pool->hosts.context, host);
+    }
+}
+
 uint64_t pinned_elsewhere(const cxlkv_pool *pool, uint32_t page) {
     const void *words[HOSTS_MAX] = {0};
     uint64_t values[HOSTS_MAX] = {0}, pinned = 0;
     uint32_t hosts_count = pool->sharing.hosts;
     for (uint32_t host = 0; host < hosts_count; host++)
         words[host] = hosts_pin_word(&pool->hosts, host, page);
-    visibility_look(words, hosts_count, values, pool->mode);
+    if (!look_at_pins(pool, words, hosts_count, values))
+        look_one_by_one(pool, words, hosts_count, values);
     for (uint32_t host = 0; host < hosts_count; host++)
         if (host != pool->hosts.self && values[host] && pins_hold(pool, host))
             pinned |= values[host];

@@ -1,22 +1,42 @@
-/* Checking a pool: everything that must hold, from the superblock to the last piece; and repair. */
+/* Checking a pool: everything that must hold, from the superblock to the last piece; and repair.
+ * What raises SIGBUS is one problem more; the check goes on behind it. */
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
 
+#include "host_lines.h"
 #include "internal.h"
 
 typedef struct report {
     char *text;
     size_t bytes, used;
     int64_t problems;
+    bool deep;
 } report;
 
-static void report_line(report *report, uint32_t page) {
+static void report_line(report *report, const char *what, uint32_t number) {
     report->problems++;
     if (report->used + 1 >= report->bytes) return;
     int wrote = snprintf(report->text + report->used, report->bytes - report->used,
-                         "page %u: %s\n", page, cxlkv_error_text());
+                         "%s %u: %s\n", what, number, cxlkv_error_text());
     if (wrote > 0) report->used = min_u64(report->used + (size_t)wrote, report->bytes - 1);
+}
+
+static void report_page(report *report, uint32_t page) { report_line(report, "page", page); }
+
+typedef void page_check(cxlkv_pool *pool, uint32_t page, report *report);
+
+static void check_guarded(cxlkv_pool *pool, uint32_t page, page_check *check, report *report) {
+    guard fault;
+    GUARD_BEGIN(fault) {
+        check(pool, page, report);
+    } GUARD_END(fault, (poison_error_locked(pool, &fault), report_page(report, page)))
+    rewrite_end(pool);
+}
+
+static void each_page(cxlkv_pool *pool, page_check *check, report *report) {
+    for (uint32_t page = 0; page < pool->host->page_count; page++)
+        check_guarded(pool, page, check, report);
 }
 
 /* A page's holder writes its descriptor without the lock, and may be preempted half way. */
@@ -30,35 +50,35 @@ static int descriptor_settled(cxlkv_pool *pool, uint32_t page, descriptor *line)
     return code;
 }
 
-static void check_page(cxlkv_pool *pool, uint32_t page, bool deep, report *report) {
+static void check_page(cxlkv_pool *pool, uint32_t page, report *report) {
     descriptor line;
     const page_info *info = &pool->pages[page];
     if (info->retired || !page_is_ours(pool, page)) return;
     if (descriptor_settled(pool, page, &line) < 0) {
-        report_line(report, page);
+        report_page(report, page);
         return;
     }
     uint64_t state = line.version & 255;
     if (line.version >> 8 != info->generation) {
         fail(CXLKV_E_CORRUPT, "its descriptor says generation %lu, the host %lu",
              line.version >> 8, info->generation);
-        report_line(report, page);
+        report_page(report, page);
     }
     if ((state == PAGE_PUBLISHED) != (info->published != 0)) {
         fail(CXLKV_E_CORRUPT, "its descriptor says state %lu, the host %s", state,
              info->published ? "published" : "not published");
-        report_line(report, page);
+        report_page(report, page);
     }
     if (state == PAGE_FREE) return;
     if (record_check(pool, page, info->generation, line.tokens) < 0) {
-        report_line(report, page);
+        report_page(report, page);
         return;
     }
-    if (!deep || !pool->layout.checksum) return;
+    if (!report->deep || !pool->layout.checksum) return;
     verified_clear(pool, page);
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
         if (pool->part_of[layer] == line.part && pieces_verify(pool, page, layer) < 0)
-            report_line(report, page);
+            report_page(report, page);
 }
 
 /* ---- repair: damaged descriptors, from the records' headers ---- */
@@ -115,41 +135,37 @@ static void repair_page(cxlkv_pool *pool, uint32_t page, report *report) {
     report_repair(report, page, "is free: its record cannot be trusted");
 }
 
-static void repair_all(cxlkv_pool *pool, report *report) {
-    for (uint32_t page = 0; page < pool->host->page_count; page++) {
-        const page_info *info = &pool->pages[page];
-        descriptor line;
-        if (!page_is_ours(pool, page) || info->retired || info->holders) continue;
-        if (info->published && descriptor_read(pool, page, &line) < 0) {
-            index_erase_page(pool, page); /* its hash is known to the index only */
-            page_unpublish(pool, page);
-        } else if (!info->quarantined) {
-            continue;
-        }
-        repair_page(pool, page, report);
+static void repair_descriptor(cxlkv_pool *pool, uint32_t page, report *report) {
+    const page_info *info = &pool->pages[page];
+    descriptor line;
+    if (!page_is_ours(pool, page) || info->retired || info->holders) return;
+    if (info->published && descriptor_read(pool, page, &line) < 0) {
+        index_erase_page(pool, page); /* its hash is known to the index only */
+        page_unpublish(pool, page);
+    } else if (!info->quarantined) {
+        return;
     }
+    repair_page(pool, page, report);
 }
 
 /* Published pages whose bytes were changed are not found any more. */
-static void repair_deep(cxlkv_pool *pool, report *report) {
-    for (uint32_t page = 0; page < pool->host->page_count; page++) {
-        descriptor line;
-        if (!page_is_ours(pool, page) || !pool->pages[page].published ||
-            pool->pages[page].retired || descriptor_read(pool, page, &line) < 0)
-            continue;
-        int code = record_check(pool, page, pool->pages[page].generation, line.tokens);
-        verified_clear(pool, page);
-        for (uint32_t layer = 0; code == 0 && layer < pool->layout.layers; layer++)
-            if (pool->part_of[layer] == line.part) code = pieces_verify(pool, page, layer);
-        if (code == 0) continue;
-        page_forget(pool, line.hash);
-        report_repair(report, page, "is not published any more: its bytes were changed");
-    }
+static void repair_deep(cxlkv_pool *pool, uint32_t page, report *report) {
+    descriptor line;
+    if (!page_is_ours(pool, page) || !pool->pages[page].published || pool->pages[page].retired ||
+        descriptor_read(pool, page, &line) < 0)
+        return;
+    int code = record_check(pool, page, pool->pages[page].generation, line.tokens);
+    verified_clear(pool, page);
+    for (uint32_t layer = 0; code == 0 && layer < pool->layout.layers; layer++)
+        if (pool->part_of[layer] == line.part) code = pieces_verify(pool, page, layer);
+    if (code == 0) return;
+    page_forget(pool, line.hash);
+    report_repair(report, page, "is not published any more: its bytes were changed");
 }
 
 /* ---- all of it ---- */
 
-static int check_superblock(cxlkv_pool *pool) {
+static int check_superblock_bytes(cxlkv_pool *pool) {
     cxlkv_layout layout;
     cxlkv_sharing sharing;
     cxlkv_geometry geometry;
@@ -178,8 +194,44 @@ static void check_late(cxlkv_pool *pool, report *report) {
     }
 }
 
-static void check_all(cxlkv_pool *pool, bool deep, report *report) {
-    if (check_superblock(pool) < 0) report_line(report, 0);
+static int check_superblock(cxlkv_pool *pool) {
+    guard fault;
+    volatile int code = 0;
+    GUARD_BEGIN(fault) {
+        code = check_superblock_bytes(pool);
+    } GUARD_END(fault, code = poison_error_locked(pool, &fault))
+    return code;
+}
+
+/* Lines of a host that cannot be read: those before its log, and one of each 4 KiB of the rest, or
+ * all. */
+static uint64_t lost_lines(const cxlkv_pool *pool, uint32_t host, bool all) {
+    uint64_t lost = 0, step = all ? LINE_BYTES : 4096;
+    for (uint64_t at = 0; at < pool->geometry.host_block_bytes;
+         at += at / LINE_BYTES < LOG_LINES ? LINE_BYTES : step) {
+        uint64_t word;
+        lost += !word_try(&pool->hosts, hosts_line(&pool->hosts, host, 0) + at, &word);
+    }
+    return lost;
+}
+
+static void check_host(cxlkv_pool *pool, uint32_t host, report *report) {
+    host_name name;
+    bool known = hosts_name(&pool->hosts, host, &name);
+    uint64_t lost = lost_lines(pool, host, report->deep);
+    if (!known && !lost)
+        fail(CXLKV_E_CORRUPT, "its name line is damaged: what it owns is not known");
+    if (lost)
+        fail(CXLKV_E_POISON, "%lu of its lines cannot be read (poisoned, or the file was cut): "
+             "what it says is not known to others, nor what they said to it. Bring that memory "
+             "back, or create the pool anew", lost);
+    if (lost || !known) report_line(report, "host", host);
+}
+
+static void check_all(cxlkv_pool *pool, report *report) {
+    if (check_superblock(pool) < 0) report_page(report, 0);
+    for (uint32_t host = 0; pool->shared && host < pool->sharing.hosts; host++)
+        check_host(pool, host, report);
     char counts[512];
     int wrong = host_recount(pool, counts, sizeof(counts));
     if (wrong > 0) {
@@ -188,8 +240,7 @@ static void check_all(cxlkv_pool *pool, bool deep, report *report) {
         memcpy(report->text + report->used, counts, length);
         report->used += length;
     }
-    for (uint32_t page = 0; page < pool->host->page_count; page++)
-        check_page(pool, page, deep, report);
+    each_page(pool, check_page, report);
     check_late(pool, report);
 }
 
@@ -197,21 +248,15 @@ int64_t cxlkv_pool_check(cxlkv_pool *pool, uint32_t flags, char *text, uint64_t 
     if (text_bytes < 2) return fail(CXLKV_E_ARGUMENT, "a check needs room for its report");
     int code = pool_enter(pool);
     if (code < 0) return code;
-    guard fault;
-    report report = {.text = text, .bytes = text_bytes};
+    report report = {.text = text, .bytes = text_bytes, .deep = flags & CXLKV_CHECK_DEEP};
     memset(text, 0, text_bytes);
     sequences_expire(pool);
     code = host_lock(pool);
     if (code == 0) {
         host_reap(pool);
-        volatile int outcome = 0;
-        GUARD_BEGIN(fault) {
-            if (flags & CXLKV_CHECK_REPAIR) repair_all(pool, &report);
-            if (flags & CXLKV_CHECK_REPAIR && flags & CXLKV_CHECK_DEEP)
-                repair_deep(pool, &report);
-            check_all(pool, flags & CXLKV_CHECK_DEEP, &report);
-        } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
-        code = outcome;
+        if (flags & CXLKV_CHECK_REPAIR) each_page(pool, repair_descriptor, &report);
+        if (flags & CXLKV_CHECK_REPAIR && report.deep) each_page(pool, repair_deep, &report);
+        check_all(pool, &report);
         host_unlock(pool);
     }
     pool_leave(pool);

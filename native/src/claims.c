@@ -78,7 +78,7 @@ static int fail_by_name(uint32_t host) {
 
 /* First the commits, then the fences: V10. A host that came back meanwhile may be fenced anew, in
  * the very word that said of the earlier epoch what counts: then once more. */
-static int read_claimant(const hosts *h, uint32_t host, claimant *by) {
+static int look_at_claimant(const hosts *h, uint32_t host, claimant *by) {
     const void *first = claims_of(h, host);
     uint32_t epoch;
     do {
@@ -97,6 +97,40 @@ static int read_claimant(const hosts *h, uint32_t host, claimant *by) {
     return 1;
 }
 
+static int read_claimant(const hosts *h, uint32_t host, claimant *by) {
+    guard fault;
+    volatile int code = 0;
+    GUARD_BEGIN(fault) {
+        code = look_at_claimant(h, host, by);
+    } GUARD_END(fault, code = hosts_lost(h, &fault))
+    return code;
+}
+
+/* What one host claims. 0, or -CXLKV_E_CORRUPT: another claims some of it, too. */
+static int consider_all(const hosts *h, uint32_t host, const claimant *by, extent_owner *owners) {
+    int result = 0;
+    for (uint32_t extent = 0; extent < h->area.extent_count; extent++) {
+        claim_pair pair;
+        load_pair(h, host, extent, &pair);
+        for (int i = 0; i < 2; i++)
+            if (consider(&pair.claims[i], extent, host, by, &owners[extent]) < 0) {
+                owners[extent] = (extent_owner){.version = owners[extent].version,
+                                                .host = NO_HOST, .takeable = false};
+                result = -CXLKV_E_CORRUPT;
+            }
+    }
+    return result;
+}
+
+static int add_claims(const hosts *h, uint32_t host, const claimant *by, extent_owner *owners) {
+    guard fault;
+    volatile int code = 0;
+    GUARD_BEGIN(fault) {
+        code = consider_all(h, host, by, owners);
+    } GUARD_END(fault, code = hosts_lost(h, &fault))
+    return code;
+}
+
 int hosts_owners(const hosts *h, extent_owner *owners) {
     int result = 0;
     for (uint32_t extent = 0; extent < h->area.extent_count; extent++)
@@ -104,21 +138,15 @@ int hosts_owners(const hosts *h, extent_owner *owners) {
     for (uint32_t host = 0; host < h->area.host_count; host++) {
         claimant by;
         int code = read_claimant(h, host, &by);
-        if (code < 0) {
-            for (uint32_t extent = 0; extent < h->area.extent_count; extent++)
-                owners[extent] = (extent_owner){.host = NO_HOST};
-            return code;
+        if (code > 0) {
+            code = add_claims(h, host, &by, owners);
+            if (code == -CXLKV_E_CORRUPT) result = code; /* those extents are nobody's */
+            if (code == -CXLKV_E_CORRUPT) code = 0;
         }
-        for (uint32_t extent = 0; code && extent < h->area.extent_count; extent++) {
-            claim_pair pair;
-            load_pair(h, host, extent, &pair);
-            for (int i = 0; i < 2; i++)
-                if (consider(&pair.claims[i], extent, host, &by, &owners[extent]) < 0) {
-                    owners[extent] = (extent_owner){.version = owners[extent].version,
-                                                    .host = NO_HOST, .takeable = false};
-                    result = -CXLKV_E_CORRUPT;
-                }
-        }
+        if (code == 0) continue;
+        for (uint32_t extent = 0; extent < h->area.extent_count; extent++)
+            owners[extent] = (extent_owner){.host = NO_HOST};
+        return code;
     }
     return result;
 }
@@ -143,8 +171,8 @@ static int free_entry(const claim_pair *pair, uint32_t extent, uint64_t commits)
     return pair->claims[0].version < pair->claims[1].version ? 0 : 1;
 }
 
-int hosts_claim(const hosts *h, const extent_owner *owners, uint32_t count,
-                const uint32_t *extents, bool ours) {
+static int make_claims(const hosts *h, const extent_owner *owners, uint32_t count,
+                       const uint32_t *extents, bool ours) {
     host_fence fence;
     /* Of an ended epoch the last commit may not count, and the entry that it left is in use. */
     int code = hosts_fence_of(h, h->self, h->epoch, &fence);
@@ -163,19 +191,52 @@ int hosts_claim(const hosts *h, const extent_owner *owners, uint32_t count,
     return hosts_commit(h);
 }
 
-void hosts_forget_claims(const hosts *h, uint64_t commits) {
+int hosts_claim(const hosts *h, const extent_owner *owners, uint32_t count,
+                const uint32_t *extents, bool ours) {
+    guard fault;
+    volatile int code = 0;
+    GUARD_BEGIN(fault) {
+        code = make_claims(h, owners, count, extents, ours);
+    } GUARD_END(fault, code = hosts_lost(h, &fault))
+    return code;
+}
+
+static void forget_pair(const hosts *h, uint32_t extent, uint64_t commits) {
     static const claim none;
-    for (uint32_t extent = 0; extent < h->area.extent_count; extent++) {
-        claim_pair pair;
-        load_pair(h, h->self, extent, &pair);
-        for (int i = 0; i < 2; i++)
-            if (pair.claims[i].version && pair.claims[i].commit > commits)
-                store_claim(h, extent, i, &none);
-    }
+    claim_pair pair;
+    load_pair(h, h->self, extent, &pair);
+    for (int i = 0; i < 2; i++)
+        if (pair.claims[i].version && pair.claims[i].commit > commits)
+            store_claim(h, extent, i, &none);
+}
+
+static void forget_claim(const hosts *h, uint32_t extent, uint64_t commits) {
+    guard fault;
+    GUARD_BEGIN(fault) {
+        forget_pair(h, extent, commits);
+    } GUARD_END(fault, hosts_lost(h, &fault))
+}
+
+void hosts_forget_claims(const hosts *h, uint64_t commits) {
+    for (uint32_t extent = 0; extent < h->area.extent_count; extent++)
+        forget_claim(h, extent, commits);
     flush_fence_all(FLUSH_CLAIM_FENCE);
 }
 
-void hosts_hand_over(const void *first, uint64_t bytes, bool gives) {
-    flush_invalidate(gives ? FLUSH_GIVE : FLUSH_TAKE, first, bytes);
+uint64_t hosts_hand_over(const void *first, uint64_t bytes, bool gives) {
+    guard fault;
+    uintptr_t end = (uintptr_t)first + bytes;
+    volatile uintptr_t at = (uintptr_t)first;
+    volatile uint64_t lost = 0;
+    while (at < end) {
+        GUARD_BEGIN(fault) {
+            flush_invalidate(gives ? FLUSH_GIVE : FLUSH_TAKE, (void *)at, end - at);
+            at = end;
+        } GUARD_END(fault, lost++)
+        if (at == end) break;
+        uintptr_t granule = fault.granularity_bytes;
+        at = fault.address / granule * granule + granule;
+    }
     flush_fence_all(gives ? FLUSH_GIVE_FENCE : FLUSH_TAKE_FENCE);
+    return lost;
 }

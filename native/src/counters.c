@@ -78,6 +78,15 @@ bool counters_load(const uint8_t *from, cxlkv_counters *counters) {
     return true;
 }
 
+/* Where they cannot be read they begin at 0, as where nobody has saved any. */
+static void counters_try(const uint8_t *from, cxlkv_counters *counters) {
+    guard fault;
+    memset(counters, 0, sizeof(*counters));
+    GUARD_BEGIN(fault) {
+        counters_load(from, counters);
+    } GUARD_END(fault, memset(counters, 0, sizeof(*counters)))
+}
+
 void counters_restore(cxlkv_pool *pool) {
     cxlkv_counters counters;
     uint64_t counts[COUNT_KINDS];
@@ -86,7 +95,7 @@ void counters_restore(cxlkv_pool *pool) {
         from = hosts_line(&pool->hosts, pool->hosts.self, COUNTER_LINES);
         hosts_hand_over(from, sizeof(saved_counters), false);
     }
-    counters_load(from, &counters);
+    counters_try(from, &counters);
     memcpy(counts, &counters, sizeof(counts));
     for (uint32_t i = 0; i < COUNT_KINDS; i++)
         atomic_store_explicit(&pool->host->counters[PROCESS_MAX].counts[i], counts[i],

@@ -114,9 +114,19 @@ static uint64_t *settled_word(const cxlkv_pool *pool) {
     return (uint64_t *)hosts_line(&pool->hosts, pool->hosts.self, COMMIT_LINE) + 1;
 }
 
-static void set_settled(const cxlkv_pool *pool, uint64_t boot) {
-    flush_store_word(settled_word(pool), boot);
-    line_keep(&pool->hosts, FLUSH_COMMIT, settled_word(pool), sizeof(boot));
+static int set_settled(const cxlkv_pool *pool, uint64_t boot) {
+    guard fault;
+    volatile int code = 0;
+    GUARD_BEGIN(fault) {
+        flush_store_word(settled_word(pool), boot);
+        line_keep(&pool->hosts, FLUSH_COMMIT, settled_word(pool), sizeof(boot));
+    } GUARD_END(fault, code = hosts_lost(&pool->hosts, &fault))
+    return code;
+}
+
+static uint64_t get_settled(const cxlkv_pool *pool) {
+    uint64_t boot;
+    return word_try(&pool->hosts, settled_word(pool), &boot) ? boot : 0;
 }
 
 /* 0 when it cannot be told. */
@@ -166,7 +176,7 @@ int extents_refresh(cxlkv_pool *pool) {
     /* Where this machine had them before, what it has cached of them is its own. */
     bool arrives = !pool->host->ready;
     uint64_t boot = arrives ? this_boot() : 0;
-    bool settled = boot && flush_load_word(settled_word(pool)) == boot;
+    bool settled = boot && get_settled(pool) == boot;
     for (uint32_t extent = 0; code == 0 && extent < count; extent++) {
         bool ours = owners[extent].host == pool->hosts.self;
         bool changes = !is_marked(pool, extent, ours);
@@ -204,9 +214,9 @@ static int take_some(cxlkv_pool *pool, uint64_t page_count) {
     extent_owner *owners = malloc(count * (sizeof(*owners) + sizeof(uint32_t)));
     if (!owners) return -ENOMEM;
     uint32_t *extents = (uint32_t *)(owners + count);
-    uint64_t boot = flush_load_word(settled_word(pool));
-    set_settled(pool, 0);
-    int code = hosts_lock(&pool->hosts);
+    uint64_t boot = get_settled(pool);
+    int code = set_settled(pool, 0);
+    if (code == 0) code = hosts_lock(&pool->hosts);
     if (code == 0) {
         code = hosts_owners(&pool->hosts, owners);
         if (code == -CXLKV_E_CORRUPT) code = 0;
@@ -215,7 +225,7 @@ static int take_some(cxlkv_pool *pool, uint64_t page_count) {
         hosts_unlock(&pool->hosts);
     }
     for (uint32_t i = 0; code == 0 && i < chosen; i++) change(pool, extents[i], true, false);
-    if (code != -CXLKV_E_TIMEOUT) set_settled(pool, boot);
+    if (code != -CXLKV_E_TIMEOUT && code != -CXLKV_E_POISON) set_settled(pool, boot);
     else pool->host->owners_unsure = 1;
     if (code == 0 && chosen) extents_protect(pool);
     for (uint32_t i = 0; code == 0 && i < chosen; i++) welcome(pool, extents[i]);

@@ -6,15 +6,30 @@
 #include "host_lines.h"
 #include "internal.h"
 
-/* What all hosts say of one. Returns a bit for each that is at it just now. */
+/* A word that cannot be read says nothing if its host never was, or if it is about that host: none
+ * fences itself. Else it may say anything. */
+static uint64_t unknown(const hosts *h, uint64_t lost, uint32_t about) {
+    for (uint32_t by = 0; lost >> by && by < h->area.host_count; by++) {
+        host_name name;
+        if (by == about || (lost >> by & 1 && hosts_name(h, by, &name) &&
+                            name.status == HOST_UNUSED))
+            lost &= ~(1ull << by);
+    }
+    return lost;
+}
+
+/* What all hosts say of one. Returns a bit for each that is at it just now, or may be: what it says
+ * cannot be read. */
 static uint64_t look_fences(const hosts *h, uint32_t host, uint32_t epoch, host_fence *fence) {
     const void *lines[HOSTS_MAX];
-    uint64_t makers = 0;
+    uint64_t words[HOSTS_MAX];
     for (uint32_t by = 0; by < h->area.host_count; by++) lines[by] = fence_word(h, by, host);
     line_look(h, FLUSH_FENCE_LOOK_BEGIN, lines, h->area.host_count, 1);
-    *fence = (host_fence){.cut = COUNT_MAX};
+    uint64_t lost = words_try(h, lines, h->area.host_count, words);
+    uint64_t makers = lost ? unknown(h, lost, host) : 0;
+    *fence = (host_fence){.cut = COUNT_MAX, .unread = makers};
     for (uint32_t by = 0; by < h->area.host_count; by++) {
-        uint64_t word = flush_load_word(lines[by]);
+        uint64_t word = words[by];
         if (FENCE_EPOCH(word) != epoch || FENCE_STATE(word) == FENCE_OPEN) continue;
         if (FENCE_STATE(word) == FENCE_CLOSED) {
             makers |= 1ull << by;
@@ -36,8 +51,17 @@ static bool is_off(const hosts *h, uint32_t host) {
     return fence.off;
 }
 
+/* V10: what counts of a host is not known while one of those who may have fenced it is not. */
+static int unread_error(uint32_t by, uint32_t host) {
+    return fail(CXLKV_E_POISON,
+                "bus error in the lines of host %u (poisoned, or the file was cut): nobody can "
+                "tell whether it fenced host %u, or what counts of that one. Bring that memory "
+                "back, or create the pool anew. `cxlkv pool check` says more", by, host);
+}
+
 /* 1: it will finish; 0: it is off, and its part of it never was; or an error. */
-static int maker_goes_on(const hosts *h, uint32_t maker, uint32_t host) {
+static int maker_goes_on(const hosts *h, uint32_t maker, uint32_t host, const host_fence *fence) {
+    if (fence->unread >> maker & 1) return unread_error(maker, host);
     if (is_off(h, maker)) return 0;
     if (maker == h->self || !h->silent(h->context, maker)) return 1;
     return fail(CXLKV_E_TIMEOUT,
@@ -52,7 +76,7 @@ int hosts_fence_of(const hosts *h, uint32_t host, uint32_t epoch, host_fence *fe
         waits = false;
         for (uint32_t by = 0; by < h->area.host_count; by++) {
             if (!(makers >> by & 1)) continue;
-            int code = maker_goes_on(h, by, host);
+            int code = maker_goes_on(h, by, host, fence);
             if (code < 0) return code;
             waits |= code > 0;
         }
@@ -67,7 +91,7 @@ static void set_fence(const hosts *h, uint32_t host, uint64_t value, enum flush_
     line_keep(h, site, word, sizeof(*word));
 }
 
-static int fence_to(const hosts *h, uint32_t host, uint32_t epoch, uint32_t state) {
+static int fence_by_hand(const hosts *h, uint32_t host, uint32_t epoch, uint32_t state) {
     host_fence fence;
     uint64_t before = flush_load_word(fence_word(h, h->self, host)); /* our own: what we stored */
     if (FENCE_EPOCH(before) == epoch && FENCE_STATE(before) >= FENCE_CUT) {
@@ -78,10 +102,22 @@ static int fence_to(const hosts *h, uint32_t host, uint32_t epoch, uint32_t stat
     set_fence(h, host, FENCE_WORD(epoch, FENCE_CLOSED, 0), FLUSH_CLOSE);
     if (look_fences(h, h->self, h->epoch, &fence) != 0 || fence.fenced) {
         set_fence(h, host, FENCE_WORD(epoch, FENCE_OPEN, 0), FLUSH_CUT);
+        if (fence.unread) return unread_error((uint32_t)__builtin_ctzll(fence.unread), h->self);
         return -EAGAIN;
     }
     set_fence(h, host, FENCE_WORD(epoch, state, hosts_commits(h, host)), FLUSH_CUT);
     return 0;
+}
+
+/* Where a line is lost on the way the fence stays closed, as if we had died over it; our next
+ * hosts_idle() opens it. */
+static int fence_to(const hosts *h, uint32_t host, uint32_t epoch, uint32_t state) {
+    guard fault;
+    volatile int code = 0;
+    GUARD_BEGIN(fault) {
+        code = fence_by_hand(h, host, epoch, state);
+    } GUARD_END(fault, code = hosts_lost(h, &fault))
+    return code;
 }
 
 int hosts_fence(const hosts *h, uint32_t host, uint32_t epoch) {

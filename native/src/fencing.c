@@ -93,8 +93,9 @@ static int fence_locked(cxlkv_pool *pool, uint32_t host, bool off) {
             return fail(CXLKV_E_CORRUPT, "the name line of host %u is damaged: only a host that is "
                         "confirmed to be off can be fenced then", host);
         extents_open_block(pool, host, true);
-        hosts_name_again(&pool->hosts, host, &name);
+        int code = hosts_name_again(&pool->hosts, host, &name);
         extents_open_block(pool, host, false);
+        if (code < 0) return code;
     }
     if (name.status != HOST_LIVE)
         return fail(CXLKV_E_ARGUMENT, "host %u is not there: %s", host,

@@ -22,7 +22,7 @@ void log_write(cxlkv_pool *pool) {
 }
 
 /* By the page's descriptor, from memory. */
-static bool is_so_now(cxlkv_pool *pool, const log_record *record) {
+static bool says_so(cxlkv_pool *pool, const log_record *record) {
     descriptor line;
     flush_fence_all(FLUSH_ACQUIRE_BEGIN_FENCE);
     line_drop(FLUSH_ACQUIRE_DESCRIPTOR, descriptor_of(pool, record->page), pool->mode);
@@ -30,6 +30,16 @@ static bool is_so_now(cxlkv_pool *pool, const log_record *record) {
     return descriptor_read(pool, record->page, &line) == 0 &&
            line.version == (record->generation << 8 | PAGE_PUBLISHED) &&
            memcmp(line.hash, record->hash, sizeof(line.hash)) == 0;
+}
+
+/* What cannot be read is not so. */
+static bool is_so_now(cxlkv_pool *pool, const log_record *record) {
+    guard fault;
+    volatile bool so = false;
+    GUARD_BEGIN(fault) {
+        so = says_so(pool, record);
+    } GUARD_END(fault, poison_error_locked(pool, &fault))
+    return so;
 }
 
 /* Pages and texts change hands: another log may say what came before this record, or after it. */

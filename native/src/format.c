@@ -344,13 +344,25 @@ static host_line *host_line_of(const cxlkv_pool *pool) {
     return (host_line *)(pool->base + SUPERBLOCK_BYTES - LINE_BYTES);
 }
 
-void host_line_write(cxlkv_pool *pool, uint64_t nonce) {
+int host_line_write(cxlkv_pool *pool, uint64_t nonce) {
     host_line *line = host_line_of(pool);
-    line->nonce = nonce;
-    line->crc = crc32c(0, &nonce, sizeof(nonce));
+    guard fault;
+    volatile int code = 0;
+    GUARD_BEGIN(fault) {
+        line->nonce = nonce;
+        line->crc = crc32c(0, &nonce, sizeof(nonce));
+    } GUARD_END(fault, code = poison_error_locked(pool, &fault))
+    return code;
 }
 
-uint64_t host_line_read(const cxlkv_pool *pool) { return host_line_nonce(pool->base); }
+uint64_t host_line_read(const cxlkv_pool *pool) {
+    guard fault;
+    volatile uint64_t nonce = 0;
+    GUARD_BEGIN(fault) {
+        nonce = host_line_nonce(pool->base);
+    } GUARD_END(fault, (void)fault)
+    return nonce;
+}
 
 uint64_t host_line_nonce(const uint8_t *superblock_page) {
     host_line line;
@@ -446,6 +458,15 @@ int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy) {
                 "the descriptor of page %u is damaged: its CRC is wrong. The page is set aside; "
                 "recompute what it held",
                 page);
+}
+
+int descriptor_try(cxlkv_pool *pool, uint32_t page, descriptor *copy) {
+    guard fault;
+    volatile int code = 0;
+    GUARD_BEGIN(fault) {
+        code = descriptor_read(pool, page, copy);
+    } GUARD_END(fault, code = poison_error_locked(pool, &fault))
+    return code;
 }
 
 uint32_t record_part(const cxlkv_pool *pool, uint32_t page) {

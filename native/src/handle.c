@@ -201,6 +201,7 @@ static int adopt_foreign(cxlkv_pool *pool, uint32_t page, uint32_t part, uint64_
         borrow(pool, &item, 1);
     }
     if (item.code == -ENOMEM) return fail(ENOMEM, "no memory to adopt a page");
+    if (item.code == -CXLKV_E_POISON) return item.code; /* borrow() says what is lost */
     if (item.code < 0)
         return fail(CXLKV_E_STALE,
                     "stale handle: page %u of another host was freed since. Whoever made the "
@@ -770,6 +771,17 @@ int64_t cxlkv_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, dou
     return cxlkv_match_with(pool, &args, out);
 }
 
+/* Published no more. */
+static void seal_again(cxlkv_pool *pool, uint32_t page) {
+    guard fault;
+    rewrite_begin(pool, page);
+    GUARD_BEGIN(fault) {
+        descriptor_write(pool, page, pool->pages[page].generation, PAGE_SEALED,
+                         record_tokens(pool, page), NULL);
+    } GUARD_END(fault, page_retire(pool, page))
+    rewrite_end(pool);
+}
+
 bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]) {
     uint32_t page = index_find(pool, hash);
     if (page == NO_PAGE) return false;
@@ -779,12 +791,7 @@ bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]) {
     log_add(pool, page_is_ours(pool, page) ? LOG_FREE : LOG_FORGET, page, info->generation, hash);
     if (!page_is_ours(pool, page)) return true;
     /* Others may hold it as well: it is no longer found, and stays what it is for them. */
-    if ((info->holders || pool->shared) && !info->retired) {
-        rewrite_begin(pool, page);
-        descriptor_write(pool, page, info->generation, PAGE_SEALED, record_tokens(pool, page),
-                         NULL);
-        rewrite_end(pool);
-    }
+    if ((info->holders || pool->shared) && !info->retired) seal_again(pool, page);
     pages_settle(pool, 1, &page);
     return true;
 }

@@ -15,7 +15,7 @@
 #include "internal.h"
 #include "worker.h"
 
-#define HOST_MAGIC 0x39305453484b5643ull /* "CVKHST09" */
+#define HOST_MAGIC 0x30315453484b5643ull /* "CVKHST10" */
 
 uint64_t random_u64(void) {
     uint64_t value = 0;
@@ -408,7 +408,7 @@ static void log_again(cxlkv_pool *pool) {
     for (uint32_t page = 0; page < pool->host->page_count; page++) {
         descriptor line;
         if (!page_is_ours(pool, page) || !pool->pages[page].published) continue;
-        if (descriptor_read(pool, page, &line) == 0)
+        if (descriptor_try(pool, page, &line) == 0)
             log_add(pool, LOG_PUBLISH, page, line.version >> 8, line.hash);
     }
 }
@@ -472,7 +472,8 @@ static int state_make(cxlkv_pool *pool) {
         if (code < 0) return code;
     }
     host_rebuild(pool);
-    if (!pool->shared) host_line_write(pool, host->nonce);
+    if (!pool->shared) code = host_line_write(pool, host->nonce);
+    if (code < 0) return code;
     host->ready = 1;
     return 0;
 }
@@ -614,8 +615,8 @@ static void leave_pool(cxlkv_pool *pool) {
     guard fault;
     GUARD_BEGIN(fault) {
         counters_save(pool);
-        peers_leave(pool);
-    } GUARD_END(fault, (void)fault) /* what cannot be written back was lost before */
+    } GUARD_END(fault, (void)fault) /* as above */
+    peers_leave(pool);
 }
 
 /* The last one out removes the state: the region alone says all that the next one needs. */

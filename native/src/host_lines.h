@@ -2,7 +2,17 @@
 #ifndef CXLKV_HOST_LINES_H
 #define CXLKV_HOST_LINES_H
 #include "hosts.h"
+#include "internal.h"
 #include "lines.h"
+
+/* ---- lines that raise SIGBUS (hosts_lost.c) ---- */
+/* Into `to`; false when they cannot be read: then `to` is zeros. */
+bool line_try(const hosts *h, void *to, const void *line);
+bool word_try(const hosts *h, const void *word, uint64_t *value);
+/* Of `count` lines; a bit for each that cannot be read, whose value is 0. */
+uint64_t words_try(const hosts *h, const void *const *words, uint32_t count, uint64_t *values);
+/* Counts it. The error says whose line it was, and what mends that. */
+int hosts_lost(const hosts *h, const guard *fault);
 
 /* ---- an own line goes to memory, before anything that follows ---- */
 static inline void line_keep(const hosts *h, enum flush_site site, const void *first,
@@ -16,11 +26,18 @@ static inline void line_keep(const hosts *h, enum flush_site site, const void *f
 /* ---- lines of others are read from memory, after anything that was done before ---- */
 static inline void line_look(const hosts *h, enum flush_site begin, const void *const *first,
                              uint32_t count, uint64_t lines_each) {
+    guard fault;
+    volatile uint64_t done = 0;
     flush_fence_all(begin);
-    for (uint32_t i = 0; i < count; i++) {
-        uintptr_t at = (uintptr_t)first[i] & ~(uintptr_t)(FLUSH_LINE_BYTES - 1);
-        for (uint64_t line = 0; line < lines_each; line++, at += FLUSH_LINE_BYTES)
-            line_drop(begin + 1, (const void *)at, h->mode);
+    while (done < count * lines_each) {
+        GUARD_BEGIN(fault) {
+            for (; done < count * lines_each; done++) {
+                uintptr_t at = (uintptr_t)first[done / lines_each];
+                at &= ~(uintptr_t)(FLUSH_LINE_BYTES - 1);
+                at += done % lines_each * FLUSH_LINE_BYTES;
+                line_drop(begin + 1, (const void *)at, h->mode);
+            }
+        } GUARD_END(fault, done++) /* who loads it finds that out */
     }
     flush_fence_all(begin + 2);
 }
@@ -61,7 +78,7 @@ static inline uint8_t *claims_of(const hosts *h, uint32_t host) {
 }
 
 /* Writes the name line of a host that is off, and whose own is damaged: host_repair.c. */
-void hosts_name_again(const hosts *h, uint32_t host, host_name *name);
+int hosts_name_again(const hosts *h, uint32_t host, host_name *name);
 /* Commits of a host, over all its epochs. */
 uint64_t hosts_commits(const hosts *h, uint32_t host);
 void hosts_set_commits(const hosts *h, uint64_t commits);

@@ -31,7 +31,7 @@ static uint32_t latest_epoch(const hosts *h, uint32_t host) {
     return epoch;
 }
 
-void hosts_name_again(const hosts *h, uint32_t host, host_name *name) {
+static void write_name(const hosts *h, uint32_t host, host_name *name) {
     host_name names[2];
     *name = (host_name){.nonce = random_u64(), .epoch = latest_epoch(h, host),
                         .status = HOST_LIVE, .host = host};
@@ -40,4 +40,13 @@ void hosts_name_again(const hosts *h, uint32_t host, host_name *name) {
     void *line = hosts_line(h, host, NAME_LINE);
     flush_store_line(line, names, 0);
     line_keep(h, FLUSH_NAME, line, LINE_BYTES);
+}
+
+int hosts_name_again(const hosts *h, uint32_t host, host_name *name) {
+    guard fault;
+    volatile int code = 0;
+    GUARD_BEGIN(fault) {
+        write_name(h, host, name);
+    } GUARD_END(fault, code = hosts_lost(h, &fault))
+    return code;
 }

@@ -36,13 +36,15 @@ static int newest_name(const host_name names[2], uint32_t host) {
 }
 
 /* Which of the two is there, from memory; false: they are damaged, or were written between two of
- * the loads. */
-static bool look_at_name(const hosts *h, uint32_t host, host_name *name) {
+ * the loads, or (lost) cannot be read. */
+static bool look_at_name(const hosts *h, uint32_t host, host_name *name, bool *lost) {
     static const host_name none;
     const void *line = hosts_line(h, host, NAME_LINE);
     host_name names[2];
     line_look(h, FLUSH_NAME_LOOK_BEGIN, &line, 1, 1);
-    flush_load_line(names, line);
+    *name = none;
+    *lost = !line_try(h, names, line);
+    if (*lost) return false;
     int newest = newest_name(names, host);
     *name = newest < 0 ? none : names[newest];
     /* The first name of all may be half written: then the second one has not been begun. */
@@ -50,10 +52,10 @@ static bool look_at_name(const hosts *h, uint32_t host, host_name *name) {
 }
 
 bool hosts_name(const hosts *h, uint32_t host, host_name *name) {
-    bool found = look_at_name(h, host, name);
-    for (int attempt = 0; !found && attempt < 16; attempt++) {
+    bool lost, found = look_at_name(h, host, name, &lost);
+    for (int attempt = 0; !found && !lost && attempt < 16; attempt++) {
         h->pause(h->context);
-        found = look_at_name(h, host, name);
+        found = look_at_name(h, host, name, &lost);
     }
     return found;
 }
@@ -72,33 +74,41 @@ static void keep_name(const hosts *h, uint64_t nonce, uint32_t epoch, uint32_t s
     }
 }
 
-/* Fences that an earlier epoch of ours began and did not finish: whoever waits goes on. */
-static void open_closed_fences(const hosts *h) {
-    for (uint32_t host = 0; host < h->area.host_count; host++) {
-        uint64_t *word = fence_word(h, h->self, host);
-        const void *line = word;
-        line_look(h, FLUSH_FENCE_LOOK_BEGIN, &line, 1, 1);
-        if (FENCE_STATE(flush_load_word(word)) != FENCE_CLOSED) continue;
+static void open_fence(const hosts *h, uint32_t host) {
+    uint64_t *word = fence_word(h, h->self, host), said;
+    const void *line = word;
+    line_look(h, FLUSH_FENCE_LOOK_BEGIN, &line, 1, 1);
+    if (!word_try(h, word, &said) || FENCE_STATE(said) != FENCE_CLOSED) return;
+    guard fault;
+    GUARD_BEGIN(fault) {
         flush_store_word(word, 0);
         line_keep(h, FLUSH_CUT, word, sizeof(*word));
-    }
+    } GUARD_END(fault, hosts_lost(h, &fault))
+}
+
+/* Fences that an earlier epoch of ours began and did not finish: whoever waits goes on. */
+static void open_closed_fences(const hosts *h) {
+    for (uint32_t host = 0; host < h->area.host_count; host++) open_fence(h, host);
 }
 
 static void clear_pins(const hosts *h) {
     uint8_t *first = (uint8_t *)hosts_pin_word(h, h->self, 0);
     static const uint8_t zeros[LINE_BYTES];
     uint64_t bytes = h->area.block_bytes - h->area.pins_offset;
-    for (uint64_t at = 0; at < bytes; at += LINE_BYTES) flush_store_line(first + at, zeros, 0);
-    line_keep(h, FLUSH_UNPIN, first, bytes);
+    guard fault;
+    GUARD_BEGIN(fault) { /* where it fails, pins stay: pages wait, nobody is hurt */
+        for (uint64_t at = 0; at < bytes; at += LINE_BYTES) flush_store_line(first + at, zeros, 0);
+        line_keep(h, FLUSH_UNPIN, first, bytes);
+    } GUARD_END(fault, hosts_lost(h, &fault))
 }
 
-int hosts_attach(hosts *h, uint64_t nonce) {
+static int attach(hosts *h, uint64_t nonce) {
     host_name name;
     uint64_t commits = 0;
     if (!hosts_name(h, h->self, &name))
         return fail(CXLKV_E_CORRUPT,
-                    "the name line of host %u is damaged. If that host is surely not running: "
-                    "`cxlkv pool check --repair`", h->self);
+                    "the name line of host %u is damaged, or cannot be read. If that host is "
+                    "surely not running: `cxlkv pool check --repair`", h->self);
     if (name.epoch >= EPOCH_MAX)
         return fail(CXLKV_E_CORRUPT, "host %u has used up its epochs: create the pool anew",
                     h->self);
@@ -124,9 +134,21 @@ int hosts_attach(hosts *h, uint64_t nonce) {
     return 0;
 }
 
+int hosts_attach(hosts *h, uint64_t nonce) {
+    guard fault;
+    volatile int code = 0;
+    GUARD_BEGIN(fault) {
+        code = attach(h, nonce);
+    } GUARD_END(fault, code = hosts_lost(h, &fault))
+    return code;
+}
+
 void hosts_recover(const hosts *h) {
     open_closed_fences(h);
-    hosts_forget_claims(h, hosts_commits(h, h->self));
+    guard fault;
+    GUARD_BEGIN(fault) {
+        hosts_forget_claims(h, hosts_commits(h, h->self));
+    } GUARD_END(fault, hosts_lost(h, &fault)) /* without a commit they count nowhere */
     hosts_unlock(h);
     hosts_mend_log(h);
 }
@@ -137,44 +159,58 @@ void hosts_idle(const hosts *h) {
 }
 
 void hosts_leave(hosts *h, uint64_t nonce) {
+    guard fault;
     hosts_unlock(h);
     clear_pins(h);
-    keep_name(h, nonce, h->epoch, HOST_LEFT);
+    GUARD_BEGIN(fault) { /* else it looks as if it had died: its operator says that it is off */
+        keep_name(h, nonce, h->epoch, HOST_LEFT);
+    } GUARD_END(fault, hosts_lost(h, &fault))
 }
 
 /* ---- beats ---- */
 
-void hosts_beat(const hosts *h, uint64_t beats, uint64_t wanted_extents) {
-    uint64_t *line = (uint64_t *)hosts_line(h, h->self, BEAT_LINE);
-    flush_store_word(line + 1, wanted_extents);
-    flush_store_word(line, beats);
-    line_send(FLUSH_BEAT, line, h->mode);
-    flush_fence_stores(FLUSH_BEAT_FENCE);
+static uint64_t *beat_word(const hosts *h, uint32_t host, uint32_t word) {
+    return (uint64_t *)hosts_line(h, host, BEAT_LINE) + word;
 }
 
-void hosts_offer(const hosts *h, uint64_t extents) {
-    flush_store_word((uint64_t *)hosts_line(h, h->self, BEAT_LINE) + 2, extents);
+bool hosts_beat(const hosts *h, uint64_t beats, uint64_t wanted_extents) {
+    guard fault;
+    volatile bool done = true;
+    GUARD_BEGIN(fault) {
+        flush_store_word(beat_word(h, h->self, 1), wanted_extents);
+        flush_store_word(beat_word(h, h->self, 0), beats);
+        line_send(FLUSH_BEAT, beat_word(h, h->self, 0), h->mode);
+        flush_fence_stores(FLUSH_BEAT_FENCE);
+    } GUARD_END(fault, done = hosts_lost(h, &fault) == 0)
+    return done;
 }
 
-uint64_t hosts_offered(const hosts *h, uint32_t host) {
-    return flush_load_word((const uint64_t *)hosts_line(h, host, BEAT_LINE) + 2);
+/* With the next beat; what is lost of it, that tells. */
+static void say(const hosts *h, uint32_t word, uint64_t value) {
+    guard fault;
+    GUARD_BEGIN(fault) {
+        flush_store_word(beat_word(h, h->self, word), value);
+    } GUARD_END(fault, (void)fault)
 }
 
-void hosts_promise(const hosts *h, uint64_t lease_ns) {
-    flush_store_word((uint64_t *)hosts_line(h, h->self, BEAT_LINE) + 3, lease_ns);
+static uint64_t said(const hosts *h, uint32_t host, uint32_t word) {
+    uint64_t value;
+    word_try(h, beat_word(h, host, word), &value);
+    return value;
 }
 
-uint64_t hosts_promised(const hosts *h, uint32_t host) {
-    return flush_load_word((const uint64_t *)hosts_line(h, host, BEAT_LINE) + 3);
-}
+void hosts_offer(const hosts *h, uint64_t extents) { say(h, 2, extents); }
+uint64_t hosts_offered(const hosts *h, uint32_t host) { return said(h, host, 2); }
+void hosts_promise(const hosts *h, uint64_t lease_ns) { say(h, 3, lease_ns); }
+uint64_t hosts_promised(const hosts *h, uint32_t host) { return said(h, host, 3); }
 
-void hosts_look_beats(const hosts *h, uint64_t *beats, uint64_t *wanted_extents) {
-    const void *lines[HOSTS_MAX];
-    for (uint32_t host = 0; host < h->area.host_count; host++)
-        lines[host] = hosts_line(h, host, BEAT_LINE);
-    line_look(h, FLUSH_BEAT_LOOK_BEGIN, lines, h->area.host_count, 1);
+uint64_t hosts_look_beats(const hosts *h, uint64_t *beats, uint64_t *wanted_extents) {
+    const void *lines[HOSTS_MAX], *wants[HOSTS_MAX];
     for (uint32_t host = 0; host < h->area.host_count; host++) {
-        beats[host] = flush_load_word(lines[host]);
-        wanted_extents[host] = flush_load_word((const uint64_t *)lines[host] + 1);
+        lines[host] = beat_word(h, host, 0);
+        wants[host] = beat_word(h, host, 1);
     }
+    line_look(h, FLUSH_BEAT_LOOK_BEGIN, lines, h->area.host_count, 1);
+    uint64_t lost = words_try(h, lines, h->area.host_count, beats);
+    return lost | words_try(h, wants, h->area.host_count, wanted_extents);
 }

@@ -4,7 +4,11 @@
  * docs/coherence.md has the protocol and the invariants (V1 ...). All memory is reached through the
  * seam of flush.h, so that the emulated incoherent memory runs this very code. Shared memory is
  * hostile: what is read is checked, a host number or an offset never comes from there. Callers of
- * one host take turns (the host lock). */
+ * one host take turns (the host lock).
+ *
+ * Any line may raise SIGBUS. Nothing here lets that out: what another host says is then not known,
+ * and taken for whatever is safe (hosts_lost.c); a call that writes own lines ends where it is, as
+ * if its process had died there, which the protocol stands, and says -CXLKV_E_POISON. */
 #ifndef CXLKV_HOSTS_H
 #define CXLKV_HOSTS_H
 #include <stdbool.h>
@@ -48,6 +52,7 @@ typedef struct hosts {
     void *context;               /* of the two below */
     void (*pause)(void *context);                 /* between two looks at what another writes */
     bool (*silent)(void *context, uint32_t host); /* has it not beaten for a lease? */
+    void (*lost)(void *context, uint32_t host);   /* a line of its block raised SIGBUS; or NULL */
 } hosts;
 
 static inline uint8_t *hosts_line(const hosts *h, uint32_t host, uint64_t line) {
@@ -55,7 +60,7 @@ static inline uint8_t *hosts_line(const hosts *h, uint32_t host, uint64_t line) 
 }
 
 /* ---- names and beats ---- */
-/* From memory; false when it is damaged. A line never written is HOST_UNUSED. */
+/* From memory; false when it is damaged or cannot be read. A line never written is HOST_UNUSED. */
 bool hosts_name(const hosts *h, uint32_t host, host_name *name);
 /* Becomes host h->self again, or for the first time: nobody else may use that number (callers have
  * watched its beats). What an earlier epoch left undone is cleaned up; h->epoch is set. With the
@@ -69,24 +74,26 @@ void hosts_recover(const hosts *h);
 void hosts_idle(const hosts *h);
 /* Orderly: whatever we own may be taken by others afterwards (V8: write it back before). */
 void hosts_leave(hosts *h, uint64_t nonce);
-/* A beat, and how many extents we would like to have from others. */
-void hosts_beat(const hosts *h, uint64_t beats, uint64_t wanted_extents);
+/* A beat, and how many extents we would like to have from others. False: others do not see it. */
+bool hosts_beat(const hosts *h, uint64_t beats, uint64_t wanted_extents);
 /* With the next beat: how many extents we could spare, and after how long a silence others may
  * suspect us. What another said when its beats were looked at. */
 void hosts_offer(const hosts *h, uint64_t extents);
 uint64_t hosts_offered(const hosts *h, uint32_t host);
 void hosts_promise(const hosts *h, uint64_t lease_ns);
 uint64_t hosts_promised(const hosts *h, uint32_t host);
-/* Of all hosts, from memory. */
-void hosts_look_beats(const hosts *h, uint64_t *beats, uint64_t *wanted_extents);
+/* Of all hosts, from memory. Returns a bit for each whose line cannot be read: it says nothing. */
+uint64_t hosts_look_beats(const hosts *h, uint64_t *beats, uint64_t *wanted_extents);
 
 /* ---- fences: which commits of a silent host count (V10) ---- */
 typedef struct host_fence {
     bool fenced;                 /* its epoch has ended, and commits above `cut` do not count */
     bool off;                    /* and its machine was switched off: its extents may be taken */
+    uint64_t unread;             /* by host: what it says of that epoch cannot be read */
     uint64_t cut;
 } host_fence;
-/* Waits while a fence is being made; -CXLKV_E_TIMEOUT when its maker went silent over it. */
+/* Waits while a fence is being made; -CXLKV_E_TIMEOUT when its maker went silent over it,
+ * -CXLKV_E_POISON when a host that may have fenced it cannot be read. */
 int hosts_fence_of(const hosts *h, uint32_t host, uint32_t epoch, host_fence *fence);
 /* Ends an epoch of a host. -EAGAIN: somebody is fencing us meanwhile, nothing was done. */
 int hosts_fence(const hosts *h, uint32_t host, uint32_t epoch);
@@ -94,7 +101,8 @@ int hosts_fence(const hosts *h, uint32_t host, uint32_t epoch);
 int hosts_fence_off(const hosts *h, uint32_t host, uint32_t epoch);
 
 /* ---- the lock between hosts (V12) ---- */
-/* Passes over silent hosts, fencing them. 0, or -CXLKV_E_FENCED when that happened to us. */
+/* Passes over silent hosts, fencing them. 0, or -CXLKV_E_FENCED when that happened to us;
+ * -CXLKV_E_POISON when nobody can tell whether another one is inside. */
 int hosts_lock(const hosts *h);
 void hosts_unlock(const hosts *h);
 
@@ -108,11 +116,13 @@ typedef struct extent_owner {
 int hosts_owners(const hosts *h, extent_owner *owners);
 /* Makes `count` extents ours, or nobody's, all or nothing; owners is what hosts_owners() said under
  * this lock. -CXLKV_E_FENCED: our epoch has ended, nothing changed. -CXLKV_E_TIMEOUT: whether it
- * counts is not decided yet; what hosts_owners() says under a later lock is. */
+ * counts is not decided yet; what hosts_owners() says under a later lock is. -CXLKV_E_POISON: the
+ * same, as lines cannot be read or written. */
 int hosts_claim(const hosts *h, const extent_owner *owners, uint32_t count,
                 const uint32_t *extents, bool ours);
-/* Before an extent is given back, and after it was taken: V8. */
-void hosts_hand_over(const void *first, uint64_t bytes, bool gives);
+/* Before an extent is given back, and after it was taken: V8. It passes over what raises SIGBUS,
+ * which no cache keeps. Returns how many stretches that were. */
+uint64_t hosts_hand_over(const void *first, uint64_t bytes, bool gives);
 
 /* ---- logs: what a host published, freed, and wants forgotten: others need not look at all ---- */
 enum log_operation { LOG_PUBLISH = 1, LOG_FREE, LOG_FORGET };
@@ -127,11 +137,12 @@ typedef struct log_record {
     uint32_t reserved[4];
 } log_record;
 _Static_assert(sizeof(log_record) == 64, "one line");
-/* Fills in sequence (from `next` on), epoch and crc. Never waits for readers. */
+/* Fills in sequence (from `next` on), epoch and crc. Never waits for readers. A record whose line
+ * is lost is not told: readers then find what it says by the descriptors, or later. */
 void hosts_log(const hosts *h, uint64_t next, log_record *records, uint32_t count);
 /* Up to 16 records of a host from *next on, which moves behind them. 0: the end. -CXLKV_E_STALE: it
- * has written past us; -CXLKV_E_CORRUPT: a record is damaged. Then: hosts_log_end(), and look at
- * its descriptors instead. */
+ * has written past us; -CXLKV_E_CORRUPT: a record is damaged; -CXLKV_E_POISON: it cannot be read.
+ * Then: hosts_log_end(), and look at its descriptors instead. */
 enum { LOG_BATCH = 16 };
 int hosts_read_log(const hosts *h, uint32_t host, uint64_t *next, log_record *records);
 /* A bit for each host whose log has a record from next[host] on. */

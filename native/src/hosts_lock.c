@@ -5,40 +5,63 @@
 #include "host_lines.h"
 #include "internal.h"
 
-static void set_slot(const hosts *h, bool chooses, uint64_t ticket) {
+static void put_slot(const hosts *h, bool chooses, uint64_t ticket) {
     uint64_t *word = (uint64_t *)hosts_line(h, h->self, LOCK_LINE);
     flush_store_word(word, SLOT_WORD(h->epoch, chooses, ticket));
     line_keep(h, FLUSH_SLOT, word, sizeof(*word));
 }
 
+static int set_slot(const hosts *h, bool chooses, uint64_t ticket) {
+    guard fault;
+    volatile int code = 0;
+    GUARD_BEGIN(fault) {
+        put_slot(h, chooses, ticket);
+    } GUARD_END(fault, code = hosts_lost(h, &fault))
+    return code;
+}
+
 static uint64_t largest_ticket(const hosts *h) {
     const void *lines[HOSTS_MAX];
-    uint64_t largest = 0;
+    uint64_t words[HOSTS_MAX], largest = 0;
     for (uint32_t host = 0; host < h->area.host_count; host++)
         lines[host] = hosts_line(h, host, LOCK_LINE);
     line_look(h, FLUSH_SLOT_LOOK_BEGIN, lines, h->area.host_count, 1);
+    words_try(h, lines, h->area.host_count, words); /* whom we cannot read we wait for below */
     for (uint32_t host = 0; host < h->area.host_count; host++) {
-        uint64_t ticket = SLOT_TICKET(flush_load_word(lines[host]));
+        uint64_t ticket = SLOT_TICKET(words[host]);
         if (host != h->self && ticket > largest) largest = ticket;
     }
     return largest;
 }
 
-/* 1: it stands before us; 0: not, or not any more. */
+/* Who never was, or left, has no place in the queue, whatever became of its lines. */
+static int is_unread(const hosts *h, uint32_t host) {
+    host_name name;
+    if (hosts_name(h, host, &name) && name.status != HOST_LIVE) return 0;
+    return fail(CXLKV_E_POISON,
+                "bus error in the lines of host %u (poisoned, or the file was cut): nobody can "
+                "tell whether it holds the lock between hosts, so no extent changes hands. Bring "
+                "that memory back, or create the pool anew. `cxlkv pool check` says more", host);
+}
+
+/* 1: it stands before us; 0: not, or not any more; or an error. */
 static int stands_before(const hosts *h, uint32_t host, uint64_t ticket, uint32_t *epoch) {
     const void *line = hosts_line(h, host, LOCK_LINE);
     line_look(h, FLUSH_SLOT_LOOK_BEGIN, &line, 1, 1);
-    uint64_t word = flush_load_word(line), theirs = SLOT_TICKET(word);
+    uint64_t word;
+    if (!word_try(h, line, &word)) return is_unread(h, host);
+    uint64_t theirs = SLOT_TICKET(word);
     *epoch = SLOT_EPOCH(word);
     if (SLOT_CHOOSES(word)) return 1;
     return theirs != 0 && (theirs < ticket || (theirs == ticket && host < h->self));
 }
 
 static int wait_for(const hosts *h, uint32_t host, uint64_t ticket) {
-    uint32_t epoch;
-    while (stands_before(h, host, ticket, &epoch)) {
+    uint32_t epoch = 0;
+    int code;
+    while ((code = stands_before(h, host, ticket, &epoch)) > 0) {
         host_fence fence;
-        int code = hosts_fence_of(h, host, epoch, &fence);
+        code = hosts_fence_of(h, host, epoch, &fence);
         if (code < 0) return code;
         if (fence.fenced) return 0;
         if (h->silent(h->context, host) && hosts_fence(h, host, epoch) == 0) return 0;
@@ -47,14 +70,13 @@ static int wait_for(const hosts *h, uint32_t host, uint64_t ticket) {
         if (fence.fenced) return -CXLKV_E_FENCED;
         h->pause(h->context);
     }
-    return 0;
+    return code;
 }
 
 int hosts_lock(const hosts *h) {
-    set_slot(h, true, 0);
+    int code = set_slot(h, true, 0);
     uint64_t ticket = largest_ticket(h) + 1;
-    set_slot(h, false, ticket);
-    int code = 0;
+    if (code == 0) code = set_slot(h, false, ticket);
     for (uint32_t host = 0; code == 0 && host < h->area.host_count; host++)
         if (host != h->self) code = wait_for(h, host, ticket);
     if (code < 0) hosts_unlock(h);

@@ -189,6 +189,7 @@ enum counter {
     COUNT_REBUILDS,
     COUNT_QUEUED_DROPS,
     COUNT_LOCK_WAITS,
+    COUNT_LOST_LINES,
     COUNT_KINDS
 };
 _Static_assert(sizeof(cxlkv_counters) == COUNT_KINDS * sizeof(uint64_t), "one for each");
@@ -506,7 +507,7 @@ void superblock_write(cxlkv_pool *pool);
 int superblock_read(const uint8_t *bytes, uint64_t file_bytes, const char *path,
                     cxlkv_layout *layout, cxlkv_sharing *sharing, cxlkv_geometry *geometry,
                     uint8_t *identity);
-void host_line_write(cxlkv_pool *pool, uint64_t nonce);
+int host_line_write(cxlkv_pool *pool, uint64_t nonce);
 uint64_t host_line_read(const cxlkv_pool *pool);   /* 0: none */
 uint64_t host_line_nonce(const uint8_t *superblock_page);
 descriptor *descriptor_of(const cxlkv_pool *pool, uint32_t page);
@@ -515,6 +516,9 @@ void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint
 void descriptor_restore(cxlkv_pool *pool, uint32_t page, const descriptor *line);
 /* Copies the line and verifies the copy; 0 or -CXLKV_E_CORRUPT. */
 int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy);
+/* The same where nothing else catches a bus error: -CXLKV_E_POISON, and the page is retired. Under
+ * the host lock. */
+int descriptor_try(cxlkv_pool *pool, uint32_t page, descriptor *copy);
 void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens,
                  const page_key *key);
 void record_header_wipe(const cxlkv_pool *pool, uint32_t page); /* and its checksum table */

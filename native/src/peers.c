@@ -11,9 +11,10 @@ enum { BEATS_A_LEASE = 10, YIELDS = 64 };
 
 static void look_around(cxlkv_pool *pool) {
     uint64_t beats[HOSTS_MAX], wanted[HOSTS_MAX], now = boottime_ns();
-    hosts_look_beats(&pool->hosts, beats, wanted);
+    uint64_t lost = hosts_look_beats(&pool->hosts, beats, wanted);
     for (uint32_t host = 0; host < pool->sharing.hosts; host++) {
         host_view *view = &pool->host->views[host];
+        if (lost >> host & 1 && view->since_ns) continue; /* who cannot be read is silent */
         view->wanted_extents = wanted[host];
         view->lease_ns = min_u64(hosts_promised(&pool->hosts, host), LONGEST_LEASE_NS);
         if (view->lease_ns < pool->lease_ns) view->lease_ns = pool->lease_ns;
@@ -27,9 +28,8 @@ void peers_beat(cxlkv_pool *pool, bool now) {
     host_state *host = pool->host;
     uint64_t time_ns = boottime_ns();
     if (!now && time_ns - host->beat_ns < pool->lease_ns / BEATS_A_LEASE) return;
-    host->beat_ns = time_ns;
     hosts_promise(&pool->hosts, pool->lease_ns);
-    hosts_beat(&pool->hosts, ++host->beats, host->wanted_extents);
+    if (hosts_beat(&pool->hosts, ++host->beats, host->wanted_extents)) host->beat_ns = time_ns;
     look_around(pool);
 }
 
@@ -59,6 +59,12 @@ static bool is_silent(void *context, uint32_t host) {
     return boottime_ns() - view->since_ns > view->lease_ns;
 }
 
+static void count_lost(void *context, uint32_t host) {
+    cxlkv_pool *pool = context;
+    (void)host;
+    count_add(pool, COUNT_LOST_LINES, 1);
+}
+
 int peers_prepare(cxlkv_pool *pool, const cxlkv_host *host) {
     const cxlkv_sharing *sharing = &pool->sharing;
     pool->shared = sharing->kind != CXLKV_SHARING_HOST;
@@ -81,7 +87,7 @@ int peers_prepare(cxlkv_pool *pool, const cxlkv_host *host) {
     pool->lease_ns = (uint64_t)(host->lease_s * 1e9);
     pool->hosts = (hosts){.area = hosts_area_of(pool->base, sharing, &pool->geometry),
                           .self = host->number, .mode = pool->mode, .context = pool,
-                          .pause = pause_between_looks, .silent = is_silent};
+                          .pause = pause_between_looks, .silent = is_silent, .lost = count_lost};
     return 0;
 }
 
@@ -103,7 +109,10 @@ static int watch_number(cxlkv_pool *pool) {
     uint64_t first[HOSTS_MAX], now[HOSTS_MAX], wanted[HOSTS_MAX];
     uint64_t nonce = peers_nonce(pool), since_ns = boottime_ns();
     uint32_t self = pool->hosts.self;
-    hosts_look_beats(&pool->hosts, first, wanted);
+    if (hosts_look_beats(&pool->hosts, first, wanted) >> self & 1)
+        return fail(CXLKV_E_POISON,
+                    "bus error in the lines of host %u: whether another machine has this number "
+                    "cannot be seen. Open the pool as another host=, or create it anew", self);
     while (nonce != 0 && boottime_ns() - since_ns < pool->lease_ns + pool->lease_ns / 4) {
         hosts_look_beats(&pool->hosts, now, wanted);
         if (now[self] != first[self] || peers_nonce(pool) != nonce)

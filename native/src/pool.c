@@ -680,6 +680,7 @@ int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats) {
         counters_total(pool->host, &all);
         stats->reaped_processes = all.reaped_processes;
         stats->rebuilds = all.rebuilds;
+        stats->lost_lines = all.lost_lines;
         host_unlock(pool);
     }
     pthread_mutex_lock(&pool->list_lock);

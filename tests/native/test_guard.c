@@ -143,7 +143,7 @@ static void test_descriptors_cut(void) {
     cxlkv_sequence_destroy(hurt);
     cxlkv_sequence_destroy(child);
     CHECK(test_stats(pool).pages_retired > 0);
-    CHECK(cxlkv_pool_check(pool, 1, text, sizeof(text)) == -CXLKV_E_POISON);
+    CHECK(cxlkv_pool_check(pool, 1, text, sizeof(text)) > 0 && strstr(text, "bus error"));
     cxlkv_pool_destroy(pool);
     CHECK(cxlkv_pool_open(path, NULL, &pool) == -CXLKV_E_TRUNCATED);
     CHECK(cxlkv_pool_remove(path) == 0);

@@ -1,0 +1,465 @@
+/* Goal: memory of a pool that raises SIGBUS, wherever it lies, ends no process: each call that
+ * meets it says so, or does without. Method: one page of the machine after the other, of all but
+ * the bulk of the extents, is lost to all who have the pool mapped; then every call is made, in an
+ * order that begins elsewhere each time, and the pool is closed. Debug builds go over the
+ * allocator's books after each. A child for each page: the test can say who died, over what. */
+#undef NDEBUG
+#include <fcntl.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+
+#include "object_tests.h"
+
+enum { MACHINE_PAGE = 4096, TOKENS = 3 * TEST_PAGE_TOKENS + 1, KEYS = 3, OBJECTS = 6, ROOM = 3000,
+       LOOSE = 2 };
+
+/* ---- loss ---- */
+
+static int nothing_fd = -1;      /* a file of no bytes: a load from its mapping raises SIGBUS */
+static uint64_t lost_offset;
+static bool lost_when_mapped;    /* for what comes: the region is mapped with the page lost */
+
+static void lose(uint8_t *base) {
+    CHECK(mmap(base + lost_offset, MACHINE_PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+               nothing_fd, 0) == base + lost_offset);
+}
+
+void *__real_mmap(void *at, size_t bytes, int protection, int flags, int fd, off_t offset);
+void *__wrap_mmap(void *at, size_t bytes, int protection, int flags, int fd, off_t offset);
+void *__wrap_mmap(void *at, size_t bytes, int protection, int flags, int fd, off_t offset) {
+    uint8_t magic[8] = "";
+    void *made = __real_mmap(at, bytes, protection, flags, fd, offset);
+    bool region = made != MAP_FAILED && fd >= 0 && pread(fd, magic, 8, 0) == 8 &&
+                  memcmp(magic, "CXLKVPOL", 8) == 0;
+    if (region && lost_when_mapped && lost_offset < bytes)
+        CHECK(__real_mmap((uint8_t *)made + lost_offset, MACHINE_PAGE, PROT_READ | PROT_WRITE,
+                          MAP_SHARED | MAP_FIXED, nothing_fd, 0) != MAP_FAILED);
+    return made;
+}
+
+/* ---- a pool with something of everything ---- */
+
+typedef struct scene {
+    const char *path;
+    bool shared, objects;
+    cxlkv_pool *pool, *other;    /* hosts 0 and 1; not shared: another handle of the same host */
+    cxlkv_sequence *whole, *open, *spare, *hit;
+    cxlkv_lease *lease, *reserved;
+    uint8_t *reserved_at;
+    uint8_t hashes[KEYS * 16], handle[1024];
+    uint64_t handle_bytes, marks[TOKENS], seed;
+    uint32_t loose[LOOSE];
+} scene;
+
+static const cxlkv_host hosts_of[2] = {{.number = 0, .lease_s = 2}, {.number = 1, .lease_s = 2}};
+
+static const cxlkv_host *host_of(const scene *s, int number) {
+    return s->shared ? &hosts_of[number] : NULL;
+}
+
+static cxlkv_sequence *filled(scene *s, uint32_t tokens) {
+    cxlkv_sequence *made;
+    CHECK(cxlkv_sequence_create(s->pool, &made) == 0);
+    CHECK(test_append_all(made, s->marks, tokens) >= 0);
+    return made;
+}
+
+static void begin_sequences(scene *s) {
+    test_marks(s->marks, 1, TOKENS);
+    test_hashes(s->hashes, 3, KEYS);
+    s->whole = filled(s, TOKENS);
+    s->open = filled(s, 2);
+    s->spare = filled(s, TEST_PAGE_TOKENS);
+    CHECK(cxlkv_publish(s->whole, KEYS, TEST_PAGE_TOKENS, s->hashes) == KEYS);
+    int64_t size = cxlkv_sequence_export(s->whole, s->handle, sizeof(s->handle));
+    CHECK(size > 0);
+    s->handle_bytes = (uint64_t)size;
+    CHECK(cxlkv_match(s->other, KEYS, s->hashes, 100, &s->hit) == KEYS * TEST_PAGE_TOKENS);
+    CHECK(cxlkv_pages_alloc(s->pool, LOOSE, s->loose) == LOOSE);
+}
+
+static void begin_objects(scene *s) {
+    const uint64_t sizes[1] = {ROOM};
+    uint64_t address;
+    int64_t size;
+    const uint8_t *at;
+    for (uint64_t name = 0; name < OBJECTS; name++)
+        CHECK(put(s->pool, name, name, ROOM, &s->seed) == 1);
+    s->lease = lease_of(s->other, 1, &size, &at);
+    CHECK(size == ROOM);
+    CHECK(cxlkv_lease_reserve(s->pool, 1, sizes, &address, &s->reserved) == 1);
+    s->reserved_at = (uint8_t *)(uintptr_t)address;
+    fill(s->reserved_at, 77, ROOM);
+}
+
+static void make(scene *s, uint32_t flags) {
+    cxlkv_layout layout = s->objects ? object_layout(ROOM, true) : test_layout();
+    cxlkv_sharing sharing = {.kind = s->shared ? CXLKV_SHARING_SOFTWARE : CXLKV_SHARING_HOST,
+                             .hosts = s->shared ? 2 : 1, .log_records = s->shared ? 64 : 0};
+    CHECK(cxlkv_pool_create(s->path, &layout, &sharing, (2 << 20) + (600 << 10), flags,
+                            host_of(s, 0), &s->pool) == 0);
+    CHECK(cxlkv_pool_open(s->path, host_of(s, 1), &s->other) == 0);
+}
+
+static void begin(scene *s) {
+    make(s, 0);
+    if (s->objects) begin_objects(s);
+    else begin_sequences(s);
+}
+
+/* ---- the calls ---- */
+
+/* What a caller may be told; never that the memory was its own. */
+static int64_t told(int64_t code) {
+    static const int codes[] = {CXLKV_E_POISON, CXLKV_E_CORRUPT, CXLKV_E_POOL_FULL, CXLKV_E_STALE,
+                                CXLKV_E_RELEASED, CXLKV_E_HOST, CXLKV_E_UNEVEN, CXLKV_E_ORDER};
+    bool known = code >= 0;
+    for (size_t i = 0; i < sizeof(codes) / sizeof(*codes); i++) known |= code == -codes[i];
+    if (!known) fprintf(stderr, "code %ld\n", (long)code);
+    CHECK(known);
+    return code;
+}
+
+static cxlkv_pool *either(scene *s) { return random_below(&s->seed, 2) ? s->pool : s->other; }
+
+static void call_append(scene *s) {
+    told(test_append_all(s->open, s->marks, TEST_PAGE_TOKENS));
+}
+
+static void call_append_more(scene *s) {
+    cxlkv_sequence *made;
+    CHECK(cxlkv_sequence_create(either(s), &made) == 0);
+    told(test_append_all(made, s->marks, TOKENS));
+    cxlkv_sequence_destroy(made);
+}
+
+static void call_verify(scene *s) { told(test_verify_all(s->whole, s->marks, TOKENS)); }
+
+static void call_verify_hit(scene *s) {
+    told(test_verify_all(s->hit, s->marks, KEYS * TEST_PAGE_TOKENS));
+}
+
+static void call_fork(scene *s) {
+    cxlkv_sequence *child;
+    if (told(cxlkv_sequence_fork(s->whole, &child)) < 0) return;
+    told(cxlkv_sequence_truncate(child, TEST_PAGE_TOKENS + 1));
+    cxlkv_sequence_destroy(child);
+}
+
+static void call_truncate(scene *s) { told(cxlkv_sequence_truncate(s->spare, 1)); }
+
+static void call_release(scene *s) { told(cxlkv_sequence_release(s->spare)); }
+
+static void call_export(scene *s) {
+    uint8_t bytes[1024];
+    told(cxlkv_sequence_export(s->open, bytes, sizeof(bytes)));
+}
+
+static void call_adopt(scene *s) {
+    cxlkv_sequence *made;
+    if (told(cxlkv_sequence_adopt(either(s), s->handle, s->handle_bytes, &made)) < 0) return;
+    told(test_verify_all(made, s->marks, TOKENS));
+    cxlkv_sequence_destroy(made);
+}
+
+static void call_publish(scene *s) {
+    uint8_t hashes[16], key[16];
+    const int64_t id = 0;
+    test_hashes(hashes, 9, 1);
+    if (cxlkv_sequence_tokens(s->open) >= TEST_PAGE_TOKENS)
+        told(cxlkv_publish(s->open, 1, TEST_PAGE_TOKENS, hashes));
+    CHECK(cxlkv_tail_keys(&id, 1, s->hashes + (KEYS - 1) * 16, key) == 1);
+    told(cxlkv_publish_tail(s->whole, TOKENS, s->hashes + (KEYS - 1) * 16, key));
+}
+
+static void call_match(scene *s) {
+    const int64_t ids[TOKENS] = {0};
+    const cxlkv_match_args args = {.hashes = s->hashes, .count = KEYS, .lease_s = 100, .ids = ids,
+                                   .id_count = TOKENS, .root = s->hashes};
+    cxlkv_sequence *hit;
+    int64_t tokens = told(cxlkv_match_with(either(s), &args, &hit));
+    if (tokens < 0) return;
+    told(test_verify_all(hit, s->marks, (uint32_t)tokens));
+    cxlkv_sequence_destroy(hit);
+}
+
+static void call_records(scene *s) {
+    enum { BYTES = 1 << 14 };
+    static uint8_t bytes[KEYS * BYTES];
+    uint8_t names[KEYS * 16];
+    uint32_t pages[KEYS];
+    uint64_t generations[KEYS];
+    int32_t codes[KEYS];
+    CHECK(cxlkv_record_bytes(s->pool, NULL) <= BYTES);
+    CHECK(cxlkv_names(s->pool, KEYS, s->hashes, 1, names) == 0);
+    told(cxlkv_find_pages(s->pool, KEYS, names, pages, generations));
+    if (told(cxlkv_records_read(s->pool, KEYS, pages, generations, bytes, codes)) < 0) return;
+    told(cxlkv_forget_pages(s->pool, KEYS, pages, generations, 0, codes));
+    told(cxlkv_records_write(s->pool, KEYS, bytes, NULL, codes));
+}
+
+static void call_loose(scene *s) {
+    uint32_t pages[LOOSE];
+    int64_t count = told(cxlkv_pages_free(s->pool, LOOSE, s->loose));
+    CHECK(count == LOOSE);
+    if (told(cxlkv_pages_alloc(s->pool, LOOSE, pages)) < 0) return;
+    memcpy(s->loose, pages, sizeof(pages));
+}
+
+static void call_keys(scene *s) {
+    cxlkv_scrubbed scrubbed;
+    static uint8_t flags[1 << 16];
+    told(cxlkv_pin(either(s), KEYS, s->hashes, 1));
+    told(cxlkv_evictable(s->pool, flags, sizeof(flags)));
+    told(cxlkv_scrub(either(s), 1, s->hashes, &scrubbed));
+    told(cxlkv_forget(either(s), 1, s->hashes + 16));
+}
+
+static void call_near(scene *s) {
+    int64_t units[2] = {0, 1};
+    int32_t codes[2];
+    told(cxlkv_near_make(s->pool, 1 << 20));
+    told(cxlkv_near_promote(s->pool, 2, units, NULL, codes));
+    told(cxlkv_near_destroy(s->pool));
+}
+
+static void call_objects(scene *s) {
+    uint64_t name = random_below(&s->seed, OBJECTS);
+    int64_t size = get(either(s), name, name, ROOM, &s->seed);
+    if (size < 0 && size != CXLKV_OBJECT_ABSENT && size != CXLKV_OBJECT_DAMAGED) told(size);
+    uint8_t key[16];
+    key_of(key, name);
+    told(cxlkv_objects_sizes(either(s), 1, key, &size));
+}
+
+static void call_ranges(scene *s) {
+    const cxlkv_range range = {.bytes = 100};
+    uint8_t out[128], key[16];
+    int64_t size;
+    key_of(key, 4);
+    if (told(cxlkv_objects_ranges(either(s), 1, key, 1, &range, out, sizeof(out), &size)) > 0)
+        CHECK(size < 0 || is_filled(out, 4, 96));
+}
+
+static void call_put(scene *s) {
+    told(put(s->pool, 100, 100, ROOM, &s->seed));
+    told(put(s->other, 101, 101, ROOM, &s->seed));
+}
+
+static void call_lease(scene *s) {
+    uint8_t key[16];
+    uint64_t address;
+    int64_t size;
+    cxlkv_lease *lease;
+    key_of(key, 2);
+    if (told(cxlkv_lease_take(either(s), 1, key, &address, &size, &lease)) < 0) return;
+    told(cxlkv_lease_release(lease, 0, NULL));
+    cxlkv_lease_destroy(lease);
+}
+
+static void call_reserved(scene *s) {
+    const uint32_t place = 0;
+    uint8_t key[16];
+    int32_t code;
+    key_of(key, 200);
+    told(cxlkv_lease_publish(s->reserved, 1, &place, key, &code));
+    told(cxlkv_lease_release(s->reserved, 0, NULL));
+}
+
+static void call_lease_end(scene *s) { told(cxlkv_lease_release(s->lease, 0, NULL)); }
+
+static void call_forget_objects(scene *s) {
+    uint8_t key[16];
+    cxlkv_scrubbed scrubbed;
+    key_of(key, 5);
+    told(cxlkv_scrub(either(s), 1, key, &scrubbed));
+    key_of(key, 3);
+    told(cxlkv_forget(either(s), 1, key));
+}
+
+static void call_look(scene *s) {
+    cxlkv_overview overview;
+    cxlkv_process processes[8];
+    cxlkv_host_row rows[2];
+    cxlkv_placed placed;
+    test_stats(s->pool);
+    test_stats(s->other);
+    told(cxlkv_pool_processes(s->pool, &overview, processes, 8));
+    told(cxlkv_peek(s->path, &overview, processes, 8));
+    if (s->shared) told(cxlkv_pool_hosts(either(s), rows, 2));
+    int code = cxlkv_pool_placed(s->pool, 100, &placed);
+    CHECK(code == 0 || code == -ENOTSUP || code == -CXLKV_E_POISON);
+}
+
+static void call_check(scene *s) {
+    static char text[1 << 16];
+    uint32_t flags = random_below(&s->seed, 4);
+    told(cxlkv_pool_check(either(s), flags, text, sizeof(text)));
+}
+
+static void call_hotness(scene *s) {
+    cxlkv_published rows[8];
+    uint64_t clock;
+    told(cxlkv_pool_published(s->pool, rows, 8, &clock));
+}
+
+static void call_beat(scene *s) {
+    if (!s->shared) return;
+    CHECK(host_lock(s->pool) == 0);
+    peers_beat(s->pool, true);
+    peers_follow(s->pool);
+    withdrawn_look(s->pool);
+    extents_give(s->pool);
+    extents_take(s->pool, s->pool->host->free_pages + 1);
+    host_unlock(s->pool);
+}
+
+/* A process of this host dies inside the lock: the next one derives everything anew. */
+static void call_rebuild(scene *s) {
+    CHECK(pthread_mutex_lock(&s->pool->host->mutex) == 0);
+    if (s->shared) peers_sync(s->pool);
+    host_rebuild(s->pool);
+    if (s->shared) {
+        hosts_recover(&s->pool->hosts);
+        extents_refresh(s->pool);
+        borrow_recover(s->pool);
+    }
+    pthread_mutex_unlock(&s->pool->host->mutex);
+}
+
+static void call_os_fork(scene *s) {
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        test_stats(s->pool);
+        _exit(0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+}
+
+typedef struct call {
+    const char *name;
+    void (*run)(scene *s);
+} call;
+
+#define CALL(name) {#name, call_##name}
+static const call sequence_calls[] = {
+    CALL(append), CALL(append_more), CALL(verify), CALL(verify_hit), CALL(fork), CALL(truncate),
+    CALL(export), CALL(adopt), CALL(publish), CALL(match), CALL(records), CALL(loose), CALL(near),
+    CALL(look), CALL(check), CALL(hotness), CALL(beat), CALL(rebuild), CALL(os_fork), CALL(keys),
+    CALL(release),
+};
+static const call object_calls[] = {
+    CALL(objects), CALL(ranges), CALL(put), CALL(lease), CALL(reserved), CALL(lease_end),
+    CALL(look), CALL(check), CALL(beat), CALL(rebuild), CALL(os_fork), CALL(forget_objects),
+};
+enum { SEQUENCE_CALLS = sizeof(sequence_calls) / sizeof(call),
+       OBJECT_CALLS = sizeof(object_calls) / sizeof(call) };
+
+static void end(scene *s) {
+    cxlkv_sequence_destroy(s->whole);
+    cxlkv_sequence_destroy(s->open);
+    cxlkv_sequence_destroy(s->spare);
+    cxlkv_sequence_destroy(s->hit);
+    cxlkv_lease_destroy(s->lease);
+    cxlkv_lease_destroy(s->reserved);
+    test_stats(s->pool);
+    test_stats(s->other);
+    CHECK(cxlkv_pool_close(s->other) == 0);
+    cxlkv_pool_destroy(s->other);
+    cxlkv_pool_destroy(s->pool);
+}
+
+/* ---- a child for each page ---- */
+
+static const char **at_work;     /* in memory that parent and child share: what it is at */
+
+static void run_calls(scene *s, uint32_t first) {
+    const call *calls = s->objects ? object_calls : sequence_calls;
+    uint32_t count = s->objects ? OBJECT_CALLS : SEQUENCE_CALLS;
+    *at_work = "begin";
+    begin(s);
+    lose(s->pool->base);
+    lose(s->other->base);
+    for (uint32_t i = 0; i < count; i++) {
+        *at_work = calls[(first + i) % count].name;
+        calls[(first + i) % count].run(s);
+    }
+    *at_work = "end";
+    end(s);
+}
+
+/* A pool that is whole is opened by somebody to whom the page is lost. */
+static void run_open(scene *s, uint32_t first) {
+    cxlkv_pool *pool;
+    (void)first;
+    *at_work = "begin";
+    begin(s);
+    end(s);
+    lost_when_mapped = true;
+    *at_work = "open";
+    if (told(cxlkv_pool_open(s->path, host_of(s, 1), &pool)) == 0) {
+        s->pool = s->other = pool;
+        *at_work = "check";
+        call_check(s);
+        call_look(s);
+        *at_work = "close";
+        cxlkv_pool_destroy(pool);
+    }
+    lost_when_mapped = false;
+}
+
+static void in_child(scene *s, void (*run)(scene *, uint32_t), uint32_t first) {
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        run(s, first);
+        CHECK(cxlkv_pool_remove(s->path) == 0);
+        _exit(0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child);
+    if (status == 0) return;
+    fprintf(stderr, "%s pool of %s: offset %lu lost, calls from %u on: %s ended with status %d\n",
+            s->shared ? "a shared" : "one host's", s->objects ? "objects" : "sequences",
+            lost_offset, first, *at_work, status);
+    cxlkv_pool_remove(s->path);
+    abort();
+}
+
+static uint32_t test_kind(bool shared, bool objects) {
+    scene s = {.path = test_path("poison"), .shared = shared, .objects = objects, .seed = 11};
+    make(&s, 0);
+    cxlkv_geometry g = s.pool->geometry;
+    cxlkv_pool_destroy(s.other);
+    cxlkv_pool_destroy(s.pool);
+    CHECK(cxlkv_pool_remove(s.path) == 0);
+    uint32_t count = 0;
+    for (uint64_t at = 0; at < g.extents_offset + 2 * g.extent_bytes; at += MACHINE_PAGE) {
+        if (at >= g.descriptors_offset + g.extent_count * g.descriptors_bytes &&
+            at < g.extents_offset)
+            continue;
+        lost_offset = at;
+        in_child(&s, run_calls, count * 5);
+        in_child(&s, run_calls, count * 5 + 13);
+        if (at < g.extents_offset) in_child(&s, run_open, 0);
+        count++;
+    }
+    return count;
+}
+
+int main(void) {
+    nothing_fd = memfd_create("nothing", MFD_CLOEXEC);
+    at_work = __real_mmap(NULL, MACHINE_PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
+                          -1, 0);
+    CHECK(nothing_fd >= 0 && at_work != MAP_FAILED);
+    for (int kind = 0; kind < 4; kind++) {
+        uint32_t count = test_kind(kind & 1, kind & 2);
+        printf("%u pages were lost, one at a time\n", count);
+    }
+    printf("ok\n");
+    return 0;
+}
