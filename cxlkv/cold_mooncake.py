@@ -311,8 +311,12 @@ class MooncakeTier(Closing):
         )
         with self._lock:
             self._check()
-            self._calls = [*(one for one in self._calls if one.is_alive()), thread]
-            thread.start()
+            self._calls = [one for one in self._calls if one.is_alive()]
+            try:
+                thread.start()
+            except RuntimeError:  # no thread to be had now: as no answer
+                return None
+            self._calls.append(thread)
         thread.join(limit_s)
         if made:
             return made[0]

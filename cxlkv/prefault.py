@@ -33,7 +33,11 @@ def begin(pool: _core.Handle) -> Callable[[], None]:
             log.info("the pool's memory comes into place when it is used first: %s", error)
 
     thread = threading.Thread(target=work, name="cxlkv-prefault", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        log.info("the pool's memory comes into place when it is used first: %s", error)
+        return lambda: None
 
     def end() -> None:
         over.set()

@@ -451,16 +451,17 @@ class Tiers(Restoring, Closing):
         self._check()
         with self._lock:
             if self._mover is None:
-                self._mover = threading.Thread(
+                mover = threading.Thread(
                     target=self._run, args=(every_s,), name="cxlkv-mover", daemon=True
                 )
-                self._mover.start()
+                mover.start()
+                self._mover = mover
 
     def _run(self, every_s: float) -> None:
         while not self._wake.wait(every_s):
             try:
                 self.step()
-            except CXLKVError as error:
+            except Exception as error:  # short of memory, too: the next step may have it
                 if self._ended:
                     return
                 self._counts["failed_steps"] += 1

@@ -420,6 +420,21 @@ def test_the_mover_runs_until_closed(pool: CXLPool) -> None:
         fill(pool, text(1000, room + 1))
 
 
+def test_the_mover_goes_on_after_any_error(pool: CXLPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Tiers(pool) as tiers:
+        left, again = [MemoryError("no memory"), RuntimeError("no thread")], threading.Event()
+
+        def step() -> None:
+            if left:
+                raise left.pop()
+            again.set()
+
+        monkeypatch.setattr(tiers, "step", step)
+        tiers.start(every_s=0.001)
+        assert again.wait(60)
+        assert tiers.stats()["failed_steps"] == 2
+
+
 def test_a_forked_child_is_told_that_the_pool_is_full(pool: CXLPool, cold_path: Path) -> None:
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
         for number in range(1, total(pool) // 4 + 1):

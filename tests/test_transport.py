@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import struct
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -568,6 +570,59 @@ def test_more_connections_than_places_are_refused(folder: Path) -> None:
         first.close()
         wait_until(lambda: server.connections() == 0)
         assert second.match([]).tokens == 0
+
+
+def test_a_server_that_gets_no_thread_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, wanted = threading.Thread.start, threading.Event()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "cxlkv-peer":
+            wanted.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with made(folder, "file", LAYOUTS["float32"]) as pool, serving(pool, "file") as server:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with (
+            remote_of(server.address, "file", 0.1) as remote,
+            pytest.raises(PeerError, match=r"closed|broke|answer"),
+        ):
+            remote.match([])
+        assert wanted.is_set()
+        wait_until(lambda: server.connections() == 0)
+        monkeypatch.undo()
+        with remote_of(server.address, "file") as remote:
+            remote.match([])
+
+
+def test_a_server_without_descriptors_waits_for_some(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread that accepts takes no CPU time worth the name, and says it once."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with made(folder, "file", LAYOUTS["float32"]) as pool, serving(pool, "file") as server:
+        strangers = [socket.socket() for _ in range(8)]
+        clock = time.pthread_getcpuclockid(cast(int, server._thread.ident))
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+        try:
+            for one in strangers:
+                one.connect(server.address)
+            wait_until(lambda: "could not be accepted" in caplog.text)
+            began, cpu = time.monotonic(), time.clock_gettime(clock)
+            threading.Event().wait(1.5)
+            share = (time.clock_gettime(clock) - cpu) / (time.monotonic() - began)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert share < 0.01
+        assert caplog.text.count("could not be accepted") == 1
+        for one in strangers:
+            one.close()
+        with remote_of(server.address, "file") as remote:
+            remote.match([])
 
 
 def test_addresses_and_secrets_are_checked(folder: Path) -> None:

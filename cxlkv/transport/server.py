@@ -11,6 +11,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from dataclasses import asdict
 from itertools import count
 from typing import TYPE_CHECKING
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 CONNECTIONS_MAX = 32
 HITS_MAX = 1024  # of one connection
 END_S = 10.0
+ACCEPT_PAUSE_S = (0.01, 0.5)  # after a connection that could not be accepted: first, at most
+LOG_EVERY_S = 60.0
 
 log = logging.getLogger(__name__)
 Answer = tuple[dict[str, object], Body]
@@ -67,6 +70,7 @@ class Server(Closing):
         self._sessions: set[_Session] = set()
         self._lock = threading.Condition()
         self._closed = False
+        self._over = threading.Event()
         self._verbs: VerbsHost | None = None
         self._listener = _listener(listen)
         forking.watch(self)
@@ -80,30 +84,50 @@ class Server(Closing):
                 raise
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._thread = threading.Thread(target=self._accept, name="cxlkv-serve", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._end_listening()
+            raise
         pool.before_close(self.close)
 
     def _accept(self) -> None:
-        while True:
+        """Nothing ends it but close(): what fails is tried again, and waits longer each time."""
+        failures, quiet_until_s = 0, 0.0
+        while not self._closed:
             try:
-                sock, peer = self._listener.accept()
-            except OSError as error:
+                self._begin(*self._listener.accept())
+                failures = 0
+            except Exception as error:  # no descriptor, no thread, no memory; or a peer that left
                 if self._closed:
                     return
-                log.warning("a connection could not be accepted: %s", error)
-                continue
+                if time.monotonic() >= quiet_until_s:
+                    quiet_until_s = time.monotonic() + LOG_EVERY_S
+                    log.warning("a connection could not be accepted: %s", error)
+                first_s, most_s = ACCEPT_PAUSE_S
+                self._over.wait(min(first_s * 2**failures, most_s))
+                failures = min(failures + 1, 16)
+
+    def _begin(self, sock: socket.socket, peer: tuple[str, int]) -> None:
+        session: _Session | None = None
+        try:
             session = _Session(self._pool, Wire(sock), self._shape.record_bytes, self._verbs)
             with self._lock:
                 is_full = len(self._sessions) >= self._connections
-                if self._closed:
-                    session.wire.close()
+                if self._closed or len(self._sessions) >= 2 * self._connections:
+                    sock.close()  # not even a refusal
                     return
-                if len(self._sessions) >= 2 * self._connections:  # not even a refusal
-                    session.wire.close()
-                    continue
                 self._sessions.add(session)
             args = (session, f"{peer[0]}:{peer[1]}", is_full)
-            threading.Thread(target=self._serve, args=args, daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=args, name="cxlkv-peer", daemon=True)
+            thread.start()
+        except BaseException:
+            sock.close()
+            with self._lock:
+                if session is not None:
+                    self._sessions.discard(session)
+                self._lock.notify_all()
+            raise
 
     def _serve(self, session: _Session, peer: str, is_full: bool) -> None:
         try:
@@ -134,12 +158,16 @@ class Server(Closing):
             self._closed = True
             for session in self._sessions:
                 session.wire.end()
+        self._over.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
         self._thread.join(END_S)
         with self._lock:
             self._lock.wait_for(lambda: not self._sessions, END_S)
+        self._end_listening()
+
+    def _end_listening(self) -> None:
+        self._listener.close()
         if self._verbs is not None:
             self._verbs.close()
 

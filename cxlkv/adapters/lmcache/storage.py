@@ -95,6 +95,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         self._putting: dict[CacheEngineKey, bool] = {}  # whether it is still wanted
         self._put_lock = threading.Lock()
         self._puts = ThreadPoolExecutor(1, "cxlkv-lmcache")
+        self._puts.submit(lambda: None)  # its thread begins now: a put asks the system for none
         self._closed = False
         forking.watch(self)
 

@@ -157,10 +157,17 @@ class Loader:
 
     def begin(self, load: Load) -> None:
         with self._changed:
+            try:
+                if self._thread is None:
+                    thread = threading.Thread(target=self._run, name="cxlkv-loads", daemon=True)
+                    thread.start()
+                    self._thread = thread
+            except RuntimeError as error:  # no thread to be had now; the next load tries again
+                log.warning("a load failed; the engine computes instead: %s", error)
+                load.give_up()
+                load.run(())
+                return
             self._waiting.append(load)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="cxlkv-loads", daemon=True)
-                self._thread.start()
             self._changed.notify()
 
     def _run(self) -> None:
