@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
@@ -42,6 +42,7 @@ from cxlkv.errors import (
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys
 from cxlkv.transport import Moved, Remote, Server, moving, pull, push, read_secret, wire
 from cxlkv.transport.far import Pieces
+from cxlkv.transport.server import STRANGERS_MAX
 from cxlkv.transport.verbs import Far, VerbsLink
 from cxlkv.transport.wire import Deadline, Wire, parse_address
 
@@ -570,6 +571,74 @@ def test_more_connections_than_places_are_refused(folder: Path) -> None:
         first.close()
         wait_until(lambda: server.connections() == 0)
         assert second.match([]).tokens == 0
+
+
+def test_silent_strangers_lock_nobody_out(
+    folder: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest of them go; who is in stays in, and who has the secret comes in at once."""
+    with (
+        made(folder, "file", LAYOUTS["float32"]) as pool,
+        serving(pool, "file", connections=2) as server,
+        remote_of(server.address, "file") as first,
+        remote_of(server.address, "file") as second,
+        ExitStack() as strangers,
+    ):
+        keys = publish(pool, rng)
+        hit = first.match(keys)
+        silent = [
+            strangers.enter_context(closing(socket.create_connection(server.address)))
+            for _ in range(2 * STRANGERS_MAX)
+        ]
+        silent[0].settimeout(WAIT_S)
+        with suppress(ConnectionError):  # it is told who it talks to, and then no more
+            while silent[0].recv(4096):
+                pass
+        assert second.match(keys).tokens == TOKENS
+        wait_until(lambda: server.connections() <= STRANGERS_MAX + 2)
+        q = rng.standard_normal((1, 2, 12)).astype(np.float32)
+        assert first.select(hit, 0, q, Budget(pages=1)).counts.any()
+
+
+def test_a_stranger_has_a_short_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "GREET_S", 0.05)
+    with (
+        made(folder, "file", LAYOUTS["float32"]) as pool,
+        serving(pool, "file") as server,
+        closing(socket.create_connection(server.address)) as stranger,
+    ):
+        stranger.settimeout(WAIT_S)
+        assert len(stranger.recv(4096)) == wire._HELLO.size
+        assert stranger.recv(1) == b""
+
+
+def test_the_last_place_goes_to_who_proves_itself_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger takes no place from others; so both are told to go on, and one is refused."""
+
+    def proof(sock: socket.socket) -> bytes:
+        mine = bytes(32)
+        sock.sendall(wire._HELLO.pack(wire.MAGIC, wire.PROTOCOL, 0, mine))
+        _, _, state, theirs = wire._HELLO.unpack(sock.recv(wire._HELLO.size))
+        assert state == wire._READY
+        return wire._proof(SECRET, b"client", mine, theirs)
+
+    with (
+        made(folder, "file", LAYOUTS["float32"]) as pool,
+        serving(pool, "file", connections=1) as server,
+        closing(socket.create_connection(server.address)) as one,
+        closing(socket.create_connection(server.address)) as other,
+    ):
+        proofs = proof(one), proof(other)
+        other.sendall(proofs[1])
+        assert other.recv(1)[0] == wire._READY
+        one.sendall(proofs[0])
+        assert one.recv(1)[0] == wire._BUSY
+        monkeypatch.setattr(server, "_is_full", lambda: False)
+        monkeypatch.setattr(server, "_enter", lambda session: False)
+        with remote_of(server.address, "file") as remote, pytest.raises(BusyError):
+            remote.match([])
 
 
 def test_a_server_that_gets_no_thread_goes_on(

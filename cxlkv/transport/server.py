@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from dataclasses import asdict
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,8 @@ from cxlkv.transport.wire import MESSAGE_S, Body, Deadline, Wire
 if TYPE_CHECKING:
     from cxlkv.transport.verbs import VerbsDoor, VerbsHost
 
-CONNECTIONS_MAX = 32
+CONNECTIONS_MAX = 32  # of peers that have proved that they know the secret
+STRANGERS_MAX = 32  # that have not yet; more push out the oldest ones
 HITS_MAX = 1024  # of one connection
 END_S = 10.0
 ACCEPT_PAUSE_S = (0.01, 0.5)  # after a connection that could not be accepted: first, at most
@@ -51,9 +53,10 @@ class Server(Closing):
     """Serves until close(), which pool.close() calls.
 
     listen: (host, port); port 0 takes a free one, see `address`. device: also over this RDMA
-    device. In a forked child it is closed, while the parent serves on. Raises UnsupportedError for
-    pools without checksums or of objects, RdmaError, BadArgumentError for an address that cannot be
-    had.
+    device. connections: peers that know the secret; those that have not shown it yet have a few
+    seconds, count apart, and lock nobody out. In a forked child it is closed, while the parent
+    serves on. Raises UnsupportedError for pools without checksums or of objects, RdmaError,
+    BadArgumentError for an address that cannot be had.
     """
 
     def __init__(
@@ -67,7 +70,10 @@ class Server(Closing):
     ):
         self._pool, self._secret, self._connections = pool, secret, connections
         self._shape = shape_of(pool._handle)
+        # By the state of their peer; who is neither is on its way out, its thread will have ended.
         self._sessions: set[_Session] = set()
+        self._strangers: dict[_Session, None] = {}  # the oldest first
+        self._proved: set[_Session] = set()
         self._lock = threading.Condition()
         self._closed = False
         self._over = threading.Event()
@@ -101,6 +107,7 @@ class Server(Closing):
             except Exception as error:  # no descriptor, no thread, no memory; or a peer that left
                 if self._closed:
                     return
+                self._push_out()  # what it has may be what is missing
                 if time.monotonic() >= quiet_until_s:
                     quiet_until_s = time.monotonic() + LOG_EVERY_S
                     log.warning("a connection could not be accepted: %s", error)
@@ -113,25 +120,52 @@ class Server(Closing):
         try:
             session = _Session(self._pool, Wire(sock), self._shape.record_bytes, self._verbs)
             with self._lock:
-                is_full = len(self._sessions) >= self._connections
-                if self._closed or len(self._sessions) >= 2 * self._connections:
-                    sock.close()  # not even a refusal
+                if self._closed or len(self._sessions) >= self._connections + 2 * STRANGERS_MAX:
+                    sock.close()  # those that were pushed out are not gone yet
                     return
+                if len(self._strangers) >= STRANGERS_MAX:
+                    self._push_out()
                 self._sessions.add(session)
-            args = (session, f"{peer[0]}:{peer[1]}", is_full)
+                self._strangers[session] = None
+            args = (session, f"{peer[0]}:{peer[1]}")
             thread = threading.Thread(target=self._serve, args=args, name="cxlkv-peer", daemon=True)
             thread.start()
         except BaseException:
             sock.close()
             with self._lock:
                 if session is not None:
-                    self._sessions.discard(session)
-                self._lock.notify_all()
+                    self._forget(session)
             raise
 
-    def _serve(self, session: _Session, peer: str, is_full: bool) -> None:
+    def _push_out(self) -> None:
+        """The oldest of those who have not proved themselves: a peer does so at once."""
+        with self._lock:
+            for oldest in self._strangers:
+                del self._strangers[oldest]
+                oldest.wire.end()
+                return
+
+    def _is_full(self) -> bool:
+        return len(self._proved) >= self._connections
+
+    def _enter(self, session: _Session) -> bool:
+        """The peer has proved itself. False: there is no place for it, or it was pushed out."""
+        with self._lock:
+            if session not in self._strangers or self._is_full():
+                return False
+            del self._strangers[session]
+            self._proved.add(session)
+            return True
+
+    def _forget(self, session: _Session) -> None:
+        self._sessions.discard(session)
+        self._strangers.pop(session, None)
+        self._proved.discard(session)
+        self._lock.notify_all()
+
+    def _serve(self, session: _Session, peer: str) -> None:
         try:
-            session.wire.admit(self._secret, is_full)
+            session.wire.admit(self._secret, self._is_full(), partial(self._enter, session))
             session.wire.send(self._shape.model_dump(), Deadline(MESSAGE_S))
             session.run()
         except (CXLKVError, OSError) as error:
@@ -142,8 +176,7 @@ class Server(Closing):
         finally:
             session.close()
             with self._lock:
-                self._sessions.discard(session)
-                self._lock.notify_all()
+                self._forget(session)
 
     def connections(self) -> int:
         """Peers that are connected now, and those that try to."""
@@ -177,7 +210,8 @@ class Server(Closing):
         self._listener.close()
         for session in self._sessions:
             session.leave()
-        self._sessions.clear()
+        for each in (self._sessions, self._strangers, self._proved):
+            each.clear()
         if self._verbs is not None:
             self._verbs.leave()
 

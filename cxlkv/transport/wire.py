@@ -19,7 +19,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 from cxlkv.errors import BadArgumentError, BusyError, PeerError, SecretError, VersionError
@@ -30,7 +30,7 @@ NONCE_BYTES = 32
 HEADER_BYTES_MAX = 64 << 10
 BODY_BYTES_MAX = 64 << 20
 SECRET_BYTES_MIN, SECRET_BYTES_MAX = 16, 4096
-GREET_S = 5.0  # a stranger holds a place no longer
+GREET_S = 3.0  # a stranger holds a place no longer
 MESSAGE_S = 30.0  # from a message's first byte to its last
 _HELLO = struct.Struct(f"<8sII{NONCE_BYTES}s")  # magic, version, state, random number
 _LENGTHS = struct.Struct("<II")
@@ -147,13 +147,16 @@ class Wire:
             raise BusyError("the server has as many connections as it takes: try again later")
         self._send(_proof(secret, b"client", mine, theirs), deadline)
         answer = bytes(self._receive(1 + _PROOF_BYTES, deadline))
+        if answer[0] == _BUSY:  # others came first, meanwhile
+            raise BusyError("the server has as many connections as it takes: try again later")
         if answer[0] == _REFUSED:
             raise SecretError("the server refused the secret: both sides need the same one")
         if not hmac.compare_digest(answer[1:], _proof(secret, b"server", mine, theirs)):
             raise SecretError("the server does not know the secret: it is not the one you mean")
 
-    def admit(self, secret: bytes, is_full: bool) -> None:
-        """The server's part; raises what is to be logged, the connection then ends."""
+    def admit(self, secret: bytes, is_full: bool, enter: Callable[[], bool]) -> None:
+        """The server's part; raises what is to be logged, the connection then ends. enter: called
+        when the peer has proved itself; whether there is a place for it."""
         deadline = Deadline(GREET_S)
         mine = os.urandom(NONCE_BYTES)
         self._send(_HELLO.pack(MAGIC, PROTOCOL, _BUSY if is_full else _READY, mine), deadline)
@@ -165,6 +168,9 @@ class Wire:
         ):
             self._send(bytes([_REFUSED]) + bytes(_PROOF_BYTES), deadline)
             raise SecretError("the peer does not know the secret")
+        if not enter():
+            self._send(bytes([_BUSY]) + bytes(_PROOF_BYTES), deadline)
+            raise BusyError("as many connections as are taken")
         self._send(bytes([_READY]) + _proof(secret, b"server", theirs, mine), deadline)
 
     def _hello(self, deadline: Deadline) -> tuple[int, bytes]:
