@@ -37,6 +37,7 @@ COUNTERS = {
     "queued_drops": "Page references that could not be given back at once, and were later",
     "lock_waits": "Waits for the pool's lock that took more than 1 ms",
     "lost_lines": "Looks at a line about hosts that ended in a bus error",
+    "log_rescans": "Times that another host's log could not be followed, and all was read anew",
 }
 
 Pool = CXLPool | str | os.PathLike[str]

@@ -7,6 +7,7 @@ in tests/test_hosts.py.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -303,8 +304,8 @@ def test_a_published_page_that_was_changed(hosts: Hosts) -> None:
 
 
 def test_a_damaged_log_record(hosts: Hosts) -> None:
-    """Whoever follows looks at the descriptors instead."""
-    owner, other = hosts.open(0), hosts.open(1, NEVER_S)
+    """Whoever follows looks at the descriptors instead, once; its host mends it when told."""
+    owner, other = hosts.open(0, NEVER_S), hosts.open(1, NEVER_S)
     publish(owner, 1)
     assert found(other, 1) == TOKENS
     publish(owner, 2)
@@ -313,6 +314,42 @@ def test_a_damaged_log_record(hosts: Hosts) -> None:
         poke(hosts.path, log + 64 * (record + 1) + 30, b"?")
     publish(owner, 3)
     assert found(other, 2) == found(other, 3) == TOKENS
+    assert other.stats()["log_rescans"] == 1
+    damage = r"host 0: the line of record 6 in its log is damaged.*pool check --repair` there"
+    for pool in (owner, other):
+        (problem,) = pool.check()["problems"]
+        assert re.match(damage, problem)
+    assert not other.check(repair=True)["repairs"], "only its owner writes a line"
+    assert owner.check(repair=True)["repairs"] == [
+        "host 0 says anew in its log what it has published"
+    ]
+    publish(owner, 4)
+    assert found(other, 3) == found(other, 4) == TOKENS
+    audit(owner)
+    audit(other)
+
+
+@pytest.mark.parametrize("sequence", [6, 1 << 40, (1 << 64) - 1])
+def test_a_dead_hosts_log_that_ends_in_damage(hosts: Hosts, sequence: int) -> None:
+    """Its line has the next number, or a larger one: others look at all descriptors once, and not
+    at each lookup; when it comes back it mends the line, and is heard again."""
+    other = hosts.open(1, NEVER_S)
+    died = Remote(hosts.stack, hosts.path, 0)
+    assert died.do("publish(pool, 1)")
+    assert found(other, 1) == TOKENS
+    died.popen.kill()
+    died.popen.wait()
+    poke(hosts.path, line_offset(other, 0, LOG_LINES + 6), struct.pack("<QQ", sequence, 2))
+    for _ in range(20):
+        assert found(other, 1) == TOKENS
+    assert other.stats()["log_rescans"] == 1
+    (problem,) = other.check()["problems"]
+    assert problem.startswith(f"host 0: the line of record {sequence} in its log is damaged")
+    back = hosts.open(0, SHORT_LEASE_S)
+    publish(back, 2)
+    assert found(other, 2) == TOKENS
+    assert other.stats()["log_rescans"] == 1
+    audit(back)
     audit(other)
 
 
@@ -429,7 +466,8 @@ def test_random_bytes_in_a_hosts_block(hosts: Hosts, seed: int, round_number: in
             work()
     for number in range(1, 6):
         assert found(other, number) in range(0, TOKENS + 1)
-    assert other.check(deep=True)["clean"]
+    for problem in other.check(deep=True)["problems"]:
+        assert problem.startswith("host 0: the line of record ")
 
 
 # ---- arguments ----

@@ -136,6 +136,7 @@ typedef struct cxlkv_stats {
     uint64_t queued_drops;          /* of this process: pages that it could not give back at once */
     uint64_t lock_waits;            /* of this process for the pool's lock, over 1 ms */
     uint64_t lost_lines;            /* by all processes: as below */
+    uint64_t log_rescans;           /* another host's log could not be followed: fast, or damaged */
 } cxlkv_stats;
 
 /* They only grow: of one process since it opened the pool, or of all since the pool was made. */
@@ -159,6 +160,7 @@ typedef struct cxlkv_counters {
     uint64_t queued_drops;          /* pages whose giving back had to wait for the next call */
     uint64_t lock_waits;            /* for the pool's lock, over 1 ms */
     uint64_t lost_lines;            /* looks at a line about hosts that ended in a bus error */
+    uint64_t log_rescans;           /* of a pool only: logs that could not be followed */
 } cxlkv_counters;
 
 typedef struct cxlkv_process {

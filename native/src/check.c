@@ -83,11 +83,16 @@ static void check_page(cxlkv_pool *pool, uint32_t page, report *report) {
 
 /* ---- repair: damaged descriptors, from the records' headers ---- */
 
-static void report_repair(report *report, uint32_t page, const char *what) {
+static void report_repair_of(report *report, const char *whose, uint32_t number,
+                             const char *what) {
     if (report->used + 1 >= report->bytes) return;
     int wrote = snprintf(report->text + report->used, report->bytes - report->used,
-                         "repaired: page %u %s\n", page, what);
+                         "repaired: %s %u %s\n", whose, number, what);
     if (wrote > 0) report->used = min_u64(report->used + (size_t)wrote, report->bytes - 1);
+}
+
+static void report_repair(report *report, uint32_t page, const char *what) {
+    report_repair_of(report, "page", page, what);
 }
 
 /* Every byte is what its CRC says, and nobody else has its hash: so whatever the descriptor said,
@@ -163,6 +168,28 @@ static void repair_deep(cxlkv_pool *pool, uint32_t page, report *report) {
     report_repair(report, page, "is not published any more: its bytes were changed");
 }
 
+/* ---- logs: each host mends its own ---- */
+
+static void repair_log(cxlkv_pool *pool, report *report) {
+    uint64_t sequence;
+    uint32_t self = pool->hosts.self;
+    if (!pool->shared || !hosts_log_is_damaged(&pool->hosts, self, &sequence)) return;
+    log_write(pool);
+    hosts_mend_log(&pool->hosts);
+    pool->host->log_next = hosts_log_end(&pool->hosts, self);
+    log_again(pool); /* whoever had not read what is lost */
+    report_repair_of(report, "host", self, "says anew in its log what it has published");
+}
+
+static void check_log(cxlkv_pool *pool, uint32_t host, report *report) {
+    uint64_t sequence;
+    if (!hosts_log_is_damaged(&pool->hosts, host, &sequence)) return;
+    fail(CXLKV_E_CORRUPT, "the line of record %lu in its log is damaged: others read its "
+         "descriptors instead. Opening the pool as that host, or `cxlkv pool check --repair` "
+         "there, mends it", sequence);
+    report_line(report, "host", host);
+}
+
 /* ---- all of it ---- */
 
 static int check_superblock_bytes(cxlkv_pool *pool) {
@@ -226,6 +253,7 @@ static void check_host(cxlkv_pool *pool, uint32_t host, report *report) {
              "what it says is not known to others, nor what they said to it. Bring that memory "
              "back, or create the pool anew", lost);
     if (lost || !known) report_line(report, "host", host);
+    if (!lost) check_log(pool, host, report);
 }
 
 static void check_all(cxlkv_pool *pool, report *report) {
@@ -254,6 +282,7 @@ int64_t cxlkv_pool_check(cxlkv_pool *pool, uint32_t flags, char *text, uint64_t 
     code = host_lock(pool);
     if (code == 0) {
         host_reap(pool);
+        if (flags & CXLKV_CHECK_REPAIR) repair_log(pool, &report);
         if (flags & CXLKV_CHECK_REPAIR) each_page(pool, repair_descriptor, &report);
         if (flags & CXLKV_CHECK_REPAIR && report.deep) each_page(pool, repair_deep, &report);
         check_all(pool, &report);

@@ -84,24 +84,25 @@ static bool follow(cxlkv_pool *pool, uint32_t host) {
     log_record records[LOG_BATCH];
     host_view *view = &pool->host->views[host];
     int count;
-    while ((count = hosts_read_log(&pool->hosts, host, &view->log_next, records)) > 0)
+    while ((count = hosts_read_log(&pool->hosts, host, &view->log, records)) > 0)
         for (int i = 0; i < count; i++) apply(pool, &records[i]);
     return count == 0;
 }
 
 void peers_follow(cxlkv_pool *pool) {
-    uint64_t next[HOSTS_MAX];
+    const log_place *places[HOSTS_MAX];
     bool rescans = false;
     for (uint32_t host = 0; host < pool->sharing.hosts; host++)
-        next[host] = pool->host->views[host].log_next;
-    uint64_t moved = hosts_logs_moved(&pool->hosts, next);
+        places[host] = &pool->host->views[host].log;
+    uint64_t moved = hosts_logs_moved(&pool->hosts, places);
     for (uint32_t host = 0; host < pool->sharing.hosts; host++) {
         if (host == pool->hosts.self || !(moved >> host & 1) || follow(pool, host)) continue;
-        pool->host->views[host].log_next = hosts_log_end(&pool->hosts, host);
+        hosts_skip_log(&pool->hosts, host, &pool->host->views[host].log);
         rescans = true;
     }
     if (!rescans) return;
     /* It wrote faster than we read, or a record is damaged: the descriptors say the same. */
+    host_count(pool->host, COUNT_LOG_RESCANS);
     descriptors_hand_over(pool, false);
     host_rebuild(pool);
 }

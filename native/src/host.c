@@ -15,7 +15,7 @@
 #include "internal.h"
 #include "worker.h"
 
-#define HOST_MAGIC 0x30315453484b5643ull /* "CVKHST10" */
+#define HOST_MAGIC 0x31315453484b5643ull /* "CVKHST11" */
 
 uint64_t random_u64(void) {
     uint64_t value = 0;
@@ -108,8 +108,8 @@ void host_unregister(cxlkv_pool *pool, uint32_t slot) {
     pool->host->processes[slot].state = 0;
 }
 
-/* Under the lock, by whoever has it: the last row is nobody's own. */
-static void host_count(host_state *host, enum counter which) {
+/* The last row is nobody's own: whoever has the lock writes it. */
+void host_count(host_state *host, enum counter which) {
     atomic_fetch_add_explicit(&host->counters[PROCESS_MAX].counts[which], 1, memory_order_relaxed);
 }
 
@@ -156,8 +156,6 @@ static void rewrite_repair(cxlkv_pool *pool) {
         record_seal(pool, page, record_part(pool, page), record_tokens(pool, page), NULL);
     } GUARD_END(fault, pool->pages[page].retired = 1)
 }
-
-static void log_again(cxlkv_pool *pool);
 
 /* Its holder died in the middle of a change: derive all that is derived anew. */
 static void repair(cxlkv_pool *pool) {
@@ -403,8 +401,7 @@ void host_rebuild(cxlkv_pool *pool) {
         host_rebuild_runs(pool, word * runs, runs);
 }
 
-/* Whoever died may have published without a word about it. */
-static void log_again(cxlkv_pool *pool) {
+void log_again(cxlkv_pool *pool) {
     for (uint32_t page = 0; page < pool->host->page_count; page++) {
         descriptor line;
         if (!page_is_ours(pool, page) || !pool->pages[page].published) continue;

@@ -140,15 +140,25 @@ _Static_assert(sizeof(log_record) == 64, "one line");
 /* Fills in sequence (from `next` on), epoch and crc. Never waits for readers. A record whose line
  * is lost is not told: readers then find what it says by the descriptors, or later. */
 void hosts_log(const hosts *h, uint64_t next, log_record *records, uint32_t count);
-/* Up to 16 records of a host from *next on, which moves behind them. 0: the end. -CXLKV_E_STALE: it
- * has written past us; -CXLKV_E_CORRUPT: a record is damaged; -CXLKV_E_POISON: it cannot be read.
- * Then: hosts_log_end(), and look at its descriptors instead. */
+/* How far a host's log was read. */
+typedef struct log_place {
+    uint64_t next;               /* the record that is read next */
+    log_record damaged;          /* its line, as it was when it was given up; else zeros */
+} log_place;
+/* Up to 16 records of a host from place->next on, which moves behind them. 0: the end.
+ * -CXLKV_E_STALE: it has written past us; -CXLKV_E_CORRUPT: the record is damaged. Then:
+ * hosts_skip_log(), and look at its descriptors instead. */
 enum { LOG_BATCH = 16 };
-int hosts_read_log(const hosts *h, uint32_t host, uint64_t *next, log_record *records);
-/* A bit for each host whose log has a record from next[host] on. */
-uint64_t hosts_logs_moved(const hosts *h, const uint64_t *next);
+int hosts_read_log(const hosts *h, uint32_t host, log_place *place, log_record *records);
+/* On to the end of the log. A damaged line there is no news until it, or what follows, changes. */
+void hosts_skip_log(const hosts *h, uint32_t host, log_place *place);
+/* A bit for each host whose log has news at places[host]. */
+uint64_t hosts_logs_moved(const hosts *h, const log_place *const *places);
 /* The sequence that the host writes next, or wrote just now. */
 uint64_t hosts_log_end(const hosts *h, uint32_t host);
+/* Does a line of it say that it is a record which others may still read, and is not whole? An
+ * append that its writer died over is no damage. */
+bool hosts_log_is_damaged(const hosts *h, uint32_t host, uint64_t *sequence);
 
 /* ---- pins (V6): a bit for each page that is in use by this host and is not its own ---- */
 static inline uint64_t *hosts_pin_word(const hosts *h, uint32_t host, uint32_t page) {

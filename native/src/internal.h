@@ -190,6 +190,7 @@ enum counter {
     COUNT_QUEUED_DROPS,
     COUNT_LOCK_WAITS,
     COUNT_LOST_LINES,
+    COUNT_LOG_RESCANS,
     COUNT_KINDS
 };
 _Static_assert(sizeof(cxlkv_counters) == COUNT_KINDS * sizeof(uint64_t), "one for each");
@@ -207,7 +208,7 @@ typedef struct host_view {
     uint64_t beats, since_ns;    /* its last heartbeat, and since when by our own clock */
     uint64_t lease_ns;           /* that it promises to beat within, if longer than ours */
     uint64_t wanted_extents;
-    uint64_t log_next;           /* the record of its log that is read next */
+    log_place log;               /* how far its log was read */
 } host_view;
 
 typedef struct host_state {
@@ -637,10 +638,14 @@ int host_lock(cxlkv_pool *pool);          /* 0, or -CXLKV_E_TIMEOUT; repairs aft
 void host_unlock(cxlkv_pool *pool);
 int mutex_lock_until(pthread_mutex_t *mutex, uint64_t until_ns);  /* CLOCK_MONOTONIC */
 uint64_t host_reap(cxlkv_pool *pool);     /* under the lock: gives back what dead processes held */
+/* Under the lock: one more of what no process counts for itself. */
+void host_count(host_state *host, enum counter which);
 int host_register(cxlkv_pool *pool, uint32_t state, uint32_t *slot);
 void host_unregister(cxlkv_pool *pool, uint32_t slot);
 void host_rebuild_runs(cxlkv_pool *pool, uint32_t first_run, uint32_t count);  /* of 64 pages */
 void host_rebuild(cxlkv_pool *pool);      /* lists, holders and index from their primary records */
+/* All that we have published, in the log: whoever died may not have come to say it. */
+void log_again(cxlkv_pool *pool);
 uint32_t *held_of(const cxlkv_pool *pool, uint32_t slot);
 int host_recount(cxlkv_pool *pool, char *text, size_t text_bytes);  /* problems found */
 int host_remove_state(const uint8_t identity[16], int fd, uint32_t host);

@@ -130,9 +130,10 @@ static void follow_from_here(cxlkv_pool *pool) {
     for (uint32_t host = 0; host < pool->sharing.hosts; host++) {
         host_name name;
         bool unused = hosts_name(&pool->hosts, host, &name) && name.status == HOST_UNUSED;
-        pool->host->views[host].log_next = unused ? 1 : hosts_log_end(&pool->hosts, host);
+        uint64_t next = unused ? 1 : hosts_log_end(&pool->hosts, host);
+        pool->host->views[host].log = (log_place){.next = next};
     }
-    pool->host->log_next = pool->host->views[pool->hosts.self].log_next;
+    pool->host->log_next = pool->host->views[pool->hosts.self].log.next;
 }
 
 int peers_arrive(cxlkv_pool *pool) {
@@ -208,6 +209,7 @@ int peers_return(cxlkv_pool *pool) {
     code = hosts_attach(&pool->hosts, pool->host->nonce);
     if (code < 0) return code;
     pool->host->host_epoch = pool->hosts.epoch;
+    pool->host->log_next = hosts_log_end(&pool->hosts, pool->hosts.self); /* it may be mended */
     peers_beat(pool, true);
     set_safe(pool);
     return extents_refresh(pool);

@@ -681,6 +681,7 @@ int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats) {
         stats->reaped_processes = all.reaped_processes;
         stats->rebuilds = all.rebuilds;
         stats->lost_lines = all.lost_lines;
+        stats->log_rescans = all.log_rescans;
         host_unlock(pool);
     }
     pthread_mutex_lock(&pool->list_lock);

@@ -38,7 +38,13 @@ TOLD_BY = {
     "FLUSH_NAME_LOOK_BEGIN": INTERRUPTED,
     "CLAIM_NAME_AGAIN": INTERRUPTED,
     "WAIT_CLOSED": ON_REAL_MEMORY,
+    "LOG_ORDER": INTERRUPTED,
+    "LOG_CRC": ON_REAL_MEMORY,
+    "LOG_LATER_CRC": ON_REAL_MEMORY,
+    "LOG_GIVEN_UP": ON_REAL_MEMORY,
+    "LOG_BEHIND_DAMAGE": ON_REAL_MEMORY,
     "LOG_GAP": ON_REAL_MEMORY,
+    "LOG_TORN_END": ON_REAL_MEMORY,
     "CLAIM_ENTRY": ON_REAL_MEMORY,
     "NAME_TWICE": ON_REAL_MEMORY,
     "OBJECT_PUT_BACK": PRIVATE_CACHES,
@@ -129,7 +135,33 @@ CHECKS = {
         "return record->crc == crc32c(0, record, offsetof(log_record, crc)) &&",
         "return",
     ),
-    "LOG_GAP": Check("host_log.c", "hosts_log(h, s, &nothing, 1);", "continue;"),
+    "LOG_ORDER": Check(
+        "host_log.c",
+        "flush_store_line(line, record, 1);",
+        "flush_store_word(line, sequence);\n    flush_store_line(line, record, 1);",
+    ),
+    "LOG_LATER_CRC": Check(
+        "host_log.c",
+        "if (!record_is_whole(h, record, sequence)) return -CXLKV_E_CORRUPT;",
+        "if (record->sequence == sequence && !record_is_whole(h, record, sequence))\n"
+        "        return -CXLKV_E_CORRUPT;",
+    ),
+    "LOG_GIVEN_UP": Check(
+        "host_log.c",
+        "if (count == -CXLKV_E_CORRUPT) place->damaged = records[0];",
+        "",
+    ),
+    "LOG_BEHIND_DAMAGE": Check(
+        "host_log.c", "return code > 0 || code == -CXLKV_E_STALE;", "return code > 9;"
+    ),
+    "LOG_GAP": Check(
+        "host_log.c",
+        "if (record.sequence != s || !record_is_whole(h, &record, s)) fill_log",
+        "if (false) fill_log",
+    ),
+    "LOG_TORN_END": Check(
+        "host_log.c", "if (is_blank(&record) || record_is_whole(h, &record, s)) break;", "break;"
+    ),
     "CLAIM_CRC": Check(
         "claims.c", "|| c->crc != claim_crc(c, extent) || c->commit", "|| c->commit"
     ),

@@ -30,7 +30,7 @@ typedef struct member {
     process *worker[PAGES_MAX];  /* who writes or frees it */
     uint32_t pins[PAGES_MAX];    /* how many processes read it */
     uint64_t known[PAGES_MAX];   /* generations that others are known to have published */
-    uint64_t log_at[MEMBERS_MAX];
+    log_place log_at[MEMBERS_MAX];
     uint64_t beats_seen[MEMBERS_MAX], beat_step[MEMBERS_MAX], look_step;
 } member;
 
@@ -201,7 +201,7 @@ static inline void look_at_descriptors(member *m) {
 /* Whoever knows nothing yet: first the ends of the logs, then what stands. */
 static inline void look_at_all(member *m) {
     for (uint32_t host = 0; host < m->p->members; host++)
-        m->log_at[host] = hosts_log_end(&m->h, host);
+        m->log_at[host] = (log_place){.next = hosts_log_end(&m->h, host)};
     look_at_descriptors(m);
     m->knows = true;
 }
@@ -507,7 +507,9 @@ static inline void round_follow(process *a) {
     bool ended = true;
     for (uint32_t page = 0; page < m->p->area.page_count; page++)
         logged[page] = m->p->page[page].logged;
-    uint64_t moved = random_below(&a->dice, 2) ? ~0ull : hosts_logs_moved(&m->h, m->log_at);
+    const log_place *places[MEMBERS_MAX];
+    for (uint32_t host = 0; host < m->p->members; host++) places[host] = &m->log_at[host];
+    uint64_t moved = random_below(&a->dice, 2) ? ~0ull : hosts_logs_moved(&m->h, places);
     for (uint32_t host = 0; host < m->p->members; host++) {
         log_record records[LOG_BATCH];
         int n = moved >> host & 1;
@@ -517,8 +519,9 @@ static inline void round_follow(process *a) {
             for (int i = 0; i < n; i++) learn(m, host, &records[i]);
             if (n >= 0) continue;
             m->p->counts.laps += n == -CXLKV_E_STALE;
-            m->log_at[host] = hosts_log_end(&m->h, host);
-            protocol_note(m->p, "was lapped by, goes on at", m->h.self, host, m->log_at[host]);
+            hosts_skip_log(&m->h, host, &m->log_at[host]);
+            protocol_note(m->p, "was lapped by, goes on at", m->h.self, host,
+                          m->log_at[host].next);
             look_at_descriptors(m);
         }
         ended &= n <= 0 || host == m->h.self;

@@ -222,41 +222,93 @@ static void test_pins(void) {
 static void test_log(void) {
     pool p;
     log_record records[LOG_BATCH], seen[LOG_BATCH];
-    uint64_t next = 1, written = 1;
+    uint64_t written = 1;
+    log_place at = {.next = 1};
     pool_make(&p, VISIBILITY_STRICT);
     attach_all(&p);
-    CHECK(hosts_read_log(&p.at[1], 0, &next, seen) == 0 && hosts_log_end(&p.at[1], 0) == 1);
+    CHECK(hosts_read_log(&p.at[1], 0, &at, seen) == 0 && hosts_log_end(&p.at[1], 0) == 1);
     for (int round = 0; round < 20; round++) {
         uint32_t count = 1 + (uint32_t)round % 5;
         for (uint32_t i = 0; i < count; i++)
             records[i] = (log_record){.operation = LOG_PUBLISH, .page = (uint32_t)written + i};
         hosts_log(&p.at[0], written, records, count);
-        CHECK(hosts_read_log(&p.at[1], 0, &next, seen) == (int)count);
+        CHECK(hosts_read_log(&p.at[1], 0, &at, seen) == (int)count);
         for (uint32_t i = 0; i < count; i++) CHECK(seen[i].page == written + i);
         written += count;
-        CHECK(next == written && hosts_log_end(&p.at[2], 0) == written);
+        CHECK(at.next == written && hosts_log_end(&p.at[2], 0) == written);
     }
     for (uint32_t i = 0; i < 9; i++) records[i] = (log_record){.operation = LOG_FREE, .page = i};
     hosts_log(&p.at[0], written, records, 9); /* one more than there is room for */
-    CHECK(hosts_read_log(&p.at[1], 0, &next, seen) == -CXLKV_E_STALE);
-    next = written + 5;
+    CHECK(hosts_read_log(&p.at[1], 0, &at, seen) == -CXLKV_E_STALE);
+    at = (log_place){.next = written + 5};
     uint8_t *line = hosts_line(&p.at[0], 0, LOG_LINES + ((written + 6) & (RECORDS - 1)));
     line[20] ^= 1;
-    CHECK(hosts_read_log(&p.at[1], 0, &next, seen) == 1 && next == written + 6);
-    CHECK(hosts_read_log(&p.at[1], 0, &next, seen) == -CXLKV_E_CORRUPT);
+    CHECK(hosts_read_log(&p.at[1], 0, &at, seen) == 1 && at.next == written + 6);
+    CHECK(hosts_read_log(&p.at[1], 0, &at, seen) == -CXLKV_E_CORRUPT);
     /* A batch of three whose first line is lost with its writer, who goes on behind it. */
-    next = written = hosts_log_end(&p.at[0], 0);
+    at.next = written = hosts_log_end(&p.at[0], 0);
     for (uint32_t i = 0; i < 3; i++) records[i] = (log_record){.operation = LOG_FREE, .page = i};
     line = hosts_line(&p.at[0], 0, LOG_LINES + (written & (RECORDS - 1)));
     uint8_t before[64];
     memcpy(before, line, 64);
     hosts_log(&p.at[0], written, records, 3);
     memcpy(line, before, 64);
-    CHECK(hosts_read_log(&p.at[1], 0, &next, seen) == 0 && next == written);
+    CHECK(hosts_read_log(&p.at[1], 0, &at, seen) == 0 && at.next == written);
     hosts_recover(&p.at[0]);
-    CHECK(hosts_read_log(&p.at[1], 0, &next, seen) == 3 && next == written + 3);
+    CHECK(hosts_read_log(&p.at[1], 0, &at, seen) == 3 && at.next == written + 3);
     CHECK(seen[0].operation == LOG_FORGET && seen[0].generation == 0 && seen[1].page == 1);
     CHECK(hosts_log_end(&p.at[1], 0) == written + 3);
+    free(p.memory);
+}
+
+/* What host 1 reads of host 0's log from now on; an error is met once, and skipped. */
+static int read_once(pool *p, log_place *at) {
+    log_record seen[LOG_BATCH];
+    const log_place *places[HOSTS] = {at, &(log_place){.next = 1}, &(log_place){.next = 1}};
+    if (!(hosts_logs_moved(&p->at[1], places) & 1)) return 0;
+    int count = hosts_read_log(&p->at[1], 0, at, seen);
+    if (count < 0) hosts_skip_log(&p->at[1], 0, at);
+    return count;
+}
+
+/* A line that says more than it is costs its readers one look, and is heard when it changes; so is
+ * what follows it, and its owner when it comes back. */
+static void test_damaged_log(uint64_t sequence_said, bool record_is_there) {
+    pool p;
+    log_record record = {.operation = LOG_FREE};
+    log_place at = {.next = 1};
+    uint64_t sequence;
+    pool_make(&p, VISIBILITY_STRICT);
+    attach_all(&p);
+    for (uint64_t s = 1; s < RECORDS + 3; s++) {
+        hosts_log(&p.at[0], s, &record, 1);
+        CHECK(read_once(&p, &at) == 1 && at.next == s + 1);
+    }
+    CHECK(!hosts_log_is_damaged(&p.at[1], 0, &sequence));
+    uint64_t *line = (uint64_t *)hosts_line(&p.at[0], 0, LOG_LINES + (at.next & (RECORDS - 1)));
+    if (record_is_there) hosts_log(&p.at[0], at.next, &record, 1);
+    line[0] = sequence_said;
+    line[2] ^= 1;
+    int pauses = p.pauses;
+    CHECK(read_once(&p, &at) == -CXLKV_E_CORRUPT && at.next == RECORDS + 3);
+    CHECK(p.pauses > pauses && hosts_log_is_damaged(&p.at[1], 0, &sequence));
+    CHECK(sequence == sequence_said);
+    pauses = p.pauses;
+    for (int look = 0; look < 100; look++) CHECK(read_once(&p, &at) == 0);
+    CHECK(p.pauses == pauses);
+    line[3] ^= 1; /* other damage */
+    CHECK(read_once(&p, &at) == -CXLKV_E_CORRUPT && read_once(&p, &at) == 0);
+    if (record_is_there) { /* its writer does not know of it */
+        hosts_log(&p.at[0], at.next + 1, &record, 1);
+        CHECK(read_once(&p, &at) == -CXLKV_E_CORRUPT && at.next == RECORDS + 5);
+    } else { /* it comes back */
+        CHECK(hosts_attach(&p.at[0], 100) == 0);
+        CHECK(hosts_log_end(&p.at[0], 0) == RECORDS + 4);
+        CHECK(read_once(&p, &at) == 1 && at.next == RECORDS + 4);
+        CHECK(!hosts_log_is_damaged(&p.at[1], 0, &sequence));
+    }
+    hosts_log(&p.at[0], at.next, &record, 1);
+    CHECK(read_once(&p, &at) == 1 && read_once(&p, &at) == 0);
     free(p.memory);
 }
 
@@ -266,7 +318,7 @@ static void test_hostile(uint64_t seed) {
         pool p;
         extent_owner owners[EXTENTS];
         log_record seen[LOG_BATCH];
-        uint64_t next = 1;
+        log_place at = {.next = 1};
         host_name name;
         pool_make(&p, VISIBILITY_COHERENT);
         attach_all(&p);
@@ -278,7 +330,7 @@ static void test_hostile(uint64_t seed) {
         hosts_owners(&p.at[0], owners);
         for (uint32_t e = 0; e < EXTENTS; e++)
             CHECK(owners[e].host < HOSTS || owners[e].host == NO_HOST);
-        hosts_read_log(&p.at[0], 1, &next, seen);
+        hosts_read_log(&p.at[0], 1, &at, seen);
         hosts_log_end(&p.at[0], 2);
         hosts_name(&p.at[0], 1, &name);
         if (hosts_lock(&p.at[0]) == 0) hosts_unlock(&p.at[0]);
@@ -297,6 +349,10 @@ int main(void) {
     test_recover();
     test_pins();
     test_log();
+    test_damaged_log(RECORDS + 3, false); /* the number that comes next */
+    test_damaged_log(RECORDS + 3, true);
+    test_damaged_log(1ull << 40, false);
+    test_damaged_log(UINT64_MAX, true);
     const char *given = getenv("CXLKV_TEST_SEED");
     uint64_t seed = given ? strtoull(given, NULL, 10) : 1;
     printf("seed %lu\n", seed);

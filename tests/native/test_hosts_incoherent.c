@@ -1,7 +1,10 @@
-/* Goal: who reads what others own may be interrupted anywhere, for any time. Method: on emulated
- * memory, a host that looks at the owners of all extents is stopped at each of its steps in turn;
- * meanwhile another host, which had been fenced over a claim, comes back, falls silent and is
- * fenced anew, in the word that said what counts. The claim must not count.
+/* Goal: who reads what others own may be interrupted anywhere, for any time; who appends to its log
+ * may die anywhere. Method: on emulated memory, a host that looks at the owners of all extents is
+ * stopped at each of its steps in turn; meanwhile another host, which had been fenced over a claim,
+ * comes back, falls silent and is fenced anew, in the word that said what counts. The claim must
+ * not count. Then a host that appends a batch dies at each of its steps in turn: its process, or
+ * all of it, with its caches lost or written back later. Who follows its log never waits and finds
+ * nothing damaged; the host comes back and is heard.
  *
  * 25 seeds for each step, or what knobs.h says; there is nothing to limit. */
 #undef NDEBUG
@@ -128,11 +131,130 @@ static bool run(uint64_t seed, bool arm64, uint64_t stops_step, uint64_t *reader
     return right;
 }
 
+/* ---- a host that dies over an append ---- */
+
+enum { WRITER, FOLLOWER, APPENDED = 3 };
+
+static struct append {
+    incoherent *sim;
+    int writer;
+    uint64_t next, dies_step, steps;
+    int loss;                    /* of the host that dies; -1: its process only */
+    uint32_t pauses;
+    log_place place;
+} append;
+
+static void count_pause(void *context) {
+    (void)context;
+    append.pauses++;
+    incoherent_yield();
+}
+
+static void append_some(uint64_t next, uint32_t count) {
+    log_record records[APPENDED];
+    for (uint32_t i = 0; i < count; i++)
+        records[i] = (log_record){.operation = LOG_FREE, .page = i, .generation = next + i};
+    hosts_log(&scene.at[WRITER], next, records, count);
+}
+
+static void writer_run(void *context) {
+    (void)context;
+    append_some(append.next, APPENDED);
+}
+
+/* Comes back, and says something more. */
+static void writer_again(void *context) {
+    (void)context;
+    CHECK(hosts_attach(&scene.at[WRITER], NONCE + 1) == 0);
+    append.next = hosts_log_end(&scene.at[WRITER], WRITER);
+    append_some(append.next, 1);
+}
+
+static void writer_dies(void *context) {
+    (void)context;
+    if (incoherent_running(append.sim) != append.writer) return;
+    if (append.dies_step == 0 || ++append.steps != append.dies_step) return;
+    if (append.loss < 0) incoherent_kill(append.sim, append.writer);
+    else incoherent_kill_host(append.sim, WRITER, (enum incoherent_loss)append.loss);
+}
+
+/* To the end of the log, some times over. */
+static void follower_run(void *right) {
+    const log_place nobody = {.next = 1}, *places[] = {&append.place, &nobody, &nobody};
+    for (int look = 0; look < 4; look++) {
+        log_record records[LOG_BATCH];
+        uint64_t at = append.place.next;
+        int count = 0;
+        if (hosts_logs_moved(&scene.at[FOLLOWER], places) & 1 << WRITER)
+            count = hosts_read_log(&scene.at[FOLLOWER], WRITER, &append.place, records);
+        for (int i = 0; i < count; i++)
+            if (records[i].generation && records[i].generation != at + (uint32_t)i) count = -1;
+        if (count < 0) *(bool *)right = false;
+    }
+}
+
+static bool append_run(uint64_t seed, bool arm64, uint64_t dies_step, uint64_t *steps) {
+    hosts_area area = {.host_count = HOSTS, .extent_count = EXTENTS, .page_count = PAGES,
+                       .log_records = RECORDS};
+    hosts_area_make(&area);
+    struct incoherent_options options = incoherent_usual(seed);
+    options.hosts = HOSTS;
+    options.lines = (uint32_t)(HOSTS * area.block_bytes / FLUSH_LINE_BYTES);
+    options.arm64 = arm64;
+    options.early_drops = true;
+    knob_options(&options);
+    append = (struct append){.sim = incoherent_make(&options), .dies_step = dies_step,
+                             .next = seed % 2 ? 1 : RECORDS + 3, .loss = (int)(seed % 3) - 1};
+    hosts_make(incoherent_base(append.sim), &area);
+    for (uint32_t i = 0; i < HOSTS; i++) {
+        CHECK(hosts_attach(&scene.at[i], NONCE) == 0);
+        scene.at[i].pause = count_pause;
+    }
+    for (uint64_t s = 1; s < append.next; s++) append_some(s, 1);
+    append.place.next = append.next;
+    incoherent_hook(append.sim, writer_dies, NULL);
+    append.writer = incoherent_actor(append.sim, WRITER, writer_run, NULL);
+    incoherent_run(append.sim);
+    *steps = append.steps;
+    append.dies_step = 0;
+    bool right = true;
+    incoherent_actor(append.sim, FOLLOWER, follower_run, &right);
+    incoherent_run(append.sim);
+    right = right && append.pauses == 0;
+    incoherent_actor(append.sim, WRITER, writer_again, NULL);
+    incoherent_run(append.sim);
+    incoherent_actor(append.sim, FOLLOWER, follower_run, &right);
+    incoherent_run(append.sim);
+    right = right && append.pauses == 0 && append.place.next == append.next + 1;
+    if (!right) {
+        incoherent_trace(append.sim, stderr);
+        knob_about(append.sim, "log", hosts_line(&scene.at[FOLLOWER], WRITER, LOG_LINES),
+                   RECORDS * FLUSH_LINE_BYTES);
+        fprintf(stderr, "failed: a log is followed (its writer died at step %lu)\n", dies_step);
+    }
+    left_out += incoherent_counts(append.sim)->left_out;
+    incoherent_free(append.sim);
+    return right;
+}
+
+/* At each step in turn, until it was done before. */
+static bool append_runs(uint64_t seed, bool arm64, uint64_t *runs) {
+    uint64_t steps;
+    for (uint64_t dies = 1;; dies++, ++*runs) {
+        if (!append_run(seed, arm64, dies, &steps)) return false;
+        if (steps < dies) return true;
+    }
+}
+
 int main(void) {
     uint64_t seeds = knob("CXLKV_SEEDS", 25), first = knob("CXLKV_SEED", 1);
     uint64_t only = knob("CXLKV_ARM64", 2), steps = 0, runs = 0, all_steps = 0;
     for (uint64_t seed = first; seed < first + seeds; seed++)
-        for (uint64_t arm64 = 0; arm64 < 2; arm64++)
+        for (uint64_t arm64 = 0; arm64 < 2; arm64++) {
+            if ((only == 2 || only == arm64) && !append_runs(seed, arm64 != 0, &runs)) {
+                fprintf(stderr, "seed %lu, %s failed\n", seed, arm64 ? "arm64" : "x86");
+                return 1;
+            }
             for (uint64_t stops = 1; only == 2 || only == arm64; stops++, runs++) {
                 if (!run(seed, arm64 != 0, stops, &steps)) {
                     fprintf(stderr, "seed %lu, %s failed\n", seed, arm64 ? "arm64" : "x86");
@@ -141,6 +263,7 @@ int main(void) {
                 all_steps += steps;
                 if (steps < stops) break; /* it was done before */
             }
+        }
     fprintf(stderr, "%lu seeds, %lu runs, %lu steps: left out %lu\n", seeds, runs, all_steps,
             left_out);
     return 0;
