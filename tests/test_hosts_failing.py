@@ -439,9 +439,12 @@ def test_damaged_names(hosts: Hosts) -> None:
     poke(hosts.path, at, before)
     assert found(hosts.open(2), 2) == TOKENS
     at = line_offset(owner, 3, NAME_LINE)
-    poke(hosts.path, at, b"?" * 64)
+    before = poke(hosts.path, at, b"?" * 64)
     with pytest.raises(CorruptError, match="the name line of host 3 is damaged"):
         hosts.open(3)
+    (problem,) = owner.check()["problems"]
+    assert problem.startswith("host 3: its name line is damaged")
+    poke(hosts.path, at, before)
     audit(owner)
 
 
