@@ -17,6 +17,7 @@ from cxlkv._native import ffi, lib
 from cxlkv.arrays import View
 from cxlkv.layout import STORED, VALUES, KVLayout, LayerGroup
 
+FORMAT_VERSION: int = lib.CXLKV_FORMAT_VERSION
 _EXCEPTIONS: Mapping[int, type[errors.CXLKVError]] = {
     lib.CXLKV_E_NOT_A_POOL: errors.NotAPoolError,
     lib.CXLKV_E_VERSION: errors.VersionError,
@@ -311,6 +312,18 @@ def pool_may_close(pool: Handle) -> None:
 
 def pool_remove(path: str) -> None:
     check(lib.cxlkv_pool_remove(path.encode()))
+
+
+def pool_upgrade(path: str) -> int:
+    """The format version that the pool had."""
+    return check(lib.cxlkv_pool_upgrade(path.encode()))
+
+
+def pool_format(pool: Handle) -> dict[str, int]:
+    """A cxlkv_format."""
+    got = ffi.new("cxlkv_format *")
+    check(lib.cxlkv_pool_format(pool, got))
+    return _fields(got)
 
 
 def pool_layout(pool: Handle) -> tuple[KVLayout, bool, bool]:

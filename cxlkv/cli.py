@@ -470,6 +470,22 @@ def remove(
     CXLPool.remove(path)
 
 
+@pool_app.command()
+def upgrade(
+    path: Annotated[str, typer.Argument(help="The pool's file or device, or dax:A+B.")],
+) -> None:
+    """Make a pool of an older release one of this release's format, and keep all that it holds.
+
+    Nobody may have it open meanwhile, on any host. May be run again after it was stopped.
+    """
+    from cxlkv._core import FORMAT_VERSION as after
+    from cxlkv.pool import CXLPool
+
+    before = CXLPool.upgrade(path)
+    what = f"has format version {after}" if before == after else f"{before} is now {after}"
+    Console(soft_wrap=True).print(Text(f"{path}: {what}"))
+
+
 @pool_app.command("list")
 def list_pools(places: Folders = None, as_json: AsJson = False) -> None:
     """Find pools and what failures left of some; nothing is opened or changed.

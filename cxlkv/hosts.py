@@ -12,7 +12,8 @@ STATUS = ("unused", "live", "left", "damaged")  # by the core's number
 @dataclass(frozen=True)
 class Host:
     """One host: state is "unused", "live", "silent" (for longer than a lease), "fenced" (its epoch
-    was ended), "off" (and its machine is declared off), "left" (in order) or "damaged".
+    was ended), "off" (and its machine is declared off), "left" (in order) or "damaged". build: the
+    version of cxlkv that runs there, or ran last; "" where no build has told it.
     """
 
     number: int
@@ -21,6 +22,22 @@ class Host:
     is_self: bool
     silent_s: float  # since this host saw it beat last; 0 for itself and for those not there
     extents: int
+    build: str
+
+
+def build_text(build: int) -> str:
+    """The core's CXLKV_BUILD as a version; "" for 0."""
+    return f"{build // 10000}.{build // 100 % 100}.{build % 100}" if build else ""
+
+
+def format_of(handle: _core.Handle) -> dict[str, object]:
+    """The format version of a pool, the build that made or upgraded it, and the features of each
+    word that its bytes need: "compatible" ones may be unknown to a build, "readers" to one that
+    only looks, "incompatible" to none."""
+    found = _core.pool_format(handle)
+    words = ("compatible", "readers", "incompatible")
+    bits = {word: [bit for bit in range(64) if found[word] >> bit & 1] for word in words}
+    return {"version": found["version"], "build": build_text(found["build"]), **bits}
 
 
 def hosts_of(handle: _core.Handle) -> list[Host]:
@@ -45,4 +62,5 @@ def _host(row: dict[str, int]) -> Host:
         is_self=bool(row["is_self"]),
         silent_s=round(silent_s, 3) if STATUS[row["status"]] == "live" else 0.0,
         extents=row["extents"],
+        build=build_text(row["build"]),
     )

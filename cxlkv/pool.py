@@ -31,7 +31,7 @@ from cxlkv.errors import (
     PoolMissingError,
     SystemCallError,
 )
-from cxlkv.hosts import Host, hosts_of
+from cxlkv.hosts import Host, format_of, hosts_of
 from cxlkv.hotness import Hotness
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.worker import WorkerUse, worker_use
@@ -265,6 +265,20 @@ class CXLPool(Objects, Closing):
             raise BadArgumentError("an anonymous pool ends with its process")
         _core.pool_remove(place)
 
+    @staticmethod
+    def upgrade(path: Path) -> int:
+        """Make a pool that an older release made one of this release's format, where it lies, and
+        keep all that it holds; returns the format version that it had.
+
+        Nobody may use it meanwhile, on any host. Stopped anywhere it is as before, or done; then
+        again. docs/releases.md says which releases read what. Raises BusyError, VersionError for
+        what is older or newer than this build upgrades, CorruptError.
+        """
+        place = parse_where(path)
+        if place is None:
+            raise BadArgumentError("an anonymous pool ends with its process")
+        return _core.pool_upgrade(place)
+
     def _with_threads(self, threads: int | None) -> CXLPool:
         self.set_threads(len(os.sched_getaffinity(0)) if threads is None else threads)
         return self
@@ -482,6 +496,7 @@ class CXLPool(Objects, Closing):
         return {
             "path": self.path or "anonymous:",
             "identity": _core.pool_identity(self._handle),
+            "format": format_of(self._handle),
             "page_kind": page_kind,
             "placement": self._placement(),
             "layout": self.layout,

@@ -26,7 +26,8 @@ from cxlkv.errors import (
 from cxlkv.layout import DTYPES, VALUES, KVLayout, LayerGroup, layer_places
 from cxlkv.ndp.portable import Pieces, Stored, sketch_elements
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
+FEATURES_KNOWN = 0  # of the incompatible ones; who only reads may lack the others
 HANDLE_VERSION = 2
 HANDLE_APPROXIMATE = 1 << 63  # in its tokens
 SHARING_SOFTWARE = 2
@@ -53,6 +54,11 @@ SUPERBLOCK = np.dtype(
         ("sketch", "<u4"),
         ("groups", [(name, "<u4") for name in GROUP], 16),
         ("group_of", "u1", 1024),
+        ("hosts", "<u4"),
+        ("log_records", "<u4"),
+        ("crc_before", "<u4"),
+        ("build", "<u4"),
+        ("features", [(name, "<u8") for name in ("compatible", "readers", "incompatible")]),
     ]
 )
 DESCRIPTOR = np.dtype(
@@ -94,6 +100,12 @@ class MappedPool:
             raise NotAPoolError(f"{path} is no pool")
         if block["version"] != FORMAT_VERSION:
             raise VersionError(f"{path} has format {block['version']}, not {FORMAT_VERSION}")
+        unknown = int(block["features"]["incompatible"]) & ~FEATURES_KNOWN
+        if unknown:
+            bit = (unknown & -unknown).bit_length() - 1
+            raise VersionError(
+                f"{path} has feature {bit} of the incompatible ones: made by a newer"
+            )
         if block["sharing"] == SHARING_SOFTWARE:
             raise UnsupportedError(
                 f"{path}: hosts whose caches do not see each other share this pool, and a plain "

@@ -114,7 +114,7 @@ def test_another_version(closed_file: Path) -> None:
     with closed_file.open("r+b") as file:
         file.seek(8)
         file.write(struct.pack("<I", 1))
-    with pytest.raises(errors.VersionError, match=r"version 1, this build reads 5.*create it anew"):
+    with pytest.raises(errors.VersionError, match=r"version 1, this build reads 6.*create it anew"):
         CXLPool.open(closed_file)
     CXLPool.remove(closed_file)
 

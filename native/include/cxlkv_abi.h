@@ -4,6 +4,14 @@
  * cxlkv_error_text() then says, for the calling thread, what was wrong and what mends it.
  * Sizes are in bytes where the name says so; strides are always bytes. */
 
+/* Counted up with each change of this file, so that Python that was written for another one says so
+ * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
+#define CXLKV_ABI 1
+/* The version, major * 10000 + minor * 100 + patch: what a host tells the others of a pool. */
+#define CXLKV_BUILD 100
+/* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
+#define CXLKV_FORMAT_VERSION 6
+
 #define CXLKV_BFLOAT16 0
 #define CXLKV_FLOAT16 1
 #define CXLKV_FLOAT32 2
@@ -291,6 +299,7 @@ typedef struct cxlkv_batch cxlkv_batch;
 /* What went wrong in this thread's last call that returned a negative value. */
 const char *cxlkv_error_text(void);
 const char *cxlkv_version(void);
+uint32_t cxlkv_abi(void);
 
 /* "serial", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16" or "auto"; -ENOTSUP when
  * this CPU lacks it. */
@@ -317,6 +326,18 @@ void cxlkv_pool_destroy(cxlkv_pool *pool);
 /* Unlinks a pool that no other process has open, or wipes its superblock from a device, and from a
  * file in which it was made in place; not_a_pool is refused. */
 int cxlkv_pool_remove(const char *path);
+/* What a pool's bytes are, and need of a build: a bit for each feature. */
+typedef struct cxlkv_format {
+    uint32_t version;
+    uint32_t build;               /* CXLKV_BUILD of who made or upgraded it */
+    uint64_t compatible;
+    uint64_t readers;             /* who lacks one of these may look, and not use the pool */
+    uint64_t incompatible;
+} cxlkv_format;
+/* Makes a pool of format version 5 one of version 6, where it lies, while nobody uses it, and keeps
+ * all that it holds; stopped anywhere, it is one or the other. Returns the version it had. */
+int cxlkv_pool_upgrade(const char *path);
+int cxlkv_pool_format(cxlkv_pool *pool, cxlkv_format *format);
 int cxlkv_pool_layout(cxlkv_pool *pool, cxlkv_layout *layout);
 int cxlkv_pool_sharing(cxlkv_pool *pool, cxlkv_sharing *sharing);
 int cxlkv_pool_geometry(cxlkv_pool *pool, cxlkv_geometry *geometry);
@@ -364,6 +385,7 @@ typedef struct cxlkv_host_row {
     uint32_t off;                   /* and somebody said that its machine is off */
     uint32_t is_self;
     uint32_t silent;                /* for longer than a lease */
+    uint32_t build;                 /* CXLKV_BUILD of its processes; 0: of version 5's time */
     uint64_t silent_ns;             /* since this host saw it beat last */
     uint64_t extents;
 } cxlkv_host_row;

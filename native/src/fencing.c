@@ -25,6 +25,7 @@ static void fill_row(cxlkv_pool *pool, uint32_t number, cxlkv_host_row *row) {
     }
     row->status = (uint32_t)name.status;
     row->epoch = name.epoch;
+    row->build = name.build;
     if (name.status == HOST_UNUSED) return;
     row->silent = pool->hosts.silent(pool->hosts.context, number);
     if (!row->is_self) row->silent_ns = boottime_ns() - view->since_ns;

@@ -2,6 +2,7 @@
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "flush.h"
 #include "internal.h"
@@ -254,9 +255,77 @@ void superblock_write(cxlkv_pool *pool) {
     for (uint32_t layer = 0; layer < layout->layers; layer++)
         block->groups[layout->group_of[layer]].layers++;
     memcpy(block->group_of, layout->group_of, sizeof(block->group_of));
+    block->build = CXLKV_BUILD;
     if (pool->in_place)
         memcpy(pool->base + IN_PLACE_OFFSET, IN_PLACE_MARK, sizeof(IN_PLACE_MARK));
     block->crc = crc32c(0, block, offsetof(superblock, crc));
+}
+
+/* In memory, and where that is a file's page in its file, before anything that follows. */
+static void upgrade_store(uint8_t *to, const void *from, size_t bytes, uint8_t *base) {
+    for (size_t at = 0; at < bytes; at += sizeof(uint64_t)) {
+        uint64_t word;
+        memcpy(&word, (const uint8_t *)from + at, sizeof(word));
+        flush_store_word(to + at, word);
+    }
+    if (flush_supported()) flush_evict(FLUSH_NONE, to, bytes);
+    flush_fence_all(FLUSH_NONE);
+    msync(base, SUPERBLOCK_BYTES, MS_SYNC); /* of a device: refused, and not needed */
+}
+
+void superblock_upgrade(uint8_t *base) {
+    superblock made;
+    memcpy(&made, base, sizeof(made));
+    made.version = FORMAT_VERSION;
+    made.build = CXLKV_BUILD;
+    memset(made.features, 0, sizeof(made.features));
+    memset(made.reserved, 0, sizeof(made.reserved));
+    made.crc = crc32c(0, &made, offsetof(superblock, crc));
+    uint8_t *line = base + offsetof(superblock, crc_before);
+    upgrade_store(line, &made.crc_before, LINE_BYTES, base);
+    upgrade_store(base + offsetof(superblock, version), &made.version, sizeof(uint64_t), base);
+}
+
+static const uint64_t KNOWN[FEATURE_WORDS] = FEATURES_KNOWN;
+
+uint32_t features_told(void) { return (uint32_t)KNOWN[FEATURES_INCOMPATIBLE]; }
+
+/* Names the first bit that is not known, so that whoever asks for help can say what it was. */
+static int features_check(const superblock *block, enum superblock_purpose purpose,
+                          const char *path) {
+    static const char *const names[FEATURE_WORDS] = {"compatible", "read-only compatible",
+                                                     "incompatible"};
+    for (int word = FEATURES_INCOMPATIBLE; word > FEATURES_COMPATIBLE; word--) {
+        uint64_t unknown = block->features[word] & ~KNOWN[word];
+        if (unknown == 0 || (word == FEATURES_READERS && purpose == SUPERBLOCK_LOOK)) continue;
+        return fail(CXLKV_E_VERSION,
+                    "%s has feature %d of the %s ones, which this build, %s, does not know: it was "
+                    "made by a newer cxlkv, %u.%u.%u or later. Use that one%s",
+                    path, __builtin_ctzll(unknown), names[word], cxlkv_version(),
+                    block->build / 10000, block->build / 100 % 100, block->build % 100,
+                    word == FEATURES_READERS ? "; this one may only look (cxlkv pool list)" : "");
+    }
+    return 0;
+}
+
+static int version_check(const superblock *block, enum superblock_purpose purpose,
+                         const char *path) {
+    uint32_t version = block->version;
+    if (version == FORMAT_VERSION || (version == FORMAT_BEFORE && purpose == SUPERBLOCK_UPGRADE))
+        return 0;
+    if (version == FORMAT_BEFORE)
+        return fail(CXLKV_E_VERSION,
+                    "%s has format version %u, this build reads %d. `cxlkv pool upgrade %s` makes "
+                    "it that, and keeps all that it holds", path, version, FORMAT_VERSION, path);
+    return fail(CXLKV_E_VERSION, "%s has format version %u, this build reads %d: it was made by "
+                "%s cxlkv. Open it with the release that made it, or create it anew",
+                path, version, FORMAT_VERSION, version > FORMAT_VERSION ? "a newer" : "an older");
+}
+
+static bool crc_is_right(const superblock *block) {
+    if (block->version == FORMAT_BEFORE)
+        return block->crc_before == crc32c(0, block, offsetof(superblock, crc_before));
+    return block->crc == crc32c(0, block, offsetof(superblock, crc));
 }
 
 /* The layout that the group table says; false when its groups differ in more than the window. */
@@ -284,9 +353,9 @@ static bool groups_read(const superblock *block, cxlkv_layout *layout) {
     return true;
 }
 
-int superblock_read(const uint8_t *bytes, uint64_t file_bytes, const char *path,
-                    cxlkv_layout *layout, cxlkv_sharing *sharing, cxlkv_geometry *geometry,
-                    uint8_t *identity) {
+int superblock_read(enum superblock_purpose purpose, const uint8_t *bytes, uint64_t file_bytes,
+                    const char *path, cxlkv_layout *layout, cxlkv_sharing *sharing,
+                    cxlkv_geometry *geometry, uint8_t *identity) {
     static const uint8_t nothing[SUPERBLOCK_BYTES];
     superblock block;
     memcpy(&block, bytes, sizeof(block));
@@ -299,21 +368,20 @@ int superblock_read(const uint8_t *bytes, uint64_t file_bytes, const char *path,
                     "together, dax:A+B", path);
     if (memcmp(block.magic, MAGIC, sizeof(MAGIC)) != 0)
         return fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool: its magic is missing", path);
-    if (block.version != FORMAT_VERSION)
-        return fail(CXLKV_E_VERSION,
-                    "%s has format version %u, this build reads %d. Open it with the release that "
-                    "made it, or create it anew",
-                    path, block.version, FORMAT_VERSION);
-    if (block.crc != crc32c(0, &block, offsetof(superblock, crc)))
+    int code = version_check(&block, purpose, path);
+    if (code < 0) return code;
+    if (!crc_is_right(&block))
         return fail(CXLKV_E_CORRUPT,
                     "%s: the superblock's CRC is wrong: its bytes were changed. Nothing in the "
                     "pool can be trusted: create it anew",
                     path);
+    if (block.version == FORMAT_VERSION) code = features_check(&block, purpose, path);
+    if (code < 0) return code;
     *sharing = (cxlkv_sharing){.kind = block.sharing, .durable = block.durable,
                                .hosts = block.host_count, .log_records = block.log_records};
     if (block.line_bytes != LINE_BYTES || !groups_read(&block, layout))
         return fail(CXLKV_E_GEOMETRY, "%s uses a feature that this build does not have", path);
-    int code = layout_check(layout);
+    code = layout_check(layout);
     if (code == 0) code = sharing_check(sharing);
     if (code < 0) return code;
     /* The CRC may be right and the numbers hostile: derive them again and compare. */
@@ -350,7 +418,9 @@ int host_line_write(cxlkv_pool *pool, uint64_t nonce) {
     volatile int code = 0;
     GUARD_BEGIN(fault) {
         line->nonce = nonce;
-        line->crc = crc32c(0, &nonce, sizeof(nonce));
+        line->build = CXLKV_BUILD;
+        line->features = features_told();
+        line->crc = crc32c(0, line, offsetof(host_line, crc));
     } GUARD_END(fault, code = poison_error_locked(pool, &fault))
     return code;
 }
@@ -367,7 +437,7 @@ uint64_t host_line_read(const cxlkv_pool *pool) {
 uint64_t host_line_nonce(const uint8_t *superblock_page) {
     host_line line;
     memcpy(&line, superblock_page + SUPERBLOCK_BYTES - LINE_BYTES, sizeof(line));
-    return line.crc == crc32c(0, &line.nonce, sizeof(line.nonce)) ? line.nonce : 0;
+    return line.crc == crc32c(0, &line, offsetof(host_line, crc)) ? line.nonce : 0;
 }
 
 descriptor *descriptor_of(const cxlkv_pool *pool, uint32_t page) {

@@ -61,7 +61,8 @@ bool hosts_name(const hosts *h, uint32_t host, host_name *name) {
 }
 
 static void keep_name(const hosts *h, uint64_t nonce, uint32_t epoch, uint32_t status) {
-    host_name names[2], name = {.nonce = nonce, .epoch = epoch, .status = status, .host = h->self};
+    host_name names[2], name = {.nonce = nonce, .epoch = epoch, .status = status, .host = h->self,
+                                .build = CXLKV_BUILD, .features = features_told()};
     name.crc = crc32c(0, &name, offsetof(host_name, crc));
     uint64_t words[sizeof(name) / 8], *line = (uint64_t *)hosts_line(h, h->self, NAME_LINE);
     memcpy(words, &name, sizeof(name));

@@ -39,7 +39,8 @@ typedef struct host_name {
     uint32_t epoch;              /* from 1; one more at each return */
     uint32_t status;
     uint32_t host;
-    uint32_t reserved[2];
+    uint32_t build;              /* CXLKV_BUILD of the processes there; 0: before it was told */
+    uint32_t features;           /* the incompatible ones that they know: the low 32 */
     uint32_t crc;
 } host_name;
 _Static_assert(sizeof(host_name) == 32, "two in a line");

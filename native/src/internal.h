@@ -27,7 +27,8 @@ enum {
     LINE_BYTES = 64,
     SUPERBLOCK_BYTES = 4096,
     AREA_ALIGNMENT = 2 << 20,
-    FORMAT_VERSION = 5,
+    FORMAT_VERSION = CXLKV_FORMAT_VERSION,
+    FORMAT_BEFORE = 5, /* which `cxlkv pool upgrade` makes the present one */
     RUN_SLOTS = 16,
     PROCESS_MAX = 128,
     CHUNK_PAGES = 256,
@@ -55,6 +56,14 @@ typedef struct group_row {
 } group_row;
 _Static_assert(sizeof(group_row) == 32, "a row of the superblock's group table");
 
+/* What a pool's bytes need of a build, a bit each, as ext4 has it. A build that does not know a bit
+ * of the first word goes on, of the second it may read and write nothing, of the third it refuses.
+ * FEATURES_KNOWN are the bits of this build: who adds one names it here and in docs/releases.md. */
+enum { FEATURES_COMPATIBLE, FEATURES_READERS, FEATURES_INCOMPATIBLE, FEATURE_WORDS };
+#define FEATURES_KNOWN {0, 0, 0}
+/* For an upgrade a pool of FORMAT_BEFORE will do; who only looks may lack features of writers. */
+enum superblock_purpose { SUPERBLOCK_USE, SUPERBLOCK_LOOK, SUPERBLOCK_UPGRADE };
+
 typedef struct superblock {
     uint8_t magic[8];
     uint32_t version;
@@ -73,10 +82,18 @@ typedef struct superblock {
     uint8_t group_of[CXLKV_LAYERS_MAX];
     uint32_t host_count;
     uint32_t log_records;
+    /* From here on a line that version 5 had not: its builds look at the CRC only. */
+    uint32_t crc_before;         /* version 5: of all bytes before it */
+    uint32_t build;              /* CXLKV_BUILD of who made the pool, or upgraded it */
+    uint64_t features[FEATURE_WORDS];
+    uint8_t reserved[28];
     uint32_t crc;                /* of all bytes before it */
 } superblock;
 _Static_assert(sizeof(superblock) <= SUPERBLOCK_BYTES - 4 * LINE_BYTES,
                "leaves the saved counters and the host line");
+_Static_assert(offsetof(superblock, crc_before) % LINE_BYTES == 0 &&
+               sizeof(superblock) == offsetof(superblock, crc_before) + LINE_BYTES,
+               "what is new in version 6 is a line, which an upgrade writes first");
 
 /* On a line of its own behind the CRC: the pool's file is not its own, so nobody removes it. */
 #define IN_PLACE_OFFSET 2112
@@ -87,7 +104,9 @@ _Static_assert(sizeof(superblock) <= IN_PLACE_OFFSET && IN_PLACE_OFFSET % LINE_B
 /* The last line of the superblock's page: which host state speaks for this pool. */
 typedef struct host_line {
     uint64_t nonce;
-    uint32_t crc;
+    uint32_t build;              /* of the processes that use it, and the incompatible features */
+    uint32_t features;           /* that they know: the low 32 */
+    uint32_t crc;                /* of the 16 bytes before it */
 } host_line;
 
 /* One writer: the page's owner. word 0 is {generation, state}, stored last. */
@@ -465,7 +484,7 @@ bool stripes_path(const char *path);
 bool stripes_is_label(const uint8_t *bytes);
 /* The two map and set pool->fd, as region_map_file() and what it needs; create formats, too. */
 int stripes_create(cxlkv_pool *pool, const char *path, bool force);
-int stripes_open(cxlkv_pool *pool, const char *path);
+int stripes_open(cxlkv_pool *pool, const char *path, enum superblock_purpose purpose);
 int stripes_remove(const char *path);
 /* For who only reads: labels and superblock are checked. fd: the first member's. stripes_leave()
  * closes it with the others. */
@@ -505,9 +524,14 @@ int geometry_make(const cxlkv_layout *layout, cxlkv_sharing *sharing, uint64_t c
 hosts_area hosts_area_of(uint8_t *base, const cxlkv_sharing *sharing, const cxlkv_geometry *g);
 void superblock_write(cxlkv_pool *pool);
 /* Reads and checks a superblock of a file of file_bytes. */
-int superblock_read(const uint8_t *bytes, uint64_t file_bytes, const char *path,
+int superblock_read(enum superblock_purpose purpose, const uint8_t *bytes, uint64_t file_bytes,
+                    const char *path,
                     cxlkv_layout *layout, cxlkv_sharing *sharing, cxlkv_geometry *geometry,
                     uint8_t *identity);
+/* Of FORMAT_BEFORE, in place: a whole pool of the one version or the other after each store. */
+void superblock_upgrade(uint8_t *base);
+/* The incompatible features that this build knows, as it tells other hosts. */
+uint32_t features_told(void);
 int host_line_write(cxlkv_pool *pool, uint64_t nonce);
 uint64_t host_line_read(const cxlkv_pool *pool);   /* 0: none */
 uint64_t host_line_nonce(const uint8_t *superblock_page);
@@ -763,6 +787,11 @@ void index_erase_page(cxlkv_pool *pool, uint32_t page); /* the page's entry; wal
 void index_clear(cxlkv_pool *pool);
 
 /* ---- pool.c ---- */
+/* Reads the superblock through the file, not the mapping: a short file is an error, no SIGBUS. */
+int open_checked(enum superblock_purpose purpose, const char *path, int *fd, cxlkv_layout *layout,
+                 cxlkv_sharing *sharing, cxlkv_geometry *geometry, uint8_t *identity);
+void close_region(int fd);                /* and its locks */
+int busy_error(const char *path);
 /* Writes an empty pool into the mapping: its superblock last. */
 int pool_format(cxlkv_pool *pool);
 int pool_enter(cxlkv_pool *pool);         /* read lock; -CXLKV_E_CLOSED */

@@ -151,8 +151,8 @@ static int idle(leftover *file, double idle_s) {
     struct timespec now;
     if (pread(file->fd, page, sizeof(page), 0) != (ssize_t)sizeof(page))
         return fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool", file->path);
-    int code = superblock_read(page, (uint64_t)file->status.st_size, file->path, &layout,
-                               &sharing, &geometry, identity);
+    int code = superblock_read(SUPERBLOCK_USE, page, (uint64_t)file->status.st_size, file->path,
+                               &layout, &sharing, &geometry, identity);
     if (code < 0) return code;
     if (region_is_in_place(file->fd)) return 0; /* its file was there before it: not ours to take */
     if (!alone(file, ATTACH_BYTE) || !alone(file, USE_BYTE)) return 0;

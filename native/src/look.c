@@ -215,7 +215,8 @@ static int64_t peek_at(const source *from, const char *path, cxlkv_overview *ove
     cxlkv_geometry geometry;
     if (!source_read(from, 0, page, sizeof(page)))
         return fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool", path);
-    int code = superblock_read(page, from->bytes, path, &layout, &sharing, &geometry, identity);
+    int code = superblock_read(SUPERBLOCK_LOOK, page, from->bytes, path, &layout, &sharing,
+                               &geometry, identity);
     if (code == 0) code = guard_install();
     if (code < 0) return code;
     name_overview(overview, &layout, &geometry, identity);

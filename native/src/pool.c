@@ -363,7 +363,7 @@ static int refuse_existing(const char *path, int what) {
                 "%s exists and is not a pool: it is not overwritten unless force=True", path);
 }
 
-static int busy_error(const char *path) {
+int busy_error(const char *path) {
     return fail(CXLKV_E_BUSY, "%s is in use: close it in the other processes first", path);
 }
 
@@ -483,15 +483,14 @@ int cxlkv_pool_create_at(const char *path, const cxlkv_layout *layout,
 }
 
 /* Unlocked by name: a child that was forked meanwhile has the file open, too. */
-static void close_region(int fd) {
+void close_region(int fd) {
     unlock_byte(fd, ATTACH_BYTE);
     unlock_byte(fd, USE_BYTE);
     close(fd);
 }
 
-/* Reads the superblock through the file, not the mapping: a short file is an error, no SIGBUS. */
-static int open_checked(const char *path, int *fd, cxlkv_layout *layout, cxlkv_sharing *sharing,
-                        cxlkv_geometry *geometry, uint8_t *identity) {
+int open_checked(enum superblock_purpose purpose, const char *path, int *fd, cxlkv_layout *layout,
+                 cxlkv_sharing *sharing, cxlkv_geometry *geometry, uint8_t *identity) {
     uint8_t bytes[SUPERBLOCK_BYTES];
     uint64_t region_bytes;
     int code = open_region(path, O_RDWR, fd);
@@ -501,7 +500,8 @@ static int open_checked(const char *path, int *fd, cxlkv_layout *layout, cxlkv_s
         code = fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool: %lu bytes, and its first %d "
                     "cannot be read", path, region_bytes, SUPERBLOCK_BYTES);
     if (code == 0)
-        code = superblock_read(bytes, region_bytes, path, layout, sharing, geometry, identity);
+        code = superblock_read(purpose, bytes, region_bytes, path, layout, sharing, geometry,
+                               identity);
     if (code < 0) {
         close_region(*fd);
         *fd = -1;
@@ -514,10 +514,10 @@ int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **out) 
     if (!pool) return fail(ENOMEM, "no memory for the pool's handle");
     int code;
     if (stripes_path(path)) {
-        code = stripes_open(pool, path);
+        code = stripes_open(pool, path, SUPERBLOCK_USE);
     } else {
-        code = open_checked(path, &pool->fd, &pool->layout, &pool->sharing, &pool->geometry,
-                            pool->identity);
+        code = open_checked(SUPERBLOCK_USE, path, &pool->fd, &pool->layout, &pool->sharing,
+                            &pool->geometry, pool->identity);
         if (code == 0) code = region_map_file(pool);
     }
     return finish(pool, code, host, out);
@@ -537,7 +537,7 @@ static int remove_at(const char *path, bool in_place) {
     cxlkv_sharing sharing;
     cxlkv_geometry geometry;
     uint8_t identity[16];
-    int fd, code = open_checked(path, &fd, &layout, &sharing, &geometry, identity);
+    int fd, code = open_checked(SUPERBLOCK_USE, path, &fd, &layout, &sharing, &geometry, identity);
     /* A damaged pool may go as well; something that never was one may not. */
     if (code == -CXLKV_E_CORRUPT || code == -CXLKV_E_TRUNCATED || code == -CXLKV_E_VERSION ||
         code == -CXLKV_E_GEOMETRY)

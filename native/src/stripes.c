@@ -307,15 +307,16 @@ int stripes_create(cxlkv_pool *pool, const char *path, bool force) {
     return code;
 }
 
-static int read_superblock(members *all, cxlkv_layout *layout, cxlkv_sharing *sharing,
-                           cxlkv_geometry *geometry, uint8_t *identity) {
+static int read_superblock(enum superblock_purpose purpose, members *all, cxlkv_layout *layout,
+                           cxlkv_sharing *sharing, cxlkv_geometry *geometry, uint8_t *identity) {
     uint8_t bytes[SUPERBLOCK_BYTES], named[16];
     int code = read_labels(all, named);
     if (code < 0) return code;
     const member *first = &all->of[0];
     if (!device_read(first->fd, &first->facts, all->data_offset, bytes, sizeof(bytes)))
         return fail(CXLKV_E_NOT_A_POOL, "%s: its superblock cannot be read", all->path);
-    code = superblock_read(bytes, whole_bytes(all), all->path, layout, sharing, geometry, identity);
+    code = superblock_read(purpose, bytes, whole_bytes(all), all->path, layout, sharing, geometry,
+                           identity);
     if (code == 0 && memcmp(identity, named, 16) != 0)
         code = fail(CXLKV_E_CORRUPT, "%s: labels and superblock are of two pools", all->path);
     if (code == 0 && geometry->region_bytes / all->stripe_bytes > STRIPES_MAX)
@@ -323,11 +324,12 @@ static int read_superblock(members *all, cxlkv_layout *layout, cxlkv_sharing *sh
     return code;
 }
 
-int stripes_open(cxlkv_pool *pool, const char *path) {
+int stripes_open(cxlkv_pool *pool, const char *path, enum superblock_purpose purpose) {
     members all;
     int code = members_open(&all, path);
     if (code < 0) return code;
-    code = read_superblock(&all, &pool->layout, &pool->sharing, &pool->geometry, pool->identity);
+    code = read_superblock(purpose, &all, &pool->layout, &pool->sharing, &pool->geometry,
+                           pool->identity);
     if (code == 0) code = use_members(&all);
     if (code == 0) code = map_members(pool, &all);
     if (code < 0) members_close(&all, 0);
@@ -343,8 +345,9 @@ int stripes_remove(const char *path) {
     uint8_t identity[16];
     int code = members_open(&all, path);
     if (code < 0) return code;
-    code = read_superblock(&all, &layout, &sharing, &geometry, identity);
-    bool damaged = code == -CXLKV_E_CORRUPT; /* it may go as well; its host state stays for gc */
+    code = read_superblock(SUPERBLOCK_USE, &all, &layout, &sharing, &geometry, identity);
+    /* They may go as well; the host state stays for gc. */
+    bool damaged = code == -CXLKV_E_CORRUPT || code == -CXLKV_E_VERSION;
     if ((code == 0 || damaged) && lock_byte(all.of[0].fd, USE_BYTE, true, false) < 0)
         code = fail(CXLKV_E_BUSY, "%s is in use: close it in the other processes first", path);
     else if (code == 0 || damaged) code = wipe_labels(&all);
@@ -366,7 +369,7 @@ int stripes_look(const char *path, members **found, int *fd, uint64_t *bytes) {
     if (!all) return fail(ENOMEM, "%s: no memory to look at it", path);
     int code = members_open_as(all, path, O_RDONLY);
     if (code == 0) {
-        code = read_superblock(all, &layout, &sharing, &geometry, identity);
+        code = read_superblock(SUPERBLOCK_LOOK, all, &layout, &sharing, &geometry, identity);
         if (code < 0) members_close(all, 0);
     }
     if (code < 0) {

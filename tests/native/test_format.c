@@ -82,7 +82,8 @@ static int read_back(const superblock *block, uint64_t file_bytes) {
     cxlkv_sharing sharing;
     cxlkv_geometry geometry;
     memcpy(bytes, block, sizeof(*block));
-    return superblock_read(bytes, file_bytes, "block", &layout, &sharing, &geometry, identity);
+    return superblock_read(SUPERBLOCK_USE, bytes, file_bytes, "block", &layout, &sharing, &geometry,
+                           identity);
 }
 
 static int read_sealed(superblock block, uint64_t file_bytes) {
@@ -146,6 +147,37 @@ static void test_hostile_numbers(cxlkv_pool *pool) {
     REFUSED(bad.geometry.key_piece_bytes = 0);
     REFUSED(bad.geometry.layer_bytes -= 4096);
     REFUSED(memset(bad.model_id, 'x', sizeof(bad.model_id)));
+}
+
+/* An unknown feature is refused before anything is stored, by name, but where it is one that may be
+ * unknown; and who only looks may lack those of writers. */
+static void test_unknown_features(cxlkv_pool *pool) {
+    superblock good;
+    uint8_t identity[16];
+    cxlkv_layout layout;
+    cxlkv_sharing sharing;
+    cxlkv_geometry geometry;
+    memcpy(&good, pool->base, sizeof(good));
+    for (int word = 0; word < FEATURE_WORDS; word++)
+        for (int bit = 0; bit < 64; bit++) {
+            static const uint64_t known[FEATURE_WORDS] = FEATURES_KNOWN;
+            superblock bad = good;
+            uint8_t bytes[SUPERBLOCK_BYTES] = {0};
+            char named[64];
+            if (known[word] >> bit & 1) continue;
+            bad.features[word] |= 1ull << bit;
+            bad.crc = crc32c(0, &bad, offsetof(superblock, crc));
+            memcpy(bytes, &bad, sizeof(bad));
+            snprintf(named, sizeof(named), "has feature %d of the ", bit);
+            for (int purpose = SUPERBLOCK_USE; purpose <= SUPERBLOCK_UPGRADE; purpose++) {
+                bool lets = word == FEATURES_COMPATIBLE ||
+                            (word == FEATURES_READERS && purpose == SUPERBLOCK_LOOK);
+                int code = superblock_read((enum superblock_purpose)purpose, bytes, UINT64_MAX,
+                                           "block", &layout, &sharing, &geometry, identity);
+                CHECK(code == (lets ? 0 : -CXLKV_E_VERSION));
+                if (code < 0) CHECK(strstr(cxlkv_error_text(), named) != NULL);
+            }
+        }
 }
 
 /* So many extents that the size of the region wraps round and seems to fit into the file. */
@@ -232,6 +264,7 @@ int main(void) {
     test_superblock(pool);
     test_hostile_numbers(pool);
     test_sizes_that_wrap(pool);
+    test_unknown_features(pool);
     cxlkv_sequence *sequence;
     uint64_t marks[TEST_PAGE_TOKENS];
     uint32_t page;
