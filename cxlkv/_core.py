@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import errors
+from cxlkv import abi, errors
 from cxlkv._native import ffi, lib
 from cxlkv.arrays import View
 from cxlkv.layout import STORED, VALUES, KVLayout, LayerGroup
+
+abi.check(lib)  # before anything of the core is used
 
 FORMAT_VERSION: int = lib.CXLKV_FORMAT_VERSION
 _EXCEPTIONS: Mapping[int, type[errors.CXLKVError]] = {

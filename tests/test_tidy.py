@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Low to high. A module imports from the groups before its own, and from its own.
 LAYERS = (
-    {"errors", "config", "layout", "certificate", "state", "closing", "forking"},
+    {"errors", "config", "layout", "certificate", "state", "closing", "abi", "forking"},
     {"arrays"},
     {"_core"},
     {"sysfs", "bulk", "prefault"},

@@ -1,0 +1,21 @@
+"""That the C core and these Python files are of one build: they share structs, so a mixture would
+not fail but read the wrong bytes."""
+
+from __future__ import annotations
+
+ABI = 1
+"""CXLKV_ABI of native/include/cxlkv_abi.h as these files know it; counted up together."""
+
+
+def check(core: object) -> None:
+    """Raises ImportError for a core, cffi's `lib`, of another number, and says what to do."""
+    declared = getattr(core, "CXLKV_ABI", None)
+    compiled = core.cxlkv_abi() if hasattr(core, "cxlkv_abi") else None
+    if (declared, compiled) == (ABI, ABI):
+        return
+    found = " and ".join(str(n or "none") for n in dict.fromkeys((declared, compiled)))
+    raise ImportError(
+        f"cxlkv._native was built for interface {found}, these Python files want {ABI}: they are "
+        "of two versions of cxlkv. Build it again: make setup in a checkout, else "
+        "pip install --force-reinstall cxlkv"
+    )
