@@ -27,7 +27,10 @@ PART_MAGIC = b"CXLKVSTR"  # of the label of a striped pool's part
 SUPERBLOCK_BYTES = 4096
 PAGE_STATES = ("free", "held", "published", "quarantined", "retired", "withdrawn", "elsewhere")
 _DRAFT = re.compile(r".\.[0-9a-f]{16}\.new$")
-_HOST_STATE = re.compile(r"cxlkv-[0-9a-f]{32}-[0-9a-f]+\.host")
+# As native/src/state_folder.c names them; up to 0.1.0 they lay in /dev/shm itself.
+_HOST_STATE = re.compile(
+    r"/dev/shm/(cxlkv\.[0-9]+/[0-9a-f]{32}(-[0-9a-f]+)+|cxlkv-[0-9a-f]{32}-[0-9a-f]+)\.host"
+)
 _DAMAGE = (CorruptError, TruncatedError, VersionError, GeometryError)
 
 
@@ -255,8 +258,8 @@ def recognise(path: str) -> Overview | None:
     if _DRAFT.search(name):
         unused = _core.leftover(path, "half-made", 0, False)
         return _file(path, "half-made" if unused else "being made")
-    if _HOST_STATE.fullmatch(name):
-        unused = os.path.dirname(path) == SHARED_MEMORY and _core.leftover(path, "orphan", 0, False)
+    if _HOST_STATE.fullmatch(path):
+        unused = _core.leftover(path, "orphan", 0, False)
         return _file(path, "orphan") if unused else None
     of_us = path.startswith(STRIPED) or is_device(path) or _begins_with(path, MAGIC)
     return look(path) if of_us else None

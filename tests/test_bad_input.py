@@ -352,7 +352,8 @@ except MemoryShortError as error:
     assert "no room in /dev/shm" in str(error) and "--shm-size" in str(error), error
 else:
     raise SystemExit("no room was needed for the host state")
-assert os.listdir("/dev/shm") == [], os.listdir("/dev/shm")
+assert os.listdir("/dev/shm") == ["cxlkv.0"], os.listdir("/dev/shm")
+assert os.listdir("/dev/shm/cxlkv.0") == [], os.listdir("/dev/shm/cxlkv.0")
 # One on another file system needs /dev/shm for its host state only.
 with CXLPool.create(sys.argv[1], layout=layout, capacity="32MiB") as pool:
     assert pool.check()["clean"]

@@ -31,6 +31,7 @@ from cxlkv.errors import (
 
 from .conftest import audit
 from .pool_worker import is_alive, token_numbers, verify
+from .states import host_states
 from .test_hosts import (
     HOSTS,
     TOKENS,
@@ -96,9 +97,8 @@ class Remote:
 
 def host_state(path: str, host: int) -> Path:
     """The file that a machine's end takes along."""
-    identity = path_identity(path)
-    name = f"cxlkv-{identity}-{os.stat(path).st_ino << 8 | host:x}.host"
-    return Path("/dev/shm") / name
+    (found,) = host_states(path_identity(path), f"-{host:02x}.host")
+    return found
 
 
 def path_identity(path: str) -> str:

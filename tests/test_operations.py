@@ -31,6 +31,8 @@ from cxlkv.leftovers import clean, find_leftovers
 from cxlkv.stats import Overview, find, look
 from cxlkv.top import COLUMNS, Processes
 
+from .states import host_states
+
 LAYOUT = KVLayout(
     layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32", model_id="test/model"
 )
@@ -74,7 +76,7 @@ def folder() -> Iterator[Path]:
             path.unlink()
     made.rmdir()
     # Host states of pools that a test removed by hand.
-    for state in Path("/dev/shm").glob("cxlkv-*.host"):
+    for state in host_states():
         with contextlib.suppress(OSError):
             if str(made).encode() in state.read_bytes()[:65536]:
                 state.unlink()
@@ -194,7 +196,7 @@ def test_garbage_in_the_host_state_is_survived(path: str) -> None:
     make(path).close()
     with worker(path, 8):
         pass
-    (state,) = Path("/dev/shm").glob(f"cxlkv-{look(path).identity}-*.host")
+    (state,) = host_states(look(path).identity)
     whole = state.read_bytes()
     chance = random.Random(5)
     for _ in range(200):
@@ -359,16 +361,12 @@ def test_gc_races_with_creations_and_breaks_none(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def host_states(identity: str) -> list[str]:
-    return [str(path) for path in Path("/dev/shm").glob(f"cxlkv-{identity}-*.host")]
-
-
 def test_gc_removes_the_host_state_of_a_pool_that_is_gone(path: str) -> None:
     """Only when its pool is gone, and nobody has it open."""
     with make(path) as pool:
         identity = str(pool.describe()["identity"])
     with worker(path, 8) as process:
-        (state,) = host_states(identity)
+        (state,) = map(str, host_states(identity))
         Path(path).rename(f"{path}.elsewhere")  # it seems gone, but is in use
         assert find_leftovers([state]) == []
         Path(f"{path}.elsewhere").rename(path)

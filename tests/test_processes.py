@@ -30,6 +30,8 @@ from cxlkv import CXLPool, KVLayout, Sequence
 from cxlkv.errors import BusyError, ClosedError, StaleError
 from cxlkv.prefix import content_keys, prefix_keys
 
+from .states import host_states
+
 WORKER = Path(__file__).with_name("pool_worker.py")
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 TOKENS = 10
@@ -240,7 +242,7 @@ def python(code: str, *arguments: str, expected: int = 0) -> str:
 
 
 def host_state(pool: CXLPool) -> Path:
-    (found,) = Path("/dev/shm").glob(f"cxlkv-{pool.describe()['identity']}-*.host")
+    (found,) = host_states(pool.describe()["identity"])
     return found
 
 

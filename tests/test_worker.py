@@ -32,6 +32,8 @@ from cxlkv.ndp.worker import cpus_near, serve
 from cxlkv.sequence import Sequence
 from cxlkv.topology import NumaNode, probe
 
+from .states import host_states
+
 HEADS, DIM, PAGE = 2, 16, 4
 WATCHDOG_S = 60
 
@@ -513,7 +515,7 @@ def test_a_worker_that_ends_takes_its_file_along(
     path: Path, make_worker: MakeWorker, rng: np.random.Generator
 ) -> None:
     with make_pool(path) as pool, Twins(path, pool, rng, 1) as twins:
-        name = f"cxlkv-{pool.describe()['identity']}-"
+        identity = pool.describe()["identity"]
         worker = make_worker()
         pool.use_worker("only", deadline_s=WATCHDOG_S)
         twins.append([30])
@@ -527,13 +529,13 @@ def test_a_worker_that_ends_takes_its_file_along(
             twins.select([1], Budget(pages=3))
         pool.use_worker("if_there")
         twins.select([1], Budget(pages=3))
-        assert [file.suffix for file in Path("/dev/shm").glob(f"{name}*")] == [".host"]
+        assert [file.suffix for file in host_states(identity, "")] == [".host"]
         killed = make_worker()
         killed.kill()
-        files = sorted(Path("/dev/shm").glob(f"{name}*"))
+        files = host_states(identity, "")
         assert [file.suffix for file in files] == [".host", ".worker"]
         assert files[1].stat().st_mode & 0o777 == 0o600
-    assert [*Path("/dev/shm").glob(f"{name}*")] == []  # the last one to close the pool takes all
+    assert host_states(identity, "") == []  # the last one to close the pool takes all
 
 
 def test_a_stopped_worker_costs_one_deadline(
@@ -569,7 +571,7 @@ def test_a_worker_that_is_killed_in_an_attend_costs_no_answer(
         pool.use_worker("if_there", deadline_s=WATCHDOG_S)
         twins.append([30, 7])
         twins.attend([1, 2])
-        slots = next(Path("/dev/shm").glob(f"cxlkv-{pool.describe()['identity']}-*.worker"))
+        (slots,) = host_states(pool.describe()["identity"], ".worker")
 
         def requests() -> int:
             with slots.open("rb") as file:

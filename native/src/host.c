@@ -13,7 +13,6 @@
 
 #include "flush.h"
 #include "internal.h"
-#include "worker.h"
 
 #define HOST_MAGIC 0x31315453484b5643ull /* "CVKHST11" */
 
@@ -475,94 +474,96 @@ static int state_make(cxlkv_pool *pool) {
     return 0;
 }
 
-/* Of the file as well: a copy of a pool has its identity, and is another pool. */
-void host_state_path(const uint8_t identity[16], int fd, uint32_t host,
-                     char path[STATE_PATH_BYTES]) {
-    struct stat status;
-    unsigned long inode = fstat(fd, &status) == 0 ? status.st_ino : 0;
-    if (host != NO_HOST) inode = inode << 8 | host; /* several may be tried on one machine */
-    size_t at = (size_t)snprintf(path, STATE_PATH_BYTES, "/dev/shm/cxlkv-");
-    for (int i = 0; i < 16; i++)
-        at += (size_t)snprintf(path + at, STATE_PATH_BYTES - at, "%02x", identity[i]);
-    snprintf(path + at, STATE_PATH_BYTES - at, "-%lx.host", inode);
-}
-
-int host_remove_state(const uint8_t identity[16], int fd, uint32_t host) {
-    char path[STATE_PATH_BYTES];
-    host_state_path(identity, fd, host, path);
-    int code = unlink(path) < 0 && errno != ENOENT ? -errno : 0;
-    worker_path_of_state(path); /* of a worker that was killed: one that lives uses the state */
-    unlink(path);
-    return code;
-}
-
 bool host_state_is_ours(const host_state *host) { return host->magic == HOST_MAGIC; }
 
+/* All of the header that says where to read: no offset is taken from a file. */
 bool host_state_fits(const host_state *host, uint32_t page_count, const uint8_t identity[16]) {
     host_state expected;
     uint64_t bytes = host_state_layout(page_count, &expected);
-    return host->magic == HOST_MAGIC && host->ready && host->bytes == bytes &&
-           host->page_count == expected.page_count && host->held_offset == expected.held_offset &&
+    return host->magic == HOST_MAGIC && host->ready && host->nonce != 0 && host->bytes == bytes &&
+           host->page_count == page_count && host->run_count == expected.run_count &&
+           host->index_capacity == expected.index_capacity &&
+           host->pages_offset == expected.pages_offset &&
+           host->heat_offset == expected.heat_offset &&
+           host->reuse_offset == expected.reuse_offset &&
+           host->runs_offset == expected.runs_offset &&
+           host->index_offset == expected.index_offset &&
+           host->held_offset == expected.held_offset &&
+           host->held_stride_bytes == expected.held_stride_bytes &&
            memcmp(host->identity, identity, sizeof(host->identity)) == 0;
 }
 
 /* Opens the state's file under its lock, which is held while the file is open: so whoever gets it
- * alone knows that nobody uses the state. False when it is not there, or was removed meanwhile. */
-static bool state_open(cxlkv_pool *pool, const char *path, int flags) {
+ * alone knows that nobody uses the state. 0: it is not there, or was removed meanwhile. */
+static int state_open(cxlkv_pool *pool, const state_place *place) {
     struct stat status;
-    pool->host_fd = open(path, O_RDWR | O_CLOEXEC | flags, 0600);
-    if (pool->host_fd < 0) return false;
-    if (lock_byte(pool->host_fd, STATE_BYTE, false, true) == 0 &&
-        fstat(pool->host_fd, &status) == 0 && status.st_nlink > 0)
-        return true;
-    close(pool->host_fd);
-    pool->host_fd = -1;
-    errno = EAGAIN;
-    return false;
+    int fd = state_file_open(place, O_RDWR);
+    if (fd < 0) return fd == -ENOENT ? 0 : fd;
+    int code = lock_byte(fd, STATE_BYTE, false, true);
+    if (code < 0) code = byte_lock_error(code, place->path);
+    else code = fstat(fd, &status) == 0 && status.st_nlink > 0;
+    if (code == 1) pool->host_fd = fd;
+    else close(fd);
+    return code;
 }
 
-/* True when a state of this pool lies there and is the one that the pool names. */
-static bool state_join(cxlkv_pool *pool, const char *path) {
+static void state_leave(cxlkv_pool *pool, uint64_t bytes) {
+    if (pool->host) munmap(pool->host, bytes);
+    pool->host = NULL;
+    close(pool->host_fd);
+    pool->host_fd = -1;
+}
+
+/* No nonce, where nobody uses the pool or its line is damaged, names no state. */
+static bool state_is_named(cxlkv_pool *pool) {
+    uint64_t nonce = pool->shared ? peers_nonce(pool) : host_line_read(pool);
+    return nonce != 0 && pool->host->nonce == nonce && !(pool->shared && peers_is_off(pool));
+}
+
+/* 1 when a state of this pool lies there and is the one that the pool names. */
+static int state_join(cxlkv_pool *pool, const state_place *place) {
     host_state expected;
     struct stat status;
     uint64_t bytes = host_state_layout(pool->geometry.page_count, &expected);
-    if (!state_open(pool, path, 0)) return false;
+    int code = state_open(pool, place);
+    if (code <= 0) return code;
     if (fstat(pool->host_fd, &status) == 0 && (uint64_t)status.st_size == bytes &&
-        state_map(pool, bytes) == 0) {
-        if (host_state_fits(pool->host, pool->geometry.page_count, pool->identity) &&
-            pool->host->nonce == (pool->shared ? peers_nonce(pool) : host_line_read(pool)) &&
-            !(pool->shared && peers_is_off(pool))) {
-            bind_tables(pool);
-            return true;
-        }
-        munmap(pool->host, bytes);
-        pool->host = NULL;
+        state_map(pool, bytes) == 0 &&
+        host_state_fits(pool->host, pool->geometry.page_count, pool->identity) &&
+        state_is_named(pool)) {
+        bind_tables(pool);
+        return 1;
     }
-    close(pool->host_fd);
-    pool->host_fd = -1;
-    return false;
+    state_leave(pool, bytes);
+    return 0;
 }
 
-static int state_attach_file(cxlkv_pool *pool) {
-    char path[STATE_PATH_BYTES];
-    host_state_path(pool->identity, pool->fd, pool->shared ? pool->hosts.self : NO_HOST, path);
-    if (state_join(pool, path)) return lock_byte(pool->fd, USE_BYTE, false, false);
+/* It appears when it is whole. */
+static int state_new(cxlkv_pool *pool, const state_place *place) {
     /* Nobody may be using the pool through a state that we cannot see, as in another container. */
     if (!pool->shared && lock_byte(pool->fd, USE_BYTE, true, false) < 0)
         return fail(CXLKV_E_BUSY,
                     "%s is in use by processes with another /dev/shm (another container?). Share "
                     "/dev/shm with them, or close the pool there",
                     pool->path);
-    unlink(path);
-    for (int attempt = 0; !state_open(pool, path, O_CREAT | O_EXCL); attempt++)
-        if (errno != EAGAIN || attempt == 16) /* `cxlkv pool gc` may take an empty one for a loss */
-            return fail(errno, "%s: cannot create: %s%s", path, strerror(errno), remedy_of(errno));
-    int code = state_make(pool);
-    if (code < 0) {
-        unlink(path);
-        return code;
-    }
-    return lock_byte(pool->fd, USE_BYTE, false, false);
+    state_file_unlink(place);
+    int fd = state_file_make(place);
+    if (fd < 0) return fd;
+    pool->host_fd = fd;
+    int code = lock_byte(fd, STATE_BYTE, false, false);
+    if (code < 0) return byte_lock_error(code, place->path);
+    code = state_make(pool);
+    return code < 0 ? code : state_file_show(place, fd);
+}
+
+static int state_attach_file(cxlkv_pool *pool) {
+    uint32_t host = pool->shared ? pool->hosts.self : NO_HOST;
+    int code = state_place_open(pool->fd, pool->identity, host, true, &pool->state);
+    if (code < 0) return code;
+    code = state_join(pool, &pool->state);
+    if (code == 0) code = state_older_in_use(pool->fd, pool->identity, host);
+    if (code == 0) code = state_new(pool, &pool->state);
+    return code < 0 ? code : lock_byte(pool->fd, USE_BYTE, false, false);
 }
 
 int host_attach(cxlkv_pool *pool) {
@@ -570,7 +571,7 @@ int host_attach(cxlkv_pool *pool) {
     if (pool->path) {
         struct stat status;
         code = lock_byte(pool->fd, ATTACH_BYTE, true, true);
-        if (code < 0) return fail(-code, "%s: cannot lock: %s", pool->path, strerror(-code));
+        if (code < 0) return byte_lock_error(code, pool->path);
         if (fstat(pool->fd, &status) == 0 && status.st_nlink == 0)
             code = fail(ENOENT, "%s was removed while it was being opened: create it anew",
                         pool->path);
@@ -616,34 +617,57 @@ static void leave_pool(cxlkv_pool *pool) {
     peers_leave(pool);
 }
 
+/* Not while somebody else has it open, and only what the name still means. */
+static void state_remove(const state_place *place, int fd) {
+    state_place slots = *place;
+    if (lock_byte(fd, STATE_BYTE, true, false) < 0 || !state_file_is(place, fd)) return;
+    state_file_unlink(place);
+    state_place_worker(&slots); /* of a worker that was killed: one that lives uses the state */
+    state_file_unlink(&slots);
+}
+
+void host_remove_state(const uint8_t identity[16], int fd, uint32_t host) {
+    state_place place;
+    if (state_place_open(fd, identity, host, false, &place) != 1) return;
+    int state = state_file_open(&place, O_RDWR);
+    if (state >= 0) {
+        state_remove(&place, state);
+        close(state);
+    }
+    state_place_close(&place);
+}
+
+/* True: nobody is left. Who came no further than the state itself does not wait for its lock. */
+static bool unregister(cxlkv_pool *pool) {
+    if ((pool->held ? host_lock(pool) : host_trylock(pool)) < 0) return false;
+    if (pool->held) host_unregister(pool, pool->slot);
+    host_reap(pool);
+    bool last = true;
+    for (uint32_t i = 0; i < PROCESS_MAX; i++)
+        if (pool->host->processes[i].state) last = false;
+    if (last && pool->shared) leave_pool(pool);
+    host_unlock(pool);
+    return last;
+}
+
 /* The last one out removes the state: the region alone says all that the next one needs. */
 void host_detach(cxlkv_pool *pool) {
     if (!pool->host) {
         if (pool->host_fd >= 0) close(pool->host_fd);
         pool->host_fd = -1;
+        state_place_close(&pool->state);
         return;
     }
-    if (pool->path) lock_byte(pool->fd, ATTACH_BYTE, true, true);
-    bool last = false;
-    if (pool->held && host_lock(pool) == 0) {
-        host_unregister(pool, pool->slot);
-        host_reap(pool);
-        last = true;
-        for (uint32_t i = 0; i < PROCESS_MAX; i++)
-            if (pool->host->processes[i].state) last = false;
-        if (last && pool->shared) leave_pool(pool);
-        host_unlock(pool);
-    }
-    if (pool->path && !pool->shared) leave_traces(pool);
+    bool alone = !pool->path || lock_byte(pool->fd, ATTACH_BYTE, true, true) == 0;
+    bool last = pool->host->ready && unregister(pool);
+    if (pool->path && !pool->shared && pool->host->ready) leave_traces(pool);
     counters_unbind(pool);
-    if (pool->path && last &&
+    if (pool->path && last && alone &&
         (pool->shared || lock_byte(pool->fd, USE_BYTE, true, false) == 0))
-        host_remove_state(pool->identity, pool->fd, pool->shared ? pool->hosts.self : NO_HOST);
-    munmap(pool->host, pool->host->bytes);
-    pool->host = NULL;
+        state_remove(&pool->state, pool->host_fd);
+    state_leave(pool, pool->host->bytes);
+    state_place_close(&pool->state);
     pool->held = NULL;
-    close(pool->host_fd);
-    pool->host_fd = -1;
     /* The use lock goes first: who waits for the attach lock must not find the pool in use. */
     if (pool->path) unlock_byte(pool->fd, USE_BYTE);
     if (pool->path) unlock_byte(pool->fd, ATTACH_BYTE);

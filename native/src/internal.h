@@ -295,9 +295,19 @@ typedef struct part {
     uint32_t first_layer, last_layer;
 } part;
 
+/* Where a host state lies (state_folder.c). */
+enum { STATE_PATH_BYTES = 128 };
+typedef struct state_place {
+    int folder;                  /* -1: there is none */
+    uid_t owner;                 /* of the pool's file; folder and files are that user's */
+    uint32_t name_at;            /* where in path the file's own name begins */
+    char path[STATE_PATH_BYTES]; /* of the file, for messages: it is reached by the folder */
+} state_place;
+
 struct cxlkv_pool {
     char *path;                  /* NULL: anonymous */
     int fd, host_fd;
+    state_place state;           /* open as long as the pool: who leaves may have no file free */
     uint8_t *base;
     uint64_t mapped_bytes;       /* region_bytes in whole units */
     uint64_t unit_bytes;         /* of the mapping: a page, a huge page, a unit of a device */
@@ -465,7 +475,10 @@ enum { ATTACH_BYTE = 0, USE_BYTE = 1 };
 /* And of a host state's file: held (shared) while it is open; FORK_BYTE + i (shared) while slot i
  * waits for a child that is being forked. */
 enum { STATE_BYTE = 0, FORK_BYTE = 64 };
+/* wait: for lock_wait_s at most, then -ETIMEDOUT; byte_lock_error() says what it means. */
+extern double lock_wait_s;
 int lock_byte(int fd, off_t offset, bool exclusive, bool wait);
+int byte_lock_error(int code, const char *path);
 int unlock_byte(int fd, off_t offset);
 /* Another open file of the same file, with the byte locked (shared); -1 when that fails. */
 int open_again(int fd, off_t offset);
@@ -672,15 +685,12 @@ void host_rebuild(cxlkv_pool *pool);      /* lists, holders and index from their
 void log_again(cxlkv_pool *pool);
 uint32_t *held_of(const cxlkv_pool *pool, uint32_t slot);
 int host_recount(cxlkv_pool *pool, char *text, size_t text_bytes);  /* problems found */
-int host_remove_state(const uint8_t identity[16], int fd, uint32_t host);
-enum { STATE_PATH_BYTES = 96 };
-/* host: NO_HOST where one host only uses the pool. */
-void host_state_path(const uint8_t identity[16], int fd, uint32_t host,
-                     char path[STATE_PATH_BYTES]);
 /* Offsets for so many pages; returns the bytes of the whole. */
 uint64_t host_state_layout(uint32_t page_count, host_state *host);
 bool host_state_is_ours(const host_state *host);
 bool host_state_fits(const host_state *host, uint32_t page_count, const uint8_t identity[16]);
+/* Of the pool in `fd`, when nobody has its state open: after the pool itself. */
+void host_remove_state(const uint8_t identity[16], int fd, uint32_t host);
 /* Round each change, under the lock, of a record that others may hold: a death there is mended. */
 void rewrite_begin(cxlkv_pool *pool, uint32_t page);
 void rewrite_end(cxlkv_pool *pool);
@@ -692,6 +702,25 @@ void host_assert(cxlkv_pool *pool);
 #else
 #define host_assert(pool) ((void)(pool))
 #endif
+
+/* ---- state_folder.c: where host states, and the worker's slots, lie ---- */
+/* Of the state of the pool in `fd`. host: NO_HOST where one host only uses the pool. 1: the folder
+ * is there; 0: it is not, and was not to be made; an error: it is not fit to be used. */
+int state_place_open(int fd, const uint8_t identity[16], uint32_t host, bool makes,
+                     state_place *place);
+/* Of a file in such a folder, by its path: the same; 0 also when the path is none. */
+int state_place_at(const char *path, state_place *place);
+void state_place_worker(state_place *place); /* from a state's to that of its worker's slots */
+void state_place_close(state_place *place);
+const char *state_name(const state_place *place);
+/* A descriptor, -ENOENT without a text, or an error; flags: O_RDWR or O_RDONLY. */
+int state_file_open(const state_place *place, int flags);
+int state_file_make(const state_place *place);          /* a descriptor, of no name yet */
+int state_file_show(const state_place *place, int fd);  /* gives it the name */
+bool state_file_is(const state_place *place, int fd);   /* the name means this file */
+void state_file_unlink(const state_place *place);
+/* -CXLKV_E_BUSY when a build that had its states elsewhere uses the pool. */
+int state_older_in_use(int pool_fd, const uint8_t identity[16], uint32_t host);
 
 /* ---- pages.c: all under the host lock, but for pages_drop_later() and pages_unclaim() ---- */
 void pages_list(cxlkv_pool *pool, uint32_t run);     /* puts a run where its mask says */

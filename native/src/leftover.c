@@ -10,10 +10,12 @@
 #include <unistd.h>
 
 #include "internal.h"
-#include "worker.h"
 
 typedef struct leftover {
     const char *path;
+    state_place place;           /* of a host state: it is reached by its folder */
+    int folder;
+    const char *name;            /* below it, or the path */
     int fd;
     struct stat status;
     bool removes;                /* else it only looks, and takes no lock */
@@ -22,7 +24,7 @@ typedef struct leftover {
 /* A regular file of this user, no link. */
 static int leftover_open(leftover *file) {
     int mode = file->removes ? O_RDWR : O_RDONLY;
-    file->fd = open(file->path, mode | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    file->fd = openat(file->folder, file->name, mode | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (file->fd < 0) return fail(errno, "%s: cannot open: %s", file->path, strerror(errno));
     if (fstat(file->fd, &file->status) == 0 && S_ISREG(file->status.st_mode) &&
         file->status.st_uid == geteuid())
@@ -39,10 +41,10 @@ static bool alone(const leftover *file, off_t byte) {
 /* 1 when it was, or would be, removed. */
 static int leftover_remove(leftover *file) {
     struct stat now;
-    if (lstat(file->path, &now) < 0 || now.st_dev != file->status.st_dev ||
-        now.st_ino != file->status.st_ino)
+    if (fstatat(file->folder, file->name, &now, AT_SYMLINK_NOFOLLOW) < 0 ||
+        now.st_dev != file->status.st_dev || now.st_ino != file->status.st_ino)
         return 0;
-    if (file->removes && unlink(file->path) < 0)
+    if (file->removes && unlinkat(file->folder, file->name, 0) < 0)
         return fail(errno, "%s: cannot remove: %s", file->path, strerror(errno));
     return 1;
 }
@@ -100,14 +102,37 @@ static bool pool_is_there(const host_state *host) {
            status.st_dev == host->pool_device;
 }
 
+/* IDENTITY-INODE.host, or with the number of a host between. */
+static bool is_state_name(const char *name) {
+    static const char suffix[] = ".host";
+    size_t length = strlen(name), tail = sizeof(suffix) - 1;
+    if (length < 33 + tail || strcmp(name + length - tail, suffix) != 0 || !all_hex(name, 32))
+        return false;
+    for (const char *part = name + 32; part < name + length - tail;) {
+        size_t digits = strcspn(part + 1, "-.");
+        if (*part != '-' || !all_hex(part + 1, digits)) return false;
+        part += 1 + digits;
+    }
+    return true;
+}
+
+/* Up to 0.1.0 states lay in /dev/shm itself, and no build with folders takes one over. */
+static bool is_older_state(const char *path) {
+    static const char prefix[] = "/dev/shm/cxlkv-";
+    return strncmp(path, prefix, sizeof(prefix) - 1) == 0 &&
+           is_state_name(path + sizeof(prefix) - 1);
+}
+
+/* CVKHST08 and later. */
+static bool locks_its_state(const host_state *host) {
+    const char *magic = (const char *)&host->magic;
+    return memcmp(magic, "CVKHST", 6) == 0 && memcmp(magic + 6, "08", 2) >= 0;
+}
+
 static int orphan(leftover *file) {
-    static const char prefix[] = "/dev/shm/cxlkv-", suffix[] = ".host";
     host_state host;
-    size_t length = strlen(file->path), head = sizeof(prefix) - 1, tail = sizeof(suffix) - 1;
-    if (length < head + 33 + tail || strncmp(file->path, prefix, head) != 0 ||
-        strcmp(file->path + length - tail, suffix) != 0 || !all_hex(file->path + head, 32) ||
-        file->path[head + 32] != '-' ||
-        !all_hex(file->path + head + 33, length - tail - head - 33))
+    bool older = file->place.folder < 0;
+    if (older ? !is_older_state(file->path) : !is_state_name(file->name))
         return fail(CXLKV_E_NOT_A_POOL, "%s is no host state", file->path);
     if (!alone(file, STATE_BYTE)) return 0;
     if (fstat(file->fd, &file->status) < 0 || file->status.st_nlink == 0) return 0;
@@ -115,15 +140,14 @@ static int orphan(leftover *file) {
     if (pread(file->fd, &host, sizeof(host), 0) < 0)
         return fail(errno, "%s: cannot read: %s", file->path, strerror(errno));
     host.pool_path[sizeof(host.pool_path) - 1] = 0;
-    /* No magic: killed while it was made. Another build's: it may be in use without a lock. */
-    if (host.magic != 0 && !host_state_is_ours(&host)) return 0;
-    if (host.magic != 0 && pool_is_there(&host)) return 0; /* its next user takes it over */
+    /* Another build's: it may be in use without a lock. One of the older place without a magic was
+     * never finished. */
+    if (older ? host.magic != 0 && !locks_its_state(&host) : !host_state_is_ours(&host)) return 0;
+    if (!older && pool_is_there(&host)) return 0; /* its next user takes it over */
     int code = leftover_remove(file);
-    if (code == 1 && file->removes) { /* its killed worker's slots go with it */
-        char path[STATE_PATH_BYTES];
-        snprintf(path, sizeof(path), "%s", file->path);
-        worker_path_of_state(path);
-        unlink(path);
+    if (code == 1 && file->removes && !older) { /* its killed worker's slots go with it */
+        state_place_worker(&file->place);
+        state_file_unlink(&file->place);
     }
     return code;
 }
@@ -132,13 +156,14 @@ static int orphan(leftover *file) {
 
 static bool has_state(const leftover *file, const cxlkv_sharing *sharing,
                       const uint8_t identity[16]) {
-    char path[STATE_PATH_BYTES];
-    bool shared = sharing->kind != CXLKV_SHARING_HOST;
-    for (uint32_t host = 0; host < sharing->hosts; host++) {
-        host_state_path(identity, file->fd, shared ? host : NO_HOST, path);
-        if (access(path, F_OK) == 0) return true;
+    state_place place;
+    bool shared = sharing->kind != CXLKV_SHARING_HOST, found = false;
+    for (uint32_t host = 0; host < sharing->hosts && !found; host++) {
+        found = state_place_open(file->fd, identity, shared ? host : NO_HOST, false, &place) == 1 &&
+                faccessat(place.folder, state_name(&place), F_OK, AT_SYMLINK_NOFOLLOW) == 0;
+        state_place_close(&place);
     }
-    return false;
+    return found;
 }
 
 /* The file's time says when the last process left. One that was killed left a host state instead,
@@ -164,14 +189,22 @@ static int idle(leftover *file, double idle_s) {
 }
 
 int cxlkv_leftover(const char *path, uint32_t kind, double idle_s, uint32_t removes) {
-    leftover file = {.path = path, .removes = removes != 0};
+    leftover file = {.path = path, .place = {.folder = -1}, .folder = AT_FDCWD, .name = path,
+                     .removes = removes != 0};
     if (kind == CXLKV_LEFTOVER_IDLE && !(idle_s >= 0))
         return fail(CXLKV_E_ARGUMENT, "idle for %g s: 0 or more", idle_s);
-    int code = leftover_open(&file);
-    if (code < 0) return code;
-    if (kind == CXLKV_LEFTOVER_DRAFT) code = draft(&file);
-    else if (kind == CXLKV_LEFTOVER_ORPHAN) code = orphan(&file);
-    else code = idle(&file, idle_s);
-    close(file.fd);
+    int code = kind == CXLKV_LEFTOVER_ORPHAN ? state_place_at(path, &file.place) : 0;
+    if (code == 1) {
+        file.folder = file.place.folder;
+        file.name = state_name(&file.place);
+    }
+    if (code >= 0) code = leftover_open(&file);
+    if (code == 0) {
+        if (kind == CXLKV_LEFTOVER_DRAFT) code = draft(&file);
+        else if (kind == CXLKV_LEFTOVER_ORPHAN) code = orphan(&file);
+        else code = idle(&file, idle_s);
+        close(file.fd);
+    }
+    state_place_close(&file.place);
     return code;
 }

@@ -114,24 +114,33 @@ static bool state_fits(const host_state *host, uint64_t nonce, uint32_t page_cou
     return fits;
 }
 
-/* Maps the state of a host of the pool in `fd` for reading; NULL when there is none that fits. */
-static host_state *map_state(int fd, uint32_t host, uint64_t nonce, uint32_t page_count,
-                             const uint8_t identity[16], uint64_t *bytes) {
-    char path[STATE_PATH_BYTES];
+static host_state *map_file(int state_fd, uint64_t nonce, uint32_t page_count,
+                            const uint8_t identity[16], uint64_t *bytes) {
     host_state expected;
     struct stat status;
     *bytes = host_state_layout(page_count, &expected);
-    host_state_path(identity, fd, host, path);
-    int state_fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-    if (state_fd < 0) return NULL;
-    void *at = MAP_FAILED;
-    if (fstat(state_fd, &status) == 0 && (uint64_t)status.st_size == *bytes)
-        at = mmap(NULL, *bytes, PROT_READ, MAP_SHARED, state_fd, 0);
-    close(state_fd);
+    if (fstat(state_fd, &status) < 0 || (uint64_t)status.st_size != *bytes) return NULL;
+    void *at = mmap(NULL, *bytes, PROT_READ, MAP_SHARED, state_fd, 0);
     if (at == MAP_FAILED) return NULL;
     if (state_fits(at, nonce, page_count, identity)) return at;
     munmap(at, *bytes);
     return NULL;
+}
+
+/* Maps the state of a host of the pool in `fd` for reading; NULL when there is none that fits. */
+static host_state *map_state(int fd, uint32_t host, uint64_t nonce, uint32_t page_count,
+                             const uint8_t identity[16], uint64_t *bytes) {
+    state_place place;
+    host_state *found = NULL;
+    int state_fd = -1;
+    if (state_place_open(fd, identity, host, false, &place) == 1)
+        state_fd = state_file_open(&place, O_RDONLY);
+    if (state_fd >= 0) {
+        found = map_file(state_fd, nonce, page_count, identity, bytes);
+        close(state_fd);
+    }
+    state_place_close(&place);
+    return found;
 }
 
 /* Where a pool's bytes are read from. striped: NULL, or all members; fd is the first one's then. */
@@ -224,9 +233,11 @@ static int64_t peek_at(const source *from, const char *path, cxlkv_overview *ove
     uint32_t pages = geometry.page_count;
     uint64_t bytes;
     host_state *host = NULL;
-    if (sharing.kind == CXLKV_SHARING_HOST)
-        host = map_state(from->fd, NO_HOST, host_line_nonce(page), pages, identity, &bytes);
-    else /* the first host that runs on this machine: most often the only one */
+    uint64_t nonce = host_line_nonce(page); /* 0: nobody uses the pool, or the line is damaged */
+    if (sharing.kind == CXLKV_SHARING_HOST && nonce)
+        host = map_state(from->fd, NO_HOST, nonce, pages, identity, &bytes);
+    /* The first host that runs on this machine: most often the only one. */
+    if (sharing.kind != CXLKV_SHARING_HOST)
         for (uint32_t number = 0; !host && number < sharing.hosts; number++)
             host = map_state(from->fd, number, 0, pages, identity, &bytes);
     if (!host) { /* another /dev/shm has the state, or nobody uses the pool */

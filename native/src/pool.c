@@ -173,6 +173,7 @@ static void leave_to_parent(cxlkv_pool *pool) {
     region_unmap(pool);
     close(pool->host_fd);
     close(pool->fd);
+    state_place_close(&pool->state);
     pool->host = NULL;
     pool->held = NULL;
     pool->closed = true;
@@ -219,6 +220,7 @@ static cxlkv_pool *pool_make(const char *path) {
     cxlkv_pool *pool = calloc(1, sizeof(*pool));
     if (!pool) return NULL;
     pool->fd = pool->host_fd = pool->fork_state_fd = pool->fork_region_fd = -1;
+    pool->state.folder = -1;
     pool->slot = pool->fork_slot = UINT32_MAX;
     pool->thread_count = 1;
     pool->lock_wait_ns = 30000000000u;
@@ -314,7 +316,7 @@ static int open_region(const char *path, int flags, int *fd) {
     if (code == 0) return 0;
     close(*fd);
     *fd = -1;
-    return fail(-code, "%s: cannot lock: %s", path, strerror(-code));
+    return byte_lock_error(code, path);
 }
 
 static int refuse_place(const char *path) {
@@ -544,12 +546,12 @@ static int remove_at(const char *path, bool in_place) {
         return remove_damaged(path, in_place);
     if (code < 0) return code;
     code = lock_byte(fd, ATTACH_BYTE, true, true);
-    if (code < 0) code = fail(-code, "%s: cannot lock: %s", path, strerror(-code));
+    if (code < 0) code = byte_lock_error(code, path);
     if (code == 0 && lock_byte(fd, USE_BYTE, true, false) < 0) code = busy_error(path);
     if (code == 0) code = region_discard(fd, path, in_place);
     bool shared = sharing.kind != CXLKV_SHARING_HOST;
     for (uint32_t host = 0; code == 0 && host < sharing.hosts; host++)
-        code = host_remove_state(identity, fd, shared ? host : NO_HOST);
+        host_remove_state(identity, fd, shared ? host : NO_HOST);
     close_region(fd);
     return code;
 }

@@ -188,7 +188,7 @@ static int open_draft(const char *path, char *made, size_t made_bytes, int *fd) 
         if (code < 0) {
             unlink(made);
             close(*fd);
-            return fail(-code, "%s: cannot lock: %s", path, strerror(-code));
+            return byte_lock_error(code, path);
         }
         if (fstat(*fd, &status) == 0 && status.st_nlink > 0) {
             /* hugetlbfs has no write; want of room is told by what reserves it next. */
@@ -282,13 +282,35 @@ int region_discard(int fd, const char *path, bool in_place) {
 }
 
 /* Open-file-description locks: they outlive threads, and the kernel drops them with the process. */
-int lock_byte(int fd, off_t offset, bool exclusive, bool wait) {
+static int try_lock_byte(int fd, off_t offset, bool exclusive) {
     struct flock lock = {.l_type = exclusive ? F_WRLCK : F_RDLCK, .l_whence = SEEK_SET,
                          .l_start = offset, .l_len = 1};
-    int code;
-    do code = fcntl(fd, wait ? F_OFD_SETLKW : F_OFD_SETLK, &lock);
-    while (code < 0 && errno == EINTR);
-    return code < 0 ? -errno : 0;
+    return fcntl(fd, F_OFD_SETLK, &lock) < 0 ? -errno : 0;
+}
+
+double lock_wait_s = 30;
+
+/* Whoever may read a file may keep a lock on it for ever, so no wait is without an end; and as the
+ * kernel has none that ends by itself, we ask again and again. */
+int lock_byte(int fd, off_t offset, bool exclusive, bool wait) {
+    uint64_t until_ns = boottime_ns() + (uint64_t)(lock_wait_s * 1e9);
+    struct timespec nap = {.tv_nsec = 20000};
+    for (;;) {
+        int code = try_lock_byte(fd, offset, exclusive);
+        bool taken = code == -EAGAIN || code == -EACCES;
+        if (!taken || !wait) return code;
+        if (boottime_ns() > until_ns) return -ETIMEDOUT;
+        nanosleep(&nap, NULL);
+        if (nap.tv_nsec < 5000000) nap.tv_nsec += nap.tv_nsec / 4;
+    }
+}
+
+int byte_lock_error(int code, const char *path) {
+    if (code != -ETIMEDOUT) return fail(-code, "%s: cannot lock: %s", path, strerror(-code));
+    return fail(CXLKV_E_TIMEOUT,
+                "%s: another process has had its lock for %g s. It makes, opens or closes the "
+                "pool, or was stopped while it did, or keeps the lock to keep us out: end it "
+                "(`fuser -v %s` names who has the file open)", path, lock_wait_s, path);
 }
 
 int unlock_byte(int fd, off_t offset) {

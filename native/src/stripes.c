@@ -108,7 +108,7 @@ static int members_open(members *all, const char *path) {
     code = lock_byte(all->of[0].fd, ATTACH_BYTE, true, true);
     if (code == 0) return 0;
     members_close(all, 0);
-    return fail(-code, "%s: cannot lock: %s", path, strerror(-code));
+    return byte_lock_error(code, path);
 }
 
 /* ---- labels ---- */
@@ -353,7 +353,7 @@ int stripes_remove(const char *path) {
     else if (code == 0 || damaged) code = wipe_labels(&all);
     bool shared = sharing.kind != CXLKV_SHARING_HOST;
     for (uint32_t host = 0; code == 0 && !damaged && host < sharing.hosts; host++)
-        code = host_remove_state(identity, all.of[0].fd, shared ? host : NO_HOST);
+        host_remove_state(identity, all.of[0].fd, shared ? host : NO_HOST);
     members_close(&all, 0);
     return code;
 }

@@ -43,9 +43,6 @@ typedef struct worker_file {
 } worker_file;
 
 /* ---- worker_file.c ---- */
-/* "" for an anonymous pool. */
-void worker_path(const cxlkv_pool *pool, char path[STATE_PATH_BYTES]);
-void worker_path_of_state(char path[STATE_PATH_BYTES]); /* of the host state's, in place */
 /* A new file in place of a dead worker's; -CXLKV_E_BUSY when there is one that lives. */
 int worker_file_make(const cxlkv_pool *pool, uint32_t slots, uint32_t request_bytes,
                      uint32_t response_bytes, enum visibility_mode mode, worker_file *file);

@@ -15,16 +15,11 @@
 
 static const uint8_t magic[8] = {'C', 'X', 'L', 'K', 'V', 'W', 'R', 'K'};
 
-void worker_path(const cxlkv_pool *pool, char path[STATE_PATH_BYTES]) {
-    path[0] = 0;
-    if (!pool->path) return;
-    host_state_path(pool->identity, pool->fd, pool->shared ? pool->hosts.self : NO_HOST, path);
-    worker_path_of_state(path);
-}
-
-void worker_path_of_state(char path[STATE_PATH_BYTES]) {
-    char *suffix = strrchr(path, '.');
-    snprintf(suffix, STATE_PATH_BYTES - (size_t)(suffix - path), ".worker");
+/* Beside the pool's host state, in the folder that the pool has open. */
+static state_place place_of(const cxlkv_pool *pool) {
+    state_place place = pool->state;
+    state_place_worker(&place);
+    return place;
 }
 
 static uint32_t header_crc(const worker_header *header) {
@@ -65,33 +60,39 @@ static int file_map(worker_file *file, const char *path) {
     return 0;
 }
 
-/* Under another name, until it is whole and its lock is taken. */
-static int file_fill(worker_file *file, const char *path, const char *made) {
-    file->fd = open(made, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
-    if (file->fd < 0)
-        return fail(errno, "%s: cannot create: %s%s", made, strerror(errno), remedy_of(errno));
+/* It gets its name when it is whole and its lock is taken. */
+static int file_fill(worker_file *file, const state_place *place) {
+    const char *path = place->path;
+    file->fd = state_file_make(place);
+    if (file->fd < 0) return file->fd;
     int code = posix_fallocate(file->fd, 0, (off_t)file_bytes(&file->header));
     if (code)
-        code = fail(code, "%s: cannot reserve %lu KiB: %s. Ask for fewer slots, or make /dev/shm "
+        return fail(code, "%s: cannot reserve %lu KiB: %s. Ask for fewer slots, or make /dev/shm "
                     "larger", path, file_bytes(&file->header) >> 10, strerror(code));
-    if (code == 0) code = file_map(file, path);
-    if (code == 0) {
-        memcpy(file->base, &file->header, sizeof(file->header));
-        code = lock_byte(file->fd, USE_BYTE, true, false);
-        if (code < 0) code = fail(-code, "%s: cannot lock: %s", path, strerror(-code));
-    }
-    if (code == 0 && rename(made, path) < 0)
-        code = fail(errno, "%s: cannot be put in place: %s", path, strerror(errno));
-    if (code < 0) unlink(made);
-    return code;
+    code = file_map(file, path);
+    if (code < 0) return code;
+    memcpy(file->base, &file->header, sizeof(file->header));
+    code = lock_byte(file->fd, USE_BYTE, true, false);
+    if (code < 0) return byte_lock_error(code, path);
+    state_file_unlink(place);
+    return state_file_show(place, file->fd);
+}
+
+static int file_make_alone(const cxlkv_pool *pool, worker_file *file) {
+    state_place place = place_of(pool);
+    worker_file old = {.fd = -1};
+    int code = 0;
+    if (worker_file_open(pool, &old) == 0)
+        code = fail(CXLKV_E_BUSY, "%s has a worker already: process %d", pool->path,
+                    old.header.worker.pid);
+    worker_file_close(&old);
+    return code < 0 ? code : file_fill(file, &place);
 }
 
 int worker_file_make(const cxlkv_pool *pool, uint32_t slots, uint32_t request_bytes,
                      uint32_t response_bytes, enum visibility_mode mode, worker_file *file) {
-    char path[STATE_PATH_BYTES], made[STATE_PATH_BYTES + 32];
     *file = (worker_file){.fd = -1};
-    worker_path(pool, path);
-    if (!path[0])
+    if (!pool->path)
         return fail(CXLKV_E_ARGUMENT, "an anonymous pool has no other processes: a worker needs "
                     "one in a file or on a device");
     if (slots == 0 || slots > WORKER_SLOTS_MAX || request_bytes < 4096 ||
@@ -108,27 +109,17 @@ int worker_file_make(const cxlkv_pool *pool, uint32_t slots, uint32_t request_by
     process_identify(&header->worker);
     header->worker.state = 1;
     header->crc = header_crc(header);
-    snprintf(made, sizeof(made), "%s.%lx", path, header->worker.nonce);
     int code = lock_byte(pool->fd, ATTACH_BYTE, true, true); /* one worker at a time looks */
-    if (code < 0) return fail(-code, "%s: cannot lock: %s", pool->path, strerror(-code));
-    worker_file old = {.fd = -1};
-    if (worker_file_open(pool, &old) == 0)
-        code = fail(CXLKV_E_BUSY, "%s has a worker already: process %d", pool->path,
-                    old.header.worker.pid);
-    worker_file_close(&old);
-    if (code == 0) code = file_fill(file, path, made);
+    if (code < 0) return byte_lock_error(code, pool->path);
+    code = file_make_alone(pool, file);
     unlock_byte(pool->fd, ATTACH_BYTE);
     if (code < 0) worker_file_close(file);
     return code;
 }
 
 void worker_file_remove(const cxlkv_pool *pool, worker_file *file) {
-    char path[STATE_PATH_BYTES];
-    struct stat own, there;
-    worker_path(pool, path);
-    if (file->fd >= 0 && fstat(file->fd, &own) == 0 && lstat(path, &there) == 0 &&
-        own.st_ino == there.st_ino && own.st_dev == there.st_dev)
-        unlink(path);
+    state_place place = place_of(pool);
+    if (state_file_is(&place, file->fd)) state_file_unlink(&place);
     worker_file_close(file);
 }
 
@@ -151,8 +142,8 @@ static int file_check(const cxlkv_pool *pool, worker_file *file, const char *pat
     struct stat status;
     if (pread(file->fd, &file->header, sizeof(file->header), 0) != sizeof(file->header) ||
         memcmp(header->magic, magic, sizeof(magic)) != 0 || header->crc != header_crc(header) ||
-        fstat(file->fd, &status) < 0 || !S_ISREG(status.st_mode) || status.st_uid != geteuid())
-        return fail(CXLKV_E_WORKER, "%s is not a worker's file of this user", path);
+        fstat(file->fd, &status) < 0)
+        return fail(CXLKV_E_WORKER, "%s is not a worker's file", path);
     if (header->version != WORKER_VERSION || header->mode > VISIBILITY_STRICT)
         return fail(CXLKV_E_WORKER, "%s: the worker is of another version", path);
     if (memcmp(header->identity, pool->identity, sizeof(header->identity)) != 0 ||
@@ -168,14 +159,17 @@ static int file_check(const cxlkv_pool *pool, worker_file *file, const char *pat
 }
 
 int worker_file_open(const cxlkv_pool *pool, worker_file *file) {
-    char path[STATE_PATH_BYTES];
     *file = (worker_file){.fd = -1};
-    worker_path(pool, path);
-    file->fd = path[0] ? open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK) : -1;
-    if (file->fd < 0)
-        return fail(CXLKV_E_WORKER, "this pool has no worker: start one with `cxlkv ndp-worker "
+    state_place place = {.folder = -1};
+    if (pool->path) place = place_of(pool);
+    int code = state_file_open(&place, O_RDWR);
+    if (code == -ENOENT)
+        code = fail(CXLKV_E_WORKER, "this pool has no worker: start one with `cxlkv ndp-worker "
                     "--pool %s`", pool->path ? pool->path : "FILE");
-    int code = file_check(pool, file, path);
+    else if (code >= 0) {
+        file->fd = code;
+        code = file_check(pool, file, place.path);
+    }
     if (code < 0) worker_file_close(file);
     return code;
 }

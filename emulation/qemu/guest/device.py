@@ -138,7 +138,7 @@ def make_and_publish() -> None:
     pages = sum(TEXTS.values()) // LAYOUT.page_tokens
     assert (seen.state, seen.prefix_pages, seen.bytes > 0) == ("idle", pages, True)
     assert find_leftovers([DEVICE], idle_s=0) == []
-    assert not list(Path("/dev/shm").glob("cxlkv-*"))
+    assert not list(Path("/dev/shm").glob("cxlkv.*/*"))
 
 
 def fork_and_read(pool: CXLPool) -> None:
@@ -199,7 +199,7 @@ def remove() -> None:
     for _ in range(2):  # makes it, opens it
         CXLPool.from_config(config).close()
     CREATE(capacity="32MiB", force=True).close()  # over a pool that nobody uses
-    assert not list(Path("/dev/shm").glob("cxlkv-*"))
+    assert not list(Path("/dev/shm").glob("cxlkv.*/*"))
     CXLPool.remove(DEVICE)
 
 
