@@ -5,13 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from cxlkv.adapters.transformers.cache import FarLayer, layer_of
 from cxlkv.adapters.transformers.steps import Call
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
 NAME = "cxlkv"
+BUILT = (
+    f"attention {NAME!r} is causal, over all tokens or the last ones: packed sequences, "
+    "bidirectional parts and custom masks are not built yet"
+)
 
 
 def register() -> None:
@@ -35,13 +40,22 @@ def attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: [batch, tokens, q_heads, value_dim], and no weights.
 
-    Raises BadArgumentError without a CXLCache, UnsupportedError for dropout, position biases, and
-    a window other than the pool's.
+    `set_attn_implementation` names it to all parts of a model, so also to those that read an image
+    or a sound at once, in both directions, and have no cache: they attend by transformers' own
+    "sdpa". Raises BadArgumentError for a causal layer without a CXLCache, UnsupportedError for
+    dropout, position biases, both directions with a cache, and a window other than the pool's.
     """
     layer = layer_of(module, key)
+    if not _is_causal(module, kwargs.get("is_causal")):
+        if layer is not None:
+            raise UnsupportedError(f"{type(module).__name__} attends in both directions; {BUILT}")
+        kwargs.update(dropout=dropout, scaling=scaling, softcap=softcap)
+        return _attend_both_ways(module, query, key, value, attention_mask, kwargs)
     if layer is None:
         raise BadArgumentError(
-            f"attention {NAME!r} works on a CXLCache: pass past_key_values=CXLCache(pool, model)"
+            f"attention {NAME!r} works on a CXLCache, which {type(module).__name__} has not: pass "
+            "past_key_values=CXLCache(pool, model); where that is in a part of the model that has "
+            f"no cache, leave it out: model.set_attn_implementation({{'text_config': {NAME!r}}})"
         )
     if dropout:
         raise UnsupportedError(f"attention {NAME!r} has no dropout: call model.eval() first")
@@ -51,6 +65,22 @@ def attention(
     scale = float(query.shape[3] ** -0.5) if scaling is None else scaling
     call = Call(module, query, key, value, attention_mask, scale, softcap, s_aux)
     return layer.cache.forward(layer, call).contiguous(), None
+
+
+def _attend_both_ways(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    said: dict[str, object],
+) -> tuple[Tensor, None]:
+    return sdpa_attention_forward(module, query, key, value, mask, **said)  # type: ignore[arg-type]
+
+
+def _is_causal(module: torch.nn.Module, told: object) -> bool:
+    """As transformers' sdpa decides it: what the call says, else the module, else yes."""
+    return bool(getattr(module, "is_causal", True) if told is None else told)
 
 
 def _check_window(layer: FarLayer, window: int | None, new_tokens: int) -> None:
@@ -78,8 +108,19 @@ def padding_mask(
     """transformers' mask function: the padding mask as it is, [batch, tokens so far] or None.
 
     Causality and windows are the attention function's own, which compares the window with the
-    pool's; UnsupportedError for any other pattern. BadArgumentError for an empty prompt.
+    pool's; UnsupportedError for any other pattern. BadArgumentError for an empty prompt. Of a part
+    that attends in both directions the mask is that of "sdpa", as its attention is.
     """
+    if "allow_is_bidirectional_skip" in kwargs:  # create_bidirectional_mask() and its like only
+        return sdpa_mask(
+            q_length=q_length,
+            attention_mask=attention_mask,
+            mask_function=mask_function,  # type: ignore[arg-type]
+            local_size=local_size,
+            allow_is_causal_skip=allow_is_causal_skip,
+            use_vmap=use_vmap,
+            **kwargs,  # type: ignore[arg-type]
+        )
     if q_length == 0:
         raise BadArgumentError(
             "an empty prompt: give at least one token, such as tokenizer.bos_token_id"
@@ -87,8 +128,5 @@ def padding_mask(
     # What is laid over a window cannot be seen in its function, only in what it may not skip.
     plain = mask_function is causal_mask_function or local_size is not None
     if not plain or use_vmap or not allow_is_causal_skip:
-        raise UnsupportedError(
-            f"attention {NAME!r} is causal, over all tokens or the last ones: packed sequences, "
-            "bidirectional parts and custom masks are not built yet"
-        )
+        raise UnsupportedError(BUILT)
     return attention_mask

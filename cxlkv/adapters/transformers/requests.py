@@ -24,9 +24,9 @@ from torch import Tensor
 from cxlkv.adapters.base import PoolRequests
 from cxlkv.adapters.identity import block_keys, namespace
 from cxlkv.adapters.transformers.cache import CXLCache, Settings
-from cxlkv.adapters.transformers.layouts import check_layout, config_words, layout_of
+from cxlkv.adapters.transformers.layouts import check_layout, config_words, layout_of, text_config
 from cxlkv.adapters.transformers.steps import Step
-from cxlkv.errors import BadArgumentError, PoolFullError
+from cxlkv.errors import BadArgumentError, PoolFullError, UnsupportedError
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys, prefix_keys
 from cxlkv.sequence import Sequence as Tokens
@@ -75,7 +75,8 @@ class CXLRequests(PoolRequests):
 
     Keys name the model's config, its weights (a hash, made here once: make another CXLRequests when
     they change), the pool's layout and the salt. weights: what names them instead, which saves
-    reading them. Raises GeometryError when the pool is laid out for another model.
+    reading them. Raises GeometryError when the pool is laid out for another model, UnsupportedError
+    for a model that also reads images or sounds: these have no token ids of their own.
     """
 
     def __init__(
@@ -89,6 +90,11 @@ class CXLRequests(PoolRequests):
     ):
         super().__init__(pool, tiers)
         check_layout(pool.layout, layout_of(model))
+        if text_config(model) is not getattr(model, "config", None):
+            raise UnsupportedError(
+                f"{type(model).__name__} reads more than text, and CXLRequests finds prompts by "
+                "their token ids, which are the same for every image: use a CXLCache without it"
+            )
         self._model = model
         words = {
             "config": config_words(model),
