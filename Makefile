@@ -8,6 +8,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# A setting of the build. pip 23.0, which Debian 12's Python puts into a new environment, has no -C.
+set = --config-settings=$(1)
 
 # Empty: torch comes from pip's own configuration (on PyPI that is the large CUDA build).
 # The small CPU build: make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -46,8 +48,8 @@ $(VENV)/.stamp: pyproject.toml constraints.txt Makefile
 
 # --no-index: if constraints.txt lacks something that pyproject.toml asks for, this fails and says so.
 $(VENV)/.built: $(VENV)/.stamp $(NATIVE)
-	$(PIP) install -qq --no-index --no-build-isolation -C build-dir=build/editable \
-	  -C cmake.define.CXLKV_WERROR=ON -e '.[demo,test]'
+	$(PIP) install -qq --no-index --no-build-isolation $(call set,build-dir=build/editable) \
+	  $(call set,cmake.define.CXLKV_WERROR=ON) -e '.[demo,test]'
 	touch $@
 
 .PHONY: mutants setup test test-slow test-gpu lint types native-test native-test-arm64 pytest
@@ -167,7 +169,7 @@ $(VLLM)/.stamp-$(VLLM_VERSION):
 
 test-vllm: $(VLLM)/.stamp-$(VLLM_VERSION)  ## the tests with vLLM, in an environment of its own
 	$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
-	  -C build-dir=build/vllm/native -e .
+	  $(call set,build-dir=build/vllm/native) -e .
 	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
 
 # Network, 3 GB of disk and three minutes, once: as above. Of SGLang what its cache needs on a CPU:
@@ -190,7 +192,7 @@ $(SGLANG)/.stamp-$(SGLANG_VERSION)-2:
 
 test-sglang: $(SGLANG)/.stamp-$(SGLANG_VERSION)-2  ## the tests with SGLang's cache, likewise
 	$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
-	  -C build-dir=build/sglang/native -e .
+	  $(call set,build-dir=build/sglang/native) -e .
 	$(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)
 
 # Network, 2 GB of disk and two minutes, once: as above; torch first, as it was tested.
@@ -208,7 +210,7 @@ $(LMCACHE)/.stamp-$(LMCACHE_VERSION):
 
 test-lmcache: $(LMCACHE)/.stamp-$(LMCACHE_VERSION)  ## the tests with LMCache, likewise
 	$(LMCACHE)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
-	  -C build-dir=build/lmcache/native -e .
+	  $(call set,build-dir=build/lmcache/native) -e .
 	$(LMCACHE)/bin/python -m pytest tests/lmcache $(ARGS)
 
 # Network, once: Mooncake's store in an environment of its own. A master runs on loopback.
@@ -224,15 +226,15 @@ $(REMOTE)/.stamp: Makefile
 
 test-remote: $(REMOTE)/.stamp  ## the remote tier with Mooncake, in an environment of its own
 	$(REMOTE)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
-	  -C build-dir=build/remote/native -e .
+	  $(call set,build-dir=build/remote/native) -e .
 	$(REMOTE)/bin/python -m pytest tests/test_cold_mooncake.py $(ARGS)
 
 # The stamp goes first, so that whatever comes next builds the plain core again.
 asan: $(VENV)/.built  ## the Python tests with the C under ASan+UBSan
 	rm $(VENV)/.built
-	$(PIP) install -qq --no-deps --no-build-isolation -C build-dir=build/editable-asan \
-	  -C cmake.define.CXLKV_SANITIZE=address,undefined -C cmake.define.CXLKV_DEBUG=2 \
-	  -C cmake.define.CXLKV_WERROR=ON -e .
+	$(PIP) install -qq --no-deps --no-build-isolation $(call set,build-dir=build/editable-asan) \
+	  $(call set,cmake.define.CXLKV_SANITIZE=address,undefined) \
+	  $(call set,cmake.define.CXLKV_DEBUG=2) $(call set,cmake.define.CXLKV_WERROR=ON) -e .
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	  $(BIN)/pytest -m "not slow and not gpu" $(ARGS)
