@@ -7,7 +7,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,7 @@ _EXCEPTIONS: Mapping[int, type[errors.CXLKVError]] = {
 E_ROOM: int = -lib.CXLKV_E_ROOM
 
 Handle = Any  # a cffi pointer to an opaque struct of the core
+Made = TypeVar("Made")
 Pages = npt.NDArray[np.int32]
 Starts = npt.NDArray[np.int32]
 
@@ -62,6 +63,37 @@ def check(code: int) -> int:
         return code
     text = ffi.string(lib.cxlkv_error_text()).decode(errors="replace")
     raise _EXCEPTIONS.get(-code, errors.SystemCallError)(text)
+
+
+# ---- what the core makes ----
+
+
+def _place(kind: str, destroy: Any, size: int = 0) -> Any:
+    """Where a call of the core puts the object that it makes: a pointer, NULL before.
+
+    It has its destructor before the call. An interrupt (Ctrl-C) may come behind any bytecode: were
+    the pointer taken out first and given a destructor then, one in between would leave an object
+    that nobody can release. The destructor is a function of the core, in which none can come.
+    """
+    return ffi.gc(ffi.new(kind), destroy, size)
+
+
+def _handle(place: Any) -> Handle:
+    """The object at a place, which lives as long as the handle, or until ffi.release().
+
+    The handle's destructor is a comparison: it does nothing, and belongs to the place, which is so
+    kept for as long as the handle. (Of what does nothing and holds a reference it is the fastest.)
+    """
+    return ffi.gc(place[0], place.__eq__)
+
+
+def keep(into: list[Made], make: Callable[..., Made], *arguments: Any) -> None:
+    """into.append(make(*arguments)), of a function in C: no interrupt comes between the two.
+
+    Python asks for signals between bytecodes, and this is one call. Who looks into the list in a
+    `finally` knows whether something was made that is to be given back.
+    """
+    into.extend(map(make, *((argument,) for argument in arguments)))
 
 
 # ---- the build ----
@@ -198,11 +230,12 @@ class Streamed(NamedTuple):
 def memory_taken(size: int, node: int = -1) -> Iterator[npt.NDArray[np.uint8]]:
     """Private memory, of one NUMA node if that is given; gone when the block ends."""
     at = ffi.new("uint8_t **")
-    check(lib.cxlkv_memory_take(size, node, at))
     try:
+        check(lib.cxlkv_memory_take(size, node, at))
         yield np.frombuffer(ffi.buffer(at[0], size), np.uint8)
     finally:
-        check(lib.cxlkv_memory_give(at[0], size))
+        if at[0] != ffi.NULL:
+            check(lib.cxlkv_memory_give(at[0], size))
 
 
 def memory_ring(memory: npt.NDArray[np.uint8], seed: int) -> None:
@@ -270,6 +303,19 @@ def _host_struct(host: tuple[int, bool, float] | None) -> Any:
     return ffi.new("cxlkv_host *", {"number": host[0], "certified": host[1], "lease_s": host[2]})
 
 
+def pool_place() -> Any:
+    """For a pool that is to be made: who is interrupted finds it there."""
+    return _place("cxlkv_pool **", lib.cxlkv_pool_destroy_at)
+
+
+def pool_unmake(place: Any, path: str | None) -> None:
+    """Closes and removes the pool that was made there, if one was."""
+    if place[0] != ffi.NULL:
+        lib.cxlkv_pool_close(place[0])
+        if path is not None:
+            lib.cxlkv_pool_remove(path.encode())
+
+
 def pool_create(
     path: str | None,
     layout: KVLayout,
@@ -281,9 +327,11 @@ def pool_create(
     host: tuple[int, bool, float] | None,
     nodes: int = 0,
     in_place: bool = False,
+    out: Any = None,
 ) -> Handle:
-    """sharing is (kind, durable, hosts), host (number, certified, lease_s); nodes bit by node."""
-    out = ffi.new("cxlkv_pool **")
+    """sharing is (kind, durable, hosts), host (number, certified, lease_s); nodes bit by node; out
+    is a pool_place()."""
+    out = pool_place() if out is None else out
     where = ffi.NULL if path is None else ffi.new("char[]", path.encode())
     flags = lib.CXLKV_CREATE_FORCE if force else 0
     flags |= lib.CXLKV_CREATE_IN_PLACE if in_place else 0
@@ -295,13 +343,13 @@ def pool_create(
     check(
         lib.cxlkv_pool_create_at(where, described, shared, capacity_bytes, flags, own, nodes, out)
     )
-    return ffi.gc(out[0], lib.cxlkv_pool_destroy, capacity_bytes)
+    return _handle(out)
 
 
 def pool_open(path: str, host: tuple[int, bool, float] | None) -> Handle:
-    out = ffi.new("cxlkv_pool **")
+    out = pool_place()
     check(lib.cxlkv_pool_open(path.encode(), _host_struct(host), out))
-    return ffi.gc(out[0], lib.cxlkv_pool_destroy)
+    return _handle(out)
 
 
 def pool_close(pool: Handle) -> None:
@@ -498,10 +546,9 @@ def count_audit(pool: Handle, recall: float, mass: float) -> None:
 # ---- pages ----
 
 
-def pages_alloc(pool: Handle, count: int) -> npt.NDArray[np.uint32]:
-    pages = np.empty(count, np.uint32)
-    check(lib.cxlkv_pages_alloc(pool, count, ffi.from_buffer("uint32_t[]", pages, True)))
-    return pages
+def pages_alloc(pool: Handle, pages: npt.NDArray[np.uint32]) -> None:
+    """Fills `pages`, all of them; what raises leaves them as they were."""
+    check(lib.cxlkv_pages_alloc(pool, len(pages), ffi.from_buffer("uint32_t[]", pages, True)))
 
 
 def pages_free(pool: Handle, pages: npt.NDArray[np.uint32]) -> None:
@@ -512,15 +559,15 @@ def pages_free(pool: Handle, pages: npt.NDArray[np.uint32]) -> None:
 
 
 def sequence_create(pool: Handle) -> Handle:
-    out = ffi.new("cxlkv_sequence **")
+    out = _place("cxlkv_sequence **", lib.cxlkv_sequence_destroy_at)
     check(lib.cxlkv_sequence_create(pool, out))
-    return ffi.gc(out[0], lib.cxlkv_sequence_destroy)
+    return _handle(out)
 
 
 def sequence_fork(sequence: Handle) -> Handle:
-    out = ffi.new("cxlkv_sequence **")
+    out = _place("cxlkv_sequence **", lib.cxlkv_sequence_destroy_at)
     check(lib.cxlkv_sequence_fork(sequence, out))
-    return ffi.gc(out[0], lib.cxlkv_sequence_destroy)
+    return _handle(out)
 
 
 def sequence_truncate(sequence: Handle, tokens: int) -> None:
@@ -596,9 +643,9 @@ def sequence_export(sequence: Handle) -> bytes:
 
 
 def sequence_adopt(pool: Handle, handle: bytes) -> Handle:
-    out = ffi.new("cxlkv_sequence **")
+    out = _place("cxlkv_sequence **", lib.cxlkv_sequence_destroy_at)
     check(lib.cxlkv_sequence_adopt(pool, handle, len(handle), out))
-    return ffi.gc(out[0], lib.cxlkv_sequence_destroy)
+    return _handle(out)
 
 
 # ---- prefixes ----
@@ -665,9 +712,9 @@ def _match(
     if ids is not None:
         args.ids, args.id_count = ffi.from_buffer("int64_t[]", ids), len(ids)
         args.root = first
-    out = ffi.new("cxlkv_sequence **")
+    out = _place("cxlkv_sequence **", lib.cxlkv_sequence_destroy_at)
     tokens = check(lib.cxlkv_match_with(pool, args, out))
-    return tokens, ffi.gc(out[0], lib.cxlkv_sequence_destroy)
+    return tokens, _handle(out)
 
 
 def forget(pool: Handle, hashes: bytes) -> int:
@@ -875,20 +922,20 @@ def lease_take(pool: Handle, keys: bytes) -> tuple[Handle, Addresses, Sizes]:
     """The lease, and of each object its address, 0 where there is none, and its size."""
     count = len(keys) // HASH_BYTES
     addresses, sizes = np.zeros(count, np.uint64), np.empty(count, np.int64)
-    out = ffi.new("cxlkv_lease **")
+    out = _place("cxlkv_lease **", lib.cxlkv_lease_destroy_at)
     at = ffi.from_buffer("uint64_t[]", addresses, True)
     check(lib.cxlkv_lease_take(pool, count, keys, at, _int64(sizes, True), out))
-    return ffi.gc(out[0], lib.cxlkv_lease_destroy), addresses, sizes
+    return _handle(out), addresses, sizes
 
 
 def lease_reserve(pool: Handle, sizes: Addresses) -> tuple[Handle, Addresses]:
     """The lease, and the address of each page."""
     addresses = np.zeros(len(sizes), np.uint64)
-    out = ffi.new("cxlkv_lease **")
+    out = _place("cxlkv_lease **", lib.cxlkv_lease_destroy_at)
     at = ffi.from_buffer("uint64_t[]", addresses, True)
     given = ffi.from_buffer("uint64_t[]", sizes)
     check(lib.cxlkv_lease_reserve(pool, len(sizes), given, at, out))
-    return ffi.gc(out[0], lib.cxlkv_lease_destroy), addresses
+    return _handle(out), addresses
 
 
 def lease_publish(
@@ -1015,9 +1062,9 @@ def _int32(array: npt.NDArray[np.int32], writable: bool = False) -> Any:
 
 
 def batch_create(pool: Handle, sequences: Sequence[Handle]) -> Handle:
-    out = ffi.new("cxlkv_batch **")
+    out = _place("cxlkv_batch **", lib.cxlkv_batch_destroy_at)
     check(lib.cxlkv_batch_create(pool, len(sequences), list(sequences), out))
-    return ffi.gc(out[0], lib.cxlkv_batch_destroy)
+    return _handle(out)
 
 
 def batch_append(
@@ -1217,10 +1264,10 @@ WORKER_USES = ("none", "if_there", "only")  # by the core's number
 def worker_make(
     pool: Handle, slots: int, request_bytes: int, response_bytes: int, mode: str
 ) -> Handle:
-    out = ffi.new("cxlkv_worker **")
+    out = _place("cxlkv_worker **", lib.cxlkv_worker_destroy_at)
     code = VISIBILITY_MODES.index(mode)
     check(lib.cxlkv_worker_make(pool, slots, request_bytes, response_bytes, code, out))
-    return ffi.gc(out[0], lib.cxlkv_worker_destroy)
+    return _handle(out)
 
 
 def worker_destroy(worker: Handle) -> None:
@@ -1261,8 +1308,10 @@ def _int64(array: Units, writable: bool = False) -> Any:
     return ffi.from_buffer("int64_t[]", array, writable)
 
 
-def near_make(pool: Handle, size: int) -> None:
-    check(lib.cxlkv_near_make(pool, size))
+def near_make(pool: Handle, size: int, made: list[int]) -> None:
+    """made: gets a 0 when the tier was made, also when an interrupt comes then."""
+    keep(made, lib.cxlkv_near_make, pool, size)
+    check(made[0])
 
 
 def near_destroy(pool: Handle) -> None:
@@ -1353,10 +1402,10 @@ def flush_name() -> str:
 
 def litmus_make(addresses: Sequence[int], role: int, pressure_bytes: int, wait_s: float) -> Handle:
     """The regions stay mapped until the handle is gone, or released by litmus_destroy()."""
-    out = ffi.new("cxlkv_litmus **")
+    out = _place("cxlkv_litmus **", lib.cxlkv_litmus_destroy_at, pressure_bytes)
     regions = ffi.new("void *[]", [ffi.cast("void *", address) for address in addresses])
     check(lib.cxlkv_litmus_make(regions, len(addresses), role, pressure_bytes, wait_s, out))
-    return ffi.gc(out[0], lib.cxlkv_litmus_destroy, pressure_bytes)
+    return _handle(out)
 
 
 def litmus_destroy(litmus: Handle) -> None:

@@ -83,8 +83,12 @@ class ColdTier(Closing):
         # All below under the lock; free + stored + reserved = slots. I/O goes on without it, on
         # slots that are reserved, or stored and have a reader. What is known of a record (readers,
         # checked, parents) stands under its first slot.
-        self._lock = threading.Condition()
-        self._running = 0
+        self._mutex = (
+            threading.RLock()
+        )  # taken by itself: Condition's own `with` can be interrupted
+        self._lock = threading.Condition(self._mutex)
+        self._running: set[int] = set()  # threads that are in a call
+        self._torn = False
         self._closed = False
         self._index: OrderedDict[bytes, Place] = OrderedDict()  # the least recently used first
         self._state = np.zeros(slots, np.uint8)
@@ -133,7 +137,7 @@ class ColdTier(Closing):
             wanted = self._wanted(keys)
             if wanted:
                 self._write(self._reserve(keys, wanted, records), parents)
-            with self._lock:
+            with self._mutex:
                 return np.array([key in self._index for key in keys], np.bool_)
 
     def load(self, names: Bytes, out: Bytes) -> Mask:
@@ -145,7 +149,7 @@ class ColdTier(Closing):
             raise BadArgumentError("out cannot be written to")
         with self._operation():
             found = self._read(keys, out)
-            with self._lock:
+            with self._mutex:
                 hits = int(found.sum())
                 self._counts["hits"] += hits
                 self._counts["misses"] += len(keys) - hits
@@ -159,7 +163,7 @@ class ColdTier(Closing):
         with self._operation():
             if sure:
                 self._look_again(keys)
-            with self._lock:
+            with self._mutex:
                 for key in keys if sure else ():
                     if key in self._index:
                         self._index.move_to_end(key)
@@ -169,7 +173,7 @@ class ColdTier(Closing):
         """Removes records, for good; which were there."""
         keys = self._keys(names)
         with self._operation():
-            with self._lock:
+            with self._mutex:
                 there = np.array([key in self._index for key in keys], np.bool_)
                 places = [self._unlink(key) for key in keys if key in self._index]
                 self._counts["dropped"] += len(places)
@@ -178,17 +182,17 @@ class ColdTier(Closing):
 
     def protect(self, names: Bytes) -> None:
         """Records of these names make no room for others, until unprotect()."""
-        with self._operation(), self._lock:
+        with self._operation(), self._mutex:
             self._protected.update(self._keys(names))
 
     def unprotect(self, names: Bytes) -> None:
-        with self._operation(), self._lock:
+        with self._operation(), self._mutex:
             self._protected.difference_update(self._keys(names))
 
     def names(self) -> tuple[Bytes, Bytes]:
         """All names and their parents, the least recently used first (after an opening: the first
         stored)."""
-        with self._operation(), self._lock:
+        with self._operation(), self._mutex:
             joined = np.frombuffer(b"".join(self._index), np.uint8).reshape(-1, NAME_BYTES)
             first = [place.slots[0] for place in self._index.values()]
             return joined.copy(), self._parents[first]
@@ -197,7 +201,7 @@ class ColdTier(Closing):
         """slots_free + slots_stored + slots_reserved = slots_total, and how many records these are;
         and what was counted: packed records, the bytes of slots that they did without, and the
         microseconds of packing and unpacking."""
-        with self._operation(), self._lock:
+        with self._operation(), self._mutex:
             count = np.bincount(self._state, minlength=3)
             return {
                 "slots_total": len(self._state),
@@ -214,7 +218,7 @@ class ColdTier(Closing):
     def check(self, deep: bool = False) -> list[str]:
         """What is not as it must be; empty: nothing. deep reads all records."""
         with self._operation():
-            with self._lock:
+            with self._mutex:
                 problems = self._recount()
                 keys = list(self._index)
             if os.fstat(self._file.fd).st_nlink == 0:
@@ -229,32 +233,57 @@ class ColdTier(Closing):
 
     def close(self) -> None:
         """Waits for calls of other threads; a second time does nothing."""
-        with self._lock:
+        with self._mutex:
             self._closed = True
-            self._lock.wait_for(lambda: self._running == 0)
+            self._lock.wait_for(lambda: self._running <= {threading.get_ident()})
             self._file.close()
             if self._codec is not None:
                 self._codec.close()
 
     def reset_after_fork(self) -> None:
         """The file is closed, by itself."""
-        self._lock = threading.Condition()  # another thread of the parent may have had it
-        self._closed, self._running = True, 0
+        self._mutex = threading.RLock()  # another thread of the parent may have had it
+        self._lock = threading.Condition(self._mutex)
+        self._closed, self._running = True, set()
 
     # ---- arguments ----
 
     @contextmanager
     def _operation(self) -> Iterator[None]:
-        with self._lock:
-            if self._closed:
-                raise ClosedError(f"the cold tier {self.path} was closed, or is another process's")
-            self._running += 1
+        """A call. One that an interrupt (Ctrl-C) ended leaves the tables half changed, as a crash
+        leaves the file: then the next one reads them from the file anew, as an opening does."""
+        this, whole = threading.get_ident(), False
         try:
+            with self._mutex:
+                if self._closed:
+                    raise ClosedError(
+                        f"the cold tier {self.path} was closed, or is another process's"
+                    )
+                # Still in the set: an interrupt came even to the end of the call before.
+                self._torn |= this in self._running
+                if self._torn:
+                    self._lock.wait_for(lambda: self._running <= {this})
+                    self._look_anew()
+                self._running.add(this)
             yield
+            whole = True
+        except Exception:
+            whole = True
+            raise
         finally:
-            with self._lock:
-                self._running -= 1
+            with self._mutex:
+                self._torn |= not whole
+                self._running.discard(this)
                 self._lock.notify_all()
+
+    def _look_anew(self) -> None:
+        """While no call runs."""
+        self._index.clear()
+        self._writing.clear()
+        self._state[:], self._readers[:], self._checked[:] = FREE, 0, False
+        self._parents[:] = 0
+        self._find_records()
+        self._torn = False
 
     def _keys(self, names: Bytes) -> list[bytes]:
         self._check_rows("names", names, len(names), NAME_BYTES)
@@ -277,7 +306,7 @@ class ColdTier(Closing):
 
     def _look_again(self, keys: Sequence[bytes]) -> None:
         """A record of an earlier opening may be torn: only one that is right counts as stored."""
-        with self._lock:
+        with self._mutex:
             there = [key for key in dict.fromkeys(keys) if key in self._index]
             doubtful = [key for key in there if not self._checked[self._index[key].slots[0]]]
         for first in range(0, len(doubtful), LOOK_RECORDS):
@@ -286,7 +315,7 @@ class ColdTier(Closing):
 
     def _wanted(self, keys: Sequence[bytes]) -> dict[bytes, int]:
         """Rows of records to be written, which no other thread writes from now on."""
-        with self._lock:
+        with self._mutex:
             wanted: dict[bytes, int] = {}
             for row, key in enumerate(keys):
                 if key in self._index:
@@ -308,7 +337,7 @@ class ColdTier(Closing):
         try:
             stored = self._packed([records[row] for row in wanted.values()])
             counts = [self._file.slots_of(record.nbytes) for record in stored]
-            with self._lock:
+            with self._mutex:
                 freed = self._evict(sum(counts) - len(self._free), set(keys))
                 room = len(freed) + len(self._free)
                 fitting = int(np.searchsorted(np.cumsum(counts), room, side="right"))
@@ -326,7 +355,7 @@ class ColdTier(Closing):
             return reserved
         finally:
             self._discard(left)
-            with self._lock:
+            with self._mutex:
                 self._counts["refused"] += len(wanted) - len(reserved)
                 self._writing.difference_update(set(wanted) - {item.key for item in reserved})
 
@@ -337,7 +366,7 @@ class ColdTier(Closing):
         began, raw = time.perf_counter_ns(), self._file.slots_of(self.shape.bytes)
         made = self._codec.pack(records)
         saved = [raw - self._file.slots_of(packed.nbytes) for packed in made]
-        with self._lock:
+        with self._mutex:
             self._counts["pack_us"] += (time.perf_counter_ns() - began) // 1000
         return [
             packed if less > 0 else record
@@ -373,7 +402,7 @@ class ColdTier(Closing):
             done, error = self._file.write(parts, np.repeat(above, counts, axis=0))
         finally:
             whole = int(np.searchsorted(np.cumsum(counts), done, side="right"))
-            with self._lock:
+            with self._mutex:
                 for item, parent in zip(writes[:whole], above, strict=False):
                     self._add(item, parent)
                 self._writing.difference_update(item.key for item in writes)
@@ -405,7 +434,7 @@ class ColdTier(Closing):
     def _read(self, keys: Sequence[bytes], out: Bytes) -> Mask:
         """load() without its counts of hits; drops what is not right."""
         found = np.zeros(len(keys), np.bool_)
-        with self._lock:
+        with self._mutex:
             wanted = [(self._index[key], row) for row, key in enumerate(keys) if key in self._index]
             heads = [place.slots[0] for place, _ in wanted]
             np.add.at(self._readers, heads, 1)
@@ -417,7 +446,7 @@ class ColdTier(Closing):
             right = self._fill(keys, wanted, out)
         finally:
             bad: list[Place] = []
-            with self._lock:
+            with self._mutex:
                 np.subtract.at(self._readers, heads, 1)
                 for (place, row), fits in zip(wanted, right, strict=False):
                     found[row] = fits
@@ -455,7 +484,7 @@ class ColdTier(Closing):
             pairs = [(stored[i], out[wanted[i][1]]) for i in packed]
             for i, fits in zip(packed, self._codec.unpack(pairs), strict=True):
                 right[i] = fits
-            with self._lock:
+            with self._mutex:
                 self._counts["unpack_us"] += (time.perf_counter_ns() - began) // 1000
         for fits, (_, row) in zip(right, wanted, strict=True):
             if not fits:
@@ -475,8 +504,10 @@ class ColdTier(Closing):
             return
         with suppress(OSError):
             self._file.erase(slots)
-        with self._lock:
-            self._lock.wait_for(lambda: not self._readers[list(slots)].any())
+        with self._mutex:
+            self._lock.wait_for(lambda: self._torn or not self._readers[list(slots)].any())
+            if self._torn:  # a reader was interrupted; all is to be looked at anew
+                return
             self._state[list(slots)] = FREE
             self._checked[list(slots)] = False
             self._free += sorted(slots, reverse=True)

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from typing import NamedTuple
 
 import numpy as np
@@ -138,6 +139,22 @@ class Found(NamedTuple):
     place: Place
 
 
+def _opened(path: str) -> FileIO:
+    """A plain file, made if there is none."""
+    opened: list[FileIO] = []
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+    try:  # in one call, so that no interrupt comes while a number alone stands for the open file
+        opened.extend(map(FileIO, map(os.open, (path,), (flags,), (0o600,)), ("r+",)))
+    except IsADirectoryError as error:
+        raise NotAColdFileError(f"{path} is a folder: give the path of a file") from error
+    except OSError as error:
+        raise ColdError(why(path, error)) from error
+    if not stat.S_ISREG(os.fstat(opened[0].fileno()).st_mode):
+        opened[0].close()
+        raise NotAColdFileError(f"{path} is no plain file: give another path")
+    return opened[0]
+
+
 class ColdFile:
     """An open file of slots, locked against other processes; methods may run in several threads, as
     long as no two of them work on one slot.
@@ -166,9 +183,11 @@ class ColdFile:
                 f"slots of {format_bytes(self.slot_bytes)}: at least one is needed, and fewer than "
                 "2**32. Ask for another capacity"
             )
+        self._owner: FileIO | None = None  # closed when nobody has this object any more
         self.fd = -1
         forking.watch(self)  # now: to lock and to look through it takes a while
-        self.fd = self._open()
+        self._owner = _opened(self.path)
+        self.fd = self._owner.fileno()
         try:
             self._lock()
             self._make_or_check()
@@ -177,18 +196,6 @@ class ColdFile:
             raise
 
     # ---- opening ----
-
-    def _open(self) -> int:
-        try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
-        except IsADirectoryError as error:
-            raise NotAColdFileError(f"{self.path} is a folder: give the path of a file") from error
-        except OSError as error:
-            raise ColdError(why(self.path, error)) from error
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise NotAColdFileError(f"{self.path} is no plain file: give another path")
-        return fd
 
     def _lock(self) -> None:
         try:
@@ -316,9 +323,9 @@ class ColdFile:
         if unlock and self.fd >= 0:
             with suppress(OSError):
                 fcntl.flock(self.fd, fcntl.LOCK_UN)
-        if self.fd >= 0:
-            os.close(self.fd)
         self.fd = -1
+        if self._owner is not None:
+            self._owner.close()
 
     def reset_after_fork(self) -> None:
         """The file, and the lock on it, are the parent's."""

@@ -8,7 +8,9 @@ decides by these counts. docs/near-tier.md tells the whole of it.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +48,8 @@ class Moved:
 class NearTier(Closing):
     """Slots for copies in this process; one tier for each pool and process.
 
-    size is taken at once; MemoryShortError when it is not there. A forked child starts without a
+    size is taken at once; MemoryShortError when it is not there. The tier ends with this object, at
+    the latest. A forked child starts without a
     tier: there, and after close(), methods raise ClosedError. Any thread may call any method; one
     thread calls step().
     """
@@ -57,8 +60,18 @@ class NearTier(Closing):
         self._handle = pool._handle
         self._heads = pool.layout.kv_heads
         self._closed = False
-        _core.near_make(self._pool, parse_bytes(size))
-        forking.watch(self)
+        made: list[int] = []
+        try:
+            _core.near_make(self._pool, parse_bytes(size), made)
+            # The tier goes with this object: who was interrupted before he had it cannot close it.
+            _owners[self._pool] = id(self)
+            self._closer = weakref.finalize(self, _end, self._pool, id(self))
+            self._closer.atexit = False  # the process's memory is freed anyway
+            forking.watch(self)
+        except BaseException:
+            if made == [0]:
+                _core.near_destroy(self._pool)
+            raise
         geometry = _core.pool_geometry(self._pool)
         self._unit_count = geometry["page_count"] * geometry["record_layers"]
         # How often a unit was taken out again, lately.
@@ -155,13 +168,15 @@ class NearTier(Closing):
 
     def close(self) -> None:
         """Give the memory back; a second time does nothing. The pool's close() does it, too."""
-        closed, self._closed = self._closed, True
-        if not closed:  # the pool may have another one by now
-            _core.near_destroy(self._handle)
+        if not self._closed:  # the pool may have another one by now
+            _end(self._handle, id(self))
+        self._closed = True
+        self._closer.detach()
 
     def reset_after_fork(self) -> None:
         """The core has left the parent's there already."""
         self._closed = True
+        self._closer.detach()
 
     @property
     def _pool(self) -> _core.Handle:
@@ -171,6 +186,15 @@ class NearTier(Closing):
                 "without one: make it"
             )
         return self._handle
+
+
+_owners: WeakKeyDictionary[_core.Handle, int] = WeakKeyDictionary()
+"""By pool the NearTier that made its tier last: no other one ends it."""
+
+
+def _end(pool: _core.Handle, owner: int) -> None:
+    if _owners.get(pool) == owner:
+        _core.near_destroy(pool)
 
 
 def choose(

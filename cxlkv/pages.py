@@ -82,7 +82,14 @@ class Pages:
         """`count` page ids, uint32; neighbours where there are any. Raises PoolFullError."""
         if count < 0:
             raise BadArgumentError(f"{count} pages")
-        return _core.pages_alloc(self._pool, min(count, self._total + 1))
+        pages = np.full(min(count, self._total + 1), NO_PAGE, np.uint32)
+        try:
+            _core.pages_alloc(self._pool, pages)
+            return pages
+        except BaseException:
+            if len(pages) and pages[0] != NO_PAGE:  # interrupted: nobody will hear of these
+                _core.pages_free(self._pool, pages)
+            raise
 
     def evictable(self) -> npt.NDArray[np.bool_]:
         """By page id: published, of this host, pinned by nobody and held by nobody (leases too)."""

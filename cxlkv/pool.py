@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Sequences
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict, cast
 
@@ -141,10 +142,14 @@ class CXLPool(Objects, Closing):
         check_room(place, capacity_bytes)
         mask = mask_of(nodes)
         sketch = sketch and layout.object_bytes is None
-        handle = _core.pool_create(
-            path, layout, checksum, sketch, shared, capacity_bytes, force, own, mask, in_place
-        )
-        return cls(handle, path)._with_threads(threads)
+        made = _core.pool_place()
+        described = (path, layout, checksum, sketch, shared, capacity_bytes)
+        try:
+            handle = _core.pool_create(*described, force, own, mask, in_place, made)
+            return cls(handle, path)._with_threads(threads)
+        except BaseException:  # nobody has been told that there is a pool
+            _core.pool_unmake(made, path)
+            raise
 
     @classmethod
     def from_config(cls, config: Path | Mapping[str, object]) -> CXLPool:
@@ -530,13 +535,20 @@ class CXLPool(Objects, Closing):
             prefault.run(self._handle)
 
     def before_close(self, call: Callable[[], object]) -> None:
-        """Have it called once, before the memory is unmapped: for who lent it to a device. Not in
-        a forked child: what this process lent ends with this process's pool."""
+        """Have it called before the memory is unmapped: for who lent it to a device.
+
+        Once; after an interrupt in it, the next close() calls it again. Not in a forked child: what
+        this process lent ends with this process's pool.
+        """
         self._before_close.append(call)
 
     def reset_after_fork(self) -> None:
         """Who is to hear of the end is in the parent."""
         self._before_close.clear()
+
+    def _not_before_close(self, call: Callable[[], object]) -> None:
+        with suppress(ValueError):  # another thread closes, too
+            self._before_close.remove(call)
 
     def close(self) -> None:
         """Release all of this process's sequences and unmap; a second time does nothing.
@@ -545,7 +557,13 @@ class CXLPool(Objects, Closing):
         """
         _core.pool_may_close(self._handle)
         while self._before_close:
-            self._before_close.pop()()
+            call = self._before_close[-1]
+            try:
+                call()
+            except Exception:
+                self._not_before_close(call)
+                raise
+            self._not_before_close(call)
         _core.pool_close(self._handle)
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from cxlkv import _core
 from cxlkv.config import format_bytes, parse_bytes
 from cxlkv.devices import dax_devices_of, probe_devices
 from cxlkv.errors import BadArgumentError, MemoryShortError, SystemCallError, UnsupportedError
@@ -136,14 +137,14 @@ def one_maker(path: str) -> Iterator[None]:
     of its own. The lock is the folder's, so nothing is left behind; on a file system that has none
     for folders (NFS), the first finished draft wins, and the others raise PoolExistsError.
     """
-    folder = -1
-    with suppress(OSError):
-        folder = os.open(Path(path).absolute().parent, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(folder, fcntl.LOCK_EX)
+    folders: list[int] = []
     try:
+        with suppress(OSError):
+            _core.keep(folders, os.open, Path(path).absolute().parent, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(folders[0], fcntl.LOCK_EX)
         yield
     finally:
-        if folder >= 0:
+        for folder in folders:
             with suppress(OSError):  # by name: a child of os.fork() may have the folder open too
                 fcntl.flock(folder, fcntl.LOCK_UN)
             os.close(folder)

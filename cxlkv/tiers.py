@@ -27,7 +27,7 @@ from cxlkv.closing import Closing
 from cxlkv.cold_file import RecordShape
 from cxlkv.cold_store import ColdStore, open_cold
 from cxlkv.costs import Costs, kv_bytes
-from cxlkv.errors import BadArgumentError, ClosedError, CXLKVError, PoolFullError
+from cxlkv.errors import BadArgumentError, ClosedError, PoolFullError
 from cxlkv.hotness import HELD, PINNED
 from cxlkv.near import NearTier
 from cxlkv.policy import DEFAULT, NONE, Lru, Published, choose, policy_named
@@ -109,22 +109,23 @@ class Tiers(Restoring, Closing):
         self.cold: ColdStore | None = None
         self._own_cold: ColdStore | None = None  # which is closed with the tiers
         self.near: NearTier | None = None
-        if cold is not None:
-            self.cold = open_cold(cold, self._shape, cold_capacity, fsync, compress)
-            self._own_cold = self.cold if self.cold is not cold else None
-        try:
-            self.near = NearTier(pool, near) if near is not None else None
-            room.serve(pool._handle, self._serve)
-        except CXLKVError:
-            if self.near is not None:
-                self.near.close()
-            if self._own_cold is not None:
-                self._own_cold.close()
-            raise
         self._mover: threading.Thread | None = None
         self._wake = threading.Event()
         self._ended = False
         forking.watch(self)
+        try:
+            if cold is not None:
+                self.cold = open_cold(cold, self._shape, cold_capacity, fsync, compress)
+                self._own_cold = self.cold if self.cold is not cold else None
+            self.near = NearTier(pool, near) if near is not None else None
+            room.serve(pool._handle, self._serve)
+        except BaseException:
+            room.stop(pool._handle, self._serve)
+            if self.near is not None:
+                self.near.close()
+            if self.cold is not None and self.cold is not cold:
+                self.cold.close()
+            raise
 
     # ---- reading ----
 
@@ -492,12 +493,11 @@ class Tiers(Restoring, Closing):
 
     def close(self) -> None:
         """Ends the mover, near and cold; the pool stays open. A second time does nothing."""
-        ended, self._ended = self._ended, True
+        self._ended = True
         self._wake.set()
         if self._mover is not None:
             self._mover.join()
-        if not ended:  # another one may be open by now
-            room.serve(self.pool._handle, None)
+        room.stop(self.pool._handle, self._serve)
         with self._lock:
             if self.near is not None:
                 self.near.close()

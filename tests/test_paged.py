@@ -397,7 +397,7 @@ def test_room_is_made_as_for_append(make: Make, rng: np.random.Generator) -> Non
     room.serve(pool._handle, make_room)
     sequence = pool.sequence()
     pool.batch([sequence]).append_blocks(0, source.keys, source.values, [2, 3], [0, 2])
-    room.serve(pool._handle, None)
+    room.stop(pool._handle, make_room)
     assert len(sequence) == 6 * PAGE
     assert len(asked) == 1
     assert asked[0] >= 6

@@ -323,6 +323,10 @@ int cxlkv_pool_close(cxlkv_pool *pool);
 /* 0, or why a close would be refused now: for who ends other things first. */
 int cxlkv_pool_may_close(cxlkv_pool *pool);
 void cxlkv_pool_destroy(cxlkv_pool *pool);
+/* Of each kind of object: destroys what lies at `at`; nothing does while that is NULL. For bindings
+ * whose caller can be interrupted between a call and its own note of what the call made: the place
+ * has this destructor before the call. */
+void cxlkv_pool_destroy_at(cxlkv_pool **at);
 /* Unlinks a pool that no other process has open, or wipes its superblock from a device, and from a
  * file in which it was made in place; not_a_pool is refused. */
 int cxlkv_pool_remove(const char *path);
@@ -425,6 +429,7 @@ int cxlkv_sequence_fork(cxlkv_sequence *sequence, cxlkv_sequence **child);
 int cxlkv_sequence_truncate(cxlkv_sequence *sequence, uint64_t tokens);
 int cxlkv_sequence_release(cxlkv_sequence *sequence);
 void cxlkv_sequence_destroy(cxlkv_sequence *sequence);
+void cxlkv_sequence_destroy_at(cxlkv_sequence **at);
 /* Tokens that every layer has; of one layer. */
 int64_t cxlkv_sequence_tokens(cxlkv_sequence *sequence);
 int64_t cxlkv_sequence_layer_tokens(cxlkv_sequence *sequence, uint32_t layer);
@@ -594,6 +599,7 @@ int64_t cxlkv_lease_publish(cxlkv_lease *lease, uint32_t count, const uint32_t *
 /* Gives back those at these places, a second time nothing; places NULL: all. */
 int cxlkv_lease_release(cxlkv_lease *lease, uint32_t count, const uint32_t *places);
 void cxlkv_lease_destroy(cxlkv_lease *lease);
+void cxlkv_lease_destroy_at(cxlkv_lease **at);
 
 /* ---- how much pages are used: docs/hotness.md ---- */
 
@@ -632,6 +638,7 @@ int64_t cxlkv_pool_published(cxlkv_pool *pool, cxlkv_published *rows, uint32_t c
 int cxlkv_batch_create(cxlkv_pool *pool, uint32_t count, cxlkv_sequence **sequences,
                        cxlkv_batch **batch);
 void cxlkv_batch_destroy(cxlkv_batch *batch);
+void cxlkv_batch_destroy_at(cxlkv_batch **at);
 /* All or nothing. starts is int32 [n + 1]; returns the tokens appended. values is NULL when they
  * are a prefix of the keys. rewind matters in layer 0, for layers with a window: they keep what the
  * tokens from (new length - rewind) on see; -1: what the step's own tokens see. */
@@ -718,6 +725,7 @@ int cxlkv_worker_make(cxlkv_pool *pool, uint32_t slots, uint32_t request_bytes,
 int64_t cxlkv_worker_serve(cxlkv_worker *worker, double timeout_s);
 int cxlkv_worker_state_of(cxlkv_worker *worker, cxlkv_worker_state *state);
 void cxlkv_worker_destroy(cxlkv_worker *worker);
+void cxlkv_worker_destroy_at(cxlkv_worker **at);
 
 #define CXLKV_WORKER_NONE 0     /* selects and attends of this process are its own */
 #define CXLKV_WORKER_IF_THERE 1 /* by the worker; in this process when it does not answer */
@@ -908,6 +916,7 @@ typedef struct cxlkv_litmus cxlkv_litmus;
 int cxlkv_litmus_make(void *const *regions, uint32_t count, uint32_t role, uint64_t pressure_bytes,
                       double wait_s, cxlkv_litmus **litmus);
 void cxlkv_litmus_destroy(cxlkv_litmus *litmus);
+void cxlkv_litmus_destroy_at(cxlkv_litmus **at);
 /* 1 when the other role is there and has the same regions; 0: not yet, call again. */
 int cxlkv_litmus_meet(cxlkv_litmus *litmus);
 /* Both: gives CXLKV_LITMUS_MESSAGE_BYTES to the other role and gets as many from it. */

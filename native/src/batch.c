@@ -52,6 +52,8 @@ void cxlkv_batch_destroy(cxlkv_batch *batch) {
     free(batch);
 }
 
+void cxlkv_batch_destroy_at(cxlkv_batch **at) { cxlkv_batch_destroy(*at); }
+
 int batch_lock(cxlkv_batch *batch, bool write) {
     int code = pool_enter(batch->pool);
     if (code < 0) return code;

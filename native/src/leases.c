@@ -194,3 +194,5 @@ void cxlkv_lease_destroy(cxlkv_lease *lease) {
     cxlkv_lease_release(lease, 0, NULL); /* a closed pool has given all back */
     lease_free(lease);
 }
+
+void cxlkv_lease_destroy_at(cxlkv_lease **at) { cxlkv_lease_destroy(*at); }

@@ -456,6 +456,8 @@ void cxlkv_litmus_destroy(cxlkv_litmus *l) {
     free(l);
 }
 
+void cxlkv_litmus_destroy_at(cxlkv_litmus **at) { cxlkv_litmus_destroy(*at); }
+
 /* The messages lie behind the scratch lines of the first region. */
 int cxlkv_litmus_exchange(cxlkv_litmus *l, const uint8_t *own, uint8_t *peer) {
     uint32_t first = LITMUS_SCRATCH_LINES + 3 * l->part_lines;

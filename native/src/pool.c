@@ -611,6 +611,8 @@ void cxlkv_pool_destroy(cxlkv_pool *pool) {
     pool_drop(pool);
 }
 
+void cxlkv_pool_destroy_at(cxlkv_pool **at) { cxlkv_pool_destroy(*at); }
+
 /* ---- looking ---- */
 
 int cxlkv_pool_layout(cxlkv_pool *pool, cxlkv_layout *layout) {

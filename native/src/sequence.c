@@ -556,6 +556,8 @@ void cxlkv_sequence_destroy(cxlkv_sequence *sequence) {
     sequence_discard(sequence);
 }
 
+void cxlkv_sequence_destroy_at(cxlkv_sequence **at) { cxlkv_sequence_destroy(*at); }
+
 int64_t cxlkv_sequence_layer_tokens(cxlkv_sequence *sequence, uint32_t layer) {
     cxlkv_pool *pool = sequence->pool;
     if (layer >= pool->layout.layers)

@@ -522,6 +522,8 @@ void cxlkv_worker_destroy(cxlkv_worker *w) {
     free(w);
 }
 
+void cxlkv_worker_destroy_at(cxlkv_worker **at) { cxlkv_worker_destroy(*at); }
+
 static int attach_slots(cxlkv_worker *w) {
     const worker_header *header = &w->file.header;
     uint64_t stride = align_up((uint64_t)header->request_bytes, LINE_BYTES) +
