@@ -202,8 +202,21 @@ static uint64_t said(const hosts *h, uint32_t host, uint32_t word) {
 
 void hosts_offer(const hosts *h, uint64_t extents) { say(h, 2, extents); }
 uint64_t hosts_offered(const hosts *h, uint32_t host) { return said(h, host, 2); }
-void hosts_promise(const hosts *h, uint64_t lease_ns) { say(h, 3, lease_ns); }
-uint64_t hosts_promised(const hosts *h, uint32_t host) { return said(h, host, 3); }
+
+/* Never 0, which stands there before the first promise. */
+static uint64_t promise_check(uint64_t lease_ns) {
+    return crc32c(0, &lease_ns, sizeof(lease_ns)) | 1ull << 32;
+}
+
+void hosts_promise(const hosts *h, uint64_t lease_ns) {
+    say(h, 3, lease_ns);
+    say(h, 4, promise_check(lease_ns));
+}
+
+uint64_t hosts_promised(const hosts *h, uint32_t host) {
+    uint64_t lease_ns = said(h, host, 3);
+    return said(h, host, 4) == promise_check(lease_ns) ? lease_ns : 0;
+}
 
 uint64_t hosts_look_beats(const hosts *h, uint64_t *beats, uint64_t *wanted_extents) {
     const void *lines[HOSTS_MAX], *wants[HOSTS_MAX];

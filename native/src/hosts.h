@@ -82,6 +82,7 @@ bool hosts_beat(const hosts *h, uint64_t beats, uint64_t wanted_extents);
 void hosts_offer(const hosts *h, uint64_t extents);
 uint64_t hosts_offered(const hosts *h, uint32_t host);
 void hosts_promise(const hosts *h, uint64_t lease_ns);
+/* 0: it has said nothing, or that line is damaged. */
 uint64_t hosts_promised(const hosts *h, uint32_t host);
 /* Of all hosts, from memory. Returns a bit for each whose line cannot be read: it says nothing. */
 uint64_t hosts_look_beats(const hosts *h, uint64_t *beats, uint64_t *wanted_extents);

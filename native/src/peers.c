@@ -7,7 +7,7 @@
 #include "internal.h"
 
 enum { BEATS_A_LEASE = 10, YIELDS = 64 };
-#define LONGEST_LEASE_NS (3600 * 1000000000ull) /* whatever a damaged line says */
+#define LONGEST_LEASE_NS (3600 * 1000000000ull) /* whatever a line says */
 
 static void look_around(cxlkv_pool *pool) {
     uint64_t beats[HOSTS_MAX], wanted[HOSTS_MAX], now = boottime_ns();
@@ -16,7 +16,8 @@ static void look_around(cxlkv_pool *pool) {
         host_view *view = &pool->host->views[host];
         if (lost >> host & 1 && view->since_ns) continue; /* who cannot be read is silent */
         view->wanted_extents = wanted[host];
-        view->lease_ns = min_u64(hosts_promised(&pool->hosts, host), LONGEST_LEASE_NS);
+        uint64_t promised_ns = hosts_promised(&pool->hosts, host); /* 0: as it said before */
+        if (promised_ns) view->lease_ns = min_u64(promised_ns, LONGEST_LEASE_NS);
         if (view->lease_ns < pool->lease_ns) view->lease_ns = pool->lease_ns;
         if (view->beats == beats[host] && view->since_ns != 0) continue;
         view->beats = beats[host];

@@ -261,6 +261,25 @@ static void test_log(void) {
     free(p.memory);
 }
 
+/* A flipped bit of what a host promised is no promise: else it would be silent in an hour only. */
+static void test_promise(void) {
+    pool p;
+    const uint64_t lease_ns = 5000000000ull;
+    pool_make(&p, VISIBILITY_STRICT);
+    CHECK(hosts_promised(&p.at[1], 0) == 0);
+    hosts_promise(&p.at[0], lease_ns);
+    CHECK(hosts_promised(&p.at[1], 0) == lease_ns);
+    uint64_t *line = (uint64_t *)hosts_line(&p.at[0], 0, BEAT_LINE);
+    for (uint32_t bit = 0; bit < 128; bit++) {
+        line[3 + bit / 64] ^= 1ull << bit % 64;
+        CHECK(hosts_promised(&p.at[1], 0) == 0);
+        line[3 + bit / 64] ^= 1ull << bit % 64;
+    }
+    hosts_promise(&p.at[0], 2 * lease_ns);
+    CHECK(hosts_promised(&p.at[1], 0) == 2 * lease_ns);
+    free(p.memory);
+}
+
 /* What host 1 reads of host 0's log from now on; an error is met once, and skipped. */
 static int read_once(pool *p, log_place *at) {
     log_record seen[LOG_BATCH];
@@ -348,6 +367,7 @@ int main(void) {
     test_torn_name();
     test_recover();
     test_pins();
+    test_promise();
     test_log();
     test_damaged_log(RECORDS + 3, false); /* the number that comes next */
     test_damaged_log(RECORDS + 3, true);
