@@ -12,6 +12,7 @@ reads the sketches that the C core makes, as docs/decisions/0011-sketch.md says.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -53,6 +54,14 @@ STAGED_PAGES = 1024  # sketches of fewer are not worth a sample
 SAMPLE_PAGES = 16  # whose keys tell how far estimates are off
 PARTS = 32  # pieces of work of an attend, however many threads there are: it decides the sums
 _turn = threading.Lock()  # numba's simplest threading layer ends the program on concurrent calls
+
+
+def _after_fork() -> None:
+    global _turn
+    _turn = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass(frozen=True)

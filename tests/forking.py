@@ -20,13 +20,28 @@ SHOW_S = 2.0
 def in_child(act: Callable[[], object], limit_s: float = LIMIT_S) -> None:
     """Runs it in a forked child, and raises AssertionError with what the child raised, or, when it
     hangs, with the stacks of its threads."""
+    with child_beside(act, limit_s):
+        pass
+
+
+@contextmanager
+def child_beside(act: Callable[[], object], limit_s: float = LIMIT_S) -> Iterator[None]:
+    """A forked child that does it when the block has ended; as in_child()."""
     with tempfile.TemporaryFile("w+") as said:
         faulthandler.register(SHOW, file=said)  # before the fork: it may hang in that
+        read_end, write_end = os.pipe()
         child = os.fork()
         if child == 0:
+            os.close(write_end)
+            os.read(read_end, 1)  # until the parent closes its end
             _run(act, said.fileno())
-        status = _wait(child, limit_s)
-        faulthandler.unregister(SHOW)
+        os.close(read_end)
+        try:
+            yield
+        finally:
+            os.close(write_end)
+            status = _wait(child, limit_s)
+            faulthandler.unregister(SHOW)
         said.seek(0)
         text = said.read()
     code = os.waitstatus_to_exitcode(status)
