@@ -174,6 +174,22 @@ def giving(world: World) -> dict[str, Case]:
         slot.clear()
         objects.forget(object_keys(["made"]))
 
+    return {
+        "sequence.release": released(pool.sequence),
+        "hit.release": released(lambda: pool.match_prefix(IDS)),
+        "lease.release": released(lambda: objects.lease(["there"])),
+        "reserved.release": released(lambda: objects.reserve([1, 2, 3])),
+        "publish objects": (publish, published),
+        "pages.alloc": (alloc, freed),
+        "pages.free": (free, freed),
+    }
+
+
+def opening(world: World) -> dict[str, Case]:
+    """Calls that make and end what is there once, or has a file: who has it closes it."""
+    pool = world.pool
+    slot: list[object] = []
+
     def create() -> None:
         path = world.folder / "made.pool"
         slot[:] = [CXLPool.create(path, layout=KV, capacity="4MiB", threads=1)]
@@ -206,13 +222,6 @@ def giving(world: World) -> dict[str, Case]:
             pass
 
     return {
-        "sequence.release": released(pool.sequence),
-        "hit.release": released(lambda: pool.match_prefix(IDS)),
-        "lease.release": released(lambda: objects.lease(["there"])),
-        "reserved.release": released(lambda: objects.reserve([1, 2, 3])),
-        "publish objects": (publish, published),
-        "pages.alloc": (alloc, freed),
-        "pages.free": (free, freed),
         "create": (create, created),
         "near": (near, closed),
         "tiers": (tiers, closed),
@@ -220,7 +229,8 @@ def giving(world: World) -> dict[str, Case]:
 
 
 def cases(world: World) -> dict[str, Case]:
-    return {name: (call, world.settle) for name, call in taking(world).items()} | giving(world)
+    more = giving(world) | opening(world)
+    return {name: (call, world.settle) for name, call in taking(world).items()} | more
 
 
 NAMES = [
