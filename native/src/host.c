@@ -538,6 +538,20 @@ static int state_join(cxlkv_pool *pool, const state_place *place) {
     return 0;
 }
 
+/* What lies there was left behind, or it stays: who has it open would go on with it, while others
+ * made another. `cxlkv pool gc` has the lock for a moment when it looks. */
+static int state_clear(const cxlkv_pool *pool, const state_place *place) {
+    int fd = state_file_open(place, O_RDWR);
+    if (fd < 0) return fd == -ENOENT ? 0 : fd;
+    int code = lock_byte_within(fd, STATE_BYTE, true, 0.2);
+    if (code == 0 && state_file_is(place, fd)) state_file_unlink(place);
+    close(fd);
+    if (code == 0) return 0;
+    return fail(CXLKV_E_BUSY, "%s: processes have its host state open, which the pool names no "
+                "more (the host was declared off, or its line is damaged): close the pool in them. "
+                "`fuser -v %s` names them", pool->path, place->path);
+}
+
 /* It appears when it is whole. */
 static int state_new(cxlkv_pool *pool, const state_place *place) {
     /* Nobody may be using the pool through a state that we cannot see, as in another container. */
@@ -546,11 +560,12 @@ static int state_new(cxlkv_pool *pool, const state_place *place) {
                     "%s is in use by processes with another /dev/shm (another container?). Share "
                     "/dev/shm with them, or close the pool there",
                     pool->path);
-    state_file_unlink(place);
+    int code = state_clear(pool, place);
+    if (code < 0) return code;
     int fd = state_file_make(place);
     if (fd < 0) return fd;
     pool->host_fd = fd;
-    int code = lock_byte(fd, STATE_BYTE, false, false);
+    code = lock_byte(fd, STATE_BYTE, false, false);
     if (code < 0) return byte_lock_error(code, place->path);
     code = state_make(pool);
     return code < 0 ? code : state_file_show(place, fd);

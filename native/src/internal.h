@@ -478,6 +478,7 @@ enum { STATE_BYTE = 0, FORK_BYTE = 64 };
 /* wait: for lock_wait_s at most, then -ETIMEDOUT; byte_lock_error() says what it means. */
 extern double lock_wait_s;
 int lock_byte(int fd, off_t offset, bool exclusive, bool wait);
+int lock_byte_within(int fd, off_t offset, bool exclusive, double wait_s);
 int byte_lock_error(int code, const char *path);
 int unlock_byte(int fd, off_t offset);
 /* Another open file of the same file, with the byte locked (shared); -1 when that fails. */

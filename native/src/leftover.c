@@ -102,7 +102,7 @@ static bool pool_is_there(const host_state *host) {
            status.st_dev == host->pool_device;
 }
 
-/* IDENTITY-INODE.host, or with the number of a host between. */
+/* IDENTITY-DEVICE-INODE.host, or with the number of a host behind. */
 static bool is_state_name(const char *name) {
     static const char suffix[] = ".host";
     size_t length = strlen(name), tail = sizeof(suffix) - 1;

@@ -292,17 +292,21 @@ double lock_wait_s = 30;
 
 /* Whoever may read a file may keep a lock on it for ever, so no wait is without an end; and as the
  * kernel has none that ends by itself, we ask again and again. */
-int lock_byte(int fd, off_t offset, bool exclusive, bool wait) {
-    uint64_t until_ns = boottime_ns() + (uint64_t)(lock_wait_s * 1e9);
+int lock_byte_within(int fd, off_t offset, bool exclusive, double wait_s) {
+    uint64_t until_ns = boottime_ns() + (uint64_t)(wait_s * 1e9);
     struct timespec nap = {.tv_nsec = 20000};
     for (;;) {
         int code = try_lock_byte(fd, offset, exclusive);
         bool taken = code == -EAGAIN || code == -EACCES;
-        if (!taken || !wait) return code;
+        if (!taken || wait_s == 0) return code;
         if (boottime_ns() > until_ns) return -ETIMEDOUT;
         nanosleep(&nap, NULL);
         if (nap.tv_nsec < 5000000) nap.tv_nsec += nap.tv_nsec / 4;
     }
+}
+
+int lock_byte(int fd, off_t offset, bool exclusive, bool wait) {
+    return lock_byte_within(fd, offset, exclusive, wait ? lock_wait_s : 0);
 }
 
 int byte_lock_error(int code, const char *path) {

@@ -98,8 +98,10 @@ int state_place_open(int fd, const uint8_t identity[16], uint32_t host, bool mak
     place->path[at++] = '/';
     for (int i = 0; i < 16; i++)
         at += (size_t)snprintf(place->path + at, STATE_PATH_BYTES - at, "%02x", identity[i]);
-    /* Of the file as well: a copy of a pool has its identity, and is another pool. */
-    at += (size_t)snprintf(place->path + at, STATE_PATH_BYTES - at, "-%lx", status.st_ino);
+    /* Of the file as well: a copy of a pool has its identity, and is another pool. Two file systems
+     * give their files the same numbers. */
+    at += (size_t)snprintf(place->path + at, STATE_PATH_BYTES - at, "-%lx-%lx", status.st_dev,
+                           status.st_ino);
     if (host != NO_HOST) /* several may be tried on one machine */
         at += (size_t)snprintf(place->path + at, STATE_PATH_BYTES - at, "-%02x", host);
     snprintf(place->path + at, STATE_PATH_BYTES - at, ".host");

@@ -105,7 +105,34 @@ static void test_no_wait_is_without_an_end(const char *path) {
     lock_wait_s = 30;
 }
 
+/* Another file may have the pool's identity and numbers, and a host's processes may not have seen
+ * yet that it was declared off. */
+static void test_a_state_in_use_is_never_removed(const char *path) {
+    cxlkv_pool *pool, *second;
+    state_place place;
+    pool = test_pool(path, 64);
+    CHECK(state_place_open(pool->fd, pool->identity, NO_HOST, false, &place) == 1);
+    uint64_t nonce = pool->host->nonce;
+    host_line_write(pool, nonce ^ 1);
+    unlock_byte(pool->fd, USE_BYTE);
+    CHECK(cxlkv_pool_open(path, NULL, &second) == -CXLKV_E_BUSY);
+    CHECK(strstr(cxlkv_error_text(), place.path));
+    CHECK(state_file_is(&place, pool->host_fd));
+    host_line_write(pool, nonce);
+    CHECK(lock_byte(pool->fd, USE_BYTE, false, false) == 0);
+    CHECK(cxlkv_pool_open(path, NULL, &second) == 0);
+    CHECK(test_stats(pool).processes == 2);
+    cxlkv_pool_destroy(second);
+    /* Nor by who removes the pool's file under it. */
+    unlock_byte(pool->fd, USE_BYTE);
+    CHECK(cxlkv_pool_remove(path) == 0 && state_file_is(&place, pool->host_fd));
+    cxlkv_pool_destroy(pool);
+    CHECK(!state_file_is(&place, 0) && faccessat(place.folder, state_name(&place), F_OK, 0) < 0);
+    state_place_close(&place);
+}
+
 int main(void) {
+    test_a_state_in_use_is_never_removed(test_path("state"));
     test_each_offset_is_compared(test_path("state"));
     test_no_wait_is_without_an_end(test_path("state"));
     return 0;
