@@ -434,16 +434,10 @@ class Sequence:
 
         top_k=n is short for Budget(pages=n).
         """
-        if (budget is None) == (top_k is None):
-            raise BadArgumentError("select takes a budget or top_k=, one of them")
-        rows, single, starts = self._rows(q)
-        chosen = Budget(pages=top_k) if budget is None else budget
+        chosen = one_budget(budget, top_k)
+        rows, single, starts = query_rows(q)
         picked = self._own().select(layer, rows, starts, chosen, method, scale, recall)
-        if not single and chosen.per == "query":
-            return picked
-        return replace(
-            picked, pages=picked.pages[0], scores=picked.scores[0], counts=picked.counts[0]
-        )
+        return as_asked(picked, single, chosen)
 
     def fetch(
         self,
@@ -468,7 +462,7 @@ class Sequence:
         softcap: float | None = None,
     ) -> tuple[Array, Array]:
         """(out, lse) for q [q_heads, head_dim] or [rows, q_heads, head_dim]; see Batch.attend."""
-        rows, single, starts = self._rows(q)
+        rows, single, starts = query_rows(q)
         out, lse = self._own().attend(layer, rows, starts, _with_axis(picked), scale, softcap)
         return (out[0], lse[0]) if single else (out, lse)
 
@@ -513,16 +507,6 @@ class Sequence:
         if self._batch is None:
             self._batch = Batch(self._pool, self._layout, [_Borrowed(self)])
         return self._batch
-
-    def _rows(self, q: object) -> tuple[object, bool, Starts]:
-        rows = imported(q, "q")
-        shape = view(rows, "q").shape
-        if len(shape) not in (2, 3):
-            raise BadArgumentError(f"q has shape {shape}, wanted [q_heads, dim] or [rows, ...]")
-        single = len(shape) == 2
-        if single:
-            rows = rows[None]  # type: ignore[index]
-        return rows, single, np.array([0, 1 if single else shape[0]], np.int32)
 
 
 class Hit:
@@ -613,6 +597,35 @@ def _back(rewind: int | None) -> int:
     if rewind is not None and not 0 <= rewind < 1 << 62:
         raise BadArgumentError(f"rewind={rewind}: a number of tokens, 0 or more")
     return -1 if rewind is None else rewind
+
+
+def one_budget(budget: Budget | None, top_k: int | None) -> Budget:
+    """Of the arguments of a select of one sequence, here or at a server."""
+    if budget is None:
+        if top_k is not None:
+            return Budget(pages=top_k)
+    elif top_k is None:
+        return budget
+    raise BadArgumentError("select takes a budget or top_k=, one of them")
+
+
+def query_rows(q: object) -> tuple[object, bool, Starts]:
+    """Queries of one sequence as [rows, q_heads, head_dim], and whether they had no first axis."""
+    rows = imported(q, "q")
+    shape = view(rows, "q").shape
+    if len(shape) not in (2, 3):
+        raise BadArgumentError(f"q has shape {shape}, wanted [q_heads, dim] or [rows, ...]")
+    single = len(shape) == 2
+    if single:
+        rows = rows[None]  # type: ignore[index]
+    return rows, single, np.array([0, 1 if single else shape[0]], np.int32)
+
+
+def as_asked(picked: Selection, single: bool, chosen: Budget) -> Selection:
+    """Without the first axis where there is one list for each head: Sequence.select()'s shapes."""
+    if not single and chosen.per == "query":
+        return picked
+    return replace(picked, pages=picked.pages[0], scores=picked.scores[0], counts=picked.counts[0])
 
 
 def _layer(layer: int) -> int:

@@ -233,13 +233,22 @@ def test_a_select_there_is_the_same(folder: Path, link: str, rng: np.random.Gene
         q = rng.standard_normal((2, 4, 12)).astype(np.float32)
         with remote.match(keys) as hit, pool.match(keys) as near:
             sequence = near.sequence()
-            for layer, budget in ((0, Budget(pages=3)), (3, Budget(share=0.5, per="sequence"))):
-                picked = remote.select(hit, layer, q, budget)
-                wanted = pool.batch([sequence]).select(layer, q, [0, 2], budget)
+            for layer, queries, budget in (
+                (0, q, Budget(pages=3)),
+                (3, q, Budget(share=0.5, per="sequence")),
+                (1, q[0], Budget(pages=2)),
+                (np.int64(2), q[1], Budget(pages=np.int64(2), per="sequence")),
+                (0, q[:0], Budget(pages=2)),
+            ):
+                picked = remote.select(hit, layer, queries, budget)
+                wanted = sequence.select(layer, queries, budget)
                 for name in ("pages", "scores", "counts"):
                     np.testing.assert_array_equal(getattr(picked, name), getattr(wanted, name))
                 assert str(picked.stages) == str(wanted.stages)
                 assert picked.bytes_scored == wanted.bytes_scored
+            once = remote.select(hit, 0, q[0], top_k=3, method="exact", scale=0.5)
+            wanted = sequence.select(0, q[0], top_k=3, method="exact", scale=0.5)
+            np.testing.assert_array_equal(once.scores, wanted.scores)
             adopted = remote.adopt(sequence.handle)
             again = remote.select(adopted, 0, q, Budget(pages=3))
             np.testing.assert_array_equal(
@@ -526,6 +535,38 @@ def test_bad_requests_are_answered_and_change_nothing(
                     remote.select(hit, layer, queries, Budget(pages=1))
             assert remote.select(hit, 0, q, Budget(pages=1)).pages.shape == (1, 2, 3)
             assert hit.tokens == TOKENS
+
+
+def test_a_select_there_refuses_what_one_here_does(folder: Path, rng: np.random.Generator) -> None:
+    """In the same words."""
+    q = np.zeros((1, 2, 12), np.float32)
+    with both(folder, "file") as (pool, _, remote):
+        keys = publish(pool, rng)
+        with remote.match(keys) as hit, pool.match(keys) as near, ExitStack() as stack:
+            sequence = near.sequence()
+            stack.callback(sequence.release)
+            for arguments, words in (
+                ((99, q, Budget(pages=1)), {}),
+                ((-1, q, Budget(pages=1)), {}),
+                ((0, q), {}),
+                ((0, q, Budget(pages=1)), {"top_k": 1}),
+                ((0, q[0, 0], Budget(pages=1)), {}),
+                ((0, q[None], Budget(pages=1)), {}),
+                ((0, q[:, :, :5], Budget(pages=1)), {}),
+                ((0, q[:, :, :0], Budget(pages=1)), {}),
+                ((0, q[:, :0], Budget(pages=1)), {}),
+                ((0, np.zeros((1, 3, 12), np.float32), Budget(pages=1)), {}),
+                ((0, q, Budget(pages=1)), {"method": "best"}),
+                ((0, q, Budget(pages=1)), {"method": "two_stage", "recall": 0.1}),
+                ((0, q, Budget(pages=1)), {"scale": -1.0}),
+            ):
+                with pytest.raises(CXLKVError) as here:
+                    sequence.select(*arguments, **words)
+                with pytest.raises(type(here.value)) as there:
+                    remote.select(hit, *arguments, **words)
+                assert str(there.value).removesuffix(" (at the server)") == str(here.value)
+            with pytest.raises(BadArgumentError, match="4097 query rows: a server takes 4096"):
+                remote.select(hit, 0, np.zeros((4097, 2, 12), np.float32), top_k=1)
 
 
 def test_nonsense_on_the_wire_ends_one_connection_only(

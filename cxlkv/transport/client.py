@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from operator import index
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
@@ -18,15 +19,17 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from cxlkv import _core, errors, forking
-from cxlkv.arrays import imported, is_torch, view
+from cxlkv.arrays import is_torch, view
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, GeometryError, PeerError, StaleError
 from cxlkv.layout import DTYPES
 from cxlkv.ndp.engine import RECALL, Budget, Selection, Stages
 from cxlkv.prefix import PageKeys, key_hashes
+from cxlkv.sequence import as_asked, one_budget, query_rows
 from cxlkv.transport.base import Link, chunk_records
 from cxlkv.transport.far import Bytes, FarPool, Pieces, Shape, part_of
 from cxlkv.transport.loopback import LoopbackLink
+from cxlkv.transport.messages import ROWS_MAX
 from cxlkv.transport.wire import Body, Deadline, Header, Wire, parse_address
 
 if TYPE_CHECKING:
@@ -136,24 +139,27 @@ class Remote(Closing):
         hit: RemoteHit,
         layer: int,
         q: object,
-        budget: Budget,
+        budget: Budget | None = None,
+        *,
+        top_k: int | None = None,
         method: str = "auto",
         scale: float | None = None,
         recall: float = RECALL,
     ) -> Selection:
-        """Batch.select() of one sequence, done there; q [rows, q_heads, head_dim]. Raises what it
-        does, and StaleError for a hit that is not held any more."""
-        q = imported(q, "q")
+        """Sequence.select(), done there: the same arguments, shapes and errors. At most ROWS_MAX
+        query rows; StaleError for a hit that is not held any more."""
+        chosen = one_budget(budget, top_k)
+        q, single, _ = query_rows(q)
         rows = view(q, "q")
-        if len(rows.shape) != 3:
-            raise BadArgumentError(f"q has shape {rows.shape}, wanted [rows, q_heads, head_dim]")
+        if rows.shape[0] > ROWS_MAX:
+            raise BadArgumentError(f"{rows.shape[0]} query rows: a server takes {ROWS_MAX} at once")
         words: Header = {"rows": rows.shape[0], "heads": rows.shape[1], "dtype": DTYPES[rows.dtype]}
-        words |= {name: getattr(budget, name) for name in _BUDGET}
-        words |= {"method": method, "scale": scale, "recall": float(recall)}
+        words |= {name: _plain(getattr(chosen, name)) for name in _BUDGET}
+        words |= {"method": method, "scale": None if scale is None else float(scale)}
+        words |= {"recall": float(recall), "layer": index(layer)}
         with self._lock:
-            ask = {"op": "select", "hit": hit.number(), "layer": layer, **words}
-            answer, body = self._ask(ask, _bytes_of(q))
-        return _selection(answer, bytes(body), rows.shape[0])
+            answer, body = self._ask({"op": "select", "hit": hit.number(), **words}, _bytes_of(q))
+        return as_asked(_selection(answer, bytes(body), rows.shape[0]), single, chosen)
 
     def read(
         self,
@@ -383,6 +389,11 @@ class Remote(Closing):
 def _whole(size: int) -> Pieces:
     """The buffer's first bytes to the staging area's first."""
     return Pieces(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([size], np.int64))
+
+
+def _plain(value: object) -> object:
+    """As JSON has it."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _bytes_of(q: object) -> bytes:

@@ -56,13 +56,14 @@ class Release(_Request):
 
 
 class Select(_Request):
-    """Body: the queries [rows, heads, head_dim]. What its words may be, Budget and select() say."""
+    """Body: the queries [rows, heads, any]. What its words may be, Budget and select() say, in the
+    words that they have for a caller of their own."""
 
     op: Literal["select"]
     hit: int
-    layer: int = Field(ge=0, lt=1 << 16)
-    rows: int = Field(ge=1, le=ROWS_MAX)
-    heads: int = Field(ge=1, lt=1 << 16)
+    layer: int
+    rows: int = Field(ge=0, le=ROWS_MAX)
+    heads: int = Field(ge=0, lt=1 << 16)
     dtype: str
     pages: int | None = Field(ge=1, le=PAGES_MAX)
     share: float | None
@@ -73,7 +74,7 @@ class Select(_Request):
     per: str
     method: str
     scale: float | None
-    recall: float = Field(ge=0.5, le=1)
+    recall: float
 
 
 class Read(_Request):

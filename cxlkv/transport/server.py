@@ -347,13 +347,14 @@ class _Session:
         sequence.release()
 
     def _select(self, asked: m.Select, body: bytes) -> Answer:
-        layout = self._pool.layout
         if asked.hit not in self._held:
             raise StaleError(f"hit {asked.hit} was released, or is another connection's")
         sequence, _ = self._held[asked.hit]
         dtype = NUMPY_DTYPES[DTYPES.index(asked.dtype)]
-        shape = (asked.rows, asked.heads, layout.head_dim)
-        queries = np.frombuffer(body, dtype).reshape(shape)
+        rows = np.frombuffer(body, dtype) if body else np.empty(0, dtype)
+        count = asked.rows * asked.heads
+        dim = rows.size // count if count else self._pool.layout.head_dim
+        queries = rows.reshape(asked.rows, asked.heads, dim)
         budget = Budget(
             pages=asked.pages,
             share=asked.share,
