@@ -147,7 +147,7 @@ def open_at(where: Where, requests: Sequence[Request]) -> tuple[Counts, CXLPool]
     if where.path is None:
         pool = CXLPool.create("anonymous:", layout=LAYOUT, capacity=capacity)
     else:
-        pool = CXLPool.create(where.path, layout=LAYOUT, capacity=capacity, force=True)
+        pool = CXLPool.create(where.path, layout=LAYOUT, capacity=capacity, replace=True)
         Path(f"{where.path}.cold").unlink(missing_ok=True)
     where.far = pool.stats()["pages_total"]
     return Counts(), pool

@@ -328,6 +328,7 @@ def pool_create(
     nodes: int = 0,
     in_place: bool = False,
     out: Any = None,
+    replace: bool = False,
 ) -> Handle:
     """sharing is (kind, durable, hosts), host (number, certified, lease_s); nodes bit by node; out
     is a pool_place()."""
@@ -335,6 +336,7 @@ def pool_create(
     where = ffi.NULL if path is None else ffi.new("char[]", path.encode())
     flags = lib.CXLKV_CREATE_FORCE if force else 0
     flags |= lib.CXLKV_CREATE_IN_PLACE if in_place else 0
+    flags |= lib.CXLKV_CREATE_REPLACE if replace else 0
     described = _layout_struct(layout, checksum, sketch)
     shared = ffi.new(
         "cxlkv_sharing *", dict(zip(("kind", "durable", "hosts"), sharing, strict=True))

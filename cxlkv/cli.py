@@ -337,7 +337,15 @@ def create(
     ] = "host",
     hosts: Annotated[int | None, typer.Option(help="How many hosts may share it.")] = None,
     host: HostNumber = None,
-    force: Annotated[bool, typer.Option(help="Overwrite a file that is no pool.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite what lies there, unless it is a pool.")
+    ] = False,
+    replace: Annotated[
+        bool,
+        typer.Option(
+            "--replace", help="Overwrite a pool that nobody uses, with all that it holds."
+        ),
+    ] = False,
 ) -> None:
     """Make a pool for one model's KV cache, or for objects that are stored by their keys."""
     from cxlkv.pool import CXLPool
@@ -352,6 +360,7 @@ def create(
         hosts=hosts,
         host=host,
         force=force,
+        replace=replace,
     ) as pool:
         Console().print(table(str(path), pool.stats()))
 

@@ -111,6 +111,7 @@ class CXLPool(Objects, Closing):
         lease_s: float = LEASE_S,
         threads: int | None = None,
         force: bool = False,
+        replace: bool = False,
     ) -> CXLPool:
         """Make a pool at a path (/dev/shm, hugetlbfs, any file system), on a dax device, or in
         "anonymous:" memory; numa:1 is memory of that NUMA node, numa:1:/dev/shm/my.pool a file
@@ -122,7 +123,9 @@ class CXLPool(Objects, Closing):
         also kept in 2 bits a channel, for select(method="two_stage"). threads: that scan and copy
         (default: the CPUs allowed here). A file has mode 0600, is reserved whole, and appears
         finished or not at all; a device, or a file that is there, is formatted in place. Raises
-        PoolExistsError (unless force=True), MemoryShortError, GeometryError, BadArgumentError.
+        PoolExistsError, unless force=True for something that is no pool, replace=True for a pool
+        that nobody uses, which goes with all it holds; BusyError for one in use; MemoryShortError,
+        GeometryError, BadArgumentError.
 
         sharing: "host" (one host), "software" (up to `hosts` hosts, 8 by default, whose caches do
         not see each other) or "hw_coherent" (they do). durable="host" writes back all that is
@@ -145,7 +148,7 @@ class CXLPool(Objects, Closing):
         made = _core.pool_place()
         described = (path, layout, checksum, sketch, shared, capacity_bytes)
         try:
-            handle = _core.pool_create(*described, force, own, mask, in_place, made)
+            handle = _core.pool_create(*described, force, own, mask, in_place, made, replace)
             return cls(handle, path)._with_threads(threads)
         except BaseException:  # nobody has been told that there is a pool
             _core.pool_unmake(made, path)
@@ -197,7 +200,7 @@ class CXLPool(Objects, Closing):
                     return make()
                 raise PoolMissingError(f"{path}: no pool there, and if_missing is error")
             if wanted.if_exists == "replace" and in_place:  # the file itself must stay
-                return make(force=True)
+                return make(replace=True)
             if wanted.if_exists == "replace":
                 cls.remove(path)
                 return make()

@@ -11,13 +11,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from typer.testing import CliRunner
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Sequence, _core, errors, regions
+from cxlkv.cli import app
 from cxlkv.emulation import faults
 from cxlkv.prefix import prefix_keys
 from cxlkv.topology import probe
@@ -389,7 +392,7 @@ for round in range(int(sys.argv[2])):
         CXLPool.create(f"{sys.argv[1]}.{round}", layout=layout, capacity="3MiB", threads=1).close()
         print("won", flush=True)
     except PoolExistsError as error:
-        assert "is a pool already: open it, remove it first, or pass force=True" in str(error)
+        assert "is a pool already, or a part of one: open it" in str(error)
         print("lost", flush=True)
 """
 
@@ -426,14 +429,29 @@ def test_two_processes_create_one_pool(path: Path) -> None:
     assert list(path.parent.glob(f"{path.name}*")) == []
 
 
-def test_force_replaces_what_nobody_uses(closed_file: Path) -> None:
+def test_a_pool_is_overwritten_by_its_own_word_only(closed_file: Path) -> None:
+    """Not by --force, which is for what is no pool; nor is that overwritten by --replace."""
+    create = partial(CXLPool.create, closed_file, layout=LAYOUT, capacity=CAPACITY)
+    kept = closed_file.read_bytes()
+    with pytest.raises(errors.PoolExistsError, match=r"is a pool already.* pass replace=True"):
+        create(force=True)
+    shape = ["--layers", "2", "--kv-heads", "2", "--head-dim", "8", "--capacity", "3MiB"]
+    refused = CliRunner().invoke(app, ["pool", "create", str(closed_file), *shape, "--force"])
+    assert isinstance(refused.exception, errors.PoolExistsError)
+    assert closed_file.read_bytes() == kept
     with CXLPool.open(closed_file) as used, pytest.raises(errors.BusyError, match="is in use"):
-        CXLPool.create(closed_file, layout=LAYOUT, capacity=CAPACITY, force=True)
+        create(replace=True)
     assert used.path == str(closed_file)
-    with CXLPool.create(closed_file, layout=LAYOUT, capacity=CAPACITY, force=True) as pool:
+    with create(replace=True) as pool:
         assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
         with pytest.raises(errors.BusyError, match="close it in the other processes"):
             CXLPool.remove(closed_file)
+    done = CliRunner().invoke(app, ["pool", "create", str(closed_file), *shape, "--replace"])
+    assert done.exit_code == 0
+    closed_file.write_bytes(b"letters")
+    with pytest.raises(errors.PoolExistsError, match="not overwritten unless force=True"):
+        create(replace=True)
+    create(force=True).close()
 
 
 # ---- arrays, layers, order ----

@@ -51,8 +51,12 @@ def file() -> Iterator[Path]:
     path.unlink(missing_ok=True)
 
 
-def make(file: Path, capacity: str = "all", *, force: bool = False) -> CXLPool:
-    return CXLPool.create(f"dax:{file}", layout=LAYOUT, capacity=capacity, force=force)
+def make(
+    file: Path, capacity: str = "all", *, force: bool = False, replace: bool = False
+) -> CXLPool:
+    return CXLPool.create(
+        f"dax:{file}", layout=LAYOUT, capacity=capacity, force=force, replace=replace
+    )
 
 
 def test_it_is_made_used_and_ended_in_the_same_file(file: Path) -> None:
@@ -90,7 +94,7 @@ def test_the_file_is_never_another_one(file: Path) -> None:
     with make(file):
         beside = {name for name in os.listdir("/dev/shm") if name.startswith(file.name)}
         assert beside == {file.name}
-    make(file, "8MiB", force=True).close()
+    make(file, "8MiB", replace=True).close()
     CXLPool.remove(f"dax:{file}")
     file.write_bytes(b"letters" * 1_000_000)
     make(file, "5MiB", force=True).close()
@@ -106,7 +110,7 @@ def test_a_pool_that_was_a_file_of_its_own_is_replaced_in_place(file: Path) -> N
     before = os.stat(file)
     with pytest.raises(PoolExistsError, match="is a pool already"):
         make(file)
-    make(file, force=True).close()
+    make(file, replace=True).close()
     after = os.stat(file)
     assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size)
     CXLPool.remove(file)
@@ -121,9 +125,9 @@ def test_what_the_file_holds_is_kept(file: Path) -> None:
         make(file)
     assert file.read_bytes()[1000:1001] == b"x"
     with make(file, force=True) as pool:
-        for force in (False, True):
-            with pytest.raises(BusyError if force else PoolExistsError):
-                make(file, force=force)
+        for replace in (False, True):
+            with pytest.raises(BusyError if replace else PoolExistsError):
+                make(file, force=True, replace=replace)
         with pytest.raises(BusyError):
             CXLPool.remove(file)
         assert pool.check(deep=True)["clean"]
@@ -179,7 +183,7 @@ def test_a_creation_that_is_killed_leaves_no_pool(file: Path) -> None:
     layout = KVLayout(layers=1, kv_heads=1, head_dim=8, page_tokens=1)  # many descriptors
     os.truncate(file, 64 << 20)
     for _ in range(TRIES):
-        with CXLPool.create(f"dax:{file}", layout=layout, capacity="all", force=True) as pool:
+        with CXLPool.create(f"dax:{file}", layout=layout, capacity="all", replace=True) as pool:
             geometry = cast("dict[str, int]", pool.describe()["geometry"])
         first, count = geometry["descriptors_offset"], geometry["page_count"]
         # Where the generation of a descriptor is; erased, so that its writing can be seen.
@@ -188,7 +192,7 @@ def test_a_creation_that_is_killed_leaves_no_pool(file: Path) -> None:
             memory[early] = memory[last] = 0
             child = os.fork()
             if child == 0:
-                CXLPool.create(f"dax:{file}", layout=layout, capacity="all", force=True)
+                CXLPool.create(f"dax:{file}", layout=layout, capacity="all", replace=True)
                 os._exit(0)
             while memory[early] == 0:
                 assert os.waitpid(child, os.WNOHANG)[0] == 0, "it ended before the kill"

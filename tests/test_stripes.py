@@ -136,7 +136,7 @@ def test_what_holds_something_is_kept(parts: list[Path]) -> None:
     assert b.read_bytes()[:7] == b"letters"
     pool = CXLPool.create(of([a, b]), layout=LAYOUT, capacity=CAPACITY, force=True)
     with pytest.raises(BusyError, match=r"in use"):
-        CXLPool.create(of([a, b]), layout=LAYOUT, capacity=CAPACITY, force=True)
+        CXLPool.create(of([a, b]), layout=LAYOUT, capacity=CAPACITY, replace=True)
     with pytest.raises(BusyError, match=r"in use"):
         CXLPool.remove(of([a, b]))
     pool.close()
@@ -156,10 +156,16 @@ def test_no_part_of_a_pool_in_use_is_overwritten(parts: list[Path]) -> None:
         written, _ = fill(pool)
         for others in ([b, c], [c, b]):
             with pytest.raises(BusyError, match=rf"{b} is in use"):
-                CXLPool.create(of(others), layout=LAYOUT, capacity=CAPACITY, force=True)
+                CXLPool.create(of(others), layout=LAYOUT, capacity=CAPACITY, replace=True)
+        for part in (a, b):
+            with pytest.raises(BusyError, match=rf"{part} is in use"):
+                CXLPool.create(part, layout=LAYOUT, capacity="8MiB", replace=True)
         assert pool.check(deep=True)["clean"]
         written.release()
-    CXLPool.create(of([c, b]), layout=LAYOUT, capacity=CAPACITY, force=True).close()
+    for other in (of([c, b]), b):
+        with pytest.raises(PoolExistsError, match="replace=True"):
+            CXLPool.create(other, layout=LAYOUT, capacity=CAPACITY, force=True)
+    CXLPool.create(of([c, b]), layout=LAYOUT, capacity=CAPACITY, replace=True).close()
 
 
 def test_too_much_is_refused(parts: list[Path]) -> None:

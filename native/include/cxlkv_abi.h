@@ -291,7 +291,9 @@ typedef struct cxlkv_pool cxlkv_pool;
 typedef struct cxlkv_sequence cxlkv_sequence;
 typedef struct cxlkv_batch cxlkv_batch;
 
+/* Over something that is no pool. Over a pool, or a part of one, that nobody uses: 4. */
 #define CXLKV_CREATE_FORCE 1
+#define CXLKV_CREATE_REPLACE 4
 /* In the file that lies at path, as on a device: it keeps name, size and whatever lies behind the
  * pool, which ends with its superblock. For file systems whose files cannot be made or renamed. */
 #define CXLKV_CREATE_IN_PLACE 2

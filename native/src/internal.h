@@ -497,7 +497,7 @@ bool stripes_path(const char *path);
 /* The first bytes of a member. */
 bool stripes_is_label(const uint8_t *bytes);
 /* The two map and set pool->fd, as region_map_file() and what it needs; create formats, too. */
-int stripes_create(cxlkv_pool *pool, const char *path, bool force);
+int stripes_create(cxlkv_pool *pool, const char *path, uint32_t flags);
 int stripes_open(cxlkv_pool *pool, const char *path, enum superblock_purpose purpose);
 int stripes_remove(const char *path);
 /* For who only reads: labels and superblock are checked. fd: the first member's. stripes_leave()

@@ -339,11 +339,12 @@ static int what_lies_in(int fd, const char *path, bool in_place) {
     bool whole = region_read(fd, 0, bytes, in_page ? sizeof(bytes) : 8);
     if (in_page && !whole)
         return fail(CXLKV_E_POISON, "%s: its first bytes cannot be read", path);
-    if (whole && memcmp(bytes, "CXLKVPOL", 8) == 0) return 1;
+    if (whole && (memcmp(bytes, "CXLKVPOL", 8) == 0 || stripes_is_label(bytes))) return 1;
     return in_page && memcmp(bytes, nothing, sizeof(bytes)) == 0 ? 0 : 2;
 }
 
-/* What lies at path, if anything: 0 nothing, 1 a pool, 2 something else, or an error. */
+/* What lies at path, if anything: 0 nothing, 1 a pool or a part of one, 2 something else, or an
+ * error. */
 static int what_lies_at(const char *path, bool in_place) {
     struct stat status;
     int fd;
@@ -360,9 +361,16 @@ static int what_lies_at(const char *path, bool in_place) {
 static int refuse_existing(const char *path, int what) {
     if (what == 1)
         return fail(CXLKV_E_POOL_EXISTS,
-                    "%s is a pool already: open it, remove it first, or pass force=True", path);
+                    "%s is a pool already, or a part of one: open it, remove it first, or pass "
+                    "replace=True (cxlkv pool create --replace)", path);
     return fail(CXLKV_E_POOL_EXISTS,
                 "%s exists and is not a pool: it is not overwritten unless force=True", path);
+}
+
+/* A pool goes by a word of its own: whoever forces over something that is in the way may not know
+ * that prefixes are published there. */
+static bool may_overwrite(int what, uint32_t flags) {
+    return what == 0 || flags & (what == 1 ? CXLKV_CREATE_REPLACE : CXLKV_CREATE_FORCE);
 }
 
 int busy_error(const char *path) {
@@ -370,8 +378,8 @@ int busy_error(const char *path) {
 }
 
 /* link() fails where a file is, rename() replaces it: both show the finished pool at once. */
-static int file_into_place(const char *made, const char *path, bool force) {
-    if (force) {
+static int file_into_place(const char *made, const char *path, bool over) {
+    if (over) {
         if (rename(made, path) == 0) return 0;
     } else if (link(made, path) == 0) {
         unlink(made);
@@ -385,7 +393,7 @@ static int file_into_place(const char *made, const char *path, bool force) {
 
 /* On a device, or in a file that keeps its size: what was there is wiped first, and the superblock
  * comes last, so that a creation that is cut short leaves no pool. */
-static int create_in_place(cxlkv_pool *pool, const char *path, bool force) {
+static int create_in_place(cxlkv_pool *pool, const char *path, uint32_t flags) {
     device_facts facts;
     uint64_t bytes = pool->geometry.region_bytes;
     int code = open_region(path, O_RDWR, &pool->fd);
@@ -398,7 +406,7 @@ static int create_in_place(cxlkv_pool *pool, const char *path, bool force) {
     if (lock_byte(pool->fd, ATTACH_BYTE, true, false) < 0) return busy_error(path);
     int what = what_lies_in(pool->fd, path, true);
     if (what < 0) return what;
-    if (what != 0 && !force) return refuse_existing(path, what);
+    if (!may_overwrite(what, flags)) return refuse_existing(path, what);
     if (!byte_is_free(pool->fd, USE_BYTE)) return busy_error(path);
     if (!device_of(pool->fd, &facts)) code = region_fill_holes(pool->fd, bytes, path);
     if (code == 0 && what != 0) code = device_wipe(pool->fd, &facts, path);
@@ -408,30 +416,39 @@ static int create_in_place(cxlkv_pool *pool, const char *path, bool force) {
 
 static int remove_at(const char *path, bool in_place);
 
-static int create_region(cxlkv_pool *pool, const char *path, bool force) {
+/* Refuses while somebody uses it. A part of a striped pool is none that could be removed. */
+static int remove_old(const char *path, bool in_place) {
+    int fd, code = remove_at(path, in_place);
+    if (code != -CXLKV_E_NOT_A_POOL) return code == -CXLKV_E_BUSY ? code : 0;
+    code = open_region(path, O_RDONLY | O_NONBLOCK, &fd);
+    if (code < 0) return code;
+    code = byte_is_free(fd, USE_BYTE) ? 0 : busy_error(path);
+    close(fd);
+    return code;
+}
+
+static int create_region(cxlkv_pool *pool, const char *path, uint32_t flags) {
     if (!path) {
         int code = region_map_anonymous(pool);
         return code < 0 ? code : pool_format(pool);
     }
-    if (stripes_path(path)) return stripes_create(pool, path, force);
+    if (stripes_path(path)) return stripes_create(pool, path, flags);
     struct stat status;
     pool->in_place |= stat(path, &status) == 0 && S_ISCHR(status.st_mode);
     int what = what_lies_at(path, pool->in_place);
     if (what < 0) return what;
-    if (what != 0 && !force) return refuse_existing(path, what);
-    if (what == 1) {
-        int code = remove_at(path, pool->in_place); /* refuses while somebody uses it */
-        if (code == -CXLKV_E_BUSY) return code;
-    }
+    if (!may_overwrite(what, flags)) return refuse_existing(path, what);
+    int code = what == 1 ? remove_old(path, pool->in_place) : 0;
+    if (code < 0) return code;
     if (pool->in_place && pool->nodes)
         return fail(ENOTSUP, "%s: a device lies where it lies, and so does a file that is there: "
                     "leave the nodes away", path);
-    if (pool->in_place) return create_in_place(pool, path, force);
+    if (pool->in_place) return create_in_place(pool, path, flags);
     char made[4096];
-    int code = region_create_file(pool, path, made, sizeof(made));
+    code = region_create_file(pool, path, made, sizeof(made));
     if (code < 0) return code;
     code = pool_format(pool);
-    if (code == 0) return file_into_place(made, path, force);
+    if (code == 0) return file_into_place(made, path, what != 0);
     unlink(made);
     return code;
 }
@@ -472,7 +489,7 @@ int cxlkv_pool_create_at(const char *path, const cxlkv_layout *layout,
     pool->nodes = nodes;
     pool->in_place = flags & CXLKV_CREATE_IN_PLACE;
     code = peers_prepare(pool, host); /* what it has to say about the host, before a file is made */
-    if (code == 0) code = create_region(pool, path, flags & CXLKV_CREATE_FORCE);
+    if (code == 0) code = create_region(pool, path, flags);
     bool placed = code == 0 && path;
     code = finish(pool, code, host, out);
     if (code < 0 && placed) { /* the file is whole, but it was not what the caller asked for */

@@ -249,7 +249,7 @@ static int map_members(cxlkv_pool *pool, const members *all) {
 
 /* ---- what the pool asks for ---- */
 
-static int check_free(const members *all, bool force) {
+static int check_free(const members *all, uint32_t flags) {
     static const uint8_t nothing[SUPERBLOCK_BYTES];
     for (uint32_t i = 0; i < all->count; i++) {
         const member *m = &all->of[i];
@@ -260,11 +260,13 @@ static int check_free(const members *all, bool force) {
         if (m->facts.bytes < sizeof(bytes) ||
             !device_read(m->fd, &m->facts, 0, bytes, sizeof(bytes)))
             return fail(CXLKV_E_POISON, "%s: its first bytes cannot be read", m->path);
-        if (!force && memcmp(bytes, nothing, sizeof(bytes)) != 0)
+        bool part = stripes_is_label(bytes), pool = memcmp(bytes, "CXLKVPOL", 8) == 0;
+        uint32_t wanted = part || pool ? CXLKV_CREATE_REPLACE : CXLKV_CREATE_FORCE;
+        if (!(flags & wanted) && memcmp(bytes, nothing, sizeof(bytes)) != 0)
             return fail(CXLKV_E_POOL_EXISTS, "%s holds something (%s): it is not overwritten "
-                        "unless force=True", m->path,
-                        stripes_is_label(bytes) ? "a part of a pool, maybe this one: open it" :
-                        memcmp(bytes, "CXLKVPOL", 8) == 0 ? "a pool" : "no pool");
+                        "unless %s=True", m->path,
+                        part ? "a part of a pool, maybe this one: open it" :
+                        pool ? "a pool" : "no pool", part || pool ? "replace" : "force");
     }
     return 0;
 }
@@ -284,14 +286,14 @@ static void keep_first(cxlkv_pool *pool, members *all) {
     members_close(all, 1); /* the mapping holds them */
 }
 
-int stripes_create(cxlkv_pool *pool, const char *path, bool force) {
+int stripes_create(cxlkv_pool *pool, const char *path, uint32_t flags) {
     members all;
     if (pool->nodes)
         return fail(ENOTSUP, "%s: devices lie where they lie: leave the nodes away", path);
     int code = members_open(&all, path);
     if (code < 0) return code;
     choose_stripes(&all, pool->geometry.region_bytes);
-    code = check_free(&all, force);
+    code = check_free(&all, flags);
     if (code == 0 && pool->geometry.region_bytes > whole_bytes(&all))
         code = fail(ENOSPC, "%s: %lu MiB wanted, all together hold %lu MiB in stripes of %lu MiB "
                     "(each as much as the smallest): ask for less", path,

@@ -116,8 +116,11 @@ def check_locks() -> None:
 
 def make_and_publish() -> None:
     refusal(PoolExistsError, partial(CREATE, capacity="64MiB"))
-    refusal(MemoryShortError, partial(CREATE, capacity=DEVICE_BYTES + UNIT_BYTES, force=True))
-    with CREATE(capacity="all", force=True) as pool:
+    refusal(
+        MemoryShortError,
+        partial(CREATE, capacity=DEVICE_BYTES + UNIT_BYTES, force=True, replace=True),
+    )
+    with CREATE(capacity="all", force=True, replace=True) as pool:
         assert pool.describe()["page_kind"] == "devdax"
         for seed, tokens in TEXTS.items():
             sequence = pool.sequence()
@@ -127,7 +130,7 @@ def make_and_publish() -> None:
             sequence.release()
         assert pool.check(deep=True)["clean"]
         assert "is a pool already" in refusal(PoolExistsError, partial(CREATE, capacity="64MiB"))
-        refusal(BusyError, partial(CREATE, capacity="64MiB", force=True))
+        refusal(BusyError, partial(CREATE, capacity="64MiB", force=True, replace=True))
         refusal(BusyError, partial(CXLPool.remove, DEVICE))
         subprocess.run([sys.executable, "-c", OTHER_PROCESS], check=True)
         fork_and_read(pool)
@@ -175,7 +178,7 @@ def check_cut_short() -> None:
         memory[early] = memory[last] = 0
         child = os.fork()
         if child == 0:
-            CXLPool.create(DEVICE, layout=layout, capacity="all", force=True)
+            CXLPool.create(DEVICE, layout=layout, capacity="all", force=True, replace=True)
             os._exit(0)
         while memory[early] == 0:
             assert os.waitpid(child, os.WNOHANG)[0] == 0, "it ended before the kill"
@@ -198,7 +201,7 @@ def remove() -> None:
     config = {"where": DEVICE, "capacity": "all", "layout": layout}
     for _ in range(2):  # makes it, opens it
         CXLPool.from_config(config).close()
-    CREATE(capacity="32MiB", force=True).close()  # over a pool that nobody uses
+    CREATE(capacity="32MiB", force=True, replace=True).close()  # over a pool that nobody uses
     assert not list(Path("/dev/shm").glob("cxlkv.*/*"))
     CXLPool.remove(DEVICE)
 
@@ -212,7 +215,7 @@ def check_system_ram() -> None:
     mend = re.search(r"daxctl .*", text)
     assert mend is not None
     command(mend[0])
-    CREATE(capacity="all", force=True).close()
+    CREATE(capacity="all", force=True, replace=True).close()
     CXLPool.remove(DEVICE)
 
 

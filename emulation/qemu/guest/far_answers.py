@@ -26,7 +26,9 @@ ANSWERS = SHARED / "answers"
 def read_and_serve() -> None:
     """Guest a. Its server has ended when b answers."""
     model = Llama(MODEL)
-    with CXLPool.create(DEVICE, layout=model.layout, capacity="all", force=True) as pool:
+    with CXLPool.create(
+        DEVICE, layout=model.layout, capacity="all", force=True, replace=True
+    ) as pool:
         began = time.monotonic()
         sequence = prefilled(model, pool, SEED)
         print(f"read {len(sequence)} tokens in {time.monotonic() - began:.1f} s", flush=True)

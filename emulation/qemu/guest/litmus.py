@@ -54,7 +54,7 @@ def main(role: str) -> None:
     play(role)
     if role == "b":
         return
-    CXLPool.create(DEVICE, layout=LAYOUT, capacity="all", force=True).close()
+    CXLPool.create(DEVICE, layout=LAYOUT, capacity="all", force=True, replace=True).close()
     text = refusal(BadArgumentError, lambda: litmus.run([Path(DEVICE)], role, ROUNDS, meet_s=1))
     assert "holds a pool" in text
     CXLPool.remove(DEVICE)

@@ -73,7 +73,7 @@ def read(pool: CXLPool) -> None:
 
 def device() -> None:
     bind_device()
-    with CXLPool.create(DEVICE, layout=LAYOUT, capacity="all", force=True) as pool:
+    with CXLPool.create(DEVICE, layout=LAYOUT, capacity="all", force=True, replace=True) as pool:
         assert pool.describe()["page_kind"] == "devdax"
         publish(pool)
         read(pool)

@@ -94,7 +94,7 @@ def first_life() -> None:
     bind_device()
     with part("the demo's model reads for another machine"):
         read_and_serve()
-    with CXLPool.create(DEVICE, layout=LAYOUT, capacity="all", force=True) as pool:
+    with CXLPool.create(DEVICE, layout=LAYOUT, capacity="all", force=True, replace=True) as pool:
         publish(pool, OF_A)
         with server() as process:
             say("a serves")

@@ -226,6 +226,7 @@ def main(name: str) -> None:
             host=A,
             lease_s=HOST_LEASE_S,
             force=True,
+            replace=True,
         )
         assert geometry(pool)["extents_offset"] <= GARBAGE_BYTES
         first_life(pool)
