@@ -240,7 +240,8 @@ def test_a_full_pool_takes_all_or_none(tmp_path: Path) -> None:
     with CXLPool.create(tmp_path / "small", layout=LAYOUT, capacity="8MiB") as pool:
         pages = pool.stats()["pages_total"]
         names = [str(i) for i in range(pages + 1)]
-        with pytest.raises(PoolFullError):
+        size = LAYOUT.object_bytes
+        with pytest.raises(PoolFullError, match=f"takes a slot of {size} bytes, the largest size"):
             pool.put_batch(names, [b"x"] * len(names))
         assert (pool.object_sizes(names) == ABSENT).all()
         assert pool.put_batch(names[:-1], [b"x"] * pages).all()

@@ -74,6 +74,15 @@ static uint32_t choose(const cxlkv_pool *pool, uint32_t after) {
 }
 
 int full_error(cxlkv_pool *pool, uint32_t wanted) {
+    if (stores_objects(&pool->layout))
+        return fail(CXLKV_E_POOL_FULL,
+                    "the pool is full: room for %u objects wanted, %lu of %u slots free, %lu "
+                    "objects published. Every object takes a slot of %u bytes, the largest size "
+                    "that the pool was made for, however small it is. Release leases, forget() "
+                    "objects, or create a larger pool, or one of smaller objects. Nothing was "
+                    "written",
+                    wanted, pool->host->free_pages, pool->host->page_count,
+                    pool->host->published_pages, pool->layout.page_tokens);
     return fail(CXLKV_E_POOL_FULL,
                 "the pool is full: %u pages wanted, %lu of %u free, %lu published. Release or "
                 "truncate sequences, forget() published prefixes, or create a larger pool. "
