@@ -162,8 +162,8 @@ PARTS: dict[str, Callable[[Result], None]] = {
     "link": _link,
     "transport": _transport,
 }
-# Where a case's name is not its module's.
-MODULES = {"coherence": "cohering", "moving": "near", "decoding": "near"}
+# Where a case's name is not its module's, or it is one function of several there.
+MODULES = {"coherence": "cohering", "moving": "near:run_moves", "decoding": "near:run_decode"}
 # Run by functions of their own, as they take options of their own.
 OWN = {
     "recall": "cases.recalling",
@@ -195,7 +195,7 @@ def measure(result: Result, part: str, quick: bool = False, region: str | None =
 
 
 def list_cases() -> Table:
-    """Every case by name, with the first line of its module."""
+    """Every case by name, with the first line of its module, or of its function."""
     made = Table(title="cxlkv bench CASE")
     made.add_column("case", no_wrap=True)
     made.add_column("what it measures")
@@ -208,12 +208,18 @@ def list_cases() -> Table:
     return made
 
 
-def first_line(module: str) -> str:
-    """Of its docstring; the module is not imported, so torch is not needed to be told of it."""
+def first_line(place: str) -> str:
+    """Of the docstring of MODULE or MODULE:FUNCTION; it is not imported, so torch is not needed to
+    be told of it."""
+    module, _, function = place.partition(":")
     spec = find_spec(module)
     if spec is None or spec.origin is None:
         return ""
-    docstring = ast.get_docstring(ast.parse(Path(spec.origin).read_text())) or ""
+    found: ast.Module | ast.FunctionDef = ast.parse(Path(spec.origin).read_text())
+    for node in found.body if function else ():
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            found = node
+    docstring = ast.get_docstring(found) or ""
     return docstring.partition("\n\n")[0].replace("\n", " ")
 
 

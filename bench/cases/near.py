@@ -63,7 +63,9 @@ class Local:
 
 
 def run_moves(result: Result, size: MoveSize = MoveSize()) -> None:
-    """Metrics move_*, memcpy_* in GB/s, for each number of threads, with CRCs verified and without:
+    """The near tier: how fast units move from the pool into it, beside memcpy.
+
+    Metrics move_*, memcpy_* in GB/s, for each number of threads, with CRCs verified and without:
     the units go from the pool to slots, in random order, in batches.
 
     memcpy_runs copies the same bytes from the same addresses (in another mapping), run of K by run
@@ -315,7 +317,9 @@ def watched(watcher: Watcher) -> type[CXLCache]:
 
 
 def run_decode(result: Result, size: DecodeSize = DecodeSize()) -> list[Served]:
-    """For each size of the tier: metrics served_*, ratios served_*_to_optimum and _to_random.
+    """The near tier: what share of a decode run's page reads it serves, beside random and optimum.
+
+    For each size of the tier: metrics served_*, ratios served_*_to_optimum and _to_random.
 
     Moves happen between questions only, the optimum's at each read; the prefetchers' runs are
     apart. A check holds the core's count of near reads against where the units were.
