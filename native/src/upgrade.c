@@ -70,8 +70,9 @@ static int open_unused(cxlkv_pool *pool, const char *path) {
     } else {
         code = open_checked(SUPERBLOCK_UPGRADE, path, &pool->fd, &pool->layout, &pool->sharing,
                             &pool->geometry, pool->identity);
-        if (code == 0) code = lock_byte(pool->fd, ATTACH_BYTE, true, true);
         if (code < 0) return code;
+        code = lock_byte(pool->fd, ATTACH_BYTE, true, true);
+        if (code < 0) return byte_lock_error(code, path);
         code = region_map_file(pool);
     }
     if (code < 0) return code;
