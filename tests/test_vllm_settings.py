@@ -12,7 +12,7 @@ from cxlkv.adapters import places
 from cxlkv.adapters.vllm import pools
 from cxlkv.adapters.vllm.messages import Options
 from cxlkv.adapters.vllm.plugin import check_version, register
-from cxlkv.adapters.vllm.settings import Settings, read_options, read_settings
+from cxlkv.adapters.vllm.settings import Settings, check_policy, read_options, read_settings
 from cxlkv.errors import BadArgumentError, GeometryError, PoolMissingError, UnsupportedError
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
@@ -34,10 +34,12 @@ def test_settings_as_they_are_written() -> None:
             "audit": 0.01,
             "load": "async",
             "deadline_s": 2,
+            "load_failure": "fail",
         }
     )
     assert found.budget == Budget(share=0.1, sinks=2)
     assert (found.attention, found.load, found.deadline_s) == ("pool", "async", 2.0)
+    assert found.load_failure == "fail"
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,7 @@ def test_settings_as_they_are_written() -> None:
         ({"capcity": "8GiB"}, "'capcity' is not one of .*did you mean capacity"),
         ({"attention": "poool"}, "attention is 'poool': one of engine, pool"),
         ({"load": 3}, "load is 3: one of sync, async"),
+        ({"load_failure": "ignore"}, "load_failure is 'ignore': one of recompute, fail"),
         ({"capacity": "8G"}, "'8G' is no size"),
         ({"capacity": True}, "capacity is True"),
         ({"where": 3}, "where is 3: text is wanted"),
@@ -174,3 +177,12 @@ def test_hashes_that_begin_at_random() -> None:
         found = pools.hash_concern("xxhash", environment)
         assert found is not None
         assert "set PYTHONHASHSEED" in found
+
+
+def test_inside_another_connector_the_engine_must_be_told_to_compute_what_failed() -> None:
+    """We have a copy of its settings there: what we set in it nobody reads."""
+    check_policy(Settings(), "MultiConnector", "recompute")
+    check_policy(Settings(load_failure="fail"), "MultiConnector", "fail")
+    said = 'beside "kv_connector": "MultiConnector" write "kv_load_failure_policy": "recompute"'
+    with pytest.raises(BadArgumentError, match=said):
+        check_policy(Settings(), "MultiConnector", "fail")

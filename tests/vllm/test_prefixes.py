@@ -99,6 +99,40 @@ def test_second_run_comes_from_the_pool_with_the_same_tokens(
     assert check(folder)["pages_held"] == 0
 
 
+def inside_another(extra: dict[str, object], **written: object) -> dict[str, object]:
+    """kv_transfer_config with our connector inside vLLM's own MultiConnector."""
+    ours = {"kv_connector": "CXLConnector", "kv_role": "kv_both"}
+    connectors = [{**ours, "kv_connector_extra_config": extra}]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": connectors},
+        **written,
+    }
+
+
+def test_a_damaged_page_fails_no_request_inside_another_connector(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """It would by vLLM's default, which only the engine's own settings can change."""
+    folder, extra = folder_in(tmp_path)
+    refused = make_engine(kv_transfer_config=inside_another(extra))
+    said = refused.ready()
+    assert said is not None
+    assert 'beside "kv_connector": "MultiConnector" write' in said
+
+    told = inside_another(extra, kv_load_failure_policy="recompute")
+    ours = make_engine(kv_transfer_config=told)
+    assert ours.ready() is None
+    wanted = ours.generate(prompts())["tokens"]
+    damage(folder, page=2, layer=1)
+    ours.forget()
+    assert ours.generate(prompts())["tokens"] == wanted
+    assert "the CRC of its V is wrong" in ours.log()
+    ours.end()
+    assert check(folder)["pages_held"] == 0
+
+
 def test_several_processes_load_beside_the_steps_what_another_engine_stored(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:

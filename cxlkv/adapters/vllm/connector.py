@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import vllm
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1 import (
     KVConnectorBase_V1,
@@ -34,7 +35,7 @@ from cxlkv.adapters.vllm.plugin import check_version
 from cxlkv.adapters.vllm.pooled import Pooled
 from cxlkv.adapters.vllm.saving import Saving
 from cxlkv.adapters.vllm.scheduler import Change, Scheduled, Scheduling, Step
-from cxlkv.adapters.vllm.settings import read_settings
+from cxlkv.adapters.vllm.settings import check_policy, read_settings
 from cxlkv.errors import UnsupportedError
 from cxlkv.layout import KVLayout
 
@@ -95,14 +96,26 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self.scheduling = self._make_scheduling()
             self.counting = Counting(self._spec.block_size)
+        elif self._kv_transfer_config.is_kv_consumer:
+            self._check_enclosing()
+
+    def _check_enclosing(self) -> None:
+        """Only workers can: there vLLM says which settings it runs with, before its scheduler is
+        made."""
+        engine = get_current_vllm_config_or_none()
+        written = None if engine is None else engine.kv_transfer_config
+        if written is not None and written.kv_connector != self._kv_transfer_config.kv_connector:
+            check_policy(self.settings, written.kv_connector, written.kv_load_failure_policy)
 
     # ---- scheduler ----
 
     def _make_scheduling(self) -> Scheduling:
         config, cache = self._vllm_config, self._vllm_config.cache_config
-        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
-            # The engine reads it after this. A hit that cannot be loaded is no user's fault.
-            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        transfer, wanted = self._kv_transfer_config, self.settings.load_failure
+        if wanted == "recompute" and transfer.kv_load_failure_policy != wanted:
+            # The engine reads it after this; its default cannot be told from a "fail" that a user
+            # wrote. A hit that cannot be loaded is no user's fault.
+            transfer.kv_load_failure_policy = wanted
             log.info("cxlkv: kv_load_failure_policy is set to recompute")
         concern = pools.hash_concern(str(cache.prefix_caching_hash_algo), os.environ)
         if concern is not None:

@@ -12,7 +12,11 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import Budget
 
 WHERE = "/dev/shm/"
-WORDS = {"attention": ("engine", "pool"), "load": ("sync", "async")}
+WORDS = {
+    "attention": ("engine", "pool"),
+    "load": ("sync", "async"),
+    "load_failure": ("recompute", "fail"),
+}
 PREFIX = "kv_connector_extra_config"
 
 
@@ -26,7 +30,9 @@ class Settings:
     that this container may use. salt: keeps tenants apart. budget: for decode steps of requests
     that say nothing, with attention="pool". audit: share of selects whose recall is measured. load:
     "sync": a step waits for its hits layer by layer; "async": requests wait, steps do not.
-    deadline_s: a load that takes longer has failed, and its tokens are computed.
+    deadline_s: a load that takes longer has failed. load_failure: "recompute": tokens of a hit that
+    could not be loaded are computed; "fail": what the engine does with its requests is left as the
+    engine has it, which by default is to fail them.
     """
 
     attention: str = "engine"
@@ -37,6 +43,7 @@ class Settings:
     audit: float = 0.0
     load: str = "sync"
     deadline_s: float = 5.0
+    load_failure: str = "recompute"
 
 
 def read_settings(given: Mapping[str, object]) -> Settings:
@@ -57,12 +64,27 @@ def read_settings(given: Mapping[str, object]) -> Settings:
         audit=_number(given, "audit", default.audit, 0, 1),
         load=read_text(given, "load", default.load, PREFIX),
         deadline_s=_number(given, "deadline_s", default.deadline_s, 1e-6, inf),
+        load_failure=read_text(given, "load_failure", default.load_failure, PREFIX),
     )
     if found.budget is not None and found.attention != "pool":
         raise BadArgumentError(
             f'{PREFIX}: a budget needs "attention": "pool": the engine\'s attention has none'
         )
     return found
+
+
+def check_policy(settings: Settings, connector: object, policy: object) -> None:
+    """The failure policy that the engine's scheduler reads, where `connector` is not we but has us
+    in it: it gives us a copy of the engine's settings, so that we cannot set the engine's.
+
+    Raises BadArgumentError, which says what to write.
+    """
+    if settings.load_failure == "recompute" and policy != "recompute":
+        raise BadArgumentError(
+            f"inside {connector} a hit that cannot be loaded would fail its request: beside "
+            f'"kv_connector": "{connector}" write "kv_load_failure_policy": "recompute"; or, if '
+            f'such requests are to fail, write "load_failure": "fail" in our {PREFIX}'
+        )
 
 
 def read_budget(given: object, where: str) -> Budget | None:
