@@ -239,8 +239,8 @@ class ColdFile:
         if version not in VERSIONS.values():
             known = " and ".join(map(str, VERSIONS.values()))
             raise VersionError(
-                f"{self.path} has format version {version}, this build reads {known}: remove the "
-                "file, and the tier begins empty"
+                f"{self.path} has format version {version}, this build reads {known}: use the "
+                "release that made it, or remove the file, and the tier begins empty"
             )
         if int(header["crc"]) != _core.crc32c(header.tobytes()[:-4]):
             raise CorruptError(

@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import CXLPool, KVLayout, LayerGroup
+from cxlkv.cold import ColdTier
+from cxlkv.cold_file import VERSIONS, RecordShape
 from cxlkv.sequence import Sequence
 
 FOLDER = Path(__file__).parent / "golden"
@@ -162,6 +164,28 @@ def unpacked(name: str, version: int, folder: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
+def cold_tier(path: Path, version: int) -> ColdTier:
+    """A cold file has a format of its own: its version says how records are compressed."""
+    compress = next(name for name, number in VERSIONS.items() if number == version)
+    return ColdTier(path, shape=RecordShape(1000, 7, "golden"), capacity="64KiB", compress=compress)
+
+
+def cold_records() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """Names [n, 16] and records [n, 1000]."""
+    numbers = np.arange(3, dtype=np.uint8)[:, None]
+    return np.repeat(numbers + 1, 16, axis=1), np.repeat(numbers + 100, 1000, axis=1)
+
+
+def check_cold(path: Path, version: int) -> None:
+    names, records = cold_records()
+    with cold_tier(path, version) as tier:
+        assert tier.check(deep=True) == []
+        found = np.zeros_like(records)
+        assert tier.load(names, found).all()
+        assert np.array_equal(found, records)
+        assert tier.store(names + 1, records).all()
+
+
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="cxlkv-golden-") as folder:
@@ -173,6 +197,13 @@ def main() -> None:
                 file = packed_file(name, version, part)
                 file.write_bytes(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME))
                 print(f"{file.name}: {len(data)} bytes, {file.stat().st_size} packed")
+        for version in VERSIONS.values():
+            path = Path(folder) / "cold"
+            with cold_tier(path, version) as tier:
+                assert tier.store(*cold_records()).all()
+            packed = lzma.compress(path.read_bytes(), preset=9 | lzma.PRESET_EXTREME)
+            (FOLDER / f"cold-{version}.xz").write_bytes(packed)
+            path.unlink()
 
 
 if __name__ == "__main__":

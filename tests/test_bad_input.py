@@ -680,6 +680,9 @@ def test_garbage_handles(pool: CXLPool) -> None:
     for handle in garbage:
         with pytest.raises(errors.StaleError, match="no handle"):
             pool.adopt(handle)
+    newer = good[:4] + struct.pack("<I", 3) + good[8:-4]
+    with pytest.raises(errors.StaleError, match=r"version 3, this build reads 2: .*same release"):
+        pool.adopt(newer + struct.pack("<I", _core.crc32c(newer)))
     assert pool.stats()["pages_free"] == free
     assert_holds(pool.adopt(good))
     for thing in ("text", None, 7):

@@ -5,6 +5,7 @@ What an upgrade leaves behind when it is stopped is tests/native/test_upgrade.c'
 
 from __future__ import annotations
 
+import lzma
 import re
 import struct
 from pathlib import Path
@@ -14,12 +15,13 @@ from typer.testing import CliRunner
 
 from cxlkv import CXLPool, _core
 from cxlkv.cli import app
+from cxlkv.cold_file import VERSIONS
 from cxlkv.errors import BusyError, CorruptError, NotAPoolError, VersionError
 from cxlkv.ndp.mapped import FORMAT_VERSION, MappedPool
 from cxlkv.stats import look
 
 from . import golden_pools
-from .golden_pools import NAMES, members, unpacked, where
+from .golden_pools import FOLDER, NAMES, members, unpacked, where
 
 BEFORE = 5
 FEATURES_OFFSET, CRC_OFFSET = 2056, 2108  # docs/memory-layout.md
@@ -134,6 +136,13 @@ def test_features_of_a_newer_build(word: str, folder: Path) -> None:
                 MappedPool(path)
         assert contents(path) == before
         CXLPool.remove(path)
+
+
+@pytest.mark.parametrize("version", VERSIONS.values())
+def test_a_cold_file_of_each_version(version: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.cold"
+    path.write_bytes(lzma.decompress((FOLDER / f"cold-{version}.xz").read_bytes()))
+    golden_pools.check_cold(path, version)
 
 
 def test_hosts_tell_their_build(folder: Path) -> None:

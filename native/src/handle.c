@@ -166,9 +166,11 @@ static int handle_read(const cxlkv_pool *pool, const uint8_t *bytes, uint64_t si
         return fail(CXLKV_E_STALE, "these %lu bytes are no handle: too short", size);
     memcpy(header, bytes, sizeof(*header));
     memcpy(&crc, bytes + size - 4, 4);
-    if (header->magic != HANDLE_MAGIC || header->version != HANDLE_VERSION ||
-        crc != crc32c(0, bytes, size - 4))
+    if (header->magic != HANDLE_MAGIC || crc != crc32c(0, bytes, size - 4))
         return fail(CXLKV_E_STALE, "these bytes are no handle, or were changed");
+    if (header->version != HANDLE_VERSION)
+        return fail(CXLKV_E_STALE, "the handle has version %u, this build reads %d: both sides "
+                    "want the same release of cxlkv", header->version, HANDLE_VERSION);
     if (memcmp(header->identity, pool->identity, sizeof(header->identity)) != 0)
         return fail(CXLKV_E_STALE, "the handle is of another pool");
     *approximate = (header->tokens & HANDLE_APPROXIMATE) != 0;

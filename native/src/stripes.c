@@ -152,8 +152,8 @@ static int read_own_label(const member *m, stripe_label *label) {
     if (label->crc != label_crc(label))
         return fail(CXLKV_E_CORRUPT, "%s: the label of its part of a pool is damaged", m->path);
     if (label->version != LABEL_VERSION)
-        return fail(CXLKV_E_VERSION, "%s: its label has version %u, this build reads %u", m->path,
-                    label->version, LABEL_VERSION);
+        return fail(CXLKV_E_VERSION, "%s: its label has version %u, this build reads %u: open the "
+                    "pool with the release that made it", m->path, label->version, LABEL_VERSION);
     return 0;
 }
 
