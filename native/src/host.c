@@ -163,7 +163,9 @@ static void repair(cxlkv_pool *pool) {
         hosts_recover(&pool->hosts);
         pool->host->log_next = hosts_log_end(&pool->hosts, pool->hosts.self);
         pool->host->wanted_extents = 0; /* whoever waited for them is dead */
-        extents_refresh(pool);
+        /* It may have marked some runs of an extent only, which is ours in any case: what changes
+         * hands is marked after it came, and before it goes. Who has the claims looks again. */
+        extents_doubt(pool);
         /* V5: a page that it had begun to free is free for others, too, before it is used again. */
         descriptors_hand_over(pool, true);
     }
@@ -179,6 +181,7 @@ static void repair(cxlkv_pool *pool) {
 /* What must be done first, by whoever has got it. */
 static void locked(cxlkv_pool *pool, bool owner_died) {
     __atomic_store_n(&pool->host->holder, pool->slot, __ATOMIC_RELAXED);
+    __atomic_store_n(&pool->lock_thread, pthread_self(), __ATOMIC_RELAXED);
     if (owner_died) repair(pool);
     else if (pool->shared) peers_sync(pool);
     bool late = atomic_load_explicit(&pool->late_count, memory_order_acquire) != 0;
@@ -196,7 +199,13 @@ int host_trylock(cxlkv_pool *pool) {
 int pthread_mutex_clocklock(pthread_mutex_t *mutex, clockid_t clock, const struct timespec *until)
     __attribute__((weak));
 
-static uint64_t monotonic_ns(void) {
+#if defined(__SANITIZE_THREAD__) /* of gcc 12 does not know that it locks */
+#define WAITS_BY_CLOCK false
+#else
+#define WAITS_BY_CLOCK (pthread_mutex_clocklock != NULL)
+#endif
+
+uint64_t lock_clock_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
@@ -206,10 +215,10 @@ static uint64_t monotonic_ns(void) {
 int mutex_lock_until(pthread_mutex_t *mutex, uint64_t until_ns) {
     const struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000u),
                                    .tv_nsec = (long)(until_ns % 1000000000u)};
-    if (pthread_mutex_clocklock) return pthread_mutex_clocklock(mutex, CLOCK_MONOTONIC, &until);
+    if (WAITS_BY_CLOCK) return pthread_mutex_clocklock(mutex, CLOCK_MONOTONIC, &until);
     struct timespec nap = {.tv_nsec = 20000};
     int code;
-    while ((code = pthread_mutex_trylock(mutex)) == EBUSY && monotonic_ns() < until_ns) {
+    while ((code = pthread_mutex_trylock(mutex)) == EBUSY && lock_clock_ns() < until_ns) {
         nanosleep(&nap, NULL);
         nap.tv_nsec += nap.tv_nsec < 1000000 ? nap.tv_nsec / 4 : 0;
     }
@@ -234,9 +243,9 @@ static int lock_error(cxlkv_pool *pool) {
 
 /* Waits are counted from 1 ms on: who reads own pages should never see one. */
 static int lock_slowly(cxlkv_pool *pool) {
-    uint64_t began_ns = monotonic_ns();
+    uint64_t began_ns = lock_clock_ns();
     int code = mutex_lock_until(&pool->host->mutex, began_ns + pool->lock_wait_ns);
-    if (monotonic_ns() - began_ns > 1000000) count_add(pool, COUNT_LOCK_WAITS, 1);
+    if (lock_clock_ns() - began_ns > 1000000) count_add(pool, COUNT_LOCK_WAITS, 1);
     return code;
 }
 
@@ -251,6 +260,7 @@ int host_lock(cxlkv_pool *pool) {
 void host_unlock(cxlkv_pool *pool) {
     if (pool->log_count) log_write(pool);
     host_assert(pool);
+    __atomic_store_n(&pool->lock_thread, 0, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&pool->host->mutex);
 }
 
@@ -373,7 +383,8 @@ void host_rebuild_runs(cxlkv_pool *pool, uint32_t first_run, uint32_t count) {
     bool some_ours = false;
     for (uint32_t run = first_run; run * RUN_SLOTS < end; run++) {
         run_info *info = &pool->runs[run];
-        *info = (run_info){.next = NO_PAGE, .previous = NO_PAGE, .ours = info->ours};
+        info->free_mask = 0; /* `ours` stays: who has the claims may be reading it */
+        info->next = info->previous = NO_PAGE;
         some_ours |= info->ours;
     }
     /* V6: a page that is free may still be read on another host. */
@@ -458,6 +469,7 @@ static int state_make(cxlkv_pool *pool) {
     pthread_mutexattr_init(&attributes);
     pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
     pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
+    pthread_mutex_init(&host->claims, &attributes);
     pthread_mutex_init(&host->mutex, &attributes);
     pthread_mutexattr_destroy(&attributes);
     bind_tables(pool);
