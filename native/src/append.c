@@ -379,18 +379,23 @@ static int take_locked(append_job *job, uint64_t wanted, uint32_t *pages) {
     return code;
 }
 
+static int try_pages(append_job *job, uint64_t wanted, uint32_t *pages, uint64_t room) {
+    cxlkv_pool *pool = job->batch->pool;
+    int code = host_lock_with_room(pool, room);
+    if (code < 0) return code;
+    code = take_locked(job, wanted, pages);
+    host_unlock(pool);
+    return code;
+}
+
 /* Layer 0 takes the pages of all parts, so that the other layers' appends cannot find it full. */
 static int take_pages(append_job *job) {
-    cxlkv_pool *pool = job->batch->pool;
     uint64_t wanted;
     if (job->layer != 0 || !needs_pages(job, &wanted)) return 0;
     uint32_t *pages = malloc((wanted + 1) * sizeof(*pages));
     if (!pages) return fail(ENOMEM, "no memory for a list of %lu pages", wanted);
-    int code = host_lock_with_room(pool, wanted);
-    if (code == 0) {
-        code = take_locked(job, wanted, pages);
-        host_unlock(pool);
-    }
+    int code = try_pages(job, wanted, pages, 0);
+    if (code == -CXLKV_E_POOL_FULL) code = try_pages(job, wanted, pages, wanted);
     free(pages);
     return code;
 }

@@ -164,7 +164,8 @@ static bool pins_hold(const cxlkv_pool *pool, uint32_t host) {
     host_fence fence;
     if (!hosts_name(&pool->hosts, host, &name)) return true;
     if (name.status != HOST_LIVE) return false;
-    return hosts_fence_of(&pool->hosts, host, name.epoch, &fence) < 0 || !fence.off;
+    /* What is not decided yet does not say that it is off. */
+    return hosts_fence_now(&pool->hosts, host, name.epoch, &fence) < 0 || !fence.off;
 }
 
 static bool look_at_pins(const cxlkv_pool *pool, const void *const *words, uint32_t count,

@@ -167,26 +167,41 @@ static bool is_marked(const cxlkv_pool *pool, uint32_t extent, bool ours) {
     return true;
 }
 
-int extents_refresh(cxlkv_pool *pool) {
+/* Under the host lock, or by who alone has the state. */
+static void refresh(cxlkv_pool *pool, extent_owner *owners, bool settled) {
     uint32_t count = pool->geometry.extent_count;
-    extent_owner *owners = malloc(count * sizeof(*owners));
-    if (!owners) return fail(ENOMEM, "no memory for a table of %u extents", count);
-    int code = hosts_owners(&pool->hosts, owners);
-    if (code == -CXLKV_E_CORRUPT && is_known(owners, count)) code = 0; /* check() tells */
-    /* Where this machine had them before, what it has cached of them is its own. */
-    bool arrives = !pool->host->ready;
-    uint64_t boot = arrives ? this_boot() : 0;
-    bool settled = boot && get_settled(pool) == boot;
-    for (uint32_t extent = 0; code == 0 && extent < count; extent++) {
+    for (uint32_t extent = 0; extent < count; extent++) {
         bool ours = owners[extent].host == pool->hosts.self;
         bool changes = !is_marked(pool, extent, ours);
         if (changes) change(pool, extent, ours, settled);
         owners[extent].takeable = changes && ours; /* from here on: it came */
     }
     extents_protect(pool);
-    for (uint32_t extent = 0; code == 0 && extent < count; extent++)
+    for (uint32_t extent = 0; extent < count; extent++)
         if (owners[extent].takeable) welcome(pool, extent);
-    if (code == 0 && arrives) set_settled(pool, boot);
+}
+
+int extents_refresh(cxlkv_pool *pool, const hosts *turn) {
+    uint32_t count = pool->geometry.extent_count;
+    extent_owner *owners = malloc(count * sizeof(*owners));
+    if (!owners) return fail(ENOMEM, "no memory for a table of %u extents", count);
+    uint32_t doubted = __atomic_load_n(&pool->host->owners_doubted, __ATOMIC_SEQ_CST);
+    int code = hosts_owners(turn, owners);
+    if (code == -CXLKV_E_CORRUPT && is_known(owners, count)) code = 0; /* check() tells */
+    /* Where this machine had them before, what it has cached of them is its own. */
+    bool arrives = !pool->host->ready;
+    uint64_t boot = code == 0 ? this_boot() : 0;
+    if (code == 0 && !arrives) code = host_lock(pool);
+    if (code == 0) {
+        guard fault;
+        GUARD_BEGIN(fault) {
+            refresh(pool, owners,
+                    arrives && boot && get_settled(pool) == boot);
+            set_settled(pool, boot);
+            __atomic_store_n(&pool->host->owners_sure, doubted, __ATOMIC_RELAXED);
+        } GUARD_END(fault, code = poison_error_locked(pool, &fault))
+        if (!arrives) host_unlock(pool);
+    }
     free(owners);
     return code;
 }
@@ -208,29 +223,73 @@ static uint32_t choose(const cxlkv_pool *pool, const extent_owner *owners, uint6
     return chosen;
 }
 
-/* Takes what may be taken; -EAGAIN when there is nothing. */
-static int take_some(cxlkv_pool *pool, uint64_t page_count) {
-    uint32_t count = pool->geometry.extent_count, chosen = 0;
-    extent_owner *owners = malloc(count * (sizeof(*owners) + sizeof(uint32_t)));
-    if (!owners) return -ENOMEM;
-    uint32_t *extents = (uint32_t *)(owners + count);
+/* Whoever brought a doubt into the world has seen to it, and there was no other. */
+static void clear_doubt(cxlkv_pool *pool, uint32_t own) {
+    if (__atomic_load_n(&pool->host->owners_sure, __ATOMIC_RELAXED) == own - 1)
+        __atomic_store_n(&pool->host->owners_sure, own, __ATOMIC_RELAXED);
+}
+
+/* They are claimed: under the host lock they become ours to use. */
+static int take_in(cxlkv_pool *pool, const uint32_t *extents, uint32_t count) {
+    guard fault;
+    volatile int code = host_lock(pool);
+    if (code < 0) return code;
+    GUARD_BEGIN(fault) {
+        for (uint32_t i = 0; i < count; i++) change(pool, extents[i], true, false);
+        extents_protect(pool);
+        for (uint32_t i = 0; i < count; i++) welcome(pool, extents[i]);
+    } GUARD_END(fault, code = poison_error_locked(pool, &fault))
+    host_unlock(pool);
+    return code;
+}
+
+/* With the claims. The owners are read when our turn has come: anything may have changed before. */
+static int claim_some(cxlkv_pool *pool, hosts *turn, uint64_t page_count, extent_owner *owners,
+                      uint32_t *extents) {
+    uint32_t chosen = 0;
+    int code = hosts_lock(turn);
+    if (code < 0) return code;
+    code = hosts_owners(turn, owners);
+    if (code == -CXLKV_E_CORRUPT) code = 0;
+    if (code == 0) chosen = choose(pool, owners, page_count, extents);
+    if (code == 0 && chosen) code = hosts_claim(turn, owners, chosen, extents, true);
+    hosts_unlock(turn);
+    return code < 0 ? code : (int)chosen;
+}
+
+static int take_with(cxlkv_pool *pool, hosts *turn, uint64_t page_count, extent_owner *owners) {
+    uint32_t *extents = (uint32_t *)(owners + pool->geometry.extent_count);
     uint64_t boot = get_settled(pool);
     int code = set_settled(pool, 0);
-    if (code == 0) code = hosts_lock(&pool->hosts);
+    if (code < 0) return code;
+    uint32_t doubt = extents_doubt(pool);
+    int chosen = claim_some(pool, turn, page_count, owners, extents);
+    if (chosen == -CXLKV_E_FENCED) return peers_return(pool, turn);
+    /* Whether it counts is not decided. */
+    if (chosen == -CXLKV_E_TIMEOUT || chosen == -CXLKV_E_POISON) return chosen;
+    code = chosen > 0 ? take_in(pool, extents, (uint32_t)chosen) : chosen;
+    if (code < 0 && chosen > 0) return code;
+    set_settled(pool, boot);
+    clear_doubt(pool, doubt);
+    return chosen == 0 ? -EAGAIN : code;
+}
+
+/* Takes what may be taken: 0, or -EAGAIN when there is nothing. Under no lock. */
+static int take_some(cxlkv_pool *pool, uint64_t page_count) {
+    uint32_t count = pool->geometry.extent_count;
+    extent_owner *owners = malloc(count * (sizeof(*owners) + sizeof(uint32_t)));
+    if (!owners) return -ENOMEM;
+    guard fault;
+    hosts turn;
+    volatile int code = claim_lock(pool, &turn);
     if (code == 0) {
-        code = hosts_owners(&pool->hosts, owners);
-        if (code == -CXLKV_E_CORRUPT) code = 0;
-        if (code == 0) chosen = choose(pool, owners, page_count, extents);
-        if (code == 0 && chosen) code = hosts_claim(&pool->hosts, owners, chosen, extents, true);
-        hosts_unlock(&pool->hosts);
+        GUARD_BEGIN(fault) {
+            code = take_with(pool, &turn, page_count, owners);
+        } GUARD_END(fault, code = claim_poisoned(pool, &turn, &fault))
+        claim_unlock(pool);
     }
-    for (uint32_t i = 0; code == 0 && i < chosen; i++) change(pool, extents[i], true, false);
-    if (code != -CXLKV_E_TIMEOUT && code != -CXLKV_E_POISON) set_settled(pool, boot);
-    else pool->host->owners_unsure = 1;
-    if (code == 0 && chosen) extents_protect(pool);
-    for (uint32_t i = 0; code == 0 && i < chosen; i++) welcome(pool, extents[i]);
     free(owners);
-    return code == 0 && chosen == 0 ? -EAGAIN : code;
+    return code;
 }
 
 static bool somebody_offers(const cxlkv_pool *pool) {
@@ -241,24 +300,48 @@ static bool somebody_offers(const cxlkv_pool *pool) {
     return false;
 }
 
+/* How many pages are still missing. With `asks` the other hosts are told so in a beat, if one of
+ * them offers some; if none does, *ends. */
+static uint64_t look_for_room(cxlkv_pool *pool, uint64_t page_count, bool asks, bool *ends) {
+    uint64_t slots = pool->geometry.slab_slots;
+    guard fault;
+    *ends = host_lock(pool) < 0;
+    if (*ends) return page_count;
+    const uint64_t missing = page_count - min_u64(page_count, pool->host->free_pages);
+    if (asks && missing) {
+        GUARD_BEGIN(fault) {
+            peers_beat(pool, true);
+            *ends = !somebody_offers(pool);
+            pool->host->wanted_extents = *ends ? 0 : (missing + slots - 1) / slots;
+            if (!*ends) peers_beat(pool, true);
+        } GUARD_END(fault, (*ends = true, poison_error_locked(pool, &fault)))
+    }
+    host_unlock(pool);
+    return missing;
+}
+
+static void ask_no_more(cxlkv_pool *pool) {
+    if (host_lock(pool) < 0) return;
+    pool->host->wanted_extents = 0;
+    host_unlock(pool);
+}
+
 /* When others have room and nobody's is left, they are asked, and waited for a quarter of a lease:
  * about two of their beats. */
-void extents_take(cxlkv_pool *pool, uint64_t page_count) {
-    uint64_t until_ns = boottime_ns() + pool->lease_ns / 4;
-    for (;;) {
-        int code = take_some(pool, page_count - min_u64(page_count, pool->host->free_pages));
-        if (code == -CXLKV_E_FENCED && peers_return(pool) == 0) continue;
-        if (pool->host->free_pages >= page_count || (code != 0 && code != -EAGAIN)) break;
+bool extents_take(cxlkv_pool *pool, uint64_t page_count) {
+    uint64_t until_ns = 0, missing;
+    bool ends = false;
+    while ((missing = look_for_room(pool, page_count, false, &ends)) && !ends) {
+        int code = take_some(pool, missing);
         if (code == 0) continue; /* what others left behind may be full of published pages */
-        peers_beat(pool, true);
-        if (!somebody_offers(pool) || boottime_ns() > until_ns) break;
-        uint64_t slots = pool->geometry.slab_slots;
-        pool->host->wanted_extents =
-            (page_count - pool->host->free_pages + slots - 1) / slots;
-        peers_beat(pool, true);
-        pool->hosts.pause(pool->hosts.context);
+        if (code != -EAGAIN || (until_ns && boottime_ns() > until_ns)) break;
+        missing = look_for_room(pool, page_count, true, &ends);
+        if (missing == 0 || ends) break;
+        if (!until_ns) until_ns = boottime_ns() + pool->lease_ns / 4;
+        peers_pause(pool);
     }
-    pool->host->wanted_extents = 0;
+    if (until_ns) ask_no_more(pool);
+    return missing == 0;
 }
 
 /* ---- giving ---- */
@@ -292,28 +375,50 @@ static void leave(cxlkv_pool *pool, uint32_t extent) {
     hand_over(pool, extent, true); /* V8 */
 }
 
-void extents_give(cxlkv_pool *pool) {
-    uint32_t extents[GIVE_MAX], count;
+uint64_t extents_wanted(const cxlkv_pool *pool) {
     uint64_t wanted = 0;
     for (uint32_t host = 0; host < pool->sharing.hosts; host++)
         if (host != pool->hosts.self && !pool->hosts.silent(pool->hosts.context, host))
             wanted += min_u64(pool->host->views[host].wanted_extents, GIVE_MAX);
-    if (wanted == 0) return;
-    count = empty_extents(pool, extents, GIVE_MAX);
-    count = min_u32(count ? count - 1 : 0, (uint32_t)wanted);
-    if (count == 0) return;
+    return wanted;
+}
+
+/* Under the host lock: what is marked as no more ours before it is claimed away. */
+static uint32_t leave_some(cxlkv_pool *pool, uint32_t *extents) {
+    guard fault;
+    volatile uint32_t left = 0;
+    if (host_lock(pool) < 0) return 0;
+    GUARD_BEGIN(fault) {
+        uint32_t count = empty_extents(pool, extents, GIVE_MAX);
+        count = min_u32(count ? count - 1 : 0,
+                        (uint32_t)min_u64(extents_wanted(pool), GIVE_MAX));
+        while (left < count) leave(pool, extents[left++]);
+        if (count) extents_protect(pool);
+    } GUARD_END(fault, (left = 0, extents_doubt(pool), poison_error_locked(pool, &fault)))
+    host_unlock(pool);
+    return left;
+}
+
+static int claim_away(hosts *turn, extent_owner *owners, const uint32_t *extents, uint32_t count) {
+    int code = hosts_lock(turn);
+    if (code < 0) return code;
+    code = hosts_owners(turn, owners);
+    if (code == 0) code = hosts_claim(turn, owners, count, extents, false);
+    hosts_unlock(turn);
+    return code;
+}
+
+/* What was not given after all is ours again: the doubt is there before it is marked, for whoever
+ * has the claims next, whatever becomes of us. */
+void extents_give(cxlkv_pool *pool, hosts *turn) {
+    uint32_t extents[GIVE_MAX], count;
     extent_owner *owners = malloc(pool->geometry.extent_count * sizeof(*owners));
     if (!owners) return; /* they ask again */
-    for (uint32_t i = 0; i < count; i++) leave(pool, extents[i]);
-    int code = hosts_lock(&pool->hosts);
-    if (code == 0) {
-        code = hosts_owners(&pool->hosts, owners);
-        if (code == 0) code = hosts_claim(&pool->hosts, owners, count, extents, false);
-        hosts_unlock(&pool->hosts);
-    }
+    uint32_t doubt = extents_doubt(pool);
+    count = leave_some(pool, extents);
+    int code = count ? claim_away(turn, owners, extents, count) : 0;
     free(owners);
-    /* What was not given after all is ours again. */
-    if (code < 0 && (code != -CXLKV_E_FENCED || peers_return(pool) < 0))
-        pool->host->owners_unsure = extents_refresh(pool) < 0;
-    extents_protect(pool);
+    if (code == 0) clear_doubt(pool, doubt);
+    if (code == -CXLKV_E_FENCED) peers_return(pool, turn);
+    else if (code < 0) extents_refresh(pool, turn);
 }

@@ -85,6 +85,12 @@ int hosts_fence_of(const hosts *h, uint32_t host, uint32_t epoch, host_fence *fe
     return 0;
 }
 
+int hosts_fence_now(const hosts *h, uint32_t host, uint32_t epoch, host_fence *fence) {
+    uint64_t makers = look_fences(h, host, epoch, fence);
+    if (fence->unread) return unread_error((uint32_t)__builtin_ctzll(fence->unread), host);
+    return makers != 0;
+}
+
 static void set_fence(const hosts *h, uint32_t host, uint64_t value, enum flush_site site) {
     uint64_t *word = fence_word(h, h->self, host);
     flush_store_word(word, value);
@@ -110,7 +116,7 @@ static int fence_by_hand(const hosts *h, uint32_t host, uint32_t epoch, uint32_t
 }
 
 /* Where a line is lost on the way the fence stays closed, as if we had died over it; our next
- * hosts_idle() opens it. */
+ * hosts_open_fences() opens it. */
 static int fence_to(const hosts *h, uint32_t host, uint32_t epoch, uint32_t state) {
     guard fault;
     volatile int code = 0;

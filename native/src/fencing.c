@@ -29,17 +29,18 @@ static void fill_row(cxlkv_pool *pool, uint32_t number, cxlkv_host_row *row) {
     if (name.status == HOST_UNUSED) return;
     row->silent = pool->hosts.silent(pool->hosts.context, number);
     if (!row->is_self) row->silent_ns = boottime_ns() - view->since_ns;
-    if (hosts_fence_of(&pool->hosts, number, name.epoch, &fence) == 0) {
-        row->fenced = fence.fenced;
-        row->off = fence.off;
-    }
+    if (hosts_fence_now(&pool->hosts, number, name.epoch, &fence) < 0) return;
+    row->fenced = fence.fenced; /* what is not decided is not so yet */
+    row->off = fence.off;
 }
 
+/* Under no lock: it waits while a host is being fenced. */
 static int count_extents(cxlkv_pool *pool, cxlkv_host_row *rows, uint32_t capacity) {
+    const hosts turn = hosts_outside(pool);
     uint32_t count = pool->geometry.extent_count;
     extent_owner *owners = malloc(count * sizeof(*owners));
     if (!owners) return fail(ENOMEM, "no memory for a table of %u extents", count);
-    hosts_owners(&pool->hosts, owners); /* what is damaged is nobody's */
+    hosts_owners(&turn, owners); /* what is damaged is nobody's */
     for (uint32_t extent = 0; extent < count; extent++)
         if (owners[extent].host < capacity) rows[owners[extent].host].extents++;
     free(owners);
@@ -55,8 +56,8 @@ int64_t cxlkv_pool_hosts(cxlkv_pool *pool, cxlkv_host_row *rows, uint32_t capaci
         peers_beat(pool, true);
         capacity = min_u32(capacity, pool->sharing.hosts);
         for (uint32_t i = 0; i < capacity; i++) fill_row(pool, i, &rows[i]);
-        code = count_extents(pool, rows, capacity);
         host_unlock(pool);
+        code = count_extents(pool, rows, capacity);
     }
     pool_leave(pool);
     return code < 0 ? code : (int64_t)pool->sharing.hosts;
@@ -102,13 +103,21 @@ static int fence_locked(cxlkv_pool *pool, uint32_t host, bool off) {
         return fail(CXLKV_E_ARGUMENT, "host %u is not there: %s", host,
                     name.status ? "it left in order, and others may take what it had"
                                 : "it never was");
-    int code = -EAGAIN;
-    while (code == -EAGAIN) {
-        code = off ? hosts_fence_off(&pool->hosts, host, name.epoch)
-                   : hosts_fence(&pool->hosts, host, name.epoch);
-        if (code == -EAGAIN) pool->hosts.pause(pool->hosts.context);
+    return off ? hosts_fence_off(&pool->hosts, host, name.epoch)
+               : hosts_fence(&pool->hosts, host, name.epoch);
+}
+
+/* -EAGAIN: somebody is fencing this host just now. It goes on when it has come back: in between,
+ * others have the lock. */
+static int fence_host(cxlkv_pool *pool, uint32_t host, bool off) {
+    int code;
+    for (;; peers_pause(pool)) {
+        code = host_lock(pool);
+        if (code < 0) return code;
+        code = fence_locked(pool, host, off);
+        host_unlock(pool);
+        if (code != -EAGAIN) return code;
     }
-    return code;
 }
 
 int cxlkv_pool_fence(cxlkv_pool *pool, uint32_t host, uint32_t confirmed_off) {
@@ -119,11 +128,7 @@ int cxlkv_pool_fence(cxlkv_pool *pool, uint32_t host, uint32_t confirmed_off) {
         code = fail(CXLKV_E_ARGUMENT, "host %u: another one of 0 to %u", host,
                     pool->sharing.hosts - 1);
     if (code == 0) code = wait_for_silence(pool, host);
-    if (code == 0) code = host_lock(pool);
-    if (code == 0) {
-        code = fence_locked(pool, host, confirmed_off != 0);
-        host_unlock(pool);
-    }
+    if (code == 0) code = fence_host(pool, host, confirmed_off != 0);
     pool_leave(pool);
     return code;
 }

@@ -58,7 +58,7 @@ static int export_tail(cxlkv_sequence *sequence, uint64_t tokens) {
     uint32_t filled = (uint32_t)(tokens % pool->layout.page_tokens);
     uint32_t parts = pool->geometry.part_count;
     if (sequence->exported && sequence->export_tokens == tokens) return 0;
-    int code = host_lock_with_room(pool, parts);
+    int code = host_lock_with_room(pool, filled ? parts : 0);
     if (code < 0) return code;
     export_forget(sequence);
     if (filled) code = pages_take(pool, parts, NO_PAGE, sequence->export_pages);

@@ -14,7 +14,7 @@
 #include "flush.h"
 #include "internal.h"
 
-#define HOST_MAGIC 0x31315453484b5643ull /* "CVKHST11" */
+#define HOST_MAGIC 0x32315453484b5643ull /* "CVKHST12" */
 
 uint64_t random_u64(void) {
     uint64_t value = 0;

@@ -87,8 +87,8 @@ static void open_fence(const hosts *h, uint32_t host) {
     } GUARD_END(fault, hosts_lost(h, &fault))
 }
 
-/* Fences that an earlier epoch of ours began and did not finish: whoever waits goes on. */
-static void open_closed_fences(const hosts *h) {
+/* Of an earlier epoch of ours, or of a process that died: whoever waits goes on. */
+void hosts_open_fences(const hosts *h) {
     for (uint32_t host = 0; host < h->area.host_count; host++) open_fence(h, host);
 }
 
@@ -103,35 +103,42 @@ static void clear_pins(const hosts *h) {
     } GUARD_END(fault, hosts_lost(h, &fault))
 }
 
+static int epoch_check(const hosts *h, uint32_t epoch) {
+    if (epoch < EPOCH_MAX) return 0;
+    return fail(CXLKV_E_CORRUPT, "host %u has used up its epochs: create the pool anew", h->self);
+}
+
+static void attach_as(hosts *h, const host_name *name, uint64_t nonce, const host_fence *fence) {
+    uint64_t commits = name->status == HOST_UNUSED ? 0 : hosts_commits(h, h->self);
+    if (fence->fenced && fence->cut < commits) commits = fence->cut;
+    hosts_forget_claims(h, commits);
+    h->epoch = name->epoch + 1;
+    hosts_set_commits(h, commits);
+    hosts_unlock(h);
+    hosts_mend_log(h);
+    if (name->nonce != nonce) clear_pins(h); /* else its processes read on */
+    keep_name(h, nonce, h->epoch, HOST_LIVE);
+}
+
 static int attach(hosts *h, uint64_t nonce) {
     host_name name;
-    uint64_t commits = 0;
+    host_fence fence = {0};
     if (!hosts_name(h, h->self, &name))
         return fail(CXLKV_E_CORRUPT,
                     "the name line of host %u is damaged, or cannot be read. If that host is "
                     "surely not running: `cxlkv pool check --repair`", h->self);
-    if (name.epoch >= EPOCH_MAX)
-        return fail(CXLKV_E_CORRUPT, "host %u has used up its epochs: create the pool anew",
-                    h->self);
+    int code = epoch_check(h, name.epoch);
+    if (code < 0) return code;
     h->epoch = name.epoch;
     /* What this machine's caches still hold of an earlier time is not what memory says. */
     hosts_hand_over(hosts_line(h, h->self, 0), h->area.block_bytes, false);
     /* First: two that died while they fenced each other would wait for each other. */
-    open_closed_fences(h);
+    hosts_open_fences(h);
     if (name.status != HOST_UNUSED) {
-        host_fence fence;
-        int code = hosts_fence_of(h, h->self, name.epoch, &fence);
+        code = hosts_fence_of(h, h->self, name.epoch, &fence);
         if (code < 0) return code;
-        commits = hosts_commits(h, h->self);
-        if (fence.fenced && fence.cut < commits) commits = fence.cut;
     }
-    hosts_forget_claims(h, commits);
-    h->epoch = name.epoch + 1;
-    hosts_set_commits(h, commits);
-    hosts_unlock(h);
-    hosts_mend_log(h);
-    if (name.nonce != nonce) clear_pins(h); /* else its processes read on */
-    keep_name(h, nonce, h->epoch, HOST_LIVE);
+    attach_as(h, &name, nonce, &fence);
     return 0;
 }
 
@@ -144,19 +151,30 @@ int hosts_attach(hosts *h, uint64_t nonce) {
     return code;
 }
 
-void hosts_recover(const hosts *h) {
-    open_closed_fences(h);
+/* Who fences this epoch from now on counts no fewer commits than who has: no smaller cut comes. */
+int hosts_return(hosts *h, uint64_t nonce, const host_fence *fence) {
+    const host_name name = {.nonce = nonce, .epoch = h->epoch, .status = HOST_LIVE};
+    guard fault;
+    volatile int code = epoch_check(h, h->epoch);
+    if (code < 0) return code;
+    hosts_open_fences(h);
+    GUARD_BEGIN(fault) {
+        attach_as(h, &name, nonce, fence);
+    } GUARD_END(fault, code = hosts_lost(h, &fault))
+    return code;
+}
+
+void hosts_recover_claims(const hosts *h) {
     guard fault;
     GUARD_BEGIN(fault) {
         hosts_forget_claims(h, hosts_commits(h, h->self));
     } GUARD_END(fault, hosts_lost(h, &fault)) /* without a commit they count nowhere */
     hosts_unlock(h);
-    hosts_mend_log(h);
 }
 
-void hosts_idle(const hosts *h) {
-    open_closed_fences(h);
-    hosts_unlock(h);
+void hosts_recover(const hosts *h) {
+    hosts_open_fences(h);
+    hosts_mend_log(h);
 }
 
 void hosts_leave(hosts *h, uint64_t nonce) {

@@ -4,7 +4,8 @@
  * docs/coherence.md has the protocol and the invariants (V1 ...). All memory is reached through the
  * seam of flush.h, so that the emulated incoherent memory runs this very code. Shared memory is
  * hostile: what is read is checked, a host number or an offset never comes from there. Callers of
- * one host take turns (the host lock).
+ * one host take turns, by two locks: for its slot, claims, commits and name one that may be held
+ * for long, and for its beats, log, pins and fences one that nobody waits with (internal.h).
  *
  * Any line may raise SIGBUS. Nothing here lets that out: what another host says is then not known,
  * and taken for whatever is safe (hosts_lost.c); a call that writes own lines ends where it is, as
@@ -45,6 +46,14 @@ typedef struct host_name {
 } host_name;
 _Static_assert(sizeof(host_name) == 32, "two in a line");
 
+/* What all others say of an epoch of a host. */
+typedef struct host_fence {
+    bool fenced;                 /* its epoch has ended, and commits above `cut` do not count */
+    bool off;                    /* and its machine was switched off: its extents may be taken */
+    uint64_t unread;             /* by host: what it says of that epoch cannot be read */
+    uint64_t cut;
+} host_fence;
+
 typedef struct hosts {
     hosts_area area;
     uint32_t self;
@@ -54,6 +63,9 @@ typedef struct hosts {
     void (*pause)(void *context);                 /* between two looks at what another writes */
     bool (*silent)(void *context, uint32_t host); /* has it not beaten for a lease? */
     void (*lost)(void *context, uint32_t host);   /* a line of its block raised SIGBUS; or NULL */
+    /* Round a fence that hosts_lock() makes, where others of this host may make one, too; false:
+     * not now. NULL: the caller takes turns with them. */
+    bool (*fencing)(void *context, bool begins);
 } hosts;
 
 static inline uint8_t *hosts_line(const hosts *h, uint32_t host, uint64_t line) {
@@ -67,12 +79,15 @@ bool hosts_name(const hosts *h, uint32_t host, host_name *name);
  * watched its beats). What an earlier epoch left undone is cleaned up; h->epoch is set. With the
  * nonce of before (a fenced host returns, its processes live on) pins stay. */
 int hosts_attach(hosts *h, uint64_t nonce);
-/* After a process of ours died at any step of what follows below: its fence, its claims and its
- * place in the queue never were, and its append has no gaps. */
+/* The same for a host whose epoch was ended, as hosts_fence_of() said: does not wait. */
+int hosts_return(hosts *h, uint64_t nonce, const host_fence *fence);
+/* After a process of ours died at any step of what follows below. With the one lock: its claims and
+ * its place in the queue never were. With the other: nor was its fence, and its append has no gaps.
+ * While nobody has that lock, what they take away is damage, and would keep all others waiting. */
+void hosts_recover_claims(const hosts *h);
 void hosts_recover(const hosts *h);
-/* While no process of ours is inside anything below: a place in the queue, or a fence that is only
- * begun, is damage then, and would keep all others waiting. */
-void hosts_idle(const hosts *h);
+/* Fences that we began and did not finish. */
+void hosts_open_fences(const hosts *h);
 /* Orderly: whatever we own may be taken by others afterwards (V8: write it back before). */
 void hosts_leave(hosts *h, uint64_t nonce);
 /* A beat, and how many extents we would like to have from others. False: others do not see it. */
@@ -88,12 +103,8 @@ uint64_t hosts_promised(const hosts *h, uint32_t host);
 uint64_t hosts_look_beats(const hosts *h, uint64_t *beats, uint64_t *wanted_extents);
 
 /* ---- fences: which commits of a silent host count (V10) ---- */
-typedef struct host_fence {
-    bool fenced;                 /* its epoch has ended, and commits above `cut` do not count */
-    bool off;                    /* and its machine was switched off: its extents may be taken */
-    uint64_t unread;             /* by host: what it says of that epoch cannot be read */
-    uint64_t cut;
-} host_fence;
+/* As it is now, without waiting: 1 while somebody makes one, who has not said yet what counts. */
+int hosts_fence_now(const hosts *h, uint32_t host, uint32_t epoch, host_fence *fence);
 /* Waits while a fence is being made; -CXLKV_E_TIMEOUT when its maker went silent over it,
  * -CXLKV_E_POISON when a host that may have fenced it cannot be read. */
 int hosts_fence_of(const hosts *h, uint32_t host, uint32_t epoch, host_fence *fence);

@@ -56,6 +56,15 @@ static int stands_before(const hosts *h, uint32_t host, uint64_t ticket, uint32_
     return theirs != 0 && (theirs < ticket || (theirs == ticket && host < h->self));
 }
 
+/* A fence of ours is one word for each host: one of us writes it at a time. */
+static bool passes_over(const hosts *h, uint32_t host, uint32_t epoch) {
+    if (!h->silent(h->context, host)) return false;
+    if (h->fencing && !h->fencing(h->context, true)) return false;
+    bool fenced = hosts_fence(h, host, epoch) == 0;
+    if (h->fencing) h->fencing(h->context, false);
+    return fenced;
+}
+
 static int wait_for(const hosts *h, uint32_t host, uint64_t ticket) {
     uint32_t epoch = 0;
     int code;
@@ -64,7 +73,7 @@ static int wait_for(const hosts *h, uint32_t host, uint64_t ticket) {
         code = hosts_fence_of(h, host, epoch, &fence);
         if (code < 0) return code;
         if (fence.fenced) return 0;
-        if (h->silent(h->context, host) && hosts_fence(h, host, epoch) == 0) return 0;
+        if (passes_over(h, host, epoch)) return 0;
         code = hosts_fence_of(h, h->self, h->epoch, &fence);
         if (code < 0) return code;
         if (fence.fenced) return -CXLKV_E_FENCED;

@@ -2,7 +2,8 @@
  *
  * Words: a *page* is a record of page_tokens tokens of all layers; a *piece* is the K, V or digest
  * of one (page, layer, kv head); a *run* is 16 neighbouring slots, the grain of placement; a *slot*
- * of the host state is a process. Lock order: pool->operations, sequence->lock, host lock. */
+ * of the host state is a process. Lock order: pool->operations, sequence->lock, the claims of the
+ * host, host lock. */
 #ifndef CXLKV_INTERNAL_H
 #define CXLKV_INTERNAL_H
 
@@ -230,6 +231,18 @@ typedef struct host_view {
     log_place log;               /* how far its log was read */
 } host_view;
 
+/* Two locks, both robust and process-shared, taken in this order:
+ *
+ * `claims`: whose this host's dealings with the others are: its place in the queue for the lock
+ * between hosts, its claims and commits, its epoch. Who waits for another host has this one at
+ * most.
+ * `mutex`, the host lock: all else here, the held tables, the rest of this host's lines (beats,
+ * log, pins, what it says of others: fences). Never held while another host is waited for, so who
+ * reads what is its own waits for this host's processes only.
+ *
+ * Which extents are ours (run_info.ours) and the epoch change under both. Who finds that a holder
+ * died mends what that lock guards, and nothing of the other: its holder may be alive. The model is
+ * docs/models/processes.pml. */
 typedef struct host_state {
     uint64_t magic;
     uint64_t nonce;
@@ -237,8 +250,8 @@ typedef struct host_state {
     uint64_t bytes;
     uint64_t pages_offset, runs_offset, index_offset, held_offset, held_stride_bytes;
     uint32_t page_count, run_count, index_capacity, ready;
-    pthread_mutex_t mutex;       /* robust, process-shared: guards all below and the held tables */
-    uint32_t holder;             /* the slot that had it last, for who waits in vain */
+    pthread_mutex_t mutex, claims;
+    uint32_t holder, claimer;    /* the slots that had them last, for who waits in vain */
     uint32_t free_runs, partial_runs;  /* heads of the two lists, NO_PAGE when empty */
     uint64_t free_pages, published_pages;
     uint32_t rewriting;          /* page whose sealed record is being rewritten, or NO_PAGE */
@@ -246,7 +259,8 @@ typedef struct host_state {
     /* Where hosts share the pool; under the mutex like the rest. */
     uint32_t host_epoch;
     uint32_t stopped;            /* an error number: this host may not go on */
-    uint32_t owners_unsure;      /* a claim of ours is not decided: look again */
+    /* How often it was in doubt which extents are ours, and up to which time it was looked at. */
+    uint32_t owners_doubted, owners_sure;
     uint64_t beats, beat_ns;     /* our last heartbeat */
     uint64_t safe_ns;            /* of the last one after which we were not fenced */
     uint64_t wanted_extents;
@@ -355,7 +369,9 @@ struct cxlkv_pool {
     hosts hosts;                 /* how this process reaches the others */
     uint64_t lease_ns;
     uint64_t mapped_version;     /* host->extents_version when the mapping was made to fit it */
-    uint32_t pauses;             /* in the present wait for another host */
+    uint32_t pauses;             /* in the present wait for another host, with the host lock */
+    atomic_uint claim_pauses;    /* and with the claims */
+    pthread_t lock_thread;       /* which of this process has the host lock; 0: none */
     struct keeper *keeper;
     log_record log_waiting[LOG_BATCH]; /* written when the host lock is given back */
     uint32_t log_count;
@@ -674,7 +690,8 @@ void host_detach(cxlkv_pool *pool);
 int host_trylock(cxlkv_pool *pool);       /* 0, or -CXLKV_E_TIMEOUT without a text */
 int host_lock(cxlkv_pool *pool);          /* 0, or -CXLKV_E_TIMEOUT; repairs after a death inside */
 void host_unlock(cxlkv_pool *pool);
-int mutex_lock_until(pthread_mutex_t *mutex, uint64_t until_ns);  /* CLOCK_MONOTONIC */
+int mutex_lock_until(pthread_mutex_t *mutex, uint64_t until_ns);  /* by the next one */
+uint64_t lock_clock_ns(void);
 uint64_t host_reap(cxlkv_pool *pool);     /* under the lock: gives back what dead processes held */
 /* Under the lock: one more of what no process counts for itself. */
 void host_count(host_state *host, enum counter which);
@@ -727,7 +744,7 @@ int state_older_in_use(int pool_fd, const uint8_t identity[16], uint32_t host);
 void pages_list(cxlkv_pool *pool, uint32_t run);     /* puts a run where its mask says */
 void pages_unlist(cxlkv_pool *pool, uint32_t run);   /* takes it, all free, out of the allocator */
 void pages_put_back(cxlkv_pool *pool, uint32_t page); /* free, and its descriptor says so */
-/* Tries to have so many free pages: dead processes', withdrawn ones, more extents. */
+/* Tries to have so many free pages: dead processes', withdrawn ones. See host_lock_with_room(). */
 void pages_make_room(cxlkv_pool *pool, uint64_t count);
 /* In place of a page to be behind: no page follows these, so they open no run while gaps are left.
  * An extent that has one of them cannot be given to another host. */
@@ -751,8 +768,17 @@ void pages_unclaim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 uint64_t page_retire(cxlkv_pool *pool, uint32_t page);   /* for good; returns 1 if it was not yet */
 int full_error(cxlkv_pool *pool, uint32_t wanted);
 
-/* ---- where hosts share the pool; all under the host lock but for the first three ---- */
-/* peers.c */
+/* ---- where hosts share the pool; all under the host lock, if nothing else is said ---- */
+/* claiming.c: dealing with other hosts, without the host lock. `turn` is how: it beats while it
+ * waits, and has the epoch of the claims' holder. */
+int claim_lock(cxlkv_pool *pool, hosts *turn);    /* 0, or -CXLKV_E_TIMEOUT */
+int claim_trylock(cxlkv_pool *pool, hosts *turn); /* the same without a text */
+void claim_unlock(cxlkv_pool *pool);
+/* To look only: without the claims. */
+hosts hosts_outside(cxlkv_pool *pool);
+/* After a SIGBUS that interrupted their holder, perhaps with the host lock: an error. */
+int claim_poisoned(cxlkv_pool *pool, const hosts *turn, const guard *fault);
+/* peers.c: the first three under no lock */
 int peers_prepare(cxlkv_pool *pool, const cxlkv_host *host); /* before the host state is joined */
 int peers_arrive(cxlkv_pool *pool);       /* a new host state speaks for this host from now on */
 void peers_leave(cxlkv_pool *pool);       /* the last process has left */
@@ -760,7 +786,13 @@ uint64_t peers_nonce(const cxlkv_pool *pool);     /* of the host state that spea
 bool peers_is_off(cxlkv_pool *pool);      /* the epoch of the host state was ended for good */
 void peers_sync(cxlkv_pool *pool);        /* after another process may have changed something */
 void peers_beat(cxlkv_pool *pool, bool now);      /* when it is due; looks at the others' */
-int peers_return(cxlkv_pool *pool);       /* if this host was fenced: a new epoch */
+/* May this host go on? True: it was fenced, and is to return. Does not wait. */
+int peers_look(cxlkv_pool *pool, bool *fenced);
+/* If this host was fenced: a new epoch. With the claims, without the host lock. */
+int peers_return(cxlkv_pool *pool, hosts *turn);
+/* What another host, or time, may say at once: for a wait without the host lock. */
+bool peers_silent(cxlkv_pool *pool, uint32_t host);
+void peers_pause(cxlkv_pool *pool);
 int peers_check(cxlkv_pool *pool);        /* may this host go on? */
 /* After pages were read: `code`, or an error if this host may have been declared off meanwhile, and
  * others have written to what it had pinned. */
@@ -776,13 +808,25 @@ static inline void page_unpublish(cxlkv_pool *pool, uint32_t page) {
 static inline bool page_is_ours(const cxlkv_pool *pool, uint32_t page) {
     return pool->runs[page / RUN_SLOTS].ours;
 }
-int extents_refresh(cxlkv_pool *pool);    /* which are ours, from the claims */
+/* It is in doubt which are ours, until somebody with the claims has looked; the number is for who
+ * clears the doubt itself. */
+static inline uint32_t extents_doubt(cxlkv_pool *pool) {
+    return __atomic_add_fetch(&pool->host->owners_doubted, 1, __ATOMIC_SEQ_CST);
+}
+static inline bool extents_in_doubt(const cxlkv_pool *pool) {
+    return __atomic_load_n(&pool->host->owners_doubted, __ATOMIC_RELAXED) !=
+           __atomic_load_n(&pool->host->owners_sure, __ATOMIC_RELAXED);
+}
+/* Which are ours, from what all hosts claim: with the claims, without the host lock. */
+int extents_refresh(cxlkv_pool *pool, const hosts *turn);
 void extents_protect(cxlkv_pool *pool);   /* this process's mapping: what is not ours, read-only */
 /* V8 for all descriptors: written back, if any was stored here, and dropped from the caches. */
 void descriptors_hand_over(const cxlkv_pool *pool, bool gives);
 void extents_open_block(cxlkv_pool *pool, uint32_t host, bool writable); /* another host's */
-void extents_take(cxlkv_pool *pool, uint64_t page_count);
-void extents_give(cxlkv_pool *pool);      /* as many as others want and we can spare */
+bool extents_take(cxlkv_pool *pool, uint64_t page_count); /* under no lock; there was room */
+uint64_t extents_wanted(const cxlkv_pool *pool);  /* by others */
+/* As many as others want and we can spare: with the claims, without the host lock. */
+void extents_give(cxlkv_pool *pool, hosts *turn);
 void extents_offer(cxlkv_pool *pool);
 /* borrow.c: pages of other hosts */
 typedef struct borrowing {
@@ -846,7 +890,7 @@ int sequence_usable(const cxlkv_sequence *sequence);     /* under its lock */
 uint64_t sequence_even_tokens(const cxlkv_sequence *sequence);  /* UINT64_MAX when layers differ */
 void sequence_drop_pages(cxlkv_sequence *sequence);
 void sequences_expire(cxlkv_pool *pool);
-/* host_lock(); when fewer pages are free, ended leases give up theirs first. */
+/* host_lock(); when fewer pages are free, ended leases give up theirs first, and other hosts. */
 int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count);
 /* Room for pages [page_count, page_count + count) of a part; then sequence_push() cannot fail. */
 int sequence_reserve(cxlkv_sequence *sequence, uint32_t part, uint32_t count);

@@ -13,27 +13,44 @@ struct keeper {
     cxlkv_pool *pool;
 };
 
-static void work_for_others(cxlkv_pool *pool) {
-    if (pool->host->owners_unsure && extents_refresh(pool) == 0) pool->host->owners_unsure = 0;
+/* Under the host lock. What is only begun of a fence is damage: it is made under this lock. */
+static void look_round(cxlkv_pool *pool, bool *fenced) {
+    extents_offer(pool);
+    hosts_open_fences(&pool->hosts);
+    peers_beat(pool, false);
+    if (peers_look(pool, fenced) < 0) return;
     peers_follow(pool);
     withdrawn_look(pool);
-    extents_give(pool);
+}
+
+/* With the claims. A place in the queue is damage: nobody of ours stands there. */
+static void deal(cxlkv_pool *pool, hosts *turn, bool fenced, bool gives) {
+    hosts_unlock(turn);
+    if (fenced && peers_return(pool, turn) < 0) return;
+    if (extents_in_doubt(pool)) extents_refresh(pool, turn);
+    if (gives) extents_give(pool, turn);
 }
 
 /* Whoever holds the host lock beats in its stead when it takes long. */
 static void keep(cxlkv_pool *pool) {
     if (host_trylock(pool) < 0) return;
     guard fault;
-    if (pool->host->stopped == 0) {
+    bool fenced = false;
+    volatile bool gives = false, goes_on = pool->host->stopped == 0;
+    if (goes_on) {
         GUARD_BEGIN(fault) {
-            extents_offer(pool);
-            hosts_idle(&pool->hosts);
-            peers_beat(pool, false);
-            peers_return(pool);
-            if (pool->host->stopped == 0) work_for_others(pool);
+            look_round(pool, &fenced);
+            gives = extents_wanted(pool) != 0;
         } GUARD_END(fault, poison_error_locked(pool, &fault))
+        goes_on = pool->host->stopped == 0;
     }
     host_unlock(pool);
+    hosts turn;
+    if (!goes_on || claim_trylock(pool, &turn) < 0) return;
+    GUARD_BEGIN(fault) {
+        deal(pool, &turn, fenced, gives);
+    } GUARD_END(fault, claim_poisoned(pool, &turn, &fault))
+    claim_unlock(pool);
 }
 
 static void *run(void *context) {

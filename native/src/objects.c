@@ -274,7 +274,8 @@ int objects_verify(cxlkv_pool *pool, uint32_t count, object_place *places) {
 
 /* Under the host lock. */
 static int take_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
-                       object_place *places, int32_t *codes, uint32_t *pages) {
+                       object_place *places, int32_t *codes, uint32_t *pages,
+                       uint64_t *room) {
     uint32_t wanted = 0, used = 0;
     if (pool->shared) peers_follow(pool); /* what others forgot is not published any more */
     for (uint32_t i = 0; i < count; i++) {
@@ -284,8 +285,8 @@ static int take_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
         wanted += codes[i] == 0;
     }
     /* No page follows another: they lie close together, so that whole extents stay empty. */
+    *room = wanted;
     int code = pages_take(pool, wanted, IN_A_GAP, pages);
-    if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
     if (code < 0) return code;
     for (uint32_t i = 0; i < count; i++) {
         if (codes[i] != 0) continue;
@@ -296,20 +297,31 @@ static int take_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
     return 0;
 }
 
+/* With so many pages free, if that can be had; then it says how many are needed. */
+static int try_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
+                      object_place *places, int32_t *codes, uint32_t *pages, uint64_t *room) {
+    guard fault;
+    volatile int outcome = host_lock_with_room(pool, *room);
+    if (outcome < 0) return outcome;
+    GUARD_BEGIN(fault) {
+        outcome = take_places(pool, count, keys, places, codes, pages, room);
+    } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
+    host_unlock(pool);
+    return outcome;
+}
+
+/* No room is made, of other hosts' least of all, for what is there already. */
 int objects_take(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, object_place *places,
                  int32_t *codes) {
-    guard fault;
+    uint64_t room = 0;
     uint32_t *pages = malloc((count + 1ull) * sizeof(*pages));
     if (!pages) return fail(ENOMEM, "no memory for a list of %u objects", count);
-    volatile int outcome = host_lock_with_room(pool, count);
-    if (outcome == 0) {
-        GUARD_BEGIN(fault) {
-            outcome = take_places(pool, count, keys, places, codes, pages);
-        } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
-        host_unlock(pool);
-    }
+    int code = try_places(pool, count, keys, places, codes, pages, &room);
+    if (code == -CXLKV_E_POOL_FULL)
+        code = try_places(pool, count, keys, places, codes, pages, &room);
+    if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
     free(pages);
-    return outcome;
+    return code;
 }
 
 static int64_t publish_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,

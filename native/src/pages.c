@@ -93,9 +93,7 @@ int full_error(cxlkv_pool *pool, uint32_t wanted) {
 
 void pages_make_room(cxlkv_pool *pool, uint64_t count) {
     if (pool->host->free_pages < count) host_reap(pool);
-    if (!pool->shared || pool->host->free_pages >= count) return;
-    withdrawn_look(pool);
-    if (pool->host->free_pages < count) extents_take(pool, count);
+    if (pool->shared && pool->host->free_pages < count) withdrawn_look(pool);
 }
 
 void pages_put_back(cxlkv_pool *pool, uint32_t page) {
@@ -305,7 +303,7 @@ static bool clear_loose(cxlkv_pool *pool, uint32_t page) {
 int64_t cxlkv_pages_alloc(cxlkv_pool *pool, uint32_t count, uint32_t *pages) {
     int code = pool_enter(pool);
     if (code < 0) return code;
-    code = host_lock(pool);
+    code = host_lock_with_room(pool, count);
     if (code == 0) {
         code = pages_take(pool, count, NO_PAGE, pages);
         if (code == 0) set_loose(pool, count, pages);

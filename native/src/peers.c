@@ -16,9 +16,10 @@ static void look_around(cxlkv_pool *pool) {
         host_view *view = &pool->host->views[host];
         if (lost >> host & 1 && view->since_ns) continue; /* who cannot be read is silent */
         view->wanted_extents = wanted[host];
-        uint64_t promised_ns = hosts_promised(&pool->hosts, host); /* 0: as it said before */
-        if (promised_ns) view->lease_ns = min_u64(promised_ns, LONGEST_LEASE_NS);
-        if (view->lease_ns < pool->lease_ns) view->lease_ns = pool->lease_ns;
+        uint64_t promised_ns = hosts_promised(&pool->hosts, host), lease_ns = view->lease_ns;
+        if (promised_ns) lease_ns = min_u64(promised_ns, LONGEST_LEASE_NS); /* 0: as before */
+        if (lease_ns < pool->lease_ns) lease_ns = pool->lease_ns;
+        __atomic_store_n(&view->lease_ns, lease_ns, __ATOMIC_RELAXED);
         if (view->beats == beats[host] && view->since_ns != 0) continue;
         view->beats = beats[host];
         view->since_ns = now;
@@ -30,24 +31,40 @@ void peers_beat(cxlkv_pool *pool, bool now) {
     uint64_t time_ns = boottime_ns();
     if (!now && time_ns - host->beat_ns < pool->lease_ns / BEATS_A_LEASE) return;
     hosts_promise(&pool->hosts, pool->lease_ns);
-    if (hosts_beat(&pool->hosts, ++host->beats, host->wanted_extents)) host->beat_ns = time_ns;
+    if (hosts_beat(&pool->hosts, ++host->beats, host->wanted_extents))
+        __atomic_store_n(&host->beat_ns, time_ns, __ATOMIC_RELAXED);
     look_around(pool);
 }
 
-/* Until now nobody can have said that we are off: nobody does within a lease of a beat that they
- * saw. peers_verify() relies on it. */
-static void set_safe(cxlkv_pool *pool) {
-    __atomic_store_n(&pool->host->safe_ns, pool->host->beat_ns, __ATOMIC_RELEASE);
+/* We were not fenced when we looked after this beat: until now nobody can have said that we are
+ * off, for nobody does within a lease of a beat that they saw. peers_verify() relies on it. */
+static void set_safe(cxlkv_pool *pool, uint64_t beat_ns) {
+    __atomic_store_n(&pool->host->safe_ns, beat_ns, __ATOMIC_RELEASE);
 }
 
-/* Between two looks at what another host writes: first others of this machine run, then we sleep,
- * since nothing wakes us from there. */
+/* First others of this machine run, then we sleep, since nothing wakes us from another host. */
+static void rest(uint32_t pauses) {
+    struct timespec nap = {.tv_nsec = 50000};
+    if (pauses < YIELDS) sched_yield();
+    else nanosleep(&nap, NULL);
+}
+
+/* With the host lock, between two looks at a name that may be half written: a bounded
+ * number of times. Nothing that waits for what another host does has the host lock. */
 static void pause_between_looks(void *context) {
     cxlkv_pool *pool = context;
-    struct timespec nap = {.tv_nsec = 50000};
     if (pool->host) peers_beat(pool, false);
-    if (pool->pauses++ < YIELDS) sched_yield();
-    else nanosleep(&nap, NULL);
+    rest(pool->pauses++);
+}
+
+/* Beats go on. Their line is the host lock's to write, also for who has the claims. */
+void peers_pause(cxlkv_pool *pool) {
+    uint64_t beat_ns = __atomic_load_n(&pool->host->beat_ns, __ATOMIC_RELAXED);
+    if (boottime_ns() - beat_ns >= pool->lease_ns / BEATS_A_LEASE && host_lock(pool) == 0) {
+        peers_beat(pool, false);
+        host_unlock(pool);
+    }
+    rest(atomic_fetch_add_explicit(&pool->claim_pauses, 1, memory_order_relaxed));
 }
 
 /* Looks anew before it says so: this host may have been stopped since its last look. */
@@ -58,6 +75,13 @@ static bool is_silent(void *context, uint32_t host) {
     if (view->since_ns == 0 || boottime_ns() - view->since_ns <= view->lease_ns) return false;
     look_around(pool);
     return boottime_ns() - view->since_ns > view->lease_ns;
+}
+
+bool peers_silent(cxlkv_pool *pool, uint32_t host) {
+    if (host_lock(pool) < 0) return false;
+    bool silent = is_silent(pool, host);
+    host_unlock(pool);
+    return silent;
 }
 
 static void count_lost(void *context, uint32_t host) {
@@ -102,7 +126,7 @@ bool peers_is_off(cxlkv_pool *pool) {
     host_fence fence;
     uint32_t epoch = pool->host->host_epoch;
     pool->hosts.epoch = epoch;
-    return hosts_fence_of(&pool->hosts, pool->hosts.self, epoch, &fence) == 0 && fence.off;
+    return hosts_fence_now(&pool->hosts, pool->hosts.self, epoch, &fence) >= 0 && fence.off;
 }
 
 /* Another machine that has our number beats: it must not be us as well. */
@@ -147,10 +171,10 @@ int peers_arrive(cxlkv_pool *pool) {
     host->host_epoch = pool->hosts.epoch;
     host->beats = boottime_ns(); /* not a number that the last one of us used */
     peers_beat(pool, true);
-    set_safe(pool);
+    set_safe(pool, host->beat_ns);
     follow_from_here(pool);
     descriptors_hand_over(pool, false);
-    return extents_refresh(pool);
+    return extents_refresh(pool, &pool->hosts);
 }
 
 static bool number_is_taken(const cxlkv_pool *pool) {
@@ -159,7 +183,8 @@ static bool number_is_taken(const cxlkv_pool *pool) {
            (name.status != HOST_LIVE || name.nonce != pool->host->nonce);
 }
 
-/* V8 for all that we own: others may take it as soon as the name says that we left. */
+/* V8 for all that we own: others may take it as soon as the name says that we left. Nobody else of
+ * this host is left, so nobody has the claims. */
 void peers_leave(cxlkv_pool *pool) {
     const cxlkv_geometry *g = &pool->geometry;
     if (pool->host->stopped || number_is_taken(pool)) return;
@@ -199,31 +224,49 @@ int peers_check(cxlkv_pool *pool) {
     }
 }
 
-/* When our epoch has ended and nobody said that this machine is off, what we own is still ours. */
-int peers_return(cxlkv_pool *pool) {
+int peers_look(cxlkv_pool *pool, bool *fenced) {
     host_fence fence;
+    uint64_t beat_ns = pool->host->beat_ns;
     if (number_is_taken(pool)) return stop(pool, CXLKV_E_HOST);
-    int code = hosts_fence_of(&pool->hosts, pool->hosts.self, pool->hosts.epoch, &fence);
-    if (code == 0 && !fence.fenced) set_safe(pool);
-    if (code < 0 || !fence.fenced) return code;
+    int code = hosts_fence_now(&pool->hosts, pool->hosts.self, pool->hosts.epoch, &fence);
+    if (code < 0) return code; /* somebody may have said that we are off */
     if (fence.off) return stop(pool, CXLKV_E_FENCED);
-    code = hosts_attach(&pool->hosts, pool->host->nonce);
-    if (code < 0) return code;
-    pool->host->host_epoch = pool->hosts.epoch;
-    pool->host->log_next = hosts_log_end(&pool->hosts, pool->hosts.self); /* it may be mended */
-    peers_beat(pool, true);
-    set_safe(pool);
-    return extents_refresh(pool);
+    *fenced = fence.fenced || code > 0;
+    if (!*fenced) set_safe(pool, beat_ns);
+    return 0;
 }
 
-/* A host that was not seen unfenced for half its lease asks whether it is. */
+/* When our epoch has ended and nobody said that this machine is off, what we own is still ours. */
+int peers_return(cxlkv_pool *pool, hosts *turn) {
+    host_fence fence;
+    int code = hosts_fence_of(turn, turn->self, turn->epoch, &fence);
+    if (code < 0 || !fence.fenced) return code;
+    code = host_lock(pool);
+    if (code < 0) return code;
+    bool again = false;
+    code = peers_look(pool, &again);
+    if (code == 0) code = hosts_return(turn, pool->host->nonce, &fence);
+    if (code == 0) {
+        __atomic_store_n(&pool->host->host_epoch, turn->epoch, __ATOMIC_RELAXED);
+        pool->hosts.epoch = turn->epoch;
+        pool->host->log_next = hosts_log_end(turn, turn->self); /* it may be mended */
+        peers_beat(pool, true);
+        set_safe(pool, pool->host->beat_ns);
+    }
+    host_unlock(pool);
+    return code < 0 ? code : extents_refresh(pool, turn);
+}
+
+/* A host that was not seen unfenced for half its lease asks whether it is. Who was fenced and is
+ * not off has its pages and pins still: its keeper returns. So this does not wait for anybody. */
 static int look_for_fence(cxlkv_pool *pool) {
     uint64_t safe_ns = __atomic_load_n(&pool->host->safe_ns, __ATOMIC_ACQUIRE);
+    bool fenced;
     if (boottime_ns() - safe_ns <= pool->lease_ns / 2) return 0;
     int code = host_lock(pool);
     if (code < 0) return code;
     peers_beat(pool, true);
-    code = peers_return(pool);
+    code = peers_look(pool, &fenced);
     host_unlock(pool);
     return code;
 }

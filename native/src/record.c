@@ -272,6 +272,7 @@ typedef struct write_job {
     arrival *arrivals;
     const uint8_t *parents;      /* 16 bytes each, or NULL */
     uint32_t *pages;
+    uint64_t room;               /* free pages that it wants to find */
     uint32_t taken;              /* of the pages: all have a reference of ours */
 } write_job;
 
@@ -394,8 +395,8 @@ static int take_arrivals(write_job *write, uint32_t count) {
         else
             wanted++;
     }
+    write->room = wanted;
     int code = pages_take(pool, wanted, NO_PAGE, write->pages);
-    if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
     if (code < 0) return code;
     write->taken = wanted;
     for (uint32_t i = 0; i < count; i++)
@@ -403,19 +404,25 @@ static int take_arrivals(write_job *write, uint32_t count) {
     return 0;
 }
 
-static int prepare(write_job *write, uint32_t count) {
+static int try_arrivals(write_job *write, uint32_t count) {
     cxlkv_pool *pool = write->common.pool;
     guard fault;
-    int64_t wanted = check_headers(write, count);
-    if (wanted < 0) return (int)wanted;
-    int code = host_lock_with_room(pool, (uint64_t)wanted);
-    if (code < 0) return code;
-    volatile int outcome = 0;
+    volatile int outcome = host_lock_with_room(pool, write->room);
+    if (outcome < 0) return outcome;
     GUARD_BEGIN(fault) {
         outcome = take_arrivals(write, count);
     } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
     host_unlock(pool);
     return outcome;
+}
+
+static int prepare(write_job *write, uint32_t count) {
+    int64_t wanted = check_headers(write, count);
+    if (wanted < 0) return (int)wanted;
+    int code = try_arrivals(write, count);
+    if (code == -CXLKV_E_POOL_FULL) code = try_arrivals(write, count);
+    if (code == -CXLKV_E_POOL_FULL) count_add(write->common.pool, COUNT_POOL_FULL, 1);
+    return code;
 }
 
 static uint32_t parent_of(const write_job *write, uint32_t item) {

@@ -368,13 +368,31 @@ void sequences_expire(cxlkv_pool *pool) {
     pthread_mutex_unlock(&pool->list_lock);
 }
 
+/* Under the host lock: what the dead held, and what other hosts have pinned until now. */
+static void make_room(cxlkv_pool *pool, uint64_t page_count) {
+    guard fault;
+    GUARD_BEGIN(fault) {
+        pages_make_room(pool, page_count);
+    } GUARD_END(fault, poison_error_locked(pool, &fault))
+}
+
 int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count) {
     int code = host_lock(pool);
     if (code < 0 || pool->host->free_pages >= page_count) return code;
     host_unlock(pool); /* a sequence is locked before the host state */
     sequences_expire(pool);
     worker_give_back(pool); /* it may hold what our tables do not have any more */
-    return host_lock(pool);
+    code = host_lock(pool);
+    if (code < 0 || !pool->shared) return code;
+    make_room(pool, page_count);
+    /* Nobody waits for other hosts with the lock; so what was got for us may be taken by others. */
+    for (int attempt = 0; pool->host->free_pages < page_count && attempt < 8; attempt++) {
+        host_unlock(pool);
+        bool got = extents_take(pool, page_count);
+        code = host_lock(pool);
+        if (code < 0 || !got) return code;
+    }
+    return 0;
 }
 
 /* ---- the interface ---- */

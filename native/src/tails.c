@@ -88,22 +88,31 @@ static int64_t publish_copy(cxlkv_pool *pool, const tail_copy_of *copy, const ui
     return published;
 }
 
-/* Takes the pages: 1; 0: there is nothing to publish. */
-static int take_pages(cxlkv_sequence *sequence, const tail_copy_of *copy, const uint8_t *before,
-                      const uint8_t *key) {
+/* 1; 0: there is nothing to publish. With so much room, if that can be had. */
+static int try_pages(cxlkv_sequence *sequence, const tail_copy_of *copy, const uint8_t *before,
+                     const uint8_t *key, uint32_t room) {
     cxlkv_pool *pool = sequence->pool;
-    uint32_t parts = pool->geometry.part_count;
-    volatile int code = host_lock_with_room(pool, parts), taken = 0;
+    volatile int code = host_lock_with_room(pool, room), taken = 0;
     if (code < 0) return code;
     guard fault;
     GUARD_BEGIN(fault) {
         if (pool->shared) peers_follow(pool);
         taken = is_wanted(sequence, copy->index, before, key);
-        if (taken) code = pages_take(pool, parts, IN_A_GAP, copy->pages);
+        if (taken) code = pages_take(pool, pool->geometry.part_count, IN_A_GAP, copy->pages);
     } GUARD_END(fault, taken = poison_error_locked(pool, &fault))
-    if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
     host_unlock(pool);
     return code < 0 ? code : taken;
+}
+
+/* No room is made for what is there already. */
+static int take_pages(cxlkv_sequence *sequence, const tail_copy_of *copy, const uint8_t *before,
+                      const uint8_t *key) {
+    cxlkv_pool *pool = sequence->pool;
+    int code = try_pages(sequence, copy, before, key, 0);
+    if (code == -CXLKV_E_POOL_FULL)
+        code = try_pages(sequence, copy, before, key, pool->geometry.part_count);
+    if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
+    return code;
 }
 
 /* The copy is held while it is written: who dies here leaves pages that nobody holds. */

@@ -4,7 +4,9 @@
  * test_protocol_incoherent.c kills and pauses.
  *
  * A member is a host; what all its processes know is in `member`, and `process` is one of them, an
- * actor. They take turns by a lock of the host, as those of a pool do, but to copy and acquire. */
+ * actor. They take turns by the two locks of a host, as those of a pool do: with the claims alone
+ * one of them queues, looks and claims while the others go on with all else; and to copy and
+ * acquire with none. */
 #ifndef CXLKV_PROTOCOL_SCENARIO_H
 #define CXLKV_PROTOCOL_SCENARIO_H
 #include "protocol_oracle.h"
@@ -21,10 +23,12 @@ typedef struct member {
     uint64_t nonce, beats, log_next;
     uint64_t *turn;              /* the host's lock, */
     process *holder, *last;      /* who holds it, and who held it last */
+    process *claimer;            /* who has the claims, maybe without the lock */
     bool attached, recovers, knows, gives; /* gives: next, what a process has died over */
     bool may_be_off;             /* dead, its caches lost: its operator may say so */
     bool mine[EXTENTS_MAX], takes[EXTENTS_MAX];
     bool returns;                /* its own extents are taken in as a host's that has died */
+    bool arrived;                /* in this life */
     uint64_t generation[PAGES_MAX];
     enum page_state state[PAGES_MAX];
     process *worker[PAGES_MAX];  /* who writes or frees it */
@@ -66,15 +70,41 @@ static inline void beat_and_look(member *m) {
     m->look_step = now;
 }
 
+static inline bool turn_is_free(const member *m) {
+    return (!m->last || m->last->dead || !flush_load_word(m->turn)) &&
+           (!m->holder || m->holder->dead); /* in this order: others run while it loads */
+}
+static inline void turn_begin(process *a);
+static inline void turn_end(process *a);
+static inline process *process_now(member *m);
+
+/* Whoever has the claims and not the lock takes it for a beat, if it is free. */
 static inline void member_pause(void *context) {
+    member *m = context;
+    process *a = process_now(m);
     incoherent_yield();
-    beat_and_look(context);
+    if (m->holder == a) {
+        beat_and_look(m);
+    } else if (turn_is_free(m)) {
+        turn_begin(a);
+        beat_and_look(m);
+        turn_end(a);
+    }
+}
+
+/* Round a fence: one process of a host makes one at a time, with the lock. */
+static inline bool member_fencing(void *context, bool begins) {
+    process *a = process_now(context);
+    if (begins) turn_begin(a);
+    else turn_end(a);
+    return true;
 }
 
 static inline bool member_silent(void *context, uint32_t host) {
     member *m = context;
     bool silent = step_now(m) - m->beat_step[host] > m->p->lease_steps;
-    if (silent && m->holder && m->holder->phase == LOCKING) m->holder->phase = FENCING;
+    process *a = process_now(m);
+    if (silent && a->phase == LOCKING) a->phase = FENCING;
     return silent;
 }
 
@@ -143,8 +173,7 @@ static inline void recover(process *a, process *all, uint32_t all_count) {
     member *m = a->m;
     m->p->counts.recoveries++;
     protocol_note(m->p, "recovers", m->h.self, 0, 0);
-    m->p->member[m->h.self].inside = false;
-    if (m->attached) hosts_recover(&m->h);
+    if (m->attached) hosts_recover(&m->h); /* and no claims: who has them may be alive */
     m->log_next = hosts_log_end(&m->h, m->h.self);
     for (uint32_t i = 0; i < all_count; i++) {
         process *dead = &all[i];
@@ -160,9 +189,24 @@ static inline void recover(process *a, process *all, uint32_t all_count) {
     for (uint32_t page = 0; page < m->p->area.page_count; page++)
         if (!m->pins[page]) none.bits |= 1ull << page;
     visibility_unpin(&none, 1, m->h.mode);
-    m->gives = random_below(&a->dice, 2);
     m->recovers = false;
 }
+
+/* Without waiting: the claims, if nobody has them. What their holder died over never was. */
+static inline bool claims_begin(process *a) {
+    member *m = a->m;
+    if (m->claimer && !m->claimer->dead) return false;
+    bool died = m->claimer != NULL;
+    m->claimer = a;
+    if (!died) return true;
+    protocol_note(m->p, "recovers claims", m->h.self, 0, 0);
+    m->p->member[m->h.self].inside = false;
+    if (m->attached) hosts_recover_claims(&m->h);
+    m->gives = random_below(&a->dice, 2);
+    return true;
+}
+
+static inline void claims_end(process *a) { a->m->claimer = NULL; }
 
 extern process *processes; /* of this run */
 extern uint32_t process_count;
@@ -171,9 +215,7 @@ extern uint32_t process_count;
  * releases. Who died in it, or over leaving it, does not hold it. */
 static inline void turn_begin(process *a) {
     member *m = a->m;
-    while ((m->last && !m->last->dead && flush_load_word(m->turn)) ||
-           (m->holder && !m->holder->dead)) /* in this order: others run while it loads */
-        incoherent_yield();
+    while (!turn_is_free(m)) incoherent_yield();
     m->holder = m->last = a;
     flush_store_word(m->turn, 1);
     if (m->recovers) recover(a, processes, process_count);
@@ -182,7 +224,13 @@ static inline void turn_begin(process *a) {
 static inline void turn_end(process *a) {
     flush_store_word(a->m->turn, 0);
     a->m->holder = NULL;
-    a->phase = IDLE;
+}
+
+static inline process *process_now(member *m) {
+    int actor = incoherent_running(m->p->sim);
+    for (uint32_t i = 0; i < process_count; i++)
+        if (processes[i].actor == actor) return &processes[i];
+    return NULL;
 }
 
 /* ---- what stands in the pool ---- */
@@ -214,19 +262,21 @@ static inline void fell_out(member *m) {
     m->p->counts.fenced++;
 }
 
-static inline void attach(process *a) {
+/* Whoever comes back waits until it is decided what of its epoch counts: with the claims alone. */
+static inline int come_back(process *a) {
     member *m = a->m;
+    hosts turn = m->h;
+    host_fence fence;
+    turn_end(a);
+    int code = hosts_fence_of(&turn, turn.self, turn.epoch, &fence);
+    turn_begin(a);
+    if (code == 0 && fence.fenced) code = hosts_return(&turn, m->nonce, &fence);
+    m->h.epoch = turn.epoch;
+    return code;
+}
+
+static inline void attached(member *m) {
     struct member_truth *t = &m->p->member[m->h.self];
-    a->phase = ATTACHING;
-    t->inside = false;
-    beat_and_look(m);
-    int code = hosts_attach(&m->h, m->nonce);
-    if (code == -CXLKV_E_TIMEOUT) {
-        m->p->counts.undecided++;
-        incoherent_yield();
-        return;
-    }
-    if (code != 0) protocol_fail(m->p, "cannot attach", m->h.self, (uint64_t)-code, m->nonce);
     m->p->counts.returns += t->epoch != 0;
     t->epoch = m->h.epoch;
     t->nonce = m->nonce;
@@ -236,7 +286,25 @@ static inline void attach(process *a) {
     if (!m->knows && pins) protocol_fail(m->p, "a dead host's pins stay", m->h.self, pins, 0);
     if (!m->knows) look_at_all(m);
     protocol_note(m->p, "attached, epoch, nonce", m->h.self, m->h.epoch, m->nonce);
-    m->attached = true;
+    m->attached = m->arrived = true;
+}
+
+static inline void attach(process *a) {
+    member *m = a->m;
+    if (!claims_begin(a)) return;
+    a->phase = ATTACHING;
+    m->p->member[m->h.self].inside = false;
+    beat_and_look(m);
+    int code = m->arrived ? come_back(a) : hosts_attach(&m->h, m->nonce);
+    if (code == -CXLKV_E_TIMEOUT) {
+        m->p->counts.undecided++;
+        incoherent_yield();
+    } else if (code != 0) {
+        protocol_fail(m->p, "cannot attach", m->h.self, (uint64_t)-code, m->nonce);
+    } else {
+        attached(m);
+    }
+    claims_end(a);
 }
 
 static inline bool is_busy(const member *m, uint32_t extent) {
@@ -262,45 +330,53 @@ static inline void leave(process *a) {
         if (is_busy(m, x)) return;
     for (uint32_t page = 0; page < m->p->area.page_count; page++)
         if (m->pins[page]) return;
+    if (!claims_begin(a)) return;
     a->phase = HANDING_OVER;
     for (uint32_t x = 0; x < m->p->area.extent_count; x++)
         if (m->mine[x]) let_go(m, x);
     m->p->member[m->h.self].gone = true;
-    m->attached = false;
+    m->attached = m->arrived = false;
     hosts_leave(&m->h, m->nonce);
     m->nonce++;
+    claims_end(a);
     protocol_note(m->p, "left in epoch", m->h.self, m->h.epoch, 0);
 }
 
 /* ---- extents, under the lock between hosts ---- */
 
-static inline int change_owner(process *a, const extent_owner *owners, bool ours, bool counts) {
+/* With the lock: which to take, or to give, and then no more use. */
+static inline uint32_t choose_some(process *a, const extent_owner *owners, bool ours, bool counts,
+                                   uint32_t list[2]) {
     member *m = a->m;
     protocol *p = m->p;
-    uint32_t list[2], n = 0, wanted = 1 + random_below(&a->dice, 2);
+    uint32_t n = 0, wanted = 1 + random_below(&a->dice, 2);
     uint32_t first = random_below(&a->dice, p->area.extent_count);
     for (uint32_t i = 0; i < p->area.extent_count && n < wanted; i++) {
         uint32_t x = (first + i) % p->area.extent_count;
         bool takeable = owners[x].takeable && owners[x].host != m->h.self;
         if (ours ? takeable : m->mine[x] && !is_busy(m, x)) list[n++] = x;
     }
-    if (!n) return 0;
     a->phase = HANDING_OVER;
     for (uint32_t i = 0; i < n; i++) {
         if (!ours) let_go(m, list[i]);
         if (counts) truth_claims(p, m->h.self, list[i], ours);
     }
+    return n;
+}
+
+/* With the claims alone. */
+static inline int change_owner(process *a, const hosts *turn, const extent_owner *owners,
+                               const uint32_t *list, uint32_t n, bool ours) {
+    member *m = a->m;
+    protocol *p = m->p;
+    if (!n) return 0;
     a->phase = CLAIMING;
-    int code = hosts_claim(&m->h, owners, n, list, ours);
+    int code = hosts_claim(turn, owners, n, list, ours);
     for (uint32_t i = 0; i < n; i++) {
         truth_claimed(p, m->h.self, list[i], ours, code);
         if (code == 0 && ours) m->takes[list[i]] = true;
     }
     count(m, ours ? &p->counts.takes : &p->counts.gives);
-    if (code == 0) {
-        log_record record = {.operation = LOG_FORGET, .page = list[0] * p->each};
-        hosts_log(&m->h, m->log_next++, &record, 1);
-    }
     return code;
 }
 
@@ -316,31 +392,55 @@ static inline void adopt(member *m, const extent_owner *owners, bool counts) {
     }
 }
 
-static inline void round_extents(process *a) {
+/* Between the locks of the hosts: with the claims, and with this host's lock where what it shares
+ * is changed. */
+static inline int inside(process *a, const hosts *turn) {
     member *m = a->m;
     protocol *p = m->p;
     extent_owner owners[EXTENTS_MAX];
+    uint32_t list[2], n = 0;
+    a->phase = INSIDE;
+    truth_enters(p, turn);
+    int code = hosts_owners(turn, owners);
+    bool counts = code == 0 && truth_owners(p, turn, owners);
+    bool zombie = code == 0 && !counts && !p->member[turn->self].gone &&
+                  is_fenced(p, turn->self, turn->epoch, FENCE_CUT);
+    bool gives = counts && m->gives;
+    uint32_t what = gives ? 1 : random_below(&a->dice, 4);
+    turn_begin(a);
+    if (counts || zombie) adopt(m, owners, counts);
+    m->gives = m->gives && !counts;
+    /* A host that is fenced goes on, as it does not know. */
+    if (what && (counts || zombie)) n = choose_some(a, owners, what > 1, counts, list);
+    turn_end(a);
+    if (n) code = change_owner(a, turn, owners, list, n, what > 1);
+    if (n && code == 0) {
+        log_record record = {.operation = LOG_FORGET, .page = list[0] * p->each};
+        turn_begin(a);
+        hosts_log(&m->h, m->log_next++, &record, 1);
+        turn_end(a);
+    }
+    p->member[turn->self].inside = false;
+    return code;
+}
+
+static inline void round_extents(process *a) {
+    member *m = a->m;
+    protocol *p = m->p;
+    if (!claims_begin(a)) return;
+    const hosts turn = m->h;
     beat_and_look(m);
+    turn_end(a);
     a->phase = LOCKING;
-    int code = hosts_lock(&m->h);
+    int code = hosts_lock(&turn);
     count(m, &p->counts.locks);
     if (code == 0) {
-        a->phase = INSIDE;
-        truth_enters(p, &m->h);
-        code = hosts_owners(&m->h, owners);
-        bool counts = code == 0 && truth_owners(p, &m->h, owners);
-        bool zombie = code == 0 && !counts && !p->member[m->h.self].gone &&
-                      is_fenced(p, m->h.self, m->h.epoch, FENCE_CUT);
-        if (counts || zombie) adopt(m, owners, counts);
-        uint32_t what = counts && m->gives ? 1 : random_below(&a->dice, 4);
-        m->gives = m->gives && !counts;
-        /* A host that is fenced goes on, as it does not know. */
-        if (what && (counts || zombie)) code = change_owner(a, owners, what > 1, counts);
-        p->member[m->h.self].inside = false;
+        code = inside(a, &turn);
         bool tells = code != -CXLKV_E_FENCED || random_below(&a->dice, 2);
         if (!tells) code = 1; /* as if it died now: nobody here knows */
-        if (code != -CXLKV_E_FENCED) hosts_unlock(&m->h);
+        if (code != -CXLKV_E_FENCED) hosts_unlock(&turn);
     }
+    turn_begin(a);
     a->phase = HANDING_OVER;
     for (uint32_t x = 0; x < p->area.extent_count; x++)
         if (m->takes[x]) take_in(a, x);
@@ -348,6 +448,7 @@ static inline void round_extents(process *a) {
     if (code == -CXLKV_E_FENCED) fell_out(m);
     else if (code == -CXLKV_E_TIMEOUT) p->counts.undecided++;
     else if (code < 0) protocol_fail(p, "lock, owners or claim", m->h.self, (uint64_t)-code, 0);
+    claims_end(a);
 }
 
 /* ---- publish and free ---- */
@@ -607,6 +708,7 @@ static inline void round_match(process *a) {
     uint32_t n = pin_some(a, c);
     if (!n) return;
     turn_end(a);
+    a->phase = IDLE;
     visibility_acquire(c->items, n, m->h.mode);
     for (uint32_t i = 0; i < n; i++) {
         uint32_t page = a->held[i];
@@ -686,6 +788,7 @@ static inline void process_run(void *context) {
         turn_begin(a);
         round_of(a);
         turn_end(a);
+        a->phase = IDLE;
         incoherent_yield();
     }
 }

@@ -192,7 +192,7 @@ static void test_recover(void) {
     uint64_t *commits = (uint64_t *)hosts_line(&p.at[0], 0, COMMIT_LINE);
     CHECK(hosts_claim(&p.at[0], owners, 1, &extent, true) == 0);
     *commits -= 1; /* as if the process had died before its commit */
-    hosts_recover(&p.at[0]);
+    hosts_recover_claims(&p.at[0]);
     CHECK(claim(&p.at[0], 6, 1, true) == 0); /* makes up that commit's number */
     CHECK(owner_of(&p.at[1], 6).host == 0 && owner_of(&p.at[1], 4).host == NO_HOST);
     CHECK(claim(&p.at[1], 4, 1, true) == 0);
@@ -202,7 +202,7 @@ static void test_recover(void) {
     CHECK(hosts_lock(&p.at[1]) == 0 && hosts_owners(&p.at[1], owners) == 0);
     CHECK(hosts_claim(&p.at[1], owners, 1, &extent, true) == 0);
     *commits -= 1;
-    hosts_recover(&p.at[1]);
+    hosts_recover_claims(&p.at[1]);
     CHECK(owner_of(&p.at[0], 4).host == NO_HOST && owner_of(&p.at[0], 4).takeable);
     free(p.memory);
 }

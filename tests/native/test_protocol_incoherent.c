@@ -67,7 +67,7 @@ static void host_starts(protocol *p, uint32_t host) {
     uint64_t nonce = m->nonce + 1;
     protocol_note(p, "starts", host, nonce, 0);
     hosts h = {.area = p->area, .self = host, .mode = p->mode, .context = m,
-               .pause = member_pause, .silent = member_silent};
+               .pause = member_pause, .silent = member_silent, .fencing = member_fencing};
     for (uint32_t i = 0; i < process_count; i++)
         if (all[i].m == m) all[i].dead = false, all[i].held_count = 0; /* nothing to recover */
     *m = (member){.p = p, .h = h, .nonce = nonce, .beats = nonce << 32,

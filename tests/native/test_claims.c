@@ -1,0 +1,187 @@
+/* Goal: while one process of a host waits for another host, nobody else of its host does; and what
+ * a process leaves that dies there is mended by the others, which leave alone what a living one
+ * has. Method: a host is killed, and its place in the queue is written as if it stood there, with
+ * a lease that does not end here. Behind it queues a thread, or a forked child, of the first host.
+ * What is looked for is what must come, however long it takes. */
+#undef NDEBUG
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <time.h>
+
+#include "check.h"
+#include "host_lines.h"
+
+enum { READS = 2000, TOKENS = 4 * TEST_PAGE_TOKENS };
+
+typedef struct scene {
+    const char *path;
+    cxlkv_pool *pool;
+    cxlkv_sequence *sequence;
+    uint64_t marks[TOKENS];
+    uint32_t *pages, wanted;
+    int64_t got;
+} scene;
+
+static void nap(void) { nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL); }
+
+static void poke(const scene *s, const void *line, uint64_t word) {
+    int fd = open(s->path, O_RDWR | O_CLOEXEC);
+    off_t at = (off_t)((const uint8_t *)line - s->pool->base);
+    CHECK(fd >= 0 && pwrite(fd, &word, sizeof(word), at) == sizeof(word));
+    close(fd);
+}
+
+static const void *slot_of(const scene *s, uint32_t host) {
+    return hosts_line(&s->pool->hosts, host, LOCK_LINE);
+}
+
+static bool is_in_the_queue(const scene *s) {
+    return SLOT_TICKET(flush_load_word(slot_of(s, 0))) != 0;
+}
+
+/* Host 1 is killed, and seems to stand before everybody who comes. */
+static void freeze(scene *s) {
+    int status;
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        cxlkv_host host = {.number = 1, .lease_s = 3600};
+        cxlkv_pool *pool;
+        CHECK(cxlkv_pool_open(s->path, &host, &pool) == 0);
+        kill(getpid(), SIGKILL);
+    }
+    CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
+    host_name name;
+    CHECK(hosts_name(&s->pool->hosts, 1, &name) && name.status == HOST_LIVE);
+    poke(s, slot_of(s, 1), SLOT_WORD(name.epoch, 0, 1));
+}
+
+static void thaw(const scene *s) { poke(s, slot_of(s, 1), 0); }
+
+static void scene_make(scene *s, const char *path) {
+    cxlkv_layout layout = test_layout();
+    cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = 2};
+    cxlkv_host host = {.lease_s = 0.5};
+    *s = (scene){.path = path};
+    CHECK(cxlkv_pool_create(path, &layout, &sharing, 16 << 20, 0, &host, &s->pool) == 0);
+    CHECK(cxlkv_sequence_create(s->pool, &s->sequence) == 0);
+    test_marks(s->marks, 1, TOKENS);
+    CHECK(test_append_all(s->sequence, s->marks, TOKENS) >= 0);
+    freeze(s);
+    s->wanted = (uint32_t)test_stats(s->pool).pages_free + 1; /* of an extent that is nobody's */
+    s->pages = malloc(s->wanted * sizeof(*s->pages));
+    CHECK(s->pages);
+}
+
+static void scene_end(scene *s) {
+    cxlkv_sequence_destroy(s->sequence);
+    CHECK(test_stats(s->pool).pages_held == 0);
+    test_clean(s->pool);
+    cxlkv_pool_destroy(s->pool);
+    CHECK(cxlkv_pool_remove(s->path) == 0);
+    free(s->pages);
+}
+
+static void *take(void *context) {
+    scene *s = context;
+    s->got = cxlkv_pages_alloc(s->pool, s->wanted, s->pages);
+    return NULL;
+}
+
+/* What is its own, a host reads and writes; and others see it beat. */
+static void check_goes_on(scene *s) {
+    const uint64_t *beats = (const uint64_t *)hosts_line(&s->pool->hosts, 0, BEAT_LINE);
+    uint64_t first = flush_load_word(beats), waits = test_stats(s->pool).lock_waits;
+    uint32_t page;
+    cxlkv_host_row rows[2];
+    for (int i = 0; i < READS; i++) {
+        CHECK(is_in_the_queue(s));
+        CHECK(test_verify(s->sequence, 0, s->marks, TOKENS) == 0);
+    }
+    CHECK(cxlkv_pages_alloc(s->pool, 1, &page) == 1 && cxlkv_pages_free(s->pool, 1, &page) == 1);
+    CHECK(cxlkv_pool_hosts(s->pool, rows, 2) == 2 && !rows[1].silent && !rows[1].fenced);
+    while (flush_load_word(beats) == first) nap();
+    CHECK(is_in_the_queue(s));
+    fprintf(stderr, "%d reads beside who waits: %lu waits for the lock over 1 ms\n", READS,
+            test_stats(s->pool).lock_waits - waits);
+}
+
+static void test_who_waits_has_no_lock(const char *path) {
+    pthread_t thread;
+    scene s;
+    scene_make(&s, path);
+    CHECK(pthread_create(&thread, NULL, take, &s) == 0);
+    while (!is_in_the_queue(&s)) nap();
+    CHECK(pthread_mutex_trylock(&s.pool->host->claims) == EBUSY);
+    check_goes_on(&s);
+    thaw(&s);
+    CHECK(pthread_join(thread, NULL) == 0 && s.got == s.wanted);
+    CHECK(!is_in_the_queue(&s));
+    CHECK(cxlkv_pages_free(s.pool, s.wanted, s.pages) == s.wanted);
+    scene_end(&s);
+}
+
+/* A forked child that queues for its host. */
+static pid_t child_queues(scene *s) {
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        take(s);
+        _exit(s->got == s->wanted ? 0 : 1);
+    }
+    while (!is_in_the_queue(s)) nap();
+    return child;
+}
+
+/* A place in the queue is given up with the process that stood there: its host's keeper sees to it,
+ * and whoever queues next gets in. */
+static void test_who_queues_dies(const char *path) {
+    int status;
+    scene s;
+    scene_make(&s, path);
+    pid_t child = child_queues(&s);
+    CHECK(kill(child, SIGKILL) == 0 && waitpid(child, &status, 0) == child);
+    while (is_in_the_queue(&s)) nap();
+    CHECK(test_verify(s.sequence, 0, s.marks, TOKENS) == 0);
+    thaw(&s);
+    take(&s);
+    CHECK(s.got == s.wanted && cxlkv_pages_free(s.pool, s.wanted, s.pages) == s.wanted);
+    scene_end(&s);
+}
+
+/* Another process dies with the host lock: who repairs leaves the queue to who stands there. */
+static void test_another_dies_with_the_lock(const char *path) {
+    int status;
+    scene s;
+    scene_make(&s, path);
+    pid_t queues = child_queues(&s);
+    uint64_t place = flush_load_word(slot_of(&s, 0));
+    pid_t dies = fork();
+    CHECK(dies >= 0);
+    if (dies == 0) {
+        CHECK(host_lock(s.pool) == 0);
+        kill(getpid(), SIGKILL);
+    }
+    CHECK(waitpid(dies, &status, 0) == dies && WIFSIGNALED(status));
+    CHECK(host_lock(s.pool) == 0); /* repairs, unless somebody has */
+    host_unlock(s.pool);
+    CHECK(test_stats(s.pool).rebuilds == 1);
+    CHECK(flush_load_word(slot_of(&s, 0)) == place);
+    check_goes_on(&s);
+    thaw(&s);
+    CHECK(waitpid(queues, &status, 0) == queues && WIFEXITED(status) && status == 0);
+    scene_end(&s);
+}
+
+int main(void) {
+#ifdef __SANITIZE_THREAD__
+    printf("skipped: ThreadSanitizer has no threads after a fork\n");
+    return 77;
+#endif
+    const char *path = test_path("claims");
+    test_who_waits_has_no_lock(path);
+    test_who_queues_dies(path);
+    test_another_dies_with_the_lock(path);
+    return 0;
+}
