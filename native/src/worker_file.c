@@ -118,6 +118,7 @@ int worker_file_make(const cxlkv_pool *pool, uint32_t slots, uint32_t request_by
 }
 
 void worker_file_remove(const cxlkv_pool *pool, worker_file *file) {
+    if (file->fd < 0) return; /* none was made: an anonymous pool does not even have a place */
     state_place place = place_of(pool);
     if (state_file_is(&place, file->fd)) state_file_unlink(&place);
     worker_file_close(file);
