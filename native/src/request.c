@@ -73,6 +73,9 @@ static int check_table(const request_facts *facts, const request_table *item, ui
                       : item->kept < item->first || end > REQUEST_PAGES_MAX)
         return fail(CXLKV_E_ARGUMENT, "request: table %u keeps pages [%u, %u) and adds %u", index,
                     item->first, item->kept, item->added);
+    if (item->to && end - item->first > facts->page_count)
+        return fail(CXLKV_E_ARGUMENT, "request: table %u holds %lu pages, of %u that there are",
+                    index, end - item->first, facts->page_count);
     if (item->to && item->from == 0 && item->kept != item->first)
         return fail(CXLKV_E_ARGUMENT, "request: table %u is new and keeps pages", index);
     return 0;

@@ -15,7 +15,10 @@
 
 /* Without requests: spins, then lets others run, then sleeps until a client rings. */
 enum { SPIN_NS = 300000, YIELD_NS = 2000000, LOOK_NS = 100000000, SLEEP_NS = LOOK_NS };
-enum { RESULT_BYTES_MAX = 256 << 20 };
+enum { RESULT_BYTES_MAX = 256 << 20, RESULT_BYTES_KEPT = 16 << 20 /* of an array, for later */ };
+/* A sequence with a window has a list of its chunks from its first page on, 12 bytes for 256 pages,
+ * though it holds few of them: what one client's tables may come to. */
+enum { SPAN_PAGES_MAX = 1 << 28 };
 
 typedef struct table {
     cxlkv_sequence *sequence;    /* NULL: there is none; pages of one part only */
@@ -30,6 +33,7 @@ typedef struct session {
     uint64_t nonce;              /* of the claim that it belongs to; 0: none */
     table *tables;
     uint32_t table_capacity;
+    uint64_t span_pages;         /* of its tables, those behind their windows too */
 } session;
 
 /* Memory that grows. */
@@ -135,10 +139,7 @@ static int table_renew(cxlkv_pool *pool, table *t, const request_table *item,
     return 0;
 }
 
-static int table_change(session *s, const request_table *item, const uint8_t *entries) {
-    table *t = table_of(s, item->table);
-    if (!t) return fail(ENOMEM, "worker: no memory for table %u", item->table);
-    if (item->to && t->version == item->to) return 0; /* asked again: it was done */
+static int table_apply(session *s, table *t, const request_table *item, const uint8_t *entries) {
     if (item->to == 0) {
         table_clear(t);
         return 0;
@@ -159,6 +160,22 @@ static int table_change(session *s, const request_table *item, const uint8_t *en
     }
     if (code < 0) table_clear(t);
     else t->version = item->to;
+    return code;
+}
+
+static uint64_t span_of(const table *t) { return t->sequence ? t->sequence->page_count : 0; }
+
+static int table_change(session *s, const request_table *item, const uint8_t *entries) {
+    table *t = table_of(s, item->table);
+    if (!t) return fail(ENOMEM, "worker: no memory for table %u", item->table);
+    if (item->to && t->version == item->to) return 0; /* asked again: it was done */
+    uint64_t others = s->span_pages - span_of(t), end = (uint64_t)item->kept + item->added;
+    if (item->to && others + end > SPAN_PAGES_MAX)
+        return fail(CXLKV_E_ARGUMENT, "worker: table %u of %lu pages beside others of %lu: at most "
+                    "%u for one client. Release sequences, or select without the worker",
+                    item->table, end, others, SPAN_PAGES_MAX);
+    int code = table_apply(s, t, item, entries);
+    s->span_pages = others + span_of(t);
     return code;
 }
 
@@ -298,7 +315,23 @@ static int buffer_reserve(buffer *of, uint64_t bytes) {
     return of->data ? 0 : fail(ENOMEM, "worker: no memory for a result");
 }
 
+static void buffer_trim(buffer *of) {
+    if (of->bytes <= RESULT_BYTES_KEPT) return;
+    free(of->data);
+    *of = (buffer){0};
+}
+
+/* A long result was for one call: its memory is given back at the next one. */
+static void result_trim(result *of) {
+    buffer *all[] = {&of->pages, &of->scores, &of->counts, &of->lse, &of->out};
+    for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) buffer_trim(all[i]);
+}
+
+/* The pages of all lists, and their scores: both together no more than a result may have. */
 static int lists_reserve(result *of, uint64_t elements) {
+    if (elements > RESULT_BYTES_MAX / (sizeof(int32_t) + sizeof(float)))
+        return fail(CXLKV_E_ARGUMENT, "worker: lists of %lu pages in all: ask for fewer rows at "
+                    "once, or a smaller budget", elements);
     int code = buffer_reserve(&of->pages, elements * sizeof(int32_t));
     return code < 0 ? code : buffer_reserve(&of->scores, elements * sizeof(float));
 }
@@ -375,6 +408,7 @@ static int64_t do_call(session *s, const request *r) {
     cxlkv_worker *w = s->worker;
     w->result.number = 0;
     w->result.k = 0;
+    result_trim(&w->result);
     int64_t code = place_batch(s, r);
     if (code == 0)
         code = r->head.operation == REQUEST_SELECT ? select_placed(w, r) : attend_placed(w, r);

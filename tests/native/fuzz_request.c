@@ -37,6 +37,7 @@ static uint64_t walk_tables(const request *r, const request_facts *facts) {
         request_table item = request_table_at(r, i);
         demand(item.table < REQUEST_TABLES_MAX && item.part < facts->part_count, "table");
         demand(item.kept >= item.first, "first page");
+        demand(item.kept - item.first + (uint64_t)item.added <= facts->page_count, "page count");
         entries += item.added;
     }
     demand(entries == r->entry_count, "number of pages");

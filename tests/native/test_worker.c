@@ -176,6 +176,35 @@ static void wrong_tables(made *m) {
     CHECK(strstr(text(m), "request: page"));
 }
 
+/* Far behind a window, where no page has to be named: each table takes 768 KiB for a list of
+ * chunks, so a request of 16,384 tables, 640 KiB long, would reserve 12 GiB. */
+static void tables_without_end(made *m) {
+    enum { TABLES = 17, FIRST = REQUEST_PAGES_MAX - 1 };
+    uint32_t window = m->served->parts[0].window;
+    m->served->parts[0].window = 1;
+    for (int turn = 0; turn < 2; turn++) {
+        for (uint32_t i = 0; i < TABLES; i++) {
+            request_table item = {.table = 1 + i, .to = 9, .first = FIRST, .kept = FIRST};
+            begin(m, REQUEST_TABLES, 1);
+            put(m, &item, sizeof(item));
+            CHECK(ask_bytes(m, REQUEST_TABLES) == (i < TABLES - 1 ? 0 : -CXLKV_E_ARGUMENT));
+        }
+        CHECK(strstr(text(m), "at most 268435456 for one client"));
+        for (uint32_t i = 0; i < TABLES; i++) { /* the memory of those that go is there again */
+            request_table item = {.table = 1 + i};
+            begin(m, REQUEST_TABLES, 1);
+            put(m, &item, sizeof(item));
+            CHECK(ask_bytes(m, REQUEST_TABLES) == 0);
+        }
+    }
+    m->served->parts[0].window = window;
+    request_table item = {.table = 1, .from = 8, .to = 9, .kept = m->pool->host->page_count + 1};
+    begin(m, REQUEST_TABLES, 1);
+    put(m, &item, sizeof(item));
+    CHECK(ask_bytes(m, REQUEST_TABLES) == -CXLKV_E_ARGUMENT);
+    CHECK(strstr(text(m), "that there are"));
+}
+
 static void wrong_selects(made *m) {
     request_select good = plain_select(), bad;
     CHECK(ask(m, good, 1, TOKENS, 0) == 0);
@@ -309,6 +338,7 @@ int main(void) {
     static made m;
     make(&m);
     wrong_tables(&m);
+    tables_without_end(&m);
     wrong_selects(&m);
     wrong_attends(&m);
     wrong_others(&m);
