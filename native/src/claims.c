@@ -178,6 +178,12 @@ static int make_claims(const hosts *h, const extent_owner *owners, uint32_t coun
     int code = hosts_fence_of(h, h->self, h->epoch, &fence);
     if (code < 0 || fence.fenced) return code < 0 ? code : -CXLKV_E_FENCED;
     uint64_t commits = hosts_commits(h, h->self);
+    /* A claim has room for 32 bits of its commit's number: one that began again at 0 would count
+     * before it is committed. */
+    if (commits >= UINT32_MAX)
+        return fail(CXLKV_E_CORRUPT, "host %u has used up its %u commits: it can take no more "
+                    "extents and give none. Open the pool there as another host=, or create it "
+                    "anew", h->self, UINT32_MAX);
     for (uint32_t i = 0; i < count; i++) {
         uint32_t extent = extents[i];
         claim_pair pair;

@@ -1,5 +1,6 @@
 /* Extents: which of them this host owns, taking more, giving some back. */
 #include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -326,14 +327,21 @@ static void ask_no_more(cxlkv_pool *pool) {
     host_unlock(pool);
 }
 
+/* Why this thread's last extents_take() failed, for who then finds the pool full; or "". */
+static _Thread_local char why[256];
+
+const char *extents_why(void) { return why; }
+
 /* When others have room and nobody's is left, they are asked, and waited for a quarter of a lease:
  * about two of their beats. */
 bool extents_take(cxlkv_pool *pool, uint64_t page_count) {
     uint64_t until_ns = 0, missing;
     bool ends = false;
+    why[0] = 0;
     while ((missing = look_for_room(pool, page_count, false, &ends)) && !ends) {
         int code = take_some(pool, missing);
         if (code == 0) continue; /* what others left behind may be full of published pages */
+        if (code != -EAGAIN) snprintf(why, sizeof(why), "%s", cxlkv_error_text());
         if (code != -EAGAIN || (until_ns && boottime_ns() > until_ns)) break;
         missing = look_for_room(pool, page_count, true, &ends);
         if (missing == 0 || ends) break;

@@ -824,6 +824,7 @@ void extents_protect(cxlkv_pool *pool);   /* this process's mapping: what is not
 void descriptors_hand_over(const cxlkv_pool *pool, bool gives);
 void extents_open_block(cxlkv_pool *pool, uint32_t host, bool writable); /* another host's */
 bool extents_take(cxlkv_pool *pool, uint64_t page_count); /* under no lock; there was room */
+const char *extents_why(void);            /* if not, and if that is an error: its text */
 uint64_t extents_wanted(const cxlkv_pool *pool);  /* by others */
 /* As many as others want and we can spare: with the claims, without the host lock. */
 void extents_give(cxlkv_pool *pool, hosts *turn);

@@ -207,6 +207,23 @@ static void test_recover(void) {
     free(p.memory);
 }
 
+/* A number of 32 bits that begins again would make a claim count that was never committed. */
+static void test_commits_end(void) {
+    pool p;
+    pool_make(&p, VISIBILITY_FAST);
+    attach_all(&p);
+    uint64_t *commits = (uint64_t *)hosts_line(&p.at[0], 0, COMMIT_LINE);
+    CHECK(claim(&p.at[0], 4, 1, true) == 0);
+    *commits = UINT32_MAX - 1;
+    CHECK(claim(&p.at[0], 5, 1, true) == 0 && *commits == UINT32_MAX);
+    CHECK(claim(&p.at[0], 6, 1, true) == -CXLKV_E_CORRUPT && *commits == UINT32_MAX);
+    CHECK(strstr(cxlkv_error_text(), "has used up its 4294967295 commits"));
+    CHECK(claim(&p.at[0], 4, 1, false) == -CXLKV_E_CORRUPT);
+    CHECK(owner_of(&p.at[1], 4).host == 0 && owner_of(&p.at[1], 5).host == 0);
+    CHECK(owner_of(&p.at[1], 6).host == NO_HOST && claim(&p.at[1], 6, 1, true) == 0);
+    free(p.memory);
+}
+
 /* A host that was fenced comes back under those who read: what they read stays pinned. */
 static void test_pins(void) {
     pool p;
@@ -366,6 +383,7 @@ int main(void) {
     test_wait();
     test_torn_name();
     test_recover();
+    test_commits_end();
     test_pins();
     test_promise();
     test_log();
