@@ -36,7 +36,7 @@ def load(name: str) -> ModuleType:
 
 
 check_dist, round_trip = load("check_dist"), load("round_trip")
-WHEEL = "cxlkv-0.1.0-cp310-abi3-manylinux_2_28_x86_64.whl"
+WHEEL = "cxlkv-0.2.0-cp310-abi3-manylinux_2_28_x86_64.whl"
 BINARY = b"\x7fELF /dev/shm/cxlkv- /proc/%d/stat /sys/kernel/mm/transparent_hugepage \0"
 
 
@@ -69,7 +69,7 @@ def make_wheel(
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("cxlkv/__init__.py", "")
         archive.writestr("cxlkv/_native.abi3.so", binary)
-        archive.writestr("cxlkv-0.1.0.dist-info/WHEEL", "")
+        archive.writestr("cxlkv-0.2.0.dist-info/WHEEL", "")
         for weights in check_dist.WEIGHTS - {without}:
             archive.writestr(weights, "")
         if more:
@@ -142,9 +142,9 @@ def test_weights_that_the_wheel_lacks_are_a_fault(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize(
     "name",
     [
-        "cxlkv-0.1.0-cp311-cp311-manylinux_2_28_x86_64.whl",
-        "cxlkv-0.1.0-cp310-abi3-linux_x86_64.whl",
-        "cxlkv-0.1.0-cp310-abi3-manylinux_2_34_x86_64.whl",
+        "cxlkv-0.2.0-cp311-cp311-manylinux_2_28_x86_64.whl",
+        "cxlkv-0.2.0-cp310-abi3-linux_x86_64.whl",
+        "cxlkv-0.2.0-cp310-abi3-manylinux_2_34_x86_64.whl",
     ],
 )
 def test_another_tag_is_a_fault(tmp_path: Path, name: str) -> None:
@@ -166,10 +166,10 @@ def test_the_tag_is_compared_with_what_the_binary_needs(needed: str, faults: int
 
 
 def make_sdist(folder: Path, names: list[str]) -> Path:
-    sdist = folder / "cxlkv-0.1.0.tar.gz"
+    sdist = folder / "cxlkv-0.2.0.tar.gz"
     with tarfile.open(sdist, "w:gz") as archive:
         for name in names:
-            archive.addfile(tarfile.TarInfo(f"cxlkv-0.1.0/{name}"), io.BytesIO())
+            archive.addfile(tarfile.TarInfo(f"cxlkv-0.2.0/{name}"), io.BytesIO())
     return sdist
 
 

@@ -8,7 +8,7 @@
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
 #define CXLKV_ABI 1
 /* The version, major * 10000 + minor * 100 + patch: what a host tells the others of a pool. */
-#define CXLKV_BUILD 100
+#define CXLKV_BUILD 200
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
 #define CXLKV_FORMAT_VERSION 6
 

@@ -19,7 +19,7 @@ const char *cxlkv_error_text(void) { return text; }
 
 uint32_t cxlkv_abi(void) { return CXLKV_ABI; }
 
-const char *cxlkv_version(void) { return "0.1.0"; }
+const char *cxlkv_version(void) { return "0.2.0"; }
 
 int cxlkv_isa_force(const char *name) {
     int code = kernels_force(name);
