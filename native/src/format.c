@@ -275,7 +275,8 @@ static void upgrade_store(uint8_t *to, const void *from, size_t bytes, uint8_t *
 
 void superblock_upgrade(uint8_t *base) {
     superblock made;
-    memcpy(&made, base, sizeof(made));
+    for (size_t at = 0; at < sizeof(made); at += LINE_BYTES)
+        flush_load_line((uint8_t *)&made + at, base + at);
     made.version = FORMAT_VERSION;
     made.build = CXLKV_BUILD;
     memset(made.features, 0, sizeof(made.features));

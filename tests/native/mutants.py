@@ -33,7 +33,8 @@ PROGRAMS = {f"{name}.c": incoherent.PROGRAMS[name] for name in ("visibility", "r
 INTERRUPTED = incoherent.PROGRAMS["hosts"]
 ON_REAL_MEMORY = "test_hosts"
 PRIVATE_CACHES = "test_objects_incoherent"
-WITHOUT_SEEDS = (ON_REAL_MEMORY, PRIVATE_CACHES)
+UPGRADE = "test_upgrade_incoherent"
+WITHOUT_SEEDS = (ON_REAL_MEMORY, PRIVATE_CACHES, UPGRADE)
 TOLD_BY = {
     "FLUSH_NAME_LOOK_BEGIN": INTERRUPTED,
     "CLAIM_NAME_AGAIN": INTERRUPTED,
@@ -56,6 +57,8 @@ TOLD_BY = {
     "SCRUB_BACK": PRIVATE_CACHES,
     "SCRUB_TABLE_BACK": PRIVATE_CACHES,
     "UNSEALED": PRIVATE_CACHES,
+    "UPGRADE_EVICT": UPGRADE,
+    "UPGRADE_ORDER": UPGRADE,
 }
 # What changes nothing that a test on these models could see when it is left out, and why.
 BEATS = "V10, V12: who is suspected wrongly is fenced, and comes back; beats are progress"
@@ -266,6 +269,16 @@ CHECKS = {
     ),
     "UNSEALED": Check(
         "pages.c", "FOR_BITS(pages, i) clean_unsealed", "FOR_BITS(0 * pages, i) clean_unsealed"
+    ),
+    # An upgrade's fields are in memory before its version.
+    "UPGRADE_EVICT": Check(
+        "format.c", "if (flush_supported()) flush_evict(FLUSH_NONE, to, bytes);", ""
+    ),
+    "UPGRADE_ORDER": Check(
+        "format.c",
+        "    upgrade_store(line, &made.crc_before, LINE_BYTES, base);\n",
+        "    upgrade_store(base + 8, &made.version, sizeof(uint64_t), base);\n"
+        "    upgrade_store(line, &made.crc_before, LINE_BYTES, base);\n",
     ),
 }
 
