@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -938,6 +939,33 @@ def lease_reserve(pool: Handle, sizes: Addresses) -> tuple[Handle, Addresses]:
     given = ffi.from_buffer("uint64_t[]", sizes)
     check(lib.cxlkv_lease_reserve(pool, len(sizes), given, at, out))
     return _handle(out), addresses
+
+
+_BYTES = ffi.typeof("uint8_t *")
+
+
+def lease_views(
+    pool: Handle, lease: Handle, places: Sequence[tuple[int, int]], writable: bool
+) -> tuple[list[memoryview | None], list[weakref.ref[object] | None]]:
+    """Of each (address, bytes) its memory, None at address 0; and a reference by which it can be
+    told whether somebody has a view of it still, or of a part of it, in whatever form.
+
+    Each keeps the lease, and the pool, which would be unmapped when nobody has it any more.
+    """
+    # As _handle() does: it compares two pointers with a third, when the memory has no view left.
+    keeps = (pool, lease).__contains__
+    views: list[memoryview | None] = []
+    memories: list[weakref.ref[object] | None] = []
+    for address, size in places:
+        view = reference = None
+        if address:
+            memory = ffi.buffer(ffi.gc(ffi.cast(_BYTES, address), keeps), size)
+            view, reference = memoryview(memory), weakref.ref(memory)
+            if not writable:
+                view = view.toreadonly()
+        views.append(view)
+        memories.append(reference)
+    return views, memories
 
 
 def lease_publish(

@@ -7,6 +7,7 @@ object never changes: to store other bytes under its key, forget() it first.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from cxlkv import _core, bulk, room
 from cxlkv.arrays import is_torch
 from cxlkv.closing import Closing
-from cxlkv.errors import BadArgumentError, CorruptError, PoolFullError
+from cxlkv.errors import BadArgumentError, CorruptError, PoolFullError, ReleasedError
 from cxlkv.prefix import PageKey, PageKeys, key_hashes, root
 
 if TYPE_CHECKING:
@@ -175,7 +176,9 @@ class _Leased(Closing):
     the process ends: a pool with leases refuses close().
 
     views: of each its memory, or None; whoever keeps a view keeps the lease, and the pool open.
-    After release() a view must not be used: its memory may be another object's.
+    After release() a view raises ValueError. What was made of it (a slice, an array) still shows
+    the object as it is: pages of which there is something then are given back when the last of all
+    that was made of this lease's views is gone.
     """
 
     def __init__(
@@ -186,33 +189,70 @@ class _Leased(Closing):
         sizes: Sizes,
         writable: bool,
     ):
-        self._pool, self._handle = pool, handle
+        self._pool = pool
+        self._handle: _core.Handle | None = handle  # None: the views have it
         self.sizes = sizes
         self.addresses = addresses
-        places = list(zip(addresses.tolist(), sizes.tolist(), strict=True))
-        first = min((address for address, _ in places if address), default=0)
-        end = max((address + size for address, size in places if address), default=0)
-        # One array that has all of them in it, as an array takes longer than a slice of its memory;
-        # older numpy (2.2) makes none at address 0.
-        memory = _Memory(pool, handle, first, end - first, writable)
-        whole = np.asarray(memory).data if end else memoryview(b"")
-        self.views: list[memoryview | None] = [
-            whole[address - first : address - first + size] if address else None
-            for address, size in places
-        ]
+        self._writable = writable
+        self._published: set[int] = set()
+        self._returned: set[int] = set()
+        self._views: list[memoryview | None] | None = None  # made when they are asked for
+        self._memory: list[weakref.ref[object] | None] = []
 
     def __len__(self) -> int:
         return len(self.sizes)
 
+    @property
+    def views(self) -> list[memoryview | None]:
+        if self._views is None:
+            if self._handle is None:
+                return [None] * len(self)
+            places = list(zip(self.addresses.tolist(), self.sizes.tolist(), strict=True))
+            for index in self._returned:
+                places[index] = (0, 0)
+            made = _core.lease_views(self._pool, self._handle, places, self._writable)
+            self._views, self._memory = made
+            self._no_writing()
+        return self._views
+
+    def _no_writing(self) -> None:
+        """Through views of what is published; an array that was made of one still could."""
+        if self._views is not None:
+            for index in self._published:
+                view = self._views[index]
+                if view is not None and not view.readonly:
+                    self._views[index] = view.toreadonly()
+                    _end(view)
+
+    def _is_seen(self, index: int) -> bool:
+        """Whether somebody has a view of it, when this object has none."""
+        memory = self._memory[index] if self._memory else None
+        return memory is not None and memory() is not None
+
     def release(self) -> None:
         """Give all back; a second time does nothing."""
-        self.views = [None] * len(self.views)
-        _core.lease_release(self._handle, None)
+        self._returned.update(range(len(self)))
+        for view in self._views or ():
+            _end(view)
+        self._views = None
+        if self._handle is None:
+            return
+        if not any(memory is not None and memory() is not None for memory in self._memory):
+            _core.lease_release(self._handle, None)
+            return
+        unseen = [index for index in range(len(self)) if not self._is_seen(index)]
+        _core.lease_release(self._handle, np.array(unseen, np.uint32))
+        self._handle = None
 
     def release_one(self, index: int) -> None:
         """Give one back; a second time does nothing."""
-        self.views[index] = None
-        _core.lease_release(self._handle, np.array([index % len(self)], np.uint32))
+        place = range(len(self))[index]
+        self._returned.add(place)
+        if self._views is not None:
+            _end(self._views[place])
+            self._views[place] = None
+        if self._handle is not None and not self._is_seen(place):
+            _core.lease_release(self._handle, np.array([place], np.uint32))
 
     close = release
 
@@ -239,8 +279,9 @@ class Reserved(_Leased):
         """Make objects of what was written; bool [n], which are new, as put() says.
 
         places: which ones, as keys go; None: all. Their bytes must not change from now on: readers
-        verify them. They stay held until they are released. Raises ReleasedError for places that
-        were given back.
+        verify them. So `views` has them read-only then; an array that was made of a view before can
+        still write, and must not. They stay held until they are released. Raises ReleasedError for
+        places that were given back.
         """
         given = range(len(self)) if places is None else places
         chosen = _numbers(np.asarray(given), "places")
@@ -251,28 +292,29 @@ class Reserved(_Leased):
             )
         if len(chosen) and not chosen.max() < len(self):
             raise BadArgumentError(f"places {chosen.tolist()} of {len(self)}")
+        given_back = self._returned.intersection(chosen.tolist())
+        if given_back or self._handle is None:
+            raise ReleasedError(
+                f"place {min(given_back, default=0)} of a reservation of {len(self)} was given back"
+            )
         timed = bulk.begin(self._pool)
         codes = _core.lease_publish(self._handle, np.ascontiguousarray(chosen, np.uint32), hashes)
         new: npt.NDArray[np.bool_] = codes == 0
+        self._published.update(chosen[new].tolist())
+        self._no_writing()
         if timed is not None:
             timed.end("append", int(self.sizes[chosen[new].astype(np.int64)].sum()))
         return new
 
 
-class _Memory:
-    """Of a lease, for numpy: an array of it keeps the lease, and the pool, which would be unmapped
-    when nobody has it any more."""
-
-    def __init__(
-        self, pool: _core.Handle, lease: _core.Handle, address: int, size: int, writable: bool
-    ):
-        self.pool, self.lease = pool, lease
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (size,),
-            "data": (address, not writable),
-        }
+def _end(view: memoryview | None) -> None:
+    """It raises from now on, unless an array was made of it, which still reads by it."""
+    if view is not None:
+        # contextlib.suppress would take three times as long as the rest.
+        try:  # noqa: SIM105
+            view.release()
+        except BufferError:
+            pass
 
 
 # ---- what callers give ----

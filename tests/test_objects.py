@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -184,6 +186,99 @@ def test_a_view_keeps_its_lease(pool: CXLPool) -> None:
     assert pool.stats()["pages_held"] == 1
     assert np.array_equal(np.asarray(view), made(1))
     del view
+
+
+def test_what_was_made_of_a_view_keeps_its_object(tmp_path: Path) -> None:
+    """Once a view that outlived its lease showed what another process had put there since, and was
+    SIGSEGV when the pool was closed."""
+    layout = KVLayout.objects(SIZE)
+    pool = CXLPool.create(tmp_path / "a", layout=layout, capacity="4MiB")
+    with CXLPool.open(tmp_path / "a") as writer:
+        pool.put_batch(["a", "b"], [made(1), made(2)])
+        with pool.lease(["a", "b"]) as lease:
+            one, other = lease.views
+            part = np.asarray(one)[: SIZE // 2]
+        with pytest.raises(ValueError, match="released"):
+            bytes(other or b"")
+        assert lease.views == [None, None]
+        assert pool.stats()["pages_held"] == 1, "nobody has a view of the other"
+        assert writer.forget(["a", "b"]) == 2
+        for i in range(writer.stats()["pages_free"]):
+            writer.put(f"n{i}", made(7))
+        assert np.array_equal(part, made(1)[: SIZE // 2])
+        with pytest.raises(BusyError, match="views"):
+            pool.close()
+        lease.release()
+        assert pool.stats()["pages_held"] == 1
+        del part
+        assert pool.stats()["pages_held"] == 0
+        pool.close()
+
+
+def test_a_view_of_a_reservation_writes_to_nobody_else(pool: CXLPool) -> None:
+    reserved = pool.reserve([SIZE, SIZE])
+    array, view = np.asarray(reserved.views[0]), reserved.views[1]
+    reserved.release()
+    with pytest.raises(ReleasedError, match="place 1"):
+        reserved.publish(["a"], [1])
+    others = [f"n{i}" for i in range(pool.stats()["pages_free"])]
+    pool.put_batch(others, [made(7)] * len(others))
+    array[:] = made(1)
+    with pytest.raises(ValueError, match="released"):
+        view[:] = made(1).data  # type: ignore[index]
+    assert pool.check(deep=True)["clean"]
+    assert pool.stats()["pages_held"] == 1
+    del array
+    assert pool.stats()["pages_held"] == 0
+
+
+def test_what_is_published_is_not_written_any_more(pool: CXLPool) -> None:
+    with pool.reserve([4, 4]) as reserved:
+        first = reserved.views[0]
+        assert first is not None
+        first[:] = b"abcd"
+        assert reserved.publish(["a"], [0]).all()
+        assert [view and view.readonly for view in reserved.views] == [True, False]
+        with pytest.raises(ValueError, match="released"):
+            first[0] = 1
+
+
+def test_one_that_is_given_back_waits_for_its_view(pool: CXLPool) -> None:
+    pool.put_batch(["a", "b", "c"], [made(1), made(2), made(3)])
+    lease = pool.lease(["a", "b", "c"])
+    array = np.asarray(lease.views[-1])
+    lease.release_one(-1)
+    lease.release_one(0)
+    assert pool.stats()["pages_held"] == 2
+    assert pool.forget(["c"]) == 1
+    assert np.array_equal(array, made(3))
+    del array
+    lease.release()
+    assert pool.stats()["pages_held"] == 0
+
+
+@pytest.mark.parametrize("last", ["view", "pool", "lease", "array"])
+def test_a_process_ends_with_all_of_it_open(last: str) -> None:
+    """In whatever order: the names are global, and one of them is read at the very end."""
+    program = f"""
+import atexit, numpy as np
+from cxlkv import CXLPool, KVLayout
+pool = CXLPool.create("anonymous:", layout=KVLayout.objects("4KiB"), capacity="4MiB", threads=1)
+pool.put("a", b"x" * 4096)
+lease = pool.lease(["a"])
+view = lease.views[0]
+array = np.asarray(view)[5:]
+reserved = pool.reserve([100] * 3)
+rooms = reserved.views
+class Last:
+    def __init__(self, name):
+        self.kept = {{"view": view, "array": array}}
+        self.one = globals()[name]
+    def __del__(self): print(bytes(self.kept["view"][:2]), int(self.kept["array"][0]))
+last = Last("{last}")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "b'xx' 120\n", "")
 
 
 def test_a_view_keeps_its_pool(tmp_path: Path) -> None:

@@ -597,7 +597,7 @@ static int lent_check(const cxlkv_pool *pool) {
     uint32_t lent = atomic_load(&pool->lent);
     if (!lent || pool->closed) return 0;
     return fail(CXLKV_E_BUSY, "the pool cannot be closed: %u objects in its memory are held by "
-                "leases. Release these first", lent);
+                "leases, or by views that outlived these. Release and drop them first", lent);
 }
 
 /* even_lent: nobody is left who could read what was lent. */
