@@ -38,6 +38,7 @@ COUNTERS = {
     "lock_waits": "Waits for the pool's lock that took more than 1 ms",
     "lost_lines": "Looks at a line about hosts that ended in a bus error",
     "log_rescans": "Times that another host's log could not be followed, and all was read anew",
+    "lost_forgets": "Pages of dead hosts that newcomers find, though they were to be forgotten",
 }
 
 Pool = CXLPool | str | os.PathLike[str]

@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 1
+#define CXLKV_ABI 2
 /* The version, major * 10000 + minor * 100 + patch: what a host tells the others of a pool. */
 #define CXLKV_BUILD 200
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
@@ -145,6 +145,7 @@ typedef struct cxlkv_stats {
     uint64_t lock_waits;            /* of this process for the pool's lock, over 1 ms */
     uint64_t lost_lines;            /* by all processes: as below */
     uint64_t log_rescans;           /* another host's log could not be followed: fast, or damaged */
+    uint64_t lost_forgets;          /* of a dead host's pages: newcomers find them again */
 } cxlkv_stats;
 
 /* They only grow: of one process since it opened the pool, or of all since the pool was made. */
@@ -169,6 +170,7 @@ typedef struct cxlkv_counters {
     uint64_t lock_waits;            /* for the pool's lock, over 1 ms */
     uint64_t lost_lines;            /* looks at a line about hosts that ended in a bus error */
     uint64_t log_rescans;           /* of a pool only: logs that could not be followed */
+    uint64_t lost_forgets;          /* of a pool only: of a dead host's pages, too many to keep */
 } cxlkv_counters;
 
 typedef struct cxlkv_process {

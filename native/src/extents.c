@@ -178,8 +178,10 @@ static void refresh(cxlkv_pool *pool, extent_owner *owners, bool settled) {
         owners[extent].takeable = changes && ours; /* from here on: it came */
     }
     extents_protect(pool);
+    if (pool->host->ready) forgotten_read(pool);
     for (uint32_t extent = 0; extent < count; extent++)
         if (owners[extent].takeable) welcome(pool, extent);
+    forgotten_drop(pool);
 }
 
 int extents_refresh(cxlkv_pool *pool, const hosts *turn) {
@@ -238,7 +240,9 @@ static int take_in(cxlkv_pool *pool, const uint32_t *extents, uint32_t count) {
     GUARD_BEGIN(fault) {
         for (uint32_t i = 0; i < count; i++) change(pool, extents[i], true, false);
         extents_protect(pool);
+        forgotten_read(pool);
         for (uint32_t i = 0; i < count; i++) welcome(pool, extents[i]);
+        forgotten_drop(pool);
     } GUARD_END(fault, code = poison_error_locked(pool, &fault))
     host_unlock(pool);
     return code;

@@ -14,11 +14,19 @@ void log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_t gener
     memcpy(record->hash, hash, sizeof(record->hash));
 }
 
+void log_forget(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint64_t hash[2]) {
+    uint32_t publication = publication_of(pool, page);
+    log_add(pool, LOG_FORGET, page, generation, hash);
+    pool->log_waiting[pool->log_count - 1].publication = publication;
+}
+
 void log_write(cxlkv_pool *pool) {
-    if (pool->log_count == 0) return;
-    hosts_log(&pool->hosts, pool->host->log_next, pool->log_waiting, pool->log_count);
-    pool->host->log_next += pool->log_count;
+    uint32_t count = pool->log_count;
+    if (count == 0) return;
+    hosts_log(&pool->hosts, pool->host->log_next, pool->log_waiting, count);
+    pool->host->log_next += count;
     pool->log_count = 0;
+    forgotten_carry(pool, count);
 }
 
 /* By the page's descriptor, from memory. */
@@ -66,8 +74,8 @@ static void apply(cxlkv_pool *pool, const log_record *record) {
     uint32_t page = record->page;
     page_info *info = &pool->pages[page];
     if (record->operation == LOG_FORGET) {
-        if (page_is_ours(pool, page) && info->published && info->generation == record->generation)
-            page_forget(pool, record->hash);
+        if (!page_is_ours(pool, page)) forgotten_add(pool, record);
+        else if (info->published && forget_matters(pool, record)) page_forget(pool, record->hash);
         return;
     }
     if (page_is_ours(pool, page) || info->retired) return; /* we know better */
@@ -89,18 +97,42 @@ static bool follow(cxlkv_pool *pool, uint32_t host) {
     return count == 0;
 }
 
-void peers_follow(cxlkv_pool *pool) {
+/* All of them; false when one cannot be followed any more. */
+static bool follow_all(cxlkv_pool *pool) {
     const log_place *places[HOSTS_MAX];
-    bool rescans = false;
+    bool followed = true;
     for (uint32_t host = 0; host < pool->sharing.hosts; host++)
         places[host] = &pool->host->views[host].log;
     uint64_t moved = hosts_logs_moved(&pool->hosts, places);
     for (uint32_t host = 0; host < pool->sharing.hosts; host++) {
         if (host == pool->hosts.self || !(moved >> host & 1) || follow(pool, host)) continue;
         hosts_skip_log(&pool->hosts, host, &pool->host->views[host].log);
-        rescans = true;
+        followed = false;
     }
-    if (!rescans) return;
+    return followed;
+}
+
+/* What others wish to be forgotten of pages that are not ours, and not theirs: their owner may not
+ * run. Each comes after the publishing that it means, which another log told: so that is read. */
+static void forget_foreign(cxlkv_pool *pool) {
+    for (uint32_t i = 0; i < pool->forgotten_count; i++) {
+        const log_record *record = &pool->forgotten[i];
+        if (page_is_ours(pool, record->page) || index_find(pool, record->hash) != record->page ||
+            !forget_matters(pool, record))
+            continue;
+        index_erase(pool, record->hash);
+        page_unpublish(pool, record->page);
+    }
+}
+
+void peers_follow(cxlkv_pool *pool) {
+    bool followed = follow_all(pool);
+    if (pool->forgotten_count) {
+        followed = follow_all(pool) && followed;
+        forget_foreign(pool);
+        forgotten_drop(pool);
+    }
+    if (followed) return;
     /* It wrote faster than we read, or a record is damaged: the descriptors say the same. */
     host_count(pool->host, COUNT_LOG_RESCANS);
     descriptors_hand_over(pool, false);

@@ -484,6 +484,7 @@ static descriptor descriptor_make(const cxlkv_pool *pool, uint32_t page, uint64_
     if (key) {
         memcpy(line.hash, key->hash, sizeof(line.hash));
         line.ordinal = key->ordinal;
+        if (pool->shared) line.publication = ++pool->host->publications & 0xffffff;
     }
     if (state != PAGE_FREE) {
         line.table_crc = header_of(pool, page)->table_crc;

@@ -789,9 +789,12 @@ bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]) {
     if (page == NO_PAGE) return false;
     page_info *info = &pool->pages[page];
     drop_from_index(pool, page, hash);
-    /* Another host's page is its owner's to forget: it reads that in our log. */
-    log_add(pool, page_is_ours(pool, page) ? LOG_FREE : LOG_FORGET, page, info->generation, hash);
-    if (!page_is_ours(pool, page)) return true;
+    /* Another host's page is its owner's to forget: it reads that in our log, and so do others. */
+    if (!page_is_ours(pool, page)) {
+        log_forget(pool, page, info->generation, hash);
+        return true;
+    }
+    log_add(pool, LOG_FREE, page, info->generation, hash);
     /* Others may hold it as well: it is no longer found, and stays what it is for them. */
     if ((info->holders || pool->shared) && !info->retired) seal_again(pool, page);
     pages_settle(pool, 1, &page);

@@ -14,7 +14,7 @@
 #include "flush.h"
 #include "internal.h"
 
-#define HOST_MAGIC 0x32315453484b5643ull /* "CVKHST12" */
+#define HOST_MAGIC 0x33315453484b5643ull /* "CVKHST13" */
 
 uint64_t random_u64(void) {
     uint64_t value = 0;
@@ -325,7 +325,8 @@ static bool rebuild_page(cxlkv_pool *pool, uint32_t page, const registered *proc
     uint64_t generation = line.version >> 8, state = line.version & 255;
     if (!ours && info->holders && generation != info->generation) return false; /* as pinned */
     if (generation > info->generation || !ours) info->generation = generation;
-    if (state == PAGE_PUBLISHED && index_page(pool, line.hash, page)) {
+    bool forgotten = state == PAGE_PUBLISHED && is_forgotten(pool, &line);
+    if (state == PAGE_PUBLISHED && !forgotten && index_page(pool, line.hash, page)) {
         info->published = 1;
         hotness_found(pool, page, line.part);
         pool->host->published_pages++;
@@ -405,10 +406,12 @@ void host_rebuild(cxlkv_pool *pool) {
     host_state *host = pool->host;
     uint32_t runs = 64 / RUN_SLOTS;
     index_clear(pool);
+    forgotten_read(pool);
     host->free_pages = host->published_pages = 0;
     host->free_runs = host->partial_runs = NO_PAGE;
     for (uint32_t word = (host->run_count + runs - 1) / runs; word-- > 0;)
         host_rebuild_runs(pool, word * runs, runs);
+    forgotten_drop(pool);
 }
 
 void log_again(cxlkv_pool *pool) {
@@ -461,6 +464,7 @@ static int state_make(cxlkv_pool *pool) {
     *host = fresh;
     host->magic = HOST_MAGIC;
     host->nonce = random_u64();
+    host->publications = (uint32_t)host->nonce; /* nobody's that holds a page now */
     host->rewriting = NO_PAGE;
     memcpy(host->identity, pool->identity, sizeof(host->identity));
     if (pool->path) name_pool(pool);

@@ -140,6 +140,18 @@ uint64_t hosts_log_end(const hosts *h, uint32_t host) {
     return end;
 }
 
+uint32_t hosts_read_lines(const hosts *h, uint32_t host, uint64_t first, log_record *records) {
+    uint32_t count = look_at_lines(h, host, first, records);
+    for (uint32_t i = 0; i < count; i++)
+        if (!record_is_whole(h, &records[i], first + i)) records[i] = (log_record){0};
+    return count;
+}
+
+bool hosts_own_forget(const hosts *h, uint64_t sequence, log_record *record) {
+    load_line(h, record, record_at(h, h->self, sequence));
+    return record->operation == LOG_FORGET && record_is_whole(h, record, sequence);
+}
+
 static bool line_is_damaged(const hosts *h, const log_record *record, uint64_t place,
                             uint64_t oldest) {
     return record->sequence > oldest && !record_is_whole(h, record, place);

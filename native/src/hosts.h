@@ -144,7 +144,8 @@ typedef struct log_record {
     uint64_t generation;
     uint64_t hash[2];
     uint32_t epoch;
-    uint32_t operation;
+    uint32_t operation : 8;
+    uint32_t publication : 24;   /* LOG_FORGET: which publication of that generation it means */
     uint32_t page;
     uint32_t crc;                /* of the 44 bytes before it */
     uint32_t reserved[4];
@@ -169,6 +170,11 @@ void hosts_skip_log(const hosts *h, uint32_t host, log_place *place);
 uint64_t hosts_logs_moved(const hosts *h, const log_place *const *places);
 /* The sequence that the host writes next, or wrote just now. */
 uint64_t hosts_log_end(const hosts *h, uint32_t host);
+/* The records whose place is in the lines from `first` on, up to 16; what is no record has
+ * operation 0. Returns how many lines were looked at. */
+uint32_t hosts_read_lines(const hosts *h, uint32_t host, uint64_t first, log_record *records);
+/* Of our own log: the wish to forget that the record `sequence` will overwrite, if it is one. */
+bool hosts_own_forget(const hosts *h, uint64_t sequence, log_record *record);
 /* Does a line of it say that it is a record which others may still read, and is not whole? An
  * append that its writer died over is no damage. */
 bool hosts_log_is_damaged(const hosts *h, uint32_t host, uint64_t *sequence);

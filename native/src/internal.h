@@ -119,7 +119,8 @@ typedef struct descriptor {
     uint32_t table_crc;          /* of the record's checksum table */
     uint32_t ordinal;            /* which page of its chain: a chain with a gap ends there */
     uint32_t part;               /* of the layers, whose tokens it holds */
-    uint32_t reserved[4];
+    uint32_t publication;        /* counted by its host, 24 bits: one generation may have several */
+    uint32_t reserved[3];
     uint32_t crc;                /* of the 60 bytes before it */
 } descriptor;
 _Static_assert(sizeof(descriptor) == LINE_BYTES, "one line, one writer");
@@ -211,6 +212,7 @@ enum counter {
     COUNT_LOCK_WAITS,
     COUNT_LOST_LINES,
     COUNT_LOG_RESCANS,
+    COUNT_LOST_FORGETS,
     COUNT_KINDS
 };
 _Static_assert(sizeof(cxlkv_counters) == COUNT_KINDS * sizeof(uint64_t), "one for each");
@@ -265,6 +267,7 @@ typedef struct host_state {
     uint64_t safe_ns;            /* of the last one after which we were not fenced */
     uint64_t wanted_extents;
     uint64_t log_next;           /* the record of our log that is written next */
+    uint32_t publications;       /* as they are counted in descriptors */
     uint64_t extents_version;    /* moves when extents come or go */
     uint64_t withdrawn_pages;
     host_view views[HOSTS_MAX];
@@ -375,6 +378,8 @@ struct cxlkv_pool {
     struct keeper *keeper;
     log_record log_waiting[LOG_BATCH]; /* written when the host lock is given back */
     uint32_t log_count;
+    log_record *forgotten;       /* while all is read anew, or a log is followed */
+    uint32_t forgotten_count, forgotten_room;
     /* Between fork's prepare and its end: the slot that was made for the child, the slot's nonce,
      * and files that the child inherits: one keeps the slot, one is the child's own region file. */
     uint32_t fork_slot;
@@ -847,8 +852,20 @@ void withdrawn_look(cxlkv_pool *pool);    /* frees those that nobody pins any mo
 /* follow.c: logs */
 void log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_t generation,
              const uint64_t hash[2]);
+/* What another host published under that hash is to be forgotten: by it, and by all who find it. */
+void log_forget(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint64_t hash[2]);
 void log_write(cxlkv_pool *pool);
 void peers_follow(cxlkv_pool *pool);
+/* forgotten.c: such wishes. As a list: of all logs, for who reads descriptors. */
+void forgotten_read(cxlkv_pool *pool);
+bool is_forgotten(const cxlkv_pool *pool, const descriptor *line);
+void forgotten_add(cxlkv_pool *pool, const log_record *record);
+void forgotten_drop(cxlkv_pool *pool);
+/* Is the page still what is to be forgotten? By its descriptor, from memory. */
+bool forget_matters(cxlkv_pool *pool, const log_record *record);
+uint32_t publication_of(cxlkv_pool *pool, uint32_t page);
+/* After `count` records were written: what the next would overwrite stands in our log again. */
+void forgotten_carry(cxlkv_pool *pool, uint32_t count);
 /* keeper.c: a thread that beats and does what others wait for */
 int keeper_start(cxlkv_pool *pool);
 void keeper_stop(cxlkv_pool *pool);

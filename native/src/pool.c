@@ -703,6 +703,7 @@ int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats) {
         stats->rebuilds = all.rebuilds;
         stats->lost_lines = all.lost_lines;
         stats->log_rescans = all.log_rescans;
+        stats->lost_forgets = all.lost_forgets;
         host_unlock(pool);
     }
     pthread_mutex_lock(&pool->list_lock);
