@@ -17,6 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from cxlkv import CXLPool, KVLayout
+from cxlkv.stats import look
+
 BOUND_S = 120
 
 
@@ -108,3 +111,131 @@ def test_a_copy_on_another_file_system_is_another_pool(tmp_path: Path) -> None:
     """Also with the number of the original's file, and while that is in use."""
     code = f"import os; os.chdir({str(tmp_path)!r})\n{COPIED}"
     assert python(code, within=("unshare", "-m")) == "apart\n"
+
+
+# ---- PID namespaces ----
+
+LAYOUT = KVLayout.objects("4KiB")
+PAGES = 5  # that each of them takes
+HOLD = """
+import os, sys
+from cxlkv import CXLPool
+pool = CXLPool.open(sys.argv[1], threads=1)
+kept = pool.reserve([4000] * int(sys.argv[2]))
+"""
+# Each in a PID namespace of its own, in which it is the first process; all are killed at once.
+CONTAINERS = """
+import ctypes, os, signal, sys
+from cxlkv import CXLPool
+NEW_PID = 0x20000000
+path, pages, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+unshare = ctypes.CDLL(None, use_errno=True).unshare
+read, write = os.pipe()
+outer = []
+for _ in range(count):
+    held, says = os.pipe()
+    outer.append(os.fork())
+    if outer[-1] == 0:
+        os.close(write)
+        assert unshare(NEW_PID) == 0, os.strerror(ctypes.get_errno())
+        first = os.fork()
+        if first == 0:
+            os.close(held)
+            pool = CXLPool.open(path, threads=1)
+            kept = pool.reserve([4000] * pages)
+            assert os.getpid() == 1
+            os.write(says, b"x")
+            signal.pause()
+        os.close(says)
+        os.read(read, 1)  # the end of the pipe
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)
+        os._exit(0)
+    os.close(says)
+    assert os.read(held, 1) == b"x", "it did not open the pool"
+    os.close(held)
+os.close(write)
+assert {os.waitpid(each, 0)[1] for each in outer} == {0}
+"""
+
+
+@pytest.fixture
+def pool(place: Path) -> Iterator[CXLPool]:
+    with CXLPool.create(place, layout=LAYOUT, capacity="8MiB", threads=1) as made:
+        yield made
+
+
+@needs("-p", "-f")
+def test_who_dies_in_a_container_leaves_nothing(pool: CXLPool) -> None:
+    """All pages and slots are back within one reap, which counts the dead."""
+    count = 100
+    free = pool.stats()["pages_free"]
+    reaped = pool.stats()["reaped_processes"]
+    python(CONTAINERS, pool.path, PAGES, count)
+    assert len(look(str(pool.path)).processes) == count + 1  # nobody came by
+    after = pool.stats()
+    assert (after["pages_free"], after["processes"]) == (free, 1)
+    assert after["reaped_processes"] == reaped + count
+    assert pool.check(deep=True)["clean"]
+
+
+@needs("-p", "-f")
+def test_who_lives_in_a_container_keeps_what_it_has(pool: CXLPool) -> None:
+    """Seen as alive from outside, too, by a process that shares no namespace with it."""
+    free = pool.stats()["pages_free"]
+    code = f"{HOLD}\nprint(pool.stats()['processes'], flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        ["unshare", "-pf", "--kill-child", sys.executable, "-c", code, str(pool.path), str(PAGES)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "2\n"
+        stats = pool.stats()
+        assert (stats["pages_free"], stats["processes"]) == (free - PAGES, 2)
+        assert [each.alive for each in look(str(pool.path)).processes] == [True, True]
+        process.kill()  # and the kernel with it who is within
+        process.wait()
+    deadline = time.monotonic() + BOUND_S
+    while pool.stats()["processes"] == 2:
+        assert time.monotonic() < deadline
+    assert pool.stats()["pages_free"] == free
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_child_that_never_touches_the_pool_does_not_hide_its_parents_death(
+    pool: CXLPool, when: str
+) -> None:
+    """The parent's lock is not the child's, whether that has a slot of its own or lets go of it."""
+    free = pool.stats()["pages_free"]
+    fork = """
+child = os.fork()
+if child == 0:
+    if when == "after":
+        kept.release()
+        pool.close()
+    print("child", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+"""
+    code = f"when = {when!r}\n{HOLD}{fork}import signal; signal.pause()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(pool.path), str(PAGES)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "child\n"
+        assert pool.stats()["processes"] == (3 if when == "before" else 2)
+        process.kill()
+        process.wait()
+        stats = pool.stats()
+        # What the child inherited is its own, until it ends.
+        expected = (free - PAGES, 2) if when == "before" else (free, 1)
+        assert (stats["pages_free"], stats["processes"]) == expected
+    deadline = time.monotonic() + BOUND_S
+    while pool.stats()["processes"] != 1:
+        assert time.monotonic() < deadline
+    assert pool.stats()["pages_free"] == free

@@ -18,9 +18,9 @@ import signal
 import stat
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from random import SystemRandom
-from typing import Any
 
 import pytest
 
@@ -152,12 +152,14 @@ def keeps_locked(path: Path, byte: int) -> Callable[[Callable[[], None]], None]:
     return does
 
 
-def make(place: Path, owner: int, **more: Any) -> Path:
-    """An idle pool of that user."""
+def make(place: Path, owner: int, host: int | None = None) -> Path:
+    """An idle pool of that user; with a host, one that two share."""
     path = place / "a.pool"
 
     def does() -> str:
-        CXLPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1, **more).close()
+        create = partial(CXLPool.create, path, layout=LAYOUT, capacity="4MiB", threads=1)
+        made = create() if host is None else create(sharing="software", hosts=2, host=host)
+        made.close()
         return "made"
 
     assert outcome(owner, does) == "made"
@@ -288,8 +290,7 @@ def test_only_a_file_of_the_owner_with_one_name_is_a_state(
     place: Path, victim: int, host: int | None
 ) -> None:
     """As when its owner moved a folder there, or root was careless."""
-    more = {} if host is None else {"sharing": "software", "hosts": 2, "host": host}
-    path = make(place, victim, **more)
+    path = make(place, victim, host)
     state = name_of_state(path, victim, host)
     other = owned_file(place / "other", victim)
 

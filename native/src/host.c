@@ -112,19 +112,16 @@ void host_count(host_state *host, enum counter which) {
     atomic_fetch_add_explicit(&host->counters[PROCESS_MAX].counts[which], 1, memory_order_relaxed);
 }
 
-/* A child that is being forked has no name yet: until it takes its slot it holds a lock on the
- * slot's byte, which goes when it dies, or when the fork fails. Its parent may die before that. */
-static bool slot_is_dead(const cxlkv_pool *pool, uint32_t slot) {
-    const process_slot *process = &pool->host->processes[slot];
-    return process->state == 2 ? byte_is_free(pool->host_fd, FORK_BYTE + slot)
-                               : process_is_dead(process);
-}
+/* By the lock alone: a pid says nothing in another namespace, as of a container. The kernel drops
+ * it when the last thread has gone, so that none of them stores to a page any more. A child that is
+ * being forked has its lock from its parent, and keeps it when that dies first. */
+bool slot_is_dead(int state_fd, uint32_t slot) { return byte_is_free(state_fd, LIVE_BYTE + slot); }
 
 uint64_t host_reap(cxlkv_pool *pool) {
     uint64_t reaped = 0;
     for (uint32_t i = 0; i < PROCESS_MAX; i++) {
         if (pool->host->processes[i].state == 0 || i == pool->slot) continue;
-        if (!slot_is_dead(pool, i)) continue;
+        if (!slot_is_dead(pool->host_fd, i)) continue;
         host_unregister(pool, i);
         host_count(pool->host, COUNT_REAPED_PROCESSES);
         reaped++;
@@ -597,6 +594,21 @@ static int state_attach_file(cxlkv_pool *pool) {
     return code < 0 ? code : lock_byte(pool->fd, USE_BYTE, false, false);
 }
 
+static int register_self(cxlkv_pool *pool) {
+    uint32_t slot;
+    int code = host_register(pool, 1, &slot);
+    if (code < 0) return code;
+    pool->alive = alive_begin(pool->host_fd, LIVE_BYTE + slot);
+    if (!pool->alive) {
+        code = errno;
+        host_unregister(pool, slot);
+        return fail(code, "the pool's host state: cannot be opened again: %s%s", strerror(code),
+                    remedy_of(code));
+    }
+    pool->slot = slot;
+    return 0;
+}
+
 int host_attach(cxlkv_pool *pool) {
     int code;
     if (pool->path) {
@@ -620,7 +632,7 @@ int host_attach(cxlkv_pool *pool) {
     }
     if (code == 0) {
         host_reap(pool);
-        code = host_register(pool, 1, &pool->slot);
+        code = register_self(pool);
         if (code == 0) {
             pool->held = held_of(pool, pool->slot);
             counters_bind(pool, pool->slot);
@@ -693,6 +705,8 @@ void host_detach(cxlkv_pool *pool) {
     bool last = pool->host->ready && unregister(pool);
     if (pool->path && !pool->shared && pool->host->ready) leave_traces(pool);
     counters_unbind(pool);
+    alive_end(pool->alive);
+    pool->alive = NULL;
     if (pool->path && last && alone &&
         (pool->shared || lock_byte(pool->fd, USE_BYTE, true, false) == 0))
         state_remove(&pool->state, pool->host_fd);

@@ -385,6 +385,7 @@ struct cxlkv_pool {
     uint32_t fork_slot;
     uint64_t fork_nonce;
     int fork_state_fd, fork_region_fd;
+    struct alive *alive;         /* our slot's lock */
     _Atomic(struct worker_client *) client; /* of a worker (worker.h); NULL: never asked for one */
     atomic_ulong *seen;          /* of objects, by page: the generation whose CRC was right here */
     atomic_uint lent;            /* objects that are held by leases */
@@ -493,9 +494,9 @@ bool region_is_in_place(int fd);
 int region_fill_holes(int fd, uint64_t bytes, const char *path);
 /* Byte 0 is held while a process joins or leaves, byte 1 (shared) while it uses the pool. */
 enum { ATTACH_BYTE = 0, USE_BYTE = 1 };
-/* And of a host state's file: held (shared) while it is open; FORK_BYTE + i (shared) while slot i
- * waits for a child that is being forked. */
-enum { STATE_BYTE = 0, FORK_BYTE = 64 };
+/* And of a host state's file: held (shared) while it is open; LIVE_BYTE + i (shared) while the
+ * process of slot i lives, or the child that is being forked for it. */
+enum { STATE_BYTE = 0, LIVE_BYTE = 64 };
 /* wait: for lock_wait_s at most, then -ETIMEDOUT; byte_lock_error() says what it means. */
 extern double lock_wait_s;
 int lock_byte(int fd, off_t offset, bool exclusive, bool wait);
@@ -719,12 +720,22 @@ void rewrite_begin(cxlkv_pool *pool, uint32_t page);
 void rewrite_end(cxlkv_pool *pool);
 void process_identify(process_slot *slot);
 bool process_is_dead(const process_slot *slot);
+bool slot_is_dead(int state_fd, uint32_t slot); /* one that is taken, in a host state's file */
 uint64_t random_u64(void);
 #if CXLKV_DEBUG >= 2
 void host_assert(cxlkv_pool *pool);
 #else
 #define host_assert(pool) ((void)(pool))
 #endif
+
+/* ---- alive.c: open files whose locks say that this process lives; none crosses a fork ---- */
+typedef struct alive alive;
+alive *alive_begin(int fd, off_t byte);   /* opens it again, byte locked; NULL: errno says why */
+alive *alive_keep(int fd);                /* one that was made for this process; NULL: no memory */
+void alive_end(alive *own);
+void alive_fork_prepare(void);
+void alive_fork_parent(void);
+void alive_fork_child(void);
 
 /* ---- state_folder.c: where host states, and the worker's slots, lie ---- */
 /* Of the state of the pool in `fd`. host: NO_HOST where one host only uses the pool. 1: the folder

@@ -39,7 +39,7 @@ static uint64_t pages_held(const uint32_t *held, uint32_t count) {
 }
 
 /* `offsets` has the state's layout as it must be; `host` is only read through it. */
-static uint32_t look_at_processes(host_state *host, const host_state *offsets,
+static uint32_t look_at_processes(host_state *host, int state_fd, const host_state *offsets,
                                   cxlkv_process *out, uint32_t capacity) {
     uint32_t count = 0;
     for (uint32_t i = 0; i < PROCESS_MAX; i++) {
@@ -49,7 +49,7 @@ static uint32_t look_at_processes(host_state *host, const host_state *offsets,
             cxlkv_process *process = &out[count];
             memset(process, 0, sizeof(*process));
             process->pid = slot.pid;
-            process->alive = !process_is_dead(&slot);
+            process->alive = !slot_is_dead(state_fd, i);
             process->start_time = slot.start_time;
             process->pages_held = pages_held(
                 (const uint32_t *)((uint8_t *)host + offsets->held_offset +
@@ -63,15 +63,15 @@ static uint32_t look_at_processes(host_state *host, const host_state *offsets,
     return count;
 }
 
-static uint32_t look_at_state(host_state *host, uint32_t page_count, cxlkv_overview *overview,
-                              cxlkv_process *out, uint32_t capacity) {
+static uint32_t look_at_state(host_state *host, int state_fd, uint32_t page_count,
+                              cxlkv_overview *overview, cxlkv_process *out, uint32_t capacity) {
     host_state offsets;
     host_state_layout(page_count, &offsets);
     overview->host_state = 1;
     look_at_pages((const page_info *)((uint8_t *)host + offsets.pages_offset),
                   (const run_info *)((uint8_t *)host + offsets.runs_offset), page_count, overview);
     counters_total(host, &overview->totals);
-    return look_at_processes(host, &offsets, out, capacity);
+    return look_at_processes(host, state_fd, &offsets, out, capacity);
 }
 
 static void name_overview(cxlkv_overview *overview, const cxlkv_layout *layout,
@@ -92,7 +92,8 @@ int64_t cxlkv_pool_processes(cxlkv_pool *pool, cxlkv_overview *overview, cxlkv_p
     if (code == 0) {
         host_reap(pool);
         host_unlock(pool);
-        code = look_at_state(pool->host, pool->geometry.page_count, overview, out, capacity);
+        code = look_at_state(pool->host, pool->host_fd, pool->geometry.page_count, overview, out,
+                             capacity);
     }
     pool_leave(pool);
     return code;
@@ -114,31 +115,34 @@ static bool state_fits(const host_state *host, uint64_t nonce, uint32_t page_cou
     return fits;
 }
 
-static host_state *map_file(int state_fd, uint64_t nonce, uint32_t page_count,
-                            const uint8_t identity[16], uint64_t *bytes) {
+/* A host state, mapped for reading; its file tells who of its processes lives. */
+typedef struct seen_state {
+    host_state *host;            /* NULL: there is none that fits */
+    uint64_t bytes;
+    int fd;
+} seen_state;
+
+static void state_map_file(seen_state *state, uint64_t nonce, uint32_t page_count,
+                           const uint8_t identity[16]) {
     host_state expected;
     struct stat status;
-    *bytes = host_state_layout(page_count, &expected);
-    if (fstat(state_fd, &status) < 0 || (uint64_t)status.st_size != *bytes) return NULL;
-    void *at = mmap(NULL, *bytes, PROT_READ, MAP_SHARED, state_fd, 0);
-    if (at == MAP_FAILED) return NULL;
-    if (state_fits(at, nonce, page_count, identity)) return at;
-    munmap(at, *bytes);
-    return NULL;
+    state->bytes = host_state_layout(page_count, &expected);
+    if (fstat(state->fd, &status) < 0 || (uint64_t)status.st_size != state->bytes) return;
+    void *at = mmap(NULL, state->bytes, PROT_READ, MAP_SHARED, state->fd, 0);
+    if (at == MAP_FAILED) return;
+    if (state_fits(at, nonce, page_count, identity)) state->host = at;
+    else munmap(at, state->bytes);
 }
 
-/* Maps the state of a host of the pool in `fd` for reading; NULL when there is none that fits. */
-static host_state *map_state(int fd, uint32_t host, uint64_t nonce, uint32_t page_count,
-                             const uint8_t identity[16], uint64_t *bytes) {
+/* The state of a host of the pool in `fd`. */
+static seen_state map_state(int fd, uint32_t host, uint64_t nonce, uint32_t page_count,
+                            const uint8_t identity[16]) {
     state_place place;
-    host_state *found = NULL;
-    int state_fd = -1;
+    seen_state found = {.fd = -1};
     if (state_place_open(fd, identity, host, false, &place) == 1)
-        state_fd = state_file_open(&place, O_RDONLY);
-    if (state_fd >= 0) {
-        found = map_file(state_fd, nonce, page_count, identity, bytes);
-        close(state_fd);
-    }
+        found.fd = state_file_open(&place, O_RDONLY);
+    if (found.fd >= 0) state_map_file(&found, nonce, page_count, identity);
+    if (found.fd >= 0 && !found.host) close(found.fd);
     state_place_close(&place);
     return found;
 }
@@ -205,12 +209,12 @@ static void look_at_saved(const source *from, cxlkv_counters *totals) {
 }
 
 __attribute__((noinline))
-static int64_t look_guarded(host_state *host, uint32_t page_count, const char *path,
+static int64_t look_guarded(const seen_state *state, uint32_t page_count, const char *path,
                             cxlkv_overview *overview, cxlkv_process *out, uint32_t capacity) {
     guard fault;
     volatile int64_t count = 0;
     GUARD_BEGIN(fault) {
-        count = look_at_state(host, page_count, overview, out, capacity);
+        count = look_at_state(state->host, state->fd, page_count, overview, out, capacity);
     } GUARD_END(fault, count = fail(CXLKV_E_POISON, "%s: its host state was cut while it was read",
                                     path))
     return count;
@@ -231,21 +235,21 @@ static int64_t peek_at(const source *from, const char *path, cxlkv_overview *ove
     name_overview(overview, &layout, &geometry, identity);
     overview->in_use = !byte_is_free(from->fd, USE_BYTE);
     uint32_t pages = geometry.page_count;
-    uint64_t bytes;
-    host_state *host = NULL;
+    seen_state state = {.fd = -1};
     uint64_t nonce = host_line_nonce(page); /* 0: nobody uses the pool, or the line is damaged */
     if (sharing.kind == CXLKV_SHARING_HOST && nonce)
-        host = map_state(from->fd, NO_HOST, nonce, pages, identity, &bytes);
+        state = map_state(from->fd, NO_HOST, nonce, pages, identity);
     /* The first host that runs on this machine: most often the only one. */
     if (sharing.kind != CXLKV_SHARING_HOST)
-        for (uint32_t number = 0; !host && number < sharing.hosts; number++)
-            host = map_state(from->fd, number, 0, pages, identity, &bytes);
-    if (!host) { /* another /dev/shm has the state, or nobody uses the pool */
+        for (uint32_t number = 0; !state.host && number < sharing.hosts; number++)
+            state = map_state(from->fd, number, 0, pages, identity);
+    if (!state.host) { /* another /dev/shm has the state, or nobody uses the pool */
         look_at_saved(from, &overview->totals);
         return overview->in_use ? 0 : look_at_descriptors(from, &geometry, overview);
     }
-    int64_t count = look_guarded(host, geometry.page_count, path, overview, out, capacity);
-    munmap(host, bytes);
+    int64_t count = look_guarded(&state, pages, path, overview, out, capacity);
+    munmap(state.host, state.bytes);
+    close(state.fd);
     return count;
 }
 

@@ -98,7 +98,7 @@ static void fork_slot_make(cxlkv_pool *pool) {
     host_reap(pool);
     if (host_register(pool, 2, &pool->fork_slot) == 0) {
         pool->fork_nonce = pool->host->processes[pool->fork_slot].nonce;
-        pool->fork_state_fd = open_again(pool->host_fd, FORK_BYTE + pool->fork_slot);
+        pool->fork_state_fd = open_again(pool->host_fd, LIVE_BYTE + pool->fork_slot);
         if (pool->path) pool->fork_region_fd = open_again(pool->fd, USE_BYTE);
         uint32_t *child = held_of(pool, pool->fork_slot);
         for (uint32_t page = 0; page < pool->host->page_count; page++) {
@@ -119,6 +119,7 @@ static void fork_prepare(void) {
         pthread_mutex_lock(&pool->spare_lock);
         if (!pool->closed) fork_slot_make(pool);
     }
+    alive_fork_prepare();
 }
 
 static void fork_files_close(cxlkv_pool *pool) {
@@ -128,6 +129,7 @@ static void fork_files_close(cxlkv_pool *pool) {
 }
 
 static void fork_parent(void) {
+    alive_fork_parent();
     for (cxlkv_pool *pool = pools; pool; pool = pool->next) {
         fork_files_close(pool);
         pthread_mutex_unlock(&pool->spare_lock);
@@ -146,12 +148,17 @@ static bool take_region_file(cxlkv_pool *pool) {
 
 static bool claim_fork_slot(cxlkv_pool *pool) {
     pool->held = NULL;
+    alive_end(pool->alive); /* the parent's, closed already */
+    pool->alive = NULL;
     if (pool->fork_slot == UINT32_MAX) return false;
     pool->slot = pool->fork_slot;
     if (host_lock(pool) < 0) return false;
     process_slot *slot = &pool->host->processes[pool->slot];
-    bool claimed = slot->state == 2 && slot->nonce == pool->fork_nonce;
+    bool claimed = slot->state == 2 && slot->nonce == pool->fork_nonce &&
+                   pool->fork_state_fd >= 0;
+    if (claimed) claimed = (pool->alive = alive_keep(pool->fork_state_fd)) != NULL;
     if (claimed) {
+        pool->fork_state_fd = -1;
         process_identify(slot);
         slot->state = 1;
         pool->held = held_of(pool, pool->slot);
@@ -169,6 +176,8 @@ static void leave_to_parent(cxlkv_pool *pool) {
         host_unlock(pool);
     }
     counters_unbind(pool);
+    alive_end(pool->alive);
+    pool->alive = NULL;
     munmap(pool->host, pool->host->bytes);
     region_unmap(pool);
     close(pool->host_fd);
@@ -181,6 +190,7 @@ static void leave_to_parent(cxlkv_pool *pool) {
 
 /* Threads and held locks do not cross a fork: all that can be locked is made anew. */
 static void fork_child(void) {
+    alive_fork_child();
     for (cxlkv_pool *pool = pools; pool; pool = pool->next) {
         pthread_mutex_init(&pool->list_lock, NULL);
         pthread_mutex_init(&pool->spare_lock, NULL);
