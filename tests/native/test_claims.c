@@ -6,6 +6,7 @@
 #undef NDEBUG
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <time.h>
 
@@ -174,6 +175,45 @@ static void test_another_dies_with_the_lock(const char *path) {
     scene_end(&s);
 }
 
+/* The lines of host 1 raise SIGBUS, as poisoned memory does; or are there again. */
+static void lose(const scene *s, bool lost) {
+    const hosts_area *area = &s->pool->hosts.area;
+    uint8_t *block = hosts_line(&s->pool->hosts, 1, 0);
+    int fd = lost ? memfd_create("lost", MFD_CLOEXEC) : open(s->path, O_RDONLY | O_CLOEXEC);
+    CHECK(fd >= 0);
+    CHECK(mmap(block, area->block_bytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd,
+               lost ? 0 : block - s->pool->base) == block);
+    close(fd);
+}
+
+/* A host gives what another asks for, and while it queues the lines of that one are lost: what it
+ * had marked as given is its own again. */
+static void test_what_was_not_given_comes_back(const char *path) {
+    scene s;
+    scene_make(&s, path);
+    const uint64_t *asks = (const uint64_t *)hosts_line(&s.pool->hosts, 1, BEAT_LINE) + 1;
+    uint64_t place = flush_load_word(slot_of(&s, 1));
+    thaw(&s);
+    take(&s);
+    CHECK(s.got == s.wanted && cxlkv_pages_free(s.pool, s.wanted, s.pages) == s.wanted);
+    uint64_t all = test_stats(s.pool).pages_free;
+    poke(&s, slot_of(&s, 1), place);
+    poke(&s, asks, 3);
+    while (!is_in_the_queue(&s) || test_stats(s.pool).pages_free == all) nap();
+    lose(&s, true);
+    while (is_in_the_queue(&s)) nap();
+    poke(&s, asks, 0);
+    thaw(&s);
+    lose(&s, false);
+    /* Or it was given at last, and is to be had again. */
+    uint32_t *pages = malloc(all * sizeof(*pages));
+    CHECK(pages);
+    while (cxlkv_pages_alloc(s.pool, (uint32_t)all, pages) != (int64_t)all) nap();
+    CHECK(cxlkv_pages_free(s.pool, (uint32_t)all, pages) == (int64_t)all);
+    free(pages);
+    scene_end(&s);
+}
+
 int main(void) {
 #ifdef __SANITIZE_THREAD__
     printf("skipped: ThreadSanitizer has no threads after a fork\n");
@@ -183,5 +223,6 @@ int main(void) {
     test_who_waits_has_no_lock(path);
     test_who_queues_dies(path);
     test_another_dies_with_the_lock(path);
+    test_what_was_not_given_comes_back(path);
     return 0;
 }
