@@ -34,7 +34,8 @@ INTERRUPTED = incoherent.PROGRAMS["hosts"]
 ON_REAL_MEMORY = "test_hosts"
 PRIVATE_CACHES = "test_objects_incoherent"
 UPGRADE = "test_upgrade_incoherent"
-WITHOUT_SEEDS = (ON_REAL_MEMORY, PRIVATE_CACHES, UPGRADE)
+FORGOTTEN = "test_forgotten"
+WITHOUT_SEEDS = (ON_REAL_MEMORY, PRIVATE_CACHES, UPGRADE, FORGOTTEN)
 TOLD_BY = {
     "FLUSH_NAME_LOOK_BEGIN": INTERRUPTED,
     "CLAIM_NAME_AGAIN": INTERRUPTED,
@@ -46,6 +47,9 @@ TOLD_BY = {
     "LOG_BEHIND_DAMAGE": ON_REAL_MEMORY,
     "LOG_GAP": ON_REAL_MEMORY,
     "LOG_TORN_END": ON_REAL_MEMORY,
+    "FORGET_CARRIED": FORGOTTEN,
+    "FORGET_FOLLOWED": FORGOTTEN,
+    "FORGET_REBUILT": FORGOTTEN,
     "CLAIM_ENTRY": ON_REAL_MEMORY,
     "NAME_TWICE": ON_REAL_MEMORY,
     "OBJECT_PUT_BACK": PRIVATE_CACHES,
@@ -164,6 +168,11 @@ CHECKS = {
     ),
     "LOG_TORN_END": Check(
         "host_log.c", "if (is_blank(&record) || record_is_whole(h, &record, s)) break;", "break;"
+    ),
+    "FORGET_CARRIED": Check("follow.c", "    forgotten_carry(pool, count);\n", ""),
+    "FORGET_FOLLOWED": Check("follow.c", "        forget_foreign(pool);\n", ""),
+    "FORGET_REBUILT": Check(
+        "host.c", "state == PAGE_PUBLISHED && is_forgotten(pool, &line)", "false"
     ),
     "CLAIM_CRC": Check(
         "claims.c", "|| c->crc != claim_crc(c, extent) || c->commit", "|| c->commit"
@@ -321,7 +330,7 @@ def build_without(name: str, build: Path, folder: Path) -> Path:
         raise SystemExit(f"{name}: not once in {check.source}: {check.text}")
     (folder / check.source).write_text(text.replace(check.text, check.without))
     sources = [folder / f"{program}.c"]
-    if program == ON_REAL_MEMORY:
+    if program in (ON_REAL_MEMORY, FORGOTTEN):
         sources.append(SOURCES / "flush.c")
     if check.source.endswith(".c"):
         sources.append(folder / check.source)

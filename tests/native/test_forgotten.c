@@ -1,0 +1,70 @@
+/* Goal: what was forgotten of a host that does not run is found by nobody, for as long as it does
+ * not run; and what it publishes later is. Method: three hosts of a pool of objects in one process;
+ * one makes no call and its keeper sleeps, as if it were dead. Its objects are forgotten by another,
+ * whose log is then written over many times; a third is there, or comes late. Wishes that a log has
+ * no room for are counted. */
+#undef NDEBUG
+#include "object_tests.h"
+
+enum { WISHES, DEAD, OTHER, HOSTS };
+enum { OBJECT_BYTES = 8192, LOG_RECORDS = 64, FEW = 20, MANY = 80, LAPS = 4 };
+#define LEASE_S 3600 /* keepers work twenty times a lease */
+static uint64_t seed = 20261122;
+
+static cxlkv_pool *open_host(const char *path, uint32_t number) {
+    cxlkv_host host = {.number = number, .lease_s = LEASE_S};
+    cxlkv_pool *pool;
+    CHECK(cxlkv_pool_open(path, &host, &pool) == 0);
+    return pool;
+}
+
+static void write_log_over(cxlkv_pool *pool) {
+    for (uint64_t i = 0; i < LAPS * LOG_RECORDS / 2; i++) {
+        CHECK(put(pool, 9000, i, OBJECT_BYTES, &seed) == 1);
+        CHECK(forget(pool, 9000) == 1);
+    }
+}
+
+static uint64_t count_found(cxlkv_pool *pool, uint64_t objects) {
+    uint64_t found = 0;
+    for (uint64_t i = 0; i < objects; i++) found += size_of(pool, i) >= 0;
+    return found;
+}
+
+static void test_wishes(uint64_t objects) {
+    const char *path = test_path("forgotten");
+    cxlkv_layout layout = object_layout(OBJECT_BYTES, true);
+    cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = HOSTS,
+                             .log_records = LOG_RECORDS};
+    cxlkv_host host = {.lease_s = LEASE_S};
+    cxlkv_pool *pools[HOSTS];
+    CHECK(cxlkv_pool_create(path, &layout, &sharing, 8 << 20, 0, &host, &pools[WISHES]) == 0);
+    pools[DEAD] = open_host(path, DEAD);
+    pools[OTHER] = open_host(path, OTHER);
+    for (uint64_t i = 0; i < objects; i++)
+        CHECK(put(pools[DEAD], i, i, OBJECT_BYTES, &seed) == 1);
+    CHECK(count_found(pools[OTHER], objects) == objects);
+    for (uint64_t i = 0; i < objects; i++) CHECK(forget(pools[WISHES], i) == 1);
+    CHECK(put(pools[WISHES], 0, 77, 100, &seed) == 1);
+    if (objects <= LOG_RECORDS / 2) CHECK(count_found(pools[OTHER], objects) == 1);
+    cxlkv_pool_destroy(pools[OTHER]);
+    write_log_over(pools[WISHES]);
+    pools[OTHER] = open_host(path, OTHER);
+    uint64_t lost = test_stats(pools[WISHES]).lost_forgets;
+    uint64_t found = count_found(pools[OTHER], objects);
+    printf("%lu wishes: %lu lost, %lu found again\n", objects, lost, found - 1);
+    CHECK(found - 1 <= lost && (objects > LOG_RECORDS / 2) == (lost > 0));
+    expect(pools[OTHER], 0, 77, 100, &seed);
+    /* It runs again: what it reads in the logs it carries out, and it may say something new. */
+    CHECK(forget(pools[DEAD], 1) == 0 || lost);
+    CHECK(put(pools[DEAD], 1, 5, OBJECT_BYTES, &seed) == 1 || lost);
+    if (!lost) expect(pools[OTHER], 1, 5, OBJECT_BYTES, &seed);
+    for (uint32_t i = 0; i < HOSTS; i++) cxlkv_pool_destroy(pools[i]);
+    CHECK(cxlkv_pool_remove(path) == 0);
+}
+
+int main(void) {
+    test_wishes(FEW);
+    test_wishes(MANY);
+    return 0;
+}
