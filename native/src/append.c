@@ -166,6 +166,8 @@ static int page_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, cons
     size_t bytes = gather_bytes(pool) + pool->geometry.sketch_piece_bytes;
     _Alignas(LINE_BYTES) uint8_t small[16384];
     uint8_t *buffer = small;
+    int code = page_stays_ours(pool, page);
+    if (code < 0) return code;
     if (bytes > sizeof(small) && !(buffer = aligned_alloc(LINE_BYTES, align_up(bytes, LINE_BYTES))))
         return fail(ENOMEM, "no memory to gather a piece of %zu bytes", bytes);
     for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {

@@ -190,7 +190,8 @@ static int seal_record(void *context, uint32_t task) {
     const attach_job *job = context;
     cxlkv_pool *pool = job->batch->pool;
     uint32_t part, item, page = page_of(job, task, &part, &item);
-    if (page == NO_PAGE) return 0;
+    int code = page == NO_PAGE ? 0 : page_stays_ours(pool, page);
+    if (code < 0 || page == NO_PAGE) return code;
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
         if (pool->part_of[layer] != part) continue;
         for (uint32_t kind = 0; pool->layout.checksum && kind < PIECE_KINDS; kind++)

@@ -104,6 +104,14 @@ static bool is_known(const extent_owner *owners, uint32_t count) {
     return false;
 }
 
+int page_stays_ours(const cxlkv_pool *pool, uint32_t page) {
+    if (page_is_ours(pool, page)) return 0;
+    return fail(CXLKV_E_CORRUPT,
+                "page %u is not this host's any more: its claim of that extent was lost in the "
+                "pool's memory, or damaged. Nothing was written. Release what holds the page and "
+                "recompute it", page);
+}
+
 static void unlist(cxlkv_pool *pool, uint32_t extent) {
     uint32_t runs = pool->geometry.slab_slots / RUN_SLOTS;
     for (uint32_t i = 0; i < runs; i++) pages_unlist(pool, first_run(pool, extent) + i);

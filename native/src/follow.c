@@ -22,7 +22,8 @@ void log_forget(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint
 
 void log_write(cxlkv_pool *pool) {
     uint32_t count = pool->log_count;
-    if (count == 0) return;
+    if (pool->host->stopped) pool->log_count = 0; /* it is not our log any more */
+    if (count == 0 || pool->log_count == 0) return;
     hosts_log(&pool->hosts, pool->host->log_next, pool->log_waiting, count);
     pool->host->log_next += count;
     pool->log_count = 0;

@@ -835,6 +835,9 @@ static inline bool extents_in_doubt(const cxlkv_pool *pool) {
 }
 /* Which are ours, from what all hosts claim: with the claims, without the host lock. */
 int extents_refresh(cxlkv_pool *pool, const hosts *turn);
+/* Before a page that was taken in an earlier call is written: 0, or an error when its extent is not
+ * ours any more, for then its memory can only be read. */
+int page_stays_ours(const cxlkv_pool *pool, uint32_t page);
 void extents_protect(cxlkv_pool *pool);   /* this process's mapping: what is not ours, read-only */
 /* V8 for all descriptors: written back, if any was stored here, and dropped from the caches. */
 void descriptors_hand_over(const cxlkv_pool *pool, bool gives);
@@ -898,6 +901,9 @@ int busy_error(const char *path);
 /* Writes an empty pool into the mapping: its superblock last. */
 int pool_format(cxlkv_pool *pool);
 int pool_enter(cxlkv_pool *pool);         /* read lock; -CXLKV_E_CLOSED */
+/* The same for who gives something back: also on a host that may not go on, which could not be
+ * closed otherwise. */
+int pool_enter_to_release(cxlkv_pool *pool);
 void pool_leave(cxlkv_pool *pool);
 void pool_retain(cxlkv_pool *pool);
 void pool_drop(cxlkv_pool *pool);

@@ -112,6 +112,8 @@ static int sum_task(void *context, uint32_t item) {
     const object_place *place = &job->places[item];
     const uint8_t *at = object_at(pool, place->page);
     if (job->codes[item] != 0) return 0;
+    int code = page_stays_ours(pool, place->page);
+    if (code < 0) return code;
     if (pool->layout.checksum)
         *checksum_of(pool, place->page, 0, 0, PIECE_KEYS) = crc32c(0, at, place->bytes);
     if (pool->mode != VISIBILITY_COHERENT)
@@ -174,7 +176,7 @@ static void release(cxlkv_lease *lease, uint32_t count, object_place *places) {
 }
 
 int cxlkv_lease_release(cxlkv_lease *lease, uint32_t count, const uint32_t *places) {
-    int code = pool_enter(lease->pool);
+    int code = pool_enter_to_release(lease->pool);
     if (code < 0) return code;
     pthread_mutex_lock(&lease->lock);
     if (!places) release(lease, lease->count, lease->places);

@@ -50,12 +50,18 @@ void pool_drop(cxlkv_pool *pool) {
     free(pool);
 }
 
-int pool_enter(cxlkv_pool *pool) {
+int pool_enter_to_release(cxlkv_pool *pool) {
     pthread_rwlock_rdlock(&pool->operations);
-    int code = 0;
-    if (pool->closed) code = fail(CXLKV_E_CLOSED, "the pool is closed: open it again");
-    else if (pool->shared) code = peers_check(pool);
-    if (code < 0) pthread_rwlock_unlock(&pool->operations);
+    if (!pool->closed) return 0;
+    pthread_rwlock_unlock(&pool->operations);
+    return fail(CXLKV_E_CLOSED, "the pool is closed: open it again");
+}
+
+int pool_enter(cxlkv_pool *pool) {
+    int code = pool_enter_to_release(pool);
+    if (code < 0 || !pool->shared) return code;
+    code = peers_check(pool);
+    if (code < 0) pool_leave(pool);
     return code;
 }
 

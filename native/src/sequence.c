@@ -463,11 +463,11 @@ int cxlkv_sequence_fork(cxlkv_sequence *sequence, cxlkv_sequence **child) {
     return code;
 }
 
+/* A tail becomes a page with CRCs of its own, so what is copied is verified each time: bytes that
+ * changed since this process verified the page would be right ones from then on. */
 int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t filled, tail **out) {
     const cxlkv_layout *layout = &pool->layout;
     size_t element = dtype_bytes(layout->dtype);
-    int code = pieces_verify(pool, page, layer);
-    if (code < 0) return code;
     tail *made = tail_make(pool);
     if (!made) return fail(ENOMEM, "no memory for a tail");
     *out = made; /* before the copy: a bus error in it must not lose the tail */
@@ -479,6 +479,9 @@ int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t fil
             const uint8_t *from = pieces_of(pool, page, layer, kind) + head * stride;
             uint8_t *to = tail_at(pool, made, kind, head);
             if (kind == PIECE_VALUES && values_are_keys(layout)) continue;
+            int code = layout->checksum
+                           ? piece_verify(pool, page, layer, head, kind, from) : 0;
+            if (code < 0) return code;
             for (uint32_t t = 0; t < filled; t++)
                 memcpy(to + t * tail_row_bytes(pool), from + t * row, row);
         }
@@ -558,7 +561,7 @@ int cxlkv_sequence_truncate(cxlkv_sequence *sequence, uint64_t tokens) {
 
 int cxlkv_sequence_release(cxlkv_sequence *sequence) {
     cxlkv_pool *pool = sequence->pool;
-    if (pool_enter(pool) < 0) return 0; /* closing the pool has released it */
+    if (pool_enter_to_release(pool) < 0) return 0; /* closing the pool has released it */
     pthread_rwlock_wrlock(&sequence->lock);
     if (!sequence->released) sequence_drop_pages(sequence);
     sequence->released = true;
