@@ -1,8 +1,8 @@
 /* Goal: what was forgotten of a host that does not run is found by nobody, for as long as it does
  * not run; and what it publishes later is. Method: three hosts of a pool of objects in one process;
- * one makes no call and its keeper sleeps, as if it were dead. Its objects are forgotten by another,
- * whose log is then written over many times; a third is there, or comes late. Wishes that a log has
- * no room for are counted. */
+ * one makes no call and its keeper sleeps, as if it were dead. Its objects are forgotten by
+ * another, whose log is then written over many times; a third is there, or comes late. Wishes that
+ * a log has no room for are counted. */
 #undef NDEBUG
 #include "object_tests.h"
 
