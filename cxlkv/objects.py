@@ -48,7 +48,7 @@ class Buffers(NamedTuple):
 
 def object_keys(names: Iterable[str | bytes], salt: bytes = b"") -> PageKeys:
     """Keys of objects, hashed at once, for calls that take keys; salt keeps tenants apart."""
-    given = list(names)
+    given = list_of_keys(names)
     try:
         joined = "".join(cast("list[str]", given)).encode("ascii")
     except (TypeError, UnicodeEncodeError):  # bytes among them, or letters of several bytes
@@ -320,13 +320,20 @@ def _end(view: memoryview | None) -> None:
 # ---- what callers give ----
 
 
+def list_of_keys(keys: Keys) -> list[str | bytes]:
+    """Raises BadArgumentError for what is none."""
+    if not isinstance(keys, Iterable):
+        raise BadArgumentError(f"keys are a list of text or bytes, not {type(keys).__name__}")
+    return list(keys)
+
+
 def hashes_of(keys: Keys) -> bytes:
     """Of names, hashed; of object_keys() what they are: 16 bytes each, joined."""
     if isinstance(keys, (str, bytes)):
         raise BadArgumentError("one key where several are wanted: put it into a list")
     if isinstance(keys, PageKeys):
         return key_hashes(keys)
-    given = list(keys)
+    given = list_of_keys(keys)
     if any(isinstance(key, PageKey) for key in given):  # of object_keys(), taken out one by one
         return b"".join(k if isinstance(k, PageKey) else hashes_of((k,)) for k in given)
     return object_keys(given).packed.tobytes()

@@ -133,6 +133,8 @@ class CXLPool(Objects, Closing):
         machines the same (default: the environment's CXLKV_HOST). A host that gives no sign for
         lease_s is suspected by the others. docs/coherence.md has the protocol.
         """
+        if not isinstance(layout, KVLayout):
+            raise BadArgumentError(f"layout is a KVLayout, not {type(layout).__name__}")
         shared = parse_sharing(sharing, durable, hosts)
         _check_threads(threads)  # first: a pool that was made would stay behind
         place = numa.emulated(parse_place(where))
@@ -345,6 +347,7 @@ class CXLPool(Objects, Closing):
         """
         if tokens_per_key < 1:
             raise BadArgumentError(f"{tokens_per_key} tokens a key: at least 1")
+        _check_sequence(seq)
         if seq._pool is not self._handle:
             raise BadArgumentError("the sequence is of another pool")
         return _core.publish(seq._handle, key_hashes(keys, strict), tokens_per_key, not strict)
@@ -568,6 +571,11 @@ class CXLPool(Objects, Closing):
                 raise
             self._not_before_close(call)
         _core.pool_close(self._handle)
+
+
+def _check_sequence(given: object) -> None:
+    if not isinstance(given, Sequence):
+        raise BadArgumentError(f"a sequence is wanted, not {type(given).__name__}")
 
 
 def _is_there(path: str, in_place: bool) -> bool:

@@ -94,6 +94,8 @@ def key_hashes(keys: Iterable[bytes], strict: bool = True, *, either: bool = Fal
         return keys.packed.tobytes()
     person = b"cxlkv.key" if strict else b"cxlkv.loose"
     digests: list[bytes] = []
+    if not isinstance(keys, Iterable):
+        raise BadArgumentError(f"keys are a list of bytes, not {type(keys).__name__}")
     for key in keys:
         if isinstance(key, PageKey):
             _check_kind(key.strict, key.strict if either else strict)
@@ -149,7 +151,10 @@ def content_keys(token_ids: npt.ArrayLike, page_tokens: int, salt: bytes = b"") 
 
 
 def root(salt: bytes) -> bytes:
-    """What the first page's key hangs on."""
+    """What the first page's key hangs on. Raises BadArgumentError for what is not bytes."""
+    if not isinstance(salt, (bytes, bytearray, memoryview)):
+        hint = f"salt={salt.encode()!r}" if isinstance(salt, str) else 'salt=b"..."'
+        raise BadArgumentError(f"a salt is bytes, not {type(salt).__name__}: {hint}")
     return hashlib.blake2s(salt, digest_size=HASH_BYTES, person=b"cxlkvslt").digest()
 
 

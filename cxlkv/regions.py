@@ -42,6 +42,10 @@ def parse_where(where: str | os.PathLike[str]) -> str | None:
 def parse_place(where: str | os.PathLike[str]) -> Place:
     """What "anonymous:", a path, "numa:NODES", "numa:NODES:PATH", "dax:DEVICE", "dax:FILE" or
     "dax:DEVICE+DEVICE" says; raises for other schemes and relative nonsense."""
+    if not isinstance(where, (str, os.PathLike)):
+        raise BadArgumentError(
+            f"{where!r} is no place for a pool: a path as text or pathlib.Path, or 'anonymous:'"
+        )
     text = os.fspath(where)
     if text == "anonymous:":
         return Place(None)

@@ -28,9 +28,14 @@ class Batch:
     """
 
     def __init__(self, pool: _core.Handle, layout: KVLayout, sequences: Sequences[Sequence]):
+        if not isinstance(sequences, Sequences):
+            raise BadArgumentError(f"a list of sequences is wanted, not {type(sequences).__name__}")
         if not sequences:
             raise BadArgumentError("a batch needs at least one sequence")
         self.sequences = tuple(sequences)
+        for each in self.sequences:
+            if not isinstance(each, Sequence):
+                raise BadArgumentError(f"a batch is of sequences, not of {type(each).__name__}")
         self._layout = layout
         dtype = DTYPES.index(layout.dtype)
         self._key_row = (layout.kv_heads, layout.head_dim, dtype)
@@ -246,7 +251,7 @@ class Batch:
         one for each sequence. In a layer with a window a row sees the pages of its window only, and
         budgets count these. scale defaults to head_dim ** -0.5.
         """
-        several = [budgets] if isinstance(budgets, Budget) else list(budgets)
+        several = [budgets] if isinstance(budgets, Budget) else _list_of_budgets(budgets)
         if len(several) not in (1, len(self)):
             raise BadArgumentError(f"{len(several)} budgets for {len(self)} sequences")
         asked = Asked(
@@ -560,6 +565,16 @@ def _with_axis(picked: Selection | None) -> Selection | None:
     return replace(
         picked, pages=picked.pages[None], scores=picked.scores[None], counts=picked.counts[None]
     )
+
+
+def _list_of_budgets(given: object) -> list[Budget]:
+    listed = list(given) if isinstance(given, Sequences) else [given]
+    budgets = [each for each in listed if isinstance(each, Budget)]
+    if len(budgets) < len(listed):
+        raise BadArgumentError(
+            f"budget {given!r}: a Budget is wanted, such as Budget(share=0.05) or Budget(pages=64)"
+        )
+    return budgets
 
 
 def _int32(given: npt.ArrayLike, name: str) -> Starts:

@@ -13,13 +13,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from typer.testing import CliRunner
 
-from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Sequence, _core, errors, regions
+from cxlkv import (
+    Budget,
+    CXLPool,
+    KVLayout,
+    LayerGroup,
+    Sequence,
+    _core,
+    errors,
+    object_keys,
+    regions,
+)
 from cxlkv.cli import app
 from cxlkv.emulation import faults
 from cxlkv.prefix import prefix_keys
@@ -856,3 +867,45 @@ def test_starts_that_are_no_int32_are_not_rounded(starts: list[float]) -> None:
         rows = np.zeros((1, LAYOUT.kv_heads, LAYOUT.head_dim), np.float32)
         with pytest.raises(errors.BadArgumentError, match="whole numbers below"):
             batch.append(0, rows, rows, starts)
+
+
+T = TypeVar("T")
+
+
+def other(value: object) -> T:  # type: ignore[type-var]
+    """For the type checker it is what is wanted."""
+    return cast("T", value)
+
+
+# What is of another kind than the call wants, and what the error says that would help.
+OTHER_KINDS: dict[str, tuple[Callable[[CXLPool, Sequence], object], str]] = {
+    "salt as text": (lambda pool, _: pool.match_prefix([1], salt=other("a")), "salt=b'a'"),
+    "empty salt as text": (lambda *_: prefix_keys([1], 4, salt=other("")), "salt is bytes"),
+    "salt of objects": (lambda *_: object_keys(["k"], salt=other(None)), "salt is bytes"),
+    "a number for keys": (lambda pool, _: pool.match(other(7)), "keys are a list"),
+    "no names": (lambda *_: object_keys(other(None)), "keys are a list"),
+    "a share for a budget": (lambda _, one: one.select(0, rows(1)[0], other(0.05)), "share=0.05"),
+    "shares for budgets": (
+        lambda pool, one: pool.batch([one]).select(0, rows(1), [0, 1], other([0.05])),
+        "share=0.05",
+    ),
+    "no sequence to publish": (
+        lambda pool, _: pool.publish_prefix(other(b"h"), [1]),
+        "sequence is",
+    ),
+    "one sequence for a batch": (lambda pool, one: pool.batch(other(one)), "a list of"),
+    "handles for a batch": (lambda pool, _: pool.batch(other([b"h"])), "of sequences"),
+    "a mapping for a layout": (
+        lambda *_: CXLPool.create("anonymous:", layout=other({}), capacity=CAPACITY),
+        "a KVLayout",
+    ),
+    "bytes for a path": (lambda *_: CXLPool.open(other(b"/dev/shm/a")), "path as text"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_KINDS)
+def test_another_kind_of_thing_is_named_with_what_helps(pool: CXLPool, what: str) -> None:
+    """Once these ended in a TypeError or an AttributeError of the inside."""
+    call, helps = OTHER_KINDS[what]
+    with pytest.raises(errors.BadArgumentError, match=helps):
+        call(pool, fill(pool))

@@ -30,7 +30,7 @@ from transformers import (
 
 from cxlkv import Budget, CXLPool, Selection, _core
 from cxlkv._native import lib
-from cxlkv.adapters.transformers import CXLCache, LayerStep, layout_of
+from cxlkv.adapters.transformers import CXLCache, LayerStep, budgets, layout_of
 from cxlkv.errors import BadArgumentError, GeometryError, PoolFullError, UnsupportedError
 
 from .small_models import VOCABULARY_SIZE, Generates, close, prompts
@@ -561,3 +561,8 @@ def test_a_step_makes_three_calls_a_layer_for_any_number_of_sequences(
         third = "cxlkv_batch_attend" if near else "cxlkv_batch_fetch"
         wanted = {"cxlkv_batch_append", "cxlkv_batch_select", third}
         assert counting.calls == dict.fromkeys(wanted, LAYERS)
+
+
+def test_a_share_is_no_budget() -> None:
+    with pytest.raises(BadArgumentError, match=r"Budget\(share=0.05\)"):
+        budgets.checked(0.05)  # type: ignore[arg-type]

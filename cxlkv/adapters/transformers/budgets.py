@@ -15,6 +15,11 @@ def checked(budgets: Budgets) -> Budget | tuple[Budget | None, ...] | None:
     """As it is kept; raises BadArgumentError for what is no budget, and for mixed union or per."""
     if budgets is None or isinstance(budgets, Budget):
         return budgets
+    if not isinstance(budgets, Sequence):
+        raise BadArgumentError(
+            f"budget={budgets!r}: a Budget is wanted, such as Budget(share=0.05) or "
+            "Budget(pages=64), None for full attention, or one of these for each row"
+        )
     kept = tuple(budgets)
     if not kept or not all(b is None or isinstance(b, Budget) for b in kept):
         raise BadArgumentError("budget is a Budget, None, or one of these for each row")
