@@ -349,7 +349,14 @@ def create(
 ) -> None:
     """Make a pool for one model's KV cache, or for objects that are stored by their keys."""
     from cxlkv.pool import CXLPool
+    from cxlkv.regions import parse_place
 
+    if parse_place(path).path is None:
+        node = "" if str(path) == "anonymous:" else f"{path}:"
+        raise BadArgumentError(
+            f"{path} is memory without a name, and ends with this command: name a file, as "
+            f"{node}/dev/shm/my.pool"
+        )
     shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
     layout = layout_of(object_bytes, shape, {"page_tokens": page_tokens, "dtype": dtype})
     with CXLPool.create(

@@ -135,6 +135,16 @@ def test_a_pool_of_objects(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert run_main(capsys, "pool", "remove", "--yes", path)[0] == 0
 
 
+@pytest.mark.parametrize("place", ["numa:0", "anonymous:"])
+def test_memory_without_a_name_is_not_made_to_end_at_once(
+    capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    code, _, err = run_main(capsys, *CREATE, place)
+    assert code == 1
+    assert "ends with this command" in err
+    assert "/dev/shm/my.pool" in err
+
+
 def test_a_pool_is_not_removed_without_a_yes(tmp_path: Path) -> None:
     path = tmp_path / "pool.cxlkv"
     assert runner.invoke(cli.app, [*CREATE, str(path)]).exit_code == 0
