@@ -542,6 +542,11 @@ def leftover(path: str, kind: str, idle_s: float, removes: bool) -> bool:
     return check(code) == 1
 
 
+def state_folder() -> int:
+    """This user's folder of host states, which nobody else may enter: a descriptor."""
+    return int(check(lib.cxlkv_state_folder()))
+
+
 def count_audit(pool: Handle, recall: float, mass: float) -> None:
     check(lib.cxlkv_pool_count_audit(pool, recall, mass))
 

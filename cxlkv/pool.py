@@ -196,7 +196,7 @@ class CXLPool(Objects, Closing):
         )
         if path is None:
             return make()
-        with one_maker(path):
+        with one_maker():
             if not _is_there(path, in_place):
                 if wanted.if_missing == "create":
                     return make()

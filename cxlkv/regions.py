@@ -13,7 +13,13 @@ from typing import NamedTuple
 from cxlkv import _core
 from cxlkv.config import format_bytes, parse_bytes
 from cxlkv.devices import dax_devices_of, probe_devices
-from cxlkv.errors import BadArgumentError, MemoryShortError, SystemCallError, UnsupportedError
+from cxlkv.errors import (
+    BadArgumentError,
+    CXLKVError,
+    MemoryShortError,
+    SystemCallError,
+    UnsupportedError,
+)
 from cxlkv.placing import parse_nodes
 from cxlkv.topology import probe
 
@@ -134,17 +140,18 @@ def _path_of(text: str) -> str:
 
 
 @contextmanager
-def one_maker(path: str) -> Iterator[None]:
-    """Within it, one process at a time makes the pool at `path`.
+def one_maker() -> Iterator[None]:
+    """Within it, one of this user's processes at a time makes a pool.
 
     When all processes of a server start at once, each would reserve the whole capacity for a draft
-    of its own. The lock is the folder's, so nothing is left behind; on a file system that has none
-    for folders (NFS), the first finished draft wins, and the others raise PoolExistsError.
+    of its own. The lock is that of the user's folder of host states, so nothing is left behind, and
+    nobody else can keep it: /dev/shm itself may be locked by anybody. Between users the first
+    finished draft wins, and the others raise PoolExistsError.
     """
     folders: list[int] = []
     try:
-        with suppress(OSError):
-            _core.keep(folders, os.open, Path(path).absolute().parent, os.O_RDONLY | os.O_CLOEXEC)
+        with suppress(OSError, CXLKVError):  # of the folder, who makes the pool complains
+            folders.append(_core.state_folder())
             fcntl.flock(folders[0], fcntl.LOCK_EX)
         yield
     finally:

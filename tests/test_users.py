@@ -26,6 +26,7 @@ import pytest
 
 from cxlkv import CXLPool, KVLayout
 from cxlkv.leftovers import clean, find_leftovers
+from cxlkv.regions import one_maker
 
 from .states import SHARED_MEMORY, host_states, state_folder
 
@@ -337,6 +338,27 @@ def test_a_workers_slots_are_looked_at_as_well(place: Path, victim: int) -> None
         assert str(slots) in said, said
         assert not os.path.lexists(slots)  # the last one to leave takes along what lies there
     assert outcome(victim, opens(path)) == "fine: 1"
+
+
+# ---- makers ----
+
+
+def test_a_lock_on_the_pools_folder_holds_up_nobody(place: Path, victim: int) -> None:
+    """Anybody may lock /dev/shm, where engines make their pools."""
+    path = place / "a.pool"
+
+    def locks(waits: Callable[[], None]) -> None:
+        folder = os.open(place, os.O_RDONLY)
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        waits()
+
+    def makes() -> str:
+        with one_maker():
+            CXLPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1).close()
+        return "made"
+
+    with waiting(STRANGER, locks):
+        assert outcome(victim, makes) == "made"
 
 
 # ---- the place of older builds: /dev/shm itself ----

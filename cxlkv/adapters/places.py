@@ -50,7 +50,7 @@ def make_or_open(
     """
     place = parse_place(path).path
     assert place is not None, "path_for() refuses places without a name"
-    with one_maker(place):
+    with one_maker():
         if _is_there(place):
             return _opened(path, layout), False
         size = share_bytes(place, parts) if capacity is None else capacity

@@ -366,6 +366,10 @@ typedef struct cxlkv_stripe {
 /* Reads it; not_a_pool when it is no part of a striped pool. */
 int cxlkv_stripe_look(const char *path, cxlkv_stripe *part);
 
+/* This user's folder of host states, which is made if need be: a descriptor. Nobody else may enter
+ * it, so that a lock on it is a lock among this user's processes. */
+int cxlkv_state_folder(void);
+
 #define CXLKV_LEFTOVER_DRAFT 0  /* the file of a creation that was killed */
 #define CXLKV_LEFTOVER_ORPHAN 1 /* a host state that nobody uses, and whose pool is gone */
 #define CXLKV_LEFTOVER_IDLE 2   /* a pool that nobody has used for idle_s */

@@ -81,6 +81,14 @@ static int folder_open(const char *path, uid_t owner, bool makes, int *folder) {
     return code;
 }
 
+int cxlkv_state_folder(void) {
+    char path[STATE_PATH_BYTES];
+    int folder;
+    folder_path(geteuid(), path);
+    int code = folder_open(path, geteuid(), true, &folder);
+    return code < 0 ? code : folder;
+}
+
 void state_place_close(state_place *place) {
     if (place->folder >= 0) close(place->folder);
     place->folder = -1;
