@@ -139,12 +139,19 @@ class Found(NamedTuple):
     place: Place
 
 
+class _OwnedFile(FileIO):
+    """Closed with its owner: a tier that is only dropped is no leak to be warned of."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 def _opened(path: str) -> FileIO:
     """A plain file, made if there is none."""
     opened: list[FileIO] = []
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
     try:  # in one call, so that no interrupt comes while a number alone stands for the open file
-        opened.extend(map(FileIO, map(os.open, (path,), (flags,), (0o600,)), ("r+",)))
+        opened.extend(map(_OwnedFile, map(os.open, (path,), (flags,), (0o600,)), ("r+",)))
     except IsADirectoryError as error:
         raise NotAColdFileError(f"{path} is a folder: give the path of a file") from error
     except OSError as error:
