@@ -111,17 +111,24 @@ def test_the_lowest_seed_is_named_whoever_finds_one_first(programs: dict[str, Pa
     assert before.counters["left out"] > 0
 
 
-def test_a_smaller_run_fails_by_the_same_check(programs: dict[str, Path]) -> None:
-    found = run(programs["protocol"], 1, 300, "x86", "FLUSH_TAKE")
+@pytest.mark.parametrize(
+    ("site", "limit", "most"), [("FLUSH_TAKE", "hosts", 2), ("FLUSH_SLOT", "rounds", 9)]
+)
+def test_a_smaller_run_fails_by_the_same_check(
+    programs: dict[str, Path], site: str, limit: str, most: int
+) -> None:
+    found = run(programs["protocol"], 1, 300, "x86", site)
     least = incoherent.smaller(found)
     assert least.what.partition(" (")[0] == found.what.partition(" (")[0]
-    assert least.limits.rounds is not None
-    assert least.limits.rounds < 10
-    assert set(re.findall(r" host (\d+) ", least.trace)) == {"0", "1"}
+    assert vars(least.limits)[limit] is not None
+    assert vars(least.limits)[limit] <= most
+    hosts = least.limits.hosts
+    assert hosts is not None
+    assert set(re.findall(r" host (\d+) ", least.trace)) == set(map(str, range(hosts)))
     assert "killed" not in least.trace
     assert len(least.trace) < len(found.trace) / 2
     assert least.failed_seed is not None
-    again = run(least.program, least.failed_seed, 1, "x86", "FLUSH_TAKE", least.limits)
+    again = run(least.program, least.failed_seed, 1, "x86", site, least.limits)
     assert again == least
 
 
