@@ -109,7 +109,7 @@ native-test-arm64:  ## the C tests for arm64 in an emulator, where one is instal
 	    -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_C_COMPILER=$(ARM64_GCC) \
 	    -DCMAKE_EXE_LINKER_FLAGS=-static -DCMAKE_CROSSCOMPILING_EMULATOR=$(ARM64_QEMU) >/dev/null; \
 	  cmake --build $$build --parallel 2; \
-	  for run in "max -E ^test_(fork|guard|host_log|hotness|incoherent|objects_fork|poison|shared|threads)$$" \
+	  for run in "max -E ^test_(claims|fork|guard|host_log|hotness|incoherent|objects_fork|poison|shared|threads)$$" \
 	      "cortex-a72 -R ^test_kernels$$"; do \
 	    set -- $$run; \
 	    QEMU_CPU=$$1 CXLKV_SEEDS=20 ctest --test-dir $$build -j 2 --output-on-failure \
