@@ -274,13 +274,18 @@ def victims(path: str, seed: int, threads: int, kills: int) -> None:
 
 
 def work(path: str, seed: int, threads: int, reads_only: int) -> None:
-    """Until SIGTERM, then gives all back."""
+    """Until SIGTERM, then gives all back. At SIGUSR1 it says what it has seen so far."""
     ended: list[int] = []
+    asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    signal.signal(signal.SIGUSR1, lambda number, _: asked.append(number))
     worker = Worker(path, seed, threads, bool(reads_only))
     say(ready=True)
     while not ended:
         worker.step()
+        if asked:
+            asked.clear()
+            say(seen=worker.seen)
     worker.finish()
     say(seen=worker.seen)
 

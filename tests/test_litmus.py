@@ -146,7 +146,7 @@ def test_violations_are_counted_described_and_certify_nothing(
     region: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     region.write_bytes(litmus.MAGIC.ljust(_core.LITMUS_REGION_BYTES, b"\0"))
-    for _ in range(50):  # until the scribbler runs beside this test, of the run's several
+    while True:  # until the scribbler runs beside this test, of the run's several
         with scribbler(region), pytest.raises(SystemExit):
             cli.app(["bench", "run", "litmus", "--rounds", "5000", "--region", str(region)])
         out = capsys.readouterr().out

@@ -237,7 +237,7 @@ def test_a_select_there_is_the_same(folder: Path, link: str, rng: np.random.Gene
                 (0, q, Budget(pages=3)),
                 (3, q, Budget(share=0.5, per="sequence")),
                 (1, q[0], Budget(pages=2)),
-                (np.int64(2), q[1], Budget(pages=np.int64(2), per="sequence")),
+                (2, q[1], Budget(pages=2, per="sequence")),
                 (0, q[:0], Budget(pages=2)),
             ):
                 picked = remote.select(hit, layer, queries, budget)
