@@ -117,7 +117,6 @@ static int claim(attach_job *job) {
 static void unclaim(attach_job *job) {
     cxlkv_pool *pool = job->batch->pool;
     pages_unclaim(pool, job->claimed_count, job->claimed);
-    host_unlock(pool);
 }
 
 /* ---- records ---- */
