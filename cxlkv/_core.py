@@ -543,7 +543,7 @@ def leftover(path: str, kind: str, idle_s: float, removes: bool) -> bool:
 
 
 def state_folder() -> int:
-    """This user's folder of host states, which nobody else may enter: a descriptor."""
+    """A descriptor of this user's folder of host states, which other users cannot enter."""
     return int(check(lib.cxlkv_state_folder()))
 
 

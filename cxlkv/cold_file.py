@@ -190,7 +190,7 @@ class ColdFile:
                 f"slots of {format_bytes(self.slot_bytes)}: at least one is needed, and fewer than "
                 "2**32. Ask for another capacity"
             )
-        self._owner: FileIO | None = None  # closed when nobody has this object any more
+        self._owner: FileIO | None = None  # closed when the last reference to this object is gone
         self.fd = -1
         forking.watch(self)  # now: to lock and to look through it takes a while
         self._owner = _opened(self.path)

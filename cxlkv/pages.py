@@ -87,7 +87,7 @@ class Pages:
             _core.pages_alloc(self._pool, pages)
             return pages
         except BaseException:
-            if len(pages) and pages[0] != NO_PAGE:  # interrupted: nobody will hear of these
+            if len(pages) and pages[0] != NO_PAGE:  # interrupted: the caller never gets these
                 _core.pages_free(self._pool, pages)
             raise
 

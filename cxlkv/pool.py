@@ -152,7 +152,7 @@ class CXLPool(Objects, Closing):
         try:
             handle = _core.pool_create(*described, force, own, mask, in_place, made, replace)
             return cls(handle, path)._with_threads(threads)
-        except BaseException:  # nobody has been told that there is a pool
+        except BaseException:  # the caller never gets the pool
             _core.pool_unmake(made, path)
             raise
 
@@ -541,7 +541,7 @@ class CXLPool(Objects, Closing):
             prefault.run(self._handle)
 
     def before_close(self, call: Callable[[], object]) -> None:
-        """Have it called before the memory is unmapped: for who lent it to a device.
+        """Registers a call to make before the memory is unmapped: a device may have it on loan.
 
         Once; after an interrupt in it, the next close() calls it again. Not in a forked child: what
         this process lent ends with this process's pool.

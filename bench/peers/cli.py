@@ -28,7 +28,7 @@ def run_peers(
 
 
 def say_who(result: SideBySide, console: Console) -> None:
-    """Which versions of whom were measured, and who could not be, and why."""
+    """Prints each measured peer's version, and why the others were not measured."""
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     console.print(f"versions: {versions}", soft_wrap=True, markup=False)
     for name, reason in result.missing.items():
