@@ -26,8 +26,8 @@ static void run(enum visibility_mode mode, uint32_t payload_lines) {
     scenario *s = calloc(1, sizeof(*s));
     CHECK(s);
     *s = (scenario){.records = RECORDS, .payload_lines = payload_lines, .hosts = READERS,
-                    .readers = READERS, .mode = mode, .guesses = OPTIMISTS > 0, .wait = yield,
-                    .tell = nothing};
+                    .readers = READERS, .mode = mode, .guesses = OPTIMISTS > 0, .until_seen = true,
+                    .wait = yield, .tell = nothing};
     size_t bytes = align_up(scenario_lines(s) * FLUSH_LINE_BYTES, 4096);
     s->base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(s->base != MAP_FAILED);

@@ -29,6 +29,7 @@ typedef struct scenario {
     uint32_t reader_host[SCENARIO_READERS_MAX];
     enum visibility_mode mode;
     bool guesses;                        /* may readers ask for what nobody told them of? */
+    bool until_seen;                     /* all go on until something was visited and reused */
     void (*wait)(void);                  /* lets others run */
     void (*tell)(void);                  /* before others learn of something but by the memory */
     void (*fail)(const struct scenario *s, uint32_t r); /* or NULL: told of the first failure */
@@ -78,6 +79,10 @@ static inline void scenario_line_of(uint64_t generation, uint32_t state, uint8_t
     memcpy(line, &version, sizeof(version));
     uint32_t crc = crc32c(0, line, FLUSH_LINE_BYTES - 4);
     memcpy(line + FLUSH_LINE_BYTES - 4, &crc, sizeof(crc));
+}
+
+static inline bool scenario_goes_on(const scenario *s) {
+    return s->until_seen && (s->visited == 0 || s->reused == 0);
 }
 
 static inline void scenario_fail(scenario *s, const char *what, uint32_t r, uint64_t generation) {
@@ -195,12 +200,13 @@ static inline void owner_round(owner *o) {
 /* One process of the owner. In the end every pin must be seen to go. */
 static inline void *owner_run(void *context) {
     owner *o = context;
-    bool clear = false;
-    for (uint32_t round = 0; round < o->rounds || !clear; round++) {
+    bool clear = false, ending = false;
+    for (uint32_t round = 0; !ending || !clear; round++) {
         if (atomic_load(&o->s->failed)) break;
         while (atomic_exchange(&o->busy, true)) o->s->wait();
-        if (round < o->rounds) owner_round(o);
-        else clear = owner_look(o);
+        ending = round >= o->rounds && !scenario_goes_on(o->s);
+        if (ending) clear = owner_look(o);
+        else owner_round(o);
         o->s->tell();
         atomic_store(&o->busy, false);
         o->s->wait();
@@ -356,8 +362,10 @@ static inline void reader_round(reader *own, bool last) {
 
 static inline void *reader_run(void *context) {
     reader *own = context;
-    for (uint32_t round = 1; round <= own->rounds && !atomic_load(&own->s->failed); round++) {
-        reader_round(own, round == own->rounds);
+    bool last = false;
+    for (uint32_t round = 1; !last && !atomic_load(&own->s->failed); round++) {
+        last = round >= own->rounds && !scenario_goes_on(own->s);
+        reader_round(own, last);
         own->s->wait();
     }
     return NULL;
