@@ -8,7 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -97,8 +97,9 @@ class ColdTier(Closing):
         self._parents = np.zeros((slots, NAME_BYTES), np.uint8)
         self._writing: set[bytes] = set()
         self._protected: set[bytes] = set()
+        self._unerased: list[int] = []  # slots of what was dropped, which the disk refused to erase
         names = "hits misses corrupt stored refused evicted dropped bytes_read bytes_written"
-        names += " packed packed_bytes_saved pack_us unpack_us"
+        names += " erase_failures packed packed_bytes_saved pack_us unpack_us"
         self._counts = dict.fromkeys(names.split(), 0)
         self._find_records()
         forking.watch(self)
@@ -114,11 +115,12 @@ class ColdTier(Closing):
             self._index[name] = place
             self._state[list(place.slots)] = STORED
             self._parents[place.slots[0]] = parent
-        with suppress(OSError):
-            self._file.erase(older)
+        self._unerased.clear()
+        self._state[older] = RESERVED
         self._sequence = highest + 1
         # The lowest first, so that a batch lies side by side.
         self._free = np.flatnonzero(self._state == FREE)[::-1].tolist()
+        self._discard(older)
 
     # ---- what callers do ----
 
@@ -218,8 +220,14 @@ class ColdTier(Closing):
     def check(self, deep: bool = False) -> list[str]:
         """What is not as it must be; empty: nothing. deep reads all records."""
         with self._operation():
+            self._discard([])
             with self._mutex:
                 problems = self._recount()
+                if self._unerased:
+                    problems.append(
+                        f"{len(self._unerased)} slots of dropped records could not be erased: the "
+                        f"next opening may find these records again ({self.why_off})"
+                    )
                 keys = list(self._index)
             if os.fstat(self._file.fd).st_nlink == 0:
                 problems.append(f"{self.path} was removed: its records go with this process")
@@ -234,8 +242,10 @@ class ColdTier(Closing):
     def close(self) -> None:
         """Waits for calls of other threads; a second time does nothing."""
         with self._mutex:
-            self._closed = True
-            self._lock.wait_for(lambda: self._running <= {threading.get_ident()})
+            if not self._closed:
+                self._closed = True
+                self._lock.wait_for(lambda: self._running <= {threading.get_ident()})
+                self._discard([])
             self._file.close()
             if self._codec is not None:
                 self._codec.close()
@@ -499,11 +509,20 @@ class ColdTier(Closing):
         return place
 
     def _discard(self, slots: Sequence[int]) -> None:
-        """Reserved slots become free when nobody reads them; on the disk, too, if it can be."""
+        """Reserved slots become free when nobody reads them; erased, or an opening finds what they
+        hold. What the disk refuses to erase is tried again each time: nothing more is written then,
+        so it stays what it is."""
+        with self._mutex:
+            unerased, self._unerased = [*self._unerased, *slots], []
+        try:
+            self._file.erase(unerased)
+        except OSError as error:
+            with self._mutex:
+                self._unerased += unerased
+                self._counts["erase_failures"] += 1
+                self._turn_off(error)
         if not slots:
             return
-        with suppress(OSError):
-            self._file.erase(slots)
         with self._mutex:
             self._lock.wait_for(lambda: self._torn or not self._readers[list(slots)].any())
             if self._torn:  # a reader was interrupted; all is to be looked at anew

@@ -486,7 +486,12 @@ class ColdFile:
     def erase(self, slots: Sequence[int]) -> None:
         """Their headers become zeros: nothing is found there after an opening either."""
         for slot in slots:
-            os.pwrite(self.fd, bytes(SLOT_HEADER_BYTES), self._offset(slot))
+            at = self._offset(slot)
+            try:
+                os.pwrite(self.fd, bytes(SLOT_HEADER_BYTES), at)
+            except OSError:  # in a hole, where a full disk has no room for zeros, nothing is found
+                if os.pread(self.fd, SLOT_HEADER_BYTES, at).strip(b"\0"):
+                    raise
         if self.durable and slots:
             os.fdatasync(self.fd)
 

@@ -619,6 +619,25 @@ def test_a_disk_that_fails_at_the_sync(
         assert load(tier, 1, 2) == [True, False]
 
 
+def test_what_cannot_be_erased_is_tried_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the next opening would find what was dropped for good."""
+
+    def fails(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with checked(opened(path)) as tier:
+        store(tier, 1, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", fails)
+            assert tier.drop(names(1)).all()
+            assert load(tier, 1, 2) == [False, True]
+            assert any("1 slots" in line and path.name in line for line in tier.check())
+        assert tier.stats()["erase_failures"] >= 2
+        assert store(tier, 3) == [False]
+    with checked(opened(path)) as tier:
+        assert load(tier, 1, 2) == [False, True]
+
+
 def test_a_true_full_disk(tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     folder.mkdir()
