@@ -614,6 +614,13 @@ def pool_memory(pool: Handle) -> tuple[int, int]:
     return int(address[0]), size
 
 
+def pool_view(pool: Handle) -> tuple[memoryview, weakref.ref[object]]:
+    """The region, and by what it can be told whether somebody has it still; it keeps the pool."""
+    address, size = pool_memory(pool)
+    memory = ffi.buffer(ffi.gc(ffi.cast(_BYTES, address), (pool,).__contains__), size)
+    return memoryview(memory), weakref.ref(memory)
+
+
 class Places(NamedTuple):
     """Where complete pages of a layer lie in the region, each array [pages]; -1: nowhere.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Sequences
 from contextlib import suppress
@@ -26,6 +27,7 @@ from cxlkv.coherence import (
 from cxlkv.emulation import numa
 from cxlkv.errors import (
     BadArgumentError,
+    BusyError,
     GeometryError,
     NotAPoolError,
     PoolExistsError,
@@ -91,6 +93,7 @@ class CXLPool(Objects, Closing):
         self.pages = Pages(handle)
         self.hotness = Hotness(handle)
         self._before_close: list[Callable[[], object]] = []
+        self._lent: list[weakref.ref[object]] = []  # by which it is told who has a view
         forking.watch(self)
         if os.environ.get(numa.VARIABLE):
             self._emulate(None)
@@ -540,6 +543,13 @@ class CXLPool(Objects, Closing):
         else:
             prefault.run(self._handle)
 
+    def region_view(self) -> memoryview:
+        """The whole region, writable, in place. The pool cannot be closed while somebody has this
+        view, a part of it, or an array or tensor that was made of it."""
+        view, reference = _core.pool_view(self._handle)
+        self._lent = [lent for lent in self._lent if lent() is not None] + [reference]
+        return view
+
     def before_close(self, call: Callable[[], object]) -> None:
         """Registers a call to make before the memory is unmapped: a device may have it on loan.
 
@@ -559,8 +569,14 @@ class CXLPool(Objects, Closing):
     def close(self) -> None:
         """Release all of this process's sequences and unmap; a second time does nothing.
 
-        Raises BusyError while leases of the pool's memory are not released: all is as before then.
+        Raises BusyError while leases of the pool's memory are not released, or views of the region
+        are in use: all is as before then.
         """
+        if any(lent() is not None for lent in self._lent):
+            raise BusyError(
+                "a view of the pool's region, or a tensor of it (Mapping.tensor), is still in use: "
+                "drop it (del), then close the pool"
+            )
         _core.pool_may_close(self._handle)
         while self._before_close:
             call = self._before_close[-1]

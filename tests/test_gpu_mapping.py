@@ -18,6 +18,7 @@ import torch
 from cxlkv import CXLPool, KVLayout, _core
 from cxlkv.errors import (
     BadArgumentError,
+    BusyError,
     ClosedError,
     GpuError,
     MemoryShortError,
@@ -87,6 +88,26 @@ def test_on_the_cpu_nothing_is_registered(pool: CXLPool, rng: np.random.Generato
         assert mapping.writable
     with pytest.raises(ClosedError):
         _ = mapping.tensor
+
+
+def test_a_tensor_of_the_region_keeps_it_mapped(pool: CXLPool) -> None:
+    mapping = Mapping(pool, "cpu")
+    part = mapping.tensor[:16].view(8, 2)
+    mapping.close()
+    with pytest.raises(BusyError, match="drop it"):
+        pool.close()
+    assert bytes(part.flatten()[:8].tolist()) == b"CXLKVPOL"
+    del part
+    pool.close()
+
+
+def test_a_tensor_of_the_region_keeps_a_pool_that_nobody_else_has() -> None:
+    def tensor() -> torch.Tensor:
+        return Mapping(many_extents(), "cpu").tensor[:8]
+
+    kept = tensor()
+    gc.collect()
+    assert bytes(kept.tolist()) == b"CXLKVPOL"
 
 
 def test_pages_without_a_seal_and_behind_a_window(rng: np.random.Generator) -> None:

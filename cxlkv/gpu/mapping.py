@@ -72,8 +72,8 @@ class Mapping(Closing):
     """The region of a pool for one device; several users of a pool share one registration.
 
     Registering pins all of the region's memory. On device "cpu" nothing is registered. Addresses
-    and the tensor are good until the pool is closed, or the last Mapping of it, whichever comes
-    first: both wait for the devices. A forked child has no mapping, as it has no CUDA.
+    are good until the pool is closed, or the last Mapping of it, whichever comes first: both wait
+    for the devices. A forked child has no mapping, as it has no CUDA.
     """
 
     def __init__(
@@ -90,8 +90,6 @@ class Mapping(Closing):
         self.pool = pool
         self._pid = os.getpid()
         self._host_address, self.size = _core.pool_memory(pool._handle)
-        array = (ctypes.c_uint8 * self.size).from_address(self._host_address)
-        self._tensor = torch.frombuffer(array, dtype=torch.uint8)
         self._geometry = _core.pool_geometry(pool._handle)
         self.writable = True
         """Whether the device may write: not where hosts share the pool, as most is not ours."""
@@ -113,9 +111,9 @@ class Mapping(Closing):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The whole region, uint8 on the CPU, in place."""
+        """The whole region, uint8 on the CPU, in place. The pool cannot be closed while in use."""
         self._check()
-        return self._tensor
+        return torch.frombuffer(self.pool.region_view(), dtype=torch.uint8)
 
     @property
     def device_address(self) -> int:
