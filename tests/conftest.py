@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
@@ -15,6 +16,8 @@ from hypothesis import HealthCheck, settings
 
 from cxlkv import CXLPool, KVLayout, _core
 from cxlkv.errors import ClosedError, UnsupportedError
+
+from . import states
 
 # Triton reads this when a kernel's module is imported: without a GPU its interpreter runs them.
 if not Path("/dev/nvidiactl").exists():
@@ -63,6 +66,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What a user has tuned or certified changes no test."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run that passed leaves nothing in shared memory."""
+    if hasattr(session.config, "workerinput") or session.exitstatus != 0:
+        return
+    folder = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+    left = states.left_behind(folder)
+    if left:
+        print("\nerror: left in shared memory:", *left, sep="\n  ")
+        session.exitstatus = 1
+
+
+@pytest.fixture
+def shm_path() -> Iterator[Path]:
+    """Of a pool in shared memory, which is gone afterwards with its host states."""
+    path = states.SHARED_MEMORY / f"{states.OWN}{uuid.uuid4().hex[:12]}.pool"
+    yield path
+    states.remove(path)
 
 
 @pytest.fixture

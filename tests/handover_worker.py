@@ -24,6 +24,7 @@ LEASE_S = 2.0
 Words = dict[str, object]
 
 caches: dict[str, CXLCache] = {}
+pools: dict[tuple[str, int | None], CXLPool] = {}
 
 
 @once
@@ -33,10 +34,11 @@ def model_of(name: str, dtype: str) -> PreTrainedModel:
     return model
 
 
-@once
 def pool_at(path: str, host: int | None) -> CXLPool:
-    """host: as which one of a shared pool's; it stays open until this process ends."""
-    return CXLPool.open(path, threads=1, host=host, lease_s=LEASE_S)
+    """host: as which one of a shared pool's; it stays open until leave()."""
+    if (path, host) not in pools:
+        pools[path, host] = CXLPool.open(path, threads=1, host=host, lease_s=LEASE_S)
+    return pools[path, host]
 
 
 def prefill(pool: CXLPool, model: PreTrainedModel, lengths: tuple[int, ...]) -> CXLCache:
@@ -97,6 +99,12 @@ class Commands:
 
     def release(self, name: str) -> Words:
         caches.pop(name).release()
+        return {}
+
+    def leave(self) -> Words:
+        caches.clear()
+        while pools:
+            pools.popitem()[1].close()
         return {}
 
 

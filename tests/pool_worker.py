@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -171,7 +170,8 @@ class Worker:
             verify(sequence, segments)
             sequence.release()
 
-    # A handle is a file in the box until somebody takes it: so long the sender keeps the sequence.
+    # A handle is a file in the box, NAME.box, until somebody takes it, and then NAME.PID.taken
+    # until that process has adopted it or is dead: so long the sender keeps the sequence.
 
     def send(self) -> None:
         self.settle()
@@ -192,7 +192,7 @@ class Worker:
         """Let go of what was taken."""
         waiting = []
         for place, kept in self.sent:
-            if place.with_suffix(".box").exists() or place.with_suffix(".taken").exists():
+            if place.with_suffix(".box").exists() or any(map(is_taker_alive, takers(place))):
                 waiting.append((place, kept))
             else:
                 kept.release()
@@ -203,7 +203,7 @@ class Worker:
         if not names:
             return
         place = self.box / self.random.choice(names)
-        taken = place.with_suffix(".taken")
+        taken = place.with_suffix(f".{os.getpid()}.taken")
         try:
             place.rename(taken)
         except FileNotFoundError:
@@ -221,7 +221,7 @@ class Worker:
             self.seen["adopted"] += 1
             self.live.append((sequence, segments))
         finally:
-            taken.unlink(missing_ok=True)  # who waits long is taken for dead
+            taken.unlink()
         if len(self.live) > 14:
             self.free()
 
@@ -265,8 +265,7 @@ class Worker:
             self.free()
         for place, _ in self.sent:
             place.with_suffix(".box").unlink(missing_ok=True)  # nobody may begin to take it now
-        deadline = time.monotonic() + 10  # whoever had begun may have been killed
-        while self.sent and time.monotonic() < deadline:
+        while self.sent:
             self.settle()
             os.sched_yield()
         self.pool.close()
@@ -318,6 +317,14 @@ def is_alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state not in "ZX"
+
+
+def takers(place: Path) -> list[Path]:
+    return list(place.parent.glob(f"{place.name}.*.taken"))
+
+
+def is_taker_alive(taken: Path) -> bool:
+    return is_alive(int(taken.suffixes[0][1:]))
 
 
 def work(path: str, box: Path, seed: int, operations: int) -> None:

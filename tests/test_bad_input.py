@@ -61,10 +61,8 @@ def assert_holds(sequence: Sequence, tokens: int = 10, seed: int = 0) -> None:
 
 
 @pytest.fixture
-def path() -> Iterator[Path]:
-    place = Path(f"/dev/shm/cxlkv-test-{os.getpid()}-{time.monotonic_ns()}.pool")
-    yield place
-    place.unlink(missing_ok=True)
+def path(shm_path: Path) -> Path:
+    return shm_path
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ allowed. New features with state of their own beside a pool add their case here.
 from __future__ import annotations
 
 import functools
-import os
 import subprocess
 import sys
 import time
@@ -47,10 +46,8 @@ def python(code: str, *arguments: object, within: tuple[str, ...] = ()) -> str:
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
-    path = Path(f"/dev/shm/cxlkv-test-containers-{os.getpid()}-{time.monotonic_ns()}.pool")
-    yield path
-    path.unlink(missing_ok=True)
+def place(shm_path: Path) -> Path:
+    return shm_path
 
 
 # ---- mounts ----

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +24,8 @@ ROWS = np.random.default_rng(3).standard_normal((8, 1, 8)).astype(np.float32)
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Iterator[Path]:
-    place = Path(f"/dev/shm/cxlkv-test-faults-{os.getpid()}.pool")
-    yield place
-    place.unlink(missing_ok=True)
+def path(shm_path: Path) -> Path:
+    return shm_path
 
 
 def make(path: Path) -> CXLPool:

@@ -109,11 +109,8 @@ class Other:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Iterator[str]:
-    made = f"/dev/shm/cxlkv-test-fencing-{tmp_path.name}.pool"
-    yield made
-    if Path(made).exists():
-        CXLPool.remove(made)
+def path(shm_path: Path) -> str:
+    return str(shm_path)
 
 
 @pytest.fixture

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +17,6 @@ from cxlkv import CXLPool, KVLayout, LayerGroup
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
-    CXLKVError,
     GeometryError,
     NotAPoolError,
     PoolExistsError,
@@ -47,13 +44,8 @@ class Write(Protocol):
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
-    """A path in /dev/shm for one pool."""
-    path = Path(f"/dev/shm/cxlkv-test-{os.getpid()}-{time.monotonic_ns()}.pool")
-    yield path
-    with contextlib.suppress(CXLKVError):
-        CXLPool.remove(path)
-    path.unlink(missing_ok=True)
+def place(shm_path: Path) -> Path:
+    return shm_path
 
 
 @pytest.fixture

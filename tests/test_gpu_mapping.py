@@ -139,8 +139,10 @@ def test_pages_without_a_seal_and_behind_a_window(rng: np.random.Generator) -> N
 
 
 @pytest.mark.parametrize("where", ["anonymous:", "/dev/shm", "file"])
-def test_registered_once_for_two_users(where: str, tmp_path: Path, fake: FakeCuda) -> None:
-    path = {"file": str(tmp_path / "pool"), "/dev/shm": f"/dev/shm/cxlkv-map-{os.getpid()}.pool"}
+def test_registered_once_for_two_users(
+    where: str, tmp_path: Path, shm_path: Path, fake: FakeCuda
+) -> None:
+    path = {"file": str(tmp_path / "pool"), "/dev/shm": str(shm_path)}
     place = path.get(where, where)
     driver = fake.driver()
     with CXLPool.create(place, layout=LAYOUT, capacity="4MiB", threads=1) as pool:

@@ -12,7 +12,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -89,7 +88,7 @@ class Process:
 
 
 @pytest.fixture(scope="module")
-def other() -> Iterator[Process]:
+def worker() -> Iterator[Process]:
     """Process B, which lives through all tests: it takes seconds to start."""
     process = Process()
     yield process
@@ -97,10 +96,14 @@ def other() -> Iterator[Process]:
 
 
 @pytest.fixture
-def path() -> Iterator[str]:
-    made = f"/dev/shm/cxlkv-test-{os.getpid()}-{time.monotonic_ns()}.pool"
-    yield made
-    Path(made).unlink(missing_ok=True)
+def other(worker: Process, shm_path: Path) -> Iterator[Process]:
+    yield worker
+    assert worker.ask("leave") == {}
+
+
+@pytest.fixture
+def path(shm_path: Path) -> str:
+    return str(shm_path)
 
 
 def make_pool(path: str, model: PreTrainedModel) -> CXLPool:

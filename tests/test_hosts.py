@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,8 +45,8 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    path = f"/dev/shm/cxlkv-test-{os.getpid()}-{time.monotonic_ns()}.pool"
+def hosts(shm_path: Path) -> Iterator[Hosts]:
+    path = str(shm_path)
     make(path).close()
     made = Hosts(path)
     try:

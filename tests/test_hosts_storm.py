@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
@@ -118,20 +117,17 @@ def drain(processes: list[Process], wait_s: float | None = None) -> None:
 
 
 @pytest.fixture
-def shm_path() -> Iterator[str]:
-    path = f"/dev/shm/cxlkv-test-{os.getpid()}-{time.monotonic_ns()}.pool"
-    with ExitStack() as stack:
-        CXLPool.create(
-            path,
-            layout=LAYOUT,
-            capacity=CAPACITY_BYTES,
-            sharing="software",
-            hosts=HOSTS,
-            host=WATCHERS[0],
-            threads=1,
-        ).close()
-        stack.callback(CXLPool.remove, path)
-        yield path
+def pool_path(shm_path: Path) -> str:
+    CXLPool.create(
+        shm_path,
+        layout=LAYOUT,
+        capacity=CAPACITY_BYTES,
+        sharing="software",
+        hosts=HOSTS,
+        host=WATCHERS[0],
+        threads=1,
+    ).close()
+    return str(shm_path)
 
 
 def drawn_seed() -> int:
@@ -228,14 +224,14 @@ def storm(path: str, box: Path, operations: int) -> None:
     assert_all_comes_back(path, [])
 
 
-def test_three_hosts_with_two_killed(shm_path: str, tmp_path: Path) -> None:
-    storm(shm_path, tmp_path / "box", 6_000)
+def test_three_hosts_with_two_killed(pool_path: str, tmp_path: Path) -> None:
+    storm(pool_path, tmp_path / "box", 6_000)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_three_hosts_100_000_operations(shm_path: str, tmp_path: Path) -> None:
-    storm(shm_path, tmp_path / "box", 100_000)
+def test_three_hosts_100_000_operations(pool_path: str, tmp_path: Path) -> None:
+    storm(pool_path, tmp_path / "box", 100_000)
 
 
 # ---- what was published outlives its publisher ----
@@ -247,14 +243,6 @@ def assert_readable(watchers: list[CXLPool], seeds: list[int]) -> None:
             with watcher.match_prefix(token_ids(seed)) as hit:
                 assert hit.tokens == FAMILY_TOKENS, f"{hit.tokens} tokens of {seed} are found"
                 verify(hit.sequence(), [(seed, FAMILY_TOKENS)])
-
-
-def sweep(box: Path, processes: list[Process]) -> None:
-    """Letters that were being read by those who were killed: the living have gone on meanwhile."""
-    letters = list(box.glob("*.taken"))
-    wait_until(processes, processes, [len(process.seeds) + 1 for process in processes])
-    for letter in letters:
-        letter.unlink(missing_ok=True)
 
 
 PATIENCE = 60
@@ -302,7 +290,6 @@ def kill_rounds(path: str, box: Path, hosts: tuple[int, ...], rounds: int) -> No
             stack.callback(heir.popen.communicate)
             stack.callback(heir.popen.kill)
             processes[place] = heir
-        sweep(box, processes)
         for process in processes:
             while not process.stats and not process.ended:
                 process.read()
@@ -317,15 +304,15 @@ def kill_rounds(path: str, box: Path, hosts: tuple[int, ...], rounds: int) -> No
 
 
 @pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 1, 1)])
-def test_kills_at_random_instants(shm_path: str, tmp_path: Path, hosts: tuple[int, ...]) -> None:
-    kill_rounds(shm_path, tmp_path / "box", hosts, 10)
+def test_kills_at_random_instants(pool_path: str, tmp_path: Path, hosts: tuple[int, ...]) -> None:
+    kill_rounds(pool_path, tmp_path / "box", hosts, 10)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 1, 1)])
-def test_300_kills(shm_path: str, tmp_path: Path, hosts: tuple[int, ...]) -> None:
-    kill_rounds(shm_path, tmp_path / "box", hosts, 150)
+def test_300_kills(pool_path: str, tmp_path: Path, hosts: tuple[int, ...]) -> None:
+    kill_rounds(pool_path, tmp_path / "box", hosts, 150)
 
 
 # ---- silence ----
@@ -372,11 +359,11 @@ def stop_rounds(path: str, box: Path, rounds: int) -> None:
     assert_all_comes_back(path, [own for process in processes for own in process.seeds])
 
 
-def test_hosts_that_stop_at_random(shm_path: str, tmp_path: Path) -> None:
-    stop_rounds(shm_path, tmp_path / "box", 12)
+def test_hosts_that_stop_at_random(pool_path: str, tmp_path: Path) -> None:
+    stop_rounds(pool_path, tmp_path / "box", 12)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_hosts_that_stop_300_times(shm_path: str, tmp_path: Path) -> None:
-    stop_rounds(shm_path, tmp_path / "box", 300)
+def test_hosts_that_stop_300_times(pool_path: str, tmp_path: Path) -> None:
+    stop_rounds(pool_path, tmp_path / "box", 300)

@@ -11,7 +11,6 @@ import os
 import platform
 import signal
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -43,11 +42,9 @@ CLOCK_NANOSLEEP = 230
 
 
 @pytest.fixture
-def file() -> Iterator[Path]:
-    path = Path(f"/dev/shm/cxlkv-test-in-place-{os.getpid()}")
-    path.write_bytes(bytes(FILE_BYTES))
-    yield path
-    path.unlink(missing_ok=True)
+def file(shm_path: Path) -> Path:
+    shm_path.write_bytes(bytes(FILE_BYTES))
+    return shm_path
 
 
 def make(

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import urllib.request
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cxlkv import Budget, CXLPool, KVLayout
-from cxlkv.errors import CXLKVError
 from cxlkv.metrics import COUNTERS, PoolCollector, StatsCollector, registry
 from cxlkv.tiers import Tiers
 
@@ -47,12 +45,8 @@ sys.stdin.readline()
 
 
 @pytest.fixture
-def path() -> Iterator[str]:
-    name = f"/dev/shm/cxlkv-test-{os.getpid()}-{uuid.uuid4().hex}.pool"
-    yield name
-    with contextlib.suppress(CXLKVError):
-        CXLPool.open(name).close()  # takes the host state along that a killed worker left
-    Path(name).unlink(missing_ok=True)
+def path(shm_path: Path) -> str:
+    return str(shm_path)
 
 
 def make(path: str) -> CXLPool:

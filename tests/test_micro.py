@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -75,9 +74,9 @@ def test_a_wrong_sum_fails_the_check(
 
 
 @pytest.fixture(params=["anonymous:", "file", "striped"])
-def place(request: pytest.FixtureRequest) -> Iterator[str]:
+def place(request: pytest.FixtureRequest, shm_path: Path) -> Iterator[str]:
     """A place for pools that is as it was before when the test ends."""
-    paths = [Path(f"/dev/shm/cxlkv-test-place-{os.getpid()}-{i}") for i in range(2)]
+    paths = [shm_path.with_suffix(f".{i}") for i in range(2)]
     if request.param == "striped":
         for path in paths:
             with path.open("wb") as file:
@@ -87,10 +86,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[str]:
         "file": str(paths[0]),
         "striped": "dax:" + "+".join(map(str, paths)),
     }[request.param]
-    left = [path.exists() for path in paths]
-    for path in paths:
-        path.unlink(missing_ok=True)
-    assert left == [request.param == "striped"] * 2
+    assert [path.exists() for path in paths] == [request.param == "striped"] * 2
 
 
 @pytest.mark.parametrize("case", ["latency", "bandwidth"])

@@ -109,12 +109,11 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 @pytest.fixture
-def path(kind: Kind) -> Iterator[str]:
+def path(kind: Kind, shm_path: Path) -> str:
     """Of a pool of some 30 objects, fewer than there are names: full now and then. Of hosts each
     has some extents, so there it is of 9 extents of 16 objects."""
-    path = f"/dev/shm/cxlkv-test-{os.getpid()}-{time.monotonic_ns()}.pool"
     CXLPool.create(
-        path,
+        shm_path,
         layout=KVLayout.objects(SIZE),
         capacity="32MiB" if kind.hosts == 1 else "160MiB",
         checksum=kind.checksum,
@@ -122,8 +121,7 @@ def path(kind: Kind) -> Iterator[str]:
         hosts=kind.hosts if kind.hosts > 1 else None,
         host=0 if kind.hosts > 1 else None,
     ).close()
-    yield path
-    CXLPool.remove(path)
+    return str(shm_path)
 
 
 def opened(path: str, kind: Kind, host: int = 0) -> CXLPool:

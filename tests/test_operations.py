@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -67,19 +66,10 @@ CXLPool.create(sys.argv[1], layout=layout, capacity=int(sys.argv[2]))
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    made = Path(f"/dev/shm/cxlkv-test-{os.getpid()}-{uuid.uuid4().hex}")
+def folder(shm_path: Path) -> Path:
+    made = shm_path.with_suffix("")
     made.mkdir()
-    yield made
-    for path in made.iterdir():
-        with contextlib.suppress(OSError):
-            path.unlink()
-    made.rmdir()
-    # Host states of pools that a test removed by hand.
-    for state in host_states():
-        with contextlib.suppress(OSError):
-            if str(made).encode() in state.read_bytes()[:65536]:
-                state.unlink()
+    return made
 
 
 @pytest.fixture

@@ -6,9 +6,7 @@ tests/numa_guest.py runs the same without pytest.
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -40,10 +38,8 @@ def nodes_or_skip(count: int) -> list[int]:
 
 
 @pytest.fixture
-def path() -> Iterator[Path]:
-    path = Path(f"/dev/shm/cxlkv-test-placing-{os.getpid()}.pool")
-    yield path
-    path.unlink(missing_ok=True)
+def path(shm_path: Path) -> Path:
+    return shm_path
 
 
 def test_what_a_place_says() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +15,8 @@ LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float3
 
 
 @pytest.fixture
-def path() -> Iterator[str]:
-    """A name in /dev/shm that is gone afterwards."""
-    name = f"/dev/shm/cxlkv-test-{os.getpid()}-{uuid.uuid4().hex}.pool"
-    yield name
-    Path(name).unlink(missing_ok=True)
+def path(shm_path: Path) -> str:
+    return str(shm_path)
 
 
 def test_the_interface_as_it_is_written(path: str) -> None:

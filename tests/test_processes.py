@@ -39,19 +39,17 @@ CAPACITY_BYTES = (2 << 20) + (250 << 10)  # some 160 pages: full now and then
 
 
 @pytest.fixture
-def shm_path() -> Iterator[str]:
-    path = f"/dev/shm/cxlkv-test-{os.getpid()}-{time.monotonic_ns()}.pool"
-    yield path
+def pool_path(shm_path: Path) -> Iterator[str]:
+    yield str(shm_path)
     for process in Process.started:
         process.popen.kill()
         process.popen.communicate()
     Process.started.clear()
-    Path(path).unlink(missing_ok=True)
 
 
 @pytest.fixture
-def pool(shm_path: str) -> Iterator[CXLPool]:
-    with CXLPool.create(shm_path, layout=LAYOUT, capacity="3MiB", threads=1) as made:
+def pool(pool_path: str) -> Iterator[CXLPool]:
+    with CXLPool.create(pool_path, layout=LAYOUT, capacity="3MiB", threads=1) as made:
         yield made
 
 
@@ -162,14 +160,14 @@ def storm(path: str, box: Path, operations: int) -> None:
     assert_settled(path)
 
 
-def test_four_processes_with_one_killed(shm_path: str, tmp_path: Path) -> None:
-    storm(shm_path, tmp_path / "box", 8_000)
+def test_four_processes_with_one_killed(pool_path: str, tmp_path: Path) -> None:
+    storm(pool_path, tmp_path / "box", 8_000)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_four_processes_200_000_operations(shm_path: str, tmp_path: Path) -> None:
-    storm(shm_path, tmp_path / "box", 200_000)
+def test_four_processes_200_000_operations(pool_path: str, tmp_path: Path) -> None:
+    storm(pool_path, tmp_path / "box", 200_000)
 
 
 def kill_many(path: str, box: Path, kills: int) -> None:
@@ -193,14 +191,14 @@ def kill_many(path: str, box: Path, kills: int) -> None:
     assert_settled(path)
 
 
-def test_thirty_kills_at_random_instants(shm_path: str, tmp_path: Path) -> None:
-    kill_many(shm_path, tmp_path / "box", 30)
+def test_thirty_kills_at_random_instants(pool_path: str, tmp_path: Path) -> None:
+    kill_many(pool_path, tmp_path / "box", 30)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_thousand_kills_at_random_instants(shm_path: str, tmp_path: Path) -> None:
-    kill_many(shm_path, tmp_path / "box", 1000)
+def test_a_thousand_kills_at_random_instants(pool_path: str, tmp_path: Path) -> None:
+    kill_many(pool_path, tmp_path / "box", 1000)
 
 
 # ---- what is left behind, one story each ----
@@ -270,13 +268,13 @@ def test_a_death_inside_the_lock_is_mended(pool: CXLPool) -> None:
     assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
 
 
-def test_reopened_after_everybody_died(shm_path: str) -> None:
+def test_reopened_after_everybody_died(pool_path: str) -> None:
     """The host state lies there still: who comes next reaps the dead; what they published stays."""
-    CXLPool.create(shm_path, layout=LAYOUT, capacity="3MiB").close()
+    CXLPool.create(pool_path, layout=LAYOUT, capacity="3MiB").close()
     for already in (False, True):
-        published = int(python(LEAVE_WITHOUT_CLOSING, shm_path, expected=-signal.SIGKILL))
+        published = int(python(LEAVE_WITHOUT_CLOSING, pool_path, expected=-signal.SIGKILL))
         assert published == (0 if already else 2)
-    with CXLPool.open(shm_path) as pool:
+    with CXLPool.open(pool_path) as pool:
         stats = pool.stats()
         assert stats["reaped_processes"] == 2  # one by the second, one by us
         assert stats["pages_held"] == 0
@@ -286,7 +284,7 @@ def test_reopened_after_everybody_died(shm_path: str) -> None:
             k, _ = hit.sequence().fetch(1)
             assert np.asarray(k)[0, 0, 0, 0] == 1.0
         assert pool.check(deep=True)["clean"]
-    assert_settled(shm_path)
+    assert_settled(pool_path)
 
 
 IN_ANOTHER_PROCESS = """
@@ -310,7 +308,7 @@ with CXLPool.open(sys.argv[1]) as pool:
 """
 
 
-def test_tails_pins_and_content_are_seen_by_other_processes(pool: CXLPool, shm_path: str) -> None:
+def test_tails_pins_and_content_are_seen_by_other_processes(pool: CXLPool, pool_path: str) -> None:
     ids = list(range(10))
     sequence = fill(pool, 3)
     assert pool.publish_prefix(sequence, ids, tail=True) == 3
@@ -320,7 +318,7 @@ def test_tails_pins_and_content_are_seen_by_other_processes(pool: CXLPool, shm_p
     assert pool.unpin(prefix_keys(ids, 4)[1:]) == 1
     assert pool.pin(prefix_keys(ids, 4, tail=True)[2:]) == 1  # the one that nobody holds
     with subprocess.Popen(
-        [sys.executable, "-c", IN_ANOTHER_PROCESS, shm_path],
+        [sys.executable, "-c", IN_ANOTHER_PROCESS, pool_path],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -334,24 +332,24 @@ def test_tails_pins_and_content_are_seen_by_other_processes(pool: CXLPool, shm_p
     assert_holds(adopted, 3)
     assert pool.stats()["pages_pinned"] == 1
     pool.close()
-    with CXLPool.open(shm_path) as again:  # the last one had left: marks are gone, pages are not
+    with CXLPool.open(pool_path) as again:  # the last one had left: marks are gone, pages are not
         assert again.stats()["pages_pinned"] == 0
         assert again.match_prefix(ids).tokens == 10
 
 
-def test_host_state_deleted_while_nobody_uses_the_pool(shm_path: str) -> None:
+def test_host_state_deleted_while_nobody_uses_the_pool(pool_path: str) -> None:
     """As after a reboot with the pool on a disk: the region alone says what is published."""
-    with CXLPool.create(shm_path, layout=LAYOUT, capacity="3MiB") as pool:
+    with CXLPool.create(pool_path, layout=LAYOUT, capacity="3MiB") as pool:
         state = host_state(pool)
     assert not state.exists(), "the last one out takes the host state along"
-    python(LEAVE_WITHOUT_CLOSING, shm_path, expected=-signal.SIGKILL)
+    python(LEAVE_WITHOUT_CLOSING, pool_path, expected=-signal.SIGKILL)
     state.unlink()
-    with CXLPool.open(shm_path) as pool:
+    with CXLPool.open(pool_path) as pool:
         assert pool.stats()["pages_published_only"] == 2
         assert pool.stats()["pages_free"] == pool.stats()["pages_total"] - 2
         with pool.match_prefix(list(range(12))) as hit:
             assert hit.tokens == 8
-    assert_settled(shm_path)
+    assert_settled(pool_path)
 
 
 def test_host_state_deleted_while_in_use_excludes_newcomers(pool: CXLPool) -> None:
@@ -439,10 +437,10 @@ def work_until(stop: threading.Event, pool: CXLPool, path: str) -> None:
         del kept
 
 
-def test_children_of_a_process_with_busy_threads(pool: CXLPool, shm_path: str) -> None:
+def test_children_of_a_process_with_busy_threads(pool: CXLPool, pool_path: str) -> None:
     """Whatever they are in the middle of, a child finds no lock taken and nothing half done."""
     sequence, stop = fill(pool, 13), threading.Event()
-    threads = [threading.Thread(target=work_until, args=(stop, pool, shm_path)) for _ in range(2)]
+    threads = [threading.Thread(target=work_until, args=(stop, pool, pool_path)) for _ in range(2)]
     for thread in threads:
         thread.start()
     statuses = []
@@ -453,7 +451,7 @@ def test_children_of_a_process_with_busy_threads(pool: CXLPool, shm_path: str) -
                 signal.alarm(60)  # a child that hangs fails the test
                 assert_holds(sequence, 13)
                 fill(pool, 14).release()
-                with CXLPool.open(shm_path, threads=2) as other:
+                with CXLPool.open(pool_path, threads=2) as other:
                     assert_holds(fill(other, 15), 15)
                 sequence.release()
                 pool.close()
@@ -523,9 +521,9 @@ def test_spawned_by_multiprocessing(pool: CXLPool) -> None:
     assert_holds(sequence, 31)
 
 
-def test_closed_here_open_there(shm_path: str) -> None:
-    first = CXLPool.create(shm_path, layout=LAYOUT, capacity="3MiB")
-    second = CXLPool.open(shm_path)
+def test_closed_here_open_there(pool_path: str) -> None:
+    first = CXLPool.create(pool_path, layout=LAYOUT, capacity="3MiB")
+    second = CXLPool.open(pool_path)
     handle = fill(second, 41)
     fill(first, 40)
     first.close()
@@ -534,21 +532,21 @@ def test_closed_here_open_there(shm_path: str) -> None:
     assert_holds(handle, 41)
     assert second.stats()["processes"] == 1
     second.close()
-    assert_settled(shm_path)
+    assert_settled(pool_path)
 
 
-def test_open_and_close_never_meet_a_busy_pool(shm_path: str) -> None:
+def test_open_and_close_never_meet_a_busy_pool(pool_path: str) -> None:
     """Coming and going at random, in several processes: no newcomer is told "in use"."""
-    CXLPool.create(shm_path, layout=LAYOUT, capacity="3MiB").close()
+    CXLPool.create(pool_path, layout=LAYOUT, capacity="3MiB").close()
     code = (
         "import sys\nfrom cxlkv import CXLPool\n"
         "for _ in range(300):\n    CXLPool.open(sys.argv[1], threads=1).close()\n"
     )
     processes = [
-        subprocess.Popen([sys.executable, "-c", code, shm_path], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, "-c", code, pool_path], stderr=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
     for process in processes:
         _, text = process.communicate()
         assert process.returncode == 0, text
-    assert_settled(shm_path)
+    assert_settled(pool_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -434,16 +433,15 @@ def test_another_generation_is_not_forgotten(
 
 @pytest.mark.skipif(_core.flush_name() == "none", reason="this CPU cannot flush lines")
 def test_a_record_that_one_host_writes_is_found_by_another(
-    rng: np.random.Generator,
+    rng: np.random.Generator, shm_path: Path
 ) -> None:
     """A host reads out and forgets its own pages only; it writes to pages of its own."""
-    path = f"/dev/shm/cxlkv-test-records-{os.getpid()}.pool"
     layout, ids = LAYOUTS["gemma"], list(range(6 * PAGE))
     queries = rng.standard_normal((4, layout.head_dim)).astype(np.float32)
     shared = {"layout": layout, "capacity": "16MiB", "sharing": "software", "hosts": 2}
     with (
-        CXLPool.create(path, host=0, threads=1, **shared) as first,  # type: ignore[arg-type]
-        CXLPool.open(path, host=1, threads=1) as second,
+        CXLPool.create(shm_path, host=0, threads=1, **shared) as first,  # type: ignore[arg-type]
+        CXLPool.open(shm_path, host=1, threads=1) as second,
     ):
         with held(first, rng, len(ids)) as sequence:
             first.publish_prefix(sequence, ids)
@@ -465,7 +463,6 @@ def test_a_record_that_one_host_writes_is_found_by_another(
         with first.match_prefix(ids) as hit:
             assert hit.tokens == len(ids)
             assert seen(first, hit.sequence(), queries) == wanted
-    CXLPool.remove(path)
 
 
 RACER = """

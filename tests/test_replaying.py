@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -81,35 +80,30 @@ replay(traces.agents(2, 1000), Where(far=900, cold=20000, path=Path(sys.argv[1])
 """
 
 
-def test_killed_and_resumed(tmp_path: Path) -> None:
+def test_killed_and_resumed(shm_path: Path) -> None:
     """Killed after 512 requests and somewhat: the next run goes on at 512, with all its bytes."""
-    path = Path(f"/dev/shm/cxlkv-test-replay-{os.getpid()}.pool")
     requests = traces.agents(2, 1000)
-    try:
-        child = subprocess.Popen(
-            [sys.executable, "-c", GO, str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdin
-        assert child.stdout
-        assert child.stdout.readline() == "256\n"
-        child.stdin.write("\n")
-        child.stdin.flush()
-        assert child.stdout.readline() == "512\n"
-        child.send_signal(signal.SIGKILL)
-        child.communicate()
-        where = Where(far=900, cold=20000, path=path)
-        counts, _, problems = replay_bytes(requests, where)
-        assert (counts.resumed, counts.requests, counts.wrong) == (1, 1000, 0)
-        assert problems == []
-        asked = sum(len(request.pages) for request in requests)
-        assert counts.asked == asked
-        assert counts.hits == asked - traces.distinct(requests), "nothing published was lost"
-    finally:
-        for left in path.parent.glob(f"{path.name}*"):
-            left.unlink()
+    child = subprocess.Popen(
+        [sys.executable, "-c", GO, str(shm_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdin
+    assert child.stdout
+    assert child.stdout.readline() == "256\n"
+    child.stdin.write("\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == "512\n"
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    where = Where(far=900, cold=20000, path=shm_path)
+    counts, _, problems = replay_bytes(requests, where)
+    assert (counts.resumed, counts.requests, counts.wrong) == (1, 1000, 0)
+    assert problems == []
+    asked = sum(len(request.pages) for request in requests)
+    assert counts.asked == asked
+    assert counts.hits == asked - traces.distinct(requests), "nothing published was lost"
 
 
 def test_sizes() -> None:

@@ -40,11 +40,11 @@ pytestmark = [
 class World:
     """Two pools with something in them, and what calls leave behind."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, path: Path):
         self.folder = folder
         self.pool = CXLPool.create("anonymous:", layout=KV, capacity="4MiB", threads=1)
         self.objects = CXLPool.create("anonymous:", layout=OBJECTS, capacity="4MiB", threads=1)
-        self.path = f"/dev/shm/cxlkv-test-signals-{os.getpid()}.pool"
+        self.path = str(path)
         self.kept: list[object] = []
         self.rows = np.ones((len(IDS), 1, 8), np.float32)
         self.source = self.grown()
@@ -249,13 +249,11 @@ NAMES = [
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path)
-    shared = CXLPool.create(made.path, layout=KV, capacity="4MiB", threads=1, force=True)
-    made.before = made.held()
-    yield made
-    shared.close()
-    CXLPool.remove(made.path)
+def world(tmp_path: Path, shm_path: Path) -> Iterator[World]:
+    made = World(tmp_path, shm_path)
+    with CXLPool.create(made.path, layout=KV, capacity="4MiB", threads=1):
+        made.before = made.held()
+        yield made
 
 
 def test_every_case_has_its_name(world: World) -> None:

@@ -9,7 +9,6 @@ import ctypes
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -42,14 +41,12 @@ STRIPE_BYTES = LABEL_BYTES = 2 << 20
 
 
 @pytest.fixture
-def parts() -> Iterator[list[Path]]:
-    paths = [Path(f"/dev/shm/cxlkv-test-stripe-{os.getpid()}-{i}") for i in range(3)]
+def parts(shm_path: Path) -> list[Path]:
+    paths = [shm_path.with_suffix(f".{i}") for i in range(3)]
     for path in paths:
         with path.open("wb") as file:
             file.truncate(MEMBER_BYTES)
-    yield paths
-    for path in paths:
-        path.unlink(missing_ok=True)
+    return paths
 
 
 def of(parts: list[Path]) -> str:

@@ -6,10 +6,8 @@ A token's numbers follow from its id, so that a list of ids says what a sequence
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -117,10 +115,8 @@ def check_scores(sequence: Sequence, ids: Ids, random: Random, layer: int) -> No
 
 
 @pytest.fixture
-def path() -> Iterator[str]:
-    place = f"/dev/shm/cxlkv-test-{os.getpid()}-{time.monotonic_ns()}.pool"
-    yield place
-    Path(place).unlink(missing_ok=True)
+def path(shm_path: Path) -> str:
+    return str(shm_path)
 
 
 @pytest.fixture(autouse=True)

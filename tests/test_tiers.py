@@ -516,34 +516,33 @@ signal.pause()
 """
 
 
-def test_killed_in_the_middle_of_moves_nothing_published_is_lost(tmp_path: Path) -> None:
+def test_killed_in_the_middle_of_moves_nothing_published_is_lost(
+    tmp_path: Path, shm_path: Path
+) -> None:
     """Killed ten times: what was published is in the pool or in the file, and right."""
-    path, cold = f"/dev/shm/cxlkv-test-tiers-{os.getpid()}.pool", tmp_path / "c"
+    path, cold = str(shm_path), tmp_path / "c"
     CXLPool.create(path, layout=LAYOUT, capacity="2350KiB", threads=1).close()
     last = 0
-    try:
-        for kill in range(10):
-            arguments = [path, str(cold), str(last + 1), str(Path(__file__).parents[1])]
-            child = subprocess.Popen(
-                [sys.executable, "-c", DIE_WHILE_MOVING, *arguments],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            assert child.stdout
-            for _ in range(7 + kill):
-                last = int(child.stdout.readline())
-            child.send_signal(signal.SIGKILL)
-            rest = child.communicate()[0].split()
-            last = int(rest[-1]) if rest else last
-            with CXLPool.open(path, threads=1) as pool:
-                with Tiers(pool, cold=cold, cold_capacity="4MiB", policy="lru") as tiers:
-                    for number in range(1, last + 1):
-                        assert found(tiers, text(number, 4)) == 4, f"text {number} of {last}"
-                    assert isinstance(tiers.cold, ColdTier)
-                    assert tiers.cold.check(deep=True) == []
-                audit(pool)
-    finally:
-        CXLPool.remove(path)
+    for kill in range(10):
+        arguments = [path, str(cold), str(last + 1), str(Path(__file__).parents[1])]
+        child = subprocess.Popen(
+            [sys.executable, "-c", DIE_WHILE_MOVING, *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout
+        for _ in range(7 + kill):
+            last = int(child.stdout.readline())
+        child.send_signal(signal.SIGKILL)
+        rest = child.communicate()[0].split()
+        last = int(rest[-1]) if rest else last
+        with CXLPool.open(path, threads=1) as pool:
+            with Tiers(pool, cold=cold, cold_capacity="4MiB", policy="lru") as tiers:
+                for number in range(1, last + 1):
+                    assert found(tiers, text(number, 4)) == 4, f"text {number} of {last}"
+                assert isinstance(tiers.cold, ColdTier)
+                assert tiers.cold.check(deep=True) == []
+            audit(pool)
 
 
 # ---- a model ----

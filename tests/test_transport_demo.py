@@ -20,6 +20,7 @@ from cxlkv import CXLPool
 from cxlkv.adapters.transformers import CXLRequests, layout_of
 from cxlkv.transport import pull
 
+from . import states
 from .conftest import audit
 from .far_prefill import MODELS
 from .small_models import prompts
@@ -54,6 +55,7 @@ def prefilled(folder: Path, link: str, name: str, lengths: tuple[int, ...]) -> I
     finally:
         process.kill()
         process.communicate()
+        states.remove(folder / "pool")
 
 
 @pytest.mark.parametrize("link", LINKS)

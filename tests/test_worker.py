@@ -78,11 +78,8 @@ class WorkerProcess:
 
 
 @pytest.fixture
-def path() -> Iterator[Path]:
-    where = Path(f"/dev/shm/cxlkv-test-worker-{os.getpid()}.pool")
-    yield where
-    with contextlib.suppress(OSError):
-        CXLPool.remove(where)
+def path(shm_path: Path) -> Path:
+    return shm_path
 
 
 class MakeWorker(Protocol):
