@@ -25,6 +25,8 @@ from random import SystemRandom
 import pytest
 
 from cxlkv import CXLPool, KVLayout
+from cxlkv.adapters.places import make_or_open
+from cxlkv.errors import BadArgumentError
 from cxlkv.leftovers import clean, find_leftovers
 from cxlkv.regions import one_maker
 
@@ -359,6 +361,28 @@ def test_a_lock_on_the_pools_folder_holds_up_nobody(place: Path, victim: int) ->
 
     with waiting(STRANGER, locks):
         assert outcome(victim, makes) == "made"
+
+
+def test_an_engine_takes_no_pool_of_a_stranger(place: Path, victim: int) -> None:
+    """Not even root's, which may open all: its name is known before it is made."""
+    path = place / "a.pool"
+
+    def makes() -> str:
+        CXLPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1).close()
+        return "made"
+
+    assert outcome(victim, makes) == "made"
+    link = place / "b.pool"
+    link.symlink_to(path)
+    for where in (path, link):
+        with pytest.raises(BadArgumentError, match=f"user {victim}.*chown"):
+            make_or_open(str(where), LAYOUT, "4MiB")
+    os.chown(path, 0, 0)
+    with make_or_open(str(path), LAYOUT, "4MiB")[0]:
+        pass
+    os.lchown(link, victim, victim)
+    with pytest.raises(BadArgumentError, match=f"user {victim}"):
+        make_or_open(str(link), LAYOUT, "4MiB")
 
 
 # ---- the place of older builds: /dev/shm itself ----

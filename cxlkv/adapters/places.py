@@ -46,12 +46,14 @@ def make_or_open(
     """The pool at `path`, and whether it was made now; else it keeps its capacity.
 
     capacity: of it alone; None: share_bytes(), as one of `parts` pools. Raises GeometryError for a
-    pool that stores something else; one of larger objects will do for objects.
+    pool that stores something else; one of larger objects will do for objects. Raises
+    BadArgumentError for another user's.
     """
     place = parse_place(path).path
     assert place is not None, "path_for() refuses places without a name"
     with one_maker():
         if _is_there(place):
+            _refuse_strangers(place)
             return _opened(path, layout), False
         size = share_bytes(place, parts) if capacity is None else capacity
         return CXLPool.create(path, layout=layout, capacity=size, sketch=sketch), True
@@ -84,6 +86,21 @@ def _is_there(place: str) -> bool:
     except (BadArgumentError, ValueError):  # no pool there
         return False
     return True
+
+
+def _refuse_strangers(place: str) -> None:
+    """Root may open anybody's pool, and the name that an engine looks for is no secret: where
+    everybody may make files, whoever made one first would answer the engine's requests."""
+    if is_device(place):
+        return
+    for look in (os.lstat, os.stat):
+        owner = look(place).st_uid
+        if owner != os.geteuid():
+            raise BadArgumentError(
+                f"{place} belongs to user {owner}, and this engine runs as user {os.geteuid()}: "
+                "what lies there would be taken for what this engine computed. Run as its owner, "
+                "give it to this user (chown), or give another place as where"
+            )
 
 
 def _opened(path: str, layout: KVLayout) -> CXLPool:
