@@ -4,7 +4,8 @@
  * comes back, falls silent and is fenced anew, in the word that said what counts. The claim must
  * not count. Then a host that appends a batch dies at each of its steps in turn: its process, or
  * all of it, with its caches lost or written back later. Who follows its log never waits and finds
- * nothing damaged; the host comes back and is heard.
+ * nothing damaged; the host comes back and is heard. A host that has come back is seen by its name
+ * at once.
  *
  * 25 seeds for each step, or what knobs.h says; there is nothing to limit. */
 #undef NDEBUG
@@ -237,6 +238,56 @@ static bool append_run(uint64_t seed, bool arm64, uint64_t dies_step, uint64_t *
     return right;
 }
 
+/* ---- a host that has come back ---- */
+
+static struct {
+    bool back, seen, right;
+} coming;
+
+static void coming_run(void *context) {
+    (void)context;
+    CHECK(hosts_attach(&scene.at[OTHER], NONCE + 1) == 0);
+    incoherent_tell();
+    coming.back = true;
+    while (!coming.seen) incoherent_yield(); /* nothing of its own helps its name into memory */
+}
+
+static void seeing_run(void *context) {
+    (void)context;
+    host_name name;
+    while (!coming.back) incoherent_yield();
+    coming.right = hosts_name(&scene.at[READER], OTHER, &name) && name.status == HOST_LIVE &&
+                   name.nonce == NONCE + 1 && name.epoch == scene.at[OTHER].epoch;
+    coming.seen = true;
+}
+
+static bool come_back(uint64_t seed, bool arm64) {
+    hosts_area area = {.host_count = HOSTS, .extent_count = EXTENTS, .page_count = PAGES,
+                       .log_records = RECORDS};
+    hosts_area_make(&area);
+    struct incoherent_options options = incoherent_usual(seed);
+    options.hosts = HOSTS;
+    options.lines = (uint32_t)(HOSTS * area.block_bytes / FLUSH_LINE_BYTES);
+    options.arm64 = arm64;
+    options.early_drops = true;
+    knob_options(&options);
+    incoherent *sim = incoherent_make(&options);
+    hosts_make(incoherent_base(sim), &area);
+    for (uint32_t i = 0; i < HOSTS; i++) CHECK(hosts_attach(&scene.at[i], NONCE) == 0);
+    coming.back = coming.seen = coming.right = false;
+    incoherent_actor(sim, OTHER, coming_run, NULL);
+    incoherent_actor(sim, READER, seeing_run, NULL);
+    incoherent_run(sim);
+    if (!coming.right) {
+        incoherent_trace(sim, stderr);
+        knob_about(sim, "name", hosts_line(&scene.at[READER], OTHER, NAME_LINE), FLUSH_LINE_BYTES);
+        fprintf(stderr, "failed: a host that has come back is seen\n");
+    }
+    left_out += incoherent_counts(sim)->left_out;
+    incoherent_free(sim);
+    return coming.right;
+}
+
 /* At each step in turn, until it was done before. */
 static bool append_runs(uint64_t seed, bool arm64, uint64_t *runs) {
     uint64_t steps;
@@ -251,7 +302,8 @@ int main(void) {
     uint64_t only = knob("CXLKV_ARM64", 2), steps = 0, runs = 0, all_steps = 0;
     for (uint64_t seed = first; seed < first + seeds; seed++)
         for (uint64_t arm64 = 0; arm64 < 2; arm64++) {
-            if ((only == 2 || only == arm64) && !append_runs(seed, arm64 != 0, &runs)) {
+            if ((only == 2 || only == arm64) &&
+                !(come_back(seed, arm64 != 0) && append_runs(seed, arm64 != 0, &runs))) {
                 fprintf(stderr, "seed %lu, %s failed\n", seed, arm64 ? "arm64" : "x86");
                 return 1;
             }
