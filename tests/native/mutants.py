@@ -32,11 +32,13 @@ PROGRAMS = {f"{name}.c": incoherent.PROGRAMS[name] for name in ("visibility", "r
 # and what too few seeds of the protocol tell: a test that goes just there.
 INTERRUPTED = incoherent.PROGRAMS["hosts"]
 ON_REAL_MEMORY = "test_hosts"
+DESCRIPTORS = "test_visibility"
 PRIVATE_CACHES = "test_objects_incoherent"
 UPGRADE = "test_upgrade_incoherent"
 FORGOTTEN = "test_forgotten"
-WITHOUT_SEEDS = (ON_REAL_MEMORY, PRIVATE_CACHES, UPGRADE, FORGOTTEN)
+WITHOUT_SEEDS = (ON_REAL_MEMORY, DESCRIPTORS, PRIVATE_CACHES, UPGRADE, FORGOTTEN)
 TOLD_BY = {
+    "DESCRIPTOR_CRC": DESCRIPTORS,
     "FLUSH_NAME": INTERRUPTED,
     "FLUSH_NAME_FENCE": INTERRUPTED,
     "FLUSH_NAME_LOOK_BEGIN": INTERRUPTED,
@@ -333,7 +335,7 @@ def build_without(name: str, build: Path, folder: Path) -> Path:
         raise SystemExit(f"{name}: not once in {check.source}: {check.text}")
     (folder / check.source).write_text(text.replace(check.text, check.without))
     sources = [folder / f"{program}.c"]
-    if program in (ON_REAL_MEMORY, FORGOTTEN):
+    if program in (ON_REAL_MEMORY, DESCRIPTORS, FORGOTTEN):
         sources.append(SOURCES / "flush.c")
     if check.source.endswith(".c"):
         sources.append(folder / check.source)

@@ -57,7 +57,21 @@ static void run(enum visibility_mode mode, uint32_t payload_lines) {
     free(s);
 }
 
+/* Of the version that is wanted, and half written: what else the line says is not believed. */
+static void test_torn_descriptor(enum visibility_mode mode) {
+    _Alignas(FLUSH_LINE_BYTES) uint8_t line[FLUSH_LINE_BYTES];
+    acquire_item item = {.descriptor_line = line, .version = 5 << 8 | PAGE_SEALED};
+    for (int byte = 8; byte < FLUSH_LINE_BYTES; byte++) {
+        scenario_line_of(5, PAGE_SEALED, line);
+        CHECK(visibility_acquire(&item, 1, mode) == 1 && item.code == 0);
+        line[byte] ^= 1;
+        CHECK(visibility_acquire(&item, 1, mode) == 0 && item.code == -CXLKV_E_CORRUPT);
+    }
+}
+
 int main(void) {
+    for (int mode = VISIBILITY_COHERENT; mode <= VISIBILITY_STRICT; mode++)
+        test_torn_descriptor((enum visibility_mode)mode);
     for (uint32_t lines = 1; lines <= SCENARIO_LINES_MAX; lines *= 2) {
         run(VISIBILITY_COHERENT, lines);
         run(VISIBILITY_FAST, lines);
