@@ -17,7 +17,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
+from queue import Empty, SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
@@ -110,7 +112,8 @@ class Tiers(Restoring, Closing):
         self._own_cold: ColdStore | None = None  # which is closed with the tiers
         self.near: NearTier | None = None
         self._mover: threading.Thread | None = None
-        self._wake = threading.Event()
+        # No Event: an interrupt (Ctrl-C) in its set() can leave its lock taken, for ever.
+        self._wake = SimpleQueue[None]()
         self._ended = False
         forking.watch(self)
         try:
@@ -459,9 +462,15 @@ class Tiers(Restoring, Closing):
                 self._mover = mover
 
     def _run(self, every_s: float) -> None:
-        while not self._wake.wait(every_s):
+        while True:
+            with suppress(Empty):
+                self._wake.get(timeout=every_s)
+            if self._ended:
+                return
             try:
                 self.step()
+            except ClosedError:  # the pool is closed: nobody has these tiers any more
+                return
             except Exception as error:  # short of memory, too: the next step may have it
                 if self._ended:
                     return
@@ -494,7 +503,7 @@ class Tiers(Restoring, Closing):
     def close(self) -> None:
         """Ends the mover, near and cold; the pool stays open. A second time does nothing."""
         self._ended = True
-        self._wake.set()
+        self._wake.put(None)
         if self._mover is not None:
             self._mover.join()
         room.stop(self.pool._handle, self._serve)
@@ -506,7 +515,7 @@ class Tiers(Restoring, Closing):
 
     def reset_after_fork(self) -> None:
         """Its mover, its file and its near tier are the parent's."""
-        self._lock, self._wake = threading.RLock(), threading.Event()
+        self._lock, self._wake = threading.RLock(), SimpleQueue()
         self._mover, self._ended = None, True
 
     def _check(self) -> None:

@@ -33,13 +33,15 @@ def places_of(code: CodeType) -> frozenset[int]:
     """Offsets of instructions before which a handler may run.
 
     What it raises behind a call is raised by the call, for a `try`; what a tracing function raises
-    is by the next instruction. So not where that is a return, which no `try` has in it.
+    is by the next instruction. So not where that is a return, which no `try` has in it; but in
+    threading.py, where nothing else shows how Condition's `with` can be left with its lock taken.
     """
+    returns_too = code.co_filename.endswith("threading.py")
     found: set[int] = set()
     called = False
     for each in dis.get_instructions(code):
         if called and each.opname not in ("CACHE", "PRECALL"):
-            if not each.opname.startswith("RETURN"):
+            if returns_too or not each.opname.startswith("RETURN"):
                 found.add(each.offset)
             called = False
         called |= each.opname.startswith("CALL")
@@ -51,7 +53,7 @@ def places_of(code: CodeType) -> frozenset[int]:
 def _is_watched(frame: FrameType) -> bool:
     """The package's own, and those of context managers, which it is made with."""
     name = frame.f_code.co_filename
-    return name.startswith(PACKAGE) or name.endswith("contextlib.py")
+    return name.startswith(PACKAGE) or name.endswith(("contextlib.py", "threading.py"))
 
 
 class _Tracer:

@@ -269,6 +269,7 @@ def a_quota(world: World) -> Subject:
 def a_server(world: World) -> Subject:
     pool = world.pool()
     server = Server(pool, ("127.0.0.1", 0), SECRET)
+    world.after.callback(server.close)  # it has given back what it held for the peer then
     remote = world.after.enter_context(Remote(f"127.0.0.1:{server.address[1]}", SECRET))
     remote.match(prefix_keys(published(pool), PAGE))
 

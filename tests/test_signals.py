@@ -10,17 +10,21 @@ import gc
 import os
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, Sequence, object_keys
+from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError
 from cxlkv.near import NearTier
 from cxlkv.tiers import Tiers
+from cxlkv.transport.server import Server
 
 from .interrupting import Alarms, alarms, interrupted_at, median_s
 
@@ -315,3 +319,25 @@ def test_ten_thousand_interrupts(
         calls = many(world, name, clock, INTERRUPTS)
     world.end()
     record_property("show", f"{name}: {INTERRUPTS} interrupts in {calls} calls, nothing held")
+
+
+ENDED = ("cxlkv-mover", "cxlkv-serve")  # threads
+CLOSED: dict[str, Callable[[CXLPool], Closing]] = {
+    "tiers": Tiers,
+    "server": lambda pool: Server(pool, ("127.0.0.1", 0), b"a secret of some length"),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_a_close_that_was_interrupted_anywhere_is_called_again(world: World, name: str) -> None:
+    """And ends what the first one did not: no lock stays taken."""
+    for n in count():
+        subject = CLOSED[name](world.pool)
+        if isinstance(subject, Tiers):
+            subject.start(every_s=10)
+        places = interrupted_at(n, subject.close)
+        subject.close()
+        assert not [each for each in threading.enumerate() if each.name in ENDED]
+        if places <= n:
+            break
+    assert n > 5

@@ -24,7 +24,7 @@ from cxlkv.layout import LayerGroup
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys
 from cxlkv.tiers import Tiers
 
-from .conftest import audit
+from .conftest import MakePool, audit
 from .forking import in_child
 
 PAGE = 4
@@ -433,6 +433,16 @@ def test_the_mover_goes_on_after_any_error(pool: CXLPool, monkeypatch: pytest.Mo
         tiers.start(every_s=0.001)
         assert again.wait(60)
         assert tiers.stats()["failed_steps"] == 2
+
+
+def test_the_mover_ends_with_the_pool(make_pool: MakePool) -> None:
+    """Of tiers that nobody closed."""
+    pool = make_pool()
+    Tiers(pool).start(every_s=0.001)
+    (mover,) = [thread for thread in threading.enumerate() if thread.name == "cxlkv-mover"]
+    pool.close()
+    mover.join(60)
+    assert not mover.is_alive()
 
 
 def test_a_forked_child_is_told_that_the_pool_is_full(pool: CXLPool, cold_path: Path) -> None:

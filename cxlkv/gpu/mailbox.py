@@ -48,8 +48,9 @@ class Mailbox:
         at = self._words.data_ptr()
         self._table = torch.tensor([at, at + 8], device=device)
         self._ticket = torch.zeros(1, dtype=torch.int64, device=device)
-        self._stop = threading.Event()
-        self._idle = threading.Condition()
+        self._ends = False
+        self._mutex = threading.RLock()  # taken by itself: Condition's `with` can be interrupted
+        self._idle = threading.Condition(self._mutex)
         self._done = 0  # the word of the question that was served last, and then()
         self._is_parents = False
         forking.watch(self)
@@ -58,7 +59,8 @@ class Mailbox:
 
     def reset_after_fork(self) -> None:
         """Nobody serves here, and CUDA does not cross a fork either."""
-        self._stop, self._idle = threading.Event(), threading.Condition()
+        self._mutex = threading.RLock()
+        self._idle = threading.Condition(self._mutex)
         self._is_parents = True
         self._error = WorkerError(
             "the near-data engine is of the parent process: make one in the child, after a start "
@@ -89,7 +91,7 @@ class Mailbox:
         """After the stream was waited for: waits until nothing is served any more, a late question
         either, and raises what went wrong since the last check."""
         if self._thread is not None:
-            with self._idle:
+            with self._mutex:
                 self._idle.wait_for(lambda: self._is_parents or self._done == int(self._words[0]))
         error, self._error = self._error, None
         worst = int(self.answered[1])
@@ -106,7 +108,7 @@ class Mailbox:
     def close(self) -> None:
         """The thread ends; questions are not answered any more."""
         if self._thread is not None:
-            self._stop.set()
+            self._ends = True
             self._thread.join()
 
     def _did(self, work: Callable[[int], None], subject: int) -> bool:
@@ -124,7 +126,7 @@ class Mailbox:
 
         question, answer = self._words.data_ptr(), self._words.data_ptr() + 8
         old = 0
-        while not self._stop.is_set():
+        while not self._ends:
             came, word = _core.word_wait(question, old, IDLE_S)
             if not came:
                 continue
@@ -132,6 +134,6 @@ class Mailbox:
             ticket, subject = divmod(word, SUBJECTS)
             _core.word_store(answer, ticket if self._did(self._serve, subject) else -ticket)
             self._did(self._then, subject)
-            with self._idle:
+            with self._mutex:
                 self._done = word
                 self._idle.notify_all()

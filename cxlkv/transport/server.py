@@ -15,6 +15,7 @@ import time
 from dataclasses import asdict
 from functools import partial
 from itertools import count
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,9 +75,13 @@ class Server(Closing):
         self._sessions: set[_Session] = set()
         self._strangers: dict[_Session, None] = {}  # the oldest first
         self._proved: set[_Session] = set()
-        self._lock = threading.Condition()
+        # Taken by itself, and no Event for _over: an interrupt (Ctrl-C) in the `with` of a
+        # Condition, or in set(), can leave the lock taken.
+        self._mutex = threading.RLock()
+        self._lock = threading.Condition(self._mutex)
         self._closed = False
-        self._over = threading.Event()
+        self._ended = False  # and all of it is done
+        self._over = SimpleQueue[None]()
         self._verbs: VerbsHost | None = None
         self._listener = _listener(listen)
         forking.watch(self)
@@ -112,14 +117,15 @@ class Server(Closing):
                     quiet_until_s = time.monotonic() + LOG_EVERY_S
                     log.warning("a connection could not be accepted: %s", error)
                 first_s, most_s = ACCEPT_PAUSE_S
-                self._over.wait(min(first_s * 2**failures, most_s))
+                with contextlib.suppress(Empty):
+                    self._over.get(timeout=min(first_s * 2**failures, most_s))
                 failures = min(failures + 1, 16)
 
     def _begin(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         session: _Session | None = None
         try:
             session = _Session(self._pool, Wire(sock), self._shape.record_bytes, self._verbs)
-            with self._lock:
+            with self._mutex:
                 if self._closed or len(self._sessions) >= self._connections + 2 * STRANGERS_MAX:
                     sock.close()  # those that were pushed out are not gone yet
                     return
@@ -132,14 +138,14 @@ class Server(Closing):
             thread.start()
         except BaseException:
             sock.close()
-            with self._lock:
+            with self._mutex:
                 if session is not None:
                     self._forget(session)
             raise
 
     def _push_out(self) -> None:
         """The oldest of those who have not proved themselves: a peer does so at once."""
-        with self._lock:
+        with self._mutex:
             for oldest in self._strangers:
                 del self._strangers[oldest]
                 oldest.wire.end()
@@ -150,7 +156,7 @@ class Server(Closing):
 
     def _enter(self, session: _Session) -> bool:
         """The peer has proved itself. False: there is no place for it, or it was pushed out."""
-        with self._lock:
+        with self._mutex:
             if session not in self._strangers or self._is_full():
                 return False
             del self._strangers[session]
@@ -175,29 +181,30 @@ class Server(Closing):
             log.exception("the connection of %s ended by a fault of ours", peer)
         finally:
             session.close()
-            with self._lock:
+            with self._mutex:
                 self._forget(session)
 
     def connections(self) -> int:
         """Peers that are connected now, and those that try to."""
-        with self._lock:
+        with self._mutex:
             return len(self._sessions)
 
     def close(self) -> None:
         """Ends all connections and gives back what they held; a second time does nothing."""
-        with self._lock:
-            if self._closed:
+        with self._mutex:
+            if self._ended:
                 return
             self._closed = True
             for session in self._sessions:
                 session.wire.end()
-        self._over.set()
+        self._over.put(None)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join(END_S)
-        with self._lock:
+        with self._mutex:
             self._lock.wait_for(lambda: not self._sessions, END_S)
         self._end_listening()
+        self._ended = True
 
     def _end_listening(self) -> None:
         self._listener.close()
@@ -206,7 +213,9 @@ class Server(Closing):
 
     def reset_after_fork(self) -> None:
         """Nobody is served here, and nothing is held for the parent's peers."""
-        self._lock, self._closed = threading.Condition(), True
+        self._mutex = threading.RLock()
+        self._lock = threading.Condition(self._mutex)
+        self._closed = self._ended = True
         self._listener.close()
         for session in self._sessions:
             session.leave()
