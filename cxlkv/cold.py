@@ -97,7 +97,7 @@ class ColdTier(Closing):
         self._parents = np.zeros((slots, NAME_BYTES), np.uint8)
         self._writing: set[bytes] = set()
         self._protected: set[bytes] = set()
-        self._unerased: list[int] = []  # slots of what was dropped, which the disk refused to erase
+        self._unerased: list[int] = []  # slots of dropped records that could not be erased
         names = "hits misses corrupt stored refused evicted dropped bytes_read bytes_written"
         names += " erase_failures packed packed_bytes_saved pack_us unpack_us"
         self._counts = dict.fromkeys(names.split(), 0)
@@ -116,11 +116,10 @@ class ColdTier(Closing):
             self._state[list(place.slots)] = STORED
             self._parents[place.slots[0]] = parent
         self._unerased.clear()
-        self._state[older] = RESERVED
+        self._erase(older)
         self._sequence = highest + 1
         # The lowest first, so that a batch lies side by side.
         self._free = np.flatnonzero(self._state == FREE)[::-1].tolist()
-        self._discard(older)
 
     # ---- what callers do ----
 
@@ -220,7 +219,7 @@ class ColdTier(Closing):
     def check(self, deep: bool = False) -> list[str]:
         """What is not as it must be; empty: nothing. deep reads all records."""
         with self._operation():
-            self._discard([])
+            self._erase([])
             with self._mutex:
                 problems = self._recount()
                 if self._unerased:
@@ -245,7 +244,7 @@ class ColdTier(Closing):
             if not self._closed:
                 self._closed = True
                 self._lock.wait_for(lambda: self._running <= {threading.get_ident()})
-                self._discard([])
+                self._erase([])
             self._file.close()
             if self._codec is not None:
                 self._codec.close()
@@ -509,9 +508,22 @@ class ColdTier(Closing):
         return place
 
     def _discard(self, slots: Sequence[int]) -> None:
-        """Reserved slots become free when nobody reads them; erased, or an opening finds what they
-        hold. What the disk refuses to erase is tried again each time: nothing more is written then,
-        so it stays what it is."""
+        """Erases reserved slots, and frees them when no call reads them any more."""
+        if not slots:
+            return
+        self._erase(slots)
+        with self._mutex:
+            self._lock.wait_for(lambda: self._torn or not self._readers[list(slots)].any())
+            if self._torn:  # a reader was interrupted; all is to be looked at anew
+                return
+            self._state[list(slots)] = FREE
+            self._checked[list(slots)] = False
+            self._free += sorted(slots, reverse=True)
+
+    def _erase(self, slots: Sequence[int]) -> None:
+        """Erases slots, so that the next opening does not find their records, and those that the
+        disk refused to erase before. It refuses once, and the tier writes nothing more: until an
+        erase works, these slots hold what they held."""
         with self._mutex:
             unerased, self._unerased = [*self._unerased, *slots], []
         try:
@@ -521,15 +533,6 @@ class ColdTier(Closing):
                 self._unerased += unerased
                 self._counts["erase_failures"] += 1
                 self._turn_off(error)
-        if not slots:
-            return
-        with self._mutex:
-            self._lock.wait_for(lambda: self._torn or not self._readers[list(slots)].any())
-            if self._torn:  # a reader was interrupted; all is to be looked at anew
-                return
-            self._state[list(slots)] = FREE
-            self._checked[list(slots)] = False
-            self._free += sorted(slots, reverse=True)
 
     def _recount(self) -> list[str]:
         problems = []
