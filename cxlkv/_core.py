@@ -615,9 +615,17 @@ def pool_memory(pool: Handle) -> tuple[int, int]:
 
 
 def pool_view(pool: Handle) -> tuple[memoryview, weakref.ref[object]]:
-    """The region, and by what it can be told whether somebody has it still; it keeps the pool."""
-    address, size = pool_memory(pool)
-    memory = ffi.buffer(ffi.gc(ffi.cast(_BYTES, address), (pool,).__contains__), size)
+    """The region, which keeps the pool open; and a reference that is dead once the view, its
+    slices, and the arrays made of it are all gone."""
+    return _view(*pool_memory(pool), (pool,))
+
+
+def _view(
+    address: int, size: int, kept: tuple[object, ...]
+) -> tuple[memoryview, weakref.ref[object]]:
+    """Of memory that lasts as long as what is `kept`; and a reference to its buffer."""
+    # As _handle() does: it compares two pointers with a third, when the memory has no view left.
+    memory = ffi.buffer(ffi.gc(ffi.cast(_BYTES, address), kept.__contains__), size)
     return memoryview(memory), weakref.ref(memory)
 
 
@@ -964,15 +972,12 @@ def lease_views(
 
     Each keeps the lease, and the pool, which would be unmapped when nobody has it any more.
     """
-    # As _handle() does: it compares two pointers with a third, when the memory has no view left.
-    keeps = (pool, lease).__contains__
     views: list[memoryview | None] = []
     memories: list[weakref.ref[object] | None] = []
     for address, size in places:
         view = reference = None
         if address:
-            memory = ffi.buffer(ffi.gc(ffi.cast(_BYTES, address), keeps), size)
-            view, reference = memoryview(memory), weakref.ref(memory)
+            view, reference = _view(address, size, (pool, lease))
             if not writable:
                 view = view.toreadonly()
         views.append(view)

@@ -93,7 +93,7 @@ class CXLPool(Objects, Closing):
         self.pages = Pages(handle)
         self.hotness = Hotness(handle)
         self._before_close: list[Callable[[], object]] = []
-        self._lent: list[weakref.ref[object]] = []  # by which it is told who has a view
+        self._lent: list[weakref.ref[object]] = []  # to the views of the region that are in use
         forking.watch(self)
         if os.environ.get(numa.VARIABLE):
             self._emulate(None)
@@ -543,9 +543,9 @@ class CXLPool(Objects, Closing):
         else:
             prefault.run(self._handle)
 
-    def region_view(self) -> memoryview:
-        """The whole region, writable, in place. The pool cannot be closed while somebody has this
-        view, a part of it, or an array or tensor that was made of it."""
+    def _region_view(self) -> memoryview:
+        """The whole region, writable, in place. close() refuses while this view, a slice of it, or
+        an array or tensor made of it is in use."""
         view, reference = _core.pool_view(self._handle)
         self._lent = [lent for lent in self._lent if lent() is not None] + [reference]
         return view

@@ -113,7 +113,7 @@ class Mapping(Closing):
     def tensor(self) -> torch.Tensor:
         """The whole region, uint8 on the CPU, in place. The pool cannot be closed while in use."""
         self._check()
-        return torch.frombuffer(self.pool.region_view(), dtype=torch.uint8)
+        return torch.frombuffer(self.pool._region_view(), dtype=torch.uint8)
 
     @property
     def device_address(self) -> int:
