@@ -449,7 +449,7 @@ class Tiers(Restoring, Closing):
         return {"evicted_pages": evicted, "promoted_bytes": moved_bytes}
 
     def start(self, every_s: float = 0.1) -> None:
-        """Step in a thread of its own, until close()."""
+        """Step in a thread of its own, until close(); the pool's close() calls it."""
         if not every_s > 0:
             raise BadArgumentError(f"every_s={every_s}: more than 0")
         self._check()
@@ -458,6 +458,7 @@ class Tiers(Restoring, Closing):
                 mover = threading.Thread(
                     target=self._run, args=(every_s,), name="cxlkv-mover", daemon=True
                 )
+                self.pool.before_close(self.close)
                 mover.start()
                 self._mover = mover
 
@@ -469,8 +470,6 @@ class Tiers(Restoring, Closing):
                 return
             try:
                 self.step()
-            except ClosedError:  # the pool is closed: nobody has these tiers any more
-                return
             except Exception as error:  # short of memory, too: the next step may have it
                 if self._ended:
                     return

@@ -436,7 +436,7 @@ def test_the_mover_goes_on_after_any_error(pool: CXLPool, monkeypatch: pytest.Mo
 
 
 def test_the_mover_ends_with_the_pool(make_pool: MakePool) -> None:
-    """Of tiers that nobody closed."""
+    """pool.close() closes the tiers, too."""
     pool = make_pool()
     Tiers(pool).start(every_s=0.001)
     (mover,) = [thread for thread in threading.enumerate() if thread.name == "cxlkv-mover"]
