@@ -24,11 +24,11 @@ def run(pool: _core.Handle, is_over: Callable[[], bool] = lambda: False) -> None
 
 def begin(pool: _core.Handle) -> Callable[[], None]:
     """The same in a thread; returns what ends it, to be called before the pool is closed."""
-    over: list[bool] = []  # no Event: an interrupt in its set() can leave its lock taken
+    over = False  # no Event: an interrupt in its set() can leave its lock taken
 
     def work() -> None:
         try:
-            run(pool, lambda: bool(over))
+            run(pool, lambda: over)
         except CXLKVError as error:
             log.info("the pool's memory comes into place when it is used first: %s", error)
 
@@ -40,7 +40,8 @@ def begin(pool: _core.Handle) -> Callable[[], None]:
         return lambda: None
 
     def end() -> None:
-        over.append(True)
+        nonlocal over
+        over = True
         thread.join()
 
     return end

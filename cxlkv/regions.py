@@ -144,8 +144,8 @@ def one_maker() -> Iterator[None]:
     """Within it, one of this user's processes at a time makes a pool.
 
     When all processes of a server start at once, each would reserve the whole capacity for a draft
-    of its own. The lock is that of the user's folder of host states, so nothing is left behind, and
-    nobody else can keep it: /dev/shm itself may be locked by anybody. Between users the first
+    of its own. The lock is on the user's own folder of host states: it leaves nothing behind, and
+    no other user can take it, as any user can take one on /dev/shm. Between users the first
     finished draft wins, and the others raise PoolExistsError.
     """
     folders: list[int] = []
