@@ -63,6 +63,19 @@ static void disturb(void *context) {
     }
 }
 
+/* The area of the hosts, and the memory that it needs. */
+static struct incoherent_options prepare_area(uint64_t seed, bool arm64, hosts_area *area) {
+    *area = (hosts_area){.host_count = HOSTS, .extent_count = EXTENTS, .page_count = PAGES,
+                         .log_records = RECORDS};
+    hosts_area_make(area);
+    struct incoherent_options options = incoherent_usual(seed);
+    options.hosts = HOSTS;
+    options.lines = (uint32_t)(HOSTS * area->block_bytes / FLUSH_LINE_BYTES);
+    options.arm64 = arm64;
+    options.early_drops = true;
+    return options;
+}
+
 static void hosts_make(uint8_t *base, hosts_area *area) {
     area->base = base;
     for (uint32_t i = 0; i < HOSTS; i++)
@@ -99,15 +112,9 @@ static void fails(uint64_t stops_step) {
 
 /* False: extent 0 is said to be nobody's. reader_steps: how many steps the reader made. */
 static bool run(uint64_t seed, bool arm64, uint64_t stops_step, uint64_t *reader_steps) {
-    hosts_area area = {.host_count = HOSTS, .extent_count = EXTENTS, .page_count = PAGES,
-                       .log_records = RECORDS};
-    hosts_area_make(&area);
-    struct incoherent_options options = incoherent_usual(seed);
-    options.hosts = HOSTS;
-    options.lines = (uint32_t)(HOSTS * area.block_bytes / FLUSH_LINE_BYTES);
+    hosts_area area;
+    struct incoherent_options options = prepare_area(seed, arm64, &area);
     options.cache_lines_max = options.lines;
-    options.arm64 = arm64;
-    options.early_drops = true;
     knob_options(&options);
     options.odds.fill = 4096;
     options.odds.evict = 0;
@@ -195,14 +202,8 @@ static void follower_run(void *right) {
 }
 
 static bool append_run(uint64_t seed, bool arm64, uint64_t dies_step, uint64_t *steps) {
-    hosts_area area = {.host_count = HOSTS, .extent_count = EXTENTS, .page_count = PAGES,
-                       .log_records = RECORDS};
-    hosts_area_make(&area);
-    struct incoherent_options options = incoherent_usual(seed);
-    options.hosts = HOSTS;
-    options.lines = (uint32_t)(HOSTS * area.block_bytes / FLUSH_LINE_BYTES);
-    options.arm64 = arm64;
-    options.early_drops = true;
+    hosts_area area;
+    struct incoherent_options options = prepare_area(seed, arm64, &area);
     knob_options(&options);
     append = (struct append){.sim = incoherent_make(&options), .dies_step = dies_step,
                              .next = seed % 2 ? 1 : RECORDS + 3, .loss = (int)(seed % 3) - 1};
@@ -262,14 +263,8 @@ static void seeing_run(void *context) {
 }
 
 static bool come_back(uint64_t seed, bool arm64) {
-    hosts_area area = {.host_count = HOSTS, .extent_count = EXTENTS, .page_count = PAGES,
-                       .log_records = RECORDS};
-    hosts_area_make(&area);
-    struct incoherent_options options = incoherent_usual(seed);
-    options.hosts = HOSTS;
-    options.lines = (uint32_t)(HOSTS * area.block_bytes / FLUSH_LINE_BYTES);
-    options.arm64 = arm64;
-    options.early_drops = true;
+    hosts_area area;
+    struct incoherent_options options = prepare_area(seed, arm64, &area);
     knob_options(&options);
     incoherent *sim = incoherent_make(&options);
     hosts_make(incoherent_base(sim), &area);

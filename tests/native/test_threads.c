@@ -88,7 +88,7 @@ static void hand_over(cxlkv_pool *to, cxlkv_sequence *mine, const uint64_t *mark
     cxlkv_sequence *got;
     int64_t code = cxlkv_sequence_export(mine, bytes, sizeof(bytes));
     if (code > 0) code = cxlkv_sequence_adopt(to, bytes, (uint64_t)code, &got);
-    if (code < 0) { /* when its pool was closed in between, nobody keeps what the handle names */
+    if (code < 0) { /* a close in between frees the pages that the handle names */
         CHECK(expected_error(code) || (code == -CXLKV_E_STALE && atomic_load(&closing)));
         return;
     }
