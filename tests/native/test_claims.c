@@ -216,6 +216,34 @@ static void test_what_was_not_given_comes_back(const char *path) {
     scene_end(&s);
 }
 
+/* A process dies between its claim of an extent and its marking it as the host's: the next one that
+ * wants pages has them, without waiting for the keeper, which looks every 3 minutes here. */
+static void test_what_a_dead_process_claimed_is_used(const char *path) {
+    cxlkv_layout layout = test_layout();
+    cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = 2};
+    cxlkv_host host = {.lease_s = 3600};
+    cxlkv_pool *pool;
+    CHECK(cxlkv_pool_create(path, &layout, &sharing, 16 << 20, 0, &host, &pool) == 0);
+    uint32_t all = (uint32_t)test_stats(pool).pages_total;
+    uint32_t *pages = malloc(all * sizeof(*pages));
+    CHECK(pages && cxlkv_pages_alloc(pool, all, pages) == all);
+    CHECK(cxlkv_pages_free(pool, all, pages) == all);
+    CHECK(host_lock(pool) == 0);
+    for (uint32_t run = 0; run < pool->geometry.slab_slots / RUN_SLOTS; run++) {
+        pages_unlist(pool, run);
+        pool->runs[run].ours = 0;
+    }
+    extents_doubt(pool);
+    host_unlock(pool);
+    CHECK(test_stats(pool).pages_free < all);
+    CHECK(cxlkv_pages_alloc(pool, all, pages) == all);
+    CHECK(cxlkv_pages_free(pool, all, pages) == all);
+    test_clean(pool);
+    cxlkv_pool_destroy(pool);
+    CHECK(cxlkv_pool_remove(path) == 0);
+    free(pages);
+}
+
 int main(void) {
 #ifdef __SANITIZE_THREAD__
     printf("skipped: ThreadSanitizer has no threads after a fork\n");
@@ -226,5 +254,6 @@ int main(void) {
     test_who_queues_dies(path);
     test_another_dies_with_the_lock(path);
     test_what_was_not_given_comes_back(path);
+    test_what_a_dead_process_claimed_is_used(path);
     return 0;
 }
