@@ -164,7 +164,7 @@ static void repair_deep(cxlkv_pool *pool, uint32_t page, report *report) {
     for (uint32_t layer = 0; code == 0 && layer < pool->layout.layers; layer++)
         if (pool->part_of[layer] == line.part) code = pieces_verify(pool, page, layer);
     if (code == 0) return;
-    page_forget(pool, line.hash);
+    page_forget(pool, line.hash, false);
     report_repair(report, page, "is not published any more: its bytes were changed");
 }
 

@@ -20,6 +20,12 @@ void log_forget(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint
     pool->log_waiting[pool->log_count - 1].publication = publication;
 }
 
+void log_free(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint64_t hash[2],
+              bool forgotten) {
+    log_add(pool, LOG_FREE, page, generation, hash);
+    if (pool->shared) pool->log_waiting[pool->log_count - 1].publication = forgotten;
+}
+
 void log_write(cxlkv_pool *pool) {
     uint32_t count = pool->log_count;
     if (pool->host->stopped) pool->log_count = 0; /* it is not our log any more */
@@ -71,14 +77,23 @@ static void learn(cxlkv_pool *pool, const log_record *record) {
     pool->host->published_pages++;
 }
 
+/* Two hosts may publish under one hash at the same time, before either reads it of the other. What
+ * we have under it now is older than the record, or of the same time: who publishes reads first. */
+static void forget_own_copy(cxlkv_pool *pool, const uint64_t hash[2]) {
+    uint32_t page = index_find(pool, hash);
+    if (page != NO_PAGE && page_is_ours(pool, page)) page_forget(pool, hash, false);
+}
+
 static void apply(cxlkv_pool *pool, const log_record *record) {
     uint32_t page = record->page;
     page_info *info = &pool->pages[page];
     if (record->operation == LOG_FORGET) {
         if (!page_is_ours(pool, page)) forgotten_add(pool, record);
-        else if (info->published && forget_matters(pool, record)) page_forget(pool, record->hash);
+        else if (info->published && forget_matters(pool, record))
+            page_forget(pool, record->hash, true);
         return;
     }
+    if (record->operation == LOG_FREE && record->publication) forget_own_copy(pool, record->hash);
     if (page_is_ours(pool, page) || info->retired) return; /* we know better */
     bool known = index_find(pool, record->hash) == page;
     if (record->operation == LOG_PUBLISH && !known) learn(pool, record);

@@ -784,7 +784,7 @@ static void seal_again(cxlkv_pool *pool, uint32_t page) {
     rewrite_end(pool);
 }
 
-bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]) {
+bool page_forget(cxlkv_pool *pool, const uint64_t hash[2], bool everywhere) {
     uint32_t page = index_find(pool, hash);
     if (page == NO_PAGE) return false;
     page_info *info = &pool->pages[page];
@@ -794,7 +794,7 @@ bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]) {
         log_forget(pool, page, info->generation, hash);
         return true;
     }
-    log_add(pool, LOG_FREE, page, info->generation, hash);
+    log_free(pool, page, info->generation, hash, everywhere);
     /* Others may hold it as well: it is no longer found, and stays what it is for them. */
     if ((info->holders || pool->shared) && !info->retired) seal_again(pool, page);
     pages_settle(pool, 1, &page);
@@ -838,7 +838,7 @@ int keys_call(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, bool reap
 
 static void forget_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *forgotten) {
     (void)page;
-    *(int64_t *)forgotten += page_forget(pool, hash);
+    *(int64_t *)forgotten += page_forget(pool, hash, true);
 }
 
 int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes) {

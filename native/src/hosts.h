@@ -145,7 +145,9 @@ typedef struct log_record {
     uint64_t hash[2];
     uint32_t epoch;
     uint32_t operation : 8;
-    uint32_t publication : 24;   /* LOG_FORGET: which publication of that generation it means */
+    /* LOG_FORGET: which publication of that generation it means. LOG_FREE: 1 when the page was
+     * forgotten, not evicted: who has published another copy of it forgets that, too. */
+    uint32_t publication : 24;
     uint32_t page;
     uint32_t crc;                /* of the 44 bytes before it */
     uint32_t reserved[4];

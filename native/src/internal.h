@@ -868,6 +868,9 @@ void log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_t gener
              const uint64_t hash[2]);
 /* What another host published under that hash is to be forgotten: by it, and by all who find it. */
 void log_forget(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint64_t hash[2]);
+/* forgotten: not evicted, so that other copies go as well. */
+void log_free(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint64_t hash[2],
+              bool forgotten);
 void log_write(cxlkv_pool *pool);
 void peers_follow(cxlkv_pool *pool);
 /* forgotten.c: such wishes. As a list: of all logs, for who reads descriptors. */
@@ -977,7 +980,8 @@ bool publish_page(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t token
  * one of another number of tokens, is none either: a miss, never a wrong hit. */
 bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, uint32_t tokens,
                 uint32_t *page, uint32_t *ordinal);
-bool page_forget(cxlkv_pool *pool, const uint64_t hash[2]);
+/* everywhere: the copies that other hosts may have published under this hash, too. */
+bool page_forget(cxlkv_pool *pool, const uint64_t hash[2], bool everywhere);
 /* A whole call: `each` of every page that is published under these keys, under the host lock.
  * reaps: first what the worker and dead processes still hold is given back. */
 typedef void page_function(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *context);

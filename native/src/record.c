@@ -534,7 +534,7 @@ static int forget_page(cxlkv_pool *pool, uint32_t page, uint64_t generation, boo
     code = descriptor_read(pool, page, &line);
     if (code < 0) return code;
     if (index_find(pool, line.hash) != page) return -CXLKV_E_STALE;
-    page_forget(pool, line.hash);
+    page_forget(pool, line.hash, false);
     return pool->pages[page].generation == generation ? CXLKV_PAGE_HELD : 0;
 }
 

@@ -45,7 +45,7 @@ static void scrub_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], v
         return;
     }
     pool->pages[page].scrub = 1;
-    page_forget(pool, hash);
+    page_forget(pool, hash, true);
     if (pool->pages[page].scrub) scrubbed->held++;
     else scrubbed->pages++;
 }

@@ -2,7 +2,8 @@
  * not run; and what it publishes later is. Method: three hosts of a pool of objects in one process;
  * one makes no call and its keeper sleeps, as if it were dead. Its objects are forgotten by
  * another, whose log is then written over many times; a third is there, or comes late. Wishes that
- * a log has no room for are counted. */
+ * a log has no room for are counted. And two hosts put one object at the same time: one reads past
+ * the other's record of it, so that each has a copy. */
 #undef NDEBUG
 #include "object_tests.h"
 
@@ -63,7 +64,42 @@ static void test_wishes(uint64_t objects) {
     CHECK(cxlkv_pool_remove(path) == 0);
 }
 
+static void test_two_copies(void) {
+    const char *path = test_path("copies");
+    cxlkv_layout layout = object_layout(OBJECT_BYTES, true);
+    cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = 2,
+                             .log_records = LOG_RECORDS};
+    cxlkv_host host = {.lease_s = LEASE_S};
+    cxlkv_pool *one, *two;
+    CHECK(cxlkv_pool_create(path, &layout, &sharing, 8 << 20, 0, &host, &one) == 0);
+    two = open_host(path, 1);
+    for (uint64_t evicts = 0; evicts < 2; evicts++) {
+        uint8_t key[16];
+        uint64_t hash[2];
+        key_of(key, evicts);
+        page_hash(key, 0, 0, 0, hash);
+        CHECK(put(one, evicts, 7, OBJECT_BYTES, &seed) == 1);
+        hosts_skip_log(&two->hosts, 0, &two->host->views[0].log);
+        CHECK(put(two, evicts, 7, OBJECT_BYTES, &seed) == 1);
+        expect(one, evicts, 7, OBJECT_BYTES, &seed);
+        uint32_t page = index_find(two, hash);
+        uint64_t generation = two->pages[page].generation;
+        int32_t code;
+        if (evicts) CHECK(cxlkv_forget_pages(two, 1, &page, &generation, 1, &code) == 1);
+        else CHECK(forget(two, 0) == 1);
+        CHECK(size_of(one, evicts) == (evicts ? OBJECT_BYTES : CXLKV_OBJECT_ABSENT));
+        CHECK(size_of(two, evicts) == CXLKV_OBJECT_ABSENT);
+    }
+    CHECK(put(two, 0, 8, OBJECT_BYTES, &seed) == 1); /* what was forgotten does not go twice */
+    expect(one, 0, 8, OBJECT_BYTES, &seed);
+    expect(two, 0, 8, OBJECT_BYTES, &seed);
+    cxlkv_pool_destroy(one);
+    cxlkv_pool_destroy(two);
+    CHECK(cxlkv_pool_remove(path) == 0);
+}
+
 int main(void) {
+    test_two_copies();
     test_wishes(FEW);
     test_wishes(MANY);
     return 0;
