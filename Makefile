@@ -119,9 +119,10 @@ native-test-arm64:  ## the C tests for arm64 in an emulator, where one is instal
 	elif [ -x $(WHEEL_BIN)/python-zig ]; then \
 	  echo "skipped: arm64, but for kernels and crc32c: no aarch64-linux-gnu-gcc with a libc.a"; \
 	  mkdir -p build/native-arm64-zig; \
-	  for name in kernels crc32c; do \
+	  for test in kernels:kernels/ crc32c:base/crc32c; do \
+	    name=$${test%%:*}; \
 	    $(WHEEL_BIN)/python-zig cc -target aarch64-linux-musl -static -std=c11 -D_GNU_SOURCE -O3 \
-	      -fno-math-errno -Inative/src native/src/$$name*.c tests/native/test_$$name.c \
+	      -fno-math-errno -Inative/src native/src/$${test##*:}*.c tests/native/test_$$name.c \
 	      -o build/native-arm64-zig/test_$$name; \
 	    for cpu in max cortex-a72; do \
 	      $(ARM64_QEMU) -cpu $$cpu build/native-arm64-zig/test_$$name; \

@@ -364,7 +364,9 @@ def build(suite: Suite) -> Step:
     """The core that is there, where it is newer than its sources; else it is compiled as pip would,
     and put beside the package, where git does not look."""
     sources = [
-        path for name in ("src", "include") for path in (CHECKOUT / "native" / name).iterdir()
+        path
+        for name in ("src", "measure", "include")
+        for path in (CHECKOUT / "native" / name).rglob("*.[ch]")
     ]
     found = "import cxlkv._native as n; print(n.__file__)"
     ran = run([sys.executable, "-c", found], suite.env, suite.left_s("build"))

@@ -27,7 +27,7 @@ PART_MAGIC = b"CXLKVSTR"  # of the label of a striped pool's part
 SUPERBLOCK_BYTES = 4096
 PAGE_STATES = ("free", "held", "published", "quarantined", "retired", "withdrawn", "elsewhere")
 _DRAFT = re.compile(r".\.[0-9a-f]{16}\.new$")
-# As native/src/state_folder.c names them; up to 0.1.0 they lay in /dev/shm itself.
+# As native/src/pool/state_folder.c names them; up to 0.1.0 they lay in /dev/shm itself.
 _HOST_STATE = re.compile(
     r"/dev/shm/(cxlkv\.[0-9]+/[0-9a-f]{32}(-[0-9a-f]+)+|cxlkv-[0-9a-f]{32}-[0-9a-f]+)\.host"
 )

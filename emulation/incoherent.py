@@ -5,7 +5,7 @@
 
 The emulator (native/emulation/incoherent.h) and the programs that run on it (tests/native) are C,
 built here from a checkout. A seed decides everything: who runs, what the caches do, who dies. A
-flush or fence of native/src/flush.h may be left out; then some seed should fail.
+flush or fence of native/src/base/flush.h may be left out; then some seed should fail.
 
 Exit code 0: no seed failed; 1: one did, and its trace was made as small as it could be.
 """
@@ -88,7 +88,7 @@ class Result:
 
 def sites() -> dict[str, int]:
     """Every site of flush.h, with its number; FLUSH_NONE, which is 0, is none."""
-    text = (_sources() / "native/src/flush.h").read_text()
+    text = (_sources() / "native/src/base/flush.h").read_text()
     body = text[text.index("enum flush_site {") :]
     names = re.findall(r"FLUSH_\w+", re.sub(r"/\*.*?\*/", "", body[: body.index("};")], flags=re.S))
     return {
@@ -205,7 +205,7 @@ def _run(
 ) -> Result:
     _known("model", model, MODELS)
     if left_out is not None:
-        _known("site of native/src/flush.h", left_out, sites())
+        _known("site of native/src/base/flush.h", left_out, sites())
     if first_seed < 0 or seeds < 1:
         raise BadArgumentError(f"{seeds} seeds from {first_seed} on: 1 or more, from 0 or later on")
     for name, least in (("hosts", 2), ("disturbances", 0), ("rounds", 1)):
@@ -401,7 +401,9 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, help=f"how many (default {SEEDS}; with --seed 1)")
     parser.add_argument("--seed", type=int, help="the first one (default 1)")
     parser.add_argument("--model", help=f"{' or '.join(MODELS)} (default: one after the other)")
-    parser.add_argument("--leave-out", metavar="SITE", help="of native/src/flush.h: FLUSH_TAKE")
+    parser.add_argument(
+        "--leave-out", metavar="SITE", help="of native/src/base/flush.h: FLUSH_TAKE"
+    )
     parser.add_argument("--hosts", type=int, help="at most; this and the next two make it small")
     parser.add_argument("--disturbances", type=int, help="deaths and pauses, at most")
     parser.add_argument("--rounds", type=int, help="of each process, at most")

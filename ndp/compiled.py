@@ -36,7 +36,9 @@ EXACT, DIGEST, LOG_SUM = 0, 1, 2  # kinds of scores
 LANES = 4  # queries that share a loaded key
 AHEAD = 4096  # elements from keys to those to ask for: prefetchers of CPUs stop at 4 KiB
 LINE_BYTES = 64
-SKETCH_TOKENS = SKETCH_CHANNELS = 16  # native/src/sketch.h: the tokens of a block, codes of a word
+SKETCH_TOKENS = SKETCH_CHANNELS = (
+    16  # native/src/kernels/sketch.h: the tokens of a block, codes of a word
+)
 TOGETHER, SOON = 64, 8  # tokens scored one after another; how long before that a key is asked for
 # Sums may be reordered, which is what lets a compiler use vectors. NaN and infinity keep their
 # meaning: a broken key must be chosen and seen.

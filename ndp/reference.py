@@ -237,7 +237,7 @@ def attend(
     return out, lse
 
 
-# ---- sketches: native/src/sketch.h has the words ----
+# ---- sketches: native/src/kernels/sketch.h has the words ----
 
 
 def turned(rows: Floats) -> Floats:

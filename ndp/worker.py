@@ -1,7 +1,7 @@
 """The worker near the memory: a process that selects and attends for others; a pool's use of it.
 
-docs/ndp-worker.md says what it is for; the work is done in native/src/worker.c, the client's end is
-in native/src/worker_client.c. Here it is only begun, watched and ended.
+docs/ndp-worker.md says what it is for; the work is done in native/src/worker/server.c, the
+client's end is in native/src/worker/client.c. Here it is only begun, watched and ended.
 """
 
 from __future__ import annotations

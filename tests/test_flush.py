@@ -28,7 +28,7 @@ def functions(folder: Path, *options: str) -> dict[str, list[str]]:
     """Instructions of each function of flush.c."""
     compiled = folder / "flush.o"
     includes = [f"-I{ROOT}/native/include", f"-I{ROOT}/native/src"]
-    source = str(ROOT / "native/src/flush.c")
+    source = str(ROOT / "native/src/base/flush.c")
     command = ["gcc", "-std=c11", "-D_GNU_SOURCE", *options, *includes, "-c", source]
     subprocess.run([*command, "-o", str(compiled)], check=True)
     text = subprocess.run(

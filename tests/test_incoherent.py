@@ -224,6 +224,8 @@ def test_the_command_says_what_passed_and_what_was_never_met(
     assert incoherent.main(["rpc", "--seed", "7", "--model", "x86", "--trace"]) == 0
     assert "no seed failed: seeds 1, " in capsys.readouterr().out
     assert incoherent.main(["rpc", "--leave-out", "FLUSH_IT"]) == 1
-    assert "error: no site of native/src/flush.h is called 'FLUSH_IT'" in capsys.readouterr().err
+    assert (
+        "error: no site of native/src/base/flush.h is called 'FLUSH_IT'" in capsys.readouterr().err
+    )
     assert incoherent.main(["storm"]) == 1
     assert "error: no program is called 'storm'" in capsys.readouterr().err

@@ -102,7 +102,7 @@ def test_warnings_are_errors_only_for_who_works_on_the_core(
 def test_no_text_of_the_core_reads_as_a_path_of_its_builder() -> None:
     """`make wheel` looks for such paths in the whole binary."""
     native = ROOT / "native"
-    sources = [*native.glob("src/*.[ch]"), *native.glob("include/*.h")]
+    sources = [*native.glob("src/*/*.[ch]"), *native.glob("include/*.h")]
     texts = [
         text
         for source in sources
@@ -119,7 +119,8 @@ def test_a_right_wheel_has_no_faults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/tmp/tmpq1/native/src/pool.c", "/usr/include/python3.11", "native/src/pool.c"]
+    "path",
+    ["/tmp/tmpq1/native/src/pool/pool.c", "/usr/include/python3.11", "native/src/pool/pool.c"],
 )
 def test_a_path_of_the_machine_in_the_binary_is_a_fault(tmp_path: Path, path: str) -> None:
     faults = check_dist.wheel_faults(make_wheel(tmp_path, binary=BINARY + path.encode() + b"\0"))

@@ -203,7 +203,7 @@ def test_a_thousand_kills_at_random_instants(pool_path: str, tmp_path: Path) -> 
 
 # ---- what is left behind, one story each ----
 
-MUTEX_OFFSET = 96  # of the lock in the host state, behind its fixed head; native/src/internal.h
+MUTEX_OFFSET = 96  # of the lock in the host state, behind its fixed head
 
 DIE_WITH_THE_LOCK = """
 import ctypes, mmap, os, signal, sys

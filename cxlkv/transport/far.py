@@ -19,7 +19,7 @@ from cxlkv.errors import UnsupportedError
 from cxlkv.layout import DTYPE_BYTES, KVLayout, layer_places
 
 HEADER_BYTES = 64
-PACKED_MAGIC, PACKED_VERSION = b"CKVP", 1  # native/src/record.c
+PACKED_MAGIC, PACKED_VERSION = b"CKVP", 1  # native/src/tiers/record.c
 RECORD_MAGIC = b"CKVR"
 KINDS = ("digest", "sketch", "key", "value")
 _LAYER_OFFSETS = (None, "sketches_offset", "keys_offset", "values_offset")

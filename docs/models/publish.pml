@@ -4,7 +4,7 @@
  * read a run. One owner publishes GENERATIONS generations one after the other; each of READERS
  * hosts pins the page, acquires what is sealed and reads it in place, any number of times, before
  * it unpins; until it has the last one. Every flush, fence and check is a macro named as in
- * native/src/flush.h; -DMUTANT_<SITE> leaves it out.
+ * native/src/base/flush.h; -DMUTANT_<SITE> leaves it out.
  *
  * The memory. Each line holds a number: which generation wrote it, or for the descriptor 2 *
  * generation + sealed, or a reader's pin. A store stays in its host's cache until it is

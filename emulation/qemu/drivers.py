@@ -147,7 +147,7 @@ def sharing(host: Host) -> None:
 
 
 class Lines:
-    """What two hosts say in lines of their own: docs/memory-layout.md, native/src/host_lines.h."""
+    """What two hosts say in lines of their own: docs/memory-layout.md, host_lines.h."""
 
     LINE_BYTES, LOCK_LINE, FENCE_LINES = 64, 2, 4
     FENCED = 2

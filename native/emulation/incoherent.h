@@ -26,7 +26,7 @@
 #include <stdint.h>
 #include <stdio.h>
 
-#include "flush.h"
+#include "base/flush.h"
 
 enum { INCOHERENT_HOSTS_MAX = 8, INCOHERENT_ACTORS_MAX = 32, INCOHERENT_CHANGES_MAX = 16 };
 

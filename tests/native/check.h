@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "internal.h"
+#include "pool/internal.h"
 
 #define CHECK(claim)                                                                      \
     do {                                                                                  \

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "request.h"
+#include "worker/request.h"
 
 #ifndef REQUEST_CORPUS
 #define REQUEST_CORPUS "."

@@ -20,9 +20,9 @@
 
 #define CXLKV_TILE_MODEL
 #define TABLE kernels_amx_model
-#include "kernels.h"
+#include "kernels/kernels.h"
 extern const kernels kernels_amx_model;
-#include "kernels_amx.c"
+#include "kernels/amx.c"
 #else
 /* A translation unit may not be empty. */
 typedef int kernels_amx_model_is_for_x86_64_only;

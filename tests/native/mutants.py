@@ -3,9 +3,9 @@
     python tests/native/mutants.py BUILD [NAME ...] [--seeds 4000]
 
 BUILD has the programs below and the archive that they are linked with; NAME is a site of
-native/src/flush.h or a check below. A site is left out by the emulated memory, a check in a copy of
-its source. What no seed misses stands in REDUNDANT with the reason, or the run fails; so does what
-stands there and is missed.
+native/src/base/flush.h or a check below. A site is left out by the emulated memory, a check in a
+copy of its source. What no seed misses stands in REDUNDANT with the reason, or the run fails; so
+does what stands there and is missed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SOURCES = ROOT / "native/src"
 TESTS = ROOT / "tests/native"
 PROTOCOL = incoherent.PROGRAMS["protocol"]
 # Which file's sites another program is to tell,
-PROGRAMS = {f"{name}.c": incoherent.PROGRAMS[name] for name in ("visibility", "rpc")}
+PROGRAMS = {f"coherence/{name}.c": incoherent.PROGRAMS[name] for name in ("visibility", "rpc")}
 # and what too few seeds of the protocol tell: a test that goes just there.
 INTERRUPTED = incoherent.PROGRAMS["hosts"]
 ON_REAL_MEMORY = "test_hosts"
@@ -133,163 +133,179 @@ class Check(NamedTuple):
 
 CHECKS = {
     "GENERATION": Check(
-        "visibility.c",
+        "coherence/visibility.c",
         "return version == item->version ? COPYING : -CXLKV_E_STALE;",
         "return COPYING;",
     ),
     "DESCRIPTOR_CRC": Check(
-        "visibility.c",
+        "coherence/visibility.c",
         "if (crc != crc32c(0, item->descriptor, LINE - sizeof(crc))) return -CXLKV_E_CORRUPT;",
         "(void)crc;",
     ),
     "LOG_CRC": Check(
-        "host_log.c",
+        "coherence/host_log.c",
         "return record->crc == crc32c(0, record, offsetof(log_record, crc)) &&",
         "return",
     ),
     "LOG_ORDER": Check(
-        "host_log.c",
+        "coherence/host_log.c",
         "flush_store_line(line, record, 1);",
         "flush_store_word(line, sequence);\n    flush_store_line(line, record, 1);",
     ),
     "LOG_LATER_CRC": Check(
-        "host_log.c",
+        "coherence/host_log.c",
         "if (!record_is_whole(h, record, sequence)) return -CXLKV_E_CORRUPT;",
         "if (record->sequence == sequence && !record_is_whole(h, record, sequence))\n"
         "        return -CXLKV_E_CORRUPT;",
     ),
     "LOG_GIVEN_UP": Check(
-        "host_log.c",
+        "coherence/host_log.c",
         "if (count == -CXLKV_E_CORRUPT) place->damaged = records[0];",
         "",
     ),
     "LOG_BEHIND_DAMAGE": Check(
-        "host_log.c", "return code > 0 || code == -CXLKV_E_STALE;", "return code > 9;"
+        "coherence/host_log.c", "return code > 0 || code == -CXLKV_E_STALE;", "return code > 9;"
     ),
     "LOG_GAP": Check(
-        "host_log.c",
+        "coherence/host_log.c",
         "if (record.sequence != s || !record_is_whole(h, &record, s)) fill_log",
         "if (false) fill_log",
     ),
     "LOG_TORN_END": Check(
-        "host_log.c", "if (is_blank(&record) || record_is_whole(h, &record, s)) break;", "break;"
+        "coherence/host_log.c",
+        "if (is_blank(&record) || record_is_whole(h, &record, s)) break;",
+        "break;",
     ),
-    "FORGET_CARRIED": Check("follow.c", "    forgotten_carry(pool, count);\n", ""),
-    "FORGET_FOLLOWED": Check("follow.c", "        forget_foreign(pool);\n", ""),
+    "FORGET_CARRIED": Check("pool/follow.c", "    forgotten_carry(pool, count);\n", ""),
+    "FORGET_FOLLOWED": Check("pool/follow.c", "        forget_foreign(pool);\n", ""),
     "FORGET_REBUILT": Check(
-        "host.c", "state == PAGE_PUBLISHED && is_forgotten(pool, &line)", "false"
+        "pool/host_state.c", "state == PAGE_PUBLISHED && is_forgotten(pool, &line)", "false"
     ),
     "CLAIM_CRC": Check(
-        "claims.c", "|| c->crc != claim_crc(c, extent) || c->commit", "|| c->commit"
+        "coherence/claims.c", "|| c->crc != claim_crc(c, extent) || c->commit", "|| c->commit"
     ),
-    "CLAIM_COMMIT": Check("claims.c", " || c->commit > by->commits) return", ") return"),
-    "CLAIM_EPOCH": Check("claims.c", "if (epoch == 0 || epoch > by->name.epoch) return false;", ""),
-    "CLAIM_CUT": Check("claims.c", "&& c->commit > by->fence.cut);", "&& false);"),
+    "CLAIM_COMMIT": Check("coherence/claims.c", " || c->commit > by->commits) return", ") return"),
+    "CLAIM_EPOCH": Check(
+        "coherence/claims.c", "if (epoch == 0 || epoch > by->name.epoch) return false;", ""
+    ),
+    "CLAIM_CUT": Check("coherence/claims.c", "&& c->commit > by->fence.cut);", "&& false);"),
     "CLAIM_ENTRY": Check(
-        "claims.c",
+        "coherence/claims.c",
         "return pair->claims[0].version < pair->claims[1].version ? 0 : 1;",
         "return pair->claims[0].version < pair->claims[1].version ? 1 : 0;",
     ),
-    "CLAIM_NAME_AGAIN": Check("claims.c", "while (by->name.epoch != epoch)", "while (false)"),
+    "CLAIM_NAME_AGAIN": Check(
+        "coherence/claims.c", "while (by->name.epoch != epoch)", "while (false)"
+    ),
     "CHECK_BEFORE": Check(
-        "claims.c", "if (code < 0 || fence.fenced) return code < 0 ? code : -CXLKV_E_FENCED;", ""
+        "coherence/claims.c",
+        "if (code < 0 || fence.fenced) return code < 0 ? code : -CXLKV_E_FENCED;",
+        "",
     ),
     "CHECK_AFTER": Check(
-        "claims.c",
+        "coherence/claims.c",
         "if (code == 0 && fence.fenced && commits > fence.cut) code = -CXLKV_E_FENCED;",
         "",
     ),
     "NAME_CRC": Check(
-        "hosts.c", "return name->crc == crc32c(0, name, offsetof(host_name, crc)) &&", "return"
+        "coherence/hosts.c",
+        "return name->crc == crc32c(0, name, offsetof(host_name, crc)) &&",
+        "return",
     ),
     "NAME_TWICE": Check(
-        "hosts.c",
+        "coherence/hosts.c",
         "int newest = newest_name(names, host);",
         "int newest = name_is_whole(&names[0], host) - 1;",
     ),
     "ATTACH_CUT": Check(
-        "hosts.c", "if (fence->fenced && fence->cut < commits) commits = fence->cut;", ""
+        "coherence/hosts.c", "if (fence->fenced && fence->cut < commits) commits = fence->cut;", ""
     ),
-    "ATTACH_FORGETS": Check("hosts.c", "    hosts_forget_claims(h, commits);\n", ""),
+    "ATTACH_FORGETS": Check("coherence/hosts.c", "    hosts_forget_claims(h, commits);\n", ""),
     "ATTACH_KEEPS_PINS": Check(
-        "hosts.c", "if (name->nonce != nonce) clear_pins(h);", "clear_pins(h);"
+        "coherence/hosts.c", "if (name->nonce != nonce) clear_pins(h);", "clear_pins(h);"
     ),
-    "ATTACH_CLEARS_PINS": Check("hosts.c", "if (name->nonce != nonce) clear_pins(h);", ""),
+    "ATTACH_CLEARS_PINS": Check(
+        "coherence/hosts.c", "if (name->nonce != nonce) clear_pins(h);", ""
+    ),
     "RECOVER": Check(
-        "hosts.c",
+        "coherence/hosts.c",
         "void hosts_recover_claims(const hosts *h) {",
         "void hosts_recover_claims(const hosts *h) {\n    if (h) return;",
     ),
     "RECOVER_FENCES": Check(
-        "hosts.c",
+        "coherence/hosts.c",
         "hosts_recover(const hosts *h) {\n    hosts_open_fences(h);",
         "hosts_recover(const hosts *h) {",
     ),
     # Whoever mends after a death with the host lock takes the place in the queue from another
     # process of its host, which is alive.
     "RECOVER_OTHERS": Check(
-        "hosts.c",
+        "coherence/hosts.c",
         "hosts_recover(const hosts *h) {\n    hosts_open_fences(h);",
         "hosts_recover(const hosts *h) {\n    hosts_open_fences(h);\n    hosts_unlock(h);",
     ),
     "RECOVER_CLAIMS": Check(
-        "hosts.c", "    hosts_forget_claims(h, hosts_commits(h, h->self));\n", ""
+        "coherence/hosts.c", "    hosts_forget_claims(h, hosts_commits(h, h->self));\n", ""
     ),
     "CLOSE": Check(
-        "fences.c", "set_fence(h, host, FENCE_WORD(epoch, FENCE_CLOSED, 0), FLUSH_CLOSE);", ""
+        "coherence/fences.c",
+        "set_fence(h, host, FENCE_WORD(epoch, FENCE_CLOSED, 0), FLUSH_CLOSE);",
+        "",
     ),
     "CUT": Check(
-        "fences.c",
+        "coherence/fences.c",
         "fence->cut = min_u64(fence->cut, FENCE_COUNT(word));",
         "fence->cut = FENCE_COUNT(word);",
     ),
     "DEKKER": Check(
-        "fences.c",
+        "coherence/fences.c",
         "if (look_fences(h, h->self, h->epoch, &fence) != 0 || fence.fenced)",
         "if (look_fences(h, h->self, h->epoch, &fence) == 1ull << 63)",
     ),
-    "WAIT_CLOSED": Check("fences.c", "waits |= code > 0;", ""),
-    "CHOOSING": Check("hosts_lock.c", "if (SLOT_CHOOSES(word)) return 1;", ""),
-    "TIE": Check("hosts_lock.c", "|| (theirs == ticket && host < h->self)", ""),
+    "WAIT_CLOSED": Check("coherence/fences.c", "waits |= code > 0;", ""),
+    "CHOOSING": Check("coherence/hosts_lock.c", "if (SLOT_CHOOSES(word)) return 1;", ""),
+    "TIE": Check("coherence/hosts_lock.c", "|| (theirs == ticket && host < h->self)", ""),
     "PINS": Check("protocol_scenario.h", "        if (pinned) continue;\n", ""),
     # Objects: the payload is written back where it did not go past the caches (V1), other hosts'
     # descriptors are read from memory, a page is pinned once, and plain stores to what was never
     # published do not stay behind (V8).
     "OBJECT_PUT_BACK": Check(
-        "objects_move.c", "flush_write_back(FLUSH_PUBLISH_HEADER, pool_bytes, bytes)", "(void)0"
+        "objects/move.c", "flush_write_back(FLUSH_PUBLISH_HEADER, pool_bytes, bytes)", "(void)0"
     ),
     "OBJECT_PART_BACK": Check(
-        "objects_move.c", "!(streams && kernels_current()->streams)", "!kernels_current()->streams"
+        "objects/move.c", "!(streams && kernels_current()->streams)", "!kernels_current()->streams"
     ),
     "OBJECT_PUBLISH_BACK": Check(
-        "leases.c", "flush_write_back(FLUSH_PUBLISH_HEADER, at, place->bytes)", "(void)0"
+        "objects/leases.c", "flush_write_back(FLUSH_PUBLISH_HEADER, at, place->bytes)", "(void)0"
     ),
     "OBJECT_RESTORE_BACK": Check(
-        "record.c", "flush_write_back(FLUSH_PUBLISH_HEADER, to, used)", "(void)0"
+        "tiers/record.c", "flush_write_back(FLUSH_PUBLISH_HEADER, to, used)", "(void)0"
     ),
     "OBJECT_LOOK": Check(
-        "objects.c",
+        "objects/objects.c",
         "line_drop(FLUSH_ACQUIRE_DESCRIPTOR, descriptor_of(pool, page), pool->mode)",
         "(void)0",
     ),
-    "OBJECT_ONCE": Check("objects.c", "i == 0 || foreign[i]->page != foreign[i - 1]->page", "true"),
+    "OBJECT_ONCE": Check(
+        "objects/objects.c", "i == 0 || foreign[i]->page != foreign[i - 1]->page", "true"
+    ),
     "SCRUB_BACK": Check(
-        "scrub.c", "flush_write_back(FLUSH_PUBLISH_HEADER, pieces, bytes)", "(void)0"
+        "prefix/scrub.c", "flush_write_back(FLUSH_PUBLISH_HEADER, pieces, bytes)", "(void)0"
     ),
     "SCRUB_TABLE_BACK": Check(
-        "format.c",
+        "pool/format.c",
         "flush_write_back(FLUSH_PUBLISH_HEADER, checksum_table(pool, page), g->checksum_bytes)",
         "(void)0",
     ),
     "UNSEALED": Check(
-        "pages.c", "FOR_BITS(pages, i) clean_unsealed", "FOR_BITS(0 * pages, i) clean_unsealed"
+        "pool/pages.c", "FOR_BITS(pages, i) clean_unsealed", "FOR_BITS(0 * pages, i) clean_unsealed"
     ),
     # An upgrade's fields are in memory before its version.
     "UPGRADE_EVICT": Check(
-        "format.c", "if (flush_supported()) flush_evict(FLUSH_NONE, to, bytes);", ""
+        "pool/format.c", "if (flush_supported()) flush_evict(FLUSH_NONE, to, bytes);", ""
     ),
     "UPGRADE_ORDER": Check(
-        "format.c",
+        "pool/format.c",
         "    upgrade_store(line, &made.crc_before, LINE_BYTES, base);\n",
         "    upgrade_store(base + 8, &made.version, sizeof(uint64_t), base);\n"
         "    upgrade_store(line, &made.crc_before, LINE_BYTES, base);\n",
@@ -333,13 +349,14 @@ def build_without(name: str, build: Path, folder: Path) -> Path:
     text = origin.read_text()
     if text.count(check.text) != 1:
         raise SystemExit(f"{name}: not once in {check.source}: {check.text}")
-    (folder / check.source).write_text(text.replace(check.text, check.without))
+    changed = folder / origin.name
+    changed.write_text(text.replace(check.text, check.without))
     sources = [folder / f"{program}.c"]
     if program in (ON_REAL_MEMORY, DESCRIPTORS, FORGOTTEN):
-        sources.append(SOURCES / "flush.c")
+        sources.append(SOURCES / "base/flush.c")
     if check.source.endswith(".c"):
-        sources.append(folder / check.source)
-    includes = [f"-I{ROOT / 'native' / part}" for part in ("include", "src", "emulation")]
+        sources.append(changed)
+    includes = [f"-I{ROOT / 'native' / part}" for part in ("include", "src", "emulation", "")]
     command = [os.environ.get("CC", "cc"), "-std=c11", "-O2", "-D_GNU_SOURCE", "-DCXLKV_DEBUG=0"]
     command += [*includes, *map(str, sources), str(build / "libcxlkv_incoherent.a"), "-lm"]
     subprocess.run([*command, "-pthread", "-o", str(folder / program)], check=True)

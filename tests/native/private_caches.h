@@ -12,7 +12,7 @@
 #include <sys/mman.h>
 
 #include "check.h"
-#include "flush.h"
+#include "base/flush.h"
 
 typedef struct private_cache {
     uint8_t *base;               /* where the pool sees it, partly read-only */

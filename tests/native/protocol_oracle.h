@@ -3,7 +3,7 @@
 #ifndef CXLKV_PROTOCOL_ORACLE_H
 #define CXLKV_PROTOCOL_ORACLE_H
 #include "check.h"
-#include "host_lines.h"
+#include "coherence/host_lines.h"
 #include "knobs.h"
 
 enum { EXTENTS_MAX = 8, EACH_MAX = 3, PAGES_MAX = EXTENTS_MAX * EACH_MAX, PAYLOAD_LINES_MAX = 8 };

@@ -2,8 +2,8 @@
 #ifndef CXLKV_RPC_SCENARIO_H
 #define CXLKV_RPC_SCENARIO_H
 #include "check.h"
-#include "flush.h"
-#include "rpc.h"
+#include "base/flush.h"
+#include "coherence/rpc.h"
 
 /* Odd sizes: ends of lines are met. Operation 0 always fails with this error. */
 enum { QUESTION_MAX = 250, ANSWER_MAX = 330, OPERATION_FAILS = 0, OPERATIONS = 5 };

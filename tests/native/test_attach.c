@@ -4,7 +4,7 @@
  * each thing that must hold is broken once. */
 #undef NDEBUG
 #include "check.h"
-#include "flush.h"
+#include "base/flush.h"
 
 enum { COUNT_MAX = 6, TOKENS_MAX = 160, STEPS = 1500 };
 static uint64_t seed = 20261122, next_mark = 1;

@@ -11,7 +11,7 @@
 #include <time.h>
 
 #include "check.h"
-#include "host_lines.h"
+#include "coherence/host_lines.h"
 
 enum { READS = 2000, TOKENS = 4 * TEST_PAGE_TOKENS };
 

@@ -2,7 +2,7 @@
  * known answers, the table from its definition, all small lengths at all alignments, long random
  * data, and random splits, since a CRC of parts must be that of the whole. */
 #undef NDEBUG
-#include "crc32c.h"
+#include "base/crc32c.h"
 
 #include <assert.h>
 #include <errno.h>

@@ -8,7 +8,7 @@
 #include <sys/wait.h>
 #include <time.h>
 
-#include "flush.h"
+#include "base/flush.h"
 #include "object_tests.h"
 
 enum { OBJECT_BYTES = 8192, OBJECTS = 20, LOOKS = 200, WORDS = FLUSH_LINE_BYTES / 8 };

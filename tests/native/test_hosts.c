@@ -2,7 +2,7 @@
 #include <stdlib.h>
 
 #include "check.h"
-#include "hosts.h"
+#include "coherence/hosts.h"
 
 enum { HOSTS = 3, EXTENTS = 10, PAGES = 640, RECORDS = 8 };
 

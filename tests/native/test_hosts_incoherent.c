@@ -10,7 +10,7 @@
  * 25 seeds for each step, or what knobs.h says; there is nothing to limit. */
 #undef NDEBUG
 #include "check.h"
-#include "host_lines.h"
+#include "coherence/host_lines.h"
 #include "knobs.h"
 
 enum { READER, FENCER, OTHER, HOSTS, EXTENTS = 2, PAGES = 64, RECORDS = 8, NONCE = 7 };

@@ -3,7 +3,7 @@
  * where the numbers are whole; inputs end at an unmapped page, so that a read too far is a fault;
  * outputs lie between guard bytes and start as NaN, so that a stray or a missing write shows. */
 #undef NDEBUG
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 #include <assert.h>
 #include <errno.h>

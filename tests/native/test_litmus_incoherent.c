@@ -7,7 +7,7 @@
 #undef NDEBUG
 #include "check.h"
 #include "incoherent.h"
-#include "litmus.h"
+#include "measure/litmus.h"
 
 enum { PART_LINES = 4, REGION_LINES = LITMUS_SCRATCH_LINES + 3 * PART_LINES, ROUNDS = 6 };
 enum { PRESSURE_LINES = 5, FOUND_WITHIN = 3000 };

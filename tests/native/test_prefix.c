@@ -3,7 +3,7 @@
  * A tail keeps its number of tokens when it is forgotten.
  * Method: known answers; eight messages together against one by one; each instruction set. */
 #undef NDEBUG
-#include "blake2s.h"
+#include "base/blake2s.h"
 #include "check.h"
 
 static void check_hex(const void *bytes, const char *hex) {

@@ -7,7 +7,7 @@
 #include <sys/mman.h>
 
 #include "check.h"
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 enum { TOKENS_MAX = 40, DIM_MAX = 700, QUERIES = 7 };
 static const kernels *const reference = &kernels_serial;

@@ -15,8 +15,8 @@
 #include <stdatomic.h>
 
 #include "check.h"
-#include "flush.h"
-#include "visibility.h"
+#include "base/flush.h"
+#include "coherence/visibility.h"
 
 enum { SCENARIO_RECORDS_MAX = 16, SCENARIO_READERS_MAX = 8, SCENARIO_LINES_MAX = 8 };
 /* A host has two lines of pins, so that a batch spans both; in each a word for each reader. */

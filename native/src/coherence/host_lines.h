@@ -1,0 +1,92 @@
+/* What the files about hosts share: lines kept and looked at, words that say several things. */
+#ifndef CXLKV_HOST_LINES_H
+#define CXLKV_HOST_LINES_H
+#include "coherence/hosts.h"
+#include "pool/internal.h"
+#include "coherence/lines.h"
+
+/* ---- lines that raise SIGBUS (hosts_lost.c) ---- */
+/* Into `to`; false when they cannot be read: then `to` is zeros. */
+bool line_try(const hosts *h, void *to, const void *line);
+bool word_try(const hosts *h, const void *word, uint64_t *value);
+/* Of `count` lines; a bit for each that cannot be read, whose value is 0. */
+uint64_t words_try(const hosts *h, const void *const *words, uint32_t count, uint64_t *values);
+/* Counts it. The error says whose line it was, and what mends that. */
+int hosts_lost(const hosts *h, const guard *fault);
+
+/* ---- an own line goes to memory, before anything that follows ---- */
+static inline void line_keep(const hosts *h, enum flush_site site, const void *first,
+                             uint64_t bytes) {
+    uintptr_t at = (uintptr_t)first & ~(uintptr_t)(FLUSH_LINE_BYTES - 1);
+    for (; at < (uintptr_t)first + bytes; at += FLUSH_LINE_BYTES)
+        line_send(site, (const void *)at, h->mode);
+    flush_fence_all(site + 1);
+}
+
+/* ---- lines of others are read from memory, after anything that was done before ---- */
+static inline void line_look(const hosts *h, enum flush_site begin, const void *const *first,
+                             uint32_t count, uint64_t lines_each) {
+    guard fault;
+    volatile uint64_t done = 0;
+    flush_fence_all(begin);
+    while (done < count * lines_each) {
+        GUARD_BEGIN(fault) {
+            for (; done < count * lines_each; done++) {
+                uintptr_t at = (uintptr_t)first[done / lines_each];
+                at &= ~(uintptr_t)(FLUSH_LINE_BYTES - 1);
+                at += done % lines_each * FLUSH_LINE_BYTES;
+                line_drop(begin + 1, (const void *)at, h->mode);
+            }
+        } GUARD_END(fault, done++) /* who loads it finds that out */
+    }
+    flush_fence_all(begin + 2);
+}
+
+/* ---- words: an epoch, 24 bits, and what is said about it or in it ---- */
+enum { EPOCH_MAX = (1 << 24) - 2 };
+#define COUNT_MAX ((1ull << 38) - 1)
+
+/* What one host says of another one's epoch: {epoch 24, state 2, cut 38}. */
+enum { FENCE_OPEN, FENCE_CLOSED, FENCE_CUT, FENCE_OFF };
+#define FENCE_EPOCH(word) ((uint32_t)((word) >> 40))
+#define FENCE_STATE(word) ((uint32_t)((word) >> 38 & 3))
+#define FENCE_COUNT(word) ((word) & COUNT_MAX)
+#define FENCE_WORD(epoch, state, cut) ((uint64_t)(epoch) << 40 | (uint64_t)(state) << 38 | (cut))
+static inline uint64_t *fence_word(const hosts *h, uint32_t by, uint32_t about) {
+    return (uint64_t *)hosts_line(h, by, FENCE_LINES) + about;
+}
+
+/* A place in the queue: {epoch 24, choosing 1, ticket 39}. */
+#define SLOT_EPOCH(word) ((uint32_t)((word) >> 40))
+#define SLOT_CHOOSES(word) ((word) >> 39 & 1)
+#define SLOT_TICKET(word) ((word) & ((1ull << 39) - 1))
+#define SLOT_WORD(epoch, chooses, ticket) \
+    ((uint64_t)(epoch) << 40 | (uint64_t)(chooses) << 39 | (ticket))
+
+/* Two for each extent, written in turn: a commit that fails leaves the other one as it was. */
+typedef struct claim {
+    uint32_t version;
+    uint32_t commit;             /* counts when its host committed that many */
+    uint32_t epoch_ours;         /* epoch << 1 | ours */
+    uint32_t crc;                /* of the 12 bytes before it, from the extent's number on */
+} claim;
+typedef struct claim_pair {
+    claim claims[2];
+} claim_pair;
+static inline uint8_t *claims_of(const hosts *h, uint32_t host) {
+    return h->area.base + host * h->area.block_bytes + h->area.claims_offset;
+}
+
+/* Writes the name line of a host that is off, and whose own is damaged: host_repair.c. */
+int hosts_name_again(const hosts *h, uint32_t host, host_name *name);
+/* Commits of a host, over all its epochs. */
+uint64_t hosts_commits(const hosts *h, uint32_t host);
+void hosts_set_commits(const hosts *h, uint64_t commits);
+/* One commit more; -CXLKV_E_FENCED when it does not count. */
+int hosts_commit(const hosts *h);
+/* Own claims that were never committed, or do not count: as if never made. */
+void hosts_forget_claims(const hosts *h, uint64_t commits);
+/* Lines of one append reach memory in any order. Where its writer died in between, an earlier one
+ * may be missing, and readers would take that for the end: put there a record that says nothing. */
+void hosts_mend_log(const hosts *h);
+#endif

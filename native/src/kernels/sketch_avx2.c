@@ -1,0 +1,238 @@
+/* Sketches with AVX2: 8 tokens in the 8 lanes, sums of 16 bits that are widened in time. */
+#if defined(__x86_64__)
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
+
+#include "kernels/kernels.h"
+#include "kernels/sketch.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+
+enum { LANES = 8, QUERY_BLOCK = 4 };
+/* A line adds at most 4 * 2 * 3 * 127 = 3048 to a sum of 16 bits. */
+enum { LINES_TOGETHER = 8 };
+
+/* ---- encode ---- */
+
+/* Neighbours at distance half, within 8 lanes: sums to the lower ones, differences to the upper. */
+INLINE __m256 butterfly(__m256 x, int half) {
+    __m256 other;
+    if (half == 1) other = _mm256_permute_ps(x, 0xb1);
+    else if (half == 2) other = _mm256_permute_ps(x, 0x4e);
+    else other = _mm256_permute2f128_ps(x, x, 1);
+    __m256 sum = _mm256_add_ps(x, other), difference = _mm256_sub_ps(other, x);
+    if (half == 1) return _mm256_blend_ps(sum, difference, 0xaa);
+    if (half == 2) return _mm256_blend_ps(sum, difference, 0xcc);
+    return _mm256_blend_ps(sum, difference, 0xf0);
+}
+
+INLINE void transform(float *vector, uint32_t size) {
+    __m256 norm = _mm256_set1_ps(1 / sqrtf((float)size));
+    for (uint32_t i = 0; i < size; i += LANES) {
+        __m256 x = _mm256_load_ps(vector + i);
+        _mm256_store_ps(vector + i, butterfly(butterfly(butterfly(x, 1), 2), 4));
+    }
+    for (uint32_t half = LANES; half < size; half *= 2)
+        for (uint32_t first = 0; first < size; first += 2 * half)
+            for (uint32_t i = first; i < first + half; i += LANES) {
+                __m256 a = _mm256_load_ps(vector + i), b = _mm256_load_ps(vector + i + half);
+                _mm256_store_ps(vector + i, _mm256_add_ps(a, b));
+                _mm256_store_ps(vector + i + half, _mm256_sub_ps(a, b));
+            }
+    for (uint32_t i = 0; i < size; i += LANES)
+        _mm256_store_ps(vector + i, _mm256_mul_ps(_mm256_load_ps(vector + i), norm));
+}
+
+INLINE float sum_of(__m256 x) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+/* Which lanes have the high bit of their code, and which the low one. */
+INLINE void code_masks(__m256 x, __m256 minus, __m256 step, __m256 masks[2]) {
+    __m256 high = _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GE_OQ);
+    masks[1] = high;
+    masks[0] = _mm256_cmp_ps(x, _mm256_blendv_ps(minus, step, high), _CMP_GE_OQ);
+}
+
+/* Bit i of the low 16 at bit 2 * i. */
+INLINE uint32_t spread(uint32_t bits) {
+    bits = (bits | bits << 8) & 0x00ff00ff;
+    bits = (bits | bits << 4) & 0x0f0f0f0f;
+    bits = (bits | bits << 2) & 0x33333333;
+    return (bits | bits << 1) & 0x55555555;
+}
+
+/* turned: dim floats, and zeros to a multiple of 16. Returns the scale. */
+INLINE float encode_lanes(const float *turned, uint32_t dim, uint8_t *codes) {
+    __m256 squares = _mm256_setzero_ps(), products = _mm256_setzero_ps();
+    for (uint32_t d = 0; d < dim; d += LANES) {
+        __m256 x = _mm256_load_ps(turned + d);
+        squares = _mm256_fmadd_ps(x, x, squares);
+    }
+    float length = sum_of(squares);
+    __m256 step = _mm256_set1_ps(sqrtf(length / (float)dim));
+    __m256 minus = _mm256_sub_ps(_mm256_setzero_ps(), step);
+    const __m256 half = _mm256_set1_ps(0.5f), one = _mm256_set1_ps(1);
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    for (uint32_t d = 0; d < dim; d += SKETCH_CHANNELS) {
+        uint32_t bits[2] = {0};
+        UNROLL for (uint32_t i = 0; i < 2; i++) {
+            __m256 x = _mm256_load_ps(turned + d + i * LANES), masks[2];
+            code_masks(x, minus, step, masks);
+            UNROLL for (uint32_t b = 0; b < 2; b++)
+                bits[b] |= (uint32_t)_mm256_movemask_ps(masks[b]) << i * LANES;
+            /* |code - 1.5| is 1.5 where both bits are equal: times |x|, the product. */
+            __m256 outer = _mm256_andnot_ps(_mm256_xor_ps(masks[0], masks[1]), one);
+            products = _mm256_fmadd_ps(_mm256_andnot_ps(sign, x), _mm256_add_ps(half, outer),
+                                       products);
+        }
+        uint32_t packed = spread(bits[0]) | spread(bits[1]) << 1;
+        packed &= sketch_last_channels(dim - d);
+        memcpy(codes + d / SKETCH_CHANNELS * SKETCH_LINE_BYTES, &packed, sizeof(packed));
+    }
+    if (!isfinite(length)) return NAN;
+    return length > 0 ? length / sum_of(products) : 0;
+}
+
+static void turn(float *turned, uint32_t dim) {
+    for (uint32_t d = 0; d < dim; d += LANES) {
+        const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        __m256i flips = _mm256_set1_epi32((int)(sketch_signs(d / 64) >> d % 64));
+        flips = _mm256_slli_epi32(_mm256_srlv_epi32(flips, lane), 31);
+        __m256 x = _mm256_load_ps(turned + d);
+        _mm256_store_ps(turned + d, _mm256_xor_ps(x, _mm256_castsi256_ps(flips)));
+    }
+    for (uint32_t first = 0; first < dim;) {
+        uint32_t size = 1u << (31 - __builtin_clz(dim - first));
+        if (size >= LANES) transform(turned + first, size);
+        else sketch_transform(turned + first, size);
+        first += size;
+    }
+}
+
+void sketch_avx2(int dtype, const void *keys, size_t stride_bytes, uint32_t tokens, uint32_t dim,
+                 void *sketch) {
+    _Alignas(64) float turned[4096];
+    uint32_t padded = sketch_dim(dim);
+    if (tokens % SKETCH_TOKENS) memset(sketch, 0, sketch_bytes(tokens, dim));
+    memset(turned + dim, 0, (padded - dim) * sizeof(float));
+    for (uint32_t t = 0; t < tokens; t++) {
+        kernels_avx2.to_float(dtype, (const char *)keys + t * stride_bytes, dim, turned);
+        turn(turned, dim);
+        memset(turned + dim, 0, (padded - dim) * sizeof(float));
+        uint8_t *block = (uint8_t *)sketch + t / SKETCH_TOKENS * sketch_block_bytes(dim);
+        float scale = encode_lanes(turned, dim, block + t % SKETCH_TOKENS * 4);
+        memcpy(block + sketch_block_bytes(dim) - SKETCH_LINE_BYTES +
+               t % SKETCH_TOKENS * sizeof(float), &scale, sizeof(scale));
+    }
+}
+
+/* ---- estimate ---- */
+
+/* Raises the maxima of 8 tokens by 1 to 4 queries, before their scales. */
+INLINE __m256 estimate_half(const uint8_t *half, uint32_t lines, const sketch_query *queries,
+                            int queries_here, __m256 maxima) {
+    const __m256i low = _mm256_set1_epi8(3), ones = _mm256_set1_epi16(1);
+    __m256i sums[QUERY_BLOCK];
+    UNROLL for (int q = 0; q < queries_here; q++) sums[q] = _mm256_setzero_si256();
+    for (uint32_t first = 0; first < lines; first += LINES_TOGETHER) {
+        uint32_t end = lines - first < LINES_TOGETHER ? lines : first + LINES_TOGETHER;
+        __m256i shorts[QUERY_BLOCK];
+        UNROLL for (int q = 0; q < queries_here; q++) shorts[q] = _mm256_setzero_si256();
+        for (uint32_t line = first; line < end; line++) {
+            __m256i packed =
+                _mm256_load_si256((const __m256i *)(half + line * SKETCH_LINE_BYTES)), codes[4];
+            codes[0] = _mm256_and_si256(packed, low);
+            codes[1] = _mm256_and_si256(_mm256_srli_epi16(packed, 2), low);
+            codes[2] = _mm256_and_si256(_mm256_srli_epi16(packed, 4), low);
+            codes[3] = _mm256_and_si256(_mm256_srli_epi16(packed, 6), low);
+            UNROLL for (int q = 0; q < queries_here; q++) UNROLL for (int i = 0; i < 4; i++) {
+                int32_t four;
+                memcpy(&four, queries[q].codes + line * SKETCH_CHANNELS + 4 * i, sizeof(four));
+                shorts[q] = _mm256_add_epi16(
+                    shorts[q], _mm256_maddubs_epi16(codes[i], _mm256_set1_epi32(four)));
+            }
+        }
+        UNROLL for (int q = 0; q < queries_here; q++)
+            sums[q] = _mm256_add_epi32(sums[q], _mm256_madd_epi16(shorts[q], ones));
+    }
+    UNROLL for (int q = 0; q < queries_here; q++) {
+        __m256 sum = _mm256_cvtepi32_ps(sums[q]);
+        __m256 value = _mm256_mul_ps(_mm256_sub_ps(sum, _mm256_set1_ps(queries[q].offset)),
+                                     _mm256_set1_ps(queries[q].factor));
+        /* max gives its second operand when one is NaN, so an old NaN stays; a new one is set. */
+        __m256 broken = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
+        maxima = _mm256_blendv_ps(_mm256_max_ps(value, maxima), value, broken);
+    }
+    return maxima;
+}
+
+/* Lanes of `half` that are not seen become -infinity. */
+INLINE __m256 only_seen(__m256 half, uint32_t seen) {
+    const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    __m256i chosen = _mm256_and_si256(_mm256_set1_epi32((int)seen), bits);
+    __m256 mask = _mm256_castsi256_ps(_mm256_cmpeq_epi32(chosen, bits));
+    return _mm256_blendv_ps(_mm256_set1_ps(-INFINITY), half, mask);
+}
+
+static sketch_estimate estimate_one(const sketch_blocks *blocks, uint32_t at) {
+    const uint8_t *block = blocks->first + at * blocks->stride_bytes;
+    const sketch_query *queries = blocks->queries + at * blocks->query_stride;
+    const uint32_t query_count = blocks->query_count, seen = blocks->seen;
+    const float threshold = blocks->thresholds[at], slack = blocks->slacks[at];
+    uint32_t lines = sketch_dim(blocks->dim) / SKETCH_CHANNELS;
+    const uint8_t *scales = block + lines * SKETCH_LINE_BYTES;
+    __m256 best[2], cut = _mm256_set1_ps(threshold);
+    sketch_estimate made = {0};
+    const uint8_t *next = blocks->next ? blocks->next + at * blocks->stride_bytes : block;
+    for (uint32_t line = 0; line <= lines; line++)
+        _mm_prefetch((const char *)next + line * SKETCH_LINE_BYTES, _MM_HINT_T0);
+    UNROLL for (uint32_t i = 0; i < 2; i++) {
+        const uint8_t *half = block + i * LANES * sizeof(float);
+        best[i] = _mm256_set1_ps(-INFINITY);
+        for (uint32_t q = 0; q < query_count; q += QUERY_BLOCK) switch (query_count - q) {
+            case 1: best[i] = estimate_half(half, lines, queries + q, 1, best[i]); break;
+            case 2: best[i] = estimate_half(half, lines, queries + q, 2, best[i]); break;
+            case 3: best[i] = estimate_half(half, lines, queries + q, 3, best[i]); break;
+            default: best[i] = estimate_half(half, lines, queries + q, 4, best[i]);
+            }
+        __m256 scale = _mm256_load_ps((const float *)scales + i * LANES);
+        __m256 upper = _mm256_mul_ps(_mm256_add_ps(best[i], _mm256_set1_ps(slack)), scale);
+        best[i] = _mm256_mul_ps(best[i], scale);
+        if (blocks->maxima)
+            _mm256_storeu_ps(blocks->maxima + 16 * (size_t)at + i * LANES, best[i]);
+        uint32_t passing = (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(upper, cut, _CMP_NLT_UQ));
+        made.passing |= (passing << i * LANES) & seen;
+        best[i] = only_seen(best[i], seen >> i * LANES);
+    }
+    __m256 either = _mm256_cmp_ps(best[0], best[1], _CMP_UNORD_Q);
+    __m256 top = _mm256_max_ps(best[0], best[1]);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(top), _mm256_extractf128_ps(top, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    made.best = _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+    if (_mm256_movemask_ps(either)) made.best = NAN;
+    return made;
+}
+
+void estimate_avx2(const sketch_blocks *blocks, sketch_estimate *made) {
+    for (uint32_t i = 0; i < blocks->count; i++)
+        made[i] = estimate_one(blocks, i);
+}
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#else
+typedef int sketch_avx2_is_of_x86_64;
+#endif

@@ -1,0 +1,391 @@
+/* Fetch: copy chosen pages, or all, to one contiguous buffer or to an engine's blocks, verified on
+ * the way. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/flush.h"
+#include "pool/internal.h"
+
+/* Above this the copy would only push other data out of the caches. */
+enum { STREAM_BYTES = 16 << 20, PREFETCH_LINES = 8 };
+
+typedef struct fetch_job {
+    cxlkv_batch *batch;
+    cxlkv_fetch_args *args;
+    uint32_t *sequence_of_list;
+    uint32_t k;
+    bool stream;
+    near_reads reads;
+} fetch_job;
+
+static int copy_piece(const layer_view *view, uint32_t index, uint32_t head, uint32_t kind,
+                      bool stream, uint8_t *to) {
+    cxlkv_pool *pool = view->sequence->pool;
+    const cxlkv_layout *layout = &pool->layout;
+    uint32_t dim = kind == PIECE_KEYS ? layout->head_dim : layout->value_head_dim;
+    size_t size = piece_data_bytes(layout, kind), row = dim * dtype_bytes(layout->dtype);
+    size_t written = view_filled(view, index) * row;
+    page_rows rows = view_rows(view, index, kind);
+    const uint8_t *from = rows.first + head * rows.head_bytes;
+    bool prefix = kind == PIECE_VALUES && values_are_keys(layout);
+    if (index >= view->complete || prefix) {
+        for (size_t t = 0; t * row < written; t++)
+            memcpy(to + t * row, from + t * rows.row_bytes, row);
+        memset(to + written, 0, size - written);
+        return 0;
+    }
+    if (stream && (uintptr_t)to % LINE_BYTES == 0)
+        kernels_current()->store_rows(to, from, size, 1, size);
+    else
+        memcpy(to, from, size);
+    /* Values that are keys were verified with these, a copy when it was made. */
+    if (!layout->checksum || rows.near) return 0;
+    /* The CRC of the source while it is in the cache; a copy of it is what the caller gets. */
+    return piece_verify(pool, sequence_page(view->sequence, view->part, index), view->layer, head,
+                        kind, from);
+}
+
+/* A page is what its header says, or has a copy that is. */
+static int check_page(const layer_view *view, uint32_t index) {
+    cxlkv_pool *pool = view->sequence->pool;
+    uint32_t page = sequence_page(view->sequence, view->part, index);
+    if (view->near && near_find(pool, view->near, page, view->layer)) return 0;
+    return record_check_unlocked(pool, page, pool->pages[page].generation,
+                                 pool->layout.page_tokens);
+}
+
+/* Pages of a sequence whose record is complete in all layers of the part: only those have a header
+ * that can be asked. */
+static uint64_t sealed_pages(const layer_view *view) {
+    const cxlkv_pool *pool = view->sequence->pool;
+    uint32_t last_layer = pool->parts[view->part].last_layer;
+    return view->sequence->layer_tokens[last_layer] / pool->layout.page_tokens;
+}
+
+/* Page at place j of a list: -1 is padding. */
+static int64_t page_at(const fetch_job *job, uint32_t item, uint32_t j) {
+    const cxlkv_picked *picked = &job->args->picked;
+    return picked->pages ? picked->pages[(uint64_t)item * job->k + j] : (int64_t)j;
+}
+
+/* Before a byte is copied: every page of the list exists and is what its header says. */
+static int check_list(const fetch_job *job, const layer_view *view, uint32_t item) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const int32_t *own = job->args->picked.pages;
+    uint32_t head = item % layout->kv_heads;
+    /* A list like head 0's is checked with that one, in the same call. */
+    if (head > 0 && (!own || memcmp(own + (uint64_t)item * job->k,
+                                    own + (uint64_t)(item - head) * job->k,
+                                    job->k * sizeof(*own)) == 0))
+        return 0;
+    uint64_t sealed = sealed_pages(view);
+    for (uint32_t j = 0; j < job->k; j++) {
+        int64_t index = page_at(job, item, j);
+        if (job->args->picked.pages && (index < -1 || index >= view->pages))
+            return fail(CXLKV_E_ARGUMENT, "fetch: page %ld, the sequence has %u", index,
+                        view->pages);
+        if (index >= 0 && index < view->first)
+            return fail(CXLKV_E_ARGUMENT,
+                        "fetch: page %ld lies behind the window of %u tokens and was given back",
+                        index, view->window);
+        if (index < 0 || (uint64_t)index >= sealed) continue;
+        int code = check_page(view, (uint32_t)index);
+        if (code < 0) return code;
+    }
+    return 0;
+}
+
+/* The first lines of what is copied next: hardware prefetch does not cross into a new piece. */
+static void prefetch_piece(const layer_view *view, int64_t index, uint32_t head, uint32_t kind) {
+    if (index < view->first || index >= view->pages) return;
+    page_rows rows = view_rows(view, (uint32_t)index, kind);
+    const uint8_t *piece = rows.first + head * rows.head_bytes;
+    for (uint32_t line = 0; line < PREFETCH_LINES; line++)
+        __builtin_prefetch(piece + line * LINE_BYTES);
+}
+
+/* One list of one head: all its K, then all its V. */
+static int fetch_task(void *context, uint32_t item) {
+    fetch_job *job = context;
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    uint32_t list = item / layout->kv_heads, head = item % layout->kv_heads;
+    layer_view view =
+        view_of(job->batch->sequences[job->sequence_of_list[list]], job->args->layer);
+    view.near = job->batch->pool->near;
+    int code = check_list(job, &view, item);
+    if (code == 0 && view.near && job->args->picked.pages)
+        near_count_reads(&view, job->args->picked.pages + (uint64_t)item * job->k, job->k,
+                         &job->reads);
+    for (uint32_t kind = PIECE_KEYS; code == 0 && kind <= PIECE_VALUES; kind++) {
+        size_t size = piece_data_bytes(layout, kind);
+        uint8_t *to = kind == PIECE_KEYS ? job->args->keys : job->args->values;
+        to += (uint64_t)item * job->k * size;
+        for (uint32_t j = 0; code == 0 && j < job->k; j++, to += size) {
+            int64_t index = page_at(job, item, j);
+            if (j + 1 < job->k) prefetch_piece(&view, page_at(job, item, j + 1), head, kind);
+            if (index < view.first || index >= view.pages) memset(to, 0, size);
+            else code = copy_piece(&view, (uint32_t)index, head, kind, job->stream, to);
+        }
+    }
+    store_fence();
+    return code;
+}
+
+static bool per_query(const cxlkv_fetch_args *args) {
+    return args->picked.pages && args->picked.per == CXLKV_PER_QUERY;
+}
+
+static int lists_make(fetch_job *job, uint32_t *lists) {
+    const cxlkv_batch *batch = job->batch;
+    const cxlkv_picked *picked = &job->args->picked;
+    *lists = batch->count;
+    if (per_query(job->args)) {
+        int code = batch_starts(batch, job->args->starts, lists);
+        if (code < 0) return code;
+    }
+    if (picked->pages && picked->lists != *lists)
+        return fail(CXLKV_E_ARGUMENT, "fetch: %u lists of pages, %u wanted", picked->lists, *lists);
+    job->sequence_of_list = malloc((*lists + 1) * sizeof(uint32_t));
+    if (!job->sequence_of_list) return fail(ENOMEM, "no memory for %u lists", *lists);
+    for (uint32_t i = 0; i < batch->count; i++) {
+        if (!per_query(job->args)) job->sequence_of_list[i] = i;
+        else
+            for (int32_t row = job->args->starts[i]; row < job->args->starts[i + 1]; row++)
+                job->sequence_of_list[row] = i;
+    }
+    return 0;
+}
+
+static int64_t fetch_locked(fetch_job *job) {
+    cxlkv_fetch_args *args = job->args;
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    uint32_t lists;
+    if (args->layer >= layout->layers)
+        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", args->layer, layout->layers);
+    uint32_t window = job->batch->pool->parts[job->batch->pool->part_of[args->layer]].window;
+    if (window && !args->picked.pages)
+        return fail(CXLKV_E_ARGUMENT,
+                    "fetch: layer %u has a window of %u tokens: name the pages, as select() does",
+                    args->layer, window);
+    int code = lists_make(job, &lists);
+    if (code < 0) return code;
+    job->k = args->picked.k;
+    if (!args->picked.pages) {
+        job->k = 0;
+        for (uint32_t i = 0; i < job->batch->count; i++) {
+            uint32_t pages = view_of(job->batch->sequences[i], args->layer).pages;
+            if (pages > job->k) job->k = pages;
+        }
+    }
+    args->k = job->k;
+    uint64_t items = (uint64_t)lists * layout->kv_heads, pieces;
+    /* A piece has less than 2^24 bytes: below this limit no size overflows. */
+    if (items > INT32_MAX || __builtin_mul_overflow(items, job->k, &pieces) || pieces >> 38)
+        return fail(CXLKV_E_ARGUMENT, "fetch: %u lists of %u pages are too many at once", lists,
+                    job->k);
+    uint64_t key_bytes = pieces * piece_data_bytes(layout, PIECE_KEYS);
+    uint64_t value_bytes = pieces * piece_data_bytes(layout, PIECE_VALUES);
+    if (key_bytes > args->key_capacity_bytes || value_bytes > args->value_capacity_bytes)
+        return fail(CXLKV_E_ROOM, "fetch: %lu bytes of keys wanted, room for %lu", key_bytes,
+                    args->key_capacity_bytes);
+    job->stream = key_bytes + value_bytes > STREAM_BYTES;
+    code = run_tasks(job->batch->pool, lists * layout->kv_heads, fetch_task, job);
+    if (code < 0) return code;
+    count_add(job->batch->pool, COUNT_FETCHED_BYTES, key_bytes + value_bytes);
+    hotness_count(job->batch, args->layer, &args->picked, per_query(args) ? args->starts : NULL);
+    return (int64_t)(key_bytes + value_bytes);
+}
+
+int64_t cxlkv_batch_fetch(cxlkv_batch *batch, cxlkv_fetch_args *args) {
+    fetch_job job = {.batch = batch, .args = args};
+    int64_t code = batch_lock(batch, false);
+    if (code < 0) return code;
+    near_enter(batch->pool);
+    code = fetch_locked(&job);
+    near_leave(batch->pool, &job.reads);
+    code = peers_verify(batch->pool, code);
+    batch_unlock(batch);
+    free(job.sequence_of_list);
+    return code;
+}
+
+/* ---- to the blocks of an engine ---- */
+
+typedef struct blocks_job {
+    cxlkv_batch *batch;
+    uint32_t layer;
+    const cxlkv_blocks *table;
+    const int32_t *first;
+    int32_t *good;
+    bool stream;
+    pthread_mutex_t lock;        /* guards good and what follows */
+    int code;                    /* of the first error, and where it was */
+    uint32_t sequence, place;
+    char text[400];
+} blocks_job;
+
+/* The last one that begins at or before this entry. */
+static uint32_t sequence_at(const int32_t *starts, uint32_t count, uint32_t entry) {
+    uint32_t low = 0, high = count;
+    while (high - low > 1) {
+        uint32_t middle = (low + high) / 2;
+        if ((uint32_t)starts[middle] <= entry) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+static uint8_t *block_target(const blocks_job *job, uint32_t entry, uint32_t head, uint32_t kind) {
+    const cxlkv_blocks *t = job->table;
+    bool keys = kind == PIECE_KEYS;
+    const int64_t *strides = keys ? t->key_stride_bytes : t->value_stride_bytes;
+    return (uint8_t *)(keys ? t->keys : t->values) + t->blocks[entry] * strides[0] +
+           (int64_t)head * strides[1];
+}
+
+/* A page of a block, all heads; NULL view: zeros. */
+static int page_to_block(const blocks_job *job, const layer_view *view, uint32_t index,
+                         uint32_t entry, uint32_t place) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    for (uint32_t kind = PIECE_KEYS; kind <= PIECE_VALUES; kind++) {
+        size_t size = piece_data_bytes(layout, kind);
+        if (kind == PIECE_VALUES && values_are_keys(layout)) break;
+        for (uint32_t head = 0; head < layout->kv_heads; head++) {
+            uint8_t *to = block_target(job, entry, head, kind) + place * size;
+            if (view && head + 1 < layout->kv_heads) prefetch_piece(view, index, head + 1, kind);
+            int code = 0;
+            if (view) code = copy_piece(view, index, head, kind, job->stream, to);
+            else memset(to, 0, size);
+            if (code < 0) return code;
+        }
+    }
+    return 0;
+}
+
+static int block_fill(const blocks_job *job, const layer_view *view, uint32_t page,
+                      uint32_t entry) {
+    uint32_t pages = job->table->block_tokens / job->batch->pool->layout.page_tokens;
+    for (uint32_t place = 0; place < pages; place++) {
+        uint32_t index = page + place;
+        bool behind = index < view->first;
+        int code = !behind && index < sealed_pages(view) ? check_page(view, index) : 0;
+        if (code == 0) code = page_to_block(job, behind ? NULL : view, index, entry, place);
+        if (code < 0) return code;
+    }
+    return 0;
+}
+
+/* Nothing of a block that could not be read is left in it. */
+static void block_clear(const blocks_job *job, uint32_t entry) {
+    uint32_t pages = job->table->block_tokens / job->batch->pool->layout.page_tokens;
+    for (uint32_t place = 0; place < pages; place++) page_to_block(job, NULL, 0, entry, place);
+}
+
+static void note_bad(blocks_job *job, uint32_t sequence, uint32_t place, int code) {
+    pthread_mutex_lock(&job->lock);
+    if (job->good[sequence] > (int32_t)place) job->good[sequence] = (int32_t)place;
+    if (job->code == 0) {
+        job->code = code;
+        job->sequence = sequence;
+        job->place = place;
+        strncpy(job->text, cxlkv_error_text(), sizeof(job->text) - 1);
+    }
+    pthread_mutex_unlock(&job->lock);
+}
+
+static int block_guarded(const blocks_job *job, const layer_view *view, uint32_t page,
+                         uint32_t entry) {
+    guard fault;
+    volatile int code = 0;
+    GUARD_BEGIN(fault) {
+        code = block_fill(job, view, page, entry);
+    } GUARD_END(fault, code = poison_error(job->batch->pool, &fault))
+    return code;
+}
+
+/* An error of a block is its sequence's: the others' go on. */
+static int block_task(void *context, uint32_t entry) {
+    blocks_job *job = context;
+    cxlkv_batch *batch = job->batch;
+    uint32_t i = sequence_at(job->table->starts, batch->count, entry);
+    uint32_t place = entry - (uint32_t)job->table->starts[i];
+    layer_view view = view_of(batch->sequences[i], job->layer);
+    view.near = batch->pool->near;
+    uint32_t pages = job->table->block_tokens / batch->pool->layout.page_tokens;
+    int code = block_guarded(job, &view, (uint32_t)job->first[i] + place * pages, entry);
+    if (code == -EFAULT) return code; /* the caller's own array */
+    if (code < 0) {
+        note_bad(job, i, place, code);
+        block_clear(job, entry);
+    }
+    store_fence();
+    return 0;
+}
+
+/* The pages that are wanted of a sequence are there. */
+static int check_range(const blocks_job *job, uint32_t i) {
+    layer_view view = view_of(job->batch->sequences[i], job->layer);
+    uint32_t pages = job->table->block_tokens / job->batch->pool->layout.page_tokens;
+    int64_t blocks = job->table->starts[i + 1] - job->table->starts[i], first = job->first[i];
+    if (blocks == 0) return 0;
+    if (first < 0 || first + blocks * pages > view.complete)
+        return fail(CXLKV_E_ARGUMENT,
+                    "sequence %u: pages %ld to %ld wanted, its complete pages are 0 to %ld", i,
+                    first, first + blocks * pages - 1, (int64_t)view.complete - 1);
+    if (first + pages <= view.first)
+        return fail(CXLKV_E_ARGUMENT,
+                    "sequence %u: page %ld lies behind the window of %u tokens and was given back: "
+                    "its pages are %u to %u",
+                    i, first, view.window, view.first, view.complete - 1);
+    return 0;
+}
+
+static int check_target(const blocks_job *job, uint32_t *tokens) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_blocks *table = job->table;
+    if (job->layer >= layout->layers)
+        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", job->layer, layout->layers);
+    if (table->dtype != layout->dtype)
+        return fail(CXLKV_E_ARGUMENT, "blocks of dtype code %u, the pool stores %u", table->dtype,
+                    layout->dtype);
+    int code = blocks_check(job->batch, table, tokens);
+    if (code == 0 && *tokens && (!table->keys || (!table->values) != values_are_keys(layout)))
+        code = fail(CXLKV_E_ARGUMENT, "keys or values: no data, or one that the pool lacks");
+    for (uint32_t i = 0; code == 0 && i < job->batch->count; i++) code = check_range(job, i);
+    return code;
+}
+
+static int64_t fetch_blocks_locked(blocks_job *job) {
+    cxlkv_batch *batch = job->batch;
+    const cxlkv_layout *layout = &batch->pool->layout;
+    const int32_t *starts = job->table->starts;
+    uint32_t tokens = 0;
+    int code = check_target(job, &tokens);
+    if (code < 0) return code;
+    for (uint32_t i = 0; i < batch->count; i++) job->good[i] = starts[i + 1] - starts[i];
+    uint64_t bytes =
+        (uint64_t)tokens * layout->kv_heads * row_channels(layout) * dtype_bytes(layout->dtype);
+    job->stream = bytes > STREAM_BYTES;
+    near_enter(batch->pool);
+    code = run_tasks(batch->pool, (uint32_t)starts[batch->count], block_task, job);
+    near_leave(batch->pool, &(near_reads){0});
+    if (code == 0 && job->code < 0)
+        code = fail(-job->code, "sequence %u of the batch, block %u of it: %s", job->sequence,
+                    job->place, job->text);
+    if (code == 0) count_add(batch->pool, COUNT_FETCHED_BYTES, bytes);
+    return code < 0 ? code : (int64_t)bytes;
+}
+
+int64_t cxlkv_batch_fetch_blocks(cxlkv_batch *batch, uint32_t layer, const cxlkv_blocks *blocks,
+                                 const int32_t *first, int32_t *good) {
+    blocks_job job = {.batch = batch, .layer = layer, .table = blocks, .first = first,
+                      .good = good, .lock = PTHREAD_MUTEX_INITIALIZER};
+    memset(good, 0, batch->count * sizeof(*good));
+    int64_t code = batch_lock(batch, false);
+    if (code < 0) return code;
+    code = peers_verify(batch->pool, fetch_blocks_locked(&job));
+    if (code < 0 && code != job.code) memset(good, 0, batch->count * sizeof(*good));
+    batch_unlock(batch);
+    pthread_mutex_destroy(&job.lock);
+    return code;
+}

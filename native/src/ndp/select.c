@@ -1,0 +1,486 @@
+/* Select: score the pages of a layer for each query, and name the best ones.
+ *
+ * A page's score for a kv head is the largest scale * q.k over its visible tokens and the group's
+ * query heads (exact), an upper bound of it (digest), or, under a mass budget, the page's share of
+ * the attention, averaged over the group. Equal scores: the lower page. A NaN score wins. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ndp/select.h"
+#include "worker/worker.h"
+
+enum { TOGETHER_PAGES = 8, SCRATCH_LIMIT = 1 << 30 };
+
+/* ---- how many pages each list gets ---- */
+
+window window_of(const select_job *job, const plan *p, uint64_t list) {
+    const cxlkv_budget *budget = p->budget;
+    uint64_t page_tokens = job->batch->pool->layout.page_tokens;
+    bool per_query = job->args->per == CXLKV_PER_QUERY;
+    window w = {0};
+    if (p->rows == 0) return w;
+    uint64_t first_position = p->view.tokens - p->rows + (per_query ? list : 0);
+    uint64_t last_position = per_query ? first_position : p->view.tokens - 1;
+    w.pages = (uint32_t)(last_position / page_tokens) + 1;
+    w.low = (uint32_t)(view_low(&p->view, per_query ? list : 0, p->rows) / page_tokens);
+    w.sinks = min_u32(budget->sinks, w.pages);
+    if (w.sinks < w.low) w.sinks = w.low; /* the first pages are out of sight */
+    uint64_t recent = first_position / page_tokens + 1;
+    recent = recent > budget->recent ? recent - budget->recent : 0;
+    if (budget->recent == 0) recent = w.pages;
+    w.recent = recent < w.sinks ? w.sinks : (uint32_t)recent;
+    uint32_t forced = w.sinks - w.low + w.pages - w.recent, visible = w.pages - w.low;
+    uint64_t wanted = budget->pages;
+    if (budget->kind == CXLKV_BUDGET_SHARE) {
+        /* A share like 0.07 is no binary fraction: 7 of 100 pages, not the 8 of rounding up. */
+        wanted = (uint64_t)ceil(budget->amount * visible * (1 - 1e-12));
+    }
+    if (budget->kind == CXLKV_BUDGET_MASS) wanted = visible;
+    w.k = (uint32_t)min_u64(visible, wanted > forced ? wanted : forced);
+    return w;
+}
+
+static const plan *plan_of_task(const select_job *job, uint32_t item) {
+    uint32_t low = 0, high = job->batch->count;
+    while (high - low > 1) {
+        uint32_t middle = (low + high) / 2;
+        if (job->plans[middle].first_task <= item) low = middle;
+        else high = middle;
+    }
+    return &job->plans[low];
+}
+
+/* counts: what is read is not in the cache yet. */
+static int score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last,
+                       bool counts) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    uint64_t bytes = 0, token_bytes = layout->head_dim * dtype_bytes(layout->dtype);
+    if (p->thresholds) return sketch_score_pages(job, p, first, last, counts);
+    ahead next;
+    if (counts)
+        next = ahead_begin(&p->view, scored_kind(job), NULL, first, p->view.pages, 0,
+                           layout->kv_heads, false);
+    for (uint32_t index = first; index < last; index++) {
+        int code = score_page(job, p, index, counts ? &next : NULL);
+        if (code < 0) return code;
+        bool digest = job->args->method == CXLKV_METHOD_DIGEST && index < p->view.complete;
+        bytes += layout->kv_heads * token_bytes * (digest ? 2 : view_filled(&p->view, index));
+    }
+    if (counts) atomic_fetch_add_explicit(&job->bytes_scored, bytes, memory_order_relaxed);
+    return 0;
+}
+
+static int score_task(void *context, uint32_t item) {
+    select_job *job = context;
+    const plan *p = plan_of_task(job, item);
+    uint32_t begin = first_own_page(p) + (item - p->first_task) * TASK_PAGES;
+    uint32_t end = min_u32(begin + TASK_PAGES, p->view.pages);
+    uint32_t step = p->follower && begin < p->follower->shared ? TOGETHER_PAGES : TASK_PAGES;
+    int code = 0;
+    for (uint32_t first = begin; code == 0 && first < end; first += step) {
+        uint32_t last = min_u32(first + step, end);
+        code = score_pages(job, p, first, last, true);
+        for (const plan *f = p->follower; f && code == 0; f = f->follower) {
+            uint32_t low = first < f->low ? f->low : first, high = min_u32(last, f->shared);
+            if (low < high) code = score_pages(job, f, low, high, false);
+        }
+    }
+    return code;
+}
+
+/* ---- choosing ---- */
+
+/* Those that are not below `guess`, when they are enough. */
+static uint32_t ranks_from(const float *scores, uint32_t count, float guess, uint32_t *ranks) {
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < count; i++)
+        if (!(scores[i] < guess)) ranks[kept++] = rank_of(scores[i]);
+    return kept;
+}
+
+float worst_of_best(const float *scores, uint32_t count, uint32_t wanted, float guess,
+                    uint32_t *ranks, uint32_t *equal) {
+    enum { DIGITS = 3, DIGIT_VALUES = 1 << 11 };
+    static const int shifts[DIGITS] = {21, 10, 0};
+    static const uint32_t largest[DIGITS] = {DIGIT_VALUES - 1, DIGIT_VALUES - 1, 1023};
+    uint32_t counts[DIGIT_VALUES], found = 0, here = ranks_from(scores, count, guess, ranks);
+    if (here < wanted) here = ranks_from(scores, count, -INFINITY, ranks);
+    for (int i = 0; i < DIGITS; i++) {
+        uint32_t digit = largest[i], kept = 0;
+        memset(counts, 0, sizeof(counts));
+        for (uint32_t at = 0; at < here; at++) counts[ranks[at] >> shifts[i] & largest[i]]++;
+        while (digit > 0 && counts[digit] < wanted) wanted -= counts[digit--];
+        for (uint32_t at = 0; at < here; at++) {
+            ranks[kept] = ranks[at];
+            kept += (ranks[at] >> shifts[i] & largest[i]) == digit;
+        }
+        here = kept;
+        found |= digit << shifts[i];
+    }
+    *equal = wanted;
+    return value_of_rank(found);
+}
+
+typedef struct candidate {
+    float mass;
+    uint32_t page;
+} candidate;
+
+static int by_mass(const void *a, const void *b) {
+    const candidate *x = a, *y = b;
+    uint32_t rx = rank_of(x->mass), ry = rank_of(y->mass);
+    if (rx != ry) return rx > ry ? -1 : 1;
+    return x->page < y->page ? -1 : 1;
+}
+
+static bool is_forced(const window *w, uint32_t page) {
+    return page < w->sinks || page >= w->recent;
+}
+
+/* The fewest pages, forced ones first, whose shares add up to the mass: as flags. */
+static int choose_mass(const float *scores, const window *w, double mass, uint8_t *chosen) {
+    candidate *order = malloc((w->pages + 1) * sizeof(*order));
+    if (!order) return fail(ENOMEM, "no memory to sort %u pages", w->pages);
+    uint32_t count = 0;
+    double sum = 0;
+    for (uint32_t page = w->low; page < w->pages; page++) {
+        chosen[page] = is_forced(w, page);
+        if (chosen[page]) sum += scores[page];
+        else order[count++] = (candidate){scores[page], page};
+    }
+    qsort(order, count, sizeof(*order), by_mass);
+    /* Shares are rounded floats: a mass of 1 means every page that has any. With a NaN no share
+     * is known, so that nothing is enough and every page is chosen. */
+    for (uint32_t i = 0; i < count && !(mass >= 1.0 ? order[i].mass <= 0 : sum >= mass); i++) {
+        chosen[order[i].page] = 1;
+        sum += order[i].mass;
+    }
+    free(order);
+    return 0;
+}
+
+/* Which of the free pages are chosen, one after the other. */
+typedef struct chooser {
+    float worst;                 /* that is chosen; NaN: only such are */
+    uint32_t left;               /* to choose in all */
+    uint32_t equal;              /* of those, as good as the worst */
+} chooser;
+
+static bool choose_next(chooser *c, float score) {
+    if (score < c->worst || c->left == 0) return false;
+    bool is_worst = rank_of(score) == rank_of(c->worst);
+    if (is_worst ? c->equal == 0 : isnan(c->worst)) return false;
+    c->equal -= is_worst;
+    c->left--;
+    return true;
+}
+
+/* ranks and chosen: room for each page. guess: no page below it is likely to be chosen. */
+static int emit(const select_job *job, const plan *p, const window *w, uint64_t row,
+                const float *scores, float guess, uint32_t *ranks, uint8_t *chosen) {
+    const cxlkv_select_args *args = job->args;
+    int32_t *pages = args->pages + row * args->k;
+    float *values = args->scores + row * args->k;
+    bool mass = p->budget->kind == CXLKV_BUDGET_MASS;
+    chooser best = {.left = free_choices(w)};
+    uint32_t count = 0;
+    int code = mass ? choose_mass(scores, w, p->budget->amount, chosen) : 0;
+    if (code < 0) return code;
+    if (!mass && best.left)
+        best.worst = worst_of_best(scores + w->sinks, w->recent - w->sinks, best.left, guess,
+                                   ranks, &best.equal);
+    for (uint32_t page = w->low; page < w->pages; page++) {
+        if (mass ? !chosen[page] : !is_forced(w, page) && !choose_next(&best, scores[page]))
+            continue;
+        pages[count] = (int32_t)page;
+        values[count++] = scores[page];
+    }
+    args->counts[row] = (int32_t)count;
+    for (; count < args->k; count++) {
+        pages[count] = -1;
+        values[count] = -INFINITY;
+    }
+    return 0;
+}
+
+/* Score of the layer: the best over its heads (their mean for mass), in head 0's place. */
+static void merge_heads(const plan *p, float *scores, uint32_t heads) {
+    uint32_t pages = p->view.pages;
+    bool mass = p->budget->kind == CXLKV_BUDGET_MASS;
+    for (uint32_t head = 1; head < heads; head++)
+        for (uint32_t page = 0; page < pages; page++) {
+            float value = scores[(uint64_t)head * pages + page];
+            if (mass) scores[page] += value;
+            else if (rank_of(value) > rank_of(scores[page])) scores[page] = value;
+        }
+    for (uint32_t page = 0; mass && page < pages; page++) scores[page] /= (float)heads;
+}
+
+/* K and V of a list for one head; an open tail has fewer tokens than a page. */
+static uint64_t list_bytes(const select_job *job, const plan *p, uint64_t list) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const cxlkv_select_args *args = job->args;
+    uint64_t tokens = 0;
+    for (int32_t i = 0; i < args->counts[list]; i++)
+        tokens += view_filled(&p->view, (uint32_t)args->pages[list * args->k + (uint64_t)i]);
+    return tokens * row_channels(layout) * dtype_bytes(layout->dtype);
+}
+
+/* The list of one head; of all heads, when they have one together. */
+static int choose_list(select_job *job, const plan *p, uint64_t list, uint32_t head,
+                       uint32_t *ranks, uint8_t *chosen) {
+    const cxlkv_select_args *args = job->args;
+    uint32_t heads = job->batch->pool->layout.kv_heads, k = args->k;
+    window w = window_of(job, p, list);
+    uint64_t row = (p->first_list + list) * heads + head;
+    float *scores = p->scores + (list * heads + head) * p->view.pages;
+    bool layer = args->union_over == CXLKV_UNION_LAYER;
+    if (layer && heads > 1) merge_heads(p, scores, heads);
+    float guess = p->thresholds ? p->thresholds[list * heads + head] : -INFINITY;
+    int code = emit(job, p, &w, row, scores, guess, ranks, chosen);
+    if (code < 0) return code;
+    uint64_t bytes = list_bytes(job, p, row);
+    for (uint32_t other = 1; layer && other < heads; other++) {
+        memcpy(args->pages + (row + other) * k, args->pages + row * k, k * sizeof(int32_t));
+        memcpy(args->scores + (row + other) * k, args->scores + row * k, k * sizeof(float));
+        args->counts[row + other] = args->counts[row];
+        bytes += list_bytes(job, p, row + other);
+    }
+    atomic_fetch_add_explicit(&job->bytes_fetched, bytes, memory_order_relaxed);
+    return 0;
+}
+
+/* For batch->count * kv_heads items. */
+static int choose_task(void *context, uint32_t item) {
+    select_job *job = context;
+    uint32_t heads = job->batch->pool->layout.kv_heads, head = item % heads;
+    const plan *p = &job->plans[item / heads];
+    if (job->args->union_over == CXLKV_UNION_LAYER && head) return 0;
+    uint32_t *ranks = malloc((p->view.pages + 1) * (sizeof(*ranks) + 1));
+    if (!ranks) return fail(ENOMEM, "no memory to choose among %u pages", p->view.pages);
+    uint8_t *chosen = (uint8_t *)(ranks + p->view.pages + 1);
+    int code = 0;
+    for (uint64_t list = 0; code == 0 && list < p->lists; list++)
+        code = choose_list(job, p, list, head, ranks, chosen);
+    free(ranks);
+    return code;
+}
+
+/* A mass budget makes lists shorter than its bound: close the gaps. */
+static void compact(const select_job *job, uint64_t rows) {
+    cxlkv_select_args *args = job->args;
+    uint32_t longest = 0, k = args->k;
+    for (uint64_t row = 0; row < rows; row++)
+        if ((uint32_t)args->counts[row] > longest) longest = (uint32_t)args->counts[row];
+    if (longest == k) return;
+    for (uint64_t row = 1; row < rows; row++) {
+        memmove(args->pages + row * longest, args->pages + row * k, longest * sizeof(int32_t));
+        memmove(args->scores + row * longest, args->scores + row * k, longest * sizeof(float));
+    }
+    args->k = longest;
+}
+
+/* ---- putting it together ---- */
+
+static int budget_check(const cxlkv_select_args *args, uint32_t i) {
+    const cxlkv_budget *budget = &args->budgets[i];
+    if (budget->kind > CXLKV_BUDGET_MASS || (budget->kind == CXLKV_BUDGET_PAGES && !budget->pages))
+        return fail(CXLKV_E_ARGUMENT, "budget %u: at least one page", i);
+    if (budget->kind != CXLKV_BUDGET_PAGES && !(budget->amount > 0 && budget->amount <= 1))
+        return fail(CXLKV_E_ARGUMENT, "budget %u: %g is outside (0, 1]", i, budget->amount);
+    if (budget->kind == CXLKV_BUDGET_MASS && args->method != CXLKV_METHOD_EXACT)
+        return fail(CXLKV_E_ARGUMENT, "budget %u: attention mass needs method exact", i);
+    return 0;
+}
+
+static int args_check(const cxlkv_batch *batch, const cxlkv_select_args *args) {
+    if (args->method > CXLKV_METHOD_AUTO || args->union_over > CXLKV_UNION_LAYER ||
+        args->per > CXLKV_PER_SEQUENCE)
+        return fail(CXLKV_E_ARGUMENT, "select: unknown method, union or per");
+    if (!(args->errors >= 0))
+        return fail(CXLKV_E_ARGUMENT, "select: %g errors", (double)args->errors);
+    if (args->method == CXLKV_METHOD_TWO_STAGE && !batch->pool->layout.sketch)
+        return fail(CXLKV_E_ARGUMENT, "select: this pool has no sketches (it was made with "
+                    "sketch=False): use method exact or digest");
+    if (!(args->scale > 0 && args->scale < INFINITY))
+        return fail(CXLKV_E_ARGUMENT, "select: scale %g must be positive", (double)args->scale);
+    if (args->budget_count != 1 && args->budget_count != batch->count)
+        return fail(CXLKV_E_ARGUMENT, "%u budgets for %u sequences: give 1, or one for each",
+                    args->budget_count, batch->count);
+    for (uint32_t i = 0; i < args->budget_count; i++) {
+        int code = budget_check(args, i);
+        if (code < 0) return code;
+    }
+    return 0;
+}
+
+static uint32_t page_at(const plan *p, uint32_t index) {
+    return sequence_page(p->view.sequence, p->view.part, index);
+}
+
+/* The complete pages from p->low on that two sequences have in common: forks part once. */
+static uint32_t shared_pages(const plan *leader, const plan *p) {
+    uint32_t low = p->low, high = min_u32(p->view.complete, leader->view.complete);
+    if (leader->low > low || low >= high || page_at(leader, low) != page_at(p, low)) return low;
+    while (high - low > 1) {
+        uint32_t middle = (low + high) / 2;
+        if (page_at(leader, middle) == page_at(p, middle)) low = middle;
+        else high = middle;
+    }
+    return low + 1;
+}
+
+/* Followers are kept by how much they share, most first. */
+static void find_leader(select_job *job, plan *p) {
+    for (plan *leader = job->plans; leader < p && !p->leader; leader++) {
+        if (leader->leader || leader->rows == 0 || p->rows == 0) continue;
+        p->shared = shared_pages(leader, p);
+        if (p->shared < p->low + TASK_PAGES) continue;
+        p->leader = leader;
+        plan **at = &leader->follower;
+        while (*at && (*at)->shared > p->shared) at = &(*at)->follower;
+        p->follower = *at;
+        *at = p;
+    }
+}
+
+/* Lengths, lists, and args->k: all that is known before a byte is read. */
+static uint64_t make_plans(select_job *job) {
+    cxlkv_select_args *args = job->args;
+    uint64_t lists = 0;
+    uint32_t tasks = 0, page_tokens = job->batch->pool->layout.page_tokens;
+    args->k = args->lists_staged = 0;
+    args->mean_error = 0;
+    for (uint32_t i = 0; i < job->batch->count; i++) {
+        plan *p = &job->plans[i];
+        p->view = view_of(job->batch->sequences[i], args->layer);
+        p->budget = &args->budgets[args->budget_count == 1 ? 0 : i];
+        p->first_row = (uint64_t)args->starts[i];
+        p->rows = (uint64_t)(args->starts[i + 1] - args->starts[i]);
+        p->first_list = lists;
+        p->lists = args->per == CXLKV_PER_QUERY ? p->rows : 1;
+        p->first_task = tasks;
+        p->low = p->rows ? (uint32_t)(view_low(&p->view, 0, p->rows) / page_tokens) : 0;
+        find_leader(job, p);
+        uint32_t own = p->rows ? p->view.pages - first_own_page(p) : 0;
+        p->tasks = (own + TASK_PAGES - 1) / TASK_PAGES;
+        tasks += p->tasks;
+        lists += p->lists;
+        for (uint64_t list = 0; list < p->lists; list++) {
+            uint32_t k = window_of(job, p, list).k;
+            if (k > args->k) args->k = k;
+        }
+    }
+    return lists;
+}
+
+/* Scratch: packed queries, then scores, then log-sums of mass budgets. */
+static int place_scratch(select_job *job, uint32_t rows) {
+    uint64_t heads = job->batch->pool->layout.kv_heads, q_heads = job->args->q_heads;
+    uint64_t query_floats = queries_bytes(job->batch, job->isa, rows * q_heads) / sizeof(float);
+    uint64_t sketch_floats = 0, floats = query_floats;
+    if (job->args->method == CXLKV_METHOD_TWO_STAGE)
+        floats += sketch_floats = sketch_query_floats(job, rows * q_heads);
+    for (uint32_t pass = 0; pass < 2; pass++) {
+        float *at = (float *)job->batch->scratch + query_floats + sketch_floats;
+        for (uint32_t i = 0; i < job->batch->count; i++) {
+            plan *p = &job->plans[i];
+            uint64_t scores = p->lists * heads * p->view.pages, sums = 0;
+            uint64_t stage = sketch_plan_floats(job, p);
+            if (p->budget->kind == CXLKV_BUDGET_MASS) sums = p->rows * q_heads * p->view.pages;
+            if (pass == 0) {
+                floats += scores + sums + stage;
+                continue;
+            }
+            p->first_query = p->first_row * q_heads;
+            p->scores = at;
+            p->log_sums = sums ? at + scores : NULL;
+            p->thresholds = NULL;
+            if (stage) sketch_begin(job, p, at + scores + sums);
+            at += scores + sums + stage;
+            for (uint64_t j = 0; j < scores; j++) p->scores[j] = -INFINITY;
+        }
+        if (pass == 1) break;
+        if (floats * sizeof(float) > SCRATCH_LIMIT)
+            return fail(CXLKV_E_ARGUMENT,
+                        "select of %u rows needs %lu MiB of scores: select fewer rows at once",
+                        rows, floats * sizeof(float) >> 20);
+        if (!batch_scratch(job->batch, floats * sizeof(float) + LINE_BYTES)) return -ENOMEM;
+    }
+    return 0;
+}
+
+static int64_t select_locked(select_job *job) {
+    cxlkv_select_args *args = job->args;
+    cxlkv_batch *batch = job->batch;
+    uint32_t rows = 0, tasks = 0, heads = batch->pool->layout.kv_heads;
+    int code = queries_check(batch, args->layer, args->q_heads, &args->queries, args->starts,
+                             &rows);
+    if (code < 0) return code;
+    job->group = args->q_heads / heads;
+    uint64_t lists = make_plans(job) * heads;
+    if (lists * args->k > args->capacity)
+        return fail(CXLKV_E_ROOM, "select: room for %lu pages, %lu wanted", args->capacity,
+                    lists * args->k);
+    code = place_scratch(job, rows);
+    if (code < 0) return code;
+    job->queries = queries_pack(batch, job->isa, &args->queries, args->q_heads, args->starts,
+                                batch->scratch);
+    if (args->method == CXLKV_METHOD_TWO_STAGE) {
+        uint64_t used = queries_bytes(batch, job->isa, job->queries.total);
+        sketch_prepare(job, (float *)((uint8_t *)batch->scratch + used));
+        code = run_tasks(batch->pool, batch->count * heads, sketch_sample_task, job);
+        if (code < 0) return code;
+        sketch_cut_all(job);
+    }
+    for (uint32_t i = 0; i < batch->count; i++) tasks += job->plans[i].tasks;
+    code = run_tasks(batch->pool, tasks, score_task, job);
+    if (code == 0 && job->sketch_queries) {
+        uint32_t segments = 0;
+        for (uint32_t i = 0; i < batch->count; i++) segments += sketch_segments(&job->plans[i]);
+        code = run_tasks(batch->pool, batch->count * heads, sketch_cut_task, job);
+        if (code == 0) code = run_tasks(batch->pool, segments, sketch_finish_task, job);
+    }
+    if (code == 0) code = run_tasks(batch->pool, batch->count, mass_task, job);
+    if (code == 0) code = run_tasks(batch->pool, batch->count * heads, choose_task, job);
+    if (code < 0) return code;
+    compact(job, lists);
+    args->bytes_scored = atomic_load(&job->bytes_scored);
+    args->bytes_sketched = atomic_load(&job->bytes_sketched);
+    args->tokens_scored = atomic_load(&job->tokens_scored);
+    args->bytes_fetched = atomic_load(&job->bytes_fetched);
+    count_add(batch->pool, COUNT_SCORED_BYTES, args->bytes_scored);
+    cxlkv_picked chosen = select_chosen(args);
+    hotness_count(batch, args->layer, &chosen, args->starts);
+    return args->k;
+}
+
+static void method_choose(const cxlkv_batch *batch, cxlkv_select_args *args) {
+    if (args->method != CXLKV_METHOD_AUTO) return;
+    args->method = batch->pool->layout.sketch ? CXLKV_METHOD_TWO_STAGE : CXLKV_METHOD_EXACT;
+    for (uint32_t i = 0; i < args->budget_count; i++)
+        if (args->budgets[i].kind == CXLKV_BUDGET_MASS) args->method = CXLKV_METHOD_EXACT;
+}
+
+int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args) {
+    uint32_t asked = args->method;
+    uint32_t pages_min = asked == CXLKV_METHOD_AUTO ? args->pages_min : 0;
+    method_choose(batch, args);
+    int64_t code = args_check(batch, args);
+    if (code < 0) return code;
+    code = worker_select(batch, args, asked);
+    if (code != NOT_BY_WORKER) return code;
+    select_job job = {.batch = batch, .args = args, .isa = kernels_current(),
+                      .staged_pages_min = pages_min};
+    job.plans = calloc(batch->count, sizeof(*job.plans));
+    if (!job.plans) return fail(ENOMEM, "no memory to plan a selection");
+    code = batch_lock(batch, false);
+    if (code == 0) {
+        code = select_locked(&job);
+        code = peers_verify(batch->pool, code);
+        batch_unlock(batch);
+    }
+    free(job.plans);
+    return code;
+}

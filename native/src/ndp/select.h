@@ -1,0 +1,110 @@
+/* What the files of select share: its plans, the job, and how a stage scores pages. */
+#ifndef CXLKV_SELECT_H
+#define CXLKV_SELECT_H
+#include <math.h>
+#include <string.h>
+
+#include "ndp/ahead.h"
+#include "pool/internal.h"
+
+typedef struct plan {
+    layer_view view;
+    uint32_t low;                /* pages before it are behind the window of every row */
+    const cxlkv_budget *budget;
+    uint64_t first_query;        /* of [kv_head][row][group] */
+    uint64_t first_row, rows;
+    uint64_t first_list, lists;
+    float *scores;               /* [list][kv_head][page] */
+    float *log_sums;             /* mass only: [kv_head][row][group][page] */
+    float *thresholds;           /* two stages, else NULL: what stage_of() finds */
+    uint32_t candidates_max;     /* that a segment keeps of a list and some heads */
+    uint32_t first_task, tasks;
+    /* Forks share their first pages: those before `shared` are scored together with the leader's,
+     * an earlier plan's, while they are in the cache. Tasks are for the others. */
+    struct plan *leader, *follower; /* follower: the next one with the same leader */
+    uint32_t shared;
+} plan;
+
+typedef struct select_job {
+    cxlkv_batch *batch;
+    cxlkv_select_args *args;
+    const kernels *isa;
+    kernel_queries queries;      /* of all plans */
+    const sketch_query *sketch_queries; /* the same ones, for estimates */
+    plan *plans;
+    uint32_t group;
+    uint32_t staged_pages_min;
+    atomic_ulong bytes_scored, bytes_fetched, bytes_sketched, tokens_scored;
+} select_job;
+
+/* Pages of a task. */
+enum { TASK_PAGES = 64 };
+
+/* Those before it are scored with the leader's. */
+static inline uint32_t first_own_page(const plan *p) { return p->leader ? p->shared : p->low; }
+
+typedef struct window {
+    uint32_t low, pages;         /* the list's queries can see [low, pages) */
+    uint32_t sinks;              /* [low, sinks) are forced in */
+    uint32_t recent;             /* and [recent, pages) */
+    uint32_t k;                  /* the most that are chosen */
+} window;
+
+/* List `list` of a plan: one query row, or all rows of the sequence. */
+window window_of(const select_job *job, const plan *p, uint64_t list);
+
+/* Order-preserving: larger score, larger number; NaN above all; -0 equals 0. */
+static inline uint32_t rank_of(float score) {
+    if (isnan(score)) return UINT32_MAX;
+    float canonical = score + 0.0f;
+    uint32_t bits;
+    memcpy(&bits, &canonical, sizeof(bits));
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+static inline float value_of_rank(uint32_t rank) {
+    uint32_t bits = rank & 0x80000000u ? rank & 0x7fffffffu : ~rank;
+    float value;
+    memcpy(&value, &bits, sizeof(value));
+    return value;
+}
+/* How many of a list are chosen beside the forced ones. */
+static inline uint32_t free_choices(const window *w) {
+    uint32_t forced = w->sinks - w->low + w->pages - w->recent;
+    return w->k > forced ? w->k - forced : 0;
+}
+/* The wanted-th best of `count` scores (radix select); *equal says how many of that very rank are
+ * among the wanted. guess: it is hardly below that. ranks: room for all scores. */
+float worst_of_best(const float *scores, uint32_t count, uint32_t wanted, float guess,
+                    uint32_t *ranks, uint32_t *equal);
+
+/* ---- select_score.c ---- */
+enum { QUERY_BLOCK = 64 };
+/* By keys, or by the digest if that is the method; next: where its pieces come from, or NULL. */
+int score_page(select_job *job, const plan *p, uint32_t index, ahead *next);
+/* The kind of piece that it reads of complete pages. */
+uint32_t scored_kind(const select_job *job);
+/* For batch->count items, under a mass budget: each page's share of the attention. */
+int mass_task(void *context, uint32_t item);
+
+/* ---- select_sketch.c ---- */
+/* Is it worth while for this plan? */
+bool sketch_is_for(const select_job *job, const plan *p);
+/* Floats of scratch for all queries, and for a plan. */
+uint64_t sketch_query_floats(const select_job *job, uint64_t query_count);
+uint64_t sketch_plan_floats(const select_job *job, const plan *p);
+void sketch_begin(const select_job *job, plan *p, float *scratch);
+/* The queries of the job, from job->queries. */
+void sketch_prepare(select_job *job, float *scratch);
+/* For batch->count * kv_heads items, then sketch_cut_all(): thresholds. */
+int sketch_sample_task(void *context, uint32_t item);
+void sketch_cut_all(select_job *job);
+
+/* ---- select_scan.c ---- */
+/* Pages [first, last) of a plan, by estimates; counts: their sketches are not in the cache yet. */
+int sketch_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last, bool counts);
+/* For batch->count * kv_heads items, when all pages are: which tokens may matter. */
+int sketch_cut_task(void *context, uint32_t item);
+/* For the segments of all plans: their keys. */
+uint32_t sketch_segments(const plan *p);
+int sketch_finish_task(void *context, uint32_t item);
+#endif

@@ -1,0 +1,157 @@
+/* Select's scores by keys and digests: one page, all its heads and queries. */
+#include <math.h>
+
+#include "ndp/select.h"
+
+/* Of `rows` rows with `group` maxima each, to out[row * out_stride], or all to out[0]. */
+static void max_over_group(const float *maxima, uint64_t rows, uint32_t group, float *out,
+                           uint64_t out_stride, bool one_list) {
+    if (one_list) group *= (uint32_t)rows, rows = 1;
+    for (uint64_t row = 0; row < rows; row++) {
+        float best = kernels_largest(maxima + row * group, group), *to = out + row * out_stride;
+        if (best > *to || isnan(best)) *to = best;
+    }
+}
+
+/* One page as all its heads see it. */
+typedef struct scored_page {
+    uint32_t index;
+    bool digest;                 /* in place of its keys */
+    bool whole;                  /* all rows see all of it */
+    page_rows rows;
+} scored_page;
+
+/* Scores `count` queries against tokens [hidden, visible) of a head's keys, or its digest. */
+static void score_block(const select_job *job, const scored_page *page, const uint8_t *keys,
+                        uint64_t first_query, uint32_t count, uint32_t hidden, uint32_t visible,
+                        const uint8_t *next, float *maxima) {
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    kernel_queries queries = queries_range(job->queries, first_query, count);
+    if (page->digest)
+        job->isa->bound((int)layout->dtype, keys, layout->head_dim, &queries, job->args->scale,
+                        maxima, next);
+    else
+        job->isa->score_max((int)layout->dtype, keys + hidden * page->rows.row_bytes,
+                            page->rows.row_bytes, visible - hidden, layout->head_dim, &queries,
+                            job->args->scale, maxima, next);
+}
+
+static void score_head(const select_job *job, const plan *p, const scored_page *page, uint32_t head,
+                       const uint8_t *next) {
+    uint32_t group = job->group, heads = job->batch->pool->layout.kv_heads, index = page->index;
+    uint32_t visible = view_filled(&p->view, index), hidden = 0;
+    bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
+    uint64_t stride = (uint64_t)heads * p->view.pages;
+    float *out = p->scores + (uint64_t)head * p->view.pages + index;
+    const uint8_t *keys = page->rows.first + head * page->rows.head_bytes;
+    uint64_t first = p->first_query + (uint64_t)head * p->rows * group;
+    uint64_t block = QUERY_BLOCK / group ? QUERY_BLOCK / group : 1, rows;
+    for (uint64_t row = 0; row < p->rows; row += rows) {
+        rows = min_u64(block, p->rows - row);
+        if (!page->whole) {
+            visible = view_visible(&p->view, index, row, p->rows);
+            hidden = view_hidden(&p->view, index, row, p->rows);
+            rows = view_together(&p->view, index, row, p->rows, rows);
+            if (hidden >= visible) continue;
+        }
+        for (uint32_t part = 0; part < group; part += QUERY_BLOCK) {
+            float maxima[QUERY_BLOCK];
+            uint32_t count = min_u32(QUERY_BLOCK, (uint32_t)rows * group - part);
+            score_block(job, page, keys, first + row * group + part, count, hidden, visible,
+                        row == 0 && part == 0 ? next : NULL, maxima);
+            uint32_t wide = group > QUERY_BLOCK ? count : group;
+            max_over_group(maxima, rows, wide, one_list ? out : out + row * stride, stride,
+                           one_list);
+        }
+    }
+}
+
+/* Log of the sum of exp over one page's visible tokens, for each query of a head. */
+static void mass_head(const select_job *job, const plan *p, const scored_page *page, uint32_t head,
+                      const uint8_t *next) {
+    enum { LOGITS = 4096 };      /* page_tokens is at most a quarter of that */
+    const cxlkv_layout *layout = &job->batch->pool->layout;
+    const uint8_t *keys = page->rows.first + head * page->rows.head_bytes;
+    float logits[LOGITS];
+    uint32_t group = job->group, index = page->index;
+    for (uint64_t row = 0; row < p->rows; row++) {
+        uint64_t first = ((uint64_t)head * p->rows + row) * group;
+        uint32_t hidden = view_hidden(&p->view, index, row, p->rows);
+        uint32_t visible = view_visible(&p->view, index, row, p->rows);
+        visible = visible > hidden ? visible - hidden : 0;
+        uint32_t together = visible ? LOGITS / visible : group;
+        for (uint32_t part = 0; part < group; part += together) {
+            uint32_t count = min_u32(together, group - part);
+            kernel_queries queries =
+                queries_range(job->queries, p->first_query + first + part, count);
+            float *out = p->log_sums + (first + part) * p->view.pages + index;
+            if (visible)
+                job->isa->score((int)layout->dtype, keys + hidden * page->rows.row_bytes,
+                                page->rows.row_bytes, visible, layout->head_dim, &queries,
+                                job->args->scale, logits, visible,
+                                row == 0 && part == 0 ? next : NULL);
+            for (uint32_t i = 0; i < count; i++, out += p->view.pages) {
+                float *own = logits + (uint64_t)i * visible;
+                float largest = kernels_largest(own, visible); /* or NaN, which then stays */
+                *out = visible ? largest + logf(job->isa->exp_sum(own, visible, largest))
+                               : -INFINITY;
+            }
+        }
+    }
+}
+
+uint32_t scored_kind(const select_job *job) {
+    return job->args->method == CXLKV_METHOD_DIGEST ? PIECE_DIGEST : PIECE_KEYS;
+}
+
+int score_page(select_job *job, const plan *p, uint32_t index, ahead *next) {
+    cxlkv_pool *pool = job->batch->pool;
+    scored_page page = {.index = index, .whole = view_whole(&p->view, index, 0, p->rows, p->rows),
+                        .rows = view_rows(&p->view, index, PIECE_KEYS)};
+    int code = view_verify(&p->view, index);
+    if (code < 0) return code;
+    if (scored_kind(job) == PIECE_DIGEST && index < p->view.complete) {
+        uint32_t at = sequence_page(p->view.sequence, p->view.part, index);
+        page.digest = true;
+        page.rows.first = pieces_of(pool, at, p->view.layer, PIECE_DIGEST);
+        page.rows.head_bytes = pool->geometry.digest_piece_bytes;
+    }
+    for (uint32_t head = 0; head < pool->layout.kv_heads; head++) {
+        const uint8_t *wanted = next ? ahead_next(next) : NULL;
+        if (p->log_sums) mass_head(job, p, &page, head, wanted);
+        else score_head(job, p, &page, head, wanted);
+    }
+    return 0;
+}
+
+/* Turns a query's page log-sums into its attention by page, added to its list's scores. */
+static void add_mass(const plan *p, const float *log_sums, float share, float *scores) {
+    float largest = -INFINITY;
+    double total = 0;
+    for (uint32_t page = p->low; page < p->view.pages; page++)
+        if (log_sums[page] > largest) largest = log_sums[page];
+    for (uint32_t page = p->low; page < p->view.pages; page++)
+        total += exp(log_sums[page] - largest);
+    for (uint32_t page = p->low; page < p->view.pages; page++)
+        scores[page] += share * (float)(exp(log_sums[page] - largest) / total);
+}
+
+int mass_task(void *context, uint32_t item) {
+    select_job *job = context;
+    const plan *p = &job->plans[item];
+    uint32_t heads = job->batch->pool->layout.kv_heads, pages = p->view.pages;
+    bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
+    float share = 1.0f / (float)(job->group * (one_list ? p->rows : 1));
+    if (!p->log_sums) return 0;
+    for (uint64_t i = 0; i < p->lists * heads * pages; i++) p->scores[i] = 0;
+    for (uint32_t head = 0; head < heads; head++)
+        for (uint64_t row = 0; row < p->rows; row++)
+            for (uint32_t i = 0; i < job->group; i++) {
+                uint64_t query = (head * p->rows + row) * job->group + i;
+                uint64_t list = one_list ? 0 : row;
+                add_mass(p, p->log_sums + query * pages, share,
+                         p->scores + (list * heads + head) * pages);
+            }
+    return 0;
+}
+

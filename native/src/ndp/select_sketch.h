@@ -1,0 +1,91 @@
+/* What the files of two-stage select share: where sketches lie, and what a plan's scratch holds. */
+#ifndef CXLKV_SELECT_SKETCH_H
+#define CXLKV_SELECT_SKETCH_H
+#include <math.h>
+
+#include "ndp/select.h"
+
+enum { SAMPLE_PAGES = 256, HEADS_TOGETHER = 16 };
+
+/* Of a list and head: the best estimate of each page of the sample, then squares and count. */
+typedef struct sample {
+    float maxima[SAMPLE_PAGES];
+    float squares, scaled, count; /* of errors, as they are and over the scale */
+} sample;
+
+/* A token whose key may be read. */
+typedef struct candidate_token {
+    float upper;                 /* its logit is hardly above that */
+    uint32_t place;              /* which one; select_scan.c says how */
+} candidate_token;
+
+/* A plan's scratch; thresholds, slacks, cuts and samples: [list][head]. */
+typedef struct stage_scratch {
+    float *thresholds, *slacks, *cuts;
+    sample *samples;
+    uint32_t chunks;             /* of HEADS_TOGETHER heads */
+    uint32_t capacity;
+    uint32_t *counts;            /* [segment][chunk][list]: found, also beyond the capacity */
+    candidate_token *candidates; /* [segment][chunk][list][capacity] */
+} stage_scratch;
+
+stage_scratch stage_of(const select_job *job, const plan *p);
+
+static inline uint32_t kv_heads(const select_job *job) {
+    return job->batch->pool->layout.kv_heads;
+}
+
+static inline uint64_t lists_of(const select_job *job, const plan *p) {
+    return p->lists * kv_heads(job);
+}
+
+/* The pages of a list that are neither forced in nor incomplete: those it may leave out. */
+static inline uint32_t free_pages(const plan *p, const window *w, uint32_t *first) {
+    uint32_t last = min_u32(w->recent, p->view.complete);
+    *first = w->sinks;
+    return last > w->sinks ? last - w->sinks : 0;
+}
+
+/* Which queries list `list` of a plan has in a head. */
+static inline uint64_t queries_of_list(const select_job *job, const plan *p, uint64_t list,
+                                       uint32_t head, uint32_t *count) {
+    bool one_list = job->args->per == CXLKV_PER_SEQUENCE;
+    *count = (uint32_t)(one_list ? p->rows : 1) * job->group;
+    return p->first_query + ((uint64_t)head * p->rows + (one_list ? 0 : list)) * job->group;
+}
+
+/* A page with sketches. */
+typedef struct page_sketch {
+    const uint8_t *blocks;       /* of head 0 */
+    page_rows keys;
+} page_sketch;
+
+static inline page_sketch sketch_of(const select_job *job, const plan *p, uint32_t index) {
+    uint32_t page = sequence_page(p->view.sequence, p->view.part, index);
+    return (page_sketch){pieces_of(job->batch->pool, page, p->view.layer, PIECE_SKETCH),
+                         view_rows(&p->view, index, PIECE_KEYS)};
+}
+
+static inline const uint8_t *block_of(const select_job *job, const page_sketch *page, uint32_t head,
+                                      uint32_t block) {
+    const cxlkv_pool *pool = job->batch->pool;
+    return page->blocks + head * pool->geometry.sketch_piece_bytes +
+           block * sketch_block_bytes(pool->layout.head_dim);
+}
+
+static inline const float *scales_of(const select_job *job, const uint8_t *block) {
+    uint64_t bytes = sketch_block_bytes(job->batch->pool->layout.head_dim) - SKETCH_LINE_BYTES;
+    return (const float *)(block + bytes);
+}
+
+/* A bit for each of the 16 tokens of a block that a page has. */
+static inline uint32_t block_tokens(const select_job *job, uint32_t block) {
+    uint32_t left = job->batch->pool->layout.page_tokens - block * SKETCH_TOKENS;
+    return left >= SKETCH_TOKENS ? 0xffff : (1u << left) - 1;
+}
+
+/* Larger, and NaN above all. */
+static inline bool is_better(float value, float than) {
+    return value > than || (isnan(value) && !isnan(than));
+}
+#endif

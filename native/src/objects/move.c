@@ -1,0 +1,288 @@
+/* Whole objects copied into the pool and out of it, shared out over the pool's threads. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/flush.h"
+#include "objects/objects.h"
+
+/* A call that reads more than STREAM_BYTES writes past the caches: that much does not fit into a
+ * core's own, and a line that is written whole need not be read first. */
+enum { SPAN_BYTES = 256 << 10, STREAM_BYTES = 2 << 20, BLOCK_BYTES = 16 << 10 };
+
+/* A call that moves objects; an item is a span of one. spans[i]: items before object i. */
+typedef struct move_job {
+    cxlkv_pool *pool;
+    const cxlkv_buffers *buffers;
+    object_place *places;
+    uint32_t *spans;
+    uint32_t count;
+    uint64_t span_bytes;
+    bool stream;
+} move_job;
+
+static uint64_t buffer_begin(const cxlkv_buffers *buffers, uint64_t object) {
+    return buffers->starts ? buffers->starts[object] : object;
+}
+
+/* Bytes that fit into the buffers of an object, or come from them; UINT64_MAX: more than a pool has
+ * for one. */
+static uint64_t buffers_bytes(const cxlkv_buffers *buffers, uint64_t object) {
+    uint64_t sum = 0;
+    for (uint64_t i = buffer_begin(buffers, object); i < buffer_begin(buffers, object + 1); i++) {
+        if (buffers->sizes[i] > UINT64_MAX / 2 - sum) return UINT64_MAX;
+        sum += buffers->sizes[i];
+    }
+    return sum;
+}
+
+/* With checksums an object is one item: its CRC is of all its bytes, in order. */
+static int spans_make(move_job *job, uint32_t threads) {
+    bool whole = job->pool->layout.checksum || threads <= 1;
+    job->span_bytes = whole ? UINT64_MAX : SPAN_BYTES;
+    job->spans = malloc((job->count + 1ull) * sizeof(*job->spans));
+    if (!job->spans) return fail(ENOMEM, "no memory for a list of %u objects", job->count);
+    uint64_t spans = 0, bytes = 0;
+    for (uint32_t i = 0; i < job->count; i++) {
+        job->spans[i] = (uint32_t)spans;
+        if (!job->places[i].held) continue;
+        spans += whole ? 1 : (job->places[i].bytes + SPAN_BYTES - 1) / SPAN_BYTES;
+        bytes += job->places[i].bytes;
+        if (spans > INT32_MAX) return fail(CXLKV_E_ARGUMENT, "too many bytes in one call");
+    }
+    job->spans[job->count] = (uint32_t)spans;
+    job->stream = bytes > STREAM_BYTES;
+    return 0;
+}
+
+/* Which object an item is of: the last one with as many items before it that has any. Inlined, its
+ * variables would seem to be clobbered by a guard's jump. */
+static __attribute__((noinline)) uint32_t object_of(const move_job *job, uint32_t item) {
+    uint32_t low = 0, high = job->count;
+    while (high - low > 1) {
+        uint32_t middle = low + (high - low) / 2;
+        if (job->spans[middle] <= item) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+/* A walk over an object's buffers, some bytes of one at a time. */
+typedef struct walk {
+    const cxlkv_buffers *buffers;
+    uint64_t index, offset;      /* in the buffer */
+} walk;
+
+static walk walk_to(const cxlkv_buffers *buffers, uint64_t object, uint64_t offset) {
+    walk w = {.buffers = buffers, .index = buffer_begin(buffers, object), .offset = offset};
+    while (w.offset && w.offset >= buffers->sizes[w.index]) w.offset -= buffers->sizes[w.index++];
+    return w;
+}
+
+static uint8_t *walk_on(walk *w, uint64_t most, uint64_t *bytes) {
+    while (w->offset == w->buffers->sizes[w->index]) {
+        w->index++;
+        w->offset = 0;
+    }
+    uint8_t *at = (uint8_t *)(uintptr_t)w->buffers->addresses[w->index] + w->offset;
+    *bytes = min_u64(most, w->buffers->sizes[w->index] - w->offset);
+    w->offset += *bytes;
+    return at;
+}
+
+static void object_copy(uint8_t *to, const uint8_t *from, size_t bytes, bool stream) {
+    if (stream && (uintptr_t)to % LINE_BYTES == 0)
+        kernels_current()->store_rows(to, from, bytes, 1, bytes);
+    else
+        memcpy(to, from, bytes);
+}
+
+typedef void (*move_block)(const move_job *job, uint8_t *mine, uint8_t *pool_bytes, size_t bytes);
+
+/* Moves one span, block by block; the CRC of what lies in the pool, or goes there. */
+static uint32_t move_span(const move_job *job, uint32_t object, uint64_t first, move_block move,
+                          bool out) {
+    const object_place *place = &job->places[object];
+    uint8_t *at = object_at(job->pool, place->page);
+    uint64_t end = place->bytes;
+    if (job->span_bytes < end - first) end = first + job->span_bytes;
+    walk w = walk_to(job->buffers, object, first);
+    uint32_t crc = 0;
+    while (first < end) {
+        uint64_t bytes, most = end - first;
+        if (job->pool->layout.checksum) most = min_u64(most, BLOCK_BYTES);
+        uint8_t *mine = walk_on(&w, most, &bytes);
+        if (job->pool->layout.checksum) crc = crc32c(crc, out ? at + first : mine, bytes);
+        move(job, mine, at + first, bytes);
+        first += bytes;
+    }
+    return crc;
+}
+
+static void block_out(const move_job *job, uint8_t *mine, uint8_t *pool_bytes, size_t bytes) {
+    object_copy(mine, pool_bytes, bytes, job->stream);
+}
+
+static bool get_span(const move_job *job, uint32_t object, uint64_t first) {
+    uint32_t wanted = 0;
+    if (!job->pool->layout.checksum) {
+        move_span(job, object, first, block_out, true);
+        return true;
+    }
+    return object_crc(job->pool, &job->places[object], &wanted) &&
+           move_span(job, object, first, block_out, true) == wanted;
+}
+
+/* The beginning of what this thread reads next, if all are as fast: it may lie anywhere. */
+static __attribute__((noinline)) void expect_item(const move_job *job, uint32_t item) {
+    enum { LINES = 8 };
+    if (item >= job->spans[job->count]) return;
+    uint32_t object = object_of(job, item);
+    const uint8_t *at = object_at(job->pool, job->places[object].page) +
+                        (item - job->spans[object]) * job->span_bytes;
+    for (int i = 0; i < LINES; i++) __builtin_prefetch(at + i * LINE_BYTES);
+}
+
+static int get_task(void *context, uint32_t item) {
+    const move_job *job = context;
+    const uint32_t object = object_of(job, item);
+    const uint64_t first = (item - job->spans[object]) * job->span_bytes;
+    guard fault;
+    volatile int code = 0;
+    expect_item(job, item + job->pool->thread_count);
+    GUARD_BEGIN(fault) {
+        code = get_span(job, object, first) ? 0 : -CXLKV_E_CORRUPT;
+    } GUARD_END(fault, code = poison_error(job->pool, &fault))
+    if (job->stream) store_fence();
+    if (code == -EFAULT) return -EFAULT; /* the caller's own memory */
+    if (code < 0) object_set_damaged(job->pool, &job->places[object]);
+    return 0;
+}
+
+static int targets_check(const move_job *job) {
+    for (uint32_t i = 0; i < job->count; i++) {
+        uint64_t room = buffers_bytes(job->buffers, i);
+        if (job->places[i].held && room < job->places[i].bytes)
+            return fail(CXLKV_E_ARGUMENT, "object %u of %u is %u bytes, its buffers hold %lu. "
+                        "Nothing was copied", i, job->count, job->places[i].bytes, room);
+    }
+    return 0;
+}
+
+/* Nobody takes for an object what is none. */
+static int clear_task(void *context, uint32_t object) {
+    const move_job *job = context;
+    const cxlkv_buffers *to = job->buffers;
+    if (job->places[object].code != CXLKV_OBJECT_DAMAGED) return 0;
+    for (uint64_t i = buffer_begin(to, object); i < buffer_begin(to, object + 1ull); i++)
+        memset((void *)(uintptr_t)to->addresses[i], 0, to->sizes[i]);
+    return 0;
+}
+
+static int64_t get_held(move_job *job, int64_t *sizes) {
+    int64_t code = targets_check(job), moved = 0;
+    bool damaged = false;
+    if (code == 0) code = spans_make(job, job->pool->thread_count);
+    if (code == 0) code = run_tasks(job->pool, job->spans[job->count], get_task, job);
+    code = peers_verify(job->pool, code);
+    for (uint32_t i = 0; i < job->count; i++)
+        damaged |= job->places[i].code == CXLKV_OBJECT_DAMAGED;
+    if (code == 0 && damaged) code = run_tasks(job->pool, job->count, clear_task, job);
+    for (uint32_t i = 0; code == 0 && i < job->count; i++) {
+        sizes[i] = job->places[i].code < 0 ? job->places[i].code : (int64_t)job->places[i].bytes;
+        moved += sizes[i] > 0 ? sizes[i] : 0;
+    }
+    free(job->spans);
+    if (code == 0) count_add(job->pool, COUNT_FETCHED_BYTES, (uint64_t)moved);
+    return code < 0 ? code : moved;
+}
+
+int64_t cxlkv_objects_get(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
+                          const cxlkv_buffers *to, int64_t *sizes) {
+    int64_t code = pool_enter(pool);
+    if (code < 0) return code;
+    move_job job = {.pool = pool, .buffers = to, .count = count};
+    code = objects_check(pool);
+    if (code == 0) job.places = malloc((count + 1ull) * sizeof(*job.places));
+    if (code == 0 && !job.places) code = fail(ENOMEM, "no memory for a list of %u objects", count);
+    if (code == 0) code = objects_hold(pool, count, keys, job.places);
+    if (code == 0) {
+        code = get_held(&job, sizes);
+        objects_drop(pool, count, job.places);
+    }
+    free(job.places);
+    pool_leave(pool);
+    return code;
+}
+
+/* ---- into the pool ---- */
+
+/* Past the caches; what cannot go so is written back where other hosts do not see our caches. */
+static void block_in(const move_job *job, uint8_t *mine, uint8_t *pool_bytes, size_t bytes) {
+    bool streams = (uintptr_t)pool_bytes % LINE_BYTES == 0;
+    object_copy(pool_bytes, mine, bytes, streams);
+    if (job->pool->mode != VISIBILITY_COHERENT && !(streams && kernels_current()->streams))
+        flush_write_back(FLUSH_PUBLISH_HEADER, pool_bytes, bytes); /* V1 */
+}
+
+static void put_span(const move_job *job, uint32_t object, uint64_t first) {
+    uint32_t page = job->places[object].page;
+    uint32_t crc = move_span(job, object, first, block_in, false);
+    if (job->pool->layout.checksum) *checksum_of(job->pool, page, 0, 0, PIECE_KEYS) = crc;
+}
+
+/* Even of a page that is given up halfway the stores are fenced: its next owner may be another
+ * process. */
+static int put_task(void *context, uint32_t item) {
+    const move_job *job = context;
+    const uint32_t object = object_of(job, item);
+    const uint64_t first = (item - job->spans[object]) * job->span_bytes;
+    guard fault;
+    volatile int code = 0;
+    GUARD_BEGIN(fault) {
+        put_span(job, object, first);
+    } GUARD_END(fault, code = poison_error(job->pool, &fault))
+    store_fence(); /* of this thread's own non-temporal stores */
+    return code;
+}
+
+static int sources_check(move_job *job) {
+    for (uint32_t i = 0; i < job->count; i++) {
+        uint64_t bytes = buffers_bytes(job->buffers, i);
+        if (bytes == 0 || bytes > job->pool->layout.page_tokens)
+            return fail(CXLKV_E_ARGUMENT, "object %u of %u is %lu bytes: this pool stores objects "
+                        "of 1 to %u bytes. Nothing was put", i, job->count, bytes,
+                        job->pool->layout.page_tokens);
+        job->places[i] = (object_place){.page = NO_PAGE, .bytes = (uint32_t)bytes};
+    }
+    return 0;
+}
+
+static int64_t put_places(move_job *job, const uint8_t *keys, int32_t *codes) {
+    cxlkv_pool *pool = job->pool;
+    int64_t code = sources_check(job), bytes = 0;
+    if (code == 0) code = objects_take(pool, job->count, keys, job->places, codes);
+    if (code < 0) return code;
+    code = spans_make(job, pool->thread_count);
+    if (code == 0) code = run_tasks(pool, job->spans[job->count], put_task, job);
+    free(job->spans);
+    if (code == 0) code = objects_publish(pool, job->count, keys, job->places, codes);
+    for (uint32_t i = 0; code > 0 && i < job->count; i++)
+        bytes += codes[i] == 0 ? job->places[i].bytes : 0;
+    count_add(pool, COUNT_APPENDED_BYTES, (uint64_t)bytes);
+    objects_drop(pool, job->count, job->places);
+    return code;
+}
+
+int64_t cxlkv_objects_put(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
+                          const cxlkv_buffers *from, int32_t *codes) {
+    int64_t code = pool_enter(pool);
+    if (code < 0) return code;
+    move_job job = {.pool = pool, .buffers = from, .count = count};
+    code = objects_check(pool);
+    if (code == 0) job.places = malloc((count + 1ull) * sizeof(*job.places));
+    if (code == 0 && !job.places) code = fail(ENOMEM, "no memory for a list of %u objects", count);
+    if (code == 0) code = put_places(&job, keys, codes);
+    free(job.places);
+    pool_leave(pool);
+    return code;
+}

@@ -1,0 +1,357 @@
+/* The store door: objects found by their keys, held, verified, published.
+ *
+ * A page holds one object in one piece, whose "tokens" are its bytes. A put takes pages, writes and
+ * sums the bytes without a lock, and publishes; a get holds what it found, copies, and gives it
+ * back. So a reader meets whole objects only, and nobody's page is reused under it. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/flush.h"
+#include "coherence/lines.h"
+#include "objects/objects.h"
+
+/* ---- finding and holding ---- */
+
+int objects_check(const cxlkv_pool *pool) {
+    if (stores_objects(&pool->layout)) return 0;
+    return fail(CXLKV_E_ARGUMENT, "this pool stores K and V, which are appended to sequences: "
+                "objects need a pool that was made for them, KVLayout.objects()");
+}
+
+uint8_t *object_at(const cxlkv_pool *pool, uint32_t page) {
+    return pieces_of(pool, page, 0, PIECE_KEYS);
+}
+
+static void key_hash(const uint8_t *keys, uint64_t i, uint64_t hash[2]) {
+    page_hash(keys, i, 0, 0, hash); /* so that forget() and pin() find it, too */
+}
+
+/* Under the host lock. Other hosts' pages are looked at again, under a pin, before use. */
+static object_place find_place(cxlkv_pool *pool, const uint8_t *keys, uint64_t i) {
+    object_place place = {.code = CXLKV_OBJECT_ABSENT};
+    uint64_t hash[2];
+    uint32_t ordinal;
+    descriptor line;
+    key_hash(keys, i, hash);
+    place.page = index_find(pool, hash);
+    if (place.page == NO_PAGE) return place;
+    bool read = !pool->pages[place.page].retired && descriptor_read(pool, place.page, &line) == 0;
+    place.bytes = read ? line.tokens : 0;
+    if (match_page(pool, hash, 0, place.bytes, &place.page, &ordinal) && place.bytes) {
+        place.code = 0;
+        place.generation = pool->pages[place.page].generation;
+    } else if (page_is_ours(pool, place.page)) {
+        place.code = CXLKV_OBJECT_DAMAGED;
+    }
+    return place;
+}
+
+/* The descriptors of other hosts' pages that are about to be read, from memory. */
+static void look_at(cxlkv_pool *pool, uint32_t count, const uint8_t *keys) {
+    flush_fence_all(FLUSH_ACQUIRE_BEGIN_FENCE);
+    for (uint64_t i = 0; i < count; i++) {
+        uint64_t hash[2];
+        key_hash(keys, i, hash);
+        uint32_t page = index_find(pool, hash);
+        if (page != NO_PAGE && !page_is_ours(pool, page))
+            line_drop(FLUSH_ACQUIRE_DESCRIPTOR, descriptor_of(pool, page), pool->mode);
+    }
+    flush_fence_all(FLUSH_ACQUIRE_DESCRIPTOR_FENCE);
+}
+
+/* What was learned of a place's page. */
+static void settle_borrowed(cxlkv_pool *pool, object_place *place, const borrowing *item) {
+    if (item->code < 0 || item->generation != place->generation) {
+        place->code = CXLKV_OBJECT_ABSENT;
+    } else if (record_check(pool, place->page, place->generation, place->bytes) < 0) {
+        count_add(pool, COUNT_CORRUPT_PIECES, 1);
+        place->code = CXLKV_OBJECT_DAMAGED;
+        if (!pool->pages[place->page].holders) borrow_end(pool, place->page, 1);
+    }
+}
+
+static int by_page(const void *a, const void *b) {
+    const object_place *one = *(object_place *const *)a, *other = *(object_place *const *)b;
+    return (one->page > other->page) - (one->page < other->page);
+}
+
+static void borrow_each_once(cxlkv_pool *pool, object_place **foreign, uint32_t count,
+                             borrowing *items) {
+    uint32_t used = 0;
+    for (uint32_t i = 0; i < count; i++)
+        if (i == 0 || foreign[i]->page != foreign[i - 1]->page)
+            items[used++] = (borrowing){.page = foreign[i]->page, .state = PAGE_PUBLISHED,
+                                        .generation = foreign[i]->generation};
+    borrow(pool, items, used);
+}
+
+/* Pages of other hosts into view: those that were freed meanwhile are absent. One that is asked for
+ * twice is borrowed once: a second look that fails would take away the first one's pin. */
+static int borrow_places(cxlkv_pool *pool, uint32_t count, object_place *places) {
+    object_place **foreign = malloc((count + 1ull) * sizeof(*foreign));
+    borrowing *items = malloc((count + 1ull) * sizeof(*items));
+    uint32_t used = 0;
+    for (uint32_t i = 0; foreign && i < count; i++)
+        if (places[i].code == 0 && !page_is_ours(pool, places[i].page))
+            foreign[used++] = &places[i];
+    if (foreign && items && used) {
+        qsort(foreign, used, sizeof(*foreign), by_page);
+        borrow_each_once(pool, foreign, used, items);
+        for (uint32_t i = 0, item = 0; i < used; i++) {
+            item += i > 0 && foreign[i]->page != foreign[i - 1]->page;
+            settle_borrowed(pool, foreign[i], &items[item]);
+        }
+    }
+    int code = foreign && items ? 0 : fail(ENOMEM, "no memory for a list of %u pages", count);
+    free(foreign);
+    free(items);
+    return code;
+}
+
+/* What a key further on will touch: index, descriptor, header and counts are each a miss. */
+static void expect_place(const cxlkv_pool *pool, uint32_t count, const uint8_t *keys, uint32_t i) {
+    enum { AHEAD = 8 };
+    uint64_t hash[2];
+    if (i + 2 * AHEAD < count) {
+        key_hash(keys, i + 2 * AHEAD, hash);
+        index_expect(pool, hash);
+    }
+    if (i + AHEAD >= count) return;
+    key_hash(keys, i + AHEAD, hash);
+    uint32_t page = index_find(pool, hash);
+    if (page == NO_PAGE || !page_is_ours(pool, page)) return;
+    record_expect(pool, page);
+    __builtin_prefetch(&pool->pages[page], 1);
+    __builtin_prefetch(&pool->held[page], 1);
+    __builtin_prefetch(&pool->reuse[page], 1);
+    __builtin_prefetch((const void *)&pool->heat[page], 1);
+}
+
+/* Under the host lock; of a bus error the lines that were held are told by `held`. */
+static int hold_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
+                       object_place *places) {
+    uint64_t found = 0;
+    if (pool->shared) {
+        peers_follow(pool);
+        look_at(pool, count, keys);
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        expect_place(pool, count, keys, i);
+        places[i] = find_place(pool, keys, i);
+    }
+    int code = pool->shared ? borrow_places(pool, count, places) : 0;
+    for (uint32_t i = 0; code == 0 && i < count; i++) {
+        if (places[i].code != 0) continue;
+        pages_hold(pool, 1, &places[i].page);
+        places[i].held = true;
+        hotness_asked(pool, places[i].page);
+        found++;
+    }
+    count_add(pool, COUNT_MATCH_KEYS_ASKED, count);
+    count_add(pool, COUNT_MATCH_KEYS_HIT, found);
+    return code;
+}
+
+static uint32_t drop_places(cxlkv_pool *pool, uint32_t count, object_place *places, bool locked) {
+    uint32_t dropped = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        if (!places[i].held) continue;
+        places[i].held = false;
+        if (locked) pages_drop(pool, 1, &places[i].page);
+        else pages_drop_later(pool, 1, &places[i].page);
+        dropped++;
+    }
+    return dropped;
+}
+
+int objects_hold(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, object_place *places) {
+    guard fault;
+    volatile int outcome = 0;
+    for (uint32_t i = 0; i < count; i++)
+        places[i] = (object_place){.page = NO_PAGE, .code = CXLKV_OBJECT_ABSENT};
+    int code = host_lock(pool);
+    if (code < 0) return code;
+    GUARD_BEGIN(fault) {
+        outcome = hold_places(pool, count, keys, places);
+    } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
+    if (outcome < 0) drop_places(pool, count, places, true);
+    host_unlock(pool);
+    return outcome;
+}
+
+uint32_t objects_drop(cxlkv_pool *pool, uint32_t count, object_place *places) {
+    bool locked = host_lock(pool) == 0;
+    uint32_t dropped = drop_places(pool, count, places, locked);
+    if (locked) host_unlock(pool);
+    return dropped;
+}
+
+int64_t cxlkv_objects_sizes(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
+                            int64_t *sizes) {
+    int64_t code = pool_enter(pool);
+    if (code < 0) return code;
+    code = objects_check(pool);
+    if (code == 0) code = host_lock(pool);
+    if (code == 0) {
+        guard fault;
+        volatile int64_t outcome = 0;
+        GUARD_BEGIN(fault) {
+            if (pool->shared) {
+                peers_follow(pool);
+                look_at(pool, count, keys);
+            }
+            for (uint32_t i = 0; i < count; i++) {
+                object_place place = find_place(pool, keys, i);
+                sizes[i] = place.code < 0 ? place.code : (int64_t)place.bytes;
+                outcome += place.code == 0;
+            }
+        } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
+        host_unlock(pool);
+        code = outcome;
+    }
+    pool_leave(pool);
+    return code;
+}
+
+/* ---- verifying ---- */
+
+/* The CRC that the object was put with; false when its table is not whole. */
+bool object_crc(const cxlkv_pool *pool, const object_place *place, uint32_t *crc) {
+    record_header header;
+    if (!record_header_read(pool, place->page, &header) || header.tokens != place->bytes ||
+        !record_table_is_whole(pool, place->page, &header))
+        return false;
+    *crc = *checksum_of(pool, place->page, 0, 0, PIECE_KEYS);
+    return true;
+}
+
+typedef struct verify_job {
+    cxlkv_pool *pool;
+    object_place *places;
+} verify_job;
+
+static bool is_unseen(const cxlkv_pool *pool, const object_place *place) {
+    return place->code == 0 && place->held &&
+           atomic_load_explicit(&pool->seen[place->page], memory_order_relaxed) !=
+               place->generation + 1;
+}
+
+void object_set_seen(cxlkv_pool *pool, const object_place *place) {
+    atomic_store_explicit(&pool->seen[place->page], place->generation + 1, memory_order_relaxed);
+}
+
+void object_set_damaged(cxlkv_pool *pool, object_place *place) {
+    count_add(pool, COUNT_CORRUPT_PIECES, 1);
+    __atomic_store_n(&place->code, CXLKV_OBJECT_DAMAGED, __ATOMIC_RELAXED); /* by spans */
+}
+
+static int verify_task(void *context, uint32_t item) {
+    const verify_job *job = context;
+    cxlkv_pool *pool = job->pool;
+    object_place *place = &job->places[item];
+    guard fault;
+    volatile bool right = false;
+    uint32_t crc;
+    if (!is_unseen(pool, place)) return 0;
+    GUARD_BEGIN(fault) {
+        right = object_crc(pool, place, &crc) &&
+                crc == crc32c(0, object_at(pool, place->page), place->bytes);
+    } GUARD_END(fault, poison_error(pool, &fault))
+    if (right) object_set_seen(pool, place);
+    else object_set_damaged(pool, place);
+    return 0;
+}
+
+int objects_verify(cxlkv_pool *pool, uint32_t count, object_place *places) {
+    verify_job job = {.pool = pool, .places = places};
+    uint32_t unseen = 0;
+    if (!pool->layout.checksum) return 0;
+    for (uint32_t i = 0; i < count; i++) unseen += is_unseen(pool, &places[i]);
+    return unseen ? run_tasks(pool, count, verify_task, &job) : 0; /* wakes nobody for nothing */
+}
+
+/* ---- taking pages, and publishing them ---- */
+
+/* Under the host lock. */
+static int take_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
+                       object_place *places, int32_t *codes, uint32_t *pages,
+                       uint64_t *room) {
+    uint32_t wanted = 0, used = 0;
+    if (pool->shared) peers_follow(pool); /* what others forgot is not published any more */
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t hash[2];
+        if (keys) key_hash(keys, i, hash);
+        codes[i] = keys && index_find(pool, hash) != NO_PAGE ? CXLKV_RECORD_PRESENT : 0;
+        wanted += codes[i] == 0;
+    }
+    /* No page follows another: they lie close together, so that whole extents stay empty. */
+    *room = wanted;
+    int code = pages_take(pool, wanted, IN_A_GAP, pages);
+    if (code < 0) return code;
+    for (uint32_t i = 0; i < count; i++) {
+        if (codes[i] != 0) continue;
+        places[i].page = pages[used++];
+        places[i].generation = pool->pages[places[i].page].generation;
+        places[i].held = true;
+    }
+    return 0;
+}
+
+/* With so many pages free, if that can be had; then it says how many are needed. */
+static int try_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
+                      object_place *places, int32_t *codes, uint32_t *pages, uint64_t *room) {
+    guard fault;
+    volatile int outcome = host_lock_with_room(pool, *room);
+    if (outcome < 0) return outcome;
+    GUARD_BEGIN(fault) {
+        outcome = take_places(pool, count, keys, places, codes, pages, room);
+    } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
+    host_unlock(pool);
+    return outcome;
+}
+
+/* No room is made, of other hosts' least of all, for what is there already. */
+int objects_take(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, object_place *places,
+                 int32_t *codes) {
+    uint64_t room = 0;
+    uint32_t *pages = malloc((count + 1ull) * sizeof(*pages));
+    if (!pages) return fail(ENOMEM, "no memory for a list of %u objects", count);
+    int code = try_places(pool, count, keys, places, codes, pages, &room);
+    if (code == -CXLKV_E_POOL_FULL)
+        code = try_places(pool, count, keys, places, codes, pages, &room);
+    if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
+    free(pages);
+    return code;
+}
+
+static int64_t publish_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
+                              const object_place *places, int32_t *codes) {
+    int64_t published = 0;
+    if (pool->shared) peers_follow(pool);
+    for (uint32_t i = 0; i < count; i++) {
+        page_key key = {.ordinal = 0};
+        if (codes[i] != 0) continue;
+        key_hash(keys, i, key.hash);
+        if (places[i].held && publish_page(pool, places[i].page, 0, places[i].bytes, &key)) {
+            hotness_published(pool, places[i].page, 0, NO_PAGE);
+            object_set_seen(pool, &places[i]);
+            published++;
+        } else {
+            codes[i] = CXLKV_RECORD_PRESENT; /* another came first, or it was given back */
+        }
+    }
+    return published;
+}
+
+int64_t objects_publish(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
+                        const object_place *places, int32_t *codes) {
+    guard fault;
+    volatile int64_t published = host_lock(pool);
+    if (published < 0) return published;
+    GUARD_BEGIN(fault) {
+        published = publish_places(pool, count, keys, places, codes);
+    } GUARD_END(fault, published = poison_error_locked(pool, &fault))
+    rewrite_end(pool);
+    host_unlock(pool);
+    return published;
+}

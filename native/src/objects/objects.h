@@ -1,0 +1,34 @@
+/* What the store door's two files share: an object's place in the pool, found, held and read. */
+#ifndef CXLKV_OBJECTS_H
+#define CXLKV_OBJECTS_H
+#include "pool/internal.h"
+
+typedef struct object_place {
+    uint64_t generation;
+    uint32_t page;
+    uint32_t bytes;
+    int32_t code;                /* 0, CXLKV_OBJECT_ABSENT or CXLKV_OBJECT_DAMAGED */
+    bool held;
+    bool published;              /* of a reservation: it is an object by now */
+} object_place;
+
+int objects_check(const cxlkv_pool *pool); /* that it stores objects */
+/* Finds the objects of these keys and holds each that is there. */
+int objects_hold(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, object_place *places);
+/* Gives back what is held of them; returns how many. */
+uint32_t objects_drop(cxlkv_pool *pool, uint32_t count, object_place *places);
+/* Verifies those that this process has not seen right, together; sets their codes. */
+int objects_verify(cxlkv_pool *pool, uint32_t count, object_place *places);
+uint8_t *object_at(const cxlkv_pool *pool, uint32_t page);
+/* Pages for those of the keys that are not there, the others' code is CXLKV_RECORD_PRESENT; keys
+ * NULL: for all. */
+int objects_take(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, object_place *places,
+                 int32_t *codes);
+/* Publishes the held places whose code is 0, unless somebody was faster; returns how many. */
+int64_t objects_publish(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
+                        const object_place *places, int32_t *codes);
+/* The CRC that a held object was put with; false when its header or table is not whole. */
+bool object_crc(const cxlkv_pool *pool, const object_place *place, uint32_t *crc);
+void object_set_seen(cxlkv_pool *pool, const object_place *place); /* right, in this process */
+void object_set_damaged(cxlkv_pool *pool, object_place *place);
+#endif

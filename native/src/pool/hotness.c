@@ -1,0 +1,282 @@
+/* How much pages are used (heat), and when published ones were asked for (reuse).
+ *
+ * Both are advice for whoever moves or evicts pages. Heat is counted by any thread, without the
+ * host lock: a load and a store, so that two which count one page at one time may lose a count.
+ * Reuse is written under the host lock. Whatever a death leaves in either is a value that they may
+ * have: a parent is checked when it is read. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "pool/internal.h"
+
+/* An epoch ends when each page could have been used so often. */
+enum { EPOCH_USES_PER_PAGE = 4 };
+enum { COUNT_BITS = 16, COUNT_MAX = (1 << COUNT_BITS) - 1 };
+/* A page's count is asked for so many pages before it is raised. */
+enum { AHEAD_PAGES = 32 };
+/* A record this many epochs ahead was written by a thread that came later, and is no old one. */
+enum { AHEAD_EPOCHS = 256 };
+
+static uint32_t epoch_now(const host_state *host) {
+    uint64_t uses = atomic_load_explicit(&host->heat_uses, memory_order_relaxed);
+    uint64_t advances = atomic_load_explicit(&host->heat_advances, memory_order_relaxed);
+    return (uint32_t)(advances + uses / ((uint64_t)EPOCH_USES_PER_PAGE * host->page_count));
+}
+
+/* ---- heat: epoch of the last use (16 bits), then the count (16), halved with each epoch since.
+ * After 65,280 epochs without a use a count seems new again, for the next 256 of them. ---- */
+
+static uint32_t epochs_since(uint32_t heat, uint32_t epoch) {
+    uint32_t passed = (epoch - (heat >> COUNT_BITS)) & COUNT_MAX;
+    return passed > COUNT_MAX - AHEAD_EPOCHS ? 0 : passed;
+}
+
+static uint32_t decayed(uint32_t heat, uint32_t epoch) {
+    uint32_t passed = epochs_since(heat, epoch);
+    return passed >= COUNT_BITS ? 0 : (heat & COUNT_MAX) >> passed;
+}
+
+/* One call's: all of it in the epoch in which it began to count. */
+typedef struct counting {
+    atomic_uint *heat;
+    uint32_t epoch;
+    uint64_t uses;
+} counting;
+
+static counting counting_begin(const cxlkv_pool *pool) {
+    return (counting){.heat = pool->heat, .epoch = epoch_now(pool->host)};
+}
+
+static void counting_end(cxlkv_pool *pool, const counting *c) {
+    if (c->uses)
+        atomic_fetch_add_explicit(&pool->host->heat_uses, c->uses, memory_order_relaxed);
+}
+
+static inline void count_page(counting *c, uint32_t page) {
+    atomic_uint *heat = &c->heat[page];
+    uint32_t before = atomic_load_explicit(heat, memory_order_relaxed), epoch = c->epoch;
+    uint32_t count = decayed(before, epoch);
+    if (count && epochs_since(before, epoch) == 0) epoch = before >> COUNT_BITS;
+    count += count < COUNT_MAX;
+    atomic_store_explicit(heat, epoch << COUNT_BITS | count, memory_order_relaxed);
+    c->uses++;
+}
+
+/* -1, and what is no page of the pool (an open tail, pages behind a window): NO_PAGE. */
+static uint32_t page_named(const layer_view *view, int32_t named) {
+    uint32_t index = (uint32_t)named;
+    if (index < view->first || index >= view->complete) return NO_PAGE;
+    return sequence_page(view->sequence, view->part, index);
+}
+
+/* A scan of the keys has pushed the counts out of the caches: they are asked for ahead. */
+static void count_list(counting *c, const layer_view *view, const int32_t *list, uint64_t length) {
+    for (uint64_t i = 0; i < length + AHEAD_PAGES; i++) {
+        uint32_t next = i < length ? page_named(view, list[i]) : NO_PAGE;
+        uint32_t page = i < AHEAD_PAGES ? NO_PAGE : page_named(view, list[i - AHEAD_PAGES]);
+        if (next != NO_PAGE) __builtin_prefetch(&c->heat[next], 1);
+        if (page != NO_PAGE) count_page(c, page);
+    }
+}
+
+/* Every page once that some of `rows` query rows see. */
+static void count_seen(counting *c, const layer_view *view, uint64_t rows) {
+    uint32_t first = view->first;
+    if (view->window && rows) {
+        uint64_t low = view_low(view, 0, rows) / view->sequence->pool->layout.page_tokens;
+        if (low > first) first = (uint32_t)low;
+    }
+    for (uint32_t index = first; index < view->complete; index++)
+        count_page(c, sequence_page(view->sequence, view->part, index));
+}
+
+void hotness_count(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
+                   const int32_t *starts) {
+    cxlkv_pool *pool = batch->pool;
+    if (batch->counted_elsewhere || atomic_load_explicit(&pool->heat_off, memory_order_relaxed))
+        return;
+    counting c = counting_begin(pool);
+    uint64_t list = (uint64_t)pool->layout.kv_heads * picked->k, at = 0;
+    for (uint32_t i = 0; i < batch->count; i++) {
+        layer_view view = view_of(batch->sequences[i], layer);
+        uint64_t rows = starts ? (uint64_t)(starts[i + 1] - starts[i]) : 1;
+        if (!picked->pages) {
+            if (rows) count_seen(&c, &view, starts ? rows : 0);
+            continue;
+        }
+        uint64_t lists = picked->per == CXLKV_PER_QUERY ? rows : 1;
+        if (rows) count_list(&c, &view, picked->pages + at, lists * list);
+        at += lists * list;
+    }
+    counting_end(pool, &c);
+}
+
+void hotness_freed(cxlkv_pool *pool, uint32_t page) {
+    atomic_store_explicit(&pool->heat[page], 0, memory_order_relaxed);
+}
+
+/* ---- reuse: all under the host lock ---- */
+
+void hotness_unpublished(cxlkv_pool *pool, uint32_t page) {
+    pool->reuse[page] = (reuse_record){0};
+}
+
+void hotness_found(cxlkv_pool *pool, uint32_t page, uint32_t part) {
+    pool->reuse[page].part = (uint16_t)min_u32(part, UINT16_MAX);
+}
+
+void hotness_follows(cxlkv_pool *pool, uint32_t page, uint32_t parent) {
+    reuse_record *record = &pool->reuse[page];
+    record->parent_plus_one = parent + 1; /* NO_PAGE: 0 */
+    record->parent_born = parent == NO_PAGE ? 0 : (uint16_t)pool->reuse[parent].born;
+}
+
+void hotness_published(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t parent) {
+    uint32_t now = (uint32_t)++pool->host->clock;
+    pool->reuse[page] = (reuse_record){.used = now, .born = now};
+    hotness_found(pool, page, part);
+    hotness_follows(pool, page, parent);
+}
+
+void hotness_asked(cxlkv_pool *pool, uint32_t page) {
+    reuse_record *record = &pool->reuse[page];
+    record->used = (uint32_t)++pool->host->clock;
+    record->hits += record->hits < UINT16_MAX;
+    if (atomic_load_explicit(&pool->heat_off, memory_order_relaxed)) return;
+    counting c = counting_begin(pool);
+    count_page(&c, page);
+    counting_end(pool, &c);
+}
+
+void hotness_matched(cxlkv_pool *pool, const uint32_t *found, uint32_t part, uint32_t first,
+                     uint32_t count) {
+    uint64_t parts = pool->geometry.part_count;
+    bool counts = !atomic_load_explicit(&pool->heat_off, memory_order_relaxed);
+    counting c = counting_begin(pool);
+    for (uint64_t place = first; place < count; place++) {
+        uint32_t page = found[place * parts + part], parent = NO_PAGE;
+        if (part) parent = found[place * parts];
+        else if (place) parent = found[(place - 1) * parts];
+        reuse_record *record = &pool->reuse[page];
+        record->used = (uint32_t)++pool->host->clock;
+        record->hits += record->hits < UINT16_MAX;
+        hotness_follows(pool, page, parent); /* which may be another copy than when it was born */
+        if (counts) count_page(&c, page);
+    }
+    counting_end(pool, &c);
+}
+
+static bool is_listed(const cxlkv_pool *pool, uint32_t page) {
+    return pool->pages[page].published && page_is_ours(pool, page);
+}
+
+/* The page before it, if it is still that one: published since then, it has another text. */
+static uint32_t parent_of(const cxlkv_pool *pool, const reuse_record *record) {
+    uint32_t parent = record->parent_plus_one - 1;
+    if (parent >= pool->host->page_count || !is_listed(pool, parent) ||
+        (uint16_t)pool->reuse[parent].born != record->parent_born)
+        return NO_PAGE;
+    return parent;
+}
+
+static cxlkv_published row_of(const cxlkv_pool *pool, uint32_t page, uint32_t epoch, bool pinned) {
+    const page_info *info = &pool->pages[page];
+    const reuse_record *record = &pool->reuse[page];
+    uint32_t heat = atomic_load_explicit(&pool->heat[page], memory_order_relaxed);
+    return (cxlkv_published){.generation = info->generation, .page = page, .used = record->used,
+                             .born = record->born, .parent = parent_of(pool, record),
+                             .hits = record->hits, .heat = decayed(heat, epoch),
+                             .part = record->part,
+                             .flags = (info->holders || pinned ? CXLKV_PUBLISHED_HELD : 0) |
+                                      (info->pinned ? CXLKV_PUBLISHED_PINNED : 0)};
+}
+
+/* By page; `places` says of each listed page which row is its. Returns how many are listed. */
+static int64_t list_pages(const cxlkv_pool *pool, cxlkv_published *rows, uint32_t capacity,
+                          uint32_t *places) {
+    uint32_t epoch = epoch_now(pool->host), count = 0, looked = NO_PAGE;
+    uint64_t pinned = 0;
+    for (uint32_t page = 0; page < pool->host->page_count; page++) {
+        if (!is_listed(pool, page)) continue;
+        if (pool->shared && capacity && page / 64 != looked) {
+            looked = page / 64;
+            pinned = pinned_elsewhere(pool, looked * 64);
+        }
+        places[page] = count++;
+        if (places[page] < capacity)
+            rows[places[page]] = row_of(pool, page, epoch, pinned >> page % 64 & 1);
+    }
+    return count;
+}
+
+static void list_hashes(const cxlkv_pool *pool, cxlkv_published *rows, uint32_t capacity,
+                        const uint32_t *places) {
+    for (uint32_t at = 0; capacity && at < pool->host->index_capacity; at++) {
+        const index_entry *entry = &pool->index[at];
+        uint32_t page = entry->page_plus_one - 1; /* of an empty one NO_PAGE */
+        if (page < pool->host->page_count && is_listed(pool, page) && places[page] < capacity)
+            memcpy(rows[places[page]].hash, entry->hash, sizeof(entry->hash));
+    }
+}
+
+static int64_t list_locked(cxlkv_pool *pool, cxlkv_published *rows, uint32_t capacity,
+                           uint32_t *places) {
+    guard fault;
+    volatile int64_t count = 0;
+    GUARD_BEGIN(fault) {
+        count = list_pages(pool, rows, capacity, places);
+        list_hashes(pool, rows, capacity, places);
+    } GUARD_END(fault, count = poison_error_locked(pool, &fault))
+    return count;
+}
+
+/* ---- the interface ---- */
+
+int64_t cxlkv_pool_published(cxlkv_pool *pool, cxlkv_published *rows, uint32_t capacity,
+                             uint64_t *clock) {
+    int64_t code = pool_enter(pool);
+    if (code < 0) return code;
+    sequences_expire(pool);
+    uint32_t *places = malloc(pool->geometry.page_count * sizeof(*places));
+    code = places ? host_lock(pool) : fail(ENOMEM, "no memory to list published pages");
+    if (code == 0) {
+        host_reap(pool); /* the dead hold nothing */
+        code = list_locked(pool, rows, capacity, places);
+        *clock = pool->host->clock;
+        host_unlock(pool);
+    }
+    free(places);
+    pool_leave(pool);
+    return code;
+}
+
+int64_t cxlkv_hotness_read(cxlkv_pool *pool, uint32_t first, uint32_t count, uint32_t *counts,
+                           uint32_t *epochs) {
+    int code = pool_enter(pool);
+    if (code < 0) return code;
+    uint32_t pages = pool->geometry.page_count, epoch = epoch_now(pool->host);
+    if (first > pages || count > pages - first)
+        code = fail(CXLKV_E_ARGUMENT, "pages %u to %lu: the pool has %u", first,
+                    (uint64_t)first + count, pages);
+    for (uint32_t i = 0; code == 0 && i < count; i++) {
+        uint32_t heat = atomic_load_explicit(&pool->heat[first + i], memory_order_relaxed);
+        counts[i] = decayed(heat, epoch);
+        epochs[i] = heat ? epoch - epochs_since(heat, epoch) : 0;
+    }
+    pool_leave(pool);
+    return code < 0 ? code : (int64_t)epoch;
+}
+
+int64_t cxlkv_hotness_advance(cxlkv_pool *pool) {
+    int code = pool_enter(pool);
+    if (code < 0) return code;
+    atomic_fetch_add_explicit(&pool->host->heat_advances, 1, memory_order_relaxed);
+    uint32_t epoch = epoch_now(pool->host);
+    pool_leave(pool);
+    return (int64_t)epoch;
+}
+
+int cxlkv_hotness_enable(cxlkv_pool *pool, uint32_t on) {
+    atomic_store_explicit(&pool->heat_off, on == 0, memory_order_relaxed);
+    return 0;
+}

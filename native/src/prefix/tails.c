@@ -1,0 +1,274 @@
+/* A last page that is not full, published and found: so a text that goes on loses no token.
+ *
+ * It is a copy of what a sequence has behind its last full page, in a page of each part, under a
+ * key that names its tokens and how many they are. Who finds it copies it back to local memory. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/flush.h"
+#include "pool/internal.h"
+#include "coherence/lines.h"
+
+/* ---- publish ---- */
+
+typedef struct tail_copy_of {
+    cxlkv_sequence *sequence;
+    uint64_t index;              /* of the page in the sequence */
+    uint32_t filled;
+    uint32_t *pages;             /* by part: where it goes */
+} tail_copy_of;
+
+/* Out of a page that has more tokens. */
+static int read_layer(const tail_copy_of *copy, uint32_t layer, tail **out) {
+    cxlkv_sequence *sequence = copy->sequence;
+    cxlkv_pool *pool = sequence->pool;
+    uint32_t page = sequence_page(sequence, pool->part_of[layer], (uint32_t)copy->index);
+    guard fault;
+    volatile int code = 0;
+    GUARD_BEGIN(fault) {
+        code = tail_from_page(pool, page, layer, copy->filled, out);
+    } GUARD_END(fault, code = poison_error(pool, &fault))
+    return code;
+}
+
+/* The tokens lie in the layer's tail, or in a page. */
+static int write_layer(const tail_copy_of *copy, uint32_t layer) {
+    cxlkv_sequence *sequence = copy->sequence;
+    cxlkv_pool *pool = sequence->pool;
+    uint32_t part = pool->part_of[layer], page_tokens = pool->layout.page_tokens;
+    tail *from = sequence->tails[layer], *made = NULL;
+    int code = 0;
+    if (sequence->layer_tokens[layer] >= (copy->index + 1) * page_tokens) {
+        code = read_layer(copy, layer, &made);
+        from = made;
+    }
+    if (code == 0) code = export_layer(pool, copy->pages[part], layer, from, copy->filled);
+    tail_drop(pool, made);
+    return code;
+}
+
+static int write_layers(const tail_copy_of *copy) {
+    int code = 0;
+    for (uint32_t layer = 0; code == 0 && layer < copy->sequence->pool->layout.layers; layer++)
+        code = write_layer(copy, layer);
+    return code;
+}
+
+/* Is all that a match walks before it there, and is the page itself not yet? */
+static bool is_wanted(const cxlkv_sequence *sequence, uint64_t index, const uint8_t *before,
+                      const uint8_t *key) {
+    const cxlkv_pool *pool = sequence->pool;
+    bool wanted = false;
+    for (uint32_t part = 0; part < pool->geometry.part_count; part++) {
+        uint64_t hash[2];
+        if (index < sequence->tables[part].first) return false; /* given back: behind a window */
+        page_hash(before, 0, 0, part, hash);
+        if (index && pool->parts[part].window == 0 && index_find(pool, hash) == NO_PAGE)
+            return false;
+        page_hash(key, 0, 0, part, hash);
+        wanted |= index_find(pool, hash) == NO_PAGE;
+    }
+    return wanted;
+}
+
+static int64_t publish_copy(cxlkv_pool *pool, const tail_copy_of *copy, const uint8_t *before,
+                            const uint8_t *key) {
+    int64_t published = 0;
+    uint64_t hash[2];
+    page_hash(before, 0, 0, 0, hash);
+    uint32_t parent = copy->index ? index_find(pool, hash) : NO_PAGE;
+    for (uint32_t part = 0; part < pool->geometry.part_count; part++) {
+        page_key made = {.ordinal = (uint32_t)copy->index};
+        page_hash(key, 0, 0, part, made.hash);
+        bool added = publish_page(pool, copy->pages[part], part, copy->filled, &made);
+        if (added) hotness_published(pool, copy->pages[part], part, parent);
+        if (part == 0) parent = index_find(pool, made.hash);
+        published += added;
+    }
+    return published;
+}
+
+/* 1; 0: there is nothing to publish. With so much room, if that can be had. */
+static int try_pages(cxlkv_sequence *sequence, const tail_copy_of *copy, const uint8_t *before,
+                     const uint8_t *key, uint32_t room) {
+    cxlkv_pool *pool = sequence->pool;
+    volatile int code = host_lock_with_room(pool, room), taken = 0;
+    if (code < 0) return code;
+    guard fault;
+    GUARD_BEGIN(fault) {
+        if (pool->shared) peers_follow(pool);
+        taken = is_wanted(sequence, copy->index, before, key);
+        if (taken) code = pages_take(pool, pool->geometry.part_count, IN_A_GAP, copy->pages);
+    } GUARD_END(fault, taken = poison_error_locked(pool, &fault))
+    host_unlock(pool);
+    return code < 0 ? code : taken;
+}
+
+/* No room is made for what is there already. */
+static int take_pages(cxlkv_sequence *sequence, const tail_copy_of *copy, const uint8_t *before,
+                      const uint8_t *key) {
+    cxlkv_pool *pool = sequence->pool;
+    int code = try_pages(sequence, copy, before, key, 0);
+    if (code == -CXLKV_E_POOL_FULL)
+        code = try_pages(sequence, copy, before, key, pool->geometry.part_count);
+    if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
+    return code;
+}
+
+/* The copy is held while it is written: who dies here leaves pages that nobody holds. */
+static int64_t publish_pages(const tail_copy_of *copy, const uint8_t *before, const uint8_t *key) {
+    cxlkv_pool *pool = copy->sequence->pool;
+    int taken = take_pages(copy->sequence, copy, before, key);
+    if (taken <= 0) return taken;
+    /* The page that it is copied from may be another host's, and ours no more to read. */
+    volatile int64_t published = peers_verify(pool, write_layers(copy));
+    int code = host_lock(pool);
+    if (code < 0) {
+        pages_drop_later(pool, pool->geometry.part_count, copy->pages);
+        return code;
+    }
+    guard fault;
+    GUARD_BEGIN(fault) {
+        if (pool->shared) peers_follow(pool);
+        if (published == 0) published = publish_copy(pool, copy, before, key);
+    } GUARD_END(fault, published = poison_error_locked(pool, &fault))
+    rewrite_end(pool);
+    pages_drop(pool, pool->geometry.part_count, copy->pages);
+    host_unlock(pool);
+    return published;
+}
+
+static int64_t publish_tail(cxlkv_sequence *sequence, uint64_t tokens, const uint8_t *before,
+                            const uint8_t *key) {
+    cxlkv_pool *pool = sequence->pool;
+    uint64_t there = sequence->layer_tokens[pool->layout.layers - 1];
+    uint32_t filled = (uint32_t)(tokens % pool->layout.page_tokens);
+    if (filled == 0 || tokens > there)
+        return fail(CXLKV_E_ARGUMENT,
+                    "publish: a tail of %u tokens that ends at %lu, the sequence has %lu in all "
+                    "layers", filled, tokens, there);
+    tail_copy_of copy = {.sequence = sequence, .index = tokens / pool->layout.page_tokens,
+                         .filled = filled};
+    copy.pages = malloc(pool->geometry.part_count * sizeof(*copy.pages));
+    if (!copy.pages) return fail(ENOMEM, "no memory to publish a tail");
+    int64_t published = publish_pages(&copy, before, key);
+    free(copy.pages);
+    return published;
+}
+
+int64_t cxlkv_publish_tail(cxlkv_sequence *sequence, uint64_t tokens, const uint8_t *before,
+                           const uint8_t *key) {
+    cxlkv_pool *pool = sequence->pool;
+    int64_t code = pool_enter(pool);
+    if (code < 0) return code;
+    pthread_rwlock_rdlock(&sequence->lock);
+    code = sequence_usable(sequence);
+    if (code == 0) code = publish_check(sequence);
+    if (code == 0) code = publish_tail(sequence, tokens, before, key);
+    pthread_rwlock_unlock(&sequence->lock);
+    pool_leave(pool);
+    return code;
+}
+
+/* ---- match ---- */
+
+/* Holds and adds one part's page under a key; false: there is none. */
+static bool add_page(cxlkv_sequence *sequence, const uint8_t *key, uint32_t part,
+                     uint32_t filled) {
+    cxlkv_pool *pool = sequence->pool;
+    uint64_t hash[2];
+    uint32_t page, ordinal;
+    page_hash(key, 0, 0, part, hash);
+    page = index_find(pool, hash);
+    if (page == NO_PAGE) return false;
+    if (!page_is_ours(pool, page)) {
+        flush_fence_all(FLUSH_ACQUIRE_BEGIN_FENCE);
+        line_drop(FLUSH_ACQUIRE_DESCRIPTOR, descriptor_of(pool, page), pool->mode);
+        flush_fence_all(FLUSH_ACQUIRE_DESCRIPTOR_FENCE);
+    }
+    if (!match_page(pool, hash, part, filled, &page, &ordinal) ||
+        ordinal != sequence->page_count ||
+        page_acquire_check(pool, page, part, pool->pages[page].generation, filled) < 0)
+        return false;
+    pages_hold(pool, 1, &page);
+    sequence_push(sequence, part, sequence->page_count, page);
+    return true;
+}
+
+/* Takes back what add_page() added to the first `parts`. */
+static void drop_added(cxlkv_sequence *sequence, uint32_t parts) {
+    for (uint32_t part = 0; part < parts; part++) {
+        uint32_t index = sequence->page_count;
+        chunk *last = sequence->tables[part].chunks[index / CHUNK_PAGES];
+        last->count--;
+        pages_drop(sequence->pool, 1, &last->pages[last->count]);
+    }
+}
+
+static void count_found(const cxlkv_sequence *sequence) {
+    cxlkv_pool *pool = sequence->pool;
+    for (uint32_t part = 0; part < pool->geometry.part_count; part++)
+        hotness_asked(pool, sequence_page(sequence, part, sequence->page_count));
+}
+
+/* The longest first. */
+static uint32_t add_longest(cxlkv_sequence *sequence, const uint8_t *keys, uint32_t count) {
+    cxlkv_pool *pool = sequence->pool;
+    uint32_t parts = pool->geometry.part_count;
+    for (uint32_t i = 0; i < count; i++) {
+        uint64_t hash[2];
+        page_hash(keys, i, 0, 0, hash);
+        index_expect(pool, hash);
+    }
+    for (uint32_t filled = count; filled > 0; filled--) {
+        const uint8_t *key = keys + 16ull * (filled - 1);
+        uint32_t part = 0;
+        while (part < parts && add_page(sequence, key, part, filled)) part++;
+        if (part == parts) {
+            count_found(sequence);
+            return filled;
+        }
+        drop_added(sequence, part);
+    }
+    return 0;
+}
+
+/* On an error, too, the sequence names all that is held for it. */
+static int64_t find_longest(cxlkv_sequence *sequence, const uint8_t *keys, uint32_t count) {
+    cxlkv_pool *pool = sequence->pool;
+    volatile int64_t filled = 0;
+    int code = pool_enter(pool);
+    if (code < 0) return code;
+    for (uint32_t part = 0; code == 0 && part < pool->geometry.part_count; part++)
+        code = sequence_reserve(sequence, part, 1);
+    if (code == 0) code = host_lock(pool);
+    if (code == 0) {
+        guard fault;
+        GUARD_BEGIN(fault) {
+            filled = add_longest(sequence, keys, count);
+        } GUARD_END(fault, filled = poison_error_locked(pool, &fault))
+        host_unlock(pool);
+    }
+    pool_leave(pool);
+    return code < 0 ? code : filled;
+}
+
+/* The page goes again when its tokens are here. One that is damaged is none: a miss. */
+static int64_t copy_here(cxlkv_sequence *sequence, uint32_t filled) {
+    uint64_t tokens = (uint64_t)sequence->page_count * sequence->pool->layout.page_tokens;
+    sequence->page_count++;
+    if (reopen_tail(sequence, tokens + filled) == 0) return filled;
+    return cxlkv_sequence_truncate(sequence, tokens);
+}
+
+int64_t match_tail(cxlkv_sequence *sequence, const cxlkv_match_args *args) {
+    uint64_t page_tokens = sequence->pool->layout.page_tokens, pages = sequence->page_count;
+    uint32_t rest = (uint32_t)min_u64(args->id_count - pages * page_tokens, page_tokens - 1);
+    const uint8_t *before = pages ? args->hashes + 16 * (pages - 1) : args->root;
+    uint8_t *keys = malloc(16ull * rest + 1);
+    if (!keys) return fail(ENOMEM, "no memory for the keys of %u tokens", rest);
+    cxlkv_tail_keys(args->ids + pages * page_tokens, rest, before, keys);
+    int64_t filled = rest ? find_longest(sequence, keys, rest) : 0;
+    free(keys);
+    return filled <= 0 ? filled : copy_here(sequence, (uint32_t)filled);
+}

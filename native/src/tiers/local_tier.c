@@ -1,0 +1,631 @@
+/* The near tier: copies of hot units in this process's own memory, which fetch and attend read.
+ *
+ * A unit is one layer of one page. A sealed page does not change until it is freed, and then its
+ * generation does; so a copy is right as long as the generations are equal, and to demote is to
+ * forget. A promotion has three steps: prepare (reserves a slot and holds the page, or refuses),
+ * copy (by the pool's threads, each piece against its CRC), complete (shows it, or undoes it). */
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "base/flush.h"
+#include "pool/internal.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 /* Linux 5.14; older kernels refuse it */
+#endif
+
+enum { ITEM_BYTES = 256 << 10, CHUNK_BYTES = 2048, WINDOW_READS = 10 };
+#define NO_SLOT UINT32_MAX
+#define NO_LAYER UINT16_MAX
+
+/* ---- making and ending ---- */
+
+/* A private mapping on a 2 MiB border. MADV_DONTFORK: a child has no use for the copies, and if it
+ * shared them, its parent would pay a page fault for each that it refills. */
+static int memory_map(near_tier *tier, uint64_t bytes) {
+    uint64_t wanted = align_up(bytes, AREA_ALIGNMENT);
+    uint8_t *at = mmap(NULL, wanted + AREA_ALIGNMENT, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED)
+        return fail(ENOMEM, "no address space for a near tier of %lu MiB: ask for less, or raise "
+                    "ulimit -v", bytes >> 20);
+    uint8_t *begin = (uint8_t *)align_up((uintptr_t)at, AREA_ALIGNMENT);
+    if (begin > at) munmap(at, (size_t)(begin - at));
+    munmap(begin + wanted, (size_t)(AREA_ALIGNMENT - (begin - at)));
+    tier->memory = begin;
+    tier->mapped_bytes = wanted;
+    madvise(begin, wanted, MADV_HUGEPAGE); /* advice: refused where there are none */
+    madvise(begin, wanted, MADV_DONTFORK);
+    /* Want of memory is told here, not by a kill later. */
+    if (madvise(begin, wanted, MADV_POPULATE_WRITE) == 0 || errno == EINVAL) return 0;
+    return fail(ENOMEM, "no memory for a near tier of %lu MiB (%s): ask for less", bytes >> 20,
+                strerror(errno));
+}
+
+static void tier_free(near_tier *tier, bool mapped) {
+    if (!tier) return;
+    if (mapped && tier->memory) munmap(tier->memory, tier->mapped_bytes);
+    pthread_rwlock_destroy(&tier->readers);
+    pthread_mutex_destroy(&tier->lock);
+    free(tier->slots);
+    free(tier->table);
+    free(tier->heat);
+    free(tier->layer_of);
+    free(tier);
+}
+
+/* Who takes slots back goes first: steady reading must not keep it out. */
+static void locks_init(near_tier *tier) {
+    pthread_rwlockattr_t attributes;
+    pthread_rwlockattr_init(&attributes);
+    pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
+    pthread_rwlock_init(&tier->readers, &attributes);
+    pthread_rwlockattr_destroy(&attributes);
+    pthread_mutex_init(&tier->lock, NULL);
+}
+
+static int tables_make(const cxlkv_pool *pool, near_tier *tier) {
+    const cxlkv_geometry *g = &pool->geometry;
+    uint64_t rows = g->record_layers, layers = g->part_count * rows;
+    tier->slots = calloc(tier->slot_count, sizeof(*tier->slots));
+    tier->table = calloc(tier->unit_count, sizeof(*tier->table));
+    tier->heat = calloc(tier->unit_count, sizeof(*tier->heat));
+    tier->layer_of = malloc(layers * sizeof(*tier->layer_of));
+    if (!tier->slots || !tier->table || !tier->heat || !tier->layer_of)
+        return fail(ENOMEM, "no memory for the tables of a near tier of %u slots",
+                    tier->slot_count);
+    for (uint64_t i = 0; i < layers; i++) tier->layer_of[i] = NO_LAYER;
+    for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
+        tier->layer_of[pool->part_of[layer] * rows + pool->row_of[layer]] = (uint16_t)layer;
+    for (uint32_t i = 0; i < tier->slot_count; i++)
+        tier->slots[i].next_free = i + 1 < tier->slot_count ? i + 1 : NO_SLOT;
+    return 0;
+}
+
+static int tier_make(const cxlkv_pool *pool, uint64_t bytes, near_tier **out) {
+    const cxlkv_geometry *g = &pool->geometry;
+    uint64_t heads = pool->layout.kv_heads;
+    uint64_t unit_bytes = heads * (g->key_piece_bytes + g->value_piece_bytes);
+    uint64_t units = (uint64_t)g->page_count * g->record_layers;
+    uint64_t slots = min_u64(min_u64(bytes / unit_bytes, units), NEAR_ON_ITS_WAY - 2);
+    if (slots == 0)
+        return fail(CXLKV_E_ARGUMENT, "a near tier of %lu bytes: a layer of a page has %lu", bytes,
+                    unit_bytes);
+    near_tier *made = calloc(1, sizeof(*made));
+    if (!made) return fail(ENOMEM, "no memory for a near tier");
+    locks_init(made);
+    made->unit_bytes = unit_bytes;
+    made->values_offset = pool->layout.kv_heads * g->key_piece_bytes;
+    made->unit_count = units;
+    made->slot_count = made->free_count = (uint32_t)slots;
+    made->window_reads = WINDOW_READS * slots * heads;
+    int code = tables_make(pool, made);
+    if (code == 0) code = memory_map(made, slots * unit_bytes);
+    if (code < 0) tier_free(made, true);
+    else *out = made;
+    return code;
+}
+
+int cxlkv_near_make(cxlkv_pool *pool, uint64_t bytes) {
+    near_tier *made = NULL;
+    int code = tier_make(pool, bytes, &made);
+    if (code < 0) return code;
+    pthread_rwlock_wrlock(&pool->operations);
+    if (pool->closed) code = fail(CXLKV_E_CLOSED, "the pool is closed: open it again");
+    else if (pool->near)
+        code = fail(CXLKV_E_BUSY, "the pool has a near tier in this process: close that one first");
+    else pool->near = made;
+    pthread_rwlock_unlock(&pool->operations);
+    if (code < 0) tier_free(made, true);
+    return code;
+}
+
+void near_drop_all(cxlkv_pool *pool) {
+    tier_free(pool->near, true);
+    pool->near = NULL;
+}
+
+void near_forked(cxlkv_pool *pool) {
+    tier_free(pool->near, false); /* its mapping did not come along */
+    pool->near = NULL;
+}
+
+int cxlkv_near_destroy(cxlkv_pool *pool) {
+    pthread_rwlock_wrlock(&pool->operations);
+    near_drop_all(pool);
+    pthread_rwlock_unlock(&pool->operations);
+    return 0;
+}
+
+/* pool_enter() for those that need a tier. */
+static int tier_enter(cxlkv_pool *pool) {
+    int code = pool_enter(pool);
+    if (code < 0 || pool->near) return code;
+    pool_leave(pool);
+    return fail(CXLKV_E_CLOSED,
+                "this process has no near tier of the pool: make one. A child starts without");
+}
+
+void near_leave(cxlkv_pool *pool, const near_reads *reads) {
+    near_tier *tier = pool->near;
+    if (!tier) return;
+    pthread_rwlock_unlock(&tier->readers);
+    uint64_t reads_near = atomic_load(&reads->near), reads_far = atomic_load(&reads->far);
+    if (reads_near + reads_far == 0) return;
+    uint64_t all = reads_near + reads_far +
+                   atomic_fetch_add_explicit(&tier->reads_near, reads_near, memory_order_relaxed) +
+                   atomic_fetch_add_explicit(&tier->reads_far, reads_far, memory_order_relaxed);
+    /* Counts age by what is read, not by the clock: an idle process forgets nothing. As in TinyLFU
+     * (arXiv 1512.00727), after ten readings for each that has room. */
+    atomic_store_explicit(&tier->epoch, (uint32_t)(all / tier->window_reads),
+                          memory_order_relaxed);
+}
+
+/* ---- slots; all under tier->lock ---- */
+
+static uint32_t slot_take(near_tier *tier, int64_t unit) {
+    uint32_t slot = tier->first_free;
+    near_slot *taken = &tier->slots[slot];
+    tier->first_free = taken->next_free;
+    tier->free_count--;
+    tier->reserved_count++;
+    taken->unit = unit;
+    taken->state = NEAR_RESERVED;
+    atomic_store_explicit(&tier->table[unit], NEAR_ON_ITS_WAY | (slot + 1), memory_order_relaxed);
+    return slot;
+}
+
+/* The reader's lock is held for writing when the slot could be read. */
+static void slot_give(near_tier *tier, uint32_t slot) {
+    near_slot *given = &tier->slots[slot];
+    if (given->state == NEAR_RESERVED) tier->reserved_count--;
+    else tier->held_count--;
+    tier->free_count++;
+    atomic_store_explicit(&tier->table[given->unit], 0, memory_order_relaxed);
+    given->state = NEAR_FREE;
+    given->next_free = tier->first_free;
+    tier->first_free = slot;
+}
+
+static bool is_held(const near_tier *tier, int64_t unit) {
+    uint32_t entry = atomic_load_explicit(&tier->table[unit], memory_order_relaxed);
+    return entry && !(entry & NEAR_ON_ITS_WAY);
+}
+
+/* Drops the copies of pages that were freed. */
+static int sweep(cxlkv_pool *pool, near_tier *tier) {
+    uint32_t stale = 0, rows = pool->geometry.record_layers;
+    if (tier->held_count == 0) return 0;
+    int code = host_lock(pool);
+    if (code < 0) return code;
+    for (uint32_t i = 0; i < tier->slot_count; i++) {
+        near_slot *slot = &tier->slots[i];
+        if (slot->state != NEAR_HELD ||
+            slot->generation == pool->pages[slot->unit / rows].generation)
+            continue;
+        slot->state = NEAR_STALE;
+        stale++;
+    }
+    host_unlock(pool);
+    if (stale == 0) return 0;
+    pthread_rwlock_wrlock(&tier->readers);
+    for (uint32_t i = 0; i < tier->slot_count; i++)
+        if (tier->slots[i].state == NEAR_STALE) slot_give(tier, i);
+    pthread_rwlock_unlock(&tier->readers);
+    tier->dropped += stale;
+    return 0;
+}
+
+/* free + held + reserved = total, recounted. */
+static void tier_assert(const near_tier *tier) {
+#if CXLKV_DEBUG >= 2
+    uint32_t counts[4] = {0}, listed = 0, named = 0;
+    for (uint32_t i = 0; i < tier->slot_count; i++) counts[tier->slots[i].state]++;
+    for (uint32_t i = tier->first_free; i != NO_SLOT; i = tier->slots[i].next_free) listed++;
+    for (uint64_t unit = 0; unit < tier->unit_count; unit++) {
+        uint32_t entry = atomic_load(&tier->table[unit]) & ~NEAR_ON_ITS_WAY;
+        named += entry != 0;
+        if (entry && tier->slots[entry - 1].unit != (int64_t)unit) abort();
+    }
+    if (counts[NEAR_FREE] != tier->free_count || listed != tier->free_count ||
+        counts[NEAR_RESERVED] != tier->reserved_count ||
+        counts[NEAR_HELD] + counts[NEAR_STALE] != tier->held_count ||
+        named != tier->reserved_count + tier->held_count)
+        abort();
+#else
+    (void)tier;
+#endif
+}
+
+/* ---- a promotion ---- */
+
+/* The part that a page holds if it is complete, and somebody of this host needs it; or -1. Under
+ * the host lock, so that its descriptor is not just being rewritten. */
+static int64_t part_of_page(const cxlkv_pool *pool, uint32_t page) {
+    const page_info *info = &pool->pages[page];
+    descriptor line;
+    bool alive = info->holders || (info->published && page_is_ours(pool, page));
+    if (!alive || info->retired || info->quarantined) return -1;
+    if (descriptor_read(pool, page, &line) < 0 || (line.version & 255) == PAGE_FREE ||
+        line.version >> 8 != info->generation || line.part >= pool->geometry.part_count)
+        return -1;
+    return line.part;
+}
+
+static int32_t admit(const cxlkv_pool *pool, near_tier *tier, near_move *move, int64_t part) {
+    uint32_t rows = pool->geometry.record_layers;
+    uint64_t generation = pool->pages[move->page].generation;
+    if (move->generation && move->generation != generation) return CXLKV_NEAR_CHANGED;
+    if (part < 0) return CXLKV_NEAR_NOT_SEALED;
+    move->layer = tier->layer_of[(uint64_t)part * rows + (uint64_t)move->unit % rows];
+    if (move->layer == NO_LAYER) return CXLKV_NEAR_UNKNOWN;
+    if (tier->free_count == 0) return CXLKV_NEAR_NO_ROOM;
+    move->generation = generation;
+    return CXLKV_NEAR_DONE;
+}
+
+/* Under both locks. */
+static void admit_all(cxlkv_pool *pool, near_tier *tier, near_move *moves, uint32_t count) {
+    uint32_t known = NO_PAGE;
+    int64_t part = -1;
+    for (uint32_t i = 0; i < count; i++) {
+        near_move *move = &moves[i];
+        if (move->code == CXLKV_NEAR_UNKNOWN) continue;
+        if (atomic_load_explicit(&tier->table[move->unit], memory_order_relaxed)) {
+            move->code = CXLKV_NEAR_THERE;
+            continue;
+        }
+        if (move->page != known) part = part_of_page(pool, move->page);
+        known = move->page;
+        move->code = admit(pool, tier, move, part);
+        if (move->code != CXLKV_NEAR_DONE) continue;
+        pages_hold(pool, 1, &move->page);
+        move->slot = slot_take(tier, move->unit);
+        move->reserved = true;
+    }
+}
+
+/* Which pages are meant, and do copies of freed ones stand in their way? */
+static bool look_over(const cxlkv_pool *pool, const near_tier *tier, near_move *moves,
+                      uint32_t count) {
+    bool in_the_way = tier->free_count < count;
+    for (uint32_t i = 0; i < count; i++) {
+        near_move *move = &moves[i];
+        move->reserved = move->copied = false;
+        move->code = CXLKV_NEAR_DONE;
+        if (move->unit < 0 || (uint64_t)move->unit >= tier->unit_count) {
+            move->code = CXLKV_NEAR_UNKNOWN;
+            continue;
+        }
+        move->page = (uint32_t)(move->unit / pool->geometry.record_layers);
+        in_the_way |= is_held(tier, move->unit);
+        __builtin_prefetch(descriptor_of(pool, move->page));
+    }
+    return in_the_way;
+}
+
+static void let_go(cxlkv_pool *pool, near_move *moves, uint32_t count, bool locked) {
+    uint32_t pages[64], waiting = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        if (moves[i].reserved) pages[waiting++] = moves[i].page;
+        if (waiting < 64 && i + 1 < count) continue;
+        if (locked) pages_drop(pool, waiting, pages);
+        else pages_drop_later(pool, waiting, pages);
+        waiting = 0;
+    }
+}
+
+int near_prepare(cxlkv_pool *pool, near_move *moves, uint32_t count) {
+    near_tier *tier = pool->near;
+    guard fault;
+    pthread_mutex_lock(&tier->lock);
+    volatile int code = 0;
+    if (look_over(pool, tier, moves, count)) code = sweep(pool, tier);
+    if (code == 0) code = host_lock(pool);
+    if (code == 0) {
+        GUARD_BEGIN(fault) {
+            admit_all(pool, tier, moves, count);
+        } GUARD_END(fault, code = poison_error_locked(pool, &fault))
+        if (code < 0) let_go(pool, moves, count, true);
+        host_unlock(pool);
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        if (code < 0 && moves[i].reserved) {
+            slot_give(tier, moves[i].slot);
+            moves[i].reserved = false;
+        }
+        tier->refused += moves[i].code > CXLKV_NEAR_THERE;
+        tier->refused_no_room += moves[i].code == CXLKV_NEAR_NO_ROOM;
+    }
+    tier_assert(tier);
+    pthread_mutex_unlock(&tier->lock);
+    return code;
+}
+
+typedef struct copy_job {
+    cxlkv_pool *pool;
+    near_move *moves;
+    uint32_t count, per_item;
+    uint32_t kinds;              /* 2; 1 where values are a prefix of the keys */
+} copy_job;
+
+/* The pieces of an item are read in this order: move by move, K of all heads, V of all heads. */
+typedef struct copy_place {
+    uint32_t move, kind, head;
+} copy_place;
+
+static bool place_next(const copy_job *job, uint32_t last, copy_place *at) {
+    if (++at->head < job->pool->layout.kv_heads) return true;
+    at->head = 0;
+    if (++at->kind < PIECE_KEYS + job->kinds) return true;
+    at->kind = PIECE_KEYS;
+    do at->move++;
+    while (at->move < last && !job->moves[at->move].reserved);
+    return at->move < last;
+}
+
+static const uint8_t *place_from(const copy_job *job, const copy_place *at) {
+    const near_move *move = &job->moves[at->move];
+    return pieces_of(job->pool, move->page, move->layer, at->kind) +
+           at->head * piece_stride(&job->pool->geometry, at->kind);
+}
+
+/* Copies one piece past the cache, the CRC made on the way, while the next one comes: hardware does
+ * not look that far, and without it this took twice as long. */
+static void copy_one(const copy_job *job, const copy_place *at, const uint8_t *next) {
+    cxlkv_pool *pool = job->pool;
+    near_move *move = &job->moves[at->move];
+    size_t size = piece_data_bytes(&pool->layout, at->kind);
+    const uint8_t *from = place_from(job, at);
+    uint8_t *to = pool->near->memory + move->slot * pool->near->unit_bytes +
+                  (at->kind == PIECE_KEYS ? 0 : pool->near->values_offset) +
+                  at->head * piece_stride(&pool->geometry, at->kind);
+    const kernels *isa = kernels_current();
+    bool checks = pool->layout.checksum;
+    uint32_t crc = 0;
+    for (size_t offset = 0; offset < size; offset += CHUNK_BYTES) {
+        size_t here = min_u64(CHUNK_BYTES, size - offset);
+        for (size_t line = 0; next && line < here; line += LINE_BYTES)
+            __builtin_prefetch(next + offset + line, 0, 0); /* it is read once only */
+        if (checks) crc = crc32c(crc, from + offset, here);
+        isa->store_rows(to + offset, from + offset, here, 1, here);
+    }
+    if (checks && crc != *checksum_of(pool, move->page, move->layer, at->head, at->kind)) {
+        count_add(pool, COUNT_CORRUPT_PIECES, 1);
+        move->code = CXLKV_NEAR_DAMAGED;
+    }
+}
+
+static int copy_task(void *context, uint32_t item) {
+    const copy_job *job = context;
+    uint32_t last = min_u32(job->count, (item + 1) * job->per_item);
+    copy_place at = {.move = item * job->per_item, .kind = PIECE_KEYS};
+    while (at.move < last && !job->moves[at.move].reserved) at.move++;
+    for (bool more = at.move < last; more;) {
+        copy_place here = at;
+        more = place_next(job, last, &at);
+        copy_one(job, &here, more ? place_from(job, &at) : NULL);
+        if (!more || at.move != here.move) job->moves[here.move].copied = true;
+    }
+    store_fence();
+    return 0;
+}
+
+int near_copy(cxlkv_pool *pool, near_move *moves, uint32_t count) {
+    copy_job job = {.pool = pool, .moves = moves, .count = count,
+                    .kinds = values_are_keys(&pool->layout) ? 1 : 2,
+                    .per_item = (uint32_t)(ITEM_BYTES / pool->near->unit_bytes)};
+    if (job.per_item == 0) job.per_item = 1;
+    return run_tasks(pool, (count + job.per_item - 1) / job.per_item, copy_task, &job);
+}
+
+/* Under the host lock: is the page still what it was when the copy was begun? */
+static void recheck(const cxlkv_pool *pool, near_move *moves, uint32_t count) {
+    for (uint32_t i = 0; i < count; i++)
+        if (moves[i].reserved && moves[i].code == CXLKV_NEAR_DONE &&
+            (pool->pages[moves[i].page].generation != moves[i].generation || !moves[i].copied))
+            moves[i].code = CXLKV_NEAR_CHANGED;
+}
+
+int64_t near_complete(cxlkv_pool *pool, near_move *moves, uint32_t count, bool shows) {
+    near_tier *tier = pool->near;
+    int64_t shown = 0;
+    pthread_mutex_lock(&tier->lock);
+    int code = host_lock(pool);
+    if (code == 0) recheck(pool, moves, count);
+    let_go(pool, moves, count, code == 0);
+    if (code == 0) host_unlock(pool);
+    for (uint32_t i = 0; i < count; i++) {
+        near_move *move = &moves[i];
+        if (!move->reserved) continue;
+        move->reserved = false;
+        if (code < 0 || !shows || move->code != CXLKV_NEAR_DONE) {
+            slot_give(tier, move->slot);
+            tier->undone++;
+            continue;
+        }
+        near_slot *slot = &tier->slots[move->slot];
+        slot->generation = move->generation;
+        slot->state = NEAR_HELD;
+        tier->reserved_count--;
+        tier->held_count++;
+        shown++;
+        /* The bytes and the generation are there before the entry is: near_find() acquires it. */
+        atomic_store_explicit(&tier->table[move->unit], move->slot + 1, memory_order_release);
+    }
+    tier->promoted += (uint64_t)shown;
+    tier_assert(tier);
+    pthread_mutex_unlock(&tier->lock);
+    return code < 0 ? code : shown;
+}
+
+static int64_t promote(cxlkv_pool *pool, near_move *moves, uint32_t count) {
+    int64_t code = near_prepare(pool, moves, count);
+    if (code < 0) return code;
+    int64_t copied = peers_verify(pool, near_copy(pool, moves, count));
+    int64_t shown = near_complete(pool, moves, count, copied >= 0);
+    return copied < 0 ? copied : shown;
+}
+
+int64_t cxlkv_near_promote(cxlkv_pool *pool, uint32_t count, const int64_t *units,
+                           const uint64_t *generations, int32_t *codes) {
+    int64_t code = tier_enter(pool);
+    if (code < 0) return code;
+    near_move *moves = calloc((size_t)count + 1, sizeof(*moves));
+    if (!moves) code = fail(ENOMEM, "no memory to promote %u units: fewer at once", count);
+    for (uint32_t i = 0; code == 0 && i < count; i++) {
+        moves[i].unit = units[i];
+        moves[i].generation = generations ? generations[i] : 0;
+    }
+    if (code == 0) code = promote(pool, moves, count);
+    for (uint32_t i = 0; code >= 0 && i < count; i++) codes[i] = moves[i].code;
+    free(moves);
+    pool_leave(pool);
+    return code;
+}
+
+/* ---- the rest ---- */
+
+int64_t cxlkv_near_demote(cxlkv_pool *pool, uint32_t count, const int64_t *units) {
+    int64_t code = tier_enter(pool);
+    if (code < 0) return code;
+    near_tier *tier = pool->near;
+    pthread_mutex_lock(&tier->lock);
+    pthread_rwlock_wrlock(&tier->readers); /* until those who read now are done */
+    for (uint32_t i = 0; i < count; i++) {
+        if (units[i] < 0 || (uint64_t)units[i] >= tier->unit_count || !is_held(tier, units[i]))
+            continue;
+        slot_give(tier, atomic_load_explicit(&tier->table[units[i]], memory_order_relaxed) - 1);
+        code++;
+    }
+    pthread_rwlock_unlock(&tier->readers);
+    tier->demoted += (uint64_t)code;
+    tier_assert(tier);
+    pthread_mutex_unlock(&tier->lock);
+    pool_leave(pool);
+    return code;
+}
+
+int64_t cxlkv_near_heat(cxlkv_pool *pool, int64_t *units, uint32_t *counts, uint8_t *resident,
+                        uint64_t capacity) {
+    int64_t code = tier_enter(pool);
+    if (code < 0) return code;
+    near_tier *tier = pool->near;
+    pthread_mutex_lock(&tier->lock);
+    code = sweep(pool, tier);
+    uint32_t epoch = atomic_load_explicit(&tier->epoch, memory_order_relaxed);
+    uint64_t found = 0;
+    for (uint64_t unit = 0; code == 0 && unit < tier->unit_count; unit++) {
+        uint32_t heat = atomic_load_explicit(&tier->heat[unit], memory_order_relaxed);
+        uint32_t entry = atomic_load_explicit(&tier->table[unit], memory_order_relaxed);
+        if (heat == 0 && entry == 0) continue;
+        uint32_t age = (epoch - (heat >> 16)) & UINT16_MAX;
+        uint32_t count = age < 16 ? (heat & UINT16_MAX) >> age : 0;
+        bool held = entry && !(entry & NEAR_ON_ITS_WAY);
+        if (count == 0 && !held) continue;
+        if (found < capacity) {
+            units[found] = (int64_t)unit;
+            counts[found] = count;
+            resident[found] = held;
+        }
+        found++;
+    }
+    pthread_mutex_unlock(&tier->lock);
+    pool_leave(pool);
+    return code < 0 ? code : (int64_t)found;
+}
+
+int cxlkv_near_stats(cxlkv_pool *pool, cxlkv_near_state *state) {
+    int code = tier_enter(pool);
+    if (code < 0) return code;
+    near_tier *tier = pool->near;
+    pthread_mutex_lock(&tier->lock);
+    *state = (cxlkv_near_state){
+        .unit_bytes = tier->unit_bytes,
+        .slots_total = tier->slot_count,
+        .slots_free = tier->free_count,
+        .slots_held = tier->held_count,
+        .slots_reserved = tier->reserved_count,
+        .reads_near = atomic_load_explicit(&tier->reads_near, memory_order_relaxed),
+        .reads_far = atomic_load_explicit(&tier->reads_far, memory_order_relaxed),
+        .promoted = tier->promoted,
+        .promoted_bytes = tier->promoted * tier->unit_bytes,
+        .demoted = tier->demoted,
+        .dropped = tier->dropped,
+        .refused = tier->refused,
+        .refused_no_room = tier->refused_no_room,
+        .undone = tier->undone,
+        .epoch = atomic_load_explicit(&tier->epoch, memory_order_relaxed)};
+    pthread_mutex_unlock(&tier->lock);
+    pool_leave(pool);
+    return 0;
+}
+
+/* ---- reading ---- */
+
+const uint8_t *view_copy(const layer_view *view, uint32_t page, bool keys) {
+    const uint8_t *copy = near_find(view->sequence->pool, view->near, page, view->layer);
+    return copy && !keys ? copy + view->near->values_offset : copy;
+}
+
+void near_count_reads(const layer_view *view, const int32_t *pages, uint32_t count,
+                      near_reads *reads) {
+    cxlkv_pool *pool = view->sequence->pool;
+    uint64_t near_count = 0, far_count = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        int64_t index = pages[i];
+        if (index < view->first || index >= view->complete) continue;
+        uint32_t page = sequence_page(view->sequence, view->part, (uint32_t)index);
+        if (near_find(pool, view->near, page, view->layer)) near_count++;
+        else far_count++;
+        near_heat_add(pool->near, unit_of(pool, page, view->layer));
+    }
+    atomic_fetch_add_explicit(&reads->near, near_count, memory_order_relaxed);
+    atomic_fetch_add_explicit(&reads->far, far_count, memory_order_relaxed);
+}
+
+/* ---- which units a selection names ---- */
+
+static void units_of_lists(cxlkv_sequence *sequence, uint32_t layer, const int32_t *pages,
+                           uint64_t count, int64_t *units) {
+    const cxlkv_pool *pool = sequence->pool;
+    layer_view view = view_of(sequence, layer);
+    uint64_t last = sequence->layer_tokens[pool->parts[view.part].last_layer];
+    uint64_t sealed = last / pool->layout.page_tokens;
+    for (uint64_t i = 0; i < count; i++) {
+        bool there = pages[i] >= (int64_t)view.first && pages[i] < (int64_t)sealed;
+        units[i] = !there ? -1 : (int64_t)unit_of(
+            pool, sequence_page(sequence, view.part, (uint32_t)pages[i]), layer);
+    }
+}
+
+static int batch_units(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
+                       const int32_t *starts, int64_t *units) {
+    const cxlkv_layout *layout = &batch->pool->layout;
+    bool per_query = picked->per == CXLKV_PER_QUERY;
+    uint32_t lists = batch->count;
+    if (layer >= layout->layers)
+        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", layer, layout->layers);
+    int code = per_query ? batch_starts(batch, starts, &lists) : 0;
+    if (code < 0) return code;
+    if (picked->lists != lists)
+        return fail(CXLKV_E_ARGUMENT, "units: %u lists of pages, %u wanted", picked->lists, lists);
+    uint64_t list = (uint64_t)layout->kv_heads * picked->k;
+    for (uint32_t i = 0; i < batch->count; i++) {
+        uint64_t first = per_query ? (uint64_t)starts[i] : i;
+        uint64_t count = per_query ? (uint64_t)(starts[i + 1] - starts[i]) : 1;
+        units_of_lists(batch->sequences[i], layer, picked->pages + first * list, count * list,
+                       units + first * list);
+    }
+    return 0;
+}
+
+int cxlkv_batch_units(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
+                      const int32_t *starts, int64_t *units) {
+    int code = batch_lock(batch, false);
+    if (code < 0) return code;
+    code = batch_units(batch, layer, picked, starts, units);
+    batch_unlock(batch);
+    return code;
+}

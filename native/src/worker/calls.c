@@ -1,0 +1,515 @@
+/* Calls by the worker: select and attend, in as many requests as have room, and their results. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "worker/client.h"
+
+/* A call, and what selects and attends have in common. */
+typedef struct calling {
+    worker_client *client;
+    cxlkv_batch *batch;
+    request_facts facts;
+    uint32_t operation;          /* REQUEST_SELECT or REQUEST_ATTEND */
+    uint32_t layer, q_heads;
+    const cxlkv_rows *queries;
+    const int32_t *starts;
+    /* Of a request beside queries and tails: whatever it asks for, by sequence and by row. */
+    uint64_t fixed_bytes, sequence_bytes, row_bytes;
+    int (*run)(struct calling *call);
+    cxlkv_select_args *select;   /* one of the two */
+    uint32_t method;             /* that was asked for */
+    cxlkv_attend_args *attend;
+    uint64_t bytes_attended;
+    uint64_t deadline_ns;
+} calling;
+
+/* Some sequences of a batch: those of one request. */
+typedef struct group {
+    uint32_t low, high;
+} group;
+
+/* ---- requests ---- */
+
+static uint64_t rows_of(const calling *call, group g) {
+    return (uint64_t)(call->starts[g.high] - call->starts[g.low]);
+}
+
+static bool sends_values(const calling *call) {
+    return call->operation == REQUEST_ATTEND && call->facts.value_dim;
+}
+
+/* As the worker is told of it: its length, and what of its tail the worker has. */
+static request_sequence sequence_item(const calling *call, uint32_t index) {
+    const cxlkv_sequence *sequence = call->batch->sequences[index];
+    const worker_table *known = &sequence->worker_tables[call->batch->pool->part_of[call->layer]];
+    const worker_tail *had = &sequence->worker_tails[call->layer];
+    uint64_t tokens = sequence->layer_tokens[call->layer];
+    uint64_t first = tokens - tokens % call->facts.page_tokens;
+    request_sequence item = {.table = known->table, .version = known->version, .tokens = tokens,
+                             .rows = (uint32_t)rows_of(call, (group){index, index + 1})};
+    if (had->keys > first) item.keys_known = (uint32_t)(had->keys - first);
+    if (sends_values(call) && had->values > first)
+        item.values_known = (uint32_t)(had->values - first);
+    return item;
+}
+
+static uint64_t group_bytes(const calling *call, group g) {
+    uint64_t count = g.high - g.low, rows = rows_of(call, g);
+    uint64_t bytes = sizeof(request_head) + call->fixed_bytes;
+    bytes += count * sizeof(request_sequence);
+    bytes += align_up(count * call->sequence_bytes + rows * call->row_bytes, 8);
+    bytes += align_up(request_query_bytes(&call->facts, rows, call->q_heads, call->queries->dtype),
+                      8);
+    for (uint32_t i = g.low; i < g.high; i++) {
+        request_sequence item = sequence_item(call, i);
+        bytes += request_key_bytes(&call->facts, &item);
+        if (sends_values(call)) bytes += request_value_bytes(&call->facts, &item);
+    }
+    return bytes;
+}
+
+/* The longest group from `low` on that has room in a request. */
+static int group_from(const calling *call, uint32_t low, group *g) {
+    uint64_t room = call->client->file.header.request_bytes;
+    *g = (group){low, low};
+    uint32_t step = call->batch->count - low;
+    /* All, or as many as halving finds: sequences are of about one size. */
+    for (; step; step = step == 1 ? 0 : (step + 1) / 2) {
+        while (g->high + step <= call->batch->count &&
+               group_bytes(call, (group){low, g->high + step}) <= room)
+            g->high += step;
+        if (g->high == call->batch->count) break;
+    }
+    if (g->high > low) return 0;
+    g->high = low + 1;
+    return fail(CXLKV_E_ARGUMENT, "sequence %u's request has %lu bytes, a slot of the worker has "
+                "room for %lu: ask with fewer rows at once", low, group_bytes(call, *g), room);
+}
+
+static uint8_t *fill_to_8(const calling *call, uint8_t *at) {
+    while ((at - call->client->request) % 8) *at++ = 0;
+    return at;
+}
+
+static uint8_t *put(uint8_t *to, const void *from, uint64_t bytes) {
+    memcpy(to, from, bytes);
+    return to + bytes;
+}
+
+static uint8_t *put_sequences(const calling *call, group g, uint8_t *to) {
+    for (uint32_t i = g.low; i < g.high; i++) {
+        request_sequence item = sequence_item(call, i);
+        to = put(to, &item, sizeof(item));
+    }
+    return to;
+}
+
+static uint8_t *put_queries(const calling *call, group g, uint8_t *to) {
+    const cxlkv_rows *queries = call->queries;
+    uint32_t dim = call->facts.head_dim;
+    size_t element = dtype_bytes(queries->dtype);
+    for (int64_t row = call->starts[g.low]; row < call->starts[g.high]; row++)
+        for (uint32_t head = 0; head < call->q_heads; head++) {
+            const uint8_t *from = (const uint8_t *)queries->data + row * queries->stride_bytes[0] +
+                                  (int64_t)head * queries->stride_bytes[1];
+            if (queries->stride_bytes[2] == (int64_t)element) {
+                to = put(to, from, dim * element);
+                continue;
+            }
+            for (uint32_t d = 0; d < dim; d++)
+                to = put(to, from + (int64_t)d * queries->stride_bytes[2], element);
+        }
+    return fill_to_8(call, to);
+}
+
+/* K or V of the tails' tokens that the worker does not have. */
+static uint8_t *put_tails(const calling *call, group g, uint32_t kind, uint8_t *to) {
+    cxlkv_pool *pool = call->batch->pool;
+    uint64_t dim = kind == PIECE_KEYS ? call->facts.head_dim : call->facts.value_dim;
+    uint64_t bytes = call->facts.kv_heads * dim * dtype_bytes(call->facts.dtype);
+    for (uint32_t i = g.low; i < g.high; i++) {
+        request_sequence item = sequence_item(call, i);
+        uint64_t filled = item.tokens % call->facts.page_tokens;
+        tail *from = call->batch->sequences[i]->tails[call->layer];
+        uint64_t t = kind == PIECE_KEYS ? item.keys_known : item.values_known;
+        for (; t < filled; t++)
+            to = put(to, tail_at(pool, from, kind, 0) + t * tail_row_bytes(pool), bytes);
+        to = fill_to_8(call, to);
+    }
+    return to;
+}
+
+/* Queries and tails, behind all else; returns the length of the whole. */
+static uint64_t put_rows(const calling *call, group g, uint8_t *to) {
+    to = put_queries(call, g, to);
+    to = put_tails(call, g, PIECE_KEYS, to);
+    if (sends_values(call)) to = put_tails(call, g, PIECE_VALUES, to);
+    return (uint64_t)(to - call->client->request);
+}
+
+/* After the worker's answer: it has these tails. */
+static void tails_told(const calling *call, group g) {
+    for (uint32_t i = g.low; i < g.high; i++) {
+        cxlkv_sequence *sequence = call->batch->sequences[i];
+        uint64_t tokens = sequence->layer_tokens[call->layer];
+        uint64_t known = tokens % call->facts.page_tokens ? tokens : 0;
+        sequence->worker_tails[call->layer].keys = known;
+        if (sends_values(call)) sequence->worker_tails[call->layer].values = known;
+    }
+}
+
+static int result_reserve(worker_client *c, uint64_t bytes) {
+    if (bytes <= c->result_capacity) return 0;
+    uint8_t *made = malloc(bytes + bytes / 2);
+    if (!made) return fail(ENOMEM, "no memory for the worker's result");
+    free(c->result);
+    c->result = made;
+    c->result_capacity = bytes + bytes / 2;
+    return 0;
+}
+
+/* The result of the request that was just answered, which may be longer than an answer. */
+static int take_result(const calling *call, answer_head head, uint64_t length,
+                       uint64_t expected) {
+    worker_client *c = call->client;
+    if (head.bytes != expected)
+        return client_lost(c, fail(CXLKV_E_WORKER, "the worker's result has %lu bytes, wanted "
+                                   "%lu", head.bytes, expected), RETRY_NS);
+    int code = result_reserve(c, head.bytes);
+    if (code < 0) return code;
+    for (uint64_t at = 0;;) {
+        if (length > head.bytes - at || length == 0)
+            return client_lost(c, fail(CXLKV_E_WORKER, "the worker's result of %lu bytes goes on "
+                                       "by %lu after %lu", head.bytes, length, at), RETRY_NS);
+        memcpy(c->result + at, c->response + sizeof(head), length);
+        at += length;
+        if (at == head.bytes) return 0;
+        answer_head next;
+        request_more more = {.result = head.result, .offset = at};
+        memcpy(c->request + sizeof(request_head), &more, sizeof(more));
+        code = client_ask(c, REQUEST_MORE, 0, sizeof(request_head) + sizeof(more),
+                          call->deadline_ns, &next, &length);
+        if (code < 0) return code;
+    }
+}
+
+/* ---- select ---- */
+
+/* Where the lists of a select go. */
+typedef struct collecting {
+    uint64_t row;                /* the next of [lists, kv_heads] */
+    uint32_t k_max, k;           /* room for each; the longest so far */
+    double error;                /* mean errors, times lists */
+} collecting;
+
+static uint64_t put_select(const calling *call, group g, const collecting *to) {
+    const cxlkv_select_args *args = call->select;
+    uint32_t count = g.high - g.low;
+    request_select select = {.layer = args->layer, .q_heads = args->q_heads,
+                             .dtype = args->queries.dtype, .method = call->method,
+                             .union_over = args->union_over, .per = args->per,
+                             .scale = args->scale, .errors = args->errors,
+                             .rows = (uint32_t)rows_of(call, g),
+                             .budget_count = args->budget_count == 1 ? 1 : count,
+                             .k_max = to->k_max, .pages_min = args->pages_min};
+    const cxlkv_budget *budgets = args->budgets + (args->budget_count == 1 ? 0 : g.low);
+    uint8_t *at = call->client->request + sizeof(request_head);
+    at = put(at, &select, sizeof(select));
+    at = put_sequences(call, g, at);
+    at = put(at, budgets, select.budget_count * sizeof(*budgets));
+    return put_rows(call, g, at);
+}
+
+/* Rows of a result to args, k_max apart; their lengths and pages may be what they say. */
+static int place_lists(worker_client *c, const cxlkv_select_args *args, uint64_t rows, uint32_t k,
+                       uint64_t page_end, const collecting *to) {
+    const int32_t *pages = (const int32_t *)(const void *)(c->result + sizeof(answer_select));
+    const float *scores = (const float *)(pages + rows * k);
+    const int32_t *counts = (const int32_t *)(scores + rows * k);
+    bool right = true;
+    for (uint64_t row = 0; right && row < rows; row++) {
+        uint64_t at = (to->row + row) * to->k_max, count = (uint32_t)counts[row];
+        if (!(right = count <= k)) break;
+        for (uint64_t i = 0; i < count; i++) {
+            int32_t page = pages[row * k + i];
+            right &= page >= 0 && (uint64_t)page < page_end;
+        }
+        memcpy(args->pages + at, pages + row * k, count * sizeof(*pages));
+        memcpy(args->scores + at, scores + row * k, count * sizeof(*scores));
+        args->counts[to->row + row] = (int32_t)count;
+    }
+    return right ? 0 : client_lost(c, fail(CXLKV_E_WORKER, "the worker named pages that there are "
+                                           "not"), RETRY_NS);
+}
+
+/* From k_max apart to k apart, padded. */
+static void close_gaps(const cxlkv_select_args *args, const collecting *all) {
+    for (uint64_t row = 0; row < all->row; row++) {
+        int32_t *pages = args->pages + row * all->k;
+        float *scores = args->scores + row * all->k;
+        uint64_t count = (uint64_t)args->counts[row];
+        memmove(pages, args->pages + row * all->k_max, count * sizeof(*pages));
+        memmove(scores, args->scores + row * all->k_max, count * sizeof(*scores));
+        for (; count < all->k; count++) {
+            pages[count] = -1;
+            scores[count] = -INFINITY;
+        }
+    }
+}
+
+static uint64_t lists_of(const calling *call, uint32_t per, group g) {
+    return per == CXLKV_PER_QUERY ? rows_of(call, g) : g.high - g.low;
+}
+
+/* Pages of the longest sequence, with its tail. */
+static uint64_t pages_of(const calling *call, group g) {
+    uint64_t longest = 0;
+    for (uint32_t i = g.low; i < g.high; i++) {
+        uint64_t tokens = call->batch->sequences[i]->layer_tokens[call->layer];
+        if (tokens > longest) longest = tokens;
+    }
+    return (longest + call->facts.page_tokens - 1) / call->facts.page_tokens;
+}
+
+static int select_group(const calling *call, group g, collecting *to) {
+    worker_client *c = call->client;
+    cxlkv_select_args *args = call->select;
+    answer_head head = {0};
+    answer_select found;
+    uint64_t length = 0, rows = lists_of(call, args->per, g) * call->facts.kv_heads;
+    uint64_t bytes = put_select(call, g, to);
+    int code = client_ask(c, REQUEST_SELECT, g.high - g.low, bytes, call->deadline_ns, &head,
+                          &length);
+    if (code == -CXLKV_E_ROOM) args->k = head.k;
+    if (code < 0) return code;
+    if (head.k > to->k_max)
+        return client_lost(c, fail(CXLKV_E_WORKER, "the worker's lists have %u pages, there is "
+                                   "room for %u", head.k, to->k_max), RETRY_NS);
+    code = take_result(call, head, length, sizeof(found) + rows * 4 * (2ull * head.k + 1));
+    if (code == 0) code = place_lists(c, args, rows, head.k, pages_of(call, g), to);
+    if (code < 0) return code;
+    memcpy(&found, c->result, sizeof(found));
+    args->bytes_scored += found.bytes_scored;
+    args->bytes_sketched += found.bytes_sketched;
+    args->tokens_scored += found.tokens_scored;
+    args->bytes_fetched += found.bytes_fetched;
+    args->method = found.method;
+    args->lists_staged += found.lists_staged;
+    to->error += (double)found.mean_error * found.lists_staged;
+    to->row += rows;
+    if (head.k > to->k) to->k = head.k;
+    tails_told(call, g);
+    return 0;
+}
+
+static int select_all(calling *call) {
+    cxlkv_select_args *args = call->select;
+    uint64_t rows = lists_of(call, args->per, (group){0, call->batch->count}) *
+                    call->facts.kv_heads;
+    collecting to = {.k_max = (uint32_t)min_u64(INT32_MAX, args->capacity / rows)};
+    int code = 0;
+    args->lists_staged = 0;
+    args->bytes_scored = args->bytes_sketched = args->tokens_scored = args->bytes_fetched = 0;
+    for (group g = {0, 0}; code == 0 && g.high < call->batch->count;) {
+        code = group_from(call, g.high, &g);
+        if (code == 0) code = select_group(call, g, &to);
+    }
+    if (code < 0) return code;
+    args->k = to.k;
+    args->mean_error = args->lists_staged ? (float)(to.error / args->lists_staged) : 0;
+    close_gaps(args, &to);
+    return 0;
+}
+
+/* ---- attend ---- */
+
+/* A group's pages lie side by side: its lists follow each other. */
+static uint8_t *put_pages(const calling *call, group g, uint8_t *to) {
+    const cxlkv_picked *picked = &call->attend->picked;
+    if (!picked->pages) return to;
+    uint64_t list = (uint64_t)call->facts.kv_heads * picked->k;
+    uint64_t first = lists_of(call, picked->per, (group){0, g.low});
+    to = put(to, picked->pages + first * list,
+             lists_of(call, picked->per, g) * list * sizeof(*picked->pages));
+    return fill_to_8(call, to);
+}
+
+static uint64_t put_attend(const calling *call, group g, uint32_t parts) {
+    const cxlkv_attend_args *args = call->attend;
+    const cxlkv_picked *picked = &args->picked;
+    request_attend attend = {.layer = args->layer, .q_heads = args->q_heads,
+                             .dtype = args->queries.dtype, .scale = args->scale,
+                             .softcap = args->softcap, .rows = (uint32_t)rows_of(call, g),
+                             .parts = parts};
+    if (picked->pages) {
+        attend.per = picked->per;
+        attend.lists = (uint32_t)lists_of(call, picked->per, g);
+        attend.k = picked->k;
+    }
+    uint8_t *at = call->client->request + sizeof(request_head);
+    at = put(at, &attend, sizeof(attend));
+    at = put_sequences(call, g, at);
+    at = put_pages(call, g, at);
+    return put_rows(call, g, at);
+}
+
+static int attend_group(calling *call, group g, uint32_t parts) {
+    worker_client *c = call->client;
+    const cxlkv_attend_args *args = call->attend;
+    answer_head head = {0};
+    answer_attend found;
+    uint64_t value_dim = call->batch->pool->layout.value_head_dim, length = 0;
+    uint64_t row_bytes = value_dim * dtype_bytes(args->queries.dtype);
+    uint64_t first = (uint64_t)call->starts[g.low] * args->q_heads;
+    uint64_t rows = rows_of(call, g) * args->q_heads;
+    uint64_t bytes = put_attend(call, g, parts);
+    int code = client_ask(c, REQUEST_ATTEND, g.high - g.low, bytes, call->deadline_ns, &head,
+                          &length);
+    if (code == 0)
+        code = take_result(call, head, length, sizeof(found) + rows * (sizeof(float) + row_bytes));
+    if (code < 0) return code;
+    const uint8_t *at = c->result + sizeof(found);
+    memcpy(&found, c->result, sizeof(found));
+    memcpy(args->lse + first, at, rows * sizeof(float));
+    memcpy((uint8_t *)args->out + first * row_bytes, at + rows * sizeof(float), rows * row_bytes);
+    call->bytes_attended += found.bytes_attended;
+    tails_told(call, g);
+    return 0;
+}
+
+static int attend_all(calling *call) {
+    /* Of the whole batch: so that the sums of a part of it are cut where they would be here. */
+    uint32_t parts = attend_parts(call->batch, call->attend);
+    int code = 0;
+    call->bytes_attended = 0;
+    for (group g = {0, 0}; code == 0 && g.high < call->batch->count;) {
+        code = group_from(call, g.high, &g);
+        if (code == 0 && rows_of(call, g)) code = attend_group(call, g, parts);
+    }
+    return code;
+}
+
+/* ---- both ---- */
+
+/* Each sequence has a place for what the worker was told of it. */
+static int tables_reserve(cxlkv_batch *batch) {
+    uint32_t parts = batch->pool->geometry.part_count;
+    for (uint32_t i = 0; i < batch->count; i++) {
+        cxlkv_sequence *sequence = batch->sequences[i];
+        if (!sequence->worker_tables)
+            sequence->worker_tables = calloc(parts, sizeof(*sequence->worker_tables));
+        if (!sequence->worker_tails)
+            sequence->worker_tails =
+                calloc(batch->pool->layout.layers, sizeof(*sequence->worker_tails));
+        if (!sequence->worker_tables || !sequence->worker_tails)
+            return fail(ENOMEM, "no memory for a worker's tables");
+    }
+    return batch->count <= REQUEST_TABLES_MAX ? 0
+           : fail(CXLKV_E_ARGUMENT, "%u sequences at once: the worker takes %d", batch->count,
+                  REQUEST_TABLES_MAX);
+}
+
+/* Keys, and values, that are read at most, times what more than 8 queries a head take. */
+static double work_bytes(const calling *call) {
+    const cxlkv_layout *layout = &call->batch->pool->layout;
+    double dim = layout->head_dim + (call->attend ? layout->value_head_dim : 0);
+    double bytes = 0, token = layout->kv_heads * dim * 4;
+    for (uint32_t i = 0; i < call->batch->count; i++) {
+        double queries = (double)rows_of(call, (group){i, i + 1}) * call->q_heads /
+                         layout->kv_heads;
+        bytes += (double)call->batch->sequences[i]->layer_tokens[call->layer] * token *
+                 fmax(1, queries / 8);
+    }
+    return bytes;
+}
+
+static int told_and_run(calling *call) {
+    worker_client *c = call->client;
+    int code = 0;
+    if (atomic_load(&c->untold) || c->next_table + call->batch->count > REQUEST_TABLES_MAX)
+        code = client_forget(c, call->deadline_ns);
+    if (code == 0) code = client_tell(c, call->batch, call->layer, call->deadline_ns);
+    return code == 0 ? call->run(call) : code;
+}
+
+/* Under the locks of the batch. */
+static int call_locked(calling *call) {
+    worker_client *c = call->client;
+    call->deadline_ns = client_deadline(c, work_bytes(call));
+    int code = client_lock(c, call->deadline_ns);
+    if (code < 0) return code;
+    code = tables_reserve(call->batch);
+    /* A second time when tables are not what was told, or a worker has taken the other's place. */
+    for (int attempt = 0; code == 0 && attempt < 2; attempt++) {
+        bool was_connected = c->connected;
+        code = was_connected ? 0 : client_connect(call->batch->pool, c);
+        if (code == 0) code = told_and_run(call);
+        bool again = code == -CXLKV_E_STALE ||
+                     (code == -CXLKV_E_WORKER && was_connected && c->retry_ns <= boottime_ns());
+        if (!again || attempt) break;
+        if (c->connected) c->epoch++, c->next_table = 0;
+        code = 0;
+    }
+    if (code == 0) {
+        *(call->select ? &c->state.selects : &c->state.attends) += 1;
+    } else if (code != -CXLKV_E_ROOM || !call->select) {
+        if (!strstr(cxlkv_error_text(), "is left alone for"))
+            snprintf(c->state.why, sizeof(c->state.why), "%s", cxlkv_error_text());
+        *(call->select ? &c->state.selects_here : &c->state.attends_here) +=
+            atomic_load(&c->use) == CXLKV_WORKER_IF_THERE;
+    }
+    pthread_mutex_unlock(&c->lock);
+    return code;
+}
+
+static bool lists_fit(const calling *call) {
+    const cxlkv_picked *picked = call->attend ? &call->attend->picked : NULL;
+    group all = {0, call->batch->count};
+    return !picked || !picked->pages || picked->lists == lists_of(call, picked->per, all);
+}
+
+/* 0, an error that is the caller's, or NOT_BY_WORKER. */
+static int64_t by_worker(calling *call) {
+    cxlkv_batch *batch = call->batch;
+    worker_client *c = call->client = atomic_load(&batch->pool->client);
+    uint32_t rows, use = c ? atomic_load(&c->use) : CXLKV_WORKER_NONE;
+    if (use == CXLKV_WORKER_NONE || batch_lock(batch, false) < 0) return NOT_BY_WORKER;
+    int64_t code = NOT_BY_WORKER;
+    call->facts = worker_facts(batch->pool);
+    /* What is wrong in the arguments is said by this process. */
+    if (queries_check(batch, call->layer, call->q_heads, call->queries, call->starts, &rows) == 0 &&
+        rows > 0 && lists_fit(call))
+        code = call_locked(call);
+    if (code == 0) {
+        cxlkv_picked picked = call->select ? select_chosen(call->select) : call->attend->picked;
+        hotness_count(batch, call->layer, &picked, call->starts);
+    }
+    batch_unlock(batch);
+    if (code >= 0 || (code == -CXLKV_E_ROOM && call->select)) return code;
+    return use == CXLKV_WORKER_ONLY ? code : NOT_BY_WORKER;
+}
+
+int64_t worker_select(cxlkv_batch *batch, cxlkv_select_args *args, uint32_t method) {
+    bool one = args->budget_count == 1;
+    calling call = {.batch = batch, .operation = REQUEST_SELECT, .layer = args->layer,
+                    .q_heads = args->q_heads, .queries = &args->queries, .starts = args->starts,
+                    .fixed_bytes = sizeof(request_select) + (one ? sizeof(cxlkv_budget) : 0),
+                    .sequence_bytes = one ? 0 : sizeof(cxlkv_budget), .run = select_all,
+                    .select = args, .method = method};
+    int64_t code = by_worker(&call);
+    return code == 0 ? args->k : code;
+}
+
+int64_t worker_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
+    const cxlkv_picked *picked = &args->picked;
+    uint64_t list = picked->pages ? 4ull * batch->pool->layout.kv_heads * picked->k : 0;
+    bool per_query = picked->per == CXLKV_PER_QUERY;
+    calling call = {.batch = batch, .operation = REQUEST_ATTEND, .layer = args->layer,
+                    .q_heads = args->q_heads, .queries = &args->queries, .starts = args->starts,
+                    .fixed_bytes = sizeof(request_attend), .run = attend_all, .attend = args,
+                    .sequence_bytes = per_query ? 0 : list, .row_bytes = per_query ? list : 0};
+    int64_t code = by_worker(&call);
+    return code == 0 ? (int64_t)call.bytes_attended : code;
+}

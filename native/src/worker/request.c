@@ -1,0 +1,285 @@
+/* Requests to the worker, checked: the one place that reads their bytes before they are trusted. */
+#include "worker/request.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "pool/internal.h"
+
+/* Reads on from `at`; false when fewer bytes are left. */
+typedef struct reading {
+    const uint8_t *bytes;
+    uint64_t length, at;
+} reading;
+
+static bool read_bytes(reading *r, void *to, uint64_t count) {
+    if (count > r->length - r->at) return false;
+    memcpy(to, r->bytes + r->at, count);
+    r->at += count;
+    return true;
+}
+
+/* An array, with what fills it up to a multiple of 8. */
+static bool read_array(reading *r, uint64_t bytes, const uint8_t **out) {
+    if (bytes > r->length - r->at || align_up(bytes, 8) > r->length - r->at) return false;
+    *out = r->bytes + r->at;
+    r->at += align_up(bytes, 8);
+    return true;
+}
+
+static int short_error(const reading *r, const char *what) {
+    return fail(CXLKV_E_ARGUMENT, "request: %s end behind its %lu bytes", what, r->length);
+}
+
+request_table request_table_at(const request *r, uint32_t index) {
+    request_table item;
+    memcpy(&item, r->items + (uint64_t)index * sizeof(item), sizeof(item));
+    return item;
+}
+
+request_sequence request_sequence_at(const request *r, uint32_t index) {
+    request_sequence item;
+    memcpy(&item, r->items + (uint64_t)index * sizeof(item), sizeof(item));
+    return item;
+}
+
+static uint64_t tail_bytes(const request_facts *facts, uint64_t tokens, uint32_t known,
+                           uint32_t dim) {
+    uint64_t token_bytes = (uint64_t)facts->kv_heads * dim * dtype_bytes(facts->dtype);
+    return align_up((tokens % facts->page_tokens - known) * token_bytes, 8);
+}
+
+uint64_t request_key_bytes(const request_facts *facts, const request_sequence *item) {
+    return tail_bytes(facts, item->tokens, item->keys_known, facts->head_dim);
+}
+
+uint64_t request_value_bytes(const request_facts *facts, const request_sequence *item) {
+    return tail_bytes(facts, item->tokens, item->values_known, facts->value_dim);
+}
+
+uint64_t request_query_bytes(const request_facts *facts, uint64_t rows, uint32_t q_heads,
+                             uint32_t dtype) {
+    return rows * q_heads * facts->head_dim * dtype_bytes(dtype);
+}
+
+/* ---- tables ---- */
+
+static int check_table(const request_facts *facts, const request_table *item, uint32_t index) {
+    if (item->table >= REQUEST_TABLES_MAX || item->part >= facts->part_count || item->reserved)
+        return fail(CXLKV_E_ARGUMENT, "request: table %u is number %u of part %u: below %d and %u",
+                    index, item->table, item->part, REQUEST_TABLES_MAX, facts->part_count);
+    uint64_t end = (uint64_t)item->kept + item->added;
+    if (item->to == 0 ? item->added || item->kept || item->first
+                      : item->kept < item->first || end > REQUEST_PAGES_MAX)
+        return fail(CXLKV_E_ARGUMENT, "request: table %u keeps pages [%u, %u) and adds %u", index,
+                    item->first, item->kept, item->added);
+    if (item->to && end - item->first > facts->page_count)
+        return fail(CXLKV_E_ARGUMENT, "request: table %u holds %lu pages, of %u that there are",
+                    index, end - item->first, facts->page_count);
+    if (item->to && item->from == 0 && item->kept != item->first)
+        return fail(CXLKV_E_ARGUMENT, "request: table %u is new and keeps pages", index);
+    return 0;
+}
+
+static int parse_tables(reading *r, const request_facts *facts, request *out) {
+    uint64_t count = out->head.count;
+    if (!read_array(r, count * sizeof(request_table), &out->items))
+        return short_error(r, "its tables");
+    out->entry_count = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        request_table item = request_table_at(out, i);
+        int code = check_table(facts, &item, i);
+        if (code < 0) return code;
+        out->entry_count += item.added;
+    }
+    if (!read_array(r, out->entry_count * REQUEST_ENTRY_BYTES, &out->entries))
+        return short_error(r, "the pages of its tables");
+    for (uint64_t i = 0; i < out->entry_count; i++) {
+        uint32_t page;
+        memcpy(&page, out->entries + i * REQUEST_ENTRY_BYTES + 8, sizeof(page));
+        if (page >= facts->page_count)
+            return fail(CXLKV_E_ARGUMENT, "request: page %u of %u", page, facts->page_count);
+    }
+    return 0;
+}
+
+/* ---- select and attend ---- */
+
+static int check_queries(const request_facts *facts, uint32_t layer, uint32_t q_heads,
+                         uint32_t dtype, uint32_t rows, float scale) {
+    if (layer >= facts->layers)
+        return fail(CXLKV_E_ARGUMENT, "request: layer %u of %u", layer, facts->layers);
+    if (q_heads == 0 || q_heads % facts->kv_heads || q_heads / facts->kv_heads > REQUEST_GROUP_MAX)
+        return fail(CXLKV_E_ARGUMENT, "request: %u query heads for %u kv heads", q_heads,
+                    facts->kv_heads);
+    if (dtype >= DTYPE_COUNT) return fail(CXLKV_E_ARGUMENT, "request: dtype %u of queries", dtype);
+    if (rows > INT32_MAX || (uint64_t)rows * q_heads > INT32_MAX)
+        return fail(CXLKV_E_ARGUMENT, "request: %u rows of %u heads", rows, q_heads);
+    if (!(scale > 0 && scale < INFINITY))
+        return fail(CXLKV_E_ARGUMENT, "request: scale %g", (double)scale);
+    return 0;
+}
+
+/* How much of its tail the worker can have; and that the rows are as many as the arguments say. */
+static int check_sequences(const request_facts *facts, const request *out, uint32_t rows_wanted,
+                           bool attends) {
+    uint64_t rows = 0;
+    for (uint32_t i = 0; i < out->head.count; i++) {
+        request_sequence item = request_sequence_at(out, i);
+        uint64_t filled = item.tokens % facts->page_tokens;
+        if (item.table >= REQUEST_TABLES_MAX || item.version == 0 || item.rows > item.tokens ||
+            item.tokens / facts->page_tokens > REQUEST_PAGES_MAX || item.keys_known > filled ||
+            item.values_known > (attends && facts->value_dim ? filled : 0))
+            return fail(CXLKV_E_ARGUMENT, "request: sequence %u, table %u: %u rows of %lu tokens, "
+                        "%u keys and %u values of its tail are known", i, item.table, item.rows,
+                        item.tokens, item.keys_known, item.values_known);
+        rows += item.rows;
+    }
+    if (rows == rows_wanted) return 0;
+    return fail(CXLKV_E_ARGUMENT, "request: %u rows, its sequences have %lu", rows_wanted, rows);
+}
+
+static int parse_sequences(reading *r, const request_facts *facts, request *out, uint32_t rows,
+                           bool attends) {
+    if (!read_array(r, (uint64_t)out->head.count * sizeof(request_sequence), &out->items))
+        return short_error(r, "its sequences");
+    return check_sequences(facts, out, rows, attends);
+}
+
+/* The last of a request: queries, then what is new of the tails. */
+static int parse_rows(reading *r, const request_facts *facts, request *out, bool attends) {
+    uint64_t key_bytes = 0, value_bytes = 0;
+    for (uint32_t i = 0; i < out->head.count; i++) {
+        request_sequence item = request_sequence_at(out, i);
+        key_bytes += request_key_bytes(facts, &item);
+        if (attends) value_bytes += request_value_bytes(facts, &item);
+    }
+    if (!read_array(r, out->query_bytes, &out->queries)) return short_error(r, "its queries");
+    if (!read_array(r, key_bytes, &out->keys)) return short_error(r, "the keys of its tails");
+    if (!read_array(r, value_bytes, &out->values)) return short_error(r, "the values of its tails");
+    return 0;
+}
+
+static int check_select(const request_facts *facts, const request_select *s, uint32_t count) {
+    int code = check_queries(facts, s->layer, s->q_heads, s->dtype, s->rows, s->scale);
+    if (code < 0) return code;
+    if (s->method > CXLKV_METHOD_AUTO || s->union_over > CXLKV_UNION_LAYER ||
+        s->per > CXLKV_PER_SEQUENCE)
+        return fail(CXLKV_E_ARGUMENT, "request: unknown method, union or per");
+    if (s->method == CXLKV_METHOD_TWO_STAGE && !facts->sketch)
+        return fail(CXLKV_E_ARGUMENT, "request: two stages in a pool without sketches");
+    if (!(s->errors >= 0))
+        return fail(CXLKV_E_ARGUMENT, "request: %g errors", (double)s->errors);
+    if (s->budget_count != 1 && s->budget_count != count)
+        return fail(CXLKV_E_ARGUMENT, "request: %u budgets for %u sequences", s->budget_count,
+                    count);
+    if (s->k_max > INT32_MAX)
+        return fail(CXLKV_E_ARGUMENT, "request: lists of %u pages", s->k_max);
+    return 0;
+}
+
+static int check_budgets(const request *out) {
+    for (uint32_t i = 0; i < out->select.budget_count; i++) {
+        cxlkv_budget budget;
+        memcpy(&budget, out->budgets + (uint64_t)i * sizeof(budget), sizeof(budget));
+        if (budget.kind > CXLKV_BUDGET_MASS ||
+            (budget.kind == CXLKV_BUDGET_PAGES ? budget.pages == 0
+                                               : !(budget.amount > 0 && budget.amount <= 1)))
+            return fail(CXLKV_E_ARGUMENT, "request: budget %u of kind %u, %u pages, amount %g", i,
+                        budget.kind, budget.pages, budget.amount);
+    }
+    return 0;
+}
+
+static int parse_select(reading *r, const request_facts *facts, request *out) {
+    const request_select *s = &out->select;
+    if (!read_bytes(r, &out->select, sizeof(*s))) return short_error(r, "its arguments");
+    int code = check_select(facts, s, out->head.count);
+    if (code < 0) return code;
+    code = parse_sequences(r, facts, out, s->rows, false);
+    if (code < 0) return code;
+    if (!read_array(r, (uint64_t)s->budget_count * sizeof(cxlkv_budget), &out->budgets))
+        return short_error(r, "its budgets");
+    out->layer = s->layer;
+    out->query_bytes = request_query_bytes(facts, s->rows, s->q_heads, s->dtype);
+    code = parse_rows(r, facts, out, false);
+    return code < 0 ? code : check_budgets(out);
+}
+
+static int check_attend(const request_facts *facts, const request_attend *a, uint32_t count) {
+    int code = check_queries(facts, a->layer, a->q_heads, a->dtype, a->rows, a->scale);
+    if (code < 0) return code;
+    if (!(a->softcap >= 0 && a->softcap < INFINITY))
+        return fail(CXLKV_E_ARGUMENT, "request: softcap %g", (double)a->softcap);
+    uint32_t wanted = a->per == CXLKV_PER_QUERY ? a->rows : count;
+    if (a->per > CXLKV_PER_SEQUENCE || (a->lists ? a->lists != wanted : a->k || a->per))
+        return fail(CXLKV_E_ARGUMENT, "request: %u lists of %u pages, per %u: %u are wanted, or "
+                    "none", a->lists, a->k, a->per, wanted);
+    if (a->parts == 0 || a->parts > (a->lists ? 1 : REQUEST_PARTS_MAX))
+        return fail(CXLKV_E_ARGUMENT, "request: pages in %u parts", a->parts);
+    return 0;
+}
+
+/* Each page is one of its sequence, or -1. */
+static int check_pages(const request_facts *facts, const request *out) {
+    const request_attend *a = &out->attend;
+    const uint8_t *at = out->pages;
+    for (uint32_t i = 0; a->lists && i < out->head.count; i++) {
+        request_sequence item = request_sequence_at(out, i);
+        uint64_t lists = a->per == CXLKV_PER_QUERY ? item.rows : 1;
+        int64_t pages = (int64_t)((item.tokens + facts->page_tokens - 1) / facts->page_tokens);
+        for (uint64_t n = lists * facts->kv_heads * a->k; n; n--, at += sizeof(int32_t)) {
+            int32_t page;
+            memcpy(&page, at, sizeof(page));
+            if (page < -1 || page >= pages)
+                return fail(CXLKV_E_ARGUMENT, "request: page %d of sequence %u, which has %ld",
+                            page, i, (long)pages);
+        }
+    }
+    return 0;
+}
+
+static int parse_attend(reading *r, const request_facts *facts, request *out) {
+    const request_attend *a = &out->attend;
+    if (!read_bytes(r, &out->attend, sizeof(*a))) return short_error(r, "its arguments");
+    int code = check_attend(facts, a, out->head.count);
+    if (code < 0) return code;
+    code = parse_sequences(r, facts, out, a->rows, true);
+    if (code < 0) return code;
+    uint64_t lists = (uint64_t)a->lists * facts->kv_heads;
+    if ((lists && a->k > r->length / sizeof(int32_t) / lists) ||
+        !read_array(r, lists * a->k * sizeof(int32_t), &out->pages))
+        return short_error(r, "its pages");
+    code = check_pages(facts, out);
+    if (code < 0) return code;
+    out->layer = a->layer;
+    out->query_bytes = request_query_bytes(facts, a->rows, a->q_heads, a->dtype);
+    return parse_rows(r, facts, out, true);
+}
+
+/* ---- all ---- */
+
+int request_parse(const uint8_t *bytes, uint64_t length, const request_facts *facts,
+                  request *out) {
+    reading r = {.bytes = bytes, .length = length};
+    int code = 0;
+    if (!read_bytes(&r, &out->head, sizeof(out->head)) || out->head.magic != REQUEST_MAGIC)
+        return fail(CXLKV_E_ARGUMENT, "request: these %lu bytes are none", length);
+    if (out->head.bytes != length)
+        return fail(CXLKV_E_ARGUMENT, "request: %lu bytes, it says %u", length, out->head.bytes);
+    bool counts = out->head.operation == REQUEST_TABLES ||
+                  out->head.operation == REQUEST_SELECT || out->head.operation == REQUEST_ATTEND;
+    if (counts != (out->head.count > 0))
+        return fail(CXLKV_E_ARGUMENT, "request: operation %u of %u items", out->head.operation,
+                    out->head.count);
+    if (out->head.operation == REQUEST_TABLES) code = parse_tables(&r, facts, out);
+    else if (out->head.operation == REQUEST_SELECT) code = parse_select(&r, facts, out);
+    else if (out->head.operation == REQUEST_ATTEND) code = parse_attend(&r, facts, out);
+    else if (out->head.operation == REQUEST_MORE)
+        code = read_bytes(&r, &out->more, sizeof(out->more)) ? 0 : short_error(&r, "its numbers");
+    else if (out->head.operation != REQUEST_LEAVE)
+        code = fail(CXLKV_E_ARGUMENT, "request: operation %u", out->head.operation);
+    if (code == 0 && r.at != length)
+        code = fail(CXLKV_E_ARGUMENT, "request: %lu bytes are left over", length - r.at);
+    return code;
+}

@@ -1,0 +1,600 @@
+/* The worker: holds the pages of its clients' tables, and selects and attends for them, slot after
+ * slot.
+ *
+ * Nothing of a client is believed: a request is checked on a copy (request.c), and pages are held
+ * under the rules of adopt() before a byte of them is read. The work itself is done by the same
+ * functions as anywhere, on sequences that are made of the tables. What a dead client's tables hold
+ * is dropped when its lock on the slot is gone. */
+#include "worker/worker.h"
+
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/flush.h"
+
+/* Without requests: spins, then lets others run, then sleeps until a client rings. */
+enum { SPIN_NS = 300000, YIELD_NS = 2000000, LOOK_NS = 100000000, SLEEP_NS = LOOK_NS };
+enum { RESULT_BYTES_MAX = 256 << 20, RESULT_BYTES_KEPT = 16 << 20 /* of an array, for later */ };
+/* A sequence with a window has a list of its chunks from its first page on, 12 bytes for 256 pages,
+ * though it holds few of them: what one client's tables may come to. */
+enum { SPAN_PAGES_MAX = 1 << 28 };
+
+typedef struct table {
+    cxlkv_sequence *sequence;    /* NULL: there is none; pages of one part only */
+    uint64_t version;
+    uint64_t request;            /* that used it last */
+    uint32_t part;
+} table;
+
+/* What one client has told. */
+typedef struct session {
+    struct cxlkv_worker *worker;
+    uint64_t nonce;              /* of the claim that it belongs to; 0: none */
+    table *tables;
+    uint32_t table_capacity;
+    uint64_t span_pages;         /* of its tables, those behind their windows too */
+} session;
+
+/* Memory that grows. */
+typedef struct buffer {
+    void *data;
+    uint64_t bytes;
+} buffer;
+
+/* The last select's or attend's, until the next one: longer ones are fetched in several answers. */
+typedef struct result {
+    uint64_t number;             /* 0: none */
+    uint64_t nonce;              /* whose it is */
+    uint32_t k;
+    struct {
+        const void *data;
+        uint64_t bytes;
+    } parts[4];                  /* all of it, in this order */
+    answer_select selected;
+    buffer pages, scores, counts;
+    answer_attend attended;
+    buffer lse, out;
+} result;
+
+struct cxlkv_worker {
+    cxlkv_pool *pool;
+    worker_file file;
+    request_facts facts;
+    rpc_slot slots[WORKER_SLOTS_MAX];
+    session sessions[WORKER_SLOTS_MAX];
+    uint8_t *local;              /* of all slots: a request and an answer */
+    cxlkv_batch batch;           /* of the request that is worked on; keeps its scratch */
+    uint32_t batch_capacity;
+    int32_t *starts;
+    result result;
+    uint64_t requests, refused;
+    uint64_t looked_ns, served_ns;
+};
+
+request_facts worker_facts(const cxlkv_pool *pool) {
+    const cxlkv_layout *layout = &pool->layout;
+    return (request_facts){.layers = layout->layers, .kv_heads = layout->kv_heads,
+                           .head_dim = layout->head_dim, .page_tokens = layout->page_tokens,
+                           .dtype = layout->dtype, .sketch = layout->sketch,
+                           .value_dim = values_are_keys(layout) ? 0 : layout->value_head_dim,
+                           .page_count = pool->host->page_count,
+                           .part_count = pool->geometry.part_count};
+}
+
+/* ---- tables ---- */
+
+static void table_clear(table *t) {
+    cxlkv_sequence_destroy(t->sequence);
+    *t = (table){0};
+}
+
+static void session_clear(session *s) {
+    for (uint32_t i = 0; i < s->table_capacity; i++) table_clear(&s->tables[i]);
+    free(s->tables);
+    *s = (session){.worker = s->worker};
+}
+
+static table *table_of(session *s, uint32_t number) {
+    if (number >= s->table_capacity) {
+        uint32_t capacity = min_u32(REQUEST_TABLES_MAX, number + number / 2 + 16);
+        table *grown = realloc(s->tables, capacity * sizeof(*grown));
+        if (!grown) return NULL;
+        memset(grown + s->table_capacity, 0, (capacity - s->table_capacity) * sizeof(*grown));
+        s->tables = grown;
+        s->table_capacity = capacity;
+    }
+    return &s->tables[number];
+}
+
+static int table_add(cxlkv_sequence *sequence, const request_table *item, const uint8_t *entries) {
+    int code = sequence_cut(sequence, item->kept);
+    if (code == 0) code = sequence_hold(sequence, item->part, entries, item->added);
+    return code;
+}
+
+/* The new one holds its pages before the old one drops them: what both have stays verified. */
+static int table_renew(cxlkv_pool *pool, table *t, const request_table *item,
+                       const uint8_t *entries) {
+    cxlkv_sequence *made;
+    int code = sequence_make(pool, &made);
+    if (code < 0) return code;
+    made->page_count = made->tables[item->part].first = item->first;
+    code = sequence_hold(made, item->part, entries, item->added);
+    if (code < 0) {
+        cxlkv_sequence_destroy(made);
+        return code;
+    }
+    if (t->sequence && t->part == item->part) { /* what is known of its tails stays */
+        cxlkv_sequence *old = t->sequence, both = *old;
+        old->tails = made->tails;
+        old->layer_tokens = made->layer_tokens;
+        old->worker_tails = made->worker_tails;
+        made->tails = both.tails;
+        made->layer_tokens = both.layer_tokens;
+        made->worker_tails = both.worker_tails;
+    }
+    table_clear(t);
+    *t = (table){.sequence = made, .part = item->part};
+    return 0;
+}
+
+static int table_apply(session *s, table *t, const request_table *item, const uint8_t *entries) {
+    if (item->to == 0) {
+        table_clear(t);
+        return 0;
+    }
+    if (item->first && !s->worker->pool->parts[item->part].window)
+        return fail(CXLKV_E_ARGUMENT, "worker: table %u begins with page %u, and part %u has no "
+                    "window", item->table, item->first, item->part);
+    int code = 0;
+    if (item->from == 0) {
+        code = table_renew(s->worker->pool, t, item, entries);
+    } else {
+        if (!t->sequence || t->version != item->from || t->part != item->part ||
+            t->sequence->tables[t->part].first != item->first ||
+            t->sequence->page_count < item->kept)
+            return fail(CXLKV_E_STALE, "worker: table %u is not at version %lu, or shorter than "
+                        "%u pages", item->table, item->from, item->kept);
+        code = table_add(t->sequence, item, entries);
+    }
+    if (code < 0) table_clear(t);
+    else t->version = item->to;
+    return code;
+}
+
+static uint64_t span_of(const table *t) { return t->sequence ? t->sequence->page_count : 0; }
+
+static int table_change(session *s, const request_table *item, const uint8_t *entries) {
+    table *t = table_of(s, item->table);
+    if (!t) return fail(ENOMEM, "worker: no memory for table %u", item->table);
+    if (item->to && t->version == item->to) return 0; /* asked again: it was done */
+    uint64_t others = s->span_pages - span_of(t), end = (uint64_t)item->kept + item->added;
+    if (item->to && others + end > SPAN_PAGES_MAX)
+        return fail(CXLKV_E_ARGUMENT, "worker: table %u of %lu pages beside others of %lu: at most "
+                    "%u for one client. Release sequences, or select without the worker",
+                    item->table, end, others, SPAN_PAGES_MAX);
+    int code = table_apply(s, t, item, entries);
+    s->span_pages = others + span_of(t);
+    return code;
+}
+
+static int do_tables(session *s, const request *r) {
+    const uint8_t *entries = r->entries;
+    for (uint32_t i = 0; i < r->head.count; i++) {
+        request_table item = request_table_at(r, i);
+        int code = table_change(s, &item, entries);
+        if (code < 0) return code;
+        entries += (uint64_t)item.added * REQUEST_ENTRY_BYTES;
+    }
+    return 0;
+}
+
+/* ---- the sequences of a request ---- */
+
+static int batch_reserve(cxlkv_worker *w, uint32_t count) {
+    if (count <= w->batch_capacity) return 0;
+    uint32_t capacity = count + count / 2;
+    cxlkv_sequence **lists = malloc(2 * (uint64_t)capacity * sizeof(*lists));
+    int32_t *starts = malloc((capacity + 1ull) * sizeof(*starts));
+    if (!lists || !starts) {
+        free(lists);
+        free(starts);
+        return fail(ENOMEM, "worker: no memory for %u sequences", count);
+    }
+    free(w->batch.sequences);
+    free(w->starts);
+    w->batch.sequences = lists;
+    w->batch.lock_order = lists + capacity;
+    w->starts = starts;
+    w->batch_capacity = capacity;
+    return 0;
+}
+
+/* Is the tail there up to `had`, of this page, and as much of it as the client believes? */
+static int tail_check(const cxlkv_worker *w, const request_sequence *item, uint64_t had,
+                      uint32_t known) {
+    uint64_t page_tokens = w->facts.page_tokens, first = item->tokens - item->tokens % page_tokens;
+    if (known == 0 || (had / page_tokens == first / page_tokens && had >= first + known)) return 0;
+    return fail(CXLKV_E_STALE, "worker: table %u has %lu tokens of a layer, not %lu", item->table,
+                had, first + known);
+}
+
+static void tail_fill(const cxlkv_worker *w, tail *to, uint32_t kind, uint32_t known,
+                      uint64_t filled, const uint8_t *rows) {
+    uint64_t dim = kind == PIECE_KEYS ? w->facts.head_dim : w->facts.value_dim;
+    uint64_t bytes = w->facts.kv_heads * dim * dtype_bytes(w->facts.dtype);
+    for (uint64_t t = known; t < filled; t++, rows += bytes)
+        memcpy(tail_at(w->pool, to, kind, 0) + t * tail_row_bytes(w->pool), rows, bytes);
+}
+
+/* The open tail of a layer, as long as the request says: what is known of it, and what comes along.
+ * Values are NULL in a select, which looks at none. */
+static int place_tail(const cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t layer,
+                      const request_sequence *item, const uint8_t *keys, const uint8_t *values) {
+    uint64_t filled = item->tokens % w->facts.page_tokens;
+    if (values && !sequence->worker_tails) {
+        sequence->worker_tails = calloc(w->facts.layers, sizeof(*sequence->worker_tails));
+        if (!sequence->worker_tails) return fail(ENOMEM, "worker: no memory for a tail");
+    }
+    uint64_t *had_values = values ? &sequence->worker_tails[layer].values : NULL;
+    int code = tail_check(w, item, sequence->layer_tokens[layer], item->keys_known);
+    if (code == 0 && values) code = tail_check(w, item, *had_values, item->values_known);
+    if (code < 0) return code;
+    tail **at = &sequence->tails[layer];
+    if (!*at && filled && !(*at = tail_make(w->pool)))
+        return fail(ENOMEM, "worker: no memory for a tail");
+    tail_fill(w, *at, PIECE_KEYS, item->keys_known, filled, keys);
+    sequence->layer_tokens[layer] = item->tokens;
+    if (values) {
+        tail_fill(w, *at, PIECE_VALUES, item->values_known, filled, values);
+        *had_values = item->tokens;
+    }
+    return 0;
+}
+
+/* Sequence `index` of the request, as long as it says, in the batch; keys and values move on. */
+static int place_sequence(session *s, const request *r, uint32_t index, const uint8_t **keys,
+                          const uint8_t **values) {
+    cxlkv_worker *w = s->worker;
+    request_sequence item = request_sequence_at(r, index);
+    table *t = item.table < s->table_capacity ? &s->tables[item.table] : NULL;
+    if (!t || !t->sequence || t->version != item.version)
+        return fail(CXLKV_E_STALE, "worker: table %u is not at version %lu", item.table,
+                    item.version);
+    if (t->request == w->requests)
+        return fail(CXLKV_E_ARGUMENT, "worker: table %u is there twice", item.table);
+    if (t->part != w->pool->part_of[r->layer] ||
+        item.tokens / w->facts.page_tokens > t->sequence->page_count)
+        return fail(CXLKV_E_ARGUMENT, "worker: table %u has %u pages of part %u, %lu tokens of "
+                    "layer %u are wanted", item.table, t->sequence->page_count, t->part,
+                    item.tokens, r->layer);
+    int code = place_tail(w, t->sequence, r->layer, &item, *keys, *values);
+    if (code < 0) return code;
+    *keys += request_key_bytes(&w->facts, &item);
+    if (*values) *values += request_value_bytes(&w->facts, &item);
+    t->request = w->requests;
+    w->batch.sequences[index] = w->batch.lock_order[index] = t->sequence;
+    w->starts[index + 1] = w->starts[index] + (int32_t)item.rows;
+    w->batch.count = index + 1;
+    return 0;
+}
+
+static int place_batch(session *s, const request *r) {
+    cxlkv_worker *w = s->worker;
+    const uint8_t *keys = r->keys;
+    const uint8_t *values = r->head.operation == REQUEST_ATTEND ? r->values : NULL;
+    int code = batch_reserve(w, r->head.count);
+    if (code < 0) return code;
+    w->batch.count = 0;
+    w->starts[0] = 0;
+    for (uint32_t i = 0; code == 0 && i < r->head.count; i++)
+        code = place_sequence(s, r, i, &keys, &values);
+    return code;
+}
+
+static cxlkv_rows query_rows(const cxlkv_worker *w, const request *r, uint32_t q_heads,
+                             uint32_t dtype) {
+    cxlkv_rows rows = {.data = r->queries, .dtype = dtype};
+    rows.stride_bytes[2] = (int64_t)dtype_bytes(dtype);
+    rows.stride_bytes[1] = rows.stride_bytes[2] * w->facts.head_dim;
+    rows.stride_bytes[0] = rows.stride_bytes[1] * q_heads;
+    return rows;
+}
+
+/* ---- select and attend ---- */
+
+static int buffer_reserve(buffer *of, uint64_t bytes) {
+    if (bytes <= of->bytes) return 0;
+    if (bytes > RESULT_BYTES_MAX)
+        return fail(CXLKV_E_ARGUMENT, "worker: a result of %lu MiB: ask for fewer rows at once",
+                    bytes >> 20);
+    free(of->data);
+    of->data = malloc(bytes);
+    of->bytes = of->data ? bytes : 0;
+    return of->data ? 0 : fail(ENOMEM, "worker: no memory for a result");
+}
+
+static void buffer_trim(buffer *of) {
+    if (of->bytes <= RESULT_BYTES_KEPT) return;
+    free(of->data);
+    *of = (buffer){0};
+}
+
+/* A long result was for one call: its memory is given back at the next one. */
+static void result_trim(result *of) {
+    buffer *all[] = {&of->pages, &of->scores, &of->counts, &of->lse, &of->out};
+    for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) buffer_trim(all[i]);
+}
+
+/* The pages of all lists, and their scores: both together no more than a result may have. */
+static int lists_reserve(result *of, uint64_t elements) {
+    if (elements > RESULT_BYTES_MAX / (sizeof(int32_t) + sizeof(float)))
+        return fail(CXLKV_E_ARGUMENT, "worker: lists of %lu pages in all: ask for fewer rows at "
+                    "once, or a smaller budget", elements);
+    int code = buffer_reserve(&of->pages, elements * sizeof(int32_t));
+    return code < 0 ? code : buffer_reserve(&of->scores, elements * sizeof(float));
+}
+
+static void part_is(result *of, uint32_t part, const void *data, uint64_t bytes) {
+    of->parts[part].data = data;
+    of->parts[part].bytes = bytes;
+}
+
+static int64_t select_placed(cxlkv_worker *w, const request *r) {
+    const request_select *s = &r->select;
+    result *of = &w->result;
+    uint32_t lists = s->per == CXLKV_PER_QUERY ? s->rows : r->head.count;
+    uint64_t rows = (uint64_t)lists * w->facts.kv_heads;
+    cxlkv_select_args args = {
+        .layer = s->layer, .q_heads = s->q_heads, .starts = w->starts,
+        .queries = query_rows(w, r, s->q_heads, s->dtype),
+        .budgets = (const cxlkv_budget *)(const void *)r->budgets,
+        .budget_count = s->budget_count, .union_over = s->union_over,
+        .per = s->per, .scale = s->scale, .errors = s->errors, .pages_min = s->pages_min};
+    int64_t code = buffer_reserve(&of->counts, rows * sizeof(int32_t));
+    for (int attempt = 0; code == 0 && attempt < 2; attempt++) {
+        args.method = s->method;
+        args.pages = of->pages.data;
+        args.scores = of->scores.data;
+        args.counts = of->counts.data;
+        args.capacity = min_u64(of->pages.bytes, of->scores.bytes) / sizeof(float);
+        code = cxlkv_batch_select(&w->batch, &args);
+        of->k = args.k;
+        if (code != -CXLKV_E_ROOM || args.k > s->k_max) break;
+        code = lists_reserve(of, rows * args.k);
+    }
+    if (code >= 0 && of->k > s->k_max)
+        code = fail(CXLKV_E_ROOM, "worker: lists of %u pages, room for %u", of->k, s->k_max);
+    if (code < 0) return code;
+    of->selected = (answer_select){
+        .bytes_scored = args.bytes_scored, .bytes_sketched = args.bytes_sketched,
+        .tokens_scored = args.tokens_scored, .bytes_fetched = args.bytes_fetched,
+        .method = args.method, .lists_staged = args.lists_staged,
+        .mean_error = args.mean_error, .lists = lists};
+    part_is(of, 0, &of->selected, sizeof(of->selected));
+    part_is(of, 1, of->pages.data, rows * of->k * sizeof(int32_t));
+    part_is(of, 2, of->scores.data, rows * of->k * sizeof(float));
+    part_is(of, 3, of->counts.data, rows * sizeof(int32_t));
+    return 0;
+}
+
+static int64_t attend_placed(cxlkv_worker *w, const request *r) {
+    const request_attend *a = &r->attend;
+    result *of = &w->result;
+    uint64_t queries = (uint64_t)a->rows * a->q_heads, lse_bytes = queries * sizeof(float);
+    uint64_t out_bytes = queries * w->pool->layout.value_head_dim * dtype_bytes(a->dtype);
+    int64_t code = buffer_reserve(&of->lse, lse_bytes);
+    if (code == 0) code = buffer_reserve(&of->out, out_bytes);
+    if (code < 0) return code;
+    cxlkv_attend_args args = {
+        .layer = a->layer, .q_heads = a->q_heads, .starts = w->starts,
+        .queries = query_rows(w, r, a->q_heads, a->dtype), .scale = a->scale,
+        .softcap = a->softcap, .out = of->out.data, .lse = of->lse.data,
+        .picked = {.lists = a->lists, .k = a->k, .per = a->per}};
+    if (a->lists) args.picked.pages = (const int32_t *)(const void *)r->pages;
+    code = attend_here(&w->batch, &args, a->parts);
+    if (code < 0) return code;
+    of->attended = (answer_attend){.bytes_attended = (uint64_t)code, .rows = a->rows,
+                                   .q_heads = a->q_heads};
+    part_is(of, 0, &of->attended, sizeof(of->attended));
+    part_is(of, 1, of->lse.data, lse_bytes);
+    part_is(of, 2, of->out.data, out_bytes);
+    part_is(of, 3, NULL, 0);
+    return 0;
+}
+
+static int64_t do_call(session *s, const request *r) {
+    cxlkv_worker *w = s->worker;
+    w->result.number = 0;
+    w->result.k = 0;
+    result_trim(&w->result);
+    int64_t code = place_batch(s, r);
+    if (code == 0)
+        code = r->head.operation == REQUEST_SELECT ? select_placed(w, r) : attend_placed(w, r);
+    if (code < 0) return code;
+    w->result.number = w->requests;
+    w->result.nonce = s->nonce;
+    return 0;
+}
+
+/* ---- answers ---- */
+
+/* What of [begin, begin + length) lies in the array that begins at *at of the result. */
+static uint8_t *copy_part(const void *array, uint64_t bytes, uint64_t *at, uint64_t begin,
+                          uint64_t end, uint8_t *to) {
+    uint64_t low = begin > *at ? begin : *at, high = min_u64(end, *at + bytes);
+    if (low < high) {
+        memcpy(to, (const uint8_t *)array + (low - *at), high - low);
+        to += high - low;
+    }
+    *at += bytes;
+    return to;
+}
+
+static uint64_t answer_result(const cxlkv_worker *w, uint64_t offset, uint8_t *response) {
+    const result *of = &w->result;
+    uint64_t room = w->file.header.response_bytes - sizeof(answer_head), at = 0;
+    answer_head head = {.k = of->k, .result = of->number};
+    for (uint32_t part = 0; part < 4; part++) head.bytes += of->parts[part].bytes;
+    uint64_t end = offset < head.bytes ? min_u64(head.bytes, offset + room) : offset;
+    uint8_t *to = response + sizeof(head);
+    memcpy(response, &head, sizeof(head));
+    for (uint32_t part = 0; part < 4; part++)
+        to = copy_part(of->parts[part].data, of->parts[part].bytes, &at, offset, end, to);
+    return (uint64_t)(to - response);
+}
+
+static uint64_t answer_error(int64_t code, uint32_t k, uint8_t *response) {
+    const char *text = cxlkv_error_text();
+    answer_head head = {.code = (int32_t)code, .k = k, .bytes = strlen(text)};
+    memcpy(response, &head, sizeof(head));
+    memcpy(response + sizeof(head), text, head.bytes); /* shorter than the smallest slot */
+    return sizeof(head) + head.bytes;
+}
+
+static int64_t handle(void *context, uint32_t operation, const void *bytes, uint32_t length,
+                      void *response) {
+    session *s = context;
+    cxlkv_worker *w = s->worker;
+    request r;
+    uint64_t offset = 0, nonce = worker_claim_nonce(&w->file, (uint32_t)(s - w->sessions));
+    if (s->nonce != nonce) session_clear(s);
+    s->nonce = nonce;
+    w->requests++;
+    bool calls = operation == REQUEST_SELECT || operation == REQUEST_ATTEND;
+    int64_t code = request_parse(bytes, length, &w->facts, &r);
+    if (code == 0 && r.head.operation != operation)
+        code = fail(CXLKV_E_ARGUMENT, "request: operation %u, its slot says %u",
+                    r.head.operation, operation);
+    if (code == 0 && operation == REQUEST_TABLES) code = do_tables(s, &r);
+    else if (code == 0 && calls) code = do_call(s, &r);
+    else if (code == 0 && operation == REQUEST_LEAVE) session_clear(s), s->nonce = nonce;
+    else if (code == 0) {
+        offset = r.more.offset;
+        if (w->result.number == 0 || r.more.result != w->result.number || w->result.nonce != nonce)
+            code = fail(CXLKV_E_STALE, "worker: result %lu is gone", r.more.result);
+    }
+    w->refused += code < 0;
+    flush_store_word(w->file.base + WORKER_COUNTS, w->requests);
+    flush_store_word(w->file.base + WORKER_COUNTS + 8, w->refused);
+    if (code < 0) return (int64_t)answer_error(code, w->result.k, response);
+    if (calls || operation == REQUEST_MORE)
+        return (int64_t)answer_result(w, offset, response);
+    memset(response, 0, sizeof(answer_head));
+    return sizeof(answer_head);
+}
+
+/* ---- serving ---- */
+
+static bool serve_each(void *context) {
+    cxlkv_worker *w = context;
+    bool served = false;
+    for (uint32_t i = 0; i < w->file.header.slot_count; i++)
+        served |= rpc_serve_once(&w->slots[i], handle, &w->sessions[i]) != 0;
+    if (served) w->served_ns = boottime_ns();
+    return served;
+}
+
+/* Who died, or left, holds nothing any more. */
+static void look_at_clients(cxlkv_worker *w) {
+    for (uint32_t i = 0; i < w->file.header.slot_count; i++) {
+        session *s = &w->sessions[i];
+        if (s->nonce && (worker_claim_nonce(&w->file, i) != s->nonce ||
+                         worker_claim_is_dead(&w->file, i)))
+            session_clear(s);
+    }
+    w->looked_ns = boottime_ns();
+}
+
+int64_t cxlkv_worker_serve(cxlkv_worker *w, double timeout_s) {
+    uint64_t before = w->requests, begin = boottime_ns(), now = begin;
+    uint64_t length = timeout_s > 0 && timeout_s < 1e6 ? (uint64_t)(timeout_s * 1e9) : 0;
+    while (now - begin < length) {
+        bool served = serve_each(w);
+        now = boottime_ns();
+        if (now - w->looked_ns > LOOK_NS) look_at_clients(w);
+        if (served) continue;
+        if (now - w->served_ns > YIELD_NS)
+            worker_sleep(&w->file, min_u64(SLEEP_NS, length), serve_each, w);
+        else if (now - w->served_ns > SPIN_NS) sched_yield();
+        now = boottime_ns();
+    }
+    return (int64_t)(w->requests - before);
+}
+
+int cxlkv_worker_state_of(cxlkv_worker *w, cxlkv_worker_state *state) {
+    *state = (cxlkv_worker_state){.pid = w->file.header.worker.pid, .requests = w->requests,
+                                  .refused = w->refused,
+                                  .slots = w->file.header.slot_count};
+    for (uint32_t i = 0; i < w->file.header.slot_count; i++)
+        state->clients += worker_claim_nonce(&w->file, i) && !worker_claim_is_dead(&w->file, i);
+    return 0;
+}
+
+/* ---- beginning and end ---- */
+
+void cxlkv_worker_destroy(cxlkv_worker *w) {
+    if (!w) return;
+    for (uint32_t i = 0; i < WORKER_SLOTS_MAX; i++) session_clear(&w->sessions[i]);
+    if (pool_enter(w->pool) == 0) {
+        worker_file_remove(w->pool, &w->file);
+        pool_leave(w->pool);
+    }
+    worker_file_close(&w->file);
+    pthread_mutex_destroy(&w->batch.lock);
+    free(w->batch.sequences);
+    free(w->batch.scratch);
+    free(w->starts);
+    free(w->result.pages.data);
+    free(w->result.scores.data);
+    free(w->result.counts.data);
+    free(w->result.lse.data);
+    free(w->result.out.data);
+    free(w->local);
+    pool_drop(w->pool);
+    free(w);
+}
+
+void cxlkv_worker_destroy_at(cxlkv_worker **at) { cxlkv_worker_destroy(*at); }
+
+static int attach_slots(cxlkv_worker *w) {
+    const worker_header *header = &w->file.header;
+    uint64_t stride = align_up((uint64_t)header->request_bytes, LINE_BYTES) +
+                      align_up((uint64_t)header->response_bytes, LINE_BYTES);
+    w->local = aligned_alloc(LINE_BYTES, header->slot_count * stride);
+    if (!w->local) return fail(ENOMEM, "no memory for %u slots", header->slot_count);
+    for (uint32_t i = 0; i < header->slot_count; i++) {
+        rpc_slot *slot = &w->slots[i];
+        *slot = (rpc_slot){.mode = (enum visibility_mode)header->mode, .same_host = true};
+        int code = rpc_server(slot, worker_slot(&w->file, i), header->request_bytes,
+                              header->response_bytes, w->local + i * stride);
+        if (code < 0) return code;
+    }
+    return 0;
+}
+
+int cxlkv_worker_make(cxlkv_pool *pool, uint32_t slots, uint32_t request_bytes,
+                      uint32_t response_bytes, uint32_t mode, cxlkv_worker **out) {
+    if (mode > VISIBILITY_STRICT) return fail(CXLKV_E_ARGUMENT, "mode %u: 0 to 2", mode);
+    int code = pool_enter(pool);
+    if (code < 0) return code;
+    cxlkv_worker *w = calloc(1, sizeof(*w));
+    if (!w) code = fail(ENOMEM, "no memory for a worker");
+    if (w) {
+        w->pool = w->batch.pool = pool;
+        w->file.fd = -1;
+        w->batch.counted_elsewhere = true;
+        w->facts = worker_facts(pool);
+        pool_retain(pool);
+        pthread_mutex_init(&w->batch.lock, NULL);
+        for (uint32_t i = 0; i < WORKER_SLOTS_MAX; i++) w->sessions[i].worker = w;
+        code = worker_file_make(pool, slots, request_bytes, response_bytes,
+                                (enum visibility_mode)mode, &w->file);
+        if (code == 0) code = attach_slots(w);
+    }
+    pool_leave(pool);
+    if (code < 0) cxlkv_worker_destroy(w);
+    else *out = w;
+    return code;
+}
