@@ -10,9 +10,9 @@
 #include "base/cpu.h"
 #include "base/crc32c.h"
 #include "base/flush.h"
-#include "pool/internal.h"
 #include "coherence/rpc.h"
 #include "coherence/visibility.h"
+#include "pool/format.h"
 
 enum { LINE = FLUSH_LINE_BYTES, PIECE_BYTES = 4096, BATCH_MAX = 64, PIN_WORDS = 4096 };
 

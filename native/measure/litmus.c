@@ -7,7 +7,8 @@
 #include <string.h>
 #include <time.h>
 
-#include "pool/internal.h"
+#include "base/flush.h"
+#include "pool/pool.h"
 
 #define LABEL_MAGIC 0x54494c564b4c5843ull /* "CXLKVLIT" */
 #define GAVE_UP UINT64_MAX

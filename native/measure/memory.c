@@ -14,7 +14,7 @@
 
 #include "base/cpu.h"
 #include "base/flush.h"
-#include "pool/internal.h"
+#include "tiers/local_tier.h"
 
 enum { LINE = FLUSH_LINE_BYTES, PIECE_BYTES = 4096, STEPS = 1024, STREAMS_MAX = 1024 };
 

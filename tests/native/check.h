@@ -7,7 +7,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "pool/internal.h"
+#include "sequence/sequence.h"
+#include "tiers/local_tier.h"
 
 #define CHECK(claim)                                                                      \
     do {                                                                                  \

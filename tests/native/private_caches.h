@@ -11,8 +11,10 @@
 #include <stdatomic.h>
 #include <sys/mman.h>
 
-#include "check.h"
 #include "base/flush.h"
+#include "check.h"
+#include "kernels/kernels.h"
+#include "pool/peers.h"
 
 typedef struct private_cache {
     uint8_t *base;               /* where the pool sees it, partly read-only */

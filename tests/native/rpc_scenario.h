@@ -1,8 +1,9 @@
 /* Questions and answers that say whose they are: what the tests of rpc.c ask and check. */
 #ifndef CXLKV_RPC_SCENARIO_H
 #define CXLKV_RPC_SCENARIO_H
-#include "check.h"
+#include "base/crc32c.h"
 #include "base/flush.h"
+#include "check.h"
 #include "coherence/rpc.h"
 
 /* Odd sizes: ends of lines are met. Operation 0 always fails with this error. */

@@ -12,6 +12,8 @@
 
 #include "check.h"
 #include "coherence/host_lines.h"
+#include "pool/peers.h"
+#include "sequence/sequence.h"
 
 enum { READS = 2000, TOKENS = 4 * TEST_PAGE_TOKENS };
 

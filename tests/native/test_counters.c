@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 
 #include "check.h"
+#include "sequence/sequence.h"
 
 enum { CHILDREN = 40, ROUNDS = 300, THREADS = 4, THREAD_COUNTS = 20000 };
 

@@ -8,6 +8,7 @@
 #include <sys/sysmacros.h>
 
 #include "check.h"
+#include "pool/pool.h"
 
 static char root[256];
 

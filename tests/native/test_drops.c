@@ -7,6 +7,7 @@
 
 #include "check.h"
 #include "object_tests.h"
+#include "sequence/sequence.h"
 
 enum { TOKENS = 8 * TEST_PAGE_TOKENS };
 

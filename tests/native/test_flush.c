@@ -1,7 +1,8 @@
 /* Goal: the seam's copies are right for every place and size, and flushing changes no byte. */
 #undef NDEBUG
-#include "check.h"
 #include "base/flush.h"
+#include "check.h"
+#include "coherence/hosts.h"
 
 enum { AREA = 1024, SIZES = 300 };
 static _Alignas(FLUSH_LINE_BYTES) uint8_t area[AREA], before[AREA];

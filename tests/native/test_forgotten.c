@@ -6,6 +6,7 @@
  * the other's record of it, so that each has a copy. */
 #undef NDEBUG
 #include "object_tests.h"
+#include "prefix/prefix.h"
 
 enum { WISHES, DEAD, OTHER, HOSTS };
 enum { OBJECT_BYTES = 8192, LOG_RECORDS = 64, FEW = 20, MANY = 80, LAPS = 4 };

@@ -7,6 +7,8 @@
 #include <sys/wait.h>
 
 #include "check.h"
+#include "sequence/sequence.h"
+#include "tiers/local_tier.h"
 
 enum { TOKENS = 3 * TEST_PAGE_TOKENS + 2 };
 static uint64_t marks[TOKENS + 8];

@@ -2,7 +2,9 @@
  * geometries of random layouts, a flipped bit in each byte of each checked line and piece, and
  * superblocks whose numbers lie while their CRC is right. */
 #undef NDEBUG
+#include "base/crc32c.h"
 #include "check.h"
+#include "sequence/sequence.h"
 
 /* ---- geometry ---- */
 

@@ -3,6 +3,7 @@
 
 #include "check.h"
 #include "coherence/hosts.h"
+#include "pool/host_state.h"
 
 enum { HOSTS = 3, EXTENTS = 10, PAGES = 640, RECORDS = 8 };
 

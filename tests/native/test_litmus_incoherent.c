@@ -5,7 +5,9 @@
  *
  * CXLKV_SEEDS: how many (default 300); CXLKV_SEED: the first one. */
 #undef NDEBUG
+#include "base/flush.h"
 #include "check.h"
+#include "coherence/hosts.h"
 #include "incoherent.h"
 #include "measure/litmus.h"
 

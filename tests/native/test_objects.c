@@ -6,7 +6,9 @@
 #include <pthread.h>
 #include <time.h>
 
+#include "base/crc32c.h"
 #include "object_tests.h"
+#include "sequence/sequence.h"
 
 enum { BIG = 700 << 10, SMALL = 3000, NAMES = 12, THREADS = 4 };
 static uint64_t seed;

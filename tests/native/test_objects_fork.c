@@ -7,6 +7,7 @@
 #include <time.h>
 
 #include "object_tests.h"
+#include "pool/pool.h"
 
 enum { SMALL = 3000 };
 static uint64_t seed;

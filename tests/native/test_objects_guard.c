@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 
 #include "object_tests.h"
+#include "pool/pool.h"
 
 enum { SMALL = 9000, OBJECTS = 200, MAPPED = 16384 };
 static uint64_t seed = 20261122;

@@ -3,8 +3,10 @@
  * A tail keeps its number of tokens when it is forgotten.
  * Method: known answers; eight messages together against one by one; each instruction set. */
 #undef NDEBUG
-#include "base/blake2s.h"
+#include "kernels/blake2s.h"
 #include "check.h"
+#include "prefix/prefix.h"
+#include "tiers/local_tier.h"
 
 static void check_hex(const void *bytes, const char *hex) {
     char text[65];

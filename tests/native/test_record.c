@@ -7,7 +7,9 @@
 #include <pthread.h>
 #include <sys/mman.h>
 
+#include "base/crc32c.h"
 #include "check.h"
+#include "sequence/sequence.h"
 
 enum { PAGES = 6, TOKENS = PAGES * TEST_PAGE_TOKENS, HEADER_BYTES = 64, CRC_AT = 60 };
 static uint64_t marks[TOKENS];

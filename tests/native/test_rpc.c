@@ -7,6 +7,9 @@
 #include <sys/mman.h>
 #include <sys/wait.h>
 
+#include "base/crc32c.h"
+#include "base/flush.h"
+#include "coherence/hosts.h"
 #include "rpc_scenario.h"
 
 static const double LONG_S = 60, SHORT_S = 0.02;

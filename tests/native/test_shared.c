@@ -6,6 +6,7 @@
 #include <time.h>
 
 #include "check.h"
+#include "sequence/sequence.h"
 
 enum { HOSTS = 2, THREADS = 2, TOKENS = 4 * TEST_PAGE_TOKENS, KEYS = 4, HANDLE_BYTES = 1024 };
 

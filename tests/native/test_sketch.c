@@ -6,7 +6,9 @@
 #include <math.h>
 #include <sys/mman.h>
 
+#include "base/base.h"
 #include "check.h"
+#include "coherence/hosts.h"
 #include "kernels/kernels.h"
 
 enum { TOKENS_MAX = 40, DIM_MAX = 700, QUERIES = 7 };

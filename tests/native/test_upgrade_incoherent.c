@@ -3,8 +3,11 @@
  * superblock and dies at each of its steps in turn: its process, or all of it, with its caches lost
  * or written back later; what memory has is read. 25 seeds for each step, or what knobs.h says. */
 #undef NDEBUG
+#include "base/crc32c.h"
+#include "base/flush.h"
 #include "check.h"
 #include "knobs.h"
+#include "pool/pool.h"
 
 static struct scene {
     incoherent *sim;

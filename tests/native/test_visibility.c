@@ -9,6 +9,8 @@
 #include <sched.h>
 #include <sys/mman.h>
 
+#include "base/flush.h"
+#include "pool/format.h"
 #include "visibility_scenario.h"
 
 #ifdef __SANITIZE_THREAD__

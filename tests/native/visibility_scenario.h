@@ -14,9 +14,11 @@
 #define CXLKV_VISIBILITY_SCENARIO_H
 #include <stdatomic.h>
 
-#include "check.h"
+#include "base/crc32c.h"
 #include "base/flush.h"
+#include "check.h"
 #include "coherence/visibility.h"
+#include "tiers/local_tier.h"
 
 enum { SCENARIO_RECORDS_MAX = 16, SCENARIO_READERS_MAX = 8, SCENARIO_LINES_MAX = 8 };
 /* A host has two lines of pins, so that a batch spans both; in each a word for each reader. */

@@ -5,7 +5,9 @@
 #include <time.h>
 
 #include "coherence/host_lines.h"
-#include "pool/internal.h"
+#include "pool/peers.h"
+#include "prefix/prefix.h"
+#include "tiers/local_tier.h"
 
 typedef struct report {
     char *text;

@@ -4,7 +4,7 @@
 #include <time.h>
 
 #include "coherence/host_lines.h"
-#include "pool/internal.h"
+#include "pool/peers.h"
 
 static int need_shared(const cxlkv_pool *pool) {
     if (pool->shared) return 0;

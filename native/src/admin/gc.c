@@ -9,7 +9,8 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "pool/internal.h"
+#include "sequence/sequence.h"
+#include "tiers/local_tier.h"
 
 typedef struct leftover {
     const char *path;

@@ -8,7 +8,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "pool/internal.h"
+#include "base/crc32c.h"
+#include "tiers/local_tier.h"
 
 static void look_at_pages(const page_info *pages, const run_info *runs, uint32_t count,
                           cxlkv_overview *overview) {

@@ -9,7 +9,7 @@
 #include <string.h>
 
 #include "base/flush.h"
-#include "pool/internal.h"
+#include "pool/pool.h"
 
 /* ---- has everybody left? ---- */
 

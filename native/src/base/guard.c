@@ -2,7 +2,7 @@
 #include <signal.h>
 #include <string.h>
 
-#include "pool/internal.h"
+#include "base/base.h"
 
 static _Thread_local guard *current;
 static _Thread_local volatile sig_atomic_t passing_on;

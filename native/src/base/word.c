@@ -1,7 +1,7 @@
 /* Words by which a device and this process tell each other something: loads, stores, waiting. */
 #include <time.h>
 
-#include "pool/internal.h"
+#include "base/base.h"
 
 enum { SPINS = 65536, CLOCK_LOOKS = 256, NAP_NS = 20000 };
 

@@ -4,8 +4,9 @@
  * counts from the host's next commit on, unless that host's epoch was cut before it (V10). */
 #include <string.h>
 
+#include "base/base.h"
+#include "base/crc32c.h"
 #include "coherence/host_lines.h"
-#include "pool/internal.h"
 
 static uint32_t claim_crc(const claim *c, uint32_t extent) {
     return crc32c(crc32c(0, &extent, sizeof(extent)), c, offsetof(claim, crc));

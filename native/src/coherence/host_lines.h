@@ -1,8 +1,8 @@
 /* What the files about hosts share: lines kept and looked at, words that say several things. */
 #ifndef CXLKV_HOST_LINES_H
 #define CXLKV_HOST_LINES_H
+#include "base/base.h"
 #include "coherence/hosts.h"
-#include "pool/internal.h"
 #include "coherence/lines.h"
 
 /* ---- lines that raise SIGBUS (hosts_lost.c) ---- */

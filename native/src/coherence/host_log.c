@@ -5,8 +5,9 @@
  * read it. A line that says more than that, and is not whole, is damage: it is given up once. */
 #include <string.h>
 
+#include "base/base.h"
+#include "base/crc32c.h"
 #include "coherence/host_lines.h"
-#include "pool/internal.h"
 
 enum { ATTEMPTS = 64 };
 #define SEQUENCE_MAX (1ull << 62) /* whatever a damaged line says: what follows is one more */

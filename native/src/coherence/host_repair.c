@@ -1,8 +1,9 @@
 /* A damaged name line, written again by another host: its own is off, an operator says so (V7). */
 #include <string.h>
 
+#include "base/base.h"
+#include "base/crc32c.h"
 #include "coherence/host_lines.h"
-#include "pool/internal.h"
 
 static void raise_to(uint32_t *epoch, uint32_t seen) {
     if (seen > *epoch && seen < EPOCH_MAX) *epoch = seen;

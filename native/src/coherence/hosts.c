@@ -1,11 +1,12 @@
 /* Hosts: where their blocks lie, names and epochs, heartbeats. */
+#include "base/base.h"
 #include "coherence/hosts.h"
 
 #include <stddef.h>
 #include <string.h>
 
+#include "base/crc32c.h"
 #include "coherence/host_lines.h"
-#include "pool/internal.h"
 
 void hosts_area_make(hosts_area *area) {
     uint64_t log_bytes = (uint64_t)area->log_records * LINE_BYTES;
@@ -62,7 +63,7 @@ bool hosts_name(const hosts *h, uint32_t host, host_name *name) {
 
 static void keep_name(const hosts *h, uint64_t nonce, uint32_t epoch, uint32_t status) {
     host_name names[2], name = {.nonce = nonce, .epoch = epoch, .status = status, .host = h->self,
-                                .build = CXLKV_BUILD, .features = features_told()};
+                                .build = CXLKV_BUILD, .features = h->features};
     name.crc = crc32c(0, &name, offsetof(host_name, crc));
     uint64_t words[sizeof(name) / 8], *line = (uint64_t *)hosts_line(h, h->self, NAME_LINE);
     memcpy(words, &name, sizeof(name));

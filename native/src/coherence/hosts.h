@@ -5,7 +5,7 @@
  * seam of flush.h, so that the emulated incoherent memory runs this very code. Shared memory is
  * hostile: what is read is checked, a host number or an offset never comes from there. Callers of
  * one host take turns, by two locks: for its slot, claims, commits and name one that may be held
- * for long, and for its beats, log, pins and fences one that nobody waits with (internal.h).
+ * for long, and for its beats, log, pins and fences one that nobody waits with (pool/host_state.h).
  *
  * Any line may raise SIGBUS. Nothing here lets that out: what another host says is then not known,
  * and taken for whatever is safe (hosts_lost.c); a call that writes own lines ends where it is, as
@@ -59,6 +59,7 @@ typedef struct hosts {
     uint32_t self;
     uint32_t epoch;              /* ours, once attached */
     enum visibility_mode mode;
+    uint32_t features;           /* the incompatible ones of this build, for its name */
     void *context;               /* of the two below */
     void (*pause)(void *context);                 /* between two looks at what another writes */
     bool (*silent)(void *context, uint32_t host); /* has it not beaten for a lease? */

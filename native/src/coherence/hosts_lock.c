@@ -2,8 +2,8 @@
  *
  * First come, first served once the ticket is drawn. The slot of a fenced epoch reads as 0, which
  * is the failure that the algorithm allows. */
+#include "base/base.h"
 #include "coherence/host_lines.h"
-#include "pool/internal.h"
 
 static void put_slot(const hosts *h, bool chooses, uint64_t ticket) {
     uint64_t *word = (uint64_t *)hosts_line(h, h->self, LOCK_LINE);

@@ -2,6 +2,7 @@
  * goes through here, and its caller decides what is safe when nothing is known. */
 #include <string.h>
 
+#include "base/base.h"
 #include "coherence/host_lines.h"
 
 /* Of what lies before the blocks, or behind them, nobody can be told. */

@@ -1,4 +1,5 @@
 /* Request and response slots over the flush seam; rpc.h says what holds. */
+#include "base/base.h"
 #include "coherence/rpc.h"
 
 #include <errno.h>
@@ -11,7 +12,6 @@
 
 #include "base/crc32c.h"
 #include "base/flush.h"
-#include "pool/internal.h"
 
 enum { LINE = FLUSH_LINE_BYTES, ATTEMPTS = 8, ERROR_MAX = 4095 };
 /* Of a wait: spins until SPIN_NS, lets others run until YIELD_NS, then sleeps. */

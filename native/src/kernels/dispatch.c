@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
+#include "base/base.h"
 #include "base/cpu.h"
 
 /* NULL until first use. The tables are constants, so a relaxed load of the pointer is enough: no
@@ -147,3 +148,14 @@ int kernels_force(const char *name) {
     atomic_store_explicit(&current, table, memory_order_relaxed);
     return 0;
 }
+
+int cxlkv_isa_force(const char *name) {
+    int code = kernels_force(name);
+    if (code == -ENOTSUP) return fail(ENOTSUP, "this CPU, or this build, has no %s", name);
+    if (code < 0)
+        return fail(CXLKV_E_ARGUMENT, "no instruction set is called %s: serial, avx2, avx512, "
+                    "avx512_bf16, amx, neon, neon_bf16 or auto", name);
+    return 0;
+}
+
+const char *cxlkv_isa_name(void) { return kernels_current()->name; }

@@ -8,7 +8,8 @@
 #include <string.h>
 
 #include "ndp/ahead.h"
-#include "pool/internal.h"
+#include "ndp/ndp.h"
+#include "pool/peers.h"
 #include "worker/worker.h"
 
 enum { SPAN_QUERIES = 64, SPAN_PAGES_MIN = 64, SPANS_WANTED = 128 };

@@ -4,7 +4,8 @@
 #include <string.h>
 
 #include "base/flush.h"
-#include "pool/internal.h"
+#include "ndp/ndp.h"
+#include "pool/peers.h"
 
 /* Above this the copy would only push other data out of the caches. */
 enum { STREAM_BYTES = 16 << 20, PREFETCH_LINES = 8 };

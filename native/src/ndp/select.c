@@ -7,7 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ndp/ndp.h"
 #include "ndp/select.h"
+#include "pool/peers.h"
 #include "worker/worker.h"
 
 enum { TOGETHER_PAGES = 8, SCRATCH_LIMIT = 1 << 30 };

@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "ndp/ahead.h"
-#include "pool/internal.h"
+#include "ndp/ndp.h"
 
 typedef struct plan {
     layer_view view;

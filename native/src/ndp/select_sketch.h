@@ -3,6 +3,7 @@
 #define CXLKV_SELECT_SKETCH_H
 #include <math.h>
 
+#include "ndp/ndp.h"
 #include "ndp/select.h"
 
 enum { SAMPLE_PAGES = 256, HEADS_TOGETHER = 16 };

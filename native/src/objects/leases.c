@@ -2,8 +2,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/crc32c.h"
 #include "base/flush.h"
 #include "objects/objects.h"
+#include "pool/peers.h"
 
 struct cxlkv_lease {
     cxlkv_pool *pool;

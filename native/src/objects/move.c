@@ -2,8 +2,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/crc32c.h"
 #include "base/flush.h"
+#include "kernels/kernels.h"
 #include "objects/objects.h"
+#include "pool/peers.h"
 
 /* A call that reads more than STREAM_BYTES writes past the caches: that much does not fit into a
  * core's own, and a line that is written whole need not be read first. */

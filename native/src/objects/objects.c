@@ -6,9 +6,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/crc32c.h"
 #include "base/flush.h"
 #include "coherence/lines.h"
 #include "objects/objects.h"
+#include "pool/peers.h"
+#include "prefix/prefix.h"
+#include "tiers/local_tier.h"
 
 /* ---- finding and holding ---- */
 

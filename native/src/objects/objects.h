@@ -1,7 +1,7 @@
 /* What the store door's two files share: an object's place in the pool, found, held and read. */
 #ifndef CXLKV_OBJECTS_H
 #define CXLKV_OBJECTS_H
-#include "pool/internal.h"
+#include "pool/pool.h"
 
 typedef struct object_place {
     uint64_t generation;

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "objects/objects.h"
+#include "pool/peers.h"
 
 typedef struct range_job {
     cxlkv_pool *pool;

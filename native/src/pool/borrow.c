@@ -4,6 +4,7 @@
 
 #include "base/flush.h"
 #include "coherence/host_lines.h"
+#include "pool/peers.h"
 
 enum { BORROW_BATCH = 16 };
 

@@ -4,7 +4,7 @@
 #include <sched.h>
 #include <time.h>
 
-#include "pool/internal.h"
+#include "pool/peers.h"
 
 /* ---- how who has the claims waits: as the host, not as this thread ---- */
 
@@ -25,8 +25,8 @@ static bool fencing_outside(void *context, bool begins) {
 
 hosts hosts_outside(cxlkv_pool *pool) {
     hosts turn = {.area = pool->hosts.area, .self = pool->hosts.self, .mode = pool->hosts.mode,
-                  .context = pool, .pause = pause_outside, .silent = silent_outside,
-                  .fencing = fencing_outside, .lost = pool->hosts.lost};
+                  .features = pool->hosts.features, .context = pool, .pause = pause_outside,
+                  .silent = silent_outside, .fencing = fencing_outside, .lost = pool->hosts.lost};
     turn.epoch = __atomic_load_n(&pool->host->host_epoch, __ATOMIC_RELAXED);
     return turn;
 }

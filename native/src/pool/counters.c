@@ -1,7 +1,8 @@
 /* Counters: a row in the host state for each process, so that others can see what each does. */
 #include <string.h>
 
-#include "pool/internal.h"
+#include "base/crc32c.h"
+#include "pool/pool.h"
 
 /* Where a pool without a host state counts: a closed one, whose last sequences are still let go. */
 static counter_row nowhere;

@@ -6,8 +6,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "pool/internal.h"
+#include "base/crc32c.h"
 #include "coherence/host_lines.h"
+#include "pool/peers.h"
 
 static uint32_t first_run(const cxlkv_pool *pool, uint32_t extent) {
     return extent * pool->geometry.slab_slots / RUN_SLOTS;

@@ -9,7 +9,7 @@
 
 #include "base/flush.h"
 #include "coherence/host_lines.h"
-#include "pool/internal.h"
+#include "pool/peers.h"
 
 /* The page's descriptor, from memory; false when it cannot be read, or is damaged. */
 static bool descriptor_look(cxlkv_pool *pool, uint32_t page, descriptor *line) {

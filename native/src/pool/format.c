@@ -4,8 +4,9 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "base/crc32c.h"
 #include "base/flush.h"
-#include "pool/internal.h"
+#include "pool/peers.h"
 
 static const uint8_t MAGIC[8] = {'C', 'X', 'L', 'K', 'V', 'P', 'O', 'L'};
 

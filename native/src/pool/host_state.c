@@ -6,21 +6,15 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "base/flush.h"
-#include "pool/internal.h"
+#include "pool/peers.h"
+#include "prefix/prefix.h"
 
 #define HOST_MAGIC 0x33315453484b5643ull /* "CVKHST13" */
-
-uint64_t random_u64(void) {
-    uint64_t value = 0;
-    while (getrandom(&value, sizeof(value), 0) != sizeof(value) || value == 0) continue;
-    return value;
-}
 
 /* ---- processes: {pid, start time, namespace}; a pid alone is reused ---- */
 

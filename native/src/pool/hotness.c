@@ -7,7 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "pool/internal.h"
+#include "ndp/ndp.h"
+#include "pool/peers.h"
 
 /* An epoch ends when each page could have been used so often. */
 enum { EPOCH_USES_PER_PAGE = 4 };

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-#include "pool/internal.h"
+#include "pool/peers.h"
 
 struct keeper {
     pthread_t thread;

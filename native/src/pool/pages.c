@@ -7,7 +7,8 @@
 #include <string.h>
 
 #include "base/flush.h"
-#include "pool/internal.h"
+#include "pool/peers.h"
+#include "prefix/prefix.h"
 
 static uint16_t full_mask(const cxlkv_pool *pool, uint32_t run) {
     uint32_t slots = min_u32(RUN_SLOTS, pool->host->page_count - run * RUN_SLOTS);

@@ -4,7 +4,7 @@
 #include <time.h>
 
 #include "base/flush.h"
-#include "pool/internal.h"
+#include "pool/peers.h"
 
 enum { BEATS_A_LEASE = 10, YIELDS = 64 };
 #define LONGEST_LEASE_NS (3600 * 1000000000ull) /* whatever a line says */
@@ -111,7 +111,8 @@ int peers_prepare(cxlkv_pool *pool, const cxlkv_host *host) {
         return fail(CXLKV_E_ARGUMENT, "a lease of %g s: outside 0.01 to 3600", host->lease_s);
     pool->lease_ns = (uint64_t)(host->lease_s * 1e9);
     pool->hosts = (hosts){.area = hosts_area_of(pool->base, sharing, &pool->geometry),
-                          .self = host->number, .mode = pool->mode, .context = pool,
+                          .self = host->number, .mode = pool->mode, .features = features_told(),
+                          .context = pool,
                           .pause = pause_between_looks, .silent = is_silent, .lost = count_lost};
     return 0;
 }

@@ -9,19 +9,15 @@
 #include <unistd.h>
 
 #include "base/flush.h"
-#include "pool/internal.h"
+#include "pool/peers.h"
+#include "sequence/sequence.h"
+#include "tiers/local_tier.h"
 #include "worker/worker.h"
 
 /* All that were opened and have references left: a closed one has locks, too, which the child of a
  * fork must find free. */
 static pthread_mutex_t pools_lock = PTHREAD_MUTEX_INITIALIZER;
 static cxlkv_pool *pools;
-
-uint64_t boottime_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_BOOTTIME, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
 
 void pool_retain(cxlkv_pool *pool) {
     atomic_fetch_add_explicit(&pool->references, 1, memory_order_relaxed);

@@ -12,7 +12,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "pool/internal.h"
+#include "pool/host_state.h"
 
 #define SHARED_MEMORY "/dev/shm"
 enum { FOLDER_MODE = 0700 };

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "pool/internal.h"
+#include "pool/pool.h"
 
 enum { LOOK_OUT_NS = 100000 };
 

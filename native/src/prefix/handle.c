@@ -2,9 +2,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/crc32c.h"
 #include "base/flush.h"
-#include "pool/internal.h"
 #include "coherence/lines.h"
+#include "pool/peers.h"
+#include "prefix/prefix.h"
 #include "worker/worker.h"
 
 #define HANDLE_MAGIC 0x48564b43u /* "CKVH" */

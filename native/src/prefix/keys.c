@@ -5,8 +5,8 @@
  * as all that this core reads. */
 #include <string.h>
 
-#include "base/blake2s.h"
-#include "pool/internal.h"
+#include "base/base.h"
+#include "kernels/blake2s.h"
 
 enum { KEY_WORDS = 4, PAGE_WORDS = 8, BLOCK = BLAKE2S_BLOCK_WORDS };
 

@@ -1,6 +1,7 @@
 /* Published pages that a user pinned: eviction leaves them alone. The mark is in the host state, so
  * it is of this host only, and goes with the last process that has the pool open. */
-#include "pool/internal.h"
+#include "pool/peers.h"
+#include "prefix/prefix.h"
 
 typedef struct pinning {
     bool pinned;

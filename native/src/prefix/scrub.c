@@ -3,7 +3,8 @@
 #include <string.h>
 
 #include "base/flush.h"
-#include "pool/internal.h"
+#include "pool/peers.h"
+#include "prefix/prefix.h"
 
 /* Layers of other parts lie in the same rows: each row once. */
 static bool is_first_of_row(const cxlkv_pool *pool, uint32_t layer) {

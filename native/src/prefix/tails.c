@@ -6,8 +6,9 @@
 #include <string.h>
 
 #include "base/flush.h"
-#include "pool/internal.h"
 #include "coherence/lines.h"
+#include "pool/peers.h"
+#include "prefix/prefix.h"
 
 /* ---- publish ---- */
 

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "pool/internal.h"
+#include "region/region.h"
 
 struct alive {
     int fd;                      /* -1: it was the parent's */

@@ -16,7 +16,7 @@
 #include <unistd.h>
 
 #include "base/flush.h"
-#include "pool/internal.h"
+#include "region/region.h"
 
 enum { FOLDER_BYTES = 1024 };    /* the name of a device's folder in sysfs */
 

@@ -9,7 +9,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "pool/internal.h"
+#include "pool/pool.h"
 
 #ifndef MPOL_WEIGHTED_INTERLEAVE /* Linux 6.9 */
 #define MPOL_WEIGHTED_INTERLEAVE 6

@@ -6,7 +6,7 @@
 #include <sys/mman.h>
 #include <sys/statfs.h>
 
-#include "pool/internal.h"
+#include "pool/pool.h"
 
 #ifndef MADV_POPULATE_READ /* Linux 5.14; older kernels refuse them */
 #define MADV_POPULATE_READ 22

@@ -10,7 +10,7 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-#include "pool/internal.h"
+#include "pool/pool.h"
 
 /* What helps, when a limit of this process is the cause. */
 const char *remedy_of(int code) {

@@ -13,7 +13,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "pool/internal.h"
+#include "base/crc32c.h"
+#include "pool/pool.h"
 
 enum {
     MEMBERS_MAX = 8,

@@ -9,8 +9,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/crc32c.h"
 #include "base/flush.h"
-#include "pool/internal.h"
+#include "pool/peers.h"
+#include "sequence/sequence.h"
 
 typedef struct plan {
     uint64_t before;

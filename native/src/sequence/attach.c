@@ -7,8 +7,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/crc32c.h"
 #include "base/flush.h"
-#include "pool/internal.h"
+#include "pool/peers.h"
+#include "sequence/sequence.h"
 
 /* What becomes of one sequence. */
 typedef struct plan {

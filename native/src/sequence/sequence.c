@@ -2,7 +2,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "pool/internal.h"
+#include "pool/peers.h"
+#include "sequence/sequence.h"
 #include "worker/worker.h"
 
 /* Tails that nobody uses wait in a list, so that a fork's first append finds touched memory. */

@@ -1,5 +1,6 @@
 /* Verify: that chosen pages are what was written, before a device reads them by their addresses. */
-#include "pool/internal.h"
+#include "ndp/ndp.h"
+#include "pool/peers.h"
 
 typedef struct verify_job {
     cxlkv_batch *batch;

@@ -2,7 +2,8 @@
  * page whose children stay must stay: without it they could not be found. */
 #include <stdlib.h>
 
-#include "pool/internal.h"
+#include "base/base.h"
+#include "coherence/hosts.h"
 
 typedef struct candidates {
     const float *scores;

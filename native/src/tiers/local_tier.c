@@ -8,8 +8,10 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "base/crc32c.h"
 #include "base/flush.h"
-#include "pool/internal.h"
+#include "ndp/ndp.h"
+#include "pool/peers.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14; older kernels refuse it */

@@ -6,8 +6,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/crc32c.h"
 #include "base/flush.h"
-#include "pool/internal.h"
+#include "pool/peers.h"
+#include "prefix/prefix.h"
 #include "worker/worker.h"
 
 #define PACKED_MAGIC 0x50564b43u /* "CKVP" */

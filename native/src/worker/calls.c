@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ndp/ndp.h"
 #include "worker/client.h"
 
 /* A call, and what selects and attends have in common. */

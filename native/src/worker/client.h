@@ -2,6 +2,8 @@
  * the worker of pages, worker_calls.c asks it to select and to attend. */
 #ifndef CXLKV_WORKER_CLIENT_H
 #define CXLKV_WORKER_CLIENT_H
+#include "sequence/sequence.h"
+#include "tiers/local_tier.h"
 #include "worker/worker.h"
 
 /* A look for a worker costs a few us; a slow one is left alone for longer. */

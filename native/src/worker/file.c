@@ -1,4 +1,6 @@
 /* The file with the slots of the worker and its clients; worker.h says what holds. */
+#include "base/crc32c.h"
+#include "tiers/local_tier.h"
 #include "worker/worker.h"
 
 #include <fcntl.h>

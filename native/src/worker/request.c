@@ -4,7 +4,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "pool/internal.h"
+#include "sequence/sequence.h"
 
 /* Reads on from `at`; false when fewer bytes are left. */
 typedef struct reading {

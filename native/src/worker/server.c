@@ -5,6 +5,8 @@
  * under the rules of adopt() before a byte of them is read. The work itself is done by the same
  * functions as anywhere, on sequences that are made of the tables. What a dead client's tables hold
  * is dropped when its lock on the slot is gone. */
+#include "ndp/ndp.h"
+#include "prefix/prefix.h"
 #include "worker/worker.h"
 
 #include <sched.h>

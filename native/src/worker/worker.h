@@ -7,9 +7,9 @@
  * new file, so that no slot outlives its server, and clients of the old one see its lock go. */
 #ifndef CXLKV_WORKER_H
 #define CXLKV_WORKER_H
-#include "pool/internal.h"
-#include "worker/request.h"
 #include "coherence/rpc.h"
+#include "sequence/sequence.h"
+#include "worker/request.h"
 
 enum { WORKER_VERSION = 2, WORKER_SLOTS_MAX = 64, CLAIM_BYTE = 64 };
 enum {

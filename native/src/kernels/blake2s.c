@@ -1,5 +1,5 @@
 /* BLAKE2s (RFC 7693): the rounds are written once, for words and for vectors of eight words. */
-#include "base/blake2s.h"
+#include "kernels/blake2s.h"
 
 #include <string.h>
 

@@ -1,0 +1,64 @@
+/* What every folder uses: errors, SIGBUS as a return value, small arithmetic. */
+#ifndef CXLKV_BASE_H
+#define CXLKV_BASE_H
+
+#include <errno.h>
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "cxlkv.h"
+
+#ifndef CXLKV_DEBUG
+#define CXLKV_DEBUG 0
+#endif
+
+enum { LINE_BYTES = 64 };
+
+static inline uint64_t align_up(uint64_t value, uint64_t alignment) {
+    return (value + alignment - 1) / alignment * alignment;
+}
+static inline uint32_t min_u32(uint32_t a, uint32_t b) { return a < b ? a : b; }
+static inline uint64_t min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
+/* ---- error.c ---- */
+int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* ---- clock.c ---- */
+uint64_t boottime_ns(void);                /* CLOCK_BOOTTIME: it goes on while the machine sleeps */
+uint64_t random_u64(void);                /* never 0 */
+
+/* ---- guard.c: SIGBUS inside a guarded stretch becomes a return value ---- */
+typedef struct guard {
+    sigjmp_buf jump;
+    struct guard *previous;
+    uintptr_t address;
+    size_t granularity_bytes;
+} guard;
+int guard_install(void);
+void guard_forked(void);                  /* in a forked child */
+guard **guard_current(void);
+/* GUARD_BEGIN(g) { work } GUARD_END(g, on_fault): on_fault is evaluated after a SIGBUS. */
+#define GUARD_BEGIN(g)                   \
+    (g).previous = *guard_current();     \
+    *guard_current() = &(g);             \
+    if (sigsetjmp((g).jump, 0) == 0) {
+#define GUARD_END(g, on_fault)           \
+        *guard_current() = (g).previous; \
+    } else {                             \
+        *guard_current() = (g).previous; \
+        on_fault;                        \
+    }
+
+/* Between two looks at what another thread or process writes. */
+static inline void cpu_relax(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+#endif

@@ -1,0 +1,109 @@
+/* A pool that several hosts share: this host among the others, its extents, its log and theirs. */
+#ifndef CXLKV_PEERS_H
+#define CXLKV_PEERS_H
+
+#include "pool/pool.h"
+
+/* claiming.c: dealing with other hosts, without the host lock. `turn` is how: it beats while it
+ * waits, and has the epoch of the claims' holder. */
+int claim_lock(cxlkv_pool *pool, hosts *turn);    /* 0, or -CXLKV_E_TIMEOUT */
+int claim_trylock(cxlkv_pool *pool, hosts *turn); /* the same without a text */
+void claim_unlock(cxlkv_pool *pool);
+/* To look only: without the claims. */
+hosts hosts_outside(cxlkv_pool *pool);
+/* After a SIGBUS that interrupted their holder, perhaps with the host lock: an error. */
+int claim_poisoned(cxlkv_pool *pool, const hosts *turn, const guard *fault);
+/* peers.c: the first three under no lock */
+int peers_prepare(cxlkv_pool *pool, const cxlkv_host *host); /* before the host state is joined */
+int peers_arrive(cxlkv_pool *pool);       /* a new host state speaks for this host from now on */
+void peers_leave(cxlkv_pool *pool);       /* the last process has left */
+uint64_t peers_nonce(const cxlkv_pool *pool);     /* of the host state that speaks for this host */
+bool peers_is_off(cxlkv_pool *pool);      /* the epoch of the host state was ended for good */
+void peers_sync(cxlkv_pool *pool);        /* after another process may have changed something */
+void peers_beat(cxlkv_pool *pool, bool now);      /* when it is due; looks at the others' */
+/* May this host go on? True: it was fenced, and is to return. Does not wait. */
+int peers_look(cxlkv_pool *pool, bool *fenced);
+/* If this host was fenced: a new epoch. With the claims, without the host lock. */
+int peers_return(cxlkv_pool *pool, hosts *turn);
+/* What another host, or time, may say at once: for a wait without the host lock. */
+bool peers_silent(cxlkv_pool *pool, uint32_t host);
+void peers_pause(cxlkv_pool *pool);
+int peers_check(cxlkv_pool *pool);        /* may this host go on? */
+/* After pages were read: `code`, or an error if this host may have been declared off meanwhile, and
+ * others have written to what it had pinned. */
+int64_t peers_verify(cxlkv_pool *pool, int64_t code);
+/* The page is in no index any more; its entry is the caller's to erase. */
+static inline void page_unpublish(cxlkv_pool *pool, uint32_t page) {
+    pool->host->published_pages -= pool->pages[page].published;
+    pool->pages[page].published = 0;
+    pool->pages[page].pinned = 0;
+    hotness_unpublished(pool, page);
+}
+/* extents.c */
+static inline bool page_is_ours(const cxlkv_pool *pool, uint32_t page) {
+    return pool->runs[page / RUN_SLOTS].ours;
+}
+/* It is in doubt which are ours, until somebody with the claims has looked; the number is for who
+ * clears the doubt itself. */
+static inline uint32_t extents_doubt(cxlkv_pool *pool) {
+    return __atomic_add_fetch(&pool->host->owners_doubted, 1, __ATOMIC_SEQ_CST);
+}
+static inline bool extents_in_doubt(const cxlkv_pool *pool) {
+    return __atomic_load_n(&pool->host->owners_doubted, __ATOMIC_RELAXED) !=
+           __atomic_load_n(&pool->host->owners_sure, __ATOMIC_RELAXED);
+}
+/* Which are ours, from what all hosts claim: with the claims, without the host lock. */
+int extents_refresh(cxlkv_pool *pool, const hosts *turn);
+/* Before a page that was taken in an earlier call is written: 0, or an error when its extent is not
+ * ours any more, for then its memory can only be read. */
+int page_stays_ours(const cxlkv_pool *pool, uint32_t page);
+void extents_protect(cxlkv_pool *pool);   /* this process's mapping: what is not ours, read-only */
+/* V8 for all descriptors: written back, if any was stored here, and dropped from the caches. */
+void descriptors_hand_over(const cxlkv_pool *pool, bool gives);
+void extents_open_block(cxlkv_pool *pool, uint32_t host, bool writable); /* another host's */
+bool extents_take(cxlkv_pool *pool, uint64_t page_count); /* under no lock; there was room */
+const char *extents_why(void);            /* if not, and if that is an error: its text */
+uint64_t extents_wanted(const cxlkv_pool *pool);  /* by others */
+/* As many as others want and we can spare: with the claims, without the host lock. */
+void extents_give(cxlkv_pool *pool, hosts *turn);
+void extents_offer(cxlkv_pool *pool);
+/* borrow.c: pages of other hosts */
+typedef struct borrowing {
+    uint32_t page;
+    uint32_t state;              /* that is wanted: sealed or published */
+    uint64_t generation;
+    int code;                    /* out */
+} borrowing;
+/* Pins them and takes them into view, to be read in place until the last holder drops them. */
+void borrow(cxlkv_pool *pool, borrowing *items, uint32_t count);
+void borrow_end(cxlkv_pool *pool, uint32_t first, uint64_t pages);  /* bit i: page first + i */
+void borrow_own(cxlkv_pool *pool, uint32_t first, uint32_t count); /* that are ours from now on */
+void borrow_recover(cxlkv_pool *pool);    /* no pins but of what is held, after a death */
+/* Which of the 64 pages of a word other hosts have pinned. */
+uint64_t pinned_elsewhere(const cxlkv_pool *pool, uint32_t page);
+void withdrawn_look(cxlkv_pool *pool);    /* frees those that nobody pins any more */
+/* follow.c: logs */
+void log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_t generation,
+             const uint64_t hash[2]);
+/* What another host published under that hash is to be forgotten: by it, and by all who find it. */
+void log_forget(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint64_t hash[2]);
+/* forgotten: not evicted, so that other copies go as well. */
+void log_free(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint64_t hash[2],
+              bool forgotten);
+void log_write(cxlkv_pool *pool);
+void peers_follow(cxlkv_pool *pool);
+/* forgotten.c: such wishes. As a list: of all logs, for who reads descriptors. */
+void forgotten_read(cxlkv_pool *pool);
+bool is_forgotten(const cxlkv_pool *pool, const descriptor *line);
+void forgotten_add(cxlkv_pool *pool, const log_record *record);
+void forgotten_drop(cxlkv_pool *pool);
+/* Is the page still what is to be forgotten? By its descriptor, from memory. */
+bool forget_matters(cxlkv_pool *pool, const log_record *record);
+uint32_t publication_of(cxlkv_pool *pool, uint32_t page);
+/* After `count` records were written: what the next would overwrite stands in our log again. */
+void forgotten_carry(cxlkv_pool *pool, uint32_t count);
+/* keeper.c: a thread that beats and does what others wait for */
+int keeper_start(cxlkv_pool *pool);
+void keeper_stop(cxlkv_pool *pool);
+
+#endif

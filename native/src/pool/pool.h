@@ -1,0 +1,214 @@
+/* A pool in a process: what it has open, its pages, their index, counters and hotness.
+ *
+ * Words: a *page* is a record of page_tokens tokens of all layers; a *piece* is the K, V or digest
+ * of one (page, layer, kv head); a *run* is 16 neighbouring slots, the grain of placement; a *slot*
+ * of the host state is a process. Lock order: pool->operations, sequence->lock, the claims of the
+ * host, host lock. */
+#ifndef CXLKV_POOL_H
+#define CXLKV_POOL_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "base/base.h"
+#include "pool/host_state.h"
+#include "region/region.h"
+
+/* Sequences whose leases end, a heap: the earliest first. */
+typedef struct deadlines {
+    struct cxlkv_sequence **heap;
+    uint32_t count, capacity;
+    atomic_ulong first_ns;       /* when the first ends; UINT64_MAX: there is none */
+} deadlines;
+
+typedef struct workers workers; /* threads of this process; worker.h is about another one */
+
+/* Up to record_layers layers of one group: what one page holds. Derived from the layout. */
+typedef struct part {
+    uint32_t window;             /* 0: none */
+    uint32_t layers;
+    uint32_t first_layer, last_layer;
+} part;
+
+struct cxlkv_pool {
+    char *path;                  /* NULL: anonymous */
+    int fd, host_fd;
+    state_place state;           /* open as long as the pool: who leaves may have no file free */
+    uint8_t *base;
+    uint64_t mapped_bytes;       /* region_bytes in whole units */
+    uint64_t unit_bytes;         /* of the mapping: a page, a huge page, a unit of a device */
+    cxlkv_layout layout;
+    cxlkv_geometry geometry;
+    cxlkv_sharing sharing;
+    part *parts;
+    uint16_t part_of[CXLKV_LAYERS_MAX], row_of[CXLKV_LAYERS_MAX];  /* by layer: where it lies */
+    bool windowed;               /* a part has a window */
+    uint8_t identity[16];
+    const char *page_kind;
+    uint64_t nodes;              /* asked for when it was made, bit by node; 0: none */
+    bool in_place;               /* made where its file, or device, was before */
+    host_state *host;
+    page_info *pages;
+    atomic_uint *heat;
+    reuse_record *reuse;
+    run_info *runs;
+    index_entry *index;
+    uint32_t *held;              /* our row of the held table: references by page */
+    atomic_ulong *loose;         /* bit by page: taken by pages_alloc(), and nobody's else */
+    /* By page: references that nobody here needs, and that wait for the host lock to go; and how
+     * many these are. */
+    atomic_uint *late;
+    atomic_ulong late_count;
+    uint32_t slot;
+    uint64_t lock_wait_ns;       /* for the host lock, before that is an error */
+    atomic_ulong *verified;      /* bit page * record_layers + row: its CRCs were right here */
+    pthread_rwlock_t operations; /* read: an operation runs; write: close */
+    bool closed;
+    pthread_mutex_t list_lock;   /* guards sequences, deadlines, the worker threads' creation */
+    struct cxlkv_sequence *sequences;
+    uint64_t sequence_count;
+    deadlines deadlines;         /* of those that are hits */
+    atomic_uint references;
+    uint32_t thread_count;
+    workers *threads;
+    pthread_mutex_t spare_lock;  /* guards the two below */
+    struct tail *spare_tails;
+    uint64_t spare_count;
+    counter_row *counters;       /* our row in the host state */
+    atomic_bool heat_off;        /* this process counts no heat */
+    bool shared;                 /* by several hosts */
+    enum visibility_mode mode;
+    hosts hosts;                 /* how this process reaches the others */
+    uint64_t lease_ns;
+    uint64_t mapped_version;     /* host->extents_version when the mapping was made to fit it */
+    uint32_t pauses;             /* in the present wait for another host, with the host lock */
+    atomic_uint claim_pauses;    /* and with the claims */
+    pthread_t lock_thread;       /* which of this process has the host lock; 0: none */
+    struct keeper *keeper;
+    log_record log_waiting[LOG_BATCH]; /* written when the host lock is given back */
+    uint32_t log_count;
+    log_record *forgotten;       /* while all is read anew, or a log is followed */
+    uint32_t forgotten_count, forgotten_room;
+    /* Between fork's prepare and its end: the slot that was made for the child, the slot's nonce,
+     * and files that the child inherits: one keeps the slot, one is the child's own region file. */
+    uint32_t fork_slot;
+    uint64_t fork_nonce;
+    int fork_state_fd, fork_region_fd;
+    struct alive *alive;         /* our slot's lock */
+    _Atomic(struct worker_client *) client; /* of a worker (worker.h); NULL: never asked for one */
+    atomic_ulong *seen;          /* of objects, by page: the generation whose CRC was right here */
+    atomic_uint lent;            /* objects that are held by leases */
+    struct near_tier *near;      /* set under the write lock of operations; NULL: there is none */
+    struct cxlkv_pool *next;     /* all open pools of this process, for fork */
+};
+
+/* The first of kv_heads neighbouring pieces of (page, layer). */
+static inline uint8_t *pieces_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer,
+                                 uint32_t kind) {
+    const cxlkv_geometry *g = &pool->geometry;
+    uint64_t slot = page % g->slab_slots;
+    uint8_t *at = pool->base + g->extents_offset + page / g->slab_slots * g->extent_bytes +
+                  g->layers_offset + pool->row_of[layer] * g->layer_bytes;
+    if (kind == PIECE_VALUES && values_are_keys(&pool->layout)) kind = PIECE_KEYS;
+    return at + slab_offset(g, kind) + slot * pool->layout.kv_heads * piece_stride(g, kind);
+}
+
+/* ---- pool.c ---- */
+/* Reads the superblock through the file, not the mapping: a short file is an error, no SIGBUS. */
+int open_checked(enum superblock_purpose purpose, const char *path, int *fd, cxlkv_layout *layout,
+                 cxlkv_sharing *sharing, cxlkv_geometry *geometry, uint8_t *identity);
+void close_region(int fd);                /* and its locks */
+int busy_error(const char *path);
+/* Writes an empty pool into the mapping: its superblock last. */
+int pool_format(cxlkv_pool *pool);
+int pool_enter(cxlkv_pool *pool);         /* read lock; -CXLKV_E_CLOSED */
+/* The same for who gives something back: also on a host that may not go on, which could not be
+ * closed otherwise. */
+int pool_enter_to_release(cxlkv_pool *pool);
+void pool_leave(cxlkv_pool *pool);
+void pool_retain(cxlkv_pool *pool);
+void pool_drop(cxlkv_pool *pool);
+/* After a SIGBUS: retires what was hit. The second is for a thread that has the host lock. */
+int poison_error(cxlkv_pool *pool, const guard *fault);
+int poison_error_locked(cxlkv_pool *pool, const guard *fault);
+
+/* ---- threads.c ---- */
+typedef int (*task_function)(void *context, uint32_t item);
+/* Runs items 0..count-1 on the pool's threads, each under a SIGBUS guard; the first error wins. */
+int run_tasks(cxlkv_pool *pool, uint32_t count, task_function task, void *context);
+void workers_destroy(workers *threads);
+
+/* ---- pages.c: all under the host lock, but for pages_drop_later() and pages_unclaim() ---- */
+void pages_list(cxlkv_pool *pool, uint32_t run);     /* puts a run where its mask says */
+void pages_unlist(cxlkv_pool *pool, uint32_t run);   /* takes it, all free, out of the allocator */
+void pages_put_back(cxlkv_pool *pool, uint32_t page); /* free, and its descriptor says so */
+/* Tries to have so many free pages: dead processes', withdrawn ones. See host_lock_with_room(). */
+void pages_make_room(cxlkv_pool *pool, uint64_t count);
+/* In place of a page to be behind: no page follows these, so they open no run while gaps are left.
+ * An extent that has one of them cannot be given to another host. */
+#define IN_A_GAP (NO_PAGE - 1)
+/* Takes count pages, neighbours of `after` first; all or nothing: 0 or -CXLKV_E_POOL_FULL. */
+int pages_take(cxlkv_pool *pool, uint32_t count, uint32_t after, uint32_t *pages);
+void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
+void pages_drop(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
+/* For who does not have the host lock, and cannot have it: they are dropped by the next call of
+ * this process that has it. Never fails. */
+void pages_drop_later(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
+void pages_drop_late(cxlkv_pool *pool);   /* those */
+void pages_drop_slot(cxlkv_pool *pool, uint32_t slot);  /* all that its process holds */
+/* Frees those that nothing needs any more; neighbours share their looks and fences. */
+void pages_settle(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
+/* Bit i is page first + i of a pin word, that nothing here needs: free, or withdrawn. */
+void pages_free_word(cxlkv_pool *pool, uint32_t first, uint64_t pages);
+/* Pages of cxlkv_pages_alloc() are the caller's to free no more, and are again; all or none. */
+int pages_claim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
+void pages_unclaim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
+uint64_t page_retire(cxlkv_pool *pool, uint32_t page);   /* for good; returns 1 if it was not yet */
+int full_error(cxlkv_pool *pool, uint32_t wanted);
+
+/* ---- index.c: all under the host lock ---- */
+void index_expect(const cxlkv_pool *pool, const uint64_t hash[2]);  /* it is asked for soon */
+uint32_t index_find(const cxlkv_pool *pool, const uint64_t hash[2]);
+bool index_insert(cxlkv_pool *pool, const uint64_t hash[2], uint32_t page);
+void index_erase(cxlkv_pool *pool, const uint64_t hash[2]);
+void index_erase_page(cxlkv_pool *pool, uint32_t page); /* the page's entry; walks the index */
+void index_clear(cxlkv_pool *pool);
+
+/* ---- counters.c: what is counted is seen by all processes of the host ---- */
+static inline void count_add(cxlkv_pool *pool, enum counter which, uint64_t amount) {
+    atomic_fetch_add_explicit(&pool->counters->counts[which], amount, memory_order_relaxed);
+}
+/* The number of sequences now; under list_lock. */
+static inline void count_sequences(cxlkv_pool *pool) {
+    atomic_store_explicit(&pool->counters->sequences, pool->sequence_count, memory_order_relaxed);
+}
+/* For a thread outside of any operation: the pool may be closing. */
+void count_outside(cxlkv_pool *pool, enum counter which, uint64_t amount);
+void counters_begin(host_state *host, uint32_t slot);  /* under the lock, before the slot is live */
+void counters_bind(cxlkv_pool *pool, uint32_t slot);
+void counters_unbind(cxlkv_pool *pool);                /* before the host state is unmapped */
+/* Those of a slot's process since it came; of all processes ever. */
+void counters_of_slot(host_state *host, uint32_t slot, cxlkv_counters *counters);
+void counters_total(host_state *host, cxlkv_counters *counters);
+void counters_save(cxlkv_pool *pool);                  /* in the region */
+/* False, and zeros, where nobody has saved any, or died over it. */
+bool counters_load(const uint8_t *from, cxlkv_counters *counters);
+void counters_restore(cxlkv_pool *pool);               /* into a new host state */
+
+/* ---- hotness.c ---- */
+/* Pages of a call that succeeded, under the locks of its batch: those of its lists, or all that it
+ * read. starts may be NULL where picked->pages are of whole sequences, or NULL. */
+void hotness_count(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
+                   const int32_t *starts);
+void hotness_freed(cxlkv_pool *pool, uint32_t page);
+/* The others under the host lock. parent: the page before it, or NO_PAGE. */
+void hotness_published(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t parent);
+void hotness_follows(cxlkv_pool *pool, uint32_t page, uint32_t parent);
+void hotness_found(cxlkv_pool *pool, uint32_t page, uint32_t part); /* by its descriptor */
+void hotness_unpublished(cxlkv_pool *pool, uint32_t page);
+void hotness_asked(cxlkv_pool *pool, uint32_t page);  /* the last page of a hit, not full */
+/* Pages [first, count) of a part are a hit's; found is [count][part_count]. */
+void hotness_matched(cxlkv_pool *pool, const uint32_t *found, uint32_t part, uint32_t first,
+                     uint32_t count);
+
+#endif

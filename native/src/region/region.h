@@ -1,0 +1,102 @@
+/* Mapped memory for a pool: files, devices, stripes of them, NUMA nodes, and the locks on bytes of
+ * files by which processes know of each other. */
+#ifndef CXLKV_REGION_H
+#define CXLKV_REGION_H
+
+#include <stdbool.h>
+#include <sys/types.h>
+
+#include "base/base.h"
+#include "cxlkv.h"
+
+enum { SUPERBLOCK_BYTES = 4096, AREA_ALIGNMENT = 2 << 20 };
+/* For an upgrade a pool of FORMAT_BEFORE will do; who only looks may lack features of writers. */
+enum superblock_purpose { SUPERBLOCK_USE, SUPERBLOCK_LOOK, SUPERBLOCK_UPGRADE };
+
+/* ---- region.c ---- */
+/* What helps, as the end of a sentence, when a limit of this process is the cause; or "". */
+const char *remedy_of(int code);
+/* The three map geometry.region_bytes and set base, mapped_bytes, unit_bytes and page_kind. */
+int region_map_anonymous(cxlkv_pool *pool);
+int region_create_file(cxlkv_pool *pool, const char *path, char *made, size_t made_bytes);
+int region_map_file(cxlkv_pool *pool);
+void region_unmap(cxlkv_pool *pool);
+/* Bytes of a file or a dax device; an error when it is neither. */
+int region_size(int fd, const char *path, uint64_t *bytes);
+/* Of a file or a dax device; false when there are fewer, or they cannot be read. */
+bool region_read(int fd, uint64_t offset, void *to, size_t bytes);
+/* The end of a pool: a file's name goes; of a device, and of a file in which it was made in place
+ * (as its mark says, or the caller), the superblock. */
+int region_discard(int fd, const char *path, bool in_place);
+bool region_is_in_place(int fd);
+/* Takes from its file system what the first `bytes` of a file lack; its size stays. */
+int region_fill_holes(int fd, uint64_t bytes, const char *path);
+/* Byte 0 is held while a process joins or leaves, byte 1 (shared) while it uses the pool. */
+enum { ATTACH_BYTE = 0, USE_BYTE = 1 };
+/* And of a host state's file: held (shared) while it is open; LIVE_BYTE + i (shared) while the
+ * process of slot i lives, or the child that is being forked for it. */
+enum { STATE_BYTE = 0, LIVE_BYTE = 64 };
+/* wait: for lock_wait_s at most, then -ETIMEDOUT; byte_lock_error() says what it means. */
+extern double lock_wait_s;
+int lock_byte(int fd, off_t offset, bool exclusive, bool wait);
+int lock_byte_within(int fd, off_t offset, bool exclusive, double wait_s);
+int byte_lock_error(int code, const char *path);
+int unlock_byte(int fd, off_t offset);
+/* Another open file of the same file, with the byte locked (shared); -1 when that fails. */
+int open_again(int fd, off_t offset);
+bool byte_is_free(int fd, off_t offset);  /* nobody has it locked; takes no lock to find out */
+
+/* ---- place.c: NUMA nodes ---- */
+/* Of the mapping's file, from pool->nodes; before it has pages. */
+int place_bind(cxlkv_pool *pool);
+int place_look(cxlkv_pool *pool, uint64_t pages_max, cxlkv_placed *out);
+/* All pages lie where pool->nodes says. */
+int place_verify(cxlkv_pool *pool);
+
+/* ---- stripes.c: several devices or files as one region, "dax:A+B" ---- */
+bool stripes_path(const char *path);
+/* The first bytes of a member. */
+bool stripes_is_label(const uint8_t *bytes);
+/* The two map and set pool->fd, as region_map_file() and what it needs; create formats, too. */
+int stripes_create(cxlkv_pool *pool, const char *path, uint32_t flags);
+int stripes_open(cxlkv_pool *pool, const char *path, enum superblock_purpose purpose);
+int stripes_remove(const char *path);
+/* For who only reads: labels and superblock are checked. fd: the first member's. stripes_leave()
+ * closes it with the others. */
+typedef struct members members;
+int stripes_look(const char *path, members **found, int *fd, uint64_t *bytes);
+bool stripes_read(const members *all, uint64_t offset, void *to, size_t bytes);
+void stripes_leave(members *all);
+
+/* ---- device.c: a dax device (/dev/daxX.Y) in place of a file ---- */
+enum { DEVICE_NAME_BYTES = 64 };
+typedef struct device_facts {
+    char name[DEVICE_NAME_BYTES];    /* "dax0.0" */
+    char driver[DEVICE_NAME_BYTES];  /* "device_dax", "kmem" (system RAM), or "": none is bound */
+    uint64_t bytes;
+    uint64_t unit_bytes;         /* a mapping's address, offset and length are multiples of it */
+    int64_t node;                /* the NUMA node that it is, or would be, as system RAM */
+} device_facts;
+/* False when it is no dax device. sysfs: "/sys", or a test's. */
+bool device_look(const char *sysfs, dev_t number, device_facts *facts);
+bool device_of(int fd, device_facts *facts);
+/* Why open() said ENXIO, and what mends it. */
+int device_refused(const char *sysfs, const char *path, dev_t number);
+bool device_read(int fd, const device_facts *facts, uint64_t offset, void *to, size_t bytes);
+/* Its first bytes, or those of a file; the first line of them before the others. */
+int device_write(int fd, const device_facts *facts, const char *path,
+                 const uint8_t page[SUPERBLOCK_BYTES]);
+int device_wipe(int fd, const device_facts *facts, const char *path);
+/* Of a device, or of a file as if it were one: its bytes, and the unit in which it is mapped. */
+int region_facts(int fd, const char *path, device_facts *facts);
+
+/* ---- alive.c: open files whose locks say that this process lives; none crosses a fork ---- */
+typedef struct alive alive;
+alive *alive_begin(int fd, off_t byte);   /* opens it again, byte locked; NULL: errno says why */
+alive *alive_keep(int fd);                /* one that was made for this process; NULL: no memory */
+void alive_end(alive *own);
+void alive_fork_prepare(void);
+void alive_fork_parent(void);
+void alive_fork_child(void);
+
+#endif

@@ -1,0 +1,139 @@
+/* Sequences and batches of them: page tables, tails, appending, leases. */
+#ifndef CXLKV_SEQUENCE_H
+#define CXLKV_SEQUENCE_H
+
+#include "kernels/kernels.h"
+#include "pool/pool.h"
+
+/* Up to 256 page ids, shared by forks; it holds one reference on each of pages [first, count). */
+typedef struct chunk {
+    atomic_uint references;
+    uint16_t first, count;
+    uint32_t pages[CHUNK_PAGES];
+} chunk;
+
+/* The pages of one part. */
+typedef struct page_table {
+    chunk **chunks;              /* NULL before `first` and behind the last */
+    uint32_t chunk_capacity;
+    uint32_t first;              /* pages before it lie behind the window: not ours any more */
+} page_table;
+
+/* Filled tokens of a layer's last page, a row each: K of all heads, then V; shared by forks. Token
+ * by token, so that an append touches two runs of bytes and a fork's copy is one. */
+typedef struct tail {
+    atomic_uint references;
+    struct tail *next_spare;     /* in the pool's list of tails that nobody uses */
+    uint8_t pad[LINE_BYTES - 2 * sizeof(void *)];
+    uint8_t data[];
+} tail;
+_Static_assert(sizeof(tail) == LINE_BYTES, "the data begins on a line");
+
+struct cxlkv_sequence {
+    cxlkv_pool *pool;
+    pthread_rwlock_t lock;
+    bool released;
+    bool expired;
+    bool approximate;            /* it has pages that a key of content found: fixed when made */
+    atomic_ulong lease_deadline_ns;  /* CLOCK_BOOTTIME; 0: none; read without the lock */
+    uint32_t deadline_place;     /* in the pool's deadlines, from 1; 0: nowhere */
+    page_table *tables;          /* by part */
+    uint32_t page_count;         /* = layer_tokens[0] / page_tokens, in every table */
+    uint64_t *layer_tokens;      /* never more than the layer before */
+    tail **tails;
+    uint32_t *export_pages;      /* by part: the tail's copy that the last handle names */
+    bool exported;               /* there are such copies */
+    uint64_t export_tokens;
+    struct worker_table *worker_tables; /* by part: what the worker was told; NULL: nothing */
+    struct worker_tail *worker_tails; /* by layer: what the worker has of a tail; or NULL */
+    struct cxlkv_sequence *next, *previous;
+    struct cxlkv_sequence *next_busy; /* within sequences_expire() */
+};
+
+struct cxlkv_batch {
+    cxlkv_pool *pool;
+    pthread_mutex_t lock;        /* one operation at a time: the scratch is shared */
+    uint32_t count;
+    cxlkv_sequence **sequences;
+    cxlkv_sequence **lock_order; /* by address */
+    void *scratch;
+    size_t scratch_bytes;
+    bool counted_elsewhere;      /* a worker's: its client counts which pages were used */
+};
+
+/* ---- sequence.c ---- */
+int sequence_make(cxlkv_pool *pool, cxlkv_sequence **sequence);
+int sequence_usable(const cxlkv_sequence *sequence);     /* under its lock */
+uint64_t sequence_even_tokens(const cxlkv_sequence *sequence);  /* UINT64_MAX when layers differ */
+void sequence_drop_pages(cxlkv_sequence *sequence);
+void sequences_expire(cxlkv_pool *pool);
+/* host_lock(); when fewer pages are free, ended leases give up theirs first, and other hosts. */
+int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count);
+/* Room for pages [page_count, page_count + count) of a part; then sequence_push() cannot fail. */
+int sequence_reserve(cxlkv_sequence *sequence, uint32_t part, uint32_t count);
+void sequence_push(cxlkv_sequence *sequence, uint32_t part, uint32_t index, uint32_t page);
+/* Takes back the pages from page_count on, which this call pushed: nobody shares them, so it cannot
+ * fail. */
+void sequence_pull(cxlkv_sequence *sequence, uint32_t page_count);
+/* Gives back a part's pages before `first`; under the host lock. */
+int sequence_advance(cxlkv_sequence *sequence, uint32_t part, uint32_t first);
+/* The first page of a part that the token at `position` sees. */
+uint32_t window_page(const cxlkv_pool *pool, uint32_t part, uint64_t position);
+int sequence_cut(cxlkv_sequence *sequence, uint32_t page_count);
+/* The first `filled` tokens of a complete page; on an error *out may be one, to be dropped. */
+int tail_from_page(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t filled, tail **out);
+tail *tail_make(cxlkv_pool *pool);
+tail *tail_copy(cxlkv_pool *pool, tail *from, uint32_t filled);  /* its first tokens */
+void tail_drop(cxlkv_pool *pool, tail *tail);
+void tails_discard(cxlkv_pool *pool);
+/* A line more than a token: rows 4 KiB apart would all fall into one set of the L1 cache. */
+static inline size_t tail_row_bytes(const cxlkv_pool *pool) {
+    const cxlkv_layout *layout = &pool->layout;
+    uint64_t dims = layout->kv_heads * row_channels(layout);
+    return align_up(dims * dtype_bytes(layout->dtype), LINE_BYTES) + LINE_BYTES;
+}
+/* Where K or V of a head begin in the row of token 0. */
+static inline uint8_t *tail_at(const cxlkv_pool *pool, tail *tail, uint32_t kind, uint32_t head) {
+    const cxlkv_layout *layout = &pool->layout;
+    uint64_t channels = (uint64_t)head * layout->head_dim;
+    if (kind == PIECE_VALUES && !values_are_keys(layout))
+        channels = (uint64_t)layout->kv_heads * layout->head_dim + head * layout->value_head_dim;
+    return tail->data + channels * dtype_bytes(layout->dtype);
+}
+static inline uint32_t sequence_page(const cxlkv_sequence *sequence, uint32_t part,
+                                     uint32_t index) {
+    return sequence->tables[part].chunks[index / CHUNK_PAGES]->pages[index % CHUNK_PAGES];
+}
+
+/* ---- deadlines.c: all under the pool's list_lock but the last ---- */
+int deadlines_add(deadlines *all, cxlkv_sequence *sequence);
+void deadlines_remove(deadlines *all, cxlkv_sequence *sequence); /* if it is there */
+/* One whose lease has ended, taken out, the earliest first; NULL: none has. */
+cxlkv_sequence *deadlines_ended(deadlines *all, uint64_t now_ns);
+bool deadlines_any_ended(const deadlines *all, uint64_t now_ns);
+
+/* ---- append.c ---- */
+/* Writes one (page, layer) from a tail with `tokens` filled, the others zero. */
+int page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t tokens);
+/* Where stores went through the caches (V1). */
+void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer);
+
+/* ---- batch.c ---- */
+int batch_lock(cxlkv_batch *batch, bool write);
+void batch_unlock(cxlkv_batch *batch);
+void *batch_scratch(cxlkv_batch *batch, size_t bytes);
+int batch_starts(const cxlkv_batch *batch, const int32_t *starts, uint32_t *rows);
+/* Of an engine's block table; *rows: the tokens of all blocks. */
+int blocks_check(const cxlkv_batch *batch, const cxlkv_blocks *table, uint32_t *rows);
+int queries_check(const cxlkv_batch *batch, uint32_t layer, uint32_t q_heads,
+                  const cxlkv_rows *queries, const int32_t *starts, uint32_t *rows);
+/* Query rows of any strides and dtype to float32 [sequence][kv_head][row][group][dim], and packed
+ * if the instruction set has a form for them; `out` is as long as queries_bytes() says. */
+size_t queries_bytes(const cxlkv_batch *batch, const kernels *isa, uint64_t query_count);
+kernel_queries queries_pack(const cxlkv_batch *batch, const kernels *isa, const cxlkv_rows *queries,
+                            uint32_t q_heads, const int32_t *starts, void *out);
+static inline kernel_queries queries_range(kernel_queries all, uint64_t first, uint32_t count) {
+    return (kernel_queries){all.rows, all.packed, all.total, (uint32_t)first, count};
+}
+
+#endif

@@ -1,0 +1,90 @@
+/* The local tier: copies of units in this process's own memory; docs/near-tier.md. */
+#ifndef CXLKV_LOCAL_TIER_H
+#define CXLKV_LOCAL_TIER_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#include "pool/pool.h"
+
+typedef struct near_slot {
+    int64_t unit;
+    uint64_t generation;         /* of its page; written before the table names the slot */
+    uint32_t next_free;
+    enum { NEAR_FREE, NEAR_RESERVED, NEAR_HELD, NEAR_STALE } state;
+} near_slot;
+
+/* free_count + reserved_count + held_count = slot_count; a stale slot counts as held. */
+typedef struct near_tier {
+    uint8_t *memory;
+    uint64_t mapped_bytes, unit_bytes;
+    uint64_t values_offset;      /* in a slot; the keys begin it */
+    near_slot *slots;
+    atomic_uint *table;          /* by unit: slot + 1, and NEAR_ON_ITS_WAY; 0: none */
+    atomic_uint *heat;           /* by unit: epoch << 16 | count */
+    uint16_t *layer_of;          /* by part * record_layers + row; UINT16_MAX: there is none */
+    uint64_t unit_count, window_reads;
+    atomic_uint epoch;
+    atomic_ulong reads_near, reads_far;
+    /* Who reads copies holds it for reading, for the length of a call; entries leave the table
+     * under the write lock only. So what a reader has found stays, and no slot is refilled
+     * meanwhile. Lock order: sequences, lock, host lock or readers; readers may take the host
+     * lock, too, so nobody who has that one waits for readers. */
+    pthread_rwlock_t readers;
+    pthread_mutex_t lock;        /* guards slots, the table's changes and all below */
+    uint32_t slot_count, free_count, reserved_count, held_count, first_free;
+    uint64_t promoted, demoted, dropped, refused, refused_no_room, undone;
+} near_tier;
+#define NEAR_ON_ITS_WAY (1u << 31)
+
+static inline uint64_t unit_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer) {
+    return (uint64_t)page * pool->geometry.record_layers + pool->row_of[layer];
+}
+/* The copy of a unit whose page the caller holds, or NULL; between near_enter and near_leave. */
+static inline const uint8_t *near_find(const cxlkv_pool *pool, const near_tier *tier,
+                                       uint32_t page, uint32_t layer) {
+    /* Pairs with the release of near_complete(): slot and bytes are there when the entry is. */
+    uint32_t entry =
+        atomic_load_explicit(&tier->table[unit_of(pool, page, layer)], memory_order_acquire);
+    if (entry == 0 || entry & NEAR_ON_ITS_WAY) return NULL;
+    if (tier->slots[entry - 1].generation != pool->pages[page].generation) return NULL;
+    return tier->memory + (entry - 1) * tier->unit_bytes;
+}
+/* One reading of a unit more. Threads that meet here may lose one: it is a hint. */
+static inline void near_heat_add(near_tier *tier, uint64_t unit) {
+    uint32_t epoch = atomic_load_explicit(&tier->epoch, memory_order_relaxed);
+    uint32_t heat = atomic_load_explicit(&tier->heat[unit], memory_order_relaxed);
+    uint32_t age = (epoch - (heat >> 16)) & UINT16_MAX;
+    uint32_t count = age < 16 ? (heat & UINT16_MAX) >> age : 0;
+    count += count < UINT16_MAX;
+    atomic_store_explicit(&tier->heat[unit], epoch << 16 | count, memory_order_relaxed);
+}
+/* What a call read of chosen pages: one for each unit and head. */
+typedef struct near_reads {
+    atomic_ulong near, far;
+} near_reads;
+/* Round each call that reads copies; the second also counts what was read. */
+static inline void near_enter(cxlkv_pool *pool) {
+    if (pool->near) pthread_rwlock_rdlock(&pool->near->readers);
+}
+void near_leave(cxlkv_pool *pool, const near_reads *reads);
+void near_drop_all(cxlkv_pool *pool);     /* the tier, at close; under the write lock */
+void near_forked(cxlkv_pool *pool);       /* in the child: its copies are its parent's */
+/* A promotion in three steps, each under pool_enter(); cxlkv_near_promote() is all of them. */
+typedef struct near_move {
+    int64_t unit;
+    uint64_t generation;         /* 0: as the page is */
+    uint32_t page, slot;
+    uint16_t layer;
+    bool reserved;               /* has a slot, and a reference of its own on its page */
+    bool copied;
+    int32_t code;                /* CXLKV_NEAR_... */
+} near_move;
+/* Reserves slots, and holds the pages, of those that can be promoted; an error: of none. */
+int near_prepare(cxlkv_pool *pool, near_move *moves, uint32_t count);
+int near_copy(cxlkv_pool *pool, near_move *moves, uint32_t count);
+/* Shows what was copied, if shows and if its page is what it was; undoes the rest. Lets go of the
+ * pages. Returns how many can be read now. */
+int64_t near_complete(cxlkv_pool *pool, near_move *moves, uint32_t count, bool shows);
+
+#endif

@@ -1,0 +1,132 @@
+"""The layers of the C core: a folder of native/src uses those below it, and none above.
+
+Who uses whom is read from the text: which functions and variables a file defines for others, and
+whose names occur in it. So a prototype that somebody writes by hand is no way round.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+from tests.test_tidy import ROOT, files, name_of, without_c_comments
+
+# From below. A folder may use itself and what stands before it.
+FOLDERS = (
+    "base kernels region coherence pool sequence prefix tiers ndp worker objects admin"
+).split()
+SOURCES = ROOT / "native/src"
+
+# What uses a folder above its own, for as long as that is so: none may come.
+UPWARD = {
+    "ndp/attend.c uses worker/worker.h",
+    "ndp/attend.c uses worker_attend",
+    "ndp/select.c uses worker/worker.h",
+    "ndp/select.c uses worker_select",
+    "pool/follow.c uses page_forget",
+    "pool/follow.c uses prefix/prefix.h",
+    "pool/host_state.c uses page_scrubbed",
+    "pool/host_state.c uses prefix/prefix.h",
+    "pool/hotness.c uses ndp/ndp.h",
+    "pool/hotness.c uses sequences_expire",
+    "pool/hotness.c uses view_of",
+    "pool/pages.c uses host_lock_with_room",
+    "pool/pages.c uses page_scrubbed",
+    "pool/pages.c uses pieces_write_back",
+    "pool/pages.c uses prefix/prefix.h",
+    "pool/pool.c uses near_drop_all",
+    "pool/pool.c uses near_forked",
+    "pool/pool.c uses sequence/sequence.h",
+    "pool/pool.c uses sequences_expire",
+    "pool/pool.c uses tails_discard",
+    "pool/pool.c uses tiers/local_tier.h",
+    "pool/pool.c uses worker/worker.h",
+    "pool/pool.c uses worker_client_drop",
+    "pool/pool.c uses worker_forked",
+    "pool/pool.c uses worker_leave",
+    "prefix/handle.c uses worker/worker.h",
+    "prefix/handle.c uses worker_give_back",
+    "region/place.c uses pool/pool.h",
+    "region/place.c uses pool_enter",
+    "region/place.c uses pool_leave",
+    "region/prefault.c uses pool/pool.h",
+    "region/prefault.c uses pool_enter",
+    "region/prefault.c uses pool_leave",
+    "region/region.c uses pool/pool.h",
+    "region/stripes.c uses host_remove_state",
+    "region/stripes.c uses pool/pool.h",
+    "region/stripes.c uses pool_format",
+    "region/stripes.c uses superblock_read",
+    "sequence/batch.c uses ndp/ndp.h",
+    "sequence/places.c uses ndp/ndp.h",
+    "sequence/sequence.c uses worker/worker.h",
+    "sequence/sequence.c uses worker_cut",
+    "sequence/sequence.c uses worker_forget",
+    "sequence/sequence.c uses worker_give_back",
+    "sequence/verify.c uses ndp/ndp.h",
+    "tiers/local_tier.c uses ndp/ndp.h",
+    "tiers/record.c uses worker/worker.h",
+    "tiers/record.c uses worker_give_back",
+}
+
+DEFINED = re.compile(
+    r"^(?!static|typedef|extern|_Static|else|return|if)[A-Za-z_][\w \t*]*?[ *]\**(\w+)"
+    r"(?:\([^;{}]*\)\s*\{|\[?\]?[^;(){}=\n]*=[^=])",
+    re.MULTILINE,
+)
+STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+
+
+def folder_of(path: Path) -> str:
+    return path.relative_to(SOURCES).parts[0]
+
+
+@cache
+def text_of(path: Path) -> str:
+    """Without comments, strings and the lines of the preprocessor, but for what it includes."""
+    text = without_c_comments(path.read_text())
+    kept = [line for line in text.splitlines() if not line.startswith("#")]
+    return STRING.sub('""', "\n".join(kept))
+
+
+@cache
+def definitions() -> dict[str, Path]:
+    """Where each function or variable is that other files may use."""
+    found: dict[str, Path] = {}
+    for path in files(".c"):
+        if path.is_relative_to(SOURCES):
+            found |= dict.fromkeys(DEFINED.findall(text_of(path)), path)
+    return found
+
+
+def used_by(path: Path) -> set[tuple[str, Path]]:
+    """Names and where they are defined, of what a file uses or includes of others."""
+    words = set(re.findall(r"(?<![.\w>])([A-Za-z_]\w*)\(", text_of(path)))
+    used = {(name, definitions()[name]) for name in words & definitions().keys()}
+    for name in re.findall(r'^#include "(\w+/\w+\.h)"', path.read_text(), re.MULTILINE):
+        if (SOURCES / name).is_file():
+            used.add((name, SOURCES / name))
+    return {(name, where) for name, where in used if where != path}
+
+
+def upward() -> set[str]:
+    found = set()
+    for path in files(".c", ".h"):
+        if not path.is_relative_to(SOURCES):
+            continue
+        rank = FOLDERS.index(folder_of(path))
+        for name, where in used_by(path):
+            if FOLDERS.index(folder_of(where)) > rank:
+                found.add(f"{name_of(path)[len('native/src/') :]} uses {name}")
+    return found
+
+
+def test_the_core_uses_no_folder_above_its_own() -> None:
+    found = upward()
+    assert found - UPWARD == set(), "a file uses what lies in a folder above its own"
+    assert UPWARD - found == set(), "mended: take it off the list"
+
+
+def test_the_folders_are_those_of_the_layers() -> None:
+    assert {path.name for path in SOURCES.iterdir()} == set(FOLDERS)
