@@ -94,10 +94,10 @@ static uint8_t *memory_map(int fd, uint64_t bytes) {
 }
 
 static inline void cache_begin(cxlkv_pool *pool) {
-    private_cache made = {.base = pool->base, .bytes = pool->mapped_bytes};
+    private_cache made = {.base = pool->region.base, .bytes = pool->region.mapped_bytes};
     int fd = memfd_create("cache", MFD_CLOEXEC);
     CHECK(fd >= 0 && ftruncate(fd, (off_t)made.bytes) == 0);
-    made.memory = memory_map(pool->fd, made.bytes);
+    made.memory = memory_map(pool->region.fd, made.bytes);
     made.lines = memory_map(fd, made.bytes);
     made.clean = malloc(made.bytes);
     CHECK(made.clean && cache_count < CACHES_MAX);

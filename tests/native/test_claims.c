@@ -30,7 +30,7 @@ static void nap(void) { nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL); 
 
 static void poke(const scene *s, const void *line, uint64_t word) {
     int fd = open(s->path, O_RDWR | O_CLOEXEC);
-    off_t at = (off_t)((const uint8_t *)line - s->pool->base);
+    off_t at = (off_t)((const uint8_t *)line - s->pool->region.base);
     CHECK(fd >= 0 && pwrite(fd, &word, sizeof(word), at) == sizeof(word));
     close(fd);
 }
@@ -184,7 +184,7 @@ static void lose(const scene *s, bool lost) {
     int fd = lost ? memfd_create("lost", MFD_CLOEXEC) : open(s->path, O_RDONLY | O_CLOEXEC);
     CHECK(fd >= 0);
     CHECK(mmap(block, area->block_bytes, PROT_READ, MAP_SHARED | MAP_FIXED, fd,
-               lost ? 0 : block - s->pool->base) == block);
+               lost ? 0 : block - s->pool->region.base) == block);
     close(fd);
 }
 

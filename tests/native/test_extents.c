@@ -13,14 +13,14 @@
 static uint64_t look_at_mappings(const cxlkv_pool *pool, uint8_t *writable) {
     FILE *file = fopen("/proc/self/maps", "re");
     char line[512], mode[8];
-    uint64_t pages = pool->mapped_bytes / 4096, unit_pages = pool->unit_bytes / 4096;
+    uint64_t pages = pool->region.mapped_bytes / 4096, unit_pages = pool->region.unit_bytes / 4096;
     uint64_t listed = 0, read_only = 0;
     CHECK(file);
     while (fgets(line, sizeof(line), file)) {
-        uint64_t first, end, base = (uintptr_t)pool->base;
+        uint64_t first, end, base = (uintptr_t)pool->region.base;
         CHECK(sscanf(line, "%lx-%lx %7s", &first, &end, mode) == 3);
-        if (first < base || first >= base + pool->mapped_bytes) continue;
-        CHECK(end <= base + pool->mapped_bytes);
+        if (first < base || first >= base + pool->region.mapped_bytes) continue;
+        CHECK(end <= base + pool->region.mapped_bytes);
         memset(writable + (first - base) / 4096, mode[1] == 'w', (end - first) / 4096);
         listed += (end - first) / 4096;
     }
@@ -35,7 +35,7 @@ static uint64_t look_at_mappings(const cxlkv_pool *pool, uint8_t *writable) {
 
 static bool is_writable(const cxlkv_pool *pool, const uint8_t *writable, const void *first,
                         uint64_t bytes) {
-    uint64_t at = (uint64_t)((const uint8_t *)first - pool->base);
+    uint64_t at = (uint64_t)((const uint8_t *)first - pool->region.base);
     for (uint64_t page = at / 4096; page * 4096 < at + bytes; page++)
         if (!writable[page]) return false;
     return true;
@@ -43,14 +43,14 @@ static bool is_writable(const cxlkv_pool *pool, const uint8_t *writable, const v
 
 static void check_mappings(const cxlkv_pool *pool) {
     const cxlkv_geometry *g = &pool->geometry;
-    uint8_t *writable = calloc(1, pool->mapped_bytes / 4096);
-    bool by_pages = pool->unit_bytes == 4096;
+    uint8_t *writable = calloc(1, pool->region.mapped_bytes / 4096);
+    bool by_pages = pool->region.unit_bytes == 4096;
     CHECK(writable && look_at_mappings(pool, writable) > 0);
     CHECK(is_writable(pool, writable, hosts_line(&pool->hosts, 1, 0), g->host_block_bytes));
     CHECK(!by_pages || !is_writable(pool, writable, hosts_line(&pool->hosts, 0, 0), 4096));
-    CHECK(!by_pages || !is_writable(pool, writable, pool->base, 4096));
+    CHECK(!by_pages || !is_writable(pool, writable, pool->region.base, 4096));
     for (uint32_t extent = 0; extent < g->extent_count; extent++) {
-        const uint8_t *at = pool->base + g->extents_offset + extent * g->extent_bytes;
+        const uint8_t *at = pool->region.base + g->extents_offset + extent * g->extent_bytes;
         bool ours = page_is_ours(pool, extent * g->slab_slots);
         bool all = is_writable(pool, writable, at, g->extent_bytes) &&
                    is_writable(pool, writable, descriptor_of(pool, extent * g->slab_slots),
@@ -76,10 +76,10 @@ static void test_units(uint64_t unit_bytes) {
     cxlkv_pool *pool;
     uint32_t pages[64];
     CHECK(cxlkv_pool_create(path, &layout, &sharing, 24 << 20, 0, &host, &pool) == 0);
-    CHECK(pool->unit_bytes == 4096);
+    CHECK(pool->region.unit_bytes == 4096);
     CHECK(host_lock(pool) == 0);
-    pool->unit_bytes = unit_bytes;
-    CHECK(mprotect(pool->base, pool->mapped_bytes, PROT_READ | PROT_WRITE) == 0);
+    pool->region.unit_bytes = unit_bytes;
+    CHECK(mprotect(pool->region.base, pool->region.mapped_bytes, PROT_READ | PROT_WRITE) == 0);
     extents_protect(pool); /* as if it had been like this from the start */
     host_unlock(pool);
     while (owned_extents(pool) < pool->geometry.extent_count / 2) {

@@ -203,8 +203,8 @@ static void die_in_lock(cxlkv_pool *pool, int where, uint32_t page) {
     } else if (where == 1) { /* a record that both hold, torn by publish() */
         rewrite_begin(pool, page);
         memset(descriptor_of(pool, page), 0xee, 40);
-        record_header *header = (record_header *)(pool->base + pool->geometry.extents_offset) +
-                                page % pool->geometry.slab_slots;
+        uint8_t *extents = pool->region.base + pool->geometry.extents_offset;
+        record_header *header = (record_header *)extents + page % pool->geometry.slab_slots;
         CHECK(page < pool->geometry.slab_slots);
         memset(header, 0xdd, 24);
     } else { /* a page's last reference is gone */

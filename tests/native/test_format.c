@@ -95,7 +95,7 @@ static int read_sealed(superblock block, uint64_t file_bytes) {
 
 static void test_superblock(cxlkv_pool *pool) {
     superblock good;
-    memcpy(&good, pool->base, sizeof(good));
+    memcpy(&good, pool->region.base, sizeof(good));
     uint64_t bytes = pool->geometry.region_bytes;
     CHECK(read_back(&good, bytes) == 0);
     CHECK(read_back(&good, bytes - 1) == -CXLKV_E_TRUNCATED);
@@ -116,7 +116,7 @@ static void test_superblock(cxlkv_pool *pool) {
 
 static void test_hostile_numbers(cxlkv_pool *pool) {
     superblock good;
-    memcpy(&good, pool->base, sizeof(good));
+    memcpy(&good, pool->region.base, sizeof(good));
     CHECK(read_sealed(good, pool->geometry.region_bytes) == 0);
     REFUSED(bad.group_count = 0);
     REFUSED(bad.group_count = 2);
@@ -159,7 +159,7 @@ static void test_unknown_features(cxlkv_pool *pool) {
     cxlkv_layout layout;
     cxlkv_sharing sharing;
     cxlkv_geometry geometry;
-    memcpy(&good, pool->base, sizeof(good));
+    memcpy(&good, pool->region.base, sizeof(good));
     for (int word = 0; word < FEATURE_WORDS; word++)
         for (int bit = 0; bit < 64; bit++) {
             static const uint64_t known[FEATURE_WORDS] = FEATURES_KNOWN;
@@ -185,7 +185,7 @@ static void test_unknown_features(cxlkv_pool *pool) {
 /* So many extents that the size of the region wraps round and seems to fit into the file. */
 static void test_sizes_that_wrap(cxlkv_pool *pool) {
     superblock bad;
-    memcpy(&bad, pool->base, sizeof(bad));
+    memcpy(&bad, pool->region.base, sizeof(bad));
     cxlkv_layout layout = {.layers = 1024, .kv_heads = 1024, .head_dim = 4096,
                            .value_head_dim = 4096, .page_tokens = 1024, .dtype = CXLKV_FLOAT32,
                            .checksum = 1, .shard = {0, 1, 0, 1}, .group_count = 1};
@@ -211,8 +211,9 @@ static void test_flipped_lines(cxlkv_pool *pool, uint32_t page) {
     descriptor copy, *line = descriptor_of(pool, page);
     uint64_t generation = pool->pages[page].generation;
     const cxlkv_geometry *g = &pool->geometry;
-    uint8_t *header = pool->base + g->extents_offset + page / g->slab_slots * g->extent_bytes +
-                      page % g->slab_slots * sizeof(record_header);
+    uint64_t offset = g->extents_offset + page / g->slab_slots * g->extent_bytes;
+    uint8_t *header =
+        pool->region.base + offset + page % g->slab_slots * sizeof(record_header);
     CHECK(descriptor_read(pool, page, &copy) == 0 && (copy.version & 255) == PAGE_SEALED);
     CHECK(record_check(pool, page, generation, TEST_PAGE_TOKENS) == 0);
     for (uint32_t bit = 0; bit < LINE_BYTES * 8; bit++) {

@@ -266,7 +266,8 @@ enum { OF_DESCRIPTOR, OF_HEADER, OF_TABLE, OF_FIRST_BYTE, OF_LAST_BYTE, BEHIND, 
 
 static uint8_t *place_of(cxlkv_pool *pool, uint32_t page, int where) {
     const cxlkv_geometry *g = &pool->geometry;
-    uint8_t *extent = pool->base + g->extents_offset + page / g->slab_slots * g->extent_bytes;
+    uint8_t *extent =
+        pool->region.base + g->extents_offset + page / g->slab_slots * g->extent_bytes;
     switch (where) {
     case OF_DESCRIPTOR: return (uint8_t *)descriptor_of(pool, page) + 20;
     case OF_HEADER: return extent + page % g->slab_slots * sizeof(record_header) + 20;
@@ -326,7 +327,7 @@ static void test_damage(int where, bool repair) {
 static void test_hostile_layouts(void) {
     const char *path = test_path("objects");
     cxlkv_pool *pool = object_pool(path, SMALL, true, 4 << 20, 1);
-    const superblock whole = *(superblock *)pool->base;
+    const superblock whole = *(superblock *)pool->region.base;
     cxlkv_pool_destroy(pool);
     for (int i = 0; i < 15; i++) {
         superblock wrong = whole;

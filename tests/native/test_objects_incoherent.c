@@ -196,7 +196,7 @@ static void test_damaged(scene *s) {
 /* ---- what a host leaves behind ---- */
 
 static bool memory_has(const cxlkv_pool *pool, const void *address, uint64_t bytes) {
-    uint64_t at = (uint64_t)((const uint8_t *)address - pool->base);
+    uint64_t at = (uint64_t)((const uint8_t *)address - pool->region.base);
     for (uint64_t i = 0; i < bytes; i++)
         if (caches[0].memory[at + i]) return true;
     return false;
@@ -258,7 +258,8 @@ static void test_left(scene *s, const variant *v) {
         expect(s->hosts[1], 100 + i, 100 + i, OBJECT_BYTES, &seed);
     cache_evict(1);
     for (uint32_t page = 0; page < total; page++) { /* as it stands in memory */
-        uint64_t at = (uint64_t)(pieces_of(s->hosts[1], page, 0, PIECE_KEYS) - s->hosts[1]->base);
+        const cxlkv_pool *other = s->hosts[1];
+        uint64_t at = (uint64_t)(pieces_of(other, page, 0, PIECE_KEYS) - other->region.base);
         CHECK(memcmp(caches[1].memory + at, caches[1].lines + at, OBJECT_BYTES) == 0);
     }
     printf("%lu lines of a host that had left\n", lines_evicted - before);

@@ -20,10 +20,10 @@ static cxlkv_pool *make(const char *path, uint64_t nodes, int *code) {
 
 static void check_bound(cxlkv_pool *pool) {
     cxlkv_placed placed;
-    uint64_t pages = pool->mapped_bytes / pool->unit_bytes;
+    uint64_t pages = pool->region.mapped_bytes / pool->region.unit_bytes;
     CHECK(cxlkv_pool_placed(pool, 0, &placed) == 0);
     CHECK(placed.policy == CXLKV_POLICY_BIND && placed.wanted_nodes == 1);
-    CHECK(placed.page_bytes == pool->unit_bytes && placed.pages_seen == pages);
+    CHECK(placed.page_bytes == pool->region.unit_bytes && placed.pages_seen == pages);
     CHECK(placed.pages_on[0] == pages && placed.pages_unseen == 0 && placed.pages_elsewhere == 0);
     for (uint64_t most = 1; most <= pages; most = most * 7 + 1) {
         CHECK(cxlkv_pool_placed(pool, most, &placed) == 0);
@@ -55,9 +55,9 @@ static void test_no_wish(void) {
     cxlkv_pool *pool = make(NULL, 0, &code);
     CHECK(code == 0 && cxlkv_pool_placed(pool, 0, &placed) == 0);
     CHECK(placed.policy == CXLKV_POLICY_DEFAULT && placed.wanted_nodes == 0);
-    uint64_t pages = pool->mapped_bytes / pool->unit_bytes;
+    uint64_t pages = pool->region.mapped_bytes / pool->region.unit_bytes;
     CHECK(placed.pages_seen + placed.pages_unseen == pages && placed.pages_elsewhere == 0);
-    CHECK(pool->unit_bytes != 4096 || placed.pages_unseen > pages / 2);
+    CHECK(pool->region.unit_bytes != 4096 || placed.pages_unseen > pages / 2);
     CHECK(cxlkv_pool_placed(pool, 0, &again) == 0);
     CHECK(memcmp(&placed, &again, sizeof(placed)) == 0);
     cxlkv_pool_close(pool);
@@ -95,8 +95,8 @@ static void test_a_file_without_policy(void) {
     cxlkv_pool *pool = make(path, 0, &code);
     CHECK(code == 0 && cxlkv_pool_placed(pool, 16, &placed) == 0);
     CHECK(placed.wanted_nodes == 0 && placed.pages_seen + placed.pages_unseen == 16);
-    pool->nodes = 1;
-    CHECK(place_verify(pool) == -ENOTSUP);
+    pool->region.nodes = 1;
+    CHECK(place_verify(&pool->region) == -ENOTSUP);
     CHECK(strstr(cxlkv_error_text(), "the kernel did not bind the pool"));
     cxlkv_pool_destroy(pool);
     CHECK(cxlkv_pool_remove(path) == 0);

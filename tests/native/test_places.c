@@ -62,7 +62,7 @@ static void sealed_and_not(void) {
             continue;
         }
         descriptor line;
-        memcpy(&line, pool->base + at.descriptors[i], sizeof(line));
+        memcpy(&line, pool->region.base + at.descriptors[i], sizeof(line));
         CHECK(line.page == at.pages[i] && line.version == (at.generations[i] << 8 | PAGE_SEALED));
     }
     CHECK(at.keys[4] == (int64_t)0xeeeeeeeeeeeeeeee && at.pages[4] == 0xeeeeeeee);

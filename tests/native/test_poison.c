@@ -421,8 +421,8 @@ static void run_calls(scene *s, uint32_t first) {
     uint32_t count = s->objects ? OBJECT_CALLS : SEQUENCE_CALLS;
     *at_work = "begin";
     begin(s);
-    lose(s->pool->base);
-    lose(s->other->base);
+    lose(s->pool->region.base);
+    lose(s->other->region.base);
     for (uint32_t i = 0; i < count; i++) {
         *at_work = calls[(first + i) % count].name;
         calls[(first + i) % count].run(s);
@@ -467,7 +467,7 @@ static void change_lines(const scene *s) {
         if (half && random_below(&seed, 2)) continue;
         if (change == OLD) memcpy(line, old_bytes + at, LINE_BYTES);
         else memset(line, change == ONES ? 0xff : 0, LINE_BYTES);
-        CHECK(pwrite(s->pool->fd, line, LINE_BYTES, (off_t)at) == LINE_BYTES);
+        CHECK(pwrite(s->pool->region.fd, line, LINE_BYTES, (off_t)at) == LINE_BYTES);
     }
 }
 
@@ -529,7 +529,7 @@ static void run_claim_lost(scene *s, uint32_t first) {
     if (!s->objects) CHECK(cxlkv_sequence_create(s->pool, &half_written) == 0);
     if (!s->objects) CHECK(test_append(half_written, 0, s->marks, TEST_PAGE_TOKENS) >= 0);
     const hosts *h = &s->pool->hosts;
-    lost_offset = (uint64_t)(hosts_line(h, 0, 0) - s->pool->base) + h->area.claims_offset;
+    lost_offset = (uint64_t)(hosts_line(h, 0, 0) - s->pool->region.base) + h->area.claims_offset;
     lost_bytes = h->area.pins_offset - h->area.claims_offset;
     change_lines(s);
     call_rebuild(s);
@@ -595,10 +595,10 @@ static uint32_t test_changes(bool shared, bool objects, bool thorough) {
     uint64_t bytes = region_bytes(&s);
     uint8_t *now = malloc(bytes);
     old_bytes = malloc(bytes);
-    CHECK(now && old_bytes && pread(s.pool->fd, old_bytes, bytes, 0) == (ssize_t)bytes);
+    CHECK(now && old_bytes && pread(s.pool->region.fd, old_bytes, bytes, 0) == (ssize_t)bytes);
     cxlkv_geometry g = s.pool->geometry;
     begin_things(&s);
-    CHECK(pread(s.pool->fd, now, bytes, 0) == (ssize_t)bytes);
+    CHECK(pread(s.pool->region.fd, now, bytes, 0) == (ssize_t)bytes);
     end(&s);
     CHECK(cxlkv_pool_remove(s.path) == 0);
     uint32_t count = test_areas(&s, &g, thorough ? 100 : 10), lines = 0;

@@ -12,7 +12,7 @@
 
 /* A state that its users left behind, as those that are killed do: another name keeps it. */
 static void state_keep(cxlkv_pool *pool, state_place *place) {
-    CHECK(state_place_open(pool->fd, pool->identity, NO_HOST, false, place) == 1);
+    CHECK(state_place_open(pool->region.fd, pool->identity, NO_HOST, false, place) == 1);
     CHECK(state_file_is(place, pool->host_fd));
 }
 
@@ -90,7 +90,7 @@ static void test_no_wait_is_without_an_end(const char *path) {
     CHECK(strstr(cxlkv_error_text(), "has had its lock for 0.05 s"));
     CHECK(cxlkv_pool_remove(path) == -CXLKV_E_TIMEOUT);
     close(other);
-    CHECK(state_place_open(pool->fd, pool->identity, NO_HOST, false, &place) == 1);
+    CHECK(state_place_open(pool->region.fd, pool->identity, NO_HOST, false, &place) == 1);
     unlock_byte(pool->host_fd, STATE_BYTE);
     other = state_file_open(&place, O_RDWR);
     CHECK(other >= 0 && lock_byte(other, STATE_BYTE, true, false) == 0);
@@ -112,20 +112,20 @@ static void test_a_state_in_use_is_never_removed(const char *path) {
     cxlkv_pool *pool, *second;
     state_place place;
     pool = test_pool(path, 64);
-    CHECK(state_place_open(pool->fd, pool->identity, NO_HOST, false, &place) == 1);
+    CHECK(state_place_open(pool->region.fd, pool->identity, NO_HOST, false, &place) == 1);
     uint64_t nonce = pool->host->nonce;
     host_line_write(pool, nonce ^ 1);
-    unlock_byte(pool->fd, USE_BYTE);
+    unlock_byte(pool->region.fd, USE_BYTE);
     CHECK(cxlkv_pool_open(path, NULL, &second) == -CXLKV_E_BUSY);
     CHECK(strstr(cxlkv_error_text(), place.path));
     CHECK(state_file_is(&place, pool->host_fd));
     host_line_write(pool, nonce);
-    CHECK(lock_byte(pool->fd, USE_BYTE, false, false) == 0);
+    CHECK(lock_byte(pool->region.fd, USE_BYTE, false, false) == 0);
     CHECK(cxlkv_pool_open(path, NULL, &second) == 0);
     CHECK(test_stats(pool).processes == 2);
     cxlkv_pool_destroy(second);
     /* Nor by who removes the pool's file under it. */
-    unlock_byte(pool->fd, USE_BYTE);
+    unlock_byte(pool->region.fd, USE_BYTE);
     CHECK(cxlkv_pool_remove(path) == 0 && state_file_is(&place, pool->host_fd));
     cxlkv_pool_destroy(pool);
     CHECK(!state_file_is(&place, 0) && faccessat(place.folder, state_name(&place), F_OK, 0) < 0);

@@ -45,15 +45,15 @@ static void check_reading(const cxlkv_pool *pool) {
     enum { BESIDE_BYTES = 100 };
     uint8_t bytes[2 * BESIDE_BYTES];
     members *all;
-    uint64_t size;
-    int fd;
-    CHECK(stripes_look(where, &all, &fd, &size) == 0 && size >= pool->geometry.region_bytes);
-    for (uint64_t seam = STRIPE_BYTES; seam < pool->mapped_bytes; seam += STRIPE_BYTES) {
+    CHECK(striped_look(where, &all) == 0);
+    uint64_t size = stripes_bytes(all);
+    CHECK(size >= pool->geometry.region_bytes);
+    for (uint64_t seam = STRIPE_BYTES; seam < pool->region.mapped_bytes; seam += STRIPE_BYTES) {
         CHECK(stripes_read(all, seam - BESIDE_BYTES, bytes, sizeof(bytes)));
-        CHECK(memcmp(bytes, pool->base + seam - BESIDE_BYTES, sizeof(bytes)) == 0);
+        CHECK(memcmp(bytes, pool->region.base + seam - BESIDE_BYTES, sizeof(bytes)) == 0);
     }
     CHECK(!stripes_read(all, size - BESIDE_BYTES, bytes, sizeof(bytes)));
-    stripes_leave(all);
+    stripes_close(all);
     for (uint32_t i = 0; i < MEMBERS; i++) {
         cxlkv_stripe part;
         CHECK(cxlkv_stripe_look(names[i], &part) == 0 && part.index == i && part.count == MEMBERS);
@@ -67,17 +67,17 @@ static void test_bytes_in_turn(void) {
     int code;
     cxlkv_pool *pool = create(CAPACITY_BYTES, 0, &code), *other;
     CHECK(code == 0);
-    uint64_t stripes = pool->mapped_bytes / STRIPE_BYTES;
+    uint64_t stripes = pool->region.mapped_bytes / STRIPE_BYTES;
     CHECK(stripes >= MEMBERS && pool->geometry.region_bytes > 4 * STRIPE_BYTES);
     for (uint64_t i = 1; i < stripes; i++)
         for (int end = 0; end < 2; end++) {
             uint64_t at = i * STRIPE_BYTES + (end ? STRIPE_BYTES - 8 : 0);
             uint64_t before, word = 1000 + 2 * i + (uint64_t)end;
-            memcpy(&before, pool->base + at, 8);
-            memcpy(pool->base + at, &word, 8);
+            memcpy(&before, pool->region.base + at, 8);
+            memcpy(pool->region.base + at, &word, 8);
             uint64_t offset = STRIPE_BYTES + i / MEMBERS * STRIPE_BYTES + at % STRIPE_BYTES;
             CHECK(word_in((int)(i % MEMBERS), offset) == word);
-            if (end) memcpy(pool->base + at, &before, 8);
+            if (end) memcpy(pool->region.base + at, &before, 8);
         }
     check_reading(pool);
     CHECK(cxlkv_pool_open(where, NULL, &other) == 0);

@@ -226,7 +226,7 @@ int main(void) {
     const char *path = test_path("threads");
     pools[0] = test_pool(path, POOL_PAGES);
     CHECK(cxlkv_pool_open(path, NULL, &pools[1]) == 0);
-    CHECK(pools[0]->base != pools[1]->base && pools[0]->slot != pools[1]->slot);
+    CHECK(pools[0]->region.base != pools[1]->region.base && pools[0]->slot != pools[1]->slot);
     for (int i = 0; i < 2; i++) CHECK(cxlkv_pool_set_threads(pools[i], 2) == 0);
     test_marks(common_marks, 1, COMMON_TOKENS);
     CHECK(cxlkv_sequence_create(pools[0], &common) == 0);

@@ -27,7 +27,7 @@ static void dies(void *context) {
 
 /* As the version before wrote it. */
 static void make_page(uint8_t page[SUPERBLOCK_BYTES]) {
-    cxlkv_pool pool = {.base = page, .layout = test_layout(),
+    cxlkv_pool pool = {.region = {.base = page}, .layout = test_layout(),
                        .sharing = {.kind = CXLKV_SHARING_HOST, .hosts = 1}};
     superblock *block = (superblock *)page;
     CHECK(geometry_make(&pool.layout, &pool.sharing, 8 << 20, &pool.geometry) == 0);

@@ -200,7 +200,7 @@ static int check_superblock_bytes(cxlkv_pool *pool) {
     cxlkv_geometry geometry;
     uint8_t identity[16];
     memset(identity, 0, sizeof(identity));
-    int code = superblock_read(SUPERBLOCK_USE, pool->base, pool->geometry.region_bytes,
+    int code = superblock_read(SUPERBLOCK_USE, pool->region.base, pool->geometry.region_bytes,
                                pool->path ? pool->path : "the pool", &layout, &sharing, &geometry,
                                identity);
     if (code == 0 && memcmp(identity, pool->identity, sizeof(identity)) != 0)

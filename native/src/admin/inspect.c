@@ -157,7 +157,13 @@ typedef struct source {
 
 static int source_open(const char *path, source *from) {
     *from = (source){.fd = -1};
-    if (stripes_path(path)) return stripes_look(path, &from->striped, &from->fd, &from->bytes);
+    if (stripes_path(path)) {
+        int code = striped_look(path, &from->striped);
+        if (code < 0) return code;
+        from->fd = stripes_fd(from->striped);
+        from->bytes = stripes_bytes(from->striped);
+        return 0;
+    }
     from->fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (from->fd < 0) return fail(errno, "%s: cannot open: %s", path, strerror(errno));
     int code = region_size(from->fd, path, &from->bytes);
@@ -171,7 +177,7 @@ static bool source_read(const source *from, uint64_t offset, void *to, size_t by
 }
 
 static void source_close(source *from) {
-    if (from->striped) stripes_leave(from->striped);
+    if (from->striped) stripes_close(from->striped);
     else close(from->fd);
 }
 

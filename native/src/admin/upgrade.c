@@ -37,7 +37,7 @@ static int host_has_left(const hosts *h, uint32_t host, const char *path) {
 }
 
 static int hosts_have_left(const cxlkv_pool *pool) {
-    hosts h = {.area = hosts_area_of(pool->base, &pool->sharing, &pool->geometry),
+    hosts h = {.area = hosts_area_of(pool->region.base, &pool->sharing, &pool->geometry),
                .self = NO_HOST, .pause = no_pause, .silent = nobody_beats,
                .mode = flush_supported() ? VISIBILITY_STRICT : VISIBILITY_COHERENT};
     int code = 0;
@@ -49,14 +49,14 @@ static int hosts_have_left(const cxlkv_pool *pool) {
 /* ---- the upgrade ---- */
 
 static int upgrade_mapped(cxlkv_pool *pool) {
-    const superblock *block = (const superblock *)pool->base;
+    const superblock *block = (const superblock *)pool->region.base;
     guard fault;
     volatile int code = 0;
     GUARD_BEGIN(fault) {
         code = (int)block->version;
         if (code != FORMAT_VERSION) {
             int busy = hosts_have_left(pool);
-            if (busy == 0) superblock_upgrade(pool->base);
+            if (busy == 0) superblock_upgrade(pool->region.base);
             else code = busy;
         }
     } GUARD_END(fault, code = fail(CXLKV_E_POISON, "%s: bus error at its first bytes", pool->path))
@@ -66,29 +66,29 @@ static int upgrade_mapped(cxlkv_pool *pool) {
 static int open_unused(cxlkv_pool *pool, const char *path) {
     int code;
     if (stripes_path(path)) {
-        code = stripes_open(pool, path, SUPERBLOCK_UPGRADE);
+        code = striped_open(pool, path, SUPERBLOCK_UPGRADE);
     } else {
-        code = open_checked(SUPERBLOCK_UPGRADE, path, &pool->fd, &pool->layout, &pool->sharing,
-                            &pool->geometry, pool->identity);
+        code = open_checked(SUPERBLOCK_UPGRADE, path, &pool->region.fd, &pool->layout,
+                            &pool->sharing, &pool->geometry, pool->identity);
         if (code < 0) return code;
-        code = lock_byte(pool->fd, ATTACH_BYTE, true, true);
+        code = lock_byte(pool->region.fd, ATTACH_BYTE, true, true);
         if (code < 0) return byte_lock_error(code, path);
-        code = region_map_file(pool);
+        code = region_map_file(&pool->region, pool->geometry.region_bytes);
     }
     if (code < 0) return code;
-    return lock_byte(pool->fd, USE_BYTE, true, false) < 0 ? busy_error(path) : 0;
+    return lock_byte(pool->region.fd, USE_BYTE, true, false) < 0 ? busy_error(path) : 0;
 }
 
 int cxlkv_pool_upgrade(const char *path) {
     cxlkv_pool *pool = calloc(1, sizeof(*pool)); /* no pool that is open: only where one lies */
     if (!pool) return fail(ENOMEM, "no memory to upgrade %s", path);
-    pool->fd = -1;
+    pool->region.fd = -1;
     pool->path = strdup(path);
     int code = pool->path ? guard_install() : fail(ENOMEM, "no memory to upgrade %s", path);
     if (code == 0) code = open_unused(pool, path);
     if (code == 0) code = upgrade_mapped(pool);
-    if (pool->base) region_unmap(pool);
-    if (pool->fd >= 0) close_region(pool->fd);
+    if (pool->region.base) region_unmap(&pool->region);
+    if (pool->region.fd >= 0) close_region(pool->region.fd);
     free(pool->path);
     free(pool);
     return code;
@@ -102,7 +102,7 @@ int cxlkv_pool_format(cxlkv_pool *pool, cxlkv_format *format) {
     guard fault;
     volatile int outcome = 0;
     GUARD_BEGIN(fault) {
-        const superblock *block = (const superblock *)pool->base;
+        const superblock *block = (const superblock *)pool->region.base;
         *format = (cxlkv_format){.version = block->version, .build = block->build,
                                  .compatible = block->features[FEATURES_COMPATIBLE],
                                  .readers = block->features[FEATURES_READERS],

@@ -16,7 +16,8 @@ static uint32_t range_count(const cxlkv_pool *pool) {
 static void record_ranges(const cxlkv_pool *pool, uint32_t page, visible_range *ranges) {
     const cxlkv_geometry *g = &pool->geometry;
     uint64_t slot = page % g->slab_slots, heads = pool->layout.kv_heads;
-    const uint8_t *extent = pool->base + g->extents_offset + page / g->slab_slots * g->extent_bytes;
+    const uint8_t *extent =
+        pool->region.base + g->extents_offset + page / g->slab_slots * g->extent_bytes;
     *ranges++ = (visible_range){.pool = extent + slot * sizeof(record_header),
                                 .bytes = sizeof(record_header)};
     *ranges++ = (visible_range){.pool = extent + g->checksums_offset + slot * g->checksum_bytes,

@@ -64,7 +64,7 @@ void counters_save(cxlkv_pool *pool) {
     memset(&saved, 0, sizeof(saved));
     memcpy(saved.counts, &total, sizeof(saved.counts));
     saved.crc = crc32c(0, saved.counts, sizeof(saved.counts));
-    uint8_t *to = pool->base + SAVED_COUNTERS_OFFSET;
+    uint8_t *to = pool->region.base + SAVED_COUNTERS_OFFSET;
     if (pool->shared) to = hosts_line(&pool->hosts, pool->hosts.self, COUNTER_LINES);
     memcpy(to, &saved, sizeof(saved));
     if (pool->shared) hosts_hand_over(to, sizeof(saved), true);
@@ -91,7 +91,7 @@ static void counters_try(const uint8_t *from, cxlkv_counters *counters) {
 void counters_restore(cxlkv_pool *pool) {
     cxlkv_counters counters;
     uint64_t counts[COUNT_KINDS];
-    const uint8_t *from = pool->base + SAVED_COUNTERS_OFFSET;
+    const uint8_t *from = pool->region.base + SAVED_COUNTERS_OFFSET;
     if (pool->shared) {
         from = hosts_line(&pool->hosts, pool->hosts.self, COUNTER_LINES);
         hosts_hand_over(from, sizeof(saved_counters), false);

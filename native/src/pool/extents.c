@@ -16,11 +16,11 @@ static uint32_t first_run(const cxlkv_pool *pool, uint32_t extent) {
 
 static uint8_t *descriptors_of(const cxlkv_pool *pool, uint32_t extent) {
     const cxlkv_geometry *g = &pool->geometry;
-    return pool->base + g->descriptors_offset + extent * g->descriptors_bytes;
+    return pool->region.base + g->descriptors_offset + extent * g->descriptors_bytes;
 }
 
 static uint8_t *extent_of(const cxlkv_pool *pool, uint32_t extent) {
-    return pool->base + pool->geometry.extents_offset + extent * pool->geometry.extent_bytes;
+    return pool->region.base + pool->geometry.extents_offset + extent * pool->geometry.extent_bytes;
 }
 
 static void hand_over(const cxlkv_pool *pool, uint32_t extent, bool gives) {
@@ -43,16 +43,16 @@ typedef struct stretch {
 /* In whole units, as nothing else can be protected (a huge page, 2 MiB of a device): one that has
  * anything of ours stays writable. Never first one and then the other: other threads write. */
 static void protect(const cxlkv_pool *pool, const stretch *s) {
-    uint64_t unit_bytes = pool->unit_bytes, first = s->first, end = s->end;
+    uint64_t unit_bytes = pool->region.unit_bytes, first = s->first, end = s->end;
     if (s->writable) {
         first -= first % unit_bytes;
-        end = min_u64(align_up(end, unit_bytes), pool->mapped_bytes);
+        end = min_u64(align_up(end, unit_bytes), pool->region.mapped_bytes);
     } else {
         first = align_up(first, unit_bytes);
         end -= end % unit_bytes;
     }
     if (first < end)
-        (void)mprotect(pool->base + first, end - first, /* refused: it stays as it was */
+        (void)mprotect(pool->region.base + first, end - first, /* refused: it stays as it was */
                        s->writable ? PROT_READ | PROT_WRITE : PROT_READ);
 }
 
@@ -74,7 +74,7 @@ static void add_extents(const cxlkv_pool *pool, stretch *s, uint64_t first, uint
 
 void extents_protect(cxlkv_pool *pool) {
     const cxlkv_geometry *g = &pool->geometry;
-    uint64_t block = (uint64_t)(hosts_line(&pool->hosts, pool->hosts.self, 0) - pool->base);
+    uint64_t block = (uint64_t)(hosts_line(&pool->hosts, pool->hosts.self, 0) - pool->region.base);
     uint64_t end = block + g->host_block_bytes;
     stretch s = {.end = block};
     add(pool, &s, block, g->host_block_bytes, true);
@@ -87,12 +87,12 @@ void extents_protect(cxlkv_pool *pool) {
 
 void descriptors_hand_over(const cxlkv_pool *pool, bool gives) {
     const cxlkv_geometry *g = &pool->geometry;
-    hosts_hand_over(pool->base + g->descriptors_offset, g->extent_count * g->descriptors_bytes,
-                    gives);
+    hosts_hand_over(pool->region.base + g->descriptors_offset,
+                    g->extent_count * g->descriptors_bytes, gives);
 }
 
 void extents_open_block(cxlkv_pool *pool, uint32_t host, bool writable) {
-    uint64_t first = (uint64_t)(hosts_line(&pool->hosts, host, 0) - pool->base);
+    uint64_t first = (uint64_t)(hosts_line(&pool->hosts, host, 0) - pool->region.base);
     stretch s = {.first = first, .end = first + pool->geometry.host_block_bytes, .writable = true};
     if (writable) protect(pool, &s);
     else extents_protect(pool);

@@ -230,9 +230,9 @@ int geometry_make(const cxlkv_layout *layout, cxlkv_sharing *sharing, uint64_t c
 }
 
 void superblock_write(cxlkv_pool *pool) {
-    superblock *block = (superblock *)pool->base;
+    superblock *block = (superblock *)pool->region.base;
     const cxlkv_layout *layout = &pool->layout;
-    memset(pool->base, 0, SUPERBLOCK_BYTES);
+    memset(pool->region.base, 0, SUPERBLOCK_BYTES);
     memcpy(block->magic, MAGIC, sizeof(MAGIC));
     block->version = FORMAT_VERSION;
     block->line_bytes = LINE_BYTES;
@@ -258,7 +258,7 @@ void superblock_write(cxlkv_pool *pool) {
     memcpy(block->group_of, layout->group_of, sizeof(block->group_of));
     block->build = CXLKV_BUILD;
     if (pool->in_place)
-        memcpy(pool->base + IN_PLACE_OFFSET, IN_PLACE_MARK, sizeof(IN_PLACE_MARK));
+        memcpy(pool->region.base + IN_PLACE_OFFSET, IN_PLACE_MARK, sizeof(IN_PLACE_MARK));
     block->crc = crc32c(0, block, offsetof(superblock, crc));
 }
 
@@ -411,7 +411,7 @@ int superblock_read(enum superblock_purpose purpose, const uint8_t *bytes, uint6
 }
 
 static host_line *host_line_of(const cxlkv_pool *pool) {
-    return (host_line *)(pool->base + SUPERBLOCK_BYTES - LINE_BYTES);
+    return (host_line *)(pool->region.base + SUPERBLOCK_BYTES - LINE_BYTES);
 }
 
 int host_line_write(cxlkv_pool *pool, uint64_t nonce) {
@@ -431,7 +431,7 @@ uint64_t host_line_read(const cxlkv_pool *pool) {
     guard fault;
     volatile uint64_t nonce = 0;
     GUARD_BEGIN(fault) {
-        nonce = host_line_nonce(pool->base);
+        nonce = host_line_nonce(pool->region.base);
     } GUARD_END(fault, (void)fault)
     return nonce;
 }
@@ -444,20 +444,20 @@ uint64_t host_line_nonce(const uint8_t *superblock_page) {
 
 descriptor *descriptor_of(const cxlkv_pool *pool, uint32_t page) {
     const cxlkv_geometry *g = &pool->geometry;
-    return (descriptor *)(pool->base + g->descriptors_offset +
+    return (descriptor *)(pool->region.base + g->descriptors_offset +
                           page / g->slab_slots * g->descriptors_bytes) + page % g->slab_slots;
 }
 
 static record_header *header_of(const cxlkv_pool *pool, uint32_t page) {
     const cxlkv_geometry *g = &pool->geometry;
-    return (record_header *)(pool->base + g->extents_offset +
+    return (record_header *)(pool->region.base + g->extents_offset +
                              page / g->slab_slots * g->extent_bytes) +
            page % g->slab_slots;
 }
 
 static uint8_t *checksum_table(const cxlkv_pool *pool, uint32_t page) {
     const cxlkv_geometry *g = &pool->geometry;
-    return pool->base + g->extents_offset + page / g->slab_slots * g->extent_bytes +
+    return pool->region.base + g->extents_offset + page / g->slab_slots * g->extent_bytes +
            g->checksums_offset + page % g->slab_slots * g->checksum_bytes;
 }
 
@@ -708,12 +708,12 @@ static uint64_t slots_hit(const cxlkv_pool *pool, uint64_t start, uint64_t stop)
 
 uint64_t retire_range(cxlkv_pool *pool, uintptr_t address, size_t bytes) {
     const cxlkv_geometry *g = &pool->geometry;
-    uintptr_t base = (uintptr_t)pool->base, first = address / bytes * bytes;
+    uintptr_t base = (uintptr_t)pool->region.base, first = address / bytes * bytes;
     if (first + bytes <= base || first >= base + g->region_bytes) return 0;
     uint64_t start = first > base ? first - base : 0, retired = 0;
     uint64_t stop = min_u64(first + bytes - base, g->region_bytes);
     for (uint32_t page = 0; page < g->page_count; page++) {
-        uint64_t line = (uint64_t)((uint8_t *)descriptor_of(pool, page) - pool->base);
+        uint64_t line = (uint64_t)((uint8_t *)descriptor_of(pool, page) - pool->region.base);
         if (line < stop && line + sizeof(descriptor) > start) retired += page_retire(pool, page);
     }
     for (uint64_t extent = 0; extent < g->extent_count; extent++) {

@@ -39,6 +39,9 @@ _Static_assert(sizeof(group_row) == 32, "a row of the superblock's group table")
 enum { FEATURES_COMPATIBLE, FEATURES_READERS, FEATURES_INCOMPATIBLE, FEATURE_WORDS };
 #define FEATURES_KNOWN {0, 0, 0}
 
+/* For an upgrade a pool of FORMAT_BEFORE will do; who only looks may lack features of writers. */
+enum superblock_purpose { SUPERBLOCK_USE, SUPERBLOCK_LOOK, SUPERBLOCK_UPGRADE };
+
 typedef struct superblock {
     uint8_t magic[8];
     uint32_t version;
@@ -70,9 +73,6 @@ _Static_assert(offsetof(superblock, crc_before) % LINE_BYTES == 0 &&
                sizeof(superblock) == offsetof(superblock, crc_before) + LINE_BYTES,
                "what is new in version 6 is a line, which an upgrade writes first");
 
-/* On a line of its own behind the CRC: the pool's file is not its own, so nobody removes it. */
-#define IN_PLACE_OFFSET 2112
-#define IN_PLACE_MARK "INPLACE" /* with its zero 8 bytes */
 _Static_assert(sizeof(superblock) <= IN_PLACE_OFFSET && IN_PLACE_OFFSET % LINE_BYTES == 0,
                "behind the CRC");
 

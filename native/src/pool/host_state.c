@@ -435,7 +435,7 @@ static void name_pool(cxlkv_pool *pool) {
     char path[PATH_MAX];
     struct stat status;
     host_state *host = pool->host;
-    if (fstat(pool->fd, &status) < 0 || !realpath(pool->path, path)) return;
+    if (fstat(pool->region.fd, &status) < 0 || !realpath(pool->path, path)) return;
     host->pool_device = status.st_dev;
     host->pool_inode = status.st_ino;
     if (strlen(path) < sizeof(host->pool_path)) strcpy(host->pool_path, path);
@@ -562,7 +562,7 @@ static int state_clear(const cxlkv_pool *pool, const state_place *place) {
 /* It appears when it is whole. */
 static int state_new(cxlkv_pool *pool, const state_place *place) {
     /* Nobody may be using the pool through a state that we cannot see, as in another container. */
-    if (!pool->shared && lock_byte(pool->fd, USE_BYTE, true, false) < 0)
+    if (!pool->shared && lock_byte(pool->region.fd, USE_BYTE, true, false) < 0)
         return fail(CXLKV_E_BUSY,
                     "%s is in use by processes with another /dev/shm (another container?). Share "
                     "/dev/shm with them, or close the pool there",
@@ -580,12 +580,12 @@ static int state_new(cxlkv_pool *pool, const state_place *place) {
 
 static int state_attach_file(cxlkv_pool *pool) {
     uint32_t host = pool->shared ? pool->hosts.self : NO_HOST;
-    int code = state_place_open(pool->fd, pool->identity, host, true, &pool->state);
+    int code = state_place_open(pool->region.fd, pool->identity, host, true, &pool->state);
     if (code < 0) return code;
     code = state_join(pool, &pool->state);
-    if (code == 0) code = state_older_in_use(pool->fd, pool->identity, host);
+    if (code == 0) code = state_older_in_use(pool->region.fd, pool->identity, host);
     if (code == 0) code = state_new(pool, &pool->state);
-    return code < 0 ? code : lock_byte(pool->fd, USE_BYTE, false, false);
+    return code < 0 ? code : lock_byte(pool->region.fd, USE_BYTE, false, false);
 }
 
 static int register_self(cxlkv_pool *pool) {
@@ -607,9 +607,9 @@ int host_attach(cxlkv_pool *pool) {
     int code;
     if (pool->path) {
         struct stat status;
-        code = lock_byte(pool->fd, ATTACH_BYTE, true, true);
+        code = lock_byte(pool->region.fd, ATTACH_BYTE, true, true);
         if (code < 0) return byte_lock_error(code, pool->path);
-        if (fstat(pool->fd, &status) == 0 && status.st_nlink == 0)
+        if (fstat(pool->region.fd, &status) == 0 && status.st_nlink == 0)
             code = fail(ENOENT, "%s was removed while it was being opened: create it anew",
                         pool->path);
         else
@@ -633,7 +633,7 @@ int host_attach(cxlkv_pool *pool) {
         }
         host_unlock(pool);
     }
-    if (pool->path) unlock_byte(pool->fd, ATTACH_BYTE);
+    if (pool->path) unlock_byte(pool->region.fd, ATTACH_BYTE);
     return code;
 }
 
@@ -643,7 +643,7 @@ static void leave_traces(cxlkv_pool *pool) {
     GUARD_BEGIN(fault) {
         counters_save(pool);
     } GUARD_END(fault, (void)fault) /* who leaves has no use for the loss of a count */
-    futimens(pool->fd, NULL);
+    futimens(pool->region.fd, NULL);
 }
 
 static void leave_pool(cxlkv_pool *pool) {
@@ -695,21 +695,21 @@ void host_detach(cxlkv_pool *pool) {
         state_place_close(&pool->state);
         return;
     }
-    bool alone = !pool->path || lock_byte(pool->fd, ATTACH_BYTE, true, true) == 0;
+    bool alone = !pool->path || lock_byte(pool->region.fd, ATTACH_BYTE, true, true) == 0;
     bool last = pool->host->ready && unregister(pool);
     if (pool->path && !pool->shared && pool->host->ready) leave_traces(pool);
     counters_unbind(pool);
     alive_end(pool->alive);
     pool->alive = NULL;
     if (pool->path && last && alone &&
-        (pool->shared || lock_byte(pool->fd, USE_BYTE, true, false) == 0))
+        (pool->shared || lock_byte(pool->region.fd, USE_BYTE, true, false) == 0))
         state_remove(&pool->state, pool->host_fd);
     state_leave(pool, pool->host->bytes);
     state_place_close(&pool->state);
     pool->held = NULL;
     /* The use lock goes first: who waits for the attach lock must not find the pool in use. */
-    if (pool->path) unlock_byte(pool->fd, USE_BYTE);
-    if (pool->path) unlock_byte(pool->fd, ATTACH_BYTE);
+    if (pool->path) unlock_byte(pool->region.fd, USE_BYTE);
+    if (pool->path) unlock_byte(pool->region.fd, ATTACH_BYTE);
 }
 
 /* ---- what must hold, recounted ---- */

@@ -110,7 +110,7 @@ int peers_prepare(cxlkv_pool *pool, const cxlkv_host *host) {
     if (!(host->lease_s >= 0.01 && host->lease_s <= 3600))
         return fail(CXLKV_E_ARGUMENT, "a lease of %g s: outside 0.01 to 3600", host->lease_s);
     pool->lease_ns = (uint64_t)(host->lease_s * 1e9);
-    pool->hosts = (hosts){.area = hosts_area_of(pool->base, sharing, &pool->geometry),
+    pool->hosts = (hosts){.area = hosts_area_of(pool->region.base, sharing, &pool->geometry),
                           .self = host->number, .mode = pool->mode, .features = features_told(),
                           .context = pool,
                           .pause = pause_between_looks, .silent = is_silent, .lost = count_lost};
@@ -192,9 +192,9 @@ void peers_leave(cxlkv_pool *pool) {
     log_write(pool);
     for (uint32_t extent = 0; extent < g->extent_count; extent++) {
         if (!page_is_ours(pool, extent * g->slab_slots)) continue;
-        hosts_hand_over(pool->base + g->descriptors_offset + extent * g->descriptors_bytes,
+        hosts_hand_over(pool->region.base + g->descriptors_offset + extent * g->descriptors_bytes,
                         g->descriptors_bytes, true);
-        hosts_hand_over(pool->base + g->extents_offset + extent * g->extent_bytes,
+        hosts_hand_over(pool->region.base + g->extents_offset + extent * g->extent_bytes,
                         g->layers_offset, true); /* what lies behind was stored past the caches */
     }
     hosts_leave(&pool->hosts, pool->host->nonce);

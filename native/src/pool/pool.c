@@ -64,7 +64,7 @@ int pool_enter(cxlkv_pool *pool) {
 void pool_leave(cxlkv_pool *pool) { pthread_rwlock_unlock(&pool->operations); }
 
 int poison_error_locked(cxlkv_pool *pool, const guard *fault) {
-    uint64_t offset = fault->address - (uintptr_t)pool->base;
+    uint64_t offset = fault->address - (uintptr_t)pool->region.base;
     if (offset >= pool->geometry.region_bytes)
         return fail(EFAULT, "bus error in the caller's own array: was the file behind it cut?");
     uint64_t retired = retire_range(pool, fault->address, fault->granularity_bytes);
@@ -101,7 +101,7 @@ static void fork_slot_make(cxlkv_pool *pool) {
     if (host_register(pool, 2, &pool->fork_slot) == 0) {
         pool->fork_nonce = pool->host->processes[pool->fork_slot].nonce;
         pool->fork_state_fd = open_again(pool->host_fd, LIVE_BYTE + pool->fork_slot);
-        if (pool->path) pool->fork_region_fd = open_again(pool->fd, USE_BYTE);
+        if (pool->path) pool->fork_region_fd = open_again(pool->region.fd, USE_BYTE);
         uint32_t *child = held_of(pool, pool->fork_slot);
         for (uint32_t page = 0; page < pool->host->page_count; page++) {
             child[page] = pool->held[page];
@@ -145,7 +145,7 @@ static void fork_parent(void) {
  * that what it locks and unlocks later does not touch its parent's locks. The parent made it: when
  * that closes the pool before the child is here, the pool is still in use. */
 static bool take_region_file(cxlkv_pool *pool) {
-    return !pool->path || dup3(pool->fork_region_fd, pool->fd, O_CLOEXEC) >= 0;
+    return !pool->path || dup3(pool->fork_region_fd, pool->region.fd, O_CLOEXEC) >= 0;
 }
 
 static bool claim_fork_slot(cxlkv_pool *pool) {
@@ -181,9 +181,9 @@ static void leave_to_parent(cxlkv_pool *pool) {
     alive_end(pool->alive);
     pool->alive = NULL;
     munmap(pool->host, pool->host->bytes);
-    region_unmap(pool);
+    region_unmap(&pool->region);
     close(pool->host_fd);
-    close(pool->fd);
+    close(pool->region.fd);
     state_place_close(&pool->state);
     pool->host = NULL;
     pool->held = NULL;
@@ -231,7 +231,7 @@ static cxlkv_pool *pool_make(const char *path) {
     pthread_once(&registered, fork_register);
     cxlkv_pool *pool = calloc(1, sizeof(*pool));
     if (!pool) return NULL;
-    pool->fd = pool->host_fd = pool->fork_state_fd = pool->fork_region_fd = -1;
+    pool->region.fd = pool->host_fd = pool->fork_state_fd = pool->fork_region_fd = -1;
     pool->state.folder = -1;
     pool->slot = pool->fork_slot = UINT32_MAX;
     pool->thread_count = 1;
@@ -253,9 +253,9 @@ static cxlkv_pool *pool_make(const char *path) {
 static void pool_unmake(cxlkv_pool *pool) {
     keeper_stop(pool);
     host_detach(pool);
-    if (pool->base) region_unmap(pool);
-    if (pool->fd >= 0) close(pool->fd);
-    pool->fd = -1;
+    if (pool->region.base) region_unmap(&pool->region);
+    if (pool->region.fd >= 0) close(pool->region.fd);
+    pool->region.fd = -1;
     free(pool->verified);
     free(pool->loose);
     free(pool->late);
@@ -290,14 +290,14 @@ int pool_format(cxlkv_pool *pool) {
         memcpy(pool->identity + at, &half, 8);
     }
     GUARD_BEGIN(fault) {
-        memset(pool->base + pool->geometry.hosts_offset, 0,
+        memset(pool->region.base + pool->geometry.hosts_offset, 0,
                pool->geometry.descriptors_offset - pool->geometry.hosts_offset);
         for (uint32_t page = 0; page < pool->geometry.page_count; page++)
             descriptor_write(pool, page, 1, PAGE_FREE, 0, NULL);
-        if (pool->shared) hosts_hand_over(pool->base, pool->geometry.extents_offset, true);
+        if (pool->shared) hosts_hand_over(pool->region.base, pool->geometry.extents_offset, true);
         store_fence();
         superblock_write(pool); /* last: on a device, until here there is no pool */
-        if (pool->shared) hosts_hand_over(pool->base, SUPERBLOCK_BYTES, true);
+        if (pool->shared) hosts_hand_over(pool->region.base, SUPERBLOCK_BYTES, true);
     } GUARD_END(fault, code = fail(CXLKV_E_POISON, "bus error while the pool was formatted: its "
                                    "file system ran out of memory"))
     return code;
@@ -408,21 +408,21 @@ static int file_into_place(const char *made, const char *path, bool over) {
 static int create_in_place(cxlkv_pool *pool, const char *path, uint32_t flags) {
     device_facts facts;
     uint64_t bytes = pool->geometry.region_bytes;
-    int code = open_region(path, O_RDWR, &pool->fd);
-    if (code == 0) code = region_facts(pool->fd, path, &facts);
+    int code = open_region(path, O_RDWR, &pool->region.fd);
+    if (code == 0) code = region_facts(pool->region.fd, path, &facts);
     if (code < 0) return code;
     if (bytes > facts.bytes)
         return fail(ENOSPC, "%s has %lu MiB, %lu MiB wanted: ask for less", path,
                     facts.bytes >> 20, bytes >> 20);
     /* Held already, but where a file held something else when it was opened. */
-    if (lock_byte(pool->fd, ATTACH_BYTE, true, false) < 0) return busy_error(path);
-    int what = what_lies_in(pool->fd, path, true);
+    if (lock_byte(pool->region.fd, ATTACH_BYTE, true, false) < 0) return busy_error(path);
+    int what = what_lies_in(pool->region.fd, path, true);
     if (what < 0) return what;
     if (!may_overwrite(what, flags)) return refuse_existing(path, what);
-    if (!byte_is_free(pool->fd, USE_BYTE)) return busy_error(path);
-    if (!device_of(pool->fd, &facts)) code = region_fill_holes(pool->fd, bytes, path);
-    if (code == 0 && what != 0) code = device_wipe(pool->fd, &facts, path);
-    if (code == 0) code = region_map_file(pool);
+    if (!byte_is_free(pool->region.fd, USE_BYTE)) return busy_error(path);
+    if (!device_of(pool->region.fd, &facts)) code = region_fill_holes(pool->region.fd, bytes, path);
+    if (code == 0 && what != 0) code = device_wipe(pool->region.fd, &facts, path);
+    if (code == 0) code = region_map_file(&pool->region, pool->geometry.region_bytes);
     return code < 0 ? code : pool_format(pool);
 }
 
@@ -441,10 +441,10 @@ static int remove_old(const char *path, bool in_place) {
 
 static int create_region(cxlkv_pool *pool, const char *path, uint32_t flags) {
     if (!path) {
-        int code = region_map_anonymous(pool);
+        int code = region_map_anonymous(&pool->region, pool->geometry.region_bytes);
         return code < 0 ? code : pool_format(pool);
     }
-    if (stripes_path(path)) return stripes_create(pool, path, flags);
+    if (stripes_path(path)) return striped_create(pool, path, flags);
     struct stat status;
     pool->in_place |= stat(path, &status) == 0 && S_ISCHR(status.st_mode);
     int what = what_lies_at(path, pool->in_place);
@@ -452,12 +452,13 @@ static int create_region(cxlkv_pool *pool, const char *path, uint32_t flags) {
     if (!may_overwrite(what, flags)) return refuse_existing(path, what);
     int code = what == 1 ? remove_old(path, pool->in_place) : 0;
     if (code < 0) return code;
-    if (pool->in_place && pool->nodes)
+    if (pool->in_place && pool->region.nodes)
         return fail(ENOTSUP, "%s: a device lies where it lies, and so does a file that is there: "
                     "leave the nodes away", path);
     if (pool->in_place) return create_in_place(pool, path, flags);
     char made[4096];
-    code = region_create_file(pool, path, made, sizeof(made));
+    code = region_create_file(&pool->region, pool->geometry.region_bytes, path, made,
+                              sizeof(made));
     if (code < 0) return code;
     code = pool_format(pool);
     if (code == 0) return file_into_place(made, path, what != 0);
@@ -498,7 +499,7 @@ int cxlkv_pool_create_at(const char *path, const cxlkv_layout *layout,
     pool->layout = *layout;
     pool->sharing = shared;
     pool->geometry = geometry;
-    pool->nodes = nodes;
+    pool->region.nodes = nodes;
     pool->in_place = flags & CXLKV_CREATE_IN_PLACE;
     code = peers_prepare(pool, host); /* what it has to say about the host, before a file is made */
     if (code == 0) code = create_region(pool, path, flags);
@@ -545,11 +546,11 @@ int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **out) 
     if (!pool) return fail(ENOMEM, "no memory for the pool's handle");
     int code;
     if (stripes_path(path)) {
-        code = stripes_open(pool, path, SUPERBLOCK_USE);
+        code = striped_open(pool, path, SUPERBLOCK_USE);
     } else {
-        code = open_checked(SUPERBLOCK_USE, path, &pool->fd, &pool->layout, &pool->sharing,
+        code = open_checked(SUPERBLOCK_USE, path, &pool->region.fd, &pool->layout, &pool->sharing,
                             &pool->geometry, pool->identity);
-        if (code == 0) code = region_map_file(pool);
+        if (code == 0) code = region_map_file(&pool->region, pool->geometry.region_bytes);
     }
     return finish(pool, code, host, out);
 }
@@ -586,7 +587,7 @@ static int remove_at(const char *path, bool in_place) {
 }
 
 int cxlkv_pool_remove(const char *path) {
-    return stripes_path(path) ? stripes_remove(path) : remove_at(path, false);
+    return stripes_path(path) ? striped_remove(path) : remove_at(path, false);
 }
 
 /* ---- closing ---- */
@@ -664,7 +665,7 @@ int cxlkv_pool_identity(cxlkv_pool *pool, uint8_t *identity) {
     return 0;
 }
 
-const char *cxlkv_pool_page_kind(cxlkv_pool *pool) { return pool->page_kind; }
+const char *cxlkv_pool_page_kind(cxlkv_pool *pool) { return pool->region.page_kind; }
 
 int cxlkv_pool_set_threads(cxlkv_pool *pool, uint32_t threads) {
     if (threads == 0 || threads > 1024)
@@ -733,6 +734,24 @@ int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats) {
     stats->window_pages_skipped = own.window_pages_skipped;
     stats->queued_drops = own.queued_drops;
     stats->lock_waits = own.lock_waits;
+    pool_leave(pool);
+    return code;
+}
+
+/* ---- where its memory lies ---- */
+
+int cxlkv_pool_placed(cxlkv_pool *pool, uint64_t pages_max, cxlkv_placed *placed) {
+    int code = pool_enter(pool);
+    if (code < 0) return code;
+    code = place_look(&pool->region, pages_max, placed);
+    pool_leave(pool);
+    return code;
+}
+
+int64_t cxlkv_pool_prefault(cxlkv_pool *pool, uint64_t offset, uint64_t bytes) {
+    int64_t code = pool_enter(pool);
+    if (code < 0) return code;
+    code = region_prefault(&pool->region, offset, bytes, pool->geometry.region_bytes);
     pool_leave(pool);
     return code;
 }

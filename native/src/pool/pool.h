@@ -32,11 +32,9 @@ typedef struct part {
 
 struct cxlkv_pool {
     char *path;                  /* NULL: anonymous */
-    int fd, host_fd;
+    region region;               /* its memory, mapped */
+    int host_fd;
     state_place state;           /* open as long as the pool: who leaves may have no file free */
-    uint8_t *base;
-    uint64_t mapped_bytes;       /* region_bytes in whole units */
-    uint64_t unit_bytes;         /* of the mapping: a page, a huge page, a unit of a device */
     cxlkv_layout layout;
     cxlkv_geometry geometry;
     cxlkv_sharing sharing;
@@ -44,8 +42,6 @@ struct cxlkv_pool {
     uint16_t part_of[CXLKV_LAYERS_MAX], row_of[CXLKV_LAYERS_MAX];  /* by layer: where it lies */
     bool windowed;               /* a part has a window */
     uint8_t identity[16];
-    const char *page_kind;
-    uint64_t nodes;              /* asked for when it was made, bit by node; 0: none */
     bool in_place;               /* made where its file, or device, was before */
     host_state *host;
     page_info *pages;
@@ -107,7 +103,7 @@ static inline uint8_t *pieces_of(const cxlkv_pool *pool, uint32_t page, uint32_t
                                  uint32_t kind) {
     const cxlkv_geometry *g = &pool->geometry;
     uint64_t slot = page % g->slab_slots;
-    uint8_t *at = pool->base + g->extents_offset + page / g->slab_slots * g->extent_bytes +
+    uint8_t *at = pool->region.base + g->extents_offset + page / g->slab_slots * g->extent_bytes +
                   g->layers_offset + pool->row_of[layer] * g->layer_bytes;
     if (kind == PIECE_VALUES && values_are_keys(&pool->layout)) kind = PIECE_KEYS;
     return at + slab_offset(g, kind) + slot * pool->layout.kv_heads * piece_stride(g, kind);
@@ -121,6 +117,12 @@ void close_region(int fd);                /* and its locks */
 int busy_error(const char *path);
 /* Writes an empty pool into the mapping: its superblock last. */
 int pool_format(cxlkv_pool *pool);
+/* striped.c: a pool on several devices */
+int striped_create(cxlkv_pool *pool, const char *path, uint32_t flags);
+int striped_open(cxlkv_pool *pool, const char *path, enum superblock_purpose purpose);
+int striped_remove(const char *path);
+/* For who only reads: labels and superblock are checked. */
+int striped_look(const char *path, members **found);
 int pool_enter(cxlkv_pool *pool);         /* read lock; -CXLKV_E_CLOSED */
 /* The same for who gives something back: also on a host that may not go on, which could not be
  * closed otherwise. */

@@ -9,7 +9,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "pool/pool.h"
+#include "region/region.h"
 
 #ifndef MPOL_WEIGHTED_INTERLEAVE /* Linux 6.9 */
 #define MPOL_WEIGHTED_INTERLEAVE 6
@@ -28,28 +28,28 @@ static const char *placing_remedy(int code) {
     return "";
 }
 
-static int bind_by(cxlkv_pool *pool, int policy) {
-    unsigned long mask[MASK_WORDS] = {pool->nodes};
-    long code = syscall(SYS_mbind, pool->base, pool->mapped_bytes, policy | MPOL_F_STATIC_NODES,
+static int bind_by(const region *to, int policy) {
+    unsigned long mask[MASK_WORDS] = {to->nodes};
+    long code = syscall(SYS_mbind, to->base, to->mapped_bytes, policy | MPOL_F_STATIC_NODES,
                         mask, (unsigned long)(MASK_WORDS * 64 + 1), MPOL_MF_MOVE);
     return code < 0 ? errno : 0;
 }
 
-int place_bind(cxlkv_pool *pool) {
-    bool several = (pool->nodes & (pool->nodes - 1)) != 0;
-    int code = bind_by(pool, several ? MPOL_WEIGHTED_INTERLEAVE : MPOL_BIND);
-    if (code == EINVAL && several) code = bind_by(pool, MPOL_INTERLEAVE);
+int place_bind(const region *to) {
+    bool several = (to->nodes & (to->nodes - 1)) != 0;
+    int code = bind_by(to, several ? MPOL_WEIGHTED_INTERLEAVE : MPOL_BIND);
+    if (code == EINVAL && several) code = bind_by(to, MPOL_INTERLEAVE);
     if (code == 0) return 0;
-    return fail(code, "cannot bind memory to the nodes of mask 0x%lx: %s%s", pool->nodes,
+    return fail(code, "cannot bind memory to the nodes of mask 0x%lx: %s%s", to->nodes,
                 strerror(code), placing_remedy(code));
 }
 
 /* ---- reading back ---- */
 
-static int look_at_policy(const cxlkv_pool *pool, cxlkv_placed *out) {
+static int look_at_policy(const region *of, cxlkv_placed *out) {
     unsigned long mask[MASK_WORDS] = {0};
     int policy = 0;
-    if (syscall(SYS_get_mempolicy, &policy, mask, (unsigned long)(MASK_WORDS * 64), pool->base,
+    if (syscall(SYS_get_mempolicy, &policy, mask, (unsigned long)(MASK_WORDS * 64), of->base,
                 MPOL_F_ADDR) < 0)
         return fail(errno, "cannot ask which nodes the pool is bound to: %s%s", strerror(errno),
                     placing_remedy(errno));
@@ -106,22 +106,22 @@ static uint64_t sample_at(uint64_t i, uint64_t samples, uint64_t count) {
     return first + (mixed ^ mixed >> 29) % (end - first);
 }
 
-int place_look(cxlkv_pool *pool, uint64_t pages_max, cxlkv_placed *out) {
+int place_look(const region *of, uint64_t pages_max, cxlkv_placed *out) {
     memset(out, 0, sizeof(*out));
-    out->page_bytes = pool->unit_bytes;
-    uint64_t count = pool->mapped_bytes / pool->unit_bytes;
+    out->page_bytes = of->unit_bytes;
+    uint64_t count = of->mapped_bytes / of->unit_bytes;
     uint64_t samples = pages_max && pages_max < count ? pages_max : count;
-    int code = look_at_policy(pool, out);
+    int code = look_at_policy(of, out);
     if (code == 0) code = guard_install();
-    if (strstr(pool->page_kind, "dax")) { /* no node has them: they are not RAM */
+    if (strstr(of->page_kind, "dax")) { /* no node has them: they are not RAM */
         out->pages_unseen = samples;
         return code;
     }
-    bool reserved = out->wanted_nodes || pool->unit_bytes != 4096;
+    bool reserved = out->wanted_nodes || of->unit_bytes != 4096;
     void *pages[LOOK_BATCH];
     uint32_t batch = 0;
     for (uint64_t i = 0; code == 0 && i < samples; i++) {
-        uint8_t *at = pool->base + sample_at(i, samples, count) * pool->unit_bytes;
+        uint8_t *at = of->base + sample_at(i, samples, count) * of->unit_bytes;
         if (bring_in(reserved, at)) pages[batch++] = at;
         else out->pages_unseen++;
         if (batch == LOOK_BATCH || i + 1 == samples) {
@@ -132,23 +132,15 @@ int place_look(cxlkv_pool *pool, uint64_t pages_max, cxlkv_placed *out) {
     return code;
 }
 
-int place_verify(cxlkv_pool *pool) {
+int place_verify(const region *of) {
     cxlkv_placed found;
-    int code = place_look(pool, 0, &found);
+    int code = place_look(of, 0, &found);
     if (code < 0) return code;
-    if (found.wanted_nodes != pool->nodes || found.pages_seen == 0)
+    if (found.wanted_nodes != of->nodes || found.pages_seen == 0)
         return fail(ENOTSUP, "the kernel did not bind the pool: nodes 0x%lx wanted, 0x%lx bound, "
-                    "%lu pages seen", pool->nodes, found.wanted_nodes, found.pages_seen);
+                    "%lu pages seen", of->nodes, found.wanted_nodes, found.pages_seen);
     if (found.pages_elsewhere == 0) return 0;
     return fail(ENOMEM, "%lu of %lu pages lie on other nodes than those of mask 0x%lx, which ran "
                 "out of memory. Ask for less, or free memory there", found.pages_elsewhere,
-                found.pages_seen, pool->nodes);
-}
-
-int cxlkv_pool_placed(cxlkv_pool *pool, uint64_t pages_max, cxlkv_placed *placed) {
-    int code = pool_enter(pool);
-    if (code < 0) return code;
-    code = place_look(pool, pages_max, placed);
-    pool_leave(pool);
-    return code;
+                found.pages_seen, of->nodes);
 }

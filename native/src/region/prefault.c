@@ -6,7 +6,7 @@
 #include <sys/mman.h>
 #include <sys/statfs.h>
 
-#include "pool/pool.h"
+#include "region/region.h"
 
 #ifndef MADV_POPULATE_READ /* Linux 5.14; older kernels refuse them */
 #define MADV_POPULATE_READ 22
@@ -14,34 +14,32 @@
 #endif
 
 /* Whether a page that is written to here stays in memory: on a disk all would be written out. */
-static bool is_memory(const cxlkv_pool *pool) {
+static bool is_memory(const region *of) {
     struct statfs system;
-    bool is_dax = strcmp(pool->page_kind, "devdax") == 0 || strcmp(pool->page_kind, "fsdax") == 0;
+    bool is_dax = strcmp(of->page_kind, "devdax") == 0 || strcmp(of->page_kind, "fsdax") == 0;
     if (is_dax) return true;
-    if (fstatfs(pool->fd, &system) < 0) return false;
+    if (fstatfs(of->fd, &system) < 0) return false;
     return system.f_type == TMPFS_MAGIC || system.f_type == HUGETLBFS_MAGIC;
 }
 
-static int populate(const cxlkv_pool *pool, uint8_t *from, uint64_t bytes) {
-    if (is_memory(pool) && madvise(from, bytes, MADV_POPULATE_WRITE) == 0) return 0;
+static int populate(const region *of, uint8_t *from, uint64_t bytes) {
+    if (is_memory(of) && madvise(from, bytes, MADV_POPULATE_WRITE) == 0) return 0;
     /* Memory of other hosts is mapped for reading only. */
     if (madvise(from, bytes, MADV_POPULATE_READ) == 0) return 0;
     return -errno;
 }
 
-int64_t cxlkv_pool_prefault(cxlkv_pool *pool, uint64_t offset, uint64_t bytes) {
-    int64_t code = pool_enter(pool);
-    if (code < 0) return code;
-    uint64_t end = pool->geometry.region_bytes, unit = pool->unit_bytes;
-    uint64_t from = min_u64(offset, end) / unit * unit;
+int64_t region_prefault(const region *of, uint64_t offset, uint64_t bytes, uint64_t end) {
+    int64_t code = 0;
+    uint64_t unit = of->unit_bytes, from = min_u64(offset, end) / unit * unit;
     uint64_t upto = min_u64(align_up(min_u64(from + min_u64(bytes, end), end), unit),
-                            pool->mapped_bytes);
-    if (upto > from) code = populate(pool, pool->base + from, upto - from);
-    if (code == -EINVAL) code = fail(ENOTSUP, "this kernel cannot bring memory into place ahead of "
-                                     "its use: Linux 5.14 or later can");
-    else if (code < 0 && code != -EHWPOISON) /* bad memory is told by who uses it */
-        code = fail((int)-code, "bytes %lu to %lu of the pool cannot be brought into memory: %s",
+                            of->mapped_bytes);
+    if (upto > from) code = populate(of, of->base + from, upto - from);
+    if (code == -EINVAL)
+        return fail(ENOTSUP, "this kernel cannot bring memory into place ahead of its use: Linux "
+                    "5.14 or later can");
+    if (code < 0 && code != -EHWPOISON) /* bad memory is told by who uses it */
+        return fail((int)-code, "bytes %lu to %lu of the pool cannot be brought into memory: %s",
                     from, upto, strerror((int)-code));
-    pool_leave(pool);
-    return code < 0 && code != -EHWPOISON ? code : (int64_t)min_u64(upto, end);
+    return (int64_t)min_u64(upto, end);
 }

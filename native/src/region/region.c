@@ -10,7 +10,7 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-#include "pool/pool.h"
+#include "region/region.h"
 
 /* What helps, when a limit of this process is the cause. */
 const char *remedy_of(int code) {
@@ -59,9 +59,9 @@ static int map_aligned(int fd, uint64_t bytes, uint64_t unit_bytes, uint8_t **ba
     return 0;
 }
 
-void region_unmap(cxlkv_pool *pool) {
-    munmap(pool->base, pool->mapped_bytes);
-    pool->base = NULL;
+void region_unmap(region *to) {
+    munmap(to->base, to->mapped_bytes);
+    to->base = NULL;
 }
 
 /* What the kernel will back the mapping with, as far as it says; it is unmapped in whole units. */
@@ -86,18 +86,18 @@ static const char *kind_of(int fd, uint64_t *unit_bytes) {
     return huge ? "thp" : "4KiB";
 }
 
-int region_map_file(cxlkv_pool *pool) {
+int region_map_file(region *to, uint64_t bytes) {
     uint64_t unit_bytes;
-    const char *kind = kind_of(pool->fd, &unit_bytes);
-    uint64_t bytes = align_up(pool->geometry.region_bytes, unit_bytes);
+    const char *kind = kind_of(to->fd, &unit_bytes);
+    bytes = align_up(bytes, unit_bytes);
     bool is_dax;
-    int code = map_aligned(pool->fd, bytes, unit_bytes, &pool->base, &is_dax);
+    int code = map_aligned(to->fd, bytes, unit_bytes, &to->base, &is_dax);
     if (code < 0) return code;
     if (is_dax && strcmp(kind, "devdax") != 0) kind = "fsdax"; /* a device takes the flag, too */
-    pool->mapped_bytes = bytes;
-    pool->unit_bytes = unit_bytes;
-    pool->page_kind = kind;
-    madvise(pool->base, bytes, MADV_HUGEPAGE); /* advice: refused where there are none */
+    to->mapped_bytes = bytes;
+    to->unit_bytes = unit_bytes;
+    to->page_kind = kind;
+    madvise(to->base, bytes, MADV_HUGEPAGE); /* advice: refused where there are none */
     return 0;
 }
 
@@ -130,46 +130,45 @@ int region_fill_holes(int fd, uint64_t bytes, const char *path) {
 }
 
 /* Anonymous, of reserved huge pages, where there are enough (on the nodes that were asked for). */
-static bool map_huge(cxlkv_pool *pool) {
-    uint64_t bytes = align_up(pool->geometry.region_bytes, AREA_ALIGNMENT);
+static bool map_huge(region *to, uint64_t bytes) {
+    bytes = align_up(bytes, AREA_ALIGNMENT);
     int made = memfd_create("cxlkv-pool", MFD_CLOEXEC | MFD_HUGETLB);
     bool is_dax;
     if (made < 0) return false;
     if (ftruncate(made, (off_t)bytes) == 0 &&
-        map_aligned(made, bytes, AREA_ALIGNMENT, &pool->base, &is_dax) == 0) {
-        pool->mapped_bytes = bytes;
-        pool->unit_bytes = AREA_ALIGNMENT;
-        pool->page_kind = "hugetlb";
-        if ((!pool->nodes || place_bind(pool) == 0) &&
+        map_aligned(made, bytes, AREA_ALIGNMENT, &to->base, &is_dax) == 0) {
+        to->mapped_bytes = bytes;
+        to->unit_bytes = AREA_ALIGNMENT;
+        to->page_kind = "hugetlb";
+        if ((!to->nodes || place_bind(to) == 0) &&
             posix_fallocate(made, 0, (off_t)bytes) == 0 &&
-            (!pool->nodes || place_verify(pool) == 0)) {
-            pool->fd = made;
+            (!to->nodes || place_verify(to) == 0)) {
+            to->fd = made;
             return true;
         }
-        region_unmap(pool);
+        region_unmap(to);
     }
     close(made);
     return false;
 }
 
 /* Bound before it has pages, but for those that are mapped already: they are moved. */
-static int reserve_placed(cxlkv_pool *pool, const char *path) {
-    int code = place_bind(pool);
-    if (code == 0) code = reserve_file(pool->fd, pool->geometry.region_bytes, path);
-    return code == 0 ? place_verify(pool) : code;
+static int reserve_placed(const region *to, uint64_t bytes, const char *path) {
+    int code = place_bind(to);
+    if (code == 0) code = reserve_file(to->fd, bytes, path);
+    return code == 0 ? place_verify(to) : code;
 }
 
-int region_map_anonymous(cxlkv_pool *pool) {
-    uint64_t bytes = pool->geometry.region_bytes;
-    if (map_huge(pool)) return 0;
+int region_map_anonymous(region *to, uint64_t bytes) {
+    if (map_huge(to, bytes)) return 0;
     int made = memfd_create("cxlkv-pool", MFD_CLOEXEC);
     if (made < 0) return fail(errno, "memfd_create: %s%s", strerror(errno), remedy_of(errno));
-    pool->fd = made;  /* closed by who closes the pool */
+    to->fd = made;  /* closed by who closes the pool */
     if (ftruncate(made, (off_t)bytes) < 0)
         return fail(errno == EFBIG ? ENOSPC : errno, "no anonymous pool of %lu MiB: %s%s",
                     bytes >> 20, strerror(errno), remedy_of(errno));
-    int code = region_map_file(pool);
-    return code == 0 && pool->nodes ? reserve_placed(pool, "anonymous memory") : code;
+    int code = region_map_file(to, bytes);
+    return code == 0 && to->nodes ? reserve_placed(to, bytes, "anonymous memory") : code;
 }
 
 /* Locked from its first moment on, so that `cxlkv pool gc` can tell it from the file of a creation
@@ -201,37 +200,38 @@ static int open_draft(const char *path, char *made, size_t made_bytes, int *fd) 
     return fail(EAGAIN, "%s: its file is removed as soon as it is made", path);
 }
 
-static int create_placed(cxlkv_pool *pool, const char *path) {
+static int create_placed(region *to, uint64_t bytes, const char *path) {
     struct statfs system;
     struct stat status;
-    if (fstatfs(pool->fd, &system) < 0 || fstat(pool->fd, &status) < 0)
+    if (fstatfs(to->fd, &system) < 0 || fstat(to->fd, &status) < 0)
         return fail(errno, "%s: %s", path, strerror(errno));
     if (system.f_type != TMPFS_MAGIC && system.f_type != HUGETLBFS_MAGIC)
         return fail(ENOTSUP, "%s: the pages of a file on this file system have no NUMA policy: "
                     "choose a path on tmpfs (/dev/shm) or hugetlbfs", path);
     uint64_t unit_bytes = system.f_type == HUGETLBFS_MAGIC ? (uint64_t)status.st_blksize : 4096;
-    if (ftruncate(pool->fd, (off_t)align_up(pool->geometry.region_bytes, unit_bytes)) < 0)
+    if (ftruncate(to->fd, (off_t)align_up(bytes, unit_bytes)) < 0)
         return fail(errno == EFBIG ? ENOSPC : errno, "%s: cannot make a file of %lu MiB: %s%s",
-                    path, pool->geometry.region_bytes >> 20, strerror(errno), remedy_of(errno));
-    int code = region_map_file(pool);
+                    path, bytes >> 20, strerror(errno), remedy_of(errno));
+    int code = region_map_file(to, bytes);
     if (code < 0) return code;
     /* The magic of the draft has taken a page already, on any node. Binding moves mapped ones. */
-    if (system.f_type == TMPFS_MAGIC) (void)*(const volatile uint8_t *)pool->base;
-    return reserve_placed(pool, path);
+    if (system.f_type == TMPFS_MAGIC) (void)*(const volatile uint8_t *)to->base;
+    return reserve_placed(to, bytes, path);
 }
 
 /* The file is made under a name beside its own; linking it there is the caller's last step. */
-int region_create_file(cxlkv_pool *pool, const char *path, char *made, size_t made_bytes) {
-    int code = open_draft(path, made, made_bytes, &pool->fd);
+int region_create_file(region *to, uint64_t bytes, const char *path, char *made,
+                       size_t made_bytes) {
+    int code = open_draft(path, made, made_bytes, &to->fd);
     if (code < 0) {
-        pool->fd = -1;
+        to->fd = -1;
         return code;
     }
-    if (pool->nodes) {
-        code = create_placed(pool, path);
+    if (to->nodes) {
+        code = create_placed(to, bytes, path);
     } else {
-        code = reserve_file(pool->fd, pool->geometry.region_bytes, path);
-        if (code == 0) code = region_map_file(pool);
+        code = reserve_file(to->fd, bytes, path);
+        if (code == 0) code = region_map_file(to, bytes);
     }
     if (code < 0) unlink(made);
     return code;

@@ -10,17 +10,30 @@
 #include "cxlkv.h"
 
 enum { SUPERBLOCK_BYTES = 4096, AREA_ALIGNMENT = 2 << 20 };
-/* For an upgrade a pool of FORMAT_BEFORE will do; who only looks may lack features of writers. */
-enum superblock_purpose { SUPERBLOCK_USE, SUPERBLOCK_LOOK, SUPERBLOCK_UPGRADE };
+/* On a line of its own behind the superblock's CRC: the pool's file is not its own, so nobody
+ * removes it. */
+#define IN_PLACE_OFFSET 2112
+#define IN_PLACE_MARK "INPLACE" /* with its zero 8 bytes */
+
+/* Memory that is mapped. */
+typedef struct region {
+    int fd;                      /* of its file or device, or of the first one of several; -1 */
+    uint8_t *base;
+    uint64_t mapped_bytes;       /* what was asked for, in whole units */
+    uint64_t unit_bytes;         /* of the mapping: a page, a huge page, a unit of a device */
+    const char *page_kind;
+    uint64_t nodes;              /* asked for when it was made, bit by node; 0: none */
+} region;
 
 /* ---- region.c ---- */
 /* What helps, as the end of a sentence, when a limit of this process is the cause; or "". */
 const char *remedy_of(int code);
-/* The three map geometry.region_bytes and set base, mapped_bytes, unit_bytes and page_kind. */
-int region_map_anonymous(cxlkv_pool *pool);
-int region_create_file(cxlkv_pool *pool, const char *path, char *made, size_t made_bytes);
-int region_map_file(cxlkv_pool *pool);
-void region_unmap(cxlkv_pool *pool);
+/* The three map `bytes`, on the nodes that the region names, and set all else of it. */
+int region_map_anonymous(region *to, uint64_t bytes);
+int region_create_file(region *to, uint64_t bytes, const char *path, char *made,
+                       size_t made_bytes);
+int region_map_file(region *to, uint64_t bytes); /* its fd is open */
+void region_unmap(region *to);
 /* Bytes of a file or a dax device; an error when it is neither. */
 int region_size(int fd, const char *path, uint64_t *bytes);
 /* Of a file or a dax device; false when there are fewer, or they cannot be read. */
@@ -47,26 +60,39 @@ int open_again(int fd, off_t offset);
 bool byte_is_free(int fd, off_t offset);  /* nobody has it locked; takes no lock to find out */
 
 /* ---- place.c: NUMA nodes ---- */
-/* Of the mapping's file, from pool->nodes; before it has pages. */
-int place_bind(cxlkv_pool *pool);
-int place_look(cxlkv_pool *pool, uint64_t pages_max, cxlkv_placed *out);
-/* All pages lie where pool->nodes says. */
-int place_verify(cxlkv_pool *pool);
+/* Of the mapping's file, from its nodes; before it has pages. */
+int place_bind(const region *to);
+int place_look(const region *of, uint64_t pages_max, cxlkv_placed *out);
+/* All pages lie on its nodes. */
+int place_verify(const region *of);
+
+/* ---- prefault.c ---- */
+/* Brings these bytes into memory, whole units of them; returns where it came to, or an error. */
+int64_t region_prefault(const region *of, uint64_t offset, uint64_t bytes, uint64_t end);
 
 /* ---- stripes.c: several devices or files as one region, "dax:A+B" ---- */
 bool stripes_path(const char *path);
 /* The first bytes of a member. */
 bool stripes_is_label(const uint8_t *bytes);
-/* The two map and set pool->fd, as region_map_file() and what it needs; create formats, too. */
-int stripes_create(cxlkv_pool *pool, const char *path, uint32_t flags);
-int stripes_open(cxlkv_pool *pool, const char *path, enum superblock_purpose purpose);
-int stripes_remove(const char *path);
-/* For who only reads: labels and superblock are checked. fd: the first member's. stripes_leave()
- * closes it with the others. */
 typedef struct members members;
-int stripes_look(const char *path, members **found, int *fd, uint64_t *bytes);
+/* Opens all members. To write: under the lock of the first, so nobody joins or makes a pool on them
+ * meanwhile. */
+int stripes_open(const char *path, bool writes, members **found);
+/* Of the pool that all of them are parts of, as their labels say, which are checked. */
+int stripes_identity(members *all, uint8_t identity[16]);
+void stripes_close(members *all);
+int stripes_fd(const members *all);       /* of the first member */
+uint64_t stripes_bytes(const members *all); /* that all together hold */
+int stripes_fit(const members *all, uint64_t bytes); /* in few enough stripes, or an error */
 bool stripes_read(const members *all, uint64_t offset, void *to, size_t bytes);
-void stripes_leave(members *all);
+/* Wipes what is there, if the flags allow that, and maps so many bytes in stripes of its choice. */
+int stripes_make(members *all, uint64_t bytes, uint32_t flags, region *to);
+/* Labels all members: what was made is there from now on. */
+int stripes_label(const members *all, const uint8_t identity[16]);
+int stripes_map(members *all, uint64_t bytes, region *to);
+/* The region has the first member from now on; the mapping has the others. */
+void stripes_keep(members *all, region *to);
+int stripes_wipe(const members *all);     /* refuses while somebody uses it */
 
 /* ---- device.c: a dax device (/dev/daxX.Y) in place of a file ---- */
 enum { DEVICE_NAME_BYTES = 64 };

@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 #include "base/crc32c.h"
-#include "pool/pool.h"
+#include "region/region.h"
 
 enum {
     MEMBERS_MAX = 8,
@@ -102,16 +102,6 @@ static int members_open_as(members *all, const char *path, int flags) {
     return code;
 }
 
-/* Opens all, under the lock of the first: nobody joins or makes a pool on them meanwhile. */
-static int members_open(members *all, const char *path) {
-    int code = members_open_as(all, path, O_RDWR);
-    if (code < 0) return code;
-    code = lock_byte(all->of[0].fd, ATTACH_BYTE, true, true);
-    if (code == 0) return 0;
-    members_close(all, 0);
-    return byte_lock_error(code, path);
-}
-
 /* ---- labels ---- */
 
 static uint32_t label_crc(const stripe_label *label) {
@@ -180,7 +170,7 @@ static int read_label(const members *all, uint32_t i, const stripe_label *first,
                             m->path, stripe, offset);
 }
 
-static int read_labels(members *all, uint8_t identity[16]) {
+int stripes_identity(members *all, uint8_t identity[16]) {
     stripe_label first = {0}, label;
     int code = guard_install();
     if (code == 0 && all->of[0].facts.bytes >= sizeof(first) &&
@@ -217,8 +207,8 @@ static uint64_t whole_bytes(const members *all) {
     return least * all->count * all->stripe_bytes;
 }
 
-static int map_members(cxlkv_pool *pool, const members *all) {
-    uint64_t bytes = align_up(pool->geometry.region_bytes, all->unit_bytes);
+static int map_members(const members *all, uint64_t bytes, region *to) {
+    bytes = align_up(bytes, all->unit_bytes);
     uint64_t alignment = all->data_offset, reserved_bytes = bytes + alignment;
     uint8_t *reserved = mmap(NULL, reserved_bytes, PROT_NONE,
                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -238,12 +228,12 @@ static int map_members(cxlkv_pool *pool, const members *all) {
     if (base > reserved) munmap(reserved, (size_t)(base - reserved));
     uint8_t *end = reserved + reserved_bytes;
     if (end > base + bytes) munmap(base + bytes, (size_t)(end - base - bytes));
-    pool->base = base;
-    pool->mapped_bytes = bytes;
-    pool->unit_bytes = all->unit_bytes;
-    pool->page_kind = "devdax";
+    to->base = base;
+    to->mapped_bytes = bytes;
+    to->unit_bytes = all->unit_bytes;
+    to->page_kind = "devdax";
     for (uint32_t i = 0; i < all->count; i++)
-        if (!all->of[i].is_device) pool->page_kind = "4KiB";
+        if (!all->of[i].is_device) to->page_kind = "4KiB";
     madvise(base, bytes, MADV_HUGEPAGE); /* advice: refused where there are none */
     return 0;
 }
@@ -282,107 +272,69 @@ static int use_members(const members *all) {
     return 0;
 }
 
-static void keep_first(cxlkv_pool *pool, members *all) {
-    pool->fd = all->of[0].fd;
-    members_close(all, 1); /* the mapping holds them */
-}
-
-int stripes_create(cxlkv_pool *pool, const char *path, uint32_t flags) {
-    members all;
-    if (pool->nodes)
-        return fail(ENOTSUP, "%s: devices lie where they lie: leave the nodes away", path);
-    int code = members_open(&all, path);
-    if (code < 0) return code;
-    choose_stripes(&all, pool->geometry.region_bytes);
-    code = check_free(&all, flags);
-    if (code == 0 && pool->geometry.region_bytes > whole_bytes(&all))
-        code = fail(ENOSPC, "%s: %lu MiB wanted, all together hold %lu MiB in stripes of %lu MiB "
-                    "(each as much as the smallest): ask for less", path,
-                    pool->geometry.region_bytes >> 20, whole_bytes(&all) >> 20,
-                    all.stripe_bytes >> 20);
-    if (code == 0) code = use_members(&all);
-    if (code == 0) code = wipe_labels(&all);
-    if (code == 0) code = map_members(pool, &all);
-    if (code == 0) code = pool_format(pool);
-    if (code == 0) code = put_labels(&all, pool->identity); /* last: until here there is no pool */
-    if (code < 0) members_close(&all, 0); /* the caller unmaps */
-    else keep_first(pool, &all);
-    return code;
-}
-
-static int read_superblock(enum superblock_purpose purpose, members *all, cxlkv_layout *layout,
-                           cxlkv_sharing *sharing, cxlkv_geometry *geometry, uint8_t *identity) {
-    uint8_t bytes[SUPERBLOCK_BYTES], named[16];
-    int code = read_labels(all, named);
-    if (code < 0) return code;
-    const member *first = &all->of[0];
-    if (!device_read(first->fd, &first->facts, all->data_offset, bytes, sizeof(bytes)))
-        return fail(CXLKV_E_NOT_A_POOL, "%s: its superblock cannot be read", all->path);
-    code = superblock_read(purpose, bytes, whole_bytes(all), all->path, layout, sharing, geometry,
-                           identity);
-    if (code == 0 && memcmp(identity, named, 16) != 0)
-        code = fail(CXLKV_E_CORRUPT, "%s: labels and superblock are of two pools", all->path);
-    if (code == 0 && geometry->region_bytes / all->stripe_bytes > STRIPES_MAX)
-        code = fail(CXLKV_E_CORRUPT, "%s: more than %d stripes", all->path, STRIPES_MAX);
-    return code;
-}
-
-int stripes_open(cxlkv_pool *pool, const char *path, enum superblock_purpose purpose) {
-    members all;
-    int code = members_open(&all, path);
-    if (code < 0) return code;
-    code = read_superblock(purpose, &all, &pool->layout, &pool->sharing, &pool->geometry,
-                           pool->identity);
-    if (code == 0) code = use_members(&all);
-    if (code == 0) code = map_members(pool, &all);
-    if (code < 0) members_close(&all, 0);
-    else keep_first(pool, &all);
-    return code;
-}
-
-int stripes_remove(const char *path) {
-    members all;
-    cxlkv_layout layout;
-    cxlkv_sharing sharing = {.kind = CXLKV_SHARING_HOST};
-    cxlkv_geometry geometry;
-    uint8_t identity[16];
-    int code = members_open(&all, path);
-    if (code < 0) return code;
-    code = read_superblock(SUPERBLOCK_USE, &all, &layout, &sharing, &geometry, identity);
-    /* They may go as well; the host state stays for gc. */
-    bool damaged = code == -CXLKV_E_CORRUPT || code == -CXLKV_E_VERSION;
-    if ((code == 0 || damaged) && lock_byte(all.of[0].fd, USE_BYTE, true, false) < 0)
-        code = fail(CXLKV_E_BUSY, "%s is in use: close it in the other processes first", path);
-    else if (code == 0 || damaged) code = wipe_labels(&all);
-    bool shared = sharing.kind != CXLKV_SHARING_HOST;
-    for (uint32_t host = 0; code == 0 && !damaged && host < sharing.hosts; host++)
-        host_remove_state(identity, all.of[0].fd, shared ? host : NO_HOST);
-    members_close(&all, 0);
-    return code;
-}
-
-/* ---- from outside: nothing is written and no lock is taken ---- */
-
-int stripes_look(const char *path, members **found, int *fd, uint64_t *bytes) {
-    cxlkv_layout layout;
-    cxlkv_sharing sharing;
-    cxlkv_geometry geometry;
-    uint8_t identity[16];
+int stripes_open(const char *path, bool writes, members **found) {
     members *all = malloc(sizeof(*all));
-    if (!all) return fail(ENOMEM, "%s: no memory to look at it", path);
-    int code = members_open_as(all, path, O_RDONLY);
-    if (code == 0) {
-        code = read_superblock(SUPERBLOCK_LOOK, all, &layout, &sharing, &geometry, identity);
-        if (code < 0) members_close(all, 0);
-    }
+    if (!all) return fail(ENOMEM, "%s: no memory to open its parts", path);
+    int code = members_open_as(all, path, writes ? O_RDWR : O_RDONLY);
     if (code < 0) {
         free(all);
         return code;
     }
+    if (writes) code = lock_byte(all->of[0].fd, ATTACH_BYTE, true, true);
+    if (code < 0) {
+        stripes_close(all);
+        return byte_lock_error(code, path);
+    }
     *found = all;
-    *fd = all->of[0].fd;
-    *bytes = whole_bytes(all);
     return 0;
+}
+
+void stripes_close(members *all) {
+    members_close(all, 0);
+    free(all);
+}
+
+int stripes_fd(const members *all) { return all->of[0].fd; }
+
+uint64_t stripes_bytes(const members *all) { return whole_bytes(all); }
+
+int stripes_fit(const members *all, uint64_t bytes) {
+    if (bytes / all->stripe_bytes <= STRIPES_MAX) return 0;
+    return fail(CXLKV_E_CORRUPT, "%s: more than %d stripes", all->path, STRIPES_MAX);
+}
+
+int stripes_map(members *all, uint64_t bytes, region *to) {
+    int code = use_members(all);
+    return code < 0 ? code : map_members(all, bytes, to);
+}
+
+int stripes_make(members *all, uint64_t bytes, uint32_t flags, region *to) {
+    choose_stripes(all, bytes);
+    int code = check_free(all, flags);
+    if (code == 0 && bytes > whole_bytes(all))
+        code = fail(ENOSPC, "%s: %lu MiB wanted, all together hold %lu MiB in stripes of %lu MiB "
+                    "(each as much as the smallest): ask for less", all->path, bytes >> 20,
+                    whole_bytes(all) >> 20, all->stripe_bytes >> 20);
+    if (code == 0) code = use_members(all);
+    if (code == 0) code = wipe_labels(all);
+    return code < 0 ? code : map_members(all, bytes, to);
+}
+
+int stripes_label(const members *all, const uint8_t identity[16]) {
+    return put_labels(all, identity);
+}
+
+void stripes_keep(members *all, region *to) {
+    to->fd = all->of[0].fd;
+    members_close(all, 1); /* the mapping holds them */
+    free(all);
+}
+
+int stripes_wipe(const members *all) {
+    if (lock_byte(all->of[0].fd, USE_BYTE, true, false) < 0)
+        return fail(CXLKV_E_BUSY, "%s is in use: close it in the other processes first",
+                    all->path);
+    return wipe_labels(all);
 }
 
 bool stripes_read(const members *all, uint64_t offset, void *to, size_t bytes) {
@@ -397,11 +349,6 @@ bool stripes_read(const members *all, uint64_t offset, void *to, size_t bytes) {
         bytes -= some;
     }
     return true;
-}
-
-void stripes_leave(members *all) {
-    members_close(all, 0);
-    free(all);
 }
 
 int cxlkv_stripe_look(const char *path, cxlkv_stripe *part) {

@@ -4,7 +4,7 @@
 int64_t cxlkv_pool_memory(cxlkv_pool *pool, uint64_t *address) {
     int code = pool_enter(pool);
     if (code < 0) return code;
-    *address = (uint64_t)(uintptr_t)pool->base;
+    *address = (uint64_t)(uintptr_t)pool->region.base;
     int64_t bytes = (int64_t)pool->geometry.region_bytes;
     pool_leave(pool);
     return bytes;
@@ -22,9 +22,9 @@ static place place_of(const layer_view *view, uint32_t index, uint64_t sealed) {
     uint32_t page = sequence_page(view->sequence, view->part, index);
     const uint8_t *line = (const uint8_t *)descriptor_of(pool, page);
     return (place){
-        .keys = pieces_of(pool, page, view->layer, PIECE_KEYS) - pool->base,
-        .values = pieces_of(pool, page, view->layer, PIECE_VALUES) - pool->base,
-        .descriptor = index < sealed ? line - pool->base : -1,
+        .keys = pieces_of(pool, page, view->layer, PIECE_KEYS) - pool->region.base,
+        .values = pieces_of(pool, page, view->layer, PIECE_VALUES) - pool->region.base,
+        .descriptor = index < sealed ? line - pool->region.base : -1,
         .page = page,
         .generation = pool->pages[page].generation,
     };

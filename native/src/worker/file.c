@@ -111,10 +111,10 @@ int worker_file_make(const cxlkv_pool *pool, uint32_t slots, uint32_t request_by
     process_identify(&header->worker);
     header->worker.state = 1;
     header->crc = header_crc(header);
-    int code = lock_byte(pool->fd, ATTACH_BYTE, true, true); /* one worker at a time looks */
+    int code = lock_byte(pool->region.fd, ATTACH_BYTE, true, true); /* one worker at a time looks */
     if (code < 0) return byte_lock_error(code, pool->path);
     code = file_make_alone(pool, file);
-    unlock_byte(pool->fd, ATTACH_BYTE);
+    unlock_byte(pool->region.fd, ATTACH_BYTE);
     if (code < 0) worker_file_close(file);
     return code;
 }
