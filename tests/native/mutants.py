@@ -290,7 +290,7 @@ CHECKS = {
         "objects/objects.c", "i == 0 || foreign[i]->page != foreign[i - 1]->page", "true"
     ),
     "SCRUB_BACK": Check(
-        "prefix/scrub.c", "flush_write_back(FLUSH_PUBLISH_HEADER, pieces, bytes)", "(void)0"
+        "pool/published.c", "flush_write_back(FLUSH_PUBLISH_HEADER, pieces, bytes)", "(void)0"
     ),
     "SCRUB_TABLE_BACK": Check(
         "pool/format.c",

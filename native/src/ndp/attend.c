@@ -10,7 +10,6 @@
 #include "ndp/ahead.h"
 #include "ndp/ndp.h"
 #include "pool/peers.h"
-#include "worker/worker.h"
 
 enum { SPAN_QUERIES = 64, SPAN_PAGES_MIN = 64, SPANS_WANTED = 128 };
 
@@ -391,12 +390,4 @@ int64_t attend_here(cxlkv_batch *batch, cxlkv_attend_args *args, uint32_t parts)
     batch_unlock(batch);
     free(job.spans);
     return code;
-}
-
-int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
-    if (!(args->scale > 0 && args->scale < INFINITY) || !(args->softcap >= 0))
-        return fail(CXLKV_E_ARGUMENT, "attend: scale %g and softcap %g must be positive",
-                    (double)args->scale, (double)args->softcap);
-    int64_t code = worker_attend(batch, args);
-    return code == NOT_BY_WORKER ? attend_here(batch, args, 0) : code;
 }

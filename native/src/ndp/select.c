@@ -10,7 +10,6 @@
 #include "ndp/ndp.h"
 #include "ndp/select.h"
 #include "pool/peers.h"
-#include "worker/worker.h"
 
 enum { TOGETHER_PAGES = 8, SCRATCH_LIMIT = 1 << 30 };
 
@@ -465,19 +464,17 @@ static void method_choose(const cxlkv_batch *batch, cxlkv_select_args *args) {
         if (args->budgets[i].kind == CXLKV_BUDGET_MASS) args->method = CXLKV_METHOD_EXACT;
 }
 
-int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args) {
-    uint32_t asked = args->method;
-    uint32_t pages_min = asked == CXLKV_METHOD_AUTO ? args->pages_min : 0;
+int select_prepare(const cxlkv_batch *batch, cxlkv_select_args *args) {
     method_choose(batch, args);
-    int64_t code = args_check(batch, args);
-    if (code < 0) return code;
-    code = worker_select(batch, args, asked);
-    if (code != NOT_BY_WORKER) return code;
+    return args_check(batch, args);
+}
+
+int64_t select_here(cxlkv_batch *batch, cxlkv_select_args *args, uint32_t staged_pages_min) {
     select_job job = {.batch = batch, .args = args, .isa = kernels_current(),
-                      .staged_pages_min = pages_min};
+                      .staged_pages_min = staged_pages_min};
     job.plans = calloc(batch->count, sizeof(*job.plans));
     if (!job.plans) return fail(ENOMEM, "no memory to plan a selection");
-    code = batch_lock(batch, false);
+    int64_t code = batch_lock(batch, false);
     if (code == 0) {
         code = select_locked(&job);
         code = peers_verify(batch->pool, code);

@@ -4,7 +4,6 @@
 #include "base/flush.h"
 #include "coherence/lines.h"
 #include "pool/peers.h"
-#include "prefix/prefix.h"
 
 void log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_t generation,
              const uint64_t hash[2]) {

@@ -12,7 +12,6 @@
 
 #include "base/flush.h"
 #include "pool/peers.h"
-#include "prefix/prefix.h"
 
 #define HOST_MAGIC 0x33315453484b5643ull /* "CVKHST13" */
 

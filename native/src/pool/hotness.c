@@ -7,110 +7,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "ndp/ndp.h"
+#include "pool/hooks.h"
+#include "pool/hotness.h"
 #include "pool/peers.h"
-
-/* An epoch ends when each page could have been used so often. */
-enum { EPOCH_USES_PER_PAGE = 4 };
-enum { COUNT_BITS = 16, COUNT_MAX = (1 << COUNT_BITS) - 1 };
-/* A page's count is asked for so many pages before it is raised. */
-enum { AHEAD_PAGES = 32 };
-/* A record this many epochs ahead was written by a thread that came later, and is no old one. */
-enum { AHEAD_EPOCHS = 256 };
-
-static uint32_t epoch_now(const host_state *host) {
-    uint64_t uses = atomic_load_explicit(&host->heat_uses, memory_order_relaxed);
-    uint64_t advances = atomic_load_explicit(&host->heat_advances, memory_order_relaxed);
-    return (uint32_t)(advances + uses / ((uint64_t)EPOCH_USES_PER_PAGE * host->page_count));
-}
-
-/* ---- heat: epoch of the last use (16 bits), then the count (16), halved with each epoch since.
- * After 65,280 epochs without a use a count seems new again, for the next 256 of them. ---- */
-
-static uint32_t epochs_since(uint32_t heat, uint32_t epoch) {
-    uint32_t passed = (epoch - (heat >> COUNT_BITS)) & COUNT_MAX;
-    return passed > COUNT_MAX - AHEAD_EPOCHS ? 0 : passed;
-}
-
-static uint32_t decayed(uint32_t heat, uint32_t epoch) {
-    uint32_t passed = epochs_since(heat, epoch);
-    return passed >= COUNT_BITS ? 0 : (heat & COUNT_MAX) >> passed;
-}
-
-/* One call's: all of it in the epoch in which it began to count. */
-typedef struct counting {
-    atomic_uint *heat;
-    uint32_t epoch;
-    uint64_t uses;
-} counting;
-
-static counting counting_begin(const cxlkv_pool *pool) {
-    return (counting){.heat = pool->heat, .epoch = epoch_now(pool->host)};
-}
-
-static void counting_end(cxlkv_pool *pool, const counting *c) {
-    if (c->uses)
-        atomic_fetch_add_explicit(&pool->host->heat_uses, c->uses, memory_order_relaxed);
-}
-
-static inline void count_page(counting *c, uint32_t page) {
-    atomic_uint *heat = &c->heat[page];
-    uint32_t before = atomic_load_explicit(heat, memory_order_relaxed), epoch = c->epoch;
-    uint32_t count = decayed(before, epoch);
-    if (count && epochs_since(before, epoch) == 0) epoch = before >> COUNT_BITS;
-    count += count < COUNT_MAX;
-    atomic_store_explicit(heat, epoch << COUNT_BITS | count, memory_order_relaxed);
-    c->uses++;
-}
-
-/* -1, and what is no page of the pool (an open tail, pages behind a window): NO_PAGE. */
-static uint32_t page_named(const layer_view *view, int32_t named) {
-    uint32_t index = (uint32_t)named;
-    if (index < view->first || index >= view->complete) return NO_PAGE;
-    return sequence_page(view->sequence, view->part, index);
-}
-
-/* A scan of the keys has pushed the counts out of the caches: they are asked for ahead. */
-static void count_list(counting *c, const layer_view *view, const int32_t *list, uint64_t length) {
-    for (uint64_t i = 0; i < length + AHEAD_PAGES; i++) {
-        uint32_t next = i < length ? page_named(view, list[i]) : NO_PAGE;
-        uint32_t page = i < AHEAD_PAGES ? NO_PAGE : page_named(view, list[i - AHEAD_PAGES]);
-        if (next != NO_PAGE) __builtin_prefetch(&c->heat[next], 1);
-        if (page != NO_PAGE) count_page(c, page);
-    }
-}
-
-/* Every page once that some of `rows` query rows see. */
-static void count_seen(counting *c, const layer_view *view, uint64_t rows) {
-    uint32_t first = view->first;
-    if (view->window && rows) {
-        uint64_t low = view_low(view, 0, rows) / view->sequence->pool->layout.page_tokens;
-        if (low > first) first = (uint32_t)low;
-    }
-    for (uint32_t index = first; index < view->complete; index++)
-        count_page(c, sequence_page(view->sequence, view->part, index));
-}
-
-void hotness_count(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
-                   const int32_t *starts) {
-    cxlkv_pool *pool = batch->pool;
-    if (batch->counted_elsewhere || atomic_load_explicit(&pool->heat_off, memory_order_relaxed))
-        return;
-    counting c = counting_begin(pool);
-    uint64_t list = (uint64_t)pool->layout.kv_heads * picked->k, at = 0;
-    for (uint32_t i = 0; i < batch->count; i++) {
-        layer_view view = view_of(batch->sequences[i], layer);
-        uint64_t rows = starts ? (uint64_t)(starts[i + 1] - starts[i]) : 1;
-        if (!picked->pages) {
-            if (rows) count_seen(&c, &view, starts ? rows : 0);
-            continue;
-        }
-        uint64_t lists = picked->per == CXLKV_PER_QUERY ? rows : 1;
-        if (rows) count_list(&c, &view, picked->pages + at, lists * list);
-        at += lists * list;
-    }
-    counting_end(pool, &c);
-}
 
 void hotness_freed(cxlkv_pool *pool, uint32_t page) {
     atomic_store_explicit(&pool->heat[page], 0, memory_order_relaxed);
@@ -237,7 +136,7 @@ int64_t cxlkv_pool_published(cxlkv_pool *pool, cxlkv_published *rows, uint32_t c
                              uint64_t *clock) {
     int64_t code = pool_enter(pool);
     if (code < 0) return code;
-    sequences_expire(pool);
+    hooks.sequences_expire(pool);
     uint32_t *places = malloc(pool->geometry.page_count * sizeof(*places));
     code = places ? host_lock(pool) : fail(ENOMEM, "no memory to list published pages");
     if (code == 0) {

@@ -7,8 +7,8 @@
 #include <string.h>
 
 #include "base/flush.h"
+#include "pool/hooks.h"
 #include "pool/peers.h"
-#include "prefix/prefix.h"
 
 static uint16_t full_mask(const cxlkv_pool *pool, uint32_t run) {
     uint32_t slots = min_u32(RUN_SLOTS, pool->host->page_count - run * RUN_SLOTS);
@@ -311,6 +311,41 @@ static void set_loose(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
 static bool clear_loose(cxlkv_pool *pool, uint32_t page) {
     uint64_t bit = 1ull << page % 64;
     return atomic_fetch_and(&pool->loose[page / 64], ~bit) & bit;
+}
+
+void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer) {
+    for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
+        flush_write_back(FLUSH_PUBLISH_HEADER, pieces_of(pool, page, layer, kind),
+                         pool->layout.kv_heads * piece_stride(&pool->geometry, kind));
+}
+
+/* ---- with room for pages ---- */
+
+/* Under the host lock: what the dead held, and what other hosts have pinned until now. */
+static void make_room(cxlkv_pool *pool, uint64_t page_count) {
+    guard fault;
+    GUARD_BEGIN(fault) {
+        pages_make_room(pool, page_count);
+    } GUARD_END(fault, poison_error_locked(pool, &fault))
+}
+
+int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count) {
+    int code = host_lock(pool);
+    if (code < 0 || pool->host->free_pages >= page_count) return code;
+    host_unlock(pool); /* a sequence is locked before the host state */
+    hooks.sequences_expire(pool);
+    hooks.worker_give_back(pool); /* it may hold what our tables do not have any more */
+    code = host_lock(pool);
+    if (code < 0 || !pool->shared) return code;
+    make_room(pool, page_count);
+    /* Nobody waits for other hosts with the lock; so what was got for us may be taken by others. */
+    for (int attempt = 0; pool->host->free_pages < page_count && attempt < 8; attempt++) {
+        host_unlock(pool);
+        bool got = extents_take(pool, page_count);
+        code = host_lock(pool);
+        if (code < 0 || !got) return code;
+    }
+    return 0;
 }
 
 int64_t cxlkv_pages_alloc(cxlkv_pool *pool, uint32_t count, uint32_t *pages) {

@@ -2,6 +2,7 @@
 #ifndef CXLKV_PEERS_H
 #define CXLKV_PEERS_H
 
+#include "pool/hotness.h"
 #include "pool/pool.h"
 
 /* claiming.c: dealing with other hosts, without the host lock. `turn` is how: it beats while it

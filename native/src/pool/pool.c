@@ -9,10 +9,8 @@
 #include <unistd.h>
 
 #include "base/flush.h"
+#include "pool/hooks.h"
 #include "pool/peers.h"
-#include "sequence/sequence.h"
-#include "tiers/local_tier.h"
-#include "worker/worker.h"
 
 /* All that were opened and have references left: a closed one has locks, too, which the child of a
  * fork must find free. */
@@ -38,8 +36,8 @@ void pool_drop(cxlkv_pool *pool) {
     pthread_rwlock_destroy(&pool->operations);
     pthread_mutex_destroy(&pool->list_lock);
     pthread_mutex_destroy(&pool->spare_lock);
-    tails_discard(pool);
-    worker_client_drop(pool);
+    hooks.tails_discard(pool);
+    hooks.worker_client_drop(pool);
     free(pool->deadlines.heap);
     free(pool->path);
     free(pool->parts);
@@ -200,10 +198,9 @@ static void fork_child(void) {
         pool->threads = NULL;
         pool->keeper = NULL; /* its thread is the parent's, and what it was about to log */
         pool->log_count = 0;
-        worker_forked(pool);
-        near_forked(pool);
-        for (cxlkv_sequence *s = pool->sequences; s; s = s->next)
-            pthread_rwlock_init(&s->lock, NULL);
+        hooks.worker_forked(pool);
+        hooks.near_forked(pool);
+        hooks.sequences_forked(pool);
         if (pool->closed) continue;
         if (!claim_fork_slot(pool) || !take_region_file(pool) ||
             (pool->shared && keeper_start(pool) < 0))
@@ -594,13 +591,13 @@ int cxlkv_pool_remove(const char *path) {
 
 static void pool_end(cxlkv_pool *pool) {
     pthread_mutex_lock(&pool->list_lock);
-    for (cxlkv_sequence *s = pool->sequences; s; s = s->next) s->released = true;
+    hooks.sequences_release(pool);
     workers *threads = pool->threads;
     pool->threads = NULL;
     pthread_mutex_unlock(&pool->list_lock);
     workers_destroy(threads);
-    worker_leave(pool);
-    near_drop_all(pool);
+    hooks.worker_leave(pool);
+    hooks.near_drop_all(pool);
     pool_unmake(pool); /* gives all our pages back at once */
     pool->closed = true;
 }
@@ -702,7 +699,7 @@ static void count_pages(const cxlkv_pool *pool, cxlkv_stats *stats) {
 int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats) {
     int code = pool_enter(pool);
     if (code < 0) return code;
-    sequences_expire(pool);
+    hooks.sequences_expire(pool);
     memset(stats, 0, sizeof(*stats));
     code = host_lock(pool);
     if (code == 0) {

@@ -167,6 +167,10 @@ int pages_claim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 void pages_unclaim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 uint64_t page_retire(cxlkv_pool *pool, uint32_t page);   /* for good; returns 1 if it was not yet */
 int full_error(cxlkv_pool *pool, uint32_t wanted);
+/* host_lock(); when fewer pages are free, ended leases give up theirs first, and other hosts. */
+int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count);
+/* Where stores went through the caches (V1). */
+void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer);
 
 /* ---- index.c: all under the host lock ---- */
 void index_expect(const cxlkv_pool *pool, const uint64_t hash[2]);  /* it is asked for soon */
@@ -175,6 +179,22 @@ bool index_insert(cxlkv_pool *pool, const uint64_t hash[2], uint32_t page);
 void index_erase(cxlkv_pool *pool, const uint64_t hash[2]);
 void index_erase_page(cxlkv_pool *pool, uint32_t page); /* the page's entry; walks the index */
 void index_clear(cxlkv_pool *pool);
+
+/* ---- published.c ---- */
+/* The index's hash of one page of a key: its place among the key's pages, and its part. */
+void page_hash(const uint8_t *hashes, uint64_t key, uint64_t place, uint32_t part,
+               uint64_t hash[2]);
+/* A page that is published already, or whose hash is, stays as it is: the first copy serves all. */
+bool publish_page(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens,
+                  const page_key *key);
+/* The page of one part under a hash, and which of its chain it is; false: none. A damaged page, or
+ * one of another number of tokens, is none either: a miss, never a wrong hit. */
+bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, uint32_t tokens,
+                uint32_t *page, uint32_t *ordinal);
+/* everywhere: the copies that other hosts may have published under this hash, too. */
+bool page_forget(cxlkv_pool *pool, const uint64_t hash[2], bool everywhere);
+/* Before a page is free: zeros in all of it, if somebody asked for that. False: it is retired. */
+bool page_scrubbed(cxlkv_pool *pool, uint32_t page);
 
 /* ---- counters.c: what is counted is seen by all processes of the host ---- */
 static inline void count_add(cxlkv_pool *pool, enum counter which, uint64_t amount) {
@@ -196,21 +216,5 @@ void counters_save(cxlkv_pool *pool);                  /* in the region */
 /* False, and zeros, where nobody has saved any, or died over it. */
 bool counters_load(const uint8_t *from, cxlkv_counters *counters);
 void counters_restore(cxlkv_pool *pool);               /* into a new host state */
-
-/* ---- hotness.c ---- */
-/* Pages of a call that succeeded, under the locks of its batch: those of its lists, or all that it
- * read. starts may be NULL where picked->pages are of whole sequences, or NULL. */
-void hotness_count(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
-                   const int32_t *starts);
-void hotness_freed(cxlkv_pool *pool, uint32_t page);
-/* The others under the host lock. parent: the page before it, or NO_PAGE. */
-void hotness_published(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t parent);
-void hotness_follows(cxlkv_pool *pool, uint32_t page, uint32_t parent);
-void hotness_found(cxlkv_pool *pool, uint32_t page, uint32_t part); /* by its descriptor */
-void hotness_unpublished(cxlkv_pool *pool, uint32_t page);
-void hotness_asked(cxlkv_pool *pool, uint32_t page);  /* the last page of a hit, not full */
-/* Pages [first, count) of a part are a hit's; found is [count][part_count]. */
-void hotness_matched(cxlkv_pool *pool, const uint32_t *found, uint32_t part, uint32_t first,
-                     uint32_t count);
 
 #endif

@@ -4,28 +4,14 @@
 
 #include "sequence/sequence.h"
 
-/* The index's hash of one page of a key: its place among the key's pages, and its part. */
-void page_hash(const uint8_t *hashes, uint64_t key, uint64_t place, uint32_t part,
-               uint64_t hash[2]);
-/* These four under the host lock. Is the page what a handle says, and still alive? */
+/* Under the host lock. Is the page what a handle says, and still alive? */
 int page_acquire_check(cxlkv_pool *pool, uint32_t page, uint32_t part, uint64_t generation,
                        uint32_t tokens);
-/* A page that is published already, or whose hash is, stays as it is: the first copy serves all. */
-bool publish_page(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens,
-                  const page_key *key);
-/* The page of one part under a hash, and which of its chain it is; false: none. A damaged page, or
- * one of another number of tokens, is none either: a miss, never a wrong hit. */
-bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, uint32_t tokens,
-                uint32_t *page, uint32_t *ordinal);
-/* everywhere: the copies that other hosts may have published under this hash, too. */
-bool page_forget(cxlkv_pool *pool, const uint64_t hash[2], bool everywhere);
 /* A whole call: `each` of every page that is published under these keys, under the host lock.
  * reaps: first what the worker and dead processes still hold is given back. */
 typedef void page_function(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *context);
 int keys_call(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, bool reaps,
               page_function *each, void *context);
-/* Before a page is free: zeros in all of it, if somebody asked for that. False: it is retired. */
-bool page_scrubbed(cxlkv_pool *pool, uint32_t page);
 /* Refuses one whose pages are approximate. */
 int publish_check(const cxlkv_sequence *sequence);
 /* Writes the first `filled` tokens of a tail to a (page, layer). */

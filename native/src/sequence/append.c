@@ -156,12 +156,6 @@ static void piece_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, ui
         sketch_write(pool, page, layer, head, keys, key_stride, buffer + gather_bytes(pool));
 }
 
-void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer) {
-    for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
-        flush_write_back(FLUSH_PUBLISH_HEADER, pieces_of(pool, page, layer, kind),
-                         pool->layout.kv_heads * piece_stride(&pool->geometry, kind));
-}
-
 /* A whole (page, layer) from page_tokens rows, of which `tokens` count. */
 static int page_write_rows(cxlkv_pool *pool, uint32_t page, uint32_t layer, const cxlkv_rows *keys,
                            const cxlkv_rows *values, uint32_t tokens) {

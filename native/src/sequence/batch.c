@@ -2,7 +2,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "ndp/ndp.h"
+#include "sequence/sequence.h"
 
 static int by_address(const void *a, const void *b) {
     uintptr_t x = (uintptr_t) * (cxlkv_sequence *const *)a;

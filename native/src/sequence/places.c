@@ -1,5 +1,5 @@
 /* Where pages lie in the region, for who reads them past the core: a GPU. */
-#include "ndp/ndp.h"
+#include "sequence/sequence.h"
 
 int64_t cxlkv_pool_memory(cxlkv_pool *pool, uint64_t *address) {
     int code = pool_enter(pool);

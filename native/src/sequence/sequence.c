@@ -2,9 +2,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "pool/hooks.h"
 #include "pool/peers.h"
 #include "sequence/sequence.h"
-#include "worker/worker.h"
 
 /* Tails that nobody uses wait in a list, so that a fork's first append finds touched memory. */
 enum { SPARE_TAIL_BYTES = 64 << 20 };
@@ -282,7 +282,7 @@ int sequence_cut(cxlkv_sequence *sequence, uint32_t page_count) {
     }
     host_unlock(pool);
     if (code == 0) sequence->page_count = page_count;
-    if (code == 0) worker_cut(sequence);
+    if (code == 0) hooks.worker_keep(sequence, page_count);
     return code;
 }
 
@@ -300,7 +300,7 @@ void sequence_pull(cxlkv_sequence *sequence, uint32_t page_count) {
     }
     if (how == GIVE_NOW) host_unlock(pool);
     sequence->page_count = page_count;
-    worker_cut(sequence);
+    hooks.worker_keep(sequence, page_count);
 }
 
 static void tables_drop(cxlkv_sequence *sequence, enum giving how) {
@@ -317,7 +317,7 @@ static void tables_drop(cxlkv_sequence *sequence, enum giving how) {
 /* Under the sequence's write lock, with the pool open. */
 void sequence_drop_pages(cxlkv_sequence *sequence) {
     cxlkv_pool *pool = sequence->pool;
-    worker_forget(sequence);
+    hooks.worker_keep(sequence, 0);
     enum giving how = host_lock(pool) == 0 ? GIVE_NOW : GIVE_LATER;
     tables_drop(sequence, how);
     if (sequence->exported) give(pool, pool->geometry.part_count, sequence->export_pages, how);
@@ -369,31 +369,16 @@ void sequences_expire(cxlkv_pool *pool) {
     pthread_mutex_unlock(&pool->list_lock);
 }
 
-/* Under the host lock: what the dead held, and what other hosts have pinned until now. */
-static void make_room(cxlkv_pool *pool, uint64_t page_count) {
-    guard fault;
-    GUARD_BEGIN(fault) {
-        pages_make_room(pool, page_count);
-    } GUARD_END(fault, poison_error_locked(pool, &fault))
+/* ---- all of a pool ---- */
+
+/* In a forked child. */
+void sequences_forked(cxlkv_pool *pool) {
+    for (cxlkv_sequence *s = pool->sequences; s; s = s->next) pthread_rwlock_init(&s->lock, NULL);
 }
 
-int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count) {
-    int code = host_lock(pool);
-    if (code < 0 || pool->host->free_pages >= page_count) return code;
-    host_unlock(pool); /* a sequence is locked before the host state */
-    sequences_expire(pool);
-    worker_give_back(pool); /* it may hold what our tables do not have any more */
-    code = host_lock(pool);
-    if (code < 0 || !pool->shared) return code;
-    make_room(pool, page_count);
-    /* Nobody waits for other hosts with the lock; so what was got for us may be taken by others. */
-    for (int attempt = 0; pool->host->free_pages < page_count && attempt < 8; attempt++) {
-        host_unlock(pool);
-        bool got = extents_take(pool, page_count);
-        code = host_lock(pool);
-        if (code < 0 || !got) return code;
-    }
-    return 0;
+/* The pool is being closed; under its list_lock. */
+void sequences_release(cxlkv_pool *pool) {
+    for (cxlkv_sequence *s = pool->sequences; s; s = s->next) s->released = true;
 }
 
 /* ---- the interface ---- */

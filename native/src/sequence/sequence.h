@@ -29,6 +29,23 @@ typedef struct tail {
 } tail;
 _Static_assert(sizeof(tail) == LINE_BYTES, "the data begins on a line");
 
+/* What the worker was told of a part of a sequence. */
+typedef struct worker_table {
+    uint32_t epoch;              /* of the client's; another: it was told nothing */
+    uint32_t table;
+    uint64_t version;
+    uint32_t first, end;         /* pages [first, end) */
+} worker_table;
+/* Up to which token of a layer the worker has an open tail's keys, and its values; apart, as a
+ * select brings no values. In the worker itself layer_tokens stands for the keys. */
+typedef struct worker_tail {
+    uint64_t keys, values;
+} worker_tail;
+static inline void worker_tail_cut(worker_tail *known, uint64_t tokens) {
+    known->keys = min_u64(known->keys, tokens);
+    known->values = min_u64(known->values, tokens);
+}
+
 struct cxlkv_sequence {
     cxlkv_pool *pool;
     pthread_rwlock_t lock;
@@ -44,8 +61,8 @@ struct cxlkv_sequence {
     uint32_t *export_pages;      /* by part: the tail's copy that the last handle names */
     bool exported;               /* there are such copies */
     uint64_t export_tokens;
-    struct worker_table *worker_tables; /* by part: what the worker was told; NULL: nothing */
-    struct worker_tail *worker_tails; /* by layer: what the worker has of a tail; or NULL */
+    worker_table *worker_tables; /* by part: what the worker was told; NULL: nothing */
+    worker_tail *worker_tails; /* by layer: what the worker has of a tail; or NULL */
     struct cxlkv_sequence *next, *previous;
     struct cxlkv_sequence *next_busy; /* within sequences_expire() */
 };
@@ -67,8 +84,8 @@ int sequence_usable(const cxlkv_sequence *sequence);     /* under its lock */
 uint64_t sequence_even_tokens(const cxlkv_sequence *sequence);  /* UINT64_MAX when layers differ */
 void sequence_drop_pages(cxlkv_sequence *sequence);
 void sequences_expire(cxlkv_pool *pool);
-/* host_lock(); when fewer pages are free, ended leases give up theirs first, and other hosts. */
-int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count);
+void sequences_forked(cxlkv_pool *pool);
+void sequences_release(cxlkv_pool *pool);
 /* Room for pages [page_count, page_count + count) of a part; then sequence_push() cannot fail. */
 int sequence_reserve(cxlkv_sequence *sequence, uint32_t part, uint32_t count);
 void sequence_push(cxlkv_sequence *sequence, uint32_t part, uint32_t index, uint32_t page);
@@ -115,8 +132,6 @@ bool deadlines_any_ended(const deadlines *all, uint64_t now_ns);
 /* ---- append.c ---- */
 /* Writes one (page, layer) from a tail with `tokens` filled, the others zero. */
 int page_write_tail(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t tokens);
-/* Where stores went through the caches (V1). */
-void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer);
 
 /* ---- batch.c ---- */
 int batch_lock(cxlkv_batch *batch, bool write);
@@ -135,5 +150,64 @@ kernel_queries queries_pack(const cxlkv_batch *batch, const kernels *isa, const 
 static inline kernel_queries queries_range(kernel_queries all, uint64_t first, uint32_t count) {
     return (kernel_queries){all.rows, all.packed, all.total, (uint32_t)first, count};
 }
+
+/* A layer of one sequence as the scoring loops see it: complete pages, then the open tail. */
+typedef struct layer_view {
+    cxlkv_sequence *sequence;
+    uint64_t tokens;
+    uint32_t first;              /* pages before it are gone */
+    uint32_t pages;              /* with the tail */
+    uint32_t complete;           /* without it */
+    uint32_t layer, part;
+    uint32_t window;             /* 0: none */
+    /* Whose copies are read instead; NULL: none. Scoring has none. */
+    const struct near_tier *near;
+} layer_view;
+layer_view view_of(cxlkv_sequence *sequence, uint32_t layer);
+/* Tokens that page `index` holds. */
+static inline uint32_t view_filled(const layer_view *view, uint32_t index) {
+    uint64_t page_tokens = view->sequence->pool->layout.page_tokens;
+    return (uint32_t)min_u64(page_tokens, view->tokens - index * page_tokens);
+}
+/* Of those, the ones that query row `row` of `rows` may see: it is token tokens - (rows - row). */
+static inline uint32_t view_visible(const layer_view *view, uint32_t index, uint64_t row,
+                                    uint64_t rows) {
+    uint64_t first = (uint64_t)index * view->sequence->pool->layout.page_tokens;
+    uint64_t seen = view->tokens - rows + row + 1;
+    return seen <= first ? 0 : (uint32_t)min_u64(view_filled(view, index), seen - first);
+}
+/* The first token that query row `row` of `rows` may see. */
+static inline uint64_t view_low(const layer_view *view, uint64_t row, uint64_t rows) {
+    uint64_t position = view->tokens - rows + row;
+    return view->window && position >= view->window ? position - view->window + 1 : 0;
+}
+/* Tokens at the start of page `index` that lie behind that row's window. */
+static inline uint32_t view_hidden(const layer_view *view, uint32_t index, uint64_t row,
+                                   uint64_t rows) {
+    uint64_t first = (uint64_t)index * view->sequence->pool->layout.page_tokens;
+    uint64_t low = view_low(view, row, rows);
+    return low <= first ? 0 : (uint32_t)min_u64(view_filled(view, index), low - first);
+}
+/* Do `count` rows from `row` on see all that page `index` holds? */
+static inline bool view_whole(const layer_view *view, uint32_t index, uint64_t row, uint64_t count,
+                              uint64_t rows) {
+    return view_visible(view, index, row, rows) == view_filled(view, index) &&
+           view_hidden(view, index, row + count - 1, rows) == 0;
+}
+/* How many of the rows from `row` on, at most `limit`, see all of page `index`: they go together.
+ * 1 when that row sees a part of it only. */
+static inline uint64_t view_together(const layer_view *view, uint32_t index, uint64_t row,
+                                     uint64_t rows, uint64_t limit) {
+    if (view_visible(view, index, row, rows) < view_filled(view, index)) return 1;
+    return view_hidden(view, index, row + limit - 1, rows) ? 1 : limit;
+}
+/* Verifies page `index` on its first reading here; the tail needs none. */
+int view_verify(const layer_view *view, uint32_t index);
+
+/* ---- counting.c ---- */
+/* Pages of a call that succeeded, under the locks of its batch: those of its lists, or all that it
+ * read. starts may be NULL where picked->pages are of whole sequences, or NULL. */
+void hotness_count(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
+                   const int32_t *starts);
 
 #endif

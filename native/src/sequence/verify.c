@@ -1,5 +1,5 @@
 /* Verify: that chosen pages are what was written, before a device reads them by their addresses. */
-#include "ndp/ndp.h"
+#include "sequence/sequence.h"
 #include "pool/peers.h"
 
 typedef struct verify_job {

@@ -10,8 +10,8 @@
 
 #include "base/crc32c.h"
 #include "base/flush.h"
-#include "ndp/ndp.h"
 #include "pool/peers.h"
+#include "tiers/local_tier.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14; older kernels refuse it */

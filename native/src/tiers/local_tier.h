@@ -5,7 +5,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-#include "pool/pool.h"
+#include "sequence/sequence.h"
 
 typedef struct near_slot {
     int64_t unit;
@@ -86,5 +86,11 @@ int near_copy(cxlkv_pool *pool, near_move *moves, uint32_t count);
 /* Shows what was copied, if shows and if its page is what it was; undoes the rest. Lets go of the
  * pages. Returns how many can be read now. */
 int64_t near_complete(cxlkv_pool *pool, near_move *moves, uint32_t count, bool shows);
+/* Counts the pages of a list, as near or far, and by unit; the view has a
+ * tier. */
+void near_count_reads(const layer_view *view, const int32_t *pages, uint32_t count,
+                      near_reads *reads);
+/* K or V in the page's copy, or NULL. No inline: most pools have no tier. */
+const uint8_t *view_copy(const layer_view *view, uint32_t page, bool keys);
 
 #endif

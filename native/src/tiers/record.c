@@ -8,9 +8,9 @@
 
 #include "base/crc32c.h"
 #include "base/flush.h"
+#include "pool/hooks.h"
 #include "pool/peers.h"
 #include "prefix/prefix.h"
-#include "worker/worker.h"
 
 #define PACKED_MAGIC 0x50564b43u /* "CKVP" */
 
@@ -562,7 +562,7 @@ int64_t cxlkv_forget_pages(cxlkv_pool *pool, uint32_t count, const uint32_t *pag
     int code = pool_enter(pool);
     if (code < 0) return code;
     sequences_expire(pool);
-    worker_give_back(pool); /* it may hold what our tables do not have any more */
+    hooks.worker_give_back(pool); /* it may hold what our tables do not have any more */
     code = host_lock(pool);
     volatile int64_t freed = code;
     if (code == 0) {

@@ -7,6 +7,8 @@
 #include "ndp/ndp.h"
 #include "worker/client.h"
 
+enum { NOT_BY_WORKER = INT32_MIN }; /* no error: do it in this process */
+
 /* A call, and what selects and attends have in common. */
 typedef struct calling {
     worker_client *client;
@@ -492,7 +494,7 @@ static int64_t by_worker(calling *call) {
     return use == CXLKV_WORKER_ONLY ? code : NOT_BY_WORKER;
 }
 
-int64_t worker_select(cxlkv_batch *batch, cxlkv_select_args *args, uint32_t method) {
+static int64_t worker_select(cxlkv_batch *batch, cxlkv_select_args *args, uint32_t method) {
     bool one = args->budget_count == 1;
     calling call = {.batch = batch, .operation = REQUEST_SELECT, .layer = args->layer,
                     .q_heads = args->q_heads, .queries = &args->queries, .starts = args->starts,
@@ -503,7 +505,7 @@ int64_t worker_select(cxlkv_batch *batch, cxlkv_select_args *args, uint32_t meth
     return code == 0 ? args->k : code;
 }
 
-int64_t worker_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
+static int64_t worker_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
     const cxlkv_picked *picked = &args->picked;
     uint64_t list = picked->pages ? 4ull * batch->pool->layout.kv_heads * picked->k : 0;
     bool per_query = picked->per == CXLKV_PER_QUERY;
@@ -513,4 +515,23 @@ int64_t worker_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
                     .sequence_bytes = per_query ? 0 : list, .row_bytes = per_query ? list : 0};
     int64_t code = by_worker(&call);
     return code == 0 ? (int64_t)call.bytes_attended : code;
+}
+
+/* ---- the interface: by the worker, if there is one, else in this process ---- */
+
+int64_t cxlkv_batch_select(cxlkv_batch *batch, cxlkv_select_args *args) {
+    uint32_t asked = args->method;
+    uint32_t pages_min = asked == CXLKV_METHOD_AUTO ? args->pages_min : 0;
+    int64_t code = select_prepare(batch, args);
+    if (code < 0) return code;
+    code = worker_select(batch, args, asked);
+    return code == NOT_BY_WORKER ? select_here(batch, args, pages_min) : code;
+}
+
+int64_t cxlkv_batch_attend(cxlkv_batch *batch, cxlkv_attend_args *args) {
+    if (!(args->scale > 0 && args->scale < INFINITY) || !(args->softcap >= 0))
+        return fail(CXLKV_E_ARGUMENT, "attend: scale %g and softcap %g must be positive",
+                    (double)args->scale, (double)args->softcap);
+    int64_t code = worker_attend(batch, args);
+    return code == NOT_BY_WORKER ? attend_here(batch, args, 0) : code;
 }

@@ -232,7 +232,7 @@ int client_tell(worker_client *c, cxlkv_batch *batch, uint32_t layer, uint64_t d
 }
 
 /* Of each part that the worker knows: pages from `end` on go; end 0: all of it. */
-static void tell_less(cxlkv_sequence *sequence, uint32_t end) {
+void worker_keep(cxlkv_sequence *sequence, uint32_t end) {
     cxlkv_pool *pool = sequence->pool;
     worker_client *c = atomic_load(&pool->client);
     if (!c || !sequence->worker_tables) return;
@@ -258,10 +258,6 @@ static void tell_less(cxlkv_sequence *sequence, uint32_t end) {
         client_lost(c, code, RETRY_NS); /* so all is dropped for certain */
     pthread_mutex_unlock(&c->lock);
 }
-
-void worker_forget(cxlkv_sequence *sequence) { tell_less(sequence, 0); }
-
-void worker_cut(cxlkv_sequence *sequence) { tell_less(sequence, sequence->page_count); }
 
 void worker_give_back(cxlkv_pool *pool) {
     worker_client *c = atomic_load(&pool->client);

@@ -66,33 +66,10 @@ void worker_sleep(const worker_file *file, uint64_t pause_ns, bool (*again)(void
 /* ---- worker.c ---- */
 request_facts worker_facts(const cxlkv_pool *pool);
 
-/* ---- worker_calls.c ---- */
-enum { NOT_BY_WORKER = INT32_MIN }; /* no error: do it in this process */
-/* As cxlkv_batch_select by the method that was asked for, or NOT_BY_WORKER. */
-int64_t worker_select(cxlkv_batch *batch, cxlkv_select_args *args, uint32_t method);
-/* As cxlkv_batch_attend, or NOT_BY_WORKER. */
-int64_t worker_attend(cxlkv_batch *batch, cxlkv_attend_args *args);
-
 /* ---- worker_client.c ---- */
-/* What the worker was told of a part of a sequence. */
-typedef struct worker_table {
-    uint32_t epoch;              /* of the client's; another: it was told nothing */
-    uint32_t table;
-    uint64_t version;
-    uint32_t first, end;         /* pages [first, end) */
-} worker_table;
-/* Up to which token of a layer the worker has an open tail's keys, and its values; apart, as a
- * select brings no values. In the worker itself layer_tokens stands for the keys. */
-typedef struct worker_tail {
-    uint64_t keys, values;
-} worker_tail;
-static inline void worker_tail_cut(worker_tail *known, uint64_t tokens) {
-    known->keys = min_u64(known->keys, tokens);
-    known->values = min_u64(known->values, tokens);
-}
-/* Before the pages of a sequence are dropped: the worker drops them, too, in bounded time. */
-void worker_forget(cxlkv_sequence *sequence);
-void worker_cut(cxlkv_sequence *sequence);  /* the same behind its page_count, which was lowered */
+/* The worker drops the pages of a sequence from page_count on, in bounded time: before they are
+ * dropped here. */
+void worker_keep(cxlkv_sequence *sequence, uint32_t page_count);
 /* All that the worker holds for this process. */
 void worker_give_back(cxlkv_pool *pool);
 void worker_forked(cxlkv_pool *pool);       /* in the child: the slot is its parent's */

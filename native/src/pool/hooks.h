@@ -1,0 +1,30 @@
+/* What the pool and the folders right above it call of folders above theirs: one table, filled in
+ * native/src/hooks.c. A hook has one subscriber. */
+#ifndef CXLKV_HOOKS_H
+#define CXLKV_HOOKS_H
+
+#include "cxlkv.h"
+
+typedef struct pool_hooks {
+    /* sequence/: ended leases give up their pages; all sequences after a fork, and when the pool is
+     * being closed; spare tails are freed, at its end */
+    void (*sequences_expire)(cxlkv_pool *pool);
+    void (*sequences_forked)(cxlkv_pool *pool);
+    void (*sequences_release)(cxlkv_pool *pool);
+    void (*tails_discard)(cxlkv_pool *pool);
+    /* tiers/: the local tier, at close, under the write lock; in a forked child its copies are its
+     * parent's */
+    void (*near_drop_all)(cxlkv_pool *pool);
+    void (*near_forked)(cxlkv_pool *pool);
+    /* worker/: all that the worker holds for this process; what it has of a sequence from
+     * page_count on, before these pages are dropped here */
+    void (*worker_give_back)(cxlkv_pool *pool);
+    void (*worker_keep)(cxlkv_sequence *sequence, uint32_t page_count);
+    void (*worker_forked)(cxlkv_pool *pool);      /* in the child: the slot is its parent's */
+    void (*worker_leave)(cxlkv_pool *pool);       /* the pool is being closed */
+    void (*worker_client_drop)(cxlkv_pool *pool); /* frees it */
+} pool_hooks;
+
+extern const pool_hooks hooks;
+
+#endif

@@ -1,0 +1,70 @@
+/* How much pages are used (heat), and when published ones were asked for (reuse). */
+#ifndef CXLKV_HOTNESS_H
+#define CXLKV_HOTNESS_H
+
+#include "pool/pool.h"
+
+/* An epoch ends when each page could have been used so often. */
+enum { EPOCH_USES_PER_PAGE = 4 };
+enum { HEAT_BITS = 16, HEAT_MAX = (1 << HEAT_BITS) - 1 };
+/* A record this many epochs ahead was written by a thread that came later, and is no old one. */
+enum { AHEAD_EPOCHS = 256 };
+
+static inline uint32_t epoch_now(const host_state *host) {
+    uint64_t uses = atomic_load_explicit(&host->heat_uses, memory_order_relaxed);
+    uint64_t advances = atomic_load_explicit(&host->heat_advances, memory_order_relaxed);
+    return (uint32_t)(advances + uses / ((uint64_t)EPOCH_USES_PER_PAGE * host->page_count));
+}
+
+/* ---- heat: epoch of the last use (16 bits), then the count (16), halved with each epoch since.
+ * After 65,280 epochs without a use a count seems new again, for the next 256 of them. ---- */
+
+static inline uint32_t epochs_since(uint32_t heat, uint32_t epoch) {
+    uint32_t passed = (epoch - (heat >> HEAT_BITS)) & HEAT_MAX;
+    return passed > HEAT_MAX - AHEAD_EPOCHS ? 0 : passed;
+}
+
+static inline uint32_t decayed(uint32_t heat, uint32_t epoch) {
+    uint32_t passed = epochs_since(heat, epoch);
+    return passed >= HEAT_BITS ? 0 : (heat & HEAT_MAX) >> passed;
+}
+
+/* One call's: all of it in the epoch in which it began to count. */
+typedef struct counting {
+    atomic_uint *heat;
+    uint32_t epoch;
+    uint64_t uses;
+} counting;
+
+static inline counting counting_begin(const cxlkv_pool *pool) {
+    return (counting){.heat = pool->heat, .epoch = epoch_now(pool->host)};
+}
+
+static inline void counting_end(cxlkv_pool *pool, const counting *c) {
+    if (c->uses)
+        atomic_fetch_add_explicit(&pool->host->heat_uses, c->uses, memory_order_relaxed);
+}
+
+static inline void count_page(counting *c, uint32_t page) {
+    atomic_uint *heat = &c->heat[page];
+    uint32_t before = atomic_load_explicit(heat, memory_order_relaxed), epoch = c->epoch;
+    uint32_t count = decayed(before, epoch);
+    if (count && epochs_since(before, epoch) == 0) epoch = before >> HEAT_BITS;
+    count += count < HEAT_MAX;
+    atomic_store_explicit(heat, epoch << HEAT_BITS | count, memory_order_relaxed);
+    c->uses++;
+}
+
+/* ---- hotness.c ---- */
+void hotness_freed(cxlkv_pool *pool, uint32_t page);
+/* The others under the host lock. parent: the page before it, or NO_PAGE. */
+void hotness_published(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t parent);
+void hotness_follows(cxlkv_pool *pool, uint32_t page, uint32_t parent);
+void hotness_found(cxlkv_pool *pool, uint32_t page, uint32_t part); /* by its descriptor */
+void hotness_unpublished(cxlkv_pool *pool, uint32_t page);
+void hotness_asked(cxlkv_pool *pool, uint32_t page);  /* the last page of a hit, not full */
+/* Pages [first, count) of a part are a hit's; found is [count][part_count]. */
+void hotness_matched(cxlkv_pool *pool, const uint32_t *found, uint32_t part, uint32_t first,
+                     uint32_t count);
+
+#endif

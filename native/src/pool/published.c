@@ -1,0 +1,121 @@
+/* Published pages, by the hashes of the index: shown, found again, forgotten, and overwritten with
+ * zeros where somebody asked for that. All under the host lock. */
+#include <string.h>
+
+#include "base/flush.h"
+#include "pool/peers.h"
+
+void page_hash(const uint8_t *hashes, uint64_t key, uint64_t place, uint32_t part,
+               uint64_t hash[2]) {
+    memcpy(hash, hashes + key * 16, 16);
+    hash[0] ^= (place + 1) * 0x9e3779b97f4a7c15u; /* 2^64 / golden ratio: odd, so one to one */
+    hash[1] ^= part * 0xd1b54a32d192ed03u;        /* another odd number */
+}
+
+bool publish_page(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens,
+                  const page_key *key) {
+    page_info *info = &pool->pages[page];
+    if (info->published || info->retired || index_find(pool, key->hash) != NO_PAGE ||
+        !page_is_ours(pool, page))
+        return false;
+    rewrite_begin(pool, page);
+    record_seal(pool, page, part, tokens, key);
+    rewrite_end(pool);
+    index_insert(pool, key->hash, page);
+    info->published = 1;
+    info->shown = 1;
+    pool->host->published_pages++;
+    log_add(pool, LOG_PUBLISH, page, info->generation, key->hash);
+    return true;
+}
+
+static void drop_from_index(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2]) {
+    index_erase(pool, hash);
+    page_unpublish(pool, page);
+}
+
+bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, uint32_t tokens,
+                uint32_t *page, uint32_t *ordinal) {
+    descriptor line;
+    *page = index_find(pool, hash);
+    if (*page == NO_PAGE) return false;
+    bool ours = page_is_ours(pool, *page);
+    bool right = !pool->pages[*page].retired && descriptor_read(pool, *page, &line) == 0 &&
+                 memcmp(line.hash, hash, sizeof(line.hash)) == 0 && line.part == part;
+    if (right && line.tokens != tokens) return false;
+    if (right && ours)
+        right = record_check(pool, *page, pool->pages[*page].generation, tokens) == 0;
+    *ordinal = right ? line.ordinal : 0;
+    if (!ours) { /* its descriptor is looked at again, under a pin */
+        right = right && (line.version & 255) == PAGE_PUBLISHED;
+        if (right && !pool->pages[*page].holders)
+            pool->pages[*page].generation = line.version >> 8;
+        if (!right) drop_from_index(pool, *page, hash);
+    } else if (!right) {
+        count_add(pool, COUNT_CORRUPT_PIECES, 1);
+    }
+    return right;
+}
+
+/* Published no more. */
+static void seal_again(cxlkv_pool *pool, uint32_t page) {
+    guard fault;
+    rewrite_begin(pool, page);
+    GUARD_BEGIN(fault) {
+        descriptor_write(pool, page, pool->pages[page].generation, PAGE_SEALED,
+                         record_tokens(pool, page), NULL);
+    } GUARD_END(fault, page_retire(pool, page))
+    rewrite_end(pool);
+}
+
+bool page_forget(cxlkv_pool *pool, const uint64_t hash[2], bool everywhere) {
+    uint32_t page = index_find(pool, hash);
+    if (page == NO_PAGE) return false;
+    page_info *info = &pool->pages[page];
+    drop_from_index(pool, page, hash);
+    /* Another host's page is its owner's to forget: it reads that in our log, and so do others. */
+    if (!page_is_ours(pool, page)) {
+        log_forget(pool, page, info->generation, hash);
+        return true;
+    }
+    log_free(pool, page, info->generation, hash, everywhere);
+    /* Others may hold it as well: it is no longer found, and stays what it is for them. */
+    if ((info->holders || pool->shared) && !info->retired) seal_again(pool, page);
+    pages_settle(pool, 1, &page);
+    return true;
+}
+
+/* ---- scrubbing: bytes that are not to outlive their page. The mark is in the host state. ---- */
+
+/* Layers of other parts lie in the same rows: each row once. */
+static bool is_first_of_row(const cxlkv_pool *pool, uint32_t layer) {
+    for (uint32_t before = 0; before < layer; before++)
+        if (pool->row_of[before] == pool->row_of[layer]) return false;
+    return true;
+}
+
+static void wipe(cxlkv_pool *pool, uint32_t page) {
+    record_header_wipe(pool, page);
+    for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
+        if (!is_first_of_row(pool, layer)) continue;
+        for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {
+            uint8_t *pieces = pieces_of(pool, page, layer, kind);
+            uint64_t bytes = pool->layout.kv_heads * piece_stride(&pool->geometry, kind);
+            memset(pieces, 0, bytes);
+            if (pool->mode != VISIBILITY_COHERENT)
+                flush_write_back(FLUSH_PUBLISH_HEADER, pieces, bytes);
+        }
+    }
+}
+
+bool page_scrubbed(cxlkv_pool *pool, uint32_t page) {
+    page_info *info = &pool->pages[page];
+    if (!info->scrub) return true;
+    guard fault;
+    GUARD_BEGIN(fault) {
+        wipe(pool, page);
+    } GUARD_END(fault, page_retire(pool, page))
+    if (info->retired) return false; /* what could not be written keeps its mark */
+    info->scrub = 0; /* last: who dies before has it done by who repairs the host's state */
+    return true;
+}

@@ -1,0 +1,117 @@
+/* Published pages by their keys: forgotten, scrubbed, pinned. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/flush.h"
+#include "coherence/lines.h"
+#include "pool/hooks.h"
+#include "pool/peers.h"
+#include "prefix/prefix.h"
+
+/* Every page that is published under these keys, places and parts of each. */
+static void pages_of_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
+                          page_function *each, void *context) {
+    for (uint64_t key = 0; key < count; key++)
+        for (uint32_t part = 0; part < pool->geometry.part_count; part++)
+            for (uint64_t place = 0;; place++) {
+                uint64_t hash[2];
+                page_hash(hashes, key, place, part, hash);
+                uint32_t page = index_find(pool, hash);
+                if (page == NO_PAGE) break;
+                each(pool, page, hash, context);
+            }
+}
+
+int keys_call(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, bool reaps,
+              page_function *each, void *context) {
+    int code = pool_enter(pool);
+    if (code < 0) return code;
+    sequences_expire(pool);
+    if (reaps) hooks.worker_give_back(pool); /* it may hold what our tables do not have any more */
+    volatile int outcome = host_lock(pool);
+    if (outcome == 0) {
+        guard fault;
+        GUARD_BEGIN(fault) {
+            if (reaps) host_reap(pool); /* what the dead held is nobody's */
+            if (pool->shared) peers_follow(pool);
+            pages_of_keys(pool, count, hashes, each, context);
+        } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
+        rewrite_end(pool);
+        host_unlock(pool);
+    }
+    pool_leave(pool);
+    return outcome;
+}
+
+static void forget_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *forgotten) {
+    (void)page;
+    *(int64_t *)forgotten += page_forget(pool, hash, true);
+}
+
+int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes) {
+    int64_t forgotten = 0;
+    int code = keys_call(pool, count, hashes, false, forget_one, &forgotten);
+    return code < 0 ? code : forgotten;
+}
+
+/* ---- forgotten, and overwritten when the last who holds one lets go ---- */
+
+static void scrub_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *context) {
+    cxlkv_scrubbed *scrubbed = context;
+    if (!page_is_ours(pool, page)) {
+        scrubbed->elsewhere++;
+        return;
+    }
+    pool->pages[page].scrub = 1;
+    page_forget(pool, hash, true);
+    if (pool->pages[page].scrub) scrubbed->held++;
+    else scrubbed->pages++;
+}
+
+int cxlkv_scrub(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
+                cxlkv_scrubbed *scrubbed) {
+    *scrubbed = (cxlkv_scrubbed){0};
+    return keys_call(pool, count, hashes, true, scrub_one, scrubbed);
+}
+
+/* ---- pinned by a user: eviction leaves them alone. The mark is in the host state, so it is of
+ * this host only, and goes with the last process that has the pool open. ---- */
+
+typedef struct pinning {
+    bool pinned;
+    int64_t found;
+} pinning;
+
+static void pin_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *context) {
+    (void)hash;
+    pinning *p = context;
+    if (!page_is_ours(pool, page)) return; /* its owner evicts it, or does not */
+    pool->pages[page].pinned = p->pinned;
+    p->found++;
+}
+
+int64_t cxlkv_pin(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t pinned) {
+    pinning p = {.pinned = pinned != 0};
+    int code = keys_call(pool, count, hashes, false, pin_one, &p);
+    return code < 0 ? code : p.found;
+}
+
+int64_t cxlkv_evictable(cxlkv_pool *pool, uint8_t *flags, uint64_t capacity) {
+    int64_t code = pool_enter(pool);
+    if (code < 0) return code;
+    sequences_expire(pool);
+    if (capacity < pool->geometry.page_count)
+        code = fail(CXLKV_E_ROOM, "flags for %u pages are wanted", pool->geometry.page_count);
+    if (code == 0) code = host_lock(pool);
+    if (code == 0) {
+        for (uint32_t page = 0; page < pool->host->page_count; page++) {
+            const page_info *info = &pool->pages[page];
+            flags[page] = info->published && !info->holders && !info->pinned && !info->retired &&
+                          page_is_ours(pool, page);
+            code += flags[page];
+        }
+        host_unlock(pool);
+    }
+    pool_leave(pool);
+    return code;
+}
