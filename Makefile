@@ -122,7 +122,8 @@ native-test-arm64:  ## the C tests for arm64 in an emulator, where one is instal
 	  for test in kernels:kernels/ crc32c:base/crc32c; do \
 	    name=$${test%%:*}; \
 	    $(WHEEL_BIN)/python-zig cc -target aarch64-linux-musl -static -std=c11 -D_GNU_SOURCE -O3 \
-	      -fno-math-errno -Inative/src native/src/$${test##*:}*.c tests/native/test_$$name.c \
+	      -fno-math-errno -Inative/src -Itests/native/support native/src/$${test##*:}*.c \
+	      tests/native/*/test_$$name.c \
 	      -o build/native-arm64-zig/test_$$name; \
 	    for cpu in max cortex-a72; do \
 	      $(ARM64_QEMU) -cpu $$cpu build/native-arm64-zig/test_$$name; \
@@ -144,7 +145,7 @@ fuzz:         ## requests to the worker, made up by libFuzzer for FUZZ_S seconds
 	cmake --build build/fuzz --target fuzz_request
 	mkdir -p build/fuzz/corpus
 	build/fuzz/fuzz_request -max_total_time=$(FUZZ_S) -max_len=4096 -print_final_stats=1 \
-	  build/fuzz/corpus tests/native/corpus_request
+	  build/fuzz/corpus tests/native/worker/corpus_request
 
 mutants: $(VENV)/.built  ## coherence with each flush, fence and check left out: a test must tell
 	cmake -S native -B build/mutants $(GENERATOR) -DCMAKE_BUILD_TYPE=Release >/dev/null

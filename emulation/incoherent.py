@@ -173,7 +173,7 @@ def smaller(failed: Result, progress: Progress = lambda text: None) -> Result:
 
 
 def _sources() -> Path:
-    for name in ("native/CMakeLists.txt", "tests/native/knobs.h"):
+    for name in ("native/CMakeLists.txt", "tests/native/support/knobs.h"):
         if not (CHECKOUT / name).is_file():
             raise UnsupportedError(
                 f"the emulation is built from the sources, and {name} is not in {CHECKOUT}: "

@@ -2,7 +2,8 @@
 
 On one machine each host number has a host state of its own, so processes can be different hosts
 (tests/pool_worker.py); they check every token that they read. No sleeps: the test reads what they
-report. What caches that are not coherent do is in tests/native/test_protocol_incoherent.c.
+report. What caches that are not coherent do is tested by
+tests/native/coherence/test_protocol_incoherent.c.
 """
 
 from __future__ import annotations

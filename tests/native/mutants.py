@@ -343,9 +343,9 @@ def programs_of(name: str) -> list[str]:
 def build_without(name: str, build: Path, folder: Path) -> Path:
     """The program that is to tell, with one check left out of a copy of its source."""
     check, program = CHECKS[name], TOLD_BY.get(name, PROTOCOL)
-    for path in TESTS.glob("*.[ch]"):
+    for path in TESTS.rglob("*.[ch]"):
         shutil.copy(path, folder)
-    origin = (TESTS if check.source.endswith(".h") else SOURCES) / check.source
+    origin = (TESTS / "support" if check.source.endswith(".h") else SOURCES) / check.source
     text = origin.read_text()
     if text.count(check.text) != 1:
         raise SystemExit(f"{name}: not once in {check.source}: {check.text}")
