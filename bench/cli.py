@@ -397,7 +397,7 @@ def run_replay(
     from cxlkv.bench import traces
     from cxlkv.bench.cases import replay
     from cxlkv.bench.replaying_bytes import Where, parse_size
-    from cxlkv.policy import DEFAULT, POLICIES, policy_named
+    from cxlkv.tiers.policy import DEFAULT, POLICIES, policy_named
 
     check_files(json_path, picture)
     far, near, cold = sizes

@@ -14,7 +14,7 @@ from cxlkv.bench import streams
 from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.report import Result
 from cxlkv.emulation.profiles import Profile
-from cxlkv.topology import probe
+from cxlkv.machine.topology import probe
 
 PACED_BYTES = 4096
 

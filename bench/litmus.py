@@ -25,11 +25,12 @@ from typing import TypedDict, cast
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, certificate
+from cxlkv import _core
 from cxlkv.bench.report import Result, commit
-from cxlkv.certificate import Certificate, Machine, Row
 from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, PeerError, SystemCallError
+from cxlkv.machine import certificate
+from cxlkv.machine.certificate import Certificate, Machine, Row
 from cxlkv.stats import MAGIC as POOL_MAGIC
 
 MAGIC = b"CXLKVLIT"
@@ -254,7 +255,7 @@ class _Other:
 def _other_role(paths: Sequence[Path]) -> Iterator[_Other]:
     """Its certificate is dropped: role a's counts for both."""
     with tempfile.TemporaryDirectory(prefix="cxlkv-litmus-") as folder:
-        command = [sys.executable, "-m", "cxlkv.cli", "bench", "litmus", "--role", "b"]
+        command = [sys.executable, "-m", "cxlkv.ops.cli", "bench", "litmus", "--role", "b"]
         command += ["--certificate", str(Path(folder) / "b.json")]
         for path in paths:
             command += ["--region", str(path)]

@@ -18,7 +18,7 @@ from cxlkv.bench.compare import THRESHOLD_PERCENT, Change, changes, refuse_unlik
 from cxlkv.bench.measure import median_interval
 from cxlkv.bench.results import MetricRead, ResultRead, read
 from cxlkv.errors import BadArgumentError
-from cxlkv.state import write_whole
+from cxlkv.machine.state import write_whole
 
 TEMPLATE = Path(__file__).resolve().parent / "page.html.j2"
 SAMPLES_DRAWN = 200

@@ -26,9 +26,9 @@ from cxlkv.arrays import NUMPY_DTYPES
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.report import Result
 from cxlkv.config import format_bytes
-from cxlkv.costs import Costs, Tier, key_share
 from cxlkv.errors import BadArgumentError, MemoryShortError, PoolFullError, SystemCallError
 from cxlkv.layout import DTYPES, KVLayout
+from cxlkv.machine.costs import Costs, Tier, key_share
 from cxlkv.ndp.engine import Budget
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence as PoolSequence

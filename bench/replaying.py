@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv.bench.traces import Request
-from cxlkv.policy import NONE, Policy, Published, choose
+from cxlkv.tiers.policy import NONE, Policy, Published, choose
 
 SLACK_SHARE = 0.01
 """So many pages more go than must, so that a choice serves several requests."""
 HALF_PAGES = 27_805 / 512
 """Pages before a page that takes twice as long to compute as the first: a model of 8B parameters
-(Qwen3-8B, by its FLOPs: cxlkv.costs), pages of 512 tokens."""
+(Qwen3-8B, by its FLOPs: cxlkv.machine.costs), pages of 512 tokens."""
 
 
 @dataclass

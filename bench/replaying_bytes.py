@@ -22,11 +22,11 @@ from cxlkv.bench.traces import Request
 from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.layout import KVLayout
+from cxlkv.machine.state import write_whole
 from cxlkv.ndp.engine import Selection
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Sequence as Tokens
-from cxlkv.state import write_whole
 from cxlkv.tiers import Tiers
 
 PAGE_TOKENS = 16

@@ -19,8 +19,8 @@ from cxlkv import _core, bulk
 from cxlkv.bench.measure import median_interval, warnings_of
 from cxlkv.emulation import numa
 from cxlkv.errors import BadArgumentError
-from cxlkv.state import write_whole
-from cxlkv.topology import probe
+from cxlkv.machine.state import write_whole
+from cxlkv.machine.topology import probe
 
 TIMES = ("ns", "us", "ms", "s")
 LIBRARIES = ("numpy", "torch", "transformers", "triton")

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from cxlkv import _core, bulk
 from cxlkv._core import Stream, Streamed
 from cxlkv.layout import KVLayout
+from cxlkv.machine.topology import NumaNode, probe
 from cxlkv.pool import CXLPool
-from cxlkv.topology import NumaNode, probe
 
 Bytes = npt.NDArray[np.uint8]
 LINE_BYTES = 64

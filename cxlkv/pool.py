@@ -13,17 +13,8 @@ from typing import TYPE_CHECKING, TypedDict, cast
 
 import numpy.typing as npt
 
-from cxlkv import _core, audit, bulk, forking, prefault
+from cxlkv import _core, bulk, forking
 from cxlkv.closing import Closing
-from cxlkv.coherence import (
-    DURABLE,
-    HOSTS_MAX,
-    LEASE_S,
-    SHARING,
-    flushes_of,
-    parse_host,
-    parse_sharing,
-)
 from cxlkv.emulation import numa
 from cxlkv.errors import (
     BadArgumentError,
@@ -34,13 +25,20 @@ from cxlkv.errors import (
     PoolMissingError,
     SystemCallError,
 )
-from cxlkv.hosts import Host, format_of, hosts_of
 from cxlkv.hotness import Hotness
 from cxlkv.layout import KVLayout
-from cxlkv.ndp.worker import WorkerUse, worker_use
-from cxlkv.objects import Objects, hashes_of
-from cxlkv.pages import Pages
-from cxlkv.placing import (
+from cxlkv.machine import prefault
+from cxlkv.machine.coherence import (
+    DURABLE,
+    HOSTS_MAX,
+    LEASE_S,
+    SHARING,
+    flushes_of,
+    parse_host,
+    parse_sharing,
+)
+from cxlkv.machine.hosts import Host, format_of, hosts_of
+from cxlkv.machine.placing import (
     CHECK_PAGES,
     OPEN_PAGES,
     check_nodes,
@@ -49,8 +47,7 @@ from cxlkv.placing import (
     placement_of,
     warn_of_moves,
 )
-from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, whole_ids
-from cxlkv.regions import (
+from cxlkv.machine.regions import (
     capacity_bytes_at,
     check_host_folder,
     check_room,
@@ -60,6 +57,11 @@ from cxlkv.regions import (
     parse_place,
     parse_where,
 )
+from cxlkv.ndp import audit
+from cxlkv.ndp.worker import WorkerUse, worker_use
+from cxlkv.objects import Objects, hashes_of
+from cxlkv.pages import Pages
+from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, whole_ids
 from cxlkv.sequence import Batch, Hit, Sequence
 from cxlkv.stats import Overview, look, of_pool
 

@@ -26,7 +26,7 @@ from cxlkv.emulation import numa
 from cxlkv.emulation.link import parse as parse_link
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout, LayerGroup, dtype_name
-from cxlkv.regions import ALL, capacity_bytes_at, parse_place, parse_where
+from cxlkv.machine.regions import ALL, capacity_bytes_at, parse_place, parse_where
 
 FILE_BYTES_MAX = 64 << 10
 NESTING_MAX = 8

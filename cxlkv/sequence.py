@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, audit, bulk, room
+from cxlkv import _core, bulk, room
 from cxlkv.arrays import NUMPY_DTYPES, Array, View, imported, view
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES, KVLayout, layer_places
-from cxlkv.ndp import simd
+from cxlkv.ndp import audit, simd
 from cxlkv.ndp.engine import RECALL, Asked, Budget, Selection
 
 Starts = npt.NDArray[np.int32]

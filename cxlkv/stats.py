@@ -19,13 +19,34 @@ from cxlkv.errors import (
     TruncatedError,
     VersionError,
 )
-from cxlkv.regions import STRIPED, is_device, parse_where, striped_paths
+from cxlkv.machine.regions import STRIPED, is_device, parse_where, striped_paths
 
 SHARED_MEMORY = "/dev/shm"
 MAGIC = b"CXLKVPOL"
 PART_MAGIC = b"CXLKVSTR"  # of the label of a striped pool's part
 SUPERBLOCK_BYTES = 4096
 PAGE_STATES = ("free", "held", "published", "quarantined", "retired", "withdrawn", "elsewhere")
+COUNTERS = {
+    "appended_bytes": "K and V appended to sequences",
+    "scored_bytes": "Bytes read to choose pages",
+    "fetched_bytes": "Bytes copied out by fetch",
+    "attended_bytes": "K and V read by attention",
+    "corrupt_pieces": "Pieces and records whose CRC was wrong",
+    "stale_handles": "Handles that adopt() refused because their pages were freed",
+    "pool_full_errors": "Operations refused because too few pages were free",
+    "match_keys_asked": "Prefix keys that match() looked for",
+    "match_keys_hit": "Of them, keys that the hit covers",
+    "window_pages_freed": "Pages given back because no later token can see them",
+    "window_pages_skipped": "Pages never taken because no later token can see them",
+    "audited_selects": "Selects that were measured against the exact method",
+    "reaped_processes": "Processes that died with the pool open, whose pages were taken back",
+    "rebuilds": "Times that the allocator was derived anew after a death inside it",
+    "queued_drops": "Page references that could not be given back at once, and were later",
+    "lock_waits": "Waits for the pool's lock that took more than 1 ms",
+    "lost_lines": "Looks at a line about hosts that ended in a bus error",
+    "log_rescans": "Times that another host's log could not be followed, and all was read anew",
+    "lost_forgets": "Pages of dead hosts that newcomers find, though they were to be forgotten",
+}
 _DRAFT = re.compile(r".\.[0-9a-f]{16}\.new$")
 # As native/src/pool/state_folder.c names them; up to 0.1.0 they lay in /dev/shm itself.
 _HOST_STATE = re.compile(

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from rich.console import Console
 
 from cxlkv import Budget, CXLPool, KVLayout
-from cxlkv.top import Top
+from cxlkv.ops.top import Top
 
 PICTURE = Path(__file__).parent / "images/pool-top.svg"
 LAYOUT = KVLayout(

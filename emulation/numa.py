@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TypeGuard
 
 from cxlkv.errors import BadArgumentError, UnsupportedError
-from cxlkv.placing import named, parse_nodes
-from cxlkv.regions import Place, parse_place
-from cxlkv.topology import NumaNode, probe
+from cxlkv.machine.placing import named, parse_nodes
+from cxlkv.machine.regions import Place, parse_place
+from cxlkv.machine.topology import NumaNode, probe
 
 VARIABLE = "CXLKV_EMULATE"
 SCHEME = "numa:"

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cxlkv.errors import BadArgumentError
-from cxlkv.state import state_folder, write_whole
+from cxlkv.machine.state import state_folder, write_whole
 
 OURS = Path(__file__).with_name("profiles.yaml")
 FILE_BYTES_MAX = 1 << 20

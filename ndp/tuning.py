@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from cxlkv import _core, certificate
-from cxlkv.costs import TIERS, Costs, Tier
-from cxlkv.state import state_folder, write_whole
+from cxlkv import _core
+from cxlkv.machine import certificate
+from cxlkv.machine.costs import TIERS, Costs, Tier
+from cxlkv.machine.state import state_folder, write_whole
 
 PAGES_MIN = 1024
 """Below this many pages a sample of 256 would read most of what is to be spared."""

@@ -15,7 +15,7 @@ from types import FrameType
 
 from cxlkv import _core
 from cxlkv.errors import BadArgumentError
-from cxlkv.topology import Machine
+from cxlkv.machine.topology import Machine
 
 SLOTS = 8
 PAYLOAD_BYTES = 1 << 20  # of a request, and of an answer

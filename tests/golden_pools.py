@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import CXLPool, KVLayout, LayerGroup
-from cxlkv.cold import ColdTier
-from cxlkv.cold_file import VERSIONS, RecordShape
 from cxlkv.sequence import Sequence
+from cxlkv.tiers.cold import ColdTier
+from cxlkv.tiers.cold_file import VERSIONS, RecordShape
 
 FOLDER = Path(__file__).parent / "golden"
 CAPACITY = "4MiB"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cxlkv import CXLPool
 from cxlkv.errors import BusyError, CXLKVError
-from cxlkv.leftovers import Leftover, clean
+from cxlkv.ops.leftovers import Leftover, clean
 
 SHARED_MEMORY = Path("/dev/shm")
 SESSION = os.environ.setdefault("CXLKV_TEST_SESSION", uuid.uuid4().hex[:12])

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cxlkv import _core, abi
+from cxlkv import _core
+from cxlkv._core import abi
 from cxlkv._native import lib
 
 

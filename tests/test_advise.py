@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cxlkv import CXLPool, KVLayout, cli
+from cxlkv import CXLPool, KVLayout
 from cxlkv.bench import rates
-from cxlkv.costs import Costs, Tier
+from cxlkv.machine.costs import Costs, Tier
 from cxlkv.ndp import tuning
+from cxlkv.ops import cli
 
 # 10 layers of 50 channels of 2 bytes: 1000 bytes a token.
 MODEL = ("--layers", "10", "--kv-heads", "1", "--head-dim", "25", "--page-tokens", "10")

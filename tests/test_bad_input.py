@@ -20,21 +20,12 @@ import numpy.typing as npt
 import pytest
 from typer.testing import CliRunner
 
-from cxlkv import (
-    Budget,
-    CXLPool,
-    KVLayout,
-    LayerGroup,
-    Sequence,
-    _core,
-    errors,
-    object_keys,
-    regions,
-)
-from cxlkv.cli import app
+from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Sequence, _core, errors, object_keys
 from cxlkv.emulation import faults
+from cxlkv.machine import regions
+from cxlkv.machine.topology import probe
+from cxlkv.ops.cli import app
 from cxlkv.prefix import prefix_keys
-from cxlkv.topology import probe
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 CAPACITY = "3MiB"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from cxlkv import _core, cli, errors
+from cxlkv import _core, errors
 from cxlkv.bench.cases import (
     allocating,
     calling,
@@ -23,6 +23,7 @@ from cxlkv.bench.cases import (
     transport,
 )
 from cxlkv.bench.report import Result
+from cxlkv.ops import cli
 
 from .small_cases import COHERING, check_result
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cxlkv import certificate
-from cxlkv.certificate import Certificate, certified_mode
 from cxlkv.errors import BadArgumentError, CorruptError
+from cxlkv.machine import certificate
+from cxlkv.machine.certificate import Certificate, certified_mode
 
 
 def made_for(region: Path) -> Certificate:

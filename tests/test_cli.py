@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cxlkv import _core, cli, info, topology
+from cxlkv import _core
 from cxlkv.errors import CXLKVError
+from cxlkv.machine import topology
+from cxlkv.ops import cli, info
 
 runner = CliRunner()
 

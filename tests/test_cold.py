@@ -25,9 +25,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cxlkv import CXLPool, KVLayout, _core
-from cxlkv.cold import ColdTier, Mask
-from cxlkv.cold_file import BLOCK_BYTES, SLOT_HEADER_BYTES, Bytes, RecordShape
-from cxlkv.cold_store import ColdStore
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
@@ -41,6 +38,9 @@ from cxlkv.errors import (
     VersionError,
 )
 from cxlkv.prefix import prefix_keys
+from cxlkv.tiers.cold import ColdTier, Mask
+from cxlkv.tiers.cold_file import BLOCK_BYTES, SLOT_HEADER_BYTES, Bytes, RecordShape
+from cxlkv.tiers.cold_store import ColdStore
 
 from .test_records import grown, names_of_keys, read_all
 
@@ -500,8 +500,8 @@ def test_a_file_that_is_removed_while_open(path: Path) -> None:
 
 HOLDER = """
 import sys
-from cxlkv.cold import ColdTier
-from cxlkv.cold_file import RecordShape
+from cxlkv.tiers.cold import ColdTier
+from cxlkv.tiers.cold_file import RecordShape
 with ColdTier(sys.argv[1], shape=RecordShape(1000, 7), capacity=int(sys.argv[2])):
     print("open", flush=True)
     sys.stdin.readline()
@@ -691,8 +691,8 @@ def test_permission_that_is_refused_names_the_remedy(
 STORER = """
 import sys
 import numpy as np
-from cxlkv.cold import ColdTier
-from cxlkv.cold_file import RecordShape
+from cxlkv.tiers.cold import ColdTier
+from cxlkv.tiers.cold_file import RecordShape
 path, capacity, first, batch, fsync = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
 size = 50000
 def record(number):

@@ -21,10 +21,6 @@ from hypothesis import strategies as st
 
 from cxlkv import CXLPool, KVLayout
 from cxlkv.bench.peers.mooncake import LOOPBACK, free_port, start_master
-from cxlkv.cold import ColdTier
-from cxlkv.cold_file import BLOCK_BYTES, RecordShape
-from cxlkv.cold_mooncake import MooncakeTier
-from cxlkv.cold_store import ColdStore
 from cxlkv.errors import (
     BadArgumentError,
     ClosedError,
@@ -34,6 +30,10 @@ from cxlkv.errors import (
 )
 from cxlkv.prefix import prefix_keys
 from cxlkv.tiers import Tiers
+from cxlkv.tiers.cold import ColdTier
+from cxlkv.tiers.cold_file import BLOCK_BYTES, RecordShape
+from cxlkv.tiers.cold_mooncake import MooncakeTier
+from cxlkv.tiers.cold_store import ColdStore
 
 from .test_cold import SHAPE, SLOT, load, names, records
 from .test_records import grown, names_of_keys, read_all
@@ -44,8 +44,8 @@ LIMIT_S = 15.0  # of anything with a dead master: a deadline of 5 s, and what is
 # Lends memory until it is killed.
 LENDER = """
 import sys
-from cxlkv.cold_file import RecordShape
-from cxlkv.cold_mooncake import MooncakeTier
+from cxlkv.tiers.cold_file import RecordShape
+from cxlkv.tiers.cold_mooncake import MooncakeTier
 with MooncakeTier(sys.argv[1], shape=RecordShape(1000, 7), lend="64MiB"):
     print("lends", flush=True)
     sys.stdin.readline()

@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cxlkv import cli
 from cxlkv.bench.report import Result, lower_is_better
 from cxlkv.bench.results import read
 from cxlkv.errors import BadArgumentError
+from cxlkv.ops import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 Json = dict[str, object]

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cxlkv import CXLPool, KVLayout, _core
-from cxlkv.cold import ColdTier
-from cxlkv.cold_file import BLOCK_BYTES, SLOT_HEADER_BYTES, Bytes, RecordShape
-from cxlkv.compress import Codec
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 from cxlkv.prefix import prefix_keys
 from cxlkv.tiers import Tiers
+from cxlkv.tiers.cold import ColdTier
+from cxlkv.tiers.cold_file import BLOCK_BYTES, SLOT_HEADER_BYTES, Bytes, RecordShape
+from cxlkv.tiers.compress import Codec
 
 from . import test_cold
 from .test_cold import SLOT, ColdModel, checked, flip, name, names
@@ -321,8 +321,8 @@ STORER = """
 import sys
 import ml_dtypes
 import numpy as np
-from cxlkv.cold import ColdTier
-from cxlkv.cold_file import RecordShape
+from cxlkv.tiers.cold import ColdTier
+from cxlkv.tiers.cold_file import RecordShape
 path, size, capacity, first = sys.argv[1], *map(int, sys.argv[2:5])
 def record(number):
     rng = np.random.default_rng(number)

@@ -11,7 +11,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cxlkv import KVLayout
-from cxlkv.costs import (
+from cxlkv.errors import BadArgumentError
+from cxlkv.layout import LayerGroup
+from cxlkv.machine.costs import (
     CHOICES,
     TOKENS_MAX,
     Costs,
@@ -22,8 +24,6 @@ from cxlkv.costs import (
     key_share,
     kv_bytes,
 )
-from cxlkv.errors import BadArgumentError
-from cxlkv.layout import LayerGroup
 
 # 10 layers of 1 head, 25 + 25 channels of 2 bytes: 1000 bytes a token. Pages of 10 tokens.
 LAYOUT = KVLayout(layers=10, kv_heads=1, head_dim=25, page_tokens=10)

@@ -14,12 +14,13 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForTokenClassification
 from typer.testing import CliRunner
 
-from cxlkv import Budget, CXLPool, cli
+from cxlkv import Budget, CXLPool
 from cxlkv.adapters.transformers import layout_of
 from cxlkv.demo import run as demo
 from cxlkv.demo.caches import random_pages
 from cxlkv.demo.measure import Asked, Examiner, Plan, Row
 from cxlkv.errors import BadArgumentError
+from cxlkv.ops import cli
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cxlkv import cli
 from cxlkv.demo import handover
 from cxlkv.demo import run as demo
 from cxlkv.demo.measure import Asked, Plan
 from cxlkv.errors import BadArgumentError, MemoryShortError, PeerError
+from cxlkv.ops import cli
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

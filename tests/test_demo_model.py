@@ -29,7 +29,7 @@ from transformers import (
     T5Config,
 )
 
-from cxlkv import Budget, CXLPool, Selection, cli
+from cxlkv import Budget, CXLPool, Selection
 from cxlkv.adapters.transformers import CXLCache, LayerStep, layout_of
 from cxlkv.demo import run as demo
 from cxlkv.demo.task import FIRST_FILLER, VALUES, VOCABULARY_SIZE, fact_token, query_token
@@ -37,7 +37,8 @@ from cxlkv.demo.text import inputs, measure, run
 from cxlkv.demo.text.measure import Plan, Reader, Row, TextCache, Track
 from cxlkv.demo.text.report import Found, result_of
 from cxlkv.errors import CXLKVError
-from cxlkv.topology import probe
+from cxlkv.machine.topology import probe
+from cxlkv.ops import cli
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

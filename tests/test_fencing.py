@@ -20,9 +20,9 @@ import pytest
 from typer.testing import CliRunner
 
 from cxlkv import CXLPool, KVLayout, Sequence
-from cxlkv.cli import app
 from cxlkv.errors import BadArgumentError, BusyError, CorruptError, PoolFullError
-from cxlkv.hosts import Host
+from cxlkv.machine.hosts import Host
+from cxlkv.ops.cli import app
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 LEASE_S = 0.3

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from cxlkv.topology import _cgroup_folders
+from cxlkv.machine.topology import _cgroup_folders
 
 # try_pool() prints what became of a pool: ["fine"], or the error's type, its text, what was left.
 PROGRAM = """
@@ -274,7 +274,7 @@ def test_a_low_limit_of_locked_memory(tmp_path: Path) -> None:
     text = """
 limit(resource.RLIMIT_MEMLOCK, 0)
 try_pool(where, "8MiB")
-from cxlkv.topology import missing, probe
+from cxlkv.machine.topology import missing, probe
 advice = {item.what: item.command for item in missing(probe())}
 print(json.dumps([advice["only 0 MiB may be locked in memory"]]))
 """
@@ -301,7 +301,7 @@ try_pool(where, "8MiB")
 # ---- what the machine says of itself ----
 
 REPORT = """
-from cxlkv.cli import main
+from cxlkv.ops.cli import main
 sys.stdout = open(os.devnull, "w")
 main_result = None
 try:

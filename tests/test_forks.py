@@ -29,19 +29,19 @@ from cxlkv.adapters.figures import Shown
 from cxlkv.adapters.lmcache.chunks import Chunks
 from cxlkv.adapters.transformers import CXLCache, layout_of
 from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader, Part
-from cxlkv.cold import ColdTier
-from cxlkv.cold_file import ColdFile, RecordShape
-from cxlkv.cold_mooncake import MooncakeTier
-from cxlkv.compress import Codec
 from cxlkv.emulation.link import Link, emulate
 from cxlkv.emulation.profiles import named
 from cxlkv.errors import ClosedError, CXLKVError, ReleasedError, StaleError, WorkerError
 from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.gpu.mapping import Mapping
-from cxlkv.metrics import PoolCollector, StatsCollector
-from cxlkv.near import NearTier
+from cxlkv.ops.metrics import PoolCollector, StatsCollector
 from cxlkv.prefix import prefix_keys
-from cxlkv.tenants import Quota
+from cxlkv.tiers.cold import ColdTier
+from cxlkv.tiers.cold_file import ColdFile, RecordShape
+from cxlkv.tiers.cold_mooncake import MooncakeTier
+from cxlkv.tiers.compress import Codec
+from cxlkv.tiers.near import NearTier
+from cxlkv.tiers.tenants import Quota
 from cxlkv.transport import Remote, Server
 
 from .conftest import audit
@@ -240,7 +240,7 @@ class FakeMooncake:
 
 
 def a_mooncake_tier(world: World) -> Subject:
-    world.monkeypatch.setattr("cxlkv.cold_mooncake._client", lambda where: FakeMooncake())
+    world.monkeypatch.setattr("cxlkv.tiers.cold_mooncake._client", lambda where: FakeMooncake())
     tier = MooncakeTier("mooncake://127.0.0.1:1?local=127.0.0.1", shape=SHAPE)
     names = np.zeros((1, 16), np.uint8)
     return Subject(tier, lambda: (tier.why_off, tier.contains(names)), tier.close, ClosedError)

@@ -27,8 +27,8 @@ from cxlkv.errors import (
 )
 from cxlkv.gpu import mapping as module
 from cxlkv.gpu.mapping import ALIGNMENT_BYTES, Mapping, borders, check_limits, unbacked_bytes
+from cxlkv.machine.topology import Memory, probe
 from cxlkv.sequence import Sequence
-from cxlkv.topology import Memory, probe
 
 from .fake_driver import (
     INVALID_VALUE,

@@ -30,7 +30,7 @@ from cxlkv.errors import (
     TruncatedError,
     UnsupportedError,
 )
-from cxlkv.leftovers import clean, find_leftovers
+from cxlkv.ops.leftovers import clean, find_leftovers
 from cxlkv.stats import find
 
 LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=64, dtype="float16")

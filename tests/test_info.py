@@ -12,14 +12,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cxlkv import cli
 from cxlkv.config import parse_bytes
-from cxlkv.devices import dax_devices_of
-from cxlkv.info import Survey, as_dict, survey
-from cxlkv.nodes import Access
+from cxlkv.machine.devices import dax_devices_of
+from cxlkv.machine.nodes import Access
+from cxlkv.machine.suggestions import Place, lacking, suggest
+from cxlkv.machine.topology import GIB
+from cxlkv.ops import cli
+from cxlkv.ops.info import Survey, as_dict, survey
 from cxlkv.pool_config import read_config
-from cxlkv.suggestions import Place, lacking, suggest
-from cxlkv.topology import GIB
 
 from .recorded import NAMES, plant_machine
 

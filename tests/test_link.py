@@ -21,7 +21,7 @@ from cxlkv.emulation.link import Link, emulate, link_of, parse
 from cxlkv.emulation.profiles import OURS, Profile, named, read
 from cxlkv.emulation.sharing import Stream, simulate
 from cxlkv.errors import BadArgumentError
-from cxlkv.near import NearTier
+from cxlkv.tiers.near import NearTier
 
 ASTERA = named("astera-a1000")[1]
 PIECE_BYTES = 4 * 8 * 4 * 2  # K and V of a page and head: 4 tokens of 8 channels in float32
@@ -343,7 +343,7 @@ def test_a_wrong_environment_is_named() -> None:
     )
     assert done.returncode == 1
     assert "CXLKV_EMULATE=astra: no profile 'astra'" in done.stderr
-    command = [sys.executable, "-m", "cxlkv.cli", "info"]
+    command = [sys.executable, "-m", "cxlkv.ops.cli", "info"]
     done = subprocess.run(
         command, env={**environment, "CXLKV_EMULATE": "pond-pool"}, capture_output=True, text=True
     )

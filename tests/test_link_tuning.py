@@ -12,9 +12,9 @@ from cxlkv.bench import link_tuning
 from cxlkv.bench.cases import link
 from cxlkv.bench.link_tuning import Size, curve
 from cxlkv.bench.report import Result
-from cxlkv.cli import main
 from cxlkv.emulation.profiles import named
 from cxlkv.errors import BadArgumentError
+from cxlkv.ops.cli import main
 
 
 def test_the_command_writes_a_profile_that_is_found(

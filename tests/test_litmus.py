@@ -16,11 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cxlkv import CXLPool, KVLayout, _core, certificate, cli
+from cxlkv import CXLPool, KVLayout, _core
 from cxlkv.bench import litmus
 from cxlkv.bench.report import Result
-from cxlkv.certificate import certified_mode
 from cxlkv.errors import BadArgumentError, CXLKVError, PeerError
+from cxlkv.machine import certificate
+from cxlkv.machine.certificate import certified_mode
+from cxlkv.ops import cli
 
 PRESSURE_BYTES = 1 << 20
 LINE_BYTES = 64
@@ -259,7 +261,7 @@ def test_other_regions_are_noticed_by_both(tmp_path: Path, region: Path) -> None
 
 def test_a_role_that_is_killed_is_missed(region: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(litmus, "SILENT_S", 0.2)
-    command = [sys.executable, "-m", "cxlkv.cli", "bench", "litmus", "--role", "b"]
+    command = [sys.executable, "-m", "cxlkv.ops.cli", "bench", "litmus", "--role", "b"]
     with subprocess.Popen(
         [*command, "--region", str(region)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as other:

@@ -18,7 +18,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cxlkv import Budget, CXLPool, KVLayout
-from cxlkv.metrics import COUNTERS, PoolCollector, StatsCollector, registry
+from cxlkv.ops.metrics import PoolCollector, StatsCollector, registry
+from cxlkv.stats import COUNTERS
 from cxlkv.tiers import Tiers
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
@@ -72,7 +73,7 @@ def of(samples: Samples, name: str, pool: str, **labels: str) -> float:
 def exporter(*pools: str) -> Iterator[str]:
     """The real command on a free port; yields its URL, and ends it as an operator would."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "cxlkv.cli", "metrics", "--port", "0", *pools],
+        [sys.executable, "-m", "cxlkv.ops.cli", "metrics", "--port", "0", *pools],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

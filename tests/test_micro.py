@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cxlkv import _core, cli
+from cxlkv import _core
 from cxlkv._core import Stream
 from cxlkv.bench import cli as bench_cli
 from cxlkv.bench import streams
@@ -25,6 +25,7 @@ from cxlkv.errors import (
     SystemCallError,
     UnsupportedError,
 )
+from cxlkv.ops import cli
 
 from .small_cases import COHERING, check_result
 

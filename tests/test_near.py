@@ -23,7 +23,7 @@ from cxlkv.arrays import NUMPY_DTYPES
 from cxlkv.errors import BadArgumentError, BusyError, ClosedError, CorruptError
 from cxlkv.layout import DTYPES
 from cxlkv.ndp.engine import Selection
-from cxlkv.near import NearTier, choose, units_of
+from cxlkv.tiers.near import NearTier, choose, units_of
 
 from .conftest import MakePool
 

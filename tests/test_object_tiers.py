@@ -21,12 +21,12 @@ from hypothesis.stateful import (
 )
 
 from cxlkv import CXLPool, KVLayout, Tiers, object_keys
-from cxlkv.cold import ColdTier
-from cxlkv.costs import Costs
 from cxlkv.emulation.link import emulate
 from cxlkv.errors import BadArgumentError, PoolFullError
-from cxlkv.near import NearTier
+from cxlkv.machine.costs import Costs
 from cxlkv.objects import ABSENT
+from cxlkv.tiers.cold import ColdTier
+from cxlkv.tiers.near import NearTier
 
 from .conftest import audit
 from .damaging import change_byte

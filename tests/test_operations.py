@@ -24,11 +24,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from cxlkv import CXLPool, KVLayout, cli
+from cxlkv import CXLPool, KVLayout
 from cxlkv.errors import BusyError, PoolMissingError
-from cxlkv.leftovers import clean, find_leftovers
+from cxlkv.ops import cli
+from cxlkv.ops.leftovers import clean, find_leftovers
+from cxlkv.ops.top import COLUMNS, Processes
 from cxlkv.stats import Overview, find, look
-from cxlkv.top import COLUMNS, Processes
 
 from .states import host_states
 
@@ -97,7 +98,7 @@ def worker(path: str, tokens: int) -> Iterator[subprocess.Popen[str]]:
 def command(*arguments: str) -> str:
     """What the command prints; it must succeed."""
     done = subprocess.run(
-        [sys.executable, "-m", "cxlkv.cli", *arguments],
+        [sys.executable, "-m", "cxlkv.ops.cli", *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -410,7 +411,7 @@ def test_a_pool_whose_users_were_killed_is_settled_first(folder: Path, path: str
 
 def test_gc_asks_before_it_removes(folder: Path) -> None:
     (folder / "x.0123456789abcdef.new").touch()
-    arguments = [sys.executable, "-m", "cxlkv.cli", "pool", "gc", str(folder)]
+    arguments = [sys.executable, "-m", "cxlkv.ops.cli", "pool", "gc", str(folder)]
     done = subprocess.run(arguments, input="n\n", text=True, capture_output=True, check=False)
     assert done.returncode == 1
     assert len(list(folder.iterdir())) == 1
@@ -451,7 +452,7 @@ def test_top_follows_pools_that_come_and_go_and_ends_with_q(path: str) -> None:
     parent, child = pty.openpty()
     arguments = ("pool", "top", "--interval-s", "0.05", path)
     process = subprocess.Popen(
-        [sys.executable, "-m", "cxlkv.cli", *arguments],
+        [sys.executable, "-m", "cxlkv.ops.cli", *arguments],
         stdin=child,
         stdout=child,
         stderr=subprocess.PIPE,
@@ -481,7 +482,16 @@ def test_top_ends_cleanly_with_control_c(folder: Path, path: str, terminal: bool
     parent, child = pty.openpty() if terminal else os.pipe()
     with make(path):
         process = subprocess.Popen(
-            [sys.executable, "-m", "cxlkv.cli", "pool", "top", "--interval-s", "0.05", str(folder)],
+            [
+                sys.executable,
+                "-m",
+                "cxlkv.ops.cli",
+                "pool",
+                "top",
+                "--interval-s",
+                "0.05",
+                str(folder),
+            ],
             stdin=child if terminal else subprocess.DEVNULL,
             stdout=child,
             stderr=subprocess.PIPE,

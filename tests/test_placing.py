@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from cxlkv import CXLPool, KVLayout, _core, placing
+from cxlkv import CXLPool, KVLayout, _core
 from cxlkv.errors import (
     BadArgumentError,
     MemoryShortError,
@@ -21,7 +21,8 @@ from cxlkv.errors import (
     SystemCallError,
     UnsupportedError,
 )
-from cxlkv.regions import Place, parse_place
+from cxlkv.machine import placing
+from cxlkv.machine.regions import Place, parse_place
 
 from . import numa_guest
 

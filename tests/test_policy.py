@@ -11,7 +11,7 @@ from cxlkv import _core
 from cxlkv.bench import caches, traces
 from cxlkv.bench.replaying import replay
 from cxlkv.errors import BadArgumentError
-from cxlkv.policy import DEFAULT, NONE, POLICIES, Policy, Published, choose, policy_named
+from cxlkv.tiers.policy import DEFAULT, NONE, POLICIES, Policy, Published, choose, policy_named
 
 
 def published(

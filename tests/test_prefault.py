@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool, KVLayout, _core
-from cxlkv import prefault as prefaulting
 from cxlkv.errors import ClosedError
+from cxlkv.machine import prefault as prefaulting
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=64, page_tokens=16, dtype="float32")
 SIZE = 48 << 20

@@ -11,8 +11,8 @@ import pytest
 
 from cxlkv import Batch, CXLPool
 from cxlkv.ndp.engine import Selection
-from cxlkv.near import NearTier
-from cxlkv.prefetch import FLOOR, REST, TRIAL, LastStep, LayerAhead, Prefetcher
+from cxlkv.tiers.near import NearTier
+from cxlkv.tiers.prefetch import FLOOR, REST, TRIAL, LastStep, LayerAhead, Prefetcher
 
 from .conftest import MakePool
 

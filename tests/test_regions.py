@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cxlkv import CXLPool, KVLayout, regions
-from cxlkv.devices import Devices
+from cxlkv import CXLPool, KVLayout
 from cxlkv.errors import (
     BadArgumentError,
     MemoryShortError,
@@ -16,6 +15,8 @@ from cxlkv.errors import (
     PoolExistsError,
     UnsupportedError,
 )
+from cxlkv.machine import regions
+from cxlkv.machine.devices import Devices
 from cxlkv.stats import find
 
 

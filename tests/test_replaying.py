@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cxlkv import cli
 from cxlkv.bench import traces
 from cxlkv.bench.cases import replay
 from cxlkv.bench.replaying import Simulation
@@ -21,7 +20,8 @@ from cxlkv.bench.replaying_bytes import replay as replay_bytes
 from cxlkv.bench.report import Result
 from cxlkv.bench.traces import Request
 from cxlkv.errors import BadArgumentError
-from cxlkv.policy import policy_named
+from cxlkv.ops import cli
+from cxlkv.tiers.policy import policy_named
 
 SMALL = traces.agents(2, 800)
 

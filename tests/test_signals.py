@@ -22,8 +22,8 @@ import pytest
 from cxlkv import Budget, CXLPool, KVLayout, Sequence, object_keys
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError
-from cxlkv.near import NearTier
 from cxlkv.tiers import Tiers
+from cxlkv.tiers.near import NearTier
 from cxlkv.transport.server import Server
 
 from .interrupting import Alarms, alarms, interrupted_at, median_s

@@ -12,7 +12,7 @@ from cxlkv import CXLPool, KVLayout
 from cxlkv.adapters import startup
 from cxlkv.adapters.startup import Place, concerns, where
 from cxlkv.adapters.vllm.pools import Ranks, make_or_open
-from cxlkv.topology import GIB, MIB, SharedMemory, probe
+from cxlkv.machine.topology import GIB, MIB, SharedMemory, probe
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=32, page_tokens=32, dtype="float32")
 PLACE = Place("/dev/shm/a.pool", True, 32768, 2 * GIB)

@@ -18,7 +18,6 @@ import pytest
 from typer.testing import CliRunner
 
 from cxlkv import CXLPool, KVLayout, _core
-from cxlkv.cli import app
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
@@ -29,8 +28,9 @@ from cxlkv.errors import (
     PoolExistsError,
     UnsupportedError,
 )
-from cxlkv.leftovers import find_leftovers
-from cxlkv.regions import parse_where
+from cxlkv.machine.regions import parse_where
+from cxlkv.ops.cli import app
+from cxlkv.ops.leftovers import find_leftovers
 from cxlkv.sequence import Sequence
 from cxlkv.stats import find, look
 

@@ -17,8 +17,8 @@ from cxlkv.adapters.base import PoolRequests
 from cxlkv.errors import BadArgumentError, QuotaError
 from cxlkv.prefix import PageKeys, prefix_keys
 from cxlkv.sequence import Hit
-from cxlkv.tenants import Quota
 from cxlkv.tiers import Tiers
+from cxlkv.tiers.tenants import Quota
 
 PAGE = 4
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, page_tokens=PAGE, dtype="float32")

@@ -15,41 +15,79 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Low to high. A module imports from the groups before its own, and from its own.
+# Low to high. A module imports from the groups before its own, and from its own. Where a folder's
+# modules have a layer each, its own name stands for its __init__.py.
 LAYERS = (
-    {"errors", "config", "layout", "certificate", "state", "closing", "abi", "forking"},
+    {
+        "errors",
+        "config",
+        "layout",
+        "closing",
+        "forking",
+        "_core.abi",
+        "machine.certificate",
+        "machine.state",
+    },
     {"arrays"},
     {"_core"},
-    {"sysfs", "bulk", "prefault"},
-    {"topology", "nodes", "devices", "placing", "regions", "pool_config", "emulation"},
-    {"suggestions"},
-    {"coherence", "cold_file", "compress", "pages"},
+    {"bulk", "machine.sysfs", "machine.prefault"},
     {
-        "cold",
-        "cold_mooncake",
-        "cold_store",
-        "costs",
+        "emulation",
+        "pool_config",
+        "machine.devices",
+        "machine.nodes",
+        "machine.placing",
+        "machine.regions",
+        "machine.topology",
+    },
+    {"machine.suggestions"},
+    {"pages", "machine.coherence", "tiers.cold_file", "tiers.compress"},
+    {
         "hotness",
-        "reuse",
-        "room",
-        "policy",
         "prefix",
+        "room",
         "stats",
-        "leftovers",
-        "hosts",
+        "machine",
+        "machine.costs",
+        "machine.hosts",
+        "ops.leftovers",
+        "tiers.cold",
+        "tiers.cold_mooncake",
+        "tiers.cold_store",
+        "tiers.policy",
+        "tiers.reuse",
     },
     {"ndp"},
-    {"audit"},
+    {"ndp.audit"},
     {"sequence", "objects"},
     {"pool"},
-    {"transport", "metrics", "near", "prefetch", "restoring"},
-    {"tiers", "gpu"},
-    {"tenants"},
+    {"transport", "ops.metrics", "tiers.near", "tiers.prefetch", "tiers.restoring"},
+    {"tiers", "tiers.tiers", "gpu"},
+    {"tiers.tenants"},
     {"adapters"},
-    {"bench", "demo", "top", "advise", "info", "cli"},
+    {"bench", "demo", "ops", "ops.advise", "ops.cli", "ops.info", "ops.top"},
 )
 RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}
 TOP = len(LAYERS) - 1
+SPLIT = ("machine", "ops", "tiers")  # folders whose modules have a layer each
+
+# Low to high as well: whatever its layer, a module imports from no folder above its own. The
+# front, cxlkv/*.py, has two floors: the binding needs the lower one.
+FOLDERS = (
+    {"errors", "config", "layout", "closing", "forking", "arrays"},
+    {"_core"},
+    {"machine"},
+    {
+        *("bulk", "pool_config", "pages", "hotness", "prefix", "room", "stats"),
+        *("sequence", "objects", "pool", "emulation", "ndp"),
+    },
+    {"transport"},
+    {"tiers", "gpu"},
+    {"adapters"},
+    {"bench", "demo"},
+    {"ops"},
+)
+FLOOR = {name: floor for floor, group in enumerate(FOLDERS) for name in group}
 
 # Modules with a rule of their own instead of a rank: what each may import.
 KERNELS_MAY_IMPORT = {"errors", "layout", "kernels"}  # tensors and page ids, never a pool
@@ -89,13 +127,21 @@ def name_of(path: Path) -> str:
 
 
 def module_of(path: Path) -> str | None:
-    """Which module of the layers a shipped file belongs to: "pool", "ndp"; None elsewhere."""
+    """Which module of the layers a shipped file belongs to: "pool", "machine.sysfs", "ndp"; None
+    elsewhere."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     if name_of(path).startswith(PROGRAMS):
         return None
     if parts[0] == "cxlkv":
-        return parts[1]
-    return parts[0] if parts[0] in SHIPPED else None
+        return layered(list(parts[1:]))
+    return layered(list(parts)) if parts[0] in SHIPPED else None
+
+
+def layered(parts: list[str]) -> str:
+    """The module of the layers that stands for `cxlkv.<parts>`: its own, or its folder."""
+    parts = [part for part in parts if part != "__init__"] or parts
+    name = ".".join(parts[:2])
+    return name if name in RANK or parts[0] in SPLIT else parts[0]
 
 
 def package_of(path: Path) -> list[str]:
@@ -104,9 +150,9 @@ def package_of(path: Path) -> list[str]:
     return list(parts if parts[0] == "cxlkv" else ("cxlkv", *parts))
 
 
-def is_module(name: str) -> bool:
-    known = {module_of(path) for path in files(".py")}
-    return name in RANK or name in known or name in ("kernels", "_native")
+@cache
+def known_modules() -> set[str | None]:
+    return {*RANK, "kernels", "_native", *map(module_of, files(".py"))}
 
 
 def imported(path: Path, tree: ast.AST) -> Iterator[str]:
@@ -122,12 +168,21 @@ def imported(path: Path, tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             start = package_of(path)[: -(node.level - 1) or None] if node.level else []
             base = ".".join([*start, *([node.module] if node.module else [])])
-            names = [f"{base}.{alias.name}" if base == "cxlkv" else base for alias in node.names]
+            names = [f"{base}.{alias.name}" for alias in node.names]
         for name in names:
-            package, _, rest = name.partition(".")
+            package, *parts = name.split(".")
             if package == "cxlkv":
-                first = rest.partition(".")[0]
-                yield first if is_module(first) else ""
+                yield module_named(parts)
+
+
+def module_named(parts: list[str]) -> str:
+    """The module that `cxlkv.<parts>` is, or is in; "" for the package itself."""
+    while parts:
+        found = layered(parts)
+        if found in known_modules():
+            return found
+        parts = parts[:-1]
+    return ""
 
 
 def layer_faults(path: Path, tree: ast.AST) -> list[str]:
@@ -137,6 +192,8 @@ def layer_faults(path: Path, tree: ast.AST) -> list[str]:
     faults = []
     if module not in RANK and module != "kernels":
         faults.append(f"{module} has no place in LAYERS: say which layer it is")
+    elif floor_of(module) == len(FOLDERS) and module != "kernels":
+        faults.append(f"{module} has no place in FOLDERS: say what its folder may import")
     rank = RANK.get(module, 0)
     for other in imported(path, tree):
         if other == "_native":
@@ -146,10 +203,15 @@ def layer_faults(path: Path, tree: ast.AST) -> list[str]:
         elif other == "kernels":
             allowed = rank > RANK["layout"]
         else:
-            allowed = RANK.get(other, TOP) <= rank
+            allowed = RANK.get(other, TOP) <= rank and floor_of(other) <= floor_of(module)
         if not allowed:
             faults.append(f"{module} may not import {other or 'the package cxlkv itself'}")
     return faults
+
+
+def floor_of(module: str) -> int:
+    """Where the module's folder stands in FOLDERS; the package itself is a matter of ranks."""
+    return FLOOR.get(module.partition(".")[0], len(FOLDERS)) if module else 0
 
 
 def python_functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -235,7 +297,7 @@ def test_the_links_lead_to_the_shipped_folders() -> None:
     ("name", "source", "faults"),
     [
         ("cxlkv/pages.py", "from cxlkv import _core, errors", 0),
-        ("cxlkv/pages.py", "from cxlkv.coherence import publish", 0),
+        ("cxlkv/pages.py", "from cxlkv.machine.coherence import publish", 0),
         ("cxlkv/pages.py", "from cxlkv.pool import CXLPool", 1),
         ("cxlkv/pages.py", "from cxlkv import pool", 1),
         ("cxlkv/pages.py", "import cxlkv.pool as p", 1),
@@ -246,16 +308,28 @@ def test_the_links_lead_to_the_shipped_folders() -> None:
         ("cxlkv/pages.py", "import cxlkv", 1),
         ("cxlkv/pages.py", "from cxlkv import CXLPool", 1),
         ("cxlkv/pages.py", "from cxlkv._native import lib", 1),
-        ("cxlkv/_core.py", "from cxlkv._native import lib", 0),
-        ("cxlkv/cli.py", "from cxlkv import CXLPool, pool", 0),
+        ("cxlkv/_core/__init__.py", "from cxlkv._native import lib", 0),
+        ("cxlkv/ops/cli.py", "from cxlkv import CXLPool, pool", 0),
         ("cxlkv/errors.py", "from cxlkv.kernels import gather", 1),
         ("cxlkv/adapters/vllm.py", "from ..pool import CXLPool", 0),
-        ("cxlkv/adapters/vllm.py", "from ..cli import app", 1),
+        ("cxlkv/adapters/vllm.py", "from ..ops.cli import app", 1),
         ("cxlkv/novelty.py", "", 1),
+        ("cxlkv/machine/novelty.py", "", 1),
+        ("cxlkv/machine/nodes.py", "from . import sysfs", 0),
+        ("cxlkv/machine/sysfs.py", "from cxlkv.machine import nodes", 1),
+        ("cxlkv/machine/sysfs.py", "from cxlkv import machine", 1),
+        ("cxlkv/_core/__init__.py", "from cxlkv.machine.state import state_folder", 1),
+        ("cxlkv/_core/abi.py", "from cxlkv._native import lib", 1),
+        ("cxlkv/sequence.py", "from cxlkv.ndp import audit, simd", 0),
+        ("cxlkv/sequence.py", "from cxlkv.tiers.cold import ColdTier", 1),
+        ("cxlkv/tiers/cold.py", "from cxlkv.pool import CXLPool", 1),
+        ("cxlkv/tiers/tenants.py", "from cxlkv.tiers import Tiers", 0),
+        ("cxlkv/tiers/tiers.py", "from cxlkv.ops.leftovers import clean", 1),
         ("kernels/gather.py", "from cxlkv.layout import KVLayout\nfrom . import merge", 0),
         ("kernels/gather.py", "from cxlkv._core import isa", 1),
         ("ndp/engine.py", "from ..kernels.gather import gather\nfrom .simd import scan", 0),
         ("ndp/engine.py", "from ..sequence import Sequence", 1),
+        ("ndp/engine.py", "from . import audit", 1),
         ("emulation/link.py", "from cxlkv import CXLPool", 1),
         ("emulation/qemu/drivers.py", "from cxlkv import CXLPool", 0),
     ],

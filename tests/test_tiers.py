@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cxlkv import CXLPool, KVLayout, Sequence, _core
-from cxlkv.cold import ColdTier
-from cxlkv.costs import Costs, Prefill, Tier
 from cxlkv.errors import BadArgumentError, BusyError, ClosedError, DiskFullError, PoolFullError
 from cxlkv.layout import LayerGroup
+from cxlkv.machine.costs import Costs, Prefill, Tier
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys
 from cxlkv.tiers import Tiers
+from cxlkv.tiers.cold import ColdTier
 
 from .conftest import MakePool, audit
 from .forking import in_child
@@ -184,7 +184,7 @@ def test_layer_groups_go_and_come_back(tmp_path: Path) -> None:
 def test_records_name_the_page_before(
     pool: CXLPool, cold_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cxlkv.tiers.BATCH_BYTES", 1)  # a page each
+    monkeypatch.setattr("cxlkv.tiers.tiers.BATCH_BYTES", 1)  # a page each
     ids = text(1, 4)
     names = _core.names(pool._handle, key_hashes(prefix_keys(ids, PAGE)), 1)[:, 0, 0]
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:

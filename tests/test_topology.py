@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cxlkv.devices import probe_devices
-from cxlkv.topology import (
+from cxlkv.machine.devices import probe_devices
+from cxlkv.machine.topology import (
     GIB,
     KIB,
     MIB,

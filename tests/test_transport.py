@@ -959,7 +959,7 @@ def test_verbs_a_region_that_may_not_be_locked_is_refused(folder: Path) -> None:
     limit = ["setpriv", "--bounding-set", "-ipc_lock", "sh", "-c", 'ulimit -l 64; exec "$@"', "sh"]
     words = ["serve", str(folder / "pool"), "--listen", f"{HOST}:0", "--device", RDMA]
     done = subprocess.run(
-        [*limit, sys.executable, "-m", "cxlkv.cli", *words, "--secret", str(folder / "secret")],
+        [*limit, sys.executable, "-m", "cxlkv.ops.cli", *words, "--secret", str(folder / "secret")],
         capture_output=True,
         text=True,
     )
@@ -1050,7 +1050,7 @@ class ServerProcess:
         device = ["--device", RDMA] if link == "verbs" else []
         command = ["serve", str(folder / name), "--listen", listen, "--secret", secret, *device]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cxlkv.cli", *command], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "cxlkv.ops.cli", *command], stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
         said = self.process.stdout.readline()

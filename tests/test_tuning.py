@@ -15,11 +15,11 @@ from cxlkv import CXLPool, KVLayout
 from cxlkv.bench import gpu_tuning, rates
 from cxlkv.bench import tuning as measuring
 from cxlkv.bench.report import Result
-from cxlkv.cli import app
-from cxlkv.costs import Costs, Tier
 from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.machine.costs import Costs, Tier
 from cxlkv.ndp import tuning
 from cxlkv.ndp.tuning import PAGES_MIN, GpuCopyConstants, Tuning
+from cxlkv.ops.cli import app
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from cxlkv import CXLPool, _core
-from cxlkv.cli import app
-from cxlkv.cold_file import VERSIONS
 from cxlkv.errors import BusyError, CorruptError, NotAPoolError, VersionError
 from cxlkv.ndp.mapped import FORMAT_VERSION, MappedPool
+from cxlkv.ops.cli import app
 from cxlkv.stats import look
+from cxlkv.tiers.cold_file import VERSIONS
 
 from . import golden_pools
 from .golden_pools import FOLDER, NAMES, members, unpacked, where

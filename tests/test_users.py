@@ -27,8 +27,8 @@ import pytest
 from cxlkv import CXLPool, KVLayout
 from cxlkv.adapters.places import make_or_open
 from cxlkv.errors import BadArgumentError
-from cxlkv.leftovers import clean, find_leftovers
-from cxlkv.regions import one_maker
+from cxlkv.machine.regions import one_maker
+from cxlkv.ops.leftovers import clean, find_leftovers
 
 from .states import SHARED_MEMORY, host_states, state_folder
 

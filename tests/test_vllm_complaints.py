@@ -18,7 +18,7 @@ from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.emulation.link import emulate
 from cxlkv.emulation.profiles import Profile
 from cxlkv.errors import BadArgumentError
-from cxlkv.topology import MIB, Memory, probe
+from cxlkv.machine.topology import MIB, Memory, probe
 
 from .paged_engine import TOKENS, Engine
 

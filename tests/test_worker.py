@@ -27,10 +27,10 @@ from cxlkv.errors import (
     WorkerError,
 )
 from cxlkv.layout import LayerGroup
+from cxlkv.machine.topology import NumaNode, probe
 from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.ndp.worker import cpus_near, serve
 from cxlkv.sequence import Sequence
-from cxlkv.topology import NumaNode, probe
 
 from .states import host_states
 
@@ -765,7 +765,7 @@ def test_errors_of_a_select_are_its_own(
 
 def test_the_command_serves_until_it_is_told_to_end(path: Path, rng: np.random.Generator) -> None:
     with make_pool(path) as pool, Twins(path, pool, rng, 1) as twins:
-        command = [sys.executable, "-m", "cxlkv.cli", "ndp-worker", "--pool", str(path)]
+        command = [sys.executable, "-m", "cxlkv.ops.cli", "ndp-worker", "--pool", str(path)]
         worker = subprocess.Popen(
             [*command, "--threads", "1", "--slots", "2"], stdout=subprocess.PIPE, text=True
         )

@@ -16,8 +16,8 @@ import numpy.typing as npt
 from cxlkv import CXLPool, KVLayout, Sequence, _core
 from cxlkv.bench.measure import Samples, interleave_reported
 from cxlkv.bench.report import Result
-from cxlkv.coherence import Host, parse_sharing
 from cxlkv.errors import StaleError
+from cxlkv.machine.coherence import Host, parse_sharing
 
 Bytes = npt.NDArray[np.uint8]
 BATCH = 16

@@ -15,11 +15,11 @@ import numpy as np
 from cxlkv import _core
 from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.report import Result
-from cxlkv.cold import ColdTier
-from cxlkv.cold_file import Bytes, RecordShape
 from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import key_hashes, prefix_keys
+from cxlkv.tiers.cold import ColdTier
+from cxlkv.tiers.cold_file import Bytes, RecordShape
 
 
 @dataclass(frozen=True)

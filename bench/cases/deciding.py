@@ -8,7 +8,7 @@ import numpy as np
 
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.report import Result
-from cxlkv.policy import DEFAULT, NONE, POLICIES, Policy, Published, choose
+from cxlkv.tiers.policy import DEFAULT, NONE, POLICIES, Policy, Published, choose
 
 PAGES, WANTED, CHAIN = 100_000, 1_000, 24
 

@@ -25,10 +25,10 @@ from cxlkv.demo.measure import Examiner, Plan
 from cxlkv.demo.run import demo_pool, load_model
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import Budget, Selection
-from cxlkv.near import NearTier, Units, units_of
 from cxlkv.pool import CXLPool
-from cxlkv.prefetch import LastStep, LayerAhead, Prefetcher
 from cxlkv.sequence import Batch
+from cxlkv.tiers.near import NearTier, Units, units_of
+from cxlkv.tiers.prefetch import LastStep, LayerAhead, Prefetcher
 
 Reads = list[Units]
 """The units that each (step, layer) read, in order: each once, ascending."""

@@ -11,12 +11,12 @@ import numpy as np
 from cxlkv import _core
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.report import Result
-from cxlkv.cold_file import Bytes, RecordShape
-from cxlkv.compress import Codec
 from cxlkv.errors import UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import key_hashes, prefix_keys
+from cxlkv.tiers.cold_file import Bytes, RecordShape
+from cxlkv.tiers.compress import Codec
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 

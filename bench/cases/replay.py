@@ -15,7 +15,7 @@ from cxlkv.bench.replaying_bytes import Counts, Where
 from cxlkv.bench.replaying_bytes import replay as replay_bytes
 from cxlkv.bench.report import Result
 from cxlkv.bench.traces import Request, distinct
-from cxlkv.policy import DEFAULT, POLICIES, policy_named
+from cxlkv.tiers.policy import DEFAULT, POLICIES, policy_named
 
 SHARES = (0.01, 0.05, 0.10, 0.25)
 MORE_SHARES = (0.005, 0.02, 0.15)

@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from cxlkv.bench.report import Result
-from cxlkv.cold_file import Bytes
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import Budget
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys, prefix_keys
+from cxlkv.tiers.cold_file import Bytes
 from cxlkv.transport import Remote, Server, pull, push
 from cxlkv.transport.client import RemoteHit
 

@@ -15,7 +15,7 @@ import numpy as np
 import zstandard
 
 from cxlkv.bench.cases.packing import DTYPES, Size, named_sources, records_of
-from cxlkv.cold_file import Bytes
+from cxlkv.tiers.cold_file import Bytes
 
 ZSTD = {f"zstd {level}": zstandard.ZstdCompressor(level=level).compress for level in (-1, 1, 3, 9)}
 COMPRESSORS: dict[str, Callable[[memoryview], bytes]] = {**ZSTD, "lz4": lz4.block.compress}

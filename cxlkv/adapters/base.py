@@ -29,8 +29,8 @@ from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit, Sequence
-from cxlkv.tenants import Quota
 from cxlkv.tiers import Tiers
+from cxlkv.tiers.tenants import Quota
 
 log = logging.getLogger("cxlkv")
 

@@ -10,9 +10,9 @@ import os
 
 from cxlkv.errors import BadArgumentError, GeometryError
 from cxlkv.layout import KVLayout
+from cxlkv.machine.regions import is_device, one_maker, parse_place
+from cxlkv.machine.topology import probe
 from cxlkv.pool import CXLPool
-from cxlkv.regions import is_device, one_maker, parse_place
-from cxlkv.topology import probe
 
 SHARE = 0.25
 """Of the memory that this container may still use, for all of an engine's pools, if nobody says

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 
 from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError
-from cxlkv.regions import ALL
+from cxlkv.machine.regions import ALL
 
 
 def check_names(given: Iterable[object], known: Sequence[str], where: str) -> None:

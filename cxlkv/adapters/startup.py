@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 
 from cxlkv.config import format_bytes
+from cxlkv.machine.topology import Machine, missing, probe
 from cxlkv.stats import Overview
-from cxlkv.topology import Machine, missing, probe
 
 log = logging.getLogger("cxlkv")
 

@@ -23,8 +23,8 @@ from cxlkv.demo.measure import TRAINED_TOKENS, Asked, Examiner, Plan, Row
 from cxlkv.demo.picture import draw
 from cxlkv.errors import MemoryShortError
 from cxlkv.layout import KVLayout
+from cxlkv.machine.topology import probe
 from cxlkv.pool import CXLPool
-from cxlkv.topology import probe
 
 MODEL = Path(__file__).parent / "model"
 SHARED_MEMORY = Path("/dev/shm")

@@ -23,7 +23,7 @@ from cxlkv.config import format_bytes
 from cxlkv.errors import BadArgumentError, MemoryShortError, UnsupportedError
 from cxlkv.kernels import slots as kernel
 from cxlkv.kernels.slots import SLOTS_MAX, Assigned, Slots
-from cxlkv.regions import check_memory
+from cxlkv.machine.regions import check_memory
 
 ALIGNMENT_BYTES = 16
 """Pieces begin at multiples of this: kernels read words of 16 bytes."""

@@ -40,9 +40,9 @@ from cxlkv.gpu.driver import (
     driver_of,
     index_of,
 )
+from cxlkv.machine.topology import Memory, probe
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
-from cxlkv.topology import Memory, probe
 
 PIECE_BYTES_MAX = 64 << 30
 """Of one registration, where all at once is refused: some drivers (R580) refuse 512 GiB."""

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 
 from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, UnsupportedError
-from cxlkv.regions import ALL
+from cxlkv.machine.regions import ALL
 
 PREFIX = "cxlkv"
 TESTED = ((0, 5), (0, 6))

@@ -27,8 +27,8 @@ from cxlkv.closing import Closing
 from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, CXLKVError
 from cxlkv.layout import KVLayout
+from cxlkv.machine.regions import ALL, parse_place
 from cxlkv.pool import CXLPool
-from cxlkv.regions import ALL, parse_place
 
 MAIN = "kv"
 """The host pool of K and V; SGLang's PoolName.KV."""

@@ -16,9 +16,8 @@ from typing import TypedDict
 
 from cxlkv.adapters.vllm.messages import Report
 from cxlkv.errors import CXLKVError
-from cxlkv.metrics import COUNTERS
 from cxlkv.pool import CXLPool
-from cxlkv.stats import Overview
+from cxlkv.stats import COUNTERS, Overview
 
 TOKENS = {
     "asked_tokens": "Prompt tokens of admitted requests that the engine did not have itself",

@@ -16,8 +16,8 @@ from cxlkv.adapters.identity import namespace, weights_of
 from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.errors import PoolMissingError, UnsupportedError
 from cxlkv.layout import KVLayout
+from cxlkv.machine.regions import is_device, parse_place
 from cxlkv.pool import CXLPool
-from cxlkv.regions import is_device, parse_place
 
 PAGE_TOKENS_MAX = 1024
 
@@ -104,7 +104,7 @@ def tokens_of(pool: CXLPool) -> int:
 
 def _part(capacity: str | int, ranks: Ranks) -> str | int:
     from cxlkv.config import parse_bytes
-    from cxlkv.regions import ALL
+    from cxlkv.machine.regions import ALL
 
     return capacity if capacity == ALL else parse_bytes(capacity) // ranks.count
 

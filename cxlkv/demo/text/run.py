@@ -28,8 +28,8 @@ from cxlkv.demo.text.picture import draw
 from cxlkv.demo.text.report import Found, result_of, table_of
 from cxlkv.errors import BadArgumentError, MemoryShortError
 from cxlkv.layout import KVLayout
+from cxlkv.machine.topology import probe
 from cxlkv.pool import CXLPool
-from cxlkv.topology import probe
 
 TOKENS = 4096
 RUN_PAGES = 16

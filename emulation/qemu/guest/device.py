@@ -43,7 +43,7 @@ from cxlkv.errors import (
     SystemCallError,
     TruncatedError,
 )
-from cxlkv.leftovers import find_leftovers
+from cxlkv.ops.leftovers import find_leftovers
 from cxlkv.stats import find
 
 UNIT_BYTES = 2 << 20

@@ -11,13 +11,6 @@ from pathlib import Path
 
 from cxlkv import CXLPool
 from cxlkv.bench import litmus
-from cxlkv.certificate import (
-    ROUNDS_NEEDED,
-    certified_mode,
-    default_path,
-    read,
-    region_identity,
-)
 from cxlkv.emulation.qemu.guest.steps import (
     DEVICE,
     LAYOUT,
@@ -27,6 +20,13 @@ from cxlkv.emulation.qemu.guest.steps import (
     refusal,
 )
 from cxlkv.errors import BadArgumentError
+from cxlkv.machine.certificate import (
+    ROUNDS_NEEDED,
+    certified_mode,
+    default_path,
+    read,
+    region_identity,
+)
 
 ROUNDS = max(ROUNDS_NEEDED.values())
 
@@ -35,7 +35,7 @@ def play(role: str) -> None:
     before = certified_mode(DEVICE)
     assert before.mode == "strict", before
     command(
-        f"python3 -m cxlkv.cli bench litmus --region {DEVICE} --role {role} "
+        f"python3 -m cxlkv.ops.cli bench litmus --region {DEVICE} --role {role} "
         f"--rounds {ROUNDS} --json {SHARED}/litmus-{role}.json"
     )
     certificate = read(default_path(region_identity(DEVICE)))

@@ -59,7 +59,7 @@ def server() -> Iterator[subprocess.Popen[str]]:
     """`cxlkv serve` of the device, as its user would start it."""
     address = f"{ADDRESSES['a']}:{PORT}"
     words = ["serve", DEVICE, "--listen", address, "--secret", str(SECRET), "--device", RXE]
-    line = [sys.executable, "-m", "cxlkv.cli", *words]
+    line = [sys.executable, "-m", "cxlkv.ops.cli", *words]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         said = process.stdout.readline()

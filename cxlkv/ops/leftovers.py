@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cxlkv import _core
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolMissingError
-from cxlkv.regions import is_device, is_striped
+from cxlkv.machine.regions import is_device, is_striped
 from cxlkv.stats import Overview, find
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
-from cxlkv.cold import ColdTier, Mask
-from cxlkv.cold_file import Bytes, RecordShape
-from cxlkv.cold_mooncake import MooncakeTier, is_mooncake
 from cxlkv.errors import BadArgumentError, GeometryError
+from cxlkv.tiers.cold import ColdTier, Mask
+from cxlkv.tiers.cold_file import Bytes, RecordShape
+from cxlkv.tiers.cold_mooncake import MooncakeTier, is_mooncake
 
 
 class ColdStore(Protocol):

@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cxlkv.advise import advise
 from cxlkv.config import format_bytes
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
-from cxlkv.info import info, ranges
+from cxlkv.ops.advise import advise
+from cxlkv.ops.info import info, ranges
 
 if TYPE_CHECKING:
     from cxlkv.layout import KVLayout
@@ -348,8 +348,8 @@ def create(
     ] = False,
 ) -> None:
     """Make a pool for one model's KV cache, or for objects that are stored by their keys."""
+    from cxlkv.machine.regions import parse_place
     from cxlkv.pool import CXLPool
-    from cxlkv.regions import parse_place
 
     if parse_place(path).path is None:
         node = "" if str(path) == "anonymous:" else f"{path}:"
@@ -532,7 +532,7 @@ def gc(
     Looks in /dev/shm and the hugetlbfs mounts unless told where. A pool in use is never removed,
     nor a file of another user.
     """
-    from cxlkv.leftovers import clean, find_leftovers
+    from cxlkv.ops.leftovers import clean, find_leftovers
     from cxlkv.stats import pool_folders
 
     console = Console(soft_wrap=True)
@@ -557,8 +557,8 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
 ) -> None:
     """Watch pools, their processes and what these do; q ends it. Nothing is opened or changed."""
+    from cxlkv.ops.top import run
     from cxlkv.stats import pool_folders
-    from cxlkv.top import run
 
     run(places or pool_folders(), interval_s, once, Console())
 
@@ -638,7 +638,7 @@ def metrics(
     address: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
 ) -> None:
     """Serve Prometheus metrics of pools at /metrics, until Ctrl-C."""
-    from cxlkv.metrics import serve
+    from cxlkv.ops.metrics import serve
 
     serve(pools, port, address)
 
@@ -661,9 +661,9 @@ def ndp_worker(
 
     They ask for it with CXLPool.open(..., worker=True), and do it themselves while it is away.
     """
+    from cxlkv.machine.topology import probe
     from cxlkv.ndp.worker import cpus_near, pin, serve
     from cxlkv.pool import CXLPool
-    from cxlkv.topology import probe
 
     if node is not None:
         pin(cpus_near(probe(), node))
@@ -737,7 +737,7 @@ def table(title: str, rows: Mapping[str, object]) -> Table:
 
 def pool_table(found: Sequence[Overview]) -> Table:
     """A line for each pool; used pages are those that are not free."""
-    from cxlkv.top import plain
+    from cxlkv.ops.top import plain
 
     result = Table("path", "state", "model", "size", "pages used", "processes")
     for overview in found:

@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from cxlkv import forking
 from cxlkv.closing import Closing
-from cxlkv.cold_file import NAME_BYTES, Bytes, ColdFile, Place, RecordShape, why
-from cxlkv.compress import Codec
 from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, ClosedError
+from cxlkv.tiers.cold_file import NAME_BYTES, Bytes, ColdFile, Place, RecordShape, why
+from cxlkv.tiers.compress import Codec
 
 FSYNC = ("none", "batch")
 LOOK_RECORDS = 16  # of an earlier opening, looked at together

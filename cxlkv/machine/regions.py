@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from cxlkv import _core
 from cxlkv.config import format_bytes, parse_bytes
-from cxlkv.devices import dax_devices_of, probe_devices
 from cxlkv.errors import (
     BadArgumentError,
     CXLKVError,
@@ -20,8 +19,9 @@ from cxlkv.errors import (
     SystemCallError,
     UnsupportedError,
 )
-from cxlkv.placing import parse_nodes
-from cxlkv.topology import probe
+from cxlkv.machine.devices import dax_devices_of, probe_devices
+from cxlkv.machine.placing import parse_nodes
+from cxlkv.machine.topology import probe
 
 HOST_FOLDER = "/dev/shm"
 ADDRESSES_BYTES = 1 << 47  # of one process on today's machines

@@ -17,7 +17,7 @@ from cxlkv.errors import (
     SystemCallError,
     UnsupportedError,
 )
-from cxlkv.sysfs import allowed_nodes, id_list, kilobytes, node_fields, read
+from cxlkv.machine.sysfs import allowed_nodes, id_list, kilobytes, node_fields, read
 
 NODES_MAX = 64  # the core's limit
 POLICIES = {0: "default", 1: "preferred", 2: "bind", 3: "interleave", 4: "local"}

@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from cxlkv.ndp.engine import Selection
-from cxlkv.near import NearTier, Units, units_of
 from cxlkv.sequence import Batch
+from cxlkv.tiers.near import NearTier, Units, units_of
 
 FLOOR = 0.5
 """Below this accuracy more is copied in vain than is used."""

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import abi, errors
+from cxlkv import errors
+from cxlkv._core import abi
 from cxlkv._native import ffi, lib
 from cxlkv.arrays import View
 from cxlkv.layout import STORED, VALUES, KVLayout, LayerGroup

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from cxlkv.certificate import certified_mode
 from cxlkv.errors import BadArgumentError
+from cxlkv.machine.certificate import certified_mode
 
 SHARING = ("host", "hw_coherent", "software")  # by the core's number
 DURABLE = ("process", "host")

@@ -26,17 +26,17 @@ import numpy.typing as npt
 
 from cxlkv import _core, bulk, forking, room
 from cxlkv.closing import Closing
-from cxlkv.cold_file import RecordShape
-from cxlkv.cold_store import ColdStore, open_cold
-from cxlkv.costs import Costs, kv_bytes
 from cxlkv.errors import BadArgumentError, ClosedError, PoolFullError
 from cxlkv.hotness import HELD, PINNED
-from cxlkv.near import NearTier
-from cxlkv.policy import DEFAULT, NONE, Lru, Published, choose, policy_named
+from cxlkv.machine.costs import Costs, kv_bytes
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, whole_ids
-from cxlkv.restoring import Mask, Restoring
 from cxlkv.sequence import Hit
+from cxlkv.tiers.cold_file import RecordShape
+from cxlkv.tiers.cold_store import ColdStore, open_cold
+from cxlkv.tiers.near import NearTier
+from cxlkv.tiers.policy import DEFAULT, NONE, Lru, Published, choose, policy_named
+from cxlkv.tiers.restoring import Mask, Restoring
 
 Names = npt.NDArray[np.uint8]
 Pages = npt.NDArray[np.uint32]
@@ -57,9 +57,10 @@ class Tiers(Restoring, Closing):
     near: bytes for copies, or None. cold: a file for records that had to go, of cold_capacity (see
     ColdTier for fsync, compress and what it raises), which only one process has open; or
     "mooncake://HOST:PORT", a store of several machines (MooncakeTier), which is lent cold_capacity;
-    or an open ColdStore, which its maker closes. policy: which published pages go (cxlkv.policy).
-    costs: what reading and computing cost here, so that nothing is read that would be computed
-    faster; needed by the policy "cost". bytes_per_s: at most so much is moved by step().
+    or an open ColdStore, which its maker closes. policy: which published pages go
+    (cxlkv.tiers.policy). costs: what reading and computing cost here, so that nothing is read that
+    would be computed faster; needed by the policy "cost". bytes_per_s: at most so much is moved by
+    step().
 
     A pool of objects has no near tier and no costs; restore() brings back what went to its file.
 

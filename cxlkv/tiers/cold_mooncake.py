@@ -26,9 +26,9 @@ import numpy.typing as npt
 
 from cxlkv import _core, forking
 from cxlkv.closing import Closing
-from cxlkv.cold_file import NAME_BYTES, Bytes, RecordShape
 from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, ClosedError, ColdError, UnsupportedError
+from cxlkv.tiers.cold_file import NAME_BYTES, Bytes, RecordShape
 
 SCHEME = "mooncake://"
 TRAILER_MAGIC = 0x52564B43  # "CKVR"

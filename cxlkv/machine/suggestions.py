@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import count
 
 from cxlkv.config import format_bytes
-from cxlkv.devices import CxlRegion, DaxDevice, Devices, dax_devices_of
-from cxlkv.nodes import NodeDetails, Numa
-from cxlkv.topology import GIB, MIB, SHARED_MEMORY_SMALL_BYTES, Advice, Machine, NumaNode
+from cxlkv.machine.devices import CxlRegion, DaxDevice, Devices, dax_devices_of
+from cxlkv.machine.nodes import NodeDetails, Numa
+from cxlkv.machine.topology import GIB, MIB, SHARED_MEMORY_SMALL_BYTES, Advice, Machine, NumaNode
 
 FOUND_BY = {
     "cxl_region": "a CXL region",

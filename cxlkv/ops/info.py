@@ -17,15 +17,15 @@ from rich.text import Text
 from rich.tree import Tree
 
 from cxlkv.config import format_bytes
-from cxlkv.devices import CxlRegion, DaxDevice, Devices, probe_devices
 from cxlkv.emulation.link import from_environment, parse
 from cxlkv.emulation.numa import VARIABLE
 from cxlkv.errors import BadArgumentError
-from cxlkv.nodes import Access, NodeDetails, Numa, probe_nodes
-from cxlkv.suggestions import FOUND_BY, Place, lacking, suggest
-from cxlkv.sysfs import trouble
-from cxlkv.top import plain
-from cxlkv.topology import Advice, Machine, NumaNode, missing, probe
+from cxlkv.machine.devices import CxlRegion, DaxDevice, Devices, probe_devices
+from cxlkv.machine.nodes import Access, NodeDetails, Numa, probe_nodes
+from cxlkv.machine.suggestions import FOUND_BY, Place, lacking, suggest
+from cxlkv.machine.sysfs import trouble
+from cxlkv.machine.topology import Advice, Machine, NumaNode, missing, probe
+from cxlkv.ops.top import plain
 
 # Of each, what is then not known; all else that cannot be read shows as "not known" in its place.
 SOURCES = {

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, TypedDict, cast
 
 from cxlkv.errors import BadArgumentError, CorruptError
-from cxlkv.state import state_folder, write_whole
+from cxlkv.machine.state import state_folder, write_whole
 
 WHAT = "cxlkv litmus certificate"
 VERSION = 1  # of the tests as well: when they learn to see more, older certificates end

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from cxlkv.sysfs import flag, names, number, path_below, read, target, target_name, trouble
+from cxlkv.machine.sysfs import flag, names, number, path_below, read, target, target_name, trouble
 
 # PCI classes: display controllers, and accelerators as the largest GPUs call themselves.
 GPU_CLASSES = ("0x03", "0x12")

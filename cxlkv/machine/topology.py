@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cxlkv.sysfs import (
+from cxlkv.machine.sysfs import (
     chosen,
     fields,
     id_list,

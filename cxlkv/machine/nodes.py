@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from cxlkv.sysfs import allowed_nodes, flag, id_list, names, number, read
+from cxlkv.machine.sysfs import allowed_nodes, flag, id_list, names, number, read
 
 
 @dataclass(frozen=True)

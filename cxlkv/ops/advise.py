@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from cxlkv.costs import Costs, Decision, Prefill, Verdict
     from cxlkv.layout import KVLayout
+    from cxlkv.machine.costs import Costs, Decision, Prefill, Verdict
 
 TOKENS = (1024, 4096, 16384, 65536)
 
@@ -156,7 +156,7 @@ def prefill_of(
     q_heads: int | None,
 ) -> Prefill | None:
     """None when nothing is known; nothing is made up."""
-    from cxlkv.costs import Prefill, half_of_model
+    from cxlkv.machine.costs import Prefill, half_of_model
 
     model = parameters is not None and q_heads is not None
     if tflops is not None and (speeds or not model):
@@ -313,8 +313,8 @@ def costs_table(costs: Costs) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from cxlkv.costs import format_seconds
-    from cxlkv.top import plain
+    from cxlkv.machine.costs import format_seconds
+    from cxlkv.ops.top import plain
 
     made = Table("tier", "read", "an operation", "write", "measured", title="What things cost here")
     for name in costs.tiers:
@@ -339,7 +339,7 @@ def costs_table(costs: Costs) -> Table:
 def rows_table(answer: Answer) -> Table:
     from rich.table import Table
 
-    from cxlkv.costs import format_seconds
+    from cxlkv.machine.costs import format_seconds
 
     known = answer.costs.prefill is not None
     last = ("recompute", "choice") if known else ("pays below, tokens/s of prefill",)
@@ -365,7 +365,7 @@ def _rate(bytes_per_s: float) -> str:
 def write(answer: Answer, path: Path) -> None:
     """All figures as JSON, in seconds, bytes and tokens; null for what is not known."""
     from cxlkv.bench.report import commit, machine
-    from cxlkv.state import write_whole
+    from cxlkv.machine.state import write_whole
 
     rows = []
     for row in answer.rows:

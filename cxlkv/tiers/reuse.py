@@ -45,7 +45,7 @@ PAGES_KEPT = 16
 
 
 class Pages(Protocol):
-    """What is read of cxlkv.policy.Published, which says what each is."""
+    """What is read of cxlkv.tiers.policy.Published, which says what each is."""
 
     @property
     def clock(self) -> int: ...

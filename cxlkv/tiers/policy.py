@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from cxlkv import _core
 from cxlkv.errors import BadArgumentError
-from cxlkv.reuse import Ledger, Records, Reuse
+from cxlkv.tiers.reuse import Ledger, Records, Reuse
 
 Counts = npt.NDArray[np.uint32]
 Scores = npt.NDArray[np.float32]
@@ -102,7 +102,7 @@ class Mass:
 
 
 class Adaptive:
-    """Fewest hits expected for the room that a page takes (cxlkv/reuse.py has how)."""
+    """Fewest hits expected for the room that a page takes (cxlkv/tiers/reuse.py has how)."""
 
     name = "adaptive"
 

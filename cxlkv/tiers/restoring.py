@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
-from cxlkv.cold_store import ColdStore
 from cxlkv.errors import BadArgumentError
 from cxlkv.objects import Keys, hashes_of
 from cxlkv.pool import CXLPool
+from cxlkv.tiers.cold_store import ColdStore
 
 Names = npt.NDArray[np.uint8]
 Pages = npt.NDArray[np.uint32]
