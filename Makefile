@@ -229,7 +229,7 @@ $(REMOTE)/.stamp: Makefile
 test-remote: $(REMOTE)/.stamp  ## the remote tier with Mooncake, in an environment of its own
 	$(REMOTE)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
 	  $(call set,build-dir=build/remote/native) -e .
-	$(REMOTE)/bin/python -m pytest tests/test_cold_mooncake.py $(ARGS)
+	$(REMOTE)/bin/python -m pytest tests/tiers/test_cold_mooncake.py $(ARGS)
 
 # The stamp goes first, so that whatever comes next builds the plain core again.
 asan: $(VENV)/.built  ## the Python tests with the C under ASan+UBSan

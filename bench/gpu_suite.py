@@ -416,7 +416,7 @@ def tests(suite: Suite) -> Step:
         return Step("tests", "skipped", f"no GPU: {suite.no_gpu}")
     if suite.quick:
         return Step("tests", "skipped", "--quick leaves them out")
-    patterns = ("tests/kernels/test_*.py", "tests/test_gpu_*.py")
+    patterns = ("tests/kernels/test_*.py", "tests/gpu/test_*.py")
     files = sorted(path for p in patterns for path in glob.glob(p, root_dir=CHECKOUT))
     end = time.monotonic() + suite.left_s("tests")
     workers = max(1, min(6, len(os.sched_getaffinity(0)) // 2))

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from cxlkv import CXLPool, KVLayout, _core
 from cxlkv.errors import ClosedError, UnsupportedError
 
-from . import states
+from .support import states
 
 # Triton reads this when a kernel's module is imported: without a GPU its interpreter runs them.
 if not Path("/dev/nvidiactl").exists():

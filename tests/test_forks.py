@@ -45,9 +45,9 @@ from cxlkv.tiers.tenants import Quota
 from cxlkv.transport import Remote, Server
 
 from .conftest import audit
-from .forking import child_beside, in_child
-from .small_models import VOCABULARY_SIZE
-from .test_worker import WorkerProcess
+from .ndp.test_worker import WorkerProcess
+from .support.forking import child_beside, in_child
+from .support.small_models import VOCABULARY_SIZE
 
 # A remote that is dropped has a socket until the collector finds it: Python warns of that.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
@@ -463,7 +463,7 @@ VALUES = {
 ELSEWHERE = {
     "CXLStorage": "needs LMCache; its Chunks are here",
     "PoolAllocator": "needs LMCache; its Chunks are here",
-    "Driver": "needs CUDA, which does not cross a fork: tests/test_gpu_mapping.py",
+    "Driver": "needs CUDA, which does not cross a fork: tests/gpu/test_gpu_mapping.py",
 }
 
 

@@ -1,8 +1,8 @@
 """Processes on one pool of objects, killed while they read, hold, reserve and put: nothing is ever
 read wrong, and nothing of the dead stays behind.
 
-The processes are real ones (tests/object_worker.py); they check all that they read. No sleeps: the
-test reads what they report.
+The processes are real ones (tests/support/object_worker.py); they check all that they read. No
+sleeps: the test reads what they report.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from cxlkv.errors import PoolFullError
 from cxlkv.objects import ABSENT, Reserved
 
 from .conftest import audit
-from .object_worker import MOMENTS, NAMES, SIZE, named, verify
+from .support.object_worker import MOMENTS, NAMES, SIZE, named, verify
 
-WORKER = Path(__file__).with_name("object_worker.py")
+WORKER = Path(__file__).parent / "support/object_worker.py"
 
 
 class Kind(NamedTuple):

@@ -1,7 +1,7 @@
 """Several processes on one pool: nothing lost, doubled or torn, whoever is killed and whenever.
 
-The processes are real ones (tests/pool_worker.py); they check every token that they read. No
-sleeps: the test reads what they report.
+The processes are real ones (tests/support/pool_worker.py); they check every token that they read.
+No sleeps: the test reads what they report.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from cxlkv import CXLPool, KVLayout, Sequence
 from cxlkv.errors import BusyError, ClosedError, StaleError
 from cxlkv.prefix import content_keys, prefix_keys
 
-from .states import host_states
+from .support.states import host_states
 
-WORKER = Path(__file__).with_name("pool_worker.py")
+WORKER = Path(__file__).parent / "support/pool_worker.py"
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 TOKENS = 10
 CAPACITY_BYTES = (2 << 20) + (250 << 10)  # some 160 pages: full now and then

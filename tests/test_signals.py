@@ -26,7 +26,7 @@ from cxlkv.tiers import Tiers
 from cxlkv.tiers.near import NearTier
 from cxlkv.transport.server import Server
 
-from .interrupting import Alarms, alarms, interrupted_at, median_s
+from .support.interrupting import Alarms, alarms, interrupted_at, median_s
 
 KV = KVLayout(layers=2, kv_heads=1, head_dim=8, dtype="float32", page_tokens=4)
 OBJECTS = KVLayout.objects("4KiB")

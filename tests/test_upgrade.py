@@ -20,8 +20,8 @@ from cxlkv.ops.cli import app
 from cxlkv.stats import look
 from cxlkv.tiers.cold_file import VERSIONS
 
-from . import golden_pools
-from .golden_pools import FOLDER, NAMES, members, unpacked, where
+from .support import golden_pools
+from .support.golden_pools import FOLDER, NAMES, members, unpacked, where
 
 BEFORE = 5
 FEATURES_OFFSET, CRC_OFFSET = 2056, 2108  # docs/memory-layout.md

@@ -30,7 +30,7 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.machine.regions import one_maker
 from cxlkv.ops.leftovers import clean, find_leftovers
 
-from .states import SHARED_MEMORY, host_states, state_folder
+from .support.states import SHARED_MEMORY, host_states, state_folder
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 

@@ -52,7 +52,7 @@ class Event:
 
 
 class EngineAdapter(Protocol):
-    """The contract; tests/adapters.py has the suite that every adapter passes."""
+    """The contract; tests/support/adapters.py has the suite that every adapter passes."""
 
     def match(self, keys: PageKeys) -> Hit:
         """The longest published prefix, held until its release(); tokens may be 0."""

@@ -14,7 +14,7 @@ from cxlkv import CXLPool
 from cxlkv.adapters.lmcache.storage import CXLStorage
 from cxlkv.prefix import PageKeys
 
-from ..stores import CAPACITY, Payload
+from ..support.stores import CAPACITY, Payload
 from .engines import OBJECT_BYTES, config_of, metadata_of
 from .objects import DTYPE, SHAPE, foreign, key
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..stores import StoreSuite
+from ..support.stores import StoreSuite
 from .drivers import MemoryDriver, TierDriver
 
 

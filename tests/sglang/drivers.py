@@ -10,7 +10,7 @@ import numpy as np
 from cxlkv import CXLPool
 from cxlkv.prefix import PageKeys
 
-from ..stores import CAPACITY
+from ..support.stores import CAPACITY
 from .hicache import (
     ALONE,
     CLASS,

@@ -11,7 +11,7 @@ import pytest
 from cxlkv import CXLPool
 from cxlkv.adapters.sglang.shelf import KINDS as KINDS_OF_FAILURES
 
-from ..damaging import damage_object
+from ..support.damaging import damage_object
 from .hicache import Engine, Payload, page_bytes
 
 # isort: split

@@ -12,7 +12,7 @@ import pytest
 from cxlkv import CXLPool
 
 from ..conftest import audit
-from ..stores import payload
+from ..support.stores import payload
 from .hicache import Engine, Payload, page_bytes
 
 PROGRAM = Path(__file__).with_name("storing.py")

@@ -28,7 +28,7 @@ from sglang.srt.server_args import ServerArgs
 from cxlkv import CXLPool
 from cxlkv.adapters.sglang import storage
 
-from ..stores import payload
+from ..support.stores import payload
 
 KEYS = [f"{number:064x}" for number in range(4)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..stores import StoreBasics, StoreSuite
+from ..support.stores import StoreBasics, StoreSuite
 from .drivers import CopiesDriver, HiCacheDriver, LatentDriver
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from cxlkv import CXLPool
 
-from ..damaging import damage_piece
+from ..support.damaging import damage_piece
 from .conftest import MakeEngine
 from .engines import BLOCK_TOKENS, VOCABULARY_SIZE, Engine
 

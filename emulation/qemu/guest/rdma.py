@@ -64,7 +64,7 @@ def run_suite() -> None:
     # Servers and clients in processes of their own die between the other two guests.
     chosen = "(verbs or no_device) and not (command or killed or stopped or comes_back)"
     options = ["-v", "-p", "no:cacheprovider", "-k", chosen, "--tb", "short"]
-    status = pytest.main([*options, "tests/test_transport.py"])
+    status = pytest.main([*options, "tests/transport/test_transport.py"])
     assert status == 0, f"pytest ended with {status!r}"
 
 

@@ -20,7 +20,7 @@ NODE = 1
 SUITES = {
     "the pool suite": (["tests/test_pool.py", "tests/test_sequence.py"], "not torch"),
     "the select and attend suite": (
-        ["tests/test_ndp.py"],
+        ["tests/ndp/test_ndp.py"],
         "avx2 and (float32 or not (shapes or nan or latent))"
         " and not (whole_numbers or windows or latent or 33-40-70)",
     ),
@@ -68,7 +68,7 @@ def main() -> None:
     sys.modules["torch"] = None  # type: ignore[assignment]  # it takes minutes to load over 9p
     print(f"nodes: {(NODES / 'online').read_text().strip()}", flush=True)
     with part(f"pools on nodes, {sys.argv[1]}"):
-        command("python3 -m tests.numa_guest")
+        command("python3 -m tests.support.numa_guest")
     for name, (files, chosen) in SUITES.items():
         with part(f"{name} on node {NODE}, {sys.argv[1]}"):
             run(files, chosen)

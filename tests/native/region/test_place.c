@@ -1,7 +1,7 @@
 /* Goal: a pool's pages lie on the nodes that were asked for, whoever opens it can read that back,
  * and a wish that the kernel does not grant leaves nothing behind.
  * Method: node 0, which every machine has; a node that is nowhere; counts against the mapping. Two
- * nodes are tests/numa_guest.py's. */
+ * nodes are tests/support/numa_guest.py's. */
 #undef NDEBUG
 #include <sys/stat.h>
 #include <sys/syscall.h>

@@ -1,7 +1,7 @@
 /* Goal: several files as one region hold each byte once and in turn, and labels that are wrong in
  * any way are refused before a byte is believed.
  * Method: files of a fixed size stand for devices; labels with bits turned. True devices are
- * `make test-drivers`; what a user sees is tests/test_stripes.py's. */
+ * `make test-drivers`; what a user sees is tests/machine/test_stripes.py's. */
 #undef NDEBUG
 #include <fcntl.h>
 #include <sys/stat.h>

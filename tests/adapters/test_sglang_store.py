@@ -1,0 +1,360 @@
+"""What one rank of SGLang stores; its host pools are arrays here, SGLang's own in tests/sglang."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from cxlkv import CXLPool
+from cxlkv.adapters.counting import Counting
+from cxlkv.adapters.sglang.hits import leading, restorable
+from cxlkv.adapters.sglang.settings import Settings
+from cxlkv.adapters.sglang.shelf import COUNTS, KINDS
+from cxlkv.adapters.sglang.store import MAIN, Rank, Store
+from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
+
+from ..support.damaging import damage_object
+from .test_sglang_settings import Config
+
+TOKENS = 4
+PAGES = 24
+Bytes = npt.NDArray[np.uint8]
+
+
+class Host:
+    """Pages of so many buffers each, as a layout by layers has them; from SGLang's HostKVCache."""
+
+    def __init__(self, buffers: int = 2, size: int = 4096, heads: int = 2, layout: str = "flat"):
+        self.layout, self.page_size, self.head_num = layout, TOKENS, heads
+        self.dtype = "torch.bfloat16"
+        self.memory = np.zeros((buffers, PAGES, size), np.uint8)
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]] | None:
+        assert len(indices) % self.page_size == 0
+        pages = (indices[:: self.page_size] // self.page_size).tolist()
+        begins = [self.memory[k, page].ctypes.data for page in pages for k in range(self.buffers)]
+        return begins, [self.memory.shape[2]] * len(begins)
+
+    def get_split_heads_page_buffer_meta(
+        self, indices: torch.Tensor, split_factor: int
+    ) -> tuple[list[int], list[int]]:
+        pages = (indices[:: self.page_size] // self.page_size).tolist()
+        part = self.memory.shape[2] // split_factor
+        begins = [
+            self.memory[k, page].ctypes.data + number * part
+            for page in pages
+            for number in range(split_factor)
+            for k in range(self.buffers)
+        ]
+        return begins, [part] * len(begins)
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        return torch.zeros(self.buffers * self.memory.shape[2], dtype=torch.uint8)
+
+    @property
+    def buffers(self) -> int:
+        return self.memory.shape[0]
+
+    def fill(self, seed: int, pages: int) -> None:
+        made = np.random.default_rng(seed).integers(0, 256, self.memory[:, :pages].shape)
+        self.memory[:, :pages] = made
+
+
+def indices(pages: int, first: int = 0) -> torch.Tensor:
+    return torch.arange(first * TOKENS, (first + pages) * TOKENS)
+
+
+class Engine:
+    """A rank with host pools; the one of K and V is "kv"."""
+
+    def __init__(
+        self,
+        where: str,
+        hosts: dict[str, Host] | None = None,
+        config: Config | None = None,
+        zero_copy: bool = True,
+        model: str = "a",
+        **settings: str,
+    ) -> None:
+        self.counting = Counting(COUNTS, KINDS)
+        given = Settings(where=where, **{"capacity": "16MiB", **settings})
+        words: dict[str, object] = {"engine": "sglang", "model": model}
+        self.store = Store(Rank(config or Config(), words, given, zero_copy), self.counting)
+        self.hosts = hosts or {MAIN: Host()}
+        for name, host in self.hosts.items():
+            self.store.add(name, host)
+        self.store.make()
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> Iterator[str]:
+    yield f"{tmp_path}/"
+    for path in tmp_path.glob("*.pool"):
+        with CXLPool.open(path) as pool:
+            report = pool.check(deep=True)
+            assert report["clean"], report["problems"]
+            assert pool.stats()["pages_held"] == 0
+
+
+KEYS = [f"{number:064x}" for number in range(8)]
+
+
+# ---- up to where a text can be restored ----
+
+
+def test_leading_pages() -> None:
+    assert [leading(np.array(one, np.bool_)) for one in ([], [1], [0, 1], [1, 1, 0, 1])] == [
+        0,
+        1,
+        0,
+        2,
+    ]
+
+
+@pytest.mark.parametrize("trailing", [None, 1, 2, 3])
+def test_restorable_lengths(trailing: int | None) -> None:
+    """Against what it says, page by page."""
+    for number in range(64):
+        there = np.array([number >> bit & 1 for bit in range(6)], np.bool_)
+        wanted = []
+        for length in range(7):
+            begin = 0 if trailing is None else max(0, length - trailing)
+            wanted.append(bool(there[begin:length].all()))
+        assert restorable(there, trailing).tolist() == wanted
+
+
+# ---- one host pool ----
+
+
+def test_pages_go_and_come(where: str) -> None:
+    first, second = Engine(where), Engine(where)
+    host = first.hosts[MAIN]
+    host.fill(1, 4)
+    assert first.store.store(MAIN, KEYS[:4], indices(4)).all()
+    assert second.store.leading(KEYS) == 4
+    assert second.store.load(MAIN, KEYS[:4], indices(4, first=10)).all()
+    assert np.array_equal(second.hosts[MAIN].memory[:, 10:14], host.memory[:, :4])
+    assert not second.hosts[MAIN].memory[:, :10].any()
+    assert second.counting.counts["asked_pages"] == 8
+    assert second.counting.counts["hit_pages"] == 4
+    assert second.counting.counts["loaded_bytes"] == 4 * 8192
+    assert first.counting.counts["stored_pages"] == 4
+    assert [one.pages for one in second.store.take_moves()[0]] == [4]
+    assert second.store.take_moves() == ([], [])
+    first.store.close()
+    second.store.close()
+
+
+def test_an_object_of_another_size_is_not_there(where: str) -> None:
+    engine = Engine(where)
+    shelf = engine.store.shelf()
+    shelf.pool.put_batch(shelf.keys([f"{KEYS[1]}.0"]), [b"x"])
+    engine.store.store(MAIN, [KEYS[0], KEYS[2]], indices(2))
+    assert engine.store.leading(KEYS) == 1
+    assert engine.counting.failures["mismatch"] == 1
+    assert engine.store.store(MAIN, KEYS[:3], indices(3)).all()
+    assert engine.store.leading(KEYS) == 3
+    engine.store.close()
+
+
+def test_copies_of_pages_have_other_names(where: str) -> None:
+    """As SGLang may copy a page's bytes in another order."""
+    first, copies = Engine(where), Engine(where, zero_copy=False)
+    first.store.store(MAIN, KEYS[:1], indices(1))
+    assert copies.store.leading(KEYS) == 0
+    pages = [torch.arange(8192, dtype=torch.int16).to(torch.uint8) for _ in range(2)]
+    assert copies.store.store_copies(KEYS[:2], pages).all()
+    targets = [first.hosts[MAIN].get_dummy_flat_data_page() for _ in range(2)]
+    assert copies.store.load_copies(KEYS[:2], targets).all()
+    assert all(torch.equal(page, target) for page, target in zip(pages, targets, strict=True))
+    first.store.close()
+    copies.store.close()
+
+
+def test_split_heads_of_engines_of_one_and_two_ranks(where: str) -> None:
+    """Ranks of an engine of 2 find what one of 1 stored: each its heads."""
+    one = Engine(
+        where, {MAIN: Host(size=8192, heads=4)}, Config(tp_lcm_size=2, should_split_heads=True)
+    )
+    host = one.hosts[MAIN]
+    host.fill(2, 3)
+    assert one.store.store(MAIN, KEYS[:3], indices(3)).all()
+    for rank in range(2):
+        config = Config(tp_rank=rank, tp_size=2, tp_lcm_size=2)
+        other = Engine(where, {MAIN: Host(size=4096, heads=2)}, config)
+        assert other.store.leading(KEYS) == 3
+        assert other.store.load(MAIN, KEYS[:3], indices(3)).all()
+        wanted = host.memory[:, :3, 4096 * rank : 4096 * (rank + 1)]
+        assert np.array_equal(other.hosts[MAIN].memory[:, :3], wanted)
+        other.store.close()
+    shelf = one.store.shelf()
+    shelf.pool.forget(shelf.keys([f"{KEYS[2]}.1"]))
+    assert one.store.leading(KEYS) == 2, "of the third page one half is missing"
+    assert one.store.store(MAIN, KEYS[:3], indices(3)).all()
+    back = np.zeros_like(host.memory)
+    back, host.memory = host.memory, back
+    assert one.store.load(MAIN, KEYS[:3], indices(3)).all()
+    assert np.array_equal(host.memory[:, :3], back[:, :3])
+    one.store.close()
+
+
+def test_whatever_fails_is_a_miss_and_said_once(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(where)
+    caplog.clear()
+    for wrong in (None, indices(3), torch.arange(2)):
+        assert engine.store.store(MAIN, KEYS[:2], wrong).tolist() == [False, False]
+        assert engine.store.load(MAIN, KEYS[:2], wrong).tolist() == [False, False]
+    assert engine.store.load("mamba", KEYS[:1], indices(1)).tolist() == [False]
+    engine.hosts[MAIN].memory = np.zeros((0, 0, 0), np.uint8)  # SGLang's own code fails
+    assert engine.store.store(MAIN, KEYS[:1], indices(1)).tolist() == [False]
+    engine.store.close()
+    assert engine.store.leading(KEYS) == 0
+    assert engine.counting.failures == {"corrupt": 0, "mismatch": 0, "full": 0, "error": 9}
+    assert [one for one in caplog.messages if "could not be used" in one] == [
+        "cxlkv: the pool could not be used, so this was a miss, or was not stored: "
+        "BadArgumentError: 0 indices for 2 pages of 4 tokens (said once; counted as error)"
+    ]
+
+
+def test_clear_takes_all_of_the_model_away(where: str) -> None:
+    first, tenant = Engine(where), Engine(where, salt="other")
+    for engine in (first, tenant):
+        engine.store.store(MAIN, KEYS, indices(8))
+    first.store.clear()
+    assert (first.store.leading(KEYS), tenant.store.leading(KEYS)) == (0, 0)
+    assert first.store.store(MAIN, KEYS, indices(8)).all()
+    first.store.close()
+    tenant.store.close()
+    first.store.clear()  # of nothing
+
+
+# ---- several host pools ----
+
+
+def sides() -> dict[str, Host]:
+    return {MAIN: Host(), "indexer": Host(1, 1024), "swa": Host(3, 2048)}
+
+
+def test_all_host_pools_must_have_their_part(where: str) -> None:
+    engine = Engine(where, sides(), capacity="64MiB")
+    for name, pages in ((MAIN, 8), ("indexer", 5), ("swa", 8)):
+        assert engine.store.store(name, KEYS[:pages], indices(pages)).all()
+    assert engine.store.hits(KEYS, {}).lengths[-1] == 8
+    both = engine.store.hits(KEYS, {"indexer": None, "swa": 2})
+    assert both.pages == {MAIN: 8, "indexer": 5, "swa": 8}
+    assert both.lengths == [1, 2, 3, 4, 5]
+    shelf = engine.store.shelf("swa")
+    shelf.pool.forget(shelf.keys([f"{KEYS[k]}.0" for k in (2, 5)]))
+    gaps = engine.store.hits(KEYS, {"swa": 2})
+    assert gaps.lengths == [1, 2, 5, 8], "lengths whose last 2 pages are there"
+    assert engine.store.hits(KEYS, {"swa": 2, "indexer": None}).lengths == [1, 2, 5]
+    assert engine.store.hits(KEYS, {"mamba": 1}).lengths == [], "of which there is none"
+    assert engine.store.hits(KEYS[::-1], {"indexer": None}).pages == {MAIN: 8, "indexer": 0}
+    engine.store.close()
+
+
+def test_each_host_pool_has_its_own_pages(where: str) -> None:
+    engine = Engine(where, sides(), capacity="64MiB")
+    for seed, (name, host) in enumerate(engine.hosts.items()):
+        host.fill(seed, 8)
+        assert engine.store.store(name, KEYS, indices(8)).all()
+    for name, host in engine.hosts.items():
+        assert engine.store.load(name, KEYS, indices(8, first=12)).all()
+        assert np.array_equal(host.memory[:, 12:20], host.memory[:, :8]), name
+    with CXLPool.open(str(engine.store.shelf("indexer").pool.path)) as pool:
+        damage_object(pool, engine.store.shelf("indexer").keys([f"{KEYS[3]}.0"]))
+    assert (
+        engine.store.load("indexer", KEYS, indices(8)).tolist() == [True] * 3 + [False] + [True] * 4
+    )
+    assert engine.store.hits(KEYS, {"indexer": None}).lengths == [1, 2, 3]
+    engine.store.close()
+
+
+def test_pools_hold_the_same_pages_and_capacity_is_of_all(where: str) -> None:
+    engine = Engine(where, sides(), capacity="64MiB")
+    pools = [engine.store.shelf(name).pool for name in sides()]
+    pages = [pool.stats()["pages_total"] for pool in pools]
+    assert min(pages) > 0.5 * max(pages), pages
+    assert sum(Path(str(pool.path)).stat().st_size for pool in pools) <= 64 << 20
+    assert len({pool.path for pool in pools}) == 3
+    assert str(pools[1].path).endswith("-indexer.pool")
+    late = Host(1, 4096)
+    engine.store.add("draft", late)
+    assert engine.store.store("draft", KEYS, indices(8)).all()
+    count = engine.store.shelf("draft").pool.stats()["pages_total"]
+    assert count > 0.5 * pages[0], "as many as of K and V, where it comes later"
+    engine.store.add("draft", late)  # a second time does nothing
+    engine.store.close()
+
+
+# ---- what cannot be served ----
+
+
+class Indices(Host):
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> None:
+        return None
+
+
+class ByLayers(Host):
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> None:
+        raise ValueError("Unsupported layout: layer_first")
+
+
+def test_host_pools_without_addresses_are_refused(where: str) -> None:
+    with pytest.raises(UnsupportedError, match="no memory of its own"):
+        Engine(where, {MAIN: Indices()})
+    with pytest.raises(UnsupportedError, match=r"layer_first. --hicache-mem-layout page_first"):
+        Engine(where, {MAIN: Host(), "indexer": ByLayers()})
+
+
+def test_one_path_for_pools_of_other_objects_is_refused(where: str) -> None:
+    one = f"{where}one.pool"
+    first = Engine(one)
+    with pytest.raises(GeometryError, match="Give a folder as where"):
+        Engine(one, {MAIN: Host(size=8192)})
+    with pytest.raises(BadArgumentError, match=r"\(kv, indexer, swa\): give a folder as where"):
+        Engine(one, sides())
+    with pytest.raises(BadArgumentError, match="and give a folder as where"):
+        Engine(one, sides(), capacity="all")
+    other = Engine(one, model="b")
+    first.store.store(MAIN, KEYS, indices(8))
+    assert other.store.leading(KEYS) == 0
+    first.store.close()
+    other.store.close()
+
+
+def test_a_pool_of_larger_objects_serves_for_smaller_ones(where: str) -> None:
+    one = f"{where}one.pool"
+    first, small = Engine(one), Engine(one, {MAIN: Host(size=1000)})
+    small.hosts[MAIN].fill(3, 4)
+    assert first.store.store(MAIN, KEYS[:4], indices(4)).all()
+    assert small.store.leading(KEYS) == 0
+    assert small.store.store(MAIN, KEYS[:4], indices(4)).all()
+    assert small.store.leading(KEYS) == 4
+    assert small.store.load(MAIN, KEYS[:4], indices(4, first=10)).all()
+    memory = small.hosts[MAIN].memory
+    assert np.array_equal(memory[:, 10:14], memory[:, :4])
+    assert not small.counting.failures.total()
+    first.store.close()
+    small.store.close()
+
+
+def test_the_first_rank_says_where_the_pool_is(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "cxlkv")
+    for rank in (1, 0):
+        Engine(where, config=Config(tp_rank=rank, tp_size=2)).store.close()
+    (said,) = [one for one in caplog.messages if "cxlkv-sglang-" in one]
+    with CXLPool.open(next(Path(where).glob("*.pool"))) as pool:
+        tokens = pool.stats()["pages_total"] // 2 * TOKENS
+    assert f"cxlkv: found {where}cxlkv-sglang-" in said
+    assert f"for {tokens} tokens (" in said

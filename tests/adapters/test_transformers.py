@@ -1,0 +1,568 @@
+"""The transformers adapter on small random models: equal to DynamicCache, and nothing beside it."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from cxlkv import Budget, CXLPool, Selection, _core
+from cxlkv._native import lib
+from cxlkv.adapters.transformers import CXLCache, LayerStep, budgets, layout_of
+from cxlkv.errors import BadArgumentError, GeometryError, PoolFullError, UnsupportedError
+
+from ..support.small_models import VOCABULARY_SIZE, Generates, close, prompts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LAYERS = 3
+PAGE_TOKENS = 4
+SHAPE: dict[str, object] = {
+    "vocab_size": VOCABULARY_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MODELS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, object]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+}
+
+
+def config_of(kind: type[PreTrainedConfig], **more: object) -> PreTrainedConfig:
+    """SHAPE, with `more` instead of what it has."""
+    made = kind.from_dict({**SHAPE, **more})
+    assert isinstance(made, PreTrainedConfig)
+    return made
+
+
+def build(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(7)
+    model = kind(config)
+    model.train(False)
+    return model
+
+
+def make(name: str) -> PreTrainedModel:
+    config_class, model_class, more = MODELS[name]
+    return build(model_class, config_of(config_class, **more))
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return make(request.param)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return make("llama")
+
+
+@pytest.fixture
+def pool(llama: PreTrainedModel) -> Iterator[CXLPool]:
+    """A pool for any of MODELS; what a test leaves in it must be clean."""
+    with CXLPool.create(
+        "anonymous:", layout=layout_of(llama, PAGE_TOKENS), capacity="32MiB", threads=1
+    ) as made:
+        yield made
+        report = made.check(deep=True)
+        assert report["clean"], report["problems"]
+
+
+def generate(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: object, **more: object
+) -> Tensor:
+    """Greedy tokens, prompt included."""
+    model.set_attn_implementation("cxlkv" if isinstance(cache, CXLCache) else "sdpa")
+    settings = {"max_new_tokens": 24, "do_sample": False, **more}
+    if mask is not None:
+        settings["attention_mask"] = mask
+    return cast(Generates, model).generate(ids, past_key_values=cache, **settings)
+
+
+@torch.no_grad()
+def run(model: PreTrainedModel, ids: Tensor, cache: object, mask: Tensor | None = None) -> Tensor:
+    """Logits of one forward pass, [rows, tokens, vocabulary]."""
+    model.set_attn_implementation("cxlkv" if isinstance(cache, CXLCache) else "sdpa")
+    logits = model(ids, attention_mask=mask, past_key_values=cache).logits
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+class Watched(CXLCache):
+    """Keeps what was chosen."""
+
+    picked: list[Selection]
+
+    def choose(self, part: LayerStep, queries: Tensor) -> Selection | None:
+        chosen = super().choose(part, queries)
+        if chosen is not None:
+            self.picked = [*getattr(self, "picked", []), chosen]
+        return chosen
+
+
+# ---- equal to DynamicCache ----
+
+
+@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("budget", [None, Budget(share=1.0), Budget(mass=1.0, per="sequence")])
+def test_greedy_tokens_equal_those_of_dynamic_cache(
+    model: PreTrainedModel, pool: CXLPool, budget: Budget | None, near: bool
+) -> None:
+    ids, mask = prompts((37, 21, 5))
+    wanted = generate(model, ids, mask, DynamicCache())
+    cache = CXLCache(pool, model, budget, near=near)
+    assert torch.equal(generate(model, ids, mask, cache), wanted)
+    assert [len(s) for s in cache.sequences] == [37 + 23, 21 + 23, 5 + 23]  # no padding is stored
+    cache.release()
+    assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_few_pages_differ_and_are_the_same_near_and_fetched(
+    model: PreTrainedModel, pool: CXLPool, near: bool
+) -> None:
+    ids, mask = prompts((96, 80))
+    budget = Budget(pages=4)
+    wanted = generate(model, ids, mask, DynamicCache())
+    tokens = generate(model, ids, mask, CXLCache(pool, model, budget, near=near))
+    other = generate(model, ids, mask, CXLCache(pool, model, budget, near=not near))
+    assert not torch.equal(tokens, wanted)
+    assert torch.equal(tokens, other)
+
+
+def test_prefill_in_chunks_gives_the_logits_of_one_prefill(
+    model: PreTrainedModel, pool: CXLPool
+) -> None:
+    ids, mask = prompts((40, 33, 6))  # the first chunks of the last row are padding only
+    wanted = run(model, ids, DynamicCache(), mask)
+    cache = CXLCache(pool, model, Budget(share=1.0))
+    chunks = []
+    for first, last in ((0, 11), (11, 12), (12, 31), (31, 40)):
+        chunks.append(run(model, ids[:, first:last], cache, mask[:, :last]))
+        assert cache.get_seq_length() == last
+    found = torch.cat(chunks, dim=1)
+    assert close(found[mask.bool()], wanted[mask.bool()])
+
+
+def test_outputs_of_padding_are_zero_in_the_attention(
+    llama: PreTrainedModel, pool: CXLPool
+) -> None:
+    outputs: list[Tensor] = []
+    hook = llama.model.layers[0].self_attn.o_proj.register_forward_pre_hook(
+        lambda module, inputs: outputs.append(inputs[0])
+    )
+    ids, mask = prompts((12, 7))
+    run(llama, ids, CXLCache(pool, llama), mask)
+    hook.remove()
+    assert (outputs[0][1, :5] == 0).all()
+    assert (outputs[0][1, 5:] != 0).any()
+
+
+def test_softcap_and_scaling_are_the_models_own(pool: CXLPool) -> None:
+    more = {"layer_types": ["full_attention"] * LAYERS, "attn_logit_softcapping": 2.0}
+    config = config_of(Gemma2Config, query_pre_attn_scalar=9, **more)
+    model = build(Gemma2ForCausalLM, config)
+    ids, mask = prompts((30, 17))
+    cache = CXLCache(pool, model)
+    found = run(model, ids, cache, mask)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask).logits
+    assert close(found[mask.bool()], logits[mask.bool()])
+    wanted = cast(Generates, model).generate(
+        ids, attention_mask=mask, max_new_tokens=24, do_sample=False
+    )
+    for near in (True, False):
+        cache = CXLCache(pool, model, Budget(share=1.0), near=near)
+        assert torch.equal(generate(model, ids, mask, cache), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_of_shorter_numbers_give_the_logits_of_dynamic_cache(dtype: torch.dtype) -> None:
+    model = make("llama").to(dtype)  # type: ignore[arg-type]
+    ids, mask = prompts((50, 37))
+    wanted = run(model, ids, DynamicCache(), mask)[:, -4:]
+    with CXLPool.create("anonymous:", layout=layout_of(model), capacity="8MiB") as pool:
+        assert pool.layout.dtype == str(dtype).removeprefix("torch.")
+        for near in (True, False):
+            cache = CXLCache(pool, model, Budget(share=1.0), near=near)
+            run(model, ids[:, :-4], cache, mask[:, :-4])
+            steps = [run(model, ids[:, t : t + 1], cache, mask[:, : t + 1]) for t in range(46, 50)]
+            found = torch.cat(steps, dim=1)
+            assert found.dtype == dtype
+            assert torch.allclose(found.float(), wanted.float(), rtol=0.1, atol=0.1)
+
+
+def test_a_pool_of_shorter_numbers_serves_a_model_of_longer_ones(llama: PreTrainedModel) -> None:
+    layout = layout_of(llama, PAGE_TOKENS, dtype="bfloat16")
+    ids, _ = prompts((50,))
+    with CXLPool.create("anonymous:", layout=layout, capacity="8MiB") as pool:
+        for near in (True, False):
+            cache = CXLCache(pool, llama, near=near)
+            run(llama, ids[:, :-1], cache)
+            found = run(llama, ids[:, -1:], cache)
+            wanted = run(llama, ids, DynamicCache())[:, -1:]
+            assert torch.allclose(found, wanted, rtol=0.1, atol=0.1)
+
+
+# ---- what generate() does with a cache ----
+
+
+def test_beam_search_equals_that_of_dynamic_cache(model: PreTrainedModel, pool: CXLPool) -> None:
+    ids, mask = prompts((25, 14))
+    wanted = generate(model, ids, mask, DynamicCache(), num_beams=3)
+    cache = CXLCache(pool, model, Budget(share=1.0))
+    assert torch.equal(generate(model, ids, mask, cache, num_beams=3), wanted)
+
+
+def test_prompt_lookup_crops_and_equals_that_of_dynamic_cache(
+    llama: PreTrainedModel, pool: CXLPool
+) -> None:
+    ids = torch.tensor([[5, 6, 7, 8, 9] * 6])
+    wanted = generate(llama, ids, None, DynamicCache())
+    # An end that never comes: transformers 5.10 cannot look up prompts without one.
+    settings = {"prompt_lookup_num_tokens": 3, "eos_token_id": VOCABULARY_SIZE}
+    assert torch.equal(generate(llama, ids, None, CXLCache(pool, llama), **settings), wanted)
+
+
+@pytest.mark.parametrize("keep", [1, 9, 10, 24, 26])
+def test_crop_forgets_the_last_tokens(llama: PreTrainedModel, pool: CXLPool, keep: int) -> None:
+    ids, mask = prompts((29, 20))  # keep=9 leaves only padding in the second row
+    wanted = run(llama, ids[:, : keep + 3], DynamicCache(), mask[:, : keep + 3])
+    for argument in (keep - 26, keep):
+        cache = CXLCache(pool, llama)
+        run(llama, ids[:, :26], cache, mask[:, :26])
+        cache.crop(argument)
+        assert cache.get_seq_length() == keep
+        found = run(llama, ids[:, keep : keep + 3], cache, mask[:, : keep + 3])
+        real = mask[:, keep : keep + 3].bool()
+        assert close(found[real], wanted[:, keep:][real])
+        cache.release()
+
+
+def test_a_fork_goes_on_without_the_parent(llama: PreTrainedModel, pool: CXLPool) -> None:
+    ids, mask = prompts((30, 22))
+    parent = CXLCache(pool, llama, Budget(share=1.0))
+    run(llama, ids[:, :20], parent, mask[:, :20])
+    for child in (parent.fork(), copy.deepcopy(parent)):
+        held = pool.stats()["pages_held"]
+        found = run(llama, ids[:, 20:21], child, mask[:, :21])
+        wanted = run(llama, ids[:, :21], DynamicCache(), mask[:, :21])[:, -1:]
+        assert close(found, wanted)
+        assert pool.stats()["pages_held"] == held  # one token fits the copied tails
+        child.release()
+    assert parent.get_seq_length() == 20
+    assert close(
+        run(llama, ids[:, 20:], parent, mask),
+        run(llama, ids, DynamicCache(), mask)[:, 20:],
+    )
+
+
+def test_rows_are_repeated_and_picked(llama: PreTrainedModel, pool: CXLPool) -> None:
+    ids, mask = prompts((18, 11, 16))
+    wanted = run(llama, ids, DynamicCache(), mask)[:, -1]
+    cache = CXLCache(pool, llama)
+    run(llama, ids[:, :-1], cache, mask[:, :-1])
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([5, 0, 2, 3]))
+    cache.reorder_cache(torch.tensor([1, 1, 0, 3]))
+    rows = [0, 0, 2, 1]
+    assert len(cache.sequences) == 4
+    assert close(run(llama, ids[rows, -1:], cache, mask[rows])[:, -1], wanted[rows])
+    cache.batch_select_indices(torch.tensor([True, False, False, True]))
+    assert [len(s) for s in cache.sequences] == [18, 11]
+
+
+def test_a_cache_starts_from_sequences_of_the_pool(llama: PreTrainedModel, pool: CXLPool) -> None:
+    ids, _ = prompts((30,))
+    first = CXLCache(pool, llama)
+    run(llama, ids[:, :24], first)
+    (sequence,) = first.sequences
+    pool.publish_prefix(sequence, ids[0, :24].numpy())
+    first.release()
+    hit = pool.match_prefix(ids[0].numpy())
+    assert hit.tokens == 24
+    second = CXLCache(pool, llama, sequences=[hit.sequence()])
+    hit.release()
+    wanted = run(llama, ids, DynamicCache())[:, 24:]
+    assert close(run(llama, ids[:, 24:], second), wanted)
+
+
+def test_a_released_cache_is_empty_and_usable(llama: PreTrainedModel, pool: CXLPool) -> None:
+    ids, _ = prompts((9,))
+    cache = CXLCache(pool, llama)
+    wanted = run(llama, ids, cache)
+    for empty in (cache.release, cache.reset):
+        empty()
+        assert (cache.get_seq_length(), cache.is_initialized) == (0, False)
+        assert close(run(llama, ids, cache), wanted)
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize("row", [[1, 1, 1, 0], [1, 0, 1, 1], [0, 1, 0, 1]])
+def test_padding_on_the_right_and_holes_are_refused(
+    llama: PreTrainedModel, pool: CXLPool, row: list[int]
+) -> None:
+    cache = CXLCache(pool, llama)
+    with pytest.raises(BadArgumentError, match="pad on the left"):
+        run(llama, torch.ones(2, 4, dtype=torch.long), cache, torch.tensor([[1] * 4, row]))
+    assert cache.get_seq_length() == 0
+
+
+def test_a_mask_that_changes_its_mind_is_refused(llama: PreTrainedModel, pool: CXLPool) -> None:
+    ids, mask = prompts((10, 6))
+    cache = CXLCache(pool, llama)
+    run(llama, ids[:, :9], cache, mask[:, :9])
+    with pytest.raises(BadArgumentError, match="cannot change"):
+        run(llama, ids[:, 9:], cache, torch.ones_like(mask))
+    with pytest.raises(BadArgumentError, match="in every step"):
+        run(llama, ids[:, 9:], cache)
+    with pytest.raises(BadArgumentError, match="4 dimensions"):
+        run(llama, ids[:, 9:], cache, torch.zeros(2, 1, 1, 10))
+    with pytest.raises(BadArgumentError, match="a batch of 1 rows"):
+        run(llama, ids[:1, 9:], cache, mask[:1])
+    run(llama, ids[:, 9:], cache, mask)
+
+
+def test_a_window_longer_than_the_model_counts_until_it_is_passed(pool: CXLPool) -> None:
+    config = config_of(MistralConfig, max_position_embeddings=16, sliding_window=16)
+    model = build(MistralForCausalLM, config)
+    ids, _ = prompts((17,))
+    cache = CXLCache(pool, model)
+    run(model, ids[:, :16], cache)
+    with pytest.raises(UnsupportedError, match="sliding windows of 16"):
+        run(model, ids[:, 16:], cache)
+    assert cache.get_seq_length() == 16
+
+
+def test_the_attention_and_the_cache_need_each_other(llama: PreTrainedModel, pool: CXLPool) -> None:
+    ids, _ = prompts((6,))
+    llama.set_attn_implementation("cxlkv")
+    with pytest.raises(BadArgumentError, match="pass past_key_values=CXLCache"):
+        cast(Generates, llama).generate(ids, max_new_tokens=2)
+    cache = CXLCache(pool, llama)
+    llama.set_attn_implementation("sdpa")
+    with pytest.raises(BadArgumentError, match="set_attn_implementation"):
+        llama(ids, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_pool_for_another_model_is_refused(pool: CXLPool) -> None:
+    config = config_of(LlamaConfig, num_key_value_heads=4)
+    with pytest.raises(GeometryError, match="kv_heads=2, the model has 4"):
+        CXLCache(pool, config)
+    with pytest.raises(BadArgumentError, match="no transformers model"):
+        CXLCache(pool, object())
+
+
+def test_a_full_pool_is_named_and_crop_undoes_the_pass(llama: PreTrainedModel) -> None:
+    ids, _ = prompts((8,))
+    layout = layout_of(llama, PAGE_TOKENS)
+    with CXLPool.create("anonymous:", layout=layout, capacity="8MiB") as pool:
+        taken = pool.pages.alloc(pool.stats()["pages_free"] - 2)
+        cache = CXLCache(pool, llama)
+        run(llama, ids, cache)
+        with pytest.raises(PoolFullError):
+            run(llama, ids, cache)
+        cache.crop(8)
+        pool.pages.free(taken)
+        wanted = run(llama, torch.cat([ids, ids], dim=1), DynamicCache())[:, 8:]
+        assert close(run(llama, ids, cache), wanted)
+
+
+# ---- nothing beside the pool ----
+
+
+def piece(pool: CXLPool, path: Path, page: int, layer: int, kind: str) -> npt.NDArray[np.float32]:
+    """The pool's own bytes: keys or values of (page, layer), [kv_heads, page_tokens, dim]."""
+    geometry = pool.describe()["geometry"]
+    assert isinstance(geometry, dict)
+    extent, slot = divmod(page, geometry["slab_slots"])
+    heads, dim = pool.layout.kv_heads, pool.layout.head_dim
+    piece_bytes = geometry[f"{kind}_piece_bytes"]
+    assert piece_bytes == PAGE_TOKENS * dim * 4, "pieces lie side by side without gaps"
+    offset = (
+        geometry["extents_offset"]
+        + extent * geometry["extent_bytes"]
+        + geometry["layers_offset"]
+        + layer * geometry["layer_bytes"]
+        + geometry[f"{kind}s_offset"]
+        + slot * heads * piece_bytes
+    )
+    shape = (heads, PAGE_TOKENS, dim)
+    return np.memmap(path, np.float32, "r+", offset, shape)
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_step_reads_the_selected_pages_from_the_pool_and_no_others(
+    llama: PreTrainedModel, tmp_path: Path, near: bool
+) -> None:
+    path = tmp_path / "pool"
+    layout = layout_of(llama, PAGE_TOKENS)
+    with CXLPool.create(path, layout=layout, capacity="16MiB", checksum=False) as pool:
+        ids, _ = prompts((161,))
+        parent = Watched(pool, llama, Budget(pages=6), near=near)
+        run(llama, ids[:, :160], parent)
+
+        def step() -> tuple[Tensor, list[Selection]]:
+            fork = parent.fork()
+            logits = run(llama, ids[:, 160:], fork)
+            assert isinstance(fork, Watched)
+            fork.release()
+            return logits, fork.picked
+
+        before, picked = step()
+        assert torch.equal(step()[0], before)
+        pages = parent.sequences[0].pages
+        chosen = [{int(index) for index in p.pages.flat} for p in picked]
+        unselected = sorted(set(range(40)) - chosen[0].union(*chosen))
+        assert len(unselected) > 8
+        for layer in range(LAYERS):
+            for index in unselected:
+                piece(pool, path, int(pages[index]), layer, "value")[:] = 1e3
+                # Keys are read to be scored: these stay such that nobody chooses them.
+                first = piece(pool, path, int(pages[unselected[0]]), layer, "key")
+                piece(pool, path, int(pages[index]), layer, "key")[:] = first
+        after, again = step()
+        assert torch.equal(after, before)
+        for old, new in zip(picked, again, strict=True):
+            assert np.array_equal(old.pages, new.pages)
+        for layer, indices in enumerate(chosen):
+            index = min(indices)
+            values = piece(pool, path, int(pages[index]), layer, "value")
+            values += 1
+            assert not torch.equal(step()[0], before), f"layer {layer}"
+            values -= 1
+
+
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every tensor that any operation makes; keeps the size of the largest, in bytes."""
+
+    largest_bytes = 0
+
+    def __torch_dispatch__(  # type: ignore[explicit-any]
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(one, Tensor) and not any(one.data_ptr() == p for p in self.known):
+                self.largest_bytes = max(self.largest_bytes, one.numel() * one.element_size())
+        return made
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known = {p.data_ptr() for p in model.parameters()}  # transposed weights are views
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_live_kv_in_a_step_is_at_most_the_selected_pages_and_the_tail(
+    llama: PreTrainedModel, pool: CXLPool, near: bool
+) -> None:
+    rows, tokens, selected = 4, 402, 5
+    ids, _ = prompts((tokens,) * rows)
+    cache = CXLCache(pool, llama, Budget(pages=selected), near=near)
+    run(llama, ids[:, :-1], cache)
+    assert all(vars(layer)["keys"] is None for layer in cache.layers)
+    with LargestTensor(llama) as seen:
+        run(llama, ids[:, -1:], cache)
+    layer_token_bytes = pool.layout.token_bytes // LAYERS
+    pages_bytes = rows * selected * PAGE_TOKENS * layer_token_bytes
+    new_bytes = rows * layer_token_bytes
+    expected = new_bytes if near else pages_bytes + new_bytes
+    assert cache.counters.live_bytes_peak == expected
+    activations_bytes = rows * 96 * 4  # the widest: of the MLP
+    assert seen.largest_bytes <= (activations_bytes if near else pages_bytes // 2)
+    assert seen.largest_bytes < rows * tokens * layer_token_bytes // 10
+    assert cache.counters.steps == 1
+    # The new token is the second in its page, and that page is always selected.
+    read = rows * LAYERS * ((selected - 1) * PAGE_TOKENS + 2) * layer_token_bytes
+    assert cache.counters.bytes_read == read
+    assert cache.counters.bytes_scored == rows * tokens * pool.layout.token_bytes // 2
+
+
+class CountingLib:
+    """The C library, counting the calls of its functions by name."""
+
+    def __init__(self, lib: object) -> None:
+        self._lib = lib
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> object:
+        found = getattr(self._lib, name)
+        if not callable(found):
+            return found
+
+        def call(*arguments: object) -> object:
+            self.calls[name] += 1
+            return found(*arguments)
+
+        return call
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("near", [True, False])
+def test_a_step_makes_three_calls_a_layer_for_any_number_of_sequences(
+    llama: PreTrainedModel,
+    pool: CXLPool,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    padded: bool,
+    near: bool,
+) -> None:
+    lengths = tuple(320 - (row % 7 if padded else 0) for row in range(rows))
+    ids, mask = prompts(lengths)
+    cache = CXLCache(pool, llama, Budget(share=0.9), near=near)
+    run(llama, ids[:, :-6], cache, mask[:, :-6])
+    run(llama, ids[:, -6:-5], cache, mask[:, :-5])  # learns how long the lists are
+    for last in range(315, 320):
+        counting = CountingLib(lib)
+        with monkeypatch.context() as patch:
+            patch.setattr(_core, "lib", counting)
+            run(llama, ids[:, last : last + 1], cache, mask[:, : last + 1])
+        third = "cxlkv_batch_attend" if near else "cxlkv_batch_fetch"
+        wanted = {"cxlkv_batch_append", "cxlkv_batch_select", third}
+        assert counting.calls == dict.fromkeys(wanted, LAYERS)
+
+
+def test_a_share_is_no_budget() -> None:
+    with pytest.raises(BadArgumentError, match=r"Budget\(share=0.05\)"):
+        budgets.checked(0.05)  # type: ignore[arg-type]

@@ -1,0 +1,232 @@
+"""What users of other connectors complain about, and no other test covers: docs/adapters.md."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cxlkv import CXLPool, KVLayout
+from cxlkv.adapters import places
+from cxlkv.adapters.vllm import pools
+from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader, Part
+from cxlkv.adapters.vllm.settings import Settings
+from cxlkv.emulation.link import emulate
+from cxlkv.emulation.profiles import Profile
+from cxlkv.errors import BadArgumentError
+from cxlkv.machine.topology import MIB, Memory, probe
+
+from ..support.paged_engine import TOKENS, Engine
+
+LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=8, page_tokens=TOKENS, dtype="float32")
+SLOW = Profile(
+    what="a slow link", source="made up", standing="assumed", latency_ns=2e7, read_gb_per_s=1
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    found = str(tmp_path / "a.pool")
+    CXLPool.create(found, layout=LAYOUT, capacity="8MiB", threads=1, sketch=False).close()
+    return found
+
+
+def text(seed: int, tokens: int) -> list[int]:
+    return [int(one) for one in np.random.default_rng(seed).integers(0, 97, tokens)]
+
+
+def test_nothing_is_done_before_its_bytes_are_there(path: str) -> None:
+    """Layer by layer over a slow link: whoever is told that a layer is there finds it there."""
+    made = np.random.default_rng(1).standard_normal((3, 6 * TOKENS, 2, 8)).astype(np.float32)
+    with CXLPool.open(path, threads=1) as pool, emulate(pool, SLOW):
+        sequence = pool.sequence()
+        for layer in range(3):
+            sequence.append(layer, made[layer], -made[layer])
+        keys = np.full((3, 8, 2, TOKENS, 8), np.nan, np.float32)
+        values = np.full_like(keys, np.nan)
+        memory = [BlockMemory(keys[layer], values[layer]) for layer in range(3)]
+        blocks = [7, 2, 4, 0, 1, 3]
+        load = Load(pool, [Part("a", sequence, blocks, 0)], deadline_s=60)
+        loader = Loader(memory)
+        loader.begin(load)
+        for layer in range(3):
+            load.wait(layer + 1)
+            wanted = made[layer].reshape(6, TOKENS, 2, 8).swapaxes(1, 2)
+            assert np.array_equal(keys[layer, blocks], wanted)
+            assert np.array_equal(values[layer, blocks], -wanted)
+        load.wait(4)
+        assert load.has_ended
+        assert load.parts[0].good == 6
+        loader.close()
+
+
+def test_a_load_that_fails_for_any_reason_ends_and_the_next_one_goes_on(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = np.zeros((1, 4, 2, TOKENS, 8), np.float32)
+    values = np.zeros_like(keys)
+    made = np.random.default_rng(1).standard_normal((TOKENS, 2, 8)).astype(np.float32)
+    with CXLPool.open(path, threads=1) as pool:
+        loads = []
+        for block in (1 << 40, 2):  # the first one is no int32
+            sequence = pool.sequence()
+            for layer in range(3):
+                sequence.append(layer, made, made)
+            loads.append(Load(pool, [Part("a", sequence, [block], 0)], deadline_s=60))
+        loader = Loader([BlockMemory(keys[0], values[0])] * 3)
+        for load in loads:
+            loader.begin(load)
+        for load in loads:
+            load.wait(4)
+        loader.close()
+        assert [load.parts[0].good for load in loads] == [0, 1]
+        assert loads[0].parts[0].bad_blocks() == [1 << 40]
+        assert pool.stats()["pages_held"] == 0
+    assert np.array_equal(keys[0, 2], made.swapaxes(0, 1))
+    assert "the engine computes instead" in caplog.text
+
+
+def test_a_request_that_waits_for_its_hit_goes_on_when_all_of_it_is_there(path: str) -> None:
+    first, second = Engine([path]), Engine([path], Settings(load="async", deadline_s=60))
+    first.add("a", text(1, 33))
+    first.step()
+    with emulate(second.ranks[0].saving.pool, SLOW):
+        request = second.add("a", text(1, 33))
+        second.step()
+        assert request.is_loading
+        while request.is_loading:
+            second.step()
+        assert second.cached["a"] == 32
+        assert not second.wrong()
+        assert second.recomputed == 0
+        second.close()
+    first.close()
+
+
+def test_512_requests_at_once(tmp_path: Path) -> None:
+    """On a pool with room for some: all go on, and when they have gone nothing stays behind."""
+    path = str(tmp_path / "small.pool")
+    CXLPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1, sketch=False).close()
+    engine = Engine([path], blocks=4000)
+    for number in range(512):
+        engine.add(str(number), text(number, 20))
+    engine.step()
+    engine.step()
+    assert not engine.wrong()
+    assert not engine.wrongly_stored
+    assert engine.ranks[0].saving.requests.failures()["full"] >= 1
+    for number in range(0, 512, 3):
+        engine.end(str(number))  # aborted
+    engine.step()
+    engine.close()
+    assert len(engine.free) == 4000
+    with CXLPool.open(path, threads=1) as pool:
+        stats = pool.stats()
+        assert stats["pages_held"] == 0
+        assert 0 < stats["pages_published"] <= stats["pages_total"]
+        assert pool.check(deep=True)["clean"]
+
+
+def config(folder: str) -> SimpleNamespace:
+    """What words_of() reads of vLLM's configuration."""
+    rope = {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": None}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=folder,
+            revision=None,
+            seed=0,
+            dtype="bfloat16",
+            quantization=None,
+            hf_overrides={},
+            max_model_len=4096,
+            hf_text_config=SimpleNamespace(num_hidden_layers=4, **rope),
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        load_config=SimpleNamespace(load_format="auto"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
+    )
+
+
+def spec() -> SimpleNamespace:
+    return SimpleNamespace(block_size=32, num_kv_heads=8, head_size=128)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("model_config", "model", "other/model"),
+        ("model_config", "revision", "main"),
+        ("model_config", "dtype", "float16"),
+        ("model_config", "quantization", "awq"),
+        ("model_config", "hf_overrides", {"rope_theta": 1}),
+        ("model_config.hf_text_config", "rope_parameters", {"rope_theta": 1e6}),
+        ("model_config.hf_text_config", "rope_scaling", {"factor": 2}),
+        ("model_config.hf_text_config", "num_hidden_layers", 5),
+        ("cache_config", "cache_dtype", "fp8"),
+        ("cache_config", "prefix_caching_hash_algo", "sha256_cbor"),
+        ("parallel_config", "tensor_parallel_size", 2),
+        ("parallel_config", "pipeline_parallel_size", 2),
+        ("spec", "block_size", 64),
+        ("spec", "num_kv_heads", 4),
+        ("spec", "head_size", 64),
+        ("", "packing", "amx"),
+        ("", "salt", "tenant"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_word_of_the_engine_makes_other_keys(
+    tmp_path: Path, part: str, name: str, value: object
+) -> None:
+    """Else another model's K and V would be hit."""
+
+    def space(changed: bool) -> bytes:
+        found = config(str(tmp_path))
+        found.spec = spec()
+        whole = found
+        own = {"packing": "vec", "salt": ""}
+        if changed and not part:
+            own[name] = str(value)
+        elif changed:
+            for step in part.split("."):
+                found = getattr(found, step)
+            setattr(found, name, value)
+        words = pools.words_of(whole, whole.spec, own["packing"])
+        return pools.space_of(words, Settings(salt=own["salt"]))
+
+    assert space(False) == space(False) != space(True)
+
+
+def test_weights_that_were_trained_on_make_other_keys(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    before = pools.words_of(config(str(tmp_path)), spec(), "vec")
+    os.utime(tmp_path / "model.safetensors", ns=(1, 1))
+    assert pools.words_of(config(str(tmp_path)), spec(), "vec") != before
+
+
+def test_ranks_share_what_the_container_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not each of them a quarter of the machine."""
+
+    here = probe()
+
+    def seen(memory: Memory, ranks: int) -> list[int]:
+        with monkeypatch.context() as patch:
+            patch.setattr(places, "probe", lambda: replace(here, memory=memory))
+            return [places.share_bytes(str(tmp_path / "a.pool"), ranks)] * ranks
+
+    free = Memory(1 << 60, 64 * MIB, None, None, None)
+    assert seen(free, 1) == [16 * MIB]
+    assert seen(free, 4) == [4 * MIB] * 4
+    limited = replace(free, cgroup_limit_bytes=48 * MIB, cgroup_usage_bytes=16 * MIB)
+    assert seen(limited, 2) == [4 * MIB] * 2  # a quarter of the 32 MiB that it has left
+    endless = replace(free, available_bytes=1 << 60)
+    space = os.statvfs(tmp_path)
+    assert sum(seen(endless, 2)) <= 0.51 * space.f_bavail * space.f_frsize
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=0))
+    with pytest.raises(BadArgumentError, match="say the capacity"):
+        seen(replace(free, available_bytes=None), 1)

@@ -1,0 +1,501 @@
+"""The connector's parts in a small engine with paged blocks: what is saved, loaded, and refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pytest
+
+from cxlkv import CXLPool, KVLayout
+from cxlkv.adapters.identity import block_keys
+from cxlkv.adapters.vllm.messages import KEY_BYTES, Continued, Message
+from cxlkv.adapters.vllm.settings import Settings
+from cxlkv.emulation.link import emulate
+from cxlkv.emulation.profiles import Profile
+
+from ..support.damaging import damage_piece
+from ..support.paged_engine import SPACE, TOKENS, Adapter, Engine
+
+LAYERS = 3
+
+
+class MakeEngine(Protocol):
+    def __call__(
+        self,
+        ranks: int = ...,
+        blocks: int = ...,
+        *,
+        load: str = ...,
+        deadline_s: float = ...,
+        shares: bool = ...,
+        space: bytes = ...,
+    ) -> Engine: ...
+
+
+def text(seed: int, tokens: int) -> list[int]:
+    return [int(one) for one in np.random.default_rng(seed).integers(0, 97, tokens)]
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    """Pools of two ranks; a test with one rank uses the first."""
+    found = [str(tmp_path / f"{rank}.pool") for rank in range(2)]
+    for rank, path in enumerate(found):
+        layout = KVLayout(
+            layers=LAYERS,
+            kv_heads=2,
+            head_dim=8,
+            page_tokens=TOKENS,
+            dtype="float32",
+            shard=(rank, 2, 0, 1),
+        )
+        CXLPool.create(path, layout=layout, capacity="8MiB", threads=1, sketch=False).close()
+    return found
+
+
+@pytest.fixture
+def make_engine(paths: list[str]) -> Iterator[MakeEngine]:
+    """Engines on these pools; at the end nothing is held, and the pools are whole."""
+    made: list[Engine] = []
+
+    def make(
+        ranks: int = 1,
+        blocks: int = 64,
+        *,
+        load: str = "sync",
+        deadline_s: float = 20,
+        shares: bool = False,
+        space: bytes = SPACE,
+    ) -> Engine:
+        settings = Settings(load=load, deadline_s=deadline_s)
+        made.append(Engine(paths[:ranks], settings, blocks, shares, space))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+        assert len(engine.free) == len(engine.ranks[0].memory[0])
+    for path in paths:
+        with CXLPool.open(path, threads=1) as pool:
+            report, stats = pool.check(deep=True), pool.stats()
+            assert report["clean"], report["problems"]
+            assert stats["pages_held"] == 0, stats
+
+
+def published(path: str) -> int:
+    with CXLPool.open(path, threads=1) as pool:
+        return pool.stats()["pages_published"]
+
+
+def damage(path: str, page: int, layer: int) -> None:
+    with CXLPool.open(path, threads=1) as pool:
+        damage_piece(pool, page, layer)
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_second_engine_hits_what_the_first_saved(
+    make_engine: MakeEngine, paths: list[str], load: str, ranks: int
+) -> None:
+    first, second = make_engine(ranks, load=load), make_engine(ranks, load=load)
+    first.add("a", text(1, 30))
+    first.step()
+    first.step()
+    assert not first.wrong()
+    assert [published(path) for path in paths[:ranks]] == [7] * ranks  # 28 of 30 tokens
+    again = second.add("a", text(1, 30))
+    longer = second.add("b", [*text(1, 30)[:21], 5, 6, 7])
+    second.step()
+    second.settle()
+    second.step()
+    assert (second.cached["a"], second.cached["b"]) == (28, 20)
+    assert not second.wrong()
+    assert again.computed >= 30
+    assert longer.computed >= 24
+    assert second.recomputed == 0
+
+
+def test_last_token_is_left_to_the_engine(make_engine: MakeEngine) -> None:
+    first, second = make_engine(), make_engine()
+    first.add("a", text(1, 32))
+    first.step()
+    second.add("a", text(1, 32))
+    second.step()
+    assert second.cached["a"] == 28
+    assert not second.wrong()
+
+
+def test_chunks_and_steps_are_saved_as_they_complete(
+    make_engine: MakeEngine, paths: list[str]
+) -> None:
+    engine = make_engine()
+    engine.add("a", text(2, 22))
+    for pages in (1, 3, 5):
+        engine.step(chunk=7)
+        assert published(paths[0]) == pages  # 7, 14, 21 tokens
+    for _ in range(4):
+        engine.step()
+    assert published(paths[0]) == 6  # 22 of the prompt and 3 more
+    assert not engine.wrong()
+
+
+def test_only_what_the_pool_lacks_is_written(make_engine: MakeEngine, paths: list[str]) -> None:
+    """Another engine stores the text while this one is at it."""
+    engine, other = make_engine(), make_engine()
+    engine.add("a", text(3, 24) + text(4, 8))
+    engine.step(chunk=4)
+    other.add("b", text(3, 24))
+    other.step()
+    engine.step()
+    pool = engine.ranks[0].saving.pool
+    assert pool.stats()["appended_bytes"] == 3 * 4 * pool.layout.token_bytes  # blocks 0, 6 and 7
+    assert published(paths[0]) == 8
+    assert not engine.wrong()
+
+
+def test_two_of_one_text_in_one_step_are_written_once(
+    make_engine: MakeEngine, paths: list[str]
+) -> None:
+    engine = make_engine()
+    engine.add("a", text(3, 21))
+    engine.add("b", text(3, 21))
+    engine.step()
+    with CXLPool.open(paths[0], threads=1) as pool:
+        assert pool.stats()["pages_total"] - pool.stats()["pages_free"] == 5
+    engine.step()
+    engine.step()
+    assert published(paths[0]) == 5
+    assert not engine.wrong()
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_damaged_page_is_computed_again_and_healed(
+    make_engine: MakeEngine, paths: list[str], load: str, ranks: int
+) -> None:
+    first, second = make_engine(ranks, load=load), make_engine(ranks, load=load)
+    first.add("a", text(1, 33))
+    first.step()
+    damage(paths[ranks - 1], 3, layer=1)
+    request = second.add("a", text(1, 33))
+    second.add("b", text(9, 9))
+    second.step()
+    second.settle()
+    for _ in range(6):
+        second.step()
+        assert not second.wrong()
+    assert second.recomputed == 1
+    assert second.ranks[ranks - 1].saving.requests.failures() == {"corrupt": 1}
+    assert second.scheduling.failures["corrupt"] == 1
+    assert request.computed > 33
+    third = make_engine(ranks, load=load)
+    third.add("a", text(1, 33))
+    third.step()
+    third.settle()
+    third.step()
+    assert third.cached["a"] == 32
+    assert third.recomputed == 0
+    assert not third.wrong()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_who_shares_damaged_blocks_publishes_nothing_of_them(
+    make_engine: MakeEngine, paths: list[str], ranks: int
+) -> None:
+    """The engine finds a hit's blocks for another request of the same step, before they came."""
+    first = make_engine(ranks)
+    second = make_engine(ranks, shares=True)
+    first.add("a", text(1, 33))
+    first.step()
+    damage(paths[ranks - 1], 3, layer=1)
+    second.add("a", text(1, 33) + text(2, 8))
+    second.add("b", text(1, 33) + text(3, 8))
+    second.step()  # b still counts on what a computes again in the next one
+    for _ in range(8):
+        assert not second.wrongly_stored
+        second.step()
+        assert not second.wrong()
+    assert (second.cached["a"], second.cached["b"], second.recomputed) == (32, 0, 1)
+    assert published(paths[0]) >= 10  # of a
+
+
+def test_step_that_was_scheduled_before_a_failure_was_known_is_not_published(
+    make_engine: MakeEngine, paths: list[str]
+) -> None:
+    """As with asynchronous scheduling: the engine goes back one step later."""
+    first, second = make_engine(), make_engine()
+    first.add("a", text(1, 33))
+    first.step()
+    damage(paths[0], 3, layer=1)
+    request = second.add("a", text(1, 33) + text(2, 10))
+    second.step(chunk=1)
+    saving = second.ranks[0].saving
+    keys = block_keys(request.block_hashes, TOKENS, SPACE).packed.tobytes()
+    saving.hear(Message(continued=[Continued("a", [60, 61], keys[-2 * KEY_BYTES :], 33, 7)]))
+    for layer in range(LAYERS):
+        saving.save_layer(f"layers.{layer}")
+    saving.end_step()
+    assert saving.report().stored == []
+    second.free.remove(60)
+    second.free.remove(61)
+    request.blocks += [60, 61]
+    second.users.update([60, 61])
+    saving.hear(Message(continued=[Continued("a", [], b"", 12, 28)]))
+    assert saving._writing is not None  # from where the engine goes back to
+
+
+def slow(engine: Engine, seconds: float) -> None:
+    """Each bulk operation of its workers takes so long, as over a bad link."""
+    profile = Profile(
+        what="a slow link",
+        source="made up",
+        standing="assumed",
+        latency_ns=seconds * 1e9,
+        read_gb_per_s=1,
+    )
+    for rank in engine.ranks:
+        engine.links.enter_context(emulate(rank.saving.pool, profile))
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_load_that_is_late_is_given_up_and_computed(
+    make_engine: MakeEngine, load: str, ranks: int
+) -> None:
+    first = make_engine(ranks)
+    first.add("a", text(1, 33))
+    first.step()
+    second = make_engine(ranks, load=load, deadline_s=0.02)
+    slow(second, 0.05)
+    request = second.add("a", text(1, 33))
+    for _ in range(3):
+        second.step()
+        second.settle()
+        assert not second.wrong()
+    assert request.computed > 32
+    assert 1 <= second.recomputed <= ranks
+    assert second.ranks[0].saving.requests.failures() == {"late": 1}
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_hit_that_is_gone_is_computed(make_engine: MakeEngine, paths: list[str], load: str) -> None:
+    """The scheduler's hit is held; who removes it all the same (repair, a lost lease) is heard."""
+    first, second = make_engine(load=load), make_engine(load=load)
+    first.add("a", text(1, 33))
+    first.step()
+    request = second.add("a", text(1, 33))
+    hear = second.ranks[0].saving.hear
+
+    def broken(message: Message) -> None:
+        for start in message.started:
+            start.handles = [bytes(len(one)) for one in start.handles or []] or None
+        hear(message)
+
+    second.ranks[0].saving.hear = broken  # type: ignore[method-assign]
+    for _ in range(3):
+        second.step()
+        second.settle()
+        assert not second.wrong()
+    assert request.computed > 32
+    assert second.recomputed == 1
+    assert sum(second.ranks[0].saving.requests.failures().values()) == 1
+
+
+def test_full_pool_saves_what_fits_and_goes_on(make_engine: MakeEngine, paths: list[str]) -> None:
+    engine = make_engine(blocks=4096)
+    with CXLPool.open(paths[0], threads=1) as pool:
+        free = pool.stats()["pages_free"]
+    engine.add("small", text(1, 41))
+    engine.add("large", text(2, (free - 3) * TOKENS))
+    engine.step()
+    assert published(paths[0]) == 10
+    engine.add("other", text(3, 41))
+    engine.step()
+    engine.step()
+    assert published(paths[0]) == 20
+    assert not engine.wrong()
+    assert engine.scheduling.failures == {"full": 1}
+
+
+def test_old_texts_make_room_for_new_ones(make_engine: MakeEngine, paths: list[str]) -> None:
+    engine = make_engine(blocks=4096)
+    with CXLPool.open(paths[0], threads=1) as pool:
+        total = pool.stats()["pages_total"]
+    tokens = total // 4 * TOKENS
+    for number in range(12):
+        engine.add(f"old {number}", text(number, tokens))
+        engine.step()
+        engine.end(f"old {number}")
+        engine.step()
+        assert not engine.wrong()
+    assert not engine.scheduling.failures
+    assert total // 2 < published(paths[0]) <= total
+    for number in range(12):
+        engine.add(f"again {number}", text(number, tokens))
+        engine.step()
+        engine.end(f"again {number}")
+        engine.step()
+        assert not engine.wrong()
+    found = [name for name, cached in engine.cached.items() if cached and "again" in name]
+    assert 0 < len(found) < 12
+
+
+def test_preempted_request_starts_again_from_the_pool(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add("a", text(1, 30))
+    engine.step()
+    engine.preempt("a")
+    engine.step()
+    assert engine.cached["a"] == 28
+    engine.step()
+    assert not engine.wrong()
+
+
+def test_request_may_ask_not_to_be_saved(make_engine: MakeEngine, paths: list[str]) -> None:
+    engine = make_engine()
+    engine.add("a", text(1, 30), save=False)
+    engine.step()
+    assert published(paths[0]) == 0
+    engine.add("b", text(2, 30), saves=False)  # a word that nobody knows
+    engine.step()
+    assert published(paths[0]) == 7
+    assert engine.scheduling.failures == {"bad_options": 1}
+
+
+def test_another_namespace_is_a_miss(make_engine: MakeEngine, paths: list[str]) -> None:
+    """Another model, dtype, shape of ranks or tenant on one pool."""
+    first, second = make_engine(), make_engine(space=bytes(16))
+    for engine in (first, second):
+        engine.add("a", text(1, 33))
+        engine.step()
+        assert engine.cached["a"] == 0
+    assert published(paths[0]) == 16
+    assert not second.wrong()
+
+
+def test_adapter_with_other_weights_under_its_name_is_a_miss(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    engine, folder = make_engine(), tmp_path / "lora"
+    folder.mkdir()
+    weights = folder / "adapter_model.safetensors"
+    for name, text_of_weights, cached in (("a", "1", 0), ("b", "1", 32), ("c", "two", 0)):
+        if not weights.exists() or weights.read_text() != text_of_weights:
+            weights.write_text(text_of_weights)
+        engine.add(name, text(1, 33)).lora_request = Adapter(str(folder))
+        engine.step()
+        assert engine.cached[name] == cached
+    engine.add("d", text(1, 33))
+    engine.step()
+    assert engine.cached["d"] == 0
+
+
+def test_reset_makes_all_that_was_stored_a_miss(make_engine: MakeEngine) -> None:
+    """What an engine is told when its weights have changed."""
+    engine = make_engine()
+    for name, cached in (("a", 0), ("b", 32)):
+        engine.add(name, text(1, 33))
+        engine.step()
+        assert engine.cached[name] == cached
+    engine.scheduling.reset()
+    for name, cached in (("c", 0), ("d", 32)):
+        engine.add(name, text(1, 33))
+        engine.step()
+        assert engine.cached[name] == cached
+
+
+def test_pool_that_was_removed_serves_those_who_have_it_open(
+    make_engine: MakeEngine, paths: list[str], tmp_path: Path
+) -> None:
+    engine = make_engine()
+    engine.add("a", text(1, 33))
+    engine.step()
+    hidden = tmp_path / "hidden"
+    Path(paths[0]).rename(hidden)
+    for name in "bc":
+        engine.add(name, text(ord(name), 33))
+        engine.step()
+        engine.add(name * 2, text(ord(name), 33))
+        engine.step()
+        assert engine.cached[name * 2] == 32
+        assert not engine.wrong()
+    hidden.rename(paths[0])
+
+
+def test_pool_that_fails_at_every_call_costs_hits_only(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add("a", text(1, 33))
+    engine.step()
+    engine.scheduling.pools[0].close()
+    engine.add("b", text(1, 33))
+    engine.step()
+    assert engine.scheduling.failures == {"match": 1}
+    for name in list(engine.ranks[0].saving.requests.sequences):
+        engine.ranks[0].saving.requests.release(name)
+    engine.ranks[0].saving.pool.close()
+    for name in "cd":
+        engine.add(name, text(ord(name), 33))
+        engine.step()
+        assert not engine.wrong()
+    assert engine.ranks[0].saving.requests.failures()["save"] > 0
+
+
+def test_changes_are_told_once_all_ranks_have_them(
+    make_engine: MakeEngine, paths: list[str]
+) -> None:
+    engine = make_engine(2)
+    request = engine.add("a", text(1, 30))
+    engine.step()
+    (change,) = engine.scheduling.changes()
+    assert (change.kind, change.hashes, change.parent) == ("stored", request.block_hashes[:7], None)
+    assert change.token_ids == request.all_token_ids[:28]
+    for _ in range(3):
+        engine.step()
+    (change,) = engine.scheduling.changes()
+    assert (change.hashes, change.parent) == ([request.block_hashes[7]], request.block_hashes[6])
+    damage(paths[1], 2, layer=0)
+    other = make_engine(2)
+    other.add("b", text(1, 30))
+    other.step()
+    removed = [one for one in other.scheduling.changes() if one.kind == "removed"]
+    assert [one.hashes for one in removed] == [[request.block_hashes[2]]]
+
+
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_anything_in_any_order(
+    make_engine: MakeEngine, paths: list[str], load: str, ranks: int, seed: int
+) -> None:
+    """Two engines, few blocks, aborts, preemptions, damage: no block that counts is ever wrong."""
+    chance = random.Random(seed)
+    engines = [make_engine(ranks, load=load, blocks=512) for _ in range(2)]
+    texts = [text(number, 60) for number in range(3)]
+    names = iter(range(1 << 30))
+    for _ in range(60):
+        engine = chance.choice(engines)
+        act = chance.choice(["add", "add", "step", "step", "step", "end", "preempt", "damage"])
+        running = [n for n, r in engine.requests.items() if r not in engine.waiting]
+        if act == "add" and len(engine.requests) < 8:
+            ids = chance.choice(texts)[: chance.randrange(1, 60)]
+            ids += text(chance.randrange(1 << 30), chance.randrange(1, 20))
+            engine.add(str(next(names)), ids)
+        elif act == "end" and engine.requests:
+            engine.end(chance.choice(list(engine.requests)))
+        elif act == "preempt" and running:
+            engine.preempt(chance.choice(running))
+        elif act == "damage":
+            damage(chance.choice(paths[:ranks]), chance.randrange(16), chance.randrange(LAYERS))
+        engine.step(chunk=chance.choice([5, 16, 1 << 20]))
+        assert not engine.wrongly_stored
+        assert not engine.wrong()
+    for engine in engines:
+        engine.settle()
+        engine.step()
+        assert not engine.wrong()
+    for path in paths:  # what nobody has read since is still damaged
+        with CXLPool.open(path, threads=1) as pool:
+            pool.check(deep=True, repair=True)

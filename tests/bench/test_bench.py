@@ -1,0 +1,327 @@
+"""Each microbenchmark once, small: it runs, its checks hold, and no ratio is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from cxlkv import _core, errors
+from cxlkv.bench.cases import (
+    allocating,
+    calling,
+    cohering,
+    cold,
+    copying,
+    matching,
+    packing,
+    paged,
+    transport,
+)
+from cxlkv.bench.report import Result
+from cxlkv.ops import cli
+
+from ..support.small_cases import COHERING, check_result
+
+torch = pytest.importorskip("torch", reason="these benchmarks compare with torch")
+pytest.importorskip("transformers", reason="these benchmarks run trained models")
+from cxlkv.bench import picture, sources, weighing  # noqa: E402
+from cxlkv.bench.cases import (  # noqa: E402
+    grouping,
+    hotness,
+    ndp,
+    ndp_models,
+    ndp_rivals,
+    near,
+    recalling,
+    selecting,
+    working,
+)
+
+PNG = b"\x89PNG\r\n\x1a\n"
+SMALL_MODELS = ndp_models.Size(
+    demo_tokens=2048,
+    questions=8,
+    text_tokens=2048,
+    texts=2,
+    queries=3,
+    timed_queries=2,
+    rounds=1,
+    settle_s=0,
+)
+SMALL_NDP = ndp.Size(
+    tokens=16640,
+    layers=1,
+    kv_heads=2,
+    head_dim=64,
+    rounds=1,
+    settle_s=0,
+    models=SMALL_MODELS,
+    worker=working.Size(tokens=64, kv_heads=1, head_dim=16, steps=3),
+)
+SMALL_RECALL = recalling.Size(short=2048, long=16384, queries=2, shares=(0.05,), recalls=(0.9,))
+
+SMALL: dict[str, Callable[[Result], None]] = {
+    "calling": lambda result: calling.run(result, layers=2, counts=(1, 3)),
+    "allocating": lambda result: allocating.run(
+        result, allocating.Size(layers=2, tokens=128, forks=2, repeat=1, rounds=1)
+    ),
+    "copying": lambda result: copying.run(result, copying.Size(layers=2, tokens=2048, rounds=1)),
+    "selecting": lambda result: selecting.run(
+        result, selecting.Size(tokens=16384, layers=1, rounds=1, settle_s=0)
+    ),
+    "portable": lambda result: _portable(result),
+    "grouping": lambda result: grouping.run(
+        result, grouping.Size(prompt=2048, decode=20, heads=8, rounds=1, settle_s=0)
+    ),
+    "hotness": lambda result: hotness.run(result, hotness.Size(tokens=2048, pairs=3)),
+    "near_moves": lambda result: near.run_moves(
+        result, near.MoveSize(layers=2, tokens=512, batch_units=40, rounds=1)
+    ),
+    "near_decode": lambda result: _near_decode(result),
+    "working": lambda result: working.run(result, working.Size(tokens=64, steps=20)),
+    "matching": lambda result: matching.run(result, tokens=2048, rounds=1),
+    "coherence": lambda result: cohering.run(result, COHERING),
+}
+
+
+def _portable(result: Result) -> None:
+    pytest.importorskip("numba", reason="numba is not installed: pip install 'cxlkv[numba]'")
+    from cxlkv.bench.cases import portable
+
+    portable.run(result, selecting.Size(tokens=16384, layers=1, rounds=1, settle_s=0))
+
+
+def test_blocks_of_an_engine_run_small() -> None:
+    result = Result("paged")
+    paged.run(result, paged.Size(kv_bytes=4 << 20, rounds=1))
+    assert result.passed, result.checks
+    assert set(result.ratios) == {
+        f"{verb}_{pool}_{threads}_to_memcpy"
+        for verb in ("append", "fetch")
+        for pool in ("plain", "crc", "sketches")
+        for threads in (1, 2)
+    }
+
+
+def test_records_and_the_cold_tier_run_small(tmp_path: Path) -> None:
+    result = Result("cold")
+    size = cold.Size(layers=2, kv_heads=2, call_records=3, calls=2, rounds=1)
+    cold.run(result, tmp_path, size)
+    check_result(result)
+    assert {"read_to_memcpy", "write_to_memcpy"} <= set(result.ratios)
+
+
+def test_packing_runs_small() -> None:
+    pytest.importorskip("zstandard", reason="no zstandard: pip install 'cxlkv[compress]'")
+    result = Result("packing")
+    packing.run(result, packing.Size(tokens=512, batch_bytes=1 << 16, rounds=1))
+    check_result(result)
+    assert result.ratios["noise_share"] >= 1
+    assert result.ratios["text_bfloat16_share"] < 0.8
+
+
+def test_the_transport_runs_small() -> None:
+    result = Result("transport")
+    transport.run(result, transport.Size(pages=3, layers=2, rounds=2, short_rounds=2))
+    check_result(result)
+    assert {"file_pull_to_bare", "socket_push_to_bare"} <= set(result.ratios)
+    assert len(result.metrics["file_ask"].samples) == 2
+
+
+def _near_decode(result: Result) -> None:
+    (served,) = near.run_decode(result, near.DecodeSize(tokens=2048, tiers=(0.25,)))
+    assert 0 < served.ours <= 1
+    assert 0 < served.optimum <= 1
+    assert served.static > served.random
+
+
+def test_the_optimum_is_the_best_of_all_ways(rng: np.random.Generator) -> None:
+    """Belady's choice against every choice at each reading, from nothing, with bypass."""
+    for _ in range(60):
+        trace = rng.integers(0, 5, 12).tolist()
+        slots = int(rng.integers(1, 4))
+        best = {frozenset[int](): 0}  # the most hits by what is there
+        for unit in trace:
+            after: dict[frozenset[int], int] = {}
+            for there, hits in best.items():
+                ways = [there, *((there - {out}) | {unit} for out in [*there, unit])]
+                for way in ways:
+                    if len(way) <= slots:
+                        after[way] = max(after.get(way, 0), hits + (unit in there))
+            best = after
+        reads = [np.array([unit], np.int64) for unit in trace]
+        assert near.optimum(reads, slots) == max(best.values()) / len(trace)
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_a_case_runs_small(case: str) -> None:
+    result = Result(case)
+    SMALL[case](result)
+    check_result(result)
+
+
+NDP_RATIOS = (
+    *("exact_to_stream_1t", "exact_to_stream_2t", "exact_to_torch", "queries16_cost"),
+    *("two_stage_speedup", "two_stage_bytes_share", "two_stage_answers", "two_stage_recall"),
+    *("text_speedup", "text_bytes_share", "text_mass", "attend_to_stream", "attend_to_torch"),
+)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_ndp_runs_small_and_says_what_it_did_not_measure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without faiss, and it draws."""
+    monkeypatch.setattr(ndp_rivals.Faiss, "of", lambda keys: None)
+    result = Result("ndp")
+    ndp.run(result, SMALL_NDP)
+    check_result(result)
+    assert set(NDP_RATIOS) <= set(result.ratios)
+    assert "exact_to_faiss" not in result.ratios
+    assert "exact_to_faiss_2t: not measured, " in "\n".join(result.notes)
+    assert "numba_cost" in result.ratios
+    assert "worker_extra_us" in result.metrics
+    assert 0.1 < result.ratios["two_stage_bytes_share"] < 0.5
+    picture.roofline(result, tmp_path / "ndp.png")
+    assert (tmp_path / "ndp.png").read_bytes().startswith(PNG)
+
+
+def test_ndp_agrees_with_faiss(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("faiss", reason="faiss-cpu is not installed")
+    monkeypatch.setattr(ndp_models, "run", lambda result, size, threads: None)
+    result = Result("ndp")
+    ndp.run(result, SMALL_NDP, threads=(2,))
+    check_result(result)
+    assert result.checks["exact_and_faiss_agree_2t"]
+    assert result.ratios["exact_to_faiss"] == result.ratios["exact_to_faiss_2t"]
+
+
+def test_ndp_writes_no_ratio_when_forms_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's choice shifted by a page."""
+    monkeypatch.setattr(ndp_models, "run", lambda result, size, threads: None)
+    chosen = ndp_rivals.keys_first
+    monkeypatch.setattr(ndp_rivals, "keys_first", lambda *given: chosen(*given) + 1)
+    monkeypatch.setattr(ndp_rivals.Faiss, "of", lambda keys: None)
+    result = Result("ndp")
+    ndp.run(result, SMALL_NDP)
+    broken = {name for name, holds in result.checks.items() if not holds}
+    assert broken == {
+        f"{name}_and_torch_agree_{count}t"
+        for name in ("exact", "exact_5_percent", "one_query", "queries16")
+        for count in (1, 2)
+    }
+    assert result.as_dict()["ratios"] == {}
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_recall_runs_small_and_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    size, result = SMALL_RECALL, Result("recall")
+    every = recalling.named_sources(size, tmp_path)
+    assert list(every) == [
+        *("demo_2K", "demo_16K", "text_2K", "gaussian_made_up_16K", "clustered_made_up_16K"),
+        f"{tmp_path.name}_2K",
+    ]
+    some = {name: every[name] for name in ("demo_2K", "text_2K", "gaussian_made_up_16K")}
+    monkeypatch.setattr(recalling, "named_sources", lambda size, model: some)
+    found = recalling.run(result, size)
+    check_result(result)
+    gaussian = {str(row.way): row for row in found["gaussian_made_up_16K"]}
+    assert list(gaussian) == ["digest", "two_stage_0.9", "exact"]
+    exact, staged, digest = gaussian["exact"], gaussian["two_stage_0.9"], gaussian["digest"]
+    assert set(exact.bytes_share + exact.recall + exact.mass_to_exact) == {1.0}
+    assert weighing.mean(staged.recall) > 0.8 > 0.5 > weighing.mean(digest.recall)
+    assert weighing.mean(digest.bytes_share) < weighing.mean(staged.bytes_share) < 0.5
+    assert len(staged.recall) == 2
+    assert len(staged.mass) == 8
+    assert all(0 < mass < 1 for mass in staged.mass)
+    picture.recall(found, tmp_path / "recall.png")
+    assert (tmp_path / "recall.png").read_bytes().startswith(PNG)
+    shown = Console(width=140, record=True)
+    shown.print(recalling.table(found))
+    assert "two_stage 0.9" in shown.export_text()
+
+
+def test_weighing_tells_a_wrong_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What "exact" chooses is compared with torch's own scores; and mass is of what was chosen."""
+    taken = sources.gaussian(2048, 2)
+    _, agreement = weighing.weigh(taken, (0.1,), (weighing.EXACT,))
+    assert agreement == 1
+    moved = dataclasses.replace(taken[0], queries=taken[0].queries.roll(1, 0))
+    held = weighing._Layer.look
+    other = weighing._Layer(0, moved)
+    monkeypatch.setattr(weighing._Layer, "look", lambda layer, at: held(other, at))
+    _, agreement = weighing.weigh(taken, (0.1,), (weighing.EXACT,))
+    assert agreement < 0.5
+    with pytest.raises(errors.BadArgumentError, match="more than the 3 pages"):
+        weighing.weigh(taken, (0.01,), (weighing.EXACT,))
+
+
+def test_what_a_command_cannot_draw_is_refused_at_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    absent = str(tmp_path / "absent" / "x.png")
+    for given, what in (
+        (("selecting", "--picture", absent), "--picture goes with ndp, recall, replay"),
+        (("ndp", "--model", str(tmp_path)), "--model with recall"),
+        (("ndp", "--picture", absent), "its folder does not exist"),
+        (("recall", "--json", absent), "its folder does not exist"),
+        (("rocket",), "unknown case 'rocket': one of "),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["bench", *given])
+        assert what in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(("model", "full_of"), [("gemma3_12b", (8, 48)), ("gpt_oss_20b", (12, 24))])
+def test_windows_hold_what_their_layers_see(model: str, full_of: tuple[int, int]) -> None:
+    """Layers that see all hold all; the others their window, what a crop takes back, and edges."""
+    size = grouping.Size(prompt=4096, decode=40)
+    windowed, window, full, every = grouping.MODELS[model]
+    result = Result("grouping")
+    held = grouping.pages_held(result, model, size, (windowed, window, full, every))
+    pages = (size.prompt + size.decode) // 16
+    low = full * pages + windowed * (window // 16)
+    assert low <= held <= low + windowed * (128 // 16 + 2)
+    assert (full, windowed + full) == full_of
+    order = grouping.alternating(windowed, full, every)
+    assert (order.count(0), order.count(1)) == (windowed, full)
+
+
+def test_the_cost_of_coherence_is_of_calls_that_do_what_they_say() -> None:
+    """What is published is in the memory; each operation's name is the core's number for it."""
+    memory, source = cohering.at_page(64 << 10), cohering.at_page(4096)
+    target = cohering.at_page(4096)
+    memory[:] = 0
+    source[:] = 7
+    with pytest.raises(errors.StaleError, match="record 0 is not there"):
+        _core.coherence_time_s("acquire", memory, target, 0, 1)
+    for operation in ("store", "stream", "write_back", "invalidate", "evict"):
+        before = int(memory.sum())
+        assert _core.coherence_time_s(operation, memory, source, 3, 1) > 0
+        assert int(memory.sum()) == before + 7 * 4096
+        memory[:] = 0
+    for operation in ("read", "read_invalidated", "read_evicted"):
+        _core.coherence_time_s("store", memory, source, 0, 1)
+        target[:] = 0
+        _core.coherence_time_s(operation, memory, target, 0, 1)
+        assert bool((target == 7).all())
+    _core.coherence_time_s("publish", memory, source, 0, 15, checksum=True)
+    for operation in ("acquire", "acquire_unpinned"):
+        target[:] = 0
+        _core.coherence_time_s(operation, memory, target, 0, 7, batch=2, checksum=True)
+        assert bool((target == 7).all())
+    assert _core.coherence_time_s("unpin", memory, target, 0, 7, batch=2) > 0
+    memory[15 * 64 + 14 * (4096 + 64) + 64 + 100] ^= 1  # of the last payload
+    with pytest.raises(errors.StaleError, match="record 14 is not there"):
+        _core.coherence_time_s("acquire", memory, target, 14, 1, checksum=True)
+    with pytest.raises(errors.BadArgumentError):
+        _core.coherence_time_s("publish", memory, source[:100], 0, 1)
+    with pytest.raises(errors.BadArgumentError):
+        _core.coherence_calls_ns("fast", 4097, 1)
+    with pytest.raises(errors.BadArgumentError):
+        _core.coherence_visible_ns("fast", 100, 1)

@@ -1,0 +1,313 @@
+"""Each case of the microbenchmark command line at tiny size: it runs, and its checks can fail."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cxlkv import _core
+from cxlkv._core import Stream
+from cxlkv.bench import cli as bench_cli
+from cxlkv.bench import streams
+from cxlkv.bench.cases import agree, alloc, bandwidth, copy, gather, latency, publish
+from cxlkv.bench.measure import change_interval, median_interval, warnings_of
+from cxlkv.bench.report import Result
+from cxlkv.errors import (
+    BadArgumentError,
+    CXLKVError,
+    PoolExistsError,
+    SystemCallError,
+    UnsupportedError,
+)
+from cxlkv.ops import cli
+
+from ..support.small_cases import COHERING, check_result
+
+UNIT = 16 * streams.UNIT_BYTES
+LATENCY = latency.Size((4096, UNIT), UNIT, (100, 0), sample_s=0, rounds=1)
+BANDWIDTH = bandwidth.Size(UNIT, (1, 0), sample_s=0, rounds=1)
+SMALL: dict[str, Callable[[Result], None]] = {
+    "latency": lambda result: latency.run(result, LATENCY),
+    "bandwidth": lambda result: bandwidth.run(result, BANDWIDTH),
+    "alloc": lambda result: alloc.run(
+        result, alloc.Size(layers=1, capacity=64 << 20, counts=(1, 8), pages=16, rounds=1)
+    ),
+    "copy": lambda result: copy.run(result, copy.Size(UNIT, (4096,), sample_s=0, rounds=1)),
+    "gather": lambda result: gather.run(
+        result, gather.Size(4 << 20, 2 << 20, page_tokens=(16, 64), rounds=1)
+    ),
+    "publish": lambda result: publish.run(result, COHERING),
+}
+
+
+def run_small(case: str) -> Result:
+    result = Result(case)
+    SMALL[case](result)
+    return result
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_a_case_runs_small(case: str) -> None:
+    check_result(run_small(case))
+
+
+@pytest.mark.parametrize(
+    ("case", "check"),
+    [("latency", "latency_sums_right"), ("bandwidth", "read_1t_right")],
+)
+def test_a_wrong_sum_fails_the_check(
+    case: str, check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _core.memory_run
+
+    def wrong(running: list[Stream], seconds: float) -> list[_core.Streamed]:
+        return [did._replace(sum=did.sum + 1) for did in run(running, seconds)]
+
+    monkeypatch.setattr(_core, "memory_run", wrong)
+    result = run_small(case)
+    assert not result.checks[check]
+
+
+@pytest.fixture(params=["anonymous:", "file", "striped"])
+def place(request: pytest.FixtureRequest, shm_path: Path) -> Iterator[str]:
+    """A place for pools that is as it was before when the test ends."""
+    paths = [shm_path.with_suffix(f".{i}") for i in range(2)]
+    if request.param == "striped":
+        for path in paths:
+            with path.open("wb") as file:
+                file.truncate(16 << 20)
+    yield {
+        "anonymous:": "anonymous:",
+        "file": str(paths[0]),
+        "striped": "dax:" + "+".join(map(str, paths)),
+    }[request.param]
+    assert [path.exists() for path in paths] == [request.param == "striped"] * 2
+
+
+@pytest.mark.parametrize("case", ["latency", "bandwidth"])
+def test_the_memory_of_a_place_is_measured(
+    case: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It, and not this process's: its name is in the notes, and no link is charged for loads."""
+    monkeypatch.setattr(_core, "memory_taken", None)  # nobody asks for memory of the process
+    monkeypatch.setenv("CXLKV_EMULATE", "astera-a1000")
+    used: list[int] = []
+    run, memory_of, lent = _core.memory_run, _core.pool_memory, list[tuple[int, int]]()
+
+    def noted(pool: _core.Handle) -> tuple[int, int]:
+        lent.append(memory_of(pool))
+        return lent[-1]
+
+    def watched(running: list[Stream], seconds: float) -> list[_core.Streamed]:
+        ((address, size),) = lent
+        for stream in running:
+            used.append(stream.memory.ctypes.data - address)
+            assert streams.BORDER_BYTES <= used[-1] <= size - stream.memory.size
+        return run(running, seconds)
+
+    monkeypatch.setattr(_core, "pool_memory", noted)
+    monkeypatch.setattr(_core, "memory_run", watched)
+    result = Result(case)
+    if case == "latency":
+        latency.run(result, LATENCY, place)
+    else:
+        bandwidth.run(result, BANDWIDTH, place)
+    assert result.passed
+    assert used
+    assert any(place in note for note in result.notes)
+    assert result.emulated is None
+
+
+def test_a_place_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "letters"
+    file.write_text("dear")
+    with pytest.raises(PoolExistsError):
+        bandwidth.run(Result("bandwidth"), BANDWIDTH, str(file))
+    assert file.read_text() == "dear"
+    for case, region, why in (
+        ("copy", ["anonymous:"], "not with copy"),
+        ("latency", ["anonymous:", "numa:0"], "--region: one"),
+        ("all", ["anonymous:"], "--region: one"),
+        ("latency", ["dax:dax99.9"], "no device"),
+    ):
+        options = [word for each in region for word in ("--region", each)]
+        with pytest.raises(CXLKVError, match=why):
+            cli.app(["bench", "run", case, *options], standalone_mode=False)
+
+
+@pytest.mark.parametrize("kind", ["write", "mixed", "copy", "copy_past"])
+def test_what_is_not_written_is_seen(kind: str) -> None:
+    with _core.memory_taken(UNIT) as memory:
+        streams.number(memory)
+        stream = Stream(kind, memory, first_word=1 << 40)
+        (did,) = _core.memory_run([stream], 0)
+        assert did.moved_bytes > 0
+        assert streams.contents_are_right(stream, did)
+        memory[{"write": 0, "mixed": UNIT // 3 * 2}.get(kind, UNIT // 2)] ^= 1
+        assert not streams.contents_are_right(stream, did)
+
+
+def test_sums_wrap_as_words_do() -> None:
+    first = 2**64 - 3
+    assert streams.sum_of_words(first, 5) == (first + first + 1 + first + 2 + 0 + 1) % 2**64
+
+
+def test_what_memory_and_cpus_are_not_there_is_said() -> None:
+    with (
+        pytest.raises(SystemCallError, match="memory of node 1000"),
+        _core.memory_taken(4096, 1000),
+    ):
+        pass
+    with (
+        _core.memory_taken(UNIT) as memory,
+        pytest.raises(SystemCallError, match="cannot run on CPU 1000"),
+    ):
+        _core.memory_run([Stream("read", memory, cpu=1000)], 0)
+    to = np.empty(100, np.uint8)
+    with pytest.raises(BadArgumentError, match="do not fit"):
+        _core.memory_gather_s(to, to, np.zeros(2, np.uint64), 64)
+
+
+def test_matrices_name_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes as far as the case knows; memory is taken wherever it is."""
+    cpus = tuple(streams.allowed_cpus()[:1])
+    (node, *_) = streams.places(UNIT).memory
+    two = streams.Places((node, node), {0: cpus, 1: cpus})
+    monkeypatch.setattr(streams, "places", lambda need_bytes: two)
+    taken = _core.memory_taken
+    monkeypatch.setattr(_core, "memory_taken", lambda size, node=-1: taken(size))
+    found = set(run_small("bandwidth").metrics) | set(run_small("latency").metrics)
+    assert {"read_node0_from_node1", "node0_from_node1_ns"} <= found
+
+
+def test_agree_names_the_programs_that_are_not_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UnsupportedError, match="apt install"):
+        agree.run(Result("agree"), agree.QUICK)
+    notes: list[str] = []
+    assert agree.found_tools(agree.QUICK, tmp_path, notes) == {}
+    assert notes[1:] == [f"{t}: not measured, {t} is not installed" for t in ("mbw", "perf")]
+    program = tmp_path / "mbw"
+    program.write_text("#!/bin/sh\necho nonsense\n")
+    program.chmod(0o755)
+    agree.found_tools(agree.QUICK, tmp_path, notes)
+    assert "mbw printed something else than a figure" in notes[-2]
+
+
+def test_agree_takes_figures_of_another_program(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A stand-in for mbw, as it prints; the true ones are compared by the case itself."""
+    program = tmp_path / "mbw"
+    program.write_text(
+        "#!/bin/sh\necho 'AVG\tMethod: MEMCPY\tElapsed: 0.1\tMiB: 8.0\tCopy: 1000.000 MiB/s'\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    result = Result("agree")
+    agree.run(result, agree.Size(1 << 20, sample_s=0, rounds=1))
+    assert result.passed
+    assert result.metrics["copy_mbw"].samples == [1000 * 2**20 / 1e9]
+    assert result.ratios["copy_to_mbw"] > 0
+
+
+def test_all_keeps_what_runs_and_names_the_rest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(result: Result, part: str, quick: bool = False) -> None:
+        assert quick
+        if part == "latency":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+        if part == "copy":
+            raise UnsupportedError("no such thing here")
+        result.measure("time", [1.0, 2.0, 3.0], "us")
+        result.checks["right"] = part != "gather"
+
+    monkeypatch.setattr(bench_cli, "measure", measure)
+    out, table = tmp_path / "r.json", tmp_path / "r.csv"
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", "all", "--quick", "--json", str(out), "--csv", str(table)])
+    assert stopped.value.code == 1
+    found = json.loads(out.read_text())
+    assert set(found["metrics"]) == {"alloc/time", "bandwidth/time", "publish/time"}
+    assert found["checks"]["gather/right"] is False
+    assert found["ratios"] == {}
+    shown = capsys.readouterr().out
+    assert "check failed: gather/right" in shown
+    assert "latency: not measured, torch is not installed" in shown
+    assert "copy: not measured, no such thing here" in shown
+    assert len(table.read_text().splitlines()) == 1  # a check failed: the head only
+
+
+def test_no_speed_is_shown_when_a_check_failed() -> None:
+    result = Result("story", checks={"right": False})
+    result.measure("time", [1], "us")
+    result.measure("violations", [7], "count")
+    assert bench_cli.table(result).row_count == 1
+    result.checks["right"] = True
+    assert bench_cli.table(result).row_count == 2
+
+
+def test_csv_has_a_row_for_each_figure(tmp_path: Path) -> None:
+    result = Result("story", checks={"right": True}, ratios={"a_to_b": 2.0})
+    result.measure("time", list(range(1, 21)), "us")
+    result.write_csv(tmp_path / "r.csv")
+    head, time, ratio = csv.reader((tmp_path / "r.csv").read_text().splitlines())
+    assert dict(zip(head, time, strict=True)) == {
+        **{"case": "story", "figure": "time", "unit": "us", "median": "10.5", "samples": "20"},
+        **{"median_low": "6.0", "median_high": "15.0", "low": "1.0", "high": "20.0"},
+    }
+    assert ratio[:4] == ["story", "a_to_b", "ratio", "2.0"]
+
+
+def test_every_case_is_listed_with_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "list"])
+    shown = capsys.readouterr().out
+    for name in (*bench_cli.CASES, *bench_cli.OWN, "all"):
+        assert f" {name} " in shown
+    said = list(bench_cli.list_cases().columns[1].cells)
+    assert all(said)
+    assert len(set(said)) == len(said), "two cases with one description"
+
+
+def test_quick_goes_where_there_is_a_quick_size(capsys: pytest.CaptureFixture[str]) -> None:
+    for case in ("calling", "replay"):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["bench", case, "--quick", *(["--trace", "zipf"] if case == "replay" else [])])
+        assert stopped.value.code == 1
+        assert "--quick" in capsys.readouterr().err
+
+
+def test_the_interval_holds_the_median_as_often_as_it_says(rng: np.random.Generator) -> None:
+    assert median_interval(list(range(1, 7))) == (1, 6)  # 1 - 2 / 2**6 = 0.97
+    assert median_interval(list(range(1, 21))) == (6, 15)  # the table in textbooks
+    assert median_interval([3.0]) == (3.0, 3.0)
+    draws = [median_interval(rng.exponential(1, 21).tolist()) for _ in range(1000)]
+    inside = sum(low <= math.log(2) <= high for low, high in draws)
+    assert inside > 930  # of 1,000 at 0.95 or more: four deviations below it
+
+
+def test_a_change_is_sure_when_the_samples_say_so() -> None:
+    old = [100 + i % 5 for i in range(20)]
+    low, high = change_interval(old, [2 * sample for sample in old])
+    assert 1.9 < low <= high < 2.1
+    low, high = change_interval([1, 9, 2, 8, 3, 7], [2, 8, 3, 9, 1, 7])
+    assert low < 1 < high
+
+
+def test_noise_is_said() -> None:
+    quiet = [100 + i % 3 * 0.1 for i in range(20)]
+    assert warnings_of(quiet) == []
+    assert "the first sample is an outlier" in warnings_of([300, *quiet])[0]
+    assert "3 of 23 samples are outliers" in warnings_of([*quiet, 300, 400, 500])[0]
+    assert "noisy: the median is only known within" in warnings_of([1, 2, 3, 4, 5, 6, 7])[0]
+    assert warnings_of([1, 100]) == []  # too few to tell

@@ -1,0 +1,369 @@
+"""Several hosts on one pool, killed at random: nothing published is lost, no page is either.
+
+On one machine each host number has a host state of its own, so processes can be different hosts
+(tests/support/pool_worker.py); they check every token that they read. No sleeps: the test reads
+what they report. What caches that are not coherent do is in test_protocol_incoherent.c.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from cxlkv import CXLPool, KVLayout
+from cxlkv.prefix import prefix_keys
+
+from ..conftest import audit, pages_accounted
+from ..support.pool_worker import (
+    FAMILIES,
+    FAMILY_TOKENS,
+    LAYERS,
+    PAGE_TOKENS,
+    TAIL_END,
+    token_ids,
+    verify,
+)
+from .test_hosts_failing import LOCK_LINE, NAME_LINE, line_offset, poke
+
+WORKER = Path(__file__).parents[1] / "support/pool_worker.py"
+LAYOUT = KVLayout(layers=LAYERS, kv_heads=2, head_dim=8, page_tokens=PAGE_TOKENS, dtype="float32")
+CAPACITY_BYTES = (2 << 20) + (500 << 10)  # 272 pages in 17 extents: they move all the time
+HOSTS = 5
+WATCHERS = (3, 4)  # hosts of the test itself
+
+
+class Process:
+    """A worker on a host; what it says comes line by line."""
+
+    def __init__(
+        self,
+        command: str,
+        path: str,
+        box: Path,
+        host: int,
+        seed: int,
+        steps: int = 0,
+        lease_s: float = 2.0,
+    ):
+        self.host = host
+        self.popen = subprocess.Popen(
+            [sys.executable, str(WORKER), command, path, str(box), str(seed), str(steps)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={
+                **os.environ,
+                "CXLKV_HOST": str(host),
+                "CXLKV_TEST_LEASE_S": str(lease_s),
+            },
+        )
+        assert self.popen.stdout
+        self.file = self.popen.stdout
+        self.rest = b""
+        self.ended = False
+        self.done = 0
+        self.seen = Counter[str]()
+        self.seeds: list[int] = []  # of all texts of its own
+        self.published: list[int] = []  # and not forgotten
+        self.stats: dict[str, int] = {}
+
+    def read(self) -> None:
+        """Takes what it has said; waits for more when that is nothing."""
+        got = os.read(self.file.fileno(), 1 << 16)
+        self.ended = not got
+        *lines, self.rest = (self.rest + got).split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            self.done = said.get("done", self.done)
+            self.seen.update(said.get("seen", {}))
+            if "publishing" in said:
+                self.seeds.append(said["publishing"])
+            if "published" in said:
+                self.published.append(said["published"])
+            if "forgotten" in said:
+                self.published.remove(said["forgotten"])
+            if "stats" in said:
+                self.stats = said["stats"]
+                assert not said["problems"], said["problems"]
+
+    def end(self, number: int | None = None, expected: int = 0) -> None:
+        """Reads to its end, after a signal if one is given."""
+        if number is not None:
+            self.popen.send_signal(number)
+        while not self.ended:
+            self.read()
+        _, text = self.popen.communicate()
+        assert self.popen.returncode == expected, text.decode()
+
+
+def drain(processes: list[Process], wait_s: float | None = None) -> None:
+    """Reads what any of them says: who is not read stops, and keeps its pages."""
+    ready, _, _ = select.select([p.file for p in processes if not p.ended], [], [], wait_s)
+    for process in [process for process in processes if process.file in ready]:
+        process.read()
+        if process.ended:
+            process.end()
+
+
+@pytest.fixture
+def pool_path(shm_path: Path) -> str:
+    CXLPool.create(
+        shm_path,
+        layout=LAYOUT,
+        capacity=CAPACITY_BYTES,
+        sharing="software",
+        hosts=HOSTS,
+        host=WATCHERS[0],
+        threads=1,
+    ).close()
+    return str(shm_path)
+
+
+def drawn_seed() -> int:
+    seed = int(os.environ.get("CXLKV_TEST_SEED", "0")) or Random().randrange(1 << 30)
+    print(f"CXLKV_TEST_SEED={seed}")
+    return seed
+
+
+def assert_accounted(stats: dict[str, int]) -> None:
+    assert pages_accounted(stats) == stats["pages_total"], stats
+    assert stats["pages_quarantined"] == stats["pages_retired"] == 0, stats
+
+
+def assert_all_comes_back(path: str, seeds: list[int]) -> None:
+    """Every host once more: what is published is forgotten, and then all pages are free."""
+    texts = [token_ids(seed) for seed in [*range(1, FAMILIES + 1), *seeds]]
+    keys = [prefix_keys(ids, PAGE_TOKENS) for ids in texts]
+    keys += [prefix_keys(ids[:TAIL_END], PAGE_TOKENS, tail=True)[-1:] for ids in texts]
+    with ExitStack() as stack:
+        pools = [stack.enter_context(CXLPool.open(path, host=i, threads=1)) for i in range(HOSTS)]
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            for pool in pools:
+                for own in keys:
+                    pool.forget(own)
+                audit(pool)
+            stats = [pool.stats() for pool in pools]
+            if all(s["pages_free"] + s["pages_elsewhere"] == s["pages_total"] for s in stats):
+                break
+        owned = sum(s["pages_total"] - s["pages_elsewhere"] for s in stats)
+        assert all(s["pages_free"] + s["pages_elsewhere"] == s["pages_total"] for s in stats), stats
+        assert owned <= stats[0]["pages_total"]
+
+
+# ---- a storm ----
+
+
+def run(path: str, box: Path, seed: int, operations: int) -> Counter[str]:
+    """Four processes on three hosts; one of the two that share a host is killed half way, and then
+    the only one of another host; others take over what is left."""
+    hosts = (0, 1, 1, 2)
+    share = operations // len(hosts)
+    processes = [Process("work", path, box, h, seed + i, share) for i, h in enumerate(hosts)]
+    victims, seen = {processes[1], processes[3]}, Counter[str]()
+    waiting = list(processes)
+    try:
+        while waiting:
+            ready, _, _ = select.select([process.file for process in waiting], [], [])
+            for process in [process for process in waiting if process.file in ready]:
+                process.read()
+                if process in victims and process.done >= share // 2:
+                    victims.discard(process)
+                    process.end(signal.SIGKILL, -signal.SIGKILL)
+                    left = share - process.done
+                    heir = Process("work", path, box, process.host, seed + 100 + left, left)
+                    processes.append(heir)
+                    waiting.append(heir)
+                elif process.ended:
+                    process.end()
+                if process.ended:
+                    waiting.remove(process)
+        assert not victims, "a victim was never killed"
+    finally:
+        for process in processes:
+            process.popen.kill()
+            process.popen.communicate()
+    for process in processes:
+        seen += process.seen
+        seen["operations"] += process.done
+    return seen
+
+
+EVENTS = ("adopted", "hit", "tail_hits", "published", "fork", "truncate", "full", "forgotten")
+
+
+def storm(path: str, box: Path, operations: int) -> None:
+    seed = drawn_seed()
+    box.mkdir()
+    start = time.monotonic()
+    with CXLPool.open(path, host=WATCHERS[0], threads=1) as watcher:
+        seen, rounds = Counter[str](), 0
+        while rounds == 0 or not all(seen[what] for what in EVENTS):  # their mix is the scheduler's
+            seen += run(path, box, seed + 1000 * rounds, operations)
+            rounds += 1
+        audit(watcher)
+    print(f"{seen['operations']} operations in {time.monotonic() - start:.1f} s: {dict(seen)}")
+    assert seen["operations"] >= rounds * operations
+    for host in range(3):
+        with CXLPool.open(path, host=host, threads=1) as pool:
+            audit(pool)
+            stats = pool.stats()
+            assert_accounted(stats)
+            assert stats["pages_held"] == stats["pages_withdrawn"] == 0, stats
+    assert_all_comes_back(path, [])
+
+
+def test_three_hosts_with_two_killed(pool_path: str, tmp_path: Path) -> None:
+    storm(pool_path, tmp_path / "box", 6_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_three_hosts_100_000_operations(pool_path: str, tmp_path: Path) -> None:
+    storm(pool_path, tmp_path / "box", 100_000)
+
+
+# ---- what was published outlives its publisher ----
+
+
+def assert_readable(watchers: list[CXLPool], seeds: list[int]) -> None:
+    for watcher in watchers:
+        for seed in seeds:
+            with watcher.match_prefix(token_ids(seed)) as hit:
+                assert hit.tokens == FAMILY_TOKENS, f"{hit.tokens} tokens of {seed} are found"
+                verify(hit.sequence(), [(seed, FAMILY_TOKENS)])
+
+
+PATIENCE = 60
+
+
+def wait_until(processes: list[Process], of: list[Process], texts: list[int]) -> None:
+    """Until each of some has begun so many texts; or another one has begun PATIENCE more meanwhile:
+    who has no extent gets one only when a neighbour has one without a page, which may take long."""
+    begun = [len(process.seeds) for process in processes]
+    while any(len(p.seeds) < count or not p.stats for p, count in zip(of, texts, strict=True)):
+        drain(processes)
+        more = [len(p.seeds) - mark for p, mark in zip(processes, begun, strict=True)]
+        if max(more) > PATIENCE and all(process.stats for process in of):
+            return
+
+
+def kill_rounds(path: str, box: Path, hosts: tuple[int, ...], rounds: int) -> None:
+    """In each round one is killed, wherever it is; a new one takes its place when the others have
+    read all that it had published."""
+    seed = drawn_seed()
+    random = Random(seed)
+    box.mkdir()
+    processes = [Process("publisher", path, box, h, seed + i) for i, h in enumerate(hosts)]
+    seeds, start = list[int](), time.monotonic()
+    with ExitStack() as stack:
+        for process in processes:
+            stack.callback(process.popen.communicate)
+            stack.callback(process.popen.kill)
+        watchers = [stack.enter_context(CXLPool.open(path, host=h, threads=1)) for h in WATCHERS]
+        for number in range(rounds):
+            place = random.randrange(len(hosts))
+            victim, wanted = processes[place], random.randrange(1, 12)
+            wait_until(processes, [victim], [wanted])
+            for _ in range(random.randrange(100_000)):
+                pass
+            victim.end(signal.SIGKILL, -signal.SIGKILL)
+            assert_accounted(victim.stats)
+            assert_readable(watchers, victim.published)
+            seeds += victim.seeds
+            for own in victim.published:
+                watchers[number % 2].forget(prefix_keys(token_ids(own), PAGE_TOKENS))
+            for watcher in watchers:
+                assert_accounted(watcher.stats())
+            heir = Process("publisher", path, box, victim.host, seed + len(hosts) + number)
+            stack.callback(heir.popen.communicate)
+            stack.callback(heir.popen.kill)
+            processes[place] = heir
+        for process in processes:
+            while not process.stats and not process.ended:
+                process.read()
+            process.end(signal.SIGTERM)
+            assert_accounted(process.stats)
+            seeds += process.seeds
+        for watcher in watchers:
+            audit(watcher)
+    print(f"{rounds} kills, {len(seeds)} texts in {time.monotonic() - start:.1f} s")
+    assert len(seeds) >= rounds
+    assert_all_comes_back(path, seeds)
+
+
+@pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 1, 1)])
+def test_kills_at_random_instants(pool_path: str, tmp_path: Path, hosts: tuple[int, ...]) -> None:
+    kill_rounds(pool_path, tmp_path / "box", hosts, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 1, 1)])
+def test_300_kills(pool_path: str, tmp_path: Path, hosts: tuple[int, ...]) -> None:
+    kill_rounds(pool_path, tmp_path / "box", hosts, 150)
+
+
+# ---- silence ----
+
+
+def put_in_front(pool: CXLPool, path: str, host: int) -> None:
+    """As if it had stopped in the queue for the lock: whoever needs that fences it."""
+    _, epoch = struct.unpack("<QI", poke(path, line_offset(pool, host, NAME_LINE), b"", 12))
+    poke(path, line_offset(pool, host, LOCK_LINE), struct.pack("<Q", epoch << 40 | 1))
+
+
+def stop_rounds(path: str, box: Path, rounds: int) -> None:
+    """In each round a host is stopped for up to three leases while the others work on, and mostly
+    it is fenced: it goes on with all that it had, its own pages and those that it reads."""
+    lease_s = 0.2
+    seed = drawn_seed()
+    random = Random(seed)
+    box.mkdir()
+    with ExitStack() as stack:
+        processes = [
+            Process("publisher", path, box, host, seed + host, lease_s=lease_s) for host in range(3)
+        ]
+        for process in processes:
+            stack.callback(process.popen.communicate)
+            stack.callback(process.popen.kill)
+        watcher = stack.enter_context(CXLPool.open(path, host=WATCHERS[0], threads=1))
+        while not all(process.stats for process in processes):
+            drain(processes)
+        for _ in range(rounds):
+            stopped = random.choice(processes)
+            stopped.popen.send_signal(signal.SIGSTOP)
+            if random.random() < 0.7:
+                put_in_front(watcher, path, stopped.host)
+            until = time.monotonic() + random.uniform(0, 3) * lease_s
+            while (left_s := until - time.monotonic()) > 0:
+                drain(processes, left_s)
+            stopped.popen.send_signal(signal.SIGCONT)
+        for process in processes:
+            process.popen.send_signal(signal.SIGTERM)
+        for process in processes:
+            process.end()
+        seen = sum((process.seen for process in processes), Counter[str]())
+    print(dict(seen))
+    assert_all_comes_back(path, [own for process in processes for own in process.seeds])
+
+
+def test_hosts_that_stop_at_random(pool_path: str, tmp_path: Path) -> None:
+    stop_rounds(pool_path, tmp_path / "box", 12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_hosts_that_stop_300_times(pool_path: str, tmp_path: Path) -> None:
+    stop_rounds(pool_path, tmp_path / "box", 300)

@@ -1,0 +1,396 @@
+"""The remote tier against a true Mooncake master on loopback, and what it has in common with the
+cold file: the same records or misses, whoever dies. `make test-remote` has Mooncake."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cxlkv import CXLPool, KVLayout
+from cxlkv.bench.peers.mooncake import LOOPBACK, free_port, start_master
+from cxlkv.errors import (
+    BadArgumentError,
+    ClosedError,
+    ColdError,
+    GeometryError,
+    UnsupportedError,
+)
+from cxlkv.prefix import prefix_keys
+from cxlkv.tiers import Tiers
+from cxlkv.tiers.cold import ColdTier
+from cxlkv.tiers.cold_file import BLOCK_BYTES, RecordShape
+from cxlkv.tiers.cold_mooncake import MooncakeTier
+from cxlkv.tiers.cold_store import ColdStore
+
+from ..test_records import grown, names_of_keys, read_all
+from .test_cold import SHAPE, SLOT, load, names, records
+
+LEND = "64MiB"
+LIMIT_S = 15.0  # of anything with a dead master: a deadline of 5 s, and what is set up anew
+
+# Lends memory until it is killed.
+LENDER = """
+import sys
+from cxlkv.tiers.cold_file import RecordShape
+from cxlkv.tiers.cold_mooncake import MooncakeTier
+with MooncakeTier(sys.argv[1], shape=RecordShape(1000, 7), lend="64MiB"):
+    print("lends", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture(scope="session")
+def mooncake() -> None:
+    if importlib.util.find_spec("mooncake") is None:
+        pytest.skip("Mooncake is not installed here: `make test-remote` has it in its environment")
+    os.environ["MC_TCP_BIND_ADDRESS"] = LOOPBACK
+
+
+@contextmanager
+def master() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    port = free_port()
+    process = start_master(port, client_ttl=2)
+    try:
+        yield f"mooncake://{LOOPBACK}:{port}", process
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def lender(where: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", LENDER, where],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert "lends" in process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def store_at(mooncake: None) -> Iterator[str]:
+    with master() as (where, _):
+        yield where
+
+
+@pytest.fixture(scope="module")
+def remote(store_at: str) -> Iterator[MooncakeTier]:
+    with MooncakeTier(store_at, shape=SHAPE, lend=LEND) as tier:
+        yield tier
+
+
+@pytest.fixture(params=["file", "mooncake"])
+def cold(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ColdStore]:
+    if request.param == "file":
+        with ColdTier(tmp_path / "a", shape=SHAPE, capacity=BLOCK_BYTES + 64 * SLOT) as tier:
+            yield tier
+    else:
+        found: MooncakeTier = request.getfixturevalue("remote")
+        found.drop(names(*range(64)))
+        yield found
+
+
+# ---- what the file does, too ----
+
+
+def test_what_was_stored_is_there(cold: ColdStore) -> None:
+    assert cold.contains(names(1, 2)).tolist() == [False, False]
+    assert cold.store(names(1, 2, 1), records(1, 2, 1)).tolist() == [True, True, True]
+    assert cold.contains(names(2, 3, 1), sure=True).tolist() == [True, False, True]
+    assert load(cold, 3, 2, 1, 2) == [False, True, True, True]
+    assert cold.store(names(2, 3), records(2, 3)).tolist() == [True, True]
+    assert cold.drop(names(2, 9)).tolist() == [True, False]
+    assert load(cold, 1, 2, 3) == [True, False, True]
+    stats = cold.stats()
+    assert stats["corrupt"] == stats["refused"] == 0
+    assert cold.why_off == ""
+
+
+def test_wrong_arguments_are_named(cold: ColdStore) -> None:
+    with pytest.raises(BadArgumentError, match="names of shape"):
+        cold.contains(np.zeros((2, 15), np.uint8))
+    with pytest.raises(BadArgumentError, match="records of shape"):
+        cold.store(names(1), np.zeros((1, 999), np.uint8))
+    with pytest.raises(BadArgumentError, match="out of shape"):
+        cold.load(names(1, 2), np.zeros((1, 1000), np.uint8))
+    assert cold.store(names(), np.zeros((0, 1000), np.uint8)).size == 0
+    assert cold.load(names(), np.zeros((0, 1000), np.uint8)).size == 0
+
+
+NUMBERS = st.lists(st.integers(0, 11), min_size=1, max_size=6)
+STEPS = st.lists(st.tuples(st.sampled_from(["store", "load", "drop"]), NUMBERS), max_size=12)
+
+
+@given(steps=STEPS)
+@settings(max_examples=40)
+def test_like_a_dictionary(cold: ColdStore, steps: list[tuple[str, list[int]]]) -> None:
+    cold.drop(names(*range(12)))
+    there: set[int] = set()
+    for what, numbers in steps:
+        if what == "store":
+            there |= set(numbers)
+            assert cold.store(names(*numbers), records(*numbers)).all()
+        elif what == "load":
+            assert load(cold, *numbers) == [n in there for n in numbers]
+        else:
+            gone = cold.drop(names(*numbers))
+            assert {n for n, was in zip(numbers, gone, strict=True) if was} == there & set(numbers)
+            there -= set(numbers)
+        assert cold.contains(names(*range(12))).tolist() == [n in there for n in range(12)]
+
+
+# ---- a pool's pages ----
+
+
+def test_what_went_comes_back_to_another_pool(store_at: str, rng: np.random.Generator) -> None:
+    """As on another machine: same layout, same text, nothing but the store in common."""
+    layout = KVLayout(layers=2, kv_heads=2, head_dim=32, page_tokens=16, dtype="float16")
+    ids = list(range(320))
+    with (
+        CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1) as first,
+        CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1) as other,
+        Tiers(first, cold=store_at, cold_capacity=LEND) as tiers,
+    ):
+        sequence = grown(first, rng, len(ids))
+        first.publish_prefix(sequence, ids)
+        taken = read_all(first, names_of_keys(first, prefix_keys(ids, 16)))
+        sequence.release()
+        assert tiers.make_room(first.stats()["pages_total"]) == 20
+        assert tiers.stats()["demoted_pages"] == tiers.stats()["cold_stored"] == 20
+        with Tiers(other, cold=store_at) as others, others.match_prefix(ids) as hit:
+            assert hit.tokens == 320
+            got = read_all(other, names_of_keys(other, prefix_keys(ids, 16)))
+            np.testing.assert_array_equal(got, taken)
+            assert others.stats()["cold_corrupt"] == 0
+
+
+def test_objects_go_and_come_back(store_at: str, rng: np.random.Generator) -> None:
+    """By name; one that was put again with other bytes is the newer one."""
+    layout = KVLayout.objects("64KiB")
+    kept = {f"object {i}": rng.bytes(int(rng.integers(1, 64 << 10))) for i in range(120)}
+    with (
+        CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1) as pool,
+        Tiers(pool, cold=store_at, cold_capacity="32MiB") as tiers,
+    ):
+        for name, content in kept.items():
+            assert pool.put(name, content)
+        assert pool.stats()["pages_total"] < len(kept), "some had to go"
+        again = "object 0"
+        assert tiers.forget([again]) == 1
+        kept[again] = b"newer"
+        assert pool.put(again, kept[again])
+        tiers.make_room(pool.stats()["pages_total"])
+        assert (pool.object_sizes(list(kept)) < 0).all()
+        for name, content in kept.items():
+            assert tiers.restore([name]).all(), name
+            out = np.zeros(len(content), np.uint8)
+            assert pool.get_into(name, out) == len(content)
+            assert out.tobytes() == content
+
+
+def test_layouts_do_not_meet(remote: MooncakeTier, store_at: str) -> None:
+    remote.store(names(40), records(40))
+    with MooncakeTier(store_at, shape=RecordShape(1000, 8)) as other:
+        assert other.contains(names(40)).tolist() == [False]
+
+
+def test_an_open_store_is_the_callers(tmp_path: Path, pool: CXLPool) -> None:
+    shape = RecordShape.of(pool._handle)
+    with ColdTier(tmp_path / "a", shape=shape, capacity="2MiB") as mine:
+        Tiers(pool, cold=mine).close()
+        assert mine.stats()["records"] == 0
+        with pytest.raises(BadArgumentError, match="go with the path"):
+            Tiers(pool, cold=mine, cold_capacity="2MiB")
+    with (
+        ColdTier(tmp_path / "b", shape=SHAPE, capacity="2MiB") as other,
+        pytest.raises(GeometryError, match="another pool layout: a layout"),
+    ):
+        Tiers(pool, cold=other)
+
+
+# ---- damage ----
+
+
+def test_what_was_changed_there_is_a_miss_and_goes(remote: MooncakeTier, seed: int) -> None:
+    """Flipped, cut, or another's: it is found out, and stored anew."""
+    rng, key = random.Random(seed), remote._keys(names(20))[0]
+    remote.drop(names(20, 21))
+    assert remote.store(names(20, 21), records(20, 21)).all()
+    whole: bytes = remote._client.get(key)  # type: ignore[attr-defined]
+    other: bytes = remote._client.get(remote._keys(names(21))[0])  # type: ignore[attr-defined]
+    used = SHAPE.bytes + 40
+    changed = [whole[:-1], whole + b"\0", b"", other]
+    for _ in range(40):
+        at = rng.randrange(used)
+        changed.append(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :])
+    for wrong in changed:
+        remote._client.batch_remove([key], True)
+        before = remote.stats()["corrupt"]
+        if wrong:
+            assert remote._client.put(key, wrong) == 0  # type: ignore[attr-defined]
+        assert load(remote, 20, 21) == [False, True]
+        assert remote.stats()["corrupt"] == before + bool(wrong)
+        assert remote.contains(names(20)).tolist() == [False]
+        assert remote.store(names(20), records(20)).all()
+        assert load(remote, 20) == [True]
+
+
+# ---- who dies ----
+
+
+def eventually(what: str, check: Iterator[bool]) -> None:
+    until = time.monotonic() + 60
+    for done in check:
+        if done:
+            return
+        assert time.monotonic() < until, what
+
+
+def test_a_machine_that_dies_is_told_in_time(mooncake: None) -> None:
+    """Its records are misses, the error is counted; what others lend is used again."""
+    with master() as (where, _), MooncakeTier(where, shape=SHAPE) as tier:
+        with lender(where) as process:
+            assert tier.store(names(1, 2), records(1, 2)).all()
+            assert load(tier, 1, 2) == [True, True]
+            process.kill()
+            process.wait()
+            began = time.monotonic()
+            assert load(tier, 1, 2) == [False, False]
+            assert time.monotonic() - began < LIMIT_S
+            assert tier.stats()["errors"] == 1
+            assert "Is its master up" in tier.why_off
+            assert tier.store(names(3), records(3)).tolist() == [False]
+        with lender(where):
+
+            def stores() -> Iterator[bool]:
+                while True:
+                    yield bool(tier.store(names(3), records(3)).all())
+
+            eventually("nothing is stored again", stores())
+            assert load(tier, 1, 2, 3) == [False, False, True]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_master_that_dies_or_hangs_costs_a_deadline(mooncake: None, how: signal.Signals) -> None:
+    with (
+        master() as (where, process),
+        MooncakeTier(f"{where}?timeout_s=1", shape=SHAPE, lend=LEND) as tier,
+    ):
+        assert tier.store(names(1, 2), records(1, 2)).all()
+        process.send_signal(how)
+        began = time.monotonic()
+        assert load(tier, 1, 2) == [False, False]
+        assert tier.contains(names(1)).tolist() == [False]
+        assert tier.store(names(3), records(3)).tolist() == [False]
+        assert time.monotonic() - began < LIMIT_S
+        assert tier.stats()["errors"] == 1
+        assert tier.stats()["off"] == 1
+        if how == signal.SIGSTOP:
+            process.send_signal(signal.SIGCONT)
+
+            def loads() -> Iterator[bool]:
+                while True:
+                    yield bool(tier.store(names(1), records(1)).all())
+
+            eventually("a master that goes on is not asked again", loads())
+            assert load(tier, 1) == [True]
+
+
+def test_an_engine_computes_when_the_master_is_gone(
+    mooncake: None, rng: np.random.Generator
+) -> None:
+    layout = KVLayout(layers=2, kv_heads=2, head_dim=32, page_tokens=16, dtype="float16")
+    ids = list(range(320))
+    with CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1) as pool:
+        with master() as (where, process):
+            tiers = Tiers(pool, cold=f"{where}?timeout_s=1", cold_capacity=LEND)
+            sequence = grown(pool, rng, len(ids))
+            pool.publish_prefix(sequence, ids)
+            sequence.release()
+            tiers.make_room(pool.stats()["pages_total"])
+            process.kill()
+            process.wait()
+            began = time.monotonic()
+            with tiers.match_prefix(ids) as hit:
+                assert hit.tokens == 0
+            assert time.monotonic() - began < LIMIT_S
+        sequence = grown(pool, rng, len(ids))  # what it computes is found as ever
+        pool.publish_prefix(sequence, ids)
+        sequence.release()
+        with tiers.match_prefix(ids) as hit:
+            assert hit.tokens == 320
+        assert tiers.stats()["cold_errors"] >= 1
+        tiers.close()
+
+
+def test_no_master_is_an_error_in_time(mooncake: None) -> None:
+    began = time.monotonic()
+    with pytest.raises(ColdError, match="no Mooncake store can be had there"):
+        MooncakeTier(f"mooncake://{LOOPBACK}:{free_port()}", shape=SHAPE)
+    assert time.monotonic() - began < 40
+
+
+def test_a_store_without_memory_refuses(mooncake: None) -> None:
+    with master() as (where, _), MooncakeTier(where, shape=SHAPE) as tier:
+        assert tier.store(names(1), records(1)).tolist() == [False]
+        assert tier.stats()["refused"] == 1
+        assert tier.stats()["errors"] == 0
+
+
+def test_a_closed_tier_says_so(store_at: str) -> None:
+    tier = MooncakeTier(store_at, shape=SHAPE)
+    tier.close()
+    tier.close()
+    with pytest.raises(ClosedError, match="was closed"):
+        tier.contains(names(1))
+
+
+# ---- without Mooncake, too ----
+
+
+def test_without_mooncake_the_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(UnsupportedError, match="pip install mooncake-transfer-engine"):
+        MooncakeTier("mooncake://127.0.0.1:1", shape=SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("where", "match"),
+    [
+        ("mooncake://host", "HOST:PORT is wanted"),
+        ("mooncake://host:many", "HOST:PORT is wanted"),
+        ("mooncake://host:1/path", "HOST:PORT is wanted"),
+        ("mooncake://host:1?speed=9", "not speed"),
+        ("mooncake://host:1?speed", "HOST:PORT is wanted"),
+        ("mooncake://host:1?timeout_s=0", "more than 0"),
+        ("mooncake://host:1?timeout_s=x", "more than 0"),
+    ],
+)
+def test_wrong_places_are_named(where: str, match: str) -> None:
+    with pytest.raises(BadArgumentError, match=match):
+        MooncakeTier(where, shape=SHAPE)
+
+
+def test_what_does_not_go_together_is_named(pool: CXLPool) -> None:
+    with pytest.raises(BadArgumentError, match="goes with a file"):
+        Tiers(pool, cold="mooncake://host:1", compress="zstd")

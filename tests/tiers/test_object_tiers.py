@@ -1,0 +1,395 @@
+"""Objects with tiers: a full pool makes room, what is held stays, and the cold file gives back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from cxlkv import CXLPool, KVLayout, Tiers, object_keys
+from cxlkv.emulation.link import emulate
+from cxlkv.errors import BadArgumentError, PoolFullError
+from cxlkv.machine.costs import Costs
+from cxlkv.objects import ABSENT
+from cxlkv.tiers.cold import ColdTier
+from cxlkv.tiers.near import NearTier
+
+from ..conftest import audit
+from ..support.damaging import change_byte
+
+SIZE = 64 << 10
+LAYOUT = KVLayout.objects(SIZE)
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+def made(name: object, version: int = 0) -> Bytes:
+    """What follows from a name, of a size that does, too."""
+    rng = np.random.default_rng([*str(name).encode(), version])
+    return rng.integers(0, 256, int(rng.integers(1, SIZE + 1)), np.uint8)
+
+
+def got(pool: CXLPool, name: str) -> Bytes | None:
+    out = np.empty(SIZE, np.uint8)
+    size = pool.get_into(name, out)
+    return None if size is None else out[:size]
+
+
+def assert_is(pool: CXLPool, name: str, version: int = 0) -> None:
+    found = got(pool, name)
+    assert found is not None
+    assert np.array_equal(found, made(name, version))
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[CXLPool]:
+    with CXLPool.create(tmp_path / "objects", layout=LAYOUT, capacity="5MiB", threads=2) as pool:
+        yield pool
+        audit(pool)
+        assert pool.stats()["pages_held"] == 0
+
+
+@pytest.fixture
+def tiers(pool: CXLPool, tmp_path: Path) -> Iterator[Tiers]:
+    with Tiers(pool, cold=tmp_path / "cold", cold_capacity="16MiB", fsync="none") as tiers:
+        yield tiers
+        assert isinstance(tiers.cold, ColdTier)
+        assert tiers.cold.check(deep=True) == []
+
+
+def put_until_full(pool: CXLPool) -> list[str]:
+    names: list[str] = []
+    while pool.stats()["pages_free"]:
+        names.append(f"first {len(names)}")
+        assert pool.put(names[-1], made(names[-1]))
+    return names
+
+
+# ---- making room ----
+
+
+def test_without_tiers_a_full_pool_says_so(pool: CXLPool) -> None:
+    put_until_full(pool)
+    for call in (lambda: pool.put("one more", b"x"), lambda: pool.reserve([1])):
+        with pytest.raises(PoolFullError):
+            call()
+    assert pool.object_sizes(["one more"]).tolist() == [ABSENT]
+
+
+def test_what_is_held_or_pinned_makes_no_room(pool: CXLPool) -> None:
+    names = put_until_full(pool)
+    pool.pin(names[:3])
+    with Tiers(pool), pool.lease(names[3:6]) as lease:
+        for i in range(3 * len(names)):
+            assert pool.put(f"next {i}", made(f"next {i}"))
+        assert (pool.object_sizes(names[:6]) > 0).all(), "leased and pinned ones stay"
+        assert not (pool.object_sizes(names[6:]) > 0).any()
+        for name, view in zip(names[3:6], lease.views, strict=True):
+            assert np.array_equal(np.asarray(view), made(name))
+        for _ in names[6:]:
+            reserved = pool.reserve([1])
+            assert pool.stats()["pages_held"] == 4, "a reservation makes room, too"
+            reserved.release()
+        with pytest.raises(PoolFullError), pool.reserve([1] * (len(names) - 5)):
+            pass
+        with pool.reserve([1] * (len(names) - 6)):
+            assert pool.stats()["pages_published"] == 6
+
+
+def test_what_is_asked_for_stays(pool: CXLPool) -> None:
+    with Tiers(pool):
+        names = put_until_full(pool)
+        for i in range(2 * len(names)):
+            pool.put(f"scan {i}", b"x")
+            pool.lease(names[:5]).release()
+        assert (pool.object_sizes(names[:5]) > 0).all()
+
+
+# ---- the cold file ----
+
+
+def test_what_went_comes_back(pool: CXLPool, tiers: Tiers) -> None:
+    names = put_until_full(pool)
+    later = [f"later {i}" for i in range(len(names))]
+    pool.put_batch(later, [made(name) for name in later])
+    assert not (pool.object_sizes(names) > 0).any()
+    assert tiers.contains([*names, "absent"]).tolist() == [True] * len(names) + [False]
+    some = [*names[:5], "absent", names[2]]
+    assert tiers.restore(some).tolist() == [True] * 5 + [False, True]
+    for name in names[:5]:
+        assert_is(pool, name)
+    assert tiers.restore(names[:5]).all()
+    assert tiers.stats()["promoted_pages"] == 5
+    for name in later:  # wherever they are by now
+        assert tiers.restore([name]).all()
+        assert_is(pool, name)
+
+
+def test_as_many_come_back_as_there_is_room_for(pool: CXLPool, tiers: Tiers) -> None:
+    names = put_until_full(pool)
+    pool.put_batch(more := [f"more {i}" for i in range(len(names))], [b"x"] * len(names))
+    with pool.lease(more[:-4]):
+        assert tiers.restore(names).sum() == 0, "all have room, or the next ones are asked for"
+        assert tiers.stats()["refused_pages"] == len(names)
+        assert tiers.restore(names[:4]).all()
+        assert tiers.restore(names[2:6]).all()
+        assert not tiers.restore([*names[:1], *names[2:6]])[0], "of one call, none makes room"
+
+
+def test_a_bouncing_object_is_written_once(pool: CXLPool, tiers: Tiers) -> None:
+    assert tiers.cold is not None
+    pool.put("a", made("a"))
+    for _ in range(3):
+        tiers.make_room(pool.stats()["pages_total"])
+        assert got(pool, "a") is None
+        assert tiers.restore(["a"]).all()
+        assert_is(pool, "a")
+    assert tiers.cold.stats()["stored"] == 1
+
+
+def test_other_bytes_under_a_name_replace_the_old_ones(pool: CXLPool, tiers: Tiers) -> None:
+    """Once the first ones came back: a page's name says what is in it, an object's does not."""
+    everything = pool.stats()["pages_total"]
+    for version in range(3):
+        assert pool.put("a", made("a", version))
+        tiers.make_room(everything)
+        assert tiers.restore(["a"]).all()
+        assert_is(pool, "a", version)
+        assert pool.forget(["a"]) == 1
+
+
+def test_bytes_of_an_earlier_opening_are_replaced(pool: CXLPool, tmp_path: Path) -> None:
+    everything = pool.stats()["pages_total"]
+    for version in range(2):
+        with Tiers(pool, cold=tmp_path / "cold", cold_capacity="4MiB") as tiers:
+            assert tiers.contains(["a"])[0] == (version > 0)
+            pool.put("a", made("a", version))
+            tiers.make_room(everything)
+    with Tiers(pool, cold=tmp_path / "cold", cold_capacity="4MiB") as tiers:
+        assert tiers.restore(["a"]).all()
+        assert_is(pool, "a", 1)
+
+
+def test_forgotten_in_both(pool: CXLPool, tiers: Tiers) -> None:
+    pool.put_batch(["a", "b", "c"], [b"1", b"2", b"3"])
+    tiers.make_room(pool.stats()["pages_total"])
+    tiers.restore(["b"])
+    pool.put("d", b"4")
+    assert tiers.forget(["a", "b", "d", "a", "absent"]) == 3
+    assert tiers.contains(["a", "b", "c", "d"]).tolist() == [False, False, True, False]
+    assert tiers.restore(["a", "b", "c", "d"]).tolist() == [False, False, True, False]
+
+
+def test_a_damaged_record_is_absent_and_no_other_one(
+    pool: CXLPool, tiers: Tiers, tmp_path: Path
+) -> None:
+    names = list("abcdef")
+    pool.put_batch(names, [made(name) for name in names])
+    tiers.make_room(pool.stats()["pages_total"])
+    stored = (tmp_path / "cold").read_bytes()
+    at = stored.index(made("c").tobytes()[:64] if len(made("c")) > 64 else made("c").tobytes())
+    change_byte(tmp_path / "cold", at)
+    assert tiers.restore(names).tolist() == [True, True, False, True, True, True]
+    assert not tiers.contains(["c"])[0]
+    for name in "abdef":
+        assert_is(pool, name)
+    pool.put("c", made("c"))
+    assert_is(pool, "c")
+
+
+def test_a_damaged_object_does_not_go_to_the_file(pool: CXLPool, tiers: Tiers) -> None:
+    pool.put("a", made("a"))
+    assert pool.path is not None
+    with pool.lease(["a"]) as lease:
+        base = Path(pool.path).read_bytes().index(np.asarray(lease.views[0]).tobytes())
+    change_byte(pool.path, base)
+    tiers.make_room(pool.stats()["pages_total"])
+    assert tiers.stats()["corrupt_pages"] == 1
+    assert not tiers.contains(["a"])[0]
+
+
+def test_it_outlives_pool_and_process(tmp_path: Path) -> None:
+    code = """if True:
+        import sys
+        from cxlkv import CXLPool, KVLayout, Tiers
+        with CXLPool.create(sys.argv[1], layout=KVLayout.objects(65536), capacity="5MiB") as pool:
+            with Tiers(pool, cold=sys.argv[2], cold_capacity="16MiB") as tiers:
+                for i in range(100):
+                    pool.put(str(i), str(i).encode() * 1000)
+                tiers.make_room(pool.stats()["pages_total"])
+        CXLPool.remove(sys.argv[1])
+    """
+    arguments = [str(tmp_path / "gone"), str(tmp_path / "cold")]
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True)
+    with (
+        CXLPool.create(tmp_path / "new", layout=LAYOUT, capacity="5MiB") as pool,
+        Tiers(pool, cold=tmp_path / "cold", cold_capacity="16MiB") as tiers,
+    ):
+        for i in range(100):
+            assert tiers.restore([str(i)]).all()
+            found = got(pool, str(i))
+            assert found is not None
+            assert found.tobytes() == str(i).encode() * 1000
+
+
+def test_a_child_has_no_tiers(pool: CXLPool, tiers: Tiers) -> None:
+    names = put_until_full(pool)
+    child = os.fork()
+    if child == 0:
+        try:
+            pool.put("in the child", b"x")
+        except PoolFullError:
+            os._exit(0 if (pool.object_sizes(names) > 0).all() else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    pool.put("in the parent", b"x")
+    assert tiers.contains(names).all()
+
+
+def test_what_is_of_k_and_v_is_refused(pool: CXLPool, tmp_path: Path) -> None:
+    for wrong in ({"near": "1MiB"}, {"costs": Costs()}):
+        with pytest.raises(BadArgumentError, match="stores objects"):
+            Tiers(pool, **wrong)
+    with pytest.raises(BadArgumentError, match="costs"):
+        Tiers(pool, policy="cost")
+    with pytest.raises(BadArgumentError, match="stores objects"):
+        NearTier(pool, "1MiB")
+    layout = KVLayout(layers=1, kv_heads=1, head_dim=64)
+    with (
+        CXLPool.create(tmp_path / "kv", layout=layout, capacity="8MiB") as other,
+        Tiers(other) as tiers,
+    ):
+        for call in (tiers.restore, tiers.contains, tiers.forget):
+            with pytest.raises(BadArgumentError, match="pools of objects"):
+                call(["a"])
+    with Tiers(pool) as tiers, pytest.raises(BadArgumentError, match="stores objects"):
+        tiers.match([b"a"])
+
+
+# ---- what it costs on a link ----
+
+
+def test_a_link_is_charged_what_is_moved(pool: CXLPool, tiers: Tiers) -> None:
+    assert tiers.cold is not None
+    record = tiers.cold.shape.bytes
+    with emulate(pool, "astera-a1000", mode="virtual") as link:
+        pool.put_batch(["a", "b"], [bytes(1000), bytes(50)])
+        assert link.bytes["append"] == 1050
+        pool.put_batch(["a", "c"], [bytes(1000), bytes(7)])
+        assert link.bytes["append"] == 1057
+        with pool.reserve([300, 9]) as reserved:
+            reserved.publish(["d"], [0])
+        assert link.bytes["append"] == 1357
+        pool.get_batch_into(["a", "absent"], [bytearray(1000), bytearray(9)])
+        pool.get_ranges(["a"], [[0, 5, 10, 0], [0, 0, 3, 0]], bytearray(10))
+        assert link.bytes["fetch"] == 1013
+        pool.lease(["b", "absent"]).release()
+        assert link.bytes["fetch"] == 1063
+        tiers.make_room(pool.stats()["pages_total"])
+        assert link.bytes["demote"] == 4 * record
+        tiers.restore(["a", "b", "absent"])
+        assert link.bytes["restore"] == 2 * record
+
+
+# ---- against a dictionary ----
+
+NAMES = [f"n{i}" for i in range(12)]
+
+
+class Moves(RuleBasedStateMachine):
+    """What a name has is what was put last; it may be absent after an eviction without a file, but
+    with one that is large enough it comes back. Another handle of the pool looks on."""
+
+    folder: Path
+
+    @initialize(cold=st.booleans())
+    def begin(self, cold: bool) -> None:
+        self.path = self.folder / f"pool{id(self)}"
+        file = {"cold": self.folder / f"cold{id(self)}", "cold_capacity": "8MiB"} if cold else {}
+        self.pool = CXLPool.create(self.path, layout=LAYOUT, capacity="4MiB", threads=1)
+        self.tiers = Tiers(self.pool, **file, fsync="none")  # type: ignore[arg-type]
+        self.other = CXLPool.open(self.path)
+        self.model: dict[str, int] = {}
+        self.version = 0
+        self.cold = cold
+
+    @rule(names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=12, unique=True))
+    def put(self, names: list[str]) -> None:
+        self.version += 1
+        there = self.tiers.contains(names)
+        wanted = [name for name, is_there in zip(names, there, strict=True) if not is_there]
+        new = self.pool.put_batch(wanted, [made(name, self.version) for name in wanted])
+        assert new.all()
+        self.model |= dict.fromkeys(wanted, self.version)
+
+    @rule(names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=12))
+    def restore(self, names: list[str]) -> None:
+        there = self.tiers.restore(names)
+        if self.cold:
+            assert there.tolist() == [name in self.model for name in names]
+        for name, is_there in zip(names, there, strict=True):
+            if is_there:
+                assert_is(self.pool, name, self.model[name])
+                assert_is(self.other, name, self.model[name])
+
+    @rule(name=st.sampled_from(NAMES))
+    def get(self, name: str) -> None:
+        if (found := got(self.other, name)) is not None:
+            assert np.array_equal(found, made(name, self.model[name]))
+
+    @rule(names=st.lists(st.sampled_from(NAMES), min_size=1, max_size=3))
+    def forget(self, names: list[str]) -> None:
+        found = self.tiers.forget(names)
+        known = {name for name in names if name in self.model}
+        assert found <= len(known)
+        assert not self.cold or found == len(known)
+        for name in known:
+            del self.model[name]
+
+    @rule(name=st.sampled_from(NAMES))
+    def forget_and_put_elsewhere(self, name: str) -> None:
+        """By another handle of the pool, which knows nothing of the file."""
+        self.version += 1
+        if self.other.forget(object_keys([name])):
+            assert self.other.put(name, made(name, self.version))
+            self.model[name] = self.version
+
+    @rule(pages=st.sampled_from([2, 4, 100]))
+    def evict(self, pages: int) -> None:
+        stats = self.pool.stats()
+        self.tiers.make_room(min(stats["pages_free"] + pages, stats["pages_total"]))
+
+    @invariant()
+    def nothing_is_held(self) -> None:
+        if hasattr(self, "pool"):
+            assert self.pool.stats()["pages_held"] == 0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.other.close()
+        self.tiers.close()
+        audit(self.pool)
+        self.pool.close()
+        for path in self.folder.glob(f"*{id(self)}"):
+            path.unlink()
+
+
+def test_moves_against_a_dictionary(tmp_path: Path) -> None:
+    Moves.folder = tmp_path
+    run_state_machine_as_test(
+        Moves, settings=settings(max_examples=30, stateful_step_count=25, deadline=None)
+    )

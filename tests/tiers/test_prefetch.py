@@ -1,0 +1,129 @@
+"""Prefetchers: what they guess, what they move, when they stop and try again.
+
+One kv head, pages of 4 tokens. In the stories a page's id is its place in the one sequence, and a
+unit is page * layers + layer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cxlkv import Batch, CXLPool
+from cxlkv.ndp.engine import Selection
+from cxlkv.tiers.near import NearTier
+from cxlkv.tiers.prefetch import FLOOR, REST, TRIAL, LastStep, LayerAhead, Prefetcher
+
+from ..conftest import MakePool
+
+STARTS = np.array([0, 1], np.int32)
+LAYERS, PAGES = 2, 40
+
+
+def chosen(*pages: int) -> Selection:
+    lists = np.array(pages, np.int32)[None, None]
+    counts = np.full((1, 1), len(pages), np.int32)
+    return Selection(lists, np.zeros(lists.shape, np.float32), counts, 0, 0, "query", STARTS)
+
+
+@pytest.fixture
+def far(make_pool: MakePool) -> CXLPool:
+    return make_pool(layers=LAYERS, kv_heads=1)
+
+
+@pytest.fixture
+def batch(far: CXLPool, rng: np.random.Generator) -> Batch:
+    sequence = far.sequence()
+    for layer in range(LAYERS):
+        rows = rng.standard_normal((2, 4 * PAGES + 2, 1, 8), np.float32)
+        sequence.append(layer, *rows)
+    assert sequence.pages.tolist() == list(range(PAGES))
+    return far.batch([sequence])
+
+
+@pytest.fixture
+def tier(far: CXLPool) -> NearTier:
+    return NearTier(far, 20 * 256)
+
+
+def near(tier: NearTier) -> list[int]:
+    units, _, resident = tier.heat()
+    return [int(unit) for unit in units[resident]]
+
+
+def test_the_last_step_is_near_before_the_next(batch: Batch, tier: NearTier) -> None:
+    prefetcher = LastStep(tier, batch)
+    assert prefetcher.accuracy == 1
+    assert prefetcher.observe(0, chosen(1, 5, 9)) == 3
+    assert prefetcher.observe(1, chosen(1, 2)) == 2
+    assert near(tier) == [2, 3, 5, 10, 18]  # units: 2 * page + layer
+    batch.fetch(0, chosen(1, 5, 7))
+    assert tier.stats()["reads_near"] == 2
+    assert prefetcher.observe(0, chosen(1, 5, 7)) == 1
+    assert prefetcher.accuracy == 2 / 3
+    assert prefetcher.stats() == {"state": "on", "accuracy": 2 / 3, "promoted": 6}
+
+
+def test_the_next_layer_gets_the_pages_of_this_one(batch: Batch, tier: NearTier) -> None:
+    prefetcher = LayerAhead(tier, batch)
+    assert prefetcher.observe(0, chosen(3, 4)) == 2
+    assert near(tier) == [7, 9]
+    assert prefetcher.observe(1, chosen(3, 6)) == 0  # the last layer has no next one
+    assert prefetcher.accuracy == 1 / 2
+
+
+def test_the_open_tail_and_padding_are_no_guess(batch: Batch, tier: NearTier) -> None:
+    assert LastStep(tier, batch).observe(0, chosen(-1, 0, PAGES)) == 1
+    assert near(tier) == [0]
+
+
+def test_a_full_tier_takes_no_more(batch: Batch, tier: NearTier) -> None:
+    prefetcher = LastStep(tier, batch)
+    assert prefetcher.observe(0, chosen(*range(25))) == 20
+    assert tier.stats()["refused_no_room"] == 5
+    assert prefetcher.observe(0, chosen(*range(25))) == 0
+
+
+def wander(prefetcher: Prefetcher, steps: int, first: int = 0) -> int:
+    """Selections of which no two neighbours share a page; returns what was moved."""
+    return sum(prefetcher.observe(0, chosen((first + i) % PAGES)) for i in range(steps))
+
+
+def test_who_is_wrong_rests_looks_again_and_comes_back(batch: Batch, tier: NearTier) -> None:
+    prefetcher = LastStep(tier, batch)
+    assert wander(prefetcher, TRIAL) > 0
+    assert prefetcher.state == "on"
+    assert wander(prefetcher, 1, first=TRIAL) == 0
+    assert (prefetcher.state, prefetcher.accuracy) == ("resting", 0)
+    assert wander(prefetcher, REST - 1) == 0
+    assert prefetcher.state == "resting"
+    assert wander(prefetcher, 1) == 0
+    assert prefetcher.state == "shadow"
+    promoted = tier.stats()["promoted"]
+    assert wander(prefetcher, TRIAL) == 0  # guesses, moves nothing, and is wrong again
+    assert prefetcher.state == "resting"
+    for _ in range(REST + TRIAL - 1):
+        assert prefetcher.observe(0, chosen(30, 31)) == 0
+    assert tier.stats()["promoted"] == promoted
+    assert prefetcher.state == "shadow"
+    assert prefetcher.observe(0, chosen(30, 31)) == 2  # its guesses were right TRIAL times
+    assert prefetcher.state == "on"
+    assert prefetcher.accuracy == 1
+
+
+def test_half_right_is_enough(batch: Batch, tier: NearTier) -> None:
+    prefetcher = LastStep(tier, batch)
+    for i in range(3 * TRIAL):
+        prefetcher.observe(0, chosen(0, 1 + i % (PAGES - 1)))
+    assert prefetcher.accuracy == pytest.approx(FLOOR)
+    assert prefetcher.state == "on"
+
+
+def test_it_may_go_on_with_a_fork(batch: Batch, tier: NearTier) -> None:
+    """Forks share pages, and so units: what was learned and moved stays."""
+    prefetcher = LastStep(tier, batch)
+    prefetcher.observe(0, chosen(1, 5))
+    child = batch.sequences[0].fork()
+    prefetcher.batch = Batch(child._pool, child._layout, [child])
+    assert prefetcher.observe(0, chosen(1, 5)) == 0
+    assert prefetcher.accuracy == 1

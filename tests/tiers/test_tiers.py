@@ -1,0 +1,661 @@
+"""Tiers: stories with few pages, a model of what is where, faults, and two processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cxlkv import CXLPool, KVLayout, Sequence, _core
+from cxlkv.errors import BadArgumentError, BusyError, ClosedError, DiskFullError, PoolFullError
+from cxlkv.layout import LayerGroup
+from cxlkv.machine.costs import Costs, Prefill, Tier
+from cxlkv.prefix import PageKeys, key_hashes, prefix_keys
+from cxlkv.tiers import Tiers
+from cxlkv.tiers.cold import ColdTier
+
+from ..conftest import MakePool, audit
+from ..support.forking import in_child
+
+PAGE = 4
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=PAGE, dtype="float32")
+Numbers = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
+
+def text(number: int, pages: int) -> list[int]:
+    """Token ids of a text of its own."""
+    return [1000 * number + i for i in range(pages * PAGE)]
+
+
+def rows(ids: list[int], layer: int, kind: int) -> Numbers:
+    """[tokens, heads, dim]: what follows from each token and its place."""
+    seeds = np.array(ids, np.float32)[:, None, None] + 100_000 * layer + 1_000_000 * kind
+    return np.ascontiguousarray(
+        np.broadcast_to(seeds + np.arange(16, dtype=np.float32).reshape(2, 8), (len(ids), 2, 8))
+    )
+
+
+def fill(pool: CXLPool, ids: list[int]) -> Sequence:
+    sequence = pool.sequence()
+    for layer in range(pool.layout.layers):
+        sequence.append(layer, rows(ids, layer, 0), rows(ids, layer, 1))
+    return sequence
+
+
+def publish(pool: CXLPool, ids: list[int], tail: bool = False) -> None:
+    sequence = fill(pool, ids)
+    pool.publish_prefix(sequence, ids, tail=tail)
+    sequence.release()
+
+
+def assert_holds(sequence: Sequence, ids: list[int]) -> None:
+    assert len(sequence) == len(ids)
+    for layer in range(LAYOUT.layers if ids else 0):
+        for kind, got in enumerate(sequence.fetch(layer)):
+            tokens = np.asarray(got).transpose(1, 2, 0, 3).reshape(-1, 2, 8)[: len(ids)]
+            np.testing.assert_array_equal(tokens, rows(ids, layer, kind))
+
+
+def found(tiers: Tiers, ids: list[int]) -> int:
+    """Pages that match() finds; their bytes are checked."""
+    with tiers.match(prefix_keys(ids, PAGE)) as hit, _released(hit.sequence()) as sequence:
+        assert_holds(sequence, ids[: hit.tokens])
+        return hit.tokens // PAGE
+
+
+class _released:
+    def __init__(self, sequence: Sequence):
+        self.sequence = sequence
+
+    def __enter__(self) -> Sequence:
+        return self.sequence
+
+    def __exit__(self, *_: object) -> None:
+        self.sequence.release()
+
+
+@pytest.fixture
+def pool() -> Iterator[CXLPool]:
+    with CXLPool.create("anonymous:", layout=LAYOUT, capacity="2350KiB", threads=1) as made:
+        yield made
+        audit(made)
+
+
+@pytest.fixture
+def cold_path(tmp_path: Path) -> Path:
+    return tmp_path / "pool.cold"
+
+
+def total(pool: CXLPool) -> int:
+    return pool.stats()["pages_total"]
+
+
+# ---- stories ----
+
+
+def test_a_full_pool_lets_the_oldest_text_go(pool: CXLPool) -> None:
+    texts = [text(number, 4) for number in range(1, total(pool) // 4 + 2)]
+    for ids in texts[:-1]:
+        publish(pool, ids)
+    with pytest.raises(PoolFullError):
+        publish(pool, texts[-1])
+    with Tiers(pool, policy="lru") as tiers:
+        publish(pool, texts[-1])
+        assert found(tiers, texts[-1]) == 4
+        assert found(tiers, texts[0]) < 4, "its last pages made room"
+        assert tiers.stats()["evicted_pages"] > 0
+        assert tiers.stats()["dropped_pages"] == 0, "there is no cold tier to be refused by"
+
+
+def test_a_full_pool_makes_room_for_the_tail_of_a_handle(pool: CXLPool) -> None:
+    ids = [*text(1, 1), 7, 8]
+    sequence = fill(pool, ids)
+    publish(pool, text(2, 4))
+    rest = pool.pages.alloc(pool.stats()["pages_free"])
+    with pytest.raises(PoolFullError):
+        _ = sequence.handle
+    with Tiers(pool), _released(pool.adopt(sequence.handle)) as adopted:
+        assert_holds(adopted, ids)
+    sequence.release()
+    pool.pages.free(rest)
+
+
+def test_what_went_comes_back_from_the_cold_tier(pool: CXLPool, cold_path: Path) -> None:
+    texts = [text(number, 4) for number in range(1, total(pool) // 2)]
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB", policy="lru") as tiers:
+        for ids in texts:
+            publish(pool, ids)
+        assert tiers.stats()["demoted_pages"] >= 4 * len(texts) - total(pool)
+        for ids in texts:
+            assert found(tiers, ids) == 4
+        stats = tiers.stats()
+        assert stats["promoted_pages"] > 0
+        assert stats["corrupt_pages"] == stats["dropped_pages"] == stats["refused_pages"] == 0
+
+
+def test_tails_go_and_come_back(pool: CXLPool, cold_path: Path) -> None:
+    ids = [*text(1, 3), 7, 8]
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
+        publish(pool, ids, tail=True)
+        assert tiers.make_room(total(pool)) == 4
+        with pool.match_prefix(ids) as hit:
+            assert hit.tokens == 0
+        with tiers.match_prefix([*ids, 9]) as hit, _released(hit.sequence()) as sequence:
+            assert_holds(sequence, ids)
+
+
+def two_groups() -> CXLPool:
+    """Pages of two parts: one layer without a window, one with."""
+
+    def group(window: int | None) -> LayerGroup:
+        return LayerGroup(layers=1, kv_heads=2, head_dim=8, dtype="float32", window=window)
+
+    layout = KVLayout.of([group(None), group(6)], [0, 1], page_tokens=PAGE)
+    return CXLPool.create("anonymous:", layout=layout, capacity="3MiB", threads=1)
+
+
+def test_layer_groups_go_and_come_back(tmp_path: Path) -> None:
+    with two_groups() as pool:
+        ids = text(3, 6)
+        with Tiers(pool, cold=tmp_path / "c", cold_capacity="2MiB") as tiers:
+            publish(pool, ids)
+            before = pool.stats()["pages_published_only"]
+            assert tiers.make_room(total(pool)) == before
+            with tiers.match(prefix_keys(ids, PAGE)) as hit:
+                assert hit.tokens == len(ids)
+                sequence = hit.sequence()
+                k, _ = sequence.fetch(0)
+                got = np.asarray(k).transpose(1, 2, 0, 3).reshape(-1, 2, 8)
+                np.testing.assert_array_equal(got, rows(ids, 0, 0))
+                sequence.release()
+        audit(pool)
+
+
+def test_records_name_the_page_before(
+    pool: CXLPool, cold_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cxlkv.tiers.tiers.BATCH_BYTES", 1)  # a page each
+    ids = text(1, 4)
+    names = _core.names(pool._handle, key_hashes(prefix_keys(ids, PAGE)), 1)[:, 0, 0]
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
+        publish(pool, ids)
+        tiers.make_room(total(pool))
+        assert isinstance(tiers.cold, ColdTier)
+        got, parents = tiers.cold.names()
+        assert got.tolist() == names[::-1].tolist(), "leaves go first"
+        assert parents.tolist() == [*names[2::-1].tolist(), [0] * 16]
+        assert found(tiers, ids) == 4
+
+
+@pytest.mark.parametrize("full", [0, 2])
+def test_a_tail_that_came_back_hangs_where_it_did(tmp_path: Path, full: int) -> None:
+    """Its first part on the page before it, the others on the first."""
+    ids = [*text(1, full), 7, 8]
+    with two_groups() as pool, Tiers(pool, cold=tmp_path / "c", cold_capacity="2MiB") as tiers:
+        keys = prefix_keys(ids, PAGE, tail=True)
+        names = _core.names(pool._handle, key_hashes(keys), 1)[:, 0]
+
+        def check_parents() -> None:
+            pages, _ = _core.find_pages(pool._handle, np.ascontiguousarray(names[-2:, 0]))
+            tail, _ = _core.find_pages(pool._handle, np.ascontiguousarray(names[-1]))
+            rows, _ = pool.hotness.published()
+            above = rows["parent"][np.searchsorted(rows["page"], tail)].tolist()
+            assert above == [int(pages[0]) if full else _core.NO_PAGE, int(tail[0])]
+
+        publish(pool, ids, tail=True)
+        check_parents()
+        tiers.make_room(total(pool))
+        with tiers.match_prefix(ids) as hit:
+            assert hit.tokens == len(ids)
+            check_parents()
+        audit(pool)
+
+
+def test_held_pinned_and_leased_pages_stay(pool: CXLPool) -> None:
+    held, pinned, leased, other = (text(number, 4) for number in range(1, 5))
+    with Tiers(pool) as tiers:
+        for ids in (held, pinned, leased, other):
+            publish(pool, ids)
+        kept = pool.match(prefix_keys(held, PAGE)).sequence()
+        assert pool.pin(prefix_keys(pinned, PAGE)) == 4
+        lease = pool.match(prefix_keys(leased, PAGE))
+        assert tiers.make_room(total(pool)) == 0, "all or nothing"
+        assert tiers.make_room(total(pool) - 12) == 4
+        assert [found(tiers, ids) for ids in (held, pinned, leased, other)] == [4, 4, 4, 0]
+        kept.release()
+        lease.release()
+        pool.unpin(prefix_keys(pinned, PAGE))
+        assert tiers.make_room(total(pool)) == 12
+
+
+def test_full_of_what_is_held_is_an_error(pool: CXLPool, cold_path: Path) -> None:
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB"):
+        sequence = fill(pool, text(1, total(pool)))
+        with pytest.raises(PoolFullError):
+            fill(pool, text(2, 1))
+        assert_holds(sequence, text(1, total(pool)))
+        sequence.release()
+
+
+def test_back_pressure_when_there_is_no_room_to_bring_to(pool: CXLPool, cold_path: Path) -> None:
+    ids = text(1, 4)
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
+        publish(pool, ids)
+        tiers.make_room(total(pool))
+        sequence = fill(pool, text(2, total(pool) - 2))
+        assert found(tiers, ids) == 0
+        assert tiers.stats()["refused_pages"] == 4
+        sequence.release()
+        assert found(tiers, ids) == 4
+
+
+def test_watermarks(pool: CXLPool) -> None:
+    """Nothing below 2 % missing; then 5 % are made free."""
+    with Tiers(pool, policy="lru") as tiers:
+        for number in range(1, total(pool) // 4 + 1):
+            publish(pool, text(number, 4))
+        free = pool.stats()["pages_free"]
+        assert free == total(pool) % 4
+        assert tiers.step()["evicted_pages"] == (int(0.05 * total(pool)) - free if free < 1 else 0)
+        assert tiers.step() == {"evicted_pages": 0, "promoted_bytes": 0}
+
+
+def test_rate_limit_holds_a_step_back(pool: CXLPool) -> None:
+    with Tiers(pool, bytes_per_s=1.0) as tiers:
+        for number in range(1, total(pool) // 4 + 1):
+            publish(pool, text(number, 4))
+        assert tiers.step()["evicted_pages"] == 0
+
+
+def test_what_is_computed_faster_is_not_read(pool: CXLPool, cold_path: Path) -> None:
+    slow = Tier(bytes_per_s=1e3, latency_s=1.0)
+    fast = Tier(bytes_per_s=1e9, latency_s=1e-6)
+    costs = Costs(
+        near=fast, far=fast, cold=slow, prefill=Prefill(tokens_per_s=1e6, context_half=1e6)
+    )
+    ids = text(1, 4)
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB", costs=costs) as tiers:
+        publish(pool, ids)
+        tiers.make_room(total(pool))
+        assert found(tiers, ids) == 0
+        assert tiers.stats()["not_worth_pages"] == 4
+
+
+def test_the_cost_policy_keeps_what_is_deep(pool: CXLPool) -> None:
+    """Deeper pages attend to more: 8 short texts go before the end of a long one."""
+    fast = Tier(bytes_per_s=1e12, latency_s=0.0)
+    costs = Costs(near=fast, far=fast, prefill=Prefill(tokens_per_s=1e3, context_half=4.0))
+    with Tiers(pool, policy="cost", costs=costs) as tiers:
+        publish(pool, text(1, 16))
+        for number in range(2, 10):
+            publish(pool, text(number, 2))
+        tiers.make_room(pool.stats()["pages_free"] + 8)
+        assert found(tiers, text(1, 16)) == 16
+
+
+def test_an_interior_page_that_was_lost_is_brought_back(pool: CXLPool, cold_path: Path) -> None:
+    """Pages 0 to 3 of a text; 1 was forgotten by somebody, and cold has it."""
+    ids = text(1, 4)
+    keys = prefix_keys(ids, PAGE)
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
+        publish(pool, ids)
+        tiers.make_room(total(pool))
+        assert found(tiers, ids) == 4
+        pool.forget(keys[1:2])
+        assert found(tiers, ids) == 4
+
+
+def test_a_prefix_makes_no_room_for_itself(pool: CXLPool, cold_path: Path) -> None:
+    """Of an old text two pages behind a gap are in a full pool: they are the first that would go
+    when the others come back, as nobody holds them."""
+    ids = text(1, 4)
+    keys = prefix_keys(ids, PAGE)
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB", policy="lru") as tiers:
+        publish(pool, ids)
+        tiers.make_room(total(pool))
+        assert found(tiers, ids) == 4
+        assert pool.forget(keys[:1]) == pool.forget(keys[3:]) == 1
+        for number in range(pool.stats()["pages_free"] - 1):
+            publish(pool, text(2 + number, 1))
+        assert found(tiers, ids) == 4
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "lru", "s3fifo", "mass"])
+def test_whatever_order_pages_were_lost_in(
+    pool: CXLPool, cold_path: Path, rng: np.random.Generator, policy: str
+) -> None:
+    """Texts with gaps, the pool full, and nothing known of which page follows which."""
+    texts = [text(number, 4) for number in range(1, total(pool) // 4 + 9)]
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB", policy=policy) as tiers:
+        for ids in texts:
+            publish(pool, ids)
+        tiers.make_room(total(pool))
+        for ids in texts:
+            assert found(tiers, ids) == 4
+            keys = prefix_keys(ids, PAGE)
+            for place in np.flatnonzero(rng.random(4) < 0.5).tolist():
+                pool.forget(keys[place : place + 1])
+        for place in rng.permutation(len(texts)).tolist():
+            assert found(tiers, texts[place]) == 4
+
+
+# ---- faults ----
+
+
+def test_a_damaged_record_is_a_miss(pool: CXLPool, cold_path: Path) -> None:
+    ids = text(1, 4)
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
+        publish(pool, ids)
+        tiers.make_room(total(pool))
+        assert isinstance(tiers.cold, ColdTier)
+        size = os.path.getsize(cold_path)
+        bytes_of = bytearray(cold_path.read_bytes())
+        for at in range(8192, size, 512):
+            bytes_of[at] ^= 0x40
+        with cold_path.open("r+b") as file:
+            file.write(bytes_of)
+        assert found(tiers, ids) == 0
+        assert tiers.stats()["cold_corrupt"] > 0
+
+
+def test_a_disk_that_is_full_is_told_at_once(pool: CXLPool, tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path)
+    with pytest.raises(DiskFullError):
+        Tiers(pool, cold=tmp_path / "c", cold_capacity=free.f_bavail * free.f_frsize * 4)
+    with Tiers(pool):  # and nothing is left behind
+        pass
+
+
+def test_the_cold_file_may_be_removed_in_use(pool: CXLPool, cold_path: Path) -> None:
+    ids = text(1, 4)
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
+        publish(pool, ids)
+        tiers.make_room(total(pool))
+        cold_path.unlink()
+        assert found(tiers, ids) == 4
+
+
+def test_one_for_each_pool_and_process(pool: CXLPool, tmp_path: Path) -> None:
+    with Tiers(pool) as tiers:
+        with pytest.raises(BusyError, match="close them first"):
+            Tiers(pool, cold=tmp_path / "c", cold_capacity="2MiB")
+        for number in range(1, total(pool) // 4 + 2):
+            publish(pool, text(number, 4))
+    with Tiers(pool, cold=tmp_path / "c", cold_capacity="2MiB"):
+        tiers.close()  # once more: the others go on
+        publish(pool, text(1000, 4))
+
+
+def test_bad_arguments_are_named(pool: CXLPool) -> None:
+    with pytest.raises(BadArgumentError, match="go together"):
+        Tiers(pool, cold="somewhere")
+    with pytest.raises(BadArgumentError, match="policy 'best'"):
+        Tiers(pool, policy="best")
+    with pytest.raises(BadArgumentError, match="prefill speed"):
+        Tiers(pool, policy="cost")
+    with pytest.raises(BadArgumentError, match="bytes_per_s"):
+        Tiers(pool, bytes_per_s=0)
+
+
+def test_the_mover_runs_until_closed(pool: CXLPool) -> None:
+    tiers = Tiers(pool)
+    tiers.start(every_s=0.001)
+    for number in range(1, 3 * total(pool) // 4):
+        publish(pool, text(number, 4))
+    tiers.close()
+    tiers.close()
+    assert tiers.stats()["evicted_pages"] > 0
+    room = pool.stats()["pages_free"]
+    with pytest.raises(PoolFullError):
+        fill(pool, text(1000, room + 1))
+
+
+def test_the_mover_goes_on_after_any_error(pool: CXLPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Tiers(pool) as tiers:
+        left, again = [MemoryError("no memory"), RuntimeError("no thread")], threading.Event()
+
+        def step() -> None:
+            if left:
+                raise left.pop()
+            again.set()
+
+        monkeypatch.setattr(tiers, "step", step)
+        tiers.start(every_s=0.001)
+        assert again.wait(60)
+        assert tiers.stats()["failed_steps"] == 2
+
+
+def test_the_mover_ends_with_the_pool(make_pool: MakePool) -> None:
+    """pool.close() closes the tiers, too."""
+    pool = make_pool()
+    Tiers(pool).start(every_s=0.001)
+    (mover,) = [thread for thread in threading.enumerate() if thread.name == "cxlkv-mover"]
+    pool.close()
+    mover.join(60)
+    assert not mover.is_alive()
+
+
+def test_a_forked_child_is_told_that_the_pool_is_full(pool: CXLPool, cold_path: Path) -> None:
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
+        for number in range(1, total(pool) // 4 + 1):
+            publish(pool, text(number, 4))
+        child = os.fork()
+        if child == 0:
+            try:
+                fill(pool, text(1000, total(pool) - 1))
+            except PoolFullError:
+                os._exit(0)
+            except BaseException:
+                os._exit(1)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        publish(pool, text(2000, 4))
+        assert tiers.stats()["evicted_pages"] > 0
+
+
+def test_a_child_is_told_that_tiers_are_its_parents(pool: CXLPool, tmp_path: Path) -> None:
+    """At once, though a thread of the parent moves pages when it forks; its own tiers are apart."""
+    with Tiers(pool, near="64KiB", cold=tmp_path / "cold", cold_capacity="2MiB") as tiers:
+        tiers.start(every_s=0.001)
+        publish(pool, text(1, 4))
+        locked, forked = threading.Event(), threading.Event()
+
+        def move() -> None:
+            with tiers._lock:
+                locked.set()
+                forked.wait(60)
+
+        def use() -> None:
+            assert pool.match(prefix_keys(text(1, 4), PAGE)).tokens == 4 * PAGE
+            keys = prefix_keys(text(1, 4), PAGE)
+            for call in (
+                tiers.step,
+                tiers.start,
+                lambda: tiers.make_room(1),
+                lambda: tiers.match(keys),
+                lambda: tiers.match_prefix(text(1, 4)),
+                tiers.stats,
+            ):
+                with pytest.raises(ClosedError):
+                    call()
+            with Tiers(pool, near="64KiB", cold=tmp_path / "own", cold_capacity="2MiB") as own:
+                tiers.close()
+                tiers.close()
+                own.step()
+                assert own.near is not None
+                assert own.near.stats()["slots_total"] > 0
+                assert found(own, text(1, 4)) == 4
+
+        mover = threading.Thread(target=move)
+        mover.start()
+        assert locked.wait(60)
+        try:
+            in_child(use)
+        finally:
+            forked.set()
+            mover.join()
+        assert found(tiers, text(1, 4)) == 4
+        tiers.step()
+
+
+# Ten of these make fewer texts than the file has room for, however late the kills come.
+DIE_WHILE_MOVING = """
+import signal
+import sys
+sys.path.insert(0, sys.argv[4])
+from tests.tiers.test_tiers import publish, text, found
+from cxlkv import CXLPool
+from cxlkv.tiers import Tiers
+pool = CXLPool.open(sys.argv[1], threads=1)
+tiers = Tiers(pool, cold=sys.argv[2], cold_capacity="4MiB", policy="lru")
+for number in range(int(sys.argv[3]), int(sys.argv[3]) + 25):
+    publish(pool, text(number, 4))
+    print(number, flush=True)
+    found(tiers, text(max(1, number - 20), 4))
+signal.pause()
+"""
+
+
+def test_killed_in_the_middle_of_moves_nothing_published_is_lost(
+    tmp_path: Path, shm_path: Path
+) -> None:
+    """Killed ten times: what was published is in the pool or in the file, and right."""
+    path, cold = str(shm_path), tmp_path / "c"
+    CXLPool.create(path, layout=LAYOUT, capacity="2350KiB", threads=1).close()
+    last = 0
+    for kill in range(10):
+        arguments = [path, str(cold), str(last + 1), str(Path(__file__).parents[2])]
+        child = subprocess.Popen(
+            [sys.executable, "-c", DIE_WHILE_MOVING, *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout
+        for _ in range(7 + kill):
+            last = int(child.stdout.readline())
+        child.send_signal(signal.SIGKILL)
+        rest = child.communicate()[0].split()
+        last = int(rest[-1]) if rest else last
+        with CXLPool.open(path, threads=1) as pool:
+            with Tiers(pool, cold=cold, cold_capacity="4MiB", policy="lru") as tiers:
+                for number in range(1, last + 1):
+                    assert found(tiers, text(number, 4)) == 4, f"text {number} of {last}"
+                assert isinstance(tiers.cold, ColdTier)
+                assert tiers.cold.check(deep=True) == []
+            audit(pool)
+
+
+# ---- a model ----
+
+TEXTS = 48
+
+
+class TiersModel(RuleBasedStateMachine):
+    """Texts over one pool with tiers against a dictionary: what was published is found, whole as
+    long as nothing was dropped, and right; page counts add up after each step."""
+
+    @initialize(cold=st.booleans(), policy=st.sampled_from(["adaptive", "lru", "s3fifo", "mass"]))
+    def begin(self, cold: bool, policy: str) -> None:
+        self.path = Path(f"/tmp/cxlkv-test-{os.getpid()}.cold")
+        self.path.unlink(missing_ok=True)
+        self.pool = CXLPool.create("anonymous:", layout=LAYOUT, capacity="2350KiB", threads=1)
+        self.cold = cold
+        self.tiers = Tiers(
+            self.pool,
+            near="64KiB",
+            policy=policy,
+            cold=self.path if cold else None,
+            cold_capacity="1MiB" if cold else None,
+        )
+        self.published: dict[int, int] = {}
+        self.held: dict[int, Sequence] = {}
+
+    def keys(self, number: int) -> PageKeys:
+        return prefix_keys(text(number, 4), PAGE)
+
+    @rule(number=st.integers(1, TEXTS))
+    def publish(self, number: int) -> None:
+        publish(self.pool, text(number, 4))
+        self.published[number] = 4
+
+    @rule(number=st.integers(1, TEXTS))
+    def match(self, number: int) -> None:
+        pages = found(self.tiers, text(number, 4))
+        if self.cold or number not in self.published:
+            assert pages == self.published.get(number, 0)
+
+    @rule(number=st.integers(1, 3))
+    def hold(self, number: int) -> None:
+        with self.tiers.match(self.keys(number)) as hit:
+            if number not in self.held:
+                self.held[number] = hit.sequence()
+
+    @rule(number=st.integers(1, 3))
+    def release(self, number: int) -> None:
+        if number in self.held:
+            self.held.pop(number).release()
+
+    @rule(pages=st.integers(1, 140))
+    def make_room(self, pages: int) -> None:
+        before = self.pool.stats()["pages_free"]
+        freed = self.tiers.make_room(pages)
+        assert self.pool.stats()["pages_free"] == before + freed
+        assert freed == 0 or before + freed >= pages
+
+    @rule(number=st.integers(1, TEXTS))
+    def read_often(self, number: int) -> None:
+        """So that units go near."""
+        with self.tiers.match(self.keys(number)) as hit:
+            sequence = hit.sequence()
+            for _ in range(3 if hit else 0):
+                picked = sequence.select(0, np.ones((2, 8), np.float32), top_k=2)
+                sequence.fetch(0, picked)
+            sequence.release()
+        self.tiers.step()
+
+    @precondition(lambda self: getattr(self, "cold", False))
+    @rule()
+    def reopen(self) -> None:
+        self.tiers.close()
+        self.tiers = Tiers(self.pool, cold=self.path, cold_capacity="1MiB")
+
+    @invariant()
+    def adds_up(self) -> None:
+        if not hasattr(self, "tiers"):
+            return
+        stats = self.tiers.stats()
+        held = stats["far_pages_held"] + stats["far_pages_published_only"]
+        assert stats["far_pages_free"] + held == stats["far_pages_total"]
+        if self.cold:
+            parts = ("free", "stored", "reserved")
+            assert sum(stats[f"cold_slots_{p}"] for p in parts) == stats["cold_slots_total"]
+            assert stats["dropped_pages"] == 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "tiers"):
+            for number, sequence in self.held.items():
+                assert_holds(sequence, text(number, 4)[: len(sequence)])
+                sequence.release()
+            self.tiers.close()
+            audit(self.pool)
+            self.pool.close()
+            self.path.unlink(missing_ok=True)
+
+
+TestTiersModel = TiersModel.TestCase
+TestTiersModel.settings = settings(
+    max_examples=25,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

@@ -1,0 +1,1276 @@
+"""One suite over all links: a pool served by another process, read, written, killed, lied to.
+
+verbs runs where CXLKV_TEST_RDMA names an RDMA device (`make test-drivers ARGS=rdma` does, with soft
+RDMA in a guest); CXLKV_TEST_RDMA_HOST is an address of this machine on its network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+
+from cxlkv import Budget, CXLPool, KVLayout, _core
+from cxlkv.errors import (
+    BadArgumentError,
+    BusyError,
+    CXLKVError,
+    GeometryError,
+    PeerError,
+    PoolFullError,
+    RdmaError,
+    SecretError,
+    StaleError,
+    UnsupportedError,
+    VersionError,
+)
+from cxlkv.prefix import PageKeys, key_hashes, prefix_keys
+from cxlkv.transport import Moved, Remote, Server, moving, pull, push, read_secret, wire
+from cxlkv.transport.far import Pieces
+from cxlkv.transport.server import STRANGERS_MAX
+from cxlkv.transport.verbs import Far, VerbsLink
+from cxlkv.transport.wire import Deadline, Wire, parse_address
+
+from ..conftest import audit
+from ..support.damaging import damage_piece
+from ..support.forking import in_child, living_child
+from ..test_records import LAYOUTS, PAGE, grown, seen
+
+SECRET = b"a secret of the tests"
+RDMA, RDMA_HOST = (os.environ.get(f"CXLKV_TEST_RDMA{part}", "") for part in ("", "_HOST"))
+HOST = RDMA_HOST or "127.0.0.1"
+NO_RDMA = "no RDMA device here (CXLKV_TEST_RDMA names none): make test-drivers ARGS=rdma"
+LINKS = [
+    "file",
+    "socket",
+    pytest.param("verbs", marks=pytest.mark.skipif(not RDMA, reason=NO_RDMA)),
+]
+TOKENS = 10 * PAGE
+WAIT_S = 60.0
+SOON_S = 3.0
+
+
+@pytest.fixture(params=LINKS)
+def link(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "secret").write_bytes(SECRET)
+    (tmp_path / "secret").chmod(0o600)
+    return tmp_path
+
+
+def made(folder: Path, link: str, layout: KVLayout, capacity: str = "4MiB") -> CXLPool:
+    """A pool to be served: what "socket" reads has no file."""
+    where = "anonymous:" if link == "socket" else folder / "pool"
+    return CXLPool.create(where, layout=layout, capacity=capacity, threads=2)
+
+
+def local(layout: KVLayout, checksum: bool = True, sketch: bool = True) -> CXLPool:
+    return CXLPool.create(
+        "anonymous:", layout=layout, capacity="4MiB", checksum=checksum, sketch=sketch, threads=2
+    )
+
+
+def device_of(link: str) -> str | None:
+    return RDMA if link == "verbs" else None
+
+
+@contextmanager
+def serving(pool: CXLPool, link: str, **more: int) -> Iterator[Server]:
+    with Server(pool, (HOST, 0), SECRET, device=device_of(link), **more) as server:
+        yield server
+
+
+@contextmanager
+def remote_of(
+    address: tuple[str, int] | str, link: str, deadline_s: float = WAIT_S, secret: bytes = SECRET
+) -> Iterator[Remote]:
+    text = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
+    with Remote(text, secret, device=device_of(link), deadline_s=deadline_s) as remote:
+        yield remote
+
+
+@contextmanager
+def both(
+    folder: Path, link: str, layout: KVLayout = LAYOUTS["float32"]
+) -> Iterator[tuple[CXLPool, Server, Remote]]:
+    """A served pool, in this process, and a client of it; both are clean when all ends."""
+    with made(folder, link, layout) as pool:
+        with serving(pool, link) as server:
+            with remote_of(server.address, link) as remote:
+                assert remote.link == link
+                yield pool, server, remote
+            wait_until(lambda: server.connections() == 0)
+        audit(pool)
+
+
+def publish(
+    pool: CXLPool, rng: np.random.Generator, tokens: int = TOKENS, salt: bytes = b""
+) -> PageKeys:
+    sequence = grown(pool, rng, tokens)
+    pool.publish_prefix(sequence, list(range(tokens)), salt)
+    sequence.release()
+    return prefix_keys(list(range(tokens)), pool.layout.page_tokens, salt)
+
+
+def what(pool: CXLPool, keys: PageKeys, seed: int = 3) -> list[object]:
+    """All that select, fetch and attend say of a prefix."""
+    layout = pool.layout
+    shape = (2 * layout.kv_heads, layout.head_dim)
+    queries = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    with pool.match(keys) as hit:
+        sequence = hit.sequence()
+    try:
+        return [hit.tokens, *seen(pool, sequence, queries)]
+    finally:
+        sequence.release()
+
+
+def wait_until(look: Callable[[], bool], limit_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while not look():
+        assert time.monotonic() < deadline, "it did not come"
+        threading.Event().wait(0.005)
+
+
+# ---- what moves ----
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_pulled_prefix_is_the_same(
+    folder: Path, link: str, name: str, rng: np.random.Generator
+) -> None:
+    layout = LAYOUTS[name]
+    with both(folder, link, layout) as (pool, _, remote), local(layout) as here:
+        keys = publish(pool, rng)
+        moved = pull(remote, here, keys)
+        assert moved.tokens == TOKENS
+        assert moved.pages == moved.bytes // _core.record_shape(here._handle)[0] > 0
+        assert (moved.damaged, moved.stale, moved.present) == (0, 0, 0)
+        assert what(here, keys) == what(pool, keys)
+        assert pull(remote, here, keys) == Moved(tokens=TOKENS, present=moved.pages)
+        audit(here)
+        assert pool.stats()["pages_held"] == 0
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_pushed_prefix_is_the_same(
+    folder: Path, link: str, name: str, rng: np.random.Generator
+) -> None:
+    layout = LAYOUTS[name]
+    with both(folder, link, layout) as (pool, _, remote), local(layout) as here:
+        keys = publish(here, rng)
+        moved = push(remote, here, keys)
+        assert moved.tokens == TOKENS
+        assert moved.pages > 0
+        assert what(here, keys) == what(pool, keys)
+        assert push(remote, here, keys) == Moved(tokens=TOKENS, present=moved.pages)
+        audit(here)
+
+
+def test_more_than_a_chunk_moves(
+    folder: Path, link: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a buffer of three records, parents are known across chunks, and order is kept."""
+    layout = LAYOUTS["gemma"]
+    for module in ("server", "client", "loopback", "verbs", "moving"):
+        monkeypatch.setattr(f"cxlkv.transport.{module}.chunk_records", lambda record_bytes: 3)
+    with both(folder, link, layout) as (pool, _, remote), local(layout) as here:
+        keys = publish(pool, rng)
+        with local(layout) as third:
+            assert pull(remote, third, keys[:4]).tokens == 4 * PAGE
+            first = push(remote, third, keys[:4])
+            assert first.present > 0 == first.pages
+        assert pull(remote, here, keys).tokens == TOKENS
+        assert what(here, keys) == what(pool, keys)
+
+
+def test_pools_with_and_without_checksums_take_the_same(
+    folder: Path, link: str, rng: np.random.Generator
+) -> None:
+    layout = LAYOUTS["float16"]
+    with both(folder, link, layout) as (pool, _, remote), local(layout, checksum=False) as here:
+        keys = publish(pool, rng)
+        assert pull(remote, here, keys).tokens == TOKENS
+        assert what(here, keys) == what(pool, keys)
+
+
+def test_keys_of_any_bytes_and_of_content(
+    folder: Path, link: str, rng: np.random.Generator
+) -> None:
+    with both(folder, link) as (pool, _, remote), local(pool.layout) as here:
+        sequence = grown(pool, rng, 4 * PAGE)
+        pool.publish(sequence, [b"one", b"two"], 2 * PAGE)
+        pool.publish(sequence, [b"loose"], PAGE, strict=False)  # its page has a name already
+        sequence.release()
+        assert pull(remote, here, [b"one", b"two", b"three"]).tokens == 4 * PAGE
+        with here.match([b"one"]) as hit:
+            assert hit.tokens == 2 * PAGE
+        assert pull(remote, here, [b"nothing"]) == Moved()
+
+
+def test_a_select_there_is_the_same(folder: Path, link: str, rng: np.random.Generator) -> None:
+    with both(folder, link, LAYOUTS["gemma"]) as (pool, _, remote):
+        keys = publish(pool, rng)
+        q = rng.standard_normal((2, 4, 12)).astype(np.float32)
+        with remote.match(keys) as hit, pool.match(keys) as near:
+            sequence = near.sequence()
+            for layer, queries, budget in (
+                (0, q, Budget(pages=3)),
+                (3, q, Budget(share=0.5, per="sequence")),
+                (1, q[0], Budget(pages=2)),
+                (2, q[1], Budget(pages=2, per="sequence")),
+                (0, q[:0], Budget(pages=2)),
+            ):
+                picked = remote.select(hit, layer, queries, budget)
+                wanted = sequence.select(layer, queries, budget)
+                for name in ("pages", "scores", "counts"):
+                    np.testing.assert_array_equal(getattr(picked, name), getattr(wanted, name))
+                assert str(picked.stages) == str(wanted.stages)
+                assert picked.bytes_scored == wanted.bytes_scored
+            once = remote.select(hit, 0, q[0], top_k=3, method="exact", scale=0.5)
+            wanted = sequence.select(0, q[0], top_k=3, method="exact", scale=0.5)
+            np.testing.assert_array_equal(once.scores, wanted.scores)
+            adopted = remote.adopt(sequence.handle)
+            again = remote.select(adopted, 0, q, Budget(pages=3))
+            np.testing.assert_array_equal(
+                again.pages, remote.select(hit, 0, q, Budget(pages=3)).pages
+            )
+            adopted.release()
+            sequence.release()
+
+
+def test_pieces_go_where_they_should(link: str, folder: Path) -> None:
+    """Many pieces of many sizes, of which some are neighbours, against the memory itself."""
+    with both(folder, link) as (pool, _, remote):
+        address, size = _core.pool_memory(pool._handle)
+        import ctypes
+
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+        rng = np.random.default_rng(5)
+        sizes = rng.integers(1, 3000, 400)
+        far = rng.integers(0, size - 3000, 400)
+        far[1::3] = far[0::3][: len(far[1::3])] + sizes[0::3][: len(far[1::3])]
+        near = np.cumsum(sizes) - sizes
+        pieces = Pieces(far, near, sizes)
+        assert remote._link is not None
+        remote._link.read(pieces, Deadline(WAIT_S))
+        for at, start, count in zip(near, far, sizes, strict=True):
+            got = remote._link.buffer[at : at + count]
+            np.testing.assert_array_equal(got, memory[start : start + count])
+
+
+# ---- what is wrong with the bytes ----
+
+
+def test_a_damaged_page_is_not_published(folder: Path, link: str, rng: np.random.Generator) -> None:
+    if link == "socket":
+        pytest.skip("memory without a file is not changed from outside")
+    with made(folder, link, LAYOUTS["float32"]) as pool, local(pool.layout) as here:
+        keys = publish(pool, rng)
+        with serving(pool, link) as server, remote_of(server.address, link) as remote:
+            with remote.match(keys) as hit:
+                damage_piece(pool, int(hit.pages[6]), 1, "keys")
+            moved = pull(remote, here, keys)
+            assert (moved.tokens, moved.damaged, moved.pages) == (6 * PAGE, 1, 9)
+            audit(here)
+
+
+def test_a_stale_generation_is_told(folder: Path, link: str, rng: np.random.Generator) -> None:
+    with both(folder, link) as (pool, _, remote):
+        keys = publish(pool, rng)
+        with remote.match(keys) as hit:
+            pages, generations = hit.pages, hit.generations.copy()
+        generations[3] += 1
+        records, codes = remote.read(pages, generations)
+        assert codes.tolist() == [0, 0, 0, _core.E_STALE, *[0] * 6]
+        assert not records[3, :64].any()
+        with local(pool.layout) as here:
+            found = _core.records_write(here._handle, records)
+            assert found.tolist() == [0, 0, 0, _core.E_CORRUPT, *[0] * 6]
+        pool.forget(keys)
+        publish(pool, rng, salt=b"other")
+        _, codes = remote.read(pages, hit.generations)
+        assert set(codes.tolist()) == {_core.E_STALE}
+        with pytest.raises(BadArgumentError, match="fewer"):
+            remote.read(np.array([1 << 20], np.uint32), np.array([1], np.uint64))
+
+
+def test_damaged_records_are_not_taken(folder: Path, link: str, rng: np.random.Generator) -> None:
+    with both(folder, link) as (pool, _, remote), local(pool.layout) as here:
+        keys = publish(here, rng)
+        names = _core.names(here._handle, key_hashes(keys), 1).reshape(-1, 16)
+        pages, generations = _core.find_pages(here._handle, names)
+        records = np.zeros((len(pages), _core.record_shape(here._handle)[0]), np.uint8)
+        assert not _core.records_read(here._handle, pages, generations, records).any()
+        records[2, -900] ^= 1
+        codes = remote.write(records)
+        assert codes[2] == _core.E_CORRUPT
+        assert (codes != 0).sum() == 1
+        with pool.match(keys) as hit:
+            assert hit.tokens == 2 * PAGE
+        with pytest.raises(GeometryError):
+            remote.write(records[:, :-64])
+
+
+def test_a_full_pool_says_so(folder: Path, link: str, rng: np.random.Generator) -> None:
+    layout = LAYOUTS["float32"]
+    with both(folder, link) as (pool, _, remote), local(layout) as small:
+        keys = publish(pool, rng)
+        taken = small.pages.alloc(small.stats()["pages_free"] - 4)
+        with pytest.raises(PoolFullError):
+            pull(remote, small, keys)
+        small.pages.free(taken)
+        keys = publish(small, rng, salt=b"more")
+        taken = pool.pages.alloc(pool.stats()["pages_free"] - 4)
+        with pytest.raises(PoolFullError, match="at the server"):
+            push(remote, small, keys)
+        pool.pages.free(taken)
+        assert push(remote, small, keys).tokens == TOKENS
+
+
+def test_other_layouts_are_refused(folder: Path, link: str) -> None:
+    with (
+        both(folder, link) as (_, _, remote),
+        local(LAYOUTS["float16"]) as other,
+        local(LAYOUTS["float32"], sketch=False) as unsketched,
+    ):
+        for pool in (other, unsketched):
+            with pytest.raises(GeometryError, match="other layouts"):
+                pull(remote, pool, [])
+            with pytest.raises(GeometryError, match="other layouts"):
+                push(remote, pool, [])
+
+
+def test_what_cannot_be_verified_is_not_served() -> None:
+    with (
+        local(LAYOUTS["float32"], checksum=False) as bare,
+        CXLPool.create("anonymous:", layout=KVLayout.objects(4096), capacity="8MiB") as objects,
+    ):
+        for pool, why in ((bare, "checksum"), (objects, "objects")):
+            with pytest.raises(UnsupportedError, match=why):
+                Server(pool, ("127.0.0.1", 0), SECRET)
+
+
+# ---- who is at the other end ----
+
+
+def test_a_wrong_secret_is_refused(folder: Path, rng: np.random.Generator) -> None:
+    with made(folder, "file", LAYOUTS["float32"]) as pool, serving(pool, "file") as server:
+        with (
+            remote_of(server.address, "file", secret=b"another secret of tests") as remote,
+            pytest.raises(SecretError, match="refused"),
+        ):
+            remote.match([])
+        wait_until(lambda: server.connections() == 0)
+
+
+def test_a_server_that_does_not_know_the_secret_is_left() -> None:
+    """It says that all is well, and proves nothing."""
+
+    def pretend(sock: socket.socket) -> None:
+        sock.recv(wire._HELLO.size)
+        sock.sendall(wire._HELLO.pack(wire.MAGIC, wire.PROTOCOL, 0, bytes(32)))
+        sock.recv(32)
+        sock.sendall(bytes(33))
+
+    with (
+        stranger(pretend) as address,
+        remote_of(address, "file") as remote,
+        pytest.raises(SecretError, match="does not know"),
+    ):
+        remote.match([])
+
+
+def test_the_secret_is_not_on_the_wire(folder: Path) -> None:
+    """A proof is of one connection: what was recorded opens no other."""
+    with made(folder, "file", LAYOUTS["float32"]) as pool, serving(pool, "file") as server:
+        recorded = b""
+        with closing(socket.create_connection(server.address)) as sock:
+            mine = bytes(32)
+            sock.sendall(wire._HELLO.pack(wire.MAGIC, wire.PROTOCOL, 0, mine))
+            _, _, _, theirs = wire._HELLO.unpack(sock.recv(wire._HELLO.size))
+            recorded = wire._proof(SECRET, b"client", mine, theirs)
+            sock.sendall(recorded)
+            assert sock.recv(1) == b"\0"
+        assert SECRET not in recorded
+        with closing(socket.create_connection(server.address)) as sock:
+            sock.sendall(wire._HELLO.pack(wire.MAGIC, wire.PROTOCOL, 0, mine) + recorded)
+            sock.recv(wire._HELLO.size)
+            assert sock.recv(1) == b"\2"
+
+
+def test_other_versions_are_named_on_both_sides(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    newer = wire._HELLO.pack(wire.MAGIC, wire.PROTOCOL + 1, 0, bytes(32))
+    with (
+        stranger(lambda sock: sock.sendall(newer)) as address,
+        remote_of(address, "file") as remote,
+        pytest.raises(VersionError, match="protocol 2, this build 1"),
+    ):
+        remote.match([])
+    with (
+        made(folder, "file", LAYOUTS["float32"]) as pool,
+        serving(pool, "file") as server,
+        closing(socket.create_connection(server.address)) as sock,
+    ):
+        sock.sendall(newer)
+        wait_until(lambda: "protocol 2" in caplog.text)
+
+
+@contextmanager
+def stranger(act: Callable[[socket.socket], object]) -> Iterator[tuple[str, int]]:
+    """A service that does `act` with whoever connects, and then waits until they leave."""
+
+    def serve() -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            with closing(sock):
+                act(sock)
+                with suppress(ConnectionError):
+                    while sock.recv(1 << 16):
+                        pass
+
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield listener.getsockname()
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(WAIT_S)
+
+
+def test_another_service_is_no_server() -> None:
+    with (
+        stranger(lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 3)) as address,
+        remote_of(address, "file", deadline_s=1.0) as remote,
+        pytest.raises(PeerError, match="no cxlkv"),
+    ):
+        remote.match([])
+
+
+def test_a_silent_server_costs_the_deadline() -> None:
+    with stranger(lambda sock: None) as address, remote_of(address, "file", 0.5) as remote:
+        began = time.monotonic()
+        with pytest.raises(PeerError, match="no answer within"):
+            remote.match([])
+        assert time.monotonic() - began < WAIT_S
+
+
+def test_nobody_there_says_what_to_do() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        address = listener.getsockname()
+    with (
+        remote_of(address, "file", 0.3) as remote,
+        pytest.raises(PeerError, match="cxlkv serve"),
+    ):
+        remote.match([])
+
+
+BAD_REQUESTS: list[tuple[dict[str, object], bytes]] = [
+    ({}, b""),
+    ({"op": "format the disk"}, b""),
+    ({"op": "match", "lease_s": 1e9, "strict": True, "single": True}, b""),
+    ({"op": "match", "lease_s": 60.0, "strict": True, "single": True}, b"odd"),
+    ({"op": "match", "lease_s": 60.0, "strict": 1, "single": True}, b""),
+    ({"op": "match", "lease_s": 60.0, "strict": True, "single": True, "more": 1}, b""),
+    ({"op": "adopt"}, b"no handle"),
+    ({"op": "release", "hit": 77}, b""),
+    ({"op": "read"}, struct.pack("<qq", -1, 5)),
+    ({"op": "read"}, struct.pack("<qq", 0, 1 << 62)),
+    ({"op": "read"}, struct.pack("<qq", (1 << 62), 1 << 62)),
+    ({"op": "read"}, struct.pack("<qq", 0, 4 << 20) * 17),
+    ({"op": "read"}, b"123"),
+    ({"op": "write", "at": 1 << 40}, b"x"),
+    ({"op": "write", "at": -1}, b"x"),
+    ({"op": "lacks"}, b"x" * 17),
+    ({"op": "publish", "records": 1 << 30}, b""),
+    ({"op": "publish", "records": 1}, b""),
+    ({"op": "publish", "records": 0}, b""),
+    ({"op": "loopback"}, b""),  # a second time
+    ({"op": "verbs", "qp": 1, "psn": 1, "gid": "::1", "lid": 0, "mtu": 3, "reads": 1}, b""),
+]
+
+
+def test_bad_requests_are_answered_and_change_nothing(
+    folder: Path, rng: np.random.Generator
+) -> None:
+    with both(folder, "file") as (pool, _, remote):
+        keys = publish(pool, rng)
+        over = struct.pack("<qq", _core.pool_memory(pool._handle)[1] - 1, 2)
+        wrong: list[tuple[dict[str, object], bytes]] = [*BAD_REQUESTS, ({"op": "read"}, over)]
+        for header, body in wrong:
+            with pytest.raises((CXLKVError,), match="at the server"):
+                remote._ask(header, body)
+        with remote.match(keys) as hit:
+            q = np.zeros((1, 2, 12), np.float32)
+            for layer, queries in (
+                (99, q),
+                (0, q[:, :, :5]),
+                (0, np.zeros((1, 3, 12), np.float32)),
+            ):
+                with pytest.raises(BadArgumentError):
+                    remote.select(hit, layer, queries, Budget(pages=1))
+            assert remote.select(hit, 0, q, Budget(pages=1)).pages.shape == (1, 2, 3)
+            assert hit.tokens == TOKENS
+
+
+def test_a_select_there_refuses_what_one_here_does(folder: Path, rng: np.random.Generator) -> None:
+    """In the same words."""
+    q = np.zeros((1, 2, 12), np.float32)
+    with both(folder, "file") as (pool, _, remote):
+        keys = publish(pool, rng)
+        with remote.match(keys) as hit, pool.match(keys) as near, ExitStack() as stack:
+            sequence = near.sequence()
+            stack.callback(sequence.release)
+            for arguments, words in (
+                ((99, q, Budget(pages=1)), {}),
+                ((-1, q, Budget(pages=1)), {}),
+                ((0, q), {}),
+                ((0, q, Budget(pages=1)), {"top_k": 1}),
+                ((0, q[0, 0], Budget(pages=1)), {}),
+                ((0, q[None], Budget(pages=1)), {}),
+                ((0, q[:, :, :5], Budget(pages=1)), {}),
+                ((0, q[:, :, :0], Budget(pages=1)), {}),
+                ((0, q[:, :0], Budget(pages=1)), {}),
+                ((0, np.zeros((1, 3, 12), np.float32), Budget(pages=1)), {}),
+                ((0, q, Budget(pages=1)), {"method": "best"}),
+                ((0, q, Budget(pages=1)), {"method": "two_stage", "recall": 0.1}),
+                ((0, q, Budget(pages=1)), {"scale": -1.0}),
+            ):
+                with pytest.raises(CXLKVError) as here:
+                    sequence.select(*arguments, **words)
+                with pytest.raises(type(here.value)) as there:
+                    remote.select(hit, *arguments, **words)
+                assert str(there.value).removesuffix(" (at the server)") == str(here.value)
+            with pytest.raises(BadArgumentError, match="4097 query rows: a server takes 4096"):
+                remote.select(hit, 0, np.zeros((4097, 2, 12), np.float32), top_k=1)
+
+
+def test_nonsense_on_the_wire_ends_one_connection_only(
+    folder: Path, rng: np.random.Generator, seed: int
+) -> None:
+    """Truncated messages, lengths without end, random bytes: at any point of the talk."""
+    with both(folder, "file") as (pool, server, remote):
+        keys = publish(pool, rng)
+        text = json.dumps(BAD_REQUESTS[2][0]).encode()
+        whole = struct.pack("<II", len(text), 0) + text
+        nonsense = [
+            b"",
+            whole[:3],
+            whole[:20],
+            struct.pack("<II", 1 << 30, 0),
+            struct.pack("<II", 2, 1 << 31),
+            struct.pack("<II", 4, 0) + b"[[[[",
+            struct.pack("<II", 2, 0) + b"[]",
+            struct.pack("<II", 60000, 0) + b"[" * 60000,
+            *(rng.bytes(int(rng.integers(1, 300))) for _ in range(20)),
+        ]
+        for data in nonsense:
+            for greets in (True, False):
+                with closing(socket.create_connection(server.address)) as sock:
+                    if greets:
+                        Wire(sock).greet(SECRET, Deadline(WAIT_S))
+                    sock.sendall(data)
+        wait_until(lambda: server.connections() == 1)
+        with remote.match(keys) as hit:
+            assert hit.tokens == TOKENS
+
+
+def test_more_connections_than_places_are_refused(folder: Path) -> None:
+    with (
+        made(folder, "file", LAYOUTS["float32"]) as pool,
+        serving(pool, "file", connections=1) as server,
+        remote_of(server.address, "file") as first,
+        remote_of(server.address, "file") as second,
+    ):
+        first.match([])
+        with pytest.raises(BusyError, match="connections"):
+            second.match([])
+        first.close()
+        wait_until(lambda: server.connections() == 0)
+        assert second.match([]).tokens == 0
+
+
+def test_silent_strangers_lock_nobody_out(
+    folder: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest of them go; who is in stays in, and who has the secret comes in at once."""
+    with (
+        made(folder, "file", LAYOUTS["float32"]) as pool,
+        serving(pool, "file", connections=2) as server,
+        remote_of(server.address, "file") as first,
+        remote_of(server.address, "file") as second,
+        ExitStack() as strangers,
+    ):
+        keys = publish(pool, rng)
+        hit = first.match(keys)
+        silent = [
+            strangers.enter_context(closing(socket.create_connection(server.address)))
+            for _ in range(2 * STRANGERS_MAX)
+        ]
+        silent[0].settimeout(WAIT_S)
+        with suppress(ConnectionError):  # it is told who it talks to, and then no more
+            while silent[0].recv(4096):
+                pass
+        assert second.match(keys).tokens == TOKENS
+        wait_until(lambda: server.connections() <= STRANGERS_MAX + 2)
+        q = rng.standard_normal((1, 2, 12)).astype(np.float32)
+        assert first.select(hit, 0, q, Budget(pages=1)).counts.any()
+
+
+def test_a_stranger_has_a_short_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "GREET_S", 0.05)
+    with (
+        made(folder, "file", LAYOUTS["float32"]) as pool,
+        serving(pool, "file") as server,
+        closing(socket.create_connection(server.address)) as stranger,
+    ):
+        stranger.settimeout(WAIT_S)
+        assert len(stranger.recv(4096)) == wire._HELLO.size
+        assert stranger.recv(1) == b""
+
+
+def test_the_last_place_goes_to_who_proves_itself_first(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger takes no place from others; so both are told to go on, and one is refused."""
+
+    def proof(sock: socket.socket) -> bytes:
+        mine = bytes(32)
+        sock.sendall(wire._HELLO.pack(wire.MAGIC, wire.PROTOCOL, 0, mine))
+        _, _, state, theirs = wire._HELLO.unpack(sock.recv(wire._HELLO.size))
+        assert state == wire._READY
+        return wire._proof(SECRET, b"client", mine, theirs)
+
+    with (
+        made(folder, "file", LAYOUTS["float32"]) as pool,
+        serving(pool, "file", connections=1) as server,
+        closing(socket.create_connection(server.address)) as one,
+        closing(socket.create_connection(server.address)) as other,
+    ):
+        proofs = proof(one), proof(other)
+        other.sendall(proofs[1])
+        assert other.recv(1)[0] == wire._READY
+        one.sendall(proofs[0])
+        assert one.recv(1)[0] == wire._BUSY
+        monkeypatch.setattr(server, "_is_full", lambda: False)
+        monkeypatch.setattr(server, "_enter", lambda session: False)
+        with remote_of(server.address, "file") as remote, pytest.raises(BusyError):
+            remote.match([])
+
+
+def test_a_server_that_gets_no_thread_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, wanted = threading.Thread.start, threading.Event()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "cxlkv-peer":
+            wanted.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with made(folder, "file", LAYOUTS["float32"]) as pool, serving(pool, "file") as server:
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with (
+            remote_of(server.address, "file", 0.1) as remote,
+            pytest.raises(PeerError, match=r"closed|broke|answer"),
+        ):
+            remote.match([])
+        assert wanted.is_set()
+        wait_until(lambda: server.connections() == 0)
+        monkeypatch.undo()
+        with remote_of(server.address, "file") as remote:
+            remote.match([])
+
+
+def test_a_server_without_descriptors_waits_for_some(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread that accepts takes no CPU time worth the name, and says it once."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with made(folder, "file", LAYOUTS["float32"]) as pool, serving(pool, "file") as server:
+        strangers = [socket.socket() for _ in range(8)]
+        clock = time.pthread_getcpuclockid(cast(int, server._thread.ident))
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+        try:
+            for one in strangers:
+                one.connect(server.address)
+            wait_until(lambda: "could not be accepted" in caplog.text)
+            began, cpu = time.monotonic(), time.clock_gettime(clock)
+            threading.Event().wait(1.5)
+            share = (time.clock_gettime(clock) - cpu) / (time.monotonic() - began)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert share < 0.01
+        assert caplog.text.count("could not be accepted") == 1
+        for one in strangers:
+            one.close()
+        with remote_of(server.address, "file") as remote:
+            remote.match([])
+
+
+def test_addresses_and_secrets_are_checked(folder: Path) -> None:
+    assert parse_address("[::1]:80") == ("::1", 80)
+    for text in ("host", "host:", ":80", "::1:80", "host:99999", "host:x"):
+        with pytest.raises(BadArgumentError):
+            parse_address(text)
+    assert read_secret(folder / "secret") == SECRET
+    (folder / "secret").chmod(0o644)
+    with pytest.raises(SecretError, match="chmod 600"):
+        read_secret(folder / "secret")
+    (folder / "short").write_bytes(b"short")
+    (folder / "short").chmod(0o600)
+    for name in ("short", "missing"):
+        with pytest.raises(SecretError):
+            read_secret(folder / name)
+    with (
+        local(LAYOUTS["float32"]) as pool,
+        serving(pool, "socket") as server,
+        pytest.raises(BadArgumentError, match="cannot listen"),
+    ):
+        Server(pool, server.address, SECRET)
+
+
+def test_no_device_says_what_is_missing(folder: Path) -> None:
+    missing = "no RDMA device" if RDMA else "python3-pyverbs"
+    with local(LAYOUTS["float32"]) as pool:
+        with pytest.raises(RdmaError, match=missing):
+            Server(pool, ("127.0.0.1", 0), SECRET, device="no such device")
+        with serving(pool, "socket") as server:
+            address = f"{HOST}:{server.address[1]}"
+            with (
+                Remote(address, SECRET, device="no such device") as remote,
+                pytest.raises(RdmaError, match=missing),
+            ):
+                remote.match([])
+            wait_until(lambda: server.connections() == 0)
+
+
+# ---- what is held ----
+
+
+def test_a_hit_ends_with_its_release_its_lease_or_its_connection(
+    folder: Path, link: str, rng: np.random.Generator
+) -> None:
+    with both(folder, link) as (pool, _, remote):
+        keys = publish(pool, rng)
+        q = np.zeros((1, 2, 12), np.float32)
+        hit = remote.match(keys)
+        assert pool.stats()["pages_held"] > 0
+        hit.release()
+        hit.release()
+        assert pool.stats()["pages_held"] == 0
+        with pytest.raises(StaleError):
+            remote.select(hit, 0, q, Budget(pages=1))
+        short = remote.match(keys, lease_s=0.05)
+        wait_until(lambda: pool.stats()["pages_held"] == 0)
+        with pytest.raises(StaleError):
+            remote.select(short, 0, q, Budget(pages=1))
+        lost = remote.match(keys)
+        remote.close()
+        wait_until(lambda: pool.stats()["pages_held"] == 0)
+        assert remote.match(keys).tokens == TOKENS
+        with pytest.raises(StaleError, match="lost"):
+            remote.select(lost, 0, q, Budget(pages=1))
+        lost.release()
+
+
+def test_a_closed_pool_lends_nothing(folder: Path, link: str, rng: np.random.Generator) -> None:
+    """The region's key, and the file, are of no use to a client that was connected."""
+    pool = made(folder, link, LAYOUTS["float32"])
+    keys = publish(pool, rng)
+    server = Server(pool, (HOST, 0), SECRET, device=device_of(link))
+    with remote_of(server.address, link, SOON_S) as remote:
+        hit = remote.match(keys)
+        pool.close()  # ends the server
+        if link == "verbs":  # what was read by is gone, not only the talk
+            assert remote._link is not None
+            line = Pieces(*(np.array([number]) for number in (0, 0, 64)))
+            with pytest.raises(PeerError, match="RDMA failed"):
+                remote._link.read(line, Deadline(WAIT_S))
+        with pytest.raises(PeerError):
+            remote.select(hit, 0, np.zeros((1, 2, 12), np.float32), Budget(pages=1))
+        with pytest.raises(PeerError):
+            remote.match(keys)
+        hit.release()
+
+
+def test_a_pool_that_is_closed_under_a_reader(
+    folder: Path, link: str, rng: np.random.Generator
+) -> None:
+    """A named error in time, and nothing half in the reader's pool."""
+    pool = made(folder, link, LAYOUTS["float32"])
+    keys = publish(pool, rng)
+    server = Server(pool, (HOST, 0), SECRET, device=device_of(link))
+    ended: list[CXLKVError] = []
+    pulled = threading.Event()
+    with remote_of(server.address, link, SOON_S) as remote, local(pool.layout) as here:
+
+        def read() -> None:
+            try:
+                while True:
+                    here.forget(keys)
+                    assert pull(remote, here, keys).tokens == TOKENS
+                    pulled.set()
+            except CXLKVError as error:
+                ended.append(error)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert pulled.wait(WAIT_S)
+        pool.close()
+        reader.join(WAIT_S)
+        assert isinstance(ended[0], (PeerError, StaleError)), ended
+        audit(here)
+
+
+# ---- forked children ----
+
+
+@pytest.mark.parametrize("first", ["pool", "server", "remote"])
+def test_a_child_that_closes_its_copies_leaves_the_parents(
+    folder: Path, link: str, rng: np.random.Generator, first: str
+) -> None:
+    """The server serves on, old clients and new ones, and what they hold stays theirs."""
+    with both(folder, link) as (pool, server, remote):
+        keys = publish(pool, rng)
+        hit = remote.match(keys)
+
+        def close_all() -> None:
+            assert server.connections() == 0
+            closers = {"pool": pool, "server": server, "remote": remote}
+            for one in (closers.pop(first), *closers.values()):
+                one.close()
+                one.close()
+
+        in_child(close_all)
+        q = rng.standard_normal((1, 2, 12)).astype(np.float32)
+        assert remote.select(hit, 0, q, Budget(pages=1)).counts.any()
+        with remote_of(server.address, link) as newcomer:
+            assert newcomer.match(keys).tokens == TOKENS
+        hit.release()
+
+
+def test_a_child_of_a_client_has_a_connection_of_its_own(
+    folder: Path, link: str, rng: np.random.Generator
+) -> None:
+    if link == "verbs":
+        pytest.skip("RDMA does not cross a fork: a device is opened in the process that uses it")
+    with both(folder, link) as (pool, server, remote):
+        keys = publish(pool, rng)
+        hit = remote.match(keys)
+
+        def ask() -> None:
+            with pytest.raises(StaleError, match="lost"):
+                hit.number()
+            hit.release()
+            assert remote.match(keys).tokens == TOKENS
+            assert remote.read(hit.pages, hit.generations)[1].tolist() == [0] * len(hit.pages)
+
+        in_child(ask)
+        wait_until(lambda: server.connections() == 1)
+        q = rng.standard_normal((1, 2, 12)).astype(np.float32)
+        assert remote.select(hit, 0, q, Budget(pages=1)).counts.any()
+        hit.release()
+
+
+def test_a_child_hides_no_end_from_the_peer(
+    folder: Path, link: str, rng: np.random.Generator
+) -> None:
+    """It has no copy of a socket, whichever side it is of, and holds no page for a peer."""
+    with both(folder, link) as (pool, server, remote):
+        keys = publish(pool, rng)
+        remote.match(keys)
+        with living_child():
+            remote.close()
+            wait_until(lambda: server.connections() == 0)
+            wait_until(lambda: pool.stats()["pages_held"] == 0)  # the child may just begin
+            remote.match(keys)
+            server.close()
+            with (
+                pytest.raises(PeerError, match="reached"),
+                remote_of(server.address, link, 0.1) as r,
+            ):
+                r.match(keys)
+
+
+@pytest.mark.skipif(not RDMA, reason=NO_RDMA)
+def test_verbs_a_key_opens_one_pool_while_that_is_served(
+    folder: Path, rng: np.random.Generator
+) -> None:
+    """By the queue pair of another pool on the same device, which is sound: RDMA itself refuses."""
+    line = Pieces(*(np.array([number]) for number in (0, 0, 64)))
+    with both(folder, "verbs") as (pool, _, remote), local(pool.layout) as other:
+        keys = publish(pool, rng)
+        with serving(other, "verbs") as server, remote_of(server.address, "verbs") as second:
+            second.match(keys)
+            region = far_of(second).region
+            read_by_key(remote, keys, line, region)
+        read_by_key(remote, keys, line, region)
+        assert remote.match(keys).tokens == TOKENS
+
+
+def far_of(remote: Remote) -> Far:
+    assert isinstance(remote._link, VerbsLink)
+    return remote._link._far
+
+
+def read_by_key(remote: Remote, keys: PageKeys, line: Pieces, region: tuple[int, int, int]) -> None:
+    remote.match(keys)
+    link, own = remote._link, far_of(remote)
+    assert isinstance(link, VerbsLink)
+    link.read(line, Deadline(WAIT_S))
+    link._far = own.model_copy(update={"region": region})
+    with pytest.raises(PeerError, match="IBV_WC_REM_ACCESS_ERR"):
+        link.read(line, Deadline(WAIT_S))
+    remote.close()
+
+
+@pytest.mark.skipif(not RDMA, reason=NO_RDMA)
+def test_verbs_a_region_that_may_not_be_locked_is_refused(folder: Path) -> None:
+    """As to a user with a small `ulimit -l`; root could lock more, if it were let."""
+    made(folder, "verbs", LAYOUTS["float32"]).close()
+    limit = ["setpriv", "--bounding-set", "-ipc_lock", "sh", "-c", 'ulimit -l 64; exec "$@"', "sh"]
+    words = ["serve", str(folder / "pool"), "--listen", f"{HOST}:0", "--device", RDMA]
+    done = subprocess.run(
+        [*limit, sys.executable, "-m", "cxlkv.ops.cli", *words, "--secret", str(folder / "secret")],
+        capture_output=True,
+        text=True,
+    )
+    said = " ".join(done.stderr.split())
+    assert done.returncode > 0
+    assert f"{RDMA} does not register" in said
+    assert "Locked memory (ulimit -l) is 64 KiB here: raise it (ulimit -l unlimited" in said
+
+
+# ---- hosts that share the pool ----
+
+
+def test_a_pool_of_several_hosts_is_served(
+    folder: Path, link: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another host has published is pulled by way of this one; it finds what is pushed."""
+    if link == "socket":
+        monkeypatch.setattr("cxlkv.transport.loopback._boot", lambda: "")
+    path, layout = folder / "pool", LAYOUTS["float32"]
+    with (
+        CXLPool.create(
+            path, layout=layout, capacity="8MiB", sharing="software", hosts=2, host=0, threads=1
+        ) as writes,
+        CXLPool.open(path, host=1, threads=1) as serves,
+        local(layout) as here,
+    ):
+        keys = publish(writes, rng)
+        with serving(serves, link) as server, remote_of(server.address, link) as remote:
+            assert pull(remote, here, keys).tokens == TOKENS
+            assert what(here, keys) == what(writes, keys)
+            pushed = publish(here, rng, salt=b"pushed")
+            assert push(remote, here, pushed).tokens == TOKENS
+            assert what(writes, pushed) == what(here, pushed)
+            with remote.match(keys) as hit:  # which keeps the pages from being written again
+                writes.forget(keys)
+                taken = [grown(writes, rng, TOKENS)]
+                while writes.stats()["pages_free"] >= TOKENS // PAGE:
+                    taken.append(grown(writes, rng, TOKENS))
+                _, codes = remote.read(hit.pages, hit.generations)
+                assert not codes.any()
+            for sequence in taken:
+                sequence.release()
+        audit(writes)
+        audit(here)
+
+
+# ---- peers that come, and die: real processes ----
+
+
+def test_a_pull_waits_for_a_server_that_is_on_its_way(
+    folder: Path, link: str, rng: np.random.Generator
+) -> None:
+    started: list[Server] = []
+    with made(folder, link, LAYOUTS["float32"]) as pool, local(pool.layout) as here:
+        keys = publish(pool, rng)
+        with serving(pool, link) as server:
+            address = server.address
+        device = device_of(link)
+        later = threading.Timer(
+            0.3, lambda: started.append(Server(pool, address, SECRET, device=device))
+        )
+        later.start()
+        with remote_of(address, link) as remote:
+            assert pull(remote, here, keys).tokens == TOKENS
+        later.join()
+        started[0].close()
+
+
+@pytest.mark.parametrize(("deadline_s", "attempts"), [(0.01, 1), (WAIT_S, 2)])
+def test_a_pull_that_waited_in_vain_does_not_wait_again(deadline_s: float, attempts: int) -> None:
+    began: list[Deadline] = []
+
+    def attempt(moved: Moved) -> None:
+        began.append(Deadline(0.02))
+        wait_until(began[-1].is_over)
+        raise PeerError("nobody there")
+
+    with pytest.raises(PeerError, match="nobody"):
+        moving._going_on(attempt, deadline_s)
+    assert len(began) == attempts
+
+
+class ServerProcess:
+    """`cxlkv serve` of a pool in a file."""
+
+    def __init__(self, folder: Path, link: str, port: int = 0, name: str = "pool"):
+        listen, secret = f"{HOST}:{port}", str(folder / "secret")
+        device = ["--device", RDMA] if link == "verbs" else []
+        command = ["serve", str(folder / name), "--listen", listen, "--secret", secret, *device]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "cxlkv.ops.cli", *command], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline()
+        found = re.search(r" on (\S+):(\d+)$", said.strip())
+        assert found, said
+        self.address = (found[1], int(found[2]))
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        self.process.send_signal(number)
+        if number != signal.SIGSTOP:
+            self.process.wait(WAIT_S)
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+        return self.process.returncode
+
+
+@pytest.fixture
+def served(
+    folder: Path, link: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[CXLPool, PageKeys, ServerProcess]]:
+    """A pool with a prefix, served by another process; the pool is open here, too."""
+    if link == "socket":  # as if from another machine
+        monkeypatch.setattr("cxlkv.transport.loopback._boot", lambda: "")
+    with made(folder, "file", LAYOUTS["float32"]) as pool:
+        keys = publish(pool, rng)
+        server = ServerProcess(folder, link)
+        yield pool, keys, server
+        if server.process.poll() is None:
+            server.kill()
+        wait_until(lambda: pool.stats()["pages_held"] == 0)
+        audit(pool)
+
+
+def test_the_command_serves_and_ends(
+    served: tuple[CXLPool, PageKeys, ServerProcess], link: str
+) -> None:
+    pool, keys, server = served
+    with remote_of(server.address, link) as remote, local(pool.layout) as here:
+        assert pull(remote, here, keys).tokens == TOKENS
+        assert remote.link == link
+        assert what(here, keys) == what(pool, keys)
+        assert server.kill(signal.SIGTERM) == 0
+
+
+def test_a_killed_server_is_an_error_in_time(
+    served: tuple[CXLPool, PageKeys, ServerProcess], link: str
+) -> None:
+    pool, keys, server = served
+    with remote_of(server.address, link, SOON_S) as remote, local(pool.layout) as here:
+        hit = remote.match(keys)
+        assert pool.stats()["pages_held"] > 0
+        server.kill()
+        for act in (
+            lambda: remote.select(hit, 0, np.zeros((1, 2, 12), np.float32), Budget(pages=1)),
+            lambda: pull(remote, here, keys),
+            lambda: remote.read(hit.pages, hit.generations),
+        ):
+            began = time.monotonic()
+            with pytest.raises((PeerError, StaleError)):
+                act()
+            assert time.monotonic() - began < WAIT_S
+        audit(here)
+
+
+def test_a_stopped_server_is_an_error_in_time(
+    served: tuple[CXLPool, PageKeys, ServerProcess], link: str
+) -> None:
+    _, keys, server = served
+    with remote_of(server.address, link, 1.0) as remote:
+        remote.match(keys)
+        server.kill(signal.SIGSTOP)
+        with pytest.raises(PeerError):
+            remote.match(keys)
+
+
+def test_a_server_that_comes_back_is_found_again(
+    served: tuple[CXLPool, PageKeys, ServerProcess], folder: Path, link: str
+) -> None:
+    pool, keys, server = served
+    with remote_of(server.address, link) as remote, local(pool.layout) as here:
+        assert remote.match(keys).tokens == TOKENS
+        server.kill()
+        again = ServerProcess(folder, link, server.address[1])
+        assert pull(remote, here, keys).tokens == TOKENS
+        assert what(here, keys) == what(pool, keys)
+        assert again.kill(signal.SIGTERM) == 0
+
+
+CLIENT = """
+import sys
+from cxlkv import CXLPool
+from cxlkv.prefix import prefix_keys
+from cxlkv.transport import Remote, pull, push, read_secret
+from tests.transport.test_transport import LAYOUTS, PAGE, TOKENS, grown, local
+import numpy as np
+import cxlkv.transport.loopback as loopback
+address, secret, device, link = sys.argv[1:]
+if link == "socket":
+    loopback._boot = lambda: ""
+with Remote(address, read_secret(secret), device=device or None, deadline_s=60) as remote:
+    layout = LAYOUTS["float32"]
+    keys = prefix_keys(range(TOKENS), PAGE)
+    remote.match(keys)
+    print("begins", flush=True)
+    for number in range(10**9):
+        with local(layout) as here:
+            pull(remote, here, keys)
+            salt = str(number).encode()
+            sequence = grown(here, np.random.default_rng(number), TOKENS)
+            here.publish_prefix(sequence, range(TOKENS), salt)
+            push(remote, here, prefix_keys(range(TOKENS), PAGE, salt))
+            sequence.release()
+        remote.match(keys, lease_s=600)  # held, and never released
+"""
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 0.3])
+def test_killed_clients_leave_nothing(
+    folder: Path,
+    link: str,
+    rng: np.random.Generator,
+    after_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At any point of pulls and pushes; a client that lives goes on undisturbed."""
+    if link == "socket":
+        monkeypatch.setattr("cxlkv.transport.loopback._boot", lambda: "")
+    with made(folder, "file", LAYOUTS["float32"], capacity="64MiB") as pool:
+        keys = publish(pool, rng)
+        with serving(pool, link) as server, remote_of(server.address, link) as remote:
+            address = f"{server.address[0]}:{server.address[1]}"
+            arguments = [address, str(folder / "secret"), device_of(link) or "", link]
+            clients = [
+                subprocess.Popen(
+                    [sys.executable, "-c", CLIENT, *arguments], stdout=subprocess.PIPE, text=True
+                )
+                for _ in range(2)
+            ]
+            for client in clients:
+                assert client.stdout is not None
+                assert client.stdout.readline() == "begins\n"
+            with local(pool.layout) as here:
+                assert pull(remote, here, keys).tokens == TOKENS
+                threading.Event().wait(after_s)
+                for client in clients:
+                    client.kill()
+                    client.communicate()
+                assert pull(remote, here, keys).tokens == TOKENS
+            remote.close()
+            wait_until(lambda: server.connections() == 0)
+            assert pool.stats()["pages_held"] == 0
+        audit(pool)
+
+
+class Flapping:
+    """A cable between client and server: it can be pulled after so many bytes from the server."""
+
+    def __init__(self, to: tuple[str, int]):
+        self._to = to
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self._listener.getsockname()
+        self.bytes_left = 1 << 60
+        self.flaps = 0
+        self._sockets = [self._listener]
+        self._threads = [threading.Thread(target=self._run, daemon=True)]
+        self._threads[0].start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.create_connection(self._to)
+            self._sockets += [near, far]
+            for pair in ((near, far), (far, near)):
+                thread = threading.Thread(target=self._copy, args=(*pair, pair[0] is far))
+                thread.start()
+                self._threads.append(thread)
+
+    def _copy(self, source: socket.socket, sink: socket.socket, counts: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 12):
+                if counts:
+                    self.bytes_left -= len(data)
+                    if self.bytes_left < 0:
+                        self.bytes_left = 1 << 60
+                        self.flaps += 1
+                        break
+                sink.sendall(data)
+        for sock in (source, sink):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for sock in self._sockets:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(WAIT_S)
+        for sock in self._sockets:
+            sock.close()
+
+
+def test_a_link_that_flaps_is_mended(
+    folder: Path, link: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken once in each pull, at many points of it: the prefix arrives whole all the same."""
+    layout = LAYOUTS["float32"]
+    for module in ("server", "client", "loopback", "verbs", "moving"):
+        monkeypatch.setattr(f"cxlkv.transport.{module}.chunk_records", lambda record_bytes: 3)
+    with made(folder, link, layout) as pool, serving(pool, link) as server:
+        keys = publish(pool, rng)
+        with closing(Flapping(server.address)) as cable:
+            for after in (10, 100, 1000, 3000, 9000, 12000):
+                with remote_of(cable.address, link) as remote, local(layout) as here:
+                    cable.bytes_left = after
+                    assert pull(remote, here, keys).tokens == TOKENS
+                    assert what(here, keys) == what(pool, keys)
+                    cable.bytes_left = 1 << 60
+            assert cable.flaps >= 2
+        wait_until(lambda: server.connections() == 0)
+        assert pool.stats()["pages_held"] == 0
