@@ -1,8 +1,10 @@
 """cxlkv: a KV-cache pool in CXL and other far memory, with scoring near the data."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from cxlkv._moved import Moved
 from cxlkv.errors import CXLKVError, PoolFullError
 from cxlkv.layout import KVLayout, LayerGroup
 from cxlkv.ndp.engine import Budget, Selection
@@ -28,6 +30,8 @@ __all__ = [
     "Tiers",
     "object_keys",
 ]
+
+sys.meta_path.append(Moved())  # old names of modules, for one release
 
 # What needs the C core is imported when it is asked for: cxlkv.ndp.portable runs without it.
 _OF_THE_CORE = {
