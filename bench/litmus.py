@@ -13,13 +13,13 @@ import os
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from tempfile import TemporaryDirectory, mkstemp
 from typing import TypedDict, cast
 
 import numpy as np
@@ -130,7 +130,7 @@ def cache_pressure_bytes() -> int:
 
 @contextmanager
 def _scratch_file() -> Iterator[Path]:
-    handle, name = tempfile.mkstemp(prefix="cxlkv-litmus-", dir="/dev/shm")
+    handle, name = mkstemp(prefix="cxlkv-litmus-", dir="/dev/shm")
     os.close(handle)
     try:
         yield Path(name)
@@ -254,7 +254,7 @@ class _Other:
 @contextmanager
 def _other_role(paths: Sequence[Path]) -> Iterator[_Other]:
     """Its certificate is dropped: role a's counts for both."""
-    with tempfile.TemporaryDirectory(prefix="cxlkv-litmus-") as folder:
+    with TemporaryDirectory(prefix="cxlkv-litmus-") as folder:
         command = [sys.executable, "-m", "cxlkv.ops.cli", "bench", "litmus", "--role", "b"]
         command += ["--certificate", str(Path(folder) / "b.json")]
         for path in paths:

@@ -7,6 +7,7 @@ import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,12 +97,22 @@ def test_without_a_role_both_run_here_and_one_host_is_certified(
     assert certified_mode(region).mode == "strict"
 
 
-def test_two_scratch_files_by_default_and_none_is_left(tmp_path: Path) -> None:
-    before = set(Path("/dev/shm").glob("cxlkv-litmus-*"))
+def test_two_scratch_files_by_default_and_none_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+
+    def made_file(prefix: str, dir: str) -> tuple[int, str]:
+        handle, name = tempfile.mkstemp(prefix=prefix, dir=dir)
+        made.append(Path(name))
+        return handle, name
+
+    monkeypatch.setattr(litmus, "mkstemp", made_file)
     result, written = litmus.run([], rounds=20, pressure_bytes=PRESSURE_BYTES)
     assert result.passed
     assert len(result.metrics["message passing: rounds"].samples) == 4
-    assert set(Path("/dev/shm").glob("cxlkv-litmus-*")) <= before
+    assert len(made) == 2
+    assert not any(path.exists() for path in made)
     assert [path.parent for path in written] == [tmp_path / "state/cxlkv"]
 
 

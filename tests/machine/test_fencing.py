@@ -23,6 +23,7 @@ from cxlkv import CXLPool, KVLayout, Sequence
 from cxlkv.errors import BadArgumentError, BusyError, CorruptError, PoolFullError
 from cxlkv.machine.hosts import Host
 from cxlkv.ops.cli import app
+from tests.support.stopping import stop
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 LEASE_S = 0.3
@@ -200,7 +201,7 @@ def test_one_host_has_no_others(make_pool: object) -> None:
 def test_fenced_while_it_was_stopped(pool: CXLPool, other: Other) -> None:
     """Its pages stay its own, what it published stays readable, and it comes back by itself."""
     other.ask("publish", "b")
-    other.popen.send_signal(signal.SIGSTOP)
+    stop(other.popen)
     pool.fence(1)
     assert state(pool, 1).state == "fenced"
     assert right(pool, "b") == 32
@@ -239,7 +240,7 @@ def test_off_and_its_pages_taken(path: str, pool: CXLPool, other: Other) -> None
 def test_declared_off_while_it_ran(pool: CXLPool, other: Other) -> None:
     """An operator's mistake: it must stop, and say why."""
     other.ask("publish", "b")
-    other.popen.send_signal(signal.SIGSTOP)
+    stop(other.popen)
     pool.fence(1, confirmed_off=True)
     other.popen.send_signal(signal.SIGCONT)
     answer = other.ask("stats")

@@ -28,6 +28,7 @@ from cxlkv.errors import (
     GeometryError,
     HostError,
 )
+from tests.support.stopping import stop
 
 from ..conftest import audit
 from ..support.pool_worker import is_alive, token_numbers, verify
@@ -167,7 +168,7 @@ def test_a_host_that_stops_for_longer_than_its_lease(hosts: Hosts) -> None:
     assert stopped.do("hits := [pool.match_prefix(ids(seed)) for seed in range(1, 11)]")
     assert stopped.do("held := [hit.sequence() for hit in hits]")
     assert stopped.do("[verify(s, text(i)) for i, s in enumerate(held, 1)][9]") == "None"
-    stopped.popen.send_signal(signal.SIGSTOP)
+    stop(stopped.popen)
     name = struct.unpack("<QI", poke(hosts.path, line_offset(owner, 0, NAME_LINE), b"", 12))
     ticket = struct.pack("<Q", name[1] << 40 | 1)  # of its epoch, the first in the queue
     poke(hosts.path, line_offset(owner, 0, LOCK_LINE), ticket)
@@ -208,7 +209,7 @@ def test_a_number_that_is_in_use_elsewhere(hosts: Hosts) -> None:
 def test_a_number_that_was_taken_while_its_host_stopped(hosts: Hosts) -> None:
     stopped = Remote(hosts.stack, hosts.path, 0)
     assert stopped.do("publish(pool, 1)") == "None"
-    stopped.popen.send_signal(signal.SIGSTOP)
+    stop(stopped.popen)
     host_state(hosts.path, 0).unlink()
     heir = hosts.open(0, SHORT_LEASE_S)
     assert found(heir, 1) == TOKENS

@@ -24,6 +24,7 @@ import pytest
 
 from cxlkv import CXLPool, KVLayout
 from cxlkv.prefix import prefix_keys
+from tests.support.stopping import stop
 
 from ..conftest import audit, pages_accounted
 from ..support.pool_worker import (
@@ -343,7 +344,7 @@ def stop_rounds(path: str, box: Path, rounds: int) -> None:
             drain(processes)
         for _ in range(rounds):
             stopped = random.choice(processes)
-            stopped.popen.send_signal(signal.SIGSTOP)
+            stop(stopped.popen)
             if random.random() < 0.7:
                 put_in_front(watcher, path, stopped.host)
             until = time.monotonic() + random.uniform(0, 3) * lease_s

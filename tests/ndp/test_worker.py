@@ -31,6 +31,7 @@ from cxlkv.machine.topology import NumaNode, probe
 from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.ndp.worker import cpus_near, serve
 from cxlkv.sequence import Sequence
+from tests.support.stopping import stop
 
 from ..support.states import host_states
 
@@ -544,7 +545,7 @@ def test_a_stopped_worker_costs_one_deadline(
         twins.append([30])
         twins.select([1], Budget(pages=3))
         pool.use_worker("only", deadline_s=0.05)
-        worker.process.send_signal(signal.SIGSTOP)
+        stop(worker.process)
         began = time.monotonic()
         with pytest.raises(WorkerError, match="lives and did not answer in time"):
             twins.select([1], Budget(pages=3))
@@ -577,7 +578,7 @@ def test_a_worker_that_is_killed_in_an_attend_costs_no_answer(
 
         for budget in (None, Budget(pages=3)):
             sent = requests()
-            worker.process.send_signal(signal.SIGSTOP)
+            stop(worker.process)
             attending = threading.Thread(target=twins.attend, args=([1, 2], 1, budget))
             attending.start()
             while requests() == sent:

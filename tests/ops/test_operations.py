@@ -30,6 +30,7 @@ from cxlkv.ops import cli
 from cxlkv.ops.leftovers import clean, find_leftovers
 from cxlkv.ops.top import COLUMNS, Processes
 from cxlkv.stats import Overview, find, look
+from tests.support.stopping import stop
 
 from ..support.states import host_states
 
@@ -267,7 +268,7 @@ def stopped_creation(path: str) -> subprocess.Popen[bytes]:
     while time.monotonic() < deadline:
         # It is locked before it has a size.
         if any(draft.stat().st_size for draft in Path(path).parent.glob("*.new")):
-            process.send_signal(signal.SIGSTOP)
+            stop(process)
             os.waitpid(process.pid, os.WUNTRACED)
             if list(Path(path).parent.glob("*.new")):
                 return process

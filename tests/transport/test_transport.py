@@ -45,6 +45,7 @@ from cxlkv.transport.far import Pieces
 from cxlkv.transport.server import STRANGERS_MAX
 from cxlkv.transport.verbs import Far, VerbsLink
 from cxlkv.transport.wire import Deadline, Wire, parse_address
+from tests.support.stopping import stop
 
 from ..conftest import audit
 from ..support.damaging import damage_piece
@@ -1060,10 +1061,9 @@ class ServerProcess:
 
     def kill(self, number: int = signal.SIGKILL) -> int:
         self.process.send_signal(number)
-        if number != signal.SIGSTOP:
-            self.process.wait(WAIT_S)
-            assert self.process.stdout is not None
-            self.process.stdout.close()
+        self.process.wait(WAIT_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
         return self.process.returncode
 
 
@@ -1121,7 +1121,7 @@ def test_a_stopped_server_is_an_error_in_time(
     _, keys, server = served
     with remote_of(server.address, link, 1.0) as remote:
         remote.match(keys)
-        server.kill(signal.SIGSTOP)
+        stop(server.process)
         with pytest.raises(PeerError):
             remote.match(keys)
 

@@ -1,9 +1,9 @@
 /* Scores with AMX tiles: 16 keys by 16 queries by 32 channels in an instruction, products of bf16
  * added in fp32. Everything else, and a score of few queries, is avx512_bf16's.
  *
- * Compiled a second time by tests/native/kernels/kernels_amx_model.c, on a model of the tiles in software:
- * so the tests of a CPU without them run these very lines. On a CPU with tiles it has not been
- * measured. */
+ * Compiled a second time by tests/native/kernels/kernels_amx_model.c, on a model of the tiles in
+ * software: so the tests of a CPU without them run these very lines. On a CPU with tiles it has not
+ * been measured. */
 #if defined(__x86_64__)
 
 #if defined(__clang__)
