@@ -255,6 +255,11 @@ models:       ## spin over the models of the coherence protocol and all their mu
 test-drivers: $(VENV)/.built  ## the pool on the true Linux drivers, in QEMU guests: docs/drivers.md
 	$(BIN)/python -m cxlkv.emulation.qemu.drivers $(ARGS) || [ $$? -eq 77 ]
 
+# Some ten minutes; nothing else should run beside it.
+.PHONY: regress
+regress: $(VENV)/.built  ## core calls of the merge base and of this checkout, timed in turn
+	$(BIN)/python bench/regress.py $(ARGS)
+
 bench: $(VENV)/.built  ## one microbenchmark: make bench CASE=bandwidth (cxlkv bench list)
 	$(BIN)/cxlkv bench $(CASE) $(ARGS)
 
