@@ -46,7 +46,7 @@ def signs(dim: int) -> torch.Tensor:
     return torch.tensor([1.0 - 2 * (words[d // 64] >> d % 64 & 1) for d in range(dim)])
 
 
-def turned(keys: torch.Tensor) -> torch.Tensor:
+def hadamard(keys: torch.Tensor) -> torch.Tensor:
     """Walsh-Hadamard transforms of float32 keys [..., dim] with signs changed, in blocks of powers
     of two from dim's largest down."""
     dim = keys.shape[-1]
@@ -68,7 +68,7 @@ def turned(keys: torch.Tensor) -> torch.Tensor:
 def sketches_of(pieces: torch.Tensor) -> torch.Tensor:
     """uint8 [pages, heads, sketch_piece_bytes]: docs/memory-layout.md has the bytes."""
     tokens, dim = pieces.shape[2:]
-    y = turned(pieces.float())
+    y = hadamard(pieces.float())
     squares = y.square().sum(-1, keepdim=True)
     step = (squares / dim).sqrt()
     codes = (y >= -step).int() + (y >= 0).int() + (y >= step).int()

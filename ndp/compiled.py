@@ -330,7 +330,7 @@ def estimate(
 ) -> None:
     """Logits of all tokens as sketches tell them, out [kv_heads, pages, tokens], and their scales.
 
-    words, numbers: one memory, as codes and as scales. queries [kv_heads, n, channels]: turned and
+    words, numbers: one memory, as codes and as scales. queries [kv_heads, n, channels]: rotated and
     scaled, zeros up to 16 channels, n a multiple of LANES; offsets [kv_heads, n]: what is added to
     the sums, as a code stands for code - 1.5. The best over the queries; NaN where one is.
     """
@@ -395,7 +395,9 @@ def add_weighted(total: Floats, row: Floats, weight: np.float32) -> None:
 
 
 @compiled
-def soften(row: Floats, scale: np.float32, softcap: np.float32, state: Floats) -> np.float32:
+def online_softmax(
+    row: Floats, scale: np.float32, softcap: np.float32, state: Floats
+) -> np.float32:
     """Logits to weights; state is (largest logit, sum of weights). Returns by what older weights
     shrink."""
     for t in range(len(row)):
@@ -450,7 +452,7 @@ def attend_head(
             high = min(seen[q + j, 1] - first + 1, count)
             if low >= high:
                 continue
-            shrink = soften(logits[j, low:high], scale, softcap, state[q + j])
+            shrink = online_softmax(logits[j, low:high], scale, softcap, state[q + j])
             if shrink != 1:
                 for d in range(value_dim):
                     out[q + j, d] *= shrink

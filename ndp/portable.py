@@ -48,7 +48,7 @@ from cxlkv.ndp.engine import (
     pages_of_share,
     uniform,
 )
-from cxlkv.ndp.reference import turned
+from cxlkv.ndp.reference import hadamard
 
 STAGED_PAGES = 1024  # sketches of fewer are not worth a sample
 SAMPLE_PAGES = 16  # whose keys tell how far estimates are off
@@ -339,7 +339,7 @@ def estimates_of(
     heads, count, dim = queries.shape
     shape = (heads, -(-count // LANES) * LANES, -(-dim // SKETCH_CHANNELS) * SKETCH_CHANNELS)
     prepared = np.zeros(shape, np.float32)
-    prepared[:, :count, :dim] = scale * turned(queries.astype(np.float64))
+    prepared[:, :count, :dim] = scale * hadamard(queries.astype(np.float64))
     prepared[:, count:] = prepared[:, :1]  # the kernel takes LANES at a time
     prepared[~np.isfinite(prepared).all(axis=2)] = np.nan
     offsets = np.float32(-1.5) * prepared.sum(axis=2)

@@ -240,7 +240,7 @@ def attend(
 # ---- sketches: native/src/kernels/sketch.h has the words ----
 
 
-def turned(rows: Floats) -> Floats:
+def hadamard(rows: Floats) -> Floats:
     """Signs by channel, then Walsh-Hadamard transforms of blocks of powers of two; [..., dim]."""
     out = rows * (1 - 2 * _sign_bits(rows.shape[-1]))
     first = 0
@@ -269,7 +269,7 @@ def _sign_bits(dim: int) -> Floats:
 
 def sketched(keys: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], Floats]:
     """Codes [tokens, dim] and scales [tokens] of keys [tokens, dim]."""
-    rows = turned(keys.astype(np.float64))
+    rows = hadamard(keys.astype(np.float64))
     step = np.sqrt((rows**2).mean(-1, keepdims=True))
     codes = (rows >= -step).astype(np.int64) + (rows >= 0) + (rows >= step)
     products = (rows * (codes - 1.5)).sum(-1)
@@ -279,4 +279,4 @@ def sketched(keys: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], Floa
 
 def estimates(codes: npt.NDArray[np.int64], scales: Floats, query: Floats, scale: float) -> Floats:
     """Logits [tokens] of one query [dim], as sketches tell them (queries not rounded)."""
-    return scale * scales * ((codes - 1.5) @ turned(query))
+    return scale * scales * ((codes - 1.5) @ hadamard(query))

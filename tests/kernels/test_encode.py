@@ -14,7 +14,7 @@ from cxlkv import CXLPool, KVLayout, LayerGroup, _core
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.kernels import crc32c, encode
 from cxlkv.kernels.encode import Encoded
-from cxlkv.kernels.reference_encode import turned
+from cxlkv.kernels.reference_encode import hadamard
 from cxlkv.pages import places_of
 
 SEED = 7010
@@ -116,7 +116,7 @@ def check_sketches(got: Bytes, wanted: Bytes, k: torch.Tensor, page_tokens: int)
     assert not scales[:, :, page_tokens:].view(np.uint32).any()
     np.testing.assert_array_equal(np.isnan(scales), np.isnan(right_scales))
     pieces = k.cpu().reshape(-1, page_tokens, *k.shape[1:]).transpose(1, 2)
-    y = turned(pieces.double()).numpy()
+    y = hadamard(pieces.double()).numpy()
     r = np.sqrt((y**2).mean(-1, keepdims=True))
     borders = np.stack([np.abs(y + r), np.abs(y), np.abs(y - r)])
     doubtful = (borders <= 1e-5 * r).any(axis=0)

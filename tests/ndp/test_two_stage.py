@@ -364,7 +364,7 @@ def test_an_alarm_when_recall_falls_short(
     """The right keys are all in one channel once they are turned: 2 bits say little of such ones,
     and the sample, which hardly meets them, does not know."""
     keys = rng.standard_normal((PAGES * 8, 1, 32)).astype(np.float32)
-    back = reference.turned(np.eye(32)).T
+    back = reference.hadamard(np.eye(32)).T
     q = (np.array([[4.0] + [-1.0] * 31]) @ back).astype(np.float32)
     if short:
         keys[:: 8 * 53] = 30 * back[0]

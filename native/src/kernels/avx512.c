@@ -477,8 +477,8 @@ INLINE __m128 sums_of_four(const __m512 rows[4]) {
 }
 
 /* At most four rows. States lie as {largest, sum}. */
-INLINE bool soften_four(float *logits, uint32_t tokens, uint32_t count, float (*states)[2],
-                        float *factors) {
+INLINE bool softmax_four(float *logits, uint32_t tokens, uint32_t count, float (*states)[2],
+                         float *factors) {
     const __mmask16 mask = first_lanes(tokens);
     const __mmask8 used = (__mmask8)((1 << count) - 1);
     __m512 rows[4];
@@ -512,9 +512,9 @@ INLINE bool soften_four(float *logits, uint32_t tokens, uint32_t count, float (*
     return true;
 }
 
-bool avx512_soften(float *logits, uint32_t tokens, uint32_t count, float (*states)[2],
-                   float *factors) {
-    return tokens <= LANES && count <= 4 && soften_four(logits, tokens, count, states, factors);
+bool avx512_online_softmax(float *logits, uint32_t tokens, uint32_t count, float (*states)[2],
+                           float *factors) {
+    return tokens <= LANES && count <= 4 && softmax_four(logits, tokens, count, states, factors);
 }
 
 /* ---- conversions ---- */
@@ -595,7 +595,7 @@ const kernels kernels_avx512 = {
     .bound = avx512_bound,
     .digest = avx512_digest,
     .exp_sum = avx512_exp_sum,
-    .soften = avx512_soften,
+    .online_softmax = avx512_online_softmax,
     .streams = true,
     .store_rows = avx2_store_rows,
     .to_float = avx512_to_float,

@@ -94,8 +94,8 @@ typedef struct kernels {
      * stays and 0 where it was -infinity; logits become weights exp(logit - largest); states[j][1]
      * = states[j][1] * factors[j] + their sum. Errors as of exp_sum. False, and nothing is done,
      * for rows that it has no fast way for: NaN among them, nothing but -infinity, too many. */
-    bool (*soften)(float *logits, uint32_t tokens, uint32_t count, float (*states)[2],
-                   float *factors);
+    bool (*online_softmax)(float *logits, uint32_t tokens, uint32_t count, float (*states)[2],
+                           float *factors);
 
     bool streams;                /* store_rows() goes past the caches, to the last byte */
     /* Copies rows of row_bytes, stride_bytes apart at the source, into one contiguous piece that

@@ -1,4 +1,4 @@
-/* What all instruction sets share of sketches: the turn, and queries in 8 bits. */
+/* What all instruction sets share of sketches: the Hadamard transform, and queries in 8 bits. */
 #include "kernels/sketch.h"
 
 #include <math.h>
@@ -23,7 +23,7 @@ void sketch_transform(float *vector, uint32_t size) {
     for (uint32_t i = 0; i < size; i++) vector[i] *= norm;
 }
 
-void sketch_turn(float *vector, uint32_t dim) {
+void sketch_hadamard(float *vector, uint32_t dim) {
     for (uint32_t d = 0; d < dim; d++)
         if (sketch_signs(d / 64) >> d % 64 & 1) vector[d] = -vector[d];
     for (uint32_t first = 0; first < dim;) {
@@ -37,17 +37,17 @@ void sketch_queries(const float *queries, uint32_t count, uint32_t dim, float sc
                     sketch_query *prepared) {
     uint32_t padded = sketch_dim(dim);
     for (uint32_t q = 0; q < count; q++, codes += padded) {
-        float turned[4096], largest = 0;
+        float rotated[4096], largest = 0;
         int32_t sum = 0;
-        memcpy(turned, queries + (uint64_t)q * dim, dim * sizeof(float));
-        sketch_turn(turned, dim);
+        memcpy(rotated, queries + (uint64_t)q * dim, dim * sizeof(float));
+        sketch_hadamard(rotated, dim);
         for (uint32_t d = 0; d < dim && isfinite(largest); d++)
-            if (!(fabsf(turned[d]) <= largest)) largest = fabsf(turned[d]); /* or NaN */
+            if (!(fabsf(rotated[d]) <= largest)) largest = fabsf(rotated[d]); /* or NaN */
         memset(codes, 0, padded);
         /* A query that small is 0: below it 127 / largest is infinite. */
         float unit = isfinite(largest) && largest > 1e-30f ? 127 / largest : 0;
         for (uint32_t d = 0; d < dim && unit > 0; d++) {
-            int32_t code = (int32_t)lrintf(turned[d] * unit);
+            int32_t code = (int32_t)lrintf(rotated[d] * unit);
             codes[sketch_place(d)] = (int8_t)code;
             sum += code;
         }

@@ -1,9 +1,9 @@
 /* Sketches of keys: 2 bits a channel, and a scale for each token, from which logits are estimated
  * at an eighth of the bytes. What is sealed into a page; docs/decisions/0011-sketch.md has why.
  *
- * A key is turned first: signs by channel, then a Walsh-Hadamard transform, in blocks of powers of
+ * A key is rotated first: signs by channel, then a Walsh-Hadamard transform, in blocks of powers of
  * two that make up dim, so that no channel is larger than others (QuaRot, arXiv 2404.00456; RaBitQ,
- * arXiv 2405.12497). Channel y of the turned key has code 0 to 3, the interval of (-inf, -r), [-r,
+ * arXiv 2405.12497). Channel y of the rotated key has code 0 to 3, the interval of (-inf, -r), [-r,
  * 0), [0, r), [r, inf) that it lies in, r being the root of the mean square over its channels; it
  * stands for code - 1.5. The token's scale is |y|^2 / sum of y * (code - 1.5): along the key itself
  * the estimate is right. A key of zeros has scale 0, one with an infinity or a NaN a NaN.
@@ -34,7 +34,7 @@ static inline uint32_t sketch_last_channels(uint32_t count) {
     return count < SKETCH_CHANNELS ? (1u << 2 * count) - 1 : ~0u;
 }
 
-/* A turned query in 8 bits: channel d of it is about code * factor. A word of 16 codes, shifted by
+/* A rotated query in 8 bits: channel d of it is about code * factor. A word of 16 codes, shifted by
  * 2 * i, has those of channels i, 4 + i, 8 + i, 12 + i at the low ends of its bytes: in this order,
  * for i from 0 to 3, the query's lie side by side. */
 typedef struct sketch_query {
@@ -52,7 +52,7 @@ static inline uint32_t sketch_place(uint32_t d) {
 void sketch_queries(const float *queries, uint32_t count, uint32_t dim, float scale, int8_t *codes,
                     sketch_query *prepared);
 /* In place: signs and transforms of `dim` floats; keeps lengths and inner products. */
-void sketch_turn(float *vector, uint32_t dim);
+void sketch_hadamard(float *vector, uint32_t dim);
 /* Which of the 64 channels from 64 * block on change their sign: a bit each (splitmix64). */
 uint64_t sketch_signs(uint32_t block);
 /* The transform of one block, whose size is a power of two. */

@@ -73,11 +73,11 @@ INLINE uint32_t spread(uint32_t bits) {
     return (bits | bits << 1) & 0x55555555;
 }
 
-/* turned: dim floats, and zeros to a multiple of 16. Returns the scale. */
-INLINE float encode_lanes(const float *turned, uint32_t dim, uint8_t *codes) {
+/* rotated: dim floats, and zeros to a multiple of 16. Returns the scale. */
+INLINE float encode_lanes(const float *rotated, uint32_t dim, uint8_t *codes) {
     __m256 squares = _mm256_setzero_ps(), products = _mm256_setzero_ps();
     for (uint32_t d = 0; d < dim; d += LANES) {
-        __m256 x = _mm256_load_ps(turned + d);
+        __m256 x = _mm256_load_ps(rotated + d);
         squares = _mm256_fmadd_ps(x, x, squares);
     }
     float length = sum_of(squares);
@@ -88,7 +88,7 @@ INLINE float encode_lanes(const float *turned, uint32_t dim, uint8_t *codes) {
     for (uint32_t d = 0; d < dim; d += SKETCH_CHANNELS) {
         uint32_t bits[2] = {0};
         UNROLL for (uint32_t i = 0; i < 2; i++) {
-            __m256 x = _mm256_load_ps(turned + d + i * LANES), masks[2];
+            __m256 x = _mm256_load_ps(rotated + d + i * LANES), masks[2];
             code_masks(x, minus, step, masks);
             UNROLL for (uint32_t b = 0; b < 2; b++)
                 bits[b] |= (uint32_t)_mm256_movemask_ps(masks[b]) << i * LANES;
@@ -105,34 +105,34 @@ INLINE float encode_lanes(const float *turned, uint32_t dim, uint8_t *codes) {
     return length > 0 ? length / sum_of(products) : 0;
 }
 
-static void turn(float *turned, uint32_t dim) {
+static void hadamard(float *rotated, uint32_t dim) {
     for (uint32_t d = 0; d < dim; d += LANES) {
         const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
         __m256i flips = _mm256_set1_epi32((int)(sketch_signs(d / 64) >> d % 64));
         flips = _mm256_slli_epi32(_mm256_srlv_epi32(flips, lane), 31);
-        __m256 x = _mm256_load_ps(turned + d);
-        _mm256_store_ps(turned + d, _mm256_xor_ps(x, _mm256_castsi256_ps(flips)));
+        __m256 x = _mm256_load_ps(rotated + d);
+        _mm256_store_ps(rotated + d, _mm256_xor_ps(x, _mm256_castsi256_ps(flips)));
     }
     for (uint32_t first = 0; first < dim;) {
         uint32_t size = 1u << (31 - __builtin_clz(dim - first));
-        if (size >= LANES) transform(turned + first, size);
-        else sketch_transform(turned + first, size);
+        if (size >= LANES) transform(rotated + first, size);
+        else sketch_transform(rotated + first, size);
         first += size;
     }
 }
 
 void sketch_avx2(int dtype, const void *keys, size_t stride_bytes, uint32_t tokens, uint32_t dim,
                  void *sketch) {
-    _Alignas(64) float turned[4096];
+    _Alignas(64) float rotated[4096];
     uint32_t padded = sketch_dim(dim);
     if (tokens % SKETCH_TOKENS) memset(sketch, 0, sketch_bytes(tokens, dim));
-    memset(turned + dim, 0, (padded - dim) * sizeof(float));
+    memset(rotated + dim, 0, (padded - dim) * sizeof(float));
     for (uint32_t t = 0; t < tokens; t++) {
-        kernels_avx2.to_float(dtype, (const char *)keys + t * stride_bytes, dim, turned);
-        turn(turned, dim);
-        memset(turned + dim, 0, (padded - dim) * sizeof(float));
+        kernels_avx2.to_float(dtype, (const char *)keys + t * stride_bytes, dim, rotated);
+        hadamard(rotated, dim);
+        memset(rotated + dim, 0, (padded - dim) * sizeof(float));
         uint8_t *block = (uint8_t *)sketch + t / SKETCH_TOKENS * sketch_block_bytes(dim);
-        float scale = encode_lanes(turned, dim, block + t % SKETCH_TOKENS * 4);
+        float scale = encode_lanes(rotated, dim, block + t % SKETCH_TOKENS * 4);
         memcpy(block + sketch_block_bytes(dim) - SKETCH_LINE_BYTES +
                t % SKETCH_TOKENS * sizeof(float), &scale, sizeof(scale));
     }

@@ -57,10 +57,10 @@ INLINE void transform(__m512 *x, uint32_t vectors) {
 }
 
 /* Sizes that are no constants, and what is left below 16 channels. */
-static void transform_rest(float *turned, uint32_t dim) {
+static void transform_rest(float *rotated, uint32_t dim) {
     for (uint32_t first = 0; first < dim;) {
         uint32_t size = 1u << (31 - __builtin_clz(dim - first));
-        sketch_transform(turned + first, size);
+        sketch_transform(rotated + first, size);
         first += size;
     }
 }
@@ -118,16 +118,16 @@ INLINE void encode_in_registers(int dtype, const char *keys, size_t stride_bytes
 
 static void encode_any(int dtype, const char *keys, size_t stride_bytes, uint32_t tokens,
                        uint32_t dim, const uint16_t *flips, uint8_t *sketch) {
-    _Alignas(64) float turned[4096];
+    _Alignas(64) float rotated[4096];
     uint32_t padded = sketch_dim(dim);
     for (uint32_t t = 0; t < tokens; t++) {
-        kernels_serial.to_float(dtype, keys + t * stride_bytes, dim, turned);
-        memset(turned + dim, 0, (padded - dim) * sizeof(float));
+        kernels_serial.to_float(dtype, keys + t * stride_bytes, dim, rotated);
+        memset(rotated + dim, 0, (padded - dim) * sizeof(float));
         for (uint32_t i = 0; i < padded / LANES; i++)
-            _mm512_store_ps(turned + i * LANES,
-                            flip(_mm512_load_ps(turned + i * LANES), flips + i));
-        transform_rest(turned, dim);
-        encode_token((const __m512 *)turned, padded / LANES, dim, 1,
+            _mm512_store_ps(rotated + i * LANES,
+                            flip(_mm512_load_ps(rotated + i * LANES), flips + i));
+        transform_rest(rotated, dim);
+        encode_token((const __m512 *)rotated, padded / LANES, dim, 1,
                      sketch + t / SKETCH_TOKENS * sketch_block_bytes(dim), t % SKETCH_TOKENS);
     }
 }

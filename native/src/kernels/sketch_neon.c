@@ -38,31 +38,31 @@ INLINE void transform(float *vector, uint32_t size) {
         vst1q_f32(vector + i, vmulq_f32(vld1q_f32(vector + i), norm));
 }
 
-static void turn(float *turned, uint32_t dim) {
+static void hadamard(float *rotated, uint32_t dim) {
     for (uint32_t d = 0; d < dim; d++)
-        if (sketch_signs(d / 64) >> d % 64 & 1) turned[d] = -turned[d];
+        if (sketch_signs(d / 64) >> d % 64 & 1) rotated[d] = -rotated[d];
     for (uint32_t first = 0; first < dim;) {
         uint32_t size = 1u << (31 - __builtin_clz(dim - first));
-        if (size >= LANES) transform(turned + first, size);
-        else sketch_transform(turned + first, size);
+        if (size >= LANES) transform(rotated + first, size);
+        else sketch_transform(rotated + first, size);
         first += size;
     }
 }
 
-/* turned: dim floats, and zeros to a multiple of 16. Returns the scale. */
-INLINE float encode_lanes(const float *turned, uint32_t dim, uint8_t *codes) {
+/* rotated: dim floats, and zeros to a multiple of 16. Returns the scale. */
+INLINE float encode_lanes(const float *rotated, uint32_t dim, uint8_t *codes) {
     static const uint32_t places[LANES] = {1, 4, 16, 64};
     const uint32x4_t place = vld1q_u32(places);
     float32x4_t squares = vdupq_n_f32(0), products = vdupq_n_f32(0);
     for (uint32_t d = 0; d < dim; d += LANES) {
-        float32x4_t x = vld1q_f32(turned + d);
+        float32x4_t x = vld1q_f32(rotated + d);
         squares = vfmaq_f32(squares, x, x);
     }
     float length = vaddvq_f32(squares), step = sqrtf(length / (float)dim);
     for (uint32_t d = 0; d < dim; d += SKETCH_CHANNELS) {
         uint32_t packed = 0;
         UNROLL for (uint32_t i = 0; i < SKETCH_CHANNELS / LANES; i++) {
-            float32x4_t x = vld1q_f32(turned + d + i * LANES);
+            float32x4_t x = vld1q_f32(rotated + d + i * LANES);
             uint32x4_t high = vcgezq_f32(x);
             float32x4_t border = vbslq_f32(high, vdupq_n_f32(step), vdupq_n_f32(-step));
             uint32x4_t low = vcgeq_f32(x, border);
@@ -83,15 +83,15 @@ INLINE float encode_lanes(const float *turned, uint32_t dim, uint8_t *codes) {
 
 void sketch_neon(int dtype, const void *keys, size_t stride_bytes, uint32_t tokens, uint32_t dim,
                  void *sketch) {
-    float turned[4096];
+    float rotated[4096];
     uint32_t padded = sketch_dim(dim);
     if (tokens % SKETCH_TOKENS) memset(sketch, 0, sketch_bytes(tokens, dim));
     for (uint32_t t = 0; t < tokens; t++) {
-        kernels_neon.to_float(dtype, (const char *)keys + t * stride_bytes, dim, turned);
-        turn(turned, dim);
-        memset(turned + dim, 0, (padded - dim) * sizeof(float));
+        kernels_neon.to_float(dtype, (const char *)keys + t * stride_bytes, dim, rotated);
+        hadamard(rotated, dim);
+        memset(rotated + dim, 0, (padded - dim) * sizeof(float));
         uint8_t *block = (uint8_t *)sketch + t / SKETCH_TOKENS * sketch_block_bytes(dim);
-        float scale = encode_lanes(turned, dim, block + t % SKETCH_TOKENS * 4);
+        float scale = encode_lanes(rotated, dim, block + t % SKETCH_TOKENS * 4);
         memcpy(block + sketch_block_bytes(dim) - SKETCH_LINE_BYTES +
                t % SKETCH_TOKENS * sizeof(float), &scale, sizeof(scale));
     }

@@ -14,13 +14,13 @@ static uint32_t code_of(float value, float step) {
 }
 
 /* One token of a block of 16. */
-static void encode_token(const float *turned, uint32_t dim, uint32_t token, uint8_t *block) {
+static void encode_token(const float *rotated, uint32_t dim, uint32_t token, uint8_t *block) {
     float squares = 0, products = 0;
-    for (uint32_t d = 0; d < dim; d++) squares += turned[d] * turned[d];
+    for (uint32_t d = 0; d < dim; d++) squares += rotated[d] * rotated[d];
     float step = sqrtf(squares / (float)dim);
     for (uint32_t d = 0; d < dim; d++) {
-        uint32_t code = code_of(turned[d], step), channel = d % SKETCH_CHANNELS;
-        products += turned[d] * ((float)code - 1.5f);
+        uint32_t code = code_of(rotated[d], step), channel = d % SKETCH_CHANNELS;
+        products += rotated[d] * ((float)code - 1.5f);
         block[d / SKETCH_CHANNELS * SKETCH_LINE_BYTES + token * 4 + channel / 4] |=
             (uint8_t)(code << channel % 4 * 2);
     }
@@ -34,10 +34,10 @@ void sketch_serial(int dtype, const void *keys, size_t stride_bytes, uint32_t to
                    void *sketch) {
     memset(sketch, 0, sketch_bytes(tokens, dim));
     for (uint32_t t = 0; t < tokens; t++) {
-        float turned[4096];
-        kernels_serial.to_float(dtype, (const uint8_t *)keys + t * stride_bytes, dim, turned);
-        sketch_turn(turned, dim);
-        encode_token(turned, dim, t % SKETCH_TOKENS,
+        float rotated[4096];
+        kernels_serial.to_float(dtype, (const uint8_t *)keys + t * stride_bytes, dim, rotated);
+        sketch_hadamard(rotated, dim);
+        encode_token(rotated, dim, t % SKETCH_TOKENS,
                      (uint8_t *)sketch + t / SKETCH_TOKENS * sketch_block_bytes(dim));
     }
 }

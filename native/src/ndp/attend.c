@@ -50,7 +50,7 @@ static float *accumulator_of(const attend_job *job, const span *s, uint32_t head
 }
 
 /* logits[tokens] of one query to weights; raises the query's maximum, rescales its sum. */
-static float soften_row(const kernels *isa, float *logits, uint32_t tokens, float state[2]) {
+static float softmax_row(const kernels *isa, float *logits, uint32_t tokens, float state[2]) {
     float largest = state[0], factor = 1;
     bool broken = false;
     for (uint32_t t = 0; t < tokens; t++) {
@@ -69,8 +69,8 @@ static float soften_row(const kernels *isa, float *logits, uint32_t tokens, floa
 }
 
 /* The same of `count` queries; rescales what they have accumulated. */
-static void soften(const attend_job *job, float *logits, uint32_t tokens, uint32_t count,
-                   float (*states)[2], float *accumulator) {
+static void online_softmax(const attend_job *job, float *logits, uint32_t tokens, uint32_t count,
+                           float (*states)[2], float *accumulator) {
     enum { TOGETHER = 4 };
     uint32_t value_dim = job->batch->pool->layout.value_head_dim;
     float cap = job->args->softcap, factors[TOGETHER];
@@ -79,10 +79,12 @@ static void soften(const attend_job *job, float *logits, uint32_t tokens, uint32
     for (uint32_t first = 0; first < count; first += TOGETHER) {
         uint32_t here = min_u32(TOGETHER, count - first);
         float *rows = logits + (uint64_t)first * tokens;
-        if (!job->isa->soften || !job->isa->soften(rows, tokens, here, states + first, factors))
+        bool done = job->isa->online_softmax &&
+                    job->isa->online_softmax(rows, tokens, here, states + first, factors);
+        if (!done)
             for (uint32_t i = 0; i < here; i++)
-                factors[i] = soften_row(job->isa, rows + (uint64_t)i * tokens, tokens,
-                                        states[first + i]);
+                factors[i] = softmax_row(job->isa, rows + (uint64_t)i * tokens, tokens,
+                                         states[first + i]);
         for (uint32_t i = 0; i < here; i++) {
             float *sums = accumulator + (uint64_t)(first + i) * value_dim;
             if (factors[i] == 1) continue; /* nearly always, after the first pages */
@@ -109,7 +111,7 @@ static void attend_block(const attend_job *job, uint64_t first_query, uint32_t c
     job->isa->score((int)layout->dtype, rows->keys.first + hidden * rows->keys.row_bytes,
                     rows->keys.row_bytes, tokens, layout->head_dim, &queries, job->args->scale,
                     logits, tokens, rows->next_keys);
-    soften(job, logits, tokens, count, (float(*)[2])state, accumulator);
+    online_softmax(job, logits, tokens, count, (float(*)[2])state, accumulator);
     job->isa->accumulate((int)layout->dtype, rows->values.first + hidden * rows->values.row_bytes,
                          rows->values.row_bytes, tokens, value_dim, logits, tokens, count,
                          accumulator, rows->next_values);

@@ -100,8 +100,8 @@ static uint32_t ranks_from(const float *scores, uint32_t count, float guess, uin
     return kept;
 }
 
-float worst_of_best(const float *scores, uint32_t count, uint32_t wanted, float guess,
-                    uint32_t *ranks, uint32_t *equal) {
+float kth_largest(const float *scores, uint32_t count, uint32_t wanted, float guess,
+                  uint32_t *ranks, uint32_t *equal) {
     enum { DIGITS = 3, DIGIT_VALUES = 1 << 11 };
     static const int shifts[DIGITS] = {21, 10, 0};
     static const uint32_t largest[DIGITS] = {DIGIT_VALUES - 1, DIGIT_VALUES - 1, 1023};
@@ -189,8 +189,8 @@ static int emit(const select_job *job, const plan *p, const window *w, uint64_t 
     int code = mass ? choose_mass(scores, w, p->budget->amount, chosen) : 0;
     if (code < 0) return code;
     if (!mass && best.left)
-        best.worst = worst_of_best(scores + w->sinks, w->recent - w->sinks, best.left, guess,
-                                   ranks, &best.equal);
+        best.worst = kth_largest(scores + w->sinks, w->recent - w->sinks, best.left, guess,
+                                 ranks, &best.equal);
     for (uint32_t page = w->low; page < w->pages; page++) {
         if (mass ? !chosen[page] : !is_forced(w, page) && !choose_next(&best, scores[page]))
             continue;

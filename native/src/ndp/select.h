@@ -74,8 +74,8 @@ static inline uint32_t free_choices(const window *w) {
 }
 /* The wanted-th best of `count` scores (radix select); *equal says how many of that very rank are
  * among the wanted. guess: it is hardly below that. ranks: room for all scores. */
-float worst_of_best(const float *scores, uint32_t count, uint32_t wanted, float guess,
-                    uint32_t *ranks, uint32_t *equal);
+float kth_largest(const float *scores, uint32_t count, uint32_t wanted, float guess,
+                  uint32_t *ranks, uint32_t *equal);
 
 /* ---- select_score.c ---- */
 enum { QUERY_BLOCK = 64 };

@@ -257,7 +257,7 @@ static float cut_of(const select_job *job, const plan *p, uint64_t list, uint32_
             }
         scores = merged;
     }
-    float cut = worst_of_best(scores, pages, wanted, guess, ranks, &equal);
+    float cut = kth_largest(scores, pages, wanted, guess, ranks, &equal);
     return cut > guess ? cut : guess; /* below the guess nothing was kept */
 }
 

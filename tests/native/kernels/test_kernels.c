@@ -623,9 +623,9 @@ static void test_exp_sum(const kernels *table) {
 }
 
 /* Rows at a page's end; one that has the maximum already, one that raises it, one that is new. */
-static void test_soften(const kernels *table) {
+static void test_online_softmax(const kernels *table) {
     enum { TOKENS = 16, ROWS = 4 };
-    if (!table->soften)
+    if (!table->online_softmax)
         return;
     for (uint32_t size = 0; size < TOKENS * ROWS; size++) {
         uint32_t tokens = size % TOKENS + 1, count = size / TOKENS + 1;
@@ -645,7 +645,7 @@ static void test_soften(const kernels *table) {
                 weights[j][t] = exp((double)(rows[j * tokens + t] - largest));
             before[j][0] = largest;
         }
-        assert(table->soften(rows, tokens, count, states, factors));
+        assert(table->online_softmax(rows, tokens, count, states, factors));
         for (uint32_t j = 0; j < count; j++) {
             const float olds[ROWS] = {100, -100, -INFINITY, 1};
             double factor = exp((double)(olds[j] - before[j][0])), sum = before[j][1] * factor;
@@ -664,9 +664,9 @@ static void test_soften(const kernels *table) {
 }
 
 /* What it does not do it leaves as it was. */
-static void test_soften_refuses(const kernels *table) {
+static void test_online_softmax_refuses(const kernels *table) {
     float rows[17 * 5], before[17 * 5], states[5][2], factors[5] = {7, 7, 7, 7, 7};
-    if (!table->soften)
+    if (!table->online_softmax)
         return;
     for (int kind = 0; kind < 4; kind++) {
         for (int i = 0; i < 17 * 5; i++)
@@ -676,7 +676,8 @@ static void test_soften_refuses(const kernels *table) {
         if (kind == 0)
             rows[35] = NAN;
         memcpy(before, rows, sizeof rows);
-        assert(!table->soften(rows, kind == 2 ? 17 : 16, kind == 3 ? 5 : 4, states, factors));
+        uint32_t tokens = kind == 2 ? 17 : 16, count = kind == 3 ? 5 : 4;
+        assert(!table->online_softmax(rows, tokens, count, states, factors));
         assert(!memcmp(before, rows, sizeof rows) && factors[0] == 7);
         assert(states[0][0] == -INFINITY && states[3][1] == 0);
     }
@@ -900,8 +901,8 @@ static void test_table(const kernels *table) {
     test_special_values_in_bounds(table);
     test_exp_sum(table);
     test_special_values_in_exp_sum(table);
-    test_soften(table);
-    test_soften_refuses(table);
+    test_online_softmax(table);
+    test_online_softmax_refuses(table);
     test_every_half_there_and_back(table);
     test_rounding(table);
     test_random_floats_like_serial(table);
