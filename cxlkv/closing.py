@@ -1,4 +1,4 @@
-"""What is closed when a `with` statement ends, however it ends."""
+"""Base classes of objects that a `with` statement closes."""
 
 from __future__ import annotations
 

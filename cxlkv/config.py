@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write them: "2GiB" in, "2 GiB" out."""
+"""Parses and prints sizes in bytes: "2GiB", "2 GiB"."""
 
 from __future__ import annotations
 

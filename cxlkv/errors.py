@@ -1,4 +1,4 @@
-"""The exceptions of cxlkv: one root, each also the builtin that a caller would expect."""
+"""The exceptions of cxlkv. Each is also the builtin that a caller would expect."""
 
 from __future__ import annotations
 

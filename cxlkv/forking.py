@@ -1,4 +1,4 @@
-"""What a forked child does with its parent's threads, locks, sockets and files.
+"""A forked child drops its parent's threads, locks, sockets and files.
 
 The threads are not there in the child, and a lock that one of them held stays locked for ever. A
 socket is the same one in both: a child that shuts it down, or speaks on it, does so for its parent,

@@ -1,4 +1,4 @@
-"""Which pages are used much, and which heads keep choosing the same ones: counted, not sampled."""
+"""Counts how often each page is used, and which heads keep choosing the same pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pool stores: layers, heads, dimensions, dtype, page size. Names the dtypes once."""
+"""A layout says what a pool stores: layers, heads, dimensions, dtype, page size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store door of a pool of objects: put, get, ranges and leases by key, several in one call.
+"""The store door of a pool of objects: put, get, read ranges and lease by key, in batches.
 
 A key is the name of an object, text or bytes, under which every process of the pool finds it. What
 is stored is its hash: BLAKE2s of root(salt) + name, 16 bytes, person=b"cxlkvobj" (RFC 7693). An

@@ -1,4 +1,4 @@
-"""Pages without a sequence: the allocator itself, metadata only."""
+"""The page allocator: pages without a sequence, metadata only."""
 
 from __future__ import annotations
 

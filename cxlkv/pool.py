@@ -1,4 +1,4 @@
-"""CXLPool: the file to read first. A pool is made, opened, used through sequences, closed."""
+"""CXLPool: the file to read first. A pool is created, opened, used through sequences, closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool described in YAML, for CXLPool.from_config: its keys, and what is wrong with them."""
+"""Reads a pool described in YAML, for CXLPool.from_config, and names what is wrong in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys under which pages are published and matched: chained hashes of token ids, salted.
+"""Makes the keys under which pages are published and matched: chained, salted hashes of tokens.
 
 What they are, H being BLAKE2s (RFC 7693) with a person= of its own for each purpose:
 

@@ -1,4 +1,4 @@
-"""Who makes room when a pool is full: what a pool's tiers promise to those who append."""
+"""When a pool is full, its tiers make room for the call that appends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pools there are, who uses them, what was counted: read from outside, nothing disturbed."""
+"""Reads pools from outside: who uses them, what was counted. Nothing is disturbed."""
 
 from __future__ import annotations
 

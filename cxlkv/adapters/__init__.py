@@ -1,1 +1,1 @@
-"""Doors for engines; each module here needs its engine installed and is imported on its own."""
+"""Adapters connect serving engines to a pool; each module imports the engine that it is for."""

@@ -1,4 +1,4 @@
-"""What a serving engine asks of us, request by request, and the one place that answers it.
+"""An engine adapter answers what a serving engine asks, request by request, from a pool.
 
     held = adapter.match(keys)                             how much of a prompt is there already?
     adapter.load(request, held.handle, held.tokens, keys)  a worker: go on from it

@@ -1,4 +1,4 @@
-"""What a store counts for its engine, and what it says, once, of each kind of failure."""
+"""A store's counters for its engine, and one log line for each kind of failure."""
 
 from __future__ import annotations
 

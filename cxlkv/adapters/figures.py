@@ -1,4 +1,4 @@
-"""A store's figures beside its engine's own, in the registry that the engine's /metrics shows.
+"""A collector shows a store's figures in the registry behind the engine's /metrics.
 
 Engines have no door for figures of what stores for them, so these are prometheus counters of the
 process, by the engine's labels.

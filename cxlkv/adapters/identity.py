@@ -1,4 +1,4 @@
-"""What keys must say beside the text: everything that makes K and V what they are.
+"""Key namespaces name everything, beside the text, that makes K and V what they are.
 
     namespace = H(model, weights, dtype, page size, rope, layout, shard, packing, salt)    16 bytes
     key i     = the engine's hash of the text up to block i, its first 16 bytes, xor namespace

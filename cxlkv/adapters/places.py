@@ -1,4 +1,4 @@
-"""Where an engine's pool lies, how large it is, and who makes it: the same for all adapters.
+"""Adapters decide here where an engine's pool lies, how large it is, and who creates it.
 
 A place that a user names is a folder, in which each kind of content gets a file of its own, or the
 path of one pool. Whoever comes first makes it; the others find it, and see that it serves them.

@@ -1,4 +1,4 @@
-"""What a user wrote in an engine's settings, read by the same rules for all adapters.
+"""Adapters read an engine's settings by the same rules.
 
 where: the name of the settings, before each message. All raise BadArgumentError, which names the
 key and what is allowed.

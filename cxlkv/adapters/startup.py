@@ -1,4 +1,4 @@
-"""What an engine says once: where the pool lies, how much it holds, what keeps it from its best."""
+"""Adapters log once where the pool lies, how much it holds, and what slows it down."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What joins a pool and a GPU: mapping, copies, the hot buffer, the decode step."""
+"""The GPU path: mapping a pool, copies, the hot buffer, the decode step."""

@@ -1,4 +1,4 @@
-"""What a device does wrong, by name: errors of torch and Triton as this project's."""
+"""Turns errors of torch and Triton into this project's exceptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions of a device's stream to the near-data engine of this process, and its answers.
+"""A mailbox carries questions of a device's stream to this process's near-data engine, and answers.
 
 On a GPU a thread waits for the questions, so that the thread that launches kernels never does; on
 the CPU the engine is simply called.

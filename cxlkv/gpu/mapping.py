@@ -1,4 +1,4 @@
-"""A pool's memory as a GPU reads it: registered once with the driver, and where its pages are.
+"""Registers a pool's memory with the GPU driver, and says where its pages lie.
 
 docs/gpu.md says what a registration needs; docs/decisions/0015-gpu-mapping.md why it is like this.
 """

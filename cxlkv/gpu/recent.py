@@ -1,4 +1,4 @@
-"""The newest pages of each request, open tail included, on the device: a ring for each layer."""
+"""A ring on the device keeps the newest pages of each request, open tail included, by layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decode step's part on the device: what is there is attended to, what is missed is fetched."""
+"""The device's part of a decode step attends to what it has and fetches what it lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A ring of pinned buffers, through which pages get into a GPU when the pool cannot be registered.
+"""Copies pages through pinned buffers where the GPU driver cannot register the pool.
 
 The host copies chosen pages, and verifies them, into a buffer while the GPU's DMA empties others.
 """

@@ -1,4 +1,4 @@
-"""Who shares a pool: one host, or several; which of them this one is; what was certified."""
+"""Says who shares a pool, which host this one is, and what was certified."""
 
 from __future__ import annotations
 

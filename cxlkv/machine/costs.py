@@ -1,4 +1,4 @@
-"""What a cached prefix costs to use and saves: recompute it, fetch it, or attend to it in place.
+"""Estimates what a cached prefix costs to recompute, to fetch, and to attend to in place.
 
 Arithmetic only, in seconds, bytes and tokens; docs/costs.md has the formulas and says where each
 number comes from. Requests and pages are scalars or arrays of one length.

@@ -1,4 +1,4 @@
-"""The devices that matter to a pool: CXL memory, dax devices, GPUs.
+"""Lists the devices that matter to a pool: CXL memory, dax devices, GPUs.
 
 The kernel numbers them as it finds them: mem0 of this boot may be mem1 of the next. So each also
 has its path, through which it was found (bus addresses, region), and a memory device its serial.

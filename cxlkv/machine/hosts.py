@@ -1,4 +1,4 @@
-"""The hosts of a shared pool, as one of them sees the others."""
+"""Describes the hosts of a shared pool, as one of them sees the others."""
 
 from __future__ import annotations
 

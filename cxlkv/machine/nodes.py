@@ -1,4 +1,4 @@
-"""Memory nodes beyond CPUs and size: how fast they are, what kind, and what the kernel does there.
+"""Describes NUMA nodes: their speed, their kind of memory, and the kernel's settings for them.
 
 Only `cxlkv info` asks for this; what a pool asks at each creation is in topology.py.
 """

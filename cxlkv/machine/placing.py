@@ -1,4 +1,4 @@
-"""On which NUMA nodes a pool is to lie, whether it can, and where its pages are now."""
+"""Checks on which NUMA nodes a pool can lie, and reads where its pages are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool's memory brought into place ahead of its use, in steps, so that it can be stopped."""
+"""Brings a pool's memory into place before it is used, in steps that can be stopped."""
 
 from __future__ import annotations
 

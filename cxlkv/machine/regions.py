@@ -1,4 +1,4 @@
-"""Where a pool may lie, and whether there is memory for it, before anything is mapped."""
+"""Checks where a pool may lie, and whether there is memory for it, before anything is mapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that runs leave for later ones: where they lie, and how they are written."""
+"""Writes files for later runs: measurements and certificates of this machine."""
 
 from __future__ import annotations
 

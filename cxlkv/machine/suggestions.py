@@ -1,4 +1,4 @@
-"""Where on this machine a pool should lie, why, and the lines of its configuration.
+"""Suggests where on this machine a pool should lie, why, and the configuration for it.
 
 A pure choice over what topology.py, nodes.py and devices.py have read. In this order: memory
 that nobody else uses (a dax device), memory that no CPU lives on (a node without CPUs), memory

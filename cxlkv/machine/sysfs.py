@@ -1,4 +1,4 @@
-"""Reading procfs and sysfs: the one seam through which this machine, or a recorded one, is seen.
+"""Reads procfs and sysfs of this machine, or of a recorded one.
 
 Every file may be absent, masked by a container, forbidden, or hold what nobody expects; then the
 answer is empty or None ("not known"), never an error.

@@ -1,4 +1,4 @@
-"""What this machine has for a pool, and what is missing: `cxlkv info`.
+"""Describes what this machine has for a pool and what it lacks, for `cxlkv info`.
 
 Everything is read from procfs and sysfs below one `root`, so that a recorded tree of another
 machine gives that machine. Files that a container masks, or that a kernel lacks, are None

@@ -1,4 +1,4 @@
-"""The command line: what this machine has, pools by hand, the demo and the microbenchmarks.
+"""The command line: this machine, pools, the demo and the benchmarks.
 
 Nothing heavy (torch, the benchmarks) is imported before a command needs it.
 """

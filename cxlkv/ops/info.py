@@ -1,4 +1,4 @@
-"""`cxlkv info`: one tree for people, one JSON object for programs, and where a pool should lie.
+"""`cxlkv info` prints this machine as a tree, or as JSON, and where a pool should lie.
 
 docs/info.md explains the keys of the JSON and the exit codes.
 """

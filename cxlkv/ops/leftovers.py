@@ -1,4 +1,4 @@
-"""What nobody uses any more: found, and removed when that is proven by a lock.
+"""Finds files that no process uses, and removes them when a lock proves it.
 
 Whoever uses a pool, makes one, or has its host state open holds a lock on the file; who gets that
 lock alone knows that nobody does. Nothing else is taken for proof, no name and no age.

@@ -1,4 +1,4 @@
-"""The live view of pools: their pages as a bar, their processes with what each does a second."""
+"""`cxlkv pool top` shows pools live: pages as a bar, and each process's rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cold records in a Mooncake store, for who outgrows one machine's memory and disks.
+"""Keeps cold records in a Mooncake store, for more than one machine's memory and disks hold.
 
     MooncakeTier("mooncake://10.0.0.1:50051", shape=shape, lend="64GiB")
 

@@ -1,4 +1,4 @@
-"""What keeps records below the pool: the contract, and which one is meant by `cold=`."""
+"""The contract of a store below the pool, and which store `cold=` means."""
 
 from __future__ import annotations
 

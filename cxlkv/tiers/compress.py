@@ -1,4 +1,4 @@
-"""Records at rest made smaller: zstd of the top byte of each element, the other bytes as they are.
+"""Compresses records at rest: zstd of the top byte of each element, the other bytes as they are.
 
 The top bytes hold the exponents, of which few differ; the others are nearly noise, so that every
 compressor's time on them is lost (docs/decisions/0019). A record that is kept smaller:

@@ -1,4 +1,4 @@
-"""The near tier: copies of hot units of the pool in this process's own memory, and what goes there.
+"""The near tier copies hot units of the pool to this process's own memory.
 
 A unit is one layer of one page, all kv heads. While a copy is there, fetch and attend of this
 process read it instead of the pool; select scores in the pool. The core counts how often each unit

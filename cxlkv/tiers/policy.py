@@ -1,4 +1,4 @@
-"""Policies: which published pages go when there is no room. Choices over arrays; nothing is moved.
+"""Policies choose which published pages go when there is no room. Nothing is moved here.
 
 Each gives every page a score, and the lowest go first:
 

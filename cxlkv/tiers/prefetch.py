@@ -1,4 +1,4 @@
-"""Prefetchers: they guess which units a layer will choose next, and promote these before.
+"""Prefetchers guess which units a layer will choose next, and promote them.
 
 Used as `prefetcher.observe(layer, selection)` after each select. Each guess is compared with what
 the layer then chose; who is wrong too often stops moving by itself and looks again later.

@@ -1,4 +1,4 @@
-"""What Tiers has for pools of objects: those that went to the cold file are brought back by name.
+"""Tiers bring objects back by name that went to the cold file.
 
 A chain of pages is worth what its first page is; objects are worth something each. So what cannot
 be brought back stays away alone. And a name of a page stands for the same bytes for ever, where an

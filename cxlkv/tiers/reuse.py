@@ -1,4 +1,4 @@
-"""How soon pages are found again: learned from those that were, and what holding one is worth.
+"""Learns how soon pages are found again, and what holding one is worth.
 
 For pages of a kind (found how often so far, how far apart) we count at which age they were found
 again, and how many reached which age without: a life table (Kaplan and Meier 1958), whose hazard

@@ -1,4 +1,4 @@
-"""A tenant's share of a pool: how many pages it may have published; its own oldest make room.
+"""Limits how many pages a tenant may have published; its own oldest ones make room.
 
     quota = Quota(tiers, pages=10_000)
     keys = prefix_keys(ids, page_tokens, salt)    # its secret salt

@@ -1,4 +1,4 @@
-"""Tiers: the pool, copies of what is hot above it, and a file for what has to go below it.
+"""Tiers join a pool, copies of hot pages above it, and a file for evicted ones below it.
 
     near   copies of hot units in this process's memory      NearTier; fetch and attend read them
     far    the pool: every page that match() finds           CXLPool

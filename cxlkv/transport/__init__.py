@@ -1,4 +1,4 @@
-"""A pool of another machine: match, read, write and select there; docs/transport.md."""
+"""Reads, writes and scores in a pool of another machine: docs/transport.md."""
 
 from cxlkv.transport.client import Remote, RemoteHit
 from cxlkv.transport.moving import Moved, pull, push

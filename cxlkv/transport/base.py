@@ -1,4 +1,4 @@
-"""What every transport is: a link that copies lists of pieces, one-sided, from and to a far pool.
+"""A link copies lists of pieces, one-sided, from and to a far pool.
 
 The control connection (wire.py) carries requests and answers, which need the far process; a link
 carries the bytes, which need not. Its far end has two memories: the pool's region, that is only

@@ -1,4 +1,4 @@
-"""The client: a pool of another machine, its matches, its records, its choices.
+"""The client matches, reads, writes and selects in a pool of another machine.
 
 Every call ends within its deadline. A connection that broke is made again by the next call; match()
 tries until its deadline. What a lost connection held is gone: its hits raise StaleError.

@@ -1,4 +1,4 @@
-"""The link on one machine: reads the pool's own file; by the control connection where it has none.
+"""The link on one machine reads the pool's file, or asks over the control connection.
 
 The second way also serves between machines without RDMA, as fast as TCP is.
 """

@@ -1,4 +1,4 @@
-"""What a client may ask for: a model for each request, which refuses all else."""
+"""A model for each request of a client; everything else is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefixes from one pool to another: pull() and push(). What arrives is found under its keys.
+"""pull() and push() copy prefixes between pools; what arrives is published under its keys.
 
 Prefill on one machine, decode on another: push() where the prefill ran, or pull() where the decode
 will. A record is published only when every byte of it is what a CRC says, so what is damaged, or

@@ -1,4 +1,4 @@
-"""Serves a pool to peers: `cxlkv serve`. Trusts nothing in a request; a bad one is answered.
+"""`cxlkv serve` serves a pool to peers. It trusts nothing in a request, and answers bad ones.
 
 A thread for each connection. What a peer holds (matches, adopted sequences, a staging area, a queue
 pair) is its connection's, and given back when that ends, however it ends; a match ends with its

@@ -1,4 +1,4 @@
-"""The link over RDMA: one-sided READ and WRITE by reliable queue pairs, through pyverbs.
+"""The RDMA link: one-sided READ and WRITE on reliable queue pairs, through pyverbs.
 
 pyverbs is the distribution's (Debian: python3-pyverbs): it must be of the same rdma-core as the
 system's libibverbs, and built for this Python. The region is registered for reading only, once;

@@ -1,4 +1,4 @@
-"""The control connection: who is at its other end, and messages within a deadline.
+"""The control connection authenticates its peer, and carries messages within a deadline.
 
 Each side says its version and a random number; then the client, and after it the server, proves
 that it knows the secret: HMAC-SHA256 over its role, the version and both numbers. The secret itself

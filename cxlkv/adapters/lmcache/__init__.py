@@ -1,4 +1,4 @@
-"""LMCache: its chunks live in a pool, and are read and written where they lie; a storage plugin.
+"""The LMCache storage plugin keeps chunks in a pool, where LMCache reads and writes them.
 
     storage_plugins: ["cxlkv"]
     extra_config:

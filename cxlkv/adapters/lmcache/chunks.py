@@ -1,4 +1,4 @@
-"""The pool as LMCache needs it: nothing here raises for what a pool may do; it is a miss, counted.
+"""The object cache of LMCache: a failure of the pool is a counted miss, never an exception.
 
 Tiers are open, so that a full pool evicts what nobody holds before it refuses.
 """

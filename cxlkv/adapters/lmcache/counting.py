@@ -1,4 +1,4 @@
-"""What is counted of LMCache's chunks, and what each kind of failure means."""
+"""Counters of LMCache's chunks, and what each kind of failure means."""
 
 from __future__ import annotations
 

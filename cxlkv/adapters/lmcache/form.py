@@ -1,4 +1,4 @@
-"""What lies behind the bytes of a chunk in its object: format, dtypes and shapes of its groups.
+"""The trailer behind a chunk's bytes: format, dtypes and shapes of its groups.
 
     payload | for each group: dtype (16), dims (6 x 4)
             | magic (8), format (16), groups (4), dims (4), payload's bytes (8)

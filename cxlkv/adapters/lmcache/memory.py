@@ -1,4 +1,4 @@
-"""Objects of LMCache whose tensors are the pool's memory, and the allocator that has them.
+"""LMCache memory objects whose tensors are the pool's memory, and their allocator.
 
 An object is written, published in place, or read where it lies. It is held, by a reservation or a
 lease of the pool, from then on until LMCache counts no reference and no pin: so nothing reuses or

@@ -1,4 +1,4 @@
-"""Keys of LMCache's chunks in a pool: its own key whole, and all else that makes the bytes.
+"""Keys of LMCache's chunks: its own key, and everything else that makes the bytes.
 
     key = H(space, (model, world size, rank, chunk hash, dtype, tags, layer))
 

@@ -1,4 +1,4 @@
-"""What a user may write in LMCache's extra_config for us: cxlkv.where, cxlkv.capacity, cxlkv.salt.
+"""Settings in LMCache's extra_config: cxlkv.where, cxlkv.capacity, cxlkv.salt.
 
 And what of LMCache's own configuration and version we do not serve.
 """

@@ -1,4 +1,4 @@
-"""CXLStorage, the storage plugin that LMCache calls: chunks put, found, pinned and read in a pool.
+"""CXLStorage, the storage plugin that LMCache calls, puts, finds, pins and reads chunks.
 
 Puts are done by a thread of their own, as each sums the bytes: LMCache's call returns at once, and
 exists_in_put_tasks() says what is still to come. Everything else answers when it is done.

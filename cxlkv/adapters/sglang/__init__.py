@@ -1,4 +1,4 @@
-"""SGLang: its hierarchical cache keeps pages in a pool of objects. docs/sglang.md tells how.
+"""The SGLang storage backend keeps pages of its hierarchical cache in a pool: docs/sglang.md.
 
     --enable-hierarchical-cache --hicache-storage-backend dynamic
     --hicache-storage-backend-extra-config '{"backend_name": "cxlkv", "interface_v1": 1,

@@ -1,4 +1,4 @@
-"""Up to where a text's pages can be restored, when several host pools must have their part."""
+"""Finds how far a text can be restored when several host pools must have their part of it."""
 
 from __future__ import annotations
 

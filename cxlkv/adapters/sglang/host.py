@@ -1,4 +1,4 @@
-"""SGLang's host memory: how large its pages are, where they lie, and of which shape."""
+"""Reads SGLang's host memory: the size, place and shape of its pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What makes the bytes of SGLang's pages what they are: words for keys, and for the pool's file.
+"""Names everything that makes the bytes of SGLang's pages, for keys and for the pool's file.
 
     space  = H(engine, host memory, shards, stage, salt)      16 bytes
     key    = H(space, SGLang's hash of a page + which shard)

@@ -1,4 +1,4 @@
-"""What a user may write as "cxlkv" in SGLang's --hicache-storage-backend-extra-config."""
+"""Settings under "cxlkv" in SGLang's --hicache-storage-backend-extra-config."""
 
 from __future__ import annotations
 

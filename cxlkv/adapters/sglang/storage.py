@@ -1,4 +1,4 @@
-"""CXLHiCache, the storage backend that SGLang calls: thin, `store` does the work.
+"""CXLHiCache, the storage backend that SGLang calls, hands every call on to `store`.
 
 Its methods are called by the engine's threads for prefetch and backup, and by its scheduler. What
 they raised would end a prefetch, a backup or the engine; so they raise only before it serves.

@@ -1,4 +1,4 @@
-"""All that one rank stores: a shelf for each of SGLang's host pools, made when all are known.
+"""One rank's store keeps an object cache for each of SGLang's host pools.
 
 SGLang tells a backend its host pools one by one: that of K and V first, those beside it (of an
 indexer, of sliding windows, of states) next, and says when that was all. Objects of other sizes lie

@@ -1,4 +1,4 @@
-"""What transformers calls: the attention function and the mask function named "cxlkv"."""
+"""The attention and mask functions that transformers calls under the name "cxlkv"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Budgets of a batch: one for all rows, or each row its own, where None means full attention."""
+"""Budgets of a batch: one for all rows, or one a row; None means full attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache: keys and values of a model in a CXLPool, one sequence for each row of the batch."""
+"""CXLCache keeps a model's keys and values in a pool, one sequence for each row of the batch."""
 
 from __future__ import annotations
 

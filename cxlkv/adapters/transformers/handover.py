@@ -1,4 +1,4 @@
-"""Prefill here, decode there: a cache's rows as bytes, which another process goes on from.
+"""Handover turns a cache's rows into bytes, from which another process decodes.
 
     data = hand_over(cache, model)              # in process A, behind its prefill
     cache = take_over(data, pool, model)        # in process B, which opened the same pool

@@ -1,4 +1,4 @@
-"""MLA: attention over the latents that are stored, without expanding them to keys and values.
+"""MLA attends over the stored latents, without expanding them to keys and values.
 
 A key of head h is W_UK[h] c for the latent c, so that q.k = (W_UK[h]^T q).c, and the output is
 W_UV[h] applied to the weighted sum of latents: the weight absorption of DeepSeek-V2 (arXiv

@@ -1,4 +1,4 @@
-"""Which layout a pool needs for a transformers model, and which models no pool can hold."""
+"""Derives the layout that a transformers model needs, and refuses models that fit none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over tensors: the prefill of an empty cache, and pages that were fetched.
+"""Attends over tensors: the prefill of an empty cache, and pages that were fetched.
 
 No tensor of [tokens x tokens] is made: where no kernel does it, queries go by blocks of rows.
 """

@@ -1,4 +1,4 @@
-"""Prefixes that calls of generate() share: requests of a model, each a row of a CXLCache.
+"""CXLRequests shares prefixes between calls of generate(), one row of a CXLCache each.
 
     requests = CXLRequests(pool, model)
     with requests.begin(ids, mask) as cache:

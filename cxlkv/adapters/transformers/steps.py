@@ -1,4 +1,4 @@
-"""What one forward pass knows: new tokens, where padding is, and how a layer attends."""
+"""One forward pass's state: its new tokens, its padding, and how a layer attends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM: prefixes kept in a pool, or attention near the data; switched on by its connector.
+"""The vLLM connector keeps prefixes in a pool, or attends near the data.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "CXLConnector", "kv_role": "kv_both"}'
 

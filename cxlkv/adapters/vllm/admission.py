@@ -1,4 +1,4 @@
-"""What a pool still takes, as a scheduler sees it: who may start, who has to wait."""
+"""The scheduler's view of a pool: which requests may start, and which wait for pages."""
 
 from __future__ import annotations
 

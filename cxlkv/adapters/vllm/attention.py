@@ -1,4 +1,4 @@
-"""vLLM's attention over the pool: stock classes while it is off, and the pool's when it is on.
+"""vLLM's attention over the pool; while it is off, the stock classes run.
 
 Registered in place of CPU_ATTN, so every CPU engine with the plugin sees PoolBackend. It hands out
 vLLM's own classes unless the engine's kv_transfer_config asks for attention in the pool.

@@ -1,4 +1,4 @@
-"""The engine's blocks where K and V live in the pool: one for each request, its seat.
+"""The engine's blocks while K and V live in the pool: one for each request.
 
 A seat holds next to nothing. Its number, the only one in a request's row of the block table, tells
 the backend which request a row is. So the engine's own KV space bounds how many requests run at

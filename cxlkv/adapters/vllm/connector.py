@@ -1,4 +1,4 @@
-"""The connector: what vLLM's scheduler and workers call, handed on to the part that does it."""
+"""The connector hands each call of vLLM's scheduler and workers to the part that does it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is counted: prompts and hits by the scheduler, bytes and fill by the workers; one log line.
+"""The scheduler counts prompts and hits, the workers bytes and fill; one log line shows both.
 
 Figures are plain numbers that travel from each process to the one that shows them. Counts are what
 is new since the last ones, so they add up over ranks and over intervals; of a pool the newest

@@ -1,4 +1,4 @@
-"""Attention in the pool for an engine on a GPU: what crosses the link, and who attends to what.
+"""Attention in the pool for an engine on a GPU: which rows attend where, and what is copied.
 
 The pool's K and V stay where they are. In each layer of a step
     down   k and v of all rows, q of those that see earlier tokens: one wait

@@ -1,4 +1,4 @@
-"""Hits on their way from the pool to the engine's blocks, layer by layer, in a thread of their own.
+"""A thread loads hits from the pool into the engine's blocks, layer by layer.
 
 A load never writes after it was given back: who gives up on one (`give_up`) gets its blocks when
 the thread has left them, at most one layer's copy later.

@@ -1,4 +1,4 @@
-"""What the scheduler tells the workers in a step, and what they tell it: plain data, no engine."""
+"""Plain data that vLLM's scheduler and workers exchange in a step."""
 
 from __future__ import annotations
 

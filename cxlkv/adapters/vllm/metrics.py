@@ -1,4 +1,4 @@
-"""Our figures as vLLM carries them: from its processes to its log line and its /metrics endpoint.
+"""Carries our metrics from vLLM's processes to its log line and its /metrics endpoint.
 
 Each step the engine takes what the workers and the scheduler have counted since the last one, joins
 it, and gives it to its loggers: KVConnectorLogging writes a line at the engine's own interval, and

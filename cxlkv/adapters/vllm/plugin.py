@@ -1,4 +1,4 @@
-"""vLLM's door to us: each of its processes calls register() before it builds anything."""
+"""vLLM calls register() in each of its processes before it builds anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's side of attention in the pool: whose rows are whose, where K and V go, what is read.
+"""A worker's side of attention in the pool: rows of requests, where K and V go, what is read.
 
     hear(message)           before a step: who has ended, who starts with which hit
     step(seats, ...)        in the step, once: the sequences of its rows, each as long as it must be

@@ -1,4 +1,4 @@
-"""The pool of each rank: what it must store, where it lies, how large it is; and what is refused.
+"""Opens each rank's pool, with the layout, place and size that it needs, or refuses.
 
 Each rank of tensor and pipeline parallelism has a pool of its own, of its shard. Its path is made
 from the model's namespace, so that several models and engines may use one folder: equal ones find

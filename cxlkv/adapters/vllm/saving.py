@@ -1,4 +1,4 @@
-"""A worker's side where the engine attends itself: blocks are saved to the pool, and loaded.
+"""A worker's side of attention in the engine: blocks are saved to the pool and loaded from it.
 
 Saved is what the pool does not have: its pages are adopted as far as the keys match, the engine's
 blocks behind them are appended layer by layer while the step runs, and published when it has ended.

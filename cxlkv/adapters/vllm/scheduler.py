@@ -1,4 +1,4 @@
-"""The scheduler's side: how much of a prompt the pools have, and what the workers must know of it.
+"""The scheduler's side: how much of a prompt the pools hold, and what the workers need for it.
 
 A hit counts as far as every rank's pool has it. It is held, with a lease, from the match until the
 request ends or is preempted, so that nothing takes its pages before the workers have adopted them.

@@ -1,4 +1,4 @@
-"""What a user may write in kv_connector_extra_config, and in a request's kv_transfer_params."""
+"""Settings in kv_connector_extra_config, and in the kv_transfer_params of a request."""
 
 from __future__ import annotations
 
