@@ -108,7 +108,7 @@ static uint32_t label_crc(const stripe_label *label) {
     return crc32c(0, label, offsetof(stripe_label, crc));
 }
 
-static int put_labels(const members *all, const uint8_t identity[16]) {
+int stripes_label(const members *all, const uint8_t identity[16]) {
     int code = 0;
     for (uint32_t i = 0; code == 0 && i < all->count; i++) {
         uint8_t page[SUPERBLOCK_BYTES] = {0};
@@ -196,7 +196,7 @@ static void choose_stripes(members *all, uint64_t bytes) {
 }
 
 /* What all members together hold in such stripes. */
-static uint64_t whole_bytes(const members *all) {
+uint64_t stripes_bytes(const members *all) {
     uint64_t least = UINT64_MAX;
     for (uint32_t i = 0; i < all->count; i++) {
         uint64_t bytes = all->of[i].facts.bytes;
@@ -296,8 +296,6 @@ void stripes_close(members *all) {
 
 int stripes_fd(const members *all) { return all->of[0].fd; }
 
-uint64_t stripes_bytes(const members *all) { return whole_bytes(all); }
-
 int stripes_fit(const members *all, uint64_t bytes) {
     if (bytes / all->stripe_bytes <= STRIPES_MAX) return 0;
     return fail(CXLKV_E_CORRUPT, "%s: more than %d stripes", all->path, STRIPES_MAX);
@@ -311,17 +309,13 @@ int stripes_map(members *all, uint64_t bytes, region *to) {
 int stripes_make(members *all, uint64_t bytes, uint32_t flags, region *to) {
     choose_stripes(all, bytes);
     int code = check_free(all, flags);
-    if (code == 0 && bytes > whole_bytes(all))
+    if (code == 0 && bytes > stripes_bytes(all))
         code = fail(ENOSPC, "%s: %lu MiB wanted, all together hold %lu MiB in stripes of %lu MiB "
                     "(each as much as the smallest): ask for less", all->path, bytes >> 20,
-                    whole_bytes(all) >> 20, all->stripe_bytes >> 20);
+                    stripes_bytes(all) >> 20, all->stripe_bytes >> 20);
     if (code == 0) code = use_members(all);
     if (code == 0) code = wipe_labels(all);
     return code < 0 ? code : map_members(all, bytes, to);
-}
-
-int stripes_label(const members *all, const uint8_t identity[16]) {
-    return put_labels(all, identity);
 }
 
 void stripes_keep(members *all, region *to) {
