@@ -45,7 +45,10 @@ def git(*words: str) -> str:
 def base_commit(asked: str | None) -> str:
     if asked:
         return git("rev-parse", f"{asked}^{{commit}}")
-    head, base = git("rev-parse", "HEAD"), git("merge-base", "HEAD", "main")
+    try:
+        head, base = git("rev-parse", "HEAD"), git("merge-base", "HEAD", "main")
+    except subprocess.CalledProcessError as error:
+        raise SystemExit("there is no branch main here: name a commit with --base") from error
     changed = git("status", "--porcelain", "--untracked-files=no")
     return git("rev-parse", "HEAD~") if base == head and not changed else base
 
