@@ -220,7 +220,7 @@ def test_reserve(benchmark: BenchmarkFixture, objects: CXLPool) -> None:
     benchmark(lambda: objects.reserve([OBJECT_BYTES] * 8).release())
 
 
-# ---- what is asked for often, beside all of these ----
+# ---- statistics ----
 
 
 @pytest.mark.parametrize("what", ["stats", "overview"])

@@ -1,4 +1,4 @@
-/* Who answers the pool's hooks. */
+/* Fills the pool's table of hooks with functions of the folders above it. */
 #include "pool/hooks.h"
 #include "sequence/sequence.h"
 #include "tiers/local_tier.h"

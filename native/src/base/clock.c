@@ -1,4 +1,4 @@
-/* What the kernel is asked for: the time since boot, and random numbers. */
+/* Asks the kernel for the time since boot, and for random numbers. */
 #include <sys/random.h>
 #include <time.h>
 

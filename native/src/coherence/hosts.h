@@ -146,8 +146,8 @@ typedef struct log_record {
     uint64_t hash[2];
     uint32_t epoch;
     uint32_t operation : 8;
-    /* LOG_FORGET: which publication of that generation it means. LOG_FREE: 1 when the page was
-     * forgotten, not evicted: who has published another copy of it forgets that, too. */
+    /* LOG_FORGET: which publication of that generation it means. LOG_FREE: 1 when a user forgot the
+     * page, 0 when it was evicted; after a 1 each host also forgets its own copy, if it has one. */
     uint32_t publication : 24;
     uint32_t page;
     uint32_t crc;                /* of the 44 bytes before it */

@@ -272,7 +272,7 @@ static int claim_some(cxlkv_pool *pool, hosts *turn, uint64_t page_count, extent
 }
 
 static int take_with(cxlkv_pool *pool, hosts *turn, uint64_t page_count, extent_owner *owners) {
-    /* Who died over a claim may have left one that is ours already: that comes first. */
+    /* A process that died over a claim may have left an extent that is ours: use that one first. */
     if (extents_in_doubt(pool)) return extents_refresh(pool, turn);
     uint32_t *extents = (uint32_t *)(owners + pool->geometry.extent_count);
     uint64_t boot = get_settled(pool);

@@ -77,8 +77,8 @@ static void learn(cxlkv_pool *pool, const log_record *record) {
     pool->host->published_pages++;
 }
 
-/* Two hosts may publish under one hash at the same time, before either reads it of the other. What
- * we have under it now is older than the record, or of the same time: who publishes reads first. */
+/* Two hosts may publish the same hash at the same time, before either reads the other's log. Every
+ * publication reads the logs first, so our copy is not newer than the record that we read now. */
 static void forget_own_copy(cxlkv_pool *pool, const uint64_t hash[2]) {
     uint32_t page = index_find(pool, hash);
     if (page != NO_PAGE && page_is_ours(pool, page)) page_forget(pool, hash, false);

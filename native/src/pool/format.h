@@ -62,7 +62,7 @@ typedef struct superblock {
     uint32_t log_records;
     /* From here on a line that version 5 had not: its builds look at the CRC only. */
     uint32_t crc_before;         /* version 5: of all bytes before it */
-    uint32_t build;              /* CXLKV_BUILD of who made the pool, or upgraded it */
+    uint32_t build;              /* CXLKV_BUILD that made the pool, or upgraded it */
     uint64_t features[FEATURE_WORDS];
     uint8_t reserved[28];
     uint32_t crc;                /* of all bytes before it */

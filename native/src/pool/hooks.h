@@ -1,5 +1,5 @@
-/* What the pool and the folders right above it call of folders above theirs: one table, filled in
- * native/src/hooks.c. A hook has one subscriber. */
+/* Hooks: the pool calls folders above it through this table, and so do sequence/, prefix/ and
+ * tiers/. native/src/hooks.c fills it, with one function for each hook. */
 #ifndef CXLKV_HOOKS_H
 #define CXLKV_HOOKS_H
 

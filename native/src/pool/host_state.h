@@ -114,7 +114,7 @@ typedef struct host_state {
     uint64_t pages_offset, runs_offset, index_offset, held_offset, held_stride_bytes;
     uint32_t page_count, run_count, index_capacity, ready;
     pthread_mutex_t mutex, claims;
-    uint32_t holder, claimer;    /* the slots that had them last, for who waits in vain */
+    uint32_t holder, claimer;    /* slots of the last holders, named in time-out errors */
     uint32_t free_runs, partial_runs;  /* heads of the two lists, NO_PAGE when empty */
     uint64_t free_pages, published_pages;
     uint32_t rewriting;          /* page whose sealed record is being rewritten, or NO_PAGE */
