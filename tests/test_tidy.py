@@ -66,7 +66,10 @@ LAYERS = (
     {"tiers", "tiers.tiers", "gpu"},
     {"tiers.tenants"},
     {"adapters"},
-    {"bench", "demo", "ops", "ops.advise", "ops.cli", "ops.info", "ops.top"},
+    {
+        *("bench", "demo", "ops", "ops.advise", "ops.bench", "ops.cli", "ops.console", "ops.demo"),
+        *("ops.info", "ops.pool", "ops.services", "ops.top", "ops.tune"),
+    },
 )
 RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}
 TOP = len(LAYERS) - 1

@@ -1,0 +1,75 @@
+"""`cxlkv tune` measures what this machine's choices are made from, and keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cxlkv.errors import BadArgumentError
+from cxlkv.ops.console import JsonFile, needing
+
+
+def tune(
+    json_file: JsonFile = None,
+    threads: Annotated[int | None, typer.Option(help="That scan: all if not given.")] = None,
+    pool: Annotated[
+        Path | None, typer.Option(help="A pool: what far memory costs is measured in it.")
+    ] = None,
+    cold: Annotated[
+        Path | None, typer.Option(help="Where a cold file is or will be: its disk is measured.")
+    ] = None,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Only by what way pages get into the GPU faster.")
+    ] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option(help="Only this machine's memory, as a profile of this name for emulation."),
+    ] = None,
+) -> None:
+    """Measure on this machine from how many pages on sketches pay, for select(method="auto"), and
+    what reading, writing and attending cost, for `cxlkv advise`. What was measured of the GPU, or
+    of all else, is kept."""
+    from cxlkv.bench import cli, rates, tuning
+    from cxlkv.bench.report import Result
+    from cxlkv.ndp.tuning import default_path, read, this_machine, write
+
+    if profile is not None:
+        if threads or pool or cold or gpu:
+            raise BadArgumentError("--profile goes without --threads, --pool, --cold and --gpu")
+        tune_profile(profile, json_file)
+        return
+    console = cli.wide_console()
+    result, path = Result("tune"), default_path()
+    if gpu:
+        if threads or pool or cold:
+            raise BadArgumentError("--gpu goes without --threads, --pool and --cold")
+        with needing("gpu", "tune --gpu"):
+            from cxlkv.bench import gpu_tuning
+        with console.status("measuring the GPU; a minute ..."):
+            constants = gpu_tuning.run(result)
+        found = replace(read(path), machine=this_machine(), gpu=constants)
+    else:
+        with console.status("measuring; half a minute ..."):
+            costs = rates.run(result, rates.LAYOUT, pool=pool, cold=cold, threads=threads)
+            found = replace(tuning.run(result, threads=threads), costs=costs, gpu=read(path).gpu)
+    cli.show(result, console, json_file)  # ends it where a check failed: nothing is written then
+    write(found, path)
+    console.print(f"written: {path}", soft_wrap=True)
+
+
+def tune_profile(name: str, json_file: Path | None) -> None:
+    """`cxlkv tune --profile`: into the user's own profiles, for CXLKV_EMULATE and emulate()."""
+    from cxlkv.bench import cli, link_tuning
+    from cxlkv.bench.report import Result
+    from cxlkv.emulation import profiles
+
+    console, result = cli.wide_console(), Result("tune")
+    profiles.check_new(profiles.own_path(), name)
+    with console.status("measuring; half a minute ..."):
+        found = link_tuning.run(result)
+    cli.show(result, console, json_file)  # ends it where a check failed: nothing is written then
+    profiles.write(profiles.own_path(), name, found)
+    console.print(f"written: {name} in {profiles.own_path()}", soft_wrap=True)
