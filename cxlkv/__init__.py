@@ -33,7 +33,7 @@ __all__ = [
 
 sys.meta_path.append(Moved())  # old names of modules, for one release
 
-# What needs the C core is imported when it is asked for: cxlkv.ndp.portable runs without it.
+# What needs the C core is imported when it is asked for: the rest works where it is not built.
 _OF_THE_CORE = {
     "CXLPool": "pool",
     "Batch": "sequence",

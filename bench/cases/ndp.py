@@ -6,7 +6,6 @@ form reads; a ratio without a number of threads in its name is of the most threa
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -55,21 +54,7 @@ def run(result: Result, size: Size = Size(), threads: tuple[int, ...] = (1, 2)) 
                  "attend_to_stream", "attend_to_torch"):  # fmt: skip
         if f"{name}_{threads[-1]}t" in result.ratios:
             result.ratios[name] = result.ratios[f"{name}_{threads[-1]}t"]
-    compiled(result, size, threads)
     working.run(result, size.worker)
-
-
-def compiled(result: Result, size: Size, threads: tuple[int, ...]) -> None:
-    """numba_cost, of the most threads, where numba is installed."""
-    if importlib.util.find_spec("numba") is None:
-        result.notes.append("numba_cost: not measured, pip install numba")
-        return
-    from cxlkv.bench.cases import portable
-
-    portable.run(result, size, threads)
-    costs = [n for n in result.ratios if n.startswith("numba_cost_")]
-    if costs:
-        result.ratios["numba_cost"] = result.ratios[costs[-1]]
 
 
 class Stage:

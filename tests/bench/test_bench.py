@@ -74,7 +74,6 @@ SMALL: dict[str, Callable[[Result], None]] = {
     "selecting": lambda result: selecting.run(
         result, selecting.Size(tokens=16384, layers=1, rounds=1, settle_s=0)
     ),
-    "portable": lambda result: _portable(result),
     "grouping": lambda result: grouping.run(
         result, grouping.Size(prompt=2048, decode=20, heads=8, rounds=1, settle_s=0)
     ),
@@ -87,13 +86,6 @@ SMALL: dict[str, Callable[[Result], None]] = {
     "matching": lambda result: matching.run(result, tokens=2048, rounds=1),
     "coherence": lambda result: cohering.run(result, COHERING),
 }
-
-
-def _portable(result: Result) -> None:
-    pytest.importorskip("numba", reason="numba is not installed: pip install 'cxlkv[numba]'")
-    from cxlkv.bench.cases import portable
-
-    portable.run(result, selecting.Size(tokens=16384, layers=1, rounds=1, settle_s=0))
 
 
 def test_blocks_of_an_engine_run_small() -> None:
@@ -184,7 +176,6 @@ def test_ndp_runs_small_and_says_what_it_did_not_measure(
     assert set(NDP_RATIOS) <= set(result.ratios)
     assert "exact_to_faiss" not in result.ratios
     assert "exact_to_faiss_2t: not measured, " in "\n".join(result.notes)
-    assert "numba_cost" in result.ratios
     assert "worker_extra_us" in result.metrics
     assert 0.1 < result.ratios["two_stage_bytes_share"] < 0.5
     picture.roofline(result, tmp_path / "ndp.png")

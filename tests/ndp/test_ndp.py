@@ -1,4 +1,4 @@
-"""One suite over the NDP backends: numpy's reference, the C core with each instruction set, numba.
+"""One suite over the NDP backends: numpy's reference and the C core with each instruction set.
 
 The reference is held by literal cases and by properties; the others by these and by the reference:
 whole-number data must agree to the page, random data within what rounding allows.
@@ -10,7 +10,7 @@ import itertools
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -24,13 +24,9 @@ from cxlkv import Sequence as PoolSequence
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.ndp import reference
 
-if TYPE_CHECKING:
-    from cxlkv.ndp.portable import Pieces, Stored
-
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 ISAS = ("serial", "avx2", "avx512", "avx512_bf16", "amx")
-COMPILED = (*ISAS, "portable")
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 OUT_STEP = {"bfloat16": 0.0, "float16": 2**-25, "float32": 0.0}  # half the smallest step near 0
 OUT_ERROR = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 1e-5}  # of out, in the query's dtype
@@ -190,71 +186,6 @@ class Simd:
         return out.astype(np.float64), lse.astype(np.float64)
 
 
-class Portable:
-    """The code that numba compiles: pages lie in disorder in a memory that is NaN elsewhere."""
-
-    name = "portable"
-
-    def stored(self, case: Case) -> list[Stored]:
-        return [lay_out(case, *pair) for pair in zip(case.keys, case.values, strict=True)]
-
-    def select(
-        self,
-        case: Case,
-        budgets: Sequence[Budget],
-        method: str = "exact",
-        scale: float | None = None,
-    ) -> Selection:
-        from cxlkv.ndp import portable
-
-        given = (self.stored(case), case.queries, case.starts, budgets)
-        return portable.select(*given, method=method, scale=scale)
-
-    def attend(
-        self,
-        case: Case,
-        picked: Selection | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> tuple[Doubles, Doubles]:
-        from cxlkv.ndp import portable
-
-        given = (self.stored(case), case.queries, case.starts)
-        out, lse = portable.attend(*given, picked=picked, scale=scale, softcap=softcap)
-        return out.astype(np.float64), lse.astype(np.float64)
-
-
-def lay_out(case: Case, keys: Floats, values: Floats) -> Stored:
-    """A sequence's digests, keys and values in pieces, by page and head."""
-    from cxlkv.ndp.portable import Pieces, Stored
-
-    size, heads = case.page_tokens, keys.shape[1]
-    memory: list[Floats] = [np.full(3, np.nan, np.float32)]
-
-    def place(pages: list[Floats], rows: int, channels: int) -> Pieces:
-        """Each page is [rows or fewer, heads, channels]."""
-        piece, first = rows * channels + 5, sum(map(len, memory))
-        order = np.random.default_rng(first).permutation(len(pages))
-        made = np.full((len(pages), heads, piece), np.nan, np.float32)
-        for page, slot in zip(pages, order, strict=True):
-            flat = page.swapaxes(0, 1).reshape(heads, -1)
-            made[slot, :, : flat.shape[1]] = flat
-        memory.append(made.ravel())
-        return Pieces(first + order * heads * piece, (piece, channels))
-
-    key_pages, value_pages = (
-        [rows[at : at + size] for at in range(0, len(rows), size)] for rows in (keys, values)
-    )
-    complete = [page for page in key_pages if len(page) == size]
-    digests = place([np.stack([p.min(axis=0), p.max(axis=0)]) for p in complete], 2, keys.shape[2])
-    stored_keys = place(key_pages, size, keys.shape[2])
-    own = stored_keys if case.prefix else place(value_pages, size, values.shape[2])
-    elements = np.concatenate(memory).astype(DTYPES[case.dtype])
-    if case.dtype != "float32":
-        elements = elements.view(np.uint16)
-    return Stored(elements, case.layout, len(keys), stored_keys, own, digests, case.window)
-
-
 def attended_bytes(case: Case, picked: Selection) -> int:
     """K and V that attend reads: a per-sequence list is read once for a block of its rows."""
     group = case.queries.shape[1] // case.keys[0].shape[1]
@@ -284,16 +215,13 @@ def chosen_tokens(case: Case, picked: Selection) -> Iterator[tuple[int, int]]:
             yield index, int(filled.sum())
 
 
-@pytest.fixture(params=["reference", *COMPILED])
+@pytest.fixture(params=["reference", *ISAS])
 def backend(request: pytest.FixtureRequest) -> Backend:
     return Reference() if request.param == "reference" else made(request, request.param)
 
 
-def made(request: pytest.FixtureRequest, name: str) -> Simd | Portable:
-    """A backend by name; skips the test where this machine lacks what it needs."""
-    if name == "portable":
-        pytest.importorskip("numba", reason="numba is not installed: pip install 'cxlkv[numba]'")
-        return Portable()
+def made(request: pytest.FixtureRequest, name: str) -> Simd:
+    """The C core with one instruction set; skips the test where this machine lacks it."""
     return Simd(request.getfixturevalue("force_isa")(name))
 
 
@@ -660,7 +588,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "value_dim", "group", "page_tokens"), SHAPES)
 def test_shapes(
@@ -699,7 +627,7 @@ def test_shapes(
     assert_attends(subject, case, None, 5.0)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_latent_attention(
     request: pytest.FixtureRequest, rng: np.random.Generator, name: str, dtype: str
@@ -724,7 +652,7 @@ def test_rows_of_latent_attention(
     assert_attends(subject, case, None, 0.0)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", ISAS)
 @pytest.mark.parametrize("window", [1, 5, 16, 40, 1000])
 def test_windows(
     request: pytest.FixtureRequest, rng: np.random.Generator, name: str, window: int
@@ -744,8 +672,7 @@ def test_windows(
         check_bytes(case, picked, method)
         assert_attends(subject, case, picked, 0.0)
     assert_attends(subject, case, None, 0.0)
-    if isinstance(subject, Simd):
-        assert_attends(Simd(name, threads=3), case, None, 0.0)
+    assert_attends(Simd(name, threads=3), case, None, 0.0)
 
 
 def assert_attends(subject: Backend, case: Case, picked: Selection | None, softcap: float) -> None:
@@ -839,7 +766,7 @@ def check_whole_numbers(subject: Backend, drawn: tuple[Case, list[Budget], str, 
 
 @settings(max_examples=150)
 @given(drawn=drawn_cases())
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", ISAS)
 def test_whole_numbers_agree_exactly(
     name: str, request: pytest.FixtureRequest, drawn: tuple[Case, list[Budget], str, float]
 ) -> None:
@@ -849,7 +776,7 @@ def test_whole_numbers_agree_exactly(
 @pytest.mark.slow
 @settings(max_examples=1500)
 @given(drawn=drawn_cases())
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", ISAS)
 def test_whole_numbers_agree_exactly_at_length(
     name: str, request: pytest.FixtureRequest, drawn: tuple[Case, list[Budget], str, float]
 ) -> None:
