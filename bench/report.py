@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from cxlkv import _core, bulk
+from cxlkv import _core
 from cxlkv.bench.measure import median_interval, warnings_of
-from cxlkv.emulation import numa
+from cxlkv.emulation import link
 from cxlkv.errors import BadArgumentError
+from cxlkv.machine import numa_mode
 from cxlkv.machine.state import write_whole
 from cxlkv.machine.topology import probe
 
@@ -105,8 +106,8 @@ class Metric:
 
 def emulation() -> str | None:
     """What stands for far memory in this process: a link, or another node (CXLKV_EMULATE)."""
-    nodes = numa.from_environment()
-    found = [bulk.labels(), numa.label(nodes) if nodes else None]
+    nodes = numa_mode.from_environment()
+    found = [link.labels(), numa_mode.label(nodes) if nodes else None]
     return "; ".join(text for text in found if text) or None
 
 

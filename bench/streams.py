@@ -12,8 +12,9 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, bulk
+from cxlkv import _core
 from cxlkv._core import Stream, Streamed
+from cxlkv.emulation.link import charge
 from cxlkv.layout import KVLayout
 from cxlkv.machine.topology import NumaNode, probe
 from cxlkv.pool import CXLPool
@@ -58,7 +59,7 @@ def memories(where: str | None, sizes: Sequence[int], notes: list[str]) -> Itera
         where, layout=PLACE_LAYOUT, capacity=capacity, checksum=False, sketch=False, threads=1
     ) as pool:
         try:
-            bulk.listen(pool._handle, None)  # what is timed are loads, which no link is charged for
+            charge(pool._handle, None)  # what is timed are loads, which no link is charged for
             pool.pages.alloc(pool.stats()["pages_free"])
             found = _cut(pool, needs, sizes)
             notes.append(_note(where, pool))

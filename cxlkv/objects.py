@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, bulk, room
+from cxlkv import _core, io_hooks, room
 from cxlkv.arrays import is_torch
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, CorruptError, PoolFullError, ReleasedError
@@ -89,13 +89,13 @@ class Objects:
         """
         hashes = hashes_of(keys)
         given, kept = _memory(buffers, len(hashes) // _core.HASH_BYTES, False)
-        timed = bulk.begin(self._handle)
+        transfer = io_hooks.begin(self._handle)
         count = len(hashes) // _core.HASH_BYTES
         codes = self._with_room(count, lambda: _core.objects_put(self._handle, hashes, *given))
         new: npt.NDArray[np.bool_] = codes == 0
         del kept
-        if timed is not None:
-            timed.end("append", _moved(given, new))
+        if transfer:
+            transfer.end("append", _moved(given, new))
         return new
 
     def get_batch_into(self, keys: Keys, buffers: Buffers | Sequence[object]) -> Sizes:
@@ -106,11 +106,11 @@ class Objects:
         """
         hashes = hashes_of(keys)
         given, kept = _memory(buffers, len(hashes) // _core.HASH_BYTES, True)
-        timed = bulk.begin(self._handle)
+        transfer = io_hooks.begin(self._handle)
         sizes = _core.objects_get(self._handle, hashes, *given)
         del kept
-        if timed is not None:
-            timed.end("fetch", int(sizes[sizes > 0].sum()))
+        if transfer:
+            transfer.end("fetch", int(sizes[sizes > 0].sum()))
         return sizes
 
     def get_ranges(self, keys: Keys, ranges: npt.ArrayLike, out: object) -> Sizes:
@@ -127,11 +127,11 @@ class Objects:
         if wanted.ndim != 2 or wanted.shape[1] != 4:
             raise BadArgumentError(f"ranges of shape {wanted.shape}: [m, 4] is wanted")
         address, size, kept = _place(out, True)
-        timed = bulk.begin(self._handle)
+        transfer = io_hooks.begin(self._handle)
         sizes = _core.objects_ranges(self._handle, hashes_of(keys), wanted, address, size)
         del kept
-        if timed is not None:
-            timed.end("fetch", int(sizes[sizes > 0].sum()))
+        if transfer:
+            transfer.end("fetch", int(sizes[sizes > 0].sum()))
         return sizes
 
     def object_sizes(self, keys: Keys) -> Sizes:
@@ -141,10 +141,10 @@ class Objects:
     def lease(self, keys: Keys) -> Lease:
         """Hold objects, to read them where they lie; each is verified first."""
         hashes = hashes_of(keys)
-        timed = bulk.begin(self._handle)
+        transfer = io_hooks.begin(self._handle)
         lease = Lease(self._handle, *_core.lease_take(self._handle, hashes))
-        if timed is not None:  # each byte is read once, here or where it lies
-            timed.end("fetch", int(lease.sizes[lease.sizes > 0].sum()))
+        if transfer:  # each byte is read once, here or where it lies
+            transfer.end("fetch", int(lease.sizes[lease.sizes > 0].sum()))
         return lease
 
     def reserve(self, sizes: npt.ArrayLike) -> Reserved:
@@ -297,13 +297,13 @@ class Reserved(_Leased):
             raise ReleasedError(
                 f"place {min(given_back, default=0)} of a reservation of {len(self)} was given back"
             )
-        timed = bulk.begin(self._pool)
+        transfer = io_hooks.begin(self._pool)
         codes = _core.lease_publish(self._handle, np.ascontiguousarray(chosen, np.uint32), hashes)
         new: npt.NDArray[np.bool_] = codes == 0
         self._published.update(chosen[new].tolist())
         self._no_writing()
-        if timed is not None:
-            timed.end("append", int(self.sizes[chosen[new].astype(np.int64)].sum()))
+        if transfer:
+            transfer.end("append", int(self.sizes[chosen[new].astype(np.int64)].sum()))
         return new
 
 

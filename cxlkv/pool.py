@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, TypedDict, cast
 
 import numpy.typing as npt
 
-from cxlkv import _core, bulk, forking
+from cxlkv import _core, forking, io_hooks
 from cxlkv.closing import Closing
-from cxlkv.emulation import numa
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
@@ -27,7 +26,7 @@ from cxlkv.errors import (
 )
 from cxlkv.hotness import Hotness
 from cxlkv.layout import KVLayout
-from cxlkv.machine import prefault
+from cxlkv.machine import numa_mode, prefault
 from cxlkv.machine.coherence import (
     DURABLE,
     HOSTS_MAX,
@@ -97,7 +96,7 @@ class CXLPool(Objects, Closing):
         self._before_close: list[Callable[[], object]] = []
         self._lent: list[weakref.ref[object]] = []  # to the views of the region that are in use
         forking.watch(self)
-        if os.environ.get(numa.VARIABLE):
+        if os.environ.get(numa_mode.VARIABLE):
             self._emulate(None)
 
     @classmethod
@@ -142,7 +141,7 @@ class CXLPool(Objects, Closing):
             raise BadArgumentError(f"layout is a KVLayout, not {type(layout).__name__}")
         shared = parse_sharing(sharing, durable, hosts)
         _check_threads(threads)  # first: a pool that was made would stay behind
-        place = numa.emulated(parse_place(where))
+        place = numa_mode.emulated(parse_place(where))
         path, nodes, in_place = place
         own = parse_host(host, lease_s, path) if shared[0] else None
         capacity_bytes = capacity_bytes_at(place, capacity)
@@ -174,16 +173,16 @@ class CXLPool(Objects, Closing):
 
         wanted = read_config(config)
         pool = cls._of(wanted)
-        link = None if numa.is_mode(wanted.emulate) else wanted.emulate
-        if link is not None and bulk.label(pool._handle) is None:
+        link = None if numa_mode.is_mode(wanted.emulate) else wanted.emulate
+        if link is not None and io_hooks.label(pool._handle) is None:
             pool._emulate(link)
         return pool
 
     @classmethod
     def _of(cls, wanted: PoolConfig) -> CXLPool:
         where = wanted.where
-        if numa.is_mode(wanted.emulate):
-            where = numa.configured(where, wanted.emulate)
+        if numa_mode.is_mode(wanted.emulate):
+            where = numa_mode.configured(where, wanted.emulate)
         path, _, in_place = parse_place(where)
         make = partial(
             cls.create,
@@ -244,7 +243,7 @@ class CXLPool(Objects, Closing):
         use_worker(). Raises PoolMissingError, NotAPoolError, VersionError, CorruptError,
         TruncatedError, BusyError, HostError.
         """
-        place, nodes, _ = numa.emulated(parse_place(path))
+        place, nodes, _ = numa_mode.emulated(parse_place(path))
         if place is None:
             raise BadArgumentError("an anonymous pool cannot be opened: fork, or use a file")
         check_host_folder(place)
@@ -259,14 +258,12 @@ class CXLPool(Objects, Closing):
         return pool
 
     def _emulate(self, profile: str | None) -> None:
-        """Charge this process's bulk operations to a link; None: as CXLKV_EMULATE says."""
-        from cxlkv.emulation import link  # pydantic and yaml, which few programs need
-
+        """Charge this process's transfers to a link; None: as CXLKV_EMULATE says."""
         try:
             if profile is None:
-                link.begin_from_environment(self._handle)
+                io_hooks.plugin().begin_from_environment(self._handle)
             else:
-                link.begin(self._handle, profile)
+                io_hooks.plugin().begin(self._handle, profile)
         except BadArgumentError:
             self.close()
             raise
@@ -508,7 +505,7 @@ class CXLPool(Objects, Closing):
         flushes = flushes_of(SHARING[kind], self.path)
         page_kind = _core.pool_page_kind(self._handle)
         note = durable_note(DURABLE[durable], page_kind)
-        emulated = bulk.label(self._handle)
+        emulated = io_hooks.label(self._handle)
         return {
             "path": self.path or "anonymous:",
             "identity": _core.pool_identity(self._handle),

@@ -21,11 +21,11 @@ from pydantic import (
     ValidationError,
 )
 
+from cxlkv import io_hooks
 from cxlkv.config import format_bytes, parse_bytes
-from cxlkv.emulation import numa
-from cxlkv.emulation.link import parse as parse_link
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout, LayerGroup, dtype_name
+from cxlkv.machine import numa_mode
 from cxlkv.machine.regions import ALL, capacity_bytes_at, parse_place, parse_where
 
 FILE_BYTES_MAX = 64 << 10
@@ -66,10 +66,10 @@ def _where(value: object) -> object:
 
 def _emulated(value: object) -> object:
     if isinstance(value, str):
-        if numa.is_mode(value):
-            numa.parse(value)
+        if numa_mode.is_mode(value):
+            numa_mode.parse(value)
         else:
-            parse_link(value)
+            io_hooks.plugin().parse(value)
     return value
 
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, bulk, room
+from cxlkv import _core, io_hooks, room
 from cxlkv.arrays import NUMPY_DTYPES, Array, View, imported, view
 from cxlkv.errors import BadArgumentError
-from cxlkv.layout import DTYPES, KVLayout, layer_places
+from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.ndp import audit, simd
 from cxlkv.ndp.engine import RECALL, Asked, Budget, Selection
 
@@ -86,12 +86,11 @@ class Batch:
 
     def _write(self, layer: int, call: Callable[[], object], starts: Starts, unit: int = 1) -> None:
         """An append of starts * unit tokens: makes room where a pool is full."""
-        timed = bulk.begin(self._pool)
-        before = self._complete(layer).sum() if timed else 0
+        transfer = io_hooks.begin(self._pool)
         room.made_for(call, self._pool, lambda: self._pages_of(starts, unit))
-        if timed is not None:
-            pages = int(self._complete(layer).sum() - before)
-            timed.end("append", pages * self._stored_bytes())
+        if transfer:
+            added = np.diff(starts).astype(np.int64) * unit
+            transfer.end_append(self._layout, self._tokens(layer), added)
 
     def append_blocks(
         self,
@@ -149,11 +148,11 @@ class Batch:
         pages = _int32(first, "first")
         if pages.shape != (len(self),):
             raise BadArgumentError(f"first has shape {pages.shape}, wanted ({len(self)},)")
-        timed = bulk.begin(self._pool)
+        transfer = io_hooks.begin(self._pool)
         _core.batch_fetch_blocks(self._handle, _layer(layer), k, v, ids, offsets, pages)
-        if timed is not None:
+        if transfer:
             piece_bytes = self._layout.token_bytes // self._layout.layers * k.shape[2]
-            timed.end("fetch", int(offsets[-1]) * piece_bytes)
+            transfer.end("fetch", int(offsets[-1]) * piece_bytes)
 
     def _blocks(
         self, keys: object, values: object | None, blocks: npt.ArrayLike, starts: npt.ArrayLike
@@ -215,13 +214,10 @@ class Batch:
         if checksums is not None:
             heads = self._layout.kv_heads
             sums = _words(checksums, "checksums", (self._layout.layers, count, heads, 4))
-        timed = bulk.begin(self._pool)
+        transfer = io_hooks.begin(self._pool)
         _core.batch_attach(self._handle, offsets, given, sums, _back(rewind), verify)
-        if timed is not None and verify:  # else only tables and headers are written
-            places = layer_places(self._layout, geometry["record_layers"])
-            pages_of = (given != _core.NO_PAGE).sum(axis=1)
-            count = sum(int(pages_of[part]) for part, _ in places)
-            timed.end("attach", count * self._stored_bytes())
+        if transfer and verify:  # else only tables and headers are written
+            transfer.end_attach(self._layout, given)
 
     def _pages_of(self, starts: Starts, unit: int) -> int:
         """No step of these rows takes more pages."""
@@ -263,10 +259,10 @@ class Batch:
             scale=self._scale(scale),
             recall=recall,
         )
-        timed = bulk.begin(self._pool)
+        transfer = io_hooks.begin(self._pool)
         picked = simd.select(self._handle, self._layout, asked, self._room)
-        if timed is not None:
-            timed.end("select", picked.bytes_scored)
+        if transfer:
+            transfer.end("select", picked.bytes_scored)
         # A step later a list is one page longer at most: then one call into the core is enough.
         self._room = picked.pages.shape[2] + 1
         if audit.is_due(self._pool):
@@ -288,11 +284,11 @@ class Batch:
         guess = 0
         if picked is None:
             guess = max(s.page_count(layer) for s in self.sequences)
-        timed = bulk.begin(self._pool)
+        transfer = io_hooks.begin(self._pool)
         number, handle = _layer(layer), self._handle
         found = simd.fetch(handle, self._layout, number, picked, len(self), guess, out)
-        if timed is not None:
-            timed.end("fetch", self._far_bytes(layer, picked, timed))
+        if transfer:
+            transfer.end_read("fetch", self._layout, layer, self._tokens(layer), picked)
         return found
 
     def attend(
@@ -310,7 +306,7 @@ class Batch:
         picked=None: over all pages that the rows see. Causal, as in select(). softcap: logits
         become softcap * tanh(logit / softcap).
         """
-        timed = bulk.begin(self._pool)
+        transfer = io_hooks.begin(self._pool)
         found = simd.attend(
             self._handle,
             self._layout,
@@ -321,8 +317,8 @@ class Batch:
             self._scale(scale),
             softcap,
         )
-        if timed is not None:
-            timed.end("attend", self._far_bytes(layer, picked, timed))
+        if transfer:
+            transfer.end_read("attend", self._layout, layer, self._tokens(layer), picked)
         return found
 
     def verify(self, layer: int, picked: Selection) -> None:
@@ -335,31 +331,9 @@ class Batch:
         assert rows is not None
         _core.batch_verify(self._handle, _layer(layer), rows)
 
-    def _complete(self, layer: int) -> npt.NDArray[np.int64]:
-        """Pages of each sequence that lie in the pool: all but the open tail."""
-        tokens = np.array([s.tokens(layer) for s in self.sequences], np.int64)
-        return tokens // self._layout.page_tokens
-
-    def _stored_bytes(self) -> int:
-        """Of one page and layer: digests, sketches, K and V."""
-        found = _core.pool_geometry(self._pool)
-        names = ("digest", "sketch", "key", "value")
-        return self._layout.kv_heads * sum(found[f"{name}_piece_bytes"] for name in names)
-
-    def _far_bytes(self, layer: int, picked: Selection | None, timed: bulk.Timed) -> int:
-        """K and V that were read from the pool: not open tails, nor near copies of chosen pages."""
-        complete = self._complete(layer)
-        if picked is None:
-            window = self._layout.windows[layer]
-            most = complete if window is None else -(-window // self._layout.page_tokens) + 1
-            pieces = int(np.minimum(complete, most).sum()) * self._layout.kv_heads
-        else:
-            lists = np.diff(picked.starts) if picked.per == "query" else 1
-            visible = np.repeat(complete, lists)[:, None, None]
-            pieces = int(((picked.pages >= 0) & (picked.pages < visible)).sum())
-        piece_bytes = self._layout.token_bytes // self._layout.layers // self._layout.kv_heads
-        piece_bytes *= self._layout.page_tokens
-        return (pieces - timed.near_pieces()) * piece_bytes
+    def _tokens(self, layer: int) -> npt.NDArray[np.int64]:
+        """Of each sequence."""
+        return np.array([s.tokens(layer) for s in self.sequences], np.int64)
 
     def _scale(self, scale: float | None) -> float:
         return float(self._layout.head_dim**-0.5) if scale is None else float(scale)

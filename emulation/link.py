@@ -1,4 +1,4 @@
-"""An emulated link: a pool's bulk operations take as long as over the link of a named device.
+"""An emulated link: a pool's transfers take as long as over the link of a named device.
 
     with emulate(pool, "astera-a1000"):           # waits for the rest of the device's time
     with emulate(pool, "astera-a1000", mode="virtual") as link:  # only counts it: link.seconds
@@ -15,24 +15,29 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
-from cxlkv import _core, bulk, forking
-from cxlkv.emulation import numa, profiles
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import _core, forking, io_hooks
+from cxlkv.emulation import profiles
 from cxlkv.emulation.profiles import Profile
 from cxlkv.emulation.sharing import GB, Transfer, check_devices, share_out
-from cxlkv.errors import BadArgumentError
+from cxlkv.errors import BadArgumentError, ClosedError
+from cxlkv.io_hooks import Kind, Tokens
+from cxlkv.layout import KVLayout, layer_places
+from cxlkv.machine import numa_mode
+from cxlkv.ndp.engine import Selection
+from cxlkv.pool import CXLPool
 
+WRITES = ("append", "restore")
+"""The kinds that write to the pool; all others read it."""
 Mode = Literal["wait", "virtual"]
 MODES: Mapping[str, Mode] = {"wait": "wait", "virtual": "virtual"}
 SPIN_S = 150e-6
 """The last part of a wait is spent looking at the clock: a sleep ends late by so much."""
-
-
-class PoolLike(Protocol):
-    """A CXLPool, which this module may not import."""
-
-    _handle: _core.Handle
 
 
 class Link:
@@ -70,9 +75,9 @@ class Link:
         rate = GB * self.profile.gb_per_s(float(write), self.devices)
         return self.profile.latency_ns / GB + size_bytes / rate
 
-    def heard(self, kind: bulk.Kind, size_bytes: int, began_s: float) -> None:
+    def heard(self, kind: Kind, size_bytes: int, began_s: float) -> None:
         """Charge an operation that has just ended; began_s: by time.perf_counter()."""
-        write = kind in bulk.WRITES
+        write = kind in WRITES
         with self._lock:
             self.operations[kind] += 1
             self.bytes[kind] += size_bytes
@@ -134,16 +139,107 @@ class Link:
         self._moving = []
 
 
+class Charged(NamedTuple):
+    """A transfer of a pool behind a link. near_reads: of the near tier, before it."""
+
+    link: Link
+    pool: _core.Handle
+    began_s: float
+    near_reads: int
+
+    def end(self, kind: Kind, size_bytes: int) -> None:
+        if size_bytes > 0:
+            self.link.heard(kind, size_bytes, self.began_s)
+
+    def end_append(self, layout: KVLayout, tokens: Tokens, added: Tokens) -> None:
+        """The open tails are in this process: pages are charged when they are complete."""
+        pages = tokens // layout.page_tokens - (tokens - added) // layout.page_tokens
+        self.end("append", int(pages.sum()) * self._page_bytes(layout))
+
+    def end_attach(self, layout: KVLayout, pages: npt.NDArray[np.uint32]) -> None:
+        places = layer_places(layout, _core.pool_geometry(self.pool)["record_layers"])
+        pages_of = (pages != _core.NO_PAGE).sum(axis=1)
+        count = sum(int(pages_of[part]) for part, _ in places)
+        self.end("attach", count * self._page_bytes(layout))
+
+    def end_read(
+        self, kind: Kind, layout: KVLayout, layer: int, tokens: Tokens, picked: Selection | None
+    ) -> None:
+        """Neither open tails, nor near copies of chosen pages, come over the link."""
+        complete = tokens // layout.page_tokens
+        if picked is None:
+            window = layout.windows[layer]
+            most = complete if window is None else -(-window // layout.page_tokens) + 1
+            pieces = int(np.minimum(complete, most).sum()) * layout.kv_heads
+        else:
+            lists = np.diff(picked.starts) if picked.per == "query" else 1
+            visible = np.repeat(complete, lists)[:, None, None]
+            pieces = int(((picked.pages >= 0) & (picked.pages < visible)).sum())
+        pieces -= max(0, _near_reads(self.pool) - self.near_reads)
+        tokens_bytes = layout.token_bytes // layout.layers // layout.kv_heads
+        self.end(kind, pieces * tokens_bytes * layout.page_tokens)
+
+    def _page_bytes(self, layout: KVLayout) -> int:
+        """Of one page and layer: digests, sketches, K and V."""
+        found = _core.pool_geometry(self.pool)
+        names = ("digest", "sketch", "key", "value")
+        return layout.kv_heads * sum(found[f"{name}_piece_bytes"] for name in names)
+
+
+class Links:
+    """Which pools of this process lie behind a link: what the io hooks ask."""
+
+    def __init__(self) -> None:
+        self.of: WeakKeyDictionary[_core.Handle, Link] = WeakKeyDictionary()
+
+    def begin(self, pool: _core.Handle) -> Charged | None:
+        link = self.of.get(pool)
+        if link is None:
+            return None
+        return Charged(link, pool, time.perf_counter(), _near_reads(pool))
+
+    def label(self, pool: _core.Handle) -> str | None:
+        link = self.of.get(pool)
+        return link.label if link else None
+
+
+_links = Links()
+
+
+def charge(pool: _core.Handle, link: Link | None) -> Link | None:
+    """Charge the pool's transfers to this link from now on, None: to none; returns the one before.
+
+    The first link subscribes to the io hooks.
+    """
+    before = _links.of.pop(pool, None)
+    if link is not None:
+        _links.of[pool] = link
+        io_hooks.subscriber = _links
+    return before
+
+
+def labels() -> str | None:
+    """What the memory of all pools of this process is said to be, for what is measured now."""
+    return "; ".join(sorted({link.label for link in _links.of.values()})) or None
+
+
+def _near_reads(pool: _core.Handle) -> int:
+    try:
+        return _core.near_stats(pool)["reads_near"]
+    except ClosedError:  # there is no near tier
+        return 0
+
+
 @contextmanager
 def emulate(
-    pool: PoolLike,
+    pool: CXLPool,
     profile: str | Profile | Link,
     *,
     mode: str = "wait",
     devices: int = 1,
     slow: float = 1.0,
 ) -> Iterator[Link]:
-    """Until the block ends, charge this process's bulk operations on the pool to a device's link.
+    """Until the block ends, charge this process's transfers on the pool to a device's link.
 
     profile: a name of the project's profiles or your own, FILE.yaml:NAME, or a Profile; or a Link
     that another pool is behind, too (the other arguments do not count then). devices: over how many
@@ -151,11 +247,11 @@ def emulate(
     profile everything is. Raises BadArgumentError.
     """
     link = profile if isinstance(profile, Link) else link_of(profile, mode, devices, slow)
-    before = bulk.listen(pool._handle, link)
+    before = charge(pool._handle, link)
     try:
         yield link
     finally:
-        bulk.listen(pool._handle, before)
+        charge(pool._handle, before)
 
 
 def link_of(
@@ -185,13 +281,13 @@ def shared(text: str) -> Link:
 
 def begin(handle: _core.Handle, text: str) -> None:
     """Charge the pool's operations from now on, for as long as it lives."""
-    bulk.listen(handle, shared(text))
+    charge(handle, shared(text))
 
 
 def from_environment() -> str | None:
     """What CXLKV_EMULATE says of a link; values "numa:N" are about places of memory, not this."""
-    text = os.environ.get(numa.VARIABLE, "").strip()
-    return None if not text or numa.is_mode(text) else text
+    text = os.environ.get(numa_mode.VARIABLE, "").strip()
+    return None if not text or numa_mode.is_mode(text) else text
 
 
 def begin_from_environment(handle: _core.Handle) -> None:
@@ -201,4 +297,4 @@ def begin_from_environment(handle: _core.Handle) -> None:
         try:
             begin(handle, text)
         except BadArgumentError as error:
-            raise BadArgumentError(f"{numa.VARIABLE}={text}: {error}") from None
+            raise BadArgumentError(f"{numa_mode.VARIABLE}={text}: {error}") from None

@@ -18,10 +18,10 @@ from rich.tree import Tree
 
 from cxlkv.config import format_bytes
 from cxlkv.emulation.link import from_environment, parse
-from cxlkv.emulation.numa import VARIABLE
 from cxlkv.errors import BadArgumentError
 from cxlkv.machine.devices import CxlRegion, DaxDevice, Devices, probe_devices
 from cxlkv.machine.nodes import Access, NodeDetails, Numa, probe_nodes
+from cxlkv.machine.numa_mode import VARIABLE
 from cxlkv.machine.suggestions import FOUND_BY, Place, lacking, suggest
 from cxlkv.machine.sysfs import trouble
 from cxlkv.machine.topology import Advice, Machine, NumaNode, missing, probe

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, bulk, forking
+from cxlkv import _core, forking, io_hooks
 from cxlkv.closing import Closing
 from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, ClosedError
@@ -89,7 +89,7 @@ class NearTier(Closing):
         wanted = np.ascontiguousarray(units, np.int64).ravel()
         if generations is not None and len(generations) != len(wanted):
             raise BadArgumentError(f"{len(generations)} generations for {len(wanted)} units")
-        timed = bulk.begin(self._pool)
+        transfer = io_hooks.begin(self._pool)
         done, codes = _core.near_promote(self._pool, wanted, generations)
         number, times = np.unique(codes[codes != 0], return_counts=True)
         refused = {
@@ -98,8 +98,8 @@ class NearTier(Closing):
         }
         unit_bytes = _core.near_stats(self._pool)["unit_bytes"]
         size = done * unit_bytes
-        if timed is not None:
-            timed.end("promote", int((codes == 0).sum()) * unit_bytes)
+        if transfer:
+            transfer.end("promote", int((codes == 0).sum()) * unit_bytes)
         return Moved(wanted[codes == 0], np.empty(0, np.int64), refused, size)
 
     def demote(self, units: npt.ArrayLike) -> int:

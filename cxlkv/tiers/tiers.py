@@ -24,7 +24,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, bulk, forking, room
+from cxlkv import _core, forking, io_hooks, room
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, ClosedError, PoolFullError
 from cxlkv.hotness import HELD, PINNED
@@ -289,14 +289,14 @@ class Tiers(Restoring, Closing):
 
     def _write(self, records: Names, parents: Names) -> Mask:
         """Which of the records are in the pool then."""
-        timed = bulk.begin(self.pool._handle)
+        transfer = io_hooks.begin(self.pool._handle)
         try:
             codes = _core.records_write(self.pool._handle, records, np.ascontiguousarray(parents))
         except PoolFullError:  # others took it
             self._counts["refused_pages"] += len(records)
             return np.zeros(len(records), np.bool_)
-        if timed is not None:
-            timed.end("restore", int((codes == 0).sum()) * self._shape.bytes)
+        if transfer:
+            transfer.end("restore", int((codes == 0).sum()) * self._shape.bytes)
         right: Mask = (codes == 0) | (codes == _core.RECORD_PRESENT)
         return right
 
@@ -410,11 +410,11 @@ class Tiers(Restoring, Closing):
             self._counts["dropped_pages"] += len(wanted)
             return
         records = self._records(len(wanted))
-        timed = bulk.begin(self.pool._handle)
+        transfer = io_hooks.begin(self.pool._handle)
         codes = _core.records_read(self.pool._handle, pages[wanted], generations[wanted], records)
         right = codes == 0
-        if timed is not None:
-            timed.end("demote", int(right.sum()) * self._shape.bytes)
+        if transfer:
+            transfer.end("demote", int(right.sum()) * self._shape.bytes)
         self._counts["corrupt_pages"] += int((codes == _core.E_CORRUPT).sum())
         missed = len(wanted) - int(right.sum())
         if objects:

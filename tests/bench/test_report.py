@@ -69,7 +69,7 @@ def test_the_commit_is_gits_or_else_the_version(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_result_says_which_node_stands_for_far_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cxlkv.emulation.numa.label", lambda nodes: f"far {nodes}")
+    monkeypatch.setattr("cxlkv.machine.numa_mode.label", lambda nodes: f"far {nodes}")
     assert Result("x").emulated is None
     monkeypatch.setenv("CXLKV_EMULATE", "numa:1,2")
     assert Result("x").emulated == "far (1, 2)"

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cxlkv import Budget, CXLPool, KVLayout, Tiers, bulk
+from cxlkv import Budget, CXLPool, KVLayout, Tiers, io_hooks
 from cxlkv.bench.report import Result
-from cxlkv.emulation.link import Link, emulate, link_of, parse
+from cxlkv.emulation.link import Link, _links, emulate, link_of, parse
 from cxlkv.emulation.profiles import OURS, Profile, named, read
 from cxlkv.emulation.sharing import Stream, simulate
 from cxlkv.errors import BadArgumentError
@@ -276,7 +276,7 @@ def test_it_is_said_by_pool_and_results() -> None:
             early.measure("a", [1], "s")
             with emulate(pool, "pond-pool", slow=4):
                 assert pool.describe()["emulated"] == "pond-pool slowed 4 times, wait"
-            assert bulk.label(pool._handle) == "astera-a1000, virtual"
+            assert io_hooks.label(pool._handle) == "astera-a1000, virtual"
         assert early.as_dict()["emulated"] == "astera-a1000, virtual"
         assert "emulated" not in pool.describe()
 
@@ -287,7 +287,7 @@ def test_from_yaml_and_two_pools_on_one_link() -> None:
     config["emulate"] = "astera-a1000, virtual"
     with CXLPool.from_config(config) as one, CXLPool.from_config(config) as two:
         assert one.describe()["emulated"] == "astera-a1000, virtual"
-        assert bulk._listeners[one._handle] is bulk._listeners[two._handle]
+        assert _links.of[one._handle] is _links.of[two._handle]
     for wrong in ("nonsense", "astera-a1000, slowly", "/none.yaml:x"):
         with pytest.raises(BadArgumentError, match="the configuration: emulate: "):
             CXLPool.from_config({**config, "emulate": wrong})

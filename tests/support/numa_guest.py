@@ -152,7 +152,8 @@ def emulated(node: int) -> None:
     """CXLKV_EMULATE=numa:N for a program that knows nothing of nodes."""
     program = (
         "import os, sys; from tests.support import numa_guest as g; from cxlkv import CXLPool;"
-        "from cxlkv.emulation import numa; from cxlkv.machine.placing import placement_of;"
+        "from cxlkv.machine import numa_mode as numa;"
+        "from cxlkv.machine.placing import placement_of;"
         f"pool = CXLPool.create('anonymous:', layout=g.LAYOUT, capacity={CAPACITY_BYTES});"
         f"g.use(pool); print(numa.label(({node},)), os.sched_getaffinity(0));"
         f"assert placement_of(pool._handle).pages_by_node.keys() == {{{node}}};"

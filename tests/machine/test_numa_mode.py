@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from cxlkv import CXLPool, KVLayout
-from cxlkv.emulation import numa
 from cxlkv.errors import BadArgumentError, UnsupportedError
+from cxlkv.machine import numa_mode
 
 from ..support import numa_guest
 
@@ -33,42 +33,42 @@ def machine(root: Path, nodes: dict[int, tuple[list[int], str]]) -> Path:
 
 def test_a_node_without_cpus_is_far_from_all(tmp_path: Path) -> None:
     root = machine(tmp_path, {0: (CPUS, "10 24"), 2: ([], "24 10")})
-    assert numa.near_cpus((2,), root) == set(CPUS)
-    assert numa.label((2,), root) == "numa:2, distance 24"
+    assert numa_mode.near_cpus((2,), root) == set(CPUS)
+    assert numa_mode.label((2,), root) == "numa:2, distance 24"
 
 
 def test_another_socket_leaves_its_cpus_idle(tmp_path: Path) -> None:
     root = machine(tmp_path, {0: (CPUS[:1], "10 21"), 1: ([*CPUS[1:], 999], "21 10")})
-    assert numa.near_cpus((1,), root) == {CPUS[0]}
-    assert numa.label((1,), root) == "numa:1, distance 21"
+    assert numa_mode.near_cpus((1,), root) == {CPUS[0]}
+    assert numa_mode.label((1,), root) == "numa:1, distance 21"
 
 
 def test_fake_nodes_share_their_cpus(tmp_path: Path) -> None:
     """As numa=fake=2 gives it: each node names all CPUs of its socket, all distances are 10."""
     root = machine(tmp_path, {0: (CPUS, "10 10"), 1: (CPUS, "10 10")})
-    assert numa.near_cpus((1,), root) == set(CPUS)
-    assert numa.label((1,), root) == "numa:1, distance 10"
+    assert numa_mode.near_cpus((1,), root) == set(CPUS)
+    assert numa_mode.label((1,), root) == "numa:1, distance 10"
 
 
 def test_nothing_is_far_on_one_node(tmp_path: Path) -> None:
     root = machine(tmp_path, {0: (CPUS, "10")})
     count = f"{len(CPUS)} CPU{'s' if len(CPUS) > 1 else ''}"
     with pytest.raises(UnsupportedError, match=rf"no CPU outside node 0, .* node 0 \({count}\)"):
-        numa.near_cpus((0,), root)
+        numa_mode.near_cpus((0,), root)
     with pytest.raises(UnsupportedError, match=rf"numa:1: node 1 is not there.* 0 \({count}\)"):
-        numa.near_cpus((1,), root)
+        numa_mode.near_cpus((1,), root)
     with pytest.raises(UnsupportedError, match=r"numa:1,3: nodes 1, 3 are not there"):
-        numa.begin((1, 3), root)
+        numa_mode.begin((1, 3), root)
     with pytest.raises(UnsupportedError, match=r"no nodes that it shows"):
-        numa.near_cpus((0,), tmp_path / "nowhere")
+        numa_mode.near_cpus((0,), tmp_path / "nowhere")
 
 
 def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("", "astera-a1000", "astera-a1000, virtual"):
         monkeypatch.setenv("CXLKV_EMULATE", text)
-        assert numa.from_environment() == ()
+        assert numa_mode.from_environment() == ()
     monkeypatch.setenv("CXLKV_EMULATE", " numa:2,1 ")
-    assert numa.from_environment() == (1, 2)
+    assert numa_mode.from_environment() == (1, 2)
     monkeypatch.setenv("CXLKV_EMULATE", "numa:far")
     with pytest.raises(BadArgumentError, match=r"CXLKV_EMULATE=numa:far: .*a node's number"):
         CXLPool.create("anonymous:", layout=LAYOUT, capacity="16MiB")
@@ -93,12 +93,12 @@ def test_a_pool_is_not_made_near_when_far_is_asked_for(monkeypatch: pytest.Monke
 
 
 def test_where_a_configured_pool_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numa, "begin", lambda nodes: frozenset())
-    assert numa.configured("anonymous:", "numa:1") == "numa:1"
-    assert numa.configured("/dev/shm/a.pool", "numa:1,2") == "numa:1,2:/dev/shm/a.pool"
-    assert numa.configured("numa:0:/dev/shm/a.pool", "numa:1") == "numa:0:/dev/shm/a.pool"
+    monkeypatch.setattr(numa_mode, "begin", lambda nodes: frozenset())
+    assert numa_mode.configured("anonymous:", "numa:1") == "numa:1"
+    assert numa_mode.configured("/dev/shm/a.pool", "numa:1,2") == "numa:1,2:/dev/shm/a.pool"
+    assert numa_mode.configured("numa:0:/dev/shm/a.pool", "numa:1") == "numa:0:/dev/shm/a.pool"
     monkeypatch.setenv("CXLKV_EMULATE", "numa:2")
-    assert numa.configured("anonymous:", "numa:1") == "anonymous:"
+    assert numa_mode.configured("anonymous:", "numa:1") == "anonymous:"
 
 
 def test_all_threads_move_to_the_near_cpus(tmp_path: Path) -> None:
@@ -112,12 +112,12 @@ def test_all_threads_move_to_the_near_cpus(tmp_path: Path) -> None:
         from pathlib import Path
         import numpy as np
         from cxlkv import CXLPool, KVLayout
-        from cxlkv.emulation import numa
+        from cxlkv.machine import numa_mode
         stay, started = threading.Event(), threading.Barrier(4)
         for _ in range(3):
             threading.Thread(target=lambda: (started.wait(), stay.wait()), daemon=True).start()
         started.wait()
-        assert numa.begin((1,), Path({str(tmp_path)!r})) == {{{CPUS[0]}}}
+        assert numa_mode.begin((1,), Path({str(tmp_path)!r})) == {{{CPUS[0]}}}
         layout = KVLayout(layers=2, kv_heads=2, head_dim=64, dtype="float16")
         with CXLPool.create("anonymous:", layout=layout, capacity="16MiB", threads=4) as pool:
             keys = np.ones((600, 2, 64), np.float16)
