@@ -277,10 +277,10 @@ def recognise(path: str) -> Overview | None:
     """What the file is, or None when it has nothing to do with us."""
     name = os.path.basename(path)
     if _DRAFT.search(name):
-        unused = _core.leftover(path, "half-made", 0, False)
+        unused = _core.gc(path, "half-made", 0, False)
         return _file(path, "half-made" if unused else "being made")
     if _HOST_STATE.fullmatch(path):
-        unused = _core.leftover(path, "orphan", 0, False)
+        unused = _core.gc(path, "orphan", 0, False)
         return _file(path, "orphan") if unused else None
     of_us = path.startswith(STRIPED) or is_device(path) or _begins_with(path, MAGIC)
     return look(path) if of_us else None

@@ -28,7 +28,7 @@ from cxlkv import CXLPool, KVLayout
 from cxlkv.adapters.places import make_or_open
 from cxlkv.errors import BadArgumentError
 from cxlkv.machine.regions import one_maker
-from cxlkv.ops.leftovers import clean, find_leftovers
+from cxlkv.ops.gc import collect, find_garbage
 
 from .support.states import SHARED_MEMORY, host_states, state_folder
 
@@ -433,10 +433,10 @@ def test_gc_takes_an_older_state_that_nobody_uses(place: Path) -> None:
         older.write_bytes(data)
     try:
         owned(older, STRANGER)
-        assert find_leftovers([str(older)]) == []
+        assert find_garbage([str(older)]) == []
         owned(older, 0)
-        (left,) = find_leftovers([str(older)])
-        assert clean(left)
+        (left,) = find_garbage([str(older)])
+        assert collect(left)
         assert not older.exists()
     finally:
         older.unlink(missing_ok=True)

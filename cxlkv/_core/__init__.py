@@ -475,7 +475,7 @@ def pool_set_threads(pool: Handle, threads: int) -> None:
 
 # ---- from outside, and what all processes count ----
 
-LEFTOVERS = ("half-made", "orphan", "idle")  # by the core's number
+GC_KINDS = ("half-made", "orphan", "idle")  # by the core's number
 PROCESSES_MAX = 128
 HOSTS_MAX = 64
 
@@ -537,9 +537,9 @@ def striped_part(path: str) -> StripedPart:
     return StripedPart(got.index, got.count, bytes(ffi.buffer(got.identity)).hex())
 
 
-def leftover(path: str, kind: str, idle_s: float, removes: bool) -> bool:
+def gc(path: str, kind: str, idle_s: float, removes: bool) -> bool:
     """True when the file is provably nobody's; it is removed then, if `removes`."""
-    code = lib.cxlkv_leftover(os.fsencode(path), LEFTOVERS.index(kind), idle_s, int(removes))
+    code = lib.cxlkv_gc(os.fsencode(path), GC_KINDS.index(kind), idle_s, int(removes))
     return check(code) == 1
 
 

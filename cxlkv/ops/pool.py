@@ -282,11 +282,11 @@ def gc(
     Looks in /dev/shm and the hugetlbfs mounts unless told where. A pool in use is never removed,
     nor a file of another user.
     """
-    from cxlkv.ops.leftovers import clean, find_leftovers
+    from cxlkv.ops.gc import collect, find_garbage
     from cxlkv.stats import pool_folders
 
     console = Console(soft_wrap=True)
-    found = find_leftovers(places or pool_folders(), idle_s)
+    found = find_garbage(places or pool_folders(), idle_s)
     for item in found:
         console.print(Text(f"{item.path}: {format_bytes(item.bytes)}, {item.why}"))
     if not found:
@@ -296,7 +296,7 @@ def gc(
     if not yes:
         typer.confirm(f"Clean up these {len(found)}?", abort=True)
     for item in found:
-        if not clean(item, idle_s):
+        if not collect(item, idle_s):
             console.print(Text(f"{item.path}: gone, or in use again: left alone"))
 
 

@@ -370,11 +370,11 @@ int cxlkv_stripe_look(const char *path, cxlkv_stripe *part);
  * it, so that a lock on it is a lock among this user's processes. */
 int cxlkv_state_folder(void);
 
-#define CXLKV_LEFTOVER_DRAFT 0  /* the file of a creation that was killed */
-#define CXLKV_LEFTOVER_ORPHAN 1 /* a host state that nobody uses, and whose pool is gone */
-#define CXLKV_LEFTOVER_IDLE 2   /* a pool that nobody has used for idle_s */
+#define CXLKV_GC_DRAFT 0  /* the file of a creation that was killed */
+#define CXLKV_GC_ORPHAN 1 /* a host state that nobody uses, and whose pool is gone */
+#define CXLKV_GC_IDLE 2   /* a pool that nobody has used for idle_s */
 /* 1 when the file is provably nobody's, and was removed if `removes`; 0 when it is somebody's. */
-int cxlkv_leftover(const char *path, uint32_t kind, double idle_s, uint32_t removes);
+int cxlkv_gc(const char *path, uint32_t kind, double idle_s, uint32_t removes);
 
 /* Counts an audited select: the share of the exact method's pages that it chose, and the share of
  * the attention that they hold. */

@@ -30,7 +30,7 @@ from cxlkv.errors import (
     TruncatedError,
     UnsupportedError,
 )
-from cxlkv.ops.leftovers import clean, find_leftovers
+from cxlkv.ops.gc import collect, find_garbage
 from cxlkv.stats import find
 
 LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=64, dtype="float16")
@@ -220,14 +220,14 @@ def test_a_damaged_one_is_wiped(file: Path) -> None:
 def test_no_cleaning_takes_the_file(file: Path) -> None:
     """Idle pools go when asked for; not one whose file was there before it."""
     make(file).close()
-    assert find_leftovers([str(file)], idle_s=0) == []
+    assert find_garbage([str(file)], idle_s=0) == []
     with file.open("r+b") as opened:
         opened.seek(MARK_OFFSET)
         assert opened.read(8) == b"INPLACE\0"
         opened.seek(MARK_OFFSET)
         opened.write(bytes(8))
-    (leftover,) = find_leftovers([str(file)], idle_s=0)  # it is the mark that keeps it
-    assert clean(leftover, idle_s=0)
+    (garbage,) = find_garbage([str(file)], idle_s=0)  # it is the mark that keeps it
+    assert collect(garbage, idle_s=0)
     assert not file.exists()
 
 

@@ -30,7 +30,7 @@ from cxlkv.errors import (
 )
 from cxlkv.machine.regions import parse_where
 from cxlkv.ops.cli import app
-from cxlkv.ops.leftovers import find_leftovers
+from cxlkv.ops.gc import find_garbage
 from cxlkv.sequence import Sequence
 from cxlkv.stats import find, look
 
@@ -231,7 +231,7 @@ def test_it_is_found_by_its_parts(parts: list[Path]) -> None:
         watched = CliRunner().invoke(app, ["pool", "top", "--once", a, c]).output
         assert "live" in watched
         assert "not there" not in watched
-    assert find_leftovers([a, b, c], idle_s=0) == []
+    assert find_garbage([a, b, c], idle_s=0) == []
     (alone,) = find([a, b])
     assert (alone.path, alone.state) == (a, "part")
     assert alone.detail.startswith("part 1 of 2 of a striped pool")

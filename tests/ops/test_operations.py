@@ -27,7 +27,7 @@ from rich.console import Console
 from cxlkv import CXLPool, KVLayout
 from cxlkv.errors import BusyError, PoolMissingError
 from cxlkv.ops import cli
-from cxlkv.ops.leftovers import clean, find_leftovers
+from cxlkv.ops.gc import collect, find_garbage
 from cxlkv.ops.top import COLUMNS, Processes
 from cxlkv.stats import Overview, find, look
 from tests.support.stopping import stop
@@ -282,7 +282,7 @@ def test_a_creation_is_left_alone_until_it_is_killed(folder: Path, path: str) ->
     try:
         (draft,) = folder.glob("*.new")
         assert states([str(folder)]) == {draft.name: "being made"}
-        assert find_leftovers([str(folder)]) == []
+        assert find_garbage([str(folder)]) == []
         assert command("pool", "gc", "--yes", str(folder)) == "Nothing is left over.\n"
         assert draft.exists()
         process.send_signal(signal.SIGCONT)
@@ -311,13 +311,13 @@ def test_the_second_name_of_a_finished_pool_goes_and_the_pool_stays(
     """As after a kill between the last two steps of a creation; and while somebody uses it."""
     with make(path) as pool:
         os.link(path, f"{path}.0123456789abcdef.new")
-        (left,) = find_leftovers([str(folder)])
-        assert clean(left)
+        (left,) = find_garbage([str(folder)])
+        assert collect(left)
         assert [file.name for file in folder.iterdir()] == ["test.pool"]
         assert pool.check()["clean"]
         other = folder / "other.0123456789abcdef.new"
         os.link(path, other)  # whose second name it is, nobody can say
-        assert find_leftovers([str(folder)]) == []
+        assert find_garbage([str(folder)]) == []
         other.unlink()
 
 
@@ -326,7 +326,7 @@ def test_only_files_of_ours_count_as_half_made(folder: Path) -> None:
     for content in (b"hello", b"\0" * 5000, b"CXLKVPO"):
         (folder / name).write_bytes(content)
         assert find([str(folder)]) == []
-        assert find_leftovers([str(folder)]) == []
+        assert find_garbage([str(folder)]) == []
     (folder / name).write_bytes(b"")
     assert states([str(folder)]) == {name: "half-made"}
     (folder / name).rename(folder / "x.0123456789abcdeF.new")
@@ -347,8 +347,8 @@ def test_gc_races_with_creations_and_breaks_none(folder: Path) -> None:
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(folder)])
     while process.poll() is None:
-        for left in find_leftovers([str(folder)]):
-            clean(left)
+        for left in find_garbage([str(folder)]):
+            collect(left)
     assert process.wait() == 0
     assert list(folder.iterdir()) == []
 
@@ -360,15 +360,15 @@ def test_gc_removes_the_host_state_of_a_pool_that_is_gone(path: str) -> None:
     with worker(path, 8) as process:
         (state,) = map(str, host_states(identity))
         Path(path).rename(f"{path}.elsewhere")  # it seems gone, but is in use
-        assert find_leftovers([state]) == []
+        assert find_garbage([state]) == []
         Path(f"{path}.elsewhere").rename(path)
         process.kill()
         process.wait()
-        assert find_leftovers([state]) == []  # its next user takes it over
+        assert find_garbage([state]) == []  # its next user takes it over
     with open(path, "r+b") as file:
         file.write(b"CXLKVPOL\x01\0\0\0????")  # a damaged pool is removed without its state
     CXLPool.remove(path)
-    (left,) = find_leftovers([state])
+    (left,) = find_garbage([state])
     assert left.kind == "orphan"
     assert state in command("pool", "list", "--json")
     assert state in command("pool", "gc", "--yes", state)
@@ -381,9 +381,9 @@ def test_idle_pools_go_only_when_asked_and_after_their_time(folder: Path, path: 
     with worker(str(folder / "used"), 4):
         for name in (path, str(folder / "used")):
             os.utime(name, (0, 0))
-        assert find_leftovers([str(folder)]) == []
-        assert [left.path for left in find_leftovers([str(folder)], 3600)] == [path]
-        assert find_leftovers([str(folder)], 1e12) == []
+        assert find_garbage([str(folder)]) == []
+        assert [left.path for left in find_garbage([str(folder)], 3600)] == [path]
+        assert find_garbage([str(folder)], 1e12) == []
         command("pool", "gc", "--yes", "--idle-s", "3600", str(folder))
         assert [file.name for file in folder.iterdir()] == ["used"]
 
@@ -392,8 +392,8 @@ def test_an_idle_pool_is_young_again_when_somebody_leaves(folder: Path, path: st
     make(path).close()
     os.utime(path, (0, 0))
     CXLPool.open(path).close()
-    assert find_leftovers([str(folder)], 3600) == []
-    assert len(find_leftovers([str(folder)], 0)) == 1
+    assert find_garbage([str(folder)], 3600) == []
+    assert len(find_garbage([str(folder)], 0)) == 1
 
 
 def test_a_pool_whose_users_were_killed_is_settled_first(folder: Path, path: str) -> None:
@@ -402,12 +402,12 @@ def test_a_pool_whose_users_were_killed_is_settled_first(folder: Path, path: str
     with worker(path, 12):
         pass
     os.utime(path, (0, 0))
-    (left,) = find_leftovers([str(folder)], 3600)
+    (left,) = find_garbage([str(folder)], 3600)
     assert left.kind == "unsettled"
     assert "settled now" in command("pool", "gc", "--yes", "--idle-s", "3600", str(folder))
     overview = look(path)
     assert (overview.settled, overview.pages["held"], overview.pages["published"]) == (True, 0, 2)
-    assert find_leftovers([str(folder)], 3600) == []
+    assert find_garbage([str(folder)], 3600) == []
 
 
 def test_gc_asks_before_it_removes(folder: Path) -> None:
@@ -428,7 +428,7 @@ def test_files_of_another_user_are_left_alone(folder: Path, path: str) -> None:
     for file in (Path(path), draft):
         os.chown(file, 12345, 12345)
         os.utime(file, (0, 0))
-    assert find_leftovers([str(folder)], 0) == []
+    assert find_garbage([str(folder)], 0) == []
 
 
 # ---- top ----

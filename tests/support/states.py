@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cxlkv import CXLPool
 from cxlkv.errors import BusyError, CXLKVError
-from cxlkv.ops.leftovers import Leftover, clean
+from cxlkv.ops.gc import Garbage, collect
 
 SHARED_MEMORY = Path("/dev/shm")
 SESSION = os.environ.setdefault("CXLKV_TEST_SESSION", uuid.uuid4().hex[:12])
@@ -54,7 +54,7 @@ def remove(path: Path) -> None:
                 pass
             found.unlink(missing_ok=True)  # one that was made in place stays
     for state in states_of(path.with_suffix("")):
-        clean(Leftover(str(state), "orphan", 0))
+        collect(Garbage(str(state), "orphan", 0))
 
 
 def left_behind(folder: Path) -> list[Path]:

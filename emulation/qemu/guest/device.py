@@ -43,7 +43,7 @@ from cxlkv.errors import (
     SystemCallError,
     TruncatedError,
 )
-from cxlkv.ops.leftovers import find_leftovers
+from cxlkv.ops.gc import find_garbage
 from cxlkv.stats import find
 
 UNIT_BYTES = 2 << 20
@@ -140,7 +140,7 @@ def make_and_publish() -> None:
     (seen,) = find([DEVICE])
     pages = sum(TEXTS.values()) // LAYOUT.page_tokens
     assert (seen.state, seen.prefix_pages, seen.bytes > 0) == ("idle", pages, True)
-    assert find_leftovers([DEVICE], idle_s=0) == []
+    assert find_garbage([DEVICE], idle_s=0) == []
     assert not list(Path("/dev/shm").glob("cxlkv.*/*"))
 
 

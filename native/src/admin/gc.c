@@ -12,7 +12,7 @@
 #include "sequence/sequence.h"
 #include "tiers/local_tier.h"
 
-typedef struct leftover {
+typedef struct candidate {
     const char *path;
     state_place place;           /* of a host state: it is reached by its folder */
     int folder;
@@ -20,10 +20,10 @@ typedef struct leftover {
     int fd;
     struct stat status;
     bool removes;                /* else it only looks, and takes no lock */
-} leftover;
+} candidate;
 
 /* A regular file of this user, no link. */
-static int leftover_open(leftover *file) {
+static int candidate_open(candidate *file) {
     int mode = file->removes ? O_RDWR : O_RDONLY;
     file->fd = openat(file->folder, file->name, mode | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (file->fd < 0) return fail(errno, "%s: cannot open: %s", file->path, strerror(errno));
@@ -34,13 +34,13 @@ static int leftover_open(leftover *file) {
     return fail(EPERM, "%s is not a file of this user: left alone", file->path);
 }
 
-static bool alone(const leftover *file, off_t byte) {
+static bool alone(const candidate *file, off_t byte) {
     return file->removes ? lock_byte(file->fd, byte, true, false) == 0
                          : byte_is_free(file->fd, byte);
 }
 
 /* 1 when it was, or would be, removed. */
-static int leftover_remove(leftover *file) {
+static int candidate_remove(candidate *file) {
     struct stat now;
     if (fstatat(file->folder, file->name, &now, AT_SYMLINK_NOFOLLOW) < 0 ||
         now.st_dev != file->status.st_dev || now.st_ino != file->status.st_ino)
@@ -67,7 +67,7 @@ static size_t draft_stem(const char *path) {
 
 /* Its creator writes the magic first of all; hugetlbfs has no write, and killed in between there is
  * nothing yet. */
-static bool is_draft(const leftover *file) {
+static bool is_draft(const candidate *file) {
     char magic[8] = "";
     if (file->status.st_size == 0) return true;
     if (pread(file->fd, magic, sizeof(magic), 0) != (ssize_t)sizeof(magic)) return false;
@@ -77,7 +77,7 @@ static bool is_draft(const leftover *file) {
     return memcmp(magic, "CXLKVPOL", sizeof(magic)) == 0;
 }
 
-static int draft(leftover *file) {
+static int draft(candidate *file) {
     char path[4096];
     struct stat finished;
     size_t stem = draft_stem(file->path);
@@ -85,13 +85,13 @@ static int draft(leftover *file) {
         return fail(CXLKV_E_NOT_A_POOL, "%s is no half-made pool", file->path);
     if (!alone(file, ATTACH_BYTE)) return 0;
     if (fstat(file->fd, &file->status) < 0 || file->status.st_nlink == 0) return 0;
-    if (file->status.st_nlink == 1) return leftover_remove(file);
+    if (file->status.st_nlink == 1) return candidate_remove(file);
     /* Killed between its last two steps: this is the second name of a finished pool. */
     memcpy(path, file->path, stem);
     path[stem] = 0;
     bool second = lstat(path, &finished) == 0 && finished.st_ino == file->status.st_ino &&
                   finished.st_dev == file->status.st_dev;
-    return second ? leftover_remove(file) : 0;
+    return second ? candidate_remove(file) : 0;
 }
 
 /* ---- host states ---- */
@@ -130,7 +130,7 @@ static bool locks_its_state(const host_state *host) {
     return memcmp(magic, "CVKHST", 6) == 0 && memcmp(magic + 6, "08", 2) >= 0;
 }
 
-static int orphan(leftover *file) {
+static int orphan(candidate *file) {
     host_state host;
     bool older = file->place.folder < 0;
     if (older ? !is_older_state(file->path) : !is_state_name(file->name))
@@ -145,7 +145,7 @@ static int orphan(leftover *file) {
      * never finished. */
     if (older ? host.magic != 0 && !locks_its_state(&host) : !host_state_is_ours(&host)) return 0;
     if (!older && pool_is_there(&host)) return 0; /* its next user takes it over */
-    int code = leftover_remove(file);
+    int code = candidate_remove(file);
     if (code == 1 && file->removes && !older) { /* its killed worker's slots go with it */
         state_place_worker(&file->place);
         state_file_unlink(&file->place);
@@ -155,7 +155,7 @@ static int orphan(leftover *file) {
 
 /* ---- idle pools ---- */
 
-static bool has_state(const leftover *file, const cxlkv_sharing *sharing,
+static bool has_state(const candidate *file, const cxlkv_sharing *sharing,
                       const uint8_t identity[16]) {
     state_place place;
     bool shared = sharing->kind != CXLKV_SHARING_HOST, found = false;
@@ -169,7 +169,7 @@ static bool has_state(const leftover *file, const cxlkv_sharing *sharing,
 
 /* The file's time says when the last process left. One that was killed left a host state instead,
  * and did not say when. */
-static int idle(leftover *file, double idle_s) {
+static int idle(candidate *file, double idle_s) {
     uint8_t page[SUPERBLOCK_BYTES], identity[16];
     cxlkv_layout layout;
     cxlkv_sharing sharing;
@@ -186,23 +186,23 @@ static int idle(leftover *file, double idle_s) {
     clock_gettime(CLOCK_REALTIME, &now);
     double since_s = (double)(now.tv_sec - file->status.st_mtim.tv_sec) +
                      (double)(now.tv_nsec - file->status.st_mtim.tv_nsec) * 1e-9;
-    return since_s >= idle_s ? leftover_remove(file) : 0;
+    return since_s >= idle_s ? candidate_remove(file) : 0;
 }
 
-int cxlkv_leftover(const char *path, uint32_t kind, double idle_s, uint32_t removes) {
-    leftover file = {.path = path, .place = {.folder = -1}, .folder = AT_FDCWD, .name = path,
+int cxlkv_gc(const char *path, uint32_t kind, double idle_s, uint32_t removes) {
+    candidate file = {.path = path, .place = {.folder = -1}, .folder = AT_FDCWD, .name = path,
                      .removes = removes != 0};
-    if (kind == CXLKV_LEFTOVER_IDLE && !(idle_s >= 0))
+    if (kind == CXLKV_GC_IDLE && !(idle_s >= 0))
         return fail(CXLKV_E_ARGUMENT, "idle for %g s: 0 or more", idle_s);
-    int code = kind == CXLKV_LEFTOVER_ORPHAN ? state_place_at(path, &file.place) : 0;
+    int code = kind == CXLKV_GC_ORPHAN ? state_place_at(path, &file.place) : 0;
     if (code == 1) {
         file.folder = file.place.folder;
         file.name = state_name(&file.place);
     }
-    if (code >= 0) code = leftover_open(&file);
+    if (code >= 0) code = candidate_open(&file);
     if (code == 0) {
-        if (kind == CXLKV_LEFTOVER_DRAFT) code = draft(&file);
-        else if (kind == CXLKV_LEFTOVER_ORPHAN) code = orphan(&file);
+        if (kind == CXLKV_GC_DRAFT) code = draft(&file);
+        else if (kind == CXLKV_GC_ORPHAN) code = orphan(&file);
         else code = idle(&file, idle_s);
         close(file.fd);
     }

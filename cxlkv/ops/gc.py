@@ -17,7 +17,7 @@ from cxlkv.stats import Overview, find
 
 
 @dataclass(frozen=True)
-class Leftover:
+class Garbage:
     """kind: "half-made", "orphan", "idle", or "unsettled": an idle pool whose users were killed."""
 
     path: str
@@ -35,8 +35,8 @@ class Leftover:
         }[self.kind]
 
 
-def find_leftovers(places: Iterable[str], idle_s: float | None = None) -> list[Leftover]:
-    """What clean() would act on, in these folders and below.
+def find_garbage(places: Iterable[str], idle_s: float | None = None) -> list[Garbage]:
+    """What collect() would act on, in these folders and below.
 
     idle_s: also pools that nobody has used for so many seconds. They may hold published pages.
     """
@@ -44,7 +44,7 @@ def find_leftovers(places: Iterable[str], idle_s: float | None = None) -> list[L
     for overview in find(places):
         kind = _kind(overview, idle_s)
         if kind:
-            found.append(Leftover(overview.path, kind, overview.bytes))
+            found.append(Garbage(overview.path, kind, overview.bytes))
     return found
 
 
@@ -59,12 +59,12 @@ def _kind(overview: Overview, idle_s: float | None) -> str | None:
             return None
         if not overview.settled:
             return "unsettled"
-        return "idle" if _core.leftover(overview.path, "idle", idle_s, False) else None
+        return "idle" if _core.gc(overview.path, "idle", idle_s, False) else None
     except (CXLKVError, OSError):
         return None  # of another user, or gone since
 
 
-def clean(leftover: Leftover, idle_s: float | None = None) -> bool:
+def collect(garbage: Garbage, idle_s: float | None = None) -> bool:
     """Remove it, or settle it; False when it is gone, or somebody came to use it meanwhile.
 
     An unsettled pool is opened and closed: so it takes back what the killed ones held, and its
@@ -72,9 +72,9 @@ def clean(leftover: Leftover, idle_s: float | None = None) -> bool:
     host when that comes back.
     """
     try:
-        if leftover.kind != "unsettled":
-            return _core.leftover(leftover.path, leftover.kind, idle_s or 0, True)
-        _core.pool_close(_core.pool_open(leftover.path, None))
+        if garbage.kind != "unsettled":
+            return _core.gc(garbage.path, garbage.kind, idle_s or 0, True)
+        _core.pool_close(_core.pool_open(garbage.path, None))
     except (PoolMissingError, BadArgumentError):
         return False
     return True
