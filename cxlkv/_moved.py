@@ -21,6 +21,7 @@ FOLDERS = {
     "tiers": "cold cold_mooncake cold_store near policy prefetch tenants",
 }
 MOVED = {f"cxlkv.{m}": f"cxlkv.{folder}.{m}" for folder, ms in FOLDERS.items() for m in ms.split()}
+MOVED["cxlkv.adapters.base"] = "cxlkv.adapters.common.requests"
 """Old name to new: of what docs/ showed to users."""
 
 

@@ -24,8 +24,8 @@ from transformers import LlamaConfig
 
 import cxlkv
 from cxlkv import Budget, CXLPool, KVLayout, Tiers, forking, object_keys
-from cxlkv.adapters.counting import Counting
-from cxlkv.adapters.figures import Shown
+from cxlkv.adapters.common.figures import Shown
+from cxlkv.adapters.common.metrics import Counting
 from cxlkv.adapters.lmcache.chunks import Chunks
 from cxlkv.adapters.transformers import CXLCache, layout_of
 from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader, Part

@@ -9,7 +9,6 @@ from importlib import import_module
 
 import pytest
 
-import cxlkv
 from cxlkv._moved import MOVED
 
 
@@ -20,7 +19,8 @@ def forgotten() -> Iterator[None]:
     def forget() -> None:
         for name in MOVED:
             if sys.modules.pop(name, None) is not None:
-                delattr(cxlkv, name.rpartition(".")[2])
+                folder, _, last = name.rpartition(".")
+                delattr(sys.modules[folder], last)
 
     forget()
     yield

@@ -25,7 +25,7 @@ from random import SystemRandom
 import pytest
 
 from cxlkv import CXLPool, KVLayout
-from cxlkv.adapters.places import make_or_open
+from cxlkv.adapters.common.pools import make_or_open
 from cxlkv.errors import BadArgumentError
 from cxlkv.machine.regions import one_maker
 from cxlkv.ops.gc import collect, find_garbage

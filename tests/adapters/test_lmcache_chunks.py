@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool, KVLayout, object_keys
-from cxlkv.adapters.counting import Counting
+from cxlkv.adapters.common.metrics import Counting
 from cxlkv.adapters.lmcache.chunks import Chunks
-from cxlkv.adapters.lmcache.counting import COUNTS, KINDS
+from cxlkv.adapters.lmcache.metrics import COUNTS, KINDS
 from cxlkv.errors import BusyError
 from cxlkv.objects import ABSENT
 from cxlkv.prefix import PageKeys

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cxlkv.adapters.figures import STATES
-from cxlkv.adapters.lmcache.counting import COUNTS, KINDS, PREFIX
+from cxlkv.adapters.common.figures import STATES
+from cxlkv.adapters.lmcache.metrics import COUNTS, KINDS, PREFIX
 from cxlkv.adapters.lmcache.settings import TESTED, Settings
 
 ROOT = Path(__file__).resolve().parents[2]

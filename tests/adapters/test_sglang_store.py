@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from cxlkv import CXLPool
-from cxlkv.adapters.counting import Counting
+from cxlkv.adapters.common.metrics import Counting
+from cxlkv.adapters.common.object_cache import COUNTS, KINDS
 from cxlkv.adapters.sglang.hits import leading, restorable
 from cxlkv.adapters.sglang.settings import Settings
-from cxlkv.adapters.sglang.shelf import COUNTS, KINDS
 from cxlkv.adapters.sglang.store import MAIN, Rank, Store
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 
@@ -153,8 +153,8 @@ def test_pages_go_and_come(where: str) -> None:
 
 def test_an_object_of_another_size_is_not_there(where: str) -> None:
     engine = Engine(where)
-    shelf = engine.store.shelf()
-    shelf.pool.put_batch(shelf.keys([f"{KEYS[1]}.0"]), [b"x"])
+    cache = engine.store.cache()
+    cache.pool.put_batch(cache.keys([f"{KEYS[1]}.0"]), [b"x"])
     engine.store.store(MAIN, [KEYS[0], KEYS[2]], indices(2))
     assert engine.store.leading(KEYS) == 1
     assert engine.counting.failures["mismatch"] == 1
@@ -193,8 +193,8 @@ def test_split_heads_of_engines_of_one_and_two_ranks(where: str) -> None:
         wanted = host.memory[:, :3, 4096 * rank : 4096 * (rank + 1)]
         assert np.array_equal(other.hosts[MAIN].memory[:, :3], wanted)
         other.store.close()
-    shelf = one.store.shelf()
-    shelf.pool.forget(shelf.keys([f"{KEYS[2]}.1"]))
+    cache = one.store.cache()
+    cache.pool.forget(cache.keys([f"{KEYS[2]}.1"]))
     assert one.store.leading(KEYS) == 2, "of the third page one half is missing"
     assert one.store.store(MAIN, KEYS[:3], indices(3)).all()
     back = np.zeros_like(host.memory)
@@ -251,8 +251,8 @@ def test_all_host_pools_must_have_their_part(where: str) -> None:
     both = engine.store.hits(KEYS, {"indexer": None, "swa": 2})
     assert both.pages == {MAIN: 8, "indexer": 5, "swa": 8}
     assert both.lengths == [1, 2, 3, 4, 5]
-    shelf = engine.store.shelf("swa")
-    shelf.pool.forget(shelf.keys([f"{KEYS[k]}.0" for k in (2, 5)]))
+    cache = engine.store.cache("swa")
+    cache.pool.forget(cache.keys([f"{KEYS[k]}.0" for k in (2, 5)]))
     gaps = engine.store.hits(KEYS, {"swa": 2})
     assert gaps.lengths == [1, 2, 5, 8], "lengths whose last 2 pages are there"
     assert engine.store.hits(KEYS, {"swa": 2, "indexer": None}).lengths == [1, 2, 5]
@@ -269,8 +269,8 @@ def test_each_host_pool_has_its_own_pages(where: str) -> None:
     for name, host in engine.hosts.items():
         assert engine.store.load(name, KEYS, indices(8, first=12)).all()
         assert np.array_equal(host.memory[:, 12:20], host.memory[:, :8]), name
-    with CXLPool.open(str(engine.store.shelf("indexer").pool.path)) as pool:
-        damage_object(pool, engine.store.shelf("indexer").keys([f"{KEYS[3]}.0"]))
+    with CXLPool.open(str(engine.store.cache("indexer").pool.path)) as pool:
+        damage_object(pool, engine.store.cache("indexer").keys([f"{KEYS[3]}.0"]))
     assert (
         engine.store.load("indexer", KEYS, indices(8)).tolist() == [True] * 3 + [False] + [True] * 4
     )
@@ -280,7 +280,7 @@ def test_each_host_pool_has_its_own_pages(where: str) -> None:
 
 def test_pools_hold_the_same_pages_and_capacity_is_of_all(where: str) -> None:
     engine = Engine(where, sides(), capacity="64MiB")
-    pools = [engine.store.shelf(name).pool for name in sides()]
+    pools = [engine.store.cache(name).pool for name in sides()]
     pages = [pool.stats()["pages_total"] for pool in pools]
     assert min(pages) > 0.5 * max(pages), pages
     assert sum(Path(str(pool.path)).stat().st_size for pool in pools) <= 64 << 20
@@ -289,7 +289,7 @@ def test_pools_hold_the_same_pages_and_capacity_is_of_all(where: str) -> None:
     late = Host(1, 4096)
     engine.store.add("draft", late)
     assert engine.store.store("draft", KEYS, indices(8)).all()
-    count = engine.store.shelf("draft").pool.stats()["pages_total"]
+    count = engine.store.cache("draft").pool.stats()["pages_total"]
     assert count > 0.5 * pages[0], "as many as of K and V, where it comes later"
     engine.store.add("draft", late)  # a second time does nothing
     engine.store.close()

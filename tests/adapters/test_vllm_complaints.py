@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool, KVLayout
-from cxlkv.adapters import places
+from cxlkv.adapters.common.pools import share_bytes
 from cxlkv.adapters.vllm import pools
 from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader, Part
 from cxlkv.adapters.vllm.settings import Settings
@@ -94,7 +94,7 @@ def test_a_request_that_waits_for_its_hit_goes_on_when_all_of_it_is_there(path: 
     first, second = Engine([path]), Engine([path], Settings(load="async", deadline_s=60))
     first.add("a", text(1, 33))
     first.step()
-    with emulate(second.ranks[0].saving.pool, SLOW):
+    with emulate(second.ranks[0].worker.pool, SLOW):
         request = second.add("a", text(1, 33))
         second.step()
         assert request.is_loading
@@ -118,7 +118,7 @@ def test_512_requests_at_once(tmp_path: Path) -> None:
     engine.step()
     assert not engine.wrong()
     assert not engine.wrongly_stored
-    assert engine.ranks[0].saving.requests.failures()["full"] >= 1
+    assert engine.ranks[0].worker.requests.failures()["full"] >= 1
     for number in range(0, 512, 3):
         engine.end(str(number))  # aborted
     engine.step()
@@ -216,8 +216,8 @@ def test_ranks_share_what_the_container_may_use(
 
     def seen(memory: Memory, ranks: int) -> list[int]:
         with monkeypatch.context() as patch:
-            patch.setattr(places, "probe", lambda: replace(here, memory=memory))
-            return [places.share_bytes(str(tmp_path / "a.pool"), ranks)] * ranks
+            patch.setattr("cxlkv.adapters.common.pools.probe", lambda: replace(here, memory=memory))
+            return [share_bytes(str(tmp_path / "a.pool"), ranks)] * ranks
 
     free = Memory(1 << 60, 64 * MIB, None, None, None)
     assert seen(free, 1) == [16 * MIB]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout
-from cxlkv.adapters import places
+from cxlkv.adapters.common.pools import share_bytes
 from cxlkv.adapters.vllm import pools
 from cxlkv.adapters.vllm.messages import Options
 from cxlkv.adapters.vllm.plugin import check_version, register
@@ -149,8 +149,8 @@ def test_the_scheduler_names_a_rank_whose_pool_is_not_here(tmp_path: Path) -> No
 
 
 def test_capacity_is_a_share_of_what_may_be_used(tmp_path: Path) -> None:
-    one = places.share_bytes(f"{tmp_path}/a.pool")
-    half = places.share_bytes(f"{tmp_path}/a.pool", 2)
+    one = share_bytes(f"{tmp_path}/a.pool")
+    half = share_bytes(f"{tmp_path}/a.pool", 2)
     assert 0 < half < one
 
 

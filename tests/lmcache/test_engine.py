@@ -12,7 +12,7 @@ from lmcache.v1.event_manager import EventStatus, EventType
 from lmcache.v1.memory_management import MemoryObj
 
 from cxlkv import _core
-from cxlkv.adapters.lmcache.counting import KINDS
+from cxlkv.adapters.lmcache.metrics import KINDS
 
 from . import engines
 from .conftest import MakeEngine

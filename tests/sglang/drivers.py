@@ -78,8 +78,8 @@ class HiCacheDriver:
             is_mla_model=self.kind == "mla",
             model_name=model,
         )
-        self._pool: CXLPool = self.backend.store.shelf().pool
-        self._keys = self.backend.store.shelf().keys
+        self._pool: CXLPool = self.backend.store.cache().pool
+        self._keys = self.backend.store.cache().keys
 
     @property
     def pool(self) -> CXLPool:

@@ -38,16 +38,16 @@ def main() -> None:
     engine.close()
     dist.barrier()
     engine = Engine(folder, kind, place=place)
-    said["published"] = engine.backend.store.shelf().pool.stats()["pages_published"]
+    said["published"] = engine.backend.store.cache().pool.stats()["pages_published"]
     for name in ("fetched", "after"):
         tokens, found = engine.fetch(text)
         said[name] = tokens // engine.page_tokens
         same = zip(found["kv"], pages, strict=False)
         said[f"{name} right"] = all(np.array_equal(*two) for two in same)
         if place.rank == 1:  # its own page 4 goes: all ranks must agree on 4
-            shelf = engine.backend.store.shelf()
+            cache = engine.backend.store.cache()
             number = 1 if kind == "mha" else 0
-            shelf.pool.forget(shelf.keys([f"{engine.hashes(text)[4]}.{number}"]))
+            cache.pool.forget(cache.keys([f"{engine.hashes(text)[4]}.{number}"]))
         dist.barrier()
     said["failures"] = sum(engine.backend.counting.failures.values())
     engine.close()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool
-from cxlkv.adapters.sglang.shelf import KINDS as KINDS_OF_FAILURES
+from cxlkv.adapters.common.object_cache import KINDS as KINDS_OF_FAILURES
 
 from ..support.damaging import damage_object
 from .hicache import Engine, Payload, page_bytes
@@ -76,9 +76,9 @@ def test_of_a_damaged_page_the_text_before_it_is_loaded(folder: str) -> None:
     engine = Engine(folder)
     ids, pages = text(engine, 6), payloads(engine, 6)
     assert engine.save(ids, pages) == len(ids)
-    shelf = engine.backend.store.shelf()
-    with CXLPool.open(str(shelf.pool.path)) as pool:
-        damage_object(pool, shelf.keys([f"{engine.hashes(ids)[3]}.0"]))
+    cache = engine.backend.store.cache()
+    with CXLPool.open(str(cache.pool.path)) as pool:
+        damage_object(pool, cache.keys([f"{engine.hashes(ids)[3]}.0"]))
     tokens, found = engine.fetch(ids)
     assert tokens == 3 * engine.page_tokens
     same(found, pages, 3)
@@ -93,7 +93,7 @@ def test_of_a_damaged_page_the_text_before_it_is_loaded(folder: str) -> None:
 def test_a_full_pool_ends_no_thread(folder: str) -> None:
     engine = Engine(folder)
     ids, pages = text(engine, 6), payloads(engine, 6)
-    pool = engine.backend.store.shelf().pool
+    pool = engine.backend.store.cache().pool
     taken = pool.pages.alloc(pool.stats()["pages_free"])
     assert engine.save(ids, pages) == 0
     assert engine.fetch(ids)[0] == 0
@@ -111,7 +111,7 @@ def test_a_pool_that_is_gone_ends_no_thread(tmp_path: Path) -> None:
     first = Engine(f"{tmp_path}/")
     ids, pages = text(first, 6), payloads(first, 6)
     assert first.save(ids, pages) == len(ids)
-    path = Path(str(first.backend.store.shelf().pool.path))
+    path = Path(str(first.backend.store.cache().pool.path))
     os.truncate(path, 4096)
     for _ in range(2):
         tokens, found = first.fetch(ids)
@@ -149,7 +149,7 @@ def test_what_sglang_shows_of_it(folder: str) -> None:
     for kind in KINDS_OF_FAILURES:
         shown = {**labels, "kind": kind}
         assert REGISTRY.get_sample_value("sglang:cxlkv_failures_total", shown) == 0
-    place = {**labels, "pool": str(engine.backend.store.shelf().pool.path)}
+    place = {**labels, "pool": str(engine.backend.store.cache().pool.path)}
     room = {**place, "state": "free"}
     assert (REGISTRY.get_sample_value("sglang:cxlkv_pool_bytes", room) or 0) > 0
     engine.close()

@@ -102,7 +102,7 @@ def test_arguments_of_the_server_make_other_keys(
         assert engine.batch_exists(KEYS) == 0
         assert all(engine.batch_set_v1(KEYS, indices))
         assert engine.batch_exists(KEYS) == len(KEYS)
-    assert engines[0].store.shelf().pool.stats()["pages_published"] == len(KEYS) * len(engines)
+    assert engines[0].store.cache().pool.stats()["pages_published"] == len(KEYS) * len(engines)
     for engine in engines:
         engine.close()
 
@@ -123,8 +123,8 @@ def test_split_heads_are_two_objects(ours: dict[str, object]) -> None:
     assert all(engine.batch_get_v1(KEYS, indices))
     for found, wanted in zip(read_pages(pages, indices), payloads, strict=True):
         assert (found == wanted).all()
-    shelf = engine.store.shelf()
-    shelf.pool.forget(shelf.keys([f"{KEYS[2]}.1"]))
+    cache = engine.store.cache()
+    cache.pool.forget(cache.keys([f"{KEYS[2]}.1"]))
     assert engine.batch_exists(KEYS) == 2, "of the third page one half is missing"
     assert engine.batch_get_v1(KEYS, indices) == [True, True, False, True]
     engine.close()

@@ -22,8 +22,8 @@ import numpy.typing as npt
 import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, _core
-from cxlkv.adapters.base import EngineAdapter
-from cxlkv.adapters.identity import block_keys, namespace
+from cxlkv.adapters.common.keys import block_keys, namespace
+from cxlkv.adapters.common.requests import EngineAdapter
 from cxlkv.errors import BadArgumentError, CorruptError, PoolFullError
 from cxlkv.prefix import PageKeys, prefix_keys
 from cxlkv.tiers import Tiers

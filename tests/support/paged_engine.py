@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import CXLPool
+from cxlkv.adapters.vllm.engine_attention import EngineAttention
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message, Report
-from cxlkv.adapters.vllm.saving import Saving
 from cxlkv.adapters.vllm.scheduler import Scheduled, Scheduling, Step
 from cxlkv.adapters.vllm.settings import Settings
 
@@ -72,7 +72,9 @@ class Rank:
             f"layers.{layer}": BlockMemory(own[:, 0], own[:, 1])
             for layer, own in enumerate(self.memory)
         }
-        self.saving = Saving(pool, named, settings, block_tokens=TOKENS, rank=rank, ranks=ranks)
+        self.worker = EngineAttention(
+            pool, named, settings, block_tokens=TOKENS, rank=rank, ranks=ranks
+        )
 
     def is_right(self, request: Request, index: int) -> bool:
         block = request.blocks[index]
@@ -211,21 +213,21 @@ class Engine:
     def _run(self, step: Step, message: Message) -> None:
         """What the workers do with a step, then what the scheduler makes of it."""
         for rank in self.ranks:
-            rank.saving.hear(message)
-            rank.saving.start_loads()
+            rank.worker.hear(message)
+            rank.worker.start_loads()
         computing = [*step.fresh, *step.going]
         for layer in range(len(self.ranks[0].memory)):
             for rank in self.ranks:
-                rank.saving.wait_for_layer(f"layers.{layer}")
+                rank.worker.wait_for_layer(f"layers.{layer}")
             for one in computing:
                 self._compute(self.requests[one.request], layer, one)
             for rank in self.ranks:
-                rank.saving.save_layer(f"layers.{layer}")
+                rank.worker.save_layer(f"layers.{layer}")
         for rank in self.ranks:
-            rank.saving.end_step()
-        done = [rank.saving.finished() for rank in self.ranks]
-        bad = set().union(*(rank.saving.bad_blocks() for rank in self.ranks))
-        reports = [rank.saving.report() for rank in self.ranks]
+            rank.worker.end_step()
+        done = [rank.worker.finished() for rank in self.ranks]
+        bad = set().union(*(rank.worker.bad_blocks() for rank in self.ranks))
+        reports = [rank.worker.report() for rank in self.ranks]
         for rank, report in zip(self.ranks, reports, strict=True):
             self.wrongly_stored += [
                 (one.request, index)
@@ -310,5 +312,5 @@ class Engine:
         self.step()
         self.links.close()
         for rank in self.ranks:
-            rank.saving.close()
+            rank.worker.close()
         self.scheduling.close()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cxlkv import CXLPool, KVLayout
-from cxlkv.adapters.base import PoolRequests
+from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.errors import BadArgumentError, QuotaError
 from cxlkv.prefix import PageKeys, prefix_keys
 from cxlkv.sequence import Hit

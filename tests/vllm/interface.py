@@ -10,7 +10,7 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
 from cxlkv.adapters.vllm.attention import PoolBackend
-from cxlkv.adapters.vllm.blocks import SeatManager
+from cxlkv.adapters.vllm.blocks import RequestRowManager
 from cxlkv.adapters.vllm.connector import CXLConnector
 from cxlkv.adapters.vllm.gpu_attention import GpuPoolBackend, GpuPoolBuilder
 from cxlkv.adapters.vllm.metrics import CXLMetrics, CXLStats, Reporting
@@ -23,7 +23,7 @@ PAIRS: list[tuple[type, tuple[type, ...]]] = [
     (PoolBackend, (cpu_attn.CPUAttentionBackend,)),
     (GpuPoolBackend, (backend.AttentionBackend,)),
     (GpuPoolBuilder, (backend.AttentionMetadataBuilder,)),
-    (SeatManager, (SingleTypeKVCacheManager,)),
+    (RequestRowManager, (SingleTypeKVCacheManager,)),
 ]
 
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 import numpy as np
 
 from cxlkv import forking
-from cxlkv.adapters.counting import Counting
+from cxlkv.adapters.common.metrics import Counting
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
 from cxlkv.objects import DAMAGED, Lease, Reserved
 from cxlkv.pool import CXLPool

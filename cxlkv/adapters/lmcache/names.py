@@ -2,7 +2,7 @@
 
     key = H(space, (model, world size, rank, chunk hash, dtype, tags, layer))
 
-space is identity.namespace() of words_of(). LMCache's own text of a key is not used: it joins parts
+space is keys.namespace() of words_of(). LMCache's own text of a key is not used: it joins parts
 by signs that may be in them.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from cxlkv.adapters.identity import namespace, weights_of
+from cxlkv.adapters.common.keys import namespace, weights_of
 from cxlkv.objects import object_keys
 from cxlkv.prefix import PageKeys
 

@@ -31,14 +31,14 @@ from lmcache.v1.storage_backend.abstract_backend import (
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from cxlkv import forking
-from cxlkv.adapters import places
-from cxlkv.adapters.counting import log
-from cxlkv.adapters.figures import Shown
+from cxlkv.adapters.common import pools
+from cxlkv.adapters.common.figures import Shown
+from cxlkv.adapters.common.metrics import log
 from cxlkv.adapters.lmcache import form, names
 from cxlkv.adapters.lmcache.chunks import Chunks
-from cxlkv.adapters.lmcache.counting import COUNTS, KINDS, PREFIX
 from cxlkv.adapters.lmcache.form import Form
 from cxlkv.adapters.lmcache.memory import PoolAllocator, PoolObject, form_of
+from cxlkv.adapters.lmcache.metrics import COUNTS, KINDS, PREFIX
 from cxlkv.adapters.lmcache.settings import check_name, check_served, check_version, read_settings
 from cxlkv.config import format_bytes
 from cxlkv.errors import BadArgumentError, BusyError, CXLKVError
@@ -115,8 +115,8 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         size = -(-chunk // metadata.kv_shape[0]) if config.use_layerwise else chunk
         wanted = size + form.bytes_of(len(shapes))
         layout = KVLayout.objects(-(-wanted // PAGE_BYTES) * PAGE_BYTES)
-        path = places.path_for(self.settings.where, names.file_name(self._words))
-        pool, made = places.make_or_open(path, layout, self.settings.capacity)
+        path = pools.path_for(self.settings.where, names.file_name(self._words))
+        pool, made = pools.make_or_open(path, layout, self.settings.capacity)
         objects = pool.stats()["pages_total"]
         chunks = objects // metadata.kv_shape[0] if config.use_layerwise else objects
         found = "made" if made else "found"

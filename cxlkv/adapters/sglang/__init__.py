@@ -4,8 +4,8 @@
     --hicache-storage-backend-extra-config '{"backend_name": "cxlkv", "interface_v1": 1,
         "module_path": "cxlkv.adapters.sglang", "class_name": "CXLHiCache"}'
 
-`storage` is the class that SGLang calls, and alone imports SGLang. It asks `store`, which has a
-`shelf` of objects for each of SGLang's host pools: `host` says where their pages lie, `names` what
+`storage` is the class that SGLang calls, and alone imports SGLang. It asks `store`, which has an
+object cache for each of SGLang's host pools: `host` says where their pages lie, `names` what
 makes their bytes what they are, `hits` up to where a text can be restored. `settings` reads what
 the user wrote.
 """

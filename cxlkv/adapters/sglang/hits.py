@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.adapters.sglang.shelf import Flags
+from cxlkv.adapters.common.object_cache import Flags
 
 
 def leading(there: Flags) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from cxlkv.adapters.identity import namespace, weights_of
+from cxlkv.adapters.common.keys import namespace, weights_of
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
 Words = dict[str, object]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from cxlkv.adapters.reading import check_names, read_capacity, read_place, read_text
+from cxlkv.adapters.common.settings import check_names, read_capacity, read_place, read_text
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
 log = logging.getLogger("cxlkv")

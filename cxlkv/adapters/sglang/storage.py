@@ -21,12 +21,12 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.runtime_context import get_server_args
 
-from cxlkv.adapters.counting import Counting
-from cxlkv.adapters.figures import Shown
+from cxlkv.adapters.common.figures import Shown
+from cxlkv.adapters.common.metrics import Counting
+from cxlkv.adapters.common.object_cache import COUNTS, KINDS
 from cxlkv.adapters.sglang import names
 from cxlkv.adapters.sglang.host import Memory
 from cxlkv.adapters.sglang.settings import check_version, is_zero_copy, read_settings
-from cxlkv.adapters.sglang.shelf import COUNTS, KINDS
 from cxlkv.adapters.sglang.store import MAIN, Rank, Store
 
 if TYPE_CHECKING:

@@ -15,14 +15,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cxlkv.adapters import places, startup
-from cxlkv.adapters.counting import Counting
+from cxlkv.adapters.common import pools, startup
+from cxlkv.adapters.common.metrics import Counting
+from cxlkv.adapters.common.object_cache import Flags, ObjectCache
 from cxlkv.adapters.sglang import names
 from cxlkv.adapters.sglang.hits import leading, restorable
 from cxlkv.adapters.sglang.host import HostMemory, Memory
 from cxlkv.adapters.sglang.names import Config, Shards, Words
 from cxlkv.adapters.sglang.settings import Settings
-from cxlkv.adapters.sglang.shelf import Flags, Shelf
 from cxlkv.closing import Closing
 from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, CXLKVError
@@ -32,8 +32,8 @@ from cxlkv.pool import CXLPool
 
 MAIN = "kv"
 """The host pool of K and V; SGLang's PoolName.KV."""
-Call = Callable[[Shelf, list[str]], Flags]
-"""Of a shelf, and the names of objects on it."""
+Call = Callable[[ObjectCache, list[str]], Flags]
+"""Of a cache, and the names of objects on it."""
 
 MOVES_MAX = 1024
 """That nobody takes: older ones are dropped."""
@@ -90,7 +90,7 @@ class Store(Closing):
     def __init__(self, rank: Rank, counting: Counting):
         self._rank, self._counting = rank, counting
         self._parts: dict[str, Part] = {}
-        self._shelves: dict[str, Shelf] = {}
+        self._caches: dict[str, ObjectCache] = {}
         self._objects = 0  # that each pool holds, once they are made
         self._loads: deque[Move] = deque(maxlen=MOVES_MAX)
         self._stores: deque[Move] = deque(maxlen=MOVES_MAX)
@@ -123,7 +123,7 @@ class Store(Closing):
         capacity, stages = self._rank.settings.capacity, self._rank.config.pp_size
         if capacity != ALL:
             place = parse_place(self._path(MAIN)).path
-            free = places.share_bytes(str(place)) if capacity is None else parse_bytes(capacity)
+            free = pools.share_bytes(str(place)) if capacity is None else parse_bytes(capacity)
             objects = free // stages // sum(sizes.values())
             for name, size in sizes.items():
                 self._make(name, objects * size if len(sizes) > 1 else free // stages)
@@ -134,12 +134,12 @@ class Store(Closing):
                 f'cxlkv: capacity "all" of a device, which holds one pool, and this model needs '
                 f"{len(sizes) * stages}: make a file system on it, and give a folder as where"
             )
-        self._objects = self.shelf().pool.stats()["pages_total"]
+        self._objects = self.cache().pool.stats()["pages_total"]
 
     def _path(self, name: str) -> str:
         memory, shards = self._parts[name]
         file = names.file_name(self._rank.engine, memory.words(), shards)
-        return places.path_for(self._rank.settings.where, file)
+        return pools.path_for(self._rank.settings.where, file)
 
     def _make(self, name: str, capacity: str | int) -> None:
         memory, shards = self._parts[name]
@@ -149,10 +149,10 @@ class Store(Closing):
                 f"cxlkv: {path} is one pool, and this model needs one for each of its host pools "
                 f"({', '.join(self._parts)}): give a folder as where"
             )
-        pool, made = places.make_or_open(path, layout, capacity)
+        pool, made = pools.make_or_open(path, layout, capacity)
         salt = self._rank.settings.salt
         space = names.space_of(self._rank.engine, memory.words(), shards, salt)
-        self._shelves[name] = Shelf(pool, space, memory.object_bytes, self._counting)
+        self._caches[name] = ObjectCache(pool, space, memory.object_bytes, self._counting)
         if name == MAIN:
             self._say(pool, made)
         pool.prefault(background=True)  # else the first pages that are stored pay for it
@@ -172,7 +172,7 @@ class Store(Closing):
 
     def present(self, name: str, keys: Sequence[str]) -> Flags:
         """bool [n]: which pages of the host pool of this name are there."""
-        return self._asked(name, keys, Shelf.present)
+        return self._asked(name, keys, ObjectCache.present)
 
     def leading(self, keys: Sequence[str]) -> int:
         """How many pages of K and V are there, from the first on."""
@@ -197,36 +197,36 @@ class Store(Closing):
     def load(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> Flags:
         """Copy pages into the host pool of this name; bool [n]: which are right."""
 
-        def copy(shelf: Shelf, objects: list[str]) -> Flags:
-            return shelf.load(objects, self._parts[name].memory.buffers(len(keys), indices))
+        def copy(cache: ObjectCache, objects: list[str]) -> Flags:
+            return cache.load(objects, self._parts[name].memory.buffers(len(keys), indices))
 
         return self._moved(name, keys, copy, self._loads)
 
     def store(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> Flags:
         """bool [n]: which pages of the host pool of this name are stored then."""
 
-        def copy(shelf: Shelf, objects: list[str]) -> Flags:
-            return shelf.store(objects, self._parts[name].memory.buffers(len(keys), indices))
+        def copy(cache: ObjectCache, objects: list[str]) -> Flags:
+            return cache.store(objects, self._parts[name].memory.buffers(len(keys), indices))
 
         return self._moved(name, keys, copy, self._stores)
 
     def load_copies(self, keys: Sequence[str], targets: Sequence[torch.Tensor]) -> Flags:
         """load() of K and V, to memory that SGLang copies pages from."""
-        return self._moved(MAIN, keys, lambda shelf, names: shelf.load(names, targets), self._loads)
+        return self._moved(MAIN, keys, lambda cache, names: cache.load(names, targets), self._loads)
 
     def store_copies(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> Flags:
         """store() of K and V, from memory that SGLang has copied pages to."""
 
-        def copy(shelf: Shelf, objects: list[str]) -> Flags:
-            return shelf.store(objects, [page.contiguous() for page in pages])
+        def copy(cache: ObjectCache, objects: list[str]) -> Flags:
+            return cache.store(objects, [page.contiguous() for page in pages])
 
         return self._moved(MAIN, keys, copy, self._stores)
 
     def clear(self) -> None:
         """Take all pages of this model out, of all its ranks and tenants."""
-        for shelf in list(self._shelves.values()):
+        for cache in list(self._caches.values()):
             try:
-                shelf.clear()
+                cache.clear()
             except (CXLKVError, OSError) as error:
                 self._counting.failed("error", error)
 
@@ -235,15 +235,15 @@ class Store(Closing):
         return taken(self._loads), taken(self._stores)
 
     def close(self) -> None:
-        shelves, self._shelves = self._shelves, {}
-        for shelf in shelves.values():
-            shelf.close()
+        caches, self._caches = self._caches, {}
+        for cache in caches.values():
+            cache.close()
 
-    def shelf(self, name: str = MAIN) -> Shelf:
+    def cache(self, name: str = MAIN) -> ObjectCache:
         """Where the pages of the host pool of this name are."""
-        if name not in self._shelves:
+        if name not in self._caches:
             raise BadArgumentError(f"nobody stores pages of the host pool {name}")
-        return self._shelves[name]
+        return self._caches[name]
 
     def _moved(self, name: str, keys: Sequence[str], copy: Call, moves: deque[Move]) -> Flags:
         begin_s = time.perf_counter()
@@ -253,16 +253,16 @@ class Store(Closing):
             took_s = max(time.perf_counter() - begin_s, 1e-9)
             memory = self._parts[name].memory
             moves.append(Move(count, count * memory.parts * memory.object_bytes / took_s))
-        if name in self._shelves:
-            self._counting.look(self._shelves[name].pool)
+        if name in self._caches:
+            self._counting.look(self._caches[name].pool)
         return good
 
     def _asked(self, name: str, keys: Sequence[str], call: Call) -> Flags:
         """What the call says of the objects of these pages; that none is there when it fails for
         any reason."""
         try:
-            shelf, part = self.shelf(name), self._parts[name]
-            return part.pages(call(shelf, part.names(keys)))
+            cache, part = self.cache(name), self._parts[name]
+            return part.pages(call(cache, part.names(keys)))
         except Exception as error:  # SGLang's own, too: its threads must not end
             self._counting.failed("error", f"{type(error).__name__}: {error}")
             return np.zeros(len(keys), np.bool_)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cxlkv.adapters.identity import namespace
+from cxlkv.adapters.common.keys import namespace
 from cxlkv.adapters.transformers.cache import CXLCache, Settings
 from cxlkv.adapters.transformers.layouts import check_layout, config_words, layout_of
 from cxlkv.errors import BadArgumentError, CXLKVError, StaleError

@@ -5,7 +5,7 @@
         out = model.generate(ids, attention_mask=mask, past_key_values=cache)
         requests.keep(cache, out)
 
-`load`, `store` and the rest of `base.EngineAdapter` are there by themselves, too: `cache(names)`
+`load`, `store` and the rest of `EngineAdapter` are there by themselves, too: `cache(names)`
 gives the requests of these names to a model.
 """
 
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cxlkv.adapters.base import PoolRequests
-from cxlkv.adapters.identity import block_keys, namespace
+from cxlkv.adapters.common.keys import block_keys, namespace
+from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.adapters.transformers.cache import CXLCache, Settings
 from cxlkv.adapters.transformers.layouts import check_layout, config_words, layout_of, text_config
 from cxlkv.adapters.transformers.steps import Step

@@ -3,11 +3,11 @@
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "CXLConnector", "kv_role": "kv_both"}'
 
 `plugin` makes the connector known in all of the engine's processes. `connector` is what the engine
-calls: thin, it asks `scheduler` in the scheduler's process, and in the workers `saving` (prefixes
-are copied between the engine's blocks and the pool) or `pooled` (K and V live in the pool).
-`messages` go from the scheduler to the workers, `settings` reads what the user wrote, `pools` finds
-or makes the pool of each rank. `counting` has the figures, which `metrics` gives to the engine's
-log and its /metrics endpoint. `attention` is our attention backend on CPU, `gpu_attention` on CUDA,
-whose steps are in `device`. Only `connector`, both of these, `blocks` and `metrics` import vLLM,
-and `plugin` when it is called.
+calls: thin, it asks `scheduler` in the scheduler's process, and in the workers `engine_attention`
+(prefixes are copied between the engine's blocks and the pool) or `pool_attention` (K and V live in
+the pool). `messages` go from the scheduler to the workers, `settings` reads what the user wrote,
+`pools` finds or makes the pool of each rank. `counting` has the figures, which `metrics` gives to
+the engine's log and its /metrics endpoint. `attention` is our attention backend on CPU,
+`gpu_attention` on CUDA, whose steps are in `gpu_step`. Only `connector`, both of these, `blocks`
+and `metrics` import vLLM, and `plugin` when it is called.
 """

@@ -26,13 +26,13 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from cxlkv.adapters.vllm.blocks import seat_spec
+from cxlkv.adapters.vllm.blocks import request_row_spec
 from cxlkv.adapters.vllm.plugin import NAME
-from cxlkv.adapters.vllm.pooled import Pooled, Scores
+from cxlkv.adapters.vllm.pool_attention import PoolAttention, Scores
 from cxlkv.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from cxlkv.adapters.vllm.pooled import Ints
+    from cxlkv.adapters.vllm.pool_attention import Ints
 
 _built: VllmConfig | None = None
 """Of the engine whose layers were built last: vLLM asks for their cache specs without saying whose
@@ -56,9 +56,9 @@ def built(config: VllmConfig | None) -> VllmConfig | None:
 
 
 def spec_of(spec: AttentionSpec) -> AttentionSpec:
-    """What a layer keeps in the engine: a seat where K and V live in the pool, else its own."""
+    """What a layer keeps in the engine: a request row where K and V are in the pool, or its own."""
     config = _config()
-    return seat_spec(spec, config) if config is not None and in_pool(config) else spec
+    return request_row_spec(spec, config) if config is not None and in_pool(config) else spec
 
 
 def _config() -> VllmConfig | None:
@@ -87,7 +87,7 @@ class PoolMetadata:
     """Of a step: whose rows are where."""
 
     num_actual_tokens: int
-    seats: list[int]
+    request_rows: list[int]
     starts: Ints
     lengths: list[int]
 
@@ -111,15 +111,15 @@ class PoolBuilder(AttentionMetadataBuilder[PoolMetadata]):
         fast_build: bool = False,
     ) -> PoolMetadata:
         common = common_attn_metadata
-        seats, lengths = self._seats_and_lengths(common)
+        request_rows, lengths = self._request_rows_and_lengths(common)
         return PoolMetadata(
             num_actual_tokens=common.num_actual_tokens,
-            seats=seats,
+            request_rows=request_rows,
             starts=common.query_start_loc_cpu[: common.num_reqs + 1].numpy().astype(np.int32),
             lengths=lengths,
         )
 
-    def _seats_and_lengths(self, common: CommonAttentionMetadata) -> list[list[int]]:
+    def _request_rows_and_lengths(self, common: CommonAttentionMetadata) -> list[list[int]]:
         count = common.num_reqs
         return [common.block_table_tensor[:count, 0].tolist(), common.seq_lens[:count].tolist()]
 
@@ -177,11 +177,13 @@ class PoolImpl(AttentionImpl[PoolMetadata]):
             raise UnsupportedError("attention in the pool has no quantized output")
         if attn_metadata is None:  # the engine warms up
             return output
-        if not has_kv_transfer_group():  # so it does on a GPU, with seats that nobody has
+        if not has_kv_transfer_group():  # so it does on a GPU, with request rows that nobody has
             return output.zero_()
-        pooled: Pooled = get_kv_transfer_group().pooled
-        step = pooled.step(attn_metadata.seats, attn_metadata.starts, attn_metadata.lengths)
-        step.attend(pooled.layers[str(layer.layer_name)], query, key, value, output, self._scores)
+        worker: PoolAttention = get_kv_transfer_group().worker
+        found = attn_metadata
+        step = worker.step(found.request_rows, found.starts, found.lengths)
+        place = worker.layers[str(layer.layer_name)]
+        step.attend(place, query, key, value, output, self._scores)
         return output
 
     def do_kv_cache_update(
@@ -192,4 +194,4 @@ class PoolImpl(AttentionImpl[PoolMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Nothing: slots are of seats, which hold nothing; forward() keeps K and V."""
+        """Nothing: slots are of request rows, which hold nothing; forward() keeps K and V."""

@@ -1,8 +1,9 @@
 """The engine's blocks while K and V live in the pool: one for each request.
 
-A seat holds next to nothing. Its number, the only one in a request's row of the block table, tells
-the backend which request a row is. So the engine's own KV space bounds how many requests run at
-once, and the pool bounds their tokens: admission and preemption go by its room (`admission`).
+Such a block, a request row, holds next to nothing. Its number, the only one in a request's row of
+the block table, tells the backend which request a row is. So the engine's own KV space bounds how
+many requests run at once, and the pool bounds their tokens: admission and preemption go by its
+room (`admission`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ rooms: dict[str, Room] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeatSpec(AttentionSpec):  # type: ignore[explicit-any]
+class RequestRowSpec(AttentionSpec):  # type: ignore[explicit-any]
     """One block a request, however long it is; the same for all layers, windows or not."""
 
     engine: str
@@ -46,13 +47,13 @@ class SeatSpec(AttentionSpec):  # type: ignore[explicit-any]
         return size
 
 
-def seat_spec(spec: AttentionSpec, config: VllmConfig) -> SeatSpec:
+def request_row_spec(spec: AttentionSpec, config: VllmConfig) -> RequestRowSpec:
     """What an attention layer keeps in the engine instead of the blocks of `spec`.
 
-    A seat has one number a token, the least that the engine makes. The engine asks next how much
-    memory there is for blocks: for as many seats as requests may run, and the null block.
+    A request row has one number a token, the least that the engine makes. The engine asks next how
+    much memory there is for blocks: for as many as requests may run, and the null block.
     """
-    seat = SeatSpec(
+    request_row = RequestRowSpec(
         block_size=config.cache_config.block_size,
         num_kv_heads=spec.num_kv_heads,
         head_size=spec.head_size,
@@ -63,15 +64,15 @@ def seat_spec(spec: AttentionSpec, config: VllmConfig) -> SeatSpec:
         engine=config.kv_transfer_config.engine_id,
     )
     layers = config.model_config.get_num_layers(config.parallel_config)
-    seats = config.scheduler_config.max_num_seqs + 1
-    config.cache_config.kv_cache_memory_bytes = seats * layers * seat.page_size_bytes
-    return seat
+    request_rows = config.scheduler_config.max_num_seqs + 1
+    config.cache_config.kv_cache_memory_bytes = request_rows * layers * request_row.page_size_bytes
+    return request_row
 
 
-class SeatManager(SingleTypeKVCacheManager):
-    """Gives a request its seat when the pool has room for its tokens; there are no local hits."""
+class RequestRowManager(SingleTypeKVCacheManager):
+    """Gives a request its row when the pool has room for its tokens; there are no local hits."""
 
-    kv_cache_spec: SeatSpec
+    kv_cache_spec: RequestRowSpec
     block_pool: BlockPool
 
     @property
@@ -106,15 +107,15 @@ class SeatManager(SingleTypeKVCacheManager):
         num_external_computed_tokens: int,
         record_for_zeroing: bool = True,
     ) -> None:
-        self._seat(request_id)
+        self._give_request_row(request_id)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
         self._room.take(request_id)
-        return self._seat(request_id)
+        return self._give_request_row(request_id)
 
-    def _seat(self, request_id: str) -> list[KVCacheBlock]:
+    def _give_request_row(self, request_id: str) -> list[KVCacheBlock]:
         taken = self.req_to_blocks[request_id]
         if taken:
             return []
@@ -170,10 +171,10 @@ def speculated_tokens(config: VllmConfig) -> int:
     return int(speculative.num_speculative_tokens)
 
 
-def pooled_layout(
+def pool_layout(
     config: VllmConfig,
     names: Sequence[str],
-    spec: SeatSpec,
+    spec: RequestRowSpec,
     page_tokens: int,
     shard: tuple[int, int, int, int],
 ) -> KVLayout:
@@ -196,6 +197,6 @@ def pooled_layout(
     return KVLayout.of(groups, order, page_tokens=page_tokens, shard=shard)
 
 
-# Here and not in the plugin: who unpickles a SeatSpec knows its manager.
+# Here and not in the plugin: who unpickles a RequestRowSpec knows its manager.
 KVCacheSpecRegistry._ensure_registered()  # else ours alone would count as all of them
-KVCacheSpecRegistry.register(SeatSpec, SeatManager, SeatSpec)
+KVCacheSpecRegistry.register(RequestRowSpec, RequestRowManager, RequestRowSpec)

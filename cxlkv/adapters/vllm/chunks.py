@@ -11,7 +11,7 @@ from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from cxlkv.adapters.vllm.pooled import Many, Scores
+from cxlkv.adapters.vllm.pool_attention import Many, Scores
 
 BLOCK_TOKENS = 32  # what the kernel takes at least
 

@@ -24,16 +24,16 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cxlkv.adapters.vllm import pools
-from cxlkv.adapters.vllm.blocks import enter_room, pooled_layout, speculated_tokens
+from cxlkv.adapters.vllm.blocks import enter_room, pool_layout, speculated_tokens
 from cxlkv.adapters.vllm.chunks import chunks_on
 from cxlkv.adapters.vllm.counting import Counting, Looking
-from cxlkv.adapters.vllm.device import steps_on
+from cxlkv.adapters.vllm.engine_attention import EngineAttention
+from cxlkv.adapters.vllm.gpu_step import steps_on
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message, Report
 from cxlkv.adapters.vllm.metrics import Reporting
 from cxlkv.adapters.vllm.plugin import check_version
-from cxlkv.adapters.vllm.pooled import Pooled
-from cxlkv.adapters.vllm.saving import Saving
+from cxlkv.adapters.vllm.pool_attention import PoolAttention
 from cxlkv.adapters.vllm.scheduler import Change, Scheduled, Scheduling, Step
 from cxlkv.adapters.vllm.settings import check_policy, read_settings
 from cxlkv.errors import UnsupportedError
@@ -91,8 +91,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         packing = "rows" if self._in_pool else packing_of(vllm_config, self._spec)
         self._words = pools.words_of(vllm_config, self._spec, packing)
         self.scheduling: Scheduling | None = None
-        self.saving: Saving | None = None
-        self.pooled: Pooled | None = None
+        self.worker: EngineAttention | PoolAttention | None = None
         if role == KVConnectorRole.SCHEDULER:
             self.scheduling = self._make_scheduling()
             self.counting = Counting(self._spec.block_size)
@@ -219,7 +218,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if self._in_pool:
             device = next(iter(kv_caches.values())).device
-            self.pooled = self._make_pooled(list(kv_caches), device)
+            self.worker = self._make_pool_attention(list(kv_caches), device)
             return
         config, tokens = self._vllm_config, self._spec.block_size
         ranks = pools.ranks_of(config, config.parallel_config.rank)
@@ -239,18 +238,18 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             ranks,
             config.model_config.max_model_len,
         )
-        self.saving = Saving(
+        self.worker = EngineAttention(
             pool, layers, self.settings, block_tokens=tokens, rank=ranks.rank, ranks=ranks.count
         )
         self.looking = Looking(pool)
 
-    def _make_pooled(self, names: list[str], device: torch.device) -> Pooled:
+    def _make_pool_attention(self, names: list[str], device: torch.device) -> PoolAttention:
         config = self._vllm_config
         ranks = pools.ranks_of(config, config.parallel_config.rank)
         page_tokens = gcd(PAGE_TOKENS, self._spec.block_size)
         pool = pools.make_or_open(
             pools.pool_path(self.settings.where, self._words, ranks),
-            pooled_layout(config, names, self._spec, page_tokens, ranks.shard),
+            pool_layout(config, names, self._spec, page_tokens, ranks.shard),
             self.settings.capacity,
             ranks,
             config.model_config.max_model_len,
@@ -258,7 +257,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         )
         pool.audit = self.settings.audit
         self.looking = Looking(pool)
-        return Pooled(
+        return PoolAttention(
             pool,
             names,
             block_tokens=self._spec.block_size,
@@ -271,8 +270,8 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._has_worker and isinstance(connector_metadata, StepMessage):
-            self._worker.hear(connector_metadata.message)
+        if self.worker is not None and isinstance(connector_metadata, StepMessage):
+            self.worker.hear(connector_metadata.message)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         self._worker.start_loads()
@@ -300,17 +299,12 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         return StepReports([report]) if report or self._worker.has_peers else None
 
     @property
-    def _has_worker(self) -> bool:
-        return self.saving is not None or self.pooled is not None
-
-    @property
-    def _worker(self) -> Saving | Pooled:
-        found = self.saving or self.pooled
-        assert found is not None, "called before register_kv_caches(), or in the scheduler"
-        return found
+    def _worker(self) -> EngineAttention | PoolAttention:
+        assert self.worker is not None, "called before register_kv_caches(), or in the scheduler"
+        return self.worker
 
     def shutdown(self) -> None:
-        for part in (self.scheduling, self.saving, self.pooled):
+        for part in (self.scheduling, self.worker):
             if part is not None:
                 part.close()
 

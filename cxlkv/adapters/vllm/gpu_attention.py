@@ -1,7 +1,7 @@
 """vLLM's attention backend CUSTOM on CUDA: attention in the pool for an engine on a GPU.
 
 Chosen by --attention-backend CUSTOM, and only good for an engine whose settings ask for attention
-in the pool; what it does in a layer is in device.py.
+in the pool; what it does in a layer is in gpu_step.py.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class GpuPoolBackend(AttentionBackend):
 
 
 class GpuPoolBuilder(PoolBuilder):
-    """Seats and lengths come from the device in one copy, for which the host waits once a step.
+    """Request rows and lengths come from the device in one copy; the host waits for it once a step.
 
     What the host does in each layer cannot be in a CUDA graph: the engine captures the pieces
     between attention layers, which it calls PIECEWISE, or none.
@@ -102,7 +102,7 @@ class GpuPoolBuilder(PoolBuilder):
                 "--enable-dbo and --ubatch-size"
             )
 
-    def _seats_and_lengths(self, common: CommonAttentionMetadata) -> list[list[int]]:
+    def _request_rows_and_lengths(self, common: CommonAttentionMetadata) -> list[list[int]]:
         count = common.num_reqs
         both = [common.block_table_tensor[:count, 0], common.seq_lens[:count]]
         found: list[list[int]] = torch.stack([one.to(torch.int64) for one in both]).tolist()

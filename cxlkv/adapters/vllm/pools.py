@@ -11,8 +11,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cxlkv.adapters import places, startup
-from cxlkv.adapters.identity import namespace, weights_of
+from cxlkv.adapters.common import pools, startup
+from cxlkv.adapters.common.keys import namespace, weights_of
 from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.errors import PoolMissingError, UnsupportedError
 from cxlkv.layout import KVLayout
@@ -46,7 +46,7 @@ def pool_path(where: str, words: Mapping[str, object], ranks: Ranks) -> str:
     """
     shard = f"{ranks.rank}of{ranks.count}"
     name = namespace({"name": "pool", **words}).hex()[:16]
-    path = places.path_for(where, f"cxlkv-vllm-{name}-{shard}.pool")
+    path = pools.path_for(where, f"cxlkv-vllm-{name}-{shard}.pool")
     if path != where or ranks.count == 1:
         return path
     place = parse_place(where).path
@@ -72,7 +72,7 @@ def make_or_open(
     wanted_tokens: of the longest request; a pool that cannot hold one is worth a warning.
     """
     own = None if capacity is None else _part(capacity, ranks)
-    pool, made = places.make_or_open(path, layout, own, parts=ranks.count, sketch=sketch)
+    pool, made = pools.make_or_open(path, layout, own, parts=ranks.count, sketch=sketch)
     found = startup.measure(pool.overview(), made, tokens_of(pool), ranks.rank, ranks.count)
     startup.say(found, wanted_tokens)
     pool.prefault(background=True)  # else the first texts that are saved pay for it
@@ -136,7 +136,7 @@ def _number(value: object, name: str) -> int:
 def check_groups(kinds: Sequence[tuple[str, object]], in_pool: bool = False) -> None:
     """kinds: (class name, the spec) of each group of layers; raises UnsupportedError by name."""
     if in_pool:
-        _check_seats([name for name, _ in kinds])
+        _check_request_rows([name for name, _ in kinds])
         return
     if len(kinds) != 1:
         names = ", ".join(name for name, _ in kinds)
@@ -158,14 +158,14 @@ def check_groups(kinds: Sequence[tuple[str, object]], in_pool: bool = False) -> 
         )
 
 
-def _check_seats(names: Sequence[str]) -> None:
-    if "SeatSpec" not in names:
+def _check_request_rows(names: Sequence[str]) -> None:
+    if "RequestRowSpec" not in names:
         raise UnsupportedError(
             "cxlkv: attention in the pool, but the layers do not know of it: vLLM has not loaded "
             "the plugin cxlkv, or its attention was not chosen. Install cxlkv where vLLM is; if "
             "VLLM_PLUGINS is set, name it there; on a GPU add --attention-backend CUSTOM"
         )
-    others = ", ".join(sorted({name for name in names if name != "SeatSpec"}))
+    others = ", ".join(sorted({name for name in names if name != "RequestRowSpec"}))
     if others:
         raise UnsupportedError(
             f"cxlkv: this model also has layers of the kind {others}, which attention in the pool "
@@ -185,7 +185,7 @@ def hash_concern(algorithm: str, environment: Mapping[str, str]) -> str | None:
 
 
 def words_of(vllm_config: object, spec: object, packing: str) -> dict[str, object]:
-    """Everything that makes K and V what they are, but the salt: see identity.namespace()."""
+    """Everything that makes K and V what they are, but the salt: see keys.namespace()."""
     model, cache = _of(vllm_config, "model_config"), _of(vllm_config, "cache_config")
     path = str(_of(model, "model"))
     load = _of(_of(vllm_config, "load_config"), "load_format")

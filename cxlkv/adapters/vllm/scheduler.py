@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from cxlkv.adapters.identity import block_keys, namespace, weights_of
+from cxlkv.adapters.common.keys import block_keys, namespace, weights_of
 from cxlkv.adapters.vllm.messages import (
     KEY_BYTES,
     Continued,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import inf
 
-from cxlkv.adapters.reading import check_names, read_capacity, read_place, read_text
+from cxlkv.adapters.common.settings import check_names, read_capacity, read_place, read_text
 from cxlkv.adapters.vllm.messages import Options
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import Budget

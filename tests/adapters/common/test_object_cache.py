@@ -1,4 +1,4 @@
-"""A shelf of objects, as SGLang's store uses it: the suite of all stores, without the engine."""
+"""An object cache, as SGLang's store uses it: the suite of all stores, without the engine."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import ClassVar
 import numpy as np
 
 from cxlkv import Buffers, CXLPool, KVLayout
-from cxlkv.adapters import places
-from cxlkv.adapters.counting import Counting
-from cxlkv.adapters.identity import namespace
-from cxlkv.adapters.sglang.shelf import COUNTS, KINDS, Shelf
+from cxlkv.adapters.common import pools
+from cxlkv.adapters.common.keys import namespace
+from cxlkv.adapters.common.metrics import Counting
+from cxlkv.adapters.common.object_cache import COUNTS, KINDS, ObjectCache
 from cxlkv.prefix import PageKeys
 
-from ..support.stores import CAPACITY, Payload, StoreSuite
+from ...support.stores import CAPACITY, Payload, StoreSuite
 
 SIZE = 96 << 10
 
 
-class ShelfDriver:
+class ObjectCacheDriver:
     """Payloads of four buffers each, by their addresses."""
 
     payload_bytes: ClassVar[int] = SIZE
@@ -27,19 +27,19 @@ class ShelfDriver:
     def __init__(
         self, where: str, *, model: str = "a", salt: str = "", capacity: str = CAPACITY
     ) -> None:
-        path = places.path_for(where, f"{model}.pool")
+        path = pools.path_for(where, f"{model}.pool")
         layout = KVLayout.objects(self.payload_bytes)
-        pool, _ = places.make_or_open(path, layout, capacity)
+        pool, _ = pools.make_or_open(path, layout, capacity)
         self.counting = Counting(COUNTS, KINDS)
         space = namespace({"model": model, "salt": salt})
-        self.shelf = Shelf(pool, space, self.payload_bytes, self.counting)
+        self.cache = ObjectCache(pool, space, self.payload_bytes, self.counting)
 
     @property
     def pool(self) -> CXLPool:
-        return self.shelf.pool
+        return self.cache.pool
 
     def keys(self, names: Sequence[str]) -> PageKeys:
-        return self.shelf.keys(names)
+        return self.cache.keys(names)
 
     def buffers(self, memory: Sequence[Payload]) -> Buffers:
         quarter = self.payload_bytes // 4
@@ -49,24 +49,24 @@ class ShelfDriver:
         return Buffers(addresses.reshape(-1), sizes, np.arange(0, addresses.size + 1, 4))
 
     def store(self, names: Sequence[str], payloads: Sequence[Payload]) -> list[bool]:
-        found: list[bool] = self.shelf.store(names, self.buffers(payloads)).tolist()
+        found: list[bool] = self.cache.store(names, self.buffers(payloads)).tolist()
         return found
 
     def load(self, names: Sequence[str]) -> list[Payload | None]:
         memory = [np.full(self.payload_bytes, 7, np.uint8) for _ in names]
-        good = self.shelf.load(names, self.buffers(memory))
+        good = self.cache.load(names, self.buffers(memory))
         return [one if right else None for one, right in zip(memory, good, strict=True)]
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        found: list[bool] = self.shelf.present(names).tolist()
+        found: list[bool] = self.cache.present(names).tolist()
         return found
 
     def failures(self) -> Mapping[str, int]:
         return self.counting.failures
 
     def close(self) -> None:
-        self.shelf.close()
+        self.cache.close()
 
 
-class TestShelf(StoreSuite):
-    driver = ShelfDriver
+class TestObjectCache(StoreSuite):
+    driver = ObjectCacheDriver

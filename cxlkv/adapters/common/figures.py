@@ -13,7 +13,7 @@ from functools import cache
 
 from prometheus_client import Counter, Gauge
 
-from cxlkv.adapters.counting import Counting
+from cxlkv.adapters.common.metrics import Counting
 from cxlkv.errors import CXLKVError
 from cxlkv.pool import CXLPool
 

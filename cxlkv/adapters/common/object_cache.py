@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
-from cxlkv.adapters.counting import Counting
+from cxlkv.adapters.common.metrics import Counting
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
 from cxlkv.objects import ABSENT, DAMAGED, Buffers, Sizes, object_keys
@@ -41,7 +41,7 @@ Flags = npt.NDArray[np.bool_]
 Given = Buffers | Sequence[object]
 
 
-class Shelf(Closing):
+class ObjectCache(Closing):
     """Names are the engine's; space, 16 bytes, is all else that makes the bytes what they are.
     object_bytes: of each of them; the pool's may be larger.
 

@@ -1,13 +1,13 @@
 """A worker's side of attention in the pool: rows of requests, where K and V go, what is read.
 
-    hear(message)           before a step: who has ended, who starts with which hit
-    step(seats, ...)        in the step, once: the sequences of its rows, each as long as it must be
-    step.attend(layer, ..)  for each layer: append K and V, attend near them
-    end_step()              after it: complete pages are published
+    hear(message)            before a step: who has ended, who starts with which hit
+    step(request_rows, ...)  in the step, once: its rows' sequences, each as long as it must be
+    step.attend(layer, ...)  for each layer: append K and V, attend near them
+    end_step()               after it: complete pages are published
 
 Whatever goes wrong for one request breaks that request in that step only: its rows are computed
-from the step's own K and V where these are all it has, else they are zeros and its seat is in
-bad_blocks(), so that the engine computes it again from its first token. Nothing is published of
+from the step's own K and V where these are all it has, else they are zeros and its request row is
+in bad_blocks(), so that the engine computes it again from its first token. Nothing is published of
 it then, and pages that are damaged are forgotten.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cxlkv.adapters.base import PoolRequests
+from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.adapters.vllm.messages import (
     KEY_BYTES,
     Message,
@@ -64,13 +64,13 @@ class Held:
     """A request of this worker."""
 
     name: str
-    seat: int
+    request_row: int
     options: Options
     keys: bytes = b""
     stored: int = 0  # blocks of it that the report has told of
 
 
-class Pooled:
+class PoolAttention:
     """The requests of one worker over its pool.
 
     layers: the engine's names of the pool's layers, in order. block_tokens: of the engine's keys,
@@ -98,7 +98,7 @@ class Pooled:
         self.decode_rows = decode_rows
         self.block_tokens, self._rank, self.has_peers = block_tokens, rank, ranks > 1
         self._held: dict[str, Held] = {}
-        self._seats: dict[int, Held] = {}
+        self._by_request_row: dict[int, Held] = {}
         self._make_step: MakeStep = step or Step
         self.many = many
         self._step: Step | None = None
@@ -127,7 +127,7 @@ class Pooled:
         # Pages are verified when attention reads them.
         self._load(held, handle, started.tokens)
         self._held[held.name] = held
-        self._seats[held.seat] = held
+        self._by_request_row[held.request_row] = held
 
     def _load(self, held: Held, handle: bytes | None, tokens: int) -> None:
         held.stored = 0
@@ -140,23 +140,23 @@ class Pooled:
 
     def _release(self, name: str) -> None:
         held = self._held.pop(name, None)
-        if held is not None and self._seats.get(held.seat) is held:
-            del self._seats[held.seat]
+        if held is not None and self._by_request_row.get(held.request_row) is held:
+            del self._by_request_row[held.request_row]
         self.requests.release(name)
 
-    def step(self, seats: Sequences[int], starts: Ints, lengths: Sequences[int]) -> Step:
-        """The step that is under way: row [starts[i], starts[i + 1]) of seat i, whose text has
-        lengths[i] tokens with these. One for all layers."""
+    def step(self, request_rows: Sequences[int], starts: Ints, lengths: Sequences[int]) -> Step:
+        """The step that is under way: rows [starts[i], starts[i + 1]) are of request row i, whose
+        text has lengths[i] tokens with these. One for all layers."""
         if self._step is None:
-            self._step = self._make_step(self, seats, starts, lengths)
+            self._step = self._make_step(self, request_rows, starts, lengths)
             self._failed = self._step.failed
         return self._step
 
-    def of_seat(self, seat: int) -> Held | None:
-        return self._seats.get(seat)
+    def of_request_row(self, request_row: int) -> Held | None:
+        return self._by_request_row.get(request_row)
 
     def bad_blocks(self) -> set[int]:
-        """Seats whose requests got zeros in the last step; asked for before or after end_step()."""
+        """Request rows that got zeros in the last step; asked for before or after end_step()."""
         return self._failed
 
     def end_step(self) -> None:
@@ -292,13 +292,13 @@ class Step:
 
     def __init__(
         self,
-        pooled: Pooled,
-        seats: Sequences[int],
+        attention: PoolAttention,
+        request_rows: Sequences[int],
         starts: Ints,
         lengths: Sequences[int],
     ):
-        self._pooled, self.seats = pooled, list(seats)
-        self.held = [pooled.of_seat(seat) for seat in seats]
+        self._attention, self.request_rows = attention, list(request_rows)
+        self.held = [attention.of_request_row(request_row) for request_row in request_rows]
         self.starts = np.asarray(starts, np.int32)
         rows = np.diff(self.starts)
         self.computed = [int(n - r) for n, r in zip(lengths, rows, strict=True)]
@@ -312,14 +312,14 @@ class Step:
     def _align(self, place: int) -> None:
         """A sequence that ends where this step begins; what was rejected since is cut off."""
         held, wanted = self._of(place), self.computed[place]
-        requests = self._pooled.requests
+        requests = self._attention.requests
         try:
             there = len(requests.sequences[held.name]) if held.name in requests.sequences else -1
             if there < wanted:
                 raise StaleError(f"{held.name}: the pool has {max(there, 0)} of {wanted} tokens")
             if there > wanted:
                 requests.truncate(held.name, wanted)
-                held.stored = min(held.stored, wanted // self._pooled.block_tokens)
+                held.stored = min(held.stored, wanted // self._attention.block_tokens)
         except CXLKVError as error:
             self._break(place, error)
 
@@ -342,10 +342,10 @@ class Step:
 
     def _kind(self, place: int) -> Kind:
         budget = self._of(place).options.budget
-        decodes = 0 < self._count(place) <= self._pooled.decode_rows and self.computed[place] > 0
+        decodes = 0 < self._count(place) <= self._attention.decode_rows and self.computed[place] > 0
         if budget is not None and decodes:
             return (budget.union, budget.per)
-        many = self._pooled.many is not None and self._count(place) >= ROWS_MANY
+        many = self._attention.many is not None and self._count(place) >= ROWS_MANY
         return MANY if many else ALL
 
     def _count(self, place: int) -> int:
@@ -359,7 +359,7 @@ class Step:
             places=places,
             rows=self._rows(places),
             starts=np.concatenate([[0], np.cumsum(rows)]).astype(np.int32),
-            batch=self._pooled.batch(held),
+            batch=self._attention.batch(held),
             kind=kind,
             budgets=budgets if kind not in (ALL, MANY, EARLIER, OWN) else [],
         )
@@ -405,7 +405,7 @@ class Step:
     def _attend_many(
         self, group: Group, layer: int, q: torch.Tensor, out: torch.Tensor, scores: Scores
     ) -> None:
-        many = self._pooled.many
+        many = self._attention.many
         assert many is not None
         for place, sequence in zip(group.places, group.batch.sequences, strict=True):
             rows = slice(int(self.starts[place]), int(self.starts[place + 1]))
@@ -437,7 +437,7 @@ class Step:
 
     def _break(self, place: int, error: CXLKVError) -> None:
         self.broken[place] = error
-        self._pooled.count(error)
+        self._attention.count(error)
 
     def _fill_failed(self, out: torch.Tensor) -> None:
         """Zeros for rows of nobody, and of who has no pages of what was computed before."""
@@ -445,7 +445,7 @@ class Step:
             lost = held is None or (place in self.broken and self.computed[place])
             if lost and self._count(place):
                 out[self._rows([place])] = 0
-                self.failed.add(self.seats[place])
+                self.failed.add(self.request_rows[place])
 
 
 def tokens_of(pages: object, tokens: int) -> torch.Tensor:
@@ -477,7 +477,7 @@ def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scor
 
 Many = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scores], torch.Tensor]
 """From q [rows, heads, dim] of a text's last tokens, and k and v of all of them: attention."""
-MakeStep = Callable[[Pooled, Sequences[int], Ints, Sequences[int]], Step]
+MakeStep = Callable[[PoolAttention, Sequences[int], Ints, Sequences[int]], Step]
 
 
 def kind_of(error: CXLKVError) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cxlkv.adapters.identity import block_keys, namespace, weights_of
+from cxlkv.adapters.common.keys import block_keys, namespace, weights_of
 from cxlkv.errors import BadArgumentError
 
 WORDS: dict[str, object] = {"model": "m", "dtype": "bfloat16", "page": 32, "tp": [0, 2]}

@@ -10,14 +10,13 @@ import numpy.typing as npt
 import pytest
 
 from cxlkv import CXLPool, KVLayout, LayerGroup
-from cxlkv.adapters import base
-from cxlkv.adapters.base import PoolRequests
-from cxlkv.adapters.identity import block_keys, namespace
+from cxlkv.adapters.common.keys import block_keys, namespace
+from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.errors import CorruptError
 from cxlkv.prefix import prefix_keys
 from cxlkv.tiers import Tiers
 
-from ..support.adapters import AdapterSuite, Numbers, damage
+from ...support.adapters import AdapterSuite, Numbers, damage
 
 Rows = npt.NDArray[np.float32]
 
@@ -115,7 +114,7 @@ def test_other_text_behind_a_truncate_is_stored() -> None:
 
 
 def test_events_that_nobody_takes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "EVENTS_MAX", 2)
+    monkeypatch.setattr("cxlkv.adapters.common.requests.EVENTS_MAX", 2)
     with CXLPool.create("anonymous:", layout=PoolDriver.layout(), capacity="8MiB") as pool:
         engine = PoolDriver(pool)
         for start in range(3):

@@ -1,6 +1,6 @@
 """Runs of vLLM with attention in the pool beside stock runs; each prints what it saw, as JSON.
 
-python pooled_runs.py RUN FOLDER     FOLDER has a model of models(); pools are made there
+python pool_attention_runs.py RUN FOLDER     FOLDER has a model of models(); pools are made there
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ class Run:
     def state(self) -> Found:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        pooled = get_kv_transfer_group().pooled
+        attention = get_kv_transfer_group().worker
         return {
-            "failures": dict(pooled.requests.failures()),
-            "clean": pooled.pool.check(deep=True)["clean"],
-            "held": pooled.pool.stats()["pages_held"],
+            "failures": dict(attention.requests.failures()),
+            "clean": attention.pool.check(deep=True)["clean"],
+            "held": attention.pool.stats()["pages_held"],
         }
 
     def end(self) -> None:
@@ -164,7 +164,7 @@ def as_on_a_gpu(folder: Path, model: str) -> Found:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from cxlkv.adapters.vllm import connector, plugin
-    from cxlkv.adapters.vllm.device import DeviceStep, Link
+    from cxlkv.adapters.vllm.gpu_step import DeviceStep, Link
 
     plugin.register()
     path = "cxlkv.adapters.vllm.gpu_attention.GpuPoolBackend"
@@ -277,7 +277,7 @@ def budgets(folder: Path) -> Found:
     out, _ = run.generate(texts, 40, {"budget": None})
     chosen, _ = run.generate(texts, 40, {"budget": {"share": 1.0}})
     run.generate(texts, 40)
-    numbers = get_kv_transfer_group().pooled.pool.overview().totals
+    numbers = get_kv_transfer_group().worker.pool.overview().totals
     return {
         "equal": [out == wanted, chosen == wanted],
         "audits": numbers["audited_selects"],
@@ -355,7 +355,7 @@ def damaged(folder: Path) -> Found:
     run = Run(folder, {})
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    pool = get_kv_transfer_group().pooled.pool
+    pool = get_kv_transfer_group().worker.pool
     page = pool.hotness.published()[0]["page"][7]
     place = int(pool.pages.places(np.array([page], np.uint32), 1).keys[0])
     with open(pool.path, "r+b") as file:

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from cxlkv import KVLayout
-from cxlkv.adapters.identity import block_keys, namespace
+from cxlkv.adapters.common.keys import block_keys, namespace
 from cxlkv.adapters.vllm.messages import Message, Options, Started
-from cxlkv.adapters.vllm.pooled import Pooled, Scores, attend_alone
+from cxlkv.adapters.vllm.pool_attention import PoolAttention, Scores, attend_alone
 from cxlkv.layout import LayerGroup
 
 LAYERS, HEADS, KV_HEADS, DIM, PAGE, BLOCK = 2, 4, 2, 32, 8, 16
@@ -43,9 +43,9 @@ class Text:
     def wanted(self, layer: int, scores: Scores) -> torch.Tensor:
         return attend_alone(self.q[layer], self.k[layer], self.v[layer], scores)
 
-    def start(self, seat: int, *, handle: bytes | None = None, tokens: int = 0) -> Started:
+    def start(self, request_row: int, *, handle: bytes | None = None, tokens: int = 0) -> Started:
         handles = None if handle is None else [handle]
-        return Started(self.name, [seat], self.keys, handles, tokens, options=self.options)
+        return Started(self.name, [request_row], self.keys, handles, tokens, options=self.options)
 
 
 def scores_of(layer: int) -> Scores:
@@ -53,16 +53,16 @@ def scores_of(layer: int) -> Scores:
 
 
 def run(
-    pooled: Pooled, message: Message, rows: list[tuple[int, Text, int, int]]
+    attention: PoolAttention, message: Message, rows: list[tuple[int, Text, int, int]]
 ) -> list[torch.Tensor]:
-    """One step of rows (seat, text, first token, tokens); what each row got in each layer, or
-    asserts that it is what the text wants: returns the last layer's, by row."""
-    pooled.hear(message)
+    """One step of rows (request row, text, first token, tokens); what each row got in each layer,
+    or asserts that it is what the text wants: returns the last layer's, by row."""
+    attention.hear(message)
     starts = np.concatenate([[0], np.cumsum([count for *_, count in rows])]).astype(np.int32)
     lengths = [first + count for _, _, first, count in rows]
     found = []
     for layer in range(LAYERS):
-        step = pooled.step([seat for seat, *_ in rows], starts, lengths)
+        step = attention.step([request_row for request_row, *_ in rows], starts, lengths)
 
         def gather(name: str, layer: int = layer) -> torch.Tensor:
             parts = [getattr(text, name)[layer, i : i + n] for _, text, i, n in rows]
@@ -75,7 +75,7 @@ def run(
         step.attend(layer, q, gather("k"), gather("v"), out, scores_of(layer))
         assert not out.isnan().any()
         found.append(out)
-    pooled.end_step()
+    attention.end_step()
     pieces = []
     for place, (_, text, first, count) in enumerate(rows):
         both = [out[starts[place] : starts[place + 1]] for out in found]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cxlkv.adapters.base import PoolRequests
+from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader, Part, kind_of
 from cxlkv.adapters.vllm.messages import (
     KEY_BYTES,
@@ -67,7 +67,7 @@ class _Writing:
     layers: int = 0  # that were appended
 
 
-class Saving:
+class EngineAttention:
     """Blocks of one engine process. layers: the engine's memory by the layer's name, in order.
 
     rank: of this shard, by which handles are told apart; ranks: how many there are.

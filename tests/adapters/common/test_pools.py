@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cxlkv import CXLPool, KVLayout
-from cxlkv.adapters.places import make_or_open
+from cxlkv.adapters.common.pools import make_or_open
 from cxlkv.errors import GeometryError
 
 OBJECTS = KVLayout.objects("64KiB")

@@ -15,10 +15,10 @@ from cxlkv.errors import MemoryShortError
 
 pytest.importorskip("torch", reason="vLLM's tensors are torch's")
 
-from cxlkv.adapters.vllm.pooled import Pooled, Scores, attend_alone
+from cxlkv.adapters.vllm.pool_attention import PoolAttention, Scores, attend_alone
 
 from ..support.damaging import damage_piece
-from ..support.pooled_texts import (
+from ..support.pool_attention_texts import (
     BLOCK,
     CAPACITY,
     NAMES,
@@ -41,81 +41,81 @@ def pool(tmp_path: Path) -> Iterator[CXLPool]:
 
 
 @pytest.fixture
-def pooled(pool: CXLPool) -> Iterator[Pooled]:
-    made = Pooled(pool, NAMES, block_tokens=BLOCK, decode_rows=3)
+def attention(pool: CXLPool) -> Iterator[PoolAttention]:
+    made = PoolAttention(pool, NAMES, block_tokens=BLOCK, decode_rows=3)
     yield made
     assert pool.check()["clean"]
     made.close()
 
 
-def test_rows_see_their_own_text(pooled: Pooled) -> None:
-    """Prefill in pieces, decode beside it, requests that end, seats that others take."""
+def test_rows_see_their_own_text(attention: PoolAttention) -> None:
+    """Prefill in pieces, decode beside it, requests that end, request rows that others take."""
     one, two, three = Text("one", 70), Text("two", 33), Text("three", 50)
     started = Message(started=[one.start(1), two.start(2)])
-    assert all(map(is_right, run(pooled, started, [(1, one, 0, 40), (2, two, 0, 30)])))
+    assert all(map(is_right, run(attention, started, [(1, one, 0, 40), (2, two, 0, 30)])))
     # In another order, with a newcomer between them.
     rows = [(2, two, 30, 1), (5, three, 0, 17), (1, one, 40, 9)]
-    assert all(map(is_right, run(pooled, Message(started=[three.start(5)]), rows)))
-    # One ends, and its seat is another's in the same step.
+    assert all(map(is_right, run(attention, Message(started=[three.start(5)]), rows)))
+    # One ends, and its request row is another's in the same step.
     four = Text("four", 20)
     message = Message(started=[four.start(2)], ended=["two"])
     rows = [(1, one, 49, 1), (2, four, 0, 20), (5, three, 17, 33)]
-    assert all(map(is_right, run(pooled, message, rows)))
-    assert not pooled.bad_blocks()
-    assert not pooled.report().failures
+    assert all(map(is_right, run(attention, message, rows)))
+    assert not attention.bad_blocks()
+    assert not attention.report().failures
 
 
-def test_speculated_tokens_that_were_rejected_are_cut_off(pooled: Pooled) -> None:
+def test_speculated_tokens_that_were_rejected_are_cut_off(attention: PoolAttention) -> None:
     one, wrong = Text("one", 64), Text("wrong", 64)
-    run(pooled, Message(started=[one.start(1)]), [(1, one, 0, 30)])
-    run(pooled, Message(), [(1, wrong, 30, 3)])  # drafts of which none is accepted
-    assert is_right(run(pooled, Message(), [(1, one, 30, 3)])[0])
-    assert is_right(run(pooled, Message(), [(1, one, 31, 3)])[0])
+    run(attention, Message(started=[one.start(1)]), [(1, one, 0, 30)])
+    run(attention, Message(), [(1, wrong, 30, 3)])  # drafts of which none is accepted
+    assert is_right(run(attention, Message(), [(1, one, 30, 3)])[0])
+    assert is_right(run(attention, Message(), [(1, one, 31, 3)])[0])
 
 
-def test_budgets_choose_pages_for_decoding_rows_only(pooled: Pooled) -> None:
+def test_budgets_choose_pages_for_decoding_rows_only(attention: PoolAttention) -> None:
     few, whole = Options(Budget(pages=4)), Options(Budget(share=1.0))
     one, two, three = Text("one", 90, few), Text("two", 90, whole), Text("three", 90)
-    starts = [text.start(seat) for seat, text in enumerate((one, two, three), 1)]
+    starts = [text.start(row) for row, text in enumerate((one, two, three), 1)]
     rows = [(1, one, 0, 80), (2, two, 0, 80), (3, three, 0, 80)]
-    assert all(map(is_right, run(pooled, Message(started=starts), rows)))
+    assert all(map(is_right, run(attention, Message(started=starts), rows)))
     rows = [(1, one, 80, 1), (2, two, 80, 2), (3, three, 80, 1)]
-    assert [is_right(piece) for piece in run(pooled, Message(), rows)] == [False, True, True]
+    assert [is_right(piece) for piece in run(attention, Message(), rows)] == [False, True, True]
     rows = [(1, one, 81, 9), (2, two, 82, 1), (3, three, 81, 1)]  # more rows than a decode has
-    assert all(map(is_right, run(pooled, Message(), rows))) is True
+    assert all(map(is_right, run(attention, Message(), rows))) is True
 
 
-def test_a_hit_is_adopted_and_goes_on(pool: CXLPool, pooled: Pooled) -> None:
+def test_a_hit_is_adopted_and_goes_on(pool: CXLPool, attention: PoolAttention) -> None:
     one = Text("one", 70)
-    run(pooled, Message(started=[one.start(1)]), [(1, one, 0, 70)])
-    assert [(span.first, span.last) for span in pooled.report().stored] == [(0, 4)]
+    run(attention, Message(started=[one.start(1)]), [(1, one, 0, 70)])
+    assert [(span.first, span.last) for span in attention.report().stored] == [(0, 4)]
     again = Text("one", 70)
     with pool.match(unpacked(one.keys, BLOCK)) as hit:
         assert hit.tokens == 64
         again.name = "again"
         message = Message(started=[again.start(2, handle=hit.handle, tokens=64)], ended=["one"])
-        assert is_right(run(pooled, message, [(2, again, 64, 6)])[0])
-    assert not pooled.report().failures
+        assert is_right(run(attention, message, [(2, again, 64, 6)])[0])
+    assert not attention.report().failures
 
 
 def test_a_hit_that_is_gone_gives_zeros_and_is_computed_again(
-    pool: CXLPool, pooled: Pooled
+    pool: CXLPool, attention: PoolAttention
 ) -> None:
     one, two = Text("one", 70), Text("two", 40)
-    run(pooled, Message(started=[one.start(1)]), [(1, one, 0, 70)])
+    run(attention, Message(started=[one.start(1)]), [(1, one, 0, 70)])
     with pool.match(unpacked(one.keys, BLOCK)) as hit:
         handle = hit.handle
     pool.forget(unpacked(one.keys, BLOCK))
-    run(pooled, Message(ended=["one"]), [])
+    run(attention, Message(ended=["one"]), [])
     one.name = "again"
     started = [one.start(3, handle=handle, tokens=64), two.start(4)]
-    found = run(pooled, Message(started=started), [(3, one, 64, 6), (4, two, 0, 40)])
+    found = run(attention, Message(started=started), [(3, one, 64, 6), (4, two, 0, 40)])
     assert is_zero(found[0])
     assert is_right(found[1])
-    assert pooled.bad_blocks() == {3}
-    assert is_right(run(pooled, Message(), [(3, one, 0, 70)])[0])
-    assert not pooled.bad_blocks()
-    assert pooled.report().failures["stale"] >= 1
+    assert attention.bad_blocks() == {3}
+    assert is_right(run(attention, Message(), [(3, one, 0, 70)])[0])
+    assert not attention.bad_blocks()
+    assert attention.report().failures["stale"] >= 1
 
 
 def test_many_rows_are_given_to_who_is_faster(pool: CXLPool) -> None:
@@ -127,24 +127,24 @@ def test_many_rows_are_given_to_who_is_faster(pool: CXLPool) -> None:
         whole[-len(q) :] = q
         return attend_alone(whole, k, v, scores)[-len(q) :]
 
-    pooled = Pooled(pool, NAMES, block_tokens=BLOCK, many=many)
+    attention = PoolAttention(pool, NAMES, block_tokens=BLOCK, many=many)
     one, two = Text("one", 140), Text("two", 140)
     started = [one.start(1), two.start(2)]
-    first = run(pooled, Message(started=started), [(1, one, 0, 70), (2, two, 0, 9)])
-    second = run(pooled, Message(), [(1, one, 70, 3), (2, two, 9, 64)])
+    first = run(attention, Message(started=started), [(1, one, 0, 70), (2, two, 0, 9)])
+    second = run(attention, Message(), [(1, one, 70, 3), (2, two, 9, 64)])
     assert all(is_right(found) for found in [*first, *second])
     assert given == [(70, 70), (64, 73)], "the other layer has a window"
-    pooled.close()
+    attention.close()
 
 
 def test_a_damaged_page_is_forgotten_and_harms_only_its_own(
-    tmp_path: Path, pool: CXLPool, pooled: Pooled
+    tmp_path: Path, pool: CXLPool, attention: PoolAttention
 ) -> None:
     one, two = Text("one", 70), Text("two", 40)
-    run(pooled, Message(started=[one.start(1)]), [(1, one, 0, 70)])
-    run(pooled, Message(ended=["one"]), [])
+    run(attention, Message(started=[one.start(1)]), [(1, one, 0, 70)])
+    run(attention, Message(ended=["one"]), [])
     with CXLPool.open(tmp_path / "a.pool") as other:  # which has verified nothing yet
-        fresh = Pooled(other, NAMES, block_tokens=BLOCK)
+        fresh = PoolAttention(other, NAMES, block_tokens=BLOCK)
         hit = other.match(unpacked(one.keys, BLOCK))
         damage_piece(other, int(hit.sequence().pages[3]), 0, "keys")
         one.name = "again"
@@ -165,44 +165,48 @@ def test_a_damaged_page_is_forgotten_and_harms_only_its_own(
         fresh.close()
 
 
-def test_a_full_pool_harms_nobody_but_who_wanted_more(pool: CXLPool, pooled: Pooled) -> None:
+def test_a_full_pool_harms_nobody_but_who_wanted_more(
+    pool: CXLPool, attention: PoolAttention
+) -> None:
     """A text that is longer than the pool: its first step is right, computed from the step alone;
     then it gives zeros, and the engine may begin again. The others go on."""
     small, large = Text("small", 60), Text("large", Room([pool]).tokens + 64)
-    run(pooled, Message(started=[small.start(1)]), [(1, small, 0, 50)])
+    run(attention, Message(started=[small.start(1)]), [(1, small, 0, 50)])
     rows = [(1, small, 50, 1), (2, large, 0, large.tokens - 1)]
-    assert all(map(is_right, run(pooled, Message(started=[large.start(2)]), rows)))
-    assert not pooled.bad_blocks()
-    found = run(pooled, Message(), [(1, small, 51, 1), (2, large, large.tokens - 1, 1)])
+    assert all(map(is_right, run(attention, Message(started=[large.start(2)]), rows)))
+    assert not attention.bad_blocks()
+    found = run(attention, Message(), [(1, small, 51, 1), (2, large, large.tokens - 1, 1)])
     assert is_right(found[0])
     assert is_zero(found[1])
-    assert pooled.bad_blocks() == {2}
-    assert pooled.report().failures["full"] >= 1
+    assert attention.bad_blocks() == {2}
+    assert attention.report().failures["full"] >= 1
 
 
-def test_published_pages_make_room(pool: CXLPool, pooled: Pooled) -> None:
+def test_published_pages_make_room(pool: CXLPool, attention: PoolAttention) -> None:
     tokens = Room([pool]).tokens // BLOCK * BLOCK
     for number in range(3):
         text = Text(f"text {number}", tokens)
         message = Message(started=[text.start(1)], ended=[f"text {number - 1}"])
-        assert is_right(run(pooled, message, [(1, text, 0, tokens)])[0])
-    assert not pooled.report().failures
+        assert is_right(run(attention, message, [(1, text, 0, tokens)])[0])
+    assert not attention.report().failures
 
 
-def test_keys_that_come_later_are_published_then(pool: CXLPool, pooled: Pooled) -> None:
+def test_keys_that_come_later_are_published_then(pool: CXLPool, attention: PoolAttention) -> None:
     one = Text("one", 70)
     start, rest = one.start(1), one.keys[16:]
     start.keys = one.keys[:16]
-    run(pooled, Message(started=[start]), [(1, one, 0, 40)])
-    assert [(span.first, span.last) for span in pooled.report().stored] == [(0, 1)]
-    run(pooled, Message(continued=[Continued("one", [], rest, 40, 30)]), [(1, one, 40, 30)])
-    assert [(span.first, span.last) for span in pooled.report().stored] == [(1, 4)]
+    run(attention, Message(started=[start]), [(1, one, 0, 40)])
+    assert [(span.first, span.last) for span in attention.report().stored] == [(0, 1)]
+    run(attention, Message(continued=[Continued("one", [], rest, 40, 30)]), [(1, one, 40, 30)])
+    assert [(span.first, span.last) for span in attention.report().stored] == [(1, 4)]
     unsaved = Text("unsaved", 40, Options(save=False))
-    run(pooled, Message(started=[unsaved.start(2)]), [(2, unsaved, 0, 40)])
-    assert not pooled.report().stored
+    run(attention, Message(started=[unsaved.start(2)]), [(2, unsaved, 0, 40)])
+    assert not attention.report().stored
 
 
-def test_room_is_what_the_pool_has_less_what_was_promised(pool: CXLPool, pooled: Pooled) -> None:
+def test_room_is_what_the_pool_has_less_what_was_promised(
+    pool: CXLPool, attention: PoolAttention
+) -> None:
     room = Room([pool])
     room.check(room.tokens)
     with pytest.raises(MemoryShortError, match="max_model_len is"):
@@ -220,10 +224,10 @@ def test_room_is_what_the_pool_has_less_what_was_promised(pool: CXLPool, pooled:
     assert room.fits("c", 0, half)
     room.begin()
     text = Text("a", half)
-    run(pooled, Message(started=[text.start(1)]), [(1, text, 0, half)])
+    run(attention, Message(started=[text.start(1)]), [(1, text, 0, half)])
     room.begin()
     assert room.fits("a", half, half + PAGE)
     assert not room.fits("c", 0, half + 2 * PAGE)
-    run(pooled, Message(ended=["a"]), [])
+    run(attention, Message(ended=["a"]), [])
     room.begin()
     assert room.fits("c", 0, room.tokens)  # what is only published makes way

@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from cxlkv import CXLPool, KVLayout, object_keys
-from cxlkv.adapters import figures
-from cxlkv.adapters.counting import Counting
-from cxlkv.adapters.figures import Shown
+from cxlkv.adapters.common import figures
+from cxlkv.adapters.common.figures import Shown
+from cxlkv.adapters.common.metrics import Counting
 
 COUNTS = {"moved": "Moved objects", "bytes": "Their bytes"}
 KINDS = {"full": "no room: give more", "error": "it failed"}

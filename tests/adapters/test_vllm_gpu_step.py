@@ -20,14 +20,21 @@ pytest.importorskip("torch", reason="vLLM's tensors are torch's")
 
 import torch
 
-from cxlkv.adapters.vllm import device as subject
-from cxlkv.adapters.vllm.device import DeviceStep, Link, Split, attend_behind, attend_to_own
-from cxlkv.adapters.vllm.pooled import ALL, EARLIER, Group, Pooled, Scores, attend_alone
+from cxlkv.adapters.vllm import gpu_step as subject
+from cxlkv.adapters.vllm.gpu_step import DeviceStep, Link, Split, attend_behind, attend_to_own
+from cxlkv.adapters.vllm.pool_attention import (
+    ALL,
+    EARLIER,
+    Group,
+    PoolAttention,
+    Scores,
+    attend_alone,
+)
 from cxlkv.kernels import attend as attending
 from cxlkv.kernels import merge as merging
 
 from ..support.damaging import damage_piece
-from ..support.pooled_texts import (
+from ..support.pool_attention_texts import (
     BLOCK,
     CAPACITY,
     CLOSE,
@@ -49,13 +56,13 @@ def pool(tmp_path: Path) -> Iterator[CXLPool]:
         yield made
 
 
-def over_link(pool: CXLPool) -> Pooled:
+def over_link(pool: CXLPool) -> PoolAttention:
     step = partial(DeviceStep, Link(HOST))
-    return Pooled(pool, NAMES, block_tokens=BLOCK, decode_rows=3, step=step)
+    return PoolAttention(pool, NAMES, block_tokens=BLOCK, decode_rows=3, step=step)
 
 
 @pytest.fixture
-def pooled(pool: CXLPool) -> Iterator[Pooled]:
+def attention(pool: CXLPool) -> Iterator[PoolAttention]:
     made = over_link(pool)
     yield made
     assert pool.check()["clean"]
@@ -90,85 +97,92 @@ def test_rows_see_their_own_text(
     kinds: list[tuple[tuple[str, ...], int]],
     request: pytest.FixtureRequest,
 ) -> None:
-    """First chunks, later ones, decode, requests that end, seats that others take."""
+    """First chunks, later ones, decode, requests that end, request rows that others take."""
     if dtype != torch.float16:
         request.getfixturevalue("uninterpreted")
     name = str(dtype).removeprefix("torch.")
     with CXLPool.create(tmp_path / "b.pool", layout=layout(name), capacity=CAPACITY) as pool:
-        pooled = over_link(pool)
+        attention = over_link(pool)
         one, two, three = (
             Text(*given, dtype=dtype) for given in (("one", 90), ("two", 33), ("three", 70))
         )
         started = Message(started=[one.start(1), two.start(2)])
-        assert all(map(is_right, run(pooled, started, [(1, one, 0, 41), (2, two, 0, 30)])))
+        assert all(map(is_right, run(attention, started, [(1, one, 0, 41), (2, two, 0, 30)])))
         assert not kinds, "first chunks need nothing of the pool"
         # In another order, with a newcomer between them. 41 + 29: from the middle of a page.
         rows = [(2, two, 30, 1), (5, three, 0, 17), (1, one, 41, 29)]
-        assert all(map(is_right, run(pooled, Message(started=[three.start(5)]), rows)))
+        assert all(map(is_right, run(attention, Message(started=[three.start(5)]), rows)))
         assert kinds == [(ALL, 1), (EARLIER, 29)] * 2
-        # One ends, and its seat is another's in the same step; 3 rows are a decode.
+        # One ends, and its request row is another's in the same step; 3 rows are a decode.
         kinds.clear()
         four = Text("four", 20, dtype=dtype)
         message = Message(started=[four.start(2)], ended=["two"])
         rows = [(1, one, 70, 3), (2, four, 0, 20), (5, three, 17, 53)]
-        assert all(map(is_right, run(pooled, message, rows)))
+        assert all(map(is_right, run(attention, message, rows)))
         assert kinds == [(ALL, 3), (EARLIER, 53)] * 2
-        assert not pooled.bad_blocks()
-        assert not pooled.report().failures
-        pooled.close()
+        assert not attention.bad_blocks()
+        assert not attention.report().failures
+        attention.close()
 
 
 @pytest.mark.usefixtures("uninterpreted")
-def test_chunks_that_begin_and_end_anywhere(pooled: Pooled) -> None:
+def test_chunks_that_begin_and_end_anywhere(attention: PoolAttention) -> None:
     """Several later chunks in one call, from every place in a page, of every length around it."""
     texts = [Text(f"text {number}", 40) for number in range(9)]
-    starts = [text.start(seat) for seat, text in enumerate(texts)]
-    rows = [(seat, text, 0, 8 + seat) for seat, text in enumerate(texts)]
-    assert all(map(is_right, run(pooled, Message(started=starts), rows)))
-    for seat, text in enumerate(texts):
-        rows = [(seat, text, 8 + seat, 4 + seat), (8 - seat, texts[8 - seat], 16 - seat, 13)]
-        assert all(map(is_right, run(pooled, Message(), rows[: 1 + (seat != 4)])))
+    starts = [text.start(row) for row, text in enumerate(texts)]
+    rows = [(row, text, 0, 8 + row) for row, text in enumerate(texts)]
+    assert all(map(is_right, run(attention, Message(started=starts), rows)))
+    for row, text in enumerate(texts):
+        rows = [
+            (row, text, 8 + row, 4 + row),
+            (8 - row, texts[8 - row], 16 - row, 13),
+        ]
+        assert all(map(is_right, run(attention, Message(), rows[: 1 + (row != 4)])))
 
 
 @pytest.mark.usefixtures("uninterpreted")
-def test_budgets_choose_pages_for_decoding_rows_only(pooled: Pooled) -> None:
+def test_budgets_choose_pages_for_decoding_rows_only(attention: PoolAttention) -> None:
     few, whole = Options(Budget(pages=4)), Options(Budget(share=1.0))
     one, two, three = Text("one", 90, few), Text("two", 90, whole), Text("three", 90)
-    starts = [text.start(seat) for seat, text in enumerate((one, two, three), 1)]
+    starts = [text.start(row) for row, text in enumerate((one, two, three), 1)]
     rows = [(1, one, 0, 80), (2, two, 0, 80), (3, three, 0, 80)]
-    assert all(map(is_right, run(pooled, Message(started=starts), rows)))
+    assert all(map(is_right, run(attention, Message(started=starts), rows)))
     rows = [(1, one, 80, 1), (2, two, 80, 2), (3, three, 80, 1)]
-    assert [is_right(piece) for piece in run(pooled, Message(), rows)] == [False, True, True]
+    assert [is_right(piece) for piece in run(attention, Message(), rows)] == [False, True, True]
     rows = [(1, one, 81, 9), (2, two, 82, 1), (3, three, 81, 1)]  # more rows than a decode has
-    assert all(map(is_right, run(pooled, Message(), rows)))
+    assert all(map(is_right, run(attention, Message(), rows)))
 
 
 @pytest.mark.usefixtures("uninterpreted")
-def test_a_hit_goes_on_and_one_that_is_gone_gives_zeros(pool: CXLPool, pooled: Pooled) -> None:
+def test_a_hit_goes_on_and_one_that_is_gone_gives_zeros(
+    pool: CXLPool, attention: PoolAttention
+) -> None:
     one, two = Text("one", 90), Text("two", 40)
-    run(pooled, Message(started=[one.start(1)]), [(1, one, 0, 70)])
+    run(attention, Message(started=[one.start(1)]), [(1, one, 0, 70)])
     with pool.match(unpacked(one.keys, BLOCK)) as hit:
         handle, one.name = hit.handle, "again"
         message = Message(started=[one.start(3, handle=handle, tokens=64)], ended=["one"])
-        assert is_right(run(pooled, message, [(3, one, 64, 20)])[0])
+        assert is_right(run(attention, message, [(3, one, 64, 20)])[0])
     pool.forget(unpacked(one.keys, BLOCK))
-    run(pooled, Message(ended=["again"]), [])
+    run(attention, Message(ended=["again"]), [])
     one.name = "thrice"
     started = [one.start(3, handle=handle, tokens=64), two.start(4)]
-    rows = [(3, one, 64, 20), (4, two, 0, 40), (7, two, 0, 5)]  # nobody has the last seat
-    found = run(pooled, Message(started=started), rows)
+    rows = [(3, one, 64, 20), (4, two, 0, 40), (7, two, 0, 5)]  # nobody has the last request row
+    found = run(attention, Message(started=started), rows)
     assert [is_zero(piece) for piece in found] == [True, False, True]
     assert is_right(found[1])
-    assert pooled.bad_blocks() == {3, 7}
-    assert is_right(run(pooled, Message(), [(3, one, 0, 90)])[0])
-    assert pooled.report().failures["stale"] >= 1
+    assert attention.bad_blocks() == {3, 7}
+    assert is_right(run(attention, Message(), [(3, one, 0, 90)])[0])
+    assert attention.report().failures["stale"] >= 1
 
 
 @pytest.mark.usefixtures("uninterpreted")
-def test_a_damaged_page_harms_only_its_own(tmp_path: Path, pool: CXLPool, pooled: Pooled) -> None:
+def test_a_damaged_page_harms_only_its_own(
+    tmp_path: Path, pool: CXLPool, attention: PoolAttention
+) -> None:
     one, two = Text("one", 90), Text("two", 40)
-    run(pooled, Message(started=[one.start(1)]), [(1, one, 0, 70)])
-    run(pooled, Message(ended=["one"]), [])
+    run(attention, Message(started=[one.start(1)]), [(1, one, 0, 70)])
+    run(attention, Message(ended=["one"]), [])
     with CXLPool.open(tmp_path / "a.pool") as other:  # which has verified nothing yet
         fresh = over_link(other)
         hit = other.match(unpacked(one.keys, BLOCK))
@@ -189,18 +203,18 @@ def test_a_damaged_page_harms_only_its_own(tmp_path: Path, pool: CXLPool, pooled
 def test_a_full_pool_harms_nobody_but_who_wanted_more(tmp_path: Path) -> None:
     """A first chunk that has no room in the pool is right all the same: the device has it all."""
     with CXLPool.create(tmp_path / "c.pool", layout=layout(), capacity="2560KiB") as pool:
-        pooled = over_link(pool)
+        attention = over_link(pool)
         small, large = Text("small", 60), Text("large", Room([pool]).tokens + 64)
-        run(pooled, Message(started=[small.start(1)]), [(1, small, 0, 40)])
+        run(attention, Message(started=[small.start(1)]), [(1, small, 0, 40)])
         rows = [(1, small, 40, 11), (2, large, 0, large.tokens - 20)]
-        assert all(map(is_right, run(pooled, Message(started=[large.start(2)]), rows)))
-        assert not pooled.bad_blocks()
-        found = run(pooled, Message(), [(1, small, 51, 1), (2, large, large.tokens - 20, 20)])
+        assert all(map(is_right, run(attention, Message(started=[large.start(2)]), rows)))
+        assert not attention.bad_blocks()
+        found = run(attention, Message(), [(1, small, 51, 1), (2, large, large.tokens - 20, 20)])
         assert is_right(found[0])
         assert is_zero(found[1])
-        assert pooled.bad_blocks() == {2}
-        assert pooled.report().failures["full"] >= 1
-        pooled.close()
+        assert attention.bad_blocks() == {2}
+        assert attention.report().failures["full"] >= 1
+        attention.close()
 
 
 @pytest.mark.parametrize(

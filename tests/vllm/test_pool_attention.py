@@ -12,7 +12,7 @@ from typing import TypedDict
 
 import pytest
 
-RUNS = Path(__file__).with_name("pooled_runs.py")
+RUNS = Path(__file__).with_name("pool_attention_runs.py")
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
@@ -45,8 +45,8 @@ class Seen(TypedDict, total=False):
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    code = "from pathlib import Path; import sys; import pooled_runs; "
-    code += "pooled_runs.models(Path(sys.argv[1]))"
+    code = "from pathlib import Path; import sys; import pool_attention_runs; "
+    code += "pool_attention_runs.models(Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, folder], check=True, cwd=RUNS.parent)
     return folder
 

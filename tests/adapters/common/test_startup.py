@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cxlkv import CXLPool, KVLayout
-from cxlkv.adapters import startup
-from cxlkv.adapters.startup import Place, concerns, where
+from cxlkv.adapters.common import startup
+from cxlkv.adapters.common.startup import Place, concerns, where
 from cxlkv.adapters.vllm.pools import Ranks, make_or_open
 from cxlkv.machine.topology import GIB, MIB, SharedMemory, probe
 

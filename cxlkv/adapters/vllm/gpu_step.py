@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from cxlkv.adapters.vllm.pooled import (
+from cxlkv.adapters.vllm.pool_attention import (
     ALL,
     EARLIER,
     OWN,
@@ -28,7 +28,7 @@ from cxlkv.adapters.vllm.pooled import (
     Ints,
     Kind,
     MakeStep,
-    Pooled,
+    PoolAttention,
     Scores,
     Step,
 )
@@ -105,21 +105,21 @@ class DeviceStep(Step):
     def __init__(
         self,
         link: Link,
-        pooled: Pooled,
-        seats: Sequences[int],
+        attention: PoolAttention,
+        request_rows: Sequences[int],
         starts: Ints,
         lengths: Sequences[int],
     ):
         self._link = link
-        self._page_tokens = pooled.pool.layout.page_tokens
-        super().__init__(pooled, seats, starts, lengths)
+        self._page_tokens = attention.pool.layout.page_tokens
+        super().__init__(attention, request_rows, starts, lengths)
 
     def _kind(self, place: int) -> Kind:
         if not self.computed[place]:
             return OWN
         kind = super()._kind(place)
         rows = self._count(place)
-        small = rows <= max(self._pooled.decode_rows, self._skipped(place))
+        small = rows <= max(self._attention.decode_rows, self._skipped(place))
         return kind if kind != ALL or small else EARLIER
 
     def _skipped(self, place: int) -> int:
@@ -158,7 +158,7 @@ class DeviceStep(Step):
             picked = None
             if group.kind == EARLIER:
                 first = [self.computed[place] for place in group.places]
-                picked = earlier_pages(self._pooled, layer, first, scores.window)
+                picked = earlier_pages(self._attention, layer, first, scores.window)
             found[group.rows], sums[group.rows] = group.attend(layer, near_q, scores, picked)
 
         self._each(self._groups, near)
@@ -213,10 +213,10 @@ def steps_on(device: torch.device) -> MakeStep | None:
 
 
 def earlier_pages(
-    pooled: Pooled, layer: int, computed: Sequences[int], window: int | None
+    attention: PoolAttention, layer: int, computed: Sequences[int], window: int | None
 ) -> Selection:
     """The pages that hold anything from before the step and that its rows see, of each request."""
-    layout, behind = pooled.pool.layout, window or 1 << 62
+    layout, behind = attention.pool.layout, window or 1 << 62
     first = [max(0, tokens - behind + 1) // layout.page_tokens for tokens in computed]
     last = [-(-tokens // layout.page_tokens) for tokens in computed]
     most = max(end - start for start, end in zip(first, last, strict=True))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool, KVLayout
-from cxlkv.adapters.identity import block_keys
+from cxlkv.adapters.common.keys import block_keys
 from cxlkv.adapters.vllm.messages import KEY_BYTES, Continued, Message
 from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.emulation.link import emulate
@@ -151,7 +151,7 @@ def test_only_what_the_pool_lacks_is_written(make_engine: MakeEngine, paths: lis
     other.add("b", text(3, 24))
     other.step()
     engine.step()
-    pool = engine.ranks[0].saving.pool
+    pool = engine.ranks[0].worker.pool
     assert pool.stats()["appended_bytes"] == 3 * 4 * pool.layout.token_bytes  # blocks 0, 6 and 7
     assert published(paths[0]) == 8
     assert not engine.wrong()
@@ -189,7 +189,7 @@ def test_damaged_page_is_computed_again_and_healed(
         second.step()
         assert not second.wrong()
     assert second.recomputed == 1
-    assert second.ranks[ranks - 1].saving.requests.failures() == {"corrupt": 1}
+    assert second.ranks[ranks - 1].worker.requests.failures() == {"corrupt": 1}
     assert second.scheduling.failures["corrupt"] == 1
     assert request.computed > 33
     third = make_engine(ranks, load=load)
@@ -233,19 +233,19 @@ def test_step_that_was_scheduled_before_a_failure_was_known_is_not_published(
     damage(paths[0], 3, layer=1)
     request = second.add("a", text(1, 33) + text(2, 10))
     second.step(chunk=1)
-    saving = second.ranks[0].saving
+    worker = second.ranks[0].worker
     keys = block_keys(request.block_hashes, TOKENS, SPACE).packed.tobytes()
-    saving.hear(Message(continued=[Continued("a", [60, 61], keys[-2 * KEY_BYTES :], 33, 7)]))
+    worker.hear(Message(continued=[Continued("a", [60, 61], keys[-2 * KEY_BYTES :], 33, 7)]))
     for layer in range(LAYERS):
-        saving.save_layer(f"layers.{layer}")
-    saving.end_step()
-    assert saving.report().stored == []
+        worker.save_layer(f"layers.{layer}")
+    worker.end_step()
+    assert worker.report().stored == []
     second.free.remove(60)
     second.free.remove(61)
     request.blocks += [60, 61]
     second.users.update([60, 61])
-    saving.hear(Message(continued=[Continued("a", [], b"", 12, 28)]))
-    assert saving._writing is not None  # from where the engine goes back to
+    worker.hear(Message(continued=[Continued("a", [], b"", 12, 28)]))
+    assert worker._writing is not None  # from where the engine goes back to
 
 
 def slow(engine: Engine, seconds: float) -> None:
@@ -258,7 +258,7 @@ def slow(engine: Engine, seconds: float) -> None:
         read_gb_per_s=1,
     )
     for rank in engine.ranks:
-        engine.links.enter_context(emulate(rank.saving.pool, profile))
+        engine.links.enter_context(emulate(rank.worker.pool, profile))
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
@@ -278,7 +278,7 @@ def test_load_that_is_late_is_given_up_and_computed(
         assert not second.wrong()
     assert request.computed > 32
     assert 1 <= second.recomputed <= ranks
-    assert second.ranks[0].saving.requests.failures() == {"late": 1}
+    assert second.ranks[0].worker.requests.failures() == {"late": 1}
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
@@ -288,21 +288,21 @@ def test_hit_that_is_gone_is_computed(make_engine: MakeEngine, paths: list[str],
     first.add("a", text(1, 33))
     first.step()
     request = second.add("a", text(1, 33))
-    hear = second.ranks[0].saving.hear
+    hear = second.ranks[0].worker.hear
 
     def broken(message: Message) -> None:
         for start in message.started:
             start.handles = [bytes(len(one)) for one in start.handles or []] or None
         hear(message)
 
-    second.ranks[0].saving.hear = broken  # type: ignore[method-assign]
+    second.ranks[0].worker.hear = broken  # type: ignore[method-assign]
     for _ in range(3):
         second.step()
         second.settle()
         assert not second.wrong()
     assert request.computed > 32
     assert second.recomputed == 1
-    assert sum(second.ranks[0].saving.requests.failures().values()) == 1
+    assert sum(second.ranks[0].worker.requests.failures().values()) == 1
 
 
 def test_full_pool_saves_what_fits_and_goes_on(make_engine: MakeEngine, paths: list[str]) -> None:
@@ -434,14 +434,14 @@ def test_pool_that_fails_at_every_call_costs_hits_only(make_engine: MakeEngine) 
     engine.add("b", text(1, 33))
     engine.step()
     assert engine.scheduling.failures == {"match": 1}
-    for name in list(engine.ranks[0].saving.requests.sequences):
-        engine.ranks[0].saving.requests.release(name)
-    engine.ranks[0].saving.pool.close()
+    for name in list(engine.ranks[0].worker.requests.sequences):
+        engine.ranks[0].worker.requests.release(name)
+    engine.ranks[0].worker.pool.close()
     for name in "cd":
         engine.add(name, text(ord(name), 33))
         engine.step()
         assert not engine.wrong()
-    assert engine.ranks[0].saving.requests.failures()["save"] > 0
+    assert engine.ranks[0].worker.requests.failures()["save"] > 0
 
 
 def test_changes_are_told_once_all_ranks_have_them(

@@ -1,0 +1,1 @@
+"""What all engine adapters share: requests, an object cache, keys, pools, settings and metrics."""
