@@ -1,4 +1,4 @@
-"""The layers of the C core: a folder of native/src uses those below it, and none above.
+"""The layers of the C core: a folder uses those below it, a file what does not use it in turn.
 
 Who uses whom is read from the text: which functions and variables a file defines for others, and
 whose names occur in it. So a prototype that somebody writes by hand is no way round.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from tests.test_tidy import ROOT, files, name_of, without_c_comments
@@ -70,6 +71,24 @@ def upward() -> set[str]:
             if FOLDERS.index(folder_of(where)) > rank:
                 found.add(f"{name_of(path)[len('native/src/') :]} uses {name}")
     return found
+
+
+def calls() -> dict[str, set[str]]:
+    """Which files' functions a file calls. Headers do not count: they are read by all."""
+    sources = [path for path in files(".c") if path.is_relative_to(SOURCES) and path != HOOKS]
+    return {
+        name_of(path): {name_of(where) for _, where in used_by(path) if where.suffix == ".c"}
+        for path in sources
+    }
+
+
+def test_no_files_call_each_other_round() -> None:
+    graph = {name: uses for name, uses in calls().items() if "/pool/" not in name}
+    assert len(graph) > 60
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(f"a circle: {' uses '.join(reversed(error.args[1]))}") from error
 
 
 def test_the_core_uses_no_folder_above_its_own() -> None:

@@ -218,34 +218,36 @@ CHECKS = {
         "int newest = name_is_whole(&names[0], host) - 1;",
     ),
     "ATTACH_CUT": Check(
-        "coherence/hosts.c", "if (fence->fenced && fence->cut < commits) commits = fence->cut;", ""
+        "coherence/membership.c",
+        "if (fence->fenced && fence->cut < commits) commits = fence->cut;",
+        "",
     ),
-    "ATTACH_FORGETS": Check("coherence/hosts.c", "    hosts_forget_claims(h, commits);\n", ""),
+    "ATTACH_FORGETS": Check("coherence/membership.c", "    hosts_forget_claims(h, commits);\n", ""),
     "ATTACH_KEEPS_PINS": Check(
-        "coherence/hosts.c", "if (name->nonce != nonce) clear_pins(h);", "clear_pins(h);"
+        "coherence/membership.c", "if (name->nonce != nonce) clear_pins(h);", "clear_pins(h);"
     ),
     "ATTACH_CLEARS_PINS": Check(
-        "coherence/hosts.c", "if (name->nonce != nonce) clear_pins(h);", ""
+        "coherence/membership.c", "if (name->nonce != nonce) clear_pins(h);", ""
     ),
     "RECOVER": Check(
-        "coherence/hosts.c",
+        "coherence/membership.c",
         "void hosts_recover_claims(const hosts *h) {",
         "void hosts_recover_claims(const hosts *h) {\n    if (h) return;",
     ),
     "RECOVER_FENCES": Check(
-        "coherence/hosts.c",
+        "coherence/membership.c",
         "hosts_recover(const hosts *h) {\n    hosts_open_fences(h);",
         "hosts_recover(const hosts *h) {",
     ),
     # Whoever mends after a death with the host lock takes the place in the queue from another
     # process of its host, which is alive.
     "RECOVER_OTHERS": Check(
-        "coherence/hosts.c",
+        "coherence/membership.c",
         "hosts_recover(const hosts *h) {\n    hosts_open_fences(h);",
         "hosts_recover(const hosts *h) {\n    hosts_open_fences(h);\n    hosts_unlock(h);",
     ),
     "RECOVER_CLAIMS": Check(
-        "coherence/hosts.c", "    hosts_forget_claims(h, hosts_commits(h, h->self));\n", ""
+        "coherence/membership.c", "    hosts_forget_claims(h, hosts_commits(h, h->self));\n", ""
     ),
     "CLOSE": Check(
         "coherence/fences.c",

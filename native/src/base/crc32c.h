@@ -18,6 +18,9 @@ uint32_t crc32c_hardware(uint32_t crc, const void *data, size_t bytes);
 
 /* By carry-less products of 512 bits. Precondition: crc32c_force("avx512") would return 0. */
 uint32_t crc32c_avx512(uint32_t crc, const void *data, size_t bytes);
+/* Its folding, of 256 bytes or more: `left` has the remainder of all bytes before the returned
+ * offset, for the CRC instruction to go on from. */
+size_t crc32c_fold(uint32_t crc, const uint8_t *byte, size_t bytes, uint8_t left[256]);
 
 /* "serial", "hardware", "avx512", or "auto" for the best. Returns 0, -ENOTSUP when this CPU or this
  * build lacks the instruction, -EINVAL for an unknown name. */

@@ -24,21 +24,16 @@ static inline __m512i fold(__m512i lanes, __m512i next) {
     return _mm512_ternarylogic_epi64(first, second, next, 0x96); /* xor of all three */
 }
 
-/* What is left of the lanes has the remainder of all before it: the CRC instruction takes it from
- * there. */
-uint32_t crc32c_avx512(uint32_t crc, const void *data, size_t bytes) {
-    if (bytes < 2048) return crc32c_hardware(crc, data, bytes); /* as fast, measured */
-    const uint8_t *byte = data;
+size_t crc32c_fold(uint32_t crc, const uint8_t *byte, size_t bytes, uint8_t left[256]) {
+    const uint8_t *first = byte;
     __m512i lanes[4];
     for (int i = 0; i < 4; i++) lanes[i] = _mm512_loadu_si512(byte + 64 * i);
     lanes[0] = _mm512_xor_si512(lanes[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)~crc)));
     for (byte += 256, bytes -= 256; bytes >= 256; byte += 256, bytes -= 256)
         for (int i = 0; i < 4; i++)
             lanes[i] = fold(lanes[i], _mm512_loadu_si512(byte + 64 * i));
-    uint8_t left[256];
     for (int i = 0; i < 4; i++) _mm512_storeu_si512(left + 64 * i, lanes[i]);
-    crc = crc32c_hardware(0xffffffff, left, sizeof(left)); /* from nothing */
-    return crc32c_hardware(crc, byte, bytes);
+    return (size_t)(byte - first);
 }
 
 #if defined(__clang__)

@@ -12,20 +12,6 @@ static uint32_t claim_crc(const claim *c, uint32_t extent) {
     return crc32c(crc32c(0, &extent, sizeof(extent)), c, offsetof(claim, crc));
 }
 
-/* ---- commits ---- */
-
-uint64_t hosts_commits(const hosts *h, uint32_t host) {
-    const void *line = hosts_line(h, host, COMMIT_LINE);
-    line_look(h, FLUSH_COMMIT_LOOK_BEGIN, &line, 1, 1);
-    return min_u64(flush_load_word(line), COUNT_MAX);
-}
-
-void hosts_set_commits(const hosts *h, uint64_t commits) {
-    uint64_t *word = (uint64_t *)hosts_line(h, h->self, COMMIT_LINE);
-    flush_store_word(word, commits);
-    line_keep(h, FLUSH_COMMIT, word, sizeof(*word));
-}
-
 int hosts_commit(const hosts *h) {
     host_fence fence;
     uint64_t commits = hosts_commits(h, h->self) + 1;
@@ -228,22 +214,4 @@ void hosts_forget_claims(const hosts *h, uint64_t commits) {
     for (uint32_t extent = 0; extent < h->area.extent_count; extent++)
         forget_claim(h, extent, commits);
     flush_fence_all(FLUSH_CLAIM_FENCE);
-}
-
-uint64_t hosts_hand_over(const void *first, uint64_t bytes, bool gives) {
-    guard fault;
-    uintptr_t end = (uintptr_t)first + bytes;
-    volatile uintptr_t at = (uintptr_t)first;
-    volatile uint64_t lost = 0;
-    while (at < end) {
-        GUARD_BEGIN(fault) {
-            flush_invalidate(gives ? FLUSH_GIVE : FLUSH_TAKE, (void *)at, end - at);
-            at = end;
-        } GUARD_END(fault, lost++)
-        if (at == end) break;
-        uintptr_t granule = fault.granularity_bytes;
-        at = fault.address / granule * granule + granule;
-    }
-    flush_fence_all(gives ? FLUSH_GIVE_FENCE : FLUSH_TAKE_FENCE);
-    return lost;
 }

@@ -133,3 +133,22 @@ int hosts_fence(const hosts *h, uint32_t host, uint32_t epoch) {
 int hosts_fence_off(const hosts *h, uint32_t host, uint32_t epoch) {
     return fence_to(h, host, epoch, FENCE_OFF);
 }
+
+/* ---- what was begun and not finished ---- */
+
+static void open_fence(const hosts *h, uint32_t host) {
+    uint64_t *word = fence_word(h, h->self, host), said;
+    const void *line = word;
+    line_look(h, FLUSH_FENCE_LOOK_BEGIN, &line, 1, 1);
+    if (!word_try(h, word, &said) || FENCE_STATE(said) != FENCE_CLOSED) return;
+    guard fault;
+    GUARD_BEGIN(fault) {
+        flush_store_word(word, 0);
+        line_keep(h, FLUSH_CUT, word, sizeof(*word));
+    } GUARD_END(fault, hosts_lost(h, &fault))
+}
+
+/* Of an earlier epoch of ours, or of a process that died: whoever waits goes on. */
+void hosts_open_fences(const hosts *h) {
+    for (uint32_t host = 0; host < h->area.host_count; host++) open_fence(h, host);
+}

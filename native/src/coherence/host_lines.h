@@ -77,7 +77,9 @@ static inline uint8_t *claims_of(const hosts *h, uint32_t host) {
     return h->area.base + host * h->area.block_bytes + h->area.claims_offset;
 }
 
-/* Writes the name line of a host that is off, and whose own is damaged: host_repair.c. */
+/* Writes our own name line. */
+void hosts_keep_name(const hosts *h, uint64_t nonce, uint32_t epoch, uint32_t status);
+/* Writes the name line of a host that is off, and whose own is damaged. */
 int hosts_name_again(const hosts *h, uint32_t host, host_name *name);
 /* Commits of a host, over all its epochs. */
 uint64_t hosts_commits(const hosts *h, uint32_t host);

@@ -1,4 +1,4 @@
-/* Hosts: where their blocks lie, names and epochs, heartbeats. */
+/* Hosts: where their blocks lie, and what each says of itself: name, epoch, commits, beats. */
 #include "base/base.h"
 #include "coherence/hosts.h"
 
@@ -61,7 +61,7 @@ bool hosts_name(const hosts *h, uint32_t host, host_name *name) {
     return found;
 }
 
-static void keep_name(const hosts *h, uint64_t nonce, uint32_t epoch, uint32_t status) {
+void hosts_keep_name(const hosts *h, uint64_t nonce, uint32_t epoch, uint32_t status) {
     host_name names[2], name = {.nonce = nonce, .epoch = epoch, .status = status, .host = h->self,
                                 .build = CXLKV_BUILD, .features = h->features};
     name.crc = crc32c(0, &name, offsetof(host_name, crc));
@@ -76,115 +76,67 @@ static void keep_name(const hosts *h, uint64_t nonce, uint32_t epoch, uint32_t s
     }
 }
 
-static void open_fence(const hosts *h, uint32_t host) {
-    uint64_t *word = fence_word(h, h->self, host), said;
-    const void *line = word;
-    line_look(h, FLUSH_FENCE_LOOK_BEGIN, &line, 1, 1);
-    if (!word_try(h, word, &said) || FENCE_STATE(said) != FENCE_CLOSED) return;
-    guard fault;
-    GUARD_BEGIN(fault) {
-        flush_store_word(word, 0);
-        line_keep(h, FLUSH_CUT, word, sizeof(*word));
-    } GUARD_END(fault, hosts_lost(h, &fault))
+/* ---- a damaged name, written by another host: its own is off, an operator says so (V7) ---- */
+
+static void raise_to(uint32_t *epoch, uint32_t seen) {
+    if (seen > *epoch && seen < EPOCH_MAX) *epoch = seen;
 }
 
-/* Of an earlier epoch of ours, or of a process that died: whoever waits goes on. */
-void hosts_open_fences(const hosts *h) {
-    for (uint32_t host = 0; host < h->area.host_count; host++) open_fence(h, host);
-}
-
-static void clear_pins(const hosts *h) {
-    uint8_t *first = (uint8_t *)hosts_pin_word(h, h->self, 0);
-    static const uint8_t zeros[LINE_BYTES];
-    uint64_t bytes = h->area.block_bytes - h->area.pins_offset;
-    guard fault;
-    GUARD_BEGIN(fault) { /* where it fails, pins stay: pages wait, nobody is hurt */
-        for (uint64_t at = 0; at < bytes; at += LINE_BYTES) flush_store_line(first + at, zeros, 0);
-        line_keep(h, FLUSH_UNPIN, first, bytes);
-    } GUARD_END(fault, hosts_lost(h, &fault))
-}
-
-static int epoch_check(const hosts *h, uint32_t epoch) {
-    if (epoch < EPOCH_MAX) return 0;
-    return fail(CXLKV_E_CORRUPT, "host %u has used up its epochs: create the pool anew", h->self);
-}
-
-static void attach_as(hosts *h, const host_name *name, uint64_t nonce, const host_fence *fence) {
-    uint64_t commits = name->status == HOST_UNUSED ? 0 : hosts_commits(h, h->self);
-    if (fence->fenced && fence->cut < commits) commits = fence->cut;
-    hosts_forget_claims(h, commits);
-    h->epoch = name->epoch + 1;
-    hosts_set_commits(h, commits);
-    hosts_unlock(h);
-    hosts_mend_log(h);
-    if (name->nonce != nonce) clear_pins(h); /* else its processes read on */
-    keep_name(h, nonce, h->epoch, HOST_LIVE);
-}
-
-static int attach(hosts *h, uint64_t nonce) {
-    host_name name;
-    host_fence fence = {0};
-    if (!hosts_name(h, h->self, &name))
-        return fail(CXLKV_E_CORRUPT,
-                    "the name line of host %u is damaged, or cannot be read. If that host is "
-                    "surely not running: `cxlkv pool check --repair`", h->self);
-    int code = epoch_check(h, name.epoch);
-    if (code < 0) return code;
-    h->epoch = name.epoch;
-    /* What this machine's caches still hold of an earlier time is not what memory says. */
-    hosts_hand_over(hosts_line(h, h->self, 0), h->area.block_bytes, false);
-    /* First: two that died while they fenced each other would wait for each other. */
-    hosts_open_fences(h);
-    if (name.status != HOST_UNUSED) {
-        code = hosts_fence_of(h, h->self, name.epoch, &fence);
-        if (code < 0) return code;
+/* The latest epoch of a host that anything in the pool speaks of: its place in the queue, its log,
+ * its claims, and what others said of it. */
+static uint32_t latest_epoch(const hosts *h, uint32_t host) {
+    uint32_t epoch = 1;
+    hosts_hand_over(hosts_line(h, host, 0), h->area.block_bytes, false);
+    raise_to(&epoch, SLOT_EPOCH(flush_load_word(hosts_line(h, host, LOCK_LINE))));
+    for (uint32_t i = 0; i < h->area.log_records; i++) {
+        log_record record;
+        flush_load_line(&record, hosts_line(h, host, LOG_LINES + i));
+        if (record.crc == crc32c(0, &record, offsetof(log_record, crc)))
+            raise_to(&epoch, record.epoch);
     }
-    attach_as(h, &name, nonce, &fence);
-    return 0;
+    for (uint64_t at = 0; at < h->area.extent_count * sizeof(claim_pair); at += LINE_BYTES) {
+        claim claims[LINE_BYTES / sizeof(claim)];
+        flush_load_line(claims, claims_of(h, host) + at);
+        for (uint32_t i = 0; i < LINE_BYTES / sizeof(claim); i++)
+            if (claims[i].version) raise_to(&epoch, claims[i].epoch_ours >> 1);
+    }
+    for (uint32_t by = 0; by < h->area.host_count; by++)
+        raise_to(&epoch, FENCE_EPOCH(flush_load_word(fence_word(h, by, host))));
+    return epoch;
 }
 
-int hosts_attach(hosts *h, uint64_t nonce) {
+static void write_name(const hosts *h, uint32_t host, host_name *name) {
+    host_name names[2];
+    *name = (host_name){.nonce = random_u64(), .epoch = latest_epoch(h, host),
+                        .status = HOST_LIVE, .host = host};
+    name->crc = crc32c(0, name, offsetof(host_name, crc));
+    names[0] = names[1] = *name;
+    void *line = hosts_line(h, host, NAME_LINE);
+    flush_store_line(line, names, 0);
+    line_keep(h, FLUSH_NAME, line, LINE_BYTES);
+}
+
+int hosts_name_again(const hosts *h, uint32_t host, host_name *name) {
     guard fault;
     volatile int code = 0;
     GUARD_BEGIN(fault) {
-        code = attach(h, nonce);
+        write_name(h, host, name);
     } GUARD_END(fault, code = hosts_lost(h, &fault))
     return code;
 }
 
-/* Who fences this epoch from now on counts no fewer commits than who has: no smaller cut comes. */
-int hosts_return(hosts *h, uint64_t nonce, const host_fence *fence) {
-    const host_name name = {.nonce = nonce, .epoch = h->epoch, .status = HOST_LIVE};
-    guard fault;
-    volatile int code = epoch_check(h, h->epoch);
-    if (code < 0) return code;
-    hosts_open_fences(h);
-    GUARD_BEGIN(fault) {
-        attach_as(h, &name, nonce, fence);
-    } GUARD_END(fault, code = hosts_lost(h, &fault))
-    return code;
+/* ---- commits ---- */
+
+uint64_t hosts_commits(const hosts *h, uint32_t host) {
+    const void *line = hosts_line(h, host, COMMIT_LINE);
+    line_look(h, FLUSH_COMMIT_LOOK_BEGIN, &line, 1, 1);
+    return min_u64(flush_load_word(line), COUNT_MAX);
 }
 
-void hosts_recover_claims(const hosts *h) {
-    guard fault;
-    GUARD_BEGIN(fault) {
-        hosts_forget_claims(h, hosts_commits(h, h->self));
-    } GUARD_END(fault, hosts_lost(h, &fault)) /* without a commit they count nowhere */
-    hosts_unlock(h);
-}
-
-void hosts_recover(const hosts *h) {
-    hosts_open_fences(h);
-    hosts_mend_log(h);
-}
-
-void hosts_leave(hosts *h, uint64_t nonce) {
-    guard fault;
-    hosts_unlock(h);
-    clear_pins(h);
-    GUARD_BEGIN(fault) { /* else it looks as if it had died: its operator says that it is off */
-        keep_name(h, nonce, h->epoch, HOST_LEFT);
-    } GUARD_END(fault, hosts_lost(h, &fault))
+void hosts_set_commits(const hosts *h, uint64_t commits) {
+    uint64_t *word = (uint64_t *)hosts_line(h, h->self, COMMIT_LINE);
+    flush_store_word(word, commits);
+    line_keep(h, FLUSH_COMMIT, word, sizeof(*word));
 }
 
 /* ---- beats ---- */

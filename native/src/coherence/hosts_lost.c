@@ -1,5 +1,6 @@
 /* Lines of hosts whose memory is lost: poisoned, or the file was cut. Each load that may meet one
- * goes through here, and its caller decides what is safe when nothing is known. */
+ * goes through here, and its caller decides what is safe when nothing is known. What changes hands
+ * (V8) passes over such lines. */
 #include <string.h>
 
 #include "base/base.h"
@@ -72,4 +73,22 @@ uint64_t words_try(const hosts *h, const void *const *words, uint32_t count, uin
         for (uint32_t i = 0; i < count; i++) values[i] = flush_load_word(words[i]);
     } GUARD_END(fault, read = false)
     return read ? 0 : try_each(h, words, count, values);
+}
+
+uint64_t hosts_hand_over(const void *first, uint64_t bytes, bool gives) {
+    guard fault;
+    uintptr_t end = (uintptr_t)first + bytes;
+    volatile uintptr_t at = (uintptr_t)first;
+    volatile uint64_t lost = 0;
+    while (at < end) {
+        GUARD_BEGIN(fault) {
+            flush_invalidate(gives ? FLUSH_GIVE : FLUSH_TAKE, (void *)at, end - at);
+            at = end;
+        } GUARD_END(fault, lost++)
+        if (at == end) break;
+        uintptr_t granule = fault.granularity_bytes;
+        at = fault.address / granule * granule + granule;
+    }
+    flush_fence_all(gives ? FLUSH_GIVE_FENCE : FLUSH_TAKE_FENCE);
+    return lost;
 }

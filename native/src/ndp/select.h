@@ -43,6 +43,12 @@ enum { TASK_PAGES = 64 };
 /* Those before it are scored with the leader's. */
 static inline uint32_t first_own_page(const plan *p) { return p->leader ? p->shared : p->low; }
 
+/* Segments of the sketches' scan are runs of pages of one task: first those that forks share. */
+static inline uint32_t shared_segments(const plan *p) {
+    return p->leader ? (p->shared - p->leader->low + TASK_PAGES - 1) / TASK_PAGES : 0;
+}
+static inline uint32_t sketch_segments(const plan *p) { return shared_segments(p) + p->tasks; }
+
 typedef struct window {
     uint32_t low, pages;         /* the list's queries can see [low, pages) */
     uint32_t sinks;              /* [low, sinks) are forced in */
@@ -50,6 +56,7 @@ typedef struct window {
     uint32_t k;                  /* the most that are chosen */
 } window;
 
+/* ---- select_choose.c ---- */
 /* List `list` of a plan: one query row, or all rows of the sequence. */
 window window_of(const select_job *job, const plan *p, uint64_t list);
 
@@ -76,6 +83,10 @@ static inline uint32_t free_choices(const window *w) {
  * among the wanted. guess: it is hardly below that. ranks: room for all scores. */
 float kth_largest(const float *scores, uint32_t count, uint32_t wanted, float guess,
                   uint32_t *ranks, uint32_t *equal);
+/* Writes the best pages of a list, and their scores, to a row of what the caller gets. ranks and
+ * chosen: room for each page. guess: no page below it is likely to be chosen. */
+int choose_pages(const select_job *job, const plan *p, const window *w, uint64_t row,
+                 const float *scores, float guess, uint32_t *ranks, uint8_t *chosen);
 
 /* ---- select_score.c ---- */
 enum { QUERY_BLOCK = 64 };
@@ -105,6 +116,5 @@ int sketch_score_pages(select_job *job, const plan *p, uint32_t first, uint32_t 
 /* For batch->count * kv_heads items, when all pages are: which tokens may matter. */
 int sketch_cut_task(void *context, uint32_t item);
 /* For the segments of all plans: their keys. */
-uint32_t sketch_segments(const plan *p);
 int sketch_finish_task(void *context, uint32_t item);
 #endif

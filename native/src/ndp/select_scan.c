@@ -1,10 +1,9 @@
 /* Two-stage select, the scan: estimates of all tokens, then the keys of those that may matter.
  *
- * The scan goes by thresholds of a sample, which are a bit low,
- and keeps the tokens that pass. Then
- * all estimates are known, and with them the one of the worst page to be chosen: only tokens that
- * may be above that are scored. Where more passed than there is room for, sketches are read once
- * more. Either way it is the same tokens, on any number of threads.
+ * The scan goes by thresholds of a sample, which are a bit low, and keeps the tokens that pass.
+ * Then all estimates are known, and with them the one of the worst page to be chosen: only tokens
+ * that may be above that are scored. Where more passed than there is room for, sketches are read
+ * once more. Either way it is the same tokens, on any number of threads.
  *
  * Both go by segments, runs of pages of one task, and score all heads of a page one after another:
  * each key lies in a page of memory of its own, and neighbours are translated together. */
@@ -16,12 +15,6 @@
 enum { WAITING_MAX = 64, SCORED_TOGETHER = 16 };
 
 /* ---- segments ---- */
-
-static uint32_t shared_segments(const plan *p) {
-    return p->leader ? (p->shared - p->leader->low + TASK_PAGES - 1) / TASK_PAGES : 0;
-}
-
-uint32_t sketch_segments(const plan *p) { return shared_segments(p) + p->tasks; }
 
 /* Forks have segments of their own, in the leader's tasks. */
 static uint32_t segment_of(const plan *p, uint32_t page) {

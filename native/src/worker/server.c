@@ -74,16 +74,6 @@ struct cxlkv_worker {
     uint64_t looked_ns, served_ns;
 };
 
-request_facts worker_facts(const cxlkv_pool *pool) {
-    const cxlkv_layout *layout = &pool->layout;
-    return (request_facts){.layers = layout->layers, .kv_heads = layout->kv_heads,
-                           .head_dim = layout->head_dim, .page_tokens = layout->page_tokens,
-                           .dtype = layout->dtype, .sketch = layout->sketch,
-                           .value_dim = values_are_keys(layout) ? 0 : layout->value_head_dim,
-                           .page_count = pool->host->page_count,
-                           .part_count = pool->geometry.part_count};
-}
-
 /* ---- tables ---- */
 
 static void table_clear(table *t) {

@@ -63,8 +63,16 @@ void worker_ring(const worker_file *file);
 void worker_sleep(const worker_file *file, uint64_t pause_ns, bool (*again)(void *context),
                   void *context);
 
-/* ---- worker.c ---- */
-request_facts worker_facts(const cxlkv_pool *pool);
+/* What a request is checked against, on both sides. */
+static inline request_facts worker_facts(const cxlkv_pool *pool) {
+    const cxlkv_layout *layout = &pool->layout;
+    return (request_facts){.layers = layout->layers, .kv_heads = layout->kv_heads,
+                           .head_dim = layout->head_dim, .page_tokens = layout->page_tokens,
+                           .dtype = layout->dtype, .sketch = layout->sketch,
+                           .value_dim = values_are_keys(layout) ? 0 : layout->value_head_dim,
+                           .page_count = pool->host->page_count,
+                           .part_count = pool->geometry.part_count};
+}
 
 /* ---- worker_client.c ---- */
 /* The worker drops the pages of a sequence from page_count on, in bounded time: before they are
