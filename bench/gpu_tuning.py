@@ -13,7 +13,7 @@ import torch
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.report import Result
 from cxlkv.errors import UnsupportedError
-from cxlkv.gpu.copying import Copied, Copier
+from cxlkv.gpu.copier import Copied, Copier
 from cxlkv.gpu.driver import driver_of
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.layout import KVLayout

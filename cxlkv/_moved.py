@@ -18,10 +18,13 @@ from typing import cast
 FOLDERS = {
     "machine": "certificate costs",
     "ops": "cli metrics",
-    "tiers": "cold cold_mooncake cold_store near policy prefetch tenants",
+    "tiers": "cold cold_mooncake cold_store near policy prefetch",
 }
 MOVED = {f"cxlkv.{m}": f"cxlkv.{folder}.{m}" for folder, ms in FOLDERS.items() for m in ms.split()}
-MOVED["cxlkv.adapters.base"] = "cxlkv.adapters.common.requests"
+MOVED |= {
+    "cxlkv.adapters.base": "cxlkv.adapters.common.requests",
+    "cxlkv.tenants": "cxlkv.tiers.quota",
+}
 """Old name to new: of what docs/ showed to users."""
 
 

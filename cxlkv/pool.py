@@ -37,7 +37,7 @@ from cxlkv.machine.coherence import (
     parse_sharing,
 )
 from cxlkv.machine.hosts import Host, format_of, hosts_of
-from cxlkv.machine.placing import (
+from cxlkv.machine.placement import (
     CHECK_PAGES,
     OPEN_PAGES,
     check_nodes,
@@ -120,7 +120,7 @@ class CXLPool(Objects, Closing):
         """Make a pool at a path (/dev/shm, hugetlbfs, any file system), on a dax device, or in
         "anonymous:" memory; numa:1 is memory of that NUMA node, numa:1:/dev/shm/my.pool a file
         there, numa:0,1 is interleaved over both, dax:/mnt/my.pool is a file that is there, with the
-        size that it keeps (docs/placing.md).
+        size that it keeps (docs/placement.md).
 
         capacity: bytes or text like "2GiB"; of a device, or a file that is there, also "all".
         checksum: a CRC32C for every piece, made at append and verified on reading. sketch: keys are

@@ -41,7 +41,7 @@ from cxlkv.tiers.cold_file import ColdFile, RecordShape
 from cxlkv.tiers.cold_mooncake import MooncakeTier
 from cxlkv.tiers.compress import Codec
 from cxlkv.tiers.near import NearTier
-from cxlkv.tiers.tenants import Quota
+from cxlkv.tiers.quota import Quota
 from cxlkv.transport import Remote, Server
 
 from .conftest import audit

@@ -21,7 +21,7 @@ from torch import Tensor
 from cxlkv.bench.cases.gpu_attend import TOLERANCE, short
 from cxlkv.bench.gpu_bench import Progress
 from cxlkv.bench.gpu_measure import Timer
-from cxlkv.gpu.copying import Copier
+from cxlkv.gpu.copier import Copier
 from cxlkv.gpu.decode import Decoder
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.kernels.attend import attend

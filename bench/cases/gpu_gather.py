@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cxlkv.bench.gpu_bench import Progress
 from cxlkv.bench.gpu_measure import ROUNDS, Timer
-from cxlkv.gpu.copying import Copier
+from cxlkv.gpu.copier import Copier
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.kernels.copies import copy_fragments
 from cxlkv.layout import KVLayout

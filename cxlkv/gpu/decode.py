@@ -30,11 +30,11 @@ from cxlkv.errors import (
     UnevenError,
 )
 from cxlkv.gpu.driver import driver_of, index_of
-from cxlkv.gpu.failing import gpu_errors
+from cxlkv.gpu.errors import gpu_errors
 from cxlkv.gpu.hot import SlotCounts
 from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.gpu.resident import Resident
-from cxlkv.gpu.selecting import DecodeStats, Selector, Step
+from cxlkv.gpu.selector import DecodeStats, Selector, Step
 from cxlkv.ndp.engine import Budget
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence

@@ -19,7 +19,7 @@ import torch
 
 from cxlkv import _core, room
 from cxlkv.errors import BadArgumentError, ClosedError, OrderError, PoolFullError, UnevenError
-from cxlkv.gpu.copying import Copier, Pieces, merge
+from cxlkv.gpu.copier import Copier, Pieces, merge
 from cxlkv.gpu.driver import index_of
 from cxlkv.kernels.encode import Encoded, encode
 from cxlkv.layout import layer_places

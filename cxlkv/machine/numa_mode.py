@@ -5,7 +5,7 @@
 puts all pools that the program makes on node 1, verified, and keeps all its threads on the CPUs of
 the other nodes. Far is another socket, or a node without CPUs (a true CXL expander); under the
 kernel's numa=fake=2 all is as in earnest but the latency. What remote DRAM does not show of CXL:
-docs/placing.md.
+docs/placement.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from cxlkv.errors import BadArgumentError, UnsupportedError
-from cxlkv.machine.placing import named, parse_nodes
+from cxlkv.machine.placement import named, parse_nodes
 from cxlkv.machine.regions import Place, parse_place
 from cxlkv.machine.topology import NumaNode, probe
 

@@ -20,7 +20,7 @@ from cxlkv.errors import (
     UnsupportedError,
 )
 from cxlkv.machine.devices import dax_devices_of, probe_devices
-from cxlkv.machine.placing import parse_nodes
+from cxlkv.machine.placement import parse_nodes
 from cxlkv.machine.topology import probe
 
 HOST_FOLDER = "/dev/shm"

@@ -35,8 +35,8 @@ from cxlkv.sequence import Hit
 from cxlkv.tiers.cold_file import RecordShape
 from cxlkv.tiers.cold_store import ColdStore, open_cold
 from cxlkv.tiers.near import NearTier
+from cxlkv.tiers.objects import Mask, ObjectMoves
 from cxlkv.tiers.policy import DEFAULT, NONE, Lru, Published, choose, policy_named
-from cxlkv.tiers.restoring import Mask, Restoring
 
 Names = npt.NDArray[np.uint8]
 Pages = npt.NDArray[np.uint32]
@@ -51,7 +51,7 @@ PLACES_MAX = 4096
 log = logging.getLogger("cxlkv")
 
 
-class Tiers(Restoring, Closing):
+class Tiers(ObjectMoves, Closing):
     """What decides which page is where. One for each pool and process; any thread may call it.
 
     near: bytes for copies, or None. cold: a file for records that had to go, of cold_capacity (see

@@ -28,7 +28,7 @@ from cxlkv.errors import (
     WorkerError,
 )
 from cxlkv.gpu.decode import Decoder
-from cxlkv.gpu.failing import gpu_errors
+from cxlkv.gpu.errors import gpu_errors
 from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.gpu.resident import Resident
 from cxlkv.kernels import runtime

@@ -19,7 +19,7 @@ from cxlkv.errors import (
     PoolFullError,
     UnevenError,
 )
-from cxlkv.gpu.copying import Copier
+from cxlkv.gpu.copier import Copier
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.gpu.write import Sent, WriteThrough
 from cxlkv.kernels import crc32c, encode

@@ -19,7 +19,7 @@ import numpy as np
 
 from cxlkv import CXLPool, KVLayout
 from cxlkv.errors import PlacementWarning, UnsupportedError
-from cxlkv.machine.placing import placement_of
+from cxlkv.machine.placement import placement_of
 
 LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=64, dtype="float16")
 CAPACITY_BYTES = 24 << 20
@@ -153,7 +153,7 @@ def emulated(node: int) -> None:
     program = (
         "import os, sys; from tests.support import numa_guest as g; from cxlkv import CXLPool;"
         "from cxlkv.machine import numa_mode as numa;"
-        "from cxlkv.machine.placing import placement_of;"
+        "from cxlkv.machine.placement import placement_of;"
         f"pool = CXLPool.create('anonymous:', layout=g.LAYOUT, capacity={CAPACITY_BYTES});"
         f"g.use(pool); print(numa.label(({node},)), os.sched_getaffinity(0));"
         f"assert placement_of(pool._handle).pages_by_node.keys() == {{{node}}};"

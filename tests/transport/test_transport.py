@@ -40,7 +40,7 @@ from cxlkv.errors import (
     VersionError,
 )
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys
-from cxlkv.transport import Moved, Remote, Server, moving, pull, push, read_secret, wire
+from cxlkv.transport import Moved, Remote, Server, pull, push, read_secret, transfer, wire
 from cxlkv.transport.far import Pieces
 from cxlkv.transport.server import STRANGERS_MAX
 from cxlkv.transport.verbs import Far, VerbsLink
@@ -192,7 +192,7 @@ def test_more_than_a_chunk_moves(
 ) -> None:
     """With a buffer of three records, parents are known across chunks, and order is kept."""
     layout = LAYOUTS["gemma"]
-    for module in ("server", "client", "loopback", "verbs", "moving"):
+    for module in ("server", "client", "loopback", "verbs", "transfer"):
         monkeypatch.setattr(f"cxlkv.transport.{module}.chunk_records", lambda record_bytes: 3)
     with both(folder, link, layout) as (pool, _, remote), local(layout) as here:
         keys = publish(pool, rng)
@@ -1039,7 +1039,7 @@ def test_a_pull_that_waited_in_vain_does_not_wait_again(deadline_s: float, attem
         raise PeerError("nobody there")
 
     with pytest.raises(PeerError, match="nobody"):
-        moving._going_on(attempt, deadline_s)
+        transfer._going_on(attempt, deadline_s)
     assert len(began) == attempts
 
 
@@ -1260,7 +1260,7 @@ def test_a_link_that_flaps_is_mended(
 ) -> None:
     """Broken once in each pull, at many points of it: the prefix arrives whole all the same."""
     layout = LAYOUTS["float32"]
-    for module in ("server", "client", "loopback", "verbs", "moving"):
+    for module in ("server", "client", "loopback", "verbs", "transfer"):
         monkeypatch.setattr(f"cxlkv.transport.{module}.chunk_records", lambda record_bytes: 3)
     with made(folder, link, layout) as pool, serving(pool, link) as server:
         keys = publish(pool, rng)

@@ -30,7 +30,7 @@ from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit, Sequence
 from cxlkv.tiers import Tiers
-from cxlkv.tiers.tenants import Quota
+from cxlkv.tiers.quota import Quota
 
 log = logging.getLogger("cxlkv")
 

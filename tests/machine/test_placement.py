@@ -21,7 +21,7 @@ from cxlkv.errors import (
     SystemCallError,
     UnsupportedError,
 )
-from cxlkv.machine import placing
+from cxlkv.machine import placement
 from cxlkv.machine.regions import Place, parse_place
 
 from ..support import numa_guest
@@ -62,7 +62,7 @@ def test_what_a_place_says() -> None:
 def test_an_anonymous_pool_is_bound_and_read_back() -> None:
     node = nodes_or_skip(1)[0]
     with CXLPool.create(f"numa:{node}", layout=LAYOUT, capacity="16MiB") as pool:
-        found = placing.placement_of(pool._handle)
+        found = placement.placement_of(pool._handle)
         assert (found.policy, found.wanted_nodes) == ("bind", (node,))
         geometry = cast("dict[str, int]", pool.describe()["geometry"])
         pages = -(-geometry["region_bytes"] // found.page_bytes)
@@ -86,7 +86,7 @@ def test_a_file_keeps_its_nodes_for_whoever_opens_it(path: Path) -> None:
         with CXLPool.open(path) as other, CXLPool.open(f"numa:{node}:{path}") as third:
             assert len(other.adopt(sequence.handle)) == 40
             for opened in (other, third):
-                found = placing.placement_of(opened._handle, 1000)
+                found = placement.placement_of(opened._handle, 1000)
                 assert (found.policy, found.wanted_nodes) == ("bind", (node,))
                 assert found.pages_by_node == {node: 1000}
                 assert not found.pages_unseen
@@ -100,12 +100,12 @@ def test_a_file_keeps_its_nodes_for_whoever_opens_it(path: Path) -> None:
 def test_without_a_wish_nothing_is_touched() -> None:
     """describe() of a sparse pool must not take the memory that the pool does not use yet."""
     with CXLPool.create("anonymous:", layout=LAYOUT, capacity="64MiB") as pool:
-        found = placing.placement_of(pool._handle)
+        found = placement.placement_of(pool._handle)
         assert found.policy == "default"
         assert found.wanted_nodes == ()
         if pool.describe()["page_kind"] == "4KiB":
             assert found.pages_unseen > 10_000
-            assert found == placing.placement_of(pool._handle)
+            assert found == placement.placement_of(pool._handle)
 
 
 def test_the_wrong_node_is_told_when_a_pool_is_opened(path: Path) -> None:
@@ -166,31 +166,31 @@ def machine(tmp_path: Path, allowed: str = "0-1", free_kib: int = 4096) -> Path:
 
 def test_a_node_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None:
     root = machine(tmp_path)
-    placing.check_nodes((0, 1), 12 << 20, root)  # 6 MiB of each, page cache included
+    placement.check_nodes((0, 1), 12 << 20, root)  # 6 MiB of each, page cache included
     with pytest.raises(UnsupportedError, match="node 7 is not there; this machine has nodes 0, 1"):
-        placing.check_nodes((7,), 1, root)
+        placement.check_nodes((7,), 1, root)
     with pytest.raises(UnsupportedError, match="node 3 is offline"):
-        placing.check_nodes((3,), 1, root)
+        placement.check_nodes((3,), 1, root)
     with pytest.raises(UnsupportedError, match=r"node 2 has no memory; of this .* nodes 0, 1 have"):
-        placing.check_nodes((0, 2), 1, root)
+        placement.check_nodes((0, 2), 1, root)
     with pytest.raises(MemoryShortError, match="8 MiB wanted on node 1, which has 6 MiB free"):
-        placing.check_nodes((1,), 8 << 20, root)
+        placement.check_nodes((1,), 8 << 20, root)
     with pytest.raises(MemoryShortError, match=r"numa:0,1: 6.5 MiB wanted on node 0"):
-        placing.check_nodes((0, 1), 13 << 20, root)
+        placement.check_nodes((0, 1), 13 << 20, root)
 
 
 def test_a_cpuset_that_forbids_a_node_is_named(tmp_path: Path) -> None:
     with pytest.raises(SystemCallError, match=r"its cpuset allows node 0 .*--cpuset-mems"):
-        placing.check_nodes((1,), 1, machine(tmp_path, allowed="0"))
+        placement.check_nodes((1,), 1, machine(tmp_path, allowed="0"))
 
 
 def test_where_sysfs_is_masked_the_kernel_decides(tmp_path: Path) -> None:
-    placing.check_nodes((5,), 1 << 60, tmp_path)
+    placement.check_nodes((5,), 1 << 60, tmp_path)
     broken = machine(tmp_path)
     for text in ("", "0-", "x", "0--1", "0,"):
         (broken / "sys/devices/system/node/has_memory").write_text(text)
         (broken / "proc/self/status").write_text(f"Mems_allowed_list:\t{text}\n")
-        placing.check_nodes((0,), 1, broken)
+        placement.check_nodes((0,), 1, broken)
 
 
 def test_an_absent_node_is_refused_by_the_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,4 +225,4 @@ def test_a_durable_pool_says_what_its_memory_does_not_keep(path: Path) -> None:
         assert "not a loss of power" in str(described["note"])
     with CXLPool.create("anonymous:", layout=LAYOUT, capacity="16MiB") as pool:
         assert "note" not in pool.describe()
-    assert placing.durable_note("host", "fsdax") == placing.durable_note("host", "devdax") == ""
+    assert placement.durable_note("host", "fsdax") == placement.durable_note("host", "devdax") == ""

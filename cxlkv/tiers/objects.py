@@ -31,7 +31,7 @@ HEADER_BYTES = 64
 SAVED_MAX = 1 << 17
 
 
-class Restoring(ABC):
+class ObjectMoves(ABC):
     """Of Tiers, which has the lock, the counts and the moves."""
 
     pool: CXLPool

@@ -11,7 +11,7 @@ import torch
 
 from cxlkv import CXLPool, KVLayout
 from cxlkv.errors import BadArgumentError, GpuMemoryError
-from cxlkv.gpu.copying import Copier, Direction, Pieces, choose, merge, pieces_of, submit, tuned
+from cxlkv.gpu.copier import Copier, Direction, Pieces, choose, merge, pieces_of, submit, tuned
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.ndp import tuning
 from cxlkv.ndp.tuning import GpuCopyConstants, Tuning

@@ -18,7 +18,7 @@ from cxlkv.errors import BadArgumentError, QuotaError
 from cxlkv.prefix import PageKeys, prefix_keys
 from cxlkv.sequence import Hit
 from cxlkv.tiers import Tiers
-from cxlkv.tiers.tenants import Quota
+from cxlkv.tiers.quota import Quota
 
 PAGE = 4
 LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, page_tokens=PAGE, dtype="float32")
