@@ -26,7 +26,7 @@ import cxlkv
 from cxlkv import Budget, CXLPool, KVLayout, Tiers, forking, object_keys
 from cxlkv.adapters.common.figures import Shown
 from cxlkv.adapters.common.metrics import Counting
-from cxlkv.adapters.lmcache.chunks import Chunks
+from cxlkv.adapters.common.object_cache import ObjectCache
 from cxlkv.adapters.transformers import CXLCache, layout_of
 from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader, Part
 from cxlkv.emulation.link import Link, emulate
@@ -350,9 +350,9 @@ def shown(world: World) -> Subject:
     return Subject(made, use, lambda: None)
 
 
-def chunks_of_lmcache(world: World) -> Subject:
+def object_cache(world: World) -> Subject:
     pool = world.objects()
-    made = Chunks(pool, Counting([], {"pool": "it failed", "changed": "so it did"}))
+    made = ObjectCache(pool, b"", Counting([], {"pool": "it failed", "changed": "so it did"}))
     keys = object_keys(["kept"])
     pool.put("kept", b"bytes")
     return Subject(made, lambda: made.verify(keys), made.close)
@@ -443,7 +443,7 @@ OBJECTS = (
     Row(collectors, "PoolCollector StatsCollector"),
     Row(counting, "Counting"),
     Row(shown, "Shown"),
-    Row(chunks_of_lmcache, "Chunks"),
+    Row(object_cache, "ObjectCache"),
     Row(loads_of_vllm, "Load Loader"),
     Row(a_cache_of_transformers, "CXLCache"),
     Row(a_mailbox, "Mailbox"),
@@ -461,8 +461,8 @@ VALUES = {
 }
 """Of cxlkv.__all__: what is nothing but its fields."""
 ELSEWHERE = {
-    "CXLStorage": "needs LMCache; its Chunks are here",
-    "PoolAllocator": "needs LMCache; its Chunks are here",
+    "CXLStorage": "needs LMCache; its ObjectCache is here",
+    "PoolAllocator": "needs LMCache; its ObjectCache is here",
     "Driver": "needs CUDA, which does not cross a fork: tests/gpu/test_gpu_mapping.py",
 }
 

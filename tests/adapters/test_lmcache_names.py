@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -10,7 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from cxlkv.adapters.lmcache.names import file_name, keys_of, name_of, space_of, words_of
+from cxlkv import object_keys
+from cxlkv.adapters.lmcache.names import file_name, name_of, space_of, words_of
+from cxlkv.prefix import PageKeys
+
+
+def keys_of(keys: Sequence[Key], space: bytes) -> PageKeys:
+    return object_keys([name_of(key) for key in keys], salt=space)
 
 
 @dataclass

@@ -13,8 +13,9 @@ import torch
 
 from cxlkv import CXLPool
 from cxlkv.adapters.common.metrics import Counting
-from cxlkv.adapters.common.object_cache import COUNTS, KINDS
-from cxlkv.adapters.sglang.hits import leading, restorable
+from cxlkv.adapters.common.object_cache import leading
+from cxlkv.adapters.sglang.hits import restorable
+from cxlkv.adapters.sglang.metrics import COUNTS, KINDS
 from cxlkv.adapters.sglang.settings import Settings
 from cxlkv.adapters.sglang.store import MAIN, Rank, Store
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
@@ -217,10 +218,10 @@ def test_whatever_fails_is_a_miss_and_said_once(
     assert engine.store.store(MAIN, KEYS[:1], indices(1)).tolist() == [False]
     engine.store.close()
     assert engine.store.leading(KEYS) == 0
-    assert engine.counting.failures == {"corrupt": 0, "mismatch": 0, "full": 0, "error": 9}
+    assert engine.counting.failures == {"corrupt": 0, "mismatch": 0, "full": 0, "pool": 9}
     assert [one for one in caplog.messages if "could not be used" in one] == [
         "cxlkv: the pool could not be used, so this was a miss, or was not stored: "
-        "BadArgumentError: 0 indices for 2 pages of 4 tokens (said once; counted as error)"
+        "BadArgumentError: 0 indices for 2 pages of 4 tokens (said once; counted as pool)"
     ]
 
 

@@ -50,7 +50,7 @@ def test_the_pool_is_shown_once_a_second(
     monkeypatch.setattr("cxlkv.adapters.common.figures.LOOK_EVERY_S", 0.0)
     storage.counting._next_s.clear()
     one = lent(storage, 1)
-    size, pages = storage.chunks.object_bytes, storage.pool.stats()["pages_total"]
+    size, pages = storage.cache.object_bytes, storage.pool.stats()["pages_total"]
     path = str(storage.pool.path)
     states = {state: shown("pool_bytes", pool=path, state=state) for state in STATES}
     assert states == {"free": (pages - 1) * size, "held": size, "published_only": 0}

@@ -1,118 +1,110 @@
-"""Objects of one size in a pool, as an engine's store needs them: nothing here raises for what a
-pool may do. It is a miss, or not stored, and counted."""
+"""An object cache keeps an engine's blocks in a pool: what a pool may do never raises here.
+
+It is a miss, or not stored, and counted. Tiers are open, so that a full pool evicts what nobody
+holds before it refuses.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core
+from cxlkv import _core, forking
 from cxlkv.adapters.common.metrics import Counting
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
-from cxlkv.objects import ABSENT, DAMAGED, Buffers, Sizes, object_keys
+from cxlkv.objects import ABSENT, DAMAGED, Buffers, Lease, Reserved, Sizes, object_keys
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
 from cxlkv.tiers import Tiers
 
-COUNTS = {
-    "asked_pages": "Pages that the engine asked for, whether they are there",
-    "hit_pages": "Of them, those that were there, from the first on",
-    "loaded_pages": "Pages copied from the pool to the engine",
-    "loaded_bytes": "Bytes copied from the pool to the engine",
-    "stored_pages": "Pages that are new in the pool",
-    "stored_bytes": "Bytes that are new in the pool",
-}
-"""What is counted, by name, with what it means; side pools' pages, too."""
-
-KINDS = {
-    "corrupt": "a page in the pool is damaged: it is computed again, and stored again",
-    "mismatch": "a page in the pool has another size than the engine's: it is computed again, and "
-    "stored again",
-    "full": "the pool has no room, and nothing in it can go, so pages are not stored: give a "
-    "larger capacity",
-    "error": "the pool could not be used, so this was a miss, or was not stored",
-}
-"""Failures, each with what it means."""
-
 Flags = npt.NDArray[np.bool_]
 Given = Buffers | Sequence[object]
 
+_FAULTS = (CXLKVError, OSError)
+
 
 class ObjectCache(Closing):
-    """Names are the engine's; space, 16 bytes, is all else that makes the bytes what they are.
-    object_bytes: of each of them; the pool's may be larger.
+    """Objects by keys. Any thread may call, until close(): then everything is a miss.
 
-    Tiers are open, so that a full pool evicts before it refuses. Any thread may call, until
-    close(): then everything is a miss.
+    space: 16 bytes, everything beside an object's name that makes its bytes. object_bytes: of each
+    object, where all have one size, and one of another size is a miss; the pool's may be larger.
+    None: objects have any size up to the pool's. counting: has the kinds "corrupt", "full" and
+    "pool"; "mismatch" with object_bytes, "large" and "changed" without.
     """
 
-    def __init__(self, pool: CXLPool, space: bytes, object_bytes: int, counting: Counting):
-        self.pool, self._space, self._counting = pool, space, counting
-        self.object_bytes = object_bytes
+    def __init__(
+        self, pool: CXLPool, space: bytes, counting: Counting, object_bytes: int | None = None
+    ):
+        self.pool, self.counting = pool, counting
+        self._space, self._has_one_size = space, object_bytes is not None
+        self.object_bytes = object_bytes or int(pool.layout.object_bytes or 0)
         self._tiers = Tiers(pool)
+        self._file = self._stat()
+        self._scratch: npt.NDArray[np.uint8] | None = None
+        self._scratch_lock = threading.Lock()
+        forking.watch(self)
+
+    def reset_after_fork(self) -> None:
+        self._scratch_lock = threading.Lock()
 
     def keys(self, names: Sequence[str]) -> PageKeys:
         return object_keys(names, salt=self._space)
 
-    def present(self, names: Sequence[str]) -> Flags:
+    def _stat(self) -> os.stat_result | None:
+        try:
+            return os.stat(str(self.pool.path))
+        except OSError:  # it was removed, and its memory lasts
+            return None
+
+    def is_whole(self) -> bool:
+        """Whether the pool's file is as long as it was: else who reads or writes in place would die
+        by a signal. The pool itself needs no such check."""
+        now, then = self._stat(), self._file
+        if now is None or then is None or not os.path.samestat(now, then):
+            return True
+        if now.st_size >= then.st_size:
+            return True
+        self.counting.failed("pool", f"{self.pool.path} was cut short under us: remove it")
+        return False
+
+    # ---- find ----
+
+    def present(self, keys: PageKeys) -> Flags:
         """bool [n]: which of them are there, whole as far as one can see without reading."""
-        keys = self.keys(names)
-        sizes = self._asked(lambda: self.pool.object_sizes(keys), len(keys))
-        self._forget_wrong(keys, sizes)
-        found: Flags = sizes == self.object_bytes
-        return found
+        return self._right(keys, self._asked(lambda: self.pool.object_sizes(keys), len(keys)))
 
-    def load(self, names: Sequence[str], buffers: Given) -> Flags:
-        """Copy them into memory, of each as many bytes as an object has; bool [n]: which are right.
+    def _asked(self, call: Callable[[], Sizes], count: int) -> Sizes:
+        """What `call` says; that all are absent when it fails."""
+        try:
+            return call()
+        except _FAULTS as error:
+            self.counting.failed("pool", error)
+            return np.full(count, ABSENT, np.int64)
 
-        The memory of the others has zeros or what was there.
-        """
-        keys = self.keys(names)
+    def _right(self, keys: PageKeys, sizes: Sizes) -> Flags:
+        """Which sizes are as wanted; the others are forgotten, so that they can be stored again."""
+        there = sizes >= 0
+        right: Flags = there & (sizes == self.object_bytes) if self._has_one_size else there
+        for kind, wrong in (("corrupt", sizes == DAMAGED), ("mismatch", there & ~right)):
+            places = np.flatnonzero(wrong)
+            if len(places):
+                self.counting.failed(kind, f"in {self.pool.path}", len(places))
+                self.forget(PageKeys(keys.packed[places], keys.page_tokens))
+        return right
 
-        def get() -> Sizes:
-            try:
-                return self.pool.get_batch_into(keys, buffers)
-            except BadArgumentError:  # one of another size, perhaps: nothing was copied
-                found = self.pool.object_sizes(keys)
-                if not ((found > 0) & (found != self.object_bytes)).any():
-                    raise
-                self._forget_wrong(keys, found)
-                return self.pool.get_batch_into(keys, buffers)
-
-        sizes = self._asked(get, len(keys))
-        self._forget_wrong(keys, sizes)
-        good: Flags = sizes == self.object_bytes
-        count = int(good.sum())
-        self._counting.add(loaded_pages=count, loaded_bytes=count * self.object_bytes)
-        return good
-
-    def store(self, names: Sequence[str], buffers: Given) -> Flags:
-        """bool [n]: which are in the pool then, those that were there among them.
-
-        Of a pool that has no room for all, those from the first on, as many as half of them, or a
-        quarter, and so on.
-        """
-        keys, count = self.keys(names), len(names)
-        there = np.zeros(count, np.bool_)
-        while count:
-            try:
-                new = self.pool.put_batch(keys[:count], first_of(buffers, count))
-            except PoolFullError as error:
-                if count == len(names):
-                    self._counting.failed("full", error)
-                count //= 2
-                continue
-            except (CXLKVError, OSError) as error:
-                self._counting.failed("error", error)
-                break
-            there[:count] = True
-            added = int(new.sum())
-            self._counting.add(stored_pages=added, stored_bytes=added * self.object_bytes)
-            break
-        return there
+    def forget(self, keys: PageKeys) -> int:
+        """How many were there. Who reads one keeps it until it gives it back."""
+        try:
+            return self.pool.forget(keys)
+        except _FAULTS as error:
+            self.counting.failed("pool", error)
+            return 0
 
     def clear(self) -> None:
         """Take all objects of the pool out, whoever has stored them; readers keep what they read.
@@ -123,38 +115,120 @@ class ObjectCache(Closing):
         pages, generations = rows["page"].copy(), rows["generation"].copy()
         _core.forget_pages(self.pool._handle, pages, generations, False)
 
+    # ---- copies ----
+
+    def load(self, keys: PageKeys, buffers: Given) -> Flags:
+        """Copy them into memory, of each as many bytes as an object has; bool [n]: which are right.
+
+        The memory of the others has zeros or what was there.
+        """
+
+        def get() -> Sizes:
+            try:
+                return self.pool.get_batch_into(keys, buffers)
+            except BadArgumentError:  # one of another size, perhaps: nothing was copied
+                found = self.pool.object_sizes(keys)
+                if not ((found > 0) & (found != self.object_bytes)).any():
+                    raise
+                self._right(keys, found)
+                return self.pool.get_batch_into(keys, buffers)
+
+        return self._right(keys, self._asked(get, len(keys)))
+
+    def put(self, keys: PageKeys, buffers: Given) -> Flags:
+        """Store copies. bool [m]: of those that are in the pool then, from the first on, which are
+        new. In a full pool those get room that come first."""
+        new: list[bool] = []
+        try:
+            return self.pool.put_batch(keys, buffers)
+        except PoolFullError as error:
+            new = self._put_first(keys, buffers)
+            self.counting.failed("full", error, len(keys) - len(new))
+        except BadArgumentError as error:
+            self.counting.failed("pool" if self._has_one_size else "large", error)
+        except _FAULTS as error:
+            self.counting.failed("pool", error)
+        return np.array(new, np.bool_)
+
+    def _put_first(self, keys: PageKeys, buffers: Given) -> list[bool]:
+        """One after the other, until one finds no room: none makes room by one before it."""
+        new: list[bool] = []
+        with ExitStack() as held, suppress(*_FAULTS):
+            for index in range(len(keys)):
+                one = keys[index : index + 1]
+                new += self.pool.put_batch(one, one_of(buffers, index)).tolist()
+                held.enter_context(self.pool.lease(one))
+        return new
+
+    # ---- in place ----
+
+    def lease(self, keys: PageKeys) -> Lease | None:
+        """Hold those that are there and right; None when the pool cannot be asked. What is damaged
+        is forgotten."""
+        if not self.is_whole():
+            return None
+        try:
+            found = self.pool.lease(keys)
+        except _FAULTS as error:
+            self.counting.failed("pool", error)
+            return None
+        self._right(keys, found.sizes)
+        return found
+
+    def reserve(self, sizes: Sequence[int], evict: bool = True) -> Reserved | None:
+        """Room to be written and published, for all or for none."""
+        if max(sizes) > self.object_bytes:
+            self.counting.failed("large", f"{max(sizes)} bytes, pages of {self.object_bytes}")
+            return None
+        if not self.is_whole():
+            return None
+        try:
+            if not evict and self.pool.stats()["pages_free"] < len(sizes):
+                return None
+            return self.pool.reserve(list(sizes))
+        except PoolFullError:
+            return None
+        except _FAULTS as error:
+            self.counting.failed("pool", error)
+            return None
+
+    def publish(self, reserved: Reserved, place: int, key: PageKeys) -> bool:
+        """Whether the object is new."""
+        try:
+            return bool(reserved.publish(key, [place])[0])
+        except _FAULTS as error:
+            self.counting.failed("pool", error)
+            return False
+
+    def verify(self, key: PageKeys) -> None:
+        """Read an object once more, whole: one that has changed is forgotten."""
+        with self._scratch_lock:
+            if self._scratch is None:
+                self._scratch = np.empty(self.object_bytes, np.uint8)
+            scratch = self._scratch
+            sizes = self._asked(lambda: self.pool.get_batch_into(key, [scratch]), 1)
+        if sizes[0] == DAMAGED:
+            self.counting.failed("changed")
+            self.forget(key)
+
     def close(self) -> None:
+        """Raises BusyError while objects are held."""
         self._tiers.close()
         self.pool.close()
 
-    def _asked(self, call: Callable[[], Sizes], count: int) -> Sizes:
-        """What `call` says; that all are absent when it fails."""
-        try:
-            return call()
-        except (CXLKVError, OSError) as error:
-            self._counting.failed("error", error)
-            return np.full(count, ABSENT, np.int64)
 
-    def _forget_wrong(self, keys: PageKeys, sizes: Sizes) -> None:
-        """So that they can be stored again."""
-        for kind, wrong in (
-            ("corrupt", sizes == DAMAGED),
-            ("mismatch", (sizes >= 0) & (sizes != self.object_bytes)),
-        ):
-            places = np.flatnonzero(wrong)
-            if not len(places):
-                continue
-            self._counting.failed(kind, f"in {self.pool.path}", len(places))
-            try:
-                self.pool.forget(PageKeys(keys.packed[places], keys.page_tokens))
-            except (CXLKVError, OSError) as error:
-                self._counting.failed("error", error)
+def leading(there: Flags) -> int:
+    """How many are true, from the first on."""
+    return len(there) if there.all() else int(np.argmin(there))
 
 
-def first_of(buffers: Given, count: int) -> Given:
-    """The memory of the first `count` objects."""
+def one_of(buffers: Given, index: int) -> Given:
+    """The memory of one of the objects."""
     if not isinstance(buffers, Buffers):
-        return buffers[:count]
-    starts = None if buffers.starts is None else np.asarray(buffers.starts)[: count + 1]
-    end = count if starts is None else int(starts[-1])
-    return Buffers(np.asarray(buffers.addresses)[:end], np.asarray(buffers.sizes)[:end], starts)
+        return buffers[index : index + 1]
+    starts = buffers.starts
+    first, last = (index, index + 1) if starts is None else np.asarray(starts)[index : index + 2]
+    some = slice(int(first), int(last))
+    return Buffers(
+        np.asarray(buffers.addresses)[some], np.asarray(buffers.sizes)[some], [0, int(last - first)]
+    )

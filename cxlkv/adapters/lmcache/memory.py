@@ -26,8 +26,8 @@ from lmcache.v1.memory_management import (
 )
 
 from cxlkv import forking
+from cxlkv.adapters.common.object_cache import ObjectCache
 from cxlkv.adapters.lmcache import form
-from cxlkv.adapters.lmcache.chunks import Chunks
 from cxlkv.adapters.lmcache.form import Form
 from cxlkv.errors import CXLKVError
 from cxlkv.objects import Lease, Reserved
@@ -67,11 +67,11 @@ class PoolObject(TensorMemoryObj):
         size = self.get_size()
         described = form.encode(form_of(self), size)
         if size + len(described) != len(self.memory):
-            allocator.chunks.counting.failed("unsupported", f"{size} bytes of {len(self.memory)}")
+            allocator.cache.counting.failed("unsupported", f"{size} bytes of {len(self.memory)}")
             return False
         self.memory[size:] = np.frombuffer(described, np.uint8)
         self.key = key
-        return bool(allocator.chunks.publish(self.held, self.place, key))
+        return bool(allocator.cache.publish(self.held, self.place, key))
 
 
 class _Bytes:
@@ -114,9 +114,9 @@ class PoolAllocator(MemoryAllocatorInterface):
     object soon, and must not wait."""
 
     def __init__(
-        self, chunks: Chunks, fits: Callable[[Form], bool], audit: Callable[[PageKeys], None]
+        self, cache: ObjectCache, fits: Callable[[Form], bool], audit: Callable[[PageKeys], None]
     ):
-        self.chunks, self.lock = chunks, threading.RLock()
+        self.cache, self.lock = cache, threading.RLock()
         self.pinned: dict[CacheEngineKey, PoolObject] = {}
         self.out = 0  # objects that LMCache has
         self._fits, self._audit = fits, audit
@@ -177,17 +177,17 @@ class PoolAllocator(MemoryAllocatorInterface):
             return None
         while True:
             before = self._freed
-            reserved = self.chunks.reserve(sizes, evict)
+            reserved = self.cache.reserve(sizes, evict)
             left_s = until_s - time.monotonic()
             if reserved is not None:
                 return reserved
-            if left_s <= 0 or max(sizes) > self.chunks.object_bytes:
+            if left_s <= 0 or max(sizes) > self.cache.object_bytes:
                 break
             with self.lock:
                 if self._freed == before:
                     self._room.wait(min(left_s, LOOK_S))
-        if evict and max(sizes) <= self.chunks.object_bytes:
-            self.chunks.counting.failed("full", f"{len(sizes)} objects wanted", len(sizes))
+        if evict and max(sizes) <= self.cache.object_bytes:
+            self.cache.counting.failed("full", f"{len(sizes)} objects wanted", len(sizes))
         return None
 
     # ---- to be read ----
@@ -210,7 +210,7 @@ class PoolAllocator(MemoryAllocatorInterface):
 
     def _lease(self, keys: PageKeys) -> list[PoolObject | None]:
         """Objects without a reference, for the caller to count one, or to free."""
-        lease = self.chunks.lease(keys) if len(keys) else None
+        lease = self.cache.lease(keys) if len(keys) else None
         if lease is None:
             return [None] * len(keys)
         found = [self._leased(lease, place, keys[place : place + 1]) for place in range(len(lease))]
@@ -227,8 +227,8 @@ class PoolAllocator(MemoryAllocatorInterface):
         if about and described and self._fits(described[0]):
             return PoolObject(lease, place, about, self, key)
         lease.release_one(place)
-        self.chunks.counting.failed("mismatch", described[0] if described else "no form at all")
-        self.chunks.forget(key)  # so that a right one can be stored
+        self.cache.counting.failed("mismatch", described[0] if described else "no form at all")
+        self.cache.forget(key)  # so that a right one can be stored
         return None
 
     # ---- pins ----
@@ -281,7 +281,7 @@ class PoolAllocator(MemoryAllocatorInterface):
             try:
                 memory_obj.held.release_one(memory_obj.place)
             except CXLKVError as error:
-                self.chunks.counting.failed("pool", error)
+                self.cache.counting.failed("pool", error)
             self._freed += 1
             self._room.notify_all()
         if memory_obj.key is not None and next(self._sealed_freed) % AUDIT_EVERY == 0:
@@ -299,7 +299,7 @@ class PoolAllocator(MemoryAllocatorInterface):
     def memcheck(self) -> bool:
         """LMCache asks for the health of its memory."""
         try:
-            return self.chunks.pool.check()["clean"]
+            return self.cache.pool.check()["clean"]
         except (CXLKVError, OSError) as error:
-            self.chunks.counting.failed("pool", error)
+            self.cache.counting.failed("pool", error)
             return False

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from cxlkv.adapters.common.keys import namespace, weights_of
-from cxlkv.objects import object_keys
-from cxlkv.prefix import PageKeys
 
 
 class Key(Protocol):
@@ -32,10 +30,6 @@ def name_of(key: Key) -> str:
     layer = getattr(key, "layer_id", None)
     where = (key.model_name, key.world_size, key.worker_id)
     return repr((*where, key.chunk_hash, str(key.dtype), key.tags, layer))
-
-
-def keys_of(keys: Iterable[Key], space: bytes) -> PageKeys:
-    return object_keys([name_of(key) for key in keys], salt=space)
 
 
 def words_of(metadata: object, config: object, version: str) -> dict[str, object]:

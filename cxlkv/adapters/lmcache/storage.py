@@ -34,8 +34,8 @@ from cxlkv import forking
 from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.figures import Shown
 from cxlkv.adapters.common.metrics import log
+from cxlkv.adapters.common.object_cache import ObjectCache, leading
 from cxlkv.adapters.lmcache import form, names
-from cxlkv.adapters.lmcache.chunks import Chunks
 from cxlkv.adapters.lmcache.form import Form
 from cxlkv.adapters.lmcache.memory import PoolAllocator, PoolObject, form_of
 from cxlkv.adapters.lmcache.metrics import COUNTS, KINDS, PREFIX
@@ -79,7 +79,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         usual = MemoryFormat.KV_T2D if config.use_layerwise else MemoryFormat.KV_2LTD
         self._fmt = MemoryFormat.KV_MLA_FMT if metadata.use_mla else usual
         self._words = names.words_of(metadata, config, lmcache_version)
-        self._space = names.space_of(self._words, self.settings.salt)
+        space = names.space_of(self._words, self.settings.salt)
         # LMCache's own are made first: they set where figures of several processes are kept.
         labels = PrometheusLogger.GetOrCreate(metadata, config=config).labels
         shown = {name: str(value) for name, value in labels.items()}
@@ -90,7 +90,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         except CXLKVError:
             self.pool.close()
             raise
-        self.chunks = Chunks(self.pool, self.counting)
+        self.cache = ObjectCache(self.pool, space, self.counting)
         self.allocator = self.initialize_allocator(config, metadata)
         self._putting: dict[CacheEngineKey, bool] = {}  # whether it is still wanted
         self._put_lock = threading.Lock()
@@ -137,7 +137,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         return Mapping(self.pool, torch.device(self.dst_device))
 
     def _keys(self, keys: Sequence[CacheEngineKey]) -> PageKeys:
-        return names.keys_of(keys, self._space)
+        return self.cache.keys([names.name_of(key) for key in keys])
 
     def _fits(self, found: Form) -> bool:
         """Whether LMCache would have made it so: else a reader of another shape would get it."""
@@ -157,7 +157,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
     def initialize_allocator(
         self, config: LMCacheEngineConfig, metadata: LMCacheMetadata
     ) -> PoolAllocator:
-        return PoolAllocator(self.chunks, self._fits, self._verify_soon)
+        return PoolAllocator(self.cache, self._fits, self._verify_soon)
 
     def get_memory_allocator(self) -> PoolAllocator:
         return self.allocator
@@ -245,7 +245,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         with self._put_lock:
             unwanted = [key for key, _ in chosen if not self._putting.pop(key)]
         if unwanted:
-            self.chunks.forget(self._keys(unwanted))
+            self.cache.forget(self._keys(unwanted))
         for _, one in chosen:
             one.ref_count_down()
         for (key, _), is_new in zip(chosen, new, strict=False):
@@ -260,7 +260,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         """In place what lies in the pool, by copies what does not; which are new."""
         packed = self._keys([key for key, _ in chosen])
         new = [False] * len(chosen)
-        if not self.chunks.is_whole():
+        if not self.cache.is_whole():
             return new
         others: list[int] = []
         buffers: list[list[object]] = []
@@ -271,8 +271,8 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
                 others.append(index)
                 buffers.append(memory)
         if others:
-            found = self.chunks.put(PageKeys(packed.packed[others], 1), buffers)
-            for index, is_new in zip(others, found, strict=True):
+            found = self.cache.put(PageKeys(packed.packed[others], 1), buffers).tolist()
+            for index, is_new in zip(others, found, strict=False):
                 new[index] = is_new
             self.counting.add(copied_objects=sum(found))
         sizes = [one.get_size() for (_, one), is_new in zip(chosen, new, strict=True) if is_new]
@@ -305,7 +305,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         if self._closed or not keys:
             return 0
         packed = self._keys(keys)
-        there = self.chunks.present(packed)
+        there = leading(self.cache.present(packed))
         # Of a chunk's layers LMCache takes pins off only if all are there.
         layers = isinstance(keys[0], LayerCacheEngineKey)
         if not pin or not there or (layers and there < len(keys)):
@@ -394,7 +394,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         if self._closed or not chosen:
             return len(pending)
         self.allocator.unpin_all(chosen)
-        return min(len(keys), self.chunks.forget(self._keys(chosen)) + len(pending))
+        return min(len(keys), self.cache.forget(self._keys(chosen)) + len(pending))
 
     def touch_cache(self) -> None:
         """The pool counts uses by itself."""
@@ -403,7 +403,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
 
     def _verify_soon(self, key: PageKeys) -> None:
         with suppress(RuntimeError):  # it is closed
-            self._puts.submit(self.chunks.verify, key)
+            self._puts.submit(self.cache.verify, key)
 
     def close(self) -> None:
         """Ends what is being put. Objects that LMCache has still keep the pool's memory in place,
@@ -415,7 +415,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         self._puts.shutdown()
         self.allocator.unpin_all(list(self.allocator.pinned))
         try:
-            self.chunks.close()
+            self.cache.close()
         except BusyError:
             log.warning("cxlkv: LMCache has %d objects of the pool still", self.allocator.out)
         except (CXLKVError, OSError) as error:

@@ -8,11 +8,6 @@ import numpy.typing as npt
 from cxlkv.adapters.common.object_cache import Flags
 
 
-def leading(there: Flags) -> int:
-    """How many are true, from the first on."""
-    return len(there) if there.all() else int(np.argmin(there))
-
-
 def restorable(there: Flags, trailing: int | None = None) -> Flags:
     """bool [n + 1]: whether a host pool can restore the first i of n pages.
 

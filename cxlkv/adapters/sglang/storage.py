@@ -23,17 +23,15 @@ from sglang.srt.runtime_context import get_server_args
 
 from cxlkv.adapters.common.figures import Shown
 from cxlkv.adapters.common.metrics import Counting
-from cxlkv.adapters.common.object_cache import COUNTS, KINDS
 from cxlkv.adapters.sglang import names
 from cxlkv.adapters.sglang.host import Memory
+from cxlkv.adapters.sglang.metrics import COUNTS, KINDS, PREFIX
 from cxlkv.adapters.sglang.settings import check_version, is_zero_copy, read_settings
 from cxlkv.adapters.sglang.store import MAIN, Rank, Store
 
 if TYPE_CHECKING:
     from sglang.srt.observability.metrics_collector import StorageMetrics
 
-PREFIX = "sglang:cxlkv_"
-"""Of our figures beside SGLang's own."""
 LABELS = ("model_name", "tp_rank", "pp_rank", "dp_rank")
 
 

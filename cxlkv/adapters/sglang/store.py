@@ -17,9 +17,9 @@ import torch
 
 from cxlkv.adapters.common import pools, startup
 from cxlkv.adapters.common.metrics import Counting
-from cxlkv.adapters.common.object_cache import Flags, ObjectCache
+from cxlkv.adapters.common.object_cache import Flags, Given, ObjectCache, leading
 from cxlkv.adapters.sglang import names
-from cxlkv.adapters.sglang.hits import leading, restorable
+from cxlkv.adapters.sglang.hits import restorable
 from cxlkv.adapters.sglang.host import HostMemory, Memory
 from cxlkv.adapters.sglang.names import Config, Shards, Words
 from cxlkv.adapters.sglang.settings import Settings
@@ -29,11 +29,11 @@ from cxlkv.errors import BadArgumentError, CXLKVError
 from cxlkv.layout import KVLayout
 from cxlkv.machine.regions import ALL, parse_place
 from cxlkv.pool import CXLPool
+from cxlkv.prefix import PageKeys
 
 MAIN = "kv"
 """The host pool of K and V; SGLang's PoolName.KV."""
-Call = Callable[[ObjectCache, list[str]], Flags]
-"""Of a cache, and the names of objects on it."""
+Call = Callable[[ObjectCache, PageKeys], Flags]
 
 MOVES_MAX = 1024
 """That nobody takes: older ones are dropped."""
@@ -152,7 +152,7 @@ class Store(Closing):
         pool, made = pools.make_or_open(path, layout, capacity)
         salt = self._rank.settings.salt
         space = names.space_of(self._rank.engine, memory.words(), shards, salt)
-        self._caches[name] = ObjectCache(pool, space, memory.object_bytes, self._counting)
+        self._caches[name] = ObjectCache(pool, space, self._counting, memory.object_bytes)
         if name == MAIN:
             self._say(pool, made)
         pool.prefault(background=True)  # else the first pages that are stored pay for it
@@ -196,31 +196,19 @@ class Store(Closing):
 
     def load(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> Flags:
         """Copy pages into the host pool of this name; bool [n]: which are right."""
-
-        def copy(cache: ObjectCache, objects: list[str]) -> Flags:
-            return cache.load(objects, self._parts[name].memory.buffers(len(keys), indices))
-
-        return self._moved(name, keys, copy, self._loads)
+        return self._loaded(name, keys, lambda: self._buffers(name, keys, indices))
 
     def store(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> Flags:
         """bool [n]: which pages of the host pool of this name are stored then."""
-
-        def copy(cache: ObjectCache, objects: list[str]) -> Flags:
-            return cache.store(objects, self._parts[name].memory.buffers(len(keys), indices))
-
-        return self._moved(name, keys, copy, self._stores)
+        return self._stored(name, keys, lambda: self._buffers(name, keys, indices))
 
     def load_copies(self, keys: Sequence[str], targets: Sequence[torch.Tensor]) -> Flags:
         """load() of K and V, to memory that SGLang copies pages from."""
-        return self._moved(MAIN, keys, lambda cache, names: cache.load(names, targets), self._loads)
+        return self._loaded(MAIN, keys, lambda: targets)
 
     def store_copies(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> Flags:
         """store() of K and V, from memory that SGLang has copied pages to."""
-
-        def copy(cache: ObjectCache, objects: list[str]) -> Flags:
-            return cache.store(objects, [page.contiguous() for page in pages])
-
-        return self._moved(MAIN, keys, copy, self._stores)
+        return self._stored(MAIN, keys, lambda: [page.contiguous() for page in pages])
 
     def clear(self) -> None:
         """Take all pages of this model out, of all its ranks and tenants."""
@@ -228,7 +216,7 @@ class Store(Closing):
             try:
                 cache.clear()
             except (CXLKVError, OSError) as error:
-                self._counting.failed("error", error)
+                self._counting.failed("pool", error)
 
     def take_moves(self) -> tuple[list[Move], list[Move]]:
         """Loads and stores of K and V since the last call."""
@@ -244,6 +232,30 @@ class Store(Closing):
         if name not in self._caches:
             raise BadArgumentError(f"nobody stores pages of the host pool {name}")
         return self._caches[name]
+
+    def _buffers(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> Given:
+        return self._parts[name].memory.buffers(len(keys), indices)
+
+    def _loaded(self, name: str, keys: Sequence[str], memory: Callable[[], Given]) -> Flags:
+        def load(cache: ObjectCache, objects: PageKeys) -> Flags:
+            good = cache.load(objects, memory())
+            self._count("loaded", good, cache)
+            return good
+
+        return self._moved(name, keys, load, self._loads)
+
+    def _stored(self, name: str, keys: Sequence[str], memory: Callable[[], Given]) -> Flags:
+        def put(cache: ObjectCache, objects: PageKeys) -> Flags:
+            new = cache.put(objects, memory())
+            self._count("stored", new, cache)
+            there: Flags = np.arange(len(objects)) < len(new)
+            return there
+
+        return self._moved(name, keys, put, self._stores)
+
+    def _count(self, what: str, objects: Flags, cache: ObjectCache) -> None:
+        count = int(objects.sum())
+        self._counting.add(**{f"{what}_pages": count, f"{what}_bytes": count * cache.object_bytes})
 
     def _moved(self, name: str, keys: Sequence[str], copy: Call, moves: deque[Move]) -> Flags:
         begin_s = time.perf_counter()
@@ -262,9 +274,9 @@ class Store(Closing):
         any reason."""
         try:
             cache, part = self.cache(name), self._parts[name]
-            return part.pages(call(cache, part.names(keys)))
+            return part.pages(call(cache, cache.keys(part.names(keys))))
         except Exception as error:  # SGLang's own, too: its threads must not end
-            self._counting.failed("error", f"{type(error).__name__}: {error}")
+            self._counting.failed("pool", f"{type(error).__name__}: {error}")
             return np.zeros(len(keys), np.bool_)
 
 

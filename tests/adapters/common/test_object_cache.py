@@ -1,22 +1,33 @@
-"""An object cache, as SGLang's store uses it: the suite of all stores, without the engine."""
+"""The object cache: the suite of all stores without an engine, and what it leases and reserves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import pytest
 
-from cxlkv import Buffers, CXLPool, KVLayout
+from cxlkv import Buffers, CXLPool, KVLayout, object_keys
 from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.keys import namespace
 from cxlkv.adapters.common.metrics import Counting
-from cxlkv.adapters.common.object_cache import COUNTS, KINDS, ObjectCache
+from cxlkv.adapters.common.object_cache import ObjectCache, leading
+from cxlkv.errors import BusyError
+from cxlkv.objects import ABSENT
 from cxlkv.prefix import PageKeys
 
 from ...support.stores import CAPACITY, Payload, StoreSuite
 
-SIZE = 96 << 10
+SIZE, BYTES = 96 << 10, 64 << 10
+SPACE = bytes(range(16))
+KINDS = ("corrupt", "mismatch", "full", "pool", "large", "changed")
+
+
+def counting() -> Counting:
+    return Counting([], {kind: f"it is {kind}" for kind in KINDS})
 
 
 class ObjectCacheDriver:
@@ -30,9 +41,9 @@ class ObjectCacheDriver:
         path = pools.path_for(where, f"{model}.pool")
         layout = KVLayout.objects(self.payload_bytes)
         pool, _ = pools.make_or_open(path, layout, capacity)
-        self.counting = Counting(COUNTS, KINDS)
+        self.counting = counting()
         space = namespace({"model": model, "salt": salt})
-        self.cache = ObjectCache(pool, space, self.payload_bytes, self.counting)
+        self.cache = ObjectCache(pool, space, self.counting, self.payload_bytes)
 
     @property
     def pool(self) -> CXLPool:
@@ -49,16 +60,16 @@ class ObjectCacheDriver:
         return Buffers(addresses.reshape(-1), sizes, np.arange(0, addresses.size + 1, 4))
 
     def store(self, names: Sequence[str], payloads: Sequence[Payload]) -> list[bool]:
-        found: list[bool] = self.cache.store(names, self.buffers(payloads)).tolist()
-        return found
+        new = self.cache.put(self.keys(names), self.buffers(payloads))
+        return [place < len(new) for place in range(len(names))]
 
     def load(self, names: Sequence[str]) -> list[Payload | None]:
         memory = [np.full(self.payload_bytes, 7, np.uint8) for _ in names]
-        good = self.cache.load(names, self.buffers(memory))
+        good = self.cache.load(self.keys(names), self.buffers(memory))
         return [one if right else None for one, right in zip(memory, good, strict=True)]
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        found: list[bool] = self.cache.present(names).tolist()
+        found: list[bool] = self.cache.present(self.keys(names)).tolist()
         return found
 
     def failures(self) -> Mapping[str, int]:
@@ -70,3 +81,169 @@ class ObjectCacheDriver:
 
 class TestObjectCache(StoreSuite):
     driver = ObjectCacheDriver
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[ObjectCache]:
+    """Of objects of any size."""
+    path = tmp_path / "a.pool"
+    pool = CXLPool.create(path, layout=KVLayout.objects(BYTES), capacity="8MiB", threads=1)
+    made = ObjectCache(pool, SPACE, counting())
+    yield made
+    if pool.path is not None and made.counting.failures["pool"] == 0:
+        assert pool.stats()["pages_held"] == 0
+        assert pool.check(deep=True)["clean"]
+    made.close()
+
+
+def keys(*names: str) -> PageKeys:
+    return object_keys(names, salt=SPACE)
+
+
+def value(seed: int, size: int = BYTES) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def put(cache: ObjectCache, *names: str) -> list[bool]:
+    found: list[bool] = cache.put(keys(*names), [[value(len(name))] for name in names]).tolist()
+    return found
+
+
+def test_what_was_put_is_leased_where_it_lies(cache: ObjectCache) -> None:
+    assert put(cache, "a", "bb") == [True, True]
+    assert put(cache, "a", "ccc") == [False, True]
+    lease = cache.lease(keys("bb", "none", "a"))
+    assert lease is not None
+    assert lease.sizes.tolist() == [BYTES, ABSENT, BYTES]
+    assert np.array_equal(np.asarray(lease.views[0]), value(2))
+    lease.release()
+    assert not cache.counting.failures.total()
+
+
+def test_what_is_present(cache: ObjectCache) -> None:
+    put(cache, "a", "bb", "dddd")
+    there = cache.present(keys("a", "bb", "ccc", "dddd"))
+    assert there.tolist() == [True, True, False, True]
+    assert [leading(there), leading(there[:2]), leading(there[:0])] == [2, 2, 0]
+    assert len(cache.present(keys())) == 0
+
+
+def test_what_is_damaged_is_forgotten_and_can_be_put_again(cache: ObjectCache) -> None:
+    path = cache.pool.path
+    put(cache, "a", "bb")
+    lease = cache.lease(keys("a"))
+    assert lease is not None
+    address = int(lease.addresses[0])
+    lease.release()
+    with CXLPool.open(str(path), threads=1) as other:
+        found = other.lease(keys("a", "bb"))
+        assert found.views[1] is not None
+        found.release()
+        write_at(address, 0)  # by this process, whose look at it is over
+    fresh = ObjectCache(CXLPool.open(str(path), threads=1), SPACE, counting())
+    leased = fresh.lease(keys("a", "bb"))
+    assert leased is not None
+    assert [view is None for view in leased.views] == [True, False]
+    leased.release()
+    assert fresh.counting.failures["corrupt"] == 1
+    assert put(fresh, "a") == [True]
+    fresh.close()
+
+
+def write_at(address: int, offset: int) -> None:
+    """A byte of the pool's memory, as whoever got its address could."""
+    one = ctypes.c_ubyte.from_address(address + offset)
+    one.value ^= 1
+
+
+def test_what_changed_after_it_was_published_is_found_by_verify(cache: ObjectCache) -> None:
+    put(cache, "a", "bb")
+    lease = cache.lease(keys("a"))
+    assert lease is not None
+    cache.verify(keys("a"))
+    assert cache.counting.failures["changed"] == 0
+    write_at(int(lease.addresses[0]), 100)
+    cache.verify(keys("a"))
+    cache.verify(keys("bb"))
+    assert cache.counting.failures["changed"] == 1
+    assert not cache.present(keys("a"))
+    lease.release()
+
+
+def test_a_reservation_is_published_in_place(cache: ObjectCache) -> None:
+    reserved = cache.reserve([BYTES, 100])
+    assert reserved is not None
+    view = reserved.views[1]
+    assert view is not None
+    view[:] = value(3, 100).data
+    assert not cache.present(keys("a"))
+    assert cache.publish(reserved, 1, keys("a"))
+    assert not cache.publish(reserved, 0, keys("a"))
+    reserved.release()
+    out = np.zeros(100, np.uint8)
+    assert cache.pool.get_batch_into(keys("a"), [out]).tolist() == [100]
+    assert np.array_equal(out, value(3, 100))
+
+
+def test_a_full_pool_evicts_what_nobody_holds(cache: ObjectCache) -> None:
+    total = cache.pool.stats()["pages_total"]
+    names = [str(i) for i in range(2 * total)]
+    for name in names:
+        assert put(cache, name) == [True]
+    assert cache.present(keys(names[-1]))
+    assert cache.pool.stats()["pages_total"] == total
+    assert cache.counting.failures["full"] == 0
+
+
+def test_a_pool_full_of_what_is_held_refuses(cache: ObjectCache) -> None:
+    total = cache.pool.stats()["pages_total"]
+    reserved = cache.reserve([1] * (total - 2))
+    assert reserved is not None
+    assert cache.reserve([1] * 3) is None
+    assert put(cache, "a", "bb", "ccc") == [True, True], "the first ones"
+    assert cache.counting.failures["full"] == 1
+    lease = cache.lease(keys("a", "bb"))
+    assert put(cache, "dddd") == []
+    assert lease is not None
+    lease.release()
+    assert cache.reserve([1], evict=False) is None
+    assert put(cache, "dddd") == [True]
+    reserved.release()
+
+
+def test_wrong_sizes_are_refused(cache: ObjectCache) -> None:
+    assert cache.reserve([BYTES + 1]) is None
+    assert len(cache.put(keys("a"), [[value(1, BYTES), b"x"]])) == 0
+    assert cache.counting.failures["large"] == 2
+
+
+def test_removed_while_it_is_read(cache: ObjectCache) -> None:
+    put(cache, "a")
+    lease = cache.lease(keys("a"))
+    assert lease is not None
+    assert cache.forget(keys("a")) == 1
+    assert cache.forget(keys("a")) == 0
+    assert put(cache, "a") == [True]
+    assert np.array_equal(np.asarray(lease.views[0]), value(1))
+    lease.release()
+
+
+def test_a_pool_that_is_gone_is_a_miss(
+    cache: ObjectCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(cache, "a")
+    held = cache.reserve([1])
+    assert held is not None
+    with pytest.raises(BusyError):
+        cache.close()
+    held.release()
+    cache.close()
+    assert not cache.present(keys("a"))
+    assert cache.lease(keys("a")) is None
+    assert cache.reserve([1]) is None
+    assert put(cache, "a", "bb") == []
+    assert cache.forget(keys("a")) == 0
+    cache.verify(keys("a"))
+    assert cache.counting.failures["pool"] == 6
+    assert len(caplog.records) == 1
+    assert "closed" in caplog.text
