@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import numpy as np
 
 from cxlkv import _core
@@ -12,15 +16,37 @@ from cxlkv.pool import CXLPool
 
 
 class CountingLibrary:
-    """Stands before the C library and counts what is called."""
+    """Stands before the C library and counts the calls of its functions by name."""
 
     def __init__(self, library: object):
         self.library = library
-        self.calls = 0
+        self.calls: Counter[str] = Counter()
 
     def __getattr__(self, name: str) -> object:
-        self.calls += 1
-        return getattr(self.library, name)
+        found = getattr(self.library, name)
+        if not callable(found):
+            return found
+
+        def call(*arguments: object) -> object:
+            self.calls[name] += 1
+            return found(*arguments)
+
+        return call
+
+
+@contextmanager
+def counted_calls() -> Iterator[Counter[str]]:
+    """Calls into C while the block lasts: it stands before the library in the whole binding."""
+    lib = getattr(_core.base, "lib")  # noqa: B009
+    counting = CountingLibrary(lib)
+    sections = [part for part in vars(_core).values() if getattr(part, "lib", None) is lib]
+    try:
+        for section in sections:
+            setattr(section, "lib", counting)  # noqa: B010
+        yield counting.calls
+    finally:
+        for section in sections:
+            setattr(section, "lib", lib)  # noqa: B010
 
 
 def run(result: Result, layers: int = 4, counts: tuple[int, ...] = (1, 64)) -> None:
@@ -40,18 +66,13 @@ def count_calls(pool: CXLPool, rng: np.random.Generator, layers: int, count: int
     context = rng.standard_normal((100 * count, 2, 64), np.float32)
     for layer in range(layers):
         batch.append(layer, context, context, np.arange(count + 1) * 100)
-    counting = CountingLibrary(getattr(_core, "lib"))  # noqa: B009
     for step in range(2):
         token = rng.standard_normal((count, 2, 64), np.float32)
         query = rng.standard_normal((count, 8, 64), np.float32)
         starts = np.arange(count + 1, dtype=np.int32)
-        if step == 1:
-            setattr(_core, "lib", counting)  # noqa: B010
-        try:
+        with counted_calls() if step == 1 else nullcontext(Counter[str]()) as calls:
             for layer in range(layers):
                 batch.append(layer, token, token, starts)
                 picked = batch.select(layer, query, starts, Budget(pages=4))
                 batch.attend(layer, query, starts, picked)
-        finally:
-            setattr(_core, "lib", counting.library)  # noqa: B010
-    return counting.calls
+    return calls.total()

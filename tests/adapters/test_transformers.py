@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
@@ -28,9 +27,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from cxlkv import Budget, CXLPool, Selection, _core
-from cxlkv._native import lib
+from cxlkv import Budget, CXLPool, Selection
 from cxlkv.adapters.transformers import CXLCache, LayerStep, budgets, layout_of
+from cxlkv.bench.cases.calling import counted_calls
 from cxlkv.errors import BadArgumentError, GeometryError, PoolFullError, UnsupportedError
 
 from ..support.small_models import VOCABULARY_SIZE, Generates, close, prompts
@@ -518,32 +517,12 @@ def test_live_kv_in_a_step_is_at_most_the_selected_pages_and_the_tail(
     assert cache.counters.bytes_scored == rows * tokens * pool.layout.token_bytes // 2
 
 
-class CountingLib:
-    """The C library, counting the calls of its functions by name."""
-
-    def __init__(self, lib: object) -> None:
-        self._lib = lib
-        self.calls: Counter[str] = Counter()
-
-    def __getattr__(self, name: str) -> object:
-        found = getattr(self._lib, name)
-        if not callable(found):
-            return found
-
-        def call(*arguments: object) -> object:
-            self.calls[name] += 1
-            return found(*arguments)
-
-        return call
-
-
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("near", [True, False])
 def test_a_step_makes_three_calls_a_layer_for_any_number_of_sequences(
     llama: PreTrainedModel,
     pool: CXLPool,
-    monkeypatch: pytest.MonkeyPatch,
     rows: int,
     padded: bool,
     near: bool,
@@ -554,13 +533,11 @@ def test_a_step_makes_three_calls_a_layer_for_any_number_of_sequences(
     run(llama, ids[:, :-6], cache, mask[:, :-6])
     run(llama, ids[:, -6:-5], cache, mask[:, :-5])  # learns how long the lists are
     for last in range(315, 320):
-        counting = CountingLib(lib)
-        with monkeypatch.context() as patch:
-            patch.setattr(_core, "lib", counting)
+        with counted_calls() as calls:
             run(llama, ids[:, last : last + 1], cache, mask[:, : last + 1])
         third = "cxlkv_batch_attend" if near else "cxlkv_batch_fetch"
         wanted = {"cxlkv_batch_append", "cxlkv_batch_select", third}
-        assert counting.calls == dict.fromkeys(wanted, LAYERS)
+        assert calls == dict.fromkeys(wanted, LAYERS)
 
 
 def test_a_share_is_no_budget() -> None:

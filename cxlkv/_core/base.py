@@ -1,0 +1,176 @@
+"""What every section of the binding needs: errors, what the core makes, arrays as pointers."""
+
+from __future__ import annotations
+
+import errno
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import errors
+from cxlkv._core import abi
+from cxlkv._native import ffi, lib
+
+abi.check(lib)  # before anything of the core is used
+
+FORMAT_VERSION: int = lib.CXLKV_FORMAT_VERSION
+_EXCEPTIONS: Mapping[int, type[errors.CXLKVError]] = {
+    lib.CXLKV_E_NOT_A_POOL: errors.NotAPoolError,
+    lib.CXLKV_E_VERSION: errors.VersionError,
+    lib.CXLKV_E_GEOMETRY: errors.GeometryError,
+    lib.CXLKV_E_CORRUPT: errors.CorruptError,
+    lib.CXLKV_E_TRUNCATED: errors.TruncatedError,
+    lib.CXLKV_E_POOL_EXISTS: errors.PoolExistsError,
+    lib.CXLKV_E_POOL_FULL: errors.PoolFullError,
+    lib.CXLKV_E_STALE: errors.StaleError,
+    lib.CXLKV_E_CLOSED: errors.ClosedError,
+    lib.CXLKV_E_RELEASED: errors.ReleasedError,
+    lib.CXLKV_E_ORDER: errors.OrderError,
+    lib.CXLKV_E_UNEVEN: errors.UnevenError,
+    lib.CXLKV_E_POISON: errors.PoisonError,
+    lib.CXLKV_E_BUSY: errors.BusyError,
+    lib.CXLKV_E_TIMEOUT: errors.LockTimeoutError,
+    lib.CXLKV_E_PROCESSES: errors.BusyError,
+    lib.CXLKV_E_ARGUMENT: errors.BadArgumentError,
+    lib.CXLKV_E_FENCED: errors.FencedError,
+    lib.CXLKV_E_HOST: errors.HostError,
+    lib.CXLKV_E_WORKER: errors.WorkerError,
+    errno.ETIMEDOUT: errors.PeerError,
+    errno.ECANCELED: errors.PeerError,
+    errno.ENOENT: errors.PoolMissingError,
+    errno.ENOMEM: errors.MemoryShortError,
+    errno.ENOSPC: errors.MemoryShortError,
+}
+E_ROOM: int = -lib.CXLKV_E_ROOM
+E_STALE: int = -lib.CXLKV_E_STALE
+E_CORRUPT: int = -lib.CXLKV_E_CORRUPT
+E_GEOMETRY: int = -lib.CXLKV_E_GEOMETRY
+E_BUSY: int = -lib.CXLKV_E_BUSY
+HASH_BYTES = 16
+VISIBILITY_MODES = ("coherent", "fast", "strict")  # by the core's number
+_BYTES = ffi.typeof("uint8_t *")
+
+Handle = Any  # a cffi pointer to an opaque struct of the core
+Made = TypeVar("Made")
+Pages = npt.NDArray[np.int32]
+Starts = npt.NDArray[np.int32]
+Sizes = npt.NDArray[np.int64]
+Units = npt.NDArray[np.int64]
+Addresses = npt.NDArray[np.uint64]
+Hashes = npt.NDArray[np.uint8]
+
+
+def check(code: int) -> int:
+    """`code` if it is >= 0, else the exception that its number stands for."""
+    if code >= 0:
+        return code
+    text = ffi.string(lib.cxlkv_error_text()).decode(errors="replace")
+    raise _EXCEPTIONS.get(-code, errors.SystemCallError)(text)
+
+
+def new_place(kind: str, destroy: Any, size: int = 0) -> Any:
+    """Where a call of the core puts the object that it makes: a pointer, NULL before.
+
+    It has its destructor before the call. An interrupt (Ctrl-C) may come behind any bytecode: were
+    the pointer taken out first and given a destructor then, one in between would leave an object
+    that nobody can release. The destructor is a function of the core, in which none can come.
+    """
+    return ffi.gc(ffi.new(kind), destroy, size)
+
+
+def handle_of(place: Any) -> Handle:
+    """The object at a place, which lives as long as the handle, or until ffi.release().
+
+    The handle's destructor is a comparison: it does nothing, and belongs to the place, which is so
+    kept for as long as the handle. (Of what does nothing and holds a reference it is the fastest.)
+    """
+    return ffi.gc(place[0], place.__eq__)
+
+
+def keep(into: list[Made], make: Callable[..., Made], *arguments: Any) -> None:
+    """into.append(make(*arguments)), of a function in C: no interrupt comes between the two.
+
+    Python asks for signals between bytecodes, and this is one call. Who looks into the list in a
+    `finally` knows whether something was made that is to be given back.
+    """
+    into.extend(map(make, *((argument,) for argument in arguments)))
+
+
+def version() -> str:
+    """The version of the C core."""
+    return str(ffi.string(lib.cxlkv_version()).decode())
+
+
+def isa() -> str:
+    """The instruction set that scoring uses now: "serial", "avx2", "avx512_bf16", "neon" ..."""
+    return str(ffi.string(lib.cxlkv_isa_name()).decode())
+
+
+def isa_force(name: str) -> None:
+    """Force one of them for this process, or "auto"; raises UnsupportedError when CPU or build lack
+    it, BadArgumentError when there is none of that name."""
+    code = lib.cxlkv_isa_force(name.encode())
+    if code == -errno.ENOTSUP:
+        raise errors.UnsupportedError(ffi.string(lib.cxlkv_error_text()).decode())
+    check(code)
+
+
+def crc32c(data: bytes | npt.NDArray[np.uint8], crc: int = 0) -> int:
+    """CRC32C (Castagnoli) of `data`, continuing from `crc`."""
+    buffer = ffi.from_buffer(data)
+    return int(lib.cxlkv_crc32c(crc, buffer, len(buffer)))
+
+
+def fields_of(struct: Any) -> dict[str, int]:
+    fields = ffi.typeof(struct).item.fields
+    return {name: int(getattr(struct, name)) for name, _ in fields if name != "reserved"}
+
+
+def numbers_of(struct: Any) -> dict[str, int]:
+    fields = ffi.typeof(struct).fields
+    return {
+        name: int(getattr(struct, name))
+        for name, field in fields
+        if field.type.kind == "primitive" and name != "reserved"
+    }
+
+
+def state_folder() -> int:
+    """A descriptor of this user's folder of host states, which other users cannot enter."""
+    return int(check(lib.cxlkv_state_folder()))
+
+
+def view_of(
+    address: int, size: int, kept: tuple[object, ...]
+) -> tuple[memoryview, weakref.ref[object]]:
+    """Of memory that lasts as long as what is `kept`; and a reference to its buffer."""
+    # As handle_of() does: it compares two pointers with a third, when the memory has no view left.
+    memory = ffi.buffer(ffi.gc(ffi.cast(_BYTES, address), kept.__contains__), size)
+    return memoryview(memory), weakref.ref(memory)
+
+
+def flat(kind: str, array: npt.NDArray[Any], writable: bool = False) -> Any:
+    return ffi.from_buffer(f"{kind}[]", array, writable)
+
+
+def int32s(array: npt.NDArray[np.int32], writable: bool = False) -> Any:
+    return ffi.from_buffer("int32_t[]", array, writable)
+
+
+def int64s(array: Units, writable: bool = False) -> Any:
+    return ffi.from_buffer("int64_t[]", array, writable)
+
+
+def word_wait(address: int, old: int, timeout_s: float) -> tuple[bool, int]:
+    """Waits for another value than `old` at an address that stays mapped: (whether it came, it)."""
+    found = ffi.new("int64_t *")
+    word = ffi.cast("int64_t *", address)
+    return check(lib.cxlkv_word_wait(word, old, timeout_s, found)) == 1, int(found[0])
+
+
+def word_store(address: int, value: int) -> None:
+    """Stores it after all that was written before."""
+    check(lib.cxlkv_word_store(ffi.cast("int64_t *", address), value))

@@ -1,0 +1,258 @@
+"""The binding of batches: append, select, fetch and attend, one call for all sequences."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import errors
+from cxlkv._core.base import (
+    E_ROOM,
+    Handle,
+    Pages,
+    Starts,
+    Units,
+    check,
+    handle_of,
+    int32s,
+    int64s,
+    new_place,
+)
+from cxlkv._native import ffi, lib
+from cxlkv.arrays import View
+
+_local = threading.local()
+
+
+class _Arguments:
+    """A thread's structs for arguments: filled and used within one call, so never shared."""
+
+    def __init__(self) -> None:
+        self.keys = ffi.new("cxlkv_rows *")
+        self.values = ffi.new("cxlkv_rows *")
+        self.select = ffi.new("cxlkv_select_args *")
+        self.fetch = ffi.new("cxlkv_fetch_args *")
+        self.attend = ffi.new("cxlkv_attend_args *")
+
+
+def _arguments() -> _Arguments:
+    try:
+        return _local.arguments  # type: ignore[no-any-return]
+    except AttributeError:
+        _local.arguments = _Arguments()
+        return _local.arguments  # type: ignore[no-any-return]
+
+
+def _fill_rows(struct: Any, view: View) -> None:
+    struct.data = ffi.cast("void *", view.address)
+    struct.stride_bytes = view.strides
+    struct.dtype = view.dtype
+
+
+def batch_create(pool: Handle, sequences: Sequence[Handle]) -> Handle:
+    out = new_place("cxlkv_batch **", lib.cxlkv_batch_destroy_at)
+    check(lib.cxlkv_batch_create(pool, len(sequences), list(sequences), out))
+    return handle_of(out)
+
+
+def batch_append(
+    batch: Handle, layer: int, keys: View, values: View | None, starts: Starts, rewind: int
+) -> int:
+    """values is None when they are a prefix of the keys; rewind -1: none given."""
+    arguments = _arguments()
+    _fill_rows(arguments.keys, keys)
+    value_rows = ffi.NULL
+    if values is not None:
+        value_rows = arguments.values
+        _fill_rows(value_rows, values)
+    return check(
+        lib.cxlkv_batch_append(batch, layer, arguments.keys, value_rows, int32s(starts), rewind)
+    )
+
+
+def _fill_blocks(keys: View, values: View | None, starts: Starts, blocks: Starts) -> Any:
+    """A cxlkv_blocks of [block_count, kv_heads, block_tokens, dim], and what must stay alive."""
+    struct = ffi.new("cxlkv_blocks *")
+    struct.keys = ffi.cast("void *", keys.address)
+    struct.key_stride_bytes = keys.strides[:2]
+    if values is not None:
+        struct.values = ffi.cast("void *", values.address)
+        struct.value_stride_bytes = values.strides[:2]
+    struct.block_count, struct.block_tokens = keys.shape[0], keys.shape[2]
+    struct.dtype = keys.dtype
+    kept = struct.starts, struct.blocks = int32s(starts), int32s(blocks)
+    return struct, kept
+
+
+def batch_append_blocks(
+    batch: Handle,
+    layer: int,
+    keys: View,
+    values: View | None,
+    blocks: Starts,
+    starts: Starts,
+    rewind: int,
+) -> int:
+    """Of keys and values the last two axes are contiguous; starts[-1] is len(blocks)."""
+    struct, kept = _fill_blocks(keys, values, starts, blocks)
+    code = check(lib.cxlkv_batch_append_blocks(batch, layer, struct, rewind))
+    del kept
+    return code
+
+
+def batch_fetch_blocks(
+    batch: Handle,
+    layer: int,
+    keys: View,
+    values: View | None,
+    blocks: Starts,
+    starts: Starts,
+    first: Starts,
+) -> int:
+    """The same, as targets. Errors say in `good` how far each sequence is right."""
+    struct, kept = _fill_blocks(keys, values, starts, blocks)
+    good = np.zeros(len(first), np.int32)
+    code = lib.cxlkv_batch_fetch_blocks(batch, layer, struct, int32s(first), int32s(good, True))
+    del kept
+    try:
+        return check(code)
+    except errors.CXLKVError as error:
+        error.good = tuple(good.tolist())
+        raise
+
+
+def batch_attach(
+    batch: Handle,
+    starts: Starts,
+    pages: npt.NDArray[np.uint32],
+    checksums: npt.NDArray[np.uint32] | None,
+    rewind: int,
+    verify: bool,
+) -> int:
+    """pages [parts, n] and checksums [layers, n, kv_heads, 4] are contiguous; rewind -1: none."""
+    args = ffi.new("cxlkv_attach_args *")
+    args.starts = int32s(starts)
+    args.pages = given = ffi.from_buffer("uint32_t[]", pages)
+    sums = ffi.NULL if checksums is None else ffi.from_buffer("uint32_t[]", checksums)
+    args.checksums = sums
+    args.rewind, args.verify = rewind, int(verify)
+    code = check(lib.cxlkv_batch_attach(batch, args))
+    del given, sums  # until now they keep the arrays alive
+    return code
+
+
+def budgets(rows: Sequence[tuple[int, int, float, int, int]]) -> Any:
+    """An array of cxlkv_budget from (kind, pages, amount, sinks, recent)."""
+    return ffi.new("cxlkv_budget[]", list(rows))
+
+
+def batch_select(
+    batch: Handle,
+    layer: int,
+    queries: View,
+    starts: Starts,
+    budget_array: Any,
+    codes: tuple[int, int, int],
+    scale: float,
+    errors: float,
+    pages_min: int,
+    pages: Pages,
+    scores: npt.NDArray[np.float32],
+    counts: npt.NDArray[np.int32],
+) -> tuple[int, int, Any]:
+    """Fills the three arrays; returns (code, k, the call's struct). code is E_ROOM when pages is
+    too small for k, and then nothing was scored. codes is (method, union, per)."""
+    args = _arguments().select
+    _fill_rows(args.queries, queries)
+    args.layer, args.q_heads = layer, queries.shape[1]
+    args.budgets, args.budget_count = budget_array, len(budget_array)
+    args.method, args.union_over, args.per = codes
+    args.scale, args.errors, args.pages_min = scale, errors, pages_min
+    args.capacity = pages.size
+    kept = (int32s(starts), int32s(pages, True), int32s(counts, True))
+    args.starts, args.pages, args.counts = kept
+    kept_scores = ffi.from_buffer("float[]", scores, True)
+    args.scores = kept_scores
+    code = lib.cxlkv_batch_select(batch, args)
+    if code < 0 and code != E_ROOM:
+        check(code)
+    return code, args.k, args
+
+
+def _fill_picked(struct: Any, picked: tuple[Pages, int] | None) -> Any:
+    """picked is ([lists, kv_heads, k], per); returns what must stay alive during the call."""
+    if picked is None:
+        struct.pages = ffi.NULL
+        return None
+    pages, per = picked
+    kept = int32s(pages)
+    struct.pages, struct.lists, struct.k, struct.per = kept, pages.shape[0], pages.shape[2], per
+    return kept
+
+
+def batch_fetch(
+    batch: Handle,
+    layer: int,
+    picked: tuple[Pages, int] | None,
+    starts: Starts | None,
+    keys: tuple[int, int],
+    values: tuple[int, int],
+) -> tuple[int, int]:
+    """Fills (address, bytes) of keys and values; returns (code, k), code E_ROOM when too small."""
+    args = _arguments().fetch
+    kept = _fill_picked(args.picked, picked)
+    kept_starts = ffi.NULL if starts is None else int32s(starts)
+    args.layer, args.starts = layer, kept_starts
+    args.keys, args.key_capacity_bytes = ffi.cast("void *", keys[0]), keys[1]
+    args.values, args.value_capacity_bytes = ffi.cast("void *", values[0]), values[1]
+    code = lib.cxlkv_batch_fetch(batch, args)
+    del kept
+    if code < 0 and code != E_ROOM:
+        check(code)
+    return code, args.k
+
+
+def batch_verify(batch: Handle, layer: int, picked: tuple[Pages, int]) -> None:
+    struct = ffi.new("cxlkv_picked *")
+    kept = _fill_picked(struct, picked)
+    check(lib.cxlkv_batch_verify(batch, layer, struct))
+    del kept
+
+
+def batch_attend(
+    batch: Handle,
+    layer: int,
+    queries: View,
+    starts: Starts,
+    picked: tuple[Pages, int] | None,
+    scale: float,
+    softcap: float,
+    out_address: int,
+    lse: View,
+) -> int:
+    """Fills out and lse; returns the bytes of K and V that were read."""
+    args = _arguments().attend
+    _fill_rows(args.queries, queries)
+    kept = _fill_picked(args.picked, picked)
+    kept_starts = int32s(starts)
+    args.layer, args.q_heads, args.starts = layer, queries.shape[1], kept_starts
+    args.scale, args.softcap = scale, softcap
+    args.out = ffi.cast("void *", out_address)
+    args.lse = ffi.cast("float *", lse.address)
+    code = lib.cxlkv_batch_attend(batch, args)
+    del kept
+    return check(code)
+
+
+def batch_units(batch: Handle, layer: int, picked: tuple[Pages, int], starts: Starts) -> Units:
+    """The units of chosen pages, in their shape; -1 for what cannot be promoted."""
+    struct = ffi.new("cxlkv_picked *")
+    kept = _fill_picked(struct, picked)
+    units = np.empty(picked[0].shape, np.int64)
+    check(lib.cxlkv_batch_units(batch, layer, struct, int32s(starts), int64s(units, True)))
+    del kept
+    return units

@@ -1,0 +1,147 @@
+"""The binding of objects and their leases: the pool stores them under keys of 16 bytes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv._core.base import (
+    HASH_BYTES,
+    Addresses,
+    Handle,
+    Hashes,
+    Sizes,
+    check,
+    handle_of,
+    int32s,
+    int64s,
+    new_place,
+    view_of,
+)
+from cxlkv._native import ffi, lib
+
+ABSENT: int = lib.CXLKV_OBJECT_ABSENT
+DAMAGED: int = lib.CXLKV_OBJECT_DAMAGED
+
+
+def object_keys(names: bytes, ends: Addresses, root: bytes) -> Hashes:
+    """Of the names that end at `ends` in `names`: [n, HASH_BYTES]."""
+    keys = np.empty((len(ends), HASH_BYTES), np.uint8)
+    given = ffi.from_buffer("uint64_t[]", ends)
+    out = ffi.from_buffer("uint8_t[]", keys, True)
+    check(lib.cxlkv_object_keys(names, given, len(ends), root, out))
+    return keys
+
+
+def _buffers(addresses: Addresses, sizes: Addresses, starts: Addresses | None) -> Any:
+    """A cxlkv_buffers, and what must stay alive."""
+    struct = ffi.new("cxlkv_buffers *")
+    kept = struct.addresses, struct.sizes, struct.starts = (
+        ffi.from_buffer("uint64_t[]", addresses),
+        ffi.from_buffer("uint64_t[]", sizes),
+        ffi.NULL if starts is None else ffi.from_buffer("uint64_t[]", starts),
+    )
+    return struct, kept
+
+
+def objects_put(
+    pool: Handle, keys: bytes, addresses: Addresses, sizes: Addresses, starts: Addresses | None
+) -> npt.NDArray[np.int32]:
+    """0 for each object that is new, RECORD_PRESENT for the others."""
+    codes = np.empty(len(keys) // HASH_BYTES, np.int32)
+    struct, kept = _buffers(addresses, sizes, starts)
+    check(lib.cxlkv_objects_put(pool, len(codes), keys, struct, int32s(codes, True)))
+    del kept
+    return codes
+
+
+def objects_get(
+    pool: Handle, keys: bytes, addresses: Addresses, sizes: Addresses, starts: Addresses | None
+) -> Sizes:
+    """Bytes of each object, ABSENT or DAMAGED."""
+    got = np.empty(len(keys) // HASH_BYTES, np.int64)
+    struct, kept = _buffers(addresses, sizes, starts)
+    check(lib.cxlkv_objects_get(pool, len(got), keys, struct, int64s(got, True)))
+    del kept
+    return got
+
+
+def objects_sizes(pool: Handle, keys: bytes) -> Sizes:
+    got = np.empty(len(keys) // HASH_BYTES, np.int64)
+    check(lib.cxlkv_objects_sizes(pool, len(got), keys, int64s(got, True)))
+    return got
+
+
+def objects_ranges(pool: Handle, keys: bytes, ranges: Addresses, address: int, size: int) -> Sizes:
+    """ranges is uint64 [m, 4]: object, offset, bytes, target in the memory at `address`."""
+    got = np.empty(len(ranges), np.int64)
+    given = ffi.cast("cxlkv_range *", ffi.from_buffer(ranges))
+    to = ffi.cast("uint8_t *", address)
+    count = len(keys) // HASH_BYTES
+    check(
+        lib.cxlkv_objects_ranges(pool, count, keys, len(ranges), given, to, size, int64s(got, True))
+    )
+    return got
+
+
+def lease_take(pool: Handle, keys: bytes) -> tuple[Handle, Addresses, Sizes]:
+    """The lease, and of each object its address, 0 where there is none, and its size."""
+    count = len(keys) // HASH_BYTES
+    addresses, sizes = np.zeros(count, np.uint64), np.empty(count, np.int64)
+    out = new_place("cxlkv_lease **", lib.cxlkv_lease_destroy_at)
+    at = ffi.from_buffer("uint64_t[]", addresses, True)
+    check(lib.cxlkv_lease_take(pool, count, keys, at, int64s(sizes, True), out))
+    return handle_of(out), addresses, sizes
+
+
+def lease_reserve(pool: Handle, sizes: Addresses) -> tuple[Handle, Addresses]:
+    """The lease, and the address of each page."""
+    addresses = np.zeros(len(sizes), np.uint64)
+    out = new_place("cxlkv_lease **", lib.cxlkv_lease_destroy_at)
+    at = ffi.from_buffer("uint64_t[]", addresses, True)
+    given = ffi.from_buffer("uint64_t[]", sizes)
+    check(lib.cxlkv_lease_reserve(pool, len(sizes), given, at, out))
+    return handle_of(out), addresses
+
+
+def lease_views(
+    pool: Handle, lease: Handle, places: Sequence[tuple[int, int]], writable: bool
+) -> tuple[list[memoryview | None], list[weakref.ref[object] | None]]:
+    """Of each (address, bytes) its memory, None at address 0; and a reference by which it can be
+    told whether somebody has a view of it still, or of a part of it, in whatever form.
+
+    Each keeps the lease, and the pool, which would be unmapped when nobody has it any more.
+    """
+    views: list[memoryview | None] = []
+    memories: list[weakref.ref[object] | None] = []
+    for address, size in places:
+        view = reference = None
+        if address:
+            view, reference = view_of(address, size, (pool, lease))
+            if not writable:
+                view = view.toreadonly()
+        views.append(view)
+        memories.append(reference)
+    return views, memories
+
+
+def lease_publish(
+    lease: Handle, places: npt.NDArray[np.uint32], keys: bytes
+) -> npt.NDArray[np.int32]:
+    """As objects_put()."""
+    codes = np.empty(len(places), np.int32)
+    given = ffi.from_buffer("uint32_t[]", places)
+    check(lib.cxlkv_lease_publish(lease, len(places), given, keys, int32s(codes, True)))
+    return codes
+
+
+def lease_release(lease: Handle, places: npt.NDArray[np.uint32] | None) -> None:
+    """None: all. Of a closed pool nothing is left to give back."""
+    given = ffi.NULL if places is None else ffi.from_buffer("uint32_t[]", places)
+    code = lib.cxlkv_lease_release(lease, 0 if places is None else len(places), given)
+    if code != -lib.CXLKV_E_CLOSED:
+        check(code)

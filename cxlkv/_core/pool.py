@@ -1,0 +1,201 @@
+"""The binding of pools: make, open, describe and map them, and take pages of them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv._core.base import Handle, check, fields_of, handle_of, new_place, view_of
+from cxlkv._native import ffi, lib
+from cxlkv.layout import STORED, VALUES, KVLayout, LayerGroup
+
+
+def _layout_struct(layout: KVLayout, checksum: bool, sketch: bool) -> Any:
+    shape = layout.shape
+    made = ffi.new("cxlkv_layout *")
+    made.layers, made.kv_heads = layout.layers, shape.kv_heads
+    made.head_dim, made.value_head_dim = shape.head_dim, layout.value_head_dim
+    made.page_tokens = layout.page_tokens
+    made.dtype = STORED.index(shape.dtype)
+    made.values = VALUES.index(shape.values)
+    made.group_count = len(layout.groups)
+    made.windows = [group.window or 0 for group in layout.groups]
+    made.group_of = list(layout.order)
+    made.checksum, made.sketch = int(checksum), int(sketch)
+    made.shard = list(layout.shard)
+    made.model_id = layout.model_id.encode()
+    return made
+
+
+def _host_struct(host: tuple[int, bool, float] | None) -> Any:
+    if host is None:
+        return ffi.NULL
+    return ffi.new("cxlkv_host *", {"number": host[0], "certified": host[1], "lease_s": host[2]})
+
+
+def pool_place() -> Any:
+    """For a pool that is to be made: who is interrupted finds it there."""
+    return new_place("cxlkv_pool **", lib.cxlkv_pool_destroy_at)
+
+
+def pool_unmake(place: Any, path: str | None) -> None:
+    """Closes and removes the pool that was made there, if one was."""
+    if place[0] != ffi.NULL:
+        lib.cxlkv_pool_close(place[0])
+        if path is not None:
+            lib.cxlkv_pool_remove(path.encode())
+
+
+def pool_create(
+    path: str | None,
+    layout: KVLayout,
+    checksum: bool,
+    sketch: bool,
+    sharing: tuple[int, int, int],
+    capacity_bytes: int,
+    force: bool,
+    host: tuple[int, bool, float] | None,
+    nodes: int = 0,
+    in_place: bool = False,
+    out: Any = None,
+    replace: bool = False,
+) -> Handle:
+    """sharing is (kind, durable, hosts), host (number, certified, lease_s); nodes bit by node; out
+    is a pool_place()."""
+    out = pool_place() if out is None else out
+    where = ffi.NULL if path is None else ffi.new("char[]", path.encode())
+    flags = lib.CXLKV_CREATE_FORCE if force else 0
+    flags |= lib.CXLKV_CREATE_IN_PLACE if in_place else 0
+    flags |= lib.CXLKV_CREATE_REPLACE if replace else 0
+    described = _layout_struct(layout, checksum, sketch)
+    shared = ffi.new(
+        "cxlkv_sharing *", dict(zip(("kind", "durable", "hosts"), sharing, strict=True))
+    )
+    own = _host_struct(host)
+    check(
+        lib.cxlkv_pool_create_at(where, described, shared, capacity_bytes, flags, own, nodes, out)
+    )
+    return handle_of(out)
+
+
+def pool_open(path: str, host: tuple[int, bool, float] | None) -> Handle:
+    out = pool_place()
+    check(lib.cxlkv_pool_open(path.encode(), _host_struct(host), out))
+    return handle_of(out)
+
+
+def pool_close(pool: Handle) -> None:
+    check(lib.cxlkv_pool_close(pool))
+
+
+def pool_may_close(pool: Handle) -> None:
+    check(lib.cxlkv_pool_may_close(pool))
+
+
+def pool_format(pool: Handle) -> dict[str, int]:
+    """A cxlkv_format."""
+    got = ffi.new("cxlkv_format *")
+    check(lib.cxlkv_pool_format(pool, got))
+    return fields_of(got)
+
+
+def pool_layout(pool: Handle) -> tuple[KVLayout, bool, bool]:
+    """The pool's layout, and whether its pieces have checksums, and its keys sketches."""
+    got = ffi.new("cxlkv_layout *")
+    check(lib.cxlkv_pool_layout(pool, got))
+    order = list(got.group_of)[: got.layers]
+    groups = [
+        LayerGroup(
+            layers=order.count(index),
+            kv_heads=got.kv_heads,
+            head_dim=got.head_dim,
+            value_head_dim=got.value_head_dim,
+            dtype=STORED[got.dtype],
+            window=got.windows[index] or None,
+            values=VALUES[got.values],
+        )
+        for index in range(got.group_count)
+    ]
+    layout = KVLayout.of(
+        groups,
+        order,
+        page_tokens=got.page_tokens,
+        shard=(got.shard[0], got.shard[1], got.shard[2], got.shard[3]),
+        model_id=ffi.string(got.model_id).decode(errors="replace"),
+    )
+    return layout, bool(got.checksum), bool(got.sketch)
+
+
+def pool_sharing(pool: Handle) -> tuple[int, int, int]:
+    """(kind, durable, hosts), as pool_create() takes them."""
+    got = ffi.new("cxlkv_sharing *")
+    check(lib.cxlkv_pool_sharing(pool, got))
+    return got.kind, got.durable, got.hosts
+
+
+def pool_geometry(pool: Handle) -> dict[str, int]:
+    got = ffi.new("cxlkv_geometry *")
+    check(lib.cxlkv_pool_geometry(pool, got))
+    return fields_of(got)
+
+
+def pool_identity(pool: Handle) -> str:
+    got = ffi.new("uint8_t[16]")
+    check(lib.cxlkv_pool_identity(pool, got))
+    return bytes(ffi.buffer(got)).hex()
+
+
+def pool_stats(pool: Handle) -> dict[str, int]:
+    got = ffi.new("cxlkv_stats *")
+    check(lib.cxlkv_pool_stats(pool, got))
+    return fields_of(got)
+
+
+def pool_page_kind(pool: Handle) -> str:
+    return str(ffi.string(lib.cxlkv_pool_page_kind(pool)).decode())
+
+
+def pool_placed(pool: Handle, pages_max: int) -> tuple[dict[str, int], list[int]]:
+    """The numbers of a cxlkv_placed, and its pages by node."""
+    got = ffi.new("cxlkv_placed *")
+    check(lib.cxlkv_pool_placed(pool, pages_max, got))
+    names = ("policy", "wanted_nodes", "page_bytes", "pages_unseen", "pages_elsewhere")
+    return {name: int(getattr(got, name)) for name in names}, list(got.pages_on)
+
+
+def pool_set_threads(pool: Handle, threads: int) -> None:
+    check(lib.cxlkv_pool_set_threads(pool, threads))
+
+
+def count_audit(pool: Handle, recall: float, mass: float) -> None:
+    check(lib.cxlkv_pool_count_audit(pool, recall, mass))
+
+
+def pages_alloc(pool: Handle, pages: npt.NDArray[np.uint32]) -> None:
+    """Fills `pages`, all of them; what raises leaves them as they were."""
+    check(lib.cxlkv_pages_alloc(pool, len(pages), ffi.from_buffer("uint32_t[]", pages, True)))
+
+
+def pages_free(pool: Handle, pages: npt.NDArray[np.uint32]) -> None:
+    check(lib.cxlkv_pages_free(pool, len(pages), ffi.from_buffer("uint32_t[]", pages)))
+
+
+def pool_prefault(pool: Handle, offset: int, size: int) -> int:
+    """Brings so many bytes of the region into memory; returns the next offset."""
+    return check(lib.cxlkv_pool_prefault(pool, offset, size))
+
+
+def pool_memory(pool: Handle) -> tuple[int, int]:
+    """(address, bytes) of the region in this process, until the pool is closed."""
+    address = ffi.new("uint64_t *")
+    size = check(lib.cxlkv_pool_memory(pool, address))
+    return int(address[0]), size
+
+
+def pool_view(pool: Handle) -> tuple[memoryview, weakref.ref[object]]:
+    """The region, which keeps the pool open; and a reference that is dead once the view, its
+    slices, and the arrays made of it are all gone."""
+    return view_of(*pool_memory(pool), (pool,))

@@ -1,0 +1,145 @@
+"""The binding of the prefix index: keys, publish, match, forget, scrub and pin."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import errors
+from cxlkv._core.base import HASH_BYTES, Handle, Hashes, check, flat, handle_of, int32s, new_place
+from cxlkv._core.pool import pool_geometry
+from cxlkv._native import ffi, lib
+
+KEYS_CHAINED: int = lib.CXLKV_KEYS_CHAINED
+KEYS_CONTENT: int = lib.CXLKV_KEYS_CONTENT
+PAGE_HELD: int = lib.CXLKV_PAGE_HELD
+NO_PAGE = 2**32 - 1
+TokenIds = npt.NDArray[np.int64]
+Codes = npt.NDArray[np.int32]
+Names = npt.NDArray[np.uint8]  # [count, 16]: hashes under which pages are published
+
+
+def page_keys(ids: TokenIds, page_tokens: int, kind: int, root: bytes) -> Hashes:
+    """[pages, HASH_BYTES]"""
+    keys = np.empty((len(ids) // page_tokens, HASH_BYTES), np.uint8)
+    out = ffi.from_buffer("uint8_t[]", keys, True)
+    given = ffi.from_buffer("int64_t[]", ids)
+    check(lib.cxlkv_page_keys(given, len(ids), page_tokens, kind, root, out))
+    return keys
+
+
+def tail_keys(ids: TokenIds, before: bytes) -> Hashes:
+    """Of the first 1, 2 ... of these ids."""
+    keys = np.empty((len(ids), HASH_BYTES), np.uint8)
+    out = ffi.from_buffer("uint8_t[]", keys, True)
+    check(lib.cxlkv_tail_keys(ffi.from_buffer("int64_t[]", ids), len(ids), before, out))
+    return keys
+
+
+def publish(sequence: Handle, hashes: bytes, tokens_per_key: int, content: bool = False) -> int:
+    function = lib.cxlkv_publish_content if content else lib.cxlkv_publish
+    return check(function(sequence, len(hashes) // HASH_BYTES, tokens_per_key, hashes))
+
+
+def publish_tail(sequence: Handle, tokens: int, before: bytes, key: bytes) -> int:
+    return check(lib.cxlkv_publish_tail(sequence, tokens, before, key))
+
+
+def match(
+    pool: Handle, hashes: bytes, lease_s: float, *, single: bool = False, content: bool = False
+) -> tuple[int, Handle]:
+    return _match(pool, hashes, lease_s, single, content, None, b"")
+
+
+def match_prefix(
+    pool: Handle, hashes: bytes, lease_s: float, ids: TokenIds, root: bytes
+) -> tuple[int, Handle]:
+    """The same for keys of page_keys(), and a page that is not full behind them."""
+    return _match(pool, hashes, lease_s, True, False, ids, root)
+
+
+def _match(
+    pool: Handle,
+    hashes: bytes,
+    lease_s: float,
+    single: bool,
+    content: bool,
+    ids: TokenIds | None,
+    root: bytes,
+) -> tuple[int, Handle]:
+    given, first = ffi.from_buffer("uint8_t[]", hashes), ffi.from_buffer("uint8_t[]", root)
+    args = ffi.new("cxlkv_match_args *")
+    args.hashes, args.count = given, len(hashes) // HASH_BYTES
+    args.single, args.content, args.lease_s = single, content, lease_s
+    if ids is not None:
+        args.ids, args.id_count = ffi.from_buffer("int64_t[]", ids), len(ids)
+        args.root = first
+    out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy_at)
+    tokens = check(lib.cxlkv_match_with(pool, args, out))
+    return tokens, handle_of(out)
+
+
+def forget(pool: Handle, hashes: bytes) -> int:
+    return check(lib.cxlkv_forget(pool, len(hashes) // HASH_BYTES, hashes))
+
+
+class Scrubbed(NamedTuple):
+    """Pages that were overwritten; that will be, when the last who holds one lets go (poisoned ones
+    never are); and those of other hosts, of which nothing was done: they are theirs to scrub."""
+
+    pages: int
+    held: int
+    elsewhere: int
+
+
+def scrub(pool: Handle, hashes: bytes) -> Scrubbed:
+    out = ffi.new("cxlkv_scrubbed *")
+    check(lib.cxlkv_scrub(pool, len(hashes) // HASH_BYTES, hashes, out))
+    return Scrubbed(out.pages, out.held, out.elsewhere)
+
+
+def pin(pool: Handle, hashes: bytes, pinned: bool) -> int:
+    return check(lib.cxlkv_pin(pool, len(hashes) // HASH_BYTES, hashes, pinned))
+
+
+def evictable(pool: Handle, page_count: int) -> npt.NDArray[np.bool_]:
+    flags = np.empty(page_count, np.bool_)
+    check(lib.cxlkv_evictable(pool, ffi.from_buffer("uint8_t[]", flags, True), page_count))
+    return flags
+
+
+def names(pool: Handle, hashes: bytes, places: int) -> npt.NDArray[np.uint8]:
+    """[keys, places, parts, 16]: under what match() looks for each of the keys, in its order."""
+    if places < 0:
+        raise errors.BadArgumentError(f"{places} places")
+    count = len(hashes) // 16
+    out = np.empty((count, places, pool_geometry(pool)["part_count"], 16), np.uint8)
+    check(lib.cxlkv_names(pool, count, hashes, places, flat("uint8_t", out, True)))
+    return out
+
+
+def find_pages(pool: Handle, names: Names) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
+    """The published page of each name and its generation; NO_PAGE and 0 where there is none."""
+    pages, generations = np.empty(len(names), np.uint32), np.empty(len(names), np.uint64)
+    if names.shape != (len(names), 16) or not names.flags.c_contiguous:
+        raise errors.BadArgumentError(f"names of shape {names.shape}: rows of 16 bytes wanted")
+    given = (flat("uint32_t", pages, True), flat("uint64_t", generations, True))
+    check(lib.cxlkv_find_pages(pool, len(names), flat("uint8_t", names), *given))
+    return pages, generations
+
+
+def forget_pages(
+    pool: Handle,
+    pages: npt.NDArray[np.uint32],
+    generations: npt.NDArray[np.uint64],
+    only_unheld: bool,
+) -> Codes:
+    """Takes published pages of these generations out of the index; code 0: the page is free now."""
+    if len(generations) != len(pages):
+        raise errors.BadArgumentError(f"{len(pages)} pages, {len(generations)} generations")
+    codes = np.zeros(len(pages), np.int32)
+    given = (flat("uint32_t", pages), flat("uint64_t", generations), int(only_unheld))
+    check(lib.cxlkv_forget_pages(pool, len(pages), *given, int32s(codes, True)))
+    return codes

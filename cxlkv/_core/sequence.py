@@ -1,0 +1,89 @@
+"""The binding of sequences: create, fork, truncate, export and adopt them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv._core.base import Handle, check, flat, handle_of, int64s, new_place
+from cxlkv._native import ffi, lib
+
+
+def sequence_create(pool: Handle) -> Handle:
+    out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy_at)
+    check(lib.cxlkv_sequence_create(pool, out))
+    return handle_of(out)
+
+
+def sequence_fork(sequence: Handle) -> Handle:
+    out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy_at)
+    check(lib.cxlkv_sequence_fork(sequence, out))
+    return handle_of(out)
+
+
+def sequence_truncate(sequence: Handle, tokens: int) -> None:
+    check(lib.cxlkv_sequence_truncate(sequence, tokens))
+
+
+def sequence_release(sequence: Handle) -> None:
+    check(lib.cxlkv_sequence_release(sequence))
+
+
+def sequence_tokens(sequence: Handle) -> int:
+    return check(lib.cxlkv_sequence_tokens(sequence))
+
+
+def sequence_layer_tokens(sequence: Handle, layer: int) -> int:
+    return check(lib.cxlkv_sequence_layer_tokens(sequence, layer))
+
+
+def sequence_pages(sequence: Handle) -> npt.NDArray[np.uint32]:
+    """Ids of its complete pages in the pool."""
+    count = check(lib.cxlkv_sequence_pages(sequence, ffi.NULL, 0))
+    pages = np.empty(count, np.uint32)
+    got = lib.cxlkv_sequence_pages(sequence, ffi.from_buffer("uint32_t[]", pages, True), count)
+    return pages[: check(got)]
+
+
+class Places(NamedTuple):
+    """Where complete pages of a layer lie in the region, each array [pages]; -1: nowhere.
+
+    Keys and values: of all kv heads, side by side at the geometry's key_piece_bytes and
+    value_piece_bytes. Descriptors: -1 also of pages that have no seal yet.
+    """
+
+    keys: npt.NDArray[np.int64]
+    values: npt.NDArray[np.int64]
+    descriptors: npt.NDArray[np.int64]
+    pages: npt.NDArray[np.uint32]
+    generations: npt.NDArray[np.uint64]
+
+
+def sequence_places(sequence: Handle, layer: int, first: int = 0, room: int = 0) -> Places:
+    """Of the pages from `first` on that are complete in the layer; room: a guess of how many."""
+    while True:
+        keys, values, descriptors = (np.empty(room, np.int64) for _ in range(3))
+        pages, generations = np.empty(room, np.uint32), np.empty(room, np.uint64)
+        out = (
+            *(int64s(array, True) for array in (keys, values, descriptors)),
+            flat("uint32_t", pages, True),
+            flat("uint64_t", generations, True),
+        )
+        n = check(lib.cxlkv_sequence_places(sequence, layer, first, room, *out))
+        if n <= room:
+            return Places(keys[:n], values[:n], descriptors[:n], pages[:n], generations[:n])
+        room = n
+
+
+def sequence_export(sequence: Handle) -> bytes:
+    size = check(lib.cxlkv_sequence_export(sequence, ffi.NULL, 0))
+    out = ffi.new("uint8_t[]", size)
+    return bytes(ffi.buffer(out, check(lib.cxlkv_sequence_export(sequence, out, size))))
+
+
+def sequence_adopt(pool: Handle, handle: bytes) -> Handle:
+    out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy_at)
+    check(lib.cxlkv_sequence_adopt(pool, handle, len(handle), out))
+    return handle_of(out)

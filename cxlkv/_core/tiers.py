@@ -1,0 +1,193 @@
+"""The binding of what tiers move and weigh: records, hotness, eviction, the near tier."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv import errors
+from cxlkv._core.base import Handle, Units, check, flat, int32s, int64s, keep, numbers_of
+from cxlkv._core.prefix import Codes, Names
+from cxlkv._native import ffi, lib
+
+RECORD_PRESENT: int = lib.CXLKV_RECORD_PRESENT  # codes, by record or page; 0: done
+Records = npt.NDArray[np.uint8]  # [count, record_bytes]
+
+
+def record_shape(pool: Handle) -> tuple[int, int]:
+    """Bytes of a record outside of the pool, and the CRC of what two pools must agree in."""
+    layout = ffi.new("uint32_t *")
+    return check(lib.cxlkv_record_bytes(pool, layout)), int(layout[0])
+
+
+def records_read(
+    pool: Handle,
+    pages: npt.NDArray[np.uint32],
+    generations: npt.NDArray[np.uint64],
+    out: Records,
+) -> Codes:
+    """Fills rows of out with published pages of these generations; the codes say which."""
+    _check_records(pool, len(pages), out)
+    if len(generations) != len(pages):
+        raise errors.BadArgumentError(f"{len(pages)} pages, {len(generations)} generations")
+    codes = np.zeros(len(pages), np.int32)
+    given = (flat("uint32_t", pages), flat("uint64_t", generations), flat("uint8_t", out, True))
+    check(lib.cxlkv_records_read(pool, len(pages), *given, int32s(codes, True)))
+    return codes
+
+
+def records_write(pool: Handle, records: Records, parents: Names | None = None) -> Codes:
+    """Publishes records, all or none when pages are short (PoolFullError); the codes say which.
+
+    parents: the name of the page before each, zeros for none; None: not known.
+    """
+    _check_records(pool, len(records), records)
+    if parents is not None and parents.shape != (len(records), 16):
+        raise errors.BadArgumentError(f"parents of shape {parents.shape}: a name for each record")
+    codes = np.zeros(len(records), np.int32)
+    before = ffi.NULL if parents is None else flat("uint8_t", parents)
+    given = (len(records), flat("uint8_t", records), before, int32s(codes, True))
+    check(lib.cxlkv_records_write(pool, *given))
+    return codes
+
+
+def _check_records(pool: Handle, count: int, records: Records) -> None:
+    wanted = (count, record_shape(pool)[0])
+    if records.shape != wanted or records.dtype != np.uint8 or not records.flags.c_contiguous:
+        raise errors.BadArgumentError(
+            f"records of shape {records.shape} and dtype {records.dtype}: {wanted} of uint8 "
+            "wanted, without gaps"
+        )
+
+
+def names_of(records: Records) -> Names:
+    """Under which each of the records is published; zeros for one that was not read."""
+    return np.ascontiguousarray(records[:, 16:32])
+
+
+PUBLISHED = np.dtype(
+    [
+        ("generation", np.uint64),
+        ("hash", np.uint64, 2),
+        *((name, np.uint32) for name in ("page", "used", "born", "parent", "hits", "heat")),
+        *((name, np.uint32) for name in ("part", "flags")),
+        ("reserved", np.uint32, 2),
+    ]
+)
+assert PUBLISHED.itemsize == ffi.sizeof("cxlkv_published")
+PUBLISHED_HELD: int = lib.CXLKV_PUBLISHED_HELD
+PUBLISHED_PINNED: int = lib.CXLKV_PUBLISHED_PINNED
+
+
+def hotness_read(
+    pool: Handle, first: int, count: int
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32], int]:
+    """Counts of pages [first, first + count), the epochs of their last uses, and the epoch now."""
+    counts, epochs = np.empty(count, np.uint32), np.empty(count, np.uint32)
+    out = (ffi.from_buffer("uint32_t[]", array, True) for array in (counts, epochs))
+    return counts, epochs, check(lib.cxlkv_hotness_read(pool, first, count, *out))
+
+
+def hotness_advance(pool: Handle) -> int:
+    return check(lib.cxlkv_hotness_advance(pool))
+
+
+def hotness_enable(pool: Handle, on: bool) -> None:
+    check(lib.cxlkv_hotness_enable(pool, int(on)))
+
+
+def pool_published(pool: Handle) -> tuple[npt.NDArray[np.void], int]:
+    """A row of PUBLISHED for each page that match() finds, by page; and the clock."""
+    clock = ffi.new("uint64_t *")
+    room = check(lib.cxlkv_pool_published(pool, ffi.NULL, 0, clock))
+    while True:
+        rows = np.empty(room, PUBLISHED)
+        at = ffi.from_buffer("cxlkv_published[]", rows, True)
+        count = check(lib.cxlkv_pool_published(pool, at, room, clock))
+        if count <= room:
+            return rows[:count], int(clock[0])
+        room = count
+
+
+def choose(
+    scores: npt.NDArray[np.float32],
+    ages: npt.NDArray[np.uint32],
+    parents: npt.NDArray[np.uint32],
+    blocked: npt.NDArray[np.bool_],
+    wanted: int,
+) -> npt.NDArray[np.uint32]:
+    """Rows that go, leaves first; all five are of one length and contiguous, or this refuses."""
+    count = len(scores)
+    arrays = ((scores, np.float32), (ages, np.uint32), (parents, np.uint32), (blocked, np.bool_))
+    if any(a.shape != (count,) or a.dtype != t or not a.flags.c_contiguous for a, t in arrays):
+        raise errors.BadArgumentError("choose: arrays of one length, and of the documented types")
+    chosen = np.empty(min(wanted, count), np.uint32)
+    taken = check(
+        lib.cxlkv_choose(
+            count,
+            ffi.from_buffer("float[]", scores),
+            ffi.from_buffer("uint32_t[]", ages),
+            ffi.from_buffer("uint32_t[]", parents),
+            ffi.from_buffer("uint8_t[]", blocked),
+            len(chosen),
+            ffi.from_buffer("uint32_t[]", chosen, require_writable=True),
+        )
+    )
+    return chosen[:taken]
+
+
+# By the core's number: what became of a unit that was to be promoted.
+NEAR_CODES = ("done", "there", "no_room", "not_sealed", "changed", "damaged", "unknown")
+
+
+def near_make(pool: Handle, size: int, made: list[int]) -> None:
+    """made: gets a 0 when the tier was made, also when an interrupt comes then."""
+    keep(made, lib.cxlkv_near_make, pool, size)
+    check(made[0])
+
+
+def near_destroy(pool: Handle) -> None:
+    check(lib.cxlkv_near_destroy(pool))
+
+
+def near_promote(
+    pool: Handle, units: Units, generations: npt.NDArray[np.uint64] | None
+) -> tuple[int, npt.NDArray[np.int32]]:
+    """How many can be read near now, and of each unit its place in NEAR_CODES."""
+    codes = np.empty(len(units), np.int32)
+    wanted = ffi.NULL if generations is None else ffi.from_buffer("uint64_t[]", generations)
+    out = int32s(codes, True)
+    done = check(lib.cxlkv_near_promote(pool, len(units), int64s(units), wanted, out))
+    return done, codes
+
+
+def near_demote(pool: Handle, units: Units) -> int:
+    return check(lib.cxlkv_near_demote(pool, len(units), int64s(units)))
+
+
+def near_heat(
+    pool: Handle, room: int
+) -> tuple[Units, npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
+    """(units, counts, resident) of all units with a count or a copy; room is a guess of how many
+    these are."""
+    while True:
+        units, counts = np.empty(room, np.int64), np.empty(room, np.uint32)
+        resident = np.empty(room, np.uint8)
+        found = check(
+            lib.cxlkv_near_heat(
+                pool,
+                int64s(units, True),
+                ffi.from_buffer("uint32_t[]", counts, True),
+                ffi.from_buffer("uint8_t[]", resident, True),
+                room,
+            )
+        )
+        if found <= room:
+            return units[:found], counts[:found], resident[:found].astype(np.bool_)
+        room = found + found // 8
+
+
+def near_stats(pool: Handle) -> dict[str, int]:
+    got = ffi.new("cxlkv_near_state *")
+    check(lib.cxlkv_near_stats(pool, got))
+    return numbers_of(got[0])
