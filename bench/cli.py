@@ -16,46 +16,46 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from cxlkv.bench import compare, results
-from cxlkv.bench.report import Result, lower_is_better
+from cxlkv.bench import compare, reading
+from cxlkv.bench.result import Result, lower_is_better
 from cxlkv.errors import BadArgumentError, CXLKVError
 
 
 def _copying(result: Result) -> None:
-    from cxlkv.bench.cases import copying
+    from cxlkv.bench.cases import transfer
 
-    result.notes.append(copying.working_set_note(copying.Size()))
-    copying.run(result)
+    result.notes.append(transfer.working_set_note(transfer.Size()))
+    transfer.run(result)
 
 
 def _allocating(result: Result) -> None:
-    from cxlkv.bench.cases import allocating
+    from cxlkv.bench.cases import forks
 
-    allocating.run(result)
+    forks.run(result)
 
 
 def _selecting(result: Result) -> None:
-    from cxlkv.bench.cases import selecting
+    from cxlkv.bench.cases import selection
 
-    selecting.run(result)
+    selection.run(result)
 
 
 def _calling(result: Result) -> None:
-    from cxlkv.bench.cases import calling
+    from cxlkv.bench.cases import calls
 
-    calling.run(result)
+    calls.run(result)
 
 
 def _grouping(result: Result) -> None:
-    from cxlkv.bench.cases import grouping
+    from cxlkv.bench.cases import windows
 
-    grouping.run(result)
+    windows.run(result)
 
 
 def _cohering(result: Result) -> None:
-    from cxlkv.bench.cases import cohering
+    from cxlkv.bench.cases import coherence
 
-    cohering.run(result)
+    coherence.run(result)
 
 
 def _ndp(result: Result) -> None:
@@ -65,9 +65,9 @@ def _ndp(result: Result) -> None:
 
 
 def _working(result: Result) -> None:
-    from cxlkv.bench.cases import working
+    from cxlkv.bench.cases import worker
 
-    working.run(result)
+    worker.run(result)
 
 
 def _hotness(result: Result) -> None:
@@ -77,15 +77,15 @@ def _hotness(result: Result) -> None:
 
 
 def _deciding(result: Result) -> None:
-    from cxlkv.bench.cases import deciding
+    from cxlkv.bench.cases import policy
 
-    deciding.run(result)
+    policy.run(result)
 
 
 def _matching(result: Result) -> None:
-    from cxlkv.bench.cases import matching
+    from cxlkv.bench.cases import prefix
 
-    matching.run(result)
+    prefix.run(result)
 
 
 def _moving(result: Result) -> None:
@@ -109,9 +109,9 @@ def _cold(result: Result) -> None:
 
 
 def _packing(result: Result) -> None:
-    from cxlkv.bench.cases import packing
+    from cxlkv.bench.cases import compression
 
-    packing.run(result)
+    compression.run(result)
 
 
 def _paged(result: Result) -> None:
@@ -133,7 +133,7 @@ def _transport(result: Result) -> None:
 
 
 def _micro(result: Result, name: str, quick: bool, region: str | None) -> None:
-    case = import_module(f"cxlkv.bench.cases.{name}")
+    case = import_module(f"cxlkv.bench.cases.{MODULES.get(name, name)}")
     place = () if region is None else (region,)
     case.run(result, case.QUICK if quick else case.Size(), *place)
 
@@ -163,12 +163,25 @@ PARTS: dict[str, Callable[[Result], None]] = {
     "transport": _transport,
 }
 # Where a case's name is not its module's, or it is one function of several there.
-MODULES = {"coherence": "cohering", "moving": "near:run_moves", "decoding": "near:run_decode"}
+MODULES = {
+    "alloc": "pages",
+    "allocating": "forks",
+    "calling": "calls",
+    "copying": "transfer",
+    "deciding": "policy",
+    "decoding": "near:run_decode",
+    "grouping": "windows",
+    "matching": "prefix",
+    "moving": "near:run_moves",
+    "packing": "compression",
+    "selecting": "selection",
+    "working": "worker",
+}
 # Run by functions of their own, as they take options of their own.
 OWN = {
-    "recall": "cases.recalling",
-    "replay": "cases.replay",
-    "litmus": "litmus",
+    "recall": "cases.recall",
+    "replay": "replay.case",
+    "litmus": "cases.litmus",
     "peers": "peers.cli",
     "store": "peers.store",
     "vllm": "vllm.cli",
@@ -295,7 +308,7 @@ def show_doubts(result: Result, console: Console) -> None:
 
 def run_compare(old_path: Path, new_path: Path, threshold_percent: float) -> bool:
     """Print what changed; whether nothing surely got worse by more than the threshold."""
-    old, new = results.read(old_path), results.read(new_path)
+    old, new = reading.read(old_path), reading.read(new_path)
     compare.refuse_unlike(old, new)
     console = wide_console()
     for difference in compare.differences(old, new):
@@ -355,29 +368,29 @@ def _draw(case: str, result: Result, picture: Path) -> None:
 
         draw(picture)
         return
-    from cxlkv.bench.picture import roofline
+    from cxlkv.bench.pictures import roofline
 
     roofline(result, picture)
 
 
 def run_recall(model: Path | None, json_path: Path | None, picture: Path | None) -> Result:
     """What bytes buy, on each source of keys, and on the model in a folder if one is given."""
-    from cxlkv.bench.cases import recalling
+    from cxlkv.bench.cases import recall
 
     check_files(json_path, picture)
     console = wide_console()
     result = Result("recall")
     with console.status("recall ...") as status:
-        found = recalling.run(
+        found = recall.run(
             result, model=model, progress=lambda source: status.update(f"{source} ...")
         )
-    console.print(recalling.table(found))
+    console.print(recall.table(found))
     for note in result.notes:
         console.print(note, soft_wrap=True)
     if picture is not None:
-        from cxlkv.bench.picture import recall
+        from cxlkv.bench import pictures
 
-        recall(found, picture)
+        pictures.recall(found, picture)
         console.print(f"picture: {picture}", soft_wrap=True)
     finish(result, console, json_path)
     return result
@@ -394,9 +407,8 @@ def run_replay(
     picture: Path | None,
 ) -> Result:
     """A trace against policies, or with sizes (far, near, cold) against tiers of real bytes."""
-    from cxlkv.bench import traces
-    from cxlkv.bench.cases import replay
-    from cxlkv.bench.replaying_bytes import Where, parse_size
+    from cxlkv.bench.replay import case, traces
+    from cxlkv.bench.replay.tiers import Where, parse_size
     from cxlkv.tiers.policy import DEFAULT, POLICIES, policy_named
 
     check_files(json_path, picture)
@@ -421,9 +433,9 @@ def run_replay(
             status.update(f"{text} ...")
 
         if far is None:
-            shares = sorted({*replay.SHARES, *(replay.MORE_SHARES if picture else ())})
+            shares = sorted({*case.SHARES, *(case.MORE_SHARES if picture else ())})
             policies = tuple(POLICIES) if policy is None else (policy,)
-            curves = replay.run(result, requests, policies, shares, say)
+            curves = case.run(result, requests, policies, shares, say)
         else:
             of = traces.distinct(requests)
             where = Where(
@@ -433,15 +445,15 @@ def run_replay(
                 policy=policy or DEFAULT,
                 path=pool,
             )
-            replay.run_bytes(result, requests, where, say)
+            case.run_bytes(result, requests, where, say)
     for note in result.notes:
         console.print(note, soft_wrap=True)
     if far is not None:
         show(result, console, json_path)
         return result
-    console.print(replay.table(curves))
+    console.print(case.table(curves))
     if picture is not None:
-        from cxlkv.bench.picture import replayed
+        from cxlkv.bench.pictures import replayed
 
         replayed(curves, picture)
         console.print(f"picture: {picture}", soft_wrap=True)
@@ -464,7 +476,7 @@ def run_litmus(
     json_path: Path | None,
 ) -> Result:
     """Run the litmus tests, print what came of them, write the certificate."""
-    from cxlkv.bench import litmus
+    from cxlkv.bench.cases import litmus
 
     console = wide_console()
     with console.status("litmus ...") as status:

@@ -15,10 +15,10 @@ from cxlkv import _core
 from cxlkv._core import Stream
 from cxlkv.bench import streams
 from cxlkv.bench.measure import interleave_reported
-from cxlkv.bench.report import Result
+from cxlkv.bench.result import Result
 from cxlkv.errors import UnsupportedError
 
-LOOP = Path(__file__).resolve().parent.parent / "agree.c"
+LOOP = Path(__file__).resolve().parent / "agree.c"
 AGREE_WITHIN = 0.15
 
 

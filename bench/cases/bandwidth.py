@@ -10,7 +10,7 @@ from cxlkv import _core
 from cxlkv._core import Stream
 from cxlkv.bench import streams
 from cxlkv.bench.measure import interleave_reported
-from cxlkv.bench.report import Result
+from cxlkv.bench.result import Result
 
 KINDS = ("read", "write", "write_past", "mixed", "mixed_past")
 X86_ONLY = ("write_past", "mixed_past")

@@ -14,7 +14,7 @@ import numpy as np
 
 from cxlkv import _core
 from cxlkv.bench.measure import interleave_reported
-from cxlkv.bench.report import Result
+from cxlkv.bench.result import Result
 from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import key_hashes, prefix_keys

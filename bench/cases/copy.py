@@ -15,7 +15,7 @@ from cxlkv import _core
 from cxlkv._core import Stream
 from cxlkv.bench import streams
 from cxlkv.bench.measure import interleave_reported
-from cxlkv.bench.report import Result
+from cxlkv.bench.result import Result
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
-from cxlkv.bench.cases.copying import Mapped, append_all, selection, source
-from cxlkv.bench.cases.copying import Size as CopySize
+from cxlkv.bench.cases.transfer import Mapped, append_all, selection, source
+from cxlkv.bench.cases.transfer import Size as CopySize
 from cxlkv.bench.measure import interleave
-from cxlkv.bench.report import Result
+from cxlkv.bench.result import Result
 from cxlkv.bench.streams import Bytes, size_name
 from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cxlkv.bench.cases import selecting
-from cxlkv.bench.report import Result
+from cxlkv.bench.cases import selection
+from cxlkv.bench.result import Result
 from cxlkv.ndp.engine import Budget
 
 METHODS = ("exact", "two_stage")
@@ -35,7 +35,7 @@ def run(result: Result, size: Size = Size()) -> None:
     shape = (size.tokens, size.kv_heads, size.head_dim)
     keys = torch.randn(shape, generator=generator).bfloat16()
     query = torch.randn(size.kv_heads * size.group, size.head_dim, generator=generator).bfloat16()
-    filled = selecting.Size(
+    filled = selection.Size(
         tokens=size.tokens,
         layers=1,
         kv_heads=size.kv_heads,
@@ -44,7 +44,7 @@ def run(result: Result, size: Size = Size()) -> None:
     )
     budget = Budget(pages=max(1, size.tokens // filled.page_tokens // 20))
     costs = []
-    with selecting.filled(filled, keys) as (pool, sequence):
+    with selection.filled(filled, keys) as (pool, sequence):
         for method in METHODS:
             pool.hotness.enabled = True
             before = int(pool.hotness.counts().sum())

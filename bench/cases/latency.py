@@ -10,7 +10,7 @@ from cxlkv import _core
 from cxlkv._core import Stream
 from cxlkv.bench import streams
 from cxlkv.bench.measure import interleave_reported
-from cxlkv.bench.report import Result
+from cxlkv.bench.result import Result
 
 BLOCK_BYTES = 4096
 UNPACED_BYTES = 256 << 10  # the clock is looked at after each block

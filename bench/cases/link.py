@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 
 from cxlkv.bench.measure import interleave
-from cxlkv.bench.report import Result
+from cxlkv.bench.result import Result
 from cxlkv.emulation.link import Link, emulate, link_of
 from cxlkv.emulation.profiles import OURS, Profile, read
 from cxlkv.emulation.sharing import Stream, simulate

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cxlkv.bench.cases import ndp_models, ndp_rivals, selecting, working
-from cxlkv.bench.cases.selecting import overlap
+from cxlkv.bench.cases import ndp_models, ndp_rivals, selection, worker
+from cxlkv.bench.cases.selection import overlap
 from cxlkv.bench.measure import interleave
-from cxlkv.bench.report import Result
+from cxlkv.bench.result import Result
 from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
@@ -25,13 +25,13 @@ ROWS = 4  # of queries together, each with `group` heads: 16 queries a kv head
 
 
 @dataclass(frozen=True)
-class Size(selecting.Size):
+class Size(selection.Size):
     """131,072 tokens, 8 kv heads of 128, bf16, 4 query heads each, in a pool of 8 layers."""
 
     pages: int = 256
     share: float = 0.05
     models: ndp_models.Size = field(default_factory=ndp_models.Size)
-    worker: working.Size = field(default_factory=working.Size)
+    worker: worker.Size = field(default_factory=worker.Size)
 
 
 def run(result: Result, size: Size = Size(), threads: tuple[int, ...] = (1, 2)) -> None:
@@ -42,7 +42,7 @@ def run(result: Result, size: Size = Size(), threads: tuple[int, ...] = (1, 2)) 
     shape = (ROWS, size.kv_heads * size.group, size.head_dim)
     queries = torch.randn(shape, generator=generator).bfloat16()
     try:
-        with selecting.filled(size, k) as (pool, sequence):
+        with selection.filled(size, k) as (pool, sequence):
             stage = Stage(size, pool, sequence, k, queries)
             for count in threads:
                 measure(result, stage, count)
@@ -54,7 +54,7 @@ def run(result: Result, size: Size = Size(), threads: tuple[int, ...] = (1, 2)) 
                  "attend_to_stream", "attend_to_torch"):  # fmt: skip
         if f"{name}_{threads[-1]}t" in result.ratios:
             result.ratios[name] = result.ratios[f"{name}_{threads[-1]}t"]
-    working.run(result, size.worker)
+    worker.run(result, size.worker)
 
 
 class Stage:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from cxlkv.adapters.transformers import layout_of
 from cxlkv.bench import sources
-from cxlkv.bench.cases import selecting
+from cxlkv.bench.cases import selection
 from cxlkv.bench.measure import interleave
-from cxlkv.bench.report import Result
+from cxlkv.bench.quality import Way, mean, weigh, worst_decile
+from cxlkv.bench.result import Result
 from cxlkv.bench.sources import Taken
-from cxlkv.bench.weighing import Way, mean, weigh, worst_decile
 from cxlkv.demo.measure import Examiner, Plan
 from cxlkv.demo.run import demo_pool, load_model
 from cxlkv.ndp.engine import Budget, Selection
@@ -116,15 +116,15 @@ def time_texts(
 ) -> None:
     """Ratios text_speedup_Nt, exact over two_stage, for the mean of several queries."""
     tokens, heads, dim = keys.shape
-    shape = selecting.Size(tokens, 1, heads, dim, queries.shape[1] // heads)
+    shape = selection.Size(tokens, 1, heads, dim, queries.shape[1] // heads)
     budget = Budget(pages=max(1, int(size.share * (tokens // shape.page_tokens))))
-    with selecting.filled(shape, keys) as (pool, sequence):
+    with selection.filled(shape, keys) as (pool, sequence):
 
         def select(method: str) -> list[Selection]:
             return [sequence.select(0, q, budget, method=method, scale=scale) for q in queries]
 
         pairs = list(zip(select("exact"), select("two_stage"), strict=True))
-        agreements = [selecting.overlap(staged.pages, exact.pages) for exact, staged in pairs]
+        agreements = [selection.overlap(staged.pages, exact.pages) for exact, staged in pairs]
         shares = [staged.bytes_scored / exact.bytes_scored for exact, staged in pairs]
         result.measure("text_large_agreement", agreements, "share of pages")
         result.checks["text_large_agrees"] = mean(agreements) > 0.9

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from cxlkv import _core
 from cxlkv.adapters.transformers import CXLCache, LayerStep, layout_of
-from cxlkv.bench.cases.copying import Mapped, append_all, source
-from cxlkv.bench.cases.copying import Size as CopySize
+from cxlkv.bench.cases.transfer import Mapped, append_all, source
+from cxlkv.bench.cases.transfer import Size as CopySize
 from cxlkv.bench.measure import interleave
-from cxlkv.bench.report import Result
+from cxlkv.bench.result import Result
 from cxlkv.demo.measure import Examiner, Plan
 from cxlkv.demo.run import demo_pool, load_model
 from cxlkv.layout import KVLayout

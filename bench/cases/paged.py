@@ -15,7 +15,7 @@ import numpy.typing as npt
 from cxlkv import _core
 from cxlkv.bench.cases.copy import shared
 from cxlkv.bench.measure import interleave
-from cxlkv.bench.report import Result
+from cxlkv.bench.result import Result
 from cxlkv.bench.streams import Bytes
 from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from cxlkv import _core
-from cxlkv.bench.cases import cohering
-from cxlkv.bench.report import Result
+from cxlkv.bench.cases import coherence
+from cxlkv.bench.result import Result
 
-Size = cohering.Size
+Size = coherence.Size
 FULL = Size()
 QUICK = Size(
     record_bytes=(16384,),
@@ -21,9 +21,9 @@ QUICK = Size(
 
 def run(result: Result, size: Size = FULL) -> None:
     """What `coherence` says of records, of two threads and of pools; without its table."""
-    memory = cohering.at_page(size.memory_bytes)
+    memory = coherence.at_page(size.memory_bytes)
     result.notes.append(f"publish: lines are written back by {_core.coherence_instruction()}")
     for record_bytes in size.record_bytes:
-        cohering.measure_records(result, memory, record_bytes, size)
-    cohering.measure_pairs(result, size)
-    cohering.measure_pools(result, size)
+        coherence.measure_records(result, memory, record_bytes, size)
+    coherence.measure_pairs(result, size)
+    coherence.measure_pools(result, size)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cxlkv.bench.report import Result
+from cxlkv.bench.result import Result
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import Budget
 from cxlkv.pool import CXLPool

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from cxlkv import _core
 from cxlkv.adapters.transformers import layout_of
-from cxlkv.bench.report import Result
+from cxlkv.bench.result import Result
 from cxlkv.config import format_bytes
 from cxlkv.demo.measure import TRAINED_TOKENS, Asked, Examiner, Plan, Row
 from cxlkv.demo.picture import draw

@@ -191,8 +191,8 @@ def _point(text: str) -> tuple[float, float]:
 
 def measured(layout: KVLayout, pool: Path | None, cold: Path | None, q_heads: int | None) -> Costs:
     """What `cxlkv tune` kept; memory is measured now where it kept nothing, and what is named."""
-    from cxlkv.bench import rates
-    from cxlkv.bench.report import Result
+    from cxlkv.bench.calibrate import rates
+    from cxlkv.bench.result import Result
     from cxlkv.ndp.tuning import current
 
     group = max(1, (q_heads or 4 * layout.kv_heads) // layout.kv_heads)
@@ -257,7 +257,7 @@ class Answer:
 
 def _notes(costs: Costs) -> Iterator[str]:
     """What the figures do not say."""
-    from cxlkv.bench.rates import FORGOTTEN, LOCAL
+    from cxlkv.bench.calibrate.rates import FORGOTTEN, LOCAL
 
     if costs.far is not None and costs.far.where == LOCAL:
         yield (
@@ -364,7 +364,7 @@ def _rate(bytes_per_s: float) -> str:
 
 def write(answer: Answer, path: Path) -> None:
     """All figures as JSON, in seconds, bytes and tokens; null for what is not known."""
-    from cxlkv.bench.report import commit, machine
+    from cxlkv.bench.result import commit, machine
     from cxlkv.machine.state import write_whole
 
     rows = []

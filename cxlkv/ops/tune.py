@@ -32,8 +32,9 @@ def tune(
     """Measure on this machine from how many pages on sketches pay, for select(method="auto"), and
     what reading, writing and attending cost, for `cxlkv advise`. What was measured of the GPU, or
     of all else, is kept."""
-    from cxlkv.bench import cli, rates, tuning
-    from cxlkv.bench.report import Result
+    from cxlkv.bench import cli
+    from cxlkv.bench.calibrate import rates, sketches
+    from cxlkv.bench.result import Result
     from cxlkv.ndp.tuning import default_path, read, this_machine, write
 
     if profile is not None:
@@ -47,14 +48,14 @@ def tune(
         if threads or pool or cold:
             raise BadArgumentError("--gpu goes without --threads, --pool and --cold")
         with needing("gpu", "tune --gpu"):
-            from cxlkv.bench import gpu_tuning
+            from cxlkv.bench.calibrate import copies
         with console.status("measuring the GPU; a minute ..."):
-            constants = gpu_tuning.run(result)
+            constants = copies.run(result)
         found = replace(read(path), machine=this_machine(), gpu=constants)
     else:
         with console.status("measuring; half a minute ..."):
             costs = rates.run(result, rates.LAYOUT, pool=pool, cold=cold, threads=threads)
-            found = replace(tuning.run(result, threads=threads), costs=costs, gpu=read(path).gpu)
+            found = replace(sketches.run(result, threads=threads), costs=costs, gpu=read(path).gpu)
     cli.show(result, console, json_file)  # ends it where a check failed: nothing is written then
     write(found, path)
     console.print(f"written: {path}", soft_wrap=True)
@@ -62,14 +63,15 @@ def tune(
 
 def tune_profile(name: str, json_file: Path | None) -> None:
     """`cxlkv tune --profile`: into the user's own profiles, for CXLKV_EMULATE and emulate()."""
-    from cxlkv.bench import cli, link_tuning
-    from cxlkv.bench.report import Result
+    from cxlkv.bench import cli
+    from cxlkv.bench.calibrate import profile
+    from cxlkv.bench.result import Result
     from cxlkv.emulation import profiles
 
     console, result = cli.wide_console(), Result("tune")
     profiles.check_new(profiles.own_path(), name)
     with console.status("measuring; half a minute ..."):
-        found = link_tuning.run(result)
+        found = profile.run(result)
     cli.show(result, console, json_file)  # ends it where a check failed: nothing is written then
     profiles.write(profiles.own_path(), name, found)
     console.print(f"written: {name} in {profiles.own_path()}", soft_wrap=True)

@@ -12,34 +12,34 @@ from rich.console import Console
 
 from cxlkv import _core, errors
 from cxlkv.bench.cases import (
-    allocating,
-    calling,
-    cohering,
+    calls,
+    coherence,
     cold,
-    copying,
-    matching,
-    packing,
+    compression,
+    forks,
     paged,
+    prefix,
+    transfer,
     transport,
 )
-from cxlkv.bench.report import Result
+from cxlkv.bench.result import Result
 from cxlkv.ops import cli
 
 from ..support.small_cases import COHERING, check_result
 
 torch = pytest.importorskip("torch", reason="these benchmarks compare with torch")
 pytest.importorskip("transformers", reason="these benchmarks run trained models")
-from cxlkv.bench import picture, sources, weighing  # noqa: E402
+from cxlkv.bench import pictures, quality, sources  # noqa: E402
 from cxlkv.bench.cases import (  # noqa: E402
-    grouping,
     hotness,
     ndp,
     ndp_models,
     ndp_rivals,
     near,
-    recalling,
-    selecting,
-    working,
+    recall,
+    selection,
+    windows,
+    worker,
 )
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -61,30 +61,30 @@ SMALL_NDP = ndp.Size(
     rounds=1,
     settle_s=0,
     models=SMALL_MODELS,
-    worker=working.Size(tokens=64, kv_heads=1, head_dim=16, steps=3),
+    worker=worker.Size(tokens=64, kv_heads=1, head_dim=16, steps=3),
 )
-SMALL_RECALL = recalling.Size(short=2048, long=16384, queries=2, shares=(0.05,), recalls=(0.9,))
+SMALL_RECALL = recall.Size(short=2048, long=16384, queries=2, shares=(0.05,), recalls=(0.9,))
 
 SMALL: dict[str, Callable[[Result], None]] = {
-    "calling": lambda result: calling.run(result, layers=2, counts=(1, 3)),
-    "allocating": lambda result: allocating.run(
-        result, allocating.Size(layers=2, tokens=128, forks=2, repeat=1, rounds=1)
+    "calling": lambda result: calls.run(result, layers=2, counts=(1, 3)),
+    "allocating": lambda result: forks.run(
+        result, forks.Size(layers=2, tokens=128, forks=2, repeat=1, rounds=1)
     ),
-    "copying": lambda result: copying.run(result, copying.Size(layers=2, tokens=2048, rounds=1)),
-    "selecting": lambda result: selecting.run(
-        result, selecting.Size(tokens=16384, layers=1, rounds=1, settle_s=0)
+    "copying": lambda result: transfer.run(result, transfer.Size(layers=2, tokens=2048, rounds=1)),
+    "selecting": lambda result: selection.run(
+        result, selection.Size(tokens=16384, layers=1, rounds=1, settle_s=0)
     ),
-    "grouping": lambda result: grouping.run(
-        result, grouping.Size(prompt=2048, decode=20, heads=8, rounds=1, settle_s=0)
+    "grouping": lambda result: windows.run(
+        result, windows.Size(prompt=2048, decode=20, heads=8, rounds=1, settle_s=0)
     ),
     "hotness": lambda result: hotness.run(result, hotness.Size(tokens=2048, pairs=3)),
     "near_moves": lambda result: near.run_moves(
         result, near.MoveSize(layers=2, tokens=512, batch_units=40, rounds=1)
     ),
     "near_decode": lambda result: _near_decode(result),
-    "working": lambda result: working.run(result, working.Size(tokens=64, steps=20)),
-    "matching": lambda result: matching.run(result, tokens=2048, rounds=1),
-    "coherence": lambda result: cohering.run(result, COHERING),
+    "working": lambda result: worker.run(result, worker.Size(tokens=64, steps=20)),
+    "matching": lambda result: prefix.run(result, tokens=2048, rounds=1),
+    "coherence": lambda result: coherence.run(result, COHERING),
 }
 
 
@@ -111,7 +111,7 @@ def test_records_and_the_cold_tier_run_small(tmp_path: Path) -> None:
 def test_packing_runs_small() -> None:
     pytest.importorskip("zstandard", reason="no zstandard: pip install 'cxlkv[compress]'")
     result = Result("packing")
-    packing.run(result, packing.Size(tokens=512, batch_bytes=1 << 16, rounds=1))
+    compression.run(result, compression.Size(tokens=512, batch_bytes=1 << 16, rounds=1))
     check_result(result)
     assert result.ratios["noise_share"] >= 1
     assert result.ratios["text_bfloat16_share"] < 0.8
@@ -178,7 +178,7 @@ def test_ndp_runs_small_and_says_what_it_did_not_measure(
     assert "exact_to_faiss_2t: not measured, " in "\n".join(result.notes)
     assert "worker_extra_us" in result.metrics
     assert 0.1 < result.ratios["two_stage_bytes_share"] < 0.5
-    picture.roofline(result, tmp_path / "ndp.png")
+    pictures.roofline(result, tmp_path / "ndp.png")
     assert (tmp_path / "ndp.png").read_bytes().startswith(PNG)
 
 
@@ -212,44 +212,44 @@ def test_ndp_writes_no_ratio_when_forms_disagree(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("one_thread")
 def test_recall_runs_small_and_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     size, result = SMALL_RECALL, Result("recall")
-    every = recalling.named_sources(size, tmp_path)
+    every = recall.named_sources(size, tmp_path)
     assert list(every) == [
         *("demo_2K", "demo_16K", "text_2K", "gaussian_made_up_16K", "clustered_made_up_16K"),
         f"{tmp_path.name}_2K",
     ]
     some = {name: every[name] for name in ("demo_2K", "text_2K", "gaussian_made_up_16K")}
-    monkeypatch.setattr(recalling, "named_sources", lambda size, model: some)
-    found = recalling.run(result, size)
+    monkeypatch.setattr(recall, "named_sources", lambda size, model: some)
+    found = recall.run(result, size)
     check_result(result)
     gaussian = {str(row.way): row for row in found["gaussian_made_up_16K"]}
     assert list(gaussian) == ["digest", "two_stage_0.9", "exact"]
     exact, staged, digest = gaussian["exact"], gaussian["two_stage_0.9"], gaussian["digest"]
     assert set(exact.bytes_share + exact.recall + exact.mass_to_exact) == {1.0}
-    assert weighing.mean(staged.recall) > 0.8 > 0.5 > weighing.mean(digest.recall)
-    assert weighing.mean(digest.bytes_share) < weighing.mean(staged.bytes_share) < 0.5
+    assert quality.mean(staged.recall) > 0.8 > 0.5 > quality.mean(digest.recall)
+    assert quality.mean(digest.bytes_share) < quality.mean(staged.bytes_share) < 0.5
     assert len(staged.recall) == 2
     assert len(staged.mass) == 8
     assert all(0 < mass < 1 for mass in staged.mass)
-    picture.recall(found, tmp_path / "recall.png")
+    pictures.recall(found, tmp_path / "recall.png")
     assert (tmp_path / "recall.png").read_bytes().startswith(PNG)
     shown = Console(width=140, record=True)
-    shown.print(recalling.table(found))
+    shown.print(recall.table(found))
     assert "two_stage 0.9" in shown.export_text()
 
 
 def test_weighing_tells_a_wrong_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """What "exact" chooses is compared with torch's own scores; and mass is of what was chosen."""
     taken = sources.gaussian(2048, 2)
-    _, agreement = weighing.weigh(taken, (0.1,), (weighing.EXACT,))
+    _, agreement = quality.weigh(taken, (0.1,), (quality.EXACT,))
     assert agreement == 1
     moved = dataclasses.replace(taken[0], queries=taken[0].queries.roll(1, 0))
-    held = weighing._Layer.look
-    other = weighing._Layer(0, moved)
-    monkeypatch.setattr(weighing._Layer, "look", lambda layer, at: held(other, at))
-    _, agreement = weighing.weigh(taken, (0.1,), (weighing.EXACT,))
+    held = quality._Layer.look
+    other = quality._Layer(0, moved)
+    monkeypatch.setattr(quality._Layer, "look", lambda layer, at: held(other, at))
+    _, agreement = quality.weigh(taken, (0.1,), (quality.EXACT,))
     assert agreement < 0.5
     with pytest.raises(errors.BadArgumentError, match="more than the 3 pages"):
-        weighing.weigh(taken, (0.01,), (weighing.EXACT,))
+        quality.weigh(taken, (0.01,), (quality.EXACT,))
 
 
 def test_what_a_command_cannot_draw_is_refused_at_once(
@@ -271,22 +271,22 @@ def test_what_a_command_cannot_draw_is_refused_at_once(
 @pytest.mark.parametrize(("model", "full_of"), [("gemma3_12b", (8, 48)), ("gpt_oss_20b", (12, 24))])
 def test_windows_hold_what_their_layers_see(model: str, full_of: tuple[int, int]) -> None:
     """Layers that see all hold all; the others their window, what a crop takes back, and edges."""
-    size = grouping.Size(prompt=4096, decode=40)
-    windowed, window, full, every = grouping.MODELS[model]
+    size = windows.Size(prompt=4096, decode=40)
+    windowed, window, full, every = windows.MODELS[model]
     result = Result("grouping")
-    held = grouping.pages_held(result, model, size, (windowed, window, full, every))
+    held = windows.pages_held(result, model, size, (windowed, window, full, every))
     pages = (size.prompt + size.decode) // 16
     low = full * pages + windowed * (window // 16)
     assert low <= held <= low + windowed * (128 // 16 + 2)
     assert (full, windowed + full) == full_of
-    order = grouping.alternating(windowed, full, every)
+    order = windows.alternating(windowed, full, every)
     assert (order.count(0), order.count(1)) == (windowed, full)
 
 
 def test_the_cost_of_coherence_is_of_calls_that_do_what_they_say() -> None:
     """What is published is in the memory; each operation's name is the core's number for it."""
-    memory, source = cohering.at_page(64 << 10), cohering.at_page(4096)
-    target = cohering.at_page(4096)
+    memory, source = coherence.at_page(64 << 10), coherence.at_page(4096)
+    target = coherence.at_page(4096)
     memory[:] = 0
     source[:] = 7
     with pytest.raises(errors.StaleError, match="record 0 is not there"):

@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cxlkv.bench import caches
+from cxlkv.bench.replay import caches
 
 
 def test_lru_by_hand() -> None:

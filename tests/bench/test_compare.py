@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cxlkv.bench.report import Result, lower_is_better
-from cxlkv.bench.results import read
+from cxlkv.bench.reading import read
+from cxlkv.bench.result import Result, lower_is_better
 from cxlkv.errors import BadArgumentError
 from cxlkv.ops import cli
 

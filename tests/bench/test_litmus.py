@@ -18,8 +18,8 @@ import numpy.typing as npt
 import pytest
 
 from cxlkv import CXLPool, KVLayout, _core
-from cxlkv.bench import litmus
-from cxlkv.bench.report import Result
+from cxlkv.bench.cases import litmus
+from cxlkv.bench.result import Result
 from cxlkv.errors import BadArgumentError, CXLKVError, PeerError
 from cxlkv.machine import certificate
 from cxlkv.machine.certificate import certified_mode

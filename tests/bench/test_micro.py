@@ -15,9 +15,9 @@ from cxlkv import _core
 from cxlkv._core import Stream
 from cxlkv.bench import cli as bench_cli
 from cxlkv.bench import streams
-from cxlkv.bench.cases import agree, alloc, bandwidth, copy, gather, latency, publish
+from cxlkv.bench.cases import agree, bandwidth, copy, gather, latency, pages, publish
 from cxlkv.bench.measure import change_interval, median_interval, warnings_of
-from cxlkv.bench.report import Result
+from cxlkv.bench.result import Result
 from cxlkv.errors import (
     BadArgumentError,
     CXLKVError,
@@ -35,8 +35,8 @@ BANDWIDTH = bandwidth.Size(UNIT, (1, 0), sample_s=0, rounds=1)
 SMALL: dict[str, Callable[[Result], None]] = {
     "latency": lambda result: latency.run(result, LATENCY),
     "bandwidth": lambda result: bandwidth.run(result, BANDWIDTH),
-    "alloc": lambda result: alloc.run(
-        result, alloc.Size(layers=1, capacity=64 << 20, counts=(1, 8), pages=16, rounds=1)
+    "alloc": lambda result: pages.run(
+        result, pages.Size(layers=1, capacity=64 << 20, counts=(1, 8), pages=16, rounds=1)
     ),
     "copy": lambda result: copy.run(result, copy.Size(UNIT, (4096,), sample_s=0, rounds=1)),
     "gather": lambda result: gather.run(

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cxlkv.bench import results
+from cxlkv.bench import reading
 from cxlkv.bench.peers import environments, plain, running, serving, store
 from cxlkv.bench.peers.cli import run_peers
 from cxlkv.bench.peers.running import SideBySide, Size
@@ -140,7 +140,7 @@ def test_ours_plain_and_a_peer_side_by_side(tmp_path: Path) -> None:
     assert ratio == result.fastest("get", 65536, 1)["ours"].median / row.median
     path = tmp_path / "peers.json"
     result.write(path)
-    written = results.read(path)
+    written = reading.read(path)
     assert len(written.metrics) == len(result.rows)
     assert "rival 9" in written.notes[0]
 
@@ -258,7 +258,7 @@ def test_the_command_names_who_is_missing(
     assert "missing: lmcache: not installed: ERROR: No matching distribution found" in shown
     assert "missing: torch: no environment in" in shown
     assert "make peers" in shown
-    notes = results.read(tmp_path / "r.json").notes
+    notes = reading.read(tmp_path / "r.json").notes
     assert all(f"missing: {name}: {why}" in notes for name, why in result.missing.items())
 
 
@@ -306,7 +306,7 @@ def test_the_store_command_names_who_is_missing(
     assert re.search(
         r"get_64k_objects_no_crc_1t_to_memcpy: [0-9.]+, at least 0 wanted: kept", shown
     )
-    written = results.read(tmp_path / "r.json")
+    written = reading.read(tmp_path / "r.json")
     assert len(written.metrics) == len(result.rows)
     assert len((tmp_path / "r.csv").read_text().splitlines()) == 1 + len(result.rows) + len(
         result.ratios

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cxlkv.bench import caches, traces
+from cxlkv.bench.replay import caches, traces
 from cxlkv.errors import BadArgumentError
 
 GOOD = '{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [0, 1]}\n'

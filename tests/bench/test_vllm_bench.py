@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cxlkv.bench import results
+from cxlkv.bench import reading
 from cxlkv.bench.peers.running import SideBySide
 from cxlkv.bench.peers.talking import Program
 from cxlkv.bench.vllm import cli, running
@@ -102,7 +102,7 @@ def test_engines_side_by_side(tmp_path: Path) -> None:
     assert "ttft_cached_miss_to_stock: at most 0.1 wanted: NOT kept" in result.notes
     assert any("round 2 of 2: pooled_10" in text for text in said)
     result.write(tmp_path / "vllm.json")
-    assert results.read(tmp_path / "vllm.json").ratios == result.ratios
+    assert reading.read(tmp_path / "vllm.json").ratios == result.ratios
 
 
 def test_each_engine_comes_first_in_turn() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, Tiers, io_hooks
-from cxlkv.bench.report import Result
+from cxlkv.bench.result import Result
 from cxlkv.emulation.link import Link, _links, emulate, link_of, parse
 from cxlkv.emulation.profiles import OURS, Profile, named, read
 from cxlkv.emulation.sharing import Stream, simulate

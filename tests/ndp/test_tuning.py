@@ -12,9 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 from cxlkv import CXLPool, KVLayout
-from cxlkv.bench import gpu_tuning, rates
-from cxlkv.bench import tuning as measuring
-from cxlkv.bench.report import Result
+from cxlkv.bench.calibrate import copies, rates
+from cxlkv.bench.calibrate import sketches as measuring
+from cxlkv.bench.result import Result
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.machine.costs import Costs, Tier
 from cxlkv.ndp import tuning
@@ -146,7 +146,7 @@ def test_what_was_measured_of_a_gpu_is_kept_beside_all_else(
         result.checks["measured"] = True
         return constants
 
-    monkeypatch.setattr(gpu_tuning, "run", measured)
+    monkeypatch.setattr(copies, "run", measured)
     path = tuning.default_path()
     tuning.write(Tuning(3000, tuning.this_machine()), path)
     done = CliRunner().invoke(app, ["tune", "--gpu"])
@@ -176,8 +176,8 @@ def test_a_machine_without_a_gpu_is_told_so() -> None:
 
 def test_a_small_run_of_gpu_tuning_on_the_cpu() -> None:
     result = Result("tune")
-    size = gpu_tuning.Size(32 << 20, (1, 4), (2, 8), (4, 12), rounds=1, repeat=1)
-    found = gpu_tuning.run(result, size, "cpu")
+    size = copies.Size(32 << 20, (1, 4), (2, 8), (4, 12), rounds=1, repeat=1)
+    found = copies.run(result, size, "cpu")
     assert found.device == "cpu"
     assert found.kernel_sms in (4, 12)
     assert found.kernel_piece_bytes_below in (1024, 4096, 8192)
@@ -189,14 +189,14 @@ def test_what_the_times_of_copies_say() -> None:
     dma = {(n, s): 10.0 * n + s / 100 for n in (4, 16, 64) for s in (1000, 2000, 4000, 8000)}
     # The kernel has a start of 100, and a lower speed than DMA.
     kernel = {(n, s): 100 + n * s / 400 for n, s in dma}
-    assert gpu_tuning.piece_bytes_below(kernel, dma) == 4000
-    assert gpu_tuning.pieces_from(kernel, dma, 4000) == 16
-    assert gpu_tuning.pieces_from(dict.fromkeys(dma, 1.0), dma, 4000) == 4
-    assert gpu_tuning.piece_bytes_below(dict.fromkeys(dma, 1.0), dma) == 16000
+    assert copies.piece_bytes_below(kernel, dma) == 4000
+    assert copies.pieces_from(kernel, dma, 4000) == 16
+    assert copies.pieces_from(dict.fromkeys(dma, 1.0), dma, 4000) == 4
+    assert copies.piece_bytes_below(dict.fromkeys(dma, 1.0), dma) == 16000
     slow = dict.fromkeys(dma, 1000000.0)
-    assert gpu_tuning.piece_bytes_below(slow, dma) == 1000
-    assert gpu_tuning.pieces_from(slow, dma, 1000) == 65
-    assert gpu_tuning.fewest({4: 20.0, 8: 10.4, 12: 10.0, 16: 9.99}) == 8
+    assert copies.piece_bytes_below(slow, dma) == 1000
+    assert copies.pieces_from(slow, dma, 1000) == 65
+    assert copies.fewest({4: 20.0, 8: 10.4, 12: 10.0, 16: 9.99}) == 8
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

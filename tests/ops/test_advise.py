@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cxlkv import CXLPool, KVLayout
-from cxlkv.bench import rates
+from cxlkv.bench.calibrate import rates
 from cxlkv.machine.costs import Costs, Tier
 from cxlkv.ndp import tuning
 from cxlkv.ops import cli

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from cxlkv.bench.cases import cohering
-from cxlkv.bench.report import Result
+from cxlkv.bench.cases import coherence
+from cxlkv.bench.result import Result
 
-COHERING = cohering.Size(
+COHERING = coherence.Size(
     record_bytes=(4096,),
     table_bytes=(64,),
     memory_bytes=1 << 20,

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cxlkv import _core
-from cxlkv.bench import caches, traces
-from cxlkv.bench.replaying import replay
+from cxlkv.bench.replay import caches, traces
+from cxlkv.bench.replay.simulation import replay
 from cxlkv.errors import BadArgumentError
 from cxlkv.tiers.policy import DEFAULT, NONE, POLICIES, Policy, Published, choose, policy_named
 

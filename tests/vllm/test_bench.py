@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cxlkv.bench import results
+from cxlkv.bench import reading
 from cxlkv.bench.vllm import cli, running
 
 pytestmark = pytest.mark.skipif(
@@ -30,7 +30,7 @@ def test_engines_side_by_side(
     shown = capsys.readouterr().out
     assert "first token, round 2 of 2" in shown
     assert "decode_1k_1, round 2 of 2" in shown
-    written = results.read(tmp_path / "vllm.json")
+    written = reading.read(tmp_path / "vllm.json")
     assert written.passed
     assert len(written.metrics["ttft_saved_hit"].samples) == running.QUICK.rounds
     assert "ttft_pooled_hit_to_stock" in written.ratios

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from cxlkv.bench.report import Result
+from cxlkv.bench.result import Result
 from cxlkv.config import format_bytes
 from cxlkv.demo.text.measure import Plan, Row, Track
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from cxlkv import CXLPool
-from cxlkv.bench import litmus
+from cxlkv.bench.cases import litmus
 from cxlkv.emulation.qemu.guest.steps import (
     DEVICE,
     LAYOUT,

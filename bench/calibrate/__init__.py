@@ -1,0 +1,1 @@
+"""Measures what this machine costs, for `cxlkv tune` and `cxlkv advise`."""

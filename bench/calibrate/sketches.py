@@ -1,0 +1,89 @@
+"""`cxlkv tune`: from how many pages on sketches pay on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from cxlkv.bench.measure import interleave
+from cxlkv.bench.result import Result
+from cxlkv.layout import KVLayout
+from cxlkv.ndp.engine import Budget
+from cxlkv.ndp.tuning import PAGES_MIN, Tuning, this_machine
+from cxlkv.pool import CXLPool
+
+NEVER = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Size:
+    """Pages of 16 tokens, 8 kv heads of 128 in bf16, 4 query heads each; 5 % of the pages."""
+
+    pages: tuple[int, ...] = (1024, 2048, 4096, 8192)
+    kv_heads: int = 8
+    head_dim: int = 128
+    group: int = 4
+    rounds: int = 9
+
+
+def run(result: Result, size: Size = Size(), threads: int | None = None) -> Tuning:
+    """Times of "exact" and "two_stage" at each number of pages, and what "auto" should do.
+
+    "auto" takes sketches from the smallest number on from which they are faster at all larger
+    ones that were tried; never, if they are slower at the largest. i.i.d. keys: the hardest case.
+    """
+    layout = KVLayout(layers=1, kv_heads=size.kv_heads, head_dim=size.head_dim, page_tokens=16)
+    tokens = 16 * max(size.pages)
+    random = np.random.default_rng(11)
+    faster = {}
+    with CXLPool.create(
+        "anonymous:",
+        layout=layout,
+        capacity=layout.token_bytes * tokens * 3 // 2 + (64 << 20),
+        checksum=False,
+        threads=threads,
+    ) as pool:
+        sequence = pool.sequence()
+        step = 16 * 256
+        for _ in range(0, tokens, step):
+            rows = random.standard_normal((step, size.kv_heads, size.head_dim), np.float32)
+            half = (rows.view(np.uint32) >> 16).astype(np.uint16)
+            sequence.append(0, _bfloat16(half), _bfloat16(half))
+        q = random.standard_normal((size.kv_heads * size.group, size.head_dim), np.float32)
+        for pages in sorted(size.pages, reverse=True):
+            sequence.truncate(pages * 16)
+            budget = Budget(pages=max(4, pages // 20))
+            times = interleave(
+                {
+                    method: partial(sequence.select, 0, q, budget, method=method)
+                    for method in ("exact", "two_stage")
+                },
+                size.rounds,
+            )
+            medians = {
+                method: result.measure(f"{method}_{pages}_pages", [1e6 * s for s in took], "us")
+                for method, took in times.items()
+            }
+            faster[pages] = medians["two_stage"].median < medians["exact"].median
+    result.checks["measured"] = True
+    tuning = Tuning(two_stage_from(faster), this_machine())
+    result.measure("two_stage_pages", [tuning.two_stage_pages], "pages")
+    return tuning
+
+
+def two_stage_from(faster: dict[int, bool]) -> int:
+    """The smallest number of pages from which on all are True; NEVER without one."""
+    found = NEVER
+    for pages in sorted(faster, reverse=True):
+        if not faster[pages]:
+            break
+        found = max(pages, PAGES_MIN)
+    return found
+
+
+def _bfloat16(half: np.ndarray[tuple[int, ...], np.dtype[np.uint16]]) -> object:
+    import ml_dtypes
+
+    return half.view(ml_dtypes.bfloat16)

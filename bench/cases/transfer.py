@@ -1,0 +1,243 @@
+"""Append and fetch against memcpy of the same bytes between the same addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from cxlkv.bench.measure import interleave
+from cxlkv.bench.result import Result
+from cxlkv.layout import KVLayout
+from cxlkv.ndp.engine import Selection
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Sequence
+
+Bytes = npt.NDArray[np.uint8]
+Elements = npt.NDArray[np.float32]  # numpy's types have no bfloat16
+CALL_PAGES = 64
+
+
+@dataclass(frozen=True)
+class Size:
+    """1 GiB of KV by default: 8 layers, 8 kv heads, 128 channels, 32,768 tokens of bf16."""
+
+    layers: int = 8
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_tokens: int = 16
+    tokens: int = 32768
+    rounds: int = 7
+
+
+class Mapped:
+    """The pool's file in a second mapping of this process: the baseline's way to the same bytes."""
+
+    def __init__(self, pool: CXLPool, path: Path, size: Size):
+        described = pool.describe()["geometry"]
+        assert isinstance(described, dict)
+        self.geometry: dict[str, int] = described
+        self.bytes: Bytes = np.memmap(path, np.uint8, "r+")
+        self.piece_bytes = size.page_tokens * size.head_dim * 2
+        self.size = size
+
+    def offset(self, page: int, layer: int, name: str) -> int:
+        """Of the page's K ("keys_offset") or V ("values_offset"), all heads."""
+        g = self.geometry
+        extent, slot = divmod(page, g["slab_slots"])
+        start = g["extents_offset"] + extent * g["extent_bytes"] + g["layers_offset"]
+        run = self.size.kv_heads * self.piece_bytes
+        return start + layer * g["layer_bytes"] + g[name] + slot * run
+
+
+def run(result: Result, size: Size = Size(), threads: int = 1) -> None:
+    """Metrics append_*, fetch_*, memcpy_* in GB/s of K and V; CRC off and on, and append without
+    sketches, which are made when a page is complete."""
+    layout = KVLayout(
+        layers=size.layers,
+        kv_heads=size.kv_heads,
+        head_dim=size.head_dim,
+        page_tokens=size.page_tokens,
+    )
+    capacity = int(layout.token_bytes * size.tokens * 1.2) + (256 << 20)
+    for name in ("plain", "crc", "no_sketches"):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            path = Path(folder) / "bench.pool"
+            with CXLPool.create(
+                path,
+                layout=layout,
+                capacity=capacity,
+                checksum=name == "crc",
+                sketch=name != "no_sketches",
+                threads=threads,
+            ) as pool:
+                measure_append(result, pool, path, size, name)
+                if name != "no_sketches":
+                    measure_fetch(result, pool, path, size, name)
+
+
+def append_all(pool: CXLPool, size: Size, k: Elements, v: Elements) -> Sequence:
+    """A sequence of all tokens, CALL_PAGES pages a call, layer after layer."""
+    sequence = pool.sequence()
+    step = CALL_PAGES * size.page_tokens
+    for first in range(0, size.tokens, step):
+        for layer in range(size.layers):
+            sequence.append(layer, k[first : first + step], v[first : first + step])
+    return sequence
+
+
+def source(size: Size, seed: int) -> Elements:
+    rng = np.random.default_rng(seed)
+    shape = (size.tokens, size.kv_heads, size.head_dim)
+    return rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
+
+
+def measure_append(result: Result, pool: CXLPool, path: Path, size: Size, name: str) -> None:
+    k, v = source(size, 1), source(size, 2)
+    sequence = append_all(pool, size, k, v)
+    ids = [int(page) for page in sequence.pages]
+    result.checks[f"append_{name}_right"] = holds(sequence, size, k, v)
+    sequence.release()
+    mapped = Mapped(pool, path, size)
+    moves = list(append_moves(mapped, size, ids, k, v))
+
+    def memcpy() -> None:
+        for destination, start, count in moves:
+            ctypes.memmove(destination, start, count)
+
+    def append() -> None:
+        append_all(pool, size, k, v).release()
+
+    total = pool.layout.token_bytes * size.tokens
+    report(result, name, "append", {"memcpy_append": memcpy, "append": append}, total, size)
+
+
+def holds(sequence: Sequence, size: Size, k: Elements, v: Elements) -> bool:
+    """Every layer, read back, is what was appended."""
+    for layer in range(size.layers):
+        got = sequence.fetch(layer)
+        for pages, wanted in zip(got, (k, v), strict=True):
+            rows = np.asarray(pages).reshape(size.kv_heads, -1, size.head_dim)
+            if not np.array_equal(rows.swapaxes(0, 1).view(np.uint16), wanted.view(np.uint16)):
+                return False
+    return True
+
+
+def append_moves(
+    mapped: Mapped,
+    size: Size,
+    ids: list[int],
+    k: Elements,
+    v: Elements,
+) -> list[tuple[int, int, int]]:
+    """(destination, source, bytes) as flat copies: neighbouring slots as one."""
+    base = mapped.bytes.ctypes.data
+    page_bytes = size.kv_heads * mapped.piece_bytes
+    moves: list[tuple[int, int, int]] = []
+    for first in range(0, len(ids), CALL_PAGES):
+        for layer in range(size.layers):
+            for array, name in ((k, "keys_offset"), (v, "values_offset")):
+                start = len(moves)
+                for index in range(first, min(first + CALL_PAGES, len(ids))):
+                    to = base + mapped.offset(ids[index], layer, name)
+                    at = array.ctypes.data + index * page_bytes
+                    if len(moves) > start and sum(moves[-1][::2]) == to:
+                        moves[-1] = (*moves[-1][:2], moves[-1][2] + page_bytes)
+                    else:
+                        moves.append((to, at, page_bytes))
+    return moves
+
+
+def measure_fetch(result: Result, pool: CXLPool, path: Path, size: Size, name: str) -> None:
+    k, v = source(size, 1), source(size, 2)
+    sequence = append_all(pool, size, k, v)
+    batch = pool.batch([sequence])
+    mapped = Mapped(pool, path, size)
+    pieces = mapped.bytes[: len(mapped.bytes) // mapped.piece_bytes * mapped.piece_bytes]
+    rows = pieces.reshape(-1, mapped.piece_bytes)
+    shape = (1, size.kv_heads, CALL_PAGES, size.page_tokens, size.head_dim)
+    out = (np.empty(shape, ml_dtypes.bfloat16), np.empty(shape, ml_dtypes.bfloat16))
+    flat = [array.view(np.uint8).reshape(-1, mapped.piece_bytes) for array in out]
+    ids = sequence.pages.astype(np.int64)
+    order = np.random.default_rng(3).permutation(len(ids))
+    calls: list[tuple[int, Selection, list[npt.NDArray[np.int64]]]] = []
+    for first in range(0, len(ids), CALL_PAGES):
+        chosen = np.sort(order[first : first + CALL_PAGES]).astype(np.int32)
+        picked = selection(chosen, size)
+        for layer in range(size.layers):
+            calls.append((layer, picked, piece_rows(mapped, size, ids[chosen], layer)))
+
+    def fetch() -> None:
+        for layer, picked, _ in calls:
+            batch.fetch(layer, picked, out=out)
+
+    def memcpy() -> None:
+        for _, _, indices in calls:
+            for index, to in zip(indices, flat, strict=True):
+                np.take(rows, index, axis=0, out=to, mode="clip")
+
+    batch.fetch(calls[-1][0], calls[-1][1], out=out)
+    got = [array.copy() for array in flat]
+    for index, to in zip(calls[-1][2], flat, strict=True):
+        np.take(rows, index, axis=0, out=to, mode="clip")
+    result.checks[f"fetch_{name}_right"] = all(
+        np.array_equal(a, b) for a, b in zip(got, flat, strict=True)
+    )
+    total = pool.layout.token_bytes * size.tokens
+    report(result, name, "fetch", {"memcpy_fetch": memcpy, "fetch": fetch}, total, size)
+    sequence.release()
+
+
+def selection(chosen: npt.NDArray[np.int32], size: Size) -> Selection:
+    """The same pages for every head, as a select would name them."""
+    pages = np.ascontiguousarray(np.broadcast_to(chosen, (1, size.kv_heads, len(chosen))))
+    counts = np.full((1, size.kv_heads), len(chosen), np.int32)
+    starts = np.array([0, 1], np.int32)
+    return Selection(pages, np.zeros(pages.shape, np.float32), counts, 0, 0, "query", starts)
+
+
+def piece_rows(
+    mapped: Mapped, size: Size, ids: npt.NDArray[np.int64], layer: int
+) -> list[npt.NDArray[np.int64]]:
+    """Indices of K and V pieces in the file, in the order in which fetch() writes them."""
+    found = []
+    for name in ("keys_offset", "values_offset"):
+        first = np.array([mapped.offset(int(page), layer, name) for page in ids])
+        if (first % mapped.piece_bytes).any():
+            raise ValueError("pieces are not aligned to their size: choose a power-of-two size")
+        heads = np.arange(size.kv_heads)[:, None]
+        found.append((first[None, :] // mapped.piece_bytes + heads).ravel())
+    return found
+
+
+def report(
+    result: Result,
+    name: str,
+    verb: str,
+    functions: dict[str, Callable[[], object]],
+    total_bytes: int,
+    size: Size,
+) -> None:
+    samples = interleave(functions, size.rounds)
+    speed = {
+        key: result.measure(
+            f"{key}_{name}", [total_bytes / s / 1e9 for s in seconds], "GB/s"
+        ).median
+        for key, seconds in samples.items()
+    }
+    result.ratios[f"{verb}_{name}_to_memcpy"] = speed[verb] / speed[f"memcpy_{verb}"]
+
+
+def working_set_note(size: Size) -> str:
+    """What was moved, for the result's notes."""
+    kv_bytes = size.tokens * size.layers * size.kv_heads * size.head_dim * 4
+    return (
+        f"copying: {kv_bytes >> 20} MiB of K and V, {CALL_PAGES} pages a call, prefaulted, "
+        f"one thread"
+    )

@@ -1,0 +1,188 @@
+"""Layer groups: what windows save, what a windowed layer costs to attend to, and rows of MLA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cxlkv.bench.measure import interleave
+from cxlkv.bench.result import Result
+from cxlkv.layout import KVLayout, LayerGroup
+from cxlkv.pool import CXLPool
+from cxlkv.sequence import Sequence
+
+# Layers with a window, window, layers without, and how they alternate: every n-th sees all.
+MODELS = {
+    "gemma3_12b": (40, 1024, 8, 6),
+    "gemma3_27b": (52, 1024, 10, 6),
+    "gpt_oss_20b": (12, 128, 12, 2),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """32,768 tokens of prompt and 256 of decoding; DeepSeek's row of 576 for 128 query heads."""
+
+    prompt: int = 32768
+    decode: int = 256
+    heads: int = 128
+    latent: int = 512
+    rope: int = 64
+    rounds: int = 9
+    settle_s: float = 0.25
+
+
+def run(result: Result, size: Size = Size()) -> None:
+    """Pages and times with and without windows; attention to latents in GB/s of stored rows."""
+    for model, (windowed, window, full, every) in MODELS.items():
+        held = {
+            limit: pages_held(result, model, size, (windowed, limit, full, every))
+            for limit in (window, None)
+        }
+        result.ratios[f"{model}_held_to_no_windows"] = held[window] / held[None]
+    measure_window(result, size)
+    measure_latent(result, size)
+
+
+def pages_held(
+    result: Result, model: str, size: Size, shape: tuple[int, int | None, int, int]
+) -> float:
+    """Layers x pages that one sequence holds, prompt and decoding done; one channel a head, as
+    the number of pages does not depend on it."""
+    windowed, window, full, every = shape
+    common = {"kv_heads": 1, "head_dim": 16}
+    groups = [
+        LayerGroup(layers=windowed, window=window, **common),  # type: ignore[arg-type]
+        LayerGroup(layers=full, **common),  # type: ignore[arg-type]
+    ]
+    order = alternating(windowed, full, every)
+    layout = KVLayout.of(groups, order)
+    tokens = size.prompt + size.decode
+    capacity = int(layout.token_bytes * tokens * 1.5) + (64 << 20)
+    with CXLPool.create("anonymous:", layout=layout, capacity=capacity, threads=1) as pool:
+        sequence = pool.sequence()
+        rows = torch.zeros(size.prompt, 1, 16, dtype=torch.bfloat16)
+        for layer in range(layout.layers):
+            sequence.append(layer, rows, rows, rewind=128)
+        for _ in range(size.decode):
+            for layer in range(layout.layers):
+                sequence.append(layer, rows[:1], rows[:1], rewind=128)
+        stats, geometry = pool.stats(), pool.describe()["geometry"]
+        assert isinstance(geometry, dict)
+        rounded_up = geometry["part_count"] * geometry["record_layers"]
+        pages = float(stats["pages_held"] * geometry["record_layers"])
+        name = f"{model}_{'windows' if window else 'no_windows'}"
+        result.measure(f"{name}_held", [pages], "pages of one layer")
+        result.measure(f"{name}_rounded_up", [rounded_up - layout.layers], "layers")
+        result.checks[f"{name}_none_missing"] = len(sequence) == tokens
+        return pages
+
+
+def alternating(windowed: int, full: int, every: int) -> list[int]:
+    """Group of each layer: every n-th of the second group, while there are any."""
+    order: list[int] = []
+    for layer in range(windowed + full):
+        sees_all = layer % every == every - 1 and order.count(1) < full
+        order.append(1 if sees_all or order.count(0) == windowed else 0)
+    return order
+
+
+def measure_window(result: Result, size: Size) -> None:
+    """One query token over a window of 1,024 tokens and over the whole prompt: 8 heads of 128."""
+    group = LayerGroup(layers=1, kv_heads=8, head_dim=128)
+    windowed = LayerGroup(layers=1, kv_heads=8, head_dim=128, window=1024)
+    layout = KVLayout.of([windowed, group])
+    capacity = int(layout.token_bytes * size.prompt * 1.4) + (64 << 20)
+    generator = torch.Generator().manual_seed(3)
+    k = torch.randn(size.prompt, 8, 128, generator=generator).bfloat16()
+    query = torch.randn(32, 128, generator=generator).bfloat16()
+    with CXLPool.create(
+        "anonymous:", layout=layout, capacity=capacity, checksum=False, threads=1
+    ) as pool:
+        sequence = pool.sequence()
+        for layer in range(2):
+            sequence.append(layer, k, k, rewind=128)
+        out, _ = sequence.attend(0, query)
+        near = k[-1024:].permute(1, 0, 2)[None]
+        wanted = grouped_sdpa(query, near, near)
+        difference = (torch.as_tensor(out) - wanted).abs().max().item()
+        result.checks["window_agrees_with_torch"] = difference < 0.02
+        samples = interleave(
+            {
+                "window": lambda: sequence.attend(0, query),
+                "all_tokens": lambda: sequence.attend(1, query),
+            },
+            size.rounds,
+        )
+    window = result.measure("attend_window", [s * 1e6 for s in samples["window"]], "us")
+    every = result.measure("attend_all_tokens", [s * 1e6 for s in samples["all_tokens"]], "us")
+    result.ratios["attend_window_cost_to_all_tokens"] = window.median / every.median
+    result.ratios["window_tokens_to_all_tokens"] = min(1.0, 1024 / size.prompt)
+
+
+def grouped_sdpa(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """query [q_heads, dim] over keys and values [1, kv_heads, tokens, dim]."""
+    rows = query.view(1, keys.shape[1], -1, query.shape[1])
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(rows, keys, values).view(query.shape[0], -1)
+
+
+def measure_latent(result: Result, size: Size) -> None:
+    """Attention of one token's heads to latents where they lie, against torch on one tensor."""
+    dim = size.latent + size.rope
+    group = LayerGroup(
+        layers=1,
+        kv_heads=1,
+        head_dim=dim,
+        value_head_dim=size.latent,
+        values="key_prefix",
+    )
+    layout = KVLayout.of([group])
+    capacity = int(layout.token_bytes * size.prompt * 1.4) + (64 << 20)
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.randn(size.prompt, 1, dim, generator=generator).bfloat16()
+    query = (torch.randn(size.heads, dim, generator=generator) * 0.3).bfloat16()
+    scale = dim**-0.5
+    before = torch.get_num_threads()
+    with CXLPool.create("anonymous:", layout=layout, capacity=capacity, checksum=False) as pool:
+        sequence = pool.sequence()
+        sequence.append(0, rows, None)
+
+        def with_torch() -> torch.Tensor:
+            logits = (query @ rows[:, 0].T).float() * scale
+            return torch.softmax(logits, dim=-1).bfloat16() @ rows[:, 0, : size.latent]
+
+        difference = (torch.as_tensor(sequence.attend(0, query)[0]) - with_torch()).abs().max()
+        result.checks["latent_agrees_with_torch"] = difference.item() < 0.02
+        for count in (1, 2):
+            pool.set_threads(count)
+            torch.set_num_threads(count)
+            measure_latent_threads(result, sequence, query, with_torch, size, count)
+    torch.set_num_threads(before)
+    expanded = size.heads * (128 + 64 + 128)  # DeepSeek-V3: keys of 192, values of 128
+    result.ratios["latent_bytes_to_expanded"] = dim / expanded
+
+
+def measure_latent_threads(
+    result: Result,
+    sequence: Sequence,
+    query: torch.Tensor,
+    with_torch: object,
+    size: Size,
+    count: int,
+) -> None:
+    assert callable(with_torch)
+    samples = interleave(
+        {"attend": lambda: sequence.attend(0, query), "torch": with_torch},
+        size.rounds,
+        settle_s=size.settle_s,
+    )
+    moved = size.prompt * (size.latent + size.rope) * 2
+    speed = {
+        name: result.measure(
+            f"latent_{name}_{count}_threads", [moved / s / 1e9 for s in seconds], "GB/s"
+        ).median
+        for name, seconds in samples.items()
+    }
+    result.ratios[f"latent_attend_to_torch_{count}_threads"] = speed["attend"] / speed["torch"]

@@ -1,0 +1,198 @@
+"""Draws the GPU suite's result files: python -m cxlkv.bench.gpu.pictures FOLDER.
+
+gather: bandwidth against the size of a piece; attend: time against context; decode: the parts of a
+step, full fetch and selected side by side.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from cxlkv.bench.style import BLUE, COLORS, GREEN, GREY, INK, ORANGE, plain
+from cxlkv.errors import BadArgumentError
+
+Medians = Mapping[str, float]
+
+METHODS = {
+    "kernel": ("kernel copy", BLUE, "o-"),
+    "batch": ("cudaMemcpyBatchAsync", ORANGE, "s-"),
+    "loop": ("cudaMemcpyAsync in a loop", GREY, "^-"),
+    "dispatcher": ("dispatcher", GREEN, "D--"),
+}
+PARTS = {
+    "query": ("queries to the host", GREY),
+    "scan": ("scan near the data", ORANGE),
+    "fetch": ("fetch", BLUE),
+    "attention": ("attention", GREEN),
+    "merge": ("merge", INK),
+}
+"""Of a decode step, in the order in which they come."""
+
+
+def medians(path: Path) -> Medians:
+    """The median of each metric of a result file; BadArgumentError when it is none."""
+    try:
+        metrics = json.loads(path.read_text())["metrics"]
+        return {name: float(metric["median"]) for name, metric in metrics.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadArgumentError(f"{path} is no result file: {error}") from error
+
+
+def context_tokens(name: str) -> int:
+    """ "128k": 131072."""
+    return int(name[:-1]) * 1024 if name.endswith("k") else int(name)
+
+
+def canvas(panels: int, width: float = 5.2) -> tuple[Figure, Sequence[Axes]]:
+    figure = Figure(figsize=(width * panels + 0.6, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)  # draws without a display
+    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+
+
+def gather(found: Medians, path: Path) -> None:
+    """A panel for each count of pieces: GB/s against bytes of a piece, and the link's line."""
+    points: dict[int, dict[str, dict[int, float]]] = {}
+    for name, us in found.items():
+        match = re.fullmatch(r"(\w+?)_(\d+)_x(\d+)", name)
+        if match and match[1] in METHODS:
+            piece, count = int(match[2]), int(match[3])
+            points.setdefault(count, {}).setdefault(match[1], {})[piece] = piece * count / us / 1e3
+    counts = sorted(points)
+    figure, panels = canvas(len(counts), 3.9)
+    figure.suptitle("pieces out of host memory: bandwidth by size", color=INK)
+    for axes, count in zip(panels, counts, strict=True):
+        for method, (label, color, line) in METHODS.items():
+            curve = sorted(points[count].get(method, {}).items())
+            x, y = [piece for piece, _ in curve], [speed for _, speed in curve]
+            axes.plot(x, y, line, color=color, label=label, markersize=4)
+        axes.axhline(found["h2d"] / 1e9, color=INK, linewidth=1, label="one large copy")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("bytes of a piece", color=INK)
+        axes.set_title(f"{count} pieces", color=INK, fontsize=11)
+        plain(axes)
+    panels[0].set_ylabel("GB/s", color=INK)
+    panels[-1].legend(frameon=False, fontsize=8, labelcolor=INK)
+    figure.savefig(path, dpi=130)
+
+
+def attend(found: Medians, path: Path) -> None:
+    """A panel for each number of lists: us against context, our shares and torch's best form."""
+    lists = sorted({int(m[1]) for name in found if (m := re.search(r"_\d+k?_x(\d+)$", name))})
+    figure, panels = canvas(len(lists))
+    figure.suptitle("decode attention on the GPU, K and V in its memory", color=INK)
+    for axes, count in zip(panels, lists, strict=True):
+        curves: dict[str, dict[int, float]] = {}
+        for name, us in found.items():
+            match = re.fullmatch(rf"(attend_[\d.]+|sdpa_\w+?)_(\d+k?)_x{count}", name)
+            if match:
+                label = match[1] if match[1].startswith("attend") else "sdpa"
+                tokens = context_tokens(match[2])
+                best = curves.setdefault(label, {})
+                best[tokens] = min(us, best.get(tokens, us))
+        shares = sorted((n for n in curves if n != "sdpa"), key=lambda n: float(n[7:]))
+        for label, color in zip(shares, COLORS[1:] * len(shares), strict=False):
+            draw_time(axes, curves[label], "o-", color, f"{label[7:]} % of the pages")
+        draw_time(axes, curves.get("sdpa", {}), "s--", ORANGE, "torch, all tokens")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
+        axes.set_xlabel("tokens of context", color=INK)
+        axes.set_title(f"{count} sequence{'s' if count > 1 else ''}", color=INK, fontsize=11)
+        plain(axes)
+    panels[0].set_ylabel("us", color=INK)
+    panels[0].legend(frameon=False, fontsize=8, labelcolor=INK)
+    figure.savefig(path, dpi=130)
+
+
+def draw_time(axes: Axes, curve: Mapping[int, float], line: str, color: str, label: str) -> None:
+    x = sorted(curve)
+    axes.plot(x, [curve[tokens] for tokens in x], line, color=color, label=label, markersize=4)
+
+
+def decode(found: Medians, path: Path) -> None:
+    """Left the time of a layer's step against context, full fetch and selected; right the share of
+    each part, where they come one after the other: full fetch hatched, selected plain."""
+    names = {m[1] for name in found if (m := re.fullmatch(r"(?:full|selected)_(\d+k?)", name))}
+    contexts = sorted(names, key=context_tokens)
+    figure, (times, parts) = canvas(2, 5.6)
+    for how, color, line in (("full", ORANGE, "s--"), ("selected", BLUE, "o-")):
+        curve = {context_tokens(c): found.get(f"{how}_{c}", 0.0) / 1e3 for c in contexts}
+        curve = {tokens: ms for tokens, ms in curve.items() if ms}
+        draw_time(times, curve, line, color, "full fetch" if how == "full" else how)
+    times.set_xscale("log", base=2)
+    times.set_yscale("log")
+    times.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
+    times.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    times.set_ylabel("ms a layer", color=INK)
+    times.set_title("a decode step", color=INK, fontsize=11)
+    times.legend(frameon=False, fontsize=8, labelcolor=INK)
+    for place, context in enumerate(contexts):
+        draw_parts(parts, found, f"full_{context}", place - 0.2, "///")
+        draw_parts(parts, found, f"selected_{context}", place + 0.2, "")
+    for label, color in PARTS.values():
+        parts.bar(0, 0, color=color, label=label)
+    parts.bar(0, 0, color="white", edgecolor=INK, hatch="///", label="full fetch")
+    parts.set_xticks(range(len(contexts)), contexts)
+    parts.set_ylim(0, 100)
+    parts.set_ylabel("% of the parts' time", color=INK)
+    parts.set_title("which part dominates where", color=INK, fontsize=11)
+    handles, labels = parts.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8)
+    for axes in (times, parts):
+        axes.set_xlabel("tokens of context", color=INK)
+        plain(axes)
+    figure.savefig(path, dpi=130)
+
+
+def draw_parts(axes: Axes, found: Medians, name: str, place: float, hatch: str) -> None:
+    """A bar of the parts' shares; they may have run at one time, so they are of their own sum."""
+    times = {part: found.get(f"{name}_{part}", 0.0) for part in PARTS}
+    whole = sum(times.values())
+    bottom = 0.0
+    for part, us in times.items() if whole else ():
+        share = 100 * us / whole
+        color = PARTS[part][1]
+        axes.bar(place, share, 0.36, bottom, color=color, hatch=hatch, edgecolor="white")
+        bottom += share
+
+
+def size(value: float) -> str:
+    """4096: "4k"."""
+    return f"{value / 1024:g}k" if value >= 1024 else f"{value:g}"
+
+
+DRAW: dict[str, Callable[[Medians, Path], None]] = {
+    "gather": gather,
+    "attend": attend,
+    "decode": decode,
+}
+
+
+def main(folder: Path) -> list[Path]:
+    """A picture for each result file that is there and has figures."""
+    made = []
+    for name, draw in DRAW.items():
+        result = folder / f"{name}.json"
+        found = medians(result) if result.exists() else {}
+        if found:
+            draw(found, folder / f"{name}.png")
+            made.append(folder / f"{name}.png")
+    return made
+
+
+if __name__ == "__main__":
+    for picture in main(Path(sys.argv[1])):
+        print(picture)

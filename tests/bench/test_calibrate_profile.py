@@ -1,0 +1,80 @@
+"""A profile of this machine's own memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cxlkv import _core
+from cxlkv._core import Stream
+from cxlkv.bench.calibrate import profile as measuring
+from cxlkv.bench.calibrate.profile import Size, curve
+from cxlkv.bench.cases import link
+from cxlkv.bench.result import Result
+from cxlkv.emulation.profiles import named
+from cxlkv.errors import BadArgumentError
+from cxlkv.ops.cli import main
+
+
+def test_the_command_writes_a_profile_that_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    small = Size(bytes=1 << 20, pace_ns=(4000, 1000), sample_s=0.002, rounds=2)
+    monkeypatch.setattr(measuring, "SIZE", small)
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", "--profile", "here", "--json", str(tmp_path / "r.json")])
+    assert ended.value.code == 0
+    assert "written: here in" in capsys.readouterr().out
+    profile = named("here")[1]
+    assert profile.standing == "measured"
+    assert profile.latency_ns > 0
+    assert profile.read_gb_per_s > 0
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", "--profile", "pond-pool"])
+    assert ended.value.code == 1
+    assert "one of the project's profiles" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", "--profile", "x", "--gpu"])
+    assert ended.value.code == 1
+    with pytest.raises(BadArgumentError, match=r"no profile 'x'.*here"):
+        named("x")
+
+
+def test_a_chase_that_went_wrong_makes_no_profile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    small = Size(bytes=1 << 20, pace_ns=(), sample_s=0, rounds=1)
+    monkeypatch.setattr(measuring, "SIZE", small)
+    taken = _core.memory_run
+
+    def wrong(running: list[Stream], seconds: float) -> list[_core.Streamed]:
+        return [did._replace(sum=did.sum + 1) for did in taken(running, seconds)]
+
+    monkeypatch.setattr(_core, "memory_run", wrong)
+    with pytest.raises(SystemExit) as ended:
+        main(["tune", "--profile", "here"])
+    assert ended.value.code == 1
+    with pytest.raises(BadArgumentError, match="no profile 'here'"):
+        named("here")
+
+
+def test_noise_is_left_out_of_a_curve() -> None:
+    samples = [[(5.0, 120.0), (5.2, 118.0), (5.1, 140.0)], [(2.0, 90.0)], [(9.0, 119.0)]]
+    assert curve(100.0, samples, 8.0) == ((5.1, 120.0),)
+    assert curve(80.0, samples, 20.0) == ((2.0, 90.0), (5.1, 120.0))
+    assert curve(80.0, [], 20.0) == ()
+
+
+def test_bench_link_runs_small_and_draws(tmp_path: Path) -> None:
+    result = Result("link")
+    link.run(result, link.Size(tokens=64, rounds=1, latency_calls=2))
+    assert result.checks["virtual_exact"]
+    assert result.emulated is not None
+    assert result.emulated.startswith("astera-a1000 slowed ")
+    names = {f"{name}_to_profile" for name in ("fetch", "attend", "append", "latency")}
+    assert set(result.ratios) == names
+    link.draw(tmp_path / "link.png")
+    assert (tmp_path / "link.png").stat().st_size > 10_000
