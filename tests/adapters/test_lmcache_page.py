@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from cxlkv.adapters.common.figures import STATES
+from cxlkv.adapters.common.settings import PoolSettings
 from cxlkv.adapters.lmcache.metrics import COUNTS, KINDS, PREFIX
-from cxlkv.adapters.lmcache.settings import TESTED, Settings
+from cxlkv.adapters.lmcache.settings import VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/lmcache.md").read_text()
@@ -35,9 +36,11 @@ def test_each_complaint_has_one() -> None:
 
 def test_settings_are_those_that_are_read() -> None:
     rows = table("Settings")
-    assert [row[0].strip("`") for row in rows] == [f"cxlkv.{one.name}" for one in fields(Settings)]
+    assert [row[0].strip("`") for row in rows] == [
+        f"cxlkv.{one.name}" for one in fields(PoolSettings)
+    ]
     shown = [row[1].strip("`") for row in rows]
-    assert shown == [f'"{Settings().where}"', "none", f'"{Settings().salt}"']
+    assert shown == [f'"{PoolSettings().where}"', "none", f'"{PoolSettings().salt}"']
 
 
 def test_metrics_and_failures_are_those_that_are_counted() -> None:
@@ -50,7 +53,7 @@ def test_metrics_and_failures_are_those_that_are_counted() -> None:
 
 
 def test_the_tested_range_is_the_one_that_is_refused_beyond() -> None:
-    assert TESTED == ((0, 5), (0, 6))
+    assert str(VERSIONS) == "lmcache>=0.5,<0.6"
     assert "`lmcache` 0.5.6" in PAGE
     assert "LMCACHE_VERSION := 0.5.6" in (ROOT / "Makefile").read_text()
 

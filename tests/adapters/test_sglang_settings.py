@@ -13,7 +13,7 @@ import pytest
 
 import cxlkv.adapters.sglang as adapter
 from cxlkv.adapters.sglang.names import Shards, Words, engine_words, file_name, space_of
-from cxlkv.adapters.sglang.settings import Settings, check_version, is_zero_copy, read_settings
+from cxlkv.adapters.sglang.settings import check_version, is_zero_copy, read_settings
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
 MHA, MLA, STATE = {"MHATokenToKVPoolHost"}, {"MLATokenToKVPoolHost"}, {"MambaPoolHost"}
@@ -47,20 +47,9 @@ def server(**words: object) -> SimpleNamespace:
 # ---- what a user writes ----
 
 
-def test_settings() -> None:
-    assert read_settings(None) == Settings()
-    given = {"interface_v1": 1, "cxlkv": {"where": "/mnt/pool", "capacity": "8GiB", "salt": "s"}}
-    assert read_settings(given) == Settings(where="/mnt/pool", capacity="8GiB", salt="s")
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"cxlkv": {"wher": "x"}}, "'wher' is not one of .*did you mean where"),
-        ({"cxlkv": {"capacity": True}}, "text like 8GiB"),
-        ({"cxlkv": {"capacity": "8G"}}, "8G"),
-        ({"cxlkv": {"salt": 3}}, "salt is 3: text is wanted"),
-        ({"cxlkv": {"where": "anonymous:"}}, "several processes that must find the pool"),
         ({"cxlkv": "8GiB"}, "keys and values"),
         ({"capacity": "8GiB"}, "'capacity' is one of ours: write it as \"cxlkv\""),
     ],
@@ -80,16 +69,12 @@ def test_pages_that_are_copied_once_more_are_worth_a_warning(
     assert '"interface_v1": 1' in said
 
 
-def test_untested_versions(caplog: pytest.LogCaptureFixture) -> None:
+def test_later_versions_are_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "cxlkv")
-    check_version("0.5.23")
     check_version("0.5.23.post1")
     assert not caplog.messages
     check_version("0.5.24rc1")
     assert caplog.messages == ["cxlkv: tested with sglang 0.5.23, this is 0.5.24rc1"]
-    for version in ("0.5.9", "0.6.0", "0.4.9", "1.5.23", ""):
-        with pytest.raises(UnsupportedError, match=r"sglang>=0\.5\.23,<0\.6, or another cxlkv"):
-            check_version(version)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is here")

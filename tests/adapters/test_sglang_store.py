@@ -14,9 +14,9 @@ import torch
 from cxlkv import CXLPool
 from cxlkv.adapters.common.metrics import Counting
 from cxlkv.adapters.common.object_cache import leading
+from cxlkv.adapters.common.settings import PoolSettings
 from cxlkv.adapters.sglang.hits import restorable
 from cxlkv.adapters.sglang.metrics import COUNTS, KINDS
-from cxlkv.adapters.sglang.settings import Settings
 from cxlkv.adapters.sglang.store import MAIN, Rank, Store
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 
@@ -84,7 +84,7 @@ class Engine:
         **settings: str,
     ) -> None:
         self.counting = Counting(COUNTS, KINDS)
-        given = Settings(where=where, **{"capacity": "16MiB", **settings})
+        given = PoolSettings(where=where, **{"capacity": "16MiB", **settings})
         words: dict[str, object] = {"engine": "sglang", "model": model}
         self.store = Store(Rank(config or Config(), words, given, zero_copy), self.counting)
         self.hosts = hosts or {MAIN: Host()}

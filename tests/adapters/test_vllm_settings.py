@@ -11,16 +11,12 @@ from cxlkv import Budget, CXLPool, KVLayout
 from cxlkv.adapters.common.pools import share_bytes
 from cxlkv.adapters.vllm import pools
 from cxlkv.adapters.vllm.messages import Options
-from cxlkv.adapters.vllm.plugin import check_version, register
+from cxlkv.adapters.vllm.plugin import register
 from cxlkv.adapters.vllm.settings import Settings, check_policy, read_options, read_settings
 from cxlkv.errors import BadArgumentError, GeometryError, PoolMissingError, UnsupportedError
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 WORDS: dict[str, object] = {"model": "tiny", "dtype": "float32"}
-
-
-def test_nothing_written_is_all_defaults() -> None:
-    assert read_settings({}) == Settings()
 
 
 def test_settings_as_they_are_written() -> None:
@@ -45,14 +41,9 @@ def test_settings_as_they_are_written() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"capcity": "8GiB"}, "'capcity' is not one of .*did you mean capacity"),
         ({"attention": "poool"}, "attention is 'poool': one of engine, pool"),
         ({"load": 3}, "load is 3: one of sync, async"),
         ({"load_failure": "ignore"}, "load_failure is 'ignore': one of recompute, fail"),
-        ({"capacity": "8G"}, "'8G' is no size"),
-        ({"capacity": True}, "capacity is True"),
-        ({"where": 3}, "where is 3: text is wanted"),
-        ({"where": "anonymous:"}, "several processes that must find the pool"),
         ({"deadline_s": 0}, "deadline_s is 0: a number from"),
         ({"audit": 2}, "audit is 2: a number from 0 to 1"),
         ({"budget": {"share": 0.1}}, 'a budget needs "attention": "pool"'),
@@ -77,14 +68,6 @@ def test_a_request_may_ask_for_other_options() -> None:
     for wrong in ({"cxlkv": 1}, {"cxlkv": {"safe": True}}, {"cxlkv": {"save": "no"}}):
         with pytest.raises(BadArgumentError, match="kv_transfer_params"):
             read_options(wrong, settings)
-
-
-def test_untested_versions_are_refused_by_their_range() -> None:
-    check_version("0.32.0")
-    check_version("0.32.1+cpu")
-    for version in ("0.31.9", "0.33.0", "1.0", "dev"):
-        with pytest.raises(UnsupportedError, match=r"vllm>=0\.32,<0\.33"):
-            check_version(version)
 
 
 def test_without_vllm_the_plugin_does_nothing() -> None:

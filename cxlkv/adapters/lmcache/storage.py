@@ -39,7 +39,7 @@ from cxlkv.adapters.lmcache import form, names
 from cxlkv.adapters.lmcache.form import Form
 from cxlkv.adapters.lmcache.memory import PoolAllocator, PoolObject, form_of
 from cxlkv.adapters.lmcache.metrics import COUNTS, KINDS, PREFIX
-from cxlkv.adapters.lmcache.settings import check_name, check_served, check_version, read_settings
+from cxlkv.adapters.lmcache.settings import VERSIONS, check_name, check_served, read_settings
 from cxlkv.config import format_bytes
 from cxlkv.errors import BadArgumentError, BusyError, CXLKVError
 from cxlkv.layout import KVLayout
@@ -70,7 +70,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
             raise BadArgumentError("cxlkv: LMCache gives its plugins a config and metadata")
         if not log.handlers:
             init_logger(log.name)
-        check_version(lmcache_version)
+        VERSIONS.check(lmcache_version)
         check_served(config)
         if local_cpu_backend is None and metadata.role != "scheduler":
             check_name(config.storage_plugins)

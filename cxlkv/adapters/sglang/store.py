@@ -18,11 +18,11 @@ import torch
 from cxlkv.adapters.common import pools, startup
 from cxlkv.adapters.common.metrics import Counting
 from cxlkv.adapters.common.object_cache import Flags, Given, ObjectCache, leading
+from cxlkv.adapters.common.settings import PoolSettings
 from cxlkv.adapters.sglang import names
 from cxlkv.adapters.sglang.hits import restorable
 from cxlkv.adapters.sglang.host import HostMemory, Memory
 from cxlkv.adapters.sglang.names import Config, Shards, Words
-from cxlkv.adapters.sglang.settings import Settings
 from cxlkv.closing import Closing
 from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, CXLKVError
@@ -47,7 +47,7 @@ class Rank(NamedTuple):
 
     config: Config
     engine: Words
-    settings: Settings
+    settings: PoolSettings
     zero_copy: bool = True
     context_tokens: int = 0
 

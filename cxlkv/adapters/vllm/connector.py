@@ -32,7 +32,7 @@ from cxlkv.adapters.vllm.gpu_step import steps_on
 from cxlkv.adapters.vllm.loading import BlockMemory
 from cxlkv.adapters.vllm.messages import Message, Report
 from cxlkv.adapters.vllm.metrics import Reporting
-from cxlkv.adapters.vllm.plugin import check_version
+from cxlkv.adapters.vllm.plugin import VERSIONS
 from cxlkv.adapters.vllm.pool_attention import PoolAttention
 from cxlkv.adapters.vllm.scheduler import Change, Scheduled, Scheduling, Step
 from cxlkv.adapters.vllm.settings import check_policy, read_settings
@@ -81,7 +81,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ):
         super().__init__(vllm_config, role, kv_cache_config)
-        check_version(vllm.__version__)
+        VERSIONS.check(vllm.__version__)
         self.settings = read_settings(self._kv_transfer_config.kv_connector_extra_config)
         groups = kv_cache_config.kv_cache_groups
         specs = [group.kv_cache_spec for group in groups]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import re
 
-from cxlkv.errors import UnsupportedError
+from cxlkv.adapters.common.versions import Versions
 
 log = logging.getLogger("cxlkv")
 
 NAME = "CXLConnector"
-TESTED = ((0, 32), (0, 33))
-"""Versions that the tests ran with: from the first, below the second."""
+VERSIONS = Versions("vLLM", (0, 32), (0, 33), "connectors")
 
 
 def register() -> None:
@@ -26,7 +24,7 @@ def register() -> None:
             )
             _register_attention()
     except Exception as error:
-        log.warning("cxlkv is not available in this vLLM (%s): %s", _range(), error)
+        log.warning("cxlkv is not available in this vLLM (%s): %s", VERSIONS, error)
 
 
 class _ToEngine(logging.Handler):
@@ -61,18 +59,3 @@ def _register_attention() -> None:
             "cxlkv: --attention-backend CUSTOM is %s, of another plugin: no attention in the pool",
             AttentionBackendEnum.CUSTOM.get_path(),
         )
-
-
-def check_version(version: str) -> None:
-    """Raises UnsupportedError for a vLLM that nobody has tested this with."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or not TESTED[0] <= (int(found[1]), int(found[2])) < TESTED[1]:
-        raise UnsupportedError(
-            f"vLLM {version}: this release of cxlkv was tested with {_range()}, and connectors "
-            "change between versions. Install one of these, or another cxlkv"
-        )
-
-
-def _range() -> str:
-    (major, minor), (end, ended) = TESTED
-    return f"vllm>={major}.{minor},<{end}.{ended}"

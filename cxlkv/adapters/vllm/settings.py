@@ -6,39 +6,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import inf
 
-from cxlkv.adapters.common.settings import check_names, read_capacity, read_place, read_text
+from cxlkv.adapters.common.settings import PoolSettings, number, one_of, read
 from cxlkv.adapters.vllm.messages import Options
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import Budget
 
-WHERE = "/dev/shm/"
-WORDS = {
-    "attention": ("engine", "pool"),
-    "load": ("sync", "async"),
-    "load_failure": ("recompute", "fail"),
-}
 PREFIX = "kv_connector_extra_config"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(PoolSettings):
     """attention: "engine": the engine's own, and prefixes are kept in the pool; "pool": K and V of
     running requests live in the pool, and attention is computed near them.
 
-    where: a folder (a name for each model and rank is made in it), or the path of one pool, as
-    CXLPool.create takes it. capacity: of all ranks' pools together; None: a share of the memory
-    that this container may use. salt: keeps tenants apart. budget: for decode steps of requests
-    that say nothing, with attention="pool". audit: share of selects whose recall is measured. load:
-    "sync": a step waits for its hits layer by layer; "async": requests wait, steps do not.
-    deadline_s: a load that takes longer has failed. load_failure: "recompute": tokens of a hit that
-    could not be loaded are computed; "fail": what the engine does with its requests is left as the
-    engine has it, which by default is to fail them.
+    budget: for decode steps of requests that say nothing, with attention="pool". audit: share of
+    selects whose recall is measured. load: "sync": a step waits for its hits layer by layer;
+    "async": requests wait, steps do not. deadline_s: a load that takes longer has failed.
+    load_failure: "recompute": tokens of a hit that could not be loaded are computed; "fail": what
+    the engine does with its requests is left as the engine has it, which by default is to fail
+    them.
     """
 
     attention: str = "engine"
-    where: str = WHERE
-    capacity: str | int | None = None
-    salt: str = ""
     budget: Budget | None = None
     audit: float = 0.0
     load: str = "sync"
@@ -48,24 +37,15 @@ class Settings:
 
 def read_settings(given: Mapping[str, object]) -> Settings:
     """Raises BadArgumentError, which names the key and what is allowed."""
-    known = [one.name for one in fields(Settings)]
-    check_names(given, known, PREFIX)
-    default = Settings()
-    for name, words in WORDS.items():
-        value = given.get(name, getattr(default, name))
-        if value not in words:
-            raise BadArgumentError(f"{PREFIX}: {name} is {value!r}: one of {', '.join(words)}")
-    found = Settings(
-        attention=read_text(given, "attention", default.attention, PREFIX),
-        where=read_place(given, default.where, PREFIX),
-        capacity=read_capacity(given, PREFIX),
-        salt=read_text(given, "salt", default.salt, PREFIX),
-        budget=read_budget(given.get("budget"), PREFIX),
-        audit=_number(given, "audit", default.audit, 0, 1),
-        load=read_text(given, "load", default.load, PREFIX),
-        deadline_s=_number(given, "deadline_s", default.deadline_s, 1e-6, inf),
-        load_failure=read_text(given, "load_failure", default.load_failure, PREFIX),
-    )
+    rules = {
+        "attention": one_of("engine", "pool"),
+        "budget": lambda _, value: read_budget(value, PREFIX),
+        "audit": number(0, 1),
+        "load": one_of("sync", "async"),
+        "deadline_s": number(1e-6, inf),
+        "load_failure": one_of("recompute", "fail"),
+    }
+    found = read(Settings, given, PREFIX, rules)
     if found.budget is not None and found.attention != "pool":
         raise BadArgumentError(
             f'{PREFIX}: a budget needs "attention": "pool": the engine\'s attention has none'
@@ -132,14 +112,3 @@ def read_options(given: object, settings: Settings) -> Options:
     if "budget" in own:
         budget = read_budget(own["budget"], "kv_transfer_params")
     return Options(budget, save)
-
-
-def _number(
-    given: Mapping[str, object], name: str, default: float, least: float, most: float
-) -> float:
-    value = given.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise BadArgumentError(
-            f"{PREFIX}: {name} is {value!r}: a number from {least:g} to {most:g}"
-        )
-    return float(value)
