@@ -8,17 +8,17 @@ object never changes: to store other bytes under its key, forget() it first.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, io_hooks, room
+from cxlkv import _core, io_hooks, reclaim
 from cxlkv.arrays import is_torch
 from cxlkv.closing import Closing
-from cxlkv.errors import BadArgumentError, CorruptError, PoolFullError, ReleasedError
+from cxlkv.errors import BadArgumentError, CorruptError, ReleasedError
 from cxlkv.prefix import PageKey, PageKeys, key_hashes, root
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ then forget() it, and it can be put again."""
 Keys = Iterable[str | bytes]
 Sizes = npt.NDArray[np.int64]
 Whole = npt.NDArray[np.uint64]
-Found = TypeVar("Found")
 
 
 class Buffers(NamedTuple):
@@ -91,7 +90,9 @@ class Objects:
         given, kept = _memory(buffers, len(hashes) // _core.HASH_BYTES, False)
         transfer = io_hooks.begin(self._handle)
         count = len(hashes) // _core.HASH_BYTES
-        codes = self._with_room(count, lambda: _core.objects_put(self._handle, hashes, *given))
+        codes = reclaim.retry(
+            lambda: _core.objects_put(self._handle, hashes, *given), self._handle, lambda: count
+        )
         new: npt.NDArray[np.bool_] = codes == 0
         del kept
         if transfer:
@@ -155,20 +156,10 @@ class Objects:
         wanted = _numbers(sizes, "sizes")
         if wanted.ndim != 1:
             raise BadArgumentError(f"sizes of shape {wanted.shape}: [n] is wanted")
-        handle, addresses = self._with_room(
-            len(wanted), lambda: _core.lease_reserve(self._handle, wanted)
+        handle, addresses = reclaim.retry(
+            lambda: _core.lease_reserve(self._handle, wanted), self._handle, lambda: len(wanted)
         )
         return Reserved(self._handle, handle, addresses, wanted.astype(np.int64))
-
-    def _with_room(self, pages: int, call: Callable[[], Found]) -> Found:
-        """The pool's tiers, if there are any, make room in a full one."""
-        for _ in range(room.TRIES - 1):
-            try:
-                return call()
-            except PoolFullError:
-                if not room.make(self._handle, pages):
-                    raise
-        return call()
 
 
 class _Leased(Closing):

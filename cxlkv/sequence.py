@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, io_hooks, room
+from cxlkv import _core, io_hooks, reclaim
 from cxlkv.arrays import NUMPY_DTYPES, Array, View, imported, view
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES, KVLayout
@@ -87,7 +87,7 @@ class Batch:
     def _write(self, layer: int, call: Callable[[], object], starts: Starts, unit: int = 1) -> None:
         """An append of starts * unit tokens: makes room where a pool is full."""
         transfer = io_hooks.begin(self._pool)
-        room.made_for(call, self._pool, lambda: self._pages_of(starts, unit))
+        reclaim.retry(call, self._pool, lambda: self._pages_of(starts, unit))
         if transfer:
             added = np.diff(starts).astype(np.int64) * unit
             transfer.end_append(self._layout, self._tokens(layer), added)
@@ -480,7 +480,7 @@ class Sequence:
         def pages() -> int:
             return _core.pool_geometry(self._pool)["part_count"]
 
-        return room.made_for(call, self._pool, pages)
+        return reclaim.retry(call, self._pool, pages)
 
     def _own(self) -> Batch:
         if self._batch is None:

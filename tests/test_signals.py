@@ -215,7 +215,7 @@ def opening(world: World) -> dict[str, Case]:
         with Tiers(pool, near="64KiB", cold=cold, cold_capacity="1MiB") as made:
             slot[:] = [made]
             pool.publish_prefix(world.grown(), IDS + 100)
-            made.make_room(pool.stats()["pages_free"] + 2)
+            made.reclaim(pool.stats()["pages_free"] + 2)
             made.match_prefix(IDS + 100).release()
 
     def closed() -> None:

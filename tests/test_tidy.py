@@ -44,7 +44,7 @@ LAYERS = (
     {
         "hotness",
         "prefix",
-        "room",
+        "reclaim",
         "stats",
         "machine",
         "machine.costs",
@@ -80,7 +80,7 @@ FOLDERS = (
     {"_core"},
     {"machine"},
     {
-        *("io_hooks", "pool_config", "pages", "hotness", "prefix", "room", "stats"),
+        *("io_hooks", "pool_config", "pages", "hotness", "prefix", "reclaim", "stats"),
         *("sequence", "objects", "pool", "ndp"),
     },
     {"emulation", "transport"},

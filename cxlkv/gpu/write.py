@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cxlkv import _core, room
-from cxlkv.errors import BadArgumentError, ClosedError, OrderError, PoolFullError, UnevenError
+from cxlkv import _core, reclaim
+from cxlkv.errors import BadArgumentError, ClosedError, OrderError, UnevenError
 from cxlkv.gpu.copier import Copier, Pieces, merge
 from cxlkv.gpu.driver import index_of
 from cxlkv.kernels.encode import Encoded, encode
@@ -296,15 +296,8 @@ class WriteThrough:
         return wanted
 
     def _alloc(self, count: int) -> PageIds:
-        """Where tiers serve the pool, they make room first."""
-        for attempt in range(room.TRIES):
-            try:
-                return self.pool.pages.alloc(count)
-            except PoolFullError:
-                last = attempt + 1 == room.TRIES
-                if last or not room.make(self.pool._handle, count):
-                    raise
-        raise AssertionError("the last attempt returns or raises")
+        alloc = self.pool.pages.alloc
+        return reclaim.retry(lambda: alloc(count), self.pool._handle, lambda: count)
 
     # ---- bytes ----
 

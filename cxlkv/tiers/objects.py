@@ -91,7 +91,7 @@ class ObjectMoves(ABC):
         for first in range(0, len(names), self._batch):
             some = names[first : first + self._batch]
             # Before the records come: those that make room go through the same buffer.
-            if not self._serve(len(some)):
+            if not self._reclaimed(len(some)):
                 self._counts["refused_pages"] += len(names) - first
                 return
             records = self._records(len(some))
@@ -141,7 +141,7 @@ class ObjectMoves(ABC):
     # ---- of Tiers ----
 
     @abstractmethod
-    def _serve(self, pages: int) -> bool: ...
+    def _reclaimed(self, pages: int) -> bool: ...
 
     @abstractmethod
     def _records(self, count: int) -> Names: ...

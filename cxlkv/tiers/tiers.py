@@ -24,7 +24,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, forking, io_hooks, room
+from cxlkv import _core, forking, io_hooks, reclaim
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, ClosedError, PoolFullError
 from cxlkv.hotness import HELD, PINNED
@@ -122,9 +122,9 @@ class Tiers(ObjectMoves, Closing):
                 self.cold = open_cold(cold, self._shape, cold_capacity, fsync, compress)
                 self._own_cold = self.cold if self.cold is not cold else None
             self.near = NearTier(pool, near) if near is not None else None
-            room.serve(pool._handle, self._serve)
+            reclaim.register(pool._handle, self._reclaimed)
         except BaseException:
-            room.stop(pool._handle, self._serve)
+            reclaim.unregister(pool._handle, self._reclaimed)
             if self.near is not None:
                 self.near.close()
             if self.cold is not None and self.cold is not cold:
@@ -272,7 +272,7 @@ class Tiers(ObjectMoves, Closing):
         for first in range(0, len(names), self._batch):
             some, before = names[first : first + self._batch], parents[first:]
             # Before the records come: those that make room go through the same buffer.
-            if not self._serve(len(some)):
+            if not self._reclaimed(len(some)):
                 self._counts["refused_pages"] += len(some)
                 break
             records = self._records(len(some))
@@ -300,9 +300,9 @@ class Tiers(ObjectMoves, Closing):
         right: Mask = (codes == 0) | (codes == _core.RECORD_PRESENT)
         return right
 
-    # ---- making room ----
+    # ---- reclaiming ----
 
-    def make_room(self, pages: int) -> int:
+    def reclaim(self, pages: int) -> int:
         """Evicts until `pages` are free; returns how many were freed, 0 when there is no way."""
         self._check()
         with self._lock:
@@ -312,10 +312,10 @@ class Tiers(ObjectMoves, Closing):
             slack = max(1, self._total // 100)
             return self._evict(short + slack) or self._evict(short)
 
-    def _serve(self, pages: int) -> bool:
+    def _reclaimed(self, pages: int) -> bool:
         if self._ended:  # an append that began before close() is told that the pool is full
             return False
-        return self.make_room(pages) > 0 or self._free() >= pages
+        return self.reclaim(pages) > 0 or self._free() >= pages
 
     def _free(self) -> int:
         return self.pool.stats()["pages_free"]
@@ -506,7 +506,7 @@ class Tiers(ObjectMoves, Closing):
         self._wake.put(None)
         if self._mover is not None:
             self._mover.join()
-        room.stop(self.pool._handle, self._serve)
+        reclaim.unregister(self.pool._handle, self._reclaimed)
         with self._lock:
             if self.near is not None:
                 self.near.close()

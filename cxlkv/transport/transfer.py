@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, room
-from cxlkv.errors import PeerError, PoolFullError
+from cxlkv import _core, reclaim
+from cxlkv.errors import PeerError
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
 from cxlkv.transport.base import chunk_records
@@ -115,19 +115,15 @@ def _pull(remote: Remote, pool: CXLPool, keys: Iterable[bytes], strict: bool, mo
                 )
                 came = codes == 0
                 parents = parents_of(records, seen)
-                codes[came] = _publish(pool, records[came], parents[came])
+                codes[came] = _write(pool, records[came], parents[came])
             moved.count(codes, record_bytes)
 
 
-def _publish(pool: CXLPool, records: _core.Records, parents: _core.Names) -> _core.Codes:
-    """records_write(), which makes room where the pool is full."""
-    for _ in range(room.TRIES - 1):
-        try:
-            return _core.records_write(pool._handle, records, parents)
-        except PoolFullError:
-            if not room.make(pool._handle, len(records)):
-                raise
-    return _core.records_write(pool._handle, records, parents)
+def _write(pool: CXLPool, records: _core.Records, parents: _core.Names) -> _core.Codes:
+    def call() -> _core.Codes:
+        return _core.records_write(pool._handle, records, parents)
+
+    return reclaim.retry(call, pool._handle, lambda: len(records))
 
 
 def _push(remote: Remote, pool: CXLPool, keys: Iterable[bytes], strict: bool, moved: Moved) -> None:

@@ -199,7 +199,7 @@ def test_cold_moves_are_charged(tmp_path: Path) -> None:
             pool.publish_prefix(sequence, list(range(16)))
             sequence.release()
             with emulate(pool, "pond-pool", mode="virtual") as link:
-                tiers.make_room(pool.stats()["pages_total"])
+                tiers.reclaim(pool.stats()["pages_total"])
                 tiers.match_prefix(list(range(16))).release()
             assert tiers.cold is not None
             record_bytes = tiers.cold.shape.bytes

@@ -175,7 +175,7 @@ def test_what_went_comes_back_to_another_pool(store_at: str, rng: np.random.Gene
         first.publish_prefix(sequence, ids)
         taken = read_all(first, names_of_keys(first, prefix_keys(ids, 16)))
         sequence.release()
-        assert tiers.make_room(first.stats()["pages_total"]) == 20
+        assert tiers.reclaim(first.stats()["pages_total"]) == 20
         assert tiers.stats()["demoted_pages"] == tiers.stats()["cold_stored"] == 20
         with Tiers(other, cold=store_at) as others, others.match_prefix(ids) as hit:
             assert hit.tokens == 320
@@ -199,7 +199,7 @@ def test_objects_go_and_come_back(store_at: str, rng: np.random.Generator) -> No
         assert tiers.forget([again]) == 1
         kept[again] = b"newer"
         assert pool.put(again, kept[again])
-        tiers.make_room(pool.stats()["pages_total"])
+        tiers.reclaim(pool.stats()["pages_total"])
         assert (pool.object_sizes(list(kept)) < 0).all()
         for name, content in kept.items():
             assert tiers.restore([name]).all(), name
@@ -327,7 +327,7 @@ def test_an_engine_computes_when_the_master_is_gone(
             sequence = grown(pool, rng, len(ids))
             pool.publish_prefix(sequence, ids)
             sequence.release()
-            tiers.make_room(pool.stats()["pages_total"])
+            tiers.reclaim(pool.stats()["pages_total"])
             process.kill()
             process.wait()
             began = time.monotonic()

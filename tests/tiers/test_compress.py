@@ -235,7 +235,7 @@ def test_tiers_keep_what_had_to_go_packed(path: Path, rng: np.random.Generator) 
         sequence = grown(pool, rng, len(ids))
         pool.publish_prefix(sequence, ids)
         sequence.release()
-        assert tiers.make_room(pool.stats()["pages_total"]) == 20
+        assert tiers.reclaim(pool.stats()["pages_total"]) == 20
         assert tiers.stats()["cold_packed"] == 20
         with tiers.match_prefix(ids) as hit:
             assert hit.tokens == 320

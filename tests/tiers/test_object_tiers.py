@@ -153,7 +153,7 @@ def test_a_bouncing_object_is_written_once(pool: CXLPool, tiers: Tiers) -> None:
     assert tiers.cold is not None
     pool.put("a", made("a"))
     for _ in range(3):
-        tiers.make_room(pool.stats()["pages_total"])
+        tiers.reclaim(pool.stats()["pages_total"])
         assert got(pool, "a") is None
         assert tiers.restore(["a"]).all()
         assert_is(pool, "a")
@@ -165,7 +165,7 @@ def test_other_bytes_under_a_name_replace_the_old_ones(pool: CXLPool, tiers: Tie
     everything = pool.stats()["pages_total"]
     for version in range(3):
         assert pool.put("a", made("a", version))
-        tiers.make_room(everything)
+        tiers.reclaim(everything)
         assert tiers.restore(["a"]).all()
         assert_is(pool, "a", version)
         assert pool.forget(["a"]) == 1
@@ -177,7 +177,7 @@ def test_bytes_of_an_earlier_opening_are_replaced(pool: CXLPool, tmp_path: Path)
         with Tiers(pool, cold=tmp_path / "cold", cold_capacity="4MiB") as tiers:
             assert tiers.contains(["a"])[0] == (version > 0)
             pool.put("a", made("a", version))
-            tiers.make_room(everything)
+            tiers.reclaim(everything)
     with Tiers(pool, cold=tmp_path / "cold", cold_capacity="4MiB") as tiers:
         assert tiers.restore(["a"]).all()
         assert_is(pool, "a", 1)
@@ -185,7 +185,7 @@ def test_bytes_of_an_earlier_opening_are_replaced(pool: CXLPool, tmp_path: Path)
 
 def test_forgotten_in_both(pool: CXLPool, tiers: Tiers) -> None:
     pool.put_batch(["a", "b", "c"], [b"1", b"2", b"3"])
-    tiers.make_room(pool.stats()["pages_total"])
+    tiers.reclaim(pool.stats()["pages_total"])
     tiers.restore(["b"])
     pool.put("d", b"4")
     assert tiers.forget(["a", "b", "d", "a", "absent"]) == 3
@@ -198,7 +198,7 @@ def test_a_damaged_record_is_absent_and_no_other_one(
 ) -> None:
     names = list("abcdef")
     pool.put_batch(names, [made(name) for name in names])
-    tiers.make_room(pool.stats()["pages_total"])
+    tiers.reclaim(pool.stats()["pages_total"])
     stored = (tmp_path / "cold").read_bytes()
     at = stored.index(made("c").tobytes()[:64] if len(made("c")) > 64 else made("c").tobytes())
     change_byte(tmp_path / "cold", at)
@@ -216,7 +216,7 @@ def test_a_damaged_object_does_not_go_to_the_file(pool: CXLPool, tiers: Tiers) -
     with pool.lease(["a"]) as lease:
         base = Path(pool.path).read_bytes().index(np.asarray(lease.views[0]).tobytes())
     change_byte(pool.path, base)
-    tiers.make_room(pool.stats()["pages_total"])
+    tiers.reclaim(pool.stats()["pages_total"])
     assert tiers.stats()["corrupt_pages"] == 1
     assert not tiers.contains(["a"])[0]
 
@@ -229,7 +229,7 @@ def test_it_outlives_pool_and_process(tmp_path: Path) -> None:
             with Tiers(pool, cold=sys.argv[2], cold_capacity="16MiB") as tiers:
                 for i in range(100):
                     pool.put(str(i), str(i).encode() * 1000)
-                tiers.make_room(pool.stats()["pages_total"])
+                tiers.reclaim(pool.stats()["pages_total"])
         CXLPool.remove(sys.argv[1])
     """
     arguments = [str(tmp_path / "gone"), str(tmp_path / "cold")]
@@ -298,7 +298,7 @@ def test_a_link_is_charged_what_is_moved(pool: CXLPool, tiers: Tiers) -> None:
         assert link.bytes["fetch"] == 1013
         pool.lease(["b", "absent"]).release()
         assert link.bytes["fetch"] == 1063
-        tiers.make_room(pool.stats()["pages_total"])
+        tiers.reclaim(pool.stats()["pages_total"])
         assert link.bytes["demote"] == 4 * record
         tiers.restore(["a", "b", "absent"])
         assert link.bytes["restore"] == 2 * record
@@ -370,7 +370,7 @@ class Moves(RuleBasedStateMachine):
     @rule(pages=st.sampled_from([2, 4, 100]))
     def evict(self, pages: int) -> None:
         stats = self.pool.stats()
-        self.tiers.make_room(min(stats["pages_free"] + pages, stats["pages_total"]))
+        self.tiers.reclaim(min(stats["pages_free"] + pages, stats["pages_total"]))
 
     @invariant()
     def nothing_is_held(self) -> None:

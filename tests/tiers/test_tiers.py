@@ -147,7 +147,7 @@ def test_tails_go_and_come_back(pool: CXLPool, cold_path: Path) -> None:
     ids = [*text(1, 3), 7, 8]
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
         publish(pool, ids, tail=True)
-        assert tiers.make_room(total(pool)) == 4
+        assert tiers.reclaim(total(pool)) == 4
         with pool.match_prefix(ids) as hit:
             assert hit.tokens == 0
         with tiers.match_prefix([*ids, 9]) as hit, _released(hit.sequence()) as sequence:
@@ -170,7 +170,7 @@ def test_layer_groups_go_and_come_back(tmp_path: Path) -> None:
         with Tiers(pool, cold=tmp_path / "c", cold_capacity="2MiB") as tiers:
             publish(pool, ids)
             before = pool.stats()["pages_published_only"]
-            assert tiers.make_room(total(pool)) == before
+            assert tiers.reclaim(total(pool)) == before
             with tiers.match(prefix_keys(ids, PAGE)) as hit:
                 assert hit.tokens == len(ids)
                 sequence = hit.sequence()
@@ -189,7 +189,7 @@ def test_records_name_the_page_before(
     names = _core.names(pool._handle, key_hashes(prefix_keys(ids, PAGE)), 1)[:, 0, 0]
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
         publish(pool, ids)
-        tiers.make_room(total(pool))
+        tiers.reclaim(total(pool))
         assert isinstance(tiers.cold, ColdTier)
         got, parents = tiers.cold.names()
         assert got.tolist() == names[::-1].tolist(), "leaves go first"
@@ -214,7 +214,7 @@ def test_a_tail_that_came_back_hangs_where_it_did(tmp_path: Path, full: int) -> 
 
         publish(pool, ids, tail=True)
         check_parents()
-        tiers.make_room(total(pool))
+        tiers.reclaim(total(pool))
         with tiers.match_prefix(ids) as hit:
             assert hit.tokens == len(ids)
             check_parents()
@@ -229,13 +229,13 @@ def test_held_pinned_and_leased_pages_stay(pool: CXLPool) -> None:
         kept = pool.match(prefix_keys(held, PAGE)).sequence()
         assert pool.pin(prefix_keys(pinned, PAGE)) == 4
         lease = pool.match(prefix_keys(leased, PAGE))
-        assert tiers.make_room(total(pool)) == 0, "all or nothing"
-        assert tiers.make_room(total(pool) - 12) == 4
+        assert tiers.reclaim(total(pool)) == 0, "all or nothing"
+        assert tiers.reclaim(total(pool) - 12) == 4
         assert [found(tiers, ids) for ids in (held, pinned, leased, other)] == [4, 4, 4, 0]
         kept.release()
         lease.release()
         pool.unpin(prefix_keys(pinned, PAGE))
-        assert tiers.make_room(total(pool)) == 12
+        assert tiers.reclaim(total(pool)) == 12
 
 
 def test_full_of_what_is_held_is_an_error(pool: CXLPool, cold_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_back_pressure_when_there_is_no_room_to_bring_to(pool: CXLPool, cold_pat
     ids = text(1, 4)
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
         publish(pool, ids)
-        tiers.make_room(total(pool))
+        tiers.reclaim(total(pool))
         sequence = fill(pool, text(2, total(pool) - 2))
         assert found(tiers, ids) == 0
         assert tiers.stats()["refused_pages"] == 4
@@ -286,7 +286,7 @@ def test_what_is_computed_faster_is_not_read(pool: CXLPool, cold_path: Path) -> 
     ids = text(1, 4)
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB", costs=costs) as tiers:
         publish(pool, ids)
-        tiers.make_room(total(pool))
+        tiers.reclaim(total(pool))
         assert found(tiers, ids) == 0
         assert tiers.stats()["not_worth_pages"] == 4
 
@@ -299,7 +299,7 @@ def test_the_cost_policy_keeps_what_is_deep(pool: CXLPool) -> None:
         publish(pool, text(1, 16))
         for number in range(2, 10):
             publish(pool, text(number, 2))
-        tiers.make_room(pool.stats()["pages_free"] + 8)
+        tiers.reclaim(pool.stats()["pages_free"] + 8)
         assert found(tiers, text(1, 16)) == 16
 
 
@@ -309,7 +309,7 @@ def test_an_interior_page_that_was_lost_is_brought_back(pool: CXLPool, cold_path
     keys = prefix_keys(ids, PAGE)
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
         publish(pool, ids)
-        tiers.make_room(total(pool))
+        tiers.reclaim(total(pool))
         assert found(tiers, ids) == 4
         pool.forget(keys[1:2])
         assert found(tiers, ids) == 4
@@ -322,7 +322,7 @@ def test_a_prefix_makes_no_room_for_itself(pool: CXLPool, cold_path: Path) -> No
     keys = prefix_keys(ids, PAGE)
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB", policy="lru") as tiers:
         publish(pool, ids)
-        tiers.make_room(total(pool))
+        tiers.reclaim(total(pool))
         assert found(tiers, ids) == 4
         assert pool.forget(keys[:1]) == pool.forget(keys[3:]) == 1
         for number in range(pool.stats()["pages_free"] - 1):
@@ -339,7 +339,7 @@ def test_whatever_order_pages_were_lost_in(
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB", policy=policy) as tiers:
         for ids in texts:
             publish(pool, ids)
-        tiers.make_room(total(pool))
+        tiers.reclaim(total(pool))
         for ids in texts:
             assert found(tiers, ids) == 4
             keys = prefix_keys(ids, PAGE)
@@ -356,7 +356,7 @@ def test_a_damaged_record_is_a_miss(pool: CXLPool, cold_path: Path) -> None:
     ids = text(1, 4)
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
         publish(pool, ids)
-        tiers.make_room(total(pool))
+        tiers.reclaim(total(pool))
         assert isinstance(tiers.cold, ColdTier)
         size = os.path.getsize(cold_path)
         bytes_of = bytearray(cold_path.read_bytes())
@@ -380,7 +380,7 @@ def test_the_cold_file_may_be_removed_in_use(pool: CXLPool, cold_path: Path) -> 
     ids = text(1, 4)
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
         publish(pool, ids)
-        tiers.make_room(total(pool))
+        tiers.reclaim(total(pool))
         cold_path.unlink()
         assert found(tiers, ids) == 4
 
@@ -481,7 +481,7 @@ def test_a_child_is_told_that_tiers_are_its_parents(pool: CXLPool, tmp_path: Pat
             for call in (
                 tiers.step,
                 tiers.start,
-                lambda: tiers.make_room(1),
+                lambda: tiers.reclaim(1),
                 lambda: tiers.match(keys),
                 lambda: tiers.match_prefix(text(1, 4)),
                 tiers.stats,
@@ -608,7 +608,7 @@ class TiersModel(RuleBasedStateMachine):
     @rule(pages=st.integers(1, 140))
     def make_room(self, pages: int) -> None:
         before = self.pool.stats()["pages_free"]
-        freed = self.tiers.make_room(pages)
+        freed = self.tiers.reclaim(pages)
         assert self.pool.stats()["pages_free"] == before + freed
         assert freed == 0 or before + freed >= pages
 

@@ -1,0 +1,60 @@
+"""When a pool is full, its tiers reclaim pages for the call that wants more."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import MethodType
+from typing import TypeVar
+from weakref import WeakKeyDictionary, WeakMethod
+
+from cxlkv import _core
+from cxlkv.errors import BusyError, PoolFullError
+
+T = TypeVar("T")
+Reclaimer = Callable[[int], bool]
+"""Tries to have so many free pages; returns whether there are some more now, or enough."""
+
+TRIES = 8
+"""Others may take the pages that were reclaimed, so often."""
+
+# By pool, while it lives, and while that of which it is a method does. A forked child has none: its
+# parent's file is not its own.
+_reclaimers: WeakKeyDictionary[_core.Handle, Callable[[], Reclaimer | None]] = WeakKeyDictionary()
+os.register_at_fork(after_in_child=_reclaimers.clear)
+
+
+def _reclaimer_of(pool: _core.Handle) -> Reclaimer | None:
+    found = _reclaimers.get(pool)
+    return found() if found is not None else None
+
+
+def register(pool: _core.Handle, reclaimer: Reclaimer) -> None:
+    """Ask `reclaimer` from now on before PoolFullError is raised; a method while its object lives.
+
+    Raises BusyError when the pool has one already."""
+    if _reclaimer_of(pool) is not None:
+        raise BusyError(
+            "this process has tiers of the pool already: use these, or close them first"
+        )
+    weak = WeakMethod(reclaimer) if isinstance(reclaimer, MethodType) else lambda: reclaimer
+    _reclaimers[pool] = weak
+
+
+def unregister(pool: _core.Handle, reclaimer: Reclaimer) -> None:
+    """Ask it no more, if it is the pool's."""
+    if _reclaimer_of(pool) == reclaimer:
+        _reclaimers.pop(pool, None)
+
+
+def retry(call: Callable[[], T], pool: _core.Handle, pages: Callable[[], int]) -> T:
+    """What `call` returns, which takes at most that many pages; a full pool's tiers reclaim them
+    first. Raises PoolFullError when they cannot."""
+    for _ in range(TRIES - 1):
+        try:
+            return call()
+        except PoolFullError:
+            reclaimer = _reclaimer_of(pool)
+            if reclaimer is None or not reclaimer(pages()):
+                raise
+    return call()
