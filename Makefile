@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # A setting of the build. pip 23.0, which Debian 12's Python puts into a new environment, has no -C.
 set = --config-settings=$(1)
+, := ,
 
 # Empty: torch comes from pip's own configuration (on PyPI that is the large CUDA build).
 # The small CPU build: make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -18,6 +19,8 @@ TORCH := torch==2.13.0
 
 # Two workers, as `make test` is meant for two cores. PYTEST_FLAGS= runs them in one process.
 PYTEST_FLAGS ?= -n 2
+# What `make check` runs of the Python tests: the front and what it stands on.
+CORE_TESTS := $(wildcard tests/test_*.py) tests/machine tests/ndp
 ARGS ?=
 
 # From the system only, never from .venv: a build folder cannot change its generator.
@@ -52,17 +55,28 @@ $(VENV)/.built: $(VENV)/.stamp $(NATIVE)
 	  $(call set,cmake.define.CXLKV_WERROR=ON) -e '.[demo,test]'
 	touch $@
 
-.PHONY: mutants setup test test-slow test-gpu lint types native-test native-test-arm64 pytest
-.PHONY: asan demo bench clean
+.PHONY: check test nightly setup lint types native-test native-asan native-tsan native-tsan-rest
+.PHONY: native-test-arm64 native-test-arm64-rest pytest pytest-core pytest-nightly test-seeds
+.PHONY: test-gpu mutants asan demo bench clean
 setup: $(VENV)/.built  ## the environment in .venv, with the C core built
 
-test: lint types native-test native-test-arm64 pytest  ## everything that each commit must pass
+check: lint types native-asan pytest-core  ## 4 minutes: what a change to the core must pass at once
 
-pytest: $(VENV)/.built  ## the Python tests, without the slow ones
-	$(BIN)/pytest -m "not slow and not gpu" $(PYTEST_FLAGS) $(ARGS)
+test: lint types native-test native-test-arm64 pytest  ## 12 minutes: what each commit must pass
 
-test-slow: $(VENV)/.built  ## the slow Python tests, and the protocol between hosts at length
-	$(BIN)/pytest -m "slow and not gpu" $(ARGS)
+nightly:      ## the rest, in parts, from where it stopped: make nightly ARGS=--list
+	$(PYTHON) tests/nightly.py $(ARGS)
+
+pytest-core: $(VENV)/.built  ## the Python tests of the core
+	$(BIN)/pytest -m "not nightly and not gpu" $(PYTEST_FLAGS) $(CORE_TESTS) $(ARGS)
+
+pytest: $(VENV)/.built  ## the Python tests, without those of `make nightly`
+	$(BIN)/pytest -m "not nightly and not gpu" $(PYTEST_FLAGS) $(ARGS)
+
+pytest-nightly: $(VENV)/.built  ## the Python tests that take long
+	$(BIN)/pytest -m "nightly and not gpu" $(PYTEST_FLAGS) $(ARGS)
+
+test-seeds:   ## the protocol between hosts at length: 20,000 seeds
 	cmake -S native -B build/mutants $(GENERATOR) -DCMAKE_BUILD_TYPE=Release >/dev/null
 	cmake --build build/mutants --target test_protocol_incoherent
 	CXLKV_SEEDS=20000 CXLKV_LONG=1 build/mutants/test_protocol_incoherent
@@ -84,55 +98,60 @@ types: $(VENV)/.stamp  ## mypy, strict
 	$(BIN)/mypy
 	$(BIN)/mypy tests
 
-native-test:  ## the C tests under ASan+UBSan, then under TSan
-	for sanitize in address,undefined thread; do \
-	  build=build/native-$${sanitize%%,*}; \
-	  cmake -S native -B $$build $(GENERATOR) -DCMAKE_BUILD_TYPE=Debug \
-	    -DCXLKV_SANITIZE=$$sanitize >/dev/null; \
-	  cmake --build $$build --parallel 2; \
-	  ctest --test-dir $$build -j 2 --output-on-failure --no-tests=error; \
-	  grep -h "^skipped: " $$build/Testing/Temporary/LastTest.log || true; \
+# $(call ctests,FOLDER,SANITIZERS,TARGETS,WHICH): the C tests built in FOLDER and run.
+define ctests
+	cmake -S native -B $(1) $(GENERATOR) -DCMAKE_BUILD_TYPE=Debug -DCXLKV_SANITIZE=$(2) >/dev/null
+	cmake --build $(1) --parallel 2 --target $(3)
+	ctest --test-dir $(1) -j 2 --output-on-failure --no-tests=error $(4)
+	@grep -h "^skipped: " $(1)/Testing/Temporary/LastTest.log || true
+endef
+# Where threads and processes meet: `make test` has these under TSan, `make nightly` the others.
+TSAN_FIRST := '^(coherence|objects|pool)$$'
+
+native-test: native-asan native-tsan  ## the C tests under ASan+UBSan, part of them under TSan
+
+native-asan:  ## the C tests under ASan+UBSan
+	$(call ctests,build/native-address,address$(,)undefined,all,)
+
+native-tsan:  ## the C tests of coherence, pool and objects under TSan
+	$(call ctests,build/native-thread,thread,tests_coherence tests_objects tests_pool,-L $(TSAN_FIRST))
+
+native-tsan-rest:  ## the C tests of the other folders under TSan
+	$(call ctests,build/native-thread,thread,all,-LE $(TSAN_FIRST))
+
+# $(call arm64,TARGETS,"CPU HOW TESTS"...): built for arm64, and run in the emulator as each CPU.
+define arm64
+	@build=build/native-arm64; \
+	cmake -S native -B $$build $(GENERATOR) -DCMAKE_BUILD_TYPE=Release \
+	  -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_C_COMPILER=$(ARM64_GCC) \
+	  -DCMAKE_EXE_LINKER_FLAGS=-static -DCMAKE_CROSSCOMPILING_EMULATOR=$(ARM64_QEMU) >/dev/null; \
+	cmake --build $$build --parallel 2 --target $(1); \
+	for run in $(2); do \
+	  set -- $$run; \
+	  QEMU_CPU=$$1 CXLKV_SEEDS=20 ctest --test-dir $$build -j 2 --output-on-failure \
+	    --no-tests=error $$2 "$$3"; \
+	  grep -hE "^(skipped: |neon)" $$build/Testing/Temporary/LastTest.log || true; \
 	done
+endef
+ARM64_LIBC = $(wildcard $(shell $(ARM64_GCC) -print-file-name=libc.a))
+# Why the tests for arm64 cannot run in an emulator here; empty if they can.
+arm64_lacks = $(if $(filter aarch64,$(shell uname -m)),this is one: native-test has tested it,$(strip \
+  $(if $(ARM64_QEMU),,no qemu-aarch64 (Debian: apt-get install qemu-user-static)) \
+  $(if $(and $(ARM64_GCC),$(ARM64_LIBC)),,no aarch64-linux-gnu-gcc with a libc.a \
+    (Debian: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross))))
+
+# The second CPU has no BF16.
+ARM64_FIRST := kernels|sketch|crc32c|flush
+native-test-arm64:  ## the C tests of what arm64 has of its own, in an emulator, where one is installed
+	$(if $(arm64_lacks),@echo "skipped: arm64 in an emulator: $(arm64_lacks)",$(call arm64,\
+	  tests_kernels tests_base,"max -R ^test_($(ARM64_FIRST))$$" "cortex-a72 -R ^test_kernels$$"))
 
 # Left out: what the emulator cannot do (it has no robust mutexes, and tells each thread another
 # start time of its process), and test_incoherent, which takes long and has nothing of arm64.
-# The second CPU has no BF16. Without gcc the zig of `make wheel` builds for musl, which lacks some
-# of what the core needs of glibc, but nothing of what these two tests need.
-native-test-arm64:  ## the C tests for arm64 in an emulator, where one is installed
-	@if [ "$$(uname -m)" = aarch64 ]; then \
-	  echo "skipped: arm64 in an emulator: this is one, native-test has tested it"; \
-	elif [ -z "$(ARM64_QEMU)" ]; then \
-	  echo "skipped: arm64: no qemu-aarch64 (Debian: apt-get install qemu-user-static)"; \
-	elif [ -n "$(ARM64_GCC)" ] && [ -e "$$("$(ARM64_GCC)" -print-file-name=libc.a)" ]; then \
-	  build=build/native-arm64; \
-	  cmake -S native -B $$build $(GENERATOR) -DCMAKE_BUILD_TYPE=Release \
-	    -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_C_COMPILER=$(ARM64_GCC) \
-	    -DCMAKE_EXE_LINKER_FLAGS=-static -DCMAKE_CROSSCOMPILING_EMULATOR=$(ARM64_QEMU) >/dev/null; \
-	  cmake --build $$build --parallel 2; \
-	  for run in "max -E ^test_(claims|fork|guard|host_log|hotness|incoherent|objects_fork|poison|shared|threads)$$" \
-	      "cortex-a72 -R ^test_kernels$$"; do \
-	    set -- $$run; \
-	    QEMU_CPU=$$1 CXLKV_SEEDS=20 ctest --test-dir $$build -j 2 --output-on-failure \
-	      --no-tests=error $$2 "$$3"; \
-	    grep -hE "^(skipped: |neon)" $$build/Testing/Temporary/LastTest.log; \
-	  done; \
-	elif [ -x $(WHEEL_BIN)/python-zig ]; then \
-	  echo "skipped: arm64, but for kernels and crc32c: no aarch64-linux-gnu-gcc with a libc.a"; \
-	  mkdir -p build/native-arm64-zig; \
-	  for test in kernels:kernels/ crc32c:base/crc32c; do \
-	    name=$${test%%:*}; \
-	    $(WHEEL_BIN)/python-zig cc -target aarch64-linux-musl -static -std=c11 -D_GNU_SOURCE -O3 \
-	      -fno-math-errno -Inative/src -Itests/native/support native/src/$${test##*:}*.c \
-	      tests/native/*/test_$$name.c \
-	      -o build/native-arm64-zig/test_$$name; \
-	    for cpu in max cortex-a72; do \
-	      $(ARM64_QEMU) -cpu $$cpu build/native-arm64-zig/test_$$name; \
-	    done; \
-	  done; \
-	else \
-	  echo "skipped: arm64: no aarch64-linux-gnu-gcc with a libc.a, and no zig of make wheel" \
-	    "(Debian: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross)"; \
-	fi
+ARM64_NEVER := claims|fork|guard|host_log|hotness|incoherent|objects_fork|poison|shared|threads
+native-test-arm64-rest:  ## the other C tests for arm64, likewise
+	$(if $(arm64_lacks),@echo "skipped: arm64 in an emulator: $(arm64_lacks)",\
+	  $(call arm64,all,"max -E ^test_($(ARM64_FIRST)|$(ARM64_NEVER))$$"))
 
 # Not part of `make test`: clang and its runtime are needed (Debian: clang, libclang-rt-14-dev).
 FUZZ_S ?= 600
@@ -158,7 +177,7 @@ mutants: $(VENV)/.built  ## coherence with each flush, fence and check left out:
 
 # Network, 4 GB of disk and some minutes, once: the engine in an environment of its own, as it pins
 # other versions than ours. Without the uninstall it finds a torchvision of another torch.
-.PHONY: test-vllm
+.PHONY: env-vllm test-vllm
 VLLM := build/vllm/env
 VLLM_VERSION := 0.32.0
 $(VLLM)/.stamp-$(VLLM_VERSION):
@@ -169,14 +188,16 @@ $(VLLM)/.stamp-$(VLLM_VERSION):
 	$(VLLM)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	touch $@
 
-test-vllm: $(VLLM)/.stamp-$(VLLM_VERSION)  ## the tests with vLLM, in an environment of its own
+env-vllm: $(VLLM)/.stamp-$(VLLM_VERSION)
+
+test-vllm: env-vllm  ## the tests with vLLM, in an environment of its own
 	$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
 	  $(call set,build-dir=build/vllm/native) -e .
 	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
 
 # Network, 3 GB of disk and three minutes, once: as above. Of SGLang what its cache needs on a CPU:
 # the whole of it wants CUDA.
-.PHONY: test-sglang
+.PHONY: env-sglang test-sglang
 SGLANG := build/sglang/env
 SGLANG_VERSION := 0.5.23
 $(SGLANG)/.stamp-$(SGLANG_VERSION)-2:
@@ -192,13 +213,15 @@ $(SGLANG)/.stamp-$(SGLANG_VERSION)-2:
 	  scikit-build-core cffi pytest pytest-benchmark pytest-timeout hypothesis
 	touch $@
 
-test-sglang: $(SGLANG)/.stamp-$(SGLANG_VERSION)-2  ## the tests with SGLang's cache, likewise
+env-sglang: $(SGLANG)/.stamp-$(SGLANG_VERSION)-2
+
+test-sglang: env-sglang  ## the tests with SGLang's cache, likewise
 	$(SGLANG)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
 	  $(call set,build-dir=build/sglang/native) -e .
 	$(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)
 
 # Network, 2 GB of disk and two minutes, once: as above; torch first, as it was tested.
-.PHONY: test-lmcache
+.PHONY: env-lmcache test-lmcache
 LMCACHE := build/lmcache/env
 LMCACHE_VERSION := 0.5.6
 $(LMCACHE)/.stamp-$(LMCACHE_VERSION):
@@ -210,13 +233,15 @@ $(LMCACHE)/.stamp-$(LMCACHE_VERSION):
 	  hypothesis
 	touch $@
 
-test-lmcache: $(LMCACHE)/.stamp-$(LMCACHE_VERSION)  ## the tests with LMCache, likewise
+env-lmcache: $(LMCACHE)/.stamp-$(LMCACHE_VERSION)
+
+test-lmcache: env-lmcache  ## the tests with LMCache, likewise
 	$(LMCACHE)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
 	  $(call set,build-dir=build/lmcache/native) -e .
 	$(LMCACHE)/bin/python -m pytest tests/lmcache $(ARGS)
 
 # Network, once: Mooncake's store in an environment of its own. A master runs on loopback.
-.PHONY: test-remote
+.PHONY: env-remote test-remote
 REMOTE := build/remote/env
 MOONCAKE := mooncake-transfer-engine-non-cuda==0.3.13.post1
 $(REMOTE)/.stamp: Makefile
@@ -226,7 +251,9 @@ $(REMOTE)/.stamp: Makefile
 	  $(MOONCAKE) scikit-build-core cffi ninja pytest pytest-benchmark pytest-timeout hypothesis
 	touch $@
 
-test-remote: $(REMOTE)/.stamp  ## the remote tier with Mooncake, in an environment of its own
+env-remote: $(REMOTE)/.stamp
+
+test-remote: env-remote  ## the remote tier with Mooncake, in an environment of its own
 	$(REMOTE)/bin/python -m pip install -qq --disable-pip-version-check --no-build-isolation \
 	  $(call set,build-dir=build/remote/native) -e .
 	$(REMOTE)/bin/python -m pytest tests/tiers/test_cold_mooncake.py $(ARGS)
@@ -239,18 +266,17 @@ asan: $(VENV)/.built  ## the Python tests with the C under ASan+UBSan
 	  $(call set,cmake.define.CXLKV_DEBUG=2) $(call set,cmake.define.CXLKV_WERROR=ON) -e .
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
-	  $(BIN)/pytest -m "not slow and not gpu" $(ARGS)
+	  $(BIN)/pytest -m "not nightly and not gpu" $(ARGS)
 
 demo: $(VENV)/.built  ## the whole way once, on a small model that is in the package
 	$(BIN)/cxlkv demo $(ARGS)
 
-# Not part of `make test`: spin is needed, and a few minutes.
+# spin is needed, and a few minutes.
 .PHONY: models
 models:       ## spin over the models of the coherence protocol and all their mutants
 	$(PYTHON) docs/models/check.py || [ $$? -eq 3 ]
 
-# Not part of `make test`: root and Debian's packages are needed once, and five minutes. `.ci/run`
-# has one scenario, ARGS=nodes.
+# Root and Debian's packages are needed once, and five minutes.
 .PHONY: test-drivers
 test-drivers: $(VENV)/.built  ## the pool on the true Linux drivers, in QEMU guests: docs/drivers.md
 	$(BIN)/python -m cxlkv.emulation.qemu.drivers $(ARGS) || [ $$? -eq 77 ]
@@ -285,8 +311,10 @@ build/wheel/env/.stamp: Makefile constraints.txt
 # $(call quietly,NAME): what a build says goes to a log, and is shown when it fails. -q of `build`
 # hides what the compiler said even then.
 quietly = > build/wheel/$(1).log 2>&1 || { cat build/wheel/$(1).log; exit 1; }
-.PHONY: wheel wheel-test wheel-demo
-wheel: build/wheel/env/.stamp  ## sdist and wheels into dist/
+.PHONY: env-wheel wheel wheel-test wheel-demo
+env-wheel: build/wheel/env/.stamp
+
+wheel: env-wheel  ## sdist and wheels into dist/
 	rm -rf dist
 	export ZIG_GLOBAL_CACHE_DIR="$(CURDIR)/build/wheel/zig"; \
 	export ZIG_LOCAL_CACHE_DIR="$$ZIG_GLOBAL_CACHE_DIR" PATH="$(CURDIR)/$(WHEEL_BIN):$$PATH"; \

@@ -362,7 +362,7 @@ def test_random_walks(name: str, seed: int) -> None:
     assert walk.seen["verified"] > 50
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("round_", range(5))
 def test_random_walks_at_length(name: str, round_: int, seed: int) -> None:

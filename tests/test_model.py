@@ -457,7 +457,7 @@ def test_random_walks_agree_with_the_model() -> None:
     walk(examples=250, steps=40)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(5))  # each well under pytest's faulthandler_timeout
 def test_long_random_walks_agree_with_the_model(part: int) -> None:
     walk(examples=300, steps=100)

@@ -237,7 +237,7 @@ def test_killed_at_random(path: str, kind: Kind, processes: list[Process]) -> No
     storm(path, kind, processes, 15 if kind.hosts == 1 else 6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_hundreds_killed(path: str, kind: Kind, processes: list[Process]) -> None:
     storm(path, kind, processes, 600 if kind.hosts == 1 else 200)

@@ -164,7 +164,7 @@ def test_four_processes_with_one_killed(pool_path: str, tmp_path: Path) -> None:
     storm(pool_path, tmp_path / "box", 8_000)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_four_processes_200_000_operations(pool_path: str, tmp_path: Path) -> None:
     storm(pool_path, tmp_path / "box", 200_000)
@@ -195,7 +195,7 @@ def test_thirty_kills_at_random_instants(pool_path: str, tmp_path: Path) -> None
     kill_many(pool_path, tmp_path / "box", 30)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_thousand_kills_at_random_instants(pool_path: str, tmp_path: Path) -> None:
     kill_many(pool_path, tmp_path / "box", 1000)

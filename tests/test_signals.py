@@ -310,7 +310,7 @@ def test_interrupts_at_random_times(world: World, name: str, seed: int) -> None:
     world.end()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_ten_thousand_interrupts(
     world: World, name: str, seed: int, record_property: Callable[[str, object], None]

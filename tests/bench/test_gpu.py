@@ -243,7 +243,7 @@ def test_each_file_of_gpu_tests_runs_in_a_process_of_its_own(
     assert (step.state, step.reason) == ("passed", "1 passed, 1 skipped")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_bare_checkout_gets_its_core(tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     for name in ("native", "kernels", "ndp", "emulation", "bench"):

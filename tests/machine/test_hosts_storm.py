@@ -229,7 +229,7 @@ def test_three_hosts_with_two_killed(pool_path: str, tmp_path: Path) -> None:
     storm(pool_path, tmp_path / "box", 6_000)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_three_hosts_100_000_operations(pool_path: str, tmp_path: Path) -> None:
     storm(pool_path, tmp_path / "box", 100_000)
@@ -309,7 +309,7 @@ def test_kills_at_random_instants(pool_path: str, tmp_path: Path, hosts: tuple[i
     kill_rounds(pool_path, tmp_path / "box", hosts, 10)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 1, 1)])
 def test_300_kills(pool_path: str, tmp_path: Path, hosts: tuple[int, ...]) -> None:
@@ -364,7 +364,7 @@ def test_hosts_that_stop_at_random(pool_path: str, tmp_path: Path) -> None:
     stop_rounds(pool_path, tmp_path / "box", 12)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_hosts_that_stop_300_times(pool_path: str, tmp_path: Path) -> None:
     stop_rounds(pool_path, tmp_path / "box", 300)

@@ -773,7 +773,7 @@ def test_whole_numbers_agree_exactly(
     check_whole_numbers(made(request, name), drawn)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=1500)
 @given(drawn=drawn_cases())
 @pytest.mark.parametrize("name", ISAS)

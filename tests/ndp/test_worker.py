@@ -683,7 +683,7 @@ def test_answers_are_right_while_workers_are_killed(
     storm(path, rng, make_worker, 5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_answers_are_right_while_a_hundred_workers_are_killed(
     path: Path, make_worker: MakeWorker, rng: np.random.Generator
 ) -> None:

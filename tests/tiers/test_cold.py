@@ -714,8 +714,8 @@ with ColdTier(path, shape=RecordShape(size, 7), capacity=capacity, fsync=fsync) 
     [
         ("none", 8),
         ("batch", 8),
-        pytest.param("none", 100, marks=pytest.mark.slow),
-        pytest.param("batch", 100, marks=pytest.mark.slow),
+        pytest.param("none", 100, marks=pytest.mark.nightly),
+        pytest.param("batch", 100, marks=pytest.mark.nightly),
     ],
 )
 def test_a_process_killed_while_it_stores(path: Path, fsync: str, rounds: int, seed: int) -> None:

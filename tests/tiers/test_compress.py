@@ -350,8 +350,8 @@ with ColdTier(path, shape=shape, capacity=capacity, fsync=sys.argv[5], compress=
     [
         ("none", 6),
         ("batch", 6),
-        pytest.param("none", 100, marks=pytest.mark.slow),
-        pytest.param("batch", 100, marks=pytest.mark.slow),
+        pytest.param("none", 100, marks=pytest.mark.nightly),
+        pytest.param("batch", 100, marks=pytest.mark.nightly),
     ],
 )
 def test_a_process_killed_while_it_stores(path: Path, fsync: str, rounds: int, seed: int) -> None:

@@ -219,7 +219,7 @@ def test_while_it_learns_the_default_is_not_much_worse(family: str, share: float
     compare(family, traces.FAMILIES[family](SEED, 4000), share, 0.95)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("share", [0.01, 0.05, 0.1, 0.25])
 @pytest.mark.parametrize("family", traces.FAMILIES)

@@ -54,7 +54,7 @@ def run(files: list[str], chosen: str) -> None:
         pages.update(pages_by_node("/dev/shm/cxlkv-test"))
         CLOSE(pool)
 
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu", "-k", chosen]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not nightly and not gpu", "-k", chosen]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CXLPool, "create", on_node(CXLPool.create))
         patch.setattr(CXLPool, "close", close_counted)
