@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from cxlkv import Budget, CXLPool, KVLayout, Sequence
+from cxlkv import Budget, CXLPool, KVLayout, ObjectPool, Sequence
 from cxlkv.objects import object_keys
 from cxlkv.prefix import prefix_keys
 
@@ -58,14 +58,14 @@ def text(pool: CXLPool, rows: Floats) -> Iterator[Sequence]:
 
 
 @pytest.fixture(scope="module")
-def objects() -> Iterator[CXLPool]:
+def objects() -> Iterator[ObjectPool]:
     layout = KVLayout.objects(OBJECT_BYTES)
-    with CXLPool.create("anonymous:", layout=layout, capacity="256MiB", threads=1) as pool:
+    with ObjectPool.create("anonymous:", layout=layout, capacity="256MiB", threads=1) as pool:
         yield pool
 
 
 @pytest.fixture(scope="module")
-def stored(objects: CXLPool) -> npt.NDArray[np.uint8]:
+def stored(objects: ObjectPool) -> npt.NDArray[np.uint8]:
     """The bytes of each of OBJECTS objects that are there."""
     data = np.full((OBJECTS, OBJECT_BYTES), 7, np.uint8)
     objects.put_batch(names(OBJECTS), list(data))
@@ -186,7 +186,9 @@ def test_adopt(benchmark: BenchmarkFixture, pool: CXLPool, text: Sequence) -> No
 # ---- objects ----
 
 
-def test_put(benchmark: BenchmarkFixture, objects: CXLPool, stored: npt.NDArray[np.uint8]) -> None:
+def test_put(
+    benchmark: BenchmarkFixture, objects: ObjectPool, stored: npt.NDArray[np.uint8]
+) -> None:
     """OBJECTS of them, and forgets them again."""
     keys, data = names(OBJECTS, OBJECTS), list(stored)
     hashed = object_keys(keys)
@@ -198,25 +200,27 @@ def test_put(benchmark: BenchmarkFixture, objects: CXLPool, stored: npt.NDArray[
     benchmark(call)
 
 
-def test_get(benchmark: BenchmarkFixture, objects: CXLPool, stored: npt.NDArray[np.uint8]) -> None:
+def test_get(
+    benchmark: BenchmarkFixture, objects: ObjectPool, stored: npt.NDArray[np.uint8]
+) -> None:
     keys, out = names(OBJECTS), list(np.empty_like(stored))
     benchmark(lambda: objects.get_batch_into(keys, out))
 
 
 def test_get_one(
-    benchmark: BenchmarkFixture, objects: CXLPool, stored: npt.NDArray[np.uint8]
+    benchmark: BenchmarkFixture, objects: ObjectPool, stored: npt.NDArray[np.uint8]
 ) -> None:
     out = np.empty(OBJECT_BYTES, np.uint8)
     benchmark(lambda: objects.get_into("object 0", out))
 
 
 @pytest.mark.usefixtures("stored")
-def test_lease(benchmark: BenchmarkFixture, objects: CXLPool) -> None:
+def test_lease(benchmark: BenchmarkFixture, objects: ObjectPool) -> None:
     keys = names(OBJECTS)
     benchmark(lambda: objects.lease(keys).release())
 
 
-def test_reserve(benchmark: BenchmarkFixture, objects: CXLPool) -> None:
+def test_reserve(benchmark: BenchmarkFixture, objects: ObjectPool) -> None:
     benchmark(lambda: objects.reserve([OBJECT_BYTES] * 8).release())
 
 

@@ -10,7 +10,7 @@ from cxlkv.layout import KVLayout, LayerGroup
 from cxlkv.ndp.engine import Budget, Selection
 
 if TYPE_CHECKING:
-    from cxlkv.objects import Buffers, object_keys
+    from cxlkv.objects import Buffers, ObjectPool, object_keys
     from cxlkv.pool import CXLPool
     from cxlkv.sequence import Batch, Hit, Sequence
     from cxlkv.tiers import Tiers
@@ -24,6 +24,7 @@ __all__ = [
     "Hit",
     "KVLayout",
     "LayerGroup",
+    "ObjectPool",
     "PoolFullError",
     "Selection",
     "Sequence",
@@ -39,6 +40,7 @@ _OF_THE_CORE = {
     "Batch": "sequence",
     "Buffers": "objects",
     "Hit": "sequence",
+    "ObjectPool": "objects",
     "Sequence": "sequence",
     "Tiers": "tiers",
     "object_keys": "objects",

@@ -1,6 +1,7 @@
-"""A finder imports modules by the names that they had up to 0.2, with a DeprecationWarning.
+"""Modules and methods are found by the names that they had up to 0.2, with a DeprecationWarning.
 
-For one release: then this file goes, with the line of cxlkv/__init__.py that installs it.
+For one release: then this file goes, with the line of cxlkv/__init__.py that installs the finder,
+and the base class of cxlkv/pool.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import CodeType, ModuleType
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 FOLDERS = {
     "machine": "certificate costs",
@@ -53,3 +54,25 @@ def _new_name(old: str) -> str:
     text = f"{old} is {MOVED[old]} now; the old name goes with the next release"
     warnings.warn(text, DeprecationWarning, stacklevel=3)
     return MOVED[old]
+
+
+class MovedToAdmin:
+    """What pools did up to 0.2, `pool.admin` does; type checkers are not told of the old names."""
+
+    NAMES = ("audit", "check", "fence", "hosts", "overview", "pin", "prefault", "scrub", "unpin")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            if name not in self.NAMES:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return getattr(self._admin_by(name), name)
+
+        def __setattr__(self, name, value):
+            place = self._admin_by(name) if name in self.NAMES else super()
+            place.__setattr__(name, value)
+
+        def _admin_by(self, name):
+            text = f"pool.{name} is pool.admin.{name} now; the old name goes with the next release"
+            warnings.warn(text, DeprecationWarning, stacklevel=3)
+            return self.admin

@@ -19,6 +19,7 @@ from cxlkv import _core, io_hooks, reclaim
 from cxlkv.arrays import is_torch
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, CorruptError, ReleasedError
+from cxlkv.pool import Pool
 from cxlkv.prefix import PageKey, PageKeys, key_hashes, root
 
 if TYPE_CHECKING:
@@ -56,10 +57,11 @@ def object_keys(names: Iterable[str | bytes], salt: bytes = b"") -> PageKeys:
     return PageKeys(_core.object_keys(joined, ends, root(salt)), 1)
 
 
-class Objects:
-    """What CXLPool has of this door. A pool that stores K and V refuses it: BadArgumentError."""
+class ObjectPool(Pool):
+    """Whole objects in far memory, put and got by their keys, by any number of processes."""
 
-    _handle: _core.Handle
+    def _hashes(self, keys: Keys, strict: bool) -> bytes:
+        return hashes_of(keys)
 
     def put(self, key: str | bytes, buffers: object) -> bool:
         """Store one object; False when its key is there already, whose bytes stay.

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Sequences
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy.typing as npt
 
 from cxlkv import _core, forking, io_hooks
+from cxlkv._moved import MovedToAdmin
+from cxlkv.admin import Admin
 from cxlkv.closing import Closing
 from cxlkv.errors import (
     BadArgumentError,
@@ -26,19 +30,17 @@ from cxlkv.errors import (
 )
 from cxlkv.hotness import Hotness
 from cxlkv.layout import KVLayout
-from cxlkv.machine import numa_mode, prefault
+from cxlkv.machine import numa_mode
 from cxlkv.machine.coherence import (
     DURABLE,
-    HOSTS_MAX,
     LEASE_S,
     SHARING,
     flushes_of,
     parse_host,
     parse_sharing,
 )
-from cxlkv.machine.hosts import Host, format_of, hosts_of
+from cxlkv.machine.hosts import format_of
 from cxlkv.machine.placement import (
-    CHECK_PAGES,
     OPEN_PAGES,
     check_nodes,
     durable_note,
@@ -56,35 +58,27 @@ from cxlkv.machine.regions import (
     parse_place,
     parse_where,
 )
-from cxlkv.ndp import audit
 from cxlkv.ndp.worker import WorkerUse, worker_use
-from cxlkv.objects import Objects, hashes_of
 from cxlkv.pages import Pages
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, whole_ids
 from cxlkv.sequence import Batch, Hit, Sequence
-from cxlkv.stats import Overview, look, of_pool
+from cxlkv.stats import look
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from cxlkv.pool_config import PoolConfig
 
 Path = str | os.PathLike[str]
 THREADS_MAX = 1024  # the core's limit
 
 
-class CheckReport(TypedDict):
-    """What CXLPool.check() found, and repaired; the first 64 KiB of texts."""
+class Pool(MovedToAdmin, Closing):
+    """What pools of K and V (CXLPool) and of objects (ObjectPool) have in common.
 
-    clean: bool
-    problem_count: int
-    problems: list[str]
-    repairs: list[str]
-
-
-class CXLPool(Objects, Closing):
-    """A KV cache in far memory, shared by the processes and threads of a host.
-
-    Made by create() or open(). After an os.fork() the child has its own references to all that it
-    inherits. Methods may be called from any thread; one sequence serves one writer at a time.
+    Made by create() or open(); on this class itself they return the one or the other, by what is
+    stored. After an os.fork() the child has its own references to all that it inherits. Methods may
+    be called from any thread.
     """
 
     def __init__(self, handle: _core.Handle, path: str | None):
@@ -116,7 +110,7 @@ class CXLPool(Objects, Closing):
         threads: int | None = None,
         force: bool = False,
         replace: bool = False,
-    ) -> CXLPool:
+    ) -> Self:
         """Make a pool at a path (/dev/shm, hugetlbfs, any file system), on a dax device, or in
         "anonymous:" memory; numa:1 is memory of that NUMA node, numa:1:/dev/shm/my.pool a file
         there, numa:0,1 is interleaved over both, dax:/mnt/my.pool is a file that is there, with the
@@ -139,6 +133,7 @@ class CXLPool(Objects, Closing):
         """
         if not isinstance(layout, KVLayout):
             raise BadArgumentError(f"layout is a KVLayout, not {type(layout).__name__}")
+        kind = cls._for(layout)
         shared = parse_sharing(sharing, durable, hosts)
         _check_threads(threads)  # first: a pool that was made would stay behind
         place = numa_mode.emulated(parse_place(where))
@@ -155,13 +150,13 @@ class CXLPool(Objects, Closing):
         described = (path, layout, checksum, sketch, shared, capacity_bytes)
         try:
             handle = _core.pool_create(*described, force, own, mask, in_place, made, replace)
-            return cls(handle, path)._with_threads(threads)
+            return kind(handle, path)._with_threads(threads)
         except BaseException:  # the caller never gets the pool
             _core.pool_unmake(made, path)
             raise
 
     @classmethod
-    def from_config(cls, config: Path | Mapping[str, object]) -> CXLPool:
+    def from_config(cls, config: Path | Mapping[str, object]) -> Self:
         """The pool that a YAML file, or a mapping of the same keys, describes: opened or made.
 
         docs/configuration.md explains the keys. By default a pool that is there is opened, so that
@@ -179,15 +174,16 @@ class CXLPool(Objects, Closing):
         return pool
 
     @classmethod
-    def _of(cls, wanted: PoolConfig) -> CXLPool:
+    def _of(cls, wanted: PoolConfig) -> Self:
         where = wanted.where
         if numa_mode.is_mode(wanted.emulate):
             where = numa_mode.configured(where, wanted.emulate)
         path, _, in_place = parse_place(where)
+        layout = wanted.layout.make()
         make = partial(
-            cls.create,
+            cls._for(layout).create,
             where,
-            layout=wanted.layout.make(),
+            layout=layout,
             capacity=wanted.capacity,
             checksum=wanted.checksum,
             sketch=wanted.sketch,
@@ -212,7 +208,9 @@ class CXLPool(Objects, Closing):
                 return make()
             if wanted.if_exists == "error":
                 raise PoolExistsError(f"{path} exists, and if_exists is error")
-            pool = cls.open(where, host=wanted.host, lease_s=wanted.lease_s, threads=wanted.threads)
+            pool = Pool.open(
+                where, host=wanted.host, lease_s=wanted.lease_s, threads=wanted.threads
+            )
         described = pool.describe()
         names = ("checksum", "sketch", "sharing", "durable", "hosts")
         there = {name: described[name] for name in names}
@@ -223,7 +221,7 @@ class CXLPool(Objects, Closing):
                 f"{path} is another pool than the one described: {'; '.join(differences)}. Give "
                 "the new one another path, or remove the old one (if_exists: replace does it)"
             )
-        return pool
+        return cast("Self", pool)
 
     @classmethod
     def open(
@@ -235,27 +233,43 @@ class CXLPool(Objects, Closing):
         lease_s: float = LEASE_S,
         threads: int | None = None,
         worker: bool = False,
-    ) -> CXLPool:
+    ) -> Self:
         """Attach to a pool that another process made.
 
         layout: what the caller expects; GeometryError when the pool has another. host and lease_s:
-        as in create(), for a pool that several hosts share. worker: calls
-        use_worker(). Raises PoolMissingError, NotAPoolError, VersionError, CorruptError,
-        TruncatedError, BusyError, HostError.
+        as in create(), for a pool that several hosts share. worker: as CXLPool.use_worker(). Raises
+        PoolMissingError, NotAPoolError, VersionError, CorruptError, TruncatedError, BusyError,
+        HostError.
         """
         place, nodes, _ = numa_mode.emulated(parse_place(path))
         if place is None:
             raise BadArgumentError("an anonymous pool cannot be opened: fork, or use a file")
         check_host_folder(place)
-        pool = cls(_core.pool_open(place, parse_host(host, lease_s, place)), place)
+        handle = _core.pool_open(place, parse_host(host, lease_s, place))
+        pool = cls._for(_core.pool_layout(handle)[0])(handle, place)
         if layout is not None and layout != pool.layout:
             pool.close()
             raise GeometryError(f"{place} stores {pool.layout}, not {layout}")
         warn_of_moves(pool._handle, place, nodes)
         pool._with_threads(threads)
         if worker:
-            pool.use_worker()
+            _core.pool_use_worker(handle, "if_there", 0.0)
         return pool
+
+    @classmethod
+    def _for(cls, layout: KVLayout) -> type[Self]:
+        """The class of a pool of this layout; up to 0.2 a CXLPool was one of objects, too."""
+        kind: type[Pool] = CXLPool
+        if layout.object_bytes is not None:
+            from cxlkv.objects import ObjectPool as kind
+        if issubclass(cls, kind):
+            return cls
+        if not issubclass(kind, cls):
+            if kind is CXLPool:
+                raise BadArgumentError("this pool stores K and V: it is a CXLPool")
+            text = "a pool of objects is an ObjectPool; the next release's CXLPool makes none"
+            warnings.warn(text, DeprecationWarning, stacklevel=3)
+        return cast("type[Self]", kind)
 
     def _emulate(self, profile: str | None) -> None:
         """Charge this process's transfers to a link; None: as CXLKV_EMULATE says."""
@@ -291,14 +305,122 @@ class CXLPool(Objects, Closing):
             raise BadArgumentError("an anonymous pool ends with its process")
         return _core.pool_upgrade(place)
 
-    def _with_threads(self, threads: int | None) -> CXLPool:
+    def _with_threads(self, threads: int | None) -> Self:
         self.set_threads(len(os.sched_getaffinity(0)) if threads is None else threads)
         return self
+
+    @property
+    def admin(self) -> Admin:
+        """What operators do: check, fence, scrub, pin, overview and more."""
+        return Admin(self._handle, self.path, self._hashes, self.before_close)
 
     def set_threads(self, threads: int) -> None:
         """How many threads, the caller's included, share a scan or a copy."""
         _check_threads(threads)
         _core.pool_set_threads(self._handle, threads)
+
+    def forget(self, keys: Iterable[str | bytes], *, strict: bool = True) -> int:
+        """Take published pages, or objects, of `keys` out of the index; returns how many. Frees
+        the unused.
+
+        Pinned ones too: a pin is against eviction, not against who asks for this by name. strict:
+        as in publish(); keys of content say it themselves. Keys of objects are what put() takes.
+        """
+        return _core.forget(self._handle, self._hashes(keys, strict))
+
+    @abstractmethod
+    def _hashes(self, keys: Iterable[str | bytes], strict: bool) -> bytes:
+        """Of keys as the pool's calls take them."""
+
+    def stats(self) -> dict[str, int]:
+        """Counts of pages, processes and sequences, and bytes moved by this process."""
+        return _core.pool_stats(self._handle)
+
+    def describe(self) -> dict[str, object]:
+        """Layout, geometry and memory of the pool, for people."""
+        kind, durable, hosts = _core.pool_sharing(self._handle)
+        flushes = flushes_of(SHARING[kind], self.path)
+        page_kind = _core.pool_page_kind(self._handle)
+        note = durable_note(DURABLE[durable], page_kind)
+        emulated = io_hooks.label(self._handle)
+        return {
+            "path": self.path or "anonymous:",
+            "identity": _core.pool_identity(self._handle),
+            "format": format_of(self._handle),
+            "page_kind": page_kind,
+            "placement": self._placement(),
+            "layout": self.layout,
+            "checksum": self.checksum,
+            "sketch": self.sketch,
+            "sharing": SHARING[kind],
+            "durable": DURABLE[durable],
+            "hosts": hosts,
+            **({"flushes": flushes} if flushes else {}),
+            **({"note": note} if note else {}),
+            **({"emulated": emulated} if emulated else {}),
+            "geometry": _core.pool_geometry(self._handle),
+        }
+
+    def _placement(self) -> dict[str, object]:
+        try:
+            return placement_of(self._handle, OPEN_PAGES).summary()
+        except SystemCallError as error:  # a container may forbid to ask
+            return {"policy": f"not known: {error}"}
+
+    def _region_view(self) -> memoryview:
+        """The whole region, writable, in place. close() refuses while this view, a slice of it, or
+        an array or tensor made of it is in use."""
+        view, reference = _core.pool_view(self._handle)
+        self._lent = [lent for lent in self._lent if lent() is not None] + [reference]
+        return view
+
+    def before_close(self, call: Callable[[], object]) -> None:
+        """Registers a call to make before the memory is unmapped: a device may have it on loan.
+
+        Once; after an interrupt in it, the next close() calls it again. Not in a forked child: what
+        this process lent ends with this process's pool.
+        """
+        self._before_close.append(call)
+
+    def reset_after_fork(self) -> None:
+        """Who is to hear of the end is in the parent."""
+        self._before_close.clear()
+
+    def _not_before_close(self, call: Callable[[], object]) -> None:
+        with suppress(ValueError):  # another thread closes, too
+            self._before_close.remove(call)
+
+    def close(self) -> None:
+        """Release all of this process's sequences and unmap; a second time does nothing.
+
+        Raises BusyError while leases of the pool's memory are not released, or views of the region
+        are in use: all is as before then.
+        """
+        if any(lent() is not None for lent in self._lent):
+            raise BusyError(
+                "a view of the pool's region, or a tensor of it (Mapping.tensor), is still in use: "
+                "drop it (del), then close the pool"
+            )
+        _core.pool_may_close(self._handle)
+        while self._before_close:
+            call = self._before_close[-1]
+            try:
+                call()
+            except Exception:
+                self._not_before_close(call)
+                raise
+            self._not_before_close(call)
+        _core.pool_close(self._handle)
+
+
+class CXLPool(Pool):
+    """A KV cache in far memory, shared by the processes and threads of a host.
+
+    It is used through sequences: one of them serves one writer at a time.
+    """
+
+    def _hashes(self, keys: Iterable[str | bytes], strict: bool) -> bytes:
+        return key_hashes(cast("Iterable[bytes]", keys), strict, either=True)
 
     def use_worker(self, use: str = "if_there", *, deadline_s: float | None = None) -> WorkerUse:
         """Let `cxlkv ndp-worker`, a process near the memory, select and attend for this process.
@@ -368,44 +490,6 @@ class CXLPool(Objects, Closing):
         found = _core.match(self._handle, hashes, lease_s, single=single, content=not strict)
         return Hit(self._handle, self.layout, *found, strict)
 
-    def forget(self, keys: Iterable[str | bytes], *, strict: bool = True) -> int:
-        """Take published pages of `keys` out of the index; returns how many. Frees the unused.
-
-        Pinned ones too: a pin is against eviction, not against who asks for this by name. strict:
-        as in publish(); keys of content say it themselves. Keys of objects are what put() takes.
-        """
-        return _core.forget(self._handle, self._named(keys, strict))
-
-    def scrub(self, keys: Iterable[str | bytes], *, strict: bool = True) -> _core.Scrubbed:
-        """forget(), and overwrite with zeros what the pool has of these pages: K and V, sketches,
-        digests, checksums, header.
-
-        Who holds a page, or has a hit on it, keeps it as it is; it is overwritten when the last one
-        lets go, dies, or its lease ends. Pages that another host has written are its own to scrub.
-        Copies in a near tier, a cold file or a process's memory are not touched (docs/tenants.md).
-        strict: as in publish().
-        """
-        return _core.scrub(self._handle, self._named(keys, strict))
-
-    def pin(self, keys: Iterable[str | bytes], *, strict: bool = True) -> int:
-        """Mark published pages of `keys`, so that no eviction chooses them; returns how many.
-
-        A mark, not a count: one unpin() takes it off. It is of this host, for its own pages (those
-        of other hosts are theirs to pin), seen by all its processes, and lost when the last one
-        closes the pool, or when the page is forgotten.
-        """
-        return _core.pin(self._handle, self._named(keys, strict), True)
-
-    def unpin(self, keys: Iterable[str | bytes], *, strict: bool = True) -> int:
-        """Take the mark of pin() off published pages of `keys`; returns how many there are."""
-        return _core.pin(self._handle, self._named(keys, strict), False)
-
-    def _named(self, keys: Iterable[str | bytes], strict: bool) -> bytes:
-        """Of pages, or of objects: then as put() takes them."""
-        if self.layout.object_bytes is not None:
-            return hashes_of(keys)
-        return key_hashes(cast("Iterable[bytes]", keys), strict, either=True)
-
     def publish_prefix(
         self, seq: Sequence, token_ids: npt.ArrayLike, salt: bytes = b"", *, tail: bool = False
     ) -> int:
@@ -437,155 +521,6 @@ class CXLPool(Objects, Closing):
         hashes = key_hashes(prefix_keys(ids, self.layout.page_tokens, salt))
         found = _core.match_prefix(self._handle, hashes, lease_s, ids, root(salt))
         return Hit(self._handle, self.layout, *found)
-
-    def stats(self) -> dict[str, int]:
-        """Counts of pages, processes and sequences, and bytes moved by this process."""
-        return _core.pool_stats(self._handle)
-
-    def overview(self) -> Overview:
-        """Pages, the processes that have the pool open, and what each and all have counted."""
-        return of_pool(self._handle, self.path)
-
-    @property
-    def audit(self) -> float:
-        """Share of this process's selects that are audited: every n-th, 0 (none) at first.
-
-        An audited select also runs the exact method at the same budget on the same queries and
-        attends once to the chosen pages and once to all: so its recall and the attention mass that
-        it kept are measured, for overview() and the metrics. It reads about twice the K and all of
-        the V of its sequences; what it reads is counted as read.
-        """
-        return audit.share(self._handle)
-
-    @audit.setter
-    def audit(self, share: float) -> None:
-        audit.set_share(self._handle, share)
-
-    def check(self, deep: bool = False, repair: bool = False) -> CheckReport:
-        """Recount what must hold; deep=True also reads every piece against its CRC.
-
-        repair=True first mends what this host owns: a page whose descriptor is damaged is found
-        again under its key if its header and all its CRCs are right, else it is free, with a
-        generation that no handle has; with deep=True a published page whose bytes were changed is
-        not found any more. A page that somebody holds is never given away. `repairs` says what.
-        Warns (PlacementWarning) when pages are not on the NUMA nodes that the pool is bound to.
-        """
-        count, lines = _core.pool_check(self._handle, deep, repair)
-        pages = 0 if deep else CHECK_PAGES
-        warn_of_moves(self._handle, self.path or "anonymous:", pages_max=pages)
-        mended = [line for line in lines if line.startswith("repaired: ")]
-        problems = [line for line in lines if not line.startswith("repaired: ")]
-        return {
-            "clean": count == 0,
-            "problem_count": count,
-            "problems": problems,
-            "repairs": [line.removeprefix("repaired: ") for line in mended],
-        }
-
-    def hosts(self) -> list[Host]:
-        """The hosts of a shared pool, as this one sees them; else raises BadArgumentError."""
-        return hosts_of(self._handle)
-
-    def fence(self, host: int, *, confirmed_off: bool = False) -> None:
-        """Declare a host dead that has been silent for a lease (waits for that long).
-
-        Its epoch ends: nothing that it claims from now on counts, until it comes back with a new
-        one. What it published stays readable, its other pages are nobody's to write. With
-        confirmed_off=True, others may take all that it owned: say so only when its machine
-        certainly does not run, since stores of a running one would land in others' pages. Raises
-        BusyError when it beats, BadArgumentError when it is not there.
-        """
-        if not 0 <= host < HOSTS_MAX:
-            raise BadArgumentError(f"host {host}: outside 0 to {HOSTS_MAX - 1}")
-        _core.pool_fence(self._handle, host, confirmed_off)
-
-    def describe(self) -> dict[str, object]:
-        """Layout, geometry and memory of the pool, for people."""
-        kind, durable, hosts = _core.pool_sharing(self._handle)
-        flushes = flushes_of(SHARING[kind], self.path)
-        page_kind = _core.pool_page_kind(self._handle)
-        note = durable_note(DURABLE[durable], page_kind)
-        emulated = io_hooks.label(self._handle)
-        return {
-            "path": self.path or "anonymous:",
-            "identity": _core.pool_identity(self._handle),
-            "format": format_of(self._handle),
-            "page_kind": page_kind,
-            "placement": self._placement(),
-            "layout": self.layout,
-            "checksum": self.checksum,
-            "sketch": self.sketch,
-            "sharing": SHARING[kind],
-            "durable": DURABLE[durable],
-            "hosts": hosts,
-            **({"flushes": flushes} if flushes else {}),
-            **({"note": note} if note else {}),
-            **({"emulated": emulated} if emulated else {}),
-            "geometry": _core.pool_geometry(self._handle),
-        }
-
-    def _placement(self) -> dict[str, object]:
-        try:
-            return placement_of(self._handle, OPEN_PAGES).summary()
-        except SystemCallError as error:  # a container may forbid to ask
-            return {"policy": f"not known: {error}"}
-
-    def prefault(self, *, background: bool = False) -> None:
-        """Bring all of the pool's memory into place now: at its first use each page of it is zeroed
-        and mapped, which takes longer than a copy. A reader of the pool sees no change.
-
-        background=True: in a thread, which ends with the pool at the latest. Raises
-        SystemCallError on kernels before Linux 5.14.
-        """
-        if background:
-            self.before_close(prefault.begin(self._handle))
-        else:
-            prefault.run(self._handle)
-
-    def _region_view(self) -> memoryview:
-        """The whole region, writable, in place. close() refuses while this view, a slice of it, or
-        an array or tensor made of it is in use."""
-        view, reference = _core.pool_view(self._handle)
-        self._lent = [lent for lent in self._lent if lent() is not None] + [reference]
-        return view
-
-    def before_close(self, call: Callable[[], object]) -> None:
-        """Registers a call to make before the memory is unmapped: a device may have it on loan.
-
-        Once; after an interrupt in it, the next close() calls it again. Not in a forked child: what
-        this process lent ends with this process's pool.
-        """
-        self._before_close.append(call)
-
-    def reset_after_fork(self) -> None:
-        """Who is to hear of the end is in the parent."""
-        self._before_close.clear()
-
-    def _not_before_close(self, call: Callable[[], object]) -> None:
-        with suppress(ValueError):  # another thread closes, too
-            self._before_close.remove(call)
-
-    def close(self) -> None:
-        """Release all of this process's sequences and unmap; a second time does nothing.
-
-        Raises BusyError while leases of the pool's memory are not released, or views of the region
-        are in use: all is as before then.
-        """
-        if any(lent() is not None for lent in self._lent):
-            raise BusyError(
-                "a view of the pool's region, or a tensor of it (Mapping.tensor), is still in use: "
-                "drop it (del), then close the pool"
-            )
-        _core.pool_may_close(self._handle)
-        while self._before_close:
-            call = self._before_close[-1]
-            try:
-                call()
-            except Exception:
-                self._not_before_close(call)
-                raise
-            self._not_before_close(call)
-        _core.pool_close(self._handle)
 
 
 def _check_sequence(given: object) -> None:

@@ -32,7 +32,7 @@ def rows(rng: np.random.Generator, tokens: int) -> npt.NDArray[np.float16]:
 
 
 def prefill_and_decode(pool: CXLPool, rng: np.random.Generator) -> None:
-    pool.audit = 0.1
+    pool.admin.audit = 0.1
     for prompt in range(1_000_000):
         sequence = pool.sequence()
         keys = rows(rng, PROMPT_TOKENS)

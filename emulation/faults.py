@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cxlkv.emulation.link import Link, emulate
 from cxlkv.errors import BadArgumentError
-from cxlkv.pool import CXLPool
+from cxlkv.pool import Pool
 
 
 def poison(path: str | os.PathLike[str], offset: int) -> int:
@@ -45,7 +45,7 @@ def restore(path: str | os.PathLike[str], size: int) -> None:
 
 
 @contextmanager
-def slow_link(pool: CXLPool, profile: str, factor: float) -> Iterator[Link]:
+def slow_link(pool: Pool, profile: str, factor: float) -> Iterator[Link]:
     """The pool's operations go over a device's link that is `factor` times as slow as it should."""
     with emulate(pool, profile, slow=factor) as link:
         yield link

@@ -30,7 +30,7 @@ from cxlkv.io_hooks import Kind, Tokens
 from cxlkv.layout import KVLayout, layer_places
 from cxlkv.machine import numa_mode
 from cxlkv.ndp.engine import Selection
-from cxlkv.pool import CXLPool
+from cxlkv.pool import Pool
 
 WRITES = ("append", "restore")
 """The kinds that write to the pool; all others read it."""
@@ -232,7 +232,7 @@ def _near_reads(pool: _core.Handle) -> int:
 
 @contextmanager
 def emulate(
-    pool: CXLPool,
+    pool: Pool,
     profile: str | Profile | Link,
     *,
     mode: str = "wait",

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from cxlkv import CXLPool, KVLayout, _core
 from cxlkv.errors import ClosedError, UnsupportedError
+from cxlkv.pool import Pool
 
 from .support import states
 
@@ -126,9 +127,9 @@ def pages_accounted(stats: dict[str, int]) -> int:
     return sum(stats[f"pages_{state}"] for state in PAGES)
 
 
-def audit(pool: CXLPool) -> None:
+def audit(pool: Pool) -> None:
     """What holds for a pool at all times; without sequences, nothing is held either."""
-    report = pool.check(deep=True)
+    report = pool.admin.check(deep=True)
     assert report["clean"], report["problems"]
     stats = pool.stats()
     assert pages_accounted(stats) == stats["pages_total"], stats

@@ -39,7 +39,7 @@ def round_trip(path: Path) -> None:
         got, _ = sequence.attend(0, q, sequence.select(0, q, Budget(share=1.0)))
         np.testing.assert_allclose(got, attention(q, k, v), rtol=2e-3, atol=2e-3)
         sequence.release()
-        report = pool.check(deep=True)
+        report = pool.admin.check(deep=True)
         assert report["clean"], report["problems"]
     CXLPool.remove(str(path))
 

@@ -157,7 +157,7 @@ def test_attached_pages_read_as_appended_ones(
                 append_all(attached, rows)
                 append_all(appended, rows)
             check_same(attached, appended, generator)
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
 
 
 def test_a_published_page_that_was_attached_is_found_by_others(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_a_flipped_bit_in_a_descriptor(on_file: CXLPool, path: Path) -> None:
     flip(path, geometry(on_file)["descriptors_offset"] + 64 * page + 24)
     with pytest.raises(errors.CorruptError, match=rf"descriptor of page {page} is damaged"):
         on_file.adopt(handle)
-    report = on_file.check()
+    report = on_file.admin.check()
     assert report["problem_count"] == 1
     assert f"page {page}" in report["problems"][0]
 
@@ -235,7 +235,7 @@ def test_a_flipped_bit_in_a_piece(on_file: CXLPool, path: Path, kind: str) -> No
     slab, piece = where.get(slabs[kind], 0), where[f"{pieces[kind]}_piece_bytes"]
     flip(path, start + slab + page % slots * heads * piece + 5)
 
-    report = on_file.check(deep=True)
+    report = on_file.admin.check(deep=True)
     assert report["problem_count"] == 1
     assert f"page {page}, layer 1, kv head 0: the CRC of its {kind} is wrong" in str(report)
     with CXLPool.open(path, threads=1) as fresh:  # it has not verified the page before
@@ -359,7 +359,7 @@ assert os.listdir("/dev/shm") == ["cxlkv.0"], os.listdir("/dev/shm")
 assert os.listdir("/dev/shm/cxlkv.0") == [], os.listdir("/dev/shm/cxlkv.0")
 # One on another file system needs /dev/shm for its host state only.
 with CXLPool.create(sys.argv[1], layout=layout, capacity="32MiB") as pool:
-    assert pool.check()["clean"]
+    assert pool.admin.check()["clean"]
 print("refused")
 """
 
@@ -421,7 +421,7 @@ def test_two_processes_create_one_pool(path: Path) -> None:
         assert ends == ["lost\n", "won\n"]
         place = Path(f"{path}.{number}")
         with CXLPool.open(place) as pool:
-            assert pool.check(deep=True)["clean"]
+            assert pool.admin.check(deep=True)["clean"]
         CXLPool.remove(place)
     for process in both:
         process.communicate()
@@ -576,7 +576,7 @@ def test_numbers_that_are_none(pool: CXLPool) -> None:
     assert picked.pages[0, 0] == 1
     out, _ = sequence.attend(0, np.ones((2, 8), np.float32))
     assert np.isnan(np.asarray(out)[0]).any()
-    assert pool.check(deep=True)["clean"]
+    assert pool.admin.check(deep=True)["clean"]
 
 
 # ---- after the end ----
@@ -614,7 +614,7 @@ def test_use_after_close(path: Path) -> None:
     for use in (
         pool.sequence,
         pool.stats,
-        pool.check,
+        pool.admin.check,
         lambda: pool.pages.alloc(1),
         lambda: pool.adopt(handle),
         lambda: pool.match_prefix([1] * 8),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from cxlkv import CXLPool, KVLayout
+from cxlkv import KVLayout, ObjectPool
 from cxlkv.stats import look
 
 BOUND_S = 120
@@ -55,13 +55,13 @@ def place(shm_path: Path) -> Path:
 # Two file systems that number their files alike, and a copy of a pool that is in use.
 COPIED = """
 import os, shutil, subprocess, sys
-from cxlkv import CXLPool, KVLayout
+from cxlkv import ObjectPool, KVLayout
 folders = ["one", "two"]
 for folder in folders:
     os.mkdir(folder)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", folder], check=True)
 ours, copy = "one/a.pool", "two/b.pool"
-pool = CXLPool.create(ours, layout=KVLayout.objects("64KiB"), capacity="8MiB", threads=1)
+pool = ObjectPool.create(ours, layout=KVLayout.objects("64KiB"), capacity="8MiB", threads=1)
 for i in range(8):
     pool.put(f"k{i}", bytes([i]) * 50000)
 while True:  # until it has the number that the original has
@@ -75,14 +75,14 @@ while True:  # until it has the number that the original has
         os.unlink(f"{copy}.{found - 1}")
 
 def other(path, text):
-    code = "from cxlkv import CXLPool, object_keys\\n"
-    code += f"with CXLPool.open({path!r}, threads=1) as pool:\\n"
+    code = "from cxlkv import ObjectPool, object_keys\\n"
+    code += f"with ObjectPool.open({path!r}, threads=1) as pool:\\n"
     subprocess.run([sys.executable, "-c", code + text], check=True)
 
 # Its nonce is the original's, whose users have it: a copy is nobody's.
 other(copy, '''
     assert pool.stats()["processes"] == 1, pool.stats()
-    assert pool.check()["clean"], pool.check()
+    assert pool.admin.check()["clean"], pool.admin.check()
     pool.forget(object_keys(["k3"]))
     for i in range(3):
         pool.put(f"new{i}", b"new" * 1000)
@@ -97,7 +97,7 @@ for i in range(8):
     assert bytes(into) == bytes([i]) * 50000, i
 assert pool.get_into("third", into) is not None
 assert pool.get_into("new0", into) is None
-assert pool.check()["clean"], pool.check()
+assert pool.admin.check()["clean"], pool.admin.check()
 pool.close()
 print("apart")
 """
@@ -116,14 +116,14 @@ LAYOUT = KVLayout.objects("4KiB")
 PAGES = 5  # that each of them takes
 HOLD = """
 import os, sys
-from cxlkv import CXLPool
-pool = CXLPool.open(sys.argv[1], threads=1)
+from cxlkv import ObjectPool
+pool = ObjectPool.open(sys.argv[1], threads=1)
 kept = pool.reserve([4000] * int(sys.argv[2]))
 """
 # Each in a PID namespace of its own, in which it is the first process; all are killed at once.
 CONTAINERS = """
 import ctypes, os, signal, sys
-from cxlkv import CXLPool
+from cxlkv import ObjectPool
 NEW_PID = 0x20000000
 path, pages, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 unshare = ctypes.CDLL(None, use_errno=True).unshare
@@ -138,7 +138,7 @@ for _ in range(count):
         first = os.fork()
         if first == 0:
             os.close(held)
-            pool = CXLPool.open(path, threads=1)
+            pool = ObjectPool.open(path, threads=1)
             kept = pool.reserve([4000] * pages)
             assert os.getpid() == 1
             os.write(says, b"x")
@@ -157,13 +157,13 @@ assert {os.waitpid(each, 0)[1] for each in outer} == {0}
 
 
 @pytest.fixture
-def pool(place: Path) -> Iterator[CXLPool]:
-    with CXLPool.create(place, layout=LAYOUT, capacity="8MiB", threads=1) as made:
+def pool(place: Path) -> Iterator[ObjectPool]:
+    with ObjectPool.create(place, layout=LAYOUT, capacity="8MiB", threads=1) as made:
         yield made
 
 
 @needs("-p", "-f")
-def test_who_dies_in_a_container_leaves_nothing(pool: CXLPool) -> None:
+def test_who_dies_in_a_container_leaves_nothing(pool: ObjectPool) -> None:
     """All pages and slots are back within one reap, which counts the dead."""
     count = 100
     free = pool.stats()["pages_free"]
@@ -173,11 +173,11 @@ def test_who_dies_in_a_container_leaves_nothing(pool: CXLPool) -> None:
     after = pool.stats()
     assert (after["pages_free"], after["processes"]) == (free, 1)
     assert after["reaped_processes"] == reaped + count
-    assert pool.check(deep=True)["clean"]
+    assert pool.admin.check(deep=True)["clean"]
 
 
 @needs("-p", "-f")
-def test_who_lives_in_a_container_keeps_what_it_has(pool: CXLPool) -> None:
+def test_who_lives_in_a_container_keeps_what_it_has(pool: ObjectPool) -> None:
     """Seen as alive from outside, too, by a process that shares no namespace with it."""
     free = pool.stats()["pages_free"]
     code = f"{HOLD}\nprint(pool.stats()['processes'], flush=True); sys.stdin.read()"
@@ -202,7 +202,7 @@ def test_who_lives_in_a_container_keeps_what_it_has(pool: CXLPool) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_child_that_never_touches_the_pool_does_not_hide_its_parents_death(
-    pool: CXLPool, when: str
+    pool: ObjectPool, when: str
 ) -> None:
     """The parent's lock is not the child's, whether that has a slot of its own or lets go of it."""
     free = pool.stats()["pages_free"]

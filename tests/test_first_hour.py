@@ -33,7 +33,7 @@ def fill(pool):
             for layer in range(2):
                 sequence.append(layer, k, k)
     except PoolFullError:
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
 
 def try_pool(where, capacity, make=CXLPool.create):
     try:

@@ -23,7 +23,7 @@ import torch
 from transformers import LlamaConfig
 
 import cxlkv
-from cxlkv import Budget, CXLPool, KVLayout, Tiers, forking, object_keys
+from cxlkv import Budget, CXLPool, KVLayout, ObjectPool, Tiers, forking, object_keys
 from cxlkv.adapters.common.figures import Shown
 from cxlkv.adapters.common.metrics import Counting
 from cxlkv.adapters.common.object_cache import ObjectCache
@@ -35,6 +35,7 @@ from cxlkv.errors import ClosedError, CXLKVError, ReleasedError, StaleError, Wor
 from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.ops.metrics import PoolCollector, StatsCollector
+from cxlkv.pool import Pool
 from cxlkv.prefix import prefix_keys
 from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import ColdFile, RecordShape
@@ -72,14 +73,14 @@ class World:
         self.after.callback(_audited, made)
         return made
 
-    def objects(self) -> CXLPool:
+    def objects(self) -> ObjectPool:
         layout = KVLayout.objects(4096)
-        made = CXLPool.create(self.folder / "objects", layout=layout, capacity="4MiB", threads=2)
+        made = ObjectPool.create(self.folder / "objects", layout=layout, capacity="4MiB", threads=2)
         self.after.callback(_audited, made)
         return made
 
 
-def _audited(pool: CXLPool) -> None:
+def _audited(pool: Pool) -> None:
     with suppress(ClosedError):
         audit(pool)
     pool.close()
@@ -425,7 +426,7 @@ OBJECTS = (
     Row(a_fork, "Sequence"),
     Row(a_batch, "Batch"),
     Row(a_hit, "Hit"),
-    Row(a_pool_of_objects, "CXLPool"),
+    Row(a_pool_of_objects, "ObjectPool"),
     Row(a_lease, "Lease"),
     Row(a_reservation, "Reserved"),
     Row(the_tiers, "Tiers"),

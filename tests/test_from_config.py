@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import pytest
 
-from cxlkv import CXLPool, KVLayout, LayerGroup
+from cxlkv import CXLPool, KVLayout, LayerGroup, ObjectPool
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
@@ -23,6 +23,7 @@ from cxlkv.errors import (
     PoolMissingError,
     UnsupportedError,
 )
+from cxlkv.pool import Pool
 from cxlkv.pool_config import FILE_BYTES_MAX, read_config
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -107,7 +108,7 @@ def test_the_other_yaml_of_the_docs(tmp_path: Path) -> None:
         (tmp_path / "block.yaml").write_text(block)
         layout = read_config(tmp_path / "block.yaml").layout.make()
         found.append(layout.object_bytes or layout.windows)
-        CXLPool.create("anonymous:", layout=layout, capacity="64MiB").close()
+        Pool.create("anonymous:", layout=layout, capacity="64MiB").close()
     assert found == [(*[512] * 5, None) * 2, 2 << 20]
 
 
@@ -198,14 +199,14 @@ def test_a_pool_that_hosts_share(write: Write, place: Path) -> None:
     """Each host has the same file but for its number, which its environment may give."""
     shared = "sharing: software\nhosts: 3\nlease_s: 0.5\nhost: {}\ncapacity"
     with CXLPool.from_config(write("capacity", shared.format(0))) as first:
-        assert [host.state for host in first.hosts()] == ["live", "unused", "unused"]
+        assert [host.state for host in first.admin.hosts()] == ["live", "unused", "unused"]
         publish(first)
         with (
             CXLPool.from_config(write("capacity", shared.format(2))) as second,
             second.match_prefix([1, 2, 3, 4]) as hit,
         ):
             assert hit.tokens == 4
-            assert [host.state for host in first.hosts()] == ["live", "unused", "live"]
+            assert [host.state for host in first.admin.hosts()] == ["live", "unused", "live"]
     with pytest.raises(GeometryError, match="hosts is 3 there, 4 wanted"):
         CXLPool.from_config(write("capacity", shared.format(1).replace("3", "4")))
     with pytest.raises(BadArgumentError, match=r"say which one this is, host=0 to host=2"):
@@ -276,10 +277,10 @@ def objects(**layout: object) -> dict[str, object]:
 def test_a_pool_of_objects(place: Path) -> None:
     layout = {"object_bytes": "16KiB", "model_id": "m", "shard": [1, 2, 0, 1]}
     given = {**OBJECTS, "where": str(place), "layout": layout}
-    with CXLPool.from_config(given) as pool:
+    with ObjectPool.from_config(given) as pool:
         assert pool.layout == KVLayout.objects(16 << 10, shard=(1, 2, 0, 1), model_id="m")
         assert pool.put("a", b"x")
-        with CXLPool.from_config({**given, "sketch": False}) as again:
+        with ObjectPool.from_config({**given, "sketch": False}) as again:
             assert again.object_sizes(["a"]).tolist() == [1]
         for other, expected in (
             ({"object_bytes": "8KiB"}, "layout is of objects up to 16 KiB there, of objects up to"),
@@ -287,7 +288,7 @@ def test_a_pool_of_objects(place: Path) -> None:
             ({"layers": 1, "kv_heads": 1, "head_dim": 8}, "objects up to 16 KiB there, of K and V"),
         ):
             with pytest.raises(GeometryError, match=expected):
-                CXLPool.from_config({**given, "layout": other})
+                Pool.from_config({**given, "layout": other})
 
 
 @pytest.mark.parametrize(

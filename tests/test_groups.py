@@ -339,7 +339,7 @@ class Walk:
             self.step()
             assert self.pool.stats()["pages_free"] == self.free(), number
             if number % 200 == 0:
-                assert self.pool.check(deep=True)["clean"]
+                assert self.pool.admin.check(deep=True)["clean"]
         for twin in list(self.twins):
             self.verify(twin)
             self.forget(twin)
@@ -443,7 +443,7 @@ def test_a_damaged_page_of_a_part_is_named(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(data.index(pattern))
         file.write(b"\xff\xff")
-    report = pool.check(deep=True)
+    report = pool.admin.check(deep=True)
     assert [line for line in report["problems"] if "layer 3" in line]
     with pytest.raises(CorruptError, match="layer 3"):
         sequence.fetch(3)

@@ -399,7 +399,7 @@ class PoolModel(RuleBasedStateMachine):
 
     @invariant()
     def the_pool_is_clean_and_counted(self) -> None:
-        report = self.pool.check()
+        report = self.pool.admin.check()
         assert report["clean"], report["problems"]
         stats = self.pool.stats()
         parts = ("free", "held", "published_only", "quarantined", "retired")
@@ -433,7 +433,7 @@ class PoolModel(RuleBasedStateMachine):
         stats = self.pool.stats()
         assert stats["pages_held"] == 0
         assert stats["pages_published_only"] == len(self.index)
-        assert self.pool.check(deep=True)["clean"]
+        assert self.pool.admin.check(deep=True)["clean"]
         self.pool.forget([key for key, place in self.index if place == 0])
         stats = self.pool.stats()
         assert stats["pages_free"] == stats["pages_total"]

@@ -1,4 +1,4 @@
-"""Modules by the names that they had up to 0.2: the same modules, and a warning that says where."""
+"""Modules and methods by their names up to 0.2: the same ones, and a warning that says where."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from importlib import import_module
 
 import pytest
 
-from cxlkv._moved import MOVED
+import cxlkv
+from cxlkv import CXLPool
+from cxlkv._moved import MOVED, MovedToAdmin
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +57,23 @@ def test_the_old_command_runs() -> None:
     assert done.returncode == 0
     assert "cxlkv.cli is cxlkv.ops.cli now" in done.stderr
     assert "pool" in done.stdout
+
+
+def test_what_operators_do_is_found_by_its_old_name(pool: CXLPool) -> None:
+    for name in MovedToAdmin.NAMES:
+        with pytest.warns(DeprecationWarning, match=rf"pool\.{name} is pool\.admin\.{name} now"):
+            assert getattr(pool, name) is not None
+    with pytest.warns(DeprecationWarning, match="audit") as warned:
+        pool.audit = 0.5  # type: ignore[attr-defined]
+    assert warned[0].filename == __file__
+    assert pool.admin.audit == 0.5
+    with pytest.raises(AttributeError, match="'CXLPool' object has no attribute 'put'"):
+        pool.put("a", b"b")  # type: ignore[attr-defined]
+
+
+def test_a_pool_has_few_methods() -> None:
+    def methods(kind: type) -> set[str]:
+        return {n for n in dir(kind) if n[0] != "_" and callable(getattr(kind, n))} - {"NAMES"}
+
+    assert len(methods(CXLPool)) <= 20, sorted(methods(CXLPool))
+    assert len(methods(cxlkv.ObjectPool)) <= 20, sorted(methods(cxlkv.ObjectPool))

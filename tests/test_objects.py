@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cxlkv import Buffers, CXLPool, KVLayout, Tiers, object_keys
+from cxlkv import Buffers, CXLPool, KVLayout, ObjectPool, Tiers, object_keys
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
@@ -21,6 +21,7 @@ from cxlkv.errors import (
     ReleasedError,
 )
 from cxlkv.objects import ABSENT, DAMAGED
+from cxlkv.pool import Pool
 from cxlkv.prefix import root
 
 SIZE = 64 << 10
@@ -33,14 +34,14 @@ def made(seed: int, size: int = SIZE) -> Bytes:
 
 
 @pytest.fixture(params=[(True, 1), (True, 2), (False, 1), (False, 2)], ids=str)
-def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CXLPool]:
+def pool(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectPool]:
     checksum, threads = request.param
     path = tmp_path / "objects"
-    with CXLPool.create(
+    with ObjectPool.create(
         path, layout=LAYOUT, capacity="16MiB", checksum=checksum, threads=threads
     ) as pool:
         yield pool
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
         assert pool.stats()["pages_held"] == 0
 
 
@@ -55,7 +56,7 @@ def test_keys_are_what_their_module_says() -> None:
             assert key == wanted.digest()
 
 
-def test_what_was_put_is_got(pool: CXLPool) -> None:
+def test_what_was_put_is_got(pool: ObjectPool) -> None:
     for seed, size in enumerate((1, 63, 64, 65, 16 << 10, SIZE - 1, SIZE)):
         data, out = made(seed, size), np.full(SIZE, 7, np.uint8)
         assert pool.put(f"of {size}", data)
@@ -67,7 +68,7 @@ def test_what_was_put_is_got(pool: CXLPool) -> None:
     assert list(pool.object_sizes(["of 63", "of 62"])) == [63, ABSENT]
 
 
-def test_an_object_of_several_buffers(pool: CXLPool) -> None:
+def test_an_object_of_several_buffers(pool: ObjectPool) -> None:
     parts = [made(seed, size) for seed, size in enumerate((1, 100, 64, 4096, 30_000, 7))]
     whole = np.concatenate(parts)
     assert pool.put("joined", parts)
@@ -76,7 +77,7 @@ def test_an_object_of_several_buffers(pool: CXLPool) -> None:
     assert np.array_equal(np.concatenate([out[0], out[2]])[: whole.size], whole)
 
 
-def test_a_batch_by_addresses(pool: CXLPool) -> None:
+def test_a_batch_by_addresses(pool: ObjectPool) -> None:
     data, names = made(1, 32 * 4096), [f"n{i}" for i in range(16)]
     at = data.ctypes.data + np.arange(32) * 4096
     given = Buffers(at, np.full(32, 4096), np.arange(0, 33, 2))
@@ -94,7 +95,7 @@ def test_a_batch_by_addresses(pool: CXLPool) -> None:
     assert np.array_equal(out, data)
 
 
-def test_a_batch_that_goes_past_the_caches(pool: CXLPool) -> None:
+def test_a_batch_that_goes_past_the_caches(pool: ObjectPool) -> None:
     """3.7 MiB, to places that begin and end on lines and beside them."""
     sizes = SIZE - 37 * np.arange(60)
     data = [made(seed, size) for seed, size in enumerate(sizes.tolist())]
@@ -108,7 +109,7 @@ def test_a_batch_that_goes_past_the_caches(pool: CXLPool) -> None:
     assert np.array_equal(out, np.concatenate(data))
 
 
-def test_ranges(pool: CXLPool) -> None:
+def test_ranges(pool: ObjectPool) -> None:
     objects = [made(seed) for seed in range(4)]
     pool.put_batch(list("abcd"), objects)
     chance = np.random.default_rng(5)
@@ -127,7 +128,7 @@ def test_ranges(pool: CXLPool) -> None:
             assert np.array_equal(out[to : to + many], objects[of][begin : begin + many])
 
 
-def test_nothing_is_asked_for(pool: CXLPool) -> None:
+def test_nothing_is_asked_for(pool: ObjectPool) -> None:
     assert pool.put_batch([], []).tolist() == []
     assert pool.get_batch_into([], []).tolist() == []
     assert pool.get_ranges([], [], bytearray(0)).tolist() == []
@@ -141,11 +142,11 @@ def test_nothing_is_asked_for(pool: CXLPool) -> None:
     assert not pool.forget(object_keys([]))
 
 
-def test_objects_are_forgotten_and_pinned_by_their_names(pool: CXLPool) -> None:
+def test_objects_are_forgotten_and_pinned_by_their_names(pool: ObjectPool) -> None:
     pool.put_batch(["a", b"b"], [b"x", b"y"])
-    assert pool.pin(["a", "absent"]) == 1
+    assert pool.admin.pin(["a", "absent"]) == 1
     assert pool.stats()["pages_pinned"] == 1
-    assert pool.unpin(object_keys(["a"])) == 1
+    assert pool.admin.unpin(object_keys(["a"])) == 1
     assert pool.object_sizes([object_keys(["b"])[0], "a"]).tolist() == [1, 1]
     assert pool.forget(["a", "b", "absent"]) == 2
     assert pool.object_sizes(["a", "b"]).tolist() == [ABSENT, ABSENT]
@@ -153,7 +154,7 @@ def test_objects_are_forgotten_and_pinned_by_their_names(pool: CXLPool) -> None:
         pool.forget("a")
 
 
-def test_objects_are_read_and_written_where_they_lie(pool: CXLPool) -> None:
+def test_objects_are_read_and_written_where_they_lie(pool: ObjectPool) -> None:
     first, second = made(1), made(2, 1000)
     with pool.reserve([SIZE, 1000, 5]) as reserved:
         for view, data in zip(reserved.views, (first, second), strict=False):
@@ -180,7 +181,7 @@ def test_objects_are_read_and_written_where_they_lie(pool: CXLPool) -> None:
     assert pool.stats()["pages_held"] == 0
 
 
-def test_a_view_keeps_its_lease(pool: CXLPool) -> None:
+def test_a_view_keeps_its_lease(pool: ObjectPool) -> None:
     pool.put("a", made(1))
     view = pool.lease(["a"]).views[0]
     assert pool.stats()["pages_held"] == 1
@@ -192,8 +193,8 @@ def test_what_was_made_of_a_view_keeps_its_object(tmp_path: Path) -> None:
     """Once a view that outlived its lease showed what another process had put there since, and was
     SIGSEGV when the pool was closed."""
     layout = KVLayout.objects(SIZE)
-    pool = CXLPool.create(tmp_path / "a", layout=layout, capacity="4MiB")
-    with CXLPool.open(tmp_path / "a") as writer:
+    pool = ObjectPool.create(tmp_path / "a", layout=layout, capacity="4MiB")
+    with ObjectPool.open(tmp_path / "a") as writer:
         pool.put_batch(["a", "b"], [made(1), made(2)])
         with pool.lease(["a", "b"]) as lease:
             one, other = lease.views
@@ -215,7 +216,7 @@ def test_what_was_made_of_a_view_keeps_its_object(tmp_path: Path) -> None:
         pool.close()
 
 
-def test_a_view_of_a_reservation_writes_to_nobody_else(pool: CXLPool) -> None:
+def test_a_view_of_a_reservation_writes_to_nobody_else(pool: ObjectPool) -> None:
     reserved = pool.reserve([SIZE, SIZE])
     array, view = np.asarray(reserved.views[0]), reserved.views[1]
     reserved.release()
@@ -226,13 +227,13 @@ def test_a_view_of_a_reservation_writes_to_nobody_else(pool: CXLPool) -> None:
     array[:] = made(1)
     with pytest.raises(ValueError, match="released"):
         view[:] = made(1).data  # type: ignore[index]
-    assert pool.check(deep=True)["clean"]
+    assert pool.admin.check(deep=True)["clean"]
     assert pool.stats()["pages_held"] == 1
     del array
     assert pool.stats()["pages_held"] == 0
 
 
-def test_what_is_published_is_not_written_any_more(pool: CXLPool) -> None:
+def test_what_is_published_is_not_written_any_more(pool: ObjectPool) -> None:
     with pool.reserve([4, 4]) as reserved:
         first = reserved.views[0]
         assert first is not None
@@ -243,7 +244,7 @@ def test_what_is_published_is_not_written_any_more(pool: CXLPool) -> None:
             first[0] = 1
 
 
-def test_one_that_is_given_back_waits_for_its_view(pool: CXLPool) -> None:
+def test_one_that_is_given_back_waits_for_its_view(pool: ObjectPool) -> None:
     pool.put_batch(["a", "b", "c"], [made(1), made(2), made(3)])
     lease = pool.lease(["a", "b", "c"])
     array = np.asarray(lease.views[-1])
@@ -262,8 +263,8 @@ def test_a_process_ends_with_all_of_it_open(last: str) -> None:
     """In whatever order: the names are global, and one of them is read at the very end."""
     program = f"""
 import atexit, numpy as np
-from cxlkv import CXLPool, KVLayout
-pool = CXLPool.create("anonymous:", layout=KVLayout.objects("4KiB"), capacity="4MiB", threads=1)
+from cxlkv import ObjectPool, KVLayout
+pool = ObjectPool.create("anonymous:", layout=KVLayout.objects("4KiB"), capacity="4MiB", threads=1)
 pool.put("a", b"x" * 4096)
 lease = pool.lease(["a"])
 view = lease.views[0]
@@ -286,7 +287,7 @@ def test_a_view_keeps_its_pool(tmp_path: Path) -> None:
     path = tmp_path / "objects"
 
     def view_alone() -> memoryview:
-        pool = CXLPool.create(path, layout=LAYOUT, capacity="4MiB")
+        pool = ObjectPool.create(path, layout=LAYOUT, capacity="4MiB")
         pool.put("a", made(1))
         found = pool.lease(["a"]).views[0]
         assert found is not None
@@ -297,7 +298,7 @@ def test_a_view_keeps_its_pool(tmp_path: Path) -> None:
     assert np.array_equal(np.asarray(view), made(1))
     del view
     gc.collect()
-    with CXLPool.open(path) as pool:
+    with ObjectPool.open(path) as pool:
         stats = pool.stats()
         assert (stats["processes"], stats["pages_held"]) == (1, 0)
 
@@ -305,7 +306,7 @@ def test_a_view_keeps_its_pool(tmp_path: Path) -> None:
 def test_a_close_that_is_refused_leaves_all_as_it_is(tmp_path: Path) -> None:
     """Once it had closed the pool's tiers by then."""
     layout = KVLayout.objects(SIZE)
-    with CXLPool.create(tmp_path / "a", layout=layout, capacity="4MiB") as pool, Tiers(pool):
+    with ObjectPool.create(tmp_path / "a", layout=layout, capacity="4MiB") as pool, Tiers(pool):
         many = pool.stats()["pages_total"]
         ended: list[int] = []
         pool.before_close(lambda: ended.append(1))
@@ -317,7 +318,7 @@ def test_a_close_that_is_refused_leaves_all_as_it_is(tmp_path: Path) -> None:
     assert ended
 
 
-def test_single_places_are_given_back(pool: CXLPool) -> None:
+def test_single_places_are_given_back(pool: ObjectPool) -> None:
     reserved = pool.reserve([10, 10, 10])
     reserved.release_one(1)
     reserved.release_one(1)
@@ -332,7 +333,7 @@ def test_single_places_are_given_back(pool: CXLPool) -> None:
 
 
 def test_a_full_pool_takes_all_or_none(tmp_path: Path) -> None:
-    with CXLPool.create(tmp_path / "small", layout=LAYOUT, capacity="8MiB") as pool:
+    with ObjectPool.create(tmp_path / "small", layout=LAYOUT, capacity="8MiB") as pool:
         pages = pool.stats()["pages_total"]
         names = [str(i) for i in range(pages + 1)]
         size = LAYOUT.object_bytes
@@ -347,7 +348,7 @@ def test_a_full_pool_takes_all_or_none(tmp_path: Path) -> None:
 
 def test_damage_is_told_and_can_be_mended(tmp_path: Path) -> None:
     path = tmp_path / "objects"
-    with CXLPool.create(path, layout=LAYOUT, capacity="16MiB") as pool:
+    with ObjectPool.create(path, layout=LAYOUT, capacity="16MiB") as pool:
         data = [made(seed) for seed in range(3)]
         pool.put_batch(list("abc"), data)
         stored = path.read_bytes()
@@ -362,7 +363,7 @@ def test_damage_is_told_and_can_be_mended(tmp_path: Path) -> None:
         assert np.array_equal(out[2], data[2])
         with pytest.raises(CorruptError, match="'b'"):
             pool.get_into("b", out[1])
-        with CXLPool.open(path) as other:
+        with ObjectPool.open(path) as other:
             assert other.lease(list("abc")).sizes.tolist() == [SIZE, DAMAGED, SIZE]
             ranges = [[0, 0, 10, 0], [1, 0, 10, 10], [2, 0, 10, 20]]
             assert other.get_ranges(list("abc"), ranges, out[0]).tolist() == [10, DAMAGED, 10]
@@ -373,7 +374,7 @@ def test_damage_is_told_and_can_be_mended(tmp_path: Path) -> None:
         assert np.array_equal(out[1], data[1])
 
 
-def test_bad_input_is_named(pool: CXLPool) -> None:
+def test_bad_input_is_named(pool: ObjectPool) -> None:
     pool.put("a", made(1, 100))
     for wrong, words in (
         (lambda: pool.put("b", b""), "1 to 65536 bytes"),
@@ -398,33 +399,38 @@ def test_bad_input_is_named(pool: CXLPool) -> None:
         (lambda: pool.reserve([5]).publish(["a"], [-1]), "places"),
         (lambda: pool.reserve([5]).publish(["a"], [1]), "places"),
         (lambda: pool.put_batch(["b"], Buffers([1, 2], [1, 1], [0, 3])), "rising"),
-        (lambda: pool.sequence(), "stores objects"),
-        (lambda: pool.match([b"a"]), "stores objects"),
     ):
         with pytest.raises(BadArgumentError) as found:
             wrong()
         assert words in str(found.value)
 
 
-def test_a_pool_of_k_and_v_has_no_objects(tmp_path: Path) -> None:
-    layout = KVLayout(layers=1, kv_heads=1, head_dim=64)
-    with CXLPool.create(tmp_path / "kv", layout=layout, capacity="8MiB") as pool:
-        for call in (
-            lambda: pool.put("a", b"x"),
-            lambda: pool.get_into("a", bytearray(1)),
-            lambda: pool.lease(["a"]),
-            lambda: pool.reserve([1]),
-            lambda: pool.object_sizes(["a"]),
-        ):
-            with pytest.raises(BadArgumentError, match=r"KVLayout\.objects"):
-                call()
+def test_the_pools_class_is_of_what_it_stores(tmp_path: Path) -> None:
+    """A CXLPool makes and opens pools of objects for one more release."""
+    path = tmp_path / "objects"
+    kv = KVLayout(layers=1, kv_heads=1, head_dim=64)
+    with pytest.raises(BadArgumentError, match="it is a CXLPool"):
+        ObjectPool.create(tmp_path / "kv", layout=kv, capacity="8MiB")
+    assert not (tmp_path / "kv").exists()
+    with pytest.warns(DeprecationWarning, match="is an ObjectPool"):
+        made: Pool = CXLPool.create(path, layout=LAYOUT, capacity="8MiB")
+    assert isinstance(made, ObjectPool)
+    made.close()
+    with pytest.warns(DeprecationWarning, match="is an ObjectPool"):
+        made = CXLPool.open(path)
+    assert isinstance(made, ObjectPool)
+    made.close()
+    with Pool.open(path) as pool:
+        assert isinstance(pool, ObjectPool)
+    with Pool.create("anonymous:", layout=kv, capacity="8MiB") as pool:
+        assert isinstance(pool, CXLPool)
 
 
 def test_the_layout_is_the_pools(tmp_path: Path) -> None:
     layout = KVLayout.objects("2MiB", model_id="m", shard=(1, 2, 0, 1))
-    with CXLPool.create(tmp_path / "a", layout=layout, capacity="64MiB") as pool:
+    with ObjectPool.create(tmp_path / "a", layout=layout, capacity="64MiB") as pool:
         assert not pool.sketch
-    with CXLPool.open(tmp_path / "a", layout=layout) as pool:
+    with ObjectPool.open(tmp_path / "a", layout=layout) as pool:
         assert pool.layout.object_bytes == 2 << 20
         assert pool.layout.token_bytes == 1
     assert KVLayout(layers=1, kv_heads=1, head_dim=64).object_bytes is None

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cxlkv import Buffers, CXLPool, KVLayout
+from cxlkv import Buffers, KVLayout, ObjectPool
 from cxlkv.errors import BadArgumentError, BusyError, PoolFullError, ReleasedError
 from cxlkv.objects import ABSENT, Lease, Reserved
 
@@ -66,7 +66,7 @@ class Store(RuleBasedStateMachine):
     def begin(self) -> None:
         self.path = self.folder / f"pool{id(self)}"
         self.path.unlink(missing_ok=True)
-        CXLPool.create(
+        ObjectPool.create(
             self.path,
             layout=KVLayout.objects(SIZE),
             capacity="4500KiB",
@@ -81,8 +81,8 @@ class Store(RuleBasedStateMachine):
         self.held: list[Held] = []
         self.scrubbed: list[Item] = []
 
-    def opened(self) -> CXLPool:
-        return CXLPool.open(self.path, threads=self.threads)
+    def opened(self) -> ObjectPool:
+        return ObjectPool.open(self.path, threads=self.threads)
 
     def items(self, sizes: list[int]) -> list[Item]:
         self.made += len(sizes)
@@ -261,7 +261,7 @@ class Store(RuleBasedStateMachine):
         known = set(names) & self.names.keys()
         items = [self.names.pop(name) for name in known]
         held = len(self.held_items().intersection(items))
-        assert self.pools[handle].scrub(names) == (len(items) - held, held, 0)
+        assert self.pools[handle].admin.scrub(names) == (len(items) - held, held, 0)
         self.pinned -= known
         self.scrubbed += items
 
@@ -269,7 +269,7 @@ class Store(RuleBasedStateMachine):
     def pin(self, handle: int, names: list[str], pin: bool) -> None:
         known = set(names) & self.names.keys()
         pool = self.pools[handle]
-        assert (pool.pin(names) if pin else pool.unpin(names)) == len(known)
+        assert (pool.admin.pin(names) if pin else pool.admin.unpin(names)) == len(known)
         self.pinned = self.pinned | known if pin else self.pinned - known
 
     @rule(handle=HANDLES)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from cxlkv import CXLPool, KVLayout
+from cxlkv import KVLayout, ObjectPool
 from cxlkv.errors import PoolFullError
 from cxlkv.objects import ABSENT, Reserved
 
@@ -112,7 +112,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 def path(kind: Kind, shm_path: Path) -> str:
     """Of a pool of some 30 objects, fewer than there are names: full now and then. Of hosts each
     has some extents, so there it is of 9 extents of 16 objects."""
-    CXLPool.create(
+    ObjectPool.create(
         shm_path,
         layout=KVLayout.objects(SIZE),
         capacity="32MiB" if kind.hosts == 1 else "160MiB",
@@ -124,8 +124,8 @@ def path(kind: Kind, shm_path: Path) -> str:
     return str(shm_path)
 
 
-def opened(path: str, kind: Kind, host: int = 0) -> CXLPool:
-    return CXLPool.open(path, threads=1, host=host if kind.hosts > 1 else None)
+def opened(path: str, kind: Kind, host: int = 0) -> ObjectPool:
+    return ObjectPool.open(path, threads=1, host=host if kind.hosts > 1 else None)
 
 
 def drawn_seed() -> int:
@@ -134,7 +134,7 @@ def drawn_seed() -> int:
     return seed
 
 
-def found(pool: CXLPool) -> list[int]:
+def found(pool: ObjectPool) -> list[int]:
     """The names that are there, with what belongs to them."""
     names = list(range(NAMES))
     out = [np.empty(SIZE, np.uint8) for _ in names]
@@ -146,7 +146,7 @@ def found(pool: CXLPool) -> list[int]:
     return there
 
 
-def take_all(pools: list[CXLPool]) -> list[Reserved]:
+def take_all(pools: list[ObjectPool]) -> list[Reserved]:
     """One page each in turn, until nobody gets another one."""
     taken: list[Reserved] = []
     left = list(pools)
@@ -281,18 +281,18 @@ def test_what_was_forgotten_of_a_dead_host_is_found_by_nobody(tmp_path: Path) ->
     names = ["replaced", "forgotten", "kept"]
     put_and_die = """if True:
         import os, signal, sys
-        from cxlkv import CXLPool
-        pool = CXLPool.open(sys.argv[1], host=1)
+        from cxlkv import ObjectPool
+        pool = ObjectPool.open(sys.argv[1], host=1)
         assert pool.put_batch(["replaced", "forgotten", "kept"], [b"old", b"old", b"kept"]).all()
         os.kill(os.getpid(), signal.SIGKILL)
     """
     with ExitStack() as stack:
         pool = stack.enter_context(
-            CXLPool.create(
+            ObjectPool.create(
                 path, layout=layout, capacity="32MiB", sharing="software", hosts=4, host=0
             )
         )
-        there = stack.enter_context(CXLPool.open(path, host=2))
+        there = stack.enter_context(ObjectPool.open(path, host=2))
         done = subprocess.run([sys.executable, "-c", put_and_die, path], check=False)
         assert done.returncode == -signal.SIGKILL
         assert there.object_sizes(names).tolist() == [3, 3, 4]
@@ -303,15 +303,15 @@ def test_what_was_forgotten_of_a_dead_host_is_found_by_nobody(tmp_path: Path) ->
         for number in range(1000):  # a log of 32 MiB has 512 records, and each of these two
             assert pool.put(str(number), b"x")
             assert pool.forget([str(number)]) == 1
-        with CXLPool.open(path, host=3) as newcomer:
+        with ObjectPool.open(path, host=3) as newcomer:
             assert newcomer.object_sizes(names).tolist() == [5, ABSENT, 4]
         pool.close()  # its wishes stand in its log
-        with CXLPool.open(path, host=3) as newcomer:
+        with ObjectPool.open(path, host=3) as newcomer:
             assert newcomer.object_sizes(names).tolist() == [5, ABSENT, 4]
-        with CXLPool.open(path, host=1, lease_s=0.05) as back:
+        with ObjectPool.open(path, host=1, lease_s=0.05) as back:
             assert back.object_sizes(names).tolist() == [5, ABSENT, 4]
             assert back.put("forgotten", b"once more")
             assert there.object_sizes(names).tolist() == [5, 9, 4]
         assert there.object_sizes(names).tolist() == [5, 9, 4]
         assert there.stats()["lost_forgets"] == 0
-    CXLPool.remove(path)
+    ObjectPool.remove(path)

@@ -68,7 +68,7 @@ def test_the_interface_as_it_is_written(path: str) -> None:
     assert len(pool.adopt(seq.handle)) == 33
     seq.release()
     assert pool.stats()["pages_published"] == 2
-    assert pool.check()["clean"]
+    assert pool.admin.check()["clean"]
     pool.close()
     with CXLPool.open(path, layout=layout) as again:
         assert again.match(keys).tokens == 32
@@ -108,19 +108,19 @@ def test_check_finds_what_was_changed(path: str) -> None:
         for layer in range(2):
             seq.append(layer, rows, rows)
         clean = {"clean": True, "problem_count": 0, "problems": [], "repairs": []}
-        assert pool.check(deep=True) == clean
+        assert pool.admin.check(deep=True) == clean
         data = Path(path).read_bytes()
         at = data.index(np.full(8, 3, np.float32).tobytes())
         with open(path, "r+b") as file:
             file.seek(at)
             file.write(b"\xff")
-        report = pool.check(deep=True)
+        report = pool.admin.check(deep=True)
         assert not report["clean"]
         assert report["problem_count"] == len(report["problems"]) >= 1
         with open(path, "r+b") as file:
             file.seek(at)
             file.write(data[at : at + 1])
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
 
 
 def test_describe(pool: CXLPool) -> None:
@@ -189,7 +189,7 @@ def test_a_closed_pool_says_so() -> None:
     for use in (
         pool.sequence,
         pool.stats,
-        pool.check,
+        pool.admin.check,
         lambda: pool.match([b"k"]),
         lambda: pool.forget([b"k"]),
         lambda: pool.adopt(b""),

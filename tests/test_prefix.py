@@ -488,7 +488,7 @@ def test_a_damaged_tail_is_a_miss(tmp_path: Path) -> None:
             with other.match_prefix(ids) as hit:
                 assert ids_of(hit.sequence()) == ids[:4]
             assert other.stats()["corrupt_pieces"] == 1
-        assert pool.check(deep=True, repair=True)["repairs"]
+        assert pool.admin.check(deep=True, repair=True)["repairs"]
         assert pool.stats()["pages_published"] == 1
         assert pool.publish_prefix(grown(pool, ids), ids, tail=True) == 1
         (again,) = set(np.flatnonzero(pool.pages.evictable()).tolist()) - set(full)
@@ -496,7 +496,7 @@ def test_a_damaged_tail_is_a_miss(tmp_path: Path) -> None:
             file.seek(geometry["descriptors_offset"] + 64 * again + 30)
             file.write(b"?")
         assert pool.match_prefix(ids).tokens == 4
-        assert "is published again" in pool.check(repair=True)["repairs"][0]
+        assert "is published again" in pool.admin.check(repair=True)["repairs"][0]
         assert pool.match_prefix(ids).tokens == 6
         assert pool.forget(prefix_keys(ids, PAGE, tail=True)[1:]) == 1
         assert pool.match_prefix(ids).tokens == 4
@@ -538,15 +538,15 @@ def test_pinned_pages_are_not_for_eviction(pool: CXLPool) -> None:
     assert pool.pages.evictable().sum() == 1  # the sequence holds the others
     sequence.release()
     assert pool.pages.evictable().sum() == 3
-    assert pool.pin(names[:1]) == 1
-    assert pool.pin(names) == pool.pin(names) == 3
-    assert pool.stats()["pages_pinned"] == pool.overview().pinned_pages == 3
+    assert pool.admin.pin(names[:1]) == 1
+    assert pool.admin.pin(names) == pool.admin.pin(names) == 3
+    assert pool.stats()["pages_pinned"] == pool.admin.overview().pinned_pages == 3
     assert not pool.pages.evictable().any()
-    assert pool.unpin(names[1:]) == 2
+    assert pool.admin.unpin(names[1:]) == 2
     assert pool.pages.evictable().sum() == 2
     with pool.match_prefix(ids):
         assert pool.pages.evictable().sum() == 1  # leased; the tail was copied
-    assert pool.pin(keys(2)) == pool.unpin(keys(2)) == 0
+    assert pool.admin.pin(keys(2)) == pool.admin.unpin(keys(2)) == 0
     assert pool.forget(names) == 3
     stats = pool.stats()
     assert (stats["pages_pinned"], stats["pages_free"]) == (0, stats["pages_total"])
@@ -557,9 +557,9 @@ def test_pinned_pages_are_not_for_eviction(pool: CXLPool) -> None:
 def test_pins_of_keys_that_cover_several_pages(pool: CXLPool) -> None:
     sequence = grown(pool, list(range(16)))
     pool.publish(sequence, keys(2), 8)
-    assert pool.pin(keys(1)) == 2
-    assert pool.pin(keys(2)) == 4
-    assert pool.unpin(keys(1)) == 2
+    assert pool.admin.pin(keys(1)) == 2
+    assert pool.admin.pin(keys(2)) == 4
+    assert pool.admin.unpin(keys(1)) == 2
     assert pool.stats()["pages_pinned"] == 2
 
 
@@ -580,7 +580,7 @@ def test_content_is_found_behind_other_text_only_when_asked_for(pool: CXLPool) -
         assert nothing.strict
     elsewhere = [*one[:4], *one[:4], *one[4:8]]  # the second page's text, one page later
     assert pool.match(content_keys(elsewhere, PAGE), strict=False).tokens == 4
-    assert pool.pin(content_keys(one, PAGE)) == 2
+    assert pool.admin.pin(content_keys(one, PAGE)) == 2
     assert pool.forget(content_keys(two, PAGE)) == 2
     assert pool.forget(content_keys(one, PAGE)) == 1
 
@@ -605,9 +605,9 @@ def test_keys_of_one_kind_are_refused_where_the_other_is_meant(pool: CXLPool) ->
 def test_own_keys_that_are_not_strict(pool: CXLPool) -> None:
     sequence = grown(pool, list(range(8)))
     assert pool.publish(sequence, keys(2), PAGE, strict=False) == 2
-    assert pool.match(keys(2)).tokens == pool.forget(keys(2)) == pool.pin(keys(2)) == 0
+    assert pool.match(keys(2)).tokens == pool.forget(keys(2)) == pool.admin.pin(keys(2)) == 0
     assert pool.match(keys(2), strict=False).tokens == 8
-    assert pool.pin(keys(2), strict=False) == 2
+    assert pool.admin.pin(keys(2), strict=False) == 2
     assert pool.forget(keys(2), strict=False) == 2
 
 

@@ -113,9 +113,9 @@ def test_random_walks_agree_with_a_dictionary(walk: list[tuple[str, Text, bool]]
             elif name == "forget":
                 assert pool.forget(keys) == model.forget(text, tail)
             elif name == "pin":
-                assert pool.pin(keys) == model.pin(text, tail, True)
+                assert pool.admin.pin(keys) == model.pin(text, tail, True)
             else:
-                assert pool.unpin(keys) == model.pin(text, tail, False)
+                assert pool.admin.unpin(keys) == model.pin(text, tail, False)
             stats = pool.stats()
             assert stats["pages_published"] == len(model.published)
             assert stats["pages_pinned"] == len(model.pinned)

@@ -129,7 +129,7 @@ def run(path: str, box: Path, seed: int, operations: int, workers: int = 4) -> C
 def assert_settled(path: str) -> dict[str, int]:
     """Every page is free or published, and every byte of the published ones is right."""
     with CXLPool.open(path, threads=1) as pool:
-        report = pool.check(deep=True)
+        report = pool.admin.check(deep=True)
         assert report["clean"], report["problems"]
         stats = pool.stats()
         assert stats["processes"] == 1
@@ -187,7 +187,7 @@ def kill_many(path: str, box: Path, kills: int) -> None:
         print({name: stats[name] for name in ("reaped_processes", "rebuilds")})
         # Who dies while it reaps another may leave that one uncounted, and a rebuild behind.
         assert kills - stats["rebuilds"] <= stats["reaped_processes"] <= kills
-        assert watcher.check(deep=True)["clean"]
+        assert watcher.admin.check(deep=True)["clean"]
     assert_settled(path)
 
 
@@ -263,7 +263,7 @@ def test_a_death_inside_the_lock_is_mended(pool: CXLPool) -> None:
         stats = pool.stats()
         assert stats["rebuilds"] == stats["reaped_processes"] == deaths
         assert_holds(sequence, 7)
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
     sequence.release()
     assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
 
@@ -283,7 +283,7 @@ def test_reopened_after_everybody_died(pool_path: str) -> None:
             assert hit.tokens == 8
             k, _ = hit.sequence().fetch(1)
             assert np.asarray(k)[0, 0, 0, 0] == 1.0
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
     assert_settled(pool_path)
 
 
@@ -312,11 +312,11 @@ def test_tails_pins_and_content_are_seen_by_other_processes(pool: CXLPool, pool_
     ids = list(range(10))
     sequence = fill(pool, 3)
     assert pool.publish_prefix(sequence, ids, tail=True) == 3
-    assert pool.pin(prefix_keys(ids, 4)) == 2
+    assert pool.admin.pin(prefix_keys(ids, 4)) == 2
     other = fill(pool, 4)
     assert pool.publish(other, content_keys(ids[:4], 4, b"content"), 4, strict=False) == 1
-    assert pool.unpin(prefix_keys(ids, 4)[1:]) == 1
-    assert pool.pin(prefix_keys(ids, 4, tail=True)[2:]) == 1  # the one that nobody holds
+    assert pool.admin.unpin(prefix_keys(ids, 4)[1:]) == 1
+    assert pool.admin.pin(prefix_keys(ids, 4, tail=True)[2:]) == 1  # the one that nobody holds
     with subprocess.Popen(
         [sys.executable, "-c", IN_ANOTHER_PROCESS, pool_path],
         stdin=subprocess.PIPE,
@@ -375,8 +375,8 @@ def test_a_copy_of_a_pool_is_a_pool_of_its_own(pool: CXLPool, tmp_path: Path) ->
         assert pool.stats()["pages_held"] == held
         assert_holds(sequence, 5)
         assert_holds(more[4], 4)
-        assert other.check(deep=True)["clean"]
-    assert pool.check(deep=True)["clean"]
+        assert other.admin.check(deep=True)["clean"]
+    assert pool.admin.check(deep=True)["clean"]
 
 
 def test_fork_with_live_sequences(pool: CXLPool) -> None:
@@ -400,7 +400,7 @@ def test_fork_with_live_sequences(pool: CXLPool) -> None:
     assert_holds(sequence, 11)
     stats = pool.stats()
     assert (stats["pages_held"], stats["reaped_processes"]) == (held, 1)
-    assert pool.check(deep=True)["clean"]
+    assert pool.admin.check(deep=True)["clean"]
 
 
 def test_fork_and_the_parent_lets_go_first(pool: CXLPool) -> None:
@@ -467,7 +467,7 @@ def test_children_of_a_process_with_busy_threads(pool: CXLPool, pool_path: str) 
     assert_holds(sequence, 13)
     sequence.release()
     assert pool.stats()["pages_held"] == 0
-    assert pool.check(deep=True)["clean"]
+    assert pool.admin.check(deep=True)["clean"]
 
 
 ADOPT = """

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cxlkv import CXLPool, KVLayout
+from cxlkv import CXLPool, KVLayout, ObjectPool
 from cxlkv.prefix import PageKeys, prefix_keys
 
 PAGE, HEADS, DIM = 16, 2, 32
@@ -30,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 def pool(path: Path) -> Iterator[CXLPool]:
     with CXLPool.create(path, layout=LAYOUT, capacity="8MiB", threads=1) as pool:
         yield pool
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
         assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
 
 
@@ -72,10 +72,10 @@ def test_nothing_is_left(pool: CXLPool, path: Path) -> None:
     before = extents_of(pool, path)
     keys = publish(pool)
     assert len(left(path)) == 4 * TOKENS
-    assert pool.scrub(keys) == (5, 0, 0)
+    assert pool.admin.scrub(keys) == (5, 0, 0)
     assert left(path) == []
     assert extents_of(pool, path) == before
-    assert pool.scrub(keys) == (0, 0, 0)
+    assert pool.admin.scrub(keys) == (0, 0, 0)
     assert pool.match_prefix(IDS, SALT).tokens == 0
 
 
@@ -87,7 +87,7 @@ def test_forget_leaves_the_bytes(pool: CXLPool, path: Path) -> None:
 
 def test_only_these_pages(pool: CXLPool, path: Path) -> None:
     keys = publish(pool)
-    assert pool.scrub(keys[2:]) == (3, 0, 0)
+    assert pool.admin.scrub(keys[2:]) == (3, 0, 0)
     assert left(path) == 4 * list(range(2 * PAGE))
     with pool.match_prefix(IDS, SALT) as hit:
         assert hit.tokens == 2 * PAGE
@@ -97,7 +97,7 @@ def test_only_these_pages(pool: CXLPool, path: Path) -> None:
 def test_who_holds_a_page_keeps_it(pool: CXLPool, path: Path) -> None:
     keys = publish(pool)
     with pool.match(keys[:3]):
-        assert pool.scrub(keys) == (2, 3, 0)
+        assert pool.admin.scrub(keys) == (2, 3, 0)
         assert len(left(path)) == 4 * 3 * PAGE
         assert left(path) == 4 * list(range(3 * PAGE))
     assert left(path) == []
@@ -114,17 +114,17 @@ def test_a_holder_that_is_killed(pool: CXLPool, path: Path) -> None:
     os.close(writing)
     assert os.read(reading, 1) == bytes([4 * PAGE])
     os.close(reading)
-    held = pool.scrub(keys)
+    held = pool.admin.scrub(keys)
     assert held.held >= 4
     assert left(path)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    assert pool.scrub(keys) == (0, 0, 0)  # who looks for the dead gives back what they held
+    assert pool.admin.scrub(keys) == (0, 0, 0)  # who looks for the dead gives back what they held
     assert left(path) == []
 
 
 def test_a_page_that_is_used_again_is_not_scrubbed_twice(pool: CXLPool, path: Path) -> None:
-    assert pool.scrub(publish(pool)).pages == 5
+    assert pool.admin.scrub(publish(pool)).pages == 5
     keys = publish(pool)
     assert pool.forget(keys) == 5
     assert len(left(path)) == 4 * TOKENS
@@ -133,11 +133,11 @@ def test_a_page_that_is_used_again_is_not_scrubbed_twice(pool: CXLPool, path: Pa
 def test_objects(tmp_path: Path) -> None:
     layout = KVLayout.objects("64KiB")
     secret = b"not to be kept" * 1000
-    with CXLPool.create(tmp_path / "objects", layout=layout, capacity="8MiB", threads=1) as pool:
+    with ObjectPool.create(tmp_path / "objects", layout=layout, capacity="8MiB", threads=1) as pool:
         pool.put("a", secret)
         pool.put("b", secret[::-1])
         assert secret in (tmp_path / "objects").read_bytes()
-        assert pool.scrub(["a", "c"]) == (1, 0, 0)
+        assert pool.admin.scrub(["a", "c"]) == (1, 0, 0)
         data = (tmp_path / "objects").read_bytes()
         assert secret[:64] not in data
         assert secret[::-1] in data

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cxlkv import Budget, CXLPool, KVLayout, Sequence, object_keys
+from cxlkv import Budget, CXLPool, KVLayout, ObjectPool, Sequence, object_keys
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError
 from cxlkv.tiers import Tiers
@@ -47,7 +47,7 @@ class World:
     def __init__(self, folder: Path, path: Path):
         self.folder = folder
         self.pool = CXLPool.create("anonymous:", layout=KV, capacity="4MiB", threads=1)
-        self.objects = CXLPool.create("anonymous:", layout=OBJECTS, capacity="4MiB", threads=1)
+        self.objects = ObjectPool.create("anonymous:", layout=OBJECTS, capacity="4MiB", threads=1)
         self.path = str(path)
         self.kept: list[object] = []
         self.rows = np.ones((len(IDS), 1, 8), np.float32)
@@ -80,7 +80,7 @@ class World:
         assert self.held() == self.before
         self.source.release()
         for pool in (self.pool, self.objects):
-            report = pool.check(deep=True)
+            report = pool.admin.check(deep=True)
             assert report["clean"], report["problems"]
             pool.close()
 

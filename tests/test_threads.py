@@ -265,7 +265,7 @@ class Walker:
         assert_adds_up(self.pool)
 
     def check(self) -> None:
-        report = self.pool.check(deep=self.random.random() < 0.5)
+        report = self.pool.admin.check(deep=self.random.random() < 0.5)
         assert report["clean"], report["problems"]
 
     def set_threads(self) -> None:
@@ -322,7 +322,7 @@ def test_random_work_agrees_with_plain_lists(
         stats = assert_adds_up(pool)
         assert stats["sequences"] == sum(1 for _ in crew[0].common)
         assert (stats["pages_free"], stats["pages_held"]) == (USABLE_PAGES, len(ballast))
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
     CXLPool.remove(path)
 
 
@@ -353,7 +353,7 @@ def test_closing_under_threads_that_work(seed: int, path: str) -> None:
     q = np.ones((4, DIM), np.float32)
     for use in (
         pool.stats,
-        pool.check,
+        pool.admin.check,
         pool.sequence,
         sequence.fork,
         partial(len, sequence),
@@ -371,7 +371,7 @@ def test_closing_under_threads_that_work(seed: int, path: str) -> None:
             use()
     sequence.release()
     with CXLPool.open(path) as again:
-        assert again.check(deep=True)["clean"]
+        assert again.admin.check(deep=True)["clean"]
         stats = assert_adds_up(again)
         assert stats["pages_free"] + stats["pages_published_only"] == stats["pages_total"]
     CXLPool.remove(path)

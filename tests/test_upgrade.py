@@ -119,7 +119,7 @@ def test_features_of_a_newer_build(word: str, folder: Path) -> None:
                 described = pool.describe()["format"]
                 assert isinstance(described, dict)
                 assert (described["build"], described[word]) == ("1.2.3", [40, 42])
-                assert pool.check(deep=True)["clean"]
+                assert pool.admin.check(deep=True)["clean"]
             return
         name = {"readers": "read-only compatible", "incompatible": "incompatible"}[word]
         wanted = rf"feature 40 of the {name} ones.* a newer cxlkv, 1\.2\.3 or later"
@@ -143,10 +143,10 @@ def test_a_cold_file_of_each_version(version: int, tmp_path: Path) -> None:
 
 def test_hosts_tell_their_build(folder: Path) -> None:
     with unpacked("shared", FORMAT_VERSION, folder) as path, opened(path, 0) as pool:
-        told = [row.build for row in pool.hosts()]
+        told = [row.build for row in pool.admin.hosts()]
         assert told[0] == _core.version()
         assert re.fullmatch(r"\d+\.\d+\.\d+", told[1]), "of the release that made it"
     with unpacked("shared", BEFORE, folder) as path:
         CXLPool.upgrade(path)
         with opened(path, 0) as pool:
-            assert [row.build for row in pool.hosts()] == [_core.version(), ""]
+            assert [row.build for row in pool.admin.hosts()] == [_core.version(), ""]

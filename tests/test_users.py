@@ -24,10 +24,11 @@ from random import SystemRandom
 
 import pytest
 
-from cxlkv import CXLPool, KVLayout
+from cxlkv import KVLayout, ObjectPool
 from cxlkv.adapters.common.pools import make_or_open
 from cxlkv.errors import BadArgumentError
 from cxlkv.machine.regions import one_maker
+from cxlkv.ndp.worker import worker_use
 from cxlkv.ops.gc import collect, find_garbage
 
 from .support.states import SHARED_MEMORY, host_states, state_folder
@@ -130,7 +131,7 @@ def waiting(user: int, does: Callable[[Callable[[], None]], object]) -> Iterator
 
 def opens(path: Path, host: int | None = None) -> Callable[[], str]:
     def does() -> str:
-        with CXLPool.open(path, threads=1, host=host) as pool:
+        with ObjectPool.open(path, threads=1, host=host) as pool:
             if host is None:
                 pool.put("a", b"12")
             return f"fine: {pool.stats()['processes']}"
@@ -140,7 +141,7 @@ def opens(path: Path, host: int | None = None) -> Callable[[], str]:
 
 def keeps_open(path: Path, host: int | None = None) -> Callable[[Callable[[], None]], None]:
     def does(waits: Callable[[], None]) -> None:
-        with CXLPool.open(path, threads=1, host=host):
+        with ObjectPool.open(path, threads=1, host=host):
             waits()
 
     return does
@@ -160,7 +161,7 @@ def make(place: Path, owner: int, host: int | None = None) -> Path:
     path = place / "a.pool"
 
     def does() -> str:
-        create = partial(CXLPool.create, path, layout=LAYOUT, capacity="4MiB", threads=1)
+        create = partial(ObjectPool.create, path, layout=LAYOUT, capacity="4MiB", threads=1)
         made = create() if host is None else create(sharing="software", hosts=2, host=host)
         made.close()
         return "made"
@@ -330,8 +331,8 @@ def test_a_workers_slots_are_looked_at_as_well(place: Path, victim: int) -> None
     slots = name_of_state(path, victim, None).with_suffix(".worker")
 
     def use() -> str:
-        with CXLPool.open(path, threads=1) as pool:
-            return pool.use_worker("if_there").why
+        with ObjectPool.open(path, threads=1, worker=True) as pool:
+            return worker_use(pool._handle).why
 
     for plant in (plant_fifo, plant_file, lambda at: at.symlink_to(path)):
         plant(slots)
@@ -356,7 +357,7 @@ def test_a_lock_on_the_pools_folder_holds_up_nobody(place: Path, victim: int) ->
 
     def makes() -> str:
         with one_maker():
-            CXLPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1).close()
+            ObjectPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1).close()
         return "made"
 
     with waiting(STRANGER, locks):
@@ -368,7 +369,7 @@ def test_an_engine_takes_no_pool_of_a_stranger(place: Path, victim: int) -> None
     path = place / "a.pool"
 
     def makes() -> str:
-        CXLPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1).close()
+        ObjectPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1).close()
         return "made"
 
     assert outcome(victim, makes) == "made"
@@ -376,13 +377,13 @@ def test_an_engine_takes_no_pool_of_a_stranger(place: Path, victim: int) -> None
     link.symlink_to(path)
     for where in (path, link):
         with pytest.raises(BadArgumentError, match=f"user {victim}.*chown"):
-            make_or_open(str(where), LAYOUT, "4MiB")
+            make_or_open(ObjectPool, str(where), LAYOUT, "4MiB")
     os.chown(path, 0, 0)
-    with make_or_open(str(path), LAYOUT, "4MiB")[0]:
+    with make_or_open(ObjectPool, str(path), LAYOUT, "4MiB")[0]:
         pass
     os.lchown(link, victim, victim)
     with pytest.raises(BadArgumentError, match=f"user {victim}"):
-        make_or_open(str(link), LAYOUT, "4MiB")
+        make_or_open(ObjectPool, str(link), LAYOUT, "4MiB")
 
 
 # ---- the place of older builds: /dev/shm itself ----
@@ -425,7 +426,7 @@ def test_a_pool_in_use_by_an_older_build_is_busy(place: Path, victim: int) -> No
 
 def test_gc_takes_an_older_state_that_nobody_uses(place: Path) -> None:
     """Nobody will take it over, also where its pool is still there."""
-    with CXLPool.create(place / "a.pool", layout=LAYOUT, capacity="4MiB", threads=1) as pool:
+    with ObjectPool.create(place / "a.pool", layout=LAYOUT, capacity="4MiB", threads=1) as pool:
         (state,) = host_states(pool.describe()["identity"])
         data = bytearray(state.read_bytes())
         data[:8] = b"CVKHST08"

@@ -89,7 +89,7 @@ def serve(folder: str, size: Size) -> None:
         for link, where in zip(LINKS, (f"{folder}/pool", "anonymous:"), strict=True):
             pool = CXLPool.create(where, layout=size.layout, capacity=size.capacity)
             stack.enter_context(pool)
-            pool.prefault()
+            pool.admin.prefault()
             publish(pool, size, "a")
             server = stack.enter_context(Server(pool, (LOOPBACK, 0), secret))
             addresses[link] = f"{LOOPBACK}:{server.address[1]}"
@@ -143,7 +143,7 @@ def run(result: Result, size: Size = Size()) -> None:
     secret = secrets.token_bytes(32)
     near = CXLPool.create("anonymous:", layout=size.layout, capacity=size.capacity)
     with near, served(size, secret) as (folder, addresses), contextlib.ExitStack() as stack:
-        near.prefault()
+        near.admin.prefault()
         remotes = {
             link: stack.enter_context(contextlib.closing(Remote(addresses[link], secret)))
             for link in LINKS

@@ -10,8 +10,7 @@ import numpy as np
 
 from cxlkv import _core
 from cxlkv.layout import KVLayout
-from cxlkv.objects import Buffers, object_keys
-from cxlkv.pool import CXLPool
+from cxlkv.objects import Buffers, ObjectPool, object_keys
 
 from .serving import UNIT_BYTES, Bytes, Objects, Store, Wanted, mapped, must, serve
 
@@ -22,7 +21,7 @@ class Door:
     def __init__(self, given: Objects, payload: Bytes, out: Bytes, checksum: bool) -> None:
         self.given, self.payload, self.out = given, payload, out
         self.path = Path(given.folder) / f"objects-{'crc' if checksum else 'no-crc'}"
-        self.pool = CXLPool.create(
+        self.pool = ObjectPool.create(
             self.path,
             layout=KVLayout.objects(given.object_bytes),
             capacity=given.bytes * 5 // 4 + (64 << 20),
@@ -32,7 +31,7 @@ class Door:
         self.names = [f"object-{index}" for index in range(given.count)]
         self.keys = object_keys(self.names)
         self.first_s = self.put(given.calls())
-        self.pool.prefault()
+        self.pool.admin.prefault()
 
     def _asked(self, calls: list[list[int]], memory: Bytes) -> list[tuple[list[str], Buffers]]:
         """What the calls take, made before the clock starts."""

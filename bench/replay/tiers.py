@@ -115,7 +115,7 @@ def replay(
                     counts.seconds = time.monotonic() - began
                     save(where, counts, len(requests))
                     progress(counts.requests)
-            return counts, tiers.stats(), list(pool.check()["problems"])
+            return counts, tiers.stats(), list(pool.admin.check()["problems"])
     finally:
         if cold is not None and where.path is None:
             cold.unlink(missing_ok=True)

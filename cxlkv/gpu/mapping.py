@@ -41,7 +41,7 @@ from cxlkv.gpu.driver import (
     index_of,
 )
 from cxlkv.machine.topology import Memory, probe
-from cxlkv.pool import CXLPool
+from cxlkv.pool import Pool
 from cxlkv.sequence import Sequence
 
 PIECE_BYTES_MAX = 64 << 30
@@ -77,7 +77,7 @@ class Mapping(Closing):
     """
 
     def __init__(
-        self, pool: CXLPool, device: torch.device | str = "cuda", *, driver: Driver | None = None
+        self, pool: Pool, device: torch.device | str = "cuda", *, driver: Driver | None = None
     ):
         """driver: another one than the process's.
 
@@ -203,7 +203,7 @@ def _release(held: _Registration | None, pid: int, handle: _core.Handle) -> None
             _unregister(held)
 
 
-def _acquire(pool: CXLPool, driver: Driver, device: int) -> _Registration:
+def _acquire(pool: Pool, driver: Driver, device: int) -> _Registration:
     address, size = _core.pool_memory(pool._handle)
     with _lock:
         held = _registrations.get((driver, address))
@@ -220,7 +220,7 @@ def _acquire(pool: CXLPool, driver: Driver, device: int) -> _Registration:
         return held
 
 
-def borders(pool: CXLPool, piece_bytes_max: int | None = None) -> list[int]:
+def borders(pool: Pool, piece_bytes_max: int | None = None) -> list[int]:
     """Offsets at which a region may be cut, from 0 to its end: no more than piece_bytes_max between
     them, if extents allow it, each at 2 MiB, and none within an extent. A copy may not go across
     two registrations, and no page lies in two extents."""

@@ -114,9 +114,9 @@ def layout_of(
             "give one of --pool, --config, or --layers, --kv-heads and --head-dim"
         )
     if pool is not None:
-        from cxlkv.pool import CXLPool
+        from cxlkv.pool import Pool
 
-        with CXLPool.open(pool) as opened:
+        with Pool.open(pool) as opened:
             return opened.layout
     if config is not None:
         from cxlkv.pool_config import read_config
@@ -132,14 +132,14 @@ def layout_of(
 def pool_of(config: Path | None, layout: KVLayout) -> Path | None:
     """The pool that the configuration describes, if it is there; none is made."""
     from cxlkv.errors import NotAPoolError, PoolMissingError
-    from cxlkv.pool import CXLPool
+    from cxlkv.pool import Pool
     from cxlkv.pool_config import read_config
 
     where = "anonymous:" if config is None else read_config(config).where
     if where == "anonymous:":
         return None
     try:
-        with CXLPool.open(where) as opened:
+        with Pool.open(where) as opened:
             there = opened.layout
     except (PoolMissingError, NotAPoolError):
         return None  # not made yet: from_config() will, or says what is in the way

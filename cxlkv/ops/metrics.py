@@ -15,11 +15,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Summa
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from cxlkv import pool as pools
 from cxlkv.errors import CXLKVError
-from cxlkv.pool import CXLPool
 from cxlkv.stats import COUNTERS, PAGE_STATES, Overview, look
 
-Pool = CXLPool | str | os.PathLike[str]
+Pool = pools.Pool | str | os.PathLike[str]
 
 
 class PoolCollector(Collector):
@@ -82,8 +82,8 @@ def serve(paths: Iterable[str], port: int, address: str) -> None:
 
 
 def _source(pool: Pool) -> tuple[str, Callable[[], Overview]]:
-    if isinstance(pool, CXLPool):
-        return pool.overview().path, pool.overview
+    if isinstance(pool, pools.Pool):
+        return pool.admin.overview().path, pool.admin.overview
     path = os.fspath(pool)
     return path, lambda: look(path)
 

@@ -64,7 +64,7 @@ def create(
 ) -> None:
     """Make a pool for one model's KV cache, or for objects that are stored by their keys."""
     from cxlkv.machine.regions import parse_place
-    from cxlkv.pool import CXLPool
+    from cxlkv.pool import Pool
 
     if parse_place(path).path is None:
         node = "" if str(path) == "anonymous:" else f"{path}:"
@@ -74,7 +74,7 @@ def create(
         )
     shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
     layout = layout_of(object_bytes, shape, {"page_tokens": page_tokens, "dtype": dtype})
-    with CXLPool.create(
+    with Pool.create(
         path,
         layout=layout,
         capacity=capacity,
@@ -108,9 +108,9 @@ def layout_of(
 @pool_app.command()
 def inspect(path: PoolPath, host: HostNumber = None, as_json: AsJson = False) -> None:
     """Say what a pool stores, where its parts lie, and how many pages are in which state."""
-    from cxlkv.pool import CXLPool
+    from cxlkv.pool import Pool
 
-    with CXLPool.open(path, host=host) as pool:
+    with Pool.open(path, host=host) as pool:
         described, stats = pool.describe(), pool.stats()
     layout = cast("KVLayout", described.pop("layout"))
     geometry = cast("dict[str, int]", described.pop("geometry"))
@@ -146,10 +146,10 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Look for damage; exit code 1 if there is any that is left."""
-    from cxlkv.pool import CXLPool
+    from cxlkv.pool import Pool
 
-    with CXLPool.open(path, host=host) as pool:
-        report = pool.check(deep=deep, repair=repair)
+    with Pool.open(path, host=host) as pool:
+        report = pool.admin.check(deep=deep, repair=repair)
     if as_json:
         print_json(report)
     else:
@@ -166,10 +166,10 @@ def check(
 @pool_app.command("hosts")
 def list_hosts(path: PoolPath, host: HostNumber = None, as_json: AsJson = False) -> None:
     """The hosts of a shared pool: which are there, silent, fenced or gone, and what they own."""
-    from cxlkv.pool import CXLPool
+    from cxlkv.pool import Pool
 
-    with CXLPool.open(path, host=host) as pool:
-        rows = [asdict(row) for row in pool.hosts()]
+    with Pool.open(path, host=host) as pool:
+        rows = [asdict(row) for row in pool.admin.hosts()]
     if as_json:
         print_json(rows)
         return
@@ -198,11 +198,11 @@ def fence(
 
     With --confirmed-off others may take all that it owned.
     """
-    from cxlkv.pool import CXLPool
+    from cxlkv.pool import Pool
 
-    with CXLPool.open(path, host=host) as pool:
-        pool.fence(dead, confirmed_off=confirmed_off)
-        after = pool.hosts()[dead]
+    with Pool.open(path, host=host) as pool:
+        pool.admin.fence(dead, confirmed_off=confirmed_off)
+        after = pool.admin.hosts()[dead]
     Console().print(f"host {dead}: {after.state}, epoch {after.epoch}, {after.extents} extents")
 
 
@@ -212,11 +212,11 @@ def remove(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Remove a pool and all that is in it."""
-    from cxlkv.pool import CXLPool
+    from cxlkv.pool import Pool
 
     if not yes:
         typer.confirm(f"Remove the pool {path} and all that is in it?", abort=True)
-    CXLPool.remove(path)
+    Pool.remove(path)
 
 
 @pool_app.command()
@@ -228,9 +228,9 @@ def upgrade(
     Nobody may have it open meanwhile, on any host. May be run again after it was stopped.
     """
     from cxlkv._core import FORMAT_VERSION as after
-    from cxlkv.pool import CXLPool
+    from cxlkv.pool import Pool
 
-    before = CXLPool.upgrade(path)
+    before = Pool.upgrade(path)
     what = f"has format version {after}" if before == after else f"{before} is now {after}"
     Console(soft_wrap=True).print(Text(f"{path}: {what}"))
 

@@ -21,7 +21,7 @@ from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, ClosedError
 from cxlkv.ndp.engine import Selection
 from cxlkv.ndp.simd import picked_rows
-from cxlkv.pool import CXLPool
+from cxlkv.pool import Pool
 from cxlkv.sequence import Batch
 
 Units = npt.NDArray[np.int64]
@@ -54,7 +54,7 @@ class NearTier(Closing):
     thread calls step().
     """
 
-    def __init__(self, pool: CXLPool, size: str | int):
+    def __init__(self, pool: Pool, size: str | int):
         if pool.layout.object_bytes is not None:
             raise BadArgumentError("a near tier is of K and V: this pool stores objects")
         self._handle = pool._handle

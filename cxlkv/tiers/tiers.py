@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from queue import Empty, SimpleQueue
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,7 @@ from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, ClosedError, PoolFullError
 from cxlkv.hotness import HELD, PINNED
 from cxlkv.machine.costs import Costs, kv_bytes
-from cxlkv.pool import CXLPool
+from cxlkv.pool import CXLPool, Pool
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, whole_ids
 from cxlkv.sequence import Hit
 from cxlkv.tiers.cold_file import RecordShape
@@ -73,7 +74,7 @@ class Tiers(ObjectMoves, Closing):
 
     def __init__(
         self,
-        pool: CXLPool,
+        pool: Pool,
         *,
         near: str | int | None = None,
         cold: str | os.PathLike[str] | ColdStore | None = None,
@@ -97,7 +98,8 @@ class Tiers(ObjectMoves, Closing):
             )
         if bytes_per_s is not None and not bytes_per_s > 0:
             raise BadArgumentError(f"bytes_per_s={bytes_per_s}: more than 0")
-        self.pool, self.costs = pool, costs
+        self.pool = cast(CXLPool, pool)  # one of objects has no match(), nor have its tiers
+        self.costs = costs
         self._policy = policy_named(policy)
         self._weighs = policy == "cost"
         self._lock = threading.RLock()  # one move at a time

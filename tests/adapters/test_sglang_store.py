@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from cxlkv import CXLPool
+from cxlkv import CXLPool, ObjectPool
 from cxlkv.adapters.common.metrics import Counting
 from cxlkv.adapters.common.object_cache import leading
 from cxlkv.adapters.common.settings import PoolSettings
@@ -98,7 +98,7 @@ def where(tmp_path: Path) -> Iterator[str]:
     yield f"{tmp_path}/"
     for path in tmp_path.glob("*.pool"):
         with CXLPool.open(path) as pool:
-            report = pool.check(deep=True)
+            report = pool.admin.check(deep=True)
             assert report["clean"], report["problems"]
             assert pool.stats()["pages_held"] == 0
 
@@ -270,7 +270,7 @@ def test_each_host_pool_has_its_own_pages(where: str) -> None:
     for name, host in engine.hosts.items():
         assert engine.store.load(name, KEYS, indices(8, first=12)).all()
         assert np.array_equal(host.memory[:, 12:20], host.memory[:, :8]), name
-    with CXLPool.open(str(engine.store.cache("indexer").pool.path)) as pool:
+    with ObjectPool.open(str(engine.store.cache("indexer").pool.path)) as pool:
         damage_object(pool, engine.store.cache("indexer").keys([f"{KEYS[3]}.0"]))
     assert (
         engine.store.load("indexer", KEYS, indices(8)).tolist() == [True] * 3 + [False] + [True] * 4

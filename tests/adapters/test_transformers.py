@@ -95,7 +95,7 @@ def pool(llama: PreTrainedModel) -> Iterator[CXLPool]:
         "anonymous:", layout=layout_of(llama, PAGE_TOKENS), capacity="32MiB", threads=1
     ) as made:
         yield made
-        report = made.check(deep=True)
+        report = made.admin.check(deep=True)
         assert report["clean"], report["problems"]
 
 

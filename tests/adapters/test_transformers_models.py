@@ -140,7 +140,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[CXLPool]:
     models = [n for n in ("model", "mistral", "deepseek", "llama") if n in request.fixturenames]
     with make_pool(request.getfixturevalue(models[0])) as made:
         yield made
-        report = made.check(deep=True)
+        report = made.admin.check(deep=True)
         assert report["clean"], report["problems"]
 
 

@@ -128,7 +128,7 @@ def test_512_requests_at_once(tmp_path: Path) -> None:
         stats = pool.stats()
         assert stats["pages_held"] == 0
         assert 0 < stats["pages_published"] <= stats["pages_total"]
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
 
 
 def config(folder: str) -> SimpleNamespace:

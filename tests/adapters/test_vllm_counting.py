@@ -112,13 +112,13 @@ def append(pool: CXLPool, tokens: int) -> None:
 def test_the_pool_is_looked_at_now_and_then_and_no_byte_is_lost() -> None:
     now_s = 0.0
     with CXLPool.create("anonymous:", layout=LAYOUT, capacity="4MiB") as pool:
-        pool.audit = 1.0
+        pool.admin.audit = 1.0
         append(pool, 64)  # before: an engine that opened it earlier in this process
         looking = Looking(pool, clock=lambda: now_s)
         first = looking.take()
         assert first is not None
         assert not first["counts"]
-        path = pool.overview().path
+        path = pool.admin.overview().path
         total = sum(first["pools"][path].values())
         assert first["pools"][path] == {"free": total, "held": 0, "published": 0}
         append(pool, 64)

@@ -81,7 +81,7 @@ def make_engine(paths: list[str]) -> Iterator[MakeEngine]:
         assert len(engine.free) == len(engine.ranks[0].memory[0])
     for path in paths:
         with CXLPool.open(path, threads=1) as pool:
-            report, stats = pool.check(deep=True), pool.stats()
+            report, stats = pool.admin.check(deep=True), pool.stats()
             assert report["clean"], report["problems"]
             assert stats["pages_held"] == 0, stats
 
@@ -498,4 +498,4 @@ def test_anything_in_any_order(
         assert not engine.wrong()
     for path in paths:  # what nobody has read since is still damaged
         with CXLPool.open(path, threads=1) as pool:
-            pool.check(deep=True, repair=True)
+            pool.admin.check(deep=True, repair=True)

@@ -65,7 +65,7 @@ def over_link(pool: CXLPool) -> PoolAttention:
 def attention(pool: CXLPool) -> Iterator[PoolAttention]:
     made = over_link(pool)
     yield made
-    assert pool.check()["clean"]
+    assert pool.admin.check()["clean"]
     made.close()
 
 

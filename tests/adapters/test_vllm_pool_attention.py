@@ -44,7 +44,7 @@ def pool(tmp_path: Path) -> Iterator[CXLPool]:
 def attention(pool: CXLPool) -> Iterator[PoolAttention]:
     made = PoolAttention(pool, NAMES, block_tokens=BLOCK, decode_rows=3)
     yield made
-    assert pool.check()["clean"]
+    assert pool.admin.check()["clean"]
     made.close()
 
 

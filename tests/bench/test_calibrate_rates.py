@@ -77,7 +77,7 @@ def test_a_pool_in_use_is_left_as_it_was(tmp_path: Path) -> None:
             before["pages_free"],
             before["pages_held"],
         )
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
     assert costs.far is not None
     assert costs.far.where == str(path)
 

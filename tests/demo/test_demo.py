@@ -189,4 +189,4 @@ def test_questions_do_not_change_the_contexts_in_the_pool() -> None:
         assert pool.stats()["pages_held"] == held
         examiner.release()
         assert pool.stats()["pages_held"] == 0
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]

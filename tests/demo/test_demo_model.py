@@ -215,7 +215,7 @@ def measured(folder: Path, text: Path, tokens: int) -> Found:
     capacity = run.capacity_bytes(layout, plan)
     with CXLPool.create("anonymous:", layout=layout, capacity=capacity) as pool:
         found, _ = run.measure(model, pool, ids, plan, Console(quiet=True))
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
     return found
 
 

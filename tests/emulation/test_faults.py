@@ -118,7 +118,7 @@ def test_host_death_at_a_point(path: Path) -> None:
             faults.kill_at(process, "before publish")
             assert process.returncode == -9
         assert pool.stats()["pages_held"] == 0
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
 
 
 def test_a_host_that_hangs(path: Path) -> None:

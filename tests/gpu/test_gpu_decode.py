@@ -438,7 +438,7 @@ def test_random_operations(
                     for request, kept in model.rows.items():
                         newest = (len(kept[0][0]) - 1) // PAGE
                         assert {(head, newest) for head in range(HEADS)} <= layer[request]
-        assert model.pool.check()["clean"]
+        assert model.pool.admin.check()["clean"]
 
 
 @pytest.fixture

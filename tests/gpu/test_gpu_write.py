@@ -143,7 +143,7 @@ def test_a_chunk_reads_as_if_it_were_appended(
     writer.finish()
     append_all(appended, before)
     check_same(written, appended)
-    assert pool.check(deep=True)["clean"]
+    assert pool.admin.check(deep=True)["clean"]
     assert pool.stats()["pages_held"] == len(written.pages) + len(appended.pages)
 
 

@@ -52,7 +52,7 @@ def audit(path: Path) -> None:
     """Nothing is held in the pool, and every byte in it is right."""
     with CXLPool.open(path, threads=1) as pool:
         assert pool.stats()["pages_held"] == 0
-        assert pool.check(deep=True) == {
+        assert pool.admin.check(deep=True) == {
             "clean": True,
             "problem_count": 0,
             "problems": [],

@@ -10,7 +10,7 @@ import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 
-from cxlkv import CXLPool
+from cxlkv import ObjectPool
 from cxlkv.adapters.lmcache.storage import CXLStorage
 from cxlkv.prefix import PageKeys
 
@@ -36,7 +36,7 @@ class MemoryDriver:
         self.model, self.storage = model, CXLStorage(config=config, metadata=about)
 
     @property
-    def pool(self) -> CXLPool:
+    def pool(self) -> ObjectPool:
         return self.storage.pool
 
     def chunks(self, names: Sequence[str]) -> list[CacheEngineKey]:

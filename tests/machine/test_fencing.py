@@ -47,7 +47,7 @@ for line in sys.stdin:
         elif what == "stats":
             answer = pool.stats()
         else:
-            answer = [vars(host) for host in pool.hosts()]
+            answer = [vars(host) for host in pool.admin.hosts()]
     except Exception as error:
         answer = f"{type(error).__name__}: {error}"
     print(json.dumps(answer), flush=True)
@@ -137,7 +137,7 @@ def other(path: str, pool: CXLPool) -> Iterator[Other]:
 
 
 def state(pool: CXLPool, number: int) -> Host:
-    return pool.hosts()[number]
+    return pool.admin.hosts()[number]
 
 
 def geometry_of(pool: CXLPool) -> dict[str, int]:
@@ -159,7 +159,7 @@ def test_how_it_flushes(pool: CXLPool) -> None:
 
 def test_who_is_there(pool: CXLPool, other: Other) -> None:
     other.ask("publish", "b")
-    mine, theirs, nobody, _ = pool.hosts()
+    mine, theirs, nobody, _ = pool.admin.hosts()
     assert (mine.state, mine.is_self, mine.epoch) == ("live", True, 1)
     assert (theirs.state, theirs.is_self) == ("live", False)
     assert theirs.extents > 0
@@ -172,7 +172,7 @@ def test_who_is_there(pool: CXLPool, other: Other) -> None:
 def test_a_host_that_beats_is_not_fenced(pool: CXLPool, other: Other) -> None:
     for confirmed in (False, True):
         with pytest.raises(BusyError, match="host 1 beats: it runs, and is not fenced"):
-            pool.fence(1, confirmed_off=confirmed)
+            pool.admin.fence(1, confirmed_off=confirmed)
     assert state(pool, 1).state == "live"
 
 
@@ -187,7 +187,7 @@ def test_a_host_that_beats_is_not_fenced(pool: CXLPool, other: Other) -> None:
 )
 def test_who_cannot_be_fenced(pool: CXLPool, number: int, text: str) -> None:
     with pytest.raises(BadArgumentError, match=text):
-        pool.fence(number)
+        pool.admin.fence(number)
 
 
 def test_one_host_has_no_others(make_pool: object) -> None:
@@ -195,14 +195,14 @@ def test_one_host_has_no_others(make_pool: object) -> None:
         CXLPool.create("anonymous:", layout=LAYOUT, capacity="4MiB") as alone,
         pytest.raises(BadArgumentError, match="there are no others"),
     ):
-        alone.hosts()
+        alone.admin.hosts()
 
 
 def test_fenced_while_it_was_stopped(pool: CXLPool, other: Other) -> None:
     """Its pages stay its own, what it published stays readable, and it comes back by itself."""
     other.ask("publish", "b")
     stop(other.popen)
-    pool.fence(1)
+    pool.admin.fence(1)
     assert state(pool, 1).state == "fenced"
     assert right(pool, "b") == 32
     taken = pool.pages.alloc(pool.stats()["pages_total"] - owned(pool, 1))
@@ -220,7 +220,7 @@ def test_fenced_while_it_was_stopped(pool: CXLPool, other: Other) -> None:
 def test_off_and_its_pages_taken(path: str, pool: CXLPool, other: Other) -> None:
     other.ask("publish", "b")
     other.kill()
-    pool.fence(1, confirmed_off=True)
+    pool.admin.fence(1, confirmed_off=True)
     assert (state(pool, 1).state, right(pool, "b")) == ("off", 32)
     total = pool.stats()["pages_total"]
     taken = pool.pages.alloc(total - 8)  # all but what b has published
@@ -241,7 +241,7 @@ def test_declared_off_while_it_ran(pool: CXLPool, other: Other) -> None:
     """An operator's mistake: it must stop, and say why."""
     other.ask("publish", "b")
     stop(other.popen)
-    pool.fence(1, confirmed_off=True)
+    pool.admin.fence(1, confirmed_off=True)
     other.popen.send_signal(signal.SIGCONT)
     answer = other.ask("stats")
     while "FencedError" not in str(answer):  # until its keeper has seen it
@@ -286,18 +286,18 @@ def test_a_damaged_descriptor_is_mended_from_the_record(pool: CXLPool) -> None:
     pages = pool.match_prefix(TEXTS["a"]).sequence().pages
     damage(pool, int(pages[2]), 30)
     assert right(pool, "a") == 8, "the chain ends before it"
-    assert not pool.check()["clean"]
-    report = pool.check(repair=True)
+    assert not pool.admin.check()["clean"]
+    report = pool.admin.check(repair=True)
     assert report["clean"], report
     assert ["is published again" in line for line in report["repairs"]] == [True]
     assert right(pool, "a") == 32
-    assert pool.check(deep=True)["clean"]
+    assert pool.admin.check(deep=True)["clean"]
 
 
 def test_a_held_page_is_left_alone(pool: CXLPool) -> None:
     sequence = publish(pool, "a")
     damage(pool, int(sequence.pages[1]), 8)
-    report = pool.check(repair=True)
+    report = pool.admin.check(repair=True)
     assert not report["clean"]
     assert report["repairs"] == []
     np.testing.assert_array_equal(
@@ -313,8 +313,8 @@ def test_a_published_page_with_changed_bytes_is_forgotten(pool: CXLPool) -> None
     extent, slot = divmod(page, geometry["slab_slots"])
     first = geometry["extents_offset"] + extent * geometry["extent_bytes"]
     flip(pool, first + geometry["layers_offset"] + slot * 2 * geometry["digest_piece_bytes"] + 5)
-    assert not pool.check(deep=True)["clean"]
-    report = pool.check(deep=True, repair=True)
+    assert not pool.admin.check(deep=True)["clean"]
+    report = pool.admin.check(deep=True, repair=True)
     assert report["clean"], report
     assert len(report["repairs"]) == 1
     assert right(pool, "a") == 12
@@ -331,8 +331,8 @@ def test_a_host_whose_name_is_damaged(path: str, pool: CXLPool, other: Other) ->
     assert state(pool, 1).state == "damaged"
     assert right(pool, "b") == 32
     with pytest.raises(CorruptError, match="confirmed to be off"):
-        pool.fence(1)
-    pool.fence(1, confirmed_off=True)
+        pool.admin.fence(1)
+    pool.admin.fence(1, confirmed_off=True)
     assert state(pool, 1).state == "off"
     again = Other(path, 1)
     assert again.ask("match", "b") == 32

@@ -232,10 +232,10 @@ def test_pins_are_of_one_host_and_of_its_own_pages(hosts: Hosts) -> None:
     publish(owner, 1)
     assert found(other, 1) == TOKENS
     keys = prefix_keys(ids(1), PAGE_TOKENS)
-    assert other.pin(keys) == 0
+    assert other.admin.pin(keys) == 0
     assert not other.pages.evictable().any()
     assert owner.pages.evictable().sum() == len(keys)
-    assert owner.pin(keys) == len(keys)
+    assert owner.admin.pin(keys) == len(keys)
     assert not owner.pages.evictable().any()
     assert (owner.stats()["pages_pinned"], other.stats()["pages_pinned"]) == (len(keys), 0)
     assert forget(other, 1) == len(keys), "who forgets it by name wins over a pin"
@@ -286,7 +286,7 @@ def test_a_hit_keeps_its_pages_from_being_written_again(hosts: Hosts) -> None:
         assert other.stats()["pages_borrowed"] == pages
         assert forget(owner, 1) == pages
         assert owner.stats()["pages_withdrawn"] == pages
-        assert owner.check(deep=True)["clean"]
+        assert owner.admin.check(deep=True)["clean"]
         fill_up(owner)
         verify(sequence, text(1))
         sequence.release()

@@ -318,10 +318,10 @@ def test_a_damaged_log_record(hosts: Hosts) -> None:
     assert other.stats()["log_rescans"] == 1
     damage = r"host 0: the line of record 6 in its log is damaged.*pool check --repair` there"
     for pool in (owner, other):
-        (problem,) = pool.check()["problems"]
+        (problem,) = pool.admin.check()["problems"]
         assert re.match(damage, problem)
-    assert not other.check(repair=True)["repairs"], "only its owner writes a line"
-    assert owner.check(repair=True)["repairs"] == [
+    assert not other.admin.check(repair=True)["repairs"], "only its owner writes a line"
+    assert owner.admin.check(repair=True)["repairs"] == [
         "host 0 says anew in its log what it has published"
     ]
     publish(owner, 4)
@@ -344,7 +344,7 @@ def test_a_dead_hosts_log_that_ends_in_damage(hosts: Hosts, sequence: int) -> No
     for _ in range(20):
         assert found(other, 1) == TOKENS
     assert other.stats()["log_rescans"] == 1
-    (problem,) = other.check()["problems"]
+    (problem,) = other.admin.check()["problems"]
     assert problem.startswith(f"host 0: the line of record {sequence} in its log is damaged")
     back = hosts.open(0, SHORT_LEASE_S)
     publish(back, 2)
@@ -443,7 +443,7 @@ def test_damaged_names(hosts: Hosts) -> None:
     before = poke(hosts.path, at, b"?" * 64)
     with pytest.raises(CorruptError, match="the name line of host 3 is damaged"):
         hosts.open(3)
-    (problem,) = owner.check()["problems"]
+    (problem,) = owner.admin.check()["problems"]
     assert problem.startswith("host 3: its name line is damaged")
     poke(hosts.path, at, before)
     audit(owner)
@@ -470,7 +470,7 @@ def test_random_bytes_in_a_hosts_block(hosts: Hosts, seed: int, round_number: in
             work()
     for number in range(1, 6):
         assert found(other, number) in range(0, TOKENS + 1)
-    for problem in other.check(deep=True)["problems"]:
+    for problem in other.admin.check(deep=True)["problems"]:
         assert problem.startswith("host 0: the line of record ")
 
 

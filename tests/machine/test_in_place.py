@@ -72,7 +72,7 @@ def test_it_is_made_used_and_ended_in_the_same_file(file: Path) -> None:
             for fetched in hit.sequence().fetch(1):
                 rows = np.asarray(fetched).reshape(4, -1, 64).transpose(1, 0, 2)
                 assert np.array_equal(rows, keys)
-            assert pool.check(deep=True)["clean"]
+            assert pool.admin.check(deep=True)["clean"]
     (seen,) = find([str(file)])
     assert seen.state == "idle"
     CXLPool.remove(file)
@@ -126,7 +126,7 @@ def test_what_the_file_holds_is_kept(file: Path) -> None:
                 make(file, force=True, replace=replace)
         with pytest.raises(BusyError):
             CXLPool.remove(file)
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
     with pytest.raises(PoolExistsError, match="is a pool already"):
         make(file)
     with pytest.raises(PoolExistsError):  # without the word it is a file as any other

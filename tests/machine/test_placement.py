@@ -71,8 +71,8 @@ def test_an_anonymous_pool_is_bound_and_read_back() -> None:
         assert found.pages_unseen == found.pages_elsewhere == 0
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert pool.check()["clean"]
-            assert pool.check(deep=True)["clean"]
+            assert pool.admin.check()["clean"]
+            assert pool.admin.check(deep=True)["clean"]
 
 
 def test_a_file_keeps_its_nodes_for_whoever_opens_it(path: Path) -> None:
@@ -132,7 +132,7 @@ def test_moved_pages_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(_core, "pool_placed", moved)
     with pool, pytest.warns(PlacementWarning, match=r"1 of \d+ pages are no longer on node"):
-        pool.check()
+        pool.admin.check()
 
 
 def test_a_file_system_without_policies_is_refused(tmp_path: Path) -> None:

@@ -44,19 +44,19 @@ def test_all_of_it_is_there_then_and_nothing_has_changed(where: str) -> None:
             sequence.append(layer, rows, -rows)
         before = [np.array(one) for one in sequence.fetch(1)]
         assert resident(pool) < size / 2
-        pool.prefault()
+        pool.admin.prefault()
         assert resident(pool) >= size
         for one, other in zip(before, sequence.fetch(1), strict=True):
             assert np.array_equal(one, other)
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
 
 
 def test_in_the_background_until_the_pool_is_closed(where: str) -> None:
     pool = CXLPool.create(where, layout=LAYOUT, capacity=SIZE)
-    pool.prefault(background=True)
+    pool.admin.prefault(background=True)
     pool.close()
     with pytest.raises(ClosedError):
-        pool.prefault()
+        pool.admin.prefault()
 
 
 def test_it_can_be_stopped_between_two_steps(tmp_path: Path) -> None:
@@ -82,4 +82,4 @@ def test_offsets_of_nowhere_and_a_file_that_was_cut(
         assert _core.pool_prefault(pool._handle, 0, 0) == 0
         os.truncate(path, SIZE // 2)
         with pytest.raises(OSError, match="cannot be brought into memory"):
-            pool.prefault()
+            pool.admin.prefault()

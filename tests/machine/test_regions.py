@@ -43,7 +43,7 @@ def test_a_pool_on_hugetlbfs_is_made_opened_and_removed() -> None:
         for layer in range(2):
             sequence.append(layer, k, k)
         assert len(other.adopt(sequence.handle)) == 100
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
     CXLPool.remove(path)
     assert not path.exists()
 

@@ -73,7 +73,7 @@ def test_stripes_lie_in_turn_and_read_as_one(parts: list[Path], count: int) -> N
                 for fetched in sequence.fetch(layer):  # [kv_heads, pages, page_tokens, dim]
                     rows = np.asarray(fetched).reshape(4, -1, 64).transpose(1, 0, 2)
                     assert np.array_equal(rows, keys)
-            assert other.check(deep=True)["clean"]
+            assert other.admin.check(deep=True)["clean"]
         size = cast("dict[str, int]", pool.describe()["geometry"])["region_bytes"]
         address, _ = _core.pool_memory(pool._handle)
         mapped = ctypes.string_at(address, size)
@@ -101,7 +101,7 @@ def test_a_child_by_fork_uses_it(parts: list[Path]) -> None:
             finally:
                 os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
 
 
 def test_parts_given_otherwise_are_refused(parts: list[Path]) -> None:
@@ -157,7 +157,7 @@ def test_no_part_of_a_pool_in_use_is_overwritten(parts: list[Path]) -> None:
         for part in (a, b):
             with pytest.raises(BusyError, match=rf"{part} is in use"):
                 CXLPool.create(part, layout=LAYOUT, capacity="8MiB", replace=True)
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
         written.release()
     for other in (of([c, b]), b):
         with pytest.raises(PoolExistsError, match="replace=True"):
@@ -206,7 +206,7 @@ def test_it_is_looked_at_from_outside(parts: list[Path]) -> None:
     pool = CXLPool.create(where, layout=LAYOUT, capacity=CAPACITY)
     sequence, _ = fill(pool)
     pool.publish(sequence, [bytes([i]) for i in range(4)], LAYOUT.page_tokens)
-    inside, outside = pool.overview(), look(where)
+    inside, outside = pool.admin.overview(), look(where)
     assert outside.state == "live"
     assert (outside.pages, outside.identity) == (inside.pages, inside.identity)
     assert [process.pid for process in outside.processes] == [os.getpid()]

@@ -61,9 +61,9 @@ def test_an_audit_is_what_the_reference_measures(
     sequences, keys = zip(*(fill(pool, rng, tokens) for tokens in (TOKENS, 61)), strict=True)
     q = rng.standard_normal((5, HEADS * GROUP, DIM)).astype(np.float32)
     budget = Budget(pages=5, union=union, per=per)
-    pool.audit = 1
+    pool.admin.audit = 1
     picked = pool.batch(sequences).select(0, q, [0, 2, 5], budget, method=method)
-    totals = pool.overview().totals
+    totals = pool.admin.overview().totals
     recall, mass = expected(list(keys), q, [0, 2, 5], budget, picked)
     assert totals["audited_selects"] == 1
     assert totals.recall == pytest.approx(recall, abs=1e-9)
@@ -74,11 +74,11 @@ def test_an_audit_is_what_the_reference_measures(
 
 def test_an_audit_tells_the_methods_apart(pool: CXLPool, rng: np.random.Generator) -> None:
     sequence, _ = fill(pool, rng, TOKENS)
-    pool.audit = 1
+    pool.admin.audit = 1
     for _ in range(40):
         q = rng.standard_normal((HEADS * GROUP, DIM)).astype(np.float32)
         sequence.select(0, q, top_k=5, method="digest")
-    totals = pool.overview().totals
+    totals = pool.admin.overview().totals
     assert totals["audited_selects"] == 40
     assert totals.recall is not None
     assert totals.recall < 1
@@ -91,33 +91,33 @@ def test_every_nth_select_is_audited_and_none_by_default(
     q = rng.standard_normal((HEADS, DIM)).astype(np.float32)
 
     def audited(selects: int) -> int:
-        before = pool.overview().totals["audited_selects"]
+        before = pool.admin.overview().totals["audited_selects"]
         for _ in range(selects):
             sequence.fork().select(0, q, top_k=4, method="digest")
-        return pool.overview().totals["audited_selects"] - before
+        return pool.admin.overview().totals["audited_selects"] - before
 
-    assert pool.audit == 0
+    assert pool.admin.audit == 0
     assert audited(10) == 0
-    pool.audit = 0.25
-    assert pool.audit == 0.25
+    pool.admin.audit = 0.25
+    assert pool.admin.audit == 0.25
     assert audited(20) == 5
-    pool.audit = 0.01
+    pool.admin.audit = 0.01
     assert audited(99) == 0
     assert audited(1) == 1
-    pool.audit = 0
+    pool.admin.audit = 0
     assert audited(10) == 0
 
 
 def test_the_mean_of_several_audits(pool: CXLPool, rng: np.random.Generator) -> None:
     sequence, keys = fill(pool, rng)
-    pool.audit = 1
+    pool.admin.audit = 1
     measured = []
     budget = Budget(pages=6)
     for _ in range(8):
         q = rng.standard_normal((1, HEADS * GROUP, DIM)).astype(np.float32)
         picked = sequence.select(0, q, budget, method="digest")
         measured.append(expected([keys], q, [0, 1], budget, picked))
-    totals = pool.overview().totals
+    totals = pool.admin.overview().totals
     recall, mass = np.mean(measured, axis=0)
     assert totals["audited_selects"] == 8
     assert totals.recall == pytest.approx(recall, abs=1e-9)
@@ -128,14 +128,14 @@ def test_the_cost_is_counted_and_another_pool_is_not_audited(
     pool: CXLPool, rng: np.random.Generator
 ) -> None:
     other = CXLPool.create("anonymous:", layout=LAYOUT, capacity="4MiB", threads=1)
-    pool.audit = 1
+    pool.admin.audit = 1
     q = rng.standard_normal((HEADS, DIM)).astype(np.float32)
     for each in (pool, other):
         sequence, keys = fill(each, rng)
         picked = sequence.select(0, q, top_k=4, method="digest")
         stats = each.stats()
         if each is other:
-            assert each.overview().totals["audited_selects"] == stats["attended_bytes"] == 0
+            assert each.admin.overview().totals["audited_selects"] == stats["attended_bytes"] == 0
             continue
         assert stats["scored_bytes"] == picked.bytes_scored + keys.nbytes
         assert stats["attended_bytes"] == picked.bytes_fetched + 2 * keys.nbytes
@@ -149,14 +149,14 @@ def test_queries_that_see_nothing_count_for_nothing(
     sequence, keys = fill(pool, rng)
     if rows:
         sequence.append(0, np.full_like(keys[:1], math.nan), keys[:1])
-    pool.audit = 1
+    pool.admin.audit = 1
     q = rng.standard_normal((rows, HEADS, DIM)).astype(np.float32)
     pool.batch([sequence]).select(0, q, [0, rows], Budget(pages=3))
-    assert pool.overview().totals["audited_selects"] == 0
+    assert pool.admin.overview().totals["audited_selects"] == 0
 
 
 def test_a_share_that_is_none_is_refused(pool: CXLPool) -> None:
     for wrong in (-0.1, 1.5, math.nan):
         with pytest.raises(BadArgumentError, match="a share of the selects"):
-            pool.audit = wrong
-    assert pool.audit == 0
+            pool.admin.audit = wrong
+    assert pool.admin.audit == 0

@@ -307,10 +307,10 @@ def test_more_tokens_pass_in_one_place_than_are_kept(rng: np.random.Generator) -
 def test_audits_measure_the_recall(rng: np.random.Generator) -> None:
     keys = rng.standard_normal((PAGES * 8, 2, 32)).astype(np.float32)
     with filled(keys) as (pool, sequence):
-        pool.audit = 1.0
+        pool.admin.audit = 1.0
         for _ in range(3):
             sequence.select(0, rng.standard_normal((4, 32)).astype(np.float32), top_k=40)
-        totals = pool.overview().totals
+        totals = pool.admin.overview().totals
         assert totals["audited_selects"] == 3
         assert totals.recall is not None
         assert 0.8 < totals.recall <= 1
@@ -364,7 +364,7 @@ def test_an_alarm_when_recall_falls_short(
     if short:
         keys[:: 8 * 53] = 30 * back[0]
     with filled(keys) as (pool, sequence):
-        pool.audit = 1
+        pool.admin.audit = 1
         for _ in range(16):
             assert not caplog.records, "one is not enough"
             # Of few pages one that is missed by chance is much.

@@ -673,7 +673,7 @@ def storm(path: Path, rng: np.random.Generator, make_worker: MakeWorker, kills: 
         assert pool.worker.connections == kills
         assert min(pool.worker.selects, pool.worker.attends) >= kills
         twins.release()
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
         assert pool.stats()["pages_held"] == 0
 
 

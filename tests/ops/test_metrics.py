@@ -31,7 +31,7 @@ WORKER = """
 import sys, numpy as np
 from cxlkv import Budget, CXLPool
 pool = CXLPool.open(sys.argv[1], threads=1)
-pool.audit = 1
+pool.admin.audit = 1
 seq = pool.sequence()
 rng = np.random.default_rng(3)
 for layer in range(2):
@@ -148,7 +148,7 @@ def test_scraped_over_http_it_is_what_the_pool_says(path: str) -> None:
         assert of(samples, "match_keys_asked_total", path) == 5
         assert of(samples, "match_keys_hit_total", path) == 2
         for name in COUNTERS:
-            assert of(samples, f"{name}_total", path) == pool.overview().totals[name]
+            assert of(samples, f"{name}_total", path) == pool.admin.overview().totals[name]
 
 
 def test_counters_never_fall(path: str) -> None:

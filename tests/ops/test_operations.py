@@ -122,7 +122,7 @@ def make(path: str) -> CXLPool:
 
 def test_a_look_from_outside_is_what_the_pool_says(path: str) -> None:
     with make(path) as pool, worker(path, 12) as one, worker(path, 5) as two:
-        for overview in (pool.overview(), look(path)):
+        for overview in (pool.admin.overview(), look(path)):
             stats = pool.stats()
             assert overview.state == "live"
             assert overview.settled
@@ -163,8 +163,8 @@ def test_totals_outlive_whoever_counted(path: str) -> None:
     assert [process.alive for process in killed.processes] == [False]
     note(killed)
     with CXLPool.open(path) as pool, worker(path, 4):
-        note(pool.overview())
-        assert pool.overview().totals["reaped_processes"] == 1
+        note(pool.admin.overview())
+        assert pool.admin.overview().totals["reaped_processes"] == 1
     note(look(path))
     CXLPool.open(path).close()  # settles: the host state is gone
     settled = look(path)
@@ -314,7 +314,7 @@ def test_the_second_name_of_a_finished_pool_goes_and_the_pool_stays(
         (left,) = find_garbage([str(folder)])
         assert collect(left)
         assert [file.name for file in folder.iterdir()] == ["test.pool"]
-        assert pool.check()["clean"]
+        assert pool.admin.check()["clean"]
         other = folder / "other.0123456789abcdef.new"
         os.link(path, other)  # whose second name it is, nobody can say
         assert find_garbage([str(folder)]) == []
@@ -342,7 +342,7 @@ def test_gc_races_with_creations_and_breaks_none(folder: Path) -> None:
         "for i in range(150):\n"
         "    path = f'{sys.argv[1]}/{i}.pool'\n"
         "    CXLPool.create(path, layout=layout, capacity='3MiB', threads=1).close()\n"
-        "    assert CXLPool.open(path).check()['clean']\n"
+        "    assert CXLPool.open(path).admin.check()['clean']\n"
         "    CXLPool.remove(path)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(folder)])
@@ -557,7 +557,7 @@ def test_a_damaged_pool_is_removed_but_not_while_it_is_used(path: str) -> None:
             file.write(b"????")
         with pytest.raises(BusyError, match="in use"):
             CXLPool.remove(path)
-        assert pool.check()["problem_count"] > 0
+        assert pool.admin.check()["problem_count"] > 0
     CXLPool.remove(path)
     assert not Path(path).exists()
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from cxlkv import CXLPool
+from cxlkv import ObjectPool
 from cxlkv.prefix import PageKeys
 
 from ..support.stores import CAPACITY
@@ -78,11 +78,11 @@ class HiCacheDriver:
             is_mla_model=self.kind == "mla",
             model_name=model,
         )
-        self._pool: CXLPool = self.backend.store.cache().pool
+        self._pool: ObjectPool = self.backend.store.cache().pool
         self._keys = self.backend.store.cache().keys
 
     @property
-    def pool(self) -> CXLPool:
+    def pool(self) -> ObjectPool:
         return self._pool
 
     def keys(self, names: Sequence[str]) -> PageKeys:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cxlkv import CXLPool
+from cxlkv import ObjectPool
 from cxlkv.adapters.sglang.metrics import KINDS as KINDS_OF_FAILURES
 
 from ..support.damaging import damage_object
@@ -77,7 +77,7 @@ def test_of_a_damaged_page_the_text_before_it_is_loaded(folder: str) -> None:
     ids, pages = text(engine, 6), payloads(engine, 6)
     assert engine.save(ids, pages) == len(ids)
     cache = engine.backend.store.cache()
-    with CXLPool.open(str(cache.pool.path)) as pool:
+    with ObjectPool.open(str(cache.pool.path)) as pool:
         damage_object(pool, cache.keys([f"{engine.hashes(ids)[3]}.0"]))
     tokens, found = engine.fetch(ids)
     assert tokens == 3 * engine.page_tokens

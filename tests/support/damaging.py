@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cxlkv import CXLPool, _core
+from cxlkv import CXLPool, ObjectPool, _core
 from cxlkv.prefix import PageKeys
 
 
@@ -28,7 +28,7 @@ def damage_piece(pool: CXLPool, page: int, layer: int, kind: str = "values") -> 
     change_byte(pool.path, int(offsets[0]) + 5)
 
 
-def damage_object(pool: CXLPool, key: PageKeys) -> None:
+def damage_object(pool: ObjectPool, key: PageKeys) -> None:
     """A byte in the middle of the object of one key."""
     with pool.lease(key) as lease:
         address, size = int(lease.addresses[0]), int(lease.sizes[0])

@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import CXLPool, KVLayout, LayerGroup
+from cxlkv import CXLPool, KVLayout, LayerGroup, ObjectPool
+from cxlkv.pool import Pool
 from cxlkv.sequence import Sequence
 from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import VERSIONS, RecordShape
@@ -91,7 +92,7 @@ def make(path: Path) -> dict[Path, bytes]:
     """Makes the pool that `path` is named for, and returns what its files hold then."""
     name = path.stem
     if name == "objects":
-        with CXLPool.create(path, layout=OBJECTS, capacity=CAPACITY) as pool:
+        with ObjectPool.create(path, layout=OBJECTS, capacity=CAPACITY) as pool:
             assert all(pool.put(key, object_of(key)) for key in OBJECT_BYTES)
     elif name == "shared":
         made = CXLPool.create(
@@ -114,20 +115,21 @@ def make(path: Path) -> dict[Path, bytes]:
     return {part: part.read_bytes() for part in members(path)}
 
 
-def check(name: str, opened: Callable[[int | None], CXLPool]) -> None:
+def check(name: str, opened: Callable[[int | None], Pool]) -> None:
     """That the pool which `opened` opens, as a host, holds what it should, and nothing is wrong."""
     hosts = (0, 1) if name == "shared" else (None,)
     for host in hosts:
         with opened(host) as pool:
-            report = pool.check(deep=True)
+            report = pool.admin.check(deep=True)
             assert report["clean"], report
-            if name == "objects":
+            if isinstance(pool, ObjectPool):
                 for key, size in OBJECT_BYTES.items():
                     found = bytearray(size)
                     assert pool.get_into(key, found) == size
                     assert found == object_of(key)
                 assert pool.get_into("absent", bytearray(1)) is None
                 continue
+            assert isinstance(pool, CXLPool)
             for each in (name, "of the other host") if name == "shared" else (name,):
                 check_prefix(pool, each)
             publish(pool, "new text")  # and it can be written

@@ -64,7 +64,7 @@ def use(pool: CXLPool) -> None:
     weights = np.exp(logits - logits.max(1, keepdims=True))
     wanted = np.einsum("ht,thd->hd", weights / weights.sum(1, keepdims=True), v.astype(np.float32))
     assert np.abs(np.asarray(out, np.float32) - wanted).max() < 0.01
-    assert pool.check(deep=True)["clean"]
+    assert pool.admin.check(deep=True)["clean"]
 
 
 def bound(node: int) -> None:
@@ -108,7 +108,7 @@ def moved(node: int, other: int) -> None:
     path = f"/dev/shm/cxlkv-numa-moved-{os.getpid()}.pool"
     with CXLPool.create(f"numa:{node}:{path}", layout=LAYOUT, capacity=CAPACITY_BYTES) as pool:
         pages = move_all(pool, other)
-        looks: list[Callable[[], object]] = [pool.check, lambda: CXLPool.open(path).close()]
+        looks: list[Callable[[], object]] = [pool.admin.check, lambda: CXLPool.open(path).close()]
         for look in looks:
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")

@@ -18,7 +18,7 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import CXLPool
+from cxlkv import ObjectPool
 from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.objects import ABSENT, Lease, Reserved
 
@@ -59,7 +59,7 @@ class Worker:
     """Steps of any kind. held: with the names of a lease's objects; of a reservation, its bytes."""
 
     def __init__(self, path: str, seed: int, threads: int, reads_only: bool = False) -> None:
-        self.pool = CXLPool.open(path, threads=threads)
+        self.pool = ObjectPool.open(path, threads=threads)
         self.random = Random(seed)
         self.reads_only = reads_only
         self.leases: list[tuple[Lease, list[int]]] = []
@@ -191,10 +191,11 @@ class Worker:
         self.seen["forgotten"] += self.pool.forget(named(self.draw()))
 
     def scrub(self) -> None:
-        self.seen["scrubbed"] += sum(self.pool.scrub(named(self.draw(2))))
+        self.seen["scrubbed"] += sum(self.pool.admin.scrub(named(self.draw(2))))
 
     def pin(self) -> None:
-        (self.pool.pin if self.random.random() < 0.5 else self.pool.unpin)(named(self.draw()))
+        admin = self.pool.admin
+        (admin.pin if self.random.random() < 0.5 else admin.unpin)(named(self.draw()))
 
     def finish(self) -> None:
         while self.leases or self.reserved:

@@ -258,7 +258,7 @@ class Worker:
         tail = prefix_keys(ids[:TAIL_END], PAGE_TOKENS, tail=True)[-1]
         keys = [*prefix_keys(ids, PAGE_TOKENS), tail]
         if self.random.random() < 0.5:
-            self.pool.pin(keys)
+            self.pool.admin.pin(keys)
         self.seen["forgotten"] += self.pool.forget(keys)
 
     def finish(self) -> None:
@@ -373,7 +373,7 @@ def publisher(path: str, box: Path, seed: int, _: int) -> None:
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     worker = Publisher(path, box, seed)
-    say(stats=worker.pool.stats(), problems=worker.pool.check(deep=True)["problems"])
+    say(stats=worker.pool.stats(), problems=worker.pool.admin.check(deep=True)["problems"])
     while not ended:
         worker.step()
     worker.finish()

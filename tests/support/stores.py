@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cxlkv import CXLPool
+from cxlkv import ObjectPool
 from cxlkv.errors import CXLKVError
 from cxlkv.prefix import PageKeys
 
@@ -59,7 +59,7 @@ class Driver(Protocol):
         """Open the store in a folder (which ends in /), or in the pool at a path."""
 
     @property
-    def pool(self) -> CXLPool: ...
+    def pool(self) -> ObjectPool: ...
 
     def keys(self, names: Sequence[str]) -> PageKeys:
         """Under which the pool has the payloads of these names."""
@@ -116,10 +116,10 @@ class StoreBasics:
         for one in opened:
             one.close()
         for path in Path(where).rglob("*.pool"):
-            with CXLPool.open(path) as pool:
+            with ObjectPool.open(path) as pool:
                 audit(pool)
             with suppress(CXLKVError):
-                CXLPool.remove(path)
+                ObjectPool.remove(path)
 
     @pytest.fixture
     def store(self, open_: Open) -> Driver:
@@ -201,7 +201,7 @@ class StoreBasics:
         first, second = open_(), open_()
         names = ["one", "two", "three"]
         self.fill(first, names)
-        with CXLPool.open(str(first.pool.path)) as pool:
+        with ObjectPool.open(str(first.pool.path)) as pool:
             damage_object(pool, first.keys(["two"]))
         assert self.loaded(second, names) == [True, False, True]
         assert second.failures()["corrupt"] == 1
@@ -263,7 +263,10 @@ class StoreBasics:
         """Its bytes stay while somebody reads them in place; nobody finds it any more."""
         store = open_()
         self.fill(store, ["one", "two"])
-        with CXLPool.open(str(store.pool.path)) as pool, pool.lease(store.keys(["one"])) as lease:
+        with (
+            ObjectPool.open(str(store.pool.path)) as pool,
+            pool.lease(store.keys(["one"])) as lease,
+        ):
             before = np.asarray(lease.views[0]).copy()
             assert store.pool.forget(store.keys(["one"])) == 1
             assert store.exists(["one", "two"]) == [False, True]

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cxlkv import CXLPool, KVLayout
+from cxlkv import CXLPool, KVLayout, ObjectPool
 from cxlkv.bench.peers.mooncake import LOOPBACK, free_port, start_master
 from cxlkv.errors import (
     BadArgumentError,
@@ -189,7 +189,7 @@ def test_objects_go_and_come_back(store_at: str, rng: np.random.Generator) -> No
     layout = KVLayout.objects("64KiB")
     kept = {f"object {i}": rng.bytes(int(rng.integers(1, 64 << 10))) for i in range(120)}
     with (
-        CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1) as pool,
+        ObjectPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1) as pool,
         Tiers(pool, cold=store_at, cold_capacity="32MiB") as tiers,
     ):
         for name, content in kept.items():

@@ -129,7 +129,7 @@ def test_an_engine_goes_on_without_publishing(tiers: Tiers) -> None:
     requests.release("r")
     with requests.match(keys) as hit:
         assert hit.tokens == 0
-    assert tiers.pool.check()["clean"]
+    assert tiers.pool.admin.check()["clean"]
 
 
 class QuotaModel(RuleBasedStateMachine):
@@ -178,7 +178,7 @@ class QuotaModel(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "stack"):
             self.release()
-            assert self.pool.check()["clean"]
+            assert self.pool.admin.check()["clean"]
             self.stack.close()
 
 

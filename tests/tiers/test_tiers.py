@@ -227,14 +227,14 @@ def test_held_pinned_and_leased_pages_stay(pool: CXLPool) -> None:
         for ids in (held, pinned, leased, other):
             publish(pool, ids)
         kept = pool.match(prefix_keys(held, PAGE)).sequence()
-        assert pool.pin(prefix_keys(pinned, PAGE)) == 4
+        assert pool.admin.pin(prefix_keys(pinned, PAGE)) == 4
         lease = pool.match(prefix_keys(leased, PAGE))
         assert tiers.reclaim(total(pool)) == 0, "all or nothing"
         assert tiers.reclaim(total(pool) - 12) == 4
         assert [found(tiers, ids) for ids in (held, pinned, leased, other)] == [4, 4, 4, 0]
         kept.release()
         lease.release()
-        pool.unpin(prefix_keys(pinned, PAGE))
+        pool.admin.unpin(prefix_keys(pinned, PAGE))
         assert tiers.reclaim(total(pool)) == 12
 
 

@@ -25,7 +25,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from cxlkv import Budget, CXLPool, KVLayout, _core
+from cxlkv import Budget, CXLPool, KVLayout, ObjectPool, _core
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
@@ -364,9 +364,9 @@ def test_other_layouts_are_refused(folder: Path, link: str) -> None:
 def test_what_cannot_be_verified_is_not_served() -> None:
     with (
         local(LAYOUTS["float32"], checksum=False) as bare,
-        CXLPool.create("anonymous:", layout=KVLayout.objects(4096), capacity="8MiB") as objects,
+        ObjectPool.create("anonymous:", layout=KVLayout.objects(4096), capacity="8MiB") as objects,
     ):
-        for pool, why in ((bare, "checksum"), (objects, "objects")):
+        for pool, why in ((bare, "checksum"), (cast(CXLPool, objects), "objects")):
             with pytest.raises(UnsupportedError, match=why):
                 Server(pool, ("127.0.0.1", 0), SECRET)
 

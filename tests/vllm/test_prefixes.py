@@ -41,7 +41,7 @@ def pool_in(folder: Path) -> CXLPool:
 def check(folder: Path) -> dict[str, int]:
     """Nothing is wrong in the pool; its counts."""
     with pool_in(folder) as pool:
-        report = pool.check(deep=True)
+        report = pool.admin.check(deep=True)
         assert report["clean"], report["problems"]
         return pool.stats()
 
@@ -179,7 +179,7 @@ def test_aborts_at_random_and_a_kill_leave_nothing(
         while pool.stats()["pages_published"] < before + 64:
             assert one.process.poll() is None
         one.kill()
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
         assert pool.stats()["pages_held"] == 0
     two = make_engine({**extra, "load": "async"})
     assert two.ready() is None

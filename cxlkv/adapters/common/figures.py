@@ -15,7 +15,7 @@ from prometheus_client import Counter, Gauge
 
 from cxlkv.adapters.common.metrics import Counting
 from cxlkv.errors import CXLKVError
-from cxlkv.pool import CXLPool
+from cxlkv.pool import Pool
 
 STATES = {
     "free": "for new objects",
@@ -68,7 +68,7 @@ class Shown(Counting):
         super().reset_after_fork()
         self._look_lock = threading.Lock()
 
-    def look(self, pool: CXLPool) -> None:
+    def look(self, pool: Pool) -> None:
         path = str(pool.path)
         with self._look_lock:
             if time.monotonic() < self._next_s.get(path, 0):

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from cxlkv import forking
-from cxlkv.pool import CXLPool
+from cxlkv.pool import Pool
 
 log = logging.getLogger("cxlkv")
 
@@ -40,5 +40,5 @@ class Counting:
             said = f": {detail}" if str(detail) else ""
             log.warning("cxlkv: %s%s (said once; counted as %s)", self._kinds[kind], said, kind)
 
-    def look(self, pool: CXLPool) -> None:
+    def look(self, pool: Pool) -> None:
         """The pool has been used: for who shows how full it is."""

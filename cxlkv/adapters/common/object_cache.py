@@ -18,8 +18,7 @@ from cxlkv import _core, forking
 from cxlkv.adapters.common.metrics import Counting
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
-from cxlkv.objects import ABSENT, DAMAGED, Buffers, Lease, Reserved, Sizes, object_keys
-from cxlkv.pool import CXLPool
+from cxlkv.objects import ABSENT, DAMAGED, Buffers, Lease, ObjectPool, Reserved, Sizes, object_keys
 from cxlkv.prefix import PageKeys
 from cxlkv.tiers import Tiers
 
@@ -39,7 +38,7 @@ class ObjectCache(Closing):
     """
 
     def __init__(
-        self, pool: CXLPool, space: bytes, counting: Counting, object_bytes: int | None = None
+        self, pool: ObjectPool, space: bytes, counting: Counting, object_bytes: int | None = None
     ):
         self.pool, self.counting = pool, counting
         self._space, self._has_one_size = space, object_bytes is not None

@@ -7,13 +7,15 @@ path of one pool. Whoever comes first makes it; the others find it, and see that
 from __future__ import annotations
 
 import os
+from typing import TypeVar
 
 from cxlkv.errors import BadArgumentError, GeometryError
 from cxlkv.layout import KVLayout
 from cxlkv.machine.regions import is_device, one_maker, parse_place
 from cxlkv.machine.topology import probe
-from cxlkv.pool import CXLPool
+from cxlkv.pool import Pool
 
+Kind = TypeVar("Kind", bound=Pool)
 SHARE = 0.25
 """Of the memory that this container may still use, for all of an engine's pools, if nobody says
 more."""
@@ -36,14 +38,16 @@ def path_for(where: str, name: str) -> str:
 
 
 def make_or_open(
+    kind: type[Kind],
     path: str,
     layout: KVLayout,
     capacity: str | int | None,
     *,
     parts: int = 1,
     sketch: bool = False,
-) -> tuple[CXLPool, bool]:
-    """The pool at `path`, and whether it was made now; else it keeps its capacity.
+) -> tuple[Kind, bool]:
+    """The pool at `path`, a CXLPool or an ObjectPool, and whether it was made now; else it keeps
+    its capacity.
 
     capacity: of it alone; None: share_bytes(), as one of `parts` pools. Raises GeometryError for a
     pool that stores something else; one of larger objects will do for objects. Raises
@@ -54,9 +58,9 @@ def make_or_open(
     with one_maker():
         if _is_there(place):
             _refuse_strangers(place)
-            return _opened(path, layout), False
+            return _opened(kind, path, layout), False
         size = share_bytes(place, parts) if capacity is None else capacity
-        return CXLPool.create(path, layout=layout, capacity=size, sketch=sketch), True
+        return kind.create(path, layout=layout, capacity=size, sketch=sketch), True
 
 
 def share_bytes(place: str, parts: int = 1) -> int:
@@ -82,7 +86,7 @@ def _is_there(place: str) -> bool:
     if not is_device(place):
         return os.path.lexists(place)
     try:
-        CXLPool.open(place, threads=1).close()
+        Pool.open(place, threads=1).close()
     except (BadArgumentError, ValueError):  # no pool there
         return False
     return True
@@ -103,11 +107,11 @@ def _refuse_strangers(place: str) -> None:
             )
 
 
-def _opened(path: str, layout: KVLayout) -> CXLPool:
-    pool = CXLPool.open(path)
+def _opened(kind: type[Kind], path: str, layout: KVLayout) -> Kind:
+    pool = Pool.open(path)
     there = pool.layout
     larger = (there.object_bytes or 0) >= (layout.object_bytes or 0) > 0
-    if (there == layout or larger) and pool.checksum:
+    if (there == layout or larger) and pool.checksum and isinstance(pool, kind):
         return pool
     lacks = "" if pool.checksum else " and has no checksums"
     pool.close()

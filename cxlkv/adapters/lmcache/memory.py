@@ -299,7 +299,7 @@ class PoolAllocator(MemoryAllocatorInterface):
     def memcheck(self) -> bool:
         """LMCache asks for the health of its memory."""
         try:
-            return self.cache.pool.check()["clean"]
+            return self.cache.pool.admin.check()["clean"]
         except (CXLKVError, OSError) as error:
             self.cache.counting.failed("pool", error)
             return False

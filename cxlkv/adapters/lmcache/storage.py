@@ -43,7 +43,7 @@ from cxlkv.adapters.lmcache.settings import VERSIONS, check_name, check_served, 
 from cxlkv.config import format_bytes
 from cxlkv.errors import BadArgumentError, BusyError, CXLKVError
 from cxlkv.layout import KVLayout
-from cxlkv.pool import CXLPool
+from cxlkv.objects import ObjectPool
 from cxlkv.prefix import PageKeys
 
 PAGE_BYTES = 4096
@@ -64,7 +64,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         loop: AbstractEventLoop | None = None,
     ):
         """Raises what LMCache then says in its log, and goes on without us: UnsupportedError,
-        BadArgumentError, GeometryError, and what CXLPool.create raises."""
+        BadArgumentError, GeometryError, and what ObjectPool.create raises."""
         super().__init__(dst_device, config, metadata, local_cpu_backend, loop)
         if config is None or metadata is None:
             raise BadArgumentError("cxlkv: LMCache gives its plugins a config and metadata")
@@ -109,14 +109,14 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
 
     # ---- the pool ----
 
-    def _open(self, metadata: LMCacheMetadata, config: LMCacheEngineConfig) -> CXLPool:
+    def _open(self, metadata: LMCacheMetadata, config: LMCacheEngineConfig) -> ObjectPool:
         shapes = metadata.get_shapes(config.chunk_size)
         chunk = get_size_bytes(shapes, metadata.get_dtypes())
         size = -(-chunk // metadata.kv_shape[0]) if config.use_layerwise else chunk
         wanted = size + form.bytes_of(len(shapes))
         layout = KVLayout.objects(-(-wanted // PAGE_BYTES) * PAGE_BYTES)
         path = pools.path_for(self.settings.where, names.file_name(self._words))
-        pool, made = pools.make_or_open(path, layout, self.settings.capacity)
+        pool, made = pools.make_or_open(ObjectPool, path, layout, self.settings.capacity)
         objects = pool.stats()["pages_total"]
         chunks = objects // metadata.kv_shape[0] if config.use_layerwise else objects
         found = "made" if made else "found"
@@ -125,7 +125,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         log.info(
             "cxlkv: %s %s, for %s (%s)%s", found, path, room, format_bytes(chunks * chunk), stays
         )
-        pool.prefault(background=True)  # else the first chunks that are stored pay for it
+        pool.admin.prefault(background=True)  # else the first chunks that are stored pay for it
         return pool
 
     def _register(self) -> object:

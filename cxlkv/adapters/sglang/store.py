@@ -28,7 +28,7 @@ from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, CXLKVError
 from cxlkv.layout import KVLayout
 from cxlkv.machine.regions import ALL, parse_place
-from cxlkv.pool import CXLPool
+from cxlkv.objects import ObjectPool
 from cxlkv.prefix import PageKeys
 
 MAIN = "kv"
@@ -111,7 +111,7 @@ class Store(Closing):
     def make(self) -> None:
         """Make or open the pools of all that was added. Raises GeometryError for a pool of another
         kind at a path that was named, BadArgumentError where one path is named for several, and
-        what CXLPool.create and open raise."""
+        what ObjectPool.create and open raise."""
         try:
             self._make_all()
         except Exception:
@@ -149,22 +149,22 @@ class Store(Closing):
                 f"cxlkv: {path} is one pool, and this model needs one for each of its host pools "
                 f"({', '.join(self._parts)}): give a folder as where"
             )
-        pool, made = pools.make_or_open(path, layout, capacity)
+        pool, made = pools.make_or_open(ObjectPool, path, layout, capacity)
         salt = self._rank.settings.salt
         space = names.space_of(self._rank.engine, memory.words(), shards, salt)
         self._caches[name] = ObjectCache(pool, space, self._counting, memory.object_bytes)
         if name == MAIN:
             self._say(pool, made)
-        pool.prefault(background=True)  # else the first pages that are stored pay for it
+        pool.admin.prefault(background=True)  # else the first pages that are stored pay for it
 
-    def _say(self, pool: CXLPool, made: bool) -> None:
+    def _say(self, pool: ObjectPool, made: bool) -> None:
         """Once for an engine."""
         memory, shards = self._parts[MAIN]
         pages = pool.stats()["pages_total"] // shards.sharing_ranks
         config = self._rank.config
         ranks = (config.tp_rank, config.attn_cp_rank, config.dp_rank, config.pp_rank)
         found = startup.measure(
-            pool.overview(), made, pages * memory.page_tokens, int(any(ranks)), config.pp_size
+            pool.admin.overview(), made, pages * memory.page_tokens, int(any(ranks)), config.pp_size
         )
         startup.say(found, self._rank.context_tokens)
 

@@ -255,7 +255,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             config.model_config.max_model_len,
             sketch=True,
         )
-        pool.audit = self.settings.audit
+        pool.admin.audit = self.settings.audit
         self.looking = Looking(pool)
         return PoolAttention(
             pool,

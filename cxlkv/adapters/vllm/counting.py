@@ -142,7 +142,7 @@ class Looking:
         geometry = pool.describe()["geometry"]
         assert isinstance(geometry, dict)
         self._parts, self._page_tokens = int(geometry["part_count"]), pool.layout.page_tokens
-        self._told = _own(pool.overview())
+        self._told = _own(pool.admin.overview())
         self._next_s = clock()
 
     def take(self) -> Figures | None:
@@ -151,7 +151,7 @@ class Looking:
         if begin_s < self._next_s:
             return None
         try:
-            overview = self._pool.overview()
+            overview = self._pool.admin.overview()
         except (CXLKVError, OSError):
             self._next_s = begin_s + LOOK_EVERY_S
             return None

@@ -72,10 +72,10 @@ def make_or_open(
     wanted_tokens: of the longest request; a pool that cannot hold one is worth a warning.
     """
     own = None if capacity is None else _part(capacity, ranks)
-    pool, made = pools.make_or_open(path, layout, own, parts=ranks.count, sketch=sketch)
-    found = startup.measure(pool.overview(), made, tokens_of(pool), ranks.rank, ranks.count)
+    pool, made = pools.make_or_open(CXLPool, path, layout, own, parts=ranks.count, sketch=sketch)
+    found = startup.measure(pool.admin.overview(), made, tokens_of(pool), ranks.rank, ranks.count)
     startup.say(found, wanted_tokens)
-    pool.prefault(background=True)  # else the first texts that are saved pay for it
+    pool.admin.prefault(background=True)  # else the first texts that are saved pay for it
     return pool
 
 

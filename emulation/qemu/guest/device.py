@@ -128,7 +128,7 @@ def make_and_publish() -> None:
             pool.publish_prefix(sequence, token_ids(seed, tokens))
             assert_holds(sequence, seed, tokens)
             sequence.release()
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
         assert "is a pool already" in refusal(PoolExistsError, partial(CREATE, capacity="64MiB"))
         refusal(BusyError, partial(CREATE, capacity="64MiB", force=True, replace=True))
         refusal(BusyError, partial(CXLPool.remove, DEVICE))
@@ -162,7 +162,7 @@ def read() -> None:
             with pool.match_prefix(token_ids(seed, tokens)) as hit:
                 assert_holds(hit.sequence(), seed, tokens)
         assert not pool.match_prefix(token_ids(3, 64))
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
 
 
 def check_cut_short() -> None:

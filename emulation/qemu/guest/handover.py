@@ -104,7 +104,7 @@ def main(name: str) -> None:
         refusal(StaleError, lambda: pool.adopt(first))
         wait_for("a is dead")
         goes_on(pool, 1, after="a is dead")
-        report = pool.check(deep=True)
+        report = pool.admin.check(deep=True)
         assert report["clean"], report["problems"]
 
 

@@ -68,7 +68,7 @@ def read(pool: CXLPool) -> None:
     for seed, tokens in TEXTS.items():
         with pool.match_prefix(token_ids(seed, tokens)) as hit:
             assert_holds(hit.sequence(), seed, tokens)
-    assert pool.check(deep=True)["clean"]
+    assert pool.admin.check(deep=True)["clean"]
 
 
 def device() -> None:

@@ -107,7 +107,7 @@ def take_all(pool: CXLPool) -> PageIds:
 
 
 def check(pool: CXLPool) -> None:
-    report = pool.check(deep=True)
+    report = pool.admin.check(deep=True)
     assert report["clean"], report["problems"]
 
 

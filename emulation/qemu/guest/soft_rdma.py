@@ -93,6 +93,6 @@ def near_pool(layout: KVLayout) -> Iterator[CXLPool]:
 
 
 def check(pool: CXLPool) -> None:
-    report = pool.check(deep=True)
+    report = pool.admin.check(deep=True)
     assert report["clean"], report["problems"]
     assert pool.stats()["pages_held"] == 0, pool.stats()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from cxlkv import CXLPool, KVLayout, object_keys
+from cxlkv import KVLayout, ObjectPool, object_keys
 from cxlkv.adapters.common import figures
 from cxlkv.adapters.common.figures import Shown
 from cxlkv.adapters.common.metrics import Counting
@@ -52,12 +52,13 @@ def test_pools_are_looked_at_once_in_a_while(
 ) -> None:
     """Each of a store's: in bytes by state."""
     counting, size = Shown("test:", {"rank": "0"}, COUNTS, KINDS), 64 << 10
+    layout = KVLayout.objects(size)
     pools = [
-        CXLPool.create(tmp_path / name, layout=KVLayout.objects(size), capacity="8MiB", threads=1)
+        ObjectPool.create(tmp_path / name, layout=layout, capacity="8MiB", threads=1)
         for name in ("a.pool", "b.pool")
     ]
 
-    def bytes_of(pool: CXLPool, state: str) -> float | None:
+    def bytes_of(pool: ObjectPool, state: str) -> float | None:
         return shown("pool_bytes", rank="0", pool=str(pool.path), state=state)
 
     for pool in pools:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from cxlkv import Buffers, CXLPool, KVLayout, object_keys
+from cxlkv import Buffers, KVLayout, ObjectPool, object_keys
 from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.keys import namespace
 from cxlkv.adapters.common.metrics import Counting
@@ -40,13 +40,13 @@ class ObjectCacheDriver:
     ) -> None:
         path = pools.path_for(where, f"{model}.pool")
         layout = KVLayout.objects(self.payload_bytes)
-        pool, _ = pools.make_or_open(path, layout, capacity)
+        pool, _ = pools.make_or_open(ObjectPool, path, layout, capacity)
         self.counting = counting()
         space = namespace({"model": model, "salt": salt})
         self.cache = ObjectCache(pool, space, self.counting, self.payload_bytes)
 
     @property
-    def pool(self) -> CXLPool:
+    def pool(self) -> ObjectPool:
         return self.cache.pool
 
     def keys(self, names: Sequence[str]) -> PageKeys:
@@ -87,12 +87,12 @@ class TestObjectCache(StoreSuite):
 def cache(tmp_path: Path) -> Iterator[ObjectCache]:
     """Of objects of any size."""
     path = tmp_path / "a.pool"
-    pool = CXLPool.create(path, layout=KVLayout.objects(BYTES), capacity="8MiB", threads=1)
+    pool = ObjectPool.create(path, layout=KVLayout.objects(BYTES), capacity="8MiB", threads=1)
     made = ObjectCache(pool, SPACE, counting())
     yield made
     if pool.path is not None and made.counting.failures["pool"] == 0:
         assert pool.stats()["pages_held"] == 0
-        assert pool.check(deep=True)["clean"]
+        assert pool.admin.check(deep=True)["clean"]
     made.close()
 
 
@@ -135,12 +135,12 @@ def test_what_is_damaged_is_forgotten_and_can_be_put_again(cache: ObjectCache) -
     assert lease is not None
     address = int(lease.addresses[0])
     lease.release()
-    with CXLPool.open(str(path), threads=1) as other:
+    with ObjectPool.open(str(path), threads=1) as other:
         found = other.lease(keys("a", "bb"))
         assert found.views[1] is not None
         found.release()
         write_at(address, 0)  # by this process, whose look at it is over
-    fresh = ObjectCache(CXLPool.open(str(path), threads=1), SPACE, counting())
+    fresh = ObjectCache(ObjectPool.open(str(path), threads=1), SPACE, counting())
     leased = fresh.lease(keys("a", "bb"))
     assert leased is not None
     assert [view is None for view in leased.views] == [True, False]

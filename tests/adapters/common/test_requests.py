@@ -110,7 +110,7 @@ def test_other_text_behind_a_truncate_is_stored() -> None:
         kinds = [event.kind for event in engine.adapter.events()]
         assert kinds == ["stored", "stored", "removed"]
         engine.adapter.release("one")
-        assert pool.check()["clean"]
+        assert pool.admin.check()["clean"]
 
 
 def test_events_that_nobody_takes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,6 @@ def test_the_first_rank_says_it_once(
     assert f"made {tmp_path}/0.pool, for " in said
     assert "; each of the 2 ranks has one like it" in said
     with CXLPool.open(tmp_path / "0.pool") as pool:
-        place = startup.measure(pool.overview(), False, 1, 0, 1)
+        place = startup.measure(pool.admin.overview(), False, 1, 0, 1)
     assert place.bytes == (tmp_path / "0.pool").stat().st_size
     assert place.room_bytes is not None

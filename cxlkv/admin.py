@@ -1,0 +1,133 @@
+"""What operators of a pool do: check and repair, fence hosts, scrub, pin, audit, look inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypedDict
+
+from cxlkv import _core
+from cxlkv.errors import BadArgumentError
+from cxlkv.machine import prefault
+from cxlkv.machine.coherence import HOSTS_MAX
+from cxlkv.machine.hosts import Host, hosts_of
+from cxlkv.machine.placement import CHECK_PAGES, warn_of_moves
+from cxlkv.ndp import audit
+from cxlkv.stats import Overview, of_pool
+
+
+class CheckReport(TypedDict):
+    """What pool.admin.check() found, and repaired; the first 64 KiB of texts."""
+
+    clean: bool
+    problem_count: int
+    problems: list[str]
+    repairs: list[str]
+
+
+class Admin:
+    """`pool.admin`: looks into a pool, and changes what no request does."""
+
+    def __init__(
+        self,
+        handle: _core.Handle,
+        path: str | None,
+        hashes: Callable[[Iterable[str | bytes], bool], bytes],
+        before_close: Callable[[Callable[[], object]], None],
+    ) -> None:
+        self._handle = handle
+        self._path = path
+        self._hashes = hashes
+        self._before_close = before_close
+
+    def overview(self) -> Overview:
+        """Pages, the processes that have the pool open, and what each and all have counted."""
+        return of_pool(self._handle, self._path)
+
+    @property
+    def audit(self) -> float:
+        """Share of this process's selects that are audited: every n-th, 0 (none) at first.
+
+        An audited select also runs the exact method at the same budget on the same queries and
+        attends once to the chosen pages and once to all: so its recall and the attention mass that
+        it kept are measured, for overview() and the metrics. It reads about twice the K and all of
+        the V of its sequences; what it reads is counted as read.
+        """
+        return audit.share(self._handle)
+
+    @audit.setter
+    def audit(self, share: float) -> None:
+        audit.set_share(self._handle, share)
+
+    def check(self, deep: bool = False, repair: bool = False) -> CheckReport:
+        """Recount what must hold; deep=True also reads every piece against its CRC.
+
+        repair=True first mends what this host owns: a page whose descriptor is damaged is found
+        again under its key if its header and all its CRCs are right, else it is free, with a
+        generation that no handle has; with deep=True a published page whose bytes were changed is
+        not found any more. A page that somebody holds is never given away. `repairs` says what.
+        Warns (PlacementWarning) when pages are not on the NUMA nodes that the pool is bound to.
+        """
+        count, lines = _core.pool_check(self._handle, deep, repair)
+        pages = 0 if deep else CHECK_PAGES
+        warn_of_moves(self._handle, self._path or "anonymous:", pages_max=pages)
+        mended = [line for line in lines if line.startswith("repaired: ")]
+        problems = [line for line in lines if not line.startswith("repaired: ")]
+        return {
+            "clean": count == 0,
+            "problem_count": count,
+            "problems": problems,
+            "repairs": [line.removeprefix("repaired: ") for line in mended],
+        }
+
+    def hosts(self) -> list[Host]:
+        """The hosts of a shared pool, as this one sees them; else raises BadArgumentError."""
+        return hosts_of(self._handle)
+
+    def fence(self, host: int, *, confirmed_off: bool = False) -> None:
+        """Declare a host dead that has been silent for a lease (waits for that long).
+
+        Its epoch ends: nothing that it claims from now on counts, until it comes back with a new
+        one. What it published stays readable, its other pages are nobody's to write. With
+        confirmed_off=True, others may take all that it owned: say so only when its machine
+        certainly does not run, since stores of a running one would land in others' pages. Raises
+        BusyError when it beats, BadArgumentError when it is not there.
+        """
+        if not 0 <= host < HOSTS_MAX:
+            raise BadArgumentError(f"host {host}: outside 0 to {HOSTS_MAX - 1}")
+        _core.pool_fence(self._handle, host, confirmed_off)
+
+    def scrub(self, keys: Iterable[str | bytes], *, strict: bool = True) -> _core.Scrubbed:
+        """forget(), and overwrite with zeros what the pool has of these pages: K and V, sketches,
+        digests, checksums, header.
+
+        Who holds a page, or has a hit on it, keeps it as it is; it is overwritten when the last one
+        lets go, dies, or its lease ends. Pages that another host has written are its own to scrub.
+        Copies in a near tier, a cold file or a process's memory are not touched (docs/tenants.md).
+        strict: as in publish().
+        """
+        return _core.scrub(self._handle, self._hashes(keys, strict))
+
+    def pin(self, keys: Iterable[str | bytes], *, strict: bool = True) -> int:
+        """Mark published pages of `keys`, so that no eviction chooses them; returns how many.
+
+        A mark, not a count: one unpin() takes it off. It is of this host, for its own pages (those
+        of other hosts are theirs to pin), seen by all its processes, and lost when the last one
+        closes the pool, or when the page is forgotten.
+        """
+        return _core.pin(self._handle, self._hashes(keys, strict), True)
+
+    def unpin(self, keys: Iterable[str | bytes], *, strict: bool = True) -> int:
+        """Take the mark of pin() off published pages of `keys`; returns how many there are."""
+        return _core.pin(self._handle, self._hashes(keys, strict), False)
+
+    def prefault(self, *, background: bool = False) -> None:
+        """Bring all of the pool's memory into place now: at its first use each page of it is zeroed
+        and mapped, which takes longer than a copy. A reader of the pool sees no change.
+
+        background=True: in a thread, which ends with the pool at the latest. Raises
+        SystemCallError on kernels before Linux 5.14.
+        """
+        if background:
+            self._before_close(prefault.begin(self._handle))
+        else:
+            prefault.run(self._handle)
