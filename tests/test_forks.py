@@ -24,8 +24,7 @@ from transformers import LlamaConfig
 
 import cxlkv
 from cxlkv import Budget, CXLPool, KVLayout, ObjectPool, Tiers, forking, object_keys
-from cxlkv.adapters.common.figures import Shown
-from cxlkv.adapters.common.metrics import Counting
+from cxlkv.adapters.common.metrics import Counting, Shown
 from cxlkv.adapters.common.object_cache import ObjectCache
 from cxlkv.adapters.transformers import CXLCache, layout_of
 from cxlkv.adapters.vllm.loading import BlockMemory, Load, Loader, Part

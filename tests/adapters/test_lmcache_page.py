@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cxlkv.adapters.common.figures import STATES
+from cxlkv.adapters.common.metrics import STATES
 from cxlkv.adapters.common.settings import PoolSettings
 from cxlkv.adapters.lmcache.metrics import COUNTS, KINDS, PREFIX
 from cxlkv.adapters.lmcache.settings import VERSIONS

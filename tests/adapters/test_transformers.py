@@ -29,7 +29,7 @@ from transformers import (
 
 from cxlkv import Budget, CXLPool, Selection
 from cxlkv.adapters.transformers import CXLCache, LayerStep, budgets, layout_of
-from cxlkv.bench.cases.calling import counted_calls
+from cxlkv.bench.cases.calls import counted_calls
 from cxlkv.errors import BadArgumentError, GeometryError, PoolFullError, UnsupportedError
 
 from ..support.small_models import VOCABULARY_SIZE, Generates, close, prompts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 
-from cxlkv.adapters.common.figures import STATES
+from cxlkv.adapters.common.metrics import STATES
 from cxlkv.adapters.lmcache.metrics import COUNTS, KINDS, PREFIX
 
 from .conftest import MakeEngine, MakeStorage
@@ -47,7 +47,7 @@ def test_the_pool_is_shown_once_a_second(
 ) -> None:
     storage = make_storage()
     put(storage, 1)
-    monkeypatch.setattr("cxlkv.adapters.common.figures.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("cxlkv.adapters.common.metrics.LOOK_EVERY_S", 0.0)
     storage.counting._next_s.clear()
     one = lent(storage, 1)
     size, pages = storage.cache.object_bytes, storage.pool.stats()["pages_total"]

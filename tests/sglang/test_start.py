@@ -64,7 +64,7 @@ def test_another_release_is_refused(
     ours: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "version", lambda name: "0.6.1")
-    with pytest.raises(UnsupportedError, match=r"sglang 0\.6\.1: .*sglang>=0\.5\.23,<0\.6"):
+    with pytest.raises(UnsupportedError, match=r"SGLang 0\.6\.1: .*sglang>=0\.5\.23,<0\.6"):
         made(host(), ours)
 
 

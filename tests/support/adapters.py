@@ -23,7 +23,7 @@ import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, _core
 from cxlkv.adapters.common.keys import block_keys, namespace
-from cxlkv.adapters.common.requests import EngineAdapter
+from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.errors import BadArgumentError, CorruptError, PoolFullError
 from cxlkv.prefix import PageKeys, prefix_keys
 from cxlkv.tiers import Tiers
@@ -46,7 +46,7 @@ class Driver(Protocol):
     def __init__(self, pool: CXLPool, tiers: Tiers | None = None) -> None: ...
 
     @property
-    def adapter(self) -> EngineAdapter: ...
+    def adapter(self) -> PoolRequests: ...
 
     @staticmethod
     def layout() -> KVLayout: ...
@@ -206,7 +206,7 @@ class AdapterSuite:
     def test_selected_pages(self, engine: Driver) -> None:
         ids = self.text(6)
         self.stored(engine, ids)
-        picked = engine.adapter.select("first", 0, engine.query(), Budget(pages=3))
+        picked = engine.adapter.sequence("first").select(0, engine.query(), Budget(pages=3))
         assert picked.pages.shape[0] == self.driver.layout().kv_heads
         assert 0 < picked.counts.max() <= 3
         release(engine, "first")
@@ -234,7 +234,7 @@ class AdapterSuite:
         adapter.release("nobody")
         for use in (
             lambda: adapter.store("nobody", self.keys(ids)),
-            lambda: adapter.select("nobody", 0, engine.query(), Budget(pages=1)),
+            lambda: adapter.sequence("nobody"),
         ):
             with pytest.raises(BadArgumentError, match="nobody is not there"):
                 use()

@@ -1,10 +1,9 @@
-"""An engine adapter answers what a serving engine asks, request by request, from a pool.
+"""Answers what a serving engine asks, request by request, from a pool.
 
-    held = adapter.match(keys)                             how much of a prompt is there already?
-    adapter.load(request, held.handle, held.tokens, keys)  a worker: go on from it
-    adapter.store(request, keys)                           publish what became complete
-    adapter.select(request, layer, q, budget)              pages to attend to
-    adapter.release(request)                               done, aborted or preempted
+    held = requests.match(keys)                             how much of a prompt is there already?
+    requests.load(request, held.handle, held.tokens, keys)  a worker: go on from it
+    requests.store(request, keys)                           publish what became complete
+    requests.release(request)                               done, aborted or preempted
 
 Keys name blocks of keys.page_tokens tokens, a page or several, each for all text before its end:
 `prefix.PageKeys`. They must also name all that makes K and V what they are (model, dtype, rope,
@@ -15,24 +14,22 @@ engine computes then.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
+from cxlkv.adapters.common.metrics import Failures
 from cxlkv.errors import BadArgumentError, CorruptError, CXLKVError, QuotaError, StaleError
-from cxlkv.ndp.engine import Budget, Selection
+from cxlkv.ndp.engine import Selection
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit, Sequence
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.quota import Quota
-
-log = logging.getLogger("cxlkv")
 
 EVENTS_MAX = 1 << 16
 """Events that nobody takes: older ones are dropped, and counted."""
@@ -51,47 +48,10 @@ class Event:
     keys: PageKeys
 
 
-class EngineAdapter(Protocol):
-    """The contract; tests/support/adapters.py has the suite that every adapter passes."""
-
-    def match(self, keys: PageKeys) -> Hit:
-        """The longest published prefix, held until its release(); tokens may be 0."""
-
-    def load(
-        self, request: str, handle: bytes | None, tokens: int, keys: PageKeys | None = None
-    ) -> int:
-        """Begin a request with `tokens` of a hit's, none without a handle; returns how many it has.
-
-        Less where pages are gone or damaged, or a window lacks what `tokens` see: failures() counts
-        it, and the engine computes. keys, those of the hit: damaged ones are taken out, so that
-        nobody finds them again, and what is left of the prefix is loaded; without them 0. Raises
-        BadArgumentError for a request that is there already, and for more tokens than the hit has.
-        """
-
-    def store(self, request: str, keys: PageKeys) -> int:
-        """Publish what is complete of the request; returns how many pages are new. Keys from its
-        first token on. A request whose pages are published already gives 0."""
-
-    def select(self, request: str, layer: int, q: object, budget: Budget) -> Selection:
-        """Choose pages for the last rows' queries, as Sequence.select."""
-
-    def release(self, request: str) -> None:
-        """Give the request's pages back; of one that is not there nothing."""
-
-    def mend(self, keys: PageKeys) -> list[int]:
-        """After a CorruptError while a request's pages were read: takes damaged ones of these keys
-        out, and returns which keys' (by number). The request is released and computed anew."""
-
-    def events(self) -> list[Event]:
-        """What was stored and removed since the last call, in order."""
-
-    def failures(self) -> Counter[str]:
-        """Counts since the start: "stale", "corrupt", "full", "quota", "window",
-        "lost_events"."""
-
-
 class PoolRequests:
-    """Requests of one engine process, each a Sequence of a pool: what EngineAdapter asks for.
+    """Requests of one engine process, each a Sequence of a pool.
+
+    The suite in tests/support/adapters.py is its contract, and that of the engines' own ones.
 
     tiers: makes room in a full pool by evicting published pages, and looks into the cold tier.
     quota: of the tenant that this engine serves, of the same tiers: what is refused for it is not
@@ -104,9 +64,10 @@ class PoolRequests:
         self.sequences: dict[str, Sequence] = {}
         self._stored: dict[str, int] = {}  # tokens of a request that were published, or came so
         self._events: list[Event] = []
-        self._failures: Counter[str] = Counter()
+        self._failures = Failures()
 
     def match(self, keys: PageKeys) -> Hit:
+        """The longest published prefix, held until its release(); tokens may be 0."""
         return (self.quota or self.tiers or self.pool).match(keys)
 
     def load(
@@ -118,8 +79,15 @@ class PoolRequests:
         *,
         verify: bool = True,
     ) -> int:
-        """verify=False: for who reads the pages by a call that verifies them on the way, and then
-        calls mend() if one is damaged."""
+        """Begin a request with `tokens` of a hit's, none without a handle; returns how many it has.
+
+        Less where pages are gone or damaged, or a window lacks what `tokens` see: failures() counts
+        it, and the engine computes. keys, those of the hit: damaged ones are taken out, so that
+        nobody finds them again, and what is left of the prefix is loaded; without them 0.
+        verify=False: for who reads the pages by a call that verifies them on the way, and then
+        calls mend() if one is damaged. Raises BadArgumentError for a request that is there already,
+        and for more tokens than the hit has.
+        """
         if request in self.sequences:
             raise BadArgumentError(f"request {request} is there already: release() it first")
         sequence = None
@@ -182,6 +150,8 @@ class PoolRequests:
         return self.sequences[request]
 
     def store(self, request: str, keys: PageKeys) -> int:
+        """Publish what is complete of the request; returns how many pages are new. Keys from its
+        first token on. A request whose pages are published already gives 0."""
         new, self._stored[request] = self._publish(
             self.sequence(request), keys, self._stored.get(request, 0)
         )
@@ -205,15 +175,13 @@ class PoolRequests:
             self._note(Event("stored", keys[known:there]))
         return new, there * size
 
-    def select(self, request: str, layer: int, q: object, budget: Budget) -> Selection:
-        return self.sequence(request).select(layer, q, budget)
-
     def truncate(self, request: str, tokens: int) -> None:
         """The request has only `tokens` tokens: what was computed after them is not its text."""
         self.sequence(request).truncate(tokens)
         self._stored[request] = min(self._stored[request], tokens)
 
     def release(self, request: str) -> None:
+        """Give the request's pages back; of one that is not there nothing."""
         sequence = self.sequences.pop(request, None)
         self._stored.pop(request, None)
         if sequence is not None:
@@ -227,6 +195,8 @@ class PoolRequests:
         return count
 
     def mend(self, keys: PageKeys) -> list[int]:
+        """After a CorruptError while a request's pages were read: takes damaged ones of these keys
+        out, and returns which keys' (by number). The request is released and computed anew."""
         damaged = np.flatnonzero(self._damaged(keys))
         if len(damaged):
             self.forget(PageKeys(keys.packed[damaged], keys.page_tokens, keys.strict))
@@ -253,17 +223,16 @@ class PoolRequests:
         return found
 
     def events(self) -> list[Event]:
+        """What was stored and removed since the last call, in order."""
         taken, self._events = self._events, []
         return taken
 
     def failures(self) -> Counter[str]:
-        return self._failures.copy()
+        """Counts since the start: "stale", "corrupt", "full", "quota", "window", "lost_events"."""
+        return Counter(self._failures)
 
     def fail(self, kind: str, error: CXLKVError) -> None:
-        """Count it, and say it once in the log."""
-        if not self._failures[kind]:
-            log.warning("%s; the engine computes instead; further ones are counted", error)
-        self._failures[kind] += 1
+        self._failures.add(kind, error)
 
     def _note(self, event: Event) -> None:
         if len(self._events) == EVENTS_MAX:

@@ -32,8 +32,7 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from cxlkv import forking
 from cxlkv.adapters.common import pools
-from cxlkv.adapters.common.figures import Shown
-from cxlkv.adapters.common.metrics import log
+from cxlkv.adapters.common.metrics import Shown, log
 from cxlkv.adapters.common.object_cache import ObjectCache, leading
 from cxlkv.adapters.lmcache import form, names
 from cxlkv.adapters.lmcache.form import Form

@@ -21,8 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.runtime_context import get_server_args
 
-from cxlkv.adapters.common.figures import Shown
-from cxlkv.adapters.common.metrics import Counting
+from cxlkv.adapters.common.metrics import Counting, Shown
 from cxlkv.adapters.sglang import names
 from cxlkv.adapters.sglang.host import Memory
 from cxlkv.adapters.sglang.metrics import COUNTS, KINDS, PREFIX

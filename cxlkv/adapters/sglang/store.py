@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cxlkv.adapters.common import pools, startup
+from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.metrics import Counting
 from cxlkv.adapters.common.object_cache import Flags, Given, ObjectCache, leading
 from cxlkv.adapters.common.settings import PoolSettings
@@ -163,10 +163,10 @@ class Store(Closing):
         pages = pool.stats()["pages_total"] // shards.sharing_ranks
         config = self._rank.config
         ranks = (config.tp_rank, config.attn_cp_rank, config.dp_rank, config.pp_rank)
-        found = startup.measure(
+        found = pools.measure(
             pool.admin.overview(), made, pages * memory.page_tokens, int(any(ranks)), config.pp_size
         )
-        startup.say(found, self._rank.context_tokens)
+        pools.say(found, self._rank.context_tokens)
 
     # ---- while the engine runs ----
 

@@ -5,7 +5,7 @@
         out = model.generate(ids, attention_mask=mask, past_key_values=cache)
         requests.keep(cache, out)
 
-`load`, `store` and the rest of `EngineAdapter` are there by themselves, too: `cache(names)`
+`load`, `store` and the rest of `PoolRequests` are there by themselves, too: `cache(names)`
 gives the requests of these names to a model.
 """
 

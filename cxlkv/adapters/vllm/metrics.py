@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from cxlkv.adapters.common.metrics import Metrics
 from cxlkv.adapters.vllm import counting
 from cxlkv.adapters.vllm.counting import COUNTS, KINDS, STATES, Counting, Figures, Looking
 from cxlkv.adapters.vllm.scheduler import Scheduling
@@ -87,35 +88,13 @@ class CXLMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter, gauge = metric_types[Counter], metric_types[Gauge]
-        self._counts = {
-            name: counter(name=PREFIX + name, documentation=text, labelnames=labelnames)
-            for name, text in COUNTS.items()
-        }
-        self._failures = counter(
-            name=f"{PREFIX}failures",
-            documentation="What went wrong with the pool and was computed instead, by kind",
-            labelnames=[*labelnames, "kind"],
-        )
-        self._pools = gauge(
-            name=f"{PREFIX}pool_tokens",
-            documentation="Room of a pool in tokens, by state: "
-            + "; ".join(f"{state}: {text}" for state, text in STATES.items()),
-            labelnames=[*labelnames, "pool", "state"],
-            multiprocess_mode="mostrecent",
-        )
+        types = metric_types[Counter], metric_types[Gauge]
+        self._metrics = Metrics(*types, PREFIX, labelnames, COUNTS, STATES, "tokens")
         for values in per_engine_labelvalues.values():
-            for metric in self._counts.values():
-                metric.labels(*values)
-            for kind in KINDS:
-                self._failures.labels(*values, kind)
+            self._metrics.begin(values, KINDS)
 
     def observe(self, transfer_stats_data: Figures, engine_idx: int = 0) -> None:
-        values = self.per_engine_labelvalues[engine_idx]
-        for name, count in transfer_stats_data["counts"].items():
-            self._counts[name].labels(*values).inc(count)
-        for kind, count in transfer_stats_data["failures"].items():
-            self._failures.labels(*values, kind).inc(count)
-        for path, states in transfer_stats_data["pools"].items():
-            for state, tokens in states.items():
-                self._pools.labels(*values, path, state).set(tokens)
+        values, found = self.per_engine_labelvalues[engine_idx], transfer_stats_data
+        self._metrics.add(values, found["counts"], found["failures"])
+        for path, states in found["pools"].items():
+            self._metrics.fill(values, path, states)

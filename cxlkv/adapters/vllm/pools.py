@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cxlkv.adapters.common import pools, startup
+from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.keys import namespace, weights_of
 from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.errors import PoolMissingError, UnsupportedError
@@ -73,8 +73,8 @@ def make_or_open(
     """
     own = None if capacity is None else _part(capacity, ranks)
     pool, made = pools.make_or_open(CXLPool, path, layout, own, parts=ranks.count, sketch=sketch)
-    found = startup.measure(pool.admin.overview(), made, tokens_of(pool), ranks.rank, ranks.count)
-    startup.say(found, wanted_tokens)
+    found = pools.measure(pool.admin.overview(), made, tokens_of(pool), ranks.rank, ranks.count)
+    pools.say(found, wanted_tokens)
     pool.admin.prefault(background=True)  # else the first texts that are saved pay for it
     return pool
 

@@ -6,7 +6,6 @@ request ends or is preempted, so that nothing takes its pages before the workers
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from cxlkv.adapters.common.keys import block_keys, namespace, weights_of
+from cxlkv.adapters.common.metrics import Failures
 from cxlkv.adapters.vllm.messages import (
     KEY_BYTES,
     Continued,
@@ -28,8 +28,6 @@ from cxlkv.adapters.vllm.settings import Settings, read_options
 from cxlkv.errors import BadArgumentError, CXLKVError
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Hit
-
-log = logging.getLogger("cxlkv")
 
 LEASE_S = 60.0
 ENDED_MAX = 1024
@@ -134,7 +132,7 @@ class Scheduling:
         self._loads, self._saves, self._events = loads, saves, events
         self._changes: list[Change] = []
         self._ended: OrderedDict[str, EngineRequest] = OrderedDict()
-        self.failures: Counter[str] = Counter()
+        self.failures = Failures()
 
     # ---- a request comes ----
 
@@ -177,7 +175,7 @@ class Scheduling:
         try:
             found = read_options(request.kv_transfer_params, self.settings)
         except BadArgumentError as error:
-            self._fail("bad_options", error)
+            self.failures.add("bad_options", error)
             found = Options(self.settings.budget)
         return found if self._saves else replace(found, save=False)
 
@@ -193,7 +191,7 @@ class Scheduling:
                 tokens = min(hit.tokens for hit in hits)
                 return _Match(hits, [hit.handle for hit in hits], tokens, local)
         except CXLKVError as error:
-            self._fail("match", error)
+            self.failures.add("match", error)
         for hit in hits:
             hit.release()
         return None
@@ -300,7 +298,7 @@ class Scheduling:
         counts = Counter(name for report in reports for name in set(report.loaded))
         self._loaded += [name for name, count in counts.items() if count == len(reports)]
         for report in reports:
-            self.failures += report.failures
+            self.failures.update(report.failures)
             self._failed.update(name for name in report.failed if name in self._requests)
         if not self._events or not reports:
             return
@@ -339,8 +337,3 @@ class Scheduling:
             self._forget_match(name)
         for pool in self.pools:
             pool.close()
-
-    def _fail(self, kind: str, error: Exception) -> None:
-        if not self.failures[kind]:
-            log.warning("%s; the engine computes instead; further ones are counted", error)
-        self.failures[kind] += 1

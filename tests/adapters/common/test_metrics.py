@@ -9,9 +9,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from cxlkv import KVLayout, ObjectPool, object_keys
-from cxlkv.adapters.common import figures
-from cxlkv.adapters.common.figures import Shown
-from cxlkv.adapters.common.metrics import Counting
+from cxlkv.adapters.common.metrics import Counting, Shown
 
 COUNTS = {"moved": "Moved objects", "bytes": "Their bytes"}
 KINDS = {"full": "no room: give more", "error": "it failed"}
@@ -67,7 +65,7 @@ def test_pools_are_looked_at_once_in_a_while(
         pool.put_batch(object_keys(["one"]), [np.zeros(size, np.uint8)])
         counting.look(pool)
         assert bytes_of(pool, "published_only") == 0, "the next look comes later"
-    monkeypatch.setattr(figures, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("cxlkv.adapters.common.metrics.LOOK_EVERY_S", 0.0)
     counting._next_s.clear()
     with pools[0].lease(object_keys(["one"])):
         counting.look(pools[0])
