@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from cxlkv import CXLPool, ObjectPool
+from cxlkv import ObjectPool
 from cxlkv.adapters.common.metrics import Counting
 from cxlkv.adapters.common.object_cache import leading
 from cxlkv.adapters.common.settings import PoolSettings
@@ -97,7 +97,7 @@ class Engine:
 def where(tmp_path: Path) -> Iterator[str]:
     yield f"{tmp_path}/"
     for path in tmp_path.glob("*.pool"):
-        with CXLPool.open(path) as pool:
+        with ObjectPool.open(path) as pool:
             report = pool.admin.check(deep=True)
             assert report["clean"], report["problems"]
             assert pool.stats()["pages_held"] == 0
@@ -355,7 +355,7 @@ def test_the_first_rank_says_where_the_pool_is(
     for rank in (1, 0):
         Engine(where, config=Config(tp_rank=rank, tp_size=2)).store.close()
     (said,) = [one for one in caplog.messages if "cxlkv-sglang-" in one]
-    with CXLPool.open(next(Path(where).glob("*.pool"))) as pool:
+    with ObjectPool.open(next(Path(where).glob("*.pool"))) as pool:
         tokens = pool.stats()["pages_total"] // 2 * TOKENS
     assert f"cxlkv: found {where}cxlkv-sglang-" in said
     assert f"for {tokens} tokens (" in said

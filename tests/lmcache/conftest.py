@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import pytest
 
-from cxlkv import CXLPool
+from cxlkv import ObjectPool
 
 if TYPE_CHECKING:
     from cxlkv.adapters.lmcache.storage import CXLStorage
@@ -50,7 +50,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def audit(path: Path) -> None:
     """Nothing is held in the pool, and every byte in it is right."""
-    with CXLPool.open(path, threads=1) as pool:
+    with ObjectPool.open(path, threads=1) as pool:
         assert pool.stats()["pages_held"] == 0
         assert pool.admin.check(deep=True) == {
             "clean": True,
@@ -68,7 +68,7 @@ def where(tmp_path: Path) -> Iterator[Path]:
     yield folder
     for path in folder.glob("*.pool"):
         audit(path)
-        CXLPool.remove(path)
+        ObjectPool.remove(path)
 
 
 class MakeEngine(Protocol):

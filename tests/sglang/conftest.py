@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cxlkv import CXLPool
+from cxlkv import ObjectPool
 from cxlkv.errors import CXLKVError
 
 from ..conftest import audit
@@ -18,10 +18,10 @@ from ..conftest import audit
 def folder(tmp_path: Path) -> Iterator[str]:
     yield f"{tmp_path}/"
     for path in tmp_path.rglob("*.pool"):
-        with CXLPool.open(path) as pool:
+        with ObjectPool.open(path) as pool:
             audit(pool)
         with suppress(CXLKVError):
-            CXLPool.remove(path)
+            ObjectPool.remove(path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cxlkv import CXLPool
+from cxlkv import ObjectPool
 
 from ..conftest import audit
 from ..support.stores import payload
@@ -58,6 +58,6 @@ def test_a_killed_engine_loses_nothing(folder: str, kind: str, layout: str, text
         assert engine.save(text, {"kv": pages}) == len(text)
         assert engine.fetch(text)[0] == len(text)
     assert not any(engine.backend.counting.failures.values())
-    with CXLPool.open(str(engine.backend.store.cache().pool.path)) as pool:
+    with ObjectPool.open(str(engine.backend.store.cache().pool.path)) as pool:
         audit(pool)
     engine.close()

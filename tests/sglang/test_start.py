@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.pool_host import HostKVCache
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 
-from cxlkv import CXLPool
+from cxlkv import ObjectPool
 from cxlkv.adapters.sglang import storage
 
 from ..support.stores import payload
@@ -116,7 +116,7 @@ def test_split_heads_are_two_objects(ours: dict[str, object]) -> None:
     payloads = [payload(key, size) for key in KEYS]
     write_pages(pages, indices, payloads)
     assert all(engine.batch_set_v1(KEYS, indices))
-    with CXLPool.open(str(ours["where"])) as pool:
+    with ObjectPool.open(str(ours["where"])) as pool:
         assert pool.layout.object_bytes == size // 2
         assert pool.stats()["pages_published"] == 2 * len(KEYS)
     write_pages(pages, indices, payloads[::-1])
