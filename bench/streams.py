@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
-from cxlkv._core import Stream, Streamed
+from cxlkv.bench import loops
+from cxlkv.bench.loops import Stream, Streamed
 from cxlkv.emulation.link import charge
 from cxlkv.layout import KVLayout
 from cxlkv.machine.topology import NumaNode, probe
@@ -51,7 +52,7 @@ def memories(where: str | None, sizes: Sequence[int], notes: list[str]) -> Itera
     """
     if where is None:
         with ExitStack() as stack:
-            yield [stack.enter_context(_core.memory_taken(size)) for size in sizes]
+            yield [stack.enter_context(loops.memory_taken(size)) for size in sizes]
         return
     needs = [-(-size // BORDER_BYTES) * BORDER_BYTES for size in sizes]
     capacity = sum(needs) * 257 // 256 + 4 * BORDER_BYTES  # the tables take 1 in 512

@@ -99,6 +99,16 @@ def test_the_folders_are_those_of_the_layers() -> None:
     assert {path.name for path in SOURCES.iterdir()} == {*FOLDERS, HOOKS.name}
 
 
+def test_the_measuring_loops_use_the_lowest_folders_only() -> None:
+    """They are an extension of their own, which has no part of a pool."""
+    for path in files(".c", ".h"):
+        if path.is_relative_to(ROOT / "native/measure"):
+            own = re.findall(r"^static [^=;]*?(\w+)\(", text_of(path), re.MULTILINE)
+            for name, where in used_by(path):
+                if name not in own:
+                    assert folder_of(where) in ("base", "coherence"), f"{path.name} uses {name}"
+
+
 def test_hooks_are_few() -> None:
     """A hook is an arrow upward that the test above does not see."""
     answered = re.findall(r"^    \.(\w+) = \w+,$", HOOKS.read_text(), re.MULTILINE)

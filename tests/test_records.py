@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, PoolFullError, Sequence, _core
 from cxlkv.arrays import NUMPY_DTYPES
+from cxlkv.bench import loops
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys
@@ -431,7 +432,7 @@ def test_another_generation_is_not_forgotten(
     assert pool.stats()["pages_published"] == 4
 
 
-@pytest.mark.skipif(_core.flush_name() == "none", reason="this CPU cannot flush lines")
+@pytest.mark.skipif(loops.flush_name() == "none", reason="this CPU cannot flush lines")
 def test_a_record_that_one_host_writes_is_found_by_another(
     rng: np.random.Generator, shm_path: Path
 ) -> None:

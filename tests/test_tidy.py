@@ -94,7 +94,7 @@ FLOOR = {name: floor for floor, group in enumerate(FOLDERS) for name in group}
 
 # Modules with a rule of their own instead of a rank: what each may import.
 KERNELS_MAY_IMPORT = {"errors", "layout", "kernels"}  # tensors and page ids, never a pool
-NATIVE_USERS = {"_core"}  # the one binding
+NATIVE_USERS = {"_native": "_core", "_measure": "bench"}  # a binding for each
 
 # Beside the package: they use it as a program does, from its front door.
 PROGRAMS = ("emulation/qemu/",)
@@ -155,7 +155,7 @@ def package_of(path: Path) -> list[str]:
 
 @cache
 def known_modules() -> set[str | None]:
-    return {*RANK, "kernels", "_native", *map(module_of, files(".py"))}
+    return {*RANK, "kernels", *NATIVE_USERS, *map(module_of, files(".py"))}
 
 
 def imported(path: Path, tree: ast.AST) -> Iterator[str]:
@@ -199,8 +199,8 @@ def layer_faults(path: Path, tree: ast.AST) -> list[str]:
         faults.append(f"{module} has no place in FOLDERS: say what its folder may import")
     rank = RANK.get(module, 0)
     for other in imported(path, tree):
-        if other == "_native":
-            allowed = module in NATIVE_USERS
+        if other in NATIVE_USERS:
+            allowed = module == NATIVE_USERS[other]
         elif module == "kernels":
             allowed = other in KERNELS_MAY_IMPORT
         elif other == "kernels":
@@ -311,7 +311,9 @@ def test_the_links_lead_to_the_shipped_folders() -> None:
         ("cxlkv/pages.py", "import cxlkv", 1),
         ("cxlkv/pages.py", "from cxlkv import CXLPool", 1),
         ("cxlkv/pages.py", "from cxlkv._native import lib", 1),
-        ("cxlkv/_core/__init__.py", "from cxlkv._native import lib", 0),
+        ("cxlkv/_core/base.py", "from cxlkv._native import lib", 0),
+        ("cxlkv/_core/base.py", "from cxlkv._measure import lib", 1),
+        ("bench/loops.py", "from cxlkv._measure import lib", 0),
         ("cxlkv/ops/cli.py", "from cxlkv import CXLPool, pool", 0),
         ("cxlkv/errors.py", "from cxlkv.kernels import gather", 1),
         ("cxlkv/adapters/vllm.py", "from ..pool import CXLPool", 0),

@@ -8,9 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from cxlkv import _core
-from cxlkv._core import Stream, Streamed
-from cxlkv.bench import streams
+from cxlkv.bench import loops, streams
+from cxlkv.bench.loops import Stream, Streamed
 from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.result import Result
 from cxlkv.emulation.profiles import Profile
@@ -43,16 +42,16 @@ def run(result: Result) -> Profile:
     kinds = {"read": "read", "write": f"write{past}", "mixed": f"mixed{past}"}
     paces = SIZE.pace_ns if len(cpus) > 1 else ()
     with ExitStack() as stack:
-        ring, memory = (stack.enter_context(_core.memory_taken(SIZE.bytes)) for _ in range(2))
-        _core.memory_ring(ring, seed=1)
+        ring, memory = (stack.enter_context(loops.memory_taken(SIZE.bytes)) for _ in range(2))
+        loops.memory_ring(ring, seed=1)
         chase = Stream("chase", ring, cpus[0])
         running = {
             "idle": [chase],
-            **{name: loops(kind, memory, cpus) for name, kind in kinds.items()},
-            **{f"loaded_{pace}": [chase, *loops("read", memory, cpus[1:], pace)] for pace in paces},
+            **{name: split(kind, memory, cpus) for name, kind in kinds.items()},
+            **{f"loaded_{pace}": [chase, *split("read", memory, cpus[1:], pace)] for pace in paces},
         }
         calls = {
-            name: partial(_core.memory_run, some, SIZE.sample_s) for name, some in running.items()
+            name: partial(loops.memory_run, some, SIZE.sample_s) for name, some in running.items()
         }
         found = interleave_reported(calls, SIZE.rounds)
     chases = [found["idle"], *(found[f"loaded_{pace}"] for pace in paces)]
@@ -79,7 +78,7 @@ def run(result: Result) -> Profile:
     )
 
 
-def loops(kind: str, memory: streams.Bytes, cpus: Sequence[int], pace_ns: int = 0) -> list[Stream]:
+def split(kind: str, memory: streams.Bytes, cpus: Sequence[int], pace_ns: int = 0) -> list[Stream]:
     """One on each CPU, each over a part of its own; with a pace by blocks of PACED_BYTES."""
     blocks = {"block_bytes": PACED_BYTES, "pace_ns": pace_ns} if pace_ns else {}
     parts = streams.parts(memory, len(cpus))

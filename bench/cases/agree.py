@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cxlkv import _core
-from cxlkv._core import Stream
-from cxlkv.bench import streams
+from cxlkv.bench import loops, streams
+from cxlkv.bench.loops import Stream
 from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.result import Result
 from cxlkv.errors import UnsupportedError
@@ -49,7 +48,7 @@ def run(result: Result, size: Size = Size()) -> None:
         cpu = min(allowed)
         os.sched_setaffinity(0, {cpu})  # programs that are started inherit it
         try:
-            with _core.memory_taken(2 * size.copy_bytes) as data:
+            with loops.memory_taken(2 * size.copy_bytes) as data:
                 streams.number(data)
                 tools = {"ours": _ours(result, data, cpu, size), **tools}
                 found = interleave_reported(tools, size.rounds)
@@ -76,15 +75,15 @@ def _ours(result: Result, data: streams.Bytes, cpu: int, size: Size) -> Tool:
     read = Stream("read", data, cpu)
 
     def measure() -> dict[str, float]:
-        (copied,) = _core.memory_run([copy], size.sample_s)
+        (copied,) = loops.memory_run([copy], size.sample_s)
         result.checks["copy_right"] = streams.contents_are_right(copy, copied)
         streams.number(data)
-        (did,) = _core.memory_run([read], size.sample_s)
+        (did,) = loops.memory_run([read], size.sample_s)
         result.checks["read_right"] = streams.sum_is_right(read, did, 0)
         # The ring is made in what was read: it has the same pages.
-        _core.memory_ring(data, seed=1)
+        loops.memory_ring(data, seed=1)
         chase = Stream("chase", data, cpu)
-        (chased,) = _core.memory_run([chase], size.sample_s)
+        (chased,) = loops.memory_run([chase], size.sample_s)
         result.checks["latency_right"] = streams.sum_is_right(chase, chased, 0)
         return {
             "copy": streams.speed([copied]),

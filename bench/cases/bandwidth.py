@@ -6,9 +6,8 @@ import platform
 from dataclasses import dataclass
 from functools import partial
 
-from cxlkv import _core
-from cxlkv._core import Stream
-from cxlkv.bench import streams
+from cxlkv.bench import loops, streams
+from cxlkv.bench.loops import Stream
 from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.result import Result
 
@@ -82,7 +81,7 @@ class Sampler:
         self.kind, self.check = kind, f"{kind}{tail}_{len(cpus)}t_right"
         self.turn = 0
 
-    def run(self, seconds: float) -> tuple[list[Stream], list[_core.Streamed]]:
+    def run(self, seconds: float) -> tuple[list[Stream], list[loops.Streamed]]:
         # What is written is new each time: else what an earlier stream wrote would pass for it.
         self.turn += 1
         running = [
@@ -91,7 +90,7 @@ class Sampler:
                 zip(streams.parts(self.memory, len(self.cpus)), self.cpus, strict=True)
             )
         ]
-        return running, _core.memory_run(running, seconds)
+        return running, loops.memory_run(running, seconds)
 
     def __call__(self, seconds: float) -> float:
         return streams.speed(self.run(seconds)[1])
@@ -117,7 +116,7 @@ def _matrix(result: Result, size: Size) -> None:
     """Reads of every node's memory by every node's CPUs, where there are several."""
     where = streams.places(size.region_bytes)
     for node in where.memory if where.several else ():
-        with _core.memory_taken(size.region_bytes, node.node) as memory:
+        with loops.memory_taken(size.region_bytes, node.node) as memory:
             functions: dict[str, Sampler] = {}
             for near, cpus in where.cpus.items():
                 name = f"read_node{node.node}_from_node{near}"

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import CXLPool, KVLayout, Sequence, _core
+from cxlkv.bench import loops
 from cxlkv.bench.measure import Samples, interleave_reported
 from cxlkv.bench.result import Result
 from cxlkv.errors import StaleError
@@ -78,7 +79,7 @@ class Timed:
         """Seconds a record."""
         reads = operation.startswith(("read", "acquire"))
         repeat = max(1, self.sample_records // batch)
-        seconds = _core.coherence_time_s(
+        seconds = loops.coherence_time_s(
             operation,
             self.memory,
             self.target if reads else self.source,
@@ -98,13 +99,13 @@ class Timed:
     def publish_all(self) -> None:
         """So that each record has a CRC and can be acquired."""
         args = (self.memory, self.source, 0, self.record_count)
-        _core.coherence_time_s("publish", *args, checksum=True)
+        loops.coherence_time_s("publish", *args, checksum=True)
 
 
 def run(result: Result, size: Size = Size()) -> None:
     """Metrics in us, ns and GB/s; ratios *_cost: time over the bare loop's of the same run."""
     memory = at_page(size.memory_bytes)
-    result.notes.append(f"lines are written back by {_core.coherence_instruction()}")
+    result.notes.append(f"lines are written back by {loops.flush_name()}")
     for record_bytes in size.record_bytes:
         measure_records(result, memory, record_bytes, size)
     for record_bytes in size.table_bytes:
@@ -154,7 +155,7 @@ def measure_records(result: Result, memory: Bytes, record_bytes: int, size: Size
 
 def is_refused(timed: Timed) -> bool:
     try:
-        _core.coherence_time_s("acquire", timed.memory, timed.target, 0, 1, generation=2)
+        loops.coherence_time_s("acquire", timed.memory, timed.target, 0, 1, generation=2)
     except StaleError:
         return True
     return False
@@ -176,9 +177,9 @@ def measure_pairs(result: Result, size: Size) -> None:
     p99s: Samples = {}
     for turn in range(size.call_rounds + 1):
         for name, nanoseconds in {
-            "rpc_round_trip": _core.coherence_calls_ns("coherent", size.call_bytes, size.calls),
-            "rpc_flushed": _core.coherence_calls_ns("fast", size.call_bytes, size.calls),
-            "visible": _core.coherence_visible_ns("fast", 16384, size.calls // 4),
+            "rpc_round_trip": loops.coherence_calls_ns("coherent", size.call_bytes, size.calls),
+            "rpc_flushed": loops.coherence_calls_ns("fast", size.call_bytes, size.calls),
+            "visible": loops.coherence_visible_ns("fast", 16384, size.calls // 4),
         }.items():
             if turn:
                 medians.setdefault(name, []).append(float(np.median(nanoseconds)) / 1e3)

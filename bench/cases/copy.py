@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cxlkv import _core
-from cxlkv._core import Stream
-from cxlkv.bench import streams
+from cxlkv.bench import loops, streams
+from cxlkv.bench.loops import Stream
 from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.result import Result
 
@@ -39,7 +38,7 @@ def shared(size_bytes: int) -> Iterator[streams.Bytes]:
 def run(result: Result, size: Size = Size()) -> None:
     """In GB/s copied, one thread: private memory in huge pages, and a file in /dev/shm."""
     cpu = streams.allowed_cpus()[0]
-    with _core.memory_taken(size.region_bytes) as private, shared(size.region_bytes) as file:
+    with loops.memory_taken(size.region_bytes) as private, shared(size.region_bytes) as file:
         running = {}
         for place, memory in (("private", private), ("shm", file)):
             streams.number(memory)
@@ -48,7 +47,7 @@ def run(result: Result, size: Size = Size()) -> None:
                     name = f"{kind}_{place}_{streams.size_name(block)}"
                     running[name] = Stream(kind, memory, cpu, block_bytes=block)
         calls = {
-            name: partial(_core.memory_run, [stream], size.sample_s)
+            name: partial(loops.memory_run, [stream], size.sample_s)
             for name, stream in running.items()
         }
         for name, found in interleave_reported(calls, size.rounds).items():
@@ -57,7 +56,7 @@ def run(result: Result, size: Size = Size()) -> None:
         for name, stream in running.items():
             memory = stream.memory
             memory[memory.size // 2 :] = 0
-            (did,) = _core.memory_run([stream], 0.001)
+            (did,) = loops.memory_run([stream], 0.001)
             result.checks[f"{name}_right"] = streams.contents_are_right(stream, did)
     for place in ("private", "shm"):
         for tail in (f"{place}_{streams.size_name(block)}" for block in size.block_bytes):

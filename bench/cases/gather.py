@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core
+from cxlkv.bench import loops
 from cxlkv.bench.cases.transfer import Mapped, append_all, selection, source
 from cxlkv.bench.cases.transfer import Size as CopySize
 from cxlkv.bench.measure import interleave
@@ -72,7 +72,7 @@ def _measure(result: Result, pool: CXLPool, path: Path, shape: CopySize, call_by
 
     def memcpy_one(call: int) -> None:
         for offsets, to in zip(calls[call][1], flat, strict=True):
-            _core.memory_gather_s(to, mapped.bytes, offsets, mapped.piece_bytes)
+            loops.memory_gather_s(to, mapped.bytes, offsets, mapped.piece_bytes)
 
     def every(one: Callable[[int], None]) -> Callable[[], None]:
         def loop() -> None:

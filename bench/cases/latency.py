@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from cxlkv import _core
-from cxlkv._core import Stream
-from cxlkv.bench import streams
+from cxlkv.bench import loops, streams
+from cxlkv.bench.loops import Stream
 from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.result import Result
 
@@ -52,7 +51,7 @@ def run(result: Result, size: Size = Size(), where: str | None = None) -> None:
     sizes = [*size.region_bytes, size.load_bytes]
     with streams.memories(where, sizes, result.notes) as (*rings, load):
         for ring in rings:
-            _core.memory_ring(ring, seed=1)
+            loops.memory_ring(ring, seed=1)
         streams.number(load)
         functions = {
             f"idle_{streams.size_name(ring.size)}": _chasing(result, Stream("chase", ring, cpus[0]))
@@ -79,7 +78,7 @@ Sampler = Callable[[float], tuple[float, float]]
 def _chasing(result: Result, chase: Stream, load: list[Stream] | None = None) -> Sampler:
     def sample(seconds: float) -> tuple[float, float]:
         loading = load or []
-        found = _core.memory_run([chase, *loading], seconds)
+        found = loops.memory_run([chase, *loading], seconds)
         first_words = [0, *(int(one.memory.view("u8")[0]) for one in loading)]
         right = all(
             streams.sum_is_right(one, did, first)
@@ -120,8 +119,8 @@ def _matrix(result: Result, size: Size) -> None:
     if not where.several:
         return
     for node in where.memory:
-        with _core.memory_taken(region_bytes, node.node) as ring:
-            _core.memory_ring(ring, seed=1)
+        with loops.memory_taken(region_bytes, node.node) as ring:
+            loops.memory_ring(ring, seed=1)
             _take_turns(
                 result,
                 {

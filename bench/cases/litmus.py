@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
+from cxlkv.bench import loops
 from cxlkv.bench.result import Result, commit
 from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, PeerError, SystemCallError
@@ -95,8 +96,8 @@ def run(
         raise BadArgumentError(f"--role {role}: a or b")
     if role is not None and not regions:
         raise BadArgumentError("a role needs the regions that both have: --region, once or more")
-    if len(regions) > _core.LITMUS_REGIONS_MAX:
-        raise BadArgumentError(f"at most {_core.LITMUS_REGIONS_MAX} regions")
+    if len(regions) > loops.LITMUS_REGIONS_MAX:
+        raise BadArgumentError(f"at most {loops.LITMUS_REGIONS_MAX} regions")
     pressure = cache_pressure_bytes() if pressure_bytes is None else pressure_bytes
     with ExitStack() as stack:
         paths = list(regions) or [stack.enter_context(_scratch_file()) for _ in range(2)]
@@ -177,7 +178,7 @@ def open_region(path: Path) -> Region:
         status = os.fstat(descriptor)
         if stat.S_ISREG(status.st_mode):
             _reserve(path, descriptor, status.st_size)
-            size_bytes = _core.LITMUS_REGION_BYTES
+            size_bytes = loops.LITMUS_REGION_BYTES
         elif stat.S_ISCHR(status.st_mode):
             size_bytes = _dax_bytes(path, status.st_rdev)
         else:
@@ -210,7 +211,7 @@ def _reserve(path: Path, descriptor: int, size_bytes: int) -> None:
         raise _holds(path, "a pool" if head.startswith(POOL_MAGIC) else "something")
     try:
         os.pwrite(descriptor, MAGIC, 0)  # first: the other role may look in between
-        os.posix_fallocate(descriptor, 0, _core.LITMUS_REGION_BYTES)
+        os.posix_fallocate(descriptor, 0, loops.LITMUS_REGION_BYTES)
     except OSError as error:
         raise SystemCallError(f"{path}: cannot reserve 2 MiB: {error.strerror}") from error
 
@@ -222,7 +223,7 @@ def _dax_bytes(path: Path, device: int) -> int:
         align, size = (int((folder / name).read_text(), 0) for name in ("align", "size"))
     except (OSError, ValueError) as error:
         raise BadArgumentError(f"{path}: a device, but no dax device") from error
-    wanted = -(-_core.LITMUS_REGION_BYTES // align) * align
+    wanted = -(-loops.LITMUS_REGION_BYTES // align) * align
     if size < wanted:
         raise BadArgumentError(f"{path}: has {size} bytes, {wanted} are needed")
     return wanted
@@ -278,7 +279,7 @@ def _play(
     other: _Other | None,
 ) -> Played:
     addresses = [region.memory.ctypes.data for region in opened]
-    litmus = _core.litmus_make(addresses, role, pressure_bytes, SILENT_S)
+    litmus = loops.litmus_make(addresses, role, pressure_bytes, SILENT_S)
     try:
         progress(f"role {ROLES[role]}: waiting for role {ROLES[1 - role]}")
         _meet(litmus, role, opened, meet_s, other)
@@ -299,10 +300,10 @@ def _play(
         rows, seconds = _tests(litmus, role, opened, rounds, progress)
         return Played(1 if same else 2, theirs, rows, seconds)
     except BaseException:
-        _core.litmus_give_up(litmus)
+        loops.litmus_give_up(litmus)
         raise
     finally:
-        _core.litmus_destroy(litmus)
+        loops.litmus_destroy(litmus)
 
 
 def _meet(
@@ -313,7 +314,7 @@ def _meet(
     other: _Other | None,
 ) -> None:
     ends = time.monotonic() + meet_s
-    while not _core.litmus_meet(litmus):
+    while not loops.litmus_meet(litmus):
         if other is not None and other.process.poll() is not None:
             raise PeerError("role b ended before it came")
         if time.monotonic() > ends:
@@ -335,7 +336,7 @@ def _boot() -> str:
 
 
 def _exchange(litmus: _core.Handle, message: object) -> object:
-    text = _core.litmus_exchange(litmus, json.dumps(message).encode())
+    text = loops.litmus_exchange(litmus, json.dumps(message).encode())
     found: object = json.loads(text.rstrip(b"\0"))
     return found
 
@@ -345,15 +346,15 @@ def _tests(
 ) -> tuple[list[Row], list[float]]:
     """Each test over each pair of regions; the roles add up what they saw after each."""
     rows, seconds = [], []
-    for test, name in enumerate(_core.LITMUS_TESTS):
+    for test, name in enumerate(loops.LITMUS_TESTS):
         wanted = max(1, rounds // EVICTION_SHARE) if name == "late eviction" else rounds
         for first in range(len(opened)):
             for second in range(len(opened)):
-                counts, began = _core.LitmusCounts(), time.monotonic()
+                counts, began = loops.LitmusCounts(), time.monotonic()
                 for start in range(0, wanted, CHUNK):
                     progress(f"{name}, regions {first} and {second}: {start} of {wanted} rounds")
                     chunk = range(start, min(start + CHUNK, wanted))
-                    _core.litmus_run(litmus, test, (first, second), chunk, counts)
+                    loops.litmus_run(litmus, test, (first, second), chunk, counts)
                 seconds.append(time.monotonic() - began)
                 numbers = counts.numbers()
                 row: Row = {
@@ -382,7 +383,7 @@ def _described(numbers: dict[str, int], role: int) -> str:
     if not numbers["violations"]:
         return ""
     return (
-        f"{_core.LITMUS_KINDS[numbers['kind']]}: role {ROLES[role]}, round {numbers['round']}, "
+        f"{loops.LITMUS_KINDS[numbers['kind']]}: role {ROLES[role]}, round {numbers['round']}, "
         f"region {numbers['region']}: {numbers['words_wrong']} words, the first is word "
         f"{numbers['word']} of line {numbers['line']}: {numbers['got']:#x}, wanted is "
         f"{numbers['wanted']:#x}"
@@ -400,7 +401,7 @@ def _certificate(opened: Sequence[Region], role: str, played: Played) -> Certifi
         "commit": commit(),
         "hosts": played.hosts,
         "role": role,
-        "flush": _core.flush_name(),
+        "flush": loops.flush_name(),
         "machine": certificate.this_machine(),
         "other_machine": played.other["machine"],
         "regions": [
@@ -416,7 +417,7 @@ def _certificate(opened: Sequence[Region], role: str, played: Played) -> Certifi
 def _result(made: Certificate, played: Played) -> Result:
     result = Result("litmus", checks={"no_violations": made["violations"] == 0})
     timed = list(zip(played.rows, played.seconds, strict=True))
-    for test in _core.LITMUS_TESTS:  # samples are the pairs of regions
+    for test in loops.LITMUS_TESTS:  # samples are the pairs of regions
         pairs = [(row, seconds) for row, seconds in timed if row["test"] == test]
         result.measure(f"{test}: rounds", [row["rounds"] for row, _ in pairs], "rounds")
         raced = [row["raced"] / row["rounds"] for row, _ in pairs]

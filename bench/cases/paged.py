@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core
+from cxlkv.bench import loops
 from cxlkv.bench.cases.copy import shared
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.result import Result
@@ -139,7 +139,7 @@ def _shared_out(
     firsts = np.cumsum([0, *(len(part) * piece_bytes for part in parts)]).tolist()
 
     def copy(number: int) -> None:
-        _core.memory_gather_s(to[firsts[number] :], memory, parts[number], piece_bytes)
+        loops.memory_gather_s(to[firsts[number] :], memory, parts[number], piece_bytes)
 
     def every() -> None:
         list(workers.map(copy, range(threads)))

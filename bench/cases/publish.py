@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cxlkv import _core
+from cxlkv.bench import loops
 from cxlkv.bench.cases import coherence
 from cxlkv.bench.result import Result
 
@@ -22,7 +22,7 @@ QUICK = Size(
 def run(result: Result, size: Size = FULL) -> None:
     """What `coherence` says of records, of two threads and of pools; without its table."""
     memory = coherence.at_page(size.memory_bytes)
-    result.notes.append(f"publish: lines are written back by {_core.coherence_instruction()}")
+    result.notes.append(f"publish: lines are written back by {loops.flush_name()}")
     for record_bytes in size.record_bytes:
         coherence.measure_records(result, memory, record_bytes, size)
     coherence.measure_pairs(result, size)

@@ -360,6 +360,9 @@ def host() -> Details:
 # ---- the C core ----
 
 
+EXTENSIONS = ("_native", "_measure")
+
+
 def build(suite: Suite) -> Step:
     """The core that is there, where it is newer than its sources; else it is compiled as pip would,
     and put beside the package, where git does not look."""
@@ -368,7 +371,7 @@ def build(suite: Suite) -> Step:
         for name in ("src", "measure", "include")
         for path in (CHECKOUT / "native" / name).rglob("*.[ch]")
     ]
-    found = "import cxlkv._native as n; print(n.__file__)"
+    found = "import cxlkv._measure, cxlkv._native as n; print(n.__file__)"
     ran = run([sys.executable, "-c", found], suite.env, suite.left_s("build"))
     if not ran.fault:
         core = Path(ran.text.splitlines()[-1])
@@ -387,7 +390,7 @@ def compile_core(suite: Suite, checkout: Path) -> Step:
     configure: list[str | Path] = [cmake, "-S", checkout / "native", "-B", folder, *ninja]
     configure += ["-DSKBUILD=ON", f"-DSKBUILD_SOABI={soabi}", "-DCMAKE_BUILD_TYPE=Release"]
     configure += [f"-DPython_EXECUTABLE={sys.executable}"]
-    compile_all: list[str | Path] = [cmake, "--build", folder, "--target", "_native"]
+    compile_all: list[str | Path] = [cmake, "--build", folder, "--target", *EXTENSIONS]
     compile_all += ["--parallel", str(len(os.sched_getaffinity(0)))]
     text = ""
     for command in (configure, compile_all):
@@ -395,10 +398,10 @@ def compile_core(suite: Suite, checkout: Path) -> Step:
         text += ran.text
         if ran.fault:
             return Step("build", "failed", ran.fault, tail=text)
-    made = folder / f"_native{suffix}"
-    core = checkout / "cxlkv" / made.name
-    shutil.copyfile(made, core.with_name(f".{core.name}"))
-    core.with_name(f".{core.name}").replace(core)
+    for name in EXTENSIONS:
+        core = checkout / "cxlkv" / f"{name}{suffix}"
+        shutil.copyfile(folder / core.name, core.with_name(f".{core.name}"))
+        core.with_name(f".{core.name}").replace(core)
     check = "import cxlkv._core as c; print(c.__file__, c.version(), c.isa())"
     env = dict(suite.env, PYTHONPATH=os.pathsep.join([str(suite.site), str(checkout)]))
     ran = run([sys.executable, "-c", check], env, 60, folder=checkout)

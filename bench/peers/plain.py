@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core
+from cxlkv.bench import loops
 
 from .serving import UNIT_BYTES, Bytes, Objects, Store, Team, Wanted, mapped, serve
 
@@ -50,7 +50,7 @@ class Memcpy:
 
         def copy(number: int) -> None:
             first = ends[number] - len(parts[number]) * piece_bytes
-            _core.memory_gather_s(to[first:], memory, parts[number], piece_bytes)
+            loops.memory_gather_s(to[first:], memory, parts[number], piece_bytes)
 
         began = time.perf_counter()
         list(self.workers.map(copy, range(len(parts))))

@@ -3,7 +3,6 @@
 from cxlkv._core.admin import *
 from cxlkv._core.base import *
 from cxlkv._core.batch import *
-from cxlkv._core.measure import *
 from cxlkv._core.objects import *
 from cxlkv._core.pool import *
 from cxlkv._core.prefix import *

@@ -3,11 +3,11 @@ not fail but read the wrong bytes."""
 
 from __future__ import annotations
 
-ABI = 2
+ABI = 3
 """CXLKV_ABI of native/include/cxlkv_abi.h as these files know it; counted up together."""
 
 
-def check(core: object) -> None:
+def check(core: object, name: str = "cxlkv._native") -> None:
     """Raises ImportError for a core, cffi's `lib`, of another number, and says what to do."""
     declared = getattr(core, "CXLKV_ABI", None)
     compiled = core.cxlkv_abi() if hasattr(core, "cxlkv_abi") else None
@@ -15,7 +15,7 @@ def check(core: object) -> None:
         return
     found = " and ".join(str(n or "none") for n in dict.fromkeys((declared, compiled)))
     raise ImportError(
-        f"cxlkv._native was built for interface {found}, these Python files want {ABI}: they are "
+        f"{name} was built for interface {found}, these Python files want {ABI}: they are "
         "of two versions of cxlkv. Build it again: make setup in a checkout, else "
         "pip install --force-reinstall cxlkv"
     )

@@ -67,8 +67,13 @@ def check(code: int) -> int:
     """`code` if it is >= 0, else the exception that its number stands for."""
     if code >= 0:
         return code
-    text = ffi.string(lib.cxlkv_error_text()).decode(errors="replace")
-    raise _EXCEPTIONS.get(-code, errors.SystemCallError)(text)
+    raise error_of(code, lib.cxlkv_error_text())
+
+
+def error_of(code: int, text: Any) -> errors.CXLKVError:
+    """The exception that a negative code stands for; text: what the core says of it."""
+    said = ffi.string(text).decode(errors="replace")
+    return _EXCEPTIONS.get(-code, errors.SystemCallError)(said)
 
 
 def new_place(kind: str, destroy: Any, size: int = 0) -> Any:

@@ -5,22 +5,16 @@
 #include <sched.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 
 #include "base/cpu.h"
 #include "base/crc32c.h"
 #include "base/flush.h"
 #include "coherence/rpc.h"
 #include "coherence/visibility.h"
-#include "pool/format.h"
+#include "measure/measure.h"
 
-enum { LINE = FLUSH_LINE_BYTES, PIECE_BYTES = 4096, BATCH_MAX = 64, PIN_WORDS = 4096 };
-
-static uint64_t monotonic_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
+enum { LINE = FLUSH_LINE_BYTES, PIECE_BYTES = 4096, BATCH_MAX = 64, PIN_WORDS = 4096,
+       SEALED = 1 /* a state of records, as pages have it */ };
 
 /* ---- the bare loops ---- */
 
@@ -102,7 +96,7 @@ static void bare(const cxlkv_coherence_args *args, uint64_t first, bool wide) {
 }
 
 static uint64_t version_of(const cxlkv_coherence_args *args) {
-    return (uint64_t)args->generation << 8 | PAGE_SEALED;
+    return (uint64_t)args->generation << 8 | SEALED;
 }
 
 /* As in the pool, each piece has its CRC; here their sum stands in the header. */
@@ -336,4 +330,4 @@ int64_t cxlkv_coherence_visible(uint32_t mode, uint64_t record_bytes, uint32_t c
     return run_pair(&p, publish_all, acquire_all, nanoseconds);
 }
 
-const char *cxlkv_coherence_instruction(void) { return flush_name(); }
+const char *cxlkv_flush_name(void) { return flush_name(); }

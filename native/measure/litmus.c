@@ -8,7 +8,6 @@
 #include <time.h>
 
 #include "base/flush.h"
-#include "pool/pool.h"
 
 #define LABEL_MAGIC 0x54494c564b4c5843ull /* "CXLKVLIT" */
 #define GAVE_UP UINT64_MAX
@@ -407,18 +406,12 @@ int cxlkv_litmus_run(cxlkv_litmus *l, const cxlkv_litmus_case *which, cxlkv_litm
     return 0;
 }
 
-static uint64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
-}
-
 /* Spins, then sleeps, so that two roles which share a core find another, and looks at the clock. */
 static int wait_for_peer(cxlkv_litmus *l) {
     if (++l->looks < SPINS) return 0;
-    if (l->looks == SPINS) l->deadline_ns = now_ns() + l->wait_ns;
+    if (l->looks == SPINS) l->deadline_ns = monotonic_ns() + l->wait_ns;
     nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
-    if (now_ns() < l->deadline_ns) return 0;
+    if (monotonic_ns() < l->deadline_ns) return 0;
     return fail(ETIMEDOUT, "the other role has been silent for %.3g s: it was killed, or hangs",
                 (double)l->wait_ns * 1e-9);
 }
@@ -452,12 +445,10 @@ int cxlkv_litmus_make(void *const *regions, uint32_t count, uint32_t role, uint6
     return 0;
 }
 
-void cxlkv_litmus_destroy(cxlkv_litmus *l) {
-    if (l) free(l->pressure);
-    free(l);
+void cxlkv_litmus_destroy_at(cxlkv_litmus **at) {
+    if (*at) free((*at)->pressure);
+    free(*at);
 }
-
-void cxlkv_litmus_destroy_at(cxlkv_litmus **at) { cxlkv_litmus_destroy(*at); }
 
 /* The messages lie behind the scratch lines of the first region. */
 int cxlkv_litmus_exchange(cxlkv_litmus *l, const uint8_t *own, uint8_t *peer) {
@@ -475,5 +466,3 @@ int cxlkv_litmus_exchange(cxlkv_litmus *l, const uint8_t *own, uint8_t *peer) {
     flush_copy_out(peer, from, CXLKV_LITMUS_MESSAGE_BYTES);
     return rendezvous(l, 0); /* the messages may be written anew */
 }
-
-const char *cxlkv_flush_name(void) { return flush_name(); }

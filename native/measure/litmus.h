@@ -4,8 +4,8 @@
  * fence that is left out. docs/coherence.md has the tests. */
 #ifndef CXLKV_LITMUS_H
 #define CXLKV_LITMUS_H
-#include "cxlkv.h"
 #include "base/flush.h"
+#include "measure/measure.h"
 
 enum {
     LITMUS_LABEL_LINE = 0,     /* of each region: whose run it is, which region */

@@ -9,24 +9,17 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "base/cpu.h"
 #include "base/flush.h"
-#include "tiers/local_tier.h"
+#include "measure/measure.h"
 
 enum { LINE = FLUSH_LINE_BYTES, PIECE_BYTES = 4096, STEPS = 1024, STREAMS_MAX = 1024 };
 
 typedef uint64_t two_words __attribute__((vector_size(16), may_alias));
 typedef uint64_t word_at __attribute__((may_alias));
 typedef void *pointer_at __attribute__((may_alias));
-
-static uint64_t monotonic_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
 
 /* ---- memory ---- */
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from cxlkv import _core, errors
+from cxlkv import errors
 from cxlkv.bench.cases import (
     calls,
     coherence,
@@ -29,7 +29,7 @@ from ..support.small_cases import COHERING, check_result
 
 torch = pytest.importorskip("torch", reason="these benchmarks compare with torch")
 pytest.importorskip("transformers", reason="these benchmarks run trained models")
-from cxlkv.bench import pictures, quality, sources  # noqa: E402
+from cxlkv.bench import loops, pictures, quality, sources  # noqa: E402
 from cxlkv.bench.cases import (  # noqa: E402
     hotness,
     ndp,
@@ -290,29 +290,29 @@ def test_the_cost_of_coherence_is_of_calls_that_do_what_they_say() -> None:
     memory[:] = 0
     source[:] = 7
     with pytest.raises(errors.StaleError, match="record 0 is not there"):
-        _core.coherence_time_s("acquire", memory, target, 0, 1)
+        loops.coherence_time_s("acquire", memory, target, 0, 1)
     for operation in ("store", "stream", "write_back", "invalidate", "evict"):
         before = int(memory.sum())
-        assert _core.coherence_time_s(operation, memory, source, 3, 1) > 0
+        assert loops.coherence_time_s(operation, memory, source, 3, 1) > 0
         assert int(memory.sum()) == before + 7 * 4096
         memory[:] = 0
     for operation in ("read", "read_invalidated", "read_evicted"):
-        _core.coherence_time_s("store", memory, source, 0, 1)
+        loops.coherence_time_s("store", memory, source, 0, 1)
         target[:] = 0
-        _core.coherence_time_s(operation, memory, target, 0, 1)
+        loops.coherence_time_s(operation, memory, target, 0, 1)
         assert bool((target == 7).all())
-    _core.coherence_time_s("publish", memory, source, 0, 15, checksum=True)
+    loops.coherence_time_s("publish", memory, source, 0, 15, checksum=True)
     for operation in ("acquire", "acquire_unpinned"):
         target[:] = 0
-        _core.coherence_time_s(operation, memory, target, 0, 7, batch=2, checksum=True)
+        loops.coherence_time_s(operation, memory, target, 0, 7, batch=2, checksum=True)
         assert bool((target == 7).all())
-    assert _core.coherence_time_s("unpin", memory, target, 0, 7, batch=2) > 0
+    assert loops.coherence_time_s("unpin", memory, target, 0, 7, batch=2) > 0
     memory[15 * 64 + 14 * (4096 + 64) + 64 + 100] ^= 1  # of the last payload
     with pytest.raises(errors.StaleError, match="record 14 is not there"):
-        _core.coherence_time_s("acquire", memory, target, 14, 1, checksum=True)
+        loops.coherence_time_s("acquire", memory, target, 14, 1, checksum=True)
     with pytest.raises(errors.BadArgumentError):
-        _core.coherence_time_s("publish", memory, source[:100], 0, 1)
+        loops.coherence_time_s("publish", memory, source[:100], 0, 1)
     with pytest.raises(errors.BadArgumentError):
-        _core.coherence_calls_ns("fast", 4097, 1)
+        loops.coherence_calls_ns("fast", 4097, 1)
     with pytest.raises(errors.BadArgumentError):
-        _core.coherence_visible_ns("fast", 100, 1)
+        loops.coherence_visible_ns("fast", 100, 1)

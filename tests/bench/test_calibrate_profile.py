@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from cxlkv import _core
-from cxlkv._core import Stream
+from cxlkv.bench import loops
 from cxlkv.bench.calibrate import profile as measuring
 from cxlkv.bench.calibrate.profile import Size, curve
 from cxlkv.bench.cases import link
+from cxlkv.bench.loops import Stream
 from cxlkv.bench.result import Result
 from cxlkv.emulation.profiles import named
 from cxlkv.errors import BadArgumentError
@@ -48,12 +48,12 @@ def test_a_chase_that_went_wrong_makes_no_profile(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     small = Size(bytes=1 << 20, pace_ns=(), sample_s=0, rounds=1)
     monkeypatch.setattr(measuring, "SIZE", small)
-    taken = _core.memory_run
+    taken = loops.memory_run
 
-    def wrong(running: list[Stream], seconds: float) -> list[_core.Streamed]:
+    def wrong(running: list[Stream], seconds: float) -> list[loops.Streamed]:
         return [did._replace(sum=did.sum + 1) for did in taken(running, seconds)]
 
-    monkeypatch.setattr(_core, "memory_run", wrong)
+    monkeypatch.setattr(loops, "memory_run", wrong)
     with pytest.raises(SystemExit) as ended:
         main(["tune", "--profile", "here"])
     assert ended.value.code == 1

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pytest
 
 from cxlkv import CXLPool, KVLayout, _core
+from cxlkv.bench import loops
 from cxlkv.bench.cases import litmus
 from cxlkv.bench.result import Result
 from cxlkv.errors import BadArgumentError, CXLKVError, PeerError
@@ -137,8 +138,8 @@ def test_two_roles_agree_and_count_hosts_by_their_kernels(
 def scribbler(path: Path) -> Iterator[None]:
     """Somebody who writes into the lines of the tests, not into those of the rendezvous."""
     with path.open("r+b") as file:
-        memory = np.frombuffer(mmap.mmap(file.fileno(), _core.LITMUS_REGION_BYTES), np.uint64)
-    lines = memory[3 * LINE_BYTES // 8 : -2 * _core.LITMUS_MESSAGE_BYTES // 8]
+        memory = np.frombuffer(mmap.mmap(file.fileno(), loops.LITMUS_REGION_BYTES), np.uint64)
+    lines = memory[3 * LINE_BYTES // 8 : -2 * loops.LITMUS_MESSAGE_BYTES // 8]
     stop = threading.Event()
 
     def scribble() -> None:
@@ -158,7 +159,7 @@ def scribbler(path: Path) -> Iterator[None]:
 def test_violations_are_counted_described_and_certify_nothing(
     region: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    region.write_bytes(litmus.MAGIC.ljust(_core.LITMUS_REGION_BYTES, b"\0"))
+    region.write_bytes(litmus.MAGIC.ljust(loops.LITMUS_REGION_BYTES, b"\0"))
     while True:  # until the scribbler runs beside this test, of the run's several
         with scribbler(region), pytest.raises(SystemExit):
             cli.app(["bench", "run", "litmus", "--rounds", "5000", "--region", str(region)])
@@ -182,7 +183,7 @@ def test_memory_that_is_not_shared_is_found_and_both_count_it(tmp_path: Path) ->
     """Region 1 of role b is a copy of role a's, with its label: nothing gets across there."""
     paths = [tmp_path / name for name in ("shared", "of_a", "of_b")]
     for path in paths:
-        path.write_bytes(litmus.MAGIC.ljust(_core.LITMUS_REGION_BYTES, b"\0"))
+        path.write_bytes(litmus.MAGIC.ljust(loops.LITMUS_REGION_BYTES, b"\0"))
 
     def copy_label(text: str) -> None:
         if text.startswith("role a: waiting"):
@@ -194,7 +195,7 @@ def test_memory_that_is_not_shared_is_found_and_both_count_it(tmp_path: Path) ->
     a, b = (certificate.read(tmp_path / f"{role}.json") for role in "ab")
     counted = {(row["test"], row["first"], row["second"]): row["violations"] for row in a["tests"]}
     assert list(counted.values()) == [row["violations"] for row in b["tests"]]
-    assert all(counted[test, 0, 0] == 0 for test in _core.LITMUS_TESTS)
+    assert all(counted[test, 0, 0] == 0 for test in loops.LITMUS_TESTS)
     for where in ((0, 1), (1, 0), (1, 1)):
         assert counted[("message passing", *where)] == 100, "lost or stale in each round"
     assert counted["store buffering", 1, 1] == 100
@@ -231,12 +232,12 @@ def test_what_holds_something_is_refused_and_stays(tmp_path: Path) -> None:
 
 def test_a_region_that_the_other_role_began_with_is_not_refused(region: Path) -> None:
     first = litmus.open_region(region)
-    began = _core.litmus_make([first.memory.ctypes.data], 1, PRESSURE_BYTES, 1.0)
+    began = loops.litmus_make([first.memory.ctypes.data], 1, PRESSURE_BYTES, 1.0)
     second = litmus.open_region(region)
     assert (first.made, second.made) == (True, False)
     assert (first.memory == second.memory).all()
     assert first.memory[2 * LINE_BYTES : 3 * LINE_BYTES].any(), "role b's line"
-    _core.litmus_destroy(began)
+    loops.litmus_destroy(began)
 
 
 def test_bad_arguments_are_named(region: Path) -> None:
@@ -288,22 +289,22 @@ def test_a_role_that_is_killed_is_missed(region: Path, monkeypatch: pytest.Monke
 
 
 def pair() -> tuple[list[Memory], Callable[[int], _core.Handle]]:
-    memory = [np.frombuffer(mmap.mmap(-1, _core.LITMUS_REGION_BYTES), np.uint8)]
+    memory = [np.frombuffer(mmap.mmap(-1, loops.LITMUS_REGION_BYTES), np.uint8)]
     address = memory[0].ctypes.data
-    return memory, lambda role: _core.litmus_make([address], role, PRESSURE_BYTES, 30.0)
+    return memory, lambda role: loops.litmus_make([address], role, PRESSURE_BYTES, 30.0)
 
 
 def test_what_an_older_run_left_is_nobody() -> None:
     memory, make = pair()
     a, b = make(0), make(1)
-    met = [_core.litmus_meet(litmus) for litmus in (a, b, a, b)]
+    met = [loops.litmus_meet(litmus) for litmus in (a, b, a, b)]
     assert met[-2:] == [True, True]
     b = make(1)
-    assert not any(_core.litmus_meet(b) for _ in range(3)), "role a's lines are of its old run"
+    assert not any(loops.litmus_meet(b) for _ in range(3)), "role a's lines are of its old run"
     with pytest.raises(PeerError, match="started anew"):
-        _core.litmus_run(a, 0, (0, 0), range(1), _core.LitmusCounts())
+        loops.litmus_run(a, 0, (0, 0), range(1), loops.LitmusCounts())
     with pytest.raises(BadArgumentError, match="no such"):
-        _core.litmus_run(a, 3, (0, 0), range(1), _core.LitmusCounts())
+        loops.litmus_run(a, 3, (0, 0), range(1), loops.LitmusCounts())
     del memory
 
 

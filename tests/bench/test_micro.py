@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from cxlkv import _core
-from cxlkv._core import Stream
 from cxlkv.bench import cli as bench_cli
-from cxlkv.bench import streams
+from cxlkv.bench import loops, streams
 from cxlkv.bench.cases import agree, bandwidth, copy, gather, latency, pages, publish
+from cxlkv.bench.loops import Stream
 from cxlkv.bench.measure import change_interval, median_interval, warnings_of
 from cxlkv.bench.result import Result
 from cxlkv.errors import (
@@ -64,12 +64,12 @@ def test_a_case_runs_small(case: str) -> None:
 def test_a_wrong_sum_fails_the_check(
     case: str, check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = _core.memory_run
+    run = loops.memory_run
 
-    def wrong(running: list[Stream], seconds: float) -> list[_core.Streamed]:
+    def wrong(running: list[Stream], seconds: float) -> list[loops.Streamed]:
         return [did._replace(sum=did.sum + 1) for did in run(running, seconds)]
 
-    monkeypatch.setattr(_core, "memory_run", wrong)
+    monkeypatch.setattr(loops, "memory_run", wrong)
     result = run_small(case)
     assert not result.checks[check]
 
@@ -95,16 +95,16 @@ def test_the_memory_of_a_place_is_measured(
     case: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It, and not this process's: its name is in the notes, and no link is charged for loads."""
-    monkeypatch.setattr(_core, "memory_taken", None)  # nobody asks for memory of the process
+    monkeypatch.setattr(loops, "memory_taken", None)  # nobody asks for memory of the process
     monkeypatch.setenv("CXLKV_EMULATE", "astera-a1000")
     used: list[int] = []
-    run, memory_of, lent = _core.memory_run, _core.pool_memory, list[tuple[int, int]]()
+    run, memory_of, lent = loops.memory_run, _core.pool_memory, list[tuple[int, int]]()
 
     def noted(pool: _core.Handle) -> tuple[int, int]:
         lent.append(memory_of(pool))
         return lent[-1]
 
-    def watched(running: list[Stream], seconds: float) -> list[_core.Streamed]:
+    def watched(running: list[Stream], seconds: float) -> list[loops.Streamed]:
         ((address, size),) = lent
         for stream in running:
             used.append(stream.memory.ctypes.data - address)
@@ -112,7 +112,7 @@ def test_the_memory_of_a_place_is_measured(
         return run(running, seconds)
 
     monkeypatch.setattr(_core, "pool_memory", noted)
-    monkeypatch.setattr(_core, "memory_run", watched)
+    monkeypatch.setattr(loops, "memory_run", watched)
     result = Result(case)
     if case == "latency":
         latency.run(result, LATENCY, place)
@@ -143,10 +143,10 @@ def test_a_place_that_holds_something_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["write", "mixed", "copy", "copy_past"])
 def test_what_is_not_written_is_seen(kind: str) -> None:
-    with _core.memory_taken(UNIT) as memory:
+    with loops.memory_taken(UNIT) as memory:
         streams.number(memory)
         stream = Stream(kind, memory, first_word=1 << 40)
-        (did,) = _core.memory_run([stream], 0)
+        (did,) = loops.memory_run([stream], 0)
         assert did.moved_bytes > 0
         assert streams.contents_are_right(stream, did)
         memory[{"write": 0, "mixed": UNIT // 3 * 2}.get(kind, UNIT // 2)] ^= 1
@@ -161,17 +161,17 @@ def test_sums_wrap_as_words_do() -> None:
 def test_what_memory_and_cpus_are_not_there_is_said() -> None:
     with (
         pytest.raises(SystemCallError, match="memory of node 1000"),
-        _core.memory_taken(4096, 1000),
+        loops.memory_taken(4096, 1000),
     ):
         pass
     with (
-        _core.memory_taken(UNIT) as memory,
+        loops.memory_taken(UNIT) as memory,
         pytest.raises(SystemCallError, match="cannot run on CPU 1000"),
     ):
-        _core.memory_run([Stream("read", memory, cpu=1000)], 0)
+        loops.memory_run([Stream("read", memory, cpu=1000)], 0)
     to = np.empty(100, np.uint8)
     with pytest.raises(BadArgumentError, match="do not fit"):
-        _core.memory_gather_s(to, to, np.zeros(2, np.uint64), 64)
+        loops.memory_gather_s(to, to, np.zeros(2, np.uint64), 64)
 
 
 def test_matrices_name_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +180,8 @@ def test_matrices_name_their_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     (node, *_) = streams.places(UNIT).memory
     two = streams.Places((node, node), {0: cpus, 1: cpus})
     monkeypatch.setattr(streams, "places", lambda need_bytes: two)
-    taken = _core.memory_taken
-    monkeypatch.setattr(_core, "memory_taken", lambda size, node=-1: taken(size))
+    taken = loops.memory_taken
+    monkeypatch.setattr(loops, "memory_taken", lambda size, node=-1: taken(size))
     found = set(run_small("bandwidth").metrics) | set(run_small("latency").metrics)
     assert {"read_node0_from_node1", "node0_from_node1_ns"} <= found
 

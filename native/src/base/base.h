@@ -28,6 +28,7 @@ int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3))
 
 /* ---- clock.c ---- */
 uint64_t boottime_ns(void);                /* CLOCK_BOOTTIME: it goes on while the machine sleeps */
+uint64_t monotonic_ns(void);              /* CLOCK_MONOTONIC: nobody sets it */
 uint64_t random_u64(void);                /* never 0 */
 
 /* ---- guard.c: SIGBUS inside a guarded stretch becomes a return value ---- */

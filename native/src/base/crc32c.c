@@ -181,7 +181,7 @@ static bool has_avx512(void) { return false; }
 typedef uint32_t (*crc32c_function)(uint32_t crc, const void *data, size_t bytes);
 
 /* NULL until first use. A relaxed load is enough: nothing else is published with the pointer. */
-static _Atomic(crc32c_function) current;
+static _Atomic(crc32c_function) chosen;
 
 static crc32c_function best(void) {
     if (has_avx512()) return crc32c_avx512;
@@ -189,11 +189,11 @@ static crc32c_function best(void) {
 }
 
 uint32_t crc32c(uint32_t crc, const void *data, size_t bytes) {
-    crc32c_function function = atomic_load_explicit(&current, memory_order_relaxed);
+    crc32c_function function = atomic_load_explicit(&chosen, memory_order_relaxed);
     if (!function) {
         /* Only from NULL, so that a choice forced by another thread meanwhile is kept. */
         crc32c_function found = best();
-        if (atomic_compare_exchange_strong(&current, &function, found))
+        if (atomic_compare_exchange_strong(&chosen, &function, found))
             function = found;
     }
     return function(crc, data, bytes);
@@ -211,6 +211,6 @@ int crc32c_force(const char *name) {
         function = crc32c_avx512;
     else
         return !strcmp(name, "hardware") || !strcmp(name, "avx512") ? -ENOTSUP : -EINVAL;
-    atomic_store_explicit(&current, function, memory_order_relaxed);
+    atomic_store_explicit(&chosen, function, memory_order_relaxed);
     return 0;
 }

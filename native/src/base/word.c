@@ -12,11 +12,7 @@ static int word_check(const int64_t *word) {
     return 0;
 }
 
-static double now_s(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
+static double now_s(void) { return 1e-9 * (double)monotonic_ns(); }
 
 int cxlkv_word_wait(const int64_t *word, int64_t old, double timeout_s, int64_t *found) {
     int code = word_check(word);

@@ -64,7 +64,7 @@ static uint64_t longest_wait_ns(const cxlkv_pool *pool) {
 int claim_lock(cxlkv_pool *pool, hosts *turn) {
     uint64_t wait_ns = longest_wait_ns(pool);
     int code = pthread_mutex_trylock(&pool->host->claims);
-    if (code == EBUSY) code = mutex_lock_until(&pool->host->claims, lock_clock_ns() + wait_ns);
+    if (code == EBUSY) code = mutex_lock_until(&pool->host->claims, monotonic_ns() + wait_ns);
     if (code != 0 && code != EOWNERDEAD) {
         uint32_t slot = __atomic_load_n(&pool->host->claimer, __ATOMIC_RELAXED);
         return fail(CXLKV_E_TIMEOUT, "process %d of this host has been dealing with other hosts "

@@ -195,12 +195,6 @@ int pthread_mutex_clocklock(pthread_mutex_t *mutex, clockid_t clock, const struc
 #define WAITS_BY_CLOCK (pthread_mutex_clocklock != NULL)
 #endif
 
-uint64_t lock_clock_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
 /* By a clock that nobody sets: else a step of the machine's time would be taken for a wait. */
 int mutex_lock_until(pthread_mutex_t *mutex, uint64_t until_ns) {
     const struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000u),
@@ -208,7 +202,7 @@ int mutex_lock_until(pthread_mutex_t *mutex, uint64_t until_ns) {
     if (WAITS_BY_CLOCK) return pthread_mutex_clocklock(mutex, CLOCK_MONOTONIC, &until);
     struct timespec nap = {.tv_nsec = 20000};
     int code;
-    while ((code = pthread_mutex_trylock(mutex)) == EBUSY && lock_clock_ns() < until_ns) {
+    while ((code = pthread_mutex_trylock(mutex)) == EBUSY && monotonic_ns() < until_ns) {
         nanosleep(&nap, NULL);
         nap.tv_nsec += nap.tv_nsec < 1000000 ? nap.tv_nsec / 4 : 0;
     }
@@ -233,9 +227,9 @@ static int lock_error(cxlkv_pool *pool) {
 
 /* Waits are counted from 1 ms on: who reads own pages should never see one. */
 static int lock_slowly(cxlkv_pool *pool) {
-    uint64_t began_ns = lock_clock_ns();
+    uint64_t began_ns = monotonic_ns();
     int code = mutex_lock_until(&pool->host->mutex, began_ns + pool->lock_wait_ns);
-    if (lock_clock_ns() - began_ns > 1000000) count_add(pool, COUNT_LOCK_WAITS, 1);
+    if (monotonic_ns() - began_ns > 1000000) count_add(pool, COUNT_LOCK_WAITS, 1);
     return code;
 }
 

@@ -169,8 +169,7 @@ void host_detach(cxlkv_pool *pool);
 int host_trylock(cxlkv_pool *pool);       /* 0, or -CXLKV_E_TIMEOUT without a text */
 int host_lock(cxlkv_pool *pool);          /* 0, or -CXLKV_E_TIMEOUT; repairs after a death inside */
 void host_unlock(cxlkv_pool *pool);
-int mutex_lock_until(pthread_mutex_t *mutex, uint64_t until_ns);  /* by the next one */
-uint64_t lock_clock_ns(void);
+int mutex_lock_until(pthread_mutex_t *mutex, uint64_t until_ns);  /* by monotonic_ns() */
 uint64_t host_reap(cxlkv_pool *pool);     /* under the lock: gives back what dead processes held */
 /* Under the lock: one more of what no process counts for itself. */
 void host_count(host_state *host, enum counter which);

@@ -2,6 +2,7 @@
  * at sizes that end within a block, too; what is nonsense is refused. */
 #undef NDEBUG
 #include "check.h"
+#include "measure/measure.h"
 
 enum { LINES = 4096 / 64 * 3 * 5, BYTES = LINES * 64, WORDS = BYTES / 8 };
 static uint8_t *memory;

@@ -1,4 +1,5 @@
-"""The binding of the loops that `cxlkv bench` and `cxlkv litmus` run."""
+"""The binding of cxlkv._measure, which is no part of the product: loops that `cxlkv bench` times
+and `cxlkv litmus` runs."""
 
 from __future__ import annotations
 
@@ -10,8 +11,26 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import errors
-from cxlkv._core.base import VISIBILITY_MODES, Handle, check, handle_of, new_place, numbers_of
-from cxlkv._native import ffi, lib
+from cxlkv._core import abi
+from cxlkv._core.base import (
+    VISIBILITY_MODES,
+    Handle,
+    error_of,
+    handle_of,
+    new_place,
+    numbers_of,
+)
+from cxlkv._measure import ffi, lib
+
+abi.check(lib, "cxlkv._measure")  # before any of the loops is used
+
+
+def check(code: int) -> int:
+    """`code` if it is >= 0, else the exception that its number stands for."""
+    if code >= 0:
+        return code
+    raise error_of(code, lib.cxlkv_error_text())
+
 
 # By the core's number: writes that end with a fence, reads after one, and the protocol.
 COHERENCE_OPERATIONS = (
@@ -70,11 +89,6 @@ def coherence_visible_ns(mode: str, record_bytes: int, count: int) -> npt.NDArra
     at = ffi.cast("uint64_t *", out.ctypes.data)
     check(lib.cxlkv_coherence_visible(VISIBILITY_MODES.index(mode), record_bytes, count, at))
     return out
-
-
-def coherence_instruction() -> str:
-    """What writes lines back here: "clwb", "clflushopt", "clflush", "dc" or "none"."""
-    return str(ffi.string(lib.cxlkv_coherence_instruction()).decode())
 
 
 # By the core's number; "past": by stores that go past the cache.
@@ -161,6 +175,7 @@ def memory_gather_s(
     )
 
 
+_LITMUS = ffi.typeof("cxlkv_litmus **")
 LITMUS_REGIONS_MAX: int = lib.CXLKV_LITMUS_REGIONS_MAX
 LITMUS_REGION_BYTES: int = lib.CXLKV_LITMUS_REGION_BYTES
 LITMUS_MESSAGE_BYTES: int = lib.CXLKV_LITMUS_MESSAGE_BYTES
@@ -175,7 +190,7 @@ def flush_name() -> str:
 
 def litmus_make(addresses: Sequence[int], role: int, pressure_bytes: int, wait_s: float) -> Handle:
     """The regions stay mapped until the handle is gone, or released by litmus_destroy()."""
-    out = new_place("cxlkv_litmus **", lib.cxlkv_litmus_destroy_at, pressure_bytes)
+    out = new_place(_LITMUS, lib.cxlkv_litmus_destroy_at, pressure_bytes)
     regions = ffi.new("void *[]", [ffi.cast("void *", address) for address in addresses])
     check(lib.cxlkv_litmus_make(regions, len(addresses), role, pressure_bytes, wait_s, out))
     return handle_of(out)
