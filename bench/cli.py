@@ -406,15 +406,15 @@ def run_replay(
     json_path: Path | None,
     picture: Path | None,
 ) -> Result:
-    """A trace against policies, or with sizes (far, near, cold) against tiers of real bytes."""
+    """A trace against policies, or with sizes (far, local, cold) against tiers of real bytes."""
     from cxlkv.bench.replay import case, traces
     from cxlkv.bench.replay.tiers import Where, parse_size
     from cxlkv.tiers.policy import DEFAULT, POLICIES, policy_named
 
     check_files(json_path, picture)
-    far, near, cold = sizes
-    if far is None and (pool is not None or (near, cold) != ("0", "0")):
-        raise BadArgumentError("--near, --cold and --pool go with --far")
+    far, local, cold = sizes
+    if far is None and (pool is not None or (local, cold) != ("0", "0")):
+        raise BadArgumentError("--local, --cold and --pool go with --far")
     if far is not None and picture is not None:
         raise BadArgumentError("--picture is of policies: it goes without --far")
     if policy is not None:
@@ -440,7 +440,7 @@ def run_replay(
             of = traces.distinct(requests)
             where = Where(
                 far=parse_size(far, of),
-                near=parse_size(near, of),
+                local=parse_size(local, of),
                 cold=parse_size(cold, of),
                 policy=policy or DEFAULT,
                 path=pool,

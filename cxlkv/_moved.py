@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, cast
 FOLDERS = {
     "machine": "certificate costs",
     "ops": "cli metrics",
-    "tiers": "cold cold_mooncake cold_store near policy prefetch",
+    "tiers": "cold cold_mooncake cold_store policy prefetch",
 }
 MOVED = {f"cxlkv.{m}": f"cxlkv.{folder}.{m}" for folder, ms in FOLDERS.items() for m in ms.split()}
 MOVED |= {
     "cxlkv.adapters.base": "cxlkv.adapters.common.requests",
+    "cxlkv.near": "cxlkv.tiers.local",
     "cxlkv.tenants": "cxlkv.tiers.quota",
 }
 """Old name to new: of what docs/ showed to users."""

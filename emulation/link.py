@@ -140,12 +140,12 @@ class Link:
 
 
 class Charged(NamedTuple):
-    """A transfer of a pool behind a link. near_reads: of the near tier, before it."""
+    """A transfer of a pool behind a link. local_reads: of the local tier, before it."""
 
     link: Link
     pool: _core.Handle
     began_s: float
-    near_reads: int
+    local_reads: int
 
     def end(self, kind: Kind, size_bytes: int) -> None:
         if size_bytes > 0:
@@ -165,7 +165,7 @@ class Charged(NamedTuple):
     def end_read(
         self, kind: Kind, layout: KVLayout, layer: int, tokens: Tokens, picked: Selection | None
     ) -> None:
-        """Neither open tails, nor near copies of chosen pages, come over the link."""
+        """Neither open tails, nor local copies of chosen pages, come over the link."""
         complete = tokens // layout.page_tokens
         if picked is None:
             window = layout.windows[layer]
@@ -175,7 +175,7 @@ class Charged(NamedTuple):
             lists = np.diff(picked.starts) if picked.per == "query" else 1
             visible = np.repeat(complete, lists)[:, None, None]
             pieces = int(((picked.pages >= 0) & (picked.pages < visible)).sum())
-        pieces -= max(0, _near_reads(self.pool) - self.near_reads)
+        pieces -= max(0, _near_reads(self.pool) - self.local_reads)
         tokens_bytes = layout.token_bytes // layout.layers // layout.kv_heads
         self.end(kind, pieces * tokens_bytes * layout.page_tokens)
 
@@ -225,8 +225,8 @@ def labels() -> str | None:
 
 def _near_reads(pool: _core.Handle) -> int:
     try:
-        return _core.near_stats(pool)["reads_near"]
-    except ClosedError:  # there is no near tier
+        return _core.local_stats(pool)["reads_local"]
+    except ClosedError:  # there is no local tier
         return 0
 
 

@@ -91,7 +91,8 @@ def _costs(found: object) -> Costs:
     if not isinstance(found, dict) or found.get("prefill") is not None:
         raise ValueError("costs are a table without prefill: that is the engine's")
     made = {}
-    for name, value in found.items():
+    for key, value in found.items():
+        name = "local" if key == "near" else key  # which files up to 0.2 say
         if name in TIERS and value is not None:
             if not isinstance(value, dict) or not isinstance(value.get("where"), str):
                 raise ValueError(f"{name} is {value!r}")

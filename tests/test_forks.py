@@ -40,7 +40,7 @@ from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import ColdFile, RecordShape
 from cxlkv.tiers.cold_mooncake import MooncakeTier
 from cxlkv.tiers.compress import Codec
-from cxlkv.tiers.near import NearTier
+from cxlkv.tiers.local import LocalTier
 from cxlkv.tiers.quota import Quota
 from cxlkv.transport import Remote, Server
 
@@ -197,7 +197,7 @@ def the_tiers(world: World) -> Subject:
     pool = world.pool()
     ids = published(pool)
     tiers = Tiers(
-        pool, near="64KiB", cold=world.folder / "cold", cold_capacity="2MiB", compress="zstd"
+        pool, local="64KiB", cold=world.folder / "cold", cold_capacity="2MiB", compress="zstd"
     )
     tiers.start(every_s=0.001)
 
@@ -209,7 +209,7 @@ def the_tiers(world: World) -> Subject:
 
 
 def a_near_tier(world: World) -> Subject:
-    tier = NearTier(world.pool(), "64KiB")
+    tier = LocalTier(world.pool(), "64KiB")
     return Subject(tier, tier.step, tier.close, ClosedError)
 
 
@@ -324,7 +324,7 @@ def a_link(world: World) -> Subject:
 
 def collectors(world: World) -> Subject:
     pool = world.pool()
-    tiers = Tiers(pool, near="64KiB")
+    tiers = Tiers(pool, local="64KiB")
     both = (PoolCollector(pool), StatsCollector("tiers", tiers.stats))
     return Subject(both, lambda: [list(one.collect()) for one in both], tiers.close)
 
@@ -429,7 +429,7 @@ OBJECTS = (
     Row(a_lease, "Lease"),
     Row(a_reservation, "Reserved"),
     Row(the_tiers, "Tiers"),
-    Row(a_near_tier, "NearTier"),
+    Row(a_near_tier, "LocalTier"),
     Row(a_cold_tier, "ColdTier"),
     Row(a_cold_file, "ColdFile"),
     Row(a_mooncake_tier, "MooncakeTier"),

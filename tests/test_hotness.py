@@ -49,7 +49,7 @@ SEEN: Counter[str] = Counter()
 # ---- the model ----
 
 
-class Heat:
+class UseCounts:
     """Uses by page: {page: (epoch of the last use, count then)}."""
 
     def __init__(self, pages_total: int) -> None:
@@ -112,7 +112,7 @@ class HotnessModel(RuleBasedStateMachine):
         self.pool = CXLPool.create("anonymous:", layout=self.layout, capacity="4MiB", threads=1)
         self.hot = self.pool.hotness
         self.windows = self.layout.windows if len(set(self.layout.windows)) > 1 else (None,)
-        self.heat = Heat(self.pool.stats()["pages_total"])
+        self.uses = UseCounts(self.pool.stats()["pages_total"])
         self.twins: list[Twin] = []
         self.index: dict[Key, Publication] = {}
         self.clock = 0
@@ -130,7 +130,7 @@ class HotnessModel(RuleBasedStateMachine):
 
     def use(self, pages: list[int]) -> None:
         if self.hot.enabled:
-            self.heat.use(pages)
+            self.uses.use(pages)
 
     def learn_pages(self, twin: Twin) -> None:
         """Which pages a sequence has now; those that are new to it were free."""
@@ -145,15 +145,15 @@ class HotnessModel(RuleBasedStateMachine):
         for part, pages in enumerate(twin.pages):
             for place, page in pages.items():
                 if not before or place not in before[part]:
-                    self.heat.pages.pop(page, None)
+                    self.uses.pages.pop(page, None)
 
     def forget_free(self) -> None:
         alive = {one.page for one in self.index.values()}
         for twin in self.twins:
             for pages in twin.pages:
                 alive.update(pages.values())
-        for page in set(self.heat.pages) - alive:
-            del self.heat.pages[page]
+        for page in set(self.uses.pages) - alive:
+            del self.uses.pages[page]
 
     # ---- sequences ----
 
@@ -281,8 +281,8 @@ class HotnessModel(RuleBasedStateMachine):
 
     @rule()
     def advance(self) -> None:
-        self.heat.advances += 1
-        assert self.hot.advance() == self.heat.epoch
+        self.uses.advances += 1
+        assert self.hot.advance() == self.uses.epoch
 
     @rule()
     def switch(self) -> None:
@@ -360,10 +360,10 @@ class HotnessModel(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_the_models(self) -> None:
-        wanted = np.array([self.heat.count(p) for p in range(self.heat.pages_total)], np.uint32)
+        wanted = np.array([self.uses.count(p) for p in range(self.uses.pages_total)], np.uint32)
         np.testing.assert_array_equal(self.hot.counts(), wanted)
-        assert self.hot.epoch == self.heat.epoch
-        SEEN["epochs"] = max(SEEN["epochs"], self.heat.epoch - self.heat.advances)
+        assert self.hot.epoch == self.uses.epoch
+        SEEN["epochs"] = max(SEEN["epochs"], self.uses.epoch - self.uses.advances)
 
     @invariant()
     def rows_are_the_models(self) -> None:
@@ -376,8 +376,8 @@ class HotnessModel(RuleBasedStateMachine):
             if one.parent is not None and one.parent in alive:
                 parent = one.parent.page
             row = (one.page, one.born, one.used, one.hits, parent, one.part)
-            wanted.append((*row, self.heat.count(one.page), HELD if one.page in held else 0))
-        names = ["page", "born", "used", "hits", "parent", "part", "heat", "flags"]
+            wanted.append((*row, self.uses.count(one.page), HELD if one.page in held else 0))
+        names = ["page", "born", "used", "hits", "parent", "part", "hotness", "flags"]
         assert [tuple(int(row[name]) for name in names) for row in got.rows] == wanted
         assert got.clock == self.clock
         assert len({tuple(row) for row in got.rows["hash"].tolist()}) == len(wanted)
@@ -725,7 +725,7 @@ def test_a_pool_that_is_opened_again_knows_no_uses(path: Path) -> None:
         after = pool.hotness.published()
         for name in ("page", "generation", "hash", "part"):
             np.testing.assert_array_equal(after.rows[name], before[name])
-        for name in ("used", "born", "hits", "heat", "flags"):
+        for name in ("used", "born", "hits", "hotness", "flags"):
             assert not after.rows[name].any()
         assert (after.rows["parent"] == NO_PAGE).all()
         assert after.clock == pool.hotness.epoch == 0

@@ -23,7 +23,7 @@ from cxlkv import Budget, CXLPool, KVLayout, ObjectPool, Sequence, object_keys
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError
 from cxlkv.tiers import Tiers
-from cxlkv.tiers.near import NearTier
+from cxlkv.tiers.local import LocalTier
 from cxlkv.transport.server import Server
 
 from .support.interrupting import Alarms, alarms, interrupted_at, median_s
@@ -206,13 +206,13 @@ def opening(world: World) -> dict[str, Case]:
         assert not (world.folder / "made.pool").exists()
 
     def near() -> None:
-        with NearTier(pool, "64KiB") as tier:
+        with LocalTier(pool, "64KiB") as tier:
             slot[:] = [tier]
             tier.step()
 
     def tiers() -> None:
         cold = world.folder / "cold"
-        with Tiers(pool, near="64KiB", cold=cold, cold_capacity="1MiB") as made:
+        with Tiers(pool, local="64KiB", cold=cold, cold_capacity="1MiB") as made:
             slot[:] = [made]
             pool.publish_prefix(world.grown(), IDS + 100)
             made.reclaim(pool.stats()["pages_free"] + 2)
@@ -222,12 +222,12 @@ def opening(world: World) -> dict[str, Case]:
         for each in slot:
             each.close()  # type: ignore[attr-defined]
         slot.clear()
-        with NearTier(pool, "64KiB"):  # nobody has one any more
+        with LocalTier(pool, "64KiB"):  # nobody has one any more
             pass
 
     return {
         "create": (create, created),
-        "near": (near, closed),
+        "local": (near, closed),
         "tiers": (tiers, closed),
     }
 
@@ -246,7 +246,7 @@ NAMES = [
         "pages.alloc",
         "pages.free",
         "create",
-        "near",
+        "local",
         "tiers",
     ),
 ]

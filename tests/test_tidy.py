@@ -61,7 +61,7 @@ LAYERS = (
     {"sequence", "pool_config"},
     {"admin"},
     {"pool", "objects"},
-    {"emulation", "transport", "ops.metrics", "tiers.near", "tiers.prefetch", "tiers.objects"},
+    {"emulation", "transport", "ops.metrics", "tiers.local", "tiers.prefetch", "tiers.objects"},
     {"tiers", "tiers.tiers", "gpu"},
     {"tiers.quota"},
     {"adapters"},

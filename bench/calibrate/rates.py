@@ -66,17 +66,17 @@ def run(
     group: int = 4,
     threads: int | None = None,
 ) -> Costs:
-    """Costs of near (memory of this process), of far (in the pool, if one is given), of cold.
+    """Costs of local (memory of this process), of far (in the pool, if one is given), of cold.
 
-    Without a pool far costs what near does, and says so. group: query heads for each kv head.
+    Without a pool far costs what local does, and says so. group: query heads for each kv head.
     """
-    measured = memory(result, "near", layout, group=group, threads=threads)
+    measured = memory(result, "local", layout, group=group, threads=threads)
     assert measured.far is not None
-    near = replace(measured.far, write_bytes_per_s=None)  # its copies are not appended
+    local = replace(measured.far, write_bytes_per_s=None)  # its copies are not appended
     if pool is not None:
         with CXLPool.open(pool, threads=threads) as opened:
             measured = through(result, "far", opened, group)
-    costs = replace(measured, near=near)
+    costs = replace(measured, local=local)
     if cold is not None:
         costs = replace(costs, cold=file(result, layout, cold))
     return costs

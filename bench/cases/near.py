@@ -1,4 +1,4 @@
-"""The near tier: how fast units move, and what share of a decode run's page reads it serves."""
+"""The local tier: how fast units move, and what share of a decode run's page reads it serves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Batch
-from cxlkv.tiers.near import NearTier, Units, units_of
+from cxlkv.tiers.local import LocalTier, Units, units_of
 from cxlkv.tiers.prefetch import LastStep, LayerAhead, Prefetcher
 
 Reads = list[Units]
@@ -51,7 +51,7 @@ class MoveSize:
 
 
 class Local:
-    """As much of this process's own memory as a near tier takes, got and touched as it does."""
+    """As much of this process's own memory as a local tier takes, got and touched as it does."""
 
     def __init__(self, size: int):
         self._map = mmap.mmap(-1, size + HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -63,7 +63,7 @@ class Local:
 
 
 def run_moves(result: Result, size: MoveSize = MoveSize()) -> None:
-    """The near tier: how fast units move from the pool into it, beside memcpy.
+    """The local tier: how fast units move from the pool into it, beside memcpy.
 
     Metrics move_*, memcpy_* in GB/s, for each number of threads, with CRCs verified and without:
     the units go from the pool to slots, in random order, in batches.
@@ -104,7 +104,7 @@ def _measure_moves(
     mapped, local = Mapped(pool, path, shape), Local(total)
     moves = list(_runs(mapped, units, local))
     name = "crc" if checksum else "plain"
-    with NearTier(pool, total) as tier:
+    with LocalTier(pool, total) as tier:
         for threads in size.threads:
             pool.set_threads(threads)
 
@@ -271,7 +271,7 @@ class Watcher:
     """Sees each select of a decode run: records the units, asks where they are, lets the tier step
     at the beginning of each question and prefetchers observe."""
 
-    def __init__(self, tier: NearTier, kinds: tuple[type[Prefetcher], ...]):
+    def __init__(self, tier: LocalTier, kinds: tuple[type[Prefetcher], ...]):
         self.tier = tier
         self.copied = 0  # units
         self.reads: Reads = []
@@ -290,7 +290,7 @@ class Watcher:
             self.prefetchers = [kind(self.tier, batch) for kind in self._kinds]
         if layer == 0:
             self.tier.step()
-        units, _, resident = self.tier.heat()
+        units, _, resident = self.tier.hotness()
         near = units[resident]
         read = units_of(batch, layer, picked)
         self.reads.append(read)
@@ -317,7 +317,7 @@ def watched(watcher: Watcher) -> type[CXLCache]:
 
 
 def run_decode(result: Result, size: DecodeSize = DecodeSize()) -> list[Served]:
-    """The near tier: what share of a decode run's page reads it serves, beside random and optimum.
+    """The local tier: what share of a decode run's page reads it serves, beside random and optimum.
 
     For each size of the tier: metrics served_*, ratios served_*_to_optimum and _to_random.
 
@@ -388,7 +388,7 @@ def _ask(
 ) -> Watcher:
     """All questions with a tier that is empty at first."""
     unit_bytes = examiner.pool.layout.token_bytes * examiner.pool.layout.page_tokens
-    with NearTier(examiner.pool, slots * unit_bytes // examiner.pool.layout.layers) as tier:
+    with LocalTier(examiner.pool, slots * unit_bytes // examiner.pool.layout.layers) as tier:
         watcher = Watcher(tier, kinds)
         answers = examiner.ask_with(watched(watcher), budget).answers
         stats = tier.stats()
@@ -396,7 +396,7 @@ def _ask(
         result.checks[f"slots_{name}"] = stats["slots_total"] == slots
         # A prefetcher moves between the look and the reading.
         result.checks[f"counted_{name}"] = bool(kinds) or (
-            stats["reads_near"] == watcher.near_by_heads
+            stats["reads_local"] == watcher.near_by_heads
         )
     result.checks[f"answers_{name}"] = answers == examiner.ask(budget).answers
     return watcher

@@ -137,7 +137,7 @@ def run_bytes(
     result.checks["every_hit_has_its_bytes"] = counts.wrong == 0
     result.checks["pool_is_whole"] = problems == []
     result.notes.append(
-        f"policy {where.policy}; {where.far} pages far, {where.near} near, {where.cold} cold; "
+        f"policy {where.policy}; {where.far} pages far, {where.local} local, {where.cold} cold; "
         f"resumed {counts.resumed} times; trace time is not waited for"
     )
     return counts

@@ -58,7 +58,7 @@ class Where:
     """Pages of each tier, and where the pool lies; without a path it ends with the process."""
 
     far: int
-    near: int = 0
+    local: int = 0
     cold: int = 0
     policy: str = "adaptive"
     path: Path | None = None
@@ -122,10 +122,10 @@ def replay(
 
 
 def tiers_of(pool: CXLPool, where: Where, cold: Path | None) -> Tiers:
-    near = where.near * PAGE_BYTES if where.near else None
+    local = where.local * PAGE_BYTES if where.local else None
     capacity = f"{(where.cold + 2) * 8192 + (64 << 10)}" if cold else None
     return Tiers(
-        pool, near=near, cold=cold, cold_capacity=capacity, fsync="none", policy=where.policy
+        pool, local=local, cold=cold, cold_capacity=capacity, fsync="none", policy=where.policy
     )
 
 
@@ -175,9 +175,9 @@ def one(tiers: Tiers, request: Request, counts: Counts) -> None:
     counts.hits += hits
     counts.cold_hits += tiers.brought_pages - brought
     if hits:
-        before = near_reads(tiers)
+        before = local_reads(tiers)
         counts.wrong += verify(sequence, names[:hits])
-        counts.near_hits += near_reads(tiers) - before
+        counts.near_hits += local_reads(tiers) - before
     if hits < len(names):
         rows = content(names[hits:])
         try:
@@ -188,8 +188,8 @@ def one(tiers: Tiers, request: Request, counts: Counts) -> None:
     sequence.release()
 
 
-def near_reads(tiers: Tiers) -> int:
-    return 0 if tiers.near is None else int(tiers.near.stats()["reads_near"])
+def local_reads(tiers: Tiers) -> int:
+    return 0 if tiers.local is None else int(tiers.local.stats()["reads_local"])
 
 
 def keys_of(names: npt.NDArray[np.uint64]) -> PageKeys:

@@ -1,4 +1,4 @@
-"""The binding of what tiers move and weigh: records, hotness, eviction, the near tier."""
+"""The binding of what tiers move and weigh: records, hotness, eviction, the local tier."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ PUBLISHED = np.dtype(
     [
         ("generation", np.uint64),
         ("hash", np.uint64, 2),
-        *((name, np.uint32) for name in ("page", "used", "born", "parent", "hits", "heat")),
+        *((name, np.uint32) for name in ("page", "used", "born", "parent", "hits", "hotness")),
         *((name, np.uint32) for name in ("part", "flags")),
         ("reserved", np.uint32, 2),
     ]
@@ -137,35 +137,35 @@ def choose(
 
 
 # By the core's number: what became of a unit that was to be promoted.
-NEAR_CODES = ("done", "there", "no_room", "not_sealed", "changed", "damaged", "unknown")
+LOCAL_CODES = ("done", "there", "no_room", "not_sealed", "changed", "damaged", "unknown")
 
 
-def near_make(pool: Handle, size: int, made: list[int]) -> None:
+def local_make(pool: Handle, size: int, made: list[int]) -> None:
     """made: gets a 0 when the tier was made, also when an interrupt comes then."""
-    keep(made, lib.cxlkv_near_make, pool, size)
+    keep(made, lib.cxlkv_local_make, pool, size)
     check(made[0])
 
 
-def near_destroy(pool: Handle) -> None:
-    check(lib.cxlkv_near_destroy(pool))
+def local_destroy(pool: Handle) -> None:
+    check(lib.cxlkv_local_destroy(pool))
 
 
-def near_promote(
+def local_promote(
     pool: Handle, units: Units, generations: npt.NDArray[np.uint64] | None
 ) -> tuple[int, npt.NDArray[np.int32]]:
-    """How many can be read near now, and of each unit its place in NEAR_CODES."""
+    """How many can be read near now, and of each unit its place in LOCAL_CODES."""
     codes = np.empty(len(units), np.int32)
     wanted = ffi.NULL if generations is None else ffi.from_buffer("uint64_t[]", generations)
     out = int32s(codes, True)
-    done = check(lib.cxlkv_near_promote(pool, len(units), int64s(units), wanted, out))
+    done = check(lib.cxlkv_local_promote(pool, len(units), int64s(units), wanted, out))
     return done, codes
 
 
-def near_demote(pool: Handle, units: Units) -> int:
-    return check(lib.cxlkv_near_demote(pool, len(units), int64s(units)))
+def local_demote(pool: Handle, units: Units) -> int:
+    return check(lib.cxlkv_local_demote(pool, len(units), int64s(units)))
 
 
-def near_heat(
+def local_hotness(
     pool: Handle, room: int
 ) -> tuple[Units, npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
     """(units, counts, resident) of all units with a count or a copy; room is a guess of how many
@@ -174,7 +174,7 @@ def near_heat(
         units, counts = np.empty(room, np.int64), np.empty(room, np.uint32)
         resident = np.empty(room, np.uint8)
         found = check(
-            lib.cxlkv_near_heat(
+            lib.cxlkv_local_hotness(
                 pool,
                 int64s(units, True),
                 ffi.from_buffer("uint32_t[]", counts, True),
@@ -187,7 +187,7 @@ def near_heat(
         room = found + found // 8
 
 
-def near_stats(pool: Handle) -> dict[str, int]:
-    got = ffi.new("cxlkv_near_state *")
-    check(lib.cxlkv_near_stats(pool, got))
+def local_stats(pool: Handle) -> dict[str, int]:
+    got = ffi.new("cxlkv_local_state *")
+    check(lib.cxlkv_local_stats(pool, got))
     return numbers_of(got[0])

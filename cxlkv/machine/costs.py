@@ -18,7 +18,7 @@ import numpy.typing as npt
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout
 
-TIERS = ("near", "far", "cold")
+TIERS = ("local", "far", "cold")
 CHOICES = ("recompute", "fetch", "attend")  # of equals the first: it needs nothing of us
 TOKENS_MAX = 1 << 24  # where the search for a break-even length ends
 
@@ -30,7 +30,7 @@ TierNames = str | Sequence[str]
 class Tier:
     """What one tier takes: bytes of K and V a second, and latency_s for each operation.
 
-    An operation is a call for a layer in near and far, a record in cold. write_bytes_per_s: None
+    An operation is a call for a layer in local and far, a record in cold. write_bytes_per_s: None
     where it is not known. where: what was measured, for people.
     """
 
@@ -204,7 +204,7 @@ class Costs:
     from this host's memory to the GPU, None: the engine computes in this memory.
     """
 
-    near: Tier | None = None
+    local: Tier | None = None
     far: Tier | None = None
     cold: Tier | None = None
     score_bytes_per_s: float | None = None
@@ -448,7 +448,7 @@ class Costs:
 
     def tier(self, name: str) -> Tier:
         """The costs of one; raises BadArgumentError when there are none."""
-        known = {"near": self.near, "far": self.far, "cold": self.cold}
+        known = {"local": self.local, "far": self.far, "cold": self.cold}
         if name not in known:
             raise BadArgumentError(f"tier is {name!r}: one of {', '.join(TIERS)}")
         found = known[name]

@@ -261,7 +261,7 @@ def _notes(costs: Costs) -> Iterator[str]:
 
     if costs.far is not None and costs.far.where == LOCAL:
         yield (
-            "far was measured in this process's own memory, as near was: --pool PATH measures a "
+            "far was measured in this process's own memory, as local was: --pool PATH measures a "
             "pool's"
         )
     if costs.cold is None:

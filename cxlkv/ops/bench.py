@@ -53,7 +53,9 @@ PolicyName = Annotated[
 FarSize = Annotated[
     str | None, typer.Option(help="replay: real bytes in a pool of 10%, 5000 (pages) or 2GiB.")
 ]
-NearSize = Annotated[str, typer.Option(help="replay: size of the near tier, with --far.")]
+LocalSize = Annotated[
+    str, typer.Option("--local", "--near", help="replay: size of the local tier, with --far.")
+]
 ColdSize = Annotated[str, typer.Option(help="replay: size of the cold tier, with --far.")]
 Minutes = Annotated[
     float | None, typer.Option(help="replay: only so much of the trace's time.", min=0)
@@ -85,7 +87,7 @@ def bench(
     trace: Trace = None,
     policy: PolicyName = None,
     far: FarSize = None,
-    near: NearSize = "0",
+    local: LocalSize = "0",
     cold: ColdSize = "0",
     minutes: Minutes = None,
     pool: ReplayPool = None,
@@ -110,11 +112,11 @@ def bench(
         if trace is None:
             raise BadArgumentError("replay needs --trace: a file, or the name of a family")
         run_replay(
-            trace, policy, (far, near, cold), minutes, pool, json_path=json_file, picture=picture
+            trace, policy, (far, local, cold), minutes, pool, json_path=json_file, picture=picture
         )
         return
-    if trace or policy or far or minutes or pool or near != "0" or cold != "0":
-        raise BadArgumentError("--trace, --policy, --near, --far, --cold ... go with replay only")
+    if trace or policy or far or minutes or pool or local != "0" or cold != "0":
+        raise BadArgumentError("--trace, --policy, --local, --far, --cold ... go with replay only")
     if case == "litmus":
         run_litmus([Path(each) for each in region or []], role, rounds, certificate, json_file)
         return

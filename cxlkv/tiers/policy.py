@@ -51,7 +51,7 @@ class Published:
     """Row of the page before it in its chain, or NONE."""
     kept: npt.NDArray[np.bool_]
     """Held, pinned or leased: it stays."""
-    heat: Counts
+    hotness: Counts
     """Decayed count of its uses by select, fetch and attend."""
     saved_s: Scores | None = None
     """Seconds that a hit saves; None: of all pages the same."""
@@ -98,7 +98,7 @@ class Mass:
     name = "mass"
 
     def scores(self, pages: Published) -> Scores:
-        return pages.heat.astype(np.float32)
+        return pages.hotness.astype(np.float32)
 
 
 class Adaptive:

@@ -12,7 +12,7 @@ import numpy as np
 
 from cxlkv.ndp.engine import Selection
 from cxlkv.sequence import Batch
-from cxlkv.tiers.near import NearTier, Units, units_of
+from cxlkv.tiers.local import LocalTier, Units, units_of
 
 FLOOR = 0.5
 """Below this accuracy more is copied in vain than is used."""
@@ -29,11 +29,11 @@ class Prefetcher(ABC):
 
     state is "on" (guesses and moves), "resting" (does nothing for REST selects) or "shadow"
     (guesses for TRIAL selects without moving, then is on or rests again). It fills free slots only:
-    NearTier.step makes room when units were refused. batch may be set anew, such as to a fork's:
+    LocalTier.step makes room when units were refused. batch may be set anew, such as to a fork's:
     what was learned stays.
     """
 
-    def __init__(self, tier: NearTier, batch: Batch):
+    def __init__(self, tier: LocalTier, batch: Batch):
         self.tier = tier
         self.batch = batch
         self.state = "on"

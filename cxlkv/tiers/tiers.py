@@ -1,6 +1,6 @@
 """Tiers join a pool, copies of hot pages above it, and a file for evicted ones below it.
 
-    near   copies of hot units in this process's memory      NearTier; fetch and attend read them
+    local  copies of hot units in this process's memory      LocalTier; fetch and attend read them
     far    the pool: every page that match() finds           CXLPool
     cold   records of pages that had to go                   ColdStore: a file, or a remote store
 
@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
@@ -35,7 +36,7 @@ from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, whole_ids
 from cxlkv.sequence import Hit
 from cxlkv.tiers.cold_file import RecordShape
 from cxlkv.tiers.cold_store import ColdStore, open_cold
-from cxlkv.tiers.near import NearTier
+from cxlkv.tiers.local import LocalTier
 from cxlkv.tiers.objects import Mask, ObjectMoves
 from cxlkv.tiers.policy import DEFAULT, NONE, Lru, Published, choose, policy_named
 
@@ -55,7 +56,7 @@ log = logging.getLogger("cxlkv")
 class Tiers(ObjectMoves, Closing):
     """What decides which page is where. One for each pool and process; any thread may call it.
 
-    near: bytes for copies, or None. cold: a file for records that had to go, of cold_capacity (see
+    local: bytes for copies, or None. cold: a file for records that had to go, of cold_capacity (see
     ColdTier for fsync, compress and what it raises), which only one process has open; or
     "mooncake://HOST:PORT", a store of several machines (MooncakeTier), which is lent cold_capacity;
     or an open ColdStore, which its maker closes. policy: which published pages go
@@ -63,20 +64,20 @@ class Tiers(ObjectMoves, Closing):
     would be computed faster; needed by the policy "cost". bytes_per_s: at most so much is moved by
     step().
 
-    A pool of objects has no near tier and no costs; restore() brings back what went to its file.
+    A pool of objects has no local tier and no costs; restore() brings back what went to its file.
 
     While it is open, an append to a full pool makes room first; PoolFullError means then that
     everything else is held, pinned or leased. A child of os.fork() has none: it makes its own, or
     is told PoolFullError as before; what it inherits is closed. Closed tiers move nothing and raise
     ClosedError. Raises BadArgumentError, BusyError when this process has tiers of the pool, what
-    NearTier and ColdTier raise.
+    LocalTier and ColdTier raise.
     """
 
     def __init__(
         self,
         pool: Pool,
         *,
-        near: str | int | None = None,
+        local: str | int | None = None,
         cold: str | os.PathLike[str] | ColdStore | None = None,
         cold_capacity: str | int | None = None,
         fsync: str = "batch",
@@ -84,16 +85,20 @@ class Tiers(ObjectMoves, Closing):
         policy: str = DEFAULT,
         costs: Costs | None = None,
         bytes_per_s: float | None = None,
+        near: str | int | None = None,
     ):
+        if near is not None:
+            _renamed("near=", "local=")
+            local = near
         if cold is None and cold_capacity is not None:
             raise BadArgumentError("cold= and cold_capacity= go together")
         if compress is not None and cold is None:
             raise BadArgumentError("compress= goes with cold=")
         if policy == "cost" and (costs is None or costs.prefill is None):
             raise BadArgumentError("policy='cost' needs costs= with a prefill speed")
-        if pool.layout.object_bytes is not None and (near is not None or costs is not None):
+        if pool.layout.object_bytes is not None and (local is not None or costs is not None):
             raise BadArgumentError(
-                "near= and costs= are of K and V, which are read in place or computed again: this "
+                "local= and costs= are of K and V, which are read in place or computed again: this "
                 "pool stores objects"
             )
         if bytes_per_s is not None and not bytes_per_s > 0:
@@ -113,7 +118,7 @@ class Tiers(ObjectMoves, Closing):
         self._saved = {}
         self.cold: ColdStore | None = None
         self._own_cold: ColdStore | None = None  # which is closed with the tiers
-        self.near: NearTier | None = None
+        self.local: LocalTier | None = None
         self._mover: threading.Thread | None = None
         # No Event: an interrupt (Ctrl-C) in its set() can leave its lock taken, for ever.
         self._wake = SimpleQueue[None]()
@@ -123,12 +128,12 @@ class Tiers(ObjectMoves, Closing):
             if cold is not None:
                 self.cold = open_cold(cold, self._shape, cold_capacity, fsync, compress)
                 self._own_cold = self.cold if self.cold is not cold else None
-            self.near = NearTier(pool, near) if near is not None else None
+            self.local = LocalTier(pool, local) if local is not None else None
             reclaim.register(pool._handle, self._reclaimed)
         except BaseException:
             reclaim.unregister(pool._handle, self._reclaimed)
-            if self.near is not None:
-                self.near.close()
+            if self.local is not None:
+                self.local.close()
             if self.cold is not None and self.cold is not cold:
                 self.cold.close()
             raise
@@ -369,7 +374,7 @@ class Tiers(ObjectMoves, Closing):
             hits=rows["hits"].copy(),
             parents=parents,
             kept=((rows["flags"] & (HELD | PINNED)) != 0) | np.isin(rows["page"], self._coming),
-            heat=rows["heat"].copy(),
+            hotness=rows["hotness"].copy(),
             saved_s=self._saved_s(parents) if self._weighs else None,
         )
         return rows, made
@@ -435,7 +440,7 @@ class Tiers(ObjectMoves, Closing):
     # ---- the mover ----
 
     def step(self) -> dict[str, int]:
-        """One round of the mover: room for what comes, and hot units near. What it moved."""
+        """One round of the mover: room for what comes, and copies of hot units. What it moved."""
         self._check()
         limit = self._limit.allowed()
         evicted = moved_bytes = 0
@@ -446,8 +451,8 @@ class Tiers(ObjectMoves, Closing):
                 if limit is not None:
                     wanted = min(wanted, limit // self._shape.bytes)
                 evicted = self._evict(wanted) if wanted > 0 else 0
-        if self.near is not None:
-            moved_bytes = self.near.step(limit).copied_bytes
+        if self.local is not None:
+            moved_bytes = self.local.step(limit).copied_bytes
         self._limit.spend(evicted * self._shape.bytes + moved_bytes)
         return {"evicted_pages": evicted, "promoted_bytes": moved_bytes}
 
@@ -483,12 +488,18 @@ class Tiers(ObjectMoves, Closing):
     # ---- what is where ----
 
     @property
+    def near(self) -> LocalTier | None:
+        """Tiers.local by its name up to 0.2; goes with the next release."""
+        _renamed("Tiers.near", "Tiers.local")
+        return self.local
+
+    @property
     def brought_pages(self) -> int:
         """From cold, so far."""
         return self._counts["promoted_pages"]
 
     def stats(self) -> dict[str, float]:
-        """Pages by tier and what was moved; near_* and cold_* as NearTier and ColdTier count."""
+        """Pages by tier and what was moved; local_* and cold_* as LocalTier and ColdTier count."""
         pool = self.pool.stats()
         names = "promoted demoted dropped evicted refused corrupt not_worth"
         found: dict[str, float] = {
@@ -497,26 +508,27 @@ class Tiers(ObjectMoves, Closing):
         found["failed_steps"] = self._counts["failed_steps"]
         for name in ("total", "free", "held", "published", "published_only"):
             found[f"far_pages_{name}"] = pool[f"pages_{name}"]
-        for tier, of in (("near", self.near), ("cold", self.cold)):
+        for tier, of in (("local", self.local), ("cold", self.cold)):
             if of is not None:
                 found |= {f"{tier}_{name}": value for name, value in of.stats().items()}
         return found
 
     def close(self) -> None:
-        """Ends the mover, near and cold; the pool stays open. A second time does nothing."""
+        """End the mover, the local tier and the cold one; the pool stays open. A second time does
+        nothing."""
         self._ended = True
         self._wake.put(None)
         if self._mover is not None:
             self._mover.join()
         reclaim.unregister(self.pool._handle, self._reclaimed)
         with self._lock:
-            if self.near is not None:
-                self.near.close()
+            if self.local is not None:
+                self.local.close()
             if self._own_cold is not None:
                 self._own_cold.close()
 
     def reset_after_fork(self) -> None:
-        """Its mover, its file and its near tier are the parent's."""
+        """Its mover, its file and its local tier are the parent's."""
         self._lock, self._wake = threading.RLock(), SimpleQueue()
         self._mover, self._ended = None, True
 
@@ -526,6 +538,11 @@ class Tiers(ObjectMoves, Closing):
                 "these tiers were closed, or are another process's: a child of os.fork() makes its "
                 "own, with a cold file of its own"
             )
+
+
+def _renamed(old: str, new: str) -> None:
+    text = f"{old} is {new} now; the old name goes with the next release"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 def names_of(rows: npt.NDArray[np.void]) -> Names:

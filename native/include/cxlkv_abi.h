@@ -742,18 +742,18 @@ void cxlkv_worker_destroy_at(cxlkv_worker **at);
 int cxlkv_pool_use_worker(cxlkv_pool *pool, uint32_t use, double deadline_s);
 int cxlkv_pool_worker_state(cxlkv_pool *pool, cxlkv_worker_state *state);
 
-/* ---- the near tier: docs/near-tier.md ---- */
+/* ---- the local tier: docs/local-tier.md ---- */
 
 /* A unit is one layer of one page: page * record_layers + the layer's row in its page. The tier has
  * copies of units in this process's own memory; fetch and attend read these instead.
  * free + held + reserved = total. */
-typedef struct cxlkv_near_state {
+typedef struct cxlkv_local_state {
     uint64_t unit_bytes;            /* a slot: K, then V, of all kv heads */
     uint64_t slots_total;
     uint64_t slots_free;
     uint64_t slots_held;            /* with a copy; of a page that was freed since, maybe */
     uint64_t slots_reserved;        /* with a copy on its way */
-    uint64_t reads_near;            /* of chosen pages, by fetch and attend, from copies: one for */
+    uint64_t reads_local;           /* of chosen pages, by fetch and attend, from copies: one for */
     uint64_t reads_far;             /* each unit and kv head; likewise from the pool */
     uint64_t promoted;              /* units */
     uint64_t promoted_bytes;
@@ -763,31 +763,31 @@ typedef struct cxlkv_near_state {
     uint64_t refused_no_room;       /* of them, because all slots were taken */
     uint64_t undone;                /* by complete: damaged, or the page changed meanwhile */
     uint64_t epoch;                 /* counts are halved with each */
-} cxlkv_near_state;
+} cxlkv_local_state;
 
 /* What became of a unit that was to be promoted. */
-#define CXLKV_NEAR_DONE 0
-#define CXLKV_NEAR_THERE 1       /* is in the tier, or on its way by another call */
-#define CXLKV_NEAR_NO_ROOM 2
-#define CXLKV_NEAR_NOT_SEALED 3  /* free, being written, neither held nor published here, retired */
-#define CXLKV_NEAR_CHANGED 4     /* another generation than was wanted, or than at the beginning */
-#define CXLKV_NEAR_DAMAGED 5     /* a CRC is wrong */
-#define CXLKV_NEAR_UNKNOWN 6     /* no such unit in this pool */
+#define CXLKV_LOCAL_DONE 0
+#define CXLKV_LOCAL_THERE 1      /* is in the tier, or on its way by another call */
+#define CXLKV_LOCAL_NO_ROOM 2
+#define CXLKV_LOCAL_NOT_SEALED 3 /* free, being written, retired, neither held nor published */
+#define CXLKV_LOCAL_CHANGED 4    /* another generation than was wanted, or than at the beginning */
+#define CXLKV_LOCAL_DAMAGED 5    /* a CRC is wrong */
+#define CXLKV_LOCAL_UNKNOWN 6    /* no such unit in this pool */
 
 /* All its memory is taken now. A forked child starts without a tier. */
-int cxlkv_near_make(cxlkv_pool *pool, uint64_t bytes);
-int cxlkv_near_destroy(cxlkv_pool *pool);
+int cxlkv_local_make(cxlkv_pool *pool, uint64_t bytes);
+int cxlkv_local_destroy(cxlkv_pool *pool);
 /* Copies units into free slots; generations NULL: the pages as they are. Returns how many became
  * readable; codes[i] says what became of each. After an error: none. */
-int64_t cxlkv_near_promote(cxlkv_pool *pool, uint32_t count, const int64_t *units,
-                           const uint64_t *generations, int32_t *codes);
+int64_t cxlkv_local_promote(cxlkv_pool *pool, uint32_t count, const int64_t *units,
+                            const uint64_t *generations, int32_t *codes);
 /* Drops copies; returns how many there were. */
-int64_t cxlkv_near_demote(cxlkv_pool *pool, uint32_t count, const int64_t *units);
+int64_t cxlkv_local_demote(cxlkv_pool *pool, uint32_t count, const int64_t *units);
 /* Units with a count or a copy, ascending, `capacity` of them at most; returns how many there are.
  * Copies of freed pages are dropped first. */
-int64_t cxlkv_near_heat(cxlkv_pool *pool, int64_t *units, uint32_t *counts, uint8_t *resident,
-                        uint64_t capacity);
-int cxlkv_near_stats(cxlkv_pool *pool, cxlkv_near_state *state);
+int64_t cxlkv_local_hotness(cxlkv_pool *pool, int64_t *units, uint32_t *counts, uint8_t *resident,
+                            uint64_t capacity);
+int cxlkv_local_stats(cxlkv_pool *pool, cxlkv_local_state *state);
 /* The units of chosen pages, [lists, kv_heads, k] as in picked; -1: padding, or nothing that could
  * be promoted: a page that is not complete in all layers, or lies behind the window. */
 int cxlkv_batch_units(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,

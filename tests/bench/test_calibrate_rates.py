@@ -36,16 +36,16 @@ def test_a_line_through_two_sizes() -> None:
 def test_memory_is_measured_through_a_pool() -> None:
     result = Result("tune")
     costs = rates.run(result, SMALL, threads=1)
-    assert costs.near is not None
+    assert costs.local is not None
     assert costs.far is not None
     assert costs.cold is None
     assert costs.prefill is None
     # The same memory: the same figures, but nobody appends to copies.
-    assert costs.near.bytes_per_s == costs.far.bytes_per_s
-    assert costs.near.write_bytes_per_s is None
+    assert costs.local.bytes_per_s == costs.far.bytes_per_s
+    assert costs.local.write_bytes_per_s is None
     assert costs.far.write_bytes_per_s is not None
     assert costs.far.where == rates.LOCAL
-    assert set(result.metrics) >= {"near_read", "near_write", "near_score", "near_attend_call"}
+    assert set(result.metrics) >= {"local_read", "local_write", "local_score", "local_attend_call"}
 
 
 def test_what_is_read_is_what_was_appended() -> None:
@@ -114,7 +114,7 @@ def test_every_kind_of_layout(layout: KVLayout) -> None:
         costs = rates.through(Result("advise"), "far", pool)
         assert costs.tiers == ("far",)
         assert pool.stats()["pages_held"] == 0
-    assert rates.run(Result("advise"), layout, threads=1).tiers == ("near", "far")
+    assert rates.run(Result("advise"), layout, threads=1).tiers == ("local", "far")
 
 
 # ---- files ----

@@ -57,7 +57,7 @@ def test_real_bytes_hit_what_the_simulation_hits() -> None:
 
 def test_cold_pages_come_back_with_their_bytes() -> None:
     everything = traces.distinct(SMALL)
-    where = Where(far=600, near=100, cold=everything, policy="adaptive")
+    where = Where(far=600, local=100, cold=everything, policy="adaptive")
     counts, stats, problems = replay_bytes(SMALL, where)
     assert counts.wrong == 0
     assert problems == []

@@ -21,7 +21,7 @@ from cxlkv.emulation.link import Link, _links, emulate, link_of, parse
 from cxlkv.emulation.profiles import OURS, Profile, named, read
 from cxlkv.emulation.sharing import Stream, simulate
 from cxlkv.errors import BadArgumentError
-from cxlkv.tiers.near import NearTier
+from cxlkv.tiers.local import LocalTier
 
 ASTERA = named("astera-a1000")[1]
 PIECE_BYTES = 4 * 8 * 4 * 2  # K and V of a page and head: 4 tokens of 8 channels in float32
@@ -179,7 +179,7 @@ def test_near_copies_are_not_charged_and_promotions_are() -> None:
         sequence = pool.sequence()
         for layer in range(2):
             sequence.append(layer, rows(16), rows(16))
-        with NearTier(pool, "64KiB") as tier, emulate(pool, "pond-pool", mode="virtual") as link:
+        with LocalTier(pool, "64KiB") as tier, emulate(pool, "pond-pool", mode="virtual") as link:
             page = int(sequence.pages[1])
             assert len(tier.promote([2 * page]).promoted) == 1  # layer 0
             assert link.bytes["promote"] == 2 * PIECE_BYTES

@@ -31,7 +31,7 @@ LAYOUT = KVLayout(layers=10, kv_heads=1, head_dim=25, page_tokens=10)
 # Reading 1000 tokens from far: 10 calls of 1 ms and 1 MB at 100 MB/s: 20 ms. Cold: 100 records of
 # 1 ms and 1 MB at 10 MB/s: 200 ms, then 20 ms from far. Recomputing 1000 tokens: 100 ms.
 COSTS = Costs(
-    near=Tier(bytes_per_s=1e9),
+    local=Tier(bytes_per_s=1e9),
     far=Tier(bytes_per_s=1e8, latency_s=1e-3, write_bytes_per_s=5e7),
     cold=Tier(bytes_per_s=1e7, latency_s=1e-3, write_bytes_per_s=1e7),
     score_bytes_per_s=1e8,
@@ -141,7 +141,7 @@ def test_without_a_prefill_speed_a_tier_says_which_one_would_do() -> None:
 def test_a_slow_link_to_the_gpu_counts_instead_of_faster_memory() -> None:
     linked = replace(COSTS, link_bytes_per_s=5e7)
     assert linked.read_seconds(LAYOUT, 1000, "far") == pytest.approx(0.03)
-    assert linked.read_seconds(LAYOUT, 1000, "near") == pytest.approx(0.02)
+    assert linked.read_seconds(LAYOUT, 1000, "local") == pytest.approx(0.02)
     fast = replace(COSTS, link_bytes_per_s=1e12)
     assert fast.read_seconds(LAYOUT, 1000, "far") == COSTS.read_seconds(LAYOUT, 1000, "far")
 
@@ -257,7 +257,7 @@ prefills = st.builds(
 )
 all_costs = st.builds(
     Costs,
-    near=tier_costs,
+    local=tier_costs,
     far=tier_costs,
     cold=tier_costs,
     score_bytes_per_s=rates,
@@ -266,7 +266,7 @@ all_costs = st.builds(
     link_bytes_per_s=st.one_of(st.none(), rates),
     prefill=prefills,
 )
-tier_names = st.sampled_from(("near", "far", "cold"))
+tier_names = st.sampled_from(("local", "far", "cold"))
 WINDOWED = KVLayout.of(
     [
         LayerGroup(layers=5, kv_heads=2, head_dim=8, window=64),
@@ -373,8 +373,8 @@ def test_requests_that_cannot_be() -> None:
     refused("cached_tokens is .*0 or more", cached_tokens=-1)
     refused("tokens is .*whole", tokens=10.5)
     refused("decode_tokens is .*0 or more", decode_tokens=-1)
-    refused("tier is 'disk': one of near, far, cold", tier="disk")
-    refused("tier has 2 names for 1 requests", tier=("far", "near"))
+    refused("tier is 'disk': one of local, far, cold", tier="disk")
+    refused("tier has 2 names for 1 requests", tier=("far", "local"))
     for share in (0, -0.1, 1.1, math.nan):
         refused("share is .*outside", share=share)
     with pytest.raises(BadArgumentError, match="tokens is 0"):
@@ -389,7 +389,7 @@ def test_what_is_not_known_is_not_made_up() -> None:
         replace(COSTS, prefill=None).decide(LAYOUT, tier="far", **request)
     with pytest.raises(BadArgumentError, match="prefill speed is not known"):
         replace(COSTS, prefill=None).value(10, 0, 10_000, "far")
-    assert replace(COSTS, near=None).tiers == ("far", "cold")
+    assert replace(COSTS, local=None).tiers == ("far", "cold")
 
 
 @pytest.mark.parametrize("name", ["tokens", "depth_tokens", "page_bytes"])

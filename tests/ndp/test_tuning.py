@@ -125,7 +125,7 @@ def test_a_small_run() -> None:
 
 def test_costs_are_kept() -> None:
     costs = Costs(
-        near=Tier(bytes_per_s=2e10),
+        local=Tier(bytes_per_s=2e10),
         far=Tier(bytes_per_s=1e10, latency_s=1e-6, write_bytes_per_s=5e9, where="/dev/dax0.0"),
         score_bytes_per_s=3e10,
         attend_bytes_per_s=2e10,
@@ -209,4 +209,4 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kept = tuning.read(tuning.default_path())
     assert kept.machine == tuning.this_machine()
     assert kept.costs is not None
-    assert kept.costs.tiers == ("near", "far", "cold")
+    assert kept.costs.tiers == ("local", "far", "cold")

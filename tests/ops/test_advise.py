@@ -18,7 +18,7 @@ from cxlkv.ops import cli
 # 10 layers of 50 channels of 2 bytes: 1000 bytes a token.
 MODEL = ("--layers", "10", "--kv-heads", "1", "--head-dim", "25", "--page-tokens", "10")
 KEPT = Costs(
-    near=Tier(bytes_per_s=1e9, where="memory of this process"),
+    local=Tier(bytes_per_s=1e9, where="memory of this process"),
     far=Tier(bytes_per_s=1e8, latency_s=1e-3, write_bytes_per_s=5e7, where="/dev/dax0.0"),
     cold=Tier(bytes_per_s=1e7, latency_s=1e-3, write_bytes_per_s=1e7, where="/cold, O_DIRECT"),
     score_bytes_per_s=1e8,
@@ -163,7 +163,7 @@ def test_an_untuned_machine_is_measured(tmp_path: Path) -> None:
     output = advise(*MODEL, "--cold", str(tmp_path), "--json", str(file))
     assert "far was measured in this process's own memory" in output
     found = json.loads(file.read_text())
-    assert [row["tier"] for row in found["rows"][:3]] == ["near", "far", "cold"]
+    assert [row["tier"] for row in found["rows"][:3]] == ["local", "far", "cold"]
     assert found["costs"]["cold"]["where"].startswith(str(tmp_path))
     assert not tuning.default_path().exists()  # only `cxlkv tune` keeps what it finds
 

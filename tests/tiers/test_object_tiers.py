@@ -26,7 +26,7 @@ from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.machine.costs import Costs
 from cxlkv.objects import ABSENT
 from cxlkv.tiers.cold import ColdTier
-from cxlkv.tiers.near import NearTier
+from cxlkv.tiers.local import LocalTier
 
 from ..conftest import audit
 from ..support.damaging import change_byte
@@ -261,13 +261,13 @@ def test_a_child_has_no_tiers(pool: ObjectPool, tiers: Tiers) -> None:
 
 
 def test_what_is_of_k_and_v_is_refused(pool: ObjectPool, tmp_path: Path) -> None:
-    for wrong in ({"near": "1MiB"}, {"costs": Costs()}):
+    for wrong in ({"local": "1MiB"}, {"costs": Costs()}):
         with pytest.raises(BadArgumentError, match="stores objects"):
             Tiers(pool, **wrong)
     with pytest.raises(BadArgumentError, match="costs"):
         Tiers(pool, policy="cost")
     with pytest.raises(BadArgumentError, match="stores objects"):
-        NearTier(pool, "1MiB")
+        LocalTier(pool, "1MiB")
     layout = KVLayout(layers=1, kv_heads=1, head_dim=64)
     with (
         CXLPool.create(tmp_path / "kv", layout=layout, capacity="8MiB") as other,

@@ -22,7 +22,7 @@ def published(
     hits: list[int] | None = None,
     parents: list[int] | None = None,
     kept: tuple[int, ...] = (),
-    heat: list[int] | None = None,
+    hotness: list[int] | None = None,
     saved_s: list[float] | None = None,
 ) -> Published:
     """Pages 0, 1, ... in the pool, each a chain of its own unless parents says otherwise."""
@@ -40,7 +40,7 @@ def published(
         hits=words(hits, 0),
         parents=words(parents, NONE),
         kept=np.isin(np.arange(count), kept),
-        heat=words(heat, 0),
+        hotness=words(hotness, 0),
         saved_s=None if saved_s is None else np.array(saved_s, np.float32),
     )
 
@@ -63,7 +63,7 @@ def test_time_may_wrap() -> None:
 
 
 def test_mass_lets_the_one_go_that_got_the_least_attention() -> None:
-    pages = published([10, 20, 30, 40], heat=[7, 9, 0, 1])
+    pages = published([10, 20, 30, 40], hotness=[7, 9, 0, 1])
     assert chosen(policy_named("mass"), pages, 2) == [2, 3]
 
 

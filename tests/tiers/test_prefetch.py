@@ -11,7 +11,7 @@ import pytest
 
 from cxlkv import Batch, CXLPool
 from cxlkv.ndp.engine import Selection
-from cxlkv.tiers.near import NearTier
+from cxlkv.tiers.local import LocalTier
 from cxlkv.tiers.prefetch import FLOOR, REST, TRIAL, LastStep, LayerAhead, Prefetcher
 
 from ..conftest import MakePool
@@ -42,29 +42,29 @@ def batch(far: CXLPool, rng: np.random.Generator) -> Batch:
 
 
 @pytest.fixture
-def tier(far: CXLPool) -> NearTier:
-    return NearTier(far, 20 * 256)
+def tier(far: CXLPool) -> LocalTier:
+    return LocalTier(far, 20 * 256)
 
 
-def near(tier: NearTier) -> list[int]:
-    units, _, resident = tier.heat()
+def near(tier: LocalTier) -> list[int]:
+    units, _, resident = tier.hotness()
     return [int(unit) for unit in units[resident]]
 
 
-def test_the_last_step_is_near_before_the_next(batch: Batch, tier: NearTier) -> None:
+def test_the_last_step_is_near_before_the_next(batch: Batch, tier: LocalTier) -> None:
     prefetcher = LastStep(tier, batch)
     assert prefetcher.accuracy == 1
     assert prefetcher.observe(0, chosen(1, 5, 9)) == 3
     assert prefetcher.observe(1, chosen(1, 2)) == 2
     assert near(tier) == [2, 3, 5, 10, 18]  # units: 2 * page + layer
     batch.fetch(0, chosen(1, 5, 7))
-    assert tier.stats()["reads_near"] == 2
+    assert tier.stats()["reads_local"] == 2
     assert prefetcher.observe(0, chosen(1, 5, 7)) == 1
     assert prefetcher.accuracy == 2 / 3
     assert prefetcher.stats() == {"state": "on", "accuracy": 2 / 3, "promoted": 6}
 
 
-def test_the_next_layer_gets_the_pages_of_this_one(batch: Batch, tier: NearTier) -> None:
+def test_the_next_layer_gets_the_pages_of_this_one(batch: Batch, tier: LocalTier) -> None:
     prefetcher = LayerAhead(tier, batch)
     assert prefetcher.observe(0, chosen(3, 4)) == 2
     assert near(tier) == [7, 9]
@@ -72,12 +72,12 @@ def test_the_next_layer_gets_the_pages_of_this_one(batch: Batch, tier: NearTier)
     assert prefetcher.accuracy == 1 / 2
 
 
-def test_the_open_tail_and_padding_are_no_guess(batch: Batch, tier: NearTier) -> None:
+def test_the_open_tail_and_padding_are_no_guess(batch: Batch, tier: LocalTier) -> None:
     assert LastStep(tier, batch).observe(0, chosen(-1, 0, PAGES)) == 1
     assert near(tier) == [0]
 
 
-def test_a_full_tier_takes_no_more(batch: Batch, tier: NearTier) -> None:
+def test_a_full_tier_takes_no_more(batch: Batch, tier: LocalTier) -> None:
     prefetcher = LastStep(tier, batch)
     assert prefetcher.observe(0, chosen(*range(25))) == 20
     assert tier.stats()["refused_no_room"] == 5
@@ -89,7 +89,7 @@ def wander(prefetcher: Prefetcher, steps: int, first: int = 0) -> int:
     return sum(prefetcher.observe(0, chosen((first + i) % PAGES)) for i in range(steps))
 
 
-def test_who_is_wrong_rests_looks_again_and_comes_back(batch: Batch, tier: NearTier) -> None:
+def test_who_is_wrong_rests_looks_again_and_comes_back(batch: Batch, tier: LocalTier) -> None:
     prefetcher = LastStep(tier, batch)
     assert wander(prefetcher, TRIAL) > 0
     assert prefetcher.state == "on"
@@ -111,7 +111,7 @@ def test_who_is_wrong_rests_looks_again_and_comes_back(batch: Batch, tier: NearT
     assert prefetcher.accuracy == 1
 
 
-def test_half_right_is_enough(batch: Batch, tier: NearTier) -> None:
+def test_half_right_is_enough(batch: Batch, tier: LocalTier) -> None:
     prefetcher = LastStep(tier, batch)
     for i in range(3 * TRIAL):
         prefetcher.observe(0, chosen(0, 1 + i % (PAGES - 1)))
@@ -119,7 +119,7 @@ def test_half_right_is_enough(batch: Batch, tier: NearTier) -> None:
     assert prefetcher.state == "on"
 
 
-def test_it_may_go_on_with_a_fork(batch: Batch, tier: NearTier) -> None:
+def test_it_may_go_on_with_a_fork(batch: Batch, tier: LocalTier) -> None:
     """Forks share pages, and so units: what was learned and moved stays."""
     prefetcher = LastStep(tier, batch)
     prefetcher.observe(0, chosen(1, 5))

@@ -281,7 +281,7 @@ def test_what_is_computed_faster_is_not_read(pool: CXLPool, cold_path: Path) -> 
     slow = Tier(bytes_per_s=1e3, latency_s=1.0)
     fast = Tier(bytes_per_s=1e9, latency_s=1e-6)
     costs = Costs(
-        near=fast, far=fast, cold=slow, prefill=Prefill(tokens_per_s=1e6, context_half=1e6)
+        local=fast, far=fast, cold=slow, prefill=Prefill(tokens_per_s=1e6, context_half=1e6)
     )
     ids = text(1, 4)
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB", costs=costs) as tiers:
@@ -294,7 +294,7 @@ def test_what_is_computed_faster_is_not_read(pool: CXLPool, cold_path: Path) -> 
 def test_the_cost_policy_keeps_what_is_deep(pool: CXLPool) -> None:
     """Deeper pages attend to more: 8 short texts go before the end of a long one."""
     fast = Tier(bytes_per_s=1e12, latency_s=0.0)
-    costs = Costs(near=fast, far=fast, prefill=Prefill(tokens_per_s=1e3, context_half=4.0))
+    costs = Costs(local=fast, far=fast, prefill=Prefill(tokens_per_s=1e3, context_half=4.0))
     with Tiers(pool, policy="cost", costs=costs) as tiers:
         publish(pool, text(1, 16))
         for number in range(2, 10):
@@ -465,7 +465,7 @@ def test_a_forked_child_is_told_that_the_pool_is_full(pool: CXLPool, cold_path: 
 
 def test_a_child_is_told_that_tiers_are_its_parents(pool: CXLPool, tmp_path: Path) -> None:
     """At once, though a thread of the parent moves pages when it forks; its own tiers are apart."""
-    with Tiers(pool, near="64KiB", cold=tmp_path / "cold", cold_capacity="2MiB") as tiers:
+    with Tiers(pool, local="64KiB", cold=tmp_path / "cold", cold_capacity="2MiB") as tiers:
         tiers.start(every_s=0.001)
         publish(pool, text(1, 4))
         locked, forked = threading.Event(), threading.Event()
@@ -488,12 +488,12 @@ def test_a_child_is_told_that_tiers_are_its_parents(pool: CXLPool, tmp_path: Pat
             ):
                 with pytest.raises(ClosedError):
                     call()
-            with Tiers(pool, near="64KiB", cold=tmp_path / "own", cold_capacity="2MiB") as own:
+            with Tiers(pool, local="64KiB", cold=tmp_path / "own", cold_capacity="2MiB") as own:
                 tiers.close()
                 tiers.close()
                 own.step()
-                assert own.near is not None
-                assert own.near.stats()["slots_total"] > 0
+                assert own.local is not None
+                assert own.local.stats()["slots_total"] > 0
                 assert found(own, text(1, 4)) == 4
 
         mover = threading.Thread(target=move)
@@ -572,7 +572,7 @@ class TiersModel(RuleBasedStateMachine):
         self.cold = cold
         self.tiers = Tiers(
             self.pool,
-            near="64KiB",
+            local="64KiB",
             policy=policy,
             cold=self.path if cold else None,
             cold_capacity="1MiB" if cold else None,
@@ -614,7 +614,7 @@ class TiersModel(RuleBasedStateMachine):
 
     @rule(number=st.integers(1, TEXTS))
     def read_often(self, number: int) -> None:
-        """So that units go near."""
+        """So that units get copies."""
         with self.tiers.match(self.keys(number)) as hit:
             sequence = hit.sequence()
             for _ in range(3 if hit else 0):
@@ -659,3 +659,10 @@ TestTiersModel.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+def test_the_name_of_the_local_tier_up_to_0_2_warns(pool: CXLPool) -> None:
+    with pytest.warns(DeprecationWarning, match="near= is local= now"):
+        tiers = Tiers(pool, near="64KiB")
+    with tiers, pytest.warns(DeprecationWarning, match=r"Tiers\.near is Tiers\.local now"):
+        assert tiers.near is tiers.local is not None

@@ -32,7 +32,7 @@ typedef struct attend_job {
     uint32_t span_count;
     uint32_t parts;                     /* neighbouring spans that share rows and heads */
     atomic_ulong bytes;
-    near_reads reads;
+    local_reads reads;
 } attend_job;
 
 static uint64_t span_queries(const attend_job *job, const span *s) {
@@ -150,7 +150,7 @@ static void attend_head(const attend_job *job, const span *s, const layer_view *
 static int attend_page(const attend_job *job, const span *s, const layer_view *view,
                        uint32_t index, ahead *keys, ahead *values, float *logits) {
     page_rows first = view_rows(view, index, PIECE_KEYS);
-    int code = first.near ? 0 : view_verify(view, index);
+    int code = first.local ? 0 : view_verify(view, index);
     if (code < 0) return code;
     uint64_t all = (uint64_t)(job->args->starts[s->sequence + 1] - job->args->starts[s->sequence]);
     head_rows rows = {.tokens = view_filled(view, index),
@@ -174,7 +174,7 @@ static int attend_span(void *context, uint32_t item) {
     const span *s = &job->spans[item];
     const cxlkv_layout *layout = &job->batch->pool->layout;
     layer_view view = view_of(job->batch->sequences[s->sequence], job->args->layer);
-    view.near = job->batch->pool->near;
+    view.local = job->batch->pool->local;
     uint64_t queries = span_queries(job, s) * s->head_count, bytes = 0;
     uint64_t token_bytes = row_channels(layout) * dtype_bytes(layout->dtype) * s->head_count;
     float *logits = malloc(SPAN_QUERIES * layout->page_tokens * sizeof(float));
@@ -184,8 +184,8 @@ static int attend_span(void *context, uint32_t item) {
         s->state[2 * i + 1] = 0;
     }
     memset(s->state + 2 * queries, 0, queries * layout->value_head_dim * sizeof(float));
-    if (view.near && s->pages)
-        near_count_reads(&view, s->pages + s->page_first, s->page_last - s->page_first,
+    if (view.local && s->pages)
+        local_count_reads(&view, s->pages + s->page_first, s->page_last - s->page_first,
                          &job->reads);
     int code = 0;
     uint32_t head_end = s->head_first + s->head_count;
@@ -385,9 +385,9 @@ int64_t attend_here(cxlkv_batch *batch, cxlkv_attend_args *args, uint32_t parts)
     attend_job job = {.batch = batch, .args = args, .isa = kernels_current(), .parts = parts};
     int64_t code = batch_lock(batch, false);
     if (code < 0) return code;
-    near_enter(batch->pool);
+    local_enter(batch->pool);
     code = attend_locked(&job);
-    near_leave(batch->pool, &job.reads);
+    local_leave(batch->pool, &job.reads);
     code = peers_verify(job.batch->pool, code);
     batch_unlock(batch);
     free(job.spans);

@@ -16,7 +16,7 @@ typedef struct fetch_job {
     uint32_t *sequence_of_list;
     uint32_t k;
     bool stream;
-    near_reads reads;
+    local_reads reads;
 } fetch_job;
 
 static int copy_piece(const layer_view *view, uint32_t index, uint32_t head, uint32_t kind,
@@ -40,7 +40,7 @@ static int copy_piece(const layer_view *view, uint32_t index, uint32_t head, uin
     else
         memcpy(to, from, size);
     /* Values that are keys were verified with these, a copy when it was made. */
-    if (!layout->checksum || rows.near) return 0;
+    if (!layout->checksum || rows.local) return 0;
     /* The CRC of the source while it is in the cache; a copy of it is what the caller gets. */
     return piece_verify(pool, sequence_page(view->sequence, view->part, index), view->layer, head,
                         kind, from);
@@ -50,7 +50,7 @@ static int copy_piece(const layer_view *view, uint32_t index, uint32_t head, uin
 static int check_page(const layer_view *view, uint32_t index) {
     cxlkv_pool *pool = view->sequence->pool;
     uint32_t page = sequence_page(view->sequence, view->part, index);
-    if (view->near && near_find(pool, view->near, page, view->layer)) return 0;
+    if (view->local && local_find(pool, view->local, page, view->layer)) return 0;
     return record_check_unlocked(pool, page, pool->pages[page].generation,
                                  pool->layout.page_tokens);
 }
@@ -112,10 +112,10 @@ static int fetch_task(void *context, uint32_t item) {
     uint32_t list = item / layout->kv_heads, head = item % layout->kv_heads;
     layer_view view =
         view_of(job->batch->sequences[job->sequence_of_list[list]], job->args->layer);
-    view.near = job->batch->pool->near;
+    view.local = job->batch->pool->local;
     int code = check_list(job, &view, item);
-    if (code == 0 && view.near && job->args->picked.pages)
-        near_count_reads(&view, job->args->picked.pages + (uint64_t)item * job->k, job->k,
+    if (code == 0 && view.local && job->args->picked.pages)
+        local_count_reads(&view, job->args->picked.pages + (uint64_t)item * job->k, job->k,
                          &job->reads);
     for (uint32_t kind = PIECE_KEYS; code == 0 && kind <= PIECE_VALUES; kind++) {
         size_t size = piece_data_bytes(layout, kind);
@@ -201,9 +201,9 @@ int64_t cxlkv_batch_fetch(cxlkv_batch *batch, cxlkv_fetch_args *args) {
     fetch_job job = {.batch = batch, .args = args};
     int64_t code = batch_lock(batch, false);
     if (code < 0) return code;
-    near_enter(batch->pool);
+    local_enter(batch->pool);
     code = fetch_locked(&job);
-    near_leave(batch->pool, &job.reads);
+    local_leave(batch->pool, &job.reads);
     code = peers_verify(batch->pool, code);
     batch_unlock(batch);
     free(job.sequence_of_list);
@@ -311,7 +311,7 @@ static int block_task(void *context, uint32_t entry) {
     uint32_t i = sequence_at(job->table->starts, batch->count, entry);
     uint32_t place = entry - (uint32_t)job->table->starts[i];
     layer_view view = view_of(batch->sequences[i], job->layer);
-    view.near = batch->pool->near;
+    view.local = batch->pool->local;
     uint32_t pages = job->table->block_tokens / batch->pool->layout.page_tokens;
     int code = block_guarded(job, &view, (uint32_t)job->first[i] + place * pages, entry);
     if (code == -EFAULT) return code; /* the caller's own array */
@@ -367,9 +367,9 @@ static int64_t fetch_blocks_locked(blocks_job *job) {
     uint64_t bytes =
         (uint64_t)tokens * layout->kv_heads * row_channels(layout) * dtype_bytes(layout->dtype);
     job->stream = bytes > STREAM_BYTES;
-    near_enter(batch->pool);
+    local_enter(batch->pool);
     code = run_tasks(batch->pool, (uint32_t)starts[batch->count], block_task, job);
-    near_leave(batch->pool, &(near_reads){0});
+    local_leave(batch->pool, &(local_reads){0});
     if (code == 0 && job->code < 0)
         code = fail(-job->code, "sequence %u of the batch, block %u of it: %s", job->sequence,
                     job->place, job->text);

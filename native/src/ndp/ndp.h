@@ -10,7 +10,7 @@ typedef struct page_rows {
     const uint8_t *first;
     uint64_t head_bytes;
     size_t row_bytes;
-    bool near;                   /* of a copy, which was verified when it was made */
+    bool local;                   /* of a copy, which was verified when it was made */
 } page_rows;
 static inline __attribute__((always_inline)) page_rows
 view_rows(const layer_view *view, uint32_t index, uint32_t kind) {
@@ -23,11 +23,11 @@ view_rows(const layer_view *view, uint32_t index, uint32_t kind) {
         uint32_t page = sequence_page(view->sequence, view->part, index);
         rows.first = pieces_of(pool, page, view->layer, kind);
         rows.head_bytes = keys ? g->key_piece_bytes : g->value_piece_bytes;
-        bool looks = __builtin_expect(view->near != NULL, 0);
+        bool looks = __builtin_expect(view->local != NULL, 0);
         const uint8_t *copy = looks ? view_copy(view, page, keys) : NULL;
         if (copy) {
             rows.first = copy;
-            rows.near = true;
+            rows.local = true;
         }
     } else {
         rows.first = tail_at(pool, view->sequence->tails[view->layer], kind, 0);

@@ -14,8 +14,8 @@ typedef struct pool_hooks {
     void (*tails_discard)(cxlkv_pool *pool);
     /* tiers/: the local tier, at close, under the write lock; in a forked child its copies are its
      * parent's */
-    void (*near_drop_all)(cxlkv_pool *pool);
-    void (*near_forked)(cxlkv_pool *pool);
+    void (*local_drop_all)(cxlkv_pool *pool);
+    void (*local_forked)(cxlkv_pool *pool);
     /* worker/: all that the worker holds for this process; what it has of a sequence from
      * page_count on, before these pages are dropped here */
     void (*worker_give_back)(cxlkv_pool *pool);

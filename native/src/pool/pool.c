@@ -199,7 +199,7 @@ static void fork_child(void) {
         pool->keeper = NULL; /* its thread is the parent's, and what it was about to log */
         pool->log_count = 0;
         hooks.worker_forked(pool);
-        hooks.near_forked(pool);
+        hooks.local_forked(pool);
         hooks.sequences_forked(pool);
         if (pool->closed) continue;
         if (!claim_fork_slot(pool) || !take_region_file(pool) ||
@@ -597,7 +597,7 @@ static void pool_end(cxlkv_pool *pool) {
     pthread_mutex_unlock(&pool->list_lock);
     workers_destroy(threads);
     hooks.worker_leave(pool);
-    hooks.near_drop_all(pool);
+    hooks.local_drop_all(pool);
     pool_unmake(pool); /* gives all our pages back at once */
     pool->closed = true;
 }

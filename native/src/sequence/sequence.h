@@ -161,7 +161,7 @@ typedef struct layer_view {
     uint32_t layer, part;
     uint32_t window;             /* 0: none */
     /* Whose copies are read instead; NULL: none. Scoring has none. */
-    const struct near_tier *near;
+    const struct local_tier *local;
 } layer_view;
 layer_view view_of(cxlkv_sequence *sequence, uint32_t layer);
 /* Tokens that page `index` holds. */

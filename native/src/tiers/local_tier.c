@@ -1,4 +1,4 @@
-/* The near tier: copies of hot units in this process's own memory, which fetch and attend read.
+/* The local tier: copies of hot units in this process's own memory, which fetch and attend read.
  *
  * A unit is one layer of one page. A sealed page does not change until it is freed, and then its
  * generation does; so a copy is right as long as the generations are equal, and to demote is to
@@ -25,12 +25,12 @@ enum { ITEM_BYTES = 256 << 10, CHUNK_BYTES = 2048, WINDOW_READS = 10 };
 
 /* A private mapping on a 2 MiB border. MADV_DONTFORK: a child has no use for the copies, and if it
  * shared them, its parent would pay a page fault for each that it refills. */
-static int memory_map(near_tier *tier, uint64_t bytes) {
+static int memory_map(local_tier *tier, uint64_t bytes) {
     uint64_t wanted = align_up(bytes, AREA_ALIGNMENT);
     uint8_t *at = mmap(NULL, wanted + AREA_ALIGNMENT, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED)
-        return fail(ENOMEM, "no address space for a near tier of %lu MiB: ask for less, or raise "
+        return fail(ENOMEM, "no address space for a local tier of %lu MiB: ask for less, or raise "
                     "ulimit -v", bytes >> 20);
     uint8_t *begin = (uint8_t *)align_up((uintptr_t)at, AREA_ALIGNMENT);
     if (begin > at) munmap(at, (size_t)(begin - at));
@@ -41,11 +41,11 @@ static int memory_map(near_tier *tier, uint64_t bytes) {
     madvise(begin, wanted, MADV_DONTFORK);
     /* Want of memory is told here, not by a kill later. */
     if (madvise(begin, wanted, MADV_POPULATE_WRITE) == 0 || errno == EINVAL) return 0;
-    return fail(ENOMEM, "no memory for a near tier of %lu MiB (%s): ask for less", bytes >> 20,
+    return fail(ENOMEM, "no memory for a local tier of %lu MiB (%s): ask for less", bytes >> 20,
                 strerror(errno));
 }
 
-static void tier_free(near_tier *tier, bool mapped) {
+static void tier_free(local_tier *tier, bool mapped) {
     if (!tier) return;
     if (mapped && tier->memory) munmap(tier->memory, tier->mapped_bytes);
     pthread_rwlock_destroy(&tier->readers);
@@ -58,7 +58,7 @@ static void tier_free(near_tier *tier, bool mapped) {
 }
 
 /* Who takes slots back goes first: steady reading must not keep it out. */
-static void locks_init(near_tier *tier) {
+static void locks_init(local_tier *tier) {
     pthread_rwlockattr_t attributes;
     pthread_rwlockattr_init(&attributes);
     pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
@@ -67,7 +67,7 @@ static void locks_init(near_tier *tier) {
     pthread_mutex_init(&tier->lock, NULL);
 }
 
-static int tables_make(const cxlkv_pool *pool, near_tier *tier) {
+static int tables_make(const cxlkv_pool *pool, local_tier *tier) {
     const cxlkv_geometry *g = &pool->geometry;
     uint64_t rows = g->record_layers, layers = g->part_count * rows;
     tier->slots = calloc(tier->slot_count, sizeof(*tier->slots));
@@ -75,7 +75,7 @@ static int tables_make(const cxlkv_pool *pool, near_tier *tier) {
     tier->heat = calloc(tier->unit_count, sizeof(*tier->heat));
     tier->layer_of = malloc(layers * sizeof(*tier->layer_of));
     if (!tier->slots || !tier->table || !tier->heat || !tier->layer_of)
-        return fail(ENOMEM, "no memory for the tables of a near tier of %u slots",
+        return fail(ENOMEM, "no memory for the tables of a local tier of %u slots",
                     tier->slot_count);
     for (uint64_t i = 0; i < layers; i++) tier->layer_of[i] = NO_LAYER;
     for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
@@ -85,17 +85,17 @@ static int tables_make(const cxlkv_pool *pool, near_tier *tier) {
     return 0;
 }
 
-static int tier_make(const cxlkv_pool *pool, uint64_t bytes, near_tier **out) {
+static int tier_make(const cxlkv_pool *pool, uint64_t bytes, local_tier **out) {
     const cxlkv_geometry *g = &pool->geometry;
     uint64_t heads = pool->layout.kv_heads;
     uint64_t unit_bytes = heads * (g->key_piece_bytes + g->value_piece_bytes);
     uint64_t units = (uint64_t)g->page_count * g->record_layers;
-    uint64_t slots = min_u64(min_u64(bytes / unit_bytes, units), NEAR_ON_ITS_WAY - 2);
+    uint64_t slots = min_u64(min_u64(bytes / unit_bytes, units), LOCAL_ON_ITS_WAY - 2);
     if (slots == 0)
-        return fail(CXLKV_E_ARGUMENT, "a near tier of %lu bytes: a layer of a page has %lu", bytes,
+        return fail(CXLKV_E_ARGUMENT, "a local tier of %lu bytes: a layer of a page has %lu", bytes,
                     unit_bytes);
-    near_tier *made = calloc(1, sizeof(*made));
-    if (!made) return fail(ENOMEM, "no memory for a near tier");
+    local_tier *made = calloc(1, sizeof(*made));
+    if (!made) return fail(ENOMEM, "no memory for a local tier");
     locks_init(made);
     made->unit_bytes = unit_bytes;
     made->values_offset = pool->layout.kv_heads * g->key_piece_bytes;
@@ -109,33 +109,34 @@ static int tier_make(const cxlkv_pool *pool, uint64_t bytes, near_tier **out) {
     return code;
 }
 
-int cxlkv_near_make(cxlkv_pool *pool, uint64_t bytes) {
-    near_tier *made = NULL;
+int cxlkv_local_make(cxlkv_pool *pool, uint64_t bytes) {
+    local_tier *made = NULL;
     int code = tier_make(pool, bytes, &made);
     if (code < 0) return code;
     pthread_rwlock_wrlock(&pool->operations);
     if (pool->closed) code = fail(CXLKV_E_CLOSED, "the pool is closed: open it again");
-    else if (pool->near)
-        code = fail(CXLKV_E_BUSY, "the pool has a near tier in this process: close that one first");
-    else pool->near = made;
+    else if (pool->local)
+        code = fail(CXLKV_E_BUSY,
+                    "the pool has a local tier in this process: close that one first");
+    else pool->local = made;
     pthread_rwlock_unlock(&pool->operations);
     if (code < 0) tier_free(made, true);
     return code;
 }
 
-void near_drop_all(cxlkv_pool *pool) {
-    tier_free(pool->near, true);
-    pool->near = NULL;
+void local_drop_all(cxlkv_pool *pool) {
+    tier_free(pool->local, true);
+    pool->local = NULL;
 }
 
-void near_forked(cxlkv_pool *pool) {
-    tier_free(pool->near, false); /* its mapping did not come along */
-    pool->near = NULL;
+void local_forked(cxlkv_pool *pool) {
+    tier_free(pool->local, false); /* its mapping did not come along */
+    pool->local = NULL;
 }
 
-int cxlkv_near_destroy(cxlkv_pool *pool) {
+int cxlkv_local_destroy(cxlkv_pool *pool) {
     pthread_rwlock_wrlock(&pool->operations);
-    near_drop_all(pool);
+    local_drop_all(pool);
     pthread_rwlock_unlock(&pool->operations);
     return 0;
 }
@@ -143,21 +144,21 @@ int cxlkv_near_destroy(cxlkv_pool *pool) {
 /* pool_enter() for those that need a tier. */
 static int tier_enter(cxlkv_pool *pool) {
     int code = pool_enter(pool);
-    if (code < 0 || pool->near) return code;
+    if (code < 0 || pool->local) return code;
     pool_leave(pool);
     return fail(CXLKV_E_CLOSED,
-                "this process has no near tier of the pool: make one. A child starts without");
+                "this process has no local tier of the pool: make one. A child starts without");
 }
 
-void near_leave(cxlkv_pool *pool, const near_reads *reads) {
-    near_tier *tier = pool->near;
+void local_leave(cxlkv_pool *pool, const local_reads *reads) {
+    local_tier *tier = pool->local;
     if (!tier) return;
     pthread_rwlock_unlock(&tier->readers);
-    uint64_t reads_near = atomic_load(&reads->near), reads_far = atomic_load(&reads->far);
-    if (reads_near + reads_far == 0) return;
-    uint64_t all = reads_near + reads_far +
-                   atomic_fetch_add_explicit(&tier->reads_near, reads_near, memory_order_relaxed) +
-                   atomic_fetch_add_explicit(&tier->reads_far, reads_far, memory_order_relaxed);
+    uint64_t local = atomic_load(&reads->local), far = atomic_load(&reads->far);
+    if (local + far == 0) return;
+    uint64_t all = local + far +
+                   atomic_fetch_add_explicit(&tier->reads_local, local, memory_order_relaxed) +
+                   atomic_fetch_add_explicit(&tier->reads_far, far, memory_order_relaxed);
     /* Counts age by what is read, not by the clock: an idle process forgets nothing. As in TinyLFU
      * (arXiv 1512.00727), after ten readings for each that has room. */
     atomic_store_explicit(&tier->epoch, (uint32_t)(all / tier->window_reads),
@@ -166,73 +167,73 @@ void near_leave(cxlkv_pool *pool, const near_reads *reads) {
 
 /* ---- slots; all under tier->lock ---- */
 
-static uint32_t slot_take(near_tier *tier, int64_t unit) {
+static uint32_t slot_take(local_tier *tier, int64_t unit) {
     uint32_t slot = tier->first_free;
-    near_slot *taken = &tier->slots[slot];
+    local_slot *taken = &tier->slots[slot];
     tier->first_free = taken->next_free;
     tier->free_count--;
     tier->reserved_count++;
     taken->unit = unit;
-    taken->state = NEAR_RESERVED;
-    atomic_store_explicit(&tier->table[unit], NEAR_ON_ITS_WAY | (slot + 1), memory_order_relaxed);
+    taken->state = LOCAL_RESERVED;
+    atomic_store_explicit(&tier->table[unit], LOCAL_ON_ITS_WAY | (slot + 1), memory_order_relaxed);
     return slot;
 }
 
 /* The reader's lock is held for writing when the slot could be read. */
-static void slot_give(near_tier *tier, uint32_t slot) {
-    near_slot *given = &tier->slots[slot];
-    if (given->state == NEAR_RESERVED) tier->reserved_count--;
+static void slot_give(local_tier *tier, uint32_t slot) {
+    local_slot *given = &tier->slots[slot];
+    if (given->state == LOCAL_RESERVED) tier->reserved_count--;
     else tier->held_count--;
     tier->free_count++;
     atomic_store_explicit(&tier->table[given->unit], 0, memory_order_relaxed);
-    given->state = NEAR_FREE;
+    given->state = LOCAL_FREE;
     given->next_free = tier->first_free;
     tier->first_free = slot;
 }
 
-static bool is_held(const near_tier *tier, int64_t unit) {
+static bool is_held(const local_tier *tier, int64_t unit) {
     uint32_t entry = atomic_load_explicit(&tier->table[unit], memory_order_relaxed);
-    return entry && !(entry & NEAR_ON_ITS_WAY);
+    return entry && !(entry & LOCAL_ON_ITS_WAY);
 }
 
 /* Drops the copies of pages that were freed. */
-static int sweep(cxlkv_pool *pool, near_tier *tier) {
+static int sweep(cxlkv_pool *pool, local_tier *tier) {
     uint32_t stale = 0, rows = pool->geometry.record_layers;
     if (tier->held_count == 0) return 0;
     int code = host_lock(pool);
     if (code < 0) return code;
     for (uint32_t i = 0; i < tier->slot_count; i++) {
-        near_slot *slot = &tier->slots[i];
-        if (slot->state != NEAR_HELD ||
+        local_slot *slot = &tier->slots[i];
+        if (slot->state != LOCAL_HELD ||
             slot->generation == pool->pages[slot->unit / rows].generation)
             continue;
-        slot->state = NEAR_STALE;
+        slot->state = LOCAL_STALE;
         stale++;
     }
     host_unlock(pool);
     if (stale == 0) return 0;
     pthread_rwlock_wrlock(&tier->readers);
     for (uint32_t i = 0; i < tier->slot_count; i++)
-        if (tier->slots[i].state == NEAR_STALE) slot_give(tier, i);
+        if (tier->slots[i].state == LOCAL_STALE) slot_give(tier, i);
     pthread_rwlock_unlock(&tier->readers);
     tier->dropped += stale;
     return 0;
 }
 
 /* free + held + reserved = total, recounted. */
-static void tier_assert(const near_tier *tier) {
+static void tier_assert(const local_tier *tier) {
 #if CXLKV_DEBUG >= 2
     uint32_t counts[4] = {0}, listed = 0, named = 0;
     for (uint32_t i = 0; i < tier->slot_count; i++) counts[tier->slots[i].state]++;
     for (uint32_t i = tier->first_free; i != NO_SLOT; i = tier->slots[i].next_free) listed++;
     for (uint64_t unit = 0; unit < tier->unit_count; unit++) {
-        uint32_t entry = atomic_load(&tier->table[unit]) & ~NEAR_ON_ITS_WAY;
+        uint32_t entry = atomic_load(&tier->table[unit]) & ~LOCAL_ON_ITS_WAY;
         named += entry != 0;
         if (entry && tier->slots[entry - 1].unit != (int64_t)unit) abort();
     }
-    if (counts[NEAR_FREE] != tier->free_count || listed != tier->free_count ||
-        counts[NEAR_RESERVED] != tier->reserved_count ||
-        counts[NEAR_HELD] + counts[NEAR_STALE] != tier->held_count ||
+    if (counts[LOCAL_FREE] != tier->free_count || listed != tier->free_count ||
+        counts[LOCAL_RESERVED] != tier->reserved_count ||
+        counts[LOCAL_HELD] + counts[LOCAL_STALE] != tier->held_count ||
         named != tier->reserved_count + tier->held_count)
         abort();
 #else
@@ -255,33 +256,33 @@ static int64_t part_of_page(const cxlkv_pool *pool, uint32_t page) {
     return line.part;
 }
 
-static int32_t admit(const cxlkv_pool *pool, near_tier *tier, near_move *move, int64_t part) {
+static int32_t admit(const cxlkv_pool *pool, local_tier *tier, local_move *move, int64_t part) {
     uint32_t rows = pool->geometry.record_layers;
     uint64_t generation = pool->pages[move->page].generation;
-    if (move->generation && move->generation != generation) return CXLKV_NEAR_CHANGED;
-    if (part < 0) return CXLKV_NEAR_NOT_SEALED;
+    if (move->generation && move->generation != generation) return CXLKV_LOCAL_CHANGED;
+    if (part < 0) return CXLKV_LOCAL_NOT_SEALED;
     move->layer = tier->layer_of[(uint64_t)part * rows + (uint64_t)move->unit % rows];
-    if (move->layer == NO_LAYER) return CXLKV_NEAR_UNKNOWN;
-    if (tier->free_count == 0) return CXLKV_NEAR_NO_ROOM;
+    if (move->layer == NO_LAYER) return CXLKV_LOCAL_UNKNOWN;
+    if (tier->free_count == 0) return CXLKV_LOCAL_NO_ROOM;
     move->generation = generation;
-    return CXLKV_NEAR_DONE;
+    return CXLKV_LOCAL_DONE;
 }
 
 /* Under both locks. */
-static void admit_all(cxlkv_pool *pool, near_tier *tier, near_move *moves, uint32_t count) {
+static void admit_all(cxlkv_pool *pool, local_tier *tier, local_move *moves, uint32_t count) {
     uint32_t known = NO_PAGE;
     int64_t part = -1;
     for (uint32_t i = 0; i < count; i++) {
-        near_move *move = &moves[i];
-        if (move->code == CXLKV_NEAR_UNKNOWN) continue;
+        local_move *move = &moves[i];
+        if (move->code == CXLKV_LOCAL_UNKNOWN) continue;
         if (atomic_load_explicit(&tier->table[move->unit], memory_order_relaxed)) {
-            move->code = CXLKV_NEAR_THERE;
+            move->code = CXLKV_LOCAL_THERE;
             continue;
         }
         if (move->page != known) part = part_of_page(pool, move->page);
         known = move->page;
         move->code = admit(pool, tier, move, part);
-        if (move->code != CXLKV_NEAR_DONE) continue;
+        if (move->code != CXLKV_LOCAL_DONE) continue;
         pages_hold(pool, 1, &move->page);
         move->slot = slot_take(tier, move->unit);
         move->reserved = true;
@@ -289,15 +290,15 @@ static void admit_all(cxlkv_pool *pool, near_tier *tier, near_move *moves, uint3
 }
 
 /* Which pages are meant, and do copies of freed ones stand in their way? */
-static bool look_over(const cxlkv_pool *pool, const near_tier *tier, near_move *moves,
+static bool look_over(const cxlkv_pool *pool, const local_tier *tier, local_move *moves,
                       uint32_t count) {
     bool in_the_way = tier->free_count < count;
     for (uint32_t i = 0; i < count; i++) {
-        near_move *move = &moves[i];
+        local_move *move = &moves[i];
         move->reserved = move->copied = false;
-        move->code = CXLKV_NEAR_DONE;
+        move->code = CXLKV_LOCAL_DONE;
         if (move->unit < 0 || (uint64_t)move->unit >= tier->unit_count) {
-            move->code = CXLKV_NEAR_UNKNOWN;
+            move->code = CXLKV_LOCAL_UNKNOWN;
             continue;
         }
         move->page = (uint32_t)(move->unit / pool->geometry.record_layers);
@@ -307,7 +308,7 @@ static bool look_over(const cxlkv_pool *pool, const near_tier *tier, near_move *
     return in_the_way;
 }
 
-static void let_go(cxlkv_pool *pool, near_move *moves, uint32_t count, bool locked) {
+static void let_go(cxlkv_pool *pool, local_move *moves, uint32_t count, bool locked) {
     uint32_t pages[64], waiting = 0;
     for (uint32_t i = 0; i < count; i++) {
         if (moves[i].reserved) pages[waiting++] = moves[i].page;
@@ -318,8 +319,8 @@ static void let_go(cxlkv_pool *pool, near_move *moves, uint32_t count, bool lock
     }
 }
 
-int near_prepare(cxlkv_pool *pool, near_move *moves, uint32_t count) {
-    near_tier *tier = pool->near;
+int local_prepare(cxlkv_pool *pool, local_move *moves, uint32_t count) {
+    local_tier *tier = pool->local;
     guard fault;
     pthread_mutex_lock(&tier->lock);
     volatile int code = 0;
@@ -337,8 +338,8 @@ int near_prepare(cxlkv_pool *pool, near_move *moves, uint32_t count) {
             slot_give(tier, moves[i].slot);
             moves[i].reserved = false;
         }
-        tier->refused += moves[i].code > CXLKV_NEAR_THERE;
-        tier->refused_no_room += moves[i].code == CXLKV_NEAR_NO_ROOM;
+        tier->refused += moves[i].code > CXLKV_LOCAL_THERE;
+        tier->refused_no_room += moves[i].code == CXLKV_LOCAL_NO_ROOM;
     }
     tier_assert(tier);
     pthread_mutex_unlock(&tier->lock);
@@ -347,7 +348,7 @@ int near_prepare(cxlkv_pool *pool, near_move *moves, uint32_t count) {
 
 typedef struct copy_job {
     cxlkv_pool *pool;
-    near_move *moves;
+    local_move *moves;
     uint32_t count, per_item;
     uint32_t kinds;              /* 2; 1 where values are a prefix of the keys */
 } copy_job;
@@ -368,7 +369,7 @@ static bool place_next(const copy_job *job, uint32_t last, copy_place *at) {
 }
 
 static const uint8_t *place_from(const copy_job *job, const copy_place *at) {
-    const near_move *move = &job->moves[at->move];
+    const local_move *move = &job->moves[at->move];
     return pieces_of(job->pool, move->page, move->layer, at->kind) +
            at->head * piece_stride(&job->pool->geometry, at->kind);
 }
@@ -377,11 +378,11 @@ static const uint8_t *place_from(const copy_job *job, const copy_place *at) {
  * not look that far, and without it this took twice as long. */
 static void copy_one(const copy_job *job, const copy_place *at, const uint8_t *next) {
     cxlkv_pool *pool = job->pool;
-    near_move *move = &job->moves[at->move];
+    local_move *move = &job->moves[at->move];
     size_t size = piece_data_bytes(&pool->layout, at->kind);
     const uint8_t *from = place_from(job, at);
-    uint8_t *to = pool->near->memory + move->slot * pool->near->unit_bytes +
-                  (at->kind == PIECE_KEYS ? 0 : pool->near->values_offset) +
+    uint8_t *to = pool->local->memory + move->slot * pool->local->unit_bytes +
+                  (at->kind == PIECE_KEYS ? 0 : pool->local->values_offset) +
                   at->head * piece_stride(&pool->geometry, at->kind);
     const kernels *isa = kernels_current();
     bool checks = pool->layout.checksum;
@@ -395,7 +396,7 @@ static void copy_one(const copy_job *job, const copy_place *at, const uint8_t *n
     }
     if (checks && crc != *checksum_of(pool, move->page, move->layer, at->head, at->kind)) {
         count_add(pool, COUNT_CORRUPT_PIECES, 1);
-        move->code = CXLKV_NEAR_DAMAGED;
+        move->code = CXLKV_LOCAL_DAMAGED;
     }
 }
 
@@ -414,24 +415,24 @@ static int copy_task(void *context, uint32_t item) {
     return 0;
 }
 
-int near_copy(cxlkv_pool *pool, near_move *moves, uint32_t count) {
+int local_copy(cxlkv_pool *pool, local_move *moves, uint32_t count) {
     copy_job job = {.pool = pool, .moves = moves, .count = count,
                     .kinds = values_are_keys(&pool->layout) ? 1 : 2,
-                    .per_item = (uint32_t)(ITEM_BYTES / pool->near->unit_bytes)};
+                    .per_item = (uint32_t)(ITEM_BYTES / pool->local->unit_bytes)};
     if (job.per_item == 0) job.per_item = 1;
     return run_tasks(pool, (count + job.per_item - 1) / job.per_item, copy_task, &job);
 }
 
 /* Under the host lock: is the page still what it was when the copy was begun? */
-static void recheck(const cxlkv_pool *pool, near_move *moves, uint32_t count) {
+static void recheck(const cxlkv_pool *pool, local_move *moves, uint32_t count) {
     for (uint32_t i = 0; i < count; i++)
-        if (moves[i].reserved && moves[i].code == CXLKV_NEAR_DONE &&
+        if (moves[i].reserved && moves[i].code == CXLKV_LOCAL_DONE &&
             (pool->pages[moves[i].page].generation != moves[i].generation || !moves[i].copied))
-            moves[i].code = CXLKV_NEAR_CHANGED;
+            moves[i].code = CXLKV_LOCAL_CHANGED;
 }
 
-int64_t near_complete(cxlkv_pool *pool, near_move *moves, uint32_t count, bool shows) {
-    near_tier *tier = pool->near;
+int64_t local_complete(cxlkv_pool *pool, local_move *moves, uint32_t count, bool shows) {
+    local_tier *tier = pool->local;
     int64_t shown = 0;
     pthread_mutex_lock(&tier->lock);
     int code = host_lock(pool);
@@ -439,21 +440,21 @@ int64_t near_complete(cxlkv_pool *pool, near_move *moves, uint32_t count, bool s
     let_go(pool, moves, count, code == 0);
     if (code == 0) host_unlock(pool);
     for (uint32_t i = 0; i < count; i++) {
-        near_move *move = &moves[i];
+        local_move *move = &moves[i];
         if (!move->reserved) continue;
         move->reserved = false;
-        if (code < 0 || !shows || move->code != CXLKV_NEAR_DONE) {
+        if (code < 0 || !shows || move->code != CXLKV_LOCAL_DONE) {
             slot_give(tier, move->slot);
             tier->undone++;
             continue;
         }
-        near_slot *slot = &tier->slots[move->slot];
+        local_slot *slot = &tier->slots[move->slot];
         slot->generation = move->generation;
-        slot->state = NEAR_HELD;
+        slot->state = LOCAL_HELD;
         tier->reserved_count--;
         tier->held_count++;
         shown++;
-        /* The bytes and the generation are there before the entry is: near_find() acquires it. */
+        /* The bytes and the generation are there before the entry is: local_find() acquires it. */
         atomic_store_explicit(&tier->table[move->unit], move->slot + 1, memory_order_release);
     }
     tier->promoted += (uint64_t)shown;
@@ -462,19 +463,19 @@ int64_t near_complete(cxlkv_pool *pool, near_move *moves, uint32_t count, bool s
     return code < 0 ? code : shown;
 }
 
-static int64_t promote(cxlkv_pool *pool, near_move *moves, uint32_t count) {
-    int64_t code = near_prepare(pool, moves, count);
+static int64_t promote(cxlkv_pool *pool, local_move *moves, uint32_t count) {
+    int64_t code = local_prepare(pool, moves, count);
     if (code < 0) return code;
-    int64_t copied = peers_verify(pool, near_copy(pool, moves, count));
-    int64_t shown = near_complete(pool, moves, count, copied >= 0);
+    int64_t copied = peers_verify(pool, local_copy(pool, moves, count));
+    int64_t shown = local_complete(pool, moves, count, copied >= 0);
     return copied < 0 ? copied : shown;
 }
 
-int64_t cxlkv_near_promote(cxlkv_pool *pool, uint32_t count, const int64_t *units,
+int64_t cxlkv_local_promote(cxlkv_pool *pool, uint32_t count, const int64_t *units,
                            const uint64_t *generations, int32_t *codes) {
     int64_t code = tier_enter(pool);
     if (code < 0) return code;
-    near_move *moves = calloc((size_t)count + 1, sizeof(*moves));
+    local_move *moves = calloc((size_t)count + 1, sizeof(*moves));
     if (!moves) code = fail(ENOMEM, "no memory to promote %u units: fewer at once", count);
     for (uint32_t i = 0; code == 0 && i < count; i++) {
         moves[i].unit = units[i];
@@ -489,10 +490,10 @@ int64_t cxlkv_near_promote(cxlkv_pool *pool, uint32_t count, const int64_t *unit
 
 /* ---- the rest ---- */
 
-int64_t cxlkv_near_demote(cxlkv_pool *pool, uint32_t count, const int64_t *units) {
+int64_t cxlkv_local_demote(cxlkv_pool *pool, uint32_t count, const int64_t *units) {
     int64_t code = tier_enter(pool);
     if (code < 0) return code;
-    near_tier *tier = pool->near;
+    local_tier *tier = pool->local;
     pthread_mutex_lock(&tier->lock);
     pthread_rwlock_wrlock(&tier->readers); /* until those who read now are done */
     for (uint32_t i = 0; i < count; i++) {
@@ -509,11 +510,11 @@ int64_t cxlkv_near_demote(cxlkv_pool *pool, uint32_t count, const int64_t *units
     return code;
 }
 
-int64_t cxlkv_near_heat(cxlkv_pool *pool, int64_t *units, uint32_t *counts, uint8_t *resident,
+int64_t cxlkv_local_hotness(cxlkv_pool *pool, int64_t *units, uint32_t *counts, uint8_t *resident,
                         uint64_t capacity) {
     int64_t code = tier_enter(pool);
     if (code < 0) return code;
-    near_tier *tier = pool->near;
+    local_tier *tier = pool->local;
     pthread_mutex_lock(&tier->lock);
     code = sweep(pool, tier);
     uint32_t epoch = atomic_load_explicit(&tier->epoch, memory_order_relaxed);
@@ -524,7 +525,7 @@ int64_t cxlkv_near_heat(cxlkv_pool *pool, int64_t *units, uint32_t *counts, uint
         if (heat == 0 && entry == 0) continue;
         uint32_t age = (epoch - (heat >> 16)) & UINT16_MAX;
         uint32_t count = age < 16 ? (heat & UINT16_MAX) >> age : 0;
-        bool held = entry && !(entry & NEAR_ON_ITS_WAY);
+        bool held = entry && !(entry & LOCAL_ON_ITS_WAY);
         if (count == 0 && !held) continue;
         if (found < capacity) {
             units[found] = (int64_t)unit;
@@ -538,18 +539,18 @@ int64_t cxlkv_near_heat(cxlkv_pool *pool, int64_t *units, uint32_t *counts, uint
     return code < 0 ? code : (int64_t)found;
 }
 
-int cxlkv_near_stats(cxlkv_pool *pool, cxlkv_near_state *state) {
+int cxlkv_local_stats(cxlkv_pool *pool, cxlkv_local_state *state) {
     int code = tier_enter(pool);
     if (code < 0) return code;
-    near_tier *tier = pool->near;
+    local_tier *tier = pool->local;
     pthread_mutex_lock(&tier->lock);
-    *state = (cxlkv_near_state){
+    *state = (cxlkv_local_state){
         .unit_bytes = tier->unit_bytes,
         .slots_total = tier->slot_count,
         .slots_free = tier->free_count,
         .slots_held = tier->held_count,
         .slots_reserved = tier->reserved_count,
-        .reads_near = atomic_load_explicit(&tier->reads_near, memory_order_relaxed),
+        .reads_local = atomic_load_explicit(&tier->reads_local, memory_order_relaxed),
         .reads_far = atomic_load_explicit(&tier->reads_far, memory_order_relaxed),
         .promoted = tier->promoted,
         .promoted_bytes = tier->promoted * tier->unit_bytes,
@@ -567,23 +568,23 @@ int cxlkv_near_stats(cxlkv_pool *pool, cxlkv_near_state *state) {
 /* ---- reading ---- */
 
 const uint8_t *view_copy(const layer_view *view, uint32_t page, bool keys) {
-    const uint8_t *copy = near_find(view->sequence->pool, view->near, page, view->layer);
-    return copy && !keys ? copy + view->near->values_offset : copy;
+    const uint8_t *copy = local_find(view->sequence->pool, view->local, page, view->layer);
+    return copy && !keys ? copy + view->local->values_offset : copy;
 }
 
-void near_count_reads(const layer_view *view, const int32_t *pages, uint32_t count,
-                      near_reads *reads) {
+void local_count_reads(const layer_view *view, const int32_t *pages, uint32_t count,
+                      local_reads *reads) {
     cxlkv_pool *pool = view->sequence->pool;
-    uint64_t near_count = 0, far_count = 0;
+    uint64_t local_count = 0, far_count = 0;
     for (uint32_t i = 0; i < count; i++) {
         int64_t index = pages[i];
         if (index < view->first || index >= view->complete) continue;
         uint32_t page = sequence_page(view->sequence, view->part, (uint32_t)index);
-        if (near_find(pool, view->near, page, view->layer)) near_count++;
+        if (local_find(pool, view->local, page, view->layer)) local_count++;
         else far_count++;
-        near_heat_add(pool->near, unit_of(pool, page, view->layer));
+        local_hotness_add(pool->local, unit_of(pool, page, view->layer));
     }
-    atomic_fetch_add_explicit(&reads->near, near_count, memory_order_relaxed);
+    atomic_fetch_add_explicit(&reads->local, local_count, memory_order_relaxed);
     atomic_fetch_add_explicit(&reads->far, far_count, memory_order_relaxed);
 }
 

@@ -1,4 +1,4 @@
-/* The local tier: copies of units in this process's own memory; docs/near-tier.md. */
+/* The local tier: copies of units in this process's own memory; docs/local-tier.md. */
 #ifndef CXLKV_LOCAL_TIER_H
 #define CXLKV_LOCAL_TIER_H
 
@@ -7,25 +7,25 @@
 
 #include "sequence/sequence.h"
 
-typedef struct near_slot {
+typedef struct local_slot {
     int64_t unit;
     uint64_t generation;         /* of its page; written before the table names the slot */
     uint32_t next_free;
-    enum { NEAR_FREE, NEAR_RESERVED, NEAR_HELD, NEAR_STALE } state;
-} near_slot;
+    enum { LOCAL_FREE, LOCAL_RESERVED, LOCAL_HELD, LOCAL_STALE } state;
+} local_slot;
 
 /* free_count + reserved_count + held_count = slot_count; a stale slot counts as held. */
-typedef struct near_tier {
+typedef struct local_tier {
     uint8_t *memory;
     uint64_t mapped_bytes, unit_bytes;
     uint64_t values_offset;      /* in a slot; the keys begin it */
-    near_slot *slots;
-    atomic_uint *table;          /* by unit: slot + 1, and NEAR_ON_ITS_WAY; 0: none */
+    local_slot *slots;
+    atomic_uint *table;          /* by unit: slot + 1, and LOCAL_ON_ITS_WAY; 0: none */
     atomic_uint *heat;           /* by unit: epoch << 16 | count */
     uint16_t *layer_of;          /* by part * record_layers + row; UINT16_MAX: there is none */
     uint64_t unit_count, window_reads;
     atomic_uint epoch;
-    atomic_ulong reads_near, reads_far;
+    atomic_ulong reads_local, reads_far;
     /* Who reads copies holds it for reading, for the length of a call; entries leave the table
      * under the write lock only. So what a reader has found stays, and no slot is refilled
      * meanwhile. Lock order: sequences, lock, host lock or readers; readers may take the host
@@ -34,24 +34,24 @@ typedef struct near_tier {
     pthread_mutex_t lock;        /* guards slots, the table's changes and all below */
     uint32_t slot_count, free_count, reserved_count, held_count, first_free;
     uint64_t promoted, demoted, dropped, refused, refused_no_room, undone;
-} near_tier;
-#define NEAR_ON_ITS_WAY (1u << 31)
+} local_tier;
+#define LOCAL_ON_ITS_WAY (1u << 31)
 
 static inline uint64_t unit_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer) {
     return (uint64_t)page * pool->geometry.record_layers + pool->row_of[layer];
 }
-/* The copy of a unit whose page the caller holds, or NULL; between near_enter and near_leave. */
-static inline const uint8_t *near_find(const cxlkv_pool *pool, const near_tier *tier,
+/* The copy of a unit whose page the caller holds, or NULL; between local_enter and local_leave. */
+static inline const uint8_t *local_find(const cxlkv_pool *pool, const local_tier *tier,
                                        uint32_t page, uint32_t layer) {
-    /* Pairs with the release of near_complete(): slot and bytes are there when the entry is. */
+    /* Pairs with the release of local_complete(): slot and bytes are there when the entry is. */
     uint32_t entry =
         atomic_load_explicit(&tier->table[unit_of(pool, page, layer)], memory_order_acquire);
-    if (entry == 0 || entry & NEAR_ON_ITS_WAY) return NULL;
+    if (entry == 0 || entry & LOCAL_ON_ITS_WAY) return NULL;
     if (tier->slots[entry - 1].generation != pool->pages[page].generation) return NULL;
     return tier->memory + (entry - 1) * tier->unit_bytes;
 }
 /* One reading of a unit more. Threads that meet here may lose one: it is a hint. */
-static inline void near_heat_add(near_tier *tier, uint64_t unit) {
+static inline void local_hotness_add(local_tier *tier, uint64_t unit) {
     uint32_t epoch = atomic_load_explicit(&tier->epoch, memory_order_relaxed);
     uint32_t heat = atomic_load_explicit(&tier->heat[unit], memory_order_relaxed);
     uint32_t age = (epoch - (heat >> 16)) & UINT16_MAX;
@@ -60,36 +60,35 @@ static inline void near_heat_add(near_tier *tier, uint64_t unit) {
     atomic_store_explicit(&tier->heat[unit], epoch << 16 | count, memory_order_relaxed);
 }
 /* What a call read of chosen pages: one for each unit and head. */
-typedef struct near_reads {
-    atomic_ulong near, far;
-} near_reads;
+typedef struct local_reads {
+    atomic_ulong local, far;
+} local_reads;
 /* Round each call that reads copies; the second also counts what was read. */
-static inline void near_enter(cxlkv_pool *pool) {
-    if (pool->near) pthread_rwlock_rdlock(&pool->near->readers);
+static inline void local_enter(cxlkv_pool *pool) {
+    if (pool->local) pthread_rwlock_rdlock(&pool->local->readers);
 }
-void near_leave(cxlkv_pool *pool, const near_reads *reads);
-void near_drop_all(cxlkv_pool *pool);     /* the tier, at close; under the write lock */
-void near_forked(cxlkv_pool *pool);       /* in the child: its copies are its parent's */
-/* A promotion in three steps, each under pool_enter(); cxlkv_near_promote() is all of them. */
-typedef struct near_move {
+void local_leave(cxlkv_pool *pool, const local_reads *reads);
+void local_drop_all(cxlkv_pool *pool);     /* the tier, at close; under the write lock */
+void local_forked(cxlkv_pool *pool);       /* in the child: its copies are its parent's */
+/* A promotion in three steps, each under pool_enter(); cxlkv_local_promote() is all of them. */
+typedef struct local_move {
     int64_t unit;
     uint64_t generation;         /* 0: as the page is */
     uint32_t page, slot;
     uint16_t layer;
     bool reserved;               /* has a slot, and a reference of its own on its page */
     bool copied;
-    int32_t code;                /* CXLKV_NEAR_... */
-} near_move;
+    int32_t code;                /* CXLKV_LOCAL_... */
+} local_move;
 /* Reserves slots, and holds the pages, of those that can be promoted; an error: of none. */
-int near_prepare(cxlkv_pool *pool, near_move *moves, uint32_t count);
-int near_copy(cxlkv_pool *pool, near_move *moves, uint32_t count);
+int local_prepare(cxlkv_pool *pool, local_move *moves, uint32_t count);
+int local_copy(cxlkv_pool *pool, local_move *moves, uint32_t count);
 /* Shows what was copied, if shows and if its page is what it was; undoes the rest. Lets go of the
  * pages. Returns how many can be read now. */
-int64_t near_complete(cxlkv_pool *pool, near_move *moves, uint32_t count, bool shows);
-/* Counts the pages of a list, as near or far, and by unit; the view has a
- * tier. */
-void near_count_reads(const layer_view *view, const int32_t *pages, uint32_t count,
-                      near_reads *reads);
+int64_t local_complete(cxlkv_pool *pool, local_move *moves, uint32_t count, bool shows);
+/* Counts the pages of a list, as local or far, and by unit; the view has a tier. */
+void local_count_reads(const layer_view *view, const int32_t *pages, uint32_t count,
+                      local_reads *reads);
 /* K or V in the page's copy, or NULL. No inline: most pools have no tier. */
 const uint8_t *view_copy(const layer_view *view, uint32_t page, bool keys);
 

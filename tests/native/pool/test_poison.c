@@ -242,9 +242,9 @@ static void call_keys(scene *s) {
 static void call_near(scene *s) {
     int64_t units[2] = {0, 1};
     int32_t codes[2];
-    told(cxlkv_near_make(s->pool, 1 << 20));
-    told(cxlkv_near_promote(s->pool, 2, units, NULL, codes));
-    told(cxlkv_near_destroy(s->pool));
+    told(cxlkv_local_make(s->pool, 1 << 20));
+    told(cxlkv_local_promote(s->pool, 2, units, NULL, codes));
+    told(cxlkv_local_destroy(s->pool));
 }
 
 static void call_objects(scene *s) {

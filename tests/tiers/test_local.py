@@ -1,4 +1,4 @@
-"""The near tier: copies change nothing but where bytes are read; what goes there, and when.
+"""The local tier: copies change nothing but where bytes are read; what goes there, and when.
 
 A unit is page * record_layers + row of the layer; the pools of the stories have one sequence, whose
 pages are 0, 1, 2 ..., and one layer, so that a page's id is its unit.
@@ -23,7 +23,7 @@ from cxlkv.arrays import NUMPY_DTYPES
 from cxlkv.errors import BadArgumentError, BusyError, ClosedError, CorruptError
 from cxlkv.layout import DTYPES
 from cxlkv.ndp.engine import Selection
-from cxlkv.tiers.near import NearTier, choose, units_of
+from cxlkv.tiers.local import LocalTier, choose, units_of
 
 from ..conftest import MakePool
 
@@ -50,15 +50,15 @@ def selection(pages: list[int], heads: int = 1) -> Selection:
     return Selection(lists, np.zeros(lists.shape, np.float32), counts, 0, 0, "query", STARTS)
 
 
-def stats_add_up(tier: NearTier) -> dict[str, float]:
+def stats_add_up(tier: LocalTier) -> dict[str, float]:
     stats = tier.stats()
     parts = stats["slots_free"] + stats["slots_held"] + stats["slots_reserved"]
     assert parts == stats["slots_total"], stats
     return stats
 
 
-def resident(tier: NearTier) -> set[int]:
-    units, _, near = tier.heat()
+def resident(tier: LocalTier) -> set[int]:
+    units, _, near = tier.hotness()
     return set(units[near].tolist())
 
 
@@ -107,7 +107,7 @@ def test_fetch_and_attend_give_the_same_bits(
         picked = [batch.select(layer, q, STARTS, Budget(pages=4)) for layer in range(layout.layers)]
         far = outputs(batch, q, picked)
         scores = [p.scores for p in picked]
-        with NearTier(pool, "1MiB") as tier:
+        with LocalTier(pool, "1MiB") as tier:
             units = [units_of(batch, layer, p) for layer, p in enumerate(picked)]
             assert min(map(len, units)) > 0
             moved = tier.promote(np.concatenate(units))
@@ -120,7 +120,7 @@ def test_fetch_and_attend_give_the_same_bits(
             again = outputs(batch, q, picked)
             assert all(np.array_equal(a, b) for a, b in zip(far, again, strict=True))
             stats = stats_add_up(tier)
-            assert stats["reads_near"] > 0 < stats["reads_far"]
+            assert stats["reads_local"] > 0 < stats["reads_far"]
             for layer, before in enumerate(scores):
                 got = batch.select(layer, q, STARTS, Budget(pages=4))
                 np.testing.assert_array_equal(got.scores, before)
@@ -134,7 +134,7 @@ def test_copies_are_what_is_read(make_pool: MakePool, rng: np.random.Generator) 
     sequence = fill(pool, rng, 16)
     batch, picked = pool.batch([sequence]), selection([0, 1])
     wanted = np.asarray(batch.fetch(0, picked)[0]).copy()
-    with NearTier(pool, "64KiB") as tier:
+    with LocalTier(pool, "64KiB") as tier:
         units = units_of(batch, 0, picked)
         assert len(tier.promote(units).promoted) == 2
         flip(wanted)
@@ -162,7 +162,7 @@ def test_what_cannot_be_promoted_says_why(make_pool: MakePool, rng: np.random.Ge
     pool = make_pool(kv_heads=1)
     sequence = fill(pool, rng, 16)
     batch = pool.batch([sequence])
-    with NearTier(pool, 2 * 256) as tier:
+    with LocalTier(pool, 2 * 256) as tier:
         assert stats_add_up(tier)["slots_total"] == 2
         units = units_of(batch, 0, selection([0, 1, 2, 3]))
         generations = np.full(4, 99, np.uint64)
@@ -174,12 +174,12 @@ def test_what_cannot_be_promoted_says_why(make_pool: MakePool, rng: np.random.Ge
         assert moved.copied_bytes == 2 * 256
         with pytest.raises(BadArgumentError, match="generations"):
             tier.promote(units, generations[:1])
-        with pytest.raises(BusyError, match="has a near tier"):
-            NearTier(pool, 512)
-    with pytest.raises(ClosedError, match="no near tier"):
+        with pytest.raises(BusyError, match="has a local tier"):
+            LocalTier(pool, 512)
+    with pytest.raises(ClosedError, match="no local tier"):
         tier.stats()
     with pytest.raises(BadArgumentError, match="a layer of a page has 256"):
-        NearTier(pool, 255)
+        LocalTier(pool, 255)
 
 
 def test_units_of_a_selection(rng: np.random.Generator) -> None:
@@ -203,7 +203,7 @@ def test_a_reused_page_is_not_read_from_its_old_copy(
     make_pool: MakePool, rng: np.random.Generator
 ) -> None:
     pool = make_pool(kv_heads=1)
-    with NearTier(pool, "64KiB") as tier:
+    with LocalTier(pool, "64KiB") as tier:
         for _ in range(3):
             sequence = fill(pool, rng, 16)
             batch, picked = pool.batch([sequence]), selection([0, 1, 2, 3])
@@ -218,7 +218,7 @@ def test_a_reused_page_is_not_read_from_its_old_copy(
 def test_a_child_starts_without_a_tier(make_pool: MakePool, rng: np.random.Generator) -> None:
     pool = make_pool(kv_heads=1)
     batch, picked = pool.batch([fill(pool, rng, 16)]), selection([0, 1])
-    tier = NearTier(pool, "64KiB")
+    tier = LocalTier(pool, "64KiB")
     tier.promote(units_of(batch, 0, picked))
     wanted = np.asarray(batch.fetch(0, picked)[0]).copy()
     child = os.fork()
@@ -228,7 +228,7 @@ def test_a_child_starts_without_a_tier(make_pool: MakePool, rng: np.random.Gener
             with pytest.raises(ClosedError, match="A child starts without"):
                 tier.stats()
             np.testing.assert_array_equal(np.asarray(batch.fetch(0, picked)[0]), wanted)
-            own = NearTier(pool, "64KiB")
+            own = LocalTier(pool, "64KiB")
             assert len(own.promote(units_of(batch, 0, picked)).promoted) == 2
             np.testing.assert_array_equal(np.asarray(batch.fetch(0, picked)[0]), wanted)
             pool.close()
@@ -249,7 +249,7 @@ def test_threads_move_what_others_read(make_pool: MakePool, rng: np.random.Gener
     every = np.concatenate([units_of(pool.batch([sequence]), layer, picked[0]) for layer in (0, 1)])
     errors: list[BaseException] = []
     done = threading.Event()
-    tier = NearTier(pool, 6 * 512)
+    tier = LocalTier(pool, 6 * 512)
 
     def read() -> None:
         own = pool.batch([sequence])
@@ -265,7 +265,7 @@ def test_threads_move_what_others_read(make_pool: MakePool, rng: np.random.Gener
             tier.promote(own.choice(every, 3))
             tier.demote(own.choice(every, 2))
             if seed:
-                tier.heat()
+                tier.hotness()
             stats_add_up(tier)
 
     def guarded(work: object, *args: int) -> None:
@@ -300,10 +300,10 @@ class NearMachine(RuleBasedStateMachine):
         super().__init__()
         layout = KVLayout(layers=1, kv_heads=1, head_dim=8, page_tokens=4, dtype="float32")
         self.pool = CXLPool.create("anonymous:", layout=layout, capacity="4MiB", threads=1)
-        self.tier = NearTier(self.pool, SLOTS * 256)
+        self.tier = LocalTier(self.pool, SLOTS * 256)
         self.live: list[tuple[Sequence, npt.NDArray[np.float32]]] = []
         self.near: dict[int, bool] = {}  # unit to whether its page is still that page
-        self.reads = {"reads_near": 0, "reads_far": 0}
+        self.reads = {"reads_local": 0, "reads_far": 0}
         self.made = 0
 
     def teardown(self) -> None:
@@ -364,7 +364,7 @@ class NearMachine(RuleBasedStateMachine):
         np.testing.assert_array_equal(np.asarray(k)[0, 0], wanted)
         np.testing.assert_array_equal(np.asarray(v)[0, 0], -wanted)
         for page in sequence.pages[chosen].tolist():
-            self.reads["reads_near" if self.near.get(page) else "reads_far"] += 1
+            self.reads["reads_local" if self.near.get(page) else "reads_far"] += 1
 
     @rule(limit=st.none() | st.integers(0, 3))
     def step(self, limit: int | None) -> None:
@@ -451,7 +451,7 @@ def test_step_keeps_what_is_read(make_pool: MakePool, rng: np.random.Generator) 
     batch = pool.batch([fill(pool, rng, 32)])
     ids = batch.sequences[0].pages.astype(np.int64)
     assert ids.tolist() == list(range(8))
-    with NearTier(pool, 4 * 256) as tier:
+    with LocalTier(pool, 4 * 256) as tier:
 
         def read(pages: list[int], times: int) -> None:
             for _ in range(times):
@@ -480,7 +480,7 @@ def test_who_went_out_comes_back_only_when_much_hotter(
     """Of [0, 1, 2, 3], read 3 times each, 0 goes for 4; as a newcomer would, it does not return."""
     pool = make_pool(kv_heads=1)
     batch = pool.batch([fill(pool, rng, 32)])
-    with NearTier(pool, 4 * 256) as tier:
+    with LocalTier(pool, 4 * 256) as tier:
 
         def read(page: int, times: int) -> tuple[list[int], list[int]]:
             for _ in range(times):
@@ -501,7 +501,7 @@ def test_step_makes_room_for_those_that_were_refused(
     """Of 64 slots all are taken; who is refused finds 4 free after the next step, not before."""
     pool = make_pool(kv_heads=1, capacity="8MiB")
     batch = pool.batch([fill(pool, rng, 4 * 80)])
-    with NearTier(pool, 64 * 256) as tier:
+    with LocalTier(pool, 64 * 256) as tier:
         units = units_of(batch, 0, selection(list(range(80))))
         assert len(tier.promote(units[:64]).promoted) == 64
         assert len(tier.step().demoted) == 0
@@ -517,15 +517,15 @@ def test_heat_halves_as_more_is_read(make_pool: MakePool, rng: np.random.Generat
     """One slot and head: all counts are halved after each ten readings."""
     pool = make_pool(kv_heads=1)
     batch = pool.batch([fill(pool, rng, 16)])
-    with NearTier(pool, 256) as tier:
+    with LocalTier(pool, 256) as tier:
         for _ in range(8):
             batch.fetch(0, selection([0]))
-        assert tier.heat()[1].tolist() == [8]
+        assert tier.hotness()[1].tolist() == [8]
         for _ in range(2):
             batch.fetch(0, selection([1]))
-        units, counts, _ = tier.heat()
+        units, counts, _ = tier.hotness()
         assert dict(zip(units.tolist(), counts.tolist(), strict=True)) == {0: 4, 1: 1}
         assert tier.stats()["epoch"] == 1
         for _ in range(20):
             batch.fetch(0, selection([2]))
-        assert dict(zip(*(a.tolist() for a in tier.heat()[:2]), strict=True))[0] == 1
+        assert dict(zip(*(a.tolist() for a in tier.hotness()[:2]), strict=True))[0] == 1

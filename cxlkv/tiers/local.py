@@ -1,9 +1,9 @@
-"""The near tier copies hot units of the pool to this process's own memory.
+"""The local tier copies hot units of the pool to this process's own memory.
 
 A unit is one layer of one page, all kv heads. While a copy is there, fetch and attend of this
 process read it instead of the pool; select scores in the pool. The core counts how often each unit
 is read of chosen pages (one for each kv head), and halves all counts from time to time; step()
-decides by these counts. docs/near-tier.md tells the whole of it.
+decides by these counts. docs/local-tier.md tells the whole of it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ BOUNCES_MAX = 7
 
 @dataclass(frozen=True)
 class Moved:
-    """What one step did: units that are near now, those that are no longer, why others were refused
-    (a name of _core.NEAR_CODES each), and the bytes that were copied."""
+    """What one step did: the units that have a copy since, those that lost theirs, how many were
+    refused for which reason (a name of _core.LOCAL_CODES), and the bytes that were copied."""
 
     promoted: Units
     demoted: Units
@@ -45,7 +45,7 @@ class Moved:
     copied_bytes: int
 
 
-class NearTier(Closing):
+class LocalTier(Closing):
     """Slots for copies in this process; one tier for each pool and process.
 
     size is taken at once; MemoryShortError when it is not there. The tier ends with this object, at
@@ -56,13 +56,13 @@ class NearTier(Closing):
 
     def __init__(self, pool: Pool, size: str | int):
         if pool.layout.object_bytes is not None:
-            raise BadArgumentError("a near tier is of K and V: this pool stores objects")
+            raise BadArgumentError("a local tier is of K and V: this pool stores objects")
         self._handle = pool._handle
         self._heads = pool.layout.kv_heads
         self._closed = False
         made: list[int] = []
         try:
-            _core.near_make(self._pool, parse_bytes(size), made)
+            _core.local_make(self._pool, parse_bytes(size), made)
             # The tier goes with this object: who was interrupted before he had it cannot close it.
             _owners[self._pool] = id(self)
             self._closer = weakref.finalize(self, _end, self._pool, id(self))
@@ -70,7 +70,7 @@ class NearTier(Closing):
             forking.watch(self)
         except BaseException:
             if made == [0]:
-                _core.near_destroy(self._pool)
+                _core.local_destroy(self._pool)
             raise
         geometry = _core.pool_geometry(self._pool)
         self._unit_count = geometry["page_count"] * geometry["record_layers"]
@@ -90,13 +90,13 @@ class NearTier(Closing):
         if generations is not None and len(generations) != len(wanted):
             raise BadArgumentError(f"{len(generations)} generations for {len(wanted)} units")
         transfer = io_hooks.begin(self._pool)
-        done, codes = _core.near_promote(self._pool, wanted, generations)
+        done, codes = _core.local_promote(self._pool, wanted, generations)
         number, times = np.unique(codes[codes != 0], return_counts=True)
         refused = {
-            _core.NEAR_CODES[n]: int(t)
+            _core.LOCAL_CODES[n]: int(t)
             for n, t in zip(number.tolist(), times.tolist(), strict=True)
         }
-        unit_bytes = _core.near_stats(self._pool)["unit_bytes"]
+        unit_bytes = _core.local_stats(self._pool)["unit_bytes"]
         size = done * unit_bytes
         if transfer:
             transfer.end("promote", int((codes == 0).sum()) * unit_bytes)
@@ -104,11 +104,11 @@ class NearTier(Closing):
 
     def demote(self, units: npt.ArrayLike) -> int:
         """Drop copies; returns how many there were. Waits for the reads that are under way."""
-        return _core.near_demote(self._pool, np.ascontiguousarray(units, np.int64).ravel())
+        return _core.local_demote(self._pool, np.ascontiguousarray(units, np.int64).ravel())
 
-    def heat(self) -> tuple[Units, npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
+    def hotness(self) -> tuple[Units, npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
         """(units, counts, resident) of all units that were read lately, or have a copy."""
-        units, counts, resident = _core.near_heat(self._pool, self._room)
+        units, counts, resident = _core.local_hotness(self._pool, self._room)
         self._room = max(self._room, len(units) + len(units) // 8)
         return units, counts, resident
 
@@ -126,8 +126,8 @@ class NearTier(Closing):
         is how often the newcomer was taken out lately (it halves with the counts): who comes and
         goes must be ever hotter. So two units of about the same heat do not take turns.
         """
-        units, counts, resident = self.heat()
-        stats = _core.near_stats(self._pool)
+        units, counts, resident = self.hotness()
+        stats = _core.local_stats(self._pool)
         self._age(stats["epoch"])
         goal = stats["slots_total"]
         pressed = stats["refused_no_room"] > self._no_room
@@ -147,7 +147,7 @@ class NearTier(Closing):
             self.demote(out)
             self._bounces[out] = np.minimum(self._bounces[out] + 1, BOUNCES_MAX)
         moved = self.promote(into)
-        self._no_room = _core.near_stats(self._pool)["refused_no_room"]
+        self._no_room = _core.local_stats(self._pool)["refused_no_room"]
         return Moved(moved.promoted, out, moved.refused, moved.copied_bytes)
 
     def _age(self, epoch: int) -> None:
@@ -156,14 +156,14 @@ class NearTier(Closing):
             self._epoch = epoch
 
     def stats(self) -> dict[str, float]:
-        """The core's counts, and share_near: of the reads of chosen pages, those of copies.
+        """The core's counts, and share_local: of the reads of chosen pages, those of copies.
 
-        slots_free + slots_held + slots_reserved = slots_total. reads_near and reads_far count one
+        slots_free + slots_held + slots_reserved = slots_total. reads_local and reads_far count one
         for each unit and kv head.
         """
-        found: dict[str, float] = dict(_core.near_stats(self._pool))
-        reads = found["reads_near"] + found["reads_far"]
-        found["share_near"] = found["reads_near"] / reads if reads else 0.0
+        found: dict[str, float] = dict(_core.local_stats(self._pool))
+        reads = found["reads_local"] + found["reads_far"]
+        found["share_local"] = found["reads_local"] / reads if reads else 0.0
         return found
 
     def close(self) -> None:
@@ -182,19 +182,19 @@ class NearTier(Closing):
     def _pool(self) -> _core.Handle:
         if self._closed:
             raise ClosedError(
-                "there is no near tier: this one was closed, or is the parent's. A child starts "
+                "there is no local tier: this one was closed, or is the parent's. A child starts "
                 "without one: make it"
             )
         return self._handle
 
 
 _owners: WeakKeyDictionary[_core.Handle, int] = WeakKeyDictionary()
-"""By pool the NearTier that made its tier last: no other one ends it."""
+"""By pool the LocalTier that made its tier last: no other one ends it."""
 
 
 def _end(pool: _core.Handle, owner: int) -> None:
     if _owners.get(pool) == owner:
-        _core.near_destroy(pool)
+        _core.local_destroy(pool)
 
 
 def choose(
@@ -206,7 +206,7 @@ def choose(
     most: int,
     heads: int,
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """The choice of NearTier.step alone: indices of units to take out, and to copy in.
+    """The choice of LocalTier.step alone: indices of units to take out, and to copy in.
 
     spare: free slots to be used; below 0, so many of the coldest go first. most: units to copy.
     """
