@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import ml_dtypes
 import numpy as np
@@ -29,24 +29,17 @@ NUMPY_DTYPES = (
 _NUMPY_CODES = {dtype: code for code, dtype in enumerate(NUMPY_DTYPES)}
 
 
-class View:
-    """An array's memory: address, shape, byte strides, dtype code; keeps the array alive."""
+class View(NamedTuple):
+    """An array's memory: address, shape, byte strides, dtype code; keeps the array alive.
 
-    __slots__ = ("address", "dtype", "owner", "shape", "strides")
+    Made by tuple.__new__, which takes no Python call: some of these are made in every append.
+    """
 
-    def __init__(
-        self,
-        owner: object,
-        address: int,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
-        dtype: int,
-    ) -> None:
-        self.owner = owner
-        self.address = address
-        self.shape = shape
-        self.strides = strides
-        self.dtype = dtype
+    owner: object
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: int
 
 
 def is_torch(array: object) -> bool:
@@ -61,8 +54,8 @@ def view(array: object, name: str) -> View:
         code = _NUMPY_CODES.get(array.dtype)
         if code is None:
             raise _wrong_dtype(name, array.dtype)
-        address = cast(int, array.__array_interface__["data"][0])
-        return View(array, address, array.shape, array.strides, code)
+        address: int = array.__array_interface__["data"][0]
+        return tuple.__new__(View, (array, address, array.shape, array.strides, code))
     if is_torch(array):
         return _torch_view(cast("torch.Tensor", array), name)
     if hasattr(array, "__dlpack__"):
@@ -87,7 +80,7 @@ def _torch_view(tensor: torch.Tensor, name: str) -> View:
         raise BadArgumentError(f"{name} lies on {tensor.device}: bring it to the CPU first")
     size = NUMPY_DTYPES[code].itemsize
     strides = tuple([stride * size for stride in tensor.stride()])
-    return View(tensor, tensor.data_ptr(), tensor.shape, strides, code)
+    return tuple.__new__(View, (tensor, tensor.data_ptr(), tensor.shape, strides, code))
 
 
 @cache

@@ -210,41 +210,41 @@ class KVLayout:
             )
         return first
 
-    @property
+    @cached_property
     def layers(self) -> int:
         return len(self.order)
 
-    @property
+    @cached_property
     def kv_heads(self) -> int:
         return self.shape.kv_heads
 
-    @property
+    @cached_property
     def head_dim(self) -> int:
         return self.shape.head_dim
 
-    @property
+    @cached_property
     def value_head_dim(self) -> int:
         return self.shape.value_head_dim or self.head_dim
 
-    @property
+    @cached_property
     def dtype(self) -> str:
         return self.shape.dtype
 
-    @property
+    @cached_property
     def values(self) -> str:
         return self.shape.values
 
-    @property
+    @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer of the model, None where it sees all tokens."""
         return tuple(self.groups[index].window for index in self.order)
 
-    @property
+    @cached_property
     def object_bytes(self) -> int | None:
         """Of a pool of objects the most that one may have; None where K and V are stored."""
         return self.page_tokens if self.values == "object" else None
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token, all layers."""
         own = self.value_head_dim if self.values == "own" else 0

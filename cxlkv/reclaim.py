@@ -50,11 +50,22 @@ def unregister(pool: _core.Handle, reclaimer: Reclaimer) -> None:
 def retry(call: Callable[[], T], pool: _core.Handle, pages: Callable[[], int]) -> T:
     """What `call` returns, which takes at most that many pages; a full pool's tiers reclaim them
     first. Raises PoolFullError when they cannot."""
+    try:
+        return call()
+    except PoolFullError as error:
+        return again(error, call, pool, pages)
+
+
+def again(
+    error: PoolFullError, call: Callable[[], T], pool: _core.Handle, pages: Callable[[], int]
+) -> T:
+    """retry() for a caller that has made the first call itself, and got this error."""
     for _ in range(TRIES - 1):
+        reclaimer = _reclaimer_of(pool)
+        if reclaimer is None or not reclaimer(pages()):
+            break
         try:
             return call()
-        except PoolFullError:
-            reclaimer = _reclaimer_of(pool)
-            if reclaimer is None or not reclaimer(pages()):
-                raise
-    return call()
+        except PoolFullError as later:
+            error = later
+    raise error

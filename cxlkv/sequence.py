@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core, io_hooks, reclaim
 from cxlkv.arrays import NUMPY_DTYPES, Array, View, imported, view
-from cxlkv.errors import BadArgumentError
+from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.ndp import audit, simd
 from cxlkv.ndp.engine import RECALL, Asked, Budget, Selection
@@ -39,7 +39,10 @@ class Batch:
         self._layout = layout
         dtype = DTYPES.index(layout.dtype)
         self._key_row = (layout.kv_heads, layout.head_dim, dtype)
-        self._value_row = (layout.kv_heads, layout.value_head_dim, dtype)
+        self._value_row = None  # None: values are a prefix of the keys
+        if layout.values == "own":
+            self._value_row = (layout.kv_heads, layout.value_head_dim, dtype)
+        self._scale = float(layout.head_dim**-0.5)  # unless somebody says another
         self._pool = pool
         self._room = 0  # pages a list, for the next select
         self._handle = _core.batch_create(pool, [s._handle for s in self.sequences])
@@ -72,25 +75,31 @@ class Batch:
     def _append(
         self, layer: int, keys: View, values: View | None, starts: Starts, rewind: int | None
     ) -> None:
-        rows = int(starts[-1])
-        _check_rows(keys, "k", rows, self._key_row)
-        self._check_values("v", values)
-        if values is not None:
+        """Runs for each layer of each token: what is wrong is looked at by calls, the rest not."""
+        rows, (heads, dim, dtype) = int(starts[-1]), self._key_row
+        if keys.shape != (rows, heads, dim) or keys.dtype != dtype:
+            _check_rows(keys, "k", rows, self._key_row)
+        if values is None or self._value_row is None:
+            self._check_values("v", values)
+        elif values.shape != (rows, heads, self._value_row[1]) or values.dtype != dtype:
             _check_rows(values, "v", rows, self._value_row)
-        back = _back(rewind)
-
-        def call() -> None:
-            _core.batch_append(self._handle, _layer(layer), keys, values, starts, back)
-
-        self._write(layer, call, starts)
-
-    def _write(self, layer: int, call: Callable[[], object], starts: Starts, unit: int = 1) -> None:
-        """An append of starts * unit tokens: makes room where a pool is full."""
-        transfer = io_hooks.begin(self._pool)
-        reclaim.retry(call, self._pool, lambda: self._pages_of(starts, unit))
+        if not 0 <= layer < 1 << 32:
+            _layer(layer)
+        back = -1 if rewind is None else _back(rewind)
+        transfer = io_hooks.begin(self._pool) if io_hooks.subscriber else None
+        try:
+            _core.batch_append(self._handle, layer, keys, values, starts, back)
+        except PoolFullError as error:
+            write = partial(_core.batch_append, self._handle, layer, keys, values, starts, back)
+            reclaim.again(error, write, self._pool, lambda: self._pages_of(starts, 1))
         if transfer:
-            added = np.diff(starts).astype(np.int64) * unit
-            transfer.end_append(self._layout, self._tokens(layer), added)
+            self._end_append(transfer, layer, starts, 1)
+
+    def _end_append(
+        self, transfer: io_hooks.Transfer, layer: int, starts: Starts, unit: int
+    ) -> None:
+        added = np.diff(starts).astype(np.int64) * unit
+        transfer.end_append(self._layout, self._tokens(layer), added)
 
     def append_blocks(
         self,
@@ -114,12 +123,12 @@ class Batch:
         layer with a window packed blocks must be as long as pages.
         """
         k, v, offsets, ids = self._blocks(keys, values, blocks, starts)
-        back = _back(rewind)
-
-        def call() -> None:
-            _core.batch_append_blocks(self._handle, _layer(layer), k, v, ids, offsets, back)
-
-        self._write(layer, call, offsets, k.shape[2])
+        number, back = _layer(layer), _back(rewind)
+        call = partial(_core.batch_append_blocks, self._handle, number, k, v, ids, offsets, back)
+        transfer = io_hooks.begin(self._pool)
+        reclaim.retry(call, self._pool, lambda: self._pages_of(offsets, k.shape[2]))
+        if transfer:
+            self._end_append(transfer, layer, offsets, k.shape[2])
 
     def fetch_blocks(
         self,
@@ -162,7 +171,7 @@ class Batch:
         _check_blocks(k, "keys", self._key_row)
         v = None if values is None else view(values, "values")
         self._check_values("values", v)
-        if v is not None:
+        if v is not None and self._value_row is not None:
             _check_blocks(v, "values", self._value_row)
             if v.shape[::2] != k.shape[::2]:
                 raise BadArgumentError(
@@ -176,7 +185,7 @@ class Batch:
         return k, v, offsets, ids
 
     def _check_values(self, name: str, values: View | None) -> None:
-        if (values is None) == (self._layout.values == "own"):
+        if (values is None) == (self._value_row is not None):
             given = "the pool stores them" if values is None else "a prefix of the keys is stored"
             raise BadArgumentError(f"{name} is {'None' if values is None else 'given'}: {given}")
 
@@ -248,24 +257,18 @@ class Batch:
         budgets count these. scale defaults to head_dim ** -0.5.
         """
         several = [budgets] if isinstance(budgets, Budget) else _list_of_budgets(budgets)
-        if len(several) not in (1, len(self)):
-            raise BadArgumentError(f"{len(several)} budgets for {len(self)} sequences")
-        asked = Asked(
-            layer=_layer(layer),
-            queries=q,
-            starts=self._starts(starts),
-            budgets=several,
-            method=method,
-            scale=self._scale(scale),
-            recall=recall,
-        )
-        transfer = io_hooks.begin(self._pool)
+        count = len(self.sequences)
+        if len(several) not in (1, count):
+            raise BadArgumentError(f"{len(several)} budgets for {count} sequences")
+        offsets, factor = self._starts(starts), self._scale if scale is None else float(scale)
+        asked = Asked(_layer(layer), q, offsets, several, method, factor, recall)
+        transfer = io_hooks.begin(self._pool) if io_hooks.subscriber else None
         picked = simd.select(self._handle, self._layout, asked, self._room)
         if transfer:
             transfer.end("select", picked.bytes_scored)
         # A step later a list is one page longer at most: then one call into the core is enough.
         self._room = picked.pages.shape[2] + 1
-        if audit.is_due(self._pool):
+        if audit.used and audit.is_due(self._pool):
             audit.measure(self._pool, self._handle, self._layout, asked, picked)
         return picked
 
@@ -306,7 +309,7 @@ class Batch:
         picked=None: over all pages that the rows see. Causal, as in select(). softcap: logits
         become softcap * tanh(logit / softcap).
         """
-        transfer = io_hooks.begin(self._pool)
+        transfer = io_hooks.begin(self._pool) if io_hooks.subscriber else None
         found = simd.attend(
             self._handle,
             self._layout,
@@ -314,7 +317,7 @@ class Batch:
             q,
             self._starts(starts),
             picked,
-            self._scale(scale),
+            self._scale if scale is None else float(scale),
             softcap,
         )
         if transfer:
@@ -335,16 +338,14 @@ class Batch:
         """Of each sequence."""
         return np.array([s.tokens(layer) for s in self.sequences], np.int64)
 
-    def _scale(self, scale: float | None) -> float:
-        return float(self._layout.head_dim**-0.5) if scale is None else float(scale)
-
     def _starts(self, starts: npt.ArrayLike) -> Starts:
         given = np.asarray(starts)
         if given.dtype != np.int32:
             given = _whole_int32(given, "starts")
         offsets = np.ascontiguousarray(given)
-        if offsets.shape != (len(self) + 1,):
-            raise BadArgumentError(f"starts has shape {offsets.shape}, wanted ({len(self) + 1},)")
+        wanted = (len(self.sequences) + 1,)
+        if offsets.shape != wanted:
+            raise BadArgumentError(f"starts has shape {offsets.shape}, wanted {wanted}")
         return offsets
 
 
@@ -382,9 +383,10 @@ class Sequence:
     ) -> None:
         """Append k [tokens, kv_heads, head_dim] and v to one layer; see Batch.append."""
         keys = view(k, "k")
-        rows = keys.shape[0] if keys.shape else 0
+        starts = np.array((0, keys.shape[0] if keys.shape else 0), np.int32)
         values = None if v is None else view(v, "v")
-        self._own()._append(layer, keys, values, np.array([0, rows], np.int32), rewind)
+        batch = self._batch if self._batch is not None else self._own()
+        batch._append(layer, keys, values, starts, rewind)
 
     def attach(
         self,
@@ -473,14 +475,11 @@ class Sequence:
         An open tail goes along as a page of its own, which the next handle with another tail
         replaces: the older handle is then stale. Raises UnevenError, PoolFullError.
         """
+        call = partial(_core.sequence_export, self._handle)
+        return reclaim.retry(call, self._pool, self._parts)
 
-        def call() -> bytes:
-            return _core.sequence_export(self._handle)
-
-        def pages() -> int:
-            return _core.pool_geometry(self._pool)["part_count"]
-
-        return reclaim.retry(call, self._pool, pages)
+    def _parts(self) -> int:
+        return _core.pool_geometry(self._pool)["part_count"]
 
     def _own(self) -> Batch:
         if self._batch is None:
@@ -601,7 +600,7 @@ def one_budget(budget: Budget | None, top_k: int | None) -> Budget:
 def query_rows(q: object) -> tuple[object, bool, Starts]:
     """Queries of one sequence as [rows, q_heads, head_dim], and whether they had no first axis."""
     rows = imported(q, "q")
-    shape = view(rows, "q").shape
+    shape: tuple[int, ...] = rows.shape if hasattr(rows, "shape") else view(rows, "q").shape
     if len(shape) not in (2, 3):
         raise BadArgumentError(f"q has shape {shape}, wanted [q_heads, dim] or [rows, ...]")
     single = len(shape) == 2

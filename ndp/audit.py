@@ -12,7 +12,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -43,7 +43,9 @@ class _Plan:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
 
-# By pool, while it lives. Empty in all but a few processes: asking is then one look.
+used = False
+"""Whether this process has ever audited: until then nobody needs to ask is_due()."""
+# By pool, while it lives.
 _plans: WeakKeyDictionary[_core.Handle, _Plan] = WeakKeyDictionary()
 
 
@@ -51,8 +53,10 @@ def set_share(pool: _core.Handle, share: float) -> None:
     """Audit this share of the selects from now on: every round(1 / share)-th, none for 0."""
     if not 0 <= share <= 1:  # also refuses NaN
         raise BadArgumentError(f"audit={share}: a share of the selects, 0 to 1")
+    global used
     _plans.pop(pool, None)
     if share > 0:
+        used = True
         _plans[pool] = _Plan(share, round(1 / share), itertools.count(1))
 
 
@@ -63,8 +67,6 @@ def share(pool: _core.Handle) -> float:
 
 def is_due(pool: _core.Handle) -> bool:
     """Once for each select: is it one to audit?"""
-    if not _plans:
-        return False
     plan = _plans.get(pool)
     return plan is not None and next(plan.selects) % plan.every == 0
 
@@ -114,7 +116,7 @@ def _watch(plan: _Plan | None, asked: Asked, picked: Selection, got: float) -> N
 
 
 def _exact(batch: _core.Handle, layout: KVLayout, asked: Asked, picked: Selection) -> Selection:
-    wanted = replace(asked, method="exact")
+    wanted = asked._replace(method="exact")
     return simd.select(batch, layout, wanted, picked.pages.shape[2])
 
 

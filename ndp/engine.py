@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -80,8 +82,7 @@ def pages_of_share(share: float, pages: int) -> int:
     return math.ceil(share * pages * (1 - 1e-12))
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """What a select is asked for: arguments of Batch.select, checked or not.
 
     recall: what share of the pages that "exact" would choose is wanted of "two_stage".
@@ -95,10 +96,8 @@ class Asked:
     scale: float
     recall: float = RECALL
 
-    def errors(self) -> float:
-        return errors_of(self.recall)
 
-
+@cache
 def errors_of(recall: float) -> float:
     """By how many of its root mean square errors an estimate may be short of the threshold: as
     many as a normal one is but for half of the misses. The other half are pages near the
@@ -154,6 +153,6 @@ class Selection:
 def uniform(budgets: Sequence[Budget]) -> Budget:
     """The first budget; raises when others differ in union or per, which hold for a whole call."""
     first = budgets[0]
-    if any((b.union, b.per) != (first.union, first.per) for b in budgets):
+    if len(budgets) > 1 and any((b.union, b.per) != (first.union, first.per) for b in budgets):
         raise BadArgumentError("budgets of one call share union= and per=")
     return first

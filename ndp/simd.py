@@ -10,7 +10,7 @@ from cxlkv.arrays import NUMPY_DTYPES, Array, View, empty_like_kind, imported, v
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.ndp import tuning
-from cxlkv.ndp.engine import METHODS, PERS, UNIONS, Asked, Selection, Stages, uniform
+from cxlkv.ndp.engine import METHODS, PERS, UNIONS, Asked, Selection, Stages, errors_of, uniform
 
 Starts = npt.NDArray[np.int32]
 ROOM_PAGES = 4096  # the longest lists for which room is made before the core has asked for it
@@ -63,7 +63,7 @@ def select(
             array,
             codes,
             asked.scale,
-            asked.errors(),
+            errors_of(asked.recall),
             tuning.current().two_stage_pages,
             pages,
             scores,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cxlkv import Budget, CXLPool, Sequence
+from cxlkv import Budget, CXLPool, KVLayout, Sequence
 from cxlkv.errors import (
     BadArgumentError,
     OrderError,
@@ -552,3 +554,41 @@ def test_threads_reading_one_sequence_while_it_grows(
 
     in_threads(4, work)
     assert_holds(sequence, k[:401], v[:401])
+
+
+# ---- how far it is to the core ----
+
+
+def python_calls(call: Callable[[], object]) -> list[tuple[str, str]]:
+    """(file, function) of each Python call that a call makes when it is made again."""
+    seen: list[tuple[str, str]] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            seen.append((frame.f_code.co_filename, frame.f_code.co_name))
+
+    for _ in range(2):
+        call()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return seen[1:]  # without the lambda
+
+
+def test_append_and_select_are_few_calls_from_the_core() -> None:
+    """Counts, where times would be noise; no more of them without a reason."""
+    layout = KVLayout(layers=1, kv_heads=2, head_dim=8, dtype="float32")
+    k, q, budget = np.ones((16, 2, 8), np.float32), np.ones((4, 8), np.float32), Budget(pages=2)
+    with CXLPool.create("anonymous:", layout=layout, capacity="4MiB", threads=1) as pool:
+        sequence = pool.sequence()
+        append = python_calls(lambda: sequence.append(0, k, k))
+        assert len(append) <= 6, append
+        assert len({file for file, _ in append}) <= 5, append
+        assert "<lambda>" not in {name for _, name in append}, "no closure on the way"
+        select = python_calls(lambda: sequence.select(0, q, budget))
+        assert len(select) <= 34, select
+        picked = sequence.select(0, q, budget)
+        attend = python_calls(lambda: sequence.attend(0, q, picked))
+        assert len(attend) <= 30, attend

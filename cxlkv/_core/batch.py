@@ -25,10 +25,8 @@ from cxlkv._core.base import (
 from cxlkv._native import ffi, lib
 from cxlkv.arrays import View
 
-_local = threading.local()
 
-
-class _Arguments:
+class _Arguments(threading.local):
     """A thread's structs for arguments: filled and used within one call, so never shared."""
 
     def __init__(self) -> None:
@@ -39,12 +37,7 @@ class _Arguments:
         self.attend = ffi.new("cxlkv_attend_args *")
 
 
-def _arguments() -> _Arguments:
-    try:
-        return _local.arguments  # type: ignore[no-any-return]
-    except AttributeError:
-        _local.arguments = _Arguments()
-        return _local.arguments  # type: ignore[no-any-return]
+_arguments = _Arguments()
 
 
 def _fill_rows(struct: Any, view: View) -> None:
@@ -63,15 +56,16 @@ def batch_append(
     batch: Handle, layer: int, keys: View, values: View | None, starts: Starts, rewind: int
 ) -> int:
     """values is None when they are a prefix of the keys; rewind -1: none given."""
-    arguments = _arguments()
-    _fill_rows(arguments.keys, keys)
-    value_rows = ffi.NULL
+    key_rows, value_rows = _arguments.keys, ffi.NULL
+    key_rows.data = ffi.cast("void *", keys.address)
+    key_rows.stride_bytes, key_rows.dtype = keys.strides, keys.dtype
     if values is not None:
-        value_rows = arguments.values
-        _fill_rows(value_rows, values)
-    return check(
-        lib.cxlkv_batch_append(batch, layer, arguments.keys, value_rows, int32s(starts), rewind)
-    )
+        value_rows = _arguments.values
+        value_rows.data = ffi.cast("void *", values.address)
+        value_rows.stride_bytes, value_rows.dtype = values.strides, values.dtype
+    offsets = ffi.from_buffer("int32_t[]", starts)
+    code: int = lib.cxlkv_batch_append(batch, layer, key_rows, value_rows, offsets, rewind)
+    return code if code >= 0 else check(code)
 
 
 def _fill_blocks(keys: View, values: View | None, starts: Starts, blocks: Starts) -> Any:
@@ -166,7 +160,7 @@ def batch_select(
 ) -> tuple[int, int, Any]:
     """Fills the three arrays; returns (code, k, the call's struct). code is E_ROOM when pages is
     too small for k, and then nothing was scored. codes is (method, union, per)."""
-    args = _arguments().select
+    args = _arguments.select
     _fill_rows(args.queries, queries)
     args.layer, args.q_heads = layer, queries.shape[1]
     args.budgets, args.budget_count = budget_array, len(budget_array)
@@ -203,7 +197,7 @@ def batch_fetch(
     values: tuple[int, int],
 ) -> tuple[int, int]:
     """Fills (address, bytes) of keys and values; returns (code, k), code E_ROOM when too small."""
-    args = _arguments().fetch
+    args = _arguments.fetch
     kept = _fill_picked(args.picked, picked)
     kept_starts = ffi.NULL if starts is None else int32s(starts)
     args.layer, args.starts = layer, kept_starts
@@ -235,7 +229,7 @@ def batch_attend(
     lse: View,
 ) -> int:
     """Fills out and lse; returns the bytes of K and V that were read."""
-    args = _arguments().attend
+    args = _arguments.attend
     _fill_rows(args.queries, queries)
     kept = _fill_picked(args.picked, picked)
     kept_starts = int32s(starts)
