@@ -8,8 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cxlkv.bench.measure import SAMPLES_TO_JUDGE, change_interval
-from cxlkv.bench.reading import MetricRead, ResultRead
-from cxlkv.bench.result import lower_is_better
+from cxlkv.bench.result import MetricRead, ResultRead, lower_is_better
 from cxlkv.errors import BadArgumentError
 
 THRESHOLD_PERCENT = 10.0

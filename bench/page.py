@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from cxlkv.bench.compare import THRESHOLD_PERCENT, Change, changes, refuse_unlike
 from cxlkv.bench.measure import median_interval
-from cxlkv.bench.reading import MetricRead, ResultRead, read
+from cxlkv.bench.result import MetricRead, ResultRead, read
 from cxlkv.errors import BadArgumentError
 from cxlkv.machine.state import write_whole
 

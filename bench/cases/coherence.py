@@ -55,6 +55,18 @@ class Size:
     pool_rounds: int = 11
 
 
+QUICK = Size(
+    record_bytes=(16384,),
+    table_bytes=(),
+    memory_bytes=64 << 20,
+    rounds=9,
+    calls=400,
+    call_rounds=7,
+    pool_bytes=16 << 20,
+    pool_rounds=5,
+)
+
+
 def at_page(size: int) -> Bytes:
     """Memory that is there and begins at a page."""
     whole = np.ones(size + 4096, np.uint8)

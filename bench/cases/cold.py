@@ -35,9 +35,9 @@ class Size:
     rounds: int = 7
 
 
-def run(result: Result, folder: Path, size: Size = Size(), threads: int = 1) -> None:
+def run(result: Result, size: Size = Size(), threads: int = 1) -> None:
     """Metrics records_* and memcpy_* in GB/s, cold_* and file_* in MB/s; the cold file and the
-    plain one lie in `folder`."""
+    plain one lie in the folder for temporary files."""
     layout = KVLayout(
         layers=size.layers,
         kv_heads=size.kv_heads,
@@ -53,7 +53,7 @@ def run(result: Result, folder: Path, size: Size = Size(), threads: int = 1) -> 
             records = read_all(pool, names)
             measure_records(result, pool, Path(far) / "plain", names, records, size)
             shape = RecordShape.of(pool._handle)
-    with tempfile.TemporaryDirectory(dir=folder) as cold:
+    with tempfile.TemporaryDirectory() as cold:
         measure_cold(result, Path(cold), shape, names, records, size)
 
 

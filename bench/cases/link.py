@@ -147,7 +147,7 @@ def loaded(profile: Profile, loads: list[float]) -> list[float]:
     return found
 
 
-def draw(path: Path) -> None:
+def draw(result: Result, path: Path) -> None:
     """The curves that the model gives, on top of the published points."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

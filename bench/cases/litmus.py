@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from cxlkv import _core
 from cxlkv.bench import loops
+from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.result import Result, commit
 from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, PeerError, SystemCallError
@@ -115,6 +116,14 @@ def run(
     for path in targets:
         certificate.write(path, made)
     return _result(made, played), sorted(targets)
+
+
+def command(options: Options, say: Say) -> Shown:
+    """Plays the tests and writes the certificate."""
+    regions = [Path(region) for region in options.region]
+    rounds = options.rounds or ROUNDS
+    result, written = run(regions, options.role, rounds, options.certificate, progress=say)
+    return Shown(result, lines=[f"certificate: {path}" for path in written])
 
 
 def cache_pressure_bytes() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -206,3 +207,9 @@ def ratios(result: Result, stage: Stage, count: int) -> None:
     result.ratios |= {f"{name}_{count}t": value for name, value in found.items()}
     share = result.metrics["two_stage_bytes"].median / stage.key_bytes
     result.ratios["two_stage_bytes_share"] = share
+
+
+def draw(result: Result, path: Path) -> None:
+    from cxlkv.bench.pictures import roofline
+
+    roofline(result, path)

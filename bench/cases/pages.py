@@ -1,9 +1,13 @@
-"""What it takes to take pages and give them back, metadata only, from Python, by pages a call."""
+"""Taking and giving back pages, metadata only, from Python; and a fork with one token more."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
 
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.result import Result
@@ -13,22 +17,50 @@ from cxlkv.pool import CXLPool
 
 @dataclass(frozen=True)
 class Size:
-    """An 8B model's pages (36 layers); a sample takes and gives back about `pages` of them."""
+    """The layers and heads of an 8B model (36, 8, 128, bf16). A sample takes and gives back about
+    `pages` pages; 32 children of 8,192 tokens, for each of fork_page_tokens."""
 
     layers: int = 36
+    kv_heads: int = 8
+    head_dim: int = 128
     capacity: int = 3 << 30
     counts: tuple[int, ...] = (1, 16, 64, 512)
     pages: int = 20000
     rounds: int = 21
+    fork_page_tokens: tuple[int, ...] = (16, 64)
+    tokens: int = 8192
+    forks: int = 32
+    repeat: int = 16
+    fork_rounds: int = 15
+
+    def layout(self, page_tokens: int = 16) -> KVLayout:
+        return KVLayout(
+            layers=self.layers,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            page_tokens=page_tokens,
+        )
 
 
-QUICK = Size(layers=8, capacity=768 << 20, pages=8000, rounds=9)
+QUICK = Size(layers=8, capacity=768 << 20, pages=8000, rounds=9, fork_page_tokens=())
 
 
 def run(result: Result, size: Size = Size()) -> None:
-    """alloc_free_N_ns: nanoseconds a page where a call takes N of them, and then frees them."""
-    layout = KVLayout(layers=size.layers, kv_heads=8, head_dim=128)
-    with CXLPool.create("anonymous:", layout=layout, capacity=size.capacity, threads=1) as pool:
+    """alloc_free_N_ns: nanoseconds a page where a call takes N of them, and then frees them;
+    fork_one_token and page_copy, us a sequence."""
+    measure_pages(result, size)
+    for page_tokens in size.fork_page_tokens:
+        layout = size.layout(page_tokens)
+        capacity = int(layout.token_bytes * size.tokens * 1.3) + (64 << 20)
+        with CXLPool.create("anonymous:", layout=layout, capacity=capacity, threads=1) as pool:
+            for filled in (0, 1):
+                measure_fork(result, pool, size, filled)
+
+
+def measure_pages(result: Result, size: Size) -> None:
+    with CXLPool.create(
+        "anonymous:", layout=size.layout(), capacity=size.capacity, threads=1
+    ) as pool:
         distinct = pool.pages.alloc(size.counts[-1])
         result.checks["pages_are_distinct"] = len(set(distinct.tolist())) == size.counts[-1]
         pool.pages.free(distinct)
@@ -48,3 +80,57 @@ def run(result: Result, size: Size = Size()) -> None:
         result.checks["all_pages_are_free_again"] = stats["pages_free"] == stats["pages_total"]
     one, many = (result.metrics[f"alloc_free_{n}_ns"].median for n in (1, size.counts[-1]))
     result.ratios["alloc_free_many_to_one"] = one / many
+
+
+def measure_fork(result: Result, pool: CXLPool, size: Size, filled: int) -> None:
+    """`forks` children, one token appended to each in every layer, against copies of one page's
+    K and V in every layer. `filled` tokens of the open page are shared: those are copied, too.
+
+    A copy is of another page each time, from memory to memory; forks are made `repeat` times in a
+    row in one batch, as beams are, so that the core's own memory is warm."""
+    rng = np.random.default_rng(5)
+    shape = (size.tokens + filled, size.kv_heads, size.head_dim)
+    k = rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
+    parent = pool.sequence()
+    for layer in range(size.layers):
+        parent.append(layer, k, k)
+    page_bytes = pool.layout.token_bytes * pool.layout.page_tokens
+    pages = max(64, (256 << 20) // page_bytes)
+    memory = np.zeros((2, pages, page_bytes), np.uint8)
+    memory += 1  # prefaults
+    one = k[: size.forks]
+    starts = np.arange(size.forks + 1, dtype=np.int32)
+    name = f"{pool.layout.page_tokens}_token_pages_{filled}_filled"
+    copied, forked, single = [], [], []
+    turn = 0
+    for _ in range(size.fork_rounds + 1):
+        began = time.perf_counter()
+        for _ in range(size.forks):
+            memory[1, turn % pages] = memory[0, turn % pages]
+            turn += 1
+        copied.append((time.perf_counter() - began) / size.forks)
+        fork_s = append_s = 0.0
+        for _ in range(size.repeat):
+            began = time.perf_counter()
+            children = [parent.fork() for _ in range(size.forks)]
+            fork_s += time.perf_counter() - began
+            batch = pool.batch(children)
+            began = time.perf_counter()
+            for layer in range(size.layers):
+                batch.append(layer, one, one, starts)
+            append_s += time.perf_counter() - began
+            longer = all(len(child) == len(parent) + 1 for child in children)
+            result.checks[f"fork_adds_one_token_{name}"] = longer
+            for child in children:
+                child.release()
+        calls = size.forks * size.repeat
+        single.append(fork_s / calls)
+        forked.append((fork_s + append_s) / calls)
+    result.measure(f"fork_{name}", [s * 1e6 for s in single[1:]], "us")
+    copy = result.measure(f"page_copy_{name}", [s * 1e6 for s in copied[1:]], "us")
+    fork = result.measure(f"fork_one_token_{name}", [s * 1e6 for s in forked[1:]], "us")
+    result.ratios[f"fork_one_token_cost_to_page_copy_{name}"] = fork.median / copy.median
+    result.ratios[f"fork_one_token_bytes_to_page_copy_{name}"] = (
+        filled + 1
+    ) / pool.layout.page_tokens
+    parent.release()

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from cxlkv.bench import sources
 from cxlkv.bench.quality import EXACT, Way, Weighed, mean, weigh, worst_decile
+from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.result import Result
 from cxlkv.bench.sources import Taken
 
@@ -75,6 +76,19 @@ def run(
         found[source] = rows
     result.notes += notes(size)
     return found
+
+
+def command(options: Options, say: Say) -> Shown:
+    """On each source of keys, and on the model in a folder if one is given."""
+    result = Result("recall")
+    found = run(result, model=options.model, progress=say)
+
+    def draw(path: Path) -> None:
+        from cxlkv.bench import pictures
+
+        pictures.recall(found, path)
+
+    return Shown(result, [table(found)], draw=draw)
 
 
 def add(result: Result, source: str, row: Weighed) -> None:

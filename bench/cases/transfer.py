@@ -59,6 +59,7 @@ class Mapped:
 def run(result: Result, size: Size = Size(), threads: int = 1) -> None:
     """Metrics append_*, fetch_*, memcpy_* in GB/s of K and V; CRC off and on, and append without
     sketches, which are made when a page is complete."""
+    result.notes.append(working_set_note(size))
     layout = KVLayout(
         layers=size.layers,
         kv_heads=size.kv_heads,
@@ -238,6 +239,6 @@ def working_set_note(size: Size) -> str:
     """What was moved, for the result's notes."""
     kv_bytes = size.tokens * size.layers * size.kv_heads * size.head_dim * 4
     return (
-        f"copying: {kv_bytes >> 20} MiB of K and V, {CALL_PAGES} pages a call, prefaulted, "
+        f"transfer: {kv_bytes >> 20} MiB of K and V, {CALL_PAGES} pages a call, prefaulted, "
         f"one thread"
     )

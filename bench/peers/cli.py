@@ -4,35 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
-from cxlkv.bench.cli import check_files, finish, wide_console
 from cxlkv.bench.peers.running import ENVIRONMENTS, NAMES, SideBySide, Size, programs_of, run
+from cxlkv.bench.registry import Options, Say, Shown
 
 SIZE = Size()
 
 
-def run_peers(
-    json_path: Path | None, environments: Path = ENVIRONMENTS, size: Size = SIZE
-) -> SideBySide:
-    """Raises SystemExit when our own answers, or those of plain copies, were wrong."""
-    check_files(json_path)
-    console, result = wide_console(), SideBySide("peers")
-    with console.status("peers ...") as status:
-        run(result, programs_of(result, environments), size, progress=status.update)
-    console.print(table(result))
-    say_who(result, console)
-    finish(result, console, json_path)
-    return result
+def command(
+    options: Options, say: Say, environments: Path = ENVIRONMENTS, size: Size = SIZE
+) -> Shown:
+    """Runs those that have environments."""
+    result = SideBySide("peers")
+    run(result, programs_of(result, environments), size, progress=say)
+    return Shown(result, [table(result)], who(result))
 
 
-def say_who(result: SideBySide, console: Console) -> None:
-    """Prints each measured peer's version, and why the others were not measured."""
+def who(result: SideBySide) -> list[str]:
+    """Each measured peer's version, and why the others were not measured."""
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    console.print(f"versions: {versions}", soft_wrap=True, markup=False)
-    for name, reason in result.missing.items():
-        console.print(f"missing: {name}: {reason}", soft_wrap=True, markup=False)
+    missing = [f"missing: {name}: {reason}" for name, reason in result.missing.items()]
+    return [f"versions: {versions}", *missing]
 
 
 def table(result: SideBySide) -> Table:

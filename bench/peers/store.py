@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.table import Table
-from rich.text import Text
 
-from cxlkv.bench.cli import check_files, finish, say_load, show_doubts, wide_console
 from cxlkv.bench.peers import running
-from cxlkv.bench.peers.cli import say_who
+from cxlkv.bench.peers.cli import who
 from cxlkv.bench.peers.running import ENVIRONMENTS, Row, SideBySide
 from cxlkv.bench.peers.talking import Program
+from cxlkv.bench.registry import Options, Say, Shown
 
 NAMES = ("objects", "plain", "mooncake", "lmcache")
 FORMS = ("no_crc", "crc")
@@ -44,26 +43,14 @@ class Size(running.Size):
 QUICK = Size(object_bytes=(64 << 10, 256 << 10), total_bytes=32 << 20, rounds=2, bounds={})
 
 
-def run_store(
-    json_path: Path | None,
-    csv_path: Path | None,
-    size: Size,
-    environments: Path = ENVIRONMENTS,
-) -> SideBySide:
-    """Raises SystemExit when our own answers, or those of plain copies, were wrong."""
-    check_files(json_path, csv_path)
-    console, result = wide_console(), SideBySide("store")
-    say_load(result, console)
-    said = len(result.notes)
-    with console.status("store ...") as status:
-        run(result, running.programs_of(result, environments, NAMES), size, status.update)
-    console.print(table(result))
-    say_who(result, console)
-    for note in result.notes[said:]:
-        console.print(Text(note), soft_wrap=True)
-    finish(result, console, json_path, csv_path)
-    show_doubts(result, console)
-    return result
+def command(
+    options: Options, say: Say, environments: Path = ENVIRONMENTS, size: Size | None = None
+) -> Shown:
+    """Runs those that have environments."""
+    result = SideBySide("store")
+    programs = running.programs_of(result, environments, NAMES)
+    run(result, programs, size or (QUICK if options.quick else Size()), say)
+    return Shown(result, [table(result)], who(result))
 
 
 def run(

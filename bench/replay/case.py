@@ -6,15 +6,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.table import Table
 
+from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.replay import caches
 from cxlkv.bench.replay.simulation import replay as simulate
-from cxlkv.bench.replay.tiers import Counts, Where
+from cxlkv.bench.replay.tiers import Counts, Where, parse_size
 from cxlkv.bench.replay.tiers import replay as replay_bytes
-from cxlkv.bench.replay.traces import Request, distinct
+from cxlkv.bench.replay.traces import FAMILIES, Request, distinct, read
 from cxlkv.bench.result import Result
+from cxlkv.errors import BadArgumentError
 from cxlkv.tiers.policy import DEFAULT, POLICIES, policy_named
 
 SHARES = (0.01, 0.05, 0.10, 0.25)
@@ -48,14 +51,14 @@ def run(
     curves = Curves(len(asked), distinct(requests))
     for share in shares:
         capacity = max(1, int(share * curves.pages))
-        progress(f"optimum at {100 * share:g} %")
+        progress(f"optimum: {100 * share:g} %")
         best = sum(caches.belady(asked, capacity))
         curves.optimum[share] = best / len(asked)
         for name, cache in caches.CACHES.items():
             hits = caches.leading(lengths, cache(asked, capacity))
             curves.textbook.setdefault(name, {})[share] = hits / len(asked)
         for name in policies:
-            progress(f"{name} at {100 * share:g} %")
+            progress(f"{name}: {100 * share:g} %")
             began = time.monotonic()
             hits = simulate(requests, capacity, policy_named(name)).hits
             curves.policies.setdefault(name, {})[share] = hits / len(asked)
@@ -63,6 +66,55 @@ def run(
             result.measure(f"{name}_s_at_{percent(share)}", [spent], "s")
     report(result, curves)
     return curves
+
+
+def command(options: Options, say: Say) -> Shown:
+    """The trace against policies, or with --far against tiers of real bytes."""
+    requests = requests_of(options)
+    result = Result("replay")
+    result.notes.append(f"trace: {Path(options.trace or '').name}, {len(requests)} requests")
+    if options.far is not None:
+        of = distinct(requests)
+        where = Where(
+            far=parse_size(options.far, of),
+            local=parse_size(options.local, of),
+            cold=parse_size(options.cold, of),
+            policy=options.policy or DEFAULT,
+            path=options.pool,
+        )
+        run_bytes(result, requests, where, say)
+        return Shown(result)
+    shares = sorted({*SHARES, *(MORE_SHARES if options.picture else ())})
+    policies = tuple(POLICIES) if options.policy is None else (options.policy,)
+    curves = run(result, requests, policies, shares, say)
+
+    def draw(path: Path) -> None:
+        from cxlkv.bench import pictures
+
+        pictures.replayed(curves, path)
+
+    return Shown(result, [table(curves)], draw=draw)
+
+
+def requests_of(options: Options) -> list[Request]:
+    """Raises BadArgumentError, before minutes are spent, for options that do not fit together."""
+    if options.trace is None:
+        raise BadArgumentError("replay needs --trace: a file, or the name of a family")
+    if options.far is None and (options.pool or (options.local, options.cold) != ("0", "0")):
+        raise BadArgumentError("--local, --cold and --pool go with --far")
+    if options.far is not None and options.picture is not None:
+        raise BadArgumentError("--picture is of policies: it goes without --far")
+    if options.policy is not None:
+        policy_named(options.policy)
+    family = FAMILIES.get(options.trace)
+    requests = read(Path(options.trace)) if family is None else family(1)
+    if options.minutes is not None:
+        requests = [request for request in requests if request.time_s < 60 * options.minutes]
+    if not requests:
+        raise BadArgumentError(
+            f"--minutes {options.minutes:g}: no request of {options.trace} is that early"
+        )
+    return requests
 
 
 def percent(share: float) -> str:
@@ -118,7 +170,7 @@ def run_bytes(
 ) -> Counts:
     """One replay with real bytes; every page that was hit was compared."""
     counts, stats, problems = replay_bytes(
-        requests, where, lambda done: progress(f"{done} of {len(requests)} requests")
+        requests, where, lambda done: progress(f"requests: {done} of {len(requests)}")
     )
     memory_hits = counts.hits - counts.cold_hits
     for name, pages in (

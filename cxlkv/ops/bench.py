@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from cxlkv.errors import BadArgumentError
 from cxlkv.ops.console import JsonFile, needing
 
 bench_app = typer.Typer(
@@ -101,69 +99,40 @@ def bench(
     so with objects. vllm puts the engine with and without us side by side, in the environment that
     `make test-vllm` makes.
     """
-    from cxlkv.bench.cli import run, run_all, run_litmus, run_recall, run_replay
-
-    if (quick or csv_file) and case in ("recall", "replay", "litmus", "peers"):
-        raise BadArgumentError(f"--quick and --csv do not go with {case}")
-    drawn = ("ndp", "recall", "replay", "link")
-    if (picture and case not in drawn) or (model and case != "recall"):
-        raise BadArgumentError(f"--picture goes with {', '.join(drawn)}; --model with recall")
-    if case == "replay":
-        if trace is None:
-            raise BadArgumentError("replay needs --trace: a file, or the name of a family")
-        run_replay(
-            trace, policy, (far, local, cold), minutes, pool, json_path=json_file, picture=picture
-        )
-        return
-    if trace or policy or far or minutes or pool or local != "0" or cold != "0":
-        raise BadArgumentError("--trace, --policy, --local, --far, --cold ... go with replay only")
-    if case == "litmus":
-        run_litmus([Path(each) for each in region or []], role, rounds, certificate, json_file)
-        return
-    if role or rounds or certificate:
-        raise BadArgumentError("--role, --rounds and --certificate go with litmus only")
-    place = one_place(region or [], case)
     with needing("demo", f"bench {case}"):
-        if case == "all":
-            run_all(quick, json_file, csv_file)
-        elif case in ("peers", "store", "vllm"):
-            run_side_by_side(case, json_file, csv_file, quick)
-        elif case == "recall":
-            run_recall(model, json_file, picture)
-        else:
-            run(case, json_file, picture, csv_file, quick, place)
+        from cxlkv.bench.cli import run
+        from cxlkv.bench.registry import Options
 
-
-def run_side_by_side(case: str, json_file: Path | None, csv_file: Path | None, quick: bool) -> None:
-    """Others beside us, each in a process of its own."""
-    if case == "vllm":
-        from cxlkv.bench.vllm.cli import run_vllm
-
-        run_vllm(json_file, csv_file, quick)
-        return
-    if case == "store":
-        from cxlkv.bench.peers import store
-
-        store.run_store(json_file, csv_file, store.QUICK if quick else store.Size())
-        return
-    from cxlkv.bench.peers.cli import run_peers
-
-    run_peers(json_file)
-
-
-def one_place(regions: Sequence[str], case: str) -> str | None:
-    """Where the memory that a case measures is to lie, if that was said."""
-    if len(regions) > 1 or (regions and case in ("all", "peers", "recall", "store", "vllm")):
-        raise BadArgumentError("--region: one, with latency or bandwidth; litmus takes several")
-    return regions[0] if regions else None
+        run(
+            case,
+            Options(
+                json=json_file,
+                csv=csv_file,
+                picture=picture,
+                quick=quick,
+                region=tuple(region or ()),
+                role=role,
+                rounds=rounds,
+                certificate=certificate,
+                model=model,
+                trace=trace,
+                policy=policy,
+                far=far,
+                local=local,
+                cold=cold,
+                minutes=minutes,
+                pool=pool,
+            ),
+        )
 
 
 @bench_app.command("list")
 def bench_list() -> None:
     """Say which cases there are, and what each measures."""
-    from cxlkv.bench.cli import list_cases, wide_console
+    from cxlkv.bench.cli import wide_console
+    from cxlkv.bench.registry import list_of_cases
 
-    wide_console().print(list_cases())
+    wide_console().print(list_of_cases())
 
 
 @bench_app.command("compare")

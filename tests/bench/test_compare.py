@@ -11,8 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cxlkv.bench.reading import read
-from cxlkv.bench.result import Result, lower_is_better
+from cxlkv.bench.result import Result, lower_is_better, read
 from cxlkv.errors import BadArgumentError
 from cxlkv.ops import cli
 

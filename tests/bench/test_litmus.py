@@ -250,8 +250,8 @@ def test_bad_arguments_are_named(region: Path) -> None:
         with pytest.raises(BadArgumentError, match=reason):
             litmus.run(regions, role)
         assert not region.exists()
-    with pytest.raises(BadArgumentError, match="litmus only"):
-        cli.app(["bench", "run", "calling", "--role", "a"], standalone_mode=False)
+    with pytest.raises(BadArgumentError, match="goes with litmus"):
+        cli.app(["bench", "run", "calls", "--role", "a"], standalone_mode=False)
 
 
 def test_a_role_that_nobody_joins_says_what_to_start(region: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +14,10 @@ import pytest
 from cxlkv import _core
 from cxlkv.bench import cli as bench_cli
 from cxlkv.bench import loops, streams
-from cxlkv.bench.cases import agree, bandwidth, copy, gather, latency, pages, publish
+from cxlkv.bench.cases import agree, bandwidth, latency
 from cxlkv.bench.loops import Stream
 from cxlkv.bench.measure import change_interval, median_interval, warnings_of
+from cxlkv.bench.registry import CASES, RENAMED, TABLE, Case, Options, filled, list_of_cases
 from cxlkv.bench.result import Result
 from cxlkv.errors import (
     BadArgumentError,
@@ -27,34 +28,19 @@ from cxlkv.errors import (
 )
 from cxlkv.ops import cli
 
-from ..support.small_cases import COHERING, check_result
-
+ROOT = Path(__file__).resolve().parents[2]
 UNIT = 16 * streams.UNIT_BYTES
 LATENCY = latency.Size((4096, UNIT), UNIT, (100, 0), sample_s=0, rounds=1)
 BANDWIDTH = bandwidth.Size(UNIT, (1, 0), sample_s=0, rounds=1)
-SMALL: dict[str, Callable[[Result], None]] = {
-    "latency": lambda result: latency.run(result, LATENCY),
-    "bandwidth": lambda result: bandwidth.run(result, BANDWIDTH),
-    "alloc": lambda result: pages.run(
-        result, pages.Size(layers=1, capacity=64 << 20, counts=(1, 8), pages=16, rounds=1)
-    ),
-    "copy": lambda result: copy.run(result, copy.Size(UNIT, (4096,), sample_s=0, rounds=1)),
-    "gather": lambda result: gather.run(
-        result, gather.Size(4 << 20, 2 << 20, page_tokens=(16, 64), rounds=1)
-    ),
-    "publish": lambda result: publish.run(result, COHERING),
-}
 
 
-def run_small(case: str) -> Result:
+def run_small(case: str, where: str | None = None) -> Result:
     result = Result(case)
-    SMALL[case](result)
+    if case == "latency":
+        latency.run(result, LATENCY, where)
+    else:
+        bandwidth.run(result, BANDWIDTH, where)
     return result
-
-
-@pytest.mark.parametrize("case", SMALL)
-def test_a_case_runs_small(case: str) -> None:
-    check_result(run_small(case))
 
 
 @pytest.mark.parametrize(
@@ -113,11 +99,7 @@ def test_the_memory_of_a_place_is_measured(
 
     monkeypatch.setattr(_core, "pool_memory", noted)
     monkeypatch.setattr(loops, "memory_run", watched)
-    result = Result(case)
-    if case == "latency":
-        latency.run(result, LATENCY, place)
-    else:
-        bandwidth.run(result, BANDWIDTH, place)
+    result = run_small(case, place)
     assert result.passed
     assert used
     assert any(place in note for note in result.notes)
@@ -133,7 +115,7 @@ def test_a_place_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     for case, region, why in (
         ("copy", ["anonymous:"], "not with copy"),
         ("latency", ["anonymous:", "numa:0"], "--region: one"),
-        ("all", ["anonymous:"], "--region: one"),
+        ("all", ["anonymous:"], "not with all"),
         ("latency", ["dax:dax99.9"], "no device"),
     ):
         options = [word for each in region for word in ("--region", each)]
@@ -222,22 +204,22 @@ def test_agree_takes_figures_of_another_program(
 def test_all_keeps_what_runs_and_names_the_rest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(result: Result, part: str, quick: bool = False) -> None:
-        assert quick
-        if part == "latency":
+    def measure(case: Case, result: Result, options: Options) -> None:
+        assert options.quick
+        if case.name == "latency":
             raise ModuleNotFoundError("No module named 'torch'", name="torch")
-        if part == "copy":
+        if case.name == "copy":
             raise UnsupportedError("no such thing here")
         result.measure("time", [1.0, 2.0, 3.0], "us")
-        result.checks["right"] = part != "gather"
+        result.checks["right"] = case.name != "gather"
 
-    monkeypatch.setattr(bench_cli, "measure", measure)
+    monkeypatch.setattr(Case, "measure", measure)
     out, table = tmp_path / "r.json", tmp_path / "r.csv"
     with pytest.raises(SystemExit) as stopped:
         cli.main(["bench", "all", "--quick", "--json", str(out), "--csv", str(table)])
     assert stopped.value.code == 1
     found = json.loads(out.read_text())
-    assert set(found["metrics"]) == {"alloc/time", "bandwidth/time", "publish/time"}
+    assert set(found["metrics"]) == {"pages/time", "bandwidth/time", "coherence/time"}
     assert found["checks"]["gather/right"] is False
     assert found["ratios"] == {}
     shown = capsys.readouterr().out
@@ -272,15 +254,24 @@ def test_every_case_is_listed_with_what_it_is(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         cli.main(["bench", "list"])
     shown = capsys.readouterr().out
-    for name in (*bench_cli.CASES, *bench_cli.OWN, "all"):
+    for name in CASES:
         assert f" {name} " in shown
-    said = list(bench_cli.list_cases().columns[1].cells)
+    said = list(list_of_cases().columns[1].cells)
     assert all(said)
     assert len(set(said)) == len(said), "two cases with one description"
 
 
+def test_the_docs_have_every_case_and_its_result() -> None:
+    docs = ROOT / "docs"
+    text = (docs / "benchmarks.md").read_text()
+    assert filled(text) == text, "python -m cxlkv.bench.registry writes the table"
+    assert set(RENAMED.values()) <= set(CASES)
+    named_files = {name for case in TABLE for name in case.files}
+    assert named_files | {"demo"} == {path.stem for path in (docs / "results").glob("*.json")}
+
+
 def test_quick_goes_where_there_is_a_quick_size(capsys: pytest.CaptureFixture[str]) -> None:
-    for case in ("calling", "replay"):
+    for case in ("calls", "replay"):
         with pytest.raises(SystemExit) as stopped:
             cli.main(["bench", case, "--quick", *(["--trace", "zipf"] if case == "replay" else [])])
         assert stopped.value.code == 1

@@ -8,17 +8,21 @@ import os
 import re
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cxlkv.bench import reading
+from cxlkv.bench.cli import perform
+from cxlkv.bench.peers import cli as peers_cli
 from cxlkv.bench.peers import environments, plain, running, serving, store
-from cxlkv.bench.peers.cli import run_peers
 from cxlkv.bench.peers.running import SideBySide, Size
 from cxlkv.bench.peers.talking import ContenderError, Conversation, Program, program_of
+from cxlkv.bench.registry import Options, Say, Shown
+from cxlkv.bench.result import read as read_result
 
 SMALL = Size(
     object_bytes=(64 << 10, 128 << 10),
@@ -140,7 +144,7 @@ def test_ours_plain_and_a_peer_side_by_side(tmp_path: Path) -> None:
     assert ratio == result.fastest("get", 65536, 1)["ours"].median / row.median
     path = tmp_path / "peers.json"
     result.write(path)
-    written = reading.read(path)
+    written = read_result(path)
     assert len(written.metrics) == len(result.rows)
     assert "rival 9" in written.notes[0]
 
@@ -248,17 +252,26 @@ def test_pages_that_are_not_the_best_are_wrong() -> None:
         running.check_pages("exact", off, best)
 
 
+def performed(name: str, command: Callable[[Options, Say], Shown], folder: Path) -> SideBySide:
+    options = Options(json=folder / "r.json", csv=folder / "r.csv")
+    result = perform(name, command, options)
+    assert isinstance(result, SideBySide)
+    return result
+
+
 def test_the_command_names_who_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "lmcache.failed").write_text("ERROR: No matching distribution found\n")
-    result = run_peers(tmp_path / "r.json", tmp_path, SMALL)
+    result = performed(
+        "peers", partial(peers_cli.command, environments=tmp_path, size=SMALL), tmp_path
+    )
     shown = capsys.readouterr().out
     assert set(result.missing) == set(running.PEERS)
     assert "missing: lmcache: not installed: ERROR: No matching distribution found" in shown
     assert "missing: torch: no environment in" in shown
     assert "make peers" in shown
-    notes = reading.read(tmp_path / "r.json").notes
+    notes = read_result(tmp_path / "r.json").notes
     assert all(f"missing: {name}: {why}" in notes for name, why in result.missing.items())
 
 
@@ -299,14 +312,14 @@ def test_the_store_command_names_who_is_missing(
 ) -> None:
     (tmp_path / "lmcache.failed").write_text("ERROR: No matching distribution found\n")
     size = replace(STORE, object_bytes=(64 << 10,), threads=(1,))
-    result = store.run_store(tmp_path / "r.json", tmp_path / "r.csv", size, tmp_path)
+    result = performed("store", partial(store.command, environments=tmp_path, size=size), tmp_path)
     shown = capsys.readouterr().out
     assert set(result.missing) == {"mooncake", "lmcache"}
     assert "missing: lmcache: not installed: ERROR: No matching distribution found" in shown
     assert re.search(
         r"get_64k_objects_no_crc_1t_to_memcpy: [0-9.]+, at least 0 wanted: kept", shown
     )
-    written = reading.read(tmp_path / "r.json")
+    written = read_result(tmp_path / "r.json")
     assert len(written.metrics) == len(result.rows)
     assert len((tmp_path / "r.csv").read_text().splitlines()) == 1 + len(result.rows) + len(
         result.ratios

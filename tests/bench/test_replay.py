@@ -160,7 +160,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["replay", "--trace", "loops", "--cold", "5%"], "go with --far"),
         (["replay", "--trace", "loops", "--far", "much"], "size 'much'"),
         (["replay", "--trace", "loops", "--minutes", "0"], "no request of loops"),
-        (["calling", "--trace", "loops"], "go with replay only"),
+        (["calls", "--trace", "loops"], "--trace goes with replay; not with calls"),
     ],
 )
 def test_bad_words(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

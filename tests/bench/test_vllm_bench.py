@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from cxlkv.bench import reading
 from cxlkv.bench.peers.running import SideBySide
 from cxlkv.bench.peers.talking import Program
+from cxlkv.bench.registry import Options
+from cxlkv.bench.result import read as read_result
 from cxlkv.bench.vllm import cli, running
 from cxlkv.errors import UnsupportedError
 
@@ -102,7 +103,7 @@ def test_engines_side_by_side(tmp_path: Path) -> None:
     assert "ttft_cached_miss_to_stock: at most 0.1 wanted: NOT kept" in result.notes
     assert any("round 2 of 2: pooled_10" in text for text in said)
     result.write(tmp_path / "vllm.json")
-    assert reading.read(tmp_path / "vllm.json").ratios == result.ratios
+    assert read_result(tmp_path / "vllm.json").ratios == result.ratios
 
 
 def test_each_engine_comes_first_in_turn() -> None:
@@ -151,7 +152,7 @@ def test_where_no_engine_is_installed_the_remedy_is_said(
 ) -> None:
     monkeypatch.setenv(running.PYTHON_VARIABLE, str(tmp_path / "python"))
     with pytest.raises(UnsupportedError, match=r"is no Python: make test-vllm"):
-        cli.run_vllm(None, None, quick=True)
+        cli.command(Options(quick=True), print)
 
 
 def test_a_python_without_the_engine_is_told_of(
@@ -163,7 +164,7 @@ def test_a_python_without_the_engine_is_told_of(
     monkeypatch.setenv(running.PYTHON_VARIABLE, str(python))
     monkeypatch.setattr(running, "SHARED", str(tmp_path))
     with pytest.raises(UnsupportedError, match=r"cannot make the model: No module named torch"):
-        cli.run_vllm(None, None, quick=True)
+        cli.command(Options(quick=True), print)
     assert os.listdir(tmp_path) == ["python"]
 
 

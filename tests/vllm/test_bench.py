@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cxlkv.bench import reading
+from cxlkv.bench.cli import perform
+from cxlkv.bench.peers.running import SideBySide
+from cxlkv.bench.registry import Options
+from cxlkv.bench.result import read as read_result
 from cxlkv.bench.vllm import cli, running
 
 pytestmark = pytest.mark.skipif(
@@ -25,12 +28,13 @@ def test_engines_side_by_side(
     place = tmp_path / "place"
     place.mkdir()
     monkeypatch.setattr(running, "SHARED", str(place))
-    result = cli.run_vllm(tmp_path / "vllm.json", None, quick=True)
+    result = perform("vllm", cli.command, Options(json=tmp_path / "vllm.json", quick=True))
+    assert isinstance(result, SideBySide)
     assert result.missing == {}
     shown = capsys.readouterr().out
     assert "first token, round 2 of 2" in shown
     assert "decode_1k_1, round 2 of 2" in shown
-    written = reading.read(tmp_path / "vllm.json")
+    written = read_result(tmp_path / "vllm.json")
     assert written.passed
     assert len(written.metrics["ttft_saved_hit"].samples) == running.QUICK.rounds
     assert "ttft_pooled_hit_to_stock" in written.ratios

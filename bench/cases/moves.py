@@ -1,0 +1,162 @@
+"""How fast units move from the pool into the local tier, beside memcpy of the same bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cxlkv.bench.cases.transfer import Mapped, append_all, source
+from cxlkv.bench.cases.transfer import Size as CopySize
+from cxlkv.bench.measure import interleave
+from cxlkv.bench.result import Result
+from cxlkv.layout import KVLayout
+from cxlkv.pool import CXLPool
+from cxlkv.tiers.local import LocalTier, Units
+
+HUGE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True)
+class Size:
+    """256 MiB of K and V by default, in units of 64 KiB (8 kv heads, 128 channels, bf16)."""
+
+    layers: int = 8
+    tokens: int = 8192
+    batch_units: int = 256
+    threads: tuple[int, ...] = (1, 2)
+    rounds: int = 7
+
+
+class Local:
+    """As much of this process's own memory as a local tier takes, got and touched as it does."""
+
+    def __init__(self, size: int):
+        self._map = mmap.mmap(-1, size + HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map.madvise(mmap.MADV_HUGEPAGE)
+        whole = np.frombuffer(self._map, np.uint8)
+        first = -whole.ctypes.data % HUGE_BYTES
+        self.bytes = whole[first : first + size]
+        self.bytes[::4096] = 1
+
+
+def run(result: Result, size: Size = Size()) -> None:
+    """Metrics move_*, memcpy_* in GB/s, for each number of threads, with CRCs verified and without:
+    the units go from the pool to slots, in random order, in batches.
+
+    memcpy_runs copies the same bytes from the same addresses (in another mapping), run of K by run
+    of V; memcpy_flat as many bytes in one piece, which memory likes best. Ratios move_*_to_memcpy
+    are to the faster of the two, move_*_to_memcpy_runs to the first.
+    """
+    with_heads = CopySize(layers=size.layers, tokens=size.tokens)
+    layout = KVLayout(
+        layers=size.layers,
+        kv_heads=with_heads.kv_heads,
+        head_dim=with_heads.head_dim,
+        page_tokens=with_heads.page_tokens,
+    )
+    capacity = int(layout.token_bytes * size.tokens * 1.2) + (64 << 20)
+    for checksum in (True, False):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            path = Path(folder) / "bench.pool"
+            with CXLPool.create(
+                path, layout=layout, capacity=capacity, checksum=checksum, sketch=False
+            ) as pool:
+                _measure_moves(result, pool, path, size, with_heads, checksum)
+    result.ratios["move_to_memcpy"] = result.ratios["move_crc_1_to_memcpy"]
+    result.notes.append(
+        f"moves: {layout.token_bytes * size.tokens >> 20} MiB of K and V, {size.batch_units} units "
+        "a call, from a pool in /dev/shm to private memory with huge pages where there are any"
+    )
+
+
+def _measure_moves(
+    result: Result, pool: CXLPool, path: Path, size: Size, shape: CopySize, checksum: bool
+) -> None:
+    sequence = append_all(pool, shape, source(shape, 1), source(shape, 2))
+    ids = sequence.pages.astype(np.int64)
+    units = (ids[:, None] * size.layers + np.arange(size.layers)).ravel()
+    units = np.random.default_rng(4).permutation(units)
+    total = pool.layout.token_bytes * shape.tokens
+    mapped, local = Mapped(pool, path, shape), Local(total)
+    moves = list(_runs(mapped, units, local))
+    name = "crc" if checksum else "plain"
+    with LocalTier(pool, total) as tier:
+        for threads in size.threads:
+            pool.set_threads(threads)
+
+            def promote() -> None:
+                for first in range(0, len(units), size.batch_units):
+                    tier.promote(units[first : first + size.batch_units])
+
+            def move() -> None:
+                promote()
+                tier.demote(units)
+
+            samples = interleave(
+                {
+                    "move": move,
+                    "memcpy_flat": _flat(mapped, local, total, threads),
+                    "memcpy_runs": _each(moves, threads),
+                },
+                size.rounds,
+            )
+            speed = {
+                kind: result.measure(
+                    f"{kind}_{name}_{threads}", [total / s / 1e9 for s in seconds], "GB/s"
+                ).median
+                for kind, seconds in samples.items()
+            }
+            best = max(speed["memcpy_flat"], speed["memcpy_runs"])
+            result.ratios[f"move_{name}_{threads}_to_memcpy"] = speed["move"] / best
+            runs = speed["move"] / speed["memcpy_runs"]
+            result.ratios[f"move_{name}_{threads}_to_memcpy_runs"] = runs
+            promote()
+            stats = tier.stats()
+            result.checks[f"move_{name}_{threads}_all"] = stats["slots_held"] == len(units)
+            tier.demote(units)
+    sequence.release()
+
+
+def _runs(mapped: Mapped, units: Units, local: Local) -> Iterator[tuple[int, int, int]]:
+    """(destination, source, bytes) of K and of V of each unit, slot after slot."""
+    base, to = mapped.bytes.ctypes.data, local.bytes.ctypes.data
+    run = mapped.size.kv_heads * mapped.piece_bytes
+    for unit in units.tolist():
+        page, layer = divmod(unit, mapped.size.layers)
+        for kind in ("keys_offset", "values_offset"):
+            yield to, base + mapped.offset(page, layer, kind), run
+            to += run
+
+
+def _each(moves: list[tuple[int, int, int]], threads: int) -> Callable[[], None]:
+    """memmove() of each, shared out over threads; it lets go of Python's lock."""
+
+    def some(first: int) -> None:
+        for to, start, count in moves[first::threads]:
+            ctypes.memmove(to, start, count)
+
+    return _shared(some, threads)
+
+
+def _flat(mapped: Mapped, local: Local, total: int, threads: int) -> Callable[[], None]:
+    base, to = mapped.bytes.ctypes.data, local.bytes.ctypes.data
+    part = total // threads
+
+    def some(first: int) -> None:
+        ctypes.memmove(to + first * part, base + first * part, part)
+
+    return _shared(some, threads)
+
+
+def _shared(some: Callable[[int], None], threads: int) -> Callable[[], None]:
+    if threads == 1:
+        return lambda: some(0)
+    team = ThreadPoolExecutor(threads)
+    return lambda: [None for _ in team.map(some, range(threads))].clear()

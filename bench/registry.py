@@ -1,0 +1,208 @@
+"""Every benchmark case in one table: the command line, its list, the docs and the tests read it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from rich.table import Table
+
+from cxlkv.bench.result import Result
+from cxlkv.errors import BadArgumentError
+
+Say = Callable[[str], None]
+"""Tells how far a case is: "step", or "step: detail"."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line gave, by the names that the options have there."""
+
+    json: Path | None = None
+    csv: Path | None = None
+    picture: Path | None = None
+    quick: bool = False
+    region: Sequence[str] = ()
+    role: str | None = None
+    rounds: int | None = None
+    certificate: Path | None = None
+    model: Path | None = None
+    trace: str | None = None
+    policy: str | None = None
+    far: str | None = None
+    local: str = "0"
+    cold: str = "0"
+    minutes: float | None = None
+    pool: Path | None = None
+
+    def given(self) -> list[str]:
+        return [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+
+
+@dataclass
+class Shown:
+    """What a case found. tables: in place of the result's own; lines: what is printed behind them;
+    draw: makes the picture."""
+
+    result: Result
+    tables: list[Table] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    draw: Callable[[Path], None] | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """module: in cxlkv.bench, imported when the case runs. It has run(result), which takes QUICK
+    with --quick and a place with --region, and draw(result, path) if it goes with --picture.
+    is_command: it has command(options, say) instead, which returns Shown. options: those that go
+    with it, besides --json. files: its results in docs/results. parts: it is several cases."""
+
+    name: str
+    module: str = ""
+    options: tuple[str, ...] = ("csv",)
+    files: tuple[str, ...] = ()
+    is_command: bool = False
+    parts: tuple[str, ...] = ()
+
+    def load(self) -> ModuleType:
+        return import_module(f"cxlkv.bench.{self.module}")
+
+    def run(self, options: Options, say: Say) -> Shown:
+        if self.is_command:
+            shown = self.load().command(options, say)
+            assert isinstance(shown, Shown)
+            return shown
+        result = Result(self.name)
+        for part in self.parts or (self.name,):
+            say(part)
+            CASES[part].measure(result, options)
+        return Shown(result, draw=lambda path: self.load().draw(result, path))
+
+    def measure(self, result: Result, options: Options) -> None:
+        module = self.load()
+        quick = (module.QUICK,) if options.quick else ()
+        place = {"where": options.region[0]} if options.region else {}
+        module.run(result, *quick, **place)
+
+    def about(self) -> str:
+        """The first line of its module, which is not imported: torch is not needed to be told."""
+        if not self.module:
+            return ", ".join(self.parts) or "all that can run here"
+        spec = find_spec(f"cxlkv.bench.{self.module}")
+        assert spec is not None
+        docstring = ast.get_docstring(ast.parse(Path(str(spec.origin)).read_text())) or ""
+        line = docstring.partition("\n\n")[0].replace("\n", " ")
+        return line.removeprefix(f"`cxlkv bench {self.name}`: ")
+
+    def refuse_other_options(self, options: Options) -> None:
+        for name in options.given():
+            if name not in ("json", *self.options):
+                takers = ", ".join(case.name for case in TABLE if name in case.options)
+                raise BadArgumentError(f"--{name} goes with {takers}; not with {self.name}")
+
+
+MICRO = ("csv", "quick")
+PLACED = (*MICRO, "region")
+DRAWN = ("csv", "picture")
+LITMUS = ("region", "role", "rounds", "certificate")
+REPLAY = ("picture", "trace", "policy", "far", "local", "cold", "minutes", "pool")
+TRACES = ("agents", "loops", "scans", "zipf")
+
+TABLE = (
+    Case("latency", "cases.latency", PLACED),
+    Case("bandwidth", "cases.bandwidth", PLACED),
+    Case("pages", "cases.pages", MICRO),
+    Case("copy", "cases.copy", MICRO),
+    Case("gather", "cases.gather", MICRO),
+    Case("coherence", "cases.coherence", MICRO, ("coherence",)),
+    Case("agree", "cases.agree", MICRO, ("agree",)),
+    Case("calls", "cases.calls"),
+    Case("transfer", "cases.transfer"),
+    Case("selection", "cases.selection"),
+    Case("windows", "cases.windows", files=("windows",)),
+    Case("ndp", "cases.ndp", DRAWN, ("ndp",)),
+    Case("worker", "cases.worker"),
+    Case("hotness", "cases.hotness"),
+    Case("policy", "cases.policy"),
+    Case("prefix", "cases.prefix"),
+    Case("moves", "cases.moves"),
+    Case("decode", "cases.decode"),
+    Case("cold", "cases.cold"),
+    Case("compression", "cases.compression", files=("compression",)),
+    Case("paged", "cases.paged"),
+    Case("link", "cases.link", DRAWN, ("link",)),
+    Case("transport", "cases.transport", files=("transport",)),
+    Case("recall", "cases.recall", ("picture", "model"), ("recall",), is_command=True),
+    Case(
+        "replay",
+        "replay.case",
+        REPLAY,
+        ("replay", "replay-bytes", *(f"replay-{name}" for name in TRACES)),
+        is_command=True,
+    ),
+    Case("litmus", "cases.litmus", LITMUS, ("litmus",), is_command=True),
+    Case("peers", "peers.cli", (), ("peers",), is_command=True),
+    Case("store", "peers.store", MICRO, ("store",), is_command=True),
+    Case("vllm", "vllm.cli", MICRO, ("vllm",), is_command=True),
+    Case(
+        "foundation",
+        files=("foundation",),
+        parts=("calls", "pages", "transfer", "selection"),
+    ),
+    Case(
+        "tiers",
+        files=("tiers",),
+        parts=("hotness", "policy", "prefix", "moves", "cold", "compression", "decode"),
+    ),
+    Case("all", options=MICRO, parts=()),
+)
+CASES = {case.name: case for case in TABLE}
+WITHIN_A_MINUTE = ("latency", "bandwidth", "pages", "copy", "gather", "coherence")
+"""What `all --quick` runs."""
+RENAMED = {
+    **{"alloc": "pages", "allocating": "pages", "copying": "transfer", "publish": "coherence"},
+    **{"calling": "calls", "selecting": "selection", "grouping": "windows", "working": "worker"},
+    **{"deciding": "policy", "matching": "prefix", "moving": "moves", "decoding": "decode"},
+    "packing": "compression",
+}
+"""What cases were called up to 0.2, for one release."""
+
+
+def named(name: str) -> Case:
+    """Raises BadArgumentError for an unknown case."""
+    if name not in CASES:
+        raise BadArgumentError(f"unknown case {name!r}: one of {', '.join(CASES)}")
+    return CASES[name]
+
+
+def list_of_cases() -> Table:
+    """Every case by name, with what it measures and what goes with it."""
+    made = Table(title="cxlkv bench CASE")
+    made.add_column("case", no_wrap=True)
+    made.add_column("what it measures")
+    made.add_column("goes with")
+    for case in TABLE:
+        made.add_row(case.name, case.about(), " ".join(f"--{name}" for name in case.options))
+    return made
+
+
+def filled(text: str) -> str:
+    """docs/benchmarks.md with the table of all cases between its two markers."""
+    lines = ["| case | what it measures | goes with | results |", "|---|---|---|---|"]
+    for case in TABLE:
+        options = " ".join(f"`--{name}`" for name in case.options)
+        files = ", ".join(f"[{name}](results/{name}.json)" for name in case.files)
+        lines.append(f"| {case.name} | {case.about()} | {options} | {files} |")
+    before, begin, rest = text.partition("<!-- cases: begin -->\n")
+    _, end, after = rest.partition("<!-- cases: end -->\n")
+    return "\n".join([before + begin + lines[0], *lines[1:], end + after])
+
+
+if __name__ == "__main__":
+    docs = Path(__file__).resolve().parents[1] / "docs/benchmarks.md"
+    docs.write_text(filled(docs.read_text()))
