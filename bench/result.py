@@ -103,12 +103,14 @@ class Metric:
         return statistics.median(self.samples)
 
     def as_dict(self) -> dict[str, object]:
+        """Six digits of each sample: no clock gives more."""
+        samples = [s if s.is_integer() else float(f"{s:.6g}") for s in map(float, self.samples)]
         return {
-            "median": self.median,
-            "low": min(self.samples),
-            "high": max(self.samples),
+            "median": statistics.median(samples),
+            "low": min(samples),
+            "high": max(samples),
             "unit": self.unit,
-            "samples": list(self.samples),
+            "samples": samples,
         }
 
 
@@ -184,7 +186,17 @@ class Result:
 
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all."""
-        write_whole(path, json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n")
+        write_whole(path, as_text(self.as_dict()))
+
+
+def as_text(result: dict[str, object]) -> str:
+    """A result file: a line for each metric, however many samples it has."""
+    metrics = result["metrics"]
+    assert isinstance(metrics, dict)
+    lines = [f"  {json.dumps(n)}: {json.dumps(m, allow_nan=False)}" for n, m in metrics.items()]
+    rest = json.dumps({**result, "metrics": None}, indent=1, allow_nan=False)
+    shown = "{\n" + ",\n".join(lines) + "\n }" if lines else "{}"
+    return rest.replace('"metrics": null', f'"metrics": {shown}') + "\n"
 
 
 class _Strict(BaseModel):
