@@ -83,10 +83,8 @@ def calls() -> dict[str, set[str]]:
 
 
 def test_no_files_call_each_other_round() -> None:
-    graph = {name: uses for name, uses in calls().items() if "/pool/" not in name}
-    assert len(graph) > 60
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(calls()).prepare()
     except CycleError as error:
         raise AssertionError(f"a circle: {' uses '.join(reversed(error.args[1]))}") from error
 

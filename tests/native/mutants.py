@@ -176,10 +176,10 @@ CHECKS = {
         "if (is_blank(&record) || record_is_whole(h, &record, s)) break;",
         "break;",
     ),
-    "FORGET_CARRIED": Check("pool/follow.c", "    forgotten_carry(pool, count);\n", ""),
+    "FORGET_CARRIED": Check("pool/log.c", "    forgotten_carry(pool, count);\n", ""),
     "FORGET_FOLLOWED": Check("pool/follow.c", "        forget_foreign(pool);\n", ""),
     "FORGET_REBUILT": Check(
-        "pool/host_state.c", "state == PAGE_PUBLISHED && is_forgotten(pool, &line)", "false"
+        "pool/rebuild.c", "state == PAGE_PUBLISHED && is_forgotten(pool, &line)", "false"
     ),
     "CLAIM_CRC": Check(
         "coherence/claims.c", "|| c->crc != claim_crc(c, extent) || c->commit", "|| c->commit"
@@ -292,10 +292,10 @@ CHECKS = {
         "objects/objects.c", "i == 0 || foreign[i]->page != foreign[i - 1]->page", "true"
     ),
     "SCRUB_BACK": Check(
-        "pool/published.c", "flush_write_back(FLUSH_PUBLISH_HEADER, pieces, bytes)", "(void)0"
+        "pool/pages.c", "flush_write_back(FLUSH_PUBLISH_HEADER, pieces, bytes)", "(void)0"
     ),
     "SCRUB_TABLE_BACK": Check(
-        "pool/format.c",
+        "pool/records.c",
         "flush_write_back(FLUSH_PUBLISH_HEADER, checksum_table(pool, page), g->checksum_bytes)",
         "(void)0",
     ),
@@ -304,10 +304,10 @@ CHECKS = {
     ),
     # An upgrade's fields are in memory before its version.
     "UPGRADE_EVICT": Check(
-        "pool/format.c", "if (flush_supported()) flush_evict(FLUSH_NONE, to, bytes);", ""
+        "pool/superblock.c", "if (flush_supported()) flush_evict(FLUSH_NONE, to, bytes);", ""
     ),
     "UPGRADE_ORDER": Check(
-        "pool/format.c",
+        "pool/superblock.c",
         "    upgrade_store(line, &made.crc_before, LINE_BYTES, base);\n",
         "    upgrade_store(base + 8, &made.version, sizeof(uint64_t), base);\n"
         "    upgrade_store(line, &made.crc_before, LINE_BYTES, base);\n",

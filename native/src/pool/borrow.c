@@ -2,7 +2,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/flush.h"
 #include "coherence/host_lines.h"
 #include "pool/peers.h"
 
@@ -202,18 +201,4 @@ uint64_t pinned_elsewhere(const cxlkv_pool *pool, uint32_t page) {
         if (host != pool->hosts.self && values[host] && pins_hold(pool, host))
             pinned |= values[host];
     return pinned;
-}
-
-void withdrawn_look(cxlkv_pool *pool) {
-    uint32_t pages[64], count = 0;
-    for (uint32_t page = 0; pool->host->withdrawn_pages && page < pool->host->page_count; page++) {
-        page_info *info = &pool->pages[page];
-        if (!info->withdrawn) continue;
-        info->withdrawn = 0;
-        pool->host->withdrawn_pages--;
-        pages[count++] = page;
-        if (count == 64) pages_settle(pool, count, pages);
-        if (count == 64) count = 0;
-    }
-    pages_settle(pool, count, pages);
 }

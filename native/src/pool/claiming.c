@@ -1,12 +1,26 @@
 /* Dealing with other hosts: one thread of a host at a time has the host's claims, and waits for
  * other hosts with these alone. The host lock stays free meanwhile: who reads what is ours does not
  * notice. See host_state for what each of the two guards. */
-#include <sched.h>
-#include <time.h>
-
 #include "pool/peers.h"
 
 /* ---- how who has the claims waits: as the host, not as this thread ---- */
+
+/* Beats go on. Their line is the host lock's to write, also for who has the claims. */
+void peers_pause(cxlkv_pool *pool) {
+    uint64_t beat_ns = __atomic_load_n(&pool->host->beat_ns, __ATOMIC_RELAXED);
+    if (boottime_ns() - beat_ns >= pool->lease_ns / BEATS_A_LEASE && host_lock(pool) == 0) {
+        peers_beat(pool, false);
+        host_unlock(pool);
+    }
+    peers_rest(atomic_fetch_add_explicit(&pool->claim_pauses, 1, memory_order_relaxed));
+}
+
+bool peers_silent(cxlkv_pool *pool, uint32_t host) {
+    if (host_lock(pool) < 0) return false;
+    bool silent = peers_is_silent(pool, host);
+    host_unlock(pool);
+    return silent;
+}
 
 static void pause_outside(void *context) {
     peers_pause(context);

@@ -102,17 +102,3 @@ void counters_restore(cxlkv_pool *pool) {
         atomic_store_explicit(&pool->host->counters[PROCESS_MAX].counts[i], counts[i],
                               memory_order_relaxed);
 }
-
-/* A share of 1 is 2^32: four thousand million audits fit, and threads can add without a lock. */
-int cxlkv_pool_count_audit(cxlkv_pool *pool, double recall, double mass) {
-    if (!(recall >= 0 && recall <= 1) || !(mass >= 0 && mass <= 1))
-        return fail(CXLKV_E_ARGUMENT, "an audit's recall %g and mass %g must lie in 0 to 1", recall,
-                    mass);
-    int code = pool_enter(pool);
-    if (code < 0) return code;
-    count_add(pool, COUNT_AUDITED_RECALL, (uint64_t)(recall * 4294967296.0));
-    count_add(pool, COUNT_AUDITED_MASS, (uint64_t)(mass * 4294967296.0));
-    count_add(pool, COUNT_AUDITED_SELECTS, 1);
-    pool_leave(pool);
-    return 0;
-}

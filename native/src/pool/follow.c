@@ -5,37 +5,6 @@
 #include "coherence/lines.h"
 #include "pool/peers.h"
 
-void log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_t generation,
-             const uint64_t hash[2]) {
-    if (!pool->shared) return;
-    if (pool->log_count == LOG_BATCH) log_write(pool);
-    log_record *record = &pool->log_waiting[pool->log_count++];
-    *record = (log_record){.operation = operation, .page = page, .generation = generation};
-    memcpy(record->hash, hash, sizeof(record->hash));
-}
-
-void log_forget(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint64_t hash[2]) {
-    uint32_t publication = publication_of(pool, page);
-    log_add(pool, LOG_FORGET, page, generation, hash);
-    pool->log_waiting[pool->log_count - 1].publication = publication;
-}
-
-void log_free(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint64_t hash[2],
-              bool forgotten) {
-    log_add(pool, LOG_FREE, page, generation, hash);
-    if (pool->shared) pool->log_waiting[pool->log_count - 1].publication = forgotten;
-}
-
-void log_write(cxlkv_pool *pool) {
-    uint32_t count = pool->log_count;
-    if (pool->host->stopped) pool->log_count = 0; /* it is not our log any more */
-    if (count == 0 || pool->log_count == 0) return;
-    hosts_log(&pool->hosts, pool->host->log_next, pool->log_waiting, count);
-    pool->host->log_next += count;
-    pool->log_count = 0;
-    forgotten_carry(pool, count);
-}
-
 /* By the page's descriptor, from memory. */
 static bool says_so(cxlkv_pool *pool, const log_record *record) {
     descriptor line;

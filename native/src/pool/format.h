@@ -120,13 +120,21 @@ typedef struct page_key {
 
 #define RECORD_MAGIC 0x52564b43u /* "CKVR" */
 
-/* ---- format.c ---- */
+/* ---- geometry.c ---- */
 int layout_check(const cxlkv_layout *layout);
+int sharing_check(const cxlkv_sharing *sharing);
 int parts_make(cxlkv_pool *pool);         /* parts, part_of, row_of from layout and geometry */
 /* Fills in sharing->log_records when that is 0. */
 int geometry_make(const cxlkv_layout *layout, cxlkv_sharing *sharing, uint64_t capacity_bytes,
                   cxlkv_geometry *geometry);
+/* Its two steps: extents of slab_slots records; what depends on how many of them there are. */
+void extent_layout(const cxlkv_layout *layout, uint32_t slab_slots, cxlkv_geometry *g);
+void place_extents(const cxlkv_sharing *sharing, uint64_t extents, cxlkv_geometry *g);
 hosts_area hosts_area_of(uint8_t *base, const cxlkv_sharing *sharing, const cxlkv_geometry *g);
+
+/* ---- superblock.c ---- */
+/* Writes an empty pool into the mapping: its superblock last. */
+int pool_format(cxlkv_pool *pool);
 void superblock_write(cxlkv_pool *pool);
 /* Reads and checks a superblock of a file of file_bytes. */
 int superblock_read(enum superblock_purpose purpose, const uint8_t *bytes, uint64_t file_bytes,
@@ -140,15 +148,14 @@ uint32_t features_told(void);
 int host_line_write(cxlkv_pool *pool, uint64_t nonce);
 uint64_t host_line_read(const cxlkv_pool *pool);   /* 0: none */
 uint64_t host_line_nonce(const uint8_t *superblock_page);
+
+/* ---- records.c ---- */
 descriptor *descriptor_of(const cxlkv_pool *pool, uint32_t page);
 void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t state,
                       uint32_t tokens, const page_key *key);
 void descriptor_restore(cxlkv_pool *pool, uint32_t page, const descriptor *line);
 /* Copies the line and verifies the copy; 0 or -CXLKV_E_CORRUPT. */
 int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy);
-/* The same where nothing else catches a bus error: -CXLKV_E_POISON, and the page is retired. Under
- * the host lock. */
-int descriptor_try(cxlkv_pool *pool, uint32_t page, descriptor *copy);
 void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens,
                  const page_key *key);
 void record_header_wipe(const cxlkv_pool *pool, uint32_t page); /* and its checksum table */
@@ -160,8 +167,6 @@ uint32_t record_tokens(const cxlkv_pool *pool, uint32_t page);
 void record_expect(const cxlkv_pool *pool, uint32_t page);     /* it is checked soon */
 /* Verifies header against page, generation and tokens. */
 int record_check(const cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t tokens);
-/* The same for a held page, by a thread that does not have the host lock. */
-int record_check_unlocked(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t tokens);
 uint32_t *checksum_of(const cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_head,
                       uint32_t kind);
 /* Verifies all pieces of (page, layer), once per acquisition of the page by this process. */
@@ -172,9 +177,6 @@ int piece_verify(cxlkv_pool *pool, uint32_t page, uint32_t layer, uint32_t kv_he
 size_t piece_used_bytes(const cxlkv_pool *pool, uint32_t page, uint32_t kind);
 void verified_set(cxlkv_pool *pool, uint32_t page, uint32_t layer);
 void verified_clear(cxlkv_pool *pool, uint32_t page);
-/* Retires the pages with a byte in the aligned granule at `address`; under the host lock. Returns
- * how many. */
-uint64_t retire_range(cxlkv_pool *pool, uintptr_t address, size_t bytes);
 
 static inline bool values_are_keys(const cxlkv_layout *layout) {
     return layout->values == CXLKV_VALUES_KEY_PREFIX;

@@ -94,7 +94,7 @@ typedef struct host_view {
     log_place log;               /* how far its log was read */
 } host_view;
 
-/* Two locks, both robust and process-shared, taken in this order:
+/* Two locks, both robust and process-shared; pool.h has the order of all.
  *
  * `claims`: whose this host's dealings with the others are: its place in the queue for the lock
  * between hosts, its claims and commits, its epoch. Who waits for another host has this one at
@@ -163,36 +163,45 @@ typedef struct state_place {
     uint32_t name_at;            /* where in path the file's own name begins */
     char path[STATE_PATH_BYTES]; /* of the file, for messages: it is reached by the folder */
 } state_place;
-/* ---- host.c ---- */
+/* ---- host_state.c ---- */
 int host_attach(cxlkv_pool *pool);        /* joins or makes the host state; registers us */
 void host_detach(cxlkv_pool *pool);
-int host_trylock(cxlkv_pool *pool);       /* 0, or -CXLKV_E_TIMEOUT without a text */
-int host_lock(cxlkv_pool *pool);          /* 0, or -CXLKV_E_TIMEOUT; repairs after a death inside */
-void host_unlock(cxlkv_pool *pool);
-int mutex_lock_until(pthread_mutex_t *mutex, uint64_t until_ns);  /* by monotonic_ns() */
-uint64_t host_reap(cxlkv_pool *pool);     /* under the lock: gives back what dead processes held */
-/* Under the lock: one more of what no process counts for itself. */
-void host_count(host_state *host, enum counter which);
-int host_register(cxlkv_pool *pool, uint32_t state, uint32_t *slot);
-void host_unregister(cxlkv_pool *pool, uint32_t slot);
-void host_rebuild_runs(cxlkv_pool *pool, uint32_t first_run, uint32_t count);  /* of 64 pages */
-void host_rebuild(cxlkv_pool *pool);      /* lists, holders and index from their primary records */
-/* All that we have published, in the log: whoever died may not have come to say it. */
-void log_again(cxlkv_pool *pool);
-uint32_t *held_of(const cxlkv_pool *pool, uint32_t slot);
-int host_recount(cxlkv_pool *pool, char *text, size_t text_bytes);  /* problems found */
 /* Offsets for so many pages; returns the bytes of the whole. */
 uint64_t host_state_layout(uint32_t page_count, host_state *host);
 bool host_state_is_ours(const host_state *host);
 bool host_state_fits(const host_state *host, uint32_t page_count, const uint8_t identity[16]);
 /* Of the pool in `fd`, when nobody has its state open: after the pool itself. */
 void host_remove_state(const uint8_t identity[16], int fd, uint32_t host);
-/* Round each change, under the lock, of a record that others may hold: a death there is mended. */
-void rewrite_begin(cxlkv_pool *pool, uint32_t page);
-void rewrite_end(cxlkv_pool *pool);
+
+/* ---- locks.c ---- */
+int host_trylock(cxlkv_pool *pool);       /* 0, or -CXLKV_E_TIMEOUT without a text */
+int host_lock(cxlkv_pool *pool);          /* 0, or -CXLKV_E_TIMEOUT; repairs after a death inside */
+void host_unlock(cxlkv_pool *pool);
+int mutex_lock_until(pthread_mutex_t *mutex, uint64_t until_ns);  /* by monotonic_ns() */
+
+/* ---- processes.c ---- */
+/* What procfs says of one. */
+typedef struct process_view {
+    char state;
+    uint64_t thread_count, start_time;
+} process_view;
+bool process_look(int32_t pid, process_view *seen);
 void process_identify(process_slot *slot);
 bool process_is_dead(const process_slot *slot);
 bool slot_is_dead(int state_fd, uint32_t slot); /* one that is taken, in a host state's file */
+int host_room_error(int code, uint64_t bytes, const char *what); /* none in /dev/shm */
+uint64_t host_reap(cxlkv_pool *pool);     /* under the lock: gives back what dead processes held */
+int host_register(cxlkv_pool *pool, uint32_t state, uint32_t *slot);
+void host_unregister(cxlkv_pool *pool, uint32_t slot);
+
+/* ---- rebuild.c ---- */
+void host_rebuild_runs(cxlkv_pool *pool, uint32_t first_run, uint32_t count);  /* of 64 pages */
+void host_rebuild(cxlkv_pool *pool);      /* lists, holders and index from their primary records */
+/* All that we have published, in the log: whoever died may not have come to say it. */
+void log_again(cxlkv_pool *pool);
+int host_recount(cxlkv_pool *pool, char *text, size_t text_bytes);  /* problems found */
+/* The sealed record whose rewriting a death broke off is whole again. */
+void rewrite_repair(cxlkv_pool *pool);
 #if CXLKV_DEBUG >= 2
 void host_assert(cxlkv_pool *pool);
 #else

@@ -11,19 +11,7 @@
 #include "pool/hotness.h"
 #include "pool/peers.h"
 
-void hotness_freed(cxlkv_pool *pool, uint32_t page) {
-    atomic_store_explicit(&pool->heat[page], 0, memory_order_relaxed);
-}
-
 /* ---- reuse: all under the host lock ---- */
-
-void hotness_unpublished(cxlkv_pool *pool, uint32_t page) {
-    pool->reuse[page] = (reuse_record){0};
-}
-
-void hotness_found(cxlkv_pool *pool, uint32_t page, uint32_t part) {
-    pool->reuse[page].part = (uint16_t)min_u32(part, UINT16_MAX);
-}
 
 void hotness_follows(cxlkv_pool *pool, uint32_t page, uint32_t parent) {
     reuse_record *record = &pool->reuse[page];

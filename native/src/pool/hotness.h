@@ -55,13 +55,23 @@ static inline void count_page(counting *c, uint32_t page) {
     c->uses++;
 }
 
+static inline void hotness_freed(cxlkv_pool *pool, uint32_t page) {
+    atomic_store_explicit(&pool->heat[page], 0, memory_order_relaxed);
+}
+
+/* ---- reuse: all under the host lock ---- */
+static inline void hotness_unpublished(cxlkv_pool *pool, uint32_t page) {
+    pool->reuse[page] = (reuse_record){0};
+}
+/* By its descriptor. */
+static inline void hotness_found(cxlkv_pool *pool, uint32_t page, uint32_t part) {
+    pool->reuse[page].part = (uint16_t)min_u32(part, UINT16_MAX);
+}
+
 /* ---- hotness.c ---- */
-void hotness_freed(cxlkv_pool *pool, uint32_t page);
-/* The others under the host lock. parent: the page before it, or NO_PAGE. */
+/* parent: the page before it, or NO_PAGE. */
 void hotness_published(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t parent);
 void hotness_follows(cxlkv_pool *pool, uint32_t page, uint32_t parent);
-void hotness_found(cxlkv_pool *pool, uint32_t page, uint32_t part); /* by its descriptor */
-void hotness_unpublished(cxlkv_pool *pool, uint32_t page);
 void hotness_asked(cxlkv_pool *pool, uint32_t page);  /* the last page of a hit, not full */
 /* Pages [first, count) of a part are a hit's; found is [count][part_count]. */
 void hotness_matched(cxlkv_pool *pool, const uint32_t *found, uint32_t part, uint32_t first,

@@ -1,127 +1,18 @@
-/* The page allocator: runs of 16 slots, so that a sequence's neighbouring pages lie side by side.
- *
- * A run is in the list of free runs (all its slots free), in the list of partly free ones, or in
- * none. A sequence takes the slot after its last page if that is free in the same run; else it
- * opens a free run; only when there is none does it fill another's gaps. So runs are kept together
- * without being reserved, and no page is out of reach. Every step is O(1) a page. */
+/* Pages are held and given up. Nobody needs one any more: it is scrubbed, gets its next generation
+ * and is free, or it is withdrawn while another host reads it. */
 #include <string.h>
 
 #include "base/flush.h"
-#include "pool/hooks.h"
 #include "pool/peers.h"
 
-static uint16_t full_mask(const cxlkv_pool *pool, uint32_t run) {
-    uint32_t slots = min_u32(RUN_SLOTS, pool->host->page_count - run * RUN_SLOTS);
-    return (uint16_t)((1u << slots) - 1);
+void rewrite_begin(cxlkv_pool *pool, uint32_t page) {
+    pool->host->rewriting = page;
+    atomic_signal_fence(memory_order_seq_cst); /* a death is seen in program order: no CPU fence */
 }
 
-static uint32_t *head_for(cxlkv_pool *pool, uint32_t run, uint16_t mask) {
-    if (mask == 0) return NULL;
-    return mask == full_mask(pool, run) ? &pool->host->free_runs : &pool->host->partial_runs;
-}
-
-static void unlink_run(cxlkv_pool *pool, uint32_t run, uint32_t *head) {
-    run_info *info = &pool->runs[run];
-    if (info->previous == NO_PAGE) *head = info->next;
-    else pool->runs[info->previous].next = info->next;
-    if (info->next != NO_PAGE) pool->runs[info->next].previous = info->previous;
-}
-
-static void link_run(cxlkv_pool *pool, uint32_t run, uint32_t *head) {
-    run_info *info = &pool->runs[run];
-    info->previous = NO_PAGE;
-    info->next = *head;
-    if (*head != NO_PAGE) pool->runs[*head].previous = run;
-    *head = run;
-}
-
-void pages_list(cxlkv_pool *pool, uint32_t run) {
-    uint32_t *head = head_for(pool, run, pool->runs[run].free_mask);
-    if (head) link_run(pool, run, head);
-}
-
-static void set_mask(cxlkv_pool *pool, uint32_t run, uint16_t mask) {
-    uint32_t *from = head_for(pool, run, pool->runs[run].free_mask);
-    uint32_t *to = head_for(pool, run, mask);
-    if (from != to) {
-        if (from) unlink_run(pool, run, from);
-        if (to) link_run(pool, run, to);
-    }
-    pool->runs[run].free_mask = mask;
-}
-
-void pages_unlist(cxlkv_pool *pool, uint32_t run) {
-    pool->host->free_pages -= (uint64_t)__builtin_popcount(pool->runs[run].free_mask);
-    set_mask(pool, run, 0);
-}
-
-static bool is_free(const cxlkv_pool *pool, uint32_t page) {
-    return pool->runs[page / RUN_SLOTS].free_mask >> page % RUN_SLOTS & 1;
-}
-
-/* The slot right behind `after`, then a run of its own, then any gap. */
-static uint32_t choose(const cxlkv_pool *pool, uint32_t after) {
-    if (after == IN_A_GAP) {
-        uint32_t gap = pool->host->partial_runs;
-        if (gap == NO_PAGE) gap = pool->host->free_runs;
-        return gap * RUN_SLOTS + (uint32_t)__builtin_ctz(pool->runs[gap].free_mask);
-    }
-    if (after != NO_PAGE && after % RUN_SLOTS != RUN_SLOTS - 1 &&
-        after + 1 < pool->host->page_count && is_free(pool, after + 1))
-        return after + 1;
-    uint32_t run = pool->host->free_runs;
-    if (run == NO_PAGE) run = pool->host->partial_runs;
-    return run * RUN_SLOTS + (uint32_t)__builtin_ctz(pool->runs[run].free_mask);
-}
-
-int full_error(cxlkv_pool *pool, uint32_t wanted) {
-    const char *why = pool->shared ? extents_why() : "";
-    const char *begin = why[0] ? ". Other hosts' room could not be had: " : "";
-    if (stores_objects(&pool->layout))
-        return fail(CXLKV_E_POOL_FULL,
-                    "the pool is full: room for %u objects wanted, %lu of %u slots free, %lu "
-                    "objects published. Every object takes a slot of %u bytes, the largest size "
-                    "that the pool was made for, however small it is. Release leases, forget() "
-                    "objects, or create a larger pool, or one of smaller objects. Nothing was "
-                    "written%s%s",
-                    wanted, pool->host->free_pages, pool->host->page_count,
-                    pool->host->published_pages, pool->layout.page_tokens, begin, why);
-    return fail(CXLKV_E_POOL_FULL,
-                "the pool is full: %u pages wanted, %lu of %u free, %lu published. Release or "
-                "truncate sequences, forget() published prefixes, or create a larger pool. "
-                "Nothing was written%s%s",
-                wanted, pool->host->free_pages, pool->host->page_count,
-                pool->host->published_pages, begin, why);
-}
-
-void pages_make_room(cxlkv_pool *pool, uint64_t count) {
-    if (pool->host->free_pages < count) host_reap(pool);
-    if (pool->shared && pool->host->free_pages < count) withdrawn_look(pool);
-}
-
-void pages_put_back(cxlkv_pool *pool, uint32_t page) {
-    if (!page_scrubbed(pool, page)) return;
-    uint32_t run = page / RUN_SLOTS;
-    pool->pages[page].shown = 0;
-    hotness_freed(pool, page);
-    set_mask(pool, run, (uint16_t)(pool->runs[run].free_mask | 1u << page % RUN_SLOTS));
-    pool->host->free_pages++;
-}
-
-int pages_take(cxlkv_pool *pool, uint32_t count, uint32_t after, uint32_t *pages) {
-    pages_make_room(pool, count);
-    if (pool->host->free_pages < count) return full_error(pool, count);
-    for (uint32_t i = 0; i < count; i++) {
-        uint32_t page = choose(pool, after), run = page / RUN_SLOTS;
-        set_mask(pool, run, (uint16_t)(pool->runs[run].free_mask & ~(1u << page % RUN_SLOTS)));
-        pool->pages[page].holders = 1;
-        pool->held[page] = 1;
-        pool->host->free_pages--;
-        verified_clear(pool, page);
-        pages[i] = page;
-        if (after != IN_A_GAP) after = page;
-    }
-    return 0;
+void rewrite_end(cxlkv_pool *pool) {
+    atomic_signal_fence(memory_order_seq_cst);
+    pool->host->rewriting = NO_PAGE;
 }
 
 void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
@@ -134,6 +25,56 @@ void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
             verified_clear(pool, page);
         }
     }
+}
+
+/* ---- scrubbing: bytes that are not to outlive their page. The mark is in the host state. ---- */
+
+/* Layers of other parts lie in the same rows: each row once. */
+static bool is_first_of_row(const cxlkv_pool *pool, uint32_t layer) {
+    for (uint32_t before = 0; before < layer; before++)
+        if (pool->row_of[before] == pool->row_of[layer]) return false;
+    return true;
+}
+
+static void wipe(cxlkv_pool *pool, uint32_t page) {
+    record_header_wipe(pool, page);
+    for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
+        if (!is_first_of_row(pool, layer)) continue;
+        for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {
+            uint8_t *pieces = pieces_of(pool, page, layer, kind);
+            uint64_t bytes = pool->layout.kv_heads * piece_stride(&pool->geometry, kind);
+            memset(pieces, 0, bytes);
+            if (pool->mode != VISIBILITY_COHERENT)
+                flush_write_back(FLUSH_PUBLISH_HEADER, pieces, bytes);
+        }
+    }
+}
+
+bool page_scrubbed(cxlkv_pool *pool, uint32_t page) {
+    page_info *info = &pool->pages[page];
+    if (!info->scrub) return true;
+    guard fault;
+    GUARD_BEGIN(fault) {
+        wipe(pool, page);
+    } GUARD_END(fault, page_retire(pool, page))
+    if (info->retired) return false; /* what could not be written keeps its mark */
+    info->scrub = 0; /* last: who dies before has it done by who repairs the host's state */
+    return true;
+}
+
+/* ---- free ---- */
+
+void pages_put_back(cxlkv_pool *pool, uint32_t page) {
+    if (!page_scrubbed(pool, page)) return;
+    pool->pages[page].shown = 0;
+    hotness_freed(pool, page);
+    run_put(pool, page);
+}
+
+void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer) {
+    for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
+        flush_write_back(FLUSH_PUBLISH_HEADER, pieces_of(pool, page, layer, kind),
+                         pool->layout.kv_heads * piece_stride(&pool->geometry, kind));
 }
 
 /* The page stays what it is while other hosts read it: they may also hand it on. */
@@ -210,7 +151,7 @@ void pages_free_word(cxlkv_pool *pool, uint32_t first, uint64_t pages) {
 static bool is_over(const cxlkv_pool *pool, uint32_t page) {
     const page_info *info = &pool->pages[page];
     return !info->holders && !info->published && !info->retired && !info->quarantined &&
-           !is_free(pool, page);
+           !page_is_free(pool, page);
 }
 
 /* A host that may not go on writes nothing any more: others have its lines, or its pages. */
@@ -237,15 +178,18 @@ void pages_settle(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
     }
 }
 
-uint64_t page_retire(cxlkv_pool *pool, uint32_t page) {
-    uint32_t run = page / RUN_SLOTS;
-    if (is_free(pool, page)) {
-        set_mask(pool, run, (uint16_t)(pool->runs[run].free_mask & ~(1u << page % RUN_SLOTS)));
-        pool->host->free_pages--;
+void withdrawn_look(cxlkv_pool *pool) {
+    uint32_t pages[64], count = 0;
+    for (uint32_t page = 0; pool->host->withdrawn_pages && page < pool->host->page_count; page++) {
+        page_info *info = &pool->pages[page];
+        if (!info->withdrawn) continue;
+        info->withdrawn = 0;
+        pool->host->withdrawn_pages--;
+        pages[count++] = page;
+        if (count == 64) pages_settle(pool, count, pages);
+        if (count == 64) count = 0;
     }
-    uint64_t first_time = !pool->pages[page].retired;
-    pool->pages[page].retired = 1;
-    return first_time;
+    pages_settle(pool, count, pages);
 }
 
 /* Pages whose last reference goes wait in `over`, so that neighbours are settled together. */
@@ -300,95 +244,4 @@ void pages_drop_slot(cxlkv_pool *pool, uint32_t slot) {
     for (uint32_t page = 0; page < pool->host->page_count; page++)
         if (d.held[page]) drop(&d, page, d.held[page]);
     pages_settle(pool, d.count, d.over);
-}
-
-static void set_loose(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
-    for (uint32_t i = 0; i < count; i++)
-        atomic_fetch_or(&pool->loose[pages[i] / 64], 1ull << pages[i] % 64);
-}
-
-/* False: it was not. */
-static bool clear_loose(cxlkv_pool *pool, uint32_t page) {
-    uint64_t bit = 1ull << page % 64;
-    return atomic_fetch_and(&pool->loose[page / 64], ~bit) & bit;
-}
-
-void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer) {
-    for (uint32_t kind = 0; kind < PIECE_KINDS; kind++)
-        flush_write_back(FLUSH_PUBLISH_HEADER, pieces_of(pool, page, layer, kind),
-                         pool->layout.kv_heads * piece_stride(&pool->geometry, kind));
-}
-
-/* ---- with room for pages ---- */
-
-/* Under the host lock: what the dead held, and what other hosts have pinned until now. */
-static void make_room(cxlkv_pool *pool, uint64_t page_count) {
-    guard fault;
-    GUARD_BEGIN(fault) {
-        pages_make_room(pool, page_count);
-    } GUARD_END(fault, poison_error_locked(pool, &fault))
-}
-
-int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count) {
-    int code = host_lock(pool);
-    if (code < 0 || pool->host->free_pages >= page_count) return code;
-    host_unlock(pool); /* a sequence is locked before the host state */
-    hooks.sequences_expire(pool);
-    hooks.worker_give_back(pool); /* it may hold what our tables do not have any more */
-    code = host_lock(pool);
-    if (code < 0 || !pool->shared) return code;
-    make_room(pool, page_count);
-    /* Nobody waits for other hosts with the lock; so what was got for us may be taken by others. */
-    for (int attempt = 0; pool->host->free_pages < page_count && attempt < 8; attempt++) {
-        host_unlock(pool);
-        bool got = extents_take(pool, page_count);
-        code = host_lock(pool);
-        if (code < 0 || !got) return code;
-    }
-    return 0;
-}
-
-int64_t cxlkv_pages_alloc(cxlkv_pool *pool, uint32_t count, uint32_t *pages) {
-    int code = pool_enter(pool);
-    if (code < 0) return code;
-    code = host_lock_with_room(pool, count);
-    if (code == 0) {
-        code = pages_take(pool, count, NO_PAGE, pages);
-        if (code == 0) set_loose(pool, count, pages);
-        if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
-        host_unlock(pool);
-    }
-    pool_leave(pool);
-    return code < 0 ? code : (int64_t)count;
-}
-
-void pages_unclaim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
-    for (uint32_t i = 0; i < count; i++) verified_clear(pool, pages[i]); /* they may be rewritten */
-    set_loose(pool, count, pages);
-}
-
-/* A sequence's page is not loose: it goes when the sequence does. */
-int pages_claim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
-    for (uint32_t i = 0; i < count; i++) {
-        if (pages[i] < pool->host->page_count && clear_loose(pool, pages[i])) continue;
-        set_loose(pool, i, pages);
-        return fail(CXLKV_E_ARGUMENT,
-                    "page %u of %u was not taken by alloc() in this process, was freed or attached "
-                    "already, or stands here twice. Nothing was changed",
-                    pages[i], pool->host->page_count);
-    }
-    return 0;
-}
-
-int64_t cxlkv_pages_free(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
-    int code = pool_enter_to_release(pool);
-    if (code < 0) return code;
-    code = host_lock(pool);
-    if (code == 0) {
-        code = pages_claim(pool, count, pages);
-        if (code == 0) pages_drop(pool, count, pages);
-        host_unlock(pool);
-    }
-    pool_leave(pool);
-    return code < 0 ? code : (int64_t)count;
 }

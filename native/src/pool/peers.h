@@ -14,22 +14,29 @@ void claim_unlock(cxlkv_pool *pool);
 hosts hosts_outside(cxlkv_pool *pool);
 /* After a SIGBUS that interrupted their holder, perhaps with the host lock: an error. */
 int claim_poisoned(cxlkv_pool *pool, const hosts *turn, const guard *fault);
-/* peers.c: the first three under no lock */
+/* What another host, or time, may say at once: for a wait without the host lock. */
+bool peers_silent(cxlkv_pool *pool, uint32_t host);
+void peers_pause(cxlkv_pool *pool);
+/* peers.c */
+enum { BEATS_A_LEASE = 10 };
 int peers_prepare(cxlkv_pool *pool, const cxlkv_host *host); /* before the host state is joined */
-int peers_arrive(cxlkv_pool *pool);       /* a new host state speaks for this host from now on */
-void peers_leave(cxlkv_pool *pool);       /* the last process has left */
 uint64_t peers_nonce(const cxlkv_pool *pool);     /* of the host state that speaks for this host */
 bool peers_is_off(cxlkv_pool *pool);      /* the epoch of the host state was ended for good */
 void peers_sync(cxlkv_pool *pool);        /* after another process may have changed something */
 void peers_beat(cxlkv_pool *pool, bool now);      /* when it is due; looks at the others' */
 /* May this host go on? True: it was fenced, and is to return. Does not wait. */
 int peers_look(cxlkv_pool *pool, bool *fenced);
+int peers_check(cxlkv_pool *pool);        /* may this host go on? */
+void peers_look_around(cxlkv_pool *pool); /* at the others' beats */
+bool peers_is_silent(void *context, uint32_t host); /* the pool's context; under the host lock */
+void peers_rest(uint32_t pauses);         /* a moment, longer after many */
+void peers_set_safe(cxlkv_pool *pool, uint64_t beat_ns);
+bool peers_number_is_taken(const cxlkv_pool *pool);
+/* membership.c: the first two under no lock */
+int peers_arrive(cxlkv_pool *pool);       /* a new host state speaks for this host from now on */
+void peers_leave(cxlkv_pool *pool);       /* the last process has left */
 /* If this host was fenced: a new epoch. With the claims, without the host lock. */
 int peers_return(cxlkv_pool *pool, hosts *turn);
-/* What another host, or time, may say at once: for a wait without the host lock. */
-bool peers_silent(cxlkv_pool *pool, uint32_t host);
-void peers_pause(cxlkv_pool *pool);
-int peers_check(cxlkv_pool *pool);        /* may this host go on? */
 /* After pages were read: `code`, or an error if this host may have been declared off meanwhile, and
  * others have written to what it had pinned. */
 int64_t peers_verify(cxlkv_pool *pool, int64_t code);
@@ -40,9 +47,12 @@ static inline void page_unpublish(cxlkv_pool *pool, uint32_t page) {
     pool->pages[page].pinned = 0;
     hotness_unpublished(pool, page);
 }
-/* extents.c */
+/* owners.c */
 static inline bool page_is_ours(const cxlkv_pool *pool, uint32_t page) {
     return pool->runs[page / RUN_SLOTS].ours;
+}
+static inline uint32_t first_run_of(const cxlkv_pool *pool, uint32_t extent) {
+    return extent * pool->geometry.slab_slots / RUN_SLOTS;
 }
 /* It is in doubt which are ours, until somebody with the claims has looked; the number is for who
  * clears the doubt itself. */
@@ -55,6 +65,14 @@ static inline bool extents_in_doubt(const cxlkv_pool *pool) {
 }
 /* Which are ours, from what all hosts claim: with the claims, without the host lock. */
 int extents_refresh(cxlkv_pool *pool, const hosts *turn);
+/* Claimed ones become ours to use; one is ours no more, under the host lock. */
+int extents_take_in(cxlkv_pool *pool, const uint32_t *extents, uint32_t count);
+void extent_leave(cxlkv_pool *pool, uint32_t extent);
+/* Which boot of which machine has dropped what its caches held of all our extents; 0 while some are
+ * on their way to us, or it is not known whether they came. */
+int settled_set(const cxlkv_pool *pool, uint64_t boot);
+uint64_t settled_get(const cxlkv_pool *pool);
+/* mapping.c */
 /* Before a page that was taken in an earlier call is written: 0, or an error when its extent is not
  * ours any more, for then its memory can only be read. */
 int page_stays_ours(const cxlkv_pool *pool, uint32_t page);
@@ -62,6 +80,7 @@ void extents_protect(cxlkv_pool *pool);   /* this process's mapping: what is not
 /* V8 for all descriptors: written back, if any was stored here, and dropped from the caches. */
 void descriptors_hand_over(const cxlkv_pool *pool, bool gives);
 void extents_open_block(cxlkv_pool *pool, uint32_t host, bool writable); /* another host's */
+/* extents.c */
 bool extents_take(cxlkv_pool *pool, uint64_t page_count); /* under no lock; there was room */
 const char *extents_why(void);            /* if not, and if that is an error: its text */
 uint64_t extents_wanted(const cxlkv_pool *pool);  /* by others */
@@ -82,8 +101,7 @@ void borrow_own(cxlkv_pool *pool, uint32_t first, uint32_t count); /* that are o
 void borrow_recover(cxlkv_pool *pool);    /* no pins but of what is held, after a death */
 /* Which of the 64 pages of a word other hosts have pinned. */
 uint64_t pinned_elsewhere(const cxlkv_pool *pool, uint32_t page);
-void withdrawn_look(cxlkv_pool *pool);    /* frees those that nobody pins any more */
-/* follow.c: logs */
+/* log.c */
 void log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_t generation,
              const uint64_t hash[2]);
 /* What another host published under that hash is to be forgotten: by it, and by all who find it. */
@@ -92,8 +110,7 @@ void log_forget(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint
 void log_free(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint64_t hash[2],
               bool forgotten);
 void log_write(cxlkv_pool *pool);
-void peers_follow(cxlkv_pool *pool);
-/* forgotten.c: such wishes. As a list: of all logs, for who reads descriptors. */
+/* Wishes to forget. As a list: of all logs, for who reads descriptors. */
 void forgotten_read(cxlkv_pool *pool);
 bool is_forgotten(const cxlkv_pool *pool, const descriptor *line);
 void forgotten_add(cxlkv_pool *pool, const log_record *record);
@@ -101,8 +118,8 @@ void forgotten_drop(cxlkv_pool *pool);
 /* Is the page still what is to be forgotten? By its descriptor, from memory. */
 bool forget_matters(cxlkv_pool *pool, const log_record *record);
 uint32_t publication_of(cxlkv_pool *pool, uint32_t page);
-/* After `count` records were written: what the next would overwrite stands in our log again. */
-void forgotten_carry(cxlkv_pool *pool, uint32_t count);
+/* follow.c: what the others' logs say */
+void peers_follow(cxlkv_pool *pool);
 /* keeper.c: a thread that beats and does what others wait for */
 int keeper_start(cxlkv_pool *pool);
 void keeper_stop(cxlkv_pool *pool);

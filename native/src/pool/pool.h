@@ -2,8 +2,16 @@
  *
  * Words: a *page* is a record of page_tokens tokens of all layers; a *piece* is the K, V or digest
  * of one (page, layer, kv head); a *run* is 16 neighbouring slots, the grain of placement; a *slot*
- * of the host state is a process. Lock order: pool->operations, sequence->lock, the claims of the
- * host, host lock. */
+ * of the host state is a process.
+ *
+ * The order of locks, for who takes several:
+ *   pools_lock()
+ *   operations
+ *   a batch's, then its sequences' by their addresses
+ *   list_lock (who has it only tries a sequence's), then spare_lock
+ *   the local tier's lock, then its readers
+ *   claims of the host state, then its mutex, the host lock
+ * Who has the host lock waits for no other host, and not for readers, who may wait for it. */
 #ifndef CXLKV_POOL_H
 #define CXLKV_POOL_H
 
@@ -94,7 +102,7 @@ struct cxlkv_pool {
     _Atomic(struct worker_client *) client; /* of a worker (worker.h); NULL: never asked for one */
     atomic_ulong *seen;          /* of objects, by page: the generation whose CRC was right here */
     atomic_uint lent;            /* objects that are held by leases */
-    struct local_tier *local;      /* set under the write lock of operations; NULL: there is none */
+    struct local_tier *local;    /* set under the write lock of operations; NULL: there is none */
     struct cxlkv_pool *next;     /* all open pools of this process, for fork */
 };
 
@@ -109,30 +117,50 @@ static inline uint8_t *pieces_of(const cxlkv_pool *pool, uint32_t page, uint32_t
     return at + slab_offset(g, kind) + slot * pool->layout.kv_heads * piece_stride(g, kind);
 }
 
+static inline uint32_t *held_of(const cxlkv_pool *pool, uint32_t slot) {
+    const host_state *host = pool->host;
+    return (uint32_t *)((uint8_t *)host + host->held_offset + slot * host->held_stride_bytes);
+}
+
 /* ---- pool.c ---- */
+void pool_retain(cxlkv_pool *pool);
+void pool_drop(cxlkv_pool *pool);
+/* fork.c: the list of all pools of this process, which a fork goes through */
+void fork_register(void);
+void pools_add(cxlkv_pool *pool);
+void pools_remove(const cxlkv_pool *pool);
+void pools_lock(void);                    /* no fork until pools_unlock() */
+void pools_unlock(void);
+/* create.c */
+int create_region(cxlkv_pool *pool, const char *path, uint32_t flags);
 /* Reads the superblock through the file, not the mapping: a short file is an error, no SIGBUS. */
 int open_checked(enum superblock_purpose purpose, const char *path, int *fd, cxlkv_layout *layout,
                  cxlkv_sharing *sharing, cxlkv_geometry *geometry, uint8_t *identity);
 void close_region(int fd);                /* and its locks */
 int busy_error(const char *path);
-/* Writes an empty pool into the mapping: its superblock last. */
-int pool_format(cxlkv_pool *pool);
 /* striped.c: a pool on several devices */
 int striped_create(cxlkv_pool *pool, const char *path, uint32_t flags);
 int striped_open(cxlkv_pool *pool, const char *path, enum superblock_purpose purpose);
 int striped_remove(const char *path);
 /* For who only reads: labels and superblock are checked. */
 int striped_look(const char *path, members **found);
+
+/* ---- locks.c: operations. The host lock: host_state.h ---- */
+void operations_init(cxlkv_pool *pool);
 int pool_enter(cxlkv_pool *pool);         /* read lock; -CXLKV_E_CLOSED */
 /* The same for who gives something back: also on a host that may not go on, which could not be
  * closed otherwise. */
 int pool_enter_to_release(cxlkv_pool *pool);
 void pool_leave(cxlkv_pool *pool);
-void pool_retain(cxlkv_pool *pool);
-void pool_drop(cxlkv_pool *pool);
-/* After a SIGBUS: retires what was hit. The second is for a thread that has the host lock. */
+/* record_check() for a held page, by a thread that does not have the host lock. */
+int record_check_unlocked(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t tokens);
+/* After a SIGBUS: retires what was hit. */
 int poison_error(cxlkv_pool *pool, const guard *fault);
+
+/* ---- poison.c: the same under the host lock ---- */
 int poison_error_locked(cxlkv_pool *pool, const guard *fault);
+/* descriptor_read() where nothing else catches a bus error: -CXLKV_E_POISON. */
+int descriptor_try(cxlkv_pool *pool, uint32_t page, descriptor *copy);
 
 /* ---- threads.c ---- */
 typedef int (*task_function)(void *context, uint32_t item);
@@ -140,17 +168,34 @@ typedef int (*task_function)(void *context, uint32_t item);
 int run_tasks(cxlkv_pool *pool, uint32_t count, task_function task, void *context);
 void workers_destroy(workers *threads);
 
-/* ---- pages.c: all under the host lock, but for pages_drop_later() and pages_unclaim() ---- */
-void pages_list(cxlkv_pool *pool, uint32_t run);     /* puts a run where its mask says */
-void pages_unlist(cxlkv_pool *pool, uint32_t run);   /* takes it, all free, out of the allocator */
-void pages_put_back(cxlkv_pool *pool, uint32_t page); /* free, and its descriptor says so */
-/* Tries to have so many free pages: dead processes', withdrawn ones. See host_lock_with_room(). */
-void pages_make_room(cxlkv_pool *pool, uint64_t count);
+/* ---- runs.c: all under the host lock ---- */
+void run_list(cxlkv_pool *pool, uint32_t run);       /* puts a run where its mask says */
+void run_unlist(cxlkv_pool *pool, uint32_t run);     /* takes it, all free, out of the allocator */
+void run_take(cxlkv_pool *pool, uint32_t page);      /* a free page is free no more */
+void run_put(cxlkv_pool *pool, uint32_t page);
+uint64_t page_retire(cxlkv_pool *pool, uint32_t page);   /* for good; returns 1 if it was not yet */
 /* In place of a page to be behind: no page follows these, so they open no run while gaps are left.
  * An extent that has one of them cannot be given to another host. */
 #define IN_A_GAP (NO_PAGE - 1)
+/* A free page: the slot right behind `after`, then one in a run of its own, then in any gap. */
+uint32_t run_choose(const cxlkv_pool *pool, uint32_t after);
+static inline bool page_is_free(const cxlkv_pool *pool, uint32_t page) {
+    return pool->runs[page / RUN_SLOTS].free_mask >> page % RUN_SLOTS & 1;
+}
+
+/* ---- alloc.c: under the host lock, but for pages_unclaim() ---- */
+/* Tries to have so many free pages: dead processes', withdrawn ones. See host_lock_with_room(). */
+void pages_make_room(cxlkv_pool *pool, uint64_t count);
 /* Takes count pages, neighbours of `after` first; all or nothing: 0 or -CXLKV_E_POOL_FULL. */
 int pages_take(cxlkv_pool *pool, uint32_t count, uint32_t after, uint32_t *pages);
+/* Pages of cxlkv_pages_alloc() are the caller's to free no more, and are again; all or none. */
+int pages_claim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
+void pages_unclaim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
+int full_error(cxlkv_pool *pool, uint32_t wanted);
+/* host_lock(); when fewer pages are free, ended leases give up theirs first, and other hosts. */
+int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count);
+
+/* ---- pages.c: all under the host lock, but for pages_drop_later() ---- */
 void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 void pages_drop(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 /* For who does not have the host lock, and cannot have it: they are dropped by the next call of
@@ -162,13 +207,12 @@ void pages_drop_slot(cxlkv_pool *pool, uint32_t slot);  /* all that its process 
 void pages_settle(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 /* Bit i is page first + i of a pin word, that nothing here needs: free, or withdrawn. */
 void pages_free_word(cxlkv_pool *pool, uint32_t first, uint64_t pages);
-/* Pages of cxlkv_pages_alloc() are the caller's to free no more, and are again; all or none. */
-int pages_claim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
-void pages_unclaim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
-uint64_t page_retire(cxlkv_pool *pool, uint32_t page);   /* for good; returns 1 if it was not yet */
-int full_error(cxlkv_pool *pool, uint32_t wanted);
-/* host_lock(); when fewer pages are free, ended leases give up theirs first, and other hosts. */
-int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count);
+void withdrawn_look(cxlkv_pool *pool);    /* frees those that nobody pins any more */
+/* Round each change of a record that others may hold: a death there is mended. */
+void rewrite_begin(cxlkv_pool *pool, uint32_t page);
+void rewrite_end(cxlkv_pool *pool);
+/* Before a page is free: zeros in all of it, if somebody asked for that. False: it is retired. */
+bool page_scrubbed(cxlkv_pool *pool, uint32_t page);
 /* Where stores went through the caches (V1). */
 void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer);
 
@@ -193,12 +237,14 @@ bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, uint32_
                 uint32_t *page, uint32_t *ordinal);
 /* everywhere: the copies that other hosts may have published under this hash, too. */
 bool page_forget(cxlkv_pool *pool, const uint64_t hash[2], bool everywhere);
-/* Before a page is free: zeros in all of it, if somebody asked for that. False: it is retired. */
-bool page_scrubbed(cxlkv_pool *pool, uint32_t page);
 
 /* ---- counters.c: what is counted is seen by all processes of the host ---- */
 static inline void count_add(cxlkv_pool *pool, enum counter which, uint64_t amount) {
     atomic_fetch_add_explicit(&pool->counters->counts[which], amount, memory_order_relaxed);
+}
+/* The last row is nobody's own: whoever has the lock writes it. */
+static inline void host_count(host_state *host, enum counter which) {
+    atomic_fetch_add_explicit(&host->counters[PROCESS_MAX].counts[which], 1, memory_order_relaxed);
 }
 /* The number of sequences now; under list_lock. */
 static inline void count_sequences(cxlkv_pool *pool) {

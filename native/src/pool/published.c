@@ -2,7 +2,6 @@
  * zeros where somebody asked for that. All under the host lock. */
 #include <string.h>
 
-#include "base/flush.h"
 #include "pool/peers.h"
 
 void page_hash(const uint8_t *hashes, uint64_t key, uint64_t place, uint32_t part,
@@ -82,40 +81,5 @@ bool page_forget(cxlkv_pool *pool, const uint64_t hash[2], bool everywhere) {
     /* Others may hold it as well: it is no longer found, and stays what it is for them. */
     if ((info->holders || pool->shared) && !info->retired) seal_again(pool, page);
     pages_settle(pool, 1, &page);
-    return true;
-}
-
-/* ---- scrubbing: bytes that are not to outlive their page. The mark is in the host state. ---- */
-
-/* Layers of other parts lie in the same rows: each row once. */
-static bool is_first_of_row(const cxlkv_pool *pool, uint32_t layer) {
-    for (uint32_t before = 0; before < layer; before++)
-        if (pool->row_of[before] == pool->row_of[layer]) return false;
-    return true;
-}
-
-static void wipe(cxlkv_pool *pool, uint32_t page) {
-    record_header_wipe(pool, page);
-    for (uint32_t layer = 0; layer < pool->layout.layers; layer++) {
-        if (!is_first_of_row(pool, layer)) continue;
-        for (uint32_t kind = 0; kind < PIECE_KINDS; kind++) {
-            uint8_t *pieces = pieces_of(pool, page, layer, kind);
-            uint64_t bytes = pool->layout.kv_heads * piece_stride(&pool->geometry, kind);
-            memset(pieces, 0, bytes);
-            if (pool->mode != VISIBILITY_COHERENT)
-                flush_write_back(FLUSH_PUBLISH_HEADER, pieces, bytes);
-        }
-    }
-}
-
-bool page_scrubbed(cxlkv_pool *pool, uint32_t page) {
-    page_info *info = &pool->pages[page];
-    if (!info->scrub) return true;
-    guard fault;
-    GUARD_BEGIN(fault) {
-        wipe(pool, page);
-    } GUARD_END(fault, page_retire(pool, page))
-    if (info->retired) return false; /* what could not be written keeps its mark */
-    info->scrub = 0; /* last: who dies before has it done by who repairs the host's state */
     return true;
 }

@@ -28,8 +28,7 @@ typedef struct local_tier {
     atomic_ulong reads_local, reads_far;
     /* Who reads copies holds it for reading, for the length of a call; entries leave the table
      * under the write lock only. So what a reader has found stays, and no slot is refilled
-     * meanwhile. Lock order: sequences, lock, host lock or readers; readers may take the host
-     * lock, too, so nobody who has that one waits for readers. */
+     * meanwhile. */
     pthread_rwlock_t readers;
     pthread_mutex_t lock;        /* guards slots, the table's changes and all below */
     uint32_t slot_count, free_count, reserved_count, held_count, first_free;

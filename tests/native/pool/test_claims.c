@@ -232,7 +232,7 @@ static void test_what_a_dead_process_claimed_is_used(const char *path) {
     CHECK(cxlkv_pages_free(pool, all, pages) == all);
     CHECK(host_lock(pool) == 0);
     for (uint32_t run = 0; run < pool->geometry.slab_slots / RUN_SLOTS; run++) {
-        pages_unlist(pool, run);
+        run_unlist(pool, run);
         pool->runs[run].ours = 0;
     }
     extents_doubt(pool);

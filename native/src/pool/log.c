@@ -1,14 +1,16 @@
-/* What hosts wish to be forgotten of pages that are not their own. The owner carries it out when it
- * reads of it; for one that does not run, every host does for itself, whenever it finds the page by
- * its descriptor. So the wish has to stand in its writer's log for as long as it matters: until the
- * descriptor says something else. Before a line of the log is overwritten whose wish still matters,
- * it is written once more. Half a log holds such wishes; what is more than that is given up, the
- * oldest first, and counted. */
+/* The log: what this host tells the others, and what hosts wish to be forgotten of pages that are
+ * not their own.
+ *
+ * The owner carries such a wish out when it reads of it; for one that does not run,
+ * every host does for itself, whenever it finds the page by its descriptor. So the wish has to
+ * stand in its writer's log for as long as it matters: until the descriptor says something else.
+ * Before a line of the log is overwritten whose wish still matters, it is written once more. Half a
+ * log holds such wishes; what is more than that is given up, the oldest first, and counted. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "base/flush.h"
-#include "coherence/host_lines.h"
+#include "coherence/lines.h"
 #include "pool/peers.h"
 
 /* The page's descriptor, from memory; false when it cannot be read, or is damaged. */
@@ -60,21 +62,6 @@ static int by_page(const void *left, const void *right) {
     return a < b ? -1 : a > b;
 }
 
-void forgotten_read(cxlkv_pool *pool) {
-    log_record records[LOG_BATCH];
-    if (!pool->shared) return;
-    log_write(pool);
-    for (uint32_t host = 0; host < pool->sharing.hosts; host++)
-        for (uint64_t first = 0; first < pool->hosts.area.log_records; first += LOG_BATCH) {
-            uint32_t count = hosts_read_lines(&pool->hosts, host, first, records);
-            for (uint32_t i = 0; i < count; i++)
-                if (records[i].operation == LOG_FORGET && records[i].generation)
-                    forgotten_add(pool, &records[i]);
-        }
-    if (pool->forgotten_count)
-        qsort(pool->forgotten, pool->forgotten_count, sizeof(log_record), by_page);
-}
-
 void forgotten_drop(cxlkv_pool *pool) {
     free(pool->forgotten);
     pool->forgotten = NULL;
@@ -108,7 +95,7 @@ static uint32_t collect(cxlkv_pool *pool, uint64_t first, uint32_t count, log_re
 }
 
 /* Always a batch ahead: who dies over it has not overwritten what it was about to write again. */
-void forgotten_carry(cxlkv_pool *pool, uint32_t count) {
+static void forgotten_carry(cxlkv_pool *pool, uint32_t count) {
     uint32_t records = pool->hosts.area.log_records, left = records / 2;
     uint64_t first = pool->host->log_next + LOG_BATCH - count;
     if (records < 4 * LOG_BATCH) return;
@@ -125,4 +112,54 @@ void forgotten_carry(cxlkv_pool *pool, uint32_t count) {
         count = used;
         left -= used;
     }
+}
+
+/* ---- writing ---- */
+
+void log_write(cxlkv_pool *pool) {
+    uint32_t count = pool->log_count;
+    if (pool->host->stopped) pool->log_count = 0; /* it is not our log any more */
+    if (count == 0 || pool->log_count == 0) return;
+    hosts_log(&pool->hosts, pool->host->log_next, pool->log_waiting, count);
+    pool->host->log_next += count;
+    pool->log_count = 0;
+    forgotten_carry(pool, count);
+}
+
+void log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_t generation,
+             const uint64_t hash[2]) {
+    if (!pool->shared) return;
+    if (pool->log_count == LOG_BATCH) log_write(pool);
+    log_record *record = &pool->log_waiting[pool->log_count++];
+    *record = (log_record){.operation = operation, .page = page, .generation = generation};
+    memcpy(record->hash, hash, sizeof(record->hash));
+}
+
+void log_forget(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint64_t hash[2]) {
+    uint32_t publication = publication_of(pool, page);
+    log_add(pool, LOG_FORGET, page, generation, hash);
+    pool->log_waiting[pool->log_count - 1].publication = publication;
+}
+
+void log_free(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint64_t hash[2],
+              bool forgotten) {
+    log_add(pool, LOG_FREE, page, generation, hash);
+    if (pool->shared) pool->log_waiting[pool->log_count - 1].publication = forgotten;
+}
+
+/* ---- all wishes, of all logs ---- */
+
+void forgotten_read(cxlkv_pool *pool) {
+    log_record records[LOG_BATCH];
+    if (!pool->shared) return;
+    log_write(pool);
+    for (uint32_t host = 0; host < pool->sharing.hosts; host++)
+        for (uint64_t first = 0; first < pool->hosts.area.log_records; first += LOG_BATCH) {
+            uint32_t count = hosts_read_lines(&pool->hosts, host, first, records);
+            for (uint32_t i = 0; i < count; i++)
+                if (records[i].operation == LOG_FORGET && records[i].generation)
+                    forgotten_add(pool, &records[i]);
+        }
+    if (pool->forgotten_count)
+        qsort(pool->forgotten, pool->forgotten_count, sizeof(log_record), by_page);
 }
