@@ -38,8 +38,8 @@ from cxlkv.errors import (
 
 from ..conftest import audit
 from ..support.handover_worker import LEASE_S, Words, decode, model_of, prefill
-from ..support.small_models import prompts
-from .test_transformers_models import PAGE_TOKENS, all_free, dynamic, generate, make, run
+from ..support.small_models import PAGE_TOKENS, generate, prompts, run
+from .test_transformers_models import all_free, dynamic, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

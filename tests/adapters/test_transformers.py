@@ -32,26 +32,20 @@ from cxlkv.adapters.transformers import CXLCache, LayerStep, budgets, layout_of
 from cxlkv.bench.cases.calls import counted_calls
 from cxlkv.errors import BadArgumentError, GeometryError, PoolFullError, UnsupportedError
 
-from ..support.small_models import VOCABULARY_SIZE, Generates, close, prompts
+from ..support.small_models import (
+    LAYERS,
+    PAGE_TOKENS,
+    SHAPE,
+    VOCABULARY_SIZE,
+    Generates,
+    close,
+    generate,
+    prompts,
+    run,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LAYERS = 3
-PAGE_TOKENS = 4
-SHAPE: dict[str, object] = {
-    "vocab_size": VOCABULARY_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 MODELS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, object]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
@@ -99,26 +93,6 @@ def pool(llama: PreTrainedModel) -> Iterator[CXLPool]:
         assert report["clean"], report["problems"]
 
 
-def generate(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: object, **more: object
-) -> Tensor:
-    """Greedy tokens, prompt included."""
-    model.set_attn_implementation("cxlkv" if isinstance(cache, CXLCache) else "sdpa")
-    settings = {"max_new_tokens": 24, "do_sample": False, **more}
-    if mask is not None:
-        settings["attention_mask"] = mask
-    return cast(Generates, model).generate(ids, past_key_values=cache, **settings)
-
-
-@torch.no_grad()
-def run(model: PreTrainedModel, ids: Tensor, cache: object, mask: Tensor | None = None) -> Tensor:
-    """Logits of one forward pass, [rows, tokens, vocabulary]."""
-    model.set_attn_implementation("cxlkv" if isinstance(cache, CXLCache) else "sdpa")
-    logits = model(ids, attention_mask=mask, past_key_values=cache).logits
-    assert isinstance(logits, Tensor)
-    return logits
-
-
 class Watched(CXLCache):
     """Keeps what was chosen."""
 
@@ -134,31 +108,42 @@ class Watched(CXLCache):
 # ---- equal to DynamicCache ----
 
 
-@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("attention", ["pool", "device"])
 @pytest.mark.parametrize("budget", [None, Budget(share=1.0), Budget(mass=1.0, per="sequence")])
 def test_greedy_tokens_equal_those_of_dynamic_cache(
-    model: PreTrainedModel, pool: CXLPool, budget: Budget | None, near: bool
+    model: PreTrainedModel, pool: CXLPool, budget: Budget | None, attention: str
 ) -> None:
     ids, mask = prompts((37, 21, 5))
     wanted = generate(model, ids, mask, DynamicCache())
-    cache = CXLCache(pool, model, budget, near=near)
+    cache = CXLCache(pool, model, budget, attention=attention)
     assert torch.equal(generate(model, ids, mask, cache), wanted)
-    assert [len(s) for s in cache.sequences] == [37 + 23, 21 + 23, 5 + 23]  # no padding is stored
+    assert [len(s) for s in cache.sequences] == [37 + 15, 21 + 15, 5 + 15]  # no padding is stored
     cache.release()
     assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
 
 
-@pytest.mark.parametrize("near", [True, False])
-def test_few_pages_differ_and_are_the_same_near_and_fetched(
-    model: PreTrainedModel, pool: CXLPool, near: bool
+def test_few_pages_differ_and_are_the_same_in_the_pool_and_on_the_device(
+    model: PreTrainedModel, pool: CXLPool
 ) -> None:
     ids, mask = prompts((96, 80))
     budget = Budget(pages=4)
     wanted = generate(model, ids, mask, DynamicCache())
-    tokens = generate(model, ids, mask, CXLCache(pool, model, budget, near=near))
-    other = generate(model, ids, mask, CXLCache(pool, model, budget, near=not near))
+    tokens, others = (
+        generate(model, ids, mask, CXLCache(pool, model, budget, attention=where))
+        for where in ("pool", "device")
+    )
     assert not torch.equal(tokens, wanted)
-    assert torch.equal(tokens, other)
+    assert torch.equal(tokens, others)
+
+
+def test_where_attention_is_has_two_words_and_an_old_one(
+    llama: PreTrainedModel, pool: CXLPool
+) -> None:
+    for near, attention in ((True, "pool"), (False, "device")):
+        with pytest.warns(DeprecationWarning, match=f"near={near} is attention='{attention}' now"):
+            assert CXLCache(pool, llama, near=near).attention == attention
+    with pytest.raises(BadArgumentError, match="attention='gpu': one of pool, device"):
+        CXLCache(pool, llama, attention="gpu")
 
 
 def test_prefill_in_chunks_gives_the_logits_of_one_prefill(
@@ -201,10 +186,10 @@ def test_softcap_and_scaling_are_the_models_own(pool: CXLPool) -> None:
         logits = model(ids, attention_mask=mask).logits
     assert close(found[mask.bool()], logits[mask.bool()])
     wanted = cast(Generates, model).generate(
-        ids, attention_mask=mask, max_new_tokens=24, do_sample=False
+        ids, attention_mask=mask, max_new_tokens=16, do_sample=False
     )
-    for near in (True, False):
-        cache = CXLCache(pool, model, Budget(share=1.0), near=near)
+    for attention in ("pool", "device"):
+        cache = CXLCache(pool, model, Budget(share=1.0), attention=attention)
         assert torch.equal(generate(model, ids, mask, cache), wanted)
 
 
@@ -215,8 +200,8 @@ def test_models_of_shorter_numbers_give_the_logits_of_dynamic_cache(dtype: torch
     wanted = run(model, ids, DynamicCache(), mask)[:, -4:]
     with CXLPool.create("anonymous:", layout=layout_of(model), capacity="8MiB") as pool:
         assert pool.layout.dtype == str(dtype).removeprefix("torch.")
-        for near in (True, False):
-            cache = CXLCache(pool, model, Budget(share=1.0), near=near)
+        for attention in ("pool", "device"):
+            cache = CXLCache(pool, model, Budget(share=1.0), attention=attention)
             run(model, ids[:, :-4], cache, mask[:, :-4])
             steps = [run(model, ids[:, t : t + 1], cache, mask[:, : t + 1]) for t in range(46, 50)]
             found = torch.cat(steps, dim=1)
@@ -228,8 +213,8 @@ def test_a_pool_of_shorter_numbers_serves_a_model_of_longer_ones(llama: PreTrain
     layout = layout_of(llama, PAGE_TOKENS, dtype="bfloat16")
     ids, _ = prompts((50,))
     with CXLPool.create("anonymous:", layout=layout, capacity="8MiB") as pool:
-        for near in (True, False):
-            cache = CXLCache(pool, llama, near=near)
+        for attention in ("pool", "device"):
+            cache = CXLCache(pool, llama, attention=attention)
             run(llama, ids[:, :-1], cache)
             found = run(llama, ids[:, -1:], cache)
             wanted = run(llama, ids, DynamicCache())[:, -1:]
@@ -426,15 +411,15 @@ def piece(pool: CXLPool, path: Path, page: int, layer: int, kind: str) -> npt.ND
     return np.memmap(path, np.float32, "r+", offset, shape)
 
 
-@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("attention", ["pool", "device"])
 def test_a_step_reads_the_selected_pages_from_the_pool_and_no_others(
-    llama: PreTrainedModel, tmp_path: Path, near: bool
+    llama: PreTrainedModel, tmp_path: Path, attention: str
 ) -> None:
     path = tmp_path / "pool"
     layout = layout_of(llama, PAGE_TOKENS)
     with CXLPool.create(path, layout=layout, capacity="16MiB", checksum=False) as pool:
         ids, _ = prompts((161,))
-        parent = Watched(pool, llama, Budget(pages=6), near=near)
+        parent = Watched(pool, llama, Budget(pages=6), attention=attention)
         run(llama, ids[:, :160], parent)
 
         def step() -> tuple[Tensor, list[Selection]]:
@@ -491,13 +476,13 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.known = {p.data_ptr() for p in model.parameters()}  # transposed weights are views
 
 
-@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("attention", ["pool", "device"])
 def test_live_kv_in_a_step_is_at_most_the_selected_pages_and_the_tail(
-    llama: PreTrainedModel, pool: CXLPool, near: bool
+    llama: PreTrainedModel, pool: CXLPool, attention: str
 ) -> None:
     rows, tokens, selected = 4, 402, 5
     ids, _ = prompts((tokens,) * rows)
-    cache = CXLCache(pool, llama, Budget(pages=selected), near=near)
+    cache = CXLCache(pool, llama, Budget(pages=selected), attention=attention)
     run(llama, ids[:, :-1], cache)
     assert all(vars(layer)["keys"] is None for layer in cache.layers)
     with LargestTensor(llama) as seen:
@@ -505,10 +490,10 @@ def test_live_kv_in_a_step_is_at_most_the_selected_pages_and_the_tail(
     layer_token_bytes = pool.layout.token_bytes // LAYERS
     pages_bytes = rows * selected * PAGE_TOKENS * layer_token_bytes
     new_bytes = rows * layer_token_bytes
-    expected = new_bytes if near else pages_bytes + new_bytes
+    expected = new_bytes if attention == "pool" else pages_bytes + new_bytes
     assert cache.counters.live_bytes_peak == expected
     activations_bytes = rows * 96 * 4  # the widest: of the MLP
-    assert seen.largest_bytes <= (activations_bytes if near else pages_bytes // 2)
+    assert seen.largest_bytes <= (activations_bytes if attention == "pool" else pages_bytes // 2)
     assert seen.largest_bytes < rows * tokens * layer_token_bytes // 10
     assert cache.counters.steps == 1
     # The new token is the second in its page, and that page is always selected.
@@ -519,23 +504,23 @@ def test_live_kv_in_a_step_is_at_most_the_selected_pages_and_the_tail(
 
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("attention", ["pool", "device"])
 def test_a_step_makes_three_calls_a_layer_for_any_number_of_sequences(
     llama: PreTrainedModel,
     pool: CXLPool,
     rows: int,
     padded: bool,
-    near: bool,
+    attention: str,
 ) -> None:
     lengths = tuple(320 - (row % 7 if padded else 0) for row in range(rows))
     ids, mask = prompts(lengths)
-    cache = CXLCache(pool, llama, Budget(share=0.9), near=near)
+    cache = CXLCache(pool, llama, Budget(share=0.9), attention=attention)
     run(llama, ids[:, :-6], cache, mask[:, :-6])
     run(llama, ids[:, -6:-5], cache, mask[:, :-5])  # learns how long the lists are
     for last in range(315, 320):
         with counted_calls() as calls:
             run(llama, ids[:, last : last + 1], cache, mask[:, : last + 1])
-        third = "cxlkv_batch_attend" if near else "cxlkv_batch_fetch"
+        third = "cxlkv_batch_attend" if attention == "pool" else "cxlkv_batch_fetch"
         wanted = {"cxlkv_batch_append", "cxlkv_batch_select", third}
         assert calls == dict.fromkeys(wanted, LAYERS)
 

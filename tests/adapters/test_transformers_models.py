@@ -22,26 +22,21 @@ from cxlkv.adapters.transformers.layouts import LATENT_MODELS
 from cxlkv.adapters.transformers.prefill import attend_to_new
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 
-from ..support.small_models import VOCABULARY_SIZE, Generates, close, prompts
+from ..support.small_models import (
+    LAYERS,
+    PAGE_TOKENS,
+    SHAPE,
+    VOCABULARY_SIZE,
+    Generates,
+    attend_by,
+    close,
+    generate,
+    prompts,
+    run,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LAYERS = 3
-PAGE_TOKENS = 4
-SHAPE: dict[str, object] = {
-    "vocab_size": VOCABULARY_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 LATENT: dict[str, object] = {
     "num_key_value_heads": 4,
     "head_dim": 8,  # of the rotary channels, as these configs mean it
@@ -89,7 +84,6 @@ WINDOWS = {
     "gpt-oss": (8, None, 8),
 }
 WINDOWED = pytest.mark.parametrize("model", WINDOWS, indirect=True)
-NO_KERNEL = ("gemma2", "gpt_oss")  # softcap and sinks: transformers' sdpa leaves them out
 
 
 def make(name: str, **more: object) -> PreTrainedModel:
@@ -144,30 +138,6 @@ def pool(request: pytest.FixtureRequest) -> Iterator[CXLPool]:
         assert report["clean"], report["problems"]
 
 
-def attend_by(model: PreTrainedModel, cache: object) -> None:
-    own = "eager" if model.config.model_type in NO_KERNEL else "sdpa"
-    model.set_attn_implementation("cxlkv" if isinstance(cache, CXLCache) else own)
-
-
-def generate(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: object, **more: object
-) -> Tensor:
-    """Tokens, prompt included: greedy ones if not told otherwise."""
-    attend_by(model, cache)
-    torch.manual_seed(11)
-    settings = {"max_new_tokens": 16, "do_sample": False, "attention_mask": mask, **more}
-    return cast(Generates, model).generate(ids, past_key_values=cache, **settings)
-
-
-@torch.no_grad()
-def run(model: PreTrainedModel, ids: Tensor, cache: object, mask: Tensor | None = None) -> Tensor:
-    """Logits of one forward pass, [rows, tokens, vocabulary]."""
-    attend_by(model, cache)
-    logits = model(ids, attention_mask=mask, past_key_values=cache).logits
-    assert isinstance(logits, Tensor)
-    return logits
-
-
 def dynamic(model: PreTrainedModel) -> DynamicCache:
     """With windowed layers of its own, where these can be cropped."""
     croppable = hasattr(DynamicCache, "activate_past_recording")
@@ -206,8 +176,8 @@ def test_generated_tokens_equal_those_of_dynamic_cache(
         settings["assistant_model"] = assistant_of(model)
     wanted = generate(model, ids, mask, dynamic(model), **settings)
     for budget in (None, Budget(share=1.0)):
-        for near in (True, False):
-            cache = CXLCache(pool, model, budget, near=near)
+        for attention in ("pool", "device"):
+            cache = CXLCache(pool, model, budget, attention=attention)
             cache.rewind_tokens = REWIND_TOKENS
             assert torch.equal(generate(model, ids, mask, cache, **settings), wanted)
             cache.release()
@@ -253,13 +223,13 @@ def test_an_assistant_may_keep_its_tokens_in_the_same_pool(
     assert all_free(pool)
 
 
-@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("attention", ["pool", "device"])
 def test_logits_of_every_step_equal_those_of_one_pass(
-    model: PreTrainedModel, pool: CXLPool, near: bool
+    model: PreTrainedModel, pool: CXLPool, attention: str
 ) -> None:
     ids, mask = prompts((90, 61, 3))
     wanted = run(model, ids, dynamic(model), mask)
-    cache = CXLCache(pool, model, Budget(share=1.0), near=near)
+    cache = CXLCache(pool, model, Budget(share=1.0), attention=attention)
     cache.rewind_tokens = 0
     chunks, ends = [], (41, 58, 59, 84, 85, 86, 87, 88, 89, 90)
     for first, last in zip((0, *ends), ends, strict=False):
@@ -276,9 +246,9 @@ def test_pools_of_shorter_numbers_are_near_dynamic_cache(name: str, of_model: to
     ids, mask = prompts((60, 37))
     wanted = run(model, ids, dynamic(model), mask)[:, -5:]
     layout = layout_of(model, PAGE_TOKENS, dtype="bfloat16")
-    for near in (True, False):
+    for attention in ("pool", "device"):
         with CXLPool.create("anonymous:", layout=layout, capacity="16MiB", threads=1) as pool:
-            cache = CXLCache(pool, model, Budget(share=1.0), near=near)
+            cache = CXLCache(pool, model, Budget(share=1.0), attention=attention)
             run(model, ids[:, :-5], cache, mask[:, :-5])
             steps = [run(model, ids[:, 55:57], cache, mask[:, :57])]
             steps += [run(model, ids[:, t : t + 1], cache, mask[:, : t + 1]) for t in (57, 58, 59)]
@@ -573,12 +543,12 @@ def test_each_row_has_its_own_budget(llama: PreTrainedModel, pool: CXLPool) -> N
     full = generate(llama, ids, mask, dynamic(llama))
     few = generate(llama, ids, mask, CXLCache(pool, llama, FEW))
     assert not torch.equal(few[1], full[1])
-    for near in (True, False):
-        cache = CXLCache(pool, llama, [None, FEW, None], near=near)
+    for attention in ("pool", "device"):
+        cache = CXLCache(pool, llama, [None, FEW, None], attention=attention)
         assert has_few(cache) == [False, True, False]
         found = generate(llama, ids, mask, cache)
         assert torch.equal(found, torch.stack([full[0], few[1], full[2]]))
-        cache = CXLCache(pool, llama, [None, None, None], near=near)
+        cache = CXLCache(pool, llama, [None, None, None], attention=attention)
         assert torch.equal(generate(llama, ids, mask, cache), full)
         assert cache.counters.bytes_scored == 0
 

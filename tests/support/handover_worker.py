@@ -17,8 +17,8 @@ from cxlkv import Budget, CXLPool
 from cxlkv.adapters.transformers import CXLCache, hand_over, take_over
 from cxlkv.errors import CXLKVError
 
-from ..adapters.test_transformers_models import generate, make, run
-from .small_models import prompts
+from ..adapters.test_transformers_models import make
+from .small_models import generate, prompts, run
 
 LEASE_S = 2.0
 Words = dict[str, object]

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from cxlkv.adapters.transformers import CXLCache
 
 VOCABULARY_SIZE = 64
+LAYERS = 3
+PAGE_TOKENS = 4
+SHAPE: dict[str, object] = {
+    "vocab_size": VOCABULARY_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+NO_KERNEL = ("gemma2", "gpt_oss")  # softcap and sinks: transformers' sdpa leaves them out
 
 
 def prompts(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -27,3 +47,29 @@ class Generates(Protocol):
 
 def close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def attend_by(model: PreTrainedModel, cache: object) -> None:
+    own = "eager" if model.config.model_type in NO_KERNEL else "sdpa"
+    model.set_attn_implementation("cxlkv" if isinstance(cache, CXLCache) else own)
+
+
+def generate(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: object, **more: object
+) -> Tensor:
+    """Tokens, prompt included: greedy ones if not told otherwise."""
+    attend_by(model, cache)
+    torch.manual_seed(11)
+    settings = {"max_new_tokens": 16, "do_sample": False, **more}
+    if mask is not None:
+        settings["attention_mask"] = mask
+    return cast(Generates, model).generate(ids, past_key_values=cache, **settings)
+
+
+@torch.no_grad()
+def run(model: PreTrainedModel, ids: Tensor, cache: object, mask: Tensor | None = None) -> Tensor:
+    """Logits of one forward pass, [rows, tokens, vocabulary]."""
+    attend_by(model, cache)
+    logits = model(ids, attention_mask=mask, past_key_values=cache).logits
+    assert isinstance(logits, Tensor)
+    return logits

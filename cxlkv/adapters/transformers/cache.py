@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Counters:
 
     bytes_scored: read to choose pages. bytes_read: keys and values of the pages attended to.
     live_bytes_peak: the most that keys and values took outside of the pool, as tensors, at any
-    one time: the step's own tokens and, with near=False, the pages fetched.
+    one time: the step's own tokens and, with attention="device", the pages fetched.
     """
 
     steps: int = 0
@@ -54,7 +55,8 @@ class Settings(TypedDict, total=False):
     """Of a CXLCache."""
 
     budget: budgets.Budgets
-    near: bool
+    attention: str
+    near: bool | None
     method: str
     dense_layers: int
 
@@ -142,8 +144,9 @@ class CXLCache(Cache):
     budget: which pages a step of one token attends to; None: all. Or one of these for each row,
     where generate() may repeat a row for beams and samples; a row keeps its own when rows move,
     and `cache.budget = ...` changes it between steps. Layers with a window attend to all of it.
-    near: attend where the data lies; False fetches the selected pages as tensors on the model's
-    device and attends there, which is the form for a GPU. method: as in Batch.select.
+    attention: "pool": where the data lies; "device": the selected pages are fetched as tensors to
+    the model's device, which attends: the form for a GPU. near=True and False are the old names of
+    these. method: as in Batch.select.
     dense_layers: the first so many layers attend to all pages. sequences: to start from instead of
     from nothing (pool.adopt, pool.match, Sequence.fork); the cache then owns them; where their
     lengths differ, the attention mask must show the shorter ones padded on the left.
@@ -163,17 +166,24 @@ class CXLCache(Cache):
         model: object,
         budget: budgets.Budgets = None,
         *,
-        near: bool = True,
+        attention: str = "pool",
+        near: bool | None = None,
         method: str = "auto",
         dense_layers: int = 0,
         sequences: Sequence[Tokens] = (),
     ) -> None:
+        if near is not None:
+            attention = "pool" if near else "device"
+            text = f"near={near} is attention={attention!r} now; it goes with the next release"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+        if attention not in ("pool", "device"):
+            raise BadArgumentError(f"attention={attention!r}: one of pool, device")
         check_layout(pool.layout, layout_of(model))
         layers = [FarLayer(self, index, w) for index, w in enumerate(pool.layout.windows)]
         super().__init__(layers=[*layers])
         self._far_layers = layers
         self.pool = pool
-        self.near = near
+        self.attention = attention
         self.method = method
         self.dense_layers = dense_layers
         self.counters = Counters()
@@ -201,13 +211,17 @@ class CXLCache(Cache):
 
     @budget.setter
     def budget(self, budget: budgets.Budgets) -> None:
-        self._budget = self._given = budgets.checked(budget)
+        self._given = budgets.checked(budget)
+        self._keep_budget(self._given)
         if self.sequences:
             self._spread_budget(len(self.sequences))
 
     def _spread_budget(self, rows: int) -> None:
         if isinstance(self._budget, tuple):
-            self._budget = budgets.for_rows(self._budget, rows)
+            self._keep_budget(budgets.for_rows(self._budget, rows))
+
+    def _keep_budget(self, budget: Budget | tuple[Budget | None, ...] | None) -> None:
+        self._budget, self._of_selects = budget, budgets.for_select(budget)
 
     # ---- the forward pass, layer by layer ----
 
@@ -243,7 +257,7 @@ class CXLCache(Cache):
             absorbed = Absorbed.of(call.module, self.pool.layout.value_head_dim)
             query = absorbed.queries(query)
         rows = step.rows(query)
-        attended = self._decode if step.tokens == 1 else self._attend_near
+        attended = self._decode if step.tokens == 1 else self._attend_in_pool
         out = step.unrows(attended(part, rows))
         return out if absorbed is None else absorbed.outputs(out)
 
@@ -283,10 +297,10 @@ class CXLCache(Cache):
         else:
             self.counters.bytes_scored += picked.bytes_scored
             self.counters.bytes_read += picked.bytes_fetched
-        if not self.near:
-            return self._attend_here(part, queries, picked or self._visible_pages(part))
+        if self.attention == "device":
+            return self._attend_on_device(part, queries, picked or self._visible_pages(part))
         self._note_live(0)
-        return self._attend_near(part, queries, picked)
+        return self._attend_in_pool(part, queries, picked)
 
     def _visible_bytes(self, part: LayerStep) -> int:
         """Bytes of one layer's keys and values that the last tokens of all sequences see."""
@@ -296,32 +310,32 @@ class CXLCache(Cache):
 
     def choose(self, part: LayerStep, queries: Tensor) -> Selection | None:
         """The pages that queries [rows, q_heads, dim] of one token each attend to; None: all."""
-        budget = budgets.for_select(self._budget)
-        if budget is None:
+        if self._of_selects is None:
             return None
         assert self._batch is not None
+        rows, starts = _at_home(queries), part.step.starts
         return self._batch.select(
-            part.index, _at_home(queries), part.step.starts, budget, self.method, part.scale
+            part.index, rows, starts, self._of_selects, self.method, part.scale
         )
 
     def attend(
         self, batch: Batch, part: LayerStep, queries: Tensor, picked: Selection | None
     ) -> Tensor:
-        """Attention near the data, [rows, q_heads, value_dim]; queries lie on the CPU."""
+        """Attention in the pool, [rows, q_heads, value_dim]; queries lie on the CPU."""
         out, lse = batch.attend(
             part.index, queries, part.step.starts, picked, part.scale, part.softcap
         )
         assert isinstance(out, Tensor)
         assert isinstance(lse, Tensor)
-        return beside_sinks(out, lse, part.sinks)
+        return out if part.sinks is None else beside_sinks(out, lse, part.sinks)
 
-    def _attend_near(
+    def _attend_in_pool(
         self, part: LayerStep, queries: Tensor, picked: Selection | None = None
     ) -> Tensor:
         assert self._batch is not None
         return self.attend(self._batch, part, _at_home(queries), picked).to(queries.device)
 
-    def _attend_here(self, part: LayerStep, queries: Tensor, picked: Selection) -> Tensor:
+    def _attend_on_device(self, part: LayerStep, queries: Tensor, picked: Selection) -> Tensor:
         """Fetch the chosen pages as tensors and attend to them on the device of `queries`."""
         assert self._batch is not None
         layout, step = self.pool.layout, part.step
@@ -372,7 +386,7 @@ class CXLCache(Cache):
         child = type(self)(
             self.pool,
             self._config,
-            near=self.near,
+            attention=self.attention,
             method=self.method,
             dense_layers=self.dense_layers,
         )
@@ -389,7 +403,7 @@ class CXLCache(Cache):
         for sequence in self.sequences:
             sequence.release()
         self._start_from((), 0)
-        self._budget = self._given
+        self._keep_budget(self._given)
 
     def reset(self) -> None:
         """release(), under the name that transformers uses."""
@@ -443,7 +457,7 @@ class CXLCache(Cache):
             if row not in last:
                 sequence.release()
         if isinstance(self._budget, tuple):
-            self._budget = tuple(self._budget[row] for row in rows)
+            self._keep_budget(tuple(self._budget[row] for row in rows))
         self._start_from(picked, seen)
 
 
