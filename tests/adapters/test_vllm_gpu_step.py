@@ -5,15 +5,12 @@ The kernels are interpreted; the link copies to memory of its own, as it does fr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from cxlkv import Budget, CXLPool
-from cxlkv.adapters.vllm.admission import Room
-from cxlkv.adapters.vllm.messages import Message, Options, unpacked
+from cxlkv import CXLPool
+from cxlkv.adapters.vllm.messages import Message
 from cxlkv.errors import UnsupportedError
 
 pytest.importorskip("torch", reason="vLLM's tensors are torch's")
@@ -21,59 +18,28 @@ pytest.importorskip("torch", reason="vLLM's tensors are torch's")
 import torch
 
 from cxlkv.adapters.vllm import gpu_step as subject
-from cxlkv.adapters.vllm.gpu_step import DeviceStep, Link, Split, attend_behind, attend_to_own
+from cxlkv.adapters.vllm.gpu_step import Link, Split, attend_behind, attend_to_own
 from cxlkv.adapters.vllm.pool_attention import (
     ALL,
     EARLIER,
     Group,
-    PoolAttention,
     Scores,
     attend_alone,
 )
-from cxlkv.kernels import attend as attending
-from cxlkv.kernels import merge as merging
 
-from ..support.damaging import damage_piece
 from ..support.pool_attention_texts import (
-    BLOCK,
     CAPACITY,
     CLOSE,
-    NAMES,
+    HOST,
     Text,
     is_right,
-    is_zero,
     layout,
+    over_link,
     run,
+    without_interpreter,
 )
 
-HOST = torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", CLOSE, ids=str)
-
-
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[CXLPool]:
-    with CXLPool.create(tmp_path / "a.pool", layout=layout(), capacity=CAPACITY) as made:
-        yield made
-
-
-def over_link(pool: CXLPool) -> PoolAttention:
-    step = partial(DeviceStep, Link(HOST))
-    return PoolAttention(pool, NAMES, block_tokens=BLOCK, decode_rows=3, step=step)
-
-
-@pytest.fixture
-def attention(pool: CXLPool) -> Iterator[PoolAttention]:
-    made = over_link(pool)
-    yield made
-    assert pool.admin.check()["clean"]
-    made.close()
-
-
-@pytest.fixture
-def uninterpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch in place of the kernels: interpreted, they take their time."""
-    for one in (attending, merging):
-        monkeypatch.setattr(one, "runs_triton", lambda device: False)
 
 
 @pytest.fixture
@@ -95,11 +61,11 @@ def test_rows_see_their_own_text(
     tmp_path: Path,
     dtype: torch.dtype,
     kinds: list[tuple[tuple[str, ...], int]],
-    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """First chunks, later ones, decode, requests that end, request rows that others take."""
     if dtype != torch.float16:
-        request.getfixturevalue("uninterpreted")
+        without_interpreter(monkeypatch)
     name = str(dtype).removeprefix("torch.")
     with CXLPool.create(tmp_path / "b.pool", layout=layout(name), capacity=CAPACITY) as pool:
         attention = over_link(pool)
@@ -125,95 +91,20 @@ def test_rows_see_their_own_text(
         attention.close()
 
 
-@pytest.mark.usefixtures("uninterpreted")
-def test_chunks_that_begin_and_end_anywhere(attention: PoolAttention) -> None:
+def test_chunks_that_begin_and_end_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Several later chunks in one call, from every place in a page, of every length around it."""
+    without_interpreter(monkeypatch)
     texts = [Text(f"text {number}", 40) for number in range(9)]
     starts = [text.start(row) for row, text in enumerate(texts)]
     rows = [(row, text, 0, 8 + row) for row, text in enumerate(texts)]
-    assert all(map(is_right, run(attention, Message(started=starts), rows)))
-    for row, text in enumerate(texts):
-        rows = [
-            (row, text, 8 + row, 4 + row),
-            (8 - row, texts[8 - row], 16 - row, 13),
-        ]
-        assert all(map(is_right, run(attention, Message(), rows[: 1 + (row != 4)])))
-
-
-@pytest.mark.usefixtures("uninterpreted")
-def test_budgets_choose_pages_for_decoding_rows_only(attention: PoolAttention) -> None:
-    few, whole = Options(Budget(pages=4)), Options(Budget(share=1.0))
-    one, two, three = Text("one", 90, few), Text("two", 90, whole), Text("three", 90)
-    starts = [text.start(row) for row, text in enumerate((one, two, three), 1)]
-    rows = [(1, one, 0, 80), (2, two, 0, 80), (3, three, 0, 80)]
-    assert all(map(is_right, run(attention, Message(started=starts), rows)))
-    rows = [(1, one, 80, 1), (2, two, 80, 2), (3, three, 80, 1)]
-    assert [is_right(piece) for piece in run(attention, Message(), rows)] == [False, True, True]
-    rows = [(1, one, 81, 9), (2, two, 82, 1), (3, three, 81, 1)]  # more rows than a decode has
-    assert all(map(is_right, run(attention, Message(), rows)))
-
-
-@pytest.mark.usefixtures("uninterpreted")
-def test_a_hit_goes_on_and_one_that_is_gone_gives_zeros(
-    pool: CXLPool, attention: PoolAttention
-) -> None:
-    one, two = Text("one", 90), Text("two", 40)
-    run(attention, Message(started=[one.start(1)]), [(1, one, 0, 70)])
-    with pool.match(unpacked(one.keys, BLOCK)) as hit:
-        handle, one.name = hit.handle, "again"
-        message = Message(started=[one.start(3, handle=handle, tokens=64)], ended=["one"])
-        assert is_right(run(attention, message, [(3, one, 64, 20)])[0])
-    pool.forget(unpacked(one.keys, BLOCK))
-    run(attention, Message(ended=["again"]), [])
-    one.name = "thrice"
-    started = [one.start(3, handle=handle, tokens=64), two.start(4)]
-    rows = [(3, one, 64, 20), (4, two, 0, 40), (7, two, 0, 5)]  # nobody has the last request row
-    found = run(attention, Message(started=started), rows)
-    assert [is_zero(piece) for piece in found] == [True, False, True]
-    assert is_right(found[1])
-    assert attention.bad_blocks() == {3, 7}
-    assert is_right(run(attention, Message(), [(3, one, 0, 90)])[0])
-    assert attention.report().failures["stale"] >= 1
-
-
-@pytest.mark.usefixtures("uninterpreted")
-def test_a_damaged_page_harms_only_its_own(
-    tmp_path: Path, pool: CXLPool, attention: PoolAttention
-) -> None:
-    one, two = Text("one", 90), Text("two", 40)
-    run(attention, Message(started=[one.start(1)]), [(1, one, 0, 70)])
-    run(attention, Message(ended=["one"]), [])
-    with CXLPool.open(tmp_path / "a.pool") as other:  # which has verified nothing yet
-        fresh = over_link(other)
-        hit = other.match(unpacked(one.keys, BLOCK))
-        damage_piece(other, int(hit.sequence().pages[3]), 0, "keys")
-        one.name = "again"
-        started = [one.start(3, handle=hit.handle, tokens=64), two.start(4)]
-        found = run(fresh, Message(started=started), [(3, one, 64, 20), (4, two, 0, 40)])
-        hit.release()
-        assert is_zero(found[0])
-        assert is_right(found[1])
-        assert fresh.bad_blocks() == {3}
-        assert fresh.report().failures["corrupt"] == 1
-        assert is_right(run(fresh, Message(), [(3, one, 0, 70)])[0])
-        fresh.close()
-
-
-@pytest.mark.usefixtures("uninterpreted")
-def test_a_full_pool_harms_nobody_but_who_wanted_more(tmp_path: Path) -> None:
-    """A first chunk that has no room in the pool is right all the same: the device has it all."""
-    with CXLPool.create(tmp_path / "c.pool", layout=layout(), capacity="2560KiB") as pool:
+    with CXLPool.create(tmp_path / "a.pool", layout=layout(), capacity=CAPACITY) as pool:
         attention = over_link(pool)
-        small, large = Text("small", 60), Text("large", Room([pool]).tokens + 64)
-        run(attention, Message(started=[small.start(1)]), [(1, small, 0, 40)])
-        rows = [(1, small, 40, 11), (2, large, 0, large.tokens - 20)]
-        assert all(map(is_right, run(attention, Message(started=[large.start(2)]), rows)))
-        assert not attention.bad_blocks()
-        found = run(attention, Message(), [(1, small, 51, 1), (2, large, large.tokens - 20, 20)])
-        assert is_right(found[0])
-        assert is_zero(found[1])
-        assert attention.bad_blocks() == {2}
-        assert attention.report().failures["full"] >= 1
+        assert all(map(is_right, run(attention, Message(started=starts), rows)))
+        for row, text in enumerate(texts):
+            rows = [(row, text, 8 + row, 4 + row), (8 - row, texts[8 - row], 16 - row, 13)]
+            assert all(map(is_right, run(attention, Message(), rows[: 1 + (row != 4)])))
         attention.close()
 
 

@@ -1,8 +1,12 @@
-"""The worker's side of attention in the pool, without the engine: what each row sees, failures."""
+"""The worker's side of attention in the pool, without the engine: what each row sees, failures.
+
+One suite for steps in host memory and for those of a device, of which the host's memory stands in
+the place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,11 +31,15 @@ from ..support.pool_attention_texts import (
     is_right,
     is_zero,
     layout,
+    over_link,
     run,
+    without_interpreter,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Make = Callable[[CXLPool], PoolAttention]
 
 
 @pytest.fixture
@@ -40,9 +48,20 @@ def pool(tmp_path: Path) -> Iterator[CXLPool]:
         yield made
 
 
+def on_host(pool: CXLPool) -> PoolAttention:
+    return PoolAttention(pool, NAMES, block_tokens=BLOCK, decode_rows=3)
+
+
+@pytest.fixture(params=[on_host, over_link])
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Make:
+    without_interpreter(monkeypatch)
+    made: Make = request.param
+    return made
+
+
 @pytest.fixture
-def attention(pool: CXLPool) -> Iterator[PoolAttention]:
-    made = PoolAttention(pool, NAMES, block_tokens=BLOCK, decode_rows=3)
+def attention(pool: CXLPool, make: Make) -> Iterator[PoolAttention]:
+    made = make(pool)
     yield made
     assert pool.admin.check()["clean"]
     made.close()
@@ -109,10 +128,11 @@ def test_a_hit_that_is_gone_gives_zeros_and_is_computed_again(
     run(attention, Message(ended=["one"]), [])
     one.name = "again"
     started = [one.start(3, handle=handle, tokens=64), two.start(4)]
-    found = run(attention, Message(started=started), [(3, one, 64, 6), (4, two, 0, 40)])
-    assert is_zero(found[0])
+    rows = [(3, one, 64, 6), (4, two, 0, 40), (7, two, 0, 5)]  # nobody has the last request row
+    found = run(attention, Message(started=started), rows)
+    assert [is_zero(piece) for piece in found] == [True, False, True]
     assert is_right(found[1])
-    assert attention.bad_blocks() == {3}
+    assert attention.bad_blocks() == {3, 7}
     assert is_right(run(attention, Message(), [(3, one, 0, 70)])[0])
     assert not attention.bad_blocks()
     assert attention.report().failures["stale"] >= 1
@@ -138,13 +158,13 @@ def test_many_rows_are_given_to_who_is_faster(pool: CXLPool) -> None:
 
 
 def test_a_damaged_page_is_forgotten_and_harms_only_its_own(
-    tmp_path: Path, pool: CXLPool, attention: PoolAttention
+    tmp_path: Path, make: Make, attention: PoolAttention
 ) -> None:
     one, two = Text("one", 70), Text("two", 40)
     run(attention, Message(started=[one.start(1)]), [(1, one, 0, 70)])
     run(attention, Message(ended=["one"]), [])
     with CXLPool.open(tmp_path / "a.pool") as other:  # which has verified nothing yet
-        fresh = PoolAttention(other, NAMES, block_tokens=BLOCK)
+        fresh = make(other)
         hit = other.match(unpacked(one.keys, BLOCK))
         damage_piece(other, int(hit.sequence().pages[3]), 0, "keys")
         one.name = "again"
@@ -171,11 +191,11 @@ def test_a_full_pool_harms_nobody_but_who_wanted_more(
     """A text that is longer than the pool: its first step is right, computed from the step alone;
     then it gives zeros, and the engine may begin again. The others go on."""
     small, large = Text("small", 60), Text("large", Room([pool]).tokens + 64)
-    run(attention, Message(started=[small.start(1)]), [(1, small, 0, 50)])
-    rows = [(1, small, 50, 1), (2, large, 0, large.tokens - 1)]
+    run(attention, Message(started=[small.start(1)]), [(1, small, 0, 40)])
+    rows = [(1, small, 40, 11), (2, large, 0, large.tokens - 20)]
     assert all(map(is_right, run(attention, Message(started=[large.start(2)]), rows)))
     assert not attention.bad_blocks()
-    found = run(attention, Message(), [(1, small, 51, 1), (2, large, large.tokens - 1, 1)])
+    found = run(attention, Message(), [(1, small, 51, 1), (2, large, large.tokens - 20, 20)])
     assert is_right(found[0])
     assert is_zero(found[1])
     assert attention.bad_blocks() == {2}

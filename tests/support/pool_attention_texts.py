@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 
 import numpy as np
+import pytest
 import torch
 
-from cxlkv import KVLayout
+from cxlkv import CXLPool, KVLayout
 from cxlkv.adapters.common.keys import block_keys, namespace
+from cxlkv.adapters.vllm.gpu_step import DeviceStep, Link
 from cxlkv.adapters.vllm.messages import Message, Options, Started
 from cxlkv.adapters.vllm.pool_attention import PoolAttention, Scores, attend_alone
+from cxlkv.kernels import attend as attending
+from cxlkv.kernels import merge as merging
 from cxlkv.layout import LayerGroup
 
 LAYERS, HEADS, KV_HEADS, DIM, PAGE, BLOCK = 2, 4, 2, 32, 8, 16
 NAMES = ["layer.0", "layer.1"]
 WINDOW = 24
-CAPACITY = "4MiB"
+CAPACITY = "2560KiB"
+HOST = torch.device("cpu")
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
@@ -103,3 +109,15 @@ def layout(dtype: str = "float32") -> KVLayout:
     group = LayerGroup(layers=1, kv_heads=KV_HEADS, head_dim=DIM, dtype=dtype)
     windowed = LayerGroup(layers=1, kv_heads=KV_HEADS, head_dim=DIM, dtype=dtype, window=WINDOW)
     return KVLayout.of([group, windowed], page_tokens=PAGE)
+
+
+def over_link(pool: CXLPool) -> PoolAttention:
+    """As on a GPU, with tensors of the host in the place of a device's."""
+    step = partial(DeviceStep, Link(HOST))
+    return PoolAttention(pool, NAMES, block_tokens=BLOCK, decode_rows=3, step=step)
+
+
+def without_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch in place of the kernels: interpreted, they take their time."""
+    for one in (attending, merging):
+        monkeypatch.setattr(one, "runs_triton", lambda device: False)

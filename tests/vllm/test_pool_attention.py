@@ -99,7 +99,7 @@ def test_what_gpu_engines_run_gives_the_same_tokens(name: str, run: Callable[[st
 
 def test_custom_is_ours_on_cuda_where_attention_is_in_the_pool(run: Callable[[str], Seen]) -> None:
     told = run("chosen_on_cuda")["told"]
-    assert told["pool"] == "cxlkv.adapters.vllm.gpu_attention.GpuPoolBackend"
+    assert told["pool"] == "cxlkv.adapters.vllm.attention.GpuPoolBackend"
     assert "leave --attention-backend away" in told["engine"]
 
 

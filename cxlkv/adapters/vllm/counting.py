@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypedDict
 
-from cxlkv.adapters.vllm.messages import Report
+from cxlkv.adapters.vllm.messages import Report, stored_by_all
 from cxlkv.errors import CXLKVError
 from cxlkv.pool import CXLPool
 from cxlkv.stats import COUNTERS, Overview
@@ -112,10 +112,8 @@ class Counting:
         for name, count in loaded.items():
             if count == len(reports):
                 self._counts["loaded_tokens"] += self._asked.get(name, (0, 0))[1]
-        others = [{(one.request, one.first): one.last for one in r.stored} for r in reports[1:]]
-        for one in reports[0].stored:
-            last = min([one.last, *(o.get((one.request, one.first), one.first) for o in others)])
-            self._counts["saved_tokens"] += max(0, last - one.first) * self._block_tokens
+        for one in stored_by_all(reports):
+            self._counts["saved_tokens"] += max(0, one.last - one.first) * self._block_tokens
 
     def take(self, failures: Counter[str]) -> Figures:
         """What is new since the last call. failures: all of them, since the start."""

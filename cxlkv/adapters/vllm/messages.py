@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -98,3 +99,14 @@ class Report:
 
     def __bool__(self) -> bool:
         return bool(self.loaded or self.failed or self.stored or self.removed or self.failures)
+
+
+def stored_by_all(reports: Sequence[Report]) -> list[Span]:
+    """Blocks that every rank's pool has now."""
+    others = [{(one.request, one.first): one.last for one in r.stored} for r in reports[1:]]
+    return [
+        replace(
+            one, last=min([one.last, *(o.get((one.request, one.first), one.first) for o in others)])
+        )
+        for one in reports[0].stored
+    ]

@@ -53,7 +53,7 @@ def _register_attention() -> None:
     if not current_platform.is_cuda():
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{folder}.attention.PoolBackend")
     elif not AttentionBackendEnum.CUSTOM.is_overridden():
-        register_backend(AttentionBackendEnum.CUSTOM, f"{folder}.gpu_attention.GpuPoolBackend")
+        register_backend(AttentionBackendEnum.CUSTOM, f"{folder}.attention.GpuPoolBackend")
     else:
         log.warning(
             "cxlkv: --attention-backend CUSTOM is %s, of another plugin: no attention in the pool",

@@ -22,6 +22,7 @@ from cxlkv.adapters.vllm.messages import (
     Report,
     Span,
     Started,
+    stored_by_all,
     unpacked,
 )
 from cxlkv.adapters.vllm.settings import Settings, read_options
@@ -303,10 +304,8 @@ class Scheduling:
         if not self._events or not reports:
             return
         # What every rank has is there; what one has lost is gone.
-        others = [{(one.request, one.first): one.last for one in r.stored} for r in reports[1:]]
-        for one in reports[0].stored:
-            lasts = [found.get((one.request, one.first), one.first) for found in others]
-            self._note(replace(one, last=min([one.last, *lasts])), "stored")
+        for one in stored_by_all(reports):
+            self._note(one, "stored")
         for one in {span for report in reports for span in report.removed}:
             self._note(one, "removed")
 
