@@ -20,10 +20,10 @@ import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, PoolFullError, Sequence, _core
 from cxlkv.errors import BadArgumentError, CorruptError, StaleError, UnsupportedError
-from cxlkv.ndp import reference
 from cxlkv.prefix import prefix_keys
 
 from .conftest import audit
+from .support import reference
 
 HEADS, DIM, PAGE_TOKENS, TOKEN_IDS, PLACES = 2, 4, 4, 2, 1024
 Floats = npt.NDArray[np.float32]

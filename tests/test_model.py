@@ -28,7 +28,8 @@ from hypothesis.stateful import (
 
 from cxlkv import Budget, CXLPool, Hit, KVLayout, PoolFullError, Sequence
 from cxlkv.errors import BadArgumentError, OrderError, StaleError, UnevenError
-from cxlkv.ndp import reference
+
+from .support import reference
 
 LAYERS, HEADS, DIM, VALUE_DIM, PAGE_TOKENS = 2, 2, 3, 2, 4
 TOKEN_IDS = 2  # few, so that sequences agree in prefixes

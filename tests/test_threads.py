@@ -21,8 +21,9 @@ import pytest
 
 from cxlkv import Batch, Budget, CXLPool, KVLayout, LayerGroup, PoolFullError, Sequence
 from cxlkv.errors import BadArgumentError, ClosedError, StaleError
-from cxlkv.ndp import reference
 from cxlkv.prefix import prefix_keys
+
+from .support import reference
 
 LAYERS, HEADS, DIM, PAGE_TOKENS = 2, 2, 8, 4
 LAYOUT = KVLayout(

@@ -34,8 +34,9 @@ from cxlkv.gpu.resident import Resident
 from cxlkv.kernels import runtime
 from cxlkv.layout import LayerGroup
 from cxlkv.ndp.engine import Budget, Selection
-from cxlkv.ndp.reference import attend as attend_reference
 from cxlkv.sequence import Sequence
+
+from ..support.reference import attend as attend_reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PAGE, HEADS, GROUP, DIM, LAYERS = 4, 2, 2, 16, 2

@@ -14,9 +14,10 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.kernels import merge as subject
 from cxlkv.kernels.attend import attend
 from cxlkv.kernels.merge import merge
-from cxlkv.ndp import reference
 from cxlkv.ndp.engine import Budget
 from tests.conftest import MakePool
+
+from ..support import reference
 
 BROKEN = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 EPSILON = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

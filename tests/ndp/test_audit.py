@@ -10,8 +10,9 @@ import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, Sequence
 from cxlkv.errors import BadArgumentError
-from cxlkv.ndp import reference
 from cxlkv.ndp.engine import Selection
+
+from ..support import reference
 
 TOKENS, HEADS, DIM, GROUP, PAGE_TOKENS = 90, 2, 8, 3, 4
 LAYOUT = KVLayout(layers=1, kv_heads=HEADS, head_dim=DIM, page_tokens=PAGE_TOKENS, dtype="float32")

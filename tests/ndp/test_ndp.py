@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Selection, _core
 from cxlkv import Sequence as PoolSequence
 from cxlkv.errors import BadArgumentError, UnsupportedError
-from cxlkv.ndp import reference
+
+from ..support import reference
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]

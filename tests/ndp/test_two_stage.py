@@ -17,7 +17,8 @@ import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Selection, Sequence, _core
 from cxlkv.errors import BadArgumentError
-from cxlkv.ndp import reference
+
+from ..support import reference
 
 Floats = npt.NDArray[np.float32]
 ISAS = ("serial", "avx2", "avx512_bf16", "neon")  # those that differ in sketches

@@ -1,4 +1,4 @@
-"""The NDP reference: select and attend in plain numpy, written to be obviously right.
+"""The reference of select and attend: plain numpy, written to be obviously right.
 
 Same meaning as the C core, on plain arrays: `keys` and `values` are lists of [tokens, kv_heads,
 dim] float32 arrays, one for each sequence; everything is computed in float64. Under a `window` the
