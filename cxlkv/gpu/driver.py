@@ -21,9 +21,7 @@ from cxlkv.errors import BadArgumentError, GpuError, GpuMemoryError, Unsupported
 LIBRARY = "libcuda.so.1"
 SUCCESS = 0
 OUT_OF_MEMORY = 2
-DEINITIALIZED = 4
 ALREADY_REGISTERED = 712
-NOT_REGISTERED = 713
 
 REGISTER_PORTABLE = 1
 REGISTER_DEVICEMAP = 2

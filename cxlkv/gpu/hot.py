@@ -46,11 +46,6 @@ class Counters(NamedTuple):
     misses: int
     errors: int
 
-    @property
-    def hit_rate(self) -> float:
-        """0 before anything was looked up."""
-        return self.hits / max(self.hits + self.misses, 1)
-
 
 class HotBuffer:
     """Slots for `requests` requests at a time, each of the layers and kv heads given.

@@ -20,9 +20,7 @@ SHARED_BYTES_MAX = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 SPILLED_BYTES_MAX = 32
 # Each thread's loads of 16 bytes in flight at once, which is what keeps a link full.
 WIDE = {
-    ("copies_triton", f"{kind} {words} x 16 B"): loads
-    for kind in ("fragments", "pages")
-    for words, loads in ((2048, 8), (512, 4))
+    ("copies_triton", f"fragments {words} x 16 B"): loads for words, loads in ((2048, 8), (512, 4))
 }
 PROCESSES = 2
 SCRIPT = Path(__file__).with_name("compile_kernels.py")

@@ -12,9 +12,7 @@ from cxlkv.kernels import reference_copies
 from cxlkv.kernels.copies import (
     FRAGMENT_BYTES_MAX,
     check_generations,
-    convert_pages,
     copy_fragments,
-    unpack_rows,
 )
 
 GUARD = 0xA5
@@ -161,113 +159,6 @@ def test_a_table_of_zeros_and_an_empty_one_copy_nothing(device: torch.device) ->
     assert (target.read() == GUARD).all()
 
 
-# What a page of a layer looks like on either side: (head_bytes, token_bytes) of rows of `row`.
-LAYOUTS = {
-    "ours": lambda heads, tokens, row: (tokens * row, row),
-    "engine NHD": lambda heads, tokens, row: (row, heads * row),
-    "engine, K beside V": lambda heads, tokens, row: (2 * row, 2 * heads * row),
-    "padded": lambda heads, tokens, row: (tokens * (row + 16) + 64, row + 16),
-}
-
-
-@pytest.mark.parametrize(
-    ("source_layout", "target_layout", "tokens", "heads", "dtype", "channels"),
-    [
-        ("engine NHD", "ours", 16, 2, torch.bfloat16, 128),
-        ("ours", "engine NHD", 4, 3, torch.float16, 80),
-        ("engine, K beside V", "padded", 3, 2, torch.float32, 36),
-        ("padded", "engine, K beside V", 5, 1, torch.bfloat16, 20),  # words of 8 bytes
-        ("engine NHD", "ours", 1, 4, torch.bfloat16, 33),  # rows of 66 bytes
-        ("ours", "engine NHD", 2, 2, torch.float8_e4m3fn, 7),
-        ("padded", "ours", 1, 1, torch.bfloat16, 576),
-    ],
-)
-def test_pages_change_their_layout(
-    device: torch.device,
-    rng: np.random.Generator,
-    source_layout: str,
-    target_layout: str,
-    tokens: int,
-    heads: int,
-    dtype: torch.dtype,
-    channels: int,
-) -> None:
-    row = channels * dtype.itemsize
-    strides = [LAYOUTS[name](heads, tokens, row) for name in (source_layout, target_layout)]
-    reach = [row + (heads - 1) * head + (tokens - 1) * token for head, token in strides]
-    pages, layers = 3, 2
-    source_offsets, source_size = scattered(rng, pages * layers, reach[0], 16, missing=0.1)
-    target_offsets, target_size = scattered(rng, pages * layers, reach[1], 16, missing=0.1)
-    source = Memory(device, source_size, on_host=True)
-    target = Memory(device, target_size)
-    data = source.fill(rng)
-    wanted = target.read()
-    for there, here in zip(source_offsets, target_offsets, strict=True):
-        for head in range(heads if there >= 0 and here >= 0 else 0):
-            for token in range(tokens):
-                begin = there + head * strides[0][0] + token * strides[0][1]
-                end = here + head * strides[1][0] + token * strides[1][1]
-                wanted[end : end + row] = data[begin : begin + row]
-    convert_pages(
-        source.at(source_offsets).view(pages, layers),
-        target.at(target_offsets).view(pages, layers),
-        tokens=tokens,
-        heads=heads,
-        row_bytes=row,
-        source_strides=strides[0],
-        target_strides=strides[1],
-        programs=2,
-    )
-    np.testing.assert_array_equal(target.read(), wanted)
-
-
-def packed_row(
-    codes: torch.Tensor, scales: torch.Tensor, rotary: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row of 656 bytes, and the 576 channels that it stands for, one by one."""
-    row = torch.cat([codes, scales.view(torch.uint8), rotary.view(torch.uint8)])
-    channels = [
-        codes[i : i + 1].view(torch.float8_e4m3fn).float() * scales[i // 128] for i in range(512)
-    ]
-    return row, torch.cat([torch.cat(channels).bfloat16(), rotary])
-
-
-def test_packed_rows_are_widened(device: torch.device, rng: np.random.Generator) -> None:
-    """Each of the 256 codes, NaN and denormals among them, and more rows than a tile holds."""
-    rows, wanted = [], []
-    for index in range(37):
-        codes = torch.from_numpy(rng.integers(0, 256, 512, dtype=np.uint8))
-        if index == 0:
-            codes = torch.arange(512).to(torch.uint8)
-        scales = torch.from_numpy(np.exp(rng.normal(0, 8, 4)).astype(np.float32))
-        if index == 0:  # some products lie half-way between two bfloat16
-            scales = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 5 * 2**-8])
-        rotary = torch.from_numpy(rng.integers(0, 2**16, 64, dtype=np.uint16)).view(torch.bfloat16)
-        row, channels = packed_row(codes, scales, rotary)
-        rows.append(row)
-        wanted.append(channels)
-    offsets, size = scattered(rng, 37, 656, 16, missing=0)
-    offsets[0] = max(offsets[0], 0)
-    source = Memory(device, size, on_host=True)
-    for offset, row in zip(offsets, rows, strict=True):
-        source.bytes[offset : offset + 656] = row
-    missing = rng.random(37) < 0.2
-    missing[0] = False
-    room = torch.full((39, 576), float("nan"), dtype=torch.bfloat16, device=device)
-    unpack_rows(source.at(np.where(missing, -1, offsets)), room[1:38], programs=1)
-    found = room.cpu()
-    assert found[0].isnan().all()
-    assert found[38].isnan().all()
-    expected = torch.stack(wanted)
-    expected[torch.from_numpy(missing)] = 0
-    assert torch.equal(same_nan(found[1:38]), same_nan(expected))
-
-
-def same_nan(rows: torch.Tensor) -> torch.Tensor:
-    """The bits of bfloat16 rows, with one NaN for all in the channels that are computed."""
-    return torch.cat([rows[:, :512].nan_to_num(nan=1.0), rows[:, 512:]], dim=1).view(torch.int16)
-
-
 @pytest.mark.parametrize("given", [True, False])
 def test_pages_of_another_generation_are_counted(
     device: torch.device, rng: np.random.Generator, given: bool
@@ -315,33 +206,18 @@ def test_the_references_agree_with_the_kernels(rng: np.random.Generator) -> None
     offsets, size = scattered(rng, 9, 656, 16)
     source = Memory(device, size)
     source.fill(rng)
-    for offset in offsets[offsets >= 0]:
-        source.bytes[offset + 512 : offset + 528] = torch.rand(4).view(torch.uint8)
     results = []
     for module in (None, reference_copies):
-        copied, converted = Memory(device, 9 * 656), Memory(device, 9 * 656)
-        out = torch.full((9, 576), float("nan"), dtype=torch.bfloat16)
+        copied = Memory(device, 9 * 656)
         wrong = torch.zeros(1, dtype=torch.int32)
         slot_at = copied.at(np.arange(9) * 656)
         run = module.copy_fragments if module else copy_fragments
         run(source.at(offsets), slot_at, 656)
-        change = module.convert_pages if module else convert_pages
-        change(
-            source.at(offsets),
-            converted.at(np.arange(9) * 656),
-            tokens=5,
-            heads=4,
-            row_bytes=32,
-            source_strides=(160, 32),
-            target_strides=(32, 128),
-        )
         if module:
-            module.unpack_rows(source.at(offsets), out)
             module.check_generations(source.at(offsets), torch.full((9,), 3), wrong)
         else:
-            unpack_rows(source.at(offsets), out)
             check_generations(source.at(offsets), torch.full((9,), 3), out=wrong)
-        results.append((copied.read(), converted.read(), same_nan(out).numpy(), wrong.numpy()))
+        results.append((copied.read(), wrong.numpy()))
     for kernel, reference in zip(*results, strict=True):
         np.testing.assert_array_equal(kernel, reference)
 
@@ -362,33 +238,6 @@ def test_bad_arguments_are_named(device: torch.device) -> None:
     if device.type == "cuda":
         with pytest.raises(BadArgumentError, match="different devices"):
             copy_fragments(table, table.cpu(), 16)
-    with pytest.raises(BadArgumentError, match=r"target_strides .* overlap"):
-        convert_pages(
-            table,
-            table,
-            tokens=4,
-            heads=2,
-            row_bytes=32,
-            source_strides=(128, 32),
-            target_strides=(96, 32),
-        )
-    with pytest.raises(BadArgumentError, match="0 tokens"):
-        convert_pages(
-            table,
-            table,
-            tokens=0,
-            heads=2,
-            row_bytes=32,
-            source_strides=(128, 32),
-            target_strides=(128, 32),
-        )
-    rows = torch.zeros(4, 576, dtype=torch.bfloat16, device=device)
-    with pytest.raises(BadArgumentError, match="out is"):
-        unpack_rows(table, rows.half())
-    with pytest.raises(BadArgumentError, match="out is"):
-        unpack_rows(table, rows[:3])
-    with pytest.raises(BadArgumentError, match="not contiguous"):
-        unpack_rows(table, rows.t().contiguous().t())
     with pytest.raises(BadArgumentError, match="expected is"):
         check_generations(table, table[:1])
     with pytest.raises(BadArgumentError, match="out is"):
