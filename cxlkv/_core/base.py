@@ -129,11 +129,6 @@ def crc32c(data: bytes | npt.NDArray[np.uint8], crc: int = 0) -> int:
     return int(lib.cxlkv_crc32c(crc, buffer, len(buffer)))
 
 
-def fields_of(struct: Any) -> dict[str, int]:
-    fields = ffi.typeof(struct).item.fields
-    return {name: int(getattr(struct, name)) for name, _ in fields if name != "reserved"}
-
-
 def numbers_of(struct: Any) -> dict[str, int]:
     fields = ffi.typeof(struct).fields
     return {

@@ -47,7 +47,7 @@ def _fill_rows(struct: Any, view: View) -> None:
 
 
 def batch_create(pool: Handle, sequences: Sequence[Handle]) -> Handle:
-    out = new_place("cxlkv_batch **", lib.cxlkv_batch_destroy_at)
+    out = new_place("cxlkv_batch **", lib.cxlkv_batch_destroy)
     check(lib.cxlkv_batch_create(pool, len(sequences), list(sequences), out))
     return handle_of(out)
 

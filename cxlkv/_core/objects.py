@@ -92,7 +92,7 @@ def lease_take(pool: Handle, keys: bytes) -> tuple[Handle, Addresses, Sizes]:
     """The lease, and of each object its address, 0 where there is none, and its size."""
     count = len(keys) // HASH_BYTES
     addresses, sizes = np.zeros(count, np.uint64), np.empty(count, np.int64)
-    out = new_place("cxlkv_lease **", lib.cxlkv_lease_destroy_at)
+    out = new_place("cxlkv_lease **", lib.cxlkv_lease_destroy)
     at = ffi.from_buffer("uint64_t[]", addresses, True)
     check(lib.cxlkv_lease_take(pool, count, keys, at, int64s(sizes, True), out))
     return handle_of(out), addresses, sizes
@@ -101,7 +101,7 @@ def lease_take(pool: Handle, keys: bytes) -> tuple[Handle, Addresses, Sizes]:
 def lease_reserve(pool: Handle, sizes: Addresses) -> tuple[Handle, Addresses]:
     """The lease, and the address of each page."""
     addresses = np.zeros(len(sizes), np.uint64)
-    out = new_place("cxlkv_lease **", lib.cxlkv_lease_destroy_at)
+    out = new_place("cxlkv_lease **", lib.cxlkv_lease_destroy)
     at = ffi.from_buffer("uint64_t[]", addresses, True)
     given = ffi.from_buffer("uint64_t[]", sizes)
     check(lib.cxlkv_lease_reserve(pool, len(sizes), given, at, out))

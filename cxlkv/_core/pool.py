@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv._core.base import Handle, check, fields_of, handle_of, new_place, view_of
+from cxlkv._core.base import Handle, check, handle_of, new_place, numbers_of, view_of
 from cxlkv._native import ffi, lib
 from cxlkv.layout import STORED, VALUES, KVLayout, LayerGroup
 
@@ -38,7 +38,7 @@ def _host_struct(host: tuple[int, bool, float] | None) -> Any:
 
 def pool_place() -> Any:
     """For a pool that is to be made: who is interrupted finds it there."""
-    return new_place("cxlkv_pool **", lib.cxlkv_pool_destroy_at)
+    return new_place("cxlkv_pool **", lib.cxlkv_pool_destroy)
 
 
 def pool_unmake(place: Any, path: str | None) -> None:
@@ -75,9 +75,7 @@ def pool_create(
         "cxlkv_sharing *", dict(zip(("kind", "durable", "hosts"), sharing, strict=True))
     )
     own = _host_struct(host)
-    check(
-        lib.cxlkv_pool_create_at(where, described, shared, capacity_bytes, flags, own, nodes, out)
-    )
+    check(lib.cxlkv_pool_create(where, described, shared, capacity_bytes, flags, own, nodes, out))
     return handle_of(out)
 
 
@@ -99,13 +97,19 @@ def pool_format(pool: Handle) -> dict[str, int]:
     """A cxlkv_format."""
     got = ffi.new("cxlkv_format *")
     check(lib.cxlkv_pool_format(pool, got))
-    return fields_of(got)
+    return numbers_of(got[0])
+
+
+def _description(pool: Handle) -> Any:
+    got = ffi.new("cxlkv_description *")
+    lib.cxlkv_pool_describe(pool, got)
+    return got
 
 
 def pool_layout(pool: Handle) -> tuple[KVLayout, bool, bool]:
     """The pool's layout, and whether its pieces have checksums, and its keys sketches."""
-    got = ffi.new("cxlkv_layout *")
-    check(lib.cxlkv_pool_layout(pool, got))
+    described = _description(pool)  # of which `got` is a part
+    got = described.layout
     order = list(got.group_of)[: got.layers]
     groups = [
         LayerGroup(
@@ -131,31 +135,26 @@ def pool_layout(pool: Handle) -> tuple[KVLayout, bool, bool]:
 
 def pool_sharing(pool: Handle) -> tuple[int, int, int]:
     """(kind, durable, hosts), as pool_create() takes them."""
-    got = ffi.new("cxlkv_sharing *")
-    check(lib.cxlkv_pool_sharing(pool, got))
-    return got.kind, got.durable, got.hosts
+    described = _description(pool)
+    return described.sharing.kind, described.sharing.durable, described.sharing.hosts
 
 
 def pool_geometry(pool: Handle) -> dict[str, int]:
-    got = ffi.new("cxlkv_geometry *")
-    check(lib.cxlkv_pool_geometry(pool, got))
-    return fields_of(got)
+    return numbers_of(_description(pool).geometry)
 
 
 def pool_identity(pool: Handle) -> str:
-    got = ffi.new("uint8_t[16]")
-    check(lib.cxlkv_pool_identity(pool, got))
-    return bytes(ffi.buffer(got)).hex()
+    return bytes(_description(pool).identity).hex()
 
 
 def pool_stats(pool: Handle) -> dict[str, int]:
     got = ffi.new("cxlkv_stats *")
     check(lib.cxlkv_pool_stats(pool, got))
-    return fields_of(got)
+    return numbers_of(got[0])
 
 
 def pool_page_kind(pool: Handle) -> str:
-    return str(ffi.string(lib.cxlkv_pool_page_kind(pool)).decode())
+    return str(ffi.string(_description(pool).page_kind).decode())
 
 
 def pool_placed(pool: Handle, pages_max: int) -> tuple[dict[str, int], list[int]]:

@@ -39,8 +39,8 @@ def tail_keys(ids: TokenIds, before: bytes) -> Hashes:
 
 
 def publish(sequence: Handle, hashes: bytes, tokens_per_key: int, content: bool = False) -> int:
-    function = lib.cxlkv_publish_content if content else lib.cxlkv_publish
-    return check(function(sequence, len(hashes) // HASH_BYTES, tokens_per_key, hashes))
+    count = len(hashes) // HASH_BYTES
+    return check(lib.cxlkv_publish(sequence, count, tokens_per_key, hashes, content))
 
 
 def publish_tail(sequence: Handle, tokens: int, before: bytes, key: bytes) -> int:
@@ -76,13 +76,13 @@ def _match(
     if ids is not None:
         args.ids, args.id_count = ffi.from_buffer("int64_t[]", ids), len(ids)
         args.root = first
-    out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy_at)
-    tokens = check(lib.cxlkv_match_with(pool, args, out))
+    out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy)
+    tokens = check(lib.cxlkv_match(pool, args, out))
     return tokens, handle_of(out)
 
 
 def forget(pool: Handle, hashes: bytes) -> int:
-    return check(lib.cxlkv_forget(pool, len(hashes) // HASH_BYTES, hashes))
+    return check(lib.cxlkv_forget(pool, len(hashes) // HASH_BYTES, hashes, ffi.NULL))
 
 
 class Scrubbed(NamedTuple):
@@ -96,7 +96,7 @@ class Scrubbed(NamedTuple):
 
 def scrub(pool: Handle, hashes: bytes) -> Scrubbed:
     out = ffi.new("cxlkv_scrubbed *")
-    check(lib.cxlkv_scrub(pool, len(hashes) // HASH_BYTES, hashes, out))
+    check(lib.cxlkv_forget(pool, len(hashes) // HASH_BYTES, hashes, out))
     return Scrubbed(out.pages, out.held, out.elsewhere)
 
 

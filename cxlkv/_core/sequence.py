@@ -12,13 +12,13 @@ from cxlkv._native import ffi, lib
 
 
 def sequence_create(pool: Handle) -> Handle:
-    out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy_at)
+    out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy)
     check(lib.cxlkv_sequence_create(pool, out))
     return handle_of(out)
 
 
 def sequence_fork(sequence: Handle) -> Handle:
-    out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy_at)
+    out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy)
     check(lib.cxlkv_sequence_fork(sequence, out))
     return handle_of(out)
 
@@ -32,11 +32,11 @@ def sequence_release(sequence: Handle) -> None:
 
 
 def sequence_tokens(sequence: Handle) -> int:
-    return check(lib.cxlkv_sequence_tokens(sequence))
+    return check(lib.cxlkv_sequence_tokens(sequence, lib.CXLKV_LAYER_LAST))
 
 
 def sequence_layer_tokens(sequence: Handle, layer: int) -> int:
-    return check(lib.cxlkv_sequence_layer_tokens(sequence, layer))
+    return check(lib.cxlkv_sequence_tokens(sequence, layer))
 
 
 def sequence_pages(sequence: Handle) -> npt.NDArray[np.uint32]:
@@ -84,6 +84,6 @@ def sequence_export(sequence: Handle) -> bytes:
 
 
 def sequence_adopt(pool: Handle, handle: bytes) -> Handle:
-    out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy_at)
+    out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy)
     check(lib.cxlkv_sequence_adopt(pool, handle, len(handle), out))
     return handle_of(out)

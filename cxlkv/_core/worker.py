@@ -11,7 +11,7 @@ WORKER_USES = ("none", "if_there", "only")  # by the core's number
 def worker_make(
     pool: Handle, slots: int, request_bytes: int, response_bytes: int, mode: str
 ) -> Handle:
-    out = new_place("cxlkv_worker **", lib.cxlkv_worker_destroy_at)
+    out = new_place("cxlkv_worker **", lib.cxlkv_worker_destroy)
     code = VISIBILITY_MODES.index(mode)
     check(lib.cxlkv_worker_make(pool, slots, request_bytes, response_bytes, code, out))
     return handle_of(out)

@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 3
+#define CXLKV_ABI 4
 /* The version, major * 10000 + minor * 100 + patch: what a host tells the others of a pool. */
 #define CXLKV_BUILD 200
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
@@ -312,25 +312,21 @@ const char *cxlkv_isa_name(void);
 uint32_t cxlkv_crc32c(uint32_t crc, const void *data, size_t bytes);
 
 /* sharing NULL: one host. host NULL: for a pool of one host. path NULL: anonymous memory.
- * A file is reserved whole, formatted, and appears at once or not. */
+ * A file is reserved whole, formatted, and appears at once or not.
+ * nodes: its pages are on these NUMA nodes, bit by node: one node is bound, over several they are
+ * interleaved, by their weights where the kernel has that. All memory is taken and verified at
+ * once. A file must be on tmpfs or hugetlbfs. 0: as the kernel pleases. */
 int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, const cxlkv_sharing *sharing,
                       uint64_t capacity_bytes, uint32_t flags, const cxlkv_host *host,
-                      cxlkv_pool **pool);
-/* The same with its pages on NUMA nodes, bit by node: one node is bound, over several they are
- * interleaved, by their weights where the kernel has that. All memory is taken and verified at
- * once. A file must be on tmpfs or hugetlbfs. nodes 0: as the kernel pleases. */
-int cxlkv_pool_create_at(const char *path, const cxlkv_layout *layout,
-                         const cxlkv_sharing *sharing, uint64_t capacity_bytes, uint32_t flags,
-                         const cxlkv_host *host, uint64_t nodes, cxlkv_pool **pool);
+                      uint64_t nodes, cxlkv_pool **pool);
 int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **pool);
 int cxlkv_pool_close(cxlkv_pool *pool);
 /* 0, or why a close would be refused now: for who ends other things first. */
 int cxlkv_pool_may_close(cxlkv_pool *pool);
-void cxlkv_pool_destroy(cxlkv_pool *pool);
-/* Of each kind of object: destroys what lies at `at`; nothing does while that is NULL. For bindings
- * whose caller can be interrupted between a call and its own note of what the call made: the place
+/* Of each kind of object: destroys what lies at `at`; does nothing while that is NULL. Who calls
+ * through a binding can be interrupted between a call and the note of what the call made: the place
  * has this destructor before the call. */
-void cxlkv_pool_destroy_at(cxlkv_pool **at);
+void cxlkv_pool_destroy(cxlkv_pool **at);
 /* Unlinks a pool that no other process has open, or wipes its superblock from a device, and from a
  * file in which it was made in place; not_a_pool is refused. */
 int cxlkv_pool_remove(const char *path);
@@ -346,10 +342,16 @@ typedef struct cxlkv_format {
  * all that it holds; stopped anywhere, it is one or the other. Returns the version it had. */
 int cxlkv_pool_upgrade(const char *path);
 int cxlkv_pool_format(cxlkv_pool *pool, cxlkv_format *format);
-int cxlkv_pool_layout(cxlkv_pool *pool, cxlkv_layout *layout);
-int cxlkv_pool_sharing(cxlkv_pool *pool, cxlkv_sharing *sharing);
-int cxlkv_pool_geometry(cxlkv_pool *pool, cxlkv_geometry *geometry);
-int cxlkv_pool_identity(cxlkv_pool *pool, uint8_t *identity);
+/* What does not change while a pool is open; told of a closed one, too. */
+typedef struct cxlkv_description {
+    cxlkv_layout layout;
+    cxlkv_sharing sharing;
+    cxlkv_geometry geometry;
+    uint8_t identity[16];
+    char page_kind[16];           /* what the kernel gave: "hugetlb", "thp", "4KiB", "devdax", or
+                                   * "fsdax" (mapped with MAP_SYNC) */
+} cxlkv_description;
+void cxlkv_pool_describe(cxlkv_pool *pool, cxlkv_description *description);
 int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats);
 /* The processes that have the pool open, `capacity` of them at most; returns how many there are. */
 int64_t cxlkv_pool_processes(cxlkv_pool *pool, cxlkv_overview *overview, cxlkv_process *processes,
@@ -406,8 +408,6 @@ int64_t cxlkv_pool_hosts(cxlkv_pool *pool, cxlkv_host_row *rows, uint32_t capaci
 /* Ends the epoch of a host that has been silent for a lease (waits for that long). confirmed_off:
  * an operator knows that its machine does not run: its pages may be taken by others then. */
 int cxlkv_pool_fence(cxlkv_pool *pool, uint32_t host, uint32_t confirmed_off);
-/* "hugetlb", "thp", "4KiB", "devdax", or "fsdax" (mapped with MAP_SYNC): what the kernel gave. */
-const char *cxlkv_pool_page_kind(cxlkv_pool *pool);
 
 #define CXLKV_NODES_MAX 64
 #define CXLKV_POLICY_DEFAULT 0    /* the kernel's numbers */
@@ -436,11 +436,10 @@ int cxlkv_sequence_create(cxlkv_pool *pool, cxlkv_sequence **sequence);
 int cxlkv_sequence_fork(cxlkv_sequence *sequence, cxlkv_sequence **child);
 int cxlkv_sequence_truncate(cxlkv_sequence *sequence, uint64_t tokens);
 int cxlkv_sequence_release(cxlkv_sequence *sequence);
-void cxlkv_sequence_destroy(cxlkv_sequence *sequence);
-void cxlkv_sequence_destroy_at(cxlkv_sequence **at);
-/* Tokens that every layer has; of one layer. */
-int64_t cxlkv_sequence_tokens(cxlkv_sequence *sequence);
-int64_t cxlkv_sequence_layer_tokens(cxlkv_sequence *sequence, uint32_t layer);
+void cxlkv_sequence_destroy(cxlkv_sequence **at);
+/* Tokens of a layer; of the last one, which has no more than any other: CXLKV_LAYER_LAST. */
+#define CXLKV_LAYER_LAST 0xffffffff
+int64_t cxlkv_sequence_tokens(cxlkv_sequence *sequence, uint32_t layer);
 /* Ids of its pages in the pool, part after part, without open tails; returns how many there are. */
 int64_t cxlkv_sequence_pages(cxlkv_sequence *sequence, uint32_t *pages, uint64_t capacity);
 /* Where the region begins in this process, for who reads it past the core (a GPU), until the pool
@@ -474,22 +473,16 @@ int64_t cxlkv_page_keys(const int64_t *ids, uint64_t count, uint32_t page_tokens
  * `before` (or the root). */
 int64_t cxlkv_tail_keys(const int64_t *ids, uint32_t count, const uint8_t *before, uint8_t *keys);
 
-/* hashes are 16 bytes each; hash i names the tokens before (i + 1) * tokens_per_key. Returns how
- * many pages were not published before. */
+/* hashes are 16 bytes each; hash i names the tokens before (i + 1) * tokens_per_key. content 1:
+ * they are keys of content; a sequence that has such pages of others is no source for other keys
+ * any more. Returns how many pages were not published before. */
 int64_t cxlkv_publish(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_per_key,
-                      const uint8_t *hashes);
-/* The same for keys of content. A sequence that has such pages of others is no source for
- * cxlkv_publish() any more. */
-int64_t cxlkv_publish_content(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_per_key,
-                              const uint8_t *hashes);
+                      const uint8_t *hashes, uint32_t content);
 /* A copy of what follows the last full page of the sequence's first `tokens` tokens, in a page of
  * each part, under a key of cxlkv_tail_keys(). before: the key of that last page; not used if there
  * is none. Returns how many pages were published: 0 when the chain before it is not. */
 int64_t cxlkv_publish_tail(cxlkv_sequence *sequence, uint64_t tokens, const uint8_t *before,
                            const uint8_t *key);
-/* The longest run of published pages from the first; pinned by *sequence until lease end. */
-int64_t cxlkv_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, double lease_s,
-                    cxlkv_sequence **sequence);
 typedef struct cxlkv_match_args {
     const uint8_t *hashes;       /* [count], 16 bytes each */
     uint32_t count;
@@ -501,24 +494,25 @@ typedef struct cxlkv_match_args {
     const uint8_t *root;         /* of the hashes; used with ids */
     double lease_s;
 } cxlkv_match_args;
-int64_t cxlkv_match_with(cxlkv_pool *pool, const cxlkv_match_args *args,
-                         cxlkv_sequence **sequence);
+/* The longest run of published pages from the first; pinned by *sequence until lease end. */
+int64_t cxlkv_match(cxlkv_pool *pool, const cxlkv_match_args *args, cxlkv_sequence **sequence);
 /* Marks this host's pages under these hashes, or takes the mark off: cxlkv_evictable() leaves out
  * those that have it. Returns how many there are. */
 int64_t cxlkv_pin(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_t pinned);
 /* flags, a byte a page: 1 for a published page of this host that nobody holds or has pinned.
  * Returns how many there are. */
 int64_t cxlkv_evictable(cxlkv_pool *pool, uint8_t *flags, uint64_t capacity);
-int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes);
 typedef struct cxlkv_scrubbed {
     uint64_t pages;                 /* overwritten now */
     uint64_t held;                  /* will be, when the last who holds one lets go; poisoned ones
                                      * never are */
     uint64_t elsewhere;             /* of other hosts: nothing was done, they are theirs to scrub */
 } cxlkv_scrubbed;
-/* Forgets this host's pages under these hashes; their bytes are overwritten with zeros before they
- * are free, whoever frees them. The mark is in the host state, as that of cxlkv_pin(). */
-int cxlkv_scrub(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, cxlkv_scrubbed *scrubbed);
+/* Forgets the pages under these hashes; returns how many. scrubbed not NULL: only this host's, and
+ * their bytes are overwritten with zeros before they are free, whoever frees them. The mark is in
+ * the host state, as that of cxlkv_pin(). */
+int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
+                     cxlkv_scrubbed *scrubbed);
 
 /* ---- whole records, out of the pool and into it: docs/memory-layout.md has their bytes ---- */
 
@@ -606,8 +600,7 @@ int64_t cxlkv_lease_publish(cxlkv_lease *lease, uint32_t count, const uint32_t *
                             const uint8_t *keys, int32_t *codes);
 /* Gives back those at these places, a second time nothing; places NULL: all. */
 int cxlkv_lease_release(cxlkv_lease *lease, uint32_t count, const uint32_t *places);
-void cxlkv_lease_destroy(cxlkv_lease *lease);
-void cxlkv_lease_destroy_at(cxlkv_lease **at);
+void cxlkv_lease_destroy(cxlkv_lease **at);
 
 /* ---- how much pages are used: docs/hotness.md ---- */
 
@@ -645,8 +638,7 @@ int64_t cxlkv_pool_published(cxlkv_pool *pool, cxlkv_published *rows, uint32_t c
 
 int cxlkv_batch_create(cxlkv_pool *pool, uint32_t count, cxlkv_sequence **sequences,
                        cxlkv_batch **batch);
-void cxlkv_batch_destroy(cxlkv_batch *batch);
-void cxlkv_batch_destroy_at(cxlkv_batch **at);
+void cxlkv_batch_destroy(cxlkv_batch **at);
 /* All or nothing. starts is int32 [n + 1]; returns the tokens appended. values is NULL when they
  * are a prefix of the keys. rewind matters in layer 0, for layers with a window: they keep what the
  * tokens from (new length - rewind) on see; -1: what the step's own tokens see. */
@@ -732,8 +724,7 @@ int cxlkv_worker_make(cxlkv_pool *pool, uint32_t slots, uint32_t request_bytes,
 /* Answers requests for timeout_s; returns how many. One thread at a time. */
 int64_t cxlkv_worker_serve(cxlkv_worker *worker, double timeout_s);
 int cxlkv_worker_state_of(cxlkv_worker *worker, cxlkv_worker_state *state);
-void cxlkv_worker_destroy(cxlkv_worker *worker);
-void cxlkv_worker_destroy_at(cxlkv_worker **at);
+void cxlkv_worker_destroy(cxlkv_worker **at);
 
 #define CXLKV_WORKER_NONE 0     /* selects and attends of this process are its own */
 #define CXLKV_WORKER_IF_THERE 1 /* by the worker; in this process when it does not answer */

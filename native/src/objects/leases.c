@@ -193,10 +193,8 @@ int cxlkv_lease_release(cxlkv_lease *lease, uint32_t count, const uint32_t *plac
     return code;
 }
 
-void cxlkv_lease_destroy(cxlkv_lease *lease) {
-    if (!lease) return;
-    cxlkv_lease_release(lease, 0, NULL); /* a closed pool has given all back */
-    lease_free(lease);
+void cxlkv_lease_destroy(cxlkv_lease **at) {
+    if (!*at) return;
+    cxlkv_lease_release(*at, 0, NULL); /* a closed pool has given all back */
+    lease_free(*at);
 }
-
-void cxlkv_lease_destroy_at(cxlkv_lease **at) { cxlkv_lease_destroy(*at); }

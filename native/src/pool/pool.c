@@ -102,13 +102,7 @@ static const cxlkv_sharing one_host = {.kind = CXLKV_SHARING_HOST, .hosts = 1};
 
 int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, const cxlkv_sharing *sharing,
                       uint64_t capacity_bytes, uint32_t flags, const cxlkv_host *host,
-                      cxlkv_pool **out) {
-    return cxlkv_pool_create_at(path, layout, sharing, capacity_bytes, flags, host, 0, out);
-}
-
-int cxlkv_pool_create_at(const char *path, const cxlkv_layout *layout,
-                         const cxlkv_sharing *sharing, uint64_t capacity_bytes, uint32_t flags,
-                         const cxlkv_host *host, uint64_t nodes, cxlkv_pool **out) {
+                      uint64_t nodes, cxlkv_pool **out) {
     cxlkv_geometry geometry;
     cxlkv_sharing shared = sharing ? *sharing : one_host;
     int code = geometry_make(layout, &shared, capacity_bytes, &geometry);
@@ -192,37 +186,20 @@ int cxlkv_pool_may_close(cxlkv_pool *pool) {
     return code;
 }
 
-void cxlkv_pool_destroy(cxlkv_pool *pool) {
-    if (!pool) return;
-    pool_close(pool, true);
-    pool_drop(pool);
+void cxlkv_pool_destroy(cxlkv_pool **at) {
+    if (!*at) return;
+    pool_close(*at, true);
+    pool_drop(*at);
 }
-
-void cxlkv_pool_destroy_at(cxlkv_pool **at) { cxlkv_pool_destroy(*at); }
 
 /* ---- looking ---- */
 
-int cxlkv_pool_layout(cxlkv_pool *pool, cxlkv_layout *layout) {
-    *layout = pool->layout;
-    return 0;
+void cxlkv_pool_describe(cxlkv_pool *pool, cxlkv_description *d) {
+    *d = (cxlkv_description){.layout = pool->layout, .sharing = pool->sharing,
+                             .geometry = pool->geometry};
+    memcpy(d->identity, pool->identity, sizeof(d->identity));
+    snprintf(d->page_kind, sizeof(d->page_kind), "%s", pool->region.page_kind);
 }
-
-int cxlkv_pool_sharing(cxlkv_pool *pool, cxlkv_sharing *sharing) {
-    *sharing = pool->sharing;
-    return 0;
-}
-
-int cxlkv_pool_geometry(cxlkv_pool *pool, cxlkv_geometry *geometry) {
-    *geometry = pool->geometry;
-    return 0;
-}
-
-int cxlkv_pool_identity(cxlkv_pool *pool, uint8_t *identity) {
-    memcpy(identity, pool->identity, sizeof(pool->identity));
-    return 0;
-}
-
-const char *cxlkv_pool_page_kind(cxlkv_pool *pool) { return pool->region.page_kind; }
 
 int cxlkv_pool_set_threads(cxlkv_pool *pool, uint32_t threads) {
     if (threads == 0 || threads > 1024)

@@ -48,12 +48,6 @@ static void forget_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], 
     *(int64_t *)forgotten += page_forget(pool, hash, true);
 }
 
-int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes) {
-    int64_t forgotten = 0;
-    int code = keys_call(pool, count, hashes, false, forget_one, &forgotten);
-    return code < 0 ? code : forgotten;
-}
-
 /* ---- forgotten, and overwritten when the last who holds one lets go ---- */
 
 static void scrub_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *context) {
@@ -68,10 +62,18 @@ static void scrub_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], v
     else scrubbed->pages++;
 }
 
-int cxlkv_scrub(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
-                cxlkv_scrubbed *scrubbed) {
-    *scrubbed = (cxlkv_scrubbed){0};
-    return keys_call(pool, count, hashes, true, scrub_one, scrubbed);
+int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
+                     cxlkv_scrubbed *scrubbed) {
+    int64_t forgotten = 0;
+    int code;
+    if (scrubbed) {
+        *scrubbed = (cxlkv_scrubbed){0};
+        code = keys_call(pool, count, hashes, true, scrub_one, scrubbed);
+        forgotten = (int64_t)(scrubbed->pages + scrubbed->held);
+    } else {
+        code = keys_call(pool, count, hashes, false, forget_one, &forgotten);
+    }
+    return code < 0 ? code : forgotten;
 }
 
 /* ---- pinned by a user: eviction leaves them alone. The mark is in the host state, so it is of

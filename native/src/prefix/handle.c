@@ -345,7 +345,7 @@ int cxlkv_sequence_adopt(cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
     if (code == 0) code = reopen_tail(made, header.tokens);
     if (code < 0) {
         if (code == -CXLKV_E_STALE) count_outside(pool, COUNT_STALE_HANDLES, 1);
-        cxlkv_sequence_destroy(made); /* drops what was held so far */
+        cxlkv_sequence_destroy(&made); /* drops what was held so far */
         return code;
     }
     *out = made;

@@ -228,7 +228,7 @@ static int64_t lease_begin(cxlkv_sequence *made, uint64_t tokens, double lease_s
     return code < 0 ? code : (int64_t)tokens;
 }
 
-int64_t cxlkv_match_with(cxlkv_pool *pool, const cxlkv_match_args *args, cxlkv_sequence **out) {
+int64_t cxlkv_match(cxlkv_pool *pool, const cxlkv_match_args *args, cxlkv_sequence **out) {
     if (!(args->lease_s > 0 && args->lease_s < 1e9))
         return fail(CXLKV_E_ARGUMENT, "a lease of %g s: it must be positive and end",
                     args->lease_s);
@@ -262,13 +262,7 @@ int64_t cxlkv_match_with(cxlkv_pool *pool, const cxlkv_match_args *args, cxlkv_s
         int64_t rest = args->ids ? match_tail(made, args) : 0;
         tokens = rest < 0 ? rest : lease_begin(made, (uint64_t)(tokens + rest), args->lease_s);
     }
-    if (tokens < 0) cxlkv_sequence_destroy(made);
+    if (tokens < 0) cxlkv_sequence_destroy(&made);
     else *out = made;
     return tokens;
-}
-
-int64_t cxlkv_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, double lease_s,
-                    cxlkv_sequence **out) {
-    const cxlkv_match_args args = {.hashes = hashes, .count = count, .lease_s = lease_s};
-    return cxlkv_match_with(pool, &args, out);
 }

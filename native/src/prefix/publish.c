@@ -87,19 +87,6 @@ static int64_t publish_locked(cxlkv_sequence *sequence, uint32_t count, uint64_t
     return published;
 }
 
-int64_t cxlkv_publish_content(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_per_key,
-                              const uint8_t *hashes) {
-    cxlkv_pool *pool = sequence->pool;
-    int64_t code = pool_enter(pool);
-    if (code < 0) return code;
-    pthread_rwlock_rdlock(&sequence->lock);
-    code = sequence_usable(sequence);
-    if (code == 0) code = publish_locked(sequence, count, tokens_per_key, hashes);
-    pthread_rwlock_unlock(&sequence->lock);
-    pool_leave(pool);
-    return code;
-}
-
 int publish_check(const cxlkv_sequence *sequence) {
     if (!sequence->approximate) return 0;
     return fail(CXLKV_E_ARGUMENT,
@@ -108,7 +95,15 @@ int publish_check(const cxlkv_sequence *sequence) {
 }
 
 int64_t cxlkv_publish(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_per_key,
-                      const uint8_t *hashes) {
-    int code = publish_check(sequence);
-    return code < 0 ? code : cxlkv_publish_content(sequence, count, tokens_per_key, hashes);
+                      const uint8_t *hashes, uint32_t content) {
+    cxlkv_pool *pool = sequence->pool;
+    int64_t code = content ? 0 : publish_check(sequence);
+    if (code == 0) code = pool_enter(pool);
+    if (code < 0) return code;
+    pthread_rwlock_rdlock(&sequence->lock);
+    code = sequence_usable(sequence);
+    if (code == 0) code = publish_locked(sequence, count, tokens_per_key, hashes);
+    pthread_rwlock_unlock(&sequence->lock);
+    pool_leave(pool);
+    return code;
 }

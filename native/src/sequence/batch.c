@@ -43,7 +43,8 @@ int cxlkv_batch_create(cxlkv_pool *pool, uint32_t count, cxlkv_sequence **sequen
     return 0;
 }
 
-void cxlkv_batch_destroy(cxlkv_batch *batch) {
+void cxlkv_batch_destroy(cxlkv_batch **at) {
+    cxlkv_batch *batch = *at;
     if (!batch) return;
     pthread_mutex_destroy(&batch->lock);
     pool_drop(batch->pool);
@@ -51,8 +52,6 @@ void cxlkv_batch_destroy(cxlkv_batch *batch) {
     free(batch->scratch);
     free(batch);
 }
-
-void cxlkv_batch_destroy_at(cxlkv_batch **at) { cxlkv_batch_destroy(*at); }
 
 int batch_lock(cxlkv_batch *batch, bool write) {
     int code = pool_enter(batch->pool);

@@ -556,17 +556,16 @@ int cxlkv_sequence_release(cxlkv_sequence *sequence) {
     return 0;
 }
 
-void cxlkv_sequence_destroy(cxlkv_sequence *sequence) {
-    if (!sequence) return;
-    cxlkv_sequence_release(sequence);
+void cxlkv_sequence_destroy(cxlkv_sequence **at) {
+    if (!*at) return;
+    cxlkv_sequence_release(*at);
     /* After a close the tables are still here; the pages they name are not ours any more. */
-    sequence_discard(sequence);
+    sequence_discard(*at);
 }
 
-void cxlkv_sequence_destroy_at(cxlkv_sequence **at) { cxlkv_sequence_destroy(*at); }
-
-int64_t cxlkv_sequence_layer_tokens(cxlkv_sequence *sequence, uint32_t layer) {
+int64_t cxlkv_sequence_tokens(cxlkv_sequence *sequence, uint32_t layer) {
     cxlkv_pool *pool = sequence->pool;
+    if (layer == CXLKV_LAYER_LAST) layer = pool->layout.layers - 1;
     if (layer >= pool->layout.layers)
         return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", layer, pool->layout.layers);
     int code = pool_enter(pool);
@@ -577,10 +576,6 @@ int64_t cxlkv_sequence_layer_tokens(cxlkv_sequence *sequence, uint32_t layer) {
     pthread_rwlock_unlock(&sequence->lock);
     pool_leave(pool);
     return tokens;
-}
-
-int64_t cxlkv_sequence_tokens(cxlkv_sequence *sequence) {
-    return cxlkv_sequence_layer_tokens(sequence, sequence->pool->layout.layers - 1);
 }
 
 int64_t cxlkv_sequence_pages(cxlkv_sequence *sequence, uint32_t *pages, uint64_t capacity) {

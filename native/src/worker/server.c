@@ -77,7 +77,7 @@ struct cxlkv_worker {
 /* ---- tables ---- */
 
 static void table_clear(table *t) {
-    cxlkv_sequence_destroy(t->sequence);
+    cxlkv_sequence_destroy(&t->sequence);
     *t = (table){0};
 }
 
@@ -114,7 +114,7 @@ static int table_renew(cxlkv_pool *pool, table *t, const request_table *item,
     made->page_count = made->tables[item->part].first = item->first;
     code = sequence_hold(made, item->part, entries, item->added);
     if (code < 0) {
-        cxlkv_sequence_destroy(made);
+        cxlkv_sequence_destroy(&made);
         return code;
     }
     if (t->sequence && t->part == item->part) { /* what is known of its tails stays */
@@ -526,7 +526,8 @@ int cxlkv_worker_state_of(cxlkv_worker *w, cxlkv_worker_state *state) {
 
 /* ---- beginning and end ---- */
 
-void cxlkv_worker_destroy(cxlkv_worker *w) {
+void cxlkv_worker_destroy(cxlkv_worker **at) {
+    cxlkv_worker *w = *at;
     if (!w) return;
     for (uint32_t i = 0; i < WORKER_SLOTS_MAX; i++) session_clear(&w->sessions[i]);
     if (pool_enter(w->pool) == 0) {
@@ -547,8 +548,6 @@ void cxlkv_worker_destroy(cxlkv_worker *w) {
     pool_drop(w->pool);
     free(w);
 }
-
-void cxlkv_worker_destroy_at(cxlkv_worker **at) { cxlkv_worker_destroy(*at); }
 
 static int attach_slots(cxlkv_worker *w) {
     const worker_header *header = &w->file.header;
@@ -586,7 +585,7 @@ int cxlkv_worker_make(cxlkv_pool *pool, uint32_t slots, uint32_t request_bytes,
         if (code == 0) code = attach_slots(w);
     }
     pool_leave(pool);
-    if (code < 0) cxlkv_worker_destroy(w);
+    if (code < 0) cxlkv_worker_destroy(&w);
     else *out = w;
     return code;
 }

@@ -47,14 +47,14 @@ static void lose_tail(cxlkv_sequence *sequence, const uint8_t *hashes) {
                                    .lease_s = 10};
     cxlkv_sequence *hit;
     uint8_t key[16];
-    int64_t code = cxlkv_match_with(sequence->pool, &args, &hit);
+    int64_t code = cxlkv_match(sequence->pool, &args, &hit);
     CHECK(code == 0 || code == -CXLKV_E_POISON);
-    if (code == 0) cxlkv_sequence_destroy(hit);
+    if (code == 0) cxlkv_sequence_destroy(&hit);
     CHECK(cxlkv_tail_keys(&id, 1, hashes, key) == 1);
     code = cxlkv_publish_tail(sequence, TEST_PAGE_TOKENS + 1, hashes, key);
     CHECK(code == 0 || code == -CXLKV_E_POOL_FULL || code == -CXLKV_E_POISON);
     CHECK(cxlkv_tail_keys(&id, 1, before, key) == 1);
-    while ((code = cxlkv_forget(sequence->pool, 1, key)) < 0) CHECK(code == -CXLKV_E_POISON);
+    while ((code = cxlkv_forget(sequence->pool, 1, key, NULL)) < 0) CHECK(code == -CXLKV_E_POISON);
 }
 
 /* Every operation that touches the lost memory fails by name; every other one goes on. */
@@ -72,7 +72,7 @@ static void test_extents_cut(uint32_t threads) {
     cxlkv_sequence *hurt = filled(pool), *fresh, *hit;
     uint8_t hashes[PAGES * 16], bytes[1024];
     test_hashes(hashes, 3, PAGES);
-    CHECK(cxlkv_publish(hurt, PAGES, TEST_PAGE_TOKENS, hashes) == PAGES);
+    CHECK(cxlkv_publish(hurt, PAGES, TEST_PAGE_TOKENS, hashes, 0) == PAGES);
     publish_tail(hurt, hashes);
     int64_t size = cxlkv_sequence_export(hurt, bytes, sizeof(bytes));
     CHECK(size > 0);
@@ -85,15 +85,15 @@ static void test_extents_cut(uint32_t threads) {
     CHECK(test_verify(hurt, 0, marks, TOKENS) == -CXLKV_E_POISON);
     cxlkv_stats stats = test_stats(pool);
     CHECK(stats.pages_retired > 0);
-    int64_t code, found = cxlkv_match(pool, PAGES, hashes, 10, &hit);
+    int64_t code, found = test_match(pool, PAGES, hashes, 10, &hit);
     CHECK(found == 0 || found == -CXLKV_E_POISON);
-    if (found == 0) cxlkv_sequence_destroy(hit);
+    if (found == 0) cxlkv_sequence_destroy(&hit);
     lose_tail(hurt, hashes);
     CHECK(cxlkv_sequence_adopt(pool, bytes, (uint64_t)size, &fresh) == -CXLKV_E_POISON);
     CHECK(cxlkv_sequence_truncate(hurt, 2) == -CXLKV_E_POISON);
-    CHECK(cxlkv_sequence_layer_tokens(hurt, 0) == TOKENS);
-    while ((code = cxlkv_forget(pool, PAGES, hashes)) < 0) CHECK(code == -CXLKV_E_POISON);
-    cxlkv_sequence_destroy(hurt);
+    CHECK(cxlkv_sequence_tokens(hurt, 0) == TOKENS);
+    while ((code = cxlkv_forget(pool, PAGES, hashes, NULL)) < 0) CHECK(code == -CXLKV_E_POISON);
+    cxlkv_sequence_destroy(&hurt);
     stats = test_stats(pool);
     CHECK(stats.pages_published == 0);
 
@@ -106,15 +106,15 @@ static void test_extents_cut(uint32_t threads) {
         CHECK(cxlkv_sequence_create(pool, &fresh) == 0);
         code = test_append_all(fresh, marks, TOKENS);
         if (code >= 0 || code != -CXLKV_E_POISON) break;
-        CHECK(cxlkv_sequence_layer_tokens(fresh, TEST_LAYERS - 1) == 0);
-        cxlkv_sequence_destroy(fresh);
+        CHECK(cxlkv_sequence_tokens(fresh, TEST_LAYERS - 1) == 0);
+        cxlkv_sequence_destroy(&fresh);
         CHECK(++poisoned < 200);
     }
     CHECK(code >= 0 && test_verify_all(fresh, marks, TOKENS) == 0);
-    cxlkv_sequence_destroy(fresh);
+    cxlkv_sequence_destroy(&fresh);
     stats = test_stats(pool);
     CHECK(stats.pages_held == 0 && stats.pages_free + stats.pages_retired == stats.pages_total);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_open(path, NULL, &pool) == -CXLKV_E_TRUNCATED);
     CHECK(cxlkv_pool_remove(path) == 0);
 }
@@ -128,24 +128,24 @@ static void test_descriptors_cut(void) {
     char text[4096];
     uint32_t pages[8];
     test_hashes(hashes, 3, PAGES);
-    CHECK(cxlkv_publish(hurt, 3, TEST_PAGE_TOKENS, hashes) == 3);
+    CHECK(cxlkv_publish(hurt, 3, TEST_PAGE_TOKENS, hashes, 0) == 3);
     CHECK(cxlkv_sequence_fork(hurt, &child) == 0);
     CHECK(cxlkv_pages_alloc(pool, 8, pages) == 8);
     cut(path, 4096);
     CHECK(cxlkv_sequence_export(child, bytes, sizeof(bytes)) == -CXLKV_E_POISON);
-    CHECK(cxlkv_publish(hurt, PAGES, TEST_PAGE_TOKENS, hashes) == -CXLKV_E_POISON);
-    int64_t found = cxlkv_match(pool, 3, hashes, 10, &hit);
+    CHECK(cxlkv_publish(hurt, PAGES, TEST_PAGE_TOKENS, hashes, 0) == -CXLKV_E_POISON);
+    int64_t found = test_match(pool, 3, hashes, 10, &hit);
     CHECK(found == 0 || found == -CXLKV_E_POISON);
-    if (found == 0) cxlkv_sequence_destroy(hit);
+    if (found == 0) cxlkv_sequence_destroy(&hit);
     CHECK(cxlkv_pages_free(pool, 8, pages) == 8);
-    found = cxlkv_forget(pool, 3, hashes);
+    found = cxlkv_forget(pool, 3, hashes, NULL);
     CHECK(found >= 0 || found == -CXLKV_E_POISON);
     CHECK(cxlkv_sequence_release(hurt) == 0);
-    cxlkv_sequence_destroy(hurt);
-    cxlkv_sequence_destroy(child);
+    cxlkv_sequence_destroy(&hurt);
+    cxlkv_sequence_destroy(&child);
     CHECK(test_stats(pool).pages_retired > 0);
     CHECK(cxlkv_pool_check(pool, 1, text, sizeof(text)) > 0 && strstr(text, "bus error"));
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_open(path, NULL, &pool) == -CXLKV_E_TRUNCATED);
     CHECK(cxlkv_pool_remove(path) == 0);
 }
@@ -166,8 +166,8 @@ static void test_rebuild_when_cut(void) {
     cut(path, 4096);
     cxlkv_stats stats = test_stats(pool);
     CHECK(stats.rebuilds == 1 && stats.pages_free == 0);
-    cxlkv_sequence_destroy(hurt);
-    cxlkv_pool_destroy(pool);
+    cxlkv_sequence_destroy(&hurt);
+    cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_remove(path) == 0);
 }
 
@@ -186,12 +186,12 @@ static void test_callers_array_cut(void) {
                        .stride_bytes = {sizeof(test_rows), TEST_DIM * 4, 4}};
     int32_t starts[2] = {0, 9};
     CHECK(cxlkv_batch_append(batch, 0, &rows, &rows, starts, -1) == -EFAULT);
-    CHECK(cxlkv_sequence_layer_tokens(sequence, 0) == 0);
+    CHECK(cxlkv_sequence_tokens(sequence, 0) == 0);
     cxlkv_stats stats = test_stats(pool);
     CHECK(stats.pages_retired == 0 && stats.pages_free == stats.pages_total);
-    cxlkv_batch_destroy(batch);
-    cxlkv_sequence_destroy(sequence);
-    cxlkv_pool_destroy(pool);
+    cxlkv_batch_destroy(&batch);
+    cxlkv_sequence_destroy(&sequence);
+    cxlkv_pool_destroy(&pool);
     munmap(array, 8192);
     close(fd);
 }
@@ -218,12 +218,12 @@ static void test_blocks_cut(void) {
     CHECK(cxlkv_batch_append_blocks(batch, 0, &table, -1) == TEST_PAGE_TOKENS);
     CHECK(ftruncate(fd, 4096) == 0);
     CHECK(cxlkv_batch_append_blocks(batch, 0, &table, -1) == -EFAULT);
-    CHECK(cxlkv_sequence_layer_tokens(sequence, 0) == TEST_PAGE_TOKENS);
+    CHECK(cxlkv_sequence_tokens(sequence, 0) == TEST_PAGE_TOKENS);
     CHECK(cxlkv_batch_fetch_blocks(batch, 0, &table, &first, &good) == -EFAULT && good == 0);
     CHECK(test_stats(pool).pages_retired == 0);
-    cxlkv_batch_destroy(batch);
-    cxlkv_sequence_destroy(sequence);
-    cxlkv_pool_destroy(pool);
+    cxlkv_batch_destroy(&batch);
+    cxlkv_sequence_destroy(&sequence);
+    cxlkv_pool_destroy(&pool);
     munmap(array, 8192);
     close(fd);
 }

@@ -65,7 +65,7 @@ static void other_host(const char *path, uint64_t first, int dies_store) {
         log_end = log_first + pool->hosts.area.log_records * FLUSH_LINE_BYTES;
         stores_left = dies_store;
         CHECK(put(pool, first + 3, 3, OBJECT_BYTES, &seed) == 1);
-        cxlkv_pool_destroy(pool);
+        cxlkv_pool_destroy(&pool);
         _exit(dies_store != 0);
     }
     int status;
@@ -95,7 +95,7 @@ int main(void) {
     cxlkv_host host = {.lease_s = LEASE_S};
     cxlkv_pool *pool;
     uint64_t next = 100;
-    CHECK(cxlkv_pool_create(path, &layout, &sharing, 6 << 20, 0, &host, &pool) == 0);
+    CHECK(cxlkv_pool_create(path, &layout, &sharing, 6 << 20, 0, &host, 0, &pool) == 0);
     for (uint64_t i = 0; i < OBJECTS; i++) CHECK(put(pool, i, i, OBJECT_BYTES, &seed) == 1);
     double before_us = looks_us(pool);
     for (int dies_store = 1; dies_store <= WORDS; dies_store++, next += 10) {
@@ -110,10 +110,10 @@ int main(void) {
         for (uint64_t i = 5; i < 9; i++) CHECK(size_of(pool, next + i) == OBJECT_BYTES);
         CHECK(test_stats(pool).log_rescans == 0);
     }
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     for (uint32_t number = 0; number < 2; number++) { /* an empty state of the killed one */
         pool = open_host(path, number);
-        cxlkv_pool_destroy(pool);
+        cxlkv_pool_destroy(&pool);
     }
     CHECK(cxlkv_pool_remove(path) == 0);
     return 0;

@@ -47,14 +47,14 @@ static void test_fork(bool killed) {
             for (;;) pause();
         }
         CHECK(cxlkv_lease_publish(reserved, 1, places + 1, keys + 16, codes) == 1);
-        cxlkv_lease_destroy(lease);
-        cxlkv_lease_destroy(reserved);
+        cxlkv_lease_destroy(&lease);
+        cxlkv_lease_destroy(&reserved);
         CHECK(cxlkv_pool_close(pool) == 0);
         CHECK(write(to_parent[1], &byte, 1) == 1);
         _exit(0);
     }
-    cxlkv_lease_destroy(lease);
-    cxlkv_lease_destroy(reserved);
+    cxlkv_lease_destroy(&lease);
+    cxlkv_lease_destroy(&reserved);
     CHECK(cxlkv_pool_may_close(pool) == 0);
     CHECK(forget(pool, 1) == 1 && test_stats(pool).pages_held == 3);
     while (put(pool, 1000 + (uint64_t)size++, 5, SMALL, &seed) == 1) continue;
@@ -67,7 +67,7 @@ static void test_fork(bool killed) {
     expect(pool, 11, 11, killed ? CXLKV_OBJECT_ABSENT : SMALL, &seed);
     CHECK(test_stats(pool).pages_free == (killed ? 2u : 1u));
     test_clean(pool);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_remove(path) == 0);
     close(to_child[1]);
     close(to_parent[0]);

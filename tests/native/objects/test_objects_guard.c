@@ -38,7 +38,7 @@ static void cut(cut_pool *c, uint64_t extents) {
 static void end(cut_pool *c) {
     cxlkv_stats stats = test_stats(c->pool);
     CHECK(stats.pages_held == 0 && stats.pages_retired > 0);
-    cxlkv_pool_destroy(c->pool);
+    cxlkv_pool_destroy(&c->pool);
     CHECK(cxlkv_pool_remove(c->path) == 0);
 }
 
@@ -75,11 +75,11 @@ static void test_reading(bool checksum, uint32_t threads) {
         CHECK(code == 3 || (turn == 0 && code == -CXLKV_E_POISON));
         if (code < 0) continue;
         CHECK(sizes[1] == CXLKV_OBJECT_DAMAGED && addresses[1] == 0 && addresses[0]);
-        cxlkv_lease_destroy(other);
+        cxlkv_lease_destroy(&other);
     }
     CHECK(size_of(c.pool, c.whole + 5) == CXLKV_OBJECT_DAMAGED);
     CHECK(is_filled(at, 0, SMALL));
-    cxlkv_lease_destroy(whole);
+    cxlkv_lease_destroy(&whole);
     for (uint64_t name = 0; name < c.whole; name++) expect(c.pool, name, name, SMALL, &seed);
     while ((size = forget(c.pool, c.whole + 5)) < 0) CHECK(size == -CXLKV_E_POISON);
     CHECK(size_of(c.pool, c.whole + 5) == CXLKV_OBJECT_ABSENT);
@@ -101,7 +101,7 @@ static void test_writing(bool checksum, uint32_t threads) {
     fill((uint8_t *)(uintptr_t)address, 500, SMALL);
     cut(&c, 1);
     CHECK(cxlkv_lease_publish(r, 1, &place, key, &code) == -CXLKV_E_POISON);
-    cxlkv_lease_destroy(r);
+    cxlkv_lease_destroy(&r);
     while ((new = put(c.pool, 600, 600, SMALL, &seed)) == -CXLKV_E_POISON) {
         CHECK(++lost <= left && test_stats(c.pool).pages_held == 0);
         CHECK(size_of(c.pool, 600) == CXLKV_OBJECT_ABSENT);
@@ -122,7 +122,7 @@ static void test_scrubbing(void) {
     cut(&c, 1);
     key_of(keys, 0);
     key_of(keys + 16, c.whole + 5);
-    CHECK(cxlkv_scrub(c.pool, 2, keys, &scrubbed) == 0);
+    CHECK(cxlkv_forget(c.pool, 2, keys, &scrubbed) == 2);
     CHECK(scrubbed.pages == 1 && scrubbed.held == 1 && scrubbed.elsewhere == 0);
     CHECK(test_stats(c.pool).pages_retired == 1);
     CHECK(size_of(c.pool, 0) == CXLKV_OBJECT_ABSENT);
@@ -144,7 +144,7 @@ static void test_descriptors(void) {
     int64_t code = put(c.pool, 700, 700, SMALL, &seed);
     CHECK(code == -CXLKV_E_POISON || code == -CXLKV_E_POOL_FULL);
     CHECK(put(c.pool, 4, 4, SMALL, &seed) == 0);
-    cxlkv_lease_destroy(lease);
+    cxlkv_lease_destroy(&lease);
     end(&c);
 }
 
@@ -176,7 +176,7 @@ static void test_callers_memory(bool checksum, uint32_t threads) {
     cxlkv_stats stats = test_stats(pool);
     CHECK(stats.pages_retired == 0 && stats.pages_held == 0 && stats.pages_published_only == 1);
     test_clean(pool);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     munmap(memory, MAPPED);
     close(fd);
 }

@@ -41,8 +41,8 @@ static scene begin(const variant *v) {
     cxlkv_pool *made;
     private_kernels.streams = v->streams;
     CHECK(kernels_force("serial") == 0);
-    CHECK(cxlkv_pool_create(s.path, &layout, &sharing, 16 << 20, 0, &host, &made) == 0);
-    cxlkv_pool_destroy(made);
+    CHECK(cxlkv_pool_create(s.path, &layout, &sharing, 16 << 20, 0, &host, 0, &made) == 0);
+    cxlkv_pool_destroy(&made);
     for (uint32_t i = 0; i < 2; i++) {
         s.hosts[i] = open_host(s.path, i, v);
         cache_begin(s.hosts[i]);
@@ -54,7 +54,7 @@ static void end(scene *s) {
     for (uint32_t i = 0; i < 2; i++) {
         if (!s->hosts[i]) continue;
         CHECK(test_stats(s->hosts[i]).pages_held == 0);
-        cxlkv_pool_destroy(s->hosts[i]);
+        cxlkv_pool_destroy(&s->hosts[i]);
     }
     caches_end();
     CHECK(cxlkv_pool_remove(s->path) == 0);
@@ -104,7 +104,7 @@ static void test_in_place(scene *s) {
     CHECK(cxlkv_lease_publish(reserved, 3, places, keys, codes) == 3);
     for (uint64_t i = 0; i < 3; i++) expect(s->hosts[1], 40 + i, 40 + i, (int64_t)sizes[i], &seed);
     CHECK(cxlkv_lease_publish(reserved, 3, places, keys, codes) == 0);
-    cxlkv_lease_destroy(reserved);
+    cxlkv_lease_destroy(&reserved);
     for (uint64_t i = 0; i < 3; i++) expect(s->hosts[1], 40 + i, 40 + i, (int64_t)sizes[i], &seed);
     for (uint64_t i = 0; i < 3; i++) CHECK(forget(s->hosts[0], 40 + i) == 1);
 }
@@ -167,7 +167,7 @@ static void test_pinned(scene *s) {
     flush_invalidate(FLUSH_NONE, (void *)addresses[0], SMALL); /* whatever memory has now */
     CHECK(used > 0 && is_filled((uint8_t *)addresses[0], 50, SMALL));
     expect(reader, 50, 0, CXLKV_OBJECT_ABSENT, &seed);
-    cxlkv_lease_destroy(lease);
+    cxlkv_lease_destroy(&lease);
     CHECK(put(owner, 1000 + used, 1000 + used, SMALL, &seed) == 1); /* now there is room for it */
     CHECK(test_stats(owner).pages_withdrawn == 0);
     for (uint64_t i = 0; i <= used; i++) expect(reader, 1000 + i, 1000 + i, SMALL, &seed);
@@ -189,7 +189,7 @@ static void test_damaged(scene *s) {
     expect(reader, 60, 0, CXLKV_OBJECT_DAMAGED, &seed);
     at[SMALL / 2] ^= 1;
     expect(reader, 60, 60, SMALL, &seed);
-    cxlkv_lease_destroy(lease);
+    cxlkv_lease_destroy(&lease);
     CHECK(forget(owner, 60) == 1);
 }
 
@@ -220,12 +220,12 @@ static void test_scrubbed(scene *s) {
         CHECK(memory_has(owner, at, SMALL));
         CHECK(memory_has(owner, checksum_of(owner, page, 0, 0, 0), 64));
         if (kept) CHECK(cxlkv_lease_take(reader, 1, key, &address, &size, &lease) == 1);
-        CHECK(cxlkv_scrub(reader, 1, key, &scrubbed) == 0 && scrubbed.elsewhere == 1);
-        CHECK(cxlkv_scrub(owner, 1, key, &scrubbed) == 0);
+        CHECK(cxlkv_forget(reader, 1, key, &scrubbed) == 0 && scrubbed.elsewhere == 1);
+        CHECK(cxlkv_forget(owner, 1, key, &scrubbed) == 1);
         CHECK(scrubbed.pages == 1 - kept && scrubbed.held == kept && scrubbed.elsewhere == 0);
         if (kept) {
             CHECK(size == SMALL && is_filled((uint8_t *)address, 65, SMALL));
-            cxlkv_lease_destroy(lease);
+            cxlkv_lease_destroy(&lease);
             CHECK(host_lock(owner) == 0);
             withdrawn_look(owner);
             host_unlock(owner);
@@ -247,9 +247,9 @@ static void test_left(scene *s, const variant *v) {
     for (uint64_t i = 0; i < own; i++) sizes[i] = OBJECT_BYTES;
     CHECK(cxlkv_lease_reserve(s->hosts[0], (uint32_t)own, sizes, addresses, &reserved) >= 0);
     for (uint64_t i = 0; i < own; i++) fill((uint8_t *)addresses[i], 70, OBJECT_BYTES);
-    if (v->certified) cxlkv_lease_destroy(reserved); /* else the pool's end gives them back */
-    cxlkv_pool_destroy(s->hosts[0]);
-    if (!v->certified) cxlkv_lease_destroy(reserved);
+    if (v->certified) cxlkv_lease_destroy(&reserved); /* else the pool's end gives them back */
+    cxlkv_pool_destroy(&s->hosts[0]);
+    if (!v->certified) cxlkv_lease_destroy(&reserved);
     s->hosts[0] = NULL;
     while (put(s->hosts[1], 100 + count, 100 + count, OBJECT_BYTES, &seed) == 1) count++;
     CHECK(count == total);

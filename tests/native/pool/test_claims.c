@@ -67,7 +67,7 @@ static void scene_make(scene *s, const char *path) {
     cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = 2};
     cxlkv_host host = {.lease_s = 0.5};
     *s = (scene){.path = path};
-    CHECK(cxlkv_pool_create(path, &layout, &sharing, 16 << 20, 0, &host, &s->pool) == 0);
+    CHECK(cxlkv_pool_create(path, &layout, &sharing, 16 << 20, 0, &host, 0, &s->pool) == 0);
     CHECK(cxlkv_sequence_create(s->pool, &s->sequence) == 0);
     test_marks(s->marks, 1, TOKENS);
     CHECK(test_append_all(s->sequence, s->marks, TOKENS) >= 0);
@@ -78,10 +78,10 @@ static void scene_make(scene *s, const char *path) {
 }
 
 static void scene_end(scene *s) {
-    cxlkv_sequence_destroy(s->sequence);
+    cxlkv_sequence_destroy(&s->sequence);
     CHECK(test_stats(s->pool).pages_held == 0);
     test_clean(s->pool);
-    cxlkv_pool_destroy(s->pool);
+    cxlkv_pool_destroy(&s->pool);
     CHECK(cxlkv_pool_remove(s->path) == 0);
     free(s->pages);
 }
@@ -225,7 +225,7 @@ static void test_what_a_dead_process_claimed_is_used(const char *path) {
     cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = 2};
     cxlkv_host host = {.lease_s = 3600};
     cxlkv_pool *pool;
-    CHECK(cxlkv_pool_create(path, &layout, &sharing, 16 << 20, 0, &host, &pool) == 0);
+    CHECK(cxlkv_pool_create(path, &layout, &sharing, 16 << 20, 0, &host, 0, &pool) == 0);
     uint32_t all = (uint32_t)test_stats(pool).pages_total;
     uint32_t *pages = malloc(all * sizeof(*pages));
     CHECK(pages && cxlkv_pages_alloc(pool, all, pages) == all);
@@ -241,7 +241,7 @@ static void test_what_a_dead_process_claimed_is_used(const char *path) {
     CHECK(cxlkv_pages_alloc(pool, all, pages) == all);
     CHECK(cxlkv_pages_free(pool, all, pages) == all);
     test_clean(pool);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_remove(path) == 0);
     free(pages);
 }

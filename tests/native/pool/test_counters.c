@@ -46,7 +46,7 @@ static void test_killed_processes_stay_counted(const char *path) {
         fetched = total.fetched_bytes;
     }
     CHECK(test_stats(pool).scored_bytes == 5); /* its own only */
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 
     /* Nobody uses the pool now and the host state is gone: the totals are not. */
     for (uint64_t opened = 0; opened < 3; opened++) {
@@ -55,7 +55,7 @@ static void test_killed_processes_stay_counted(const char *path) {
         CHECK(total_of(pool).fetched_bytes == fetched);
         CHECK(test_stats(pool).scored_bytes == 0);
         count_add(pool, COUNT_SCORED_BYTES, 1);
-        cxlkv_pool_destroy(pool);
+        cxlkv_pool_destroy(&pool);
     }
     CHECK(cxlkv_pool_remove(path) == 0);
 }
@@ -68,10 +68,10 @@ static void test_a_slot_is_taken_again(const char *path) {
         CHECK(second->slot == 1 && test_stats(second).fetched_bytes == 0);
         count_add(second, COUNT_FETCHED_BYTES, 7);
         CHECK(test_stats(second).fetched_bytes == 7);
-        cxlkv_pool_destroy(second);
+        cxlkv_pool_destroy(&second);
     }
     CHECK(total_of(first).fetched_bytes == 21);
-    cxlkv_pool_destroy(first);
+    cxlkv_pool_destroy(&first);
     CHECK(cxlkv_pool_remove(path) == 0);
 }
 
@@ -91,7 +91,7 @@ static void test_threads_count_at_once(void) {
     for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
     CHECK(total_of(pool).attended_bytes == (uint64_t)THREADS * THREAD_COUNTS);
     CHECK(test_stats(pool).stale_handles == (uint64_t)THREADS * THREAD_COUNTS);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 static void test_what_operations_count(void) {
@@ -107,11 +107,11 @@ static void test_what_operations_count(void) {
     CHECK(total_of(pool).appended_bytes == test_stats(pool).appended_bytes);
     CHECK(total_of(pool).appended_bytes > 0);
 
-    CHECK(cxlkv_publish(sequence, 3, TEST_PAGE_TOKENS, hashes) == 3);
-    CHECK(cxlkv_match(pool, 5, hashes, 100, &hit) == 3 * TEST_PAGE_TOKENS);
+    CHECK(cxlkv_publish(sequence, 3, TEST_PAGE_TOKENS, hashes, 0) == 3);
+    CHECK(test_match(pool, 5, hashes, 100, &hit) == 3 * TEST_PAGE_TOKENS);
     CHECK(total_of(pool).match_keys_asked == 5 && total_of(pool).match_keys_hit == 3);
     CHECK(atomic_load(&pool->counters->sequences) == 2);
-    cxlkv_sequence_destroy(hit);
+    cxlkv_sequence_destroy(&hit);
     CHECK(atomic_load(&pool->counters->sequences) == 1);
 
     CHECK(page_count < 1024 && cxlkv_pages_alloc(pool, page_count - 3, pages) >= 0);
@@ -131,8 +131,8 @@ static void test_what_operations_count(void) {
     /* The sequence outlives the pool's mapping, and is let go of without it. */
     CHECK(cxlkv_pool_close(pool) == 0);
     CHECK(cxlkv_pool_count_audit(pool, 0.5, 0.5) == -CXLKV_E_CLOSED);
-    cxlkv_sequence_destroy(sequence);
-    cxlkv_pool_destroy(pool);
+    cxlkv_sequence_destroy(&sequence);
+    cxlkv_pool_destroy(&pool);
 }
 
 int main(void) {

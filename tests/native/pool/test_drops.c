@@ -70,15 +70,15 @@ static void test_a_release_without_the_lock(void) {
     CHECK(cxlkv_sequence_fork(sequence, &fork) == 0);
     CHECK(test_append(fork, 0, marks, 1) == 1);
     lock_begin(pool);
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_sequence_destroy(&sequence);
     check_queued(pool, 0); /* the fork has them all */
     CHECK(cxlkv_sequence_release(fork) == 0);
     check_queued(pool, pages);
-    cxlkv_sequence_destroy(fork);
+    cxlkv_sequence_destroy(&fork);
     CHECK(cxlkv_pages_alloc(pool, 1, (uint32_t[1]){0}) == -CXLKV_E_TIMEOUT);
     lock_end();
     check_given_back(pool, pages, 0);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 /* An append that fails after it took its pages leaves the sequence as it was. */
@@ -98,9 +98,9 @@ static void test_an_append_is_taken_back(void) {
     test_marks(marks, 1, 2 * TOKENS);
     CHECK(test_append_all(sequence, marks + sequence->layer_tokens[0], TOKENS) >= 0);
     CHECK(test_verify_all(sequence, marks, (uint32_t)sequence->layer_tokens[0]) == 0);
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_sequence_destroy(&sequence);
     check_given_back(pool, 3, 0);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 static void test_a_lease_without_the_lock(void) {
@@ -111,12 +111,12 @@ static void test_a_lease_without_the_lock(void) {
     lock_begin(pool);
     CHECK(cxlkv_lease_release(lease, 0, NULL) == 0);
     CHECK(cxlkv_lease_release(lease, 0, NULL) == 0); /* once */
-    cxlkv_lease_destroy(lease);
+    cxlkv_lease_destroy(&lease);
     check_queued(pool, 2);
     CHECK(cxlkv_pool_may_close(pool) == 0); /* nobody reads there any more */
     lock_end();
     check_given_back(pool, 2, 0);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 /* Another handle, as another process: what waits here is held, and not lost. */
@@ -128,20 +128,21 @@ static void test_others_are_told(const char *path) {
     uint64_t pages = sequence->page_count;
     lock_begin(watcher);
     pool->lock_wait_ns = 2000000;
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_sequence_destroy(&sequence);
     lock_end();
     CHECK(cxlkv_pool_check(watcher, 0, text, sizeof(text)) == 1);
     CHECK(strstr(text, "page references could not be given back"));
     CHECK(test_stats(watcher).pages_held == pages && test_stats(watcher).queued_drops == 0);
     check_given_back(pool, pages, 0);
     CHECK(cxlkv_pool_check(watcher, 0, text, sizeof(text)) == 0);
-    cxlkv_pool_destroy(watcher);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&watcher);
+    cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_remove(path) == 0);
 }
 
 static void *release_one(void *sequence) {
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_sequence *own = sequence;
+    cxlkv_sequence_destroy(&own);
     return NULL;
 }
 
@@ -159,7 +160,7 @@ static void test_many_at_once(void) {
     check_queued(pool, pages);
     lock_end();
     check_given_back(pool, pages, 0);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 static void test_who_waits_in_vain_learns_why(void) {
@@ -171,7 +172,7 @@ static void test_who_waits_in_vain_learns_why(void) {
     CHECK(strstr(cxlkv_error_text(), wanted));
     CHECK(strstr(cxlkv_error_text(), "not free for 0.002 s"));
     lock_end();
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 int main(void) {

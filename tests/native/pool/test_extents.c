@@ -75,7 +75,7 @@ static void test_units(uint64_t unit_bytes) {
     cxlkv_host host = {.number = 1, .lease_s = 10};
     cxlkv_pool *pool;
     uint32_t pages[64];
-    CHECK(cxlkv_pool_create(path, &layout, &sharing, 24 << 20, 0, &host, &pool) == 0);
+    CHECK(cxlkv_pool_create(path, &layout, &sharing, 24 << 20, 0, &host, 0, &pool) == 0);
     CHECK(pool->region.unit_bytes == 4096);
     CHECK(host_lock(pool) == 0);
     pool->region.unit_bytes = unit_bytes;
@@ -87,7 +87,7 @@ static void test_units(uint64_t unit_bytes) {
         check_mappings(pool);
     }
     cxlkv_pool_close(pool);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_remove(path) == 0);
 }
 
@@ -103,15 +103,15 @@ static void test_a_return_on_the_same_boot_is_known(void) {
     cxlkv_host host = {.number = 1, .lease_s = 10};
     cxlkv_pool *pool;
     uint32_t pages[64];
-    CHECK(cxlkv_pool_create(path, &layout, &sharing, 24 << 20, 0, &host, &pool) == 0);
+    CHECK(cxlkv_pool_create(path, &layout, &sharing, 24 << 20, 0, &host, 0, &pool) == 0);
     uint64_t boot = *settled_word(pool);
     CHECK(boot != 0);
     CHECK(cxlkv_pages_alloc(pool, 64, pages) == 64 && *settled_word(pool) == boot);
     *settled_word(pool) = 7; /* another machine had this number, or a take was cut short */
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_open(path, &host, &pool) == 0);
     CHECK(*settled_word(pool) == boot && owned_extents(pool) > 0);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_remove(path) == 0);
 }
 

@@ -40,7 +40,7 @@ static void test_wishes(uint64_t objects) {
                              .log_records = LOG_RECORDS};
     cxlkv_host host = {.lease_s = LEASE_S};
     cxlkv_pool *pools[HOSTS];
-    CHECK(cxlkv_pool_create(path, &layout, &sharing, 8 << 20, 0, &host, &pools[WISHES]) == 0);
+    CHECK(cxlkv_pool_create(path, &layout, &sharing, 8 << 20, 0, &host, 0, &pools[WISHES]) == 0);
     pools[DEAD] = open_host(path, DEAD);
     pools[OTHER] = open_host(path, OTHER);
     for (uint64_t i = 0; i < objects; i++)
@@ -49,7 +49,7 @@ static void test_wishes(uint64_t objects) {
     for (uint64_t i = 0; i < objects; i++) CHECK(forget(pools[WISHES], i) == 1);
     CHECK(put(pools[WISHES], 0, 77, 100, &seed) == 1);
     if (objects <= LOG_RECORDS / 2) CHECK(count_found(pools[OTHER], objects) == 1);
-    cxlkv_pool_destroy(pools[OTHER]);
+    cxlkv_pool_destroy(&pools[OTHER]);
     write_log_over(pools[WISHES]);
     pools[OTHER] = open_host(path, OTHER);
     uint64_t lost = test_stats(pools[WISHES]).lost_forgets;
@@ -61,7 +61,7 @@ static void test_wishes(uint64_t objects) {
     CHECK(forget(pools[DEAD], 1) == 0 || lost);
     CHECK(put(pools[DEAD], 1, 5, OBJECT_BYTES, &seed) == 1 || lost);
     if (!lost) expect(pools[OTHER], 1, 5, OBJECT_BYTES, &seed);
-    for (uint32_t i = 0; i < HOSTS; i++) cxlkv_pool_destroy(pools[i]);
+    for (uint32_t i = 0; i < HOSTS; i++) cxlkv_pool_destroy(&pools[i]);
     CHECK(cxlkv_pool_remove(path) == 0);
 }
 
@@ -72,7 +72,7 @@ static void test_two_copies(void) {
                              .log_records = LOG_RECORDS};
     cxlkv_host host = {.lease_s = LEASE_S};
     cxlkv_pool *one, *two;
-    CHECK(cxlkv_pool_create(path, &layout, &sharing, 8 << 20, 0, &host, &one) == 0);
+    CHECK(cxlkv_pool_create(path, &layout, &sharing, 8 << 20, 0, &host, 0, &one) == 0);
     two = open_host(path, 1);
     for (uint64_t evicts = 0; evicts < 2; evicts++) {
         uint8_t key[16];
@@ -94,8 +94,8 @@ static void test_two_copies(void) {
     CHECK(put(two, 0, 8, OBJECT_BYTES, &seed) == 1); /* what was forgotten does not go twice */
     expect(one, 0, 8, OBJECT_BYTES, &seed);
     expect(two, 0, 8, OBJECT_BYTES, &seed);
-    cxlkv_pool_destroy(one);
-    cxlkv_pool_destroy(two);
+    cxlkv_pool_destroy(&one);
+    cxlkv_pool_destroy(&two);
     CHECK(cxlkv_pool_remove(path) == 0);
 }
 

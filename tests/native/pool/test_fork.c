@@ -72,18 +72,18 @@ static void test_both_go_on(const char *path) {
         CHECK(cxlkv_sequence_fork(sequence, &forked) == 0);
         CHECK(test_append_all(forked, marks + TOKENS, 8) >= 0);
         CHECK(test_verify_all(forked, marks, TOKENS + 8) == 0);
-        cxlkv_sequence_destroy(forked);
-        cxlkv_sequence_destroy(sequence);
-        cxlkv_pool_destroy(pool);
+        cxlkv_sequence_destroy(&forked);
+        cxlkv_sequence_destroy(&sequence);
+        cxlkv_pool_destroy(&pool);
         _exit(0);
     }
     marks[TOKENS] = 7777;
     CHECK(test_append_all(sequence, marks + TOKENS, 8) >= 0);
     reap_ok(child);
     CHECK(test_verify_all(sequence, marks, TOKENS + 8) == 0);
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_sequence_destroy(&sequence);
     all_free(pool);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     if (path) CHECK(cxlkv_pool_remove(path) == 0);
 }
 
@@ -100,18 +100,18 @@ static void test_order(int order) {
     if (child == 0) {
         wait_other(to_child[0]);
         CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
-        if (order == 1) cxlkv_sequence_destroy(sequence);
+        if (order == 1) cxlkv_sequence_destroy(&sequence);
         signal_other(to_parent[1]);
         if (order == 2) pause();
         wait_other(to_child[0]);
         if (order == 0) {
             CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
-            cxlkv_sequence_destroy(sequence);
+            cxlkv_sequence_destroy(&sequence);
             CHECK(test_stats(pool).pages_held == 0);
         }
         _exit(0);
     }
-    if (order == 0) cxlkv_sequence_destroy(sequence);
+    if (order == 0) cxlkv_sequence_destroy(&sequence);
     CHECK(test_stats(pool).pages_held == held);
     signal_other(to_child[1]);
     wait_other(to_parent[0]);
@@ -123,10 +123,10 @@ static void test_order(int order) {
     CHECK(test_stats(pool).reaped_processes == 1);
     if (order != 0) {
         CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
-        cxlkv_sequence_destroy(sequence);
+        cxlkv_sequence_destroy(&sequence);
     }
     all_free(pool);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     close(to_child[1]);
     close(to_parent[0]);
 }
@@ -153,7 +153,7 @@ static void test_grandchild_outlives(void) {
         cxlkv_pool *again;
         CHECK(cxlkv_pool_open(path, NULL, &again) == 0);
         CHECK(test_stats(again).processes == 2);
-        cxlkv_pool_destroy(again);
+        cxlkv_pool_destroy(&again);
         CHECK(cxlkv_pool_remove(path) == -CXLKV_E_BUSY);
         cxlkv_pool_close(pool);
         signal_other(done[1]);
@@ -161,14 +161,14 @@ static void test_grandchild_outlives(void) {
     }
     reap_ok(child);
     CHECK(test_stats(pool).processes == 2); /* it was not taken for dead with its parent */
-    cxlkv_sequence_destroy(sequence);
-    cxlkv_pool_destroy(pool);
+    cxlkv_sequence_destroy(&sequence);
+    cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_remove(path) == -CXLKV_E_BUSY);
     signal_other(go[1]);
     wait_other(done[0]);
     CHECK(cxlkv_pool_open(path, NULL, &pool) == 0);
     all_free(pool);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_remove(path) == 0);
     close(go[1]);
     close(done[0]);
@@ -186,9 +186,9 @@ static void test_death_before_claim(void) {
     cxlkv_stats stats = test_stats(pool);
     CHECK(stats.processes == 1 && stats.reaped_processes == 1);
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_sequence_destroy(&sequence);
     all_free(pool);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 /* ---- deaths inside the lock ---- */
@@ -241,14 +241,14 @@ static void test_death_in_lock(int where) {
     uint8_t hashes[3 * 16];
     cxlkv_sequence *hit;
     test_hashes(hashes, 5, 3);
-    CHECK(cxlkv_publish(sequence, 3, TEST_PAGE_TOKENS, hashes) == 3);
-    cxlkv_sequence_destroy(sequence);
-    CHECK(cxlkv_match(pool, 3, hashes, 10, &hit) == 3 * TEST_PAGE_TOKENS);
+    CHECK(cxlkv_publish(sequence, 3, TEST_PAGE_TOKENS, hashes, 0) == 3);
+    cxlkv_sequence_destroy(&sequence);
+    CHECK(test_match(pool, 3, hashes, 10, &hit) == 3 * TEST_PAGE_TOKENS);
     CHECK(test_verify_all(hit, marks, 3 * TEST_PAGE_TOKENS) == 0);
-    cxlkv_sequence_destroy(hit);
-    CHECK(cxlkv_forget(pool, 3, hashes) == 3);
+    cxlkv_sequence_destroy(&hit);
+    CHECK(cxlkv_forget(pool, 3, hashes, NULL) == 3);
     all_free(pool);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 /* The slot that was made for a child was reaped and given to another: the child must not take it.
@@ -265,16 +265,16 @@ static void test_slot_of_another(void) {
         CHECK(cxlkv_pool_stats(pool, &stats) == -CXLKV_E_CLOSED);
         if (grandchild == 0) _exit(0);
         reap_ok(grandchild);
-        cxlkv_sequence_destroy(sequence);
-        cxlkv_pool_destroy(pool);
+        cxlkv_sequence_destroy(&sequence);
+        cxlkv_pool_destroy(&pool);
         _exit(0);
     }
     robbed = NULL;
     reap_ok(child);
     CHECK(pool->host->processes[pool->fork_slot].state == 2); /* "the other" still has it */
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_sequence_destroy(&sequence);
     all_free(pool);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 /* More processes than slots: the child that gets none says so, and harms nobody. */
@@ -289,17 +289,17 @@ static void test_no_slot_left(void) {
         cxlkv_stats stats;
         CHECK(cxlkv_pool_stats(pool, &stats) == -CXLKV_E_CLOSED);
         CHECK(test_append_all(sequence, marks, 1) == -CXLKV_E_CLOSED);
-        cxlkv_sequence_destroy(sequence);
-        cxlkv_pool_destroy(pool);
+        cxlkv_sequence_destroy(&sequence);
+        cxlkv_pool_destroy(&pool);
         _exit(0);
     }
     reap_ok(child);
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
     CHECK(test_stats(pool).processes == PROCESS_MAX);
-    for (int i = 1; i < PROCESS_MAX; i++) cxlkv_pool_destroy(others[i]);
-    cxlkv_sequence_destroy(sequence);
+    for (int i = 1; i < PROCESS_MAX; i++) cxlkv_pool_destroy(&others[i]);
+    cxlkv_sequence_destroy(&sequence);
     all_free(pool);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_remove(path) == 0);
 }
 

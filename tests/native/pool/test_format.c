@@ -278,7 +278,7 @@ int main(void) {
     test_flipped_lines(pool, page);
     test_flipped_pieces(pool, page, sequence, marks);
     test_clean(pool);
-    cxlkv_sequence_destroy(sequence);
-    cxlkv_pool_destroy(pool);
+    cxlkv_sequence_destroy(&sequence);
+    cxlkv_pool_destroy(&pool);
     return 0;
 }

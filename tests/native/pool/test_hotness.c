@@ -32,7 +32,7 @@ static void fetch_all(cxlkv_sequence *sequence) {
     cxlkv_batch *batch;
     CHECK(cxlkv_batch_create(sequence->pool, 1, &sequence, &batch) == 0);
     CHECK(cxlkv_batch_fetch(batch, &args) > 0);
-    cxlkv_batch_destroy(batch);
+    cxlkv_batch_destroy(&batch);
 }
 
 static void select_one(cxlkv_sequence *sequence) {
@@ -47,7 +47,7 @@ static void select_one(cxlkv_sequence *sequence) {
     cxlkv_batch *batch;
     CHECK(cxlkv_batch_create(sequence->pool, 1, &sequence, &batch) == 0);
     CHECK(cxlkv_batch_select(batch, &args) == 1);
-    cxlkv_batch_destroy(batch);
+    cxlkv_batch_destroy(&batch);
 }
 
 static uint32_t read_one(cxlkv_pool *pool, uint32_t page, uint32_t *epoch) {
@@ -91,8 +91,8 @@ static void test_one_count(void) {
     CHECK(cxlkv_hotness_read(pool, pages, 0, counts, epochs) >= 0);
     CHECK(cxlkv_hotness_read(pool, pages, 1, counts, epochs) == -CXLKV_E_ARGUMENT);
     CHECK(cxlkv_hotness_read(pool, 1, UINT32_MAX, counts, epochs) == -CXLKV_E_ARGUMENT);
-    cxlkv_sequence_destroy(sequence);
-    cxlkv_pool_destroy(pool);
+    cxlkv_sequence_destroy(&sequence);
+    cxlkv_pool_destroy(&pool);
 }
 
 /* ---- several threads, the same pages ---- */
@@ -111,14 +111,14 @@ static void test_threads(void) {
     uint8_t hashes[PAGES * 16];
     pthread_t threads[THREADS];
     test_hashes(hashes, 3, PAGES);
-    CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes) == PAGES);
+    CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes, 0) == PAGES);
     for (int i = 0; i < THREADS; i++) CHECK(!pthread_create(&threads[i], NULL, use, sequence));
     for (uint32_t i = 0; i < ROUNDS / 4; i++) {
         cxlkv_published rows[PAGES];
         cxlkv_sequence *hit;
         uint64_t clock;
-        CHECK(cxlkv_match(pool, PAGES, hashes, 60, &hit) == TOKENS);
-        cxlkv_sequence_destroy(hit);
+        CHECK(test_match(pool, PAGES, hashes, 60, &hit) == TOKENS);
+        cxlkv_sequence_destroy(&hit);
         CHECK(cxlkv_pool_published(pool, rows, PAGES, &clock) == PAGES);
         CHECK(clock == PAGES * (i + 2));
         for (uint32_t row = 0; row < PAGES; row++) CHECK(rows[row].hits == i + 1);
@@ -128,8 +128,8 @@ static void test_threads(void) {
     uint64_t uses = atomic_load(&pool->host->heat_uses);
     CHECK(uses == (uint64_t)THREADS * ROUNDS * (PAGES + TEST_HEADS) + ROUNDS / 4 * PAGES);
     CHECK(read_one(pool, sequence_page(sequence, 0, 0), NULL) > 0);
-    cxlkv_sequence_destroy(sequence);
-    cxlkv_pool_destroy(pool);
+    cxlkv_sequence_destroy(&sequence);
+    cxlkv_pool_destroy(&pool);
 }
 
 /* ---- deaths ---- */
@@ -175,7 +175,7 @@ static void test_deaths(void) {
     uint8_t hashes[PAGES * 16];
     uint64_t seed = 7;
     test_hashes(hashes, 3, PAGES);
-    CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes) == PAGES);
+    CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes, 0) == PAGES);
     die_inside(path, &seed, false); /* what was known is still known */
     cxlkv_published rows[64];
     uint64_t clock;
@@ -187,8 +187,8 @@ static void test_deaths(void) {
         seed += 1000;
         die_inside(path, &seed, true);
         check_rows(pool, PAGES);
-        CHECK(cxlkv_match(pool, PAGES, hashes, 60, &hit) == TOKENS);
-        cxlkv_sequence_destroy(hit);
+        CHECK(test_match(pool, PAGES, hashes, 60, &hit) == TOKENS);
+        cxlkv_sequence_destroy(&hit);
         CHECK(cxlkv_pool_published(pool, rows, 64, &clock) == PAGES);
         for (uint32_t row = 1; row < PAGES; row++) CHECK(rows[row].parent == rows[row - 1].page);
         test_clean(pool);
@@ -196,8 +196,8 @@ static void test_deaths(void) {
     /* Hits stop at the largest number, too. */
     pool->reuse[sequence_page(sequence, 0, 0)].hits = UINT16_MAX - 1;
     for (uint32_t i = 0; i < 2; i++) {
-        CHECK(cxlkv_match(pool, PAGES, hashes, 60, &hit) == TOKENS);
-        cxlkv_sequence_destroy(hit);
+        CHECK(test_match(pool, PAGES, hashes, 60, &hit) == TOKENS);
+        cxlkv_sequence_destroy(&hit);
         CHECK(cxlkv_pool_published(pool, rows, 64, &clock) == PAGES);
         CHECK(rows[0].hits == UINT16_MAX);
     }
@@ -205,11 +205,11 @@ static void test_deaths(void) {
     memset(rows, 0xaa, sizeof(rows));
     CHECK(cxlkv_pool_published(pool, rows, 3, &clock) == PAGES);
     CHECK(rows[2].page < pool->host->page_count && rows[3].page == 0xaaaaaaaa);
-    CHECK(cxlkv_forget(pool, 1, hashes) == 1);
+    CHECK(cxlkv_forget(pool, 1, hashes, NULL) == 1);
     const reuse_record *reuse = &pool->reuse[sequence_page(sequence, 0, 0)];
     CHECK(!reuse->used && !reuse->born && !reuse->parent_plus_one && !reuse->hits);
-    cxlkv_sequence_destroy(sequence);
-    cxlkv_pool_destroy(pool);
+    cxlkv_sequence_destroy(&sequence);
+    cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_remove(path) == 0);
 }
 

@@ -45,6 +45,6 @@ int main(void) {
     CHECK(index_find(pool, hashes[0]) == NO_PAGE);
     index_clear(pool);
     for (uint32_t i = 0; i < KEYS; i++) CHECK(index_find(pool, hashes[i]) == NO_PAGE);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     return 0;
 }

@@ -50,8 +50,8 @@ static int64_t do_fork(void) { return cxlkv_sequence_fork(sequence, &made); }
 static int64_t do_adopt(void) {
     return cxlkv_sequence_adopt(pool, handle, handle_bytes, &made);
 }
-static int64_t do_match(void) { return cxlkv_match(pool, PAGES, hashes, 100, &made); }
-/* The tail, under the key that match_with() looks for behind the last page. */
+static int64_t do_match(void) { return test_match(pool, PAGES, hashes, 100, &made); }
+/* The tail, under the key that cxlkv_match() looks for behind the last page. */
 static const int64_t ids[TOKENS];
 static int64_t do_publish_tail(void) {
     uint8_t keys[3 * 16];
@@ -62,7 +62,7 @@ static int64_t do_publish_tail(void) {
 static int64_t do_match_tail(void) {
     const cxlkv_match_args args = {.hashes = hashes, .count = PAGES, .single = 1, .ids = ids,
                                    .id_count = TOKENS, .root = hashes, .lease_s = 100};
-    return cxlkv_match_with(pool, &args, &made);
+    return cxlkv_match(pool, &args, &made);
 }
 static int64_t do_truncate(void) { return cxlkv_sequence_truncate(sequence, TOKENS - 5); }
 static int64_t do_export(void) {
@@ -73,7 +73,7 @@ static int64_t do_export(void) {
 static int64_t do_batch(void) {
     cxlkv_batch *another;
     int64_t code = cxlkv_batch_create(pool, 1, &sequence, &another);
-    if (code == 0) cxlkv_batch_destroy(another);
+    if (code == 0) cxlkv_batch_destroy(&another);
     return code;
 }
 static int64_t do_append(void) {
@@ -111,19 +111,19 @@ static int64_t do_attend(void) {
 static int64_t do_open(void) {
     cxlkv_pool *other;
     int64_t code = cxlkv_pool_open(pool->path, NULL, &other);
-    if (code == 0) cxlkv_pool_destroy(other);
+    if (code == 0) cxlkv_pool_destroy(&other);
     return code;
 }
 static int64_t do_create_pool(void) {
     cxlkv_pool *other;
     cxlkv_layout layout = test_layout();
     const char *path = "/dev/shm/cxlkv-test-memory.other";
-    int64_t code = cxlkv_pool_create(path, &layout, NULL, 4 << 20, 0, NULL, &other);
+    int64_t code = cxlkv_pool_create(path, &layout, NULL, 4 << 20, 0, NULL, 0, &other);
     if (code < 0) {
         CHECK(access(path, F_OK) < 0);
         return code;
     }
-    cxlkv_pool_destroy(other);
+    cxlkv_pool_destroy(&other);
     CHECK(cxlkv_pool_remove(path) == 0);
     return 0;
 }
@@ -133,8 +133,8 @@ static int64_t do_create_pool(void) {
 static void as_it_was(uint64_t free_pages) {
     if (pool->windowed) CHECK(test_stats(pool).pages_free >= free_pages);
     else CHECK(test_stats(pool).pages_free == free_pages);
-    CHECK(cxlkv_sequence_tokens(sequence) == TOKENS);
-    CHECK(cxlkv_sequence_layer_tokens(sequence, 0) == TOKENS);
+    CHECK(cxlkv_sequence_tokens(sequence, CXLKV_LAYER_LAST) == TOKENS);
+    CHECK(cxlkv_sequence_tokens(sequence, 0) == TOKENS);
     CHECK(test_verify(sequence, TEST_LAYERS - 1, marks, TOKENS) == 0);
     if (!pool->windowed) CHECK(test_verify(sequence, 0, marks, TOKENS) == 0);
     test_clean(pool);
@@ -155,14 +155,14 @@ static void try(const char *name, int64_t (*operation)(void), bool keeps) {
             break;
         }
         if (code >= 0) { /* a cache or a helper thread did without */
-            cxlkv_sequence_destroy(made);
+            cxlkv_sequence_destroy(&made);
             continue;
         }
         CHECK(code == -ENOMEM && made == NULL);
         if (keeps) free_pages = test_stats(pool).pages_free;
         as_it_was(free_pages);
     }
-    cxlkv_sequence_destroy(made);
+    cxlkv_sequence_destroy(&made);
 }
 
 /* Back to TOKENS tokens after an operation that changed the sequence. */
@@ -198,9 +198,9 @@ static void attaching(void) {
         CHECK(cxlkv_pages_alloc(pool, ATTACHED, pages) == ATTACHED);
     }
     fprintf(stderr, "attach: %u allocations\n", nth - 1);
-    CHECK(cxlkv_sequence_tokens(child) == (PAGES + ATTACHED) * TEST_PAGE_TOKENS);
-    cxlkv_batch_destroy(own);
-    cxlkv_sequence_destroy(child);
+    CHECK(cxlkv_sequence_tokens(child, CXLKV_LAYER_LAST) == (PAGES + ATTACHED) * TEST_PAGE_TOKENS);
+    cxlkv_batch_destroy(&own);
+    cxlkv_sequence_destroy(&child);
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
 }
 
@@ -211,20 +211,20 @@ static void windowed(void) {
     layout.group_count = 2;
     layout.windows[0] = WINDOW;
     layout.group_of[1] = 1;
-    CHECK(cxlkv_pool_create(NULL, &layout, NULL, 4 << 20, 0, NULL, &pool) == 0);
+    CHECK(cxlkv_pool_create(NULL, &layout, NULL, 4 << 20, 0, NULL, 0, &pool) == 0);
     CHECK(pool->geometry.part_count == 2 && pool->windowed);
     for (int shared = 0; shared < 2; shared++) {
         cxlkv_sequence *child = NULL;
         CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
         CHECK(test_append_all(sequence, marks, TOKENS) >= 0);
         CHECK(cxlkv_batch_create(pool, 1, &sequence, &batch) == 0);
-        CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes) > (shared ? -1 : PAGES));
+        CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes, 0) > (shared ? -1 : PAGES));
         try("fork", do_fork, false);
         try("match", do_match, false);
         try("publish the tail", do_publish_tail, false);
         try("match the tail", do_match_tail, false);
         CHECK(do_match_tail() == TOKENS);
-        cxlkv_sequence_destroy(made);
+        cxlkv_sequence_destroy(&made);
         try("export", do_export, true);
         try("adopt", do_adopt, false);
         try("select", do_select, false);
@@ -235,12 +235,12 @@ static void windowed(void) {
         try("append", do_append, false);
         CHECK(cxlkv_sequence_truncate(sequence, TOKENS) == 0);
         if (shared) CHECK(test_verify(child, TEST_LAYERS - 1, marks, TOKENS) == 0);
-        cxlkv_sequence_destroy(child);
-        cxlkv_batch_destroy(batch);
-        cxlkv_sequence_destroy(sequence);
+        cxlkv_sequence_destroy(&child);
+        cxlkv_batch_destroy(&batch);
+        cxlkv_sequence_destroy(&sequence);
         CHECK(test_stats(pool).pages_held == 0 && test_stats(pool).window_pages_freed > 0);
     }
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 int main(void) {
@@ -251,7 +251,7 @@ int main(void) {
     CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
     CHECK(test_append_all(sequence, marks, TOKENS) >= 0);
     CHECK(cxlkv_batch_create(pool, 1, &sequence, &batch) == 0);
-    CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes) == PAGES);
+    CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes, 0) == PAGES);
     try("create", do_create, false);
     try("batch", do_batch, false);
     try("fork", do_fork, false);
@@ -260,15 +260,15 @@ int main(void) {
     try("match the tail", do_match_tail, false);
     CHECK(do_match_tail() == TOKENS);
     CHECK(test_verify_all(made, marks, TOKENS) == 0);
-    cxlkv_sequence_destroy(made);
+    cxlkv_sequence_destroy(&made);
     /* Whatever its key is: a tail is found at its place only. */
     const cxlkv_match_args at_the_front = {.hashes = hashes, .ids = ids, .id_count = 3,
                                            .root = hashes + (PAGES - 1) * 16, .lease_s = 100};
-    CHECK(cxlkv_match_with(pool, &at_the_front, &made) == 0);
+    CHECK(cxlkv_match(pool, &at_the_front, &made) == 0);
     const cxlkv_match_args too_few = {.hashes = hashes, .count = 1, .ids = ids, .id_count = 3,
                                       .root = hashes, .lease_s = 100};
-    CHECK(cxlkv_match_with(pool, &too_few, &made) == -CXLKV_E_ARGUMENT);
-    cxlkv_sequence_destroy(made);
+    CHECK(cxlkv_match(pool, &too_few, &made) == -CXLKV_E_ARGUMENT);
+    cxlkv_sequence_destroy(&made);
     try("export", do_export, true);
     try("adopt", do_adopt, false);
     try("fetch", do_fetch, false);
@@ -283,19 +283,19 @@ int main(void) {
     CHECK(cxlkv_sequence_fork(sequence, &child) == 0);
     try("append to a fork", do_append, false);
     restore();
-    cxlkv_sequence_destroy(child);
+    cxlkv_sequence_destroy(&child);
     CHECK(cxlkv_sequence_fork(sequence, &child) == 0);
     try("truncate a fork", do_truncate, false);
     CHECK(test_verify_all(child, marks, TOKENS) == 0);
-    cxlkv_sequence_destroy(child);
+    cxlkv_sequence_destroy(&child);
     restore();
     attaching();
     try("open", do_open, false);
     try("create a pool", do_create_pool, false);
     CHECK(failures > 30);
-    cxlkv_batch_destroy(batch);
-    cxlkv_sequence_destroy(sequence);
-    cxlkv_pool_destroy(pool);
+    cxlkv_batch_destroy(&batch);
+    cxlkv_sequence_destroy(&sequence);
+    cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_remove(path) == 0);
     windowed();
     return 0;

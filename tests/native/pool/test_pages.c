@@ -67,7 +67,7 @@ static void test_against_a_map(void) {
         if (batches[i].id) give(pool, map, &batches[i]);
     CHECK(test_stats(pool).pages_free == start.pages_total);
     test_clean(pool);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     free(map);
 }
 
@@ -86,9 +86,9 @@ static void test_runs_stay_together(void) {
         CHECK(cxlkv_sequence_pages(sequences[i], pages, RUN_SLOTS) == RUN_SLOTS);
         for (uint32_t page = 0; page < RUN_SLOTS; page++) CHECK(pages[page] == pages[0] + page);
         CHECK(pages[0] % RUN_SLOTS == 0);
-        cxlkv_sequence_destroy(sequences[i]);
+        cxlkv_sequence_destroy(&sequences[i]);
     }
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 static void test_wrong_frees_change_nothing(void) {
@@ -111,10 +111,10 @@ static void test_wrong_frees_change_nothing(void) {
     CHECK(cxlkv_pages_free(pool, 3, pages) == 3);
     CHECK(cxlkv_pages_free(pool, 3, pages) == -CXLKV_E_ARGUMENT);
     CHECK(test_verify_all(sequence, marks, TEST_PAGE_TOKENS) == 0);
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_sequence_destroy(&sequence);
     test_clean(pool);
     CHECK(test_stats(pool).pages_free == test_stats(pool).pages_total);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 /* ---- where two hosts share the pool: pages that the other one reads in place stay ---- */
@@ -142,7 +142,7 @@ static cxlkv_sequence *show_some(cxlkv_pool *owner, cxlkv_pool *reader, const ui
     CHECK(cxlkv_sequence_truncate(child, PINNED_PAGES * TEST_PAGE_TOKENS) == 0);
     int64_t bytes = cxlkv_sequence_export(child, handle, sizeof(handle));
     CHECK(bytes > 0 && cxlkv_sequence_adopt(reader, handle, (uint64_t)bytes, &adopted) == 0);
-    cxlkv_sequence_destroy(child);
+    cxlkv_sequence_destroy(&child);
     return adopted;
 }
 
@@ -158,7 +158,7 @@ static void hand_back(cxlkv_pool *owner, cxlkv_sequence *adopted, const uint64_t
     CHECK(bytes > 0 && cxlkv_sequence_adopt(owner, handle, (uint64_t)bytes, &again) == 0);
     check_reads(again, marks);
     CHECK(shared_stats(owner).pages_withdrawn == 0);
-    cxlkv_sequence_destroy(again);
+    cxlkv_sequence_destroy(&again);
     CHECK(shared_stats(owner).pages_withdrawn == PINNED_PAGES);
 }
 
@@ -171,23 +171,23 @@ static void test_what_others_read_is_withdrawn(void) {
     cxlkv_pool *owner, *reader;
     cxlkv_sequence *sequence;
     test_marks(marks, 1, SHARED_PAGES * TEST_PAGE_TOKENS);
-    CHECK(cxlkv_pool_create(path, &layout, &sharing, 16 << 20, 0, &test_hosts[0], &owner) == 0);
+    CHECK(cxlkv_pool_create(path, &layout, &sharing, 16 << 20, 0, &test_hosts[0], 0, &owner) == 0);
     CHECK(cxlkv_pool_open(path, &test_hosts[1], &reader) == 0);
     cxlkv_sequence *adopted = show_some(owner, reader, marks, &sequence);
     cxlkv_stats held = shared_stats(owner);
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_sequence_destroy(&sequence);
     cxlkv_stats dropped = shared_stats(owner);
     CHECK(dropped.pages_withdrawn == PINNED_PAGES && dropped.pages_held == 0);
     CHECK(dropped.pages_free == held.pages_free + SHARED_PAGES - PINNED_PAGES);
     check_reads(adopted, marks);
     hand_back(owner, adopted, marks);
     test_clean(owner);
-    cxlkv_pool_destroy(owner); /* who comes back finds the same */
+    cxlkv_pool_destroy(&owner); /* who comes back finds the same */
     CHECK(cxlkv_pool_open(path, &test_hosts[0], &owner) == 0);
     cxlkv_stats again = shared_stats(owner);
     CHECK(again.pages_withdrawn == PINNED_PAGES && again.pages_free == dropped.pages_free);
     check_reads(adopted, marks);
-    cxlkv_sequence_destroy(adopted);
+    cxlkv_sequence_destroy(&adopted);
     CHECK(shared_stats(reader).pages_borrowed == 0);
     uint32_t *pages = malloc(again.pages_total * sizeof(*pages)), all = (uint32_t)held.pages_total;
     CHECK(pages && cxlkv_pages_alloc(owner, all, pages) == all); /* looks at the pins again */
@@ -195,8 +195,8 @@ static void test_what_others_read_is_withdrawn(void) {
     CHECK(cxlkv_pages_free(owner, all, pages) == all);
     test_clean(owner);
     free(pages);
-    cxlkv_pool_destroy(reader);
-    cxlkv_pool_destroy(owner);
+    cxlkv_pool_destroy(&reader);
+    cxlkv_pool_destroy(&owner);
     CHECK(cxlkv_pool_remove(path) == 0);
 }
 

@@ -84,11 +84,11 @@ static void begin_sequences(scene *s) {
     s->whole = filled(s, TOKENS);
     s->open = filled(s, 2);
     s->spare = filled(s, TEST_PAGE_TOKENS);
-    CHECK(cxlkv_publish(s->whole, KEYS, TEST_PAGE_TOKENS, s->hashes) == KEYS);
+    CHECK(cxlkv_publish(s->whole, KEYS, TEST_PAGE_TOKENS, s->hashes, 0) == KEYS);
     int64_t size = cxlkv_sequence_export(s->whole, s->handle, sizeof(s->handle));
     CHECK(size > 0);
     s->handle_bytes = (uint64_t)size;
-    CHECK(cxlkv_match(s->other, KEYS, s->hashes, 100, &s->hit) == KEYS * TEST_PAGE_TOKENS);
+    CHECK(test_match(s->other, KEYS, s->hashes, 100, &s->hit) == KEYS * TEST_PAGE_TOKENS);
     CHECK(cxlkv_pages_alloc(s->pool, LOOSE, s->loose) == LOOSE);
 }
 
@@ -111,7 +111,7 @@ static void make(scene *s, uint32_t flags) {
     cxlkv_sharing sharing = {.kind = s->shared ? CXLKV_SHARING_SOFTWARE : CXLKV_SHARING_HOST,
                              .hosts = s->shared ? 2 : 1, .log_records = s->shared ? 64 : 0};
     CHECK(cxlkv_pool_create(s->path, &layout, &sharing, (2 << 20) + (600 << 10), flags,
-                            host_of(s, 0), &s->pool) == 0);
+                            host_of(s, 0), 0, &s->pool) == 0);
     CHECK(cxlkv_pool_open(s->path, host_of(s, 1), &s->other) == 0);
 }
 
@@ -155,7 +155,7 @@ static void call_append_more(scene *s) {
     cxlkv_sequence *made;
     if (told(cxlkv_sequence_create(either(s), &made)) < 0) return;
     told(test_append_all(made, s->marks, TOKENS));
-    cxlkv_sequence_destroy(made);
+    cxlkv_sequence_destroy(&made);
 }
 
 static void call_verify(scene *s) { told(test_verify_all(s->whole, s->marks, TOKENS)); }
@@ -168,7 +168,7 @@ static void call_fork(scene *s) {
     cxlkv_sequence *child;
     if (told(cxlkv_sequence_fork(s->whole, &child)) < 0) return;
     told(cxlkv_sequence_truncate(child, TEST_PAGE_TOKENS + 1));
-    cxlkv_sequence_destroy(child);
+    cxlkv_sequence_destroy(&child);
 }
 
 static void call_truncate(scene *s) { told(cxlkv_sequence_truncate(s->spare, 1)); }
@@ -184,15 +184,15 @@ static void call_adopt(scene *s) {
     cxlkv_sequence *made;
     if (told(cxlkv_sequence_adopt(either(s), s->handle, s->handle_bytes, &made)) < 0) return;
     told(test_verify_all(made, s->marks, TOKENS));
-    cxlkv_sequence_destroy(made);
+    cxlkv_sequence_destroy(&made);
 }
 
 static void call_publish(scene *s) {
     uint8_t hashes[16], key[16];
     const int64_t id = 0;
     test_hashes(hashes, 9, 1);
-    if (cxlkv_sequence_tokens(s->open) >= TEST_PAGE_TOKENS)
-        told(cxlkv_publish(s->open, 1, TEST_PAGE_TOKENS, hashes));
+    if (cxlkv_sequence_tokens(s->open, CXLKV_LAYER_LAST) >= TEST_PAGE_TOKENS)
+        told(cxlkv_publish(s->open, 1, TEST_PAGE_TOKENS, hashes, 0));
     CHECK(cxlkv_tail_keys(&id, 1, s->hashes + (KEYS - 1) * 16, key) == 1);
     told(cxlkv_publish_tail(s->whole, TOKENS, s->hashes + (KEYS - 1) * 16, key));
 }
@@ -202,10 +202,10 @@ static void call_match(scene *s) {
     const cxlkv_match_args args = {.hashes = s->hashes, .count = KEYS, .lease_s = 100, .ids = ids,
                                    .id_count = TOKENS, .root = s->hashes};
     cxlkv_sequence *hit;
-    int64_t tokens = told(cxlkv_match_with(either(s), &args, &hit));
+    int64_t tokens = told(cxlkv_match(either(s), &args, &hit));
     if (tokens < 0) return;
     told(test_verify_all(hit, s->marks, (uint32_t)tokens));
-    cxlkv_sequence_destroy(hit);
+    cxlkv_sequence_destroy(&hit);
 }
 
 static void call_records(scene *s) {
@@ -235,8 +235,8 @@ static void call_keys(scene *s) {
     static uint8_t flags[1 << 16];
     told(cxlkv_pin(either(s), KEYS, s->hashes, 1));
     told(cxlkv_evictable(s->pool, flags, sizeof(flags)));
-    told(cxlkv_scrub(either(s), 1, s->hashes, &scrubbed));
-    told(cxlkv_forget(either(s), 1, s->hashes + 16));
+    told(cxlkv_forget(either(s), 1, s->hashes, &scrubbed));
+    told(cxlkv_forget(either(s), 1, s->hashes + 16, NULL));
 }
 
 static void call_near(scene *s) {
@@ -278,7 +278,7 @@ static void call_lease(scene *s) {
     key_of(key, 2);
     if (told(cxlkv_lease_take(either(s), 1, key, &address, &size, &lease)) < 0) return;
     told(cxlkv_lease_release(lease, 0, NULL));
-    cxlkv_lease_destroy(lease);
+    cxlkv_lease_destroy(&lease);
 }
 
 static void call_reserved(scene *s) {
@@ -296,9 +296,9 @@ static void call_forget_objects(scene *s) {
     uint8_t key[16];
     cxlkv_scrubbed scrubbed;
     key_of(key, 5);
-    told(cxlkv_scrub(either(s), 1, key, &scrubbed));
+    told(cxlkv_forget(either(s), 1, key, &scrubbed));
     key_of(key, 3);
-    told(cxlkv_forget(either(s), 1, key));
+    told(cxlkv_forget(either(s), 1, key, NULL));
 }
 
 /* A host whose name is gone is told so. */
@@ -399,17 +399,17 @@ enum { SEQUENCE_CALLS = sizeof(sequence_calls) / sizeof(call),
        OBJECT_CALLS = sizeof(object_calls) / sizeof(call) };
 
 static void end(scene *s) {
-    cxlkv_sequence_destroy(s->whole);
-    cxlkv_sequence_destroy(s->open);
-    cxlkv_sequence_destroy(s->spare);
-    cxlkv_sequence_destroy(s->hit);
-    cxlkv_lease_destroy(s->lease);
-    cxlkv_lease_destroy(s->reserved);
+    cxlkv_sequence_destroy(&s->whole);
+    cxlkv_sequence_destroy(&s->open);
+    cxlkv_sequence_destroy(&s->spare);
+    cxlkv_sequence_destroy(&s->hit);
+    cxlkv_lease_destroy(&s->lease);
+    cxlkv_lease_destroy(&s->reserved);
     look_at_stats(s->pool);
     look_at_stats(s->other);
     CHECK(cxlkv_pool_close(s->other) == 0);
-    cxlkv_pool_destroy(s->other);
-    cxlkv_pool_destroy(s->pool);
+    cxlkv_pool_destroy(&s->other);
+    cxlkv_pool_destroy(&s->pool);
 }
 
 /* ---- a child for each page ---- */
@@ -446,7 +446,7 @@ static void run_open(scene *s, uint32_t first) {
         call_check(s);
         call_look(s);
         *at_work = "close";
-        cxlkv_pool_destroy(pool);
+        cxlkv_pool_destroy(&pool);
     }
     lost_when_mapped = false;
 }
@@ -485,7 +485,7 @@ static void read_all(scene *s) {
         if (told(cxlkv_lease_take(s->pool, 1, key, &address, &size, &lease)) < 0) continue;
         at = (const uint8_t *)(uintptr_t)address;
         CHECK(size < 0 || (size == ROOM && is_filled(at, name, ROOM)));
-        cxlkv_lease_destroy(lease);
+        cxlkv_lease_destroy(&lease);
         call_objects(s);
         call_ranges(s);
     }
@@ -502,7 +502,7 @@ static void newcomer(scene *s) {
     *at_work = "a repair";
     told(cxlkv_pool_check(pool, CXLKV_CHECK_DEEP | CXLKV_CHECK_REPAIR, text, sizeof(text)));
     read_all(s);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 static void run_changed(scene *s, uint32_t first) {
@@ -536,7 +536,7 @@ static void run_claim_lost(scene *s, uint32_t first) {
     *at_work = "a write";
     if (s->objects) call_reserved(s);
     else CHECK(test_append(half_written, 1, s->marks, TEST_PAGE_TOKENS) == -CXLKV_E_CORRUPT);
-    cxlkv_sequence_destroy(half_written);
+    cxlkv_sequence_destroy(&half_written);
     end(s);
 }
 
@@ -623,8 +623,8 @@ static uint32_t test_kind(bool shared, bool objects) {
     scene s = {.path = test_path("poison"), .shared = shared, .objects = objects, .seed = 11};
     make(&s, 0);
     cxlkv_geometry g = s.pool->geometry;
-    cxlkv_pool_destroy(s.other);
-    cxlkv_pool_destroy(s.pool);
+    cxlkv_pool_destroy(&s.other);
+    cxlkv_pool_destroy(&s.pool);
     CHECK(cxlkv_pool_remove(s.path) == 0);
     uint32_t count = 0;
     for (uint64_t at = 0; at < g.extents_offset + 2 * g.extent_bytes; at += MACHINE_PAGE) {

@@ -38,8 +38,8 @@ static void make(const char *path) {
     cxlkv_host host = {.lease_s = 1.0};
     cxlkv_pool *pool;
     uint64_t capacity = (2 << 20) + (500 << 10);
-    CHECK(cxlkv_pool_create(path, &layout, &sharing, capacity, 0, &host, &pool) == 0);
-    cxlkv_pool_destroy(pool);
+    CHECK(cxlkv_pool_create(path, &layout, &sharing, capacity, 0, &host, 0, &pool) == 0);
+    cxlkv_pool_destroy(&pool);
 }
 
 static void hashes_of(uint64_t mark, uint8_t *hashes) {
@@ -57,7 +57,7 @@ static cxlkv_sequence *written(cxlkv_pool *pool, uint64_t mark) {
     int64_t code = test_append_all(sequence, marks, TOKENS);
     CHECK(code >= 0 || code == -CXLKV_E_POOL_FULL);
     if (code >= 0) return sequence;
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_sequence_destroy(&sequence);
     return NULL;
 }
 
@@ -72,25 +72,25 @@ static void publish(worker *w, uint64_t mark) {
     cxlkv_sequence *sequence = written(w->pool, mark);
     hashes_of(mark, hashes);
     if (!sequence) return;
-    CHECK(cxlkv_publish(sequence, KEYS, TEST_PAGE_TOKENS, hashes) >= 0);
-    cxlkv_sequence_destroy(sequence);
+    CHECK(cxlkv_publish(sequence, KEYS, TEST_PAGE_TOKENS, hashes, 0) >= 0);
+    cxlkv_sequence_destroy(&sequence);
 }
 
 static void match(worker *w, uint64_t mark) {
     uint8_t hashes[KEYS * 16];
     cxlkv_sequence *hit;
     hashes_of(mark, hashes);
-    int64_t tokens = cxlkv_match(w->pool, KEYS, hashes, 60, &hit);
+    int64_t tokens = test_match(w->pool, KEYS, hashes, 60, &hit);
     CHECK(tokens >= 0);
     if (tokens) compare(hit, mark, (uint32_t)tokens);
     w->hits += tokens > 0;
-    cxlkv_sequence_destroy(hit);
+    cxlkv_sequence_destroy(&hit);
 }
 
 static void forget(worker *w, uint64_t mark) {
     uint8_t hashes[KEYS * 16];
     hashes_of(mark, hashes);
-    CHECK(cxlkv_forget(w->pool, KEYS, hashes) >= 0);
+    CHECK(cxlkv_forget(w->pool, KEYS, hashes, NULL) >= 0);
 }
 
 static void send_or_receive(worker *w, uint64_t mark) {
@@ -118,7 +118,7 @@ static void send_or_receive(worker *w, uint64_t mark) {
         letter.full = false;
         pthread_mutex_unlock(&letter.lock);
     }
-    if (sequence) cxlkv_sequence_destroy(sequence);
+    if (sequence) cxlkv_sequence_destroy(&sequence);
 }
 
 static void *work(void *context) {
@@ -181,7 +181,7 @@ int main(void) {
     CHECK(hits > 0 && adopted > 0);
     for (uint32_t host = 0; host < HOSTS; host++) {
         test_clean(pools[host]);
-        cxlkv_pool_destroy(pools[host]);
+        cxlkv_pool_destroy(&pools[host]);
     }
     CHECK(cxlkv_pool_remove(path) == 0);
     return 0;

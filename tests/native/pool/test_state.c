@@ -29,7 +29,7 @@ static bool is_joined(const char *path, const host_state *planted) {
     bool joined = pool->host->nonce == planted->nonce;
     CHECK(test_stats(pool).processes == 1);
     test_clean(pool);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     return joined;
 }
 
@@ -51,7 +51,7 @@ static void test_each_offset_is_compared(const char *path) {
     memset(whole->processes, 0, sizeof(whole->processes));
     uint64_t nonce = whole->nonce;
     state_keep(pool, &place);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     CHECK(!state_file_is(&place, 0));
     for (size_t i = 0; i <= sizeof(words) / sizeof(*words); i++) {
         bool as_it_was = i == sizeof(words) / sizeof(*words);
@@ -61,7 +61,7 @@ static void test_each_offset_is_compared(const char *path) {
         cxlkv_pool *keeper; /* the nonce in the pool is that of the last state: put ours there */
         CHECK(cxlkv_pool_open(path, NULL, &keeper) == 0);
         host_line_write(keeper, nonce);
-        cxlkv_pool_destroy(keeper);
+        cxlkv_pool_destroy(&keeper);
         state_write(&place, whole, bytes);
         CHECK(is_joined(path, whole) == as_it_was);
         if (word) *word = before;
@@ -70,7 +70,7 @@ static void test_each_offset_is_compared(const char *path) {
     whole->nonce = 0;
     CHECK(cxlkv_pool_open(path, NULL, &pool) == 0);
     host_line_write(pool, 0);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     state_write(&place, whole, bytes);
     CHECK(!is_joined(path, whole));
     state_place_close(&place);
@@ -99,9 +99,9 @@ static void test_no_wait_is_without_an_end(const char *path) {
     close(other);
     CHECK(cxlkv_pool_open(path, NULL, &second) == 0);
     CHECK(test_stats(second).processes == 2);
-    cxlkv_pool_destroy(second);
+    cxlkv_pool_destroy(&second);
     state_place_close(&place);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_remove(path) == 0);
     lock_wait_s = 30;
 }
@@ -123,11 +123,11 @@ static void test_a_state_in_use_is_never_removed(const char *path) {
     CHECK(lock_byte(pool->region.fd, USE_BYTE, false, false) == 0);
     CHECK(cxlkv_pool_open(path, NULL, &second) == 0);
     CHECK(test_stats(pool).processes == 2);
-    cxlkv_pool_destroy(second);
+    cxlkv_pool_destroy(&second);
     /* Nor by who removes the pool's file under it. */
     unlock_byte(pool->region.fd, USE_BYTE);
     CHECK(cxlkv_pool_remove(path) == 0 && state_file_is(&place, pool->host_fd));
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     CHECK(!state_file_is(&place, 0) && faccessat(place.folder, state_name(&place), F_OK, 0) < 0);
     state_place_close(&place);
 }

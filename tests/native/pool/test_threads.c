@@ -44,7 +44,7 @@ static cxlkv_sequence *grow(cxlkv_pool *pool, uint64_t *seed, uint64_t *marks, u
     code = test_append_all(made, marks + *tokens, more);
     if (code < 0) {
         CHECK(expected_error(code));
-        cxlkv_sequence_destroy(made);
+        cxlkv_sequence_destroy(&made);
         return NULL;
     }
     *tokens += more;
@@ -63,13 +63,13 @@ static void publish_and_match(cxlkv_pool *pool, cxlkv_sequence *mine, uint64_t *
     uint32_t pages = tokens / TEST_PAGE_TOKENS;
     cxlkv_sequence *hit;
     test_hashes(hashes, marks[tokens - 1] ^ random_next(seed), pages);
-    int64_t code = cxlkv_publish(mine, pages, TEST_PAGE_TOKENS, hashes);
+    int64_t code = cxlkv_publish(mine, pages, TEST_PAGE_TOKENS, hashes, 0);
     if (code < 0) {
         CHECK(expected_error(code));
         return;
     }
     double lease_s = random_below(seed, 2) ? 100 : 1e-6;
-    code = cxlkv_match(pool, pages, hashes, lease_s, &hit);
+    code = test_match(pool, pages, hashes, lease_s, &hit);
     if (code >= 0) {
         uint32_t found = (uint32_t)code;
         CHECK(found <= pages * TEST_PAGE_TOKENS);
@@ -77,9 +77,9 @@ static void publish_and_match(cxlkv_pool *pool, cxlkv_sequence *mine, uint64_t *
         if (code == -CXLKV_E_STALE && lease_s < 1) atomic_fetch_add(&stale, 1);
         else CHECK(code == 0 || expected_error(code));
         atomic_fetch_add(&hits, found > 0);
-        cxlkv_sequence_destroy(hit);
+        cxlkv_sequence_destroy(&hit);
     }
-    code = cxlkv_forget(pools[0], pages, hashes);
+    code = cxlkv_forget(pools[0], pages, hashes, NULL);
     CHECK(code >= 0 || expected_error(code));
 }
 
@@ -95,7 +95,7 @@ static void hand_over(cxlkv_pool *to, cxlkv_sequence *mine, const uint64_t *mark
     }
     atomic_fetch_add(&adopted, 1);
     verify(got, marks, tokens);
-    cxlkv_sequence_destroy(got);
+    cxlkv_sequence_destroy(&got);
 }
 
 static void round_of_work(uint64_t *seed) {
@@ -116,7 +116,7 @@ static void round_of_work(uint64_t *seed) {
     }
     verify(mine, marks, tokens);
     atomic_fetch_add(&operations, 1);
-    cxlkv_sequence_destroy(mine);
+    cxlkv_sequence_destroy(&mine);
 }
 
 static void *work(void *argument) {
@@ -202,8 +202,8 @@ static void share_one_sequence(void) {
     for (uint32_t i = 0; i < THREADS; i++)
         CHECK(pthread_create(&threads[i], NULL, i ? read_shared : write_shared, batch) == 0);
     for (uint32_t i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
-    cxlkv_batch_destroy(batch);
-    cxlkv_sequence_destroy(shared);
+    cxlkv_batch_destroy(&batch);
+    cxlkv_sequence_destroy(&shared);
 }
 
 static void run(bool close_meanwhile) {
@@ -243,13 +243,13 @@ int main(void) {
     share_one_sequence();
     test_clean(pools[0]);
     run(true);
-    cxlkv_sequence_destroy(common); /* after the close: it names pages that are not ours any more */
-    for (int i = 0; i < 2; i++) cxlkv_pool_destroy(pools[i]);
+    cxlkv_sequence_destroy(&common); /* after the close: its pages are not ours any more */
+    for (int i = 0; i < 2; i++) cxlkv_pool_destroy(&pools[i]);
     CHECK(cxlkv_pool_open(path, NULL, &pools[0]) == 0);
     test_clean(pools[0]);
     stats = test_stats(pools[0]);
     CHECK(stats.pages_free + stats.pages_published_only == stats.pages_total);
-    cxlkv_pool_destroy(pools[0]);
+    cxlkv_pool_destroy(&pools[0]);
     CHECK(cxlkv_pool_remove(path) == 0);
     return 0;
 }

@@ -48,9 +48,9 @@ static void make_pool(void) {
     test_hashes(hashes, 7, KEYS);
     CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
     CHECK(test_append_all(sequence, marks, TOKENS) >= 0);
-    CHECK(cxlkv_publish(sequence, KEYS, TEST_PAGE_TOKENS, hashes) == KEYS);
-    cxlkv_sequence_destroy(sequence);
-    cxlkv_pool_destroy(pool);
+    CHECK(cxlkv_publish(sequence, KEYS, TEST_PAGE_TOKENS, hashes, 0) == KEYS);
+    cxlkv_sequence_destroy(&sequence);
+    cxlkv_pool_destroy(&pool);
 }
 
 static void check_contents(void) {
@@ -61,11 +61,11 @@ static void check_contents(void) {
     test_marks(marks, 1, TOKENS);
     test_hashes(hashes, 7, KEYS);
     CHECK(cxlkv_pool_open(path, NULL, &pool) == 0);
-    CHECK(cxlkv_match(pool, KEYS, hashes, 60, &sequence) == TOKENS);
+    CHECK(test_match(pool, KEYS, hashes, 60, &sequence) == TOKENS);
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_sequence_destroy(&sequence);
     test_clean(pool);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 /* Every state that the page goes through while a child upgrades it; how many. */
@@ -129,7 +129,7 @@ static void test_refused(void) {
     int fd = map_page(&page);
     CHECK(cxlkv_pool_open(path, NULL, &pool) == 0);
     CHECK(cxlkv_pool_upgrade(path) == -CXLKV_E_BUSY);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     const uint32_t versions[] = {0, FORMAT_BEFORE - 1, FORMAT_VERSION + 1, UINT32_MAX};
     for (size_t i = 0; i < sizeof(versions) / sizeof(*versions); i++) {
         uint32_t was = ((superblock *)page)->version;

@@ -126,15 +126,15 @@ static void a_held_tail_is_forgotten(void) {
     CHECK(page != NO_PAGE && page / RUN_SLOTS == alone / RUN_SLOTS); /* no run of its own */
     pages_hold(pool, 1, &page);
     host_unlock(pool);
-    CHECK(cxlkv_forget(pool, 1, keys + 2 * 16) == 1);
+    CHECK(cxlkv_forget(pool, 1, keys + 2 * 16, NULL) == 1);
     test_clean(pool); /* it has 3 tokens, as its header says */
     CHECK(host_lock(pool) == 0);
     pages_drop(pool, 1, &page);
     host_unlock(pool);
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_sequence_destroy(&sequence);
     CHECK(cxlkv_pages_free(pool, 1, &alone) == 1);
     CHECK(test_stats(pool).pages_free == test_stats(pool).pages_total);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 int main(void) {

@@ -86,7 +86,7 @@ static void test_another_device(void) {
     close(fd);
     for (uint32_t force = 0; force < 2; force++)
         CHECK(cxlkv_pool_create("/dev/null", &layout, NULL, 64 << 20,
-                                force ? CXLKV_CREATE_FORCE : 0, NULL,
+                                force ? CXLKV_CREATE_FORCE : 0, NULL, 0,
                                 &pool) == -CXLKV_E_POOL_EXISTS);
     CHECK(cxlkv_pool_open("/dev/null", NULL, &pool) == -CXLKV_E_NOT_A_POOL);
     CHECK(cxlkv_pool_remove("/dev/null") == -CXLKV_E_NOT_A_POOL);

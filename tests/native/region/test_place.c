@@ -14,7 +14,7 @@ enum { SKIPPED = 77, CAPACITY_BYTES = 8 << 20 };
 static cxlkv_pool *make(const char *path, uint64_t nodes, int *code) {
     cxlkv_layout layout = test_layout();
     cxlkv_pool *pool = NULL;
-    *code = cxlkv_pool_create_at(path, &layout, NULL, CAPACITY_BYTES, 0, NULL, nodes, &pool);
+    *code = cxlkv_pool_create(path, &layout, NULL, CAPACITY_BYTES, 0, NULL, nodes, &pool);
     return pool;
 }
 
@@ -39,13 +39,13 @@ static void test_bound(void) {
     check_bound(pool);
     CHECK(cxlkv_pool_open(path, NULL, &other) == 0); /* it was told nothing of nodes */
     check_bound(other);
-    cxlkv_pool_destroy(other);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&other);
+    cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_remove(path) == 0);
     pool = make(NULL, 1, &code);
     CHECK(code == 0);
     check_bound(pool);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 /* Pages that nobody used are not taken by looking. */
@@ -62,7 +62,7 @@ static void test_no_wish(void) {
     CHECK(memcmp(&placed, &again, sizeof(placed)) == 0);
     cxlkv_pool_close(pool);
     CHECK(cxlkv_pool_placed(pool, 0, &placed) == -CXLKV_E_CLOSED);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 static bool has_node(int node) {
@@ -98,7 +98,7 @@ static void test_a_file_without_policy(void) {
     pool->region.nodes = 1;
     CHECK(place_verify(&pool->region) == -ENOTSUP);
     CHECK(strstr(cxlkv_error_text(), "the kernel did not bind the pool"));
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_remove(path) == 0);
 }
 

@@ -28,7 +28,7 @@ static void make_members(void) {
 static cxlkv_pool *create(uint64_t bytes, uint32_t flags, int *code) {
     cxlkv_layout layout = test_layout();
     cxlkv_pool *pool = NULL;
-    *code = cxlkv_pool_create(where, &layout, NULL, bytes, flags, NULL, &pool);
+    *code = cxlkv_pool_create(where, &layout, NULL, bytes, flags, NULL, 0, &pool);
     return pool;
 }
 
@@ -81,10 +81,10 @@ static void test_bytes_in_turn(void) {
         }
     check_reading(pool);
     CHECK(cxlkv_pool_open(where, NULL, &other) == 0);
-    cxlkv_pool_destroy(other);
+    cxlkv_pool_destroy(&other);
     CHECK(cxlkv_pool_remove(where) == -CXLKV_E_BUSY);
     CHECK(create(CAPACITY_BYTES, CXLKV_CREATE_FORCE, &code) == NULL && code == -CXLKV_E_BUSY);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 static void put(int member, const uint8_t *bytes, size_t count) {

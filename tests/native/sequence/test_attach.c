@@ -50,7 +50,7 @@ static arrival write_elsewhere(cxlkv_pool *pool, uint32_t count) {
                        layer, item);
         }
     }
-    cxlkv_sequence_destroy(source);
+    cxlkv_sequence_destroy(&source);
     return a;
 }
 
@@ -67,7 +67,7 @@ static int64_t attach(cxlkv_sequence *sequence, const arrival *a, bool verify) {
     int64_t code = cxlkv_batch_create(sequence->pool, 1, &sequence, &batch);
     CHECK(code == 0);
     code = cxlkv_batch_attach(batch, &args);
-    cxlkv_batch_destroy(batch);
+    cxlkv_batch_destroy(&batch);
     return code;
 }
 
@@ -113,7 +113,7 @@ static void test_against_marks(const char *path, bool shared) {
     cxlkv_host host = {.lease_s = 60};
     cxlkv_pool *pool;
     if (shared)
-        CHECK(cxlkv_pool_create(path, &layout, &sharing, 8 << 20, 0, &host, &pool) == 0);
+        CHECK(cxlkv_pool_create(path, &layout, &sharing, 8 << 20, 0, &host, 0, &pool) == 0);
     else
         pool = test_pool(NULL, 300);
     CHECK((pool->mode != VISIBILITY_COHERENT) == shared);
@@ -128,7 +128,7 @@ static void test_against_marks(const char *path, bool shared) {
         attached += tokens > before;
         if (random_below(&seed, 8) == 0) {
             if (child) CHECK(test_verify_all(child, kept, kept_tokens) == 0);
-            cxlkv_sequence_destroy(child);
+            cxlkv_sequence_destroy(&child);
             CHECK(cxlkv_sequence_fork(sequence, &child) == 0);
             memcpy(kept, marks, sizeof(kept));
             kept_tokens = tokens;
@@ -137,10 +137,10 @@ static void test_against_marks(const char *path, bool shared) {
     }
     CHECK(attached > 20);
     test_clean(pool);
-    cxlkv_sequence_destroy(child);
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_sequence_destroy(&child);
+    cxlkv_sequence_destroy(&sequence);
     CHECK(test_stats(pool).pages_held == 0);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     if (shared) CHECK(cxlkv_pool_remove(path) == 0);
 }
 
@@ -148,10 +148,10 @@ static void test_against_marks(const char *path, bool shared) {
 
 static void refused(cxlkv_sequence *sequence, arrival *a, int64_t code) {
     uint64_t held = test_stats(sequence->pool).pages_held;
-    int64_t tokens = cxlkv_sequence_layer_tokens(sequence, 0);
+    int64_t tokens = cxlkv_sequence_tokens(sequence, 0);
     CHECK(attach(sequence, a, true) == code);
     CHECK(test_stats(sequence->pool).pages_held == held);
-    CHECK(cxlkv_sequence_layer_tokens(sequence, 0) == tokens);
+    CHECK(cxlkv_sequence_tokens(sequence, 0) == tokens);
 }
 
 static void test_refusals(void) {
@@ -191,11 +191,11 @@ static void test_refusals(void) {
     refused(sequence, &a, -CXLKV_E_ARGUMENT); /* they are its own by now */
     CHECK(cxlkv_pages_free(pool, 3, a.pages) == -CXLKV_E_ARGUMENT);
     forget(&a);
-    cxlkv_sequence_destroy(sequence);
-    cxlkv_sequence_destroy(open);
-    cxlkv_sequence_destroy(uneven);
+    cxlkv_sequence_destroy(&sequence);
+    cxlkv_sequence_destroy(&open);
+    cxlkv_sequence_destroy(&uneven);
     CHECK(test_stats(pool).pages_held == 0);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 /* Without verify a page that was not written whole is found out by its first reader; and pages that
@@ -218,9 +218,9 @@ static void test_late_writes(void) {
     *byte ^= 4;
     CHECK(test_verify_all(sequence, marks, 12) == 0);
     forget(&a);
-    cxlkv_sequence_destroy(sequence);
-    cxlkv_sequence_destroy(open);
-    cxlkv_pool_destroy(pool);
+    cxlkv_sequence_destroy(&sequence);
+    cxlkv_sequence_destroy(&open);
+    cxlkv_pool_destroy(&pool);
 }
 
 /* Who would only free the pages fails as well as who attaches them: nobody has them twice. */
@@ -249,9 +249,9 @@ static void test_batches(void) {
     args.starts = falling;
     CHECK(cxlkv_batch_attach(batch, &args) == -CXLKV_E_ARGUMENT);
     forget(&a);
-    cxlkv_batch_destroy(batch);
-    for (uint32_t i = 0; i < 3; i++) cxlkv_sequence_destroy(sequences[i]);
-    cxlkv_pool_destroy(pool);
+    cxlkv_batch_destroy(&batch);
+    for (uint32_t i = 0; i < 3; i++) cxlkv_sequence_destroy(&sequences[i]);
+    cxlkv_pool_destroy(&pool);
 }
 
 /* Layer 0 sees 6 tokens: pages behind its window may be missing, and are freed if they are not. */
@@ -261,7 +261,7 @@ static void test_windows(void) {
     layout.group_count = 2;
     layout.windows[0] = 6;
     layout.group_of[1] = 1;
-    CHECK(cxlkv_pool_create(NULL, &layout, NULL, 8 << 20, 0, NULL, &pool) == 0);
+    CHECK(cxlkv_pool_create(NULL, &layout, NULL, 8 << 20, 0, NULL, 0, &pool) == 0);
     for (int missing = 0; missing < 2; missing++) {
         uint64_t marks[64];
         cxlkv_sequence *sequence = sequence_of(pool, marks, 8);
@@ -284,7 +284,7 @@ static void test_windows(void) {
         /* Its two pages before are given back, and those of the new ones that no token sees. */
         CHECK(after.pages_held == before.pages_held - (missing ? 2 : 5));
         CHECK(after.window_pages_skipped - before.window_pages_skipped == (missing ? 3 : 0));
-        CHECK(cxlkv_sequence_tokens(sequence) == 28);
+        CHECK(cxlkv_sequence_tokens(sequence, CXLKV_LAYER_LAST) == 28);
         CHECK(test_verify(sequence, 1, marks, 28) == 0);
         CHECK(cxlkv_sequence_truncate(sequence, 28) == 0);
         CHECK(cxlkv_sequence_truncate(sequence, 24) == -CXLKV_E_ARGUMENT);
@@ -293,8 +293,8 @@ static void test_windows(void) {
         CHECK(test_append_all(sequence, marks + 28, 9) >= 0);
         CHECK(test_verify(sequence, 1, marks, 37) == 0);
         forget(&a);
-        cxlkv_batch_destroy(batch);
-        cxlkv_sequence_destroy(sequence);
+        cxlkv_batch_destroy(&batch);
+        cxlkv_sequence_destroy(&sequence);
         CHECK(test_stats(pool).pages_held == 0);
         test_clean(pool);
     }
@@ -307,8 +307,8 @@ static void test_windows(void) {
     refused(sequence, &a, -CXLKV_E_ARGUMENT);
     a.pages[0] = page;
     still_ours(pool, &a);
-    cxlkv_sequence_destroy(sequence);
-    cxlkv_pool_destroy(pool);
+    cxlkv_sequence_destroy(&sequence);
+    cxlkv_pool_destroy(&pool);
 }
 
 /* Without checksums there is nothing to give, and nothing to verify by. */
@@ -317,7 +317,7 @@ static void test_no_checksums(void) {
     cxlkv_pool *pool;
     uint64_t marks[32];
     layout.checksum = 0;
-    CHECK(cxlkv_pool_create(NULL, &layout, NULL, 8 << 20, 0, NULL, &pool) == 0);
+    CHECK(cxlkv_pool_create(NULL, &layout, NULL, 8 << 20, 0, NULL, 0, &pool) == 0);
     cxlkv_sequence *sequence = sequence_of(pool, marks, 4);
     arrival a = write_elsewhere(pool, 2);
     refused(sequence, &a, -CXLKV_E_ARGUMENT);
@@ -328,8 +328,8 @@ static void test_no_checksums(void) {
     CHECK(test_verify_all(sequence, marks, 12) == 0);
     a.checksums = checksums;
     forget(&a);
-    cxlkv_sequence_destroy(sequence);
-    cxlkv_pool_destroy(pool);
+    cxlkv_sequence_destroy(&sequence);
+    cxlkv_pool_destroy(&pool);
 }
 
 int main(void) {

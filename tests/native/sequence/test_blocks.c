@@ -16,7 +16,7 @@ static cxlkv_pool *pool_of(uint32_t checksum, uint32_t threads) {
     cxlkv_pool *pool;
     layout.dtype = CXLKV_BFLOAT16;
     layout.checksum = checksum;
-    CHECK(cxlkv_pool_create(NULL, &layout, NULL, 4 << 20, threads, NULL, &pool) == 0);
+    CHECK(cxlkv_pool_create(NULL, &layout, NULL, 4 << 20, threads, NULL, 0, &pool) == 0);
     return pool;
 }
 
@@ -67,8 +67,8 @@ static void test_round_trip(cxlkv_pool *pool) {
                 free(kept[layer][i][kind]);
             }
         }
-    cxlkv_batch_destroy(batch);
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_batch_destroy(&batch);
+    cxlkv_sequence_destroy(&sequence);
 }
 
 /* Many at once, shared out among threads; then pieces of two of them are damaged. */
@@ -99,13 +99,13 @@ static void test_threads(void) {
     }
     CHECK(cxlkv_batch_fetch_blocks(batch, 0, &target, first, good) == -CXLKV_E_CORRUPT);
     CHECK(good[0] == 9 && good[1] == 0 && good[2] == 4);
-    cxlkv_batch_destroy(batch);
-    for (uint32_t i = 0; i < SEQUENCES; i++) cxlkv_sequence_destroy(sequences[i]);
+    cxlkv_batch_destroy(&batch);
+    for (uint32_t i = 0; i < SEQUENCES; i++) cxlkv_sequence_destroy(&sequences[i]);
     for (uint32_t kind = 0; kind < 2; kind++) {
         free(from[kind]);
         free(to[kind]);
     }
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 int main(void) {
@@ -119,7 +119,7 @@ int main(void) {
             cxlkv_pool *pool = pool_of(checksum, 1);
             test_round_trip(pool);
             test_clean(pool);
-            cxlkv_pool_destroy(pool);
+            cxlkv_pool_destroy(&pool);
         }
     }
     CHECK(tried > 0 && kernels_force("auto") == 0);

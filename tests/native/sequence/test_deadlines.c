@@ -51,7 +51,7 @@ static void check_order(void) {
 
 static cxlkv_sequence *hit_for(cxlkv_pool *pool, const uint8_t *key, double lease_s) {
     cxlkv_sequence *hit;
-    CHECK(cxlkv_match(pool, 1, key, lease_s, &hit) == TEST_PAGE_TOKENS);
+    CHECK(test_match(pool, 1, key, lease_s, &hit) == TEST_PAGE_TOKENS);
     return hit;
 }
 
@@ -63,7 +63,7 @@ static void check_hits(void) {
     const uint64_t marks[TEST_PAGE_TOKENS] = {1, 2, 3, 4};
     CHECK(cxlkv_sequence_create(pool, &source) == 0);
     CHECK(test_append_all(source, marks, TEST_PAGE_TOKENS) >= 0);
-    CHECK(cxlkv_publish(source, 1, TEST_PAGE_TOKENS, key) == 1);
+    CHECK(cxlkv_publish(source, 1, TEST_PAGE_TOKENS, key, 0) == 1);
     for (int i = 3; i >= 0; i--) hits[i] = hit_for(pool, key, i < 3 ? 1e-9 : 1000.0);
     CHECK(pool->deadlines.count >= 1 && hits[3]->deadline_place);
     pthread_rwlock_rdlock(&hits[0]->lock);
@@ -74,11 +74,11 @@ static void check_hits(void) {
     pthread_rwlock_unlock(&hits[0]->lock);
     sequences_expire(pool);
     CHECK(hits[0]->expired && hits[0]->page_count == 0 && pool->deadlines.count == 1);
-    cxlkv_sequence_destroy(hits[3]); /* before its end: it is not looked for any more */
+    cxlkv_sequence_destroy(&hits[3]); /* before its end: it is not looked for any more */
     CHECK(pool->deadlines.count == 0 && pool->deadlines.first_ns == UINT64_MAX);
-    for (int i = 0; i < 3; i++) cxlkv_sequence_destroy(hits[i]);
-    cxlkv_sequence_destroy(source);
-    cxlkv_pool_destroy(pool);
+    for (int i = 0; i < 3; i++) cxlkv_sequence_destroy(&hits[i]);
+    cxlkv_sequence_destroy(&source);
+    cxlkv_pool_destroy(&pool);
 }
 
 int main(void) {

@@ -77,11 +77,11 @@ static void sealed_and_not(void) {
     CHECK(places_of(sequence, 2, 0, ROOM, &at) == -CXLKV_E_ARGUMENT);
     CHECK(cxlkv_sequence_release(sequence) == 0);
     CHECK(places_of(sequence, 0, 0, ROOM, &at) == -CXLKV_E_RELEASED);
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_sequence_destroy(&sequence);
     uint64_t address;
     CHECK(cxlkv_pool_close(pool) == 0);
     CHECK(cxlkv_pool_memory(pool, &address) == -CXLKV_E_CLOSED);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
 }
 
 static void behind_a_window(void) {
@@ -94,7 +94,7 @@ static void behind_a_window(void) {
     layout.group_count = 2;
     layout.windows[1] = 5; /* layer 1 sees 5 tokens */
     layout.group_of[1] = 1;
-    CHECK(cxlkv_pool_create(NULL, &layout, NULL, 8 << 20, 0, NULL, &pool) == 0);
+    CHECK(cxlkv_pool_create(NULL, &layout, NULL, 8 << 20, 0, NULL, 0, &pool) == 0);
     CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
     for (uint32_t step = 0; step < 24; step += 4)
         CHECK(test_append_all(sequence, marks + step, 4) >= 0);
@@ -108,8 +108,8 @@ static void behind_a_window(void) {
     for (uint32_t i = gone; i < 6; i++) check_bytes(pool, &at, i, 1, marks + i * 4);
     CHECK(places_of(sequence, 0, 0, ROOM, &at) == 6);
     for (uint32_t i = 0; i < 6; i++) check_bytes(pool, &at, i, 0, marks + i * 4);
-    cxlkv_sequence_destroy(sequence);
-    cxlkv_pool_destroy(pool);
+    cxlkv_sequence_destroy(&sequence);
+    cxlkv_pool_destroy(&pool);
 }
 
 static void values_in_the_keys(void) {
@@ -121,7 +121,7 @@ static void values_in_the_keys(void) {
     places at;
     layout.values = CXLKV_VALUES_KEY_PREFIX;
     layout.value_head_dim = 4;
-    CHECK(cxlkv_pool_create(NULL, &layout, NULL, 8 << 20, 0, NULL, &pool) == 0);
+    CHECK(cxlkv_pool_create(NULL, &layout, NULL, 8 << 20, 0, NULL, 0, &pool) == 0);
     CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
     CHECK(cxlkv_batch_create(pool, 1, &sequence, &batch) == 0);
     int32_t starts[2] = {0, TEST_PAGE_TOKENS};
@@ -130,9 +130,9 @@ static void values_in_the_keys(void) {
     CHECK(cxlkv_batch_append(batch, 0, &keys, NULL, starts, -1) >= 0);
     CHECK(places_of(sequence, 0, 0, ROOM, &at) == 1);
     CHECK(at.keys[0] > 0 && at.values[0] == at.keys[0]);
-    cxlkv_batch_destroy(batch);
-    cxlkv_sequence_destroy(sequence);
-    cxlkv_pool_destroy(pool);
+    cxlkv_batch_destroy(&batch);
+    cxlkv_sequence_destroy(&sequence);
+    cxlkv_pool_destroy(&pool);
 }
 
 /* What a device is given by address was verified here, or is now. */
@@ -167,9 +167,9 @@ static void verified_before_use(void) {
     CHECK(cxlkv_batch_verify(batch, 99, &picked) == -CXLKV_E_ARGUMENT);
     picked.lists = 2;
     CHECK(cxlkv_batch_verify(batch, 1, &picked) == -CXLKV_E_ARGUMENT);
-    cxlkv_batch_destroy(batch);
-    cxlkv_sequence_destroy(sequence);
-    cxlkv_pool_destroy(pool);
+    cxlkv_batch_destroy(&batch);
+    cxlkv_sequence_destroy(&sequence);
+    cxlkv_pool_destroy(&pool);
 }
 
 int main(void) {

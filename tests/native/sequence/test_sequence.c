@@ -23,7 +23,7 @@ static bool is_even(const model *m) { return m->tokens[0] == m->tokens[TEST_LAYE
 
 static void verify(const model *m) {
     for (uint32_t layer = 0; layer < TEST_LAYERS; layer++) {
-        CHECK(cxlkv_sequence_layer_tokens(m->sequence, layer) == m->tokens[layer]);
+        CHECK(cxlkv_sequence_tokens(m->sequence, layer) == m->tokens[layer]);
         CHECK(test_verify(m->sequence, layer, m->marks, m->tokens[layer]) == 0);
     }
 }
@@ -71,7 +71,7 @@ static void publish(model *m) {
         memcpy(&published[published_count++], hashes + i * 16, 8);
         fresh++;
     }
-    CHECK(cxlkv_publish(m->sequence, pages, TEST_PAGE_TOKENS, hashes) == fresh);
+    CHECK(cxlkv_publish(m->sequence, pages, TEST_PAGE_TOKENS, hashes, 0) == fresh);
 }
 
 static void match(const model *m) {
@@ -79,15 +79,15 @@ static void match(const model *m) {
     uint32_t pages = chain_hashes(m, hashes), expected = 0;
     while (expected < pages && find_published(hashes + expected * 16) >= 0) expected++;
     cxlkv_sequence *hit, *forked;
-    int64_t tokens = cxlkv_match(m->sequence->pool, pages, hashes, 1000, &hit);
+    int64_t tokens = test_match(m->sequence->pool, pages, hashes, 1000, &hit);
     CHECK(tokens == (int64_t)expected * TEST_PAGE_TOKENS);
     CHECK(test_verify_all(hit, m->marks, expected * TEST_PAGE_TOKENS) == 0);
     seen.hits += expected > 0;
     model *made = pick(false);
     CHECK(cxlkv_sequence_fork(hit, &forked) == 0);
-    cxlkv_sequence_destroy(hit);
+    cxlkv_sequence_destroy(&hit);
     if (!made) {
-        cxlkv_sequence_destroy(forked);
+        cxlkv_sequence_destroy(&forked);
         return;
     }
     *made = *m;
@@ -107,7 +107,7 @@ static void forget(const model *m) {
         published[at] = published[--published_count];
         expected++;
     }
-    CHECK(cxlkv_forget(m->sequence->pool, pages, hashes) == expected);
+    CHECK(cxlkv_forget(m->sequence->pool, pages, hashes, NULL) == expected);
     seen.forgotten += expected > 0;
 }
 
@@ -119,7 +119,7 @@ static void forget_any(cxlkv_pool *pool) {
     memcpy(hash, &published[at], 8);
     memset(hash + 8, 0x5a, 8);
     published[at] = published[--published_count];
-    CHECK(cxlkv_forget(pool, 1, hash) == 1);
+    CHECK(cxlkv_forget(pool, 1, hash, NULL) == 1);
 }
 
 /* ---- steps ---- */
@@ -199,7 +199,7 @@ static void hand_over(cxlkv_pool *pool, const model *m) {
     seen.adopted++;
     if (!made) {
         CHECK(test_verify_all(adopted, m->marks, m->tokens[0]) == 0);
-        cxlkv_sequence_destroy(adopted);
+        cxlkv_sequence_destroy(&adopted);
         return;
     }
     *made = *m;
@@ -233,7 +233,7 @@ static void step(cxlkv_pool *pool) {
     } else if (dice < 93) {
         verify(m);
     } else {
-        cxlkv_sequence_destroy(m->sequence);
+        cxlkv_sequence_destroy(&m->sequence);
         m->sequence = NULL;
     }
 }
@@ -250,7 +250,7 @@ int main(void) {
         if (!live[i].sequence) continue;
         verify(&live[i]);
         if (i % 2) forget(&live[i]);
-        cxlkv_sequence_destroy(live[i].sequence);
+        cxlkv_sequence_destroy(&live[i].sequence);
     }
     CHECK(cxlkv_pages_free(pool, loose_count, loose) == loose_count);
     test_clean(pool);
@@ -262,6 +262,6 @@ int main(void) {
             seen.truncated);
     CHECK(seen.full > 20 && seen.forks > 20 && seen.adopted > 20 && seen.hits > 20);
     CHECK(seen.forgotten > 10 && seen.uneven > 20 && seen.truncated > 20);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     return 0;
 }

@@ -51,8 +51,15 @@ static inline cxlkv_pool *test_pool(const char *path, uint32_t pages) {
         capacity += 16 << 10;
     } while (geometry_make(&layout, &sharing, capacity, &geometry) < 0 ||
              geometry.page_count < pages);
-    CHECK(cxlkv_pool_create(path, &layout, NULL, capacity, 0, NULL, &pool) == 0);
+    CHECK(cxlkv_pool_create(path, &layout, NULL, capacity, 0, NULL, 0, &pool) == 0);
     return pool;
+}
+
+/* cxlkv_match() of keys alone. */
+static inline int64_t test_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
+                                 double lease_s, cxlkv_sequence **hit) {
+    const cxlkv_match_args args = {.hashes = hashes, .count = count, .lease_s = lease_s};
+    return cxlkv_match(pool, &args, hit);
 }
 
 /* A name in /dev/shm that no other test has; the caller removes it. */
@@ -94,7 +101,7 @@ static inline int64_t test_append(cxlkv_sequence *sequence, uint32_t layer, cons
     code = cxlkv_batch_append(batch, layer, &keys, &values, starts, -1);
     free(k);
     free(v);
-    cxlkv_batch_destroy(batch);
+    cxlkv_batch_destroy(&batch);
     return code;
 }
 
@@ -112,7 +119,7 @@ static inline int64_t test_verify(cxlkv_sequence *sequence, uint32_t layer, cons
     int64_t code = cxlkv_batch_create(sequence->pool, 1, &sequence, &batch);
     if (code == 0) {
         code = cxlkv_batch_fetch(batch, &args);
-        cxlkv_batch_destroy(batch);
+        cxlkv_batch_destroy(&batch);
     }
     if (code >= 0) CHECK(args.k == pages);
     for (uint32_t t = 0; code >= 0 && t < pages * TEST_PAGE_TOKENS; t++)

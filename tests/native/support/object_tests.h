@@ -18,7 +18,7 @@ static inline cxlkv_pool *object_pool(const char *path, uint32_t object_bytes, b
                                       uint64_t capacity, uint32_t threads) {
     cxlkv_layout layout = object_layout(object_bytes, checksum);
     cxlkv_pool *pool;
-    CHECK(cxlkv_pool_create(path, &layout, NULL, capacity, 0, NULL, &pool) == 0);
+    CHECK(cxlkv_pool_create(path, &layout, NULL, capacity, 0, NULL, 0, &pool) == 0);
     CHECK(cxlkv_pool_set_threads(pool, threads) == 0);
     return pool;
 }
@@ -132,7 +132,7 @@ static inline int64_t size_of(cxlkv_pool *pool, uint64_t name) {
 static inline int64_t forget(cxlkv_pool *pool, uint64_t name) {
     uint8_t key[16];
     key_of(key, name);
-    return cxlkv_forget(pool, 1, key);
+    return cxlkv_forget(pool, 1, key, NULL);
 }
 
 /* By each way of reading. count: its size, or why it has none. */
@@ -157,7 +157,7 @@ static inline void expect(cxlkv_pool *pool, uint64_t name, uint64_t mark, int64_
     }
     cxlkv_lease *lease = lease_of(pool, name, &size, &at);
     CHECK(size == count && (count < 0 || is_filled(at, mark, bytes)));
-    cxlkv_lease_destroy(lease);
+    cxlkv_lease_destroy(&lease);
     free(out);
 }
 #endif

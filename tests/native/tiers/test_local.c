@@ -64,7 +64,7 @@ static float first_key(cxlkv_sequence *sequence, uint32_t layer) {
     cxlkv_batch *batch;
     CHECK(cxlkv_batch_create(sequence->pool, 1, &sequence, &batch) == 0);
     CHECK(cxlkv_batch_fetch(batch, &args) >= 0);
-    cxlkv_batch_destroy(batch);
+    cxlkv_batch_destroy(&batch);
     return out[0][0];
 }
 
@@ -80,7 +80,7 @@ static void copies_are_read(cxlkv_pool *pool) {
     CHECK(first_key(sequence, 1) != key && first_key(sequence, 0) != key);
     CHECK(cxlkv_local_demote(pool, 1, &unit) == 1 && cxlkv_local_demote(pool, 1, &unit) == 0);
     CHECK(first_key(sequence, 1) == key);
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_sequence_destroy(&sequence);
     CHECK(local_state(pool).slots_free == SLOTS);
 }
 
@@ -98,7 +98,7 @@ static void refusals(cxlkv_pool *pool) {
     CHECK(test_append(open, 0, marks, TEST_PAGE_TOKENS) >= 0);
     promote_one(pool, unit_at(open, 0, 0), CXLKV_LOCAL_NOT_SEALED);
     int64_t free_unit = unit_at(open, 0, 0);
-    cxlkv_sequence_destroy(open);
+    cxlkv_sequence_destroy(&open);
     promote_one(pool, free_unit, CXLKV_LOCAL_NOT_SEALED);
     pieces_of(pool, sequence_page(sequence, 0, 3), 0, PIECE_VALUES)[5] ^= 16;
     promote_one(pool, units[3], CXLKV_LOCAL_DAMAGED);
@@ -109,7 +109,7 @@ static void refusals(cxlkv_pool *pool) {
         CHECK(codes[i] == (i < SLOTS ? CXLKV_LOCAL_DONE : CXLKV_LOCAL_NO_ROOM));
     CHECK(local_state(pool).refused_no_room == PAGES - SLOTS);
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_sequence_destroy(&sequence);
     CHECK(cxlkv_local_hotness(pool, NULL, NULL, NULL, 0) == 0); /* which drops what was freed */
     CHECK(local_state(pool).slots_free == SLOTS && local_state(pool).dropped == SLOTS);
 }
@@ -143,7 +143,7 @@ static void between_the_steps(cxlkv_pool *pool) {
     /* The sequence goes while its page is copied: the promotion's own reference keeps the page. */
     moves[0] = (local_move){.unit = unit_at(sequence, 0, 0)};
     CHECK(local_prepare(pool, moves, 1) == 0);
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_sequence_destroy(&sequence);
     CHECK(test_stats(pool).pages_free == pages_free + PAGES - 1);
     CHECK(local_copy(pool, moves, 1) == 0 && local_complete(pool, moves, 1, true) == 1);
     CHECK(test_stats(pool).pages_free == pages_free + PAGES);
@@ -160,7 +160,7 @@ static void reused_pages(cxlkv_pool *pool) {
             promote_one(pool, unit_at(sequence, i, (uint32_t)round % 2), CXLKV_LOCAL_DONE);
         CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
         CHECK(local_state(pool).slots_held <= SLOTS);
-        cxlkv_sequence_destroy(sequence);
+        cxlkv_sequence_destroy(&sequence);
     }
     CHECK(local_state(pool).dropped > 20);
     CHECK(cxlkv_local_hotness(pool, NULL, NULL, NULL, 0) == 0);
@@ -189,7 +189,7 @@ static void forked(cxlkv_pool *pool) {
     CHECK(test_stats(pool).processes == 1); /* which gave back what the child held */
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
     CHECK(local_state(pool).slots_held == 1);
-    cxlkv_sequence_destroy(sequence);
+    cxlkv_sequence_destroy(&sequence);
     CHECK(test_stats(pool).pages_held == 0);
 }
 
@@ -211,7 +211,7 @@ static void *read_on(void *argument) {
         int32_t codes[2];
         CHECK(cxlkv_local_promote(shared_pool, 2, units, NULL, codes) >= 0);
         CHECK(test_verify_all(own, marks, 12) == 0);
-        cxlkv_sequence_destroy(own);
+        cxlkv_sequence_destroy(&own);
     }
     atomic_fetch_add(&finished, 1);
     return NULL;
@@ -242,7 +242,7 @@ static void threads(cxlkv_pool *pool) {
         CHECK(pthread_create(&made[i], NULL, i < 2 ? read_on : move_on, (void *)(i + 1)) == 0);
     for (int i = 0; i < 4; i++) pthread_join(made[i], NULL);
     CHECK(local_state(pool).promoted > 50 && local_state(pool).demoted > 20);
-    cxlkv_sequence_destroy(common);
+    cxlkv_sequence_destroy(&common);
 }
 
 int main(void) {
@@ -266,7 +266,7 @@ int main(void) {
     CHECK(test_stats(pool).pages_held == 0);
     CHECK(cxlkv_pool_close(pool) == 0); /* with copies in the tier */
     CHECK(cxlkv_local_stats(pool, &state) == -CXLKV_E_CLOSED);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_remove(path) == 0);
     return 0;
 }

@@ -28,8 +28,8 @@ static void publish_all(cxlkv_pool *pool) {
     test_hashes(hashes, 5, PAGES);
     CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
     CHECK(test_append_all(sequence, marks, TOKENS) >= 0);
-    CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes) == PAGES);
-    cxlkv_sequence_destroy(sequence);
+    CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes, 0) == PAGES);
+    cxlkv_sequence_destroy(&sequence);
 }
 
 static void find(cxlkv_pool *pool, taken *t) {
@@ -51,9 +51,9 @@ static taken take_out(cxlkv_pool *pool) {
 
 static void check_found(cxlkv_pool *pool) {
     cxlkv_sequence *hit;
-    CHECK(cxlkv_match(pool, PAGES, hashes, 10, &hit) == TOKENS);
+    CHECK(test_match(pool, PAGES, hashes, 10, &hit) == TOKENS);
     CHECK(test_verify_all(hit, marks, TOKENS) == 0);
-    cxlkv_sequence_destroy(hit);
+    cxlkv_sequence_destroy(&hit);
 }
 
 static void test_there_and_back(cxlkv_pool *pool, const taken *t) {
@@ -163,7 +163,7 @@ static void test_pool_cut(uint32_t threads) {
     for (uint32_t i = 0; i < PAGES; i++) CHECK(codes[i] == -CXLKV_E_POISON);
     CHECK(test_stats(pool).pages_retired > 0);
     free(t.records);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     unlink(path);
 }
 
@@ -237,7 +237,7 @@ int main(void) {
     CHECK(cxlkv_pool_set_threads(pool, 2) == 0);
     test_threads(pool, &t);
     free(t.records);
-    cxlkv_pool_destroy(pool);
+    cxlkv_pool_destroy(&pool);
     for (uint32_t cpus = 1; FAULTS_RETURN && cpus <= 3; cpus += 2) test_pool_cut(cpus);
     if (!FAULTS_RETURN) puts("skipped: memory cut under a record: not with ThreadSanitizer");
     return 0;

@@ -144,12 +144,12 @@ static void unmake(made *m) {
     char path[128];
     snprintf(path, sizeof(path), "%s", m->pool->path);
     worker_file_close(&m->file);
-    cxlkv_worker_destroy(m->worker);
-    cxlkv_pool_destroy(m->served);
-    cxlkv_sequence_destroy(m->sequence);
+    cxlkv_worker_destroy(&m->worker);
+    cxlkv_pool_destroy(&m->served);
+    cxlkv_sequence_destroy(&m->sequence);
     test_clean(m->pool);
     CHECK(test_stats(m->pool).pages_held == 0);
-    cxlkv_pool_destroy(m->pool);
+    cxlkv_pool_destroy(&m->pool);
     CHECK(cxlkv_pool_remove(path) == 0);
 }
 
