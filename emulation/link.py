@@ -175,7 +175,7 @@ class Charged(NamedTuple):
             lists = np.diff(picked.starts) if picked.per == "query" else 1
             visible = np.repeat(complete, lists)[:, None, None]
             pieces = int(((picked.pages >= 0) & (picked.pages < visible)).sum())
-        pieces -= max(0, _near_reads(self.pool) - self.local_reads)
+        pieces -= max(0, _local_reads(self.pool) - self.local_reads)
         tokens_bytes = layout.token_bytes // layout.layers // layout.kv_heads
         self.end(kind, pieces * tokens_bytes * layout.page_tokens)
 
@@ -196,7 +196,7 @@ class Links:
         link = self.of.get(pool)
         if link is None:
             return None
-        return Charged(link, pool, time.perf_counter(), _near_reads(pool))
+        return Charged(link, pool, time.perf_counter(), _local_reads(pool))
 
     def label(self, pool: _core.Handle) -> str | None:
         link = self.of.get(pool)
@@ -223,7 +223,7 @@ def labels() -> str | None:
     return "; ".join(sorted({link.label for link in _links.of.values()})) or None
 
 
-def _near_reads(pool: _core.Handle) -> int:
+def _local_reads(pool: _core.Handle) -> int:
     try:
         return _core.local_stats(pool)["reads_local"]
     except ClosedError:  # there is no local tier

@@ -119,7 +119,7 @@ def _copy_variant(word_bytes: int, tile: tuple[int, int]) -> Variant:
     signature = {"source_at": "*i64", "target_at": "*i64", "count": "i32", "words": "i32"}
     signature |= dict.fromkeys(constants, "constexpr")
     name = f"fragments {tile[0]} x {word_bytes} B"
-    return Variant(name, "_copy_kernel", signature, constants, num_warps=tile[1], num_stages=1)
+    return Variant(name, "_copy_kernel", signature, constants, num_warps=tile[1])
 
 
 def variants() -> list[Variant]:
@@ -130,5 +130,5 @@ def variants() -> list[Variant]:
     return [
         _copy_variant(16, SMALL_TILE),
         *(_copy_variant(word_bytes, LARGE_TILE) for word_bytes in ELEMENTS),
-        Variant("generations", "_check_generations_kernel", check, block, DESCRIPTOR_WARPS, 1),
+        Variant("generations", "_check_generations_kernel", check, block, DESCRIPTOR_WARPS),
     ]

@@ -115,7 +115,6 @@ def variants() -> list[Variant]:
             signature={**pointers, **lengths, **tables, **constants},
             constants={"POLYNOMIAL": POLYNOMIAL, "LANES": lanes_for(largest), "KINDS": 4},
             num_warps=lanes_for(largest) // 128,
-            num_stages=1,
         )
         for largest in (4096, 64 * 576 * 2)
     ]

@@ -277,7 +277,6 @@ def _gather_variant(dim: int, dtype: torch.dtype, *, digest: bool) -> Variant:
         },
         constants=constants,
         num_warps=warps,
-        num_stages=1,
     )
 
 
@@ -303,5 +302,4 @@ def _sketch_variant(dim: int, dtype: torch.dtype) -> Variant:
         },
         constants=constants,
         num_warps=warps,
-        num_stages=1,
     )

@@ -45,7 +45,6 @@ def variants() -> list[Variant]:
             signature={**tables, "subject": "i32", "SUBJECTS": "constexpr"},
             constants={"SUBJECTS": SUBJECTS},
             num_warps=1,
-            num_stages=1,
         ),
         Variant(
             name="await",
@@ -53,6 +52,5 @@ def variants() -> list[Variant]:
             signature={**tables, "answered_at": "*i32", "looks": "i32"},
             constants={},
             num_warps=1,
-            num_stages=1,
         ),
     ]

@@ -171,7 +171,7 @@ def variants() -> list[Variant]:
             **dict.fromkeys(("count", "row_stride", "part_stride"), "i32"),
             **dict.fromkeys(fixed, "constexpr"),
         }
-        found.append(Variant(f"merge_{dim}", "_merge_kernel", signature, fixed, WARPS, 1))
+        found.append(Variant(f"merge_{dim}", "_merge_kernel", signature, fixed, WARPS))
         fixed = {"COUNT": 2, "DIM": dim, "CHANNELS": FEW_CHANNELS}
         signature = {
             **{f"outs{i}": "*fp32" if i == 0 else "*bf16" for i in range(FEW)},
@@ -180,7 +180,5 @@ def variants() -> list[Variant]:
             "lse": "*fp32",
             **dict.fromkeys(fixed, "constexpr"),
         }
-        found.append(
-            Variant(f"merge_few_{dim}", "_merge_few_kernel", signature, fixed, FEW_WARPS, 1)
-        )
+        found.append(Variant(f"merge_few_{dim}", "_merge_few_kernel", signature, fixed, FEW_WARPS))
     return found

@@ -57,7 +57,6 @@ def variants() -> list[Variant]:
             },
             constants={"BLOCK": triton.next_power_of_2(dim)},
             num_warps=1,
-            num_stages=1,
         )
         for dtype, dim in (("bf16", 128), ("fp16", 128), ("fp32", 128), ("bf16", 576))
     ]

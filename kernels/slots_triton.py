@@ -244,7 +244,7 @@ def _variant(
 ) -> Variant:
     types = {one: kind for kind, names in _TYPES.items() for one in names.split()}
     signature = {argument: types[argument] for argument in arguments}
-    return Variant(name, kernel, signature, {**constants}, num_warps=warps, num_stages=1)
+    return Variant(name, kernel, signature, {**constants}, num_warps=warps)
 
 
 def variants() -> list[Variant]:

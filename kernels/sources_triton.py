@@ -91,7 +91,6 @@ def variants() -> list[Variant]:
             },
             constants={"BLOCK": BLOCK},
             num_warps=4,
-            num_stages=1,
         ),
         Variant(
             name="known",
@@ -108,6 +107,5 @@ def variants() -> list[Variant]:
             },
             constants={"BLOCK": BLOCK},
             num_warps=4,
-            num_stages=1,
         ),
     ]

@@ -14,4 +14,4 @@ class Variant:
     signature: dict[str, str]  # argument: Triton's type, "*bf16", "i32", "constexpr"
     constants: dict[str, object]
     num_warps: int
-    num_stages: int
+    num_stages: int = 1

@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,7 @@ from cxlkv import _core, reclaim
 from cxlkv.errors import BadArgumentError, ClosedError, OrderError, UnevenError
 from cxlkv.gpu.copier import Copier, Pieces, merge
 from cxlkv.gpu.driver import index_of
+from cxlkv.gpu.staging import DTYPES, Waitable
 from cxlkv.kernels.encode import Encoded, encode
 from cxlkv.layout import layer_places
 from cxlkv.pages import NO_PAGE, PageIds, places_of
@@ -28,16 +28,7 @@ from cxlkv.pool import CXLPool
 from cxlkv.sequence import Batch, Sequence
 
 KINDS = ("digest", "sketch", "key", "value")
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NO_CUTS = np.empty(0, np.int64)
-
-
-class Waitable(Protocol):
-    """As torch.cuda.Event is."""
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
 
 
 @dataclass

@@ -43,7 +43,7 @@ class ColdTier(Closing):
 
     Names are rows of 16 bytes, the hashes under which pages are published; records are rows of
     shape.bytes, as _core.records_read() makes them. Each call takes many. When the file is full the
-    least recently used records make room, never those that are being loaded or are protected.
+    least recently used records make room, never those that are being loaded.
 
     fsync "batch": when store() returns, its records are on the disk, and survive a crash of the
     machine. "none": the kernel writes when it likes; they survive the death of this process, not
@@ -96,7 +96,6 @@ class ColdTier(Closing):
         self._checked = np.zeros(slots, np.bool_)  # its bytes were right in this opening
         self._parents = np.zeros((slots, NAME_BYTES), np.uint8)
         self._writing: set[bytes] = set()
-        self._protected: set[bytes] = set()
         self._unerased: list[int] = []  # slots of dropped records that could not be erased
         names = "hits misses corrupt stored refused evicted dropped bytes_read bytes_written"
         names += " erase_failures packed packed_bytes_saved pack_us unpack_us"
@@ -180,15 +179,6 @@ class ColdTier(Closing):
                 self._counts["dropped"] += len(places)
             self._discard(_slots_of(places))
             return there
-
-    def protect(self, names: Bytes) -> None:
-        """Records of these names make no room for others, until unprotect()."""
-        with self._operation(), self._mutex:
-            self._protected.update(self._keys(names))
-
-    def unprotect(self, names: Bytes) -> None:
-        with self._operation(), self._mutex:
-            self._protected.difference_update(self._keys(names))
 
     def names(self) -> tuple[Bytes, Bytes]:
         """All names and their parents, the least recently used first (after an opening: the first
@@ -390,7 +380,7 @@ class ColdTier(Closing):
         for key, place in self._index.items():
             if len(freed) >= count:
                 break
-            if not (self._readers[place.slots[0]] or key in self._protected or key in kept):
+            if not (self._readers[place.slots[0]] or key in kept):
                 victims.append(key)
                 freed += place.slots
         for key in victims:

@@ -22,17 +22,23 @@ class UseLoopback(_Request):
     op: Literal["loopback"]
 
 
-class UseVerbs(_Request):
-    """Connect a queue pair. psn: where its packets begin; reads: how many it has on their way.
-    Nothing of the client's is read or written from here, so it gives no key."""
+class QueuePair(_Request):
+    """One side's RDMA queue pair. psn: where its packets begin; reads: how many it has on their
+    way."""
 
-    op: Literal["verbs"]
     qp: int = Field(ge=0, lt=1 << 24)
     psn: int = Field(ge=0, lt=1 << 24)
     gid: str = Field(max_length=64)
     lid: int = Field(ge=0, lt=1 << 16)
     mtu: int = Field(ge=1, le=5)
     reads: int = Field(ge=1, le=255)
+
+
+class UseVerbs(QueuePair):
+    """Connect a queue pair. Nothing of the client's is read or written from here, so it gives no
+    key."""
+
+    op: Literal["verbs"]
 
 
 class Match(_Request):

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import NamedTuple, Protocol, cast
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ValidationError
 
 from cxlkv import forking
 from cxlkv.config import format_bytes
@@ -27,7 +27,7 @@ from cxlkv.errors import PeerError, RdmaError
 from cxlkv.transport.base import chunk_records
 from cxlkv.transport.far import Bytes, Pieces
 from cxlkv.transport.loopback import Call
-from cxlkv.transport.messages import UseVerbs
+from cxlkv.transport.messages import QueuePair, UseVerbs
 from cxlkv.transport.wire import Deadline, Header
 
 PORT = 1
@@ -108,17 +108,9 @@ def device_names() -> list[str]:
         return []
 
 
-class Far(BaseModel):
+class Far(QueuePair):
     """What a server answers: its queue pair, and its two memories as (address, bytes, key)."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    qp: int = Field(ge=0, lt=1 << 24)
-    psn: int = Field(ge=0, lt=1 << 24)
-    gid: str = Field(max_length=64)
-    lid: int = Field(ge=0, lt=1 << 16)
-    mtu: int = Field(ge=1, le=5)
-    reads: int = Field(ge=1, le=255)
     region: tuple[int, int, int]
     staging: tuple[int, int, int]
 
@@ -221,7 +213,7 @@ class _Queue:
             "reads": self._device.reads,
         }
 
-    def connect(self, peer: UseVerbs | Far) -> None:
+    def connect(self, peer: QueuePair) -> None:
         """Raises RdmaError when the peer's words lead nowhere."""
         v = _pyverbs()
         reads = min(self._device.reads, peer.reads)
