@@ -124,7 +124,7 @@ class LocalTier(Closing):
         which is kv_heads reads: who is ahead by less does not earn that back. sqrt(a + b) is the
         standard deviation of the difference of two counts: nobody is displaced by chance. bounces
         is how often the newcomer was taken out lately (it halves with the counts): who comes and
-        goes must be ever hotter. So two units of about the same heat do not take turns.
+        goes must be ever hotter. So two units of about the same hotness do not take turns.
         """
         units, counts, resident = self.hotness()
         stats = _core.local_stats(self._pool)

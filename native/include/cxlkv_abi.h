@@ -626,7 +626,7 @@ typedef struct cxlkv_published {
     uint32_t parent;     /* the page before it in its chain; of part 0's pages for the others the
                             one of the same tokens; UINT32_MAX: none, or it is not known */
     uint32_t hits;       /* at most 65535 */
-    uint32_t heat;       /* as cxlkv_hotness_read counts */
+    uint32_t hotness;    /* as cxlkv_hotness_read counts */
     uint32_t part;
     uint32_t flags;
     uint32_t reserved[2];

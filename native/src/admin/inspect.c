@@ -158,7 +158,7 @@ typedef struct source {
 static int source_open(const char *path, source *from) {
     *from = (source){.fd = -1};
     if (stripes_path(path)) {
-        int code = striped_look(path, &from->striped);
+        int code = striped_inspect(path, &from->striped);
         if (code < 0) return code;
         from->fd = stripes_fd(from->striped);
         from->bytes = stripes_bytes(from->striped);
@@ -235,7 +235,7 @@ static int64_t peek_at(const source *from, const char *path, cxlkv_overview *ove
     cxlkv_geometry geometry;
     if (!source_read(from, 0, page, sizeof(page)))
         return fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool", path);
-    int code = superblock_read(SUPERBLOCK_LOOK, page, from->bytes, path, &layout, &sharing,
+    int code = superblock_read(SUPERBLOCK_INSPECT, page, from->bytes, path, &layout, &sharing,
                                &geometry, identity);
     if (code == 0) code = guard_install();
     if (code < 0) return code;

@@ -128,7 +128,7 @@ static void expect_place(const cxlkv_pool *pool, uint32_t count, const uint8_t *
     __builtin_prefetch(&pool->pages[page], 1);
     __builtin_prefetch(&pool->held[page], 1);
     __builtin_prefetch(&pool->reuse[page], 1);
-    __builtin_prefetch((const void *)&pool->heat[page], 1);
+    __builtin_prefetch((const void *)&pool->hotness[page], 1);
 }
 
 /* Under the host lock; of a bus error the lines that were held are told by `held`. */

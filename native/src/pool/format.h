@@ -40,7 +40,7 @@ enum { FEATURES_COMPATIBLE, FEATURES_READERS, FEATURES_INCOMPATIBLE, FEATURE_WOR
 #define FEATURES_KNOWN {0, 0, 0}
 
 /* For an upgrade a pool of FORMAT_BEFORE will do; who only looks may lack features of writers. */
-enum superblock_purpose { SUPERBLOCK_USE, SUPERBLOCK_LOOK, SUPERBLOCK_UPGRADE };
+enum superblock_purpose { SUPERBLOCK_USE, SUPERBLOCK_INSPECT, SUPERBLOCK_UPGRADE };
 
 typedef struct superblock {
     uint8_t magic[8];

@@ -18,8 +18,8 @@ uint64_t host_state_layout(uint32_t page_count, host_state *host) {
     host->run_count = (page_count + RUN_SLOTS - 1) / RUN_SLOTS;
     host->index_capacity = (uint32_t)capacity;
     host->pages_offset = align_up(sizeof(host_state), 4096);
-    host->heat_offset = align_up(host->pages_offset + page_count * sizeof(page_info), 4096);
-    host->reuse_offset = align_up(host->heat_offset + page_count * sizeof(atomic_uint), 4096);
+    host->hotness_offset = align_up(host->pages_offset + page_count * sizeof(page_info), 4096);
+    host->reuse_offset = align_up(host->hotness_offset + page_count * sizeof(atomic_uint), 4096);
     host->runs_offset = align_up(host->reuse_offset + page_count * sizeof(reuse_record), 4096);
     host->index_offset = align_up(host->runs_offset + host->run_count * sizeof(run_info), 4096);
     host->held_offset = align_up(host->index_offset + capacity * sizeof(index_entry), 4096);
@@ -31,7 +31,7 @@ uint64_t host_state_layout(uint32_t page_count, host_state *host) {
 static void bind_tables(cxlkv_pool *pool) {
     uint8_t *base = (uint8_t *)pool->host;
     pool->pages = (page_info *)(base + pool->host->pages_offset);
-    pool->heat = (atomic_uint *)(base + pool->host->heat_offset);
+    pool->hotness = (atomic_uint *)(base + pool->host->hotness_offset);
     pool->reuse = (reuse_record *)(base + pool->host->reuse_offset);
     pool->runs = (run_info *)(base + pool->host->runs_offset);
     pool->index = (index_entry *)(base + pool->host->index_offset);
@@ -105,7 +105,7 @@ bool host_state_fits(const host_state *host, uint32_t page_count, const uint8_t 
            host->page_count == page_count && host->run_count == expected.run_count &&
            host->index_capacity == expected.index_capacity &&
            host->pages_offset == expected.pages_offset &&
-           host->heat_offset == expected.heat_offset &&
+           host->hotness_offset == expected.hotness_offset &&
            host->reuse_offset == expected.reuse_offset &&
            host->runs_offset == expected.runs_offset &&
            host->index_offset == expected.index_offset &&

@@ -49,7 +49,7 @@ typedef struct reuse_record {
     uint16_t part;
     uint16_t reserved;
 } reuse_record;
-_Static_assert(sizeof(reuse_record) == 20, "24 bytes a page, with its heat");
+_Static_assert(sizeof(reuse_record) == 20, "24 bytes a page, with its hotness");
 
 /* In the order of cxlkv_counters, which says what each counts. */
 enum counter {
@@ -134,11 +134,11 @@ typedef struct host_state {
     host_view views[HOSTS_MAX];
     uint64_t pool_device, pool_inode;
     char pool_path[512];         /* where the pool's file lay; empty when the name is longer */
-    uint64_t heat_offset, reuse_offset;
+    uint64_t hotness_offset, reuse_offset;
     uint64_t clock;              /* pages that were found or published so far */
-    /* Of heat, without the mutex: uses counted so far, and epochs begun by hand. */
-    _Alignas(LINE_BYTES) atomic_ulong heat_uses;
-    atomic_ulong heat_advances;
+    /* Of hotness, without the mutex: uses counted so far, and epochs begun by hand. */
+    _Alignas(LINE_BYTES) atomic_ulong hotness_uses;
+    atomic_ulong hotness_advances;
     /* A row for each slot, written by the slot's process only and never set back: the pool's total
      * is the sum of all rows, and no death can take from it or add twice. What a process counted
      * is its row less what stood there when it came. The last row is written under the lock: what

@@ -1,6 +1,6 @@
-/* How much pages are used (heat), and when published ones were asked for (reuse).
+/* How much pages are used, their hotness, and when published ones were asked for (reuse).
  *
- * Both are advice for whoever moves or evicts pages. Heat is counted by any thread, without the
+ * Both are advice for whoever moves or evicts pages. Hotness is counted by any thread, without the
  * host lock: a load and a store, so that two which count one page at one time may lose a count.
  * Reuse is written under the host lock. Whatever a death leaves in either is a value that they may
  * have: a parent is checked when it is read. */
@@ -30,7 +30,7 @@ void hotness_asked(cxlkv_pool *pool, uint32_t page) {
     reuse_record *record = &pool->reuse[page];
     record->used = (uint32_t)++pool->host->clock;
     record->hits += record->hits < UINT16_MAX;
-    if (atomic_load_explicit(&pool->heat_off, memory_order_relaxed)) return;
+    if (atomic_load_explicit(&pool->hotness_off, memory_order_relaxed)) return;
     counting c = counting_begin(pool);
     count_page(&c, page);
     counting_end(pool, &c);
@@ -39,7 +39,7 @@ void hotness_asked(cxlkv_pool *pool, uint32_t page) {
 void hotness_matched(cxlkv_pool *pool, const uint32_t *found, uint32_t part, uint32_t first,
                      uint32_t count) {
     uint64_t parts = pool->geometry.part_count;
-    bool counts = !atomic_load_explicit(&pool->heat_off, memory_order_relaxed);
+    bool counts = !atomic_load_explicit(&pool->hotness_off, memory_order_relaxed);
     counting c = counting_begin(pool);
     for (uint64_t place = first; place < count; place++) {
         uint32_t page = found[place * parts + part], parent = NO_PAGE;
@@ -70,10 +70,10 @@ static uint32_t parent_of(const cxlkv_pool *pool, const reuse_record *record) {
 static cxlkv_published row_of(const cxlkv_pool *pool, uint32_t page, uint32_t epoch, bool pinned) {
     const page_info *info = &pool->pages[page];
     const reuse_record *record = &pool->reuse[page];
-    uint32_t heat = atomic_load_explicit(&pool->heat[page], memory_order_relaxed);
+    uint32_t hotness = atomic_load_explicit(&pool->hotness[page], memory_order_relaxed);
     return (cxlkv_published){.generation = info->generation, .page = page, .used = record->used,
                              .born = record->born, .parent = parent_of(pool, record),
-                             .hits = record->hits, .heat = decayed(heat, epoch),
+                             .hits = record->hits, .hotness = decayed(hotness, epoch),
                              .part = record->part,
                              .flags = (info->holders || pinned ? CXLKV_PUBLISHED_HELD : 0) |
                                       (info->pinned ? CXLKV_PUBLISHED_PINNED : 0)};
@@ -147,9 +147,9 @@ int64_t cxlkv_hotness_read(cxlkv_pool *pool, uint32_t first, uint32_t count, uin
         code = fail(CXLKV_E_ARGUMENT, "pages %u to %lu: the pool has %u", first,
                     (uint64_t)first + count, pages);
     for (uint32_t i = 0; code == 0 && i < count; i++) {
-        uint32_t heat = atomic_load_explicit(&pool->heat[first + i], memory_order_relaxed);
-        counts[i] = decayed(heat, epoch);
-        epochs[i] = heat ? epoch - epochs_since(heat, epoch) : 0;
+        uint32_t hotness = atomic_load_explicit(&pool->hotness[first + i], memory_order_relaxed);
+        counts[i] = decayed(hotness, epoch);
+        epochs[i] = hotness ? epoch - epochs_since(hotness, epoch) : 0;
     }
     pool_leave(pool);
     return code < 0 ? code : (int64_t)epoch;
@@ -158,13 +158,13 @@ int64_t cxlkv_hotness_read(cxlkv_pool *pool, uint32_t first, uint32_t count, uin
 int64_t cxlkv_hotness_advance(cxlkv_pool *pool) {
     int code = pool_enter(pool);
     if (code < 0) return code;
-    atomic_fetch_add_explicit(&pool->host->heat_advances, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&pool->host->hotness_advances, 1, memory_order_relaxed);
     uint32_t epoch = epoch_now(pool->host);
     pool_leave(pool);
     return (int64_t)epoch;
 }
 
 int cxlkv_hotness_enable(cxlkv_pool *pool, uint32_t on) {
-    atomic_store_explicit(&pool->heat_off, on == 0, memory_order_relaxed);
+    atomic_store_explicit(&pool->hotness_off, on == 0, memory_order_relaxed);
     return 0;
 }

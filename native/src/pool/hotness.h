@@ -1,4 +1,4 @@
-/* How much pages are used (heat), and when published ones were asked for (reuse). */
+/* How much pages are used, their hotness, and when published ones were asked for (reuse). */
 #ifndef CXLKV_HOTNESS_H
 #define CXLKV_HOTNESS_H
 
@@ -6,57 +6,57 @@
 
 /* An epoch ends when each page could have been used so often. */
 enum { EPOCH_USES_PER_PAGE = 4 };
-enum { HEAT_BITS = 16, HEAT_MAX = (1 << HEAT_BITS) - 1 };
+enum { HOTNESS_BITS = 16, HOTNESS_MAX = (1 << HOTNESS_BITS) - 1 };
 /* A record this many epochs ahead was written by a thread that came later, and is no old one. */
 enum { AHEAD_EPOCHS = 256 };
 
 static inline uint32_t epoch_now(const host_state *host) {
-    uint64_t uses = atomic_load_explicit(&host->heat_uses, memory_order_relaxed);
-    uint64_t advances = atomic_load_explicit(&host->heat_advances, memory_order_relaxed);
+    uint64_t uses = atomic_load_explicit(&host->hotness_uses, memory_order_relaxed);
+    uint64_t advances = atomic_load_explicit(&host->hotness_advances, memory_order_relaxed);
     return (uint32_t)(advances + uses / ((uint64_t)EPOCH_USES_PER_PAGE * host->page_count));
 }
 
-/* ---- heat: epoch of the last use (16 bits), then the count (16), halved with each epoch since.
+/* ---- hotness: epoch of the last use (16 bits), then the count (16), halved with each epoch since.
  * After 65,280 epochs without a use a count seems new again, for the next 256 of them. ---- */
 
-static inline uint32_t epochs_since(uint32_t heat, uint32_t epoch) {
-    uint32_t passed = (epoch - (heat >> HEAT_BITS)) & HEAT_MAX;
-    return passed > HEAT_MAX - AHEAD_EPOCHS ? 0 : passed;
+static inline uint32_t epochs_since(uint32_t hotness, uint32_t epoch) {
+    uint32_t passed = (epoch - (hotness >> HOTNESS_BITS)) & HOTNESS_MAX;
+    return passed > HOTNESS_MAX - AHEAD_EPOCHS ? 0 : passed;
 }
 
-static inline uint32_t decayed(uint32_t heat, uint32_t epoch) {
-    uint32_t passed = epochs_since(heat, epoch);
-    return passed >= HEAT_BITS ? 0 : (heat & HEAT_MAX) >> passed;
+static inline uint32_t decayed(uint32_t hotness, uint32_t epoch) {
+    uint32_t passed = epochs_since(hotness, epoch);
+    return passed >= HOTNESS_BITS ? 0 : (hotness & HOTNESS_MAX) >> passed;
 }
 
 /* One call's: all of it in the epoch in which it began to count. */
 typedef struct counting {
-    atomic_uint *heat;
+    atomic_uint *hotness;
     uint32_t epoch;
     uint64_t uses;
 } counting;
 
 static inline counting counting_begin(const cxlkv_pool *pool) {
-    return (counting){.heat = pool->heat, .epoch = epoch_now(pool->host)};
+    return (counting){.hotness = pool->hotness, .epoch = epoch_now(pool->host)};
 }
 
 static inline void counting_end(cxlkv_pool *pool, const counting *c) {
     if (c->uses)
-        atomic_fetch_add_explicit(&pool->host->heat_uses, c->uses, memory_order_relaxed);
+        atomic_fetch_add_explicit(&pool->host->hotness_uses, c->uses, memory_order_relaxed);
 }
 
 static inline void count_page(counting *c, uint32_t page) {
-    atomic_uint *heat = &c->heat[page];
-    uint32_t before = atomic_load_explicit(heat, memory_order_relaxed), epoch = c->epoch;
+    atomic_uint *hotness = &c->hotness[page];
+    uint32_t before = atomic_load_explicit(hotness, memory_order_relaxed), epoch = c->epoch;
     uint32_t count = decayed(before, epoch);
-    if (count && epochs_since(before, epoch) == 0) epoch = before >> HEAT_BITS;
-    count += count < HEAT_MAX;
-    atomic_store_explicit(heat, epoch << HEAT_BITS | count, memory_order_relaxed);
+    if (count && epochs_since(before, epoch) == 0) epoch = before >> HOTNESS_BITS;
+    count += count < HOTNESS_MAX;
+    atomic_store_explicit(hotness, epoch << HOTNESS_BITS | count, memory_order_relaxed);
     c->uses++;
 }
 
 static inline void hotness_freed(cxlkv_pool *pool, uint32_t page) {
-    atomic_store_explicit(&pool->heat[page], 0, memory_order_relaxed);
+    atomic_store_explicit(&pool->hotness[page], 0, memory_order_relaxed);
 }
 
 /* ---- reuse: all under the host lock ---- */

@@ -146,10 +146,10 @@ int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **out) 
 static void pool_end(cxlkv_pool *pool) {
     pthread_mutex_lock(&pool->list_lock);
     hooks.sequences_release(pool);
-    workers *threads = pool->threads;
+    helpers *threads = pool->threads;
     pool->threads = NULL;
     pthread_mutex_unlock(&pool->list_lock);
-    workers_destroy(threads);
+    helpers_destroy(threads);
     hooks.worker_leave(pool);
     hooks.local_drop_all(pool);
     pool_unmake(pool); /* gives all our pages back at once */
@@ -207,11 +207,11 @@ int cxlkv_pool_set_threads(cxlkv_pool *pool, uint32_t threads) {
     /* The write lock: no task runs while its threads are replaced. */
     pthread_rwlock_wrlock(&pool->operations);
     bool closed = pool->closed;
-    workers *old = pool->threads;
+    helpers *old = pool->threads;
     pool->threads = NULL;
     pool->thread_count = threads;
     pthread_rwlock_unlock(&pool->operations);
-    workers_destroy(old);
+    helpers_destroy(old);
     return closed ? fail(CXLKV_E_CLOSED, "the pool is closed: open it again") : 0;
 }
 
@@ -220,7 +220,7 @@ int cxlkv_pool_set_threads(cxlkv_pool *pool, uint32_t threads) {
 int cxlkv_pool_placed(cxlkv_pool *pool, uint64_t pages_max, cxlkv_placed *placed) {
     int code = pool_enter(pool);
     if (code < 0) return code;
-    code = place_look(&pool->region, pages_max, placed);
+    code = nodes_read(&pool->region, pages_max, placed);
     pool_leave(pool);
     return code;
 }

@@ -29,7 +29,7 @@ typedef struct deadlines {
     atomic_ulong first_ns;       /* when the first ends; UINT64_MAX: there is none */
 } deadlines;
 
-typedef struct workers workers; /* threads of this process; worker.h is about another one */
+typedef struct helpers helpers; /* threads of this process; worker.h is about another one */
 
 /* Up to record_layers layers of one group: what one page holds. Derived from the layout. */
 typedef struct part {
@@ -53,7 +53,7 @@ struct cxlkv_pool {
     bool in_place;               /* made where its file, or device, was before */
     host_state *host;
     page_info *pages;
-    atomic_uint *heat;
+    atomic_uint *hotness;
     reuse_record *reuse;
     run_info *runs;
     index_entry *index;
@@ -74,12 +74,12 @@ struct cxlkv_pool {
     deadlines deadlines;         /* of those that are hits */
     atomic_uint references;
     uint32_t thread_count;
-    workers *threads;
+    helpers *threads;
     pthread_mutex_t spare_lock;  /* guards the two below */
     struct tail *spare_tails;
     uint64_t spare_count;
     counter_row *counters;       /* our row in the host state */
-    atomic_bool heat_off;        /* this process counts no heat */
+    atomic_bool hotness_off;     /* this process counts no hotness */
     bool shared;                 /* by several hosts */
     enum visibility_mode mode;
     hosts hosts;                 /* how this process reaches the others */
@@ -143,7 +143,7 @@ int striped_create(cxlkv_pool *pool, const char *path, uint32_t flags);
 int striped_open(cxlkv_pool *pool, const char *path, enum superblock_purpose purpose);
 int striped_remove(const char *path);
 /* For who only reads: labels and superblock are checked. */
-int striped_look(const char *path, members **found);
+int striped_inspect(const char *path, members **found);
 
 /* ---- locks.c: operations. The host lock: host_state.h ---- */
 void operations_init(cxlkv_pool *pool);
@@ -166,7 +166,7 @@ int descriptor_try(cxlkv_pool *pool, uint32_t page, descriptor *copy);
 typedef int (*task_function)(void *context, uint32_t item);
 /* Runs items 0..count-1 on the pool's threads, each under a SIGBUS guard; the first error wins. */
 int run_tasks(cxlkv_pool *pool, uint32_t count, task_function task, void *context);
-void workers_destroy(workers *threads);
+void helpers_destroy(helpers *threads);
 
 /* ---- runs.c: all under the host lock ---- */
 void run_list(cxlkv_pool *pool, uint32_t run);       /* puts a run where its mask says */

@@ -64,14 +64,15 @@ int striped_remove(const char *path) {
     return code;
 }
 
-int striped_look(const char *path, members **found) {
+int striped_inspect(const char *path, members **found) {
     cxlkv_layout layout;
     cxlkv_sharing sharing;
     cxlkv_geometry geometry;
     uint8_t identity[16];
     int code = stripes_open(path, false, found);
     if (code < 0) return code;
-    code = read_superblock(SUPERBLOCK_LOOK, path, *found, &layout, &sharing, &geometry, identity);
+    code = read_superblock(SUPERBLOCK_INSPECT, path, *found, &layout, &sharing, &geometry,
+                           identity);
     if (code < 0) stripes_close(*found);
     return code;
 }

@@ -78,7 +78,7 @@ static int features_check(const superblock *block, enum superblock_purpose purpo
                                                      "incompatible"};
     for (int word = FEATURES_INCOMPATIBLE; word > FEATURES_COMPATIBLE; word--) {
         uint64_t unknown = block->features[word] & ~KNOWN[word];
-        if (unknown == 0 || (word == FEATURES_READERS && purpose == SUPERBLOCK_LOOK)) continue;
+        if (unknown == 0 || (word == FEATURES_READERS && purpose == SUPERBLOCK_INSPECT)) continue;
         return fail(CXLKV_E_VERSION,
                     "%s has feature %d of the %s ones, which this build, %s, does not know: it was "
                     "made by a newer cxlkv, %u.%u.%u or later. Use that one%s",

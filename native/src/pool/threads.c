@@ -1,4 +1,4 @@
-/* The pool's worker threads: they share out the items of one task, each under a SIGBUS guard.
+/* The pool's threads: they share out the items of one task, each under a SIGBUS guard.
  *
  * A call has several tasks of some hundred us, and a decode step a call for each layer; a thread
  * that sleeps is woken in 50 us or, on a virtual machine, in milliseconds. So a helper looks out
@@ -10,7 +10,7 @@
 
 enum { LOOK_OUT_NS = 100000 };
 
-struct workers {
+struct helpers {
     pthread_mutex_t run_lock;    /* one task at a time; others run on their caller's thread */
     pthread_mutex_t lock;        /* guards all below */
     pthread_cond_t work, done;
@@ -38,18 +38,18 @@ static int run_guarded(cxlkv_pool *pool, task_function task, void *context, uint
     return code;
 }
 
-static void take_items(workers *w) {
+static void take_items(helpers *h) {
     for (;;) {
-        uint32_t item = atomic_fetch_add_explicit(&w->next, 1, memory_order_relaxed);
-        if (item >= w->count || atomic_load_explicit(&w->result, memory_order_relaxed) < 0) return;
-        int code = run_guarded(w->pool, w->task, w->context, item);
+        uint32_t item = atomic_fetch_add_explicit(&h->next, 1, memory_order_relaxed);
+        if (item >= h->count || atomic_load_explicit(&h->result, memory_order_relaxed) < 0) return;
+        int code = run_guarded(h->pool, h->task, h->context, item);
         if (code >= 0) continue;
-        pthread_mutex_lock(&w->lock);
-        if (atomic_load_explicit(&w->result, memory_order_relaxed) == 0) {
-            strncpy(w->text, cxlkv_error_text(), sizeof(w->text) - 1);
-            atomic_store_explicit(&w->result, code, memory_order_relaxed);
+        pthread_mutex_lock(&h->lock);
+        if (atomic_load_explicit(&h->result, memory_order_relaxed) == 0) {
+            strncpy(h->text, cxlkv_error_text(), sizeof(h->text) - 1);
+            atomic_store_explicit(&h->result, code, memory_order_relaxed);
         }
-        pthread_mutex_unlock(&w->lock);
+        pthread_mutex_unlock(&h->lock);
         return;
     }
 }
@@ -66,64 +66,64 @@ static void look_out(const atomic_ulong *value, uint64_t is) {
     while (boottime_ns() - begin < LOOK_OUT_NS);
 }
 
-static void *worker_main(void *argument) {
-    workers *w = argument;
+static void *helper_main(void *argument) {
+    helpers *h = argument;
     uint64_t seen = 0;
-    pthread_mutex_lock(&w->lock);
-    while (!w->stop) {
-        if (atomic_load(&w->round) == seen) {
-            pthread_cond_wait(&w->work, &w->lock);
+    pthread_mutex_lock(&h->lock);
+    while (!h->stop) {
+        if (atomic_load(&h->round) == seen) {
+            pthread_cond_wait(&h->work, &h->lock);
             continue;
         }
-        seen = atomic_load(&w->round);
-        if (w->open) {
-            atomic_fetch_add(&w->busy, 1);
-            pthread_mutex_unlock(&w->lock);
-            take_items(w);
-            pthread_mutex_lock(&w->lock);
-            if (atomic_fetch_sub(&w->busy, 1) == 1) pthread_cond_signal(&w->done);
+        seen = atomic_load(&h->round);
+        if (h->open) {
+            atomic_fetch_add(&h->busy, 1);
+            pthread_mutex_unlock(&h->lock);
+            take_items(h);
+            pthread_mutex_lock(&h->lock);
+            if (atomic_fetch_sub(&h->busy, 1) == 1) pthread_cond_signal(&h->done);
         }
-        pthread_mutex_unlock(&w->lock);
-        look_out(&w->round, seen);
-        pthread_mutex_lock(&w->lock);
+        pthread_mutex_unlock(&h->lock);
+        look_out(&h->round, seen);
+        pthread_mutex_lock(&h->lock);
     }
-    pthread_mutex_unlock(&w->lock);
+    pthread_mutex_unlock(&h->lock);
     return NULL;
 }
 
-static workers *workers_make(cxlkv_pool *pool, uint32_t helper_count) {
-    workers *w = calloc(1, sizeof(*w));
-    if (!w) return NULL;
-    w->threads = calloc(helper_count, sizeof(*w->threads));
-    if (!w->threads) {
-        free(w);
+static helpers *helpers_make(cxlkv_pool *pool, uint32_t helper_count) {
+    helpers *h = calloc(1, sizeof(*h));
+    if (!h) return NULL;
+    h->threads = calloc(helper_count, sizeof(*h->threads));
+    if (!h->threads) {
+        free(h);
         return NULL;
     }
-    w->pool = pool;
-    pthread_mutex_init(&w->run_lock, NULL);
-    pthread_mutex_init(&w->lock, NULL);
-    pthread_cond_init(&w->work, NULL);
-    pthread_cond_init(&w->done, NULL);
+    h->pool = pool;
+    pthread_mutex_init(&h->run_lock, NULL);
+    pthread_mutex_init(&h->lock, NULL);
+    pthread_cond_init(&h->work, NULL);
+    pthread_cond_init(&h->done, NULL);
     for (uint32_t i = 0; i < helper_count; i++) {
-        if (pthread_create(&w->threads[i], NULL, worker_main, w) != 0) break;
-        w->thread_count++;
+        if (pthread_create(&h->threads[i], NULL, helper_main, h) != 0) break;
+        h->thread_count++;
     }
-    return w;
+    return h;
 }
 
-void workers_destroy(workers *w) {
-    if (!w) return;
-    pthread_mutex_lock(&w->lock);
-    w->stop = true;
-    pthread_cond_broadcast(&w->work);
-    pthread_mutex_unlock(&w->lock);
-    for (uint32_t i = 0; i < w->thread_count; i++) pthread_join(w->threads[i], NULL);
-    pthread_mutex_destroy(&w->run_lock);
-    pthread_mutex_destroy(&w->lock);
-    pthread_cond_destroy(&w->work);
-    pthread_cond_destroy(&w->done);
-    free(w->threads);
-    free(w);
+void helpers_destroy(helpers *h) {
+    if (!h) return;
+    pthread_mutex_lock(&h->lock);
+    h->stop = true;
+    pthread_cond_broadcast(&h->work);
+    pthread_mutex_unlock(&h->lock);
+    for (uint32_t i = 0; i < h->thread_count; i++) pthread_join(h->threads[i], NULL);
+    pthread_mutex_destroy(&h->run_lock);
+    pthread_mutex_destroy(&h->lock);
+    pthread_cond_destroy(&h->work);
+    pthread_cond_destroy(&h->done);
+    free(h->threads);
+    free(h);
 }
 
 static int run_alone(cxlkv_pool *pool, uint32_t count, task_function task, void *context) {
@@ -134,36 +134,36 @@ static int run_alone(cxlkv_pool *pool, uint32_t count, task_function task, void 
     return 0;
 }
 
-static int run_shared(workers *w, uint32_t count, task_function task, void *context) {
-    pthread_mutex_lock(&w->lock);
-    w->task = task;
-    w->context = context;
-    w->count = count;
-    atomic_store(&w->next, 0);
-    atomic_store(&w->result, 0);
-    w->open = true;
-    atomic_fetch_add(&w->round, 1);
-    pthread_cond_broadcast(&w->work);
-    pthread_mutex_unlock(&w->lock);
-    take_items(w);
-    pthread_mutex_lock(&w->lock);
-    w->open = false;
-    while (atomic_load(&w->busy) > 0) pthread_cond_wait(&w->done, &w->lock);
-    int code = atomic_load(&w->result);
-    if (code < 0) fail(-code, "%s", w->text);
-    pthread_mutex_unlock(&w->lock);
+static int run_shared(helpers *h, uint32_t count, task_function task, void *context) {
+    pthread_mutex_lock(&h->lock);
+    h->task = task;
+    h->context = context;
+    h->count = count;
+    atomic_store(&h->next, 0);
+    atomic_store(&h->result, 0);
+    h->open = true;
+    atomic_fetch_add(&h->round, 1);
+    pthread_cond_broadcast(&h->work);
+    pthread_mutex_unlock(&h->lock);
+    take_items(h);
+    pthread_mutex_lock(&h->lock);
+    h->open = false;
+    while (atomic_load(&h->busy) > 0) pthread_cond_wait(&h->done, &h->lock);
+    int code = atomic_load(&h->result);
+    if (code < 0) fail(-code, "%s", h->text);
+    pthread_mutex_unlock(&h->lock);
     return code;
 }
 
 int run_tasks(cxlkv_pool *pool, uint32_t count, task_function task, void *context) {
     if (count <= 1 || pool->thread_count <= 1) return run_alone(pool, count, task, context);
     pthread_mutex_lock(&pool->list_lock);
-    if (!pool->threads) pool->threads = workers_make(pool, pool->thread_count - 1);
-    workers *w = pool->threads;
+    if (!pool->threads) pool->threads = helpers_make(pool, pool->thread_count - 1);
+    helpers *h = pool->threads;
     pthread_mutex_unlock(&pool->list_lock);
-    if (!w || pthread_mutex_trylock(&w->run_lock) != 0)
+    if (!h || pthread_mutex_trylock(&h->run_lock) != 0)
         return run_alone(pool, count, task, context);
-    int code = run_shared(w, count, task, context);
-    pthread_mutex_unlock(&w->run_lock);
+    int code = run_shared(h, count, task, context);
+    pthread_mutex_unlock(&h->run_lock);
     return code;
 }

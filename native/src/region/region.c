@@ -140,9 +140,9 @@ static bool map_huge(region *to, uint64_t bytes) {
         to->mapped_bytes = bytes;
         to->unit_bytes = AREA_ALIGNMENT;
         to->page_kind = "hugetlb";
-        if ((!to->nodes || place_bind(to) == 0) &&
+        if ((!to->nodes || nodes_bind(to) == 0) &&
             posix_fallocate(made, 0, (off_t)bytes) == 0 &&
-            (!to->nodes || place_verify(to) == 0)) {
+            (!to->nodes || nodes_verify(to) == 0)) {
             to->fd = made;
             return true;
         }
@@ -154,9 +154,9 @@ static bool map_huge(region *to, uint64_t bytes) {
 
 /* Bound before it has pages, but for those that are mapped already: they are moved. */
 static int reserve_placed(const region *to, uint64_t bytes, const char *path) {
-    int code = place_bind(to);
+    int code = nodes_bind(to);
     if (code == 0) code = reserve_file(to->fd, bytes, path);
-    return code == 0 ? place_verify(to) : code;
+    return code == 0 ? nodes_verify(to) : code;
 }
 
 int region_map_anonymous(region *to, uint64_t bytes) {

@@ -59,12 +59,12 @@ int unlock_byte(int fd, off_t offset);
 int open_again(int fd, off_t offset);
 bool byte_is_free(int fd, off_t offset);  /* nobody has it locked; takes no lock to find out */
 
-/* ---- place.c: NUMA nodes ---- */
+/* ---- nodes.c: NUMA nodes ---- */
 /* Of the mapping's file, from its nodes; before it has pages. */
-int place_bind(const region *to);
-int place_look(const region *of, uint64_t pages_max, cxlkv_placed *out);
+int nodes_bind(const region *to);
+int nodes_read(const region *of, uint64_t pages_max, cxlkv_placed *out);
 /* All pages lie on its nodes. */
-int place_verify(const region *of);
+int nodes_verify(const region *of);
 
 /* ---- prefault.c ---- */
 /* Brings these bytes into memory, whole units of them; returns where it came to, or an error. */

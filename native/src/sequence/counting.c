@@ -17,7 +17,7 @@ static void count_list(counting *c, const layer_view *view, const int32_t *list,
     for (uint64_t i = 0; i < length + AHEAD_PAGES; i++) {
         uint32_t next = i < length ? page_named(view, list[i]) : NO_PAGE;
         uint32_t page = i < AHEAD_PAGES ? NO_PAGE : page_named(view, list[i - AHEAD_PAGES]);
-        if (next != NO_PAGE) __builtin_prefetch(&c->heat[next], 1);
+        if (next != NO_PAGE) __builtin_prefetch(&c->hotness[next], 1);
         if (page != NO_PAGE) count_page(c, page);
     }
 }
@@ -36,7 +36,7 @@ static void count_seen(counting *c, const layer_view *view, uint64_t rows) {
 void hotness_count(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
                    const int32_t *starts) {
     cxlkv_pool *pool = batch->pool;
-    if (batch->counted_elsewhere || atomic_load_explicit(&pool->heat_off, memory_order_relaxed))
+    if (batch->counted_elsewhere || atomic_load_explicit(&pool->hotness_off, memory_order_relaxed))
         return;
     counting c = counting_begin(pool);
     uint64_t list = (uint64_t)pool->layout.kv_heads * picked->k, at = 0;

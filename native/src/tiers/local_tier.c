@@ -52,7 +52,7 @@ static void tier_free(local_tier *tier, bool mapped) {
     pthread_mutex_destroy(&tier->lock);
     free(tier->slots);
     free(tier->table);
-    free(tier->heat);
+    free(tier->hotness);
     free(tier->layer_of);
     free(tier);
 }
@@ -72,9 +72,9 @@ static int tables_make(const cxlkv_pool *pool, local_tier *tier) {
     uint64_t rows = g->record_layers, layers = g->part_count * rows;
     tier->slots = calloc(tier->slot_count, sizeof(*tier->slots));
     tier->table = calloc(tier->unit_count, sizeof(*tier->table));
-    tier->heat = calloc(tier->unit_count, sizeof(*tier->heat));
+    tier->hotness = calloc(tier->unit_count, sizeof(*tier->hotness));
     tier->layer_of = malloc(layers * sizeof(*tier->layer_of));
-    if (!tier->slots || !tier->table || !tier->heat || !tier->layer_of)
+    if (!tier->slots || !tier->table || !tier->hotness || !tier->layer_of)
         return fail(ENOMEM, "no memory for the tables of a local tier of %u slots",
                     tier->slot_count);
     for (uint64_t i = 0; i < layers; i++) tier->layer_of[i] = NO_LAYER;
@@ -520,11 +520,11 @@ int64_t cxlkv_local_hotness(cxlkv_pool *pool, int64_t *units, uint32_t *counts, 
     uint32_t epoch = atomic_load_explicit(&tier->epoch, memory_order_relaxed);
     uint64_t found = 0;
     for (uint64_t unit = 0; code == 0 && unit < tier->unit_count; unit++) {
-        uint32_t heat = atomic_load_explicit(&tier->heat[unit], memory_order_relaxed);
+        uint32_t hotness = atomic_load_explicit(&tier->hotness[unit], memory_order_relaxed);
         uint32_t entry = atomic_load_explicit(&tier->table[unit], memory_order_relaxed);
-        if (heat == 0 && entry == 0) continue;
-        uint32_t age = (epoch - (heat >> 16)) & UINT16_MAX;
-        uint32_t count = age < 16 ? (heat & UINT16_MAX) >> age : 0;
+        if (hotness == 0 && entry == 0) continue;
+        uint32_t age = (epoch - (hotness >> 16)) & UINT16_MAX;
+        uint32_t count = age < 16 ? (hotness & UINT16_MAX) >> age : 0;
         bool held = entry && !(entry & LOCAL_ON_ITS_WAY);
         if (count == 0 && !held) continue;
         if (found < capacity) {

@@ -173,7 +173,7 @@ static void test_unknown_features(cxlkv_pool *pool) {
             snprintf(named, sizeof(named), "has feature %d of the ", bit);
             for (int purpose = SUPERBLOCK_USE; purpose <= SUPERBLOCK_UPGRADE; purpose++) {
                 bool lets = word == FEATURES_COMPATIBLE ||
-                            (word == FEATURES_READERS && purpose == SUPERBLOCK_LOOK);
+                            (word == FEATURES_READERS && purpose == SUPERBLOCK_INSPECT);
                 int code = superblock_read((enum superblock_purpose)purpose, bytes, UINT64_MAX,
                                            "block", &layout, &sharing, &geometry, identity);
                 CHECK(code == (lets ? 0 : -CXLKV_E_VERSION));

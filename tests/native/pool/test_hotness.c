@@ -59,8 +59,8 @@ static uint32_t read_one(cxlkv_pool *pool, uint32_t page, uint32_t *epoch) {
 }
 
 static void set_epoch(cxlkv_pool *pool, uint64_t epoch) {
-    atomic_store(&pool->host->heat_uses, 0);
-    atomic_store(&pool->host->heat_advances, epoch);
+    atomic_store(&pool->host->hotness_uses, 0);
+    atomic_store(&pool->host->hotness_advances, epoch);
 }
 
 /* {epoch of the count, count, epoch now, what is read, what one use makes of it, and its epoch} */
@@ -80,10 +80,10 @@ static void test_one_count(void) {
     for (size_t i = 0; i < sizeof(cases) / sizeof(*cases); i++) {
         const uint32_t *c = cases[i];
         set_epoch(pool, c[2]);
-        atomic_store(&pool->heat[page], c[0] << 16 | c[1]);
+        atomic_store(&pool->hotness[page], c[0] << 16 | c[1]);
         CHECK(read_one(pool, page, NULL) == c[3]);
         fetch_all(sequence);
-        CHECK(atomic_load(&pool->heat[page]) == (c[5] << 16 | c[4]));
+        CHECK(atomic_load(&pool->hotness[page]) == (c[5] << 16 | c[4]));
         CHECK(read_one(pool, page, &epoch) == c[4]);
         CHECK(epoch == c[2]); /* whole: more than the 16 bits that are kept */
     }
@@ -125,7 +125,7 @@ static void test_threads(void) {
     }
     for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
     /* The uses are all counted, as they decide when an epoch ends; of the counts some are lost. */
-    uint64_t uses = atomic_load(&pool->host->heat_uses);
+    uint64_t uses = atomic_load(&pool->host->hotness_uses);
     CHECK(uses == (uint64_t)THREADS * ROUNDS * (PAGES + TEST_HEADS) + ROUNDS / 4 * PAGES);
     CHECK(read_one(pool, sequence_page(sequence, 0, 0), NULL) > 0);
     cxlkv_sequence_destroy(&sequence);
@@ -161,7 +161,7 @@ static void check_rows(cxlkv_pool *pool, int64_t wanted) {
         bool found = rows[i].parent == NO_PAGE;
         for (int64_t j = 0; j < wanted; j++) found |= rows[j].page == rows[i].parent;
         CHECK(found);
-        CHECK(rows[i].page < pool->host->page_count && rows[i].heat <= UINT16_MAX);
+        CHECK(rows[i].page < pool->host->page_count && rows[i].hotness <= UINT16_MAX);
         CHECK(i == 0 || rows[i].page > rows[i - 1].page);
         CHECK(index_find(pool, rows[i].hash) == rows[i].page);
         CHECK(rows[i].part == 0 && rows[i].hits <= UINT16_MAX);

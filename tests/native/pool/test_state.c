@@ -41,7 +41,7 @@ static void test_each_offset_is_compared(const char *path) {
         offsetof(host_state, held_offset), offsetof(host_state, held_stride_bytes),
         offsetof(host_state, page_count), offsetof(host_state, run_count),
         offsetof(host_state, index_capacity), offsetof(host_state, ready),
-        offsetof(host_state, heat_offset), offsetof(host_state, reuse_offset)};
+        offsetof(host_state, hotness_offset), offsetof(host_state, reuse_offset)};
     state_place place;
     cxlkv_pool *pool = test_pool(path, 64);
     size_t bytes = pool->host->bytes;

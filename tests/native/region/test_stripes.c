@@ -45,7 +45,7 @@ static void check_reading(const cxlkv_pool *pool) {
     enum { BESIDE_BYTES = 100 };
     uint8_t bytes[2 * BESIDE_BYTES];
     members *all;
-    CHECK(striped_look(where, &all) == 0);
+    CHECK(striped_inspect(where, &all) == 0);
     uint64_t size = stripes_bytes(all);
     CHECK(size >= pool->geometry.region_bytes);
     for (uint64_t seam = STRIPE_BYTES; seam < pool->region.mapped_bytes; seam += STRIPE_BYTES) {

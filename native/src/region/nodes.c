@@ -35,7 +35,7 @@ static int bind_by(const region *to, int policy) {
     return code < 0 ? errno : 0;
 }
 
-int place_bind(const region *to) {
+int nodes_bind(const region *to) {
     bool several = (to->nodes & (to->nodes - 1)) != 0;
     int code = bind_by(to, several ? MPOL_WEIGHTED_INTERLEAVE : MPOL_BIND);
     if (code == EINVAL && several) code = bind_by(to, MPOL_INTERLEAVE);
@@ -106,7 +106,7 @@ static uint64_t sample_at(uint64_t i, uint64_t samples, uint64_t count) {
     return first + (mixed ^ mixed >> 29) % (end - first);
 }
 
-int place_look(const region *of, uint64_t pages_max, cxlkv_placed *out) {
+int nodes_read(const region *of, uint64_t pages_max, cxlkv_placed *out) {
     memset(out, 0, sizeof(*out));
     out->page_bytes = of->unit_bytes;
     uint64_t count = of->mapped_bytes / of->unit_bytes;
@@ -132,9 +132,9 @@ int place_look(const region *of, uint64_t pages_max, cxlkv_placed *out) {
     return code;
 }
 
-int place_verify(const region *of) {
+int nodes_verify(const region *of) {
     cxlkv_placed found;
-    int code = place_look(of, 0, &found);
+    int code = nodes_read(of, 0, &found);
     if (code < 0) return code;
     if (found.wanted_nodes != of->nodes || found.pages_seen == 0)
         return fail(ENOTSUP, "the kernel did not bind the pool: nodes 0x%lx wanted, 0x%lx bound, "

@@ -96,7 +96,7 @@ static void test_a_file_without_policy(void) {
     CHECK(code == 0 && cxlkv_pool_placed(pool, 16, &placed) == 0);
     CHECK(placed.wanted_nodes == 0 && placed.pages_seen + placed.pages_unseen == 16);
     pool->region.nodes = 1;
-    CHECK(place_verify(&pool->region) == -ENOTSUP);
+    CHECK(nodes_verify(&pool->region) == -ENOTSUP);
     CHECK(strstr(cxlkv_error_text(), "the kernel did not bind the pool"));
     cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_remove(path) == 0);
