@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cxlkv.bench.gpu.case import Progress
-from cxlkv.bench.gpu.timer import ROUNDS, Timer
+from cxlkv.bench.gpu.case import ROUNDS, Progress, Timer
 from cxlkv.kernels.attend import attend
 
 LONG_BYTES = 256 << 20  # reading less, a launch takes long enough to be seen

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from cxlkv.bench.gpu.attend import TOLERANCE, short
-from cxlkv.bench.gpu.case import Progress
-from cxlkv.bench.gpu.timer import Timer
+from cxlkv.bench.gpu.case import Progress, Timer
 from cxlkv.gpu.copier import Copier
 from cxlkv.gpu.decode import Decoder
 from cxlkv.gpu.mapping import Mapping

@@ -17,8 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cxlkv.bench.gpu.case import Progress
-from cxlkv.bench.gpu.timer import ROUNDS, Timer
+from cxlkv.bench.gpu.case import ROUNDS, Progress, Timer
 from cxlkv.gpu.copier import Copier
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.kernels.copies import copy_fragments

@@ -513,7 +513,7 @@ def pictures(suite: Suite) -> Step:
     """Drawn from the files of the cases, so that they can be drawn again later."""
     if not any(suite.result(name).get("metrics") for name in CASES):
         return Step("pictures", "skipped", "no figures to draw")
-    command = [sys.executable, "-m", "cxlkv.bench.gpu.pictures", str(suite.out)]
+    command = [sys.executable, "-m", "cxlkv.bench.gpu.results", str(suite.out)]
     ran = run(command, suite.env, suite.left_s("pictures"))
     return Step("pictures", "failed" if ran.fault else "passed", ran.fault, tail=ran.text)
 

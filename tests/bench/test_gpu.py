@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch", reason="the suite measures kernels for torch's tensors")
-from cxlkv.bench.gpu import attend, decode, gather, pictures, readme  # noqa: E402
+from cxlkv.bench.gpu import attend, decode, gather, results  # noqa: E402
 from cxlkv.bench.gpu import case as gpu_case  # noqa: E402
 from cxlkv.bench.gpu import suite as gpu_suite  # noqa: E402
-from cxlkv.bench.gpu.case import Progress  # noqa: E402
-from cxlkv.bench.gpu.timer import Timer  # noqa: E402
+from cxlkv.bench.gpu.case import Progress, Timer  # noqa: E402
 from cxlkv.bench.result import Result  # noqa: E402
 from cxlkv.errors import BadArgumentError  # noqa: E402
 
@@ -65,17 +64,17 @@ def test_cases_are_right_and_name_figures_as_pictures_and_pages_read_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attend, "LONG_BYTES", 0)
-    results = {case: small(case, tmp_path) for case in RUN}
-    for result in results.values():
+    found = {case: small(case, tmp_path) for case in RUN}
+    for result in found.values():
         assert result.checks
         assert [name for name, held in result.checks.items() if not held] == []
-    made = {of_any_size(name) for result in results.values() for name in result.ratios}
-    read = {*gpu_suite.WANTED, *(name for rows in readme.ROWS.values() for name in rows)}
+    made = {of_any_size(name) for result in found.values() for name in result.ratios}
+    read = {*gpu_suite.WANTED, *(name for rows in results.ROWS.values() for name in rows)}
     on_a_gpu = {"kernel_below_break_even_to_dma"}  # there is no DMA on a CPU
     assert {of_any_size(name) for name in read - on_a_gpu} <= made
-    for case, times in readme.TIMES.items():
-        assert set(times) <= set(results[case].metrics)
-    drawn = pictures.main(tmp_path)
+    for case, times in results.TIMES.items():
+        assert set(times) <= set(found[case].metrics)
+    drawn = results.draw_all(tmp_path)
     assert drawn == [tmp_path / f"{case}.png" for case in RUN]
     assert all(path.read_bytes().startswith(PNG) for path in drawn)
 
@@ -89,7 +88,7 @@ def test_a_case_whose_time_is_over_says_what_it_left_out(tmp_path: Path) -> None
 def test_what_is_not_a_result_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "gather.json").write_text('{"metrics": {"h2d": 1}}')
     with pytest.raises(BadArgumentError, match=r"gather\.json is no result file"):
-        pictures.main(tmp_path)
+        results.draw_all(tmp_path)
 
 
 # ---- the script ----
@@ -265,15 +264,15 @@ def test_a_bare_checkout_gets_its_core(tmp_path: Path) -> None:
 
 
 def test_the_readme_says_what_the_results_say() -> None:
-    assert readme.main(["--check"]) == 0
+    assert results.fill_readme(True) == 0
 
 
 def test_the_readme_is_filled_from_files_alone(tmp_path: Path) -> None:
-    begin, end = readme.BEGIN, readme.END
+    begin, end = results.BEGIN, results.END
     (tmp_path / "README.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
-    assert readme.main([], tmp_path) == 0
+    assert results.fill_readme(False, tmp_path) == 0
     text = (tmp_path / "README.md").read_text()
-    assert text == f"before\n{begin}\n{readme.NONE}\n{end}\nafter\n"
+    assert text == f"before\n{begin}\n{results.NONE}\n{end}\nafter\n"
     folder = tmp_path / "bench/results/h200"
     folder.mkdir(parents=True)
     (folder / "gather.png").write_bytes(PNG)
@@ -283,24 +282,24 @@ def test_the_readme_is_filled_from_files_alone(tmp_path: Path) -> None:
     seen = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"}
     index = {"environment": seen, "commit": "47b1e29" * 6}
     (folder / "index.json").write_text(json.dumps(index))
-    assert readme.main(["--check"], tmp_path) == 1
-    assert readme.main([], tmp_path) == 0
+    assert results.fill_readme(True, tmp_path) == 1
+    assert results.fill_readme(False, tmp_path) == 0
     text = (tmp_path / "README.md").read_text()
     assert "NVIDIA H200, torch 2.11.0, Triton 3.6.0, commit 47b1e2947b1e" in text
     assert "of the link's bandwidth | 0.914 |" in text
     assert "| 97.3 us |" in text
     assert "](bench/results/h200/gather.png)" in text
-    assert readme.main(["--check"], tmp_path) == 0
+    assert results.fill_readme(True, tmp_path) == 0
     result.checks["right"] = False  # then a result file has no ratios
     result.write(folder / "gather.json")
-    assert readme.main([], tmp_path) == 0
+    assert results.fill_readme(False, tmp_path) == 0
     assert "0.914" not in (tmp_path / "README.md").read_text()
 
 
 def test_a_readme_without_markers_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("nothing\n")
     with pytest.raises(BadArgumentError, match="lacks the markers"):
-        readme.main([], tmp_path)
+        results.fill_readme(False, tmp_path)
     assert (tmp_path / "README.md").read_text() == "nothing\n"
 
 

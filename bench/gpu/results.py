@@ -1,7 +1,11 @@
-"""Draws the GPU suite's result files: python -m cxlkv.bench.gpu.pictures FOLDER.
+"""Shows what the GPU suite found, from its result files alone.
+
+    python -m cxlkv.bench.gpu.results FOLDER            draws the pictures of a run into its folder
+    python -m cxlkv.bench.gpu.results --readme [--check]
 
 gather: bandwidth against the size of a piece; attend: time against context; decode: the parts of a
-step, full fetch and selected side by side.
+step, full fetch and selected side by side. --readme fills README.md's part on the GPU from the
+folders under bench/results, one for each machine: no figure is typed by hand.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from cxlkv.bench.style import BLUE, COLORS, GREEN, GREY, INK, ORANGE, plain
 from cxlkv.errors import BadArgumentError
 
 Medians = Mapping[str, float]
+Found = Mapping[str, object]
 
 METHODS = {
     "kernel": ("kernel copy", BLUE, "o-"),
@@ -38,12 +43,28 @@ PARTS = {
 """Of a decode step, in the order in which they come."""
 
 
+def read(path: Path) -> Found:
+    """A file of the suite; BadArgumentError when it is none."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise BadArgumentError(f"{path} is no result file: {error}") from error
+    if not isinstance(found, dict):
+        raise BadArgumentError(f"{path} is no result file: not an object")
+    return found
+
+
+def part(found: Found, name: str) -> Found:
+    value = found.get(name)
+    return value if isinstance(value, dict) else {}
+
+
 def medians(path: Path) -> Medians:
     """The median of each metric of a result file; BadArgumentError when it is none."""
     try:
-        metrics = json.loads(path.read_text())["metrics"]
-        return {name: float(metric["median"]) for name, metric in metrics.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        metrics = part(read(path), "metrics").items()
+        return {name: float(metric["median"]) for name, metric in metrics}  # type: ignore[index]
+    except (ValueError, KeyError, TypeError) as error:
         raise BadArgumentError(f"{path} is no result file: {error}") from error
 
 
@@ -181,7 +202,7 @@ DRAW: dict[str, Callable[[Medians, Path], None]] = {
 }
 
 
-def main(folder: Path) -> list[Path]:
+def draw_all(folder: Path) -> list[Path]:
     """A picture for each result file that is there and has figures."""
     made = []
     for name, draw in DRAW.items():
@@ -193,6 +214,116 @@ def main(folder: Path) -> list[Path]:
     return made
 
 
-if __name__ == "__main__":
-    for picture in main(Path(sys.argv[1])):
+# ---- README ----
+
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = "bench/results"
+BEGIN, END = "<!-- gpu figures: begin -->", "<!-- gpu figures: end -->"
+NONE = (
+    "No figures of a GPU have been measured yet: "
+    "`python3 bench/gpu/suite.py FOLDER` measures them where there is one."
+)
+ROWS = {
+    "gather": {
+        "gather_4k_to_h2d": "gather, 4 KiB pieces (16 tokens of a head), of the link's bandwidth",
+        "gather_64k_to_h2d": "gather, 64 KiB pieces (16 tokens of a layer), of the same",
+        "kernel_below_break_even_to_dma": "kernel copy below 28 KB a piece, the least, to the "
+        "faster of cudaMemcpyBatchAsync and a loop of cudaMemcpyAsync",
+        "dispatcher_to_better": "dispatcher to the better of kernel and DMA, the least",
+    },
+    "attend": {
+        "attend_to_hbm": "sparse decode attention, of the memory's bandwidth, the least of all "
+        "that read 256 MiB or more",
+        "attend_10_32k_x1_to_sdpa": "attention to 10 % of 32K tokens, to torch's SDPA over all",
+        "attend_10_128k_x1_to_sdpa": "the same of 128K tokens",
+    },
+    "decode": {
+        "selected_32k_to_full": "decode step at 32K tokens, selected to full fetch",
+        "selected_128k_to_full": "the same at 128K tokens",
+    },
+}
+TIMES = {"gather": {"fragments_128": "128 fragments of 20 KB, until all of them are there"}}
+ALTS = {
+    "gather": "bandwidth of a gather, by the size of a piece",
+    "attend": "time of decode attention, by context",
+    "decode": "time of a decode step and its parts, by context",
+}
+"""What is shown of each case: ratios of speeds, then times; and what its picture is called."""
+
+
+def figures(root: Path) -> str:
+    """The part between the markers: a table for each folder of results, or that there is none."""
+    folders = sorted(path.parent for path in (root / RESULTS).glob("*/index.json"))
+    tables = [table(root, folder) for folder in folders]
+    return "\n\n".join(text for text in tables if text) or NONE
+
+
+def table(root: Path, folder: Path) -> str:
+    """One machine's; empty when nothing was measured there."""
+    lines: list[str] = []
+    pictures: list[str] = []
+    for case, rows in ROWS.items():
+        path = folder / f"{case}.json"
+        found = read(path) if path.exists() else {}
+        ratios, metrics = part(found, "ratios"), part(found, "metrics")
+        lines += [f"| {what} | {number(ratios[n])} |" for n, what in rows.items() if n in ratios]
+        for name, what in TIMES.get(case, {}).items():
+            if name in metrics:
+                metric = part(metrics, name)
+                lines.append(f"| {what} | {number(metric['median'])} {metric['unit']} |")
+        if metrics and (folder / f"{case}.png").exists():
+            place = (folder / f"{case}.png").relative_to(root).as_posix()
+            pictures.append(f"![{ALTS[case]}]({place})")
+    if not lines:
+        return ""
+    index = read(folder / "index.json")
+    seen = part(index, "environment")
+    versions = f"torch {seen.get('torch')}, Triton {seen.get('triton')}"
+    where = (folder / "summary.md").relative_to(root).as_posix()
+    head = (
+        f"{seen.get('gpu')}, {versions}, commit {str(index.get('commit'))[:12]} "
+        f"([all of it]({where})); ratios are of speeds, medians of one run:"
+    )
+    return "\n\n".join([head, "\n".join(["| what | figure |", "|---|---|", *lines]), *pictures])
+
+
+def number(value: object) -> str:
+    if not isinstance(value, (int, float)):
+        raise BadArgumentError(f"{value!r} is no figure")
+    return f"{value:.3g}"
+
+
+def filled(text: str, figures: str) -> str:
+    """README's text with the part between the markers replaced."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise BadArgumentError(f"README.md lacks the markers {BEGIN} and {END}")
+    return f"{before}{begin}\n{figures}\n{end}{after}"
+
+
+def fill_readme(check: bool, root: Path = ROOT) -> int:
+    """Write README.md anew; with check only say whether that would change it (status 1)."""
+    readme = root / "README.md"
+    text = readme.read_text()
+    wanted = filled(text, figures(root))
+    if check:
+        print("README.md is up to date" if text == wanted else "README.md is not up to date")
+        return int(text != wanted)
+    readme.write_text(wanted)
+    return 0
+
+
+def main(words: Sequence[str]) -> int:
+    if words and words[0] == "--readme" and words[1:] in ([], ["--check"]):
+        return fill_readme(bool(words[1:]))
+    if len(words) != 1 or words[0].startswith("-"):
+        raise SystemExit(__doc__)
+    for picture in draw_all(Path(words[0])):
         print(picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
