@@ -16,10 +16,10 @@ Reclaimer = Callable[[int], bool]
 """Tries to have so many free pages; returns whether there are some more now, or enough."""
 
 TRIES = 8
-"""Others may take the pages that were reclaimed, so often."""
+"""Attempts of a call: others may take the pages that were reclaimed for it."""
 
-# By pool, while it lives, and while that of which it is a method does. A forked child has none: its
-# parent's file is not its own.
+# By pool, for as long as the pool lives and the object whose method it is. A forked child has none:
+# the cold file is its parent's.
 _reclaimers: WeakKeyDictionary[_core.Handle, Callable[[], Reclaimer | None]] = WeakKeyDictionary()
 os.register_at_fork(after_in_child=_reclaimers.clear)
 

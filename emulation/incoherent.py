@@ -1,4 +1,4 @@
-"""The protocol on an emulated memory whose hosts' caches do not see each other, seed by seed.
+"""Runs the protocol on emulated memory whose hosts' caches do not see each other, seed by seed.
 
     python -m cxlkv.emulation.incoherent protocol --seeds 2000 --model x86 --leave-out FLUSH_TAKE
     python -m cxlkv.emulation.incoherent protocol --seed 7513 --model arm64 --trace

@@ -1,4 +1,4 @@
-"""Named memory devices: their latency and bandwidth, read from YAML and checked."""
+"""Profiles name memory devices and their latency and bandwidth, read from YAML and checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How transfers share a link: equal shares, as far as the link, the switch and devices let them.
+"""Transfers share an emulated link equally, as far as the link, the switch and devices allow.
 
 A fluid model: at each moment every transfer has a rate, and rates change when one begins or ends.
 So the sum never passes a limit, a limit that binds is used to the full, and nobody queues behind a
@@ -51,7 +51,7 @@ def share_out(profile: Profile, transfers: Sequence[Transfer], devices: int = 1)
 def _fill(
     profile: Profile, transfers: Sequence[Transfer], write_share: float, devices: int
 ) -> None:
-    """All rates rise together; who meets a limit stays there."""
+    """All rates rise together; one that meets a limit stays there."""
     count = len(transfers)
     # A limit, and what part of each transfer's rate counts in it: of one that is striped over all
     # devices (-1), its share of each.

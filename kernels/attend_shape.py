@@ -1,4 +1,4 @@
-"""What `attend` is compiled for, by shape: the tiles of a program, and into how many splits."""
+"""Chooses what `attend` is compiled for, by shape: a program's tiles, and the number of splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies between scattered addresses: gather and scatter; and whether pages are still the same.
+"""Copies between scattered addresses, and checks that the pages are still those that were meant.
 
 Tables hold absolute addresses that the device can read: its own memory, or host memory that was
 registered and mapped. 0 is nothing there. So one launch reads any mix of sources. Nothing here

@@ -1,4 +1,4 @@
-"""Fresh K and V as the pieces of pages: head-major rows, digests, sketches and their CRC32C.
+"""Encodes fresh K and V as the pieces of pages: head-major rows, digests, sketches, their CRC32C.
 
 The bytes are those of the C core (native/src/sequence/append.c, sketch.h), but for codes of
 channels that lie on a border between two, as among its own instruction sets, and for which NaN a

@@ -1,4 +1,4 @@
-"""How a stream of a GPU asks this host something and waits for the answer, without its launcher.
+"""A GPU's stream asks this host a question and waits for the answer; the launching thread does not.
 
 Two words of 8 bytes lie in host memory that the device maps: the question's and the answer's. A
 question is a ticket, which the device counts up, and what it is about; what belongs to it was

@@ -1,4 +1,4 @@
-"""Exact merge of partial attentions by their log-sum-exp, whoever computed them.
+"""Merges partial attentions exactly, by their log-sum-exp, wherever they were computed.
 
 out = sum_i exp(lse_i) out_i / sum_i exp(lse_i): splits of one list, lists of different tiers, or
 the part that the near-data engine computed where the pages lie (Batch.attend).

@@ -1,4 +1,4 @@
-"""Fresh rows of K and V into a ring of pages on the device: the newest tokens of each request.
+"""Appends fresh rows of K and V to a ring of pages on the device: each request's newest tokens.
 
 ring[request, head, slot] is a piece [page_tokens, dim]; page p of a request lies in slot p % slots.
 """

@@ -1,4 +1,4 @@
-"""What `copies.py` does, in torch and ctypes, on addresses that this process can read."""
+"""The reference of `copies.py`, in torch and ctypes, on addresses that this process can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What encode.py and crc32c.py compute, in torch: pieces, digests, sketches, checksums of pages."""
+"""The reference of `encode.py` and `crc32c.py`, in torch: pieces, digests, sketches, checksums."""
 
 from __future__ import annotations
 

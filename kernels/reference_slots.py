@@ -1,4 +1,4 @@
-"""What `slots.py` computes, in torch: all heads at once, a sort where the kernel counts.
+"""The reference of `slots.py`, in torch: all heads at once, a sort where the kernel counts.
 
 Writes that are not wanted go to one more column, which is thrown away.
 """

@@ -1,4 +1,4 @@
-"""Whether Triton runs a call, and what all wrappers check of their tensors."""
+"""Says whether Triton runs a call, and checks what all wrappers want of their tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which slot of the hot buffer holds which page: exact LRU in one launch, a program per head.
+"""Assigns slots of the hot buffer to pages: exact LRU in one launch, a program for each head.
 
 The state of one layer is a set of tables on the device (`Slots`). A slot s holds a page p while
 both tables agree, page_of_slot[s] == p and slot_of_page[p] == s, and the slot's tag is the page's

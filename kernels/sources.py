@@ -1,4 +1,4 @@
-"""Which chosen pages are to come from far memory, and where they lie: tables for a gather."""
+"""Makes the tables of a gather: which chosen pages come from far memory, and where they lie."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module's `variants()` lists: one configuration of a kernel, as the compile check wants."""
+"""A variant is one configuration of a kernel: `variants()` lists them for the compile check."""
 
 from __future__ import annotations
 

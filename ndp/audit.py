@@ -1,4 +1,4 @@
-"""Audits: now and then a selection is measured against the exact method, on the same queries.
+"""An audit compares a selection with the exact method's, on the same queries, now and then.
 
 Recall is |chosen and exact| / |exact| by list, the mean over the lists. Mass is the share of the
 attention that the chosen pages hold, exp(lse over them - lse over all) by query and head, the mean.

@@ -1,4 +1,4 @@
-"""What every NDP backend takes and gives: budgets and selections."""
+"""Budgets and selections: what every NDP backend takes and returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The C core as an NDP backend: select, fetch and attend over a batch's pages where they lie."""
+"""The C core's NDP backend selects, fetches and attends over a batch's pages where they lie."""
 
 from __future__ import annotations
 

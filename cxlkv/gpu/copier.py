@@ -1,4 +1,4 @@
-"""Copies between a mapped pool and a GPU: by a kernel or by DMA, whichever is the faster.
+"""The copier moves bytes between a mapped pool and a GPU, by a kernel or by DMA, the faster one.
 
 Small scattered pieces go by a kernel that reads host memory, large ones and all to the host by the
 GPU's DMA engines; docs/gpu.md has the rule and where its constants come from.

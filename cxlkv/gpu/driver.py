@@ -1,4 +1,4 @@
-"""The CUDA driver by ctypes: what torch does not give out of registered memory and batched copies.
+"""Binds the CUDA driver by ctypes, for what torch lacks: registered memory and batched copies.
 
 The only file that calls libcuda. Calls run in torch's own context, the primary one of a device.
 """

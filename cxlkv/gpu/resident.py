@@ -1,4 +1,4 @@
-"""The device's part of a decode step attends to what it has and fetches what it lacks."""
+"""The device's part of a decode step: attend to the pages it has, and fetch those it lacks."""
 
 from __future__ import annotations
 

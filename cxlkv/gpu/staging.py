@@ -43,7 +43,7 @@ class Buffer:
 
 
 class Ring:
-    """Buffers in turn; who takes one waits until the device has read what was in it."""
+    """Buffers in turn; take() waits until the device has read what was in the next one."""
 
     def __init__(self, memory: list[torch.Tensor]):
         self.buffers = [Buffer(area) for area in memory]

@@ -1,4 +1,4 @@
-"""Tables of addresses tell the device where each page of each request lies, by part.
+"""Tables of addresses tell the device where each page of each request lies, part by part.
 
 Layers of a part share their pages, and lie layer_bytes apart in them: one row of addresses, that of
 the part's first layer, serves them all.

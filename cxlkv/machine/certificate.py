@@ -1,4 +1,4 @@
-"""Certificates of the litmus run: whether a region may use mode fast on this machine.
+"""A certificate of the litmus run lets a region use mode fast on this machine.
 
 A certificate is a JSON file: what was run, on which region, machine and hosts, what came of it, and
 a hash of all that. The hash finds damage and careless edits; it is no signature.

@@ -1,4 +1,4 @@
-"""Says who shares a pool, which host this one is, and what was certified."""
+"""Parses how a pool is shared and which host this is, and says what was certified."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def one_maker() -> Iterator[None]:
     """
     folders: list[int] = []
     try:
-        with suppress(OSError, CXLKVError):  # of the folder, who makes the pool complains
+        with suppress(OSError, CXLKVError):  # making the pool complains about the folder
             folders.append(_core.state_folder())
             fcntl.flock(folders[0], fcntl.LOCK_EX)
         yield

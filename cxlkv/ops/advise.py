@@ -1,4 +1,4 @@
-"""`cxlkv advise`: whether a tier pays on this machine for this model, and from which length on."""
+"""`cxlkv advise` says whether a tier pays on this machine for a model, and from which length on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Finds files that no process uses, and removes them when a lock proves it.
 
-Whoever uses a pool, makes one, or has its host state open holds a lock on the file; who gets that
-lock alone knows that nobody does. Nothing else is taken for proof, no name and no age.
+A process that uses a pool, makes one, or has its host state open holds a lock on the file. Taking
+that lock exclusively proves that nobody does; no name and no age is taken for proof.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Garbage:
 
 
 def find_garbage(places: Iterable[str], idle_s: float | None = None) -> list[Garbage]:
-    """What collect() would act on, in these folders and below.
+    """List what collect() would act on, in these folders and below.
 
     idle_s: also pools that nobody has used for so many seconds. They may hold published pages.
     """
@@ -65,11 +65,11 @@ def _kind(overview: Overview, idle_s: float | None) -> str | None:
 
 
 def collect(garbage: Garbage, idle_s: float | None = None) -> bool:
-    """Remove it, or settle it; False when it is gone, or somebody came to use it meanwhile.
+    """Remove it, or settle it; False when it is gone, or is in use again.
 
-    An unsettled pool is opened and closed: so it takes back what the killed ones held, and its
-    file's time says from when on it is idle. A pool that several hosts share is settled by its
-    host when that comes back.
+    An unsettled pool is opened and closed: the pages of killed processes are taken back, and the
+    file's time says since when it is idle. A pool that several hosts share is settled by its own
+    host, when that comes back.
     """
     try:
         if garbage.kind != "unsettled":

@@ -1,4 +1,4 @@
-"""Prometheus metrics of pools: a collector, a registry to embed, and the server of the command.
+"""Exports Prometheus metrics of pools: a collector, a registry to embed, and a server.
 
 A pool is read from outside at every scrape (cxlkv.stats.look), or from inside when it is open here.
 Its counters outlive the processes that counted: they never fall while the pool's file is the same.

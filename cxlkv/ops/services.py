@@ -1,4 +1,4 @@
-"""Commands that run until they are stopped: metrics, the NDP worker, the server of a pool."""
+"""Commands that run until they are stopped serve metrics, a pool's NDP worker, or a pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cold tier: records in a file, found by name, that outlive process and machine."""
+"""The cold tier keeps records in a file, by name; they outlive the process and a reboot."""
 
 from __future__ import annotations
 

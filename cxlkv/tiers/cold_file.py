@@ -101,7 +101,7 @@ class RecordShape:
     bytes: int
     layout: int  # the CRC of all that two pools must agree in
     text: str = ""  # the layout, for people
-    element_bytes: int = 1  # of K and V, for who compresses them
+    element_bytes: int = 1  # of K and V, for compression
 
     @classmethod
     def of(cls, pool: _core.Handle) -> RecordShape:

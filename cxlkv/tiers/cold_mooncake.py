@@ -1,4 +1,4 @@
-"""Keeps cold records in a Mooncake store, for more than one machine's memory and disks hold.
+"""The Mooncake tier keeps cold records in a store of several machines' memory and disks.
 
     MooncakeTier("mooncake://10.0.0.1:50051", shape=shape, lend="64GiB")
 

@@ -30,7 +30,7 @@ Counts = npt.NDArray[np.float64]
 
 HIGH_SHARE, LOW_SHARE = 63 / 64, 15 / 16
 """Watermarks, in slots: when units were refused for want of room and more than HIGH_SHARE are
-taken, the coldest go until LOW_SHARE are. Nobody asks for room: every slot is used."""
+taken, the coldest go until LOW_SHARE are. While none is refused, every slot is used."""
 BOUNCES_MAX = 7
 
 
@@ -63,7 +63,7 @@ class LocalTier(Closing):
         made: list[int] = []
         try:
             _core.local_make(self._pool, parse_bytes(size), made)
-            # The tier goes with this object: who was interrupted before he had it cannot close it.
+            # The tier ends with this object: a caller that was interrupted cannot close it.
             _owners[self._pool] = id(self)
             self._closer = weakref.finalize(self, _end, self._pool, id(self))
             self._closer.atexit = False  # the process's memory is freed anyway
@@ -121,10 +121,10 @@ class LocalTier(Closing):
             that of one read `b` times if      a - b > (kv_heads + sqrt(a + b)) * (1 + bounces),
 
         the hottest one first, and the coldest one's slot. The copy itself reads the unit once,
-        which is kv_heads reads: who is ahead by less does not earn that back. sqrt(a + b) is the
+        which is kv_heads reads: a smaller lead does not earn that back. sqrt(a + b) is the
         standard deviation of the difference of two counts: nobody is displaced by chance. bounces
-        is how often the newcomer was taken out lately (it halves with the counts): who comes and
-        goes must be ever hotter. So two units of about the same hotness do not take turns.
+        is how often the newcomer was taken out lately (it halves with the counts): a unit that
+        comes and goes must be ever hotter. So two units of equal hotness do not take turns.
         """
         units, counts, resident = self.hotness()
         stats = _core.local_stats(self._pool)

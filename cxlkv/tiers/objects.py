@@ -1,9 +1,9 @@
-"""Tiers bring objects back by name that went to the cold file.
+"""Tiers bring objects back that were evicted to the cold file.
 
-A chain of pages is worth what its first page is; objects are worth something each. So what cannot
-be brought back stays away alone. And a name of a page stands for the same bytes for ever, where an
-object that was forgotten may have others the next time: what goes to the file replaces what is
-there, unless it is the same.
+Pages of a chain are of use only with those before them; an object is of use by itself. So an object
+that cannot be brought back does not keep others from coming. And the name of a page stands for the
+same bytes for ever, while an object that was forgotten may be put again with others: what goes to
+the file replaces what is there, unless it is the same.
 """
 
 from __future__ import annotations

@@ -66,16 +66,16 @@ class Published:
 
 
 class Policy(Protocol):
-    """Called with all published pages each time: it may remember what it saw, by page and name."""
+    """Is given all published pages at each call, and may remember them by page and name."""
 
     name: str
 
     def scores(self, pages: Published) -> Scores:
-        """What each is worth, lowest goes first."""
+        """float32 [pages]: what each is worth; the lowest go first."""
 
 
 def choose(policy: Policy, pages: Published, wanted: int) -> Rows:
-    """Rows of `wanted` pages that go, in order; none when fewer may go."""
+    """uint32 [wanted]: rows of the pages that go, in order; empty when fewer than that may go."""
     if wanted <= 0 or wanted > len(pages):
         return np.empty(0, np.uint32)
     scores = policy.scores(pages)

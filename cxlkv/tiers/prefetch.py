@@ -1,7 +1,7 @@
 """Prefetchers guess which units a layer will choose next, and promote them.
 
-Used as `prefetcher.observe(layer, selection)` after each select. Each guess is compared with what
-the layer then chose; who is wrong too often stops moving by itself and looks again later.
+Call `prefetcher.observe(layer, selection)` after each select. Each guess is compared with what the
+layer then chose; a prefetcher that is wrong too often stops copying, and tries again later.
 """
 
 from __future__ import annotations

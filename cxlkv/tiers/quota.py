@@ -1,4 +1,4 @@
-"""Limits how many pages a tenant may have published; its own oldest ones make room.
+"""A quota limits how many pages a tenant may have published; its own oldest ones make room.
 
     quota = Quota(tiers, pages=10_000)
     keys = prefix_keys(ids, page_tokens, salt)    # its secret salt
@@ -33,7 +33,7 @@ class Quota:
     cold, through it. Any thread may use it.
 
     The count is of this process: a tenant with several has a Quota in each, which share out what it
-    may have. Of equal keys the page counts for whom published it first.
+    may have. A page with equal keys counts for the tenant that published it first.
     """
 
     def __init__(self, tiers: Tiers, pages: int):

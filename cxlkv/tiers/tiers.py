@@ -6,7 +6,8 @@
 
 A move has two phases. Prepare reads the bytes, verifies them and finds a place, and may refuse;
 complete makes the page visible in the new place, or undoes. A page leaves the old place only after
-that: who dies in between leaves it in both, or a page that nobody holds, which is free again.
+that: a process that dies in between leaves it in both places, or a page that nobody holds, which
+is free again.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ log = logging.getLogger("cxlkv")
 
 
 class Tiers(ObjectMoves, Closing):
-    """What decides which page is where. One for each pool and process; any thread may call it.
+    """Decides which page is in which tier. One for each pool and process; any thread may call it.
 
     local: bytes for copies, or None. cold: a file for records that had to go, of cold_capacity (see
     ColdTier for fsync, compress and what it raises), which only one process has open; or
@@ -141,9 +142,10 @@ class Tiers(ObjectMoves, Closing):
     # ---- reading ----
 
     def match(self, keys: Iterable[bytes], *, lease_s: float = 60.0, strict: bool = True) -> Hit:
-        """pool.match(), after what of the prefix is only in the cold tier was brought back.
+        """Bring the part of the prefix that is only in the cold tier back, then pool.match().
 
-        As far as there is room, its bytes are right, and reading is not slower than computing.
+        Pages come back as far as there is room, their bytes are right, and reading them is not
+        slower than computing them.
         """
         if self.cold is not None:
             self._check()
@@ -310,7 +312,7 @@ class Tiers(ObjectMoves, Closing):
     # ---- reclaiming ----
 
     def reclaim(self, pages: int) -> int:
-        """Evicts until `pages` are free; returns how many were freed, 0 when there is no way."""
+        """Evict until `pages` are free; returns how many were freed, 0 when that cannot be done."""
         self._check()
         with self._lock:
             short = pages - self._free()

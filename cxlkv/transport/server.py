@@ -71,7 +71,7 @@ class Server(Closing):
     ):
         self._pool, self._secret, self._connections = pool, secret, connections
         self._shape = shape_of(pool._handle)
-        # By the state of their peer; who is neither is on its way out, its thread will have ended.
+        # By the state of their peer; a session in neither is ending, and its thread with it.
         self._sessions: set[_Session] = set()
         self._strangers: dict[_Session, None] = {}  # the oldest first
         self._proved: set[_Session] = set()

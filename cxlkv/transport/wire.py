@@ -207,7 +207,7 @@ class Wire:
         return data
 
     def end(self) -> None:
-        """Wakes who waits in it, in another thread, too."""
+        """Shut the connection down: threads that wait for it return."""
         with contextlib.suppress(OSError):  # it has ended already
             self._socket.shutdown(socket.SHUT_RDWR)
 
