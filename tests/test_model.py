@@ -31,6 +31,8 @@ from cxlkv.errors import BadArgumentError, OrderError, StaleError, UnevenError
 
 from .support import reference
 
+from .support.lengths import nightly
+
 LAYERS, HEADS, DIM, VALUE_DIM, PAGE_TOKENS = 2, 2, 3, 2, 4
 TOKEN_IDS = 2  # few, so that sequences agree in prefixes
 USABLE_PAGES = 20  # the rest is taken away at the start, so that the pool is full often
@@ -441,7 +443,12 @@ class PoolModel(RuleBasedStateMachine):
         self.pool.close()
 
 
-def walk(examples: int, steps: int) -> None:
+# Each part is well under pytest's faulthandler_timeout.
+@pytest.mark.parametrize(
+    ("part", "examples", "steps"),
+    [(0, 250, 40), *(nightly(part, 300, 100) for part in range(1, 6))],
+)
+def test_random_walks_agree_with_the_model(part: int, examples: int, steps: int) -> None:
     """More of them where something never happened: what is drawn is chance."""
     SEEN.clear()
     wanted = "PoolFullError StaleError UnevenError OrderError adopt hit miss gap".split()
@@ -452,13 +459,3 @@ def walk(examples: int, steps: int) -> None:
         )
         examples *= 2
     print(dict(SEEN))
-
-
-def test_random_walks_agree_with_the_model() -> None:
-    walk(examples=250, steps=40)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("part", range(5))  # each well under pytest's faulthandler_timeout
-def test_long_random_walks_agree_with_the_model(part: int) -> None:
-    walk(examples=300, steps=100)

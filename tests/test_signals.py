@@ -27,6 +27,7 @@ from cxlkv.tiers.local import LocalTier
 from cxlkv.transport.server import Server
 
 from .support.interrupting import Alarms, alarms, interrupted_at, median_s
+from .support.lengths import nightly
 
 KV = KVLayout(layers=2, kv_heads=1, head_dim=8, dtype="float32", page_tokens=4)
 OBJECTS = KVLayout.objects("4KiB")
@@ -303,22 +304,13 @@ def many(world: World, name: str, alarms_: Alarms, wanted: int) -> int:
     return calls
 
 
+@pytest.mark.parametrize("wanted", [INTERRUPTS_QUICK, nightly(INTERRUPTS)])
 @pytest.mark.parametrize("name", NAMES)
-def test_interrupts_at_random_times(world: World, name: str, seed: int) -> None:
+def test_interrupts_at_random_times(world: World, name: str, seed: int, wanted: int) -> None:
     with alarms(random.Random(seed)) as clock:
-        many(world, name, clock, INTERRUPTS_QUICK)
+        calls = many(world, name, clock, wanted)
     world.end()
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", NAMES)
-def test_ten_thousand_interrupts(
-    world: World, name: str, seed: int, record_property: Callable[[str, object], None]
-) -> None:
-    with alarms(random.Random(seed)) as clock:
-        calls = many(world, name, clock, INTERRUPTS)
-    world.end()
-    record_property("show", f"{name}: {INTERRUPTS} interrupts in {calls} calls, nothing held")
+    print(f"{name}: {wanted} interrupts in {calls} calls, nothing held")
 
 
 ENDED = ("cxlkv-mover", "cxlkv-serve")  # threads

@@ -100,6 +100,7 @@ def test_words_of_a_line_are_one_row_and_what_was_left_out_is_there(
     assert lines_of(found.trace).isdisjoint(map(int, left_out))
 
 
+@pytest.mark.nightly
 def test_the_lowest_seed_is_named_whoever_finds_one_first(programs: dict[str, Path]) -> None:
     """Chunks run at the same time, and a later one may end earlier."""
     program = programs["protocol"]

@@ -108,6 +108,7 @@ def table(rows: list[Compiled]) -> list[str]:
     return lines
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_every_kernel_compiles_and_fits(
     tmp_path: Path, record_property: Callable[[str, object], None]

@@ -33,6 +33,7 @@ from cxlkv.ndp.worker import cpus_near, serve
 from cxlkv.sequence import Sequence
 from tests.support.stopping import stop
 
+from ..support.lengths import nightly
 from ..support.states import host_states
 
 HEADS, DIM, PAGE = 2, 16, 4
@@ -648,7 +649,10 @@ def test_a_forked_child_has_a_slot_of_its_own(
         assert pool.worker.connections == 1
 
 
-def storm(path: Path, rng: np.random.Generator, make_worker: MakeWorker, kills: int) -> None:
+@pytest.mark.parametrize("kills", [5, nightly(100)])
+def test_answers_are_right_while_workers_are_killed(
+    path: Path, make_worker: MakeWorker, rng: np.random.Generator, kills: int
+) -> None:
     """Each select and attend is right, whoever is killed under it, and by the worker in between."""
     with make_pool(path, window=20) as pool, Twins(path, pool, rng, 3) as twins:
         twins.append([400, 41, 7])
@@ -675,19 +679,6 @@ def storm(path: Path, rng: np.random.Generator, make_worker: MakeWorker, kills: 
         twins.release()
         assert pool.admin.check(deep=True)["clean"]
         assert pool.stats()["pages_held"] == 0
-
-
-def test_answers_are_right_while_workers_are_killed(
-    path: Path, make_worker: MakeWorker, rng: np.random.Generator
-) -> None:
-    storm(path, rng, make_worker, 5)
-
-
-@pytest.mark.nightly
-def test_answers_are_right_while_a_hundred_workers_are_killed(
-    path: Path, make_worker: MakeWorker, rng: np.random.Generator
-) -> None:
-    storm(path, rng, make_worker, 100)
 
 
 def test_threads_share_a_slot(

@@ -1,4 +1,4 @@
-"""One process of a storm on a pool of objects: tests/test_objects_processes.py starts them.
+"""One process of a storm on a pool of objects: coherence/test_objects_processes.py starts them.
 
 An object's bytes follow from its name and a number, and it begins with both and its size: whoever
 finds one under a name sees whether it is that name's, whole, and of one writer only.

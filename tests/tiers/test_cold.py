@@ -42,6 +42,7 @@ from cxlkv.tiers.cold import ColdTier, Mask
 from cxlkv.tiers.cold_file import BLOCK_BYTES, SLOT_HEADER_BYTES, Bytes, RecordShape
 from cxlkv.tiers.cold_store import ColdStore
 
+from ..support.lengths import nightly
 from ..test_records import grown, names_of_keys, read_all
 
 SHAPE = RecordShape(1000, 7, "a layout")
@@ -720,12 +721,7 @@ with ColdTier(path, shape=RecordShape(size, 7), capacity=capacity, fsync=fsync) 
 
 @pytest.mark.parametrize(
     ("fsync", "rounds"),
-    [
-        ("none", 8),
-        ("batch", 8),
-        pytest.param("none", 100, marks=pytest.mark.nightly),
-        pytest.param("batch", 100, marks=pytest.mark.nightly),
-    ],
+    [("none", 8), ("batch", 8), nightly("none", 100), nightly("batch", 100)],
 )
 def test_a_process_killed_while_it_stores(path: Path, fsync: str, rounds: int, seed: int) -> None:
     """What store() had returned is there, but for what the batch in flight makes room for."""

@@ -22,6 +22,7 @@ from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import BLOCK_BYTES, SLOT_HEADER_BYTES, Bytes, RecordShape
 from cxlkv.tiers.compress import Codec
 
+from ..support.lengths import nightly
 from ..test_records import grown, names_of_keys, read_all
 from . import test_cold
 from .test_cold import SLOT, ColdModel, checked, flip, name, names, read
@@ -347,12 +348,7 @@ with ColdTier(path, shape=shape, capacity=capacity, fsync=sys.argv[5], compress=
 
 @pytest.mark.parametrize(
     ("fsync", "rounds"),
-    [
-        ("none", 6),
-        ("batch", 6),
-        pytest.param("none", 100, marks=pytest.mark.nightly),
-        pytest.param("batch", 100, marks=pytest.mark.nightly),
-    ],
+    [("none", 6), ("batch", 6), nightly("none", 100), nightly("batch", 100)],
 )
 def test_a_process_killed_while_it_stores(path: Path, fsync: str, rounds: int, seed: int) -> None:
     """What store() had returned last is there: 60 slots, of which a batch takes 24."""

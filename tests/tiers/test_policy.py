@@ -13,6 +13,8 @@ from cxlkv.bench.replay.simulation import replay
 from cxlkv.errors import BadArgumentError
 from cxlkv.tiers.policy import DEFAULT, NONE, POLICIES, Policy, Published, choose, policy_named
 
+from ..support.lengths import nightly
+
 
 def published(
     used: list[int],
@@ -213,18 +215,18 @@ def compare(family: str, requests: list[traces.Request], share: float, at_least:
     assert at_least * max(rivals.values()) <= hits <= best
 
 
-@pytest.mark.parametrize("share", [0.05, 0.25])
+@pytest.mark.parametrize(
+    ("share", "accesses", "at_least"),
+    [  # while it learns, and then
+        *((share, [4000], 0.95) for share in (0.05, 0.25)),
+        *(nightly(share, [], 0.98) for share in (0.01, 0.05, 0.1, 0.25)),
+    ],
+)
 @pytest.mark.parametrize("family", traces.FAMILIES)
-def test_while_it_learns_the_default_is_not_much_worse(family: str, share: float) -> None:
-    compare(family, traces.FAMILIES[family](SEED, 4000), share, 0.95)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("share", [0.01, 0.05, 0.1, 0.25])
-@pytest.mark.parametrize("family", traces.FAMILIES)
-def test_the_default_is_never_worse(family: str, share: float) -> None:
-    compare(family, traces.FAMILIES[family](SEED), share, 0.98)
+def test_the_default_is_not_worse(
+    family: str, share: float, accesses: list[int], at_least: float
+) -> None:
+    compare(family, traces.FAMILIES[family](SEED, *accesses), share, at_least)
 
 
 def test_a_loop_larger_than_the_cache_keeps_a_part_of_it() -> None:

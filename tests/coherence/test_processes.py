@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from random import Random
 from typing import ClassVar
 
 import numpy as np
@@ -30,9 +29,10 @@ from cxlkv import CXLPool, KVLayout, Sequence
 from cxlkv.errors import BusyError, ClosedError, StaleError
 from cxlkv.prefix import content_keys, prefix_keys
 
-from .support.states import host_states
+from ..support.lengths import nightly
+from ..support.states import host_states
 
-WORKER = Path(__file__).parent / "support/pool_worker.py"
+WORKER = Path(__file__).parents[1] / "support/pool_worker.py"
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 TOKENS = 10
 CAPACITY_BYTES = (2 << 20) + (250 << 10)  # some 160 pages: full now and then
@@ -141,11 +141,12 @@ def assert_settled(path: str) -> dict[str, int]:
 EVENTS = ("adopted", "hit", "tail_hits", "published", "fork", "truncate", "full", "forgotten")
 
 
-def storm(path: str, box: Path, operations: int) -> None:
+@pytest.mark.parametrize("operations", [8_000, nightly(200_000)])
+def test_four_processes_with_one_killed(
+    pool_path: str, tmp_path: Path, seed: int, operations: int
+) -> None:
     """`operations`, and as many again until each event was seen: their mix is the scheduler's."""
-    seed = int(os.environ.get("CXLKV_TEST_SEED", "0")) or Random().randrange(1 << 30)
-    print(f"CXLKV_TEST_SEED={seed}")
-    box.mkdir()
+    path, box = pool_path, tmp_path
     CXLPool.create(path, layout=LAYOUT, capacity=CAPACITY_BYTES, threads=1).close()
     start = time.monotonic()
     with CXLPool.open(path, threads=1) as watcher:  # so that the host's counters outlive the rest
@@ -160,21 +161,10 @@ def storm(path: str, box: Path, operations: int) -> None:
     assert_settled(path)
 
 
-def test_four_processes_with_one_killed(pool_path: str, tmp_path: Path) -> None:
-    storm(pool_path, tmp_path / "box", 8_000)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_four_processes_200_000_operations(pool_path: str, tmp_path: Path) -> None:
-    storm(pool_path, tmp_path / "box", 200_000)
-
-
-def kill_many(path: str, box: Path, kills: int) -> None:
+@pytest.mark.parametrize("kills", [30, nightly(1000)])
+def test_kills_at_random_instants(pool_path: str, tmp_path: Path, seed: int, kills: int) -> None:
     """Two work on while others are killed beside them, wherever they happen to be."""
-    seed = int(os.environ.get("CXLKV_TEST_SEED", "0")) or Random().randrange(1 << 30)
-    print(f"CXLKV_TEST_SEED={seed}")
-    box.mkdir()
+    path, box = pool_path, tmp_path
     CXLPool.create(path, layout=LAYOUT, capacity=CAPACITY_BYTES, threads=1).close()
     with CXLPool.open(path, threads=1) as watcher:
         killers = [Process("victims", path, box, seed + 1000 * i, kills // 2) for i in range(2)]
@@ -189,16 +179,6 @@ def kill_many(path: str, box: Path, kills: int) -> None:
         assert kills - stats["rebuilds"] <= stats["reaped_processes"] <= kills
         assert watcher.admin.check(deep=True)["clean"]
     assert_settled(path)
-
-
-def test_thirty_kills_at_random_instants(pool_path: str, tmp_path: Path) -> None:
-    kill_many(pool_path, tmp_path / "box", 30)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_a_thousand_kills_at_random_instants(pool_path: str, tmp_path: Path) -> None:
-    kill_many(pool_path, tmp_path / "box", 1000)
 
 
 # ---- what is left behind, one story each ----

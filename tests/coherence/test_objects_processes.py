@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from random import Random
 from typing import NamedTuple
 
 import numpy as np
@@ -27,10 +26,11 @@ from cxlkv import KVLayout, ObjectPool
 from cxlkv.errors import PoolFullError
 from cxlkv.objects import ABSENT, Reserved
 
-from .conftest import audit
-from .support.object_worker import MOMENTS, NAMES, SIZE, named, verify
+from ..conftest import audit
+from ..support.lengths import nightly
+from ..support.object_worker import MOMENTS, NAMES, SIZE, named, verify
 
-WORKER = Path(__file__).parent / "support/object_worker.py"
+WORKER = Path(__file__).parents[1] / "support/object_worker.py"
 
 
 class Kind(NamedTuple):
@@ -128,12 +128,6 @@ def opened(path: str, kind: Kind, host: int = 0) -> ObjectPool:
     return ObjectPool.open(path, threads=1, host=host if kind.hosts > 1 else None)
 
 
-def drawn_seed() -> int:
-    seed = int(os.environ.get("CXLKV_TEST_SEED", "0")) or Random().randrange(1 << 30)
-    print(f"CXLKV_TEST_SEED={seed}")
-    return seed
-
-
 def found(pool: ObjectPool) -> list[int]:
     """The names that are there, with what belongs to them."""
     names = list(range(NAMES))
@@ -195,9 +189,18 @@ def assert_settled(path: str, kind: Kind) -> None:
 EVENTS = ("new", "found", "ranges found", "published", "forgotten", "scrubbed", "full")
 
 
-def storm(path: str, kind: Kind, processes: list[Process], kills: int) -> None:
+@pytest.mark.parametrize(("kills", "kills_of_hosts"), [(15, 6), nightly(600, 200)])
+def test_killed_at_random(
+    path: str,
+    kind: Kind,
+    processes: list[Process],
+    kills: int,
+    kills_of_hosts: int,
+    seed: int,
+) -> None:
     """Two write and one reads while others are killed beside them."""
-    seed, threads, start = drawn_seed(), kind.threads, time.monotonic()
+    threads, start = kind.threads, time.monotonic()
+    kills = kills if kind.hosts == 1 else kills_of_hosts
     with opened(path, kind) as watcher:
         steady = [
             Process("work", path, seed + i, threads, int(i == 2), host=host)
@@ -233,20 +236,10 @@ def storm(path: str, kind: Kind, processes: list[Process], kills: int) -> None:
     assert_settled(path, kind)
 
 
-def test_killed_at_random(path: str, kind: Kind, processes: list[Process]) -> None:
-    storm(path, kind, processes, 15 if kind.hosts == 1 else 6)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_hundreds_killed(path: str, kind: Kind, processes: list[Process]) -> None:
-    storm(path, kind, processes, 600 if kind.hosts == 1 else 200)
-
-
 @pytest.mark.parametrize("kind", ["checksum", "plain, 2 threads"], indirect=True)
-def test_killed_within_a_put(path: str, kind: Kind, processes: list[Process]) -> None:
+def test_killed_within_a_put(path: str, kind: Kind, processes: list[Process], seed: int) -> None:
     """When its pages are taken, and mostly before they are published: until that was so twice."""
-    seed, count, halfway, number = drawn_seed(), 24, 0, 0
+    count, halfway, number = 24, 0, 0
     names = named(list(range(count)))
 
     def has_begun(stats: dict[str, int]) -> bool:

@@ -27,6 +27,7 @@ from cxlkv.prefix import prefix_keys
 from tests.support.stopping import stop
 
 from ..conftest import audit, pages_accounted
+from ..support.lengths import nightly
 from ..support.pool_worker import (
     FAMILIES,
     FAMILY_TOKENS,
@@ -131,12 +132,6 @@ def pool_path(shm_path: Path) -> str:
     return str(shm_path)
 
 
-def drawn_seed() -> int:
-    seed = int(os.environ.get("CXLKV_TEST_SEED", "0")) or Random().randrange(1 << 30)
-    print(f"CXLKV_TEST_SEED={seed}")
-    return seed
-
-
 def assert_accounted(stats: dict[str, int]) -> None:
     assert pages_accounted(stats) == stats["pages_total"], stats
     assert stats["pages_quarantined"] == stats["pages_retired"] == 0, stats
@@ -204,9 +199,11 @@ def run(path: str, box: Path, seed: int, operations: int) -> Counter[str]:
 EVENTS = ("adopted", "hit", "tail_hits", "published", "fork", "truncate", "full", "forgotten")
 
 
-def storm(path: str, box: Path, operations: int) -> None:
-    seed = drawn_seed()
-    box.mkdir()
+@pytest.mark.parametrize("operations", [6_000, nightly(100_000)])
+def test_three_hosts_with_two_killed(
+    pool_path: str, tmp_path: Path, seed: int, operations: int
+) -> None:
+    path, box = pool_path, tmp_path
     start = time.monotonic()
     with CXLPool.open(path, host=WATCHERS[0], threads=1) as watcher:
         seen, rounds = Counter[str](), 0
@@ -223,16 +220,6 @@ def storm(path: str, box: Path, operations: int) -> None:
             assert_accounted(stats)
             assert stats["pages_held"] == stats["pages_withdrawn"] == 0, stats
     assert_all_comes_back(path, [])
-
-
-def test_three_hosts_with_two_killed(pool_path: str, tmp_path: Path) -> None:
-    storm(pool_path, tmp_path / "box", 6_000)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_three_hosts_100_000_operations(pool_path: str, tmp_path: Path) -> None:
-    storm(pool_path, tmp_path / "box", 100_000)
 
 
 # ---- what was published outlives its publisher ----
@@ -260,12 +247,14 @@ def wait_until(processes: list[Process], of: list[Process], texts: list[int]) ->
             return
 
 
-def kill_rounds(path: str, box: Path, hosts: tuple[int, ...], rounds: int) -> None:
+@pytest.mark.parametrize("rounds", [10, nightly(150)])
+@pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 1, 1)])
+def test_kills_at_random_instants(
+    pool_path: str, tmp_path: Path, hosts: tuple[int, ...], rounds: int, seed: int
+) -> None:
     """In each round one is killed, wherever it is; a new one takes its place when the others have
     read all that it had published."""
-    seed = drawn_seed()
-    random = Random(seed)
-    box.mkdir()
+    path, box, random = pool_path, tmp_path, Random(seed)
     processes = [Process("publisher", path, box, h, seed + i) for i, h in enumerate(hosts)]
     seeds, start = list[int](), time.monotonic()
     with ExitStack() as stack:
@@ -304,18 +293,6 @@ def kill_rounds(path: str, box: Path, hosts: tuple[int, ...], rounds: int) -> No
     assert_all_comes_back(path, seeds)
 
 
-@pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 1, 1)])
-def test_kills_at_random_instants(pool_path: str, tmp_path: Path, hosts: tuple[int, ...]) -> None:
-    kill_rounds(pool_path, tmp_path / "box", hosts, 10)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 1, 1)])
-def test_300_kills(pool_path: str, tmp_path: Path, hosts: tuple[int, ...]) -> None:
-    kill_rounds(pool_path, tmp_path / "box", hosts, 150)
-
-
 # ---- silence ----
 
 
@@ -325,13 +302,11 @@ def put_in_front(pool: CXLPool, path: str, host: int) -> None:
     poke(path, line_offset(pool, host, LOCK_LINE), struct.pack("<Q", epoch << 40 | 1))
 
 
-def stop_rounds(path: str, box: Path, rounds: int) -> None:
+@pytest.mark.parametrize("rounds", [12, nightly(300)])
+def test_hosts_that_stop_at_random(pool_path: str, tmp_path: Path, rounds: int, seed: int) -> None:
     """In each round a host is stopped for up to three leases while the others work on, and mostly
     it is fenced: it goes on with all that it had, its own pages and those that it reads."""
-    lease_s = 0.2
-    seed = drawn_seed()
-    random = Random(seed)
-    box.mkdir()
+    path, box, random, lease_s = pool_path, tmp_path, Random(seed), 0.2
     with ExitStack() as stack:
         processes = [
             Process("publisher", path, box, host, seed + host, lease_s=lease_s) for host in range(3)
@@ -358,13 +333,3 @@ def stop_rounds(path: str, box: Path, rounds: int) -> None:
         seen = sum((process.seen for process in processes), Counter[str]())
     print(dict(seen))
     assert_all_comes_back(path, [own for process in processes for own in process.seeds])
-
-
-def test_hosts_that_stop_at_random(pool_path: str, tmp_path: Path) -> None:
-    stop_rounds(pool_path, tmp_path / "box", 12)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_hosts_that_stop_300_times(pool_path: str, tmp_path: Path) -> None:
-    stop_rounds(pool_path, tmp_path / "box", 300)

@@ -33,7 +33,6 @@ from tests.support.stopping import stop
 from ..conftest import audit
 from ..support.pool_worker import is_alive, token_numbers, verify
 from ..support.states import host_states
-from ..test_processes import DIE_WITH_THE_LOCK, MUTEX_OFFSET, python
 from .test_hosts import (
     HOSTS,
     TOKENS,
@@ -50,6 +49,7 @@ from .test_hosts import (
     write_soon,
 )
 from .test_hosts import hosts as hosts
+from .test_processes import DIE_WITH_THE_LOCK, MUTEX_OFFSET, python
 
 SHORT_LEASE_S = 0.3
 NEVER_S = 3600.0  # a keeper that does not work while a test runs
@@ -58,7 +58,7 @@ NAME_LINE, BEAT_LINE, LOCK_LINE, LOG_LINES = 0, 1, 2, 16  # of a host's block; h
 REMOTE = """
 import sys
 from cxlkv.errors import CXLKVError
-from tests.machine.test_hosts import *
+from tests.coherence.test_hosts import *
 pool = CXLPool.open(sys.argv[1], host=int(sys.argv[2]), lease_s=float(sys.argv[3]), threads=1)
 print("open", flush=True)
 for line in sys.stdin:
