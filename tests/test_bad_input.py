@@ -27,6 +27,8 @@ from cxlkv.machine.topology import probe
 from cxlkv.ops.cli import app
 from cxlkv.prefix import prefix_keys
 
+from .support.processes import Child
+
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 CAPACITY = "3MiB"
 Rows = npt.NDArray[np.float32]
@@ -400,32 +402,18 @@ for round in range(int(sys.argv[2])):
 def test_two_processes_create_one_pool(path: Path) -> None:
     """Exactly one wins, each time; the pool is whole, and no draft of the loser stays behind."""
     rounds = 20
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", CREATE, str(path), str(rounds)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    for number in range(rounds):
-        for process in both:
-            assert process.stdout
-            assert process.stdout.readline() == "ready\n"
-        for process in both:
-            assert process.stdin
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        ends = sorted(process.stdout.readline() for process in both if process.stdout)
-        assert ends == ["lost\n", "won\n"]
-        place = Path(f"{path}.{number}")
-        with CXLPool.open(place) as pool:
-            assert pool.admin.check(deep=True)["clean"]
-        CXLPool.remove(place)
-    for process in both:
-        process.communicate()
-        assert process.returncode == 0
+    with Child("-c", CREATE, path, rounds) as one, Child("-c", CREATE, path, rounds) as two:
+        for number in range(rounds):
+            assert one.hear() == two.hear() == "ready"
+            one.tell("go")
+            two.tell("go")
+            assert sorted((one.hear(), two.hear())) == ["lost", "won"]
+            place = Path(f"{path}.{number}")
+            with CXLPool.open(place) as pool:
+                assert pool.admin.check(deep=True)["clean"]
+            CXLPool.remove(place)
+        one.end()
+        two.end()
     assert list(path.parent.glob(f"{path.name}*")) == []
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,8 @@ import pytest
 
 from cxlkv import KVLayout, ObjectPool
 from cxlkv.stats import look
+
+from .support.processes import Child, python
 
 BOUND_S = 120
 
@@ -31,18 +32,6 @@ def may_unshare(*flags: str) -> bool:
 def needs(*flags: str) -> pytest.MarkDecorator:
     why = f"unshare {' '.join(flags)} is not allowed here"
     return pytest.mark.skipif(not may_unshare(*flags), reason=why)
-
-
-def python(code: str, *arguments: object, within: tuple[str, ...] = ()) -> str:
-    done = subprocess.run(
-        [*within, sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=BOUND_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture
@@ -107,7 +96,7 @@ print("apart")
 def test_a_copy_on_another_file_system_is_another_pool(tmp_path: Path) -> None:
     """Also with the number of the original's file, and while that is in use."""
     code = f"import os; os.chdir({str(tmp_path)!r})\n{COPIED}"
-    assert python(code, within=("unshare", "-m")) == "apart\n"
+    assert python(code, before=("unshare", "-m")) == "apart\n"
 
 
 # ---- PID namespaces ----
@@ -181,19 +170,13 @@ def test_who_lives_in_a_container_keeps_what_it_has(pool: ObjectPool) -> None:
     """Seen as alive from outside, too, by a process that shares no namespace with it."""
     free = pool.stats()["pages_free"]
     code = f"{HOLD}\nprint(pool.stats()['processes'], flush=True); sys.stdin.read()"
-    with subprocess.Popen(
-        ["unshare", "-pf", "--kill-child", sys.executable, "-c", code, str(pool.path), str(PAGES)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout
-        assert process.stdout.readline() == "2\n"
+    unshare = ("unshare", "-pf", "--kill-child")
+    with Child("-c", code, pool.path, PAGES, before=unshare) as child:
+        assert child.hear() == "2"
         stats = pool.stats()
         assert (stats["pages_free"], stats["processes"]) == (free - PAGES, 2)
         assert [each.alive for each in look(str(pool.path)).processes] == [True, True]
-        process.kill()  # and the kernel with it who is within
-        process.wait()
+        child.kill()  # and the kernel with it who is within
     deadline = time.monotonic() + BOUND_S
     while pool.stats()["processes"] == 2:
         assert time.monotonic() < deadline
@@ -217,17 +200,10 @@ if child == 0:
     os._exit(0)
 """
     code = f"when = {when!r}\n{HOLD}{fork}import signal; signal.pause()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(pool.path), str(PAGES)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout
-        assert process.stdout.readline() == "child\n"
+    with Child("-c", code, pool.path, PAGES) as child:
+        assert child.hear() == "child"
         assert pool.stats()["processes"] == (3 if when == "before" else 2)
-        process.kill()
-        process.wait()
+        child.kill()
         stats = pool.stats()
         # What the child inherited is its own, until it ends.
         expected = (free - PAGES, 2) if when == "before" else (free, 1)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +24,8 @@ from cxlkv.errors import (
 )
 from cxlkv.pool import Pool
 from cxlkv.pool_config import FILE_BYTES_MAX, read_config
+
+from .support.processes import Child
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
@@ -356,26 +357,17 @@ with CXLPool.from_config(sys.argv[1]) as pool:
 def test_servers_that_start_at_once_make_one_pool(write: Write, place: Path) -> None:
     """Large enough that making it takes a while: all would begin a draft, were there no lock."""
     path = write("3MiB", "256MiB", "threads: 1")
-    command = [sys.executable, "-c", STARTER, str(path)]
-    servers = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(4)
-    ]
-    try:
-        for line in ("ready\n", None):
-            said = [s.stdout.readline() for s in servers if s.stdout]
+    with ExitStack() as stack:
+        servers = [stack.enter_context(Child("-c", STARTER, path)) for _ in range(4)]
+        for line in ("ready", None):
+            said = [server.hear() for server in servers]
             assert line is None or said == [line] * 4
             for server in servers:
-                assert server.stdin
-                server.stdin.write("go\n")
-                server.stdin.flush()
+                server.tell("go")
         assert len(set(said)) == 1, said
-        assert len(said[0]) == 33
-        assert [server.wait() for server in servers] == [0] * 4
-    finally:
+        assert len(said[0]) == 32
         for server in servers:
-            server.kill()
-            server.communicate()
+            server.end()
     assert os.listdir("/dev/shm").count(place.name) == 1
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(place.name + ".")]
 

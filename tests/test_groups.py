@@ -8,8 +8,6 @@ match finds. What the layers hold is compared with numpy's reference, window by 
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +22,7 @@ from cxlkv.prefix import prefix_keys
 
 from .conftest import audit
 from .support import reference
+from .support.processes import Child
 
 HEADS, DIM, PAGE_TOKENS, TOKEN_IDS, PLACES = 2, 4, 4, 2, 1024
 Floats = npt.NDArray[np.float32]
@@ -481,18 +480,12 @@ def test_another_process_adopts_and_matches_what_has_windows(tmp_path: Path) -> 
                 sequence.append(layer, part, -part)
         pool.publish_prefix(sequence, range(102))
         kept = sequence.fork()
-        arguments = [sys.executable, "-c", ADOPTER, str(tmp_path / "pool"), sequence.handle.hex()]
-        with subprocess.Popen(
-            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as child:
-            assert child.stdin
-            assert child.stdout
+        with Child("-c", ADOPTER, tmp_path / "pool", sequence.handle.hex()) as child:
             for number in range(3):
                 query = np.full((4, 4), float(number), np.float32)
-                child.stdin.write(f"{number}\n")
-                child.stdin.flush()
-                got = [bytes.fromhex(child.stdout.readline()) for _ in range(2 * layout.layers)]
-                assert child.stdout.readline() == "100\n"
+                child.tell(str(number))
+                got = [bytes.fromhex(child.hear()) for _ in range(2 * layout.layers)]
+                assert child.hear() == "100"
                 kept.truncate(102)
                 for layer in range(layout.layers):
                     assert got[layer] == np.asarray(kept.attend(layer, query)[0]).tobytes()
@@ -503,7 +496,6 @@ def test_another_process_adopts_and_matches_what_has_windows(tmp_path: Path) -> 
                 if number == 1:
                     sequence.release()
                     sequence = pool.sequence()
-            child.kill()
         sequence.release()
         kept.release()
         pool.forget(prefix_keys(range(102), PAGE_TOKENS))

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import subprocess
-import sys
+import signal
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -32,6 +31,7 @@ from cxlkv.ndp.engine import Selection
 from cxlkv.prefix import prefix_keys
 
 from .conftest import MakePool, audit
+from .support.processes import Child
 
 HEADS, DIM, PAGE = 2, 64, 4
 COUNT_MAX = 65535
@@ -644,7 +644,7 @@ import sys
 import numpy as np
 from cxlkv import CXLPool
 with CXLPool.open(sys.argv[1], threads=1) as pool:
-    sequence = pool.adopt(sys.stdin.buffer.read(int(sys.argv[3])))
+    sequence = pool.adopt(bytes.fromhex(sys.argv[3]))
     for _ in range(int(sys.argv[2])):
         sequence.attend(0, np.ones((4, 8), np.float32))
 """
@@ -655,18 +655,12 @@ def test_processes_count_together(path: Path) -> None:
     with CXLPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1) as pool:
         sequences = [grown(pool, 3 * PAGE) for _ in range(3)]
         times = [300, 400, 500]
-        children = []
-        for sequence, count in zip(sequences, times, strict=True):
-            handle = sequence.handle
-            child = subprocess.Popen(
-                [sys.executable, "-c", ATTEND, str(path), str(count), str(len(handle))],
-                stdin=subprocess.PIPE,
-            )
-            assert child.stdin is not None
-            child.stdin.write(handle)
-            child.stdin.close()
-            children.append(child)
-        assert [child.wait(timeout=60) for child in children] == [0, 0, 0]
+        with contextlib.ExitStack() as stack:
+            for child in [
+                stack.enter_context(Child("-c", ATTEND, path, count, sequence.handle.hex()))
+                for sequence, count in zip(sequences, times, strict=True)
+            ]:
+                child.end()
         assert pool.hotness.epoch == 0  # nothing was halved
         counts = [pool.hotness.counts()[s.pages].tolist() for s in sequences]
         assert counts == [[count] * 3 for count in times]
@@ -683,30 +677,26 @@ with CXLPool.open(sys.argv[1], threads=1) as pool:
 
 
 def test_what_a_worker_does_is_counted_once(path: Path) -> None:
-    with CXLPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1) as pool:
-        worker = subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(path)], stdout=subprocess.PIPE, text=True
-        )
-        try:
-            assert worker.stdout is not None
-            assert "serves" in worker.stdout.readline()
-            pool.use_worker("only", deadline_s=30)
-            sequence = grown(pool, 5 * PAGE + 1)
-            query = np.ones((4, 8), np.float32)
-            wanted = np.zeros(5, np.int64)
-            for pages in (1, 2, 4):
-                picked = sequence.select(0, query, Budget(pages=pages, sinks=0, recent=1))
-                sequence.attend(0, query, picked)
-                chosen = picked.pages[(picked.pages >= 0) & (picked.pages < 5)]
-                wanted += 2 * np.bincount(chosen, minlength=5)
-            sequence.attend(0, query)
-            wanted += 1
-            assert pool.worker.selects == 3
-            assert pool.hotness.counts()[sequence.pages].tolist() == wanted.tolist()
-            assert pool.hotness.counts().sum() == wanted.sum()
-        finally:
-            worker.terminate()
-            worker.communicate(timeout=60)
+    with (
+        CXLPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1) as pool,
+        Child("-c", SERVE, path) as worker,
+    ):
+        assert "serves" in worker.hear()
+        pool.use_worker("only", deadline_s=30)
+        sequence = grown(pool, 5 * PAGE + 1)
+        query = np.ones((4, 8), np.float32)
+        wanted = np.zeros(5, np.int64)
+        for pages in (1, 2, 4):
+            picked = sequence.select(0, query, Budget(pages=pages, sinks=0, recent=1))
+            sequence.attend(0, query, picked)
+            chosen = picked.pages[(picked.pages >= 0) & (picked.pages < 5)]
+            wanted += 2 * np.bincount(chosen, minlength=5)
+        sequence.attend(0, query)
+        wanted += 1
+        assert pool.worker.selects == 3
+        assert pool.hotness.counts()[sequence.pages].tolist() == wanted.tolist()
+        assert pool.hotness.counts().sum() == wanted.sum()
+        worker.end(signal.SIGTERM)
 
 
 def test_a_pool_that_is_opened_again_knows_no_uses(path: Path) -> None:

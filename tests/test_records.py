@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +20,7 @@ from cxlkv.layout import DTYPES
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys
 
 from .conftest import MakePool, audit
+from .support.processes import Child
 
 PAGE = 4
 HEADER = 64  # bytes of a record's header
@@ -504,25 +503,12 @@ def test_two_processes_race(
     np.save(tmp_path / "records.npy", records)
     path = str(tmp_path / "race.pool")
     with CXLPool.create(path, layout=source.layout, capacity="4MiB", threads=1) as pool:
-        command = [sys.executable, "-c", RACER, path, str(tmp_path / "records.npy")]
-        racers = [
-            subprocess.Popen(
-                [*command, str(seed + i)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for i in range(2)
-        ]
-        for racer in racers:
-            assert racer.stdout is not None
-            assert racer.stdout.readline() == "ready\n"
-        for racer in racers:
-            assert racer.stdin is not None
-            racer.stdin.write("go\n")
-            racer.stdin.flush()
-        outcomes = [racer.communicate(timeout=120)[0].split() for racer in racers]
-        assert [racer.returncode for racer in racers] == [0, 0]
+        words = ["-c", RACER, path, tmp_path / "records.npy"]
+        with Child(*words, seed) as one, Child(*words, seed + 1) as two:
+            assert one.hear() == two.hear() == "ready"
+            one.tell("go")
+            two.tell("go")
+            outcomes = [racer.end().split() for racer in (one, two)]
         wrote = sum(int(outcome[0]) for outcome in outcomes)
         freed = sum(int(outcome[1]) for outcome in outcomes)
         assert wrote - freed == pool.stats()["pages_published"]

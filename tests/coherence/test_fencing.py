@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +21,7 @@ from cxlkv import CXLPool, KVLayout, Sequence
 from cxlkv.errors import BadArgumentError, BusyError, CorruptError, PoolFullError
 from cxlkv.machine.hosts import Host
 from cxlkv.ops.cli import app
+from tests.support.processes import Child
 from tests.support.stopping import stop
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
@@ -32,7 +31,7 @@ TEXTS = {name: list(range(1000 * i, 1000 * i + 32)) for i, name in enumerate("ab
 HOST = """
 import json, sys
 from cxlkv import CXLPool
-from test_fencing import TEXTS, LEASE_S, publish, right
+from tests.coherence.test_fencing import TEXTS, LEASE_S, publish, right
 pool = CXLPool.open(sys.argv[1], host=int(sys.argv[2]), lease_s=LEASE_S, threads=1)
 kept = []
 print(json.dumps("open"), flush=True)
@@ -81,32 +80,15 @@ def right(pool: CXLPool, name: str) -> int:
         return hit.tokens
 
 
-class Other:
+class Other(Child):
     """A process that is another host."""
 
     def __init__(self, path: str, number: int) -> None:
-        self.popen = subprocess.Popen(
-            [sys.executable, "-c", HOST, path, str(number)],
-            cwd=Path(__file__).parent,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.hear() == "open"
+        super().__init__("-c", HOST, path, number)
+        assert self.hear() == '"open"'
 
-    def hear(self) -> object:
-        assert self.popen.stdout
-        return json.loads(self.popen.stdout.readline() or '"ended"')
-
-    def ask(self, *what: object) -> object:
-        assert self.popen.stdin
-        self.popen.stdin.write(json.dumps(what) + "\n")
-        self.popen.stdin.flush()
-        return self.hear()
-
-    def kill(self) -> None:
-        self.popen.kill()
-        self.popen.communicate()
+    def do(self, *what: object) -> object:
+        return json.loads(self.ask(json.dumps(what)))
 
 
 @pytest.fixture
@@ -158,7 +140,7 @@ def test_how_it_flushes(pool: CXLPool) -> None:
 
 
 def test_who_is_there(pool: CXLPool, other: Other) -> None:
-    other.ask("publish", "b")
+    other.do("publish", "b")
     mine, theirs, nobody, _ = pool.admin.hosts()
     assert (mine.state, mine.is_self, mine.epoch) == ("live", True, 1)
     assert (theirs.state, theirs.is_self) == ("live", False)
@@ -200,7 +182,7 @@ def test_one_host_has_no_others(make_pool: object) -> None:
 
 def test_fenced_while_it_was_stopped(pool: CXLPool, other: Other) -> None:
     """Its pages stay its own, what it published stays readable, and it comes back by itself."""
-    other.ask("publish", "b")
+    other.do("publish", "b")
     stop(other.popen)
     pool.admin.fence(1)
     assert state(pool, 1).state == "fenced"
@@ -210,15 +192,15 @@ def test_fenced_while_it_was_stopped(pool: CXLPool, other: Other) -> None:
         pool.pages.alloc(1)
     pool.pages.free(taken)
     other.popen.send_signal(signal.SIGCONT)
-    assert other.ask("publish", "c") == "published"
+    assert other.do("publish", "c") == "published"
     assert right(pool, "c") == 32
-    assert other.ask("match", "b") == 32
+    assert other.do("match", "b") == 32
     back = state(pool, 1)
     assert (back.state, back.epoch) == ("live", 2)
 
 
 def test_off_and_its_pages_taken(path: str, pool: CXLPool, other: Other) -> None:
-    other.ask("publish", "b")
+    other.do("publish", "b")
     other.kill()
     pool.admin.fence(1, confirmed_off=True)
     assert (state(pool, 1).state, right(pool, "b")) == ("off", 32)
@@ -229,8 +211,8 @@ def test_off_and_its_pages_taken(path: str, pool: CXLPool, other: Other) -> None
     assert pool.stats()["pages_elsewhere"] == 0
     again = Other(path, 1)
     try:
-        assert again.ask("match", "b") == 32
-        assert again.ask("publish", "c") == "published"  # it asks us for an extent
+        assert again.do("match", "b") == 32
+        assert again.do("publish", "c") == "published"  # it asks us for an extent
         assert state(pool, 1).epoch == 2
         assert right(pool, "c") == 32
     finally:
@@ -239,19 +221,19 @@ def test_off_and_its_pages_taken(path: str, pool: CXLPool, other: Other) -> None
 
 def test_declared_off_while_it_ran(pool: CXLPool, other: Other) -> None:
     """An operator's mistake: it must stop, and say why."""
-    other.ask("publish", "b")
+    other.do("publish", "b")
     stop(other.popen)
     pool.admin.fence(1, confirmed_off=True)
     other.popen.send_signal(signal.SIGCONT)
-    answer = other.ask("stats")
+    answer = other.do("stats")
     while "FencedError" not in str(answer):  # until its keeper has seen it
-        answer = other.ask("stats")
+        answer = other.do("stats")
     assert "declared off while it ran" in str(answer)
     assert right(pool, "b") == 32
 
 
 def test_commands(path: str, pool: CXLPool, other: Other) -> None:
-    other.ask("publish", "b")
+    other.do("publish", "b")
     other.kill()
     run = CliRunner().invoke
     shown = run(app, ["pool", "hosts", path, "--host", "0", "--json"])
@@ -321,7 +303,7 @@ def test_a_published_page_with_changed_bytes_is_forgotten(pool: CXLPool) -> None
 
 
 def test_a_host_whose_name_is_damaged(path: str, pool: CXLPool, other: Other) -> None:
-    other.ask("publish", "b")
+    other.do("publish", "b")
     other.kill()
     geometry = geometry_of(pool)
     name = geometry["hosts_offset"] + geometry["host_block_bytes"]
@@ -335,8 +317,8 @@ def test_a_host_whose_name_is_damaged(path: str, pool: CXLPool, other: Other) ->
     pool.admin.fence(1, confirmed_off=True)
     assert state(pool, 1).state == "off"
     again = Other(path, 1)
-    assert again.ask("match", "b") == 32
-    assert again.ask("publish", "c") == "published"
+    assert again.do("match", "b") == 32
+    assert again.do("publish", "c") == "published"
     again.kill()
     assert right(pool, "c") == 32
 

@@ -10,8 +10,6 @@ import os
 import re
 import signal
 import struct
-import subprocess
-import sys
 import time
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -32,6 +30,7 @@ from tests.support.stopping import stop
 
 from ..conftest import audit
 from ..support.pool_worker import is_alive, token_numbers, verify
+from ..support.processes import Child, python
 from ..support.states import host_states
 from .test_hosts import (
     HOSTS,
@@ -49,7 +48,7 @@ from .test_hosts import (
     write_soon,
 )
 from .test_hosts import hosts as hosts
-from .test_processes import DIE_WITH_THE_LOCK, MUTEX_OFFSET, python
+from .test_processes import DIE_WITH_THE_LOCK, MUTEX_OFFSET
 
 SHORT_LEASE_S = 0.3
 NEVER_S = 3600.0  # a keeper that does not work while a test runs
@@ -70,30 +69,13 @@ for line in sys.stdin:
 """
 
 
-class Remote:
-    """A process on a host; do() evaluates there, and has `pool`."""
+class Remote(Child):
+    """A process on a host; ask() evaluates there, and has `pool`."""
 
     def __init__(self, stack: ExitStack, path: str, host: int, lease_s: float = SHORT_LEASE_S):
-        popen = subprocess.Popen(
-            [sys.executable, "-c", REMOTE, path, str(host), str(lease_s)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        self.popen = stack.enter_context(popen)
-        stack.callback(popen.kill)
-        assert self.read() == "open"
-
-    def read(self) -> str:
-        assert self.popen.stdout
-        return self.popen.stdout.readline().strip()
-
-    def do(self, expression: str) -> str:
-        assert self.popen.stdin
-        self.popen.stdin.write(expression + "\n")
-        self.popen.stdin.flush()
-        return self.read()
+        super().__init__("-c", REMOTE, path, host, lease_s)
+        stack.enter_context(self)
+        assert self.hear() == "open"
 
 
 def host_state(path: str, host: int) -> Path:
@@ -131,12 +113,11 @@ def test_a_machine_that_dies_and_comes_back(hosts: Hosts) -> None:
     """Others read what it published, nobody takes its extents, and it finds what it left."""
     other = hosts.open(1, SHORT_LEASE_S)
     died = Remote(hosts.stack, hosts.path, 0)
-    assert died.do("[publish(pool, seed) for seed in range(1, 9)]")
-    assert died.do("kept := write(pool, 50)")
+    assert died.ask("[publish(pool, seed) for seed in range(1, 9)]")
+    assert died.ask("kept := write(pool, 50)")
     with other.match_prefix(ids(1)) as hit:
         sequence = hit.sequence()
-        died.popen.kill()
-        died.popen.wait()
+        died.kill()
         host_state(hosts.path, 0).unlink()
         full = fill_up(other)
         audit(other)
@@ -164,10 +145,10 @@ def test_a_host_that_stops_for_longer_than_its_lease(hosts: Hosts) -> None:
     for seed in range(1, 11):
         publish(owner, seed)
     stopped = Remote(hosts.stack, hosts.path, 0)
-    assert stopped.do("publish(pool, 40), (own := write(pool, 50))")
-    assert stopped.do("hits := [pool.match_prefix(ids(seed)) for seed in range(1, 11)]")
-    assert stopped.do("held := [hit.sequence() for hit in hits]")
-    assert stopped.do("[verify(s, text(i)) for i, s in enumerate(held, 1)][9]") == "None"
+    assert stopped.ask("publish(pool, 40), (own := write(pool, 50))")
+    assert stopped.ask("hits := [pool.match_prefix(ids(seed)) for seed in range(1, 11)]")
+    assert stopped.ask("held := [hit.sequence() for hit in hits]")
+    assert stopped.ask("[verify(s, text(i)) for i, s in enumerate(held, 1)][9]") == "None"
     stop(stopped.popen)
     name = struct.unpack("<QI", poke(hosts.path, line_offset(owner, 0, NAME_LINE), b"", 12))
     ticket = struct.pack("<Q", name[1] << 40 | 1)  # of its epoch, the first in the queue
@@ -181,16 +162,16 @@ def test_a_host_that_stops_for_longer_than_its_lease(hosts: Hosts) -> None:
     assert owner.stats()["pages_withdrawn"] == 5 * 5, "its pins hold, fenced or not"
     full += fill_up(owner)
     stopped.popen.send_signal(signal.SIGCONT)
-    assert stopped.do("[verify(held[i], text(i + 1)) for i in range(10)][9]") == "None"
-    assert stopped.do("held[9].fork().truncate(2)") == "None"
-    assert stopped.do("verify(own, text(50))") == "None"
-    assert stopped.do("found(pool, 40)") == str(TOKENS)
-    assert stopped.do("found(pool, 3)") == str(TOKENS)
-    assert stopped.do("publish(pool, 41)") == "None"
+    assert stopped.ask("[verify(held[i], text(i + 1)) for i in range(10)][9]") == "None"
+    assert stopped.ask("held[9].fork().truncate(2)") == "None"
+    assert stopped.ask("verify(own, text(50))") == "None"
+    assert stopped.ask("found(pool, 40)") == str(TOKENS)
+    assert stopped.ask("found(pool, 3)") == str(TOKENS)
+    assert stopped.ask("publish(pool, 41)") == "None"
     assert found(owner, 40) == found(owner, 41) == TOKENS
-    assert stopped.do("audit(pool)") == "None"
-    assert stopped.do("[thing.release() for thing in held + hits][0]") == "None"
-    assert stopped.do("pool.stats()['pages_borrowed']") == "0"
+    assert stopped.ask("audit(pool)") == "None"
+    assert stopped.ask("[thing.release() for thing in held + hits][0]") == "None"
+    assert stopped.ask("pool.stats()['pages_borrowed']") == "0"
     until(lambda: owner.stats()["pages_withdrawn"] == 0, "and others have its pages")
     del full
     audit(owner)
@@ -208,14 +189,14 @@ def test_a_number_that_is_in_use_elsewhere(hosts: Hosts) -> None:
 
 def test_a_number_that_was_taken_while_its_host_stopped(hosts: Hosts) -> None:
     stopped = Remote(hosts.stack, hosts.path, 0)
-    assert stopped.do("publish(pool, 1)") == "None"
+    assert stopped.ask("publish(pool, 1)") == "None"
     stop(stopped.popen)
     host_state(hosts.path, 0).unlink()
     heir = hosts.open(0, SHORT_LEASE_S)
     assert found(heir, 1) == TOKENS
     stopped.popen.send_signal(signal.SIGCONT)
-    until(lambda: stopped.do("len(write(pool, 2))") == "HostError", "it notices")
-    assert stopped.do("pool.close()") == "None"
+    until(lambda: stopped.ask("len(write(pool, 2))") == "HostError", "it notices")
+    assert stopped.ask("pool.close()") == "None"
     publish(heir, 3)
     assert found(hosts.open(1), 3) == TOKENS
     audit(heir)
@@ -224,17 +205,17 @@ def test_a_number_that_was_taken_while_its_host_stopped(hosts: Hosts) -> None:
 def test_the_child_of_a_fork_keeps_its_host_alive(hosts: Hosts) -> None:
     other = hosts.open(1)
     parent = Remote(hosts.stack, hosts.path, 0)
-    assert parent.do("publish(pool, 1), (own := write(pool, 2))")
-    child = int(parent.do("os.fork() and os._exit(0) or os.getpid()"))
+    assert parent.ask("publish(pool, 1), (own := write(pool, 2))")
+    child = int(parent.ask("os.fork() and os._exit(0) or os.getpid()"))
     try:
         parent.popen.wait()
         at = line_offset(other, 0, BEAT_LINE)
         for _ in range(3):
             beats = poke(hosts.path, at, b"", 8)
             until(partial(differs, hosts.path, at, beats), "a keeper beats")
-        assert parent.do("verify(own, text(2))") == "None"
-        assert parent.do("audit(pool)") == "None"
-        assert parent.do("pool.stats()['processes']") == "1"
+        assert parent.ask("verify(own, text(2))") == "None"
+        assert parent.ask("audit(pool)") == "None"
+        assert parent.ask("pool.stats()['processes']") == "1"
         assert found(other, 1) == TOKENS
     finally:
         os.kill(child, signal.SIGKILL)
@@ -246,17 +227,15 @@ def test_a_process_that_becomes_another_program(hosts: Hosts) -> None:
     stays, owner = hosts.open(0, SHORT_LEASE_S), hosts.open(1)
     publish(owner, 1)
     leaves = Remote(hosts.stack, hosts.path, 0)
-    assert leaves.do("hit := pool.match_prefix(ids(1))")
-    assert leaves.do("own := write(pool, 2)")
-    assert leaves.popen.stdin
-    leaves.popen.stdin.write("os.execv('/bin/cat', ['cat'])\n")
-    leaves.popen.stdin.flush()
+    assert leaves.ask("hit := pool.match_prefix(ids(1))")
+    assert leaves.ask("own := write(pool, 2)")
+    leaves.tell("os.execv('/bin/cat', ['cat'])")
     name = Path(f"/proc/{leaves.popen.pid}/comm")
     until(lambda: name.read_text() == "cat\n", "it runs")
     publish(stays, 3)
     assert found(owner, 3) == TOKENS
-    assert leaves.do("hello") == "hello"
-    leaves.popen.stdin.close()
+    assert leaves.ask("hello") == "hello"
+    leaves.pipes[0].close()
     leaves.popen.wait()
     stats = stays.stats()
     assert stats["processes"] == 1
@@ -336,10 +315,9 @@ def test_a_dead_hosts_log_that_ends_in_damage(hosts: Hosts, sequence: int) -> No
     at each lookup; when it comes back it mends the line, and is heard again."""
     other = hosts.open(1, NEVER_S)
     died = Remote(hosts.stack, hosts.path, 0)
-    assert died.do("publish(pool, 1)")
+    assert died.ask("publish(pool, 1)")
     assert found(other, 1) == TOKENS
-    died.popen.kill()
-    died.popen.wait()
+    died.kill()
     poke(hosts.path, line_offset(other, 0, LOG_LINES + 6), struct.pack("<QQ", sequence, 2))
     for _ in range(20):
         assert found(other, 1) == TOKENS

@@ -8,7 +8,6 @@ sleeps: the test reads what they report.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from cxlkv.objects import ABSENT, Reserved
 from ..conftest import audit
 from ..support.lengths import nightly
 from ..support.object_worker import MOMENTS, NAMES, SIZE, named, verify
+from ..support.processes import Child
 
 WORKER = Path(__file__).parents[1] / "support/object_worker.py"
 
@@ -54,43 +54,15 @@ KINDS = {
 }
 
 
-class Process:
+class Process(Child):
     """One of object_worker.py's commands, and what it says."""
 
     def __init__(self, command: str, path: str, *numbers: int, host: int = 0) -> None:
-        self.popen = subprocess.Popen(
-            [sys.executable, str(WORKER), command, path, *map(str, numbers)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "CXLKV_HOST": str(host)},
-        )
-
-    def heard(self) -> Iterator[dict[str, object]]:
-        """Line by line, to its end."""
-        assert self.popen.stdout
-        yield from map(json.loads, self.popen.stdout)
-
-    def is_ready(self) -> None:
-        """Waits for its first word; that of one that failed says why."""
-        assert self.popen.stdout
-        if not self.popen.stdout.readline():
-            self.end()
+        super().__init__(WORKER, command, path, *numbers, CXLKV_HOST=str(host))
 
     def seen_so_far(self) -> dict[str, int]:
         self.popen.send_signal(signal.SIGUSR1)
-        assert self.popen.stdout
-        line = self.popen.stdout.readline()
-        if not line:
-            self.end()
-        said: dict[str, int] = json.loads(line)["seen"]
-        return said
-
-    def end(self, number: int | None = None, expected: int = 0) -> str:
-        if number is not None:
-            self.popen.send_signal(number)
-        said, text = self.popen.communicate()
-        assert self.popen.returncode == expected, text
+        said: dict[str, int] = json.loads(self.hear())["seen"]
         return said
 
 
@@ -99,8 +71,8 @@ def processes() -> Iterator[list[Process]]:
     started: list[Process] = []
     yield started
     for process in started:
-        process.popen.kill()
-        process.popen.communicate()
+        with process:
+            pass
 
 
 @pytest.fixture(params=KINDS)
@@ -208,10 +180,10 @@ def test_killed_at_random(
         ]
         processes += steady
         for process in steady:
-            process.is_ready()
+            process.hear()
         killer = Process("victims", path, seed + 1000, threads, kills, host=kind.victims)
         processes.append(killer)
-        killed = Counter(str(said["killed"]) for said in killer.heard())
+        killed = Counter(str(said["killed"]) for said in map(json.loads, killer.pipes[1]))
         killer.end()
         wanted = [what for what in EVENTS if (what, kind.hosts) != ("full", 2)]
         seen = Counter[str]()
@@ -250,7 +222,7 @@ def test_killed_within_a_put(path: str, kind: Kind, processes: list[Process], se
             number += 1
             process = Process("put_once", path, seed + number, kind.threads, count)
             processes.append(process)
-            process.is_ready()
+            process.hear()
             while not has_begun(watcher.stats()) and process.popen.poll() is None:
                 pass
             process.end(signal.SIGKILL, -signal.SIGKILL)

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -30,6 +30,7 @@ from cxlkv.errors import BusyError, ClosedError, StaleError
 from cxlkv.prefix import content_keys, prefix_keys
 
 from ..support.lengths import nightly
+from ..support.processes import Child, python
 from ..support.states import host_states
 
 WORKER = Path(__file__).parents[1] / "support/pool_worker.py"
@@ -211,14 +212,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def python(code: str, *arguments: str, expected: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == expected, done.stderr
-    return done.stdout
-
-
 def host_state(pool: CXLPool) -> Path:
     (found,) = host_states(pool.describe()["identity"])
     return found
@@ -297,18 +290,9 @@ def test_tails_pins_and_content_are_seen_by_other_processes(pool: CXLPool, pool_
     assert pool.publish(other, content_keys(ids[:4], 4, b"content"), 4, strict=False) == 1
     assert pool.admin.unpin(prefix_keys(ids, 4)[1:]) == 1
     assert pool.admin.pin(prefix_keys(ids, 4, tail=True)[2:]) == 1  # the one that nobody holds
-    with subprocess.Popen(
-        [sys.executable, "-c", IN_ANOTHER_PROCESS, pool_path],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin
-        assert process.stdout
-        adopted = pool.adopt(bytes.fromhex(process.stdout.readline()))
-        process.stdin.write("\n")
-        process.stdin.flush()
-        assert process.wait() == 0
+    with Child("-c", IN_ANOTHER_PROCESS, pool_path) as child:
+        adopted = pool.adopt(bytes.fromhex(child.hear()))
+        child.end()
     assert_holds(adopted, 3)
     assert pool.stats()["pages_pinned"] == 1
     pool.close()
@@ -465,23 +449,17 @@ with CXLPool.open(sys.argv[1]) as pool:
 
 def test_another_process_adopts_and_outlives_the_sender(pool: CXLPool) -> None:
     sequence = fill(pool, 21)
-    other = subprocess.Popen(
-        [sys.executable, "-c", ADOPT, str(pool.path), sequence.handle.hex()],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert other.stdout
-    tokens, k_sum, v_sum = other.stdout.readline().split()
-    assert int(tokens) == TOKENS
-    assert float(k_sum) == rows(22).sum(dtype=float)
-    assert float(v_sum) == rows(122).sum(dtype=float)
-    handle = sequence.handle
-    sequence.release()
-    again = pool.stats()["pages_held"]
-    assert again == TOKENS // LAYOUT.page_tokens, "the other still has the complete pages"
-    out, _ = other.communicate("go on\n")
-    assert float(out) == rows(22).sum(dtype=float)
+    with Child("-c", ADOPT, pool.path, sequence.handle.hex()) as other:
+        tokens, k_sum, v_sum = other.hear().split()
+        assert int(tokens) == TOKENS
+        assert float(k_sum) == rows(22).sum(dtype=float)
+        assert float(v_sum) == rows(122).sum(dtype=float)
+        handle = sequence.handle
+        sequence.release()
+        again = pool.stats()["pages_held"]
+        assert again == TOKENS // LAYOUT.page_tokens, "the other still has the complete pages"
+        assert float(other.ask("go on")) == rows(22).sum(dtype=float)
+        other.end()
     assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
     with pytest.raises(StaleError, match="was freed"):
         pool.adopt(handle)
@@ -522,11 +500,7 @@ def test_open_and_close_never_meet_a_busy_pool(pool_path: str) -> None:
         "import sys\nfrom cxlkv import CXLPool\n"
         "for _ in range(300):\n    CXLPool.open(sys.argv[1], threads=1).close()\n"
     )
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code, pool_path], stderr=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    for process in processes:
-        _, text = process.communicate()
-        assert process.returncode == 0, text
+    with ExitStack() as stack:
+        for child in [stack.enter_context(Child("-c", code, pool_path)) for _ in range(3)]:
+            child.end()
     assert_settled(pool_path)

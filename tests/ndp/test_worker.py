@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +32,7 @@ from cxlkv.sequence import Sequence
 from tests.support.stopping import stop
 
 from ..support.lengths import nightly
+from ..support.processes import Child
 from ..support.states import host_states
 
 HEADS, DIM, PAGE = 2, 16, 4
@@ -49,7 +48,7 @@ with CXLPool.open(sys.argv[1], threads=1) as pool:
 """
 
 
-class WorkerProcess:
+class WorkerProcess(Child):
     """A worker of its own for one test."""
 
     def __init__(
@@ -59,24 +58,13 @@ class WorkerProcess:
         request_bytes: int = 1 << 20,
         response_bytes: int = 1 << 20,
     ):
-        numbers = [str(number) for number in (slots, request_bytes, response_bytes)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(path), *numbers], stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        self.first_line = self.process.stdout.readline()
+        super().__init__("-c", SERVE, path, slots, request_bytes, response_bytes)
+        self.first_line = self.hear()
         assert "serves up to" in self.first_line, self.first_line
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=WATCHDOG_S)
 
     def stop(self) -> str:
         """Ends it by SIGTERM; returns what it said."""
-        self.process.terminate()
-        said, _ = self.process.communicate(timeout=WATCHDOG_S)
-        assert self.process.returncode == 0
-        return said
+        return self.end(signal.SIGTERM)
 
 
 @pytest.fixture
@@ -92,17 +80,16 @@ class MakeWorker(Protocol):
 
 @pytest.fixture
 def make_worker(path: Path) -> Iterator[MakeWorker]:
-    made: list[WorkerProcess] = []
+    with contextlib.ExitStack() as stack:
 
-    def make(
-        *, slots: int = 4, request_bytes: int = 1 << 20, response_bytes: int = 1 << 20
-    ) -> WorkerProcess:
-        made.append(WorkerProcess(path, slots, request_bytes, response_bytes))
-        return made[-1]
+        def make(
+            *, slots: int = 4, request_bytes: int = 1 << 20, response_bytes: int = 1 << 20
+        ) -> WorkerProcess:
+            worker = WorkerProcess(path, slots, request_bytes, response_bytes)
+            stack.enter_context(worker)
+            return worker
 
-    yield make
-    for worker in made:
-        worker.kill()
+        yield make
 
 
 def make_pool(
@@ -503,7 +490,7 @@ def test_who_has_no_worker_selects_alone_and_finds_one_that_comes(
                 return pool.worker.selects > before
 
             wait_until(comes)
-            assert pool.worker.pid == worker.process.pid
+            assert pool.worker.pid == worker.pid
             worker.kill()
             twins.append([1, 2])
             twins.select([1, 1], Budget(pages=3))
@@ -519,7 +506,7 @@ def test_a_worker_that_ends_takes_its_file_along(
         pool.use_worker("only", deadline_s=WATCHDOG_S)
         twins.append([30])
         twins.select([1], Budget(pages=3))
-        with pytest.raises(BusyError, match=f"has a worker already: process {worker.process.pid}"):
+        with pytest.raises(BusyError, match=f"has a worker already: process {worker.pid}"):
             serve(pool._handle, print)
         said = worker.stop()
         assert "1 of 4 slots taken" in said
@@ -546,7 +533,7 @@ def test_a_stopped_worker_costs_one_deadline(
         twins.append([30])
         twins.select([1], Budget(pages=3))
         pool.use_worker("only", deadline_s=0.05)
-        stop(worker.process)
+        stop(worker.popen)
         began = time.monotonic()
         with pytest.raises(WorkerError, match="lives and did not answer in time"):
             twins.select([1], Budget(pages=3))
@@ -557,7 +544,7 @@ def test_a_stopped_worker_costs_one_deadline(
         assert pool.worker.attends_here == 1
         twins.select([1], Budget(pages=3))
         assert time.monotonic() - began < WATCHDOG_S
-        worker.process.send_signal(signal.SIGCONT)
+        worker.popen.send_signal(signal.SIGCONT)
         pool.use_worker("only", deadline_s=WATCHDOG_S)
         twins.select([1], Budget(pages=3))
 
@@ -579,7 +566,7 @@ def test_a_worker_that_is_killed_in_an_attend_costs_no_answer(
 
         for budget in (None, Budget(pages=3)):
             sent = requests()
-            stop(worker.process)
+            stop(worker.popen)
             attending = threading.Thread(target=twins.attend, args=([1, 2], 1, budget))
             attending.start()
             while requests() == sent:
@@ -616,16 +603,11 @@ def test_a_killed_client_leaves_neither_pages_nor_its_slot(
     with make_pool(path) as pool:
         make_worker(slots=1)
         for _ in range(3):
-            client = subprocess.Popen(
-                [sys.executable, "-c", CLIENT, str(path)], stdout=subprocess.PIPE, text=True
-            )
-            assert client.stdout is not None
-            assert client.stdout.readline() == "selected\n"
-            with pytest.raises(WorkerError, match="all 1 slots of the worker"):
-                pool.use_worker("only")
-            assert pool.stats()["pages_held"] == 100
-            client.kill()
-            client.communicate(timeout=WATCHDOG_S)
+            with Child("-c", CLIENT, path) as client:
+                assert client.hear() == "selected"
+                with pytest.raises(WorkerError, match="all 1 slots of the worker"):
+                    pool.use_worker("only")
+                assert pool.stats()["pages_held"] == 100
             wait_until(lambda: pool.stats()["pages_held"] == 0)
 
 
@@ -663,7 +645,7 @@ def test_answers_are_right_while_workers_are_killed(
                 twins.select([1, 1, 1], Budget(pages=6))
                 twins.attend([1, 1, 1])
             left = int(rng.integers(1, 30))
-            killer = threading.Timer(float(rng.random()) * 0.01, worker.process.kill)
+            killer = threading.Timer(float(rng.random()) * 0.01, worker.popen.kill)
             killer.start()
             while pool.worker.connected or left > 0:
                 left -= 1
@@ -757,21 +739,15 @@ def test_errors_of_a_select_are_its_own(
 
 def test_the_command_serves_until_it_is_told_to_end(path: Path, rng: np.random.Generator) -> None:
     with make_pool(path) as pool, Twins(path, pool, rng, 1) as twins:
-        command = [sys.executable, "-m", "cxlkv.ops.cli", "ndp-worker", "--pool", str(path)]
-        worker = subprocess.Popen(
-            [*command, "--threads", "1", "--slots", "2"], stdout=subprocess.PIPE, text=True
-        )
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == f"worker {worker.pid}: serves up to 2 processes\n"
+        command = ["-m", "cxlkv.ops.cli", "ndp-worker", "--pool", path, "--threads", 1]
+        worker = Child(*command, "--slots", 2)
+        assert worker.hear() == f"worker {worker.pid}: serves up to 2 processes"
         pool.use_worker("only", deadline_s=WATCHDOG_S)
         twins.append([30])
         twins.select([1], Budget(pages=3))
         with CXLPool.open(path, worker=True) as other:
             assert other.worker.connected
-        worker.send_signal(signal.SIGINT)
-        said, _ = worker.communicate(timeout=WATCHDOG_S)
-        assert worker.returncode == 0
-        assert said.endswith("of them refused: ends\n")
+        assert worker.end(signal.SIGINT).endswith("of them refused: ends\n")
 
 
 def test_the_cpus_near_a_node() -> None:

@@ -6,8 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +20,8 @@ from cxlkv.ops.metrics import PoolCollector, StatsCollector, registry
 from cxlkv.stats import COUNTERS
 from cxlkv.tiers import Tiers
 
+from ..support.processes import Child
+
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 WAIT_S = 60
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -30,6 +30,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 WORKER = """
 import sys, numpy as np
 from cxlkv import Budget, CXLPool
+
 pool = CXLPool.open(sys.argv[1], threads=1)
 pool.admin.audit = 1
 seq = pool.sequence()
@@ -72,23 +73,12 @@ def of(samples: Samples, name: str, pool: str, **labels: str) -> float:
 @contextlib.contextmanager
 def exporter(*pools: str) -> Iterator[str]:
     """The real command on a free port; yields its URL, and ends it as an operator would."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cxlkv.ops.cli", "metrics", "--port", "0", *pools],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout
-        line = process.stdout.readline()
-        found = re.fullmatch(r"serving (http://127\.0\.0\.1:\d+/metrics)\n", line)
-        assert found, line + process.communicate()[1]
+    with Child("-m", "cxlkv.ops.cli", "metrics", "--port", "0", *pools) as child:
+        line = child.hear()
+        found = re.fullmatch(r"serving (http://127\.0\.0\.1:\d+/metrics)", line)
+        assert found, line
         yield found[1]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(WAIT_S) == 0
-    finally:
-        process.kill()
-        process.communicate()
+        child.end(signal.SIGTERM)
 
 
 def scrape(url: str) -> Samples:
@@ -98,20 +88,10 @@ def scrape(url: str) -> Samples:
 
 
 @contextlib.contextmanager
-def worker(path: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", WORKER, path],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout
-        assert process.stdout.readline() == "ready\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+def worker(path: str) -> Iterator[Child]:
+    with Child("-c", WORKER, path) as child:
+        assert child.hear() == "ready"
+        yield child
 
 
 def use(pool: CXLPool) -> None:

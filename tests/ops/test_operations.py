@@ -32,6 +32,7 @@ from cxlkv.ops.top import COLUMNS, Processes
 from cxlkv.stats import Overview, find, look
 from tests.support.stopping import stop
 
+from ..support.processes import Child
 from ..support.states import host_states
 
 LAYOUT = KVLayout(
@@ -80,20 +81,10 @@ def path(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def worker(path: str, tokens: int) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", WORKER, path, str(tokens)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout
-        assert process.stdout.readline() == "ready\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+def worker(path: str, tokens: int) -> Iterator[Child]:
+    with Child("-c", WORKER, path, tokens) as child:
+        assert child.hear() == "ready"
+        yield child
 
 
 def command(*arguments: str) -> str:
@@ -363,7 +354,6 @@ def test_gc_removes_the_host_state_of_a_pool_that_is_gone(path: str) -> None:
         assert find_garbage([state]) == []
         Path(f"{path}.elsewhere").rename(path)
         process.kill()
-        process.wait()
         assert find_garbage([state]) == []  # its next user takes it over
     with open(path, "r+b") as file:
         file.write(b"CXLKVPOL\x01\0\0\0????")  # a damaged pool is removed without its state
@@ -436,8 +426,6 @@ def test_files_of_another_user_are_left_alone(folder: Path, path: str) -> None:
 
 def test_top_once_shows_pools_and_who_does_what(folder: Path, path: str) -> None:
     with make(path), worker(path, 12) as one, worker(path, 8):
-        assert one.stdin
-        assert one.stdout
         text = command("pool", "top", "--once", "--interval-s", "0.05", str(folder))
     assert f"{path}  live" in text
     assert "test/model" in text

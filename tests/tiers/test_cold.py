@@ -43,6 +43,7 @@ from cxlkv.tiers.cold_file import BLOCK_BYTES, SLOT_HEADER_BYTES, Bytes, RecordS
 from cxlkv.tiers.cold_store import ColdStore
 
 from ..support.lengths import nightly
+from ..support.processes import Child
 from ..test_records import grown, names_of_keys, read_all
 
 SHAPE = RecordShape(1000, 7, "a layout")
@@ -519,15 +520,11 @@ with ColdTier(sys.argv[1], shape=RecordShape(1000, 7), capacity=int(sys.argv[2])
 
 
 def test_a_second_process_is_told_who_has_the_file(path: Path) -> None:
-    command = [sys.executable, "-c", HOLDER, str(path), str(capacity(8))]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "open\n"
+    with Child("-c", HOLDER, path, capacity(8)) as holder:
+        assert holder.hear() == "open"
         with pytest.raises(BusyError, match=f"in use by process {holder.pid}"):
             opened(path)
-        holder.communicate("\n", timeout=60)
+        holder.end()
     opened(path).close()
 
 

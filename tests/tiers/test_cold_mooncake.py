@@ -35,6 +35,7 @@ from cxlkv.tiers.cold_file import BLOCK_BYTES, RecordShape
 from cxlkv.tiers.cold_mooncake import MooncakeTier
 from cxlkv.tiers.cold_store import ColdStore
 
+from ..support.processes import Child
 from ..test_records import grown, names_of_keys, read_all
 from .test_cold import SHAPE, SLOT, load, names, records
 
@@ -72,19 +73,10 @@ def master() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 
 
 @contextmanager
-def lender(where: str) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", LENDER, where],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert "lends" in process.stdout.readline()
-            yield process
-        finally:
-            process.kill()
+def lender(where: str) -> Iterator[Child]:
+    with Child("-c", LENDER, where) as child:
+        assert "lends" in child.hear()
+        yield child
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +265,6 @@ def test_a_machine_that_dies_is_told_in_time(mooncake: None) -> None:
             assert tier.store(names(1, 2), records(1, 2)).all()
             assert load(tier, 1, 2) == [True, True]
             process.kill()
-            process.wait()
             began = time.monotonic()
             assert load(tier, 1, 2) == [False, False]
             assert time.monotonic() - began < LIMIT_S

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +24,7 @@ from cxlkv.tiers.cold import ColdTier
 
 from ..conftest import MakePool, audit
 from ..support.forking import in_child
+from ..support.processes import Child
 
 PAGE = 4
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=PAGE, dtype="float32")
@@ -512,7 +511,6 @@ def test_a_child_is_told_that_tiers_are_its_parents(pool: CXLPool, tmp_path: Pat
 DIE_WHILE_MOVING = """
 import signal
 import sys
-sys.path.insert(0, sys.argv[4])
 from tests.tiers.test_tiers import publish, text, found
 from cxlkv import CXLPool
 from cxlkv.tiers import Tiers
@@ -534,17 +532,10 @@ def test_killed_in_the_middle_of_moves_nothing_published_is_lost(
     CXLPool.create(path, layout=LAYOUT, capacity="2350KiB", threads=1).close()
     last = 0
     for kill in range(10):
-        arguments = [path, str(cold), str(last + 1), str(Path(__file__).parents[2])]
-        child = subprocess.Popen(
-            [sys.executable, "-c", DIE_WHILE_MOVING, *arguments],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert child.stdout
-        for _ in range(7 + kill):
-            last = int(child.stdout.readline())
-        child.send_signal(signal.SIGKILL)
-        rest = child.communicate()[0].split()
+        with Child("-c", DIE_WHILE_MOVING, path, cold, last + 1) as child:
+            for _ in range(7 + kill):
+                last = int(child.hear())
+            rest = child.end(signal.SIGKILL, -signal.SIGKILL).split()
         last = int(rest[-1]) if rest else last
         with CXLPool.open(path, threads=1) as pool:
             with Tiers(pool, cold=cold, cold_capacity="4MiB", policy="lru") as tiers:

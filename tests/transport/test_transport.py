@@ -45,11 +45,12 @@ from cxlkv.transport.far import Pieces
 from cxlkv.transport.server import STRANGERS_MAX
 from cxlkv.transport.verbs import Far, VerbsLink
 from cxlkv.transport.wire import Deadline, Wire, parse_address
-from tests.support.stopping import stop
 
 from ..conftest import audit
 from ..support.damaging import damage_piece
 from ..support.forking import in_child, living_child
+from ..support.processes import Child
+from ..support.stopping import stop
 from ..test_records import LAYOUTS, PAGE, grown, seen
 
 SECRET = b"a secret of the tests"
@@ -1043,28 +1044,18 @@ def test_a_pull_that_waited_in_vain_does_not_wait_again(deadline_s: float, attem
     assert len(began) == attempts
 
 
-class ServerProcess:
+class ServerProcess(Child):
     """`cxlkv serve` of a pool in a file."""
 
     def __init__(self, folder: Path, link: str, port: int = 0, name: str = "pool"):
         listen, secret = f"{HOST}:{port}", str(folder / "secret")
         device = ["--device", RDMA] if link == "verbs" else []
-        command = ["serve", str(folder / name), "--listen", listen, "--secret", secret, *device]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "cxlkv.ops.cli", *command], stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        said = self.process.stdout.readline()
-        found = re.search(r" on (\S+):(\d+)$", said.strip())
+        command = ["serve", folder / name, "--listen", listen, "--secret", secret, *device]
+        super().__init__("-m", "cxlkv.ops.cli", *command)
+        said = self.hear()
+        found = re.search(r" on (\S+):(\d+)$", said)
         assert found, said
         self.address = (found[1], int(found[2]))
-
-    def kill(self, number: int = signal.SIGKILL) -> int:
-        self.process.send_signal(number)
-        self.process.wait(WAIT_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return self.process.returncode
 
 
 @pytest.fixture
@@ -1076,10 +1067,8 @@ def served(
         monkeypatch.setattr("cxlkv.transport.loopback._boot", lambda: "")
     with made(folder, "file", LAYOUTS["float32"]) as pool:
         keys = publish(pool, rng)
-        server = ServerProcess(folder, link)
-        yield pool, keys, server
-        if server.process.poll() is None:
-            server.kill()
+        with ServerProcess(folder, link) as server:
+            yield pool, keys, server
         wait_until(lambda: pool.stats()["pages_held"] == 0)
         audit(pool)
 
@@ -1092,7 +1081,7 @@ def test_the_command_serves_and_ends(
         assert pull(remote, here, keys).tokens == TOKENS
         assert remote.link == link
         assert what(here, keys) == what(pool, keys)
-        assert server.kill(signal.SIGTERM) == 0
+        server.end(signal.SIGTERM)
 
 
 def test_a_killed_server_is_an_error_in_time(
@@ -1121,7 +1110,7 @@ def test_a_stopped_server_is_an_error_in_time(
     _, keys, server = served
     with remote_of(server.address, link, 1.0) as remote:
         remote.match(keys)
-        stop(server.process)
+        stop(server.popen)
         with pytest.raises(PeerError):
             remote.match(keys)
 
@@ -1133,10 +1122,10 @@ def test_a_server_that_comes_back_is_found_again(
     with remote_of(server.address, link) as remote, local(pool.layout) as here:
         assert remote.match(keys).tokens == TOKENS
         server.kill()
-        again = ServerProcess(folder, link, server.address[1])
-        assert pull(remote, here, keys).tokens == TOKENS
-        assert what(here, keys) == what(pool, keys)
-        assert again.kill(signal.SIGTERM) == 0
+        with ServerProcess(folder, link, server.address[1]) as again:
+            assert pull(remote, here, keys).tokens == TOKENS
+            assert what(here, keys) == what(pool, keys)
+            again.end(signal.SIGTERM)
 
 
 CLIENT = """
@@ -1182,22 +1171,17 @@ def test_killed_clients_leave_nothing(
         keys = publish(pool, rng)
         with serving(pool, link) as server, remote_of(server.address, link) as remote:
             address = f"{server.address[0]}:{server.address[1]}"
-            arguments = [address, str(folder / "secret"), device_of(link) or "", link]
-            clients = [
-                subprocess.Popen(
-                    [sys.executable, "-c", CLIENT, *arguments], stdout=subprocess.PIPE, text=True
-                )
-                for _ in range(2)
-            ]
-            for client in clients:
-                assert client.stdout is not None
-                assert client.stdout.readline() == "begins\n"
-            with local(pool.layout) as here:
+            arguments = [address, folder / "secret", device_of(link) or "", link]
+            with (
+                Child("-c", CLIENT, *arguments) as one,
+                Child("-c", CLIENT, *arguments) as two,
+                local(pool.layout) as here,
+            ):
+                assert one.hear() == two.hear() == "begins"
                 assert pull(remote, here, keys).tokens == TOKENS
                 threading.Event().wait(after_s)
-                for client in clients:
-                    client.kill()
-                    client.communicate()
+                one.kill()
+                two.kill()
                 assert pull(remote, here, keys).tokens == TOKENS
             remote.close()
             wait_until(lambda: server.connections() == 0)

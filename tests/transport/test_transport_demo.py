@@ -6,9 +6,6 @@ prompts is dead when the other one goes on.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +21,7 @@ from ..adapters.test_transformers_requests import PAGE, generate, stock
 from ..conftest import audit
 from ..support import states
 from ..support.far_prefill import MODELS
+from ..support.processes import Child
 from ..support.small_models import prompts
 from .test_transport import HOST, LINKS, device_of, folder, remote_of
 
@@ -31,30 +29,16 @@ __all__ = ["folder"]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @contextmanager
 def prefilled(folder: Path, link: str, name: str, lengths: tuple[int, ...]) -> Iterator[str]:
     """The address of a process that has read the prompts; it is killed in the end."""
     where = "anonymous:" if link == "socket" else str(folder / "pool")
     words = [name, ",".join(map(str, lengths)), where, str(folder / "secret"), HOST]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.far_prefill", *words, device_of(link) or ""],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
     try:
-        assert process.stdout
-        address = process.stdout.readline().strip()
-        assert address, f"the other process ended: {process.wait()}"
-        yield address
+        with Child("-m", "tests.support.far_prefill", *words, device_of(link) or "") as child:
+            yield child.hear()
     finally:
-        process.kill()
-        process.communicate()
         states.remove(folder / "pool")
 
 

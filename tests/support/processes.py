@@ -1,0 +1,84 @@
+"""Other processes of a test: Python programs that it talks to by lines, and that end with it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from typing_extensions import Self
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Child:
+    """This Python with `words` behind it, in the checkout; killed when its block ends.
+
+    before: words in front, such as unshare's. environment: variables that are set beside ours.
+    """
+
+    def __init__(self, *words: object, before: Sequence[str] = (), **environment: str):
+        self.popen = subprocess.Popen(
+            [*before, sys.executable, *map(str, words)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+        )
+        assert self.popen.stdin
+        assert self.popen.stdout
+        assert self.popen.stderr
+        self.pipes = self.popen.stdin, self.popen.stdout, self.popen.stderr
+        self.pid = self.popen.pid
+
+    def hear(self) -> str:
+        """The next line that it prints; one that has ended instead says what went wrong."""
+        line = self.pipes[1].readline()
+        assert line, self.pipes[2].read()
+        return line.rstrip("\n")
+
+    def tell(self, line: str) -> None:
+        self.pipes[0].write(f"{line}\n")
+        self.pipes[0].flush()
+
+    def ask(self, line: str) -> str:
+        self.tell(line)
+        return self.hear()
+
+    def end(self, number: int | None = None, expected: int = 0) -> str:
+        """Waits for its end, after a signal if one is given; returns what it has still printed."""
+        if number is not None:
+            self.popen.send_signal(number)
+        said, why = self.popen.communicate(timeout=120)
+        assert self.popen.returncode == expected, said + why
+        return said
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+        for pipe in self.pipes:
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+
+def python(code: str, *arguments: object, expected: int = 0, before: Sequence[str] = ()) -> str:
+    """What the program prints to its end."""
+    with Child("-c", code, *arguments, before=before) as child:
+        return child.end(expected=expected)
