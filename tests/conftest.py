@@ -89,6 +89,12 @@ def shm_path() -> Iterator[Path]:
 
 
 @pytest.fixture
+def path(shm_path: Path) -> Path:
+    """Where most suites have their pool."""
+    return shm_path
+
+
+@pytest.fixture
 def seed() -> int:
     """CXLKV_TEST_SEED or a fresh number; stands in the captured output of a test that fails."""
     given = os.environ.get("CXLKV_TEST_SEED")

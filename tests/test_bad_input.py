@@ -54,11 +54,6 @@ def assert_holds(sequence: Sequence, tokens: int = 10, seed: int = 0) -> None:
 
 
 @pytest.fixture
-def path(shm_path: Path) -> Path:
-    return shm_path
-
-
-@pytest.fixture
 def on_file(path: Path) -> Iterator[CXLPool]:
     with CXLPool.create(path, layout=LAYOUT, capacity=CAPACITY, threads=1) as made:
         yield made

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +18,7 @@ from cxlkv import KVLayout, ObjectPool
 from cxlkv.stats import look
 
 from .support.processes import Child, python
-
-BOUND_S = 120
+from .support.waiting import until
 
 
 @functools.cache
@@ -32,11 +30,6 @@ def may_unshare(*flags: str) -> bool:
 def needs(*flags: str) -> pytest.MarkDecorator:
     why = f"unshare {' '.join(flags)} is not allowed here"
     return pytest.mark.skipif(not may_unshare(*flags), reason=why)
-
-
-@pytest.fixture
-def place(shm_path: Path) -> Path:
-    return shm_path
 
 
 # ---- mounts ----
@@ -146,8 +139,8 @@ assert {os.waitpid(each, 0)[1] for each in outer} == {0}
 
 
 @pytest.fixture
-def pool(place: Path) -> Iterator[ObjectPool]:
-    with ObjectPool.create(place, layout=LAYOUT, capacity="8MiB", threads=1) as made:
+def pool(path: Path) -> Iterator[ObjectPool]:
+    with ObjectPool.create(path, layout=LAYOUT, capacity="8MiB", threads=1) as made:
         yield made
 
 
@@ -177,9 +170,7 @@ def test_who_lives_in_a_container_keeps_what_it_has(pool: ObjectPool) -> None:
         assert (stats["pages_free"], stats["processes"]) == (free - PAGES, 2)
         assert [each.alive for each in look(str(pool.path)).processes] == [True, True]
         child.kill()  # and the kernel with it who is within
-    deadline = time.monotonic() + BOUND_S
-    while pool.stats()["processes"] == 2:
-        assert time.monotonic() < deadline
+    until(lambda: pool.stats()["processes"] == 1)
     assert pool.stats()["pages_free"] == free
 
 
@@ -208,7 +199,5 @@ if child == 0:
         # What the child inherited is its own, until it ends.
         expected = (free - PAGES, 2) if when == "before" else (free, 1)
         assert (stats["pages_free"], stats["processes"]) == expected
-    deadline = time.monotonic() + BOUND_S
-    while pool.stats()["processes"] != 1:
-        assert time.monotonic() < deadline
+    until(lambda: pool.stats()["processes"] == 1)
     assert pool.stats()["pages_free"] == free

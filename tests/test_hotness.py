@@ -633,11 +633,6 @@ def test_rows_say_who_is_held_and_name_generations(pool: CXLPool) -> None:
 # ---- several processes, hosts, and a worker ----
 
 
-@pytest.fixture
-def path(shm_path: Path) -> Path:
-    return shm_path
-
-
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=PAGE, dtype="float32")
 ATTEND = """
 import sys

@@ -291,6 +291,14 @@ def test_the_architecture_names_files_that_exist() -> None:
     assert sorted(name for name in named if not (ROOT / name).is_file()) == []
 
 
+def test_the_table_of_promises_names_tests_that_exist() -> None:
+    named = set(re.findall(r"`([\w/]+\.(?:py|c))`", (ROOT / "docs/testing.md").read_text()))
+    there = [name_of(path) for path in files(".py", ".c")]
+    assert [
+        name for name in named if not any(f"/{one}".endswith(f"/{name}") for one in there)
+    ] == []
+
+
 def test_the_links_lead_to_the_shipped_folders() -> None:
     for name in SHIPPED:
         assert (ROOT / "cxlkv" / name).resolve() == ROOT.resolve() / name

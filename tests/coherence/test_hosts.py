@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,9 @@ from cxlkv.layout import LayerGroup
 from cxlkv.prefix import content_keys, prefix_keys
 
 from ..conftest import audit
+from ..support.forking import in_child
 from ..support.pool_worker import LAYERS, PAGE_TOKENS, Segments, token_numbers, verify
+from ..support.waiting import until
 
 LAYOUT = KVLayout(layers=LAYERS, kv_heads=2, head_dim=8, page_tokens=PAGE_TOKENS, dtype="float32")
 CAPACITY_BYTES = (2 << 20) + (500 << 10)  # 272 pages in 17 extents
@@ -131,26 +133,6 @@ def found(pool: CXLPool, seed: int) -> int:
     with pool.match_prefix(ids(seed)) as hit:
         verify(hit.sequence(), text(seed, hit.tokens) if hit.tokens else [])
         return hit.tokens
-
-
-def until(holds: Callable[[], bool], what: str, within_s: float = 10) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline, what
-        os.sched_yield()
-
-
-def in_child(work: Callable[[], None]) -> None:
-    """Runs it in a fork, which must not raise."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
 
 
 # ---- finding, forgetting ----

@@ -29,9 +29,11 @@ from cxlkv.errors import (
 from tests.support.stopping import stop
 
 from ..conftest import audit
+from ..support.forking import in_child
 from ..support.pool_worker import is_alive, token_numbers, verify
 from ..support.processes import Child, python
 from ..support.states import host_states
+from ..support.waiting import until
 from .test_hosts import (
     HOSTS,
     TOKENS,
@@ -43,7 +45,6 @@ from .test_hosts import (
     make,
     publish,
     text,
-    until,
     write,
     write_soon,
 )
@@ -528,15 +529,7 @@ def test_durable_where_one_host_uses_it(tmp_path: Path) -> None:
 def test_anonymous_memory_for_one_host_and_its_forks() -> None:
     with make("anonymous:") as pool:
         sequence = write(pool, 1)
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                verify(sequence, text(1))
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
+        in_child(partial(verify, sequence, text(1)))
         publish(pool, 2)
         assert found(pool, 2) == TOKENS
         audit(pool)

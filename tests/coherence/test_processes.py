@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import selectors
 import signal
 import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -29,6 +27,7 @@ from cxlkv import CXLPool, KVLayout, Sequence
 from cxlkv.errors import BusyError, ClosedError, StaleError
 from cxlkv.prefix import content_keys, prefix_keys
 
+from ..support.forking import child_beside, in_child
 from ..support.lengths import nightly
 from ..support.processes import Child, python
 from ..support.states import host_states
@@ -347,20 +346,15 @@ def test_fork_with_live_sequences(pool: CXLPool) -> None:
     """Parent and child go on with what both have; the child's end gives back only its own."""
     sequence = fill(pool, 11)
     held = pool.stats()["pages_held"]
-    child = os.fork()
-    if child == 0:
-        try:
-            assert pool.stats()["processes"] == 2
-            assert_holds(sequence, 11)
-            for layer in range(LAYOUT.layers):
-                sequence.append(layer, rows(99), rows(98))
-            twin = sequence.fork()
-            assert len(twin) == 2 * TOKENS
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert status == 0
+
+    def go_on() -> None:
+        assert pool.stats()["processes"] == 2
+        assert_holds(sequence, 11)
+        for layer in range(LAYOUT.layers):
+            sequence.append(layer, rows(99), rows(98))
+        assert len(sequence.fork()) == 2 * TOKENS
+
+    in_child(go_on)
     assert_holds(sequence, 11)
     stats = pool.stats()
     assert (stats["pages_held"], stats["reaped_processes"]) == (held, 1)
@@ -369,23 +363,9 @@ def test_fork_with_live_sequences(pool: CXLPool) -> None:
 
 def test_fork_and_the_parent_lets_go_first(pool: CXLPool) -> None:
     sequence = fill(pool, 12)
-    to_child, from_parent = os.pipe()
-    to_parent, from_child = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.read(to_child, 1)
-            assert_holds(sequence, 12)
-            os.write(from_child, b"+")
-            os._exit(0)
-        except BaseException:
-            os.write(from_child, b"-")
-            os._exit(1)
-    sequence.release()
-    assert pool.stats()["pages_held"] == TOKENS // LAYOUT.page_tokens
-    os.write(from_parent, b"x")
-    assert os.read(to_parent, 1) == b"+"
-    os.waitpid(child, 0)
+    with child_beside(lambda: assert_holds(sequence, 12)):  # when the block has ended
+        sequence.release()
+        assert pool.stats()["pages_held"] == TOKENS // LAYOUT.page_tokens
     assert pool.stats()["pages_held"] == 0
 
 
@@ -407,27 +387,22 @@ def test_children_of_a_process_with_busy_threads(pool: CXLPool, pool_path: str) 
     threads = [threading.Thread(target=work_until, args=(stop, pool, pool_path)) for _ in range(2)]
     for thread in threads:
         thread.start()
-    statuses = []
-    for _ in range(30):
-        child = os.fork()
-        if child == 0:
-            try:
-                signal.alarm(60)  # a child that hangs fails the test
-                assert_holds(sequence, 13)
-                fill(pool, 14).release()
-                with CXLPool.open(pool_path, threads=2) as other:
-                    assert_holds(fill(other, 15), 15)
-                sequence.release()
-                pool.close()
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        statuses.append(os.waitpid(child, 0)[1])
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert statuses == [0] * 30
+
+    def use() -> None:
+        assert_holds(sequence, 13)
+        fill(pool, 14).release()
+        with CXLPool.open(pool_path, threads=2) as other:
+            assert_holds(fill(other, 15), 15)
+        sequence.release()
+        pool.close()
+
+    try:
+        for _ in range(30):
+            in_child(use)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
     assert_holds(sequence, 13)
     sequence.release()
     assert pool.stats()["pages_held"] == 0

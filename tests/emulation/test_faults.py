@@ -23,11 +23,6 @@ LAYOUT = KVLayout(layers=1, kv_heads=1, head_dim=8, page_tokens=4, dtype="float3
 ROWS = np.random.default_rng(3).standard_normal((8, 1, 8)).astype(np.float32)
 
 
-@pytest.fixture
-def path(shm_path: Path) -> Path:
-    return shm_path
-
-
 def make(path: Path) -> CXLPool:
     return CXLPool.create(path, layout=LAYOUT, capacity="3MiB", threads=1)
 

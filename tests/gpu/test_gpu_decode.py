@@ -244,7 +244,6 @@ def by_layer(
 def test_with_a_budget_of_all_pages_it_is_attention(
     device: torch.device, seed: int, dtype: str, hot_pages: int
 ) -> None:
-    print(f"seed {seed}")
     model = Model(seed, dtype=dtype)
     with decoder_of(
         model, device, requests=3, budget=Budget(pages=24), pages_max=24, hot_pages=hot_pages
@@ -259,7 +258,6 @@ def test_with_a_budget_of_all_pages_it_is_attention(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_in_the_interpreter_it_is_attention(seed: int, dtype: str) -> None:
     """The kernels themselves, all of them, over two steps and the end of a page."""
-    print(f"seed {seed}")
     model = Model(seed, dtype=dtype)
     with decoder_of(
         model, "cpu", requests=2, budget=Budget(pages=8), pages_max=8, hot_pages=8
@@ -270,7 +268,6 @@ def test_in_the_interpreter_it_is_attention(seed: int, dtype: str) -> None:
 
 
 def test_without_a_device_it_is_the_engine_alone(seed: int) -> None:
-    print(f"seed {seed}")
     model = Model(seed)
     with Decoder(
         model.pool, requests=2, q_heads=4, budget=Budget(share=1.0), pages_max=64
@@ -297,7 +294,6 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_the_pool_is_not_mapped_partial_results_cross(
     device: torch.device, seed: int
 ) -> None:
-    print(f"seed {seed}")
     model = Model(seed)
     with decoder_of(
         model, device, requests=2, budget=Budget(pages=24), pages_max=24, hot_pages=24
@@ -319,7 +315,6 @@ def test_where_the_pool_is_not_mapped_partial_results_cross(
 def test_it_attends_to_what_is_there_and_what_is_chosen(
     device: torch.device, seed: int, seen: list[tuple[int, torch.Tensor]]
 ) -> None:
-    print(f"seed {seed}")
     model = Model(seed)
     with decoder_of(
         model,
@@ -346,7 +341,6 @@ def test_it_attends_to_what_is_there_and_what_is_chosen(
 
 
 def test_several_rows_windows_and_values_in_keys(device: torch.device, seed: int) -> None:
-    print(f"seed {seed}")
     window = KVLayout.of(
         [
             LayerGroup(layers=1, kv_heads=HEADS, head_dim=DIM, window=9, dtype="float32"),
@@ -380,7 +374,6 @@ def test_several_rows_windows_and_values_in_keys(device: torch.device, seed: int
 
 def test_rejected_tokens_and_new_requests(device: torch.device, seed: int) -> None:
     """Truncate back into complete pages, and a place that is used again: nothing old is seen."""
-    print(f"seed {seed}")
     model = Model(seed)
     with decoder_of(
         model, device, requests=2, budget=Budget(pages=24), pages_max=24, rows=2, hot_pages=24
@@ -405,7 +398,6 @@ def test_random_operations(
     device: torch.device, seed: int, seen: list[tuple[int, torch.Tensor]], ahead: bool
 ) -> None:
     """Requests come, go and are cut back, between steps with a small budget and a small buffer."""
-    print(f"seed {seed}")
     model, random = Model(seed), np.random.default_rng(seed)
     with decoder_of(
         model,
@@ -455,7 +447,6 @@ def by_words(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("by_words")
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_thread_answers(device: torch.device, seed: int, ahead: bool) -> None:
-    print(f"seed {seed}")
     model = Model(seed)
     with decoder_of(
         model,
@@ -486,7 +477,6 @@ def test_a_thread_that_is_late(
     device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step ends with an error, and the next one is right: its question is another."""
-    print(f"seed {seed}")
     model, go = Model(seed), threading.Event()
     with decoder_of(
         model, device, budget=Budget(pages=24), pages_max=24, hot_pages=24, deadline_s=1e-6
@@ -517,7 +507,6 @@ def test_a_thread_that_is_late(
 def test_choices_ahead_are_used_and_audited(
     device: torch.device, seed: int, hot_pages: int
 ) -> None:
-    print(f"seed {seed}")
     model = Model(seed)
     with decoder_of(
         model,

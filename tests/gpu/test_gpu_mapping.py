@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import resource
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,6 +36,7 @@ from ..support.fake_driver import (
     OUT_OF_MEMORY,
     FakeCuda,
 )
+from ..support.forking import in_child
 
 GIB = 1 << 30
 PORTABLE_AND_MAPPED, READ_ONLY = 3, 8
@@ -328,19 +328,6 @@ def test_a_pool_of_several_hosts_is_for_reading(fake: FakeCuda, tmp_path: Path) 
             Mapping(pool, "cuda:0", driver=fake.driver())
 
 
-def in_child(work: Callable[[], None]) -> int:
-    """The exit status of a forked child that does it: 0 when nothing was raised."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
 def test_a_forked_child_has_none(fake: FakeCuda) -> None:
     driver = fake.driver()
@@ -358,7 +345,7 @@ def test_a_forked_child_has_none(fake: FakeCuda) -> None:
         assert fake.calls() == []  # what is registered is the parent's
         assert fake.registered == 1
 
-    assert in_child(child) == 0
+    in_child(child)
     assert mapping.device_address > 0
     pool.close()
     assert fake.registered == 0

@@ -25,7 +25,6 @@ def rows_of(device: torch.device) -> PageRows:
 
 
 def test_addresses_of_missed_pages_only(device: torch.device, seed: int) -> None:
-    print(f"seed {seed}")
     generator = torch.Generator().manual_seed(seed)
     pages = torch.randint(-1, 8, (2, 3, 50), generator=generator, dtype=torch.int32).to(device)
     missed = torch.randint(0, 2, (2, 3, 50), generator=generator, dtype=torch.int8).to(device)
@@ -86,7 +85,6 @@ def test_lists_that_are_not_contiguous_are_refused(device: torch.device) -> None
 
 @pytest.mark.parametrize("answered", [1, 0, -1])
 def test_pages_that_a_gather_may_bring(device: torch.device, seed: int, answered: int) -> None:
-    print(f"seed {seed}")
     generator = torch.Generator().manual_seed(seed)
     pages = torch.randint(-2, 9, (2, 3, 70), generator=generator, dtype=torch.int32).to(device)
     state = torch.tensor([answered, 1], dtype=torch.int32, device=device)

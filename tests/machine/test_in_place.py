@@ -33,6 +33,8 @@ from cxlkv.errors import (
 from cxlkv.ops.gc import collect, find_garbage
 from cxlkv.stats import find
 
+from ..support.forking import in_child
+
 LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=64, dtype="float16")
 FILE_BYTES = 12 << 20
 PAGE = 4096  # of the superblock
@@ -265,19 +267,14 @@ def test_what_is_refused(file: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="lie where they lie"):
         CXLPool.create(f"numa:0:dax:{file}", layout=LAYOUT, capacity="8MiB")
     os.chmod(file, 0o444)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            if os.geteuid() == 0:
-                os.setuid(65534)
-            try:
-                make(file)
-            except SystemCallError as error:
-                status = 0 if f"{file}: cannot open: Permission denied" in str(error) else 2
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def make_as_nobody() -> None:
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        with pytest.raises(SystemCallError, match=f"{file}: cannot open: Permission denied"):
+            make(file)
+
+    in_child(make_as_nobody)
     assert file.read_bytes()[:PAGE] == bytes(PAGE)
 
 

@@ -38,11 +38,6 @@ def nodes_or_skip(count: int) -> list[int]:
     return found
 
 
-@pytest.fixture
-def path(shm_path: Path) -> Path:
-    return shm_path
-
-
 def test_what_a_place_says() -> None:
     assert parse_place("numa:1") == Place(None, (1,))
     assert parse_place("numa:2,0") == Place(None, (0, 2))

@@ -34,6 +34,8 @@ from cxlkv.ops.gc import find_garbage
 from cxlkv.sequence import Sequence
 from cxlkv.stats import find, look
 
+from ..support.forking import in_child
+
 LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=64, dtype="float16")
 CAPACITY = "20MiB"
 MEMBER_BYTES = 12 << 20
@@ -90,17 +92,13 @@ def test_stripes_lie_in_turn_and_read_as_one(parts: list[Path], count: int) -> N
 def test_a_child_by_fork_uses_it(parts: list[Path]) -> None:
     with CXLPool.create(of(parts), layout=LAYOUT, capacity=CAPACITY) as pool:
         written, keys = fill(pool)
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                with CXLPool.open(of(parts)) as other:
-                    handle = written.handle
-                    lengths = {len(p.adopt(handle)) for p in (other, pool)}
-                status = 0 if lengths == {len(keys)} else 2
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
+
+        def adopt() -> None:
+            with CXLPool.open(of(parts)) as other:
+                handle = written.handle
+                assert {len(p.adopt(handle)) for p in (other, pool)} == {len(keys)}
+
+        in_child(adopt)
         assert pool.admin.check(deep=True)["clean"]
 
 

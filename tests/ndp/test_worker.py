@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from tests.support.stopping import stop
 from ..support.lengths import nightly
 from ..support.processes import Child
 from ..support.states import host_states
+from ..support.waiting import until
 
 HEADS, DIM, PAGE = 2, 16, 4
 WATCHDOG_S = 60
@@ -65,11 +66,6 @@ class WorkerProcess(Child):
     def stop(self) -> str:
         """Ends it by SIGTERM; returns what it said."""
         return self.end(signal.SIGTERM)
-
-
-@pytest.fixture
-def path(shm_path: Path) -> Path:
-    return shm_path
 
 
 class MakeWorker(Protocol):
@@ -116,13 +112,6 @@ def make_pool(
             [full, replace(full, layers=1, window=window)], [0, 0, 1], page_tokens=page_tokens
         )
     return CXLPool.create(path, layout=layout, capacity=capacity, threads=1)
-
-
-def wait_until(claim: Callable[[], bool]) -> None:
-    """Asks again and again; what it waits for is another process's doing."""
-    until = time.monotonic() + WATCHDOG_S
-    while not claim():
-        assert time.monotonic() < until
 
 
 class Twins:
@@ -489,7 +478,7 @@ def test_who_has_no_worker_selects_alone_and_finds_one_that_comes(
                 twins.select([1, 1], Budget(pages=3))
                 return pool.worker.selects > before
 
-            wait_until(comes)
+            until(comes)
             assert pool.worker.pid == worker.pid
             worker.kill()
             twins.append([1, 2])
@@ -608,7 +597,7 @@ def test_a_killed_client_leaves_neither_pages_nor_its_slot(
                 with pytest.raises(WorkerError, match="all 1 slots of the worker"):
                     pool.use_worker("only")
                 assert pool.stats()["pages_held"] == 100
-            wait_until(lambda: pool.stats()["pages_held"] == 0)
+            until(lambda: pool.stats()["pages_held"] == 0)
 
 
 def test_a_forked_child_has_a_slot_of_its_own(

@@ -42,6 +42,7 @@ from cxlkv.tiers.cold import ColdTier, Mask
 from cxlkv.tiers.cold_file import BLOCK_BYTES, SLOT_HEADER_BYTES, Bytes, RecordShape
 from cxlkv.tiers.cold_store import ColdStore
 
+from ..support.forking import child_beside
 from ..support.lengths import nightly
 from ..support.processes import Child
 from ..test_records import grown, names_of_keys, read_all
@@ -538,27 +539,17 @@ def test_a_forked_child_finds_it_closed(path: Path) -> None:
     """And does not keep the file locked when the parent is done with it."""
     tier = opened(path)
     descriptor = tier._file.fd
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(write_end)
-        code = 3
-        try:
+
+    def child() -> None:
+        with pytest.raises(ClosedError):
             tier.stats()
-        except ClosedError:
-            code -= 1
-        try:
+        with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
-        except OSError:
-            code -= 2
-        os.read(read_end, 1)  # until the parent says so
-        os._exit(code)
-    os.close(read_end)
-    assert store(tier, 1) == [True]
-    tier.close()
-    opened(path).close()
-    os.close(write_end)
-    assert os.waitpid(child, 0)[1] == 0
+
+    with child_beside(child):
+        assert store(tier, 1) == [True]
+        tier.close()
+        opened(path).close()
 
 
 # ---- disks that are full, or fail ----

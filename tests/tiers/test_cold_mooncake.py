@@ -36,6 +36,7 @@ from cxlkv.tiers.cold_mooncake import MooncakeTier
 from cxlkv.tiers.cold_store import ColdStore
 
 from ..support.processes import Child
+from ..support.waiting import until
 from ..test_records import grown, names_of_keys, read_all
 from .test_cold import SHAPE, SLOT, load, names, records
 
@@ -250,14 +251,6 @@ def test_what_was_changed_there_is_a_miss_and_goes(remote: MooncakeTier, seed: i
 # ---- who dies ----
 
 
-def eventually(what: str, check: Iterator[bool]) -> None:
-    until = time.monotonic() + 60
-    for done in check:
-        if done:
-            return
-        assert time.monotonic() < until, what
-
-
 def test_a_machine_that_dies_is_told_in_time(mooncake: None) -> None:
     """Its records are misses, the error is counted; what others lend is used again."""
     with master() as (where, _), MooncakeTier(where, shape=SHAPE) as tier:
@@ -272,12 +265,7 @@ def test_a_machine_that_dies_is_told_in_time(mooncake: None) -> None:
             assert "Is its master up" in tier.why_off
             assert tier.store(names(3), records(3)).tolist() == [False]
         with lender(where):
-
-            def stores() -> Iterator[bool]:
-                while True:
-                    yield bool(tier.store(names(3), records(3)).all())
-
-            eventually("nothing is stored again", stores())
+            until(lambda: bool(tier.store(names(3), records(3)).all()), "nothing is stored again")
             assert load(tier, 1, 2, 3) == [False, False, True]
 
 
@@ -299,11 +287,10 @@ def test_a_master_that_dies_or_hangs_costs_a_deadline(mooncake: None, how: signa
         if how == signal.SIGSTOP:
             process.send_signal(signal.SIGCONT)
 
-            def loads() -> Iterator[bool]:
-                while True:
-                    yield bool(tier.store(names(1), records(1)).all())
-
-            eventually("a master that goes on is not asked again", loads())
+            until(
+                lambda: bool(tier.store(names(1), records(1)).all()),
+                "a master that goes on is not asked again",
+            )
             assert load(tier, 1) == [True]
 
 

@@ -7,7 +7,6 @@ pages are 0, 1, 2 ..., and one layer, so that a page's id is its unit.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from itertools import count
 
@@ -26,6 +25,7 @@ from cxlkv.ndp.engine import Selection
 from cxlkv.tiers.local import LocalTier, choose, units_of
 
 from ..conftest import MakePool
+from ..support.forking import in_child
 
 Units = npt.NDArray[np.int64]
 STARTS = np.array([0, 1], np.int32)
@@ -221,21 +221,17 @@ def test_a_child_starts_without_a_tier(make_pool: MakePool, rng: np.random.Gener
     tier = LocalTier(pool, "64KiB")
     tier.promote(units_of(batch, 0, picked))
     wanted = np.asarray(batch.fetch(0, picked)[0]).copy()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            with pytest.raises(ClosedError, match="A child starts without"):
-                tier.stats()
-            np.testing.assert_array_equal(np.asarray(batch.fetch(0, picked)[0]), wanted)
-            own = LocalTier(pool, "64KiB")
-            assert len(own.promote(units_of(batch, 0, picked)).promoted) == 2
-            np.testing.assert_array_equal(np.asarray(batch.fetch(0, picked)[0]), wanted)
-            pool.close()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def child() -> None:
+        with pytest.raises(ClosedError, match="A child starts without"):
+            tier.stats()
+        np.testing.assert_array_equal(np.asarray(batch.fetch(0, picked)[0]), wanted)
+        own = LocalTier(pool, "64KiB")
+        assert len(own.promote(units_of(batch, 0, picked)).promoted) == 2
+        np.testing.assert_array_equal(np.asarray(batch.fetch(0, picked)[0]), wanted)
+        pool.close()
+
+    in_child(child)
     np.testing.assert_array_equal(np.asarray(batch.fetch(0, picked)[0]), wanted)
     assert stats_add_up(tier)["slots_held"] == 2
 

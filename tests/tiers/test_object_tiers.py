@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from cxlkv.tiers.local import LocalTier
 
 from ..conftest import audit
 from ..support.damaging import change_byte
+from ..support.forking import in_child
 
 SIZE = 64 << 10
 LAYOUT = KVLayout.objects(SIZE)
@@ -248,14 +248,13 @@ def test_it_outlives_pool_and_process(tmp_path: Path) -> None:
 
 def test_a_child_has_no_tiers(pool: ObjectPool, tiers: Tiers) -> None:
     names = put_until_full(pool)
-    child = os.fork()
-    if child == 0:
-        try:
+
+    def child() -> None:
+        with pytest.raises(PoolFullError):
             pool.put("in the child", b"x")
-        except PoolFullError:
-            os._exit(0 if (pool.object_sizes(names) > 0).all() else 1)
-        os._exit(2)
-    assert os.waitpid(child, 0)[1] == 0
+        assert (pool.object_sizes(names) > 0).all()
+
+    in_child(child)
     pool.put("in the parent", b"x")
     assert tiers.contains(names).all()
 

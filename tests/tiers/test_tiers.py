@@ -448,16 +448,12 @@ def test_a_forked_child_is_told_that_the_pool_is_full(pool: CXLPool, cold_path: 
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
         for number in range(1, total(pool) // 4 + 1):
             publish(pool, text(number, 4))
-        child = os.fork()
-        if child == 0:
-            try:
+
+        def child() -> None:
+            with pytest.raises(PoolFullError):
                 fill(pool, text(1000, total(pool) - 1))
-            except PoolFullError:
-                os._exit(0)
-            except BaseException:
-                os._exit(1)
-            os._exit(2)
-        assert os.waitpid(child, 0)[1] == 0
+
+        in_child(child)
         publish(pool, text(2000, 4))
         assert tiers.stats()["evicted_pages"] > 0
 

@@ -51,6 +51,7 @@ from ..support.damaging import damage_piece
 from ..support.forking import in_child, living_child
 from ..support.processes import Child
 from ..support.stopping import stop
+from ..support.waiting import until
 from ..test_records import LAYOUTS, PAGE, grown, seen
 
 SECRET = b"a secret of the tests"
@@ -120,7 +121,7 @@ def both(
             with remote_of(server.address, link) as remote:
                 assert remote.link == link
                 yield pool, server, remote
-            wait_until(lambda: server.connections() == 0)
+            until(lambda: server.connections() == 0)
         audit(pool)
 
 
@@ -144,13 +145,6 @@ def what(pool: CXLPool, keys: PageKeys, seed: int = 3) -> list[object]:
         return [hit.tokens, *seen(pool, sequence, queries)]
     finally:
         sequence.release()
-
-
-def wait_until(look: Callable[[], bool], limit_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not look():
-        assert time.monotonic() < deadline, "it did not come"
-        threading.Event().wait(0.005)
 
 
 # ---- what moves ----
@@ -382,7 +376,7 @@ def test_a_wrong_secret_is_refused(folder: Path, rng: np.random.Generator) -> No
             pytest.raises(SecretError, match="refused"),
         ):
             remote.match([])
-        wait_until(lambda: server.connections() == 0)
+        until(lambda: server.connections() == 0)
 
 
 def test_a_server_that_does_not_know_the_secret_is_left() -> None:
@@ -437,7 +431,7 @@ def test_other_versions_are_named_on_both_sides(
         closing(socket.create_connection(server.address)) as sock,
     ):
         sock.sendall(newer)
-        wait_until(lambda: "protocol 2" in caplog.text)
+        until(lambda: "protocol 2" in caplog.text)
 
 
 @contextmanager
@@ -596,7 +590,7 @@ def test_nonsense_on_the_wire_ends_one_connection_only(
                     if greets:
                         Wire(sock).greet(SECRET, Deadline(WAIT_S))
                     sock.sendall(data)
-        wait_until(lambda: server.connections() == 1)
+        until(lambda: server.connections() == 1)
         with remote.match(keys) as hit:
             assert hit.tokens == TOKENS
 
@@ -612,7 +606,7 @@ def test_more_connections_than_places_are_refused(folder: Path) -> None:
         with pytest.raises(BusyError, match="connections"):
             second.match([])
         first.close()
-        wait_until(lambda: server.connections() == 0)
+        until(lambda: server.connections() == 0)
         assert second.match([]).tokens == 0
 
 
@@ -638,7 +632,7 @@ def test_silent_strangers_lock_nobody_out(
             while silent[0].recv(4096):
                 pass
         assert second.match(keys).tokens == TOKENS
-        wait_until(lambda: server.connections() <= STRANGERS_MAX + 2)
+        until(lambda: server.connections() <= STRANGERS_MAX + 2)
         q = rng.standard_normal((1, 2, 12)).astype(np.float32)
         assert first.select(hit, 0, q, Budget(pages=1)).counts.any()
 
@@ -703,7 +697,7 @@ def test_a_server_that_gets_no_thread_goes_on(
         ):
             remote.match([])
         assert wanted.is_set()
-        wait_until(lambda: server.connections() == 0)
+        until(lambda: server.connections() == 0)
         monkeypatch.undo()
         with remote_of(server.address, "file") as remote:
             remote.match([])
@@ -723,7 +717,7 @@ def test_a_server_without_descriptors_waits_for_some(
         try:
             for one in strangers:
                 one.connect(server.address)
-            wait_until(lambda: "could not be accepted" in caplog.text)
+            until(lambda: "could not be accepted" in caplog.text)
             began, cpu = time.monotonic(), time.clock_gettime(clock)
             threading.Event().wait(1.5)
             share = (time.clock_gettime(clock) - cpu) / (time.monotonic() - began)
@@ -771,7 +765,7 @@ def test_no_device_says_what_is_missing(folder: Path) -> None:
                 pytest.raises(RdmaError, match=missing),
             ):
                 remote.match([])
-            wait_until(lambda: server.connections() == 0)
+            until(lambda: server.connections() == 0)
 
 
 # ---- what is held ----
@@ -791,12 +785,12 @@ def test_a_hit_ends_with_its_release_its_lease_or_its_connection(
         with pytest.raises(StaleError):
             remote.select(hit, 0, q, Budget(pages=1))
         short = remote.match(keys, lease_s=0.05)
-        wait_until(lambda: pool.stats()["pages_held"] == 0)
+        until(lambda: pool.stats()["pages_held"] == 0)
         with pytest.raises(StaleError):
             remote.select(short, 0, q, Budget(pages=1))
         lost = remote.match(keys)
         remote.close()
-        wait_until(lambda: pool.stats()["pages_held"] == 0)
+        until(lambda: pool.stats()["pages_held"] == 0)
         assert remote.match(keys).tokens == TOKENS
         with pytest.raises(StaleError, match="lost"):
             remote.select(lost, 0, q, Budget(pages=1))
@@ -896,7 +890,7 @@ def test_a_child_of_a_client_has_a_connection_of_its_own(
             assert remote.read(hit.pages, hit.generations)[1].tolist() == [0] * len(hit.pages)
 
         in_child(ask)
-        wait_until(lambda: server.connections() == 1)
+        until(lambda: server.connections() == 1)
         q = rng.standard_normal((1, 2, 12)).astype(np.float32)
         assert remote.select(hit, 0, q, Budget(pages=1)).counts.any()
         hit.release()
@@ -911,8 +905,8 @@ def test_a_child_hides_no_end_from_the_peer(
         remote.match(keys)
         with living_child():
             remote.close()
-            wait_until(lambda: server.connections() == 0)
-            wait_until(lambda: pool.stats()["pages_held"] == 0)  # the child may just begin
+            until(lambda: server.connections() == 0)
+            until(lambda: pool.stats()["pages_held"] == 0)  # the child may just begin
             remote.match(keys)
             server.close()
             with (
@@ -1036,7 +1030,7 @@ def test_a_pull_that_waited_in_vain_does_not_wait_again(deadline_s: float, attem
 
     def attempt(moved: Moved) -> None:
         began.append(Deadline(0.02))
-        wait_until(began[-1].is_over)
+        until(began[-1].is_over)
         raise PeerError("nobody there")
 
     with pytest.raises(PeerError, match="nobody"):
@@ -1069,7 +1063,7 @@ def served(
         keys = publish(pool, rng)
         with ServerProcess(folder, link) as server:
             yield pool, keys, server
-        wait_until(lambda: pool.stats()["pages_held"] == 0)
+        until(lambda: pool.stats()["pages_held"] == 0)
         audit(pool)
 
 
@@ -1184,7 +1178,7 @@ def test_killed_clients_leave_nothing(
                 two.kill()
                 assert pull(remote, here, keys).tokens == TOKENS
             remote.close()
-            wait_until(lambda: server.connections() == 0)
+            until(lambda: server.connections() == 0)
             assert pool.stats()["pages_held"] == 0
         audit(pool)
 
@@ -1256,5 +1250,5 @@ def test_a_link_that_flaps_is_mended(
                     assert what(here, keys) == what(pool, keys)
                     cable.bytes_left = 1 << 60
             assert cable.flaps >= 2
-        wait_until(lambda: server.connections() == 0)
+        until(lambda: server.connections() == 0)
         assert pool.stats()["pages_held"] == 0
