@@ -43,7 +43,7 @@ class Part:
 
     command: what passes, run by bash in the checkout. prepare: what downloads something for it; a
         failure skips the part, for there may be no network.
-    minutes: on two quiet cores, with what is downloaded and built at hand.
+    minutes: on two quiet cores, with its downloads.
     covers: beginnings of the paths whose change calls for it.
     tools: programs that it needs, and Debian's package of each.
     """
@@ -92,18 +92,18 @@ PARTS = {
         6,
         ("emulation/qemu/", "cxlkv/machine/", "cxlkv/transport/", "native/src/region/"),
     ),
-    "vllm": engine("vllm", 6, "cxlkv/adapters/vllm/"),
-    "sglang": engine("sglang", 3, "cxlkv/adapters/sglang/"),
-    "lmcache": engine("lmcache", 3, "cxlkv/adapters/lmcache/"),
+    "vllm": engine("vllm", 10, "cxlkv/adapters/vllm/"),
+    "sglang": engine("sglang", 7, "cxlkv/adapters/sglang/"),
+    "lmcache": engine("lmcache", 6, "cxlkv/adapters/lmcache/"),
     "remote": Part(
         "make test-remote",
-        2,
+        4,
         ("cxlkv/tiers/cold_", "tests/tiers/test_cold_mooncake.py"),
         prepare="make env-remote",
     ),
     "wheel": Part(
         "make wheel wheel-test",
-        4,
+        7,
         ("pyproject.toml", "native/CMakeLists.txt", "tests/check_dist.py", "tests/try_wheel.py"),
         prepare="make env-wheel",
     ),

@@ -436,26 +436,24 @@ def test_top_once_shows_pools_and_who_does_what(folder: Path, path: str) -> None
     assert "all, since it was made" in text
 
 
-def test_top_follows_pools_that_come_and_go_and_ends_with_q(path: str) -> None:
-    """On a terminal of its own; each step waits for what the screen shows."""
-    parent, child = pty.openpty()
-    arguments = ("pool", "top", "--interval-s", "0.05", path)
+@contextlib.contextmanager
+def top(place: str, terminal: bool = True) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """What `cxlkv pool top` writes to, a terminal of its own or a pipe; when the block is through,
+    it ends well and without a complaint."""
+    parent, child = pty.openpty() if terminal else os.pipe()
+    arguments = ("pool", "top", "--interval-s", "0.05", place)
     process = subprocess.Popen(
         [sys.executable, "-m", "cxlkv.ops.cli", *arguments],
-        stdin=child,
+        stdin=child if terminal else subprocess.DEVNULL,
         stdout=child,
         stderr=subprocess.PIPE,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "140", "LINES": "40"},
+        # A shell starts what runs behind it with the signal ignored, and that is inherited.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     os.close(child)
     try:
-        screen_shows(parent, "not there (yet)")
-        with make(path):
-            screen_shows(parent, "live")
-        screen_shows(parent, "idle")
-        CXLPool.remove(path)
-        screen_shows(parent, "not there (yet)")
-        os.write(parent, b"q")
+        yield parent, process
         drain_until_end(parent, process)
         assert process.returncode == 0
         assert process.stderr
@@ -466,40 +464,23 @@ def test_top_follows_pools_that_come_and_go_and_ends_with_q(path: str) -> None:
         os.close(parent)
 
 
+def test_top_follows_pools_that_come_and_go_and_ends_with_q(path: str) -> None:
+    """Each step waits for what the screen shows."""
+    with top(path) as (screen, _):
+        screen_shows(screen, "not there (yet)")
+        with make(path):
+            screen_shows(screen, "live")
+        screen_shows(screen, "idle")
+        CXLPool.remove(path)
+        screen_shows(screen, "not there (yet)")
+        os.write(screen, b"q")
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_top_ends_cleanly_with_control_c(folder: Path, path: str, terminal: bool) -> None:
-    parent, child = pty.openpty() if terminal else os.pipe()
-    with make(path):
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "cxlkv.ops.cli",
-                "pool",
-                "top",
-                "--interval-s",
-                "0.05",
-                str(folder),
-            ],
-            stdin=child if terminal else subprocess.DEVNULL,
-            stdout=child,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "140"},
-            # A shell starts what runs behind it with the signal ignored, and that is inherited.
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-        )
-        os.close(child)
-        try:
-            screen_shows(parent, "live")
-            process.send_signal(signal.SIGINT)
-            drain_until_end(parent, process)
-            assert process.returncode == 0
-            assert process.stderr
-            assert process.stderr.read() == b""
-        finally:
-            process.kill()
-            process.communicate()
-            os.close(parent)
+    with make(path), top(str(folder), terminal) as (screen, process):
+        screen_shows(screen, "live")
+        process.send_signal(signal.SIGINT)
 
 
 def screen_shows(fd: int, wanted: str) -> None:

@@ -150,36 +150,26 @@ def what(pool: CXLPool, keys: PageKeys, seed: int = 3) -> list[object]:
 # ---- what moves ----
 
 
+@pytest.mark.parametrize("move", [pull, push])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_pulled_prefix_is_the_same(
-    folder: Path, link: str, name: str, rng: np.random.Generator
+def test_a_prefix_that_was_moved_is_the_same(
+    folder: Path,
+    link: str,
+    name: str,
+    move: Callable[[Remote, CXLPool, PageKeys], Moved],
+    rng: np.random.Generator,
 ) -> None:
     layout = LAYOUTS[name]
     with both(folder, link, layout) as (pool, _, remote), local(layout) as here:
-        keys = publish(pool, rng)
-        moved = pull(remote, here, keys)
+        keys = publish(pool if move is pull else here, rng)
+        moved = move(remote, here, keys)
         assert moved.tokens == TOKENS
         assert moved.pages == moved.bytes // _core.record_shape(here._handle)[0] > 0
         assert (moved.damaged, moved.stale, moved.present) == (0, 0, 0)
         assert what(here, keys) == what(pool, keys)
-        assert pull(remote, here, keys) == Moved(tokens=TOKENS, present=moved.pages)
+        assert move(remote, here, keys) == Moved(tokens=TOKENS, present=moved.pages)
         audit(here)
         assert pool.stats()["pages_held"] == 0
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_pushed_prefix_is_the_same(
-    folder: Path, link: str, name: str, rng: np.random.Generator
-) -> None:
-    layout = LAYOUTS[name]
-    with both(folder, link, layout) as (pool, _, remote), local(layout) as here:
-        keys = publish(here, rng)
-        moved = push(remote, here, keys)
-        assert moved.tokens == TOKENS
-        assert moved.pages > 0
-        assert what(here, keys) == what(pool, keys)
-        assert push(remote, here, keys) == Moved(tokens=TOKENS, present=moved.pages)
-        audit(here)
 
 
 def test_more_than_a_chunk_moves(
