@@ -30,7 +30,6 @@ from cxlkv import Budget, CXLPool, Hit, KVLayout, PoolFullError, Sequence
 from cxlkv.errors import BadArgumentError, OrderError, StaleError, UnevenError
 
 from .support import reference
-
 from .support.lengths import nightly
 
 LAYERS, HEADS, DIM, VALUE_DIM, PAGE_TOKENS = 2, 2, 3, 2, 4
