@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -12,7 +12,6 @@ import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     DynamicCache,
     Gemma2Config,
@@ -38,6 +37,7 @@ from ..support.small_models import (
     SHAPE,
     VOCABULARY_SIZE,
     Generates,
+    LargestTensor,
     close,
     generate,
     prompts,
@@ -451,29 +451,6 @@ def test_a_step_reads_the_selected_pages_from_the_pool_and_no_others(
             values += 1
             assert not torch.equal(step()[0], before), f"layer {layer}"
             values -= 1
-
-
-class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every tensor that any operation makes; keeps the size of the largest, in bytes."""
-
-    largest_bytes = 0
-
-    def __torch_dispatch__(  # type: ignore[explicit-any]
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(one, Tensor) and not any(one.data_ptr() == p for p in self.known):
-                self.largest_bytes = max(self.largest_bytes, one.numel() * one.element_size())
-        return made
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.known = {p.data_ptr() for p in model.parameters()}  # transposed weights are views
 
 
 @pytest.mark.parametrize("attention", ["pool", "device"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import cast
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_sliding_window_causal_mask
 
@@ -28,6 +27,7 @@ from ..support.small_models import (
     SHAPE,
     VOCABULARY_SIZE,
     Generates,
+    LargestTensor,
     attend_by,
     close,
     generate,
@@ -397,27 +397,6 @@ def test_layers_with_windows_ignore_the_budget(pool: CXLPool, mistral: PreTraine
     assert cache.counters.bytes_read == 15 * 2 * 25 * pool.layout.token_bytes
 
 
-class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every tensor that any operation makes; keeps the largest number of elements."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.largest = 0
-
-    def __torch_dispatch__(  # type: ignore[explicit-any]
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(one, Tensor):
-                self.largest = max(self.largest, one.untyped_storage().size() // one.element_size())
-        return made
-
-
 @pytest.mark.parametrize("window", [None, 7, 100, 1000])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
@@ -447,7 +426,7 @@ def test_prefill_by_blocks_is_attention_with_a_mask_of_all_tokens(
     weights = logits.softmax(3)[..., :tokens]
     assert close(found, (weights @ value.repeat_interleave(2, 1)).transpose(1, 2))
     if window in (7, 100) or softcap is not None:
-        assert seen.largest < tokens * tokens
+        assert seen.largest_bytes // 4 < tokens * tokens
 
 
 # ---- MLA ----
@@ -465,7 +444,7 @@ def test_latents_are_stored_as_they_are_and_never_expanded(
     with LargestTensor() as seen:
         run(deepseek, ids[:, -1:], cache)
     weights = max(p.numel() for p in deepseek.parameters())
-    assert seen.largest <= weights < 400 * 4 * (24 + 12)
+    assert seen.largest_bytes // 4 <= weights < 400 * 4 * (24 + 12)
     assert cache.counters.live_bytes_peak == 40 * 4  # of one token in one layer
 
 

@@ -162,19 +162,19 @@ def test_an_object_of_another_form_is_a_miss(make_storage: MakeStorage) -> None:
     assert storage.counting.failures["mismatch"] == len(wrong) + 1
 
 
-def blocked(storage: CXLStorage) -> Callable[[], None]:
-    """Puts wait from now on, until what is returned is called."""
+def put_that_waits(storage: CXLStorage) -> Callable[[], None]:
+    """Put the first object; puts wait from now on, until what is returned is called."""
     going = threading.Event()
     storage._puts.submit(going.wait)
+    one = written(storage, 1)
+    storage.batched_submit_put_task([key(1)], [one])
+    one.ref_count_down()
     return going.set
 
 
 def test_puts_that_are_still_to_come(make_storage: MakeStorage) -> None:
     storage = make_storage()
-    go_on = blocked(storage)
-    one = written(storage, 1)
-    storage.batched_submit_put_task([key(1)], [one])
-    one.ref_count_down()
+    go_on = put_that_waits(storage)
     assert storage.exists_in_put_tasks(key(1))
     assert not storage.contains(key(1))
     again = written(storage, 2)
@@ -188,10 +188,7 @@ def test_puts_that_are_still_to_come(make_storage: MakeStorage) -> None:
 
 def test_removed_before_it_was_put(make_storage: MakeStorage) -> None:
     storage = make_storage()
-    go_on = blocked(storage)
-    one = written(storage, 1)
-    storage.batched_submit_put_task([key(1)], [one])
-    one.ref_count_down()
+    go_on = put_that_waits(storage)
     assert storage.remove(key(1))
     assert not storage.remove(key(2))
     go_on()
@@ -201,10 +198,7 @@ def test_removed_before_it_was_put(make_storage: MakeStorage) -> None:
 
 def test_closing_ends_what_is_being_put(make_storage: MakeStorage) -> None:
     storage = make_storage()
-    go_on = blocked(storage)
-    one = written(storage, 1)
-    storage.batched_submit_put_task([key(1)], [one])
-    one.ref_count_down()
+    go_on = put_that_waits(storage)
     go_on()
     storage.close()
     assert make_storage().contains(key(1))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from cxlkv.adapters.transformers import CXLCache
@@ -73,3 +75,27 @@ def run(model: PreTrainedModel, ids: Tensor, cache: object, mask: Tensor | None 
     logits = model(ids, attention_mask=mask, past_key_values=cache).logits
     assert isinstance(logits, Tensor)
     return logits
+
+
+class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every tensor that any operation makes, but for views of a model's weights; keeps how
+    much memory the largest has."""
+
+    def __init__(self, model: PreTrainedModel | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.largest_bytes = 0
+        self._known = {p.data_ptr() for p in model.parameters()} if model is not None else set()
+
+    def __torch_dispatch__(  # type: ignore[explicit-any]
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(one, Tensor) and one.data_ptr() not in self._known:
+                size = min(one.numel() * one.element_size(), one.untyped_storage().size())
+                self.largest_bytes = max(self.largest_bytes, size)  # an expanded one has no more
+        return made
