@@ -28,24 +28,17 @@ from cxlkv.tiers import Tiers
 
 from ..conftest import audit
 from ..support.adapters import AdapterSuite, Numbers
-from ..support.small_models import VOCABULARY_SIZE, Generates, prompts
+from ..support.small_models import SHAPE, VOCABULARY_SIZE, Generates, prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGE = 8
-SHAPE: dict[str, object] = {
-    "vocab_size": VOCABULARY_SIZE,
+SMALLER: dict[str, object] = {
+    **SHAPE,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
     "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
 }
 WINDOWS: dict[str, object] = {
     "use_sliding_window": True,
@@ -68,7 +61,7 @@ def built(
     config: type[PreTrainedConfig], kind: type[PreTrainedModel], seed: int, **more: object
 ) -> PreTrainedModel:
     torch.manual_seed(seed)
-    made = config.from_dict({**SHAPE, **more})
+    made = config.from_dict({**SMALLER, **more})
     assert isinstance(made, PreTrainedConfig)
     model = kind(made)
     model.train(False)
