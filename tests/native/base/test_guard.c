@@ -14,11 +14,8 @@ enum { PAGES = 6, TOKENS = PAGES * TEST_PAGE_TOKENS + 1 };
 static uint64_t marks[TOKENS];
 
 static cxlkv_sequence *filled(cxlkv_pool *pool) {
-    cxlkv_sequence *sequence;
     test_marks(marks, 1, TOKENS);
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
-    CHECK(test_append_all(sequence, marks, TOKENS) >= 0);
-    return sequence;
+    return test_sequence(pool, marks, TOKENS);
 }
 
 /* All free pages, so that everything in the pool is in use. */
@@ -167,8 +164,7 @@ static void test_rebuild_when_cut(void) {
     cxlkv_stats stats = test_stats(pool);
     CHECK(stats.rebuilds == 1 && stats.pages_free == 0);
     cxlkv_sequence_destroy(&hurt);
-    cxlkv_pool_destroy(&pool);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&pool, path);
 }
 
 /* The caller's own array fails: no page of the pool is blamed for it. */
@@ -241,7 +237,6 @@ static void on_fault_before(int number) {
 
 /* handler 0: none was there before; 1: one that raises again. way 0: a fault, 1: kill(). */
 static void test_not_ours(int handler, int way) {
-    int status;
     pid_t child = fork();
     if (child == 0) {
         struct sigaction action = {.sa_flags = SA_NODEFER};
@@ -258,8 +253,7 @@ static void test_not_ours(int handler, int way) {
         (void)at[0];
         _exit(0);
     }
-    CHECK(waitpid(child, &status, 0) == child);
-    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGBUS);
+    test_ended(child, SIGBUS);
 }
 
 int main(void) {

@@ -5,7 +5,6 @@
  * times: no log is read anew, and the other one comes back and is heard. */
 #undef NDEBUG
 #include <signal.h>
-#include <sys/wait.h>
 #include <time.h>
 
 #include "base/flush.h"
@@ -45,20 +44,13 @@ void __wrap_flush_store_line(void *line, const void *from, uint32_t first_word) 
 
 /* ---- the two hosts ---- */
 
-static cxlkv_pool *open_host(const char *path, uint32_t number) {
-    cxlkv_host host = {.number = number, .lease_s = LEASE_S};
-    cxlkv_pool *pool;
-    CHECK(cxlkv_pool_open(path, &host, &pool) == 0);
-    return pool;
-}
-
 /* A process of host 1: puts some objects and then one more, whose record in the log it stores that
  * many words of. 0: all, and it leaves in order. */
 static void other_host(const char *path, uint64_t first, int dies_store) {
     pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
-        cxlkv_pool *pool = open_host(path, 1);
+        cxlkv_pool *pool = test_open_host(path, 1, LEASE_S);
         for (uint64_t i = 0; i < 3; i++)
             CHECK(put(pool, first + i, i, OBJECT_BYTES, &seed) == 1);
         log_first = hosts_line(&pool->hosts, 1, LOG_LINES);
@@ -68,10 +60,7 @@ static void other_host(const char *path, uint64_t first, int dies_store) {
         cxlkv_pool_destroy(&pool);
         _exit(dies_store != 0);
     }
-    int status;
-    CHECK(waitpid(child, &status, 0) == child);
-    if (dies_store) CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
-    else CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    test_ended(child, dies_store ? SIGKILL : 0);
 }
 
 /* The time of a lookup, for who reads the output; what is checked is what it has to do. */
@@ -112,7 +101,7 @@ int main(void) {
     }
     cxlkv_pool_destroy(&pool);
     for (uint32_t number = 0; number < 2; number++) { /* an empty state of the killed one */
-        pool = open_host(path, number);
+        pool = test_open_host(path, number, LEASE_S);
         cxlkv_pool_destroy(&pool);
     }
     CHECK(cxlkv_pool_remove(path) == 0);

@@ -64,24 +64,29 @@ static void disturb(void *context) {
     }
 }
 
-/* The area of the hosts, and the memory that it needs. */
-static struct incoherent_options prepare_area(uint64_t seed, bool arm64, hosts_area *area) {
-    *area = (hosts_area){.host_count = HOSTS, .extent_count = EXTENTS, .page_count = PAGES,
-                         .log_records = RECORDS};
-    hosts_area_make(area);
+/* A memory with the hosts in it. keeps: caches have room for all of it, and nothing leaves them of
+ * itself. */
+static incoherent *sim_make(uint64_t seed, bool arm64, bool keeps) {
+    hosts_area area = {.host_count = HOSTS, .extent_count = EXTENTS, .page_count = PAGES,
+                       .log_records = RECORDS};
+    hosts_area_make(&area);
     struct incoherent_options options = incoherent_usual(seed);
     options.hosts = HOSTS;
-    options.lines = (uint32_t)(HOSTS * area->block_bytes / FLUSH_LINE_BYTES);
+    options.lines = (uint32_t)(HOSTS * area.block_bytes / FLUSH_LINE_BYTES);
     options.arm64 = arm64;
     options.early_drops = true;
-    return options;
-}
-
-static void hosts_make(uint8_t *base, hosts_area *area) {
-    area->base = base;
+    if (keeps) {
+        options.cache_lines_max = options.lines;
+        options.odds.fill = 4096;
+        options.odds.evict = 0;
+    }
+    knob_options(&options);
+    incoherent *sim = incoherent_make(&options);
+    area.base = incoherent_base(sim);
     for (uint32_t i = 0; i < HOSTS; i++)
-        scene.at[i] = (hosts){.area = *area, .self = i, .mode = VISIBILITY_FAST, .pause = pause_,
+        scene.at[i] = (hosts){.area = area, .self = i, .mode = VISIBILITY_FAST, .pause = pause_,
                               .silent = silent};
+    return sim;
 }
 
 /* OTHER gave extent 0 back in its commit 2, and was cut at 1: the extent is its own. */
@@ -113,14 +118,8 @@ static void fails(uint64_t stops_step) {
 
 /* False: extent 0 is said to be nobody's. reader_steps: how many steps the reader made. */
 static bool run(uint64_t seed, bool arm64, uint64_t stops_step, uint64_t *reader_steps) {
-    hosts_area area;
-    struct incoherent_options options = prepare_area(seed, arm64, &area);
-    options.cache_lines_max = options.lines;
-    knob_options(&options);
-    options.odds.fill = 4096;
-    options.odds.evict = 0;
-    scene = (struct scene){.sim = incoherent_make(&options), .stops_step = stops_step};
-    hosts_make(incoherent_base(scene.sim), &area);
+    scene = (struct scene){.stops_step = stops_step};
+    scene.sim = sim_make(seed, arm64, true);
     prepare();
     incoherent_hook(scene.sim, disturb, NULL);
     scene.actor[READER] = incoherent_actor(scene.sim, READER, reader_run, NULL);
@@ -203,12 +202,8 @@ static void follower_run(void *right) {
 }
 
 static bool append_run(uint64_t seed, bool arm64, uint64_t dies_step, uint64_t *steps) {
-    hosts_area area;
-    struct incoherent_options options = prepare_area(seed, arm64, &area);
-    knob_options(&options);
-    append = (struct append){.sim = incoherent_make(&options), .dies_step = dies_step,
+    append = (struct append){.sim = sim_make(seed, arm64, false), .dies_step = dies_step,
                              .next = seed % 2 ? 1 : RECORDS + 3, .loss = (int)(seed % 3) - 1};
-    hosts_make(incoherent_base(append.sim), &area);
     for (uint32_t i = 0; i < HOSTS; i++) {
         CHECK(hosts_attach(&scene.at[i], NONCE) == 0);
         scene.at[i].pause = count_pause;
@@ -264,11 +259,7 @@ static void seeing_run(void *context) {
 }
 
 static bool come_back(uint64_t seed, bool arm64) {
-    hosts_area area;
-    struct incoherent_options options = prepare_area(seed, arm64, &area);
-    knob_options(&options);
-    incoherent *sim = incoherent_make(&options);
-    hosts_make(incoherent_base(sim), &area);
+    incoherent *sim = sim_make(seed, arm64, false);
     for (uint32_t i = 0; i < HOSTS; i++) CHECK(hosts_attach(&scene.at[i], NONCE) == 0);
     coming.back = coming.seen = coming.right = false;
     incoherent_actor(sim, OTHER, coming_run, NULL);
@@ -284,34 +275,27 @@ static bool come_back(uint64_t seed, bool arm64) {
     return coming.right;
 }
 
+static uint64_t runs, all_steps;
+
 /* At each step in turn, until it was done before. */
-static bool append_runs(uint64_t seed, bool arm64, uint64_t *runs) {
+static bool at_each_step(bool (*one)(uint64_t seed, bool arm64, uint64_t step, uint64_t *steps),
+                         uint64_t seed, bool arm64) {
     uint64_t steps;
-    for (uint64_t dies = 1;; dies++, ++*runs) {
-        if (!append_run(seed, arm64, dies, &steps)) return false;
-        if (steps < dies) return true;
+    for (uint64_t step = 1;; step++, runs++) {
+        if (!one(seed, arm64, step, &steps)) return false;
+        all_steps += steps;
+        if (steps < step) return true;
     }
 }
 
+static bool run_all(uint64_t seed, bool arm64) {
+    return come_back(seed, arm64) && at_each_step(append_run, seed, arm64) &&
+           at_each_step(run, seed, arm64);
+}
+
 int main(void) {
-    uint64_t seeds = knob("CXLKV_SEEDS", 25), first = knob("CXLKV_SEED", 1);
-    uint64_t only = knob("CXLKV_ARM64", 2), steps = 0, runs = 0, all_steps = 0;
-    for (uint64_t seed = first; seed < first + seeds; seed++)
-        for (uint64_t arm64 = 0; arm64 < 2; arm64++) {
-            if ((only == 2 || only == arm64) &&
-                !(come_back(seed, arm64 != 0) && append_runs(seed, arm64 != 0, &runs))) {
-                fprintf(stderr, "seed %lu, %s failed\n", seed, arm64 ? "arm64" : "x86");
-                return 1;
-            }
-            for (uint64_t stops = 1; only == 2 || only == arm64; stops++, runs++) {
-                if (!run(seed, arm64 != 0, stops, &steps)) {
-                    fprintf(stderr, "seed %lu, %s failed\n", seed, arm64 ? "arm64" : "x86");
-                    return 1;
-                }
-                all_steps += steps;
-                if (steps < stops) break; /* it was done before */
-            }
-        }
+    uint64_t seeds = knob("CXLKV_SEEDS", 25);
+    if (!knob_all_seeds(seeds, run_all)) return 1;
     fprintf(stderr, "%lu seeds, %lu runs, %lu steps: left out %lu\n", seeds, runs, all_steps,
             left_out);
     return 0;

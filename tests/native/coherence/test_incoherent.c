@@ -2,7 +2,6 @@
  *
  * Each case is a few actors run at many seeds; an outcome is wanted never, or at least once. */
 #include <signal.h>
-#include <sys/wait.h>
 #include <time.h>
 
 #include "base/flush.h"
@@ -729,9 +728,7 @@ static void test_direct_access_dies(void) {
         signal(SIGSEGV, SIG_DFL);
         _exit(*(volatile uint8_t *)base);
     }
-    int status;
-    CHECK(waitpid(child, &status, 0) == child);
-    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV);
+    test_ended(child, SIGSEGV);
     end();
 }
 

@@ -248,7 +248,6 @@ static bool run(uint64_t seed, bool arm64) {
     for (size_t i = 0; i < sizeof(total) / sizeof(uint64_t); i++)
         ((uint64_t *)&total)[i] += ((uint64_t *)&p->counts)[i];
     bool failed = p->failed;
-    if (failed) fprintf(stderr, "seed %lu, %s failed\n", seed, arm64 ? "arm64" : "x86");
     incoherent_free(p->sim);
     free(p);
     return !failed;
@@ -270,11 +269,9 @@ static void report(uint64_t seeds) {
 }
 
 int main(void) {
-    uint64_t seeds = knob("CXLKV_SEEDS", 700), first = knob("CXLKV_SEED", 1);
-    uint64_t only = knob("CXLKV_ARM64", 2), least = knob("CXLKV_LONG", 0) ? 100 : 0;
-    for (uint64_t seed = first; seed < first + seeds; seed++)
-        for (uint64_t arm64 = 0; arm64 < 2; arm64++)
-            if ((only == 2 || only == arm64) && !run(seed, arm64 != 0)) return 1;
+    uint64_t seeds = knob("CXLKV_SEEDS", 700);
+    uint64_t least = knob("CXLKV_LONG", 0) ? 100 : 0;
+    if (!knob_all_seeds(seeds, run)) return 1;
     report(seeds);
     const uint64_t rare[] = {total.takeovers, total.laps, total.fenced_copies, total.late_drains,
                              total.reuses, total.pinned, total.undecided, total.offs};

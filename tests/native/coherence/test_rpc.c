@@ -178,12 +178,6 @@ static pid_t serve_in_child(uint8_t *memory, enum visibility_mode mode) {
     _exit(0);
 }
 
-static void reap(pid_t child, int signal) {
-    int status;
-    CHECK(waitpid(child, &status, 0) == child);
-    CHECK(signal ? WIFSIGNALED(status) && WTERMSIG(status) == signal : status == 0);
-}
-
 /* The server dies in its handler: a timeout. The next one meets the same request, dies of it, too;
  * the client gives it up, and goes on with a third one through the same slot. Then the client dies
  * with an answer on its way, and the next client goes on. */
@@ -197,7 +191,7 @@ static void test_deaths(enum visibility_mode mode) {
             ask(&slot, &seed);
             CHECK(rpc_call(&slot, OPERATION_DIES, "", 1, NULL, SHORT_S) == -CXLKV_E_TIMEOUT);
         }
-        reap(child, SIGKILL);
+        test_ended(child, SIGKILL);
     }
     CHECK(rpc_send(&slot, 1, "given up, too", 13) == 0);
     pid_t child = serve_in_child(memory, mode);
@@ -209,12 +203,12 @@ static void test_deaths(enum visibility_mode mode) {
         CHECK(rpc_send(&slot, 1, "last words", 10) == 0);
         raise(SIGKILL);
     }
-    reap(client, SIGKILL);
+    test_ended(client, SIGKILL);
     slot = client_begin(memory, mode, true);
     CHECK(slot.sequence == last + 1);
     for (uint32_t i = 0; i < 200; i++) ask(&slot, &seed);
     CHECK(rpc_call(&slot, OPERATION_QUITS, NULL, 0, NULL, LONG_S) == 0);
-    reap(child, 0);
+    test_ended(child, 0);
     memory_free(memory);
 }
 

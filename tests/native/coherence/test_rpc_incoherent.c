@@ -187,18 +187,14 @@ static bool run(uint64_t seed, bool arm64) {
     total.steps += incoherent_step_count(sim);
     total.left_out += incoherent_counts(sim)->left_out;
     bool failed = s->failed;
-    if (failed) fprintf(stderr, "seed %lu, %s failed\n", seed, arm64 ? "arm64" : "x86");
     incoherent_free(sim);
     free(s);
     return !failed;
 }
 
 int main(void) {
-    uint64_t seeds = knob("CXLKV_SEEDS", 300), first = knob("CXLKV_SEED", 1);
-    uint64_t only = knob("CXLKV_ARM64", 2);
-    for (uint64_t seed = first; seed < first + seeds; seed++)
-        for (uint64_t arm64 = 0; arm64 < 2; arm64++)
-            if ((only == 2 || only == arm64) && !run(seed, arm64 != 0)) return 1;
+    uint64_t seeds = knob("CXLKV_SEEDS", 300);
+    if (!knob_all_seeds(seeds, run)) return 1;
     fprintf(stderr, "%lu seeds, %lu steps: answers %lu, errors %lu, given up %lu, read again %lu, "
             "kills %lu, left out %lu\n", seeds, total.steps, total.answers, total.errors,
             total.given_up, total.read_again, total.kills, total.left_out);

@@ -83,18 +83,14 @@ static bool run(uint64_t seed, bool arm64) {
         incoherent_trace(sim, stderr);
         fprintf(stderr, "failed: a line has two writers\n");
     }
-    if (!fine) fprintf(stderr, "seed %lu, %s failed\n", seed, arm64 ? "arm64" : "x86");
     incoherent_free(sim);
     free(s);
     return fine;
 }
 
 int main(void) {
-    uint64_t seeds = knob("CXLKV_SEEDS", 300), first = knob("CXLKV_SEED", 1);
-    uint64_t only = knob("CXLKV_ARM64", 2);
-    for (uint64_t seed = first; seed < first + seeds; seed++)
-        for (uint64_t arm64 = 0; arm64 < 2; arm64++)
-            if ((only == 2 || only == arm64) && !run(seed, arm64 != 0)) return 1;
+    uint64_t seeds = knob("CXLKV_SEEDS", 300);
+    if (!knob_all_seeds(seeds, run)) return 1;
     fprintf(stderr, "%lu seeds, %lu steps: accepted %lu, refused %lu, read in place %lu, ", seeds,
             total.steps, total.accepted, total.refused, total.visited);
     fprintf(stderr, "reused %lu, still pinned %lu, left out %lu\n", total.reused, total.waited,

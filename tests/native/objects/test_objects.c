@@ -4,7 +4,6 @@
  * and on two that share the pool. */
 #undef NDEBUG
 #include <pthread.h>
-#include <time.h>
 
 #include "base/crc32c.h"
 #include "object_tests.h"
@@ -319,8 +318,7 @@ static void test_damage(int where, bool repair) {
     cxlkv_pool_destroy(&other);
     test_clean(pool);
     CHECK(test_stats(pool).pages_held == 0);
-    cxlkv_pool_destroy(&pool);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&pool, path);
 }
 
 /* A superblock whose CRC is right and whose words no pool of objects has. */
@@ -546,11 +544,7 @@ static void test_publish_and_release(void) {
 }
 
 int main(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    seed = getenv("CXLKV_TEST_SEED") ? strtoull(getenv("CXLKV_TEST_SEED"), NULL, 10)
-                                     : (uint64_t)now.tv_nsec;
-    printf("CXLKV_TEST_SEED=%lu\n", seed);
+    seed = test_seed();
     for (uint32_t i = 0; i < 4; i++) {
         test_sizes(i & 1, 1 + i / 2);
         test_ranges(i & 1, 1 + i / 2);

@@ -3,8 +3,6 @@
  * by itself or by SIGKILL. */
 #undef NDEBUG
 #include <signal.h>
-#include <sys/wait.h>
-#include <time.h>
 
 #include "object_tests.h"
 #include "pool/pool.h"
@@ -22,7 +20,7 @@ static void test_fork(bool killed) {
     const uint8_t *at;
     int64_t size;
     int32_t codes[2];
-    int status, to_child[2], to_parent[2];
+    int to_child[2], to_parent[2];
     cxlkv_lease *reserved;
     CHECK(pipe(to_child) == 0 && pipe(to_parent) == 0);
     CHECK(put(pool, 1, 1, SMALL, &seed) == 1);
@@ -60,15 +58,13 @@ static void test_fork(bool killed) {
     while (put(pool, 1000 + (uint64_t)size++, 5, SMALL, &seed) == 1) continue;
     CHECK(write(to_child[1], "x", 1) == 1 && read(to_parent[0], &byte, 1) == 1);
     if (killed) CHECK(kill(child, SIGKILL) == 0);
-    CHECK(waitpid(child, &status, 0) == child);
-    CHECK(killed ? WIFSIGNALED(status) : WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    test_ended(child, killed ? SIGKILL : 0);
     CHECK(test_stats(pool).pages_held == 0);
     expect(pool, 10, 10, SMALL, &seed);
     expect(pool, 11, 11, killed ? CXLKV_OBJECT_ABSENT : SMALL, &seed);
     CHECK(test_stats(pool).pages_free == (killed ? 2u : 1u));
     test_clean(pool);
-    cxlkv_pool_destroy(&pool);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&pool, path);
     close(to_child[1]);
     close(to_parent[0]);
 }
@@ -78,11 +74,7 @@ int main(void) {
     puts("skipped: TSan dies of threads that are made after a fork");
     return 77;
 #endif
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    seed = getenv("CXLKV_TEST_SEED") ? strtoull(getenv("CXLKV_TEST_SEED"), NULL, 10)
-                                     : (uint64_t)now.tv_nsec;
-    printf("CXLKV_TEST_SEED=%lu\n", seed);
+    seed = test_seed();
     test_fork(false);
     test_fork(true);
     return 0;

@@ -38,8 +38,7 @@ static void cut(cut_pool *c, uint64_t extents) {
 static void end(cut_pool *c) {
     cxlkv_stats stats = test_stats(c->pool);
     CHECK(stats.pages_held == 0 && stats.pages_retired > 0);
-    cxlkv_pool_destroy(&c->pool);
-    CHECK(cxlkv_pool_remove(c->path) == 0);
+    test_remove(&c->pool, c->path);
 }
 
 /* A call meets the loss once, as an error or a damaged object; from then on it is known. */

@@ -7,7 +7,6 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <time.h>
 
 #include "check.h"
@@ -45,7 +44,6 @@ static bool is_in_the_queue(const scene *s) {
 
 /* Host 1 is killed, and seems to stand before everybody who comes. */
 static void freeze(scene *s) {
-    int status;
     pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
@@ -54,7 +52,7 @@ static void freeze(scene *s) {
         CHECK(cxlkv_pool_open(s->path, &host, &pool) == 0);
         kill(getpid(), SIGKILL);
     }
-    CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
+    test_ended(child, SIGKILL);
     host_name name;
     CHECK(hosts_name(&s->pool->hosts, 1, &name) && name.status == HOST_LIVE);
     poke(s, slot_of(s, 1), SLOT_WORD(name.epoch, 0, 1));
@@ -81,8 +79,7 @@ static void scene_end(scene *s) {
     cxlkv_sequence_destroy(&s->sequence);
     CHECK(test_stats(s->pool).pages_held == 0);
     test_clean(s->pool);
-    cxlkv_pool_destroy(&s->pool);
-    CHECK(cxlkv_pool_remove(s->path) == 0);
+    test_remove(&s->pool, s->path);
     free(s->pages);
 }
 
@@ -140,11 +137,11 @@ static pid_t child_queues(scene *s) {
 /* A place in the queue is given up with the process that stood there: its host's keeper sees to it,
  * and whoever queues next gets in. */
 static void test_who_queues_dies(const char *path) {
-    int status;
     scene s;
     scene_make(&s, path);
     pid_t child = child_queues(&s);
-    CHECK(kill(child, SIGKILL) == 0 && waitpid(child, &status, 0) == child);
+    CHECK(kill(child, SIGKILL) == 0);
+    test_ended(child, SIGKILL);
     while (is_in_the_queue(&s)) nap();
     CHECK(test_verify(s.sequence, 0, s.marks, TOKENS) == 0);
     thaw(&s);
@@ -155,7 +152,6 @@ static void test_who_queues_dies(const char *path) {
 
 /* Another process dies with the host lock: who repairs leaves the queue to who stands there. */
 static void test_another_dies_with_the_lock(const char *path) {
-    int status;
     scene s;
     scene_make(&s, path);
     pid_t queues = child_queues(&s);
@@ -166,14 +162,14 @@ static void test_another_dies_with_the_lock(const char *path) {
         CHECK(host_lock(s.pool) == 0);
         kill(getpid(), SIGKILL);
     }
-    CHECK(waitpid(dies, &status, 0) == dies && WIFSIGNALED(status));
+    test_ended(dies, SIGKILL);
     CHECK(host_lock(s.pool) == 0); /* repairs, unless somebody has */
     host_unlock(s.pool);
     CHECK(test_stats(s.pool).rebuilds == 1);
     CHECK(flush_load_word(slot_of(&s, 0)) == place);
     check_goes_on(&s);
     thaw(&s);
-    CHECK(waitpid(queues, &status, 0) == queues && WIFEXITED(status) && status == 0);
+    test_ended(queues, 0);
     scene_end(&s);
 }
 
@@ -241,8 +237,7 @@ static void test_what_a_dead_process_claimed_is_used(const char *path) {
     CHECK(cxlkv_pages_alloc(pool, all, pages) == all);
     CHECK(cxlkv_pages_free(pool, all, pages) == all);
     test_clean(pool);
-    cxlkv_pool_destroy(&pool);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&pool, path);
     free(pages);
 }
 

@@ -3,7 +3,6 @@
  * that is left by all and opened again, threads that count at once. */
 #undef NDEBUG
 #include <signal.h>
-#include <sys/wait.h>
 
 #include "check.h"
 #include "sequence/sequence.h"
@@ -29,14 +28,15 @@ static void test_killed_processes_stay_counted(const char *path) {
     uint64_t fetched = 0;
     count_add(pool, COUNT_SCORED_BYTES, 5);
     for (int i = 1; i <= CHILDREN; i++) {
-        int pipes[2], status;
+        int pipes[2];
         char byte;
         CHECK(pipe(pipes) == 0);
         pid_t child = fork();
         CHECK(child >= 0);
         if (child == 0) counting_child(pool, pipes[1]);
         CHECK(read(pipes[0], &byte, 1) == 1);
-        CHECK(kill(child, SIGKILL) == 0 && waitpid(child, &status, 0) == child);
+        CHECK(kill(child, SIGKILL) == 0);
+        test_ended(child, SIGKILL);
         close(pipes[0]);
         close(pipes[1]);
         cxlkv_counters total = total_of(pool);
@@ -71,8 +71,7 @@ static void test_a_slot_is_taken_again(const char *path) {
         cxlkv_pool_destroy(&second);
     }
     CHECK(total_of(first).fetched_bytes == 21);
-    cxlkv_pool_destroy(&first);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&first, path);
 }
 
 static void *count_many(void *context) {
@@ -102,8 +101,7 @@ static void test_what_operations_count(void) {
     cxlkv_sequence *sequence, *hit;
     test_marks(marks, 1, 3 * TEST_PAGE_TOKENS);
     test_hashes(hashes, 1, 5);
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
-    CHECK(test_append_all(sequence, marks, 3 * TEST_PAGE_TOKENS) >= 0);
+    sequence = test_sequence(pool, marks, 3 * TEST_PAGE_TOKENS);
     CHECK(total_of(pool).appended_bytes == test_stats(pool).appended_bytes);
     CHECK(total_of(pool).appended_bytes > 0);
 

@@ -56,11 +56,8 @@ static void check_given_back(cxlkv_pool *pool, uint64_t queued, uint64_t held) {
 
 static cxlkv_sequence *written(cxlkv_pool *pool) {
     uint64_t marks[TOKENS];
-    cxlkv_sequence *sequence;
     test_marks(marks, 1, TOKENS);
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
-    CHECK(test_append_all(sequence, marks, TOKENS) >= 0);
-    return sequence;
+    return test_sequence(pool, marks, TOKENS);
 }
 
 static void test_a_release_without_the_lock(void) {
@@ -136,8 +133,7 @@ static void test_others_are_told(const char *path) {
     check_given_back(pool, pages, 0);
     CHECK(cxlkv_pool_check(watcher, 0, text, sizeof(text)) == 0);
     cxlkv_pool_destroy(&watcher);
-    cxlkv_pool_destroy(&pool);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&pool, path);
 }
 
 static void *release_one(void *sequence) {

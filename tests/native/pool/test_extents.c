@@ -68,14 +68,19 @@ static uint32_t owned_extents(const cxlkv_pool *pool) {
     return owned;
 }
 
-static void test_units(uint64_t unit_bytes) {
-    const char *path = test_path("extents");
+static cxlkv_pool *shared_pool(const char *path) {
     cxlkv_layout layout = test_layout();
     cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = 2};
     cxlkv_host host = {.number = 1, .lease_s = 10};
     cxlkv_pool *pool;
-    uint32_t pages[64];
     CHECK(cxlkv_pool_create(path, &layout, &sharing, 24 << 20, 0, &host, 0, &pool) == 0);
+    return pool;
+}
+
+static void test_units(uint64_t unit_bytes) {
+    const char *path = test_path("extents");
+    cxlkv_pool *pool = shared_pool(path);
+    uint32_t pages[64];
     CHECK(pool->region.unit_bytes == 4096);
     CHECK(host_lock(pool) == 0);
     pool->region.unit_bytes = unit_bytes;
@@ -86,9 +91,7 @@ static void test_units(uint64_t unit_bytes) {
         CHECK(cxlkv_pages_alloc(pool, 64, pages) == 64);
         check_mappings(pool);
     }
-    cxlkv_pool_close(pool);
-    cxlkv_pool_destroy(&pool);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&pool, path);
 }
 
 /* What the machine is known to have dropped from its caches, in the host's own line. */
@@ -98,21 +101,16 @@ static uint64_t *settled_word(const cxlkv_pool *pool) {
 
 static void test_a_return_on_the_same_boot_is_known(void) {
     const char *path = test_path("settled");
-    cxlkv_layout layout = test_layout();
-    cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = 2};
-    cxlkv_host host = {.number = 1, .lease_s = 10};
-    cxlkv_pool *pool;
+    cxlkv_pool *pool = shared_pool(path);
     uint32_t pages[64];
-    CHECK(cxlkv_pool_create(path, &layout, &sharing, 24 << 20, 0, &host, 0, &pool) == 0);
     uint64_t boot = *settled_word(pool);
     CHECK(boot != 0);
     CHECK(cxlkv_pages_alloc(pool, 64, pages) == 64 && *settled_word(pool) == boot);
     *settled_word(pool) = 7; /* another machine had this number, or a take was cut short */
     cxlkv_pool_destroy(&pool);
-    CHECK(cxlkv_pool_open(path, &host, &pool) == 0);
+    pool = test_open_host(path, 1, 10);
     CHECK(*settled_word(pool) == boot && owned_extents(pool) > 0);
-    cxlkv_pool_destroy(&pool);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&pool, path);
 }
 
 int main(void) {

@@ -13,13 +13,6 @@ enum { OBJECT_BYTES = 8192, LOG_RECORDS = 64, FEW = 20, MANY = 80, LAPS = 4 };
 #define LEASE_S 3600 /* keepers work twenty times a lease */
 static uint64_t seed = 20261122;
 
-static cxlkv_pool *open_host(const char *path, uint32_t number) {
-    cxlkv_host host = {.number = number, .lease_s = LEASE_S};
-    cxlkv_pool *pool;
-    CHECK(cxlkv_pool_open(path, &host, &pool) == 0);
-    return pool;
-}
-
 static void write_log_over(cxlkv_pool *pool) {
     for (uint64_t i = 0; i < LAPS * LOG_RECORDS / 2; i++) {
         CHECK(put(pool, 9000, i, OBJECT_BYTES, &seed) == 1);
@@ -41,8 +34,8 @@ static void test_wishes(uint64_t objects) {
     cxlkv_host host = {.lease_s = LEASE_S};
     cxlkv_pool *pools[HOSTS];
     CHECK(cxlkv_pool_create(path, &layout, &sharing, 8 << 20, 0, &host, 0, &pools[WISHES]) == 0);
-    pools[DEAD] = open_host(path, DEAD);
-    pools[OTHER] = open_host(path, OTHER);
+    pools[DEAD] = test_open_host(path, DEAD, LEASE_S);
+    pools[OTHER] = test_open_host(path, OTHER, LEASE_S);
     for (uint64_t i = 0; i < objects; i++)
         CHECK(put(pools[DEAD], i, i, OBJECT_BYTES, &seed) == 1);
     CHECK(count_found(pools[OTHER], objects) == objects);
@@ -51,7 +44,7 @@ static void test_wishes(uint64_t objects) {
     if (objects <= LOG_RECORDS / 2) CHECK(count_found(pools[OTHER], objects) == 1);
     cxlkv_pool_destroy(&pools[OTHER]);
     write_log_over(pools[WISHES]);
-    pools[OTHER] = open_host(path, OTHER);
+    pools[OTHER] = test_open_host(path, OTHER, LEASE_S);
     uint64_t lost = test_stats(pools[WISHES]).lost_forgets;
     uint64_t found = count_found(pools[OTHER], objects);
     printf("%lu wishes: %lu lost, %lu found again\n", objects, lost, found - 1);
@@ -73,7 +66,7 @@ static void test_two_copies(void) {
     cxlkv_host host = {.lease_s = LEASE_S};
     cxlkv_pool *one, *two;
     CHECK(cxlkv_pool_create(path, &layout, &sharing, 8 << 20, 0, &host, 0, &one) == 0);
-    two = open_host(path, 1);
+    two = test_open_host(path, 1, LEASE_S);
     for (uint64_t evicts = 0; evicts < 2; evicts++) {
         uint8_t key[16];
         uint64_t hash[2];
@@ -95,8 +88,7 @@ static void test_two_copies(void) {
     expect(one, 0, 8, OBJECT_BYTES, &seed);
     expect(two, 0, 8, OBJECT_BYTES, &seed);
     cxlkv_pool_destroy(&one);
-    cxlkv_pool_destroy(&two);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&two, path);
 }
 
 int main(void) {

@@ -4,7 +4,6 @@
 #undef NDEBUG
 #include <signal.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 
 #include "check.h"
 #include "sequence/sequence.h"
@@ -38,19 +37,9 @@ static void keep_ends(bool is_child, int to_child[2], int to_parent[2]) {
     close(to_parent[is_child ? 0 : 1]);
 }
 
-/* Ends with 0: the child's own checks abort it. */
-static void reap_ok(pid_t child) {
-    int status;
-    CHECK(waitpid(child, &status, 0) == child);
-    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-}
-
 static cxlkv_sequence *filled(cxlkv_pool *pool) {
-    cxlkv_sequence *sequence;
     test_marks(marks, 100, TOKENS + 8);
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
-    CHECK(test_append_all(sequence, marks, TOKENS) >= 0);
-    return sequence;
+    return test_sequence(pool, marks, TOKENS);
 }
 
 static void all_free(cxlkv_pool *pool) {
@@ -79,7 +68,7 @@ static void test_both_go_on(const char *path) {
     }
     marks[TOKENS] = 7777;
     CHECK(test_append_all(sequence, marks + TOKENS, 8) >= 0);
-    reap_ok(child);
+    test_ended(child, 0);
     CHECK(test_verify_all(sequence, marks, TOKENS + 8) == 0);
     cxlkv_sequence_destroy(&sequence);
     all_free(pool);
@@ -91,7 +80,7 @@ static void test_both_go_on(const char *path) {
 static void test_order(int order) {
     cxlkv_pool *pool = test_pool(NULL, 64);
     cxlkv_sequence *sequence = filled(pool);
-    int to_child[2], to_parent[2], status;
+    int to_child[2], to_parent[2];
     CHECK(pipe(to_child) == 0 && pipe(to_parent) == 0);
     uint64_t held = test_stats(pool).pages_held;
     pid_t child = fork();
@@ -118,8 +107,7 @@ static void test_order(int order) {
     CHECK(test_stats(pool).pages_held == held);
     if (order == 2) CHECK(kill(child, SIGKILL) == 0);
     else signal_other(to_child[1]);
-    CHECK(waitpid(child, &status, 0) == child);
-    CHECK(order == 2 ? WIFSIGNALED(status) : WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    test_ended(child, order == 2 ? SIGKILL : 0);
     CHECK(test_stats(pool).reaped_processes == 1);
     if (order != 0) {
         CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
@@ -159,7 +147,7 @@ static void test_grandchild_outlives(void) {
         signal_other(done[1]);
         _exit(0);
     }
-    reap_ok(child);
+    test_ended(child, 0);
     CHECK(test_stats(pool).processes == 2); /* it was not taken for dead with its parent */
     cxlkv_sequence_destroy(&sequence);
     cxlkv_pool_destroy(&pool);
@@ -168,8 +156,7 @@ static void test_grandchild_outlives(void) {
     wait_other(done[0]);
     CHECK(cxlkv_pool_open(path, NULL, &pool) == 0);
     all_free(pool);
-    cxlkv_pool_destroy(&pool);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&pool, path);
     close(go[1]);
     close(done[0]);
 }
@@ -182,7 +169,7 @@ static void test_death_before_claim(void) {
     pid_t child = fork();
     dies_before_claim = false;
     CHECK(child > 0);
-    reap_ok(child);
+    test_ended(child, 0);
     cxlkv_stats stats = test_stats(pool);
     CHECK(stats.processes == 1 && stats.reaped_processes == 1);
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
@@ -226,11 +213,10 @@ static void test_death_in_lock(int where) {
     cxlkv_pool *pool = test_pool(NULL, 64);
     cxlkv_sequence *sequence = filled(pool);
     uint32_t page;
-    int status;
     CHECK(cxlkv_sequence_pages(sequence, &page, 1) > 0);
     pid_t child = fork();
     if (child == 0) die_in_lock(pool, where, page);
-    CHECK(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
+    test_ended(child, SIGKILL);
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
     cxlkv_stats stats = test_stats(pool);
     CHECK(stats.rebuilds == 1 && stats.reaped_processes == 1 && stats.pages_quarantined == 0);
@@ -264,13 +250,13 @@ static void test_slot_of_another(void) {
         pid_t grandchild = fork();
         CHECK(cxlkv_pool_stats(pool, &stats) == -CXLKV_E_CLOSED);
         if (grandchild == 0) _exit(0);
-        reap_ok(grandchild);
+        test_ended(grandchild, 0);
         cxlkv_sequence_destroy(&sequence);
         cxlkv_pool_destroy(&pool);
         _exit(0);
     }
     robbed = NULL;
-    reap_ok(child);
+    test_ended(child, 0);
     CHECK(pool->host->processes[pool->fork_slot].state == 2); /* "the other" still has it */
     cxlkv_sequence_destroy(&sequence);
     all_free(pool);
@@ -293,14 +279,13 @@ static void test_no_slot_left(void) {
         cxlkv_pool_destroy(&pool);
         _exit(0);
     }
-    reap_ok(child);
+    test_ended(child, 0);
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
     CHECK(test_stats(pool).processes == PROCESS_MAX);
     for (int i = 1; i < PROCESS_MAX; i++) cxlkv_pool_destroy(&others[i]);
     cxlkv_sequence_destroy(&sequence);
     all_free(pool);
-    cxlkv_pool_destroy(&pool);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&pool, path);
 }
 
 int main(void) {

@@ -268,12 +268,10 @@ int main(void) {
     test_hostile_numbers(pool);
     test_sizes_that_wrap(pool);
     test_unknown_features(pool);
-    cxlkv_sequence *sequence;
     uint64_t marks[TEST_PAGE_TOKENS];
     uint32_t page;
     test_marks(marks, 1, TEST_PAGE_TOKENS);
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
-    CHECK(test_append_all(sequence, marks, TEST_PAGE_TOKENS) >= 0);
+    cxlkv_sequence *sequence = test_sequence(pool, marks, TEST_PAGE_TOKENS);
     CHECK(cxlkv_sequence_pages(sequence, &page, 1) == 1);
     test_flipped_lines(pool, page);
     test_flipped_pieces(pool, page, sequence, marks);

@@ -18,11 +18,8 @@ enum { ROUNDS = 2000 };
 
 static cxlkv_sequence *written(cxlkv_pool *pool, uint64_t mark) {
     uint64_t marks[TOKENS];
-    cxlkv_sequence *sequence;
     test_marks(marks, mark, TOKENS);
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
-    CHECK(test_append_all(sequence, marks, TOKENS) >= 0);
-    return sequence;
+    return test_sequence(pool, marks, TOKENS);
 }
 
 static void fetch_all(cxlkv_sequence *sequence) {
@@ -209,8 +206,7 @@ static void test_deaths(void) {
     const reuse_record *reuse = &pool->reuse[sequence_page(sequence, 0, 0)];
     CHECK(!reuse->used && !reuse->born && !reuse->parent_plus_one && !reuse->hits);
     cxlkv_sequence_destroy(&sequence);
-    cxlkv_pool_destroy(&pool);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&pool, path);
 }
 
 int main(void) {

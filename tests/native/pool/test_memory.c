@@ -123,8 +123,7 @@ static int64_t do_create_pool(void) {
         CHECK(access(path, F_OK) < 0);
         return code;
     }
-    cxlkv_pool_destroy(&other);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&other, path);
     return 0;
 }
 
@@ -215,8 +214,7 @@ static void windowed(void) {
     CHECK(pool->geometry.part_count == 2 && pool->windowed);
     for (int shared = 0; shared < 2; shared++) {
         cxlkv_sequence *child = NULL;
-        CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
-        CHECK(test_append_all(sequence, marks, TOKENS) >= 0);
+        sequence = test_sequence(pool, marks, TOKENS);
         CHECK(cxlkv_batch_create(pool, 1, &sequence, &batch) == 0);
         CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes, 0) > (shared ? -1 : PAGES));
         try("fork", do_fork, false);
@@ -248,8 +246,7 @@ int main(void) {
     pool = test_pool(path, 2 * PAGES);
     test_marks(marks, 1, TOKENS + MORE);
     test_hashes(hashes, 1, PAGES);
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
-    CHECK(test_append_all(sequence, marks, TOKENS) >= 0);
+    sequence = test_sequence(pool, marks, TOKENS);
     CHECK(cxlkv_batch_create(pool, 1, &sequence, &batch) == 0);
     CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes, 0) == PAGES);
     try("create", do_create, false);
@@ -295,8 +292,7 @@ int main(void) {
     CHECK(failures > 30);
     cxlkv_batch_destroy(&batch);
     cxlkv_sequence_destroy(&sequence);
-    cxlkv_pool_destroy(&pool);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&pool, path);
     windowed();
     return 0;
 }

@@ -93,13 +93,11 @@ static void test_runs_stay_together(void) {
 
 static void test_wrong_frees_change_nothing(void) {
     cxlkv_pool *pool = test_pool(NULL, 64);
-    cxlkv_sequence *sequence;
     uint64_t marks[TEST_PAGE_TOKENS];
     uint32_t pages[3], own;
     test_marks(marks, 1, TEST_PAGE_TOKENS);
     CHECK(cxlkv_pages_alloc(pool, 3, pages) == 3);
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
-    CHECK(test_append_all(sequence, marks, TEST_PAGE_TOKENS) >= 0);
+    cxlkv_sequence *sequence = test_sequence(pool, marks, TEST_PAGE_TOKENS);
     CHECK(cxlkv_sequence_pages(sequence, &own, 1) == 1);
     uint64_t free_pages = test_stats(pool).pages_free;
     uint32_t twice[2] = {pages[0], pages[0]}, foreign[2] = {pages[1], own};
@@ -196,8 +194,7 @@ static void test_what_others_read_is_withdrawn(void) {
     test_clean(owner);
     free(pages);
     cxlkv_pool_destroy(&reader);
-    cxlkv_pool_destroy(&owner);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&owner, path);
 }
 
 int main(void) {

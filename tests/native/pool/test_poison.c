@@ -72,10 +72,7 @@ static const cxlkv_host *host_of(const scene *s, int number) {
 }
 
 static cxlkv_sequence *filled(scene *s, uint32_t tokens) {
-    cxlkv_sequence *made;
-    CHECK(cxlkv_sequence_create(s->pool, &made) == 0);
-    CHECK(test_append_all(made, s->marks, tokens) >= 0);
-    return made;
+    return test_sequence(s->pool, s->marks, tokens);
 }
 
 static void begin_sequences(scene *s) {
@@ -375,8 +372,7 @@ static void call_os_fork(scene *s) {
         look_at_stats(s->pool);
         _exit(0);
     }
-    int status;
-    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    test_ended(child, 0);
 }
 
 typedef struct call {
@@ -624,8 +620,7 @@ static uint32_t test_kind(bool shared, bool objects) {
     make(&s, 0);
     cxlkv_geometry g = s.pool->geometry;
     cxlkv_pool_destroy(&s.other);
-    cxlkv_pool_destroy(&s.pool);
-    CHECK(cxlkv_pool_remove(s.path) == 0);
+    test_remove(&s.pool, s.path);
     uint32_t count = 0;
     for (uint64_t at = 0; at < g.extents_offset + 2 * g.extent_bytes; at += MACHINE_PAGE) {
         if (at >= g.descriptors_offset + g.extent_count * g.descriptors_bytes &&

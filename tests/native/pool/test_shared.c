@@ -3,7 +3,6 @@
  * different host numbers; under ThreadSanitizer, what a handle's threads and its keeper share. */
 #undef NDEBUG
 #include <pthread.h>
-#include <time.h>
 
 #include "check.h"
 #include "sequence/sequence.h"
@@ -24,13 +23,6 @@ typedef struct worker {
     uint64_t seed;
     uint32_t rounds, hits, adopted;
 } worker;
-
-static cxlkv_pool *open_host(const char *path, uint32_t number) {
-    cxlkv_host host = {.number = number, .lease_s = 1.0};
-    cxlkv_pool *pool;
-    CHECK(cxlkv_pool_open(path, &host, &pool) == 0);
-    return pool;
-}
 
 static void make(const char *path) {
     cxlkv_layout layout = test_layout();
@@ -159,14 +151,10 @@ int main(void) {
     cxlkv_pool *pools[HOSTS];
     worker workers[HOSTS * THREADS];
     pthread_t threads[HOSTS * THREADS];
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    uint64_t seed = getenv("CXLKV_TEST_SEED") ? strtoull(getenv("CXLKV_TEST_SEED"), NULL, 10)
-                                              : (uint64_t)now.tv_nsec;
+    uint64_t seed = test_seed();
     uint32_t hits = 0, adopted = 0;
-    printf("CXLKV_TEST_SEED=%lu\n", seed);
     make(path);
-    for (uint32_t host = 0; host < HOSTS; host++) pools[host] = open_host(path, host);
+    for (uint32_t host = 0; host < HOSTS; host++) pools[host] = test_open_host(path, host, 1.0);
     for (uint32_t i = 0; i < HOSTS * THREADS; i++) {
         workers[i] = (worker){.pool = pools[i % HOSTS], .seed = seed + i, .rounds = 400};
         CHECK(pthread_create(&threads[i], NULL, work, &workers[i]) == 0);

@@ -101,8 +101,7 @@ static void test_no_wait_is_without_an_end(const char *path) {
     CHECK(test_stats(second).processes == 2);
     cxlkv_pool_destroy(&second);
     state_place_close(&place);
-    cxlkv_pool_destroy(&pool);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&pool, path);
     lock_wait_s = 30;
 }
 

@@ -192,11 +192,9 @@ static void *read_shared(void *argument) {
 
 static void share_one_sequence(void) {
     pthread_t threads[THREADS];
-    cxlkv_sequence *shared;
     cxlkv_batch *batch;
     uint64_t first = 5;
-    CHECK(cxlkv_sequence_create(pools[0], &shared) == 0);
-    CHECK(test_append_all(shared, &first, 1) >= 0);
+    cxlkv_sequence *shared = test_sequence(pools[0], &first, 1);
     CHECK(cxlkv_batch_create(pools[0], 1, &shared, &batch) == 0);
     atomic_store(&finished, 0);
     for (uint32_t i = 0; i < THREADS; i++)
@@ -229,8 +227,7 @@ int main(void) {
     CHECK(pools[0]->region.base != pools[1]->region.base && pools[0]->slot != pools[1]->slot);
     for (int i = 0; i < 2; i++) CHECK(cxlkv_pool_set_threads(pools[i], 2) == 0);
     test_marks(common_marks, 1, COMMON_TOKENS);
-    CHECK(cxlkv_sequence_create(pools[0], &common) == 0);
-    CHECK(test_append_all(common, common_marks, COMMON_TOKENS) >= 0);
+    common = test_sequence(pools[0], common_marks, COMMON_TOKENS);
     run(false);
     CHECK(test_verify_all(common, common_marks, COMMON_TOKENS) == 0);
     fprintf(stderr, "full %u, hits %u, adopted %u, leases that ended %u\n", atomic_load(&full),
@@ -249,7 +246,6 @@ int main(void) {
     test_clean(pools[0]);
     stats = test_stats(pools[0]);
     CHECK(stats.pages_free + stats.pages_published_only == stats.pages_total);
-    cxlkv_pool_destroy(&pools[0]);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&pools[0], path);
     return 0;
 }

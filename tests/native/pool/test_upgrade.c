@@ -41,13 +41,11 @@ static void go_back(uint8_t *page) {
 
 static void make_pool(void) {
     cxlkv_pool *pool = test_pool(path, 64);
-    cxlkv_sequence *sequence;
     uint64_t marks[TOKENS];
     uint8_t hashes[KEYS * 16];
     test_marks(marks, 1, TOKENS);
     test_hashes(hashes, 7, KEYS);
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
-    CHECK(test_append_all(sequence, marks, TOKENS) >= 0);
+    cxlkv_sequence *sequence = test_sequence(pool, marks, TOKENS);
     CHECK(cxlkv_publish(sequence, KEYS, TEST_PAGE_TOKENS, hashes, 0) == KEYS);
     cxlkv_sequence_destroy(&sequence);
     cxlkv_pool_destroy(&pool);

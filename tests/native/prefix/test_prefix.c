@@ -116,8 +116,7 @@ static void a_held_tail_is_forgotten(void) {
     uint32_t alone;
     test_marks(marks, 1, 3);
     CHECK(cxlkv_pages_alloc(pool, 1, &alone) == 1);
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
-    CHECK(test_append_all(sequence, marks, 3) >= 0);
+    sequence = test_sequence(pool, marks, 3);
     CHECK(cxlkv_tail_keys(ids, 3, root, keys) == 3);
     CHECK(cxlkv_publish_tail(sequence, 3, root, keys + 2 * 16) == 1);
     page_hash(keys, 2, 0, 0, hash);

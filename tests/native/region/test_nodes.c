@@ -40,8 +40,7 @@ static void test_bound(void) {
     CHECK(cxlkv_pool_open(path, NULL, &other) == 0); /* it was told nothing of nodes */
     check_bound(other);
     cxlkv_pool_destroy(&other);
-    cxlkv_pool_destroy(&pool);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&pool, path);
     pool = make(NULL, 1, &code);
     CHECK(code == 0);
     check_bound(pool);
@@ -98,8 +97,7 @@ static void test_a_file_without_policy(void) {
     pool->region.nodes = 1;
     CHECK(nodes_verify(&pool->region) == -ENOTSUP);
     CHECK(strstr(cxlkv_error_text(), "the kernel did not bind the pool"));
-    cxlkv_pool_destroy(&pool);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&pool, path);
 }
 
 int main(void) {

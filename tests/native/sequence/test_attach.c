@@ -79,12 +79,9 @@ static void still_ours(cxlkv_pool *pool, arrival *a) {
 }
 
 static cxlkv_sequence *sequence_of(cxlkv_pool *pool, uint64_t *marks, uint32_t count) {
-    cxlkv_sequence *made;
     test_marks(marks, next_mark, count);
     next_mark += count;
-    CHECK(cxlkv_sequence_create(pool, &made) == 0);
-    CHECK(test_append_all(made, marks, count) >= 0);
-    return made;
+    return test_sequence(pool, marks, count);
 }
 
 /* ---- a sequence grows by appends and by attached pages, and is cut and forked ---- */

@@ -61,8 +61,7 @@ static void check_hits(void) {
     cxlkv_sequence *source, *hits[4];
     const uint8_t key[16] = {7};
     const uint64_t marks[TEST_PAGE_TOKENS] = {1, 2, 3, 4};
-    CHECK(cxlkv_sequence_create(pool, &source) == 0);
-    CHECK(test_append_all(source, marks, TEST_PAGE_TOKENS) >= 0);
+    source = test_sequence(pool, marks, TEST_PAGE_TOKENS);
     CHECK(cxlkv_publish(source, 1, TEST_PAGE_TOKENS, key, 0) == 1);
     for (int i = 3; i >= 0; i--) hits[i] = hit_for(pool, key, i < 3 ? 1e-9 : 1000.0);
     CHECK(pool->deadlines.count >= 1 && hits[3]->deadline_place);

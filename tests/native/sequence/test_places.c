@@ -149,8 +149,7 @@ static void verified_before_use(void) {
         pages[2 * h + 1] = h % 2 ? -1 : 2; /* page 2 is the open tail */
     }
     test_marks(marks, 1, 10);
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
-    CHECK(test_append_all(sequence, marks, 10) >= 0);
+    sequence = test_sequence(pool, marks, 10);
     CHECK(cxlkv_batch_create(pool, 1, &sequence, &batch) == 0);
     CHECK(places_of(sequence, 1, 0, ROOM, &at) == 2);
     CHECK(cxlkv_pool_memory(pool, &address) > 0);

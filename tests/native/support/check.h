@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "sequence/sequence.h"
@@ -60,6 +61,33 @@ static inline int64_t test_match(cxlkv_pool *pool, uint32_t count, const uint8_t
                                  double lease_s, cxlkv_sequence **hit) {
     const cxlkv_match_args args = {.hashes = hashes, .count = count, .lease_s = lease_s};
     return cxlkv_match(pool, &args, hit);
+}
+
+static inline cxlkv_pool *test_open_host(const char *path, uint32_t number, double lease_s) {
+    cxlkv_host host = {.number = number, .lease_s = lease_s};
+    cxlkv_pool *pool;
+    CHECK(cxlkv_pool_open(path, &host, &pool) == 0);
+    return pool;
+}
+
+static inline void test_remove(cxlkv_pool **pool, const char *path) {
+    cxlkv_pool_destroy(pool);
+    CHECK(cxlkv_pool_remove(path) == 0);
+}
+
+/* Waits for a child, which ends by this signal; 0: of itself, with 0. */
+static inline void test_ended(pid_t child, int signal) {
+    int status;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(signal ? WIFSIGNALED(status) && WTERMSIG(status) == signal : status == 0);
+}
+
+/* Of a run: what the environment says, or another one each time. */
+static inline uint64_t test_seed(void) {
+    const char *given = getenv("CXLKV_TEST_SEED");
+    uint64_t seed = given ? strtoull(given, NULL, 10) : boottime_ns();
+    printf("CXLKV_TEST_SEED=%lu\n", seed);
+    return seed;
 }
 
 /* A name in /dev/shm that no other test has; the caller removes it. */
@@ -142,6 +170,15 @@ static inline int64_t test_append_all(cxlkv_sequence *sequence, const uint64_t *
     for (uint32_t layer = 0; code >= 0 && layer < TEST_LAYERS; layer++)
         code = test_append(sequence, layer, marks, count);
     return code;
+}
+
+/* A sequence of these tokens. */
+static inline cxlkv_sequence *test_sequence(cxlkv_pool *pool, const uint64_t *marks,
+                                            uint32_t count) {
+    cxlkv_sequence *sequence;
+    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
+    CHECK(test_append_all(sequence, marks, count) >= 0);
+    return sequence;
 }
 
 static inline int64_t test_verify_all(cxlkv_sequence *sequence, const uint64_t *marks,

@@ -33,6 +33,18 @@ static inline void knob_options(struct incoherent_options *options) {
     options->trace_events = (uint32_t)knob("CXLKV_TRACE", 0);
 }
 
+/* All seeds, on each CPU; false: one failed. */
+static inline bool knob_all_seeds(uint64_t seeds, bool (*run)(uint64_t seed, bool arm64)) {
+    uint64_t first = knob("CXLKV_SEED", 1), only = knob("CXLKV_ARM64", 2);
+    for (uint64_t seed = first; seed < first + seeds; seed++)
+        for (uint64_t arm64 = 0; arm64 < 2; arm64++) {
+            if ((only != 2 && only != arm64) || run(seed, arm64 != 0)) continue;
+            fprintf(stderr, "seed %lu, %s failed\n", seed, arm64 ? "arm64" : "x86");
+            return false;
+        }
+    return true;
+}
+
 /* Few seeds, or small ones, need not have met all that a test wants to have seen. */
 static inline bool knob_enough(uint64_t seeds) {
     return seeds >= 100 && !getenv("CXLKV_HOSTS") && !getenv("CXLKV_DISTURBANCES") &&

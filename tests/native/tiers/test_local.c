@@ -4,7 +4,6 @@
  * threads that promote and demote while others read, each reading checked. For ASan and TSan. */
 #undef NDEBUG
 #include <sched.h>
-#include <sys/wait.h>
 
 #include "check.h"
 #include "sequence/sequence.h"
@@ -172,7 +171,6 @@ static void forked(cxlkv_pool *pool) {
     int64_t unit = unit_at(sequence, 0, 1);
     promote_one(pool, unit, CXLKV_LOCAL_DONE);
     local_move move = {.unit = unit_at(sequence, 1, 1)};
-    int status;
     pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
@@ -185,7 +183,7 @@ static void forked(cxlkv_pool *pool) {
         CHECK(local_prepare(pool, &move, 1) == 0 && local_copy(pool, &move, 1) == 0);
         _exit(0); /* killed in the middle of it */
     }
-    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    test_ended(child, 0);
     CHECK(test_stats(pool).processes == 1); /* which gave back what the child held */
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
     CHECK(local_state(pool).slots_held == 1);
@@ -266,7 +264,6 @@ int main(void) {
     CHECK(test_stats(pool).pages_held == 0);
     CHECK(cxlkv_pool_close(pool) == 0); /* with copies in the tier */
     CHECK(cxlkv_local_stats(pool, &state) == -CXLKV_E_CLOSED);
-    cxlkv_pool_destroy(&pool);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&pool, path);
     return 0;
 }

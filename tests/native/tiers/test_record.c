@@ -23,11 +23,9 @@ typedef struct taken {
 } taken;
 
 static void publish_all(cxlkv_pool *pool) {
-    cxlkv_sequence *sequence;
     test_marks(marks, 1, TOKENS);
     test_hashes(hashes, 5, PAGES);
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
-    CHECK(test_append_all(sequence, marks, TOKENS) >= 0);
+    cxlkv_sequence *sequence = test_sequence(pool, marks, TOKENS);
     CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes, 0) == PAGES);
     cxlkv_sequence_destroy(&sequence);
 }

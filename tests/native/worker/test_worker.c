@@ -149,8 +149,7 @@ static void unmake(made *m) {
     cxlkv_sequence_destroy(&m->sequence);
     test_clean(m->pool);
     CHECK(test_stats(m->pool).pages_held == 0);
-    cxlkv_pool_destroy(&m->pool);
-    CHECK(cxlkv_pool_remove(path) == 0);
+    test_remove(&m->pool, path);
 }
 
 static void wrong_tables(made *m) {
