@@ -16,6 +16,7 @@ COUNT_MAX = (1 << COUNTER_WIDTH) - 1
 HELD = _core.PUBLISHED_HELD
 PINNED = _core.PUBLISHED_PINNED
 NO_PAGE = _core.NO_PAGE
+choose_pages = _core.choose  # which published pages an eviction takes
 
 Counts = npt.NDArray[np.uint32]
 Floats = npt.NDArray[np.float64]

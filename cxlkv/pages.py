@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core
+from cxlkv import _core, reclaim
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout, layer_places
+from cxlkv.reclaim import Reclaimer, T
 
 PageIds = npt.NDArray[np.uint32]
 NO_PAGE = 2**32 - 1  # in place of an id: none, behind a window
@@ -64,8 +65,8 @@ class Pages:
 
     def __init__(self, pool: _core.Handle) -> None:
         self._pool = pool
-        self._geometry = _core.pool_geometry(pool)
-        self._total = self._geometry["page_count"]
+        self.geometry = _core.pool_geometry(pool)
+        self._total = self.geometry["page_count"]
 
     @cached_property
     def _layout(self) -> KVLayout:
@@ -76,7 +77,7 @@ class Pages:
 
         The pages are of the layer's part: Batch.attach() says which those are.
         """
-        return places_of(self._geometry, self._layout, pages, layer)
+        return places_of(self.geometry, self._layout, pages, layer)
 
     def alloc(self, count: int) -> PageIds:
         """`count` page ids, uint32; neighbours where there are any. Raises PoolFullError."""
@@ -90,6 +91,22 @@ class Pages:
             if len(pages) and pages[0] != NO_PAGE:  # interrupted: the caller never gets these
                 _core.pages_free(self._pool, pages)
             raise
+
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of the region in this process."""
+        return _core.pool_memory(self._pool)
+
+    def register(self, reclaimer: Reclaimer) -> None:
+        """Ask it from now on when the pool is full; as reclaim.register()."""
+        reclaim.register(self._pool, reclaimer)
+
+    def unregister(self, reclaimer: Reclaimer) -> None:
+        """Ask it no more, if it is the pool's."""
+        reclaim.unregister(self._pool, reclaimer)
+
+    def retry(self, call: Callable[[], T], pages: int) -> T:
+        """What `call` returns, which takes at most that many pages; as reclaim.retry()."""
+        return reclaim.retry(call, self._pool, lambda: pages)
 
     def evictable(self) -> npt.NDArray[np.bool_]:
         """By page id: published, of this host, pinned by nobody and held by nobody (leases too)."""

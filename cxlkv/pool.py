@@ -60,7 +60,8 @@ from cxlkv.machine.regions import (
 )
 from cxlkv.ndp.worker import WorkerUse, worker_use
 from cxlkv.pages import Pages
-from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, whole_ids
+from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, tail_keys, whole_ids
+from cxlkv.records import Records
 from cxlkv.sequence import Batch, Hit, Sequence
 from cxlkv.stats import look
 
@@ -87,6 +88,7 @@ class Pool(MovedToAdmin, Closing):
         self.layout, self.checksum, self.sketch = _core.pool_layout(handle)
         self.pages = Pages(handle)
         self.hotness = Hotness(handle)
+        self.records = Records(handle)
         self._before_close: list[Callable[[], object]] = []
         self._lent: list[weakref.ref[object]] = []  # to the views of the region that are in use
         forking.watch(self)
@@ -332,6 +334,10 @@ class Pool(MovedToAdmin, Closing):
     def _hashes(self, keys: Iterable[str | bytes], strict: bool) -> bytes:
         """Of keys as the pool's calls take them."""
 
+    def __contains__(self, one: Sequence | Batch) -> bool:
+        """Whether it is a sequence of this pool, or a batch of some."""
+        return one._pool is self._handle
+
     def stats(self) -> dict[str, int]:
         """Counts of pages, processes and sequences, and bytes moved by this process."""
         return _core.pool_stats(self._handle)
@@ -472,7 +478,7 @@ class CXLPool(Pool):
         if tokens_per_key < 1:
             raise BadArgumentError(f"{tokens_per_key} tokens a key: at least 1")
         _check_sequence(seq)
-        if seq._pool is not self._handle:
+        if seq not in self:
             raise BadArgumentError("the sequence is of another pool")
         return _core.publish(seq._handle, key_hashes(keys, strict), tokens_per_key, not strict)
 
@@ -509,7 +515,7 @@ class CXLPool(Pool):
         rest = ids[len(keys) * tokens :]
         if tail and len(rest):
             before = keys[-1] if len(keys) else root(salt)
-            key = _core.tail_keys(rest, before)[-1].tobytes()
+            key = tail_keys(rest, before)[-1].tobytes()
             published += _core.publish_tail(seq._handle, len(ids), before, key)
         return published
 

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
+from cxlkv._core import tail_keys as tail_keys
 from cxlkv.errors import BadArgumentError
 
 HASH_BYTES = 16
@@ -132,7 +133,7 @@ def prefix_keys(
     rest = ids[len(keys) * page_tokens :]
     if tail and len(rest):
         before = keys[-1].tobytes() if len(keys) else first
-        keys = np.concatenate([keys, _core.tail_keys(rest, before)[-1:]])
+        keys = np.concatenate([keys, tail_keys(rest, before)[-1:]])
     return PageKeys(keys, page_tokens)
 
 

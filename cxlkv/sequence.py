@@ -17,6 +17,7 @@ from cxlkv.ndp import audit, simd
 from cxlkv.ndp.engine import RECALL, Asked, Budget, Selection
 
 Starts = npt.NDArray[np.int32]
+PagePlaces = _core.Places
 
 
 class Batch:
@@ -377,6 +378,10 @@ class Sequence:
     def pages(self) -> npt.NDArray[np.uint32]:
         """Ids in the pool of the complete pages; of all groups of layers, one after the other."""
         return _core.sequence_pages(self._handle)
+
+    def places(self, layer: int, first: int = 0) -> PagePlaces:
+        """Where the pages from `first` on lie that are complete in the layer."""
+        return _core.sequence_places(self._handle, layer, first)
 
     def append(
         self, layer: int, k: object, v: object | None = None, rewind: int | None = None

@@ -52,7 +52,7 @@ def run(result: Result, size: Size = Size(), threads: int = 1) -> None:
             names = publish_all(pool, size)
             records = read_all(pool, names)
             measure_records(result, pool, Path(far) / "plain", names, records, size)
-            shape = RecordShape.of(pool._handle)
+            shape = RecordShape.of(pool)
     with tempfile.TemporaryDirectory() as cold:
         measure_cold(result, Path(cold), shape, names, records, size)
 

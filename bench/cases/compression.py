@@ -87,7 +87,7 @@ def records_of(layers: Layers, dtype: str, size: Size) -> tuple[Bytes, RecordSha
         sequence.release()
         hashes = key_hashes(prefix_keys(ids, size.page_tokens))
         names = _core.names(pool._handle, hashes, 1).reshape(-1, 16)
-        shape = RecordShape.of(pool._handle)
+        shape = RecordShape.of(pool)
         records = np.zeros((len(names), shape.bytes), np.uint8)
         found = _core.find_pages(pool._handle, names)
         if _core.records_read(pool._handle, *found, records).any():

@@ -15,7 +15,6 @@ from rich.text import Text
 from transformers import LlamaForTokenClassification
 from transformers.utils import logging
 
-from cxlkv import _core
 from cxlkv.adapters.transformers import layout_of
 from cxlkv.bench.result import Result
 from cxlkv.config import format_bytes
@@ -102,7 +101,7 @@ def demo_pool(layout: KVLayout, plan: Plan) -> Iterator[tuple[CXLPool, str]]:
         place = f"anonymous memory, as {SHARED_MEMORY} has no room"
     try:
         nodes = len(probe().nodes)
-        kind = _core.pool_page_kind(pool._handle)
+        kind = pool.describe()["page_kind"]
         where = "one NUMA node" if nodes <= 1 else f"{nodes} NUMA nodes, placed by the kernel"
         yield pool, f"{place} ({format_bytes(capacity)}, {kind} pages, on {where})"
     finally:

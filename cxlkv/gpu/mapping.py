@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cxlkv import _core
 from cxlkv.closing import Closing
 from cxlkv.config import format_bytes
 from cxlkv.errors import (
@@ -41,6 +40,7 @@ from cxlkv.gpu.driver import (
     index_of,
 )
 from cxlkv.machine.topology import Memory, probe
+from cxlkv.pages import Offsets, Pages
 from cxlkv.pool import Pool
 from cxlkv.sequence import Sequence
 
@@ -89,8 +89,8 @@ class Mapping(Closing):
             raise UnsupportedError(f"a pool is mapped for 'cpu' or 'cuda', not for {self.device}")
         self.pool = pool
         self._pid = os.getpid()
-        self._host_address, self.size = _core.pool_memory(pool._handle)
-        self._geometry = _core.pool_geometry(pool._handle)
+        self._host_address, self.size = pool.pages.memory()
+        self._geometry = pool.pages.geometry
         self.writable = True
         """Whether the device may write: not where hosts share the pool, as most is not ours."""
         self._address = self._host_address
@@ -106,7 +106,7 @@ class Mapping(Closing):
             self._address = held.device_address
             starts = np.array([at for at, _ in held.pieces[1:]], np.int64)
             self.cuts = starts - self._host_address + self._address
-        self._closer = weakref.finalize(self, _release, held, self._pid, pool._handle)
+        self._closer = weakref.finalize(self, _release, held, self._pid, pool.pages)
         pool.before_close(self._closer)
 
     @property
@@ -130,9 +130,9 @@ class Mapping(Closing):
     def pages(self, sequence: Sequence, layer: int, first: int = 0) -> PageTable:
         """Of the pages from `first` on that are complete in the layer."""
         self._check()
-        if sequence._pool is not self.pool._handle:
+        if sequence not in self.pool:
             raise BadArgumentError("the sequence is of another pool than the mapping")
-        found = _core.sequence_places(sequence._handle, layer, first)
+        found = sequence.places(layer, first)
         own = self.pool.layout.values == "own"
         stride = self._geometry["value_piece_bytes" if own else "key_piece_bytes"]
         return PageTable(
@@ -143,7 +143,7 @@ class Mapping(Closing):
             pages=torch.from_numpy(found.pages.astype(np.int64)),
         )
 
-    def _pieces(self, offsets: _core.Units, stride: int) -> torch.Tensor:
+    def _pieces(self, offsets: Offsets, stride: int) -> torch.Tensor:
         heads = self.pool.layout.kv_heads if stride else 1
         steps = stride * np.arange(heads, dtype=np.int64)[:, None]
         at = np.where(offsets >= 0, offsets + steps + self._address, 0)
@@ -191,8 +191,8 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _release(held: _Registration | None, pid: int, handle: _core.Handle) -> None:
-    """One user less; the last one unregisters. Given the pool's handle, so that the memory is
+def _release(held: _Registration | None, pid: int, pages: Pages) -> None:
+    """One user less; the last one unregisters. Given the pool's pages, so that the memory is
     unmapped afterwards, in whatever order the collector finds the two."""
     if held is None or os.getpid() != pid:
         return
@@ -204,14 +204,15 @@ def _release(held: _Registration | None, pid: int, handle: _core.Handle) -> None
 
 
 def _acquire(pool: Pool, driver: Driver, device: int) -> _Registration:
-    address, size = _core.pool_memory(pool._handle)
+    address, size = pool.pages.memory()
     with _lock:
         held = _registrations.get((driver, address))
         if held is None:
-            kind = _core.pool_page_kind(pool._handle)
+            described = pool.describe()
+            kind = str(described["page_kind"])
             if kind not in UNCHARGED:
                 check_limits(size, unbacked_bytes(address, size), probe().memory)
-            shared = _core.pool_sharing(pool._handle)[0] != 0
+            shared = described["sharing"] != "host"
             with driver.current(device):
                 held = _register(driver, address, borders(pool), shared, kind)
             _registrations[driver, address] = held
@@ -225,7 +226,7 @@ def borders(pool: Pool, piece_bytes_max: int | None = None) -> list[int]:
     them, if extents allow it, each at 2 MiB, and none within an extent. A copy may not go across
     two registrations, and no page lies in two extents."""
     most = PIECE_BYTES_MAX if piece_bytes_max is None else piece_bytes_max
-    geometry = _core.pool_geometry(pool._handle)
+    geometry = pool.pages.geometry
     size, first = geometry["region_bytes"], geometry["extents_offset"]
     step = math.lcm(geometry["extent_bytes"], ALIGNMENT_BYTES)
     step *= max(1, (most - first) // step)

@@ -10,12 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cxlkv import _core
 from cxlkv.errors import BadArgumentError
 from cxlkv.kernels.sources import PageRows
 from cxlkv.layout import layer_places
 from cxlkv.pool import CXLPool
-from cxlkv.sequence import Sequence
+from cxlkv.sequence import PagePlaces, Sequence
 
 NO_TAG = -1
 FIELDS = ("keys", "values", "descriptors", "generations")
@@ -36,7 +35,7 @@ class PageTables:
         base_address: int,
         device: torch.device,
     ):
-        geometry = _core.pool_geometry(pool._handle)
+        geometry = pool.pages.geometry
         self._of_layer = layer_places(pool.layout, geometry["record_layers"])
         self._layer_bytes = geometry["layer_bytes"]
         self.piece_bytes = (
@@ -73,7 +72,7 @@ class PageTables:
             first = int(self._count[part, request])
             if len(sequence) // sequence._layout.page_tokens <= first:
                 continue
-            found = _core.sequence_places(sequence._handle, layer, first)
+            found = sequence.places(layer, first)
             count = first + len(found.pages)
             if count > self._pages_max:
                 raise BadArgumentError(
@@ -83,7 +82,7 @@ class PageTables:
             self._set(part, request, first, found)
             self._count[part, request] = count
 
-    def _set(self, part: int, request: int, first: int, found: _core.Places) -> None:
+    def _set(self, part: int, request: int, first: int, found: PagePlaces) -> None:
         there = (found.keys >= 0) & (found.descriptors >= 0)
         generations = found.generations.astype(np.int64)
         columns: dict[str, npt.NDArray[np.int64]] = {

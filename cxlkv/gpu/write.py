@@ -16,14 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cxlkv import _core, reclaim
 from cxlkv.errors import BadArgumentError, ClosedError, OrderError, UnevenError
 from cxlkv.gpu.copier import Copier, Pieces, merge
 from cxlkv.gpu.driver import index_of
 from cxlkv.gpu.staging import DTYPES, Waitable
 from cxlkv.kernels.encode import Encoded, encode
 from cxlkv.layout import layer_places
-from cxlkv.pages import NO_PAGE, PageIds, places_of
+from cxlkv.pages import NO_PAGE, PageIds, Pages, places_of
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Batch, Sequence
 
@@ -66,7 +65,7 @@ class Chunk:
 class State:
     """What is open; apart from WriteThrough, so that its end can be minded without it."""
 
-    pool: _core.Handle
+    pages: Pages
     chunk: Chunk | None = None
 
     def abandon(self) -> None:
@@ -79,7 +78,7 @@ class State:
                 sent.event.synchronize()
         given = chunk.pages[chunk.pages != NO_PAGE]
         if len(given):
-            _core.pages_free(self.pool, given)
+            self.pages.free(given)
 
 
 class WriteThrough:
@@ -100,10 +99,10 @@ class WriteThrough:
             )
         self.pool = pool
         self._copier = copier
-        self._geometry = _core.pool_geometry(pool._handle)
+        self._geometry = pool.pages.geometry
         self._parts = layer_places(pool.layout, self._geometry["record_layers"])
         self._stream: torch.cuda.Stream | None = None  # of copies to pinned memory
-        self._state = State(pool._handle)
+        self._state = State(pool.pages)
         self._closer = weakref.finalize(self, self._state.abandon)
         self._closer.atexit = False  # the process's pages are freed anyway
         pool.before_close(self._closer)
@@ -246,7 +245,7 @@ class WriteThrough:
     ) -> Chunk:
         layout = self.pool.layout
         batch, offsets = self._starts(to, rows, starts)
-        if batch._pool is not self.pool._handle:
+        if batch not in self.pool:
             raise BadArgumentError("the sequences are of another pool")
         wanted = self._wanted(batch, offsets, rewind)
         pages = np.full(wanted.shape, NO_PAGE, np.uint32)
@@ -287,8 +286,7 @@ class WriteThrough:
         return wanted
 
     def _alloc(self, count: int) -> PageIds:
-        alloc = self.pool.pages.alloc
-        return reclaim.retry(lambda: alloc(count), self.pool._handle, lambda: count)
+        return self.pool.pages.retry(lambda: self.pool.pages.alloc(count), count)
 
     # ---- bytes ----
 
@@ -337,7 +335,7 @@ class WriteThrough:
     ) -> Sent:
         """Into pinned memory; what arrive() does, copies it into the pool."""
         device = checksums.device
-        base = _core.pool_memory(self.pool._handle)[0]
+        base = self.pool.pages.memory()[0]
         if device.type == "cpu":
             chunk.sums[layer] = checksums
             return Sent(tensors, None, self._merged(chunk, layer, tensors, base))

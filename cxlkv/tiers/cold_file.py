@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, forking
+from cxlkv import forking
 from cxlkv.config import format_bytes
 from cxlkv.errors import (
     BadArgumentError,
@@ -29,6 +29,8 @@ from cxlkv.errors import (
     VersionError,
 )
 from cxlkv.layout import DTYPE_BYTES
+from cxlkv.pool import Pool
+from cxlkv.records import crc32c
 
 MAGIC = b"CXLKVCLD"
 VERSIONS = {None: 1, "zstd": 2}  # of the format, by how records are compressed
@@ -104,11 +106,9 @@ class RecordShape:
     element_bytes: int = 1  # of K and V, for compression
 
     @classmethod
-    def of(cls, pool: _core.Handle) -> RecordShape:
-        layout, _, sketch = _core.pool_layout(pool)
-        size, crc = _core.record_shape(pool)
-        text = f"{layout}, {'with' if sketch else 'without'} sketches"
-        return cls(size, crc, text, DTYPE_BYTES.get(layout.dtype, 1))
+    def of(cls, pool: Pool) -> RecordShape:
+        text = f"{pool.layout}, {'with' if pool.sketch else 'without'} sketches"
+        return cls(*pool.records.shape, text, DTYPE_BYTES.get(pool.layout.dtype, 1))
 
 
 class Place(NamedTuple):
@@ -249,7 +249,7 @@ class ColdFile:
                 f"{self.path} has format version {version}, this build reads {known}: use the "
                 "release that made it, or remove the file, and the tier begins empty"
             )
-        if int(header["crc"]) != _core.crc32c(header.tobytes()[:-4]):
+        if int(header["crc"]) != crc32c(header.tobytes()[:-4]):
             raise CorruptError(
                 f"{self.path}: the CRC of its header is wrong, its bytes were changed. Remove the "
                 "file, and the tier begins empty"
@@ -320,7 +320,7 @@ class ColdFile:
         values = (MAGIC, version, state, self.shape.bytes, self.slot_bytes, self.slot_count)
         text = self.shape.text.encode()[:459]
         header[0] = (*values, self.shape.layout, 0, text, 0)
-        header["crc"] = _core.crc32c(header.tobytes()[:-4])
+        header["crc"] = crc32c(header.tobytes()[:-4])
         if os.pwrite(self.fd, header.tobytes(), 0) != FILE_HEADER.itemsize:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fdatasync(self.fd)
@@ -394,7 +394,7 @@ class ColdFile:
         looks &= found["slot"] == np.arange(self.slot_count)
         looks &= (found["sequence"] >= 1) & (found["sequence"] < SEQUENCE_MAX)
         for slot in np.flatnonzero(looks).tolist():
-            looks[slot] = int(found["crc"][slot]) == _core.crc32c(row[slot, :-4])
+            looks[slot] = int(found["crc"][slot]) == crc32c(row[slot, :-4])
         whole: Headers = found[looks]
         return whole
 
@@ -417,8 +417,8 @@ class ColdFile:
                     headers["name"][i] = np.frombuffer(name, np.uint8)
                     headers["part"][i], headers["more"][i] = part, more
                     headers["payload_bytes"][i] = payload.nbytes
-                    headers["payload_crc"][i] = _core.crc32c(payload)
-                    headers["crc"][i] = _core.crc32c(lines[i, :-4])
+                    headers["payload_crc"][i] = crc32c(payload)
+                    headers["crc"][i] = crc32c(lines[i, :-4])
                     rest = zeros[: self.slot_bytes - SLOT_HEADER_BYTES - payload.nbytes]
                     buffers += [lines[i].data, payload.data, rest.data]
                 self._write_all(buffers, self._offset(parts[first].slot))
@@ -465,8 +465,8 @@ class ColdFile:
             and header["name"].tobytes() == part.name
             and (header["part"], header["more"]) == (part.part, part.more)
             and header["payload_bytes"] == part.bytes.nbytes
-            and int(header["crc"]) == _core.crc32c(header_bytes[:-4])
-            and int(header["payload_crc"]) == _core.crc32c(part.bytes)
+            and int(header["crc"]) == crc32c(header_bytes[:-4])
+            and int(header["payload_crc"]) == crc32c(part.bytes)
         )
 
     def _read_all(self, buffers: list[memoryview], offset: int) -> int:

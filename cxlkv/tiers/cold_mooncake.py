@@ -24,10 +24,11 @@ from urllib.parse import parse_qsl, urlsplit
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, forking
+from cxlkv import forking
 from cxlkv.closing import Closing
 from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, ClosedError, ColdError, UnsupportedError
+from cxlkv.records import crc32c
 from cxlkv.tiers.cold_file import NAME_BYTES, Bytes, RecordShape
 
 SCHEME = "mooncake://"
@@ -230,8 +231,8 @@ class MooncakeTier(Closing):
         trailers["bytes"], trailers["name"] = self.shape.bytes, names[some]
         for i, row in enumerate(some.tolist()):
             rows[i, : self.shape.bytes] = records[row]
-            trailers["record_crc"][i] = _core.crc32c(records[row])
-            trailers["crc"][i] = _core.crc32c(trailers[i : i + 1].tobytes()[:-4])
+            trailers["record_crc"][i] = crc32c(records[row])
+            trailers["crc"][i] = crc32c(trailers[i : i + 1].tobytes()[:-4])
         end = self.shape.bytes + TRAILER.itemsize
         rows[:, self.shape.bytes : end] = trailers.view(np.uint8).reshape(len(some), -1)
         given, right = (self._keys(names[some]), *self._places(len(some))), (0, NO_SPACE)
@@ -276,8 +277,8 @@ class MooncakeTier(Closing):
             and trailer["layout"] == self.shape.layout
             and trailer["bytes"] == self.shape.bytes
             and (trailer["name"] == name).all()
-            and int(trailer["crc"]) == _core.crc32c(line[:-4])
-            and int(trailer["record_crc"]) == _core.crc32c(record)
+            and int(trailer["crc"]) == crc32c(line[:-4])
+            and int(trailer["record_crc"]) == crc32c(record)
         )
 
     def _places(self, count: int) -> tuple[list[int], list[int]]:

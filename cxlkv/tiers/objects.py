@@ -16,9 +16,9 @@ from threading import RLock
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core
 from cxlkv.errors import BadArgumentError
 from cxlkv.objects import Keys, hashes_of
+from cxlkv.pages import NO_PAGE
 from cxlkv.pool import CXLPool
 from cxlkv.tiers.cold_store import ColdStore
 
@@ -51,8 +51,8 @@ class ObjectMoves(ABC):
         and V, whose match() does this.
         """
         names = self._object_names(keys)
-        pages, _ = _core.find_pages(self.pool._handle, names)
-        here: Mask = pages != _core.NO_PAGE
+        pages, _ = self.pool.records.find(names)
+        here: Mask = pages != NO_PAGE
         if self.cold is None or here.all():
             return here
         wanted = np.unique(names[self.cold.contains(names) & ~here], axis=0)
@@ -79,7 +79,7 @@ class ObjectMoves(ABC):
         names = np.unique(self._object_names(keys), axis=0)
         with self._lock:  # none of them is on its way from one to the other
             there = self._in_pool(names)
-            _core.forget(self.pool._handle, hashes_of(keys))
+            self.pool.forget(keys)
             if self.cold is not None:
                 there |= self.cold.drop(names)
         return int(there.sum())
@@ -100,8 +100,8 @@ class ObjectMoves(ABC):
             right = self._write(records[: len(whole)], np.zeros((len(whole), 16), np.uint8))
             self._note(some[whole][right], records[: len(whole)][right])
             self._counts["promoted_pages"] += int(right.sum())
-            pages, _ = _core.find_pages(self.pool._handle, some)
-            self._coming = np.append(self._coming, pages[pages != _core.NO_PAGE])
+            pages, _ = self.pool.records.find(some)
+            self._coming = np.append(self._coming, pages[pages != NO_PAGE])
 
     def _replacing(self, names: Names, records: Names) -> Mask:
         """Which of these are to be stored; older ones of their names are dropped first."""
@@ -132,11 +132,10 @@ class ObjectMoves(ABC):
                 "restore(), contains() and forget() are of pools of objects: match() brings K and "
                 "V back"
             )
-        return _core.names(self.pool._handle, hashes_of(keys), 1).reshape(-1, 16)
+        return self.pool.records.names(hashes_of(keys)).reshape(-1, 16)
 
     def _in_pool(self, names: Names) -> Mask:
-        found: Mask = _core.find_pages(self.pool._handle, names)[0] != _core.NO_PAGE
-        return found
+        return self.pool.records.here(names)
 
     # ---- of Tiers ----
 

@@ -21,8 +21,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core
 from cxlkv.errors import BadArgumentError
+from cxlkv.hotness import choose_pages
 from cxlkv.tiers.reuse import Ledger, Records, Reuse
 
 Counts = npt.NDArray[np.uint32]
@@ -79,7 +79,7 @@ def choose(policy: Policy, pages: Published, wanted: int) -> Rows:
     if wanted <= 0 or wanted > len(pages):
         return np.empty(0, np.uint32)
     scores = policy.scores(pages)
-    chosen = _core.choose(scores, pages.ages, pages.parents, pages.kept, wanted)
+    chosen = choose_pages(scores, pages.ages, pages.parents, pages.kept, wanted)
     return chosen if len(chosen) == wanted else chosen[:0]
 
 

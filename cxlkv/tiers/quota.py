@@ -16,7 +16,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, forking
+from cxlkv import forking
 from cxlkv.errors import BadArgumentError, QuotaError
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit, Sequence
@@ -40,7 +40,7 @@ class Quota:
         if pages < 1:
             raise BadArgumentError(f"a quota of {pages} pages: at least 1")
         self.tiers, self.pages = tiers, pages
-        self._pool = tiers.pool._handle
+        self._records = tiers.pool.records
         self._page_tokens = tiers.pool.layout.page_tokens
         self._lock = threading.Lock()
         self._own: set[bytes] = set()  # names; some may be gone since
@@ -94,12 +94,11 @@ class Quota:
 
     def _names(self, keys: PageKeys) -> Names:
         places = -(-keys.page_tokens // self._page_tokens)
-        names: Names = _core.names(self._pool, keys.packed.tobytes(), places).reshape(-1, 16)
+        names: Names = self._records.names(keys.packed.tobytes(), places).reshape(-1, 16)
         return names
 
     def _there(self, names: Names) -> npt.NDArray[np.bool_]:
-        found: npt.NDArray[np.bool_] = _core.find_pages(self._pool, names)[0] != _core.NO_PAGE
-        return found
+        return self._records.here(names)
 
     def _add(self, names: Names) -> None:
         self._own.update(row.tobytes() for row in names[self._there(names)])

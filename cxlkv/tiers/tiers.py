@@ -27,13 +27,15 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, forking, io_hooks, reclaim
+from cxlkv import forking
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, ClosedError, PoolFullError
-from cxlkv.hotness import HELD, PINNED
+from cxlkv.hotness import HELD, PINNED, choose_pages
 from cxlkv.machine.costs import Costs, kv_bytes
+from cxlkv.pages import NO_PAGE
 from cxlkv.pool import CXLPool, Pool
-from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, whole_ids
+from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, tail_keys, whole_ids
+from cxlkv.records import CORRUPT, PRESENT
 from cxlkv.sequence import Hit
 from cxlkv.tiers.cold_file import RecordShape
 from cxlkv.tiers.cold_store import ColdStore, open_cold
@@ -112,7 +114,7 @@ class Tiers(ObjectMoves, Closing):
         self._counts: Counter[str] = Counter()
         self._limit = _RateLimit(bytes_per_s)
         self._total = pool.stats()["pages_total"]
-        self._shape = RecordShape.of(pool._handle)
+        self._shape = RecordShape.of(pool)
         self._batch = max(1, BATCH_BYTES // self._shape.bytes)
         self._buffer: Names | None = None
         self._coming = np.empty(0, np.uint32)  # of a prefix that is being brought back: they stay
@@ -130,9 +132,9 @@ class Tiers(ObjectMoves, Closing):
                 self.cold = open_cold(cold, self._shape, cold_capacity, fsync, compress)
                 self._own_cold = self.cold if self.cold is not cold else None
             self.local = LocalTier(pool, local) if local is not None else None
-            reclaim.register(pool._handle, self._reclaimed)
+            pool.pages.register(self._reclaimed)
         except BaseException:
-            reclaim.unregister(pool._handle, self._reclaimed)
+            pool.pages.unregister(self._reclaimed)
             if self.local is not None:
                 self.local.close()
             if self.cold is not None and self.cold is not cold:
@@ -186,7 +188,7 @@ class Tiers(ObjectMoves, Closing):
         """Brings back the pages of keys from `first` on; returns of how many keys."""
         names = self._names(hashes)[first:]
         pages, there = self._where(names)
-        here = pages != _core.NO_PAGE
+        here = pages != NO_PAGE
         # A part with a window has gaps by right.
         gaps = np.flatnonzero(~(here | there)[:, 0].any(axis=1))
         count = int(gaps[0]) if len(gaps) else len(names)
@@ -206,16 +208,16 @@ class Tiers(ObjectMoves, Closing):
         if not len(rest):
             return 0
         before = hashes[-16:] if hashes else root(salt)
-        keys = _core.tail_keys(rest, before)
-        names = _core.names(self.pool._handle, keys.tobytes(), 1)[:, 0]
+        keys = tail_keys(rest, before)
+        names = self.pool.records.names(keys.tobytes(), 1)[:, 0]
         pages, there = self._where(names[:, None])
-        here = pages != _core.NO_PAGE
+        here = pages != NO_PAGE
         whole = np.flatnonzero((here | there)[:, 0].all(axis=1))
         if not len(whole) or here[whole[-1]].all():
             return 0
         longest = names[whole[-1]]
         parents = np.repeat(longest[:1], len(longest), axis=0)
-        parents[0] = _core.names(self.pool._handle, hashes[-16:], 1)[0, 0, 0] if hashes else 0
+        parents[0] = self.pool.records.names(hashes[-16:], 1)[0, 0, 0] if hashes else 0
         beside = pages[whole[-1]][here[whole[-1]]]
         return self._promote(np.ascontiguousarray(longest), parents, beside)
 
@@ -223,9 +225,9 @@ class Tiers(ObjectMoves, Closing):
         """[keys, places, parts, 16]: as many places as some key has pages."""
         places = 1
         while True:
-            names = _core.names(self.pool._handle, hashes, places)
+            names = self.pool.records.names(hashes, places)
             pages, there = self._where(names[:, -1:])
-            if not ((pages != _core.NO_PAGE) | there).any() or places >= PLACES_MAX:
+            if not ((pages != NO_PAGE) | there).any() or places >= PLACES_MAX:
                 return names
             places *= 2
 
@@ -233,7 +235,7 @@ class Tiers(ObjectMoves, Closing):
         """Of each name: its page in the pool, or NO_PAGE; and is its record in the cold tier?"""
         assert self.cold is not None
         flat = np.ascontiguousarray(names).reshape(-1, 16)
-        pages, _ = _core.find_pages(self.pool._handle, flat)
+        pages, _ = self.pool.records.find(flat)
         there = self.cold.contains(flat)
         shape = names.shape[:-1]
         return pages.reshape(shape), there.reshape(shape)
@@ -244,7 +246,7 @@ class Tiers(ObjectMoves, Closing):
         chain = np.ascontiguousarray(names[:, 0, 0])
         last = np.zeros(16, np.uint8)
         if first:
-            last = _core.names(self.pool._handle, hashes[16 * first - 16 : 16 * first], 1)[0, 0, 0]
+            last = self.pool.records.names(hashes[16 * first - 16 : 16 * first], 1)[0, 0, 0]
         before[1:, 0, 0], before[0, 0, 0] = chain[:-1], last
         before[:, 1:, 0] = names[:, :-1, 0]
         return before
@@ -292,21 +294,21 @@ class Tiers(ObjectMoves, Closing):
             brought += done
             if done < len(some):
                 break
-            pages, _ = _core.find_pages(self.pool._handle, some)
+            pages, _ = self.pool.records.find(some)
             self._coming = np.append(self._coming, pages)
         return brought
 
     def _write(self, records: Names, parents: Names) -> Mask:
         """Which of the records are in the pool then."""
-        transfer = io_hooks.begin(self.pool._handle)
+        transfer = self.pool.records.begin()
         try:
-            codes = _core.records_write(self.pool._handle, records, np.ascontiguousarray(parents))
+            codes = self.pool.records.write(records, np.ascontiguousarray(parents))
         except PoolFullError:  # others took it
             self._counts["refused_pages"] += len(records)
             return np.zeros(len(records), np.bool_)
         if transfer:
             transfer.end("restore", int((codes == 0).sum()) * self._shape.bytes)
-        right: Mask = (codes == 0) | (codes == _core.RECORD_PRESENT)
+        right: Mask = (codes == 0) | (codes == PRESENT)
         return right
 
     # ---- reclaiming ----
@@ -341,11 +343,11 @@ class Tiers(ObjectMoves, Closing):
         self._check()
         with self._lock:
             rows, published = self.published()
-            pages, _ = _core.find_pages(self.pool._handle, names)
+            pages, _ = self.pool.records.find(names)
             published = replace(published, kept=published.kept | ~np.isin(published.pages, pages))
             scores = Lru().scores(published)
             count = min(count, len(published))
-            chosen = _core.choose(scores, published.ages, published.parents, published.kept, count)
+            chosen = choose_pages(scores, published.ages, published.parents, published.kept, count)
             return self._let_go(rows, published, chosen)
 
     def _let_go(self, rows: npt.NDArray[np.void], published: Published, chosen: Pages) -> int:
@@ -403,7 +405,7 @@ class Tiers(ObjectMoves, Closing):
         pages, generations = rows["page"].copy(), rows["generation"].copy()
         if self.cold is not None:
             self._store(names_of(rows), parents, pages, generations)
-        codes = _core.forget_pages(self.pool._handle, pages, generations, True)
+        codes = self.pool.records.forget(pages, generations, True)
         return int((codes == 0).sum())
 
     def _store(
@@ -419,12 +421,12 @@ class Tiers(ObjectMoves, Closing):
             self._counts["dropped_pages"] += len(wanted)
             return
         records = self._records(len(wanted))
-        transfer = io_hooks.begin(self.pool._handle)
-        codes = _core.records_read(self.pool._handle, pages[wanted], generations[wanted], records)
+        transfer = self.pool.records.begin()
+        codes = self.pool.records.read(pages[wanted], generations[wanted], records)
         right = codes == 0
         if transfer:
             transfer.end("demote", int(right.sum()) * self._shape.bytes)
-        self._counts["corrupt_pages"] += int((codes == _core.E_CORRUPT).sum())
+        self._counts["corrupt_pages"] += int((codes == CORRUPT).sum())
         missed = len(wanted) - int(right.sum())
         if objects:
             right[right] = self._replacing(names[right], records[right])
@@ -522,7 +524,7 @@ class Tiers(ObjectMoves, Closing):
         self._wake.put(None)
         if self._mover is not None:
             self._mover.join()
-        reclaim.unregister(self.pool._handle, self._reclaimed)
+        self.pool.pages.unregister(self._reclaimed)
         with self._lock:
             if self.local is not None:
                 self.local.close()

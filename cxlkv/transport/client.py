@@ -18,13 +18,15 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from cxlkv import _core, errors, forking
+from cxlkv import errors, forking
 from cxlkv.arrays import is_torch, view
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, GeometryError, PeerError, StaleError
 from cxlkv.layout import DTYPES
 from cxlkv.ndp.engine import RECALL, Budget, Selection, Stages
+from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys, key_hashes
+from cxlkv.records import PRESENT, Codes, Names, RecordBytes, names_of
 from cxlkv.sequence import as_asked, one_budget, query_rows
 from cxlkv.transport.base import Link, chunk_records
 from cxlkv.transport.far import Bytes, FarPool, Pieces, Shape, part_of
@@ -40,7 +42,7 @@ RETRY_S = (0.02, 0.5)  # between two attempts to connect: first, at most
 _BUDGET = ("pages", "share", "mass", "sinks", "recent", "union", "per")
 
 T = TypeVar("T")
-Skip = Callable[[_core.Names], npt.NDArray[np.bool_]]
+Skip = Callable[[Names], npt.NDArray[np.bool_]]
 
 
 class RemoteHit:
@@ -165,12 +167,12 @@ class Remote(Closing):
         self,
         pages: npt.NDArray[np.uint32],
         generations: npt.NDArray[np.uint64],
-    ) -> tuple[_core.Records, _core.Codes]:
+    ) -> tuple[RecordBytes, Codes]:
         """Whole packed records of pages of these generations, [n, record_bytes], and a code for
-        each: 0, or _core.E_STALE, _core.E_CORRUPT.
+        each: 0, or STALE, CORRUPT.
 
         Header, generation and the table of CRCs were verified; every piece is by whoever uses the
-        records, as _core.records_write() does.
+        records, as Records.write() does.
         """
         deadline = Deadline(self.deadline_s)
         with self._lock:
@@ -184,9 +186,9 @@ class Remote(Closing):
                 records[some] = rows
         return records, codes
 
-    def write(self, records: _core.Records, parents: _core.Names | None = None) -> _core.Codes:
+    def write(self, records: RecordBytes, parents: Names | None = None) -> Codes:
         """Publishes packed records there, once the server has verified each byte; see
-        _core.records_write()."""
+        Records.write()."""
         deadline = Deadline(self.deadline_s)
         codes = np.zeros(len(records), np.int32)
         with self._lock:
@@ -202,15 +204,15 @@ class Remote(Closing):
                 codes[some] = self._write(records[some], names, deadline)
         return codes
 
-    def lacks(self, names: _core.Names) -> npt.NDArray[np.bool_]:
+    def lacks(self, names: Names) -> npt.NDArray[np.bool_]:
         """Which of these names no published page has there."""
         _, body = self._ask({"op": "lacks"}, np.ascontiguousarray(names).tobytes())
         return np.frombuffer(body, np.bool_)
 
-    def check_fits(self, pool: _core.Handle) -> None:
+    def check_fits(self, pool: CXLPool) -> None:
         """Raises GeometryError if records of one of the two pools are none of the other."""
         shape = self.retried(self._shape)
-        if (shape.record_bytes, shape.layout_crc) != _core.record_shape(pool):
+        if (shape.record_bytes, shape.layout_crc) != pool.records.shape:
             raise GeometryError(
                 "the pools have other layouts: layers, heads, dims, dtype, page_tokens, model_id, "
                 "shard and sketch must be the same on both sides"
@@ -342,9 +344,9 @@ class Remote(Closing):
         generations: npt.NDArray[np.uint64],
         deadline: Deadline,
         skip: Skip | None = None,
-    ) -> tuple[_core.Records, _core.Codes]:
+    ) -> tuple[RecordBytes, Codes]:
         """Of as many pages as a chunk has at most; the records lie in the link's buffer. Records
-        whose names `skip` says are left out: _core.RECORD_PRESENT."""
+        whose names `skip` says are left out: PRESENT."""
         self._shape(deadline)
         far, link = self._far, self._link
         assert far is not None
@@ -357,7 +359,7 @@ class Remote(Closing):
             link.read(far.heads(pages), deadline)
             codes = far.seal(records, pages, generations)
             if skip is not None:
-                codes[(codes == 0) & skip(_core.names_of(records))] = _core.RECORD_PRESENT
+                codes[(codes == 0) & skip(names_of(records))] = PRESENT
             parts = np.array([part_of(record) for record in records])
             for part in np.unique(parts[codes == 0]).tolist():
                 rows = np.flatnonzero((codes == 0) & (parts == part))
@@ -369,9 +371,7 @@ class Remote(Closing):
             raise
         return records, codes
 
-    def _write(
-        self, records: _core.Records, parents: _core.Names | None, deadline: Deadline
-    ) -> _core.Codes:
+    def _write(self, records: RecordBytes, parents: Names | None, deadline: Deadline) -> Codes:
         self._shape(deadline)
         assert self._link is not None
         self._link.buffer[: records.size] = records.ravel()

@@ -2,7 +2,7 @@
 
 docs/memory-layout.md has both forms. The far pool is never trusted: a record gets a header here
 only if the page's own header is of the wanted generation and names the table that came with it;
-_core.records_write() then holds every piece against the table before anything can be found.
+Records.write() then holds every piece against the table before anything can be found.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
-from cxlkv import _core
 from cxlkv.errors import UnsupportedError
 from cxlkv.layout import DTYPE_BYTES, KVLayout, layer_places
+from cxlkv.pool import CXLPool
+from cxlkv.records import CORRUPT, STALE, Codes, Names, crc32c, names_of
+from cxlkv.sequence import Sequence as PoolSequence
 
 HEADER_BYTES = 64
 PACKED_MAGIC, PACKED_VERSION = b"CKVP", 1  # native/src/tiers/record.c
@@ -127,18 +129,18 @@ _GEOMETRY = """extents_offset extent_bytes checksums_offset layers_offset layer_
     key_piece_bytes value_piece_bytes slab_slots page_count region_bytes""".split()
 
 
-def shape_of(pool: _core.Handle) -> Shape:
+def shape_of(pool: CXLPool) -> Shape:
     """Raises UnsupportedError for pools that cannot be read from afar."""
-    layout, checksum, _ = _core.pool_layout(pool)
+    layout = pool.layout
     if layout.object_bytes is not None:
         raise UnsupportedError("a pool of objects is not served: it has no sequences to match")
-    if not checksum:
+    if not pool.checksum:
         raise UnsupportedError(
             "a pool without checksums is not served: nobody could tell, afar, whether its bytes "
             "are right. Make it with checksum=True"
         )
-    geometry = _core.pool_geometry(pool)
-    record_bytes, layout_crc = _core.record_shape(pool)
+    geometry = pool.pages.geometry
+    record_bytes, layout_crc = pool.records.shape
     places = layer_places(layout, geometry["record_layers"])
     rows = [0] * geometry["part_count"]
     for part, row in places:
@@ -206,7 +208,7 @@ class FarPool:
         records: Bytes,
         pages: npt.NDArray[np.uint32],
         generations: npt.NDArray[np.uint64],
-    ) -> _core.Codes:
+    ) -> Codes:
         """Packed headers in place of those that came, where they are right; else the codes say why
         (stale, corrupt), and the record begins with zeros."""
         codes = np.zeros(len(pages), np.int32)
@@ -214,19 +216,19 @@ class FarPool:
             header = record[:HEADER_BYTES].view(RECORD_HEADER)[0]
             table = record[HEADER_BYTES : self.shape.payload_offset]
             if not self._is_whole(record[:HEADER_BYTES], header, table):
-                codes[row] = _core.E_CORRUPT
+                codes[row] = CORRUPT
             elif header["page"] != pages[row] or header["generation"] != generations[row]:
-                codes[row] = _core.E_STALE
+                codes[row] = STALE
             record[:HEADER_BYTES] = 0 if codes[row] else self._packed(header, table)
         return codes
 
     def _is_whole(self, line: Bytes, header: np.void, table: Bytes) -> bool:
         return bool(
             header["magic"] == RECORD_MAGIC
-            and header["crc"] == _core.crc32c(line[:60])
+            and header["crc"] == crc32c(line[:60])
             and header["part"] < len(self.shape.part_layers)
             and 1 <= header["tokens"] <= self.shape.page_tokens
-            and header["table_crc"] == _core.crc32c(table)
+            and header["table_crc"] == crc32c(table)
         )
 
     def _packed(self, header: np.void, table: Bytes) -> Bytes:
@@ -236,9 +238,9 @@ class FarPool:
         packed["bytes"], packed["layout"] = self.shape.record_bytes, self.shape.layout_crc
         for name in ("name", "tokens", "ordinal", "part"):
             packed[name] = header[name]
-        packed["table_crc"] = _core.crc32c(table)
+        packed["table_crc"] = crc32c(table)
         line = packed.view(np.uint8)
-        packed["crc"] = _core.crc32c(line[:60])
+        packed["crc"] = crc32c(line[:60])
         return line
 
     def clear_rest(self, record: Bytes, part: int) -> None:
@@ -251,11 +253,11 @@ def part_of(record: Bytes) -> int:
     return int(record[:HEADER_BYTES].view(PACKED_HEADER)["part"][0])
 
 
-def parents_of(records: Bytes, seen: dict[tuple[int, int], Bytes]) -> _core.Names:
+def parents_of(records: Bytes, seen: dict[tuple[int, int], Bytes]) -> Names:
     """The name of the record before each in its chain, where it is among them or was seen; else
     zeros. seen: names by part and ordinal, which grows."""
     headers = np.ascontiguousarray(records[:, :HEADER_BYTES]).view(PACKED_HEADER)[:, 0]
-    names = _core.names_of(records)
+    names = names_of(records)
     places = [(int(header["part"]), int(header["ordinal"])) for header in headers]
     seen.update(zip(places, names, strict=True))
     nothing = np.zeros(16, np.uint8)
@@ -263,17 +265,15 @@ def parents_of(records: Bytes, seen: dict[tuple[int, int], Bytes]) -> _core.Name
     return np.array(parents, np.uint8).reshape(-1, 16)
 
 
-def pages_of_parts(pool: _core.Handle, sequence: _core.Handle) -> list[PagesOfPart]:
+def pages_of_parts(pool: CXLPool, sequence: PoolSequence) -> list[PagesOfPart]:
     """Pages of a sequence and their generations, by part; without those behind its window."""
-    layout, _, _ = _core.pool_layout(pool)
     first: dict[int, int] = {}
-    for layer, (part, _) in enumerate(
-        layer_places(layout, _core.pool_geometry(pool)["record_layers"])
-    ):
+    of_layer = layer_places(pool.layout, pool.pages.geometry["record_layers"])
+    for layer, (part, _) in enumerate(of_layer):
         first.setdefault(part, layer)
     found = []
     for part in sorted(first):
-        places = _core.sequence_places(sequence, first[part])
+        places = sequence.places(first[part])
         there = places.keys >= 0
         found.append((places.pages[there], places.generations[there]))
     return found

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import numpy as np
 
-from cxlkv import _core
 from cxlkv.errors import PeerError, PoisonError
 from cxlkv.transport.base import chunk_records
 from cxlkv.transport.far import Bytes, Pieces
@@ -92,8 +91,8 @@ class LoopbackLink:
 class LoopbackDoor:
     """Says which file the pool lies in, or reads it for the peer."""
 
-    def __init__(self, pool: _core.Handle, path: str | None, staging: Bytes):
-        self._address, self._size = _core.pool_memory(pool)
+    def __init__(self, memory: tuple[int, int], path: str | None, staging: Bytes):
+        self._address, self._size = memory
         self._path = path
         self._staging = staging
         # The kernel copies: memory that is gone or poisoned is an error, no SIGBUS.

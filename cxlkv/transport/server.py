@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import ValidationError
 
-from cxlkv import _core, forking
+from cxlkv import forking
 from cxlkv.arrays import NUMPY_DTYPES
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, BusyError, CXLKVError, StaleError
 from cxlkv.layout import DTYPES
 from cxlkv.ndp.engine import Budget
 from cxlkv.pool import CXLPool
-from cxlkv.prefix import HASH_BYTES
+from cxlkv.prefix import HASH_BYTES, PageKeys
+from cxlkv.records import Names
 from cxlkv.sequence import Hit, Sequence
 from cxlkv.transport import messages as m
 from cxlkv.transport.base import chunk_records
@@ -70,7 +71,7 @@ class Server(Closing):
         connections: int = CONNECTIONS_MAX,
     ):
         self._pool, self._secret, self._connections = pool, secret, connections
-        self._shape = shape_of(pool._handle)
+        self._shape = shape_of(pool)
         # By the state of their peer; a session in neither is ending, and its thread with it.
         self._sessions: set[_Session] = set()
         self._strangers: dict[_Session, None] = {}  # the oldest first
@@ -89,7 +90,7 @@ class Server(Closing):
             from cxlkv.transport.verbs import VerbsHost  # pyverbs, which few machines have
 
             try:
-                self._verbs = VerbsHost(device, *_core.pool_memory(pool._handle))
+                self._verbs = VerbsHost(device, *pool.pages.memory())
             except BaseException:
                 self._listener.close()
                 raise
@@ -291,8 +292,7 @@ class _Session:
             case m.Select():
                 return self._select(asked, body)
             case m.Lacks():
-                pages, _ = _core.find_pages(self._pool._handle, _names(body))
-                return {}, (pages == _core.NO_PAGE).tobytes()
+                return {}, (~self._pool.records.here(_names(body))).tobytes()
             case m.Publish():
                 return self._publish(asked.records, body)
             case m.Read():
@@ -306,7 +306,7 @@ class _Session:
             raise BadArgumentError("the connection has its link already")
         self._staging = np.zeros(self._records * self._record_bytes, np.uint8)
         if isinstance(asked, m.UseLoopback):
-            self._door = LoopbackDoor(self._pool._handle, self._pool.path, self._staging)
+            self._door = LoopbackDoor(self._pool.pages.memory(), self._pool.path, self._staging)
         elif self._verbs is None:
             raise BadArgumentError("the server uses no RDMA device: start it with --device NAME")
         else:
@@ -322,9 +322,9 @@ class _Session:
         if len(body) % HASH_BYTES:
             raise BadArgumentError(f"{len(body)} bytes are no keys of {HASH_BYTES}")
         self._check_room()
-        handle, content = self._pool._handle, not asked.strict
-        found = _core.match(handle, body, asked.lease_s, single=asked.single, content=content)
-        hit = Hit(handle, self._pool.layout, *found, asked.strict)
+        tokens = self._pool.layout.page_tokens if asked.single else 0
+        keys = PageKeys(_names(body), tokens, asked.strict)
+        hit = self._pool.match(keys, lease_s=asked.lease_s, strict=asked.strict)
         if not hit:
             hit.release()
             return {"hit": 0, "tokens": 0, "parts": []}, b""
@@ -338,7 +338,7 @@ class _Session:
         """The answer names the pages of each part, with their generations."""
         try:
             self._check_room()
-            parts = pages_of_parts(self._pool._handle, sequence._handle)
+            parts = pages_of_parts(self._pool, sequence)
         except CXLKVError:
             sequence.release()
             raise
@@ -398,7 +398,7 @@ class _Session:
             self._door, LoopbackDoor
         ):  # its peer could change it while it is verified
             arrived = arrived.copy()
-        codes = _core.records_write(self._pool._handle, arrived, parents)
+        codes = self._pool.records.write(arrived, parents)
         return {}, codes.tobytes()
 
 
@@ -412,7 +412,7 @@ def _listener(listen: tuple[str, int]) -> socket.socket:
         ) from error
 
 
-def _names(body: bytes) -> _core.Names:
+def _names(body: bytes) -> Names:
     return np.frombuffer(body, np.uint8).reshape(-1, HASH_BYTES)
 
 

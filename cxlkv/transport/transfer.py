@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
-from cxlkv import _core, reclaim
 from cxlkv.errors import PeerError
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
+from cxlkv.records import CORRUPT, PRESENT, STALE, Codes, names_of
 from cxlkv.transport.base import chunk_records
 from cxlkv.transport.client import Remote
 from cxlkv.transport.far import Bytes, Offsets, in_order, pages_of_parts, parents_of
@@ -40,13 +40,13 @@ class Moved:
     stale: int = 0
     bytes: int = 0
 
-    def count(self, codes: _core.Codes, record_bytes: int) -> None:
+    def count(self, codes: Codes, record_bytes: int) -> None:
         published = int((codes == 0).sum())
         self.pages += published
         self.bytes += published * record_bytes
-        self.present += int((codes == _core.RECORD_PRESENT).sum())
-        self.damaged += int((codes == _core.E_CORRUPT).sum())
-        self.stale += int((codes == _core.E_STALE).sum())
+        self.present += int((codes == PRESENT).sum())
+        self.damaged += int((codes == CORRUPT).sum())
+        self.stale += int((codes == STALE).sum())
 
 
 def pull(remote: Remote, pool: CXLPool, keys: Iterable[bytes], *, strict: bool = True) -> Moved:
@@ -96,13 +96,9 @@ def _going_on(attempt: Callable[[Moved], None], deadline_s: float) -> Moved:
 
 
 def _pull(remote: Remote, pool: CXLPool, keys: Iterable[bytes], strict: bool, moved: Moved) -> None:
-    remote.check_fits(pool._handle)
-    record_bytes, _ = _core.record_shape(pool._handle)
+    remote.check_fits(pool)
+    record_bytes, _ = pool.records.shape
     seen: dict[tuple[int, int], Bytes] = {}
-
-    def is_here(names: _core.Names) -> npt.NDArray[np.bool_]:
-        pages, _ = _core.find_pages(pool._handle, names)
-        return np.not_equal(pages, _core.NO_PAGE)
 
     with remote.match(keys, lease_s=LEASE_S, strict=strict) as hit:
         order = in_order(hit.parts) if hit else np.zeros(0, np.int64)
@@ -111,27 +107,21 @@ def _pull(remote: Remote, pool: CXLPool, keys: Iterable[bytes], strict: bool, mo
             with remote._lock:  # the records lie in its buffer
                 hit.number()
                 records, codes = remote._read(
-                    hit.pages[some], hit.generations[some], deadline, is_here
+                    hit.pages[some], hit.generations[some], deadline, pool.records.here
                 )
                 came = codes == 0
                 parents = parents_of(records, seen)
-                codes[came] = _write(pool, records[came], parents[came])
+                write = partial(pool.records.write, records[came], parents[came])
+                codes[came] = pool.pages.retry(write, int(came.sum()))
             moved.count(codes, record_bytes)
 
 
-def _write(pool: CXLPool, records: _core.Records, parents: _core.Names) -> _core.Codes:
-    def call() -> _core.Codes:
-        return _core.records_write(pool._handle, records, parents)
-
-    return reclaim.retry(call, pool._handle, lambda: len(records))
-
-
 def _push(remote: Remote, pool: CXLPool, keys: Iterable[bytes], strict: bool, moved: Moved) -> None:
-    remote.check_fits(pool._handle)
-    record_bytes, _ = _core.record_shape(pool._handle)
+    remote.check_fits(pool)
+    record_bytes, _ = pool.records.shape
     seen: dict[tuple[int, int], Bytes] = {}
     with pool.match(keys, lease_s=LEASE_S, strict=strict) as hit:
-        parts = pages_of_parts(pool._handle, hit._sequence._handle) if hit else []
+        parts = pages_of_parts(pool, hit._sequence) if hit else []
         if not parts:
             return
         order = in_order([len(pages) for pages, _ in parts])
@@ -142,9 +132,9 @@ def _push(remote: Remote, pool: CXLPool, keys: Iterable[bytes], strict: bool, mo
             if len(some) > len(buffer):
                 buffer = np.zeros((len(some), record_bytes), np.uint8)
             records = buffer[: len(some)]
-            codes = _core.records_read(pool._handle, pages[some], generations[some], records)
+            codes = pool.records.read(pages[some], generations[some], records)
             parents = parents_of(records, seen)
-            codes[(codes == 0) & ~remote.lacks(_core.names_of(records))] = _core.RECORD_PRESENT
+            codes[(codes == 0) & ~remote.lacks(names_of(records))] = PRESENT
             go = codes == 0
             if go.any():
                 codes[go] = remote.write(records[go], parents[go])

@@ -146,7 +146,7 @@ def test_a_pools_records_survive_in_a_file(
     layout = KVLayout(layers=2, kv_heads=2, head_dim=24, page_tokens=4, dtype="float16")
     ids = list(range(30))
     with CXLPool.create("anonymous:", layout=layout, capacity="4MiB", threads=1) as pool:
-        shape = RecordShape.of(pool._handle)
+        shape = RecordShape.of(pool)
         sequence = grown(pool, rng, len(ids))
         pool.publish_prefix(sequence, ids)
         keys = names_of_keys(pool, prefix_keys(ids, 4))

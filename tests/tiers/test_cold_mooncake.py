@@ -208,7 +208,7 @@ def test_layouts_do_not_meet(remote: MooncakeTier, store_at: str) -> None:
 
 
 def test_an_open_store_is_the_callers(tmp_path: Path, pool: CXLPool) -> None:
-    shape = RecordShape.of(pool._handle)
+    shape = RecordShape.of(pool)
     with ColdTier(tmp_path / "a", shape=shape, capacity="2MiB") as mine:
         Tiers(pool, cold=mine).close()
         assert mine.stats()["records"] == 0

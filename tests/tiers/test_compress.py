@@ -206,7 +206,7 @@ def test_a_pools_records_survive_packed(path: Path, dtype: str, rng: np.random.G
     layout = KVLayout(layers=2, kv_heads=2, head_dim=128, page_tokens=16, dtype=dtype)
     ids = list(range(200))
     with CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1) as pool:
-        shape = RecordShape.of(pool._handle)
+        shape = RecordShape.of(pool)
         assert shape.element_bytes == (4 if dtype == "float32" else 2)
         sequence = grown(pool, rng, len(ids))
         pool.publish_prefix(sequence, ids)

@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, forking
+from cxlkv import forking
 from cxlkv.adapters.common.metrics import Counting
 from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
@@ -112,7 +112,7 @@ class ObjectCache(Closing):
         """
         rows, _ = self.pool.hotness.published()
         pages, generations = rows["page"].copy(), rows["generation"].copy()
-        _core.forget_pages(self.pool._handle, pages, generations, False)
+        self.pool.records.forget(pages, generations, False)
 
     # ---- copies ----
 

@@ -21,12 +21,13 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core
 from cxlkv.adapters.common.metrics import Failures
 from cxlkv.errors import BadArgumentError, CorruptError, CXLKVError, QuotaError, StaleError
 from cxlkv.ndp.engine import Selection
+from cxlkv.pages import NO_PAGE
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
+from cxlkv.records import CORRUPT
 from cxlkv.sequence import Hit, Sequence
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.quota import Quota
@@ -205,20 +206,20 @@ class PoolRequests:
 
     def _damaged(self, keys: PageKeys) -> npt.NDArray[np.bool_]:
         """Of which keys a published page is not what was written; every byte is read."""
-        pool = self.pool._handle
+        records = self.pool.records
         places = -(-keys.page_tokens // self.pool.layout.page_tokens)
-        names = _core.names(pool, keys.packed.tobytes(), places)
+        names = records.names(keys.packed.tobytes(), places)
         per_key = names.shape[1] * names.shape[2]
-        pages, generations = _core.find_pages(pool, names.reshape(-1, 16))
-        there = np.flatnonzero(pages != _core.NO_PAGE)
-        record_bytes, _ = _core.record_shape(pool)
+        pages, generations = records.find(names.reshape(-1, 16))
+        there = np.flatnonzero(pages != NO_PAGE)
+        record_bytes, _ = records.shape
         many = max(1, MEND_BYTES // record_bytes)
         room = np.empty((min(many, len(there)), record_bytes), np.uint8)
         wrong = np.zeros(len(pages), np.bool_)
         for first in range(0, len(there), many):
             some = there[first : first + many]
-            codes = _core.records_read(pool, pages[some], generations[some], room[: len(some)])
-            wrong[some] = codes == _core.E_CORRUPT
+            codes = records.read(pages[some], generations[some], room[: len(some)])
+            wrong[some] = codes == CORRUPT
         found: npt.NDArray[np.bool_] = np.logical_or.reduce(wrong.reshape(-1, per_key), axis=1)
         return found
 
