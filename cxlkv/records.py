@@ -21,6 +21,10 @@ crc32c = _core.crc32c
 names_of = _core.names_of
 CORRUPT, STALE, PRESENT = _core.E_CORRUPT, _core.E_STALE, _core.RECORD_PRESENT
 """Codes of single records: wrong bytes; the page is another by now; the name is there already."""
+RECORD_HEADER, RECORD_MAGIC = _core.RECORD_HEADER, _core.RECORD_MAGIC
+PACKED_HEADER, PACKED_MAGIC = _core.PACKED_HEADER, _core.PACKED_MAGIC
+PACKED_VERSION = _core.PACKED_VERSION
+"""The line at the front of a page's record in a pool, and of a record outside of one."""
 
 Generations = npt.NDArray[np.uint64]
 

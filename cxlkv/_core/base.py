@@ -143,6 +143,21 @@ def state_folder() -> int:
     return int(check(lib.cxlkv_state_folder()))
 
 
+def dtype_of(struct: str) -> np.dtype[np.void]:
+    """The numpy dtype of a struct of the core: its names, its offsets."""
+    rows = ((name, field, field.type) for name, field in ffi.typeof(struct).fields)
+    names, formats, offsets = [], [], []
+    for name, field, kind in rows:
+        count = (kind.length,) if kind.kind == "array" else ()
+        cell = kind.item if count else kind
+        names.append(name)
+        formats.append((f"{cell.cname[0]}{ffi.sizeof(cell)}", count))
+        offsets.append(field.offset)
+    return np.dtype(
+        {"names": names, "formats": formats, "offsets": offsets, "itemsize": ffi.sizeof(struct)}
+    )
+
+
 def view_of(
     address: int, size: int, kept: tuple[object, ...]
 ) -> tuple[memoryview, weakref.ref[object]]:

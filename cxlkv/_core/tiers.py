@@ -6,11 +6,28 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import errors
-from cxlkv._core.base import Handle, Units, check, flat, int32s, int64s, keep, numbers_of
+from cxlkv._core.base import (
+    HASH_BYTES,
+    Handle,
+    Units,
+    check,
+    dtype_of,
+    flat,
+    int32s,
+    int64s,
+    keep,
+    numbers_of,
+)
 from cxlkv._core.prefix import Codes, Names
 from cxlkv._native import ffi, lib
 
 RECORD_PRESENT: int = lib.CXLKV_RECORD_PRESENT  # codes, by record or page; 0: done
+RECORD_MAGIC: int = lib.CXLKV_RECORD_MAGIC
+RECORD_HEADER = dtype_of("cxlkv_record_header")  # in the pool
+PACKED_MAGIC: int = lib.CXLKV_PACKED_MAGIC
+PACKED_VERSION: int = lib.CXLKV_PACKED_VERSION
+PACKED_HEADER = dtype_of("cxlkv_packed_header")  # outside
+_HASH = ffi.offsetof("cxlkv_packed_header", "hash")
 Records = npt.NDArray[np.uint8]  # [count, record_bytes]
 
 
@@ -62,19 +79,10 @@ def _check_records(pool: Handle, count: int, records: Records) -> None:
 
 def names_of(records: Records) -> Names:
     """Under which each of the records is published; zeros for one that was not read."""
-    return np.ascontiguousarray(records[:, 16:32])
+    return np.ascontiguousarray(records[:, _HASH : _HASH + HASH_BYTES])
 
 
-PUBLISHED = np.dtype(
-    [
-        ("generation", np.uint64),
-        ("hash", np.uint64, 2),
-        *((name, np.uint32) for name in ("page", "used", "born", "parent", "hits", "hotness")),
-        *((name, np.uint32) for name in ("part", "flags")),
-        ("reserved", np.uint32, 2),
-    ]
-)
-assert PUBLISHED.itemsize == ffi.sizeof("cxlkv_published")
+PUBLISHED = dtype_of("cxlkv_published")
 PUBLISHED_HELD: int = lib.CXLKV_PUBLISHED_HELD
 PUBLISHED_PINNED: int = lib.CXLKV_PUBLISHED_PINNED
 

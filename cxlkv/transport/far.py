@@ -17,35 +17,29 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from cxlkv.errors import UnsupportedError
 from cxlkv.layout import DTYPE_BYTES, KVLayout, layer_places
 from cxlkv.pool import CXLPool
-from cxlkv.records import CORRUPT, STALE, Codes, Names, crc32c, names_of
+from cxlkv.records import (
+    CORRUPT,
+    PACKED_HEADER,
+    PACKED_MAGIC,
+    PACKED_VERSION,
+    RECORD_HEADER,
+    RECORD_MAGIC,
+    STALE,
+    Codes,
+    Names,
+    crc32c,
+    names_of,
+)
 from cxlkv.sequence import Sequence as PoolSequence
 
-HEADER_BYTES = 64
-PACKED_MAGIC, PACKED_VERSION = b"CKVP", 1  # native/src/tiers/record.c
-RECORD_MAGIC = b"CKVR"
+HEADER_BYTES = RECORD_HEADER.itemsize  # of either form
+CRC_OFFSET = HEADER_BYTES - 4
 KINDS = ("digest", "sketch", "key", "value")
 _LAYER_OFFSETS = (None, "sketches_offset", "keys_offset", "values_offset")
 
 Bytes = npt.NDArray[np.uint8]
 Offsets = npt.NDArray[np.int64]
 PagesOfPart = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]
-
-RECORD_HEADER = np.dtype(
-    {
-        "names": "magic page generation name tokens table_crc ordinal part zeros crc".split(),
-        "formats": ["S4", "<u4", "<u8", "V16", "<u4", "<u4", "<u4", "<u4", "V12", "<u4"],
-        "offsets": [0, 4, 8, 16, 32, 36, 40, 44, 48, 60],
-        "itemsize": HEADER_BYTES,
-    }
-)
-PACKED_HEADER = np.dtype(
-    {
-        "names": "magic version bytes name tokens ordinal part layout table_crc zeros crc".split(),
-        "formats": ["S4", "<u4", "<u8", "V16", "<u4", "<u4", "<u4", "<u4", "<u4", "V8", "<u4"],
-        "offsets": [0, 4, 8, 16, 32, 36, 40, 44, 48, 52, 60],
-        "itemsize": HEADER_BYTES,
-    }
-)
 
 
 class Pieces(NamedTuple):
@@ -225,7 +219,7 @@ class FarPool:
     def _is_whole(self, line: Bytes, header: np.void, table: Bytes) -> bool:
         return bool(
             header["magic"] == RECORD_MAGIC
-            and header["crc"] == crc32c(line[:60])
+            and header["crc"] == crc32c(line[:CRC_OFFSET])
             and header["part"] < len(self.shape.part_layers)
             and 1 <= header["tokens"] <= self.shape.page_tokens
             and header["table_crc"] == crc32c(table)
@@ -235,12 +229,12 @@ class FarPool:
         table.view(np.uint32)[self._entries[header["part"]] == 0] = 0
         packed = np.zeros(1, PACKED_HEADER)
         packed["magic"], packed["version"] = PACKED_MAGIC, PACKED_VERSION
-        packed["bytes"], packed["layout"] = self.shape.record_bytes, self.shape.layout_crc
-        for name in ("name", "tokens", "ordinal", "part"):
+        packed["bytes"], packed["layout_crc"] = self.shape.record_bytes, self.shape.layout_crc
+        for name in ("hash", "tokens", "ordinal", "part"):
             packed[name] = header[name]
         packed["table_crc"] = crc32c(table)
         line = packed.view(np.uint8)
-        packed["crc"] = crc32c(line[:60])
+        packed["crc"] = crc32c(line[:CRC_OFFSET])
         return line
 
     def clear_rest(self, record: Bytes, part: int) -> None:

@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 4
+#define CXLKV_ABI 5
 /* The version, major * 10000 + minor * 100 + patch: what a host tells the others of a pool. */
 #define CXLKV_BUILD 200
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
@@ -519,6 +519,37 @@ int64_t cxlkv_forget(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
 /* By record or page: 0, one of these, or a negated error. */
 #define CXLKV_RECORD_PRESENT 1 /* its hash is published already: nothing was written */
 #define CXLKV_PAGE_HELD 2      /* forgotten; it is free when its last holder drops it */
+
+/* The line before a page's checksum table in the pool, */
+#define CXLKV_RECORD_MAGIC 0x52564b43 /* "CKVR" */
+typedef struct cxlkv_record_header {
+    uint32_t magic;
+    uint32_t page;
+    uint64_t generation;
+    uint64_t hash[2];              /* under which it is published */
+    uint32_t tokens;
+    uint32_t table_crc;
+    uint32_t ordinal;
+    uint32_t part;
+    uint32_t reserved[3];
+    uint32_t crc;                  /* of all bytes before it */
+} cxlkv_record_header;
+/* and that at the front of a record outside of it. */
+#define CXLKV_PACKED_MAGIC 0x50564b43 /* "CKVP" */
+#define CXLKV_PACKED_VERSION 1
+typedef struct cxlkv_packed_header {
+    uint32_t magic;
+    uint32_t version;
+    uint64_t bytes;                /* of the whole record */
+    uint64_t hash[2];
+    uint32_t tokens;
+    uint32_t ordinal;
+    uint32_t part;
+    uint32_t layout_crc;           /* of the pool's layout: no other one may read it */
+    uint32_t table_crc;
+    uint32_t reserved[2];
+    uint32_t crc;
+} cxlkv_packed_header;
 /* Of a record outside of the pool. layout: the CRC of all that two pools must agree in to exchange
  * records; may be NULL. */
 int64_t cxlkv_record_bytes(cxlkv_pool *pool, uint32_t *layout);

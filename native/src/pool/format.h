@@ -99,26 +99,14 @@ typedef struct descriptor {
 } descriptor;
 _Static_assert(sizeof(descriptor) == LINE_BYTES, "one line, one writer");
 
-typedef struct record_header {
-    uint32_t magic;
-    uint32_t page;
-    uint64_t generation;
-    uint64_t hash[2];
-    uint32_t tokens;
-    uint32_t table_crc;
-    uint32_t ordinal;
-    uint32_t part;
-    uint32_t reserved[3];
-    uint32_t crc;
-} record_header;
+typedef cxlkv_record_header record_header;
 _Static_assert(sizeof(record_header) == LINE_BYTES, "one line");
+
 /* What a page is published under. */
 typedef struct page_key {
     uint64_t hash[2];
     uint32_t ordinal;
 } page_key;
-
-#define RECORD_MAGIC 0x52564b43u /* "CKVR" */
 
 /* ---- geometry.c ---- */
 int layout_check(const cxlkv_layout *layout);

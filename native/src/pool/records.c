@@ -112,8 +112,8 @@ void record_expect(const cxlkv_pool *pool, uint32_t page) {
 
 void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens,
                  const page_key *key) {
-    record_header header = {.magic = RECORD_MAGIC, .page = page, .tokens = tokens, .part = part,
-                            .generation = pool->pages[page].generation};
+    record_header header = {.magic = CXLKV_RECORD_MAGIC, .page = page, .tokens = tokens,
+                            .part = part, .generation = pool->pages[page].generation};
     if (key) {
         memcpy(header.hash, key->hash, sizeof(header.hash));
         header.ordinal = key->ordinal;
@@ -139,7 +139,7 @@ bool record_header_read(const cxlkv_pool *pool, uint32_t page, record_header *he
     for (int attempt = 0; attempt < 200; attempt++) {
         flush_load_line(header, header_of(pool, page));
         if (header->crc == crc32c(0, header, offsetof(record_header, crc)) &&
-            header->magic == RECORD_MAGIC)
+            header->magic == CXLKV_RECORD_MAGIC)
             return true;
         if (attempt > 50) sched_yield();
     }

@@ -12,23 +12,9 @@
 #include "pool/peers.h"
 #include "prefix/prefix.h"
 
-#define PACKED_MAGIC 0x50564b43u /* "CKVP" */
+enum { STREAM_BYTES = 16 << 20, AHEAD_LINES = 8 };
 
-enum { PACKED_VERSION = 1, STREAM_BYTES = 16 << 20, AHEAD_LINES = 8 };
-
-typedef struct packed_header {
-    uint32_t magic;
-    uint32_t version;
-    uint64_t bytes;              /* of the whole record */
-    uint64_t hash[2];            /* under which it is published */
-    uint32_t tokens;
-    uint32_t ordinal;
-    uint32_t part;
-    uint32_t layout_crc;         /* of the pool's layout: no other one may read it */
-    uint32_t table_crc;
-    uint32_t reserved[2];
-    uint32_t crc;                /* of all bytes before it */
-} packed_header;
+typedef cxlkv_packed_header packed_header;
 _Static_assert(sizeof(packed_header) == LINE_BYTES, "one line, no holes");
 
 /* Where the pieces of one layer lie, from its start; the same for all pools of one layout. */
@@ -174,7 +160,7 @@ static int record_out(const record_job *job, uint32_t item) {
     code = pieces_out(job, page, header.part, record);
     if (code < 0) return code;
     clear_rest(job, header.part, record);
-    packed_header packed = {.magic = PACKED_MAGIC, .version = PACKED_VERSION,
+    packed_header packed = {.magic = CXLKV_PACKED_MAGIC, .version = CXLKV_PACKED_VERSION,
                             .bytes = job->packing.record_bytes, .tokens = header.tokens,
                             .ordinal = header.ordinal, .part = header.part,
                             .layout_crc = job->layout_crc,
@@ -281,7 +267,7 @@ typedef struct write_job {
 static int header_check(const record_job *job, uint32_t item, packed_header *header) {
     const cxlkv_pool *pool = job->pool;
     memcpy(header, record_at(job, item), sizeof(*header));
-    if (header->magic != PACKED_MAGIC || header->version != PACKED_VERSION ||
+    if (header->magic != CXLKV_PACKED_MAGIC || header->version != CXLKV_PACKED_VERSION ||
         header->crc != crc32c(0, header, offsetof(packed_header, crc)) ||
         header->reserved[0] != 0 || header->reserved[1] != 0)
         return -CXLKV_E_CORRUPT;
