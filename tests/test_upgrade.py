@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cxlkv import CXLPool, _core
+from cxlkv import _core
 from cxlkv._core import FORMAT_VERSION
 from cxlkv.errors import BusyError, CorruptError, NotAPoolError, VersionError
 from cxlkv.ops.cli import app
+from cxlkv.pool import Pool
 from cxlkv.stats import look
 from cxlkv.tiers.cold_file import VERSIONS
 
@@ -33,8 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("golden")
 
 
-def opened(path: Path, host: int | None = None) -> CXLPool:
-    return CXLPool.open(where(path), host=host, lease_s=0.2, threads=1)
+def opened(path: Path, host: int | None = None) -> Pool:
+    return Pool.open(where(path), host=host, lease_s=0.2, threads=1)
 
 
 def contents(path: Path) -> list[bytes]:
@@ -55,7 +56,7 @@ def test_a_pool_of_this_version(name: str, folder: Path) -> None:
     """A change of the format that forgets its version fails here."""
     with unpacked(name, FORMAT_VERSION, folder) as path:
         before = contents(path)
-        assert CXLPool.upgrade(where(path)) == FORMAT_VERSION
+        assert Pool.upgrade(where(path)) == FORMAT_VERSION
         assert contents(path) == before
         golden_pools.check(name, lambda host: opened(path, host))
 
@@ -90,7 +91,7 @@ def test_a_pool_that_hosts_still_use_is_left_alone(folder: Path) -> None:
             file.write((live + struct.pack("<I", _core.crc32c(live))) * 2)
         before = contents(path)
         with pytest.raises(BusyError, match=r"host 0 uses it, or died so"):
-            CXLPool.upgrade(path)
+            Pool.upgrade(path)
         assert contents(path) == before
 
 
@@ -98,13 +99,13 @@ def test_what_is_no_pool_is_left_alone(folder: Path) -> None:
     path = folder / "letters"
     path.write_bytes(b"letters" * 1000)
     with pytest.raises(NotAPoolError):
-        CXLPool.upgrade(path)
+        Pool.upgrade(path)
     with unpacked("prefixes", BEFORE, folder) as path:
         with path.open("r+b") as file:
             file.seek(100)
             file.write(b"?")
         with pytest.raises(CorruptError):
-            CXLPool.upgrade(path)
+            Pool.upgrade(path)
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -123,7 +124,7 @@ def test_features_of_a_newer_build(word: str, folder: Path) -> None:
             return
         name = {"readers": "read-only compatible", "incompatible": "incompatible"}[word]
         wanted = rf"feature 40 of the {name} ones.* a newer cxlkv, 1\.2\.3 or later"
-        for refused in (lambda: opened(path), lambda: CXLPool.upgrade(path)):
+        for refused in (lambda: opened(path), lambda: Pool.upgrade(path)):
             with pytest.raises(VersionError, match=wanted):
                 refused()
         if word == "readers":
@@ -131,7 +132,7 @@ def test_features_of_a_newer_build(word: str, folder: Path) -> None:
         else:
             assert re.search(wanted, look(where(path)).detail)
         assert contents(path) == before
-        CXLPool.remove(path)
+        Pool.remove(path)
 
 
 @pytest.mark.parametrize("version", VERSIONS.values())
@@ -147,6 +148,6 @@ def test_hosts_tell_their_build(folder: Path) -> None:
         assert told[0] == _core.version()
         assert re.fullmatch(r"\d+\.\d+\.\d+", told[1]), "of the release that made it"
     with unpacked("shared", BEFORE, folder) as path:
-        CXLPool.upgrade(path)
+        Pool.upgrade(path)
         with opened(path, 0) as pool:
             assert [row.build for row in pool.admin.hosts()] == [_core.version(), ""]
