@@ -68,4 +68,7 @@ def again(
             return call()
         except PoolFullError as later:
             error = later
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # its traceback has this frame: a cycle would keep what the caller lets go of

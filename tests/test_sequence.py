@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -592,3 +594,19 @@ def test_append_and_select_are_few_calls_from_the_core() -> None:
         picked = sequence.select(0, q, budget)
         attend = python_calls(lambda: sequence.attend(0, q, picked))
         assert len(attend) <= 30, attend
+
+
+def test_a_sequence_that_met_a_full_pool_goes_with_its_last_name(pool: CXLPool) -> None:
+    """No cycle of the error and a frame keeps it until the garbage collector comes."""
+    taken = pool.pages.alloc(pool.stats()["pages_free"])
+    gc.disable()
+    try:
+        sequence = pool.sequence()
+        many = np.ones((20, 2, 8), np.float32)
+        with contextlib.suppress(PoolFullError):
+            sequence.append(0, many, many)
+        del sequence
+        assert pool.stats()["sequences"] == 0
+    finally:
+        gc.enable()
+    pool.pages.free(taken)
