@@ -63,7 +63,7 @@ from cxlkv.pages import Pages
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, tail_keys, whole_ids
 from cxlkv.records import Records
 from cxlkv.sequence import Batch, Hit, Sequence
-from cxlkv.stats import look
+from cxlkv.stats import inspect
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -539,7 +539,7 @@ def _is_there(path: str, in_place: bool) -> bool:
     if not (in_place or is_device(path) or is_striped(path)):
         return os.path.lexists(path)
     try:
-        look(path)
+        inspect(path)
     except NotAPoolError:
         return False
     return True

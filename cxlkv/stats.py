@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from glob import glob
@@ -139,7 +140,7 @@ def of_pool(pool: _core.Handle, path: str | None) -> Overview:
     return _overview(path or f"anonymous:{got.identity}", got)
 
 
-def look(path: str) -> Overview:
+def inspect(path: str) -> Overview:
     """Of the pool at `path`, without opening it: reads the file and the host state, writes nothing.
 
     A pool that cannot be used is "damaged". path: also "dax:DEVICE" and "dax:DEVICE+DEVICE". Raises
@@ -148,10 +149,19 @@ def look(path: str) -> Overview:
     """
     where = _plain(path)
     try:
-        return _overview(where, _core.peek(where))
+        return _overview(where, _core.inspect(where))
     except _DAMAGE as error:
         size_bytes = sum(os.stat(each).st_size for each in striped_paths(where))
         return Overview(where, "damaged", str(error), bytes=size_bytes)
+
+
+def __getattr__(name: str) -> object:
+    """The name that inspect() had up to 0.2, for one release."""
+    if name != "look":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    text = "cxlkv.stats.look is inspect now; the old name goes with the next release"
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
+    return inspect
 
 
 def _plain(place: str) -> str:
@@ -250,7 +260,7 @@ def _of_parts(parts: Mapping[str, _core.StripedPart]) -> Iterator[Overview]:
         if [parts[path].number for path in paths] == list(range(count)):
             where = STRIPED + "+".join(paths)
             try:
-                yield look(where)
+                yield inspect(where)
             except (CXLKVError, OSError) as error:
                 yield Overview(where, "damaged", str(error), identity=identity)
             continue
@@ -283,7 +293,7 @@ def recognise(path: str) -> Overview | None:
         unused = _core.gc(path, "orphan", 0, False)
         return _file(path, "orphan") if unused else None
     of_us = path.startswith(STRIPED) or is_device(path) or _begins_with(path, MAGIC)
-    return look(path) if of_us else None
+    return inspect(path) if of_us else None
 
 
 def _file(path: str, state: str) -> Overview:

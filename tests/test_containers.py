@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cxlkv import KVLayout, ObjectPool
-from cxlkv.stats import look
+from cxlkv.stats import inspect
 
 from .support.processes import Child, python
 from .support.waiting import until
@@ -151,7 +151,7 @@ def test_who_dies_in_a_container_leaves_nothing(pool: ObjectPool) -> None:
     free = pool.stats()["pages_free"]
     reaped = pool.stats()["reaped_processes"]
     python(CONTAINERS, pool.path, PAGES, count)
-    assert len(look(str(pool.path)).processes) == count + 1  # nobody came by
+    assert len(inspect(str(pool.path)).processes) == count + 1  # nobody came by
     after = pool.stats()
     assert (after["pages_free"], after["processes"]) == (free, 1)
     assert after["reaped_processes"] == reaped + count
@@ -168,7 +168,7 @@ def test_who_lives_in_a_container_keeps_what_it_has(pool: ObjectPool) -> None:
         assert child.hear() == "2"
         stats = pool.stats()
         assert (stats["pages_free"], stats["processes"]) == (free - PAGES, 2)
-        assert [each.alive for each in look(str(pool.path)).processes] == [True, True]
+        assert [each.alive for each in inspect(str(pool.path)).processes] == [True, True]
         child.kill()  # and the kernel with it who is within
     until(lambda: pool.stats()["processes"] == 1)
     assert pool.stats()["pages_free"] == free

@@ -345,7 +345,7 @@ def shown(world: World) -> Subject:
 
     def use() -> None:
         made.add(stored=1)
-        made.look(pool)
+        made.inspect(pool)
 
     return Subject(made, use, lambda: None)
 

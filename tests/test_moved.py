@@ -10,6 +10,7 @@ from importlib import import_module
 import pytest
 
 import cxlkv
+import cxlkv.stats
 from cxlkv import CXLPool
 from cxlkv._moved import MOVED, MovedToAdmin
 
@@ -77,3 +78,9 @@ def test_a_pool_has_few_methods() -> None:
 
     assert len(methods(CXLPool)) <= 20, sorted(methods(CXLPool))
     assert len(methods(cxlkv.ObjectPool)) <= 20, sorted(methods(cxlkv.ObjectPool))
+
+
+def test_a_pool_is_inspected_by_its_old_name_too() -> None:
+    with pytest.warns(DeprecationWarning, match=r"cxlkv\.stats\.look is inspect now") as warned:
+        assert cxlkv.stats.look is cxlkv.stats.inspect
+    assert warned[0].filename == __file__

@@ -18,7 +18,7 @@ from cxlkv._core import FORMAT_VERSION
 from cxlkv.errors import BusyError, CorruptError, NotAPoolError, VersionError
 from cxlkv.ops.cli import app
 from cxlkv.pool import Pool
-from cxlkv.stats import look
+from cxlkv.stats import inspect
 from cxlkv.tiers.cold_file import VERSIONS
 
 from .support import golden_pools
@@ -69,7 +69,7 @@ def test_a_pool_of_the_version_before(name: str, folder: Path) -> None:
         remedy = "version 5, this build reads 6. `cxlkv pool upgrade"
         with pytest.raises(VersionError, match=remedy):
             opened(path, host)
-        assert remedy in look(where(path)).detail
+        assert remedy in inspect(where(path)).detail
         assert contents(path) == before  # refused before the first store
         said = CliRunner().invoke(app, ["pool", "upgrade", where(path)])
         assert (said.exit_code, "5 is now 6" in said.output) == (0, True)
@@ -128,9 +128,9 @@ def test_features_of_a_newer_build(word: str, folder: Path) -> None:
             with pytest.raises(VersionError, match=wanted):
                 refused()
         if word == "readers":
-            assert look(where(path)).pages_total > 0
+            assert inspect(where(path)).pages_total > 0
         else:
-            assert re.search(wanted, look(where(path)).detail)
+            assert re.search(wanted, inspect(where(path)).detail)
         assert contents(path) == before
         Pool.remove(path)
 

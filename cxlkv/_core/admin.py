@@ -70,10 +70,10 @@ def pool_processes(pool: Handle) -> Overview:
     return _overview(lambda got, rows, count: lib.cxlkv_pool_processes(pool, got, rows, count))
 
 
-def peek(path: str) -> Overview:
+def inspect(path: str) -> Overview:
     """The same of a pool that is not opened: reads only."""
     name = os.fsencode(path)
-    return _overview(lambda got, rows, count: lib.cxlkv_peek(name, got, rows, count))
+    return _overview(lambda got, rows, count: lib.cxlkv_inspect(name, got, rows, count))
 
 
 class StripedPart(NamedTuple):
@@ -87,7 +87,7 @@ class StripedPart(NamedTuple):
 def striped_part(path: str) -> StripedPart:
     """Raises NotAPoolError where it is none."""
     got = ffi.new("cxlkv_stripe *")
-    check(lib.cxlkv_stripe_look(os.fsencode(path), got))
+    check(lib.cxlkv_stripe_inspect(os.fsencode(path), got))
     return StripedPart(got.index, got.count, bytes(ffi.buffer(got.identity)).hex())
 
 

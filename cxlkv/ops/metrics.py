@@ -1,6 +1,6 @@
 """Exports Prometheus metrics of pools: a collector, a registry to embed, and a server.
 
-A pool is read from outside at every scrape (cxlkv.stats.look), or from inside when it is open here.
+A pool is read from outside at every scrape (cxlkv.stats.inspect), or from inside when open here.
 Its counters outlive the processes that counted: they never fall while the pool's file is the same.
 """
 
@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from cxlkv import pool as pools
 from cxlkv.errors import CXLKVError
-from cxlkv.stats import COUNTERS, PAGE_STATES, Overview, look
+from cxlkv.stats import COUNTERS, PAGE_STATES, Overview, inspect
 
 Pool = pools.Pool | str | os.PathLike[str]
 
@@ -85,7 +85,7 @@ def _source(pool: Pool) -> tuple[str, Callable[[], Overview]]:
     if isinstance(pool, pools.Pool):
         return pool.admin.overview().path, pool.admin.overview
     path = os.fspath(pool)
-    return path, lambda: look(path)
+    return path, lambda: inspect(path)
 
 
 def _read(source: Callable[[], Overview]) -> Overview | None:

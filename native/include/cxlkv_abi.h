@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 5
+#define CXLKV_ABI 6
 /* The version, major * 10000 + minor * 100 + patch: what a host tells the others of a pool. */
 #define CXLKV_BUILD 200
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
@@ -357,8 +357,8 @@ int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats);
 int64_t cxlkv_pool_processes(cxlkv_pool *pool, cxlkv_overview *overview, cxlkv_process *processes,
                              uint32_t capacity);
 /* The same from outside, without joining: nothing is written and no lock is taken. */
-int64_t cxlkv_peek(const char *path, cxlkv_overview *overview, cxlkv_process *processes,
-                   uint32_t capacity);
+int64_t cxlkv_inspect(const char *path, cxlkv_overview *overview, cxlkv_process *processes,
+                      uint32_t capacity);
 
 /* What one of the devices or files of a striped pool says of itself. */
 typedef struct cxlkv_stripe {
@@ -366,7 +366,7 @@ typedef struct cxlkv_stripe {
     uint8_t identity[16];           /* the pool's */
 } cxlkv_stripe;
 /* Reads it; not_a_pool when it is no part of a striped pool. */
-int cxlkv_stripe_look(const char *path, cxlkv_stripe *part);
+int cxlkv_stripe_inspect(const char *path, cxlkv_stripe *part);
 
 /* This user's folder of host states, which is made if need be: a descriptor. Nobody else may enter
  * it, so that a lock on it is a lock among this user's processes. */

@@ -32,7 +32,7 @@ from cxlkv.machine.regions import parse_where
 from cxlkv.ops.cli import app
 from cxlkv.ops.gc import find_garbage
 from cxlkv.sequence import Sequence
-from cxlkv.stats import find, look
+from cxlkv.stats import find, inspect
 
 from ..support.forking import in_child
 
@@ -204,13 +204,13 @@ def test_it_is_looked_at_from_outside(parts: list[Path]) -> None:
     pool = CXLPool.create(where, layout=LAYOUT, capacity=CAPACITY)
     sequence, _ = fill(pool)
     pool.publish(sequence, [bytes([i]) for i in range(4)], LAYOUT.page_tokens)
-    inside, outside = pool.admin.overview(), look(where)
+    inside, outside = pool.admin.overview(), inspect(where)
     assert outside.state == "live"
     assert (outside.pages, outside.identity) == (inside.pages, inside.identity)
     assert [process.pid for process in outside.processes] == [os.getpid()]
     pool.close()
     before = [path.read_bytes() for path in parts]
-    idle = look(where)
+    idle = inspect(where)
     assert (idle.state, idle.processes) == ("idle", ())
     assert idle.pages["published"] == 4
     assert idle.pages["free"] == idle.pages_total - 4
@@ -245,7 +245,7 @@ def test_a_damaged_one_is_said_to_be(parts: list[Path]) -> None:
     whole = a.read_bytes()
     for at, wrong in ((LABEL_BYTES + 200, "superblock's CRC"), (20, "label of its part")):
         a.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        damaged = look(of([a, b]))
+        damaged = inspect(of([a, b]))
         assert damaged.state == "damaged"
         assert wrong in damaged.detail
         assert damaged.bytes == 2 * MEMBER_BYTES

@@ -29,7 +29,7 @@ from cxlkv.errors import BusyError, PoolMissingError
 from cxlkv.ops import cli
 from cxlkv.ops.gc import collect, find_garbage
 from cxlkv.ops.top import COLUMNS, Processes
-from cxlkv.stats import Overview, find, look
+from cxlkv.stats import Overview, find, inspect
 from tests.support.stopping import stop
 
 from ..support.processes import Child
@@ -113,7 +113,7 @@ def make(path: str) -> CXLPool:
 
 def test_a_look_from_outside_is_what_the_pool_says(path: str) -> None:
     with make(path) as pool, worker(path, 12) as one, worker(path, 5) as two:
-        for overview in (pool.admin.overview(), look(path)):
+        for overview in (pool.admin.overview(), inspect(path)):
             stats = pool.stats()
             assert overview.state == "live"
             assert overview.settled
@@ -136,7 +136,7 @@ def test_a_look_from_outside_is_what_the_pool_says(path: str) -> None:
             assert rows[os.getpid()].counters.hits is None
             assert overview.totals["appended_bytes"] == 17 * RECORD_BYTES
         assert pool.stats()["processes"] == 3, "who looks takes no slot"
-    assert look(path).state == "idle"
+    assert inspect(path).state == "idle"
 
 
 def test_totals_outlive_whoever_counted(path: str) -> None:
@@ -148,17 +148,17 @@ def test_totals_outlive_whoever_counted(path: str) -> None:
         seen.append(overview.totals["appended_bytes"])
 
     with worker(path, 8):
-        note(look(path))
-    killed = look(path)
+        note(inspect(path))
+    killed = inspect(path)
     assert (killed.state, killed.settled) == ("idle", False)
     assert [process.alive for process in killed.processes] == [False]
     note(killed)
     with CXLPool.open(path) as pool, worker(path, 4):
         note(pool.admin.overview())
         assert pool.admin.overview().totals["reaped_processes"] == 1
-    note(look(path))
+    note(inspect(path))
     CXLPool.open(path).close()  # settles: the host state is gone
-    settled = look(path)
+    settled = inspect(path)
     assert (settled.state, settled.settled, settled.processes) == ("idle", True, ())
     assert settled.totals["reaped_processes"] == 2
     note(settled)
@@ -169,7 +169,7 @@ def test_an_idle_pool_shows_what_is_published(path: str) -> None:
     with make(path), worker(path, 12):
         pass
     CXLPool.open(path).close()
-    overview = look(path)
+    overview = inspect(path)
     assert (overview.pages["published"], overview.prefix_pages) == (2, 2)
     assert overview.pages["free"] == overview.pages_total - 2
 
@@ -179,7 +179,7 @@ def test_garbage_in_the_host_state_is_survived(path: str) -> None:
     make(path).close()
     with worker(path, 8):
         pass
-    (state,) = host_states(look(path).identity)
+    (state,) = host_states(inspect(path).identity)
     whole = state.read_bytes()
     chance = random.Random(5)
     for _ in range(200):
@@ -187,12 +187,12 @@ def test_garbage_in_the_host_state_is_survived(path: str) -> None:
         for _ in range(chance.choice((1, 20, 500))):
             data[chance.randrange(128, 40_000)] = chance.randrange(256)
         state.write_bytes(data)
-        overview = look(path)
+        overview = inspect(path)
         assert sum(overview.pages.values()) == overview.pages_total
     state.write_bytes(whole[: len(whole) // 2])
-    assert look(path).processes == ()
+    assert inspect(path).processes == ()
     state.write_bytes(whole)
-    assert len(look(path).processes) == 1
+    assert len(inspect(path).processes) == 1
 
 
 # ---- list ----
@@ -395,7 +395,7 @@ def test_a_pool_whose_users_were_killed_is_settled_first(folder: Path, path: str
     (left,) = find_garbage([str(folder)], 3600)
     assert left.kind == "unsettled"
     assert "settled now" in command("pool", "gc", "--yes", "--idle-s", "3600", str(folder))
-    overview = look(path)
+    overview = inspect(path)
     assert (overview.settled, overview.pages["held"], overview.pages["published"]) == (True, 0, 2)
     assert find_garbage([str(folder)], 3600) == []
 

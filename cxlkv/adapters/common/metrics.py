@@ -70,7 +70,7 @@ class Counting:
             said = f": {detail}" if str(detail) else ""
             log.warning("cxlkv: %s%s (said once; counted as %s)", self._kinds[kind], said, kind)
 
-    def look(self, pool: Pool) -> None:
+    def inspect(self, pool: Pool) -> None:
         """The pool has been used: for who shows how full it is."""
 
 
@@ -168,7 +168,7 @@ class Shown(Counting):
         super().reset_after_fork()
         self._look_lock = threading.Lock()
 
-    def look(self, pool: Pool) -> None:
+    def inspect(self, pool: Pool) -> None:
         path = str(pool.path)
         with self._look_lock:
             if time.monotonic() < self._next_s.get(path, 0):

@@ -11,7 +11,7 @@
 #include "base/crc32c.h"
 #include "tiers/local_tier.h"
 
-static void look_at_pages(const page_info *pages, const run_info *runs, uint32_t count,
+static void inspect_pages(const page_info *pages, const run_info *runs, uint32_t count,
                           cxlkv_overview *overview) {
     overview->pages_total = count;
     for (uint32_t page = 0; page < count; page++) {
@@ -40,7 +40,7 @@ static uint64_t pages_held(const uint32_t *held, uint32_t count) {
 }
 
 /* `offsets` has the state's layout as it must be; `host` is only read through it. */
-static uint32_t look_at_processes(host_state *host, int state_fd, const host_state *offsets,
+static uint32_t inspect_processes(host_state *host, int state_fd, const host_state *offsets,
                                   cxlkv_process *out, uint32_t capacity) {
     uint32_t count = 0;
     for (uint32_t i = 0; i < PROCESS_MAX; i++) {
@@ -64,15 +64,15 @@ static uint32_t look_at_processes(host_state *host, int state_fd, const host_sta
     return count;
 }
 
-static uint32_t look_at_state(host_state *host, int state_fd, uint32_t page_count,
+static uint32_t inspect_state(host_state *host, int state_fd, uint32_t page_count,
                               cxlkv_overview *overview, cxlkv_process *out, uint32_t capacity) {
     host_state offsets;
     host_state_layout(page_count, &offsets);
     overview->host_state = 1;
-    look_at_pages((const page_info *)((uint8_t *)host + offsets.pages_offset),
+    inspect_pages((const page_info *)((uint8_t *)host + offsets.pages_offset),
                   (const run_info *)((uint8_t *)host + offsets.runs_offset), page_count, overview);
     counters_total(host, &overview->totals);
-    return look_at_processes(host, state_fd, &offsets, out, capacity);
+    return inspect_processes(host, state_fd, &offsets, out, capacity);
 }
 
 static void name_overview(cxlkv_overview *overview, const cxlkv_layout *layout,
@@ -93,7 +93,7 @@ int64_t cxlkv_pool_processes(cxlkv_pool *pool, cxlkv_overview *overview, cxlkv_p
     if (code == 0) {
         host_reap(pool);
         host_unlock(pool);
-        code = look_at_state(pool->host, pool->host_fd, pool->geometry.page_count, overview, out,
+        code = inspect_state(pool->host, pool->host_fd, pool->geometry.page_count, overview, out,
                              capacity);
     }
     pool_leave(pool);
@@ -182,7 +182,7 @@ static void source_close(source *from) {
 }
 
 /* Nobody uses the pool: what is not published is free for whoever comes. */
-static int look_at_descriptors(const source *from, const cxlkv_geometry *geometry,
+static int inspect_descriptors(const source *from, const cxlkv_geometry *geometry,
                                cxlkv_overview *overview) {
     descriptor lines[64];
     overview->pages_total = geometry->page_count;
@@ -206,7 +206,7 @@ static int look_at_descriptors(const source *from, const cxlkv_geometry *geometr
 
 /* The last to leave saves the totals and then removes the state: without one they are in the page,
  * but perhaps just being written. */
-static void look_at_saved(const source *from, cxlkv_counters *totals) {
+static void inspect_saved(const source *from, cxlkv_counters *totals) {
     uint8_t page[SUPERBLOCK_BYTES];
     bool whole = false;
     for (int attempt = 0; !whole && attempt < 20; attempt++) {
@@ -216,12 +216,12 @@ static void look_at_saved(const source *from, cxlkv_counters *totals) {
 }
 
 __attribute__((noinline))
-static int64_t look_guarded(const seen_state *state, uint32_t page_count, const char *path,
-                            cxlkv_overview *overview, cxlkv_process *out, uint32_t capacity) {
+static int64_t inspect_guarded(const seen_state *state, uint32_t page_count, const char *path,
+                               cxlkv_overview *overview, cxlkv_process *out, uint32_t capacity) {
     guard fault;
     volatile int64_t count = 0;
     GUARD_BEGIN(fault) {
-        count = look_at_state(state->host, state->fd, page_count, overview, out, capacity);
+        count = inspect_state(state->host, state->fd, page_count, overview, out, capacity);
     } GUARD_END(fault, count = fail(CXLKV_E_POISON, "%s: its host state was cut while it was read",
                                     path))
     return count;
@@ -251,17 +251,17 @@ static int64_t peek_at(const source *from, const char *path, cxlkv_overview *ove
         for (uint32_t number = 0; !state.host && number < sharing.hosts; number++)
             state = map_state(from->fd, number, 0, pages, identity);
     if (!state.host) { /* another /dev/shm has the state, or nobody uses the pool */
-        look_at_saved(from, &overview->totals);
-        return overview->in_use ? 0 : look_at_descriptors(from, &geometry, overview);
+        inspect_saved(from, &overview->totals);
+        return overview->in_use ? 0 : inspect_descriptors(from, &geometry, overview);
     }
-    int64_t count = look_guarded(&state, pages, path, overview, out, capacity);
+    int64_t count = inspect_guarded(&state, pages, path, overview, out, capacity);
     munmap(state.host, state.bytes);
     close(state.fd);
     return count;
 }
 
-int64_t cxlkv_peek(const char *path, cxlkv_overview *overview, cxlkv_process *out,
-                   uint32_t capacity) {
+int64_t cxlkv_inspect(const char *path, cxlkv_overview *overview, cxlkv_process *out,
+                      uint32_t capacity) {
     source from;
     int64_t code = source_open(path, &from);
     if (code < 0) return code;

@@ -345,7 +345,7 @@ bool stripes_read(const members *all, uint64_t offset, void *to, size_t bytes) {
     return true;
 }
 
-int cxlkv_stripe_look(const char *path, cxlkv_stripe *part) {
+int cxlkv_stripe_inspect(const char *path, cxlkv_stripe *part) {
     members one = {.path = path};
     stripe_label label;
     int code = member_open(&one, path, strlen(path), O_RDONLY);

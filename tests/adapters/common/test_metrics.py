@@ -60,18 +60,18 @@ def test_pools_are_looked_at_once_in_a_while(
         return shown("pool_bytes", rank="0", pool=str(pool.path), state=state)
 
     for pool in pools:
-        counting.look(pool)
+        counting.inspect(pool)
         assert bytes_of(pool, "free") == pool.stats()["pages_total"] * size
         pool.put_batch(object_keys(["one"]), [np.zeros(size, np.uint8)])
-        counting.look(pool)
+        counting.inspect(pool)
         assert bytes_of(pool, "published_only") == 0, "the next look comes later"
     monkeypatch.setattr("cxlkv.adapters.common.metrics.LOOK_EVERY_S", 0.0)
     counting._next_s.clear()
     with pools[0].lease(object_keys(["one"])):
-        counting.look(pools[0])
+        counting.inspect(pools[0])
         assert bytes_of(pools[0], "held") == size
-    counting.look(pools[0])
+    counting.inspect(pools[0])
     assert [bytes_of(pools[0], state) for state in ("held", "published_only")] == [0, size]
     for pool in pools:
         pool.close()
-    counting.look(pools[0])  # of a closed one nothing is said
+    counting.inspect(pools[0])  # of a closed one nothing is said

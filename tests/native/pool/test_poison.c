@@ -312,7 +312,7 @@ static void call_look(scene *s) {
     look_at_stats(s->pool);
     look_at_stats(s->other);
     told(cxlkv_pool_processes(s->pool, &overview, processes, 8));
-    int64_t seen = cxlkv_peek(s->path, &overview, processes, 8);
+    int64_t seen = cxlkv_inspect(s->path, &overview, processes, 8);
     if (!is_no_pool(seen)) told(seen);
     if (s->shared) told(cxlkv_pool_hosts(either(s), rows, 2));
     int code = cxlkv_pool_placed(s->pool, 100, &placed);

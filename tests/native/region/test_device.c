@@ -90,7 +90,7 @@ static void test_another_device(void) {
                                 &pool) == -CXLKV_E_POOL_EXISTS);
     CHECK(cxlkv_pool_open("/dev/null", NULL, &pool) == -CXLKV_E_NOT_A_POOL);
     CHECK(cxlkv_pool_remove("/dev/null") == -CXLKV_E_NOT_A_POOL);
-    CHECK(cxlkv_peek("/dev/null", &overview, NULL, 0) == -CXLKV_E_NOT_A_POOL);
+    CHECK(cxlkv_inspect("/dev/null", &overview, NULL, 0) == -CXLKV_E_NOT_A_POOL);
 }
 
 int main(void) {

@@ -40,7 +40,7 @@ static uint64_t word_in(int member, uint64_t offset) {
     return word;
 }
 
-/* As cxlkv_peek() reads it: over every seam between two stripes, and not beyond the end. */
+/* As cxlkv_inspect() reads it: over every seam between two stripes, and not beyond the end. */
 static void check_reading(const cxlkv_pool *pool) {
     enum { BESIDE_BYTES = 100 };
     uint8_t bytes[2 * BESIDE_BYTES];
@@ -56,10 +56,11 @@ static void check_reading(const cxlkv_pool *pool) {
     stripes_close(all);
     for (uint32_t i = 0; i < MEMBERS; i++) {
         cxlkv_stripe part;
-        CHECK(cxlkv_stripe_look(names[i], &part) == 0 && part.index == i && part.count == MEMBERS);
+        CHECK(cxlkv_stripe_inspect(names[i], &part) == 0 && part.index == i &&
+              part.count == MEMBERS);
         CHECK(memcmp(part.identity, pool->identity, sizeof(part.identity)) == 0);
     }
-    CHECK(cxlkv_stripe_look("/dev/null", &(cxlkv_stripe){0}) == -CXLKV_E_NOT_A_POOL);
+    CHECK(cxlkv_stripe_inspect("/dev/null", &(cxlkv_stripe){0}) == -CXLKV_E_NOT_A_POOL);
 }
 
 /* A word at the start and one at the end of each stripe, looked for in the files. */
