@@ -488,6 +488,8 @@ def test_wrong_starts(pool: CXLPool) -> None:
         ([1, 1, 2], "must begin with 0"),
         ([0, 3, 2], "must not fall"),
         ([0, 1, 3], "k has shape"),
+        ([0, -1, 2], "must not fall"),
+        ([0, 1, 2, 2], "starts has shape"),
     ):
         with pytest.raises(errors.BadArgumentError, match=text):
             batch.append(0, rows(2), rows(2), starts)
@@ -530,6 +532,8 @@ def test_batches_that_are_none(pool: CXLPool) -> None:
         pool.batch([sequence, other.sequence()])
     with pytest.raises(errors.BadArgumentError, match="2 budgets for 1 sequences"):
         pool.batch([sequence]).select(0, rows(1), [0, 1], [Budget(pages=1)] * 2)
+    with pytest.raises(errors.BadArgumentError, match="append their keys first"):
+        pool.batch([sequence, pool.sequence()]).attend(0, rows(1), [0, 0, 1])
 
 
 def test_a_selection_of_another_batch_or_layout(pool: CXLPool) -> None:
@@ -574,11 +578,14 @@ def test_use_after_release(pool: CXLPool) -> None:
         lambda: len(sequence),
         lambda: sequence.append(0, rows(1), rows(1)),
         lambda: sequence.fetch(0),
+        lambda: sequence.select(0, rows(1), top_k=1),
+        lambda: sequence.attend(0, rows(1)),
         lambda: sequence.fork(),
         lambda: sequence.truncate(0),
         lambda: sequence.handle,
         lambda: sequence.pages,
         lambda: pool.publish_prefix(sequence, list(range(8))),
+        lambda: batch.fetch(0),
         lambda: batch.append(0, rows(2), rows(2), [0, 1, 2]),
     ):
         with pytest.raises(errors.ReleasedError, match=r"was released: begin or adopt another"):
@@ -602,7 +609,10 @@ def test_use_after_close(path: Path) -> None:
         lambda: pool.adopt(handle),
         lambda: pool.match_prefix([1] * 8),
         lambda: pool.forget([b"x"]),
+        lambda: pool.publish(sequence, [b"x"], 4),
         lambda: len(sequence),
+        lambda: sequence.fetch(0),
+        lambda: sequence.attend(0, rows(1)),
         lambda: sequence.append(0, rows(1), rows(1)),
         lambda: sequence.fork(),
         lambda: batch.append(0, rows(1), rows(1), [0, 1]),
@@ -708,7 +718,7 @@ def test_a_lease_that_has_ended(pool: CXLPool) -> None:
     hit = pool.match_prefix(list(range(8)), lease_s=1e-9)
     with pytest.raises(errors.StaleError, match="lease of this hit has ended: match again"):
         hit.sequence()
-    for lease in (0, -1, float("nan"), float("inf")):
+    for lease in (0, -1, float("nan"), float("inf"), 1e10):
         with pytest.raises(errors.BadArgumentError, match="lease"):
             pool.match_prefix(list(range(8)), lease_s=lease)
 
@@ -719,8 +729,9 @@ def test_keys_that_are_none(pool: CXLPool) -> None:
         pool.publish(sequence, ["a"], 4)  # type: ignore[list-item]
     with pytest.raises(errors.BadArgumentError, match="3 keys of 4 tokens, the sequence has 10"):
         pool.publish(sequence, [b"a", b"b", b"c"], 4)
-    with pytest.raises(errors.BadArgumentError, match="0 tokens a key"):
-        pool.publish(sequence, [b"a"], 0)
+    for tokens in (0, -1):
+        with pytest.raises(errors.BadArgumentError, match=f"{tokens} tokens a key"):
+            pool.publish(sequence, [b"a"], tokens)
     assert pool.match([]).tokens == 0
     assert pool.publish(sequence, [], 4) == 0
 
@@ -776,6 +787,7 @@ def test_a_full_pool_takes_back_what_a_lease_pinned_too_long(pool: CXLPool) -> N
 
 def test_pages_that_are_not_ours_to_free(pool: CXLPool) -> None:
     sequence = fill(pool)
+    assert pool.pages.alloc(0).tolist() == []
     pages = pool.pages.alloc(3)
     free = pool.stats()["pages_free"]
     for wrong in (sequence.pages, [int(pages[0])] * 2, [int(pages[0]), 1 << 31]):

@@ -109,25 +109,6 @@ def test_a_batch_that_goes_past_the_caches(pool: ObjectPool) -> None:
     assert np.array_equal(out, np.concatenate(data))
 
 
-def test_ranges(pool: ObjectPool) -> None:
-    objects = [made(seed) for seed in range(4)]
-    pool.put_batch(list("abcd"), objects)
-    chance = np.random.default_rng(5)
-    which, size = chance.integers(0, 5, 200), chance.integers(0, 700, 200)
-    offset = chance.integers(0, SIZE - 700, 200)
-    target = np.concatenate([[0], np.cumsum(size)[:-1]])
-    out = np.zeros(size.sum(), np.uint8)
-    ranges = np.stack([which, offset, size, target], axis=1)
-    got = pool.get_ranges(["a", "b", "c", "d", "absent"], ranges, out)
-    for (of, begin, many, to), found in zip(ranges.tolist(), got.tolist(), strict=True):
-        if of == 4:
-            assert found == ABSENT
-            assert not out[to : to + many].any()
-        else:
-            assert found == many
-            assert np.array_equal(out[to : to + many], objects[of][begin : begin + many])
-
-
 def test_nothing_is_asked_for(pool: ObjectPool) -> None:
     assert pool.put_batch([], []).tolist() == []
     assert pool.get_batch_into([], []).tolist() == []
@@ -316,20 +297,6 @@ def test_a_close_that_is_refused_leaves_all_as_it_is(tmp_path: Path) -> None:
         for i in range(2 * many):
             assert pool.put(f"n{i}", b"x"), "its tiers make room"
     assert ended
-
-
-def test_single_places_are_given_back(pool: ObjectPool) -> None:
-    reserved = pool.reserve([10, 10, 10])
-    reserved.release_one(1)
-    reserved.release_one(1)
-    assert pool.stats()["pages_held"] == 2
-    with pytest.raises(ReleasedError, match="place 1"):
-        reserved.publish(["a", "b", "c"])
-    assert reserved.publish(["a", "c"], [0, 2]).all()
-    reserved.release()
-    reserved.release()
-    assert pool.stats()["pages_held"] == 0
-    assert pool.object_sizes(["a", "b", "c"]).tolist() == [10, ABSENT, 10]
 
 
 def test_a_full_pool_takes_all_or_none(tmp_path: Path) -> None:

@@ -178,55 +178,6 @@ def test_a_handle_crosses_pools_of_one_file(path: str) -> None:
             one.publish(adopted, [b"x"], 4)
 
 
-def test_a_closed_pool_says_so() -> None:
-    with CXLPool.create("anonymous:", layout=LAYOUT, capacity="4MiB") as pool:
-        seq = pool.sequence()
-        rows = np.ones((6, 2, 8), np.float32)
-        seq.append(0, rows, rows)
-        hit = pool.match([b"k"])
-        batch = pool.batch([seq])
-    pool.close()
-    for use in (
-        pool.sequence,
-        pool.stats,
-        pool.admin.check,
-        lambda: pool.match([b"k"]),
-        lambda: pool.forget([b"k"]),
-        lambda: pool.adopt(b""),
-        lambda: pool.pages.alloc(1),
-        lambda: pool.publish(seq, [b"k"], 4),
-        lambda: seq.append(0, rows, rows),
-        lambda: seq.fetch(0),
-        lambda: batch.append(0, rows, rows, [0, 6]),
-        lambda: seq.attend(0, np.ones((2, 8), np.float32)),
-        seq.fork,
-        lambda: len(seq),
-        hit.sequence,
-    ):
-        with pytest.raises(ClosedError):
-            use()
-    seq.release()
-    hit.release()
-    assert pool.layout == LAYOUT
-
-
-def test_pages_without_a_sequence(pool: CXLPool) -> None:
-    total = pool.stats()["pages_total"]
-    pages = pool.pages.alloc(5)
-    assert len(set(pages.tolist())) == 5
-    assert pool.stats()["pages_held"] == 5
-    with pytest.raises(MemoryError):
-        pool.pages.alloc(total)
-    pool.pages.free(pages)
-    for wrong in (pages[:1], np.array([2**31], np.uint32)):
-        with pytest.raises(BadArgumentError):
-            pool.pages.free(wrong)
-    assert pool.pages.alloc(0).tolist() == []
-    with pytest.raises(BadArgumentError):
-        pool.pages.alloc(-1)
-    assert pool.stats()["pages_free"] == total
-
-
 def test_threads_are_counted_from_one(pool: CXLPool) -> None:
     for threads in (0, -1):
         with pytest.raises(BadArgumentError):

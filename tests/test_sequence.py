@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-import threading
 from collections.abc import Callable
 from types import FrameType
 
@@ -17,11 +16,6 @@ import pytest
 from cxlkv import Budget, CXLPool, KVLayout, Sequence
 from cxlkv.errors import (
     BadArgumentError,
-    OrderError,
-    PoolFullError,
-    ReleasedError,
-    StaleError,
-    UnevenError,
 )
 
 Floats = npt.NDArray[np.float32]
@@ -53,18 +47,6 @@ def assert_holds(sequence: Sequence, k: Floats, v: Floats) -> None:
 
 
 # ---- append and fetch ----
-
-
-def test_chunks_of_all_sizes_add_up(pool: CXLPool, rng: np.random.Generator) -> None:
-    for size in range(1, 3 * PAGE):
-        k, v = rows(rng, 4 * PAGE + 1), rows(rng, 4 * PAGE + 1)
-        sequence = pool.sequence()
-        for first in range(0, len(k), size):
-            extend(sequence, k[first : first + size], v[first : first + size])
-        assert_holds(sequence, k, v)
-        assert len(sequence.pages) == 4
-        assert sequence.page_count(0) == 5
-        sequence.release()
 
 
 def test_a_sequence_of_many_chunks_of_pages(pool: CXLPool, rng: np.random.Generator) -> None:
@@ -162,75 +144,7 @@ def test_out_must_fit(pool: CXLPool, rng: np.random.Generator) -> None:
         assert not np.asarray(array).any()
 
 
-def test_layers_come_in_order(pool: CXLPool, rng: np.random.Generator) -> None:
-    sequence = pool.sequence()
-    k = rows(rng, 6)
-    with pytest.raises(OrderError, match="layer 1"):
-        sequence.append(1, k, k)
-    sequence.append(0, k, k)
-    sequence.append(1, k[:2], k[:2])
-    assert [sequence.tokens(0), sequence.tokens(1), len(sequence)] == [6, 2, 2]
-    with pytest.raises(OrderError):
-        sequence.append(1, k[:5], k[:5])
-    sequence.append(0, k, k)
-    sequence.append(1, k[2:], k[2:])
-    assert len(sequence) == 6
-    sequence.append(1, k, k)
-    np.testing.assert_array_equal(read(sequence, 1)[0], np.concatenate([k, k]))
-    for layer in (-1, 2, 99):
-        with pytest.raises(BadArgumentError, match="layer"):
-            sequence.append(layer, k, k)
-
-
-def test_a_batch_grows_whole_or_not_at_all(
-    make_pool: Callable[[], CXLPool], rng: np.random.Generator
-) -> None:
-    pool = make_pool()
-    total = pool.stats()["pages_total"]
-    ballast = pool.pages.alloc(total - 3)
-    first, second = pool.sequence(), pool.sequence()
-    k = rows(rng, 11)
-    first.append(0, k[:2], k[:2])
-    batch = pool.batch([first, second])
-    before = pool.stats()
-    with pytest.raises(PoolFullError, match=r"4 pages wanted, 3 of"):
-        batch.append(
-            0, np.concatenate([k[2:10], k[:8]]), np.zeros((16, 2, 8), np.float32), [0, 8, 16]
-        )
-    assert pool.stats() == before
-    assert (first.tokens(0), second.tokens(0)) == (2, 0)
-    batch.append(0, np.concatenate([k[2:10], k[:4]]), np.zeros((12, 2, 8), np.float32), [0, 8, 12])
-    np.testing.assert_array_equal(read(first)[0], k[:10])
-    np.testing.assert_array_equal(read(second)[0], k[:4])
-    assert pool.stats()["pages_free"] == 0
-    second.append(0, k[:3], k[:3])  # tails need no page
-    with pytest.raises(PoolFullError):
-        second.append(0, k[:1], k[:1])
-    np.testing.assert_array_equal(read(second)[0], np.concatenate([k[:4], k[:3]]))
-    pool.pages.free(ballast)
-    second.append(0, k[:1], k[:1])
-
-
 # ---- batches ----
-
-
-def test_starts_and_members_are_checked(pool: CXLPool, rng: np.random.Generator) -> None:
-    a, b = pool.sequence(), pool.sequence()
-    batch = pool.batch([a, b])
-    assert len(batch) == 2
-    k = rows(rng, 4)
-    for starts in ([0, 4], [0, 2, 3], [1, 2, 4], [0, 5, 4], [0, -1, 4], [0, 2, 3, 4]):
-        with pytest.raises(BadArgumentError):
-            batch.append(0, k, k, starts)
-    assert a.tokens(0) == b.tokens(0) == 0
-    with pytest.raises(BadArgumentError, match="twice"):
-        pool.batch([a, b, a])
-    with pytest.raises(BadArgumentError, match="at least one"):
-        pool.batch([])
-    with pytest.raises(BadArgumentError, match="append their keys first"):
-        batch.attend(0, np.ones((1, 2, DIM), np.float32), [0, 1, 1])
-    with pytest.raises(BadArgumentError, match="3 budgets"):
-        batch.select(0, np.ones((0, 2, DIM), np.float32), [0, 0, 0], [Budget(pages=1)] * 3)
 
 
 def test_a_method_is_a_batch_of_one_without_its_axis(
@@ -315,104 +229,6 @@ def test_zero_or_one_budget_errors() -> None:
 # ---- fork, truncate, release ----
 
 
-def test_forks_go_their_own_ways(pool: CXLPool, rng: np.random.Generator) -> None:
-    k, v = rows(rng, 30), rows(rng, 30)
-    parent = pool.sequence()
-    extend(parent, k[:6], v[:6])
-    held = pool.stats()["pages_held"]
-    children = [parent.fork() for _ in range(3)]
-    grandchild = children[0].fork()
-    assert pool.stats()["pages_held"] == held == 1
-    extend(children[0], k[10:13], v[10:13])
-    extend(parent, k[20:29], v[20:29])
-    extend(children[1], k[6:7], v[6:7])
-    children[1].truncate(5)
-    assert_holds(parent, np.concatenate([k[:6], k[20:29]]), np.concatenate([v[:6], v[20:29]]))
-    assert_holds(children[0], np.concatenate([k[:6], k[10:13]]), np.concatenate([v[:6], v[10:13]]))
-    assert_holds(children[1], k[:5], v[:5])
-    parent.release()
-    assert_holds(children[2], k[:6], v[:6])
-    assert_holds(grandchild, k[:6], v[:6])
-
-
-def test_a_shared_tail_is_copied_by_who_writes_first(
-    pool: CXLPool, rng: np.random.Generator
-) -> None:
-    k, v = rows(rng, 12), rows(rng, 12)
-    parent = pool.sequence()
-    extend(parent, k[:2], v[:2])
-    child, other = parent.fork(), parent.fork()
-    extend(parent, k[5:6], v[5:6])
-    extend(child, k[6:7], v[6:7])
-    extend(other, k[7:8], v[7:8])
-    for sequence, last in ((parent, 5), (child, 6), (other, 7)):
-        own = [0, 1, last]
-        assert_holds(sequence, k[own], v[own])
-
-
-def test_fork_and_handle_need_even_layers(pool: CXLPool, rng: np.random.Generator) -> None:
-    sequence = pool.sequence()
-    k = rows(rng, 5)
-    sequence.append(0, k, k)
-    for use in (sequence.fork, lambda: sequence.handle):
-        with pytest.raises(UnevenError):
-            use()
-    sequence.truncate(0)
-    assert len(sequence.fork()) == 0
-
-
-def test_truncate_in_the_middle_of_a_step(pool: CXLPool, rng: np.random.Generator) -> None:
-    """Layer 0 has completed pages that layer 1 has not: each rewinds from where its tokens lie."""
-    k, v = rows(rng, 14), rows(rng, 14)
-    for finished in range(15):
-        for cut in range(15):
-            sequence = pool.sequence()
-            sequence.append(0, k, v)
-            sequence.append(1, k[:finished] + 1, v[:finished] - 1)
-            sequence.truncate(cut)
-            assert sequence.tokens(0) == cut
-            assert sequence.tokens(1) == min(cut, finished)
-            sequence.append(1, k[min(cut, finished) : cut] + 1, v[min(cut, finished) : cut] - 1)
-            extend(sequence, k[cut:], v[cut:])
-            assert_holds(sequence, k, v)
-            sequence.release()
-
-
-def test_truncate_checks_its_number(pool: CXLPool, rng: np.random.Generator) -> None:
-    sequence = pool.sequence()
-    extend(sequence, rows(rng, 6), rows(rng, 6))
-    for tokens in (-1, 7):
-        with pytest.raises(BadArgumentError, match="truncate"):
-            sequence.truncate(tokens)
-    assert len(sequence) == 6
-
-
-def test_a_released_sequence_says_so(pool: CXLPool, rng: np.random.Generator) -> None:
-    sequence = pool.sequence()
-    k = rows(rng, 6)
-    extend(sequence, k, k)
-    batch = pool.batch([pool.sequence(), sequence])
-    sequence.release()
-    sequence.release()
-    q = np.ones((2, DIM), np.float32)
-    for use in (
-        lambda: sequence.append(0, k, k),
-        lambda: sequence.select(0, q, top_k=1),
-        lambda: sequence.fetch(0),
-        lambda: sequence.attend(0, q),
-        sequence.fork,
-        lambda: sequence.truncate(0),
-        lambda: sequence.handle,
-        lambda: len(sequence),
-        lambda: sequence.pages,
-        lambda: pool.publish(sequence, [b"k"], 4),
-        lambda: batch.fetch(0),
-        lambda: batch.append(0, k, k, [0, 6, 6]),
-    ):
-        with pytest.raises(ReleasedError):
-            use()
-
-
 def test_a_dropped_sequence_gives_its_pages_back(pool: CXLPool, rng: np.random.Generator) -> None:
     sequence = pool.sequence()
     extend(sequence, rows(rng, 9), rows(rng, 9))
@@ -421,141 +237,6 @@ def test_a_dropped_sequence_gives_its_pages_back(pool: CXLPool, rng: np.random.G
     del sequence
     assert pool.stats()["pages_held"] == 0
     assert pool.stats()["sequences"] == 0
-
-
-# ---- handles ----
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 4, 5, 11, 12])
-def test_adopt_has_the_tokens_of_the_handle(
-    pool: CXLPool, rng: np.random.Generator, tokens: int
-) -> None:
-    k, v = rows(rng, 20), rows(rng, 20)
-    sequence = pool.sequence()
-    extend(sequence, k[:tokens], v[:tokens])
-    handle = sequence.handle
-    assert sequence.handle == handle
-    adopted = pool.adopt(handle)
-    assert_holds(adopted, k[:tokens], v[:tokens])
-    extend(adopted, k[15:], v[15:])
-    extend(sequence, k[tokens:15], v[tokens:15])
-    assert_holds(
-        adopted, np.concatenate([k[:tokens], k[15:]]), np.concatenate([v[:tokens], v[15:]])
-    )
-    assert_holds(sequence, k[:15], v[:15])
-
-
-def test_a_handle_names_the_tail_of_now(pool: CXLPool, rng: np.random.Generator) -> None:
-    """Truncated and grown to the same length again: the first handle's tail is not this one's."""
-    k, v = rows(rng, 8), rows(rng, 8)
-    sequence = pool.sequence()
-    extend(sequence, k[:6], v[:6])
-    before = sequence.handle
-    sequence.truncate(5)
-    extend(sequence, k[7:], v[7:])
-    assert sequence.handle != before
-    assert_holds(
-        pool.adopt(sequence.handle), np.concatenate([k[:5], k[7:]]), np.concatenate([v[:5], v[7:]])
-    )
-
-
-def test_stale_and_spoilt_handles(pool: CXLPool, rng: np.random.Generator) -> None:
-    sequence = pool.sequence()
-    extend(sequence, rows(rng, 9), rows(rng, 9))
-    handle = sequence.handle
-    for position in range(0, len(handle), 7):
-        spoilt = bytearray(handle)
-        spoilt[position] ^= 1
-        with pytest.raises(StaleError, match="no handle"):
-            pool.adopt(bytes(spoilt))
-    for wrong in (b"", handle[:-1], handle + b"\0", b"\0" * 200):
-        with pytest.raises(StaleError):
-            pool.adopt(wrong)
-    sequence.release()
-    with pytest.raises(StaleError, match="was freed"):
-        pool.adopt(handle)
-    other = pool.sequence()
-    extend(other, rows(rng, 9), rows(rng, 9))  # the same pages, of another generation
-    with pytest.raises(StaleError, match="was freed"):
-        pool.adopt(handle)
-    assert pool.stats()["stale_handles"] >= 2
-
-
-# ---- threads ----
-
-
-def in_threads(count: int, work: Callable[[int], None]) -> None:
-    errors: list[BaseException] = []
-
-    def run(index: int) -> None:
-        try:
-            work(index)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
-def test_threads_with_their_own_sequences(pool: CXLPool, seed: int) -> None:
-    pool.set_threads(3)
-
-    def work(index: int) -> None:
-        own = np.random.default_rng((seed, index))
-        for _ in range(8):
-            k, v = rows(own, 40), rows(own, 40)
-            sequence = pool.sequence()
-            extend(sequence, k[:17], v[:17])
-            child = sequence.fork()
-            extend(sequence, k[17:], v[17:])
-            q = own.standard_normal((4, DIM)).astype(np.float32)
-            picked = sequence.select(0, q, Budget(share=1.0))
-            out, _ = sequence.attend(0, q, picked)
-            np.testing.assert_allclose(out, sequence.attend(0, q)[0], rtol=1e-5, atol=1e-6)
-            assert_holds(sequence, k, v)
-            assert_holds(child, k[:17], v[:17])
-            pool.publish(sequence, [bytes([index])], PAGE)
-            pool.match([bytes([index])]).release()
-            pool.forget([bytes([index])])
-
-    in_threads(5, work)
-    assert pool.stats()["pages_held"] == 0
-
-
-def test_threads_reading_one_sequence_while_it_grows(
-    pool: CXLPool, rng: np.random.Generator
-) -> None:
-    """A reader sees whole appends: lengths only grow, and what was there stays as it was."""
-    k, v = rows(rng, 400), rows(rng, 400)
-    sequence = pool.sequence()
-    extend(sequence, k[:5], v[:5])
-    done = threading.Event()
-
-    def work(index: int) -> None:
-        if index == 0:
-            try:
-                for first in range(5, 400, 3):
-                    extend(sequence, k[first : first + 3], v[first : first + 3])
-            finally:
-                done.set()
-            return
-        seen = 0
-        while not done.is_set():
-            batch = pool.batch([sequence])
-            tokens = len(sequence)
-            got, _ = batch.fetch(1) if index == 1 else sequence.fetch(1)
-            array = np.asarray(got).reshape(HEADS, -1, DIM).transpose(1, 0, 2)
-            assert tokens >= seen
-            seen = tokens
-            np.testing.assert_array_equal(array[:tokens], k[:tokens] + 1)
-
-    in_threads(4, work)
-    assert_holds(sequence, k[:401], v[:401])
 
 
 # ---- how far it is to the core ----
