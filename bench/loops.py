@@ -4,7 +4,9 @@ and `cxlkv litmus` runs."""
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -173,6 +175,35 @@ def memory_gather_s(
             piece_bytes,
         )
     )
+
+
+class Gather:
+    """Copies a piece at each offset of `memory` to `to`, one behind the other, each of the
+    `workers` an equal part of them; a call returns the seconds that it took."""
+
+    def __init__(
+        self,
+        workers: ThreadPoolExecutor,
+        threads: int,
+        to: npt.NDArray[np.uint8],
+        memory: npt.NDArray[np.uint8],
+        offsets: npt.NDArray[np.uint64],
+        piece_bytes: int = 0,
+    ):
+        self.workers, self.to, self.memory = workers, to, memory
+        self.piece_bytes = piece_bytes or to.size // len(offsets)
+        self.parts = np.array_split(offsets, threads)
+        lengths = [0, *(len(part) * self.piece_bytes for part in self.parts)]
+        self.firsts = np.cumsum(lengths).tolist()
+
+    def _copy(self, number: int) -> None:
+        to = self.to[self.firsts[number] :]
+        memory_gather_s(to, self.memory, self.parts[number], self.piece_bytes)
+
+    def __call__(self) -> float:
+        began = time.perf_counter()
+        list(self.workers.map(self._copy, range(len(self.parts))))
+        return time.perf_counter() - began
 
 
 _LITMUS = ffi.typeof("cxlkv_litmus **")

@@ -12,7 +12,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -28,7 +28,8 @@ from cxlkv.machine import numa_mode
 from cxlkv.machine.state import write_whole
 from cxlkv.machine.topology import probe
 
-TIMES = ("ns", "us", "ms", "s")
+TIMES = {"ns": 1e9, "us": 1e6, "ms": 1e3, "s": 1.0}
+"""How many of them a second has."""
 FILE_BYTES_MAX = 64 << 20
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]*$")]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -147,6 +148,33 @@ class Result:
         self.emulated = self.emulated or emulation()
         self.metrics[name] = Metric([float(sample) for sample in samples], unit)
         return self.metrics[name]
+
+    def times(
+        self, samples: Mapping[str, Sequence[float]], unit: str, name: str = "{}"
+    ) -> dict[str, float]:
+        """Add seconds as metrics in `unit`, like "us" or "ms a query"; `name` has {} for the key.
+        Returns the medians by key."""
+        scale = TIMES[unit.replace("/", " ").split()[0]]
+        return {
+            key: self.measure(name.format(key), [scale * s for s in seconds], unit).median
+            for key, seconds in samples.items()
+        }
+
+    def speeds(
+        self,
+        samples: Mapping[str, Sequence[float]],
+        moved_bytes: Mapping[str, float] | float,
+        name: str = "{}",
+        unit: str = "GB/s",
+    ) -> dict[str, float]:
+        """The same, as rates of what is moved in so many seconds: GB/s, MB/s or bytes/s."""
+        scale = {"GB/s": 1e9, "MB/s": 1e6, "bytes/s": 1}[unit]
+        medians = {}
+        for key, seconds in samples.items():
+            moved = moved_bytes[key] if isinstance(moved_bytes, Mapping) else moved_bytes
+            rates = [moved / s / scale for s in seconds]
+            medians[key] = self.measure(name.format(key), rates, unit).median
+        return medians
 
     def as_dict(self) -> dict[str, object]:
         return {

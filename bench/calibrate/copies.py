@@ -83,10 +83,9 @@ def _both_ways(
                 continue
             point = (count, piece)
             ways = {way: _copy(mapping, target, point, given) for way, given in forced.items()}
-            for way, times in interleave(ways, size.rounds, size.repeat).items():
-                label = f"{way}_{piece // KIB}_kib_x{count}"
-                median = result.measure(label, [1e6 * s for s in times], "us").median
-                (kernel if way == "kernel" else dma)[point] = median
+            samples = interleave(ways, size.rounds, size.repeat)
+            median = result.times(samples, "us", f"{{}}_{piece // KIB}_kib_x{count}")
+            kernel[point], dma[point] = median["kernel"], median["dma"]
     return kernel, dma
 
 
@@ -97,13 +96,9 @@ def _programs(result: Result, size: Size, mapping: Mapping, target: torch.Tensor
         str(programs): _copy(mapping, target, point, GpuCopyConstants(ALWAYS, 0, programs))
         for programs in size.programs
     }
-    medians = {
-        int(programs): result.measure(
-            f"kernel_with_{programs}_programs", [1e6 * s for s in times], "us"
-        ).median
-        for programs, times in interleave(ways, size.rounds, size.repeat).items()
-    }
-    return fewest(medians)
+    samples = interleave(ways, size.rounds, size.repeat)
+    medians = result.times(samples, "us", "kernel_with_{}_programs")
+    return fewest({int(programs): median for programs, median in medians.items()})
 
 
 def _copy(

@@ -150,10 +150,7 @@ def measure_records(result: Result, memory: Bytes, record_bytes: int, size: Size
     samples.update(interleave_reported({"unpin": timed.function("unpin")}, size.rounds))
     result.checks[f"copy_is_what_was_published{tail}"] = np.array_equal(timed.source, timed.target)
     result.checks[f"next_generation_is_refused{tail}"] = is_refused(timed)
-    median = {
-        name: result.measure(f"{name}{tail}_us", [s * 1e6 for s in seconds], "us").median
-        for name, seconds in samples.items()
-    }
+    median = result.times(samples, "us", f"{{}}{tail}_us")
     for verbs in BARE.values():
         bare = f"bare_{verbs[0]}"
         result.measure(f"{verbs[0]}{tail}_p99_us", [p99(samples[verbs[0]]) * 1e6], "us")
@@ -177,10 +174,9 @@ def measure_table(result: Result, memory: Bytes, record_bytes: int, size: Size) 
     """Each operation on one record at a time, as it is and as speed."""
     timed = Timed(memory, record_bytes, size.sample_bytes)
     functions = {name: timed.function(operation) for name, operation in TABLE.items()}
-    for name, seconds in interleave_reported(functions, size.rounds).items():
-        figure = f"{name}_{SIZE_NAMES.get(record_bytes, record_bytes)}"
-        result.measure(f"{figure}_ns", [s * 1e9 for s in seconds], "ns")
-        result.measure(f"{figure}_speed", [record_bytes / s / 1e9 for s in seconds], "GB/s")
+    samples, name = interleave_reported(functions, size.rounds), SIZE_NAMES.get(record_bytes)
+    result.times(samples, "ns", f"{{}}_{name or record_bytes}_ns")
+    result.speeds(samples, record_bytes, f"{{}}_{name or record_bytes}_speed")
 
 
 def measure_pairs(result: Result, size: Size) -> None:

@@ -9,27 +9,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
 from cxlkv import _core
 from cxlkv.bench.measure import interleave_reported
+from cxlkv.bench.pools import Shape, pool_in_file
 from cxlkv.bench.result import Result
-from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import key_hashes, prefix_keys
 from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import Bytes, RecordShape
 
 
-@dataclass(frozen=True)
-class Size:
+@dataclass(frozen=True, kw_only=True)
+class Size(Shape):
     """8 layers, 8 kv heads, 128 channels, bf16: records of 0.6 MB, 64 of them a call."""
 
-    layers: int = 8
-    kv_heads: int = 8
-    head_dim: int = 128
-    page_tokens: int = 16
     call_records: int = 64
     calls: int = 8
     rounds: int = 7
@@ -38,32 +33,21 @@ class Size:
 def run(result: Result, size: Size = Size(), threads: int = 1) -> None:
     """Metrics records_* and memcpy_* in GB/s, cold_* and file_* in MB/s; the cold file and the
     plain one lie in the folder for temporary files."""
-    layout = KVLayout(
-        layers=size.layers,
-        kv_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        page_tokens=size.page_tokens,
-    )
     count = size.call_records * size.calls
-    capacity = int(layout.token_bytes * size.page_tokens * count * 1.3) + (64 << 20)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as far:
-        pool_path = Path(far) / "bench.pool"
-        with CXLPool.create(pool_path, layout=layout, capacity=capacity, threads=threads) as pool:
-            names = publish_all(pool, size)
-            records = read_all(pool, names)
-            measure_records(result, pool, Path(far) / "plain", names, records, size)
-            shape = RecordShape.of(pool)
+    capacity = int(size.layout.token_bytes * size.page_tokens * count * 1.3) + (64 << 20)
+    with pool_in_file(size.layout, capacity, threads=threads) as (pool, path):
+        names = publish_all(pool, size)
+        records = read_all(pool, names)
+        measure_records(result, pool, path.with_name("plain"), names, records, size)
+        shape = RecordShape.of(pool)
     with tempfile.TemporaryDirectory() as cold:
         measure_cold(result, Path(cold), shape, names, records, size)
 
 
 def publish_all(pool: CXLPool, size: Size) -> Bytes:
     """Fills pages with noise, publishes them, and returns their names."""
-    rng = np.random.default_rng(1)
     tokens = size.call_records * size.calls * size.page_tokens
-    shape = (tokens, size.kv_heads, size.head_dim)
-    noise = rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
-    ids = np.arange(tokens)
+    noise, ids = size.noise(1, tokens), np.arange(tokens)
     sequence = pool.sequence()
     for layer in range(size.layers):
         sequence.append(layer, noise, noise)
@@ -137,10 +121,7 @@ def measure_records(
         "crc": timed(lambda turn: _core.crc32c(rows(records, turn).reshape(-1)), turns),
     }
     samples = interleave_reported(functions, size.rounds)
-    speed = {
-        key: result.measure(key, [records.nbytes / s / 1e9 for s in seconds], "GB/s").median
-        for key, seconds in samples.items()
-    }
+    speed = result.speeds(samples, records.nbytes)
     result.checks["records_come_back_the_same"] = np.array_equal(read_all(pool, names), records)
     result.ratios["read_to_memcpy"] = speed["records_read"] / speed["memcpy_read"]
     result.ratios["write_to_memcpy"] = speed["records_write"] / speed["memcpy_write"]
@@ -186,10 +167,7 @@ def measure_cold(
             "cold_load": cold(lambda turn: tier.load(rows(names, turn), out)),
         }
         samples = interleave_reported(functions, size.rounds)
-        speed = {
-            key: result.measure(key, [records.nbytes / s / 1e6 for s in seconds], "MB/s").median
-            for key, seconds in samples.items()
-        }
+        speed = result.speeds(samples, records.nbytes, unit="MB/s")
         found = tier.load(rows(names, turns[-1]), out)
         result.checks["the_cold_tier_gives_back_the_same"] = bool(
             found.all() and np.array_equal(out, rows(records, turns[-1]))

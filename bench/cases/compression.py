@@ -114,10 +114,7 @@ def measure(result: Result, name: str, records: Bytes, shape: RecordShape, size:
     result.checks[f"{name}_comes_back_the_same"] = right
     share = sum(one.nbytes for one in packed) / source.nbytes
     result.measure(f"{name}_share", [share], "of the bytes")
-    speed = {
-        key: result.measure(f"{name}_{key}", [source.nbytes / s / 1e9 for s in seconds], "GB/s")
-        for key, seconds in samples.items()
-    }
+    speed = result.speeds(samples, source.nbytes, f"{name}_{{}}")
     result.ratios[f"{name}_share"] = share
-    result.ratios[f"{name}_pack_to_memcpy"] = speed["pack"].median / speed["memcpy"].median
-    result.ratios[f"{name}_unpack_to_memcpy"] = speed["unpack"].median / speed["memcpy"].median
+    result.ratios[f"{name}_pack_to_memcpy"] = speed["pack"] / speed["memcpy"]
+    result.ratios[f"{name}_unpack_to_memcpy"] = speed["unpack"] / speed["memcpy"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ml_dtypes
@@ -12,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv.bench import loops
-from cxlkv.bench.cases.transfer import Mapped, append_all, selection, source
-from cxlkv.bench.cases.transfer import Size as CopySize
+from cxlkv.bench.cases.transfer import Mapped, append_all, selection
 from cxlkv.bench.measure import interleave
+from cxlkv.bench.pools import Shape, pool_in_file
 from cxlkv.bench.result import Result
 from cxlkv.bench.streams import Bytes, size_name
-from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
 
 
@@ -37,26 +35,22 @@ QUICK = Size(kv_bytes=128 << 20, rounds=9)
 def run(result: Result, size: Size = Size()) -> None:
     """fetch_* and memcpy_* in GB/s, one thread, without CRC; ratio fetch_*_to_memcpy."""
     for page_tokens in size.page_tokens:
-        shape = CopySize(layers=1, kv_heads=8, head_dim=128, page_tokens=page_tokens)
-        tokens = size.kv_bytes // (shape.kv_heads * shape.head_dim * 4)
-        shape = CopySize(layers=1, page_tokens=page_tokens, tokens=tokens, rounds=size.rounds)
-        layout = KVLayout(layers=1, kv_heads=8, head_dim=128, page_tokens=page_tokens)
-        with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="cxlkv-bench-") as folder:
-            path = Path(folder) / "pool"
-            capacity = int(size.kv_bytes * 1.2) + (64 << 20)
-            with CXLPool.create(
-                path, layout=layout, capacity=capacity, sketch=False, checksum=False, threads=1
-            ) as pool:
-                _measure(result, pool, path, shape, size.call_bytes)
+        one = Shape(layers=1, page_tokens=page_tokens, tokens=page_tokens)
+        shape = replace(one, tokens=size.kv_bytes // one.layout.token_bytes)
+        capacity = int(size.kv_bytes * 1.2) + (64 << 20)
+        with pool_in_file(shape.layout, capacity, sketch=False, checksum=False, threads=1) as (
+            pool,
+            path,
+        ):
+            _measure(result, pool, path, shape, size)
 
 
-def _measure(result: Result, pool: CXLPool, path: Path, shape: CopySize, call_bytes: int) -> None:
-    k, v = source(shape, 1), source(shape, 2)
-    sequence = append_all(pool, shape, k, v)
+def _measure(result: Result, pool: CXLPool, path: Path, shape: Shape, size: Size) -> None:
+    sequence = append_all(pool, shape, shape.noise(1), shape.noise(2))
     batch = pool.batch([sequence])
     mapped = Mapped(pool, path, shape)
     ids = sequence.pages.astype(np.int64)
-    pages = max(1, call_bytes // (2 * shape.kv_heads * mapped.piece_bytes))
+    pages = max(1, size.call_bytes // (2 * shape.kv_heads * mapped.piece_bytes))
     order = np.random.default_rng(3).permutation(len(ids))
     # The pages of each call, and where their pieces of K and of V lie.
     calls = []
@@ -87,10 +81,8 @@ def _measure(result: Result, pool: CXLPool, path: Path, shape: CopySize, call_by
     )
     functions = {f"memcpy_{name}": every(memcpy_one), f"fetch_{name}": every(fetch_one)}
     total = len(calls) * sum(array.size for array in flat)
-    for key, seconds in interleave(functions, shape.rounds).items():
-        result.measure(key, [total / s / 1e9 for s in seconds], "GB/s")
-    fetched, copied = (result.metrics[f"{key}_{name}"].median for key in ("fetch", "memcpy"))
-    result.ratios[f"fetch_{name}_to_memcpy"] = fetched / copied
+    speed = result.speeds(interleave(functions, size.rounds), total)
+    result.ratios[f"fetch_{name}_to_memcpy"] = speed[f"fetch_{name}"] / speed[f"memcpy_{name}"]
     sequence.release()
 
 

@@ -94,26 +94,26 @@ def _bandwidth(
     result: Result, link: Link, calls: dict[str, Callable[[], object]], size: Size
 ) -> None:
     result.notes.append(f"link: bandwidth by {link.label}")
-    moved = {}
-    for name, call in calls.items():
-        before = link.bytes[name]
-        call()
-        moved[name] = link.bytes[name] - before
+    moved = {name: _moved(link, name, call) for name, call in calls.items()}
     late = link.late_operations
-    for name, took in interleave(calls, size.rounds).items():
-        metric = result.measure(name, [moved[name] / s / 1e9 for s in took], "GB/s")
+    for name, speed in result.speeds(interleave(calls, size.rounds), moved).items():
         expected = moved[name] / link.alone_s(moved[name], write=name == "append") / 1e9
-        result.ratios[f"{name}_to_profile"] = metric.median / expected
+        result.ratios[f"{name}_to_profile"] = speed / expected
     most = LATE_MOST * (size.rounds + 1) * len(calls)
     result.checks["host_faster_in_bulk"] = link.late_operations - late <= most
+
+
+def _moved(link: Link, name: str, call: Callable[[], object]) -> int:
+    """Bytes that a call is charged."""
+    before = link.bytes[name]
+    call()
+    return link.bytes[name] - before
 
 
 def _latency(result: Result, link: Link, call: Callable[[], object], size: Size) -> None:
     """Of a fetch of one page, less what its bytes take at the link's bandwidth."""
     result.notes.append(f"link: latency by {link.label}")
-    before = link.bytes["fetch"]
-    call()
-    moved = link.bytes["fetch"] - before
+    moved = _moved(link, "fetch", call)
     late = link.late_operations
     found = []
     for _ in range(size.latency_calls):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,22 +11,20 @@ from pathlib import Path
 
 import numpy as np
 
-from cxlkv.bench.cases.transfer import Mapped, append_all, source
-from cxlkv.bench.cases.transfer import Size as CopySize
+from cxlkv.bench.cases.transfer import Mapped, append_all
 from cxlkv.bench.measure import interleave
+from cxlkv.bench.pools import Shape, pool_in_file
 from cxlkv.bench.result import Result
-from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
 from cxlkv.tiers.local import LocalTier, Units
 
 HUGE_BYTES = 2 << 20
 
 
-@dataclass(frozen=True)
-class Size:
+@dataclass(frozen=True, kw_only=True)
+class Size(Shape):
     """256 MiB of K and V by default, in units of 64 KiB (8 kv heads, 128 channels, bf16)."""
 
-    layers: int = 8
     tokens: int = 8192
     batch_units: int = 256
     threads: tuple[int, ...] = (1, 2)
@@ -54,37 +51,25 @@ def run(result: Result, size: Size = Size()) -> None:
     of V; memcpy_flat as many bytes in one piece, which memory likes best. Ratios move_*_to_memcpy
     are to the faster of the two, move_*_to_memcpy_runs to the first.
     """
-    with_heads = CopySize(layers=size.layers, tokens=size.tokens)
-    layout = KVLayout(
-        layers=size.layers,
-        kv_heads=with_heads.kv_heads,
-        head_dim=with_heads.head_dim,
-        page_tokens=with_heads.page_tokens,
-    )
-    capacity = int(layout.token_bytes * size.tokens * 1.2) + (64 << 20)
+    moved_bytes = size.layout.token_bytes * size.tokens
+    capacity = int(moved_bytes * 1.2) + (64 << 20)
     for checksum in (True, False):
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-            path = Path(folder) / "bench.pool"
-            with CXLPool.create(
-                path, layout=layout, capacity=capacity, checksum=checksum, sketch=False
-            ) as pool:
-                _measure_moves(result, pool, path, size, with_heads, checksum)
+        with pool_in_file(size.layout, capacity, checksum=checksum, sketch=False) as (pool, path):
+            _measure_moves(result, pool, path, size, checksum)
     result.ratios["move_to_memcpy"] = result.ratios["move_crc_1_to_memcpy"]
     result.notes.append(
-        f"moves: {layout.token_bytes * size.tokens >> 20} MiB of K and V, {size.batch_units} units "
+        f"moves: {moved_bytes >> 20} MiB of K and V, {size.batch_units} units "
         "a call, from a pool in /dev/shm to private memory with huge pages where there are any"
     )
 
 
-def _measure_moves(
-    result: Result, pool: CXLPool, path: Path, size: Size, shape: CopySize, checksum: bool
-) -> None:
-    sequence = append_all(pool, shape, source(shape, 1), source(shape, 2))
+def _measure_moves(result: Result, pool: CXLPool, path: Path, size: Size, checksum: bool) -> None:
+    sequence = append_all(pool, size, size.noise(1), size.noise(2))
     ids = sequence.pages.astype(np.int64)
     units = (ids[:, None] * size.layers + np.arange(size.layers)).ravel()
     units = np.random.default_rng(4).permutation(units)
-    total = pool.layout.token_bytes * shape.tokens
-    mapped, local = Mapped(pool, path, shape), Local(total)
+    total = pool.layout.token_bytes * size.tokens
+    mapped, local = Mapped(pool, path, size), Local(total)
     moves = list(_runs(mapped, units, local))
     name = "crc" if checksum else "plain"
     with LocalTier(pool, total) as tier:
@@ -107,12 +92,7 @@ def _measure_moves(
                 },
                 size.rounds,
             )
-            speed = {
-                kind: result.measure(
-                    f"{kind}_{name}_{threads}", [total / s / 1e9 for s in seconds], "GB/s"
-                ).median
-                for kind, seconds in samples.items()
-            }
+            speed = result.speeds(samples, total, f"{{}}_{name}_{threads}")
             best = max(speed["memcpy_flat"], speed["memcpy_runs"])
             result.ratios[f"move_{name}_{threads}_to_memcpy"] = speed["move"] / best
             runs = speed["move"] / speed["memcpy_runs"]

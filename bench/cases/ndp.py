@@ -25,7 +25,7 @@ from cxlkv.sequence import Sequence
 ROWS = 4  # of queries together, each with `group` heads: 16 queries a kv head
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Size(selection.Size):
     """131,072 tokens, 8 kv heads of 128, bf16, 4 query heads each, in a pool of 8 layers."""
 
@@ -38,10 +38,7 @@ class Size(selection.Size):
 def run(result: Result, size: Size = Size(), threads: tuple[int, ...] = (1, 2)) -> None:
     """The ratios of the module's text; those of trained models are in ndp_models."""
     before = torch.get_num_threads()
-    generator = torch.Generator().manual_seed(11)
-    k = torch.randn((size.tokens, size.kv_heads, size.head_dim), generator=generator).bfloat16()
-    shape = (ROWS, size.kv_heads * size.group, size.head_dim)
-    queries = torch.randn(shape, generator=generator).bfloat16()
+    k, queries = selection.drawn(size, 11, ROWS)
     try:
         with selection.filled(size, k) as (pool, sequence):
             stage = Stage(size, pool, sequence, k, queries)
@@ -110,8 +107,7 @@ def measure(result: Result, stage: Stage, count: int) -> None:
         samples = interleave(functions, stage.size.rounds, settle_s=stage.size.settle_s)
     if not more:
         result.notes.append(f"exact_to_faiss_{count}t: not measured, pip install faiss-cpu")
-    for name, seconds in samples.items():
-        result.measure(f"{name}_{count}t", [1e3 * s for s in seconds], "ms")
+    result.times(samples, "ms", f"{{}}_{count}t")
     result.measure("key_bytes", [stage.key_bytes], "bytes")
     for name, size_bytes in other_bytes(stage).items():
         result.measure(f"{name}_bytes", [size_bytes], "bytes")

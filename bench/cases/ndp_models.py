@@ -12,6 +12,7 @@ from cxlkv.adapters.transformers import layout_of
 from cxlkv.bench import sources
 from cxlkv.bench.cases import selection
 from cxlkv.bench.measure import interleave
+from cxlkv.bench.pools import Shape
 from cxlkv.bench.quality import Way, mean, weigh, worst_decile
 from cxlkv.bench.result import Result
 from cxlkv.bench.sources import Taken
@@ -116,7 +117,8 @@ def time_texts(
 ) -> None:
     """Ratios text_speedup_Nt, exact over two_stage, for the mean of several queries."""
     tokens, heads, dim = keys.shape
-    shape = selection.Size(tokens, 1, heads, dim, queries.shape[1] // heads)
+    group = queries.shape[1] // heads
+    shape = Shape(tokens=tokens, layers=1, kv_heads=heads, head_dim=dim, group=group)
     budget = Budget(pages=max(1, int(size.share * (tokens // shape.page_tokens))))
     with selection.filled(shape, keys) as (pool, sequence):
 
@@ -137,12 +139,9 @@ def time_texts(
                 size.rounds,
                 settle_s=size.settle_s,
             )
-            medians = {}
-            for method, seconds in samples.items():
-                times = [1e3 * s / len(queries) for s in seconds]
-                name = f"text_large_{method}_{count}t"
-                medians[method] = result.measure(name, times, "ms a query").median
-            result.ratios[f"text_speedup_{count}t"] = medians["exact"] / medians["two_stage"]
+            each = {name: [s / len(queries) for s in took] for name, took in samples.items()}
+            median = result.times(each, "ms a query", f"text_large_{{}}_{count}t")
+            result.ratios[f"text_speedup_{count}t"] = median["exact"] / median["two_stage"]
     result.notes.append(
         f"text_mass, text_bytes_share: {size.texts} texts of {size.text_tokens} bytes, each alone; "
         f"text_speedup, text_large_*: their keys one behind the other, {tokens} tokens, the kv "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,17 +9,14 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from cxlkv.bench import loops
 from cxlkv.bench.cases.copy import shared
 from cxlkv.bench.measure import interleave
+from cxlkv.bench.pools import Elements, Shape, pool_in_file
 from cxlkv.bench.result import Result
-from cxlkv.bench.streams import Bytes
-from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
 
-Elements = npt.NDArray[np.float32]  # numpy's types have no bfloat16
 POOLS = {  # name: checksum, sketch
     "plain": (False, False),
     "crc": (True, False),
@@ -28,15 +24,13 @@ POOLS = {  # name: checksum, sketch
 }
 
 
-@dataclass(frozen=True)
-class Size:
+@dataclass(frozen=True, kw_only=True)
+class Size(Shape):
     """One layer of 256 MiB in a call, of 4 requests; the engine has twice as many blocks."""
 
+    layers: int = 1
     kv_bytes: int = 256 << 20
     sequences: int = 4
-    kv_heads: int = 8
-    head_dim: int = 128
-    page_tokens: int = 16
     block_tokens: int = 32
     threads: tuple[int, ...] = (1, 2)
     rounds: int = 15
@@ -45,23 +39,13 @@ class Size:
 def run(result: Result, size: Size = Size()) -> None:
     """append_* and fetch_* in GB/s of K and V, by pool (POOLS) and threads, and memcpy_* of the
     same bytes, to memory of the same kind; ratios *_to_memcpy."""
-    layout = KVLayout(
-        layers=1, kv_heads=size.kv_heads, head_dim=size.head_dim, page_tokens=size.page_tokens
-    )
     capacity = int(size.kv_bytes * 1.3) + (64 << 20)
     for name, (checksum, sketch) in POOLS.items():
         for threads in size.threads:
-            with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="cxlkv-bench-") as folder:
-                path = Path(folder) / "pool"
-                with CXLPool.create(
-                    path,
-                    layout=layout,
-                    capacity=capacity,
-                    checksum=checksum,
-                    sketch=sketch,
-                    threads=threads,
-                ) as pool:
-                    _measure(result, pool, path, size, f"{name}_{threads}", threads)
+            with pool_in_file(
+                size.layout, capacity, checksum=checksum, sketch=sketch, threads=threads
+            ) as (pool, path):
+                _measure(result, pool, path, size, f"{name}_{threads}", threads)
 
 
 def _measure(
@@ -107,41 +91,15 @@ def _measure(
     file = np.memmap(path, np.uint8, "r+")
     with shared(size.kv_bytes) as other, ThreadPoolExecutor(threads) as workers:
         # Into memory like the pool's: the pool's own pages stay what their CRCs say.
-        to_file = _shared_out(workers, threads, other, engine_bytes, blocks)
-        from_file = _shared_out(workers, threads, back_bytes, file, runs)
-        functions = {
-            f"memcpy_append_{name}": to_file,
+        functions: dict[str, Callable[[], object]] = {
+            f"memcpy_append_{name}": loops.Gather(workers, threads, other, engine_bytes, blocks),
             f"append_{name}": append_again,
-            f"memcpy_fetch_{name}": from_file,
+            f"memcpy_fetch_{name}": loops.Gather(workers, threads, back_bytes, file, runs),
             f"fetch_{name}": fetch,
         }
-        speeds = {
-            key: result.measure(key, [size.kv_bytes / s / 1e9 for s in seconds], "GB/s").median
-            for key, seconds in interleave(functions, size.rounds).items()
-        }
+        speeds = result.speeds(interleave(functions, size.rounds), size.kv_bytes)
     for verb in ("append", "fetch"):
         ratio = speeds[f"{verb}_{name}"] / speeds[f"memcpy_{verb}_{name}"]
         result.ratios[f"{verb}_{name}_to_memcpy"] = ratio
     for sequence in batch.sequences:
         sequence.release()
-
-
-def _shared_out(
-    workers: ThreadPoolExecutor,
-    threads: int,
-    to: Bytes,
-    memory: Bytes,
-    offsets: npt.NDArray[np.uint64],
-) -> Callable[[], None]:
-    """Copies a piece at each offset, one behind the other, each thread an equal part of them."""
-    piece_bytes = to.size // len(offsets)
-    parts = np.array_split(offsets, threads)
-    firsts = np.cumsum([0, *(len(part) * piece_bytes for part in parts)]).tolist()
-
-    def copy(number: int) -> None:
-        loops.memory_gather_s(to[firsts[number] :], memory, parts[number], piece_bytes)
-
-    def every() -> None:
-        list(workers.map(copy, range(threads)))
-
-    return every

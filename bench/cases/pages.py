@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import ml_dtypes
 import numpy as np
 
 from cxlkv.bench.measure import interleave
+from cxlkv.bench.pools import Shape
 from cxlkv.bench.result import Result
-from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
 
 
-@dataclass(frozen=True)
-class Size:
+@dataclass(frozen=True, kw_only=True)
+class Size(Shape):
     """The layers and heads of an 8B model (36, 8, 128, bf16). A sample takes and gives back about
     `pages` pages; 32 children of 8,192 tokens, for each of fork_page_tokens."""
 
     layers: int = 36
-    kv_heads: int = 8
-    head_dim: int = 128
     capacity: int = 3 << 30
     counts: tuple[int, ...] = (1, 16, 64, 512)
     pages: int = 20000
@@ -33,14 +30,6 @@ class Size:
     repeat: int = 16
     fork_rounds: int = 15
 
-    def layout(self, page_tokens: int = 16) -> KVLayout:
-        return KVLayout(
-            layers=self.layers,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            page_tokens=page_tokens,
-        )
-
 
 QUICK = Size(layers=8, capacity=768 << 20, pages=8000, rounds=9, fork_page_tokens=())
 
@@ -50,7 +39,7 @@ def run(result: Result, size: Size = Size()) -> None:
     fork_one_token and page_copy, us a sequence."""
     measure_pages(result, size)
     for page_tokens in size.fork_page_tokens:
-        layout = size.layout(page_tokens)
+        layout = replace(size, page_tokens=page_tokens).layout
         capacity = int(layout.token_bytes * size.tokens * 1.3) + (64 << 20)
         with CXLPool.create("anonymous:", layout=layout, capacity=capacity, threads=1) as pool:
             for filled in (0, 1):
@@ -59,7 +48,7 @@ def run(result: Result, size: Size = Size()) -> None:
 
 def measure_pages(result: Result, size: Size) -> None:
     with CXLPool.create(
-        "anonymous:", layout=size.layout(), capacity=size.capacity, threads=1
+        "anonymous:", layout=size.layout, capacity=size.capacity, threads=1
     ) as pool:
         distinct = pool.pages.alloc(size.counts[-1])
         result.checks["pages_are_distinct"] = len(set(distinct.tolist())) == size.counts[-1]
@@ -88,9 +77,7 @@ def measure_fork(result: Result, pool: CXLPool, size: Size, filled: int) -> None
 
     A copy is of another page each time, from memory to memory; forks are made `repeat` times in a
     row in one batch, as beams are, so that the core's own memory is warm."""
-    rng = np.random.default_rng(5)
-    shape = (size.tokens + filled, size.kv_heads, size.head_dim)
-    k = rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
+    k = size.noise(5, size.tokens + filled)
     parent = pool.sequence()
     for layer in range(size.layers):
         parent.append(layer, k, k)
@@ -126,10 +113,10 @@ def measure_fork(result: Result, pool: CXLPool, size: Size, filled: int) -> None
         calls = size.forks * size.repeat
         single.append(fork_s / calls)
         forked.append((fork_s + append_s) / calls)
-    result.measure(f"fork_{name}", [s * 1e6 for s in single[1:]], "us")
-    copy = result.measure(f"page_copy_{name}", [s * 1e6 for s in copied[1:]], "us")
-    fork = result.measure(f"fork_one_token_{name}", [s * 1e6 for s in forked[1:]], "us")
-    result.ratios[f"fork_one_token_cost_to_page_copy_{name}"] = fork.median / copy.median
+    samples = {"fork": single[1:], "page_copy": copied[1:], "fork_one_token": forked[1:]}
+    median = result.times(samples, "us", f"{{}}_{name}")
+    cost = median["fork_one_token"] / median["page_copy"]
+    result.ratios[f"fork_one_token_cost_to_page_copy_{name}"] = cost
     result.ratios[f"fork_one_token_bytes_to_page_copy_{name}"] = (
         filled + 1
     ) / pool.layout.page_tokens

@@ -49,10 +49,8 @@ def run(result: Result, pages: int = PAGES, rounds: int = 25) -> None:
     """Metrics policy_100k_pages_ms (of the default) and policy_100k_pages_NAME_ms."""
     days = {name: Day(pages, make()) for name, make in POLICIES.items()}
     calls: dict[str, Callable[[], object]] = {name: day.choose for name, day in days.items()}
-    for name, samples in interleave(calls, rounds).items():
-        milliseconds = [1e3 * sample for sample in samples]
-        result.measure(f"policy_100k_pages_{name}_ms", milliseconds, "ms")
-        if name == DEFAULT:
-            result.measure("policy_100k_pages_ms", milliseconds, "ms")
-        wanted = min(WANTED, pages // 2)
-        result.checks[f"{name}_chooses_as_many"] = days[name].choose() == wanted
+    samples = interleave(calls, rounds)
+    result.times(samples, "ms", "policy_100k_pages_{}_ms")
+    result.times({"": samples[DEFAULT]}, "ms", "policy_100k_pages_ms")
+    for name, day in days.items():
+        result.checks[f"{name}_chooses_as_many"] = day.choose() == min(WANTED, pages // 2)

@@ -36,8 +36,7 @@ def run(result: Result, tokens: int = TOKENS, rounds: int = ROUNDS) -> None:
         with CXLPool.create("anonymous:", layout=layout, capacity=capacity, threads=1) as pool:
             calls, found = prepare(pool, tokens)
             samples = interleave_reported(calls, rounds)
-        for kind, seconds in samples.items():
-            result.measure(f"{name}{kind}_ms", [s * 1e3 for s in seconds], "ms")
+        result.times(samples, "ms", f"{name}{{}}_ms")
         for kind, (wanted, got) in found.items():
             result.checks[f"{name}{kind}_finds_what_is_there"] = got == {wanted}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,33 +12,27 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv.bench.measure import interleave
+from cxlkv.bench.pools import Elements, Shape, pool_in_file
 from cxlkv.bench.result import Result
-from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import Selection
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
 Bytes = npt.NDArray[np.uint8]
-Elements = npt.NDArray[np.float32]  # numpy's types have no bfloat16
 CALL_PAGES = 64
 
 
-@dataclass(frozen=True)
-class Size:
+@dataclass(frozen=True, kw_only=True)
+class Size(Shape):
     """1 GiB of KV by default: 8 layers, 8 kv heads, 128 channels, 32,768 tokens of bf16."""
 
-    layers: int = 8
-    kv_heads: int = 8
-    head_dim: int = 128
-    page_tokens: int = 16
-    tokens: int = 32768
     rounds: int = 7
 
 
 class Mapped:
     """The pool's file in a second mapping of this process: the baseline's way to the same bytes."""
 
-    def __init__(self, pool: CXLPool, path: Path, size: Size):
+    def __init__(self, pool: CXLPool, path: Path, size: Shape):
         described = pool.describe()["geometry"]
         assert isinstance(described, dict)
         self.geometry: dict[str, int] = described
@@ -60,30 +53,21 @@ def run(result: Result, size: Size = Size(), threads: int = 1) -> None:
     """Metrics append_*, fetch_*, memcpy_* in GB/s of K and V; CRC off and on, and append without
     sketches, which are made when a page is complete."""
     result.notes.append(working_set_note(size))
-    layout = KVLayout(
-        layers=size.layers,
-        kv_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        page_tokens=size.page_tokens,
-    )
-    capacity = int(layout.token_bytes * size.tokens * 1.2) + (256 << 20)
+    capacity = int(size.layout.token_bytes * size.tokens * 1.2) + (256 << 20)
     for name in ("plain", "crc", "no_sketches"):
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-            path = Path(folder) / "bench.pool"
-            with CXLPool.create(
-                path,
-                layout=layout,
-                capacity=capacity,
-                checksum=name == "crc",
-                sketch=name != "no_sketches",
-                threads=threads,
-            ) as pool:
-                measure_append(result, pool, path, size, name)
-                if name != "no_sketches":
-                    measure_fetch(result, pool, path, size, name)
+        with pool_in_file(
+            size.layout,
+            capacity,
+            checksum=name == "crc",
+            sketch=name != "no_sketches",
+            threads=threads,
+        ) as (pool, path):
+            measure_append(result, pool, path, size, name)
+            if name != "no_sketches":
+                measure_fetch(result, pool, path, size, name)
 
 
-def append_all(pool: CXLPool, size: Size, k: Elements, v: Elements) -> Sequence:
+def append_all(pool: CXLPool, size: Shape, k: Elements, v: Elements) -> Sequence:
     """A sequence of all tokens, CALL_PAGES pages a call, layer after layer."""
     sequence = pool.sequence()
     step = CALL_PAGES * size.page_tokens
@@ -93,14 +77,8 @@ def append_all(pool: CXLPool, size: Size, k: Elements, v: Elements) -> Sequence:
     return sequence
 
 
-def source(size: Size, seed: int) -> Elements:
-    rng = np.random.default_rng(seed)
-    shape = (size.tokens, size.kv_heads, size.head_dim)
-    return rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
-
-
 def measure_append(result: Result, pool: CXLPool, path: Path, size: Size, name: str) -> None:
-    k, v = source(size, 1), source(size, 2)
+    k, v = size.noise(1), size.noise(2)
     sequence = append_all(pool, size, k, v)
     ids = [int(page) for page in sequence.pages]
     result.checks[f"append_{name}_right"] = holds(sequence, size, k, v)
@@ -156,8 +134,7 @@ def append_moves(
 
 
 def measure_fetch(result: Result, pool: CXLPool, path: Path, size: Size, name: str) -> None:
-    k, v = source(size, 1), source(size, 2)
-    sequence = append_all(pool, size, k, v)
+    sequence = append_all(pool, size, size.noise(1), size.noise(2))
     batch = pool.batch([sequence])
     mapped = Mapped(pool, path, size)
     pieces = mapped.bytes[: len(mapped.bytes) // mapped.piece_bytes * mapped.piece_bytes]
@@ -195,7 +172,7 @@ def measure_fetch(result: Result, pool: CXLPool, path: Path, size: Size, name: s
     sequence.release()
 
 
-def selection(chosen: npt.NDArray[np.int32], size: Size) -> Selection:
+def selection(chosen: npt.NDArray[np.int32], size: Shape) -> Selection:
     """The same pages for every head, as a select would name them."""
     pages = np.ascontiguousarray(np.broadcast_to(chosen, (1, size.kv_heads, len(chosen))))
     counts = np.full((1, size.kv_heads), len(chosen), np.int32)
@@ -204,7 +181,7 @@ def selection(chosen: npt.NDArray[np.int32], size: Size) -> Selection:
 
 
 def piece_rows(
-    mapped: Mapped, size: Size, ids: npt.NDArray[np.int64], layer: int
+    mapped: Mapped, size: Shape, ids: npt.NDArray[np.int64], layer: int
 ) -> list[npt.NDArray[np.int64]]:
     """Indices of K and V pieces in the file, in the order in which fetch() writes them."""
     found = []
@@ -226,12 +203,7 @@ def report(
     size: Size,
 ) -> None:
     samples = interleave(functions, size.rounds)
-    speed = {
-        key: result.measure(
-            f"{key}_{name}", [total_bytes / s / 1e9 for s in seconds], "GB/s"
-        ).median
-        for key, seconds in samples.items()
-    }
+    speed = result.speeds(samples, total_bytes, f"{{}}_{name}")
     result.ratios[f"{verb}_{name}_to_memcpy"] = speed[verb] / speed[f"memcpy_{verb}"]
 
 

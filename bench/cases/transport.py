@@ -157,19 +157,16 @@ def run(result: Result, size: Size = Size()) -> None:
             for link, remote in remotes.items()
             for name, act in short_acts(remote, hits[link], size).items()
         }
-        for name, took in sampled(short, size.short_rounds).items():
-            result.measure(name, [s * 1e6 for s in took], "us")
+        result.times(sampled(short, size.short_rounds), "us")
         bare = bare_acts(folder / "pool", addresses["tcp"], remotes["file"], size, stack)
         moves = dict(bare)
         for link, remote in remotes.items():
             moves |= move_acts(result, link, remote, hits[link], near, size)
         moved_bytes = size.pages * record_bytes(remotes["file"])
-        for name, took in sampled(moves, size.rounds).items():
-            result.measure(name, [moved_bytes / s / 1e9 for s in took], "GB/s")
+        speed = result.speeds(sampled(moves, size.rounds), moved_bytes)
         for link, beside in zip(LINKS, ("bare_pread", "bare_tcp"), strict=True):
             for name in ("read", "pull", "push"):
-                speed = result.metrics[f"{link}_{name}"].median
-                ratio = speed / result.metrics[beside].median
+                ratio = speed[f"{link}_{name}"] / speed[beside]
                 result.ratios[f"{link}_{name}_to_bare"] = ratio
         for hit in hits.values():
             hit.release()

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from cxlkv.bench.cases import ndp_rivals
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.result import Result
 from cxlkv.layout import KVLayout, LayerGroup
 from cxlkv.pool import CXLPool
-from cxlkv.sequence import Sequence
 
 # Layers with a window, window, layers without, and how they alternate: every n-th sees all.
 MODELS = {
@@ -51,10 +51,9 @@ def pages_held(
     """Layers x pages that one sequence holds, prompt and decoding done; one channel a head, as
     the number of pages does not depend on it."""
     windowed, window, full, every = shape
-    common = {"kv_heads": 1, "head_dim": 16}
     groups = [
-        LayerGroup(layers=windowed, window=window, **common),  # type: ignore[arg-type]
-        LayerGroup(layers=full, **common),  # type: ignore[arg-type]
+        LayerGroup(layers=windowed, kv_heads=1, head_dim=16, window=window),
+        LayerGroup(layers=full, kv_heads=1, head_dim=16),
     ]
     order = alternating(windowed, full, every)
     layout = KVLayout.of(groups, order)
@@ -104,8 +103,8 @@ def measure_window(result: Result, size: Size) -> None:
         for layer in range(2):
             sequence.append(layer, k, k, rewind=128)
         out, _ = sequence.attend(0, query)
-        near = k[-1024:].permute(1, 0, 2)[None]
-        wanted = grouped_sdpa(query, near, near)
+        near = k[-1024:].permute(1, 0, 2)
+        wanted = ndp_rivals.sdpa(query.view(1, 8, -1, 128), near, near).view_as(query)
         difference = (torch.as_tensor(out) - wanted).abs().max().item()
         result.checks["window_agrees_with_torch"] = difference < 0.02
         samples = interleave(
@@ -115,17 +114,9 @@ def measure_window(result: Result, size: Size) -> None:
             },
             size.rounds,
         )
-    window = result.measure("attend_window", [s * 1e6 for s in samples["window"]], "us")
-    every = result.measure("attend_all_tokens", [s * 1e6 for s in samples["all_tokens"]], "us")
-    result.ratios["attend_window_cost_to_all_tokens"] = window.median / every.median
+    median = result.times(samples, "us", "attend_{}")
+    result.ratios["attend_window_cost_to_all_tokens"] = median["window"] / median["all_tokens"]
     result.ratios["window_tokens_to_all_tokens"] = min(1.0, 1024 / size.prompt)
-
-
-def grouped_sdpa(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """query [q_heads, dim] over keys and values [1, kv_heads, tokens, dim]."""
-    rows = query.view(1, keys.shape[1], -1, query.shape[1])
-    attend = torch.nn.functional.scaled_dot_product_attention
-    return attend(rows, keys, values).view(query.shape[0], -1)
 
 
 def measure_latent(result: Result, size: Size) -> None:
@@ -158,31 +149,14 @@ def measure_latent(result: Result, size: Size) -> None:
         for count in (1, 2):
             pool.set_threads(count)
             torch.set_num_threads(count)
-            measure_latent_threads(result, sequence, query, with_torch, size, count)
+            samples = interleave(
+                {"attend": lambda: sequence.attend(0, query), "torch": with_torch},
+                size.rounds,
+                settle_s=size.settle_s,
+            )
+            speed = result.speeds(samples, size.prompt * dim * 2, f"latent_{{}}_{count}_threads")
+            ratio = speed["attend"] / speed["torch"]
+            result.ratios[f"latent_attend_to_torch_{count}_threads"] = ratio
     torch.set_num_threads(before)
     expanded = size.heads * (128 + 64 + 128)  # DeepSeek-V3: keys of 192, values of 128
     result.ratios["latent_bytes_to_expanded"] = dim / expanded
-
-
-def measure_latent_threads(
-    result: Result,
-    sequence: Sequence,
-    query: torch.Tensor,
-    with_torch: object,
-    size: Size,
-    count: int,
-) -> None:
-    assert callable(with_torch)
-    samples = interleave(
-        {"attend": lambda: sequence.attend(0, query), "torch": with_torch},
-        size.rounds,
-        settle_s=size.settle_s,
-    )
-    moved = size.prompt * (size.latent + size.rope) * 2
-    speed = {
-        name: result.measure(
-            f"latent_{name}_{count}_threads", [moved / s / 1e9 for s in seconds], "GB/s"
-        ).median
-        for name, seconds in samples.items()
-    }
-    result.ratios[f"latent_attend_to_torch_{count}_threads"] = speed["attend"] / speed["torch"]

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from cxlkv.bench.pools import Shape, pool_in_file
 from cxlkv.bench.result import Result
-from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import Budget
 from cxlkv.ndp.worker import pin
 from cxlkv.pool import CXLPool
@@ -29,32 +29,21 @@ with CXLPool.open(sys.argv[1], threads=1) as pool:
 """
 
 
-@dataclass(frozen=True)
-class Size:
+@dataclass(frozen=True, kw_only=True)
+class Size(Shape):
     """64 pages of 16 tokens at first, 8 kv heads of 128, bf16, 4 query heads each."""
 
+    layers: int = 1
     tokens: int = 1024
-    kv_heads: int = 8
-    head_dim: int = 128
-    group: int = 4
-    page_tokens: int = 16
     steps: int = 1000
-    folder: str = "/dev/shm"
 
 
 def run(result: Result, size: Size = Size()) -> None:
     """Metrics select_us and worker_us, in turn in one run, and the difference of each pair."""
-    layout = KVLayout(
-        layers=1,
-        kv_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        page_tokens=size.page_tokens,
-    )
-    path = Path(size.folder) / f"cxlkv-bench-worker-{os.getpid()}.pool"
-    capacity = int(layout.token_bytes * (size.tokens + size.steps) * 3) + (8 << 20)
+    capacity = int(size.layout.token_bytes * (size.tokens + size.steps) * 3) + (8 << 20)
     cpus = sorted(os.sched_getaffinity(0))
     pin((cpus[0],))  # on one CPU the two would wait for each other's spinning
-    with CXLPool.create(path, layout=layout, capacity=capacity, threads=1) as pool:
+    with pool_in_file(size.layout, capacity, threads=1) as (pool, path):
         process = subprocess.Popen(
             [sys.executable, "-c", SERVE, str(path), str(cpus[-1])],
             stdout=subprocess.PIPE,
@@ -68,7 +57,6 @@ def run(result: Result, size: Size = Size()) -> None:
             process.terminate()
             process.communicate(timeout=60)
             pin(tuple(cpus))
-    CXLPool.remove(path)
 
 
 def measure(result: Result, pool: CXLPool, path: Path, size: Size) -> None:
@@ -98,12 +86,10 @@ def measure(result: Result, pool: CXLPool, path: Path, size: Size) -> None:
                 seconds[name].append(time.perf_counter() - began)
             equal = equal and bool(np.array_equal(chosen[0], chosen[1]))
     result.checks["worker_selects_the_same_pages"] = equal
-    result.measure("select_us", [s * 1e6 for s in seconds["here"]], "us")
-    result.measure("worker_us", [s * 1e6 for s in seconds["worker"]], "us")
-    extra = statistics.median(seconds["worker"]) - statistics.median(seconds["here"])
-    result.measure("worker_extra_us", [extra * 1e6], "us")
-    undisturbed = decile(seconds["worker"]) - decile(seconds["here"])
-    result.measure("worker_extra_undisturbed_us", [undisturbed * 1e6], "us")
+    figures = {"select": seconds["here"], "worker": seconds["worker"]}
+    for name, low in (("worker_extra", statistics.median), ("worker_extra_undisturbed", decile)):
+        figures[name] = [low(seconds["worker"]) - low(seconds["here"])]
+    result.times(figures, "us", "{}_us")
     result.notes.append("worker_extra_us: the median by the worker less the median in this process")
     result.notes.append("worker_extra_undisturbed_us: the same of the lowest deciles")
     result.notes.append("the worker has a CPU of its own, if there are two")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import ClassVar
@@ -45,16 +44,9 @@ class Memcpy:
         self, to: Bytes, memory: Bytes, pieces: npt.NDArray[np.int64], piece_bytes: int
     ) -> float:
         """Seconds to copy pieces, by their numbers, one behind the other."""
-        parts = np.array_split(pieces.astype(np.uint64) * piece_bytes, self.given.threads)
-        ends = np.cumsum([len(part) * piece_bytes for part in parts]).tolist()
-
-        def copy(number: int) -> None:
-            first = ends[number] - len(parts[number]) * piece_bytes
-            loops.memory_gather_s(to[first:], memory, parts[number], piece_bytes)
-
-        began = time.perf_counter()
-        list(self.workers.map(copy, range(len(parts))))
-        return time.perf_counter() - began
+        offsets = pieces.astype(np.uint64) * piece_bytes
+        gather = loops.Gather(self.workers, self.given.threads, to, memory, offsets, piece_bytes)
+        return gather()
 
     def close(self) -> None:
         self.workers.shutdown()
