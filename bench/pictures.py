@@ -7,14 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 from cxlkv.bench.quality import Weighed, mean
 from cxlkv.bench.replay.case import Curves
 from cxlkv.bench.result import Result
-from cxlkv.bench.style import BLUE, COLORS, GREEN, GREY, INK, ORANGE, plain
+from cxlkv.bench.style import BLUE, COLORS, GREEN, GREY, INK, ORANGE, canvas, numbered, plain
 
 OURS = {
     "exact": ["exact"],
@@ -36,14 +33,11 @@ NEAR = 1.15  # so much apart two labels are still one on the other
 
 def roofline(result: Result, path: Path, threads: Sequence[int] = (1, 2)) -> None:
     """A panel for each number of threads: every form's bytes and time, and the streaming read."""
-    figure = Figure(figsize=(5.4 * len(threads), 5.0), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display
-    panels = figure.subplots(1, len(threads), sharex=True, sharey=True, squeeze=False)[0]
+    figure, panels = canvas(5.4 * len(threads), 5.0, 1, len(threads), shared="xy")
     figure.suptitle("bytes that a form reads, and its time", color=INK, fontsize=13)
     for axes, count in zip(panels, threads, strict=True):
         draw_roofline(axes, result, count)
-        axes.set_title(f"{count} thread{'s' if count > 1 else ''}", color=INK, fontsize=11)
-        axes.set_xlabel("MiB read", color=INK)
+        plain(axes, "MiB read", title=f"{count} thread{'s' if count > 1 else ''}")
     panels[0].set_ylabel("ms", color=INK)
     figure.savefig(path, dpi=150)
 
@@ -67,9 +61,8 @@ def draw_roofline(axes: Axes, result: Result, count: int) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
+        numbered(axis, "{:.4g}".format)
     axes.set_xlim(keys / MIB / 20, keys / MIB * 5)
-    plain(axes)
     axes.legend(frameon=False, loc="upper left", labelcolor=INK)
 
 
@@ -110,15 +103,12 @@ def recall(found: Mapping[str, Sequence[Weighed]], path: Path) -> None:
     """A panel for each source: share of bytes read, and above it pages (full) and mass (dashed)."""
     columns = min(3, len(found))
     rows = -(-len(found) // columns)
-    figure = Figure(figsize=(4.6 * columns, 3.9 * rows + 0.6), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display
-    panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    figure, panels = canvas(4.6 * columns, 3.9 * rows + 0.6, rows, columns, shared="xy")
     figure.suptitle("what is kept of the exact choice, by bytes read to choose", color=INK)
     for axes, (source, weighed) in zip(panels, found.items(), strict=False):
         draw_recall(axes, weighed)
-        axes.set_xlabel("share of the keys' bytes", color=INK)
+        plain(axes, "share of the keys' bytes", title=source.replace("_", " "))
         axes.xaxis.set_tick_params(labelbottom=True)
-        axes.set_title(source.replace("_", " "), color=INK, fontsize=11)
     for axes in panels[len(found) :]:
         axes.set_visible(False)
     for axes in panels[::columns]:
@@ -147,16 +137,13 @@ def draw_recall(axes: Axes, weighed: Sequence[Weighed]) -> None:
     axes.plot([], [], "D", color=GREY, label="digest alone: mass", fillstyle="none")
     axes.set_xscale("log", base=2)
     axes.set_xlim(0.08, 1.15)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    numbered(axes.xaxis, "{:.3g}".format)
     axes.set_ylim(0, 1.09)  # some keep more mass than the exact choice, which is of best keys
-    plain(axes)
 
 
 def replayed(curves: Curves, path: Path) -> None:
     """Hits against the size of the cache: policies, the textbook's dashed, the optimum above."""
-    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display
-    axes = figure.subplots()
+    figure, (axes,) = canvas(7.2, 4.6)
     sizes = sorted(curves.optimum)
     x = [100 * size for size in sizes]
     axes.plot(x, [curves.optimum[s] for s in sizes], color=INK, label="optimum (Belady)")
@@ -170,8 +157,6 @@ def replayed(curves: Curves, path: Path) -> None:
     axes.set_xticks(x, [f"{value:g} %" for value in x])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("size of the cache, of the distinct pages", color=INK)
-    axes.set_ylabel("hits, of the pages asked for", color=INK)
     axes.legend(frameon=False, fontsize=8, labelcolor=INK)
-    plain(axes)
+    plain(axes, "size of the cache, of the distinct pages", "hits, of the pages asked for")
     figure.savefig(path, dpi=150)

@@ -149,14 +149,9 @@ def loaded(profile: Profile, loads: list[float]) -> list[float]:
 
 def draw(result: Result, path: Path) -> None:
     """The curves that the model gives, on top of the published points."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from cxlkv.bench.style import BLUE, GREEN, GREY, INK, ORANGE, canvas, plain
 
-    from cxlkv.bench.style import BLUE, GREEN, GREY, INK, ORANGE, plain
-
-    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display
-    axes = figure.subplots()
+    figure, (axes,) = canvas(7.2, 4.6)
     drawn = [(name, p) for name, p in read(OURS).items() if p.loaded]
     for (name, profile), color in zip(drawn, (BLUE, GREY, ORANGE, GREEN, INK), strict=False):
         loads = [profile.read_gb_per_s * step / 120 for step in range(1, 121)]
@@ -165,10 +160,8 @@ def draw(result: Result, path: Path) -> None:
         axes.plot(x, y, "o", color=color, markersize=5)
     axes.plot([], [], "o", color=INK, label="published points")
     axes.set_title("latency of a line under load: the link on its virtual clock", color=INK)
-    axes.set_xlabel("GB/s that others move", color=INK)
-    axes.set_ylabel("ns", color=INK)
     axes.set_yscale("log")
     axes.set_yticks([100, 200, 500, 1000, 2000], ["100", "200", "500", "1000", "2000"])
-    plain(axes)
+    plain(axes, "GB/s that others move", "ns")
     axes.legend(frameon=False, loc="upper right", fontsize=8, labelcolor=INK)
     figure.savefig(path, dpi=150)

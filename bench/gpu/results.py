@@ -17,11 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import NullFormatter
 
-from cxlkv.bench.style import BLUE, COLORS, GREEN, GREY, INK, ORANGE, plain
+from cxlkv.bench.style import BLUE, COLORS, GREEN, GREY, INK, ORANGE, canvas, numbered, plain
 from cxlkv.errors import BadArgumentError
 
 Medians = Mapping[str, float]
@@ -73,12 +71,6 @@ def context_tokens(name: str) -> int:
     return int(name[:-1]) * 1024 if name.endswith("k") else int(name)
 
 
-def canvas(panels: int, width: float = 5.2) -> tuple[Figure, Sequence[Axes]]:
-    figure = Figure(figsize=(width * panels + 0.6, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display
-    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
-
-
 def gather(found: Medians, path: Path) -> None:
     """A panel for each count of pieces: GB/s against bytes of a piece, and the link's line."""
     points: dict[int, dict[str, dict[int, float]]] = {}
@@ -88,7 +80,7 @@ def gather(found: Medians, path: Path) -> None:
             piece, count = int(match[2]), int(match[3])
             points.setdefault(count, {}).setdefault(match[1], {})[piece] = piece * count / us / 1e3
     counts = sorted(points)
-    figure, panels = canvas(len(counts), 3.9)
+    figure, panels = canvas(3.9 * len(counts) + 0.6, 4.4, 1, len(counts))
     figure.suptitle("pieces out of host memory: bandwidth by size", color=INK)
     for axes, count in zip(panels, counts, strict=True):
         for method, (label, color, line) in METHODS.items():
@@ -97,11 +89,9 @@ def gather(found: Medians, path: Path) -> None:
             axes.plot(x, y, line, color=color, label=label, markersize=4)
         axes.axhline(found["h2d"] / 1e9, color=INK, linewidth=1, label="one large copy")
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
+        numbered(axes.xaxis, size)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("bytes of a piece", color=INK)
-        axes.set_title(f"{count} pieces", color=INK, fontsize=11)
-        plain(axes)
+        plain(axes, "bytes of a piece", title=f"{count} pieces")
     panels[0].set_ylabel("GB/s", color=INK)
     panels[-1].legend(frameon=False, fontsize=8, labelcolor=INK)
     figure.savefig(path, dpi=130)
@@ -110,7 +100,7 @@ def gather(found: Medians, path: Path) -> None:
 def attend(found: Medians, path: Path) -> None:
     """A panel for each number of lists: us against context, our shares and torch's best form."""
     lists = sorted({int(m[1]) for name in found if (m := re.search(r"_\d+k?_x(\d+)$", name))})
-    figure, panels = canvas(len(lists))
+    figure, panels = canvas(5.2 * len(lists) + 0.6, 4.4, 1, len(lists))
     figure.suptitle("decode attention on the GPU, K and V in its memory", color=INK)
     for axes, count in zip(panels, lists, strict=True):
         curves: dict[str, dict[int, float]] = {}
@@ -127,12 +117,10 @@ def attend(found: Medians, path: Path) -> None:
         draw_time(axes, curves.get("sdpa", {}), "s--", ORANGE, "torch, all tokens")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        numbered(axes.yaxis, "{:g}".format)
         axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
-        axes.set_xlabel("tokens of context", color=INK)
-        axes.set_title(f"{count} sequence{'s' if count > 1 else ''}", color=INK, fontsize=11)
-        plain(axes)
+        numbered(axes.xaxis, size)
+        plain(axes, "tokens of context", title=f"{count} sequence{'s' if count > 1 else ''}")
     panels[0].set_ylabel("us", color=INK)
     panels[0].legend(frameon=False, fontsize=8, labelcolor=INK)
     figure.savefig(path, dpi=130)
@@ -148,17 +136,15 @@ def decode(found: Medians, path: Path) -> None:
     each part, where they come one after the other: full fetch hatched, selected plain."""
     names = {m[1] for name in found if (m := re.fullmatch(r"(?:full|selected)_(\d+k?)", name))}
     contexts = sorted(names, key=context_tokens)
-    figure, (times, parts) = canvas(2, 5.6)
+    figure, (times, parts) = canvas(11.8, 4.4, 1, 2)
     for how, color, line in (("full", ORANGE, "s--"), ("selected", BLUE, "o-")):
         curve = {context_tokens(c): found.get(f"{how}_{c}", 0.0) / 1e3 for c in contexts}
         curve = {tokens: ms for tokens, ms in curve.items() if ms}
         draw_time(times, curve, line, color, "full fetch" if how == "full" else how)
     times.set_xscale("log", base=2)
     times.set_yscale("log")
-    times.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
-    times.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    times.set_ylabel("ms a layer", color=INK)
-    times.set_title("a decode step", color=INK, fontsize=11)
+    numbered(times.xaxis, size)
+    numbered(times.yaxis, "{:g}".format)
     times.legend(frameon=False, fontsize=8, labelcolor=INK)
     for place, context in enumerate(contexts):
         draw_parts(parts, found, f"full_{context}", place - 0.2, "///")
@@ -168,13 +154,10 @@ def decode(found: Medians, path: Path) -> None:
     parts.bar(0, 0, color="white", edgecolor=INK, hatch="///", label="full fetch")
     parts.set_xticks(range(len(contexts)), contexts)
     parts.set_ylim(0, 100)
-    parts.set_ylabel("% of the parts' time", color=INK)
-    parts.set_title("which part dominates where", color=INK, fontsize=11)
     handles, labels = parts.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8)
-    for axes in (times, parts):
-        axes.set_xlabel("tokens of context", color=INK)
-        plain(axes)
+    plain(times, "tokens of context", "ms a layer", "a decode step")
+    plain(parts, "tokens of context", "% of the parts' time", "which part dominates where")
     figure.savefig(path, dpi=130)
 
 

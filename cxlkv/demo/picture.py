@@ -6,42 +6,40 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from cxlkv.bench.style import (
+    BLUE,
+    COLORS,
+    DOTTED,
+    GREY,
+    INK,
+    ORANGE,
+    canvas,
+    numbered,
+    over_shares,
+    plain,
+)
 from cxlkv.demo.measure import Asked, Row
 
-BLUE, LIGHT_BLUE, ORANGE, GREY, INK = "#1f5fa8", "#a9c8e8", "#e07b28", "#9a9a9a", "#333333"
 MIB = 1 << 20
 
 
 def draw(path: Path, title: str, rows: Sequence[Row], full: Asked, kv_bytes: int) -> None:
     """Write the picture; its format is that of the path's suffix."""
-    figure = Figure(figsize=(8.4, 7.2), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    figure, (above, below) = canvas(8.4, 7.2, 2, shared="x", heights=(3, 2))
     figure.suptitle(title, color=INK, fontsize=13)
     draw_answers(above, rows, full)
     draw_bytes(below, rows, kv_bytes)
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#e6e6e6")
-        axes.set_axisbelow(True)
-        axes.tick_params(colors=INK)
-    below.set_xscale("log")
-    below.set_xlim(rows[0].share / 1.45, rows[-1].share * 1.45)
-    below.xaxis.set_major_locator(FixedLocator([row.share for row in rows]))
-    below.xaxis.set_minor_locator(NullLocator())
-    below.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))
-    below.set_xlabel("share of pages that a question attends to", color=INK)
+    plain(above, ylabel="percent", grid="y")
+    plain(below, ylabel="MiB a question", grid="y")
+    over_shares(below, [row.share for row in rows], 1.45, "a question")
     figure.savefig(path, dpi=150)
 
 
 def draw_answers(axes: Axes, rows: Sequence[Row], full: Asked) -> None:
     """Lines of answers right and of attention mass kept, in percent; random pages in grey."""
     shares = [row.share for row in rows]
-    axes.axhline(100 * full.right_share, color=INK, linewidth=1, linestyle=(0, (1, 2)))
+    axes.axhline(100 * full.right_share, color=INK, linewidth=1, linestyle=DOTTED)
     axes.text(
         shares[0] / 1.38, 100 * full.right_share + 1.5, "full attention", color=INK, fontsize=9
     )
@@ -54,7 +52,6 @@ def draw_answers(axes: Axes, rows: Sequence[Row], full: Asked) -> None:
     for label, values, color, style in lines:
         axes.plot(shares, [100 * v for v in values], style, color=color, label=label, linewidth=2)
     axes.set_ylim(0, 109)
-    axes.set_ylabel("percent", color=INK)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(0.0, 0.72), labelcolor=INK)
 
 
@@ -66,20 +63,19 @@ def draw_bytes(axes: Axes, rows: Sequence[Row], kv_bytes: int) -> None:
     scored = [row.selected.bytes_scored / MIB for row in rows]
     fetched = [row.selected.bytes_read / MIB for row in rows]
     widths = [m - left for left, m in zip(lefts, middles, strict=True)]
-    axes.bar(lefts, scored, widths, align="edge", color=LIGHT_BLUE, label="scored, in place")
+    axes.bar(lefts, scored, widths, align="edge", color=COLORS[0], label="scored, in place")
     widths = [r - m for m, r in zip(middles, rights, strict=True)]
     axes.bar(middles, fetched, widths, align="edge", color=BLUE, label="fetched")
     for at, value in zip(middles, fetched, strict=True):
         axes.text(at * 1.09, value * 1.15, f"{value:.2g}", ha="center", fontsize=8, color=BLUE)
-    axes.axhline(kv_bytes / MIB, color=INK, linewidth=1, linestyle=(0, (1, 2)))
+    axes.axhline(kv_bytes / MIB, color=INK, linewidth=1, linestyle=DOTTED)
     axes.text(
         lefts[0], kv_bytes / MIB * 1.2, f"all keys and values: {kv_bytes / MIB:.3g} MiB",
         color=INK, fontsize=9,
     )  # fmt: skip
     axes.set_yscale("log")
     axes.set_ylim(min(fetched) / 2, kv_bytes / MIB * 3.5)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_ylabel("MiB a question", color=INK)
+    numbered(axes.yaxis, "{:g}".format)
     axes.legend(
         frameon=False, loc="lower center", bbox_to_anchor=(0.5, 0.98), ncols=2, labelcolor=INK
     )

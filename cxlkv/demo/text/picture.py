@@ -6,11 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 
-from cxlkv.demo.picture import BLUE, GREY, INK
+from cxlkv.bench.style import BLUE, DOTTED, GREY, INK, canvas, numbered, over_shares, plain
 from cxlkv.demo.text.measure import Track
 from cxlkv.demo.text.report import Found, number
 
@@ -21,9 +19,7 @@ NAME_LENGTH_MAX = 40
 
 def draw(path: Path, model: str, text: str, found: Found) -> None:
     """Write the picture; its format is that of the path's suffix. Names are shown, cut if long."""
-    figure = Figure(figsize=(7.2, 6.6), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a display
-    above, below = figure.subplots(2, 1, sharex=True)
+    figure, (above, below) = canvas(7.2, 6.6, 2, shared="x")
     figure.suptitle(
         f"{cut(model)} on {cut(text)}\n"
         f"{found.plan.steps} tokens predicted, each behind {found.plan.context:,} or more",
@@ -32,18 +28,9 @@ def draw(path: Path, model: str, text: str, found: Found) -> None:
     )
     draw_perplexity(above, found)
     draw_agreement(below, found)
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#e6e6e6")
-        axes.set_axisbelow(True)
-        axes.tick_params(colors=INK)
-    shares = [row.share for row in found.rows]
-    below.set_xscale("log")
-    below.set_xlim(shares[0] / 1.25, shares[-1] * 1.25)
-    below.xaxis.set_major_locator(FixedLocator(shares))
-    below.xaxis.set_minor_locator(NullLocator())
-    below.xaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g} %"))
-    below.set_xlabel("share of pages that a token attends to", color=INK)
+    plain(above, ylabel="perplexity", grid="y")
+    plain(below, ylabel="same best token as full attention, %", grid="y")
+    over_shares(below, [row.share for row in found.rows], 1.25, "a token")
     figure.savefig(path, dpi=150)
 
 
@@ -54,11 +41,10 @@ def draw_perplexity(axes: Axes, found: Found) -> None:
     if highest > LOG_FROM * full:
         axes.set_yscale("log")
         axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+        numbered(axes.yaxis, "{:,.10g}".format)
     draw_lines(axes, found, lambda track: track.perplexity)
     label = f"full attention: {number(full)}"
-    axes.axhline(full, color=INK, linewidth=1, linestyle=(0, (1, 2)), label=label)
-    axes.set_ylabel("perplexity", color=INK)
+    axes.axhline(full, color=INK, linewidth=1, linestyle=DOTTED, label=label)
     # Outside, as there is no corner that some model's lines do not pass.
     axes.legend(
         frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, labelcolor=INK
@@ -69,7 +55,6 @@ def draw_agreement(axes: Axes, found: Found) -> None:
     """Lines of the share of tokens at which the most likely one is full attention's."""
     draw_lines(axes, found, lambda track: 100 * track.agreement(found.full))
     axes.set_ylim(top=102)
-    axes.set_ylabel("same best token as full attention, %", color=INK)
 
 
 def draw_lines(axes: Axes, found: Found, value: Callable[[Track], float]) -> None:
