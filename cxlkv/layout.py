@@ -1,12 +1,13 @@
-"""A layout says what a pool stores: layers, heads, dimensions, dtype, page size."""
+"""A layout says what a pool stores: layers, heads, dimensions, dtype, page size. Sizes as text."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 
-from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
 DTYPES = ("bfloat16", "float16", "float32")  # a dtype's index is its code in the pool's format
@@ -262,3 +263,51 @@ def layer_places(layout: KVLayout, record_layers: int) -> tuple[tuple[int, int],
             places[layer] = (part + seen // record_layers, seen % record_layers)
         part += -(-len(members) // record_layers)
     return tuple(places)
+
+
+# ---- sizes ----
+
+_UNIT_BYTES = {
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", re.ASCII)
+
+
+def parse_bytes(size: str | int) -> int:
+    """The number of bytes in `size`: a whole number, or text such as "2GiB", "512 MiB", "1.5gib".
+
+    A bare "G" is refused, as half of the world means 10**9 by it and the other half 2**30.
+    Raises BadArgumentError for anything that is not a whole number of bytes, 0 or more.
+    """
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise BadArgumentError(f"{size!r} is no size: give bytes as a number, or text like 2GiB")
+    if isinstance(size, int):
+        if size < 0:
+            raise BadArgumentError(f"a size cannot be negative: {size}")
+        return size
+    match = _SIZE.fullmatch(size)
+    unit_bytes = _UNIT_BYTES.get(match[2].lower() or "b") if match else None
+    if match is None or unit_bytes is None:
+        raise BadArgumentError(f"{size!r} is no size: write it like 512MiB, 2GiB or 4096")
+    count = Fraction(match[1]) * unit_bytes
+    if count.denominator != 1:
+        raise BadArgumentError(f"{size!r} is not a whole number of bytes")
+    return int(count)
+
+
+def format_bytes(size_bytes: int) -> str:
+    """`size_bytes` for a person, with up to four digits in the largest binary unit that fits."""
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"

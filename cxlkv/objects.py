@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, io_hooks, reclaim
+from cxlkv import _core, _io_hooks
+from cxlkv._core import reclaim
+from cxlkv._lifetime import Closing
 from cxlkv.arrays import is_torch
-from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, CorruptError, ReleasedError
 from cxlkv.pool import Pool
 from cxlkv.prefix import PageKey, PageKeys, key_hashes, root
@@ -90,7 +91,7 @@ class ObjectPool(Pool):
         """
         hashes = hashes_of(keys)
         given, kept = _memory(buffers, len(hashes) // _core.HASH_BYTES, False)
-        transfer = io_hooks.begin(self._handle)
+        transfer = _io_hooks.begin(self._handle)
         count = len(hashes) // _core.HASH_BYTES
         codes = reclaim.retry(
             lambda: _core.objects_put(self._handle, hashes, *given), self._handle, lambda: count
@@ -109,7 +110,7 @@ class ObjectPool(Pool):
         """
         hashes = hashes_of(keys)
         given, kept = _memory(buffers, len(hashes) // _core.HASH_BYTES, True)
-        transfer = io_hooks.begin(self._handle)
+        transfer = _io_hooks.begin(self._handle)
         sizes = _core.objects_get(self._handle, hashes, *given)
         del kept
         if transfer:
@@ -130,7 +131,7 @@ class ObjectPool(Pool):
         if wanted.ndim != 2 or wanted.shape[1] != 4:
             raise BadArgumentError(f"ranges of shape {wanted.shape}: [m, 4] is wanted")
         address, size, kept = _place(out, True)
-        transfer = io_hooks.begin(self._handle)
+        transfer = _io_hooks.begin(self._handle)
         sizes = _core.objects_ranges(self._handle, hashes_of(keys), wanted, address, size)
         del kept
         if transfer:
@@ -144,7 +145,7 @@ class ObjectPool(Pool):
     def lease(self, keys: Keys) -> Lease:
         """Hold objects, to read them where they lie; each is verified first."""
         hashes = hashes_of(keys)
-        transfer = io_hooks.begin(self._handle)
+        transfer = _io_hooks.begin(self._handle)
         lease = Lease(self._handle, *_core.lease_take(self._handle, hashes))
         if transfer:  # each byte is read once, here or where it lies
             transfer.end("fetch", int(lease.sizes[lease.sizes > 0].sum()))
@@ -290,7 +291,7 @@ class Reserved(_Leased):
             raise ReleasedError(
                 f"place {min(given_back, default=0)} of a reservation of {len(self)} was given back"
             )
-        transfer = io_hooks.begin(self._pool)
+        transfer = _io_hooks.begin(self._pool)
         codes = _core.lease_publish(self._handle, np.ascontiguousarray(chosen, np.uint32), hashes)
         new: npt.NDArray[np.bool_] = codes == 0
         self._published.update(chosen[new].tolist())

@@ -1,22 +1,46 @@
-"""The page allocator: pages without a sequence, metadata only."""
+"""Pages of a pool, by id or name: pool.pages takes them, pool.hotness counts uses, pool.records
+moves them out and in.
+
+A name is what the index has of a page, 16 bytes; a record is a page with all that belongs to it, as
+it lies outside of the pool (docs/memory-layout.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, reclaim
+from cxlkv import _core, _io_hooks
+from cxlkv._core import reclaim
+from cxlkv._core.reclaim import Reclaimer, T
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout, layer_places
-from cxlkv.reclaim import Reclaimer, T
 
 PageIds = npt.NDArray[np.uint32]
-NO_PAGE = 2**32 - 1  # in place of an id: none, behind a window
+NO_PAGE = _core.NO_PAGE  # in place of an id: none, behind a window
 Offsets = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.uint32]
+Generations = npt.NDArray[np.uint64]
+Codes = _core.Codes
+Names = _core.Names
+RecordBytes = _core.Records
+
+COUNTER_WIDTH = 16
+COUNT_MAX = (1 << COUNTER_WIDTH) - 1
+HELD, PINNED = _core.PUBLISHED_HELD, _core.PUBLISHED_PINNED
+choose_pages = _core.choose  # which published pages an eviction takes
+
+CORRUPT, STALE, PRESENT = _core.E_CORRUPT, _core.E_STALE, _core.RECORD_PRESENT
+"""Codes of single records: wrong bytes; the page is another by now; the name is there already."""
+RECORD_HEADER, RECORD_MAGIC = _core.RECORD_HEADER, _core.RECORD_MAGIC
+PACKED_HEADER, PACKED_MAGIC = _core.PACKED_HEADER, _core.PACKED_MAGIC
+PACKED_VERSION = _core.PACKED_VERSION
+"""The line at the front of a page's record in a pool, and of a record outside of one."""
+crc32c, names_of = _core.crc32c, _core.names_of
 
 
 class Places(NamedTuple):
@@ -118,3 +142,186 @@ class Pages:
         Raises BadArgumentError for a page that this process did not get from alloc().
         """
         _core.pages_free(self._pool, np.ascontiguousarray(pages, np.uint32))
+
+
+class HotList(NamedTuple):
+    """What a source found hot, in the shape of a hot list of CXL 3.2 (`Hotness.records`).
+
+    entries: uint64, (unit << counter_width) | count; units of `Hotness` are pages of the pool.
+    epoch: in which they were read.
+    """
+
+    entries: npt.NDArray[np.uint64]
+    epoch: int
+    counter_width: int = COUNTER_WIDTH
+
+    @property
+    def units(self) -> npt.NDArray[np.uint64]:
+        return self.entries >> np.uint64(self.counter_width)
+
+    @property
+    def counts(self) -> npt.NDArray[np.uint64]:
+        return self.entries & np.uint64((1 << self.counter_width) - 1)
+
+
+class HotnessSource(Protocol):
+    """Whatever can say which units are hot: `Hotness`; DAMON or a CHMU's PMU could be others."""
+
+    @property
+    def name(self) -> str: ...
+
+    def records(self, threshold: int = 1) -> HotList: ...
+
+
+class Published(NamedTuple):
+    """Pages that match() finds, as eviction policies read them (`Hotness.published`).
+
+    rows: a structured array, by page, with the fields page, generation, hash (two words: the key in
+    the index), used, born, hits, parent (page, or NO_PAGE), part, hotness, flags (HELD: in use).
+    clock: pages that were found or published so far, one by one; used and born are its low 32 bits
+    when the page was found last, or published, and when it was published.
+    """
+
+    rows: npt.NDArray[np.void]
+    clock: int
+
+    @property
+    def held(self) -> npt.NDArray[np.bool_]:
+        """Which pages some process holds, or another host has pinned."""
+        flags: Counts = self.rows["flags"]
+        held: npt.NDArray[np.bool_] = (flags & HELD) != 0
+        return held
+
+
+class Hotness:
+    """`pool.hotness`: how often each page was used, by all processes of this host.
+
+    A use: a select chose the page for a head; a fetch or attend read it for a head, or read all
+    pages (once for each); a hit holds it. Uses are counted where they are made, so that nothing
+    needs to sample accesses as a CHMU does. A count is halved with every epoch in which the page is
+    not used and stops at 65535. An epoch ends when each page could have been used four times.
+    Counts are advice: two threads that use one page at one time may count one use.
+    """
+
+    name = "uses"
+
+    def __init__(self, pool: _core.Handle) -> None:
+        self._pool = pool
+        self._total = _core.pool_geometry(pool)["page_count"]
+        self._enabled = True
+
+    @property
+    def enabled(self) -> bool:
+        """Whether this process's uses are counted; they are at first. Others are not affected."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, on: bool) -> None:
+        _core.hotness_enable(self._pool, on)
+        self._enabled = on
+
+    @property
+    def epoch(self) -> int:
+        """The epoch now, from 0."""
+        return _core.hotness_read(self._pool, 0, 0)[2]
+
+    def advance(self) -> int:
+        """Begin an epoch: all counts are halved. Returns its number."""
+        return _core.hotness_advance(self._pool)
+
+    def counts(self) -> Counts:
+        """By page of the pool, as they are in this epoch; free pages have 0."""
+        return _core.hotness_read(self._pool, 0, self._total)[0]
+
+    def epochs(self) -> Counts:
+        """By page, the epoch in which it was used last; 0 for pages without a use, too."""
+        return _core.hotness_read(self._pool, 0, self._total)[1]
+
+    def hottest(self, count: int, among: PageIds | None = None) -> PageIds:
+        """The `count` pages with most uses, most first; of equal ones the lower id.
+
+        among: choose from these pages only, each at most once; else from all of the pool.
+        """
+        return self._best(count, among, np.uint32(COUNT_MAX) - self.counts())
+
+    def coldest(self, count: int, among: PageIds | None = None) -> PageIds:
+        """The `count` pages with fewest uses, fewest first; of equal ones the lower id.
+
+        Free pages are coldest of all: name the pages that matter by `among`.
+        """
+        return self._best(count, among, self.counts())
+
+    def _best(self, count: int, among: PageIds | None, ranks: Counts) -> PageIds:
+        if count < 0:
+            raise BadArgumentError(f"{count} pages")
+        pages = np.arange(self._total, dtype=np.uint32)
+        if among is not None:
+            pages = np.asarray(among, np.uint32)
+            if pages.size and int(pages.max()) >= self._total:
+                raise BadArgumentError(f"page {pages.max()}: the pool has {self._total}")
+        # No two keys are equal, so that which pages are best does not depend on the partition.
+        keys = ranks[pages].astype(np.uint64) << np.uint64(32) | pages
+        if count < len(keys):
+            keys = np.partition(keys, count)[:count]
+        keys.sort()
+        return keys.astype(np.uint32)  # the low bits: pages
+
+    def records(self, threshold: int = 1) -> HotList:
+        """Pages with at least so many uses, as a hotness monitoring unit in epoch mode lists them.
+
+        Source of the shape: CXL 3.2, section 8.2.8 (CHMU), and Linux's proposed
+        Documentation/trace/cxl-hmu.rst: an entry is (unit_index << counter_width) | count, where a
+        unit is a range of the device's memory. Here units are pages, in their order.
+        """
+        if threshold < 1:
+            raise BadArgumentError(f"a threshold of {threshold} uses: at least 1")
+        counts, _, epoch = _core.hotness_read(self._pool, 0, self._total)
+        units = np.flatnonzero(counts >= threshold).astype(np.uint64)
+        return HotList(units << np.uint64(COUNTER_WIDTH) | counts[units], epoch)
+
+    def published(self) -> Published:
+        """The pages of this host that match() finds, in the order of their ids."""
+        return Published(*_core.pool_published(self._pool))
+
+
+class Records:
+    """`pool.records`: batched; every call says of each page or record, by a code, how it went."""
+
+    def __init__(self, pool: _core.Handle) -> None:
+        self._pool = pool
+
+    @cached_property
+    def shape(self) -> tuple[int, int]:
+        """Bytes of a record, and the CRC of what two pools must agree in to exchange any."""
+        return _core.record_shape(self._pool)
+
+    def names(self, hashes: bytes, places: int = 1) -> Names:
+        """[keys, places, parts, 16]: under which match() looks for each of the keys, in order."""
+        return _core.names(self._pool, hashes, places)
+
+    def find(self, names: Names) -> tuple[PageIds, Generations]:
+        """The published page of each name and its generation; NO_PAGE and 0 where there is none."""
+        return _core.find_pages(self._pool, names)
+
+    def here(self, names: Names) -> npt.NDArray[np.bool_]:
+        """Which of the names have a published page."""
+        return np.not_equal(self.find(names)[0], NO_PAGE)
+
+    def read(self, pages: PageIds, generations: Generations, out: RecordBytes) -> Codes:
+        """Fill rows of `out` with published pages, verified: 0, STALE or CORRUPT of each."""
+        return _core.records_read(self._pool, pages, generations, out)
+
+    def write(self, records: RecordBytes, parents: Names | None = None) -> Codes:
+        """Publish records, all or none when pages are short (PoolFullError): 0, PRESENT or CORRUPT.
+
+        parents: the name of the page before each, zeros for none; None: not known.
+        """
+        return _core.records_write(self._pool, records, parents)
+
+    def forget(self, pages: PageIds, generations: Generations, only_unheld: bool) -> Codes:
+        """Take published pages out of the index: code 0 where the page is free now."""
+        return _core.forget_pages(self._pool, pages, generations, only_unheld)
+
+    def begin(self) -> _io_hooks.Transfer | None:
+        """A transfer of records begins, for whoever has subscribed to the io hooks."""
+        return _io_hooks.begin(self._pool)

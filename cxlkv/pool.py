@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, cast
 
 import numpy.typing as npt
 
-from cxlkv import _core, forking, io_hooks
+from cxlkv import _core, _io_hooks, _lifetime
+from cxlkv._lifetime import Closing
 from cxlkv._moved import MovedToAdmin
 from cxlkv.admin import Admin
-from cxlkv.closing import Closing
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
@@ -28,7 +28,6 @@ from cxlkv.errors import (
     PoolMissingError,
     SystemCallError,
 )
-from cxlkv.hotness import Hotness
 from cxlkv.layout import KVLayout
 from cxlkv.machine import numa_mode
 from cxlkv.machine.coherence import (
@@ -59,16 +58,15 @@ from cxlkv.machine.regions import (
     parse_where,
 )
 from cxlkv.ndp.worker import WorkerUse, worker_use
-from cxlkv.pages import Pages
+from cxlkv.pages import Hotness, Pages, Records
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, tail_keys, whole_ids
-from cxlkv.records import Records
 from cxlkv.sequence import Batch, Hit, Sequence
 from cxlkv.stats import inspect
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from cxlkv.pool_config import PoolConfig
+    from cxlkv.config import PoolConfig
 
 Path = str | os.PathLike[str]
 THREADS_MAX = 1024  # the core's limit
@@ -91,7 +89,7 @@ class Pool(MovedToAdmin, Closing):
         self.records = Records(handle)
         self._before_close: list[Callable[[], object]] = []
         self._lent: list[weakref.ref[object]] = []  # to the views of the region that are in use
-        forking.watch(self)
+        _lifetime.watch(self)
         if os.environ.get(numa_mode.VARIABLE):
             self._emulate(None)
 
@@ -166,12 +164,12 @@ class Pool(MovedToAdmin, Closing):
         once make it once. Raises BadArgumentError with file, line and key; GeometryError when the
         pool there is another than described; and what open() and create() raise.
         """
-        from cxlkv.pool_config import read_config  # pydantic and yaml, which few programs need
+        from cxlkv.config import read_config  # pydantic and yaml, which few programs need
 
         wanted = read_config(config)
         pool = cls._of(wanted)
         link = None if numa_mode.is_mode(wanted.emulate) else wanted.emulate
-        if link is not None and io_hooks.label(pool._handle) is None:
+        if link is not None and _io_hooks.label(pool._handle) is None:
             pool._emulate(link)
         return pool
 
@@ -277,9 +275,9 @@ class Pool(MovedToAdmin, Closing):
         """Charge this process's transfers to a link; None: as CXLKV_EMULATE says."""
         try:
             if profile is None:
-                io_hooks.plugin().begin_from_environment(self._handle)
+                _io_hooks.plugin().begin_from_environment(self._handle)
             else:
-                io_hooks.plugin().begin(self._handle, profile)
+                _io_hooks.plugin().begin(self._handle, profile)
         except BadArgumentError:
             self.close()
             raise
@@ -348,7 +346,7 @@ class Pool(MovedToAdmin, Closing):
         flushes = flushes_of(SHARING[kind], self.path)
         page_kind = _core.pool_page_kind(self._handle)
         note = durable_note(DURABLE[durable], page_kind)
-        emulated = io_hooks.label(self._handle)
+        emulated = _io_hooks.label(self._handle)
         return {
             "path": self.path or "anonymous:",
             "identity": _core.pool_identity(self._handle),

@@ -9,7 +9,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, io_hooks, reclaim
+from cxlkv import _core, _io_hooks
+from cxlkv._core import reclaim
 from cxlkv.arrays import NUMPY_DTYPES, Array, View, imported, view
 from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.layout import DTYPES, KVLayout
@@ -87,7 +88,7 @@ class Batch:
         if not 0 <= layer < 1 << 32:
             _layer(layer)
         back = -1 if rewind is None else _back(rewind)
-        transfer = io_hooks.begin(self._pool) if io_hooks.subscriber else None
+        transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
         try:
             _core.batch_append(self._handle, layer, keys, values, starts, back)
         except PoolFullError as error:
@@ -97,7 +98,7 @@ class Batch:
             self._end_append(transfer, layer, starts, 1)
 
     def _end_append(
-        self, transfer: io_hooks.Transfer, layer: int, starts: Starts, unit: int
+        self, transfer: _io_hooks.Transfer, layer: int, starts: Starts, unit: int
     ) -> None:
         added = np.diff(starts).astype(np.int64) * unit
         transfer.end_append(self._layout, self._tokens(layer), added)
@@ -126,7 +127,7 @@ class Batch:
         k, v, offsets, ids = self._blocks(keys, values, blocks, starts)
         number, back = _layer(layer), _back(rewind)
         call = partial(_core.batch_append_blocks, self._handle, number, k, v, ids, offsets, back)
-        transfer = io_hooks.begin(self._pool)
+        transfer = _io_hooks.begin(self._pool)
         reclaim.retry(call, self._pool, lambda: self._pages_of(offsets, k.shape[2]))
         if transfer:
             self._end_append(transfer, layer, offsets, k.shape[2])
@@ -158,7 +159,7 @@ class Batch:
         pages = _int32(first, "first")
         if pages.shape != (len(self),):
             raise BadArgumentError(f"first has shape {pages.shape}, wanted ({len(self)},)")
-        transfer = io_hooks.begin(self._pool)
+        transfer = _io_hooks.begin(self._pool)
         _core.batch_fetch_blocks(self._handle, _layer(layer), k, v, ids, offsets, pages)
         if transfer:
             piece_bytes = self._layout.token_bytes // self._layout.layers * k.shape[2]
@@ -224,7 +225,7 @@ class Batch:
         if checksums is not None:
             heads = self._layout.kv_heads
             sums = _words(checksums, "checksums", (self._layout.layers, count, heads, 4))
-        transfer = io_hooks.begin(self._pool)
+        transfer = _io_hooks.begin(self._pool)
         _core.batch_attach(self._handle, offsets, given, sums, _back(rewind), verify)
         if transfer and verify:  # else only tables and headers are written
             transfer.end_attach(self._layout, given)
@@ -263,7 +264,7 @@ class Batch:
             raise BadArgumentError(f"{len(several)} budgets for {count} sequences")
         offsets, factor = self._starts(starts), self._scale if scale is None else float(scale)
         asked = Asked(_layer(layer), q, offsets, several, method, factor, recall)
-        transfer = io_hooks.begin(self._pool) if io_hooks.subscriber else None
+        transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
         picked = simd.select(self._handle, self._layout, asked, self._room)
         if transfer:
             transfer.end("select", picked.bytes_scored)
@@ -288,7 +289,7 @@ class Batch:
         guess = 0
         if picked is None:
             guess = max(s.page_count(layer) for s in self.sequences)
-        transfer = io_hooks.begin(self._pool)
+        transfer = _io_hooks.begin(self._pool)
         number, handle = _layer(layer), self._handle
         found = simd.fetch(handle, self._layout, number, picked, len(self), guess, out)
         if transfer:
@@ -310,7 +311,7 @@ class Batch:
         picked=None: over all pages that the rows see. Causal, as in select(). softcap: logits
         become softcap * tanh(logit / softcap).
         """
-        transfer = io_hooks.begin(self._pool) if io_hooks.subscriber else None
+        transfer = _io_hooks.begin(self._pool) if _io_hooks.subscriber else None
         found = simd.attend(
             self._handle,
             self._layout,

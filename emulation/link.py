@@ -21,12 +21,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, forking, io_hooks
+from cxlkv import _core, _io_hooks, _lifetime
+from cxlkv._io_hooks import Kind, Tokens
 from cxlkv.emulation import profiles
 from cxlkv.emulation.profiles import Profile
 from cxlkv.emulation.sharing import GB, Transfer, check_devices, share_out
 from cxlkv.errors import BadArgumentError, ClosedError
-from cxlkv.io_hooks import Kind, Tokens
 from cxlkv.layout import KVLayout, layer_places
 from cxlkv.machine import numa_mode
 from cxlkv.ndp.engine import Selection
@@ -68,7 +68,7 @@ class Link:
         self._lock = threading.Condition()
         self._moving: list[Transfer] = []
         self._at_s = 0.0  # up to when `left_bytes` are right
-        forking.watch(self)
+        _lifetime.watch(self)
 
     def alone_s(self, size_bytes: int, write: bool = False) -> float:
         """Seconds of one operation on an idle link."""
@@ -214,7 +214,7 @@ def charge(pool: _core.Handle, link: Link | None) -> Link | None:
     before = _links.of.pop(pool, None)
     if link is not None:
         _links.of[pool] = link
-        io_hooks.subscriber = _links
+        _io_hooks.subscriber = _links
     return before
 
 

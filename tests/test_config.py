@@ -1,67 +1,519 @@
-"""Sizes: what people write is read exactly or refused, and comes back readable."""
+"""Pools from YAML: what the file says is what is made or opened, and each mistake is named."""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from cxlkv.config import format_bytes, parse_bytes
-from cxlkv.errors import BadArgumentError
-
-
-@pytest.mark.parametrize(
-    ("size", "expected_bytes"),
-    [
-        (0, 0),
-        (4096, 4096),
-        ("4096", 4096),
-        ("64B", 64),
-        ("16KiB", 16 << 10),
-        ("512MiB", 512 << 20),
-        ("2GiB", 2 << 30),
-        (" 2 gib ", 2 << 30),
-        ("1.5GiB", 3 << 29),
-        ("3TiB", 3 << 40),
-        ("1GB", 10**9),
-        ("0.5MB", 500_000),
-    ],
+from cxlkv import CXLPool, KVLayout, LayerGroup, ObjectPool
+from cxlkv.config import FILE_BYTES_MAX, read_config
+from cxlkv.errors import (
+    BadArgumentError,
+    BusyError,
+    GeometryError,
+    NotAPoolError,
+    PoolExistsError,
+    PoolMissingError,
+    UnsupportedError,
 )
-def test_sizes_are_read_exactly(size: str | int, expected_bytes: int) -> None:
-    assert parse_bytes(size) == expected_bytes
+from cxlkv.pool import Pool
+
+from .support.processes import Child
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
+KEYS = """\
+where: /dev/shm/never-made.pool
+capacity: 3MiB
+layout:
+  layers: 2
+  kv_heads: 2
+  head_dim: 8
+  page_tokens: 4
+  dtype: float32
+"""
 
 
-@pytest.mark.parametrize(
-    "size", ["", "GiB", "2G", "2 bananas", "-1GiB", "1e9", "0x10", "2GiB 1", "0.3B", -1, True, 1.5]
-)
-def test_what_is_no_size_is_refused_as_a_value_error(size: str | int) -> None:
+class Write(Protocol):
+    def __call__(self, old: str = ..., new: str = ..., more: str = ...) -> Path: ...
+
+
+@pytest.fixture
+def place(shm_path: Path) -> Path:
+    return shm_path
+
+
+@pytest.fixture
+def write(tmp_path: Path, place: Path) -> Write:
+    """Writes a configuration: write() as it stands above, write("head_dim: 8", "head_dim: 16")."""
+
+    def write(old: str = "", new: str = "", more: str = "") -> Path:
+        assert old in KEYS
+        path = tmp_path / "pool.yaml"
+        path.write_text(KEYS.replace(old, new, 1).replace("/dev/shm/never-made.pool", str(place)))
+        with path.open("a") as file:
+            file.write(more)
+        return path
+
+    return write
+
+
+def message(path: Path | Mapping[str, object]) -> str:
+    """What is said about a wrong configuration; it begins with the file's name."""
     with pytest.raises(BadArgumentError) as caught:
-        parse_bytes(size)
-    assert isinstance(caught.value, ValueError)
-    assert str(size) in str(caught.value)
+        CXLPool.from_config(path)
+    text = str(caught.value)
+    assert "pydantic" not in text
+    assert "Traceback" not in text
+    return text.replace(str(path), "FILE")
 
 
-def test_a_size_of_many_digits_loses_none() -> None:
-    assert parse_bytes("9007199254740993B") == 9007199254740993
+def publish(pool: CXLPool) -> None:
+    rows = np.ones((4, 2, 8), np.float32)
+    with_tokens = pool.sequence()
+    for layer in range(2):
+        with_tokens.append(layer, rows, rows)
+    pool.publish_prefix(with_tokens, [1, 2, 3, 4])
+
+
+# ---- what is described is what is there ----
+
+
+def test_the_example_of_the_docs(place: Path, tmp_path: Path) -> None:
+    text = (DOCS / "example.yaml").read_text()
+    assert "where: /dev/shm/llama.pool\ncapacity: 8GiB\n" in text
+    text = text.replace("/dev/shm/llama.pool", str(place)).replace("8GiB", "64MiB")
+    (tmp_path / "example.yaml").write_text(text)
+    with CXLPool.from_config(tmp_path / "example.yaml") as pool:
+        assert pool.layout == KVLayout(
+            layers=32, kv_heads=8, head_dim=128, model_id="meta-llama/Meta-Llama-3-8B"
+        )
+        assert pool.checksum
+        assert pool.path == str(place)
+        with CXLPool.from_config(tmp_path / "example.yaml") as again:
+            assert again.describe()["identity"] == pool.describe()["identity"]
+
+
+def test_the_other_yaml_of_the_docs(tmp_path: Path) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (DOCS / "configuration.md").read_text(), re.S)
+    assert blocks
+    found = []
+    for block in blocks:
+        (tmp_path / "block.yaml").write_text(block)
+        layout = read_config(tmp_path / "block.yaml").layout.make()
+        found.append(layout.object_bytes or layout.windows)
+        Pool.create("anonymous:", layout=layout, capacity="64MiB").close()
+    assert found == [(*[512] * 5, None) * 2, 2 << 20]
+
+
+def test_the_docs_name_every_key() -> None:
+    named = set(re.findall(r"`(\w+)`", (DOCS / "configuration.md").read_text()))
+    text = message({"where": "anonymous:", "capacity": 1, "layout": {"x": 1}, "x": 1})
+    for listed in re.findall(r"allowed here: ([\w, ]+)", text):
+        assert set(listed.split(", ")) <= named
+
+
+def test_all_keys_reach_the_pool(write: Write) -> None:
+    more = (
+        '  value_head_dim: 4\n  shard: [1, 2, 0, 3]\n  model_id: "7"\nchecksum: false\nthreads: 2'
+    )
+    with CXLPool.from_config(write(more=more)) as pool:
+        assert pool.layout == KVLayout(
+            layers=2,
+            kv_heads=2,
+            head_dim=8,
+            value_head_dim=4,
+            page_tokens=4,
+            dtype="float32",
+            shard=(1, 2, 0, 3),
+            model_id="7",
+        )
+        assert not pool.checksum
+
+
+def test_a_mapping_makes_an_anonymous_pool() -> None:
+    layout = {"layers": 2, "kv_heads": 2, "head_dim": 8, "shard": (0, 1, 0, 1)}
+    with CXLPool.from_config(
+        {"where": "anonymous:", "capacity": 3 << 20, "layout": layout, "if_exists": "error"}
+    ) as pool:
+        assert pool.layout == KVLayout(layers=2, kv_heads=2, head_dim=8)
+        assert pool.path is None
+
+
+def test_layer_groups() -> None:
+    layout = {
+        "layer_groups": [
+            {"layers": 5, "kv_heads": 4, "head_dim": 256, "window": 512},
+            {
+                "layers": 1,
+                "kv_heads": 1,
+                "head_dim": 576,
+                "value_head_dim": 512,
+                "values": "key_prefix",
+            },
+        ],
+        "page_tokens": 32,
+    }
+    config = {"where": "anonymous:", "capacity": "64MiB", "layout": layout}
+    assert read_config(config).layout.make() == KVLayout.of(
+        [
+            LayerGroup(layers=5, kv_heads=4, head_dim=256, window=512),
+            LayerGroup(layers=1, kv_heads=1, head_dim=576, value_head_dim=512, values="key_prefix"),
+        ],
+        page_tokens=32,
+    )
+
+
+def test_the_order_of_layers(place: Path) -> None:
+    groups = [
+        {"layers": 2, "kv_heads": 2, "head_dim": 8, "window": 16},
+        {"layers": 1, "kv_heads": 2, "head_dim": 8},
+    ]
+    layout: dict[str, object] = {"layer_groups": groups, "order": [0, 1, 0]}
+    config = {"where": str(place), "capacity": "4MiB", "layout": layout}
+    with CXLPool.from_config(config) as pool:
+        assert pool.layout.windows == (16, None, 16)
+        CXLPool.from_config(config).close()
+        layout["order"] = [0, 0, 1]
+        with pytest.raises(GeometryError, match=r"layout.order is \(0, 1, 0\) there, \(0, 0, 1\)"):
+            CXLPool.from_config(config)
+    layout["order"] = [0, 1, 1]
+    assert "layout: order (0, 1, 1): it names each group's index" in message(config)
+    layout["order"] = [0, 1, "0"]
+    assert "layout.order[2]: '0': a whole number is wanted" in message(config)
+
+
+@pytest.mark.parametrize("where", ["numa:63", "dax:dax99.9"])
+def test_a_place_that_is_not_here(write: Write, where: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"is not there|is no device"):
+        CXLPool.from_config(write("/dev/shm/never-made.pool", f'"{where}"'))
+
+
+def test_a_pool_that_hosts_share(write: Write, place: Path) -> None:
+    """Each host has the same file but for its number, which its environment may give."""
+    shared = "sharing: software\nhosts: 3\nlease_s: 0.5\nhost: {}\ncapacity"
+    with CXLPool.from_config(write("capacity", shared.format(0))) as first:
+        assert [host.state for host in first.admin.hosts()] == ["live", "unused", "unused"]
+        publish(first)
+        with (
+            CXLPool.from_config(write("capacity", shared.format(2))) as second,
+            second.match_prefix([1, 2, 3, 4]) as hit,
+        ):
+            assert hit.tokens == 4
+            assert [host.state for host in first.admin.hosts()] == ["live", "unused", "live"]
+    with pytest.raises(GeometryError, match="hosts is 3 there, 4 wanted"):
+        CXLPool.from_config(write("capacity", shared.format(1).replace("3", "4")))
+    with pytest.raises(BadArgumentError, match=r"say which one this is, host=0 to host=2"):
+        CXLPool.from_config(write("capacity", "sharing: software\nhosts: 3\ncapacity"))
+
+
+# ---- a pool that is there, or not ----
+
+
+def test_a_restart_finds_what_was_published(write: Write, place: Path) -> None:
+    with CXLPool.from_config(write()) as pool:
+        publish(pool)
+    with CXLPool.from_config(write()) as pool, pool.match_prefix([1, 2, 3, 4]) as hit:
+        assert hit.tokens == 4
 
 
 @pytest.mark.parametrize(
-    ("size_bytes", "text"),
+    ("old", "new", "named"),
     [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (3 << 29, "1.5 GiB"),
-        (2 << 40, "2 TiB"),
-        (5000 << 40, "5000 TiB"),
+        ("head_dim: 8", "head_dim: 16", "layout.head_dim is 8 there, 16 wanted"),
+        ("float32", "float16", "layout.dtype is 'float32' there, 'float16' wanted"),
+        ("page_tokens: 4", "page_tokens: 8", "layout.page_tokens is 4 there, 8 wanted"),
+        ("capacity: 3MiB", "capacity: 30MiB", "MiB there, 30 MiB wanted"),
+        ("capacity: 3MiB", "capacity: 2MiB", "MiB there, 2 MiB wanted"),
+        ("capacity", "checksum: false\ncapacity", "checksum is true there, false wanted"),
+        ("capacity", "durable: host\ncapacity", "durable is 'process' there, 'host' wanted"),
+        ("  layers", "  model_id: b\n  layers", "layout.model_id is '' there, 'b' wanted"),
     ],
 )
-def test_sizes_are_shown_short(size_bytes: int, text: str) -> None:
-    assert format_bytes(size_bytes) == text
+def test_another_pool_is_refused_by_name(
+    write: Write, place: Path, old: str, new: str, named: str
+) -> None:
+    CXLPool.from_config(write()).close()
+    with pytest.raises(GeometryError) as caught:
+        CXLPool.from_config(write(old, new))
+    assert named in str(caught.value)
+    assert "another path, or remove the old one" in str(caught.value)
+    with CXLPool.open(place) as pool:
+        assert pool.layout == LAYOUT
 
 
-@given(st.integers(min_value=0, max_value=1 << 50))
-def test_what_is_shown_reads_back_to_four_digits(size_bytes: int) -> None:
-    # Four digits may not be whole bytes ("1.001 KiB"), so the number is read apart from its unit.
-    number, unit = format_bytes(size_bytes).split()
-    assert abs(float(number) * parse_bytes(f"1{unit}") - size_bytes) <= size_bytes * 0.0005
+def test_other_layer_groups_are_refused_by_name() -> None:
+    one: dict[str, object] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
+    described = [
+        read_config({"where": "anonymous:", "capacity": "3MiB", "layout": layout})
+        for layout in (
+            {"layer_groups": [one, {**one, "window": 16}], "page_tokens": 4},
+            {"layer_groups": [one, {**one, "window": 32}], "page_tokens": 4},
+        )
+    ]
+    geometry = {"region_bytes": 3 << 20, "extent_bytes": 1}
+    there = described[0].layout.make()
+    assert described[0].differences(there, geometry, {"checksum": True}) == []
+    assert described[1].differences(there, geometry, {"checksum": True}) == [
+        "layer_groups[1].window is 16 there, 32 wanted"
+    ]
+    differences = described[0].differences(LAYOUT, geometry, {"checksum": True})
+    assert "layout has 1 layer groups there, 2 wanted" in differences
+
+
+OBJECTS = {"where": "anonymous:", "capacity": "4MiB", "layout": {"object_bytes": "16KiB"}}
+
+
+def objects(**layout: object) -> dict[str, object]:
+    return {**OBJECTS, "layout": layout}
+
+
+def test_a_pool_of_objects(place: Path) -> None:
+    layout = {"object_bytes": "16KiB", "model_id": "m", "shard": [1, 2, 0, 1]}
+    given = {**OBJECTS, "where": str(place), "layout": layout}
+    with ObjectPool.from_config(given) as pool:
+        assert pool.layout == KVLayout.objects(16 << 10, shard=(1, 2, 0, 1), model_id="m")
+        assert pool.put("a", b"x")
+        with ObjectPool.from_config({**given, "sketch": False}) as again:
+            assert again.object_sizes(["a"]).tolist() == [1]
+        for other, expected in (
+            ({"object_bytes": "8KiB"}, "layout is of objects up to 16 KiB there, of objects up to"),
+            ({"object_bytes": 1 << 14, "model_id": "n"}, r"layout.model_id is 'm' there, 'n' want"),
+            ({"layers": 1, "kv_heads": 1, "head_dim": 8}, "objects up to 16 KiB there, of K and V"),
+        ):
+            with pytest.raises(GeometryError, match=expected):
+                Pool.from_config({**given, "layout": other})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        (objects(object_bytes="2 MB of"), "layout.object_bytes: '2 MB of' is no size"),
+        (objects(object_bytes=0), "layout: objects of 0 bytes: outside 1 to 1073741824"),
+        (objects(object_bytes=True), "layout.object_bytes"),
+        (
+            objects(object_bytes=64, layers=2),
+            "layout.layers: unknown key; allowed here: object_bytes, shard, model_id",
+        ),
+        (objects(object_bytes=64, page_tokens=2), "layout.page_tokens: unknown key"),
+        (objects(object_byte=64), "; or object_bytes, for objects"),
+        ({**OBJECTS, "sketch": True}, "sketch: objects have no keys to be sketched"),
+    ],
+)
+def test_mistakes_in_a_pool_of_objects(wrong: dict[str, object], expected: str) -> None:
+    assert expected in message(wrong)
+
+
+def test_missing_and_existing(write: Write, place: Path) -> None:
+    with pytest.raises(PoolMissingError, match="if_missing is error"):
+        CXLPool.from_config(write(more="if_missing: error"))
+    assert not place.exists()
+    CXLPool.from_config(write(more="if_exists: error")).close()
+    with pytest.raises(PoolExistsError, match="if_exists is error"):
+        CXLPool.from_config(write(more="if_exists: error"))
+    with CXLPool.from_config(write(more="if_missing: error")) as pool:
+        publish(pool)
+
+
+def test_replace(write: Write, place: Path) -> None:
+    with CXLPool.from_config(write()) as old:
+        publish(old)
+        with pytest.raises(BusyError, match="in use"):
+            CXLPool.from_config(write(more="if_exists: replace"))
+        assert old.match_prefix([1, 2, 3, 4]).tokens == 4
+    again = write("head_dim: 8", "head_dim: 16", "if_exists: replace")
+    with CXLPool.from_config(again) as new:
+        assert new.layout.head_dim == 16
+
+
+@pytest.mark.parametrize("if_exists", ["open", "replace"])
+def test_a_file_that_is_no_pool_is_never_replaced(
+    write: Write, place: Path, if_exists: str
+) -> None:
+    place.write_bytes(b"somebody's work")
+    with pytest.raises(NotAPoolError, match="is not a cxlkv pool"):
+        CXLPool.from_config(write(more=f"if_exists: {if_exists}"))
+    assert place.read_bytes() == b"somebody's work"
+
+
+STARTER = """
+import sys
+from cxlkv import CXLPool
+print("ready", flush=True)
+sys.stdin.readline()
+with CXLPool.from_config(sys.argv[1]) as pool:
+    print(pool.describe()["identity"], flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_servers_that_start_at_once_make_one_pool(write: Write, place: Path) -> None:
+    """Large enough that making it takes a while: all would begin a draft, were there no lock."""
+    path = write("3MiB", "256MiB", "threads: 1")
+    with ExitStack() as stack:
+        servers = [stack.enter_context(Child("-c", STARTER, path)) for _ in range(4)]
+        for line in ("ready", None):
+            said = [server.hear() for server in servers]
+            assert line is None or said == [line] * 4
+            for server in servers:
+                server.tell("go")
+        assert len(set(said)) == 1, said
+        assert len(said[0]) == 32
+        for server in servers:
+            server.end()
+    assert os.listdir("/dev/shm").count(place.name) == 1
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(place.name + ".")]
+
+
+# ---- mistakes ----
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("head_dim", "head_dims", "FILE, line 6: layout.head_dims: unknown key (did you mean head"),
+        ("capacity", "capasity", "FILE: capacity: the key is missing\nFILE, line 2: capasity: unk"),
+        ("3MiB", "3M", "FILE, line 2: capacity: '3M' is no size: write it like 512MiB"),
+        ("3MiB", "[3]", "FILE, line 2: capacity: [3] is no size"),
+        ("3MiB", "-3", "FILE, line 2: capacity: a size cannot be negative: -3"),
+        ("3MiB", "1" * 5000, "FILE, line 2: capacity: '11111"),
+        ("3MiB", "2024-13-77", "FILE, line 2: capacity: '2024-13-77' cannot be read"),
+        ("layers: 2", "layers: '2'", "FILE, line 4: layout.layers: '2': a whole number is wanted"),
+        ("layers: 2", "layers: 2.0", "FILE, line 4: layout.layers: 2.0: a whole number is wanted"),
+        ("layers: 2", "layers: yes", "FILE, line 4: layout.layers: true: a whole number is want"),
+        ("layers: 2", "layers: 0", "FILE, line 4: layout.layers: layers is 0: it must be a whole"),
+        ("layers: 2", "layers:", "FILE, line 4: layout.layers: nothing: a whole number is wanted"),
+        ("float32", "int4", "FILE, line 8: layout.dtype: dtype 'int4' is not stored: use one of"),
+        ("float32", "7", "FILE, line 8: layout.dtype: dtype 7 is not stored"),
+        ("float32", "float32\n  model_id: 1.5", "FILE, line 9: layout.model_id: 1.5: text is want"),
+        ("float32", "float32\n  shard: [0, 1]", "FILE, line 9: layout.shard: four numbers are wan"),
+        ("float32", "float32\n  shard: [0,1,0,x]", "FILE, line 9: layout.shard[3]: 'x': a whole"),
+        ("float32", "float32\n  shard: [1,1,0,1]", "FILE, line 9: layout.shard: shard (1, 1, 0, 1"),
+        ("float32", "float32\n  shard: 5", "FILE, line 9: layout.shard: 5: a list is wanted"),
+        ("float32", "float32\n  order: [0, 0]", "FILE, line 9: layout.order: unknown key; allowed"),
+        ("float32", "float32\n  layer_groups: []", "FILE, line 4: layout.layers: unknown key"),
+        ("where", "threads: 0.5\nwhere", "FILE, line 1: threads: 0.5: a whole number is wanted"),
+        ("where", "checksum: 1\nwhere", "FILE, line 1: checksum: 1: true or false is wanted"),
+        ("where", "if_exists: maybe\nwhere", "if_exists: 'maybe'; allowed: open, error, replace"),
+        ("where", "if_missing: [a]\nwhere", "if_missing: ['a']; allowed: create, error"),
+        ("where", "capacity: 1\nwhere", "FILE, line 3: capacity: the key stands in line 1 already"),
+        ("  layers: 2", "  layers: 2\n  layers: 2", "layout.layers: the key stands in line 4 alre"),
+        ("where:", "1:", "FILE, line 1: a key is a word, not '1'"),
+        ("where:", "<<: {a: b}\nwhere:", "FILE, line 1: a key is a word, not '<<'"),
+        ("where:", "where: &a", "FILE, line 1: anchors and aliases (&, *) are not read"),
+        ("where:", "where: !!python/name:os.system", "FILE, line 1: tags (!) are not read"),
+        ("where:", "where: ~/", "FILE, line 1: where: '~/ /dev/shm/cxlkv-test-"),
+        ("/dev/shm/never-made.pool", "my.pool", "FILE, line 1: where: 'my.pool': a path from th"),
+        ("/dev/shm/never-made.pool", "$HOME/a", "FILE, line 1: where: $HOME/a: environment var"),
+        ("/dev/shm/never-made.pool", "/no/such/a", "FILE, line 1: where: /no/such/a: the folder"),
+        ("/dev/shm/never-made.pool", "s3:bucket", "FILE, line 1: where: s3:bucket: unknown regi"),
+        ("/dev/shm/never-made.pool", "5", "FILE, line 1: where: 5: text is wanted; in quotes"),
+        ("/dev/shm/never-made.pool", "anonymous:", "FILE, line 1: no YAML: mapping values are "),
+    ],
+)
+def test_a_mistake_is_named(write: Write, old: str, new: str, expected: str) -> None:
+    text = message(write(old, new))
+    assert expected in text
+    assert all(len(line) < 400 for line in text.splitlines())
+
+
+def test_an_anonymous_pool_is_never_there_before(write: Write) -> None:
+    path = write("/dev/shm/never-made.pool", '"anonymous:"', "if_missing: error")
+    assert message(path).startswith("FILE, line 9: if_missing: an anonymous pool is never there")
+
+
+def test_all_mistakes_at_once(write: Write) -> None:
+    text = message(write("layers: 2", "layers: two\n  colour: red", "threads: many"))
+    assert len(text.splitlines()) == 3
+    for line, key in ((4, "layout.layers"), (5, "layout.colour"), (10, "threads")):
+        assert f"FILE, line {line}: {key}: " in text
+
+
+def test_mistakes_in_layer_groups(tmp_path: Path) -> None:
+    path = tmp_path / "pool.yaml"
+    text = "where: /dev/shm/a\ncapacity: 1\nlayout:\n  layer_groups:\n"
+    path.write_text(
+        text
+        + "  - {layers: 1, kv_heads: 1, head_dim: 8, windov: 5}\n"
+        + "  - {layers: x, kv_heads: 1, head_dim: 8, values: theirs}\n  - 5\n"
+    )
+    assert [line.partition(";")[0] for line in message(path).splitlines()] == [
+        "FILE, line 5: layout.layer_groups[0].windov: unknown key (did you mean window?)",
+        "FILE, line 6: layout.layer_groups[1].layers: 'x': a whole number is wanted",
+        "FILE, line 6: layout.layer_groups[1].values: 'theirs'",
+        "FILE, line 7: layout.layer_groups[2]: 5: keys and values are wanted",
+    ]
+    path.write_text(text + "  - {layers: 1, kv_heads: 0, head_dim: 8}\n")
+    assert "FILE, line 5: layout.layer_groups[0].kv_heads: kv_heads is 0" in message(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", "FILE: empty; where, capacity and layout are wanted"),
+        (b"# nothing yet\n", "FILE: empty"),
+        (b"- a\n- b\n", "FILE: keys and values are wanted"),
+        (b"words", "FILE: keys and values are wanted"),
+        (b"null", "FILE: keys and values are wanted"),
+        (b"\xff\xfe\x00\x01" * 100, "FILE: not text in UTF-8"),
+        (b"\x7fELF\x02\x01\x01\0\0", "FILE: no YAML: unacceptable character"),
+        (b"#" * (FILE_BYTES_MAX + 1), "FILE: larger than 64 KiB"),
+        (b"a: b\n---\nc: d\n", "FILE, line 2: a second document begins"),
+        (b"[" * 60000, "FILE, line 1: nested more than 8 deep"),
+        (b"{a: " * 9, "FILE, line 1: nested more than 8 deep"),
+        (b"a: 'b\n", "FILE, line 2: no YAML: found unexpected end of stream"),
+        (b"a: b\n\tc: d\n", "FILE, line 2: no YAML: found character"),
+    ],
+)
+def test_a_file_that_is_none(tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "pool.yaml"
+    path.write_bytes(content)
+    assert message(path).startswith(expected)
+
+
+def test_a_yaml_bomb_is_refused_before_it_is_built(tmp_path: Path) -> None:
+    """Nine times nine lists of lists: gigabytes, were it walked through."""
+    path = tmp_path / "pool.yaml"
+    lines = ["l0: &l0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]" for i in range(1, 10)]
+    path.write_text("\n".join(lines))
+    assert message(path).startswith("FILE, line 1: anchors and aliases")
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    assert message(tmp_path) == "FILE: no file; the path of a YAML file is wanted"
+    assert message(tmp_path / "no.yaml") == "FILE: nothing there; the path of a YAML file is wanted"
+    os.mkfifo(tmp_path / "fifo")
+    assert message(tmp_path / "fifo").startswith("FILE: no file")
+    for wrong in ("a" * 5000, "a\0b", KEYS):
+        with pytest.raises(BadArgumentError):
+            CXLPool.from_config(wrong)
+    for other in (5, None, [KEYS], b"pool.yaml"):
+        with pytest.raises(BadArgumentError, match="a configuration is a path or a mapping"):
+            CXLPool.from_config(other)  # type: ignore[arg-type]
+
+
+def test_a_mapping_that_is_wrong() -> None:
+    assert message({}).splitlines() == [
+        f"the configuration: {key}: the key is missing" for key in ("where", "capacity", "layout")
+    ]
+    text = message({1: 2})  # type: ignore[dict-item]
+    assert text == "the configuration: a key is a word, not 1"
+    ours = {"where": "anonymous:", "capacity": "3MiB", "layout": LAYOUT}
+    assert "layout: KVLayout(" in message(ours)
+
+
+def test_threads_that_cannot_be_leave_no_pool_behind(write: Write, place: Path) -> None:
+    for threads in (0, -1, 1025):
+        with pytest.raises(BadArgumentError, match=f"{threads} threads: outside 1 to 1024"):
+            CXLPool.from_config(write(more=f"threads: {threads}"))
+        with pytest.raises(BadArgumentError, match="outside 1 to 1024"):
+            CXLPool.create(place, layout=LAYOUT, capacity="3MiB", threads=threads)
+    assert not place.exists()

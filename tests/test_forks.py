@@ -23,7 +23,7 @@ import torch
 from transformers import LlamaConfig
 
 import cxlkv
-from cxlkv import Budget, CXLPool, KVLayout, ObjectPool, Tiers, forking, object_keys
+from cxlkv import Budget, CXLPool, KVLayout, ObjectPool, Tiers, _lifetime, object_keys
 from cxlkv.adapters.common.metrics import Counting, Shown
 from cxlkv.adapters.common.object_cache import ObjectCache
 from cxlkv.adapters.transformers import CXLCache, layout_of
@@ -630,7 +630,7 @@ def test_one_that_cannot_be_reset_leaves_the_others_theirs() -> None:
     class One:
         def __init__(self, name: str):
             self.name = name
-            forking.watch(self)
+            _lifetime.watch(self)
 
         def reset_after_fork(self) -> None:
             reset.append(self.name)

@@ -26,9 +26,10 @@ from hypothesis.stateful import (
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Sequence
 from cxlkv.errors import BadArgumentError, ClosedError
-from cxlkv.hotness import HELD, NO_PAGE, HotnessSource, Published, Stability
 from cxlkv.ndp.engine import Selection
+from cxlkv.pages import HELD, NO_PAGE, HotnessSource, Published
 from cxlkv.prefix import prefix_keys
+from cxlkv.tiers.stability import Stability
 
 from .conftest import MakePool, audit
 from .support.processes import Child

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from numpy.lib.stride_tricks import as_strided
 
-from cxlkv import Batch, CXLPool, KVLayout, LayerGroup, Sequence, _core, reclaim
+from cxlkv import Batch, CXLPool, KVLayout, LayerGroup, Sequence, _core
 from cxlkv.arrays import NUMPY_DTYPES
 from cxlkv.emulation import faults
 from cxlkv.errors import (
@@ -394,10 +394,10 @@ def test_room_is_made_as_for_append(make: Make, rng: np.random.Generator) -> Non
         hog.release()
         return True
 
-    reclaim.register(pool._handle, make_room)
+    pool.pages.register(make_room)
     sequence = pool.sequence()
     pool.batch([sequence]).append_blocks(0, source.keys, source.values, [2, 3], [0, 2])
-    reclaim.unregister(pool._handle, make_room)
+    pool.pages.unregister(make_room)
     assert len(sequence) == 6 * PAGE
     assert len(asked) == 1
     assert asked[0] >= 6

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, ObjectPool, Sequence, object_keys
-from cxlkv.closing import Closing
+from cxlkv._lifetime import Closing
 from cxlkv.errors import BadArgumentError
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.local import LocalTier

@@ -25,9 +25,8 @@ import numpy as np
 from cxlkv.arrays import NUMPY_DTYPES
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.result import Result
-from cxlkv.config import format_bytes
 from cxlkv.errors import BadArgumentError, MemoryShortError, PoolFullError, SystemCallError
-from cxlkv.layout import DTYPES, KVLayout
+from cxlkv.layout import DTYPES, KVLayout, format_bytes
 from cxlkv.machine.costs import Costs, Tier, key_share
 from cxlkv.ndp.engine import Budget
 from cxlkv.pool import CXLPool

@@ -29,8 +29,8 @@ from cxlkv import _core
 from cxlkv.bench import loops
 from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.result import Result, commit
-from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, PeerError, SystemCallError
+from cxlkv.layout import parse_bytes
 from cxlkv.machine import certificate
 from cxlkv.machine.certificate import Certificate, Machine, Row
 from cxlkv.stats import MAGIC as POOL_MAGIC

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from cxlkv.bench.peers.serving import UNIT_BYTES, Bytes, Keys, Objects
 from cxlkv.bench.peers.talking import OURS, ContenderError, Conversation, Program, program_of
 from cxlkv.bench.result import Result
-from cxlkv.config import format_bytes
 from cxlkv.errors import MemoryShortError
+from cxlkv.layout import format_bytes
 
 PEERS = ("mooncake", "lmcache", "faiss", "torch")
 NAMES = ("ours", "plain", *PEERS)

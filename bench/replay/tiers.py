@@ -19,9 +19,8 @@ import numpy.typing as npt
 
 from cxlkv.bench.replay.simulation import mixed
 from cxlkv.bench.replay.traces import Request
-from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, PoolFullError
-from cxlkv.layout import KVLayout
+from cxlkv.layout import KVLayout, parse_bytes
 from cxlkv.machine.state import write_whole
 from cxlkv.ndp.engine import Selection
 from cxlkv.pool import CXLPool

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cxlkv.bench.peers.running import Ring, SideBySide
 from cxlkv.bench.peers.talking import ContenderError, Program
 from cxlkv.bench.vllm.model import Model
-from cxlkv.config import format_bytes
 from cxlkv.errors import MemoryShortError, UnsupportedError
+from cxlkv.layout import format_bytes
 
 PYTHON = Path("build/vllm/env/bin/python")
 PYTHON_VARIABLE = "CXLKV_VLLM_PYTHON"

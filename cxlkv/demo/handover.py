@@ -17,10 +17,10 @@ from rich.text import Text
 
 from cxlkv.adapters.transformers import CXLCache, hand_over, layout_of, take_over
 from cxlkv.bench.result import Result
-from cxlkv.config import format_bytes
 from cxlkv.demo.measure import TRAINED_TOKENS, Asked, Examiner, Plan
 from cxlkv.demo.run import SHARED_MEMORY, SMALL_SHARE, demo_pool, load_model, print_checks
 from cxlkv.errors import MemoryShortError, PeerError
+from cxlkv.layout import format_bytes
 from cxlkv.pool import CXLPool
 
 TOKENS = TRAINED_TOKENS - 3

@@ -17,11 +17,10 @@ from transformers.utils import logging
 
 from cxlkv.adapters.transformers import layout_of
 from cxlkv.bench.result import Result
-from cxlkv.config import format_bytes
 from cxlkv.demo.measure import TRAINED_TOKENS, Asked, Examiner, Plan, Row
 from cxlkv.demo.picture import draw
 from cxlkv.errors import MemoryShortError
-from cxlkv.layout import KVLayout
+from cxlkv.layout import KVLayout, format_bytes
 from cxlkv.machine.topology import probe
 from cxlkv.pool import CXLPool
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from cxlkv.closing import Closing
+from cxlkv._lifetime import Closing
 from cxlkv.errors import (
     BadArgumentError,
     ClosedError,

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import torch
 
-from cxlkv.config import format_bytes
 from cxlkv.errors import BadArgumentError, MemoryShortError, UnsupportedError
 from cxlkv.kernels import slots as kernel
 from cxlkv.kernels.slots import SLOTS_MAX, Assigned, Slots
+from cxlkv.layout import format_bytes
 from cxlkv.machine.regions import check_memory
 
 ALIGNMENT_BYTES = 16

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from cxlkv import _core, forking
+from cxlkv import _core, _lifetime
 from cxlkv.errors import WorkerError
 
 IDLE_S = 0.2  # how long the thread waits before it looks whether it is to end
@@ -53,7 +53,7 @@ class Mailbox:
         self._idle = threading.Condition(self._mutex)
         self._done = 0  # the word of the question that was served last, and then()
         self._is_parents = False
-        forking.watch(self)
+        _lifetime.watch(self)
         self._thread = threading.Thread(target=self._run, name="cxlkv-mailbox", daemon=True)
         self._thread.start()
 

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cxlkv.closing import Closing
-from cxlkv.config import format_bytes
+from cxlkv._lifetime import Closing
 from cxlkv.errors import (
     BadArgumentError,
     ClosedError,
@@ -39,6 +38,7 @@ from cxlkv.gpu.driver import (
     driver_of,
     index_of,
 )
+from cxlkv.layout import format_bytes
 from cxlkv.machine.topology import Memory, probe
 from cxlkv.pages import Offsets, Pages
 from cxlkv.pool import Pool

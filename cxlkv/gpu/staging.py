@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from cxlkv.config import format_bytes, parse_bytes
 from cxlkv.errors import BadArgumentError, ClosedError, MemoryShortError, UnsupportedError
+from cxlkv.layout import format_bytes, parse_bytes
 from cxlkv.ndp.engine import Selection
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Batch

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cxlkv import _core
-from cxlkv.config import format_bytes
 from cxlkv.errors import (
     BadArgumentError,
     MemoryShortError,
@@ -17,6 +16,7 @@ from cxlkv.errors import (
     SystemCallError,
     UnsupportedError,
 )
+from cxlkv.layout import format_bytes
 from cxlkv.machine.sysfs import allowed_nodes, id_list, kilobytes, node_fields, read
 
 NODES_MAX = 64  # the core's limit

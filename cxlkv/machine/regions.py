@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cxlkv import _core
-from cxlkv.config import format_bytes, parse_bytes
 from cxlkv.errors import (
     BadArgumentError,
     CXLKVError,
@@ -19,6 +18,7 @@ from cxlkv.errors import (
     SystemCallError,
     UnsupportedError,
 )
+from cxlkv.layout import format_bytes, parse_bytes
 from cxlkv.machine.devices import dax_devices_of, probe_devices
 from cxlkv.machine.placement import parse_nodes
 from cxlkv.machine.topology import probe

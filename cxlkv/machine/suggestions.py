@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from cxlkv.config import format_bytes
+from cxlkv.layout import format_bytes
 from cxlkv.machine.devices import CxlRegion, DaxDevice, Devices, dax_devices_of
 from cxlkv.machine.nodes import NodeDetails, Numa
 from cxlkv.machine.topology import GIB, MIB, SHARED_MEMORY_SMALL_BYTES, Advice, Machine, NumaNode

@@ -119,7 +119,7 @@ def layout_of(
         with Pool.open(pool) as opened:
             return opened.layout
     if config is not None:
-        from cxlkv.pool_config import read_config
+        from cxlkv.config import read_config
 
         return read_config(config).layout.make()
     if layers is None or kv_heads is None or head_dim is None:
@@ -131,9 +131,9 @@ def layout_of(
 
 def pool_of(config: Path | None, layout: KVLayout) -> Path | None:
     """The pool that the configuration describes, if it is there; none is made."""
+    from cxlkv.config import read_config
     from cxlkv.errors import NotAPoolError, PoolMissingError
     from cxlkv.pool import Pool
-    from cxlkv.pool_config import read_config
 
     where = "anonymous:" if config is None else read_config(config).where
     if where == "anonymous:":

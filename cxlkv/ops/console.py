@@ -12,8 +12,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from cxlkv.config import format_bytes
 from cxlkv.errors import UnsupportedError
+from cxlkv.layout import format_bytes
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result file here.")]

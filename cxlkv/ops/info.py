@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from cxlkv.config import format_bytes
 from cxlkv.emulation.link import from_environment, parse
 from cxlkv.errors import BadArgumentError
+from cxlkv.layout import format_bytes
 from cxlkv.machine.devices import CxlRegion, DaxDevice, Devices, probe_devices
 from cxlkv.machine.nodes import Access, NodeDetails, Numa, probe_nodes
 from cxlkv.machine.numa_mode import VARIABLE

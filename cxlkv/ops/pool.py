@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cxlkv.config import format_bytes
 from cxlkv.errors import BadArgumentError
+from cxlkv.layout import format_bytes
 from cxlkv.ops.console import AsJson, HostNumber, print_json, table
 from cxlkv.ops.info import ranges
 from cxlkv.ops.top import plain

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cxlkv.config import format_bytes
+from cxlkv.layout import format_bytes
 from cxlkv.stats import Counters, Overview, Process, find
 
 # State, sign and style: the signs tell the states apart without colours too.

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import forking
-from cxlkv.closing import Closing
-from cxlkv.config import parse_bytes
+from cxlkv import _lifetime
+from cxlkv._lifetime import Closing
 from cxlkv.errors import BadArgumentError, ClosedError
+from cxlkv.layout import parse_bytes
 from cxlkv.tiers.cold_file import NAME_BYTES, Bytes, ColdFile, Place, RecordShape, why
 from cxlkv.tiers.compress import Codec
 
@@ -101,7 +101,7 @@ class ColdTier(Closing):
         names += " erase_failures packed packed_bytes_saved pack_us unpack_us"
         self._counts = dict.fromkeys(names.split(), 0)
         self._find_records()
-        forking.watch(self)
+        _lifetime.watch(self)
 
     def _find_records(self) -> None:
         records, highest = self._file.scan()

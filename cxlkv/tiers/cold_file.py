@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import forking
-from cxlkv.config import format_bytes
+from cxlkv import _lifetime
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
@@ -28,9 +27,9 @@ from cxlkv.errors import (
     TruncatedError,
     VersionError,
 )
-from cxlkv.layout import DTYPE_BYTES
+from cxlkv.layout import DTYPE_BYTES, format_bytes
+from cxlkv.pages import crc32c
 from cxlkv.pool import Pool
-from cxlkv.records import crc32c
 
 MAGIC = b"CXLKVCLD"
 VERSIONS = {None: 1, "zstd": 2}  # of the format, by how records are compressed
@@ -192,7 +191,7 @@ class ColdFile:
             )
         self._owner: FileIO | None = None  # closed when the last reference to this object is gone
         self.fd = -1
-        forking.watch(self)  # now: to lock and to look through it takes a while
+        _lifetime.watch(self)  # now: to lock and to look through it takes a while
         self._owner = _opened(self.path)
         self.fd = self._owner.fileno()
         try:

@@ -19,7 +19,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import forking
+from cxlkv import _lifetime
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
 COMPRESS = ("zstd",)
@@ -57,7 +57,7 @@ class Codec:
         self._lower = record_bytes - self._tops
         self._parts = min(THREADS_MAX, len(os.sched_getaffinity(0)))
         self.reset_after_fork()
-        forking.watch(self)
+        _lifetime.watch(self)
 
     def reset_after_fork(self) -> None:
         """The threads are the parent's; these begin when there is something to share."""

@@ -15,10 +15,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core, forking, io_hooks
-from cxlkv.closing import Closing
-from cxlkv.config import parse_bytes
+from cxlkv import _core, _io_hooks, _lifetime
+from cxlkv._lifetime import Closing
 from cxlkv.errors import BadArgumentError, ClosedError
+from cxlkv.layout import parse_bytes
 from cxlkv.ndp.engine import Selection
 from cxlkv.ndp.simd import picked_rows
 from cxlkv.pool import Pool
@@ -67,7 +67,7 @@ class LocalTier(Closing):
             _owners[self._pool] = id(self)
             self._closer = weakref.finalize(self, _end, self._pool, id(self))
             self._closer.atexit = False  # the process's memory is freed anyway
-            forking.watch(self)
+            _lifetime.watch(self)
         except BaseException:
             if made == [0]:
                 _core.local_destroy(self._pool)
@@ -89,7 +89,7 @@ class LocalTier(Closing):
         wanted = np.ascontiguousarray(units, np.int64).ravel()
         if generations is not None and len(generations) != len(wanted):
             raise BadArgumentError(f"{len(generations)} generations for {len(wanted)} units")
-        transfer = io_hooks.begin(self._pool)
+        transfer = _io_hooks.begin(self._pool)
         done, codes = _core.local_promote(self._pool, wanted, generations)
         number, times = np.unique(codes[codes != 0], return_counts=True)
         refused = {

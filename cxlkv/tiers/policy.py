@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv.errors import BadArgumentError
-from cxlkv.hotness import choose_pages
+from cxlkv.pages import choose_pages
 from cxlkv.tiers.reuse import Ledger, Records, Reuse
 
 Counts = npt.NDArray[np.uint32]

@@ -16,7 +16,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import forking
+from cxlkv import _lifetime
 from cxlkv.errors import BadArgumentError, QuotaError
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit, Sequence
@@ -45,7 +45,7 @@ class Quota:
         self._lock = threading.Lock()
         self._own: set[bytes] = set()  # names; some may be gone since
         self._evicted = self._refused = 0
-        forking.watch(self)
+        _lifetime.watch(self)
 
     def reset_after_fork(self) -> None:
         self._lock = threading.Lock()

@@ -27,15 +27,13 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import forking
-from cxlkv.closing import Closing
+from cxlkv import _lifetime
+from cxlkv._lifetime import Closing
 from cxlkv.errors import BadArgumentError, ClosedError, PoolFullError
-from cxlkv.hotness import HELD, PINNED, choose_pages
 from cxlkv.machine.costs import Costs, kv_bytes
-from cxlkv.pages import NO_PAGE
+from cxlkv.pages import CORRUPT, HELD, NO_PAGE, PINNED, PRESENT, choose_pages
 from cxlkv.pool import CXLPool, Pool
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys, root, tail_keys, whole_ids
-from cxlkv.records import CORRUPT, PRESENT
 from cxlkv.sequence import Hit
 from cxlkv.tiers.cold_file import RecordShape
 from cxlkv.tiers.cold_store import ColdStore, open_cold
@@ -126,7 +124,7 @@ class Tiers(ObjectMoves, Closing):
         # No Event: an interrupt (Ctrl-C) in its set() can leave its lock taken, for ever.
         self._wake = SimpleQueue[None]()
         self._ended = False
-        forking.watch(self)
+        _lifetime.watch(self)
         try:
             if cold is not None:
                 self.cold = open_cold(cold, self._shape, cold_capacity, fsync, compress)

@@ -18,15 +18,15 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from cxlkv import errors, forking
+from cxlkv import _lifetime, errors
+from cxlkv._lifetime import Closing
 from cxlkv.arrays import is_torch, view
-from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, GeometryError, PeerError, StaleError
 from cxlkv.layout import DTYPES
 from cxlkv.ndp.engine import RECALL, Budget, Selection, Stages
+from cxlkv.pages import PRESENT, Codes, Names, RecordBytes, names_of
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys, key_hashes
-from cxlkv.records import PRESENT, Codes, Names, RecordBytes, names_of
 from cxlkv.sequence import as_asked, one_budget, query_rows
 from cxlkv.transport.base import Link, chunk_records
 from cxlkv.transport.far import Bytes, FarPool, Pieces, Shape, part_of
@@ -113,7 +113,7 @@ class Remote(Closing):
         self._link: Link | None = None
         self._far: FarPool | None = None
         self._life = 0  # of the connection: how many there were
-        forking.watch(self)
+        _lifetime.watch(self)
 
     # ---- what callers do ----
 

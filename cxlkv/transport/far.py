@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from cxlkv.errors import UnsupportedError
 from cxlkv.layout import DTYPE_BYTES, KVLayout, layer_places
-from cxlkv.pool import CXLPool
-from cxlkv.records import (
+from cxlkv.pages import (
     CORRUPT,
     PACKED_HEADER,
     PACKED_MAGIC,
@@ -30,6 +29,7 @@ from cxlkv.records import (
     crc32c,
     names_of,
 )
+from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence as PoolSequence
 
 HEADER_BYTES = RECORD_HEADER.itemsize  # of either form

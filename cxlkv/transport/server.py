@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import ValidationError
 
-from cxlkv import forking
+from cxlkv import _lifetime
+from cxlkv._lifetime import Closing
 from cxlkv.arrays import NUMPY_DTYPES
-from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, BusyError, CXLKVError, StaleError
 from cxlkv.layout import DTYPES
 from cxlkv.ndp.engine import Budget
+from cxlkv.pages import Names
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import HASH_BYTES, PageKeys
-from cxlkv.records import Names
 from cxlkv.sequence import Hit, Sequence
 from cxlkv.transport import messages as m
 from cxlkv.transport.base import chunk_records
@@ -85,7 +85,7 @@ class Server(Closing):
         self._over = SimpleQueue[None]()
         self._verbs: VerbsHost | None = None
         self._listener = _listener(listen)
-        forking.watch(self)
+        _lifetime.watch(self)
         if device is not None:
             from cxlkv.transport.verbs import VerbsHost  # pyverbs, which few machines have
 

@@ -14,9 +14,9 @@ from functools import partial
 import numpy as np
 
 from cxlkv.errors import PeerError
+from cxlkv.pages import CORRUPT, PRESENT, STALE, Codes, names_of
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
-from cxlkv.records import CORRUPT, PRESENT, STALE, Codes, names_of
 from cxlkv.transport.base import chunk_records
 from cxlkv.transport.client import Remote
 from cxlkv.transport.far import Bytes, Offsets, in_order, pages_of_parts, parents_of

@@ -21,9 +21,9 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 from pydantic import ValidationError
 
-from cxlkv import forking
-from cxlkv.config import format_bytes
+from cxlkv import _lifetime
 from cxlkv.errors import PeerError, RdmaError
+from cxlkv.layout import format_bytes
 from cxlkv.transport.base import chunk_records
 from cxlkv.transport.far import Bytes, Pieces
 from cxlkv.transport.loopback import Call
@@ -345,7 +345,7 @@ class VerbsLink:
 
     def leave(self) -> None:
         """As Link.leave(): the kernel has one queue pair for both processes."""
-        forking.keep_for_ever(self)
+        _lifetime.keep_for_ever(self)
 
 
 class VerbsHost:
@@ -373,7 +373,7 @@ class VerbsHost:
 
     def leave(self) -> None:
         """In a forked child: the parent serves on."""
-        forking.keep_for_ever(self)
+        _lifetime.keep_for_ever(self)
 
 
 class VerbsDoor:
@@ -417,7 +417,7 @@ class VerbsDoor:
 
     def leave(self) -> None:
         """As Door.leave()."""
-        forking.keep_for_ever(self)
+        _lifetime.keep_for_ever(self)
 
 
 def _status(number: int) -> str:

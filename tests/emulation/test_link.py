@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cxlkv import Budget, CXLPool, KVLayout, Tiers, io_hooks
+from cxlkv import Budget, CXLPool, KVLayout, Tiers, _io_hooks
 from cxlkv.bench.result import Result
 from cxlkv.emulation.link import Link, _links, emulate, link_of, parse
 from cxlkv.emulation.profiles import OURS, Profile, named, read
@@ -276,7 +276,7 @@ def test_it_is_said_by_pool_and_results() -> None:
             early.measure("a", [1], "s")
             with emulate(pool, "pond-pool", slow=4):
                 assert pool.describe()["emulated"] == "pond-pool slowed 4 times, wait"
-            assert io_hooks.label(pool._handle) == "astera-a1000, virtual"
+            assert _io_hooks.label(pool._handle) == "astera-a1000, virtual"
         assert early.as_dict()["emulated"] == "astera-a1000, virtual"
         assert "emulated" not in pool.describe()
 

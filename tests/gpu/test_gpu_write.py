@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cxlkv import CXLPool, KVLayout, LayerGroup, reclaim
+from cxlkv import CXLPool, KVLayout, LayerGroup
 from cxlkv.errors import (
     BadArgumentError,
     ClosedError,
@@ -317,7 +317,7 @@ def test_tiers_make_room(pool: CXLPool) -> None:
         pool.pages.free(held)
         return True
 
-    reclaim.register(pool._handle, make)
+    pool.pages.register(make)
     writer, sequence = WriteThrough(pool), pool.sequence()
     for layer, (k, v) in enumerate(rows):
         writer.put(sequence, layer, k, v)

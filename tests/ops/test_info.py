@@ -12,14 +12,14 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cxlkv.config import parse_bytes
+from cxlkv.config import read_config
+from cxlkv.layout import parse_bytes
 from cxlkv.machine.devices import dax_devices_of
 from cxlkv.machine.nodes import Access
 from cxlkv.machine.suggestions import Place, lacking, suggest
 from cxlkv.machine.topology import GIB
 from cxlkv.ops import cli
 from cxlkv.ops.info import Survey, as_dict, survey
-from cxlkv.pool_config import read_config
 
 from ..support.recorded import NAMES, plant_machine
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cxlkv import forking
+from cxlkv import _lifetime
 from cxlkv.errors import CXLKVError
 from cxlkv.pool import Pool
 
@@ -52,7 +52,7 @@ class Counting:
         self._kinds = kinds
         self.counts: Counter[str] = Counter(dict.fromkeys(counts, 0))
         self.failures: Counter[str] = Counter(dict.fromkeys(kinds, 0))
-        forking.watch(self)
+        _lifetime.watch(self)
 
     def reset_after_fork(self) -> None:
         self._lock = threading.Lock()

@@ -14,9 +14,9 @@ from contextlib import ExitStack, suppress
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import forking
+from cxlkv import _lifetime
+from cxlkv._lifetime import Closing
 from cxlkv.adapters.common.metrics import Counting
-from cxlkv.closing import Closing
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
 from cxlkv.objects import ABSENT, DAMAGED, Buffers, Lease, ObjectPool, Reserved, Sizes, object_keys
 from cxlkv.prefix import PageKeys
@@ -47,7 +47,7 @@ class ObjectCache(Closing):
         self._file = self._stat()
         self._scratch: npt.NDArray[np.uint8] | None = None
         self._scratch_lock = threading.Lock()
-        forking.watch(self)
+        _lifetime.watch(self)
 
     def reset_after_fork(self) -> None:
         self._scratch_lock = threading.Lock()

@@ -11,9 +11,8 @@ import os
 from dataclasses import dataclass
 from typing import TypeVar
 
-from cxlkv.config import format_bytes
 from cxlkv.errors import BadArgumentError, GeometryError
-from cxlkv.layout import KVLayout
+from cxlkv.layout import KVLayout, format_bytes
 from cxlkv.machine.regions import is_device, one_maker, parse_place
 from cxlkv.machine.topology import Machine, missing, probe
 from cxlkv.pool import Pool

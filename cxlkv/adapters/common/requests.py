@@ -24,10 +24,9 @@ import numpy.typing as npt
 from cxlkv.adapters.common.metrics import Failures
 from cxlkv.errors import BadArgumentError, CorruptError, CXLKVError, QuotaError, StaleError
 from cxlkv.ndp.engine import Selection
-from cxlkv.pages import NO_PAGE
+from cxlkv.pages import CORRUPT, NO_PAGE
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
-from cxlkv.records import CORRUPT
 from cxlkv.sequence import Hit, Sequence
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.quota import Quota

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import TypeVar
 
-from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError
+from cxlkv.layout import parse_bytes
 from cxlkv.machine.regions import ALL
 
 Rule = Callable[[str, object], object]

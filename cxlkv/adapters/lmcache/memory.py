@@ -25,7 +25,7 @@ from lmcache.v1.memory_management import (
     TensorMemoryObj,
 )
 
-from cxlkv import forking
+from cxlkv import _lifetime
 from cxlkv.adapters.common.object_cache import ObjectCache
 from cxlkv.adapters.lmcache import form
 from cxlkv.adapters.lmcache.form import Form
@@ -123,7 +123,7 @@ class PoolAllocator(MemoryAllocatorInterface):
         self._room = threading.Condition(self.lock)
         self._freed = 0
         self._sealed_freed = count(1)
-        forking.watch(self)
+        _lifetime.watch(self)
 
     def reset_after_fork(self) -> None:
         # Its objects have the lock, too, so it stays the same one: as threading does with its own.

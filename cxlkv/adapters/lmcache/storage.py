@@ -30,7 +30,7 @@ from lmcache.v1.storage_backend.abstract_backend import (
 )
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-from cxlkv import forking
+from cxlkv import _lifetime
 from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.metrics import Shown, log
 from cxlkv.adapters.common.object_cache import ObjectCache, leading
@@ -39,9 +39,8 @@ from cxlkv.adapters.lmcache.form import Form
 from cxlkv.adapters.lmcache.memory import PoolAllocator, PoolObject, form_of
 from cxlkv.adapters.lmcache.metrics import COUNTS, KINDS, PREFIX
 from cxlkv.adapters.lmcache.settings import VERSIONS, check_name, check_served, read_settings
-from cxlkv.config import format_bytes
 from cxlkv.errors import BadArgumentError, BusyError, CXLKVError
-from cxlkv.layout import KVLayout
+from cxlkv.layout import KVLayout, format_bytes
 from cxlkv.objects import ObjectPool
 from cxlkv.prefix import PageKeys
 
@@ -96,7 +95,7 @@ class CXLStorage(StoragePluginInterface, AllocatorBackendInterface):
         self._puts = ThreadPoolExecutor(1, "cxlkv-lmcache")
         self._puts.submit(lambda: None)  # its thread begins now: a put asks the system for none
         self._closed = False
-        forking.watch(self)
+        _lifetime.watch(self)
 
     def reset_after_fork(self) -> None:
         """A child finds it closed: what LMCache put there on the way is its parent's."""

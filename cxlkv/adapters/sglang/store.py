@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from cxlkv._lifetime import Closing
 from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.metrics import Counting
 from cxlkv.adapters.common.object_cache import Flags, Given, ObjectCache, leading
@@ -23,10 +24,8 @@ from cxlkv.adapters.sglang import names
 from cxlkv.adapters.sglang.hits import restorable
 from cxlkv.adapters.sglang.host import HostMemory, Memory
 from cxlkv.adapters.sglang.names import Config, Shards, Words
-from cxlkv.closing import Closing
-from cxlkv.config import parse_bytes
 from cxlkv.errors import BadArgumentError, CXLKVError
-from cxlkv.layout import KVLayout
+from cxlkv.layout import KVLayout, parse_bytes
 from cxlkv.machine.regions import ALL, parse_place
 from cxlkv.objects import ObjectPool
 from cxlkv.prefix import PageKeys

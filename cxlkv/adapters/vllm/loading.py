@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cxlkv import forking
+from cxlkv import _lifetime
 from cxlkv.arrays import Array
 from cxlkv.errors import CorruptError, CXLKVError
 from cxlkv.pool import CXLPool
@@ -64,7 +64,7 @@ class Load:
         self._given_up = False
         self.has_ended = False
         self.is_late = False
-        forking.watch(self)
+        _lifetime.watch(self)
 
     def reset_after_fork(self) -> None:
         """The parent's thread loads it, into the parent's blocks; here it has failed."""
@@ -149,7 +149,7 @@ class Loader:
         self._changed = threading.Condition()
         self._ended = False
         self._thread: threading.Thread | None = None
-        forking.watch(self)
+        _lifetime.watch(self)
 
     def reset_after_fork(self) -> None:
         self._changed, self._thread = threading.Condition(), None

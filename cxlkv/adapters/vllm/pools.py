@@ -103,7 +103,7 @@ def tokens_of(pool: CXLPool) -> int:
 
 
 def _part(capacity: str | int, ranks: Ranks) -> str | int:
-    from cxlkv.config import parse_bytes
+    from cxlkv.layout import parse_bytes
     from cxlkv.machine.regions import ALL
 
     return capacity if capacity == ALL else parse_bytes(capacity) // ranks.count

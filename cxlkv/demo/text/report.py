@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cxlkv.bench.result import Result
-from cxlkv.config import format_bytes
 from cxlkv.demo.text.measure import Plan, Row, Track
+from cxlkv.layout import format_bytes
 
 TIE_NATS = {"float32": 0.001, "float16": 0.05, "bfloat16": 0.25}
 """Two best tokens count as tied when full attention's log-likelihoods are as near as this."""

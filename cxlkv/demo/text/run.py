@@ -20,14 +20,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cxlkv.adapters.transformers import layout_of
-from cxlkv.config import format_bytes
 from cxlkv.demo.run import print_checks
 from cxlkv.demo.text import inputs
 from cxlkv.demo.text.measure import TOKENS_MIN, Plan, Reading
 from cxlkv.demo.text.picture import draw
 from cxlkv.demo.text.report import Found, result_of, table_of
 from cxlkv.errors import BadArgumentError, MemoryShortError
-from cxlkv.layout import KVLayout
+from cxlkv.layout import KVLayout, format_bytes
 from cxlkv.machine.topology import probe
 from cxlkv.pool import CXLPool
 

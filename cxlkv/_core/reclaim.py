@@ -8,7 +8,7 @@ from types import MethodType
 from typing import TypeVar
 from weakref import WeakKeyDictionary, WeakMethod
 
-from cxlkv import _core
+from cxlkv._core.base import Handle
 from cxlkv.errors import BusyError, PoolFullError
 
 T = TypeVar("T")
@@ -20,16 +20,16 @@ TRIES = 8
 
 # By pool, for as long as the pool lives and the object whose method it is. A forked child has none:
 # the cold file is its parent's.
-_reclaimers: WeakKeyDictionary[_core.Handle, Callable[[], Reclaimer | None]] = WeakKeyDictionary()
+_reclaimers: WeakKeyDictionary[Handle, Callable[[], Reclaimer | None]] = WeakKeyDictionary()
 os.register_at_fork(after_in_child=_reclaimers.clear)
 
 
-def _reclaimer_of(pool: _core.Handle) -> Reclaimer | None:
+def _reclaimer_of(pool: Handle) -> Reclaimer | None:
     found = _reclaimers.get(pool)
     return found() if found is not None else None
 
 
-def register(pool: _core.Handle, reclaimer: Reclaimer) -> None:
+def register(pool: Handle, reclaimer: Reclaimer) -> None:
     """Ask `reclaimer` from now on before PoolFullError is raised; a method while its object lives.
 
     Raises BusyError when the pool has one already."""
@@ -41,13 +41,13 @@ def register(pool: _core.Handle, reclaimer: Reclaimer) -> None:
     _reclaimers[pool] = weak
 
 
-def unregister(pool: _core.Handle, reclaimer: Reclaimer) -> None:
+def unregister(pool: Handle, reclaimer: Reclaimer) -> None:
     """Ask it no more, if it is the pool's."""
     if _reclaimer_of(pool) == reclaimer:
         _reclaimers.pop(pool, None)
 
 
-def retry(call: Callable[[], T], pool: _core.Handle, pages: Callable[[], int]) -> T:
+def retry(call: Callable[[], T], pool: Handle, pages: Callable[[], int]) -> T:
     """What `call` returns, which takes at most that many pages; a full pool's tiers reclaim them
     first. Raises PoolFullError when they cannot."""
     try:
@@ -56,9 +56,7 @@ def retry(call: Callable[[], T], pool: _core.Handle, pages: Callable[[], int]) -
         return again(error, call, pool, pages)
 
 
-def again(
-    error: PoolFullError, call: Callable[[], T], pool: _core.Handle, pages: Callable[[], int]
-) -> T:
+def again(error: PoolFullError, call: Callable[[], T], pool: Handle, pages: Callable[[], int]) -> T:
     """retry() for a caller that has made the first call itself, and got this error."""
     for _ in range(TRIES - 1):
         reclaimer = _reclaimer_of(pool)

@@ -1,9 +1,10 @@
-"""A forked child drops its parent's threads, locks, sockets and files.
+"""Objects end: a `with` statement closes them, and a forked child drops what is its parent's.
 
-The threads are not there in the child, and a lock that one of them held stays locked for ever. A
-socket is the same one in both: a child that shuts it down, or speaks on it, does so for its parent,
-and one that only keeps it open hides from the peer that the parent has died. So whatever has one of
-these says how it begins anew in a child, in one place: reset_after_fork().
+That is threads, locks, sockets and files. The threads are not there in the child, and a lock that
+one of them held stays locked for ever. A socket is the same one in both: a child that shuts it
+down, or speaks on it, does so for its parent, and one that only keeps it open hides from the peer
+that the parent has died. So whatever has one of these says how it begins anew in a child, in one
+place: reset_after_fork().
 """
 
 from __future__ import annotations
@@ -11,10 +12,27 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 log = logging.getLogger("cxlkv")
+
+
+class Closing(ABC):
+    """Has a close(); a second one does nothing."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Forked(Protocol):
