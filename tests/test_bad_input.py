@@ -4,10 +4,7 @@ and nothing else is harmed by it."""
 from __future__ import annotations
 
 import os
-import shutil
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -333,50 +330,6 @@ def test_more_than_the_file_system_has(monkeypatch: pytest.MonkeyPatch, path: Pa
     assert not path.exists()
 
 
-DOCKER = """
-import os, sys
-from cxlkv import CXLPool, KVLayout
-from cxlkv.errors import MemoryShortError
-assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 64 << 20
-layout = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
-try:
-    CXLPool.create("/dev/shm/a.pool", layout=layout, capacity="128MiB")
-except MemoryShortError as error:
-    assert "64 MiB free" in str(error) and "--shm-size" in str(error), error
-else:
-    raise SystemExit("128 MiB fit into 64")
-# A pool that leaves no room for its host state: what was made of it goes again.
-try:
-    CXLPool.create("/dev/shm/b.pool", layout=layout, capacity=(64 << 20) - (256 << 10))
-except MemoryShortError as error:
-    assert "no room in /dev/shm" in str(error) and "--shm-size" in str(error), error
-else:
-    raise SystemExit("no room was needed for the host state")
-assert os.listdir("/dev/shm") == ["cxlkv.0"], os.listdir("/dev/shm")
-assert os.listdir("/dev/shm/cxlkv.0") == [], os.listdir("/dev/shm/cxlkv.0")
-# One on another file system needs /dev/shm for its host state only.
-with CXLPool.create(sys.argv[1], layout=layout, capacity="32MiB") as pool:
-    assert pool.admin.check()["clean"]
-print("refused")
-"""
-
-
-def test_the_64_mib_of_docker(tmp_path: Path) -> None:
-    """A real tmpfs of that size, in a mount namespace of its own."""
-    mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
-    shell = ["unshare", "-m", "sh", "-c"]
-    if not shutil.which("unshare") or subprocess.call([*shell, mount], stderr=subprocess.DEVNULL):
-        pytest.skip("no right to mount a tmpfs here: needs root and unshare")
-    program = [sys.executable, "-c", DOCKER, str(tmp_path / "c.pool")]
-    done = subprocess.run(
-        [*shell, f'{mount} && exec "$@"', "sh", *program],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout == "refused\n", done.stderr
-
-
 CREATE = """
 import sys
 from cxlkv import CXLPool, KVLayout
@@ -613,6 +566,8 @@ def test_use_after_close(path: Path) -> None:
         lambda: len(sequence),
         lambda: sequence.fetch(0),
         lambda: sequence.attend(0, rows(1)),
+        lambda: sequence.select(0, rows(1), top_k=1),
+        lambda: sequence.truncate(0),
         lambda: sequence.append(0, rows(1), rows(1)),
         lambda: sequence.fork(),
         lambda: batch.append(0, rows(1), rows(1), [0, 1]),

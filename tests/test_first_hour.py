@@ -111,11 +111,13 @@ def test_a_small_shared_memory(tmp_path: Path) -> None:
     small = "mount -t tmpfs -o size=8m tmpfs /dev/shm"
     in_it = 'try_pool("/dev/shm/a.pool", "32MiB")'
     beside = 'try_pool(where, "32MiB"); try_pool(where, "256MiB"); try_pool("anonymous:", "32MiB")'
-    lines = run(f"{in_it}; {beside}", tmp_path / "a.pool", small, small=True)
+    alone = 'try_pool("/dev/shm/b.pool", (8 << 20) - 4096)'  # leaves no room for its host state
+    *lines, last = run(f"{in_it}; {beside}; {alone}", tmp_path / "a.pool", small, small=True)
     assert_refused(lines[0], "MemoryShortError", "8 MiB free", "Ask for less", "--shm-size")
     assert lines[1] == ["fine"]
     assert_refused(lines[2], "MemoryShortError", "no room in /dev/shm", "host state", "--shm-size")
     assert lines[3] == ["fine"]
+    assert_refused(last, "MemoryShortError", "no room in /dev/shm", "--shm-size")
 
 
 @pytest.mark.parametrize(

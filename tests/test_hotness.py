@@ -452,23 +452,6 @@ def test_an_open_tail_is_no_page_of_the_pool(pool: CXLPool) -> None:
     sequence.append(1, rows, rows)
 
 
-def test_a_process_can_stop_counting(pool: CXLPool) -> None:
-    sequence = grown(pool, 2 * PAGE)
-    ids = list(range(2 * PAGE))
-    pool.publish_prefix(sequence, ids)
-    assert pool.hotness.enabled
-    pool.hotness.enabled = False
-    attend(sequence, 3)
-    sequence.fetch(0)
-    pool.match_prefix(ids).release()
-    assert not pool.hotness.enabled
-    assert pool.hotness.counts().sum() == 0
-    assert pool.hotness.published().rows["hits"].tolist() == [1, 1]  # policies need these
-    pool.hotness.enabled = True
-    attend(sequence)
-    assert pool.hotness.counts().sum() == 2
-
-
 def test_hot_and_cold_lists_are_sorted_slices(
     make_pool: MakePool, rng: np.random.Generator
 ) -> None:
@@ -594,19 +577,6 @@ def test_parents_where_keys_are_no_pages(pool: CXLPool, per_key: int) -> None:
     pages = sequence.pages.tolist()
     tree = family(pool.hotness.published())
     assert [tree[page][0] for page in pages] == [NO_PAGE, *pages[:-1]]
-
-
-def test_a_page_that_is_forgotten_begins_anew(pool: CXLPool) -> None:
-    sequence = grown(pool, PAGE)
-    page = int(sequence.pages[0])
-    ids = list(range(PAGE))
-    for born in (1, 4, 7):
-        pool.publish_prefix(sequence, ids)
-        pool.match_prefix(ids).release()
-        pool.match_prefix(ids).release()
-        assert family(pool.hotness.published()) == {page: (NO_PAGE, born, born + 2, 2)}
-        pool.forget(prefix_keys(ids, PAGE))
-        assert family(pool.hotness.published()) == {}
 
 
 def test_rows_say_who_is_held_and_name_generations(pool: CXLPool) -> None:

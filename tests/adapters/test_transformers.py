@@ -14,28 +14,17 @@ import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from cxlkv import Budget, CXLPool, Selection
 from cxlkv.adapters.transformers import CXLCache, LayerStep, budgets, layout_of
 from cxlkv.bench.cases.calls import counted_calls
-from cxlkv.errors import BadArgumentError, GeometryError, PoolFullError, UnsupportedError
+from cxlkv.errors import BadArgumentError, PoolFullError, UnsupportedError
 
 from ..support.small_models import (
     LAYERS,
     PAGE_TOKENS,
-    SHAPE,
-    VOCABULARY_SIZE,
     Generates,
     LargestTensor,
     close,
@@ -43,43 +32,10 @@ from ..support.small_models import (
     prompts,
     run,
 )
+from .test_transformers_models import llama as llama  # a fixture
+from .test_transformers_models import make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-MODELS: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, object]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
-}
-
-
-def config_of(kind: type[PreTrainedConfig], **more: object) -> PreTrainedConfig:
-    """SHAPE, with `more` instead of what it has."""
-    made = kind.from_dict({**SHAPE, **more})
-    assert isinstance(made, PreTrainedConfig)
-    return made
-
-
-def build(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    torch.manual_seed(7)
-    model = kind(config)
-    model.train(False)
-    return model
-
-
-def make(name: str) -> PreTrainedModel:
-    config_class, model_class, more = MODELS[name]
-    return build(model_class, config_of(config_class, **more))
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    return make(request.param)
-
-
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return make("llama")
 
 
 @pytest.fixture
@@ -111,25 +67,25 @@ class Watched(CXLCache):
 @pytest.mark.parametrize("attention", ["pool", "device"])
 @pytest.mark.parametrize("budget", [None, Budget(share=1.0), Budget(mass=1.0, per="sequence")])
 def test_greedy_tokens_equal_those_of_dynamic_cache(
-    model: PreTrainedModel, pool: CXLPool, budget: Budget | None, attention: str
+    llama: PreTrainedModel, pool: CXLPool, budget: Budget | None, attention: str
 ) -> None:
     ids, mask = prompts((37, 21, 5))
-    wanted = generate(model, ids, mask, DynamicCache())
-    cache = CXLCache(pool, model, budget, attention=attention)
-    assert torch.equal(generate(model, ids, mask, cache), wanted)
+    wanted = generate(llama, ids, mask, DynamicCache())
+    cache = CXLCache(pool, llama, budget, attention=attention)
+    assert torch.equal(generate(llama, ids, mask, cache), wanted)
     assert [len(s) for s in cache.sequences] == [37 + 15, 21 + 15, 5 + 15]  # no padding is stored
     cache.release()
     assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
 
 
 def test_few_pages_differ_and_are_the_same_in_the_pool_and_on_the_device(
-    model: PreTrainedModel, pool: CXLPool
+    llama: PreTrainedModel, pool: CXLPool
 ) -> None:
     ids, mask = prompts((96, 80))
     budget = Budget(pages=4)
-    wanted = generate(model, ids, mask, DynamicCache())
+    wanted = generate(llama, ids, mask, DynamicCache())
     tokens, others = (
-        generate(model, ids, mask, CXLCache(pool, model, budget, attention=where))
+        generate(llama, ids, mask, CXLCache(pool, llama, budget, attention=where))
         for where in ("pool", "device")
     )
     assert not torch.equal(tokens, wanted)
@@ -144,20 +100,6 @@ def test_where_attention_is_has_two_words_and_an_old_one(
             assert CXLCache(pool, llama, near=near).attention == attention
     with pytest.raises(BadArgumentError, match="attention='gpu': one of pool, device"):
         CXLCache(pool, llama, attention="gpu")
-
-
-def test_prefill_in_chunks_gives_the_logits_of_one_prefill(
-    model: PreTrainedModel, pool: CXLPool
-) -> None:
-    ids, mask = prompts((40, 33, 6))  # the first chunks of the last row are padding only
-    wanted = run(model, ids, DynamicCache(), mask)
-    cache = CXLCache(pool, model, Budget(share=1.0))
-    chunks = []
-    for first, last in ((0, 11), (11, 12), (12, 31), (31, 40)):
-        chunks.append(run(model, ids[:, first:last], cache, mask[:, :last]))
-        assert cache.get_seq_length() == last
-    found = torch.cat(chunks, dim=1)
-    assert close(found[mask.bool()], wanted[mask.bool()])
 
 
 def test_outputs_of_padding_are_zero_in_the_attention(
@@ -175,9 +117,7 @@ def test_outputs_of_padding_are_zero_in_the_attention(
 
 
 def test_softcap_and_scaling_are_the_models_own(pool: CXLPool) -> None:
-    more = {"layer_types": ["full_attention"] * LAYERS, "attn_logit_softcapping": 2.0}
-    config = config_of(Gemma2Config, query_pre_attn_scalar=9, **more)
-    model = build(Gemma2ForCausalLM, config)
+    model = make("gemma2", layer_types=["full_attention"] * LAYERS)
     ids, mask = prompts((30, 17))
     cache = CXLCache(pool, model)
     found = run(model, ids, cache, mask)
@@ -193,52 +133,7 @@ def test_softcap_and_scaling_are_the_models_own(pool: CXLPool) -> None:
         assert torch.equal(generate(model, ids, mask, cache), wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_models_of_shorter_numbers_give_the_logits_of_dynamic_cache(dtype: torch.dtype) -> None:
-    model = make("llama").to(dtype)  # type: ignore[arg-type]
-    ids, mask = prompts((50, 37))
-    wanted = run(model, ids, DynamicCache(), mask)[:, -4:]
-    with CXLPool.create("anonymous:", layout=layout_of(model), capacity="8MiB") as pool:
-        assert pool.layout.dtype == str(dtype).removeprefix("torch.")
-        for attention in ("pool", "device"):
-            cache = CXLCache(pool, model, Budget(share=1.0), attention=attention)
-            run(model, ids[:, :-4], cache, mask[:, :-4])
-            steps = [run(model, ids[:, t : t + 1], cache, mask[:, : t + 1]) for t in range(46, 50)]
-            found = torch.cat(steps, dim=1)
-            assert found.dtype == dtype
-            assert torch.allclose(found.float(), wanted.float(), rtol=0.1, atol=0.1)
-
-
-def test_a_pool_of_shorter_numbers_serves_a_model_of_longer_ones(llama: PreTrainedModel) -> None:
-    layout = layout_of(llama, PAGE_TOKENS, dtype="bfloat16")
-    ids, _ = prompts((50,))
-    with CXLPool.create("anonymous:", layout=layout, capacity="8MiB") as pool:
-        for attention in ("pool", "device"):
-            cache = CXLCache(pool, llama, attention=attention)
-            run(llama, ids[:, :-1], cache)
-            found = run(llama, ids[:, -1:], cache)
-            wanted = run(llama, ids, DynamicCache())[:, -1:]
-            assert torch.allclose(found, wanted, rtol=0.1, atol=0.1)
-
-
 # ---- what generate() does with a cache ----
-
-
-def test_beam_search_equals_that_of_dynamic_cache(model: PreTrainedModel, pool: CXLPool) -> None:
-    ids, mask = prompts((25, 14))
-    wanted = generate(model, ids, mask, DynamicCache(), num_beams=3)
-    cache = CXLCache(pool, model, Budget(share=1.0))
-    assert torch.equal(generate(model, ids, mask, cache, num_beams=3), wanted)
-
-
-def test_prompt_lookup_crops_and_equals_that_of_dynamic_cache(
-    llama: PreTrainedModel, pool: CXLPool
-) -> None:
-    ids = torch.tensor([[5, 6, 7, 8, 9] * 6])
-    wanted = generate(llama, ids, None, DynamicCache())
-    # An end that never comes: transformers 5.10 cannot look up prompts without one.
-    settings = {"prompt_lookup_num_tokens": 3, "eos_token_id": VOCABULARY_SIZE}
-    assert torch.equal(generate(llama, ids, None, CXLCache(pool, llama), **settings), wanted)
 
 
 @pytest.mark.parametrize("keep", [1, 9, 10, 24, 26])
@@ -343,8 +238,7 @@ def test_a_mask_that_changes_its_mind_is_refused(llama: PreTrainedModel, pool: C
 
 
 def test_a_window_longer_than_the_model_counts_until_it_is_passed(pool: CXLPool) -> None:
-    config = config_of(MistralConfig, max_position_embeddings=16, sliding_window=16)
-    model = build(MistralForCausalLM, config)
+    model = make("mistral", max_position_embeddings=16, sliding_window=16)
     ids, _ = prompts((17,))
     cache = CXLCache(pool, model)
     run(model, ids[:, :16], cache)
@@ -363,14 +257,6 @@ def test_the_attention_and_the_cache_need_each_other(llama: PreTrainedModel, poo
     with pytest.raises(BadArgumentError, match="set_attn_implementation"):
         llama(ids, past_key_values=cache)
     assert cache.get_seq_length() == 0
-
-
-def test_a_pool_for_another_model_is_refused(pool: CXLPool) -> None:
-    config = config_of(LlamaConfig, num_key_value_heads=4)
-    with pytest.raises(GeometryError, match="kv_heads=2, the model has 4"):
-        CXLCache(pool, config)
-    with pytest.raises(BadArgumentError, match="no transformers model"):
-        CXLCache(pool, object())
 
 
 def test_a_full_pool_is_named_and_crop_undoes_the_pass(llama: PreTrainedModel) -> None:

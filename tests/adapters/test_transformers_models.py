@@ -239,13 +239,18 @@ def test_logits_of_every_step_equal_those_of_one_pass(
     assert close(found[mask.bool()], wanted[mask.bool()])
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt-oss", "deepseek-v3"])
-@pytest.mark.parametrize("of_model", [torch.bfloat16, torch.float32])
-def test_pools_of_shorter_numbers_are_near_dynamic_cache(name: str, of_model: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt-oss", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("of_model", "of_pool"),
+    [(torch.bfloat16, "bfloat16"), (torch.float32, "bfloat16"), (torch.float16, "float16")],
+)
+def test_pools_of_shorter_numbers_are_near_dynamic_cache(
+    name: str, of_model: torch.dtype, of_pool: str
+) -> None:
     model = make(name).to(of_model)  # type: ignore[arg-type]
     ids, mask = prompts((60, 37))
     wanted = run(model, ids, dynamic(model), mask)[:, -5:]
-    layout = layout_of(model, PAGE_TOKENS, dtype="bfloat16")
+    layout = layout_of(model, PAGE_TOKENS, dtype=of_pool)
     for attention in ("pool", "device"):
         with CXLPool.create("anonymous:", layout=layout, capacity="16MiB", threads=1) as pool:
             cache = CXLCache(pool, model, Budget(share=1.0), attention=attention)
@@ -634,6 +639,8 @@ def test_a_pool_for_another_model_is_refused(
 ) -> None:
     with pytest.raises(GeometryError, match=message):
         CXLCache(pool, make("mistral", **more))
+    with pytest.raises(BadArgumentError, match="no transformers model"):
+        CXLCache(pool, object())
 
 
 def test_a_model_with_other_windows_or_shapes_than_the_caches_is_refused(

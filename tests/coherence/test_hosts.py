@@ -23,7 +23,7 @@ from cxlkv.layout import LayerGroup
 from cxlkv.prefix import content_keys, prefix_keys
 
 from ..conftest import audit
-from ..support.forking import in_child
+from ..support.forking import child_beside, in_child
 from ..support.pool_worker import LAYERS, PAGE_TOKENS, Segments, token_numbers, verify
 from ..support.waiting import until
 
@@ -149,14 +149,6 @@ def test_others_find_what_was_published_at_once(hosts: Hosts) -> None:
         assert pool.stats()["pages_borrowed"] == 0
 
 
-def test_who_comes_later_finds_it_as_well(hosts: Hosts) -> None:
-    first = hosts.open(0)
-    publish(first, 1)
-    assert found(hosts.open(1), 1) == TOKENS
-    first.close()
-    assert found(hosts.open(2), 1) == TOKENS
-
-
 def test_a_text_that_moves_from_host_to_host_is_found(hosts: Hosts) -> None:
     """Logs are read host by host: that it was published anew comes before that it was forgotten."""
     first, second = hosts.open(1), hosts.open(0)
@@ -250,15 +242,6 @@ def test_forgotten_by_another_host(hosts: Hosts) -> None:
     assert stats["pages_free"] + stats["pages_elsewhere"] == free
 
 
-def test_tenants_with_other_salts_do_not_meet(hosts: Hosts) -> None:
-    owner, other = hosts.open(0), hosts.open(1)
-    owner.publish_prefix(write(owner, 1), ids(1), salt=b"one")
-    with other.match_prefix(ids(1), salt=b"two") as hit:
-        assert hit.tokens == 0
-    with other.match_prefix(ids(1), salt=b"one") as hit:
-        assert hit.tokens == TOKENS
-
-
 def test_a_hit_keeps_its_pages_from_being_written_again(hosts: Hosts) -> None:
     owner, other = hosts.open(0), hosts.open(1)
     publish(owner, 1)
@@ -328,25 +311,15 @@ def test_a_handle_that_comes_too_late(hosts: Hosts) -> None:
 def test_a_fork_has_what_its_parent_borrowed(hosts: Hosts) -> None:
     owner, other = hosts.open(0), hosts.open(1)
     publish(owner, 1)
-    with other.match_prefix(ids(1)) as hit:
-        sequence = hit.sequence()
-        in_child(partial(verify, sequence, text(1)))
-        to_child, from_parent = os.pipe()
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                os.read(to_child, 1)
-                verify(sequence, text(1))
-                code = 0
-            finally:
-                os._exit(code)
+    hit = other.match_prefix(ids(1))
+    sequence = hit.sequence()
+    in_child(partial(verify, sequence, text(1)))
+    with child_beside(partial(verify, sequence, text(1))):  # when the block has ended
         sequence.release()
-    assert forget(owner, 1) == TOKENS // PAGE_TOKENS
-    fill = fill_up(owner)
-    assert owner.stats()["pages_withdrawn"] == TOKENS // PAGE_TOKENS, "the child reads them"
-    os.write(from_parent, b"x")
-    assert os.waitpid(child, 0)[1] == 0
+        hit.release()
+        assert forget(owner, 1) == TOKENS // PAGE_TOKENS
+        fill = fill_up(owner)
+        assert owner.stats()["pages_withdrawn"] == TOKENS // PAGE_TOKENS, "the child reads them"
     until(lambda: other.stats()["pages_borrowed"] == 0, "the child is reaped")
     until(lambda: owner.stats()["pages_withdrawn"] == 0, "and its pins with it")
     del fill

@@ -198,25 +198,6 @@ def test_the_least_recently_used_makes_room(path: Path) -> None:
         assert tier.stats()["stored"] == 8
 
 
-def test_a_batch_larger_than_the_file_stores_what_fits(path: Path) -> None:
-    with checked(opened(path, slots=4)) as tier:
-        assert store(tier, *range(10)) == [True] * 4 + [False] * 6
-        assert store(tier, 2, 20, 2, 20, 21, 22, 23) == [True, True, True, True, True, True, False]
-        assert numbers_in(tier) == [2, 20, 21, 22]
-
-
-def test_dropped_records_stay_dropped(path: Path) -> None:
-    with checked(opened(path)) as tier:
-        store(tier, 1, 2, 3)
-        assert tier.drop(names(2, 9, 2)).tolist() == [True, False, True]
-        assert tier.stats()["slots_free"] == 6
-    with checked(opened(path)) as tier:
-        assert numbers_in(tier) == [1, 3]
-        assert load(tier, 1, 2, 3) == [True, False, True]
-        assert store(tier, 4) == [True]
-        assert numbers_in(tier)[-1] == 4
-
-
 def test_what_is_being_loaded_is_not_overwritten(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

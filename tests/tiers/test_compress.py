@@ -307,15 +307,6 @@ def test_parts_of_two_records_of_one_name_are_not_mixed(path: Path) -> None:
             assert tier.stats()["records"] == 0
 
 
-def test_dropped_and_evicted_records_do_not_come_back(path: Path) -> None:
-    with opened(path, slots=12) as tier:
-        tier.store(names(0, 3, 6), records(0, 3, 6))
-        tier.store(names(2), records(2))  # five slots: two of four go, three slots are left
-        tier.drop(names(6))
-    with checked(opened(path, slots=12)) as tier:
-        assert load(tier, 0, 2, 3, 6) == [False, True, False, False]
-
-
 # ---- killed ----
 
 STORER = """

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -72,15 +73,10 @@ def found(tiers: Tiers, ids: list[int]) -> int:
         return hit.tokens // PAGE
 
 
-class _released:
-    def __init__(self, sequence: Sequence):
-        self.sequence = sequence
-
-    def __enter__(self) -> Sequence:
-        return self.sequence
-
-    def __exit__(self, *_: object) -> None:
-        self.sequence.release()
+@contextmanager
+def _released(sequence: Sequence) -> Iterator[Sequence]:
+    yield sequence
+    sequence.release()
 
 
 @pytest.fixture
@@ -300,18 +296,6 @@ def test_the_cost_policy_keeps_what_is_deep(pool: CXLPool) -> None:
             publish(pool, text(number, 2))
         tiers.reclaim(pool.stats()["pages_free"] + 8)
         assert found(tiers, text(1, 16)) == 16
-
-
-def test_an_interior_page_that_was_lost_is_brought_back(pool: CXLPool, cold_path: Path) -> None:
-    """Pages 0 to 3 of a text; 1 was forgotten by somebody, and cold has it."""
-    ids = text(1, 4)
-    keys = prefix_keys(ids, PAGE)
-    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
-        publish(pool, ids)
-        tiers.reclaim(total(pool))
-        assert found(tiers, ids) == 4
-        pool.forget(keys[1:2])
-        assert found(tiers, ids) == 4
 
 
 def test_a_prefix_makes_no_room_for_itself(pool: CXLPool, cold_path: Path) -> None:

@@ -128,28 +128,6 @@ def test_what_is_present(cache: ObjectCache) -> None:
     assert len(cache.present(keys())) == 0
 
 
-def test_what_is_damaged_is_forgotten_and_can_be_put_again(cache: ObjectCache) -> None:
-    path = cache.pool.path
-    put(cache, "a", "bb")
-    lease = cache.lease(keys("a"))
-    assert lease is not None
-    address = int(lease.addresses[0])
-    lease.release()
-    with ObjectPool.open(str(path), threads=1) as other:
-        found = other.lease(keys("a", "bb"))
-        assert found.views[1] is not None
-        found.release()
-        write_at(address, 0)  # by this process, whose look at it is over
-    fresh = ObjectCache(ObjectPool.open(str(path), threads=1), SPACE, counting())
-    leased = fresh.lease(keys("a", "bb"))
-    assert leased is not None
-    assert [view is None for view in leased.views] == [True, False]
-    leased.release()
-    assert fresh.counting.failures["corrupt"] == 1
-    assert put(fresh, "a") == [True]
-    fresh.close()
-
-
 def write_at(address: int, offset: int) -> None:
     """A byte of the pool's memory, as whoever got its address could."""
     one = ctypes.c_ubyte.from_address(address + offset)
@@ -185,16 +163,6 @@ def test_a_reservation_is_published_in_place(cache: ObjectCache) -> None:
     assert np.array_equal(out, value(3, 100))
 
 
-def test_a_full_pool_evicts_what_nobody_holds(cache: ObjectCache) -> None:
-    total = cache.pool.stats()["pages_total"]
-    names = [str(i) for i in range(2 * total)]
-    for name in names:
-        assert put(cache, name) == [True]
-    assert cache.present(keys(names[-1]))
-    assert cache.pool.stats()["pages_total"] == total
-    assert cache.counting.failures["full"] == 0
-
-
 def test_a_pool_full_of_what_is_held_refuses(cache: ObjectCache) -> None:
     total = cache.pool.stats()["pages_total"]
     reserved = cache.reserve([1] * (total - 2))
@@ -215,17 +183,6 @@ def test_wrong_sizes_are_refused(cache: ObjectCache) -> None:
     assert cache.reserve([BYTES + 1]) is None
     assert len(cache.put(keys("a"), [[value(1, BYTES), b"x"]])) == 0
     assert cache.counting.failures["large"] == 2
-
-
-def test_removed_while_it_is_read(cache: ObjectCache) -> None:
-    put(cache, "a")
-    lease = cache.lease(keys("a"))
-    assert lease is not None
-    assert cache.forget(keys("a")) == 1
-    assert cache.forget(keys("a")) == 0
-    assert put(cache, "a") == [True]
-    assert np.array_equal(np.asarray(lease.views[0]), value(1))
-    lease.release()
 
 
 def test_a_pool_that_is_gone_is_a_miss(
