@@ -5,6 +5,7 @@
 #include <time.h>
 
 #include "coherence/host_lines.h"
+#include "pool/pages.h"
 #include "pool/peers.h"
 #include "prefix/prefix.h"
 #include "tiers/local_tier.h"

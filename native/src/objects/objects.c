@@ -10,6 +10,7 @@
 #include "base/flush.h"
 #include "coherence/lines.h"
 #include "objects/objects.h"
+#include "pool/pages.h"
 #include "pool/peers.h"
 #include "prefix/prefix.h"
 #include "tiers/local_tier.h"

@@ -1,5 +1,6 @@
 /* Pages are taken: from those that are free, from the dead, from ended leases, from other hosts. */
 #include "pool/hooks.h"
+#include "pool/pages.h"
 #include "pool/peers.h"
 
 int full_error(cxlkv_pool *pool, uint32_t wanted) {

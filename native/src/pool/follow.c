@@ -3,6 +3,7 @@
 
 #include "base/flush.h"
 #include "coherence/lines.h"
+#include "pool/pages.h"
 #include "pool/peers.h"
 
 /* By the page's descriptor, from memory. */

@@ -1,6 +1,7 @@
 /* Published pages by the hash of their chain: open addressing in the host state, linear probing. */
 #include <string.h>
 
+#include "pool/pages.h"
 #include "pool/pool.h"
 
 static uint32_t home_of(const cxlkv_pool *pool, const uint64_t hash[2]) {

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "pool/pages.h"
 #include "pool/peers.h"
 
 struct keeper {

@@ -1,6 +1,7 @@
 /* The locks of a pool: the host lock, which mends what a death inside it left; operations. */
 #include <time.h>
 
+#include "pool/pages.h"
 #include "pool/peers.h"
 
 /* Its holder died in the middle of a change: derive all that is derived anew. */

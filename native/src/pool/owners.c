@@ -5,6 +5,7 @@
 
 #include "base/crc32c.h"
 #include "coherence/host_lines.h"
+#include "pool/pages.h"
 #include "pool/peers.h"
 
 static uint8_t *descriptors_of(const cxlkv_pool *pool, uint32_t extent) {

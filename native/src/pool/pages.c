@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "base/flush.h"
+#include "pool/pages.h"
 #include "pool/peers.h"
 
 void rewrite_begin(cxlkv_pool *pool, uint32_t page) {

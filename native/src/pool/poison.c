@@ -1,4 +1,5 @@
 /* Lost memory: which pages a bus error has hit. They are retired. */
+#include "pool/pages.h"
 #include "pool/peers.h"
 
 /* Slots of one slab (piece run of run_bytes a slot) that overlap [start, end) within the slab. */

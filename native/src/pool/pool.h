@@ -1,4 +1,4 @@
-/* A pool in a process: what it has open, its pages, their index, counters and hotness.
+/* A pool in a process: what it has open, its operations, threads and counters.
  *
  * Words: a *page* is a record of page_tokens tokens of all layers; a *piece* is the K, V or digest
  * of one (page, layer, kv head); a *run* is 16 neighbouring slots, the grain of placement; a *slot*
@@ -167,76 +167,6 @@ typedef int (*task_function)(void *context, uint32_t item);
 /* Runs items 0..count-1 on the pool's threads, each under a SIGBUS guard; the first error wins. */
 int run_tasks(cxlkv_pool *pool, uint32_t count, task_function task, void *context);
 void helpers_destroy(helpers *threads);
-
-/* ---- runs.c: all under the host lock ---- */
-void run_list(cxlkv_pool *pool, uint32_t run);       /* puts a run where its mask says */
-void run_unlist(cxlkv_pool *pool, uint32_t run);     /* takes it, all free, out of the allocator */
-void run_take(cxlkv_pool *pool, uint32_t page);      /* a free page is free no more */
-void run_put(cxlkv_pool *pool, uint32_t page);
-uint64_t page_retire(cxlkv_pool *pool, uint32_t page);   /* for good; returns 1 if it was not yet */
-/* In place of a page to be behind: no page follows these, so they open no run while gaps are left.
- * An extent that has one of them cannot be given to another host. */
-#define IN_A_GAP (NO_PAGE - 1)
-/* A free page: the slot right behind `after`, then one in a run of its own, then in any gap. */
-uint32_t run_choose(const cxlkv_pool *pool, uint32_t after);
-static inline bool page_is_free(const cxlkv_pool *pool, uint32_t page) {
-    return pool->runs[page / RUN_SLOTS].free_mask >> page % RUN_SLOTS & 1;
-}
-
-/* ---- alloc.c: under the host lock, but for pages_unclaim() ---- */
-/* Tries to have so many free pages: dead processes', withdrawn ones. See host_lock_with_room(). */
-void pages_make_room(cxlkv_pool *pool, uint64_t count);
-/* Takes count pages, neighbours of `after` first; all or nothing: 0 or -CXLKV_E_POOL_FULL. */
-int pages_take(cxlkv_pool *pool, uint32_t count, uint32_t after, uint32_t *pages);
-/* Pages of cxlkv_pages_alloc() are the caller's to free no more, and are again; all or none. */
-int pages_claim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
-void pages_unclaim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
-int full_error(cxlkv_pool *pool, uint32_t wanted);
-/* host_lock(); when fewer pages are free, ended leases give up theirs first, and other hosts. */
-int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count);
-
-/* ---- pages.c: all under the host lock, but for pages_drop_later() ---- */
-void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
-void pages_drop(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
-/* For who does not have the host lock, and cannot have it: they are dropped by the next call of
- * this process that has it. Never fails. */
-void pages_drop_later(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
-void pages_drop_late(cxlkv_pool *pool);   /* those */
-void pages_drop_slot(cxlkv_pool *pool, uint32_t slot);  /* all that its process holds */
-/* Frees those that nothing needs any more; neighbours share their looks and fences. */
-void pages_settle(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
-/* Bit i is page first + i of a pin word, that nothing here needs: free, or withdrawn. */
-void pages_free_word(cxlkv_pool *pool, uint32_t first, uint64_t pages);
-void withdrawn_look(cxlkv_pool *pool);    /* frees those that nobody pins any more */
-/* Round each change of a record that others may hold: a death there is mended. */
-void rewrite_begin(cxlkv_pool *pool, uint32_t page);
-void rewrite_end(cxlkv_pool *pool);
-/* Before a page is free: zeros in all of it, if somebody asked for that. False: it is retired. */
-bool page_scrubbed(cxlkv_pool *pool, uint32_t page);
-/* Where stores went through the caches (V1). */
-void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer);
-
-/* ---- index.c: all under the host lock ---- */
-void index_expect(const cxlkv_pool *pool, const uint64_t hash[2]);  /* it is asked for soon */
-uint32_t index_find(const cxlkv_pool *pool, const uint64_t hash[2]);
-bool index_insert(cxlkv_pool *pool, const uint64_t hash[2], uint32_t page);
-void index_erase(cxlkv_pool *pool, const uint64_t hash[2]);
-void index_erase_page(cxlkv_pool *pool, uint32_t page); /* the page's entry; walks the index */
-void index_clear(cxlkv_pool *pool);
-
-/* ---- published.c ---- */
-/* The index's hash of one page of a key: its place among the key's pages, and its part. */
-void page_hash(const uint8_t *hashes, uint64_t key, uint64_t place, uint32_t part,
-               uint64_t hash[2]);
-/* A page that is published already, or whose hash is, stays as it is: the first copy serves all. */
-bool publish_page(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens,
-                  const page_key *key);
-/* The page of one part under a hash, and which of its chain it is; false: none. A damaged page, or
- * one of another number of tokens, is none either: a miss, never a wrong hit. */
-bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, uint32_t tokens,
-                uint32_t *page, uint32_t *ordinal);
-/* everywhere: the copies that other hosts may have published under this hash, too. */
-bool page_forget(cxlkv_pool *pool, const uint64_t hash[2], bool everywhere);
 
 /* ---- counters.c: what is counted is seen by all processes of the host ---- */
 static inline void count_add(cxlkv_pool *pool, enum counter which, uint64_t amount) {

@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "pool/pages.h"
 #include "pool/pool.h"
 
 bool process_look(int32_t pid, process_view *seen) {

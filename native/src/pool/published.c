@@ -2,6 +2,7 @@
  * zeros where somebody asked for that. All under the host lock. */
 #include <string.h>
 
+#include "pool/pages.h"
 #include "pool/peers.h"
 
 void page_hash(const uint8_t *hashes, uint64_t key, uint64_t place, uint32_t part,

@@ -1,6 +1,7 @@
 /* What the host state derives from primary records: built anew, as after a death. */
 
 #include "base/flush.h"
+#include "pool/pages.h"
 #include "pool/peers.h"
 
 /* A death inside rewrite_begin .. rewrite_end may have torn the record's lines. Only whole, sealed

@@ -5,6 +5,7 @@
 #include "base/crc32c.h"
 #include "base/flush.h"
 #include "coherence/lines.h"
+#include "pool/pages.h"
 #include "pool/peers.h"
 #include "prefix/prefix.h"
 

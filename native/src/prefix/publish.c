@@ -10,6 +10,7 @@
 #include "base/flush.h"
 #include "coherence/lines.h"
 #include "pool/hooks.h"
+#include "pool/pages.h"
 #include "pool/peers.h"
 #include "prefix/prefix.h"
 

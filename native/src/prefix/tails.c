@@ -7,6 +7,7 @@
 
 #include "base/flush.h"
 #include "coherence/lines.h"
+#include "pool/pages.h"
 #include "pool/peers.h"
 #include "prefix/prefix.h"
 

@@ -9,6 +9,7 @@
 
 #include "base/crc32c.h"
 #include "base/flush.h"
+#include "pool/pages.h"
 #include "pool/peers.h"
 #include "sequence/sequence.h"
 

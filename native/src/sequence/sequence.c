@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "pool/hooks.h"
+#include "pool/pages.h"
 #include "pool/peers.h"
 #include "sequence/sequence.h"
 

@@ -10,6 +10,7 @@
 
 #include "base/crc32c.h"
 #include "base/flush.h"
+#include "pool/pages.h"
 #include "pool/peers.h"
 #include "tiers/local_tier.h"
 

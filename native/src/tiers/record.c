@@ -9,6 +9,7 @@
 #include "base/crc32c.h"
 #include "base/flush.h"
 #include "pool/hooks.h"
+#include "pool/pages.h"
 #include "pool/peers.h"
 #include "prefix/prefix.h"
 

@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 
 #include "check.h"
+#include "pool/pages.h"
 #include "sequence/sequence.h"
 
 enum { PAGES = 6, TOKENS = PAGES * TEST_PAGE_TOKENS + 1 };

@@ -8,6 +8,7 @@
 #include "base/flush.h"
 #include "kernels/kernels.h"
 #include "object_tests.h"
+#include "pool/pages.h"
 #include "pool/peers.h"
 #include "private_caches.h"
 

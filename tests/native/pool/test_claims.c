@@ -11,6 +11,7 @@
 
 #include "check.h"
 #include "coherence/host_lines.h"
+#include "pool/pages.h"
 #include "pool/peers.h"
 #include "sequence/sequence.h"
 

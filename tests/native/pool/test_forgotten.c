@@ -6,6 +6,7 @@
  * the other's record of it, so that each has a copy. */
 #undef NDEBUG
 #include "object_tests.h"
+#include "pool/pages.h"
 #include "prefix/prefix.h"
 
 enum { WISHES, DEAD, OTHER, HOSTS };

@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 
 #include "check.h"
+#include "pool/pages.h"
 #include "sequence/sequence.h"
 #include "tiers/local_tier.h"
 

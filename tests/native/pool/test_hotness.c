@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 
 #include "check.h"
+#include "pool/pages.h"
 #include "sequence/sequence.h"
 
 enum { PAGES = 8, TOKENS = PAGES * TEST_PAGE_TOKENS, THREADS = 3, DEATHS = 40 };

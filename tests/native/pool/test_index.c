@@ -3,6 +3,7 @@
  * the table's wrap as well. */
 #undef NDEBUG
 #include "check.h"
+#include "pool/pages.h"
 #include "pool/pool.h"
 
 enum { KEYS = 120, STEPS = 60000 };

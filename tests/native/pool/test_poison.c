@@ -17,6 +17,7 @@
 #include <sys/wait.h>
 
 #include "object_tests.h"
+#include "pool/pages.h"
 #include "pool/peers.h"
 #include "sequence/sequence.h"
 

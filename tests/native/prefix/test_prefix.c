@@ -5,6 +5,7 @@
 #undef NDEBUG
 #include "kernels/blake2s.h"
 #include "check.h"
+#include "pool/pages.h"
 #include "prefix/prefix.h"
 #include "tiers/local_tier.h"
 
