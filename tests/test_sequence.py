@@ -1,4 +1,4 @@
-"""Sequences and batches: append, select, fetch, attend, fork, truncate, handles, release."""
+"""Sequences and batches: fetch, arguments, and how far it is to the core; test_model has the rest."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ import numpy.typing as npt
 import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, Sequence
-from cxlkv.errors import (
-    BadArgumentError,
-)
+from cxlkv.errors import BadArgumentError, PoolFullError
 
 Floats = npt.NDArray[np.float32]
 PAGE, HEADS, DIM, LAYERS = 4, 2, 8, 2  # of the pool fixture

@@ -12,10 +12,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    PreTrainedModel,
-)
+from transformers import DynamicCache, PreTrainedModel
 
 from cxlkv import Budget, CXLPool, Selection
 from cxlkv.adapters.transformers import CXLCache, LayerStep, budgets, layout_of

@@ -19,13 +19,7 @@ from random import Random
 import pytest
 
 from cxlkv import CXLPool, _core
-from cxlkv.errors import (
-    BadArgumentError,
-    CorruptError,
-    CXLKVError,
-    GeometryError,
-    HostError,
-)
+from cxlkv.errors import BadArgumentError, CorruptError, CXLKVError, GeometryError, HostError
 from tests.support.stopping import stop
 
 from ..conftest import audit
