@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 
 from cxlkv import Buffers, CXLPool, KVLayout, ObjectPool, Tiers, object_keys
-from cxlkv.errors import BadArgumentError, BusyError, CorruptError, PoolFullError, ReleasedError
+from cxlkv.errors import (
+    BadArgumentError,
+    BusyError,
+    CorruptError,
+    PoolFullError,
+    ReleasedError,
+)
 from cxlkv.objects import ABSENT, DAMAGED
 from cxlkv.pool import Pool
 from cxlkv.prefix import root

@@ -1,4 +1,4 @@
-"""Sequences and batches: fetch, arguments, and how far it is to the core; test_model has the rest."""
+"""Sequences and batches: fetch, arguments, few calls to the core; test_model has the rest."""
 
 from __future__ import annotations
 

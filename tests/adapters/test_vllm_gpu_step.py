@@ -19,7 +19,13 @@ import torch
 
 from cxlkv.adapters.vllm import gpu_step as subject
 from cxlkv.adapters.vllm.gpu_step import Link, Split, attend_behind, attend_to_own
-from cxlkv.adapters.vllm.pool_attention import ALL, EARLIER, Group, Scores, attend_alone
+from cxlkv.adapters.vllm.pool_attention import (
+    ALL,
+    EARLIER,
+    Group,
+    Scores,
+    attend_alone,
+)
 
 from ..support.pool_attention_texts import (
     CAPACITY,

@@ -19,7 +19,13 @@ from random import Random
 import pytest
 
 from cxlkv import CXLPool, _core
-from cxlkv.errors import BadArgumentError, CorruptError, CXLKVError, GeometryError, HostError
+from cxlkv.errors import (
+    BadArgumentError,
+    CorruptError,
+    CXLKVError,
+    GeometryError,
+    HostError,
+)
 from tests.support.stopping import stop
 
 from ..conftest import audit

@@ -9,7 +9,11 @@ import torch
 
 from cxlkv.errors import BadArgumentError
 from cxlkv.kernels import reference_copies
-from cxlkv.kernels.copies import FRAGMENT_BYTES_MAX, check_generations, copy_fragments
+from cxlkv.kernels.copies import (
+    FRAGMENT_BYTES_MAX,
+    check_generations,
+    copy_fragments,
+)
 
 GUARD = 0xA5
 GAP = 32  # guard bytes between targets

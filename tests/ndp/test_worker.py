@@ -17,7 +17,13 @@ import numpy as np
 import pytest
 
 from cxlkv import CXLPool, KVLayout
-from cxlkv.errors import BadArgumentError, BusyError, PoolFullError, ReleasedError, WorkerError
+from cxlkv.errors import (
+    BadArgumentError,
+    BusyError,
+    PoolFullError,
+    ReleasedError,
+    WorkerError,
+)
 from cxlkv.layout import LayerGroup
 from cxlkv.machine.topology import NumaNode, probe
 from cxlkv.ndp.engine import Budget, Selection

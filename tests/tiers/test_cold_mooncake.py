@@ -21,7 +21,13 @@ from hypothesis import strategies as st
 
 from cxlkv import CXLPool, KVLayout, ObjectPool
 from cxlkv.bench.peers.mooncake import LOOPBACK, free_port, start_master
-from cxlkv.errors import BadArgumentError, ClosedError, ColdError, GeometryError, UnsupportedError
+from cxlkv.errors import (
+    BadArgumentError,
+    ClosedError,
+    ColdError,
+    GeometryError,
+    UnsupportedError,
+)
 from cxlkv.prefix import prefix_keys
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.cold import ColdTier
