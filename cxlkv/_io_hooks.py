@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
+from cxlkv.arrays import Tokens
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import Selection
 
 Kind = Literal["append", "attach", "select", "fetch", "attend", "promote", "demote", "restore"]
-Tokens = npt.NDArray[np.int64]
 
 
 class Transfer(Protocol):

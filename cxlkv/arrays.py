@@ -21,6 +21,29 @@ if TYPE_CHECKING:
 else:
     Array = object
 
+# What numpy arrays hold: here alone, so that a name means one thing in all files.
+Bytes = npt.NDArray[np.uint8]
+RecordBytes = npt.NDArray[np.uint8]  # [n, record_bytes]
+Hashes = npt.NDArray[np.uint8]  # [n, 16]: keys of pages or objects
+Names = npt.NDArray[np.uint8]  # [n, 16]: what the index has of pages
+Mask = npt.NDArray[np.bool_]
+Codes = npt.NDArray[np.int32]  # of each page or record, how it went
+Starts = npt.NDArray[np.int32]  # of sequence i are the rows from starts[i] to starts[i + 1]
+PageIndices = npt.NDArray[np.int32]  # of pages in a sequence, from 0
+PageIds = npt.NDArray[np.uint32]  # of pages in the pool
+Counts = npt.NDArray[np.uint32]
+UInt32s = npt.NDArray[np.uint32]
+Generations = npt.NDArray[np.uint64]
+Addresses = npt.NDArray[np.uint64]  # of memory, and its bytes, as the core takes them
+Pointers = npt.NDArray[np.int64]  # the same as CUDA and torch take them
+Offsets = npt.NDArray[np.int64]
+Sizes = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.int64]  # ids or numbers of tokens
+Units = npt.NDArray[np.int64]  # of a local tier: a page, layer and kv head
+Halves = npt.NDArray[np.float16]
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+
 NUMPY_DTYPES = (
     np.dtype(ml_dtypes.bfloat16),
     np.dtype(np.float16),

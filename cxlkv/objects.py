@@ -18,7 +18,7 @@ import numpy.typing as npt
 from cxlkv import _core, _io_hooks
 from cxlkv._core import reclaim
 from cxlkv._lifetime import Closing
-from cxlkv.arrays import is_torch
+from cxlkv.arrays import Addresses, Sizes, is_torch
 from cxlkv.errors import BadArgumentError, CorruptError, ReleasedError
 from cxlkv.pool import Pool
 from cxlkv.prefix import PageKey, PageKeys, key_hashes, root
@@ -31,8 +31,6 @@ ABSENT, DAMAGED = _core.ABSENT, _core.DAMAGED
 then forget() it, and it can be put again."""
 
 Keys = Iterable[str | bytes]
-Sizes = npt.NDArray[np.int64]
-Whole = npt.NDArray[np.uint64]
 
 
 class Buffers(NamedTuple):
@@ -179,7 +177,7 @@ class _Leased(Closing):
         self,
         pool: _core.Handle,
         handle: _core.Handle,
-        addresses: Whole,
+        addresses: Addresses,
         sizes: Sizes,
         writable: bool,
     ):
@@ -256,7 +254,7 @@ class Lease(_Leased):
     none; addresses: uint64 [n], 0 there; views are read-only."""
 
     def __init__(
-        self, pool: _core.Handle, handle: _core.Handle, addresses: Whole, sizes: Sizes
+        self, pool: _core.Handle, handle: _core.Handle, addresses: Addresses, sizes: Sizes
     ) -> None:
         super().__init__(pool, handle, addresses, sizes, writable=False)
 
@@ -265,7 +263,7 @@ class Reserved(_Leased):
     """Room for objects that nobody finds yet; views are to be written."""
 
     def __init__(
-        self, pool: _core.Handle, handle: _core.Handle, addresses: Whole, sizes: Sizes
+        self, pool: _core.Handle, handle: _core.Handle, addresses: Addresses, sizes: Sizes
     ) -> None:
         super().__init__(pool, handle, addresses, sizes, writable=True)
 
@@ -342,7 +340,7 @@ def _encoded(names: list[str | bytes]) -> tuple[bytes, list[str | bytes]]:
         raise BadArgumentError(f"keys are text or bytes: {error}") from None
 
 
-def _numbers(given: npt.ArrayLike, name: str) -> Whole:
+def _numbers(given: npt.ArrayLike, name: str) -> Addresses:
     """Whole numbers, none of them negative."""
     found = np.asarray(given)
     if found.size and (found.dtype.kind not in "iu" or (found < 0).any()):
@@ -352,7 +350,7 @@ def _numbers(given: npt.ArrayLike, name: str) -> Whole:
 
 def _memory(
     buffers: Buffers | Sequence[object], count: int, writable: bool
-) -> tuple[tuple[Whole, Whole, Whole | None], list[object]]:
+) -> tuple[tuple[Addresses, Addresses, Addresses | None], list[object]]:
     """Addresses, sizes and starts for so many objects, and what must stay alive meanwhile."""
     if isinstance(buffers, Buffers):
         return _given_memory(buffers, count), []
@@ -375,7 +373,7 @@ def _memory(
     return (np.array(addresses, np.uint64), np.array(sizes, np.uint64), ends), kept
 
 
-def _given_memory(buffers: Buffers, count: int) -> tuple[Whole, Whole, Whole | None]:
+def _given_memory(buffers: Buffers, count: int) -> tuple[Addresses, Addresses, Addresses | None]:
     addresses = _numbers(buffers.addresses, "addresses")
     sizes = _numbers(buffers.sizes, "sizes")
     if addresses.ndim != 1 or addresses.shape != sizes.shape:
@@ -424,7 +422,7 @@ def _tensor_place(tensor: torch.Tensor) -> tuple[int, int, object]:
     return tensor.data_ptr(), tensor.nbytes, tensor
 
 
-def _moved(given: tuple[Whole, Whole, Whole | None], new: npt.NDArray[np.bool_]) -> int:
+def _moved(given: tuple[Addresses, Addresses, Addresses | None], new: npt.NDArray[np.bool_]) -> int:
     """Bytes of the objects that are new."""
     _, sizes, starts = given
     if starts is None:

@@ -17,17 +17,11 @@ import numpy.typing as npt
 from cxlkv import _core, _io_hooks
 from cxlkv._core import reclaim
 from cxlkv._core.reclaim import Reclaimer, T
+from cxlkv.arrays import Codes, Counts, Generations, Names, Offsets, PageIds, RecordBytes
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout, layer_places
 
-PageIds = npt.NDArray[np.uint32]
 NO_PAGE = _core.NO_PAGE  # in place of an id: none, behind a window
-Offsets = npt.NDArray[np.int64]
-Counts = npt.NDArray[np.uint32]
-Generations = npt.NDArray[np.uint64]
-Codes = _core.Codes
-Names = _core.Names
-RecordBytes = _core.Records
 
 COUNTER_WIDTH = 16
 COUNT_MAX = (1 << COUNTER_WIDTH) - 1

@@ -27,11 +27,10 @@ import numpy.typing as npt
 
 from cxlkv import _core
 from cxlkv._core import tail_keys as tail_keys
+from cxlkv.arrays import Hashes
 from cxlkv.errors import BadArgumentError
 
 HASH_BYTES = 16
-
-Packed = npt.NDArray[np.uint8]
 
 
 class PageKey(bytes):
@@ -49,7 +48,7 @@ class ContentKey(PageKey):
 class PageKeys(Sequence[bytes]):
     """Keys of a text's pages: a sequence of PageKey, kept as one array uint8 [n, 16]."""
 
-    def __init__(self, packed: Packed, page_tokens: int, strict: bool = True):
+    def __init__(self, packed: Hashes, page_tokens: int, strict: bool = True):
         self.packed = packed
         self.page_tokens = page_tokens
         self.strict = strict

@@ -11,13 +11,12 @@ import numpy.typing as npt
 
 from cxlkv import _core, _io_hooks
 from cxlkv._core import reclaim
-from cxlkv.arrays import NUMPY_DTYPES, Array, View, imported, view
+from cxlkv.arrays import NUMPY_DTYPES, Array, Starts, View, imported, view
 from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.ndp import audit, simd
 from cxlkv.ndp.engine import RECALL, Asked, Budget, Selection
 
-Starts = npt.NDArray[np.int32]
 PagePlaces = _core.Places
 
 

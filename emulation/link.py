@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core, _io_hooks, _lifetime
-from cxlkv._io_hooks import Kind, Tokens
+from cxlkv._io_hooks import Kind
+from cxlkv.arrays import Tokens
 from cxlkv.emulation import profiles
 from cxlkv.emulation.profiles import Profile
 from cxlkv.emulation.sharing import GB, Transfer, check_devices, share_out

@@ -24,9 +24,6 @@ from cxlkv.layout import KVLayout
 from cxlkv.ndp import simd
 from cxlkv.ndp.engine import Asked, Selection
 
-Pages = npt.NDArray[np.int32]
-
-
 RECENT = 16
 """Audits over which the recall is averaged before an alarm is raised."""
 MARGIN = 0.02

@@ -6,13 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
-from cxlkv.arrays import NUMPY_DTYPES, Array, View, empty_like_kind, imported, view
+from cxlkv.arrays import NUMPY_DTYPES, Array, Starts, View, empty_like_kind, imported, view
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES, KVLayout
 from cxlkv.ndp import tuning
 from cxlkv.ndp.engine import METHODS, PERS, UNIONS, Asked, Selection, Stages, errors_of, uniform
 
-Starts = npt.NDArray[np.int32]
 ROOM_PAGES = 4096  # the longest lists for which room is made before the core has asked for it
 
 

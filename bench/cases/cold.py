@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 
 from cxlkv import _core
+from cxlkv.arrays import Bytes
 from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.pools import Shape, pool_in_file
 from cxlkv.bench.result import Result
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import key_hashes, prefix_keys
 from cxlkv.tiers.cold import ColdTier
-from cxlkv.tiers.cold_file import Bytes, RecordShape
+from cxlkv.tiers.cold_file import RecordShape
 
 
 @dataclass(frozen=True, kw_only=True)

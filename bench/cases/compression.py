@@ -9,13 +9,14 @@ import ml_dtypes
 import numpy as np
 
 from cxlkv import _core
+from cxlkv.arrays import Bytes
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.result import Result
 from cxlkv.errors import UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import key_hashes, prefix_keys
-from cxlkv.tiers.cold_file import Bytes, RecordShape
+from cxlkv.tiers.cold_file import RecordShape
 from cxlkv.tiers.compress import Codec
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}

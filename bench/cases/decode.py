@@ -9,13 +9,14 @@ from torch import Tensor
 
 from cxlkv import _core
 from cxlkv.adapters.transformers import CXLCache, LayerStep, layout_of
+from cxlkv.arrays import Units
 from cxlkv.bench.replay.caches import belady
 from cxlkv.bench.result import Result
 from cxlkv.demo.measure import Examiner, Plan
 from cxlkv.demo.run import demo_pool, load_model
 from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.sequence import Batch
-from cxlkv.tiers.local import LocalTier, Units, units_of
+from cxlkv.tiers.local import LocalTier, units_of
 from cxlkv.tiers.prefetch import LastStep, LayerAhead, Prefetcher
 
 Reads = list[Units]

@@ -10,12 +10,13 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv.arrays import Bytes
 from cxlkv.bench import loops
 from cxlkv.bench.cases.transfer import Mapped, append_all, selection
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.pools import Shape, pool_in_file
 from cxlkv.bench.result import Result
-from cxlkv.bench.streams import Bytes, size_name
+from cxlkv.bench.streams import size_name
 from cxlkv.pool import CXLPool
 
 

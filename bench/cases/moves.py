@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
+from cxlkv.arrays import Units
 from cxlkv.bench.cases.transfer import Mapped, append_all
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.pools import Shape, pool_in_file
 from cxlkv.bench.result import Result
 from cxlkv.pool import CXLPool
-from cxlkv.tiers.local import LocalTier, Units
+from cxlkv.tiers.local import LocalTier
 
 HUGE_BYTES = 2 << 20
 

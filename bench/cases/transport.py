@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
+from cxlkv.arrays import Bytes
 from cxlkv.bench.result import Result
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import Budget
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys, prefix_keys
-from cxlkv.tiers.cold_file import Bytes
 from cxlkv.transport import Remote, Server, pull, push
 from cxlkv.transport.client import RemoteHit
 

@@ -14,7 +14,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.bench.peers.serving import UNIT_BYTES, Bytes, Keys, Objects
+from cxlkv.arrays import Bytes
+from cxlkv.bench.peers.serving import UNIT_BYTES, Keys, Objects
 from cxlkv.bench.peers.talking import OURS, ContenderError, Conversation, Program, program_of
 from cxlkv.bench.result import Result
 from cxlkv.errors import MemoryShortError

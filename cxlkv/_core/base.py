@@ -13,6 +13,7 @@ import numpy.typing as npt
 from cxlkv import errors
 from cxlkv._core import abi
 from cxlkv._native import ffi, lib
+from cxlkv.arrays import Units
 
 abi.check(lib)  # before anything of the core is used
 
@@ -55,12 +56,6 @@ _BYTES = ffi.typeof("uint8_t *")
 
 Handle = Any  # a cffi pointer to an opaque struct of the core
 Made = TypeVar("Made")
-Pages = npt.NDArray[np.int32]
-Starts = npt.NDArray[np.int32]
-Sizes = npt.NDArray[np.int64]
-Units = npt.NDArray[np.int64]
-Addresses = npt.NDArray[np.uint64]
-Hashes = npt.NDArray[np.uint8]
 
 
 def check(code: int) -> int:

@@ -10,20 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import errors
-from cxlkv._core.base import (
-    E_ROOM,
-    Handle,
-    Pages,
-    Starts,
-    Units,
-    check,
-    handle_of,
-    int32s,
-    int64s,
-    new_place,
-)
+from cxlkv._core.base import E_ROOM, Handle, check, handle_of, int32s, int64s, new_place
 from cxlkv._native import ffi, lib
-from cxlkv.arrays import View
+from cxlkv.arrays import PageIndices, Starts, Units, View
 
 
 class _Arguments(threading.local):
@@ -154,7 +143,7 @@ def batch_select(
     scale: float,
     errors: float,
     pages_min: int,
-    pages: Pages,
+    pages: PageIndices,
     scores: npt.NDArray[np.float32],
     counts: npt.NDArray[np.int32],
 ) -> tuple[int, int, Any]:
@@ -177,7 +166,7 @@ def batch_select(
     return code, args.k, args
 
 
-def _fill_picked(struct: Any, picked: tuple[Pages, int] | None) -> Any:
+def _fill_picked(struct: Any, picked: tuple[PageIndices, int] | None) -> Any:
     """picked is ([lists, kv_heads, k], per); returns what must stay alive during the call."""
     if picked is None:
         struct.pages = ffi.NULL
@@ -191,7 +180,7 @@ def _fill_picked(struct: Any, picked: tuple[Pages, int] | None) -> Any:
 def batch_fetch(
     batch: Handle,
     layer: int,
-    picked: tuple[Pages, int] | None,
+    picked: tuple[PageIndices, int] | None,
     starts: Starts | None,
     keys: tuple[int, int],
     values: tuple[int, int],
@@ -210,7 +199,7 @@ def batch_fetch(
     return code, args.k
 
 
-def batch_verify(batch: Handle, layer: int, picked: tuple[Pages, int]) -> None:
+def batch_verify(batch: Handle, layer: int, picked: tuple[PageIndices, int]) -> None:
     struct = ffi.new("cxlkv_picked *")
     kept = _fill_picked(struct, picked)
     check(lib.cxlkv_batch_verify(batch, layer, struct))
@@ -222,7 +211,7 @@ def batch_attend(
     layer: int,
     queries: View,
     starts: Starts,
-    picked: tuple[Pages, int] | None,
+    picked: tuple[PageIndices, int] | None,
     scale: float,
     softcap: float,
     out_address: int,
@@ -242,7 +231,9 @@ def batch_attend(
     return check(code)
 
 
-def batch_units(batch: Handle, layer: int, picked: tuple[Pages, int], starts: Starts) -> Units:
+def batch_units(
+    batch: Handle, layer: int, picked: tuple[PageIndices, int], starts: Starts
+) -> Units:
     """The units of chosen pages, in their shape; -1 for what cannot be promoted."""
     struct = ffi.new("cxlkv_picked *")
     kept = _fill_picked(struct, picked)

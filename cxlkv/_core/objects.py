@@ -11,10 +11,7 @@ import numpy.typing as npt
 
 from cxlkv._core.base import (
     HASH_BYTES,
-    Addresses,
     Handle,
-    Hashes,
-    Sizes,
     check,
     handle_of,
     int32s,
@@ -23,6 +20,7 @@ from cxlkv._core.base import (
     view_of,
 )
 from cxlkv._native import ffi, lib
+from cxlkv.arrays import Addresses, Hashes, Sizes
 
 ABSENT: int = lib.CXLKV_OBJECT_ABSENT
 DAMAGED: int = lib.CXLKV_OBJECT_DAMAGED

@@ -8,20 +8,18 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import errors
-from cxlkv._core.base import HASH_BYTES, Handle, Hashes, check, flat, handle_of, int32s, new_place
+from cxlkv._core.base import HASH_BYTES, Handle, check, flat, handle_of, int32s, new_place
 from cxlkv._core.pool import pool_geometry
 from cxlkv._native import ffi, lib
+from cxlkv.arrays import Codes, Hashes, Names, Tokens
 
 KEYS_CHAINED: int = lib.CXLKV_KEYS_CHAINED
 KEYS_CONTENT: int = lib.CXLKV_KEYS_CONTENT
 PAGE_HELD: int = lib.CXLKV_PAGE_HELD
 NO_PAGE = 2**32 - 1
-TokenIds = npt.NDArray[np.int64]
-Codes = npt.NDArray[np.int32]
-Names = npt.NDArray[np.uint8]  # [count, 16]: hashes under which pages are published
 
 
-def page_keys(ids: TokenIds, page_tokens: int, kind: int, root: bytes) -> Hashes:
+def page_keys(ids: Tokens, page_tokens: int, kind: int, root: bytes) -> Hashes:
     """[pages, HASH_BYTES]"""
     keys = np.empty((len(ids) // page_tokens, HASH_BYTES), np.uint8)
     out = ffi.from_buffer("uint8_t[]", keys, True)
@@ -30,7 +28,7 @@ def page_keys(ids: TokenIds, page_tokens: int, kind: int, root: bytes) -> Hashes
     return keys
 
 
-def tail_keys(ids: TokenIds, before: bytes) -> Hashes:
+def tail_keys(ids: Tokens, before: bytes) -> Hashes:
     """Of the first 1, 2 ... of these ids."""
     keys = np.empty((len(ids), HASH_BYTES), np.uint8)
     out = ffi.from_buffer("uint8_t[]", keys, True)
@@ -54,7 +52,7 @@ def match(
 
 
 def match_prefix(
-    pool: Handle, hashes: bytes, lease_s: float, ids: TokenIds, root: bytes
+    pool: Handle, hashes: bytes, lease_s: float, ids: Tokens, root: bytes
 ) -> tuple[int, Handle]:
     """The same for keys of page_keys(), and a page that is not full behind them."""
     return _match(pool, hashes, lease_s, True, False, ids, root)
@@ -66,7 +64,7 @@ def _match(
     lease_s: float,
     single: bool,
     content: bool,
-    ids: TokenIds | None,
+    ids: Tokens | None,
     root: bytes,
 ) -> tuple[int, Handle]:
     given, first = ffi.from_buffer("uint8_t[]", hashes), ffi.from_buffer("uint8_t[]", root)

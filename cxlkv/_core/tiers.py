@@ -9,7 +9,6 @@ from cxlkv import errors
 from cxlkv._core.base import (
     HASH_BYTES,
     Handle,
-    Units,
     check,
     dtype_of,
     flat,
@@ -18,8 +17,8 @@ from cxlkv._core.base import (
     keep,
     numbers_of,
 )
-from cxlkv._core.prefix import Codes, Names
 from cxlkv._native import ffi, lib
+from cxlkv.arrays import Codes, Names, RecordBytes, Units
 
 RECORD_PRESENT: int = lib.CXLKV_RECORD_PRESENT  # codes, by record or page; 0: done
 RECORD_MAGIC: int = lib.CXLKV_RECORD_MAGIC
@@ -28,7 +27,6 @@ PACKED_MAGIC: int = lib.CXLKV_PACKED_MAGIC
 PACKED_VERSION: int = lib.CXLKV_PACKED_VERSION
 PACKED_HEADER = dtype_of("cxlkv_packed_header")  # outside
 _HASH = ffi.offsetof("cxlkv_packed_header", "hash")
-Records = npt.NDArray[np.uint8]  # [count, record_bytes]
 
 
 def record_shape(pool: Handle) -> tuple[int, int]:
@@ -41,7 +39,7 @@ def records_read(
     pool: Handle,
     pages: npt.NDArray[np.uint32],
     generations: npt.NDArray[np.uint64],
-    out: Records,
+    out: RecordBytes,
 ) -> Codes:
     """Fills rows of out with published pages of these generations; the codes say which."""
     _check_records(pool, len(pages), out)
@@ -53,7 +51,7 @@ def records_read(
     return codes
 
 
-def records_write(pool: Handle, records: Records, parents: Names | None = None) -> Codes:
+def records_write(pool: Handle, records: RecordBytes, parents: Names | None = None) -> Codes:
     """Publishes records, all or none when pages are short (PoolFullError); the codes say which.
 
     parents: the name of the page before each, zeros for none; None: not known.
@@ -68,7 +66,7 @@ def records_write(pool: Handle, records: Records, parents: Names | None = None) 
     return codes
 
 
-def _check_records(pool: Handle, count: int, records: Records) -> None:
+def _check_records(pool: Handle, count: int, records: RecordBytes) -> None:
     wanted = (count, record_shape(pool)[0])
     if records.shape != wanted or records.dtype != np.uint8 or not records.flags.c_contiguous:
         raise errors.BadArgumentError(
@@ -77,7 +75,7 @@ def _check_records(pool: Handle, count: int, records: Records) -> None:
         )
 
 
-def names_of(records: Records) -> Names:
+def names_of(records: RecordBytes) -> Names:
     """Under which each of the records is published; zeros for one that was not read."""
     return np.ascontiguousarray(records[:, _HASH : _HASH + HASH_BYTES])
 

@@ -21,7 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
+
+from cxlkv.arrays import Tokens
 
 FACT_KEYS = 256
 """Keys that a fact may have, hence the most facts that a context can hold."""
@@ -33,8 +34,6 @@ FILLERS = 512
 FIRST_QUERY = FACT_KEYS * VALUES
 FIRST_FILLER = FIRST_QUERY + FACT_KEYS
 VOCABULARY_SIZE = FIRST_FILLER + FILLERS
-
-Tokens = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

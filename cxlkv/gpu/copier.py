@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cxlkv.arrays import Pointers, Sizes
 from cxlkv.errors import BadArgumentError
-from cxlkv.gpu.driver import Addresses, Driver, Sizes, index_of
+from cxlkv.gpu.driver import Driver, index_of
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.ndp import tuning
 from cxlkv.ndp.tuning import GpuCopyConstants
@@ -48,8 +49,8 @@ class Copied:
 class Pieces(NamedTuple):
     """Copies of bytes, by address; the three arrays are of one length."""
 
-    sources: Addresses
-    targets: Addresses
+    sources: Pointers
+    targets: Pointers
     sizes: Sizes
 
 
@@ -203,7 +204,7 @@ def pieces_of(
     return Pieces(sources[there], targets[there], lengths[there])
 
 
-def merge(pieces: Pieces, cuts: Addresses) -> Pieces:
+def merge(pieces: Pieces, cuts: Pointers) -> Pieces:
     """Neighbours on both sides become one, as DMA pays for each; not across `cuts`."""
     sources, targets, sizes = pieces
     if len(sizes) < 2:

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from cxlkv.arrays import Pointers, Sizes
 from cxlkv.errors import BadArgumentError, GpuError, GpuMemoryError, UnsupportedError
 
 LIBRARY = "libcuda.so.1"
@@ -27,9 +27,6 @@ REGISTER_PORTABLE = 1
 REGISTER_DEVICEMAP = 2
 REGISTER_READ_ONLY = 8
 ORDERED_BY_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-
-Addresses = npt.NDArray[np.int64]
-Sizes = npt.NDArray[np.int64]
 
 
 class _Location(ctypes.Structure):
@@ -174,13 +171,13 @@ class Driver:
         self._call("cuMemHostGetDevicePointer_v2", byref(found), c_void_p(address), 0)
         return found.value
 
-    def copy(self, targets: Addresses, sources: Addresses, sizes: Sizes, stream: int) -> None:
+    def copy(self, targets: Pointers, sources: Pointers, sizes: Sizes, stream: int) -> None:
         """Queue copies, one after the other, each between addresses of registered host memory and
         of the device. The arrays are of one length and are not needed afterwards."""
         for row in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             self._call("cuMemcpyAsync", *row, c_void_p(stream))
 
-    def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Sizes, stream: int) -> None:
+    def copy_batch(self, targets: Pointers, sources: Pointers, sizes: Sizes, stream: int) -> None:
         """The same in one call, in any order. Not on the default stream, whose number is 0."""
         if not len(targets) == len(sources) == len(sizes):
             raise BadArgumentError("copies of a batch: as many targets as sources and sizes")

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from cxlkv._lifetime import Closing
+from cxlkv.arrays import Offsets
 from cxlkv.errors import (
     BadArgumentError,
     ClosedError,
@@ -40,7 +41,7 @@ from cxlkv.gpu.driver import (
 )
 from cxlkv.layout import format_bytes
 from cxlkv.machine.topology import Memory, probe
-from cxlkv.pages import Offsets, Pages
+from cxlkv.pages import Pages
 from cxlkv.pool import Pool
 from cxlkv.sequence import Sequence
 

@@ -16,13 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cxlkv.arrays import PageIds
 from cxlkv.errors import BadArgumentError, ClosedError, OrderError, UnevenError
 from cxlkv.gpu.copier import Copier, Pieces, merge
 from cxlkv.gpu.driver import index_of
 from cxlkv.gpu.staging import DTYPES, Waitable
 from cxlkv.kernels.encode import Encoded, encode
 from cxlkv.layout import layer_places
-from cxlkv.pages import NO_PAGE, PageIds, Pages, places_of
+from cxlkv.pages import NO_PAGE, Pages, places_of
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Batch, Sequence
 

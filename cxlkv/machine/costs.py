@@ -15,6 +15,7 @@ from typing import TypeGuard
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv.arrays import Doubles
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import KVLayout
 
@@ -22,7 +23,6 @@ TIERS = ("local", "far", "cold")
 CHOICES = ("recompute", "fetch", "attend")  # of equals the first: it needs nothing of us
 TOKENS_MAX = 1 << 24  # where the search for a break-even length ends
 
-Floats = npt.NDArray[np.float64]
 TierNames = str | Sequence[str]
 
 
@@ -62,7 +62,7 @@ class Prefill:
         if self.context_half != math.inf:
             _check_rate("context_half", self.context_half)
 
-    def seconds(self, first: npt.ArrayLike, end: npt.ArrayLike) -> Floats:
+    def seconds(self, first: npt.ArrayLike, end: npt.ArrayLike) -> Doubles:
         """For tokens [first, end) of a context, those before `first` being there."""
         begins, ends = np.asarray(first, np.float64), np.asarray(end, np.float64)
         middle = (begins + ends) / 2
@@ -149,7 +149,7 @@ class Decisions:
     """Of many requests: choice[i] is an index in CHOICES, seconds [n, 3] in the same order."""
 
     choice: npt.NDArray[np.int64]
-    seconds: Floats
+    seconds: Doubles
     cached_tokens: npt.NDArray[np.int64]
     tiers: tuple[str, ...]
 
@@ -282,7 +282,7 @@ class Costs:
         seconds = np.stack([self.recompute_seconds(0, cached), fetch, attend], axis=1)
         return Decisions(np.argmin(seconds, axis=1), seconds, cached, names)
 
-    def read_seconds(self, layout: KVLayout, tokens: npt.ArrayLike, tier: TierNames) -> Floats:
+    def read_seconds(self, layout: KVLayout, tokens: npt.ArrayLike, tier: TierNames) -> Doubles:
         """To copy a prefix of `tokens` out of `tier`, to the GPU where there is a link."""
         wanted = _whole("tokens", tokens)
         if isinstance(tier, str):
@@ -294,14 +294,14 @@ class Costs:
             result[here] = self._read_seconds(layout, wanted[here], name)
         return result
 
-    def _read_seconds(self, layout: KVLayout, tokens: npt.NDArray[np.int64], tier: str) -> Floats:
+    def _read_seconds(self, layout: KVLayout, tokens: npt.NDArray[np.int64], tier: str) -> Doubles:
         known = self.tier(tier)
         if tier == "cold":
             return self._cold_seconds(layout, tokens) + self._read_seconds(layout, tokens, "far")
         calls = np.where(tokens > 0, layout.layers, 0)
         return calls * known.latency_s + kv_bytes(layout, tokens) * self._byte_s(known)
 
-    def _cold_seconds(self, layout: KVLayout, tokens: npt.NDArray[np.int64]) -> Floats:
+    def _cold_seconds(self, layout: KVLayout, tokens: npt.NDArray[np.int64]) -> Doubles:
         """From the file to the pool."""
         known = self.tier("cold")
         read = kv_bytes(layout, tokens) / known.bytes_per_s
@@ -314,7 +314,7 @@ class Costs:
         tier: TierNames,
         steps: npt.ArrayLike,
         share: npt.ArrayLike = 1.0,
-    ) -> Floats:
+    ) -> Doubles:
         """To attend to a prefix of `tokens` where it lies, `steps` times, at least once.
 
         Once, since an engine computes the last token of a prompt whatever is cached. What lies in
@@ -329,7 +329,7 @@ class Costs:
 
     def step_seconds(
         self, layout: KVLayout, tokens: npt.ArrayLike, share: npt.ArrayLike = 1.0
-    ) -> Floats:
+    ) -> Doubles:
         """To select (unless all is attended to) and attend to `tokens` near the data, once."""
         wanted = _whole("tokens", tokens)
         part = np.asarray(share, np.float64)
@@ -342,7 +342,7 @@ class Costs:
         attended = part * held / self.attend_bytes_per_s
         return np.asarray(scored + attended + calls * self.step_latency_s)
 
-    def recompute_seconds(self, first: npt.ArrayLike, end: npt.ArrayLike) -> Floats:
+    def recompute_seconds(self, first: npt.ArrayLike, end: npt.ArrayLike) -> Doubles:
         """To prefill tokens [first, end) again. Raises BadArgumentError without a speed."""
         return self._prefill().seconds(first, end)
 
@@ -352,7 +352,7 @@ class Costs:
         depth_tokens: npt.ArrayLike,
         page_bytes: npt.ArrayLike,
         tier: str,
-    ) -> Floats:
+    ) -> Doubles:
         """Seconds that a hit saves for each page; below 0 where recomputing it is faster.
 
         tokens: of the page; depth_tokens: before it in its sequence: deeper pages are worth more,
@@ -460,7 +460,7 @@ class Costs:
         return found
 
 
-def kv_bytes(layout: KVLayout, tokens: npt.ArrayLike) -> Floats:
+def kv_bytes(layout: KVLayout, tokens: npt.ArrayLike) -> Doubles:
     """Bytes of K and V that a prefix of `tokens` takes: of a layer with a window, its end only."""
     wanted = np.asarray(tokens, np.float64)
     layer_bytes = layout.token_bytes / layout.layers
@@ -477,7 +477,7 @@ def key_share(layout: KVLayout) -> float:
     return layout.head_dim / (layout.head_dim + own)
 
 
-def _records(layout: KVLayout, tokens: npt.NDArray[np.int64]) -> Floats:
+def _records(layout: KVLayout, tokens: npt.NDArray[np.int64]) -> Doubles:
     """Records that hold a prefix: one a page for each group of layers."""
     total = np.zeros(tokens.shape)
     for group in layout.groups:

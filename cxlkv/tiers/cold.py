@@ -12,20 +12,19 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from cxlkv import _lifetime
 from cxlkv._lifetime import Closing
+from cxlkv.arrays import Bytes, Mask
 from cxlkv.errors import BadArgumentError, ClosedError
 from cxlkv.layout import parse_bytes
-from cxlkv.tiers.cold_file import NAME_BYTES, Bytes, ColdFile, Place, RecordShape, why
+from cxlkv.tiers.cold_file import NAME_BYTES, ColdFile, Place, RecordShape, why
 from cxlkv.tiers.compress import Codec
 
 FSYNC = ("none", "batch")
 LOOK_RECORDS = 16  # of an earlier opening, looked at together
 FREE, STORED, RESERVED = 0, 1, 2
 
-Mask = npt.NDArray[np.bool_]
 log = logging.getLogger("cxlkv")
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _lifetime
+from cxlkv.arrays import Bytes
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
@@ -71,7 +72,6 @@ SLOT_HEADER = np.dtype(
 )
 SLOT_HEADER_BYTES = SLOT_HEADER.itemsize  # 64
 
-Bytes = npt.NDArray[np.uint8]
 Headers = npt.NDArray[np.void]
 
 REMEDIES = {

@@ -26,10 +26,11 @@ import numpy.typing as npt
 
 from cxlkv import _lifetime
 from cxlkv._lifetime import Closing
+from cxlkv.arrays import Bytes, Mask
 from cxlkv.errors import BadArgumentError, ClosedError, ColdError, UnsupportedError
 from cxlkv.layout import parse_bytes
 from cxlkv.pages import crc32c
-from cxlkv.tiers.cold_file import NAME_BYTES, Bytes, RecordShape
+from cxlkv.tiers.cold_file import NAME_BYTES, RecordShape
 
 SCHEME = "mooncake://"
 TRAILER_MAGIC = 0x52564B43  # "CKVR"
@@ -50,7 +51,6 @@ PAUSE_S = 5.0
 """After a failure nothing is asked for so long: an engine computes meanwhile."""
 NO_SPACE, DOES_NOT_FIT, NOT_FOUND = -200, -600, -704  # Mooncake's codes
 
-Mask = npt.NDArray[np.bool_]
 Made = TypeVar("Made")
 log = logging.getLogger("cxlkv")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
+from cxlkv.arrays import Bytes, Mask
 from cxlkv.errors import BadArgumentError, GeometryError
-from cxlkv.tiers.cold import ColdTier, Mask
-from cxlkv.tiers.cold_file import Bytes, RecordShape
+from cxlkv.tiers.cold import ColdTier
+from cxlkv.tiers.cold_file import RecordShape
 from cxlkv.tiers.cold_mooncake import MooncakeTier, is_mooncake
 
 

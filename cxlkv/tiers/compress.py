@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from cxlkv import _lifetime
+from cxlkv.arrays import Bytes
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
 COMPRESS = ("zstd",)
@@ -27,7 +27,6 @@ LEVEL = 1
 """Higher ones take up to six times as long for one or two percent."""
 THREADS_MAX = 16
 
-Bytes = npt.NDArray[np.uint8]
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 

@@ -17,16 +17,13 @@ import numpy.typing as npt
 
 from cxlkv import _core, _io_hooks, _lifetime
 from cxlkv._lifetime import Closing
+from cxlkv.arrays import Doubles, Generations, Units
 from cxlkv.errors import BadArgumentError, ClosedError
 from cxlkv.layout import parse_bytes
 from cxlkv.ndp.engine import Selection
 from cxlkv.ndp.simd import picked_rows
 from cxlkv.pool import Pool
 from cxlkv.sequence import Batch
-
-Units = npt.NDArray[np.int64]
-Generations = npt.NDArray[np.uint64]
-Counts = npt.NDArray[np.float64]
 
 HIGH_SHARE, LOW_SHARE = 63 / 64, 15 / 16
 """Watermarks, in slots: when units were refused for want of room and more than HIGH_SHARE are
@@ -198,7 +195,7 @@ def _end(pool: _core.Handle, owner: int) -> None:
 
 
 def choose(
-    counts: Counts,
+    counts: Doubles,
     resident: npt.NDArray[np.bool_],
     bounces: npt.NDArray[np.uint8],
     *,
@@ -226,7 +223,7 @@ def choose(
     return np.concatenate([over, displaced]), hottest[:pairs][goes]
 
 
-def _lowest(values: Counts, among: npt.NDArray[np.intp], count: int) -> npt.NDArray[np.intp]:
+def _lowest(values: Doubles, among: npt.NDArray[np.intp], count: int) -> npt.NDArray[np.intp]:
     """The `count` indices among those with the lowest values, ascending; no full sort."""
     if count <= 0:
         return among[:0]

@@ -14,17 +14,13 @@ from itertools import islice
 from threading import RLock
 
 import numpy as np
-import numpy.typing as npt
 
+from cxlkv.arrays import Mask, Names, PageIds
 from cxlkv.errors import BadArgumentError
 from cxlkv.objects import Keys, hashes_of
 from cxlkv.pages import NO_PAGE
 from cxlkv.pool import CXLPool
 from cxlkv.tiers.cold_store import ColdStore
-
-Names = npt.NDArray[np.uint8]
-Pages = npt.NDArray[np.uint32]
-Mask = npt.NDArray[np.bool_]
 
 HEADER_BYTES = 64
 """Of a record: key, size, and the CRC of its checksums (docs/memory-layout.md)."""
@@ -39,7 +35,7 @@ class ObjectMoves(ABC):
     _lock: RLock
     _counts: Counter[str]
     _batch: int
-    _coming: Pages
+    _coming: PageIds
     _saved: dict[bytes, bytes]  # by name: the header of its record, as it is in the file
 
     def restore(self, keys: Keys) -> Mask:

@@ -21,13 +21,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv.arrays import Counts, Floats, UInt32s
 from cxlkv.errors import BadArgumentError
 from cxlkv.pages import choose_pages
 from cxlkv.tiers.reuse import Ledger, Records, Reuse
 
-Counts = npt.NDArray[np.uint32]
-Scores = npt.NDArray[np.float32]
-Rows = npt.NDArray[np.uint32]
 NONE = 0xFFFFFFFF
 """A page's parent when it is the first of its chain."""
 
@@ -53,7 +51,7 @@ class Published:
     """Held, pinned or leased: it stays."""
     hotness: Counts
     """Decayed count of its uses by select, fetch and attend."""
-    saved_s: Scores | None = None
+    saved_s: Floats | None = None
     """Seconds that a hit saves; None: of all pages the same."""
 
     def __len__(self) -> int:
@@ -70,11 +68,11 @@ class Policy(Protocol):
 
     name: str
 
-    def scores(self, pages: Published) -> Scores:
+    def scores(self, pages: Published) -> Floats:
         """float32 [pages]: what each is worth; the lowest go first."""
 
 
-def choose(policy: Policy, pages: Published, wanted: int) -> Rows:
+def choose(policy: Policy, pages: Published, wanted: int) -> UInt32s:
     """uint32 [wanted]: rows of the pages that go, in order; empty when fewer than that may go."""
     if wanted <= 0 or wanted > len(pages):
         return np.empty(0, np.uint32)
@@ -88,7 +86,7 @@ class Lru:
 
     name = "lru"
 
-    def scores(self, pages: Published) -> Scores:
+    def scores(self, pages: Published) -> Floats:
         return np.zeros(len(pages), np.float32)
 
 
@@ -97,7 +95,7 @@ class Mass:
 
     name = "mass"
 
-    def scores(self, pages: Published) -> Scores:
+    def scores(self, pages: Published) -> Floats:
         return pages.hotness.astype(np.float32)
 
 
@@ -109,7 +107,7 @@ class Adaptive:
     def __init__(self) -> None:
         self._reuse = Reuse()
 
-    def scores(self, pages: Published) -> Scores:
+    def scores(self, pages: Published) -> Floats:
         return self._reuse.rates(pages)
 
 
@@ -118,7 +116,7 @@ class Cost(Adaptive):
 
     name = "cost"
 
-    def scores(self, pages: Published) -> Scores:
+    def scores(self, pages: Published) -> Floats:
         rates = super().scores(pages)
         return rates if pages.saved_s is None else rates * pages.saved_s
 
@@ -150,7 +148,7 @@ class S3Fifo:
         self._turns = 0
         self._ghosts: dict[int, None] = {}
 
-    def scores(self, pages: Published) -> Scores:
+    def scores(self, pages: Published) -> Floats:
         self._look(pages)
         ids = pages.pages
         main, turn = self._ledger["main"][ids], self._ledger["turn"][ids]
@@ -168,7 +166,7 @@ class S3Fifo:
         lap = np.where(main, self._ledger["visits"][ids] + np.int64(1), 5)
         lap[goes] = 0
         turn = turn - (turn.min() if len(turn) else 0)
-        scores: Scores = (lap * (turn.max(initial=0) + 1) + turn).astype(np.float32)
+        scores: Floats = (lap * (turn.max(initial=0) + 1) + turn).astype(np.float32)
         return scores
 
     def _enter_main(self, ids: Counts) -> None:

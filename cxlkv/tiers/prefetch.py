@@ -10,9 +10,10 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
+from cxlkv.arrays import Units
 from cxlkv.ndp.engine import Selection
 from cxlkv.sequence import Batch
-from cxlkv.tiers.local import LocalTier, Units, units_of
+from cxlkv.tiers.local import LocalTier, units_of
 
 FLOOR = 0.5
 """Below this accuracy more is copied in vain than is used."""

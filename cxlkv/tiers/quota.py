@@ -17,12 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _lifetime
+from cxlkv.arrays import Names
 from cxlkv.errors import BadArgumentError, QuotaError
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Hit, Sequence
 from cxlkv.tiers import Tiers
-
-Names = npt.NDArray[np.uint8]
 
 SLACK = 64
 """One in so many pages of the quota is evicted beyond need, so that not each publish() evicts."""

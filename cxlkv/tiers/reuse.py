@@ -22,15 +22,15 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv.arrays import Doubles, UInt32s
+
 Kinds = npt.NDArray[np.uint8] | npt.NDArray[np.uint32]
 Records = npt.NDArray[np.void]
-Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint32]
 
 BINS = 129
 """Of ages: four an octave, up to 2**32, which rounds up to a bin of its own."""
-EDGES: Floats = 2.0 ** (np.arange(BINS + 1) // 4) * (1 + np.arange(BINS + 1) % 4 / 4)
+EDGES: Doubles = 2.0 ** (np.arange(BINS + 1) // 4) * (1 + np.arange(BINS + 1) % 4 / 4)
 GAPS = 32
 """Kinds of time between finds, an octave each."""
 KINDS = 2 + 2 * GAPS
@@ -50,15 +50,15 @@ class Pages(Protocol):
     @property
     def clock(self) -> int: ...
     @property
-    def pages(self) -> Words: ...
+    def pages(self) -> UInt32s: ...
     @property
     def names(self) -> npt.NDArray[np.uint64]: ...
     @property
-    def used(self) -> Words: ...
+    def used(self) -> UInt32s: ...
     @property
-    def born(self) -> Words: ...
+    def born(self) -> UInt32s: ...
     @property
-    def hits(self) -> Words: ...
+    def hits(self) -> UInt32s: ...
 
 
 class Ledger:
@@ -66,23 +66,23 @@ class Ledger:
 
     def __init__(self, record: npt.DTypeLike):
         self.record = np.dtype(record)
-        self.columns: dict[str, Words] = {
+        self.columns: dict[str, UInt32s] = {
             name: np.zeros(64, self.record[name]) for name in self.record.names or ()
         }
         self.there = np.zeros(64, np.bool_)
 
-    def __getitem__(self, name: str) -> Words:
+    def __getitem__(self, name: str) -> UInt32s:
         """A field of all pages, of the type that the record says."""
         return self.columns[name]
 
-    def read(self, ids: Words) -> Records:
+    def read(self, ids: UInt32s) -> Records:
         """Their records; zeros for a page that was not there."""
         made = np.zeros(len(ids), self.record)
         for name, column in self.columns.items():
             made[name] = np.where(self.there[ids], column[ids], column.dtype.type(0))
         return made
 
-    def write(self, ids: Words, records: Records) -> None:
+    def write(self, ids: UInt32s, records: Records) -> None:
         for name, column in self.columns.items():
             column[ids] = records[name]
         self.there[ids] = True
@@ -109,13 +109,13 @@ class Ledger:
                 self.columns[name] = np.append(column, np.zeros(more, column.dtype))
 
 
-def bin_of(ages: Words) -> npt.NDArray[np.int32]:
+def bin_of(ages: UInt32s) -> npt.NDArray[np.int32]:
     """Of each age its bin: the exponent of its float32, and two bits of the mantissa."""
     bits = np.maximum(ages, 1).astype(np.float32).view(np.int32)
     return (bits >> 21) - np.int32(127 << 2)
 
 
-def kind_of(hits: Words, span: Words) -> Kinds:
+def kind_of(hits: UInt32s, span: UInt32s) -> Kinds:
     """By how often a page was found, and the mean time between: `span` is that of all of them."""
     gap = np.maximum(span // np.maximum(hits, 1), 1).astype(np.float32).view(np.int32)
     octaves = np.minimum((gap >> 23) - 127, GAPS - 1)
@@ -212,7 +212,7 @@ class Reuse:
         count(self._lost, ends["kind"], bin_of(np.uint32(self._clock & 0xFFFFFFFF) - ends["used"]))
 
     def _return(
-        self, records: Records, new: Integers, names: npt.NDArray[np.uint64], born: Words
+        self, records: Records, new: Integers, names: npt.NDArray[np.uint64], born: UInt32s
     ) -> None:
         """Those that are remembered were asked for when they were published again."""
         places = names[new] & np.uint64(len(self._ghosts) - 1)
@@ -241,16 +241,16 @@ class Reuse:
 
 
 def count(
-    into: Floats,
+    into: Doubles,
     kinds: Kinds,
     bins: npt.NDArray[np.int32],
-    times: Floats | None = None,
+    times: Doubles | None = None,
 ) -> None:
     """Adds `times`, or 1 each, to [kind, bin]."""
     into += np.bincount(kinds * np.int32(BINS) + bins, times, KINDS * BINS).reshape(into.shape)
 
 
-def blended(found: Floats, ended: Floats, kind_weight: float) -> tuple[Floats, Floats]:
+def blended(found: Doubles, ended: Doubles, kind_weight: float) -> tuple[Doubles, Doubles]:
     """Each kind's counts, with some of its group's, which has some of all: sums of weights."""
     everything = found.sum(0), ended.sum(0)
     made = np.empty_like(found), np.empty_like(ended)
@@ -264,12 +264,12 @@ def blended(found: Floats, ended: Floats, kind_weight: float) -> tuple[Floats, F
     return made
 
 
-def shares(found: Floats, ended: Floats) -> tuple[Floats, Floats]:
+def shares(found: Doubles, ended: Doubles) -> tuple[Doubles, Doubles]:
     lives = max(float(found.sum() + ended.sum()), 1.0)
     return found / lives, ended / lives
 
 
-def indexes(found: Floats, ended: Floats) -> Floats:
+def indexes(found: Doubles, ended: Doubles) -> Doubles:
     """[kinds, BINS]: what a page that reached each age is worth, by the formula above."""
     at_risk = np.cumsum((found + ended)[:, ::-1], axis=1)[:, ::-1]
     counted = np.where(at_risk > 0.5, at_risk, 0).sum(1, keepdims=True)
@@ -279,7 +279,7 @@ def indexes(found: Floats, ended: Floats) -> Floats:
     hazard = (found + usual) / (np.maximum(at_risk - ended / 2, found) + 1)
     hazard = np.minimum(hazard, 1.0)
     held = np.diff(EDGES) * (1 - hazard / 2)
-    made: Floats = np.empty_like(hazard)
+    made: Doubles = np.empty_like(hazard)
     for first in range(BINS):
         reaches = np.ones_like(hazard[:, first:])
         np.cumprod(1 - hazard[:, first:-1], axis=1, out=reaches[:, 1:])

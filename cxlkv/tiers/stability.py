@@ -7,9 +7,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv.arrays import Doubles
 from cxlkv.errors import BadArgumentError
-
-Floats = npt.NDArray[np.float64]
 
 
 class Chosen(Protocol):
@@ -51,7 +50,7 @@ class Stability:
                 self._add(self._shares[layer], _kept(before, step))
             self._last[layer] = step.copy()
 
-    def _add(self, average: Floats, share: Floats) -> None:
+    def _add(self, average: Doubles, share: Doubles) -> None:
         known = ~np.isnan(share)
         first = known & np.isnan(average)
         average[first] = share[first]
@@ -59,7 +58,7 @@ class Stability:
         average[again] += self._weight * (share[again] - average[again])
 
     @property
-    def shares(self) -> Floats:
+    def shares(self) -> Doubles:
         """[layers, kv_heads]: average share chosen again; NaN before a head's second step."""
         return self._shares.copy()
 
@@ -68,7 +67,7 @@ class Stability:
         return self._shares >= floor  # False for NaN
 
 
-def _kept(before: npt.NDArray[np.int32], now: npt.NDArray[np.int32]) -> Floats:
+def _kept(before: npt.NDArray[np.int32], now: npt.NDArray[np.int32]) -> Doubles:
     """By head, the share of `now` that is in `before`; NaN where nothing was chosen now."""
     width = 2 + max(int(before.max(initial=-1)), int(now.max(initial=-1)))
     was = np.zeros((len(now), width), np.bool_)
@@ -76,5 +75,5 @@ def _kept(before: npt.NDArray[np.int32], now: npt.NDArray[np.int32]) -> Floats:
     was[:, -1] = False  # where -1, the padding, went
     same = np.take_along_axis(was, now, axis=1).sum(1)
     count = (now >= 0).sum(1)
-    share: Floats = np.divide(same, count, out=np.full(len(now), np.nan), where=count > 0)
+    share: Doubles = np.divide(same, count, out=np.full(len(now), np.nan), where=count > 0)
     return share

@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from cxlkv import _lifetime
 from cxlkv._lifetime import Closing
+from cxlkv.arrays import Mask, Names, PageIds
 from cxlkv.errors import BadArgumentError, ClosedError, PoolFullError
 from cxlkv.machine.costs import Costs, kv_bytes
 from cxlkv.pages import CORRUPT, HELD, NO_PAGE, PINNED, PRESENT, choose_pages
@@ -38,11 +39,8 @@ from cxlkv.sequence import Hit
 from cxlkv.tiers.cold_file import RecordShape
 from cxlkv.tiers.cold_store import ColdStore, open_cold
 from cxlkv.tiers.local import LocalTier
-from cxlkv.tiers.objects import Mask, ObjectMoves
+from cxlkv.tiers.objects import ObjectMoves
 from cxlkv.tiers.policy import DEFAULT, NONE, Lru, Published, choose, policy_named
-
-Names = npt.NDArray[np.uint8]
-Pages = npt.NDArray[np.uint32]
 
 LOW_SHARE, HIGH_SHARE = 0.02, 0.05
 """Watermarks of free pages: below the first step() evicts until the second is free."""
@@ -229,7 +227,7 @@ class Tiers(ObjectMoves, Closing):
                 return names
             places *= 2
 
-    def _where(self, names: Names) -> tuple[Pages, npt.NDArray[np.bool_]]:
+    def _where(self, names: Names) -> tuple[PageIds, npt.NDArray[np.bool_]]:
         """Of each name: its page in the pool, or NO_PAGE; and is its record in the cold tier?"""
         assert self.cold is not None
         flat = np.ascontiguousarray(names).reshape(-1, 16)
@@ -261,7 +259,7 @@ class Tiers(ObjectMoves, Closing):
                 self._counts["not_worth_pages"] += pages
         return pays
 
-    def _promote(self, names: Names, parents: Names, beside: Pages) -> int:
+    def _promote(self, names: Names, parents: Names, beside: PageIds) -> int:
         """Records of these names from cold to far, in order; returns how many are found now.
 
         beside: pages of the same prefix, which nobody may hold: they make no room for these.
@@ -348,7 +346,7 @@ class Tiers(ObjectMoves, Closing):
             chosen = choose_pages(scores, published.ages, published.parents, published.kept, count)
             return self._let_go(rows, published, chosen)
 
-    def _let_go(self, rows: npt.NDArray[np.void], published: Published, chosen: Pages) -> int:
+    def _let_go(self, rows: npt.NDArray[np.void], published: Published, chosen: PageIds) -> int:
         """The chosen rows' pages to cold, or away; returns how many are free."""
         above = published.parents[chosen]
         parents = np.zeros((len(chosen), 16), np.uint8)
@@ -381,7 +379,7 @@ class Tiers(ObjectMoves, Closing):
         )
         return rows, made
 
-    def _saved_s(self, parents: Pages) -> npt.NDArray[np.float32]:
+    def _saved_s(self, parents: PageIds) -> npt.NDArray[np.float32]:
         """What a hit of each page saves; depths by following parents, each round twice as far."""
         assert self.costs is not None
         depths, up = (parents != NONE).astype(np.int64), parents.copy()
@@ -407,7 +405,7 @@ class Tiers(ObjectMoves, Closing):
         return int((codes == 0).sum())
 
     def _store(
-        self, names: Names, parents: Names, pages: Pages, generations: npt.NDArray[np.uint64]
+        self, names: Names, parents: Names, pages: PageIds, generations: npt.NDArray[np.uint64]
     ) -> None:
         """Into the cold tier; a page whose bytes are wrong goes nowhere."""
         assert self.cold is not None

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from cxlkv.transport.far import Bytes, Pieces
+from cxlkv.arrays import Bytes
+from cxlkv.transport.far import Pieces
 from cxlkv.transport.wire import Deadline
 
 CHUNK_BYTES = 16 << 20  # of a link's buffer, and of a staging area: at least one record

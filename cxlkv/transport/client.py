@@ -20,16 +20,16 @@ from pydantic import ValidationError
 
 from cxlkv import _lifetime, errors
 from cxlkv._lifetime import Closing
-from cxlkv.arrays import is_torch, view
+from cxlkv.arrays import Bytes, Codes, Names, RecordBytes, is_torch, view
 from cxlkv.errors import BadArgumentError, GeometryError, PeerError, StaleError
 from cxlkv.layout import DTYPES
 from cxlkv.ndp.engine import RECALL, Budget, Selection, Stages
-from cxlkv.pages import PRESENT, Codes, Names, RecordBytes, names_of
+from cxlkv.pages import PRESENT, names_of
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys, key_hashes
 from cxlkv.sequence import as_asked, one_budget, query_rows
 from cxlkv.transport.base import Link, chunk_records
-from cxlkv.transport.far import Bytes, FarPool, Pieces, Shape, part_of
+from cxlkv.transport.far import FarPool, Pieces, Shape, part_of
 from cxlkv.transport.loopback import LoopbackLink
 from cxlkv.transport.messages import ROWS_MAX
 from cxlkv.transport.wire import Body, Deadline, Header, Wire, parse_address

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
+from cxlkv.arrays import Bytes, Codes, Names, Offsets
 from cxlkv.errors import UnsupportedError
 from cxlkv.layout import DTYPE_BYTES, KVLayout, layer_places
 from cxlkv.pages import (
@@ -24,8 +25,6 @@ from cxlkv.pages import (
     RECORD_HEADER,
     RECORD_MAGIC,
     STALE,
-    Codes,
-    Names,
     crc32c,
     names_of,
 )
@@ -37,8 +36,6 @@ CRC_OFFSET = HEADER_BYTES - 4
 KINDS = ("digest", "sketch", "key", "value")
 _LAYER_OFFSETS = (None, "sketches_offset", "keys_offset", "values_offset")
 
-Bytes = npt.NDArray[np.uint8]
-Offsets = npt.NDArray[np.int64]
 PagesOfPart = tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]
 
 

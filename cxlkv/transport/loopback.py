@@ -13,9 +13,10 @@ from typing import Protocol
 
 import numpy as np
 
+from cxlkv.arrays import Bytes
 from cxlkv.errors import PeerError, PoisonError
 from cxlkv.transport.base import chunk_records
-from cxlkv.transport.far import Bytes, Pieces
+from cxlkv.transport.far import Pieces
 from cxlkv.transport.wire import BODY_BYTES_MAX, Body, Deadline, Header
 
 PARTS_MAX = 1024  # of one preadv

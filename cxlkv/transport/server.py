@@ -23,17 +23,16 @@ from pydantic import ValidationError
 
 from cxlkv import _lifetime
 from cxlkv._lifetime import Closing
-from cxlkv.arrays import NUMPY_DTYPES
+from cxlkv.arrays import NUMPY_DTYPES, Bytes, Names
 from cxlkv.errors import BadArgumentError, BusyError, CXLKVError, StaleError
 from cxlkv.layout import DTYPES
 from cxlkv.ndp.engine import Budget
-from cxlkv.pages import Names
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import HASH_BYTES, PageKeys
 from cxlkv.sequence import Hit, Sequence
 from cxlkv.transport import messages as m
 from cxlkv.transport.base import chunk_records
-from cxlkv.transport.far import Bytes, pages_of_parts, shape_of
+from cxlkv.transport.far import pages_of_parts, shape_of
 from cxlkv.transport.loopback import LoopbackDoor
 from cxlkv.transport.wire import MESSAGE_S, Body, Deadline, Wire
 

@@ -13,13 +13,14 @@ from functools import partial
 
 import numpy as np
 
+from cxlkv.arrays import Bytes, Codes, Offsets
 from cxlkv.errors import PeerError
-from cxlkv.pages import CORRUPT, PRESENT, STALE, Codes, names_of
+from cxlkv.pages import CORRUPT, PRESENT, STALE, names_of
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
 from cxlkv.transport.base import chunk_records
 from cxlkv.transport.client import Remote
-from cxlkv.transport.far import Bytes, Offsets, in_order, pages_of_parts, parents_of
+from cxlkv.transport.far import in_order, pages_of_parts, parents_of
 from cxlkv.transport.wire import Deadline
 
 LEASE_S = 600.0

@@ -22,10 +22,11 @@ import numpy as np
 from pydantic import ValidationError
 
 from cxlkv import _lifetime
+from cxlkv.arrays import Bytes
 from cxlkv.errors import PeerError, RdmaError
 from cxlkv.layout import format_bytes
 from cxlkv.transport.base import chunk_records
-from cxlkv.transport.far import Bytes, Pieces
+from cxlkv.transport.far import Pieces
 from cxlkv.transport.loopback import Call
 from cxlkv.transport.messages import QueuePair, UseVerbs
 from cxlkv.transport.wire import Deadline, Header

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cxlkv import CXLPool, KVLayout, _core
+from cxlkv.arrays import Bytes, Mask
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
@@ -38,8 +39,8 @@ from cxlkv.errors import (
     VersionError,
 )
 from cxlkv.prefix import prefix_keys
-from cxlkv.tiers.cold import ColdTier, Mask
-from cxlkv.tiers.cold_file import BLOCK_BYTES, SLOT_HEADER_BYTES, Bytes, RecordShape
+from cxlkv.tiers.cold import ColdTier
+from cxlkv.tiers.cold_file import BLOCK_BYTES, SLOT_HEADER_BYTES, RecordShape
 from cxlkv.tiers.cold_store import ColdStore
 
 from ..support.forking import child_beside

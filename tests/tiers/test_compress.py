@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cxlkv import CXLPool, KVLayout, _core
+from cxlkv.arrays import Bytes
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 from cxlkv.prefix import prefix_keys
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.cold import ColdTier
-from cxlkv.tiers.cold_file import BLOCK_BYTES, SLOT_HEADER_BYTES, Bytes, RecordShape
+from cxlkv.tiers.cold_file import BLOCK_BYTES, SLOT_HEADER_BYTES, RecordShape
 from cxlkv.tiers.compress import Codec
 
 from ..support.lengths import nightly

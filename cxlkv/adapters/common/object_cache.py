@@ -17,12 +17,12 @@ import numpy.typing as npt
 from cxlkv import _lifetime
 from cxlkv._lifetime import Closing
 from cxlkv.adapters.common.metrics import Counting
+from cxlkv.arrays import Mask, Sizes
 from cxlkv.errors import BadArgumentError, CXLKVError, PoolFullError
-from cxlkv.objects import ABSENT, DAMAGED, Buffers, Lease, ObjectPool, Reserved, Sizes, object_keys
+from cxlkv.objects import ABSENT, DAMAGED, Buffers, Lease, ObjectPool, Reserved, object_keys
 from cxlkv.prefix import PageKeys
 from cxlkv.tiers import Tiers
 
-Flags = npt.NDArray[np.bool_]
 Given = Buffers | Sequence[object]
 
 _FAULTS = (CXLKVError, OSError)
@@ -74,7 +74,7 @@ class ObjectCache(Closing):
 
     # ---- find ----
 
-    def present(self, keys: PageKeys) -> Flags:
+    def present(self, keys: PageKeys) -> Mask:
         """bool [n]: which of them are there, whole as far as one can see without reading."""
         return self._right(keys, self._asked(lambda: self.pool.object_sizes(keys), len(keys)))
 
@@ -86,10 +86,10 @@ class ObjectCache(Closing):
             self.counting.failed("pool", error)
             return np.full(count, ABSENT, np.int64)
 
-    def _right(self, keys: PageKeys, sizes: Sizes) -> Flags:
+    def _right(self, keys: PageKeys, sizes: Sizes) -> Mask:
         """Which sizes are as wanted; the others are forgotten, so that they can be stored again."""
         there = sizes >= 0
-        right: Flags = there & (sizes == self.object_bytes) if self._has_one_size else there
+        right: Mask = there & (sizes == self.object_bytes) if self._has_one_size else there
         for kind, wrong in (("corrupt", sizes == DAMAGED), ("mismatch", there & ~right)):
             places = np.flatnonzero(wrong)
             if len(places):
@@ -116,7 +116,7 @@ class ObjectCache(Closing):
 
     # ---- copies ----
 
-    def load(self, keys: PageKeys, buffers: Given) -> Flags:
+    def load(self, keys: PageKeys, buffers: Given) -> Mask:
         """Copy them into memory, of each as many bytes as an object has; bool [n]: which are right.
 
         The memory of the others has zeros or what was there.
@@ -134,7 +134,7 @@ class ObjectCache(Closing):
 
         return self._right(keys, self._asked(get, len(keys)))
 
-    def put(self, keys: PageKeys, buffers: Given) -> Flags:
+    def put(self, keys: PageKeys, buffers: Given) -> Mask:
         """Store copies. bool [m]: of those that are in the pool then, from the first on, which are
         new. In a full pool those get room that come first."""
         new: list[bool] = []
@@ -216,7 +216,7 @@ class ObjectCache(Closing):
         self.pool.close()
 
 
-def leading(there: Flags) -> int:
+def leading(there: Mask) -> int:
     """How many are true, from the first on."""
     return len(there) if there.all() else int(np.argmin(there))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.adapters.common.object_cache import Flags
+from cxlkv.arrays import Mask
 
 
-def restorable(there: Flags, trailing: int | None = None) -> Flags:
+def restorable(there: Mask, trailing: int | None = None) -> Mask:
     """bool [n + 1]: whether a host pool can restore the first i of n pages.
 
     It needs all of them, or, as of a sliding window or a state, only the `trailing` last ones of
@@ -17,5 +17,5 @@ def restorable(there: Flags, trailing: int | None = None) -> Flags:
     missing: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(~there)])
     ends = np.arange(len(missing))
     begins = np.zeros_like(ends) if trailing is None else np.maximum(ends - trailing, 0)
-    found: Flags = missing[ends] == missing[begins]
+    found: Mask = missing[ends] == missing[begins]
     return found

@@ -18,12 +18,13 @@ import torch
 from cxlkv._lifetime import Closing
 from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.metrics import Counting
-from cxlkv.adapters.common.object_cache import Flags, Given, ObjectCache, leading
+from cxlkv.adapters.common.object_cache import Given, ObjectCache, leading
 from cxlkv.adapters.common.settings import PoolSettings
 from cxlkv.adapters.sglang import names
 from cxlkv.adapters.sglang.hits import restorable
 from cxlkv.adapters.sglang.host import HostMemory, Memory
 from cxlkv.adapters.sglang.names import Config, Shards, Words
+from cxlkv.arrays import Mask
 from cxlkv.errors import BadArgumentError, CXLKVError
 from cxlkv.layout import KVLayout, parse_bytes
 from cxlkv.machine.regions import ALL, parse_place
@@ -32,7 +33,7 @@ from cxlkv.prefix import PageKeys
 
 MAIN = "kv"
 """The host pool of K and V; SGLang's PoolName.KV."""
-Call = Callable[[ObjectCache, PageKeys], Flags]
+Call = Callable[[ObjectCache, PageKeys], Mask]
 
 MOVES_MAX = 1024
 """That nobody takes: older ones are dropped."""
@@ -61,9 +62,9 @@ class Part(NamedTuple):
         """Of the objects of these pages, page after page."""
         return [f"{key}.{number}" for key in keys for number in self.shards.numbers]
 
-    def pages(self, objects: Flags) -> Flags:
+    def pages(self, objects: Mask) -> Mask:
         """Of each page, whether that is so of all its objects."""
-        found: Flags = np.logical_and.reduce(objects.reshape(-1, self.memory.parts), axis=1)
+        found: Mask = np.logical_and.reduce(objects.reshape(-1, self.memory.parts), axis=1)
         return found
 
 
@@ -169,7 +170,7 @@ class Store(Closing):
 
     # ---- while the engine runs ----
 
-    def present(self, name: str, keys: Sequence[str]) -> Flags:
+    def present(self, name: str, keys: Sequence[str]) -> Mask:
         """bool [n]: which pages of the host pool of this name are there."""
         return self._asked(name, keys, ObjectCache.present)
 
@@ -193,19 +194,19 @@ class Store(Closing):
         self._counting.add(asked_pages=len(keys), hit_pages=max(lengths, default=0))
         return Hits(found, lengths)
 
-    def load(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> Flags:
+    def load(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> Mask:
         """Copy pages into the host pool of this name; bool [n]: which are right."""
         return self._loaded(name, keys, lambda: self._buffers(name, keys, indices))
 
-    def store(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> Flags:
+    def store(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> Mask:
         """bool [n]: which pages of the host pool of this name are stored then."""
         return self._stored(name, keys, lambda: self._buffers(name, keys, indices))
 
-    def load_copies(self, keys: Sequence[str], targets: Sequence[torch.Tensor]) -> Flags:
+    def load_copies(self, keys: Sequence[str], targets: Sequence[torch.Tensor]) -> Mask:
         """load() of K and V, to memory that SGLang copies pages from."""
         return self._loaded(MAIN, keys, lambda: targets)
 
-    def store_copies(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> Flags:
+    def store_copies(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> Mask:
         """store() of K and V, from memory that SGLang has copied pages to."""
         return self._stored(MAIN, keys, lambda: [page.contiguous() for page in pages])
 
@@ -235,28 +236,28 @@ class Store(Closing):
     def _buffers(self, name: str, keys: Sequence[str], indices: torch.Tensor | None) -> Given:
         return self._parts[name].memory.buffers(len(keys), indices)
 
-    def _loaded(self, name: str, keys: Sequence[str], memory: Callable[[], Given]) -> Flags:
-        def load(cache: ObjectCache, objects: PageKeys) -> Flags:
+    def _loaded(self, name: str, keys: Sequence[str], memory: Callable[[], Given]) -> Mask:
+        def load(cache: ObjectCache, objects: PageKeys) -> Mask:
             good = cache.load(objects, memory())
             self._count("loaded", good, cache)
             return good
 
         return self._moved(name, keys, load, self._loads)
 
-    def _stored(self, name: str, keys: Sequence[str], memory: Callable[[], Given]) -> Flags:
-        def put(cache: ObjectCache, objects: PageKeys) -> Flags:
+    def _stored(self, name: str, keys: Sequence[str], memory: Callable[[], Given]) -> Mask:
+        def put(cache: ObjectCache, objects: PageKeys) -> Mask:
             new = cache.put(objects, memory())
             self._count("stored", new, cache)
-            there: Flags = np.arange(len(objects)) < len(new)
+            there: Mask = np.arange(len(objects)) < len(new)
             return there
 
         return self._moved(name, keys, put, self._stores)
 
-    def _count(self, what: str, objects: Flags, cache: ObjectCache) -> None:
+    def _count(self, what: str, objects: Mask, cache: ObjectCache) -> None:
         count = int(objects.sum())
         self._counting.add(**{f"{what}_pages": count, f"{what}_bytes": count * cache.object_bytes})
 
-    def _moved(self, name: str, keys: Sequence[str], copy: Call, moves: deque[Move]) -> Flags:
+    def _moved(self, name: str, keys: Sequence[str], copy: Call, moves: deque[Move]) -> Mask:
         begin_s = time.perf_counter()
         good = self._asked(name, keys, copy)
         count = int(good.sum())
@@ -268,7 +269,7 @@ class Store(Closing):
             self._counting.inspect(self._caches[name].pool)
         return good
 
-    def _asked(self, name: str, keys: Sequence[str], call: Call) -> Flags:
+    def _asked(self, name: str, keys: Sequence[str], call: Call) -> Mask:
         """What the call says of the objects of these pages; that none is there when it fails for
         any reason."""
         try:

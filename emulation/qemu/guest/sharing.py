@@ -19,6 +19,7 @@ from typing import cast
 import numpy as np
 
 from cxlkv import CXLPool, Sequence
+from cxlkv.arrays import PageIds
 from cxlkv.emulation.qemu.guest.steps import (
     DEVICE,
     LAYOUT,
@@ -32,7 +33,6 @@ from cxlkv.emulation.qemu.guest.steps import (
     wait_for,
 )
 from cxlkv.errors import BadArgumentError, HostError, PoolFullError
-from cxlkv.pages import PageIds
 from cxlkv.prefix import prefix_keys
 from cxlkv.stats import find
 
