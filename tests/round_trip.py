@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 import cxlkv
 from cxlkv import Budget, CXLPool, KVLayout, _core
+from cxlkv.arrays import Halves
 
 TOKENS, HEADS, DIM, PAGE_TOKENS = 500, 2, 64, 16
-Rows = npt.NDArray[np.float16]
 
 
 def round_trip(path: Path) -> None:
@@ -44,13 +44,13 @@ def round_trip(path: Path) -> None:
     CXLPool.remove(str(path))
 
 
-def by_page(rows: Rows) -> Rows:
+def by_page(rows: Halves) -> Halves:
     """[pages, PAGE_TOKENS, HEADS, DIM]; the tokens that the last page lacks are zero."""
     missing = -TOKENS % PAGE_TOKENS
     return np.pad(rows, ((0, missing), (0, 0), (0, 0))).reshape(-1, PAGE_TOKENS, HEADS, DIM)
 
 
-def attention(q: Rows, k: Rows, v: Rows) -> npt.NDArray[np.float64]:
+def attention(q: Halves, k: Halves, v: Halves) -> npt.NDArray[np.float64]:
     logits = np.einsum("hd,thd->ht", q.astype(np.float64), k.astype(np.float64)) / np.sqrt(DIM)
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     weights /= weights.sum(axis=1, keepdims=True)

@@ -6,16 +6,14 @@ from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from cxlkv import Budget, CXLPool
-from cxlkv.arrays import view
+from cxlkv.arrays import Floats, view
 from cxlkv.errors import BadArgumentError
 
 torch = pytest.importorskip("torch")
 
-Floats = npt.NDArray[np.float32]
 TOKENS, HEADS, DIM = 11, 2, 8  # as the pool fixture stores them
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cxlkv import CXLPool, KVLayout, LayerGroup, _core
+from cxlkv.arrays import Floats
 from cxlkv.emulation.link import emulate
 from cxlkv.errors import BadArgumentError, CorruptError, UnevenError
 from cxlkv.layout import layer_places
@@ -21,7 +22,6 @@ from cxlkv.prefix import prefix_keys
 from cxlkv.sequence import Sequence
 
 SEED = 7020
-Floats = npt.NDArray[np.float32]
 Rows = tuple[Floats, Floats]  # K and V of a layer
 PAGE_TOKENS = 4
 

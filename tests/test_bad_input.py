@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from typer.testing import CliRunner
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Sequence, _core, errors, object_keys
+from cxlkv.arrays import Floats
 from cxlkv.emulation import faults
 from cxlkv.machine import regions
 from cxlkv.machine.topology import probe
@@ -28,10 +28,9 @@ from .support.processes import Child
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 CAPACITY = "3MiB"
-Rows = npt.NDArray[np.float32]
 
 
-def rows(tokens: int, seed: int = 0) -> Rows:
+def rows(tokens: int, seed: int = 0) -> Floats:
     return np.random.default_rng(seed).normal(size=(tokens, 2, 8)).astype(np.float32)
 
 

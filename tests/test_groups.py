@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, PoolFullError, Sequence, _core
+from cxlkv.arrays import Floats
 from cxlkv.errors import BadArgumentError, CorruptError, StaleError, UnsupportedError
 from cxlkv.prefix import prefix_keys
 
@@ -25,7 +25,6 @@ from .support import reference
 from .support.processes import Child
 
 HEADS, DIM, PAGE_TOKENS, TOKEN_IDS, PLACES = 2, 4, 4, 2, 1024
-Floats = npt.NDArray[np.float32]
 
 
 def group(layers: int, window: int | None, values: str = "own") -> LayerGroup:

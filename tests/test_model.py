@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -27,6 +26,7 @@ from hypothesis.stateful import (
 )
 
 from cxlkv import Budget, CXLPool, Hit, KVLayout, PoolFullError, Sequence
+from cxlkv.arrays import Floats
 from cxlkv.errors import BadArgumentError, OrderError, StaleError, UnevenError
 
 from .support import reference
@@ -37,8 +37,6 @@ TOKEN_IDS = 2  # few, so that sequences agree in prefixes
 USABLE_PAGES = 20  # the rest is taken away at the start, so that the pool is full often
 KEYS_TABLE = np.random.default_rng(1).integers(-4, 5, (LAYERS, 64, TOKEN_IDS, HEADS, DIM))
 VALUES_TABLE = np.random.default_rng(2).integers(-4, 5, (LAYERS, 64, TOKEN_IDS, HEADS, VALUE_DIM))
-
-Floats = npt.NDArray[np.float32]
 
 
 SEEN: Counter[str] = Counter()  # what the walks came by: without it they would show nothing

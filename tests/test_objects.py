@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from cxlkv import Buffers, CXLPool, KVLayout, ObjectPool, Tiers, object_keys
+from cxlkv.arrays import Bytes
 from cxlkv.errors import (
     BadArgumentError,
     BusyError,
@@ -26,7 +27,6 @@ from cxlkv.prefix import root
 
 SIZE = 64 << 10
 LAYOUT = KVLayout.objects(SIZE)
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 def made(seed: int, size: int = SIZE) -> Bytes:

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from cxlkv import Buffers, KVLayout, ObjectPool
+from cxlkv.arrays import Bytes
 from cxlkv.errors import BadArgumentError, BusyError, PoolFullError, ReleasedError
 from cxlkv.objects import ABSENT, Lease, Reserved
 
@@ -30,7 +31,6 @@ NAMES = [f"n{i}" for i in range(10)]
 FEW = st.lists(st.sampled_from(NAMES), min_size=1, max_size=6)
 SIZES = st.sampled_from([1, 63, 64, 65, 4096, 20_001, 100_000, SIZE - 1, SIZE])
 HANDLES = st.integers(0, 1)
-Numbers = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class Item:
@@ -49,7 +49,7 @@ class Held(NamedTuple):
     items: list[Item | None]
 
 
-def cut(data: bytes | Numbers, places: list[int]) -> list[bytes | Numbers]:
+def cut(data: bytes | Bytes, places: list[int]) -> list[bytes | Bytes]:
     """In several buffers, empty ones among them."""
     ends = sorted([0, *(min(place, len(data)) for place in places), len(data)])
     return [data[begin:end] for begin, end in pairwise(ends)]
@@ -118,7 +118,7 @@ class Store(RuleBasedStateMachine):
     ) -> None:
         items = self.items(sizes[: len(names)])
         parts = [cut(item.bytes, cuts) for item in items]
-        given: Buffers | list[list[bytes | Numbers]] = parts
+        given: Buffers | list[list[bytes | Bytes]] = parts
         if by_address:
             memory = [np.frombuffer(part, np.uint8) for object_ in parts for part in object_]
             given = Buffers(

@@ -13,7 +13,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 from cxlkv import Batch, CXLPool, KVLayout, LayerGroup, Sequence, _core
-from cxlkv.arrays import NUMPY_DTYPES
+from cxlkv.arrays import NUMPY_DTYPES, Bytes, Floats
 from cxlkv.emulation import faults
 from cxlkv.errors import (
     BadArgumentError,
@@ -28,8 +28,6 @@ from cxlkv.layout import DTYPES, layer_places
 from .conftest import audit
 from .test_verify import damage, region_of
 
-Elements = npt.NDArray[np.float32]  # or another of the pool's dtypes
-Bits = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int32]
 PAGE = 4
 FORMS = ("one behind the other", "heads first", "backwards", "apart")
@@ -56,7 +54,7 @@ def layout_of(
     return KVLayout.of(groups, page_tokens=PAGE)
 
 
-def random_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Elements:
+def random_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Floats:
     """NaN, infinities, whatever: what an engine packs are no numbers."""
     kind = NUMPY_DTYPES[DTYPES.index(dtype)]
     made = rng.integers(0, 256, (*shape[:-1], shape[-1] * kind.itemsize), np.uint8)
@@ -97,24 +95,24 @@ class Paged:
                     self.arrays.append(random_bits(rng, shape, layout.dtype)[::2, :, :tokens])
 
     @property
-    def keys(self) -> Elements:
+    def keys(self) -> Floats:
         return self.arrays[0]
 
     @property
-    def values(self) -> Elements | None:
+    def values(self) -> Floats | None:
         return self.arrays[1] if self.own_values else None
 
-    def rows(self, blocks: Ids) -> tuple[Elements, Elements | None]:
+    def rows(self, blocks: Ids) -> tuple[Floats, Floats | None]:
         """The tokens of these blocks, [tokens, kv_heads, dim], as append() takes them."""
         k, v = (a[blocks].transpose(0, 2, 1, 3) for a in self.arrays)
         k, v = (a.reshape(-1, *a.shape[2:]) for a in (k, v))
         return k, v if self.own_values else None
 
-    def bits(self) -> list[Bits]:
+    def bits(self) -> list[Bytes]:
         return [bits(a) for a in self.arrays[: 1 + self.own_values]]
 
 
-def bits(array: Elements) -> Bits:
+def bits(array: Floats) -> Bytes:
     """To be compared: NaN is not what it is."""
     return np.ascontiguousarray(array).view(np.uint8)
 
@@ -476,7 +474,7 @@ def given(make: Make, rng: np.random.Generator) -> tuple[Batch, Paged]:
 
 F32 = np.float32
 Arguments = tuple[object, object, npt.ArrayLike, npt.ArrayLike]
-REFUSED: dict[str, tuple[str, Callable[[Elements, Elements], Arguments]]] = {
+REFUSED: dict[str, tuple[str, Callable[[Floats, Floats], Arguments]]] = {
     "an id too large": (
         r"blocks\[1\] is 4: there are blocks 0 to 3",
         lambda k, v: (k, v, [3, 4], [0, 1, 2]),

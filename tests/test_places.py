@@ -6,18 +6,16 @@ import ctypes
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from cxlkv import CXLPool, KVLayout, _core
-from cxlkv.arrays import NUMPY_DTYPES
+from cxlkv.arrays import NUMPY_DTYPES, Bytes
 from cxlkv.errors import BadArgumentError, ClosedError, ReleasedError
 from cxlkv.layout import DTYPES, LayerGroup
 from cxlkv.ndp.engine import Selection
 from cxlkv.sequence import Sequence
 
 HEADS, DIM, VALUE_DIM, PAGE_TOKENS = 3, 24, 8, 4
-Bytes = npt.NDArray[np.uint8]
 
 
 def region_of(pool: CXLPool) -> Bytes:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, PoolFullError, Sequence, _core
-from cxlkv.arrays import NUMPY_DTYPES
+from cxlkv.arrays import NUMPY_DTYPES, Bytes
 from cxlkv.bench import loops
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import DTYPES
@@ -25,7 +25,6 @@ from .support.processes import Child
 PAGE = 4
 HEADER = 64  # bytes of a record's header
 OTHER_LAYOUT = 44  # where a header has the CRC of the pool's layout
-Bytes = npt.NDArray[np.uint8]
 
 
 def group(layers: int, window: int | None = None, **more: object) -> LayerGroup:

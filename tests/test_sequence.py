@@ -10,13 +10,12 @@ from types import FrameType
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, Sequence
+from cxlkv.arrays import Floats
 from cxlkv.errors import BadArgumentError, PoolFullError
 
-Floats = npt.NDArray[np.float32]
 PAGE, HEADS, DIM, LAYERS = 4, 2, 8, 2  # of the pool fixture
 
 

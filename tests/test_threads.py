@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pytest
 
 from cxlkv import Batch, Budget, CXLPool, KVLayout, LayerGroup, PoolFullError, Sequence
+from cxlkv.arrays import Floats
 from cxlkv.errors import BadArgumentError, ClosedError, StaleError
 from cxlkv.prefix import prefix_keys
 
@@ -43,7 +44,6 @@ TOKENS_MAX = 60
 USABLE_PAGES = 120  # full now and then
 THREADS = 6
 
-Floats = npt.NDArray[np.float32]
 Ids = list[int]
 
 

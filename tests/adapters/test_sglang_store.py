@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -25,7 +24,6 @@ from .test_sglang_settings import Config
 
 TOKENS = 4
 PAGES = 24
-Bytes = npt.NDArray[np.uint8]
 
 
 class Host:

@@ -23,11 +23,12 @@ from transformers import (
 
 from cxlkv import Budget, CXLPool, KVLayout
 from cxlkv.adapters.transformers import CXLCache, CXLRequests, layout_of
+from cxlkv.arrays import Doubles
 from cxlkv.errors import BadArgumentError, GeometryError, PoolFullError
 from cxlkv.tiers import Tiers
 
 from ..conftest import audit
-from ..support.adapters import AdapterSuite, Numbers
+from ..support.adapters import AdapterSuite
 from ..support.small_models import SHAPE, VOCABULARY_SIZE, Generates, prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -96,11 +97,11 @@ class ModelDriver:
             self.model()(torch.tensor([ids[has:]]), past_key_values=cache)
 
     @torch.no_grad()
-    def attends(self, request: str, ids: list[int]) -> Numbers:
+    def attends(self, request: str, ids: list[int]) -> Doubles:
         """Keys and values, and the logits of one more token."""
         sequence = self.adapter.sequence(request)
         assert len(sequence) == len(ids)
-        seen: list[Numbers] = []
+        seen: list[Doubles] = []
         for layer, window in enumerate(self.layout().windows):
             if window is None:
                 seen += [np.asarray(piece, np.float64).ravel() for piece in sequence.fetch(layer)]

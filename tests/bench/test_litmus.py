@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from cxlkv import CXLPool, KVLayout, _core
+from cxlkv.arrays import Bytes
 from cxlkv.bench import loops
 from cxlkv.bench.cases import litmus
 from cxlkv.bench.result import Result
@@ -28,7 +28,6 @@ from cxlkv.ops import cli
 
 PRESSURE_BYTES = 1 << 20
 LINE_BYTES = 64
-Memory = npt.NDArray[np.uint8]
 
 
 @pytest.fixture(autouse=True)
@@ -288,7 +287,7 @@ def test_a_role_that_is_killed_is_missed(region: Path, monkeypatch: pytest.Monke
     assert not region.exists()
 
 
-def pair() -> tuple[list[Memory], Callable[[int], _core.Handle]]:
+def pair() -> tuple[list[Bytes], Callable[[int], _core.Handle]]:
     memory = [np.frombuffer(mmap.mmap(-1, loops.LITMUS_REGION_BYTES), np.uint8)]
     address = memory[0].ctypes.data
     return memory, lambda role: loops.litmus_make([address], role, PRESSURE_BYTES, 30.0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cxlkv import CXLPool, KVLayout, LayerGroup, _core
+from cxlkv.arrays import Bytes
 from cxlkv.errors import BadArgumentError, UnsupportedError
 from cxlkv.kernels import crc32c, encode
 from cxlkv.kernels.encode import Encoded
@@ -21,8 +22,6 @@ SEED = 7010
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # page_tokens, heads, dim, value_dim; None: values are a prefix of the keys
 SHAPES = [(16, 2, 64, 64), (5, 1, 7, 3), (20, 2, 96, 80), (1, 1, 1, 1), (16, 1, 144, None)]
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @pytest.fixture(params=["kernel", "reference"])

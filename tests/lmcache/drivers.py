@@ -12,9 +12,10 @@ from lmcache.v1.memory_management import MemoryObj
 
 from cxlkv import ObjectPool
 from cxlkv.adapters.lmcache.storage import CXLStorage
+from cxlkv.arrays import Bytes
 from cxlkv.prefix import PageKeys
 
-from ..support.stores import CAPACITY, Payload
+from ..support.stores import CAPACITY
 from .engines import OBJECT_BYTES, config_of, metadata_of
 from .objects import DTYPE, SHAPE, foreign, key
 
@@ -51,7 +52,7 @@ class MemoryDriver:
         """Of one chunk; None: there is none."""
         return self.storage.allocate(SHAPE, DTYPE, busy_loop=False)
 
-    def store(self, names: Sequence[str], payloads: Sequence[Payload]) -> list[bool]:
+    def store(self, names: Sequence[str], payloads: Sequence[Bytes]) -> list[bool]:
         objects: list[MemoryObj] = []
         for one in payloads:
             made = self.room()
@@ -65,8 +66,8 @@ class MemoryDriver:
         self.storage.drain()
         return self.exists(names)
 
-    def load(self, names: Sequence[str]) -> list[Payload | None]:
-        found: list[Payload | None] = []
+    def load(self, names: Sequence[str]) -> list[Bytes | None]:
+        found: list[Bytes | None] = []
         for one in self.storage.batched_get_blocking(self.chunks(names)):
             found.append(one and one.tensor.reshape(-1).view(torch.uint8).numpy().copy())
             if one is not None:

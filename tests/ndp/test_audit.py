@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, Sequence
+from cxlkv.arrays import Floats
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import Selection
 
@@ -16,7 +17,6 @@ from ..support import reference
 
 TOKENS, HEADS, DIM, GROUP, PAGE_TOKENS = 90, 2, 8, 3, 4
 LAYOUT = KVLayout(layers=1, kv_heads=HEADS, head_dim=DIM, page_tokens=PAGE_TOKENS, dtype="float32")
-Rows = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def pool() -> Iterator[CXLPool]:
         yield made
 
 
-def fill(pool: CXLPool, rng: np.random.Generator, tokens: int = TOKENS) -> tuple[Sequence, Rows]:
+def fill(pool: CXLPool, rng: np.random.Generator, tokens: int = TOKENS) -> tuple[Sequence, Floats]:
     sequence = pool.sequence()
     keys = rng.standard_normal((tokens, HEADS, DIM)).astype(np.float32) * 2
     sequence.append(0, keys, keys)
@@ -33,7 +33,7 @@ def fill(pool: CXLPool, rng: np.random.Generator, tokens: int = TOKENS) -> tuple
 
 
 def expected(
-    all_keys: list[Rows], q: Rows, starts: list[int], budget: Budget, picked: Selection
+    all_keys: list[Floats], q: Floats, starts: list[int], budget: Budget, picked: Selection
 ) -> tuple[float, float]:
     """(recall, mass) of `picked` by the reference, list by list."""
     offsets = np.array(starts, np.int32)

@@ -21,12 +21,11 @@ from hypothesis import strategies as st
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Selection, _core
 from cxlkv import Sequence as PoolSequence
+from cxlkv.arrays import Doubles, Floats
 from cxlkv.errors import BadArgumentError, UnsupportedError
 
 from ..support import reference
 
-Floats = npt.NDArray[np.float32]
-Doubles = npt.NDArray[np.float64]
 ISAS = ("serial", "avx2", "avx512", "avx512_bf16", "amx")
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 OUT_STEP = {"bfloat16": 0.0, "float16": 2**-25, "float32": 0.0}  # half the smallest step near 0

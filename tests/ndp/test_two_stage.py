@@ -16,11 +16,11 @@ import numpy.typing as npt
 import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Selection, Sequence, _core
+from cxlkv.arrays import Floats
 from cxlkv.errors import BadArgumentError
 
 from ..support import reference
 
-Floats = npt.NDArray[np.float32]
 ISAS = ("serial", "avx2", "avx512_bf16", "neon")  # those that differ in sketches
 PAGES = 1100
 

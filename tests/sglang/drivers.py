@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from cxlkv import ObjectPool
+from cxlkv.arrays import Bytes
 from cxlkv.prefix import PageKeys
 
 from ..support.stores import CAPACITY
@@ -15,7 +16,6 @@ from .hicache import (
     ALONE,
     CLASS,
     PAGE_TOKENS,
-    Payload,
     device_pool,
     host_pool,
     in_place,
@@ -89,14 +89,14 @@ class HiCacheDriver:
         found: PageKeys = self._keys([f"{name}.0" for name in names])  # of the first rank
         return found
 
-    def store(self, names: Sequence[str], payloads: Sequence[Payload]) -> list[bool]:
+    def store(self, names: Sequence[str], payloads: Sequence[Bytes]) -> list[bool]:
         indices = self.host.alloc(len(names) * PAGE_TOKENS)
         write_pages(self.host, indices, payloads)
         found: list[bool] = self.set_pages(list(names), indices)
         self.host.free(indices)
         return found
 
-    def load(self, names: Sequence[str]) -> list[Payload | None]:
+    def load(self, names: Sequence[str]) -> list[Bytes | None]:
         indices = self.host.alloc(len(names) * PAGE_TOKENS)
         write_pages(self.host, indices, [self.nothing() for _ in names])
         good = self.get_pages(list(names), indices)
@@ -104,7 +104,7 @@ class HiCacheDriver:
         self.host.free(indices)
         return [page if right else None for page, right in zip(pages, good, strict=True)]
 
-    def nothing(self) -> Payload:
+    def nothing(self) -> Bytes:
         return np.full(self.payload_bytes, 7, np.uint8)
 
     def set_pages(self, names: list[str], indices: torch.Tensor) -> list[bool]:

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+from cxlkv.arrays import Bytes
 
 from . import imports  # noqa: F401
 
@@ -41,8 +40,6 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_parallel
-
-Payload = npt.NDArray[np.uint8]
 
 PAGE_TOKENS = 16
 HOST_PAGES = 256
@@ -96,7 +93,7 @@ def page_bytes(host: HostKVCache) -> int:
     return int(page.numel() * page.element_size())
 
 
-def write_pages(host: HostKVCache, indices: torch.Tensor, payloads: Sequence[Payload]) -> None:
+def write_pages(host: HostKVCache, indices: torch.Tensor, payloads: Sequence[Bytes]) -> None:
     """As if the GPU had written them."""
     for begin, payload in zip(indices[:: host.page_size].tolist(), payloads, strict=True):
         page = host.get_dummy_flat_data_page()
@@ -104,7 +101,7 @@ def write_pages(host: HostKVCache, indices: torch.Tensor, payloads: Sequence[Pay
         host.set_from_flat_data_page(begin, page)
 
 
-def read_pages(host: HostKVCache, indices: torch.Tensor) -> list[Payload]:
+def read_pages(host: HostKVCache, indices: torch.Tensor) -> list[Bytes]:
     """As the GPU would read them."""
     begins = indices[:: host.page_size].tolist()
     pages = [host.get_data_page(begin).contiguous().view(torch.uint8) for begin in begins]
@@ -177,7 +174,7 @@ class Engine:
         names = [name for name in self.hosts if name != "kv"]
         return [PoolTransfer(PoolName(name), indices_from_pool=PoolName.KV) for name in names]
 
-    def save(self, text: list[int], payloads: dict[str, list[Payload]]) -> int:
+    def save(self, text: list[int], payloads: dict[str, list[Bytes]]) -> int:
         """Pages of each host pool, as the backup thread stores them; returns tokens that it says
         are stored."""
         indices = self.host.alloc(len(text))
@@ -189,7 +186,7 @@ class Engine:
         self.host.free(indices)
         return int(done.completed_tokens)
 
-    def fetch(self, text: list[int]) -> tuple[int, dict[str, list[Payload]]]:
+    def fetch(self, text: list[int]) -> tuple[int, dict[str, list[Bytes]]]:
         """As the prefetch threads load it: tokens that are there, and pages of each host pool."""
         controller = self.controller
         sides = self.sides() or None

@@ -10,9 +10,10 @@ import pytest
 
 from cxlkv import ObjectPool
 from cxlkv.adapters.sglang.metrics import KINDS as KINDS_OF_FAILURES
+from cxlkv.arrays import Bytes
 
 from ..support.damaging import damage_object
-from .hicache import Engine, Payload, page_bytes
+from .hicache import Engine, page_bytes
 
 # isort: split
 from prometheus_client import REGISTRY
@@ -34,7 +35,7 @@ def text(engine: Engine, pages: int, seed: int = 0) -> list[int]:
     return [int(one) for one in tokens]
 
 
-def payloads(engine: Engine, pages: int, seed: int = 0) -> dict[str, list[Payload]]:
+def payloads(engine: Engine, pages: int, seed: int = 0) -> dict[str, list[Bytes]]:
     """Pages for each of the engine's host pools."""
     chance = np.random.default_rng(seed)
     return {
@@ -43,7 +44,7 @@ def payloads(engine: Engine, pages: int, seed: int = 0) -> dict[str, list[Payloa
     }
 
 
-def same(found: dict[str, list[Payload]], wanted: dict[str, list[Payload]], pages: int) -> None:
+def same(found: dict[str, list[Bytes]], wanted: dict[str, list[Bytes]], pages: int) -> None:
     assert set(found) == set(wanted)
     for name, some in found.items():
         assert len(some) == pages

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from cxlkv import ObjectPool
+from cxlkv.arrays import Bytes
 
 from ..conftest import audit
 from ..support.stores import payload
-from .hicache import Engine, Payload, page_bytes
+from .hicache import Engine, page_bytes
 
 PROGRAM = Path(__file__).with_name("storing.py")
 PAGES = 12
@@ -24,7 +25,7 @@ def text_of(number: int, engine: Engine) -> list[int]:
     return list(range(number * tokens, (number + 1) * tokens))
 
 
-def pages_of(number: int, engine: Engine) -> list[Payload]:
+def pages_of(number: int, engine: Engine) -> list[Bytes]:
     size = page_bytes(engine.host)
     return [payload(f"{number}", size, page) for page in range(PAGES)]
 

@@ -18,12 +18,12 @@ from random import Random
 from typing import ClassVar, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, _core
 from cxlkv.adapters.common.keys import block_keys, namespace
 from cxlkv.adapters.common.requests import PoolRequests
+from cxlkv.arrays import Doubles
 from cxlkv.errors import BadArgumentError, CorruptError, PoolFullError
 from cxlkv.prefix import PageKeys, prefix_keys
 from cxlkv.tiers import Tiers
@@ -33,8 +33,6 @@ from .damaging import damage_piece
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPACITY = "8MiB"
-
-Numbers = npt.NDArray[np.float64]
 
 
 class Driver(Protocol):
@@ -54,7 +52,7 @@ class Driver(Protocol):
     def give(self, request: str, ids: list[int]) -> None:
         """Make K and V of those of ids that the request lacks; raises PoolFullError as append."""
 
-    def attends(self, request: str, ids: list[int]) -> Numbers:
+    def attends(self, request: str, ids: list[int]) -> Doubles:
         """K and V that it sees, and what attention makes of them; raises CorruptError."""
 
     def query(self) -> object:
@@ -105,13 +103,13 @@ class AdapterSuite:
         count = int(blocks * self.driver.page_size)
         return [1 + (start * 31 + i * (7 + start)) % 61 for i in range(count)]
 
-    def fresh(self, engine: Driver, request: str, ids: list[int]) -> Numbers:
+    def fresh(self, engine: Driver, request: str, ids: list[int]) -> Doubles:
         """What a request attends to that made all itself."""
         assert engine.adapter.load(request, None, 0) == 0
         engine.give(request, ids)
         return engine.attends(request, ids)
 
-    def stored(self, engine: Driver, ids: list[int], request: str = "first") -> Numbers:
+    def stored(self, engine: Driver, ids: list[int], request: str = "first") -> Doubles:
         seen = self.fresh(engine, request, ids)
         assert engine.adapter.store(request, self.keys(ids)) > 0
         return seen
@@ -387,7 +385,7 @@ class AdapterSuite:
             taken = pool.pages.alloc(pool.stats()["pages_free"] - 24 * self.pages_a_key())
             kept = self.text(2.2)
             wanted = self.stored(engine, kept, "kept")
-            first: dict[int, Numbers] = {}
+            first: dict[int, Doubles] = {}
             for start in [*range(1, 13), *range(1, 13)]:
                 ids = self.text(3.2, start)
                 has = self.loaded(engine, ids, "one")
@@ -423,7 +421,7 @@ class Walk:
         self.suite, self.engines, self.random = suite, engines, Random(seed)
         self.published: set[bytes] = set()
         self.live: dict[str, tuple[Driver, list[int]]] = {}
-        self.wanted: dict[tuple[int, ...], Numbers] = {}
+        self.wanted: dict[tuple[int, ...], Doubles] = {}
         self.made = self.hits = 0
 
     def ids(self) -> list[int]:
@@ -491,7 +489,7 @@ def release(engine: Driver, *requests: str) -> None:
         engine.adapter.release(request)
 
 
-def same(seen: Numbers, wanted: Numbers) -> None:
+def same(seen: Doubles, wanted: Doubles) -> None:
     assert seen.shape == wanted.shape
     np.testing.assert_allclose(seen, wanted, rtol=1e-3, atol=1e-3)
 

@@ -16,9 +16,9 @@ from collections import Counter
 from random import Random
 
 import numpy as np
-import numpy.typing as npt
 
 from cxlkv import ObjectPool
+from cxlkv.arrays import Bytes
 from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.objects import ABSENT, Lease, Reserved
 
@@ -26,7 +26,6 @@ NAMES = 40
 SIZE = 1 << 20
 HEAD = struct.Struct("<QQQ")  # name, number, bytes
 NOISE = np.random.default_rng(1).integers(0, 1 << 63, SIZE // 8, np.uint64)
-Bytes = npt.NDArray[np.uint8]
 
 
 def content(name: int, number: int) -> Bytes:

@@ -18,9 +18,9 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-import numpy.typing as npt
 
 from cxlkv import CXLPool, Sequence
+from cxlkv.arrays import Floats
 from cxlkv.errors import PoolFullError, StaleError
 from cxlkv.prefix import prefix_keys
 
@@ -32,10 +32,9 @@ TOKENS_MAX = 60
 REPORT_EVERY = 100
 
 Segments = list[tuple[int, int]]
-Numbers = npt.NDArray[np.float32]
 
 
-def token_numbers(segments: Segments, layer: int, kind: int) -> Numbers:
+def token_numbers(segments: Segments, layer: int, kind: int) -> Floats:
     """[tokens, HEADS, DIM]: whole numbers below 2**24, mixed from seed, index and place."""
     seeds = np.repeat(
         np.array([s for s, _ in segments], np.uint64), np.array([n for _, n in segments], np.intp)

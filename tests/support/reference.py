@@ -13,20 +13,20 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv.arrays import Doubles
 from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import Budget, Selection, pages_of_share, uniform
 
-Floats = npt.NDArray[np.float64]
 Keys = Sequence[npt.NDArray[np.float32]]
 
 
-def logits(keys: npt.NDArray[np.float32], query: Floats, scale: float) -> Floats:
+def logits(keys: npt.NDArray[np.float32], query: Doubles, scale: float) -> Doubles:
     """scale * q.k: keys [tokens, dim], query [dim] -> [tokens]."""
     return scale * (keys.astype(np.float64) @ query)
 
 
 def page_score(
-    keys: npt.NDArray[np.float32], query: Floats, method: str, complete: bool, scale: float
+    keys: npt.NDArray[np.float32], query: Doubles, method: str, complete: bool, scale: float
 ) -> float:
     """Score of one page's visible keys [tokens, dim] for one query."""
     if method == "digest" and complete:
@@ -48,7 +48,7 @@ def first_seen(position: int, window: int | None) -> int:
 
 
 def page_mass(
-    keys: npt.NDArray[np.float32], query: Floats, page_tokens: int, scale: float, low: int
+    keys: npt.NDArray[np.float32], query: Doubles, page_tokens: int, scale: float, low: int
 ) -> list[float]:
     """Share of the attention of one query by page of its visible keys, those from `low` on."""
     row = logits(keys, query, scale)
@@ -60,7 +60,7 @@ def page_mass(
 
 def list_scores(
     keys: npt.NDArray[np.float32],
-    queries: list[tuple[int, Floats]],
+    queries: list[tuple[int, Doubles]],
     budget: Budget,
     method: str,
     page_tokens: int,
@@ -207,7 +207,7 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     window: int | None = None,
-) -> tuple[Floats, Floats]:
+) -> tuple[Doubles, Doubles]:
     """As Batch.attend, on plain arrays: (out [rows, q_heads, value_dim], lse [rows, q_heads])."""
     kv_heads, dim = keys[0].shape[1:]
     scale = dim**-0.5 if scale is None else scale
@@ -240,7 +240,7 @@ def attend(
 # ---- sketches: native/src/kernels/sketch.h has the words ----
 
 
-def hadamard(rows: Floats) -> Floats:
+def hadamard(rows: Doubles) -> Doubles:
     """Signs by channel, then Walsh-Hadamard transforms of blocks of powers of two; [..., dim]."""
     out = rows * (1 - 2 * _sign_bits(rows.shape[-1]))
     first = 0
@@ -254,7 +254,7 @@ def hadamard(rows: Floats) -> Floats:
     return out
 
 
-def _sign_bits(dim: int) -> Floats:
+def _sign_bits(dim: int) -> Doubles:
     """1 where a channel changes its sign: splitmix64 of channel // 64, bit by bit."""
     ones = (1 << 64) - 1
     bits = []
@@ -267,7 +267,7 @@ def _sign_bits(dim: int) -> Floats:
     return np.array(bits[:dim], np.float64)
 
 
-def sketched(keys: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], Floats]:
+def sketched(keys: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], Doubles]:
     """Codes [tokens, dim] and scales [tokens] of keys [tokens, dim]."""
     rows = hadamard(keys.astype(np.float64))
     step = np.sqrt((rows**2).mean(-1, keepdims=True))
@@ -277,6 +277,8 @@ def sketched(keys: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.int64], Floa
     return codes, scales
 
 
-def estimates(codes: npt.NDArray[np.int64], scales: Floats, query: Floats, scale: float) -> Floats:
+def estimates(
+    codes: npt.NDArray[np.int64], scales: Doubles, query: Doubles, scale: float
+) -> Doubles:
     """Logits [tokens] of one query [dim], as sketches tell them (queries not rounded)."""
     return scale * scales * ((codes - 1.5) @ hadamard(query))

@@ -24,10 +24,10 @@ from random import Random
 from typing import ClassVar, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from cxlkv import ObjectPool
+from cxlkv.arrays import Bytes
 from cxlkv.errors import CXLKVError
 from cxlkv.prefix import PageKeys
 
@@ -43,8 +43,6 @@ tests.__path__ = [{str(ROOT / "tests")!r}]
 from tests.support import stores
 """
 """Programs begin with it: an engine's packages may have put another `tests` where ours is."""
-
-Payload = npt.NDArray[np.uint8]
 
 
 class Driver(Protocol):
@@ -64,10 +62,10 @@ class Driver(Protocol):
     def keys(self, names: Sequence[str]) -> PageKeys:
         """Under which the pool has the payloads of these names."""
 
-    def store(self, names: Sequence[str], payloads: Sequence[Payload]) -> list[bool]:
+    def store(self, names: Sequence[str], payloads: Sequence[Bytes]) -> list[bool]:
         """In one call of the engine's; which of them the store has then."""
 
-    def load(self, names: Sequence[str]) -> list[Payload | None]:
+    def load(self, names: Sequence[str]) -> list[Bytes | None]:
         """In one call of the engine's; None: a miss."""
 
     def exists(self, names: Sequence[str]) -> list[bool]: ...
@@ -87,7 +85,7 @@ class Open(Protocol):
     def __call__(self, place: str = ..., *, model: str = ..., salt: str = ...) -> Driver: ...
 
 
-def payload(name: str, size: int, number: int = 0) -> Payload:
+def payload(name: str, size: int, number: int = 0) -> Bytes:
     """What the store should have under a name; another one for another number."""
     digest = blake2b(f"{name} {number}".encode(), digest_size=8).digest()
     return np.random.default_rng(int.from_bytes(digest, "little")).integers(0, 256, size, np.uint8)
@@ -127,7 +125,7 @@ class StoreBasics:
 
     # ---- what a test needs ----
 
-    def payloads(self, names: Sequence[str], number: int = 0) -> list[Payload]:
+    def payloads(self, names: Sequence[str], number: int = 0) -> list[Bytes]:
         return [payload(name, self.driver.payload_bytes, number) for name in names]
 
     def fill(self, store: Driver, names: Sequence[str]) -> None:

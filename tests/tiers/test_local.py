@@ -27,7 +27,6 @@ from cxlkv.tiers.local import LocalTier, choose, units_of
 from ..conftest import MakePool
 from ..support.forking import in_child
 
-Units = npt.NDArray[np.int64]
 STARTS = np.array([0, 1], np.int32)
 
 

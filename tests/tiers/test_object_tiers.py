@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 )
 
 from cxlkv import CXLPool, KVLayout, ObjectPool, Tiers, object_keys
+from cxlkv.arrays import Bytes
 from cxlkv.emulation.link import emulate
 from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.machine.costs import Costs
@@ -33,7 +34,6 @@ from ..support.forking import in_child
 
 SIZE = 64 << 10
 LAYOUT = KVLayout.objects(SIZE)
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 def made(name: object, version: int = 0) -> Bytes:

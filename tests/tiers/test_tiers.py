@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cxlkv import CXLPool, KVLayout, Sequence, _core
+from cxlkv.arrays import Floats
 from cxlkv.errors import BadArgumentError, BusyError, ClosedError, DiskFullError, PoolFullError
 from cxlkv.layout import LayerGroup
 from cxlkv.machine.costs import Costs, Prefill, Tier
@@ -29,7 +30,6 @@ from ..support.processes import Child
 
 PAGE = 4
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=PAGE, dtype="float32")
-Numbers = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
 def text(number: int, pages: int) -> list[int]:
@@ -37,7 +37,7 @@ def text(number: int, pages: int) -> list[int]:
     return [1000 * number + i for i in range(pages * PAGE)]
 
 
-def rows(ids: list[int], layer: int, kind: int) -> Numbers:
+def rows(ids: list[int], layer: int, kind: int) -> Floats:
     """[tokens, heads, dim]: what follows from each token and its place."""
     seeds = np.array(ids, np.float32)[:, None, None] + 100_000 * layer + 1_000_000 * kind
     return np.ascontiguousarray(

@@ -15,11 +15,12 @@ from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.keys import namespace
 from cxlkv.adapters.common.metrics import Counting
 from cxlkv.adapters.common.object_cache import ObjectCache, leading
+from cxlkv.arrays import Bytes
 from cxlkv.errors import BusyError
 from cxlkv.objects import ABSENT
 from cxlkv.prefix import PageKeys
 
-from ...support.stores import CAPACITY, Payload, StoreSuite
+from ...support.stores import CAPACITY, StoreSuite
 
 SIZE, BYTES = 96 << 10, 64 << 10
 SPACE = bytes(range(16))
@@ -52,18 +53,18 @@ class ObjectCacheDriver:
     def keys(self, names: Sequence[str]) -> PageKeys:
         return self.cache.keys(names)
 
-    def buffers(self, memory: Sequence[Payload]) -> Buffers:
+    def buffers(self, memory: Sequence[Bytes]) -> Buffers:
         quarter = self.payload_bytes // 4
         begins = np.array([one.ctypes.data for one in memory], np.uint64)
         addresses = begins[:, None] + np.arange(4, dtype=np.uint64) * np.uint64(quarter)
         sizes = np.full(addresses.size, quarter, np.uint64)
         return Buffers(addresses.reshape(-1), sizes, np.arange(0, addresses.size + 1, 4))
 
-    def store(self, names: Sequence[str], payloads: Sequence[Payload]) -> list[bool]:
+    def store(self, names: Sequence[str], payloads: Sequence[Bytes]) -> list[bool]:
         new = self.cache.put(self.keys(names), self.buffers(payloads))
         return [place < len(new) for place in range(len(names))]
 
-    def load(self, names: Sequence[str]) -> list[Payload | None]:
+    def load(self, names: Sequence[str]) -> list[Bytes | None]:
         memory = [np.full(self.payload_bytes, 7, np.uint8) for _ in names]
         good = self.cache.load(self.keys(names), self.buffers(memory))
         return [one if right else None for one, right in zip(memory, good, strict=True)]

@@ -6,19 +6,17 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from cxlkv import CXLPool, KVLayout, LayerGroup
 from cxlkv.adapters.common.keys import block_keys, namespace
 from cxlkv.adapters.common.requests import PoolRequests
+from cxlkv.arrays import Doubles, Floats
 from cxlkv.errors import CorruptError
 from cxlkv.prefix import prefix_keys
 from cxlkv.tiers import Tiers
 
-from ...support.adapters import AdapterSuite, Numbers, damage
-
-Rows = npt.NDArray[np.float32]
+from ...support.adapters import AdapterSuite, damage
 
 
 class PoolDriver:
@@ -39,7 +37,7 @@ class PoolDriver:
             rows = made(ids, layer)[sequence.tokens(layer) :]
             sequence.append(layer, rows, -rows)
 
-    def attends(self, request: str, ids: list[int]) -> Numbers:
+    def attends(self, request: str, ids: list[int]) -> Doubles:
         sequence = self.adapter.sequence(request)
         assert len(sequence) == len(ids)
         parts = []
@@ -56,7 +54,7 @@ class PoolDriver:
         return np.ones((4, 16), np.float32)
 
 
-def made(ids: list[int], layer: int) -> Rows:
+def made(ids: list[int], layer: int) -> Floats:
     number, numbers = 1 + layer, []
     for token in ids:
         number = (number * 1103515245 + token * 12345 + 7) % 2147483647
