@@ -12,8 +12,13 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv import _core
+from cxlkv.arrays import Names, RecordBytes
 from cxlkv.layout import KVLayout
+from cxlkv.ndp.engine import Selection
 from cxlkv.pool import CXLPool
+from cxlkv.prefix import key_hashes, prefix_keys
+from cxlkv.sequence import Sequence
 
 Elements = npt.NDArray[np.float32]  # numpy's types have no bfloat16
 
@@ -66,3 +71,30 @@ def pool_in_file(
             threads=threads,
         ) as pool:
             yield pool, path
+
+
+def same_for_all(pages: npt.ArrayLike, kv_heads: int) -> Selection:
+    """The same pages for every head, as a select would name them."""
+    chosen = np.asarray(pages, np.int32)
+    lists = np.ascontiguousarray(np.broadcast_to(chosen, (1, kv_heads, len(chosen))))
+    counts = np.full((1, kv_heads), len(chosen), np.int32)
+    starts = np.array([0, 1], np.int32)
+    return Selection(lists, np.zeros(lists.shape, np.float32), counts, 0, 0, "query", starts)
+
+
+def publish(pool: CXLPool, sequence: Sequence) -> Names:
+    """Publishes a sequence's pages and lets go of it; their names [pages, 16]."""
+    ids = np.arange(len(sequence))
+    pool.publish_prefix(sequence, ids)
+    sequence.release()
+    hashes = key_hashes(prefix_keys(ids, pool.layout.page_tokens))
+    return _core.names(pool._handle, hashes, 1).reshape(-1, 16)
+
+
+def read_records(pool: CXLPool, names: Names) -> RecordBytes:
+    """The whole records of published pages."""
+    records = np.zeros((len(names), _core.record_shape(pool._handle)[0]), np.uint8)
+    codes = _core.records_read(pool._handle, *_core.find_pages(pool._handle, names), records)
+    if codes.any():
+        raise RuntimeError(f"records that were just published are not to be had: {codes}")
+    return records

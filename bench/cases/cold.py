@@ -14,10 +14,9 @@ import numpy as np
 from cxlkv import _core
 from cxlkv.arrays import Bytes
 from cxlkv.bench.measure import interleave_reported
-from cxlkv.bench.pools import Shape, pool_in_file
+from cxlkv.bench.pools import Shape, pool_in_file, publish, read_records
 from cxlkv.bench.result import Result
 from cxlkv.pool import CXLPool
-from cxlkv.prefix import key_hashes, prefix_keys
 from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import RecordShape
 
@@ -38,7 +37,7 @@ def run(result: Result, size: Size = Size(), threads: int = 1) -> None:
     capacity = int(size.layout.token_bytes * size.page_tokens * count * 1.3) + (64 << 20)
     with pool_in_file(size.layout, capacity, threads=threads) as (pool, path):
         names = publish_all(pool, size)
-        records = read_all(pool, names)
+        records = read_records(pool, names)
         measure_records(result, pool, path.with_name("plain"), names, records, size)
         shape = RecordShape.of(pool)
     with tempfile.TemporaryDirectory() as cold:
@@ -47,23 +46,11 @@ def run(result: Result, size: Size = Size(), threads: int = 1) -> None:
 
 def publish_all(pool: CXLPool, size: Size) -> Bytes:
     """Fills pages with noise, publishes them, and returns their names."""
-    tokens = size.call_records * size.calls * size.page_tokens
-    noise, ids = size.noise(1, tokens), np.arange(tokens)
+    noise = size.noise(1, size.call_records * size.calls * size.page_tokens)
     sequence = pool.sequence()
     for layer in range(size.layers):
         sequence.append(layer, noise, noise)
-    pool.publish_prefix(sequence, ids)
-    sequence.release()
-    keys = prefix_keys(ids, size.page_tokens)
-    return _core.names(pool._handle, key_hashes(keys), 1).reshape(-1, 16)
-
-
-def read_all(pool: CXLPool, names: Bytes) -> Bytes:
-    records = np.zeros((len(names), _core.record_shape(pool._handle)[0]), np.uint8)
-    codes = _core.records_read(pool._handle, *_core.find_pages(pool._handle, names), records)
-    if codes.any():
-        raise RuntimeError(f"records that were just published are not to be had: {codes}")
-    return records
+    return publish(pool, sequence)
 
 
 def timed(function: Callable[[range], object], turns: list[range]) -> Callable[[], float]:
@@ -123,7 +110,7 @@ def measure_records(
     }
     samples = interleave_reported(functions, size.rounds)
     speed = result.speeds(samples, records.nbytes)
-    result.checks["records_come_back_the_same"] = np.array_equal(read_all(pool, names), records)
+    result.checks["records_come_back_the_same"] = np.array_equal(read_records(pool, names), records)
     result.ratios["read_to_memcpy"] = speed["records_read"] / speed["memcpy_read"]
     result.ratios["write_to_memcpy"] = speed["records_write"] / speed["memcpy_write"]
     result.ratios["read_time_in_crc"] = speed["records_read"] / speed["crc"]

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from cxlkv import _core
 from cxlkv.arrays import Bytes
 from cxlkv.bench.measure import interleave
+from cxlkv.bench.pools import publish, read_records
 from cxlkv.bench.result import Result
 from cxlkv.errors import UnsupportedError
 from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
-from cxlkv.prefix import key_hashes, prefix_keys
 from cxlkv.tiers.cold_file import RecordShape
 from cxlkv.tiers.compress import Codec
 
@@ -83,17 +82,7 @@ def records_of(layers: Layers, dtype: str, size: Size) -> tuple[Bytes, RecordSha
         sequence = pool.sequence()
         for layer, (keys, values) in enumerate(layers):
             sequence.append(layer, keys.astype(DTYPES[dtype]), values.astype(DTYPES[dtype]))
-        ids = np.arange(tokens)
-        pool.publish_prefix(sequence, ids)
-        sequence.release()
-        hashes = key_hashes(prefix_keys(ids, size.page_tokens))
-        names = _core.names(pool._handle, hashes, 1).reshape(-1, 16)
-        shape = RecordShape.of(pool)
-        records = np.zeros((len(names), shape.bytes), np.uint8)
-        found = _core.find_pages(pool._handle, names)
-        if _core.records_read(pool._handle, *found, records).any():
-            raise RuntimeError("records that were just published are not to be had")
-    return records, shape
+        return read_records(pool, publish(pool, sequence)), RecordShape.of(pool)
 
 
 def measure(result: Result, name: str, records: Bytes, shape: RecordShape, size: Size) -> None:

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from cxlkv.arrays import Bytes
 from cxlkv.bench import loops
-from cxlkv.bench.cases.transfer import Mapped, append_all, selection
+from cxlkv.bench.cases.transfer import Mapped, append_all
 from cxlkv.bench.measure import interleave
-from cxlkv.bench.pools import Shape, pool_in_file
+from cxlkv.bench.pools import Shape, pool_in_file, same_for_all
 from cxlkv.bench.result import Result
 from cxlkv.bench.streams import size_name
 from cxlkv.pool import CXLPool
@@ -57,7 +56,8 @@ def _measure(result: Result, pool: CXLPool, path: Path, shape: Shape, size: Size
     calls = []
     for first in range(0, len(ids) - pages + 1, pages):
         chosen = np.sort(order[first : first + pages]).astype(np.int32)
-        calls.append((selection(chosen, shape), _offsets(mapped, ids[chosen])))
+        picked = same_for_all(chosen, shape.kv_heads)
+        calls.append((picked, mapped.offsets(ids[chosen], 0)))
     full = (1, shape.kv_heads, pages, shape.page_tokens, shape.head_dim)
     out = (np.empty(full, ml_dtypes.bfloat16), np.empty(full, ml_dtypes.bfloat16))
     flat = [array.view(np.uint8).reshape(-1) for array in out]
@@ -85,16 +85,6 @@ def _measure(result: Result, pool: CXLPool, path: Path, shape: Shape, size: Size
     speed = result.speeds(interleave(functions, size.rounds), total)
     result.ratios[f"fetch_{name}_to_memcpy"] = speed[f"fetch_{name}"] / speed[f"memcpy_{name}"]
     sequence.release()
-
-
-def _offsets(mapped: Mapped, ids: npt.NDArray[np.int64]) -> list[npt.NDArray[np.uint64]]:
-    """Of all pieces of K and of V in the file, in the order in which fetch() writes them."""
-    heads = np.arange(mapped.size.kv_heads, dtype=np.uint64)[:, None] * mapped.piece_bytes
-    found = []
-    for name in ("keys_offset", "values_offset"):
-        first = np.array([mapped.offset(int(page), 0, name) for page in ids], np.uint64)
-        found.append((heads + first[None, :]).ravel())
-    return found
 
 
 def _same(

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv.bench.measure import interleave
-from cxlkv.bench.pools import Elements, Shape, pool_in_file
+from cxlkv.bench.pools import Elements, Shape, pool_in_file, same_for_all
 from cxlkv.bench.result import Result
 from cxlkv.ndp.engine import Selection
 from cxlkv.pool import CXLPool
@@ -39,6 +39,15 @@ class Mapped:
         self.bytes: Bytes = np.memmap(path, np.uint8, "r+")
         self.piece_bytes = size.page_tokens * size.head_dim * 2
         self.size = size
+
+    def offsets(self, ids: npt.NDArray[np.int64], layer: int) -> list[npt.NDArray[np.uint64]]:
+        """Of all pieces of K and of V of these pages, in the order in which fetch() writes them."""
+        heads = np.arange(self.size.kv_heads, dtype=np.uint64)[:, None] * self.piece_bytes
+        found = []
+        for name in ("keys_offset", "values_offset"):
+            first = np.array([self.offset(int(page), layer, name) for page in ids], np.uint64)
+            found.append((heads + first[None, :]).ravel())
+        return found
 
     def offset(self, page: int, layer: int, name: str) -> int:
         """Of the page's K ("keys_offset") or V ("values_offset"), all heads."""
@@ -147,9 +156,9 @@ def measure_fetch(result: Result, pool: CXLPool, path: Path, size: Size, name: s
     calls: list[tuple[int, Selection, list[npt.NDArray[np.int64]]]] = []
     for first in range(0, len(ids), CALL_PAGES):
         chosen = np.sort(order[first : first + CALL_PAGES]).astype(np.int32)
-        picked = selection(chosen, size)
+        picked = same_for_all(chosen, size.kv_heads)
         for layer in range(size.layers):
-            calls.append((layer, picked, piece_rows(mapped, size, ids[chosen], layer)))
+            calls.append((layer, picked, piece_rows(mapped, ids[chosen], layer)))
 
     def fetch() -> None:
         for layer, picked, _ in calls:
@@ -172,26 +181,14 @@ def measure_fetch(result: Result, pool: CXLPool, path: Path, size: Size, name: s
     sequence.release()
 
 
-def selection(chosen: npt.NDArray[np.int32], size: Shape) -> Selection:
-    """The same pages for every head, as a select would name them."""
-    pages = np.ascontiguousarray(np.broadcast_to(chosen, (1, size.kv_heads, len(chosen))))
-    counts = np.full((1, size.kv_heads), len(chosen), np.int32)
-    starts = np.array([0, 1], np.int32)
-    return Selection(pages, np.zeros(pages.shape, np.float32), counts, 0, 0, "query", starts)
-
-
 def piece_rows(
-    mapped: Mapped, size: Shape, ids: npt.NDArray[np.int64], layer: int
+    mapped: Mapped, ids: npt.NDArray[np.int64], layer: int
 ) -> list[npt.NDArray[np.int64]]:
     """Indices of K and V pieces in the file, in the order in which fetch() writes them."""
-    found = []
-    for name in ("keys_offset", "values_offset"):
-        first = np.array([mapped.offset(int(page), layer, name) for page in ids])
-        if (first % mapped.piece_bytes).any():
-            raise ValueError("pieces are not aligned to their size: choose a power-of-two size")
-        heads = np.arange(size.kv_heads)[:, None]
-        found.append((first[None, :] // mapped.piece_bytes + heads).ravel())
-    return found
+    found = mapped.offsets(ids, layer)
+    if any((offsets % mapped.piece_bytes).any() for offsets in found):
+        raise ValueError("pieces are not aligned to their size: choose a power-of-two size")
+    return [(offsets // mapped.piece_bytes).astype(np.int64) for offsets in found]
 
 
 def report(

@@ -7,7 +7,6 @@ that no cache holds; a sample takes another choice of them than the one before.
 from __future__ import annotations
 
 import itertools
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cxlkv.bench.gpu.case import ROUNDS, Progress, Timer
+from cxlkv.bench.gpu.suite import link
 from cxlkv.gpu.copier import Copier
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.kernels.copies import copy_fragments
@@ -163,20 +163,13 @@ def bandwidth(progress: Progress, timer: Timer, memory: Memory) -> float:
         progress.result.measure(name, [size / s for s in seconds], "bytes/s")
     speed = progress.result.metrics["h2d"].median
     if timer.stream is not None:
-        progress.result.notes.append(f"the link behind these copies: {link()}")
+        found = link()
+        generation, width = (found.get(f"pcie.link.{n}.current", "?") for n in ("gen", "width"))
+        progress.result.notes.append(
+            f"the link behind these copies: PCIe generation {generation}, {width} lanes"
+        )
     progress.save("one large copy", f"{speed / 1e9:.1f} GB/s")
     return speed
-
-
-def link() -> str:
-    query = "pcie.link.gen.current,pcie.link.width.current"
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "-i", "0"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"nvidia-smi does not say: {error}"
-    generation, _, width = done.stdout.strip().partition(", ")
-    return f"PCIe generation {generation}, {width} lanes"
 
 
 Method = Callable[[Choice, int], object]

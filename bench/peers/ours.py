@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
+from cxlkv.bench.pools import Shape, publish, read_records, same_for_all
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.pool import CXLPool
-from cxlkv.prefix import key_hashes, prefix_keys
 from cxlkv.sequence import Sequence
 
 from .serving import (
@@ -99,7 +99,7 @@ class Pages:
                 self.out[start : start + half].view(ml_dtypes.bfloat16).reshape(shape)
                 for start in (at, at + half)
             )
-            asked.append((layer, selection(pages), (k, v)))
+            asked.append((layer, same_for_all(pages, KV_HEADS), (k, v)))
             at += 2 * half
         began = time.perf_counter()
         for layer, picked, places in asked:
@@ -111,15 +111,6 @@ class Pages:
         self.pool.close()
         if self.where != MEMORY:
             Path(self.where).unlink()
-
-
-def selection(pages: list[int]) -> Selection:
-    """The same pages for every head, as a select would name them."""
-    shape = (1, KV_HEADS, len(pages))
-    chosen = np.ascontiguousarray(np.broadcast_to(np.asarray(pages, np.int32), shape))
-    counts = np.full(shape[:2], len(pages), np.int32)
-    starts = np.array([0, 1], np.int32)
-    return Selection(chosen, np.zeros(shape, np.float32), counts, 0, 0, "query", starts)
 
 
 class Ours(Store, Scanner):
@@ -149,19 +140,13 @@ class Ours(Store, Scanner):
         self._make_records(self.pools["pages"])
 
     def _make_records(self, pages: Pages) -> None:
-        ids, handle = np.arange(self.given.count * PAGE_TOKENS), pages.pool._handle
         pages.append(self.units)
         assert pages.sequence is not None
-        pages.pool.publish_prefix(pages.sequence, ids)
-        keys = prefix_keys(ids, PAGE_TOKENS)
-        self.names = _core.names(handle, key_hashes(keys), 1).reshape(-1, 16)
-        self.record_bytes = _core.record_shape(handle)[0]
-        self.records = np.zeros((self.given.count, self.record_bytes), np.uint8)
-        pages.sequence.release()
+        self.names = publish(pages.pool, pages.sequence)
         pages.sequence = None
-        pages.published = _core.find_pages(handle, self.names)
-        failed = _core.records_read(handle, *pages.published, self.records).any()
-        must(not failed, "records that were just published are not to be had")
+        pages.published = _core.find_pages(pages.pool._handle, self.names)
+        self.records = read_records(pages.pool, self.names)
+        self.record_bytes = self.records.shape[1]
         pages.empty()
 
     def run(self, case: str, form: str, wanted: Wanted) -> tuple[list[float], int]:
@@ -244,16 +229,12 @@ class Ours(Store, Scanner):
     def open_keys(self, given: Keys) -> None:
         """One layer of one sequence; the keys stand in for the values, which nobody reads here."""
         self.keys = given
-        layout = KVLayout(
-            layers=1,
-            kv_heads=given.kv_heads,
-            head_dim=given.head_dim,
-            page_tokens=given.page_tokens,
-        )
+        heads, dim = given.kv_heads, given.head_dim
+        shape = Shape(layers=1, kv_heads=heads, head_dim=dim, page_tokens=given.page_tokens)
         self.path = Path(given.folder) / "ours-keys"
         self.pool = CXLPool.create(
             self.path,
-            layout=layout,
+            layout=shape.layout,
             capacity=given.bytes * 5 // 2 + (64 << 20),
             checksum=False,
             sketch=False,
@@ -262,8 +243,7 @@ class Ours(Store, Scanner):
         k = np.ascontiguousarray(given.stored_keys().swapaxes(0, 1)).view(ml_dtypes.bfloat16)
         self.sequence = self.pool.sequence()
         self.sequence.append(0, k, k)
-        heads = given.kv_heads * given.group
-        self.queries = given.queries().view(ml_dtypes.bfloat16).reshape(heads, given.head_dim)
+        self.queries = given.queries().view(ml_dtypes.bfloat16).reshape(-1, dim)
 
     def _scan(self) -> tuple[list[float], int]:
         budget = Budget(pages=self.keys.pages, sinks=0, recent=0)

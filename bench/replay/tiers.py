@@ -84,13 +84,12 @@ def replay(
     requests: Sequence[Request],
     where: Where,
     progress: Callable[[int], None] = lambda done: None,
-    stop_at: int | None = None,
 ) -> tuple[Counts, dict[str, float], list[str]]:
     """What came of it, the tiers' own counts (of the last process that ran it), and what the pool's
     check found at the end.
 
-    With a path: goes on where an earlier run of the same requests was killed. stop_at: ends there,
-    as if killed. Raises BadArgumentError for sizes that do not fit.
+    With a path: goes on where an earlier run of the same requests was killed. Raises
+    BadArgumentError for sizes that do not fit.
     """
     widest = max(len(request.pages) for request in requests)
     if where.far < 2 * widest:
@@ -105,8 +104,6 @@ def replay(
         with pool, tiers_of(pool, where, cold) as tiers:
             began = time.monotonic() - counts.seconds
             for number in range(counts.requests, len(requests)):
-                if number == stop_at:
-                    break
                 one(tiers, requests[number], counts)
                 counts.requests = number + 1
                 if number % SAVE_EVERY == SAVE_EVERY - 1 or counts.requests == len(requests):
@@ -208,9 +205,8 @@ def content(names: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
 def verify(sequence: Tokens, names: npt.NDArray[np.uint64]) -> int:
     """Pages whose bytes are not those of their names; CRCs are checked on the way."""
     count = len(names)
-    pages = np.arange(count, dtype=np.int32).reshape(1, 1, count)
     everything = Selection(
-        pages=pages[0],
+        pages=np.arange(count, dtype=np.int32)[None],
         scores=np.zeros((1, count), np.float32),
         counts=np.array([count], np.int32),
         bytes_scored=0,
