@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+import ml_dtypes
 import numpy as np
 
 from cxlkv.bench.measure import interleave
@@ -49,8 +50,8 @@ def run(result: Result, size: Size = Size(), threads: int | None = None) -> Tuni
         step = 16 * 256
         for _ in range(0, tokens, step):
             rows = random.standard_normal((step, size.kv_heads, size.head_dim), np.float32)
-            half = (rows.view(np.uint32) >> 16).astype(np.uint16)
-            sequence.append(0, _bfloat16(half), _bfloat16(half))
+            half = (rows.view(np.uint32) >> 16).astype(np.uint16).view(ml_dtypes.bfloat16)
+            sequence.append(0, half, half)
         q = random.standard_normal((size.kv_heads * size.group, size.head_dim), np.float32)
         for pages in sorted(size.pages, reverse=True):
             sequence.truncate(pages * 16)
@@ -62,11 +63,8 @@ def run(result: Result, size: Size = Size(), threads: int | None = None) -> Tuni
                 },
                 size.rounds,
             )
-            medians = {
-                method: result.measure(f"{method}_{pages}_pages", [1e6 * s for s in took], "us")
-                for method, took in times.items()
-            }
-            faster[pages] = medians["two_stage"].median < medians["exact"].median
+            median = result.times(times, "us", f"{{}}_{pages}_pages")
+            faster[pages] = median["two_stage"] < median["exact"]
     result.checks["measured"] = True
     tuning = Tuning(two_stage_from(faster), this_machine())
     result.measure("two_stage_pages", [tuning.two_stage_pages], "pages")
@@ -81,9 +79,3 @@ def two_stage_from(faster: dict[int, bool]) -> int:
             break
         found = max(pages, PAGES_MIN)
     return found
-
-
-def _bfloat16(half: np.ndarray[tuple[int, ...], np.dtype[np.uint16]]) -> object:
-    import ml_dtypes
-
-    return half.view(ml_dtypes.bfloat16)

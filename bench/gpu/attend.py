@@ -171,10 +171,10 @@ def memory(progress: Progress, timer: Timer, size: Size) -> float:
             "copy": lambda: buffer[:half].copy_(buffer[half : 2 * half]),
         }
     ).device
-    best = min(timed.values(), key=min)
-    metric = progress.result.measure("hbm", [buffer.nbytes / s for s in best], "bytes/s")
-    progress.save("memory", f"{metric.median / 1e9:.0f} GB/s")
-    return metric.median
+    best = {"hbm": min(timed.values(), key=min)}
+    speed = progress.result.speeds(best, buffer.nbytes, unit="bytes/s")["hbm"]
+    progress.save("memory", f"{speed / 1e9:.0f} GB/s")
+    return speed
 
 
 def measure(progress: Progress, timer: Timer, lists: Lists, hbm: float) -> None:
@@ -191,22 +191,16 @@ def measure(progress: Progress, timer: Timer, lists: Lists, hbm: float) -> None:
     rivals = lists.rivals()
     functions |= rivals
     timed = timer(functions).device
+    us = result.times({n: timed[n] for n in chosen}, "us", f"attend_{{}}_{where}")
+    best = min(result.times({n: timed[n] for n in rivals}, "us", f"{{}}_{where}").values())
     for percent, pages in chosen.items():
-        name = f"attend_{percent}_{where}"
-        metric = result.measure(name, [1e6 * s for s in timed[percent]], "us")
-        read = lists.bytes_of(pages)
-        to_hbm = read / (metric.median / 1e6) / hbm
+        name, read = f"attend_{percent}_{where}", lists.bytes_of(pages)
+        to_hbm = read / (us[percent] / 1e6) / hbm
         result.ratios[f"{name}_to_hbm"] = to_hbm
         if read >= LONG_BYTES:
             result.ratios["attend_to_hbm"] = min(to_hbm, result.ratios.get("attend_to_hbm", 1e9))
-    for name in rivals:
-        result.measure(f"{name}_{where}", [1e6 * s for s in timed[name]], "us")
-    best = min(result.metrics[f"{name}_{where}"].median for name in rivals)
-    for percent in chosen:
-        ours = result.metrics[f"attend_{percent}_{where}"].median
-        result.ratios[f"attend_{percent}_{where}_to_sdpa"] = best / ours
-    us = {name: f"{1e6 * min(seconds):.0f}" for name, seconds in timed.items()}
-    said = ", ".join(f"{name} {shown}" for name, shown in us.items())
+        result.ratios[f"{name}_to_sdpa"] = best / us[percent]
+    said = ", ".join(f"{name} {1e6 * min(seconds):.0f}" for name, seconds in timed.items())
     progress.save(f"{count} lists of {tokens} tokens", f"{said} us at best")
 
 

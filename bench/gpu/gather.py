@@ -159,9 +159,7 @@ def bandwidth(progress: Progress, timer: Timer, memory: Memory) -> float:
             "d2h_pool": lambda: source.copy_(target, non_blocking=True),
         }
     ).device
-    for name, seconds in timed.items():
-        progress.result.measure(name, [size / s for s in seconds], "bytes/s")
-    speed = progress.result.metrics["h2d"].median
+    speed = progress.result.speeds(timed, size, unit="bytes/s")["h2d"]
     if timer.stream is not None:
         found = link()
         generation, width = (found.get(f"pcie.link.{n}.current", "?") for n in ("gen", "width"))
@@ -230,10 +228,7 @@ def measure(
         timer.wait()
         result.checks[f"{name}_{piece}_x{count}"] = memory.right(choices[0], piece)
     timed = timer({n: turns(choices, m, piece) for n, m in methods.items()}).device
-    us = {
-        name: result.measure(f"{name}_{piece}_x{count}", [1e6 * s for s in samples], "us").median
-        for name, samples in timed.items()
-    }
+    us = result.times(timed, "us", f"{{}}_{piece}_x{count}")
     dma = [us[name] for name in ("batch", "loop") if name in us]
     least(progress, "dispatcher_to_better", min([us["upload"], *dma]) / us["dispatcher"])
     if dma and piece < BREAK_EVEN_BYTES and count >= BREAK_EVEN_COUNT:
@@ -284,6 +279,5 @@ def sweep(progress: Progress, timer: Timer, memory: Memory) -> None:
             return lambda: copy(programs)
 
         functions = {str(number): with_programs(number) for number in memory.size.programs}
-        for number, seconds in timer(functions).device.items():
-            name = f"programs_{number}_{piece}_x{count}"
-            progress.result.measure(name, [1e6 * s for s in seconds], "us")
+        timed = timer(functions).device
+        progress.result.times(timed, "us", f"programs_{{}}_{piece}_x{count}")

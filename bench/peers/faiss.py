@@ -20,6 +20,16 @@ def widened(values: npt.NDArray[np.uint16]) -> Scores:
     return (values.astype(np.uint32) << 16).view(np.float32)
 
 
+def best_pages(
+    scores: Scores, tokens: npt.NDArray[np.int64], page_tokens: int
+) -> npt.NDArray[np.int32]:
+    """The pages of the best tokens of one head for any of its queries, the best first."""
+    order = np.argsort(-scores, axis=None, kind="stable")
+    every = (tokens.ravel()[order] // page_tokens).astype(np.int32)
+    _, first = np.unique(every, return_index=True)
+    return every[np.sort(first)]
+
+
 class Faiss(Scanner):
     """It finds tokens: the best `pages` of each query. by_query: it shares the queries of a search
     out over its threads; by_head: heads go to threads of ours."""
@@ -64,10 +74,7 @@ class Faiss(Scanner):
         """Of each head the pages of the best tokens for any of its queries; -1: too few of them."""
         pages = np.full((self.given.kv_heads, self.given.pages), -1, np.int32)
         for row, (scores, tokens) in zip(pages, found, strict=True):
-            order = np.argsort(-scores, axis=None, kind="stable")
-            every = tokens.ravel()[order] // self.given.page_tokens
-            _, first = np.unique(every, return_index=True)
-            best = every[np.sort(first)][: len(row)]
+            best = best_pages(scores, tokens, self.given.page_tokens)[: len(row)]
             row[: len(best)] = best
         return pages
 

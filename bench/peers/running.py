@@ -133,15 +133,35 @@ class Ring:
             if talk is not None:
                 talk.stop()
 
-    def that_can(self, cases: Sequence[str]) -> list[tuple[Conversation, str, list[str]]]:
-        """Each (peer, form, cases) that does some of these cases, in the order of these."""
-        found = []
-        for talk in self.talks.values():
-            for form, can in talk.forms.items():
-                does = [case for case in cases if case in can]
-                if does:
-                    found.append((talk, form, does))
-        return found
+    def measure(
+        self,
+        cases: Sequence[str],
+        opening: dict[str, object],
+        rounds: int,
+        one: Callable[[int, Conversation, str, str], list[float]],
+    ) -> dict[tuple[str, str, str], list[float]]:
+        """Figures by (case, peer, form), of who is still there at the end: `one`, of the number of
+        the round, a peer, a form and a case, `rounds` times in turn after one that warms."""
+        contenders = [
+            (talk, form, does)
+            for talk in self.talks.values()
+            for form, can in talk.forms.items()
+            if (does := [case for case in cases if case in can])
+        ]
+        names = list(dict.fromkeys(talk.name for talk, _, _ in contenders))
+        self.ask_all(names, {"op": "open", **opening})
+        found: dict[tuple[str, str, str], list[float]] = {}
+        for turn in range(rounds + 1):
+            for talk, form, does in contenders:
+                for case in cases_of(turn, does):
+                    with self.dropping(talk.name):
+                        if talk.name not in self.talks:
+                            continue
+                        figures = one(turn, talk, form, case)
+                        if turn or case == "first":
+                            found.setdefault((case, talk.name, form), []).extend(figures)
+        self.ask_all(names, {"op": "close"})
+        return {key: figures for key, figures in found.items() if key[1] in self.talks}
 
     def ask_all(self, names: Sequence[str], request: dict[str, object]) -> None:
         for name in names:
@@ -241,32 +261,24 @@ def move(
         threads=threads,
     )
     out = np.memmap(given.out, np.uint8, "r+")
-    contenders = ring.that_can([case for case in size.cases if case != "scan"])
-    names = list(dict.fromkeys(talk.name for talk, _, _ in contenders))
-    ring.ask_all(names, {"op": "open", "objects": asdict(given)})
-    samples: dict[tuple[str, str, str], list[float]] = {}
     rng = np.random.default_rng(object_bytes)
-    for turn in range(size.rounds + 1):
-        wanted = ranges_of(rng, given, size.range_share)
-        for talk, form, cases in contenders:
-            for case in cases_of(turn, cases):
-                with ring.dropping(talk.name):
-                    if talk.name not in ring.talks:
-                        continue
-                    right = expected(case, payload, given, wanted)
-                    out[: len(right)] = 0
-                    request = {"op": "run", "case": case, "form": form, "wanted": wanted}
-                    moved = len(right) or given.bytes
-                    seconds = talk.seconds(request, moved)
-                    check_bytes(case, form, out, right)
-                    if turn or case == "first":
-                        figures = [figure(case, moved, given, s) for s in seconds]
-                        samples.setdefault((case, talk.name, form), []).extend(figures)
-    ring.ask_all(names, {"op": "close"})
+    drawn = [ranges_of(rng, given, size.range_share) for _ in range(size.rounds + 1)]
+
+    def one(turn: int, talk: Conversation, form: str, case: str) -> list[float]:
+        wanted = drawn[turn]
+        right = expected(case, payload, given, wanted)
+        out[: len(right)] = 0
+        moved = len(right) or given.bytes
+        request = {"op": "run", "case": case, "form": form, "wanted": wanted}
+        seconds = talk.seconds(request, moved)
+        check_bytes(case, form, out, right)
+        return [figure(case, moved, given, s) for s in seconds]
+
+    cases = [case for case in size.cases if case != "scan"]
+    found = ring.measure(cases, {"objects": asdict(given)}, size.rounds, one)
     ring.result.rows += [
         Row(case, object_bytes, threads, name, form, figures)
-        for (case, name, form), figures in samples.items()
-        if name in ring.talks
+        for (case, name, form), figures in found.items()
     ]
 
 
@@ -328,28 +340,18 @@ def scan(
     )
     best = best_pages(payload, queries, given)
     out = np.memmap(given.out, np.int32, "r+", shape=best.shape)
-    contenders = ring.that_can(("scan",))
-    names = list(dict.fromkeys(talk.name for talk, _, _ in contenders))
-    ring.ask_all(names, {"op": "open", "keys": asdict(given)})
-    samples: dict[tuple[str, str], list[float]] = {}
-    for turn in range(size.rounds + 1):
-        for talk, form, _ in contenders:
-            with ring.dropping(talk.name):
-                if talk.name not in ring.talks:
-                    continue
-                time.sleep(size.settle_s)
-                out[:] = -1
-                request = {"op": "run", "case": "scan", "form": form, "wanted": []}
-                seconds = talk.seconds(request, given.bytes)
-                check_pages(form, out, best)
-                if turn:
-                    speeds = [given.bytes / s / 1e9 for s in seconds]
-                    samples.setdefault((talk.name, form), []).extend(speeds)
-    ring.ask_all(names, {"op": "close"})
+
+    def one(turn: int, talk: Conversation, form: str, case: str) -> list[float]:
+        time.sleep(size.settle_s)
+        out[:] = -1
+        request = {"op": "run", "case": case, "form": form, "wanted": []}
+        seconds = talk.seconds(request, given.bytes)
+        check_pages(form, out, best)
+        return [given.bytes / s / 1e9 for s in seconds]
+
+    found = ring.measure(("scan",), {"keys": asdict(given)}, size.rounds, one)
     ring.result.rows += [
-        Row("scan", 0, threads, name, form, speeds)
-        for (name, form), speeds in samples.items()
-        if name in ring.talks
+        Row(case, 0, threads, name, form, speeds) for (case, name, form), speeds in found.items()
     ]
 
 

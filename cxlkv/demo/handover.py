@@ -18,7 +18,7 @@ from rich.text import Text
 from cxlkv.adapters.transformers import CXLCache, hand_over, layout_of, take_over
 from cxlkv.bench.result import Result
 from cxlkv.demo.measure import TRAINED_TOKENS, Asked, Examiner, Plan
-from cxlkv.demo.run import SHARED_MEMORY, SMALL_SHARE, demo_pool, load_model, print_checks
+from cxlkv.demo.run import SHARED_MEMORY, SMALL_SHARE, demo_pool, finish, load_model
 from cxlkv.errors import MemoryShortError, PeerError
 from cxlkv.layout import format_bytes
 from cxlkv.pool import CXLPool
@@ -78,11 +78,7 @@ def run(
     result.notes.append(f"memory: {place}")
     for line in lines_of(seen):
         console.print(Text(line), soft_wrap=True)
-    if json_path is not None:
-        result.write(json_path)
-        console.print(Text(f"Result file: {json_path}"), soft_wrap=True)
-    print_checks(result, console)
-    return result.passed
+    return finish(result, console, json_path)
 
 
 class Other:

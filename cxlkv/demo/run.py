@@ -60,20 +60,20 @@ def run(
         title = f"{len(full.right)} questions about {plan.tokens:,} tokens, from a far-memory pool"
         draw(picture, title, rows, full, kv_bytes)
         console.print(Text(f"Picture: {picture}"), soft_wrap=True)
+    return finish(result, console, json_path)
+
+
+def finish(result: Result, console: Console, json_path: Path | None) -> bool:
+    """Write the result file, print a line for each check, then the verdict, which is returned."""
     if json_path is not None:
         result.write(json_path)
         console.print(Text(f"Result file: {json_path}"), soft_wrap=True)
-    print_checks(result, console)
-    return result.passed
-
-
-def print_checks(result: Result, console: Console) -> None:
-    """A line for each check, then the verdict."""
     for name, holds in result.checks.items():
         mark = Text("  yes  " if holds else "  NO   ", style="green" if holds else "bold red")
         console.print(mark + Text(name.replace("_", " "), style="default"))
     verdict = "PASS" if result.passed else "FAIL"
     console.print(Text(f"demo: {verdict}", style="bold green" if result.passed else "bold red"))
+    return result.passed
 
 
 def load_model() -> LlamaForTokenClassification:

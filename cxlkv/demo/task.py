@@ -48,22 +48,6 @@ class Context:
     """The right value for each question, from 0 to VALUES - 1, shape [questions]."""
 
 
-def fact_token(key: int, value: int) -> int:
-    """The token which says that `key` has `value`; ValueError where either is out of range."""
-    if not 0 <= key < FACT_KEYS:
-        raise ValueError(f"key {key} is not in 0..{FACT_KEYS - 1}")
-    if not 0 <= value < VALUES:
-        raise ValueError(f"value {value} is not in 0..{VALUES - 1}")
-    return key * VALUES + value
-
-
-def query_token(key: int) -> int:
-    """The token that asks for the value of `key`; ValueError where it is out of range."""
-    if not 0 <= key < FACT_KEYS:
-        raise ValueError(f"key {key} is not in 0..{FACT_KEYS - 1}")
-    return FIRST_QUERY + key
-
-
 def make_context(seed: int, tokens: int, facts: int, questions: int) -> Context:
     """A context of `tokens` tokens with `facts` facts at random places, the same for a seed.
 

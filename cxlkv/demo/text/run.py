@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cxlkv.adapters.transformers import layout_of
-from cxlkv.demo.run import print_checks
+from cxlkv.demo.run import finish
 from cxlkv.demo.text import inputs
 from cxlkv.demo.text.measure import TOKENS_MIN, Plan, Reading
 from cxlkv.demo.text.picture import draw
@@ -85,11 +85,7 @@ def run(
     if picture is not None:
         draw(picture, name, text.name, found)
         console.print(Text(f"Picture: {picture}"), soft_wrap=True)
-    if json_path is not None:
-        result.write(json_path)
-        console.print(Text(f"Result file: {json_path}"), soft_wrap=True)
-    print_checks(result, console)
-    return result.passed
+    return finish(result, console, json_path)
 
 
 def check_outputs(json_path: Path | None, picture: Path | None) -> None:
