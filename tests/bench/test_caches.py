@@ -4,31 +4,27 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cxlkv.bench.replay import caches
 
 
-def test_lru_by_hand() -> None:
-    assert caches.lru([1, 2, 1, 3, 2, 1], 2) == [False, False, True, False, False, False]
-
-
-def test_lfu_by_hand() -> None:
-    """1 was used twice when 3 comes: 2 goes."""
-    assert caches.lfu([1, 2, 1, 3, 1, 2], 2) == [False, False, True, False, True, False]
-
-
-def test_sieve_by_hand() -> None:
-    """1 is visited when 4 comes: the hand passes it and takes 2, then 3 for 5."""
-    asked = [1, 2, 3, 1, 4, 5, 1, 2]
-    assert caches.sieve(asked, 3) == [*[False] * 3, True, False, False, True, False]
-
-
-def test_s3fifo_by_hand() -> None:
-    """Capacity 10, small 1: 1 was found twice and moves to main; what came once goes."""
-    asked = [1, 1, 1, *range(2, 13), 1, 2]
-    assert caches.s3fifo(asked, 10)[-2:] == [True, False]
+@pytest.mark.parametrize(
+    ("cache", "asked", "capacity", "hits"),
+    [
+        ("lru", [1, 2, 1, 3, 2, 1], 2, {2}),
+        ("lfu", [1, 2, 1, 3, 1, 2], 2, {2, 4}),  # 1 was used twice when 3 comes: 2 goes
+        # 1 is visited when 4 comes: the hand passes it and takes 2, then 3 for 5.
+        ("sieve", [1, 2, 3, 1, 4, 5, 1, 2], 3, {3, 6}),
+        # Small has 1 place: 1 was found twice and moves to main; what came once goes.
+        ("s3fifo", [1, 1, 1, *range(2, 13), 1, 2], 10, {1, 2, 14}),
+    ],
+)
+def test_caches_by_hand(cache: str, asked: list[int], capacity: int, hits: set[int]) -> None:
+    there = caches.CACHES[cache](asked, capacity)
+    assert {index for index, hit in enumerate(there) if hit} == hits
 
 
 def test_leading_counts_what_has_all_before_it() -> None:

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import zipfile
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from cxlkv.bench.peers import cli as peers_cli
 from cxlkv.bench.peers import environments, plain, running, serving, store
 from cxlkv.bench.peers.running import SideBySide, Size
 from cxlkv.bench.peers.talking import ContenderError, Conversation, Program, program_of
-from cxlkv.bench.registry import Options, Say, Shown
+from cxlkv.bench.registry import Options
 from cxlkv.bench.result import read as read_result
 
 SMALL = Size(
@@ -42,6 +41,7 @@ STORE = replace(
     threads=(1, 2),
     bounds={"memcpy": 0.0, "mooncake": 1e9},
 )
+STORE_SMALLER = replace(STORE, object_bytes=(64 << 10,), threads=(1,))
 
 # A peer as another project would write one; the fault is what it gets wrong.
 FAKE = """\
@@ -252,27 +252,43 @@ def test_pages_that_are_not_the_best_are_wrong() -> None:
         running.check_pages("exact", off, best)
 
 
-def performed(name: str, command: Callable[[Options, Say], Shown], folder: Path) -> SideBySide:
-    options = Options(json=folder / "r.json", csv=folder / "r.csv")
-    result = perform(name, command, options)
-    assert isinstance(result, SideBySide)
-    return result
+BOUND_KEPT = r"get_64k_objects_no_crc_1t_to_memcpy: [0-9.]+, at least 0 wanted: kept"
 
 
-def test_the_command_names_who_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+COMMANDS = {
+    "peers": partial(peers_cli.command, size=SMALLER),
+    "store": partial(store.command, size=STORE_SMALLER),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "said"),
+    [
+        ("peers", set(running.PEERS), "missing: torch: no environment in"),
+        ("store", {"mooncake", "lmcache"}, BOUND_KEPT),
+    ],
+)
+def test_a_command_names_who_is_missing(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    missing: set[str],
+    said: str,
 ) -> None:
     (tmp_path / "lmcache.failed").write_text("ERROR: No matching distribution found\n")
-    result = performed(
-        "peers", partial(peers_cli.command, environments=tmp_path, size=SMALL), tmp_path
-    )
+    options = Options(json=tmp_path / "r.json", csv=tmp_path / "r.csv")
+    result = perform(name, partial(COMMANDS[name], environments=tmp_path), options)
+    assert isinstance(result, SideBySide)
     shown = capsys.readouterr().out
-    assert set(result.missing) == set(running.PEERS)
+    assert set(result.missing) == missing
     assert "missing: lmcache: not installed: ERROR: No matching distribution found" in shown
-    assert "missing: torch: no environment in" in shown
     assert "make peers" in shown
-    notes = read_result(tmp_path / "r.json").notes
-    assert all(f"missing: {name}: {why}" in notes for name, why in result.missing.items())
+    assert re.search(said, shown)
+    written = read_result(tmp_path / "r.json")
+    assert len(written.metrics) == len(result.rows)
+    assert all(f"missing: {who}: {why}" in written.notes for who, why in result.missing.items())
+    lines = len((tmp_path / "r.csv").read_text().splitlines())
+    assert lines == 1 + len(result.rows) + len(result.ratios)
 
 
 def test_the_store_door_beside_memcpy_and_a_store(tmp_path: Path) -> None:
@@ -305,25 +321,6 @@ def test_the_first_put_is_read_back_before_another_one() -> None:
     cases = ("first", "put", "get")
     assert running.cases_of(0, cases) == ["first", "get", "put", "get"]
     assert running.cases_of(1, cases) == running.cases_of(0, cases[1:]) == ["put", "get"]
-
-
-def test_the_store_command_names_who_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "lmcache.failed").write_text("ERROR: No matching distribution found\n")
-    size = replace(STORE, object_bytes=(64 << 10,), threads=(1,))
-    result = performed("store", partial(store.command, environments=tmp_path, size=size), tmp_path)
-    shown = capsys.readouterr().out
-    assert set(result.missing) == {"mooncake", "lmcache"}
-    assert "missing: lmcache: not installed: ERROR: No matching distribution found" in shown
-    assert re.search(
-        r"get_64k_objects_no_crc_1t_to_memcpy: [0-9.]+, at least 0 wanted: kept", shown
-    )
-    written = read_result(tmp_path / "r.json")
-    assert len(written.metrics) == len(result.rows)
-    assert len((tmp_path / "r.csv").read_text().splitlines()) == 1 + len(result.rows) + len(
-        result.ratios
-    )
 
 
 def wheel(path: Path) -> None:

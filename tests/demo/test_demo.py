@@ -60,18 +60,8 @@ def test_a_small_demo_passes_and_leaves_its_files(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(PNG)
     assert picture.stat().st_size > 20_000
     found = json.loads(result.read_text())
-    assert list(found) == [
-        *("case", "machine", "commit", "emulated", "checks", "metrics", "ratios", "notes")
-    ]
-    assert found["checks"] == dict.fromkeys(
-        (
-            "full_attention_right",
-            "all_pages_equal",
-            "five_percent_keeps_95",
-            "random_keeps_under_30",
-        ),
-        True,
-    )
+    assert all(found["checks"].values())
+    assert len(found["checks"]) == 4
     metrics = {name: metric["median"] for name, metric in found["metrics"].items()}
     assert metrics["pages_at_5_percent"] == 6
     assert metrics["pages_at_100_percent"] == 129

@@ -6,6 +6,7 @@ import json
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ from transformers import (
 from cxlkv import Budget, CXLPool, Selection
 from cxlkv.adapters.transformers import CXLCache, LayerStep, layout_of
 from cxlkv.demo import run as demo
-from cxlkv.demo.task import FIRST_FILLER, VALUES, VOCABULARY_SIZE, fact_token, query_token
+from cxlkv.demo.task import FIRST_FILLER, FIRST_QUERY, VALUES, VOCABULARY_SIZE
 from cxlkv.demo.text import inputs, measure, run
 from cxlkv.demo.text.measure import Plan, Reader, Row, TextCache, Track
 from cxlkv.demo.text.report import Found, result_of
@@ -114,13 +115,24 @@ def run_main(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
     return (code if isinstance(code, int) else 0), captured.out, captured.err
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+class Refused(Protocol):
+    """Of a command line: what it says why it cannot run."""
+
+    def __call__(self, *arguments: object) -> str: ...
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
     """The one line on stderr of a command that cannot run."""
-    code, _, err = run_main(capsys, *arguments)
-    assert code == 1
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1, err
-    return err
+
+    def run(*arguments: object) -> str:
+        code, _, err = run_main(capsys, *arguments)
+        assert code == 1
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1, err
+        return err
+
+    return run
 
 
 def facts_model() -> LlamaForCausalLM:
@@ -133,7 +145,7 @@ def facts_model() -> LlamaForCausalLM:
     model.model.load_state_dict(trained.model.state_dict())
     with torch.no_grad():
         model.lm_head.weight.zero_()
-        model.lm_head.weight[query_token(0) : query_token(VALUES)] = trained.score.weight
+        model.lm_head.weight[FIRST_QUERY : FIRST_QUERY + VALUES] = trained.score.weight
     return model
 
 
@@ -145,11 +157,11 @@ def facts_text(tokens: int) -> str:
     random = np.random.default_rng(8)
     steps = Plan.of(tokens).steps
     walk = random.permutation(VALUES)
-    facts = [fact_token(key, value) for key, value in zip(walk, np.roll(walk, -1), strict=True)]
+    facts = walk * VALUES + np.roll(walk, -1)
     context = random.integers(FIRST_FILLER, VOCABULARY_SIZE, size=tokens - steps - 1)
     # The last page or two are forced, so they tell nothing.
     context[random.choice(len(context) - 64, size=VALUES, replace=False)] = facts
-    asked = [query_token(walk[step % VALUES]) for step in range(steps + 1)]
+    asked = FIRST_QUERY + walk[np.arange(steps + 1) % VALUES]
     return " ".join(map(str, [*context, *asked]))
 
 
@@ -381,126 +393,115 @@ def test_random_pages_are_drawn_anew_at_each_step(folder: Path, text: Path) -> N
 # ---- what is refused, each in a line that names it ----
 
 
-def test_a_name_of_the_hub_is_not_downloaded(
-    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
-) -> None:
-    err = refused(capsys, "--model", "Qwen/Qwen3-0.6B", "--text", text)
-    assert "hf download Qwen/Qwen3-0.6B --local-dir" in err
-    err = refused(capsys, "--model", tmp_path / "absent", "--text", text)
-    assert f"no folder {tmp_path}/absent" in err
-    assert "is a file" in refused(capsys, "--model", text, "--text", text)
-    assert "has no config.json" in refused(capsys, "--model", tmp_path, "--text", text)
+def test_a_name_of_the_hub_is_not_downloaded(refused: Refused, text: Path, tmp_path: Path) -> None:
+    assert "hf download Qwen/Qwen3-0.6B --local-dir" in refused(
+        "--model", "Qwen/Qwen3-0.6B", "--text", text
+    )
+    assert f"no folder {tmp_path}/absent" in refused("--model", tmp_path / "absent", "--text", text)
+    assert "is a file" in refused("--model", text, "--text", text)
+    assert "has no config.json" in refused("--model", tmp_path, "--text", text)
 
 
 def test_a_folder_that_is_no_causal_model_is_refused(
-    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+    refused: Refused, text: Path, tmp_path: Path
 ) -> None:
     T5Config().save_pretrained(tmp_path / "t5")
-    assert "encoder-decoder" in refused(capsys, "--model", tmp_path / "t5", "--text", text)
+    assert "encoder-decoder" in refused("--model", tmp_path / "t5", "--text", text)
 
     save_tokenizer(tmp_path / "facts", VOCABULARY_SIZE)
     demo.load_model().save_pretrained(tmp_path / "facts")
-    err = refused(capsys, "--model", tmp_path / "facts", "--text", text)
-    assert "lack lm_head.weight" in err
+    assert "lack lm_head.weight" in refused("--model", tmp_path / "facts", "--text", text)
 
     config = BertConfig.from_dict({**SHAPE, "num_key_value_heads": 4})
     bert = BertForMaskedLM(config)
     folder = save(bert, tmp_path / "bert")
-    assert "keeps no keys and values" in refused(capsys, "--model", folder, "--text", text)
+    assert "keeps no keys and values" in refused("--model", folder, "--text", text)
 
 
 def test_a_model_with_an_attention_of_its_own_is_refused(
-    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+    refused: Refused, text: Path, tmp_path: Path
 ) -> None:
     model = BloomForCausalLM(BloomConfig(vocab_size=WORDS, hidden_size=64, n_layer=1, n_head=4))
     folder = save(model, tmp_path / "bloom")
-    err = refused(capsys, "--model", folder, "--text", text)
-    assert "BloomForCausalLM takes no attention but its own" in err
+    assert "BloomForCausalLM takes no attention but its own" in refused(
+        "--model", folder, "--text", text
+    )
 
 
-def test_code_of_a_folder_is_not_run(
-    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
-) -> None:
+def test_code_of_a_folder_is_not_run(refused: Refused, text: Path, tmp_path: Path) -> None:
     config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text("raise SystemExit('this was run')")
-    assert "code of its own" in refused(capsys, "--model", tmp_path, "--text", text)
+    assert "code of its own" in refused("--model", tmp_path, "--text", text)
 
 
-def test_a_damaged_folder_is_one_line(
-    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_folder_is_one_line(refused: Refused, text: Path, tmp_path: Path) -> None:
     folder = save(qwen(), tmp_path / "qwen")
     (folder / "model.safetensors").write_bytes(b"no weights")
-    assert "the model cannot be read" in refused(capsys, "--model", folder, "--text", text)
+    assert "the model cannot be read" in refused("--model", folder, "--text", text)
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
-    assert "no tokenizer that knows" in refused(capsys, "--model", folder, "--text", text)
+    assert "no tokenizer that knows" in refused("--model", folder, "--text", text)
     (folder / "tokenizer.json").write_text("{}")
-    assert "no tokenizer can be read" in refused(capsys, "--model", folder, "--text", text)
+    assert "no tokenizer can be read" in refused("--model", folder, "--text", text)
     (folder / "config.json").write_text("{")
-    assert "the config cannot be read" in refused(capsys, "--model", folder, "--text", text)
+    assert "the config cannot be read" in refused("--model", folder, "--text", text)
 
 
 def test_a_tokenizer_of_another_model_is_refused(
-    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+    refused: Refused, text: Path, tmp_path: Path
 ) -> None:
     folder = save(qwen(vocab_size=100), tmp_path / "qwen")
-    err = refused(capsys, "--model", folder, "--text", text)
-    assert "the tokenizer is of another model" in err
+    assert "the tokenizer is of another model" in refused("--model", folder, "--text", text)
 
 
-def test_weights_that_overflow_are_named(
-    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
-) -> None:
+def test_weights_that_overflow_are_named(refused: Refused, text: Path, tmp_path: Path) -> None:
     model = qwen()
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
     folder = save(model, tmp_path / "nan")
-    assert "no finite likelihood" in refused(capsys, "--model", folder, "--text", text)
+    assert "no finite likelihood" in refused("--model", folder, "--text", text)
 
 
-def test_a_text_that_is_none_is_refused(
-    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
-) -> None:
+def test_a_text_that_is_none_is_refused(refused: Refused, folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    assert "text.txt" in refused(capsys, "--model", folder, "--text", text)
+    assert "text.txt" in refused("--model", folder, "--text", text)
     text.write_bytes("Müller".encode("latin-1") * 400)
-    assert "iconv -f ENCODING" in refused(capsys, "--model", folder, "--text", text)
+    assert "iconv -f ENCODING" in refused("--model", folder, "--text", text)
     text.write_bytes(bytes(1000))
-    assert "zero bytes" in refused(capsys, "--model", folder, "--text", text)
+    assert "zero bytes" in refused("--model", folder, "--text", text)
     text.write_text("1 2 3 " * 85)
-    err = refused(capsys, "--model", folder, "--text", text)
-    assert f"{text} has 255 tokens; at least 256 are needed" in err
-    assert "text" in refused(capsys, "--model", folder, "--text", tmp_path)
+    assert f"{text} has 255 tokens; at least 256 are needed" in refused(
+        "--model", folder, "--text", text
+    )
+    assert "text" in refused("--model", folder, "--text", tmp_path)
 
 
 def test_a_file_that_could_not_be_written_is_refused_at_the_start(
-    capsys: pytest.CaptureFixture[str], folder: Path, text: Path, tmp_path: Path
+    refused: Refused, folder: Path, text: Path, tmp_path: Path
 ) -> None:
     given = ("--model", folder, "--text", text)
     for option in ("--json", "--picture"):
-        err = refused(capsys, *given, option, tmp_path / "absent" / "demo.png")
+        err = refused(*given, option, tmp_path / "absent" / "demo.png")
         assert "absent does not exist" in err
-    assert "ends in one of" in refused(capsys, *given, "--picture", tmp_path / "demo.gig")
+    assert "ends in one of" in refused(*given, "--picture", tmp_path / "demo.gig")
 
 
 def test_options_that_do_not_go_together_are_refused(
-    capsys: pytest.CaptureFixture[str], folder: Path, text: Path
+    refused: Refused, folder: Path, text: Path
 ) -> None:
     both = ("--model", folder, "--text", text, "--method", "exact")
     for options in (("--model", folder), ("--text", text), both):
-        assert "go together" in refused(capsys, *options)
-    err = refused(capsys, "--model", folder, "--text", text, "--tokens", 100)
-    assert "at least 256" in err
+        assert "go together" in refused(*options)
+    assert "at least 256" in refused("--model", folder, "--text", text, "--tokens", 100)
 
 
 def test_a_machine_without_room_is_told_what_takes_it(
-    capsys: pytest.CaptureFixture[str], folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+    refused: Refused, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = probe()
     small = replace(machine, memory=replace(machine.memory, available_bytes=1 << 20))
     monkeypatch.setattr(run, "probe", lambda: small)
-    err = refused(capsys, "--model", folder, "--text", text)
+    err = refused("--model", folder, "--text", text)
     assert "1 MiB there: the weights take" in err
     assert "Give fewer --tokens than 1000" in err
