@@ -22,7 +22,6 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     DynamicCache,
-    LlamaForCausalLM,
     PreTrainedModel,
 )
 from transformers.cache_utils import DynamicLayer
@@ -30,6 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from cxlkv.adapters.transformers.layouts import layout_of, text_config, windows_of
+from cxlkv.bench.models import train_text
 from cxlkv.bench.models.corpus import held_out_text
 from cxlkv.demo.run import load_model
 from cxlkv.demo.task import FACT_KEYS, make_context
@@ -82,9 +82,7 @@ def text(
     of one core, 65,536 take four minutes and 1.4 GB; its README says how good the model is.
     """
     with quiet():
-        model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(
-            TEXT_MODEL, dtype=torch.float32, local_files_only=True
-        )
+        model = train_text.load(TEXT_MODEL)
     ids = _cut(torch.tensor(list(held_out_text())), tokens, first)
     return take("text", model, ids, queries, layers)
 

@@ -149,16 +149,11 @@ def notes_on(plan: Plan) -> list[str]:
     return notes
 
 
-def small_rows(rows: list[Row]) -> list[Row]:
-    """The rows of SMALL_SHARE of the pages or less."""
-    return [row for row in rows if row.share <= SMALL_SHARE]
-
-
 def result_of(plan: Plan, full: Asked, rows: list[Row], kv_bytes: int) -> Result:
     """The result file's content: checks, metrics, ratios."""
     result = Result("demo")
     every = [row for row in rows if row.share == 1.0]
-    small = small_rows(rows)
+    small = [row for row in rows if row.share <= SMALL_SHARE]
     wanted = full.right_share
     if plan.tokens <= TRAINED_TOKENS:
         result.checks["full_attention_right"] = wanted >= 0.95
