@@ -13,14 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
-from cxlkv.arrays import Names, RecordBytes
+from cxlkv.arrays import Floats, Names, RecordBytes
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import Selection
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import key_hashes, prefix_keys
 from cxlkv.sequence import Sequence
-
-Elements = npt.NDArray[np.float32]  # numpy's types have no bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +41,7 @@ class Shape:
             page_tokens=self.page_tokens,
         )
 
-    def noise(self, seed: int, tokens: int | None = None) -> Elements:
+    def noise(self, seed: int, tokens: int | None = None) -> Floats:
         """Gaussian K, or V, of one layer: [tokens, kv_heads, head_dim]."""
         shape = (self.tokens if tokens is None else tokens, self.kv_heads, self.head_dim)
         rng = np.random.default_rng(seed)

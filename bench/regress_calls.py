@@ -17,13 +17,13 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 import cxlkv
 from cxlkv import Budget, CXLPool, KVLayout, Sequence
+from cxlkv.arrays import Halves
 from cxlkv.objects import object_keys
 from cxlkv.prefix import prefix_keys
 
 LAYERS, HEADS, Q_HEADS, DIM, PAGE_TOKENS = 2, 8, 32, 128, 16
 TOKENS, DECODES = 8192, 8
 OBJECT_BYTES, OBJECTS = 256 << 10, 64
-Floats = npt.NDArray[np.float16]
 if TYPE_CHECKING:
     from cxlkv import ObjectPool
 else:
@@ -45,17 +45,17 @@ def pool() -> Iterator[CXLPool]:
 
 
 @pytest.fixture(scope="module")
-def rows(rng: np.random.Generator) -> Floats:
+def rows(rng: np.random.Generator) -> Halves:
     return rng.standard_normal((TOKENS, HEADS, DIM)).astype(np.float16)
 
 
 @pytest.fixture(scope="module")
-def queries(rng: np.random.Generator) -> Floats:
+def queries(rng: np.random.Generator) -> Halves:
     return rng.standard_normal((Q_HEADS, DIM)).astype(np.float16)
 
 
 @pytest.fixture(scope="module")
-def text(pool: CXLPool, rows: Floats) -> Iterator[Sequence]:
+def text(pool: CXLPool, rows: Halves) -> Iterator[Sequence]:
     sequence = pool.sequence()
     for layer in range(LAYERS):
         sequence.append(layer, rows, rows)
@@ -85,7 +85,7 @@ def names(count: int, first: int = 0) -> list[str]:
 # ---- sequences ----
 
 
-def test_append_prefill(benchmark: BenchmarkFixture, pool: CXLPool, rows: Floats) -> None:
+def test_append_prefill(benchmark: BenchmarkFixture, pool: CXLPool, rows: Halves) -> None:
     def call() -> None:
         sequence = pool.sequence()
         sequence.append(0, rows[:512], rows[:512])
@@ -94,7 +94,7 @@ def test_append_prefill(benchmark: BenchmarkFixture, pool: CXLPool, rows: Floats
     benchmark(call)
 
 
-def test_append_decode(benchmark: BenchmarkFixture, pool: CXLPool, rows: Floats) -> None:
+def test_append_decode(benchmark: BenchmarkFixture, pool: CXLPool, rows: Halves) -> None:
     """One token of one layer; the sequence begins anew before it is full."""
     sequence = pool.sequence()
     steps = itertools.count()
@@ -108,7 +108,7 @@ def test_append_decode(benchmark: BenchmarkFixture, pool: CXLPool, rows: Floats)
     sequence.release()
 
 
-def test_append_batch(benchmark: BenchmarkFixture, pool: CXLPool, rows: Floats) -> None:
+def test_append_batch(benchmark: BenchmarkFixture, pool: CXLPool, rows: Halves) -> None:
     sequences = [pool.sequence() for _ in range(DECODES)]
     batch, starts, steps = pool.batch(sequences), np.arange(DECODES + 1), itertools.count()
 
@@ -141,18 +141,18 @@ def test_truncate(benchmark: BenchmarkFixture, text: Sequence) -> None:
 
 
 @pytest.mark.parametrize("method", ["exact", "digest", "two_stage"])
-def test_select(benchmark: BenchmarkFixture, text: Sequence, queries: Floats, method: str) -> None:
+def test_select(benchmark: BenchmarkFixture, text: Sequence, queries: Halves, method: str) -> None:
     benchmark(lambda: text.select(0, queries, Budget(share=0.05), method=method))
 
 
-def test_fetch(benchmark: BenchmarkFixture, text: Sequence, queries: Floats) -> None:
+def test_fetch(benchmark: BenchmarkFixture, text: Sequence, queries: Halves) -> None:
     picked = text.select(0, queries, Budget(share=0.05))
     benchmark(lambda: text.fetch(0, picked))
 
 
 @pytest.mark.parametrize("share", [0.05, None])
 def test_attend(
-    benchmark: BenchmarkFixture, text: Sequence, queries: Floats, share: float | None
+    benchmark: BenchmarkFixture, text: Sequence, queries: Halves, share: float | None
 ) -> None:
     picked = None if share is None else text.select(0, queries, Budget(share=share))
     benchmark(lambda: text.attend(0, queries, picked))

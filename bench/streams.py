@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
 from cxlkv import _core
+from cxlkv.arrays import Bytes
 from cxlkv.bench import loops
 from cxlkv.bench.loops import Stream, Streamed
 from cxlkv.emulation.link import charge
@@ -20,7 +20,6 @@ from cxlkv.layout import KVLayout
 from cxlkv.machine.topology import NumaNode, probe
 from cxlkv.pool import CXLPool
 
-Bytes = npt.NDArray[np.uint8]
 LINE_BYTES = 64
 # What a stream's memory is a multiple of, so that thirds and halves are whole pages.
 UNIT_BYTES = 6 * 4096

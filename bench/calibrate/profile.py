@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from cxlkv.arrays import Bytes
 from cxlkv.bench import loops, streams
 from cxlkv.bench.loops import Stream, Streamed
 from cxlkv.bench.measure import interleave_reported
@@ -78,7 +79,7 @@ def run(result: Result) -> Profile:
     )
 
 
-def split(kind: str, memory: streams.Bytes, cpus: Sequence[int], pace_ns: int = 0) -> list[Stream]:
+def split(kind: str, memory: Bytes, cpus: Sequence[int], pace_ns: int = 0) -> list[Stream]:
     """One on each CPU, each over a part of its own; with a pace by blocks of PACED_BYTES."""
     blocks = {"block_bytes": PACED_BYTES, "pace_ns": pace_ns} if pace_ns else {}
     parts = streams.parts(memory, len(cpus))

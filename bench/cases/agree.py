@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from cxlkv.arrays import Bytes
 from cxlkv.bench import loops, streams
 from cxlkv.bench.loops import Stream
 from cxlkv.bench.measure import interleave_reported
@@ -69,7 +70,7 @@ def run(result: Result, size: Size = Size()) -> None:
         )
 
 
-def _ours(result: Result, data: streams.Bytes, cpu: int, size: Size) -> Tool:
+def _ours(result: Result, data: Bytes, cpu: int, size: Size) -> Tool:
     """The same loops as in the cases bandwidth, copy and latency; a copy is one call of memcpy."""
     copy = Stream("copy", data, cpu, block_bytes=size.copy_bytes)
     read = Stream("read", data, cpu)

@@ -6,6 +6,7 @@ import platform
 from dataclasses import dataclass
 from functools import partial
 
+from cxlkv.arrays import Bytes
 from cxlkv.bench import loops, streams
 from cxlkv.bench.loops import Stream
 from cxlkv.bench.measure import interleave_reported
@@ -73,7 +74,7 @@ class Sampler:
         self,
         result: Result,
         kind: str,
-        memory: streams.Bytes,
+        memory: Bytes,
         cpus: list[int] | tuple[int, ...],
         tail: str = "",
     ):

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import CXLPool, KVLayout, Sequence, _core
+from cxlkv.arrays import Bytes
 from cxlkv.bench import loops
 from cxlkv.bench.measure import Samples, interleave_reported
 from cxlkv.bench.result import Result
 from cxlkv.errors import StaleError
 from cxlkv.machine.coherence import Host, parse_sharing
 
-Bytes = npt.NDArray[np.uint8]
 BATCH = 16
 SIZE_NAMES = {64: "64_b", 16384: "16_kib", 2831360: "2_7_mib"}
 # Beluga's table (arXiv 2511.20172): writes end with a fence, reads begin with one.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cxlkv.arrays import Bytes
 from cxlkv.bench import loops, streams
 from cxlkv.bench.loops import Stream
 from cxlkv.bench.measure import interleave_reported
@@ -29,7 +30,7 @@ QUICK = Size(region_bytes=128 << 20, block_bytes=(4 << 10, 1 << 20), sample_s=0.
 
 
 @contextmanager
-def shared(size_bytes: int) -> Iterator[streams.Bytes]:
+def shared(size_bytes: int) -> Iterator[Bytes]:
     """A file of /dev/shm, mapped, as a pool in memory is."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="cxlkv-bench-") as folder:
         yield np.memmap(Path(folder) / "copied", np.uint8, "w+", shape=(size_bytes,))

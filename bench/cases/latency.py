@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from cxlkv.arrays import Bytes
 from cxlkv.bench import loops, streams
 from cxlkv.bench.loops import Stream
 from cxlkv.bench.measure import interleave_reported
@@ -93,9 +94,7 @@ def _chasing(result: Result, chase: Stream, load: list[Stream] | None = None) ->
     return sample
 
 
-def _loaded(
-    result: Result, ring: streams.Bytes, load: streams.Bytes, cpus: list[int], pace_ns: int
-) -> Sampler:
+def _loaded(result: Result, ring: Bytes, load: Bytes, cpus: list[int], pace_ns: int) -> Sampler:
     block = BLOCK_BYTES if pace_ns else UNPACED_BYTES
     others = [
         Stream("read", part, cpu, block_bytes=block, pace_ns=pace_ns)

@@ -12,18 +12,15 @@ from types import ModuleType
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cxlkv.arrays import Floats, PageIndices, Tokens
 from cxlkv.bench.peers.faiss import best_pages
 from cxlkv.bench.peers.torch import keys_first, queries_first
 
 __all__ = ["Faiss", "agreement", "faiss_forms", "keys_first", "queries_first", "sdpa"]
 
-Pages = npt.NDArray[np.int32]
-Scores = npt.NDArray[np.float32]
-Tokens = npt.NDArray[np.int64]
 TOP = 256
 
 
@@ -36,7 +33,7 @@ def sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 class Index(Protocol):
     """What we use of an index of faiss."""
 
-    def search(self, x: Scores, k: int) -> tuple[Scores, Tokens]: ...
+    def search(self, x: Floats, k: int) -> tuple[Floats, Tokens]: ...
 
 
 @dataclass(frozen=True)
@@ -63,11 +60,11 @@ class Faiss:
             indexes.append(index)
         return cls(module, indexes)
 
-    def search(self, head: int, query: Scores) -> tuple[Scores, Tokens]:
+    def search(self, head: int, query: Floats) -> tuple[Floats, Tokens]:
         """The best tokens of one head for each query, and their scores: [n, TOP] each."""
         return self.indexes[head].search(query, TOP)
 
-    def pages(self, query: Tensor, page_tokens: int) -> list[Pages]:
+    def pages(self, query: Tensor, page_tokens: int) -> list[PageIndices]:
         """For each head the pages of the best tokens for any of its queries, the best first."""
         return [
             best_pages(*self.search(head, asked), page_tokens)
@@ -102,7 +99,7 @@ def faiss_forms(
         yield {"faiss_by_query": by_query, "faiss_by_head": by_head}
 
 
-def agreement(pages: Pages, others: list[Pages]) -> float:
+def agreement(pages: PageIndices, others: list[PageIndices]) -> float:
     """The share of faiss's best pages that we chose; where it gives more than we chose, the best
     of them."""
     shares = []

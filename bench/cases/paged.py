@@ -10,10 +10,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from cxlkv.arrays import Floats
 from cxlkv.bench import loops
 from cxlkv.bench.cases.copy import shared
 from cxlkv.bench.measure import interleave
-from cxlkv.bench.pools import Elements, Shape, pool_in_file
+from cxlkv.bench.pools import Shape, pool_in_file
 from cxlkv.bench.result import Result
 from cxlkv.pool import CXLPool
 
@@ -62,7 +63,7 @@ def _measure(
     batch = pool.batch([pool.sequence() for _ in range(size.sequences)])
     first = np.zeros(size.sequences, np.int32)
 
-    def halves(cache: Elements) -> tuple[object, object]:
+    def halves(cache: Floats) -> tuple[object, object]:
         return cache[:, :, : size.block_tokens], cache[:, :, size.block_tokens :]
 
     def append() -> None:

@@ -11,14 +11,14 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv.arrays import Bytes, Floats
 from cxlkv.bench.measure import interleave
-from cxlkv.bench.pools import Elements, Shape, pool_in_file, same_for_all
+from cxlkv.bench.pools import Shape, pool_in_file, same_for_all
 from cxlkv.bench.result import Result
 from cxlkv.ndp.engine import Selection
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
-Bytes = npt.NDArray[np.uint8]
 CALL_PAGES = 64
 
 
@@ -76,7 +76,7 @@ def run(result: Result, size: Size = Size(), threads: int = 1) -> None:
                 measure_fetch(result, pool, path, size, name)
 
 
-def append_all(pool: CXLPool, size: Shape, k: Elements, v: Elements) -> Sequence:
+def append_all(pool: CXLPool, size: Shape, k: Floats, v: Floats) -> Sequence:
     """A sequence of all tokens, CALL_PAGES pages a call, layer after layer."""
     sequence = pool.sequence()
     step = CALL_PAGES * size.page_tokens
@@ -106,7 +106,7 @@ def measure_append(result: Result, pool: CXLPool, path: Path, size: Size, name: 
     report(result, name, "append", {"memcpy_append": memcpy, "append": append}, total, size)
 
 
-def holds(sequence: Sequence, size: Size, k: Elements, v: Elements) -> bool:
+def holds(sequence: Sequence, size: Size, k: Floats, v: Floats) -> bool:
     """Every layer, read back, is what was appended."""
     for layer in range(size.layers):
         got = sequence.fetch(layer)
@@ -121,8 +121,8 @@ def append_moves(
     mapped: Mapped,
     size: Size,
     ids: list[int],
-    k: Elements,
-    v: Elements,
+    k: Floats,
+    v: Floats,
 ) -> list[tuple[int, int, int]]:
     """(destination, source, bytes) as flat copies: neighbouring slots as one."""
     base = mapped.bytes.ctypes.data

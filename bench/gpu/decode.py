@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cxlkv.arrays import Pointers
 from cxlkv.bench.gpu.attend import TOLERANCE, short
 from cxlkv.bench.gpu.case import Progress, Timer
 from cxlkv.gpu.copier import Copier
@@ -83,8 +84,7 @@ class Clock:
             self._began = now
 
 
-Addresses = npt.NDArray[np.int64]
-Fetch = Callable[[Addresses, Addresses, int], None]
+Fetch = Callable[[Pointers, Pointers, int], None]
 """Copies pieces of one size, from addresses to addresses, on the current stream."""
 
 
@@ -228,10 +228,10 @@ def fetches(context: Context) -> dict[str, Fetch]:
     """Ways to fetch every page, of which the fastest counts."""
     copier = Copier(context.mapping)
 
-    def kernel(sources: Addresses, targets: Addresses, piece: int) -> None:
+    def kernel(sources: Pointers, targets: Pointers, piece: int) -> None:
         copy_fragments(context._up(sources), context._up(targets), piece)
 
-    def dispatcher(sources: Addresses, targets: Addresses, piece: int) -> None:
+    def dispatcher(sources: Pointers, targets: Pointers, piece: int) -> None:
         copier.copy(torch.from_numpy(sources), torch.from_numpy(targets), piece).wait()
 
     return {"kernel": kernel, "dispatcher": dispatcher}

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cxlkv.arrays import Bytes
 from cxlkv.bench.models.corpus import Corpus, standard_library
 
 SEED = 1
@@ -42,8 +43,6 @@ ADAM_RATE = 3e-3
 EVALUATED = 256
 """Bytes at the end of a held-out text whose loss counts."""
 VALUE_DIGITS = 6
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
