@@ -176,8 +176,8 @@ CHECKS = {
         "if (is_blank(&record) || record_is_whole(h, &record, s)) break;",
         "break;",
     ),
-    "FORGET_CARRIED": Check("pool/log.c", "    forgotten_carry(pool, count);\n", ""),
-    "FORGET_FOLLOWED": Check("pool/follow.c", "        forget_foreign(pool);\n", ""),
+    "FORGET_CARRIED": Check("pool/log_writer.c", "    forgotten_carry(pool, count);\n", ""),
+    "FORGET_FOLLOWED": Check("pool/log_reader.c", "        forget_foreign(pool);\n", ""),
     "FORGET_REBUILT": Check(
         "pool/rebuild.c", "state == PAGE_PUBLISHED && is_forgotten(pool, &line)", "false"
     ),
@@ -281,7 +281,7 @@ CHECKS = {
         "objects/leases.c", "flush_write_back(FLUSH_PUBLISH_HEADER, at, place->bytes)", "(void)0"
     ),
     "OBJECT_RESTORE_BACK": Check(
-        "tiers/record.c", "flush_write_back(FLUSH_PUBLISH_HEADER, to, used)", "(void)0"
+        "tiers/record_transfer.c", "flush_write_back(FLUSH_PUBLISH_HEADER, to, used)", "(void)0"
     ),
     "OBJECT_LOOK": Check(
         "objects/objects.c",

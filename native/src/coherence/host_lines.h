@@ -5,7 +5,7 @@
 #include "coherence/hosts.h"
 #include "coherence/lines.h"
 
-/* ---- lines that raise SIGBUS (hosts_lost.c) ---- */
+/* ---- lines that raise SIGBUS (lost_lines.c) ---- */
 /* Into `to`; false when they cannot be read: then `to` is zeros. */
 bool line_try(const hosts *h, void *to, const void *line);
 bool word_try(const hosts *h, const void *word, uint64_t *value);

@@ -8,7 +8,7 @@
  * for long, and for its beats, log, pins and fences one that nobody waits with (pool/host_state.h).
  *
  * Any line may raise SIGBUS. Nothing here lets that out: what another host says is then not known,
- * and taken for whatever is safe (hosts_lost.c); a call that writes own lines ends where it is, as
+ * and taken for whatever is safe (lost_lines.c); a call that writes own lines ends where it is, as
  * if its process had died there, which the protocol stands, and says -CXLKV_E_POISON. */
 #ifndef CXLKV_HOSTS_H
 #define CXLKV_HOSTS_H

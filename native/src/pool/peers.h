@@ -5,7 +5,7 @@
 #include "pool/hotness.h"
 #include "pool/pool.h"
 
-/* claiming.c: dealing with other hosts, without the host lock. `turn` is how: it beats while it
+/* claims_lock.c: dealing with other hosts, without the host lock. `turn` is how: it beats while it
  * waits, and has the epoch of the claims' holder. */
 int claim_lock(cxlkv_pool *pool, hosts *turn);    /* 0, or -CXLKV_E_TIMEOUT */
 int claim_trylock(cxlkv_pool *pool, hosts *turn); /* the same without a text */
@@ -32,7 +32,7 @@ bool peers_is_silent(void *context, uint32_t host); /* the pool's context; under
 void peers_rest(uint32_t pauses);         /* a moment, longer after many */
 void peers_set_safe(cxlkv_pool *pool, uint64_t beat_ns);
 bool peers_number_is_taken(const cxlkv_pool *pool);
-/* membership.c: the first two under no lock */
+/* this_host.c: the first two under no lock */
 int peers_arrive(cxlkv_pool *pool);       /* a new host state speaks for this host from now on */
 void peers_leave(cxlkv_pool *pool);       /* the last process has left */
 /* If this host was fenced: a new epoch. With the claims, without the host lock. */
@@ -47,7 +47,7 @@ static inline void page_unpublish(cxlkv_pool *pool, uint32_t page) {
     pool->pages[page].pinned = 0;
     hotness_unpublished(pool, page);
 }
-/* owners.c */
+/* extent_owners.c */
 static inline bool page_is_ours(const cxlkv_pool *pool, uint32_t page) {
     return pool->runs[page / RUN_SLOTS].ours;
 }
@@ -101,7 +101,7 @@ void borrow_own(cxlkv_pool *pool, uint32_t first, uint32_t count); /* that are o
 void borrow_recover(cxlkv_pool *pool);    /* no pins but of what is held, after a death */
 /* Which of the 64 pages of a word other hosts have pinned. */
 uint64_t pinned_elsewhere(const cxlkv_pool *pool, uint32_t page);
-/* log.c */
+/* log_writer.c */
 void log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_t generation,
              const uint64_t hash[2]);
 /* What another host published under that hash is to be forgotten: by it, and by all who find it. */
@@ -118,7 +118,7 @@ void forgotten_drop(cxlkv_pool *pool);
 /* Is the page still what is to be forgotten? By its descriptor, from memory. */
 bool forget_matters(cxlkv_pool *pool, const log_record *record);
 uint32_t publication_of(cxlkv_pool *pool, uint32_t page);
-/* follow.c: what the others' logs say */
+/* log_reader.c: what the others' logs say */
 void peers_follow(cxlkv_pool *pool);
 /* keeper.c: a thread that beats and does what others wait for */
 int keeper_start(cxlkv_pool *pool);

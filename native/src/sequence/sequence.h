@@ -204,7 +204,7 @@ static inline uint64_t view_together(const layer_view *view, uint32_t index, uin
 /* Verifies page `index` on its first reading here; the tail needs none. */
 int view_verify(const layer_view *view, uint32_t index);
 
-/* ---- counting.c ---- */
+/* ---- usage.c ---- */
 /* Pages of a call that succeeded, under the locks of its batch: those of its lists, or all that it
  * read. starts may be NULL where picked->pages are of whole sequences, or NULL. */
 void hotness_count(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked,
