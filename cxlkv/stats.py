@@ -22,6 +22,8 @@ from cxlkv.errors import (
 )
 from cxlkv.machine.regions import STRIPED, is_device, parse_where, striped_paths
 
+__all__ = ["Counters", "Overview", "Process", "find", "inspect"]
+
 SHARED_MEMORY = "/dev/shm"
 MAGIC = b"CXLKVPOL"
 PART_MAGIC = b"CXLKVSTR"  # of the label of a striped pool's part

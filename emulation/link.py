@@ -33,6 +33,8 @@ from cxlkv.machine import numa_mode
 from cxlkv.ndp.engine import Selection
 from cxlkv.pool import Pool
 
+__all__ = ["emulate"]
+
 WRITES = ("append", "restore")
 """The kinds that write to the pool; all others read it."""
 Mode = Literal["wait", "virtual"]

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from cxlkv.emulation.profiles import Profile
 from cxlkv.errors import BadArgumentError
 
+__all__ = ["simulate"]
+
 GB = 1e9
 ROUNDS = 8  # until the share of writes and the rates agree; two are enough without rate limits
 

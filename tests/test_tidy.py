@@ -96,6 +96,7 @@ HANDLE_READERS_ELSEWHERE = {"cxlkv/ops/services.py", "cxlkv/tiers/local.py", "em
 PROGRAMS = ("emulation/qemu/",)
 
 SHIPPED = ("kernels", "ndp", "emulation", "bench")  # top-level folders that ship inside cxlkv
+PUBLIC_NAMES_MAX = 60
 LINE_LENGTH_MAX = 100
 FUNCTION_LINES_MAX = 70
 
@@ -106,6 +107,10 @@ FLUSH = re.compile(
     r"|asm.*(clflush|clwb|dc c|dsb)"
 )
 FLUSH_ALLOWED = re.compile(r"native/src/(kernels/\w+|base/flush)\.[ch]")
+
+# How a page of docs/ names something of ours: in an import, or with its module in front.
+IMPORTED = re.compile(r"from (cxlkv[\w.]*) import (\w+(?:, *\w+)*)")
+NAMED_IN_FULL = re.compile(r"`(cxlkv(?:\.[a-z_]+)+)\.([A-Za-z]\w+)")
 
 # Folders that only the machine of one developer has.
 MACHINE_PATH = re.compile(r"(?<![\w.>)])/(work|root|opt|home|farm)/")
@@ -324,6 +329,34 @@ def test_the_table_of_promises_names_tests_that_exist() -> None:
     assert [
         name for name in named if not any(f"/{one}".endswith(f"/{name}") for one in there)
     ] == []
+
+
+def public_names(path: Path) -> set[str]:
+    """What the module's `__all__` has."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def documented_names() -> set[tuple[Path, str]]:
+    """(module, name) of what README.md and docs/ import or name in full."""
+    pages = "\n".join(p.read_text() for p in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    named = [(m[1], n) for m in IMPORTED.finditer(pages) for n in m[2].replace(" ", "").split(",")]
+    found = set()
+    for module, name in (*named, *NAMED_IN_FULL.findall(pages)):
+        at = ROOT.joinpath(*module.split("."))
+        if not (at / f"{name}.py").is_file() and not (at / name).is_dir():
+            found.add((at.with_suffix(".py") if not at.is_dir() else at / "__init__.py", name))
+    return found
+
+
+def test_what_the_docs_name_is_public_and_little_else() -> None:
+    documented = documented_names()
+    assert len(documented) > 20
+    assert [(p.name, n) for p, n in documented if n not in public_names(p)] == []
+    public = {name for path in files(".py") for name in public_names(path)}
+    assert len(public) <= PUBLIC_NAMES_MAX, sorted(public)
 
 
 def test_the_links_lead_to_the_shipped_folders() -> None:

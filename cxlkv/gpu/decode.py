@@ -39,6 +39,8 @@ from cxlkv.ndp.engine import Budget
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
+__all__ = ["Decoder"]
+
 DEADLINE_S = 2.0
 
 

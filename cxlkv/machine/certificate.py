@@ -18,6 +18,8 @@ from typing import Literal, NamedTuple, TypedDict, cast
 from cxlkv.errors import BadArgumentError, CorruptError
 from cxlkv.machine.state import state_folder, write_whole
 
+__all__ = ["certified_mode"]
+
 WHAT = "cxlkv litmus certificate"
 VERSION = 1  # of the tests as well: when they learn to see more, older certificates end
 # For each test and pair of regions; a run with fewer rounds shows little.

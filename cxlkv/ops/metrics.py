@@ -19,6 +19,8 @@ from cxlkv import pool as pools
 from cxlkv.errors import CXLKVError
 from cxlkv.stats import COUNTERS, PAGE_STATES, Overview, inspect
 
+__all__ = ["PoolCollector", "StatsCollector", "registry"]
+
 Pool = pools.Pool | str | os.PathLike[str]
 
 

@@ -10,6 +10,8 @@ import numpy.typing as npt
 from cxlkv.arrays import Doubles
 from cxlkv.errors import BadArgumentError
 
+__all__ = ["Stability"]
+
 
 class Chosen(Protocol):
     """A selection: cxlkv.ndp.engine.Selection is one."""
