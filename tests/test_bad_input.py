@@ -24,6 +24,7 @@ from cxlkv.machine.topology import probe
 from cxlkv.ops.cli import app
 from cxlkv.prefix import prefix_keys
 
+from .support.damaging import change_byte, poke
 from .support.processes import Child
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
@@ -67,12 +68,6 @@ def geometry(pool: CXLPool) -> dict[str, int]:
     return _core.pool_geometry(pool._handle)
 
 
-def flip(path: Path, offset: int, bit: int = 0) -> None:
-    with path.open("r+b", buffering=0) as file:
-        (byte,) = os.pread(file.fileno(), 1, offset)
-        os.pwrite(file.fileno(), bytes([byte ^ 1 << bit]), offset)
-
-
 # ---- files that are no pool, or not the right one, or not a whole one ----
 
 
@@ -107,9 +102,7 @@ def test_nothing_there(path: Path) -> None:
 
 
 def test_another_version(closed_file: Path) -> None:
-    with closed_file.open("r+b") as file:
-        file.seek(8)
-        file.write(struct.pack("<I", 1))
+    poke(closed_file, 8, struct.pack("<I", 1))
     with pytest.raises(errors.VersionError, match=r"version 1, this build reads 6.*create it anew"):
         CXLPool.open(closed_file)
     CXLPool.remove(closed_file)
@@ -174,17 +167,17 @@ def test_a_tail_published_out_of_a_page_that_is_gone(on_file: CXLPool, path: Pat
 
 @pytest.mark.parametrize("offset", [12, 40, 100, 400, 600, 960])
 def test_a_flipped_bit_in_the_superblock(closed_file: Path, offset: int) -> None:
-    flip(closed_file, offset, bit=3)
+    change_byte(closed_file, offset, bit=3)
     with pytest.raises(errors.CorruptError, match=r"superblock's CRC is wrong.*create it anew"):
         CXLPool.open(closed_file)
-    flip(closed_file, offset, bit=3)
+    change_byte(closed_file, offset, bit=3)
     CXLPool.open(closed_file).close()
 
 
 def test_a_flipped_bit_in_a_descriptor(on_file: CXLPool, path: Path) -> None:
     sequence = fill(on_file)
     handle, page = sequence.handle, int(sequence.pages[0])
-    flip(path, geometry(on_file)["descriptors_offset"] + 64 * page + 24)
+    change_byte(path, geometry(on_file)["descriptors_offset"] + 64 * page + 24)
     with pytest.raises(errors.CorruptError, match=rf"descriptor of page {page} is damaged"):
         on_file.adopt(handle)
     report = on_file.admin.check()
@@ -196,7 +189,7 @@ def test_a_flipped_bit_in_a_published_descriptor_is_a_miss(closed_file: Path) ->
     """Fails closed: the damaged page is set aside, never found, and given to nobody."""
     with CXLPool.open(closed_file) as pool:
         first = geometry(pool)["descriptors_offset"]
-    flip(closed_file, first + 20)
+    change_byte(closed_file, first + 20)
     with CXLPool.open(closed_file) as pool:
         assert pool.match_prefix(list(range(8))).tokens == 0
         stats = pool.stats()
@@ -208,7 +201,7 @@ def test_a_flipped_bit_in_a_record_header(on_file: CXLPool, path: Path) -> None:
     handle, page, where = sequence.handle, int(sequence.pages[1]), geometry(on_file)
     slots = where["slab_slots"]
     extent = where["extents_offset"] + page // slots * where["extent_bytes"]
-    flip(path, extent + page % slots * 64 + 8)
+    change_byte(path, extent + page % slots * 64 + 8)
     with pytest.raises(errors.CorruptError, match=rf"header of page {page}.*recompute"):
         sequence.fetch(0)
     with pytest.raises(errors.CorruptError):
@@ -226,7 +219,7 @@ def test_a_flipped_bit_in_a_piece(on_file: CXLPool, path: Path, kind: str) -> No
     slabs = {"digest": "", "sketch": "sketches_offset", "K": "keys_offset", "V": "values_offset"}
     pieces = {"digest": "digest", "sketch": "sketch", "K": "key", "V": "value"}
     slab, piece = where.get(slabs[kind], 0), where[f"{pieces[kind]}_piece_bytes"]
-    flip(path, start + slab + page % slots * heads * piece + 5)
+    change_byte(path, start + slab + page % slots * heads * piece + 5)
 
     report = on_file.admin.check(deep=True)
     assert report["problem_count"] == 1

@@ -22,6 +22,7 @@ from cxlkv.prefix import prefix_keys
 
 from .conftest import audit
 from .support import reference
+from .support.damaging import poke
 from .support.processes import Child
 
 HEADS, DIM, PAGE_TOKENS, TOKEN_IDS, PLACES = 2, 4, 4, 2, 1024
@@ -438,9 +439,7 @@ def test_a_damaged_page_of_a_part_is_named(tmp_path: Path) -> None:
     pattern = (rows[20, 0] + 3).tobytes()  # in layer 3, which sees all tokens
     data = path.read_bytes()
     assert data.count(pattern) == 1
-    with path.open("r+b") as file:
-        file.seek(data.index(pattern))
-        file.write(b"\xff\xff")
+    poke(path, data.index(pattern), b"\xff\xff")
     report = pool.admin.check(deep=True)
     assert [line for line in report["problems"] if "layer 3" in line]
     with pytest.raises(CorruptError, match="layer 3"):

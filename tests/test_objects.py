@@ -25,6 +25,8 @@ from cxlkv.objects import ABSENT, DAMAGED
 from cxlkv.pool import Pool
 from cxlkv.prefix import root
 
+from .support.damaging import poke
+
 SIZE = 64 << 10
 LAYOUT = KVLayout.objects(SIZE)
 
@@ -320,9 +322,7 @@ def test_damage_is_told_and_can_be_mended(tmp_path: Path) -> None:
         pool.put_batch(list("abc"), data)
         stored = path.read_bytes()
         at = stored.index(data[1].tobytes())
-        with path.open("r+b") as file:
-            file.seek(at + 12_345)
-            file.write(bytes([data[1][12_345] ^ 1]))
+        poke(path, at + 12_345, bytes([data[1][12_345] ^ 1]))
         out = [np.full(SIZE, 7, np.uint8) for _ in range(3)]
         assert pool.get_batch_into(list("abc"), out).tolist() == [SIZE, DAMAGED, SIZE]
         assert not out[1].any()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from cxlkv.errors import (
 from cxlkv.layout import DTYPES, layer_places
 
 from .conftest import audit
+from .support.threads import run_all
 from .test_verify import damage, region_of
 
 Ids = npt.NDArray[np.int32]
@@ -272,29 +273,20 @@ def test_several_threads_each_with_its_own_batch(
 ) -> None:
     layout = layout_of()
     pool = make(layout, "16MiB", threads=3)
-    failures: list[BaseException] = []
 
     def work(number: int) -> None:
         own = np.random.default_rng([seed, number])
-        try:
-            for _ in range(5):
-                layers = [Paged(own, layout, 9, 2 * PAGE) for _ in range(2)]
-                batch = pool.batch([pool.sequence() for _ in range(3)])
-                parts = append_at_random(own, batch, layout, layers, 4)
-                got = [np.concatenate(mine) for mine in parts]
-                for appended in enumerate(layers):
-                    check_fetched(own, batch, layout, appended, got)
-                for sequence in batch.sequences:
-                    sequence.release()
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(5):
+            layers = [Paged(own, layout, 9, 2 * PAGE) for _ in range(2)]
+            batch = pool.batch([pool.sequence() for _ in range(3)])
+            parts = append_at_random(own, batch, layout, layers, 4)
+            got = [np.concatenate(mine) for mine in parts]
+            for appended in enumerate(layers):
+                check_fetched(own, batch, layout, appended, got)
+            for sequence in batch.sequences:
+                sequence.release()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    run_all(partial(work, number) for number in range(4))
 
 
 # ---- windows ----

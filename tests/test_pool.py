@@ -11,6 +11,8 @@ import pytest
 from cxlkv import Budget, CXLPool, KVLayout
 from cxlkv.errors import BadArgumentError, ClosedError, GeometryError, PoolExistsError
 
+from .support.damaging import poke
+
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 
 
@@ -111,15 +113,11 @@ def test_check_finds_what_was_changed(path: str) -> None:
         assert pool.admin.check(deep=True) == clean
         data = Path(path).read_bytes()
         at = data.index(np.full(8, 3, np.float32).tobytes())
-        with open(path, "r+b") as file:
-            file.seek(at)
-            file.write(b"\xff")
+        poke(path, at, b"\xff")
         report = pool.admin.check(deep=True)
         assert not report["clean"]
         assert report["problem_count"] == len(report["problems"]) >= 1
-        with open(path, "r+b") as file:
-            file.seek(at)
-            file.write(data[at : at + 1])
+        poke(path, at, data[at : at + 1])
         assert pool.admin.check(deep=True)["clean"]
 
 

@@ -16,6 +16,8 @@ from cxlkv.layout import LayerGroup
 from cxlkv.prefix import PageKeys, content_keys, key_hashes, prefix_keys, root
 from cxlkv.sequence import Batch
 
+from .support.damaging import poke
+
 PAGE = 4  # tokens of a page of the pool fixture
 
 
@@ -315,9 +317,7 @@ def test_a_damaged_tail_is_a_miss(tmp_path: Path) -> None:
         assert page < geometry["slab_slots"]
         at = geometry["extents_offset"] + geometry["layers_offset"] + geometry["keys_offset"]
         at += page * layout.kv_heads * geometry["key_piece_bytes"]
-        with path.open("r+b") as file:
-            file.seek(at + 5)
-            file.write(b"?")
+        poke(path, at + 5, b"?")
         with CXLPool.open(path, threads=1) as other:  # this one has verified it already
             with other.match_prefix(ids) as hit:
                 assert ids_of(hit.sequence()) == ids[:4]
@@ -326,9 +326,7 @@ def test_a_damaged_tail_is_a_miss(tmp_path: Path) -> None:
         assert pool.stats()["pages_published"] == 1
         assert pool.publish_prefix(grown(pool, ids), ids, tail=True) == 1
         (again,) = set(np.flatnonzero(pool.pages.evictable()).tolist()) - set(full)
-        with path.open("r+b") as file:
-            file.seek(geometry["descriptors_offset"] + 64 * again + 30)
-            file.write(b"?")
+        poke(path, geometry["descriptors_offset"] + 64 * again + 30, b"?")
         assert pool.match_prefix(ids).tokens == 4
         assert "is published again" in pool.admin.check(repair=True)["repairs"][0]
         assert pool.match_prefix(ids).tokens == 6

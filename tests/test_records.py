@@ -20,6 +20,7 @@ from cxlkv.layout import DTYPES
 from cxlkv.prefix import PageKeys, key_hashes, prefix_keys
 
 from .conftest import MakePool, audit
+from .support.damaging import change_byte
 from .support.processes import Child
 
 PAGE = 4
@@ -386,11 +387,7 @@ def test_a_damaged_page_is_not_read_out(tmp_path: Path, rng: np.random.Generator
         at = geometry["extents_offset"] + extent * geometry["extent_bytes"]
         at += geometry["layers_offset"] + geometry["keys_offset"]
         at += slot * layout.kv_heads * geometry["key_piece_bytes"] + 5
-        with path.open("r+b") as file:
-            file.seek(at)
-            byte = file.read(1)[0]
-            file.seek(at)
-            file.write(bytes([byte ^ 1]))
+        change_byte(path, at)
         names = names_of_keys(pool, prefix_keys(ids, PAGE))
         found = _core.find_pages(pool._handle, names)
         out = np.full((3, _core.record_shape(pool._handle)[0]), 0xA5, np.uint8)

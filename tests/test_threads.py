@@ -25,6 +25,7 @@ from cxlkv.errors import BadArgumentError, ClosedError, StaleError
 from cxlkv.prefix import prefix_keys
 
 from .support import reference
+from .support.threads import run_all
 
 LAYERS, HEADS, DIM, PAGE_TOKENS = 2, 2, 8, 4
 LAYOUT = KVLayout(
@@ -127,25 +128,6 @@ def _quick_switches() -> Iterator[None]:
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
-
-
-def run_all(works: list[Callable[[], None]]) -> None:
-    """Each in a thread of its own; raises the first error, when all have ended."""
-    errors: list[BaseException] = []
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 @dataclass

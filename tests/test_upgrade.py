@@ -22,6 +22,7 @@ from cxlkv.stats import inspect
 from cxlkv.tiers.cold_file import VERSIONS
 
 from .support import golden_pools
+from .support.damaging import poke
 from .support.golden_pools import FOLDER, NAMES, members, unpacked, where
 
 BEFORE = 5
@@ -101,9 +102,7 @@ def test_what_is_no_pool_is_left_alone(folder: Path) -> None:
     with pytest.raises(NotAPoolError):
         Pool.upgrade(path)
     with unpacked("prefixes", BEFORE, folder) as path:
-        with path.open("r+b") as file:
-            file.seek(100)
-            file.write(b"?")
+        poke(path, 100, b"?")
         with pytest.raises(CorruptError):
             Pool.upgrade(path)
 

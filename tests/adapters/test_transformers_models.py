@@ -34,6 +34,7 @@ from ..support.small_models import (
     prompts,
     run,
 )
+from ..support.threads import run_all
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -492,11 +493,7 @@ def test_threads_find_their_own_layers_of_latents(deepseek: PreTrainedModel, poo
     # All have given their latents to their caches, and none has attended yet.
     expansions = [m for name, m in deepseek.named_modules() if name.endswith("kv_b_proj")]
     hooks = [module.register_forward_pre_hook(meet) for module in expansions]
-    threads = [threading.Thread(target=work, args=(row,)) for row in range(rows)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_all(partial(work, row) for row in range(rows))
     for hook in hooks:
         hook.remove()
     assert sorted(found) == list(range(rows))

@@ -24,6 +24,8 @@ from cxlkv.ops.cli import app
 from tests.support.processes import Child
 from tests.support.stopping import stop
 
+from ..support.damaging import change_byte, poke
+
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 LEASE_S = 0.3
 TEXTS = {name: list(range(1000 * i, 1000 * i + 32)) for i, name in enumerate("abc", start=1)}
@@ -251,16 +253,7 @@ def damage(pool: CXLPool, page: int, offset: int) -> None:
     geometry = geometry_of(pool)
     extent, slot = divmod(page, geometry["slab_slots"])
     at = geometry["descriptors_offset"] + extent * geometry["descriptors_bytes"] + slot * 64
-    flip(pool, at + offset)
-
-
-def flip(pool: CXLPool, at: int) -> None:
-    assert pool.path
-    with open(pool.path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 16]))
+    change_byte(str(pool.path), at + offset)
 
 
 def test_a_damaged_descriptor_is_mended_from_the_record(pool: CXLPool) -> None:
@@ -294,7 +287,8 @@ def test_a_published_page_with_changed_bytes_is_forgotten(pool: CXLPool) -> None
         page = int(hit.sequence().pages[3])
     extent, slot = divmod(page, geometry["slab_slots"])
     first = geometry["extents_offset"] + extent * geometry["extent_bytes"]
-    flip(pool, first + geometry["layers_offset"] + slot * 2 * geometry["digest_piece_bytes"] + 5)
+    at = first + geometry["layers_offset"] + slot * 2 * geometry["digest_piece_bytes"]
+    change_byte(str(pool.path), at + 5)
     assert not pool.admin.check(deep=True)["clean"]
     report = pool.admin.check(deep=True, repair=True)
     assert report["clean"], report
@@ -307,9 +301,9 @@ def test_a_host_whose_name_is_damaged(path: str, pool: CXLPool, other: Other) ->
     other.kill()
     geometry = geometry_of(pool)
     name = geometry["hosts_offset"] + geometry["host_block_bytes"]
-    flip(pool, name + 1)
+    change_byte(str(pool.path), name + 1)
     assert state(pool, 1).state == "live", "its second copy is whole"
-    flip(pool, name + 33)
+    change_byte(str(pool.path), name + 33)
     assert state(pool, 1).state == "damaged"
     assert right(pool, "b") == 32
     with pytest.raises(CorruptError, match="confirmed to be off"):
@@ -338,8 +332,6 @@ def test_a_fence_that_damage_has_begun(pool: CXLPool, other: Other) -> None:
     geometry = geometry_of(pool)
     word = geometry["hosts_offset"] + geometry["host_block_bytes"] + 256  # 1 says of host 0: closed
     assert pool.path
-    with open(pool.path, "r+b") as file:
-        file.seek(word)
-        file.write((state(pool, 0).epoch << 40 | 1 << 38).to_bytes(8, "little"))
+    poke(pool.path, word, (state(pool, 0).epoch << 40 | 1 << 38).to_bytes(8, "little"))
     pool.pages.free(pool.pages.alloc(64 * 20))  # takes extents: it commits, and asks for fences
     assert state(pool, 0).state == "live"

@@ -29,6 +29,7 @@ from cxlkv.errors import (
 from tests.support.stopping import stop
 
 from ..conftest import audit
+from ..support.damaging import poke
 from ..support.forking import in_child
 from ..support.pool_worker import is_alive, token_numbers, verify
 from ..support.processes import Child, python
@@ -88,14 +89,6 @@ def host_state(path: str, host: int) -> Path:
 def path_identity(path: str) -> str:
     with open(path, "rb") as file:
         return file.read(32)[16:].hex()
-
-
-def poke(path: str, offset: int, data: bytes, size: int = 0) -> bytes:
-    """Writes into the pool's file; returns what stood there, as many bytes or `size`."""
-    with open(path, "r+b") as file:
-        before = os.pread(file.fileno(), size or len(data), offset)
-        os.pwrite(file.fileno(), data, offset)
-    return before
 
 
 def differs(path: str, offset: int, data: bytes) -> bool:

@@ -27,6 +27,7 @@ from cxlkv.prefix import prefix_keys
 from tests.support.stopping import stop
 
 from ..conftest import audit, pages_accounted
+from ..support.damaging import poke
 from ..support.lengths import nightly
 from ..support.pool_worker import (
     FAMILIES,
@@ -37,7 +38,7 @@ from ..support.pool_worker import (
     token_ids,
     verify,
 )
-from .test_hosts_failing import LOCK_LINE, NAME_LINE, line_offset, poke
+from .test_hosts_failing import LOCK_LINE, NAME_LINE, line_offset
 
 WORKER = Path(__file__).parents[1] / "support/pool_worker.py"
 LAYOUT = KVLayout(layers=LAYERS, kv_heads=2, head_dim=8, page_tokens=PAGE_TOKENS, dtype="float32")

@@ -170,12 +170,9 @@ def decoder_of(
     budget: Budget,
     hot_pages: int | list[int] = 6,
     requests: int = 1,
-    rows: int = 1,
     pages_max: int = 64,
     recent_pages: int = 2,
-    ahead: bool = False,
-    audit_every: int = 64,
-    deadline_s: float = 2.0,
+    **more: object,
 ) -> Decoder:
     """For the model's query heads and pool."""
     return Decoder(
@@ -185,13 +182,16 @@ def decoder_of(
         budget=budget,
         pages_max=pages_max,
         device=device,
-        rows=rows,
         hot_pages=hot_pages,
         recent_pages=recent_pages,
-        ahead=ahead,
-        audit_every=audit_every,
-        deadline_s=deadline_s,
+        **more,  # type: ignore[arg-type]
     )
+
+
+def dense(model: Model, device: torch.device | str, hot_pages: int = 24, **more: object) -> Decoder:
+    """With a budget of all pages of the longest request, 24: it must be plain attention."""
+    more |= {"budget": Budget(pages=24), "pages_max": 24, "hot_pages": hot_pages}
+    return decoder_of(model, device, **more)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -245,9 +245,7 @@ def test_with_a_budget_of_all_pages_it_is_attention(
     device: torch.device, seed: int, dtype: str, hot_pages: int
 ) -> None:
     model = Model(seed, dtype=dtype)
-    with decoder_of(
-        model, device, requests=3, budget=Budget(pages=24), pages_max=24, hot_pages=hot_pages
-    ) as decoder:
+    with dense(model, device, requests=3, hot_pages=hot_pages) as decoder:
         for tokens in (50, 7):  # the third place stays empty
             model.add(decoder, tokens)
         for _ in range(6):
@@ -295,9 +293,7 @@ def test_where_the_pool_is_not_mapped_partial_results_cross(
     device: torch.device, seed: int
 ) -> None:
     model = Model(seed)
-    with decoder_of(
-        model, device, requests=2, budget=Budget(pages=24), pages_max=24, hot_pages=24
-    ) as decoder:
+    with dense(model, device, requests=2) as decoder:
         assert decoder.fallback == "no pinning today"
         for tokens in (50, 47):
             model.add(decoder, tokens)
@@ -363,9 +359,7 @@ def test_several_rows_windows_and_values_in_keys(device: torch.device, seed: int
     )
     for layout in (window, shared):
         model = Model(seed, layout=layout)
-        with decoder_of(
-            model, device, requests=2, budget=Budget(pages=24), pages_max=24, rows=3, hot_pages=24
-        ) as decoder:
+        with dense(model, device, requests=2, rows=3) as decoder:
             model.add(decoder, 30)
             model.add(decoder, 9)
             for _ in range(4):
@@ -375,9 +369,7 @@ def test_several_rows_windows_and_values_in_keys(device: torch.device, seed: int
 def test_rejected_tokens_and_new_requests(device: torch.device, seed: int) -> None:
     """Truncate back into complete pages, and a place that is used again: nothing old is seen."""
     model = Model(seed)
-    with decoder_of(
-        model, device, requests=2, budget=Budget(pages=24), pages_max=24, rows=2, hot_pages=24
-    ) as decoder:
+    with dense(model, device, requests=2, rows=2) as decoder:
         for tokens in (40, 21):
             model.add(decoder, tokens)
         for cut in (1, 9, 0):
@@ -448,17 +440,7 @@ def by_words(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_thread_answers(device: torch.device, seed: int, ahead: bool) -> None:
     model = Model(seed)
-    with decoder_of(
-        model,
-        device,
-        requests=2,
-        budget=Budget(pages=24),
-        pages_max=24,
-        hot_pages=24,
-        ahead=ahead,
-        audit_every=2,
-        deadline_s=60.0,
-    ) as decoder:
+    with dense(model, device, requests=2, ahead=ahead, audit_every=2, deadline_s=60.0) as decoder:
         for tokens in (50, 7):
             model.add(decoder, tokens)
         for _ in range(6):
@@ -478,9 +460,7 @@ def test_a_thread_that_is_late(
 ) -> None:
     """The step ends with an error, and the next one is right: its question is another."""
     model, go = Model(seed), threading.Event()
-    with decoder_of(
-        model, device, budget=Budget(pages=24), pages_max=24, hot_pages=24, deadline_s=1e-6
-    ) as decoder:
+    with dense(model, device, deadline_s=1e-6) as decoder:
         model.add(decoder, 50)
         serve = decoder._mail._serve
 
@@ -508,14 +488,8 @@ def test_choices_ahead_are_used_and_audited(
     device: torch.device, seed: int, hot_pages: int
 ) -> None:
     model = Model(seed)
-    with decoder_of(
-        model,
-        device,
-        budget=Budget(pages=24),
-        pages_max=24,
-        hot_pages=24 if hot_pages else 0,
-        ahead=True,
-        audit_every=2,
+    with dense(
+        model, device, hot_pages=24 if hot_pages else 0, ahead=True, audit_every=2
     ) as decoder:
         model.add(decoder, 50)
         for _ in range(6):
@@ -612,7 +586,7 @@ def test_a_late_answer_is_an_error(device: torch.device, seed: int) -> None:
 def test_two_things_go_wrong_in_a_step(device: torch.device, seed: int) -> None:
     """The first one is raised, and the next step knows of neither."""
     model = Model(seed)
-    with decoder_of(model, device, budget=Budget(pages=24), pages_max=24, hot_pages=24) as decoder:
+    with dense(model, device) as decoder:
         model.add(decoder, 43)
         resident = decoder._resident
         assert resident is not None
@@ -634,7 +608,7 @@ def test_two_things_go_wrong_in_a_step(device: torch.device, seed: int) -> None:
 @ON_GPU
 def test_a_captured_step_is_the_same_step(device: torch.device, seed: int) -> None:
     model = Model(seed)
-    with decoder_of(model, device, budget=Budget(pages=24), pages_max=24, hot_pages=24) as decoder:
+    with dense(model, device) as decoder:
         model.add(decoder, 50)
         assert model.step(decoder, None) < ATTEND_MAX[model.dtype]  # compiles what is captured
         still = [model.draw(LAYERS, 1, 1, heads, DIM).to(device) for heads in (4, 2, 2)]

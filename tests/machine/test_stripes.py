@@ -34,6 +34,7 @@ from cxlkv.ops.gc import find_garbage
 from cxlkv.sequence import Sequence
 from cxlkv.stats import find, inspect
 
+from ..support.damaging import poke
 from ..support.forking import in_child
 
 LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=64, dtype="float16")
@@ -176,9 +177,7 @@ def test_damaged_labels(parts: list[Path]) -> None:
     CXLPool.create(where, layout=LAYOUT, capacity=CAPACITY).close()
     whole = parts[1].read_bytes()[:64]
     for at in range(60):
-        with parts[1].open("r+b") as file:
-            file.seek(at)
-            file.write(bytes([whole[at] ^ 1]))
+        poke(parts[1], at, bytes([whole[at] ^ 1]))
         with pytest.raises((CorruptError, NotAPoolError)):
             CXLPool.open(where)
         with parts[1].open("r+b") as file:

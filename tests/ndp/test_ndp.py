@@ -10,7 +10,6 @@ import itertools
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -60,26 +59,6 @@ class Case:
             values="key_prefix" if self.prefix else "own",
         )
         return KVLayout.of([group], page_tokens=self.page_tokens)
-
-
-class Backend(Protocol):
-    name: str
-
-    def select(
-        self,
-        case: Case,
-        budgets: Sequence[Budget],
-        method: str = "exact",
-        scale: float | None = None,
-    ) -> Selection: ...
-
-    def attend(
-        self,
-        case: Case,
-        picked: Selection | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> tuple[Doubles, Doubles]: ...
 
 
 class Reference:
@@ -184,6 +163,9 @@ class Simd:
         assert out.dtype == kind
         assert lse.dtype == np.float32
         return out.astype(np.float64), lse.astype(np.float64)
+
+
+Backend = Reference | Simd
 
 
 def attended_bytes(case: Case, picked: Selection) -> int:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Sequences
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +35,7 @@ from tests.support.stopping import stop
 from ..support.lengths import nightly
 from ..support.processes import Child
 from ..support.states import host_states
+from ..support.threads import run_all
 from ..support.waiting import until
 
 HEADS, DIM, PAGE = 2, 16, 4
@@ -662,21 +664,14 @@ def test_threads_share_a_slot(
         forks = [twins.batches[0].sequences[0].fork() for _ in range(3)]
         alone = forks[0].select(0, query, top_k=9, method="exact")
         wanted = bits(forks[0].attend(0, query, alone)[0])
-        wrong: list[Selection] = []
 
         def work(sequence: Sequence) -> None:
             for _ in range(50):
                 got = sequence.select(0, query, top_k=9, method="exact")
-                out, _ = sequence.attend(0, query, got)
-                if not np.array_equal(got.scores, alone.scores) or bits(out) != wanted:
-                    wrong.append(got)
+                np.testing.assert_array_equal(got.scores, alone.scores)
+                assert bits(sequence.attend(0, query, got)[0]) == wanted
 
-        threads = [threading.Thread(target=work, args=(fork,)) for fork in forks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong
+        run_all(partial(work, fork) for fork in forks)
         assert min(pool.worker.selects, pool.worker.attends) >= 151
 
 

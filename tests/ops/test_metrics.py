@@ -20,6 +20,7 @@ from cxlkv.ops.metrics import PoolCollector, StatsCollector, registry
 from cxlkv.stats import COUNTERS
 from cxlkv.tiers import Tiers
 
+from ..support.damaging import poke
 from ..support.processes import Child
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
@@ -178,9 +179,7 @@ def test_a_pool_that_is_gone_or_damaged_is_down_and_the_rest_is_served(path: str
             assert of(scrape(url), "pool_up", path) == 0
             make(path).close()
             assert of(scrape(url), "pool_up", path) == 1
-            with open(path, "r+b") as file:
-                file.seek(20)
-                file.write(b"????")
+            poke(path, 20, b"????")
             samples = scrape(url)
             assert [of(samples, "pool_up", name) for name in (path, other, absent)] == [0, 1, 0]
             assert ("cxlkv_pool_bytes", (("pool", path),)) not in samples

@@ -32,6 +32,7 @@ from cxlkv.ops.top import COLUMNS, Processes
 from cxlkv.stats import Overview, find, inspect
 from tests.support.stopping import stop
 
+from ..support.damaging import poke
 from ..support.processes import Child
 from ..support.states import host_states
 
@@ -203,9 +204,7 @@ def test_list_tells_states_apart(folder: Path, path: str) -> None:
         idle.close()
         damaged = folder / "damaged"
         damaged.write_bytes(Path(str(idle.path)).read_bytes())
-        with damaged.open("r+b") as file:
-            file.seek(20)
-            file.write(b"????")
+        poke(damaged, 20, b"????")
         (folder / "notes.txt").write_text("CXLKV is a pool, this is not")
         (folder / "fake.0123456789abcdef.new").write_text("somebody else's")
         (folder / "link").symlink_to(path)
@@ -521,9 +520,7 @@ def test_nothing_is_sampled_where_nothing_was(path: str) -> None:
 
 def test_a_damaged_pool_is_removed_but_not_while_it_is_used(path: str) -> None:
     with make(path) as pool:
-        with open(path, "r+b") as file:
-            file.seek(20)
-            file.write(b"????")
+        poke(path, 20, b"????")
         with pytest.raises(BusyError, match="in use"):
             CXLPool.remove(path)
         assert pool.admin.check()["problem_count"] > 0

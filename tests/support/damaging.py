@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,17 @@ from cxlkv import CXLPool, ObjectPool, _core
 from cxlkv.prefix import PageKeys
 
 
-def change_byte(path: str | Path, at: int) -> None:
-    """Another byte than was there; without a buffer, as the file is mapped."""
+def poke(path: str | Path, at: int, data: bytes | bytearray, size: int = 0) -> bytes:
+    """Writes into a file; returns what stood there, as many bytes or `size`."""
     with open(path, "r+b", buffering=0) as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 64]))
+        before = os.pread(file.fileno(), size or len(data), at)
+        os.pwrite(file.fileno(), data, at)
+    return before
+
+
+def change_byte(path: str | Path, at: int, bit: int = 6) -> None:
+    """Another byte than was there."""
+    poke(path, at, bytes([poke(path, at, b"", 1)[0] ^ 1 << bit]))
 
 
 def damage_piece(pool: CXLPool, page: int, layer: int, kind: str = "values") -> None:

@@ -14,9 +14,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +33,7 @@ from cxlkv.prefix import PageKeys
 
 from ..conftest import audit
 from .damaging import damage_object
+from .threads import run_all
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPACITY = "8MiB"
@@ -303,26 +304,16 @@ class StoreBasics:
     # ---- many ----
 
     def test_several_threads(self, store: Driver, seed: int) -> None:
-        wrong: list[str] = []
-
         def work(number: int) -> None:
             random = Random(seed + number)
-            try:
-                for _ in range(40):
-                    names = random.sample([f"name {i}" for i in range(12)], 3)
-                    if random.random() < 0.4:
-                        self.fill(store, names)
-                    else:
-                        self.loaded(store, names)
-            except AssertionError as error:
-                wrong.append(str(error))
+            for _ in range(40):
+                names = random.sample([f"name {i}" for i in range(12)], 3)
+                if random.random() < 0.4:
+                    self.fill(store, names)
+                else:
+                    self.loaded(store, names)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong
+        run_all(partial(work, number) for number in range(4))
         assert not any(store.failures().values())
 
     def test_many_calls_against_a_dictionary(self, open_: Open, seed: int) -> None:

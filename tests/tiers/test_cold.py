@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +44,11 @@ from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import BLOCK_BYTES, SLOT_HEADER_BYTES, RecordShape
 from cxlkv.tiers.cold_store import ColdStore
 
+from ..support.damaging import change_byte, poke
 from ..support.forking import child_beside
 from ..support.lengths import nightly
 from ..support.processes import Child
+from ..support.threads import run_all
 from ..test_records import grown, names_of_keys, read_all
 
 SHAPE = RecordShape(1000, 7, "a layout")
@@ -104,14 +107,6 @@ def slot_of(path: Path, number: int) -> int:
         if data[at : at + 4] == b"CKVS" and data[at + 16 : at + 32] == name(number).tobytes():
             return at
     raise AssertionError(f"record {number} is not in the file")
-
-
-def flip(path: Path, offset: int, bit: int = 0) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1 << bit]))
 
 
 @contextmanager
@@ -306,13 +301,8 @@ def test_folders_and_devices_are_refused(tmp_path: Path) -> None:
 
 def rewrite(path: Path, offset: int, text: bytes) -> None:
     """Bytes of the header, with a right CRC."""
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(text)
-        file.seek(0)
-        crc = _core.crc32c(file.read(508))
-        file.seek(508)
-        file.write(crc.to_bytes(4, "little"))
+    poke(path, offset, text)
+    poke(path, 508, _core.crc32c(path.read_bytes()[:508]).to_bytes(4, "little"))
 
 
 def test_files_that_do_not_fit_are_named(path: Path) -> None:
@@ -324,10 +314,10 @@ def test_files_that_do_not_fit_are_named(path: Path) -> None:
         ColdTier(path, shape=RecordShape(1001, 7), capacity=wanted)
     with pytest.raises(GeometryError, match="8 slots of 4096 bytes, asked for were 9"):
         opened(path, slots=9)
-    flip(path, 33)
+    change_byte(path, 33)
     with pytest.raises(CorruptError, match="Remove the file"):
         opened(path)
-    flip(path, 33)
+    change_byte(path, 33)
     rewrite(path, 8, b"\x03")
     with pytest.raises(VersionError, match="format version 3, this build reads 1 and 2"):
         opened(path)
@@ -359,7 +349,7 @@ def test_every_flipped_bit_of_a_slot_is_a_miss(path: Path, seed: int) -> None:
         store(tier, 1, 2)
         at = slot_of(path, 1)
         for bit in bits:
-            flip(path, at + bit // 8, bit % 8)
+            change_byte(path, at + bit // 8, bit % 8)
             before = tier.stats()["corrupt"]
             assert load(tier, 1, 2) == [False, True]
             assert tier.stats()["corrupt"] == before + 1
@@ -368,7 +358,7 @@ def test_every_flipped_bit_of_a_slot_is_a_miss(path: Path, seed: int) -> None:
             assert slot_of(path, 1) == at
             assert load(tier, 1) == [True]
     for bit in bits[:: 1 + len(bits) // 60]:
-        flip(path, at + bit // 8, bit % 8)
+        change_byte(path, at + bit // 8, bit % 8)
         with checked(opened(path, slots=2)) as tier:
             assert load(tier, 1, 2) == [False, True]
             assert store(tier, 1) == [True]
@@ -378,7 +368,7 @@ def test_a_torn_record_is_stored_again(path: Path) -> None:
     """An opening sees headers only; whoever stores a record has it then, whole."""
     with opened(path) as tier:
         store(tier, 1, 2)
-    flip(path, slot_of(path, 1) + 500)
+    change_byte(path, slot_of(path, 1) + 500)
     with checked(opened(path)) as tier:
         assert tier.contains(names(1)).all()
         assert store(tier, 1, 2) == [True, True]
@@ -390,7 +380,7 @@ def test_a_torn_record_is_stored_again(path: Path) -> None:
 def test_a_deep_check_finds_what_was_changed(path: Path) -> None:
     with opened(path) as tier:
         store(tier, 1, 2, 3)
-        flip(path, slot_of(path, 2) + 900)
+        change_byte(path, slot_of(path, 2) + 900)
         assert tier.check() == []
         (problem,) = tier.check(deep=True)
         assert name(2).tobytes().hex() in problem
@@ -406,9 +396,7 @@ def test_a_sequence_number_that_nobody_reaches_is_no_record(path: Path) -> None:
     slot = bytearray(path.read_bytes()[at : at + SLOT])
     slot[8:16] = b"\xff" * 8
     slot[60:64] = _core.crc32c(bytes(slot[:60])).to_bytes(4, "little")
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(slot)
+    poke(path, at, slot)
     with checked(opened(path)) as tier:
         assert store(tier, 3) == [True]
         assert load(tier, 1, 2, 3) == [False, True, True]
@@ -427,9 +415,7 @@ def test_of_two_slots_with_one_name_the_newer_counts(path: Path) -> None:
     moved = bytearray(old)
     moved[4] = 5  # the older one, as if it had lain in slot 5
     moved[60:64] = _core.crc32c(bytes(moved[:60])).to_bytes(4, "little")
-    with path.open("r+b") as file:
-        file.seek(BLOCK_BYTES + 5 * SLOT)
-        file.write(moved)
+    poke(path, BLOCK_BYTES + 5 * SLOT, moved)
     out = np.zeros((1, SHAPE.bytes), np.uint8)
     for _ in range(2):
         with checked(opened(path)) as tier:
@@ -460,9 +446,7 @@ def test_another_record_in_a_slot_is_a_miss(path: Path) -> None:
         slot = bytearray(path.read_bytes()[slot_of(path, 2) :][:SLOT])
         slot[4] = 0
         slot[60:64] = _core.crc32c(bytes(slot[:60])).to_bytes(4, "little")
-        with path.open("r+b") as file:
-            file.seek(BLOCK_BYTES)
-            file.write(slot)
+        poke(path, BLOCK_BYTES, slot)
         assert load(tier, 1, 2) == [False, True]
 
 
@@ -736,23 +720,14 @@ def test_a_process_killed_while_it_stores(path: Path, fsync: str, rounds: int, s
 def test_threads_share_a_tier(path: Path, seed: int) -> None:
     """Each stores, loads and drops the same names: what is loaded is always right."""
     with checked(opened(path, slots=6)) as tier:
-        problems: list[BaseException] = []
 
         def work(own_seed: int) -> None:
             rng = random.Random(own_seed)
-            try:
-                for _ in range(150):
-                    some = [rng.randrange(12) for _ in range(rng.randrange(1, 5))]
-                    (store, load, lambda t, *n: t.drop(names(*n)))[rng.randrange(3)](tier, *some)
-            except BaseException as error:
-                problems.append(error)
+            for _ in range(150):
+                some = [rng.randrange(12) for _ in range(rng.randrange(1, 5))]
+                (store, load, lambda t, *n: t.drop(names(*n)))[rng.randrange(3)](tier, *some)
 
-        workers = [threading.Thread(target=work, args=(seed + i,)) for i in range(4)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        assert problems == []
+        run_all(partial(work, seed + i) for i in range(4))
         assert tier.stats()["corrupt"] == 0
         assert tier.check(deep=True) == []
 
@@ -856,7 +831,7 @@ class ColdModel(RuleBasedStateMachine):
             place = self.tier._index[name(number).tobytes()]
             slot, at = divmod(int(where * place.size), self.tier._file.payload_bytes)
             offset = BLOCK_BYTES + place.slots[slot] * SLOT
-            flip(self.path, offset + SLOT_HEADER_BYTES + at)
+            change_byte(self.path, offset + SLOT_HEADER_BYTES + at)
             self.model[number].right = False
 
     @rule()

@@ -23,10 +23,11 @@ from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import BLOCK_BYTES, SLOT_HEADER_BYTES, RecordShape
 from cxlkv.tiers.compress import Codec
 
+from ..support.damaging import change_byte, poke
 from ..support.lengths import nightly
 from ..test_records import grown, names_of_keys, read_all
 from . import test_cold
-from .test_cold import SLOT, ColdModel, checked, flip, name, names, read
+from .test_cold import SLOT, ColdModel, checked, name, names, read
 
 zstandard = pytest.importorskip(
     "zstandard", reason="zstandard is not installed: pip install 'cxlkv[compress]'"
@@ -274,12 +275,12 @@ def test_every_part_that_is_damaged_is_a_miss(path: Path, seed: int) -> None:
                 last = SLOT_HEADER_BYTES + min(4032, size - 4032 * i)
                 for _ in range(30):
                     at = rng.randrange(SLOT_HEADER_BYTES if rng.random() < 0.5 else last)
-                    flip(path, begin + at, rng.randrange(8))
+                    change_byte(path, begin + at, rng.randrange(8))
                     assert load(tier, number, 5 - number) == [False, True]
                     assert tier.store(names(number), records(number)).all()
                     assert place(path, tier, number) == begins
         for begin in begins:
-            flip(path, begin + 100)
+            change_byte(path, begin + 100)
             with checked(opened(path)) as tier:
                 assert load(tier, number, 5 - number) == [False, True]
                 assert tier.store(names(number), records(number)).all()
@@ -294,9 +295,7 @@ def test_parts_of_two_records_of_one_name_are_not_mixed(path: Path) -> None:
         tier.drop(names(3))
         tier.store(names(3), records(6))
         assert place(path, tier, 3) == begins
-        with path.open("r+b") as file:
-            file.seek(begins[1])
-            file.write(old[begins[1] : begins[1] + SLOT])
+        poke(path, begins[1], old[begins[1] : begins[1] + SLOT])
         assert tier.load(names(3), np.zeros((1, SHAPE.bytes), np.uint8)).tolist() == [False]
         assert tier.stats()["corrupt"] == 1
     for begin in begins:
