@@ -24,12 +24,15 @@ from cxlkv import CXLPool, KVLayout
 from cxlkv.emulation.qemu.guest.steps import (
     DEVICE,
     LAYOUT,
-    append,
-    assert_holds,
+    TEXTS,
     bind_device,
+    check,
     command,
     errno_of,
+    found,
     make_system_ram,
+    publish_texts,
+    read_texts,
     refusal,
     say,
     token_ids,
@@ -49,14 +52,13 @@ from cxlkv.stats import find
 UNIT_BYTES = 2 << 20
 DEVICE_BYTES = 256 << 20
 DESCRIPTOR_BYTES = 64
-TEXTS = {1: 40 * 16, 2: 7 * 16}  # seed of a published text, and its tokens
 CREATE = partial(CXLPool.create, DEVICE, layout=LAYOUT)
-# In a process of its own: the number of tokens that it finds of text 1.
+# In a process of its own: it finds and compares text 1.
 OTHER_PROCESS = f"""
 from cxlkv import CXLPool
-from cxlkv.emulation.qemu.guest.steps import assert_holds, token_ids
-with CXLPool.open("{DEVICE}") as pool, pool.match_prefix(token_ids(1, {TEXTS[1]})) as hit:
-    assert_holds(hit.sequence(), 1, {TEXTS[1]})
+from cxlkv.emulation.qemu.guest.steps import found
+with CXLPool.open("{DEVICE}") as pool:
+    found(pool, 1, {TEXTS[1]}).release()
 """
 
 
@@ -87,11 +89,11 @@ def check_facts() -> None:
     print("the driver does what the core expects; the device is full of random bytes", flush=True)
 
 
-def check_unbound() -> None:
-    """No driver: each way to a pool says so, and its command mends it."""
+def check_mended(why: str) -> None:
+    """Each way to a pool says why it cannot be had, and its command mends it."""
     for act in (partial(CREATE, capacity="64MiB"), partial(CXLPool.open, DEVICE)):
         text = refusal(SystemCallError, act)
-        assert "no driver is bound" in text
+        assert why in text
     mend = re.search(r"daxctl .*", text)
     assert mend is not None
     command(mend[0])
@@ -122,13 +124,8 @@ def make_and_publish() -> None:
     )
     with CREATE(capacity="all", force=True, replace=True) as pool:
         assert pool.describe()["page_kind"] == "devdax"
-        for seed, tokens in TEXTS.items():
-            sequence = pool.sequence()
-            append(sequence, seed, tokens)
-            pool.publish_prefix(sequence, token_ids(seed, tokens))
-            assert_holds(sequence, seed, tokens)
-            sequence.release()
-        assert pool.admin.check(deep=True)["clean"]
+        publish_texts(pool)
+        read_texts(pool)
         assert "is a pool already" in refusal(PoolExistsError, partial(CREATE, capacity="64MiB"))
         refusal(BusyError, partial(CREATE, capacity="64MiB", force=True, replace=True))
         refusal(BusyError, partial(CXLPool.remove, DEVICE))
@@ -148,8 +145,7 @@ def fork_and_read(pool: CXLPool) -> None:
     child = os.fork()
     if child == 0:
         try:
-            with pool.match_prefix(token_ids(2, TEXTS[2])) as hit:
-                assert_holds(hit.sequence(), 2, TEXTS[2])
+            found(pool, 2, TEXTS[2]).release()
             os._exit(0)
         finally:
             os._exit(1)
@@ -158,11 +154,9 @@ def fork_and_read(pool: CXLPool) -> None:
 
 def read() -> None:
     with CXLPool.open(DEVICE, layout=LAYOUT) as pool:
-        for seed, tokens in TEXTS.items():
-            with pool.match_prefix(token_ids(seed, tokens)) as hit:
-                assert_holds(hit.sequence(), seed, tokens)
+        read_texts(pool)
         assert not pool.match_prefix(token_ids(3, 64))
-        assert pool.admin.check(deep=True)["clean"]
+        check(pool)
 
 
 def check_cut_short() -> None:
@@ -207,21 +201,16 @@ def remove() -> None:
 
 
 def check_system_ram() -> None:
-    """kmem has the device: each way to a pool says so, and its command mends it."""
+    """Of a device that kmem has."""
     make_system_ram()
-    for act in (partial(CREATE, capacity="64MiB"), partial(CXLPool.open, DEVICE)):
-        text = refusal(SystemCallError, act)
-        assert "is system RAM now (driver kmem, NUMA node 1)" in text
-    mend = re.search(r"daxctl .*", text)
-    assert mend is not None
-    command(mend[0])
+    check_mended("is system RAM now (driver kmem, NUMA node 1)")
     CREATE(capacity="all", force=True, replace=True).close()
     CXLPool.remove(DEVICE)
 
 
 def main(name: str) -> None:
     if name == "a":
-        check_unbound()
+        check_mended("no driver is bound")
         check_facts()
         check_locks()
         make_and_publish()

@@ -20,6 +20,7 @@ from cxlkv.emulation.qemu.guest.steps import (
     DEVICE,
     SHARED,
     bind_device,
+    check,
     refusal,
     say,
     wait_for,
@@ -104,8 +105,7 @@ def main(name: str) -> None:
         refusal(StaleError, lambda: pool.adopt(first))
         wait_for("a is dead")
         goes_on(pool, 1, after="a is dead")
-        report = pool.admin.check(deep=True)
-        assert report["clean"], report["problems"]
+        check(pool)
 
 
 if __name__ == "__main__":

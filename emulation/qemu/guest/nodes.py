@@ -23,8 +23,6 @@ from cxlkv.emulation.qemu.guest.steps import (
     DEVICE,
     LAYOUT,
     Skip,
-    append,
-    assert_holds,
     bind_device,
     command,
     end_parts,
@@ -32,8 +30,9 @@ from cxlkv.emulation.qemu.guest.steps import (
     load,
     make_system_ram,
     part,
+    publish_texts,
+    read_texts,
     refusal,
-    token_ids,
     wait_until,
 )
 from cxlkv.errors import (
@@ -49,40 +48,24 @@ FAR, SECOND_FAR, ABSENT = 2, 4, 9  # nodes
 SECOND = "/dev/dax1.0"
 STRIPED = f"dax:{DEVICE}+{SECOND}"
 STRIPE_BYTES = UNIT_BYTES = 2 << 20
-TEXTS = {1: 40 * 16, 2: 7 * 16}  # seed of a published text, and its tokens
 CAPACITY = "32MiB"
 MOUNTED = Path("/run/pmem")
 GIVEN_BYTES = 48 << 20  # of a file that is there before
 SYNCHRONOUS = "sf"  # among the flags of a mapping: MAP_SYNC, which only direct access gives
 
 
-def publish(pool: CXLPool) -> None:
-    for seed, tokens in TEXTS.items():
-        sequence = pool.sequence()
-        append(sequence, seed, tokens)
-        pool.publish_prefix(sequence, token_ids(seed, tokens))
-        sequence.release()
-
-
-def read(pool: CXLPool) -> None:
-    for seed, tokens in TEXTS.items():
-        with pool.match_prefix(token_ids(seed, tokens)) as hit:
-            assert_holds(hit.sequence(), seed, tokens)
-    assert pool.admin.check(deep=True)["clean"]
-
-
 def device() -> None:
     bind_device()
     with CXLPool.create(DEVICE, layout=LAYOUT, capacity="all", force=True, replace=True) as pool:
         assert pool.describe()["page_kind"] == "devdax"
-        publish(pool)
-        read(pool)
+        publish_texts(pool)
+        read_texts(pool)
     # By the hardware that it was found through, whose name does not change with the numbers.
     found_by = (Path("/sys/bus/dax/devices") / Path(DEVICE).name).resolve().parent
     with CXLPool.open(f"dax:{found_by}", layout=LAYOUT) as pool:
         print(f"dax:{found_by} is {pool.path}", flush=True)
         assert pool.path == DEVICE
-        read(pool)
+        read_texts(pool)
     CXLPool.remove(DEVICE)
 
 
@@ -104,11 +87,11 @@ def striped() -> None:
             assert offset == UNIT_BYTES + i // 2 * STRIPE_BYTES  # behind the label
             assert bytes_mapped == STRIPE_BYTES
         assert len(mapped) > 100
-        publish(pool)
-        read(pool)
+        publish_texts(pool)
+        read_texts(pool)
         read_elsewhere(STRIPED)
     with CXLPool.open(STRIPED, layout=LAYOUT) as pool:
-        read(pool)
+        read_texts(pool)
     refusal(PoolExistsError, partial(make, capacity="64MiB"))
     text = refusal(GeometryError, partial(CXLPool.open, f"dax:{SECOND}+{DEVICE}"))
     assert "is part 1 of 2 of its pool" in text
@@ -133,10 +116,10 @@ def mappings() -> list[tuple[str, int, int]]:
 
 
 def read_elsewhere(where: str) -> None:
-    """A process of its own finds and compares what publish() has published."""
+    """A process of its own finds and compares what was published."""
     text = (
-        "from cxlkv import CXLPool; from cxlkv.emulation.qemu.guest.nodes import read; "
-        f"pool = CXLPool.open({where!r}); read(pool); pool.close()"
+        "from cxlkv import CXLPool; from cxlkv.emulation.qemu.guest.steps import read_texts; "
+        f"pool = CXLPool.open({where!r}); read_texts(pool); pool.close()"
     )
     subprocess.run([sys.executable, "-c", text], check=True)
 
@@ -153,8 +136,8 @@ def far_node() -> None:
 def pages_of_pool(where: str) -> Counter[int]:
     """Makes a pool, uses it, removes it."""
     with CXLPool.create(where, layout=LAYOUT, capacity=CAPACITY) as pool:
-        publish(pool)
-        read(pool)
+        publish_texts(pool)
+        read_texts(pool)
         found = pages_by_node(*([pool.path] if pool.path else []))
     print(f"{where}: pages by node: {dict(found)}", flush=True)
     if pool.path:
@@ -197,6 +180,10 @@ def pmem() -> Path:
     return wait_until(lambda: sorted(Path("/dev").glob("pmem*")), "/dev/pmem*")[0]
 
 
+def mount() -> None:
+    command(f"/guest/busybox mount -t ext4 -o dax=always {pmem()} {MOUNTED}")
+
+
 def fsdax() -> None:
     """A pool in a file of ext4 on persistent memory, still there after the next mount."""
     if shutil.which("mkfs.ext4") is None:
@@ -204,16 +191,15 @@ def fsdax() -> None:
     load("fsdax")
     command(f"mkfs.ext4 -q -F -b 4096 {pmem()}")
     MOUNTED.mkdir()
-    mount = f"/guest/busybox mount -t ext4 -o dax=always {pmem()} {MOUNTED}"
-    command(mount)
+    mount()
     path = MOUNTED / "far.pool"
     with CXLPool.create(path, layout=LAYOUT, capacity=CAPACITY) as pool:
-        publish(pool)
-        read(pool)
+        publish_texts(pool)
+        read_texts(pool)
     command(f"/guest/busybox umount {MOUNTED}")
-    command(mount)
+    mount()
     with CXLPool.open(path, layout=LAYOUT) as pool:
-        read(pool)
+        read_texts(pool)
         assert SYNCHRONOUS in flags_of(str(path)), "it is mapped without MAP_SYNC"
     CXLPool.remove(path)
 
@@ -241,12 +227,12 @@ def in_place() -> None:
         print(f"{where}: {kind}, flags {sorted(flags)}", flush=True)
         assert kind == "fsdax"
         assert SYNCHRONOUS in flags, "it is mapped without MAP_SYNC"
-        publish(pool)
+        publish_texts(pool)
         read_elsewhere(where)
     command(f"/guest/busybox umount {MOUNTED}")
-    command(f"/guest/busybox mount -t ext4 -o dax=always {pmem()} {MOUNTED}")
+    mount()
     with CXLPool.open(path, layout=LAYOUT) as pool:
-        read(pool)
+        read_texts(pool)
     refusal(PoolExistsError, partial(CXLPool.create, where, layout=LAYOUT, capacity="all"))
     CXLPool.remove(path)
     after = os.stat(path)
@@ -256,21 +242,21 @@ def in_place() -> None:
     CXLPool.remove(where)
 
 
+PARTS = {
+    "the pool on /dev/dax": device,
+    "the pool over two devices": striped,
+    "the pool on the kmem node": far_node,
+    "HMAT": hmat,
+    "weighted interleave": weighted,
+    "the pool on fsdax": fsdax,
+    "the pool in place in a file of fsdax": in_place,
+}
+
+
 def main() -> None:
-    with part("the pool on /dev/dax"):
-        device()
-    with part("the pool over two devices"):
-        striped()
-    with part("the pool on the kmem node"):
-        far_node()
-    with part("HMAT"):
-        hmat()
-    with part("weighted interleave"):
-        weighted()
-    with part("the pool on fsdax"):
-        fsdax()
-    with part("the pool in place in a file of fsdax"):
-        in_place()
+    for name, act in PARTS.items():
+        with part(name):
+            act()
     end_parts()
 
 

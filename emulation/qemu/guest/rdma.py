@@ -36,12 +36,12 @@ from cxlkv.emulation.qemu.guest.steps import (
     DEVICE,
     LAYOUT,
     SHARED,
-    append,
-    assert_holds,
     bind_device,
     command,
     end_parts,
+    found,
     part,
+    publish,
     say,
     token_ids,
     wait_for,
@@ -72,21 +72,6 @@ def keys_of(seed: int) -> PageKeys:
     return prefix_keys(token_ids(seed, TOKENS), LAYOUT.page_tokens)
 
 
-def publish(pool: CXLPool, seed: int) -> None:
-    sequence = pool.sequence()
-    append(sequence, seed, TOKENS)
-    pool.publish_prefix(sequence, token_ids(seed, TOKENS))
-    sequence.release()
-
-
-def assert_found(pool: CXLPool, seed: int) -> None:
-    """The whole text, matched and compared byte for byte."""
-    with pool.match_prefix(token_ids(seed, TOKENS)) as hit:
-        sequence = hit.sequence()
-    assert_holds(sequence, seed, TOKENS)
-    sequence.release()
-
-
 # ---- guest a ----
 
 
@@ -95,11 +80,11 @@ def first_life() -> None:
     with part("the demo's model reads for another machine"):
         read_and_serve()
     with CXLPool.create(DEVICE, layout=LAYOUT, capacity="all", force=True, replace=True) as pool:
-        publish(pool, OF_A)
+        publish(pool, OF_A, TOKENS).release()
         with server() as process:
             say("a serves")
             wait_for("b has pulled and pushed")
-            assert_found(pool, OF_B)
+            found(pool, OF_B, TOKENS).release()
             wait_for("b reads on")
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -116,7 +101,7 @@ def second_life() -> None:
     bind_device()
     with CXLPool.open(DEVICE, layout=LAYOUT) as pool:
         for seed in (OF_A, OF_B):
-            assert_found(pool, seed)
+            found(pool, seed, TOKENS).release()
         with server() as process:
             say("a is back")
             wait_until(lambda: pool.stats()["pages_held"] > 0, "match of b")
@@ -138,8 +123,8 @@ def pull_push_select() -> None:
         moved = pull(remote, pool, keys_of(OF_A))
         print(moved, flush=True)
         assert (moved.tokens, moved.damaged, moved.stale) == (TOKENS, 0, 0)
-        assert_found(pool, OF_A)
-        publish(pool, OF_B)
+        found(pool, OF_A, TOKENS).release()
+        publish(pool, OF_B, TOKENS).release()
         assert push(remote, pool, keys_of(OF_B)).tokens == TOKENS
         q = np.random.default_rng(5).standard_normal((1, 4, LAYOUT.head_dim), np.float32)
         with remote.match(keys_of(OF_A)) as far, pool.match(keys_of(OF_A)) as near:
@@ -214,7 +199,7 @@ def read_over_cuts() -> None:
                 try:
                     with near_pool(LAYOUT) as pool:
                         pull(remote, pool, keys_of(OF_A))
-                        assert_found(pool, OF_A)
+                        found(pool, OF_A, TOKENS).release()
                     pulls += 1
                 except PeerError as error:
                     took_s = time.monotonic() - began
@@ -225,7 +210,7 @@ def read_over_cuts() -> None:
             assert told.is_set() == (limit_s is None)
             with near_pool(LAYOUT) as pool:
                 assert pull(remote, pool, keys_of(OF_A)).tokens == TOKENS
-                assert_found(pool, OF_A)
+                found(pool, OF_A, TOKENS).release()
 
 
 def read_until_it_ends(step: str) -> None:
@@ -237,7 +222,7 @@ def read_until_it_ends(step: str) -> None:
                 with near_pool(LAYOUT) as pool:
                     began = time.monotonic()
                     pull(remote, pool, keys_of(OF_A))
-                    assert_found(pool, OF_A)
+                    found(pool, OF_A, TOKENS).release()
                 if not rounds:
                     say(step)
                 rounds += 1
@@ -275,7 +260,7 @@ def peer() -> None:
         connected() as remote,
     ):
         assert pull(remote, pool, keys_of(OF_A)).tokens == TOKENS
-        assert_found(pool, OF_A)
+        found(pool, OF_A, TOKENS).release()
     with connected() as remote:
         remote.match(keys_of(OF_A), lease_s=3600)
         say("b holds")

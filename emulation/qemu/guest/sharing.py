@@ -24,14 +24,16 @@ from cxlkv.emulation.qemu.guest.steps import (
     DEVICE,
     LAYOUT,
     SHARED,
-    append,
     assert_holds,
     bind_device,
+    check,
     refusal,
     say,
     token_ids,
     wait_for,
 )
+from cxlkv.emulation.qemu.guest.steps import found as find_text
+from cxlkv.emulation.qemu.guest.steps import publish as publish_text
 from cxlkv.errors import BadArgumentError, HostError, PoolFullError
 from cxlkv.prefix import prefix_keys
 from cxlkv.stats import find
@@ -56,18 +58,11 @@ with CXLPool.open("{DEVICE}", host=B, lease_s=HOST_LEASE_S) as pool:
 
 
 def publish(pool: CXLPool, seed: int) -> Sequence:
-    sequence = pool.sequence()
-    append(sequence, seed, TOKENS)
-    pool.publish_prefix(sequence, token_ids(seed, TOKENS))
-    return sequence
+    return publish_text(pool, seed, TOKENS)
 
 
 def found(pool: CXLPool, seed: int) -> Sequence:
-    """The whole text, matched and compared."""
-    with pool.match_prefix(token_ids(seed, TOKENS), lease_s=HIT_LEASE_S) as hit:
-        sequence = hit.sequence()
-    assert_holds(sequence, seed, TOKENS)
-    return sequence
+    return find_text(pool, seed, TOKENS, HIT_LEASE_S)
 
 
 def texts_left(pool: CXLPool) -> int:
@@ -104,11 +99,6 @@ def take_all(pool: CXLPool) -> PageIds:
             while True:
                 taken.append(pool.pages.alloc(wanted))
     return np.concatenate(taken)
-
-
-def check(pool: CXLPool) -> None:
-    report = pool.admin.check(deep=True)
-    assert report["clean"], report["problems"]
 
 
 def check_protected(pool: CXLPool) -> None:

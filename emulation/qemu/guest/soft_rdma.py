@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cxlkv import CXLPool, KVLayout
+from cxlkv.emulation.qemu.guest import steps
 from cxlkv.emulation.qemu.guest.steps import DEVICE, Skip, command, load, wait_until
 from cxlkv.transport import Remote
 
@@ -93,6 +94,5 @@ def near_pool(layout: KVLayout) -> Iterator[CXLPool]:
 
 
 def check(pool: CXLPool) -> None:
-    report = pool.admin.check(deep=True)
-    assert report["clean"], report["problems"]
+    steps.check(pool)
     assert pool.stats()["pages_held"] == 0, pool.stats()

@@ -15,13 +15,15 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import KVLayout, Sequence
+from cxlkv import CXLPool, KVLayout, Sequence
 
 T = TypeVar("T")
 Rows = npt.NDArray[np.float16]
 SHARED = Path("/shared")
+LEASE_S = 60.0  # of a hit
 DEVICE = "/dev/dax0.0"
 LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=64, page_tokens=16, dtype="float16")
+TEXTS = {1: 40 * 16, 2: 7 * 16}  # seeds of texts, and their tokens
 HOST_GIVES_UP_S = 400
 # On a busy host an emulated clock was seen to run three times too fast; the host's own ends a wait.
 WAIT_LIMIT_S = 4 * HOST_GIVES_UP_S
@@ -147,3 +149,35 @@ def assert_holds(sequence: Sequence, seed: int, tokens: int) -> None:
         for got, wanted in zip(sequence.fetch(layer), rows(seed, tokens, layer), strict=True):
             found = np.asarray(got).transpose(1, 2, 0, 3).reshape(-1, *wanted.shape[1:])[:tokens]
             assert found.tobytes() == wanted.tobytes(), f"layer {layer} differs"
+
+
+def publish(pool: CXLPool, seed: int, tokens: int) -> Sequence:
+    """A sequence of the text, published."""
+    sequence = pool.sequence()
+    append(sequence, seed, tokens)
+    pool.publish_prefix(sequence, token_ids(seed, tokens))
+    return sequence
+
+
+def found(pool: CXLPool, seed: int, tokens: int, lease_s: float = LEASE_S) -> Sequence:
+    """The whole text, matched and compared byte for byte."""
+    with pool.match_prefix(token_ids(seed, tokens), lease_s=lease_s) as hit:
+        sequence = hit.sequence()
+    assert_holds(sequence, seed, tokens)
+    return sequence
+
+
+def publish_texts(pool: CXLPool) -> None:
+    for seed, tokens in TEXTS.items():
+        publish(pool, seed, tokens).release()
+
+
+def read_texts(pool: CXLPool) -> None:
+    for seed, tokens in TEXTS.items():
+        found(pool, seed, tokens).release()
+    check(pool)
+
+
+def check(pool: CXLPool) -> None:
+    report = pool.admin.check(deep=True)
+    assert report["clean"], report["problems"]
