@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv import _core
 from cxlkv.arrays import Floats, Names, RecordBytes
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import Selection
@@ -86,13 +85,13 @@ def publish(pool: CXLPool, sequence: Sequence) -> Names:
     pool.publish_prefix(sequence, ids)
     sequence.release()
     hashes = key_hashes(prefix_keys(ids, pool.layout.page_tokens))
-    return _core.names(pool._handle, hashes, 1).reshape(-1, 16)
+    return pool.records.names(hashes, 1).reshape(-1, 16)
 
 
 def read_records(pool: CXLPool, names: Names) -> RecordBytes:
     """The whole records of published pages."""
-    records = np.zeros((len(names), _core.record_shape(pool._handle)[0]), np.uint8)
-    codes = _core.records_read(pool._handle, *_core.find_pages(pool._handle, names), records)
+    records = np.zeros((len(names), pool.records.shape[0]), np.uint8)
+    codes = pool.records.read(*pool.records.find(names), records)
     if codes.any():
         raise RuntimeError(f"records that were just published are not to be had: {codes}")
     return records

@@ -11,7 +11,6 @@ from typing import cast
 
 import numpy as np
 
-from cxlkv import _core
 from cxlkv.arrays import Bytes
 from cxlkv.bench import loops
 from cxlkv.bench.loops import Stream, Streamed
@@ -81,8 +80,8 @@ def _note(where: str, pool: CXLPool) -> str:
 
 def _cut(pool: CXLPool, needs: Sequence[int], sizes: Sequence[int]) -> list[Bytes]:
     """One behind the other, where the pool has its pages, all of which are its caller's."""
-    geometry = _core.pool_geometry(pool._handle)
-    address, _ = _core.pool_memory(pool._handle)
+    geometry = pool.pages.geometry
+    address, _ = pool.pages.memory()
     at, found = address + geometry["extents_offset"], list[Bytes]()
     assert sum(needs) <= geometry["extent_count"] * geometry["extent_bytes"]
     for need, size in zip(needs, sizes, strict=True):

@@ -53,7 +53,7 @@ class Elsewhere:
         assert pool.path is not None
         self.pool = pool
         self.memory = np.memmap(pool.path, np.uint8, "r+")
-        self.geometry = _core.pool_geometry(pool._handle)
+        self.geometry = pool.pages.geometry
 
     def write(self, rows: Sequences[Rows]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
         """(pages [parts, n], checksums [layers, n, kv_heads, 4])"""
@@ -201,7 +201,7 @@ def test_windows(tmp_path: Path) -> None:
     with pool_at(tmp_path, groups=2) as pool:
         rows = rows_of(generator, pool.layout, 16)
         pages, sums = Elsewhere(pool).write(rows)
-        windowed = layer_places(pool.layout, _core.pool_geometry(pool._handle)["record_layers"])[2]
+        windowed = layer_places(pool.layout, pool.pages.geometry["record_layers"])[2]
         gone = pages[windowed[0], :2].copy()
         pool.pages.free(gone)
         pages[windowed[0], :2] = NO_PAGE

@@ -65,7 +65,7 @@ def closed_file(path: Path) -> Path:
 
 
 def geometry(pool: CXLPool) -> dict[str, int]:
-    return _core.pool_geometry(pool._handle)
+    return pool.pages.geometry
 
 
 # ---- files that are no pool, or not the right one, or not a whole one ----

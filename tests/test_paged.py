@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from numpy.lib.stride_tricks import as_strided
 
-from cxlkv import Batch, CXLPool, KVLayout, LayerGroup, Sequence, _core
+from cxlkv import Batch, CXLPool, KVLayout, LayerGroup, Sequence
 from cxlkv.arrays import NUMPY_DTYPES, Bytes, Floats
 from cxlkv.emulation import faults
 from cxlkv.errors import (
@@ -124,7 +124,7 @@ def starts_of(counts: npt.ArrayLike) -> Ids:
 
 def page_ids(pool: CXLPool, sequence: Sequence, layer: int) -> npt.NDArray[np.uint32]:
     """Of the complete pages of a layer that are still there; part 0 has the window, if any has."""
-    record_layers = _core.pool_geometry(pool._handle)["record_layers"]
+    record_layers = pool.pages.geometry["record_layers"]
     part = layer_places(pool.layout, record_layers)[layer][0]
     every, count = sequence.pages, sequence.tokens(0) // PAGE
     first = len(every) - count  # of part 1
@@ -134,7 +134,7 @@ def page_ids(pool: CXLPool, sequence: Sequence, layer: int) -> npt.NDArray[np.ui
 
 def pieces(pool: CXLPool, sequence: Sequence, layer: int) -> list[bytes]:
     """All that the pool stores of a sequence's pages in one layer: digests, sketches, K, V."""
-    geometry, found = _core.pool_geometry(pool._handle), []
+    geometry, found = pool.pages.geometry, []
     places = pool.pages.places(page_ids(pool, sequence, layer), layer)
     for name, offsets in zip(("digest", "sketch", "key", "value"), places, strict=True):
         size = geometry[f"{name}_piece_bytes"] * pool.layout.kv_heads
@@ -439,7 +439,7 @@ def test_memory_that_fails_is_named_by_sequence(tmp_path: Path, rng: np.random.G
             batch.append_blocks(layer, source.keys, source.values, [0, 1, 2, 3], [0, 4, 4])
         tails = np.zeros((3, 2, 8), np.float32)
         whole.append(0, tails, tails)
-        faults.poison(path, _core.pool_geometry(pool._handle)["extents_offset"])
+        faults.poison(path, pool.pages.geometry["extents_offset"])
         to = (target.keys, target.values, [0, 1, 2, 3], [0, 4, 4], [0, 0])
         with pytest.raises(PoisonError, match=r"sequence 0 of the batch.* bus error") as got:
             batch.fetch_blocks(0, *to)

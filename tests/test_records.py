@@ -82,15 +82,15 @@ def extend(sequence: Sequence, layout: KVLayout, rng: np.random.Generator, token
 
 
 def names_of_keys(pool: CXLPool, keys: Iterable[bytes], places: int = 1) -> Bytes:
-    return _core.names(pool._handle, key_hashes(keys), places).reshape(-1, 16)
+    return pool.records.names(key_hashes(keys), places).reshape(-1, 16)
 
 
 def read_all(pool: CXLPool, names: Bytes) -> Bytes:
     """The records of those names that are published."""
-    pages, generations = _core.find_pages(pool._handle, names)
+    pages, generations = pool.records.find(names)
     there = pages != _core.NO_PAGE
-    out = np.full((int(there.sum()), _core.record_shape(pool._handle)[0]), 0xA5, np.uint8)
-    codes = _core.records_read(pool._handle, pages[there], generations[there], out)
+    out = np.full((int(there.sum()), pool.records.shape[0]), 0xA5, np.uint8)
+    codes = pool.records.read(pages[there], generations[there], out)
     assert not codes.any()
     np.testing.assert_array_equal(_core.names_of(out), names[there])
     return out
@@ -144,7 +144,7 @@ def test_another_pool_finds_the_same(
         records = read_all(source, names)
         assert len(records) == source.stats()["pages_published"]
         for pool in (other, target):  # a record is the same with and without checksums
-            assert not _core.records_write(pool._handle, records).any()
+            assert not pool.records.write(records).any()
             assert pool.stats()["pages_published"] == len(records)
             assert pool.stats()["pages_held"] == 0
             with source.match_prefix(ids) as wanted, pool.match_prefix(ids) as got:
@@ -163,9 +163,9 @@ def test_keys_of_several_pages_have_several_places(rng: np.random.Generator) -> 
         parts = pool.describe()["geometry"]["part_count"]  # type: ignore[index]
         with held(pool, rng, 6 * PAGE) as sequence:
             pool.publish(sequence, keys, 3 * PAGE)
-            names = _core.names(pool._handle, key_hashes(keys), 4)
+            names = pool.records.names(key_hashes(keys), 4)
             assert names.shape == (2, 4, parts, 16)
-            pages, _ = _core.find_pages(pool._handle, names.reshape(-1, 16))
+            pages, _ = pool.records.find(names.reshape(-1, 16))
             there = (pages != _core.NO_PAGE).reshape(2, 4, parts)
             full = there.any(axis=1).all(axis=0)  # parts that see all tokens, or enough of them
             assert full.all()
@@ -181,17 +181,17 @@ def test_what_is_published_already_takes_no_page(
 ) -> None:
     pool, keys, records = published
     free = pool.stats()["pages_free"]
-    codes = _core.records_write(pool._handle, records)
+    codes = pool.records.write(records)
     assert codes.tolist() == [_core.RECORD_PRESENT] * 5
     assert pool.stats()["pages_free"] == free
     assert pool.forget(keys[3:]) == 2
-    codes = _core.records_write(pool._handle, records[[3, 3, 0, 4, 3]])
+    codes = pool.records.write(records[[3, 3, 0, 4, 3]])
     there = _core.RECORD_PRESENT
     assert codes.tolist() == [0, there, there, 0, there]  # of equal ones the first
     assert pool.stats()["pages_free"] == free
     assert pool.match(keys).tokens == 5 * PAGE
     ballast = pool.pages.alloc(free)
-    assert (_core.records_write(pool._handle, records) == there).all()  # nothing is wanted
+    assert (pool.records.write(records) == there).all()  # nothing is wanted
     pool.pages.free(ballast)
 
 
@@ -203,10 +203,10 @@ def test_a_full_pool_takes_all_records_or_none(
     total = pool.stats()["pages_free"]
     ballast = pool.pages.alloc(total - 4)
     with pytest.raises(PoolFullError):
-        _core.records_write(pool._handle, records)
+        pool.records.write(records)
     assert pool.stats()["pages_free"] == 4
     assert pool.stats()["pages_published"] == 0
-    assert not _core.records_write(pool._handle, records[:4]).any()
+    assert not pool.records.write(records[:4]).any()
     assert pool.match(keys).tokens == 4 * PAGE
     pool.pages.free(ballast)
 
@@ -215,20 +215,20 @@ def test_pages_that_are_gone_are_not_read(
     published: tuple[CXLPool, PageKeys, Bytes], rng: np.random.Generator
 ) -> None:
     pool, keys, records = published
-    pages, generations = _core.find_pages(pool._handle, names_of_keys(pool, keys))
+    pages, generations = pool.records.find(names_of_keys(pool, keys))
     out = np.full_like(records, 0xA5)
     pool.forget(keys[1:2])
     wrong = np.array([generations[0], generations[1], generations[2] + 1, 9, 0], np.uint64)
     asked = np.array([*pages[:3], 2**32 - 1, 10**6], np.uint32)
-    codes = _core.records_read(pool._handle, asked, wrong, out)
+    codes = pool.records.read(asked, wrong, out)
     assert codes.tolist() == [0] + [_core.E_STALE] * 4
     np.testing.assert_array_equal(out[0], records[0])
     assert not out[1:, :HEADER].any()  # no record: they cannot be written by mistake
-    assert _core.records_write(pool._handle, out).tolist()[1:] == [_core.E_CORRUPT] * 4
+    assert pool.records.write(out).tolist()[1:] == [_core.E_CORRUPT] * 4
     with held(pool, rng, 2 * PAGE) as sequence:  # held, and not published
         entries = np.frombuffer(sequence.handle[44:-4], "<u8,<u4")  # one part
         now = (entries["f1"].copy(), entries["f0"].copy())
-        codes = _core.records_read(pool._handle, *now, np.zeros_like(records[:2]))
+        codes = pool.records.read(*now, np.zeros_like(records[:2]))
         assert codes.tolist() == [_core.E_STALE] * 2
 
 
@@ -236,12 +236,12 @@ def test_wrong_arrays_are_named(published: tuple[CXLPool, PageKeys, Bytes]) -> N
     pool, _, records = published
     for wrong in (records[:, :-1], records[::2], records.astype("i1"), records[0]):
         with pytest.raises(BadArgumentError, match="wanted, without gaps"):
-            _core.records_write(pool._handle, wrong)
+            pool.records.write(wrong)
     with pytest.raises(BadArgumentError, match="generations"):
         _core.records_read(
             pool._handle, np.zeros(5, np.uint32), np.zeros(4, np.uint64), records.copy()
         )
-    assert len(_core.records_write(pool._handle, records[:0])) == 0
+    assert len(pool.records.write(records[:0])) == 0
 
 
 # ---- hostile bytes ----
@@ -258,7 +258,7 @@ def test_a_flipped_bit_is_never_published(
     def refused(bit: int, record: int) -> int:
         hurt = records[record : record + 1].copy()
         hurt[0, bit // 8] ^= 1 << bit % 8
-        code = int(_core.records_write(pool._handle, hurt)[0])
+        code = int(pool.records.write(hurt)[0])
         assert code < 0, f"bit {bit} of record {record}"
         return code
 
@@ -273,7 +273,7 @@ def test_a_flipped_bit_is_never_published(
     stats = pool.stats()
     assert stats["pages_free"] == free
     assert stats["pages_published"] == 0
-    codes = _core.records_write(pool._handle, records)  # nor did it leave anything behind
+    codes = pool.records.write(records)  # nor did it leave anything behind
     assert not codes.any()
 
 
@@ -291,9 +291,9 @@ def test_what_a_part_does_not_have_is_zero(rng: np.random.Generator) -> None:
         for place in (1, rest // 2, rest):
             hurt = records.copy()
             hurt[1, -place] = 1
-            codes = _core.records_write(pool._handle, hurt)
+            codes = pool.records.write(hurt)
             assert codes.tolist()[1] == _core.E_CORRUPT
-        assert _core.records_write(pool._handle, records).tolist()[1] == 0
+        assert pool.records.write(records).tolist()[1] == 0
         audit(pool)
 
 
@@ -321,13 +321,13 @@ def test_headers_that_lie_hurt_nobody(
     if offset == 4 and value == 1:
         return  # the true version
     made = with_header(records[1], offset, value, width)[None]
-    code = int(_core.records_write(pool._handle, made)[0])
+    code = int(pool.records.write(made)[0])
     harmless = offset == 16 or (offset == 36 and value <= 0x7FFFFFFF)
     harmless |= offset == 32 and value <= PAGE  # a page that is not full
     assert (code == 0) == harmless
     if offset == OTHER_LAYOUT or offset == 8:
         assert code == _core.E_GEOMETRY
-    codes = _core.records_write(pool._handle, records)
+    codes = pool.records.write(records)
     assert ((codes == 0) | (codes == _core.RECORD_PRESENT)).all()
     with pool.match(keys) as hit:
         assert hit.tokens in (PAGE, 5 * PAGE)
@@ -340,16 +340,16 @@ def test_a_record_without_a_name_is_refused(
     pool, keys, records = published
     pool.forget(keys)
     made = with_header(records[0], 16, 0, 16)[None]
-    assert _core.records_write(pool._handle, made)[0] == _core.E_CORRUPT
+    assert pool.records.write(made)[0] == _core.E_CORRUPT
 
 
 @given(st.data())
 def test_random_bytes_are_no_record(data: st.DataObject) -> None:
     with pool_of(LAYOUTS["latent"]) as pool:
-        bytes_each = _core.record_shape(pool._handle)[0]
+        bytes_each = pool.records.shape[0]
         text = data.draw(st.binary(min_size=bytes_each, max_size=bytes_each))
         given = np.frombuffer(text, np.uint8)[None]
-        assert _core.records_write(pool._handle, given)[0] == _core.E_CORRUPT
+        assert pool.records.write(given)[0] == _core.E_CORRUPT
         assert pool.stats()["pages_published"] == 0
 
 
@@ -367,8 +367,8 @@ def test_records_of_another_layout_are_refused(
 ) -> None:
     _, _, records = published
     with pool_of(other) as pool:
-        if _core.record_shape(pool._handle)[0] == records.shape[1]:
-            codes = _core.records_write(pool._handle, records)
+        if pool.records.shape[0] == records.shape[1]:
+            codes = pool.records.write(records)
             assert codes.tolist() == [_core.E_GEOMETRY] * 5
         assert pool.stats()["pages_published"] == 0
 
@@ -389,9 +389,9 @@ def test_a_damaged_page_is_not_read_out(tmp_path: Path, rng: np.random.Generator
         at += slot * layout.kv_heads * geometry["key_piece_bytes"] + 5
         change_byte(path, at)
         names = names_of_keys(pool, prefix_keys(ids, PAGE))
-        found = _core.find_pages(pool._handle, names)
-        out = np.full((3, _core.record_shape(pool._handle)[0]), 0xA5, np.uint8)
-        codes = _core.records_read(pool._handle, *found, out)
+        found = pool.records.find(names)
+        out = np.full((3, pool.records.shape[0]), 0xA5, np.uint8)
+        codes = pool.records.read(*found, out)
         assert codes.tolist() == [0, _core.E_CORRUPT, 0]
         assert not out[1, :HEADER].any()
         assert pool.stats()["pages_held"] == 0
@@ -402,12 +402,12 @@ def test_a_damaged_page_is_not_read_out(tmp_path: Path, rng: np.random.Generator
 
 def test_held_pages_are_not_forgotten(published: tuple[CXLPool, PageKeys, Bytes]) -> None:
     pool, keys, _ = published
-    found = _core.find_pages(pool._handle, names_of_keys(pool, keys))
+    found = pool.records.find(names_of_keys(pool, keys))
     with pool.match(keys[:2]) as hit:
-        codes = _core.forget_pages(pool._handle, *found, True)
+        codes = pool.records.forget(*found, True)
         assert codes.tolist() == [_core.E_BUSY] * 2 + [0] * 3
         assert pool.match(keys).tokens == 2 * PAGE
-        again = _core.forget_pages(pool._handle, *found, False)
+        again = pool.records.forget(*found, False)
         assert again.tolist() == [_core.PAGE_HELD] * 2 + [_core.E_STALE] * 3
         assert pool.match(keys).tokens == 0
         assert len(hit.sequence()) == 2 * PAGE  # it has them still
@@ -418,11 +418,11 @@ def test_another_generation_is_not_forgotten(
     published: tuple[CXLPool, PageKeys, Bytes],
 ) -> None:
     pool, keys, _ = published
-    pages, generations = _core.find_pages(pool._handle, names_of_keys(pool, keys))
-    codes = _core.forget_pages(pool._handle, pages, generations + 1, True)
+    pages, generations = pool.records.find(names_of_keys(pool, keys))
+    codes = pool.records.forget(pages, generations + 1, True)
     assert codes.tolist() == [_core.E_STALE] * 5
     pages[3] = 2**31
-    codes = _core.forget_pages(pool._handle, pages[[3, 0, 0]], generations[[3, 0, 0]], True)
+    codes = pool.records.forget(pages[[3, 0, 0]], generations[[3, 0, 0]], True)
     assert codes.tolist() == [_core.E_STALE, 0, _core.E_STALE]
     assert pool.stats()["pages_published"] == 4
 
@@ -445,17 +445,17 @@ def test_a_record_that_one_host_writes_is_found_by_another(
         records = read_all(first, names)
         with second.match_prefix(ids) as hit:
             wanted = seen(second, hit.sequence(), queries)
-        theirs = _core.find_pages(second._handle, names)
+        theirs = second.records.find(names)
         there = theirs[0] != _core.NO_PAGE
-        codes = _core.records_read(second._handle, theirs[0][there], theirs[1][there], records * 0)
+        codes = second.records.read(theirs[0][there], theirs[1][there], records * 0)
         assert (codes == _core.E_STALE).all()
-        codes = _core.forget_pages(second._handle, theirs[0][there], theirs[1][there], True)
+        codes = second.records.forget(theirs[0][there], theirs[1][there], True)
         assert (codes == _core.E_STALE).all()
-        assert (_core.records_write(second._handle, records) == _core.RECORD_PRESENT).all()
-        own = _core.find_pages(first._handle, names)
-        assert not _core.forget_pages(first._handle, own[0][there], own[1][there], True).any()
+        assert (second.records.write(records) == _core.RECORD_PRESENT).all()
+        own = first.records.find(names)
+        assert not first.records.forget(own[0][there], own[1][there], True).any()
         assert second.match_prefix(ids).tokens == 0
-        assert not _core.records_write(second._handle, records).any()
+        assert not second.records.write(records).any()
         with first.match_prefix(ids) as hit:
             assert hit.tokens == len(ids)
             assert seen(first, hit.sequence(), queries) == wanted
@@ -475,15 +475,15 @@ with CXLPool.open(path) as pool:
     wrote = freed = 0
     for turn in range(300):
         some = rng.permutation(len(records))[: 1 + turn % len(records)]
-        codes = _core.records_write(pool._handle, records[some])
+        codes = pool.records.write(records[some])
         assert set(codes.tolist()) <= {0, _core.RECORD_PRESENT}, codes
         wrote += int((codes == 0).sum())
-        pages, generations = _core.find_pages(pool._handle, names)
-        codes = _core.records_read(pool._handle, pages, generations, out)
+        pages, generations = pool.records.find(names)
+        codes = pool.records.read(pages, generations, out)
         assert set(codes.tolist()) <= {0, _core.E_STALE}, codes
         assert (out[codes == 0] == records[codes == 0]).all()
         order = rng.permutation(len(pages))[:2]
-        codes = _core.forget_pages(pool._handle, pages[order], generations[order], True)
+        codes = pool.records.forget(pages[order], generations[order], True)
         assert set(codes.tolist()) <= {0, _core.E_STALE, _core.E_BUSY}, codes
         freed += int((codes == 0).sum())
     print(wrote, freed, flush=True)
@@ -524,8 +524,8 @@ def test_a_small_record_by_hand(make_pool: MakePool) -> None:
     words = record[:64].view(np.uint32)
     assert record[:4].tobytes() == b"CKVP"
     assert words[1] == 1
-    assert record[8:16].view(np.uint64)[0] == len(record) == _core.record_shape(pool._handle)[0]
-    assert words[8:12].tolist() == [4, 0, 0, _core.record_shape(pool._handle)[1]]
+    assert record[8:16].view(np.uint64)[0] == len(record) == pool.records.shape[0]
+    assert words[8:12].tolist() == [4, 0, 0, pool.records.shape[1]]
     table = record[64:128]
     assert words[12] == _core.crc32c(table)
     assert words[15] == _core.crc32c(record[:60])

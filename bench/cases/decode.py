@@ -146,7 +146,7 @@ def run(result: Result, size: Size = Size()) -> list[Served]:
         examiner.prefill()
         budget = examiner.budget(size.share)
         pages = [cache.sequences[0].pages.astype(np.int64) for cache in examiner.prefilled]
-        rows = _core.pool_geometry(pool._handle)["record_layers"]
+        rows = pool.pages.geometry["record_layers"]
         every = (np.concatenate(pages)[:, None] * rows + np.arange(rows)).ravel()
         for part in size.tiers:
             found.append(_decode(result, examiner, budget, every, part))

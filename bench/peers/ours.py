@@ -70,7 +70,7 @@ class Pages:
             self.sequence.release()
             self.sequence = None
         if self.published is not None:
-            kept = _core.forget_pages(self.pool._handle, *self.published, True).any()
+            kept = self.pool.records.forget(*self.published, True).any()
             must(not kept, "pages that nobody holds were not forgotten")
             self.published = None
 
@@ -144,7 +144,7 @@ class Ours(Store, Scanner):
         assert pages.sequence is not None
         self.names = publish(pages.pool, pages.sequence)
         pages.sequence = None
-        pages.published = _core.find_pages(pages.pool._handle, self.names)
+        pages.published = pages.pool.records.find(self.names)
         self.records = read_records(pages.pool, self.names)
         self.record_bytes = self.records.shape[1]
         pages.empty()

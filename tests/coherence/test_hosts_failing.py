@@ -96,7 +96,7 @@ def differs(path: str, offset: int, data: bytes) -> bool:
 
 
 def line_offset(pool: CXLPool, host: int, line: int) -> int:
-    geometry = _core.pool_geometry(pool._handle)
+    geometry = pool.pages.geometry
     return geometry["hosts_offset"] + host * geometry["host_block_bytes"] + line * 64
 
 
@@ -241,7 +241,7 @@ def test_a_death_while_a_page_is_borrowed(hosts: Hosts, monkeypatch: pytest.Monk
     """Between the pin and the reference: whoever repairs takes the pin away."""
     owner, other = hosts.open(0, SHORT_LEASE_S), hosts.open(1, NEVER_S)
     publish(owner, 1)
-    at, size = line_offset(owner, 1, 0), _core.pool_geometry(owner._handle)["host_block_bytes"]
+    at, size = line_offset(owner, 1, 0), owner.pages.geometry["host_block_bytes"]
     before = poke(hosts.path, at, b"", size)
     with other.match_prefix(ids(1)):
         pinned = poke(hosts.path, at, b"", size)
@@ -370,7 +370,7 @@ def test_a_name_of_a_future_epoch(hosts: Hosts) -> None:
 def test_a_claim_of_a_future_epoch(hosts: Hosts) -> None:
     """It does not count: its host has not come so far."""
     owner, other = hosts.open(0), hosts.open(1)
-    geometry = _core.pool_geometry(owner._handle)
+    geometry = owner.pages.geometry
     blocks = geometry["hosts_offset"] + geometry["host_block_bytes"]  # host 1's
     raw = Path(hosts.path).read_bytes()[blocks : blocks + geometry["host_block_bytes"]]
     kept = write(other, 1)  # now a claim of host 1 is there
@@ -428,7 +428,7 @@ def test_random_bytes_in_a_hosts_block(hosts: Hosts, seed: int, round_number: in
     owner, other = hosts.open(0, SHORT_LEASE_S), hosts.open(1, SHORT_LEASE_S)
     for number in range(1, 6):
         publish(owner, number)
-    geometry = _core.pool_geometry(owner._handle)
+    geometry = owner.pages.geometry
     size = geometry["host_block_bytes"]
     damage = random.randbytes(size)
     first, end = sorted((random.randrange(size), random.randrange(size)))

@@ -20,7 +20,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 import pytest
 
-from cxlkv import Budget, CXLPool, KVLayout, _core
+from cxlkv import Budget, CXLPool, KVLayout
 from cxlkv.adapters.common.keys import block_keys, namespace
 from cxlkv.adapters.common.requests import PoolRequests
 from cxlkv.arrays import Doubles
@@ -499,10 +499,10 @@ def damage(path: Path, keys: PageKeys, block: int, kind: str) -> None:
     with CXLPool.open(path) as pool:
         page_tokens = pool.layout.page_tokens
         places = keys.page_tokens // page_tokens
-        names = _core.names(pool._handle, keys[block : block + 1].packed.tobytes(), places)
+        names = pool.records.names(keys[block : block + 1].packed.tobytes(), places)
         layer = pool.layout.windows.index(None)  # its pages are all there
         part = _part_of(pool.layout, layer)
-        pages, _ = _core.find_pages(pool._handle, np.ascontiguousarray(names[0, :, part]))
+        pages, _ = pool.records.find(np.ascontiguousarray(names[0, :, part]))
         damage_piece(pool, int(pages[-1]), layer, kind)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cxlkv import CXLPool, ObjectPool, _core
+from cxlkv import CXLPool, ObjectPool
 from cxlkv.prefix import PageKeys
 
 
@@ -39,4 +39,4 @@ def damage_object(pool: ObjectPool, key: PageKeys) -> None:
         address, size = int(lease.addresses[0]), int(lease.sizes[0])
     assert address, "there is no such object"
     assert pool.path is not None
-    change_byte(pool.path, address - _core.pool_memory(pool._handle)[0] + size // 2)
+    change_byte(pool.path, address - pool.pages.memory()[0] + size // 2)

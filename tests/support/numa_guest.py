@@ -124,9 +124,8 @@ def moved(node: int, other: int) -> None:
 
 def move_all(pool: CXLPool, node: int) -> int:
     """Moves the pool's pages to a node behind its back; returns how many there are."""
-    from cxlkv import _core
 
-    address, size = _core.pool_memory(pool._handle)
+    address, size = pool.pages.memory()
     count = size // 4096
     pages = (ctypes.c_void_p * count)(*(address + 4096 * i for i in range(count)))
     nodes, status = (ctypes.c_int * count)(*([node] * count)), (ctypes.c_int * count)()

@@ -161,7 +161,7 @@ def test_a_pools_records_survive_in_a_file(
         out = np.zeros_like(taken)
         assert cold.load(keys, out).all()
         np.testing.assert_array_equal(out, taken)
-        assert not _core.records_write(pool._handle, out).any()
+        assert not pool.records.write(out).any()
         assert pool.match_prefix(ids).tokens == 28
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cxlkv import CXLPool, KVLayout, _core
+from cxlkv import CXLPool, KVLayout
 from cxlkv.arrays import Bytes
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 from cxlkv.prefix import prefix_keys
@@ -224,7 +224,7 @@ def test_a_pools_records_survive_packed(path: Path, dtype: str, rng: np.random.G
         assert cold.load(keys, out).all()
         np.testing.assert_array_equal(out, taken)
     with CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1) as pool:
-        assert not _core.records_write(pool._handle, out).any()
+        assert not pool.records.write(out).any()
         assert pool.match_prefix(ids).tokens == 192
 
 

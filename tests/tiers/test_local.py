@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cxlkv import Batch, Budget, CXLPool, KVLayout, LayerGroup, Sequence, _core
+from cxlkv import Batch, Budget, CXLPool, KVLayout, LayerGroup, Sequence
 from cxlkv.arrays import NUMPY_DTYPES
 from cxlkv.errors import BadArgumentError, BusyError, ClosedError, CorruptError
 from cxlkv.layout import DTYPES
@@ -188,7 +188,7 @@ def test_units_of_a_selection(rng: np.random.Generator) -> None:
         for layer in range(4):  # a step later the window's pages are given back
             row = np.zeros((1, 2, 16), np.float32)
             batch.append(layer, row, row, STARTS)
-        rows = _core.pool_geometry(pool._handle)["record_layers"]
+        rows = pool.pages.geometry["record_layers"]
         ids = batch.sequences[0].pages
         whole = units_of(batch, 2, selection([-1, 0, 3, 20], 2))  # the second layer of its group
         assert whole.tolist() == sorted(int(ids[page]) * rows + 1 for page in (0, 3))

@@ -181,7 +181,7 @@ def test_records_name_the_page_before(
 ) -> None:
     monkeypatch.setattr("cxlkv.tiers.tiers.BATCH_BYTES", 1)  # a page each
     ids = text(1, 4)
-    names = _core.names(pool._handle, key_hashes(prefix_keys(ids, PAGE)), 1)[:, 0, 0]
+    names = pool.records.names(key_hashes(prefix_keys(ids, PAGE)), 1)[:, 0, 0]
     with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
         publish(pool, ids)
         tiers.reclaim(total(pool))
@@ -198,11 +198,11 @@ def test_a_tail_that_came_back_hangs_where_it_did(tmp_path: Path, full: int) -> 
     ids = [*text(1, full), 7, 8]
     with two_groups() as pool, Tiers(pool, cold=tmp_path / "c", cold_capacity="2MiB") as tiers:
         keys = prefix_keys(ids, PAGE, tail=True)
-        names = _core.names(pool._handle, key_hashes(keys), 1)[:, 0]
+        names = pool.records.names(key_hashes(keys), 1)[:, 0]
 
         def check_parents() -> None:
-            pages, _ = _core.find_pages(pool._handle, np.ascontiguousarray(names[-2:, 0]))
-            tail, _ = _core.find_pages(pool._handle, np.ascontiguousarray(names[-1]))
+            pages, _ = pool.records.find(np.ascontiguousarray(names[-2:, 0]))
+            tail, _ = pool.records.find(np.ascontiguousarray(names[-1]))
             rows, _ = pool.hotness.published()
             above = rows["parent"][np.searchsorted(rows["page"], tail)].tolist()
             assert above == [int(pages[0]) if full else _core.NO_PAGE, int(tail[0])]

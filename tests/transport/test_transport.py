@@ -164,7 +164,7 @@ def test_a_prefix_that_was_moved_is_the_same(
         keys = publish(pool if move is pull else here, rng)
         moved = move(remote, here, keys)
         assert moved.tokens == TOKENS
-        assert moved.pages == moved.bytes // _core.record_shape(here._handle)[0] > 0
+        assert moved.pages == moved.bytes // here.records.shape[0] > 0
         assert (moved.damaged, moved.stale, moved.present) == (0, 0, 0)
         assert what(here, keys) == what(pool, keys)
         assert move(remote, here, keys) == Moved(tokens=TOKENS, present=moved.pages)
@@ -247,7 +247,7 @@ def test_a_select_there_is_the_same(folder: Path, link: str, rng: np.random.Gene
 def test_pieces_go_where_they_should(link: str, folder: Path) -> None:
     """Many pieces of many sizes, of which some are neighbours, against the memory itself."""
     with both(folder, link) as (pool, _, remote):
-        address, size = _core.pool_memory(pool._handle)
+        address, size = pool.pages.memory()
         import ctypes
 
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
@@ -290,7 +290,7 @@ def test_a_stale_generation_is_told(folder: Path, link: str, rng: np.random.Gene
         assert codes.tolist() == [0, 0, 0, _core.E_STALE, *[0] * 6]
         assert not records[3, :64].any()
         with local(pool.layout) as here:
-            found = _core.records_write(here._handle, records)
+            found = here.records.write(records)
             assert found.tolist() == [0, 0, 0, _core.E_CORRUPT, *[0] * 6]
         pool.forget(keys)
         publish(pool, rng, salt=b"other")
@@ -303,10 +303,10 @@ def test_a_stale_generation_is_told(folder: Path, link: str, rng: np.random.Gene
 def test_damaged_records_are_not_taken(folder: Path, link: str, rng: np.random.Generator) -> None:
     with both(folder, link) as (pool, _, remote), local(pool.layout) as here:
         keys = publish(here, rng)
-        names = _core.names(here._handle, key_hashes(keys), 1).reshape(-1, 16)
-        pages, generations = _core.find_pages(here._handle, names)
-        records = np.zeros((len(pages), _core.record_shape(here._handle)[0]), np.uint8)
-        assert not _core.records_read(here._handle, pages, generations, records).any()
+        names = here.records.names(key_hashes(keys), 1).reshape(-1, 16)
+        pages, generations = here.records.find(names)
+        records = np.zeros((len(pages), here.records.shape[0]), np.uint8)
+        assert not here.records.read(pages, generations, records).any()
         records[2, -900] ^= 1
         codes = remote.write(records)
         assert codes[2] == _core.E_CORRUPT
@@ -505,7 +505,7 @@ def test_bad_requests_are_answered_and_change_nothing(
 ) -> None:
     with both(folder, "file") as (pool, _, remote):
         keys = publish(pool, rng)
-        over = struct.pack("<qq", _core.pool_memory(pool._handle)[1] - 1, 2)
+        over = struct.pack("<qq", pool.pages.memory()[1] - 1, 2)
         wrong: list[tuple[dict[str, object], bytes]] = [*BAD_REQUESTS, ({"op": "read"}, over)]
         for header, body in wrong:
             with pytest.raises((CXLKVError,), match="at the server"):
