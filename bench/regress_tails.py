@@ -178,11 +178,11 @@ def die(subject: Objects | Pages, path: str, beside: str) -> None:
 
 
 def be_beside(beside: str, kind: str, path: str) -> None:
-    """Until stdin ends; prints how often it was what it is."""
-    subject, times = KINDS[kind](path, False), 0
+    """Until stdin ends; says when it was so once, and at last how often."""
+    subject, times, said = KINDS[kind](path, False), 0, False
+    wait_s = 0 if beside == "writer" else 0.001
     with subject.pool as pool:
-        print("ready", flush=True)
-        while not select.select([sys.stdin], [], [], 0 if beside == "writer" else 0.001)[0]:
+        while not times or not select.select([sys.stdin], [], [], wait_s)[0]:
             if beside == "writer":
                 subject.write()
                 times += 1
@@ -190,6 +190,9 @@ def be_beside(beside: str, kind: str, path: str) -> None:
                 die(subject, path, beside)
                 stats = pool.stats()  # whoever comes first gives back, or rebuilds
                 times = stats["rebuilds" if beside == "rebuild" else "reaped_processes"]
+            if not said and times:
+                print("ready", flush=True)
+                said = True
         print(times)
 
 
