@@ -8,6 +8,8 @@ allowed. New features with state of their own beside a pool add their case here.
 from __future__ import annotations
 
 import functools
+import os
+import select
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,18 +188,21 @@ if child == 0:
     if when == "after":
         kept.release()
         pool.close()
-    print("child", flush=True)
+    print(os.getpid(), flush=True)
     sys.stdin.read()
     os._exit(0)
 """
     code = f"when = {when!r}\n{HOLD}{fork}import signal; signal.pause()"
     with Child("-c", code, pool.path, PAGES) as child:
-        assert child.hear() == "child"
+        grandchild = os.pidfd_open(int(child.hear()))
         assert pool.stats()["processes"] == (3 if when == "before" else 2)
-        child.kill()
+        child.popen.kill()
+        child.popen.wait()
         stats = pool.stats()
         # What the child inherited is its own, until it ends.
         expected = (free - PAGES, 2) if when == "before" else (free, 1)
         assert (stats["pages_free"], stats["processes"]) == expected
-    until(lambda: pool.stats()["processes"] == 1)
-    assert pool.stats()["pages_free"] == free
+    # The end of its stdin has let the grandchild go: here it is gone, with all its locks.
+    assert select.select([grandchild], [], [], 60)[0]
+    os.close(grandchild)
+    assert (pool.stats()["pages_free"], pool.stats()["processes"]) == (free, 1)
