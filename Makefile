@@ -291,7 +291,7 @@ bench: $(VENV)/.built  ## one microbenchmark: make bench CASE=bandwidth (cxlkv b
 
 # Network, some 3 GB of disk, and minutes: each peer in an environment of its own, none in .venv.
 .PHONY: peers
-peers: $(VENV)/.built  ## other projects' stores and scans beside ours: docs/benchmarks.md
+peers: $(VENV)/.built  ## other projects' stores beside ours: docs/benchmarks.md
 	$(BIN)/python -m cxlkv.bench.peers.environments build/peers \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(BIN)/cxlkv bench peers --json docs/results/peers.json

@@ -16,12 +16,23 @@ import torch
 from torch import Tensor
 
 from cxlkv.arrays import Floats, PageIndices, Tokens
-from cxlkv.bench.peers.faiss import best_pages
-from cxlkv.bench.peers.torch import keys_first, queries_first
-
-__all__ = ["Faiss", "agreement", "faiss_forms", "keys_first", "queries_first", "sdpa"]
 
 TOP = 256
+
+
+def keys_first(keys: Tensor, query: Tensor, page_tokens: int, count: int) -> Tensor:
+    """Score keys [kv_heads, tokens, dim] by query [kv_heads, n, dim]: the best pages."""
+    heads, tokens, _ = keys.shape
+    scores = torch.bmm(keys, query.transpose(1, 2))
+    return scores.view(heads, tokens // page_tokens, -1).amax(-1).topk(count, dim=-1).indices
+
+
+def queries_first(keys: Tensor, query: Tensor, page_tokens: int, count: int) -> Tensor:
+    """The same with the product turned round, which suits other shapes and numbers of threads."""
+    heads, tokens, _ = keys.shape
+    scores = torch.bmm(query, keys.transpose(1, 2))
+    by_page = scores.view(heads, -1, tokens // page_tokens, page_tokens)
+    return by_page.amax((1, 3)).topk(count, dim=-1).indices
 
 
 def sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -66,10 +77,14 @@ class Faiss:
 
     def pages(self, query: Tensor, page_tokens: int) -> list[PageIndices]:
         """For each head the pages of the best tokens for any of its queries, the best first."""
-        return [
-            best_pages(*self.search(head, asked), page_tokens)
-            for head, asked in enumerate(query.float().numpy())
-        ]
+        found = []
+        for head, asked in enumerate(query.float().numpy()):
+            scores, tokens = self.search(head, asked)
+            order = np.argsort(-scores, axis=None, kind="stable")
+            every = (tokens.ravel()[order] // page_tokens).astype(np.int32)
+            _, first = np.unique(every, return_index=True)
+            found.append(every[np.sort(first)])
+        return found
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Other projects' stores and scans beside ours, in one run, each in an environment of its own."""
+"""Other projects' stores beside ours, in one run, each in an environment of its own."""

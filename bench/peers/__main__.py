@@ -6,11 +6,12 @@ on the path, and this folder itself not at all: its files are named like what th
 
 from __future__ import annotations
 
-import importlib
 import sys
+from importlib import import_module
 from pathlib import Path
 
 if __name__ == "__main__":
     here = Path(__file__).resolve().parent
     sys.path = [*(path for path in sys.path if Path(path).resolve() != here), str(here.parent)]
-    sys.exit(importlib.import_module(f"{here.name}.{sys.argv[1]}").main())
+    serving = import_module(f"{here.name}.serving")
+    sys.exit(serving.serve(import_module(f"{here.name}.{sys.argv[1]}").PEER))

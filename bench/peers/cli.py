@@ -18,14 +18,7 @@ def command(
     """Runs those that have environments."""
     result = SideBySide("peers")
     run(result, programs_of(result, environments), size, progress=say)
-    return Shown(result, [table(result)], who(result))
-
-
-def who(result: SideBySide) -> list[str]:
-    """Each measured peer's version, and why the others were not measured."""
-    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
-    missing = [f"missing: {name}: {reason}" for name, reason in result.missing.items()]
-    return [f"versions: {versions}", *missing]
+    return Shown(result, [table(result)], result.who())
 
 
 def table(result: SideBySide) -> Table:
@@ -37,6 +30,5 @@ def table(result: SideBySide) -> Table:
     for case, object_bytes, threads in sorted(result.groups()):
         best = result.fastest(case, object_bytes, threads)
         cells = [f"{best[n].median:.2f}\n{best[n].form}" if n in best else "" for n in names]
-        kind = f"{object_bytes >> 10} KiB" if object_bytes else "keys"
-        made.add_row(case, kind, str(threads), *cells)
+        made.add_row(case, f"{object_bytes >> 10} KiB", str(threads), *cells)
     return made

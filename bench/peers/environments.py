@@ -8,12 +8,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-TORCH = "torch==2.13.0"
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "mooncake": ("mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy"),
-    "lmcache": (TORCH, "lmcache==0.5.6"),
-    "faiss": ("faiss-cpu==1.15.1", "numpy"),
-    "torch": (TORCH, "numpy"),
+    "lmcache": ("torch==2.13.0", "lmcache==0.5.6"),
 }
 LIMIT_S = 1800
 

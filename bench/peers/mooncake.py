@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
 
-from .serving import UNIT_BYTES, Bytes, Objects, Store, Team, Wanted, mapped, must, serve
+from .serving import UNIT_BYTES, Bytes, Objects, Store, Team, Wanted, mapped, must
 
 LOOPBACK = "127.0.0.1"
 PACKAGE = "mooncake-transfer-engine-non-cuda"
@@ -93,7 +93,7 @@ class Client:
             code = self.store.get_into(name, address, size)
             must(code == size, f"get_into gave {code}")
 
-    def ranges(self, wanted: Wanted, at_once: bool) -> tuple[list[float], int]:
+    def ranges(self, wanted: Wanted, at_once: bool) -> tuple[float, int]:
         """The lists that it takes are made before the clock starts."""
         pieces: list[dict[int, tuple[list[int], list[int]]]] = []
         done = 0
@@ -121,7 +121,7 @@ class Client:
         seconds = time.perf_counter() - began
         flat = [code for call in codes for buffer in call for ranges in buffer for code in ranges]
         must(all(code == UNIT_BYTES for code in flat), f"get_into_ranges gave {flat[:8]}")
-        return [seconds], done * UNIT_BYTES
+        return seconds, done * UNIT_BYTES
 
     def close(self) -> None:
         self.empty()
@@ -172,20 +172,20 @@ class Mooncake(Store):
         file = Client(self.module, given, payload, out, Path(given.folder) / "mooncake")
         self.stores = {"batch": own, "single": own, "file_batch": file}
 
-    def run(self, case: str, form: str, wanted: Wanted) -> tuple[list[float], int]:
+    def run(self, case: str, form: str, wanted: Wanted) -> tuple[float, int]:
         store, single = self.stores[form], form == "single"
         if case == "first":
-            return [store.first_s], self.given.bytes
+            return store.first_s, self.given.bytes
         if case == "ranges":
             return store.ranges(wanted, at_once=not single)
         if case == "put":
             store.empty()
             put = store.put_each if single else store.put_batch
             calls = [store.lists(call, store.payload) for call in self.given.calls()]
-            return [self.team.each(put, calls)], self.given.bytes
+            return self.team.each(put, calls), self.given.bytes
         get = store.get_each if single else store.get_batch
         calls = [store.lists(call, store.out) for call in self.given.calls(self.given.order())]
-        return [self.team.each(get, calls)], self.given.bytes
+        return self.team.each(get, calls), self.given.bytes
 
     def close(self) -> None:
         self.team.close()
@@ -194,5 +194,4 @@ class Mooncake(Store):
         self.stores.clear()
 
 
-def main() -> int:
-    return serve(Mooncake)
+PEER = Mooncake

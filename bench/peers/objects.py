@@ -12,7 +12,7 @@ from cxlkv import _core
 from cxlkv.layout import KVLayout
 from cxlkv.objects import Buffers, ObjectPool, object_keys
 
-from .serving import UNIT_BYTES, Bytes, Objects, Store, Wanted, mapped, must, serve
+from .serving import UNIT_BYTES, Bytes, Objects, Store, Wanted, mapped, must
 
 
 class Door:
@@ -118,24 +118,22 @@ class StoreDoor(Store):
             "single": plain,
         }
 
-    def run(self, case: str, form: str, wanted: Wanted) -> tuple[list[float], int]:
+    def run(self, case: str, form: str, wanted: Wanted) -> tuple[float, int]:
         door = self.doors[form]
         if case == "first":
-            return [door.first_s], self.given.bytes
+            return door.first_s, self.given.bytes
         if case == "ranges":
-            seconds, moved = door.ranges(wanted)
-            return [seconds], moved
+            return door.ranges(wanted)
         order = None if case == "put" else self.given.order()
         calls = self.given.calls(order)
         if form == "single":
             calls = [[index] for call in calls for index in call]
         do = {"put": door.put, "get": door.get, "lease": door.lease}[case]
-        return [do(calls)], self.given.bytes
+        return do(calls), self.given.bytes
 
     def close(self) -> None:
         for door in dict.fromkeys(self.__dict__.pop("doors", {}).values()):
             door.close()
 
 
-def main() -> int:
-    return serve(StoreDoor)
+PEER = StoreDoor

@@ -1,4 +1,4 @@
-"""This project's pool as a contender: pages, whole records, and the exact selection."""
+"""This project's pool as a contender: pages, and whole records."""
 
 from __future__ import annotations
 
@@ -11,25 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
-from cxlkv.bench.pools import Shape, publish, read_records, same_for_all
+from cxlkv.bench.pools import publish, read_records, same_for_all
 from cxlkv.layout import KVLayout
-from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
-from .serving import (
-    UNIT_BYTES,
-    Bytes,
-    Keys,
-    Objects,
-    Scanner,
-    Store,
-    Wanted,
-    mapped,
-    must,
-    serve,
-    warmed,
-)
+from .serving import UNIT_BYTES, Bytes, Objects, Store, Wanted, mapped, must
 
 PAGE_TOKENS, KV_HEADS, HEAD_DIM = 16, 8, 128
 RECORD_HEADER_BYTES = 64
@@ -113,7 +100,7 @@ class Pages:
             Path(self.where).unlink()
 
 
-class Ours(Store, Scanner):
+class Ours(Store):
     """In files in shared memory: pages with the CRC of each piece, which is the default, and
     without; records, which are whole pages with digest and CRCs, found by their 128-bit names. In
     memory of the process: pages. Bytes are those of K and V alone."""
@@ -124,7 +111,6 @@ class Ours(Store, Scanner):
         "pages_no_crc": ("put", "get", "ranges"),
         "memory_no_crc": ("put", "get", "ranges"),
         "records": ("put", "get"),
-        "exact": ("scan",),
     }
 
     def open_objects(self, given: Objects) -> None:
@@ -149,24 +135,22 @@ class Ours(Store, Scanner):
         self.record_bytes = self.records.shape[1]
         pages.empty()
 
-    def run(self, case: str, form: str, wanted: Wanted) -> tuple[list[float], int]:
-        if case == "scan":
-            return self._scan()
+    def run(self, case: str, form: str, wanted: Wanted) -> tuple[float, int]:
         if form == "records":
             pages = self.pools["pages"]
             seconds = self._write(pages) if case == "put" else self._read(pages)
-            return [seconds], self.given.bytes
+            return seconds, self.given.bytes
         pages = self.pools[form]
         if case == "put":
-            return [pages.append(self.units)], self.given.bytes
+            return pages.append(self.units), self.given.bytes
         if case == "ranges":
             chosen = [(layer, list(few)) for layer, few in enumerate(wanted)]
-            return [pages.fetch(chosen)], self._arrange_ranges(chosen)
+            return pages.fetch(chosen), self._arrange_ranges(chosen)
         order = self.given.calls(self.given.order())
         calls = [(layer, call) for call in order for layer in range(self.given.layers)]
         seconds = pages.fetch(calls)
         self._arrange(calls)
-        return [seconds], self.given.bytes
+        return seconds, self.given.bytes
 
     def _write(self, pages: Pages) -> float:
         pages.empty()
@@ -226,45 +210,11 @@ class Ours(Store, Scanner):
             at += len(pages)
         return at * UNIT_BYTES
 
-    def open_keys(self, given: Keys) -> None:
-        """One layer of one sequence; the keys stand in for the values, which nobody reads here."""
-        self.keys = given
-        heads, dim = given.kv_heads, given.head_dim
-        shape = Shape(layers=1, kv_heads=heads, head_dim=dim, page_tokens=given.page_tokens)
-        self.path = Path(given.folder) / "ours-keys"
-        self.pool = CXLPool.create(
-            self.path,
-            layout=shape.layout,
-            capacity=given.bytes * 5 // 2 + (64 << 20),
-            checksum=False,
-            sketch=False,
-            threads=given.threads,
-        )
-        k = np.ascontiguousarray(given.stored_keys().swapaxes(0, 1)).view(ml_dtypes.bfloat16)
-        self.sequence = self.pool.sequence()
-        self.sequence.append(0, k, k)
-        self.queries = given.queries().view(ml_dtypes.bfloat16).reshape(-1, dim)
-
-    def _scan(self) -> tuple[list[float], int]:
-        budget = Budget(pages=self.keys.pages, sinks=0, recent=0)
-
-        def scan() -> Selection:
-            return self.sequence.select(0, self.queries, budget, method="exact")
-
-        seconds = warmed(scan)
-        self.keys.give(scan().pages)
-        return seconds, self.keys.bytes
-
     def close(self) -> None:
         for pages in self.__dict__.pop("pools", {}).values():
             pages.close()
-        if "pool" in self.__dict__:
-            self.pool.close()
-            self.path.unlink(missing_ok=True)
-            del self.pool, self.sequence
         for name in ("records", "units", "out"):
             self.__dict__.pop(name, None)
 
 
-def main() -> int:
-    return serve(Ours)
+PEER = Ours

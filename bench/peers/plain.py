@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from cxlkv.bench import loops
 
-from .serving import UNIT_BYTES, Bytes, Objects, Store, Team, Wanted, mapped, serve
+from .serving import UNIT_BYTES, Bytes, Objects, Store, Team, Wanted, mapped
 
 
 class Memcpy:
@@ -78,15 +78,15 @@ class Plain(Store):
         self.out = self.whole_out[: given.bytes].reshape(shape)
         self.memcpy = Memcpy(given, payload, self.whole_out)
 
-    def run(self, case: str, form: str, wanted: Wanted) -> tuple[list[float], int]:
+    def run(self, case: str, form: str, wanted: Wanted) -> tuple[float, int]:
         moved = sum(map(len, wanted)) * UNIT_BYTES if case == "ranges" else self.given.bytes
         if case == "first":
-            return [self.memcpy.first_s], moved
+            return self.memcpy.first_s, moved
         if case == "ranges":
             ranges = self.memcpy.ranges if form == "memcpy" else self._ranges
-            return [ranges(wanted)], moved
+            return ranges(wanted), moved
         if form == "memcpy":
-            return [self.memcpy.put() if case == "put" else self.memcpy.get()], moved
+            return self.memcpy.put() if case == "put" else self.memcpy.get(), moved
         if case == "put":
             calls, source, to = self.given.calls(), self.payload, self.store
         else:
@@ -96,7 +96,7 @@ class Plain(Store):
             for index in call:
                 np.copyto(to[index], source[index])
 
-        return [self.team.each(copy, calls)], moved
+        return self.team.each(copy, calls), moved
 
     def _ranges(self, wanted: Wanted) -> float:
         units = self.store.reshape(self.given.count, self.given.layers, UNIT_BYTES)
@@ -118,5 +118,4 @@ class Plain(Store):
         (Path(self.given.folder) / "plain").unlink()
 
 
-def main() -> int:
-    return serve(Plain)
+PEER = Plain

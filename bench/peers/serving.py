@@ -1,7 +1,7 @@
 """The side of a peer: it reads requests, one line of JSON each, and answers each with a line.
 
-    {"op": "open", "objects": {...}} or {"op": "open", "keys": {...}}     {"ok": true}
-    {"op": "run", "case": "put", "form": "batch", "wanted": [[...]]}      {"seconds": [...],
+    {"op": "open", "objects": {...}}                                      {"ok": true}
+    {"op": "run", "case": "put", "form": "batch", "wanted": [[...]]}      {"seconds": ...,
                                                                             "bytes": ...}
     {"op": "close"}                                                       {"ok": true}
 
@@ -33,10 +33,7 @@ Call = TypeVar("Call")
 UNIT_BYTES = 64 << 10
 """K and V of one layer of a page of 16 tokens: 8 kv heads of 128 channels, bf16."""
 
-CASES = ("first", "put", "get", "ranges", "lease", "scan")
 ALLOWED = os.sched_getaffinity(0)
-WARM_S = 0.05
-SCANS = 3  # measured ones in each turn
 
 
 @dataclass(frozen=True)
@@ -72,49 +69,27 @@ class Objects:
         return [every[at : at + step].tolist() for at in range(0, self.count, step)]
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Keys [kv_heads, tokens, head_dim] of bf16 in `payload`, queries [kv_heads, group, head_dim]
-    behind them; int32 [kv_heads, pages] of chosen pages go to `out`."""
-
-    payload: str
-    out: str
-    folder: str
-    kv_heads: int
-    tokens: int
-    head_dim: int
-    group: int
-    page_tokens: int
-    pages: int
-    threads: int
-
-    @property
-    def bytes(self) -> int:
-        return self.kv_heads * self.tokens * self.head_dim * 2
-
-    def stored_keys(self) -> npt.NDArray[np.uint16]:
-        shape = (self.kv_heads, self.tokens, self.head_dim)
-        return np.fromfile(self.payload, np.uint16, self.bytes // 2).reshape(shape)
-
-    def queries(self) -> npt.NDArray[np.uint16]:
-        shape = (self.kv_heads, self.group, self.head_dim)
-        return np.fromfile(self.payload, np.uint16, offset=self.bytes).reshape(shape)
-
-    def give(self, pages: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> None:
-        """Writes the chosen pages [kv_heads, pages], the best first."""
-        out = np.memmap(self.out, np.int32, "r+", shape=(self.kv_heads, self.pages))
-        out[:] = pages
-
-
 class Peer(ABC):
-    """One contender. forms: the ways in which it does something, and which of CASES each can do."""
+    """Who is asked. forms: the ways in which it does something, and which cases each can do."""
 
     version: str
     forms: ClassVar[dict[str, tuple[str, ...]]]
 
     @abstractmethod
-    def run(self, case: str, form: str, wanted: Wanted) -> tuple[list[float], int]:
-        """Seconds of each time that it was done, and the bytes of one.
+    def answer(self, asked: dict[str, object]) -> dict[str, object]:
+        """To one request."""
+
+
+class Store(Peer):
+    """It keeps objects."""
+
+    @abstractmethod
+    def open_objects(self, given: Objects) -> None:
+        """Makes ready; nothing of it is measured."""
+
+    @abstractmethod
+    def run(self, case: str, form: str, wanted: Wanted) -> tuple[float, int]:
+        """Seconds that it took, and the bytes.
 
         first: the first put of all, in memory that nobody has touched: it is done at opening, and
         the objects stay until there is another put.
@@ -122,28 +97,24 @@ class Peer(ABC):
         get: all are read to their places in `out`.
         lease: all are held and given back; what is held is copied to `out`, unmeasured.
         ranges: of each layer the units of the pages wanted[layer], to `out` in this order.
-        scan: the pages with the best keys of each head for any of its queries, to `out`.
         """
 
     @abstractmethod
     def close(self) -> None:
         """Gives back what opening took."""
 
-
-class Store(Peer):
-    """It keeps objects: first, put, get, ranges and lease."""
-
-    @abstractmethod
-    def open_objects(self, given: Objects) -> None:
-        """Makes ready; nothing of it is measured."""
-
-
-class Scanner(Peer):
-    """It scans keys: scan."""
-
-    @abstractmethod
-    def open_keys(self, given: Keys) -> None:
-        """Makes ready; nothing of it is measured."""
+    def answer(self, asked: dict[str, object]) -> dict[str, object]:
+        if asked["op"] == "run":
+            wanted = cast("Wanted", asked["wanted"])
+            seconds, size_bytes = self.run(str(asked["case"]), str(asked["form"]), wanted)
+            return {"seconds": seconds, "bytes": size_bytes}
+        if asked["op"] == "close":
+            self.close()
+        else:
+            given = Objects(**cast("dict[str, object]", asked["objects"]))  # type: ignore[arg-type]
+            confine(given.threads)
+            self.open_objects(given)
+        return {"ok": True}
 
 
 def must(held: bool, text: str) -> None:
@@ -192,19 +163,6 @@ class Team:
             self._pool.shutdown()
 
 
-def warmed(scan: Callable[[], object]) -> list[float]:
-    """Seconds of SCANS calls, after WARM_S of unmeasured ones: threads take time to wake."""
-    began = time.perf_counter()
-    while time.perf_counter() - began < WARM_S:
-        scan()
-    seconds = []
-    for _ in range(SCANS):
-        began = time.perf_counter()
-        scan()
-        seconds.append(time.perf_counter() - began)
-    return seconds
-
-
 def serve(make: Callable[[], Peer]) -> int:
     """Answers requests until there are no more; returns the exit code."""
     # Libraries print what they like: only this function writes to what is standard output now.
@@ -222,7 +180,7 @@ def serve(make: Callable[[], Peer]) -> int:
     say({"version": peer.version, "forms": peer.forms})
     for line in sys.stdin:
         try:
-            say(answer_to(peer, json.loads(line)))
+            say(peer.answer(json.loads(line)))
         except Exception as error:
             say(failure(error))
     return 0
@@ -230,23 +188,3 @@ def serve(make: Callable[[], Peer]) -> int:
 
 def failure(error: Exception) -> dict[str, object]:
     return {"error": f"{type(error).__name__}: {error}"}
-
-
-def answer_to(peer: Peer, asked: dict[str, object]) -> dict[str, object]:
-    if asked["op"] == "run":
-        wanted = cast("Wanted", asked["wanted"])
-        seconds, size_bytes = peer.run(str(asked["case"]), str(asked["form"]), wanted)
-        return {"seconds": seconds, "bytes": size_bytes}
-    if asked["op"] == "close":
-        peer.close()
-    elif "objects" in asked and isinstance(peer, Store):
-        objects = Objects(**cast("dict[str, object]", asked["objects"]))  # type: ignore[arg-type]
-        confine(objects.threads)
-        peer.open_objects(objects)
-    elif "keys" in asked and isinstance(peer, Scanner):
-        keys = Keys(**cast("dict[str, object]", asked["keys"]))  # type: ignore[arg-type]
-        confine(keys.threads)
-        peer.open_keys(keys)
-    else:
-        raise ValueError(f"{type(peer).__name__} cannot do this: {str(asked)[:80]}")
-    return {"ok": True}

@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.table import Table
 
 from cxlkv.bench.peers import running
-from cxlkv.bench.peers.cli import who
 from cxlkv.bench.peers.running import ENVIRONMENTS, Row, SideBySide
 from cxlkv.bench.peers.talking import Program
 from cxlkv.bench.registry import Options, Say, Shown
@@ -50,7 +49,7 @@ def command(
     result = SideBySide("store")
     programs = running.programs_of(result, environments, NAMES)
     run(result, programs, size or (QUICK if options.quick else Size()), say)
-    return Shown(result, [table(result)], who(result))
+    return Shown(result, [table(result)], result.who())
 
 
 def run(

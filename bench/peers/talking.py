@@ -85,16 +85,15 @@ class Conversation:
             raise ContenderError(self._death()) from None
         return self._answer()
 
-    def seconds(self, request: Mapping[str, object], wanted_bytes: int) -> list[float]:
-        """Of a run: what it took, each time; ContenderError when it moved more or less."""
+    def seconds(self, request: Mapping[str, object], wanted_bytes: int) -> float:
+        """Of a run: what it took; ContenderError when it moved more or less."""
         answer = self.ask(request)
-        given, moved = answer.get("seconds"), answer.get("bytes")
+        seconds, moved = answer.get("seconds"), answer.get("bytes")
         if moved != wanted_bytes:
             raise ContenderError(f"it moved {moved!r} bytes of {wanted_bytes}")
-        numbers = [s for s in given if type(s) is float] if isinstance(given, list) else []
-        if not numbers or numbers != given or not all(s > 0 and math.isfinite(s) for s in numbers):
-            raise ContenderError(f"seconds that are none: {str(given)[:80]}")
-        return numbers
+        if not (isinstance(seconds, float) and 0 < seconds < math.inf):
+            raise ContenderError(f"seconds that are none: {str(seconds)[:80]}")
+        return seconds
 
     def _answer(self) -> dict[str, object]:
         try:

@@ -14,5 +14,4 @@ def command(options: Options, say: Say) -> Shown:
     with running.place_of_a_run() as place:
         say("making the model")
         running.run(result, running.programs_of(python, place, size), size, place, say)
-    missing = [f"missing: {name}: {reason}" for name, reason in result.missing.items()]
-    return Shown(result, lines=[*sorted(set(result.versions.values())), *missing])
+    return Shown(result, lines=result.who())

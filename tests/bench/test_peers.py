@@ -12,12 +12,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from cxlkv.bench.cli import perform
 from cxlkv.bench.peers import cli as peers_cli
-from cxlkv.bench.peers import environments, plain, running, serving, store
+from cxlkv.bench.peers import environments, running, serving, store
 from cxlkv.bench.peers.running import SideBySide, Size
 from cxlkv.bench.peers.talking import ContenderError, Conversation, Program, program_of
 from cxlkv.bench.registry import Options
@@ -27,10 +26,8 @@ SMALL = Size(
     object_bytes=(64 << 10, 128 << 10),
     total_bytes=4 << 20,
     call_objects=8,
-    pages=16,
     threads=(1,),
     rounds=2,
-    settle_s=0,
 )
 SMALLER = replace(SMALL, object_bytes=(64 << 10,))
 STORE = replace(
@@ -76,7 +73,7 @@ for line in sys.stdin:
         stored = np.fromfile(given["payload"], np.uint8, total)
     answer = {{"ok": True}}
     if asked["op"] == "run":
-        answer = {{"seconds": [0.5, 0.25], "bytes": total}}
+        answer = {{"seconds": 0.5, "bytes": total}}
         gets += asked["case"] == "get"
     if asked["op"] == "run" and asked["case"] == "get":
         if fault != "nothing back":
@@ -88,11 +85,11 @@ for line in sys.stdin:
         if fault == "less than asked":
             answer["bytes"] -= 1
         if fault == "no time":
-            answer["seconds"] = [0.0]
+            answer["seconds"] = 0.0
         if fault == "time that is none":
-            answer["seconds"] = ["fast"]
+            answer["seconds"] = "fast"
         if fault == "not a number":
-            answer["seconds"] = [float("nan")]
+            answer["seconds"] = float("nan")
         if fault == "an error":
             answer = {{"error": "RuntimeError: batch_get_into gave -800"}}
         if fault == "killed":
@@ -129,12 +126,11 @@ def test_ours_plain_and_a_peer_side_by_side(tmp_path: Path) -> None:
     assert result.checks == {"ours_right": True, "plain_right": True}
     assert result.versions["rival"] == "9"
     assert set(result.groups()) == {
-        *((case, size, 1) for case in ("put", "get", "ranges") for size in SMALL.object_bytes),
-        ("scan", 0, 1),
+        (case, size, 1) for case in ("put", "get", "ranges") for size in SMALL.object_bytes
     }
     (row,) = [r for r in result.rows if (r.peer, r.case, r.object_bytes) == ("rival", "get", 65536)]
-    total = SMALL.total_bytes / 1e9
-    assert row.samples == [2 * total, 4 * total] * SMALL.rounds  # the warming round is left out
+    speed = SMALL.total_bytes / 0.5 / 1e9
+    assert row.samples == [speed] * SMALL.rounds  # the warming round is left out
     best = result.fastest("put", 65536, 1)
     assert set(best) == {"ours", "plain", "rival"}
     forms = [r for r in result.rows if (r.peer, r.case, r.object_bytes) == ("ours", "put", 65536)]
@@ -241,17 +237,6 @@ def test_wrong_bytes_of_ours_fail_the_run(tmp_path: Path) -> None:
     assert result.as_dict()["ratios"] == {}
 
 
-def test_pages_that_are_not_the_best_are_wrong() -> None:
-    best = np.arange(40).reshape(2, 20)
-    running.check_pages("exact", best.astype(np.int32)[:, ::-1], best)
-    off = best.astype(np.int32)
-    off[:, 0] = -1  # one of twenty may be another one: scores are rounded
-    running.check_pages("exact", off, best)
-    off[0, 1] = 39
-    with pytest.raises(ContenderError, match=r"wrong pages: scan .* has 37 of the best 40"):
-        running.check_pages("exact", off, best)
-
-
 BOUND_KEPT = r"get_64k_objects_no_crc_1t_to_memcpy: [0-9.]+, at least 0 wanted: kept"
 
 
@@ -264,7 +249,7 @@ COMMANDS = {
 @pytest.mark.parametrize(
     ("name", "missing", "said"),
     [
-        ("peers", set(running.PEERS), "missing: torch: no environment in"),
+        ("peers", set(running.PEERS), "missing: mooncake: no environment in"),
         ("store", {"mooncake", "lmcache"}, BOUND_KEPT),
     ],
 )
@@ -300,11 +285,8 @@ def test_the_store_door_beside_memcpy_and_a_store(tmp_path: Path) -> None:
     found = {(row.case, row.peer, row.form) for row in result.rows}
     for form in ("crc", "no_crc"):
         assert {(case, "objects", form) for case in STORE.cases} <= found
-    assert not any(case == "scan" for case, _, _ in found)
     for row in result.rows:
-        rounds = {"first": 1, "mooncake": 2 * STORE.rounds}  # two samples an answer
-        wanted = rounds.get(row.peer, rounds.get(row.case, STORE.rounds))
-        assert len(row.samples) == wanted, row
+        assert len(row.samples) == (1 if row.case == "first" else STORE.rounds), row
         assert row.unit == ("us/object" if row.case == "lease" else "GB/s")
     metrics, name = result.metrics, "get_64k_objects_crc_2t"
     ratio = metrics[name].median / metrics["get_64k_mooncake_batch_2t"].median
@@ -359,11 +341,6 @@ def test_every_peer_with_packages_has_a_module_and_a_place_in_the_run() -> None:
     folder = Path(serving.__file__).parent
     for name in (*running.NAMES, *store.NAMES):
         assert (folder / f"{name}.py").is_file()
-
-
-def test_a_peer_refuses_what_its_kind_does_not_do() -> None:
-    with pytest.raises(ValueError, match=r"Plain cannot do this: .*keys"):
-        serving.answer_to(plain.Plain(), {"op": "open", "keys": {}})
 
 
 def test_too_little_shared_memory_is_said_first() -> None:
