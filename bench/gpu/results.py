@@ -1,7 +1,7 @@
 """Shows what the GPU suite found, from its result files alone.
 
     python -m cxlkv.bench.gpu.results FOLDER            draws the pictures of a run into its folder
-    python -m cxlkv.bench.gpu.results --readme [--check]
+    python -m cxlkv.bench.gpu.results --readme
 
 gather: bandwidth against the size of a piece; attend: time against context; decode: the parts of a
 step, full fetch and selected side by side. --readme fills README.md's part on the GPU from the
@@ -19,11 +19,11 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 
+from cxlkv.bench.result import read
 from cxlkv.bench.style import BLUE, COLORS, GREEN, GREY, INK, ORANGE, canvas, numbered, plain
 from cxlkv.errors import BadArgumentError
 
 Medians = Mapping[str, float]
-Found = Mapping[str, object]
 
 METHODS = {
     "kernel": ("kernel copy", BLUE, "o-"),
@@ -41,29 +41,9 @@ PARTS = {
 """Of a decode step, in the order in which they come."""
 
 
-def read(path: Path) -> Found:
-    """A file of the suite; BadArgumentError when it is none."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise BadArgumentError(f"{path} is no result file: {error}") from error
-    if not isinstance(found, dict):
-        raise BadArgumentError(f"{path} is no result file: not an object")
-    return found
-
-
-def part(found: Found, name: str) -> Found:
-    value = found.get(name)
-    return value if isinstance(value, dict) else {}
-
-
 def medians(path: Path) -> Medians:
-    """The median of each metric of a result file; BadArgumentError when it is none."""
-    try:
-        metrics = part(read(path), "metrics").items()
-        return {name: float(metric["median"]) for name, metric in metrics}  # type: ignore[index]
-    except (ValueError, KeyError, TypeError) as error:
-        raise BadArgumentError(f"{path} is no result file: {error}") from error
+    """The median of each metric of a result file."""
+    return {name: metric.median for name, metric in read(path).metrics.items()}
 
 
 def context_tokens(name: str) -> int:
@@ -248,33 +228,28 @@ def table(root: Path, folder: Path) -> str:
     pictures: list[str] = []
     for case, rows in ROWS.items():
         path = folder / f"{case}.json"
-        found = read(path) if path.exists() else {}
-        ratios, metrics = part(found, "ratios"), part(found, "metrics")
-        lines += [f"| {what} | {number(ratios[n])} |" for n, what in rows.items() if n in ratios]
+        if not path.exists():
+            continue
+        found = read(path)
+        ratios, metrics = found.ratios, found.metrics
+        lines += [f"| {what} | {ratios[n]:.3g} |" for n, what in rows.items() if n in ratios]
         for name, what in TIMES.get(case, {}).items():
             if name in metrics:
-                metric = part(metrics, name)
-                lines.append(f"| {what} | {number(metric['median'])} {metric['unit']} |")
+                lines.append(f"| {what} | {metrics[name].median:.3g} {metrics[name].unit} |")
         if metrics and (folder / f"{case}.png").exists():
             place = (folder / f"{case}.png").relative_to(root).as_posix()
             pictures.append(f"![{ALTS[case]}]({place})")
     if not lines:
         return ""
-    index = read(folder / "index.json")
-    seen = part(index, "environment")
+    index = json.loads((folder / "index.json").read_text())
+    seen = index["environment"]
     versions = f"torch {seen.get('torch')}, Triton {seen.get('triton')}"
     where = (folder / "summary.md").relative_to(root).as_posix()
     head = (
-        f"{seen.get('gpu')}, {versions}, commit {str(index.get('commit'))[:12]} "
+        f"{seen.get('gpu')}, {versions}, commit {index['commit'][:12]} "
         f"([all of it]({where})); ratios are of speeds, medians of one run:"
     )
     return "\n\n".join([head, "\n".join(["| what | figure |", "|---|---|", *lines]), *pictures])
-
-
-def number(value: object) -> str:
-    if not isinstance(value, (int, float)):
-        raise BadArgumentError(f"{value!r} is no figure")
-    return f"{value:.3g}"
 
 
 def filled(text: str, figures: str) -> str:
@@ -286,21 +261,15 @@ def filled(text: str, figures: str) -> str:
     return f"{before}{begin}\n{figures}\n{end}{after}"
 
 
-def fill_readme(check: bool, root: Path = ROOT) -> int:
-    """Write README.md anew; with check only say whether that would change it (status 1)."""
+def fill_readme(root: Path = ROOT) -> None:
     readme = root / "README.md"
-    text = readme.read_text()
-    wanted = filled(text, figures(root))
-    if check:
-        print("README.md is up to date" if text == wanted else "README.md is not up to date")
-        return int(text != wanted)
-    readme.write_text(wanted)
-    return 0
+    readme.write_text(filled(readme.read_text(), figures(root)))
 
 
 def main(words: Sequence[str]) -> int:
-    if words and words[0] == "--readme" and words[1:] in ([], ["--check"]):
-        return fill_readme(bool(words[1:]))
+    if words == ["--readme"]:
+        fill_readme()
+        return 0
     if len(words) != 1 or words[0].startswith("-"):
         raise SystemExit(__doc__)
     for picture in draw_all(Path(words[0])):

@@ -17,16 +17,16 @@ kv_transfer_params.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from typing import TypedDict
+from typing import ClassVar, TypedDict, cast
 
 import torch
 import vllm
 from vllm import LLM, SamplingParams, TokensPrompt
 
 from cxlkv import _core
+from cxlkv.bench.peers.serving import Peer, serve
 
 
 class Asked(TypedDict):
@@ -38,13 +38,22 @@ class Asked(TypedDict):
     options: dict[str, object] | None
 
 
-class Engine:
+class Engine(Peer):
     """vLLM in this process, step by step."""
 
-    def __init__(self, settings: dict[str, object]):
-        self._llm = LLM(**settings)
+    version = f"vllm {vllm.__version__}, torch {torch.__version__}, cxlkv {_core.version()}"
+    forms: ClassVar = {"engine": ("generate",)}
+
+    def __init__(self) -> None:
+        self._llm = LLM(**json.loads(sys.argv[1]))
         self._requests = 0
         self._idle_since = (time.perf_counter(), time.process_time())
+
+    def answer(self, asked: dict[str, object]) -> dict[str, object]:
+        if asked["op"] == "generate":
+            return self.generate(cast("Asked", asked))
+        self._llm.llm_engine.engine_core.shutdown()
+        return {"ok": True}
 
     def generate(self, asked: Asked) -> dict[str, object]:
         engine = self._llm.llm_engine
@@ -89,34 +98,6 @@ class Engine:
             "idle_used_s": idle_used_s,
         }
 
-    def end(self) -> dict[str, object]:
-        self._llm.llm_engine.engine_core.shutdown()
-        return {"ok": True}
-
-
-def main() -> int:
-    """Answers requests until there are no more; returns the exit code."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the engine prints goes to the log
-
-    def say(answer: dict[str, object]) -> None:
-        print(json.dumps(answer), file=answers, flush=True)
-
-    try:
-        engine = Engine(json.loads(sys.argv[1]))
-    except Exception as error:
-        say({"error": f"{type(error).__name__}: {error}"})
-        return 1
-    version = f"vllm {vllm.__version__}, torch {torch.__version__}, cxlkv {_core.version()}"
-    say({"version": version, "forms": {"engine": ["generate"]}})
-    for line in sys.stdin:
-        asked: Asked = json.loads(line)
-        try:
-            say(engine.generate(asked) if asked["op"] == "generate" else engine.end())
-        except Exception as error:
-            say({"error": f"{type(error).__name__}: {error}"})
-    return 0
-
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(Engine))

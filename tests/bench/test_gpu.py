@@ -87,7 +87,7 @@ def test_a_case_whose_time_is_over_says_what_it_left_out(tmp_path: Path) -> None
 
 def test_what_is_not_a_result_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "gather.json").write_text('{"metrics": {"h2d": 1}}')
-    with pytest.raises(BadArgumentError, match=r"gather\.json is no result file"):
+    with pytest.raises(BadArgumentError, match=r"gather\.json: not a whole, unchanged result file"):
         results.draw_all(tmp_path)
 
 
@@ -264,13 +264,14 @@ def test_a_bare_checkout_gets_its_core(tmp_path: Path) -> None:
 
 
 def test_the_readme_says_what_the_results_say() -> None:
-    assert results.fill_readme(True) == 0
+    readme = (ROOT / "README.md").read_text()
+    assert results.filled(readme, results.figures(ROOT)) == readme
 
 
 def test_the_readme_is_filled_from_files_alone(tmp_path: Path) -> None:
     begin, end = results.BEGIN, results.END
     (tmp_path / "README.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
-    assert results.fill_readme(False, tmp_path) == 0
+    results.fill_readme(tmp_path)
     text = (tmp_path / "README.md").read_text()
     assert text == f"before\n{begin}\n{results.NONE}\n{end}\nafter\n"
     folder = tmp_path / "bench/results/h200"
@@ -282,24 +283,22 @@ def test_the_readme_is_filled_from_files_alone(tmp_path: Path) -> None:
     seen = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0"}
     index = {"environment": seen, "commit": "47b1e29" * 6}
     (folder / "index.json").write_text(json.dumps(index))
-    assert results.fill_readme(True, tmp_path) == 1
-    assert results.fill_readme(False, tmp_path) == 0
+    results.fill_readme(tmp_path)
     text = (tmp_path / "README.md").read_text()
     assert "NVIDIA H200, torch 2.11.0, Triton 3.6.0, commit 47b1e2947b1e" in text
     assert "of the link's bandwidth | 0.914 |" in text
     assert "| 97.3 us |" in text
     assert "](bench/results/h200/gather.png)" in text
-    assert results.fill_readme(True, tmp_path) == 0
     result.checks["right"] = False  # then a result file has no ratios
     result.write(folder / "gather.json")
-    assert results.fill_readme(False, tmp_path) == 0
+    results.fill_readme(tmp_path)
     assert "0.914" not in (tmp_path / "README.md").read_text()
 
 
 def test_a_readme_without_markers_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("nothing\n")
     with pytest.raises(BadArgumentError, match="lacks the markers"):
-        results.fill_readme(False, tmp_path)
+        results.fill_readme(tmp_path)
     assert (tmp_path / "README.md").read_text() == "nothing\n"
 
 
