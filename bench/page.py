@@ -48,24 +48,13 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Row:
-    """Of a part's table of figures."""
-
-    name: str
-    median: str
-    interval: str
-    range: str
-    unit: str
-    samples: int
-
-
-@dataclass(frozen=True)
 class Part:
     """One case's figures: those of `all` are split by their names."""
 
     name: str
     pictures: Sequence[Picture]
-    rows: Sequence[Row]
+    metrics: Mapping[str, MetricRead]
+    ratios: Mapping[str, float]
 
 
 @dataclass
@@ -92,7 +81,7 @@ def write(paths: Sequence[Path], out: Path) -> None:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    page = environment.from_string(TEMPLATE.read_text()).render(runs=runs)
+    page = environment.from_string(TEMPLATE.read_text()).render(runs=runs, interval=median_interval)
     write_whole(out, page + "\n")
 
 
@@ -152,8 +141,6 @@ def _split(result: ResultRead) -> dict[str, Figures]:
 
 
 def _part(name: str, metrics: dict[str, MetricRead], ratios: dict[str, float]) -> Part:
-    rows = [_row(figure, metric) for figure, metric in metrics.items()]
-    rows += [Row(ratio, f"{value:.3g}", "", "", "ratio", 1) for ratio, value in ratios.items()]
     pictures = []
     curve = _curve(metrics) if name == LATENCY else []
     if curve:
@@ -164,29 +151,11 @@ def _part(name: str, metrics: dict[str, MetricRead], ratios: dict[str, float]) -
     if ratios:
         units["ratio"] = {ratio: [value] for ratio, value in ratios.items()}
     for unit, figures in units.items():
-        for some in _chunks(figures):
+        every = list(figures.items())
+        for first in range(0, len(every), BARS_MAX):
+            some = dict(every[first : first + BARS_MAX])
             pictures.append(_picture(f"{name}, {unit}", None, some))
-    return Part(name, pictures, rows)
-
-
-def _row(name: str, metric: MetricRead) -> Row:
-    low, high = median_interval(metric.samples)
-    return Row(
-        name,
-        f"{metric.median:.4g}",
-        f"{low:.4g} to {high:.4g}" if len(metric.samples) > 1 else "",
-        f"{metric.low:.4g} to {metric.high:.4g}",
-        metric.unit,
-        len(metric.samples),
-    )
-
-
-def _chunks(figures: dict[str, Sequence[float]]) -> list[dict[str, Sequence[float]]]:
-    names = list(figures)
-    return [
-        {name: figures[name] for name in names[first : first + BARS_MAX]}
-        for first in range(0, len(names), BARS_MAX)
-    ]
+    return Part(name, pictures, metrics, ratios)
 
 
 def _curve(metrics: dict[str, MetricRead]) -> list[tuple[float, float]]:
