@@ -170,7 +170,7 @@ def memory(progress: Progress, timer: Timer, size: Size) -> float:
             "amax": buffer.amax,
             "copy": lambda: buffer[:half].copy_(buffer[half : 2 * half]),
         }
-    ).device
+    )
     best = {"hbm": min(timed.values(), key=min)}
     speed = progress.result.speeds(best, buffer.nbytes, unit="bytes/s")["hbm"]
     progress.save("memory", f"{speed / 1e9:.0f} GB/s")
@@ -190,7 +190,7 @@ def measure(progress: Progress, timer: Timer, lists: Lists, hbm: float) -> None:
         functions[percent] = attention
     rivals = lists.rivals()
     functions |= rivals
-    timed = timer(functions).device
+    timed = timer(functions)
     us = result.times({n: timed[n] for n in chosen}, "us", f"attend_{{}}_{where}")
     best = min(result.times({n: timed[n] for n in rivals}, "us", f"{{}}_{where}").values())
     for percent, pages in chosen.items():

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
@@ -53,14 +52,6 @@ class Progress:
 # ---- timing: functions in turn, the L2 emptied before each, events round it ----
 
 
-@dataclass
-class Timed:
-    """Seconds by name: on the device, and what the host spent on the call itself."""
-
-    device: Samples = field(default_factory=dict)
-    host: Samples = field(default_factory=dict)
-
-
 def new_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
@@ -97,44 +88,38 @@ class Timer:
         if self.stream:
             torch.cuda.synchronize(self.device)
 
-    def __call__(
-        self, functions: Mapping[str, Callable[[], object]], rounds: int | None = None
-    ) -> Timed:
-        """`rounds` samples of each after `warm` unmeasured rounds; they take turns in a round."""
-        rounds = self.rounds if rounds is None else rounds
-        timed = Timed({name: [] for name in functions}, {name: [] for name in functions})
+    def __call__(self, functions: Mapping[str, Callable[[], object]]) -> Samples:
+        """Seconds on the device, `rounds` samples of each after `warm` unmeasured rounds; they take
+        turns in a round."""
+        samples: Samples = {name: [] for name in functions}
         self.wait()  # what was prepared may be on another stream
         with self.here():
-            for turn in range(-self.warm, rounds):
+            for turn in range(-self.warm, self.rounds):
                 for name, function in functions.items():
-                    device_s, host_s = self._sample(function)
+                    seconds = self._sample(function)
                     if turn >= 0:
-                        timed.device[name].append(device_s)
-                        timed.host[name].append(host_s)
-        return timed
+                        samples[name].append(seconds)
+        return samples
 
-    def _sample(self, function: Callable[[], object]) -> tuple[float, float]:
+    def _sample(self, function: Callable[[], object]) -> float:
         if self.stream is None:
             began = time.perf_counter()
             function()
-            took = time.perf_counter() - began
-            return took, took
+            return time.perf_counter() - began
         first, last = new_event(), new_event()
         torch.sum(self._flush, 0, out=self._sum)
         first.record()
-        began = time.perf_counter()
         function()
-        host_s = time.perf_counter() - began
         last.record()
         last.synchronize()
-        return first.elapsed_time(last) / 1e3, host_s
+        return float(first.elapsed_time(last)) / 1e3
 
-    def whole(self, function: Callable[[], object], rounds: int | None = None) -> list[float]:
+    def whole(self, function: Callable[[], object]) -> list[float]:
         """Seconds from the call until the device is idle again, as the host's clock tells them."""
         samples = []
         self.wait()
         with self.here():
-            for turn in range(-self.warm, self.rounds if rounds is None else rounds):
+            for turn in range(-self.warm, self.rounds):
                 self._flush.sum()
                 self.wait()
                 began = time.perf_counter()

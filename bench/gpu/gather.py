@@ -158,7 +158,7 @@ def bandwidth(progress: Progress, timer: Timer, memory: Memory) -> float:
             "h2d_pool": lambda: target.copy_(source, non_blocking=True),
             "d2h_pool": lambda: source.copy_(target, non_blocking=True),
         }
-    ).device
+    )
     speed = progress.result.speeds(timed, size, unit="bytes/s")["h2d"]
     if timer.stream is not None:
         found = link()
@@ -227,7 +227,7 @@ def measure(
             method(choices[0], piece)
         timer.wait()
         result.checks[f"{name}_{piece}_x{count}"] = memory.right(choices[0], piece)
-    timed = timer({n: turns(choices, m, piece) for n, m in methods.items()}).device
+    timed = timer({n: turns(choices, m, piece) for n, m in methods.items()})
     us = result.times(timed, "us", f"{{}}_{piece}_x{count}")
     dma = [us[name] for name in ("batch", "loop") if name in us]
     least(progress, "dispatcher_to_better", min([us["upload"], *dma]) / us["dispatcher"])
@@ -279,5 +279,5 @@ def sweep(progress: Progress, timer: Timer, memory: Memory) -> None:
             return lambda: copy(programs)
 
         functions = {str(number): with_programs(number) for number in memory.size.programs}
-        timed = timer(functions).device
+        timed = timer(functions)
         progress.result.times(timed, "us", f"programs_{{}}_{piece}_x{count}")

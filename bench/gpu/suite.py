@@ -196,6 +196,7 @@ class Suite:
         self.quick, self.seconds = quick, 60 * minutes
         self.say = Say()
         self.steps: list[Step] = []
+        self.failures: list[str] = []  # of tests
         self.environment: Details = {}
         self.site = work / "site"
         paths = [str(self.site), str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
@@ -424,22 +425,23 @@ def tests(suite: Suite) -> Step:
     end = time.monotonic() + suite.left_s("tests")
     workers = max(1, min(6, len(os.sched_getaffinity(0)) // 2))
 
-    def one(name: str) -> Details:
+    def one(name: str) -> TestFile:
         # Plugins and versions are not ours there: no options that need one, warnings are shown.
         report = suite.work / f"{Path(name).stem}.xml"
         flags = "-q -rs -m gpu -W default -p no:cacheprovider --import-mode=importlib -o addopts="
         command = [sys.executable, "-m", "pytest", *flags.split(), f"--junitxml={report}", name]
         ran = run(command, suite.env, end - time.monotonic(), folder=CHECKOUT)
         found = counted(name, report, ran)
-        suite.say(f"tests: {name}: {found['line']}")
+        failed, skipped = len(found.failures), len(found.skips)
+        suite.say(f"tests: {name}: {found.passed} passed, {failed} failed, {skipped} skipped")
         return found
 
     with ThreadPoolExecutor(workers) as team:
         done = list(team.map(one, files))
-    failures = [line for found in done for line in listed(found, "failures")]
-    passed = sum(int(str(found["passed"])) for found in done)
-    skips = Counter(reason for found in done for reason in listed(found, "skips"))
-    details: Details = {"files": done, "skips": dict(skips)}
+    suite.failures = failures = [line for found in done for line in found.failures]
+    passed = sum(found.passed for found in done)
+    skips = Counter(reason for found in done for reason in found.skips)
+    details: Details = {"files": [asdict(found) for found in done], "skips": dict(skips)}
     if failures:
         reason = f"{len(failures)} failed, {passed} passed; the first: {failures[0][:200]}"
         return Step("tests", "failed", reason, details=details)
@@ -449,16 +451,20 @@ def tests(suite: Suite) -> Step:
     return Step("tests", "passed", reason, details=details)
 
 
-def listed(found: Details, name: str) -> list[str]:
-    lines = found[name]
-    return [str(line) for line in lines] if isinstance(lines, list) else []
+@dataclass
+class TestFile:
+    """What became of a file's tests."""
+
+    file: str
+    passed: int
+    failures: list[str]
+    skips: list[str]
+    tail: str
 
 
-def counted(name: str, report: Path, ran: Ran) -> Details:
+def counted(name: str, report: Path, ran: Ran) -> TestFile:
     """A file's tests, out of its JUnit file: how many passed, and why the others did not."""
-    cases: list[ET.Element] = []
-    if report.exists():
-        cases = list(ET.parse(report).iter("testcase"))
+    cases = list(ET.parse(report).iter("testcase")) if report.exists() else []
     failures, skips = [], []
     for case in cases:
         for kind in ("failure", "error"):
@@ -469,15 +475,8 @@ def counted(name: str, report: Path, ran: Ran) -> Details:
         skips += [found.get("message") or "" for found in case.findall("skipped")]
     if ran.status not in (0, 1, 5):  # 1: a test failed; 5: none is for a GPU
         failures.append(f"{name}: {ran.fault}")
-    passed = len(cases) - len({line.split(": ")[0] for line in failures}) - len(skips)
-    return {
-        "file": name,
-        "passed": max(0, passed),
-        "failures": failures,
-        "skips": skips,
-        "tail": ran.text[-TAIL_CHARACTERS:] if failures else "",
-        "line": f"{max(0, passed)} passed, {len(failures)} failed, {len(skips)} skipped",
-    }
+    passed = max(0, len(cases) - len({line.split(": ")[0] for line in failures}) - len(skips))
+    return TestFile(name, passed, failures, skips, ran.text[-TAIL_CHARACTERS:] if failures else "")
 
 
 # ---- cases and pictures ----
@@ -572,19 +571,9 @@ def summary(suite: Suite) -> str:
                 lines.append(f"| {ratio} | {value:.3g} | {aim} |")
         if isinstance(notes, list) and notes:
             lines += ["", f"Notes of {name}:", "", *(f"- {note}" for note in notes)]
-    failed = [line for s in suite.steps if s.name == "tests" for line in failures_of(s)]
-    if failed:
-        lines += ["", "## Tests that failed", "", *(f"- {line[:500]}" for line in failed)]
+    if suite.failures:
+        lines += ["", "## Tests that failed", "", *(f"- {line[:500]}" for line in suite.failures)]
     return "\n".join(lines) + "\n"
-
-
-def failures_of(step: Step) -> list[str]:
-    files = step.details.get("files")
-    return (
-        [line for found in files for line in listed(found, "failures")]
-        if isinstance(files, list)
-        else []
-    )
 
 
 def main(words: Sequence[str] | None = None) -> int:

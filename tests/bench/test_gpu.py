@@ -210,11 +210,11 @@ def test_tests_are_counted_with_their_reasons(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", *words]
     ran = gpu_suite.run(command, os.environ, 120, folder=tmp_path)
     found = gpu_suite.counted("test_three.py", report, ran)
-    assert (found["passed"], found["skips"]) == (1, ["for a reason"])
-    (failure,) = gpu_suite.listed(found, "failures")
+    assert (found.passed, found.skips) == (1, ["for a reason"])
+    (failure,) = found.failures
     assert failure.startswith("test_three.py::test_fails: AssertionError: as it should")
     cut = gpu_suite.counted("test_four.py", tmp_path / "none.xml", gpu_suite.Ran(None, "begun"))
-    assert cut["failures"] == ["test_four.py: out of time: begun"]
+    assert cut.failures == ["test_four.py: out of time: begun"]
 
 
 def test_each_file_of_gpu_tests_runs_in_a_process_of_its_own(
@@ -309,4 +309,4 @@ def test_a_timer_sees_the_device_and_not_the_host() -> None:
     timer = Timer(torch.device("cuda"), rounds=3)
     large = torch.ones(1 << 28, device="cuda")
     timed = timer({"large": large.sum, "small": large[: 1 << 20].sum})
-    assert min(timed.device["large"]) > max(timed.device["small"]) > 0
+    assert min(timed["large"]) > max(timed["small"]) > 0
