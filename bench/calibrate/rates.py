@@ -18,7 +18,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 
@@ -160,7 +159,7 @@ class _Rows:
 
     @classmethod
     def of(cls, pool: CXLPool) -> _Rows:
-        layout, parts = pool.layout, _parts(pool)
+        layout, parts = pool.layout, pool.pages.geometry["part_count"]
         free = pool.stats()["pages_free"]
         pages = min(free // parts // 4, SIZE.bytes // (layout.token_bytes * layout.page_tokens))
         if free // parts < 8:
@@ -211,14 +210,6 @@ class _Reader:
     def attend(self) -> None:
         for layer in range(len(self.picked)):
             self.sequence.attend(layer, self.q)
-
-
-def _parts(pool: CXLPool) -> int:
-    return _geometry(pool)["part_count"]
-
-
-def _geometry(pool: CXLPool) -> dict[str, int]:
-    return cast("dict[str, int]", pool.describe()["geometry"])
 
 
 def fit(large_s: float, small_s: float, large: float, small: float) -> tuple[float, float]:
@@ -289,7 +280,7 @@ class _Record:
         """By the record of one layer: digests, sketches and checksums grow as the layers do."""
         one = one_layer(layout)
         with CXLPool.create("anonymous:", layout=one, capacity="64MiB", threads=1) as pool:
-            exact = _geometry(pool)["record_bytes"] * layout.layers / len(layout.groups)
+            exact = pool.pages.geometry["record_bytes"] * layout.layers / len(layout.groups)
         kv_bytes = layout.token_bytes * layout.page_tokens / len(layout.groups)
         return cls(math.ceil(exact / ALIGNMENT_BYTES) * ALIGNMENT_BYTES, kv_bytes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -21,25 +21,6 @@ from cxlkv.tiers.prefetch import LastStep, LayerAhead, Prefetcher
 
 Reads = list[Units]
 """The units that each (step, layer) read, in order: each once, ascending."""
-
-
-@dataclass
-class Served:
-    """Shares of the page reads that a tier of some slots serves: of ours as it ran, of as many
-    units drawn blindly, of the best choice that is there from the beginning and stays, and of the
-    optimum that begins empty, as ours does. later: of ours in the
-    second half of the run; learned: there, too, of the units that the first half read most, which
-    is the best that who does not know the questions could have placed by then."""
-
-    slots: int
-    ours: float
-    random: float
-    static: float
-    optimum: float
-    later: float
-    learned: float
-    copied_units: int
-    prefetchers: dict[str, float] = field(default_factory=dict)
 
 
 def optimum(reads: Reads, slots: int) -> float:
@@ -132,15 +113,20 @@ def watched(watcher: Watcher) -> type[CXLCache]:
     return Watched
 
 
-def run(result: Result, size: Size = Size()) -> list[Served]:
+def run(result: Result, size: Size = Size()) -> None:
     """For each size of the tier: metrics served_*, ratios served_*_to_optimum and _to_random.
+
+    served_*: shares of the page reads that a tier of some slots serves: ours as it ran; random, as
+    many units drawn blindly; static, the best choice that is there from the beginning and stays;
+    optimum, which begins empty, as ours does. later: ours in the second half of the run; learned:
+    there, too, the units that the first half read most, which is the best that who does not know
+    the questions could have placed by then.
 
     Moves happen between questions only, the optimum's at each read; the prefetchers' runs are
     apart. A check holds the core's count of near reads against where the units were.
     """
     model = load_model()
     plan = Plan.of(size.tokens, None)
-    found: list[Served] = []
     with demo_pool(layout_of(model), plan) as (pool, _):
         examiner = Examiner(model, pool, plan)
         examiner.prefill()
@@ -149,47 +135,39 @@ def run(result: Result, size: Size = Size()) -> list[Served]:
         rows = pool.pages.geometry["record_layers"]
         every = (np.concatenate(pages)[:, None] * rows + np.arange(rows)).ravel()
         for part in size.tiers:
-            found.append(_decode(result, examiner, budget, every, part))
+            _decode(result, examiner, budget, every, part)
         examiner.release()
     result.notes.append(
         f"decode: {len(plan.seeds) * plan.questions} questions about {size.tokens} tokens, "
         f"{budget.pages} of {examiner.pages()} pages attended to by each layer and kv head; "
         f"{len(every)} units; reads of a unit counted once for each layer of a question"
     )
-    return found
 
 
-def _decode(
-    result: Result, examiner: Examiner, budget: Budget, every: Units, part: float
-) -> Served:
+def _decode(result: Result, examiner: Examiner, budget: Budget, every: Units, part: float) -> None:
     slots = max(1, int(part * len(every)))
     name = f"{100 * part:g}_percent"
     watcher = _ask(result, examiner, budget, slots, name, ())
     reads = watcher.reads
-    served = Served(
-        slots=slots,
-        ours=watcher.share(),
-        random=drawn(reads, every, slots),
-        static=static(reads, slots),
-        optimum=optimum(reads, slots),
-        later=watcher.share(len(reads) // 2),
-        learned=learned(reads, slots),
-        copied_units=watcher.copied,
-    )
+    served = {
+        "ours": watcher.share(),
+        "random": drawn(reads, every, slots),
+        "static": static(reads, slots),
+        "optimum": optimum(reads, slots),
+        "later": watcher.share(len(reads) // 2),
+        "learned": learned(reads, slots),
+    }
     for kind in (LastStep, LayerAhead):
-        ahead = _ask(result, examiner, budget, slots, f"{name}_{kind.__name__}", (kind,))
-        served.prefetchers[kind.__name__] = ahead.share()
-        result.measure(
-            f"accuracy_{kind.__name__}_{name}", [ahead.prefetchers[0].accuracy], "share of guesses"
-        )
-    for what in ("ours", "random", "static", "optimum", "later", "learned"):
-        result.measure(f"served_{what}_{name}", [getattr(served, what)], "share of page reads")
-    for which, share in served.prefetchers.items():
-        result.measure(f"served_{which}_{name}", [share], "share of page reads")
-    result.measure(f"copied_{name}", [served.copied_units / slots], "units a slot")
-    result.ratios[f"served_{name}_to_optimum"] = served.ours / served.optimum
-    result.ratios[f"served_{name}_to_random"] = served.ours / served.random
-    return served
+        which = kind.__name__
+        ahead = _ask(result, examiner, budget, slots, f"{name}_{which}", (kind,))
+        served[which] = ahead.share()
+        accuracy = ahead.prefetchers[0].accuracy
+        result.measure(f"accuracy_{which}_{name}", [accuracy], "share of guesses")
+    for what, share in served.items():
+        result.measure(f"served_{what}_{name}", [share], "share of page reads")
+    result.measure(f"copied_{name}", [watcher.copied / slots], "units a slot")
+    for beside in ("optimum", "random"):
+        result.ratios[f"served_{name}_to_{beside}"] = served["ours"] / served[beside]
 
 
 def _ask(

@@ -33,9 +33,7 @@ class Mapped:
     """The pool's file in a second mapping of this process: the baseline's way to the same bytes."""
 
     def __init__(self, pool: CXLPool, path: Path, size: Shape):
-        described = pool.describe()["geometry"]
-        assert isinstance(described, dict)
-        self.geometry: dict[str, int] = described
+        self.geometry = pool.pages.geometry
         self.bytes: Bytes = np.memmap(path, np.uint8, "r+")
         self.piece_bytes = size.page_tokens * size.head_dim * 2
         self.size = size

@@ -67,8 +67,7 @@ def pages_held(
         for _ in range(size.decode):
             for layer in range(layout.layers):
                 sequence.append(layer, rows[:1], rows[:1], rewind=128)
-        stats, geometry = pool.stats(), pool.describe()["geometry"]
-        assert isinstance(geometry, dict)
+        stats, geometry = pool.stats(), pool.pages.geometry
         rounded_up = geometry["part_count"] * geometry["record_layers"]
         pages = float(stats["pages_held"] * geometry["record_layers"])
         name = f"{model}_{'windows' if window else 'no_windows'}"

@@ -145,12 +145,10 @@ class Ours(Store):
             return pages.append(self.units), self.given.bytes
         if case == "ranges":
             chosen = [(layer, list(few)) for layer, few in enumerate(wanted)]
-            return pages.fetch(chosen), self._arrange_ranges(chosen)
+            return pages.fetch(chosen), self._arrange(chosen, in_turn=True)
         order = self.given.calls(self.given.order())
         calls = [(layer, call) for call in order for layer in range(self.given.layers)]
-        seconds = pages.fetch(calls)
-        self._arrange(calls)
-        return seconds, self.given.bytes
+        return pages.fetch(calls), self._arrange(calls, in_turn=False)
 
     def _write(self, pages: Pages) -> float:
         pages.empty()
@@ -176,38 +174,29 @@ class Ours(Store):
 
     def _unpack(self, rows: Bytes, order: npt.NDArray[np.int64], pages: Pages) -> None:
         """K and V of the records that were read, to where everybody's are looked for."""
-        geometry = pages.pool.describe()["geometry"]
-        assert isinstance(geometry, dict)
+        geometry = pages.pool.pages.geometry
         digest = KV_HEADS * geometry["digest_piece_bytes"]
         first = RECORD_HEADER_BYTES + geometry["checksum_bytes"]
         layers = rows[:, first : first + self.given.layers * (digest + UNIT_BYTES)]
         layers = layers.reshape(self.given.count, self.given.layers, digest + UNIT_BYTES)
         shape = (self.given.count, self.given.layers, 2, KV_HEADS, PAGE_TOKENS, HEAD_DIM)
         pieces = np.ascontiguousarray(layers[:, :, digest:]).view(np.uint16).reshape(shape)
-        self._units()[order] = pieces.swapaxes(3, 4)
+        units = self.out[: self.given.bytes].view(np.uint16)
+        units.reshape(self.given.count, self.given.layers, *UNIT)[order] = pieces.swapaxes(3, 4)
 
-    def _units(self) -> Elements:
-        whole = self.out[: self.given.bytes].view(np.uint16)
-        return whole.reshape(self.given.count, self.given.layers, *UNIT)
-
-    def _fetched(self, pages: int, at: int, out: Elements) -> Elements:
-        """What a call of fetch left at unit `at`, as [kv, pages, tokens, kv_heads, head_dim]."""
-        words = UNIT_BYTES // 2
-        piece = out[at * words : (at + pages) * words]
-        return piece.reshape(2, KV_HEADS, pages, PAGE_TOKENS, HEAD_DIM).transpose(0, 2, 3, 1, 4)
-
-    def _arrange(self, calls: list[tuple[int, list[int]]]) -> None:
-        got, units, at = self.out.copy().view(np.uint16), self._units(), 0
+    def _arrange(self, calls: list[tuple[int, list[int]]], in_turn: bool) -> int:
+        """What calls of fetch left in `out`, [kv, kv_heads, pages, tokens, head_dim] of each, unit
+        by unit: in turn, or where the page and the layer have their place. Returns the bytes."""
+        got, at, words = self.out.copy().view(np.uint16), 0, UNIT_BYTES // 2
+        units = self.out[: len(self.out) // UNIT_BYTES * UNIT_BYTES].view(np.uint16)
+        units = units.reshape(-1, *UNIT)
         for layer, pages in calls:
-            units[pages, layer] = self._fetched(len(pages), at, got).swapaxes(0, 1)
-            at += len(pages)
-
-    def _arrange_ranges(self, calls: list[tuple[int, list[int]]]) -> int:
-        got, at = self.out.copy().view(np.uint16), 0
-        units = self.out[: self.given.bytes].view(np.uint16).reshape(-1, *UNIT)
-        for _, pages in calls:
-            units[at : at + len(pages)] = self._fetched(len(pages), at, got).swapaxes(0, 1)
-            at += len(pages)
+            end = at + len(pages)
+            piece = got[at * words : end * words]
+            piece = piece.reshape(2, KV_HEADS, len(pages), PAGE_TOKENS, HEAD_DIM)
+            places = np.arange(at, end) if in_turn else np.array(pages) * self.given.layers + layer
+            units[places] = piece.transpose(2, 0, 3, 1, 4)
+            at = end
         return at * UNIT_BYTES
 
     def close(self) -> None:

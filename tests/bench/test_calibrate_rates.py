@@ -155,7 +155,7 @@ def test_a_file_system_without_o_direct(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_record_is_the_pools(tmp_path: Path) -> None:
     with CXLPool.create("anonymous:", layout=SMALL, capacity="8MiB", threads=1) as pool:
-        record_bytes = rates._geometry(pool)["record_bytes"]
+        record_bytes = pool.pages.geometry["record_bytes"]
     record = rates._Record.of(SMALL)
     assert record.kv_bytes == SMALL.token_bytes * 16
     assert record.bytes % 4096 == 0
