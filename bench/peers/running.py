@@ -57,7 +57,8 @@ class Row:
 
     @property
     def unit(self) -> str:
-        return unit_of(self.case)
+        """A lease moves no bytes."""
+        return "us/object" if self.case == "lease" else "GB/s"
 
     @property
     def metric(self) -> str:
@@ -130,11 +131,6 @@ class Ring:
             talk.stop()
 
 
-def unit_of(case: str) -> str:
-    """A lease moves no bytes."""
-    return "us/object" if case == "lease" else "GB/s"
-
-
 def run(
     result: SideBySide,
     programs: Sequence[Program],
@@ -159,12 +155,7 @@ def measure(
 
     A check is for what we give; a peer that fails is missing from there on, by name.
     """
-    room, needed = shutil.disk_usage(SHARED).free, SHARED_SHARE * size.total_bytes
-    if room < needed:
-        raise MemoryShortError(
-            f"{SHARED} has {format_bytes(room)} free, the peers side by side need "
-            f"{format_bytes(needed)}: enlarge it (mount -o remount,size=...)"
-        )
+    need_room(SHARED, SHARED_SHARE * size.total_bytes, "the peers side by side need")
     with tempfile.TemporaryDirectory(dir=SHARED) as made, contextlib.ExitStack() as leaving:
         place, ring = Path(made), Ring(result)
         leaving.callback(ring.stop)
@@ -180,6 +171,16 @@ def measure(
             result.checks[f"{name}_right"] = name not in result.missing
     for row in result.rows:
         result.measure(row.metric, row.samples, row.unit)
+
+
+def need_room(place: str | Path, needed: int, who_needs: str) -> None:
+    """Raises MemoryShortError where there is less."""
+    room = shutil.disk_usage(place).free
+    if room < needed:
+        raise MemoryShortError(
+            f"{place} has {format_bytes(room)} free, {who_needs} {format_bytes(needed)}: "
+            "enlarge it (mount -o remount,size=...)"
+        )
 
 
 def write_payload(place: Path, size: Size) -> Bytes:
@@ -219,8 +220,12 @@ def move(
         moved = len(right) or given.bytes
         request = {"op": "run", "case": case, "form": form, "wanted": wanted}
         seconds = talk.seconds(request, moved)
-        check_bytes(case, form, out, right)
-        return figure(case, moved, given, seconds)
+        if not np.array_equal(out[: len(right)], right):
+            at = int(np.argmax(out[: len(right)] != right))
+            raise ContenderError(
+                f"wrong bytes: {case} ({form}) differs at byte {at} of {len(right)}"
+            )
+        return seconds * 1e6 / given.count if case == "lease" else moved / seconds / 1e9
 
     contenders = [
         (talk, form, [case for case in size.cases if case in can])
@@ -253,11 +258,6 @@ def cases_of(turn: int, cases: Sequence[str]) -> list[str]:
     return ["first", "get", *rest] if turn == 0 and "first" in cases else rest
 
 
-def figure(case: str, moved: int, given: Objects, seconds: float) -> float:
-    """In unit_of(case)."""
-    return seconds * 1e6 / given.count if case == "lease" else moved / seconds / 1e9
-
-
 def ranges_of(rng: np.random.Generator, given: Objects, share: float) -> list[list[int]]:
     """Pages that each layer wants, others in each round."""
     count = max(1, int(share * given.count))
@@ -274,12 +274,6 @@ def expected(case: str, payload: Bytes, given: Objects, wanted: list[list[int]])
         return payload[: given.bytes]
     units = payload.reshape(given.count, given.layers, UNIT_BYTES)
     return np.concatenate([units[pages, layer] for layer, pages in enumerate(wanted)]).reshape(-1)
-
-
-def check_bytes(case: str, form: str, out: Bytes, right: Bytes) -> None:
-    if not np.array_equal(out[: len(right)], right):
-        at = int(np.argmax(out[: len(right)] != right))
-        raise ContenderError(f"wrong bytes: {case} ({form}) differs at byte {at} of {len(right)}")
 
 
 def programs_of(

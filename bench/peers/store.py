@@ -67,18 +67,15 @@ def run(
                 continue
             ratio = result.ratios[f"{row.metric}_to_{name}"] = row.median / other.median
             if row.form == FORMS[0] and row.case in ("put", "get") and name in size.bounds:
-                say_bound(result, f"{row.metric}_to_{name}", ratio, size.bounds[name])
+                least = size.bounds[name]
+                kept = f"at least {least:g} wanted: {'kept' if ratio >= least else 'NOT kept'}"
+                result.notes.append(f"{row.metric}_to_{name}: {ratio:.2f}, {kept}")
 
 
 def row_of(result: SideBySide, beside: Row, peer: str, form: str) -> Row | None:
     """Of the same case, size of objects and threads; None: who has it is missing, or cannot."""
     wanted = replace(beside, peer=peer, form=form).metric
     return next((row for row in result.rows if row.metric == wanted), None)
-
-
-def say_bound(result: SideBySide, name: str, ratio: float, least: float) -> None:
-    kept = "kept" if ratio >= least else "NOT kept"
-    result.notes.append(f"{name}: {ratio:.2f}, at least {least:g} wanted: {kept}")
 
 
 def table(result: SideBySide) -> Table:

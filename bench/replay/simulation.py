@@ -6,7 +6,7 @@ others are computed, and published. Then the policy chooses who goes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +29,6 @@ class Replayed:
     asked: int = 0
     hits: int = 0
     evicted: int = 0
-    choices: int = 0
 
 
 class Simulation:
@@ -108,7 +107,6 @@ class Simulation:
         self._free[self._free_count : self._free_count + len(rows)] = rows
         self._free_count += len(rows)
         self.seen.evicted += len(rows)
-        self.seen.choices += 1
 
 
 def mixed(names: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -118,17 +116,10 @@ def mixed(names: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return word ^ (word >> np.uint64(32))
 
 
-def replay(
-    requests: Sequence[Request],
-    capacity: int,
-    policy: Policy,
-    progress: Callable[[int], None] = lambda done: None,
-) -> Replayed:
+def replay(requests: Sequence[Request], capacity: int, policy: Policy) -> Replayed:
     """The policy alone."""
     widest = max((len(request.pages) for request in requests), default=0)
     simulation = Simulation(capacity, policy, widest)
-    for done, request in enumerate(requests):
+    for request in requests:
         simulation.request(request.pages)
-        if done % 256 == 0:
-            progress(done)
     return simulation.seen

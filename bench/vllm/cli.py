@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 from cxlkv.bench.peers.running import SideBySide
 from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.vllm import running
@@ -11,7 +14,8 @@ def command(options: Options, say: Say) -> Shown:
     """Raises UnsupportedError where there is no environment with vLLM."""
     python = running.python_of_engines()
     result, size = SideBySide("vllm"), running.QUICK if options.quick else running.Size()
-    with running.place_of_a_run() as place:
+    with TemporaryDirectory(dir=running.SHARED, prefix="cxlkv-bench-vllm-") as made:
+        place = Path(made)
         say("making the model")
         running.run(result, running.programs_of(python, place, size), size, place, say)
     return Shown(result, lines=result.who())

@@ -6,21 +6,18 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import subprocess
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cxlkv.bench.peers.running import Ring, SideBySide
+from cxlkv.bench.peers.running import Ring, SideBySide, need_room
 from cxlkv.bench.peers.talking import ContenderError, Program
 from cxlkv.bench.vllm.model import Model
-from cxlkv.errors import MemoryShortError, UnsupportedError
-from cxlkv.layout import format_bytes
+from cxlkv.errors import UnsupportedError
 
 PYTHON = Path("build/vllm/env/bin/python")
 PYTHON_VARIABLE = "CXLKV_VLLM_PYTHON"
@@ -263,18 +260,15 @@ class Run:
             result.measure(name, samples, unit)
         found = result.metrics
         for name, metric in found.items():
-            stock = "ttft_stock" if name.startswith("ttft_") else stock_of(name)
+            # Of decode_8k_1_saved, decode_8k_1_cached.
+            decoded = "_".join([*name.split("_")[:3], CACHED])
+            stock = "ttft_stock" if name.startswith("ttft_") else decoded
             if name != stock and stock in found and metric.unit == found[stock].unit:
                 result.ratios[f"{name}_to_stock"] = metric.median / found[stock].median
         for name, most in self.size.bounds.items():
             if name in result.ratios:
                 kept = "kept" if result.ratios[name] <= most else "NOT kept"
                 result.notes.append(f"{name}: at most {most:g} wanted: {kept}")
-
-
-def stock_of(name: str) -> str:
-    """The metric of stock's decode in the same case, like decode_8k_1_cached."""
-    return "_".join([*name.split("_")[:3], CACHED])
 
 
 def named(tokens: int) -> str:
@@ -325,12 +319,7 @@ def python_of_engines() -> str:
 
 def programs_of(python: str, place: Path, size: Size) -> list[Program]:
     """The engines, with their model and pools in `place`, for which it must have room."""
-    needed, room = 2 * size.pool_bytes + (256 << 20), shutil.disk_usage(place).free
-    if room < needed:
-        raise MemoryShortError(
-            f"{place} has {format_bytes(room)} free, two pools and a model need "
-            f"{format_bytes(needed)}: enlarge it (mount -o remount,size=...)"
-        )
+    need_room(place, 2 * size.pool_bytes + (256 << 20), "two pools and a model need")
     env = {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": str(size.engine_space_gib),
@@ -341,28 +330,14 @@ def programs_of(python: str, place: Path, size: Size) -> list[Program]:
         "HF_HUB_OFFLINE": "1",
         "TMPDIR": str(place),  # what they leave there goes with it
     }
-    made = subprocess.run(
-        [
-            python,
-            "-m",
-            "cxlkv.bench.vllm.model",
-            str(place / "model"),
-            json.dumps(asdict(size.model)),
-        ],
-        env=env,
-        capture_output=True,
-        timeout=size.limit_s,
-    )
+    make = [python, "-m", f"{PACKAGE}.model", str(place / "model"), json.dumps(asdict(size.model))]
+    made = subprocess.run(make, env=env, capture_output=True, timeout=size.limit_s)
     if made.returncode:
         words = made.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise UnsupportedError(f"{python} cannot make the model: {''.join(words)}")
+    command = (python, "-m", f"{PACKAGE}.engine")
     return [
-        Program(
-            name,
-            (python, "-m", f"{PACKAGE}.engine", json.dumps(settings_of(name, place, size))),
-            env,
-        )
-        for name in NAMES
+        Program(name, (*command, json.dumps(settings_of(name, place, size))), env) for name in NAMES
     ]
 
 
@@ -392,10 +367,3 @@ def settings_of(name: str, place: Path, size: Size) -> dict[str, object]:
             },
         }
     return settings
-
-
-@contextlib.contextmanager
-def place_of_a_run() -> Iterator[Path]:
-    """A folder in shared memory, for as long as a run takes."""
-    with tempfile.TemporaryDirectory(dir=SHARED, prefix="cxlkv-bench-vllm-") as made:
-        yield Path(made)
