@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-import ml_dtypes
 import numpy as np
 
 from cxlkv.bench.measure import interleave
+from cxlkv.bench.pools import Shape
 from cxlkv.bench.result import Result
-from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import Budget
 from cxlkv.ndp.tuning import PAGES_MIN, Tuning, this_machine
 from cxlkv.pool import CXLPool
@@ -18,14 +17,12 @@ from cxlkv.pool import CXLPool
 NEVER = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class Size:
+@dataclass(frozen=True, kw_only=True)
+class Size(Shape):
     """Pages of 16 tokens, 8 kv heads of 128 in bf16, 4 query heads each; 5 % of the pages."""
 
+    layers: int = 1
     pages: tuple[int, ...] = (1024, 2048, 4096, 8192)
-    kv_heads: int = 8
-    head_dim: int = 128
-    group: int = 4
     rounds: int = 9
 
 
@@ -35,23 +32,21 @@ def run(result: Result, size: Size = Size(), threads: int | None = None) -> Tuni
     "auto" takes sketches from the smallest number on from which they are faster at all larger
     ones that were tried; never, if they are slower at the largest. i.i.d. keys: the hardest case.
     """
-    layout = KVLayout(layers=1, kv_heads=size.kv_heads, head_dim=size.head_dim, page_tokens=16)
     tokens = 16 * max(size.pages)
     random = np.random.default_rng(11)
     faster = {}
     with CXLPool.create(
         "anonymous:",
-        layout=layout,
-        capacity=layout.token_bytes * tokens * 3 // 2 + (64 << 20),
+        layout=size.layout,
+        capacity=size.layout.token_bytes * tokens * 3 // 2 + (64 << 20),
         checksum=False,
         threads=threads,
     ) as pool:
         sequence = pool.sequence()
         step = 16 * 256
-        for _ in range(0, tokens, step):
-            rows = random.standard_normal((step, size.kv_heads, size.head_dim), np.float32)
-            half = (rows.view(np.uint32) >> 16).astype(np.uint16).view(ml_dtypes.bfloat16)
-            sequence.append(0, half, half)
+        for first in range(0, tokens, step):
+            rows = size.noise(first, step)
+            sequence.append(0, rows, rows)
         q = random.standard_normal((size.kv_heads * size.group, size.head_dim), np.float32)
         for pages in sorted(size.pages, reverse=True):
             sequence.truncate(pages * 16)

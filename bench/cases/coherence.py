@@ -181,20 +181,19 @@ def measure_table(result: Result, memory: Bytes, record_bytes: int, size: Size) 
 
 def measure_pairs(result: Result, size: Size) -> None:
     """Two threads on two cores: medians and p99 of each round, in turn for the modes."""
-    medians: Samples = {}
-    p99s: Samples = {}
-    for turn in range(size.call_rounds + 1):
-        for name, nanoseconds in {
-            "rpc_round_trip": loops.coherence_calls_ns("coherent", size.call_bytes, size.calls),
-            "rpc_flushed": loops.coherence_calls_ns("fast", size.call_bytes, size.calls),
-            "visible": loops.coherence_visible_ns("fast", 16384, size.calls // 4),
-        }.items():
-            if turn:
-                medians.setdefault(name, []).append(float(np.median(nanoseconds)) / 1e3)
-                p99s.setdefault(name, []).append(p99(nanoseconds) / 1e3)
-    for name, samples in medians.items():
-        result.measure(f"{name}_us", samples, "us")
-        result.measure(f"{name}_p99_us", p99s[name], "us")
+    nanoseconds = interleave_reported(
+        {
+            "rpc_round_trip": lambda: loops.coherence_calls_ns(
+                "coherent", size.call_bytes, size.calls
+            ),
+            "rpc_flushed": lambda: loops.coherence_calls_ns("fast", size.call_bytes, size.calls),
+            "visible": lambda: loops.coherence_visible_ns("fast", 16384, size.calls // 4),
+        },
+        size.call_rounds,
+    )
+    for name, rounds in nanoseconds.items():
+        result.measure(f"{name}_us", [float(np.median(one)) / 1e3 for one in rounds], "us")
+        result.measure(f"{name}_p99_us", [p99(one) / 1e3 for one in rounds], "us")
 
 
 # Whose pages are 0.5 KiB: what is measured is the work for each page, not its bytes.

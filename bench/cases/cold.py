@@ -53,7 +53,9 @@ def publish_all(pool: CXLPool, size: Size) -> Bytes:
     return publish(pool, sequence)
 
 
-def timed(function: Callable[[range], object], turns: list[range]) -> Callable[[], float]:
+def timed(
+    function: Callable[[slice[int, int, None]], object], turns: list[slice[int, int, None]]
+) -> Callable[[], float]:
     """Seconds of `function` over all calls' parts, one after the other."""
 
     def all_of_them() -> float:
@@ -65,13 +67,9 @@ def timed(function: Callable[[range], object], turns: list[range]) -> Callable[[
     return all_of_them
 
 
-def turns_of(size: Size) -> list[range]:
+def turns_of(size: Size) -> list[slice[int, int, None]]:
     step = size.call_records
-    return [range(first, first + step) for first in range(0, step * size.calls, step)]
-
-
-def rows(array: Bytes, turn: range) -> Bytes:
-    return array[turn.start : turn.stop]
+    return [slice(first, first + step) for first in range(0, step * size.calls, step)]
 
 
 def measure_records(
@@ -81,7 +79,7 @@ def measure_records(
     handle, turns = pool._handle, turns_of(size)
     far: Bytes = np.memmap(plain, np.uint8, "w+", shape=records.shape)
     far[:] = records
-    near = np.zeros_like(rows(records, turns[0]))
+    near = np.zeros_like(records[turns[0]])
     pages, generations = _core.find_pages(handle, names)
 
     def forget() -> None:
@@ -89,24 +87,22 @@ def measure_records(
         if _core.forget_pages(handle, *found, True).any():
             raise RuntimeError("pages that nobody holds were not forgotten")
 
-    def read(turn: range) -> None:
-        _core.records_read(
-            handle, pages[turn.start : turn.stop], generations[turn.start : turn.stop], near
-        )
+    def read(turn: slice[int, int, None]) -> None:
+        _core.records_read(handle, pages[turn], generations[turn], near)
 
     def write() -> float:
         nonlocal pages, generations
         forget()
-        seconds = timed(lambda turn: _core.records_write(handle, rows(records, turn)), turns)()
+        seconds = timed(lambda turn: _core.records_write(handle, records[turn]), turns)()
         pages, generations = _core.find_pages(handle, names)
         return seconds
 
     functions = {
-        "memcpy_read": timed(lambda turn: np.copyto(near, rows(far, turn)), turns),
+        "memcpy_read": timed(lambda turn: np.copyto(near, far[turn]), turns),
         "records_read": timed(read, turns),
-        "memcpy_write": timed(lambda turn: np.copyto(rows(far, turn), rows(records, turn)), turns),
+        "memcpy_write": timed(lambda turn: np.copyto(far[turn], records[turn]), turns),
         "records_write": write,
-        "crc": timed(lambda turn: _core.crc32c(rows(records, turn).reshape(-1)), turns),
+        "crc": timed(lambda turn: _core.crc32c(records[turn].reshape(-1)), turns),
     }
     samples = interleave_reported(functions, size.rounds)
     speed = result.speeds(samples, records.nbytes)
@@ -123,17 +119,17 @@ def measure_cold(
     """A plain file is written by one call and synced, and read by one call, as many records each;
     what is read was dropped from the page cache before."""
     turns = turns_of(size)
-    out = np.zeros_like(rows(records, turns[0]))
+    out = np.zeros_like(records[turns[0]])
     capacity = (len(records) + 1) * (shape.bytes + 8192)
     file = os.open(folder / "plain", os.O_RDWR | os.O_CREAT, 0o600)
     os.posix_fallocate(file, 0, records.nbytes)
     with ColdTier(folder / "a.cold", shape=shape, capacity=capacity) as tier:
 
-        def file_write(turn: range) -> None:
-            os.pwrite(file, rows(records, turn).reshape(-1).data, turn.start * shape.bytes)
+        def file_write(turn: slice[int, int, None]) -> None:
+            os.pwrite(file, records[turn].reshape(-1).data, turn.start * shape.bytes)
             os.fdatasync(file)
 
-        def cold(function: Callable[[range], object]) -> Callable[[], float]:
+        def cold(function: Callable[[slice[int, int, None]], object]) -> Callable[[], float]:
             def after_forgetting() -> float:
                 for descriptor in (file, tier._file.fd):
                     os.fdatasync(descriptor)
@@ -144,7 +140,7 @@ def measure_cold(
 
         def cold_store() -> float:
             tier.drop(names)
-            return timed(lambda turn: tier.store(rows(names, turn), rows(records, turn)), turns)()
+            return timed(lambda turn: tier.store(names[turn], records[turn]), turns)()
 
         functions = {
             "file_write": timed(file_write, turns),
@@ -152,13 +148,13 @@ def measure_cold(
             "file_read": cold(
                 lambda turn: os.preadv(file, [out.reshape(-1).data], turn.start * shape.bytes)
             ),
-            "cold_load": cold(lambda turn: tier.load(rows(names, turn), out)),
+            "cold_load": cold(lambda turn: tier.load(names[turn], out)),
         }
         samples = interleave_reported(functions, size.rounds)
         speed = result.speeds(samples, records.nbytes, unit="MB/s")
-        found = tier.load(rows(names, turns[-1]), out)
+        found = tier.load(names[turns[-1]], out)
         result.checks["the_cold_tier_gives_back_the_same"] = bool(
-            found.all() and np.array_equal(out, rows(records, turns[-1]))
+            found.all() and np.array_equal(out, records[turns[-1]])
         )
     os.close(file)
     result.ratios["cold_store_to_file"] = speed["cold_store"] / speed["file_write"]

@@ -57,13 +57,12 @@ def named_sources(size: Size) -> dict[str, Layers]:
     """K and V of each layer."""
     from cxlkv.bench import sources
 
-    taken = {
-        "text": sources.text(size.tokens, 1),
-        "demo": sources.demo(size.tokens, 1),
-    }
     return {
         name: [(one.keys.contiguous().numpy(), one.values.contiguous().numpy()) for one in layers]
-        for name, layers in taken.items()
+        for name, layers in (
+            ("text", sources.text(size.tokens, 1)),
+            ("demo", sources.demo(size.tokens, 1)),
+        )
     }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from cxlkv.arrays import Units
+from cxlkv.bench import loops
 from cxlkv.bench.cases.transfer import Mapped, append_all
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.pools import Shape, pool_in_file
@@ -85,19 +86,19 @@ def _measure_moves(result: Result, pool: CXLPool, path: Path, size: Size, checks
                 promote()
                 tier.demote(units)
 
-            samples = interleave(
-                {
-                    "move": move,
-                    "memcpy_flat": _flat(mapped, local, total, threads),
-                    "memcpy_runs": _each(moves, threads),
-                },
-                size.rounds,
-            )
+            part = total // threads
+            firsts = np.arange(threads, dtype=np.uint64) * part
+            with ThreadPoolExecutor(threads) as workers:
+                flat = loops.Gather(workers, threads, local.bytes, mapped.bytes, firsts, part)
+                runs = _each(moves, workers, threads)
+                functions: dict[str, Callable[[], object]]
+                functions = {"move": move, "memcpy_flat": flat, "memcpy_runs": runs}
+                samples = interleave(functions, size.rounds)
             speed = result.speeds(samples, total, f"{{}}_{name}_{threads}")
             best = max(speed["memcpy_flat"], speed["memcpy_runs"])
             result.ratios[f"move_{name}_{threads}_to_memcpy"] = speed["move"] / best
-            runs = speed["move"] / speed["memcpy_runs"]
-            result.ratios[f"move_{name}_{threads}_to_memcpy_runs"] = runs
+            to_runs = speed["move"] / speed["memcpy_runs"]
+            result.ratios[f"move_{name}_{threads}_to_memcpy_runs"] = to_runs
             promote()
             stats = tier.stats()
             result.checks[f"move_{name}_{threads}_all"] = stats["slots_held"] == len(units)
@@ -116,28 +117,13 @@ def _runs(mapped: Mapped, units: Units, local: Local) -> Iterator[tuple[int, int
             to += run
 
 
-def _each(moves: list[tuple[int, int, int]], threads: int) -> Callable[[], None]:
+def _each(
+    moves: list[tuple[int, int, int]], workers: ThreadPoolExecutor, threads: int
+) -> Callable[[], object]:
     """memmove() of each, shared out over threads; it lets go of Python's lock."""
 
     def some(first: int) -> None:
         for to, start, count in moves[first::threads]:
             ctypes.memmove(to, start, count)
 
-    return _shared(some, threads)
-
-
-def _flat(mapped: Mapped, local: Local, total: int, threads: int) -> Callable[[], None]:
-    base, to = mapped.bytes.ctypes.data, local.bytes.ctypes.data
-    part = total // threads
-
-    def some(first: int) -> None:
-        ctypes.memmove(to + first * part, base + first * part, part)
-
-    return _shared(some, threads)
-
-
-def _shared(some: Callable[[int], None], threads: int) -> Callable[[], None]:
-    if threads == 1:
-        return lambda: some(0)
-    team = ThreadPoolExecutor(threads)
-    return lambda: [None for _ in team.map(some, range(threads))].clear()
+    return lambda: some(0) if threads == 1 else list(workers.map(some, range(threads)))

@@ -17,15 +17,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from cxlkv.bench.pools import same_for_all
 from cxlkv.bench.replay.simulation import mixed
 from cxlkv.bench.replay.traces import Request
 from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.layout import KVLayout, parse_bytes
 from cxlkv.machine.state import write_whole
-from cxlkv.ndp.engine import Selection
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
-from cxlkv.sequence import Sequence as Tokens
+from cxlkv.sequence import Batch
 from cxlkv.tiers import Tiers
 
 PAGE_TOKENS = 16
@@ -172,7 +172,7 @@ def one(tiers: Tiers, request: Request, counts: Counts) -> None:
     counts.cold_hits += tiers.brought_pages - brought
     if hits:
         before = local_reads(tiers)
-        counts.wrong += verify(sequence, names[:hits])
+        counts.wrong += verify(tiers.pool.batch([sequence]), names[:hits])
         counts.near_hits += local_reads(tiers) - before
     if hits < len(names):
         rows = content(names[hits:])
@@ -202,20 +202,11 @@ def content(names: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(numbers.transpose(1, 0, 2, 3)).reshape(2, -1, 1, 32)
 
 
-def verify(sequence: Tokens, names: npt.NDArray[np.uint64]) -> int:
+def verify(batch: Batch, names: npt.NDArray[np.uint64]) -> int:
     """Pages whose bytes are not those of their names; CRCs are checked on the way."""
     count = len(names)
-    everything = Selection(
-        pages=np.arange(count, dtype=np.int32)[None],
-        scores=np.zeros((1, count), np.float32),
-        counts=np.array([count], np.int32),
-        bytes_scored=0,
-        bytes_fetched=0,
-        per="query",
-        starts=np.array([0, 1], np.int32),
-    )
     wanted = content(names).reshape(2, count, PAGE_TOKENS * 32)
     wrong = np.zeros(count, np.bool_)
-    for kind, got in enumerate(sequence.fetch(0, everything)):
+    for kind, got in enumerate(batch.fetch(0, same_for_all(range(count), 1))):
         wrong |= (np.asarray(got).reshape(count, -1) != wanted[kind]).any(axis=1)
     return int(wrong.sum())

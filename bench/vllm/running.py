@@ -104,26 +104,19 @@ class Answer(BaseModel):
     idle_used_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-@dataclass
-class Texts:
-    """Ids by a seed, so that a run has the same ones as any other."""
-
-    vocab: int
-    chance: random.Random = field(default_factory=lambda: random.Random(5))
-
-    def new(self, tokens: int) -> list[int]:
-        return self.chance.choices(range(self.vocab), k=tokens)
-
-
 class Run:
     """One run: who is in it, what they said, and what of it is right."""
 
     def __init__(self, result: SideBySide, size: Size, progress: Callable[[str], None]):
         self.result, self.size, self.progress = result, size, progress
         self.ring = Ring(result)
-        self.texts = Texts(size.model.vocab)
+        self.chance = random.Random(5)  # a run has the same texts as any other
         self.samples: dict[tuple[str, str], list[float]] = {}  # (metric, unit)
         self.idle: dict[str, list[float]] = {}  # seconds, and CPU seconds of them
+
+    def text(self, tokens: int) -> list[int]:
+        """Ids that nobody has seen."""
+        return self.chance.choices(range(self.size.model.vocab), k=tokens)
 
     def ask(
         self,
@@ -184,7 +177,7 @@ class Run:
         """
         size, prefixes = self.size, []
         for turn in range(size.rounds + 1):
-            prefix = self.texts.new(size.prefix_tokens)
+            prefix = self.text(size.prefix_tokens)
             prefixes.append(prefix)
             for kind, there in (("miss", 0), ("hit", size.prefix_tokens)):
                 self._first_token(turn, kind, prefix + self._suffix(), there)
@@ -192,7 +185,7 @@ class Run:
 
     def _suffix(self) -> list[int]:
         """Shorter than a block: nobody has anything of it, who decodes second neither."""
-        return self.texts.new(self.size.block_tokens - 1)
+        return self.text(self.size.block_tokens - 1)
 
     def _first_token(self, turn: int, kind: str, prompt: list[int], there: int) -> None:
         answers: dict[str, Answer | None] = dict.fromkeys(NAMES)
@@ -214,7 +207,7 @@ class Run:
         ways = dict(WAYS)
         if tokens != size.prefix_tokens:
             del ways[SAVED]
-            prefixes = [self.texts.new(tokens) for _ in range(requests)]
+            prefixes = [self.text(tokens) for _ in range(requests)]
             for name in dict.fromkeys(name for name, _ in ways.values()):
                 self.progress(f"{what}: prefix, {name}")
                 self.ask(name, [one + self._suffix() for one in prefixes], 1, cached=0)
@@ -298,7 +291,7 @@ def run(
         for program in programs:
             progress(f"starting {program.name}")
             one.ring.join(program, place / f"{program.name}.log", size.limit_s)
-            one.ask(program.name, [one.texts.new(2 * size.block_tokens)], FIRST_TOKENS, cached=0)
+            one.ask(program.name, [one.text(2 * size.block_tokens)], FIRST_TOKENS, cached=0)
         prefixes = one.first_tokens()
         for tokens, requests in size.decode:
             one.decode(prefixes, tokens, requests)

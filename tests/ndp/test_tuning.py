@@ -21,6 +21,8 @@ from cxlkv.ndp import tuning
 from cxlkv.ndp.tuning import PAGES_MIN, GpuCopyConstants, Tuning
 from cxlkv.ops.cli import app
 
+TINY = measuring.Size(pages=(1024,), kv_heads=1, head_dim=32, group=1, rounds=1)
+
 
 @pytest.fixture(autouse=True)
 def own_state(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
@@ -139,7 +141,7 @@ def test_what_was_measured_of_a_gpu_is_kept_beside_all_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(rates, "SIZE", rates.Size(1 << 20, 1 << 20, 256 << 10, rounds=1))
-    monkeypatch.setattr(measuring.run, "__defaults__", (measuring.Size((1024,), 1, 32, 1, 1), None))
+    monkeypatch.setattr(measuring.run, "__defaults__", (TINY, None))
     constants = GpuCopyConstants(20000, 8, 10, "NVIDIA H200")
 
     def measured(result: Result) -> GpuCopyConstants:
@@ -201,7 +203,7 @@ def test_what_the_times_of_copies_say() -> None:
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(rates, "SIZE", rates.Size(1 << 20, 1 << 20, 256 << 10, rounds=1))
-    monkeypatch.setattr(measuring.run, "__defaults__", (measuring.Size((1024,), 1, 32, 1, 1), None))
+    monkeypatch.setattr(measuring.run, "__defaults__", (TINY, None))
     done = CliRunner().invoke(app, ["tune", "--threads", "1", "--cold", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "two_stage_pages" in done.output
