@@ -22,6 +22,7 @@ from cxlkv.pool import CXLPool
 LINE_BYTES = 64
 # What a stream's memory is a multiple of, so that thirds and halves are whole pages.
 UNIT_BYTES = 6 * 4096
+PACED_BYTES = 4096  # the clock is looked at after each block
 WORDS_MODULO = 1 << 64
 BORDER_BYTES = 2 << 20  # memories of a place begin on these, as huge pages do
 # Of the pool that stands for a place: pages of 32 KiB, which leave little to its tables.
@@ -117,6 +118,17 @@ def parts(memory: Bytes, count: int) -> list[Bytes]:
     """Equal parts for `count` streams."""
     each = memory.size // count // UNIT_BYTES * UNIT_BYTES
     return [memory[i * each : (i + 1) * each] for i in range(count)]
+
+
+def split(kind: str, memory: Bytes, cpus: Sequence[int], pace_ns: int = 0) -> list[Stream]:
+    """One on each CPU, each over a part of its own; with a pace by blocks of PACED_BYTES."""
+    pace = {"block_bytes": PACED_BYTES, "pace_ns": pace_ns} if pace_ns else {}
+    cut = parts(memory, len(cpus))
+    return [Stream(kind, part, cpu, **pace) for part, cpu in zip(cut, cpus, strict=True)]
+
+
+def ns_a_load(chased: Streamed) -> float:
+    return 1e9 * chased.seconds / chased.steps
 
 
 def sum_of_words(first: int, count: int) -> int:

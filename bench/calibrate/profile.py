@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from cxlkv.arrays import Bytes
 from cxlkv.bench import loops, streams
-from cxlkv.bench.loops import Stream, Streamed
+from cxlkv.bench.loops import Stream
 from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.result import Result
 from cxlkv.emulation.profiles import Profile
 from cxlkv.machine.topology import probe
-
-PACED_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -48,8 +44,11 @@ def run(result: Result) -> Profile:
         chase = Stream("chase", ring, cpus[0])
         running = {
             "idle": [chase],
-            **{name: split(kind, memory, cpus) for name, kind in kinds.items()},
-            **{f"loaded_{pace}": [chase, *split("read", memory, cpus[1:], pace)] for pace in paces},
+            **{name: streams.split(kind, memory, cpus) for name, kind in kinds.items()},
+            **{
+                f"loaded_{pace}": [chase, *streams.split("read", memory, cpus[1:], pace)]
+                for pace in paces
+            },
         }
         calls = {
             name: partial(loops.memory_run, some, SIZE.sample_s) for name, some in running.items()
@@ -63,9 +62,12 @@ def run(result: Result) -> Profile:
         name: result.measure(name, [streams.speed(did) for did in found[name]], "GB/s").median
         for name in kinds
     }
-    latency_ns = result.measure("latency", [ns_a_load(did) for did in found["idle"]], "ns").median
+    latency_ns = result.measure(
+        "latency", [streams.ns_a_load(did[0]) for did in found["idle"]], "ns"
+    ).median
     loaded = [
-        [(streams.speed(did[1:]), ns_a_load(did)) for did in samples] for samples in chases[1:]
+        [(streams.speed(did[1:]), streams.ns_a_load(did[0])) for did in samples]
+        for samples in chases[1:]
     ]
     return Profile(
         what=f"memory of this process, {len(cpus)} threads, {probe().cpu.model or 'CPU not known'}",
@@ -77,18 +79,6 @@ def run(result: Result) -> Profile:
         mixed_gb_per_s=medians["mixed"],
         loaded=curve(latency_ns, loaded, max(medians.values())),
     )
-
-
-def split(kind: str, memory: Bytes, cpus: Sequence[int], pace_ns: int = 0) -> list[Stream]:
-    """One on each CPU, each over a part of its own; with a pace by blocks of PACED_BYTES."""
-    blocks = {"block_bytes": PACED_BYTES, "pace_ns": pace_ns} if pace_ns else {}
-    parts = streams.parts(memory, len(cpus))
-    return [Stream(kind, part, cpu, **blocks) for part, cpu in zip(parts, cpus, strict=True)]
-
-
-def ns_a_load(found: Sequence[Streamed]) -> float:
-    """Of the chase, which comes first."""
-    return 1e9 * found[0].seconds / found[0].steps
 
 
 def curve(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,10 +36,6 @@ def kinds() -> tuple[str, ...]:
     return tuple(kind for kind in KINDS if x86 or kind not in X86_ONLY)
 
 
-def thread_counts(wanted: tuple[int, ...], cpus: int) -> list[int]:
-    return sorted({count or cpus for count in wanted if count <= cpus})
-
-
 def run(result: Result, size: Size = Size(), where: str | None = None) -> None:
     """Metrics KIND_Nt in GB/s, as a program sees it: what a cache reads before it writes is not
     counted. `past`: by stores past the cache, others are plain.
@@ -46,7 +43,7 @@ def run(result: Result, size: Size = Size(), where: str | None = None) -> None:
     where: a place whose memory it is (streams.memories()); without it also the matrix of nodes.
     """
     cpus = streams.allowed_cpus()
-    counts = thread_counts(size.threads, len(cpus))
+    counts = sorted({count or len(cpus) for count in size.threads if count <= len(cpus)})
     result.notes.append(
         f"bandwidth: {size.region_bytes >> 20} MiB, each thread a part of its own, on CPUs "
         f"{', '.join(str(cpu) for cpu in cpus[: counts[-1]])}"
@@ -58,8 +55,6 @@ def run(result: Result, size: Size = Size(), where: str | None = None) -> None:
             for count in counts
         }
         take_turns(result, functions, size)
-        for sampler in functions.values():
-            sampler.check_contents()
     if where is None:
         _matrix(result, size)
     for kind in kinds() if counts[-1] > 1 else ():
@@ -71,12 +66,7 @@ class Sampler:
     """Streams of one kind on some CPUs, each over its own part of the memory."""
 
     def __init__(
-        self,
-        result: Result,
-        kind: str,
-        memory: Bytes,
-        cpus: list[int] | tuple[int, ...],
-        tail: str = "",
+        self, result: Result, kind: str, memory: Bytes, cpus: Sequence[int], tail: str = ""
     ):
         self.result, self.memory, self.cpus = result, memory, cpus
         self.kind, self.check = kind, f"{kind}{tail}_{len(cpus)}t_right"
@@ -86,10 +76,8 @@ class Sampler:
         # What is written is new each time: else what an earlier stream wrote would pass for it.
         self.turn += 1
         running = [
-            Stream(self.kind, part, cpu, first_word=(self.turn << 40) + (index << 32))
-            for index, (part, cpu) in enumerate(
-                zip(streams.parts(self.memory, len(self.cpus)), self.cpus, strict=True)
-            )
+            one._replace(first_word=(self.turn << 40) + (index << 32))
+            for index, one in enumerate(streams.split(self.kind, self.memory, self.cpus))
         ]
         return running, loops.memory_run(running, seconds)
 
@@ -111,6 +99,8 @@ def take_turns(result: Result, functions: dict[str, Sampler], size: Size) -> Non
     calls = {name: partial(sampler, size.sample_s) for name, sampler in functions.items()}
     for name, speeds in interleave_reported(calls, size.rounds).items():
         result.measure(name, speeds, "GB/s")
+    for sampler in functions.values():
+        sampler.check_contents()
 
 
 def _matrix(result: Result, size: Size) -> None:
@@ -118,11 +108,9 @@ def _matrix(result: Result, size: Size) -> None:
     where = streams.places(size.region_bytes)
     for node in where.memory if where.several else ():
         with loops.memory_taken(size.region_bytes, node.node) as memory:
-            functions: dict[str, Sampler] = {}
-            for near, cpus in where.cpus.items():
-                name = f"read_node{node.node}_from_node{near}"
-                tail = name.removeprefix("read")
-                functions[name] = Sampler(result, "read", memory, cpus, tail)
+            tails = {near: f"_node{node.node}_from_node{near}" for near in where.cpus}
+            functions = {
+                f"read{tails[near]}": Sampler(result, "read", memory, cpus, tails[near])
+                for near, cpus in where.cpus.items()
+            }
             take_turns(result, functions, size)
-            for sampler in functions.values():
-                sampler.check_contents()

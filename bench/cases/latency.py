@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cxlkv.arrays import Bytes
 from cxlkv.bench import loops, streams
 from cxlkv.bench.loops import Stream
 from cxlkv.bench.measure import interleave_reported
 from cxlkv.bench.result import Result
-
-BLOCK_BYTES = 4096
-UNPACED_BYTES = 256 << 10  # the clock is looked at after each block
 
 
 @dataclass(frozen=True)
@@ -60,8 +56,9 @@ def run(result: Result, size: Size = Size(), where: str | None = None) -> None:
         }
         if len(cpus) > 1:
             for pace in size.pace_ns:
-                name = f"loaded_{BLOCK_BYTES / pace:.3g}_each" if pace else "loaded_full"
-                functions[name] = _loaded(result, rings[-1], load, cpus, pace)
+                name = f"loaded_{streams.PACED_BYTES / pace:.3g}_each" if pace else "loaded_full"
+                others = streams.split("read", load, cpus[1:], pace)
+                functions[name] = _chasing(result, Stream("chase", rings[-1], cpus[0]), others)
         else:
             result.notes.append("latency: not measured loaded, this process has one CPU only")
         _take_turns(result, functions, size)
@@ -76,31 +73,19 @@ Sampler = Callable[[float], tuple[float, float]]
 """Of seconds: nanoseconds a load, and GB/s of the other threads."""
 
 
-def _chasing(result: Result, chase: Stream, load: list[Stream] | None = None) -> Sampler:
+def _chasing(result: Result, chase: Stream, load: Sequence[Stream] = ()) -> Sampler:
     def sample(seconds: float) -> tuple[float, float]:
-        loading = load or []
-        found = loops.memory_run([chase, *loading], seconds)
-        first_words = [0, *(int(one.memory.view("u8")[0]) for one in loading)]
-        right = all(
+        found = loops.memory_run([chase, *load], seconds)
+        first_words = [0, *(int(one.memory.view("u8")[0]) for one in load)]
+        right = [
             streams.sum_is_right(one, did, first)
-            for one, did, first in zip([chase, *loading], found, first_words, strict=True)
-        )
-        result.checks["latency_sums_right"] = right and result.checks.get(
-            "latency_sums_right", True
-        )
-        speed = streams.speed(found[1:]) if loading else 0.0
-        return found[0].seconds / found[0].steps * 1e9, speed
+            for one, did, first in zip([chase, *load], found, first_words, strict=True)
+        ]
+        before = result.checks.get("latency_sums_right", True)
+        result.checks["latency_sums_right"] = before and all(right)
+        return streams.ns_a_load(found[0]), streams.speed(found[1:])
 
     return sample
-
-
-def _loaded(result: Result, ring: Bytes, load: Bytes, cpus: list[int], pace_ns: int) -> Sampler:
-    block = BLOCK_BYTES if pace_ns else UNPACED_BYTES
-    others = [
-        Stream("read", part, cpu, block_bytes=block, pace_ns=pace_ns)
-        for part, cpu in zip(streams.parts(load, len(cpus) - 1), cpus[1:], strict=True)
-    ]
-    return _chasing(result, Stream("chase", ring, cpus[0]), others)
 
 
 def _take_turns(result: Result, functions: dict[str, Sampler], size: Size) -> None:
@@ -115,18 +100,11 @@ def _matrix(result: Result, size: Size) -> None:
     """Every node's memory from every node's CPUs, where there are several."""
     region_bytes = size.region_bytes[-1]
     where = streams.places(region_bytes)
-    if not where.several:
-        return
-    for node in where.memory:
+    for node in where.memory if where.several else ():
         with loops.memory_taken(region_bytes, node.node) as ring:
             loops.memory_ring(ring, seed=1)
-            _take_turns(
-                result,
-                {
-                    f"node{node.node}_from_node{near}": _chasing(
-                        result, Stream("chase", ring, cpus[0])
-                    )
-                    for near, cpus in where.cpus.items()
-                },
-                size,
-            )
+            functions = {
+                f"node{node.node}_from_node{near}": _chasing(result, Stream("chase", ring, cpus[0]))
+                for near, cpus in where.cpus.items()
+            }
+            _take_turns(result, functions, size)
