@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import ml_dtypes
-import numpy as np
-
-from cxlkv.arrays import Bytes
 from cxlkv.bench import loops
-from cxlkv.bench.cases.transfer import Mapped, append_all
+from cxlkv.bench.cases.transfer import Fetches
 from cxlkv.bench.measure import interleave
-from cxlkv.bench.pools import Shape, pool_in_file, same_for_all
+from cxlkv.bench.pools import Shape, pool_in_file
 from cxlkv.bench.result import Result
 from cxlkv.bench.streams import size_name
 from cxlkv.pool import CXLPool
@@ -46,56 +41,17 @@ def run(result: Result, size: Size = Size()) -> None:
 
 
 def _measure(result: Result, pool: CXLPool, path: Path, shape: Shape, size: Size) -> None:
-    sequence = append_all(pool, shape, shape.noise(1), shape.noise(2))
-    batch = pool.batch([sequence])
-    mapped = Mapped(pool, path, shape)
-    ids = sequence.pages.astype(np.int64)
-    pages = max(1, size.call_bytes // (2 * shape.kv_heads * mapped.piece_bytes))
-    order = np.random.default_rng(3).permutation(len(ids))
-    # The pages of each call, and where their pieces of K and of V lie.
-    calls = []
-    for first in range(0, len(ids) - pages + 1, pages):
-        chosen = np.sort(order[first : first + pages]).astype(np.int32)
-        picked = same_for_all(chosen, shape.kv_heads)
-        calls.append((picked, mapped.offsets(ids[chosen], 0)))
-    full = (1, shape.kv_heads, pages, shape.page_tokens, shape.head_dim)
-    out = (np.empty(full, ml_dtypes.bfloat16), np.empty(full, ml_dtypes.bfloat16))
-    flat = [array.view(np.uint8).reshape(-1) for array in out]
+    pages = max(1, size.call_bytes // (shape.layout.token_bytes * shape.page_tokens))
+    fetches = Fetches(pool, path, shape, pages)
+    mapped, name = fetches.mapped, size_name(fetches.mapped.piece_bytes)
 
-    def fetch_one(call: int) -> None:
-        batch.fetch(0, calls[call][0], out=out)
-
-    def memcpy_one(call: int) -> None:
-        for offsets, to in zip(calls[call][1], flat, strict=True):
+    def memcpy(call: int) -> None:
+        for offsets, to in zip(fetches.calls[call][2], fetches.flat, strict=True):
             loops.memory_gather_s(to, mapped.bytes, offsets, mapped.piece_bytes)
 
-    def every(one: Callable[[int], None]) -> Callable[[], None]:
-        def loop() -> None:
-            for call in range(len(calls)):
-                one(call)
-
-        return loop
-
-    name = size_name(mapped.piece_bytes)
-    result.checks[f"fetch_{name}_right"] = all(
-        _same(flat, fetch_one, memcpy_one, call) for call in (0, len(calls) - 1)
-    )
-    functions = {f"memcpy_{name}": every(memcpy_one), f"fetch_{name}": every(fetch_one)}
-    total = len(calls) * sum(array.size for array in flat)
-    speed = result.speeds(interleave(functions, size.rounds), total)
+    result.checks[f"fetch_{name}_right"] = fetches.same(memcpy)
+    both = {f"memcpy_{name}": memcpy, f"fetch_{name}": fetches.fetch}
+    functions = {form: fetches.each(one) for form, one in both.items()}
+    speed = result.speeds(interleave(functions, size.rounds), fetches.bytes)
     result.ratios[f"fetch_{name}_to_memcpy"] = speed[f"fetch_{name}"] / speed[f"memcpy_{name}"]
-    sequence.release()
-
-
-def _same(
-    flat: list[Bytes],
-    fetch_one: Callable[[int], None],
-    memcpy_one: Callable[[int], None],
-    call: int,
-) -> bool:
-    fetch_one(call)
-    got = [array.copy() for array in flat]
-    for array in flat:
-        array[:] = 0
-    memcpy_one(call)
-    return all(np.array_equal(a, b) for a, b in zip(got, flat, strict=True))
+    fetches.sequence.release()

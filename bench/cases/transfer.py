@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,60 +140,78 @@ def append_moves(
     return moves
 
 
+class Fetches:
+    """Calls that fetch so many pages each of a whole sequence, in random order."""
+
+    def __init__(self, pool: CXLPool, path: Path, size: Shape, pages: int):
+        self.sequence = append_all(pool, size, size.noise(1), size.noise(2))
+        self.batch, self.mapped = pool.batch([self.sequence]), Mapped(pool, path, size)
+        shape = (1, size.kv_heads, pages, size.page_tokens, size.head_dim)
+        self.out = (np.empty(shape, ml_dtypes.bfloat16), np.empty(shape, ml_dtypes.bfloat16))
+        self.flat: list[Bytes] = [array.view(np.uint8).reshape(-1) for array in self.out]
+        ids = self.sequence.pages.astype(np.int64)
+        order = np.random.default_rng(3).permutation(len(ids))
+        # The pages of each call, and where their pieces of K and of V lie.
+        self.calls: list[tuple[int, Selection, list[npt.NDArray[np.uint64]]]] = []
+        for first in range(0, len(ids) - pages + 1, pages):
+            chosen = np.sort(order[first : first + pages]).astype(np.int32)
+            picked = same_for_all(chosen, size.kv_heads)
+            for layer in range(size.layers):
+                self.calls.append((layer, picked, self.mapped.offsets(ids[chosen], layer)))
+
+    @property
+    def bytes(self) -> int:
+        return len(self.calls) * sum(array.size for array in self.flat)
+
+    def fetch(self, call: int) -> None:
+        layer, picked, _ = self.calls[call]
+        self.batch.fetch(layer, picked, out=self.out)
+
+    def each(self, one: Callable[[int], None]) -> Callable[[], None]:
+        def loop() -> None:
+            for call in range(len(self.calls)):
+                one(call)
+
+        return loop
+
+    def same(self, copy: Callable[[int], None]) -> bool:
+        """Whether the first and the last call fetch what `copy` brings."""
+        for call in (0, len(self.calls) - 1):
+            self.fetch(call)
+            got = [array.copy() for array in self.flat]
+            for array in self.flat:
+                array[:] = 0
+            copy(call)
+            if not all(np.array_equal(a, b) for a, b in zip(got, self.flat, strict=True)):
+                return False
+        return True
+
+
 def measure_fetch(result: Result, pool: CXLPool, path: Path, size: Size, name: str) -> None:
-    sequence = append_all(pool, size, size.noise(1), size.noise(2))
-    batch = pool.batch([sequence])
-    mapped = Mapped(pool, path, size)
-    pieces = mapped.bytes[: len(mapped.bytes) // mapped.piece_bytes * mapped.piece_bytes]
-    rows = pieces.reshape(-1, mapped.piece_bytes)
-    shape = (1, size.kv_heads, CALL_PAGES, size.page_tokens, size.head_dim)
-    out = (np.empty(shape, ml_dtypes.bfloat16), np.empty(shape, ml_dtypes.bfloat16))
-    flat = [array.view(np.uint8).reshape(-1, mapped.piece_bytes) for array in out]
-    ids = sequence.pages.astype(np.int64)
-    order = np.random.default_rng(3).permutation(len(ids))
-    calls: list[tuple[int, Selection, list[npt.NDArray[np.int64]]]] = []
-    for first in range(0, len(ids), CALL_PAGES):
-        chosen = np.sort(order[first : first + CALL_PAGES]).astype(np.int32)
-        picked = same_for_all(chosen, size.kv_heads)
-        for layer in range(size.layers):
-            calls.append((layer, picked, piece_rows(mapped, ids[chosen], layer)))
-
-    def fetch() -> None:
-        for layer, picked, _ in calls:
-            batch.fetch(layer, picked, out=out)
-
-    def memcpy() -> None:
-        for _, _, indices in calls:
-            for index, to in zip(indices, flat, strict=True):
-                np.take(rows, index, axis=0, out=to, mode="clip")
-
-    batch.fetch(calls[-1][0], calls[-1][1], out=out)
-    got = [array.copy() for array in flat]
-    for index, to in zip(calls[-1][2], flat, strict=True):
-        np.take(rows, index, axis=0, out=to, mode="clip")
-    result.checks[f"fetch_{name}_right"] = all(
-        np.array_equal(a, b) for a, b in zip(got, flat, strict=True)
-    )
-    total = pool.layout.token_bytes * size.tokens
-    report(result, name, "fetch", {"memcpy_fetch": memcpy, "fetch": fetch}, total, size)
-    sequence.release()
-
-
-def piece_rows(
-    mapped: Mapped, ids: npt.NDArray[np.int64], layer: int
-) -> list[npt.NDArray[np.int64]]:
-    """Indices of K and V pieces in the file, in the order in which fetch() writes them."""
-    found = mapped.offsets(ids, layer)
-    if any((offsets % mapped.piece_bytes).any() for offsets in found):
+    fetches = Fetches(pool, path, size, CALL_PAGES)
+    whole, piece = fetches.mapped.bytes, fetches.mapped.piece_bytes
+    rows = whole[: len(whole) // piece * piece].reshape(-1, piece)
+    flat = [array.reshape(-1, piece) for array in fetches.flat]
+    places = [offsets for _, _, both in fetches.calls for offsets in both]
+    if any((offsets % piece).any() for offsets in places):
         raise ValueError("pieces are not aligned to their size: choose a power-of-two size")
-    return [(offsets // mapped.piece_bytes).astype(np.int64) for offsets in found]
+    indices = [(offsets // piece).astype(np.int64) for offsets in places]
+
+    def memcpy(call: int) -> None:
+        for index, to in zip(indices[2 * call : 2 * call + 2], flat, strict=True):
+            np.take(rows, index, axis=0, out=to, mode="clip")
+
+    result.checks[f"fetch_{name}_right"] = fetches.same(memcpy)
+    functions = {"memcpy_fetch": fetches.each(memcpy), "fetch": fetches.each(fetches.fetch)}
+    report(result, name, "fetch", functions, fetches.bytes, size)
+    fetches.sequence.release()
 
 
 def report(
     result: Result,
     name: str,
     verb: str,
-    functions: dict[str, Callable[[], object]],
+    functions: Mapping[str, Callable[[], object]],
     total_bytes: int,
     size: Size,
 ) -> None:
