@@ -247,7 +247,9 @@ CHECKS = {
         "hosts_recover(const hosts *h) {\n    hosts_open_fences(h);\n    hosts_unlock(h);",
     ),
     "RECOVER_CLAIMS": Check(
-        "coherence/membership.c", "    hosts_forget_claims(h, hosts_commits(h, h->self));\n", ""
+        "coherence/membership.c",
+        "(hosts_forget_claims(h, hosts_commits(h, h->self)), 0)",
+        "0",
     ),
     "CLOSE": Check(
         "coherence/fences.c",

@@ -225,12 +225,7 @@ static void check_late(cxlkv_pool *pool, report *report) {
 }
 
 static int check_superblock(cxlkv_pool *pool) {
-    guard fault;
-    volatile int code = 0;
-    GUARD_BEGIN(fault) {
-        code = check_superblock_bytes(pool);
-    } GUARD_END(fault, code = poison_error_locked(pool, &fault))
-    return code;
+    return GUARDED(check_superblock_bytes(pool), poison_error_locked(pool, &fault));
 }
 
 /* Lines of a host that cannot be read: those before its log, and one of each 4 KiB of the rest, or

@@ -107,13 +107,8 @@ int64_t cxlkv_pool_processes(cxlkv_pool *pool, cxlkv_overview *overview, cxlkv_p
 __attribute__((noinline))
 static bool state_fits(const host_state *host, uint64_t nonce, uint32_t page_count,
                        const uint8_t identity[16]) {
-    guard fault;
-    volatile bool fits = false;
-    GUARD_BEGIN(fault) {
-        fits = host_state_fits(host, page_count, identity) &&
-               (nonce == 0 || host->nonce == nonce);
-    } GUARD_END(fault, fits = false)
-    return fits;
+    return GUARDED(host_state_fits(host, page_count, identity) &&
+                   (nonce == 0 || host->nonce == nonce), false);
 }
 
 /* A host state, mapped for reading; its file tells who of its processes lives. */
@@ -218,13 +213,8 @@ static void inspect_saved(const source *from, cxlkv_counters *totals) {
 __attribute__((noinline))
 static int64_t inspect_guarded(const seen_state *state, uint32_t page_count, const char *path,
                                cxlkv_overview *overview, cxlkv_process *out, uint32_t capacity) {
-    guard fault;
-    volatile int64_t count = 0;
-    GUARD_BEGIN(fault) {
-        count = inspect_state(state->host, state->fd, page_count, overview, out, capacity);
-    } GUARD_END(fault, count = fail(CXLKV_E_POISON, "%s: its host state was cut while it was read",
-                                    path))
-    return count;
+    return GUARDED(inspect_state(state->host, state->fd, page_count, overview, out, capacity),
+                   fail(CXLKV_E_POISON, "%s: its host state was cut while it was read", path));
 }
 
 static int64_t peek_at(const source *from, const char *path, cxlkv_overview *overview,

@@ -52,6 +52,16 @@ guard **guard_current(void);
         *guard_current() = (g).previous; \
         on_fault;                        \
     }
+/* The value of `work`, or, after a SIGBUS in it, of `on_fault`, which may look at `fault`. */
+#define GUARDED(work, on_fault)                        \
+    __extension__({                                    \
+        guard fault;                                   \
+        volatile __typeof__(work) guarded;             \
+        GUARD_BEGIN(fault) {                           \
+            guarded = (work);                          \
+        } GUARD_END(fault, guarded = (on_fault))       \
+        guarded;                                       \
+    })
 
 /* Between two looks at what another thread or process writes. */
 static inline void cpu_relax(void) {

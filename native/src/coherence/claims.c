@@ -85,12 +85,7 @@ static int look_at_claimant(const hosts *h, uint32_t host, claimant *by) {
 }
 
 static int read_claimant(const hosts *h, uint32_t host, claimant *by) {
-    guard fault;
-    volatile int code = 0;
-    GUARD_BEGIN(fault) {
-        code = look_at_claimant(h, host, by);
-    } GUARD_END(fault, code = hosts_lost(h, &fault))
-    return code;
+    return GUARDED(look_at_claimant(h, host, by), hosts_lost(h, &fault));
 }
 
 /* What one host claims. 0, or -CXLKV_E_CORRUPT: another claims some of it, too. */
@@ -110,12 +105,7 @@ static int consider_all(const hosts *h, uint32_t host, const claimant *by, exten
 }
 
 static int add_claims(const hosts *h, uint32_t host, const claimant *by, extent_owner *owners) {
-    guard fault;
-    volatile int code = 0;
-    GUARD_BEGIN(fault) {
-        code = consider_all(h, host, by, owners);
-    } GUARD_END(fault, code = hosts_lost(h, &fault))
-    return code;
+    return GUARDED(consider_all(h, host, by, owners), hosts_lost(h, &fault));
 }
 
 int hosts_owners(const hosts *h, extent_owner *owners) {
@@ -186,12 +176,7 @@ static int make_claims(const hosts *h, const extent_owner *owners, uint32_t coun
 
 int hosts_claim(const hosts *h, const extent_owner *owners, uint32_t count,
                 const uint32_t *extents, bool ours) {
-    guard fault;
-    volatile int code = 0;
-    GUARD_BEGIN(fault) {
-        code = make_claims(h, owners, count, extents, ours);
-    } GUARD_END(fault, code = hosts_lost(h, &fault))
-    return code;
+    return GUARDED(make_claims(h, owners, count, extents, ours), hosts_lost(h, &fault));
 }
 
 static void forget_pair(const hosts *h, uint32_t extent, uint64_t commits) {
@@ -204,10 +189,7 @@ static void forget_pair(const hosts *h, uint32_t extent, uint64_t commits) {
 }
 
 static void forget_claim(const hosts *h, uint32_t extent, uint64_t commits) {
-    guard fault;
-    GUARD_BEGIN(fault) {
-        forget_pair(h, extent, commits);
-    } GUARD_END(fault, hosts_lost(h, &fault))
+    GUARDED((forget_pair(h, extent, commits), 0), hosts_lost(h, &fault));
 }
 
 void hosts_forget_claims(const hosts *h, uint64_t commits) {

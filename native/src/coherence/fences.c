@@ -118,12 +118,7 @@ static int fence_by_hand(const hosts *h, uint32_t host, uint32_t epoch, uint32_t
 /* Where a line is lost on the way the fence stays closed, as if we had died over it; our next
  * hosts_open_fences() opens it. */
 static int fence_to(const hosts *h, uint32_t host, uint32_t epoch, uint32_t state) {
-    guard fault;
-    volatile int code = 0;
-    GUARD_BEGIN(fault) {
-        code = fence_by_hand(h, host, epoch, state);
-    } GUARD_END(fault, code = hosts_lost(h, &fault))
-    return code;
+    return GUARDED(fence_by_hand(h, host, epoch, state), hosts_lost(h, &fault));
 }
 
 int hosts_fence(const hosts *h, uint32_t host, uint32_t epoch) {

@@ -117,12 +117,7 @@ static void write_name(const hosts *h, uint32_t host, host_name *name) {
 }
 
 int hosts_name_again(const hosts *h, uint32_t host, host_name *name) {
-    guard fault;
-    volatile int code = 0;
-    GUARD_BEGIN(fault) {
-        write_name(h, host, name);
-    } GUARD_END(fault, code = hosts_lost(h, &fault))
-    return code;
+    return GUARDED((write_name(h, host, name), 0), hosts_lost(h, &fault));
 }
 
 /* ---- commits ---- */
@@ -159,10 +154,7 @@ bool hosts_beat(const hosts *h, uint64_t beats, uint64_t wanted_extents) {
 
 /* With the next beat; what is lost of it, that tells. */
 static void say(const hosts *h, uint32_t word, uint64_t value) {
-    guard fault;
-    GUARD_BEGIN(fault) {
-        flush_store_word(beat_word(h, h->self, word), value);
-    } GUARD_END(fault, (void)fault)
+    GUARDED((flush_store_word(beat_word(h, h->self, word), value), 0), 0);
 }
 
 static uint64_t said(const hosts *h, uint32_t host, uint32_t word) {

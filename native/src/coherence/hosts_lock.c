@@ -12,12 +12,7 @@ static void put_slot(const hosts *h, bool chooses, uint64_t ticket) {
 }
 
 static int set_slot(const hosts *h, bool chooses, uint64_t ticket) {
-    guard fault;
-    volatile int code = 0;
-    GUARD_BEGIN(fault) {
-        put_slot(h, chooses, ticket);
-    } GUARD_END(fault, code = hosts_lost(h, &fault))
-    return code;
+    return GUARDED((put_slot(h, chooses, ticket), 0), hosts_lost(h, &fault));
 }
 
 static uint64_t largest_ticket(const hosts *h) {

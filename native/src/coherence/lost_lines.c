@@ -35,24 +35,14 @@ int hosts_lost(const hosts *h, const guard *fault) {
 }
 
 bool line_try(const hosts *h, void *to, const void *line) {
-    guard fault;
-    volatile bool read = true;
-    GUARD_BEGIN(fault) {
-        flush_load_line(to, line);
-    } GUARD_END(fault, read = false)
-    if (read) return true;
+    if (GUARDED((flush_load_line(to, line), true), false)) return true;
     memset(to, 0, LINE_BYTES);
     tell(h, host_of(h, (uintptr_t)line));
     return false;
 }
 
 bool word_try(const hosts *h, const void *word, uint64_t *value) {
-    guard fault;
-    volatile bool read = true;
-    GUARD_BEGIN(fault) {
-        *value = flush_load_word(word);
-    } GUARD_END(fault, read = false)
-    if (read) return true;
+    if (GUARDED((*value = flush_load_word(word), true), false)) return true;
     *value = 0;
     tell(h, host_of(h, (uintptr_t)word));
     return false;

@@ -54,32 +54,21 @@ static int attach(hosts *h, uint64_t nonce) {
 }
 
 int hosts_attach(hosts *h, uint64_t nonce) {
-    guard fault;
-    volatile int code = 0;
-    GUARD_BEGIN(fault) {
-        code = attach(h, nonce);
-    } GUARD_END(fault, code = hosts_lost(h, &fault))
-    return code;
+    return GUARDED(attach(h, nonce), hosts_lost(h, &fault));
 }
 
 /* Who fences this epoch from now on counts no fewer commits than who has: no smaller cut comes. */
 int hosts_return(hosts *h, uint64_t nonce, const host_fence *fence) {
     const host_name name = {.nonce = nonce, .epoch = h->epoch, .status = HOST_LIVE};
-    guard fault;
-    volatile int code = epoch_check(h, h->epoch);
+    int code = epoch_check(h, h->epoch);
     if (code < 0) return code;
     hosts_open_fences(h);
-    GUARD_BEGIN(fault) {
-        attach_as(h, &name, nonce, fence);
-    } GUARD_END(fault, code = hosts_lost(h, &fault))
-    return code;
+    return GUARDED((attach_as(h, &name, nonce, fence), 0), hosts_lost(h, &fault));
 }
 
 void hosts_recover_claims(const hosts *h) {
-    guard fault;
-    GUARD_BEGIN(fault) {
-        hosts_forget_claims(h, hosts_commits(h, h->self));
-    } GUARD_END(fault, hosts_lost(h, &fault)) /* without a commit they count nowhere */
+    /* What is not forgotten counts nowhere without a commit. */
+    GUARDED((hosts_forget_claims(h, hosts_commits(h, h->self)), 0), hosts_lost(h, &fault));
     hosts_unlock(h);
 }
 

@@ -296,12 +296,7 @@ static void note_bad(blocks_job *job, uint32_t sequence, uint32_t place, int cod
 
 static int block_guarded(const blocks_job *job, const layer_view *view, uint32_t page,
                          uint32_t entry) {
-    guard fault;
-    volatile int code = 0;
-    GUARD_BEGIN(fault) {
-        code = block_fill(job, view, page, entry);
-    } GUARD_END(fault, code = poison_error(job->batch->pool, &fault))
-    return code;
+    return GUARDED(block_fill(job, view, page, entry), poison_error(job->batch->pool, &fault));
 }
 
 /* An error of a block is its sequence's: the others' go on. */

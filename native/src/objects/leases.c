@@ -66,10 +66,7 @@ int64_t cxlkv_lease_take(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
         if (code == 0) drop_damaged(made);
         else objects_drop(pool, count, made->places);
     }
-    for (uint32_t i = 0; code >= 0 && i < count; i++) {
-        const object_place *place = &made->places[i];
-        sizes[i] = place->code < 0 ? place->code : (int64_t)place->bytes;
-    }
+    for (uint32_t i = 0; code >= 0 && i < count; i++) sizes[i] = object_size(&made->places[i]);
     if (code == 0) tell_addresses(made, addresses);
     pool_leave(pool);
     if (code < 0 && made) lease_free(made);

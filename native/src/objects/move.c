@@ -149,12 +149,9 @@ static int get_task(void *context, uint32_t item) {
     const move_job *job = context;
     const uint32_t object = object_of(job, item);
     const uint64_t first = (item - job->spans[object]) * job->span_bytes;
-    guard fault;
-    volatile int code = 0;
     expect_item(job, item + job->pool->thread_count);
-    GUARD_BEGIN(fault) {
-        code = get_span(job, object, first) ? 0 : -CXLKV_E_CORRUPT;
-    } GUARD_END(fault, code = poison_error(job->pool, &fault))
+    int code = GUARDED(get_span(job, object, first) ? 0 : -CXLKV_E_CORRUPT,
+                       poison_error(job->pool, &fault));
     if (job->stream) store_fence();
     if (code == -EFAULT) return -EFAULT; /* the caller's own memory */
     if (code < 0) object_set_damaged(job->pool, &job->places[object]);
@@ -191,7 +188,7 @@ static int64_t get_held(move_job *job, int64_t *sizes) {
         damaged |= job->places[i].code == CXLKV_OBJECT_DAMAGED;
     if (code == 0 && damaged) code = run_tasks(job->pool, job->count, clear_task, job);
     for (uint32_t i = 0; code == 0 && i < job->count; i++) {
-        sizes[i] = job->places[i].code < 0 ? job->places[i].code : (int64_t)job->places[i].bytes;
+        sizes[i] = object_size(&job->places[i]);
         moved += sizes[i] > 0 ? sizes[i] : 0;
     }
     free(job->spans);
@@ -239,11 +236,7 @@ static int put_task(void *context, uint32_t item) {
     const move_job *job = context;
     const uint32_t object = object_of(job, item);
     const uint64_t first = (item - job->spans[object]) * job->span_bytes;
-    guard fault;
-    volatile int code = 0;
-    GUARD_BEGIN(fault) {
-        put_span(job, object, first);
-    } GUARD_END(fault, code = poison_error(job->pool, &fault))
+    int code = GUARDED((put_span(job, object, first), 0), poison_error(job->pool, &fault));
     store_fence(); /* of this thread's own non-temporal stores */
     return code;
 }

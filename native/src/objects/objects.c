@@ -4,10 +4,8 @@
  * sums the bytes without a lock, and publishes; a get holds what it found, copies, and gives it
  * back. So a reader meets whole objects only, and nobody's page is reused under it. */
 #include <stdlib.h>
-#include <string.h>
 
 #include "base/crc32c.h"
-#include "base/flush.h"
 #include "coherence/lines.h"
 #include "objects/objects.h"
 #include "pool/pages.h"
@@ -51,8 +49,10 @@ static object_place find_place(cxlkv_pool *pool, const uint8_t *keys, uint64_t i
     return place;
 }
 
-/* The descriptors of other hosts' pages that are about to be read, from memory. */
-static void look_at(cxlkv_pool *pool, uint32_t count, const uint8_t *keys) {
+/* What other hosts said, and the descriptors of theirs that are about to be read, from memory. */
+static void follow(cxlkv_pool *pool, uint32_t count, const uint8_t *keys) {
+    if (!pool->shared) return;
+    peers_follow(pool);
     flush_fence_all(FLUSH_ACQUIRE_BEGIN_FENCE);
     for (uint64_t i = 0; i < count; i++) {
         uint64_t hash[2];
@@ -136,10 +136,7 @@ static void expect_place(const cxlkv_pool *pool, uint32_t count, const uint8_t *
 static int hold_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                        object_place *places) {
     uint64_t found = 0;
-    if (pool->shared) {
-        peers_follow(pool);
-        look_at(pool, count, keys);
-    }
+    follow(pool, count, keys);
     for (uint32_t i = 0; i < count; i++) {
         expect_place(pool, count, keys, i);
         places[i] = find_place(pool, keys, i);
@@ -170,15 +167,11 @@ static uint32_t drop_places(cxlkv_pool *pool, uint32_t count, object_place *plac
 }
 
 int objects_hold(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, object_place *places) {
-    guard fault;
-    volatile int outcome = 0;
     for (uint32_t i = 0; i < count; i++)
         places[i] = (object_place){.page = NO_PAGE, .code = CXLKV_OBJECT_ABSENT};
-    int code = host_lock(pool);
-    if (code < 0) return code;
-    GUARD_BEGIN(fault) {
-        outcome = hold_places(pool, count, keys, places);
-    } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
+    int outcome = host_lock(pool);
+    if (outcome < 0) return outcome;
+    outcome = GUARDED(hold_places(pool, count, keys, places), poison_error_locked(pool, &fault));
     if (outcome < 0) drop_places(pool, count, places, true);
     host_unlock(pool);
     return outcome;
@@ -191,29 +184,23 @@ uint32_t objects_drop(cxlkv_pool *pool, uint32_t count, object_place *places) {
     return dropped;
 }
 
+static int64_t sizes_of(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, int64_t *sizes) {
+    int64_t found = 0;
+    follow(pool, count, keys);
+    for (uint32_t i = 0; i < count; i++) {
+        object_place place = find_place(pool, keys, i);
+        sizes[i] = object_size(&place);
+        found += place.code == 0;
+    }
+    return found;
+}
+
 int64_t cxlkv_objects_sizes(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                             int64_t *sizes) {
     int64_t code = pool_enter(pool);
     if (code < 0) return code;
     code = objects_check(pool);
-    if (code == 0) code = host_lock(pool);
-    if (code == 0) {
-        guard fault;
-        volatile int64_t outcome = 0;
-        GUARD_BEGIN(fault) {
-            if (pool->shared) {
-                peers_follow(pool);
-                look_at(pool, count, keys);
-            }
-            for (uint32_t i = 0; i < count; i++) {
-                object_place place = find_place(pool, keys, i);
-                sizes[i] = place.code < 0 ? place.code : (int64_t)place.bytes;
-                outcome += place.code == 0;
-            }
-        } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
-        host_unlock(pool);
-        code = outcome;
-    }
+    if (code == 0) code = HOST_LOCKED(pool, sizes_of(pool, count, keys, sizes));
     pool_leave(pool);
     return code;
 }
@@ -254,14 +241,11 @@ static int verify_task(void *context, uint32_t item) {
     const verify_job *job = context;
     cxlkv_pool *pool = job->pool;
     object_place *place = &job->places[item];
-    guard fault;
-    volatile bool right = false;
     uint32_t crc;
     if (!is_unseen(pool, place)) return 0;
-    GUARD_BEGIN(fault) {
-        right = object_crc(pool, place, &crc) &&
-                crc == crc32c(0, object_at(pool, place->page), place->bytes);
-    } GUARD_END(fault, poison_error(pool, &fault))
+    bool right = GUARDED(object_crc(pool, place, &crc) &&
+                         crc == crc32c(0, object_at(pool, place->page), place->bytes),
+                         poison_error(pool, &fault) == 0);
     if (right) object_set_seen(pool, place);
     else object_set_damaged(pool, place);
     return 0;
@@ -305,12 +289,10 @@ static int take_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
 /* With so many pages free, if that can be had; then it says how many are needed. */
 static int try_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                       object_place *places, int32_t *codes, uint32_t *pages, uint64_t *room) {
-    guard fault;
-    volatile int outcome = host_lock_with_room(pool, *room);
+    int outcome = host_lock_with_room(pool, *room);
     if (outcome < 0) return outcome;
-    GUARD_BEGIN(fault) {
-        outcome = take_places(pool, count, keys, places, codes, pages, room);
-    } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
+    outcome = GUARDED(take_places(pool, count, keys, places, codes, pages, room),
+                      poison_error_locked(pool, &fault));
     host_unlock(pool);
     return outcome;
 }
@@ -350,12 +332,10 @@ static int64_t publish_places(cxlkv_pool *pool, uint32_t count, const uint8_t *k
 
 int64_t objects_publish(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                         const object_place *places, int32_t *codes) {
-    guard fault;
-    volatile int64_t published = host_lock(pool);
+    int64_t published = host_lock(pool);
     if (published < 0) return published;
-    GUARD_BEGIN(fault) {
-        published = publish_places(pool, count, keys, places, codes);
-    } GUARD_END(fault, published = poison_error_locked(pool, &fault))
+    published = GUARDED(publish_places(pool, count, keys, places, codes),
+                        poison_error_locked(pool, &fault));
     rewrite_end(pool);
     host_unlock(pool);
     return published;

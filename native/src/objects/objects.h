@@ -31,4 +31,8 @@ int64_t objects_publish(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
 bool object_crc(const cxlkv_pool *pool, const object_place *place, uint32_t *crc);
 void object_set_seen(cxlkv_pool *pool, const object_place *place); /* right, in this process */
 void object_set_damaged(cxlkv_pool *pool, object_place *place);
+/* Its bytes, or why there are none. */
+static inline int64_t object_size(const object_place *place) {
+    return place->code < 0 ? place->code : (int64_t)place->bytes;
+}
 #endif

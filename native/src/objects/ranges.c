@@ -17,14 +17,11 @@ static int range_task(void *context, uint32_t item) {
     const range_job *job = context;
     const cxlkv_range *range = &job->ranges[item];
     const object_place *place = &job->places[range->object];
-    guard fault;
-    volatile int code = 0;
     job->sizes[item] = place->code;
     if (place->code < 0) return 0;
-    GUARD_BEGIN(fault) {
-        memcpy(job->to + range->target, object_at(job->pool, place->page) + range->offset,
-               range->bytes);
-    } GUARD_END(fault, code = poison_error(job->pool, &fault))
+    const uint8_t *from = object_at(job->pool, place->page) + range->offset;
+    int code = GUARDED((memcpy(job->to + range->target, from, range->bytes), 0),
+                       poison_error(job->pool, &fault));
     if (code == -EFAULT) return -EFAULT;
     if (code < 0) memset(job->to + range->target, 0, range->bytes);
     job->sizes[item] = code < 0 ? CXLKV_OBJECT_DAMAGED : (int64_t)range->bytes;

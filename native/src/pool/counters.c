@@ -81,11 +81,7 @@ bool counters_load(const uint8_t *from, cxlkv_counters *counters) {
 
 /* Where they cannot be read they begin at 0, as where nobody has saved any. */
 static void counters_try(const uint8_t *from, cxlkv_counters *counters) {
-    guard fault;
-    memset(counters, 0, sizeof(*counters));
-    GUARD_BEGIN(fault) {
-        counters_load(from, counters);
-    } GUARD_END(fault, memset(counters, 0, sizeof(*counters)))
+    if (!GUARDED(counters_load(from, counters), false)) memset(counters, 0, sizeof(*counters));
 }
 
 void counters_restore(cxlkv_pool *pool) {

@@ -65,13 +65,11 @@ static int take_some(cxlkv_pool *pool, uint64_t page_count) {
     uint32_t count = pool->geometry.extent_count;
     extent_owner *owners = malloc(count * (sizeof(*owners) + sizeof(uint32_t)));
     if (!owners) return -ENOMEM;
-    guard fault;
     hosts turn;
-    volatile int code = claim_lock(pool, &turn);
+    int code = claim_lock(pool, &turn);
     if (code == 0) {
-        GUARD_BEGIN(fault) {
-            code = take_with(pool, &turn, page_count, owners);
-        } GUARD_END(fault, code = claim_poisoned(pool, &turn, &fault))
+        code = GUARDED(take_with(pool, &turn, page_count, owners),
+                       claim_poisoned(pool, &turn, &fault));
         claim_unlock(pool);
     }
     free(owners);

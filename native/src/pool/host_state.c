@@ -253,18 +253,12 @@ int host_attach(cxlkv_pool *pool) {
 
 /* What outlives the host state: the totals, and when the pool was last in use (the file's time). */
 static void leave_traces(cxlkv_pool *pool) {
-    guard fault;
-    GUARD_BEGIN(fault) {
-        counters_save(pool);
-    } GUARD_END(fault, (void)fault) /* who leaves has no use for the loss of a count */
+    GUARDED((counters_save(pool), 0), 0); /* who leaves has no use for the loss of a count */
     futimens(pool->region.fd, NULL);
 }
 
 static void leave_pool(cxlkv_pool *pool) {
-    guard fault;
-    GUARD_BEGIN(fault) {
-        counters_save(pool);
-    } GUARD_END(fault, (void)fault) /* as above */
+    GUARDED((counters_save(pool), 0), 0); /* as above */
     peers_leave(pool);
 }
 

@@ -19,12 +19,7 @@ static bool says_so(cxlkv_pool *pool, const log_record *record) {
 
 /* What cannot be read is not so. */
 static bool is_so_now(cxlkv_pool *pool, const log_record *record) {
-    guard fault;
-    volatile bool so = false;
-    GUARD_BEGIN(fault) {
-        so = says_so(pool, record);
-    } GUARD_END(fault, poison_error_locked(pool, &fault))
-    return so;
+    return GUARDED(says_so(pool, record), poison_error_locked(pool, &fault) == 0);
 }
 
 /* Pages and texts change hands: another log may say what came before this record, or after it. */

@@ -62,10 +62,5 @@ int poison_error_locked(cxlkv_pool *pool, const guard *fault) {
 }
 
 int descriptor_try(cxlkv_pool *pool, uint32_t page, descriptor *copy) {
-    guard fault;
-    volatile int code = 0;
-    GUARD_BEGIN(fault) {
-        code = descriptor_read(pool, page, copy);
-    } GUARD_END(fault, code = poison_error_locked(pool, &fault))
-    return code;
+    return GUARDED(descriptor_read(pool, page, copy), poison_error_locked(pool, &fault));
 }

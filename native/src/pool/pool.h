@@ -162,6 +162,17 @@ int poison_error_locked(cxlkv_pool *pool, const guard *fault);
 /* descriptor_read() where nothing else catches a bus error: -CXLKV_E_POISON. */
 int descriptor_try(cxlkv_pool *pool, uint32_t page, descriptor *copy);
 
+/* The value of `work` under the host lock, or the error of that, or of a SIGBUS in it. */
+#define HOST_LOCKED(pool, work)                                              \
+    __extension__({                                                          \
+        int64_t locked = host_lock(pool);                                    \
+        if (locked == 0) {                                                   \
+            locked = GUARDED(work, poison_error_locked(pool, &fault));       \
+            host_unlock(pool);                                               \
+        }                                                                    \
+        locked;                                                              \
+    })
+
 /* ---- threads.c ---- */
 typedef int (*task_function)(void *context, uint32_t item);
 /* Runs items 0..count-1 on the pool's threads, each under a SIGBUS guard; the first error wins. */

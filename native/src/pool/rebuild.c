@@ -71,12 +71,7 @@ static bool rebuild_page(cxlkv_pool *pool, uint32_t page, const registered *proc
 }
 
 static bool rebuild_page_guarded(cxlkv_pool *pool, uint32_t page, const registered *processes) {
-    guard fault;
-    volatile bool sealed = false;
-    GUARD_BEGIN(fault) {
-        sealed = rebuild_page(pool, page, processes);
-    } GUARD_END(fault, pool->pages[page].retired = 1)
-    return sealed;
+    return GUARDED(rebuild_page(pool, page, processes), (pool->pages[page].retired = 1, false));
 }
 
 /* Where the index will be looked at, for all descriptors of a word: these are misses otherwise. */

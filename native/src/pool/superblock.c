@@ -207,12 +207,7 @@ int host_line_write(cxlkv_pool *pool, uint64_t nonce) {
 }
 
 uint64_t host_line_read(const cxlkv_pool *pool) {
-    guard fault;
-    volatile uint64_t nonce = 0;
-    GUARD_BEGIN(fault) {
-        nonce = host_line_nonce(pool->region.base);
-    } GUARD_END(fault, (void)fault)
-    return nonce;
+    return GUARDED(host_line_nonce(pool->region.base), 0);
 }
 
 uint64_t host_line_nonce(const uint8_t *superblock_page) {

@@ -30,12 +30,7 @@ struct helpers {
 };
 
 static int run_guarded(cxlkv_pool *pool, task_function task, void *context, uint32_t item) {
-    guard fault;
-    volatile int code = 0;
-    GUARD_BEGIN(fault) {
-        code = task(context, item);
-    } GUARD_END(fault, code = poison_error(pool, &fault))
-    return code;
+    return GUARDED(task(context, item), poison_error(pool, &fault));
 }
 
 static void take_items(helpers *h) {

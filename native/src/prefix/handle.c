@@ -34,16 +34,13 @@ static uint64_t handle_bytes(const cxlkv_pool *pool, uint64_t entries) {
 /* ---- export ---- */
 
 int export_layer(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, uint32_t filled) {
-    guard fault;
-    volatile int code = 0;
     tail *whole = tail_copy(pool, from, filled);
     if (!whole) return fail(ENOMEM, "no memory for a tail");
     /* Behind its filled tokens a tail holds whatever the allocator gave: none of it goes out. */
     memset(whole->data + filled * tail_row_bytes(pool), 0,
            (pool->layout.page_tokens - filled) * tail_row_bytes(pool));
-    GUARD_BEGIN(fault) {
-        code = page_write_tail(pool, page, layer, whole, filled);
-    } GUARD_END(fault, code = poison_error(pool, &fault))
+    int code = GUARDED(page_write_tail(pool, page, layer, whole, filled),
+                       poison_error(pool, &fault));
     tail_drop(pool, whole);
     return code;
 }
@@ -138,18 +135,10 @@ static int64_t export_locked(cxlkv_sequence *sequence, uint8_t *bytes, uint64_t 
 
 int64_t cxlkv_sequence_export(cxlkv_sequence *sequence, uint8_t *bytes, uint64_t capacity) {
     cxlkv_pool *pool = sequence->pool;
-    int64_t code = pool_enter(pool);
-    if (code < 0) return code;
-    guard fault;
-    pthread_rwlock_wrlock(&sequence->lock);
-    volatile int64_t size = sequence_usable(sequence);
-    if (size == 0) {
-        GUARD_BEGIN(fault) {
-            size = export_locked(sequence, bytes, capacity);
-        } GUARD_END(fault, size = poison_error(pool, &fault))
-    }
-    pthread_rwlock_unlock(&sequence->lock);
-    pool_leave(pool);
+    int64_t size = sequence_enter(sequence, true);
+    if (size < 0) return size;
+    size = GUARDED(export_locked(sequence, bytes, capacity), poison_error(pool, &fault));
+    sequence_leave(sequence);
     return size;
 }
 
@@ -299,18 +288,9 @@ static int hold_entries(cxlkv_sequence *sequence, uint32_t part, const uint8_t *
 int sequence_hold(cxlkv_sequence *sequence, uint32_t part, const uint8_t *entries,
                   uint32_t count) {
     cxlkv_pool *pool = sequence->pool;
-    guard fault;
     int code = pool_enter(pool);
     if (code < 0) return code;
-    code = host_lock(pool);
-    if (code == 0) {
-        volatile int outcome = 0;
-        GUARD_BEGIN(fault) {
-            outcome = hold_entries(sequence, part, entries, count);
-        } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
-        code = outcome;
-        host_unlock(pool);
-    }
+    code = HOST_LOCKED(pool, hold_entries(sequence, part, entries, count));
     pool_leave(pool);
     return code;
 }
@@ -332,16 +312,7 @@ int cxlkv_sequence_adopt(cxlkv_pool *pool, const uint8_t *bytes, uint64_t size,
     code = handle_read(pool, bytes, size, &header, &approximate);
     if (code == 0) code = sequence_make(pool, &made);
     if (code == 0) made->approximate = approximate;
-    if (code == 0) code = host_lock(pool);
-    if (code == 0) {
-        guard fault;
-        volatile int outcome = 0;
-        GUARD_BEGIN(fault) {
-            outcome = adopt_pages(pool, bytes, &header, made);
-        } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
-        code = outcome;
-        host_unlock(pool);
-    }
+    if (code == 0) code = HOST_LOCKED(pool, adopt_pages(pool, bytes, &header, made));
     pool_leave(pool);
     if (code == 0) code = reopen_tail(made, header.tokens);
     if (code < 0) {

@@ -242,16 +242,7 @@ int64_t cxlkv_match(cxlkv_pool *pool, const cxlkv_match_args *args, cxlkv_sequen
     cxlkv_sequence *made = NULL;
     found *f = calloc(1, sizeof(*f)); /* not on the stack: a bus error jumps back over it */
     code = f ? sequence_make(pool, &made) : fail(ENOMEM, "no memory for a match");
-    if (code == 0) code = host_lock(pool);
-    if (code == 0) {
-        guard fault;
-        volatile int outcome = 0;
-        GUARD_BEGIN(fault) {
-            outcome = match_keys(pool, args, f, made);
-        } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
-        code = outcome;
-        host_unlock(pool);
-    }
+    if (code == 0) code = HOST_LOCKED(pool, match_keys(pool, args, f, made));
     if (f) free(f->pages);
     if (f) free(f->keys);
     free(f);

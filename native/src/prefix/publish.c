@@ -57,6 +57,7 @@ static int64_t publish_keys(cxlkv_sequence *sequence, uint32_t count, uint64_t t
     cxlkv_pool *pool = sequence->pool;
     key_pages of = {.before = NO_PAGE};
     int64_t published = 0;
+    if (pool->shared) peers_follow(pool); /* what others forgot is not published any more */
     for (; of.key < count; of.key++, of.first = of.end) {
         of.end = (of.key + 1) * tokens_per_key / pool->layout.page_tokens;
         for (uint32_t part = 0; part < pool->geometry.part_count; part++)
@@ -77,12 +78,8 @@ static int64_t publish_locked(cxlkv_sequence *sequence, uint32_t count, uint64_t
                     tokens_per_key, tokens);
     int code = host_lock(pool);
     if (code < 0) return code;
-    guard fault;
-    volatile int64_t published = 0;
-    GUARD_BEGIN(fault) {
-        if (pool->shared) peers_follow(pool); /* what others forgot is not published any more */
-        published = publish_keys(sequence, count, tokens_per_key, hashes);
-    } GUARD_END(fault, published = poison_error_locked(pool, &fault))
+    int64_t published = GUARDED(publish_keys(sequence, count, tokens_per_key, hashes),
+                                poison_error_locked(pool, &fault));
     rewrite_end(pool);
     host_unlock(pool);
     return published;
@@ -97,14 +94,10 @@ int publish_check(const cxlkv_sequence *sequence) {
 
 int64_t cxlkv_publish(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_per_key,
                       const uint8_t *hashes, uint32_t content) {
-    cxlkv_pool *pool = sequence->pool;
     int64_t code = content ? 0 : publish_check(sequence);
-    if (code == 0) code = pool_enter(pool);
+    if (code == 0) code = sequence_enter(sequence, false);
     if (code < 0) return code;
-    pthread_rwlock_rdlock(&sequence->lock);
-    code = sequence_usable(sequence);
-    if (code == 0) code = publish_locked(sequence, count, tokens_per_key, hashes);
-    pthread_rwlock_unlock(&sequence->lock);
-    pool_leave(pool);
+    code = publish_locked(sequence, count, tokens_per_key, hashes);
+    sequence_leave(sequence);
     return code;
 }

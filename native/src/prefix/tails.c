@@ -25,12 +25,8 @@ static int read_layer(const tail_copy_of *copy, uint32_t layer, tail **out) {
     cxlkv_sequence *sequence = copy->sequence;
     cxlkv_pool *pool = sequence->pool;
     uint32_t page = sequence_page(sequence, pool->part_of[layer], (uint32_t)copy->index);
-    guard fault;
-    volatile int code = 0;
-    GUARD_BEGIN(fault) {
-        code = tail_from_page(pool, page, layer, copy->filled, out);
-    } GUARD_END(fault, code = poison_error(pool, &fault))
-    return code;
+    return GUARDED(tail_from_page(pool, page, layer, copy->filled, out),
+                   poison_error(pool, &fault));
 }
 
 /* The tokens lie in the layer's tail, or in a page. */
@@ -160,15 +156,11 @@ static int64_t publish_tail(cxlkv_sequence *sequence, uint64_t tokens, const uin
 
 int64_t cxlkv_publish_tail(cxlkv_sequence *sequence, uint64_t tokens, const uint8_t *before,
                            const uint8_t *key) {
-    cxlkv_pool *pool = sequence->pool;
-    int64_t code = pool_enter(pool);
+    int64_t code = sequence_enter(sequence, false);
     if (code < 0) return code;
-    pthread_rwlock_rdlock(&sequence->lock);
-    code = sequence_usable(sequence);
-    if (code == 0) code = publish_check(sequence);
+    code = publish_check(sequence);
     if (code == 0) code = publish_tail(sequence, tokens, before, key);
-    pthread_rwlock_unlock(&sequence->lock);
-    pool_leave(pool);
+    sequence_leave(sequence);
     return code;
 }
 
@@ -238,21 +230,13 @@ static uint32_t add_longest(cxlkv_sequence *sequence, const uint8_t *keys, uint3
 /* On an error, too, the sequence names all that is held for it. */
 static int64_t find_longest(cxlkv_sequence *sequence, const uint8_t *keys, uint32_t count) {
     cxlkv_pool *pool = sequence->pool;
-    volatile int64_t filled = 0;
-    int code = pool_enter(pool);
+    int64_t code = pool_enter(pool);
     if (code < 0) return code;
     for (uint32_t part = 0; code == 0 && part < pool->geometry.part_count; part++)
         code = sequence_reserve(sequence, part, 1);
-    if (code == 0) code = host_lock(pool);
-    if (code == 0) {
-        guard fault;
-        GUARD_BEGIN(fault) {
-            filled = add_longest(sequence, keys, count);
-        } GUARD_END(fault, filled = poison_error_locked(pool, &fault))
-        host_unlock(pool);
-    }
+    if (code == 0) code = HOST_LOCKED(pool, (int64_t)add_longest(sequence, keys, count));
     pool_leave(pool);
-    return code < 0 ? code : filled;
+    return code;
 }
 
 /* The page goes again when its tokens are here. One that is damaged is none: a miss. */

@@ -37,25 +37,20 @@ int64_t cxlkv_sequence_places(cxlkv_sequence *sequence, uint32_t layer, uint64_t
     cxlkv_pool *pool = sequence->pool;
     if (layer >= pool->layout.layers)
         return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", layer, pool->layout.layers);
-    int64_t count = pool_enter(pool);
-    if (count < 0) return count;
-    pthread_rwlock_rdlock(&sequence->lock);
-    count = sequence_usable(sequence);
-    if (count == 0) {
-        layer_view view = view_of(sequence, layer);
-        uint32_t last_layer = pool->parts[view.part].last_layer;
-        uint64_t sealed = sequence->layer_tokens[last_layer] / pool->layout.page_tokens;
-        count = first < view.complete ? (int64_t)(view.complete - first) : 0;
-        for (uint64_t i = 0; i < min_u64((uint64_t)count, capacity); i++) {
-            place at = place_of(&view, (uint32_t)(first + i), sealed);
-            key_offsets[i] = at.keys;
-            value_offsets[i] = at.values;
-            descriptor_offsets[i] = at.descriptor;
-            pages[i] = at.page;
-            generations[i] = at.generation;
-        }
+    int code = sequence_enter(sequence, false);
+    if (code < 0) return code;
+    layer_view view = view_of(sequence, layer);
+    uint32_t last_layer = pool->parts[view.part].last_layer;
+    uint64_t sealed = sequence->layer_tokens[last_layer] / pool->layout.page_tokens;
+    uint64_t count = first < view.complete ? view.complete - first : 0;
+    for (uint64_t i = 0; i < min_u64(count, capacity); i++) {
+        place at = place_of(&view, (uint32_t)(first + i), sealed);
+        key_offsets[i] = at.keys;
+        value_offsets[i] = at.values;
+        descriptor_offsets[i] = at.descriptor;
+        pages[i] = at.page;
+        generations[i] = at.generation;
     }
-    pthread_rwlock_unlock(&sequence->lock);
-    pool_leave(pool);
-    return count;
+    sequence_leave(sequence);
+    return (int64_t)count;
 }

@@ -384,6 +384,21 @@ void sequences_release(cxlkv_pool *pool) {
 
 /* ---- the interface ---- */
 
+int sequence_enter(cxlkv_sequence *sequence, bool write) {
+    int code = pool_enter(sequence->pool);
+    if (code < 0) return code;
+    if (write) pthread_rwlock_wrlock(&sequence->lock);
+    else pthread_rwlock_rdlock(&sequence->lock);
+    code = sequence_usable(sequence);
+    if (code < 0) sequence_leave(sequence);
+    return code;
+}
+
+void sequence_leave(cxlkv_sequence *sequence) {
+    pthread_rwlock_unlock(&sequence->lock);
+    pool_leave(sequence->pool);
+}
+
 int cxlkv_sequence_create(cxlkv_pool *pool, cxlkv_sequence **out) {
     int code = pool_enter(pool);
     if (code < 0) return code;
@@ -439,14 +454,10 @@ static int fork_locked(cxlkv_sequence *sequence, cxlkv_sequence **child) {
 }
 
 int cxlkv_sequence_fork(cxlkv_sequence *sequence, cxlkv_sequence **child) {
-    cxlkv_pool *pool = sequence->pool;
-    int code = pool_enter(pool);
+    int code = sequence_enter(sequence, false);
     if (code < 0) return code;
-    pthread_rwlock_rdlock(&sequence->lock);
-    code = sequence_usable(sequence);
-    if (code == 0) code = fork_locked(sequence, child);
-    pthread_rwlock_unlock(&sequence->lock);
-    pool_leave(pool);
+    code = fork_locked(sequence, child);
+    sequence_leave(sequence);
     return code;
 }
 
@@ -535,14 +546,10 @@ static int truncate_locked(cxlkv_sequence *sequence, uint64_t tokens) {
 }
 
 int cxlkv_sequence_truncate(cxlkv_sequence *sequence, uint64_t tokens) {
-    cxlkv_pool *pool = sequence->pool;
-    int code = pool_enter(pool);
+    int code = sequence_enter(sequence, true);
     if (code < 0) return code;
-    pthread_rwlock_wrlock(&sequence->lock);
-    code = sequence_usable(sequence);
-    if (code == 0) code = truncate_locked(sequence, tokens);
-    pthread_rwlock_unlock(&sequence->lock);
-    pool_leave(pool);
+    code = truncate_locked(sequence, tokens);
+    sequence_leave(sequence);
     return code;
 }
 
@@ -552,8 +559,7 @@ int cxlkv_sequence_release(cxlkv_sequence *sequence) {
     pthread_rwlock_wrlock(&sequence->lock);
     if (!sequence->released) sequence_drop_pages(sequence);
     sequence->released = true;
-    pthread_rwlock_unlock(&sequence->lock);
-    pool_leave(pool);
+    sequence_leave(sequence);
     return 0;
 }
 
@@ -569,27 +575,19 @@ int64_t cxlkv_sequence_tokens(cxlkv_sequence *sequence, uint32_t layer) {
     if (layer == CXLKV_LAYER_LAST) layer = pool->layout.layers - 1;
     if (layer >= pool->layout.layers)
         return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", layer, pool->layout.layers);
-    int code = pool_enter(pool);
+    int code = sequence_enter(sequence, false);
     if (code < 0) return code;
-    pthread_rwlock_rdlock(&sequence->lock);
-    code = sequence_usable(sequence);
-    int64_t tokens = code < 0 ? code : (int64_t)sequence->layer_tokens[layer];
-    pthread_rwlock_unlock(&sequence->lock);
-    pool_leave(pool);
+    int64_t tokens = (int64_t)sequence->layer_tokens[layer];
+    sequence_leave(sequence);
     return tokens;
 }
 
 int64_t cxlkv_sequence_pages(cxlkv_sequence *sequence, uint32_t *pages, uint64_t capacity) {
-    cxlkv_pool *pool = sequence->pool;
-    int code = pool_enter(pool);
-    if (code < 0) return code;
-    pthread_rwlock_rdlock(&sequence->lock);
-    code = sequence_usable(sequence);
-    uint64_t count = 0;
-    for (uint32_t part = 0; code == 0 && part < pool->geometry.part_count; part++)
+    int64_t count = sequence_enter(sequence, false);
+    if (count < 0) return count;
+    for (uint32_t part = 0; part < sequence->pool->geometry.part_count; part++)
         for (uint32_t i = sequence->tables[part].first; i < sequence->page_count; i++, count++)
-            if (count < capacity) pages[count] = sequence_page(sequence, part, i);
-    pthread_rwlock_unlock(&sequence->lock);
-    pool_leave(pool);
-    return code < 0 ? code : (int64_t)count;
+            if ((uint64_t)count < capacity) pages[count] = sequence_page(sequence, part, i);
+    sequence_leave(sequence);
+    return count;
 }

@@ -81,6 +81,9 @@ struct cxlkv_batch {
 /* ---- sequence.c ---- */
 int sequence_make(cxlkv_pool *pool, cxlkv_sequence **sequence);
 int sequence_usable(const cxlkv_sequence *sequence);     /* under its lock */
+/* pool_enter(), its lock, and that it is usable; on an error nothing of this is held. */
+int sequence_enter(cxlkv_sequence *sequence, bool write);
+void sequence_leave(cxlkv_sequence *sequence);
 uint64_t sequence_even_tokens(const cxlkv_sequence *sequence);  /* UINT64_MAX when layers differ */
 void sequence_drop_pages(cxlkv_sequence *sequence);
 void sequences_expire(cxlkv_pool *pool);

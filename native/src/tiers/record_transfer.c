@@ -175,12 +175,9 @@ static int record_out(const record_job *job, uint32_t item) {
 /* A record that cannot be had is none: an error of it ends no other one. */
 static int read_task(void *context, uint32_t item) {
     record_job *job = context;
-    guard fault;
-    volatile int code = job->codes[item];
+    int code = job->codes[item];
     if (code == 0) {
-        GUARD_BEGIN(fault) {
-            code = record_out(job, item);
-        } GUARD_END(fault, code = poison_error(job->pool, &fault))
+        code = GUARDED(record_out(job, item), poison_error(job->pool, &fault));
         store_fence();
     }
     if (code == -EFAULT) return -EFAULT; /* the caller's own array */
@@ -344,14 +341,10 @@ static int record_in(const write_job *write, uint32_t item, uint32_t *table) {
 static int write_task(void *context, uint32_t item) {
     const write_job *write = context;
     cxlkv_pool *pool = write->common.pool;
-    guard fault;
-    volatile int code = 0;
     if (write->common.codes[item] != 0) return 0;
     uint32_t *table = malloc(pool->geometry.checksum_bytes);
     if (!table) return fail(ENOMEM, "no memory for a checksum table");
-    GUARD_BEGIN(fault) {
-        code = record_in(write, item, table);
-    } GUARD_END(fault, code = poison_error(pool, &fault))
+    int code = GUARDED(record_in(write, item, table), poison_error(pool, &fault));
     free(table);
     if (code == -EFAULT) return -EFAULT;
     write->common.codes[item] = code;
@@ -360,15 +353,11 @@ static int write_task(void *context, uint32_t item) {
 
 /* How many of the records may be what they say, by their headers. */
 static int64_t check_headers(write_job *write, uint32_t count) {
-    guard fault;
-    volatile int64_t wanted = 0;
-    GUARD_BEGIN(fault) {
-        for (uint32_t i = 0; i < count; i++) {
-            write->common.codes[i] =
-                header_check(&write->common, i, &write->arrivals[i].header);
-            wanted += write->common.codes[i] == 0;
-        }
-    } GUARD_END(fault, wanted = poison_error(write->common.pool, &fault))
+    int64_t wanted = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        write->common.codes[i] = header_check(&write->common, i, &write->arrivals[i].header);
+        wanted += write->common.codes[i] == 0;
+    }
     return wanted;
 }
 
@@ -395,18 +384,16 @@ static int take_arrivals(write_job *write, uint32_t count) {
 
 static int try_arrivals(write_job *write, uint32_t count) {
     cxlkv_pool *pool = write->common.pool;
-    guard fault;
-    volatile int outcome = host_lock_with_room(pool, write->room);
+    int outcome = host_lock_with_room(pool, write->room);
     if (outcome < 0) return outcome;
-    GUARD_BEGIN(fault) {
-        outcome = take_arrivals(write, count);
-    } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
+    outcome = GUARDED(take_arrivals(write, count), poison_error_locked(pool, &fault));
     host_unlock(pool);
     return outcome;
 }
 
 static int prepare(write_job *write, uint32_t count) {
-    int64_t wanted = check_headers(write, count);
+    int64_t wanted =
+        GUARDED(check_headers(write, count), poison_error(write->common.pool, &fault));
     if (wanted < 0) return (int)wanted;
     int code = try_arrivals(write, count);
     if (code == -CXLKV_E_POOL_FULL) code = try_arrivals(write, count);
@@ -444,16 +431,13 @@ static int64_t publish_arrivals(write_job *write, uint32_t count) {
 /* Publishes, and drops every reference that was taken: pages that are not published are free. */
 static int64_t settle_arrivals(write_job *write, uint32_t count, int64_t code) {
     cxlkv_pool *pool = write->common.pool;
-    guard fault;
-    volatile int64_t published = host_lock(pool);
+    int64_t published = host_lock(pool);
     if (published < 0) {
         pages_drop_later(pool, write->taken, write->pages);
         return published;
     }
     if (code == 0) {
-        GUARD_BEGIN(fault) {
-            published = publish_arrivals(write, count);
-        } GUARD_END(fault, published = poison_error_locked(pool, &fault))
+        published = GUARDED(publish_arrivals(write, count), poison_error_locked(pool, &fault));
         rewrite_end(pool);
     }
     pages_drop(pool, write->taken, write->pages);
@@ -546,20 +530,17 @@ static int64_t forget_pages(cxlkv_pool *pool, uint32_t count, const uint32_t *pa
 
 int64_t cxlkv_forget_pages(cxlkv_pool *pool, uint32_t count, const uint32_t *pages,
                            const uint64_t *generations, uint32_t only_unheld, int32_t *codes) {
-    int code = pool_enter(pool);
+    int64_t code = pool_enter(pool);
     if (code < 0) return code;
     sequences_expire(pool);
     hooks.worker_give_back(pool); /* it may hold what our tables do not have any more */
     code = host_lock(pool);
-    volatile int64_t freed = code;
     if (code == 0) {
-        guard fault;
-        GUARD_BEGIN(fault) {
-            freed = forget_pages(pool, count, pages, generations, only_unheld != 0, codes);
-        } GUARD_END(fault, freed = poison_error_locked(pool, &fault))
+        code = GUARDED(forget_pages(pool, count, pages, generations, only_unheld != 0, codes),
+                       poison_error_locked(pool, &fault));
         rewrite_end(pool);
         host_unlock(pool);
     }
     pool_leave(pool);
-    return freed;
+    return code;
 }
