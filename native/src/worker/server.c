@@ -38,25 +38,20 @@ typedef struct session {
     uint64_t span_pages;         /* of its tables, those behind their windows too */
 } session;
 
-/* Memory that grows. */
+/* Memory that grows, and how much of it a result has. */
 typedef struct buffer {
     void *data;
-    uint64_t bytes;
+    uint64_t capacity, bytes;
 } buffer;
 
 /* The last select's or attend's, until the next one: longer ones are fetched in several answers. */
+enum { SELECT_HEAD, SELECT_PAGES, SELECT_SCORES, SELECT_COUNTS, RESULT_PARTS };
+enum { ATTEND_HEAD, ATTEND_LSE, ATTEND_OUT };
 typedef struct result {
     uint64_t number;             /* 0: none */
     uint64_t nonce;              /* whose it is */
     uint32_t k;
-    struct {
-        const void *data;
-        uint64_t bytes;
-    } parts[4];                  /* all of it, in this order */
-    answer_select selected;
-    buffer pages, scores, counts;
-    answer_attend attended;
-    buffer lse, out;
+    buffer parts[RESULT_PARTS];  /* all of it, in this order */
 } result;
 
 struct cxlkv_worker {
@@ -297,26 +292,26 @@ static cxlkv_rows query_rows(const cxlkv_worker *w, const request *r, uint32_t q
 /* ---- select and attend ---- */
 
 static int buffer_reserve(buffer *of, uint64_t bytes) {
-    if (bytes <= of->bytes) return 0;
+    of->bytes = bytes;
+    if (bytes <= of->capacity) return 0;
     if (bytes > RESULT_BYTES_MAX)
         return fail(CXLKV_E_ARGUMENT, "worker: a result of %lu MiB: ask for fewer rows at once",
                     bytes >> 20);
     free(of->data);
     of->data = malloc(bytes);
-    of->bytes = of->data ? bytes : 0;
+    of->capacity = of->data ? bytes : 0;
     return of->data ? 0 : fail(ENOMEM, "worker: no memory for a result");
 }
 
-static void buffer_trim(buffer *of) {
-    if (of->bytes <= RESULT_BYTES_KEPT) return;
-    free(of->data);
-    *of = (buffer){0};
-}
-
-/* A long result was for one call: its memory is given back at the next one. */
-static void result_trim(result *of) {
-    buffer *all[] = {&of->pages, &of->scores, &of->counts, &of->lse, &of->out};
-    for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++) buffer_trim(all[i]);
+/* A long result was for one call: what a part has beyond `kept` bytes goes at the next one. */
+static void result_clear(result *of, uint64_t kept) {
+    of->number = of->k = 0;
+    for (buffer *part = of->parts; part < of->parts + RESULT_PARTS; part++) {
+        part->bytes = 0;
+        if (part->capacity <= kept) continue;
+        free(part->data);
+        *part = (buffer){0};
+    }
 }
 
 /* The pages of all lists, and their scores: both together no more than a result may have. */
@@ -324,18 +319,14 @@ static int lists_reserve(result *of, uint64_t elements) {
     if (elements > RESULT_BYTES_MAX / (sizeof(int32_t) + sizeof(float)))
         return fail(CXLKV_E_ARGUMENT, "worker: lists of %lu pages in all: ask for fewer rows at "
                     "once, or a smaller budget", elements);
-    int code = buffer_reserve(&of->pages, elements * sizeof(int32_t));
-    return code < 0 ? code : buffer_reserve(&of->scores, elements * sizeof(float));
-}
-
-static void part_is(result *of, uint32_t part, const void *data, uint64_t bytes) {
-    of->parts[part].data = data;
-    of->parts[part].bytes = bytes;
+    int code = buffer_reserve(&of->parts[SELECT_PAGES], elements * sizeof(int32_t));
+    return code < 0 ? code : buffer_reserve(&of->parts[SELECT_SCORES], elements * sizeof(float));
 }
 
 static int64_t select_placed(cxlkv_worker *w, const request *r) {
     const request_select *s = &r->select;
     result *of = &w->result;
+    buffer *pages = &of->parts[SELECT_PAGES], *scores = &of->parts[SELECT_SCORES];
     uint32_t lists = s->per == CXLKV_PER_QUERY ? s->rows : r->head.count;
     uint64_t rows = (uint64_t)lists * w->facts.kv_heads;
     cxlkv_select_args args = {
@@ -344,13 +335,14 @@ static int64_t select_placed(cxlkv_worker *w, const request *r) {
         .budgets = (const cxlkv_budget *)(const void *)r->budgets,
         .budget_count = s->budget_count, .union_over = s->union_over,
         .per = s->per, .scale = s->scale, .errors = s->errors, .pages_min = s->pages_min};
-    int64_t code = buffer_reserve(&of->counts, rows * sizeof(int32_t));
+    int64_t code = buffer_reserve(&of->parts[SELECT_COUNTS], rows * sizeof(int32_t));
+    if (code == 0) code = buffer_reserve(&of->parts[SELECT_HEAD], sizeof(answer_select));
     for (int attempt = 0; code == 0 && attempt < 2; attempt++) {
         args.method = s->method;
-        args.pages = of->pages.data;
-        args.scores = of->scores.data;
-        args.counts = of->counts.data;
-        args.capacity = min_u64(of->pages.bytes, of->scores.bytes) / sizeof(float);
+        args.pages = pages->data;
+        args.scores = scores->data;
+        args.counts = of->parts[SELECT_COUNTS].data;
+        args.capacity = min_u64(pages->capacity, scores->capacity) / sizeof(float);
         code = cxlkv_batch_select(&w->batch, &args);
         of->k = args.k;
         if (code != -CXLKV_E_ROOM || args.k > s->k_max) break;
@@ -359,48 +351,41 @@ static int64_t select_placed(cxlkv_worker *w, const request *r) {
     if (code >= 0 && of->k > s->k_max)
         code = fail(CXLKV_E_ROOM, "worker: lists of %u pages, room for %u", of->k, s->k_max);
     if (code < 0) return code;
-    of->selected = (answer_select){
+    *(answer_select *)of->parts[SELECT_HEAD].data = (answer_select){
         .bytes_scored = args.bytes_scored, .bytes_sketched = args.bytes_sketched,
         .tokens_scored = args.tokens_scored, .bytes_fetched = args.bytes_fetched,
         .method = args.method, .lists_staged = args.lists_staged,
         .mean_error = args.mean_error, .lists = lists};
-    part_is(of, 0, &of->selected, sizeof(of->selected));
-    part_is(of, 1, of->pages.data, rows * of->k * sizeof(int32_t));
-    part_is(of, 2, of->scores.data, rows * of->k * sizeof(float));
-    part_is(of, 3, of->counts.data, rows * sizeof(int32_t));
+    pages->bytes = scores->bytes = rows * of->k * sizeof(float);
     return 0;
 }
 
 static int64_t attend_placed(cxlkv_worker *w, const request *r) {
     const request_attend *a = &r->attend;
     result *of = &w->result;
-    uint64_t queries = (uint64_t)a->rows * a->q_heads, lse_bytes = queries * sizeof(float);
+    uint64_t queries = (uint64_t)a->rows * a->q_heads;
     uint64_t out_bytes = queries * w->pool->layout.value_head_dim * dtype_bytes(a->dtype);
-    int64_t code = buffer_reserve(&of->lse, lse_bytes);
-    if (code == 0) code = buffer_reserve(&of->out, out_bytes);
+    int64_t code = buffer_reserve(&of->parts[ATTEND_HEAD], sizeof(answer_attend));
+    if (code == 0) code = buffer_reserve(&of->parts[ATTEND_LSE], queries * sizeof(float));
+    if (code == 0) code = buffer_reserve(&of->parts[ATTEND_OUT], out_bytes);
     if (code < 0) return code;
     cxlkv_attend_args args = {
         .layer = a->layer, .q_heads = a->q_heads, .starts = w->starts,
         .queries = query_rows(w, r, a->q_heads, a->dtype), .scale = a->scale,
-        .softcap = a->softcap, .out = of->out.data, .lse = of->lse.data,
+        .softcap = a->softcap, .out = of->parts[ATTEND_OUT].data,
+        .lse = of->parts[ATTEND_LSE].data,
         .picked = {.lists = a->lists, .k = a->k, .per = a->per}};
     if (a->lists) args.picked.pages = (const int32_t *)(const void *)r->pages;
     code = attend_here(&w->batch, &args, a->parts);
     if (code < 0) return code;
-    of->attended = (answer_attend){.bytes_attended = (uint64_t)code, .rows = a->rows,
-                                   .q_heads = a->q_heads};
-    part_is(of, 0, &of->attended, sizeof(of->attended));
-    part_is(of, 1, of->lse.data, lse_bytes);
-    part_is(of, 2, of->out.data, out_bytes);
-    part_is(of, 3, NULL, 0);
+    *(answer_attend *)of->parts[ATTEND_HEAD].data = (answer_attend){
+        .bytes_attended = (uint64_t)code, .rows = a->rows, .q_heads = a->q_heads};
     return 0;
 }
 
 static int64_t do_call(session *s, const request *r) {
     cxlkv_worker *w = s->worker;
-    w->result.number = 0;
-    w->result.k = 0;
-    result_trim(&w->result);
+    result_clear(&w->result, RESULT_BYTES_KEPT);
     int64_t code = place_batch(s, r);
     if (code == 0)
         code = r->head.operation == REQUEST_SELECT ? select_placed(w, r) : attend_placed(w, r);
@@ -412,28 +397,22 @@ static int64_t do_call(session *s, const request *r) {
 
 /* ---- answers ---- */
 
-/* What of [begin, begin + length) lies in the array that begins at *at of the result. */
-static uint8_t *copy_part(const void *array, uint64_t bytes, uint64_t *at, uint64_t begin,
-                          uint64_t end, uint8_t *to) {
-    uint64_t low = begin > *at ? begin : *at, high = min_u64(end, *at + bytes);
-    if (low < high) {
-        memcpy(to, (const uint8_t *)array + (low - *at), high - low);
-        to += high - low;
-    }
-    *at += bytes;
-    return to;
-}
-
 static uint64_t answer_result(const cxlkv_worker *w, uint64_t offset, uint8_t *response) {
     const result *of = &w->result;
     uint64_t room = w->file.header.response_bytes - sizeof(answer_head), at = 0;
     answer_head head = {.k = of->k, .result = of->number};
-    for (uint32_t part = 0; part < 4; part++) head.bytes += of->parts[part].bytes;
+    for (uint32_t i = 0; i < RESULT_PARTS; i++) head.bytes += of->parts[i].bytes;
     uint64_t end = offset < head.bytes ? min_u64(head.bytes, offset + room) : offset;
     uint8_t *to = response + sizeof(head);
     memcpy(response, &head, sizeof(head));
-    for (uint32_t part = 0; part < 4; part++)
-        to = copy_part(of->parts[part].data, of->parts[part].bytes, &at, offset, end, to);
+    for (const buffer *part = of->parts; part < of->parts + RESULT_PARTS; part++) {
+        uint64_t low = offset > at ? offset : at, high = min_u64(end, at + part->bytes);
+        if (low < high) {
+            memcpy(to, (const uint8_t *)part->data + (low - at), high - low);
+            to += high - low;
+        }
+        at += part->bytes;
+    }
     return (uint64_t)(to - response);
 }
 
@@ -539,11 +518,7 @@ void cxlkv_worker_destroy(cxlkv_worker **at) {
     free(w->batch.sequences);
     free(w->batch.scratch);
     free(w->starts);
-    free(w->result.pages.data);
-    free(w->result.scores.data);
-    free(w->result.counts.data);
-    free(w->result.lse.data);
-    free(w->result.out.data);
+    result_clear(&w->result, 0);
     free(w->local);
     pool_drop(w->pool);
     free(w);
