@@ -10,7 +10,6 @@
 #include "base/crc32c.h"
 #include "base/flush.h"
 #include "coherence/rpc.h"
-#include "coherence/visibility.h"
 #include "measure/measure.h"
 
 enum { LINE = FLUSH_LINE_BYTES, PIECE_BYTES = 4096, BATCH_MAX = 64, PIN_WORDS = 4096,

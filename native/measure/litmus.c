@@ -2,7 +2,6 @@
 #include "measure/litmus.h"
 
 #include <errno.h>
-#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>

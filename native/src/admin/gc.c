@@ -9,7 +9,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "sequence/sequence.h"
 #include "tiers/local_tier.h"
 
 typedef struct candidate {

@@ -1,6 +1,5 @@
 /* What an operator sees of a pool's hosts, and how a dead one is declared so. */
 #include <stdlib.h>
-#include <string.h>
 #include <time.h>
 
 #include "coherence/host_lines.h"

@@ -1,5 +1,4 @@
 /* The text of a thread's last error. */
-#include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
 

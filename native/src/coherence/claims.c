@@ -4,7 +4,6 @@
  * counts from the host's next commit on, unless that host's epoch was cut before it (V10). */
 #include <string.h>
 
-#include "base/base.h"
 #include "base/crc32c.h"
 #include "coherence/host_lines.h"
 

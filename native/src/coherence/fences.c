@@ -3,7 +3,6 @@
  * {closed}, count, {cut}: whoever sees closed waits. Several hosts may fence one: the smallest cut
  * counts. No commit that anybody believed is above it: it was in memory before the closing was.
  * Two that fence each other: the one that finds itself closed after it has closed gives way. */
-#include "base/base.h"
 #include "coherence/host_lines.h"
 
 /* A word that cannot be read says nothing if its host never was, or if it is about that host: none

@@ -5,7 +5,6 @@
  * read it. A line that says more than that, and is not whole, is damage: it is given up once. */
 #include <string.h>
 
-#include "base/base.h"
 #include "base/crc32c.h"
 #include "coherence/host_lines.h"
 

@@ -1,12 +1,10 @@
 /* Hosts: where their blocks lie, and what each says of itself: name, epoch, commits, beats. */
-#include "base/base.h"
-#include "coherence/hosts.h"
 
-#include <stddef.h>
 #include <string.h>
 
 #include "base/crc32c.h"
 #include "coherence/host_lines.h"
+#include "coherence/hosts.h"
 
 void hosts_area_make(hosts_area *area) {
     uint64_t log_bytes = (uint64_t)area->log_records * LINE_BYTES;

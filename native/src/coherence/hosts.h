@@ -12,8 +12,6 @@
  * if its process had died there, which the protocol stands, and says -CXLKV_E_POISON. */
 #ifndef CXLKV_HOSTS_H
 #define CXLKV_HOSTS_H
-#include <stdbool.h>
-#include <stdint.h>
 
 #include "coherence/visibility.h"
 

@@ -2,7 +2,6 @@
  *
  * First come, first served once the ticket is drawn. The slot of a fenced epoch reads as 0, which
  * is the failure that the algorithm allows. */
-#include "base/base.h"
 #include "coherence/host_lines.h"
 
 static void put_slot(const hosts *h, bool chooses, uint64_t ticket) {

@@ -3,7 +3,6 @@
  * (V8) passes over such lines. */
 #include <string.h>
 
-#include "base/base.h"
 #include "coherence/host_lines.h"
 
 /* Of what lies before the blocks, or behind them, nobody can be told. */

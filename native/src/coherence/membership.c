@@ -1,6 +1,5 @@
 /* A host's membership: it arrives, returns after it was fenced, and leaves; and what a process that
  * died left undone. */
-#include "base/base.h"
 #include "coherence/host_lines.h"
 
 static void clear_pins(const hosts *h) {

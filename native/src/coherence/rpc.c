@@ -2,7 +2,6 @@
 #include "base/base.h"
 #include "coherence/rpc.h"
 
-#include <errno.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <string.h>

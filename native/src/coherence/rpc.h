@@ -14,8 +14,6 @@
  * one of another host may not (docs/coherence.md, V8 and V11). */
 #ifndef CXLKV_RPC_H
 #define CXLKV_RPC_H
-#include <stdbool.h>
-#include <stdint.h>
 
 #include "coherence/visibility.h"
 

@@ -8,7 +8,6 @@
 #include <string.h>
 
 #include "ndp/ahead.h"
-#include "ndp/ndp.h"
 #include "pool/peers.h"
 
 enum { SPAN_QUERIES = 64, SPAN_PAGES_MIN = 64, SPANS_WANTED = 128 };

@@ -2,7 +2,6 @@
 #ifndef CXLKV_NDP_H
 #define CXLKV_NDP_H
 
-#include "sequence/sequence.h"
 #include "tiers/local_tier.h"
 
 /* K or V of one page, all heads: where head 0, token 0 is, and how far the next ones are. */

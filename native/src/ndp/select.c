@@ -3,11 +3,8 @@
  * A page's score for a kv head is the largest scale * q.k over its visible tokens and the group's
  * query heads (exact), an upper bound of it (digest), or, under a mass budget, the page's share of
  * the attention, averaged over the group. Equal scores: the lower page. A NaN score wins. */
-#include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
-#include "ndp/ndp.h"
 #include "ndp/select.h"
 #include "pool/peers.h"
 

@@ -5,7 +5,6 @@
 #include <string.h>
 
 #include "ndp/ahead.h"
-#include "ndp/ndp.h"
 
 typedef struct plan {
     layer_view view;

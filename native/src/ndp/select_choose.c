@@ -1,9 +1,6 @@
 /* Select's choice: which pages a list may have, and which of them its scores make the best. */
-#include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
-#include "ndp/ndp.h"
 #include "ndp/select.h"
 
 window window_of(const select_job *job, const plan *p, uint64_t list) {

@@ -9,7 +9,6 @@
  * each key lies in a page of memory of its own, and neighbours are translated together. */
 #include <stdlib.h>
 
-#include "ndp/ndp.h"
 #include "ndp/select_sketch.h"
 
 enum { WAITING_MAX = 64, SCORED_TOGETHER = 16 };

@@ -1,7 +1,5 @@
 /* Select's scores by keys and digests: one page, all its heads and queries. */
-#include <math.h>
 
-#include "ndp/ndp.h"
 #include "ndp/select.h"
 
 /* Of `rows` rows with `group` maxima each, to out[row * out_stride], or all to out[0]. */

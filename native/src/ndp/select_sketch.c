@@ -7,7 +7,6 @@
  * left alone; of the others the keys are read, token by token (select_scan.c). A page with such
  * tokens has the best of their true scores, one without its best estimate, which is below the
  * others. An estimate that is no number is never trusted. */
-#include "ndp/ndp.h"
 #include "ndp/select_sketch.h"
 
 enum { SAMPLE_SCORED = 16, SAMPLE_AHEAD = 6, CANDIDATES_BYTES_MAX = 64 << 20 };

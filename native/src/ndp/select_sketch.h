@@ -1,9 +1,7 @@
 /* What the files of two-stage select share: where sketches lie, and what a plan's scratch holds. */
 #ifndef CXLKV_SELECT_SKETCH_H
 #define CXLKV_SELECT_SKETCH_H
-#include <math.h>
 
-#include "ndp/ndp.h"
 #include "ndp/select.h"
 
 enum { SAMPLE_PAGES = 256, HEADS_TOGETHER = 16 };

@@ -3,11 +3,7 @@
 #ifndef CXLKV_HOST_STATE_H
 #define CXLKV_HOST_STATE_H
 
-#include <pthread.h>
-#include <stdatomic.h>
-
 #include "pool/format.h"
-
 
 typedef struct page_info {
     uint64_t generation;         /* the descriptor's; bumped when the page is freed */

@@ -2,7 +2,6 @@
 #include <string.h>
 
 #include "pool/pages.h"
-#include "pool/pool.h"
 
 static uint32_t home_of(const cxlkv_pool *pool, const uint64_t hash[2]) {
     return (uint32_t)(hash[0] ^ hash[1] >> 32) & (pool->host->index_capacity - 1);

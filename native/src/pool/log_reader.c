@@ -1,7 +1,6 @@
 /* Logs, ours and the others': what hosts tell each other about what can be found where. */
 #include <string.h>
 
-#include "base/flush.h"
 #include "coherence/lines.h"
 #include "pool/pages.h"
 #include "pool/peers.h"

@@ -9,7 +9,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/flush.h"
 #include "coherence/lines.h"
 #include "pool/peers.h"
 

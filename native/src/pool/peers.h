@@ -3,7 +3,6 @@
 #define CXLKV_PEERS_H
 
 #include "pool/hotness.h"
-#include "pool/pool.h"
 
 /* claims_lock.c: dealing with other hosts, without the host lock. `turn` is how: it beats while it
  * waits, and has the epoch of the claims' holder. */

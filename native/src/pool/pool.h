@@ -15,12 +15,7 @@
 #ifndef CXLKV_POOL_H
 #define CXLKV_POOL_H
 
-#include <pthread.h>
-#include <stdatomic.h>
-
-#include "base/base.h"
 #include "pool/host_state.h"
-#include "region/region.h"
 
 /* Sequences whose leases end, a heap: the earliest first. */
 typedef struct deadlines {

@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include "pool/pages.h"
-#include "pool/pool.h"
 
 bool process_look(int32_t pid, process_view *seen) {
     char path[64], line[1024];

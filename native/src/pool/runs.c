@@ -5,7 +5,6 @@
  * opens a free run; only when there is none does it fill another's gaps. So runs are kept together
  * without being reserved, and no page is out of reach. Every step is O(1) a page. */
 #include "pool/pages.h"
-#include "pool/pool.h"
 
 static uint16_t full_mask(const cxlkv_pool *pool, uint32_t run) {
     uint32_t slots = min_u32(RUN_SLOTS, pool->host->page_count - run * RUN_SLOTS);

@@ -1,8 +1,5 @@
 /* Published pages by their keys: forgotten, scrubbed, pinned. */
-#include <stdlib.h>
-#include <string.h>
 
-#include "base/flush.h"
 #include "coherence/lines.h"
 #include "pool/hooks.h"
 #include "pool/pages.h"

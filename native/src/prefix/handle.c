@@ -1,9 +1,7 @@
 /* Handles: a sequence as bytes, which any process with the pool open may adopt. */
-#include <stdlib.h>
 #include <string.h>
 
 #include "base/crc32c.h"
-#include "base/flush.h"
 #include "coherence/lines.h"
 #include "pool/pages.h"
 #include "pool/peers.h"

@@ -2,14 +2,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/flush.h"
 #include "coherence/lines.h"
 #include "pool/hooks.h"
 #include "pool/pages.h"
 #include "pool/peers.h"
 #include "prefix/prefix.h"
-
-
 
 /* A page that is missing ends the search, as each key stands for one and no window hides it. */
 static bool ends_search(const cxlkv_pool *pool, const cxlkv_match_args *args, uint32_t part) {

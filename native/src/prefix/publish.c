@@ -4,10 +4,7 @@
  * the first key that covers all of it; pages that share a key are told apart by their place and
  * part. The ordinal in the descriptor makes a chain with a gap end at the gap. A part with a window
  * has gaps by right: it matches up to where all that the next token sees is there. */
-#include <stdlib.h>
-#include <string.h>
 
-#include "base/flush.h"
 #include "coherence/lines.h"
 #include "pool/hooks.h"
 #include "pool/pages.h"

@@ -3,9 +3,7 @@
  * It is a copy of what a sequence has behind its last full page, in a page of each part, under a
  * key that names its tokens and how many they are. Who finds it copies it back to local memory. */
 #include <stdlib.h>
-#include <string.h>
 
-#include "base/flush.h"
 #include "coherence/lines.h"
 #include "pool/pages.h"
 #include "pool/peers.h"

@@ -3,7 +3,6 @@
 #ifndef CXLKV_REGION_H
 #define CXLKV_REGION_H
 
-#include <stdbool.h>
 #include <sys/types.h>
 
 #include "base/base.h"

@@ -2,9 +2,6 @@
 #ifndef CXLKV_LOCAL_TIER_H
 #define CXLKV_LOCAL_TIER_H
 
-#include <pthread.h>
-#include <stdatomic.h>
-
 #include "sequence/sequence.h"
 
 typedef struct local_slot {

@@ -4,8 +4,6 @@
  * those that a release or a truncate drops, at once. Whatever goes wrong (no worker, a dead, slow
  * or full one, a refusal), the connection's epoch ends where it must, and the call is done here.
  * A worker that comes back is found within RETRY_NS, and told everything anew. */
-#include "sequence/sequence.h"
-#include "tiers/local_tier.h"
 #include "worker/client.h"
 
 #include <math.h>

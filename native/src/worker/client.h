@@ -2,7 +2,6 @@
  * the worker of pages, worker_calls.c asks it to select and to attend. */
 #ifndef CXLKV_WORKER_CLIENT_H
 #define CXLKV_WORKER_CLIENT_H
-#include "sequence/sequence.h"
 #include "tiers/local_tier.h"
 #include "worker/worker.h"
 

@@ -2,7 +2,6 @@
 #undef NDEBUG
 #include "base/flush.h"
 #include "check.h"
-#include "coherence/hosts.h"
 
 enum { AREA = 1024, SIZES = 300 };
 static _Alignas(FLUSH_LINE_BYTES) uint8_t area[AREA], before[AREA];

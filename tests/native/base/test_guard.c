@@ -2,14 +2,11 @@
  * Method: a pool's file is cut short under its mapping, at the extents and at the descriptors; a
  * caller's array is cut likewise; a fault that is not ours still ends the process. */
 #undef NDEBUG
-#include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
 
 #include "check.h"
 #include "pool/pages.h"
-#include "sequence/sequence.h"
 
 enum { PAGES = 6, TOKENS = PAGES * TEST_PAGE_TOKENS + 1 };
 static uint64_t marks[TOKENS];

@@ -9,7 +9,6 @@
 
 #include "base/flush.h"
 #include "object_tests.h"
-#include "pool/pool.h"
 
 enum { OBJECT_BYTES = 8192, OBJECTS = 20, LOOKS = 200, WORDS = FLUSH_LINE_BYTES / 8 };
 #define LEASE_S 0.05

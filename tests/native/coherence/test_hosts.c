@@ -1,9 +1,6 @@
 /* Hosts on real memory, one after the other: names, lock, fences, claims, logs, hostile lines. */
-#include <stdlib.h>
 
 #include "check.h"
-#include "coherence/hosts.h"
-#include "pool/host_state.h"
 
 enum { HOSTS = 3, EXTENTS = 10, PAGES = 640, RECORDS = 8 };
 

@@ -12,7 +12,6 @@
 #include "check.h"
 #include "coherence/host_lines.h"
 #include "knobs.h"
-#include "pool/host_state.h"
 
 enum { READER, FENCER, OTHER, HOSTS, EXTENTS = 2, PAGES = 64, RECORDS = 8, NONCE = 7 };
 enum { COMING_BACK = 1, FENCING, DONE };

@@ -4,10 +4,8 @@
 #include <signal.h>
 #include <time.h>
 
-#include "base/flush.h"
 #include "check.h"
 #include "incoherent.h"
-#include "pool/host_state.h"
 
 enum { SEEDS = 1500 };
 enum { LINES = 16, FLAG = 8, POLLS_MAX = 40, COPY_WORDS = 24 };

@@ -2,14 +2,9 @@
  * nothing in the memory, and no death at either end, makes it hang, crash or lie. Method: threads
  * over one mapping, processes that are killed, and memory that is changed by hand. */
 #undef NDEBUG
-#include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
 
-#include "base/crc32c.h"
-#include "base/flush.h"
-#include "coherence/hosts.h"
 #include "rpc_scenario.h"
 
 static const double LONG_S = 60, SHORT_S = 0.02;

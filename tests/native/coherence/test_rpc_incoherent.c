@@ -7,9 +7,6 @@
  *
  * 300 seeds, or what knobs.h says. */
 #undef NDEBUG
-#include "base/flush.h"
-#include "coherence/hosts.h"
-#include "coherence/rpc.h"
 #include "knobs.h"
 #include "rpc_scenario.h"
 

@@ -5,12 +5,9 @@
  * optimists and no guesses, whose copies race by design, so that it can tell whether who writes a
  * page again happens after all who read it in place. */
 #undef NDEBUG
-#include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
 
-#include "base/flush.h"
-#include "pool/format.h"
 #include "visibility_scenario.h"
 
 #ifdef __SANITIZE_THREAD__

@@ -5,9 +5,7 @@
  *
  * 300 seeds, or what knobs.h says. */
 #undef NDEBUG
-#include "base/flush.h"
 #include "knobs.h"
-#include "pool/format.h"
 #include "visibility_scenario.h"
 
 enum { OWNERS_MAX = 4, OWNER_PROCESSES = 2, OPTIMISTS = 2 };

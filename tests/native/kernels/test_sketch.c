@@ -2,14 +2,10 @@
  * what it does, also of odd sizes, of numbers that are none, and without reading past its arrays.
  * Method: random keys and queries of many dims; memory that ends at a page that cannot be read. */
 #undef NDEBUG
-#include <errno.h>
 #include <math.h>
 #include <sys/mman.h>
 
-#include "base/base.h"
 #include "check.h"
-#include "coherence/hosts.h"
-#include "kernels/kernels.h"
 
 enum { TOKENS_MAX = 40, DIM_MAX = 700, QUERIES = 7 };
 static const kernels *const reference = &kernels_serial;

@@ -5,9 +5,7 @@
  *
  * CXLKV_SEEDS: how many (default 300); CXLKV_SEED: the first one. */
 #undef NDEBUG
-#include "base/flush.h"
 #include "check.h"
-#include "coherence/hosts.h"
 #include "incoherent.h"
 #include "measure/litmus.h"
 

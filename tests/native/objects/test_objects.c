@@ -3,11 +3,9 @@
  * border, buffers that begin anywhere, each kind of damage, threads on the same keys, on one host
  * and on two that share the pool. */
 #undef NDEBUG
-#include <pthread.h>
 
 #include "base/crc32c.h"
 #include "object_tests.h"
-#include "sequence/sequence.h"
 
 enum { BIG = 700 << 10, SMALL = 3000, NAMES = 12, THREADS = 4 };
 static uint64_t seed;

@@ -5,7 +5,6 @@
 #include <signal.h>
 
 #include "object_tests.h"
-#include "pool/pool.h"
 
 enum { SMALL = 3000 };
 static uint64_t seed;

@@ -3,11 +3,9 @@
  * another's. Method: a pool's file is cut short under its mapping, at the extents and at the
  * descriptors; the caller's memory is cut likewise. */
 #undef NDEBUG
-#include <fcntl.h>
 #include <sys/mman.h>
 
 #include "object_tests.h"
-#include "pool/pool.h"
 
 enum { SMALL = 9000, OBJECTS = 200, MAPPED = 16384 };
 static uint64_t seed = 20261122;

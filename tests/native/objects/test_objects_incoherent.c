@@ -5,11 +5,8 @@
  *
  * `make mutants` leaves the write-backs out one by one: then this test must fail. */
 #undef NDEBUG
-#include "base/flush.h"
-#include "kernels/kernels.h"
 #include "object_tests.h"
 #include "pool/pages.h"
-#include "pool/peers.h"
 #include "private_caches.h"
 
 enum { OBJECT_BYTES = 300 << 10, SMALL = 5000, TWINS = 40, MODES = 8 };

@@ -13,7 +13,6 @@
 #include "coherence/host_lines.h"
 #include "pool/pages.h"
 #include "pool/peers.h"
-#include "sequence/sequence.h"
 
 enum { READS = 2000, TOKENS = 4 * TEST_PAGE_TOKENS };
 

@@ -5,7 +5,6 @@
 #include <signal.h>
 
 #include "check.h"
-#include "sequence/sequence.h"
 
 enum { CHILDREN = 40, ROUNDS = 300, THREADS = 4, THREAD_COUNTS = 20000 };
 

@@ -5,9 +5,7 @@
 #undef NDEBUG
 #include <semaphore.h>
 
-#include "check.h"
 #include "object_tests.h"
-#include "sequence/sequence.h"
 
 enum { TOKENS = 8 * TEST_PAGE_TOKENS };
 

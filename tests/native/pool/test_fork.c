@@ -3,12 +3,9 @@
  * every order, SIGKILL, and deaths planted in the middle of a change. */
 #undef NDEBUG
 #include <signal.h>
-#include <sys/stat.h>
 
 #include "check.h"
 #include "pool/pages.h"
-#include "sequence/sequence.h"
-#include "tiers/local_tier.h"
 
 enum { TOKENS = 3 * TEST_PAGE_TOKENS + 2 };
 static uint64_t marks[TOKENS + 8];

@@ -4,7 +4,6 @@
 #undef NDEBUG
 #include "base/crc32c.h"
 #include "check.h"
-#include "sequence/sequence.h"
 
 /* ---- geometry ---- */
 

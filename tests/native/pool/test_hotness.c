@@ -3,12 +3,9 @@
  * heat set by hand, then used; threads that use the same pages at once (for TSan); children that
  * die inside the lock, some with random bytes where the records of reuse were. */
 #undef NDEBUG
-#include <pthread.h>
-#include <sys/wait.h>
 
 #include "check.h"
 #include "pool/pages.h"
-#include "sequence/sequence.h"
 
 enum { PAGES = 8, TOKENS = PAGES * TEST_PAGE_TOKENS, THREADS = 3, DEATHS = 40 };
 #ifdef __SANITIZE_THREAD__

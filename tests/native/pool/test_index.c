@@ -4,7 +4,6 @@
 #undef NDEBUG
 #include "check.h"
 #include "pool/pages.h"
-#include "pool/pool.h"
 
 enum { KEYS = 120, STEPS = 60000 };
 

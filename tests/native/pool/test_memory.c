@@ -3,7 +3,6 @@
  * linker sends the core's calls here); after each failure all is as it was. ASan finds leaks. */
 #undef NDEBUG
 #include "check.h"
-#include "sequence/sequence.h"
 
 void *__real_malloc(size_t bytes);
 void *__real_calloc(size_t count, size_t bytes);

@@ -3,7 +3,6 @@
  * the map holds a sentinel, each taken one the id of its batch (after TigerBeetle's node_pool). */
 #undef NDEBUG
 #include "check.h"
-#include "sequence/sequence.h"
 
 enum { BATCHES_MAX = 512, STEPS = 4000, SENTINEL = 0 };
 

@@ -12,14 +12,11 @@
 #undef NDEBUG
 #include <fcntl.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
 
 #include "object_tests.h"
 #include "pool/pages.h"
 #include "pool/peers.h"
-#include "sequence/sequence.h"
 
 enum { MACHINE_PAGE = 4096, TOKENS = 3 * TEST_PAGE_TOKENS + 1, KEYS = 3, OBJECTS = 6, ROOM = 3000,
        LOOSE = 2 };

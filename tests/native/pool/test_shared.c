@@ -2,10 +2,8 @@
  * the other reads right, and at the end every page is free. Method: two handles of one process with
  * different host numbers; under ThreadSanitizer, what a handle's threads and its keeper share. */
 #undef NDEBUG
-#include <pthread.h>
 
 #include "check.h"
-#include "sequence/sequence.h"
 
 enum { HOSTS = 2, THREADS = 2, TOKENS = 4 * TEST_PAGE_TOKENS, KEYS = 4, HANDLE_BYTES = 1024 };
 

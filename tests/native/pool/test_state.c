@@ -4,11 +4,8 @@
  * open file. */
 #undef NDEBUG
 #include <fcntl.h>
-#include <stddef.h>
-#include <sys/stat.h>
 
 #include "check.h"
-#include "tiers/local_tier.h"
 
 /* A state that its users left behind, as those that are killed do: another name keeps it. */
 static void state_keep(cxlkv_pool *pool, state_place *place) {

@@ -7,7 +7,6 @@
 #include <sched.h>
 
 #include "check.h"
-#include "sequence/sequence.h"
 
 #ifdef __SANITIZE_THREAD__
 enum { ROUNDS = 400 }; /* some fifteen times slower there */

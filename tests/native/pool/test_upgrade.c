@@ -8,11 +8,9 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/ptrace.h>
-#include <sys/wait.h>
 
 #include "base/crc32c.h"
 #include "check.h"
-#include "sequence/sequence.h"
 
 enum { TOKENS = 3 * TEST_PAGE_TOKENS, KEYS = TOKENS / TEST_PAGE_TOKENS, STATES_MAX = 64 };
 

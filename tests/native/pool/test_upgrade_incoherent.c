@@ -4,10 +4,8 @@
  * or written back later; what memory has is read. 25 seeds for each step, or what knobs.h says. */
 #undef NDEBUG
 #include "base/crc32c.h"
-#include "base/flush.h"
 #include "check.h"
 #include "knobs.h"
-#include "pool/pool.h"
 
 static struct scene {
     incoherent *sim;

@@ -7,7 +7,6 @@
 #include "check.h"
 #include "pool/pages.h"
 #include "prefix/prefix.h"
-#include "tiers/local_tier.h"
 
 static void check_hex(const void *bytes, const char *hex) {
     char text[65];

@@ -8,7 +8,6 @@
 #include <sys/sysmacros.h>
 
 #include "check.h"
-#include "pool/pool.h"
 
 static char root[256];
 

@@ -7,7 +7,6 @@
 #include <sys/syscall.h>
 
 #include "check.h"
-#include "pool/pool.h"
 
 enum { SKIPPED = 77, CAPACITY_BYTES = 8 << 20 };
 

@@ -4,11 +4,9 @@
  * `make test-drivers`; what a user sees is tests/machine/test_stripes.py's. */
 #undef NDEBUG
 #include <fcntl.h>
-#include <sys/stat.h>
 
 #include "base/crc32c.h"
 #include "check.h"
-#include "pool/pool.h"
 
 enum { MEMBERS = 3, MEMBER_BYTES = 8 << 20, STRIPE_BYTES = 2 << 20, CAPACITY_BYTES = 14 << 20 };
 

@@ -4,7 +4,6 @@
  * several threads. */
 #undef NDEBUG
 #include "check.h"
-#include "sequence/sequence.h"
 
 enum { BLOCKS = 24, BLOCK_TOKENS = 3 * TEST_PAGE_TOKENS, SEQUENCES = 3 };
 enum { HEAD_BYTES = BLOCK_TOKENS * TEST_DIM * 2, BLOCK_BYTES = TEST_HEADS * HEAD_BYTES };

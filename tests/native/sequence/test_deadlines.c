@@ -3,7 +3,6 @@
  * array; then hits of a pool, some of them in use when they end. */
 #undef NDEBUG
 #include "check.h"
-#include "sequence/sequence.h"
 
 enum { SEQUENCES = 300, STEPS = 40000 };
 

@@ -3,7 +3,6 @@
  * these offsets are those that were appended. */
 #undef NDEBUG
 #include "check.h"
-#include "sequence/sequence.h"
 
 enum { ROOM = 16 };
 typedef struct places {

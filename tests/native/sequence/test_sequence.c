@@ -3,7 +3,6 @@
  * that is often full, against plain arrays of marks; a token's numbers follow from its mark. */
 #undef NDEBUG
 #include "check.h"
-#include "sequence/sequence.h"
 
 enum { LIVE_MAX = 20, TOKENS_MAX = 96, STEPS = 50000, PUBLISHED_MAX = 4096, FREE_PAGES = 44 };
 

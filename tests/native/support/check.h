@@ -8,7 +8,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "sequence/sequence.h"
 #include "tiers/local_tier.h"
 
 #define CHECK(claim)                                                                      \

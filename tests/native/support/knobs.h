@@ -7,7 +7,6 @@
  * CXLKV_TRACE: how many events the trace of a failure has. */
 #ifndef CXLKV_KNOBS_H
 #define CXLKV_KNOBS_H
-#include <stdio.h>
 #include <stdlib.h>
 
 #include "incoherent.h"

@@ -3,7 +3,6 @@
 #ifndef OBJECT_TESTS_H
 #define OBJECT_TESTS_H
 #include "check.h"
-#include "tiers/local_tier.h"
 
 enum { BUFFERS_MAX = 16 };
 

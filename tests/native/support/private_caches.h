@@ -8,12 +8,10 @@
  * by chance, has store buffers and fences, too, and runs the protocol without a pool. */
 #ifndef PRIVATE_CACHES_H
 #define PRIVATE_CACHES_H
-#include <stdatomic.h>
 #include <sys/mman.h>
 
 #include "base/flush.h"
 #include "check.h"
-#include "kernels/kernels.h"
 #include "pool/peers.h"
 
 typedef struct private_cache {

@@ -6,7 +6,6 @@
 #include "check.h"
 #include "coherence/host_lines.h"
 #include "knobs.h"
-#include "tiers/local_tier.h"
 
 enum { EXTENTS_MAX = 8, EACH_MAX = 3, PAGES_MAX = EXTENTS_MAX * EACH_MAX, PAYLOAD_LINES_MAX = 8 };
 /* Hosts' numbers have gaps in some runs: beyond 8, what one says of others lies in two lines. */

@@ -9,9 +9,7 @@
  * acquire with none. */
 #ifndef CXLKV_PROTOCOL_SCENARIO_H
 #define CXLKV_PROTOCOL_SCENARIO_H
-#include "coherence/host_lines.h"
 #include "protocol_oracle.h"
-#include "tiers/local_tier.h"
 
 enum page_state { NOT_OURS, FREE, WRITING, SEALED, FREEING };
 /* Where a process is, so that it can be killed or paused just there. */

@@ -12,13 +12,10 @@
  * so that one may have to look at the pins of what the other one freed. */
 #ifndef CXLKV_VISIBILITY_SCENARIO_H
 #define CXLKV_VISIBILITY_SCENARIO_H
-#include <stdatomic.h>
 
 #include "base/crc32c.h"
 #include "base/flush.h"
 #include "check.h"
-#include "coherence/visibility.h"
-#include "tiers/local_tier.h"
 
 enum { SCENARIO_RECORDS_MAX = 16, SCENARIO_READERS_MAX = 8, SCENARIO_LINES_MAX = 8 };
 /* A host has two lines of pins, so that a batch spans both; in each a word for each reader. */

@@ -4,7 +4,6 @@
 #include <math.h>
 
 #include "check.h"
-#include "coherence/hosts.h"
 
 enum { PAGES_MAX = 40, ROUNDS = 3000 };
 

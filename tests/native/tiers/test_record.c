@@ -3,13 +3,10 @@
  * random bytes, headers whose CRC is right), and written back; memory is cut under the pool and
  * under the caller's array; threads do all of it at once. */
 #undef NDEBUG
-#include <fcntl.h>
-#include <pthread.h>
 #include <sys/mman.h>
 
 #include "base/crc32c.h"
 #include "check.h"
-#include "sequence/sequence.h"
 
 enum { PAGES = 6, TOKENS = PAGES * TEST_PAGE_TOKENS, HEADER_BYTES = 64, CRC_AT = 60 };
 static uint64_t marks[TOKENS];

@@ -3,7 +3,6 @@
 #include <math.h>
 
 #include "check.h"
-#include "sequence/sequence.h"
 #include "worker/worker.h"
 
 enum { PAGES = 64, BYTES = 8192, TOKENS = 4 * TEST_PAGE_TOKENS + 1 };
