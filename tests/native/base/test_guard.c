@@ -184,8 +184,7 @@ static void test_callers_array_cut(void) {
     cxlkv_stats stats = test_stats(pool);
     CHECK(stats.pages_retired == 0 && stats.pages_free == stats.pages_total);
     cxlkv_batch_destroy(&batch);
-    cxlkv_sequence_destroy(&sequence);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, &sequence, NULL);
     munmap(array, 8192);
     close(fd);
 }
@@ -216,8 +215,7 @@ static void test_blocks_cut(void) {
     CHECK(cxlkv_batch_fetch_blocks(batch, 0, &table, &first, &good) == -EFAULT && good == 0);
     CHECK(test_stats(pool).pages_retired == 0);
     cxlkv_batch_destroy(&batch);
-    cxlkv_sequence_destroy(&sequence);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, &sequence, NULL);
     munmap(array, 8192);
     close(fd);
 }

@@ -46,8 +46,7 @@ void __wrap_flush_store_line(void *line, const void *from, uint32_t first_word) 
 /* A process of host 1: puts some objects and then one more, whose record in the log it stores that
  * many words of. 0: all, and it leaves in order. */
 static void other_host(const char *path, uint64_t first, int dies_store) {
-    pid_t child = fork();
-    CHECK(child >= 0);
+    pid_t child = test_fork();
     if (child == 0) {
         cxlkv_pool *pool = test_open_host(path, 1, LEASE_S);
         for (uint64_t i = 0; i < 3; i++)

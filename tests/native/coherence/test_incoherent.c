@@ -720,8 +720,7 @@ static void test_determinism(void) {
 static void test_direct_access_dies(void) {
     begin(incoherent_usual(1));
     fflush(stdout);
-    pid_t child = fork();
-    CHECK(child >= 0);
+    pid_t child = test_fork();
     if (child == 0) {
         signal(SIGSEGV, SIG_DFL);
         _exit(*(volatile uint8_t *)base);

@@ -164,8 +164,7 @@ static void test_lengths(void) {
 }
 
 static pid_t serve_in_child(uint8_t *memory, enum visibility_mode mode) {
-    pid_t child = fork();
-    CHECK(child >= 0);
+    pid_t child = test_fork();
     if (child) return child;
     served server;
     serve_begin(&server, memory, mode, true);
@@ -192,8 +191,7 @@ static void test_deaths(enum visibility_mode mode) {
     pid_t child = serve_in_child(memory, mode);
     for (uint32_t i = 0; i < 200; i++) ask(&slot, &seed);
     uint64_t last = slot.sequence;
-    pid_t client = fork();
-    CHECK(client >= 0);
+    pid_t client = test_fork();
     if (client == 0) {
         CHECK(rpc_send(&slot, 1, "last words", 10) == 0);
         raise(SIGKILL);

@@ -33,9 +33,7 @@ static void test_sizes(bool checksum, uint32_t threads) {
     key_of(key, 50);
     CHECK(cxlkv_objects_put(pool, 1, key, &wrap, &code) == -CXLKV_E_ARGUMENT);
     CHECK(size_of(pool, 50) == CXLKV_OBJECT_ABSENT);
-    test_clean(pool);
-    CHECK(test_stats(pool).pages_held == 0);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, NULL);
 }
 
 /* Objects of one call, each of one buffer. */
@@ -231,8 +229,7 @@ static void test_reserve(bool checksum, uint32_t threads) {
     CHECK(cxlkv_lease_reserve(pool, (uint32_t)free_pages, all, all + wanted, &r) > 0);
     cxlkv_lease_destroy(&r);
     free(all);
-    test_clean(pool);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, NULL);
 }
 
 /* What is not objects' is refused, and the other way round. */
@@ -489,9 +486,7 @@ static void test_storm(uint32_t kind, bool checksum) {
     printf("%u hosts: %u new, %u got, %u looked at in place\n", hosts, puts, gets, leases);
     CHECK(puts && gets && leases);
     for (uint32_t i = 0; i < hosts; i++) {
-        CHECK(test_stats(pools[i]).pages_held == 0);
-        test_clean(pools[i]);
-        cxlkv_pool_destroy(&pools[i]);
+        test_end(&pools[i], NULL);
     }
     CHECK(cxlkv_pool_remove(path) == 0);
 }
@@ -537,8 +532,7 @@ static void test_publish_and_release(void) {
     }
     printf("%u published, %u given back before\n", published, refused);
     CHECK(published && test_stats(pool).pages_free == test_stats(pool).pages_total);
-    test_clean(pool);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, NULL);
 }
 
 int main(void) {

@@ -9,7 +9,7 @@
 enum { SMALL = 3000 };
 static uint64_t seed;
 
-static void test_fork(bool killed) {
+static void test_child(bool killed) {
     const char *path = test_path("objects");
     cxlkv_pool *pool = object_pool(path, SMALL, true, 4 << 20, 2);
     const uint64_t sizes[2] = {SMALL, SMALL};
@@ -25,8 +25,7 @@ static void test_fork(bool killed) {
     CHECK(put(pool, 1, 1, SMALL, &seed) == 1);
     cxlkv_lease *lease = lease_of(pool, 1, &size, &at);
     CHECK(cxlkv_lease_reserve(pool, 2, sizes, addresses, &reserved) == 2);
-    pid_t child = fork();
-    CHECK(child >= 0);
+    pid_t child = test_fork();
     /* Who waits for a process that died at a failed check then reads the end of its pipe. */
     close(to_child[child == 0]);
     close(to_parent[child != 0]);
@@ -74,7 +73,7 @@ int main(void) {
     return 77;
 #endif
     seed = test_seed();
-    test_fork(false);
-    test_fork(true);
+    test_child(false);
+    test_child(true);
     return 0;
 }

@@ -172,8 +172,7 @@ static void test_callers_memory(bool checksum, uint32_t threads) {
     expect(pool, 0, 1, MAPPED, &seed);
     cxlkv_stats stats = test_stats(pool);
     CHECK(stats.pages_retired == 0 && stats.pages_held == 0 && stats.pages_published_only == 1);
-    test_clean(pool);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, NULL);
     munmap(memory, MAPPED);
     close(fd);
 }

@@ -51,8 +51,7 @@ static scene begin(const variant *v) {
 static void end(scene *s) {
     for (uint32_t i = 0; i < 2; i++) {
         if (!s->hosts[i]) continue;
-        CHECK(test_stats(s->hosts[i]).pages_held == 0);
-        cxlkv_pool_destroy(&s->hosts[i]);
+        test_end(&s->hosts[i], NULL);
     }
     caches_end();
     CHECK(cxlkv_pool_remove(s->path) == 0);

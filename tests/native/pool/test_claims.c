@@ -44,8 +44,7 @@ static bool is_in_the_queue(const scene *s) {
 
 /* Host 1 is killed, and seems to stand before everybody who comes. */
 static void freeze(scene *s) {
-    pid_t child = fork();
-    CHECK(child >= 0);
+    pid_t child = test_fork();
     if (child == 0) {
         cxlkv_host host = {.number = 1, .lease_s = 3600};
         cxlkv_pool *pool;
@@ -124,8 +123,7 @@ static void test_who_waits_has_no_lock(const char *path) {
 
 /* A forked child that queues for its host. */
 static pid_t child_queues(scene *s) {
-    pid_t child = fork();
-    CHECK(child >= 0);
+    pid_t child = test_fork();
     if (child == 0) {
         take(s);
         _exit(s->got == s->wanted ? 0 : 1);
@@ -156,8 +154,7 @@ static void test_another_dies_with_the_lock(const char *path) {
     scene_make(&s, path);
     pid_t queues = child_queues(&s);
     uint64_t place = flush_load_word(slot_of(&s, 0));
-    pid_t dies = fork();
-    CHECK(dies >= 0);
+    pid_t dies = test_fork();
     if (dies == 0) {
         CHECK(host_lock(s.pool) == 0);
         kill(getpid(), SIGKILL);

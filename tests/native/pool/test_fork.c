@@ -50,8 +50,7 @@ static void all_free(cxlkv_pool *pool) {
 static void test_both_go_on(const char *path) {
     cxlkv_pool *pool = test_pool(path, 64);
     cxlkv_sequence *sequence = filled(pool);
-    pid_t child = fork();
-    CHECK(child >= 0);
+    pid_t child = test_fork();
     if (child == 0) {
         cxlkv_sequence *forked;
         CHECK(test_stats(pool).processes == 2);
@@ -81,8 +80,7 @@ static void test_order(int order) {
     int to_child[2], to_parent[2];
     CHECK(pipe(to_child) == 0 && pipe(to_parent) == 0);
     uint64_t held = test_stats(pool).pages_held;
-    pid_t child = fork();
-    CHECK(child >= 0);
+    pid_t child = test_fork();
     keep_ends(child == 0, to_child, to_parent);
     if (child == 0) {
         wait_other(to_child[0]);

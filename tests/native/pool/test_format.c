@@ -274,8 +274,6 @@ int main(void) {
     CHECK(cxlkv_sequence_pages(sequence, &page, 1) == 1);
     test_flipped_lines(pool, page);
     test_flipped_pieces(pool, page, sequence, marks);
-    test_clean(pool);
-    cxlkv_sequence_destroy(&sequence);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, &sequence, NULL);
     return 0;
 }

@@ -86,8 +86,7 @@ static void test_one_count(void) {
     CHECK(cxlkv_hotness_read(pool, pages, 0, counts, epochs) >= 0);
     CHECK(cxlkv_hotness_read(pool, pages, 1, counts, epochs) == -CXLKV_E_ARGUMENT);
     CHECK(cxlkv_hotness_read(pool, 1, UINT32_MAX, counts, epochs) == -CXLKV_E_ARGUMENT);
-    cxlkv_sequence_destroy(&sequence);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, &sequence, NULL);
 }
 
 /* ---- several threads, the same pages ---- */
@@ -123,8 +122,7 @@ static void test_threads(void) {
     uint64_t uses = atomic_load(&pool->host->hotness_uses);
     CHECK(uses == (uint64_t)THREADS * ROUNDS * (PAGES + TEST_HEADS) + ROUNDS / 4 * PAGES);
     CHECK(read_one(pool, sequence_page(sequence, 0, 0), NULL) > 0);
-    cxlkv_sequence_destroy(&sequence);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, &sequence, NULL);
 }
 
 /* ---- deaths ---- */

@@ -65,8 +65,7 @@ static void test_against_a_map(void) {
     for (uint32_t i = 0; i < BATCHES_MAX; i++)
         if (batches[i].id) give(pool, map, &batches[i]);
     CHECK(test_stats(pool).pages_free == start.pages_total);
-    test_clean(pool);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, NULL);
     free(map);
 }
 

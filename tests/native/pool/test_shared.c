@@ -165,10 +165,7 @@ int main(void) {
     all_comes_back(pools);
     printf("%u hits, %u adopted\n", hits, adopted);
     CHECK(hits > 0 && adopted > 0);
-    for (uint32_t host = 0; host < HOSTS; host++) {
-        test_clean(pools[host]);
-        cxlkv_pool_destroy(&pools[host]);
-    }
+    for (uint32_t host = 0; host < HOSTS; host++) test_end(&pools[host], NULL);
     CHECK(cxlkv_pool_remove(path) == 0);
     return 0;
 }

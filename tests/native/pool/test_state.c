@@ -25,8 +25,7 @@ static bool is_joined(const char *path, const host_state *planted) {
     CHECK(cxlkv_pool_open(path, NULL, &pool) == 0);
     bool joined = pool->host->nonce == planted->nonce;
     CHECK(test_stats(pool).processes == 1);
-    test_clean(pool);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, NULL);
     return joined;
 }
 

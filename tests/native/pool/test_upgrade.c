@@ -45,8 +45,7 @@ static void make_pool(void) {
     test_hashes(hashes, 7, KEYS);
     cxlkv_sequence *sequence = test_sequence(pool, marks, TOKENS);
     CHECK(cxlkv_publish(sequence, KEYS, TEST_PAGE_TOKENS, hashes, 0) == KEYS);
-    cxlkv_sequence_destroy(&sequence);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, &sequence, NULL);
 }
 
 static void check_contents(void) {
@@ -59,16 +58,13 @@ static void check_contents(void) {
     CHECK(cxlkv_pool_open(path, NULL, &pool) == 0);
     CHECK(test_match(pool, KEYS, hashes, 60, &sequence) == TOKENS);
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
-    cxlkv_sequence_destroy(&sequence);
-    test_clean(pool);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, &sequence, NULL);
 }
 
 /* Every state that the page goes through while a child upgrades it; how many. */
 static int record_states(uint8_t *page, uint8_t (*states)[SUPERBLOCK_BYTES]) {
     int count = 0, status;
-    pid_t child = fork();
-    CHECK(child >= 0);
+    pid_t child = test_fork();
     if (child == 0) {
         if (ptrace(PTRACE_TRACEME, 0, NULL, NULL) < 0) _exit(77);
         raise(SIGSTOP);

@@ -132,11 +132,7 @@ static void test_against_marks(const char *path, bool shared) {
         CHECK(test_verify_all(sequence, marks, tokens) == 0);
     }
     CHECK(attached > 20);
-    test_clean(pool);
-    cxlkv_sequence_destroy(&child);
-    cxlkv_sequence_destroy(&sequence);
-    CHECK(test_stats(pool).pages_held == 0);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, &child, &sequence, NULL);
     if (shared) CHECK(cxlkv_pool_remove(path) == 0);
 }
 
@@ -187,11 +183,7 @@ static void test_refusals(void) {
     refused(sequence, &a, -CXLKV_E_ARGUMENT); /* they are its own by now */
     CHECK(cxlkv_pages_free(pool, 3, a.pages) == -CXLKV_E_ARGUMENT);
     forget(&a);
-    cxlkv_sequence_destroy(&sequence);
-    cxlkv_sequence_destroy(&open);
-    cxlkv_sequence_destroy(&uneven);
-    CHECK(test_stats(pool).pages_held == 0);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, &sequence, &open, &uneven, NULL);
 }
 
 /* Without verify a page that was not written whole is found out by its first reader; and pages that
@@ -214,9 +206,7 @@ static void test_late_writes(void) {
     *byte ^= 4;
     CHECK(test_verify_all(sequence, marks, 12) == 0);
     forget(&a);
-    cxlkv_sequence_destroy(&sequence);
-    cxlkv_sequence_destroy(&open);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, &sequence, &open, NULL);
 }
 
 /* Who would only free the pages fails as well as who attaches them: nobody has them twice. */
@@ -303,8 +293,7 @@ static void test_windows(void) {
     refused(sequence, &a, -CXLKV_E_ARGUMENT);
     a.pages[0] = page;
     still_ours(pool, &a);
-    cxlkv_sequence_destroy(&sequence);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, &sequence, NULL);
 }
 
 /* Without checksums there is nothing to give, and nothing to verify by. */
@@ -324,8 +313,7 @@ static void test_no_checksums(void) {
     CHECK(test_verify_all(sequence, marks, 12) == 0);
     a.checksums = checksums;
     forget(&a);
-    cxlkv_sequence_destroy(&sequence);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, &sequence, NULL);
 }
 
 int main(void) {

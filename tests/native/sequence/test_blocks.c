@@ -117,8 +117,7 @@ int main(void) {
         for (uint32_t checksum = 0; checksum < 2; checksum++) {
             cxlkv_pool *pool = pool_of(checksum, 1);
             test_round_trip(pool);
-            test_clean(pool);
-            cxlkv_pool_destroy(&pool);
+            test_end(&pool, NULL);
         }
     }
     CHECK(tried > 0 && kernels_force("auto") == 0);

@@ -75,8 +75,7 @@ static void check_hits(void) {
     cxlkv_sequence_destroy(&hits[3]); /* before its end: it is not looked for any more */
     CHECK(pool->deadlines.count == 0 && pool->deadlines.first_ns == UINT64_MAX);
     for (int i = 0; i < 3; i++) cxlkv_sequence_destroy(&hits[i]);
-    cxlkv_sequence_destroy(&source);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, &source, NULL);
 }
 
 int main(void) {

@@ -107,8 +107,7 @@ static void behind_a_window(void) {
     for (uint32_t i = gone; i < 6; i++) check_bytes(pool, &at, i, 1, marks + i * 4);
     CHECK(places_of(sequence, 0, 0, ROOM, &at) == 6);
     for (uint32_t i = 0; i < 6; i++) check_bytes(pool, &at, i, 0, marks + i * 4);
-    cxlkv_sequence_destroy(&sequence);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, &sequence, NULL);
 }
 
 static void values_in_the_keys(void) {
@@ -130,8 +129,7 @@ static void values_in_the_keys(void) {
     CHECK(places_of(sequence, 0, 0, ROOM, &at) == 1);
     CHECK(at.keys[0] > 0 && at.values[0] == at.keys[0]);
     cxlkv_batch_destroy(&batch);
-    cxlkv_sequence_destroy(&sequence);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, &sequence, NULL);
 }
 
 /* What a device is given by address was verified here, or is now. */
@@ -166,8 +164,7 @@ static void verified_before_use(void) {
     picked.lists = 2;
     CHECK(cxlkv_batch_verify(batch, 1, &picked) == -CXLKV_E_ARGUMENT);
     cxlkv_batch_destroy(&batch);
-    cxlkv_sequence_destroy(&sequence);
-    cxlkv_pool_destroy(&pool);
+    test_end(&pool, &sequence, NULL);
 }
 
 int main(void) {

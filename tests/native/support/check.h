@@ -2,6 +2,7 @@
  * known numbers. Not a test itself. */
 #ifndef CHECK_H
 #define CHECK_H
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -72,6 +73,12 @@ static inline cxlkv_pool *test_open_host(const char *path, uint32_t number, doub
 static inline void test_remove(cxlkv_pool **pool, const char *path) {
     cxlkv_pool_destroy(pool);
     CHECK(cxlkv_pool_remove(path) == 0);
+}
+
+static inline pid_t test_fork(void) {
+    pid_t child = fork();
+    CHECK(child >= 0);
+    return child;
 }
 
 /* Waits for a child, which ends by this signal; 0: of itself, with 0. */
@@ -206,6 +213,17 @@ static inline void test_clean(cxlkv_pool *pool) {
     int64_t problems = cxlkv_pool_check(pool, 1, text, sizeof(text));
     if (problems != 0) fprintf(stderr, "%ld problems:\n%s", (long)problems, text);
     CHECK(problems == 0);
+}
+
+/* These sequences go, up to NULL; then the pool, which is whole and in which nothing is held. */
+__attribute__((sentinel)) static inline void test_end(cxlkv_pool **pool, ...) {
+    va_list rest;
+    va_start(rest, pool);
+    for (cxlkv_sequence **at; (at = va_arg(rest, cxlkv_sequence **));) cxlkv_sequence_destroy(at);
+    va_end(rest);
+    CHECK(test_stats(*pool).pages_held == 0);
+    test_clean(*pool);
+    cxlkv_pool_destroy(pool);
 }
 
 /* 16-byte hashes of keys 0..count-1 of one text. */

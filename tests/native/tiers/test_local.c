@@ -169,8 +169,7 @@ static void forked(cxlkv_pool *pool) {
     int64_t unit = unit_at(sequence, 0, 1);
     promote_one(pool, unit, CXLKV_LOCAL_DONE);
     local_move move = {.unit = unit_at(sequence, 1, 1)};
-    pid_t child = fork();
-    CHECK(child >= 0);
+    pid_t child = test_fork();
     if (child == 0) {
         cxlkv_local_state state;
         CHECK(cxlkv_local_stats(pool, &state) == -CXLKV_E_CLOSED);
