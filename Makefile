@@ -289,11 +289,23 @@ regress: $(VENV)/.built  ## core calls of the merge base and of this checkout, t
 bench: $(VENV)/.built  ## one microbenchmark: make bench CASE=bandwidth (cxlkv bench list)
 	$(BIN)/cxlkv bench $(CASE) $(ARGS)
 
-# Network, some 3 GB of disk, and minutes: each peer in an environment of its own, none in .venv.
+# Network, some 3 GB of disk, and minutes: each peer in an environment of its own, none in .venv. Who
+# cannot be installed is named by the benchmark: NAME.failed has what pip said.
+PEER_mooncake := $(MOONCAKE) numpy
+PEER_lmcache := $(TORCH) lmcache==0.5.6
+PEERS_PIP := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+build/peers/%: FORCE
+	if [ "$$(cat $@/.installed 2>&1)" != "$(PEER_$*)" ]; then \
+	  echo "$*: $(PEER_$*) ..."; rm -rf $@ $@.failed; mkdir -p build/peers; \
+	  { $(PYTHON) -m venv $@ && timeout -v 1800 $@/bin/python -m pip install -qq \
+	      --disable-pip-version-check $(PEERS_PIP) $(PEER_$*); } > $@.failed 2>&1 \
+	    && rm $@.failed && echo "$(PEER_$*)" > $@/.installed || tail -n 1 $@.failed; \
+	fi
+
+FORCE:
+
 .PHONY: peers
-peers: $(VENV)/.built  ## other projects' stores beside ours: docs/benchmarks.md
-	$(BIN)/python -m cxlkv.bench.peers.environments build/peers \
-	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+peers: $(VENV)/.built build/peers/mooncake build/peers/lmcache  ## other projects' stores beside ours: docs/benchmarks.md
 	$(BIN)/cxlkv bench peers --json docs/results/peers.json
 	$(BIN)/cxlkv bench store --json docs/results/store.json
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import subprocess
 import sys
 import zipfile
 from dataclasses import replace
@@ -16,12 +17,13 @@ import pytest
 
 from cxlkv.bench.cli import perform
 from cxlkv.bench.peers import cli as peers_cli
-from cxlkv.bench.peers import environments, running, serving, store
+from cxlkv.bench.peers import running, serving, store
 from cxlkv.bench.peers.running import SideBySide, Size
 from cxlkv.bench.peers.talking import ContenderError, Conversation, Program, program_of
 from cxlkv.bench.registry import Options
 from cxlkv.bench.result import read as read_result
 
+MAKEFILE = Path(__file__).resolve().parents[2] / "Makefile"
 SMALL = Size(
     object_bytes=(64 << 10, 128 << 10),
     total_bytes=4 << 20,
@@ -320,24 +322,27 @@ def wheel(path: Path) -> None:
 def test_what_pip_says_is_kept_and_an_environment_is_made_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nowhere = ["--no-index", "--find-links", str(tmp_path)]
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    reason = environments.install("rival", ["no-such-package-here"], tmp_path, nowhere)
-    assert reason is not None
-    assert "no-such-package-here" in reason
-    with pytest.raises(ContenderError, match=r"not installed: .*no-such-package-here"):
-        program_of("rival", tmp_path)
+    folder = tmp_path / "build/peers"
+
+    def make(package: str) -> str:
+        words = ["make", "-s", "-C", str(tmp_path), "-f", str(MAKEFILE), "build/peers/rival"]
+        words += [f"PYTHON={sys.executable}", f"PEER_rival={package}"]
+        words += [f"PEERS_PIP=--no-index --find-links {tmp_path}"]
+        return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+    assert "no-such-package-here" in make("no-such-package-here")
+    with pytest.raises(ContenderError, match=r"(?s)not installed: .*no-such-package-here"):
+        program_of("rival", folder)
     wheel(tmp_path / "rival-1.0-py3-none-any.whl")
-    assert environments.install("rival", ["rival==1.0"], tmp_path, nowhere) is None
-    assert program_of("rival", tmp_path).command[0] == str(tmp_path / "rival" / "bin" / "python")
-    monkeypatch.setattr(environments, "outcome", lambda command: pytest.fail("made again"))
-    assert environments.install("rival", ["rival==1.0"], tmp_path, []) is None
-    monkeypatch.setattr(environments, "outcome", lambda command: "no room")
-    assert environments.install("rival", ["another"], tmp_path, []) == "no room"
+    assert make("rival==1.0") == "rival: rival==1.0 ...\n"
+    assert program_of("rival", folder).command[0] == str(folder / "rival/bin/python")
+    assert make("rival==1.0") == "", "made once"
 
 
 def test_every_peer_with_packages_has_a_module_and_a_place_in_the_run() -> None:
-    assert set(environments.PACKAGES) == set(running.PEERS)
+    found = re.findall(r"^PEER_(\w+) :=", MAKEFILE.read_text(), re.M)
+    assert tuple(found) == running.PEERS
     folder = Path(serving.__file__).parent
     for name in (*running.NAMES, *store.NAMES):
         assert (folder / f"{name}.py").is_file()
