@@ -173,19 +173,19 @@ class _Leased(Closing):
     that was made of this lease's views is gone.
     """
 
+    _writable = False
+
     def __init__(
         self,
         pool: _core.Handle,
         handle: _core.Handle,
         addresses: Addresses,
         sizes: Sizes,
-        writable: bool,
     ):
         self._pool = pool
         self._handle: _core.Handle | None = handle  # None: the views have it
         self.sizes = sizes
         self.addresses = addresses
-        self._writable = writable
         self._published: set[int] = set()
         self._returned: set[int] = set()
         self._views: list[memoryview | None] | None = None  # made when they are asked for
@@ -253,19 +253,11 @@ class Lease(_Leased):
     """Objects that are read where they lie. sizes: int64 [n], ABSENT or DAMAGED where there is
     none; addresses: uint64 [n], 0 there; views are read-only."""
 
-    def __init__(
-        self, pool: _core.Handle, handle: _core.Handle, addresses: Addresses, sizes: Sizes
-    ) -> None:
-        super().__init__(pool, handle, addresses, sizes, writable=False)
-
 
 class Reserved(_Leased):
     """Room for objects that nobody finds yet; views are to be written."""
 
-    def __init__(
-        self, pool: _core.Handle, handle: _core.Handle, addresses: Addresses, sizes: Sizes
-    ) -> None:
-        super().__init__(pool, handle, addresses, sizes, writable=True)
+    _writable = True
 
     def publish(self, keys: Keys, places: Sequence[int] | None = None) -> npt.NDArray[np.bool_]:
         """Make objects of what was written; bool [n], which are new, as put() says.

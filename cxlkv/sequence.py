@@ -368,7 +368,7 @@ class Sequence:
 
     def tokens(self, layer: int) -> int:
         """Tokens of one layer."""
-        return _core.sequence_layer_tokens(self._handle, _layer(layer))
+        return _core.sequence_tokens(self._handle, _layer(layer))
 
     def page_count(self, layer: int) -> int:
         """Pages of one layer, the open tail included."""

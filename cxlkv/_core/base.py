@@ -90,6 +90,13 @@ def handle_of(place: Any) -> Handle:
     return ffi.gc(place[0], place.__eq__)
 
 
+def made(kind: str, destroy: Any, make: Callable[..., int], *arguments: Any) -> Handle:
+    """What a function of the core makes and gives back by its last argument."""
+    out = new_place(kind, destroy)
+    check(make(*arguments, out))
+    return handle_of(out)
+
+
 def keep(into: list[Made], make: Callable[..., Made], *arguments: Any) -> None:
     """into.append(make(*arguments)), of a function in C: no interrupt comes between the two.
 
@@ -122,6 +129,13 @@ def crc32c(data: bytes | npt.NDArray[np.uint8], crc: int = 0) -> int:
     """CRC32C (Castagnoli) of `data`, continuing from `crc`."""
     buffer = ffi.from_buffer(data)
     return int(lib.cxlkv_crc32c(crc, buffer, len(buffer)))
+
+
+def numbers_from(kind: str, fill: Callable[..., int], *arguments: Any) -> dict[str, int]:
+    """Those of a struct that a function of the core fills, its last argument."""
+    got = ffi.new(kind)
+    check(fill(*arguments, got))
+    return numbers_of(got[0])
 
 
 def numbers_of(struct: Any) -> dict[str, int]:

@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import errors
-from cxlkv._core.base import E_ROOM, Handle, check, handle_of, int32s, int64s, new_place
+from cxlkv._core.base import E_ROOM, Handle, check, flat, int32s, int64s, made
 from cxlkv._native import ffi, lib
 from cxlkv.arrays import PageIndices, Starts, Units, View
 
 
 class _Arguments(threading.local):
-    """A thread's structs for arguments: filled and used within one call, so never shared."""
+    """A thread's structs for arguments: filled and used within one call, so never shared. They have
+    addresses of arrays, which the call's own arguments keep."""
 
     def __init__(self) -> None:
         self.keys = ffi.new("cxlkv_rows *")
@@ -36,9 +37,8 @@ def _fill_rows(struct: Any, view: View) -> None:
 
 
 def batch_create(pool: Handle, sequences: Sequence[Handle]) -> Handle:
-    out = new_place("cxlkv_batch **", lib.cxlkv_batch_destroy)
-    check(lib.cxlkv_batch_create(pool, len(sequences), list(sequences), out))
-    return handle_of(out)
+    of = (pool, len(sequences), list(sequences))
+    return made("cxlkv_batch **", lib.cxlkv_batch_destroy, lib.cxlkv_batch_create, *of)
 
 
 def batch_append(
@@ -58,7 +58,7 @@ def batch_append(
 
 
 def _fill_blocks(keys: View, values: View | None, starts: Starts, blocks: Starts) -> Any:
-    """A cxlkv_blocks of [block_count, kv_heads, block_tokens, dim], and what must stay alive."""
+    """A cxlkv_blocks of [block_count, kv_heads, block_tokens, dim]."""
     struct = ffi.new("cxlkv_blocks *")
     struct.keys = ffi.cast("void *", keys.address)
     struct.key_stride_bytes = keys.strides[:2]
@@ -67,8 +67,8 @@ def _fill_blocks(keys: View, values: View | None, starts: Starts, blocks: Starts
         struct.value_stride_bytes = values.strides[:2]
     struct.block_count, struct.block_tokens = keys.shape[0], keys.shape[2]
     struct.dtype = keys.dtype
-    kept = struct.starts, struct.blocks = int32s(starts), int32s(blocks)
-    return struct, kept
+    struct.starts, struct.blocks = int32s(starts), int32s(blocks)
+    return struct
 
 
 def batch_append_blocks(
@@ -81,10 +81,8 @@ def batch_append_blocks(
     rewind: int,
 ) -> int:
     """Of keys and values the last two axes are contiguous; starts[-1] is len(blocks)."""
-    struct, kept = _fill_blocks(keys, values, starts, blocks)
-    code = check(lib.cxlkv_batch_append_blocks(batch, layer, struct, rewind))
-    del kept
-    return code
+    struct = _fill_blocks(keys, values, starts, blocks)
+    return check(lib.cxlkv_batch_append_blocks(batch, layer, struct, rewind))
 
 
 def batch_fetch_blocks(
@@ -97,10 +95,9 @@ def batch_fetch_blocks(
     first: Starts,
 ) -> int:
     """The same, as targets. Errors say in `good` how far each sequence is right."""
-    struct, kept = _fill_blocks(keys, values, starts, blocks)
+    struct = _fill_blocks(keys, values, starts, blocks)
     good = np.zeros(len(first), np.int32)
     code = lib.cxlkv_batch_fetch_blocks(batch, layer, struct, int32s(first), int32s(good, True))
-    del kept
     try:
         return check(code)
     except errors.CXLKVError as error:
@@ -119,13 +116,10 @@ def batch_attach(
     """pages [parts, n] and checksums [layers, n, kv_heads, 4] are contiguous; rewind -1: none."""
     args = ffi.new("cxlkv_attach_args *")
     args.starts = int32s(starts)
-    args.pages = given = ffi.from_buffer("uint32_t[]", pages)
-    sums = ffi.NULL if checksums is None else ffi.from_buffer("uint32_t[]", checksums)
-    args.checksums = sums
+    args.pages = flat("uint32_t", pages)
+    args.checksums = ffi.NULL if checksums is None else flat("uint32_t", checksums)
     args.rewind, args.verify = rewind, int(verify)
-    code = check(lib.cxlkv_batch_attach(batch, args))
-    del given, sums  # until now they keep the arrays alive
-    return code
+    return check(lib.cxlkv_batch_attach(batch, args))
 
 
 def budgets(rows: Sequence[tuple[int, int, float, int, int]]) -> Any:
@@ -156,25 +150,22 @@ def batch_select(
     args.method, args.union_over, args.per = codes
     args.scale, args.errors, args.pages_min = scale, errors, pages_min
     args.capacity = pages.size
-    kept = (int32s(starts), int32s(pages, True), int32s(counts, True))
-    args.starts, args.pages, args.counts = kept
-    kept_scores = ffi.from_buffer("float[]", scores, True)
-    args.scores = kept_scores
+    args.starts = int32s(starts)
+    args.pages, args.counts = int32s(pages, True), int32s(counts, True)
+    args.scores = ffi.from_buffer("float[]", scores, True)
     code = lib.cxlkv_batch_select(batch, args)
     if code < 0 and code != E_ROOM:
         check(code)
     return code, args.k, args
 
 
-def _fill_picked(struct: Any, picked: tuple[PageIndices, int] | None) -> Any:
-    """picked is ([lists, kv_heads, k], per); returns what must stay alive during the call."""
+def _fill_picked(struct: Any, picked: tuple[PageIndices, int] | None) -> None:
+    """picked is ([lists, kv_heads, k], per)."""
     if picked is None:
         struct.pages = ffi.NULL
-        return None
-    pages, per = picked
-    kept = int32s(pages)
-    struct.pages, struct.lists, struct.k, struct.per = kept, pages.shape[0], pages.shape[2], per
-    return kept
+        return
+    pages, struct.per = picked
+    struct.pages, struct.lists, struct.k = int32s(pages), pages.shape[0], pages.shape[2]
 
 
 def batch_fetch(
@@ -187,13 +178,11 @@ def batch_fetch(
 ) -> tuple[int, int]:
     """Fills (address, bytes) of keys and values; returns (code, k), code E_ROOM when too small."""
     args = _arguments.fetch
-    kept = _fill_picked(args.picked, picked)
-    kept_starts = ffi.NULL if starts is None else int32s(starts)
-    args.layer, args.starts = layer, kept_starts
+    _fill_picked(args.picked, picked)
+    args.layer, args.starts = layer, ffi.NULL if starts is None else int32s(starts)
     args.keys, args.key_capacity_bytes = ffi.cast("void *", keys[0]), keys[1]
     args.values, args.value_capacity_bytes = ffi.cast("void *", values[0]), values[1]
     code = lib.cxlkv_batch_fetch(batch, args)
-    del kept
     if code < 0 and code != E_ROOM:
         check(code)
     return code, args.k
@@ -201,9 +190,8 @@ def batch_fetch(
 
 def batch_verify(batch: Handle, layer: int, picked: tuple[PageIndices, int]) -> None:
     struct = ffi.new("cxlkv_picked *")
-    kept = _fill_picked(struct, picked)
+    _fill_picked(struct, picked)
     check(lib.cxlkv_batch_verify(batch, layer, struct))
-    del kept
 
 
 def batch_attend(
@@ -220,15 +208,12 @@ def batch_attend(
     """Fills out and lse; returns the bytes of K and V that were read."""
     args = _arguments.attend
     _fill_rows(args.queries, queries)
-    kept = _fill_picked(args.picked, picked)
-    kept_starts = int32s(starts)
-    args.layer, args.q_heads, args.starts = layer, queries.shape[1], kept_starts
+    _fill_picked(args.picked, picked)
+    args.layer, args.q_heads, args.starts = layer, queries.shape[1], int32s(starts)
     args.scale, args.softcap = scale, softcap
     args.out = ffi.cast("void *", out_address)
     args.lse = ffi.cast("float *", lse.address)
-    code = lib.cxlkv_batch_attend(batch, args)
-    del kept
-    return check(code)
+    return check(lib.cxlkv_batch_attend(batch, args))
 
 
 def batch_units(
@@ -236,8 +221,7 @@ def batch_units(
 ) -> Units:
     """The units of chosen pages, in their shape; -1 for what cannot be promoted."""
     struct = ffi.new("cxlkv_picked *")
-    kept = _fill_picked(struct, picked)
+    _fill_picked(struct, picked)
     units = np.empty(picked[0].shape, np.int64)
     check(lib.cxlkv_batch_units(batch, layer, struct, int32s(starts), int64s(units, True)))
-    del kept
     return units

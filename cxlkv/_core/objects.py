@@ -13,6 +13,7 @@ from cxlkv._core.base import (
     HASH_BYTES,
     Handle,
     check,
+    flat,
     handle_of,
     int32s,
     int64s,
@@ -29,21 +30,17 @@ DAMAGED: int = lib.CXLKV_OBJECT_DAMAGED
 def object_keys(names: bytes, ends: Addresses, root: bytes) -> Hashes:
     """Of the names that end at `ends` in `names`: [n, HASH_BYTES]."""
     keys = np.empty((len(ends), HASH_BYTES), np.uint8)
-    given = ffi.from_buffer("uint64_t[]", ends)
-    out = ffi.from_buffer("uint8_t[]", keys, True)
-    check(lib.cxlkv_object_keys(names, given, len(ends), root, out))
+    out = flat("uint8_t", keys, True)
+    check(lib.cxlkv_object_keys(names, flat("uint64_t", ends), len(ends), root, out))
     return keys
 
 
 def _buffers(addresses: Addresses, sizes: Addresses, starts: Addresses | None) -> Any:
-    """A cxlkv_buffers, and what must stay alive."""
+    """A cxlkv_buffers of arrays that the caller keeps."""
     struct = ffi.new("cxlkv_buffers *")
-    kept = struct.addresses, struct.sizes, struct.starts = (
-        ffi.from_buffer("uint64_t[]", addresses),
-        ffi.from_buffer("uint64_t[]", sizes),
-        ffi.NULL if starts is None else ffi.from_buffer("uint64_t[]", starts),
-    )
-    return struct, kept
+    struct.addresses, struct.sizes = flat("uint64_t", addresses), flat("uint64_t", sizes)
+    struct.starts = ffi.NULL if starts is None else flat("uint64_t", starts)
+    return struct
 
 
 def objects_put(
@@ -51,9 +48,8 @@ def objects_put(
 ) -> npt.NDArray[np.int32]:
     """0 for each object that is new, RECORD_PRESENT for the others."""
     codes = np.empty(len(keys) // HASH_BYTES, np.int32)
-    struct, kept = _buffers(addresses, sizes, starts)
+    struct = _buffers(addresses, sizes, starts)
     check(lib.cxlkv_objects_put(pool, len(codes), keys, struct, int32s(codes, True)))
-    del kept
     return codes
 
 
@@ -62,9 +58,8 @@ def objects_get(
 ) -> Sizes:
     """Bytes of each object, ABSENT or DAMAGED."""
     got = np.empty(len(keys) // HASH_BYTES, np.int64)
-    struct, kept = _buffers(addresses, sizes, starts)
+    struct = _buffers(addresses, sizes, starts)
     check(lib.cxlkv_objects_get(pool, len(got), keys, struct, int64s(got, True)))
-    del kept
     return got
 
 
@@ -79,10 +74,8 @@ def objects_ranges(pool: Handle, keys: bytes, ranges: Addresses, address: int, s
     got = np.empty(len(ranges), np.int64)
     given = ffi.cast("cxlkv_range *", ffi.from_buffer(ranges))
     to = ffi.cast("uint8_t *", address)
-    count = len(keys) // HASH_BYTES
-    check(
-        lib.cxlkv_objects_ranges(pool, count, keys, len(ranges), given, to, size, int64s(got, True))
-    )
+    named = (len(keys) // HASH_BYTES, keys)
+    check(lib.cxlkv_objects_ranges(pool, *named, len(ranges), given, to, size, int64s(got, True)))
     return got
 
 
@@ -91,7 +84,7 @@ def lease_take(pool: Handle, keys: bytes) -> tuple[Handle, Addresses, Sizes]:
     count = len(keys) // HASH_BYTES
     addresses, sizes = np.zeros(count, np.uint64), np.empty(count, np.int64)
     out = new_place("cxlkv_lease **", lib.cxlkv_lease_destroy)
-    at = ffi.from_buffer("uint64_t[]", addresses, True)
+    at = flat("uint64_t", addresses, True)
     check(lib.cxlkv_lease_take(pool, count, keys, at, int64s(sizes, True), out))
     return handle_of(out), addresses, sizes
 
@@ -100,9 +93,8 @@ def lease_reserve(pool: Handle, sizes: Addresses) -> tuple[Handle, Addresses]:
     """The lease, and the address of each page."""
     addresses = np.zeros(len(sizes), np.uint64)
     out = new_place("cxlkv_lease **", lib.cxlkv_lease_destroy)
-    at = ffi.from_buffer("uint64_t[]", addresses, True)
-    given = ffi.from_buffer("uint64_t[]", sizes)
-    check(lib.cxlkv_lease_reserve(pool, len(sizes), given, at, out))
+    at = flat("uint64_t", addresses, True)
+    check(lib.cxlkv_lease_reserve(pool, len(sizes), flat("uint64_t", sizes), at, out))
     return handle_of(out), addresses
 
 
@@ -132,8 +124,8 @@ def lease_publish(
 ) -> npt.NDArray[np.int32]:
     """As objects_put()."""
     codes = np.empty(len(places), np.int32)
-    given = ffi.from_buffer("uint32_t[]", places)
-    check(lib.cxlkv_lease_publish(lease, len(places), given, keys, int32s(codes, True)))
+    given = (len(places), flat("uint32_t", places), keys)
+    check(lib.cxlkv_lease_publish(lease, *given, int32s(codes, True)))
     return codes
 
 

@@ -8,9 +8,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv._core.base import Handle, check, handle_of, new_place, numbers_of, view_of
+from cxlkv._core.base import (
+    Handle,
+    check,
+    handle_of,
+    made,
+    new_place,
+    numbers_from,
+    numbers_of,
+    view_of,
+)
 from cxlkv._native import ffi, lib
 from cxlkv.layout import STORED, VALUES, KVLayout, LayerGroup
+
+_POOL = ("cxlkv_pool **", lib.cxlkv_pool_destroy)
 
 
 def _layout_struct(layout: KVLayout, checksum: bool, sketch: bool) -> Any:
@@ -38,7 +49,7 @@ def _host_struct(host: tuple[int, bool, float] | None) -> Any:
 
 def pool_place() -> Any:
     """For a pool that is to be made: who is interrupted finds it there."""
-    return new_place("cxlkv_pool **", lib.cxlkv_pool_destroy)
+    return new_place(*_POOL)
 
 
 def pool_unmake(place: Any, path: str | None) -> None:
@@ -80,9 +91,7 @@ def pool_create(
 
 
 def pool_open(path: str, host: tuple[int, bool, float] | None) -> Handle:
-    out = pool_place()
-    check(lib.cxlkv_pool_open(path.encode(), _host_struct(host), out))
-    return handle_of(out)
+    return made(*_POOL, lib.cxlkv_pool_open, path.encode(), _host_struct(host))
 
 
 def pool_close(pool: Handle) -> None:
@@ -95,9 +104,7 @@ def pool_may_close(pool: Handle) -> None:
 
 def pool_format(pool: Handle) -> dict[str, int]:
     """A cxlkv_format."""
-    got = ffi.new("cxlkv_format *")
-    check(lib.cxlkv_pool_format(pool, got))
-    return numbers_of(got[0])
+    return numbers_from("cxlkv_format *", lib.cxlkv_pool_format, pool)
 
 
 def _description(pool: Handle) -> Any:
@@ -148,9 +155,7 @@ def pool_identity(pool: Handle) -> str:
 
 
 def pool_stats(pool: Handle) -> dict[str, int]:
-    got = ffi.new("cxlkv_stats *")
-    check(lib.cxlkv_pool_stats(pool, got))
-    return numbers_of(got[0])
+    return numbers_from("cxlkv_stats *", lib.cxlkv_pool_stats, pool)
 
 
 def pool_page_kind(pool: Handle) -> str:

@@ -22,17 +22,16 @@ NO_PAGE = 2**32 - 1
 def page_keys(ids: Tokens, page_tokens: int, kind: int, root: bytes) -> Hashes:
     """[pages, HASH_BYTES]"""
     keys = np.empty((len(ids) // page_tokens, HASH_BYTES), np.uint8)
-    out = ffi.from_buffer("uint8_t[]", keys, True)
-    given = ffi.from_buffer("int64_t[]", ids)
-    check(lib.cxlkv_page_keys(given, len(ids), page_tokens, kind, root, out))
+    out = flat("uint8_t", keys, True)
+    check(lib.cxlkv_page_keys(flat("int64_t", ids), len(ids), page_tokens, kind, root, out))
     return keys
 
 
 def tail_keys(ids: Tokens, before: bytes) -> Hashes:
     """Of the first 1, 2 ... of these ids."""
     keys = np.empty((len(ids), HASH_BYTES), np.uint8)
-    out = ffi.from_buffer("uint8_t[]", keys, True)
-    check(lib.cxlkv_tail_keys(ffi.from_buffer("int64_t[]", ids), len(ids), before, out))
+    out = flat("uint8_t", keys, True)
+    check(lib.cxlkv_tail_keys(flat("int64_t", ids), len(ids), before, out))
     return keys
 
 
@@ -67,13 +66,12 @@ def _match(
     ids: Tokens | None,
     root: bytes,
 ) -> tuple[int, Handle]:
-    given, first = ffi.from_buffer("uint8_t[]", hashes), ffi.from_buffer("uint8_t[]", root)
     args = ffi.new("cxlkv_match_args *")
-    args.hashes, args.count = given, len(hashes) // HASH_BYTES
+    args.hashes, args.count = ffi.from_buffer("uint8_t[]", hashes), len(hashes) // HASH_BYTES
     args.single, args.content, args.lease_s = single, content, lease_s
     if ids is not None:
         args.ids, args.id_count = ffi.from_buffer("int64_t[]", ids), len(ids)
-        args.root = first
+        args.root = ffi.from_buffer("uint8_t[]", root)
     out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy)
     tokens = check(lib.cxlkv_match(pool, args, out))
     return tokens, handle_of(out)

@@ -7,20 +7,18 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv._core.base import Handle, check, flat, handle_of, int64s, new_place
+from cxlkv._core.base import Handle, check, flat, int64s, made
 from cxlkv._native import ffi, lib
+
+_SEQUENCE = ("cxlkv_sequence **", lib.cxlkv_sequence_destroy)
 
 
 def sequence_create(pool: Handle) -> Handle:
-    out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy)
-    check(lib.cxlkv_sequence_create(pool, out))
-    return handle_of(out)
+    return made(*_SEQUENCE, lib.cxlkv_sequence_create, pool)
 
 
 def sequence_fork(sequence: Handle) -> Handle:
-    out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy)
-    check(lib.cxlkv_sequence_fork(sequence, out))
-    return handle_of(out)
+    return made(*_SEQUENCE, lib.cxlkv_sequence_fork, sequence)
 
 
 def sequence_truncate(sequence: Handle, tokens: int) -> None:
@@ -31,11 +29,7 @@ def sequence_release(sequence: Handle) -> None:
     check(lib.cxlkv_sequence_release(sequence))
 
 
-def sequence_tokens(sequence: Handle) -> int:
-    return check(lib.cxlkv_sequence_tokens(sequence, lib.CXLKV_LAYER_LAST))
-
-
-def sequence_layer_tokens(sequence: Handle, layer: int) -> int:
+def sequence_tokens(sequence: Handle, layer: int = lib.CXLKV_LAYER_LAST) -> int:
     return check(lib.cxlkv_sequence_tokens(sequence, layer))
 
 
@@ -84,6 +78,4 @@ def sequence_export(sequence: Handle) -> bytes:
 
 
 def sequence_adopt(pool: Handle, handle: bytes) -> Handle:
-    out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy)
-    check(lib.cxlkv_sequence_adopt(pool, handle, len(handle), out))
-    return handle_of(out)
+    return made(*_SEQUENCE, lib.cxlkv_sequence_adopt, pool, handle, len(handle))

@@ -15,7 +15,7 @@ from cxlkv._core.base import (
     int32s,
     int64s,
     keep,
-    numbers_of,
+    numbers_from,
 )
 from cxlkv._native import ffi, lib
 from cxlkv.arrays import Codes, Names, RecordBytes, Units
@@ -128,18 +128,9 @@ def choose(
     if any(a.shape != (count,) or a.dtype != t or not a.flags.c_contiguous for a, t in arrays):
         raise errors.BadArgumentError("choose: arrays of one length, and of the documented types")
     chosen = np.empty(min(wanted, count), np.uint32)
-    taken = check(
-        lib.cxlkv_choose(
-            count,
-            ffi.from_buffer("float[]", scores),
-            ffi.from_buffer("uint32_t[]", ages),
-            ffi.from_buffer("uint32_t[]", parents),
-            ffi.from_buffer("uint8_t[]", blocked),
-            len(chosen),
-            ffi.from_buffer("uint32_t[]", chosen, require_writable=True),
-        )
-    )
-    return chosen[:taken]
+    given = (flat("float", scores), flat("uint32_t", ages), flat("uint32_t", parents))
+    out = (len(chosen), flat("uint32_t", chosen, True))
+    return chosen[: check(lib.cxlkv_choose(count, *given, flat("uint8_t", blocked), *out))]
 
 
 # By the core's number: what became of a unit that was to be promoted.
@@ -179,21 +170,12 @@ def local_hotness(
     while True:
         units, counts = np.empty(room, np.int64), np.empty(room, np.uint32)
         resident = np.empty(room, np.uint8)
-        found = check(
-            lib.cxlkv_local_hotness(
-                pool,
-                int64s(units, True),
-                ffi.from_buffer("uint32_t[]", counts, True),
-                ffi.from_buffer("uint8_t[]", resident, True),
-                room,
-            )
-        )
+        out = (int64s(units, True), flat("uint32_t", counts, True), flat("uint8_t", resident, True))
+        found = check(lib.cxlkv_local_hotness(pool, *out, room))
         if found <= room:
             return units[:found], counts[:found], resident[:found].astype(np.bool_)
         room = found + found // 8
 
 
 def local_stats(pool: Handle) -> dict[str, int]:
-    got = ffi.new("cxlkv_local_state *")
-    check(lib.cxlkv_local_stats(pool, got))
-    return numbers_of(got[0])
+    return numbers_from("cxlkv_local_state *", lib.cxlkv_local_stats, pool)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cxlkv._core.base import VISIBILITY_MODES, Handle, check, handle_of, new_place, numbers_of
+from cxlkv._core.base import VISIBILITY_MODES, Handle, check, made, numbers_from, numbers_of
 from cxlkv._native import ffi, lib
 
 WORKER_USES = ("none", "if_there", "only")  # by the core's number
@@ -11,10 +11,8 @@ WORKER_USES = ("none", "if_there", "only")  # by the core's number
 def worker_make(
     pool: Handle, slots: int, request_bytes: int, response_bytes: int, mode: str
 ) -> Handle:
-    out = new_place("cxlkv_worker **", lib.cxlkv_worker_destroy)
-    code = VISIBILITY_MODES.index(mode)
-    check(lib.cxlkv_worker_make(pool, slots, request_bytes, response_bytes, code, out))
-    return handle_of(out)
+    of = (pool, slots, request_bytes, response_bytes, VISIBILITY_MODES.index(mode))
+    return made("cxlkv_worker **", lib.cxlkv_worker_destroy, lib.cxlkv_worker_make, *of)
 
 
 def worker_destroy(worker: Handle) -> None:
@@ -28,9 +26,7 @@ def worker_serve(worker: Handle, timeout_s: float) -> int:
 
 def worker_state(worker: Handle) -> dict[str, int]:
     """What the worker says of itself."""
-    got = ffi.new("cxlkv_worker_state *")
-    check(lib.cxlkv_worker_state_of(worker, got))
-    return numbers_of(got[0])
+    return numbers_from("cxlkv_worker_state *", lib.cxlkv_worker_state_of, worker)
 
 
 def pool_use_worker(pool: Handle, use: str, deadline_s: float) -> None:
