@@ -145,7 +145,7 @@ def run_compare(old_path: Path, new_path: Path, threshold_percent: float) -> boo
         only = [name for name in (*one.metrics, *one.ratios) if name not in known]
         if only:
             console.print(Text(f"only in the {which} run: {', '.join(only)}"), soft_wrap=True)
-    worse = [change.name for change in changes if change.is_worse]
+    worse = [change.name for change in changes if change.verdict == "worse"]
     if worse:
         console.print(Text(f"worse by more than {threshold_percent:g} %: {', '.join(worse)}"))
     return not worse

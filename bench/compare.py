@@ -30,10 +30,6 @@ class Change:
     high: float | None
     verdict: str  # "", "better", "worse", "changed": which way is good is not known
 
-    @property
-    def is_worse(self) -> bool:
-        return self.verdict == "worse"
-
 
 def refuse_unlike(old: ResultRead, new: ResultRead) -> None:
     """Raises BadArgumentError where a comparison would mean nothing."""

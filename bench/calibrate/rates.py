@@ -235,54 +235,47 @@ def file(result: Result, layout: KVLayout, path: Path) -> Tier:
     folder = path if path.is_dir() else path.absolute().parent
     if not folder.is_dir():
         raise BadArgumentError(f"{path}: its folder does not exist")
-    record = _Record.of(layout)
-    count = max(8, SIZE.cold_bytes // record.bytes)
+    record_bytes, kv_bytes = _record(layout)
+    count = max(8, SIZE.cold_bytes // record_bytes)
     free = shutil.disk_usage(folder).free
-    if free < 2 * count * record.bytes:
+    if free < 2 * count * record_bytes:
         raise MemoryShortError(
             f"{folder}: {format_bytes(free)} free; measuring takes "
-            f"{format_bytes(count * record.bytes)}, and as much is left for others"
+            f"{format_bytes(count * record_bytes)}, and as much is left for others"
         )
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as made:
-            write_s = _write(made.fileno(), record.bytes, count)
+            write_s = _write(made.fileno(), record_bytes, count)
             fd, how = _open_past_the_cache(made.fileno())
             try:
-                run = max(2, min(count, SIZE.run_bytes // record.bytes))
-                large, small = _read(fd, record.bytes, count, run, how)
+                run = max(2, min(count, SIZE.run_bytes // record_bytes))
+                large, small = _read(fd, record_bytes, count, run, how)
             finally:
                 os.close(fd)
     except OSError as error:
         raise SystemCallError(f"{folder}: a file to measure with: {error.strerror}") from error
     rate, latency_s = fit(
-        statistics.median(large), statistics.median(small), run * record.kv_bytes, record.kv_bytes
+        statistics.median(large), statistics.median(small), run * kv_bytes, kv_bytes
     )
-    result.measure("cold_read", [run * record.kv_bytes / took for took in large], "bytes/s")
+    result.measure("cold_read", [run * kv_bytes / took for took in large], "bytes/s")
     result.measure("cold_read_record", [1e6 * took for took in small], "us")
-    result.measure("cold_write", [count * record.kv_bytes / write_s], "bytes/s")
+    result.measure("cold_write", [count * kv_bytes / write_s], "bytes/s")
     return Tier(
         bytes_per_s=rate,
         latency_s=latency_s,
-        write_bytes_per_s=count * record.kv_bytes / write_s,
+        write_bytes_per_s=count * kv_bytes / write_s,
         where=f"{folder}, {how}",
     )
 
 
-@dataclass(frozen=True)
-class _Record:
-    """A page as a file holds it, and what of it is K and V."""
-
-    bytes: int
-    kv_bytes: float
-
-    @classmethod
-    def of(cls, layout: KVLayout) -> _Record:
-        """By the record of one layer: digests, sketches and checksums grow as the layers do."""
-        one = one_layer(layout)
-        with CXLPool.create("anonymous:", layout=one, capacity="64MiB", threads=1) as pool:
-            exact = pool.pages.geometry["record_bytes"] * layout.layers / len(layout.groups)
-        kv_bytes = layout.token_bytes * layout.page_tokens / len(layout.groups)
-        return cls(math.ceil(exact / ALIGNMENT_BYTES) * ALIGNMENT_BYTES, kv_bytes)
+def _record(layout: KVLayout) -> tuple[int, float]:
+    """Bytes of a page as a file holds it, and how many of them are K and V: by the record of one
+    layer, as digests, sketches and checksums grow as the layers do."""
+    one = one_layer(layout)
+    with CXLPool.create("anonymous:", layout=one, capacity="64MiB", threads=1) as pool:
+        exact = pool.pages.geometry["record_bytes"] * layout.layers / len(layout.groups)
+    kv_bytes = layout.token_bytes * layout.page_tokens / len(layout.groups)
+    return math.ceil(exact / ALIGNMENT_BYTES) * ALIGNMENT_BYTES, kv_bytes
 
 
 def _write(fd: int, record_bytes: int, count: int) -> float:

@@ -375,17 +375,12 @@ def _tests(
                     "violations": numbers["violations"],
                     "first_violation": _described(numbers, role),
                 }
-                rows.append(_sum(row, cast(Row, _exchange(litmus, row))))
+                theirs = cast(Row, _exchange(litmus, row))
+                row["raced"] += theirs["raced"]
+                row["violations"] += theirs["violations"]
+                row["first_violation"] = row["first_violation"] or theirs["first_violation"]
+                rows.append(row)
     return rows, seconds
-
-
-def _sum(own: Row, theirs: Row) -> Row:
-    return {
-        **own,
-        "raced": own["raced"] + theirs["raced"],
-        "violations": own["violations"] + theirs["violations"],
-        "first_violation": own["first_violation"] or theirs["first_violation"],
-    }
 
 
 def _described(numbers: dict[str, int], role: int) -> str:

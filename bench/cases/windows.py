@@ -122,11 +122,7 @@ def measure_latent(result: Result, size: Size) -> None:
     """Attention of one token's heads to latents where they lie, against torch on one tensor."""
     dim = size.latent + size.rope
     group = LayerGroup(
-        layers=1,
-        kv_heads=1,
-        head_dim=dim,
-        value_head_dim=size.latent,
-        values="key_prefix",
+        layers=1, kv_heads=1, head_dim=dim, value_head_dim=size.latent, values="key_prefix"
     )
     layout = KVLayout.of([group])
     capacity = int(layout.token_bytes * size.prompt * 1.4) + (64 << 20)

@@ -262,7 +262,9 @@ def measure(progress: Progress, timer: Timer, context: Context) -> None:
     with timer.here():
         ways = fetches(context)
         for way, fetch in ways.items():
-            check_full(progress, f"full_{way}_{name}", context, fetch)
+            context.store.fill_(0xFF)  # NaN in bf16: nothing right was there before
+            out = context.full(0, fetch)
+            result.checks[f"full_{way}_{name}"] = close(out, reference(context, 0, None))
         context.keep(0)
         out, picked = context.selected(0)
         right = close(out, reference(context, 0, picked))
@@ -360,13 +362,6 @@ def parts(
                 found.setdefault(part, []).append(1e6 * seconds)
     for part, samples in found.items():
         progress.result.measure(f"{name}_{part}", samples, "us")
-
-
-def check_full(progress: Progress, name: str, context: Context, fetch: Fetch) -> None:
-    """Of each way, on memory that held nothing right before."""
-    context.store.fill_(0xFF)  # NaN in bf16
-    out = context.full(0, fetch)
-    progress.result.checks[name] = close(out, reference(context, 0, None))
 
 
 def reference(context: Context, layer: int, picked: Selection | None) -> Tensor:

@@ -178,23 +178,13 @@ def pass_on(log: int, shown: int, say: Callable[[str], None] | None) -> int:
     return len(lines)
 
 
-class Say:
-    """Prints a line with the seconds since the beginning."""
-
-    def __init__(self) -> None:
-        self.began = time.monotonic()
-
-    def __call__(self, line: str) -> None:
-        print(f"[{time.monotonic() - self.began:6.1f} s] {line}", flush=True)
-
-
 class Suite:
     """One run: the folder for what is found, the steps so far, and the time that is left."""
 
     def __init__(self, out: Path, work: Path, wheels: Path | None, quick: bool, minutes: float):
         self.out, self.work, self.wheels = out, work, wheels
         self.quick, self.seconds = quick, 60 * minutes
-        self.say = Say()
+        self.began_s = time.monotonic()
         self.steps: list[Step] = []
         self.failures: list[str] = []  # of tests
         self.environment: Details = {}
@@ -209,11 +199,12 @@ class Suite:
 
     def left_s(self, name: str) -> float:
         """How long this step may take: its share, or less when the whole is nearly over."""
-        end = self.say.began + self.seconds
+        end = self.began_s + self.seconds
         return min(SHARES.get(name, 1.0) * self.seconds, end - time.monotonic())
 
-    def state(self, name: str) -> str:
-        return next((step.state for step in self.steps if step.name == name), "")
+    def say(self, line: str) -> None:
+        """Prints it with the seconds since the beginning."""
+        print(f"[{time.monotonic() - self.began_s:6.1f} s] {line}", flush=True)
 
     @property
     def no_gpu(self) -> str:
@@ -484,7 +475,7 @@ def counted(name: str, report: Path, ran: Ran) -> TestFile:
 
 def case(suite: Suite, name: str) -> Step:
     """One case; its file has what it had measured even when its time was over."""
-    if suite.state("build") != "passed":
+    if not any(step.name == "build" and step.state == "passed" for step in suite.steps):
         return Step(name, "skipped", "the C core was not built")
     seconds = suite.left_s(name)
     command: list[str | Path] = [sys.executable, "-m", "cxlkv.bench.gpu.case", name, suite.out]

@@ -27,15 +27,10 @@ BOUNDS = {"memcpy": 0.9, "mooncake": 1.5, "dax_backend": 3.0}
 """Of ratios of put and get, at least."""
 
 
-def all_threads() -> tuple[int, ...]:
-    """One, and as many as there are CPUs."""
-    return tuple(dict.fromkeys((1, len(os.sched_getaffinity(0)))))
-
-
 @dataclass(frozen=True)
 class Size(running.Size):
     cases: tuple[str, ...] = ("first", "put", "get", "ranges", "lease")
-    threads: tuple[int, ...] = field(default_factory=all_threads)
+    threads: tuple[int, ...] = tuple(dict.fromkeys((1, len(os.sched_getaffinity(0)))))
     bounds: Mapping[str, float] = field(default_factory=lambda: BOUNDS)
 
 

@@ -156,10 +156,10 @@ def test_a_file_system_without_o_direct(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_record_is_the_pools(tmp_path: Path) -> None:
     with CXLPool.create("anonymous:", layout=SMALL, capacity="8MiB", threads=1) as pool:
         record_bytes = pool.pages.geometry["record_bytes"]
-    record = rates._Record.of(SMALL)
-    assert record.kv_bytes == SMALL.token_bytes * 16
-    assert record.bytes % 4096 == 0
-    assert record.kv_bytes < record_bytes <= record.bytes <= record_bytes + 8192
+    padded_bytes, kv_bytes = rates._record(SMALL)
+    assert kv_bytes == SMALL.token_bytes * 16
+    assert padded_bytes % 4096 == 0
+    assert kv_bytes < record_bytes <= padded_bytes <= record_bytes + 8192
 
 
 def test_places_where_no_file_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
