@@ -56,7 +56,7 @@ class Page:
 PAGES = [
     Page(
         *("adapters.md", VLLM, "0.32.0", Settings(), "vllm:cxlkv_", vllm.COUNTS),
-        *(set(vllm.KINDS) - {"lost_events"}, "pool_tokens", vllm.STATES),
+        *(set(vllm.KINDS), "pool_tokens", vllm.STATES),
     ),
     Page(
         *("sglang.md", SGLANG, "0.5.23", PoolSettings(), sglang.PREFIX, sglang.COUNTS),

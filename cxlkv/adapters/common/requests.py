@@ -15,8 +15,6 @@ engine computes then.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,21 +29,8 @@ from cxlkv.sequence import Hit, Sequence
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.quota import Quota
 
-EVENTS_MAX = 1 << 16
-"""Events that nobody takes: older ones are dropped, and counted."""
 MEND_BYTES = 16 << 20
 """Of pages that are read to find damaged ones, at once."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """Pages of these keys can be found now ("stored"), or were taken out ("removed").
-
-    What was evicted, or taken out by others, is not told: who still believes in it meets a miss.
-    """
-
-    kind: Literal["stored", "removed"]
-    keys: PageKeys
 
 
 class PoolRequests:
@@ -63,7 +48,6 @@ class PoolRequests:
         self.pool, self.tiers, self.quota = pool, tiers, quota
         self.sequences: dict[str, Sequence] = {}
         self._stored: dict[str, int] = {}  # tokens of a request that were published, or came so
-        self._events: list[Event] = []
         self._failures = Failures()
 
     def match(self, keys: PageKeys) -> Hit:
@@ -171,8 +155,6 @@ class PoolRequests:
         except QuotaError as error:
             self.fail("quota", error)
             return 0, before
-        if new:
-            self._note(Event("stored", keys[known:there]))
         return new, there * size
 
     def truncate(self, request: str, tokens: int) -> None:
@@ -189,10 +171,7 @@ class PoolRequests:
 
     def forget(self, keys: PageKeys) -> int:
         """Take published pages out of the index, whatever they are; returns how many."""
-        count = self.pool.forget(keys)
-        if count:
-            self._note(Event("removed", keys))
-        return count
+        return self.pool.forget(keys)
 
     def mend(self, keys: PageKeys) -> list[int]:
         """After a CorruptError while a request's pages were read: takes damaged ones of these keys
@@ -222,23 +201,12 @@ class PoolRequests:
         found: npt.NDArray[np.bool_] = np.logical_or.reduce(wrong.reshape(-1, per_key), axis=1)
         return found
 
-    def events(self) -> list[Event]:
-        """What was stored and removed since the last call, in order."""
-        taken, self._events = self._events, []
-        return taken
-
     def failures(self) -> Counter[str]:
-        """Counts since the start: "stale", "corrupt", "full", "quota", "window", "lost_events"."""
+        """Counts since the start: "stale", "corrupt", "full", "quota", "window"."""
         return Counter(self._failures)
 
     def fail(self, kind: str, error: CXLKVError) -> None:
         self._failures.add(kind, error)
-
-    def _note(self, event: Event) -> None:
-        if len(self._events) == EVENTS_MAX:
-            del self._events[0]
-            self._failures["lost_events"] += 1
-        self._events.append(event)
 
 
 class _WindowError(CXLKVError):

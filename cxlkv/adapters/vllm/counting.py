@@ -34,7 +34,7 @@ AUDITS = {
 COUNTS = {**TOKENS, **{name: COUNTERS[name] for name in BYTES}, **AUDITS}
 """What is counted, by name, with what it means."""
 
-KINDS = ("corrupt", "stale", "full", "late", "save", "match", "bad_options", "lost_events")
+KINDS = ("corrupt", "stale", "full", "late", "save", "match", "bad_options")
 """Failures that are shown from the start, as 0; others appear when they happen."""
 
 STATES = {

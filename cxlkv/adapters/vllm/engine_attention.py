@@ -385,7 +385,6 @@ class EngineAttention:
         counts = self.requests.failures()
         found.failures = counts - self._told
         self._told = counts
-        self.requests.events()
         return found
 
     def close(self) -> None:

@@ -105,24 +105,8 @@ def test_other_text_behind_a_truncate_is_stored() -> None:
         assert engine.adapter.store("one", keys[1]) == 3
         assert engine.adapter.forget(keys[0]) == 4
         assert engine.adapter.forget(keys[0]) == 0
-        kinds = [event.kind for event in engine.adapter.events()]
-        assert kinds == ["stored", "stored", "removed"]
         engine.adapter.release("one")
         assert pool.admin.check()["clean"]
-
-
-def test_events_that_nobody_takes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cxlkv.adapters.common.requests.EVENTS_MAX", 2)
-    with CXLPool.create("anonymous:", layout=PoolDriver.layout(), capacity="8MiB") as pool:
-        engine = PoolDriver(pool)
-        for start in range(3):
-            ids = [start] * 16
-            engine.adapter.load("one", None, 0)
-            engine.give("one", ids)
-            assert engine.adapter.store("one", prefix_keys(ids, 16)) == 1
-            engine.adapter.release("one")
-        assert len(engine.adapter.events()) == 2
-        assert engine.adapter.failures() == {"lost_events": 1}
 
 
 def test_who_verifies_on_the_way_mends_then(tmp_path: Path) -> None:
