@@ -17,11 +17,16 @@ from prometheus_client.registry import Collector
 
 from cxlkv import pool as pools
 from cxlkv.errors import CXLKVError
-from cxlkv.stats import COUNTERS, PAGE_STATES, Overview, inspect
+from cxlkv.stats import COUNTERS, PAGE_STATES, Overview, Process, inspect
 
 __all__ = ["PoolCollector", "StatsCollector", "registry"]
 
 Pool = pools.Pool | str | os.PathLike[str]
+
+SHARES = {
+    "recall": "the exact method's pages that were chosen",
+    "mass": "the attention that the chosen pages hold",
+}
 
 
 class PoolCollector(Collector):
@@ -110,47 +115,42 @@ def _families(read: list[tuple[str, Overview | None]]) -> Iterator[Metric]:
         for name, overview in there:
             family.add_metric([name], overview.totals[counter])
         yield family
-    recall = SummaryMetricFamily(
-        "cxlkv_select_recall_ratio",
-        "Of audited selects: share of the exact method's pages that were chosen",
-        labels=["pool"],
-    )
-    mass = SummaryMetricFamily(
-        "cxlkv_select_mass_ratio",
-        "Of audited selects: share of the attention that the chosen pages hold",
-        labels=["pool"],
-    )
-    for name, overview in there:
-        totals = overview.totals
-        recall.add_metric([name], totals["audited_selects"], totals.recall_sum)
-        mass.add_metric([name], totals["audited_selects"], totals.mass_sum)
-    yield from (recall, mass)
+    for measure, text in SHARES.items():
+        summary = SummaryMetricFamily(
+            f"cxlkv_select_{measure}_ratio", f"Of audited selects: share of {text}", labels=["pool"]
+        )
+        for name, overview in there:
+            total = getattr(overview.totals, f"{measure}_sum")
+            summary.add_metric([name], overview.totals["audited_selects"], total)
+        yield summary
+
+
+GAUGES: dict[str, tuple[str, Callable[[Overview], int]]] = {
+    "bytes": ("Size of the pool's region", lambda pool: pool.bytes),
+    "prefix_pages": ("Pages that match() finds, held or not", lambda pool: pool.prefix_pages),
+    "pinned_pages": ("Of those, pinned against eviction", lambda pool: pool.pinned_pages),
+    "processes": ("Live processes that have the pool open", lambda pool: len(_live(pool))),
+    "sequences": (
+        "Sequences and hits of these processes",
+        lambda pool: sum(process.sequences for process in _live(pool)),
+    ),
+}
+
+
+def _live(pool: Overview) -> list[Process]:
+    return [process for process in pool.processes if process.alive]
 
 
 def _gauges(there: list[tuple[str, Overview]]) -> Iterator[Metric]:
     pages = GaugeMetricFamily(
         "cxlkv_pool_pages", "Pages by state; published: held by nobody", labels=["pool", "state"]
     )
-    size = GaugeMetricFamily("cxlkv_pool_bytes", "Size of the pool's region", labels=["pool"])
-    prefixes = GaugeMetricFamily(
-        "cxlkv_pool_prefix_pages", "Pages that match() finds, held or not", labels=["pool"]
-    )
-    pinned = GaugeMetricFamily(
-        "cxlkv_pool_pinned_pages", "Of those, pinned against eviction", labels=["pool"]
-    )
-    processes = GaugeMetricFamily(
-        "cxlkv_pool_processes", "Live processes that have the pool open", labels=["pool"]
-    )
-    sequences = GaugeMetricFamily(
-        "cxlkv_pool_sequences", "Sequences and hits of these processes", labels=["pool"]
-    )
     for name, overview in there:
         for state in PAGE_STATES:
             pages.add_metric([name, state], overview.pages[state])
-        live = [process for process in overview.processes if process.alive]
-        size.add_metric([name], overview.bytes)
-        prefixes.add_metric([name], overview.prefix_pages)
-        pinned.add_metric([name], overview.pinned_pages)
-        processes.add_metric([name], len(live))
-        sequences.add_metric([name], sum(process.sequences for process in live))
-    yield from (pages, size, prefixes, pinned, processes, sequences)
+    yield pages
+    for gauge, (text, value) in GAUGES.items():
+        family = GaugeMetricFamily(f"cxlkv_pool_{gauge}", text, labels=["pool"])
+        for name, overview in there:
+            family.add_metric([name], value(overview))
+        yield family
