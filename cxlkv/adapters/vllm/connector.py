@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,7 @@ from cxlkv.adapters.vllm.scheduler import Change, Scheduled, Scheduling, Step
 from cxlkv.adapters.vllm.settings import check_policy, read_settings
 from cxlkv.errors import UnsupportedError
 from cxlkv.layout import KVLayout
+from cxlkv.pool import CXLPool
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -121,8 +123,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             log.warning(concern)
         ranks = pools.ranks_of(config)
         paths = [
-            pools.pool_path(self.settings.where, self._words, pools.Ranks(*shape, rank))
-            for shape in [(ranks.tensor, ranks.pipeline)]
+            pools.pool_path(self.settings.where, self._words, replace(ranks, rank=rank))
             for rank in range(ranks.count)
         ]
         events = config.kv_events_config
@@ -220,8 +221,7 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             device = next(iter(kv_caches.values())).device
             self.worker = self._make_pool_attention(list(kv_caches), device)
             return
-        config, tokens = self._vllm_config, self._spec.block_size
-        ranks = pools.ranks_of(config, config.parallel_config.rank)
+        tokens, ranks = self._spec.block_size, self._ranks
         layers = layers_of(kv_caches, self._spec)
         layout = KVLayout(
             layers=len(layers),
@@ -231,32 +231,29 @@ class CXLConnector(Reporting, KVConnectorBase_V1, SupportsHMA):
             dtype=self._spec.dtype,
             shard=ranks.shard,
         )
-        pool = pools.make_or_open(
-            pools.pool_path(self.settings.where, self._words, ranks),
-            layout,
-            self.settings.capacity,
-            ranks,
-            config.model_config.max_model_len,
-        )
+        pool = self._make_pool(layout)
         self.worker = EngineAttention(
             pool, layers, self.settings, block_tokens=tokens, rank=ranks.rank, ranks=ranks.count
         )
-        self.looking = Looking(pool)
+
+    @property
+    def _ranks(self) -> pools.Ranks:
+        return pools.ranks_of(self._vllm_config, self._vllm_config.parallel_config.rank)
+
+    def _make_pool(self, layout: KVLayout, sketch: bool = False) -> CXLPool:
+        """Of this rank, whose figures are shown from now on."""
+        where = pools.pool_path(self.settings.where, self._words, self._ranks)
+        wanted = (self._ranks, self._vllm_config.model_config.max_model_len)
+        made = pools.make_or_open(where, layout, self.settings.capacity, *wanted, sketch=sketch)
+        self.looking = Looking(made)
+        return made
 
     def _make_pool_attention(self, names: list[str], device: torch.device) -> PoolAttention:
-        config = self._vllm_config
-        ranks = pools.ranks_of(config, config.parallel_config.rank)
+        config, ranks = self._vllm_config, self._ranks
         page_tokens = gcd(PAGE_TOKENS, self._spec.block_size)
-        pool = pools.make_or_open(
-            pools.pool_path(self.settings.where, self._words, ranks),
-            pool_layout(config, names, self._spec, page_tokens, ranks.shard),
-            self.settings.capacity,
-            ranks,
-            config.model_config.max_model_len,
-            sketch=True,
-        )
+        layout = pool_layout(config, names, self._spec, page_tokens, ranks.shard)
+        pool = self._make_pool(layout, sketch=True)
         pool.admin.audit = self.settings.audit
-        self.looking = Looking(pool)
         return PoolAttention(
             pool,
             names,

@@ -15,8 +15,8 @@ from cxlkv.adapters.common import pools
 from cxlkv.adapters.common.keys import namespace, weights_of
 from cxlkv.adapters.vllm.settings import Settings
 from cxlkv.errors import PoolMissingError, UnsupportedError
-from cxlkv.layout import KVLayout
-from cxlkv.machine.regions import is_device, parse_place
+from cxlkv.layout import KVLayout, parse_bytes
+from cxlkv.machine.regions import ALL, is_device, parse_place
 from cxlkv.pool import CXLPool
 
 PAGE_TOKENS_MAX = 1024
@@ -71,7 +71,7 @@ def make_or_open(
 
     wanted_tokens: of the longest request; a pool that cannot hold one is worth a warning.
     """
-    own = None if capacity is None else _part(capacity, ranks)
+    own = capacity if capacity in (None, ALL) else parse_bytes(capacity) // ranks.count
     pool, made = pools.make_or_open(CXLPool, path, layout, own, parts=ranks.count, sketch=sketch)
     found = pools.measure(pool.admin.overview(), made, tokens_of(pool), ranks.rank, ranks.count)
     pools.say(found, wanted_tokens)
@@ -102,13 +102,6 @@ def tokens_of(pool: CXLPool) -> int:
     return int(overview["page_count"] // overview["part_count"] * pool.layout.page_tokens)
 
 
-def _part(capacity: str | int, ranks: Ranks) -> str | int:
-    from cxlkv.layout import parse_bytes
-    from cxlkv.machine.regions import ALL
-
-    return capacity if capacity == ALL else parse_bytes(capacity) // ranks.count
-
-
 # ---- what the engine says of itself ----
 
 
@@ -118,10 +111,8 @@ def ranks_of(vllm_config: object, rank: int = 0) -> Ranks:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if int(str(getattr(parallel, name, 1))) > 1:
             raise UnsupportedError(f"cxlkv does not serve {name} > 1 yet: leave it away")
-    tensor, pipeline = (
-        _number(parallel, "tensor_parallel_size"),
-        _number(parallel, "pipeline_parallel_size"),
-    )
+    tensor = _number(parallel, "tensor_parallel_size")
+    pipeline = _number(parallel, "pipeline_parallel_size")
     return Ranks(tensor, pipeline, rank % (tensor * pipeline))
 
 

@@ -12,6 +12,10 @@ from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import Budget
 
 PREFIX = "kv_connector_extra_config"
+_NUMBERS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    **dict.fromkeys(("pages", "sinks", "recent"), (int, "whole number")),
+    **dict.fromkeys(("share", "mass"), ((int, float), "number")),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,19 +80,12 @@ def read_budget(given: object, where: str) -> Budget | None:
         raise BadArgumentError(
             f"{where}: budget is {given!r}: keys and values are wanted, of {', '.join(known)}"
         )
-    words = dict(given)
-    numbers = {name: words.get(name) for name in ("pages", "sinks", "recent")}
-    for name, value in numbers.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise BadArgumentError(
-                f"{where}: budget: {name} is {value!r}: a whole number is wanted"
-            )
-    for name in ("share", "mass"):
-        value = words.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise BadArgumentError(f"{where}: budget: {name} is {value!r}: a number is wanted")
+    for name, value in given.items():
+        kinds, wanted = _NUMBERS.get(name, (object, ""))
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+            raise BadArgumentError(f"{where}: budget: {name} is {value!r}: a {wanted} is wanted")
     try:
-        return Budget(**words)
+        return Budget(**given)
     except BadArgumentError as error:
         raise BadArgumentError(f"{where}: budget: {error}") from error
 
