@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Mapping as Table
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ import torch
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.result import Result
 from cxlkv.errors import UnsupportedError
-from cxlkv.gpu.copier import Copied, Copier
+from cxlkv.gpu.copier import Copier
 from cxlkv.gpu.driver import driver_of
 from cxlkv.gpu.mapping import Mapping
 from cxlkv.layout import KVLayout
@@ -103,16 +103,13 @@ def _programs(result: Result, size: Size, mapping: Mapping, target: torch.Tensor
 
 def _copy(
     mapping: Mapping, target: torch.Tensor, point: Point, constants: GpuCopyConstants
-) -> partial[None]:
+) -> Callable[[], None]:
     count, piece = point
     places = np.random.default_rng(7).permutation(mapping.size // (2 * piece))[:count]
     source_at = mapping.device_address + torch.from_numpy(places.astype(np.int64)) * (2 * piece)
     target_at = target.data_ptr() + torch.arange(count, dtype=torch.int64) * piece
-    return partial(_wait, partial(Copier(mapping, constants).copy, source_at, target_at, piece))
-
-
-def _wait(copy: partial[Copied]) -> None:
-    copy().synchronize()
+    copier = Copier(mapping, constants)
+    return lambda: copier.copy(source_at, target_at, piece).synchronize()
 
 
 def fewest(medians: Table[int, float]) -> int:

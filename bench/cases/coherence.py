@@ -6,8 +6,8 @@ All flushes and fences are really executed, on memory of this one host.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -103,11 +103,6 @@ class Timed:
         self.next += repeat * batch
         return seconds / (repeat * batch)
 
-    def function(
-        self, operation: str, batch: int = 1, checksum: bool = False
-    ) -> Callable[[], float]:
-        return lambda: self.run(operation, batch, checksum)
-
     def publish_all(self) -> None:
         """So that each record has a CRC and can be acquired."""
         args = (self.memory, self.source, 0, self.record_count)
@@ -138,16 +133,16 @@ def measure_records(result: Result, memory: Bytes, record_bytes: int, size: Size
     for bare, verbs in BARE.items():
         timed.publish_all()
         functions = {
-            f"bare_{verbs[0]}": timed.function(bare),
-            f"bare_{verbs[0]}_batch": timed.function(bare, BATCH),
-            f"{verbs[0]}_crc": timed.function(verbs[0], checksum=True),
+            f"bare_{verbs[0]}": partial(timed.run, bare),
+            f"bare_{verbs[0]}_batch": partial(timed.run, bare, BATCH),
+            f"{verbs[0]}_crc": partial(timed.run, verbs[0], checksum=True),
         }
         for verb in verbs:
-            functions[verb] = timed.function(verb)
-            functions[f"{verb}_batch"] = timed.function(verb, BATCH)
+            functions[verb] = partial(timed.run, verb)
+            functions[f"{verb}_batch"] = partial(timed.run, verb, BATCH)
         samples.update(interleave_reported(functions, size.rounds))
     timed.publish_all()
-    samples.update(interleave_reported({"unpin": timed.function("unpin")}, size.rounds))
+    samples.update(interleave_reported({"unpin": partial(timed.run, "unpin")}, size.rounds))
     result.checks[f"copy_is_what_was_published{tail}"] = np.array_equal(timed.source, timed.target)
     result.checks[f"next_generation_is_refused{tail}"] = is_refused(timed)
     median = result.times(samples, "us", f"{{}}{tail}_us")
@@ -173,7 +168,7 @@ def is_refused(timed: Timed) -> bool:
 def measure_table(result: Result, memory: Bytes, record_bytes: int, size: Size) -> None:
     """Each operation on one record at a time, as it is and as speed."""
     timed = Timed(memory, record_bytes, size.sample_bytes)
-    functions = {name: timed.function(operation) for name, operation in TABLE.items()}
+    functions = {name: partial(timed.run, operation) for name, operation in TABLE.items()}
     samples, name = interleave_reported(functions, size.rounds), SIZE_NAMES.get(record_bytes)
     result.times(samples, "ns", f"{{}}_{name or record_bytes}_ns")
     result.speeds(samples, record_bytes, f"{{}}_{name or record_bytes}_speed")

@@ -48,26 +48,19 @@ TINY = Size(
 )
 
 
-@dataclass
 class Lists:
     """Sequences of one length; a piece is 16 tokens of one head, wherever the table says."""
 
-    size: Size
-    q: Tensor  # lists, 1, q_heads, head_dim
-    k: Tensor  # lists, kv_heads, tokens, head_dim
-    v: Tensor
-
-    @staticmethod
-    def make(size: Size, count: int, tokens: int, device: torch.device) -> Lists:
+    def __init__(self, size: Size, count: int, tokens: int, device: torch.device):
+        self.size = size
         random = torch.Generator(device).manual_seed(tokens + count)
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=random, dtype=torch.bfloat16, device=device)
 
         # Of such queries some keys matter more than others: a mean of all values is nearly 0.
-        q = 2 * draw(count, 1, size.q_heads, size.head_dim)
-        k, v = (draw(count, size.kv_heads, tokens, size.head_dim) for _ in range(2))
-        return Lists(size, q, k, v)
+        self.q = 2 * draw(count, 1, size.q_heads, size.head_dim)
+        self.k, self.v = (draw(count, size.kv_heads, tokens, size.head_dim) for _ in range(2))
 
     def choose(self, share: float) -> Tensor:
         """So many pages of each head, drawn anew, in any order: lists, kv_heads, pages; int32."""
@@ -154,7 +147,7 @@ def run(progress: Progress, device: torch.device, size: Size) -> None:
     for count in size.lists:
         for tokens in size.contexts:
             if progress.left(f"{count} lists of {tokens} tokens"):
-                measure(progress, timer, Lists.make(size, count, tokens, device), hbm)
+                measure(progress, timer, Lists(size, count, tokens, device), hbm)
                 if device.type == "cuda":
                     torch.cuda.empty_cache()  # room() asks the device, not torch
 

@@ -4,7 +4,7 @@ against one policy with tiers of real bytes."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.replay import caches
 from cxlkv.bench.replay.simulation import replay as simulate
-from cxlkv.bench.replay.tiers import Counts, Where, parse_size
+from cxlkv.bench.replay.tiers import Where, parse_size
 from cxlkv.bench.replay.tiers import replay as replay_bytes
 from cxlkv.bench.replay.traces import FAMILIES, Request, distinct, read
 from cxlkv.bench.result import Result
@@ -23,7 +23,6 @@ from cxlkv.tiers.policy import DEFAULT, POLICIES, policy_named
 SHARES = (0.01, 0.05, 0.10, 0.25)
 MORE_SHARES = (0.005, 0.02, 0.15)
 """For the picture."""
-Progress = Callable[[str], None]
 
 
 @dataclass
@@ -42,7 +41,7 @@ def run(
     requests: Sequence[Request],
     policies: Sequence[str] = tuple(POLICIES),
     shares: Sequence[float] = SHARES,
-    progress: Progress = lambda name: None,
+    progress: Say = lambda name: None,
 ) -> Curves:
     """Metrics NAME_at_PERCENT: the share of the pages asked for that were leading hits; ratios
     NAME_to_optimum_at_PERCENT. The default's are checked against the best textbook cache."""
@@ -166,8 +165,8 @@ def run_bytes(
     result: Result,
     requests: Sequence[Request],
     where: Where,
-    progress: Progress = lambda text: None,
-) -> Counts:
+    progress: Say = lambda text: None,
+) -> None:
     """One replay with real bytes; every page that was hit was compared."""
     counts, stats, problems = replay_bytes(
         requests, where, lambda done: progress(f"requests: {done} of {len(requests)}")
@@ -192,4 +191,3 @@ def run_bytes(
         f"policy {where.policy}; {where.far} pages far, {where.local} local, {where.cold} cold; "
         f"resumed {counts.resumed} times; trace time is not waited for"
     )
-    return counts
