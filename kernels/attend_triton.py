@@ -23,7 +23,7 @@ import triton.language as tl
 
 from cxlkv.kernels.attend_shape import Call, Shape, Tiles, blocks_of, tiles_of
 from cxlkv.kernels.runtime import INTERPRETED
-from cxlkv.kernels.variants import Variant
+from cxlkv.kernels.variants import Variant, variant
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -389,21 +389,14 @@ def variants() -> list[Variant]:
 
 
 def _variant(name: str, shape: Shape, tiles: Tiles) -> Variant:
+    types = {
+        "q": f"*{NAMES[shape.query_dtype]}",
+        "keys_at values_at positions": "*i64",
+        "pages": "*i32",
+        "out lse": "*fp32",
+        "scale softcap": "fp32",
+        "k rows kv_heads splits list_stride row_stride head_stride window": "i32",
+    }
     fixed = constants(shape, tiles, True)
-    whole = "k rows kv_heads splits list_stride row_stride head_stride window".split()
-    return Variant(
-        name=f"attend_{name}",
-        kernel="_attend_kernel",
-        signature={
-            "q": f"*{NAMES[shape.query_dtype]}",
-            **dict.fromkeys(("keys_at", "values_at", "positions"), "*i64"),
-            "pages": "*i32",
-            **dict.fromkeys(("out", "lse"), "*fp32"),
-            **dict.fromkeys(("scale", "softcap"), "fp32"),
-            **dict.fromkeys(whole, "i32"),
-            **dict.fromkeys(fixed, "constexpr"),
-        },
-        constants=fixed,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
+    name = f"attend_{name}"
+    return variant(name, _attend_kernel, types, fixed, tiles.warps, tiles.stages)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cxlkv.kernels.variants import Variant
+from cxlkv.kernels.variants import Variant, variant
 
 # Words a tile, warps. Eight loads a thread are in flight with the first, which keep 384 KiB on
 # their way with 12 programs, several times what a link of 64 GB/s has under way in 2.5 us.
@@ -108,6 +108,13 @@ def _check_generations_kernel(
     tl.store(wrong, tl.sum(total, axis=0))
 
 
+_TYPES = {
+    "wrong": "*i32",
+    "source_at target_at descriptor_at expected": "*i64",
+    "count words": "i32",
+}
+
+
 def _copy_variant(word_bytes: int, tile: tuple[int, int]) -> Variant:
     element, lanes = ELEMENTS[word_bytes]
     constants: dict[str, object] = {
@@ -116,19 +123,15 @@ def _copy_variant(word_bytes: int, tile: tuple[int, int]) -> Variant:
         "WORD_BYTES": word_bytes,
         "TILE": tile[0],
     }
-    signature = {"source_at": "*i64", "target_at": "*i64", "count": "i32", "words": "i32"}
-    signature |= dict.fromkeys(constants, "constexpr")
     name = f"fragments {tile[0]} x {word_bytes} B"
-    return Variant(name, "_copy_kernel", signature, constants, num_warps=tile[1])
+    return variant(name, _copy_kernel, _TYPES, constants, num_warps=tile[1])
 
 
 def variants() -> list[Variant]:
     """What `copies.py` launches; of the narrow words, which differ in nothing else, all."""
-    check = {"descriptor_at": "*i64", "expected": "*i64", "wrong": "*i32", "count": "i32"}
-    check["BLOCK"] = "constexpr"
     block: dict[str, object] = {"BLOCK": DESCRIPTORS_A_TURN}
     return [
         _copy_variant(16, SMALL_TILE),
         *(_copy_variant(word_bytes, LARGE_TILE) for word_bytes in ELEMENTS),
-        Variant("generations", "_check_generations_kernel", check, block, DESCRIPTOR_WARPS),
+        variant("generations", _check_generations_kernel, _TYPES, block, DESCRIPTOR_WARPS),
     ]

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from cxlkv.kernels.crc32c import KINDS_MAX, POLYNOMIAL, lanes_for, shifts
 from cxlkv.kernels.runtime import current
-from cxlkv.kernels.variants import Variant
+from cxlkv.kernels.variants import Variant, variant
 
 
 @triton.jit
@@ -104,16 +104,14 @@ def launch(
 
 def variants() -> list[Variant]:
     """Pieces of a usual model, and long ones: [page_tokens 64, MLA's 576 channels]."""
-    pointers = dict.fromkeys(("first", "second", "third", "fourth"), "*i32")
-    lengths = {f"{name}_words": "i32" for name in pointers}
-    tables = dict.fromkeys(("tables", "factors", "constants", "out"), "*i32")
-    constants = dict.fromkeys(("POLYNOMIAL", "LANES", "KINDS"), "constexpr")
+    words = "first_words second_words third_words fourth_words"
+    types = {"first second third fourth tables factors constants out": "*i32", words: "i32"}
     return [
-        Variant(
-            name=f"checksums of pieces up to {largest} bytes",
-            kernel="_checksum_kernel",
-            signature={**pointers, **lengths, **tables, **constants},
-            constants={"POLYNOMIAL": POLYNOMIAL, "LANES": lanes_for(largest), "KINDS": 4},
+        variant(
+            f"checksums of pieces up to {largest} bytes",
+            _checksum_kernel,
+            types,
+            {"POLYNOMIAL": POLYNOMIAL, "LANES": lanes_for(largest), "KINDS": KINDS_MAX},
             num_warps=lanes_for(largest) // 128,
         )
         for largest in (4096, 64 * 576 * 2)

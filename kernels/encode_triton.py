@@ -10,7 +10,7 @@ import triton.language as tl
 
 from cxlkv.kernels.reference_encode import BITS, SKETCH_CHANNELS, SKETCH_TOKENS, signs
 from cxlkv.kernels.runtime import current
-from cxlkv.kernels.variants import Variant
+from cxlkv.kernels.variants import Variant, variant
 
 CHANNELS = 128  # of a program that gathers rows
 TILE = 2048  # elements, likewise, and of a program that turns keys
@@ -256,8 +256,6 @@ def variants() -> list[Variant]:
 
 def _gather_variant(dim: int, dtype: torch.dtype, *, digest: bool) -> Variant:
     channels, tokens, warps = _gather_shape(16, dim)
-    pointer = f"*i{dtype.itemsize * 8}"
-    names = "token_stride head_stride heads page_tokens piece_elements digest_elements".split()
     constants: dict[str, object] = {
         "channel_stride": 1,
         "DIM": dim,
@@ -267,22 +265,16 @@ def _gather_variant(dim: int, dtype: torch.dtype, *, digest: bool) -> Variant:
         "LARGEST": torch.iinfo(BITS[dtype.itemsize]).max,
         "DIGEST": digest,
     }
-    return Variant(
-        name=f"rows of {dim} {SHORT[dtype]} to pieces{' and digests' if digest else ''}",
-        kernel="_gather_kernel",
-        signature={
-            **dict.fromkeys(("rows", "pieces", "digests"), pointer),
-            **dict.fromkeys(names, "i32"),
-            **dict.fromkeys(constants, "constexpr"),
-        },
-        constants=constants,
-        num_warps=warps,
-    )
+    types = {
+        "rows pieces digests": f"*i{dtype.itemsize * 8}",
+        "token_stride head_stride heads page_tokens piece_elements digest_elements": "i32",
+    }
+    name = f"rows of {dim} {SHORT[dtype]} to pieces{' and digests' if digest else ''}"
+    return variant(name, _gather_kernel, types, constants, warps)
 
 
 def _sketch_variant(dim: int, dtype: torch.dtype) -> Variant:
     padded, steps, tokens, warps = _sketch_shape(dim)
-    names = "token_stride head_stride heads page_tokens page_tokens_filled piece_words".split()
     constants: dict[str, object] = {
         "channel_stride": 1,
         "DIM": dim,
@@ -290,16 +282,10 @@ def _sketch_variant(dim: int, dtype: torch.dtype) -> Variant:
         "STEPS": steps,
         "TOKENS": tokens,
     }
-    return Variant(
-        name=f"sketches of {dim} {SHORT[dtype]}",
-        kernel="_sketch_kernel",
-        signature={
-            "keys": f"*{SHORT[dtype]}",
-            "factors": "*fp32",
-            "sketches": "*i32",
-            **dict.fromkeys(names, "i32"),
-            **dict.fromkeys(constants, "constexpr"),
-        },
-        constants=constants,
-        num_warps=warps,
-    )
+    types = {
+        "keys": f"*{SHORT[dtype]}",
+        "factors": "*fp32",
+        "sketches": "*i32",
+        "token_stride head_stride heads page_tokens page_tokens_filled piece_words": "i32",
+    }
+    return variant(f"sketches of {dim} {SHORT[dtype]}", _sketch_kernel, types, constants, warps)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from cxlkv.kernels.mail import SUBJECTS
-from cxlkv.kernels.variants import Variant
+from cxlkv.kernels.variants import Variant, variant
 
 
 # A layer's number is no reason to compile again, least of all while a graph is being captured.
@@ -37,20 +37,8 @@ def _await_kernel(ticket_at, words_at, answered_at, looks):
 
 
 def variants() -> list[Variant]:
-    tables = {"ticket_at": "*i64", "words_at": "*i64"}
+    types = {"ticket_at words_at": "*i64", "answered_at": "*i32", "subject looks": "i32"}
     return [
-        Variant(
-            name="ask",
-            kernel="_ask_kernel",
-            signature={**tables, "subject": "i32", "SUBJECTS": "constexpr"},
-            constants={"SUBJECTS": SUBJECTS},
-            num_warps=1,
-        ),
-        Variant(
-            name="await",
-            kernel="_await_kernel",
-            signature={**tables, "answered_at": "*i32", "looks": "i32"},
-            constants={},
-            num_warps=1,
-        ),
+        variant("ask", _ask_kernel, types, {"SUBJECTS": SUBJECTS}, num_warps=1),
+        variant("await", _await_kernel, types, {}, num_warps=1),
     ]

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from cxlkv.kernels.attend_shape import power_of_two
-from cxlkv.kernels.variants import Variant
+from cxlkv.kernels.variants import Variant, variant
 
 FEW = 4  # tensors that one launch takes each for itself
 PARTS_A_TURN, CHANNELS, WARPS = 64, 32, 4
@@ -163,22 +163,12 @@ def merge_few(
 
 def variants() -> list[Variant]:
     """The splits of an attend, and its result with that of the near-data engine."""
+    strided = {"outs lses out lse": "*fp32", "count row_stride part_stride": "i32"}
+    few = {"outs0 lses0 lses1 lses2 lses3 lse": "*fp32", "outs1 outs2 outs3 out": "*bf16"}
     found = []
     for dim in (128, 512):
         fixed: dict[str, object] = {"DIM": dim, "PARTS": PARTS_A_TURN, "CHANNELS": CHANNELS}
-        signature = {
-            **dict.fromkeys(("outs", "lses", "out", "lse"), "*fp32"),
-            **dict.fromkeys(("count", "row_stride", "part_stride"), "i32"),
-            **dict.fromkeys(fixed, "constexpr"),
-        }
-        found.append(Variant(f"merge_{dim}", "_merge_kernel", signature, fixed, WARPS))
+        found.append(variant(f"merge_{dim}", _merge_kernel, strided, fixed, WARPS))
         fixed = {"COUNT": 2, "DIM": dim, "CHANNELS": FEW_CHANNELS}
-        signature = {
-            **{f"outs{i}": "*fp32" if i == 0 else "*bf16" for i in range(FEW)},
-            **{f"lses{i}": "*fp32" for i in range(FEW)},
-            "out": "*bf16",
-            "lse": "*fp32",
-            **dict.fromkeys(fixed, "constexpr"),
-        }
-        found.append(Variant(f"merge_few_{dim}", "_merge_few_kernel", signature, fixed, FEW_WARPS))
+        found.append(variant(f"merge_few_{dim}", _merge_few_kernel, few, fixed, FEW_WARPS))
     return found

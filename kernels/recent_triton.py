@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cxlkv.kernels.variants import Variant
+from cxlkv.kernels.variants import Variant, variant
 
 
 @triton.jit
@@ -43,19 +43,13 @@ def _append_rows_kernel(
 
 
 def variants() -> list[Variant]:
-    whole = "steps heads slots page_tokens stride_request stride_step stride_head dim".split()
+    whole = "steps heads slots page_tokens stride_request stride_step stride_head dim"
     return [
-        Variant(
-            name=f"append_rows_{dtype}_{dim}",
-            kernel="_append_rows_kernel",
-            signature={
-                "rows": f"*{dtype}",
-                "ring": f"*{dtype}",
-                "positions": "*i64",
-                **dict.fromkeys(whole, "i32"),
-                "BLOCK": "constexpr",
-            },
-            constants={"BLOCK": triton.next_power_of_2(dim)},
+        variant(
+            f"append_rows_{dtype}_{dim}",
+            _append_rows_kernel,
+            {"rows ring": f"*{dtype}", "positions": "*i64", whole: "i32"},
+            {"BLOCK": triton.next_power_of_2(dim)},
             num_warps=1,
         )
         for dtype, dim in (("bf16", 128), ("fp16", 128), ("fp32", 128), ("bf16", 576))

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from cxlkv.kernels.slots import blocks_of, warps_of
-from cxlkv.kernels.variants import Variant
+from cxlkv.kernels.variants import Variant, variant
 
 
 @triton.jit
@@ -228,23 +228,14 @@ def _invalidate_kernel(
 
 
 _TYPES = {
-    "*i8": "missed",
-    "*i16": "slot_of_page",
-    "*i32": "pages page_of_slot order stamp scratch clock limits slot miss_pages failed",
-    "*i64": "tags tag_of_slot slot_keys_at slot_values_at keys_at values_at miss_keys_at "
-    "miss_values_at hits misses errors",
-    "i32": "kv_heads k slots pages_max request_stride failed_request_stride failed_head_stride "
-    "failed_page_stride",
-    "constexpr": "VALUES BLOCK_K BLOCK_S BLOCK",
+    "missed": "*i8",
+    "slot_of_page": "*i16",
+    "pages page_of_slot order stamp scratch clock limits slot miss_pages failed": "*i32",
+    "tags tag_of_slot slot_keys_at slot_values_at keys_at values_at": "*i64",
+    "miss_keys_at miss_values_at hits misses errors": "*i64",
+    "kv_heads k slots pages_max request_stride": "i32",
+    "failed_request_stride failed_head_stride failed_page_stride": "i32",
 }
-
-
-def _variant(
-    name: str, kernel: str, arguments: list[str], constants: dict[str, int], warps: int
-) -> Variant:
-    types = {one: kind for kind, names in _TYPES.items() for one in names.split()}
-    signature = {argument: types[argument] for argument in arguments}
-    return Variant(name, kernel, signature, {**constants}, num_warps=warps)
 
 
 def variants() -> list[Variant]:
@@ -260,22 +251,11 @@ def variants() -> list[Variant]:
         (6144, 2048, False),
     ):
         block_k, block_s, warps = blocks_of(k, slots)
-        found.append(
-            _variant(
-                f"assign, {slots} slots, k {k}, {'K and V' if values else 'K only'}",
-                "_assign_kernel",
-                _assign_kernel.arg_names,
-                {"VALUES": values, "BLOCK_K": block_k, "BLOCK_S": block_s},
-                warps,
-            )
-        )
+        name = f"assign, {slots} slots, k {k}, {'K and V' if values else 'K only'}"
+        constants: dict[str, object] = {"VALUES": values, "BLOCK_K": block_k, "BLOCK_S": block_s}
+        found.append(variant(name, _assign_kernel, _TYPES, constants, warps))
     for block in (32, 64, 256):
         for kernel in (_residents_kernel, _invalidate_kernel):
-            name = kernel.__name__
-            constants = {"BLOCK": block}
-            found.append(
-                _variant(
-                    f"{name}, {block} at once", name, kernel.arg_names, constants, warps_of(block)
-                )
-            )
+            name = f"{kernel.__name__}, {block} at once"
+            found.append(variant(name, kernel, _TYPES, {"BLOCK": block}, warps_of(block)))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cxlkv.kernels.variants import Variant
+from cxlkv.kernels.variants import Variant, variant
 
 BLOCK = 128
 
@@ -73,39 +73,16 @@ def _known_kernel(
 
 
 def variants() -> list[Variant]:
-    tables = "row_keys row_values row_descriptors row_generations keys values descriptors".split()
-    numbers = "count k heads row_pages".split()
+    types = {
+        "missed": "*i8",
+        "pages answered known": "*i32",
+        "row_keys row_values row_descriptors row_generations": "*i64",
+        "keys values descriptors generations": "*i64",
+        "count k heads list_pages row_pages key_piece_bytes value_piece_bytes": "i32",
+        "layer_offset": "i64",
+    }
+    kernels = {"sources": _sources_kernel, "known": _known_kernel}
     return [
-        Variant(
-            name="sources",
-            kernel="_sources_kernel",
-            signature={
-                "pages": "*i32",
-                "missed": "*i8",
-                **dict.fromkeys([*tables, "generations"], "*i64"),
-                **dict.fromkeys(numbers, "i32"),
-                "layer_offset": "i64",
-                "key_piece_bytes": "i32",
-                "value_piece_bytes": "i32",
-                "BLOCK": "constexpr",
-            },
-            constants={"BLOCK": BLOCK},
-            num_warps=4,
-        ),
-        Variant(
-            name="known",
-            kernel="_known_kernel",
-            signature={
-                "pages": "*i32",
-                "row_keys": "*i64",
-                "answered": "*i32",
-                "known": "*i32",
-                "count": "i32",
-                "list_pages": "i32",
-                "row_pages": "i32",
-                "BLOCK": "constexpr",
-            },
-            constants={"BLOCK": BLOCK},
-            num_warps=4,
-        ),
+        variant(name, kernel, types, {"BLOCK": BLOCK}, num_warps=4)
+        for name, kernel in kernels.items()
     ]
