@@ -146,9 +146,9 @@ TABLE = (
         is_command=True,
     ),
     Case("litmus", "cases.litmus", LITMUS, ("litmus",), is_command=True),
-    Case("peers", "peers.cli", (), ("peers",), is_command=True),
+    Case("peers", "peers.running", (), ("peers",), is_command=True),
     Case("store", "peers.store", MICRO, ("store",), is_command=True),
-    Case("vllm", "vllm.cli", MICRO, ("vllm",), is_command=True),
+    Case("vllm", "vllm.running", MICRO, ("vllm",), is_command=True),
     Case(
         "foundation",
         files=("foundation",),

@@ -1,4 +1,4 @@
-"""Peers and our pool in one run: the same bytes, round by round in turn, every answer checked."""
+"""`cxlkv bench peers`: peers beside our pool, the same bytes in turn, every answer checked."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from rich.table import Table
 
 from cxlkv.arrays import Bytes
 from cxlkv.bench.peers.serving import UNIT_BYTES, Objects
 from cxlkv.bench.peers.talking import OURS, ContenderError, Conversation, Program, program_of
+from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.result import Result
 from cxlkv.errors import MemoryShortError
 from cxlkv.layout import format_bytes
@@ -287,3 +289,25 @@ def programs_of(
         except ContenderError as error:
             result.missing[name] = str(error)
     return found
+
+
+def command(
+    options: Options, say: Say, environments: Path = ENVIRONMENTS, size: Size = Size()
+) -> Shown:
+    """Runs those that have environments."""
+    result = SideBySide("peers")
+    run(result, programs_of(result, environments), size, progress=say)
+    return Shown(result, [table(result)], result.who())
+
+
+def table(result: SideBySide) -> Table:
+    """GB/s, medians; of each peer the fastest form, by name. Empty: it does not offer this."""
+    made = Table(title="cxlkv bench peers, GB/s", show_lines=True)
+    names = [name for name in NAMES if any(row.peer == name for row in result.rows)]
+    for column in ("case", "object", "threads", *names):
+        made.add_column(column, no_wrap=True)
+    for case, object_bytes, threads in sorted(result.groups()):
+        best = result.fastest(case, object_bytes, threads)
+        cells = [f"{best[n].median:.2f}\n{best[n].form}" if n in best else "" for n in names]
+        made.add_row(case, f"{object_bytes >> 10} KiB", str(threads), *cells)
+    return made

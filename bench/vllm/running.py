@@ -1,4 +1,4 @@
-"""Engines with and without us in one run: the same requests, in turn, every answer checked."""
+"""`cxlkv bench vllm`: vLLM with and without us, time to the first token and decode speed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cxlkv.bench.peers.running import Ring, SideBySide, need_room
 from cxlkv.bench.peers.talking import ContenderError, Program
+from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.vllm.model import Model
 from cxlkv.errors import UnsupportedError
 
@@ -360,3 +362,14 @@ def settings_of(name: str, place: Path, size: Size) -> dict[str, object]:
             },
         }
     return settings
+
+
+def command(options: Options, say: Say) -> Shown:
+    """Raises UnsupportedError where there is no environment with vLLM."""
+    python = python_of_engines()
+    result, size = SideBySide("vllm"), QUICK if options.quick else Size()
+    with TemporaryDirectory(dir=SHARED, prefix="cxlkv-bench-vllm-") as made:
+        say("making the model")
+        place = Path(made)
+        run(result, programs_of(python, place, size), size, place, say)
+    return Shown(result, lines=result.who())

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from cxlkv.bench.cli import perform
-from cxlkv.bench.peers import cli as peers_cli
 from cxlkv.bench.peers import running, serving, store
 from cxlkv.bench.peers.running import SideBySide, Size
 from cxlkv.bench.peers.talking import ContenderError, Conversation, Program, program_of
@@ -243,7 +242,7 @@ BOUND_KEPT = r"get_64k_objects_no_crc_1t_to_memcpy: [0-9.]+, at least 0 wanted: 
 
 
 COMMANDS = {
-    "peers": partial(peers_cli.command, size=SMALLER),
+    "peers": partial(running.command, size=SMALLER),
     "store": partial(store.command, size=STORE_SMALLER),
 }
 

@@ -15,7 +15,7 @@ from cxlkv.bench.peers.running import SideBySide
 from cxlkv.bench.peers.talking import Program
 from cxlkv.bench.registry import Options
 from cxlkv.bench.result import read as read_result
-from cxlkv.bench.vllm import cli, running
+from cxlkv.bench.vllm import running
 from cxlkv.errors import UnsupportedError
 
 SMALL = replace(
@@ -152,7 +152,7 @@ def test_where_no_engine_is_installed_the_remedy_is_said(
 ) -> None:
     monkeypatch.setenv(running.PYTHON_VARIABLE, str(tmp_path / "python"))
     with pytest.raises(UnsupportedError, match=r"is no Python: make test-vllm"):
-        cli.command(Options(quick=True), print)
+        running.command(Options(quick=True), print)
 
 
 def test_a_python_without_the_engine_is_told_of(
@@ -164,7 +164,7 @@ def test_a_python_without_the_engine_is_told_of(
     monkeypatch.setenv(running.PYTHON_VARIABLE, str(python))
     monkeypatch.setattr(running, "SHARED", str(tmp_path))
     with pytest.raises(UnsupportedError, match=r"cannot make the model: No module named torch"):
-        cli.command(Options(quick=True), print)
+        running.command(Options(quick=True), print)
     assert os.listdir(tmp_path) == ["python"]
 
 

@@ -12,7 +12,7 @@ from cxlkv.bench.cli import perform
 from cxlkv.bench.peers.running import SideBySide
 from cxlkv.bench.registry import Options
 from cxlkv.bench.result import read as read_result
-from cxlkv.bench.vllm import cli, running
+from cxlkv.bench.vllm import running
 
 pytestmark = pytest.mark.skipif(
     find_spec("vllm") is None,
@@ -28,7 +28,7 @@ def test_engines_side_by_side(
     place = tmp_path / "place"
     place.mkdir()
     monkeypatch.setattr(running, "SHARED", str(place))
-    result = perform("vllm", cli.command, Options(json=tmp_path / "vllm.json", quick=True))
+    result = perform("vllm", running.command, Options(json=tmp_path / "vllm.json", quick=True))
     assert isinstance(result, SideBySide)
     assert result.missing == {}
     shown = capsys.readouterr().out
