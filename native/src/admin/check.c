@@ -1,5 +1,6 @@
 /* Checking a pool: everything that must hold, from the superblock to the last piece; and repair.
  * What raises SIGBUS is one problem more; the check goes on behind it. */
+#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
@@ -17,12 +18,21 @@ typedef struct report {
     bool deep;
 } report;
 
+/* As much as there is room for. */
+__attribute__((format(printf, 2, 3)))
+static void report_text(report *report, const char *format, ...) {
+    va_list values;
+    if (report->used + 1 >= report->bytes) return;
+    va_start(values, format);
+    int wrote = vsnprintf(report->text + report->used, report->bytes - report->used, format,
+                          values);
+    va_end(values);
+    if (wrote > 0) report->used = min_u64(report->used + (size_t)wrote, report->bytes - 1);
+}
+
 static void report_line(report *report, const char *what, uint32_t number) {
     report->problems++;
-    if (report->used + 1 >= report->bytes) return;
-    int wrote = snprintf(report->text + report->used, report->bytes - report->used,
-                         "%s %u: %s\n", what, number, cxlkv_error_text());
-    if (wrote > 0) report->used = min_u64(report->used + (size_t)wrote, report->bytes - 1);
+    report_text(report, "%s %u: %s\n", what, number, cxlkv_error_text());
 }
 
 static void report_page(report *report, uint32_t page) { report_line(report, "page", page); }
@@ -86,16 +96,17 @@ static void check_page(cxlkv_pool *pool, uint32_t page, report *report) {
 
 /* ---- repair: damaged descriptors, from the records' headers ---- */
 
-static void report_repair_of(report *report, const char *whose, uint32_t number,
-                             const char *what) {
-    if (report->used + 1 >= report->bytes) return;
-    int wrote = snprintf(report->text + report->used, report->bytes - report->used,
-                         "repaired: %s %u %s\n", whose, number, what);
-    if (wrote > 0) report->used = min_u64(report->used + (size_t)wrote, report->bytes - 1);
+static void report_repair(report *report, uint32_t page, const char *what) {
+    report_text(report, "repaired: page %u %s\n", page, what);
 }
 
-static void report_repair(report *report, uint32_t page, const char *what) {
-    report_repair_of(report, "page", page, what);
+/* Are all bytes what their CRCs say, now? */
+static int read_again(cxlkv_pool *pool, uint32_t page, uint32_t part) {
+    int code = 0;
+    verified_clear(pool, page);
+    for (uint32_t layer = 0; code == 0 && layer < pool->layout.layers; layer++)
+        if (pool->part_of[layer] == part) code = pieces_verify(pool, page, layer);
+    return code;
 }
 
 /* Every byte is what its CRC says, and nobody else has its hash: so whatever the descriptor said,
@@ -106,11 +117,7 @@ static bool may_publish(cxlkv_pool *pool, uint32_t page, const record_header *he
         header->part >= pool->geometry.part_count ||
         index_find(pool, header->hash) != NO_PAGE || !record_table_is_whole(pool, page, header))
         return false;
-    verified_clear(pool, page);
-    for (uint32_t layer = 0; layer < pool->layout.layers; layer++)
-        if (pool->part_of[layer] == header->part && pieces_verify(pool, page, layer) < 0)
-            return false;
-    return true;
+    return read_again(pool, page, header->part) == 0;
 }
 
 /* A generation above all that anybody can have seen: of the header, of our log, of the host state,
@@ -162,11 +169,9 @@ static void repair_deep(cxlkv_pool *pool, uint32_t page, report *report) {
     if (!page_is_ours(pool, page) || !pool->pages[page].published || pool->pages[page].retired ||
         descriptor_read(pool, page, &line) < 0)
         return;
-    int code = record_check(pool, page, pool->pages[page].generation, line.tokens);
-    verified_clear(pool, page);
-    for (uint32_t layer = 0; code == 0 && layer < pool->layout.layers; layer++)
-        if (pool->part_of[layer] == line.part) code = pieces_verify(pool, page, layer);
-    if (code == 0) return;
+    if (read_again(pool, page, line.part) == 0 &&
+        record_check(pool, page, pool->pages[page].generation, line.tokens) == 0)
+        return;
     page_forget(pool, line.hash, false);
     report_repair(report, page, "is not published any more: its bytes were changed");
 }
@@ -181,7 +186,7 @@ static void repair_log(cxlkv_pool *pool, report *report) {
     hosts_mend_log(&pool->hosts);
     pool->host->log_next = hosts_log_end(&pool->hosts, self);
     log_again(pool); /* whoever had not read what is lost */
-    report_repair_of(report, "host", self, "says anew in its log what it has published");
+    report_text(report, "repaired: host %u says anew in its log what it has published\n", self);
 }
 
 static void check_log(cxlkv_pool *pool, uint32_t host, report *report) {
@@ -195,16 +200,11 @@ static void check_log(cxlkv_pool *pool, uint32_t host, report *report) {
 
 /* ---- all of it ---- */
 
-static int check_superblock_bytes(cxlkv_pool *pool) {
-    cxlkv_layout layout;
-    cxlkv_sharing sharing;
-    cxlkv_geometry geometry;
-    uint8_t identity[16];
-    memset(identity, 0, sizeof(identity));
+static int check_superblock(cxlkv_pool *pool) {
+    pool_facts facts;
     int code = superblock_read(SUPERBLOCK_USE, pool->region.base, pool->geometry.region_bytes,
-                               pool->path ? pool->path : "the pool", &layout, &sharing, &geometry,
-                               identity);
-    if (code == 0 && memcmp(identity, pool->identity, sizeof(identity)) != 0)
+                               pool->path ? pool->path : "the pool", &facts);
+    if (code == 0 && memcmp(facts.identity, pool->identity, sizeof(facts.identity)) != 0)
         code = fail(CXLKV_E_CORRUPT, "the superblock names another pool");
     return code;
 }
@@ -216,16 +216,9 @@ static void check_late(cxlkv_pool *pool, report *report) {
         uint64_t late = atomic_load(&pool->host->counters[slot].late_drops);
         if (process->state == 0 || late == 0) continue;
         report->problems++;
-        if (report->used + 1 >= report->bytes) continue;
-        int wrote = snprintf(report->text + report->used, report->bytes - report->used,
-                             "process %d: %lu page references could not be given back, and wait "
-                             "for its next call\n", process->pid, late);
-        if (wrote > 0) report->used = min_u64(report->used + (size_t)wrote, report->bytes - 1);
+        report_text(report, "process %d: %lu page references could not be given back, and wait "
+                    "for its next call\n", process->pid, late);
     }
-}
-
-static int check_superblock(cxlkv_pool *pool) {
-    return GUARDED(check_superblock_bytes(pool), poison_error_locked(pool, &fault));
 }
 
 /* Lines of a host that cannot be read: those before its log, and one of each 4 KiB of the rest, or
@@ -255,16 +248,15 @@ static void check_host(cxlkv_pool *pool, uint32_t host, report *report) {
 }
 
 static void check_all(cxlkv_pool *pool, report *report) {
-    if (check_superblock(pool) < 0) report_page(report, 0);
+    if (GUARDED(check_superblock(pool), poison_error_locked(pool, &fault)) < 0)
+        report_page(report, 0);
     for (uint32_t host = 0; pool->shared && host < pool->sharing.hosts; host++)
         check_host(pool, host, report);
     char counts[512];
     int wrong = host_recount(pool, counts, sizeof(counts));
     if (wrong > 0) {
         report->problems += wrong;
-        size_t length = min_u64(strlen(counts), report->bytes - 1 - report->used);
-        memcpy(report->text + report->used, counts, length);
-        report->used += length;
+        report_text(report, "%s", counts);
     }
     each_page(pool, check_page, report);
     check_late(pool, report);

@@ -169,19 +169,18 @@ static bool has_state(const candidate *file, const cxlkv_sharing *sharing,
 /* The file's time says when the last process left. One that was killed left a host state instead,
  * and did not say when. */
 static int idle(candidate *file, double idle_s) {
-    uint8_t page[SUPERBLOCK_BYTES], identity[16];
-    cxlkv_layout layout;
-    cxlkv_sharing sharing;
-    cxlkv_geometry geometry;
+    uint8_t page[SUPERBLOCK_BYTES];
+    pool_facts facts;
     struct timespec now;
     if (pread(file->fd, page, sizeof(page), 0) != (ssize_t)sizeof(page))
         return fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool", file->path);
     int code = superblock_read(SUPERBLOCK_USE, page, (uint64_t)file->status.st_size, file->path,
-                               &layout, &sharing, &geometry, identity);
+                               &facts);
     if (code < 0) return code;
     if (region_is_in_place(file->fd)) return 0; /* its file was there before it: not ours to take */
     if (!alone(file, ATTACH_BYTE) || !alone(file, USE_BYTE)) return 0;
-    if (has_state(file, &sharing, identity) || fstat(file->fd, &file->status) < 0) return 0;
+    if (has_state(file, &facts.sharing, facts.identity) || fstat(file->fd, &file->status) < 0)
+        return 0;
     clock_gettime(CLOCK_REALTIME, &now);
     double since_s = (double)(now.tv_sec - file->status.st_mtim.tv_sec) +
                      (double)(now.tv_nsec - file->status.st_mtim.tv_nsec) * 1e-9;

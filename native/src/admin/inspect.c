@@ -219,30 +219,27 @@ static int64_t inspect_guarded(const seen_state *state, uint32_t page_count, con
 
 static int64_t peek_at(const source *from, const char *path, cxlkv_overview *overview,
                        cxlkv_process *out, uint32_t capacity) {
-    uint8_t page[SUPERBLOCK_BYTES], identity[16];
-    cxlkv_layout layout;
-    cxlkv_sharing sharing;
-    cxlkv_geometry geometry;
+    uint8_t page[SUPERBLOCK_BYTES];
+    pool_facts facts;
     if (!source_read(from, 0, page, sizeof(page)))
         return fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool", path);
-    int code = superblock_read(SUPERBLOCK_INSPECT, page, from->bytes, path, &layout, &sharing,
-                               &geometry, identity);
+    int code = superblock_read(SUPERBLOCK_INSPECT, page, from->bytes, path, &facts);
     if (code == 0) code = guard_install();
     if (code < 0) return code;
-    name_overview(overview, &layout, &geometry, identity);
+    name_overview(overview, &facts.layout, &facts.geometry, facts.identity);
     overview->in_use = !byte_is_free(from->fd, USE_BYTE);
-    uint32_t pages = geometry.page_count;
+    uint32_t pages = facts.geometry.page_count;
     seen_state state = {.fd = -1};
     uint64_t nonce = host_line_nonce(page); /* 0: nobody uses the pool, or the line is damaged */
-    if (sharing.kind == CXLKV_SHARING_HOST && nonce)
-        state = map_state(from->fd, NO_HOST, nonce, pages, identity);
+    if (facts.sharing.kind == CXLKV_SHARING_HOST && nonce)
+        state = map_state(from->fd, NO_HOST, nonce, pages, facts.identity);
     /* The first host that runs on this machine: most often the only one. */
-    if (sharing.kind != CXLKV_SHARING_HOST)
-        for (uint32_t number = 0; !state.host && number < sharing.hosts; number++)
-            state = map_state(from->fd, number, 0, pages, identity);
+    if (facts.sharing.kind != CXLKV_SHARING_HOST)
+        for (uint32_t number = 0; !state.host && number < facts.sharing.hosts; number++)
+            state = map_state(from->fd, number, 0, pages, facts.identity);
     if (!state.host) { /* another /dev/shm has the state, or nobody uses the pool */
         inspect_saved(from, &overview->totals);
-        return overview->in_use ? 0 : inspect_descriptors(from, &geometry, overview);
+        return overview->in_use ? 0 : inspect_descriptors(from, &facts.geometry, overview);
     }
     int64_t count = inspect_guarded(&state, pages, path, overview, out, capacity);
     munmap(state.host, state.bytes);

@@ -64,13 +64,14 @@ static int upgrade_mapped(cxlkv_pool *pool) {
 }
 
 static int open_unused(cxlkv_pool *pool, const char *path) {
+    pool_facts facts;
     int code;
     if (stripes_path(path)) {
         code = striped_open(pool, path, SUPERBLOCK_UPGRADE);
     } else {
-        code = open_checked(SUPERBLOCK_UPGRADE, path, &pool->region.fd, &pool->layout,
-                            &pool->sharing, &pool->geometry, pool->identity);
+        code = open_checked(SUPERBLOCK_UPGRADE, path, &pool->region.fd, &facts);
         if (code < 0) return code;
+        pool_learn(pool, &facts);
         code = lock_byte(pool->region.fd, ATTACH_BYTE, true, true);
         if (code < 0) return byte_lock_error(code, path);
         code = region_map_file(&pool->region, pool->geometry.region_bytes);

@@ -89,10 +89,6 @@ static bool may_overwrite(int what, uint32_t flags) {
     return what == 0 || flags & (what == 1 ? CXLKV_CREATE_REPLACE : CXLKV_CREATE_FORCE);
 }
 
-int busy_error(const char *path) {
-    return fail(CXLKV_E_BUSY, "%s is in use: close it in the other processes first", path);
-}
-
 /* Unlocked by name: a child that was forked meanwhile has the file open, too. */
 void close_region(int fd) {
     unlock_byte(fd, ATTACH_BYTE);
@@ -100,8 +96,7 @@ void close_region(int fd) {
     close(fd);
 }
 
-int open_checked(enum superblock_purpose purpose, const char *path, int *fd, cxlkv_layout *layout,
-                 cxlkv_sharing *sharing, cxlkv_geometry *geometry, uint8_t *identity) {
+int open_checked(enum superblock_purpose purpose, const char *path, int *fd, pool_facts *facts) {
     uint8_t bytes[SUPERBLOCK_BYTES];
     uint64_t region_bytes;
     int code = open_region(path, O_RDWR, fd);
@@ -110,9 +105,7 @@ int open_checked(enum superblock_purpose purpose, const char *path, int *fd, cxl
     if (code == 0 && !region_read(*fd, 0, bytes, sizeof(bytes)))
         code = fail(CXLKV_E_NOT_A_POOL, "%s is not a cxlkv pool: %lu bytes, and its first %d "
                     "cannot be read", path, region_bytes, SUPERBLOCK_BYTES);
-    if (code == 0)
-        code = superblock_read(purpose, bytes, region_bytes, path, layout, sharing, geometry,
-                               identity);
+    if (code == 0) code = superblock_read(purpose, bytes, region_bytes, path, facts);
     if (code < 0) {
         close_region(*fd);
         *fd = -1;
@@ -130,11 +123,8 @@ static int remove_damaged(const char *path, bool in_place) {
 }
 
 static int remove_at(const char *path, bool in_place) {
-    cxlkv_layout layout;
-    cxlkv_sharing sharing;
-    cxlkv_geometry geometry;
-    uint8_t identity[16];
-    int fd, code = open_checked(SUPERBLOCK_USE, path, &fd, &layout, &sharing, &geometry, identity);
+    pool_facts facts;
+    int fd, code = open_checked(SUPERBLOCK_USE, path, &fd, &facts);
     /* A damaged pool may go as well; something that never was one may not. */
     if (code == -CXLKV_E_CORRUPT || code == -CXLKV_E_TRUNCATED || code == -CXLKV_E_VERSION ||
         code == -CXLKV_E_GEOMETRY)
@@ -144,9 +134,7 @@ static int remove_at(const char *path, bool in_place) {
     if (code < 0) code = byte_lock_error(code, path);
     if (code == 0 && lock_byte(fd, USE_BYTE, true, false) < 0) code = busy_error(path);
     if (code == 0) code = region_discard(fd, path, in_place);
-    bool shared = sharing.kind != CXLKV_SHARING_HOST;
-    for (uint32_t host = 0; code == 0 && host < sharing.hosts; host++)
-        host_remove_state(identity, fd, shared ? host : NO_HOST);
+    if (code == 0) host_remove_states(&facts, fd);
     close_region(fd);
     return code;
 }

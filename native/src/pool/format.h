@@ -121,14 +121,20 @@ void place_extents(const cxlkv_sharing *sharing, uint64_t extents, cxlkv_geometr
 hosts_area hosts_area_of(uint8_t *base, const cxlkv_sharing *sharing, const cxlkv_geometry *g);
 
 /* ---- superblock.c ---- */
+/* What a superblock says of its pool. */
+typedef struct pool_facts {
+    cxlkv_layout layout;
+    cxlkv_sharing sharing;
+    cxlkv_geometry geometry;
+    uint8_t identity[16];
+} pool_facts;
 /* Writes an empty pool into the mapping: its superblock last. */
 int pool_format(cxlkv_pool *pool);
 void superblock_write(cxlkv_pool *pool);
 /* Reads and checks a superblock of a file of file_bytes. */
 int superblock_read(enum superblock_purpose purpose, const uint8_t *bytes, uint64_t file_bytes,
-                    const char *path,
-                    cxlkv_layout *layout, cxlkv_sharing *sharing, cxlkv_geometry *geometry,
-                    uint8_t *identity);
+                    const char *path, pool_facts *facts);
+void pool_learn(cxlkv_pool *pool, const pool_facts *facts); /* it has what that says */
 /* Of FORMAT_BEFORE, in place: a whole pool of the one version or the other after each store. */
 void superblock_upgrade(uint8_t *base);
 /* The incompatible features that this build knows, as it tells other hosts. */

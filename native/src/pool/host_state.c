@@ -271,15 +271,19 @@ static void state_remove(const state_place *place, int fd) {
     state_file_unlink(&slots);
 }
 
-void host_remove_state(const uint8_t identity[16], int fd, uint32_t host) {
-    state_place place;
-    if (state_place_open(fd, identity, host, false, &place) != 1) return;
-    int state = state_file_open(&place, O_RDWR);
-    if (state >= 0) {
-        state_remove(&place, state);
-        close(state);
+void host_remove_states(const pool_facts *facts, int fd) {
+    bool shared = facts->sharing.kind != CXLKV_SHARING_HOST;
+    for (uint32_t host = 0; host < facts->sharing.hosts; host++) {
+        state_place place;
+        if (state_place_open(fd, facts->identity, shared ? host : NO_HOST, false, &place) != 1)
+            continue;
+        int state = state_file_open(&place, O_RDWR);
+        if (state >= 0) {
+            state_remove(&place, state);
+            close(state);
+        }
+        state_place_close(&place);
     }
-    state_place_close(&place);
 }
 
 /* True: nobody is left. Who came no further than the state itself does not wait for its lock. */

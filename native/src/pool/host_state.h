@@ -166,8 +166,8 @@ void host_detach(cxlkv_pool *pool);
 uint64_t host_state_layout(uint32_t page_count, host_state *host);
 bool host_state_is_ours(const host_state *host);
 bool host_state_fits(const host_state *host, uint32_t page_count, const uint8_t identity[16]);
-/* Of the pool in `fd`, when nobody has its state open: after the pool itself. */
-void host_remove_state(const uint8_t identity[16], int fd, uint32_t host);
+/* Those of all hosts of the pool in `fd` that nobody has open: after the pool itself. */
+void host_remove_states(const pool_facts *facts, int fd);
 
 /* ---- locks.c ---- */
 int host_trylock(cxlkv_pool *pool);       /* 0, or -CXLKV_E_TIMEOUT without a text */

@@ -129,10 +129,8 @@ void pools_unlock(void);
 /* create.c */
 int create_region(cxlkv_pool *pool, const char *path, uint32_t flags);
 /* Reads the superblock through the file, not the mapping: a short file is an error, no SIGBUS. */
-int open_checked(enum superblock_purpose purpose, const char *path, int *fd, cxlkv_layout *layout,
-                 cxlkv_sharing *sharing, cxlkv_geometry *geometry, uint8_t *identity);
+int open_checked(enum superblock_purpose purpose, const char *path, int *fd, pool_facts *facts);
 void close_region(int fd);                /* and its locks */
-int busy_error(const char *path);
 /* striped.c: a pool on several devices */
 int striped_create(cxlkv_pool *pool, const char *path, uint32_t flags);
 int striped_open(cxlkv_pool *pool, const char *path, enum superblock_purpose purpose);

@@ -135,8 +135,9 @@ static bool groups_read(const superblock *block, cxlkv_layout *layout) {
 }
 
 int superblock_read(enum superblock_purpose purpose, const uint8_t *bytes, uint64_t file_bytes,
-                    const char *path, cxlkv_layout *layout, cxlkv_sharing *sharing,
-                    cxlkv_geometry *geometry, uint8_t *identity) {
+                    const char *path, pool_facts *facts) {
+    cxlkv_layout *layout = &facts->layout;
+    cxlkv_sharing *sharing = &facts->sharing;
     static const uint8_t nothing[SUPERBLOCK_BYTES];
     superblock block;
     memcpy(&block, bytes, sizeof(block));
@@ -184,9 +185,16 @@ int superblock_read(enum superblock_purpose purpose, const uint8_t *bytes, uint6
         return fail(CXLKV_E_TRUNCATED,
                     "%s is truncated: %lu bytes of %lu. The pages beyond are lost: create it anew",
                     path, file_bytes, derived.region_bytes);
-    *geometry = derived;
-    memcpy(identity, block.identity, sizeof(block.identity));
+    facts->geometry = derived;
+    memcpy(facts->identity, block.identity, sizeof(block.identity));
     return 0;
+}
+
+void pool_learn(cxlkv_pool *pool, const pool_facts *facts) {
+    pool->layout = facts->layout;
+    pool->sharing = facts->sharing;
+    pool->geometry = facts->geometry;
+    memcpy(pool->identity, facts->identity, sizeof(pool->identity));
 }
 
 static host_line *host_line_of(const cxlkv_pool *pool) {

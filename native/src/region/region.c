@@ -317,6 +317,10 @@ int byte_lock_error(int code, const char *path) {
                 "(`fuser -v %s` names who has the file open)", path, lock_wait_s, path);
 }
 
+int busy_error(const char *path) {
+    return fail(CXLKV_E_BUSY, "%s is in use: close it in the other processes first", path);
+}
+
 int unlock_byte(int fd, off_t offset) {
     struct flock lock = {.l_type = F_UNLCK, .l_whence = SEEK_SET, .l_start = offset, .l_len = 1};
     return fcntl(fd, F_OFD_SETLK, &lock) < 0 ? -errno : 0;

@@ -53,6 +53,7 @@ extern double lock_wait_s;
 int lock_byte(int fd, off_t offset, bool exclusive, bool wait);
 int lock_byte_within(int fd, off_t offset, bool exclusive, double wait_s);
 int byte_lock_error(int code, const char *path);
+int busy_error(const char *path);         /* another process has the lock that says: in use */
 int unlock_byte(int fd, off_t offset);
 /* Another open file of the same file, with the byte locked (shared); -1 when that fails. */
 int open_again(int fd, off_t offset);

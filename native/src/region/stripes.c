@@ -244,9 +244,7 @@ static int check_free(const members *all, uint32_t flags) {
     for (uint32_t i = 0; i < all->count; i++) {
         const member *m = &all->of[i];
         uint8_t bytes[SUPERBLOCK_BYTES];
-        if (!byte_is_free(m->fd, USE_BYTE))
-            return fail(CXLKV_E_BUSY, "%s is in use: close it in the other processes first",
-                        m->path);
+        if (!byte_is_free(m->fd, USE_BYTE)) return busy_error(m->path);
         if (m->facts.bytes < sizeof(bytes) ||
             !device_read(m->fd, &m->facts, 0, bytes, sizeof(bytes)))
             return fail(CXLKV_E_POISON, "%s: its first bytes cannot be read", m->path);
@@ -266,8 +264,7 @@ static int check_free(const members *all, uint32_t flags) {
 static int use_members(const members *all) {
     for (uint32_t i = 1; i < all->count; i++)
         if (lock_byte(all->of[i].fd, USE_BYTE, false, false) < 0)
-            return fail(CXLKV_E_BUSY, "%s is in use: close it in the other processes first",
-                        all->of[i].path);
+            return busy_error(all->of[i].path);
     return 0;
 }
 
@@ -324,10 +321,8 @@ void stripes_keep(members *all, region *to) {
 }
 
 int stripes_wipe(const members *all) {
-    if (lock_byte(all->of[0].fd, USE_BYTE, true, false) < 0)
-        return fail(CXLKV_E_BUSY, "%s is in use: close it in the other processes first",
-                    all->path);
-    return wipe_labels(all);
+    return lock_byte(all->of[0].fd, USE_BYTE, true, false) < 0 ? busy_error(all->path)
+                                                               : wipe_labels(all);
 }
 
 bool stripes_read(const members *all, uint64_t offset, void *to, size_t bytes) {

@@ -78,13 +78,10 @@ static void test_geometry(void) {
 /* ---- superblock ---- */
 
 static int read_back(const superblock *block, uint64_t file_bytes) {
-    uint8_t bytes[SUPERBLOCK_BYTES] = {0}, identity[16];
-    cxlkv_layout layout;
-    cxlkv_sharing sharing;
-    cxlkv_geometry geometry;
+    uint8_t bytes[SUPERBLOCK_BYTES] = {0};
+    pool_facts facts;
     memcpy(bytes, block, sizeof(*block));
-    return superblock_read(SUPERBLOCK_USE, bytes, file_bytes, "block", &layout, &sharing, &geometry,
-                           identity);
+    return superblock_read(SUPERBLOCK_USE, bytes, file_bytes, "block", &facts);
 }
 
 static int read_sealed(superblock block, uint64_t file_bytes) {
@@ -154,10 +151,7 @@ static void test_hostile_numbers(cxlkv_pool *pool) {
  * unknown; and who only looks may lack those of writers. */
 static void test_unknown_features(cxlkv_pool *pool) {
     superblock good;
-    uint8_t identity[16];
-    cxlkv_layout layout;
-    cxlkv_sharing sharing;
-    cxlkv_geometry geometry;
+    pool_facts facts;
     memcpy(&good, pool->region.base, sizeof(good));
     for (int word = 0; word < FEATURE_WORDS; word++)
         for (int bit = 0; bit < 64; bit++) {
@@ -174,7 +168,7 @@ static void test_unknown_features(cxlkv_pool *pool) {
                 bool lets = word == FEATURES_COMPATIBLE ||
                             (word == FEATURES_READERS && purpose == SUPERBLOCK_INSPECT);
                 int code = superblock_read((enum superblock_purpose)purpose, bytes, UINT64_MAX,
-                                           "block", &layout, &sharing, &geometry, identity);
+                                           "block", &facts);
                 CHECK(code == (lets ? 0 : -CXLKV_E_VERSION));
                 if (code < 0) CHECK(strstr(cxlkv_error_text(), named) != NULL);
             }

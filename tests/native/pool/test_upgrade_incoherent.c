@@ -37,13 +37,10 @@ static void make_page(uint8_t page[SUPERBLOCK_BYTES]) {
 
 /* Which version memory has; 0: none that is whole. */
 static uint32_t version_in(const uint8_t *base) {
-    uint8_t page[SUPERBLOCK_BYTES], identity[16];
-    cxlkv_layout layout;
-    cxlkv_sharing sharing;
-    cxlkv_geometry geometry;
+    uint8_t page[SUPERBLOCK_BYTES];
+    pool_facts facts;
     incoherent_peek(scene.sim, base, sizeof(page), page);
-    int code = superblock_read(SUPERBLOCK_UPGRADE, page, UINT64_MAX, "memory", &layout, &sharing,
-                               &geometry, identity);
+    int code = superblock_read(SUPERBLOCK_UPGRADE, page, UINT64_MAX, "memory", &facts);
     return code < 0 ? 0 : ((superblock *)page)->version;
 }
 
