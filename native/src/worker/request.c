@@ -19,28 +19,16 @@ static bool read_bytes(reading *r, void *to, uint64_t count) {
     return true;
 }
 
-/* An array, with what fills it up to a multiple of 8. */
-static bool read_array(reading *r, uint64_t bytes, const uint8_t **out) {
-    if (bytes > r->length - r->at || align_up(bytes, 8) > r->length - r->at) return false;
-    *out = r->bytes + r->at;
+/* An array, with what fills it up to a multiple of 8; NULL when fewer bytes are left. */
+static const void *read_array(reading *r, uint64_t bytes) {
+    const void *array = r->bytes + r->at;
+    if (bytes > r->length - r->at || align_up(bytes, 8) > r->length - r->at) return NULL;
     r->at += align_up(bytes, 8);
-    return true;
+    return array;
 }
 
 static int short_error(const reading *r, const char *what) {
     return fail(CXLKV_E_ARGUMENT, "request: %s end behind its %lu bytes", what, r->length);
-}
-
-request_table request_table_at(const request *r, uint32_t index) {
-    request_table item;
-    memcpy(&item, r->items + (uint64_t)index * sizeof(item), sizeof(item));
-    return item;
-}
-
-request_sequence request_sequence_at(const request *r, uint32_t index) {
-    request_sequence item;
-    memcpy(&item, r->items + (uint64_t)index * sizeof(item), sizeof(item));
-    return item;
 }
 
 static uint64_t tail_bytes(const request_facts *facts, uint64_t tokens, uint32_t known,
@@ -83,17 +71,16 @@ static int check_table(const request_facts *facts, const request_table *item, ui
 
 static int parse_tables(reading *r, const request_facts *facts, request *out) {
     uint64_t count = out->head.count;
-    if (!read_array(r, count * sizeof(request_table), &out->items))
-        return short_error(r, "its tables");
+    out->tables = read_array(r, count * sizeof(*out->tables));
+    if (!out->tables) return short_error(r, "its tables");
     out->entry_count = 0;
     for (uint32_t i = 0; i < count; i++) {
-        request_table item = request_table_at(out, i);
-        int code = check_table(facts, &item, i);
+        int code = check_table(facts, &out->tables[i], i);
         if (code < 0) return code;
-        out->entry_count += item.added;
+        out->entry_count += out->tables[i].added;
     }
-    if (!read_array(r, out->entry_count * REQUEST_ENTRY_BYTES, &out->entries))
-        return short_error(r, "the pages of its tables");
+    out->entries = read_array(r, out->entry_count * REQUEST_ENTRY_BYTES);
+    if (!out->entries) return short_error(r, "the pages of its tables");
     for (uint64_t i = 0; i < out->entry_count; i++) {
         uint32_t page;
         memcpy(&page, out->entries + i * REQUEST_ENTRY_BYTES + 8, sizeof(page));
@@ -125,15 +112,15 @@ static int check_sequences(const request_facts *facts, const request *out, uint3
                            bool attends) {
     uint64_t rows = 0;
     for (uint32_t i = 0; i < out->head.count; i++) {
-        request_sequence item = request_sequence_at(out, i);
-        uint64_t filled = item.tokens % facts->page_tokens;
-        if (item.table >= REQUEST_TABLES_MAX || item.version == 0 || item.rows > item.tokens ||
-            item.tokens / facts->page_tokens > REQUEST_PAGES_MAX || item.keys_known > filled ||
-            item.values_known > (attends && facts->value_dim ? filled : 0))
+        const request_sequence *item = &out->sequences[i];
+        uint64_t filled = item->tokens % facts->page_tokens;
+        if (item->table >= REQUEST_TABLES_MAX || item->version == 0 || item->rows > item->tokens ||
+            item->tokens / facts->page_tokens > REQUEST_PAGES_MAX || item->keys_known > filled ||
+            item->values_known > (attends && facts->value_dim ? filled : 0))
             return fail(CXLKV_E_ARGUMENT, "request: sequence %u, table %u: %u rows of %lu tokens, "
-                        "%u keys and %u values of its tail are known", i, item.table, item.rows,
-                        item.tokens, item.keys_known, item.values_known);
-        rows += item.rows;
+                        "%u keys and %u values of its tail are known", i, item->table, item->rows,
+                        item->tokens, item->keys_known, item->values_known);
+        rows += item->rows;
     }
     if (rows == rows_wanted) return 0;
     return fail(CXLKV_E_ARGUMENT, "request: %u rows, its sequences have %lu", rows_wanted, rows);
@@ -141,8 +128,8 @@ static int check_sequences(const request_facts *facts, const request *out, uint3
 
 static int parse_sequences(reading *r, const request_facts *facts, request *out, uint32_t rows,
                            bool attends) {
-    if (!read_array(r, (uint64_t)out->head.count * sizeof(request_sequence), &out->items))
-        return short_error(r, "its sequences");
+    out->sequences = read_array(r, (uint64_t)out->head.count * sizeof(*out->sequences));
+    if (!out->sequences) return short_error(r, "its sequences");
     return check_sequences(facts, out, rows, attends);
 }
 
@@ -150,14 +137,13 @@ static int parse_sequences(reading *r, const request_facts *facts, request *out,
 static int parse_rows(reading *r, const request_facts *facts, request *out, bool attends) {
     uint64_t key_bytes = 0, value_bytes = 0;
     for (uint32_t i = 0; i < out->head.count; i++) {
-        request_sequence item = request_sequence_at(out, i);
-        key_bytes += request_key_bytes(facts, &item);
-        if (attends) value_bytes += request_value_bytes(facts, &item);
+        key_bytes += request_key_bytes(facts, &out->sequences[i]);
+        if (attends) value_bytes += request_value_bytes(facts, &out->sequences[i]);
     }
-    if (!read_array(r, out->query_bytes, &out->queries)) return short_error(r, "its queries");
-    if (!read_array(r, key_bytes, &out->keys)) return short_error(r, "the keys of its tails");
-    if (!read_array(r, value_bytes, &out->values)) return short_error(r, "the values of its tails");
-    return 0;
+    if (!(out->queries = read_array(r, out->query_bytes))) return short_error(r, "its queries");
+    if (!(out->keys = read_array(r, key_bytes))) return short_error(r, "the keys of its tails");
+    out->values = read_array(r, value_bytes);
+    return out->values ? 0 : short_error(r, "the values of its tails");
 }
 
 static int check_select(const request_facts *facts, const request_select *s, uint32_t count) {
@@ -180,13 +166,12 @@ static int check_select(const request_facts *facts, const request_select *s, uin
 
 static int check_budgets(const request *out) {
     for (uint32_t i = 0; i < out->select.budget_count; i++) {
-        cxlkv_budget budget;
-        memcpy(&budget, out->budgets + (uint64_t)i * sizeof(budget), sizeof(budget));
-        if (budget.kind > CXLKV_BUDGET_MASS ||
-            (budget.kind == CXLKV_BUDGET_PAGES ? budget.pages == 0
-                                               : !(budget.amount > 0 && budget.amount <= 1)))
+        const cxlkv_budget *budget = &out->budgets[i];
+        if (budget->kind > CXLKV_BUDGET_MASS ||
+            (budget->kind == CXLKV_BUDGET_PAGES ? budget->pages == 0
+                                                : !(budget->amount > 0 && budget->amount <= 1)))
             return fail(CXLKV_E_ARGUMENT, "request: budget %u of kind %u, %u pages, amount %g", i,
-                        budget.kind, budget.pages, budget.amount);
+                        budget->kind, budget->pages, budget->amount);
     }
     return 0;
 }
@@ -198,8 +183,8 @@ static int parse_select(reading *r, const request_facts *facts, request *out) {
     if (code < 0) return code;
     code = parse_sequences(r, facts, out, s->rows, false);
     if (code < 0) return code;
-    if (!read_array(r, (uint64_t)s->budget_count * sizeof(cxlkv_budget), &out->budgets))
-        return short_error(r, "its budgets");
+    out->budgets = read_array(r, (uint64_t)s->budget_count * sizeof(*out->budgets));
+    if (!out->budgets) return short_error(r, "its budgets");
     out->layer = s->layer;
     out->query_bytes = request_query_bytes(facts, s->rows, s->q_heads, s->dtype);
     code = parse_rows(r, facts, out, false);
@@ -223,18 +208,15 @@ static int check_attend(const request_facts *facts, const request_attend *a, uin
 /* Each page is one of its sequence, or -1. */
 static int check_pages(const request_facts *facts, const request *out) {
     const request_attend *a = &out->attend;
-    const uint8_t *at = out->pages;
+    const int32_t *page = out->pages;
     for (uint32_t i = 0; a->lists && i < out->head.count; i++) {
-        request_sequence item = request_sequence_at(out, i);
-        uint64_t lists = a->per == CXLKV_PER_QUERY ? item.rows : 1;
-        int64_t pages = (int64_t)((item.tokens + facts->page_tokens - 1) / facts->page_tokens);
-        for (uint64_t n = lists * facts->kv_heads * a->k; n; n--, at += sizeof(int32_t)) {
-            int32_t page;
-            memcpy(&page, at, sizeof(page));
-            if (page < -1 || page >= pages)
+        const request_sequence *item = &out->sequences[i];
+        uint64_t lists = a->per == CXLKV_PER_QUERY ? item->rows : 1;
+        int64_t pages = (int64_t)((item->tokens + facts->page_tokens - 1) / facts->page_tokens);
+        for (uint64_t n = lists * facts->kv_heads * a->k; n; n--, page++)
+            if (*page < -1 || *page >= pages)
                 return fail(CXLKV_E_ARGUMENT, "request: page %d of sequence %u, which has %ld",
-                            page, i, (long)pages);
-        }
+                            *page, i, (long)pages);
     }
     return 0;
 }
@@ -248,7 +230,7 @@ static int parse_attend(reading *r, const request_facts *facts, request *out) {
     if (code < 0) return code;
     uint64_t lists = (uint64_t)a->lists * facts->kv_heads;
     if ((lists && a->k > r->length / sizeof(int32_t) / lists) ||
-        !read_array(r, lists * a->k * sizeof(int32_t), &out->pages))
+        !(out->pages = read_array(r, lists * a->k * sizeof(*out->pages))))
         return short_error(r, "its pages");
     code = check_pages(facts, out);
     if (code < 0) return code;

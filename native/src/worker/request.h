@@ -136,25 +136,26 @@ typedef struct request_facts {
 /* A request that was checked; pointers into its bytes, at multiples of 8 from their start. */
 typedef struct request {
     request_head head;
-    const uint8_t *items;        /* request_table or request_sequence [head.count] */
-    const uint8_t *entries;      /* TABLES */
+    const request_table *tables; /* [head.count]: TABLES */
+    const uint8_t *entries;
     uint64_t entry_count;
-    uint32_t layer;              /* SELECT and ATTEND */
+    const request_sequence *sequences; /* [head.count]: SELECT and ATTEND */
+    uint32_t layer;
     const uint8_t *queries, *keys;
     uint64_t query_bytes;
     request_select select;
-    const uint8_t *budgets;
+    const cxlkv_budget *budgets;
     request_attend attend;
-    const uint8_t *pages, *values;
+    const int32_t *pages;
+    const uint8_t *values;
     request_more more;
 } request;
 
-/* 0, or -CXLKV_E_ARGUMENT and a text that names what is wrong. Nothing in `bytes` is believed: all
- * that `out` points to lies within them, pages are below page_count, numbers are in range. What
- * only the pool can tell (generations, versions, lengths of tables) is not looked at. */
+/* 0, or -CXLKV_E_ARGUMENT and a text that names what is wrong. `bytes` lie at a multiple of 8, and
+ * nothing in them is believed: all that `out` points to lies within them, pages are below
+ * page_count, numbers are in range. What only the pool can tell (generations, versions, lengths of
+ * tables) is not looked at. */
 int request_parse(const uint8_t *bytes, uint64_t length, const request_facts *facts, request *out);
-request_table request_table_at(const request *r, uint32_t index);
-request_sequence request_sequence_at(const request *r, uint32_t index);
 /* Of the tail's keys and values that a sequence brings, up to a multiple of 8. */
 uint64_t request_key_bytes(const request_facts *facts, const request_sequence *item);
 uint64_t request_value_bytes(const request_facts *facts, const request_sequence *item);

@@ -169,10 +169,9 @@ static int table_change(session *s, const request_table *item, const uint8_t *en
 static int do_tables(session *s, const request *r) {
     const uint8_t *entries = r->entries;
     for (uint32_t i = 0; i < r->head.count; i++) {
-        request_table item = request_table_at(r, i);
-        int code = table_change(s, &item, entries);
+        int code = table_change(s, &r->tables[i], entries);
         if (code < 0) return code;
-        entries += (uint64_t)item.added * REQUEST_ENTRY_BYTES;
+        entries += (uint64_t)r->tables[i].added * REQUEST_ENTRY_BYTES;
     }
     return 0;
 }
@@ -244,7 +243,7 @@ static int place_tail(const cxlkv_worker *w, cxlkv_sequence *sequence, uint32_t 
 static int place_sequence(session *s, const request *r, uint32_t index, const uint8_t **keys,
                           const uint8_t **values) {
     cxlkv_worker *w = s->worker;
-    request_sequence item = request_sequence_at(r, index);
+    request_sequence item = r->sequences[index];
     table *t = item.table < s->table_capacity ? &s->tables[item.table] : NULL;
     if (!t || !t->sequence || t->version != item.version)
         return fail(CXLKV_E_STALE, "worker: table %u is not at version %lu", item.table,
@@ -332,8 +331,7 @@ static int64_t select_placed(cxlkv_worker *w, const request *r) {
     cxlkv_select_args args = {
         .layer = s->layer, .q_heads = s->q_heads, .starts = w->starts,
         .queries = query_rows(w, r, s->q_heads, s->dtype),
-        .budgets = (const cxlkv_budget *)(const void *)r->budgets,
-        .budget_count = s->budget_count, .union_over = s->union_over,
+        .budgets = r->budgets, .budget_count = s->budget_count, .union_over = s->union_over,
         .per = s->per, .scale = s->scale, .errors = s->errors, .pages_min = s->pages_min};
     int64_t code = buffer_reserve(&of->parts[SELECT_COUNTS], rows * sizeof(int32_t));
     if (code == 0) code = buffer_reserve(&of->parts[SELECT_HEAD], sizeof(answer_select));
@@ -374,8 +372,8 @@ static int64_t attend_placed(cxlkv_worker *w, const request *r) {
         .queries = query_rows(w, r, a->q_heads, a->dtype), .scale = a->scale,
         .softcap = a->softcap, .out = of->parts[ATTEND_OUT].data,
         .lse = of->parts[ATTEND_LSE].data,
-        .picked = {.lists = a->lists, .k = a->k, .per = a->per}};
-    if (a->lists) args.picked.pages = (const int32_t *)(const void *)r->pages;
+        .picked = {.pages = a->lists ? r->pages : NULL, .lists = a->lists, .k = a->k,
+                   .per = a->per}};
     code = attend_here(&w->batch, &args, a->parts);
     if (code < 0) return code;
     *(answer_attend *)of->parts[ATTEND_HEAD].data = (answer_attend){

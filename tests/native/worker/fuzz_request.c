@@ -22,7 +22,8 @@ static void demand(bool claim, const char *what) {
     abort();
 }
 
-static uint64_t sum_of(const uint8_t *bytes, uint64_t count) {
+static uint64_t sum_of(const void *array, uint64_t count) {
+    const uint8_t *bytes = array;
     uint64_t sum = 0;
     for (uint64_t i = 0; i < count; i++) sum += bytes[i];
     return sum;
@@ -34,7 +35,7 @@ static int accepted; /* by how many of the pools, the last time */
 static uint64_t walk_tables(const request *r, const request_facts *facts) {
     uint64_t entries = 0;
     for (uint32_t i = 0; i < r->head.count; i++) {
-        request_table item = request_table_at(r, i);
+        request_table item = r->tables[i];
         demand(item.table < REQUEST_TABLES_MAX && item.part < facts->part_count, "table");
         demand(item.kept >= item.first, "first page");
         demand(item.kept - item.first + (uint64_t)item.added <= facts->page_count, "page count");
@@ -55,7 +56,7 @@ static uint64_t walk_rows(const request *r, const request_facts *facts, uint32_t
     uint64_t rows = 0, keys = 0, values = 0;
     demand(r->layer < facts->layers, "layer");
     for (uint32_t i = 0; i < r->head.count; i++) {
-        request_sequence item = request_sequence_at(r, i);
+        request_sequence item = r->sequences[i];
         uint64_t filled = item.tokens % facts->page_tokens;
         demand(item.keys_known <= filled && item.values_known <= (attends ? filled : 0), "tail");
         rows += item.rows;
@@ -76,21 +77,18 @@ static uint64_t walk_select(const request *r, const request_facts *facts) {
 
 static uint64_t walk_attend(const request *r, const request_facts *facts) {
     const request_attend *a = &r->attend;
-    const uint8_t *at = r->pages;
+    const int32_t *page = r->pages;
     uint64_t lists = 0;
     demand(a->layer == r->layer && a->q_heads % facts->kv_heads == 0 && a->q_heads, "layer");
     demand(isfinite(a->scale) && a->scale > 0 && isfinite(a->softcap) && a->softcap >= 0, "number");
     demand(a->parts && (a->parts == 1 || !a->lists) && (a->k == 0 || a->lists), "list");
     for (uint32_t i = 0; a->lists && i < r->head.count; i++) {
-        request_sequence item = request_sequence_at(r, i);
+        request_sequence item = r->sequences[i];
         uint64_t mine = a->per == CXLKV_PER_QUERY ? item.rows : 1;
         lists += mine;
-        for (uint64_t n = mine * facts->kv_heads * a->k; n; n--, at += 4) {
-            int32_t page;
-            memcpy(&page, at, sizeof(page));
-            demand(page >= -1 && (page < 0 || (uint64_t)page * facts->page_tokens < item.tokens),
-                   "page");
-        }
+        for (uint64_t n = mine * facts->kv_heads * a->k; n; n--, page++)
+            demand(*page >= -1 &&
+                   (*page < 0 || (uint64_t)*page * facts->page_tokens < item.tokens), "page");
     }
     demand(lists == a->lists, "number of lists");
     return walk_rows(r, facts, a->rows, true);
