@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 
 Path = str | os.PathLike[str]
 THREADS_MAX = 1024  # the core's limit
+_CONFIGURED = "capacity checksum sketch sharing durable hosts host lease_s threads".split()
 
 
 class Pool(MovedToAdmin, Closing):
@@ -180,20 +181,8 @@ class Pool(MovedToAdmin, Closing):
             where = numa_mode.configured(where, wanted.emulate)
         path, _, in_place = parse_place(where)
         layout = wanted.layout.make()
-        make = partial(
-            cls._for(layout).create,
-            where,
-            layout=layout,
-            capacity=wanted.capacity,
-            checksum=wanted.checksum,
-            sketch=wanted.sketch,
-            sharing=wanted.sharing,
-            durable=wanted.durable,
-            hosts=wanted.hosts,
-            host=wanted.host,
-            lease_s=wanted.lease_s,
-            threads=wanted.threads,
-        )
+        given = {name: getattr(wanted, name) for name in _CONFIGURED}
+        make = partial(cls._for(layout).create, where, layout=layout, **given)
         if path is None:
             return make()
         with one_maker():
@@ -286,10 +275,7 @@ class Pool(MovedToAdmin, Closing):
     def remove(path: Path) -> None:
         """Remove a pool's file, or wipe its superblock from a device, and from a file in which it
         was made in place; refuses what is no pool, and a pool that is in use."""
-        place = parse_where(path)
-        if place is None:
-            raise BadArgumentError("an anonymous pool ends with its process")
-        _core.pool_remove(place)
+        _core.pool_remove(_named(path))
 
     @staticmethod
     def upgrade(path: Path) -> int:
@@ -300,10 +286,7 @@ class Pool(MovedToAdmin, Closing):
         again. docs/releases.md says which releases read what. Raises BusyError, VersionError for
         what is older or newer than this build upgrades, CorruptError.
         """
-        place = parse_where(path)
-        if place is None:
-            raise BadArgumentError("an anonymous pool ends with its process")
-        return _core.pool_upgrade(place)
+        return _core.pool_upgrade(_named(path))
 
     def _with_threads(self, threads: int | None) -> Self:
         self.set_threads(len(os.sched_getaffinity(0)) if threads is None else threads)
@@ -475,7 +458,8 @@ class CXLPool(Pool):
         """
         if tokens_per_key < 1:
             raise BadArgumentError(f"{tokens_per_key} tokens a key: at least 1")
-        _check_sequence(seq)
+        if not isinstance(seq, Sequence):
+            raise BadArgumentError(f"a sequence is wanted, not {type(seq).__name__}")
         if seq not in self:
             raise BadArgumentError("the sequence is of another pool")
         return _core.publish(seq._handle, key_hashes(keys, strict), tokens_per_key, not strict)
@@ -523,13 +507,15 @@ class CXLPool(Pool):
         """match() for what publish_prefix() published, tails too: the longest that agrees."""
         ids = whole_ids(token_ids)
         hashes = key_hashes(prefix_keys(ids, self.layout.page_tokens, salt))
-        found = _core.match_prefix(self._handle, hashes, lease_s, ids, root(salt))
+        found = _core.match(self._handle, hashes, lease_s, single=True, ids=ids, root=root(salt))
         return Hit(self._handle, self.layout, *found)
 
 
-def _check_sequence(given: object) -> None:
-    if not isinstance(given, Sequence):
-        raise BadArgumentError(f"a sequence is wanted, not {type(given).__name__}")
+def _named(path: Path) -> str:
+    place = parse_where(path)
+    if place is None:
+        raise BadArgumentError("an anonymous pool ends with its process")
+    return place
 
 
 def _is_there(path: str, in_place: bool) -> bool:

@@ -45,27 +45,16 @@ def publish_tail(sequence: Handle, tokens: int, before: bytes, key: bytes) -> in
 
 
 def match(
-    pool: Handle, hashes: bytes, lease_s: float, *, single: bool = False, content: bool = False
-) -> tuple[int, Handle]:
-    return _match(pool, hashes, lease_s, single, content, None, b"")
-
-
-def match_prefix(
-    pool: Handle, hashes: bytes, lease_s: float, ids: Tokens, root: bytes
-) -> tuple[int, Handle]:
-    """The same for keys of page_keys(), and a page that is not full behind them."""
-    return _match(pool, hashes, lease_s, True, False, ids, root)
-
-
-def _match(
     pool: Handle,
     hashes: bytes,
     lease_s: float,
-    single: bool,
-    content: bool,
-    ids: Tokens | None,
-    root: bytes,
+    *,
+    single: bool = False,
+    content: bool = False,
+    ids: Tokens | None = None,
+    root: bytes = b"",
 ) -> tuple[int, Handle]:
+    """ids and root: keys are page_keys(); finds a page that is not full behind them, too."""
     args = ffi.new("cxlkv_match_args *")
     args.hashes, args.count = ffi.from_buffer("uint8_t[]", hashes), len(hashes) // HASH_BYTES
     args.single, args.content, args.lease_s = single, content, lease_s
