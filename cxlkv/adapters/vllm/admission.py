@@ -22,7 +22,7 @@ class Room:
 
     def __init__(self, pools: Sequence[CXLPool]):
         self._pools = pools
-        self._parts = [_parts_of(pool) for pool in pools]
+        self._parts = [pool.pages.geometry["part_count"] for pool in pools]
         self._page_tokens = pools[0].layout.page_tokens
         self._given = 0  # pages promised since the step began, less those that come back in it
         self._left: int | None = None  # pages that were there for them; None: to be looked up
@@ -84,9 +84,3 @@ class Room:
 def _free(pool: CXLPool) -> int:
     """Free pages, and those that an append would evict."""
     return pool.stats()["pages_free"] + int(np.count_nonzero(pool.pages.evictable()))
-
-
-def _parts_of(pool: CXLPool) -> int:
-    geometry = pool.describe()["geometry"]
-    assert isinstance(geometry, dict)
-    return int(geometry["part_count"])

@@ -137,9 +137,8 @@ class Looking:
 
     def __init__(self, pool: CXLPool, clock: Callable[[], float] = time.monotonic):
         self._pool, self._clock = pool, clock
-        geometry = pool.describe()["geometry"]
-        assert isinstance(geometry, dict)
-        self._parts, self._page_tokens = int(geometry["part_count"]), pool.layout.page_tokens
+        self._parts = pool.pages.geometry["part_count"]
+        self._page_tokens = pool.layout.page_tokens
         self._told = _own(pool.admin.overview())
         self._next_s = clock()
 

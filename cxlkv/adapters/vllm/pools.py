@@ -97,9 +97,8 @@ def open_all(paths: Sequence[str]) -> list[CXLPool]:
 
 def tokens_of(pool: CXLPool) -> int:
     """Tokens that a pool has room for."""
-    overview = pool.describe()["geometry"]
-    assert isinstance(overview, dict)
-    return int(overview["page_count"] // overview["part_count"] * pool.layout.page_tokens)
+    geometry = pool.pages.geometry
+    return geometry["page_count"] // geometry["part_count"] * pool.layout.page_tokens
 
 
 # ---- what the engine says of itself ----
