@@ -50,7 +50,8 @@ def attention(
         if layer is not None:
             raise UnsupportedError(f"{type(module).__name__} attends in both directions; {BUILT}")
         kwargs.update(dropout=dropout, scaling=scaling, softcap=softcap)
-        return _attend_both_ways(module, query, key, value, attention_mask, kwargs)
+        given = (module, query, key, value, attention_mask)
+        return sdpa_attention_forward(*given, **kwargs)  # type: ignore[arg-type]
     if layer is None:
         raise BadArgumentError(
             f"attention {NAME!r} works on a CXLCache, which {type(module).__name__} has not: pass "
@@ -65,17 +66,6 @@ def attention(
     scale = float(query.shape[3] ** -0.5) if scaling is None else scaling
     call = Call(module, query, key, value, attention_mask, scale, softcap, s_aux)
     return layer.cache.forward(layer, call).contiguous(), None
-
-
-def _attend_both_ways(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    said: dict[str, object],
-) -> tuple[Tensor, None]:
-    return sdpa_attention_forward(module, query, key, value, mask, **said)  # type: ignore[arg-type]
 
 
 def _is_causal(module: torch.nn.Module, told: object) -> bool:

@@ -116,14 +116,9 @@ class CXLRequests(PoolRequests):
 
     def cache(
         self, names: Sequence[str], seen: int | None = None, **settings: Unpack[Settings]
-    ) -> CXLCache:
+    ) -> _RowsCache:
         """A cache whose rows are these requests, instead of one that had them before. seen: how
         many tokens the model is to think were there, padding included."""
-        return self._cache(names, seen, **settings)
-
-    def _cache(
-        self, names: Sequence[str], seen: int | None, **settings: Unpack[Settings]
-    ) -> _RowsCache:
         for name in names:
             self.sequences[name] = self.sequence(name)
         sequences = [self.sequences[name] for name in names]
@@ -168,7 +163,7 @@ class CXLRequests(PoolRequests):
         texts = _texts(ids, mask)
         names = [f"row {self._begun + row}" for row in range(len(texts))]
         self._begun += len(texts)
-        cache = self._cache(names, self._load(names, texts), **settings)
+        cache = self.cache(names, self._load(names, texts), **settings)
         cache.texts = texts
         try:
             yield cache
