@@ -14,9 +14,8 @@ from cxlkv import ObjectPool
 from cxlkv.adapters.common.metrics import Counting
 from cxlkv.adapters.common.object_cache import leading
 from cxlkv.adapters.common.settings import PoolSettings
-from cxlkv.adapters.sglang.hits import restorable
 from cxlkv.adapters.sglang.metrics import COUNTS, KINDS
-from cxlkv.adapters.sglang.store import MAIN, Rank, Store
+from cxlkv.adapters.sglang.store import MAIN, Rank, Store, restorable
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
 
 from ..support.damaging import damage_object

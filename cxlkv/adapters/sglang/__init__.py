@@ -6,8 +6,7 @@
 
 `storage` is the class that SGLang calls, and alone imports SGLang. It asks `store`, which has an
 object cache for each of SGLang's host pools: `host` says where their pages lie, `names` what
-makes their bytes what they are, `hits` up to where a text can be restored. `settings` reads what
-the user wrote.
+makes their bytes what they are. `settings` reads what the user wrote.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from cxlkv._lifetime import Closing
@@ -21,7 +22,6 @@ from cxlkv.adapters.common.metrics import Counting
 from cxlkv.adapters.common.object_cache import Given, ObjectCache, leading
 from cxlkv.adapters.common.settings import PoolSettings
 from cxlkv.adapters.sglang import names
-from cxlkv.adapters.sglang.hits import restorable
 from cxlkv.adapters.sglang.host import HostMemory, Memory
 from cxlkv.adapters.sglang.names import Config, Shards, Words
 from cxlkv.arrays import Mask
@@ -278,6 +278,19 @@ class Store(Closing):
         except Exception as error:  # SGLang's own, too: its threads must not end
             self._counting.failed("pool", f"{type(error).__name__}: {error}")
             return np.zeros(len(keys), np.bool_)
+
+
+def restorable(there: Mask, trailing: int | None = None) -> Mask:
+    """bool [n + 1]: whether a host pool can restore the first i of n pages.
+
+    It needs all of them, or, as of a sliding window or a state, only the `trailing` last ones of
+    the i. No pages can always be restored.
+    """
+    missing: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(~there)])
+    ends = np.arange(len(missing))
+    begins = np.zeros_like(ends) if trailing is None else np.maximum(ends - trailing, 0)
+    found: Mask = missing[ends] == missing[begins]
+    return found
 
 
 def taken(moves: deque[Move]) -> list[Move]:
