@@ -182,7 +182,7 @@ def _ask(
     unit_bytes = examiner.pool.layout.token_bytes * examiner.pool.layout.page_tokens
     with LocalTier(examiner.pool, slots * unit_bytes // examiner.pool.layout.layers) as tier:
         watcher = Watcher(tier, kinds)
-        answers = examiner.ask_with(watched(watcher), budget).answers
+        answers = examiner.ask(budget, kind=watched(watcher)).answers
         stats = tier.stats()
         watcher.copied = int(stats["promoted"])
         result.checks[f"slots_{name}"] = stats["slots_total"] == slots

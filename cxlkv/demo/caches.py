@@ -13,7 +13,7 @@ from cxlkv.sequence import Batch
 
 
 class RandomPages(CXLCache):
-    """As many pages as the budget allows, drawn without a look at the keys.
+    """As many pages as the budget allows, drawn at each length without a look at the keys.
 
     The first and the last pages that the budget forces are in, as in a selection.
     """
@@ -27,7 +27,7 @@ class RandomPages(CXLCache):
         tokens = int(part.step.lengths[0])
         if (part.step.lengths != tokens).any():
             raise BadArgumentError("random pages are drawn for sequences of one length")
-        random = np.random.default_rng([self.seed, part.index])
+        random = np.random.default_rng([self.seed, part.index, tokens])
         shape = (len(queries), layout.kv_heads)
         pages = random_pages(random, shape, -(-tokens // layout.page_tokens), self.budget)
         # All but the last page, which is forced, are full.

@@ -142,13 +142,11 @@ class Examiner:
         _, random_mass = self._ask_pool(WeighedRandomPages, budget)
         return Row(share, budget.pages_at_most(total), selected, random, mass, random_mass)
 
-    def ask(self, budget: Budget, method: str | None = None) -> Asked:
-        """The answers from pages chosen by `method`, the plan's if None."""
-        return self._ask_pool(CXLCache, budget, method)[0]
-
-    def ask_with(self, kind: type[CXLCache], budget: Budget) -> Asked:
-        """The answers by a cache of another kind."""
-        return self._ask_pool(kind, budget)[0]
+    def ask(
+        self, budget: Budget, method: str | None = None, kind: type[CXLCache] = CXLCache
+    ) -> Asked:
+        """The answers from pages chosen by `method`, the plan's if None, by a cache of a kind."""
+        return self._ask_pool(kind, budget, method)[0]
 
     def pages(self) -> int:
         """Pages that a question sees, the one with itself included."""

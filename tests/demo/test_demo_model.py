@@ -33,9 +33,10 @@ from transformers import (
 from cxlkv import Budget, CXLPool, Selection
 from cxlkv.adapters.transformers import CXLCache, LayerStep, layout_of
 from cxlkv.demo import run as demo
+from cxlkv.demo.caches import RandomPages
 from cxlkv.demo.task import FIRST_FILLER, FIRST_QUERY, VALUES, VOCABULARY_SIZE
 from cxlkv.demo.text import inputs, measure, run
-from cxlkv.demo.text.measure import Plan, Reader, Row, TextCache, Track
+from cxlkv.demo.text.measure import Plan, Reader, Row, Track
 from cxlkv.demo.text.report import Found, result_of
 from cxlkv.errors import CXLKVError
 from cxlkv.machine.topology import probe
@@ -285,11 +286,13 @@ def test_a_model_that_takes_fewer_tokens_sets_the_end(
 def test_pages_that_are_not_those_of_full_attention_fail_with_exit_code_1_and_no_ratios(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def choose(cache: TextCache, part: LayerStep, queries: Tensor) -> object:
-        cache.budget = cache.budget and Budget(pages=3)
-        return CXLCache.choose(cache, part, queries)
+    choose = CXLCache.choose
 
-    monkeypatch.setattr(TextCache, "choose", choose)
+    def three(cache: CXLCache, part: LayerStep, queries: Tensor) -> object:
+        cache.budget = cache.budget and Budget(pages=3)
+        return choose(cache, part, queries)
+
+    monkeypatch.setattr(CXLCache, "choose", three)
     folder = save(facts_model(), tmp_path / "facts", VOCABULARY_SIZE)
     (tmp_path / "text.txt").write_text(facts_text(512))
     monkeypatch.chdir(tmp_path)
@@ -371,7 +374,7 @@ def test_random_pages_are_drawn_anew_at_each_step(folder: Path, text: Path) -> N
     with CXLPool.create("anonymous:", layout=layout, capacity=capacity) as pool:
         drawn: list[list[int]] = []
 
-        class Watched(TextCache):
+        class Watched(RandomPages):
             def choose(self, part: LayerStep, queries: Tensor) -> Selection | None:
                 picked = super().choose(part, queries)
                 assert picked is not None
@@ -379,7 +382,6 @@ def test_random_pages_are_drawn_anew_at_each_step(folder: Path, text: Path) -> N
                 return picked
 
         cache = Watched(pool, model, Budget(pages=8))
-        cache.blind = True
         reader = Reader(model, "cxlkv", cache)
         reader.prefill(ids[:480])
         for at in range(480, 484):

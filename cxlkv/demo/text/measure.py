@@ -11,20 +11,19 @@ import inspect
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from cxlkv.adapters.transformers import CXLCache, LayerStep
-from cxlkv.demo.caches import random_pages
+from cxlkv.adapters.transformers import CXLCache
+from cxlkv.demo.caches import RandomPages
 from cxlkv.demo.text.inputs import quiet
 from cxlkv.errors import BadArgumentError, CXLKVError, UnsupportedError
-from cxlkv.ndp.engine import Budget, Selection
+from cxlkv.ndp.engine import Budget
 from cxlkv.pool import CXLPool
 
 TOKENS_MIN = 256
@@ -35,7 +34,6 @@ CHUNK_TOKENS = 4096
 """A longer context is read in chunks, so that what a layer computes for it has a bound."""
 POOLED = "cxlkv"
 """The attention that reads from a pool, as transformers knows it."""
-SEED = 20
 
 
 @dataclass(frozen=True)
@@ -129,25 +127,6 @@ class Row:
     random: Track | None
 
 
-class TextCache(CXLCache):
-    """A CXLCache that may also spend its budget blindly: on as many pages, drawn at each step."""
-
-    blind = False
-
-    def choose(self, part: LayerStep, queries: Tensor) -> Selection | None:
-        picked = super().choose(part, queries)
-        if picked is None or not isinstance(self.budget, Budget) or not self.blind:
-            return picked
-        tokens = int(part.step.lengths[0])
-        random = np.random.default_rng([SEED, part.index, tokens])
-        rows, heads = picked.counts.shape
-        page_count = -(-tokens // self.pool.layout.page_tokens)
-        pages = random_pages(random, (rows, heads), page_count, self.budget)
-        scores = np.zeros(pages.shape, np.float32)
-        # As many pages, and among them the last, which may have fewer tokens: as many bytes.
-        return replace(picked, pages=pages, scores=scores, bytes_scored=0)
-
-
 class Reader:
     """A model reading a text with one kind of attention and one cache, None for its own."""
 
@@ -195,7 +174,7 @@ class Reading:
                 f"{type(model).__name__} takes no attention but its own, so no pool can serve it: "
                 "use a model that transformers' attention interface serves, like Llama or Qwen3"
             )
-        self.base = TextCache(pool, model)
+        self.base = CXLCache(pool, model)
         self.model = model
 
     def prefill(self) -> tuple[float, float]:
@@ -213,8 +192,8 @@ class Reading:
     def decode(self, advance: Callable[[], None]) -> tuple[Track, list[Row]]:
         """All steps of all readers; `advance` is called after each step."""
         budgets = {**self.plan.budgets(), 1.0: Budget(share=1.0)}
-        selected = {share: self._reader(budget, False) for share, budget in budgets.items()}
-        random = {s: self._reader(b, True) for s, b in budgets.items() if s < 1}
+        selected = {share: self._reader(CXLCache, budget) for share, budget in budgets.items()}
+        random = {s: self._reader(RandomPages, b) for s, b in budgets.items() if s < 1}
         readers = [*selected.values(), *random.values()]
         for at in range(self.plan.context, self.plan.context + self.plan.steps):
             token, target = self.tokens[at : at + 1], int(self.tokens[at + 1])
@@ -236,15 +215,14 @@ class Reading:
             for share, budget in budgets.items()
         ]
 
-    def _reader(self, budget: Budget, blind: bool) -> Reader:
-        cache = self.base.fork()
-        assert isinstance(cache, TextCache)
-        cache.budget, cache.blind = budget, blind
+    def _reader(self, kind: type[CXLCache], budget: Budget) -> Reader:
+        forks = [sequence.fork() for sequence in self.base.sequences]
+        cache = kind(self.base.pool, self.model, budget, sequences=forks)
         return Reader(self.model, POOLED, cache)
 
     def _finish(self, reader: Reader) -> None:
         cache = reader.cache
-        assert isinstance(cache, TextCache)
+        assert isinstance(cache, CXLCache)
         reader.track.bytes_scored = cache.counters.bytes_scored / self.plan.steps
         reader.track.bytes_read = cache.counters.bytes_read / self.plan.steps
         cache.release()
