@@ -9,7 +9,6 @@ import random
 import resource
 import stat
 import subprocess
-import sys
 import tempfile
 import threading
 from collections import OrderedDict
@@ -44,6 +43,7 @@ from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import BLOCK_BYTES, SLOT_HEADER_BYTES, RecordShape
 from cxlkv.tiers.cold_store import ColdStore
 
+from ..support.cold_storer import mixed, name, noise
 from ..support.damaging import change_byte, poke
 from ..support.forking import child_beside
 from ..support.lengths import nightly
@@ -59,16 +59,12 @@ def capacity(slots: int) -> int:
     return BLOCK_BYTES + slots * SLOT
 
 
-def name(number: int) -> Bytes:
-    return np.frombuffer(number.to_bytes(16, "little"), np.uint8)
-
-
 def names(*numbers: int) -> Bytes:
     return np.stack([name(n) for n in numbers]) if numbers else np.zeros((0, 16), np.uint8)
 
 
-def record(number: int, size: int = SHAPE.bytes) -> Bytes:
-    return np.random.default_rng(number).integers(0, 256, size, np.uint8)
+def record(number: int) -> Bytes:
+    return noise(number, SHAPE.bytes)
 
 
 def records(*numbers: int) -> Bytes:
@@ -652,63 +648,65 @@ def test_permission_that_is_refused_names_the_remedy(
 
 # ---- killed ----
 
-STORER = """
-import sys
-import numpy as np
-from cxlkv.tiers.cold import ColdTier
-from cxlkv.tiers.cold_file import RecordShape
-path, capacity, first, batch, fsync = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
-size = 50000
-def record(number):
-    return np.random.default_rng(number).integers(0, 256, size, np.uint8)
-with ColdTier(path, shape=RecordShape(size, 7), capacity=capacity, fsync=fsync) as tier:
-    while True:
-        numbers = range(first, first + batch)
-        names = np.stack([np.frombuffer(n.to_bytes(16, "little"), np.uint8) for n in numbers])
-        given = np.stack([record(n) for n in numbers])
-        print("begin", first, flush=True)
-        assert tier.store(names, given).all()
-        print("done", first, flush=True)
-        first += batch
-"""
+
+@dataclass
+class Storing:
+    """How a process stores: `stays` of its records are there, whatever a batch makes room for."""
+
+    compress: str
+    record: Callable[[int, int], Bytes]
+    size: int
+    slots: int
+    batch: int
+    stays: int
+
+
+AS_THEY_ARE = Storing("", noise, 50000, slots=24 * 13, batch=5, stays=19)  # of 13 slots each
+PACKED = Storing("zstd", mixed, 20000, slots=60, batch=6, stays=6)  # a batch takes 24
 
 
 @pytest.mark.parametrize(
     ("fsync", "rounds"),
     [("none", 8), ("batch", 8), nightly("none", 100), nightly("batch", 100)],
 )
-def test_a_process_killed_while_it_stores(path: Path, fsync: str, rounds: int, seed: int) -> None:
+@pytest.mark.parametrize("how", [AS_THEY_ARE, PACKED], ids=["as they are", "packed"])
+def test_a_process_killed_while_it_stores(
+    path: Path, how: Storing, fsync: str, rounds: int, seed: int
+) -> None:
     """What store() had returned is there, but for what the batch in flight makes room for."""
+    if how.compress:
+        pytest.importorskip("zstandard")
     rng = random.Random(seed)
-    size, slots, batch = 50000, 24, 5
-    space = BLOCK_BYTES + slots * (-(-(size + 64) // 4096) * 4096)
+    shape = RecordShape(how.size, 7, "", element_bytes=2 if how.compress else 1)
+    space = BLOCK_BYTES + how.slots * SLOT
     there: list[int] = []  # by when they were stored
     torn = first = 0
     for _ in range(rounds):
-        command = [sys.executable, "-c", STORER, str(path), str(space), str(first), str(batch)]
-        with subprocess.Popen([*command, fsync], stdout=subprocess.PIPE, text=True) as storer:
-            assert storer.stdout is not None
-            lines = [storer.stdout.readline() for _ in range(1 + 2 * rng.randrange(8))]
+        words = [path, fsync, how.compress, how.size, space, first, how.batch]
+        with Child("-m", "tests.support.cold_storer", *words) as storer:
+            lines = [storer.hear() + "\n" for _ in range(1 + 2 * rng.randrange(8))]
             for _ in range(rng.randrange(40000)):  # somewhere in the store that has begun
                 pass
-            storer.kill()
-            lines += storer.stdout.readlines()
-        words = [line.split() for line in lines if line.endswith("\n")]
-        begun = [int(number) for word, number in words if word == "begin"]
-        done = [int(number) for word, number in words if word == "done"]
-        there += [number for start in done for number in range(start, start + batch)]
-        first = begun[-1] + batch
-        with ColdTier(path, shape=RecordShape(size, 7), capacity=space, fsync=fsync) as tier:
+            storer.popen.kill()
+            lines += storer.pipes[1].readlines()
+        told = [line.split() for line in lines if line.endswith("\n")]
+        begun = [int(number) for word, number in told if word == "begin"]
+        done = [int(number) for word, number in told if word == "done"]
+        there += [number for start in done for number in range(start, start + how.batch)]
+        first = begun[-1] + how.batch
+        with ColdTier(
+            path, shape=shape, capacity=space, fsync=fsync, compress=how.compress or None
+        ) as tier:
             asked = list(range(max(0, first - 200), first))
-            out = np.zeros((len(asked), size), np.uint8)
+            out = np.zeros((len(asked), how.size), np.uint8)
             found = tier.load(names(*asked), out)
             torn += tier.stats()["corrupt"]
-            must = there[-(slots - batch) :]
             for row, number in enumerate(asked):
                 if found[row]:
-                    np.testing.assert_array_equal(out[row], record(number, size))
+                    np.testing.assert_array_equal(out[row], how.record(number, how.size))
                 else:
-                    assert number not in must, f"{number} was stored and is gone"
+                    gone = number in there[-how.stays :]
+                    assert not gone, f"{number} was stored and is gone"
             assert tier.check(deep=True) == []
         there = [number for row, number in enumerate(asked) if found[row]]
     print(f"{torn} torn records in {rounds} rounds, seed {seed}")

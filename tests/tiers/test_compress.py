@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,11 +21,11 @@ from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import BLOCK_BYTES, SLOT_HEADER_BYTES, RecordShape
 from cxlkv.tiers.compress import Codec
 
+from ..support.cold_storer import mixed, name
 from ..support.damaging import change_byte, poke
-from ..support.lengths import nightly
 from ..test_records import grown, names_of_keys, read_all
 from . import test_cold
-from .test_cold import SLOT, ColdModel, checked, name, names, read
+from .test_cold import SLOT, ColdModel, checked, names, read
 
 zstandard = pytest.importorskip(
     "zstandard", reason="zstandard is not installed: pip install 'cxlkv[compress]'"
@@ -38,14 +36,7 @@ RAW_SLOTS = 5  # of a record that is kept as it is: 4032 bytes in each slot
 
 
 def record(number: int) -> Bytes:
-    """Of three kinds: numbers near 0, of which each has one exponent of a few; zeros; noise."""
-    rng = np.random.default_rng(number)
-    if number % 3 == 0:
-        values = rng.standard_normal(SHAPE.bytes // 2, np.float32)
-        return values.astype(ml_dtypes.bfloat16).view(np.uint8)
-    if number % 3 == 1:
-        return np.full(SHAPE.bytes, number % 256, np.uint8)
-    return rng.integers(0, 256, SHAPE.bytes, np.uint8)
+    return mixed(number, SHAPE.bytes)
 
 
 def records(*numbers: int) -> Bytes:
@@ -305,66 +296,6 @@ def test_parts_of_two_records_of_one_name_are_not_mixed(path: Path) -> None:
             file.write(bytes(SLOT))
         with checked(opened(path, slots=8)) as tier:
             assert tier.stats()["records"] == 0
-
-
-# ---- killed ----
-
-STORER = """
-import sys
-import ml_dtypes
-import numpy as np
-from cxlkv.tiers.cold import ColdTier
-from cxlkv.tiers.cold_file import RecordShape
-path, size, capacity, first = sys.argv[1], *map(int, sys.argv[2:5])
-def record(number):
-    rng = np.random.default_rng(number)
-    if number % 3 == 0:
-        values = rng.standard_normal(size // 2, np.float32)
-        return values.astype(ml_dtypes.bfloat16).view(np.uint8)
-    if number % 3 == 1:
-        return np.full(size, number % 256, np.uint8)
-    return rng.integers(0, 256, size, np.uint8)
-shape = RecordShape(size, 7, "", element_bytes=2)
-with ColdTier(path, shape=shape, capacity=capacity, fsync=sys.argv[5], compress="zstd") as tier:
-    while True:
-        numbers = range(first, first + 6)
-        names = np.stack([np.frombuffer(n.to_bytes(16, "little"), np.uint8) for n in numbers])
-        given = np.stack([record(n) for n in numbers])
-        print("begin", first, flush=True)
-        assert tier.store(names, given).all()
-        print("done", first, flush=True)
-        first += 6
-"""
-
-
-@pytest.mark.parametrize(
-    ("fsync", "rounds"),
-    [("none", 6), ("batch", 6), nightly("none", 100), nightly("batch", 100)],
-)
-def test_a_process_killed_while_it_stores(path: Path, fsync: str, rounds: int, seed: int) -> None:
-    """What store() had returned last is there: 60 slots, of which a batch takes 24."""
-    rng, first, space = random.Random(seed), 0, BLOCK_BYTES + 60 * SLOT
-    for _ in range(rounds):
-        words = [str(path), str(SHAPE.bytes), str(space), str(first), fsync]
-        command = [sys.executable, "-c", STORER, *words]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as storer:
-            assert storer.stdout is not None
-            lines = [storer.stdout.readline() for _ in range(1 + 2 * rng.randrange(6))]
-            for _ in range(rng.randrange(40000)):  # somewhere in the store that has begun
-                pass
-            storer.kill()
-            lines += storer.stdout.readlines()
-        told = [line.split() for line in lines if line.endswith("\n")]
-        begun = [int(number) for word, number in told if word == "begin"]
-        done = [int(number) for word, number in told if word == "done"]
-        last = begun[-1]
-        with opened(path, 60, fsync) as tier:
-            asked = list(range(max(0, last - 60), last + 6))
-            found = load(tier, *asked)
-            if done:
-                assert all(found[number - asked[0]] for number in range(done[-1], done[-1] + 6))
-            assert tier.check(deep=True) == []
-        first = last + 6
 
 
 # ---- a model ----
