@@ -195,21 +195,27 @@ class Twins:
         self.here.close()
 
 
-@contextlib.contextmanager
-def served(
-    path: Path,
-    make_worker: MakeWorker,
-    rng: np.random.Generator,
-    count: int,
-    dtype: str = "float32",
-    window: int | None = None,
-) -> Iterator[tuple[CXLPool, Twins]]:
-    """A pool whose selects and attends must be done by a worker, and twins of `count` sequences."""
-    pool = make_pool(path, dtype, window=window)
-    with pool, Twins(path, pool, rng, count) as twins:
-        make_worker()
-        pool.use_worker("only", deadline_s=WATCHDOG_S)
-        yield pool, twins
+class Serve(Protocol):
+    def __call__(
+        self, count: int, *, use: str = "only", worker: dict[str, int] | None = None, **pool: object
+    ) -> tuple[CXLPool, Twins, WorkerProcess]: ...
+
+
+@pytest.fixture
+def serve_twins(path: Path, make_worker: MakeWorker, rng: np.random.Generator) -> Iterator[Serve]:
+    """Makes a pool whose selects and attends a worker does, and twins of so many sequences."""
+    with contextlib.ExitStack() as stack:
+
+        def make(
+            count: int, *, use: str = "only", worker: dict[str, int] | None = None, **pool: object
+        ) -> tuple[CXLPool, Twins, WorkerProcess]:
+            made = stack.enter_context(make_pool(path, **pool))  # type: ignore[arg-type]
+            twins = stack.enter_context(Twins(path, made, rng, count))
+            process = make_worker(**(worker or {}))
+            made.use_worker(use, deadline_s=WATCHDOG_S)
+            return made, twins, process
+
+        yield make
 
 
 def bits(array: object) -> bytes:
@@ -240,124 +246,111 @@ BUDGETS = {
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_a_worker_selects_what_this_process_would(
-    path: Path, make_worker: MakeWorker, rng: np.random.Generator, budget: str, dtype: str
+    serve_twins: Serve, budget: str, dtype: str
 ) -> None:
-    with served(path, make_worker, rng, 3, dtype) as (pool, twins):
-        twins.append([50, 8, 131])
-        for _ in range(6):  # across the borders of pages
-            for layer in range(2):
-                wanted = BUDGETS[budget]
-                twins.select([1, 2, 3], wanted, layer)
-                twins.select([1, 2, 3], [wanted] * 3, layer, queries_in=dtype)
-                if budget != "mass":
-                    twins.select([1, 2, 3], wanted, layer, "digest")
-                    twins.select([0, 1, 0], wanted, layer, "auto")
-            twins.append([1, 3, 2])
-        assert (pool.worker.connections, pool.worker.selects_here) == (1, 0)
+    pool, twins, _ = serve_twins(3, dtype=dtype)
+    twins.append([50, 8, 131])
+    for _ in range(6):  # across the borders of pages
+        for layer in range(2):
+            wanted = BUDGETS[budget]
+            twins.select([1, 2, 3], wanted, layer)
+            twins.select([1, 2, 3], [wanted] * 3, layer, queries_in=dtype)
+            if budget != "mass":
+                twins.select([1, 2, 3], wanted, layer, "digest")
+                twins.select([0, 1, 0], wanted, layer, "auto")
+        twins.append([1, 3, 2])
+    assert (pool.worker.connections, pool.worker.selects_here) == (1, 0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 @pytest.mark.parametrize("budget", [*BUDGETS, None])
 def test_a_worker_attends_as_this_process_would(
-    path: Path, make_worker: MakeWorker, rng: np.random.Generator, budget: str | None, dtype: str
+    serve_twins: Serve, budget: str | None, dtype: str
 ) -> None:
     picked = BUDGETS[budget] if budget else None
-    with served(path, make_worker, rng, 4, dtype) as (pool, twins):
-        twins.append([50, 8, 1031, 0])  # the last one is empty
-        for step in range(6):  # across the borders of pages
-            for layer in range(2):
-                twins.attend([1, 2, 3, 0], layer, picked)
-                twins.attend([0, 1, 0, 0], layer, picked, dtype, scale=0.1, softcap=2.5)
-                if step % 2:
-                    twins.select([1, 2, 3, 0], Budget(pages=3), layer)
-            twins.append([1, 3, 2, 0])
-        assert (pool.worker.connections, pool.worker.attends_here) == (1, 0)
-        assert pool.worker.attends == 24
+    pool, twins, _ = serve_twins(4, dtype=dtype)
+    twins.append([50, 8, 1031, 0])  # the last one is empty
+    for step in range(6):  # across the borders of pages
+        for layer in range(2):
+            twins.attend([1, 2, 3, 0], layer, picked)
+            twins.attend([0, 1, 0, 0], layer, picked, dtype, scale=0.1, softcap=2.5)
+            if step % 2:
+                twins.select([1, 2, 3, 0], Budget(pages=3), layer)
+        twins.append([1, 3, 2, 0])
+    assert (pool.worker.connections, pool.worker.attends_here) == (1, 0)
+    assert pool.worker.attends == 24
 
 
 @pytest.mark.parametrize(("value_dim", "values"), [(8, "own"), (24, "own"), (8, "key_prefix")])
-def test_values_of_other_shapes(
-    path: Path, make_worker: MakeWorker, rng: np.random.Generator, value_dim: int, values: str
-) -> None:
-    with (
-        make_pool(path, value_dim=value_dim, values=values) as pool,
-        Twins(path, pool, rng, 2) as twins,
-    ):
-        make_worker()
-        pool.use_worker("only", deadline_s=WATCHDOG_S)
-        twins.append([43, 2])
-        for _ in range(6):
-            twins.attend([1, 2], 1)
-            twins.attend([1, 2], 1, Budget(pages=3))
-            twins.select([1, 2], Budget(pages=3), 1)
-            twins.append([1, 1])
-        assert pool.worker.attends_here == 0
+def test_values_of_other_shapes(serve_twins: Serve, value_dim: int, values: str) -> None:
+    pool, twins, _ = serve_twins(2, value_dim=value_dim, values=values)
+    twins.append([43, 2])
+    for _ in range(6):
+        twins.attend([1, 2], 1)
+        twins.attend([1, 2], 1, Budget(pages=3))
+        twins.select([1, 2], Budget(pages=3), 1)
+        twins.append([1, 1])
+    assert pool.worker.attends_here == 0
 
 
-def test_no_token_of_a_tail_is_sent_twice(
-    path: Path, make_worker: MakeWorker, rng: np.random.Generator
-) -> None:
+def test_no_token_of_a_tail_is_sent_twice(serve_twins: Serve) -> None:
     """A tail that is full has four times the keys, or values, that a request has room for."""
-    with make_pool(path, page_tokens=64) as pool, Twins(path, pool, rng, 1) as twins:
-        make_worker(request_bytes=4096)
-        pool.use_worker("only", deadline_s=WATCHDOG_S)
-        twins.append([64 * PAGE + 20])
+    pool, twins, _ = serve_twins(1, worker={"request_bytes": 4096}, page_tokens=64)
+    twins.append([64 * PAGE + 20])
+    twins.select([1], Budget(pages=3))
+    twins.attend([1])
+    for step in range(80):
+        twins.append([1])
         twins.select([1], Budget(pages=3))
-        twins.attend([1])
-        for step in range(80):
-            twins.append([1])
-            twins.select([1], Budget(pages=3))
-            if step % 10 == 0:
-                twins.attend([1], 0, Budget(pages=3))
-        assert (pool.worker.selects_here, pool.worker.attends_here) == (0, 0)
+        if step % 10 == 0:
+            twins.attend([1], 0, Budget(pages=3))
+    assert (pool.worker.selects_here, pool.worker.attends_here) == (0, 0)
 
 
-def test_estimates_are_the_same(
-    path: Path, make_worker: MakeWorker, rng: np.random.Generator
-) -> None:
-    with served(path, make_worker, rng, 1) as (_, twins):
-        twins.append([5001])
-        picked = twins.select([2], Budget(pages=20), 1, "two_stage")
-        assert picked[0].stages is not None
-        assert picked[0].stages.lists > 0
-        picked = twins.select([1], Budget(pages=20), 1, "auto")
-        assert picked[0].stages is not None
-        assert picked[0].stages.lists > 0
+def test_estimates_are_the_same(serve_twins: Serve) -> None:
+    _, twins, _ = serve_twins(1)
+    twins.append([5001])
+    picked = twins.select([2], Budget(pages=20), 1, "two_stage")
+    assert picked[0].stages is not None
+    assert picked[0].stages.lists > 0
+    picked = twins.select([1], Budget(pages=20), 1, "auto")
+    assert picked[0].stages is not None
+    assert picked[0].stages.lists > 0
 
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_step_that_is_half_done_and_windows(
-    path: Path, make_worker: MakeWorker, rng: np.random.Generator, window: int | None
+    serve_twins: Serve, rng: np.random.Generator, window: int | None
 ) -> None:
     """Layer 0 is read when its page is not complete in the others yet; windows move on."""
-    with served(path, make_worker, rng, 2, window=window) as (pool, twins):
-        twins.append([43, 9])
-        for _ in range(15):
-            for layer in range(pool.layout.layers):
-                twins.append([3, 2], [layer])
-                twins.select([1, 2], Budget(pages=3), layer)
-                twins.attend([1, 2], layer, Budget(pages=3) if rng.integers(2) else None)
-        assert (pool.worker.connections, pool.worker.selects_here) == (1, 0)
-        assert pool.worker.attends_here == 0
+    pool, twins, _ = serve_twins(2, window=window)
+    twins.append([43, 9])
+    for _ in range(15):
+        for layer in range(pool.layout.layers):
+            twins.append([3, 2], [layer])
+            twins.select([1, 2], Budget(pages=3), layer)
+            twins.attend([1, 2], layer, Budget(pages=3) if rng.integers(2) else None)
+    assert (pool.worker.connections, pool.worker.selects_here) == (1, 0)
+    assert pool.worker.attends_here == 0
 
 
 def test_truncated_tokens_are_not_taken_for_those_that_follow(
-    path: Path, make_worker: MakeWorker, rng: np.random.Generator
+    serve_twins: Serve, rng: np.random.Generator
 ) -> None:
-    with served(path, make_worker, rng, 1) as (pool, twins):
-        twins.append([6])
-        for _ in range(150):
-            tokens = len(twins.batches[0].sequences[0])
-            back = max(1, tokens - int(rng.integers(0, 7)))
-            if rng.integers(3) == 0:
-                twins.truncate(0, back)
-            else:
-                twins.append([int(rng.integers(1, 6))])
-            if rng.integers(2):
-                twins.select([1], Budget(pages=2), int(rng.integers(2)))
-            if rng.integers(2):
-                twins.attend([1], int(rng.integers(2)))
-        assert (pool.worker.selects_here, pool.worker.attends_here) == (0, 0)
+    pool, twins, _ = serve_twins(1)
+    twins.append([6])
+    for _ in range(150):
+        tokens = len(twins.batches[0].sequences[0])
+        back = max(1, tokens - int(rng.integers(0, 7)))
+        if rng.integers(3) == 0:
+            twins.truncate(0, back)
+        else:
+            twins.append([int(rng.integers(1, 6))])
+        if rng.integers(2):
+            twins.select([1], Budget(pages=2), int(rng.integers(2)))
+        if rng.integers(2):
+            twins.attend([1], int(rng.integers(2)))
+    assert (pool.worker.selects_here, pool.worker.attends_here) == (0, 0)
 
 
 def test_forks_have_tables_of_their_own(
@@ -385,17 +378,15 @@ def test_forks_have_tables_of_their_own(
         np.testing.assert_array_equal(twice.attend(0, queries, [0, 1, 2])[0], attended[0])
 
 
-def test_what_is_released_or_truncated_is_free_at_once(
-    path: Path, make_worker: MakeWorker, rng: np.random.Generator
-) -> None:
-    with served(path, make_worker, rng, 2) as (pool, twins):
-        twins.append([80, 40])
-        twins.select([1, 1], Budget(pages=3), 0)
-        assert pool.stats()["pages_held"] == 2 * 30
-        twins.truncate(0, 40)
-        assert pool.stats()["pages_held"] == 2 * 20
-        twins.release()
-        assert pool.stats()["pages_held"] == 0
+def test_what_is_released_or_truncated_is_free_at_once(serve_twins: Serve) -> None:
+    pool, twins, _ = serve_twins(2)
+    twins.append([80, 40])
+    twins.select([1, 1], Budget(pages=3), 0)
+    assert pool.stats()["pages_held"] == 2 * 30
+    twins.truncate(0, 40)
+    assert pool.stats()["pages_held"] == 2 * 20
+    twins.release()
+    assert pool.stats()["pages_held"] == 0
 
 
 def test_a_full_pool_gets_back_what_the_worker_kept_longer(
@@ -426,40 +417,32 @@ def test_a_full_pool_gets_back_what_the_worker_kept_longer(
         pool.pages.free(rest)
 
 
-def test_large_requests_are_split_and_large_results_come_in_parts(
-    path: Path, make_worker: MakeWorker, rng: np.random.Generator
-) -> None:
-    with make_pool(path) as pool, Twins(path, pool, rng, 9) as twins:
-        make_worker(request_bytes=4096, response_bytes=4096)
-        pool.use_worker("only", deadline_s=WATCHDOG_S)
-        twins.append([401, 5, 2011, 33, 64, 7, 90, 1, 3])
-        for budget in (Budget(pages=7), Budget(share=0.9), Budget(mass=0.9)):
-            twins.select([1] * 9, budget)
-            twins.select([3, 0, 2, 4, 1, 0, 0, 1, 2], budget, 1)
-            twins.append([1] * 9)
-        for picked in (None, Budget(pages=7), Budget(pages=9, per="sequence")):
-            twins.attend([1] * 9, 0, picked)
-            twins.attend([3, 0, 2, 4, 1, 0, 0, 1, 2], 1, picked)
-        assert (pool.worker.selects_here, pool.worker.attends_here) == (0, 0)
-        with pytest.raises(BadArgumentError, match="a slot of the worker has room for 4096"):
-            twins.select([20, 1, 1, 1, 1, 1, 1, 1, 1], Budget(pages=3))
-        pool.use_worker("if_there", deadline_s=WATCHDOG_S)
+def test_large_requests_are_split_and_large_results_come_in_parts(serve_twins: Serve) -> None:
+    pool, twins, _ = serve_twins(9, worker={"request_bytes": 4096, "response_bytes": 4096})
+    twins.append([401, 5, 2011, 33, 64, 7, 90, 1, 3])
+    for budget in (Budget(pages=7), Budget(share=0.9), Budget(mass=0.9)):
+        twins.select([1] * 9, budget)
+        twins.select([3, 0, 2, 4, 1, 0, 0, 1, 2], budget, 1)
+        twins.append([1] * 9)
+    for picked in (None, Budget(pages=7), Budget(pages=9, per="sequence")):
+        twins.attend([1] * 9, 0, picked)
+        twins.attend([3, 0, 2, 4, 1, 0, 0, 1, 2], 1, picked)
+    assert (pool.worker.selects_here, pool.worker.attends_here) == (0, 0)
+    with pytest.raises(BadArgumentError, match="a slot of the worker has room for 4096"):
         twins.select([20, 1, 1, 1, 1, 1, 1, 1, 1], Budget(pages=3))
-        assert "ask with fewer rows" in pool.worker.why
-        twins.attend([20, 1, 1, 1, 1, 1, 1, 1, 1])
-        assert (pool.worker.selects_here, pool.worker.attends_here) == (1, 1)
+    pool.use_worker("if_there", deadline_s=WATCHDOG_S)
+    twins.select([20, 1, 1, 1, 1, 1, 1, 1, 1], Budget(pages=3))
+    assert "ask with fewer rows" in pool.worker.why
+    twins.attend([20, 1, 1, 1, 1, 1, 1, 1, 1])
+    assert (pool.worker.selects_here, pool.worker.attends_here) == (1, 1)
 
 
-def test_an_output_of_many_rows_comes_in_parts(
-    path: Path, make_worker: MakeWorker, rng: np.random.Generator
-) -> None:
-    with make_pool(path, value_dim=64) as pool, Twins(path, pool, rng, 2) as twins:
-        make_worker(response_bytes=4096)
-        pool.use_worker("only", deadline_s=WATCHDOG_S)
-        twins.append([200, 300])
-        twins.attend([100, 257])
-        twins.attend([100, 257], 1, Budget(pages=20))
-        assert pool.worker.attends_here == 0
+def test_an_output_of_many_rows_comes_in_parts(serve_twins: Serve) -> None:
+    pool, twins, _ = serve_twins(2, worker={"response_bytes": 4096}, value_dim=64)
+    twins.append([200, 300])
+    twins.attend([100, 257])
+    twins.attend([100, 257], 1, Budget(pages=20))
+    assert pool.worker.attends_here == 0
 
 
 def test_who_has_no_worker_selects_alone_and_finds_one_that_comes(
@@ -515,59 +498,53 @@ def test_a_worker_that_ends_takes_its_file_along(
     assert host_states(identity, "") == []  # the last one to close the pool takes all
 
 
-def test_a_stopped_worker_costs_one_deadline(
-    path: Path, make_worker: MakeWorker, rng: np.random.Generator
-) -> None:
-    with make_pool(path) as pool, Twins(path, pool, rng, 1) as twins:
-        worker = make_worker()
-        pool.use_worker("only", deadline_s=WATCHDOG_S)
-        twins.append([30])
+def test_a_stopped_worker_costs_one_deadline(serve_twins: Serve) -> None:
+    pool, twins, worker = serve_twins(1)
+    twins.append([30])
+    twins.select([1], Budget(pages=3))
+    pool.use_worker("only", deadline_s=0.05)
+    stop(worker.popen)
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match="lives and did not answer in time"):
         twins.select([1], Budget(pages=3))
-        pool.use_worker("only", deadline_s=0.05)
-        stop(worker.popen)
-        began = time.monotonic()
-        with pytest.raises(WorkerError, match="lives and did not answer in time"):
-            twins.select([1], Budget(pages=3))
-        with pytest.raises(WorkerError, match="is left alone for"):
-            twins.select([1], Budget(pages=3))
-        pool.use_worker("if_there", deadline_s=0.05)
-        twins.attend([1])
-        assert pool.worker.attends_here == 1
+    with pytest.raises(WorkerError, match="is left alone for"):
         twins.select([1], Budget(pages=3))
-        assert time.monotonic() - began < WATCHDOG_S
-        worker.popen.send_signal(signal.SIGCONT)
-        pool.use_worker("only", deadline_s=WATCHDOG_S)
-        twins.select([1], Budget(pages=3))
+    pool.use_worker("if_there", deadline_s=0.05)
+    twins.attend([1])
+    assert pool.worker.attends_here == 1
+    twins.select([1], Budget(pages=3))
+    assert time.monotonic() - began < WATCHDOG_S
+    worker.popen.send_signal(signal.SIGCONT)
+    pool.use_worker("only", deadline_s=WATCHDOG_S)
+    twins.select([1], Budget(pages=3))
 
 
 def test_a_worker_that_is_killed_in_an_attend_costs_no_answer(
-    path: Path, make_worker: MakeWorker, rng: np.random.Generator
+    serve_twins: Serve, make_worker: MakeWorker
 ) -> None:
-    with make_pool(path) as pool, Twins(path, pool, rng, 2) as twins:
+    pool, twins, worker = serve_twins(2, use="if_there")
+    twins.append([30, 7])
+    twins.attend([1, 2])
+    (slots,) = host_states(pool.describe()["identity"], ".worker")
+
+    def requests() -> int:
+        with slots.open("rb") as file:
+            file.seek(8192)  # the sequence number in the request line of the only client's slot
+            return int.from_bytes(file.read(8), "little")
+
+    for budget in (None, Budget(pages=3)):
+        sent = requests()
+        stop(worker.popen)
+        attending = threading.Thread(target=twins.attend, args=([1, 2], 1, budget))
+        attending.start()
+        while requests() == sent:
+            assert attending.is_alive()
+        worker.kill()
+        attending.join()
         worker = make_worker()
         pool.use_worker("if_there", deadline_s=WATCHDOG_S)
-        twins.append([30, 7])
-        twins.attend([1, 2])
-        (slots,) = host_states(pool.describe()["identity"], ".worker")
-
-        def requests() -> int:
-            with slots.open("rb") as file:
-                file.seek(8192)  # the sequence number in the request line of the only client's slot
-                return int.from_bytes(file.read(8), "little")
-
-        for budget in (None, Budget(pages=3)):
-            sent = requests()
-            stop(worker.popen)
-            attending = threading.Thread(target=twins.attend, args=([1, 2], 1, budget))
-            attending.start()
-            while requests() == sent:
-                assert attending.is_alive()
-            worker.kill()
-            attending.join()
-            worker = make_worker()
-            pool.use_worker("if_there", deadline_s=WATCHDOG_S)
-        assert "is dead: start it anew" in pool.worker.why  # it was looked for once more
-        assert (pool.worker.attends, pool.worker.attends_here) == (1, 2)
+    assert "is dead: start it anew" in pool.worker.why  # it was looked for once more
+    assert (pool.worker.attends, pool.worker.attends_here) == (1, 2)
 
 
 CLIENT = """
@@ -602,24 +579,22 @@ def test_a_killed_client_leaves_neither_pages_nor_its_slot(
             until(lambda: pool.stats()["pages_held"] == 0)
 
 
-def test_a_forked_child_has_a_slot_of_its_own(
-    path: Path, make_worker: MakeWorker, rng: np.random.Generator
-) -> None:
-    with served(path, make_worker, rng, 1) as (pool, twins):
-        twins.append([30])
+def test_a_forked_child_has_a_slot_of_its_own(serve_twins: Serve) -> None:
+    pool, twins, _ = serve_twins(1)
+    twins.append([30])
+    twins.select([1], Budget(pages=3))
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            for _ in range(50):
+                twins.select([1], Budget(pages=3))
+            code = 0 if pool.worker.connections == 2 else 2
+        os._exit(code)
+    for _ in range(50):
         twins.select([1], Budget(pages=3))
-        child = os.fork()
-        if child == 0:
-            code = 1
-            with contextlib.suppress(BaseException):
-                for _ in range(50):
-                    twins.select([1], Budget(pages=3))
-                code = 0 if pool.worker.connections == 2 else 2
-            os._exit(code)
-        for _ in range(50):
-            twins.select([1], Budget(pages=3))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert pool.worker.connections == 1
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pool.worker.connections == 1
 
 
 @pytest.mark.parametrize("kills", [5, nightly(100)])
@@ -654,25 +629,23 @@ def test_answers_are_right_while_workers_are_killed(
         assert pool.stats()["pages_held"] == 0
 
 
-def test_threads_share_a_slot(
-    path: Path, make_worker: MakeWorker, rng: np.random.Generator
-) -> None:
-    with served(path, make_worker, rng, 1) as (pool, twins):
-        twins.append([200])
-        twins.select([1], Budget(pages=9))
-        query = rng.standard_normal((2 * HEADS, DIM), np.float32)
-        forks = [twins.batches[0].sequences[0].fork() for _ in range(3)]
-        alone = forks[0].select(0, query, top_k=9, method="exact")
-        wanted = bits(forks[0].attend(0, query, alone)[0])
+def test_threads_share_a_slot(serve_twins: Serve, rng: np.random.Generator) -> None:
+    pool, twins, _ = serve_twins(1)
+    twins.append([200])
+    twins.select([1], Budget(pages=9))
+    query = rng.standard_normal((2 * HEADS, DIM), np.float32)
+    forks = [twins.batches[0].sequences[0].fork() for _ in range(3)]
+    alone = forks[0].select(0, query, top_k=9, method="exact")
+    wanted = bits(forks[0].attend(0, query, alone)[0])
 
-        def work(sequence: Sequence) -> None:
-            for _ in range(50):
-                got = sequence.select(0, query, top_k=9, method="exact")
-                np.testing.assert_array_equal(got.scores, alone.scores)
-                assert bits(sequence.attend(0, query, got)[0]) == wanted
+    def work(sequence: Sequence) -> None:
+        for _ in range(50):
+            got = sequence.select(0, query, top_k=9, method="exact")
+            np.testing.assert_array_equal(got.scores, alone.scores)
+            assert bits(sequence.attend(0, query, got)[0]) == wanted
 
-        run_all(partial(work, fork) for fork in forks)
-        assert min(pool.worker.selects, pool.worker.attends) >= 151
+    run_all(partial(work, fork) for fork in forks)
+    assert min(pool.worker.selects, pool.worker.attends) >= 151
 
 
 def test_what_cannot_have_a_worker_says_so(path: Path) -> None:
@@ -690,35 +663,33 @@ def test_what_cannot_have_a_worker_says_so(path: Path) -> None:
         serve(pool._handle, print, slots=0)
 
 
-def test_errors_of_a_select_are_its_own(
-    path: Path, make_worker: MakeWorker, rng: np.random.Generator
-) -> None:
-    with served(path, make_worker, rng, 1) as (pool, twins):
-        twins.append([30])
-        with pytest.raises(BadArgumentError, match="layer 7: the pool has 2"):
-            twins.select([1], Budget(pages=3), 7)
-        with pytest.raises(BadArgumentError, match="fewer than its 31 query rows"):
-            twins.select([31], Budget(pages=3))
-        with pytest.raises(BadArgumentError, match="fewer than its 31 query rows"):
-            twins.attend([31])
-        with pytest.raises(BadArgumentError, match="softcap -1 must be positive"):
-            twins.attend([1], softcap=-1)
-        sequence, query = twins.batches[0].sequences[0], rng.standard_normal((HEADS, DIM))
-        picked = sequence.select(0, query.astype(np.float32), top_k=3)
-        twice = np.stack([query, query]).astype(np.float32)
-        with pytest.raises(BadArgumentError, match="1 lists of pages, 2 wanted"):
-            sequence.attend(0, twice, replace(picked, pages=picked.pages[None]))
-        picked.pages[:] = 8
-        for use, text in (
-            ("only", "page 8 of sequence 0, which has 8"),
-            ("if_there", "page 8, the"),
-        ):
-            pool.use_worker(use, deadline_s=WATCHDOG_S)
-            with pytest.raises(BadArgumentError, match=text):
-                sequence.attend(0, query.astype(np.float32), picked)
-        twins.batches[0].sequences[0].release()
-        with pytest.raises(ReleasedError):
-            twins.select([1], Budget(pages=3))
+def test_errors_of_a_select_are_its_own(serve_twins: Serve, rng: np.random.Generator) -> None:
+    pool, twins, _ = serve_twins(1)
+    twins.append([30])
+    with pytest.raises(BadArgumentError, match="layer 7: the pool has 2"):
+        twins.select([1], Budget(pages=3), 7)
+    with pytest.raises(BadArgumentError, match="fewer than its 31 query rows"):
+        twins.select([31], Budget(pages=3))
+    with pytest.raises(BadArgumentError, match="fewer than its 31 query rows"):
+        twins.attend([31])
+    with pytest.raises(BadArgumentError, match="softcap -1 must be positive"):
+        twins.attend([1], softcap=-1)
+    sequence, query = twins.batches[0].sequences[0], rng.standard_normal((HEADS, DIM))
+    picked = sequence.select(0, query.astype(np.float32), top_k=3)
+    twice = np.stack([query, query]).astype(np.float32)
+    with pytest.raises(BadArgumentError, match="1 lists of pages, 2 wanted"):
+        sequence.attend(0, twice, replace(picked, pages=picked.pages[None]))
+    picked.pages[:] = 8
+    for use, text in (
+        ("only", "page 8 of sequence 0, which has 8"),
+        ("if_there", "page 8, the"),
+    ):
+        pool.use_worker(use, deadline_s=WATCHDOG_S)
+        with pytest.raises(BadArgumentError, match=text):
+            sequence.attend(0, query.astype(np.float32), picked)
+    twins.batches[0].sequences[0].release()
+    with pytest.raises(ReleasedError):
+        twins.select([1], Budget(pages=3))
 
 
 def test_the_command_serves_until_it_is_told_to_end(path: Path, rng: np.random.Generator) -> None:
