@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import struct
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -296,21 +295,25 @@ def test_more_than_the_memory(path: Path) -> None:
     assert not path.exists()
 
 
-def test_more_than_is_available(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+@pytest.mark.parametrize(
+    ("memory", "text"),
+    [
+        ({"available_bytes": 2 << 20}, "3 MiB wanted, 2 MiB of memory avail"),
+        (
+            {"cgroup_limit_bytes": 8 << 20, "cgroup_usage_bytes": 6 << 20},
+            r"cgroup may use 8 MiB.*raise the container",
+        ),
+    ],
+)
+def test_more_than_is_available_or_than_the_cgroup_may_use(
+    monkeypatch: pytest.MonkeyPatch, path: Path, memory: dict[str, int], text: str
+) -> None:
     real = probe()
-    memory = replace(real.memory, available_bytes=2 << 20)
-    monkeypatch.setattr(regions, "probe", lambda: replace(real, memory=memory))
+    less = replace(real, memory=replace(real.memory, **memory))
+    monkeypatch.setattr(regions, "probe", lambda: less)
     for where in ("anonymous:", path):
-        with pytest.raises(errors.MemoryShortError, match=r"3 MiB wanted, 2 MiB of memory avail"):
+        with pytest.raises(errors.MemoryShortError, match=text):
             CXLPool.create(where, layout=LAYOUT, capacity=CAPACITY)
-
-
-def test_more_than_the_cgroup_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = probe()
-    memory = replace(real.memory, cgroup_limit_bytes=8 << 20, cgroup_usage_bytes=6 << 20)
-    monkeypatch.setattr(regions, "probe", lambda: replace(real, memory=memory))
-    with pytest.raises(errors.MemoryShortError, match=r"cgroup may use 8 MiB.*raise the container"):
-        CXLPool.create("anonymous:", layout=LAYOUT, capacity=CAPACITY)
 
 
 def test_more_than_the_file_system_has(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
@@ -435,6 +438,9 @@ def test_wrong_starts(pool: CXLPool) -> None:
         ([0, 1, 3], "k has shape"),
         ([0, -1, 2], "must not fall"),
         ([0, 1, 2, 2], "starts has shape"),
+        ([0.0, 1.5, 2.0], "whole numbers below"),  # not rounded
+        ([0, 2**40, 2], "whole numbers below"),
+        ([False, True, True], "whole numbers below"),
     ):
         with pytest.raises(errors.BadArgumentError, match=text):
             batch.append(0, rows(2), rows(2), starts)
@@ -715,23 +721,6 @@ def test_a_full_pool(pool: CXLPool) -> None:
     assert_holds(kept, seed=1)
 
 
-def test_a_full_pool_takes_back_what_a_lease_pinned_too_long(pool: CXLPool) -> None:
-    pool.publish_prefix(fill(pool, 8), list(range(8)))
-    rest = pool.pages.alloc(pool.stats()["pages_free"])
-    hit = pool.match_prefix(list(range(8)), lease_s=0.05)
-    assert pool.forget(prefix_keys(list(range(8)), LAYOUT.page_tokens)) == 2
-    growing, deadline = pool.sequence(), time.monotonic() + 30
-    while True:
-        try:
-            growing.append(0, rows(8), rows(8))
-            break
-        except errors.PoolFullError:
-            assert time.monotonic() < deadline
-    with pytest.raises(errors.StaleError):
-        hit.sequence()
-    pool.pages.free(rest)
-
-
 def test_pages_that_are_not_ours_to_free(pool: CXLPool) -> None:
     sequence = fill(pool)
     assert pool.pages.alloc(0).tolist() == []
@@ -759,7 +748,9 @@ GROUP = LayerGroup(layers=2, kv_heads=2, head_dim=8)
     ("groups", "text"),
     [
         ([GROUP, replace(GROUP, kv_heads=3)], "kv_heads=2 and 3: .*make a pool for each shape"),
+        ([GROUP, replace(GROUP, head_dim=16)], "head_dim=8 and 16"),
         ([GROUP, replace(GROUP, dtype="float16")], "dtype=bfloat16 and float16"),
+        ([GROUP, replace(GROUP, values="key_prefix")], "values=own and key_prefix"),
         ([replace(GROUP, layers=1)] * 17, "17 groups of 17 layers: a pool stores up to 16"),
         ([replace(GROUP, kind="state")], "kind='state': .*not built yet"),
     ],
@@ -789,15 +780,6 @@ def test_a_layout_beyond_the_formats_limits() -> None:
 def test_thread_counts_that_are_none(threads: int) -> None:
     with pytest.raises(errors.BadArgumentError, match="threads"):
         CXLPool.create("anonymous:", layout=LAYOUT, capacity=CAPACITY, threads=threads)
-
-
-@pytest.mark.parametrize("starts", [[0.0, 1.5], [0, 2**40], [False, True]])
-def test_starts_that_are_no_int32_are_not_rounded(starts: list[float]) -> None:
-    with CXLPool.create("anonymous:", layout=LAYOUT, capacity="16MiB") as pool:
-        batch = pool.batch([pool.sequence()])
-        rows = np.zeros((1, LAYOUT.kv_heads, LAYOUT.head_dim), np.float32)
-        with pytest.raises(errors.BadArgumentError, match="whole numbers below"):
-            batch.append(0, rows, rows, starts)
 
 
 T = TypeVar("T")

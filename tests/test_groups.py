@@ -17,12 +17,13 @@ import pytest
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, PoolFullError, Sequence, _core
 from cxlkv.arrays import Floats
-from cxlkv.errors import BadArgumentError, CorruptError, StaleError, UnsupportedError
+from cxlkv.errors import BadArgumentError, CorruptError, StaleError
 from cxlkv.prefix import prefix_keys
 
 from .conftest import audit
 from .support import reference
 from .support.damaging import poke
+from .support.lengths import nightly
 from .support.processes import Child
 
 HEADS, DIM, PAGE_TOKENS, TOKEN_IDS, PLACES = 2, 4, 4, 2, 1024
@@ -351,21 +352,17 @@ class Walk:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_random_walks(name: str, seed: int) -> None:
-    walk = Walk(name, seed, free_pages=60)
+@pytest.mark.parametrize(
+    ("part", "steps", "free_pages"), [(0, 1500, 60), *(nightly(i, 10000, 100) for i in range(1, 6))]
+)
+def test_random_walks(name: str, part: int, steps: int, free_pages: int, seed: int) -> None:
+    walk = Walk(name, seed + part, free_pages)
     events = ("full", "skipped", "truncated", "too far", "adopted", "published", "hits")
-    walk.run(1500, events)
+    walk.run(steps, events)
     print(dict(walk.seen))
     for event in events:
         assert walk.seen[event] > 0, event
     assert walk.seen["verified"] > 50
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("round_", range(5))
-def test_random_walks_at_length(name: str, round_: int, seed: int) -> None:
-    Walk(name, seed + round_, free_pages=100).run(10000)
 
 
 def test_parts_follow_from_the_layout() -> None:
@@ -531,17 +528,6 @@ def test_hostile_handles(rng: np.random.Generator) -> None:
         assert refused > 2000
         sequence.release()
         audit(pool)
-
-
-def test_groups_of_several_shapes_are_refused_by_name() -> None:
-    mixed = [group(1, None), LayerGroup(layers=1, kv_heads=HEADS, head_dim=8, dtype="float32")]
-    for layout in (
-        layout_of(mixed),
-        layout_of([group(1, None), group(1, None, "key_prefix")]),
-        layout_of([group(1, None)] * 17),
-    ):
-        with pytest.raises(UnsupportedError):
-            CXLPool.create("anonymous:", layout=layout, capacity="8MiB")
 
 
 def test_values_are_given_exactly_when_they_are_stored() -> None:
