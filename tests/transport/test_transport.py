@@ -369,23 +369,6 @@ def test_a_wrong_secret_is_refused(folder: Path, rng: np.random.Generator) -> No
         until(lambda: server.connections() == 0)
 
 
-def test_a_server_that_does_not_know_the_secret_is_left() -> None:
-    """It says that all is well, and proves nothing."""
-
-    def pretend(sock: socket.socket) -> None:
-        sock.recv(wire._HELLO.size)
-        sock.sendall(wire._HELLO.pack(wire.MAGIC, wire.PROTOCOL, 0, bytes(32)))
-        sock.recv(32)
-        sock.sendall(bytes(33))
-
-    with (
-        stranger(pretend) as address,
-        remote_of(address, "file") as remote,
-        pytest.raises(SecretError, match="does not know"),
-    ):
-        remote.match([])
-
-
 def test_the_secret_is_not_on_the_wire(folder: Path) -> None:
     """A proof is of one connection: what was recorded opens no other."""
     with made(folder, "file", LAYOUTS["float32"]) as pool, serving(pool, "file") as server:
@@ -404,23 +387,17 @@ def test_the_secret_is_not_on_the_wire(folder: Path) -> None:
             assert sock.recv(1) == b"\2"
 
 
-def test_other_versions_are_named_on_both_sides(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+NEWER = wire._HELLO.pack(wire.MAGIC, wire.PROTOCOL + 1, 0, bytes(32))
+
+
+def test_a_newer_client_is_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    newer = wire._HELLO.pack(wire.MAGIC, wire.PROTOCOL + 1, 0, bytes(32))
-    with (
-        stranger(lambda sock: sock.sendall(newer)) as address,
-        remote_of(address, "file") as remote,
-        pytest.raises(VersionError, match="protocol 2, this build 1"),
-    ):
-        remote.match([])
     with (
         made(folder, "file", LAYOUTS["float32"]) as pool,
         serving(pool, "file") as server,
         closing(socket.create_connection(server.address)) as sock,
     ):
-        sock.sendall(newer)
+        sock.sendall(NEWER)
         until(lambda: "protocol 2" in caplog.text)
 
 
@@ -448,21 +425,35 @@ def stranger(act: Callable[[socket.socket], object]) -> Iterator[tuple[str, int]
     thread.join(WAIT_S)
 
 
-def test_another_service_is_no_server() -> None:
+def prove_nothing(sock: socket.socket) -> None:
+    """It says that all is well, and does not know the secret."""
+    sock.recv(wire._HELLO.size)
+    sock.sendall(wire._HELLO.pack(wire.MAGIC, wire.PROTOCOL, 0, bytes(32)))
+    sock.recv(32)
+    sock.sendall(bytes(33))
+
+
+@pytest.mark.parametrize(
+    ("act", "deadline_s", "error", "match"),
+    [
+        (prove_nothing, WAIT_S, SecretError, "does not know"),
+        (lambda sock: sock.sendall(NEWER), WAIT_S, VersionError, "protocol 2, this build 1"),
+        (lambda sock: sock.sendall(b"HTTP/1.1 400 Bad\r\n" * 4), 1.0, PeerError, "no cxlkv"),
+        (lambda sock: None, 0.5, PeerError, "no answer within"),
+    ],
+    ids=["without the secret", "newer", "another service", "silent"],
+)
+def test_what_is_no_server_is_left_in_time(
+    act: Callable[[socket.socket], object], deadline_s: float, error: type[CXLKVError], match: str
+) -> None:
+    began = time.monotonic()
     with (
-        stranger(lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n" * 3)) as address,
-        remote_of(address, "file", deadline_s=1.0) as remote,
-        pytest.raises(PeerError, match="no cxlkv"),
+        stranger(act) as address,
+        remote_of(address, "file", deadline_s) as remote,
+        pytest.raises(error, match=match),
     ):
         remote.match([])
-
-
-def test_a_silent_server_costs_the_deadline() -> None:
-    with stranger(lambda sock: None) as address, remote_of(address, "file", 0.5) as remote:
-        began = time.monotonic()
-        with pytest.raises(PeerError, match="no answer within"):
-            remote.match([])
-        assert time.monotonic() - began < WAIT_S
+    assert time.monotonic() - began < WAIT_S
 
 
 def test_nobody_there_says_what_to_do() -> None:
@@ -1050,17 +1041,6 @@ def served(
         audit(pool)
 
 
-def test_the_command_serves_and_ends(
-    served: tuple[CXLPool, PageKeys, ServerProcess], link: str
-) -> None:
-    pool, keys, server = served
-    with remote_of(server.address, link) as remote, local(pool.layout) as here:
-        assert pull(remote, here, keys).tokens == TOKENS
-        assert remote.link == link
-        assert what(here, keys) == what(pool, keys)
-        server.end(signal.SIGTERM)
-
-
 def test_a_killed_server_is_an_error_in_time(
     served: tuple[CXLPool, PageKeys, ServerProcess], link: str
 ) -> None:
@@ -1101,6 +1081,7 @@ def test_a_server_that_comes_back_is_found_again(
         server.kill()
         with ServerProcess(folder, link, server.address[1]) as again:
             assert pull(remote, here, keys).tokens == TOKENS
+            assert remote.link == link
             assert what(here, keys) == what(pool, keys)
             again.end(signal.SIGTERM)
 
