@@ -165,17 +165,13 @@ def wide_console() -> Console:
     return console
 
 
-def show(
-    result: Result, console: Console, json_path: Path | None, csv_path: Path | None = None
-) -> None:
-    """Print the table and write the result files; raises SystemExit when a check failed."""
+def show(result: Result, console: Console, json_path: Path | None) -> None:
+    """Print the table and write the result file; raises SystemExit when a check failed."""
     console.print(table(result))
-    finish(result, console, json_path, csv_path)
+    finish(result, console, json_path, None)
 
 
-def finish(
-    result: Result, console: Console, json_path: Path | None, csv_path: Path | None = None
-) -> None:
+def finish(result: Result, console: Console, json_path: Path | None, csv_path: Path | None) -> None:
     """Write the result files; raises SystemExit when a check failed."""
     for name, passed in result.checks.items():
         if not passed:

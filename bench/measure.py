@@ -17,6 +17,7 @@ WARM_S = 0.05
 SAMPLES_TO_JUDGE = 5  # with fewer, noise is not told from the thing itself
 SPREAD_MAX = 0.1  # of the median: a wider interval of it is said
 OUTLIER_DEVIATIONS = 5
+CONFIDENCE, RESAMPLES = 0.95, 2000
 
 
 def interleave(
@@ -62,33 +63,31 @@ def interleave_reported(
     return samples
 
 
-def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Where the true median lies with this confidence, by order statistics: no shape is assumed.
+def median_interval(samples: Sequence[float]) -> tuple[float, float]:
+    """Where the true median lies with CONFIDENCE, by order statistics: no shape is assumed.
 
-    Few samples cannot give it (fewer than six for 0.95): then it is the whole range.
+    Fewer than six samples cannot give it: then it is the whole range.
     """
     ordered = sorted(samples)
     count, below, out = len(ordered), 0.0, 0
     # P(fewer than k of n samples lie below the median), k as large as the confidence lets it be.
     while out < count // 2:
         below += math.comb(count, out) / 2**count
-        if below > (1 - confidence) / 2:
+        if below > (1 - CONFIDENCE) / 2:
             break
         out += 1
     first = max(out - 1, 0)
     return ordered[first], ordered[count - 1 - first]
 
 
-def change_interval(
-    old: Sequence[float], new: Sequence[float], confidence: float = 0.95, resamples: int = 2000
-) -> tuple[float, float]:
+def change_interval(old: Sequence[float], new: Sequence[float]) -> tuple[float, float]:
     """Of the new median over the old one, by the bootstrap; the same each time."""
     rng = np.random.default_rng(0)
     medians = [
-        np.median(rng.choice(np.asarray(given, float), (resamples, len(given))), axis=1)
+        np.median(rng.choice(np.asarray(given, float), (RESAMPLES, len(given))), axis=1)
         for given in (old, new)
     ]
-    low, high = np.quantile(medians[1] / medians[0], [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.quantile(medians[1] / medians[0], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(low), float(high)
 
 

@@ -43,13 +43,13 @@ def learned(reads: Reads, slots: int) -> float:
     return float(np.isin(np.concatenate(reads[half:]), best).mean())
 
 
-def drawn(reads: Reads, every: Units, slots: int, draws: int = 16) -> float:
+def drawn(reads: Reads, every: Units, slots: int) -> float:
     """The mean share of as many units, drawn from all."""
     random = np.random.default_rng(5)
     trace = np.concatenate(reads)
     shares = [
         np.isin(trace, random.choice(every, min(slots, len(every)), replace=False)).mean()
-        for _ in range(draws)
+        for _ in range(16)
     ]
     return float(np.mean(shares))
 

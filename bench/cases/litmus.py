@@ -31,7 +31,7 @@ from cxlkv.bench.registry import Options, Say, Shown
 from cxlkv.bench.result import Result, commit
 from cxlkv.errors import BadArgumentError, PeerError, SystemCallError
 from cxlkv.layout import parse_bytes
-from cxlkv.machine import certificate
+from cxlkv.machine import certificate, sysfs
 from cxlkv.machine.certificate import Certificate, Machine, Row
 from cxlkv.stats import MAGIC as POOL_MAGIC
 
@@ -228,10 +228,9 @@ def _reserve(path: Path, descriptor: int, size_bytes: int) -> None:
 def _dax_bytes(path: Path, device: int) -> int:
     """What to map: a mapping past a device's end succeeds, and faults when it is touched."""
     folder = Path(f"/sys/dev/char/{os.major(device)}:{os.minor(device)}")
-    try:
-        align, size = (int((folder / name).read_text(), 0) for name in ("align", "size"))
-    except (OSError, ValueError) as error:
-        raise BadArgumentError(f"{path}: a device, but no dax device") from error
+    align, size = (sysfs.number(folder / name) for name in ("align", "size"))
+    if not align or size is None:
+        raise BadArgumentError(f"{path}: a device, but no dax device")
     wanted = -(-loops.LITMUS_REGION_BYTES // align) * align
     if size < wanted:
         raise BadArgumentError(f"{path}: has {size} bytes, {wanted} are needed")
@@ -337,11 +336,8 @@ def _meet(
 
 
 def _boot() -> str:
-    try:
-        text = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-    return certificate.short_hash(f"cxlkv {text}")
+    text = sysfs.read(Path("/proc/sys/kernel/random/boot_id"))
+    return certificate.short_hash(f"cxlkv {text}") if text else ""
 
 
 def _exchange(litmus: _core.Handle, message: object) -> object:

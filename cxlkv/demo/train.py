@@ -238,23 +238,13 @@ def export(model: LlamaForTokenClassification, factors: Factors, path: Path) -> 
     rounded.bfloat16().save_pretrained(path)
 
 
-def load(path: Path) -> LlamaForTokenClassification:
-    """The exported model, its rounded weights widened to float32."""
-    model: LlamaForTokenClassification = LlamaForTokenClassification.from_pretrained(
-        path, dtype=torch.float32
-    )
-    return model
-
-
 @torch.no_grad()
-def accuracy(
-    model: LlamaForTokenClassification, tokens: int, seeds: range, forked: bool = True
-) -> float:
+def accuracy(model: LlamaForTokenClassification, tokens: int, seeds: range) -> float:
     """Share of right answers, 32 questions for each seed's context of 256 facts."""
     right = 0.0
     for seed in seeds:
         batch = Batch.stack([make_context(seed, tokens, FACT_KEYS, 32)])
-        scores = logits(model, model.model.embed_tokens.weight, batch, forked)
+        scores = logits(model, model.model.embed_tokens.weight, batch, forked=True)
         right += (scores.argmax(-1) == batch.answers).float().mean().item()
     return right / len(seeds)
 
@@ -275,7 +265,9 @@ def main() -> None:
     for stage_index, stage in enumerate(STAGES):
         train_stage(model, factors, optimizer, stage_index, stage)
         export(model, factors, path)
-    exported = load(path)
+    exported: LlamaForTokenClassification = LlamaForTokenClassification.from_pretrained(
+        path, dtype=torch.float32
+    )  # its rounded weights widened
     for tokens in (1024, 4096, 8192, 16384):
         print(f"{tokens:6d} tokens: {accuracy(exported, tokens, range(8)):.3f} right", flush=True)
 

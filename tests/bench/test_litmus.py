@@ -48,15 +48,11 @@ def few(monkeypatch: pytest.MonkeyPatch) -> int:
     return 400
 
 
-def silent(text: str) -> None:
-    """Progress that nobody watches."""
-
-
 def play(
     tmp_path: Path,
     regions: dict[str, list[Path]],
     rounds: int,
-    watch: Callable[[str], object] = silent,
+    watch: Callable[[str], object] = str,
 ) -> dict[str, Result | CXLKVError]:
     """Both roles as threads, each with its own paths; certificates are a.json and b.json."""
     found: dict[str, Result | CXLKVError] = {}
