@@ -168,14 +168,12 @@ static void test_rebuild_when_cut(void) {
 /* The caller's own array fails: no page of the pool is blamed for it. */
 static void test_callers_array_cut(void) {
     cxlkv_pool *pool = test_pool(NULL, 64);
-    cxlkv_sequence *sequence;
-    cxlkv_batch *batch;
     int fd = memfd_create("array", MFD_CLOEXEC);
     CHECK(ftruncate(fd, 8192) == 0);
     void *array = mmap(NULL, 8192, PROT_READ, MAP_SHARED, fd, 0);
     CHECK(array != MAP_FAILED && ftruncate(fd, 0) == 0);
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
-    CHECK(cxlkv_batch_create(pool, 1, &sequence, &batch) == 0);
+    cxlkv_sequence *sequence = test_empty(pool);
+    cxlkv_batch *batch = test_batch(pool, 1, &sequence);
     cxlkv_rows rows = {.data = array, .dtype = CXLKV_FLOAT32,
                        .stride_bytes = {sizeof(test_rows), TEST_DIM * 4, 4}};
     int32_t starts[2] = {0, 9};
@@ -193,16 +191,14 @@ static void test_callers_array_cut(void) {
 static void test_blocks_cut(void) {
     enum { HEAD_BYTES = TEST_PAGE_TOKENS * TEST_DIM * 4 };
     cxlkv_pool *pool = test_pool(NULL, 64);
-    cxlkv_sequence *sequence;
-    cxlkv_batch *batch;
     const int32_t starts[2] = {0, 1}, block = 0, first = 0;
     int32_t good = -1;
     int fd = memfd_create("engine", MFD_CLOEXEC);
     CHECK(ftruncate(fd, 8192) == 0);
     uint8_t *array = mmap(NULL, 8192, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     CHECK(array != MAP_FAILED);
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
-    CHECK(cxlkv_batch_create(pool, 1, &sequence, &batch) == 0);
+    cxlkv_sequence *sequence = test_empty(pool);
+    cxlkv_batch *batch = test_batch(pool, 1, &sequence);
     cxlkv_blocks table = {.keys = array, .values = array + 4096, .block_count = 1,
                           .key_stride_bytes = {4096, HEAD_BYTES},
                           .value_stride_bytes = {4096, HEAD_BYTES},

@@ -25,8 +25,7 @@ typedef struct scene {
 
 static cxlkv_pool *open_host(const char *path, uint32_t number, const variant *v) {
     cxlkv_host host = {.number = number, .certified = v->certified, .lease_s = 60};
-    cxlkv_pool *pool;
-    CHECK(cxlkv_pool_open(path, &host, &pool) == 0);
+    cxlkv_pool *pool = test_open(path, &host);
     CHECK(cxlkv_pool_set_threads(pool, v->threads) == 0);
     return pool;
 }

@@ -47,8 +47,7 @@ static void freeze(scene *s) {
     pid_t child = test_fork();
     if (child == 0) {
         cxlkv_host host = {.number = 1, .lease_s = 3600};
-        cxlkv_pool *pool;
-        CHECK(cxlkv_pool_open(s->path, &host, &pool) == 0);
+        test_open(s->path, &host);
         kill(getpid(), SIGKILL);
     }
     test_ended(child, SIGKILL);

@@ -24,8 +24,7 @@ static void fetch_all(cxlkv_sequence *sequence) {
     float k[TEST_HEADS * TOKENS * TEST_DIM], v[TEST_HEADS * TOKENS * TEST_DIM];
     cxlkv_fetch_args args = {.keys = k, .values = v, .key_capacity_bytes = sizeof(k),
                              .value_capacity_bytes = sizeof(v)};
-    cxlkv_batch *batch;
-    CHECK(cxlkv_batch_create(sequence->pool, 1, &sequence, &batch) == 0);
+    cxlkv_batch *batch = test_batch(sequence->pool, 1, &sequence);
     CHECK(cxlkv_batch_fetch(batch, &args) > 0);
     cxlkv_batch_destroy(&batch);
 }
@@ -39,8 +38,7 @@ static void select_one(cxlkv_sequence *sequence) {
         .scale = 1, .capacity = TEST_HEADS, .pages = pages, .scores = scores, .counts = counts,
         .queries = {.data = q, .dtype = CXLKV_FLOAT32,
                     .stride_bytes = {sizeof(q), TEST_DIM * sizeof(float), sizeof(float)}}};
-    cxlkv_batch *batch;
-    CHECK(cxlkv_batch_create(sequence->pool, 1, &sequence, &batch) == 0);
+    cxlkv_batch *batch = test_batch(sequence->pool, 1, &sequence);
     CHECK(cxlkv_batch_select(batch, &args) == 1);
     cxlkv_batch_destroy(&batch);
 }
@@ -134,8 +132,7 @@ static void die_inside(const char *path, uint64_t *seed, bool scribbles) {
         CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
         return;
     }
-    cxlkv_pool *pool;
-    CHECK(cxlkv_pool_open(path, NULL, &pool) == 0);
+    cxlkv_pool *pool = test_open(path, NULL);
     CHECK(host_lock(pool) == 0);
     for (uint32_t page = 0; scribbles && page < pool->host->page_count; page++) {
         uint64_t words[3] = {random_next(seed), random_next(seed), random_next(seed)};

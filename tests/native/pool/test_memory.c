@@ -177,11 +177,10 @@ static void attaching(void) {
     const int32_t starts[2] = {0, ATTACHED};
     uint32_t pages[ATTACHED], nth = 1;
     cxlkv_sequence *child;
-    cxlkv_batch *own;
     CHECK(cxlkv_sequence_fork(sequence, &child) == 0); /* it shares the last chunk of the table */
     CHECK(cxlkv_sequence_truncate(child, PAGES * TEST_PAGE_TOKENS) == 0);
     CHECK(cxlkv_pages_alloc(pool, ATTACHED, pages) == ATTACHED);
-    CHECK(cxlkv_batch_create(pool, 1, &child, &own) == 0);
+    cxlkv_batch *own = test_batch(pool, 1, &child);
     cxlkv_attach_args args = {.starts = starts, .pages = pages, .checksums = checksums,
                               .rewind = -1};
     for (uint32_t before = failures;; nth++, before = failures) {

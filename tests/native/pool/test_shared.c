@@ -41,9 +41,8 @@ static void hashes_of(uint64_t mark, uint8_t *hashes) {
 
 static cxlkv_sequence *written(cxlkv_pool *pool, uint64_t mark) {
     uint64_t marks[TOKENS];
-    cxlkv_sequence *sequence;
     test_marks(marks, mark, TOKENS);
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
+    cxlkv_sequence *sequence = test_empty(pool);
     int64_t code = test_append_all(sequence, marks, TOKENS);
     CHECK(code >= 0 || code == -CXLKV_E_POOL_FULL);
     if (code >= 0) return sequence;

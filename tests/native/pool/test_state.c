@@ -21,8 +21,7 @@ static void state_write(const state_place *place, const host_state *whole, size_
 }
 
 static bool is_joined(const char *path, const host_state *planted) {
-    cxlkv_pool *pool;
-    CHECK(cxlkv_pool_open(path, NULL, &pool) == 0);
+    cxlkv_pool *pool = test_open(path, NULL);
     bool joined = pool->host->nonce == planted->nonce;
     CHECK(test_stats(pool).processes == 1);
     test_end(&pool, NULL);

@@ -191,10 +191,9 @@ static void *read_shared(void *argument) {
 
 static void share_one_sequence(void) {
     pthread_t threads[THREADS];
-    cxlkv_batch *batch;
     uint64_t first = 5;
     cxlkv_sequence *shared = test_sequence(pools[0], &first, 1);
-    CHECK(cxlkv_batch_create(pools[0], 1, &shared, &batch) == 0);
+    cxlkv_batch *batch = test_batch(pools[0], 1, &shared);
     atomic_store(&finished, 0);
     for (uint32_t i = 0; i < THREADS; i++)
         CHECK(pthread_create(&threads[i], NULL, i ? read_shared : write_shared, batch) == 0);

@@ -49,13 +49,12 @@ static void make_pool(void) {
 }
 
 static void check_contents(void) {
-    cxlkv_pool *pool;
     cxlkv_sequence *sequence;
     uint64_t marks[TOKENS];
     uint8_t hashes[KEYS * 16];
     test_marks(marks, 1, TOKENS);
     test_hashes(hashes, 7, KEYS);
-    CHECK(cxlkv_pool_open(path, NULL, &pool) == 0);
+    cxlkv_pool *pool = test_open(path, NULL);
     CHECK(test_match(pool, KEYS, hashes, 60, &sequence) == TOKENS);
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
     test_end(&pool, &sequence, NULL);
@@ -117,9 +116,8 @@ static void test_stopped_at_every_store(void) {
 /* Nothing is stored in a pool that is in use, or damaged, or of a version that is not known. */
 static void test_refused(void) {
     uint8_t *page, kept[SUPERBLOCK_BYTES];
-    cxlkv_pool *pool;
     int fd = map_page(&page);
-    CHECK(cxlkv_pool_open(path, NULL, &pool) == 0);
+    cxlkv_pool *pool = test_open(path, NULL);
     CHECK(cxlkv_pool_upgrade(path) == -CXLKV_E_BUSY);
     cxlkv_pool_destroy(&pool);
     const uint32_t versions[] = {0, FORMAT_BEFORE - 1, FORMAT_VERSION + 1, UINT32_MAX};

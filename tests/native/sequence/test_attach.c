@@ -39,8 +39,7 @@ static arrival write_elsewhere(cxlkv_pool *pool, uint32_t count) {
     test_marks(a.marks, next_mark, count * TEST_PAGE_TOKENS);
     next_mark += count * TEST_PAGE_TOKENS;
     CHECK(cxlkv_pages_alloc(pool, parts * count, a.pages) == parts * count);
-    cxlkv_sequence *source;
-    CHECK(cxlkv_sequence_create(pool, &source) == 0);
+    cxlkv_sequence *source = test_empty(pool);
     for (uint32_t item = 0; item < count; item++) { /* page by page: no window passes one */
         CHECK(test_append_all(source, a.marks + item * TEST_PAGE_TOKENS, TEST_PAGE_TOKENS) >= 0);
         for (uint32_t layer = 0; layer < TEST_LAYERS; layer++) {
@@ -214,11 +213,10 @@ static void test_batches(void) {
     cxlkv_pool *pool = test_pool(NULL, 200);
     static uint64_t marks[3][64];
     cxlkv_sequence *sequences[3];
-    cxlkv_batch *batch;
     const uint32_t before[3] = {8, 0, 4};
     const int32_t starts[4] = {0, 2, 2, 5};
     for (uint32_t i = 0; i < 3; i++) sequences[i] = sequence_of(pool, marks[i], before[i]);
-    CHECK(cxlkv_batch_create(pool, 3, sequences, &batch) == 0);
+    cxlkv_batch *batch = test_batch(pool, 3, sequences);
     arrival a = write_elsewhere(pool, 5);
     cxlkv_attach_args args = {.starts = starts, .pages = a.pages, .checksums = a.checksums,
                               .rewind = -1, .verify = 1};
@@ -252,8 +250,7 @@ static void test_windows(void) {
         uint64_t marks[64];
         cxlkv_sequence *sequence = sequence_of(pool, marks, 8);
         arrival a = write_elsewhere(pool, 5);
-        cxlkv_batch *batch;
-        CHECK(cxlkv_batch_create(pool, 1, &sequence, &batch) == 0);
+        cxlkv_batch *batch = test_batch(pool, 1, &sequence);
         memcpy(marks + 8, a.marks, 20 * sizeof(*marks));
         const int32_t starts[2] = {0, 5};
         cxlkv_attach_args args = {.starts = starts, .pages = a.pages, .checksums = a.checksums,

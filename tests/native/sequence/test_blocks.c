@@ -39,12 +39,10 @@ static cxlkv_blocks table_of(uint8_t *keys, uint8_t *values, const int32_t *star
 
 /* One block after the other, each in memory of its own. */
 static void test_round_trip(cxlkv_pool *pool) {
-    cxlkv_sequence *sequence;
-    cxlkv_batch *batch;
     uint8_t *kept[TEST_LAYERS][4][2];
     const int32_t starts[2] = {0, 1}, block = 0;
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
-    CHECK(cxlkv_batch_create(pool, 1, &sequence, &batch) == 0);
+    cxlkv_sequence *sequence = test_empty(pool);
+    cxlkv_batch *batch = test_batch(pool, 1, &sequence);
     for (uint32_t i = 0; i < 4; i++)
         for (uint32_t layer = 0; layer < TEST_LAYERS; layer++) {
             for (uint32_t kind = 0; kind < 2; kind++) kept[layer][i][kind] = block_make();
@@ -74,14 +72,13 @@ static void test_round_trip(cxlkv_pool *pool) {
 static void test_threads(void) {
     cxlkv_pool *pool = pool_of(1, 4);
     cxlkv_sequence *sequences[SEQUENCES];
-    cxlkv_batch *batch;
     size_t bytes = (size_t)BLOCKS * BLOCK_BYTES;
     uint8_t *from[2] = {malloc(bytes), malloc(bytes)}, *to[2] = {malloc(bytes), malloc(bytes)};
     const int32_t starts[SEQUENCES + 1] = {0, 9, 9, BLOCKS}, first[SEQUENCES] = {0};
     int32_t blocks[BLOCKS], good[SEQUENCES];
     for (uint32_t i = 0; i < SEQUENCES; i++)
         CHECK(cxlkv_sequence_create(pool, &sequences[i]) == 0);
-    CHECK(cxlkv_batch_create(pool, SEQUENCES, sequences, &batch) == 0);
+    cxlkv_batch *batch = test_batch(pool, SEQUENCES, sequences);
     for (uint32_t i = 0; i < BLOCKS; i++) blocks[i] = (int32_t)(i * 7 % BLOCKS);
     for (size_t i = 0; i < bytes; i++)
         for (uint32_t kind = 0; kind < 2; kind++) from[kind][i] = (uint8_t)random_next(&seed);

@@ -42,11 +42,10 @@ static void check_bytes(cxlkv_pool *pool, const places *at, uint32_t i, uint32_t
 
 static void sealed_and_not(void) {
     cxlkv_pool *pool = test_pool(NULL, 16);
-    cxlkv_sequence *sequence;
     uint64_t marks[18];
     places at;
     test_marks(marks, 1, 18);
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
+    cxlkv_sequence *sequence = test_empty(pool);
     CHECK(places_of(sequence, 0, 0, ROOM, &at) == 0);
     CHECK(test_append_all(sequence, marks, 10) >= 0);
     CHECK(test_append(sequence, 0, marks + 10, 8) >= 0); /* pages 2 and 3 in layer 0 only */
@@ -86,7 +85,6 @@ static void sealed_and_not(void) {
 static void behind_a_window(void) {
     cxlkv_layout layout = test_layout();
     cxlkv_pool *pool;
-    cxlkv_sequence *sequence;
     uint64_t marks[24];
     places at;
     test_marks(marks, 1, 24);
@@ -94,7 +92,7 @@ static void behind_a_window(void) {
     layout.windows[1] = 5; /* layer 1 sees 5 tokens */
     layout.group_of[1] = 1;
     CHECK(cxlkv_pool_create(NULL, &layout, NULL, 8 << 20, 0, NULL, 0, &pool) == 0);
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
+    cxlkv_sequence *sequence = test_empty(pool);
     for (uint32_t step = 0; step < 24; step += 4)
         CHECK(test_append_all(sequence, marks + step, 4) >= 0);
     CHECK(places_of(sequence, 1, 0, ROOM, &at) == 6);
@@ -113,15 +111,13 @@ static void behind_a_window(void) {
 static void values_in_the_keys(void) {
     cxlkv_layout layout = test_layout();
     cxlkv_pool *pool;
-    cxlkv_sequence *sequence;
-    cxlkv_batch *batch;
     float rows[TEST_PAGE_TOKENS][TEST_HEADS][TEST_DIM] = {0};
     places at;
     layout.values = CXLKV_VALUES_KEY_PREFIX;
     layout.value_head_dim = 4;
     CHECK(cxlkv_pool_create(NULL, &layout, NULL, 8 << 20, 0, NULL, 0, &pool) == 0);
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
-    CHECK(cxlkv_batch_create(pool, 1, &sequence, &batch) == 0);
+    cxlkv_sequence *sequence = test_empty(pool);
+    cxlkv_batch *batch = test_batch(pool, 1, &sequence);
     int32_t starts[2] = {0, TEST_PAGE_TOKENS};
     cxlkv_rows keys = {.data = rows, .dtype = CXLKV_FLOAT32,
                        .stride_bytes = {sizeof(*rows), sizeof(**rows), sizeof(***rows)}};
@@ -136,7 +132,6 @@ static void values_in_the_keys(void) {
 static void verified_before_use(void) {
     cxlkv_pool *pool = test_pool(NULL, 16);
     cxlkv_sequence *sequence;
-    cxlkv_batch *batch;
     uint64_t marks[10], address;
     places at;
     int32_t pages[TEST_HEADS * 2];
@@ -147,7 +142,7 @@ static void verified_before_use(void) {
     }
     test_marks(marks, 1, 10);
     sequence = test_sequence(pool, marks, 10);
-    CHECK(cxlkv_batch_create(pool, 1, &sequence, &batch) == 0);
+    cxlkv_batch *batch = test_batch(pool, 1, &sequence);
     CHECK(places_of(sequence, 1, 0, ROOM, &at) == 2);
     CHECK(cxlkv_pool_memory(pool, &address) > 0);
     uint8_t *byte = (uint8_t *)(uintptr_t)address + at.keys[1];

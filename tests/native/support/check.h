@@ -63,11 +63,21 @@ static inline int64_t test_match(cxlkv_pool *pool, uint32_t count, const uint8_t
     return cxlkv_match(pool, &args, hit);
 }
 
-static inline cxlkv_pool *test_open_host(const char *path, uint32_t number, double lease_s) {
-    cxlkv_host host = {.number = number, .lease_s = lease_s};
+static inline cxlkv_pool *test_open(const char *path, const cxlkv_host *host) {
     cxlkv_pool *pool;
-    CHECK(cxlkv_pool_open(path, &host, &pool) == 0);
+    CHECK(cxlkv_pool_open(path, host, &pool) == 0);
     return pool;
+}
+
+static inline cxlkv_pool *test_open_host(const char *path, uint32_t number, double lease_s) {
+    return test_open(path, &(cxlkv_host){.number = number, .lease_s = lease_s});
+}
+
+static inline cxlkv_batch *test_batch(cxlkv_pool *pool, uint32_t count,
+                                      cxlkv_sequence **sequences) {
+    cxlkv_batch *batch;
+    CHECK(cxlkv_batch_create(pool, count, sequences, &batch) == 0);
+    return batch;
 }
 
 static inline void test_remove(cxlkv_pool **pool, const char *path) {
@@ -178,11 +188,16 @@ static inline int64_t test_append_all(cxlkv_sequence *sequence, const uint64_t *
     return code;
 }
 
+static inline cxlkv_sequence *test_empty(cxlkv_pool *pool) {
+    cxlkv_sequence *sequence;
+    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
+    return sequence;
+}
+
 /* A sequence of these tokens. */
 static inline cxlkv_sequence *test_sequence(cxlkv_pool *pool, const uint64_t *marks,
                                             uint32_t count) {
-    cxlkv_sequence *sequence;
-    CHECK(cxlkv_sequence_create(pool, &sequence) == 0);
+    cxlkv_sequence *sequence = test_empty(pool);
     CHECK(test_append_all(sequence, marks, count) >= 0);
     return sequence;
 }

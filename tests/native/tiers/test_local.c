@@ -27,8 +27,7 @@ static cxlkv_local_state local_state(cxlkv_pool *pool) {
 
 static cxlkv_sequence *written(cxlkv_pool *pool, uint64_t first, uint32_t tokens,
                                uint64_t *marks) {
-    cxlkv_sequence *made;
-    CHECK(cxlkv_sequence_create(pool, &made) == 0);
+    cxlkv_sequence *made = test_empty(pool);
     test_marks(marks, first, tokens);
     CHECK(test_append_all(made, marks, tokens) >= 0);
     return made;
@@ -58,8 +57,7 @@ static float first_key(cxlkv_sequence *sequence, uint32_t layer) {
     cxlkv_fetch_args args = {.layer = layer, .keys = out[0], .values = out[1],
                              .key_capacity_bytes = sizeof(out[0]),
                              .value_capacity_bytes = sizeof(out[1])};
-    cxlkv_batch *batch;
-    CHECK(cxlkv_batch_create(sequence->pool, 1, &sequence, &batch) == 0);
+    cxlkv_batch *batch = test_batch(sequence->pool, 1, &sequence);
     CHECK(cxlkv_batch_fetch(batch, &args) >= 0);
     cxlkv_batch_destroy(&batch);
     return out[0][0];

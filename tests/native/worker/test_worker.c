@@ -68,6 +68,12 @@ static int tell(made *m, uint32_t table, uint64_t from, uint64_t to, uint32_t ke
     return ask_bytes(m, REQUEST_TABLES);
 }
 
+static int tell_item(made *m, request_table item) {
+    begin(m, REQUEST_TABLES, 1);
+    put(m, &item, sizeof(item));
+    return ask_bytes(m, REQUEST_TABLES);
+}
+
 static request_select plain_select(void) {
     return (request_select){.q_heads = TEST_HEADS, .dtype = CXLKV_FLOAT32, .scale = 1, .errors = 1,
                             .rows = 1, .budget_count = 1, .k_max = 8};
@@ -163,9 +169,7 @@ static void wrong_tables(made *m) {
     CHECK(tell(m, 0, 1, 2, 5, 0, NO_PAGE, NO_PAGE) == -CXLKV_E_STALE); /* it has 4 */
     CHECK(tell(m, REQUEST_TABLES_MAX, 0, 1, 0, 1, NO_PAGE, NO_PAGE) == -CXLKV_E_ARGUMENT);
     request_table item = {.from = 0, .to = 9, .first = 2, .kept = 2};
-    begin(m, REQUEST_TABLES, 1);
-    put(m, &item, sizeof(item));
-    CHECK(ask_bytes(m, REQUEST_TABLES) == -CXLKV_E_ARGUMENT);
+    CHECK(tell_item(m, item) == -CXLKV_E_ARGUMENT);
     CHECK(strstr(text(m), "has no window"));
     item = (request_table){.to = 9, .added = 1};
     begin(m, REQUEST_TABLES, 1);
@@ -184,25 +188,25 @@ static void tables_without_end(made *m) {
     for (int turn = 0; turn < 2; turn++) {
         for (uint32_t i = 0; i < TABLES; i++) {
             request_table item = {.table = 1 + i, .to = 9, .first = FIRST, .kept = FIRST};
-            begin(m, REQUEST_TABLES, 1);
-            put(m, &item, sizeof(item));
-            CHECK(ask_bytes(m, REQUEST_TABLES) == (i < TABLES - 1 ? 0 : -CXLKV_E_ARGUMENT));
+            CHECK(tell_item(m, item) == (i < TABLES - 1 ? 0 : -CXLKV_E_ARGUMENT));
         }
         CHECK(strstr(text(m), "at most 268435456 for one client"));
-        for (uint32_t i = 0; i < TABLES; i++) { /* the memory of those that go is there again */
-            request_table item = {.table = 1 + i};
-            begin(m, REQUEST_TABLES, 1);
-            put(m, &item, sizeof(item));
-            CHECK(ask_bytes(m, REQUEST_TABLES) == 0);
-        }
+        for (uint32_t i = 0; i < TABLES; i++) /* the memory of those that go is there again */
+            CHECK(tell_item(m, (request_table){.table = 1 + i}) == 0);
     }
     m->served->parts[0].window = window;
     request_table item = {.table = 1, .from = 8, .to = 9, .kept = m->pool->host->page_count + 1};
-    begin(m, REQUEST_TABLES, 1);
-    put(m, &item, sizeof(item));
-    CHECK(ask_bytes(m, REQUEST_TABLES) == -CXLKV_E_ARGUMENT);
+    CHECK(tell_item(m, item) == -CXLKV_E_ARGUMENT);
     CHECK(strstr(text(m), "that there are"));
 }
+
+/* `bad` is a good one but for the change. */
+#define REFUSED(good, change, call)           \
+    do {                                      \
+        bad = good;                           \
+        change;                               \
+        CHECK((call) == -CXLKV_E_ARGUMENT);   \
+    } while (0)
 
 static void wrong_selects(made *m) {
     request_select good = plain_select(), bad;
@@ -213,22 +217,17 @@ static void wrong_selects(made *m) {
     CHECK(strstr(text(m), "table 0 is not at version 7"));
     CHECK(ask(m, good, 1, TOKENS + TEST_PAGE_TOKENS, 0) == -CXLKV_E_ARGUMENT);
     CHECK(strstr(text(m), "has 4 pages"));
-    bad = good, bad.layer = TEST_LAYERS;
-    CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ARGUMENT);
+    REFUSED(good, bad.layer = TEST_LAYERS, ask(m, bad, 1, TOKENS, 0));
     CHECK(strstr(text(m), "request: layer 2 of 2"));
-    bad = good, bad.q_heads = 3;
-    CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ARGUMENT);
-    bad = good, bad.scale = NAN;
-    CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ARGUMENT);
-    bad = good, bad.errors = -1;
-    CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ARGUMENT);
+    REFUSED(good, bad.q_heads = 3, ask(m, bad, 1, TOKENS, 0));
+    REFUSED(good, bad.scale = NAN, ask(m, bad, 1, TOKENS, 0));
+    REFUSED(good, bad.errors = -1, ask(m, bad, 1, TOKENS, 0));
     bad = good, bad.method = CXLKV_METHOD_TWO_STAGE;
     CHECK(ask(m, bad, 1, TOKENS, 0) == 0);
     m->served->layout.sketch = 0; /* as if its pool had no sketches */
     CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ARGUMENT);
     m->served->layout.sketch = 1;
-    bad = good, bad.budget_count = 2;
-    CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ARGUMENT);
+    REFUSED(good, bad.budget_count = 2, ask(m, bad, 1, TOKENS, 0));
     bad = good, bad.k_max = 1;
     CHECK(ask(m, bad, 1, TOKENS, 0) == -CXLKV_E_ROOM);
     CHECK(ask(m, good, 1, TOKENS, 1) == 0);
@@ -269,18 +268,13 @@ static void wrong_attends(made *m) {
     CHECK(attend(m, picks, TOKENS, 1, 1, elsewhere) == -CXLKV_E_ARGUMENT);
     CHECK(strstr(text(m), "request: page 5 of sequence 0, which has 5"));
     CHECK(attend(m, picks, TOKENS, 1, 1, negative) == -CXLKV_E_ARGUMENT);
-    bad = picks, bad.parts = 2;
-    CHECK(attend(m, bad, TOKENS, 1, 1, tail_only) == -CXLKV_E_ARGUMENT);
-    bad = picks, bad.lists = 3;
-    CHECK(attend(m, bad, TOKENS, 1, 1, tail_only) == -CXLKV_E_ARGUMENT);
-    bad = picks, bad.k = UINT32_MAX;
-    CHECK(attend(m, bad, TOKENS, 1, 1, tail_only) == -CXLKV_E_ARGUMENT);
+    REFUSED(picks, bad.parts = 2, attend(m, bad, TOKENS, 1, 1, tail_only));
+    REFUSED(picks, bad.lists = 3, attend(m, bad, TOKENS, 1, 1, tail_only));
+    REFUSED(picks, bad.k = UINT32_MAX, attend(m, bad, TOKENS, 1, 1, tail_only));
     CHECK(strstr(text(m), "request: its pages end behind"));
     pages_beyond_64_bits(m);
-    bad = good, bad.k = 1;
-    CHECK(attend(m, bad, TOKENS, 1, 1, NULL) == -CXLKV_E_ARGUMENT);
-    bad = good, bad.parts = 0;
-    CHECK(attend(m, bad, TOKENS, 1, 1, NULL) == -CXLKV_E_ARGUMENT);
+    REFUSED(good, bad.k = 1, attend(m, bad, TOKENS, 1, 1, NULL));
+    REFUSED(good, bad.parts = 0, attend(m, bad, TOKENS, 1, 1, NULL));
     bad.parts = REQUEST_PARTS_MAX; /* in range, and more than there is work for */
     CHECK(attend(m, bad, TOKENS, 1, 1, NULL) == -CXLKV_E_ARGUMENT);
     CHECK(strstr(text(m), "pages in 1024 parts"));
@@ -288,14 +282,10 @@ static void wrong_attends(made *m) {
         bad = good, bad.softcap = i == 0 ? NAN : i == 1 ? -1 : INFINITY;
         CHECK(attend(m, bad, TOKENS, 1, 1, NULL) == -CXLKV_E_ARGUMENT);
     }
-    bad = good, bad.scale = 0;
-    CHECK(attend(m, bad, TOKENS, 1, 1, NULL) == -CXLKV_E_ARGUMENT);
-    bad = good, bad.per = CXLKV_PER_SEQUENCE + 1;
-    CHECK(attend(m, bad, TOKENS, 1, 1, NULL) == -CXLKV_E_ARGUMENT);
-    bad = good, bad.rows = 2;
-    CHECK(attend(m, bad, TOKENS, 1, 1, NULL) == -CXLKV_E_ARGUMENT);
-    bad = good, bad.layer = TEST_LAYERS;
-    CHECK(attend(m, bad, TOKENS, 1, 1, NULL) == -CXLKV_E_ARGUMENT);
+    REFUSED(good, bad.scale = 0, attend(m, bad, TOKENS, 1, 1, NULL));
+    REFUSED(good, bad.per = CXLKV_PER_SEQUENCE + 1, attend(m, bad, TOKENS, 1, 1, NULL));
+    REFUSED(good, bad.rows = 2, attend(m, bad, TOKENS, 1, 1, NULL));
+    REFUSED(good, bad.layer = TEST_LAYERS, attend(m, bad, TOKENS, 1, 1, NULL));
     CHECK(attend(m, good, TOKENS, 1, 1, NULL) == 0);
     /* A table that begins anew: what is known of its tail stays. */
     CHECK(tell(m, 0, 0, 2, 0, 4, NO_PAGE, NO_PAGE) == 0);
