@@ -10,8 +10,8 @@ as good as one filled with zeros: x has an inverse, and the powers are smaller b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -58,8 +58,7 @@ def signed(words: list[int]) -> torch.Tensor:
     return torch.tensor(words, dtype=torch.int64).to(torch.int32)
 
 
-@dataclass(frozen=True)
-class Shifts:
+class Shifts(NamedTuple):
     """What a checksum of pieces of up to `kinds` lengths needs on a device."""
 
     tables: torch.Tensor  # int32 [4 * 256]: a register shifted by a row

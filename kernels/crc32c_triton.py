@@ -90,9 +90,7 @@ def launch(
         _checksum_kernel[(out.numel() // count, count)](
             *words,
             *lengths,
-            made.tables,
-            made.factors,
-            made.constants,
+            *made,
             out,
             POLYNOMIAL=POLYNOMIAL,
             LANES=lanes,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from cxlkv.kernels.runtime import check_table, check_tensor, current, one_device, runs_triton
 
 
-@dataclass(frozen=True)
-class PageRows:
+class PageRows(NamedTuple):
     """By request and page of its sequence, int64 [requests, pages]: the address of the K run and
     of the V run of the part's first layer, of the descriptor, and the generation. 0: no such page
     in far memory."""
@@ -21,8 +20,7 @@ class PageRows:
     generations: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Sources:
+class Sources(NamedTuple):
     """Of each page of a list, int64 [requests, kv_heads, k]; 0 where nothing is to be fetched."""
 
     keys: torch.Tensor
@@ -102,9 +100,9 @@ def page_sources(
     row_pages = rows.keys.shape[1]
     check_tensor("pages", pages, torch.int32, (requests, heads, k))
     check_tensor("missed", missed, torch.int8, (requests, heads, k))
-    for name in ("keys", "values", "descriptors", "generations"):
-        check_table(f"rows.{name}", getattr(rows, name), (requests, row_pages))
-        check_table(f"out.{name}", getattr(out, name), (requests, heads, k))
+    for name, row, to in zip(rows._fields, rows, out, strict=True):
+        check_table(f"rows.{name}", row, (requests, row_pages))
+        check_table(f"out.{name}", to, (requests, heads, k))
     device = one_device(pages=pages, missed=missed, rows=rows.keys, out=out.keys)
     if not runs_triton(device):
         page_sources_reference(pages, missed, rows, out, layer_offset, piece_bytes)
@@ -116,14 +114,8 @@ def page_sources(
         kernels._sources_kernel[(-(-count // kernels.BLOCK),)](
             pages,
             missed,
-            rows.keys,
-            rows.values,
-            rows.descriptors,
-            rows.generations,
-            out.keys,
-            out.values,
-            out.descriptors,
-            out.generations,
+            *rows,
+            *out,
             count,
             k,
             heads,
@@ -150,8 +142,6 @@ def page_sources_reference(
     head = torch.arange(heads, device=pages.device)[None, :, None].expand(pages.shape)
     row = (request, torch.where(wanted, pages, 0).long())
     wanted &= rows.keys[row] != 0
-    for name, step in (("keys", piece_bytes[0]), ("values", piece_bytes[1])):
-        at = getattr(rows, name)[row] + layer_offset + head * step
-        getattr(out, name).copy_(torch.where(wanted, at, 0))
-    for name in ("descriptors", "generations"):
-        getattr(out, name).copy_(torch.where(wanted, getattr(rows, name)[row], 0))
+    steps: list[torch.Tensor | int] = [layer_offset + head * step for step in piece_bytes]
+    for table, to, more in zip(rows, out, [*steps, 0, 0], strict=True):
+        to.copy_(torch.where(wanted, table[row] + more, 0))

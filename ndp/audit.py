@@ -82,7 +82,8 @@ def measure(
     try:
         exact = picked
         if asked.method != "exact":
-            exact = _exact(batch, layout, asked, picked)
+            wanted = asked._replace(method="exact")
+            exact = simd.select(batch, layout, wanted, picked.pages.shape[2])
         got = recall(picked, exact)
         kept = mass(batch, layout, asked, picked)
         if got is not None and kept is not None:
@@ -110,11 +111,6 @@ def _watch(plan: _Plan | None, asked: Asked, picked: Selection, got: float) -> N
         asked.recall,
         picked.stages,
     )
-
-
-def _exact(batch: _core.Handle, layout: KVLayout, asked: Asked, picked: Selection) -> Selection:
-    wanted = asked._replace(method="exact")
-    return simd.select(batch, layout, wanted, picked.pages.shape[2])
 
 
 def recall(chosen: Selection, exact: Selection) -> float | None:

@@ -35,6 +35,7 @@ from cxlkv.gpu.hot import SlotCounts
 from cxlkv.gpu.mailbox import Mailbox
 from cxlkv.gpu.resident import Resident
 from cxlkv.gpu.selector import DecodeStats, Selector, Step
+from cxlkv.gpu.staging import DTYPES
 from cxlkv.ndp.engine import Budget
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
@@ -126,9 +127,7 @@ class Decoder(Closing):
 
     @property
     def dtype(self) -> torch.dtype:
-        found = getattr(torch, self.layout.dtype)
-        assert isinstance(found, torch.dtype)
-        return found
+        return DTYPES[self.layout.dtype]
 
     @property
     def stats(self) -> DecodeStats:
@@ -258,9 +257,14 @@ class Decoder(Closing):
         replayed: the layers were in a CUDA graph, captured from layer() calls between begin() and
         abandon().
         """
-        if self._step is None or (self._layer != self.layout.layers and not replayed):
+        step = self._step
+        if step is None or (self._layer != self.layout.layers and not replayed):
             raise OrderError("end() comes after begin() and all layers")
-        self._finish()
+        try:
+            self._settle()
+        except CXLKVError:
+            self._take_back(step)
+            raise
         self.stats.steps += 1
 
     def abandon(self) -> None:
@@ -270,16 +274,6 @@ class Decoder(Closing):
             with suppress(CXLKVError):
                 self._settle()
             self._take_back(step)
-
-    def _finish(self) -> None:
-        """Of a step in which something went wrong, nothing stays."""
-        step = self._step
-        assert step is not None
-        try:
-            self._settle()
-        except CXLKVError:
-            self._take_back(step)
-            raise
 
     def _settle(self) -> None:
         """Wait for device and engine, which ends the step; raises what went wrong."""

@@ -211,11 +211,9 @@ class HotBuffer:
                 )
                 first = last
         except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(
-                error
-            ):
-                raise
-            return None
+            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+                return None
+            raise
         return slot_bytes, pages_of_slots, counters, state
 
     def _take_pieces(self, limits: Sequence[int]) -> list[torch.Tensor]:

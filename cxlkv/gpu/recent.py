@@ -53,12 +53,11 @@ class Recent:
                 per="query",
                 starts=np.array([0, 1], np.int32),
             )
-            for ring, found in zip(
-                self._rings(), self._fetch(sequence, layer, picked), strict=True
-            ):
-                ring[layer, request, :, torch.from_numpy(pages % self.slots)] = found.to(
-                    ring.device
-                )
+            slots = torch.from_numpy(pages % self.slots)
+            found = self._fetch(sequence, layer, picked)
+            for ring, pieces in zip((self.keys, self.values), found, strict=True):
+                if ring is not None:
+                    ring[layer, request, :, slots] = pieces.to(ring.device)
 
     def _newest(self, sequence: Sequence, layer: int) -> npt.NDArray[np.int64]:
         tokens, page_tokens = sequence.tokens(layer), self._layout.page_tokens
@@ -69,18 +68,13 @@ class Recent:
             first = max(first, (tokens - window) // page_tokens)
         return np.arange(first, last)
 
-    def _rings(self) -> list[torch.Tensor]:
-        return [self.keys, *([] if self.values is None else [self.values])]
-
     def _fetch(self, sequence: Sequence, layer: int, picked: Selection) -> list[torch.Tensor]:
         heads, count = picked.pages.shape
         shape = (heads, count, self._layout.page_tokens)
-        out = tuple(
-            torch.empty((*shape, dim), dtype=self.keys.dtype)
-            for dim in (self._layout.head_dim, self._layout.value_head_dim)
-        )
-        sequence.fetch(layer, picked, (out[0], out[1]))
-        return list(out[: len(self._rings())])
+        keys = torch.empty((*shape, self._layout.head_dim), dtype=self.keys.dtype)
+        values = torch.empty((*shape, self._layout.value_head_dim), dtype=self.keys.dtype)
+        sequence.fetch(layer, picked, (keys, values))
+        return [keys, values]
 
 
 def _addresses(rings: torch.Tensor) -> torch.Tensor:

@@ -172,8 +172,7 @@ class Staging:
 
     def _columns(self, rows: int) -> int:
         """Pages of each list that fit into a buffer together."""
-        element = torch.empty(0, dtype=self._dtype).element_size()
-        page_bytes = rows * self._layout.page_tokens * sum(self._dims()) * element
+        page_bytes = rows * self._layout.page_tokens * sum(self._dims()) * self._dtype.itemsize
         fitting = (self.buffer_bytes - 2 * ALIGNMENT_BYTES) // max(page_bytes, 1)
         if fitting < 1:
             raise BadArgumentError(
@@ -219,17 +218,14 @@ class Staging:
         shape = (*part.pages.shape, self._layout.page_tokens)
         views, at = [], 0
         for dim in self._dims():
-            count = int(np.prod(shape)) * dim
-            size = count * torch.empty(0, dtype=self._dtype).element_size()
+            size = int(np.prod(shape)) * dim * self._dtype.itemsize
             views.append(memory[at : at + size].view(self._dtype).view(*shape, dim))
             at += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         batch.fetch(layer, part, (views[0], views[1]))
         return views[0], views[1]
 
     def _send(
-        self,
-        targets: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> torch.cuda.Event | None:
         with torch.cuda.stream(self._stream):
             for target, source in zip(targets, sources, strict=False):

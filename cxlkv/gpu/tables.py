@@ -17,7 +17,6 @@ from cxlkv.pool import CXLPool
 from cxlkv.sequence import PagePlaces, Sequence
 
 NO_TAG = -1
-FIELDS = ("keys", "values", "descriptors", "generations")
 
 
 class PageTables:
@@ -51,13 +50,14 @@ class PageTables:
         # What copies to the device are made from. A row only grows; forget() waits for them.
         self._host = {
             name: torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
-            for name in (*FIELDS, "tags")
+            for name in (*PageRows._fields, "tags")
         }
         self._host["tags"].fill_(NO_TAG)
         self._device = {name: array.to(device) for name, array in self._host.items()}
         self._count = np.zeros((parts, requests), np.int64)
         self.rows = [
-            PageRows(*(self._device[name][part] for name in FIELDS)) for part in range(parts)
+            PageRows(*(self._device[name][part] for name in PageRows._fields))
+            for part in range(parts)
         ]
         self.tags = [self._device["tags"][part] for part in range(parts)]
 

@@ -10,7 +10,6 @@ import ctypes
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +38,10 @@ class Sent:
     memory: object
     event: Waitable | None
     by_host: Pieces | None = None
+
+    @property
+    def has_arrived(self) -> bool:
+        return self.event is None or self.event.query()
 
     def arrive(self) -> None:
         """Waits, and makes the host's copies."""
@@ -139,7 +142,9 @@ class WriteThrough:
         if chunk is None:
             chunk = self._begin(to, rows, starts, rewind)
         else:
-            self._check_same(chunk, to, rows, starts)
+            batch, offsets = self._starts(to, rows, starts)
+            if batch is not chunk.batch or not np.array_equal(offsets, chunk.starts):
+                raise BadArgumentError("the chunk's layers have the same sequences and starts")
         try:
             tokens = self.pool.layout.page_tokens
             encoded = encode(k, v, page_tokens=tokens, sketch=self.pool.sketch)
@@ -163,9 +168,7 @@ class WriteThrough:
         if chunk is None or chunk.layer < layers:
             there = chunk.layer if chunk else 0
             raise OrderError(f"{there} of {layers} layers were put: the chunk is not whole")
-        while chunk.sent:
-            chunk.sent[0].arrive()
-            chunk.sent.popleft()
+        self._drain(chunk, wait=True)
         sums = chunk.sums.numpy() if self.pool.checksum else None
         chunk.batch.attach(chunk.pages, chunk.starts, sums, rewind=chunk.rewind, verify=verify)
         self._state.chunk = None
@@ -177,12 +180,7 @@ class WriteThrough:
     def __enter__(self) -> WriteThrough:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.abandon()
 
     # ---- what is asked ----
@@ -232,13 +230,6 @@ class WriteThrough:
             )
         return batch, offsets // tokens
 
-    def _check_same(
-        self, chunk: Chunk, to: Sequence | Batch, rows: int, starts: npt.ArrayLike | None
-    ) -> None:
-        batch, offsets = self._starts(to, rows, starts)
-        if batch is not chunk.batch or not np.array_equal(offsets, chunk.starts):
-            raise BadArgumentError("the chunk's layers have the same sequences and starts")
-
     # ---- pages ----
 
     def _begin(
@@ -249,8 +240,8 @@ class WriteThrough:
         if batch not in self.pool:
             raise BadArgumentError("the sequences are of another pool")
         wanted = self._wanted(batch, offsets, rewind)
-        pages = np.full(wanted.shape, NO_PAGE, np.uint32)
-        pages[wanted] = self._alloc(int(wanted.sum()))
+        pages, count = np.full(wanted.shape, NO_PAGE, np.uint32), int(wanted.sum())
+        pages[wanted] = self.pool.pages.retry(lambda: self.pool.pages.alloc(count), count)
         sums = torch.zeros(
             (layout.layers, int(offsets[-1]), layout.kv_heads, 4),
             dtype=torch.int32,
@@ -285,9 +276,6 @@ class WriteThrough:
                     kept = (back - window + 1 - before) // layout.page_tokens
                     wanted[part, first : max(first, min(first + kept, end))] = False
         return wanted
-
-    def _alloc(self, count: int) -> PageIds:
-        return self.pool.pages.retry(lambda: self.pool.pages.alloc(count), count)
 
     # ---- bytes ----
 
@@ -362,9 +350,9 @@ class WriteThrough:
     ) -> Pieces:
         return merge(self._pieces(chunk, layer, tensors, base), NO_CUTS)
 
-    def _drain(self, chunk: Chunk) -> None:
+    def _drain(self, chunk: Chunk, wait: bool = False) -> None:
         """Lets go of what has arrived, so that memory on the device does not grow with layers."""
-        while chunk.sent and (chunk.sent[0].event is None or chunk.sent[0].event.query()):
+        while chunk.sent and (wait or chunk.sent[0].has_arrived):
             chunk.sent[0].arrive()
             chunk.sent.popleft()
 
