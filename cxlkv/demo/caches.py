@@ -1,4 +1,4 @@
-"""Caches that the demo compares with: pages drawn blindly, and one that weighs what was kept."""
+"""Caches that the demo compares with: one draws random pages, one measures the attention kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cxlkv.sequence import Batch
 
 
 class RandomPages(CXLCache):
-    """As many pages as the budget allows, drawn at each length without a look at the keys.
+    """Draws as many pages as the budget allows, anew at each length, without looking at the keys.
 
     The first and the last pages that the budget forces are in, as in a selection.
     """
@@ -55,7 +55,7 @@ def random_pages(
 
 
 class Weighed(CXLCache):
-    """Measures which part of the attention the chosen pages hold; attends twice to do so."""
+    """Measures the share of attention mass that the chosen pages hold; it attends twice."""
 
     masses: list[Tensor]
     """For each layer of each step: float32 [rows], the mean over the query heads."""
@@ -74,4 +74,4 @@ class Weighed(CXLCache):
 
 
 class WeighedRandomPages(Weighed, RandomPages):
-    """The same for pages drawn blindly."""
+    """Measures the attention that randomly drawn pages hold."""

@@ -33,7 +33,7 @@ WAIT_LIMIT_S = 600.0
 
 @dataclass
 class Seen:
-    """What the process that reads has measured, and what both have answered, by SHARES."""
+    """What the reading process measured, and the answers of both by share of pages."""
 
     plan: Plan
     token_bytes: int
@@ -49,7 +49,7 @@ class Seen:
 
     @property
     def together_ms(self) -> list[float]:
-        """Of both sides; not the way that the bytes take between them."""
+        """Time on both sides, without the transfer of the bytes between them."""
         return [a + b for a, b in zip(self.hand_over_ms, self.take_over_ms, strict=True)]
 
 
@@ -82,7 +82,7 @@ def run(
 
 
 class Other:
-    """The process that goes on, as the one that reads sees it."""
+    """The decoding process, as the prefilling process sees it."""
 
     def __init__(self, process: BaseProcess, pipe: Connection[object, object]) -> None:
         self._process = process
@@ -92,7 +92,7 @@ class Other:
         self._pipe.send(word)
 
     def hear(self) -> object:
-        """Its next word; raises PeerError when there is none."""
+        """Return the peer's next message; raises PeerError when it has ended."""
         try:
             if self._pipe.poll(WAIT_LIMIT_S):
                 return self._pipe.recv()
@@ -105,7 +105,7 @@ class Other:
 
 @contextmanager
 def other_process(path: str, plan: Plan) -> Iterator[Other]:
-    """A fresh process, which has loaded the model and opened the pool."""
+    """Start a process that loads the model and opens the pool."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=go_on, args=(path, plan, theirs), daemon=True)
@@ -195,7 +195,7 @@ def result_of(seen: Seen) -> Result:
 
 
 def lines_of(seen: Seen) -> list[str]:
-    """What a person reads."""
+    """Format the result for a terminal."""
     result = result_of(seen)
     hand, take = (result.metrics[f"{which}_over_time"].median for which in ("hand", "take"))
     kv_bytes = format_bytes(seen.plan.tokens * seen.token_bytes)

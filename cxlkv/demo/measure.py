@@ -25,7 +25,7 @@ TOKENS_MIN, TOKENS_MAX = 2048, 1 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked: `questions` about each of the contexts, `together` at a time.
+    """Says what is asked: `questions` about each context, `together` at a time.
 
     method: how pages are chosen, as in Batch.select.
     """
@@ -68,7 +68,7 @@ class Plan:
 
 @dataclass
 class Asked:
-    """The answers to all questions, in order, and what they took."""
+    """Holds the answers to all questions, in order, with their times and bytes."""
 
     right: list[bool] = field(default_factory=list)
     answers: list[int] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Examiner:
         return time.perf_counter() - began
 
     def ask_in_full(self) -> Asked:
-        """Full attention with transformers' own DynamicCache and sdpa."""
+        """Answer with full attention: transformers' own DynamicCache and sdpa."""
         asked = Asked()
         for context in self.contexts:
             base = DynamicCache()
@@ -134,7 +134,7 @@ class Examiner:
         return asked
 
     def row(self, share: float) -> Row:
-        """All that is measured for one budget. The mass is taken in a run of its own."""
+        """Measure one budget. The attention mass is measured in a separate run."""
         budget, total = self.budget(share), self.pages()
         selected = self.ask(budget)
         random, _ = self._ask_pool(RandomPages, budget)
@@ -149,7 +149,7 @@ class Examiner:
         return self._ask_pool(kind, budget, method)[0]
 
     def pages(self) -> int:
-        """Pages that a question sees, the one with itself included."""
+        """Number of pages that a question sees, its own page included."""
         return -(-(self.plan.tokens + 1) // self.pool.layout.page_tokens)
 
     def budget(self, share: float) -> Budget:
@@ -157,7 +157,7 @@ class Examiner:
         return Budget(pages=max(1, int(share * self.pages())))
 
     def kv_bytes(self) -> int:
-        """Keys and values that a question has before it, its own included."""
+        """Bytes of the keys and values that a question sees, its own included."""
         return (self.plan.tokens + 1) * self.pool.layout.token_bytes
 
     def warm_up(self) -> None:

@@ -110,7 +110,7 @@ def demo_pool(layout: KVLayout, plan: Plan) -> Iterator[tuple[CXLPool, str]]:
 
 
 def measure(examiner: Examiner, console: Console) -> tuple[Asked, list[Row], list[str]]:
-    """Full attention, then a row for each budget, with progress; and notes on how."""
+    """Measure full attention, then each budget, showing progress; returns the rows and notes."""
     plan = examiner.plan
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -137,7 +137,7 @@ def measure(examiner: Examiner, console: Console) -> tuple[Asked, list[Row], lis
 
 
 def notes_on(plan: Plan) -> list[str]:
-    """What to know of a plan that is not the default one."""
+    """Explain how a plan differs from the default one."""
     notes = []
     if plan.method != Plan.method:
         notes.append(f"pages are chosen by method {plan.method!r}")
@@ -190,7 +190,7 @@ def result_of(plan: Plan, full: Asked, rows: list[Row], kv_bytes: int) -> Result
 
 
 def table_of(plan: Plan, full: Asked, rows: list[Row], kv_bytes: int) -> Table:
-    """What a person reads: a line for each budget, full attention last."""
+    """Format the result for a terminal: a line for each budget, full attention last."""
     part = f"a question's part of a pass for {plan.together}" if plan.together > 1 else "a question"
     table = Table(
         title=f"{len(full.right)} questions about {plan.tokens:,} tokens; "

@@ -166,7 +166,7 @@ def logits(model: LlamaForTokenClassification, table: Tensor, batch: Batch, fork
 
 
 def seen_by_questions(token_count: int, question_count: int, forked: bool) -> Tensor:
-    """True where a question may look: [question_count, token_count + question_count]."""
+    """True where a question may attend: [question_count, token_count + question_count]."""
     among = torch.eye(question_count, dtype=torch.bool)
     if not forked:
         among = torch.ones_like(among).tril()
@@ -179,7 +179,7 @@ def split_heads(projected: Tensor) -> Tensor:
 
 
 def finish_layer(layer: LlamaDecoderLayer, hidden: Tensor, attended: Tensor) -> Tensor:
-    """What follows attention in a Llama layer: output projection and MLP, both residual."""
+    """Compute what follows attention in a Llama layer: output projection and MLP, both residual."""
     hidden = hidden + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
     result: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
     return result
@@ -202,7 +202,7 @@ def train_stage(
     stage_index: int,
     stage: Stage,
 ) -> None:
-    """Trains in place until the stage's end, and prints how it goes."""
+    """Train in place until the stage ends, and print progress."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     average = 0.0
     started_s = time.monotonic()

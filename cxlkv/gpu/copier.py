@@ -29,19 +29,19 @@ WORD_BYTES = 16  # that the kernel copies at once, where sizes allow it
 
 @dataclass(frozen=True)
 class Copied:
-    """Copies that were queued; None on the CPU, where they are done."""
+    """Copies that are queued on a stream; on the CPU they are already done."""
 
     way: Way
     event: torch.cuda.Event | None = None
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        """What is queued from now on, on the current stream or this one, comes after them. The
+        """Make what is queued from now on, on the current stream or this one, wait for them. The
         host does not wait."""
         if self.event is not None:
             self.event.wait(stream)
 
     def synchronize(self) -> None:
-        """The host waits until they are done."""
+        """Block the host until they are done."""
         if self.event is not None:
             self.event.synchronize()
 
@@ -176,7 +176,7 @@ def _capturing() -> bool:
 
 
 def tuned(device: torch.device) -> GpuCopyConstants:
-    """Constants that were measured on this GPU, else the published ones."""
+    """Return the constants measured on this GPU, or else the published ones."""
     found = tuning.current().gpu
     if found is None or device.type != "cuda":
         return GpuCopyConstants()
@@ -205,7 +205,7 @@ def pieces_of(
 
 
 def merge(pieces: Pieces, cuts: Pointers) -> Pieces:
-    """Neighbours on both sides become one, as DMA pays for each; not across `cuts`."""
+    """Merge pieces that are adjacent on both sides, as DMA pays for each; not across `cuts`."""
     sources, targets, sizes = pieces
     if len(sizes) < 2:
         return pieces
@@ -221,7 +221,7 @@ def merge(pieces: Pieces, cuts: Pointers) -> Pieces:
 def choose(
     pieces: Pieces, merged: Pieces, direction: Direction, constants: GpuCopyConstants
 ) -> Way:
-    """The kernel for many small pieces of one size into the device, where words of it fit."""
+    """Choose the kernel for many small, aligned pieces of one size into the device, else DMA."""
     count = len(merged.sizes)
     if direction == "to_host" or count == 0 or count < constants.kernel_pieces_from:
         return "dma"

@@ -135,13 +135,13 @@ class Decoder(Closing):
 
     @property
     def fallback(self) -> str | None:
-        """Why partial results cross the link although a hot buffer was asked for."""
+        """The reason why partial results cross the link although a hot buffer was asked for."""
         return None if self._resident is None else self._resident.fallback
 
     # ---- requests ----
 
     def add(self, sequence: Sequence) -> int:
-        """Take a sequence in, all its layers equally long; returns the request's number.
+        """Add a sequence whose layers are equally long; returns the request's number.
 
         The decoder appends to it from now on. Raises UnevenError in the middle of a step,
         BadArgumentError when all places are taken.
@@ -157,7 +157,7 @@ class Decoder(Closing):
         return request
 
     def remove(self, request: int) -> Sequence:
-        """Give a request's sequence back; its place, and what the device has of it, is free."""
+        """Give a request's sequence back; its row and its memory on the device become free."""
         self._check_between_steps()
         sequence = self._of(request)
         self._sequences[request] = None
@@ -268,7 +268,7 @@ class Decoder(Closing):
         self.stats.steps += 1
 
     def abandon(self) -> None:
-        """Give a step up, as if it had not begun; what went wrong in it is not raised."""
+        """Undo a step, as if it had not begun; its errors are not raised."""
         step = self._step
         if step is not None:
             with suppress(CXLKVError):
@@ -354,7 +354,7 @@ class Decoder(Closing):
     # ---- ending ----
 
     def close(self) -> None:
-        """Give the device's memory back; sequences stay with their owners."""
+        """Free the device's memory; sequences stay with their owners."""
         if self._closed:
             return
         self._closed = True

@@ -127,7 +127,7 @@ class Driver:
 
     @contextmanager
     def current(self, device: int) -> Iterator[None]:
-        """Within it, calls of this thread are for that device."""
+        """Make that device the current one of this thread, within the block."""
         context, now = self._context_of(device), c_void_p()
         self._call("cuCtxGetCurrent", byref(now))
         if now.value == context:
@@ -159,7 +159,7 @@ class Driver:
         self._call("cuCtxSynchronize")
 
     def register(self, address: int, size: int, flags: int) -> int:
-        """Pin and map host memory; returns the driver's code, of which the caller has to judge."""
+        """Pin and map host memory; returns the driver's code, which the caller must check."""
         return self._raw("cuMemHostRegister_v2", c_void_p(address), size, flags)
 
     def unregister(self, address: int) -> int:
@@ -178,7 +178,7 @@ class Driver:
             self._call("cuMemcpyAsync", *row, c_void_p(stream))
 
     def copy_batch(self, targets: Pointers, sources: Pointers, sizes: Sizes, stream: int) -> None:
-        """The same in one call, in any order. Not on the default stream, whose number is 0."""
+        """Queue copies in one call, in any order. Not on the default stream, whose number is 0."""
         if not len(targets) == len(sources) == len(sizes):
             raise BadArgumentError("copies of a batch: as many targets as sources and sizes")
         kept = [np.ascontiguousarray(array, np.int64) for array in (targets, sources, sizes)]

@@ -131,7 +131,7 @@ class HotBuffer:
     def invalidate(
         self, layer: int, assigned: Assigned, failed: torch.Tensor | None = None
     ) -> None:
-        """Takes misses back whose bytes did not arrive, before the next `assign` would hit them.
+        """Drop misses whose bytes did not arrive, before the next `assign` counts them as hits.
 
         failed: on the device, of a shape that expands to [requests, kv_heads, k]: those that are
         not 0; None: all. See slots.invalidate.

@@ -58,7 +58,7 @@ class Mailbox:
         self._thread.start()
 
     def reset_after_fork(self) -> None:
-        """Nobody serves here, and CUDA does not cross a fork either."""
+        """Mark it closed in a forked child: its thread, like CUDA, does not cross a fork."""
         self._mutex = threading.RLock()
         self._idle = threading.Condition(self._mutex)
         self._is_parents = True
@@ -68,7 +68,7 @@ class Mailbox:
         )
 
     def ask(self, subject: int) -> None:
-        """Put a question into the stream; what it needs was copied before, in the stream."""
+        """Queue a question on the stream, after the copies of what it needs."""
         if self._thread is None:
             self.answered[0] = int(self._did(self._serve, subject))
             self.answered[1] = torch.minimum(self.answered[0], self.answered[1])
@@ -79,7 +79,7 @@ class Mailbox:
         ask(self._ticket, self._table, subject)
 
     def await_answer(self) -> None:
-        """Let the stream wait for the answer; what comes with it is copied after that."""
+        """Make the stream wait for the answer; copies of its data are queued after that."""
         if self._thread is None:
             return
         from cxlkv.kernels.mail import await_answer
@@ -106,7 +106,7 @@ class Mailbox:
             raise error
 
     def close(self) -> None:
-        """The thread ends; questions are not answered any more."""
+        """End the thread; later questions are not answered."""
         if self._thread is not None:
             self._ends = True
             self._thread.join()

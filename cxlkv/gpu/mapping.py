@@ -118,18 +118,18 @@ class Mapping(Closing):
 
     @property
     def device_address(self) -> int:
-        """Where the device sees the region's first byte."""
+        """Device address of the region's first byte."""
         self._check()
         return self._address
 
     @property
     def host_address(self) -> int:
-        """Where this process sees it: with unified addressing the same number."""
+        """Host address of the region's first byte; with unified addressing the same number."""
         self._check()
         return self._host_address
 
     def pages(self, sequence: Sequence, layer: int, first: int = 0) -> PageTable:
-        """Of the pages from `first` on that are complete in the layer."""
+        """Return the table of the layer's complete pages from `first` on."""
         self._check()
         if sequence not in self.pool:
             raise BadArgumentError("the sequence is of another pool than the mapping")
@@ -333,7 +333,7 @@ def check_limits(size: int, unbacked: int, memory: Memory) -> None:
 
 
 def unbacked_bytes(address: int, size: int) -> int:
-    """Of a mapping, the bytes without a page in memory; 0 where the kernel does not say."""
+    """Count a mapping's bytes that have no page in memory; 0 where the kernel does not say."""
     look = ctypes.CDLL(None).mincore
     look.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     missing = 0

@@ -162,11 +162,11 @@ class Resident:
     # ---- requests ----
 
     def load(self, request: int, sequence: Sequence) -> None:
-        """A sequence's newest pages, before its first step or after a truncate."""
+        """Load a sequence's newest pages, before its first step or after a truncate."""
         self._recent.load(request, sequence)
 
     def forget(self, request: int, from_page: int = 0) -> None:
-        """Pages of a request from `from_page` on are others now, or it is gone."""
+        """Drop a request's pages from `from_page` on: they changed, or the request has ended."""
         self.near_out[request] = 0  # the engine writes for requests that are there only
         self.near_lse[request] = -torch.inf
         if self.hot is not None:
@@ -211,7 +211,7 @@ class Resident:
     def attend_resident(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None
     ) -> None:
-        """Take in the step's rows; attend to the newest pages and to those of the hot buffer."""
+        """Append the step's rows; attend to the newest pages and to those of the hot buffer."""
         self._recent.append(layer, k, v, self._positions)
         there = self._there[layer]
         if self.hot is not None:
@@ -254,13 +254,13 @@ class Resident:
         self._attend(layer, q, keys_at, values_at, made.miss_pages, 1)
 
     def take_partial(self, answered: torch.Tensor) -> None:
-        """The near-data engine's partial result; nothing of it if there is no answer."""
+        """Copy the near-data engine's partial result, or an empty one if there is no answer."""
         self._partials[1].copy_(self.near_out, non_blocking=True)
         self._lses[1].copy_(self.near_lse, non_blocking=True)
         self._lses[1].masked_fill_(answered[:1] != 1, -torch.inf)
 
     def merged(self) -> torch.Tensor:
-        """The output of a layer: both partial results as one."""
+        """Merge both partial results into the layer's output."""
         return merge(self._partials, self._lses, dtype=self._dtype)[0]
 
     def _attend(
@@ -288,7 +288,7 @@ class Resident:
         )
 
     def synchronize(self) -> None:
-        """Wait for all that the stream has been given."""
+        """Wait for everything queued on the stream."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -300,6 +300,6 @@ class Resident:
             raise StaleError(f"{stale} pieces were fetched from pages that were freed meanwhile")
 
     def close(self) -> None:
-        """After synchronize(): the pool's memory is this process's alone again."""
+        """End the device's use of the pool's memory; call it after synchronize()."""
         if self._mapping is not None:
             self._mapping.close()

@@ -49,7 +49,7 @@ class Step:
         return rows[torch.from_numpy(self.active)].flatten(0, 1)
 
     def put_rows(self, rows: torch.Tensor, found: object) -> None:
-        """The other way round."""
+        """Copy rows of active requests back into [requests, rows, ...]."""
         assert isinstance(found, torch.Tensor)
         shape = (len(self.active), self.rows, *found.shape[1:])
         rows[torch.from_numpy(self.active)] = found.to(rows.dtype).reshape(shape)
@@ -77,7 +77,7 @@ class Selector:
         self.stats = DecodeStats()
 
     def forget(self) -> None:
-        """Nothing that was chosen ahead holds any more."""
+        """Drop all choices that were made ahead."""
         self._ahead.clear()
 
     def choose(
@@ -104,13 +104,13 @@ class Selector:
             self._ahead[layer] = self._select(step, layer, q)
 
     def verify(self, step: Step, layer: int, picked: Selection) -> None:
-        """Before a device reads the chosen pages by their addresses."""
+        """Verify the chosen pages before a device reads them by their addresses."""
         step.batch.verify(layer, picked)
 
     def attend(
         self, step: Step, layer: int, q: torch.Tensor, picked: Selection
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) of the chosen pages, near the data."""
+        """Attend to the chosen pages near the data; returns (out, lse)."""
         out, lse = step.batch.attend(layer, q, step.starts, picked, self._scale, self._softcap)
         assert isinstance(out, torch.Tensor)
         assert isinstance(lse, torch.Tensor)

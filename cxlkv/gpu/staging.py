@@ -27,7 +27,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 class Waitable(Protocol):
-    """As torch.cuda.Event is."""
+    """What torch.cuda.Event offers of this module's needs."""
 
     def query(self) -> bool: ...
 
@@ -72,7 +72,7 @@ class Staged:
     event: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """What the current stream is given from now on comes after the copies."""
+        """Make what is queued on the current stream from now on wait for the copies."""
         if self.event is not None:
             torch.cuda.current_stream(self.keys.device).wait_event(self.event)
 
@@ -126,7 +126,7 @@ class Staging:
 
     @property
     def waits(self) -> int:
-        """How often the host had to wait, because all buffers were still on their way."""
+        """Number of times that the host waited because every buffer was still in flight."""
         return self._open().waits
 
     def get(
@@ -240,7 +240,7 @@ class Staging:
         return event
 
     def close(self) -> None:
-        """Wait for what is on its way, and give the buffers back; a second time does nothing."""
+        """Wait for copies in flight and free the buffers; a second call does nothing."""
         if self._ring is not None:
             for buffer in self._ring.buffers:
                 if buffer.busy is not None:

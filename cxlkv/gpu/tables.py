@@ -67,7 +67,7 @@ class PageTables:
         return part, row * self._layer_bytes
 
     def refresh(self, request: int, sequence: Sequence) -> None:
-        """Add the pages that were completed since the last time; copies are not waited for."""
+        """Add the pages completed since the last call, without waiting for the copies."""
         for part, layer in enumerate(self._first_layer):
             first = int(self._count[part, request])
             if len(sequence) // sequence._layout.page_tokens <= first:
@@ -100,7 +100,7 @@ class PageTables:
             )
 
     def forget(self, request: int, from_page: int = 0) -> None:
-        """No pages from `from_page` on; waits for the copies that are under way."""
+        """Drop the pages from `from_page` on; waits for copies in flight."""
         if self._device["tags"].device.type == "cuda":
             torch.cuda.current_stream(self._device["tags"].device).synchronize()
         for name, array in self._device.items():

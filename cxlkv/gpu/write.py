@@ -44,7 +44,7 @@ class Sent:
         return self.event is None or self.event.query()
 
     def arrive(self) -> None:
-        """Waits, and makes the host's copies."""
+        """Wait for the copy, and make the host's copies."""
         if self.event is not None:
             self.event.synchronize()
         if self.by_host is not None:
@@ -54,7 +54,7 @@ class Sent:
 
 @dataclass
 class Chunk:
-    """Pages that wait for all their layers."""
+    """Pages of which some layers are still to come."""
 
     batch: Batch
     starts: npt.NDArray[np.int32]  # in pages
@@ -67,13 +67,13 @@ class Chunk:
 
 @dataclass
 class State:
-    """What is open; apart from WriteThrough, so that its end can be minded without it."""
+    """Holds what is open, apart from WriteThrough, so that it can be cleaned up without it."""
 
     pages: Pages
     chunk: Chunk | None = None
 
     def abandon(self) -> None:
-        """Frees the pages, when no device writes to them any more."""
+        """Free the pages once no device writes to them any more."""
         chunk, self.chunk = self.chunk, None
         if chunk is None:
             return
@@ -86,7 +86,7 @@ class State:
 
 
 class WriteThrough:
-    """Chunks of whole pages, one after the other, each by put() of every layer and finish().
+    """Writes chunks of whole pages, one after the other: put() for every layer, then finish().
 
     One thread uses it at a time. Closing the pool, or dropping this object, abandons what is open.
     """
@@ -121,7 +121,7 @@ class WriteThrough:
         *,
         rewind: int | None = None,
     ) -> None:
-        """A layer of the chunk: k [rows, kv_heads, head_dim] and v on the device, any strides.
+        """Write a chunk's layer: k [rows, kv_heads, head_dim] and v on the device, any strides.
 
         Layers come in order, 0 first: it begins a chunk, and takes the pages of all layers. starts
         is as in Batch.append, with whole pages for every sequence, which ends at the end of a page;

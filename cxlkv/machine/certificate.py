@@ -38,7 +38,7 @@ class Machine(TypedDict):
 
 
 class Row(TypedDict):
-    """One test over one pair of regions, both roles together."""
+    """Result of one test over one pair of regions, both roles together."""
 
     test: str
     first: int
@@ -58,7 +58,7 @@ class Region(TypedDict):
 
 
 class Certificate(TypedDict):
-    """The content, but for what and version, which come first, and sha256, which comes last."""
+    """Fields of a certificate file, between its header and its sha256."""
 
     label: str
     when: str
@@ -75,7 +75,7 @@ class Certificate(TypedDict):
 
 
 class Certified(NamedTuple):
-    """The mode, and in a sentence why it is this one."""
+    """A coherence mode, and a sentence that says why it was chosen."""
 
     mode: Literal["fast", "strict"]
     reason: str
@@ -129,7 +129,7 @@ def _mount(number: str, root: Path) -> tuple[str, str]:
 
 
 def this_machine(root: Path = Path("/")) -> Machine:
-    """This machine as a certificate names it: another CPU or another machine is another one."""
+    """Describe this machine as certificates name it; another CPU makes another machine."""
     text = _read(root / "proc/cpuinfo")
     fields = dict(re.findall(r"^([^:\n]+?)\s*:[ \t]*(.*)$", text, re.M))
     flags = str(fields.get("flags") or fields.get("Features") or "").split()
@@ -169,7 +169,7 @@ def _hash(content: Mapping[str, object]) -> str:
 
 
 def write(path: Path, certificate: Certificate) -> None:
-    """Write the file, whole or not at all; an older one is replaced."""
+    """Write the file atomically, replacing an older one."""
     content: dict[str, object] = {"what": WHAT, "version": VERSION, **certificate}
     content["sha256"] = _hash(content)
     path.parent.mkdir(parents=True, exist_ok=True)

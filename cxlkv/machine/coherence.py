@@ -20,7 +20,7 @@ Host = tuple[int, bool, float]  # number, certified, lease_s
 
 
 def parse_sharing(sharing: str, durable: str, hosts: int | None) -> Sharing:
-    """The core's numbers; raises BadArgumentError with what is allowed."""
+    """Convert to the core's constants; raises BadArgumentError with what is allowed."""
     for name, value, known in (("sharing", sharing, SHARING), ("durable", durable, DURABLE)):
         if value not in known:
             raise BadArgumentError(f"{name}={value!r}: one of {', '.join(known)}")
@@ -36,7 +36,7 @@ def parse_sharing(sharing: str, durable: str, hosts: int | None) -> Sharing:
 
 
 def parse_host(host: int | None, lease_s: float, path: str | None) -> Host | None:
-    """Which host this is: as given, or as the environment says (CXLKV_HOST); None: not said.
+    """Return this host's number, as given or from CXLKV_HOST; None if neither says.
 
     Where a litmus run has certified the memory below `path`, the host uses the cheaper flushes.
     """
@@ -56,7 +56,7 @@ def parse_host(host: int | None, lease_s: float, path: str | None) -> Host | Non
 
 
 def flushes_of(sharing: str, path: str | None) -> str:
-    """How a host that opens the pool now flushes, and why; "" where nothing is flushed."""
+    """Say how a host that opens the pool now flushes, and why; "" where nothing is flushed."""
     if sharing != "software":
         return ""
     if path is None:

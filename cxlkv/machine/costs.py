@@ -28,7 +28,7 @@ TierNames = str | Sequence[str]
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """What one tier takes: bytes of K and V a second, and latency_s for each operation.
+    """Speed of one tier: bytes of K and V a second, and latency_s for each operation.
 
     An operation is a call for a layer in local and far, a record in cold. write_bytes_per_s: None
     where it is not known. where: what was measured, for people.
@@ -48,7 +48,7 @@ class Tier:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefill:
-    """How fast the engine computes keys and values anew.
+    """Speed at which the engine recomputes keys and values.
 
     tokens_per_s: at the beginning of a context. context_half: the position at which attention
     takes as long as all else, so that prefill is half as fast there; infinite: not known.
@@ -197,7 +197,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What things cost here. A tier that is None is not there, or was not measured.
+    """Measured costs of this machine. A tier that is None is absent, or was not measured.
 
     score_bytes_per_s: bytes of keys in sight over the time of a select; attend_bytes_per_s: of K
     and V; step_latency_s: of a layer's select and attend, whatever their size. link_bytes_per_s:
@@ -234,7 +234,7 @@ class Costs:
         decode_tokens: int = 0,
         share: float = 1.0,
     ) -> Decision:
-        """The cheapest way for one request; see decide_all()."""
+        """Choose the cheapest way for one request; see decide_all()."""
         return self.decide_all(
             layout,
             tokens=[tokens],
@@ -254,7 +254,7 @@ class Costs:
         decode_tokens: npt.ArrayLike = 0,
         share: npt.ArrayLike = 1.0,
     ) -> Decisions:
-        """The cheapest way for each request: a prompt of `tokens`, `cached_tokens` of them a
+        """Choose the cheapest way for each request: a prompt of `tokens`, `cached_tokens` of them a
         prefix that lies in `tier`, then decode_tokens to decode.
 
         share: of the pages that a step attends to, as in Budget. What all three ways have in
@@ -283,7 +283,7 @@ class Costs:
         return Decisions(np.argmin(seconds, axis=1), seconds, cached, names)
 
     def read_seconds(self, layout: KVLayout, tokens: npt.ArrayLike, tier: TierNames) -> Doubles:
-        """To copy a prefix of `tokens` out of `tier`, to the GPU where there is a link."""
+        """Seconds to copy a prefix of `tokens` out of `tier`, to the GPU where there is a link."""
         wanted = _whole("tokens", tokens)
         if isinstance(tier, str):
             return self._read_seconds(layout, wanted, tier)
@@ -315,7 +315,7 @@ class Costs:
         steps: npt.ArrayLike,
         share: npt.ArrayLike = 1.0,
     ) -> Doubles:
-        """To attend to a prefix of `tokens` where it lies, `steps` times, at least once.
+        """Seconds to attend to a prefix of `tokens` in place, `steps` times, at least once.
 
         Once, since an engine computes the last token of a prompt whatever is cached. What lies in
         a file is read into the pool before.
@@ -330,7 +330,7 @@ class Costs:
     def step_seconds(
         self, layout: KVLayout, tokens: npt.ArrayLike, share: npt.ArrayLike = 1.0
     ) -> Doubles:
-        """To select (unless all is attended to) and attend to `tokens` near the data, once."""
+        """Seconds to select (unless all is attended to) and attend to `tokens` in place, once."""
         wanted = _whole("tokens", tokens)
         part = np.asarray(share, np.float64)
         if self.attend_bytes_per_s is None or self.score_bytes_per_s is None:
@@ -343,7 +343,7 @@ class Costs:
         return np.asarray(scored + attended + calls * self.step_latency_s)
 
     def recompute_seconds(self, first: npt.ArrayLike, end: npt.ArrayLike) -> Doubles:
-        """To prefill tokens [first, end) again. Raises BadArgumentError without a speed."""
+        """Seconds to prefill tokens [first, end) again. Raises BadArgumentError without a speed."""
         return self._prefill().seconds(first, end)
 
     def value(
@@ -353,7 +353,7 @@ class Costs:
         page_bytes: npt.ArrayLike,
         tier: str,
     ) -> Doubles:
-        """Seconds that a hit saves for each page; below 0 where recomputing it is faster.
+        """Seconds that a hit saves a page; negative where recomputing is faster.
 
         tokens: of the page; depth_tokens: before it in its sequence: deeper pages are worth more,
         as they are attended from longer contexts; page_bytes: of its K and V. The latency of calls
@@ -397,7 +397,7 @@ class Costs:
         return high * layout.page_tokens
 
     def verdict(self, layout: KVLayout, tier: str, tokens: int) -> Verdict:
-        """Whether `tier` pays for hits of `tokens`, in plain words."""
+        """Say whether `tier` pays off for hits of `tokens`."""
         if int(_whole("tokens", tokens)) < 1:
             raise BadArgumentError("tokens is 0: a hit has at least 1")
         read_s = float(self.read_seconds(layout, tokens, tier))
@@ -447,7 +447,7 @@ class Costs:
         return 1 / min(rates)
 
     def tier(self, name: str) -> Tier:
-        """The costs of one; raises BadArgumentError when there are none."""
+        """Return one tier's costs; raises BadArgumentError when it has none."""
         known = {"local": self.local, "far": self.far, "cold": self.cold}
         if name not in known:
             raise BadArgumentError(f"tier is {name!r}: one of {', '.join(TIERS)}")
@@ -472,7 +472,7 @@ def kv_bytes(layout: KVLayout, tokens: npt.ArrayLike) -> Doubles:
 
 
 def key_share(layout: KVLayout) -> float:
-    """How much of the bytes of K and V are keys."""
+    """Share of the bytes of K and V that are keys."""
     own = layout.value_head_dim if layout.values == "own" else 0
     return layout.head_dim / (layout.head_dim + own)
 

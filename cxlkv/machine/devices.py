@@ -83,7 +83,7 @@ class DaxDevice:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, or whatever else calls itself a display or an accelerator."""
+    """One GPU, or another device of a display or accelerator class."""
 
     address: str  # on the PCI bus
     path: str
@@ -94,7 +94,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Devices:
-    """What probe_devices() finds."""
+    """Result of probe_devices()."""
 
     cxl_memory_devices: tuple[CxlMemoryDevice, ...]
     cxl_decoders: tuple[CxlDecoder, ...]

@@ -41,7 +41,7 @@ def format_of(handle: _core.Handle) -> dict[str, object]:
 
 
 def hosts_of(handle: _core.Handle) -> list[Host]:
-    """All hosts that the pool has room for, by number."""
+    """List all hosts that the pool has slots for, by number."""
     return [_host(row) for row in _core.pool_hosts(handle)]
 
 

@@ -14,7 +14,7 @@ from cxlkv.machine.sysfs import allowed_nodes, flag, id_list, names, number, rea
 
 @dataclass(frozen=True)
 class Access:
-    """How a node's memory does, as the firmware (HMAT) or the device (CDAT) tells; None: not told.
+    """Speed of a node's memory, from firmware (HMAT) or device (CDAT); None if neither says.
 
     Class 0 is as seen by the nearest initiators of any kind, class 1 by the nearest CPUs.
     """
@@ -29,7 +29,7 @@ class Access:
 
 @dataclass(frozen=True)
 class NodeDetails:
-    """What `NumaNode` does not say of a node."""
+    """Details of a node that `NumaNode` does not have."""
 
     node: int
     online: bool | None
@@ -43,13 +43,13 @@ class NodeDetails:
 
     @property
     def movable_only(self) -> bool:
-        """Memory from which the kernel moves away what is pinned for long."""
+        """True for memory that the kernel keeps movable: long-term pins move pages away from it."""
         return self.zones == ("Movable",)
 
 
 @dataclass(frozen=True)
 class Numa:
-    """All nodes, and the settings that move pages between them; None: not known."""
+    """All nodes, and the kernel settings that move pages between them; None: not known."""
 
     nodes: tuple[NodeDetails, ...]
     nodes_offline: tuple[int, ...]  # possible, not online

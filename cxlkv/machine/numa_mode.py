@@ -26,17 +26,17 @@ ATTEMPTS = 16
 
 
 def is_mode(text: str | None) -> TypeGuard[str]:
-    """Whether an `emulate` is of this mode; else it names a link."""
+    """Tell whether an `emulate` setting means NUMA mode; otherwise it names a link."""
     return text is not None and text.startswith(SCHEME)
 
 
 def parse(text: str) -> tuple[int, ...]:
-    """The far nodes that "numa:1" names; raises BadArgumentError."""
+    """Parse the far nodes of "numa:1"; raises BadArgumentError."""
     return parse_nodes(text.removeprefix(SCHEME))
 
 
 def from_environment() -> tuple[int, ...]:
-    """The far nodes that CXLKV_EMULATE asks for; () when it says nothing, or names a link."""
+    """Return the far nodes that CXLKV_EMULATE asks for; () when it is unset or names a link."""
     text = os.environ.get(VARIABLE, "").strip()
     if not is_mode(text):
         return ()
@@ -124,7 +124,7 @@ def _runs_within(thread: int, cpus: frozenset[int]) -> bool:
 
 
 def label(nodes: tuple[int, ...], root: Path = Path("/")) -> str:
-    """For results: the far nodes, and how far the kernel says that they are from the CPUs."""
+    """Describe the far nodes for results, with the kernel's distances from the CPUs."""
     near = near_cpus(nodes, root)
     there = probe(root).nodes
     places = {node.node: place for place, node in enumerate(there)}

@@ -28,7 +28,7 @@ CHECK_PAGES = 65536  # by check()
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the kernel has a pool's pages, and where it was asked to have them."""
+    """Nodes on which a pool's pages are, and nodes that it is bound to."""
 
     policy: str  # "bind", "interleave", "weighted_interleave", or "default": no wish
     wanted_nodes: tuple[int, ...]
@@ -39,12 +39,12 @@ class Placement:
 
     @property
     def shares(self) -> dict[int, float]:
-        """Of the pages that were seen, the share on each node."""
+        """Share of the sampled pages on each node."""
         seen = sum(self.pages_by_node.values())
         return {node: count / seen for node, count in self.pages_by_node.items()}
 
     def summary(self) -> dict[str, object]:
-        """For people, and as JSON."""
+        """One line for people and for JSON."""
         return {
             "policy": self.policy,
             "wanted_nodes": list(self.wanted_nodes),
@@ -56,7 +56,7 @@ class Placement:
 
 
 def parse_nodes(text: str) -> tuple[int, ...]:
-    """The nodes of "1" or "0,2"; raises BadArgumentError."""
+    """Parse node lists such as "1" or "0,2"; raises BadArgumentError."""
     if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", text, re.ASCII):
         raise BadArgumentError(
             f"numa:{text}: a node's number is wanted, or several, as numa:1, numa:0,2 or "
@@ -71,12 +71,12 @@ def parse_nodes(text: str) -> tuple[int, ...]:
 
 
 def mask_of(nodes: tuple[int, ...]) -> int:
-    """Bit by node, as the core has them."""
+    """Return the core's bit mask of these nodes."""
     return sum(1 << node for node in nodes)
 
 
 def check_nodes(nodes: tuple[int, ...], capacity_bytes: int, root: Path = Path("/")) -> None:
-    """Raises when a pool of that size cannot lie on these nodes.
+    """Raise when a pool of that size does not fit on these nodes.
 
     UnsupportedError: a node is not there, is offline or has no memory. SystemCallError: the cpuset
     forbids it. MemoryShortError: too little is free there; asked before, as a bound allocation that
@@ -118,7 +118,7 @@ def check_nodes(nodes: tuple[int, ...], capacity_bytes: int, root: Path = Path("
 
 
 def placement_of(handle: _core.Handle, pages_max: int = 0) -> Placement:
-    """Looks at up to pages_max pages, at all when it is 0; SystemCallError where it may not."""
+    """Sample up to pages_max pages, all when it is 0; SystemCallError where that is not allowed."""
     numbers, pages_on = _core.pool_placed(handle, pages_max)
     wanted = numbers["wanted_nodes"]
     return Placement(
@@ -174,7 +174,7 @@ def durable_note(durable: str, page_kind: str) -> str:
 
 
 def named(nodes: Sequence[int]) -> str:
-    """For people: "node 1", "nodes 0, 2"."""
+    """Format nodes for people: "node 1", "nodes 0, 2"."""
     return f"node{'s' if len(nodes) != 1 else ''} {', '.join(map(str, nodes))}"
 
 

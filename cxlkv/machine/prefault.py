@@ -16,14 +16,14 @@ STEP_BYTES = 16 << 20
 
 
 def run(pool: _core.Handle, is_over: Callable[[], bool] = lambda: False) -> None:
-    """All of it, or until is_over()."""
+    """Prefault the whole pool, or until is_over() is true."""
     size, offset = _core.pool_memory(pool)[1], 0
     while offset < size and not is_over():
         offset = _core.pool_prefault(pool, offset, STEP_BYTES)
 
 
 def begin(pool: _core.Handle) -> Callable[[], None]:
-    """The same in a thread; returns what ends it, to be called before the pool is closed."""
+    """Prefault in a thread; call the returned function, which stops it, before closing the pool."""
     over = False  # no Event: an interrupt in its set() can leave its lock taken
 
     def work() -> None:

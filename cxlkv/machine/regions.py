@@ -30,7 +30,7 @@ ALL = "all"  # the capacity of a whole device, or of a file that keeps its size
 
 
 class Place(NamedTuple):
-    """Where a pool lies: a path, or None for memory without a name; NUMA nodes, if asked for.
+    """Location of a pool: a path, or None for anonymous memory; NUMA nodes, if asked for.
 
     in_place: in the file that is there (dax:PATH), which keeps its name and its size.
     """
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 
 def parse_where(where: str | os.PathLike[str]) -> str | None:
-    """The path alone of parse_place()."""
+    """Return only the path of parse_place()."""
     return parse_place(where).path
 
 
@@ -119,12 +119,12 @@ def _member_of(text: str, name: str) -> str:
 
 
 def is_striped(path: str) -> bool:
-    """Whether it is several devices or files, as the core names them."""
+    """Tell whether a path names several devices or files, as the core writes them."""
     return path.startswith(STRIPED)
 
 
 def striped_paths(path: str) -> list[str]:
-    """The devices or files of a striped region, or the one path."""
+    """List the devices or files of a striped region, or the single path."""
     return path.removeprefix(STRIPED).split("+") if is_striped(path) else [path]
 
 
@@ -141,7 +141,7 @@ def _path_of(text: str) -> str:
 
 @contextmanager
 def one_maker() -> Iterator[None]:
-    """Within it, one of this user's processes at a time makes a pool.
+    """Hold a lock, so that one of this user's processes at a time creates a pool.
 
     When all processes of a server start at once, each would reserve the whole capacity for a draft
     of its own. The lock is on the user's own folder of host states: it leaves nothing behind, and
@@ -177,7 +177,7 @@ def check_host_folder(path: str | None) -> None:
 
 
 def is_device(path: str) -> bool:
-    """Whether `path` leads to a character device, as /dev/dax0.0 is one."""
+    """Tell whether `path` leads to a character device, such as /dev/dax0.0."""
     try:
         return stat.S_ISCHR(os.stat(path).st_mode)
     except OSError:
@@ -185,7 +185,7 @@ def is_device(path: str) -> bool:
 
 
 def whole_device_bytes(path: str, root: Path = Path("/")) -> int:
-    """All the memory of the dax device at `path`.
+    """Return the size of the dax device at `path`.
 
     A device has no size of its own: sysfs tells it, below `root`. Raises UnsupportedError when
     sysfs does not know the device as a dax device, or says that it has no memory.

@@ -13,7 +13,7 @@ def state_folder() -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write the file, whole or not at all; an older one is replaced. Raises OSError."""
+    """Write the file atomically, replacing an older one. Raises OSError."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(text)
     unfinished.replace(path)

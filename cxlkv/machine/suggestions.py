@@ -31,7 +31,7 @@ FAR_SHARE, NEAR_SHARE = 0.875, 0.5
 
 @dataclass(frozen=True)
 class Place:
-    """One place for a pool. What `commands` has must run before, in this order."""
+    """One place for a pool. Run `commands` first, in this order."""
 
     where: str  # for CXLPool.from_config
     capacity: str
@@ -44,7 +44,7 @@ class Place:
 
     @property
     def yaml(self) -> tuple[str, ...]:
-        """The lines of the configuration; the model's layout is not ours to say."""
+        """Return the lines of the configuration, without the model's layout."""
         lines: tuple[str, ...] = (
             f"where: {_scalar(self.where)}",
             f"capacity: {_scalar(self.capacity)}",
@@ -55,7 +55,7 @@ class Place:
 
 
 def suggest(machine: Machine, numa: Numa, devices: Devices) -> list[Place]:
-    """Places for a pool, the best first; the last ones are on every machine."""
+    """List places for a pool, the best first; the last ones exist on every machine."""
     far = [*_devices(devices), *_far_nodes(machine, numa, devices), *_unmapped(devices)]
     ready = [place for place in far if not place.commands]
     waiting = [place for place in far if place.commands]
@@ -64,7 +64,7 @@ def suggest(machine: Machine, numa: Numa, devices: Devices) -> list[Place]:
 
 
 def lacking(numa: Numa, devices: Devices) -> list[Advice]:
-    """What keeps the far memory of this machine from being used, and what mends it."""
+    """Say what prevents the use of this machine's far memory, and what to do about it."""
     return [*_lacking_devices(numa, devices), *_lacking_nodes(numa)]
 
 

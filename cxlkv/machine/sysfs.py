@@ -16,7 +16,7 @@ IDS_MAX = 1 << 16  # more CPUs or nodes than any kernel is built for: such a lis
 
 
 def read(path: Path) -> str:
-    """The file's text without the spaces round it; "" where it is absent, masked or no file."""
+    """Return the file's stripped text; "" where it is absent, masked or not a file."""
     try:
         text = b""
         with path.open("rb", buffering=0) as file:
@@ -28,33 +28,33 @@ def read(path: Path) -> str:
 
 
 def number(path: Path) -> int | None:
-    """The number in a file, decimal or 0x-hexadecimal, as the CXL drivers write it."""
+    """Read a number from a file: decimal, or 0x-hexadecimal as the CXL drivers write it."""
     return to_number(read(path))
 
 
 def to_number(text: str) -> int | None:
-    """A number of at most 20 digits; -1, which stands for "none" in sysfs, is None."""
+    """Parse a number of at most 20 digits; None for -1, which means "none" in sysfs."""
     if re.fullmatch(r"[0-9]{1,20}", text):
         return int(text)
     return int(text, 16) if re.fullmatch(r"0x[0-9a-fA-F]{1,16}", text) else None
 
 
 def flag(path: Path) -> bool | None:
-    """A switch: true or false, 1 or 0, Y or N."""
+    """Parse a switch: true or false, 1 or 0, Y or N."""
     return {"true": True, "1": True, "Y": True, "false": False, "0": False, "N": False}.get(
         read(path)
     )
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Numbers between spaces; none of them if one is garbage."""
+    """Parse numbers separated by spaces; empty if one of them is malformed."""
     found = [to_number(part) for part in text.split()]
     known = [each for each in found if each is not None]
     return tuple(known) if len(known) == len(found) else ()
 
 
 def names(folder: Path, pattern: str) -> tuple[str, ...]:
-    """Names in `folder` that match, node2 before node10."""
+    """List matching names in `folder`, node2 before node10."""
     try:
         found = [entry.name for entry in folder.iterdir()]
     except (OSError, ValueError):
@@ -64,7 +64,7 @@ def names(folder: Path, pattern: str) -> tuple[str, ...]:
 
 
 def target(link: Path) -> Path | None:
-    """Where a link leads, through all links on the way; None where it leads to nothing."""
+    """Resolve a link through all links on the way; None where it is broken."""
     try:
         return link.resolve(strict=True)
     except (OSError, ValueError, RuntimeError):  # RuntimeError: a circle of links
@@ -72,7 +72,7 @@ def target(link: Path) -> Path | None:
 
 
 def target_name(link: Path) -> str:
-    """The last part of where a link leads, as of `driver`; "" without such a link."""
+    """Return the last component of a link's target, such as of `driver`; "" without a link."""
     try:
         return os.path.basename(os.readlink(link))
     except (OSError, ValueError):
@@ -86,7 +86,7 @@ def path_below(root: Path, path: Path) -> str:
 
 
 def fields(text: str) -> dict[str, str]:
-    """`key: value` lines; of a key that comes again (one per CPU), the first."""
+    """Parse `key: value` lines; a repeated key (one per CPU) keeps its first value."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")
@@ -96,7 +96,7 @@ def fields(text: str) -> dict[str, str]:
 
 
 def kilobytes(text: str | None) -> int | None:
-    """The bytes in "123 kB"."""
+    """Parse "123 kB" into bytes."""
     match = re.fullmatch(r"([0-9]{1,20}) kB", text or "")
     return int(match[1]) << 10 if match else None
 
@@ -112,13 +112,13 @@ def allowed_nodes(root: Path) -> tuple[int, ...]:
 
 
 def chosen(path: Path) -> str:
-    """The word in brackets: "always [madvise] never"."""
+    """Return the bracketed word: "always [madvise] never"."""
     match = re.search(r"\[(\w+)\]", read(path))
     return match[1] if match else ""
 
 
 def id_list(text: str) -> tuple[int, ...]:
-    """The ids in "0-3,8"; none of them if a part is garbage."""
+    """Parse ids such as "0-3,8"; empty if a part is malformed."""
     ids: list[int] = []
     for part in text.split(",") if text else ():
         match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", part.strip())
@@ -131,7 +131,7 @@ def id_list(text: str) -> tuple[int, ...]:
 
 
 def trouble(path: Path) -> str:
-    """Why nothing can be read at `path`: "absent", "no permission" or so; "" if something can."""
+    """Say why `path` cannot be read, such as "absent" or "no permission"; "" if it can."""
     try:
         if path.is_dir():
             os.scandir(path).close()

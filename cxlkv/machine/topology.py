@@ -120,7 +120,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing that this machine lacks."""
+    """One thing that this machine lacks, and what to do about it."""
 
     what: str
     why: str
@@ -140,7 +140,7 @@ def probe(root: Path = Path("/")) -> Machine:
 
 
 def missing(machine: Machine) -> list[Advice]:
-    """What keeps this machine from its best, most important first."""
+    """List what this machine lacks, most important first."""
     return [
         advice
         for check in (_no_simd, _small_shared_memory, _no_huge_pages, _low_memlock)

@@ -106,7 +106,7 @@ def weights_bytes(folder: Path) -> int:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' bars and reports: what matters in them becomes an error here."""
+    """Silence transformers' progress bars and reports; what matters is raised as an error."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]

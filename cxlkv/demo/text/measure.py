@@ -74,7 +74,7 @@ class Plan:
 
 @dataclass
 class Track:
-    """How one way to attend did: a number for each step in each list."""
+    """Collects the figures of one kind of attention: one number a step in each list."""
 
     losses: list[float] = field(default_factory=list)
     """Negative log-likelihood of the text's next token, in nats."""
@@ -102,7 +102,7 @@ class Track:
         return sum(same) / len(same)
 
     def note(self, chances: Tensor, full: Tensor, target: int) -> None:
-        """Take in one step; `chances` and `full` are log-probabilities, float32 [vocabulary]."""
+        """Record one step; `chances` and `full` are log-probabilities, float32 [vocabulary]."""
         best = int(chances.argmax())
         self.losses.append(-float(chances[target]))
         self.best.append(best)
@@ -161,7 +161,7 @@ class Reader:
 
 
 class Reading:
-    """The text read by all: full attention by transformers alone, and each budget in the pool."""
+    """Reads the text with transformers' full attention, and with each budget in the pool."""
 
     def __init__(self, model: PreTrainedModel, pool: CXLPool, tokens: Tensor, plan: Plan) -> None:
         self.plan = plan
@@ -178,7 +178,7 @@ class Reading:
         self.model = model
 
     def prefill(self) -> tuple[float, float]:
-        """Read the context twice; the seconds that transformers took, and those of the pool."""
+        """Read the context twice; returns the seconds that transformers took, and the pool's."""
         context = self.tokens[: self.plan.context]
         own_s = self.full.prefill(context)
         cache = self.full.cache
@@ -190,7 +190,7 @@ class Reading:
         return own_s, Reader(self.model, POOLED, self.base).prefill(context)
 
     def decode(self, advance: Callable[[], None]) -> tuple[Track, list[Row]]:
-        """All steps of all readers; `advance` is called after each step."""
+        """Decode all steps with all readers; `advance` is called after each step."""
         budgets = {**self.plan.budgets(), 1.0: Budget(share=1.0)}
         selected = {share: self._reader(CXLCache, budget) for share, budget in budgets.items()}
         random = {s: self._reader(RandomPages, b) for s, b in budgets.items() if s < 1}

@@ -88,7 +88,7 @@ def measure_track(result: Result, name: str, track: Track, found: Found) -> None
 
 
 def tie_note(found: Found) -> str:
-    """What the first check found, in words."""
+    """Say in words what the first check found."""
     steps = len(found.full.best)
     return (
         f"all pages: the best token of full attention in {steps - found.ties} of {steps} steps, "
@@ -99,7 +99,7 @@ def tie_note(found: Found) -> str:
 
 
 def table_of(found: Found) -> Table:
-    """What a person reads, in 80 columns: a line for each budget, full attention last."""
+    """Format the result for 80 columns: a line for each budget, full attention last."""
     full, cache_bytes = found.full, found.every.bytes_read
     table = Table(
         title=f"{found.plan.steps} tokens predicted, each behind {found.plan.context:,} or more; "

@@ -89,7 +89,7 @@ def run(
 
 
 def check_outputs(json_path: Path | None, picture: Path | None) -> None:
-    """Raises now what writing the files would raise minutes later."""
+    """Raise now what writing the files would raise minutes later."""
     for path in (json_path, picture):
         if path is not None and not path.parent.is_dir():
             raise BadArgumentError(f"{path}: the folder {path.parent} does not exist")
@@ -141,7 +141,7 @@ def check_room(folder: Path, layout: KVLayout, plan: Plan) -> None:
 def measure(
     model: PreTrainedModel, pool: CXLPool, ids: Tensor, plan: Plan, console: Console
 ) -> tuple[Found, list[str]]:
-    """What all ways to attend gave, with progress; and notes on how."""
+    """Measure every kind of attention, showing progress; returns the figures and notes."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
