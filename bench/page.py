@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -144,7 +145,8 @@ def _part(name: str, metrics: dict[str, MetricRead], ratios: dict[str, float]) -
     pictures = []
     curve = _curve(metrics) if name == LATENCY else []
     if curve:
-        pictures.append(_picture("latency against the load of other threads", curve, None))
+        about = "latency against the load of other threads"
+        pictures.append(_picture(about, 3.4, partial(_draw_curve, curve)))
     units: dict[str, dict[str, Sequence[float]]] = {}
     for figure, metric in metrics.items():
         units.setdefault(metric.unit, {})[figure] = metric.samples
@@ -154,7 +156,8 @@ def _part(name: str, metrics: dict[str, MetricRead], ratios: dict[str, float]) -
         every = list(figures.items())
         for first in range(0, len(every), BARS_MAX):
             some = dict(every[first : first + BARS_MAX])
-            pictures.append(_picture(f"{name}, {unit}", None, some))
+            draw = partial(_draw_bars, some, unit)
+            pictures.append(_picture(f"{name}, {unit}", 0.7 + 0.27 * len(some), draw))
     return Part(name, pictures, metrics, ratios)
 
 
@@ -169,23 +172,16 @@ def _curve(metrics: dict[str, MetricRead]) -> list[tuple[float, float]]:
     return sorted([*found, (0.0, idle[-1])]) if found and idle else []
 
 
-def _picture(
-    about: str,
-    curve: list[tuple[float, float]] | None,
-    bars: Mapping[str, Sequence[float]] | None,
-) -> Picture:
+def _picture(about: str, height: float, draw: Callable[[Axes, Colors], None]) -> Picture:
     drawn = []
     for colors in (LIGHT, DARK):
-        height = 3.4 if bars is None else 0.7 + 0.27 * len(bars)
         figure = Figure(figsize=(9.0, height), layout="constrained")
         FigureCanvasSVG(figure)  # draws without a display
         axes = figure.subplots()
         figure.patch.set_alpha(0)  # the page's own ground, light or dark, is behind
         axes.patch.set_alpha(0)
-        if curve is not None:
-            _draw_curve(axes, curve, colors)
-        if bars is not None:
-            _draw_bars(axes, bars, about.rpartition(", ")[2], colors)
+        draw(axes, colors)
+        axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(colors.grid)
         axes.tick_params(colors=colors.ink, labelsize=8.5, length=0)
@@ -193,17 +189,16 @@ def _picture(
     return Picture(about, *drawn)
 
 
-def _draw_curve(axes: Axes, curve: list[tuple[float, float]], colors: Colors) -> None:
+def _draw_curve(curve: list[tuple[float, float]], axes: Axes, colors: Colors) -> None:
     x, y = zip(*curve, strict=True)
     axes.plot(x, y, "o-", color=colors.bar)
     axes.set_ylim(0, 1.15 * max(y))
     axes.set_xlabel("GB/s that other threads read meanwhile", color=colors.ink)
     axes.set_ylabel("ns a load", color=colors.ink)
     axes.grid(color=colors.grid)
-    axes.set_axisbelow(True)
 
 
-def _draw_bars(axes: Axes, bars: Mapping[str, Sequence[float]], unit: str, colors: Colors) -> None:
+def _draw_bars(bars: Mapping[str, Sequence[float]], unit: str, axes: Axes, colors: Colors) -> None:
     """From the top down; on a logarithmic axis where small ones would not be seen."""
     medians = []
     for place, samples in enumerate(bars.values()):
@@ -233,7 +228,6 @@ def _draw_bars(axes: Axes, bars: Mapping[str, Sequence[float]], unit: str, color
         axes.minorticks_off()
     axes.set_xlabel(_shown(unit), color=colors.ink, fontsize=9)
     axes.grid(color=colors.grid, axis="x")
-    axes.set_axisbelow(True)
 
 
 def _shown(name: str) -> str:

@@ -109,10 +109,11 @@ def found_tools(size: Size, folder: Path, notes: list[str]) -> dict[str, Tool]:
     compiler = shutil.which("cc") or "cc"
     # Its fastest form: as STREAM is compiled.
     build = [compiler, "-O3", "-march=native", "-funroll-loops", "-o", str(program), str(LOOP)]
-    loop = [str(program), str(2 * size.copy_bytes)]
 
-    def loops() -> dict[str, float]:
-        text = _output(loop)
+    def loop() -> dict[str, float]:
+        if not program.exists():
+            _output(build)
+        text = _output([str(program), str(2 * size.copy_bytes)])
         try:
             read, latency = (float(word) for word in text.split())
         except ValueError as error:
@@ -120,12 +121,7 @@ def found_tools(size: Size, folder: Path, notes: list[str]) -> dict[str, Tool]:
         return {"read": read, "latency": latency}
 
     works: dict[str, Tool] = {}
-    try:
-        _output(build)
-        tools["loop"] = loops
-    except UnsupportedError as error:
-        notes.append(f"loop: not measured, {error}")
-    for name, tool in tools.items():
+    for name, tool in {"loop": loop, **tools}.items():
         try:
             tool()
         except UnsupportedError as error:
