@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -269,13 +270,15 @@ def measure(progress: Progress, timer: Timer, context: Context) -> None:
         out, picked = context.selected(0)
         right = close(out, reference(context, 0, picked))
         result.checks[f"selected_{name}"] = right
-        whole = {way: times(timer, context, full_of(context, f)) for way, f in ways.items()}
-        serial = times(timer, context, lambda layer: context.selected(layer))
+        whole = {
+            way: times(timer, context, partial(context.full, fetch=f)) for way, f in ways.items()
+        }
+        serial = times(timer, context, context.selected)
         best = min(whole, key=lambda way: float(np.median(whole[way])))
         full = result.measure(f"full_{name}", [1e6 * s for s in whole[best]], "us")
         result.measure(f"serial_{name}", [1e6 * s for s in serial], "us")
-        parts(progress, timer, context, f"full_{name}", full_of(context, ways[best]))
-        parts(progress, timer, context, f"selected_{name}", lambda layer: context.selected(layer))
+        parts(progress, timer, context, f"full_{name}", partial(context.full, fetch=ways[best]))
+        parts(progress, timer, context, f"selected_{name}", context.selected)
         ours = result.measure(f"selected_{name}", steps(progress, timer, context), "us")
     result.ratios[f"selected_{name}_to_full"] = full.median / ours.median
     scanned = f"the scan read {picked.bytes_scored >> 10} KiB"
@@ -334,10 +337,6 @@ def chosen(context: Context, layer: int) -> Tensor:
     wanted = replace(picked, pages=pages, scores=scores, counts=counts)
     out, _ = sequence.attend(layer, q, wanted)
     return torch.as_tensor(out).view(-1, context.size.head_dim)
-
-
-def full_of(context: Context, fetch: Fetch) -> Callable[[int], object]:
-    return lambda layer: context.full(layer, fetch)
 
 
 def times(timer: Timer, context: Context, step: Callable[[int], object]) -> list[float]:

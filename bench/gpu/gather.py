@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -271,13 +272,11 @@ def sweep(progress: Progress, timer: Timer, memory: Memory) -> None:
     for piece in (piece for piece in memory.size.pieces if piece in NAMES):
         count = min(memory.size.target_bytes // piece, max(memory.size.counts))
         choice = memory.choose(piece, count, 0)
-
-        def copy(programs: int, choice: Choice = choice, piece: int = piece) -> None:
-            copy_fragments(choice.source_at, choice.target_at, piece, programs=programs)
-
-        def with_programs(programs: int, copy: Callable[[int], None] = copy) -> Callable[[], None]:
-            return lambda: copy(programs)
-
-        functions = {str(number): with_programs(number) for number in memory.size.programs}
+        functions = {
+            str(number): partial(
+                copy_fragments, choice.source_at, choice.target_at, piece, programs=number
+            )
+            for number in memory.size.programs
+        }
         timed = timer(functions)
         progress.result.times(timed, "us", f"programs_{{}}_{piece}_x{count}")

@@ -63,10 +63,8 @@ class Door:
     def ranges(self, wanted: Wanted) -> tuple[float, int]:
         """In one call. The list that it takes is made before the clock starts."""
         units = [(page, layer) for layer, pages in enumerate(wanted) for page in pages]
-        ranges = np.zeros((len(units), 4), np.int64)
-        ranges[:, 0], ranges[:, 1] = np.array(units).T
-        ranges[:, 1] *= UNIT_BYTES
-        ranges[:, 2] = UNIT_BYTES
+        ranges = np.full((len(units), 4), UNIT_BYTES, np.int64)
+        ranges[:, :2] = np.array(units) * (1, UNIT_BYTES)
         ranges[:, 3] = np.arange(len(units)) * UNIT_BYTES
         began = time.perf_counter()
         sizes = self.pool.get_ranges(self.names, ranges, self.out)

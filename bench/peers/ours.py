@@ -122,10 +122,8 @@ class Ours(Store):
             "pages_no_crc": Pages(given, self.out, f"{file}-without-crc", checksum=False),
             "memory_no_crc": Pages(given, self.out, MEMORY, checksum=False),
         }
-        self.units = self.pools["pages"].units(mapped(given.payload))
-        self._make_records(self.pools["pages"])
-
-    def _make_records(self, pages: Pages) -> None:
+        pages = self.pools["pages"]
+        self.units = pages.units(mapped(given.payload))
         pages.append(self.units)
         assert pages.sequence is not None
         self.names = publish(pages.pool, pages.sequence)
