@@ -7,18 +7,20 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from cxlkv.errors import BadArgumentError, GeometryError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-    from cxlkv.layout import KVLayout
-    from cxlkv.machine.costs import Costs, Decision, Prefill, Verdict
+from cxlkv.errors import BadArgumentError, GeometryError, NotAPoolError, PoolMissingError
+from cxlkv.layout import KVLayout
+from cxlkv.machine.costs import Costs, Decision, Prefill, Verdict, format_seconds, half_of_model
+from cxlkv.machine.state import write_whole
+from cxlkv.ndp.tuning import current
+from cxlkv.ops.top import plain
+from cxlkv.pool import Pool
 
 TOKENS = (1024, 4096, 16384, 65536)
 
@@ -105,8 +107,6 @@ def layout_of(
     dtype: str,
 ) -> KVLayout:
     """From exactly one of the three sources."""
-    from cxlkv.layout import KVLayout
-
     numbers = [number for number in (layers, kv_heads, head_dim) if number is not None]
     given = [pool is not None, config is not None, bool(numbers)]
     if sum(given) != 1:
@@ -114,8 +114,6 @@ def layout_of(
             "give one of --pool, --config, or --layers, --kv-heads and --head-dim"
         )
     if pool is not None:
-        from cxlkv.pool import Pool
-
         with Pool.open(pool) as opened:
             return opened.layout
     if config is not None:
@@ -132,8 +130,6 @@ def layout_of(
 def pool_of(config: Path | None, layout: KVLayout) -> Path | None:
     """The pool that the configuration describes, if it is there; none is made."""
     from cxlkv.config import read_config
-    from cxlkv.errors import NotAPoolError, PoolMissingError
-    from cxlkv.pool import Pool
 
     where = "anonymous:" if config is None else read_config(config).where
     if where == "anonymous:":
@@ -156,8 +152,6 @@ def prefill_of(
     q_heads: int | None,
 ) -> Prefill | None:
     """None when nothing is known; nothing is made up."""
-    from cxlkv.machine.costs import Prefill, half_of_model
-
     model = parameters is not None and q_heads is not None
     if tflops is not None and (speeds or not model):
         raise BadArgumentError(
@@ -193,7 +187,6 @@ def measured(layout: KVLayout, pool: Path | None, cold: Path | None, q_heads: in
     """What `cxlkv tune` kept; memory is measured now where it kept nothing, and what is named."""
     from cxlkv.bench.calibrate import rates
     from cxlkv.bench.result import Result
-    from cxlkv.ndp.tuning import current
 
     group = max(1, (q_heads or 4 * layout.kv_heads) // layout.kv_heads)
     result = Result("advise")
@@ -310,11 +303,6 @@ def writing(verdict: Verdict) -> str:
 
 
 def costs_table(costs: Costs) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    from cxlkv.machine.costs import format_seconds
-    from cxlkv.ops.top import plain
 
     made = Table("tier", "read", "an operation", "write", "measured", title="What things cost here")
     for name in costs.tiers:
@@ -337,10 +325,6 @@ def costs_table(costs: Costs) -> Table:
 
 
 def rows_table(answer: Answer) -> Table:
-    from rich.table import Table
-
-    from cxlkv.machine.costs import format_seconds
-
     known = answer.costs.prefill is not None
     last = ("recompute", "choice") if known else ("pays below, tokens/s of prefill",)
     made = Table(title=f"A cached prefix, then {answer.decode_tokens} tokens decoded")
@@ -365,7 +349,6 @@ def _rate(bytes_per_s: float) -> str:
 def write(answer: Answer, path: Path) -> None:
     """All figures as JSON, in seconds, bytes and tokens; null for what is not known."""
     from cxlkv.bench.result import commit, machine
-    from cxlkv.machine.state import write_whole
 
     rows = []
     for row in answer.rows:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
+from cxlkv import _core
 from cxlkv.emulation.link import from_environment, parse
 from cxlkv.errors import BadArgumentError
 from cxlkv.layout import format_bytes
@@ -64,8 +65,6 @@ class Survey:
 
 def survey(root: Path = Path("/")) -> Survey:
     """Read all of the machine whose procfs and sysfs lie below `root`."""
-    from cxlkv import _core
-
     if not root.is_dir():
         raise BadArgumentError(f"{root} is no folder: give one that has proc and sys of a machine")
     machine, numa, devices = probe(root), probe_nodes(root), probe_devices(root)

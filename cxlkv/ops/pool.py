@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, cast
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cxlkv._core import FORMAT_VERSION
 from cxlkv.errors import BadArgumentError
-from cxlkv.layout import format_bytes
+from cxlkv.layout import KVLayout, format_bytes
+from cxlkv.machine.regions import parse_place
 from cxlkv.ops.console import AsJson, HostNumber, print_json, table
+from cxlkv.ops.gc import collect, find_garbage
 from cxlkv.ops.info import ranges
-from cxlkv.ops.top import plain
-
-if TYPE_CHECKING:
-    from cxlkv.layout import KVLayout
-    from cxlkv.stats import Overview
+from cxlkv.ops.top import plain, run
+from cxlkv.pool import Pool
+from cxlkv.stats import Overview, find, pool_folders
 
 pool_app = typer.Typer(help="Make, find, watch, check and remove pools.", no_args_is_help=True)
 
@@ -63,7 +64,6 @@ def create(
     ] = False,
 ) -> None:
     """Make a pool for one model's KV cache, or for objects that are stored by their keys."""
-    from cxlkv.machine.regions import parse_place
     from cxlkv.pool import Pool
 
     if parse_place(path).path is None:
@@ -91,8 +91,6 @@ def layout_of(
     object_bytes: str | None, shape: Mapping[str, int | None], more: Mapping[str, int | str | None]
 ) -> KVLayout:
     """Of objects, or of K and V: then all of a shape is needed; what is None was not given."""
-    from cxlkv.layout import KVLayout
-
     given = {name: value for name, value in {**shape, **more}.items() if value is not None}
     missing = [f"--{name.replace('_', '-')}" for name in shape if name not in given]
     if object_bytes is None and missing:
@@ -108,8 +106,6 @@ def layout_of(
 @pool_app.command()
 def inspect(path: PoolPath, host: HostNumber = None, as_json: AsJson = False) -> None:
     """Say what a pool stores, where its parts lie, and how many pages are in which state."""
-    from cxlkv.pool import Pool
-
     with Pool.open(path, host=host) as pool:
         described, stats = pool.describe(), pool.stats()
     layout = cast("KVLayout", described.pop("layout"))
@@ -146,8 +142,6 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Look for damage; exit code 1 if there is any that is left."""
-    from cxlkv.pool import Pool
-
     with Pool.open(path, host=host) as pool:
         report = pool.admin.check(deep=deep, repair=repair)
     if as_json:
@@ -166,8 +160,6 @@ def check(
 @pool_app.command("hosts")
 def list_hosts(path: PoolPath, host: HostNumber = None, as_json: AsJson = False) -> None:
     """The hosts of a shared pool: which are there, silent, fenced or gone, and what they own."""
-    from cxlkv.pool import Pool
-
     with Pool.open(path, host=host) as pool:
         rows = [asdict(row) for row in pool.admin.hosts()]
     if as_json:
@@ -198,8 +190,6 @@ def fence(
 
     With --confirmed-off others may take all that it owned.
     """
-    from cxlkv.pool import Pool
-
     with Pool.open(path, host=host) as pool:
         pool.admin.fence(dead, confirmed_off=confirmed_off)
         after = pool.admin.hosts()[dead]
@@ -212,8 +202,6 @@ def remove(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Remove a pool and all that is in it."""
-    from cxlkv.pool import Pool
-
     if not yes:
         typer.confirm(f"Remove the pool {path} and all that is in it?", abort=True)
     Pool.remove(path)
@@ -227,10 +215,8 @@ def upgrade(
 
     Nobody may have it open meanwhile, on any host. May be run again after it was stopped.
     """
-    from cxlkv._core import FORMAT_VERSION as after
-    from cxlkv.pool import Pool
-
     before = Pool.upgrade(path)
+    after = FORMAT_VERSION
     what = f"has format version {after}" if before == after else f"{before} is now {after}"
     Console(soft_wrap=True).print(Text(f"{path}: {what}"))
 
@@ -241,8 +227,6 @@ def list_pools(places: Folders = None, as_json: AsJson = False) -> None:
 
     Looks in /dev/shm and the hugetlbfs mounts unless told where.
     """
-    from cxlkv.stats import find, pool_folders
-
     found = find(places or pool_folders())
     if as_json:
         print_json({"pools": [asdict(overview) for overview in found]})
@@ -282,7 +266,6 @@ def gc(
     Looks in /dev/shm and the hugetlbfs mounts unless told where. A pool in use is never removed,
     nor a file of another user.
     """
-    from cxlkv.ops.gc import collect, find_garbage
     from cxlkv.stats import pool_folders
 
     console = Console(soft_wrap=True)
@@ -307,7 +290,4 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
 ) -> None:
     """Watch pools, their processes and what these do; q ends it. Nothing is opened or changed."""
-    from cxlkv.ops.top import run
-    from cxlkv.stats import pool_folders
-
     run(places or pool_folders(), interval_s, once, Console())

@@ -9,7 +9,10 @@ from typing import Annotated
 
 import typer
 
+from cxlkv.machine.topology import probe
+from cxlkv.ndp.worker import cpus_near, pin, serve, stop_signals
 from cxlkv.ops.console import HostNumber
+from cxlkv.pool import CXLPool
 
 
 def metrics(
@@ -18,9 +21,9 @@ def metrics(
     address: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
 ) -> None:
     """Serve Prometheus metrics of pools at /metrics, until Ctrl-C."""
-    from cxlkv.ops.metrics import serve
+    from cxlkv.ops.metrics import serve as serve_metrics
 
-    serve(pools, port, address)
+    serve_metrics(pools, port, address)
 
 
 def ndp_worker(
@@ -40,10 +43,6 @@ def ndp_worker(
 
     They ask for it with CXLPool.open(..., worker=True), and do it themselves while it is away.
     """
-    from cxlkv.machine.topology import probe
-    from cxlkv.ndp.worker import cpus_near, pin, serve
-    from cxlkv.pool import CXLPool
-
     if node is not None:
         pin(cpus_near(probe(), node))
     with CXLPool.open(pool, host=host, threads=threads) as opened:
@@ -64,8 +63,6 @@ def serve_pool(
 
     They use cxlkv.transport: docs/transport.md.
     """
-    from cxlkv.ndp.worker import stop_signals
-    from cxlkv.pool import CXLPool
     from cxlkv.transport import Server, read_secret
     from cxlkv.transport.wire import parse_address
 
