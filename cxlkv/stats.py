@@ -27,7 +27,6 @@ __all__ = ["Counters", "Overview", "Process", "find", "inspect"]
 SHARED_MEMORY = "/dev/shm"
 MAGIC = b"CXLKVPOL"
 PART_MAGIC = b"CXLKVSTR"  # of the label of a striped pool's part
-SUPERBLOCK_BYTES = 4096
 PAGE_STATES = ("free", "held", "published", "quarantined", "retired", "withdrawn", "elsewhere")
 COUNTERS = {
     "appended_bytes": "K and V appended to sequences",
@@ -229,7 +228,7 @@ def find(places: Iterable[str], missing: list[str] | None = None) -> list[Overvi
     """
     found: dict[str, Overview] = {}
     parts: dict[str, _core.StripedPart] = {}
-    for path in _files_of(places, missing):
+    for path in _files_below(places, missing):
         try:
             known = part_at(path) or recognise(path)
         except (CXLKVError, OSError):
@@ -241,16 +240,6 @@ def find(places: Iterable[str], missing: list[str] | None = None) -> list[Overvi
     for overview in _of_parts(parts):
         found[overview.path] = overview
     return [found[path] for path in sorted(found)]
-
-
-def _files_of(places: Iterable[str], missing: list[str] | None) -> Iterator[str]:
-    for place in places:
-        try:
-            yield from files_below([place])
-        except PoolMissingError:
-            if missing is None:
-                raise
-            missing.append(place)
 
 
 def _of_parts(parts: Mapping[str, _core.StripedPart]) -> Iterator[Overview]:
@@ -310,9 +299,9 @@ def _begins_with(path: str, magic: bytes) -> bool:
         os.close(fd)
 
 
-def files_below(places: Iterable[str]) -> Iterator[str]:
-    """Regular files; each place is a folder, or a file or device, or "dax:" as it is opened. Raises
-    PoolMissingError."""
+def _files_below(places: Iterable[str], missing: list[str] | None) -> Iterator[str]:
+    """Regular files; each place is a folder, or a file or device, or "dax:" as it is opened;
+    missing is that of find()."""
     for place in map(_plain, places):
         if place.startswith(STRIPED):
             yield place
@@ -320,7 +309,10 @@ def files_below(places: Iterable[str]) -> Iterator[str]:
         try:
             status = os.stat(place)
         except FileNotFoundError as error:
-            raise PoolMissingError(f"{place}: there is no such file or folder") from error
+            if missing is None:
+                raise PoolMissingError(f"{place}: there is no such file or folder") from error
+            missing.append(place)
+            continue
         if not stat.S_ISDIR(status.st_mode):
             yield os.path.realpath(place)
             continue
