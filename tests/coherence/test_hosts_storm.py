@@ -7,13 +7,9 @@ what they report. What caches that are not coherent do is in test_protocol_incoh
 
 from __future__ import annotations
 
-import json
-import os
 import select
 import signal
 import struct
-import subprocess
-import sys
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -38,76 +34,13 @@ from ..support.pool_worker import (
     token_ids,
     verify,
 )
+from ..support.storm import EVENTS, Process, run
 from .test_hosts_failing import LOCK_LINE, NAME_LINE, line_offset
 
-WORKER = Path(__file__).parents[1] / "support/pool_worker.py"
 LAYOUT = KVLayout(layers=LAYERS, kv_heads=2, head_dim=8, page_tokens=PAGE_TOKENS, dtype="float32")
 CAPACITY_BYTES = (2 << 20) + (500 << 10)  # 272 pages in 17 extents: they move all the time
 HOSTS = 5
 WATCHERS = (3, 4)  # hosts of the test itself
-
-
-class Process:
-    """A worker on a host; what it says comes line by line."""
-
-    def __init__(
-        self,
-        command: str,
-        path: str,
-        box: Path,
-        host: int,
-        seed: int,
-        steps: int = 0,
-        lease_s: float = 2.0,
-    ):
-        self.host = host
-        self.popen = subprocess.Popen(
-            [sys.executable, str(WORKER), command, path, str(box), str(seed), str(steps)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={
-                **os.environ,
-                "CXLKV_HOST": str(host),
-                "CXLKV_TEST_LEASE_S": str(lease_s),
-            },
-        )
-        assert self.popen.stdout
-        self.file = self.popen.stdout
-        self.rest = b""
-        self.ended = False
-        self.done = 0
-        self.seen = Counter[str]()
-        self.seeds: list[int] = []  # of all texts of its own
-        self.published: list[int] = []  # and not forgotten
-        self.stats: dict[str, int] = {}
-
-    def read(self) -> None:
-        """Takes what it has said; waits for more when that is nothing."""
-        got = os.read(self.file.fileno(), 1 << 16)
-        self.ended = not got
-        *lines, self.rest = (self.rest + got).split(b"\n")
-        for line in lines:
-            said = json.loads(line)
-            self.done = said.get("done", self.done)
-            self.seen.update(said.get("seen", {}))
-            if "publishing" in said:
-                self.seeds.append(said["publishing"])
-            if "published" in said:
-                self.published.append(said["published"])
-            if "forgotten" in said:
-                self.published.remove(said["forgotten"])
-            if "stats" in said:
-                self.stats = said["stats"]
-                assert not said["problems"], said["problems"]
-
-    def end(self, number: int | None = None, expected: int = 0) -> None:
-        """Reads to its end, after a signal if one is given."""
-        if number is not None:
-            self.popen.send_signal(number)
-        while not self.ended:
-            self.read()
-        _, text = self.popen.communicate()
-        assert self.popen.returncode == expected, text.decode()
 
 
 def drain(processes: list[Process], wait_s: float | None = None) -> None:
@@ -162,44 +95,6 @@ def assert_all_comes_back(path: str, seeds: list[int]) -> None:
 # ---- a storm ----
 
 
-def run(path: str, box: Path, seed: int, operations: int) -> Counter[str]:
-    """Four processes on three hosts; one of the two that share a host is killed half way, and then
-    the only one of another host; others take over what is left."""
-    hosts = (0, 1, 1, 2)
-    share = operations // len(hosts)
-    processes = [Process("work", path, box, h, seed + i, share) for i, h in enumerate(hosts)]
-    victims, seen = {processes[1], processes[3]}, Counter[str]()
-    waiting = list(processes)
-    try:
-        while waiting:
-            ready, _, _ = select.select([process.file for process in waiting], [], [])
-            for process in [process for process in waiting if process.file in ready]:
-                process.read()
-                if process in victims and process.done >= share // 2:
-                    victims.discard(process)
-                    process.end(signal.SIGKILL, -signal.SIGKILL)
-                    left = share - process.done
-                    heir = Process("work", path, box, process.host, seed + 100 + left, left)
-                    processes.append(heir)
-                    waiting.append(heir)
-                elif process.ended:
-                    process.end()
-                if process.ended:
-                    waiting.remove(process)
-        assert not victims, "a victim was never killed"
-    finally:
-        for process in processes:
-            process.popen.kill()
-            process.popen.communicate()
-    for process in processes:
-        seen += process.seen
-        seen["operations"] += process.done
-    return seen
-
-
-EVENTS = ("adopted", "hit", "tail_hits", "published", "fork", "truncate", "full", "forgotten")
-
-
 @pytest.mark.parametrize("operations", [6_000, nightly(100_000)])
 def test_three_hosts_with_two_killed(
     pool_path: str, tmp_path: Path, seed: int, operations: int
@@ -209,7 +104,9 @@ def test_three_hosts_with_two_killed(
     with CXLPool.open(path, host=WATCHERS[0], threads=1) as watcher:
         seen, rounds = Counter[str](), 0
         while rounds == 0 or not all(seen[what] for what in EVENTS):  # their mix is the scheduler's
-            seen += run(path, box, seed + 1000 * rounds, operations)
+            # Two share a host: one of them is killed, and the only one of another host.
+            own = seed + 1000 * rounds
+            seen += run(path, box, own, operations, hosts=(0, 1, 1, 2), killed={1, 3})
             rounds += 1
         audit(watcher)
     print(f"{seen['operations']} operations in {time.monotonic() - start:.1f} s: {dict(seen)}")
@@ -256,12 +153,11 @@ def test_kills_at_random_instants(
     """In each round one is killed, wherever it is; a new one takes its place when the others have
     read all that it had published."""
     path, box, random = pool_path, tmp_path, Random(seed)
-    processes = [Process("publisher", path, box, h, seed + i) for i, h in enumerate(hosts)]
+    processes = [Process("publisher", path, box, seed + i, host=h) for i, h in enumerate(hosts)]
     seeds, start = list[int](), time.monotonic()
     with ExitStack() as stack:
         for process in processes:
-            stack.callback(process.popen.communicate)
-            stack.callback(process.popen.kill)
+            stack.callback(process.kill)
         watchers = [stack.enter_context(CXLPool.open(path, host=h, threads=1)) for h in WATCHERS]
         for number in range(rounds):
             place = random.randrange(len(hosts))
@@ -277,9 +173,9 @@ def test_kills_at_random_instants(
                 watchers[number % 2].forget(prefix_keys(token_ids(own), PAGE_TOKENS))
             for watcher in watchers:
                 assert_accounted(watcher.stats())
-            heir = Process("publisher", path, box, victim.host, seed + len(hosts) + number)
-            stack.callback(heir.popen.communicate)
-            stack.callback(heir.popen.kill)
+            own = seed + len(hosts) + number
+            heir = Process("publisher", path, box, own, host=victim.host)
+            stack.callback(heir.kill)
             processes[place] = heir
         for process in processes:
             while not process.stats and not process.ended:
@@ -310,19 +206,19 @@ def test_hosts_that_stop_at_random(pool_path: str, tmp_path: Path, rounds: int, 
     path, box, random, lease_s = pool_path, tmp_path, Random(seed), 0.2
     with ExitStack() as stack:
         processes = [
-            Process("publisher", path, box, host, seed + host, lease_s=lease_s) for host in range(3)
+            Process("publisher", path, box, seed + host, host=host, lease_s=lease_s)
+            for host in range(3)
         ]
         for process in processes:
-            stack.callback(process.popen.communicate)
-            stack.callback(process.popen.kill)
+            stack.callback(process.kill)
         watcher = stack.enter_context(CXLPool.open(path, host=WATCHERS[0], threads=1))
         while not all(process.stats for process in processes):
             drain(processes)
         for _ in range(rounds):
-            stopped = random.choice(processes)
+            host, stopped = random.choice(list(enumerate(processes)))
             stop(stopped.popen)
             if random.random() < 0.7:
-                put_in_front(watcher, path, stopped.host)
+                put_in_front(watcher, path, host)
             until = time.monotonic() + random.uniform(0, 3) * lease_s
             while (left_s := until - time.monotonic()) > 0:
                 drain(processes, left_s)

@@ -6,19 +6,14 @@ No sleeps: the test reads what they report.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import selectors
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -31,20 +26,16 @@ from ..support.forking import child_beside, in_child
 from ..support.lengths import nightly
 from ..support.processes import Child, python
 from ..support.states import host_states
+from ..support.storm import EVENTS, Process, run
 
-WORKER = Path(__file__).parents[1] / "support/pool_worker.py"
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 TOKENS = 10
 CAPACITY_BYTES = (2 << 20) + (250 << 10)  # some 160 pages: full now and then
 
 
 @pytest.fixture
-def pool_path(shm_path: Path) -> Iterator[str]:
-    yield str(shm_path)
-    for process in Process.started:
-        process.popen.kill()
-        process.popen.communicate()
-    Process.started.clear()
+def pool_path(shm_path: Path) -> str:
+    return str(shm_path)
 
 
 @pytest.fixture
@@ -65,67 +56,6 @@ def fill(pool: CXLPool, seed: int) -> Sequence:
     return sequence
 
 
-class Process:
-    """A worker, its progress, and what it counted."""
-
-    started: ClassVar[list[Process]] = []
-
-    def __init__(self, command: str, path: str, box: Path, seed: int, amount: int) -> None:
-        arguments = [command, path, str(box), str(seed), str(amount)]
-        self.popen = subprocess.Popen(
-            [sys.executable, str(WORKER), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.started.append(self)
-        self.done = 0
-        self.seen: Counter[str] = Counter()
-
-    def read(self) -> bool:
-        """Takes one report; False at the end."""
-        assert self.popen.stdout
-        line = self.popen.stdout.readline()
-        if not line:
-            return False
-        report = json.loads(line)
-        self.done = report["done"]
-        self.seen.update(report.get("seen", {}))
-        return True
-
-    def end(self, expected: int = 0) -> None:
-        _, text = self.popen.communicate()
-        assert self.popen.returncode == expected, text
-
-
-def run(path: str, box: Path, seed: int, operations: int, workers: int = 4) -> Counter[str]:
-    """The workers' sum; the second one is killed half way and another takes over what is left."""
-    share = operations // workers
-    processes = [Process("work", path, box, seed + i, share) for i in range(workers)]
-    selector = selectors.DefaultSelector()
-    for process in processes:
-        assert process.popen.stdout
-        selector.register(process.popen.stdout, selectors.EVENT_READ, process)
-    victim, seen, lost = processes[1], Counter[str](), 0
-    while selector.get_map():
-        for key, _ in selector.select():
-            current: Process = key.data
-            if not current.read():
-                selector.unregister(key.fileobj)
-                current.end(-signal.SIGKILL if current is victim else 0)
-                seen += current.seen
-            elif current is victim and current.done >= share // 2 and not lost:
-                lost = current.done
-                current.popen.kill()
-                heir = Process("work", path, box, seed + 100, share - lost)
-                assert heir.popen.stdout
-                selector.register(heir.popen.stdout, selectors.EVENT_READ, heir)
-                processes.append(heir)
-    assert lost > 0, "the victim was never killed"
-    seen["operations"] = sum(process.done for process in processes)
-    return seen
-
-
 def assert_settled(path: str) -> dict[str, int]:
     """Every page is free or published, and every byte of the published ones is right."""
     with CXLPool.open(path, threads=1) as pool:
@@ -136,9 +66,6 @@ def assert_settled(path: str) -> dict[str, int]:
         assert stats["pages_held"] == stats["pages_quarantined"] == stats["pages_retired"] == 0
         assert stats["pages_free"] + stats["pages_published_only"] == stats["pages_total"]
         return stats
-
-
-EVENTS = ("adopted", "hit", "tail_hits", "published", "fork", "truncate", "full", "forgotten")
 
 
 @pytest.mark.parametrize("operations", [8_000, nightly(200_000)])
@@ -152,7 +79,8 @@ def test_four_processes_with_one_killed(
     with CXLPool.open(path, threads=1) as watcher:  # so that the host's counters outlive the rest
         seen, rounds = Counter[str](), 0
         while rounds == 0 or not all(seen[what] for what in EVENTS):
-            seen += run(path, box, seed + 1000 * rounds, operations)
+            own = seed + 1000 * rounds
+            seen += run(path, box, own, operations, hosts=[None] * 4, killed={1})
             rounds += 1
         reaped = watcher.stats()["reaped_processes"]
     print(f"{seen['operations']} operations in {time.monotonic() - start:.1f} s: {dict(seen)}")
@@ -166,12 +94,12 @@ def test_kills_at_random_instants(pool_path: str, tmp_path: Path, seed: int, kil
     """Two work on while others are killed beside them, wherever they happen to be."""
     path, box = pool_path, tmp_path
     CXLPool.create(path, layout=LAYOUT, capacity=CAPACITY_BYTES, threads=1).close()
-    with CXLPool.open(path, threads=1) as watcher:
+    with CXLPool.open(path, threads=1) as watcher, ExitStack() as stack:
         killers = [Process("victims", path, box, seed + 1000 * i, kills // 2) for i in range(2)]
         steady = Process("work", path, box, seed + 5000, 40 * kills)
         for process in (*killers, steady):
-            while process.read():
-                pass
+            stack.callback(process.kill)
+        for process in (*killers, steady):
             process.end()
         stats = watcher.stats()
         print({name: stats[name] for name in ("reaped_processes", "rebuilds")})

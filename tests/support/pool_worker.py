@@ -1,6 +1,6 @@
 """One process of a storm on a shared pool: works on it, and checks all that it reads.
 
-tests/coherence/test_processes.py and test_hosts_storm.py start them; CXLKV_HOST says on which host.
+tests/support/storm.py starts them; CXLKV_HOST says on which host.
 
 Every token's numbers follow from (seed, index), so whoever gets a sequence, by handle or by match,
 can verify it. A text of segments [(seed, tokens), ...] says what a sequence holds.
