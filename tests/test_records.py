@@ -25,6 +25,7 @@ from .support.processes import Child
 
 PAGE = 4
 HEADER = 64  # bytes of a record's header
+Source = tuple[CXLPool, PageKeys, Bytes]  # 5 published pages, their keys and records
 OTHER_LAYOUT = 44  # where a header has the CRC of the pool's layout
 
 
@@ -110,8 +111,8 @@ def seen(pool: CXLPool, sequence: Sequence, queries: npt.NDArray[np.float32]) ->
 
 
 @pytest.fixture
-def published(rng: np.random.Generator) -> Iterator[tuple[CXLPool, PageKeys, Bytes]]:
-    """A small pool with 5 published pages, their keys and records."""
+def published(rng: np.random.Generator) -> Iterator[Source]:
+    """A small pool, for which all is whole at the end."""
     with pool_of(LAYOUTS["float32"]) as pool:
         ids = list(range(5 * PAGE))
         with held(pool, rng, len(ids)) as sequence:
@@ -176,9 +177,7 @@ def test_keys_of_several_pages_have_several_places(rng: np.random.Generator) -> 
         audit(pool)
 
 
-def test_what_is_published_already_takes_no_page(
-    published: tuple[CXLPool, PageKeys, Bytes],
-) -> None:
+def test_what_is_published_already_takes_no_page(published: Source) -> None:
     pool, keys, records = published
     free = pool.stats()["pages_free"]
     codes = pool.records.write(records)
@@ -195,9 +194,7 @@ def test_what_is_published_already_takes_no_page(
     pool.pages.free(ballast)
 
 
-def test_a_full_pool_takes_all_records_or_none(
-    published: tuple[CXLPool, PageKeys, Bytes],
-) -> None:
+def test_a_full_pool_takes_all_records_or_none(published: Source) -> None:
     pool, keys, records = published
     pool.forget(keys)
     total = pool.stats()["pages_free"]
@@ -211,9 +208,7 @@ def test_a_full_pool_takes_all_records_or_none(
     pool.pages.free(ballast)
 
 
-def test_pages_that_are_gone_are_not_read(
-    published: tuple[CXLPool, PageKeys, Bytes], rng: np.random.Generator
-) -> None:
+def test_pages_that_are_gone_are_not_read(published: Source, rng: np.random.Generator) -> None:
     pool, keys, records = published
     pages, generations = pool.records.find(names_of_keys(pool, keys))
     out = np.full_like(records, 0xA5)
@@ -232,7 +227,7 @@ def test_pages_that_are_gone_are_not_read(
         assert codes.tolist() == [_core.E_STALE] * 2
 
 
-def test_wrong_arrays_are_named(published: tuple[CXLPool, PageKeys, Bytes]) -> None:
+def test_wrong_arrays_are_named(published: Source) -> None:
     pool, _, records = published
     for wrong in (records[:, :-1], records[::2], records.astype("i1"), records[0]):
         with pytest.raises(BadArgumentError, match="wanted, without gaps"):
@@ -247,9 +242,7 @@ def test_wrong_arrays_are_named(published: tuple[CXLPool, PageKeys, Bytes]) -> N
 # ---- hostile bytes ----
 
 
-def test_a_flipped_bit_is_never_published(
-    published: tuple[CXLPool, PageKeys, Bytes], seed: int
-) -> None:
+def test_a_flipped_bit_is_never_published(published: Source, seed: int) -> None:
     """Each bit of the header, and random ones of the rest."""
     pool, keys, records = published
     pool.forget(keys)
@@ -312,7 +305,7 @@ def with_header(record: Bytes, offset: int, value: int, width: int = 4) -> Bytes
     ids="magic version bytes hash tokens ordinal part layout table reserved".split(),
 )
 def test_headers_that_lie_hurt_nobody(
-    published: tuple[CXLPool, PageKeys, Bytes], offset: int, width: int, value: int
+    published: Source, offset: int, width: int, value: int
 ) -> None:
     """The CRC is right. With another hash, ordinal or length it is another record, found there or
     nowhere."""
@@ -334,9 +327,7 @@ def test_headers_that_lie_hurt_nobody(
     audit(pool)
 
 
-def test_a_record_without_a_name_is_refused(
-    published: tuple[CXLPool, PageKeys, Bytes],
-) -> None:
+def test_a_record_without_a_name_is_refused(published: Source) -> None:
     pool, keys, records = published
     pool.forget(keys)
     made = with_header(records[0], 16, 0, 16)[None]
@@ -362,9 +353,7 @@ def test_random_bytes_are_no_record(data: st.DataObject) -> None:
     ],
     ids=["window", "model", "shard"],
 )
-def test_records_of_another_layout_are_refused(
-    published: tuple[CXLPool, PageKeys, Bytes], other: KVLayout
-) -> None:
+def test_records_of_another_layout_are_refused(published: Source, other: KVLayout) -> None:
     _, _, records = published
     with pool_of(other) as pool:
         if pool.records.shape[0] == records.shape[1]:
@@ -400,7 +389,7 @@ def test_a_damaged_page_is_not_read_out(tmp_path: Path, rng: np.random.Generator
 # ---- pages that may go ----
 
 
-def test_held_pages_are_not_forgotten(published: tuple[CXLPool, PageKeys, Bytes]) -> None:
+def test_held_pages_are_not_forgotten(published: Source) -> None:
     pool, keys, _ = published
     found = pool.records.find(names_of_keys(pool, keys))
     with pool.match(keys[:2]) as hit:
@@ -414,9 +403,7 @@ def test_held_pages_are_not_forgotten(published: tuple[CXLPool, PageKeys, Bytes]
     assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
 
 
-def test_another_generation_is_not_forgotten(
-    published: tuple[CXLPool, PageKeys, Bytes],
-) -> None:
+def test_another_generation_is_not_forgotten(published: Source) -> None:
     pool, keys, _ = published
     pages, generations = pool.records.find(names_of_keys(pool, keys))
     codes = pool.records.forget(pages, generations + 1, True)
@@ -490,9 +477,7 @@ with CXLPool.open(path) as pool:
 """
 
 
-def test_two_processes_race(
-    published: tuple[CXLPool, PageKeys, Bytes], tmp_path: Path, seed: int
-) -> None:
+def test_two_processes_race(published: Source, tmp_path: Path, seed: int) -> None:
     """Both write, read and forget the same records: what is read is always right, and each page
     that was published was freed once, or is there."""
     source, _, records = published

@@ -92,11 +92,9 @@ def test_a_load_that_fails_for_any_reason_ends_and_the_next_one_goes_on(
 
 def test_a_request_that_waits_for_its_hit_goes_on_when_all_of_it_is_there(path: str) -> None:
     first, second = Engine([path]), Engine([path], Settings(load="async", deadline_s=60))
-    first.add("a", text(1, 33))
-    first.step()
+    first.serve("a", text(1, 33))
     with emulate(second.ranks[0].worker.pool, SLOW):
-        request = second.add("a", text(1, 33))
-        second.step()
+        request = second.serve("a", text(1, 33))
         assert request.is_loading
         while request.is_loading:
             second.step()

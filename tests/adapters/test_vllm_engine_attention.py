@@ -102,14 +102,12 @@ def test_second_engine_hits_what_the_first_saved(
     make_engine: MakeEngine, paths: list[str], load: str, ranks: int
 ) -> None:
     first, second = make_engine(ranks, load=load), make_engine(ranks, load=load)
-    first.add("a", text(1, 30))
-    first.step()
+    first.serve("a", text(1, 30))
     first.step()
     assert not first.wrong()
     assert [published(path) for path in paths[:ranks]] == [7] * ranks  # 28 of 30 tokens
     again = second.add("a", text(1, 30))
-    longer = second.add("b", [*text(1, 30)[:21], 5, 6, 7])
-    second.step()
+    longer = second.serve("b", [*text(1, 30)[:21], 5, 6, 7])
     second.settle()
     second.step()
     assert (second.cached["a"], second.cached["b"]) == (28, 20)
@@ -121,10 +119,8 @@ def test_second_engine_hits_what_the_first_saved(
 
 def test_last_token_is_left_to_the_engine(make_engine: MakeEngine) -> None:
     first, second = make_engine(), make_engine()
-    first.add("a", text(1, 32))
-    first.step()
-    second.add("a", text(1, 32))
-    second.step()
+    first.serve("a", text(1, 32))
+    second.serve("a", text(1, 32))
     assert second.cached["a"] == 28
     assert not second.wrong()
 
@@ -148,8 +144,7 @@ def test_only_what_the_pool_lacks_is_written(make_engine: MakeEngine, paths: lis
     engine, other = make_engine(), make_engine()
     engine.add("a", text(3, 24) + text(4, 8))
     engine.step(chunk=4)
-    other.add("b", text(3, 24))
-    other.step()
+    other.serve("b", text(3, 24))
     engine.step()
     pool = engine.ranks[0].worker.pool
     assert pool.stats()["appended_bytes"] == 3 * 4 * pool.layout.token_bytes  # blocks 0, 6 and 7
@@ -162,8 +157,7 @@ def test_two_of_one_text_in_one_step_are_written_once(
 ) -> None:
     engine = make_engine()
     engine.add("a", text(3, 21))
-    engine.add("b", text(3, 21))
-    engine.step()
+    engine.serve("b", text(3, 21))
     with CXLPool.open(paths[0], threads=1) as pool:
         assert pool.stats()["pages_total"] - pool.stats()["pages_free"] == 5
     engine.step()
@@ -178,12 +172,10 @@ def test_damaged_page_is_computed_again_and_healed(
     make_engine: MakeEngine, paths: list[str], load: str, ranks: int
 ) -> None:
     first, second = make_engine(ranks, load=load), make_engine(ranks, load=load)
-    first.add("a", text(1, 33))
-    first.step()
+    first.serve("a", text(1, 33))
     damage(paths[ranks - 1], 3, layer=1)
     request = second.add("a", text(1, 33))
-    second.add("b", text(9, 9))
-    second.step()
+    second.serve("b", text(9, 9))
     second.settle()
     for _ in range(6):
         second.step()
@@ -193,8 +185,7 @@ def test_damaged_page_is_computed_again_and_healed(
     assert second.scheduling.failures["corrupt"] == 1
     assert request.computed > 33
     third = make_engine(ranks, load=load)
-    third.add("a", text(1, 33))
-    third.step()
+    third.serve("a", text(1, 33))
     third.settle()
     third.step()
     assert third.cached["a"] == 32
@@ -209,8 +200,7 @@ def test_who_shares_damaged_blocks_publishes_nothing_of_them(
     """The engine finds a hit's blocks for another request of the same step, before they came."""
     first = make_engine(ranks)
     second = make_engine(ranks, shares=True)
-    first.add("a", text(1, 33))
-    first.step()
+    first.serve("a", text(1, 33))
     damage(paths[ranks - 1], 3, layer=1)
     second.add("a", text(1, 33) + text(2, 8))
     second.add("b", text(1, 33) + text(3, 8))
@@ -228,8 +218,7 @@ def test_step_that_was_scheduled_before_a_failure_was_known_is_not_published(
 ) -> None:
     """As with asynchronous scheduling: the engine goes back one step later."""
     first, second = make_engine(), make_engine()
-    first.add("a", text(1, 33))
-    first.step()
+    first.serve("a", text(1, 33))
     damage(paths[0], 3, layer=1)
     request = second.add("a", text(1, 33) + text(2, 10))
     second.step(chunk=1)
@@ -267,8 +256,7 @@ def test_load_that_is_late_is_given_up_and_computed(
     make_engine: MakeEngine, load: str, ranks: int
 ) -> None:
     first = make_engine(ranks)
-    first.add("a", text(1, 33))
-    first.step()
+    first.serve("a", text(1, 33))
     second = make_engine(ranks, load=load, deadline_s=0.02)
     slow(second, 0.05)
     request = second.add("a", text(1, 33))
@@ -285,8 +273,7 @@ def test_load_that_is_late_is_given_up_and_computed(
 def test_hit_that_is_gone_is_computed(make_engine: MakeEngine, paths: list[str], load: str) -> None:
     """The scheduler's hit is held; who removes it all the same (repair, a lost lease) is heard."""
     first, second = make_engine(load=load), make_engine(load=load)
-    first.add("a", text(1, 33))
-    first.step()
+    first.serve("a", text(1, 33))
     request = second.add("a", text(1, 33))
     hear = second.ranks[0].worker.hear
 
@@ -310,11 +297,9 @@ def test_full_pool_saves_what_fits_and_goes_on(make_engine: MakeEngine, paths: l
     with CXLPool.open(paths[0], threads=1) as pool:
         free = pool.stats()["pages_free"]
     engine.add("small", text(1, 41))
-    engine.add("large", text(2, (free - 3) * TOKENS))
-    engine.step()
+    engine.serve("large", text(2, (free - 3) * TOKENS))
     assert published(paths[0]) == 10
-    engine.add("other", text(3, 41))
-    engine.step()
+    engine.serve("other", text(3, 41))
     engine.step()
     assert published(paths[0]) == 20
     assert not engine.wrong()
@@ -327,16 +312,14 @@ def test_old_texts_make_room_for_new_ones(make_engine: MakeEngine, paths: list[s
         total = pool.stats()["pages_total"]
     tokens = total // 4 * TOKENS
     for number in range(12):
-        engine.add(f"old {number}", text(number, tokens))
-        engine.step()
+        engine.serve(f"old {number}", text(number, tokens))
         engine.end(f"old {number}")
         engine.step()
         assert not engine.wrong()
     assert not engine.scheduling.failures
     assert total // 2 < published(paths[0]) <= total
     for number in range(12):
-        engine.add(f"again {number}", text(number, tokens))
-        engine.step()
+        engine.serve(f"again {number}", text(number, tokens))
         engine.end(f"again {number}")
         engine.step()
         assert not engine.wrong()
@@ -346,8 +329,7 @@ def test_old_texts_make_room_for_new_ones(make_engine: MakeEngine, paths: list[s
 
 def test_preempted_request_starts_again_from_the_pool(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    engine.add("a", text(1, 30))
-    engine.step()
+    engine.serve("a", text(1, 30))
     engine.preempt("a")
     engine.step()
     assert engine.cached["a"] == 28
@@ -357,8 +339,7 @@ def test_preempted_request_starts_again_from_the_pool(make_engine: MakeEngine) -
 
 def test_request_may_ask_not_to_be_saved(make_engine: MakeEngine, paths: list[str]) -> None:
     engine = make_engine()
-    engine.add("a", text(1, 30), save=False)
-    engine.step()
+    engine.serve("a", text(1, 30), save=False)
     assert published(paths[0]) == 0
     engine.add("b", text(2, 30), saves=False)  # a word that nobody knows
     engine.step()
@@ -370,8 +351,7 @@ def test_another_namespace_is_a_miss(make_engine: MakeEngine, paths: list[str]) 
     """Another model, dtype, shape of ranks or tenant on one pool."""
     first, second = make_engine(), make_engine(space=bytes(16))
     for engine in (first, second):
-        engine.add("a", text(1, 33))
-        engine.step()
+        engine.serve("a", text(1, 33))
         assert engine.cached["a"] == 0
     assert published(paths[0]) == 16
     assert not second.wrong()
@@ -389,8 +369,7 @@ def test_adapter_with_other_weights_under_its_name_is_a_miss(
         engine.add(name, text(1, 33)).lora_request = Adapter(str(folder))
         engine.step()
         assert engine.cached[name] == cached
-    engine.add("d", text(1, 33))
-    engine.step()
+    engine.serve("d", text(1, 33))
     assert engine.cached["d"] == 0
 
 
@@ -398,13 +377,11 @@ def test_reset_makes_all_that_was_stored_a_miss(make_engine: MakeEngine) -> None
     """What an engine is told when its weights have changed."""
     engine = make_engine()
     for name, cached in (("a", 0), ("b", 32)):
-        engine.add(name, text(1, 33))
-        engine.step()
+        engine.serve(name, text(1, 33))
         assert engine.cached[name] == cached
     engine.scheduling.reset()
     for name, cached in (("c", 0), ("d", 32)):
-        engine.add(name, text(1, 33))
-        engine.step()
+        engine.serve(name, text(1, 33))
         assert engine.cached[name] == cached
 
 
@@ -412,15 +389,12 @@ def test_pool_that_was_removed_serves_those_who_have_it_open(
     make_engine: MakeEngine, paths: list[str], tmp_path: Path
 ) -> None:
     engine = make_engine()
-    engine.add("a", text(1, 33))
-    engine.step()
+    engine.serve("a", text(1, 33))
     hidden = tmp_path / "hidden"
     Path(paths[0]).rename(hidden)
     for name in "bc":
-        engine.add(name, text(ord(name), 33))
-        engine.step()
-        engine.add(name * 2, text(ord(name), 33))
-        engine.step()
+        engine.serve(name, text(ord(name), 33))
+        engine.serve(name * 2, text(ord(name), 33))
         assert engine.cached[name * 2] == 32
         assert not engine.wrong()
     hidden.rename(paths[0])
@@ -428,18 +402,15 @@ def test_pool_that_was_removed_serves_those_who_have_it_open(
 
 def test_pool_that_fails_at_every_call_costs_hits_only(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    engine.add("a", text(1, 33))
-    engine.step()
+    engine.serve("a", text(1, 33))
     engine.scheduling.pools[0].close()
-    engine.add("b", text(1, 33))
-    engine.step()
+    engine.serve("b", text(1, 33))
     assert engine.scheduling.failures == {"match": 1}
     for name in list(engine.ranks[0].worker.requests.sequences):
         engine.ranks[0].worker.requests.release(name)
     engine.ranks[0].worker.pool.close()
     for name in "cd":
-        engine.add(name, text(ord(name), 33))
-        engine.step()
+        engine.serve(name, text(ord(name), 33))
         assert not engine.wrong()
     assert engine.ranks[0].worker.requests.failures()["save"] > 0
 
@@ -448,8 +419,7 @@ def test_changes_are_told_once_all_ranks_have_them(
     make_engine: MakeEngine, paths: list[str]
 ) -> None:
     engine = make_engine(2)
-    request = engine.add("a", text(1, 30))
-    engine.step()
+    request = engine.serve("a", text(1, 30))
     (change,) = engine.scheduling.changes()
     assert (change.kind, change.hashes, change.parent) == ("stored", request.block_hashes[:7], None)
     assert change.token_ids == request.all_token_ids[:28]
@@ -459,8 +429,7 @@ def test_changes_are_told_once_all_ranks_have_them(
     assert (change.hashes, change.parent) == ([request.block_hashes[7]], request.block_hashes[6])
     damage(paths[1], 2, layer=0)
     other = make_engine(2)
-    other.add("b", text(1, 30))
-    other.step()
+    other.serve("b", text(1, 30))
     removed = [one for one in other.scheduling.changes() if one.kind == "removed"]
     assert [one.hashes for one in removed] == [[request.block_hashes[2]]]
 

@@ -126,6 +126,12 @@ class Engine:
         self.waiting.append(request)
         return request
 
+    def serve(self, name: str, ids: list[int], **params: object) -> Request:
+        """Adds it, and takes a step."""
+        request = self.add(name, ids, **params)
+        self.step()
+        return request
+
     def end(self, name: str) -> None:
         """Finished or aborted."""
         request = self.requests.pop(name)
