@@ -7,7 +7,7 @@ pages are 0, 1, 2 ..., and one layer, so that a page's id is its unit.
 from __future__ import annotations
 
 import ctypes
-import threading
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -26,6 +26,7 @@ from cxlkv.tiers.local import LocalTier, choose, units_of
 
 from ..conftest import MakePool
 from ..support.forking import in_child
+from ..support.threads import run_all
 
 STARTS = np.array([0, 1], np.int32)
 
@@ -242,44 +243,30 @@ def test_threads_move_what_others_read(make_pool: MakePool, rng: np.random.Gener
     picked = [selection([0, 3, 5, 9, 12], 2)] * 2
     wanted = outputs(pool.batch([sequence]), q, picked)
     every = np.concatenate([units_of(pool.batch([sequence]), layer, picked[0]) for layer in (0, 1)])
-    errors: list[BaseException] = []
-    done = threading.Event()
+    done: list[bool] = []
     tier = LocalTier(pool, 6 * 512)
 
     def read() -> None:
         own = pool.batch([sequence])
-        for number in count():  # at least so often, and until enough was moved meanwhile
-            if number >= 150 and tier.stats()["promoted"] > 10:
-                return
-            got = outputs(own, q, picked)
-            assert all(np.array_equal(a, b) for a, b in zip(wanted, got, strict=True))
+        try:
+            for number in count():  # at least so often, and until enough was moved meanwhile
+                if number >= 150 and tier.stats()["promoted"] > 10:
+                    return
+                got = outputs(own, q, picked)
+                assert all(np.array_equal(a, b) for a, b in zip(wanted, got, strict=True))
+        finally:
+            done.append(True)
 
     def move(seed: int) -> None:
         own = np.random.default_rng(seed)
-        while not done.is_set():
+        while len(done) < 2:
             tier.promote(own.choice(every, 3))
             tier.demote(own.choice(every, 2))
             if seed:
                 tier.hotness()
             stats_add_up(tier)
 
-    def guarded(work: object, *args: int) -> None:
-        try:
-            assert callable(work)
-            work(*args)
-        except BaseException as error:
-            errors.append(error)
-
-    readers = [threading.Thread(target=guarded, args=(read,)) for _ in range(2)]
-    movers = [threading.Thread(target=guarded, args=(move, seed)) for seed in (0, 1)]
-    for thread in [*readers, *movers]:
-        thread.start()
-    for thread in readers:
-        thread.join()
-    done.set()
-    for thread in movers:
-        thread.join()
-    assert not errors, errors
+    run_all([read, read, partial(move, 0), partial(move, 1)])
     assert tier.stats()["promoted"] > 10
 
 
