@@ -19,14 +19,7 @@ from cxlkv.ndp.engine import Budget
 from cxlkv.ndp.worker import pin
 from cxlkv.pool import CXLPool
 
-SERVE = """
-import sys
-from cxlkv.ndp.worker import pin, serve
-from cxlkv.pool import CXLPool
-pin((int(sys.argv[2]),))
-with CXLPool.open(sys.argv[1], threads=1) as pool:
-    serve(pool._handle, lambda line: print(line, flush=True))
-"""
+SERVE = (sys.executable, "-m", "cxlkv.ops.cli", "ndp-worker")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +35,13 @@ def run(result: Result, size: Size = Size()) -> None:
     """Metrics select_us and worker_us, in turn in one run, and the difference of each pair."""
     capacity = int(size.layout.token_bytes * (size.tokens + size.steps) * 3) + (8 << 20)
     cpus = sorted(os.sched_getaffinity(0))
-    pin((cpus[0],))  # on one CPU the two would wait for each other's spinning
     with pool_in_file(size.layout, capacity, threads=1) as (pool, path):
+        pin((cpus[-1],))  # on one CPU the two would wait for each other's spinning
         process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, str(path), str(cpus[-1])],
-            stdout=subprocess.PIPE,
-            text=True,
+            [*SERVE, "--pool", str(path), "--threads", "1"], stdout=subprocess.PIPE, text=True
         )
         try:
+            pin((cpus[0],))
             assert process.stdout is not None
             process.stdout.readline()  # it serves
             measure(result, pool, path, size)
