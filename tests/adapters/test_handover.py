@@ -7,12 +7,8 @@ model.
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import struct
-import subprocess
-import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -38,12 +34,12 @@ from cxlkv.errors import (
 
 from ..conftest import audit
 from ..support.handover_worker import LEASE_S, Words, decode, model_of, prefill
+from ..support.processes import ROOT, Child
 from ..support.small_models import PAGE_TOKENS, generate, prompts, run
 from .test_transformers_models import all_free, dynamic, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (103, 70, 5)  # 102, 69 and 4 tokens are read: two rows end within a page
 ONE = (103,)
 LLAMA = ["llama", "float32"]
@@ -59,33 +55,20 @@ class Process:
     """A worker: ask() it, or kill it."""
 
     def __init__(self) -> None:
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.handover_worker"],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self.child = Child("-m", "tests.support.handover_worker")
 
     def tell(self, do: str, **words: object) -> None:
-        assert self.popen.stdin
-        self.popen.stdin.write(json.dumps({"do": do, **words}) + "\n")
-        self.popen.stdin.flush()
+        self.child.tell(json.dumps({"do": do, **words}))
 
     def hear(self) -> Words:
-        assert self.popen.stdout
-        line = self.popen.stdout.readline()
-        assert line, f"the worker ended: {self.popen.poll()}"
-        return cast(Words, json.loads(line))
+        return cast(Words, json.loads(self.child.hear()))
 
     def ask(self, do: str, **words: object) -> Words:
         self.tell(do, **words)
         return self.hear()
 
     def kill(self) -> None:
-        self.popen.send_signal(signal.SIGKILL)
-        self.popen.communicate()
+        self.child.kill()
 
 
 @pytest.fixture(scope="module")
