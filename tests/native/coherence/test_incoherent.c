@@ -96,6 +96,24 @@ static void expect_both(const char *what, enum flush_site left_out, run_seed *ru
     expect(what, true, left_out, run, wanted);
 }
 
+typedef struct role {
+    uint32_t host;
+    void (*run)(void *context);
+} role;
+
+/* The roles, with their numbers as contexts, until all are done. Returns what of `now` says that a
+ * load was stale. */
+static bool play(struct incoherent_options options, uint32_t count, const role *roles) {
+    begin(options);
+    for (uint32_t i = 0; i < count; i++)
+        incoherent_actor(sim, roles[i].host, roles[i].run, (void *)(uintptr_t)i);
+    incoherent_run(sim);
+    end();
+    return now.stale;
+}
+#define PLAY(options, ...) \
+    play(options, sizeof((role[]){__VA_ARGS__}) / sizeof(role), (role[]){__VA_ARGS__})
+
 /* Message passing: data, then a flag. */
 
 static void writer(void *context) {
@@ -143,26 +161,16 @@ static void reader(void *context) {
     now.torn = now.stale && fresh;
 }
 
-static void pass_message(struct incoherent_options options) {
-    begin(options);
-    incoherent_actor(sim, now.reader_host, reader, NULL);
-    incoherent_actor(sim, 0, writer, NULL);
-    incoherent_run(sim);
-    end();
+static bool message_stale(struct incoherent_options options) {
+    return PLAY(options, {now.reader_host, reader}, {0, writer});
 }
 
 static bool message_seen(struct incoherent_options options) {
-    pass_message(options);
-    return now.seen && !now.stale;
-}
-
-static bool message_stale(struct incoherent_options options) {
-    pass_message(options);
-    return now.stale;
+    return !message_stale(options) && now.seen;
 }
 
 static bool message_torn(struct incoherent_options options) {
-    pass_message(options);
+    message_stale(options);
     return now.torn;
 }
 
@@ -241,12 +249,7 @@ static void acquirer(void *context) {
 }
 
 static bool release_stale(struct incoherent_options options) {
-    begin(options);
-    incoherent_actor(sim, 0, releaser, NULL);
-    incoherent_actor(sim, 0, acquirer, NULL);
-    incoherent_run(sim);
-    end();
-    return now.stale;
+    return PLAY(options, {0, releaser}, {0, acquirer});
 }
 
 /* A load never goes back in time on one host, whatever its cache and its neighbours do. */
@@ -268,13 +271,7 @@ static void observer(void *context) {
 }
 
 static bool went_back(struct incoherent_options options) {
-    begin(options);
-    incoherent_actor(sim, 0, counter, NULL);
-    incoherent_actor(sim, 0, observer, NULL);
-    incoherent_actor(sim, 0, observer, NULL);
-    incoherent_run(sim);
-    end();
-    return now.stale;
+    return PLAY(options, {0, counter}, {0, observer}, {0, observer});
 }
 
 /* Store buffering: each stores its own line, then loads the other's. */
@@ -293,11 +290,7 @@ static void buffering(void *context) {
 }
 
 static bool both_old(struct incoherent_options options) {
-    begin(options);
-    for (uint32_t i = 0; i < 2; i++)
-        incoherent_actor(sim, i, buffering, (void *)(uintptr_t)i);
-    incoherent_run(sim);
-    end();
+    PLAY(options, {0, buffering}, {1, buffering});
     return !now.got[0] && !now.got[1];
 }
 
@@ -310,11 +303,7 @@ static void buffering_at_home(void *context) {
 }
 
 static bool both_old_at_home(struct incoherent_options options) {
-    begin(options);
-    for (uint32_t i = 0; i < 2; i++)
-        incoherent_actor(sim, 0, buffering_at_home, (void *)(uintptr_t)i);
-    incoherent_run(sim);
-    end();
+    PLAY(options, {0, buffering_at_home}, {0, buffering_at_home});
     return !now.got[0] && !now.got[1];
 }
 
@@ -557,11 +546,7 @@ static void teller(void *context) {
 
 static bool told_too_early(struct incoherent_options options) {
     options.posted_fences = true;
-    begin(options);
-    incoherent_actor(sim, 0, teller, NULL);
-    incoherent_run(sim);
-    end();
-    return now.stale;
+    return PLAY(options, {0, teller});
 }
 
 /* Told by another way, the reader invalidates and must find what it was told of. */
@@ -595,13 +580,7 @@ static void neighbour(void *context) {
 }
 
 static bool heard_stale(struct incoherent_options options) {
-    begin(options);
-    incoherent_actor(sim, 1, neighbour, NULL);
-    incoherent_actor(sim, 0, giver, NULL);
-    incoherent_actor(sim, 1, told_reader, NULL);
-    incoherent_run(sim);
-    end();
-    return now.stale;
+    return PLAY(options, {1, neighbour}, {0, giver}, {1, told_reader});
 }
 
 /* An invalidation writes back what its own host stored. */
@@ -615,11 +594,7 @@ static void dropper(void *context) {
 }
 
 static bool dropped_unwritten(struct incoherent_options options) {
-    begin(options);
-    incoherent_actor(sim, 0, dropper, NULL);
-    incoherent_run(sim);
-    end();
-    return now.stale;
+    return PLAY(options, {0, dropper});
 }
 
 /* clflush is done at once, but does not push non-temporal stores elsewhere into memory. */
@@ -637,11 +612,7 @@ static void evicter(void *context) {
 }
 
 static bool evicted_late(struct incoherent_options options) {
-    begin(options);
-    incoherent_actor(sim, 0, evicter, NULL);
-    incoherent_run(sim);
-    end();
-    return now.stale;
+    return PLAY(options, {0, evicter});
 }
 
 static bool evict_pushes_others(struct incoherent_options options) {
