@@ -6,9 +6,14 @@
 #include "pool/peers.h"
 #include "prefix/prefix.h"
 
-/* Every page that is published under these keys, places and parts of each. */
-static void pages_of_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
-                          page_function *each, void *context) {
+typedef void page_function(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *context);
+
+/* `each` of every page that is published under these keys, places and parts of each; under the host
+ * lock. reaps: what the dead hold is given back before. */
+static int pages_of_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, bool reaps,
+                         page_function *each, void *context) {
+    if (reaps) host_reap(pool);
+    if (pool->shared) peers_follow(pool);
     for (uint64_t key = 0; key < count; key++)
         for (uint32_t part = 0; part < pool->geometry.part_count; part++)
             for (uint64_t place = 0;; place++) {
@@ -18,27 +23,25 @@ static void pages_of_keys(cxlkv_pool *pool, uint32_t count, const uint8_t *hashe
                 if (page == NO_PAGE) break;
                 each(pool, page, hash, context);
             }
+    return 0;
 }
 
-int keys_call(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, bool reaps,
-              page_function *each, void *context) {
+/* A whole call. reaps: what the worker holds is given back as well. */
+static int keys_call(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, bool reaps,
+                     page_function *each, void *context) {
     int code = pool_enter(pool);
     if (code < 0) return code;
     sequences_expire(pool);
     if (reaps) hooks.worker_give_back(pool); /* it may hold what our tables do not have any more */
-    volatile int outcome = host_lock(pool);
-    if (outcome == 0) {
-        guard fault;
-        GUARD_BEGIN(fault) {
-            if (reaps) host_reap(pool); /* what the dead held is nobody's */
-            if (pool->shared) peers_follow(pool);
-            pages_of_keys(pool, count, hashes, each, context);
-        } GUARD_END(fault, outcome = poison_error_locked(pool, &fault))
+    code = host_lock(pool);
+    if (code == 0) {
+        code = GUARDED(pages_of_keys(pool, count, hashes, reaps, each, context),
+                       poison_error_locked(pool, &fault));
         rewrite_end(pool);
         host_unlock(pool);
     }
     pool_leave(pool);
-    return outcome;
+    return code;
 }
 
 static void forget_one(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *forgotten) {

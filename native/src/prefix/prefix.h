@@ -7,11 +7,6 @@
 /* Under the host lock. Is the page what a handle says, and still alive? */
 int page_acquire_check(cxlkv_pool *pool, uint32_t page, uint32_t part, uint64_t generation,
                        uint32_t tokens);
-/* A whole call: `each` of every page that is published under these keys, under the host lock.
- * reaps: first what the worker and dead processes still hold is given back. */
-typedef void page_function(cxlkv_pool *pool, uint32_t page, const uint64_t hash[2], void *context);
-int keys_call(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, bool reaps,
-              page_function *each, void *context);
 /* Refuses one whose pages are approximate. */
 int publish_check(const cxlkv_sequence *sequence);
 /* Writes the first `filled` tokens of a tail to a (page, layer). */
