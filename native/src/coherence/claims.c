@@ -11,7 +11,8 @@ static uint32_t claim_crc(const claim *c, uint32_t extent) {
     return crc32c(crc32c(0, &extent, sizeof(extent)), c, offsetof(claim, crc));
 }
 
-int hosts_commit(const hosts *h) {
+/* One more; -CXLKV_E_FENCED when it does not count. */
+static int commit(const hosts *h) {
     host_fence fence;
     uint64_t commits = hosts_commits(h, h->self) + 1;
     hosts_set_commits(h, commits);
@@ -170,7 +171,7 @@ static int make_claims(const hosts *h, const extent_owner *owners, uint32_t coun
         store_claim(h, extent, free_entry(&pair, extent, commits), &made);
     }
     flush_fence_all(FLUSH_CLAIM_FENCE);
-    return hosts_commit(h);
+    return commit(h);
 }
 
 int hosts_claim(const hosts *h, const extent_owner *owners, uint32_t count,

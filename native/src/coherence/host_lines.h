@@ -84,8 +84,6 @@ int hosts_name_again(const hosts *h, uint32_t host, host_name *name);
 /* Commits of a host, over all its epochs. */
 uint64_t hosts_commits(const hosts *h, uint32_t host);
 void hosts_set_commits(const hosts *h, uint64_t commits);
-/* One commit more; -CXLKV_E_FENCED when it does not count. */
-int hosts_commit(const hosts *h);
 /* Own claims that were never committed, or do not count: as if never made. */
 void hosts_forget_claims(const hosts *h, uint64_t commits);
 /* Lines of one append reach memory in any order. Where its writer died in between, an earlier one

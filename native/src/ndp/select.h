@@ -97,8 +97,6 @@ uint32_t scored_kind(const select_job *job);
 int mass_task(void *context, uint32_t item);
 
 /* ---- select_sketch.c ---- */
-/* Is it worth while for this plan? */
-bool sketch_is_for(const select_job *job, const plan *p);
 /* Floats of scratch for all queries, and for a plan. */
 uint64_t sketch_query_floats(const select_job *job, uint64_t query_count);
 uint64_t sketch_plan_floats(const select_job *job, const plan *p);

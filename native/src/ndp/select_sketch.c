@@ -13,8 +13,8 @@ enum { SAMPLE_SCORED = 16, SAMPLE_AHEAD = 6, CANDIDATES_BYTES_MAX = 64 << 20 };
 /* Where keys of more pages than this would be read anyway, they are read in order, as fast. */
 static const float SHARE_MAX = 0.9f;
 
-/* Pages of few tokens have much of a sketch's 16 empty. */
-bool sketch_is_for(const select_job *job, const plan *p) {
+/* Is it worth while? Pages of few tokens have much of a sketch's 16 empty. */
+static bool sketch_is_for(const select_job *job, const plan *p) {
     const cxlkv_pool *pool = job->batch->pool;
     if (job->args->method != CXLKV_METHOD_TWO_STAGE || p->rows == 0 ||
         2 * pool->geometry.sketch_piece_bytes > piece_data_bytes(&pool->layout, PIECE_KEYS))

@@ -228,7 +228,8 @@ static bool is_unseen(const cxlkv_pool *pool, const object_place *place) {
                place->generation + 1;
 }
 
-void object_set_seen(cxlkv_pool *pool, const object_place *place) {
+/* It was right, in this process. */
+static void object_set_seen(cxlkv_pool *pool, const object_place *place) {
     atomic_store_explicit(&pool->seen[place->page], place->generation + 1, memory_order_relaxed);
 }
 

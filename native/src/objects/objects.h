@@ -29,7 +29,6 @@ int64_t objects_publish(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                         const object_place *places, int32_t *codes);
 /* The CRC that a held object was put with; false when its header or table is not whole. */
 bool object_crc(const cxlkv_pool *pool, const object_place *place, uint32_t *crc);
-void object_set_seen(cxlkv_pool *pool, const object_place *place); /* right, in this process */
 void object_set_damaged(cxlkv_pool *pool, object_place *place);
 /* Its bytes, or why there are none. */
 static inline int64_t object_size(const object_place *place) {

@@ -15,19 +15,15 @@ void peers_pause(cxlkv_pool *pool) {
     peers_rest(atomic_fetch_add_explicit(&pool->claim_pauses, 1, memory_order_relaxed));
 }
 
-bool peers_silent(cxlkv_pool *pool, uint32_t host) {
-    if (host_lock(pool) < 0) return false;
-    bool silent = peers_is_silent(pool, host);
-    host_unlock(pool);
-    return silent;
-}
-
 static void pause_outside(void *context) {
     peers_pause(context);
 }
 
 static bool silent_outside(void *context, uint32_t host) {
-    return peers_silent(context, host);
+    if (host_lock(context) < 0) return false;
+    bool silent = peers_is_silent(context, host);
+    host_unlock(context);
+    return silent;
 }
 
 static bool fencing_outside(void *context, bool begins) {

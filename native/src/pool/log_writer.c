@@ -38,7 +38,7 @@ bool forget_matters(cxlkv_pool *pool, const log_record *record) {
            descriptor_look(pool, record->page, &line) && is_about(record, &line);
 }
 
-uint32_t publication_of(cxlkv_pool *pool, uint32_t page) {
+static uint32_t publication_of(cxlkv_pool *pool, uint32_t page) {
     descriptor line;
     return descriptor_look(pool, page, &line) ? line.publication : 0;
 }

@@ -13,8 +13,7 @@ void claim_unlock(cxlkv_pool *pool);
 hosts hosts_outside(cxlkv_pool *pool);
 /* After a SIGBUS that interrupted their holder, perhaps with the host lock: an error. */
 int claim_poisoned(cxlkv_pool *pool, const hosts *turn, const guard *fault);
-/* What another host, or time, may say at once: for a wait without the host lock. */
-bool peers_silent(cxlkv_pool *pool, uint32_t host);
+/* For a wait without the host lock. */
 void peers_pause(cxlkv_pool *pool);
 /* peers.c */
 enum { BEATS_A_LEASE = 10 };
@@ -116,7 +115,6 @@ void forgotten_add(cxlkv_pool *pool, const log_record *record);
 void forgotten_drop(cxlkv_pool *pool);
 /* Is the page still what is to be forgotten? By its descriptor, from memory. */
 bool forget_matters(cxlkv_pool *pool, const log_record *record);
-uint32_t publication_of(cxlkv_pool *pool, uint32_t page);
 /* log_reader.c: what the others' logs say */
 void peers_follow(cxlkv_pool *pool);
 /* keeper.c: a thread that beats and does what others wait for */

@@ -316,7 +316,7 @@ static void tables_drop(cxlkv_sequence *sequence, enum giving how) {
 }
 
 /* Under the sequence's write lock, with the pool open. */
-void sequence_drop_pages(cxlkv_sequence *sequence) {
+static void sequence_drop_pages(cxlkv_sequence *sequence) {
     cxlkv_pool *pool = sequence->pool;
     hooks.worker_keep(sequence, 0);
     enum giving how = host_lock(pool) == 0 ? GIVE_NOW : GIVE_LATER;

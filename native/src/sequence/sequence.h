@@ -85,7 +85,6 @@ int sequence_usable(const cxlkv_sequence *sequence);     /* under its lock */
 int sequence_enter(cxlkv_sequence *sequence, bool write);
 void sequence_leave(cxlkv_sequence *sequence);
 uint64_t sequence_even_tokens(const cxlkv_sequence *sequence);  /* UINT64_MAX when layers differ */
-void sequence_drop_pages(cxlkv_sequence *sequence);
 void sequences_expire(cxlkv_pool *pool);
 void sequences_forked(cxlkv_pool *pool);
 void sequences_release(cxlkv_pool *pool);
