@@ -3,7 +3,6 @@
  * objects, is killed by its own hand after each of the eight stores in turn; flush_store_line() and
  * flush_store_word() are wrapped for that. Then this host looks up what it knows, some hundred
  * times: no log is read anew, and the other one comes back and is heard. */
-#undef NDEBUG
 #include <signal.h>
 #include <time.h>
 
@@ -72,10 +71,7 @@ static double looks_us(cxlkv_pool *pool) {
 }
 
 int main(void) {
-#ifdef __SANITIZE_THREAD__
-    puts("skipped: TSan dies of threads that are made after a fork");
-    return 0;
-#endif
+    NOT_UNDER_TSAN("TSan dies of threads that are made after a fork");
     const char *path = test_path("log");
     cxlkv_layout layout = object_layout(OBJECT_BYTES, true);
     cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = 2};

@@ -8,7 +8,6 @@
  * at once.
  *
  * 25 seeds for each step, or what knobs.h says; there is nothing to limit. */
-#undef NDEBUG
 #include "check.h"
 #include "coherence/host_lines.h"
 #include "knobs.h"

@@ -6,7 +6,6 @@
  * must fail: tests/native/mutants.py.
  *
  * 700 seeds, or what knobs.h says. CXLKV_LONG=1: fails unless enough of all happened. */
-#undef NDEBUG
 #include "protocol_scenario.h"
 
 enum { STEPS_MAX = 20000000, DISTURBANCES_MAX = 6 };

@@ -1,7 +1,6 @@
 /* Goal: on real memory, in every mode, each call gets its own answer or a named error in time;
  * nothing in the memory, and no death at either end, makes it hang, crash or lie. Method: threads
  * over one mapping, processes that are killed, and memory that is changed by hand. */
-#undef NDEBUG
 #include <signal.h>
 #include <sys/mman.h>
 

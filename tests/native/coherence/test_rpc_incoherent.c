@@ -6,7 +6,6 @@
  * flush or fence left out it must fail: tests/native/mutants.py.
  *
  * 300 seeds, or what knobs.h says. */
-#undef NDEBUG
 #include "knobs.h"
 #include "rpc_scenario.h"
 

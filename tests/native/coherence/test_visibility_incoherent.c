@@ -4,7 +4,6 @@
  * may go on. With one flush or fence left out it must fail: tests/native/mutants.py.
  *
  * 300 seeds, or what knobs.h says. */
-#undef NDEBUG
 #include "knobs.h"
 #include "visibility_scenario.h"
 

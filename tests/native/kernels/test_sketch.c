@@ -1,7 +1,6 @@
 /* Goal: each instruction set makes the sketches that the serial one makes, and estimates from them
  * what it does, also of odd sizes, of numbers that are none, and without reading past its arrays.
  * Method: random keys and queries of many dims; memory that ends at a page that cannot be read. */
-#undef NDEBUG
 #include <math.h>
 #include <sys/mman.h>
 

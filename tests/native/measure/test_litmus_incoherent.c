@@ -4,7 +4,6 @@
  * turn, until a seed tells.
  *
  * CXLKV_SEEDS: how many (default 300); CXLKV_SEED: the first one. */
-#undef NDEBUG
 #include "check.h"
 #include "incoherent.h"
 #include "measure/litmus.h"

@@ -1,6 +1,5 @@
 /* Goal: the loops that benchmarks time touch what they say: sums, contents and the ring are right,
  * at sizes that end within a block, too; what is nonsense is refused. */
-#undef NDEBUG
 #include "check.h"
 #include "measure/measure.h"
 

@@ -2,8 +2,6 @@
  * says why; all objects of a call have room or none; what is held stays. Method: sizes about every
  * border, buffers that begin anywhere, each kind of damage, threads on the same keys, on one host
  * and on two that share the pool. */
-#undef NDEBUG
-
 #include "base/crc32c.h"
 #include "object_tests.h"
 

@@ -1,7 +1,6 @@
 /* Goal: a child has references of its own to the leases and reservations that it inherits; they go
  * with it, however it ends. Method: a real child that outlives what its parent gave back, and ends
  * by itself or by SIGKILL. */
-#undef NDEBUG
 #include <signal.h>
 
 #include "object_tests.h"
@@ -68,10 +67,7 @@ static void test_child(bool killed) {
 }
 
 int main(void) {
-#ifdef __SANITIZE_THREAD__
-    puts("skipped: TSan dies of threads that are made after a fork");
-    return 77;
-#endif
+    NOT_UNDER_TSAN("TSan dies of threads that are made after a fork");
     seed = test_seed();
     test_child(false);
     test_child(true);

@@ -2,7 +2,6 @@
  * damaged object; the pool and all its other objects live on, and nobody's memory is blamed for
  * another's. Method: a pool's file is cut short under its mapping, at the extents and at the
  * descriptors; the caller's memory is cut likewise. */
-#undef NDEBUG
 #include <sys/mman.h>
 
 #include "object_tests.h"
@@ -178,10 +177,7 @@ static void test_callers_memory(bool checksum, uint32_t threads) {
 }
 
 int main(void) {
-#ifdef __SANITIZE_THREAD__
-    puts("skipped: TSan runs handlers with all signals blocked, so that the second jump kills");
-    return 77;
-#endif
+    NOT_UNDER_TSAN("TSan runs handlers with all signals blocked, so that the second jump kills");
     for (uint32_t i = 0; i < 4; i++) {
         test_reading(i & 1, 1 + i / 2);
         test_writing(i & 1, 1 + i / 2);

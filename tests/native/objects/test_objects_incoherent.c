@@ -4,7 +4,6 @@
  * copies that go past the caches, and copies that do not; one thread, and two.
  *
  * `make mutants` leaves the write-backs out one by one: then this test must fail. */
-#undef NDEBUG
 #include "object_tests.h"
 #include "pool/pages.h"
 #include "private_caches.h"

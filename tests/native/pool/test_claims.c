@@ -3,7 +3,6 @@
  * has. Method: a host is killed, and its place in the queue is written as if it stood there, with
  * a lease that does not end here. Behind it queues a thread, or a forked child, of the first host.
  * What is looked for is what must come, however long it takes. */
-#undef NDEBUG
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -238,10 +237,7 @@ static void test_what_a_dead_process_claimed_is_used(const char *path) {
 }
 
 int main(void) {
-#ifdef __SANITIZE_THREAD__
-    printf("skipped: ThreadSanitizer has no threads after a fork\n");
-    return 77;
-#endif
+    NOT_UNDER_TSAN("ThreadSanitizer has no threads after a fork");
     const char *path = test_path("claims");
     test_who_waits_has_no_lock(path);
     test_who_queues_dies(path);

@@ -1,7 +1,6 @@
 /* Goal: what processes count is seen by all, and a total never falls or doubles, whoever leaves,
  * dies or takes over a slot. Method: real processes that count known amounts and are killed, a pool
  * that is left by all and opened again, threads that count at once. */
-#undef NDEBUG
 #include <signal.h>
 
 #include "check.h"

@@ -2,7 +2,6 @@
  * meanwhile. Method: another thread holds the lock, as a stopped process would; each way of giving
  * back is gone, then the lock is let go and one more call takes it. Also: who waits in vain learns
  * who has the lock. */
-#undef NDEBUG
 #include <semaphore.h>
 
 #include "object_tests.h"

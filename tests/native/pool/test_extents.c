@@ -1,7 +1,6 @@
 /* Goal: a process can write what its host owns and nothing else of a shared pool, as far as the
  * mapping can be protected. Method: the kernel's own list of mappings, after extents were taken;
  * once in pages of 4 KiB, once in units of 2 MiB as a dax device has them. */
-#undef NDEBUG
 #include <sys/mman.h>
 
 #include "check.h"

@@ -4,7 +4,6 @@
  * another, whose log is then written over many times; a third is there, or comes late. Wishes that
  * a log has no room for are counted. And two hosts put one object at the same time: one reads past
  * the other's record of it, so that each has a copy. */
-#undef NDEBUG
 #include "object_tests.h"
 #include "pool/pages.h"
 #include "prefix/prefix.h"

@@ -1,7 +1,6 @@
 /* Goal: after os.fork() parent and child each have their own references, in whatever order they let
  * go or die; a death inside the host lock costs nobody a page. Method: real processes, pipes for
  * every order, SIGKILL, and deaths planted in the middle of a change. */
-#undef NDEBUG
 #include <signal.h>
 
 #include "check.h"
@@ -284,10 +283,7 @@ static void test_no_slot_left(void) {
 }
 
 int main(void) {
-#ifdef __SANITIZE_THREAD__
-    puts("skipped: TSan takes a child's locks, made anew, for those that its parent holds");
-    return 77;
-#endif
+    NOT_UNDER_TSAN("TSan takes a child's locks, made anew, for those that its parent holds");
     CHECK(pthread_atfork(NULL, NULL, before_claim) == 0);
     test_both_go_on(NULL);
     test_both_go_on(test_path("both"));

@@ -1,7 +1,6 @@
 /* Goal: the format holds what it promises, and no damaged or hostile bytes pass for a pool. Method:
  * geometries of random layouts, a flipped bit in each byte of each checked line and piece, and
  * superblocks whose numbers lie while their CRC is right. */
-#undef NDEBUG
 #include "base/crc32c.h"
 #include "check.h"
 

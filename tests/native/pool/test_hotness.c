@@ -2,8 +2,6 @@
  * death in the middle of a change leaves rows whose parents are pages that can be found. Method:
  * heat set by hand, then used; threads that use the same pages at once (for TSan); children that
  * die inside the lock, some with random bytes where the records of reuse were. */
-#undef NDEBUG
-
 #include "check.h"
 #include "pool/pages.h"
 

@@ -1,7 +1,6 @@
 /* Goal: the index of published pages finds what was put in, and nothing else, through erasures.
  * Method: random insert, erase and find against a plain array; hashes that collide on purpose, at
  * the table's wrap as well. */
-#undef NDEBUG
 #include "check.h"
 #include "pool/pages.h"
 

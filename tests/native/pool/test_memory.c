@@ -1,7 +1,6 @@
 /* Goal: no operation leaks or stays half done when local memory runs out in its middle. Method:
  * each is tried with its first allocation failing, then its second, until none fails any more (the
  * linker sends the core's calls here); after each failure all is as it was. ASan finds leaks. */
-#undef NDEBUG
 #include "check.h"
 
 void *__real_malloc(size_t bytes);

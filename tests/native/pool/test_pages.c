@@ -1,7 +1,6 @@
 /* Goal: no page is lost, given twice or scattered without need. Method: random alloc and free,
  * first mostly taking and then mostly giving back, against a map of who has what; each free slot of
  * the map holds a sentinel, each taken one the id of its batch (after TigerBeetle's node_pool). */
-#undef NDEBUG
 #include "check.h"
 
 enum { BATCHES_MAX = 512, STEPS = 4000, SENTINEL = 0 };

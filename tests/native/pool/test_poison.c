@@ -9,7 +9,6 @@
  * pools have checksums: an error, a page less, or what was written. One line after the other of all
  * that a pool has written, under the same calls; then a newcomer reads all, repairs, reads again.
  * Then the same for whole areas, an extent, the device, and for any half of the lines of all. */
-#undef NDEBUG
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -632,10 +631,7 @@ static uint32_t test_kind(bool shared, bool objects) {
 }
 
 int main(int count_given, char **given) {
-#ifdef __SANITIZE_THREAD__
-    puts("skipped: TSan runs handlers with all signals blocked, so that the second jump kills");
-    return 77;
-#endif
+    NOT_UNDER_TSAN("TSan runs handlers with all signals blocked, so that the second jump kills");
     bool thorough = count_given > 1 && strcmp(given[1], "thorough") == 0;
     nothing_fd = memfd_create("nothing", MFD_CLOEXEC);
     at_work = __real_mmap(NULL, MACHINE_PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,

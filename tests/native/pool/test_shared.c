@@ -1,8 +1,6 @@
 /* Goal: two hosts on one pool, several threads and a keeper on each: what one publishes or hands on
  * the other reads right, and at the end every page is free. Method: two handles of one process with
  * different host numbers; under ThreadSanitizer, what a handle's threads and its keeper share. */
-#undef NDEBUG
-
 #include "check.h"
 
 enum { HOSTS = 2, THREADS = 2, TOKENS = 4 * TEST_PAGE_TOKENS, KEYS = 4, HANDLE_BYTES = 1024 };

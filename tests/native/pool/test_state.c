@@ -2,7 +2,6 @@
  * lies where this build puts it; no wait for a file's lock is without an end. Method: each word of
  * the header that says where to read is changed in turn, as is the nonce; locks are kept by another
  * open file. */
-#undef NDEBUG
 #include <fcntl.h>
 
 #include "check.h"

@@ -3,7 +3,6 @@
  * Method: a child upgrades under ptrace, one instruction at a time; each state of the superblock's
  * page is kept, put into a copy of the pool, opened, upgraded again and read. What builds of the
  * version before really wrote is tests/test_upgrade.py's. */
-#undef NDEBUG
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>

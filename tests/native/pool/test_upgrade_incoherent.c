@@ -2,7 +2,6 @@
  * a whole superblock of one version then. Method: on emulated memory a host upgrades the page of a
  * superblock and dies at each of its steps in turn: its process, or all of it, with its caches lost
  * or written back later; what memory has is read. 25 seeds for each step, or what knobs.h says. */
-#undef NDEBUG
 #include "base/crc32c.h"
 #include "check.h"
 #include "knobs.h"

@@ -2,7 +2,6 @@
  * by name, with the command that mends it.
  * Method: a folder that looks like /sys, as recorded from Linux 6.12; a device that is none. The
  * true driver is held by `make test-drivers`. */
-#undef NDEBUG
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>

@@ -2,7 +2,6 @@
  * and a wish that the kernel does not grant leaves nothing behind.
  * Method: node 0, which every machine has; a node that is nowhere; counts against the mapping. Two
  * nodes are tests/support/numa_guest.py's. */
-#undef NDEBUG
 #include <sys/stat.h>
 #include <sys/syscall.h>
 

@@ -2,7 +2,6 @@
  * any way are refused before a byte is believed.
  * Method: files of a fixed size stand for devices; labels with bits turned. True devices are
  * `make test-drivers`; what a user sees is tests/machine/test_stripes.py's. */
-#undef NDEBUG
 #include <fcntl.h>
 
 #include "base/crc32c.h"

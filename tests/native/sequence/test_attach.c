@@ -2,7 +2,6 @@
  * all. Method: pieces of an appended sequence are copied to loose pages, by hand, and attached to
  * another one; random lengths, batches, forks, truncations and refusals against plain marks; and
  * each thing that must hold is broken once. */
-#undef NDEBUG
 #include "base/crc32c.h"
 #include "base/flush.h"
 #include "check.h"

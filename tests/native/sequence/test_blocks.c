@@ -2,7 +2,6 @@
  * beside them is read or written. Method: each block is an allocation of its own, exactly as long
  * as it is, so that a sanitizer sees what lies beside; with each instruction set of this CPU, by
  * several threads. */
-#undef NDEBUG
 #include "check.h"
 
 enum { BLOCKS = 24, BLOCK_TOKENS = 3 * TEST_PAGE_TOKENS, SEQUENCES = 3 };

@@ -1,7 +1,6 @@
 /* Goal: leases end in the order of their deadlines, whatever was added and taken out in between;
  * what has not ended is not looked at. Method: random adds, removals and ends against a plain
  * array; then hits of a pool, some of them in use when they end. */
-#undef NDEBUG
 #include "check.h"
 
 enum { SEQUENCES = 300, STEPS = 40000 };

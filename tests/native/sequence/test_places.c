@@ -1,7 +1,6 @@
 /* Goal: the places of pages are where their bytes lie. Method: sequences of every kind of page
  * (sealed, not yet sealed, open tail, behind a window, values in the keys), and the numbers read at
  * these offsets are those that were appended. */
-#undef NDEBUG
 #include "check.h"
 
 enum { ROOM = 16 };

@@ -1,7 +1,6 @@
 /* Goal: whatever is done to sequences, each holds exactly its own tokens. Method: random appends in
  * chunks across the layers, forks, truncations, hand-overs, publish, match and forget on a pool
  * that is often full, against plain arrays of marks; a token's numbers follow from its mark. */
-#undef NDEBUG
 #include "check.h"
 
 enum { LIVE_MAX = 20, TOKENS_MAX = 96, STEPS = 50000, PUBLISHED_MAX = 4096, FREE_PAGES = 44 };

@@ -1,6 +1,5 @@
 /* Goal: cxlkv_choose takes what an obvious loop takes, whatever the parents are.
  * Method: random forests, cycles and strangers among them, against a search of all pages a time. */
-#undef NDEBUG
 #include <math.h>
 
 #include "check.h"

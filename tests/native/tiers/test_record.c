@@ -2,7 +2,6 @@
  * however made up, hurt the pool. Method: records of a small pool are taken out, changed (bits,
  * random bytes, headers whose CRC is right), and written back; memory is cut under the pool and
  * under the caller's array; threads do all of it at once. */
-#undef NDEBUG
 #include <sys/mman.h>
 
 #include "base/crc32c.h"
