@@ -66,7 +66,7 @@ for line in sys.stdin:
     try:
         value = eval(f"({line})")
     except CXLKVError as error:
-        value = type(error).__name__
+        value = f"{type(error).__name__}: {error}"
     print(value, flush=True)
 """
 
@@ -129,7 +129,6 @@ def test_a_machine_that_dies_and_comes_back(hosts: Hosts) -> None:
     assert forget(other, 1) == 5
     until(lambda: back.stats()["pages_published"] == 7 * 5, "it reads the others' logs again")
     del full
-    audit(back)
 
 
 def test_a_host_that_stops_for_longer_than_its_lease(hosts: Hosts) -> None:
@@ -168,7 +167,6 @@ def test_a_host_that_stops_for_longer_than_its_lease(hosts: Hosts) -> None:
     assert stopped.ask("pool.stats()['pages_borrowed']") == "0"
     until(lambda: owner.stats()["pages_withdrawn"] == 0, "and others have its pages")
     del full
-    audit(owner)
 
 
 def test_a_number_that_is_in_use_elsewhere(hosts: Hosts) -> None:
@@ -189,11 +187,10 @@ def test_a_number_that_was_taken_while_its_host_stopped(hosts: Hosts) -> None:
     heir = hosts.open(0, SHORT_LEASE_S)
     assert found(heir, 1) == TOKENS
     stopped.popen.send_signal(signal.SIGCONT)
-    until(lambda: stopped.ask("len(write(pool, 2))") == "HostError", "it notices")
+    until(lambda: stopped.ask("len(write(pool, 2))")[:9] == "HostError", "it notices")
     assert stopped.ask("pool.close()") == "None"
     publish(heir, 3)
     assert found(hosts.open(1), 3) == TOKENS
-    audit(heir)
 
 
 def test_the_child_of_a_fork_keeps_its_host_alive(hosts: Hosts) -> None:
@@ -234,7 +231,6 @@ def test_a_process_that_becomes_another_program(hosts: Hosts) -> None:
     stats = stays.stats()
     assert stats["processes"] == 1
     assert stats["pages_held"] == stats["pages_borrowed"] == 0
-    audit(stays)
 
 
 def test_a_death_while_a_page_is_borrowed(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,8 +252,6 @@ def test_a_death_while_a_page_is_borrowed(hosts: Hosts, monkeypatch: pytest.Monk
     python(DIE_WITH_THE_LOCK, hosts.path, state, str(MUTEX_OFFSET), expected=-signal.SIGKILL)
     assert other.stats()["rebuilds"] == 1
     until(lambda: owner.stats()["pages_withdrawn"] == 0, "nobody pins them")
-    audit(owner)
-    audit(other)
 
 
 # ---- damage ----
@@ -265,6 +259,7 @@ def test_a_death_while_a_page_is_borrowed(hosts: Hosts, monkeypatch: pytest.Monk
 
 def test_a_published_page_that_was_changed(hosts: Hosts) -> None:
     owner, other = hosts.open(0), hosts.open(1)
+    hosts.damaged = True
     publish(owner, 1)
     piece = token_numbers(text(1), 1, 0)[:4, 0].tobytes()  # K of layer 1, page 0, head 0
     offset = Path(hosts.path).read_bytes().find(piece)
@@ -299,8 +294,6 @@ def test_a_damaged_log_record(hosts: Hosts) -> None:
     ]
     publish(owner, 4)
     assert found(other, 3) == found(other, 4) == TOKENS
-    audit(owner)
-    audit(other)
 
 
 @pytest.mark.parametrize("sequence", [6, 1 << 40, (1 << 64) - 1])
@@ -322,8 +315,6 @@ def test_a_dead_hosts_log_that_ends_in_damage(hosts: Hosts, sequence: int) -> No
     publish(back, 2)
     assert found(other, 2) == TOKENS
     assert other.stats()["log_rescans"] == 1
-    audit(back)
-    audit(other)
 
 
 def test_a_damaged_place_in_the_queue(hosts: Hosts) -> None:
@@ -334,8 +325,6 @@ def test_a_damaged_place_in_the_queue(hosts: Hosts) -> None:
         poke(hosts.path, line_offset(owner, 0, LOCK_LINE), struct.pack("<Q", place))
         fill_up(other)[0].release()
         assert found(other, 1) == TOKENS
-    audit(owner)
-    audit(other)
 
 
 def test_beats_that_jump(hosts: Hosts) -> None:
@@ -345,8 +334,6 @@ def test_beats_that_jump(hosts: Hosts) -> None:
         poke(hosts.path, line_offset(owner, 0, BEAT_LINE), struct.pack("<3Q", beats, beats, beats))
         assert found(other, 1) == TOKENS
         write_soon(other, 2).release()
-    audit(owner)
-    audit(other)
 
 
 def name_line(host: int, epoch: int, status: int) -> bytes:
@@ -364,7 +351,6 @@ def test_a_name_of_a_future_epoch(hosts: Hosts) -> None:
     poke(hosts.path, line_offset(owner, 2, NAME_LINE), name_line(2, (1 << 24) - 2, 2))
     with pytest.raises(CorruptError, match=r"host 2 has used up its epochs: create the pool anew"):
         hosts.open(2)
-    audit(owner)
 
 
 def test_a_claim_of_a_future_epoch(hosts: Hosts) -> None:
@@ -393,8 +379,6 @@ def test_a_claim_of_a_future_epoch(hosts: Hosts) -> None:
     assert owner.stats()["pages_elsewhere"] < geometry["page_count"] // 2
     verify(kept, text(1))
     del full
-    audit(owner)
-    audit(other)
 
 
 def test_damaged_names(hosts: Hosts) -> None:
@@ -418,13 +402,13 @@ def test_damaged_names(hosts: Hosts) -> None:
     (problem,) = owner.admin.check()["problems"]
     assert problem.startswith("host 3: its name line is damaged")
     poke(hosts.path, at, before)
-    audit(owner)
 
 
 @pytest.mark.parametrize("round_number", range(6))
 def test_random_bytes_in_a_hosts_block(hosts: Hosts, seed: int, round_number: int) -> None:
     """Others work, or say what is wrong; they read right bytes or none."""
     random = Random(seed + round_number)
+    hosts.damaged = True
     owner, other = hosts.open(0, SHORT_LEASE_S), hosts.open(1, SHORT_LEASE_S)
     for number in range(1, 6):
         publish(owner, number)
