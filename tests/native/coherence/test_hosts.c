@@ -360,9 +360,6 @@ int main(void) {
         on_hosts(fast[i], VISIBILITY_FAST, true);
     for (size_t i = 0; i < sizeof(strict) / sizeof(*strict); i++)
         on_hosts(strict[i], VISIBILITY_STRICT, true);
-    const char *given = getenv("CXLKV_TEST_SEED");
-    uint64_t seed = given ? strtoull(given, NULL, 10) : 1;
-    printf("seed %lu\n", seed);
-    test_hostile(seed);
+    test_hostile(test_seed_or(1));
     return 0;
 }

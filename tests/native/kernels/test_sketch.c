@@ -238,9 +238,7 @@ static void test_isa(const char *name, uint64_t seed) {
 
 int main(void) {
     const char *names[] = {"serial", "avx2", "avx512_bf16", "neon"};
-    const char *given = getenv("CXLKV_TEST_SEED");
-    uint64_t seed = given ? strtoull(given, NULL, 10) : 1;
-    printf("seed %lu\n", seed);
+    uint64_t seed = test_seed_or(1);
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) test_isa(names[i], seed);
     return 0;
 }

@@ -105,12 +105,23 @@ static inline void test_ended(pid_t child, int signal) {
     CHECK(signal ? WIFSIGNALED(status) && WTERMSIG(status) == signal : status == 0);
 }
 
-/* Of a run: what the environment says, or another one each time. */
-static inline uint64_t test_seed(void) {
+/* Of a run: what the environment says, or this one. */
+static inline uint64_t test_seed_or(uint64_t otherwise) {
     const char *given = getenv("CXLKV_TEST_SEED");
-    uint64_t seed = given ? strtoull(given, NULL, 10) : boottime_ns();
+    uint64_t seed = given ? strtoull(given, NULL, 10) : otherwise;
     printf("CXLKV_TEST_SEED=%lu\n", seed);
     return seed;
+}
+
+/* Another one each time. */
+static inline uint64_t test_seed(void) { return test_seed_or(boottime_ns()); }
+
+/* Four threads use what is switched between the serial way and the best one meanwhile. */
+static inline void test_while_forced(void *(*use)(void *), int (*force)(const char *name)) {
+    pthread_t threads[4];
+    for (int i = 0; i < 4; i++) CHECK(pthread_create(&threads[i], NULL, use, NULL) == 0);
+    for (int i = 0; i < 1000; i++) CHECK(force(i % 2 ? "auto" : "serial") == 0);
+    for (int i = 0; i < 4; i++) CHECK(pthread_join(threads[i], NULL) == 0);
 }
 
 /* A name in /dev/shm that no other test has; the caller removes it. */
