@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Literal, NamedTuple, TypedDict, cast
 
 from cxlkv.errors import BadArgumentError, CorruptError
 from cxlkv.machine.state import state_folder, write_whole
+from cxlkv.machine.sysfs import fields
+from cxlkv.machine.sysfs import read as read_text
 
 __all__ = ["certified_mode"]
 
@@ -111,7 +112,7 @@ def _dax_identity(place: Path, number: str, root: Path) -> Identity:
     folder = root / "sys/dev/char" / number
     if os.path.basename(os.path.realpath(folder / "subsystem")) != "dax":
         raise BadArgumentError(f"{place}: a device, but no dax device; give /dev/daxX.Y or a file")
-    return {"kind": "dax", "sysfs": os.path.realpath(folder), "bytes": _read(folder / "size")}
+    return {"kind": "dax", "sysfs": os.path.realpath(folder), "bytes": read_text(folder / "size")}
 
 
 def _numbers(device: int) -> str:
@@ -120,38 +121,30 @@ def _numbers(device: int) -> str:
 
 def _mount(number: str, root: Path) -> tuple[str, str]:
     """Type and source of the file system; "" where the kernel does not list it (btrfs)."""
-    for line in _read(root / "proc/self/mountinfo").splitlines():
-        fields = line.split()
-        if len(fields) > 6 and fields[2] == number and "-" in fields:
-            after = fields[fields.index("-") + 1 :]
+    for line in read_text(root / "proc/self/mountinfo").splitlines():
+        words = line.split()
+        if len(words) > 6 and words[2] == number and "-" in words:
+            after = words[words.index("-") + 1 :]
             return after[0], after[1]
     return "", ""
 
 
 def this_machine(root: Path = Path("/")) -> Machine:
     """Describe this machine as certificates name it; another CPU makes another machine."""
-    text = _read(root / "proc/cpuinfo")
-    fields = dict(re.findall(r"^([^:\n]+?)\s*:[ \t]*(.*)$", text, re.M))
-    flags = str(fields.get("flags") or fields.get("Features") or "").split()
-    part = f"implementer {fields.get('CPU implementer')} part {fields.get('CPU part')}"
-    name = _read(root / "etc/machine-id") or os.uname().nodename
+    info = fields(read_text(root / "proc/cpuinfo"))
+    flags = (info.get("flags") or info.get("Features") or "").split()
+    part = f"implementer {info.get('CPU implementer')} part {info.get('CPU part')}"
+    name = read_text(root / "etc/machine-id") or os.uname().nodename
     return {
         "id": short_hash(f"cxlkv {name}"),
         "architecture": os.uname().machine,
-        "cpu": fields.get("model name") or part,
+        "cpu": info.get("model name") or part,
         "flushes": [flag for flag in ("clflush", "clflushopt", "clwb", "dcpop") if flag in flags],
     }
 
 
 def short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 # ---- the file ----

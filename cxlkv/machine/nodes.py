@@ -85,7 +85,10 @@ def probe_nodes(root: Path = Path("/")) -> Numa:
                 tier=tiers.get(node),
                 weight=number(root / f"sys/kernel/mm/mempolicy/weighted_interleave/{name}"),
                 zones=zones.get(node, ()),
-                offline_blocks_count=_offline_blocks(folder / name),
+                offline_blocks_count=sum(
+                    read(folder / name / block / "state") == "offline"
+                    for block in names(folder / name, r"memory[0-9]+")
+                ),
             )
         )
     return Numa(
@@ -135,9 +138,3 @@ def _zones(root: Path) -> dict[int, tuple[str, ...]]:
         elif zone and re.match(r"\s+managed\s+[1-9]", line):
             found[node] = (*found.get(node, ()), zone)
     return found
-
-
-def _offline_blocks(folder: Path) -> int:
-    return sum(
-        read(folder / name / "state") == "offline" for name in names(folder, r"memory[0-9]+")
-    )

@@ -84,8 +84,8 @@ def near_cpus(nodes: tuple[int, ...], root: Path = Path("/")) -> frozenset[int]:
     absent = [node for node in nodes if node not in {n.node for n in there}]
     if absent:
         raise UnsupportedError(
-            f"numa:{','.join(map(str, nodes))}: {named(absent)} {_is(absent)} not there; this "
-            f"machine has {_with_cpus(there)}"
+            f"numa:{','.join(map(str, nodes))}: {named(absent)} "
+            f"{'is' if len(absent) == 1 else 'are'} not there; this machine has {_with_cpus(there)}"
         )
     cpus = {cpu for node in there if node.node not in nodes for cpu in node.cpus}
     near = frozenset(cpus & os.sched_getaffinity(0))
@@ -103,17 +103,14 @@ def begin(nodes: tuple[int, ...], root: Path = Path("/")) -> frozenset[int]:
     `nodes`; returns the CPUs that they may use. Raises UnsupportedError as near_cpus()."""
     near = near_cpus(nodes, root)
     for _ in range(ATTEMPTS):  # a thread that starts meanwhile may have the old CPUs
-        stray = [thread for thread in _threads() if not _runs_within(thread, near)]
+        threads = map(int, os.listdir("/proc/self/task"))
+        stray = [thread for thread in threads if not _runs_within(thread, near)]
         if not stray:
             break
         for thread in stray:
             with suppress(ProcessLookupError):  # it has ended
                 os.sched_setaffinity(thread, near)
     return near
-
-
-def _threads() -> list[int]:
-    return [int(name) for name in os.listdir("/proc/self/task")]
 
 
 def _runs_within(thread: int, cpus: frozenset[int]) -> bool:
@@ -136,10 +133,6 @@ def label(nodes: tuple[int, ...], root: Path = Path("/")) -> str:
     }
     text = f"numa:{','.join(map(str, nodes))}"
     return text + (f", distance {min(distances)}" if distances else "")
-
-
-def _is(nodes: list[int]) -> str:
-    return "is" if len(nodes) == 1 else "are"
 
 
 def _with_cpus(nodes: tuple[NumaNode, ...]) -> str:

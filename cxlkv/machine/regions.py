@@ -82,10 +82,16 @@ def parse_place(where: str | os.PathLike[str]) -> Place:
 
 def _device_of(text: str, name: str) -> str:
     if "+" in name:
-        parts = [_member_of(text, part) for part in name.split("+")]
+        parts = [_path_in_dev(text, part) for part in name.split("+")]
+        for part in parts:
+            if not _is_there(part):
+                raise UnsupportedError(
+                    f"{text}: {part or 'nothing'} is neither a device nor a file; of several, all "
+                    "must be there, files with the size that they keep"
+                )
         return STRIPED + "+".join(parts)
     path = _path_in_dev(text, name)
-    if "\0" in name or not (is_device(path) or os.path.isfile(path)):
+    if not _is_there(path):
         there = sorted(str(device) for device in Path("/dev").glob("dax*"))
         what = f"there are {', '.join(there)}" if there else "this machine has none (cxlkv info)"
         raise UnsupportedError(
@@ -108,14 +114,8 @@ def _path_in_dev(text: str, name: str) -> str:
     return found[0]
 
 
-def _member_of(text: str, name: str) -> str:
-    path = _path_in_dev(text, name)
-    if "\0" in name or not (is_device(path) or os.path.isfile(path)):
-        raise UnsupportedError(
-            f"{text}: {path or 'nothing'} is neither a device nor a file; of several, all must be "
-            "there, files with the size that they keep"
-        )
-    return path
+def _is_there(path: str) -> bool:
+    return "\0" not in path and (is_device(path) or os.path.isfile(path))
 
 
 def is_striped(path: str) -> bool:

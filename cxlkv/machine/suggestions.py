@@ -181,7 +181,8 @@ def _far_nodes(machine: Machine, numa: Numa, devices: Devices) -> Iterator[Place
     """Nodes with memory and without CPUs, the fastest to read first."""
     for node in sorted(_without_cpus(machine, numa), key=lambda each: _slowness(each, numa)):
         details = numa.of(node.node)
-        device = next((d for d in devices.dax_devices if _is_ram_of(d, node.node)), None)
+        ram = [each for each in devices.dax_devices if each.driver == "kmem"]
+        device = next((each for each in ram if each.target_node == node.node), None)
         origin = f", {_origin(device, devices)} as system RAM (kmem)" if device else ""
         forbidden = details is not None and details.allowed is False
         yield Place(
@@ -255,10 +256,6 @@ def _cautions(numa: Numa, details: NodeDetails | None) -> Iterator[str]:
             "all of it is movable: what pins memory for long (RDMA, cudaHostRegister) "
             "has the kernel move it to another node first"
         )
-
-
-def _is_ram_of(device: DaxDevice, node: int) -> bool:
-    return device.driver == "kmem" and device.target_node == node
 
 
 def _offline_ram(numa: Numa, devices: Devices) -> list[DaxDevice]:

@@ -141,58 +141,42 @@ def probe(root: Path = Path("/")) -> Machine:
 
 def missing(machine: Machine) -> list[Advice]:
     """List what this machine lacks, most important first."""
-    return [
-        advice
-        for check in (_no_simd, _small_shared_memory, _no_huge_pages, _low_memlock)
-        if (advice := check(machine)) is not None
-    ]
+    return list(_missing(machine))
 
 
-def _no_simd(machine: Machine) -> Advice | None:
+def _missing(machine: Machine) -> Iterator[Advice]:
     wanted = {"x86_64": "avx2", "aarch64": "asimd"}.get(machine.cpu.architecture)
-    if wanted is None or wanted in machine.cpu.isa:
-        return None
-    return Advice(
-        what=f"no {wanted}",
-        why="keys are scored by plain C code, several times slower than memory can bring them",
-        command="in a virtual machine, pass the CPU through: qemu -cpu host; else another machine",
-    )
-
-
-def _small_shared_memory(machine: Machine) -> Advice | None:
+    if wanted is not None and wanted not in machine.cpu.isa:
+        yield Advice(
+            what=f"no {wanted}",
+            why="keys are scored by plain C code, several times slower than memory can bring them",
+            command="in a virtual machine, pass the CPU through: qemu -cpu host; else another"
+            " machine",
+        )
     size_bytes = machine.shared_memory.size_bytes
-    if size_bytes is None or size_bytes >= SHARED_MEMORY_SMALL_BYTES:
-        return None
-    return Advice(
-        what=f"/dev/shm holds {size_bytes // MIB} MiB only",
-        why="a pool that processes share lies there by default, and must fit",
-        command="docker run --shm-size=16g ..., or: sudo mount -o remount,size=16G /dev/shm",
-    )
-
-
-def _no_huge_pages(machine: Machine) -> Advice | None:
+    if size_bytes is not None and size_bytes < SHARED_MEMORY_SMALL_BYTES:
+        yield Advice(
+            what=f"/dev/shm holds {size_bytes // MIB} MiB only",
+            why="a pool that processes share lies there by default, and must fit",
+            command="docker run --shm-size=16g ..., or: sudo mount -o remount,size=16G /dev/shm",
+        )
     pages = machine.huge_pages
-    if any(pool.total_count > 0 for pool in pages.pools):
-        return None
-    if pages.transparent != "never" and pages.shared_memory in SHARED_MEMORY_HUGE:
-        return None
-    return Advice(
-        what="no huge pages for shared memory",
-        why="with 4 KiB pages, address translation slows each scan of a large pool",
-        command="echo advise | sudo tee /sys/kernel/mm/transparent_hugepage/shmem_enabled,"
-        " or reserve 2 GiB: sudo sysctl vm.nr_hugepages=1024",
-    )
-
-
-def _low_memlock(machine: Machine) -> Advice | None:
+    transparent = pages.transparent != "never" and pages.shared_memory in SHARED_MEMORY_HUGE
+    if not transparent and not any(pool.total_count > 0 for pool in pages.pools):
+        yield Advice(
+            what="no huge pages for shared memory",
+            why="with 4 KiB pages, address translation slows each scan of a large pool",
+            command="echo advise | sudo tee /sys/kernel/mm/transparent_hugepage/shmem_enabled,"
+            " or reserve 2 GiB: sudo sysctl vm.nr_hugepages=1024",
+        )
     limit_bytes = machine.memory.memlock_bytes
-    if limit_bytes is None or limit_bytes >= MEMLOCK_SMALL_BYTES:
-        return None
-    return Advice(
-        what=f"only {limit_bytes / MIB:g} MiB may be locked in memory",
-        why="a pool beyond that cannot be pinned, so it can be swapped out and RDMA cannot use it",
-        command="ulimit -l unlimited, or: docker run --ulimit memlock=-1 ...",
-    )
+    if limit_bytes is not None and limit_bytes < MEMLOCK_SMALL_BYTES:
+        yield Advice(
+            what=f"only {limit_bytes / MIB:g} MiB may be locked in memory",
+            why="a pool beyond that cannot be pinned, so it can be swapped out and RDMA cannot use"
+            " it",
+            command="ulimit -l unlimited, or: docker run --ulimit memlock=-1 ...",
+        )
 
 
 def _cpu(root: Path) -> Cpu:

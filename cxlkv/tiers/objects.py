@@ -59,13 +59,13 @@ class ObjectMoves(ABC):
                     self._restore(wanted)
                 finally:
                     self._coming = np.empty(0, np.uint32)
-        return self._in_pool(names)
+        return self.pool.records.here(names)
 
     def contains(self, keys: Keys) -> Mask:
         """bool [n]: which objects are in the pool or, as far as its headers say, in the cold tier;
         no use of them. Raises BadArgumentError for a pool of K and V."""
         names = self._object_names(keys)
-        there = self._in_pool(names)
+        there = self.pool.records.here(names)
         return there if self.cold is None else there | self.cold.contains(names)
 
     def forget(self, keys: Keys) -> int:
@@ -74,7 +74,7 @@ class ObjectMoves(ABC):
         a pool of K and V."""
         names = np.unique(self._object_names(keys), axis=0)
         with self._lock:  # none of them is on its way from one to the other
-            there = self._in_pool(names)
+            there = self.pool.records.here(names)
             self.pool.forget(keys)
             if self.cold is not None:
                 there |= self.cold.drop(names)
@@ -129,9 +129,6 @@ class ObjectMoves(ABC):
                 "V back"
             )
         return self.pool.records.names(hashes_of(keys)).reshape(-1, 16)
-
-    def _in_pool(self, names: Names) -> Mask:
-        return self.pool.records.here(names)
 
     # ---- of Tiers ----
 

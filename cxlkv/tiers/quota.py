@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 
 import numpy as np
-import numpy.typing as npt
 
 from cxlkv import _lifetime
 from cxlkv.arrays import Names
@@ -59,7 +58,7 @@ class Quota:
         keys = keys[: len(seq) // keys.page_tokens]
         names = self._names(keys)
         with self._lock:
-            new = names[~self._there(names)]
+            new = names[~self._records.here(names)]
             self._make_room(len(new), names)
             count = self.tiers.pool.publish(seq, keys, keys.page_tokens, strict=keys.strict)
             self._add(new)
@@ -70,7 +69,7 @@ class Quota:
         as far as they may go."""
         names = self._names(keys)
         with self._lock:
-            gone = names[~self._there(names)]
+            gone = names[~self._records.here(names)]
             hit = self.tiers.match(keys, lease_s=lease_s, strict=keys.strict)
             self._add(gone)
             self._evict(len(self._own) - self.pages, names)
@@ -96,11 +95,8 @@ class Quota:
         names: Names = self._records.names(keys.packed.tobytes(), places).reshape(-1, 16)
         return names
 
-    def _there(self, names: Names) -> npt.NDArray[np.bool_]:
-        return self._records.here(names)
-
     def _add(self, names: Names) -> None:
-        self._own.update(row.tobytes() for row in names[self._there(names)])
+        self._own.update(row.tobytes() for row in names[self._records.here(names)])
 
     @staticmethod
     def _joined(names: set[bytes]) -> Names:
@@ -108,7 +104,7 @@ class Quota:
 
     def _forget_gone(self) -> None:
         names = self._joined(self._own)
-        self._own = {row.tobytes() for row in names[self._there(names)]}
+        self._own = {row.tobytes() for row in names[self._records.here(names)]}
 
     def _make_room(self, new: int, kept: Names) -> None:
         over = len(self._own) + new - self.pages
