@@ -40,7 +40,6 @@ static void report_page(report *report, uint32_t page) { report_line(report, "pa
 typedef void page_check(cxlkv_pool *pool, uint32_t page, report *report);
 
 static void check_guarded(cxlkv_pool *pool, uint32_t page, page_check *check, report *report) {
-    guard fault;
     GUARD_BEGIN(fault) {
         check(pool, page, report);
     } GUARD_END(fault, (poison_error_locked(pool, &fault), report_page(report, page)))

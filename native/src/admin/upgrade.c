@@ -50,17 +50,11 @@ static int hosts_have_left(const cxlkv_pool *pool) {
 
 static int upgrade_mapped(cxlkv_pool *pool) {
     const superblock *block = (const superblock *)pool->region.base;
-    guard fault;
-    volatile int code = 0;
-    GUARD_BEGIN(fault) {
-        code = (int)block->version;
-        if (code != FORMAT_VERSION) {
-            int busy = hosts_have_left(pool);
-            if (busy == 0) superblock_upgrade(pool->region.base);
-            else code = busy;
-        }
-    } GUARD_END(fault, code = fail(CXLKV_E_POISON, "%s: bus error at its first bytes", pool->path))
-    return code;
+    int version = (int)block->version;
+    int code = version == FORMAT_VERSION ? 0 : hosts_have_left(pool);
+    if (code < 0) return code;
+    if (version != FORMAT_VERSION) superblock_upgrade(pool->region.base);
+    return version;
 }
 
 static int open_unused(cxlkv_pool *pool, const char *path) {
@@ -87,7 +81,9 @@ int cxlkv_pool_upgrade(const char *path) {
     pool->path = strdup(path);
     int code = pool->path ? guard_install() : fail(ENOMEM, "no memory to upgrade %s", path);
     if (code == 0) code = open_unused(pool, path);
-    if (code == 0) code = upgrade_mapped(pool);
+    if (code == 0)
+        code = GUARDED(upgrade_mapped(pool),
+                       fail(CXLKV_E_POISON, "%s: bus error at its first bytes", path));
     if (pool->region.base) region_unmap(&pool->region);
     if (pool->region.fd >= 0) close_region(pool->region.fd);
     free(pool->path);
@@ -97,18 +93,19 @@ int cxlkv_pool_upgrade(const char *path) {
 
 /* ---- looking ---- */
 
+static int format_read(const superblock *block, cxlkv_format *format) {
+    *format = (cxlkv_format){.version = block->version, .build = block->build,
+                             .compatible = block->features[FEATURES_COMPATIBLE],
+                             .readers = block->features[FEATURES_READERS],
+                             .incompatible = block->features[FEATURES_INCOMPATIBLE]};
+    return 0;
+}
+
 int cxlkv_pool_format(cxlkv_pool *pool, cxlkv_format *format) {
     int code = pool_enter(pool);
     if (code < 0) return code;
-    guard fault;
-    volatile int outcome = 0;
-    GUARD_BEGIN(fault) {
-        const superblock *block = (const superblock *)pool->region.base;
-        *format = (cxlkv_format){.version = block->version, .build = block->build,
-                                 .compatible = block->features[FEATURES_COMPATIBLE],
-                                 .readers = block->features[FEATURES_READERS],
-                                 .incompatible = block->features[FEATURES_INCOMPATIBLE]};
-    } GUARD_END(fault, outcome = poison_error(pool, &fault))
+    code = GUARDED(format_read((const superblock *)pool->region.base, format),
+                   poison_error(pool, &fault));
     pool_leave(pool);
-    return outcome;
+    return code;
 }

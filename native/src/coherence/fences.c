@@ -135,7 +135,6 @@ static void open_fence(const hosts *h, uint32_t host) {
     const void *line = word;
     line_look(h, FLUSH_FENCE_LOOK_BEGIN, &line, 1, 1);
     if (!word_try(h, word, &said) || FENCE_STATE(said) != FENCE_CLOSED) return;
-    guard fault;
     GUARD_BEGIN(fault) {
         flush_store_word(word, 0);
         line_keep(h, FLUSH_CUT, word, sizeof(*word));

@@ -26,10 +26,9 @@ static inline void line_keep(const hosts *h, enum flush_site site, const void *f
 /* ---- lines of others are read from memory, after anything that was done before ---- */
 static inline void line_look(const hosts *h, enum flush_site begin, const void *const *first,
                              uint32_t count, uint64_t lines_each) {
-    guard fault;
     volatile uint64_t done = 0;
     flush_fence_all(begin);
-    while (done < count * lines_each) {
+    while (done < count * lines_each)
         GUARD_BEGIN(fault) {
             for (; done < count * lines_each; done++) {
                 uintptr_t at = (uintptr_t)first[done / lines_each];
@@ -38,7 +37,6 @@ static inline void line_look(const hosts *h, enum flush_site begin, const void *
                 line_drop(begin + 1, (const void *)at, h->mode);
             }
         } GUARD_END(fault, done++) /* who loads it finds that out */
-    }
     flush_fence_all(begin + 2);
 }
 

@@ -26,13 +26,11 @@ static void put_record(const hosts *h, log_record *record, uint64_t sequence) {
 }
 
 void hosts_log(const hosts *h, uint64_t next, log_record *records, uint32_t count) {
-    guard fault;
     volatile uint32_t done = 0;
-    while (done < count) {
+    while (done < count)
         GUARD_BEGIN(fault) {
             for (; done < count; done++) put_record(h, &records[done], next + done);
         } GUARD_END(fault, (done++, hosts_lost(h, &fault)))
-    }
     flush_fence_stores(FLUSH_LOG_FENCE);
 }
 

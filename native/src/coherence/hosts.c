@@ -139,15 +139,13 @@ static uint64_t *beat_word(const hosts *h, uint32_t host, uint32_t word) {
 }
 
 bool hosts_beat(const hosts *h, uint64_t beats, uint64_t wanted_extents) {
-    guard fault;
-    volatile bool done = true;
     GUARD_BEGIN(fault) {
         flush_store_word(beat_word(h, h->self, 1), wanted_extents);
         flush_store_word(beat_word(h, h->self, 0), beats);
         line_send(FLUSH_BEAT, beat_word(h, h->self, 0), h->mode);
         flush_fence_stores(FLUSH_BEAT_FENCE);
-    } GUARD_END(fault, done = hosts_lost(h, &fault) == 0)
-    return done;
+    } GUARD_END(fault, return hosts_lost(h, &fault) == 0)
+    return true;
 }
 
 /* With the next beat; what is lost of it, that tells. */

@@ -56,28 +56,22 @@ static uint64_t try_each(const hosts *h, const void *const *words, uint32_t coun
 }
 
 uint64_t words_try(const hosts *h, const void *const *words, uint32_t count, uint64_t *values) {
-    guard fault;
-    volatile bool read = true;
     GUARD_BEGIN(fault) {
         for (uint32_t i = 0; i < count; i++) values[i] = flush_load_word(words[i]);
-    } GUARD_END(fault, read = false)
-    return read ? 0 : try_each(h, words, count, values);
+    } GUARD_END(fault, return try_each(h, words, count, values))
+    return 0;
 }
 
 uint64_t hosts_hand_over(const void *first, uint64_t bytes, bool gives) {
-    guard fault;
     uintptr_t end = (uintptr_t)first + bytes;
     volatile uintptr_t at = (uintptr_t)first;
     volatile uint64_t lost = 0;
-    while (at < end) {
+    while (at < end)
         GUARD_BEGIN(fault) {
             flush_invalidate(gives ? FLUSH_GIVE : FLUSH_TAKE, (void *)at, end - at);
             at = end;
-        } GUARD_END(fault, lost++)
-        if (at == end) break;
-        uintptr_t granule = fault.granularity_bytes;
-        at = fault.address / granule * granule + granule;
-    }
+        } GUARD_END(fault, (lost++, at = fault.address / fault.granularity_bytes *
+                                         fault.granularity_bytes + fault.granularity_bytes))
     flush_fence_all(gives ? FLUSH_GIVE_FENCE : FLUSH_TAKE_FENCE);
     return lost;
 }

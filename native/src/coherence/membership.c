@@ -6,7 +6,6 @@ static void clear_pins(const hosts *h) {
     uint8_t *first = (uint8_t *)hosts_pin_word(h, h->self, 0);
     static const uint8_t zeros[LINE_BYTES];
     uint64_t bytes = h->area.block_bytes - h->area.pins_offset;
-    guard fault;
     GUARD_BEGIN(fault) { /* where it fails, pins stay: pages wait, nobody is hurt */
         for (uint64_t at = 0; at < bytes; at += LINE_BYTES) flush_store_line(first + at, zeros, 0);
         line_keep(h, FLUSH_UNPIN, first, bytes);
@@ -77,7 +76,6 @@ void hosts_recover(const hosts *h) {
 }
 
 void hosts_leave(hosts *h, uint64_t nonce) {
-    guard fault;
     hosts_unlock(h);
     clear_pins(h);
     GUARD_BEGIN(fault) { /* else it looks as if it had died: its operator says that it is off */

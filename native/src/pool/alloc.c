@@ -54,14 +54,6 @@ static bool clear_loose(cxlkv_pool *pool, uint32_t page) {
     return atomic_fetch_and(&pool->loose[page / 64], ~bit) & bit;
 }
 
-/* Under the host lock: what the dead held, and what other hosts have pinned until now. */
-static void make_room(cxlkv_pool *pool, uint64_t page_count) {
-    guard fault;
-    GUARD_BEGIN(fault) {
-        pages_make_room(pool, page_count);
-    } GUARD_END(fault, poison_error_locked(pool, &fault))
-}
-
 int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count) {
     int code = host_lock(pool);
     if (code < 0 || pool->host->free_pages >= page_count) return code;
@@ -70,7 +62,7 @@ int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count) {
     hooks.worker_give_back(pool); /* it may hold what our tables do not have any more */
     code = host_lock(pool);
     if (code < 0 || !pool->shared) return code;
-    make_room(pool, page_count);
+    GUARDED((pages_make_room(pool, page_count), 0), poison_error_locked(pool, &fault));
     /* Nobody waits for other hosts with the lock; so what was got for us may be taken by others. */
     for (int attempt = 0; pool->host->free_pages < page_count && attempt < 8; attempt++) {
         host_unlock(pool);

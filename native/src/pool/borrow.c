@@ -33,13 +33,11 @@ static void record_ranges(const cxlkv_pool *pool, uint32_t page, visible_range *
 
 /* Own lines, which may be lost like any other: then nothing is pinned, or stays so. */
 static int change_pins(cxlkv_pool *pool, const pin_item *pins, uint32_t count, bool wanted) {
-    guard fault;
-    volatile int code = 0;
     GUARD_BEGIN(fault) {
         if (wanted) visibility_pin(pins, count, pool->mode);
         else visibility_unpin(pins, count, pool->mode);
-    } GUARD_END(fault, code = hosts_lost(&pool->hosts, &fault))
-    return code;
+    } GUARD_END(fault, return hosts_lost(&pool->hosts, &fault))
+    return 0;
 }
 
 static int set_pins(cxlkv_pool *pool, const borrowing *items, uint32_t count, bool wanted) {
@@ -74,12 +72,8 @@ static int settle_item(cxlkv_pool *pool, borrowing *item, const acquire_item *go
 }
 
 static bool take_into_view(cxlkv_pool *pool, acquire_item *items, uint32_t count) {
-    guard fault;
-    volatile bool done = true;
-    GUARD_BEGIN(fault) {
-        visibility_take(items, count, pool->mode);
-    } GUARD_END(fault, (poison_error_locked(pool, &fault), done = false))
-    return done;
+    return GUARDED((visibility_take(items, count, pool->mode), true),
+                   poison_error_locked(pool, &fault) == 0);
 }
 
 /* Where the memory of one of them is lost, each is looked at for itself. */
@@ -171,12 +165,7 @@ static bool pins_hold(const cxlkv_pool *pool, uint32_t host) {
 
 static bool look_at_pins(const cxlkv_pool *pool, const void *const *words, uint32_t count,
                          uint64_t *values) {
-    guard fault;
-    volatile bool done = true;
-    GUARD_BEGIN(fault) {
-        visibility_look(words, count, values, pool->mode);
-    } GUARD_END(fault, done = false)
-    return done;
+    return GUARDED((visibility_look(words, count, values, pool->mode), true), false);
 }
 
 /* What cannot be read may be pinned: its pages wait until its host left, or is off. */

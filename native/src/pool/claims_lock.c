@@ -45,7 +45,6 @@ hosts hosts_outside(cxlkv_pool *pool) {
 
 /* Of a holder that died, or was interrupted. */
 static void claim_repair(cxlkv_pool *pool, const hosts *turn) {
-    guard fault;
     extents_doubt(pool);
     GUARD_BEGIN(fault) {
         hosts_recover_claims(turn);

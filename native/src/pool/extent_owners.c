@@ -45,13 +45,11 @@ static uint64_t *settled_word(const cxlkv_pool *pool) {
 }
 
 int settled_set(const cxlkv_pool *pool, uint64_t boot) {
-    guard fault;
-    volatile int code = 0;
     GUARD_BEGIN(fault) {
         flush_store_word(settled_word(pool), boot);
         line_keep(&pool->hosts, FLUSH_COMMIT, settled_word(pool), sizeof(boot));
-    } GUARD_END(fault, code = hosts_lost(&pool->hosts, &fault))
-    return code;
+    } GUARD_END(fault, return hosts_lost(&pool->hosts, &fault))
+    return 0;
 }
 
 uint64_t settled_get(const cxlkv_pool *pool) {
@@ -125,7 +123,6 @@ int extents_refresh(cxlkv_pool *pool, const hosts *turn) {
     uint64_t boot = code == 0 ? this_boot() : 0;
     if (code == 0 && !arrives) code = host_lock(pool);
     if (code == 0) {
-        guard fault;
         GUARD_BEGIN(fault) {
             refresh(pool, owners,
                     arrives && boot && settled_get(pool) == boot);
@@ -140,7 +137,6 @@ int extents_refresh(cxlkv_pool *pool, const hosts *turn) {
 
 /* They are claimed: under the host lock they become ours to use. */
 int extents_take_in(cxlkv_pool *pool, const uint32_t *extents, uint32_t count) {
-    guard fault;
     volatile int code = host_lock(pool);
     if (code < 0) return code;
     GUARD_BEGIN(fault) {

@@ -88,7 +88,6 @@ static bool somebody_offers(const cxlkv_pool *pool) {
  * them offers some; if none does, *ends. */
 static uint64_t look_for_room(cxlkv_pool *pool, uint64_t page_count, bool asks, bool *ends) {
     uint64_t slots = pool->geometry.slab_slots;
-    guard fault;
     *ends = host_lock(pool) < 0;
     if (*ends) return page_count;
     const uint64_t missing = page_count - min_u64(page_count, pool->host->free_pages);
@@ -170,7 +169,6 @@ uint64_t extents_wanted(const cxlkv_pool *pool) {
 
 /* Under the host lock: what is marked as no more ours before it is claimed away. */
 static uint32_t leave_some(cxlkv_pool *pool, uint32_t *extents) {
-    guard fault;
     volatile uint32_t left = 0;
     if (host_lock(pool) < 0) return 0;
     GUARD_BEGIN(fault) {

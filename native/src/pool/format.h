@@ -148,6 +148,8 @@ descriptor *descriptor_of(const cxlkv_pool *pool, uint32_t page);
 void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t state,
                       uint32_t tokens, const page_key *key);
 void descriptor_restore(cxlkv_pool *pool, uint32_t page, const descriptor *line);
+/* Another host's: what is read next comes from memory. */
+void descriptor_drop(const cxlkv_pool *pool, uint32_t page);
 /* Copies the line and verifies the copy; 0 or -CXLKV_E_CORRUPT. */
 int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy);
 void record_seal(cxlkv_pool *pool, uint32_t page, uint32_t part, uint32_t tokens,

@@ -109,12 +109,8 @@ static void list_hashes(const cxlkv_pool *pool, cxlkv_published *rows, uint32_t 
 
 static int64_t list_locked(cxlkv_pool *pool, cxlkv_published *rows, uint32_t capacity,
                            uint32_t *places) {
-    guard fault;
-    volatile int64_t count = 0;
-    GUARD_BEGIN(fault) {
-        count = list_pages(pool, rows, capacity, places);
-        list_hashes(pool, rows, capacity, places);
-    } GUARD_END(fault, count = poison_error_locked(pool, &fault))
+    int64_t count = list_pages(pool, rows, capacity, places);
+    list_hashes(pool, rows, capacity, places);
     return count;
 }
 
@@ -129,7 +125,8 @@ int64_t cxlkv_pool_published(cxlkv_pool *pool, cxlkv_published *rows, uint32_t c
     code = places ? host_lock(pool) : fail(ENOMEM, "no memory to list published pages");
     if (code == 0) {
         host_reap(pool); /* the dead hold nothing */
-        code = list_locked(pool, rows, capacity, places);
+        code = GUARDED(list_locked(pool, rows, capacity, places),
+                       poison_error_locked(pool, &fault));
         *clock = pool->host->clock;
         host_unlock(pool);
     }

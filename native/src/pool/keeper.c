@@ -35,7 +35,6 @@ static void deal(cxlkv_pool *pool, hosts *turn, bool fenced, bool gives) {
 /* Whoever holds the host lock beats in its stead when it takes long. */
 static void keep(cxlkv_pool *pool) {
     if (host_trylock(pool) < 0) return;
-    guard fault;
     bool fenced = false;
     volatile bool gives = false, goes_on = pool->host->stopped == 0;
     if (goes_on) {

@@ -1,16 +1,13 @@
 /* Logs, ours and the others': what hosts tell each other about what can be found where. */
 #include <string.h>
 
-#include "coherence/lines.h"
 #include "pool/pages.h"
 #include "pool/peers.h"
 
 /* By the page's descriptor, from memory. */
 static bool says_so(cxlkv_pool *pool, const log_record *record) {
     descriptor line;
-    flush_fence_all(FLUSH_ACQUIRE_BEGIN_FENCE);
-    line_drop(FLUSH_ACQUIRE_DESCRIPTOR, descriptor_of(pool, record->page), pool->mode);
-    flush_fence_all(FLUSH_ACQUIRE_DESCRIPTOR_FENCE);
+    descriptor_drop(pool, record->page);
     return descriptor_read(pool, record->page, &line) == 0 &&
            line.version == (record->generation << 8 | PAGE_PUBLISHED) &&
            memcmp(line.hash, record->hash, sizeof(line.hash)) == 0;

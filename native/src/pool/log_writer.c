@@ -9,20 +9,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "coherence/lines.h"
 #include "pool/peers.h"
 
 /* The page's descriptor, from memory; false when it cannot be read, or is damaged. */
 static bool descriptor_look(cxlkv_pool *pool, uint32_t page, descriptor *line) {
-    guard fault;
-    volatile bool read = false;
-    GUARD_BEGIN(fault) {
-        flush_fence_all(FLUSH_ACQUIRE_BEGIN_FENCE);
-        line_drop(FLUSH_ACQUIRE_DESCRIPTOR, descriptor_of(pool, page), pool->mode);
-        flush_fence_all(FLUSH_ACQUIRE_DESCRIPTOR_FENCE);
-        read = descriptor_read(pool, page, line) == 0;
-    } GUARD_END(fault, (void)fault)
-    return read;
+    return GUARDED((descriptor_drop(pool, page), descriptor_read(pool, page, line) == 0), false);
 }
 
 static bool is_about(const log_record *record, const descriptor *line) {

@@ -54,7 +54,6 @@ static void wipe(cxlkv_pool *pool, uint32_t page) {
 bool page_scrubbed(cxlkv_pool *pool, uint32_t page) {
     page_info *info = &pool->pages[page];
     if (!info->scrub) return true;
-    guard fault;
     GUARD_BEGIN(fault) {
         wipe(pool, page);
     } GUARD_END(fault, page_retire(pool, page))
@@ -87,7 +86,6 @@ static void withdraw(cxlkv_pool *pool, uint32_t page) {
 /* {generation + 1, free}. True when `before` is what it said until then. */
 static bool descriptor_free(cxlkv_pool *pool, uint32_t page, descriptor *before) {
     page_info *info = &pool->pages[page];
-    guard fault;
     volatile bool known = false;
     rewrite_begin(pool, page);
     GUARD_BEGIN(fault) {
@@ -100,7 +98,6 @@ static bool descriptor_free(cxlkv_pool *pool, uint32_t page, descriptor *before)
 }
 
 static void descriptor_revert(cxlkv_pool *pool, uint32_t page, const descriptor *before) {
-    guard fault;
     rewrite_begin(pool, page);
     GUARD_BEGIN(fault) {
         descriptor_restore(pool, page, before);
@@ -117,7 +114,6 @@ static void descriptor_revert(cxlkv_pool *pool, uint32_t page, const descriptor 
  * not published, or whose process died). A host that leaves writes back headers only, and what its
  * caches evict later must not land on the next owner's data. */
 static void clean_unsealed(cxlkv_pool *pool, uint32_t page) {
-    guard fault;
     GUARD_BEGIN(fault) {
         uint64_t version = flush_load_word(&descriptor_of(pool, page)->version);
         for (uint32_t layer = 0; (version & 255) == PAGE_FREE && layer < pool->layout.layers;

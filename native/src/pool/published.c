@@ -59,7 +59,6 @@ bool match_page(cxlkv_pool *pool, const uint64_t hash[2], uint32_t part, uint32_
 
 /* Published no more. */
 static void seal_again(cxlkv_pool *pool, uint32_t page) {
-    guard fault;
     rewrite_begin(pool, page);
     GUARD_BEGIN(fault) {
         descriptor_write(pool, page, pool->pages[page].generation, PAGE_SEALED,

@@ -8,7 +8,6 @@
  * pages are rewritten, so it is made one again; the rebuild frees it if nobody holds it. */
 void rewrite_repair(cxlkv_pool *pool) {
     uint32_t page = pool->host->rewriting;
-    guard fault;
     pool->host->rewriting = NO_PAGE;
     if (page >= pool->host->page_count) return;
     GUARD_BEGIN(fault) {
@@ -76,7 +75,6 @@ static bool rebuild_page_guarded(cxlkv_pool *pool, uint32_t page, const register
 
 /* Where the index will be looked at, for all descriptors of a word: these are misses otherwise. */
 static void expect_index(cxlkv_pool *pool, uint32_t first, uint32_t end) {
-    guard fault;
     GUARD_BEGIN(fault) {
         for (uint32_t page = first; page < end; page++) {
             const descriptor *line = descriptor_of(pool, page);

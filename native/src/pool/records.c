@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "base/crc32c.h"
-#include "base/flush.h"
+#include "coherence/lines.h"
 #include "pool/peers.h"
 
 descriptor *descriptor_of(const cxlkv_pool *pool, uint32_t page) {
@@ -69,6 +69,12 @@ void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint
 void descriptor_restore(cxlkv_pool *pool, uint32_t page, const descriptor *line) {
     publish_item item = {.descriptor_line = descriptor_of(pool, page), .descriptor = line};
     visibility_free(&item, 1, pool->mode);
+}
+
+void descriptor_drop(const cxlkv_pool *pool, uint32_t page) {
+    flush_fence_all(FLUSH_ACQUIRE_BEGIN_FENCE);
+    line_drop(FLUSH_ACQUIRE_DESCRIPTOR, descriptor_of(pool, page), pool->mode);
+    flush_fence_all(FLUSH_ACQUIRE_DESCRIPTOR_FENCE);
 }
 
 /* A holder writes its page's descriptor without the host lock, and may be preempted half way. What

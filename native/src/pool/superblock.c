@@ -203,15 +203,13 @@ static host_line *host_line_of(const cxlkv_pool *pool) {
 
 int host_line_write(cxlkv_pool *pool, uint64_t nonce) {
     host_line *line = host_line_of(pool);
-    guard fault;
-    volatile int code = 0;
     GUARD_BEGIN(fault) {
         line->nonce = nonce;
         line->build = CXLKV_BUILD;
         line->features = features_told();
         line->crc = crc32c(0, line, offsetof(host_line, crc));
-    } GUARD_END(fault, code = poison_error_locked(pool, &fault))
-    return code;
+    } GUARD_END(fault, return poison_error_locked(pool, &fault))
+    return 0;
 }
 
 uint64_t host_line_read(const cxlkv_pool *pool) {
@@ -225,8 +223,6 @@ uint64_t host_line_nonce(const uint8_t *superblock_page) {
 }
 
 int pool_format(cxlkv_pool *pool) {
-    guard fault;
-    volatile int code = 0;
     for (size_t at = 0; at < 16; at += 8) {
         uint64_t half = random_u64();
         memcpy(pool->identity + at, &half, 8);
@@ -240,7 +236,7 @@ int pool_format(cxlkv_pool *pool) {
         store_fence();
         superblock_write(pool); /* last: on a device, until here there is no pool */
         if (pool->shared) hosts_hand_over(pool->region.base, SUPERBLOCK_BYTES, true);
-    } GUARD_END(fault, code = fail(CXLKV_E_POISON, "bus error while the pool was formatted: its "
+    } GUARD_END(fault, return fail(CXLKV_E_POISON, "bus error while the pool was formatted: its "
                                    "file system ran out of memory"))
-    return code;
+    return 0;
 }

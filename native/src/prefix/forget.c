@@ -1,6 +1,5 @@
 /* Published pages by their keys: forgotten, scrubbed, pinned. */
 
-#include "coherence/lines.h"
 #include "pool/hooks.h"
 #include "pool/pages.h"
 #include "pool/peers.h"

@@ -2,7 +2,6 @@
 #include <string.h>
 
 #include "base/crc32c.h"
-#include "coherence/lines.h"
 #include "pool/pages.h"
 #include "pool/peers.h"
 #include "prefix/prefix.h"

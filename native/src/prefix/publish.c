@@ -5,7 +5,6 @@
  * part. The ordinal in the descriptor makes a chain with a gap end at the gap. A part with a window
  * has gaps by right: it matches up to where all that the next token sees is there. */
 
-#include "coherence/lines.h"
 #include "pool/hooks.h"
 #include "pool/pages.h"
 #include "pool/peers.h"

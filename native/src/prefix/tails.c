@@ -4,7 +4,6 @@
  * key that names its tokens and how many they are. Who finds it copies it back to local memory. */
 #include <stdlib.h>
 
-#include "coherence/lines.h"
 #include "pool/pages.h"
 #include "pool/peers.h"
 #include "prefix/prefix.h"
@@ -90,7 +89,6 @@ static int try_pages(cxlkv_sequence *sequence, const tail_copy_of *copy, const u
     cxlkv_pool *pool = sequence->pool;
     volatile int code = host_lock_with_room(pool, room), taken = 0;
     if (code < 0) return code;
-    guard fault;
     GUARD_BEGIN(fault) {
         if (pool->shared) peers_follow(pool);
         taken = is_wanted(sequence, copy->index, before, key);
@@ -123,7 +121,6 @@ static int64_t publish_pages(const tail_copy_of *copy, const uint8_t *before, co
         pages_drop_later(pool, pool->geometry.part_count, copy->pages);
         return code;
     }
-    guard fault;
     GUARD_BEGIN(fault) {
         if (pool->shared) peers_follow(pool);
         if (published == 0) published = publish_copy(pool, copy, before, key);
@@ -173,11 +170,7 @@ static bool add_page(cxlkv_sequence *sequence, const uint8_t *key, uint32_t part
     page_hash(key, 0, 0, part, hash);
     page = index_find(pool, hash);
     if (page == NO_PAGE) return false;
-    if (!page_is_ours(pool, page)) {
-        flush_fence_all(FLUSH_ACQUIRE_BEGIN_FENCE);
-        line_drop(FLUSH_ACQUIRE_DESCRIPTOR, descriptor_of(pool, page), pool->mode);
-        flush_fence_all(FLUSH_ACQUIRE_DESCRIPTOR_FENCE);
-    }
+    if (!page_is_ours(pool, page)) descriptor_drop(pool, page);
     if (!match_page(pool, hash, part, filled, &page, &ordinal) ||
         ordinal != sequence->page_count ||
         page_acquire_check(pool, page, part, pool->pages[page].generation, filled) < 0)

@@ -78,21 +78,13 @@ bool device_of(int fd, device_facts *facts) {
 /* Functions of their own: a jump out of one leaves no variable of its caller in doubt. */
 __attribute__((noinline))
 static bool copy_guarded(void *to, const uint8_t *from, size_t bytes) {
-    guard fault;
-    volatile bool done = false;
-    GUARD_BEGIN(fault) {
-        memcpy(to, from, bytes);
-        done = true;
-    } GUARD_END(fault, done = false)
-    return done;
+    return GUARDED((memcpy(to, from, bytes), true), false);
 }
 
 /* The first line before the others: a wipe that is cut short leaves no pool. Written back, so that
  * the other hosts of the device see it as well. */
 __attribute__((noinline))
 static bool write_guarded(uint8_t *to, const uint8_t page[SUPERBLOCK_BYTES]) {
-    guard fault;
-    volatile bool done = false;
     GUARD_BEGIN(fault) {
         memcpy(to, page, LINE_BYTES);
         flush_write_back(FLUSH_NONE, to, LINE_BYTES);
@@ -100,9 +92,8 @@ static bool write_guarded(uint8_t *to, const uint8_t page[SUPERBLOCK_BYTES]) {
         memcpy(to + LINE_BYTES, page + LINE_BYTES, SUPERBLOCK_BYTES - LINE_BYTES);
         flush_write_back(FLUSH_NONE, to, SUPERBLOCK_BYTES);
         flush_fence_stores(FLUSH_NONE);
-        done = true;
-    } GUARD_END(fault, done = false)
-    return done;
+    } GUARD_END(fault, return false)
+    return true;
 }
 
 bool device_read(int fd, const device_facts *facts, uint64_t offset, void *to, size_t bytes) {

@@ -61,13 +61,7 @@ static int look_at_policy(const region *of, cxlkv_placed *out) {
 /* In a function of its own: a jump out of it leaves no variable of its caller in doubt. */
 __attribute__((noinline))
 static bool touch_guarded(const uint8_t *at) {
-    guard fault;
-    volatile bool done = false;
-    GUARD_BEGIN(fault) {
-        (void)*(const volatile uint8_t *)at;
-        done = true;
-    } GUARD_END(fault, done = false)
-    return done;
+    return GUARDED(((void)*(const volatile uint8_t *)at, true), false);
 }
 
 /* The kernel tells the node of what this process has mapped, so a page is touched first. One that

@@ -322,7 +322,6 @@ static void let_go(cxlkv_pool *pool, local_move *moves, uint32_t count, bool loc
 
 int local_prepare(cxlkv_pool *pool, local_move *moves, uint32_t count) {
     local_tier *tier = pool->local;
-    guard fault;
     pthread_mutex_lock(&tier->lock);
     volatile int code = 0;
     if (look_over(pool, tier, moves, count)) code = sweep(pool, tier);
