@@ -11,8 +11,7 @@ enum { PAGES = 6, TOKENS = PAGES * TEST_PAGE_TOKENS + 1 };
 static uint64_t marks[TOKENS];
 
 static cxlkv_sequence *filled(cxlkv_pool *pool) {
-    test_marks(marks, 1, TOKENS);
-    return test_sequence(pool, marks, TOKENS);
+    return test_written(pool, marks, 1, TOKENS);
 }
 
 /* All free pages, so that everything in the pool is in use. */
@@ -173,8 +172,7 @@ static void test_callers_array_cut(void) {
     CHECK(array != MAP_FAILED && ftruncate(fd, 0) == 0);
     cxlkv_sequence *sequence = test_empty(pool);
     cxlkv_batch *batch = test_batch(pool, 1, &sequence);
-    cxlkv_rows rows = {.data = array, .dtype = CXLKV_FLOAT32,
-                       .stride_bytes = {sizeof(test_rows), TEST_DIM * 4, 4}};
+    cxlkv_rows rows = test_rows_at(array);
     int32_t starts[2] = {0, 9};
     CHECK(cxlkv_batch_append(batch, 0, &rows, &rows, starts, -1) == -EFAULT);
     CHECK(cxlkv_sequence_tokens(sequence, 0) == 0);

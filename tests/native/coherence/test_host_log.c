@@ -73,12 +73,9 @@ static double looks_us(cxlkv_pool *pool) {
 int main(void) {
     NOT_UNDER_TSAN("TSan dies of threads that are made after a fork");
     const char *path = test_path("log");
-    cxlkv_layout layout = object_layout(OBJECT_BYTES, true);
-    cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = 2};
-    cxlkv_host host = {.lease_s = LEASE_S};
-    cxlkv_pool *pool;
+    cxlkv_pool *pool = test_shared(path, object_layout(OBJECT_BYTES, true),
+                                   (cxlkv_sharing){.hosts = 2}, 6 << 20, LEASE_S);
     uint64_t next = 100;
-    CHECK(cxlkv_pool_create(path, &layout, &sharing, 6 << 20, 0, &host, 0, &pool) == 0);
     for (uint64_t i = 0; i < OBJECTS; i++) CHECK(put(pool, i, i, OBJECT_BYTES, &seed) == 1);
     double before_us = looks_us(pool);
     for (int dies_store = 1; dies_store <= WORDS; dies_store++, next += 10) {

@@ -313,7 +313,7 @@ static void check_digest_and_bound(const kernels *table, size now) {
     free_buffer(&spread);
 }
 
-/* Random and whole numbers; for bf16 also with packed queries, which no table has for the others. */
+/* Random and whole numbers; those of bf16 also with packed queries, which others never have. */
 static void check_size(const kernels *table, int dtype, uint32_t dim, uint32_t tokens,
                        uint32_t queries) {
     for (int kind = 0; kind < (dtype == KERNEL_BFLOAT16 ? 4 : 2); kind++) {
@@ -848,7 +848,7 @@ int main(int argument_count, char **arguments) {
     if (argument_count > 1)
         seed = strtoull(arguments[1], NULL, 10);
     printf("seed %llu\n", (unsigned long long)seed);
-    test_while_forced(ask_while_forced, kernels_force); /* first, so that the first use is a race of threads */
+    test_while_forced(ask_while_forced, kernels_force); /* so that the first use is a race */
     CHECK(kernels_force("sse9") == -EINVAL);
     CHECK(!kernels_force("auto"));
     const kernels *best = kernels_current();

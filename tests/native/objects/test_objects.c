@@ -26,10 +26,8 @@ static void test_sizes(bool checksum, uint32_t threads) {
     CHECK(put(pool, 50, 1, 0, &seed) == -CXLKV_E_ARGUMENT);
     uint64_t huge[2] = {UINT64_MAX - 1, 3}, anywhere[2] = {64, 64}, starts[2] = {0, 2};
     cxlkv_buffers wrap = {.addresses = anywhere, .sizes = huge, .starts = starts};
-    uint8_t key[16];
     int32_t code;
-    key_of(key, 50);
-    CHECK(cxlkv_objects_put(pool, 1, key, &wrap, &code) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_objects_put(pool, 1, key_of(50).bytes, &wrap, &code) == -CXLKV_E_ARGUMENT);
     CHECK(size_of(pool, 50) == CXLKV_OBJECT_ABSENT);
     test_end(&pool, NULL);
 }
@@ -50,7 +48,7 @@ static many many_of(uint32_t count, uint32_t bytes_each, const uint64_t *names) 
     for (uint64_t i = 0; i < count; i++) {
         m.addresses[i] = (uintptr_t)m.bytes + i * bytes_each;
         m.sizes[i] = bytes_each;
-        key_of(m.keys + 16 * i, names ? names[i] : i);
+        test_hashes(m.keys + 16 * i, names ? names[i] : i, 1);
         fill(m.bytes + i * bytes_each, i, bytes_each);
     }
     m.buffers = (cxlkv_buffers){.addresses = m.addresses, .sizes = m.sizes};
@@ -81,12 +79,12 @@ static void test_batches(uint32_t threads) {
     CHECK(before.pages_published_only == 3 && before.pages_held == 0);
     uint32_t count = (uint32_t)before.pages_free + 1;
     many all = many_of(count, SMALL, NULL);
-    for (uint64_t i = 0; i < count; i++) key_of(all.keys + 16 * i, 100 + i);
+    for (uint64_t i = 0; i < count; i++) test_hashes(all.keys + 16 * i, 100 + i, 1);
     CHECK(cxlkv_objects_put(pool, count, all.keys, &all.buffers, all.codes) ==
           -CXLKV_E_POOL_FULL);
     CHECK(test_stats(pool).pages_free == before.pages_free);
     CHECK(cxlkv_objects_sizes(pool, count, all.keys, all.found) == 0);
-    key_of(all.keys, 2); /* one that is there needs no room */
+    test_hashes(all.keys, 2, 1); /* one that is there needs no room */
     CHECK(cxlkv_objects_put(pool, count, all.keys, &all.buffers, all.codes) == count - 1);
     CHECK(all.codes[0] == CXLKV_RECORD_PRESENT && test_stats(pool).pages_free == 0);
     all.sizes[count - 1]--; /* one that does not fit: nothing is copied */
@@ -164,9 +162,7 @@ static void test_lease(void) {
     cxlkv_lease *second = lease_of(pool, 1, &size, &again);
     CHECK(at == again && test_stats(pool).pages_held == 1);
     CHECK(cxlkv_pool_close(pool) == -CXLKV_E_BUSY && cxlkv_pool_may_close(pool) == -CXLKV_E_BUSY);
-    uint8_t key[16];
-    key_of(key, 1);
-    CHECK(cxlkv_pin(pool, 1, key, 1) == 1); /* a pin is against eviction, not against forget() */
+    CHECK(cxlkv_pin(pool, 1, key_of(1).bytes, 1) == 1); /* against eviction only */
     CHECK(forget(pool, 1) == 1 && forget(pool, 1) == 0);
     CHECK(size_of(pool, 1) == CXLKV_OBJECT_ABSENT);
     for (uint64_t mark = 0; put(pool, 100 + mark, 9, SMALL, &seed) == 1; mark++) continue;
@@ -178,7 +174,7 @@ static void test_lease(void) {
     CHECK(is_filled(at, 1, SMALL) && test_stats(pool).pages_free == 0);
     cxlkv_lease_destroy(&second);
     CHECK(test_stats(pool).pages_free == 1 && cxlkv_pool_may_close(pool) == 0);
-    CHECK(cxlkv_lease_publish(lease, 0, &first, key, NULL) == -CXLKV_E_ARGUMENT);
+    CHECK(cxlkv_lease_publish(lease, 0, &first, key_of(1).bytes, NULL) == -CXLKV_E_ARGUMENT);
     test_clean(pool);
     CHECK(cxlkv_pool_close(pool) == 0);
     CHECK(cxlkv_lease_release(lease, 0, NULL) == -CXLKV_E_CLOSED);
@@ -194,7 +190,7 @@ static void test_reserve(bool checksum, uint32_t threads) {
     uint8_t keys[64];
     int32_t codes[4];
     cxlkv_lease *r;
-    for (uint64_t i = 0; i < 4; i++) key_of(keys + 16 * i, i);
+    for (uint64_t i = 0; i < 4; i++) test_hashes(keys + 16 * i, i, 1);
     for (uint32_t i = 1; i < 3; i++)
         CHECK(cxlkv_lease_reserve(pool, 1, too_many + i, addresses, &r) == -CXLKV_E_ARGUMENT);
     CHECK(cxlkv_lease_reserve(pool, 4, sizes, addresses, &r) == 4);
@@ -208,7 +204,7 @@ static void test_reserve(bool checksum, uint32_t threads) {
     expect(pool, 0, 0, BIG, &seed);
     expect(pool, 1, 50, SMALL, &seed);
     expect(pool, 2, 2, SMALL, &seed);
-    key_of(keys, 7);
+    test_hashes(keys, 7, 1);
     CHECK(cxlkv_lease_publish(r, 1, places + 1, keys, codes) == 1); /* under another name */
     expect(pool, 7, 1, 1, &seed);
     CHECK(cxlkv_lease_publish(r, 1, places, keys, codes) == 0);
@@ -238,8 +234,8 @@ static void test_other_pools(void) {
     int64_t size;
     cxlkv_lease *lease;
     cxlkv_sequence *sequence;
-    uint8_t key[16];
-    key_of(key, 1);
+    const object_key one_key = key_of(1);
+    const uint8_t *key = one_key.bytes;
     CHECK(put(kv, 1, 1, 1, &seed) == -CXLKV_E_ARGUMENT);
     CHECK(get(kv, 1, 1, 1, &seed) == -CXLKV_E_ARGUMENT);
     CHECK(cxlkv_objects_sizes(kv, 1, key, &size) == -CXLKV_E_ARGUMENT);
@@ -270,16 +266,6 @@ static uint8_t *place_of(cxlkv_pool *pool, uint32_t page, int where) {
     }
 }
 
-static uint32_t page_of(cxlkv_pool *pool, uint64_t name) {
-    uint8_t key[16], hash[16];
-    uint32_t page;
-    uint64_t generation;
-    key_of(key, name);
-    CHECK(cxlkv_names(pool, 1, key, 1, hash) == 0);
-    CHECK(cxlkv_find_pages(pool, 1, hash, &page, &generation) == 1);
-    return page;
-}
-
 /* It is told by every way of reading, by a check, and ended by a forget. */
 static void test_damage(int where, bool repair) {
     const char *path = test_path("objects");
@@ -288,7 +274,8 @@ static void test_damage(int where, bool repair) {
     for (uint64_t name = 0; name < 3; name++)
         CHECK(put(pool, name, name, SMALL, &seed) == 1);
     CHECK(cxlkv_pool_open(path, NULL, &other) == 0); /* that has not verified it before */
-    uint8_t *at = place_of(pool, page_of(pool, 1), where);
+    uint64_t generation;
+    uint8_t *at = place_of(pool, page_of(pool, 1, &generation), where);
     *at ^= 4;
     int64_t found = where == BEHIND ? SMALL : CXLKV_OBJECT_DAMAGED;
     for (uint64_t name = 0; name < 3; name++)
@@ -370,37 +357,36 @@ static void put_version(worker *w, uint64_t name) {
     static atomic_uint marks;
     uint64_t mark = atomic_fetch_add(&marks, 1) + 1, size = SMALL - mark % 7;
     uint64_t address, reserved_size = size;
-    uint8_t bytes[SMALL], key[16];
+    uint8_t bytes[SMALL];
+    const object_key key = key_of(name);
     int32_t code;
     int64_t new;
     const uint32_t place = 0;
     memcpy(bytes, &mark, 8);
     fill(bytes + 8, mark, size - 8);
-    key_of(key, name);
     if (random_below(&w->seed, 2)) {
         cxlkv_lease *r;
         new = cxlkv_lease_reserve(w->pool, 1, &reserved_size, &address, &r);
         if (new == 1) {
             memcpy((void *)(uintptr_t)address, bytes, size);
-            new = cxlkv_lease_publish(r, 1, &place, key, &code);
+            new = cxlkv_lease_publish(r, 1, &place, key.bytes, &code);
             cxlkv_lease_destroy(&r);
         }
     } else {
         address = (uintptr_t)bytes;
         cxlkv_buffers from = {.addresses = &address, .sizes = &size};
-        new = cxlkv_objects_put(w->pool, 1, key, &from, &code);
+        new = cxlkv_objects_put(w->pool, 1, key.bytes, &from, &code);
     }
     CHECK(new >= 0 || new == -CXLKV_E_POOL_FULL);
     w->puts += new == 1;
 }
 
 static void get_version(worker *w, uint64_t name) {
-    uint8_t bytes[SMALL], key[16];
+    uint8_t bytes[SMALL];
     uint64_t address = (uintptr_t)bytes, room = SMALL;
     cxlkv_buffers to = {.addresses = &address, .sizes = &room};
     int64_t size;
-    key_of(key, name);
-    CHECK(cxlkv_objects_get(w->pool, 1, key, &to, &size) >= 0);
+    CHECK(cxlkv_objects_get(w->pool, 1, key_of(name).bytes, &to, &size) >= 0);
     CHECK(size >= 0 || size == CXLKV_OBJECT_ABSENT);
     if (size >= 0) check_version(bytes, size);
     w->gets += size >= 0;
@@ -412,7 +398,8 @@ static void lease_versions(worker *w) {
     uint64_t addresses[NAMES];
     int64_t sizes[NAMES];
     cxlkv_lease *lease;
-    for (uint64_t i = 0; i < NAMES; i++) key_of(keys + 16 * i, random_below(&w->seed, NAMES));
+    for (uint64_t i = 0; i < NAMES; i++)
+        test_hashes(keys + 16 * i, random_below(&w->seed, NAMES), 1);
     CHECK(cxlkv_lease_take(w->pool, NAMES, keys, addresses, sizes, &lease) == NAMES);
     for (int turn = 0; turn < 3; turn++) {
         for (uint32_t i = 0; i < NAMES; i++) {
@@ -513,10 +500,9 @@ static void test_publish_and_release(void) {
             fill((uint8_t *)(uintptr_t)addresses[i], i, SMALL);
         CHECK(pthread_create(&thread, NULL, give_back, NULL) == 0);
         for (uint32_t place = NAMES; place-- > 0;) {
-            uint8_t key[16];
             int32_t code;
-            key_of(key, place);
-            int64_t new = cxlkv_lease_publish(contended, 1, &place, key, &code);
+            int64_t new =
+                cxlkv_lease_publish(contended, 1, &place, key_of(place).bytes, &code);
             CHECK(new == 1 || new == -CXLKV_E_RELEASED);
             published += new == 1;
             refused += new < 0;

@@ -34,7 +34,7 @@ static void test_child(bool killed) {
         CHECK(cxlkv_pool_close(pool) == -CXLKV_E_BUSY);
         for (uint64_t i = 0; i < 2; i++) {
             fill((uint8_t *)(uintptr_t)addresses[i], 10 + i, SMALL);
-            key_of(keys + 16 * i, 10 + i);
+            test_hashes(keys + 16 * i, 10 + i, 1);
         }
         CHECK(cxlkv_lease_publish(reserved, 1, places, keys, codes) == 1);
         if (killed) {

@@ -55,7 +55,7 @@ static void test_reading(bool checksum, uint32_t threads) {
     expect_lost(&c, c.whole);
     uint8_t keys[48], out[3 * SMALL];
     uint64_t names[3] = {0, c.whole + 5, 1}, addresses[3];
-    for (uint64_t i = 0; i < 3; i++) key_of(keys + 16 * i, names[i]);
+    for (uint64_t i = 0; i < 3; i++) test_hashes(keys + 16 * i, names[i], 1);
     const cxlkv_range ranges[3] = {{.bytes = SMALL}, {.object = 1, .bytes = 10, .target = SMALL},
                                    {.object = 2, .bytes = SMALL, .target = 2 * SMALL}};
     for (int turn = 0; turn < 2; turn++) {
@@ -65,7 +65,7 @@ static void test_reading(bool checksum, uint32_t threads) {
         CHECK(sizes[0] == SMALL && sizes[1] == CXLKV_OBJECT_DAMAGED && sizes[2] == SMALL);
         CHECK(is_filled(out, 0, SMALL) && is_filled(out + 2 * SMALL, 1, SMALL));
     }
-    key_of(keys + 16, c.whole + 9);
+    test_hashes(keys + 16, c.whole + 9, 1);
     for (int turn = 0; turn < 2; turn++) {
         int64_t code = cxlkv_lease_take(c.pool, 3, keys, addresses, sizes, &other);
         CHECK(code == 3 || (turn == 0 && code == -CXLKV_E_POISON));
@@ -88,15 +88,13 @@ static void test_writing(bool checksum, uint32_t threads) {
     uint64_t lost = 0, left = test_stats(c.pool).pages_free, address;
     const uint64_t size = SMALL;
     const uint32_t place = 0;
-    uint8_t key[16];
     int32_t code;
     int64_t new;
     cxlkv_lease *r;
-    key_of(key, 500);
     CHECK(cxlkv_lease_reserve(c.pool, 1, &size, &address, &r) == 1);
     fill((uint8_t *)(uintptr_t)address, 500, SMALL);
     cut(&c, 1);
-    CHECK(cxlkv_lease_publish(r, 1, &place, key, &code) == -CXLKV_E_POISON);
+    CHECK(cxlkv_lease_publish(r, 1, &place, key_of(500).bytes, &code) == -CXLKV_E_POISON);
     cxlkv_lease_destroy(&r);
     while ((new = put(c.pool, 600, 600, SMALL, &seed)) == -CXLKV_E_POISON) {
         CHECK(++lost <= left && test_stats(c.pool).pages_held == 0);
@@ -116,8 +114,8 @@ static void test_scrubbing(void) {
     uint8_t keys[32];
     cxlkv_scrubbed scrubbed;
     cut(&c, 1);
-    key_of(keys, 0);
-    key_of(keys + 16, c.whole + 5);
+    test_hashes(keys, 0, 1);
+    test_hashes(keys + 16, c.whole + 5, 1);
     CHECK(cxlkv_forget(c.pool, 2, keys, &scrubbed) == 2);
     CHECK(scrubbed.pages == 1 && scrubbed.held == 1 && scrubbed.elsewhere == 0);
     CHECK(test_stats(c.pool).pages_retired == 1);
@@ -157,7 +155,7 @@ static void test_callers_memory(bool checksum, uint32_t threads) {
     int64_t found[2];
     const cxlkv_range range = {.bytes = MAPPED};
     fill(memory, 1, MAPPED);
-    for (uint64_t i = 0; i < 2; i++) key_of(keys + 16 * i, i);
+    for (uint64_t i = 0; i < 2; i++) test_hashes(keys + 16 * i, i, 1);
     CHECK(cxlkv_objects_put(pool, 1, keys, &buffers, codes) == 1);
     CHECK(ftruncate(fd, MAPPED / 2) == 0);
     CHECK(cxlkv_objects_put(pool, 2, keys, &buffers, codes) == -EFAULT);

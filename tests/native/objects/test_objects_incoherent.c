@@ -31,13 +31,10 @@ static cxlkv_pool *open_host(const char *path, uint32_t number, const variant *v
 
 static scene begin(const variant *v) {
     scene s = {.path = test_path("private")};
-    cxlkv_layout layout = object_layout(OBJECT_BYTES, true);
-    cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = 2};
-    cxlkv_host host = {.lease_s = 60};
-    cxlkv_pool *made;
     private_kernels.streams = v->streams;
     CHECK(kernels_force("serial") == 0);
-    CHECK(cxlkv_pool_create(s.path, &layout, &sharing, 16 << 20, 0, &host, 0, &made) == 0);
+    cxlkv_pool *made = test_shared(s.path, object_layout(OBJECT_BYTES, true),
+                                   (cxlkv_sharing){.hosts = 2}, 16 << 20, 60);
     cxlkv_pool_destroy(&made);
     for (uint32_t i = 0; i < 2; i++) {
         s.hosts[i] = open_host(s.path, i, v);
@@ -47,10 +44,8 @@ static scene begin(const variant *v) {
 }
 
 static void end(scene *s) {
-    for (uint32_t i = 0; i < 2; i++) {
-        if (!s->hosts[i]) continue;
-        test_end(&s->hosts[i], NULL);
-    }
+    for (uint32_t i = 0; i < 2; i++)
+        if (s->hosts[i]) test_end(&s->hosts[i], NULL);
     caches_end();
     CHECK(cxlkv_pool_remove(s->path) == 0);
 }
@@ -92,7 +87,7 @@ static void test_in_place(scene *s) {
     uint8_t keys[48];
     int32_t codes[3];
     cxlkv_lease *reserved;
-    for (uint64_t i = 0; i < 3; i++) key_of(keys + 16 * i, 40 + i);
+    for (uint64_t i = 0; i < 3; i++) test_hashes(keys + 16 * i, 40 + i, 1);
     CHECK(cxlkv_lease_reserve(s->hosts[0], 3, sizes, addresses, &reserved) == 3);
     for (uint64_t i = 0; i < 3; i++) fill((uint8_t *)addresses[i], 40 + i, sizes[i]);
     for (uint64_t i = 0; i < 3; i++) expect(s->hosts[1], 40 + i, 0, CXLKV_OBJECT_ABSENT, &seed);
@@ -108,13 +103,10 @@ static void test_in_place(scene *s) {
 static void test_restored(scene *s) {
     cxlkv_pool *putter = s->hosts[0], *restorer = s->hosts[1];
     uint64_t bytes = (uint64_t)cxlkv_record_bytes(putter, NULL), generation;
-    uint8_t *record = malloc(bytes), key[16], name[16];
-    uint32_t page;
+    uint8_t *record = malloc(bytes);
     int32_t code;
     CHECK(record && put(putter, 45, 45, SMALL, &seed) == 1);
-    key_of(key, 45);
-    CHECK(cxlkv_names(putter, 1, key, 1, name) == 0);
-    CHECK(cxlkv_find_pages(putter, 1, name, &page, &generation) == 1);
+    uint32_t page = page_of(putter, 45, &generation);
     CHECK(cxlkv_records_read(putter, 1, &page, &generation, record, &code) == 1);
     CHECK(forget(putter, 45) == 1);
     CHECK(cxlkv_records_write(restorer, 1, record, NULL, &code) == 1 && code == 0);
@@ -145,7 +137,7 @@ static void test_pinned(scene *s) {
     int64_t sizes[TWINS];
     cxlkv_lease *lease;
     CHECK(put(owner, 50, 50, SMALL, &seed) == 1);
-    for (uint64_t i = 0; i < TWINS; i++) key_of(keys + 16 * i, 50);
+    for (uint64_t i = 0; i < TWINS; i++) test_hashes(keys + 16 * i, 50, 1);
     forgetting = owner;
     pins_seen = 0;
     meanwhile = forget_between;
@@ -172,14 +164,11 @@ static void test_pinned(scene *s) {
 /* Memory that another host's object lies in is changed by nobody's put. */
 static void test_damaged(scene *s) {
     cxlkv_pool *owner = s->hosts[0], *reader = s->hosts[1];
-    uint64_t address;
+    const uint8_t *mapped;
     int64_t size;
-    uint8_t key[16];
-    cxlkv_lease *lease;
-    key_of(key, 60);
     CHECK(put(owner, 60, 60, SMALL, &seed) == 1);
-    CHECK(cxlkv_lease_take(owner, 1, key, &address, &size, &lease) == 1);
-    uint8_t *at = caches[0].memory + ((uint8_t *)address - caches[0].base);
+    cxlkv_lease *lease = lease_of(owner, 60, &size, &mapped);
+    uint8_t *at = caches[0].memory + (mapped - caches[0].base);
     at[SMALL / 2] ^= 1;
     expect(reader, 60, 0, CXLKV_OBJECT_DAMAGED, &seed);
     at[SMALL / 2] ^= 1;
@@ -201,25 +190,23 @@ static bool memory_has(const cxlkv_pool *pool, const void *address, uint64_t byt
 static void test_scrubbed(scene *s) {
     cxlkv_pool *owner = s->hosts[0], *reader = s->hosts[1];
     for (uint64_t kept = 0; kept < 2; kept++) {
-        uint64_t address, generation;
+        const object_key key = key_of(65 + kept);
+        uint64_t generation;
         int64_t size;
-        uint8_t key[16], name[16];
-        uint32_t page;
-        cxlkv_lease *lease;
+        const uint8_t *held;
+        cxlkv_lease *lease = NULL;
         cxlkv_scrubbed scrubbed;
-        key_of(key, 65 + kept);
         CHECK(put(owner, 65 + kept, 65, SMALL, &seed) == 1);
-        CHECK(cxlkv_names(owner, 1, key, 1, name) == 0);
-        CHECK(cxlkv_find_pages(owner, 1, name, &page, &generation) == 1);
+        uint32_t page = page_of(owner, 65 + kept, &generation);
         const uint8_t *at = pieces_of(owner, page, 0, PIECE_KEYS);
         CHECK(memory_has(owner, at, SMALL));
         CHECK(memory_has(owner, checksum_of(owner, page, 0, 0, 0), 64));
-        if (kept) CHECK(cxlkv_lease_take(reader, 1, key, &address, &size, &lease) == 1);
-        CHECK(cxlkv_forget(reader, 1, key, &scrubbed) == 0 && scrubbed.elsewhere == 1);
-        CHECK(cxlkv_forget(owner, 1, key, &scrubbed) == 1);
+        if (kept) lease = lease_of(reader, 65 + kept, &size, &held);
+        CHECK(cxlkv_forget(reader, 1, key.bytes, &scrubbed) == 0 && scrubbed.elsewhere == 1);
+        CHECK(cxlkv_forget(owner, 1, key.bytes, &scrubbed) == 1);
         CHECK(scrubbed.pages == 1 - kept && scrubbed.held == kept && scrubbed.elsewhere == 0);
         if (kept) {
-            CHECK(size == SMALL && is_filled((uint8_t *)address, 65, SMALL));
+            CHECK(size == SMALL && is_filled(held, 65, SMALL));
             cxlkv_lease_destroy(&lease);
             CHECK(host_lock(owner) == 0);
             withdrawn_look(owner);

@@ -45,8 +45,7 @@ static bool is_in_the_queue(const scene *s) {
 static void freeze(scene *s) {
     pid_t child = test_fork();
     if (child == 0) {
-        cxlkv_host host = {.number = 1, .lease_s = 3600};
-        test_open(s->path, &host);
+        test_open_host(s->path, 1, 3600);
         kill(getpid(), SIGKILL);
     }
     test_ended(child, SIGKILL);
@@ -57,15 +56,13 @@ static void freeze(scene *s) {
 
 static void thaw(const scene *s) { poke(s, slot_of(s, 1), 0); }
 
+static cxlkv_pool *make(const char *path, double lease_s) {
+    return test_shared(path, test_layout(), (cxlkv_sharing){.hosts = 2}, 16 << 20, lease_s);
+}
+
 static void scene_make(scene *s, const char *path) {
-    cxlkv_layout layout = test_layout();
-    cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = 2};
-    cxlkv_host host = {.lease_s = 0.5};
-    *s = (scene){.path = path};
-    CHECK(cxlkv_pool_create(path, &layout, &sharing, 16 << 20, 0, &host, 0, &s->pool) == 0);
-    CHECK(cxlkv_sequence_create(s->pool, &s->sequence) == 0);
-    test_marks(s->marks, 1, TOKENS);
-    CHECK(test_append_all(s->sequence, s->marks, TOKENS) >= 0);
+    *s = (scene){.path = path, .pool = make(path, 0.5)};
+    s->sequence = test_written(s->pool, s->marks, 1, TOKENS);
     freeze(s);
     s->wanted = (uint32_t)test_stats(s->pool).pages_free + 1; /* of an extent that is nobody's */
     s->pages = malloc(s->wanted * sizeof(*s->pages));
@@ -212,11 +209,7 @@ static void test_what_was_not_given_comes_back(const char *path) {
 /* A process dies between its claim of an extent and its marking it as the host's: the next one that
  * wants pages has them, without waiting for the keeper, which looks every 3 minutes here. */
 static void test_what_a_dead_process_claimed_is_used(const char *path) {
-    cxlkv_layout layout = test_layout();
-    cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = 2};
-    cxlkv_host host = {.lease_s = 3600};
-    cxlkv_pool *pool;
-    CHECK(cxlkv_pool_create(path, &layout, &sharing, 16 << 20, 0, &host, 0, &pool) == 0);
+    cxlkv_pool *pool = make(path, 3600);
     uint32_t all = (uint32_t)test_stats(pool).pages_total;
     uint32_t *pages = malloc(all * sizeof(*pages));
     CHECK(pages && cxlkv_pages_alloc(pool, all, pages) == all);

@@ -97,9 +97,8 @@ static void test_what_operations_count(void) {
     uint64_t marks[3 * TEST_PAGE_TOKENS];
     uint8_t hashes[5 * 16];
     cxlkv_sequence *sequence, *hit;
-    test_marks(marks, 1, 3 * TEST_PAGE_TOKENS);
     test_hashes(hashes, 1, 5);
-    sequence = test_sequence(pool, marks, 3 * TEST_PAGE_TOKENS);
+    sequence = test_written(pool, marks, 1, 3 * TEST_PAGE_TOKENS);
     CHECK(total_of(pool).appended_bytes == test_stats(pool).appended_bytes);
     CHECK(total_of(pool).appended_bytes > 0);
 

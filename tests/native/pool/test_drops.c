@@ -53,8 +53,7 @@ static void check_given_back(cxlkv_pool *pool, uint64_t queued, uint64_t held) {
 
 static cxlkv_sequence *written(cxlkv_pool *pool) {
     uint64_t marks[TOKENS];
-    test_marks(marks, 1, TOKENS);
-    return test_sequence(pool, marks, TOKENS);
+    return test_written(pool, marks, 1, TOKENS);
 }
 
 static void test_a_release_without_the_lock(void) {

@@ -26,14 +26,15 @@ static uint64_t count_found(cxlkv_pool *pool, uint64_t objects) {
     return found;
 }
 
+static cxlkv_pool *make(const char *path) {
+    return test_shared(path, object_layout(OBJECT_BYTES, true),
+                       (cxlkv_sharing){.hosts = HOSTS, .log_records = LOG_RECORDS}, 8 << 20,
+                       LEASE_S);
+}
+
 static void test_wishes(uint64_t objects) {
     const char *path = test_path("forgotten");
-    cxlkv_layout layout = object_layout(OBJECT_BYTES, true);
-    cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = HOSTS,
-                             .log_records = LOG_RECORDS};
-    cxlkv_host host = {.lease_s = LEASE_S};
-    cxlkv_pool *pools[HOSTS];
-    CHECK(cxlkv_pool_create(path, &layout, &sharing, 8 << 20, 0, &host, 0, &pools[WISHES]) == 0);
+    cxlkv_pool *pools[HOSTS] = {make(path)};
     pools[DEAD] = test_open_host(path, DEAD, LEASE_S);
     pools[OTHER] = test_open_host(path, OTHER, LEASE_S);
     for (uint64_t i = 0; i < objects; i++)
@@ -60,18 +61,10 @@ static void test_wishes(uint64_t objects) {
 
 static void test_two_copies(void) {
     const char *path = test_path("copies");
-    cxlkv_layout layout = object_layout(OBJECT_BYTES, true);
-    cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = 2,
-                             .log_records = LOG_RECORDS};
-    cxlkv_host host = {.lease_s = LEASE_S};
-    cxlkv_pool *one, *two;
-    CHECK(cxlkv_pool_create(path, &layout, &sharing, 8 << 20, 0, &host, 0, &one) == 0);
-    two = test_open_host(path, 1, LEASE_S);
+    cxlkv_pool *one = make(path), *two = test_open_host(path, 1, LEASE_S);
     for (uint64_t evicts = 0; evicts < 2; evicts++) {
-        uint8_t key[16];
         uint64_t hash[2];
-        key_of(key, evicts);
-        page_hash(key, 0, 0, 0, hash);
+        page_hash(key_of(evicts).bytes, 0, 0, 0, hash);
         CHECK(put(one, evicts, 7, OBJECT_BYTES, &seed) == 1);
         hosts_skip_log(&two->hosts, 0, &two->host->views[0].log);
         CHECK(put(two, evicts, 7, OBJECT_BYTES, &seed) == 1);

@@ -262,8 +262,7 @@ int main(void) {
     test_unknown_features(pool);
     uint64_t marks[TEST_PAGE_TOKENS];
     uint32_t page;
-    test_marks(marks, 1, TEST_PAGE_TOKENS);
-    cxlkv_sequence *sequence = test_sequence(pool, marks, TEST_PAGE_TOKENS);
+    cxlkv_sequence *sequence = test_written(pool, marks, 1, TEST_PAGE_TOKENS);
     CHECK(cxlkv_sequence_pages(sequence, &page, 1) == 1);
     test_flipped_lines(pool, page);
     test_flipped_pieces(pool, page, sequence, marks);

@@ -14,8 +14,7 @@ enum { ROUNDS = 2000 };
 
 static cxlkv_sequence *written(cxlkv_pool *pool, uint64_t mark) {
     uint64_t marks[TOKENS];
-    test_marks(marks, mark, TOKENS);
-    return test_sequence(pool, marks, TOKENS);
+    return test_written(pool, marks, mark, TOKENS);
 }
 
 static void fetch_all(cxlkv_sequence *sequence) {
@@ -34,8 +33,7 @@ static void select_one(cxlkv_sequence *sequence) {
     cxlkv_select_args args = {
         .q_heads = TEST_HEADS, .starts = starts, .budgets = &budget, .budget_count = 1,
         .scale = 1, .capacity = TEST_HEADS, .pages = pages, .scores = scores, .counts = counts,
-        .queries = {.data = q, .dtype = CXLKV_FLOAT32,
-                    .stride_bytes = {sizeof(q), TEST_DIM * sizeof(float), sizeof(float)}}};
+        .queries = test_rows_at(q)};
     cxlkv_batch *batch = test_batch(sequence->pool, 1, &sequence);
     CHECK(cxlkv_batch_select(batch, &args) == 1);
     cxlkv_batch_destroy(&batch);
@@ -105,10 +103,8 @@ static void test_threads(void) {
     for (int i = 0; i < THREADS; i++) CHECK(!pthread_create(&threads[i], NULL, use, sequence));
     for (uint32_t i = 0; i < ROUNDS / 4; i++) {
         cxlkv_published rows[PAGES];
-        cxlkv_sequence *hit;
         uint64_t clock;
-        CHECK(test_match(pool, PAGES, hashes, 60, &hit) == TOKENS);
-        cxlkv_sequence_destroy(&hit);
+        test_hit(pool, PAGES, hashes, NULL);
         CHECK(cxlkv_pool_published(pool, rows, PAGES, &clock) == PAGES);
         CHECK(clock == PAGES * (i + 2));
         for (uint32_t row = 0; row < PAGES; row++) CHECK(rows[row].hits == i + 1);
@@ -124,10 +120,9 @@ static void test_threads(void) {
 /* ---- deaths ---- */
 
 static void die_inside(const char *path, uint64_t *seed, bool scribbles) {
-    if (fork() != 0) {
-        int status;
-        wait(&status);
-        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    pid_t child = test_fork();
+    if (child != 0) {
+        test_ended(child, 0);
         return;
     }
     cxlkv_pool *pool = test_open(path, NULL);
@@ -159,7 +154,7 @@ static void check_rows(cxlkv_pool *pool, int64_t wanted) {
 static void test_deaths(void) {
     const char *path = test_path("hotness");
     cxlkv_pool *pool = test_pool(path, 32);
-    cxlkv_sequence *sequence = written(pool, 1), *hit;
+    cxlkv_sequence *sequence = written(pool, 1);
     uint8_t hashes[PAGES * 16];
     uint64_t seed = 7;
     test_hashes(hashes, 3, PAGES);
@@ -175,8 +170,7 @@ static void test_deaths(void) {
         seed += 1000;
         die_inside(path, &seed, true);
         check_rows(pool, PAGES);
-        CHECK(test_match(pool, PAGES, hashes, 60, &hit) == TOKENS);
-        cxlkv_sequence_destroy(&hit);
+        test_hit(pool, PAGES, hashes, NULL);
         CHECK(cxlkv_pool_published(pool, rows, 64, &clock) == PAGES);
         for (uint32_t row = 1; row < PAGES; row++) CHECK(rows[row].parent == rows[row - 1].page);
         test_clean(pool);
@@ -184,8 +178,7 @@ static void test_deaths(void) {
     /* Hits stop at the largest number, too. */
     pool->reuse[sequence_page(sequence, 0, 0)].hits = UINT16_MAX - 1;
     for (uint32_t i = 0; i < 2; i++) {
-        CHECK(test_match(pool, PAGES, hashes, 60, &hit) == TOKENS);
-        cxlkv_sequence_destroy(&hit);
+        test_hit(pool, PAGES, hashes, NULL);
         CHECK(cxlkv_pool_published(pool, rows, 64, &clock) == PAGES);
         CHECK(rows[0].hits == UINT16_MAX);
     }

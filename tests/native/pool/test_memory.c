@@ -76,8 +76,7 @@ static int64_t do_batch(void) {
 }
 static int64_t do_append(void) {
     int32_t starts[2] = {0, MORE};
-    cxlkv_rows k = {.data = rows, .dtype = CXLKV_FLOAT32,
-                    .stride_bytes = {sizeof(rows[0]), sizeof(rows[0][0]), sizeof(float)}};
+    cxlkv_rows k = test_rows_at(rows);
     return cxlkv_batch_append(batch, 0, &k, &k, starts, -1);
 }
 static int64_t do_fetch(void) {
@@ -92,18 +91,15 @@ static int64_t do_select(void) {
     cxlkv_budget budget = {.kind = CXLKV_BUDGET_PAGES, .pages = 8, .sinks = 1, .recent = 1};
     cxlkv_select_args args = {.q_heads = TEST_HEADS, .starts = starts, .budgets = &budget,
                               .budget_count = 1, .scale = 1, .capacity = TEST_HEADS * 8,
-                              .pages = pages, .scores = scores, .counts = counts};
-    args.queries = (cxlkv_rows){.data = rows, .dtype = CXLKV_FLOAT32,
-                                .stride_bytes = {sizeof(rows[0]), sizeof(rows[0][0]), 4}};
+                              .pages = pages, .scores = scores, .counts = counts,
+                              .queries = test_rows_at(rows)};
     return cxlkv_batch_select(batch, &args);
 }
 static int64_t do_attend(void) {
     int32_t starts[2] = {0, 1};
     float out[TEST_HEADS][TEST_DIM], lse[TEST_HEADS];
     cxlkv_attend_args args = {.q_heads = TEST_HEADS, .starts = starts, .scale = 1, .out = out,
-                              .lse = lse};
-    args.queries = (cxlkv_rows){.data = rows, .dtype = CXLKV_FLOAT32,
-                                .stride_bytes = {sizeof(rows[0]), sizeof(rows[0][0]), 4}};
+                              .lse = lse, .queries = test_rows_at(rows)};
     return cxlkv_batch_attend(batch, &args);
 }
 static int64_t do_open(void) {
@@ -162,6 +158,20 @@ static void try(const char *name, int64_t (*operation)(void), bool keeps) {
     cxlkv_sequence_destroy(&made);
 }
 
+/* What leaves the sequence as it is. */
+static void try_what_keeps_it(void) {
+    try("fork", do_fork, false);
+    try("match", do_match, false);
+    try("publish the tail", do_publish_tail, false);
+    try("match the tail", do_match_tail, false);
+    CHECK(do_match_tail() == TOKENS);
+    cxlkv_sequence_destroy(&made);
+    try("export", do_export, true);
+    try("adopt", do_adopt, false);
+    try("select", do_select, false);
+    try("attend", do_attend, false);
+}
+
 /* Back to TOKENS tokens after an operation that changed the sequence. */
 static void restore(void) {
     CHECK(cxlkv_sequence_truncate(sequence, TOKENS - 5) == 0);
@@ -203,27 +213,14 @@ static void attaching(void) {
 /* Layer 0 sees WINDOW tokens, layer 1 all: two parts. The window's pages cross from one chunk of
  * the page table to the next, and forks share them. */
 static void windowed(void) {
-    cxlkv_layout layout = test_layout();
-    layout.group_count = 2;
-    layout.windows[0] = WINDOW;
-    layout.group_of[1] = 1;
-    CHECK(cxlkv_pool_create(NULL, &layout, NULL, 4 << 20, 0, NULL, 0, &pool) == 0);
+    pool = test_window_pool(0, WINDOW);
     CHECK(pool->geometry.part_count == 2 && pool->windowed);
     for (int shared = 0; shared < 2; shared++) {
         cxlkv_sequence *child = NULL;
         sequence = test_sequence(pool, marks, TOKENS);
-        CHECK(cxlkv_batch_create(pool, 1, &sequence, &batch) == 0);
+        batch = test_batch(pool, 1, &sequence);
         CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes, 0) > (shared ? -1 : PAGES));
-        try("fork", do_fork, false);
-        try("match", do_match, false);
-        try("publish the tail", do_publish_tail, false);
-        try("match the tail", do_match_tail, false);
-        CHECK(do_match_tail() == TOKENS);
-        cxlkv_sequence_destroy(&made);
-        try("export", do_export, true);
-        try("adopt", do_adopt, false);
-        try("select", do_select, false);
-        try("attend", do_attend, false);
+        try_what_keeps_it();
         if (shared) CHECK(cxlkv_sequence_fork(sequence, &child) == 0);
         try("truncate", do_truncate, false);
         restore();
@@ -244,14 +241,11 @@ int main(void) {
     test_marks(marks, 1, TOKENS + MORE);
     test_hashes(hashes, 1, PAGES);
     sequence = test_sequence(pool, marks, TOKENS);
-    CHECK(cxlkv_batch_create(pool, 1, &sequence, &batch) == 0);
+    batch = test_batch(pool, 1, &sequence);
     CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes, 0) == PAGES);
     try("create", do_create, false);
     try("batch", do_batch, false);
-    try("fork", do_fork, false);
-    try("match", do_match, false);
-    try("publish the tail", do_publish_tail, false);
-    try("match the tail", do_match_tail, false);
+    try_what_keeps_it();
     CHECK(do_match_tail() == TOKENS);
     CHECK(test_verify_all(made, marks, TOKENS) == 0);
     cxlkv_sequence_destroy(&made);
@@ -263,11 +257,7 @@ int main(void) {
                                       .root = hashes, .lease_s = 100};
     CHECK(cxlkv_match(pool, &too_few, &made) == -CXLKV_E_ARGUMENT);
     cxlkv_sequence_destroy(&made);
-    try("export", do_export, true);
-    try("adopt", do_adopt, false);
     try("fetch", do_fetch, false);
-    try("select", do_select, false);
-    try("attend", do_attend, false);
     try("truncate", do_truncate, false);
     restore();
     try("append", do_append, false);

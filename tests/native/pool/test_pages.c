@@ -92,9 +92,8 @@ static void test_wrong_frees_change_nothing(void) {
     cxlkv_pool *pool = test_pool(NULL, 64);
     uint64_t marks[TEST_PAGE_TOKENS];
     uint32_t pages[3], own;
-    test_marks(marks, 1, TEST_PAGE_TOKENS);
     CHECK(cxlkv_pages_alloc(pool, 3, pages) == 3);
-    cxlkv_sequence *sequence = test_sequence(pool, marks, TEST_PAGE_TOKENS);
+    cxlkv_sequence *sequence = test_written(pool, marks, 1, TEST_PAGE_TOKENS);
     CHECK(cxlkv_sequence_pages(sequence, &own, 1) == 1);
     uint64_t free_pages = test_stats(pool).pages_free;
     uint32_t twice[2] = {pages[0], pages[0]}, foreign[2] = {pages[1], own};
@@ -130,8 +129,7 @@ static cxlkv_sequence *show_some(cxlkv_pool *owner, cxlkv_pool *reader, const ui
                                  cxlkv_sequence **sequence) {
     cxlkv_sequence *child, *adopted;
     uint8_t handle[8192];
-    CHECK(cxlkv_sequence_create(owner, sequence) == 0);
-    CHECK(test_append_all(*sequence, marks, SHARED_PAGES * TEST_PAGE_TOKENS) >= 0);
+    *sequence = test_sequence(owner, marks, SHARED_PAGES * TEST_PAGE_TOKENS);
     CHECK(cxlkv_sequence_fork(*sequence, &child) == 0);
     CHECK(cxlkv_sequence_export(*sequence, handle, sizeof(handle)) > 0); /* all are shown */
     CHECK(cxlkv_sequence_truncate(child, PINNED_PAGES * TEST_PAGE_TOKENS) == 0);

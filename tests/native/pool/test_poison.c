@@ -64,20 +64,17 @@ static const cxlkv_host hosts_of[2] = {{.number = 0, .lease_s = 2}, {.number = 1
 /* What the pool was before anything was written to it. */
 static uint8_t *old_bytes;
 
+static const char **at_work;     /* in memory that parent and child share: what it is at */
+
 static const cxlkv_host *host_of(const scene *s, int number) {
     return s->shared ? &hosts_of[number] : NULL;
 }
 
-static cxlkv_sequence *filled(scene *s, uint32_t tokens) {
-    return test_sequence(s->pool, s->marks, tokens);
-}
-
 static void begin_sequences(scene *s) {
-    test_marks(s->marks, 1, TOKENS);
     test_hashes(s->hashes, 3, KEYS);
-    s->whole = filled(s, TOKENS);
-    s->open = filled(s, 2);
-    s->spare = filled(s, TEST_PAGE_TOKENS);
+    s->whole = test_written(s->pool, s->marks, 1, TOKENS);
+    s->open = test_sequence(s->pool, s->marks, 2);
+    s->spare = test_sequence(s->pool, s->marks, TEST_PAGE_TOKENS);
     CHECK(cxlkv_publish(s->whole, KEYS, TEST_PAGE_TOKENS, s->hashes, 0) == KEYS);
     int64_t size = cxlkv_sequence_export(s->whole, s->handle, sizeof(s->handle));
     CHECK(size > 0);
@@ -100,11 +97,11 @@ static void begin_objects(scene *s) {
     fill(s->reserved_at, 77, ROOM);
 }
 
-static void make(scene *s, uint32_t flags) {
+static void make(scene *s) {
     cxlkv_layout layout = s->objects ? object_layout(ROOM, true) : test_layout();
     cxlkv_sharing sharing = {.kind = s->shared ? CXLKV_SHARING_SOFTWARE : CXLKV_SHARING_HOST,
                              .hosts = s->shared ? 2 : 1, .log_records = s->shared ? 64 : 0};
-    CHECK(cxlkv_pool_create(s->path, &layout, &sharing, (2 << 20) + (600 << 10), flags,
+    CHECK(cxlkv_pool_create(s->path, &layout, &sharing, (2 << 20) + (600 << 10), 0,
                             host_of(s, 0), 0, &s->pool) == 0);
     CHECK(cxlkv_pool_open(s->path, host_of(s, 1), &s->other) == 0);
 }
@@ -115,7 +112,8 @@ static void begin_things(scene *s) {
 }
 
 static void begin(scene *s) {
-    make(s, 0);
+    *at_work = "begin";
+    make(s);
     begin_things(s);
 }
 
@@ -245,17 +243,15 @@ static void call_objects(scene *s) {
     uint64_t name = random_below(&s->seed, OBJECTS);
     int64_t size = get(either(s), name, name, ROOM, &s->seed);
     if (size < 0 && size != CXLKV_OBJECT_ABSENT && size != CXLKV_OBJECT_DAMAGED) told(size);
-    uint8_t key[16];
-    key_of(key, name);
-    told(cxlkv_objects_sizes(either(s), 1, key, &size));
+    told(cxlkv_objects_sizes(either(s), 1, key_of(name).bytes, &size));
 }
 
 static void call_ranges(scene *s) {
     const cxlkv_range range = {.bytes = 100};
-    uint8_t out[128], key[16];
+    const object_key key = key_of(4);
+    uint8_t out[128];
     int64_t size;
-    key_of(key, 4);
-    if (told(cxlkv_objects_ranges(either(s), 1, key, 1, &range, out, sizeof(out), &size)) > 0)
+    if (told(cxlkv_objects_ranges(either(s), 1, key.bytes, 1, &range, out, sizeof(out), &size)) > 0)
         CHECK(size < 0 || !s->reads_unseen || is_filled(out, 4, 96));
 }
 
@@ -265,34 +261,27 @@ static void call_put(scene *s) {
 }
 
 static void call_lease(scene *s) {
-    uint8_t key[16];
     uint64_t address;
     int64_t size;
     cxlkv_lease *lease;
-    key_of(key, 2);
-    if (told(cxlkv_lease_take(either(s), 1, key, &address, &size, &lease)) < 0) return;
+    if (told(cxlkv_lease_take(either(s), 1, key_of(2).bytes, &address, &size, &lease)) < 0) return;
     told(cxlkv_lease_release(lease, 0, NULL));
     cxlkv_lease_destroy(&lease);
 }
 
 static void call_reserved(scene *s) {
     const uint32_t place = 0;
-    uint8_t key[16];
     int32_t code;
-    key_of(key, 200);
-    told(cxlkv_lease_publish(s->reserved, 1, &place, key, &code));
+    told(cxlkv_lease_publish(s->reserved, 1, &place, key_of(200).bytes, &code));
     told(cxlkv_lease_release(s->reserved, 0, NULL));
 }
 
 static void call_lease_end(scene *s) { told(cxlkv_lease_release(s->lease, 0, NULL)); }
 
 static void call_forget_objects(scene *s) {
-    uint8_t key[16];
     cxlkv_scrubbed scrubbed;
-    key_of(key, 5);
-    told(cxlkv_forget(either(s), 1, key, &scrubbed));
-    key_of(key, 3);
-    told(cxlkv_forget(either(s), 1, key, NULL));
+    told(cxlkv_forget(either(s), 1, key_of(5).bytes, &scrubbed));
+    told(forget(either(s), 3));
 }
 
 /* A host whose name is gone is told so. */
@@ -404,17 +393,9 @@ static void end(scene *s) {
     cxlkv_pool_destroy(&s->pool);
 }
 
-/* ---- a child for each page ---- */
-
-static const char **at_work;     /* in memory that parent and child share: what it is at */
-
-static void run_calls(scene *s, uint32_t first) {
+static void make_calls(scene *s, uint32_t first) {
     const call *calls = s->objects ? object_calls : sequence_calls;
     uint32_t count = s->objects ? OBJECT_CALLS : SEQUENCE_CALLS;
-    *at_work = "begin";
-    begin(s);
-    lose(s->pool->region.base);
-    lose(s->other->region.base);
     for (uint32_t i = 0; i < count; i++) {
         *at_work = calls[(first + i) % count].name;
         calls[(first + i) % count].run(s);
@@ -423,11 +404,19 @@ static void run_calls(scene *s, uint32_t first) {
     end(s);
 }
 
+/* ---- a child for each page ---- */
+
+static void run_calls(scene *s, uint32_t first) {
+    begin(s);
+    lose(s->pool->region.base);
+    lose(s->other->region.base);
+    make_calls(s, first);
+}
+
 /* A pool that is whole is opened by somebody to whom the page is lost. */
 static void run_open(scene *s, uint32_t first) {
     cxlkv_pool *pool;
     (void)first;
-    *at_work = "begin";
     begin(s);
     end(s);
     lost_when_mapped = true;
@@ -468,15 +457,12 @@ static void read_all(scene *s) {
     s->reads_unseen = true;
     if (!s->objects) call_match(s);
     for (uint64_t name = 0; s->objects && name < OBJECTS; name++) {
-        const uint8_t *at;
+        const object_key key = key_of(name);
         uint64_t address;
-        uint8_t key[16];
         int64_t size;
         cxlkv_lease *lease;
-        key_of(key, name);
-        if (told(cxlkv_lease_take(s->pool, 1, key, &address, &size, &lease)) < 0) continue;
-        at = (const uint8_t *)(uintptr_t)address;
-        CHECK(size < 0 || (size == ROOM && is_filled(at, name, ROOM)));
+        if (told(cxlkv_lease_take(s->pool, 1, key.bytes, &address, &size, &lease)) < 0) continue;
+        CHECK(size < 0 || (size == ROOM && is_filled((const uint8_t *)address, name, ROOM)));
         cxlkv_lease_destroy(&lease);
         call_objects(s);
         call_ranges(s);
@@ -498,17 +484,9 @@ static void newcomer(scene *s) {
 }
 
 static void run_changed(scene *s, uint32_t first) {
-    const call *calls = s->objects ? object_calls : sequence_calls;
-    uint32_t count = s->objects ? OBJECT_CALLS : SEQUENCE_CALLS;
-    *at_work = "begin";
     begin(s);
     change_lines(s);
-    for (uint32_t i = 0; i < count; i++) {
-        *at_work = calls[(first + i) % count].name;
-        calls[(first + i) % count].run(s);
-    }
-    *at_work = "end";
-    end(s);
+    make_calls(s, first);
     newcomer(s);
 }
 
@@ -516,7 +494,6 @@ static void run_changed(scene *s, uint32_t first) {
 static void run_claim_lost(scene *s, uint32_t first) {
     cxlkv_sequence *half_written = NULL;
     (void)first;
-    *at_work = "begin";
     begin(s);
     if (!s->objects) CHECK(cxlkv_sequence_create(s->pool, &half_written) == 0);
     if (!s->objects) CHECK(test_append(half_written, 0, s->marks, TEST_PAGE_TOKENS) >= 0);
@@ -582,7 +559,7 @@ static uint32_t test_areas(const scene *like, const cxlkv_geometry *g, uint32_t 
 /* Every line that a pool has written, one change each; all three where `thorough`. */
 static uint32_t test_changes(bool shared, bool objects, bool thorough) {
     scene s = {.path = test_path("poison"), .shared = shared, .objects = objects, .seed = 11};
-    make(&s, 0);
+    make(&s);
     uint64_t bytes = region_bytes(&s);
     uint8_t *now = malloc(bytes);
     old_bytes = malloc(bytes);
@@ -612,7 +589,7 @@ static uint32_t test_changes(bool shared, bool objects, bool thorough) {
 
 static uint32_t test_kind(bool shared, bool objects) {
     scene s = {.path = test_path("poison"), .shared = shared, .objects = objects, .seed = 11};
-    make(&s, 0);
+    make(&s);
     cxlkv_geometry g = s.pool->geometry;
     cxlkv_pool_destroy(&s.other);
     test_remove(&s.pool, s.path);

@@ -20,23 +20,6 @@ typedef struct worker {
     uint32_t rounds, hits, adopted;
 } worker;
 
-static void make(const char *path) {
-    cxlkv_layout layout = test_layout();
-    cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = HOSTS};
-    cxlkv_host host = {.lease_s = 1.0};
-    cxlkv_pool *pool;
-    uint64_t capacity = (2 << 20) + (500 << 10);
-    CHECK(cxlkv_pool_create(path, &layout, &sharing, capacity, 0, &host, 0, &pool) == 0);
-    cxlkv_pool_destroy(&pool);
-}
-
-static void hashes_of(uint64_t mark, uint8_t *hashes) {
-    for (uint64_t key = 0; key < KEYS; key++) {
-        uint64_t words[2] = {mark * 1000 + key, ~mark};
-        memcpy(hashes + 16 * key, words, sizeof(words));
-    }
-}
-
 static cxlkv_sequence *written(cxlkv_pool *pool, uint64_t mark) {
     uint64_t marks[TOKENS];
     test_marks(marks, mark, TOKENS);
@@ -57,7 +40,7 @@ static void compare(cxlkv_sequence *sequence, uint64_t mark, uint32_t tokens) {
 static void publish(worker *w, uint64_t mark) {
     uint8_t hashes[KEYS * 16];
     cxlkv_sequence *sequence = written(w->pool, mark);
-    hashes_of(mark, hashes);
+    test_hashes(hashes, mark, KEYS);
     if (!sequence) return;
     CHECK(cxlkv_publish(sequence, KEYS, TEST_PAGE_TOKENS, hashes, 0) >= 0);
     cxlkv_sequence_destroy(&sequence);
@@ -66,7 +49,7 @@ static void publish(worker *w, uint64_t mark) {
 static void match(worker *w, uint64_t mark) {
     uint8_t hashes[KEYS * 16];
     cxlkv_sequence *hit;
-    hashes_of(mark, hashes);
+    test_hashes(hashes, mark, KEYS);
     int64_t tokens = test_match(w->pool, KEYS, hashes, 60, &hit);
     CHECK(tokens >= 0);
     if (tokens) compare(hit, mark, (uint32_t)tokens);
@@ -76,7 +59,7 @@ static void match(worker *w, uint64_t mark) {
 
 static void forget(worker *w, uint64_t mark) {
     uint8_t hashes[KEYS * 16];
-    hashes_of(mark, hashes);
+    test_hashes(hashes, mark, KEYS);
     CHECK(cxlkv_forget(w->pool, KEYS, hashes, NULL) >= 0);
 }
 
@@ -148,8 +131,9 @@ int main(void) {
     pthread_t threads[HOSTS * THREADS];
     uint64_t seed = test_seed();
     uint32_t hits = 0, adopted = 0;
-    make(path);
-    for (uint32_t host = 0; host < HOSTS; host++) pools[host] = test_open_host(path, host, 1.0);
+    pools[0] = test_shared(path, test_layout(), (cxlkv_sharing){.hosts = HOSTS},
+                           (2 << 20) + (500 << 10), 1);
+    pools[1] = test_open_host(path, 1, 1);
     for (uint32_t i = 0; i < HOSTS * THREADS; i++) {
         workers[i] = (worker){.pool = pools[i % HOSTS], .seed = seed + i, .rounds = 400};
         CHECK(pthread_create(&threads[i], NULL, work, &workers[i]) == 0);

@@ -171,8 +171,7 @@ static void *read_shared(void *argument) {
     float scores[LISTS * K];
     int32_t pages[LISTS * K], counts[LISTS], starts[2] = {0, 1};
     cxlkv_budget budget = {.kind = CXLKV_BUDGET_PAGES, .pages = K};
-    cxlkv_rows queries = {.data = q, .dtype = CXLKV_FLOAT32,
-                          .stride_bytes = {sizeof(q), sizeof(*q), sizeof(**q)}};
+    cxlkv_rows queries = test_rows_at(q);
     for (uint32_t layer = 0; !atomic_load(&finished); layer = (layer + 1) % TEST_LAYERS) {
         cxlkv_select_args select = {
             .layer = layer, .q_heads = TEST_HEADS, .queries = queries, .starts = starts,
@@ -223,8 +222,7 @@ int main(void) {
     CHECK(cxlkv_pool_open(path, NULL, &pools[1]) == 0);
     CHECK(pools[0]->region.base != pools[1]->region.base && pools[0]->slot != pools[1]->slot);
     for (int i = 0; i < 2; i++) CHECK(cxlkv_pool_set_threads(pools[i], 2) == 0);
-    test_marks(common_marks, 1, COMMON_TOKENS);
-    common = test_sequence(pools[0], common_marks, COMMON_TOKENS);
+    common = test_written(pools[0], common_marks, 1, COMMON_TOKENS);
     run(false);
     CHECK(test_verify_all(common, common_marks, COMMON_TOKENS) == 0);
     fprintf(stderr, "full %u, hits %u, adopted %u, leases that ended %u\n", atomic_load(&full),

@@ -108,14 +108,12 @@ static void known_keys(void) {
 /* As by a match of another process that was just going to copy it. */
 static void a_held_tail_is_forgotten(void) {
     cxlkv_pool *pool = test_pool(NULL, 64);
-    cxlkv_sequence *sequence;
     uint64_t marks[3], hash[2];
     const int64_t ids[3] = {5, 6, 7};
     uint8_t root[16] = {9}, keys[3 * 16];
     uint32_t alone;
-    test_marks(marks, 1, 3);
     CHECK(cxlkv_pages_alloc(pool, 1, &alone) == 1);
-    sequence = test_sequence(pool, marks, 3);
+    cxlkv_sequence *sequence = test_written(pool, marks, 1, 3);
     CHECK(cxlkv_tail_keys(ids, 3, root, keys) == 3);
     CHECK(cxlkv_publish_tail(sequence, 3, root, keys + 2 * 16) == 1);
     page_hash(keys, 2, 0, 0, hash);

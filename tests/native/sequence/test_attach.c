@@ -76,9 +76,8 @@ static void still_ours(cxlkv_pool *pool, arrival *a) {
 }
 
 static cxlkv_sequence *sequence_of(cxlkv_pool *pool, uint64_t *marks, uint32_t count) {
-    test_marks(marks, next_mark, count);
     next_mark += count;
-    return test_sequence(pool, marks, count);
+    return test_written(pool, marks, next_mark - count, count);
 }
 
 /* ---- a sequence grows by appends and by attached pages, and is cut and forked ---- */
@@ -102,14 +101,9 @@ static void grow(cxlkv_sequence *sequence, uint64_t *marks, uint32_t *tokens) {
 }
 
 static void test_against_marks(const char *path, bool shared) {
-    cxlkv_layout layout = test_layout();
-    cxlkv_sharing sharing = {.kind = CXLKV_SHARING_SOFTWARE, .hosts = 1};
-    cxlkv_host host = {.lease_s = 60};
-    cxlkv_pool *pool;
-    if (shared)
-        CHECK(cxlkv_pool_create(path, &layout, &sharing, 8 << 20, 0, &host, 0, &pool) == 0);
-    else
-        pool = test_pool(NULL, 300);
+    const cxlkv_sharing sharing = {.hosts = 1};
+    cxlkv_pool *pool = shared ? test_shared(path, test_layout(), sharing, 8 << 20, 60)
+                              : test_pool(NULL, 300);
     CHECK((pool->mode != VISIBILITY_COHERENT) == shared);
     CHECK(cxlkv_pool_set_threads(pool, 3) == 0);
     static uint64_t marks[TOKENS_MAX], kept[TOKENS_MAX];
@@ -239,12 +233,7 @@ static void test_batches(void) {
 
 /* Layer 0 sees 6 tokens: pages behind its window may be missing, and are freed if they are not. */
 static void test_windows(void) {
-    cxlkv_layout layout = test_layout();
-    cxlkv_pool *pool;
-    layout.group_count = 2;
-    layout.windows[0] = 6;
-    layout.group_of[1] = 1;
-    CHECK(cxlkv_pool_create(NULL, &layout, NULL, 8 << 20, 0, NULL, 0, &pool) == 0);
+    cxlkv_pool *pool = test_window_pool(0, 6);
     for (int missing = 0; missing < 2; missing++) {
         uint64_t marks[64];
         cxlkv_sequence *sequence = sequence_of(pool, marks, 8);

@@ -82,15 +82,10 @@ static void sealed_and_not(void) {
 }
 
 static void behind_a_window(void) {
-    cxlkv_layout layout = test_layout();
-    cxlkv_pool *pool;
+    cxlkv_pool *pool = test_window_pool(1, 5);
     uint64_t marks[24];
     places at;
     test_marks(marks, 1, 24);
-    layout.group_count = 2;
-    layout.windows[1] = 5; /* layer 1 sees 5 tokens */
-    layout.group_of[1] = 1;
-    CHECK(cxlkv_pool_create(NULL, &layout, NULL, 8 << 20, 0, NULL, 0, &pool) == 0);
     cxlkv_sequence *sequence = test_empty(pool);
     for (uint32_t step = 0; step < 24; step += 4)
         CHECK(test_append_all(sequence, marks + step, 4) >= 0);
@@ -118,8 +113,7 @@ static void values_in_the_keys(void) {
     cxlkv_sequence *sequence = test_empty(pool);
     cxlkv_batch *batch = test_batch(pool, 1, &sequence);
     int32_t starts[2] = {0, TEST_PAGE_TOKENS};
-    cxlkv_rows keys = {.data = rows, .dtype = CXLKV_FLOAT32,
-                       .stride_bytes = {sizeof(*rows), sizeof(**rows), sizeof(***rows)}};
+    cxlkv_rows keys = test_rows_at(rows);
     CHECK(cxlkv_batch_append(batch, 0, &keys, NULL, starts, -1) >= 0);
     CHECK(places_of(sequence, 0, 0, ROOM, &at) == 1);
     CHECK(at.keys[0] > 0 && at.values[0] == at.keys[0]);
@@ -130,7 +124,6 @@ static void values_in_the_keys(void) {
 /* What a device is given by address was verified here, or is now. */
 static void verified_before_use(void) {
     cxlkv_pool *pool = test_pool(NULL, 16);
-    cxlkv_sequence *sequence;
     uint64_t marks[10], address;
     places at;
     int32_t pages[TEST_HEADS * 2];
@@ -139,8 +132,7 @@ static void verified_before_use(void) {
         pages[2 * h] = (int32_t)(h % 2);
         pages[2 * h + 1] = h % 2 ? -1 : 2; /* page 2 is the open tail */
     }
-    test_marks(marks, 1, 10);
-    sequence = test_sequence(pool, marks, 10);
+    cxlkv_sequence *sequence = test_written(pool, marks, 1, 10);
     cxlkv_batch *batch = test_batch(pool, 1, &sequence);
     CHECK(places_of(sequence, 1, 0, ROOM, &at) == 2);
     CHECK(cxlkv_pool_memory(pool, &address) > 0);

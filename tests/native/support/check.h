@@ -63,6 +63,27 @@ static inline cxlkv_pool *test_pool(const char *path, uint32_t pages) {
     return pool;
 }
 
+/* Of two groups of a layer each, of which one sees a window of that many tokens. */
+static inline cxlkv_pool *test_window_pool(uint32_t layer, uint32_t window) {
+    cxlkv_layout layout = test_layout();
+    cxlkv_pool *pool;
+    layout.group_count = 2;
+    layout.windows[layer] = window;
+    layout.group_of[1] = 1;
+    CHECK(cxlkv_pool_create(NULL, &layout, NULL, 8 << 20, 0, NULL, 0, &pool) == 0);
+    return pool;
+}
+
+/* One that hosts share without hardware that keeps it coherent; this is the first of them. */
+static inline cxlkv_pool *test_shared(const char *path, cxlkv_layout layout, cxlkv_sharing sharing,
+                                      uint64_t capacity, double lease_s) {
+    const cxlkv_host host = {.lease_s = lease_s};
+    cxlkv_pool *pool;
+    sharing.kind = CXLKV_SHARING_SOFTWARE;
+    CHECK(cxlkv_pool_create(path, &layout, &sharing, capacity, 0, &host, 0, &pool) == 0);
+    return pool;
+}
+
 /* cxlkv_match() of keys alone. */
 static inline int64_t test_match(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
                                  double lease_s, cxlkv_sequence **hit) {
@@ -141,6 +162,12 @@ static inline float test_value(uint64_t mark, uint32_t layer, uint32_t kind, uin
 
 typedef float test_rows[TEST_HEADS][TEST_DIM];
 
+static inline cxlkv_rows test_rows_at(const void *data) {
+    return (cxlkv_rows){.data = data, .dtype = CXLKV_FLOAT32,
+                        .stride_bytes = {sizeof(test_rows), TEST_DIM * sizeof(float),
+                                         sizeof(float)}};
+}
+
 /* Appends tokens whose marks are marks[0..count) to one layer. */
 static inline int64_t test_append(cxlkv_sequence *sequence, uint32_t layer, const uint64_t *marks,
                                   uint32_t count) {
@@ -156,10 +183,7 @@ static inline int64_t test_append(cxlkv_sequence *sequence, uint32_t layer, cons
                 v[t][h][d] = test_value(marks[t], layer, 1, h, d);
             }
     int32_t starts[2] = {0, (int32_t)count};
-    cxlkv_rows keys = {.data = k, .dtype = CXLKV_FLOAT32,
-                       .stride_bytes = {sizeof(*k), sizeof(**k), sizeof(***k)}};
-    cxlkv_rows values = keys;
-    values.data = v;
+    cxlkv_rows keys = test_rows_at(k), values = test_rows_at(v);
     code = cxlkv_batch_append(batch, layer, &keys, &values, starts, -1);
     free(k);
     free(v);
@@ -230,6 +254,23 @@ static inline int64_t test_verify_all(cxlkv_sequence *sequence, const uint64_t *
 
 static inline void test_marks(uint64_t *marks, uint64_t first, uint32_t count) {
     for (uint32_t i = 0; i < count; i++) marks[i] = first + i;
+}
+
+/* A sequence of new tokens, marked from `first` on. */
+static inline cxlkv_sequence *test_written(cxlkv_pool *pool, uint64_t *marks, uint64_t first,
+                                           uint32_t count) {
+    test_marks(marks, first, count);
+    return test_sequence(pool, marks, count);
+}
+
+/* All of these pages are found; and are those of the marks, if any are given. */
+static inline void test_hit(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes,
+                            const uint64_t *marks) {
+    cxlkv_sequence *hit;
+    uint32_t tokens = count * TEST_PAGE_TOKENS;
+    CHECK(test_match(pool, count, hashes, 60, &hit) == tokens);
+    if (marks) CHECK(test_verify_all(hit, marks, tokens) == 0);
+    cxlkv_sequence_destroy(&hit);
 }
 
 static inline cxlkv_stats test_stats(cxlkv_pool *pool) {

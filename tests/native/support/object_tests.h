@@ -40,7 +40,24 @@ static inline bool is_filled(const uint8_t *bytes, uint64_t mark, uint64_t count
     return true;
 }
 
-static inline void key_of(uint8_t key[16], uint64_t name) { test_hashes(key, name, 1); }
+typedef struct object_key {
+    uint8_t bytes[16];
+} object_key;
+
+static inline object_key key_of(uint64_t name) {
+    object_key key;
+    test_hashes(key.bytes, name, 1);
+    return key;
+}
+
+/* Where an object lies. */
+static inline uint32_t page_of(cxlkv_pool *pool, uint64_t name, uint64_t *generation) {
+    uint8_t hash[16];
+    uint32_t page;
+    CHECK(cxlkv_names(pool, 1, key_of(name).bytes, 1, hash) == 0);
+    CHECK(cxlkv_find_pages(pool, 1, hash, &page, generation) == 1);
+    return page;
+}
 
 /* `count` bytes cut into buffers whose borders lie anywhere; some are empty. */
 typedef struct pieces {
@@ -66,14 +83,13 @@ static inline void cut_up(pieces *p, uint8_t *bytes, uint64_t count, uint64_t *s
 static inline int64_t put(cxlkv_pool *pool, uint64_t name, uint64_t mark, uint64_t count,
                           uint64_t *seed) {
     uint64_t odd = random_below(seed, 64);
-    uint8_t *bytes = malloc(count + odd + 1), key[16];
+    uint8_t *bytes = malloc(count + odd + 1);
     pieces from;
     int32_t code;
     CHECK(bytes);
     fill(bytes + odd, mark, count);
     cut_up(&from, bytes + odd, count, seed);
-    key_of(key, name);
-    int64_t new = cxlkv_objects_put(pool, 1, key, &from.buffers, &code);
+    int64_t new = cxlkv_objects_put(pool, 1, key_of(name).bytes, &from.buffers, &code);
     CHECK(new < 0 || new == (code == 0));
     free(bytes);
     return new;
@@ -84,15 +100,14 @@ static inline int64_t get(cxlkv_pool *pool, uint64_t name, uint64_t mark, uint64
                           uint64_t *seed) {
     enum { BEHIND = 9, UNTOUCHED = 0x5a };
     uint64_t odd = random_below(seed, 64);
-    uint8_t *out = malloc(room + odd + BEHIND), key[16], untouched[BEHIND];
+    uint8_t *out = malloc(room + odd + BEHIND), untouched[BEHIND];
     pieces to;
     int64_t size;
     CHECK(out);
     memset(out, UNTOUCHED, room + odd + BEHIND);
     memset(untouched, UNTOUCHED, BEHIND);
     cut_up(&to, out + odd, room, seed);
-    key_of(key, name);
-    int64_t code = cxlkv_objects_get(pool, 1, key, &to.buffers, &size);
+    int64_t code = cxlkv_objects_get(pool, 1, key_of(name).bytes, &to.buffers, &size);
     if (code >= 0) CHECK(code == (size < 0 ? 0 : size));
     if (code >= 0 && size >= 0) CHECK(is_filled(out + odd, mark, (uint64_t)size));
     for (uint64_t i = 0; code >= 0 && size == CXLKV_OBJECT_DAMAGED && i < room; i++)
@@ -111,45 +126,37 @@ static inline cxlkv_lease *lease_of(cxlkv_pool *pool, uint64_t name, int64_t *si
                                     const uint8_t **at) {
     cxlkv_lease *lease;
     uint64_t address;
-    uint8_t key[16];
-    key_of(key, name);
-    int64_t code = cxlkv_lease_take(pool, 1, key, &address, size, &lease);
+    int64_t code = cxlkv_lease_take(pool, 1, key_of(name).bytes, &address, size, &lease);
     CHECK(code == 1 && (address != 0) == (*size >= 0));
     *at = (const uint8_t *)(uintptr_t)address;
     return lease;
 }
 
 static inline int64_t size_of(cxlkv_pool *pool, uint64_t name) {
-    uint8_t key[16];
-    int64_t size, code;
-    key_of(key, name);
-    code = cxlkv_objects_sizes(pool, 1, key, &size);
+    int64_t size, code = cxlkv_objects_sizes(pool, 1, key_of(name).bytes, &size);
     CHECK(code == (size >= 0));
     return size;
 }
 
 static inline int64_t forget(cxlkv_pool *pool, uint64_t name) {
-    uint8_t key[16];
-    key_of(key, name);
-    return cxlkv_forget(pool, 1, key, NULL);
+    return cxlkv_forget(pool, 1, key_of(name).bytes, NULL);
 }
 
 /* By each way of reading. count: its size, or why it has none. */
 static inline void expect(cxlkv_pool *pool, uint64_t name, uint64_t mark, int64_t count,
                           uint64_t *seed) {
     uint64_t room = pool->layout.page_tokens, bytes = count < 0 ? 1 : (uint64_t)count;
-    uint8_t *out = malloc(room), key[16];
+    uint8_t *out = malloc(room);
     const uint8_t *at;
     int64_t size;
     CHECK(out);
-    key_of(key, name);
     CHECK(get(pool, name, mark, room, seed) == count);
     uint64_t from = random_below(seed, (uint32_t)bytes);
     cxlkv_range halves[2] = {{.bytes = from, .target = 3},
                              {.offset = from, .bytes = bytes - from, .target = 3 + from}};
     if (count == CXLKV_OBJECT_ABSENT || bytes + 3 <= room) {
         int64_t sizes[2];
-        CHECK(cxlkv_objects_ranges(pool, 1, key, 2, halves, out, room, sizes) >= 0);
+        CHECK(cxlkv_objects_ranges(pool, 1, key_of(name).bytes, 2, halves, out, room, sizes) >= 0);
         CHECK(sizes[0] == (count < 0 ? count : (int64_t)from));
         CHECK(sizes[1] == (count < 0 ? count : (int64_t)(bytes - from)));
         CHECK(count < 0 || is_filled(out + 3, mark, bytes));

@@ -24,14 +24,6 @@ static cxlkv_local_state local_state(cxlkv_pool *pool) {
     return state;
 }
 
-static cxlkv_sequence *written(cxlkv_pool *pool, uint64_t first, uint32_t tokens,
-                               uint64_t *marks) {
-    cxlkv_sequence *made = test_empty(pool);
-    test_marks(marks, first, tokens);
-    CHECK(test_append_all(made, marks, tokens) >= 0);
-    return made;
-}
-
 static int64_t unit_at(const cxlkv_sequence *sequence, uint32_t index, uint32_t layer) {
     return (int64_t)unit_of(sequence->pool, sequence_page(sequence, 0, index), layer);
 }
@@ -64,7 +56,7 @@ static float first_key(cxlkv_sequence *sequence, uint32_t layer) {
 
 static void copies_are_read(cxlkv_pool *pool) {
     uint64_t marks[TOKENS];
-    cxlkv_sequence *sequence = written(pool, 1, TOKENS, marks);
+    cxlkv_sequence *sequence = test_written(pool, marks, 1, TOKENS);
     int64_t unit = unit_at(sequence, 0, 1);
     float key = first_key(sequence, 1);
     promote_one(pool, unit, CXLKV_LOCAL_DONE);
@@ -82,7 +74,7 @@ static void refusals(cxlkv_pool *pool) {
     uint64_t marks[TOKENS], wanted = 77;
     int32_t codes[PAGES];
     int64_t units[PAGES], wrong = (int64_t)pool->local->unit_count;
-    cxlkv_sequence *sequence = written(pool, 1, TOKENS, marks), *open;
+    cxlkv_sequence *sequence = test_written(pool, marks, 1, TOKENS), *open;
     for (uint32_t i = 0; i < PAGES; i++) units[i] = unit_at(sequence, i, 0);
     promote_one(pool, -1, CXLKV_LOCAL_UNKNOWN);
     promote_one(pool, wrong, CXLKV_LOCAL_UNKNOWN);
@@ -111,7 +103,7 @@ static void refusals(cxlkv_pool *pool) {
 /* Broken off before the copy and after it, with one page changed in between. */
 static void between_the_steps(cxlkv_pool *pool) {
     uint64_t marks[TOKENS];
-    cxlkv_sequence *sequence = written(pool, 1, TOKENS, marks);
+    cxlkv_sequence *sequence = test_written(pool, marks, 1, TOKENS);
     local_move moves[3];
     uint32_t pages_free = (uint32_t)test_stats(pool).pages_free;
     for (int copies = 0; copies < 2; copies++) {
@@ -148,7 +140,7 @@ static void between_the_steps(cxlkv_pool *pool) {
 static void reused_pages(cxlkv_pool *pool) {
     uint64_t marks[TOKENS];
     for (uint64_t round = 0; round < 20; round++) {
-        cxlkv_sequence *sequence = written(pool, 1000 * round, TOKENS, marks);
+        cxlkv_sequence *sequence = test_written(pool, marks, 1000 * round, TOKENS);
         CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
         for (uint32_t i = 0; i < 2; i++)
             promote_one(pool, unit_at(sequence, i, (uint32_t)round % 2), CXLKV_LOCAL_DONE);
@@ -162,7 +154,7 @@ static void reused_pages(cxlkv_pool *pool) {
 
 static void forked(cxlkv_pool *pool) {
     uint64_t marks[TOKENS];
-    cxlkv_sequence *sequence = written(pool, 5, TOKENS, marks);
+    cxlkv_sequence *sequence = test_written(pool, marks, 5, TOKENS);
     int64_t unit = unit_at(sequence, 0, 1);
     promote_one(pool, unit, CXLKV_LOCAL_DONE);
     local_move move = {.unit = unit_at(sequence, 1, 1)};
@@ -197,7 +189,7 @@ static void *read_on(void *argument) {
     for (uint32_t i = 0; i < ROUNDS; i++) {
         CHECK(test_verify(common, i % TEST_LAYERS, common_marks, TOKENS) == 0);
         if (i % 8) continue;
-        cxlkv_sequence *own = written(shared_pool, random_next(&seed) >> 8, 12, marks);
+        cxlkv_sequence *own = test_written(shared_pool, marks, random_next(&seed) >> 8, 12);
         promote_one(shared_pool, -1, CXLKV_LOCAL_UNKNOWN);
         int64_t units[2] = {unit_at(own, 0, 0), unit_at(own, 1, 1)};
         int32_t codes[2];
@@ -228,7 +220,7 @@ static void *move_on(void *argument) {
 static void threads(cxlkv_pool *pool) {
     pthread_t made[4];
     shared_pool = pool;
-    common = written(pool, 3, TOKENS, common_marks);
+    common = test_written(pool, common_marks, 3, TOKENS);
     CHECK(cxlkv_pool_set_threads(pool, 2) == 0);
     for (uintptr_t i = 0; i < 4; i++)
         CHECK(pthread_create(&made[i], NULL, i < 2 ? read_on : move_on, (void *)(i + 1)) == 0);

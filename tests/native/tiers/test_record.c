@@ -19,9 +19,8 @@ typedef struct taken {
 } taken;
 
 static void publish_all(cxlkv_pool *pool) {
-    test_marks(marks, 1, TOKENS);
     test_hashes(hashes, 5, PAGES);
-    cxlkv_sequence *sequence = test_sequence(pool, marks, TOKENS);
+    cxlkv_sequence *sequence = test_written(pool, marks, 1, TOKENS);
     CHECK(cxlkv_publish(sequence, PAGES, TEST_PAGE_TOKENS, hashes, 0) == PAGES);
     cxlkv_sequence_destroy(&sequence);
 }
@@ -43,13 +42,6 @@ static taken take_out(cxlkv_pool *pool) {
     return t;
 }
 
-static void check_found(cxlkv_pool *pool) {
-    cxlkv_sequence *hit;
-    CHECK(test_match(pool, PAGES, hashes, 10, &hit) == TOKENS);
-    CHECK(test_verify_all(hit, marks, TOKENS) == 0);
-    cxlkv_sequence_destroy(&hit);
-}
-
 static void test_there_and_back(cxlkv_pool *pool, const taken *t) {
     int32_t codes[PAGES];
     uint64_t free_pages = test_stats(pool).pages_free;
@@ -58,7 +50,7 @@ static void test_there_and_back(cxlkv_pool *pool, const taken *t) {
     CHECK(cxlkv_forget_pages(pool, PAGES, t->pages, t->generations, 1, codes) == PAGES);
     CHECK(test_stats(pool).pages_free == free_pages + PAGES);
     CHECK(cxlkv_records_write(pool, PAGES, t->records, NULL, codes) == PAGES);
-    check_found(pool);
+    test_hit(pool, PAGES, hashes, marks);
     CHECK(test_stats(pool).pages_free == free_pages && test_stats(pool).pages_held == 0);
     taken again = take_out(pool);
     CHECK(memcmp(again.records, t->records, PAGES * t->bytes) == 0);
@@ -116,7 +108,7 @@ static void test_hostile(cxlkv_pool *pool, const taken *t) {
     free(record);
     CHECK(test_stats(pool).pages_free == free_pages);
     CHECK(cxlkv_records_write(pool, PAGES, t->records, NULL, codes) == PAGES);
-    check_found(pool);
+    test_hit(pool, PAGES, hashes, marks);
 }
 
 /* ---- memory that fails ---- */

@@ -140,9 +140,7 @@ static void make(made *m) {
     CHECK(worker_claim(&m->file, &slot) == 0);
     m->slot = (rpc_slot){.mode = VISIBILITY_COHERENT, .same_host = true};
     CHECK(rpc_client(&m->slot, worker_slot(&m->file, slot), BYTES, BYTES) == 0);
-    CHECK(cxlkv_sequence_create(m->pool, &m->sequence) == 0);
-    test_marks(m->marks, 1, TOKENS);
-    CHECK(test_append_all(m->sequence, m->marks, TOKENS) >= 0);
+    m->sequence = test_written(m->pool, m->marks, 1, TOKENS);
 }
 
 static void unmake(made *m) {
