@@ -1,16 +1,13 @@
-"""Shows what the GPU suite found, from its result files alone.
+"""Draws what the GPU suite found, from its result files alone, into the folder of a run.
 
-    python -m cxlkv.bench.gpu.results FOLDER            draws the pictures of a run into its folder
-    python -m cxlkv.bench.gpu.results --readme
+    python -m cxlkv.bench.gpu.results FOLDER
 
 gather: bandwidth against the size of a piece; attend: time against context; decode: the parts of a
-step, full fetch and selected side by side. --readme fills README.md's part on the GPU from the
-folders under bench/results, one for each machine: no figure is typed by hand.
+step, full fetch and selected side by side.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +18,6 @@ from matplotlib.ticker import NullFormatter
 
 from cxlkv.bench.result import read
 from cxlkv.bench.style import BLUE, COLORS, GREEN, GREY, INK, ORANGE, canvas, numbered, plain
-from cxlkv.errors import BadArgumentError
 
 Medians = Mapping[str, float]
 
@@ -177,99 +173,7 @@ def draw_all(folder: Path) -> list[Path]:
     return made
 
 
-# ---- README ----
-
-
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = "bench/results"
-BEGIN, END = "<!-- gpu figures: begin -->", "<!-- gpu figures: end -->"
-NONE = (
-    "No figures of a GPU have been measured yet: "
-    "`python3 bench/gpu/suite.py FOLDER` measures them where there is one."
-)
-ROWS = {
-    "gather": {
-        "gather_4k_to_h2d": "gather, 4 KiB pieces (16 tokens of a head), of the link's bandwidth",
-        "gather_64k_to_h2d": "gather, 64 KiB pieces (16 tokens of a layer), of the same",
-        "kernel_below_break_even_to_dma": "kernel copy below 28 KB a piece, the least, to the "
-        "faster of cudaMemcpyBatchAsync and a loop of cudaMemcpyAsync",
-        "dispatcher_to_better": "dispatcher to the better of kernel and DMA, the least",
-    },
-    "attend": {
-        "attend_to_hbm": "sparse decode attention, of the memory's bandwidth, the least of all "
-        "that read 256 MiB or more",
-        "attend_10_32k_x1_to_sdpa": "attention to 10 % of 32K tokens, to torch's SDPA over all",
-        "attend_10_128k_x1_to_sdpa": "the same of 128K tokens",
-    },
-    "decode": {
-        "selected_32k_to_full": "decode step at 32K tokens, selected to full fetch",
-        "selected_128k_to_full": "the same at 128K tokens",
-    },
-}
-TIMES = {"gather": {"fragments_128": "128 fragments of 20 KB, until all of them are there"}}
-ALTS = {
-    "gather": "bandwidth of a gather, by the size of a piece",
-    "attend": "time of decode attention, by context",
-    "decode": "time of a decode step and its parts, by context",
-}
-"""What is shown of each case: ratios of speeds, then times; and what its picture is called."""
-
-
-def figures(root: Path) -> str:
-    """The part between the markers: a table for each folder of results, or that there is none."""
-    folders = sorted(path.parent for path in (root / RESULTS).glob("*/index.json"))
-    tables = [table(root, folder) for folder in folders]
-    return "\n\n".join(text for text in tables if text) or NONE
-
-
-def table(root: Path, folder: Path) -> str:
-    """One machine's; empty when nothing was measured there."""
-    lines: list[str] = []
-    pictures: list[str] = []
-    for case, rows in ROWS.items():
-        path = folder / f"{case}.json"
-        if not path.exists():
-            continue
-        found = read(path)
-        ratios, metrics = found.ratios, found.metrics
-        lines += [f"| {what} | {ratios[n]:.3g} |" for n, what in rows.items() if n in ratios]
-        for name, what in TIMES.get(case, {}).items():
-            if name in metrics:
-                lines.append(f"| {what} | {metrics[name].median:.3g} {metrics[name].unit} |")
-        if metrics and (folder / f"{case}.png").exists():
-            place = (folder / f"{case}.png").relative_to(root).as_posix()
-            pictures.append(f"![{ALTS[case]}]({place})")
-    if not lines:
-        return ""
-    index = json.loads((folder / "index.json").read_text())
-    seen = index["environment"]
-    versions = f"torch {seen.get('torch')}, Triton {seen.get('triton')}"
-    where = (folder / "summary.md").relative_to(root).as_posix()
-    head = (
-        f"{seen.get('gpu')}, {versions}, commit {index['commit'][:12]} "
-        f"([all of it]({where})); ratios are of speeds, medians of one run:"
-    )
-    return "\n\n".join([head, "\n".join(["| what | figure |", "|---|---|", *lines]), *pictures])
-
-
-def filled(text: str, figures: str) -> str:
-    """README's text with the part between the markers replaced."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise BadArgumentError(f"README.md lacks the markers {BEGIN} and {END}")
-    return f"{before}{begin}\n{figures}\n{end}{after}"
-
-
-def fill_readme(root: Path = ROOT) -> None:
-    readme = root / "README.md"
-    readme.write_text(filled(readme.read_text(), figures(root)))
-
-
 def main(words: Sequence[str]) -> int:
-    if words == ["--readme"]:
-        fill_readme()
-        return 0
     if len(words) != 1 or words[0].startswith("-"):
         raise SystemExit(__doc__)
     for picture in draw_all(Path(words[0])):
