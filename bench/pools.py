@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +19,9 @@ from cxlkv.ndp.engine import Selection
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import key_hashes, prefix_keys
 from cxlkv.sequence import Sequence
+
+if TYPE_CHECKING:  # it takes seconds to load, and not all who make pools have it
+    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,24 @@ def pool_in_file(
             threads=threads,
         ) as pool:
             yield pool, path
+
+
+@contextmanager
+def filled(shape: Shape, k: Floats | Tensor) -> Iterator[tuple[CXLPool, Sequence]]:
+    """A pool whose layers all hold the keys k [tokens, kv_heads, head_dim], in the pages of two
+    sequences that grow in turn; the first one is to be measured."""
+    # Digests and sketches are up to 0.16 of the keys and values.
+    capacity = int(shape.layout.token_bytes * shape.tokens * 2 * 1.18) + (256 << 20)
+    with CXLPool.create(
+        "anonymous:", layout=shape.layout, capacity=capacity, checksum=False, threads=1
+    ) as pool:
+        sequences = [pool.sequence() for _ in range(2)]
+        for layer in range(shape.layers):
+            for first in range(0, shape.tokens, shape.page_tokens):
+                rows = k[first : first + shape.page_tokens]
+                for sequence in sequences:
+                    sequence.append(layer, rows, rows)
+        yield pool, sequences[0]
 
 
 def same_for_all(pages: npt.ArrayLike, kv_heads: int) -> Selection:

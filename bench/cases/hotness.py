@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cxlkv.bench.cases import selection
-from cxlkv.bench.pools import Shape
+from cxlkv.bench.pools import Shape, filled
 from cxlkv.bench.result import Result
 from cxlkv.ndp.engine import Budget
 
@@ -28,10 +27,10 @@ class Size(Shape):
 def run(result: Result, size: Size = Size()) -> None:
     """Metrics METHOD_us (counted), METHOD_uncounted_us and hotness_cost_METHOD, one thread; ratio
     hotness_cost, the worse of them."""
-    keys, query = selection.drawn(size)
+    query = replace(size, kv_heads=size.kv_heads * size.group).noise(12, 1)[0]
     budget = Budget(pages=max(1, size.tokens // size.page_tokens // 20))
     costs = []
-    with selection.filled(size, keys) as (pool, sequence):
+    with filled(size, size.noise(11)) as (pool, sequence):
         for method in METHODS:
             pool.hotness.enabled = True
             before = int(pool.hotness.counts().sum())

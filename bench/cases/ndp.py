@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cxlkv.bench.cases import ndp_models, ndp_rivals, selection, worker
-from cxlkv.bench.cases.selection import overlap
+from cxlkv.bench.cases import ndp_models, ndp_rivals, worker
+from cxlkv.bench.cases.ndp_rivals import agreement
 from cxlkv.bench.measure import interleave
+from cxlkv.bench.pools import Shape, filled
 from cxlkv.bench.result import Result
 from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.pool import CXLPool
@@ -26,9 +27,12 @@ ROWS = 4  # of queries together, each with `group` heads: 16 queries a kv head
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size(selection.Size):
+class Size(Shape):
     """131,072 tokens, 8 kv heads of 128, bf16, 4 query heads each, in a pool of 8 layers."""
 
+    tokens: int = 131072
+    rounds: int = 9
+    settle_s: float = 0.25
     pages: int = 256
     share: float = 0.05
     models: ndp_models.Size = field(default_factory=ndp_models.Size)
@@ -38,9 +42,12 @@ class Size(selection.Size):
 def run(result: Result, size: Size = Size(), threads: tuple[int, ...] = (1, 2)) -> None:
     """The ratios of the module's text; those of trained models are in ndp_models."""
     before = torch.get_num_threads()
-    k, queries = selection.drawn(size, 11, ROWS)
+    generator = torch.Generator().manual_seed(11)
+    k = torch.randn((size.tokens, size.kv_heads, size.head_dim), generator=generator).bfloat16()
+    heads = (ROWS, size.kv_heads * size.group, size.head_dim)
+    queries = torch.randn(heads, generator=generator).bfloat16()
     try:
-        with selection.filled(size, k) as (pool, sequence):
+        with filled(size, k) as (pool, sequence):
             stage = Stage(size, pool, sequence, k, queries)
             for count in threads:
                 measure(result, stage, count)
@@ -153,25 +160,25 @@ def check(result: Result, stage: Stage, count: int) -> None:
     one = stage.select(stage.budget, "exact", stage.one_query)
     chosen = stage.torch_pages(stage.query, pages)
     agreements = {
-        "exact_and_torch": overlap(exact.pages, chosen.numpy()),
-        "exact_5_percent_and_torch": overlap(
+        "exact_and_torch": agreement(exact.pages, chosen.numpy()),
+        "exact_5_percent_and_torch": agreement(
             few.pages, stage.torch_pages(stage.query, small).numpy()
         ),
-        "one_query_and_torch": overlap(
+        "one_query_and_torch": agreement(
             one.pages, stage.torch_pages(stage.one_query, pages).numpy()
         ),
-        "queries16_and_torch": overlap(
+        "queries16_and_torch": agreement(
             stage.together().pages, stage.torch_pages(stage.queries, pages).numpy()
         ),
-        "two_stage_and_exact": overlap(staged.pages, few.pages),
+        "two_stage_and_exact": agreement(staged.pages, few.pages),
     }
     if stage.faiss is not None:
         found = stage.faiss.pages(stage.by_head(stage.query), stage.size.page_tokens)
-        agreements["exact_and_faiss"] = ndp_rivals.agreement(exact.pages, found)
-    for name, agreement in agreements.items():
-        result.measure(f"agreement_of_{name}_{count}t", [agreement], "share of pages")
+        agreements["exact_and_faiss"] = agreement(exact.pages, found)
+    for name, share in agreements.items():
+        result.measure(f"agreement_of_{name}_{count}t", [share], "share of pages")
         least = 0.93 if name.startswith("two_stage") else 0.95
-        result.checks[f"{name}_agree_{count}t"] = agreement > least
+        result.checks[f"{name}_agree_{count}t"] = share > least
     result.checks[f"two_stage_reads_sketches_{count}t"] = bool(staged.stages and
                                                                staged.stages.lists)  # fmt: skip
     size = stage.size

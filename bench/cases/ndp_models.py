@@ -10,9 +10,9 @@ from torch import Tensor
 
 from cxlkv.adapters.transformers import layout_of
 from cxlkv.bench import sources
-from cxlkv.bench.cases import selection
+from cxlkv.bench.cases import ndp_rivals
 from cxlkv.bench.measure import interleave
-from cxlkv.bench.pools import Shape
+from cxlkv.bench.pools import Shape, filled
 from cxlkv.bench.quality import Way, mean, weigh, worst_decile
 from cxlkv.bench.result import Result
 from cxlkv.bench.sources import Taken
@@ -120,13 +120,13 @@ def time_texts(
     group = queries.shape[1] // heads
     shape = Shape(tokens=tokens, layers=1, kv_heads=heads, head_dim=dim, group=group)
     budget = Budget(pages=max(1, int(size.share * (tokens // shape.page_tokens))))
-    with selection.filled(shape, keys) as (pool, sequence):
+    with filled(shape, keys) as (pool, sequence):
 
         def select(method: str) -> list[Selection]:
             return [sequence.select(0, q, budget, method=method, scale=scale) for q in queries]
 
         pairs = list(zip(select("exact"), select("two_stage"), strict=True))
-        agreements = [selection.overlap(staged.pages, exact.pages) for exact, staged in pairs]
+        agreements = [ndp_rivals.agreement(exact.pages, staged.pages) for exact, staged in pairs]
         shares = [staged.bytes_scored / exact.bytes_scored for exact, staged in pairs]
         result.measure("text_large_agreement", agreements, "share of pages")
         result.checks["text_large_agrees"] = mean(agreements) > 0.9

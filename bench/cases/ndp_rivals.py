@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -114,11 +115,11 @@ def faiss_forms(
         yield {"faiss_by_query": by_query, "faiss_by_head": by_head}
 
 
-def agreement(pages: PageIndices, others: list[PageIndices]) -> float:
-    """The share of faiss's best pages that we chose; where it gives more than we chose, the best
-    of them."""
-    shares = []
-    for ours, theirs in zip(pages, others, strict=True):
-        best = theirs[: len(ours)]
-        shares.append(np.isin(best, ours).mean())
+def agreement(pages: PageIndices, others: Iterable[npt.ArrayLike]) -> float:
+    """The share of their best pages that we chose, over all heads; where they give more than we
+    chose, the best of them."""
+    shares = [
+        np.isin(np.asarray(theirs)[: len(ours)], ours).mean()
+        for ours, theirs in zip(pages, others, strict=True)
+    ]
     return float(np.mean(shares))

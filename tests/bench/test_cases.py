@@ -69,7 +69,6 @@ SMALL: dict[str, dict[str, object]] = {
     },
     "calls": {"layers": 2, "counts": (1, 3)},
     "transfer": {"layers": 2, "tokens": 2048},
-    "selection": {"layers": 1, "tokens": 16384},
     "windows": {"prompt": 2048, "decode": 20, "heads": 8},
     "worker": {"tokens": 64, "steps": 20},
     "hotness": {"tokens": 2048, "pairs": 3},
@@ -231,7 +230,7 @@ def test_what_a_command_cannot_draw_is_refused_at_once(
 ) -> None:
     absent = str(tmp_path / "absent" / "x.png")
     for given, what in (
-        (("selection", "--picture", absent), "--picture goes with ndp, link, recall, replay"),
+        (("calls", "--picture", absent), "--picture goes with ndp, link, recall, replay"),
         (("ndp", "--model", str(tmp_path)), "--model goes with recall; not with ndp"),
         (("ndp", "--picture", absent), "its folder does not exist"),
         (("recall", "--json", absent), "its folder does not exist"),
