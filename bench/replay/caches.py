@@ -83,11 +83,10 @@ def lfu(asked: Sequence[int], capacity: int) -> list[bool]:
 def sieve(asked: Sequence[int], capacity: int) -> list[bool]:
     """SIEVE (Zhang et al., NSDI'24): a hand goes from old to new, and takes the first page that was
     not visited since it came by."""
-    older: dict[int, int | None] = {}  # a list, from new to old, by page
-    newer: dict[int, int | None] = {}
-    visited: set[int] = set()
-    newest: int | None = None
-    oldest: int | None = None
+    # A ring through None, which lies behind the oldest page and before the newest.
+    older: dict[int | None, int | None] = {None: None}
+    newer: dict[int | None, int | None] = {None: None}
+    visited: set[int | None] = set()
     hand: int | None = None
     hits: list[bool] = []
     for page in asked:
@@ -95,28 +94,15 @@ def sieve(asked: Sequence[int], capacity: int) -> list[bool]:
         if hits[-1]:
             visited.add(page)
             continue
-        if len(older) >= capacity:
-            at = hand if hand is not None else oldest
-            while at in visited:
-                visited.discard(at)
-                at = newer[at] if newer[at] is not None else oldest
-            assert at is not None
-            hand = newer[at]
-            before, behind = newer.pop(at), older.pop(at)
-            if before is None:
-                newest = behind
-            else:
-                older[before] = behind
-            if behind is None:
-                oldest = before
-            else:
-                newer[behind] = before
+        if len(older) > capacity:
+            while hand is None or hand in visited:
+                visited.discard(hand)
+                hand = newer[hand]
+            before, behind = newer.pop(hand), older.pop(hand)
+            older[before], newer[behind], hand = behind, before, before
+        newest = older[None]
         older[page], newer[page] = newest, None
-        if newest is None:
-            oldest = page
-        else:
-            newer[newest] = page
-        newest = page
+        older[None], newer[newest] = page, page
     return hits
 
 
