@@ -7,8 +7,8 @@ Second, a curriculum: short contexts with few facts until the model answers, the
 A model trained to 4,096 tokens forgets at 16,384, for softmax spreads its weight over more
 fillers; some hundred steps at each of these lengths sharpen it.
 
-All of it takes 17 minutes on one core. It needs torch and transformers, which a plain install of
-the package leaves out.
+All of it takes some twenty minutes on one core. It needs torch and transformers, which a plain
+install of the package leaves out.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForTokenClassification
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
+from transformers import DynamicCache, LlamaConfig, LlamaForTokenClassification
 
 from cxlkv.demo.task import FACT_KEYS, FILLERS, VALUES, VOCABULARY_SIZE, Context, make_context
 
@@ -121,68 +120,32 @@ def new_model() -> LlamaForTokenClassification:
         eos_token_id=None,
     )
     config.num_labels = VALUES
-    return LlamaForTokenClassification(config)  # type: ignore[no-untyped-call]
+    model = LlamaForTokenClassification(config)  # type: ignore[no-untyped-call]
+    model.train(False)  # in training it would drop a tenth of what is scored
+    return model
 
 
 def logits(model: LlamaForTokenClassification, table: Tensor, batch: Batch, forked: bool) -> Tensor:
     """The model's scores of the values for each question: [batch, questions, VALUES].
 
     `forked` questions see the context and themselves, each as if it stood alone behind the
-    context; otherwise a question sees those before it as well. The last layer is computed for the
-    questions only, as nobody reads it elsewhere, which halves the work.
+    context; otherwise a question sees those before it as well.
     """
-    token_count = batch.tokens.shape[1]
-    question_count = batch.questions.shape[1]
-    context = functional.embedding(batch.tokens, table)
-    asked = functional.embedding(batch.questions, table)
-    after = torch.zeros(question_count) if forked else torch.arange(question_count)
-    positions = torch.cat([torch.arange(token_count), token_count + after.long()])
-    cos, sin = model.model.rotary_emb(context, positions[None])
-    mask = seen_by_questions(token_count, question_count, forked)
-    layers = list(model.model.layers)
-    for layer in layers:
-        normed = layer.input_layernorm(torch.cat([context, asked], dim=1))
-        query = split_heads(layer.self_attn.q_proj(normed))
-        key = split_heads(layer.self_attn.k_proj(normed))
-        value = split_heads(layer.self_attn.v_proj(normed)).repeat_interleave(
-            QUERY_HEADS // KV_HEADS, dim=1
-        )
-        query, key = apply_rotary_pos_emb(query, key, cos, sin)
-        key = key.repeat_interleave(QUERY_HEADS // KV_HEADS, dim=1)
-        attended = functional.scaled_dot_product_attention(
-            query[:, :, token_count:], key, value, attn_mask=mask
-        )
-        asked = finish_layer(layer, asked, attended)
-        if layer is not layers[-1]:
-            attended = functional.scaled_dot_product_attention(
-                query[:, :, :token_count],
-                key[:, :, :token_count],
-                value[:, :, :token_count],
-                is_causal=True,
-            )
-            context = finish_layer(layer, context, attended)
-    scores: Tensor = model.score(model.model.norm(asked))
+    (_, tokens), (_, questions) = batch.tokens.shape, batch.questions.shape
+    context = DynamicCache()
+    model.model(inputs_embeds=functional.embedding(batch.tokens, table), past_key_values=context)
+    among = torch.ones(questions, questions).tril()
+    after = torch.arange(questions)
+    if forked:
+        among, after = torch.eye(questions), torch.zeros_like(after)
+    seen = torch.cat([torch.ones(questions, tokens), among], dim=1).bool()
+    scores: Tensor = model(
+        inputs_embeds=functional.embedding(batch.questions, table),
+        past_key_values=context,
+        position_ids=(tokens + after)[None],
+        attention_mask=seen[None, None],
+    ).logits
     return scores
-
-
-def seen_by_questions(token_count: int, question_count: int, forked: bool) -> Tensor:
-    """True where a question may attend: [question_count, token_count + question_count]."""
-    among = torch.eye(question_count, dtype=torch.bool)
-    if not forked:
-        among = torch.ones_like(among).tril()
-    return torch.cat([torch.ones(question_count, token_count, dtype=torch.bool), among], dim=1)
-
-
-def split_heads(projected: Tensor) -> Tensor:
-    """From [batch, tokens, heads * HEAD_DIM] to [batch, heads, tokens, HEAD_DIM]."""
-    return projected.view(*projected.shape[:2], -1, HEAD_DIM).transpose(1, 2)
-
-
-def finish_layer(layer: LlamaDecoderLayer, hidden: Tensor, attended: Tensor) -> Tensor:
-    """Compute what follows attention in a Llama layer: output projection and MLP, both residual."""
-    hidden = hidden + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-    result: Tensor = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-    return result
 
 
 def batches(stage_index: int, stage: Stage) -> Iterator[Batch]:
