@@ -1,4 +1,4 @@
-"""Faults on purpose, for tests: memory that fails, links that slow down, hosts that die or hang.
+"""Faults on purpose, for tests: memory that fails, hosts that die or hang.
 
 Each helper does the true thing to a true file or process; nothing is pretended.
 """
@@ -14,9 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cxlkv.emulation.link import Link, emulate
 from cxlkv.errors import BadArgumentError
-from cxlkv.pool import Pool
 
 
 def poison(path: str | os.PathLike[str], offset: int) -> int:
@@ -42,13 +40,6 @@ def truncated(path: str | os.PathLike[str], part: float) -> int:
 def restore(path: str | os.PathLike[str], size: int) -> None:
     """Give a file its length back: zeros where the fault was."""
     os.truncate(path, size)
-
-
-@contextmanager
-def slow_link(pool: Pool, profile: str, factor: float) -> Iterator[Link]:
-    """The pool's operations go over a device's link that is `factor` times as slow as it should."""
-    with emulate(pool, profile, slow=factor) as link:
-        yield link
 
 
 @contextmanager

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from cxlkv.bench import loops
 from cxlkv.bench.cases.transfer import Fetches
-from cxlkv.bench.measure import interleave
 from cxlkv.bench.pools import Shape, pool_in_file
 from cxlkv.bench.result import Result
 from cxlkv.bench.streams import size_name
-from cxlkv.pool import CXLPool
 
 
 @dataclass(frozen=True)
@@ -37,21 +33,7 @@ def run(result: Result, size: Size = Size()) -> None:
             pool,
             path,
         ):
-            _measure(result, pool, path, shape, size)
-
-
-def _measure(result: Result, pool: CXLPool, path: Path, shape: Shape, size: Size) -> None:
-    pages = max(1, size.call_bytes // (shape.layout.token_bytes * shape.page_tokens))
-    fetches = Fetches(pool, path, shape, pages)
-    mapped, name = fetches.mapped, size_name(fetches.mapped.piece_bytes)
-
-    def memcpy(call: int) -> None:
-        for offsets, to in zip(fetches.calls[call][2], fetches.flat, strict=True):
-            loops.memory_gather_s(to, mapped.bytes, offsets, mapped.piece_bytes)
-
-    result.checks[f"fetch_{name}_right"] = fetches.same(memcpy)
-    both = {f"memcpy_{name}": memcpy, f"fetch_{name}": fetches.fetch}
-    functions = {form: fetches.each(one) for form, one in both.items()}
-    speed = result.speeds(interleave(functions, size.rounds), fetches.bytes)
-    result.ratios[f"fetch_{name}_to_memcpy"] = speed[f"fetch_{name}"] / speed[f"memcpy_{name}"]
-    fetches.sequence.release()
+            pages = max(1, size.call_bytes // (one.layout.token_bytes * page_tokens))
+            fetches = Fetches(pool, path, shape, pages)
+            name = size_name(fetches.mapped.piece_bytes)
+            fetches.measure(result, f"fetch_{name}", f"memcpy_{name}", size.rounds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv.arrays import Bytes, Floats
+from cxlkv.bench import loops
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.pools import Shape, pool_in_file, same_for_all
 from cxlkv.bench.result import Result
@@ -71,7 +72,8 @@ def run(result: Result, size: Size = Size(), threads: int = 1) -> None:
         ) as (pool, path):
             measure_append(result, pool, path, size, name)
             if name != "no_sketches":
-                measure_fetch(result, pool, path, size, name)
+                fetches = Fetches(pool, path, size, CALL_PAGES)
+                fetches.measure(result, f"fetch_{name}", f"memcpy_fetch_{name}", size.rounds)
 
 
 def append_all(pool: CXLPool, size: Shape, k: Floats, v: Floats) -> Sequence:
@@ -101,7 +103,9 @@ def measure_append(result: Result, pool: CXLPool, path: Path, size: Size, name: 
         append_all(pool, size, k, v).release()
 
     total = pool.layout.token_bytes * size.tokens
-    report(result, name, "append", {"memcpy_append": memcpy, "append": append}, total, size)
+    samples = interleave({"memcpy_append": memcpy, "append": append}, size.rounds)
+    speed = result.speeds(samples, total, f"{{}}_{name}")
+    result.ratios[f"append_{name}_to_memcpy"] = speed["append"] / speed["memcpy_append"]
 
 
 def holds(sequence: Sequence, size: Size, k: Floats, v: Floats) -> bool:
@@ -174,50 +178,30 @@ class Fetches:
 
         return loop
 
-    def same(self, copy: Callable[[int], None]) -> bool:
-        """Whether the first and the last call fetch what `copy` brings."""
+    def memcpy(self, call: int) -> None:
+        """The same pieces by a loop in C, from the second mapping."""
+        for offsets, to in zip(self.calls[call][2], self.flat, strict=True):
+            loops.memory_gather_s(to, self.mapped.bytes, offsets, self.mapped.piece_bytes)
+
+    def measure(self, result: Result, fetch: str, memcpy: str, rounds: int) -> None:
+        """Metrics of both names in GB/s, check and ratio of the first; lets go of the sequence."""
+        result.checks[f"{fetch}_right"] = self.same()
+        functions = {memcpy: self.each(self.memcpy), fetch: self.each(self.fetch)}
+        speed = result.speeds(interleave(functions, rounds), self.bytes)
+        result.ratios[f"{fetch}_to_memcpy"] = speed[fetch] / speed[memcpy]
+        self.sequence.release()
+
+    def same(self) -> bool:
+        """Whether the first and the last call fetch what memcpy brings."""
         for call in (0, len(self.calls) - 1):
             self.fetch(call)
             got = [array.copy() for array in self.flat]
             for array in self.flat:
                 array[:] = 0
-            copy(call)
+            self.memcpy(call)
             if not all(np.array_equal(a, b) for a, b in zip(got, self.flat, strict=True)):
                 return False
         return True
-
-
-def measure_fetch(result: Result, pool: CXLPool, path: Path, size: Size, name: str) -> None:
-    fetches = Fetches(pool, path, size, CALL_PAGES)
-    whole, piece = fetches.mapped.bytes, fetches.mapped.piece_bytes
-    rows = whole[: len(whole) // piece * piece].reshape(-1, piece)
-    flat = [array.reshape(-1, piece) for array in fetches.flat]
-    places = [offsets for _, _, both in fetches.calls for offsets in both]
-    if any((offsets % piece).any() for offsets in places):
-        raise ValueError("pieces are not aligned to their size: choose a power-of-two size")
-    indices = [(offsets // piece).astype(np.int64) for offsets in places]
-
-    def memcpy(call: int) -> None:
-        for index, to in zip(indices[2 * call : 2 * call + 2], flat, strict=True):
-            np.take(rows, index, axis=0, out=to, mode="clip")
-
-    result.checks[f"fetch_{name}_right"] = fetches.same(memcpy)
-    functions = {"memcpy_fetch": fetches.each(memcpy), "fetch": fetches.each(fetches.fetch)}
-    report(result, name, "fetch", functions, fetches.bytes, size)
-    fetches.sequence.release()
-
-
-def report(
-    result: Result,
-    name: str,
-    verb: str,
-    functions: Mapping[str, Callable[[], object]],
-    total_bytes: int,
-    size: Size,
-) -> None:
-    samples = interleave(functions, size.rounds)
-    speed = result.speeds(samples, total_bytes, f"{{}}_{name}")
-    result.ratios[f"{verb}_{name}_to_memcpy"] = speed[verb] / speed[f"memcpy_{verb}"]
 
 
 def working_set_note(size: Size) -> str:

@@ -90,11 +90,11 @@ class Mapping(Closing):
             raise UnsupportedError(f"a pool is mapped for 'cpu' or 'cuda', not for {self.device}")
         self.pool = pool
         self._pid = os.getpid()
-        self._host_address, self.size = pool.pages.memory()
+        host_address, self.size = pool.pages.memory()
         self._geometry = pool.pages.geometry
         self.writable = True
         """Whether the device may write: not where hosts share the pool, as most is not ours."""
-        self._address = self._host_address
+        self._address = host_address
         self.driver: Driver | None = None
         """By which the device was told of the region; None on the CPU."""
         self.cuts = np.empty(0, np.int64)
@@ -106,7 +106,7 @@ class Mapping(Closing):
             self.driver, self.writable = found, held.writable
             self._address = held.device_address
             starts = np.array([at for at, _ in held.pieces[1:]], np.int64)
-            self.cuts = starts - self._host_address + self._address
+            self.cuts = starts - host_address + self._address
         self._closer = weakref.finalize(self, _release, held, self._pid, pool.pages)
         pool.before_close(self._closer)
 
@@ -118,15 +118,9 @@ class Mapping(Closing):
 
     @property
     def device_address(self) -> int:
-        """Device address of the region's first byte."""
+        """Device address of the region's first byte; with unified addressing the host's."""
         self._check()
         return self._address
-
-    @property
-    def host_address(self) -> int:
-        """Host address of the region's first byte; with unified addressing the same number."""
-        self._check()
-        return self._host_address
 
     def pages(self, sequence: Sequence, layer: int, first: int = 0) -> PageTable:
         """Return the table of the layer's complete pages from `first` on."""

@@ -55,12 +55,6 @@ def test_truncated(path: Path) -> None:
         faults.truncated(path, 1)
 
 
-def test_a_slow_link(path: Path) -> None:
-    with make(path) as pool, faults.slow_link(pool, "astera-a1000", 8) as link:
-        assert link.profile.latency_ns == 8 * 250
-        assert pool.describe()["emulated"] == "astera-a1000 slowed 8 times, wait"
-
-
 def test_a_dead_device(path: Path) -> None:
     with make(path) as pool:
         sequence = pool.sequence()

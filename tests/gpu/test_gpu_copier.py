@@ -296,7 +296,7 @@ def test_on_a_gpu_all_bytes_arrive(
         for i in range(count):
             at = half + int(places[i])
             assert torch.equal(got[1 + i], mapping.tensor[at : at + size])
-        back_at = mapping.host_address + half + torch.arange(count) * size
+        back_at = mapping.pool.pages.memory()[0] + half + torch.arange(count) * size
         target.fill_(7)
         copier.copy(target_at, back_at, size, "to_host").synchronize()
         assert (mapping.tensor[half : half + count * size] == 7).all()

@@ -67,7 +67,7 @@ def at(address: int, count: int) -> bytes:
 def test_on_the_cpu_nothing_is_registered(pool: CXLPool, rng: np.random.Generator) -> None:
     sequence = filled(pool, rng)
     with Mapping(pool, "cpu") as mapping:
-        assert mapping.device_address == mapping.host_address == mapping.tensor.data_ptr()
+        assert mapping.device_address == pool.pages.memory()[0] == mapping.tensor.data_ptr()
         assert mapping.tensor.numel() == mapping.size == _core.pool_memory(pool._handle)[1]
         assert bytes(mapping.tensor[:8].tolist()) == b"CXLKVPOL"
         table = mapping.pages(sequence, 1)
@@ -259,7 +259,7 @@ def test_a_region_that_is_refused_whole_goes_in_pieces(
         sequence = filled(pool, rng)
         with Mapping(pool, "cuda:0", driver=fake.driver()) as mapping:
             cuts = borders(pool)
-            address = mapping.host_address
+            address, _ = pool.pages.memory()
             asked = [(row[1], row[2]) for row in fake.calls("cuMemHostRegister_v2")]
             pieces = [(address + a, b - a) for a, b in pairwise(cuts)]
             assert asked == [(address, mapping.size), *pieces]
