@@ -17,6 +17,7 @@ from cxlkv.ndp import tuning
 from cxlkv.ndp.tuning import GpuCopyConstants, Tuning
 
 from ..support.fake_driver import OUT_OF_MEMORY, STREAM, FakeCuda
+from ..test_records import grown
 
 NO_CUTS = np.empty(0, np.int64)
 KIB = 1024
@@ -119,10 +120,7 @@ def test_on_the_cpu_all_bytes_arrive(
 
 
 def test_pages_of_a_pool(pool: CXLPool, mapping: Mapping, rng: np.random.Generator) -> None:
-    sequence = pool.sequence()
-    for layer in range(2):
-        rows = rng.standard_normal((12, 2, 8)).astype(np.float32)
-        sequence.append(layer, rows, -rows)
+    sequence = grown(pool, rng, 12)
     table = mapping.pages(sequence, 1)
     got = torch.empty(2, 3, 4, 8)
     target_at = got.data_ptr() + torch.arange(6).view(2, 3) * 128

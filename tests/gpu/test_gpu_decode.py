@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 
@@ -64,13 +65,7 @@ ON_GPU = pytest.mark.parametrize(
 class Model:
     """A pool, its sequences, and the same rows in plain tensors."""
 
-    def __init__(
-        self,
-        seed: int,
-        *,
-        dtype: str = "float32",
-        layout: KVLayout | None = None,
-    ):
+    def __init__(self, seed: int, *, dtype: str = "float32", layout: KVLayout | None = None):
         torch.manual_seed(seed)
         self.layout = layout or KVLayout(
             layers=LAYERS, kv_heads=HEADS, head_dim=DIM, page_tokens=PAGE, dtype=dtype
@@ -93,10 +88,12 @@ class Model:
             kept.append((k, k[..., : layout.value_head_dim] if v is None else v))
         return sequence, kept
 
-    def add(self, decoder: Decoder, tokens: int) -> int:
-        sequence, kept = self.sequence(tokens)
-        request = decoder.add(sequence)
-        self.rows[request] = kept
+    def add(self, decoder: Decoder, *lengths: int) -> int:
+        """Requests of so many tokens; returns the last one."""
+        for tokens in lengths:
+            sequence, kept = self.sequence(tokens)
+            request = decoder.add(sequence)
+            self.rows[request] = kept
         return request
 
     def step(self, decoder: Decoder, seen: list[dict[int, set[tuple[int, int]]]] | None) -> float:
@@ -131,6 +128,23 @@ class Model:
                 found = out[request].cpu().double().numpy()
                 errors.append(float(np.abs(found - wanted).max()))
         return max(errors)
+
+    def steps(self, decoder: Decoder, count: int = 1) -> None:
+        """Each of them is attention to all pages."""
+        for _ in range(count):
+            assert self.step(decoder, None) < ATTEND_MAX[self.dtype]
+
+    def drawn(self, decoder: Decoder, requests: int = 1) -> tuple[torch.Tensor, ...]:
+        """Rows of a layer: q, k, v."""
+        return tuple(
+            self.draw(requests, 1, heads, DIM).to(decoder.device)
+            for heads in (HEADS * GROUP, HEADS, HEADS)
+        )
+
+    def layers(self, decoder: Decoder, *layers: int, requests: int = 1) -> list[torch.Tensor]:
+        """Some layers of a step with random rows, all of them unless said; what comes out."""
+        rows = self.drawn(decoder, requests)
+        return [decoder.layer(layer, *rows) for layer in layers or range(LAYERS)]
 
     def plain(
         self,
@@ -195,6 +209,11 @@ def dense(model: Model, device: torch.device | str, hot_pages: int = 24, **more:
 
 
 @pytest.fixture
+def model(seed: int) -> Model:
+    return Model(seed)
+
+
+@pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, torch.Tensor]]:
     """(layer, pages [requests, kv_heads, k]) of each attention on the device, in order."""
     found: list[tuple[int, torch.Tensor]] = []
@@ -208,6 +227,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, torch.Tensor]]:
 
     monkeypatch.setattr(Resident, "_attend", record)
     return found
+
+
+def resident_of(decoder: Decoder) -> Resident:
+    assert decoder._resident is not None
+    return decoder._resident
 
 
 class Seen(list[dict[int, set[tuple[int, int]]]]):
@@ -246,10 +270,8 @@ def test_with_a_budget_of_all_pages_it_is_attention(
 ) -> None:
     model = Model(seed, dtype=dtype)
     with dense(model, device, requests=3, hot_pages=hot_pages) as decoder:
-        for tokens in (50, 7):  # the third place stays empty
-            model.add(decoder, tokens)
-        for _ in range(6):
-            assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+        model.add(decoder, 50, 7)  # the third place stays empty
+        model.steps(decoder, 6)
 
 
 @pytest.mark.skipif(not runtime.INTERPRETED, reason="the kernels are compiled here, for the GPU")
@@ -261,19 +283,15 @@ def test_in_the_interpreter_it_is_attention(seed: int, dtype: str) -> None:
         model, "cpu", requests=2, budget=Budget(pages=8), pages_max=8, hot_pages=8
     ) as decoder:
         model.add(decoder, 23)
-        for _ in range(2):
-            assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+        model.steps(decoder, 2)
 
 
-def test_without_a_device_it_is_the_engine_alone(seed: int) -> None:
-    model = Model(seed)
+def test_without_a_device_it_is_the_engine_alone(model: Model) -> None:
     with Decoder(
         model.pool, requests=2, q_heads=4, budget=Budget(share=1.0), pages_max=64
     ) as decoder:
-        model.add(decoder, 33)
-        model.add(decoder, 4)
-        for _ in range(4):
-            assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+        model.add(decoder, 33, 4)
+        model.steps(decoder, 4)
         assert decoder.stats.steps == 4
         assert decoder.stats.selects == 4 * LAYERS
 
@@ -290,28 +308,22 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("refused")
 def test_where_the_pool_is_not_mapped_partial_results_cross(
-    device: torch.device, seed: int
+    device: torch.device, model: Model
 ) -> None:
-    model = Model(seed)
     with dense(model, device, requests=2) as decoder:
         assert decoder.fallback == "no pinning today"
-        for tokens in (50, 47):
-            model.add(decoder, tokens)
-        for _ in range(3):
-            assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+        model.add(decoder, 50, 47)
+        model.steps(decoder, 3)
         # Of who was there before, nothing is in the output.
         decoder.remove(1).release()
         decoder.begin()
-        rows = [model.draw(2, 1, heads, DIM).to(device) for heads in (4, 2, 2)]
-        for layer in range(LAYERS):
-            assert not decoder.layer(layer, *rows)[1].any()
+        assert not any(out[1].any() for out in model.layers(decoder, requests=2))
         decoder.end()
 
 
 def test_it_attends_to_what_is_there_and_what_is_chosen(
-    device: torch.device, seed: int, seen: list[tuple[int, torch.Tensor]]
+    device: torch.device, model: Model, seen: list[tuple[int, torch.Tensor]]
 ) -> None:
-    model = Model(seed)
     with decoder_of(
         model,
         device,
@@ -321,8 +333,7 @@ def test_it_attends_to_what_is_there_and_what_is_chosen(
         hot_pages=6,
         recent_pages=3,
     ) as decoder:
-        model.add(decoder, 90)
-        model.add(decoder, 61)
+        model.add(decoder, 90, 61)
         for _ in range(8):
             seen.clear()
             assert model.step(decoder, Seen(seen)) < ATTEND_MAX[model.dtype]
@@ -330,59 +341,35 @@ def test_it_attends_to_what_is_there_and_what_is_chosen(
                 for pages in layer.values():
                     assert {(head, 0) for head in range(HEADS)} <= pages  # sinks
                     assert len(pages) <= HEADS * (6 + 4 + 3)
-        resident = decoder._resident
-        assert resident is not None
+        resident = resident_of(decoder)
         assert resident.hot is not None
         assert resident.hot.counters().hits > 0
 
 
 def test_several_rows_windows_and_values_in_keys(device: torch.device, seed: int) -> None:
-    window = KVLayout.of(
-        [
-            LayerGroup(layers=1, kv_heads=HEADS, head_dim=DIM, window=9, dtype="float32"),
-            LayerGroup(layers=1, kv_heads=HEADS, head_dim=DIM, dtype="float32"),
-        ],
-        page_tokens=PAGE,
-    )
-    shared = KVLayout.of(
-        [
-            LayerGroup(
-                layers=1,
-                kv_heads=HEADS,
-                head_dim=DIM + 8,
-                value_head_dim=DIM,
-                values="key_prefix",
-                dtype="float32",
-            )
-        ],
-        page_tokens=PAGE,
-    )
-    for layout in (window, shared):
-        model = Model(seed, layout=layout)
+    full = LayerGroup(layers=1, kv_heads=HEADS, head_dim=DIM, dtype="float32")
+    wider = replace(full, head_dim=DIM + 8, value_head_dim=DIM, values="key_prefix")
+    for groups in ([replace(full, window=9), full], [wider]):
+        model = Model(seed, layout=KVLayout.of(groups, page_tokens=PAGE))
         with dense(model, device, requests=2, rows=3) as decoder:
-            model.add(decoder, 30)
-            model.add(decoder, 9)
-            for _ in range(4):
-                assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+            model.add(decoder, 30, 9)
+            model.steps(decoder, 4)
 
 
-def test_rejected_tokens_and_new_requests(device: torch.device, seed: int) -> None:
+def test_rejected_tokens_and_new_requests(device: torch.device, model: Model) -> None:
     """Truncate back into complete pages, and a place that is used again: nothing old is seen."""
-    model = Model(seed)
     with dense(model, device, requests=2, rows=2) as decoder:
-        for tokens in (40, 21):
-            model.add(decoder, tokens)
+        model.add(decoder, 40, 21)
         for cut in (1, 9, 0):
-            assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+            model.steps(decoder)
             length = len(model.rows[0][0][0]) - cut
             decoder.truncate(0, length)
             model.rows[0] = [(k[:length], v[:length]) for k, v in model.rows[0]]
         decoder.remove(1).release()
         del model.rows[1]
-        assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+        model.steps(decoder)
         assert model.add(decoder, 37) == 1
-        for _ in range(3):
-            assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+        model.steps(decoder, 3)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -438,13 +425,10 @@ def by_words(monkeypatch: pytest.MonkeyPatch) -> None:
 @ON_CPU
 @pytest.mark.usefixtures("by_words")
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_thread_answers(device: torch.device, seed: int, ahead: bool) -> None:
-    model = Model(seed)
+def test_a_thread_answers(device: torch.device, model: Model, ahead: bool) -> None:
     with dense(model, device, requests=2, ahead=ahead, audit_every=2, deadline_s=60.0) as decoder:
-        for tokens in (50, 7):
-            model.add(decoder, tokens)
-        for _ in range(6):
-            assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+        model.add(decoder, 50, 7)
+        model.steps(decoder, 6)
         decoder._of(0).release()
         with pytest.raises(ReleasedError):
             model.step(decoder, None)
@@ -456,10 +440,10 @@ def test_a_thread_answers(device: torch.device, seed: int, ahead: bool) -> None:
 @ON_CPU
 @pytest.mark.usefixtures("by_words")
 def test_a_thread_that_is_late(
-    device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step ends with an error, and the next one is right: its question is another."""
-    model, go = Model(seed), threading.Event()
+    go = threading.Event()
     with dense(model, device, deadline_s=1e-6) as decoder:
         model.add(decoder, 50)
         serve = decoder._mail._serve
@@ -470,30 +454,25 @@ def test_a_thread_that_is_late(
 
         monkeypatch.setattr(decoder._mail, "_serve", slow)
         decoder.begin()
-        rows = [model.draw(1, 1, heads, DIM).to(device) for heads in (4, 2, 2)]
-        for layer in range(LAYERS):
-            decoder.layer(layer, *rows)
+        model.layers(decoder)
         go.set()
         with pytest.raises(WorkerError, match="did not answer"):
             decoder.end()
         sequence = decoder._of(0)
         assert [sequence.tokens(layer) for layer in range(LAYERS)] == [50] * LAYERS
         decoder._mail._deadline_s = 60.0
-        for _ in range(3):
-            assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+        model.steps(decoder, 3)
 
 
 @pytest.mark.parametrize("hot_pages", [0, 8])
 def test_choices_ahead_are_used_and_audited(
-    device: torch.device, seed: int, hot_pages: int
+    device: torch.device, model: Model, hot_pages: int
 ) -> None:
-    model = Model(seed)
     with dense(
         model, device, hot_pages=24 if hot_pages else 0, ahead=True, audit_every=2
     ) as decoder:
         model.add(decoder, 50)
-        for _ in range(6):
-            assert model.step(decoder, None) < ATTEND_MAX[model.dtype]
+        model.steps(decoder, 6)
         stats = decoder.stats
         assert stats.selects_ahead == 6  # the second layer's
         assert stats.ahead_wanted > 0
@@ -501,8 +480,7 @@ def test_choices_ahead_are_used_and_audited(
         assert stats.selects == 12 + 3  # audits are exact selects as well
 
 
-def test_what_fails_near_the_data_is_raised_at_the_end(device: torch.device, seed: int) -> None:
-    model = Model(seed)
+def test_what_fails_near_the_data_is_raised_at_the_end(device: torch.device, model: Model) -> None:
     with decoder_of(model, device, budget=Budget(pages=4), pages_max=4096, hot_pages=4) as decoder:
         model.add(decoder, 8)
         filler = model.pool.pages.alloc(model.pool.stats()["pages_free"])
@@ -520,9 +498,8 @@ def test_what_fails_near_the_data_is_raised_at_the_end(device: torch.device, see
 
 
 def test_a_damaged_page_is_not_given_to_the_device(
-    device: torch.device, seed: int, tmp_path: Path
+    device: torch.device, model: Model, tmp_path: Path
 ) -> None:
-    model = Model(seed)
     path, keys = tmp_path / "kv.pool", [bytes([i] * 16) for i in range(10)]
     with CXLPool.create(path, layout=model.layout, capacity="4MiB", threads=1) as pool:
         model.pool = pool
@@ -533,37 +510,22 @@ def test_a_damaged_page_is_not_given_to_the_device(
         place = int(_core.sequence_places(sequence._handle, 1).values[2])
         byte = ctypes.c_uint8.from_address(address + place)
         byte.value ^= 1
-        with Decoder(
-            pool,
-            requests=1,
-            q_heads=4,
-            budget=Budget(pages=12),
-            pages_max=64,
-            device=device,
-            hot_pages=12,
-            recent_pages=2,
-        ) as decoder:
+        model.pool = pool
+        with decoder_of(model, device, budget=Budget(pages=12), hot_pages=12) as decoder:
             decoder.add(sequence)
             decoder.begin()
-            rows = [model.draw(1, 1, heads, DIM).to(device) for heads in (4, 2, 2)]
-            for layer in range(LAYERS):
-                decoder.layer(layer, *rows)
+            model.layers(decoder)
             with pytest.raises(CorruptError, match="V is wrong"):
                 decoder.end()
 
 
-def test_a_page_that_was_freed_on_its_way_is_noticed(device: torch.device, seed: int) -> None:
-    model = Model(seed)
+def test_a_page_that_was_freed_on_its_way_is_noticed(device: torch.device, model: Model) -> None:
     with decoder_of(model, device, budget=Budget(pages=6), hot_pages=6) as decoder:
         model.add(decoder, 40)
         decoder.begin()  # the tables are made
-        resident = decoder._resident
-        assert resident is not None
+        resident = resident_of(decoder)
         resident._tables.rows[0].generations[0, 0] += 1
-        lead = (1, 1)
-        rows = [model.draw(*lead, heads, DIM).to(device) for heads in (4, 2, 2)]
-        for layer in range(LAYERS):
-            decoder.layer(layer, *rows)
+        model.layers(decoder)
         with pytest.raises(StaleError, match="freed meanwhile"):
             decoder.end()
         # Nothing that came in that step stays in the hot buffer.
@@ -574,31 +536,27 @@ def test_a_page_that_was_freed_on_its_way_is_noticed(device: torch.device, seed:
 
 
 @ON_GPU
-def test_a_late_answer_is_an_error(device: torch.device, seed: int) -> None:
+def test_a_late_answer_is_an_error(device: torch.device, model: Model) -> None:
     """As of a thread that is late, where a device waits; on the CPU the engine is called."""
-    model = Model(seed)
     with decoder_of(model, device, budget=Budget(pages=6), hot_pages=6, deadline_s=1e-6) as decoder:
         model.add(decoder, 40)
         with pytest.raises(WorkerError, match="did not answer"):
             model.step(decoder, None)
 
 
-def test_two_things_go_wrong_in_a_step(device: torch.device, seed: int) -> None:
+def test_two_things_go_wrong_in_a_step(device: torch.device, model: Model) -> None:
     """The first one is raised, and the next step knows of neither."""
-    model = Model(seed)
     with dense(model, device) as decoder:
         model.add(decoder, 43)
-        resident = decoder._resident
-        assert resident is not None
+        resident = resident_of(decoder)
         decoder.begin()
-        rows = [model.draw(1, 1, heads, DIM).to(device) for heads in (4, 2, 2)]
         generation = resident._tables.rows[0].generations[0, 0]
         generation += 1
-        decoder.layer(0, *rows)
+        model.layers(decoder, 0)
         resident.synchronize()
         filler = model.pool.pages.alloc(model.pool.stats()["pages_free"])
         generation -= 1
-        decoder.layer(1, *rows)
+        model.layers(decoder, 1)
         decoder._of(0).release()
         with pytest.raises(StaleError):
             decoder.end()
@@ -606,11 +564,10 @@ def test_two_things_go_wrong_in_a_step(device: torch.device, seed: int) -> None:
 
 
 @ON_GPU
-def test_a_captured_step_is_the_same_step(device: torch.device, seed: int) -> None:
-    model = Model(seed)
+def test_a_captured_step_is_the_same_step(device: torch.device, model: Model) -> None:
     with dense(model, device) as decoder:
         model.add(decoder, 50)
-        assert model.step(decoder, None) < ATTEND_MAX[model.dtype]  # compiles what is captured
+        model.steps(decoder)  # compiles what is captured
         still = [model.draw(LAYERS, 1, 1, heads, DIM).to(device) for heads in (4, 2, 2)]
         graph = torch.cuda.CUDAGraph()
         decoder.begin()
@@ -637,12 +594,11 @@ def test_a_captured_step_is_the_same_step(device: torch.device, seed: int) -> No
 
 @pytest.mark.parametrize("where", ["attend", "copy_fragments", "merge"])
 def test_a_kernel_that_fails_is_named(
-    device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch, where: str
+    device: torch.device, model: Model, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
 
-    model = Model(seed)
     with decoder_of(model, device, budget=Budget(pages=6), hot_pages=6) as decoder:
         model.add(decoder, 40)
         monkeypatch.setattr(f"cxlkv.gpu.resident.{where}", fail)
@@ -666,21 +622,12 @@ def test_errors_of_torch_and_triton_have_names() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("hot_pages", [0, 8])
-def test_without_cuda_it_says_so(seed: int, hot_pages: int) -> None:
+def test_without_cuda_it_says_so(model: Model, hot_pages: int) -> None:
     with pytest.raises(UnsupportedError, match="CUDA"):
-        Decoder(
-            Model(seed).pool,
-            requests=1,
-            q_heads=4,
-            budget=Budget(pages=4),
-            pages_max=8,
-            device="cuda",
-            hot_pages=hot_pages,
-        )
+        decoder_of(model, "cuda", budget=Budget(pages=4), pages_max=8, hot_pages=hot_pages)
 
 
-def test_misuse_is_named(device: torch.device, seed: int) -> None:
-    model = Model(seed)
+def test_misuse_is_named(device: torch.device, model: Model) -> None:
     with pytest.raises(BadArgumentError, match="3 query heads"):
         Decoder(model.pool, requests=1, q_heads=3, budget=Budget(pages=4), pages_max=8)
     decoder = decoder_of(model, device, budget=Budget(pages=4), pages_max=8, hot_pages=4)
@@ -693,7 +640,7 @@ def test_misuse_is_named(device: torch.device, seed: int) -> None:
     model.add(decoder, 5)
     with pytest.raises(BadArgumentError, match="places are taken"):
         decoder.add(uneven)
-    rows = [model.draw(1, 1, heads, DIM).to(device) for heads in (4, 2, 2)]
+    rows = model.drawn(decoder)
     with pytest.raises(OrderError, match="begin"):
         decoder.layer(0, *rows)
     decoder.begin()

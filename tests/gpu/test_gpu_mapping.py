@@ -25,9 +25,9 @@ from cxlkv.errors import (
     UnsupportedError,
 )
 from cxlkv.gpu import mapping as module
+from cxlkv.gpu.driver import Driver
 from cxlkv.gpu.mapping import ALIGNMENT_BYTES, Mapping, borders, check_limits, unbacked_bytes
 from cxlkv.machine.topology import Memory, probe
-from cxlkv.sequence import Sequence
 
 from ..support.fake_driver import (
     INVALID_VALUE,
@@ -37,6 +37,7 @@ from ..support.fake_driver import (
     FakeCuda,
 )
 from ..support.forking import in_child
+from ..test_records import grown
 
 GIB = 1 << 30
 PORTABLE_AND_MAPPED, READ_ONLY = 3, 8
@@ -48,16 +49,13 @@ def fake(tmp_path: Path) -> FakeCuda:
     return FakeCuda(tmp_path)
 
 
+@pytest.fixture
+def driver(fake: FakeCuda) -> Driver:
+    return fake.driver()
+
+
 def many_extents(where: str = "anonymous:") -> CXLPool:
     return CXLPool.create(where, layout=LAYOUT, capacity="256MiB", threads=1)
-
-
-def filled(pool: CXLPool, rng: np.random.Generator, tokens: int = 14) -> Sequence:
-    sequence = pool.sequence()
-    for layer in range(2):
-        rows = rng.standard_normal((tokens, 2, 8)).astype(np.float32)
-        sequence.append(layer, rows, -rows)
-    return sequence
 
 
 def at(address: int, count: int) -> bytes:
@@ -65,7 +63,7 @@ def at(address: int, count: int) -> bytes:
 
 
 def test_on_the_cpu_nothing_is_registered(pool: CXLPool, rng: np.random.Generator) -> None:
-    sequence = filled(pool, rng)
+    sequence = grown(pool, rng, 14)
     with Mapping(pool, "cpu") as mapping:
         assert mapping.device_address == pool.pages.memory()[0] == mapping.tensor.data_ptr()
         assert mapping.tensor.numel() == mapping.size == _core.pool_memory(pool._handle)[1]
@@ -140,11 +138,10 @@ def test_pages_without_a_seal_and_behind_a_window(rng: np.random.Generator) -> N
 
 @pytest.mark.parametrize("where", ["anonymous:", "/dev/shm", "file"])
 def test_registered_once_for_two_users(
-    where: str, tmp_path: Path, shm_path: Path, fake: FakeCuda
+    where: str, tmp_path: Path, shm_path: Path, fake: FakeCuda, driver: Driver
 ) -> None:
     path = {"file": str(tmp_path / "pool"), "/dev/shm": str(shm_path)}
     place = path.get(where, where)
-    driver = fake.driver()
     with CXLPool.create(place, layout=LAYOUT, capacity="4MiB", threads=1) as pool:
         address, size = _core.pool_memory(pool._handle)
         first = Mapping(pool, "cuda:0", driver=driver)
@@ -183,8 +180,7 @@ def test_the_pool_unregisters_before_it_unmaps(fake: FakeCuda) -> None:
         Mapping(pool, "cuda:0", driver=fake.driver())
 
 
-def test_what_nobody_closes_is_collected(fake: FakeCuda) -> None:
-    driver = fake.driver()
+def test_what_nobody_closes_is_collected(fake: FakeCuda, driver: Driver) -> None:
     pool = many_extents()
     mapping = Mapping(pool, "cuda:0", driver=driver)
     cycle: list[object] = [mapping, pool]
@@ -207,19 +203,17 @@ def test_a_refusal_is_named(fake: FakeCuda, pool: CXLPool, code: int) -> None:
 
 
 def test_the_limit_of_locked_memory_is_named_but_does_not_forbid(
-    fake: FakeCuda, pool: CXLPool, monkeypatch: pytest.MonkeyPatch
+    fake: FakeCuda, driver: Driver, pool: CXLPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = replace(probe(), memory=Memory(None, None, None, None, memlock_bytes=65536))
     monkeypatch.setattr(module, "probe", lambda: machine)
-    driver = fake.driver()
     Mapping(pool, "cuda:0", driver=driver).close()
     fake.fail("cuMemHostRegister_v2", OPERATING_SYSTEM)
     with pytest.raises(RegistrationError, match=r"may lock 64 KiB \(ulimit -l\)"):
         Mapping(pool, "cuda:0", driver=driver)
 
 
-def test_memory_that_somebody_else_registered(fake: FakeCuda) -> None:
-    driver = fake.driver()
+def test_memory_that_somebody_else_registered(fake: FakeCuda, driver: Driver) -> None:
     with many_extents() as pool:
         address, _ = _core.pool_memory(pool._handle)
         with driver.current(0):
@@ -256,7 +250,7 @@ def test_a_region_that_is_refused_whole_goes_in_pieces(
 ) -> None:
     fake.register_most(40 << 20)
     with many_extents() as pool:
-        sequence = filled(pool, rng)
+        sequence = grown(pool, rng, 14)
         with Mapping(pool, "cuda:0", driver=fake.driver()) as mapping:
             cuts = borders(pool)
             address, _ = pool.pages.memory()
@@ -271,10 +265,11 @@ def test_a_region_that_is_refused_whole_goes_in_pieces(
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("broken", [0, 1, 3])
-def test_pieces_that_were_registered_are_undone(fake: FakeCuda, broken: int) -> None:
+def test_pieces_that_were_registered_are_undone(
+    fake: FakeCuda, driver: Driver, broken: int
+) -> None:
     fake.register_most(40 << 20)
     fake.fail("cuMemHostRegister_v2", OPERATING_SYSTEM, skip=1 + broken)
-    driver = fake.driver()
     with many_extents() as pool:
         with pytest.raises(RegistrationError, match="OPERATING_SYSTEM"):
             Mapping(pool, "cuda:0", driver=driver)
@@ -285,8 +280,7 @@ def test_pieces_that_were_registered_are_undone(fake: FakeCuda, broken: int) -> 
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_pieces_that_the_device_sees_apart(fake: FakeCuda) -> None:
-    driver = fake.driver()
+def test_pieces_that_the_device_sees_apart(fake: FakeCuda, driver: Driver) -> None:
     fake.shift(4096)
     with many_extents() as pool:
         Mapping(pool, "cuda:0", driver=driver).close()  # one piece may lie anywhere
@@ -329,8 +323,7 @@ def test_a_pool_of_several_hosts_is_for_reading(fake: FakeCuda, tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
-def test_a_forked_child_has_none(fake: FakeCuda) -> None:
-    driver = fake.driver()
+def test_a_forked_child_has_none(fake: FakeCuda, driver: Driver) -> None:
     pool = many_extents()
     mapping = Mapping(pool, "cuda:0", driver=driver)
     fake.forget()

@@ -23,25 +23,24 @@ from cxlkv.layout import LayerGroup
 from cxlkv.ndp.engine import Budget, Selection
 from cxlkv.sequence import Batch
 
+from ..test_records import grown
+
 HEADS, DIM, PAGE_TOKENS = 2, 8, 4
 
 
 def batch_of(pool: CXLPool, rng: np.random.Generator, lengths: tuple[int, ...]) -> Batch:
-    sequences = [pool.sequence() for _ in lengths]
-    layout = pool.layout
-    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    for sequence, tokens in zip(sequences, lengths, strict=True):
-        for layer in range(layout.layers):
-            rows = torch.from_numpy(rng.standard_normal((tokens, HEADS, DIM), np.float32))
-            keys = rows.to(dtype[layout.dtype])
-            sequence.append(layer, keys, -keys if layout.shape.values == "own" else None)
-    return pool.batch(sequences)
+    return pool.batch([grown(pool, rng, tokens) for tokens in lengths])
 
 
 def chosen(batch: Batch, rng: np.random.Generator, pages: int, per: str = "query") -> Selection:
     q = rng.standard_normal((len(batch), HEADS, DIM), np.float32)
     starts = np.arange(len(batch) + 1)
     return batch.select(1, q, starts, Budget(pages=pages, per=per))
+
+
+@pytest.fixture
+def batch(pool: CXLPool, rng: np.random.Generator) -> Batch:
+    return batch_of(pool, rng, (23, 9))
 
 
 def same(staged: torch.Tensor, fetched: object) -> bool:
@@ -107,8 +106,7 @@ def test_values_in_the_keys_are_a_view(rng: np.random.Generator) -> None:
         assert same(out[1], values)
 
 
-def test_addresses_of_the_pieces(pool: CXLPool, rng: np.random.Generator) -> None:
-    batch = batch_of(pool, rng, (23, 9))
+def test_addresses_of_the_pieces(pool: CXLPool, batch: Batch, rng: np.random.Generator) -> None:
     staged = Staging(pool, "cpu").get(batch, 1, chosen(batch, rng, 4))
     for at, pages in zip(staged.tables(), (staged.keys, staged.values), strict=True):
         assert at.dtype == torch.int64
@@ -159,8 +157,7 @@ def test_a_busy_buffer_is_waited_for_and_only_then_filled() -> None:
     assert ring.waits == 2
 
 
-def test_get_waits_before_it_fills(pool: CXLPool, rng: np.random.Generator) -> None:
-    batch = batch_of(pool, rng, (23, 9))
+def test_get_waits_before_it_fills(pool: CXLPool, batch: Batch, rng: np.random.Generator) -> None:
     picked = chosen(batch, rng, 4)
     staging = Staging(pool, "cpu", buffers=1)
     ring = staging._ring
@@ -204,8 +201,7 @@ def test_damage_is_found_before_it_is_sent(pool: CXLPool, rng: np.random.Generat
     mapping.close()
 
 
-def test_bad_arguments(pool: CXLPool, rng: np.random.Generator) -> None:
-    batch = batch_of(pool, rng, (23, 9))
+def test_bad_arguments(pool: CXLPool, batch: Batch, rng: np.random.Generator) -> None:
     picked = chosen(batch, rng, 4)
     with pytest.raises(BadArgumentError, match="larger ones"):
         Staging(pool, "cpu", buffer=600).get(batch, 1, picked)

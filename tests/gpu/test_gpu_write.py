@@ -110,6 +110,13 @@ def check_same(one: Sequence, other: Sequence) -> None:
             torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
+def put_all(
+    writer: WriteThrough, sequence: Sequence, rows: list[Rows], rewind: int | None = None
+) -> None:
+    for layer, (k, v) in enumerate(rows):
+        writer.put(sequence, layer, k, v, rewind=rewind if layer == 0 else None)
+
+
 def writer_for(pool: CXLPool, device: torch.device, way: str) -> WriteThrough:
     return WriteThrough(pool, Copier(Mapping(pool, device)) if way == "copier" else None)
 
@@ -138,8 +145,7 @@ def test_a_chunk_reads_as_if_it_were_appended(
     # Made of the sequence's new end, by the same object.
     written.truncate(20)
     appended.truncate(20)
-    for layer, (k, v) in enumerate(before):
-        writer.put(written, layer, k, v)
+    put_all(writer, written, before)
     writer.finish()
     append_all(appended, before)
     check_same(written, appended)
@@ -177,8 +183,7 @@ def test_pages_behind_a_window_are_not_taken(
         free = pool.stats()["pages_free"]
         append_all(appended, rows, rewind)
         taken = free - pool.stats()["pages_free"]
-        for layer, (k, v) in enumerate(rows):
-            writer.put(written, layer, k, v, rewind=rewind if layer == 0 else None)
+        put_all(writer, written, rows, rewind)
         writer.finish(verify=True)
         assert free - pool.stats()["pages_free"] == 2 * taken
         assert len(written.pages) == len(appended.pages)
@@ -296,8 +301,7 @@ def test_bad_input(pool: CXLPool, tmp_path: Path) -> None:
 def test_bytes_that_change_on_their_way_are_found(pool: CXLPool) -> None:
     rows = rows_of(pool.layout, 8, torch.device("cpu"))
     writer, sequence = WriteThrough(pool), pool.sequence()
-    for layer, (k, v) in enumerate(rows):
-        writer.put(sequence, layer, k, v)
+    put_all(writer, sequence, rows)
     chunk = writer._state.chunk
     assert chunk is not None
     chunk.sums[1, 0, 1, 2] ^= 1
@@ -319,8 +323,7 @@ def test_tiers_make_room(pool: CXLPool) -> None:
 
     pool.pages.register(make)
     writer, sequence = WriteThrough(pool), pool.sequence()
-    for layer, (k, v) in enumerate(rows):
-        writer.put(sequence, layer, k, v)
+    put_all(writer, sequence, rows)
     writer.finish()
     assert len(sequence) == 8
 
@@ -337,8 +340,7 @@ def test_where_hosts_share_the_pool_the_host_copies(tmp_path: Path, device: torc
         written, appended = pool.sequence(), pool.sequence()
         rows = rows_of(pool.layout, 8, device)
         writer = WriteThrough(pool)
-        for layer, (k, v) in enumerate(rows):
-            writer.put(written, layer, k, v)
+        put_all(writer, written, rows)
         writer.finish(verify=True)
         append_all(appended, rows)
         check_same(written, appended)

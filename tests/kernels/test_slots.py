@@ -38,6 +38,7 @@ from cxlkv.kernels.slots import (
 CPU = torch.device("cpu")
 GUARD = -77
 MARGIN = 4096
+Four = tuple[Slots, torch.Tensor]
 
 
 def addresses(requests: int, limits: list[int], start: int, device: torch.device) -> torch.Tensor:
@@ -132,6 +133,12 @@ def one(pages: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor([[pages]], dtype=torch.int32, device=device)
 
 
+@pytest.fixture
+def four(device: torch.device) -> Four:
+    """The slots of one head, and the tags of 10 pages."""
+    return make(1, [4], 10, device), torch.zeros((1, 10), dtype=torch.int64, device=device)
+
+
 def test_story_of_four_slots(device: torch.device) -> None:
     state = make(1, [4], 10, device)
     tags = torch.arange(10, device=device).view(1, 10) + 100
@@ -157,9 +164,10 @@ def test_story_of_four_slots(device: torch.device) -> None:
     assert (int(state.hits), int(state.misses), int(state.errors)) == (4, 5, 0)
 
 
-def test_another_tag_is_a_miss_and_its_slot_is_the_first_to_go(device: torch.device) -> None:
-    state = make(1, [4], 10, device)
-    tags = torch.zeros((1, 10), dtype=torch.int64, device=device)
+def test_another_tag_is_a_miss_and_its_slot_is_the_first_to_go(
+    device: torch.device, four: Four
+) -> None:
+    state, tags = four
     step(state, one([1, 2, 3, 4], device), tags)
     tags[0, 3:] = 7  # truncated to three pages, and written anew
     assert residents(state, tags).tolist() == [[[1, 2, -1, -1]]]
@@ -261,10 +269,9 @@ def test_page_numbers_that_cannot_be(device: torch.device) -> None:
         assert bool((outside == GUARD).all())
 
 
-def test_a_page_named_twice_does_no_harm(device: torch.device) -> None:
+def test_a_page_named_twice_does_no_harm(device: torch.device, four: Four) -> None:
     """It is against the contract, and one page with two slots would be attended to twice."""
-    state = make(1, [4], 10, device)
-    tags = torch.zeros((1, 10), dtype=torch.int64, device=device)
+    state, tags = four
     assign(state, one([5, 5, 6], device), tags)
     held = residents(state, tags).flatten().tolist()
     assert sorted(held) == [-1, -1, 5, 6]
