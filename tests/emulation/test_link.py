@@ -23,13 +23,15 @@ from cxlkv.emulation.sharing import Stream, simulate
 from cxlkv.errors import BadArgumentError
 from cxlkv.tiers.local import LocalTier
 
+from ..test_records import grown
+
 ASTERA = named("astera-a1000")[1]
 PIECE_BYTES = 4 * 8 * 4 * 2  # K and V of a page and head: 4 tokens of 8 channels in float32
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 
 
-def rows(tokens: int, seed: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    return np.random.default_rng(seed).standard_normal((tokens, 2, 8)).astype(np.float32)
+def rows(tokens: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    return np.random.default_rng(0).standard_normal((tokens, 2, 8)).astype(np.float32)
 
 
 # ---- streams on the virtual clock ----
@@ -140,62 +142,56 @@ def test_bad_streams(wrong: dict[str, int]) -> None:
 # ---- what a pool's operations are charged ----
 
 
-def test_each_operation_is_charged_its_bytes() -> None:
-    with CXLPool.create("anonymous:", layout=LAYOUT, capacity="4MiB", threads=1) as pool:
-        sequence = pool.sequence()
-        with emulate(pool, "astera-a1000", mode="virtual") as link:
-            for layer in range(2):
-                sequence.append(layer, rows(10), rows(10))  # two pages, and a tail of two tokens
-            assert link.operations["append"] == 2
-            geometry = pool.describe()["geometry"]
-            assert isinstance(geometry, dict)
-            sizes = (
-                geometry[f"{kind}_piece_bytes"] for kind in ("digest", "sketch", "key", "value")
-            )
-            assert link.bytes["append"] == 2 * 2 * 2 * sum(sizes)
-            sequence.append(0, rows(1), rows(1))  # stays in the tail, in local memory
-            assert link.operations["append"] == 2
-            sequence.append(1, rows(1), rows(1))
-            picked = sequence.select(0, rows(1)[0], Budget(pages=3), method="exact")
-            assert link.bytes["select"] == picked.bytes_scored
-            sequence.fetch(0, picked)
-            assert link.bytes["fetch"] == 2 * 2 * PIECE_BYTES  # the third is the open tail
-            sequence.fetch(0)
-            sequence.attend(0, rows(1)[0], picked)
-            sequence.attend(0, rows(1)[0])
-            assert link.bytes["fetch"] == link.bytes["attend"] == 2 * 2 * 2 * PIECE_BYTES
-            writes = link.bytes["append"]
-            reads = sum(link.bytes.values()) - writes
-            expected = sum(link.operations.values()) * 250e-9 + reads / 48e9 + writes / 47e9
-            assert link.seconds == pytest.approx(expected, rel=1e-12)
-            assert link.waited_s == 0
-        before = link.seconds
-        sequence.fetch(0)
-        assert link.seconds == before  # charged to nobody any more
-
-
-def test_near_copies_are_not_charged_and_promotions_are() -> None:
-    with CXLPool.create("anonymous:", layout=LAYOUT, capacity="4MiB", threads=1) as pool:
-        sequence = pool.sequence()
+def test_each_operation_is_charged_its_bytes(pool: CXLPool) -> None:
+    sequence = pool.sequence()
+    with emulate(pool, "astera-a1000", mode="virtual") as link:
         for layer in range(2):
-            sequence.append(layer, rows(16), rows(16))
-        with LocalTier(pool, "64KiB") as tier, emulate(pool, "pond-pool", mode="virtual") as link:
-            page = int(sequence.pages[1])
-            assert len(tier.promote([2 * page]).promoted) == 1  # layer 0
-            assert link.bytes["promote"] == 2 * PIECE_BYTES
-            tier.promote([2 * page])  # is there
-            assert link.operations["promote"] == 1
-            for layer in range(2):
-                sequence.fetch(layer, sequence.select(layer, rows(1)[0], Budget(share=1.0)))
-            assert link.bytes["fetch"] == (3 + 4) * 2 * PIECE_BYTES
+            sequence.append(layer, rows(10), rows(10))  # two pages, and a tail of two tokens
+        assert link.operations["append"] == 2
+        geometry = pool.describe()["geometry"]
+        assert isinstance(geometry, dict)
+        sizes = (geometry[f"{kind}_piece_bytes"] for kind in ("digest", "sketch", "key", "value"))
+        assert link.bytes["append"] == 2 * 2 * 2 * sum(sizes)
+        sequence.append(0, rows(1), rows(1))  # stays in the tail, in local memory
+        assert link.operations["append"] == 2
+        sequence.append(1, rows(1), rows(1))
+        picked = sequence.select(0, rows(1)[0], Budget(pages=3), method="exact")
+        assert link.bytes["select"] == picked.bytes_scored
+        sequence.fetch(0, picked)
+        assert link.bytes["fetch"] == 2 * 2 * PIECE_BYTES  # the third is the open tail
+        sequence.fetch(0)
+        sequence.attend(0, rows(1)[0], picked)
+        sequence.attend(0, rows(1)[0])
+        assert link.bytes["fetch"] == link.bytes["attend"] == 2 * 2 * 2 * PIECE_BYTES
+        writes = link.bytes["append"]
+        reads = sum(link.bytes.values()) - writes
+        expected = sum(link.operations.values()) * 250e-9 + reads / 48e9 + writes / 47e9
+        assert link.seconds == pytest.approx(expected, rel=1e-12)
+        assert link.waited_s == 0
+    before = link.seconds
+    sequence.fetch(0)
+    assert link.seconds == before  # charged to nobody any more
 
 
-def test_cold_moves_are_charged(tmp_path: Path) -> None:
+def test_near_copies_are_not_charged_and_promotions_are(
+    pool: CXLPool, rng: np.random.Generator
+) -> None:
+    sequence = grown(pool, rng, 16)
+    with LocalTier(pool, "64KiB") as tier, emulate(pool, "pond-pool", mode="virtual") as link:
+        page = int(sequence.pages[1])
+        assert len(tier.promote([2 * page]).promoted) == 1  # layer 0
+        assert link.bytes["promote"] == 2 * PIECE_BYTES
+        tier.promote([2 * page])  # is there
+        assert link.operations["promote"] == 1
+        for layer in range(2):
+            sequence.fetch(layer, sequence.select(layer, rows(1)[0], Budget(share=1.0)))
+        assert link.bytes["fetch"] == (3 + 4) * 2 * PIECE_BYTES
+
+
+def test_cold_moves_are_charged(tmp_path: Path, rng: np.random.Generator) -> None:
     with CXLPool.create("anonymous:", layout=LAYOUT, capacity="3MiB", threads=1) as pool:
         with Tiers(pool, cold=tmp_path / "cold", cold_capacity="16MiB") as tiers:
-            sequence = pool.sequence()
-            for layer in range(2):
-                sequence.append(layer, rows(16), rows(16))
+            sequence = grown(pool, rng, 16)
             pool.publish_prefix(sequence, list(range(16)))
             sequence.release()
             with emulate(pool, "pond-pool", mode="virtual") as link:
@@ -206,34 +202,32 @@ def test_cold_moves_are_charged(tmp_path: Path) -> None:
         assert link.bytes["demote"] == link.bytes["restore"] == 4 * record_bytes
 
 
-def test_a_window_is_charged_what_is_seen() -> None:
+def test_a_window_is_charged_what_is_seen(rng: np.random.Generator) -> None:
     from cxlkv import LayerGroup
 
     group = LayerGroup(layers=1, kv_heads=2, head_dim=8, dtype="float32", window=8)
     layout = KVLayout.of([group], page_tokens=4)
     with CXLPool.create("anonymous:", layout=layout, capacity="4MiB", threads=1) as pool:
-        sequence = pool.sequence()
-        sequence.append(0, rows(40), rows(40))
+        sequence = grown(pool, rng, 40)
         with emulate(pool, ASTERA, mode="virtual") as link:
             sequence.attend(0, rows(1)[0])
         assert 2 * 2 * PIECE_BYTES <= link.bytes["attend"] <= 3 * 2 * PIECE_BYTES
 
 
-def test_waiting_takes_what_the_model_says_and_results_stay_the_same() -> None:
+def test_waiting_takes_what_the_model_says_and_results_stay_the_same(
+    pool: CXLPool, rng: np.random.Generator
+) -> None:
     """No time is measured against another: an operation is never over before the model's time."""
-    with CXLPool.create("anonymous:", layout=LAYOUT, capacity="4MiB", threads=1) as pool:
-        sequence = pool.sequence()
-        for layer in range(2):
-            sequence.append(layer, rows(64), rows(64))
-        plain = [np.asarray(array) for array in sequence.fetch(0)]
-        with emulate(pool, "astera-a1000", slow=1e4) as link:
-            began = time.perf_counter()
-            found = sequence.fetch(0)
-            took = time.perf_counter() - began
-        assert took >= link.alone_s(16 * 2 * PIECE_BYTES) > 2.5e-3
-        assert link.late_operations == 0
-        assert link.waited_s > 0
-        assert all(np.array_equal(a, b) for a, b in zip(plain, found, strict=True))
+    sequence = grown(pool, rng, 64)
+    plain = [np.asarray(array) for array in sequence.fetch(0)]
+    with emulate(pool, "astera-a1000", slow=1e4) as link:
+        began = time.perf_counter()
+        found = sequence.fetch(0)
+        took = time.perf_counter() - began
+    assert took >= link.alone_s(16 * 2 * PIECE_BYTES) > 2.5e-3
+    assert link.late_operations == 0
+    assert link.waited_s > 0
+    assert all(np.array_equal(a, b) for a, b in zip(plain, found, strict=True))
 
 
 def test_threads_that_wait_share_the_link() -> None:
@@ -265,20 +259,19 @@ def test_a_slow_host_is_told() -> None:
 # ---- how it is asked for, and where it is said ----
 
 
-def test_it_is_said_by_pool_and_results() -> None:
+def test_it_is_said_by_pool_and_results(pool: CXLPool) -> None:
     assert Result("x").emulated is None
-    with CXLPool.create("anonymous:", layout=LAYOUT, capacity="4MiB", threads=1) as pool:
-        assert "emulated" not in pool.describe()
-        early = Result("early")
-        with emulate(pool, "astera-a1000", mode="virtual"):
-            assert pool.describe()["emulated"] == "astera-a1000, virtual"
-            assert Result("x").emulated == "astera-a1000, virtual"
-            early.measure("a", [1], "s")
-            with emulate(pool, "pond-pool", slow=4):
-                assert pool.describe()["emulated"] == "pond-pool slowed 4 times, wait"
-            assert _io_hooks.label(pool._handle) == "astera-a1000, virtual"
-        assert early.as_dict()["emulated"] == "astera-a1000, virtual"
-        assert "emulated" not in pool.describe()
+    assert "emulated" not in pool.describe()
+    early = Result("early")
+    with emulate(pool, "astera-a1000", mode="virtual"):
+        assert pool.describe()["emulated"] == "astera-a1000, virtual"
+        assert Result("x").emulated == "astera-a1000, virtual"
+        early.measure("a", [1], "s")
+        with emulate(pool, "pond-pool", slow=4):
+            assert pool.describe()["emulated"] == "pond-pool slowed 4 times, wait"
+        assert _io_hooks.label(pool._handle) == "astera-a1000, virtual"
+    assert early.as_dict()["emulated"] == "astera-a1000, virtual"
+    assert "emulated" not in pool.describe()
 
 
 def test_from_yaml_and_two_pools_on_one_link() -> None:

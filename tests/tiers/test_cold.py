@@ -49,7 +49,7 @@ from ..support.forking import child_beside
 from ..support.lengths import nightly
 from ..support.processes import Child
 from ..support.threads import run_all
-from ..test_records import grown, names_of_keys, read_all
+from ..test_records import held, names_of_keys, read_all
 
 SHAPE = RecordShape(1000, 7, "a layout")
 SLOT = 4096
@@ -95,6 +95,20 @@ def numbers_in(tier: ColdTier) -> list[int]:
     return [int.from_bytes(row.tobytes(), "little") for row in tier.names()[0]]
 
 
+def forge(path: Path, at: int, slot: bytes, offset: int, text: bytes) -> None:
+    """A slot, changed at an offset of its header, with a right CRC."""
+    changed = bytearray(slot)
+    changed[offset : offset + len(text)] = text
+    changed[60:64] = _core.crc32c(bytes(changed[:60])).to_bytes(4, "little")
+    poke(path, at, changed)
+
+
+def slot_at(path: Path, number: int) -> tuple[int, bytes]:
+    """Where the file has a record, and the slot's bytes."""
+    at = slot_of(path, number)
+    return at, path.read_bytes()[at : at + SLOT]
+
+
 def slot_of(path: Path, number: int) -> int:
     """Where the file has a record, by its bytes."""
     data = path.read_bytes()
@@ -131,34 +145,50 @@ def tier(path: Path) -> Iterator[ColdTier]:
 # ---- stories ----
 
 
-@pytest.mark.parametrize("fsync", ["none", "batch"])
+PACKED = {"fsync": "none", "compress": "zstd"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [
+        ("float16", {"fsync": "none"}),
+        ("float16", {"fsync": "batch"}),
+        *((dtype, PACKED) for dtype in ("bfloat16", "float16", "float32")),
+    ],
+)
 def test_a_pools_records_survive_in_a_file(
-    path: Path, fsync: str, rng: np.random.Generator
+    path: Path, dtype: str, how: dict[str, str], rng: np.random.Generator
 ) -> None:
-    layout = KVLayout(layers=2, kv_heads=2, head_dim=24, page_tokens=4, dtype="float16")
-    ids = list(range(30))
-    with CXLPool.create("anonymous:", layout=layout, capacity="4MiB", threads=1) as pool:
+    """As they are or packed, in another pool, and by another opening of the file."""
+    if how is PACKED:
+        pytest.importorskip("zstandard")
+    layout = KVLayout(layers=2, kv_heads=2, head_dim=128, page_tokens=16, dtype=dtype)
+    ids = list(range(200))
+
+    def both() -> tuple[CXLPool, ColdTier]:
+        pool = CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1)
         shape = RecordShape.of(pool)
-        sequence = grown(pool, rng, len(ids))
+        assert shape.element_bytes == (4 if dtype == "float32" else 2)
+        return pool, ColdTier(path, shape=shape, capacity="4MiB", **how)
+
+    pool, cold = both()
+    with pool, checked(cold), held(pool, rng, len(ids)) as sequence:
         pool.publish_prefix(sequence, ids)
-        keys = names_of_keys(pool, prefix_keys(ids, 4))
+        keys = names_of_keys(pool, prefix_keys(ids, 16))
         taken = read_all(pool, keys)
         parents = np.concatenate([np.zeros((1, 16), np.uint8), keys[:-1]])
-        with checked(ColdTier(path, shape=shape, capacity="1MiB", fsync=fsync)) as cold:
-            assert cold.store(keys, taken, parents).all()
-        sequence.release()
-    with (
-        CXLPool.create("anonymous:", layout=layout, capacity="4MiB", threads=1) as pool,
-        checked(ColdTier(path, shape=shape, capacity="1MiB", fsync=fsync)) as cold,
-    ):
-        got_names, got_parents = cold.names()
-        np.testing.assert_array_equal(got_names, keys)
-        np.testing.assert_array_equal(got_parents, parents)
+        assert cold.store(keys, taken, parents).all()
+        assert cold.stats()["packed"] == (len(keys) if how is PACKED else 0)
+        assert (cold.stats()["packed_bytes_saved"] > 0) == (how is PACKED)
+    pool, cold = both()
+    with pool, checked(cold):
+        for got, wanted in zip(cold.names(), (keys, parents), strict=True):
+            np.testing.assert_array_equal(got, wanted)
         out = np.zeros_like(taken)
         assert cold.load(keys, out).all()
         np.testing.assert_array_equal(out, taken)
         assert not pool.records.write(out).any()
-        assert pool.match_prefix(ids).tokens == 28
+        assert pool.match_prefix(ids).tokens == 192
 
 
 @contextmanager
@@ -388,11 +418,7 @@ def test_a_sequence_number_that_nobody_reaches_is_no_record(path: Path) -> None:
     """Its CRC is right: the next record's number must not be one more."""
     with opened(path) as tier:
         store(tier, 1, 2)
-    at = slot_of(path, 1)
-    slot = bytearray(path.read_bytes()[at : at + SLOT])
-    slot[8:16] = b"\xff" * 8
-    slot[60:64] = _core.crc32c(bytes(slot[:60])).to_bytes(4, "little")
-    poke(path, at, slot)
+    forge(path, *slot_at(path, 1), 8, b"\xff" * 8)
     with checked(opened(path)) as tier:
         assert store(tier, 3) == [True]
         assert load(tier, 1, 2, 3) == [False, True, True]
@@ -401,17 +427,14 @@ def test_a_sequence_number_that_nobody_reaches_is_no_record(path: Path) -> None:
 def test_of_two_slots_with_one_name_the_newer_counts(path: Path) -> None:
     with opened(path) as tier:
         store(tier, 1)
-        old = path.read_bytes()[slot_of(path, 1) :][:SLOT]
+        _, old = slot_at(path, 1)
         tier.drop(names(1))
         store(tier, 2, 3)
         tier.drop(names(2))
         assert slot_of(path, 3) == BLOCK_BYTES + SLOT
         tier.store(names(1), records(9))
         assert slot_of(path, 1) == BLOCK_BYTES
-    moved = bytearray(old)
-    moved[4] = 5  # the older one, as if it had lain in slot 5
-    moved[60:64] = _core.crc32c(bytes(moved[:60])).to_bytes(4, "little")
-    poke(path, BLOCK_BYTES + 5 * SLOT, moved)
+    forge(path, BLOCK_BYTES + 5 * SLOT, old, 4, b"\5")  # as if it had lain in slot 5
     out = np.zeros((1, SHAPE.bytes), np.uint8)
     for _ in range(2):
         with checked(opened(path)) as tier:
@@ -427,9 +450,7 @@ def test_of_two_slots_with_one_name_the_newer_counts(path: Path) -> None:
 def test_a_slot_that_lies_elsewhere_is_free(path: Path) -> None:
     with opened(path) as tier:
         store(tier, 1)
-    data = bytearray(path.read_bytes())
-    data[BLOCK_BYTES + SLOT : BLOCK_BYTES + 2 * SLOT] = data[BLOCK_BYTES : BLOCK_BYTES + SLOT]
-    path.write_bytes(data)
+    poke(path, BLOCK_BYTES + SLOT, slot_at(path, 1)[1])
     with checked(opened(path)) as tier:
         assert tier.stats()["slots_stored"] == 1
         assert load(tier, 1) == [True]
@@ -439,10 +460,7 @@ def test_another_record_in_a_slot_is_a_miss(path: Path) -> None:
     """Whole, and as if it belonged there: but it is not the one that was asked for."""
     with checked(opened(path)) as tier:
         store(tier, 1, 2)
-        slot = bytearray(path.read_bytes()[slot_of(path, 2) :][:SLOT])
-        slot[4] = 0
-        slot[60:64] = _core.crc32c(bytes(slot[:60])).to_bytes(4, "little")
-        poke(path, BLOCK_BYTES, slot)
+        forge(path, BLOCK_BYTES, slot_at(path, 2)[1], 4, b"\0")
         assert load(tier, 1, 2) == [False, True]
 
 
@@ -517,6 +535,15 @@ def test_a_forked_child_finds_it_closed(path: Path) -> None:
 # ---- disks that are full, or fail ----
 
 
+def failing(number: int) -> object:
+    """In place of a call of the operating system."""
+
+    def fail(*arguments: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
 @contextmanager
 def file_limit(size: int) -> Iterator[None]:
     """Files of this process may be no longer: what a full disk looks like, without one."""
@@ -551,14 +578,10 @@ def test_a_disk_that_gets_full_ends_writing_only(
         assert store(tier, 7, 0) == [False, True]
         assert load(tier, 0, 1, 2, 4, 5, 6, 7) == [True] * 3 + [False] * 4
         assert tier.drop(names(0)).all()
-    with checked(opened_again(path)) as tier:  # the cut file was given its length back
+    os.truncate(path, capacity(8))  # the cut file is given its length back
+    with checked(opened(path)) as tier:
         assert load(tier, 0, 1, 2) == [False, True, True]
         assert store(tier, 6) == [True]
-
-
-def opened_again(path: Path) -> ColdTier:
-    os.truncate(path, capacity(8))
-    return opened(path)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
@@ -567,13 +590,10 @@ def test_a_disk_that_fails_at_the_sync(
 ) -> None:
     """What is not known to be on the disk is not stored."""
 
-    def fails(fd: int) -> None:
-        raise OSError(number, os.strerror(number))
-
     with checked(opened(path, fsync="batch")) as tier:
         store(tier, 1)
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fdatasync", fails)
+            patch.setattr(os, "fdatasync", failing(number))
             assert store(tier, 2, 3) == [False, False]
         assert os.strerror(number) in tier.why_off
         assert load(tier, 1, 2) == [True, False]
@@ -582,13 +602,10 @@ def test_a_disk_that_fails_at_the_sync(
 def test_what_cannot_be_erased_is_tried_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the next opening would find what was dropped for good."""
 
-    def fails(fd: int, data: bytes, offset: int) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with checked(opened(path)) as tier:
         store(tier, 1, 2)
         with monkeypatch.context() as patch:
-            patch.setattr(os, "pwrite", fails)
+            patch.setattr(os, "pwrite", failing(errno.EIO))
             assert tier.drop(names(1)).all()
             assert load(tier, 1, 2) == [False, True]
             assert any("1 slots" in line and path.name in line for line in tier.check())
@@ -638,10 +655,7 @@ def test_a_file_that_this_user_may_not_write(path: Path) -> None:
 def test_permission_that_is_refused_names_the_remedy(
     path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*arguments: object) -> int:
-        raise OSError(number, os.strerror(number), str(path))
-
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "open", failing(number))
     with pytest.raises(ColdError, match="choose another path"):
         opened(path)
 
@@ -662,14 +676,14 @@ class Storing:
 
 
 AS_THEY_ARE = Storing("", noise, 50000, slots=24 * 13, batch=5, stays=19)  # of 13 slots each
-PACKED = Storing("zstd", mixed, 20000, slots=60, batch=6, stays=6)  # a batch takes 24
+IN_PARTS = Storing("zstd", mixed, 20000, slots=60, batch=6, stays=6)  # a batch takes 24
 
 
 @pytest.mark.parametrize(
     ("fsync", "rounds"),
     [("none", 8), ("batch", 8), nightly("none", 100), nightly("batch", 100)],
 )
-@pytest.mark.parametrize("how", [AS_THEY_ARE, PACKED], ids=["as they are", "packed"])
+@pytest.mark.parametrize("how", [AS_THEY_ARE, IN_PARTS], ids=["as they are", "packed"])
 def test_a_process_killed_while_it_stores(
     path: Path, how: Storing, fsync: str, rounds: int, seed: int
 ) -> None:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from cxlkv import CXLPool, KVLayout
 from cxlkv.arrays import Bytes
 from cxlkv.errors import BadArgumentError, GeometryError, UnsupportedError
-from cxlkv.prefix import prefix_keys
 from cxlkv.tiers import Tiers
 from cxlkv.tiers.cold import ColdTier
 from cxlkv.tiers.cold_file import BLOCK_BYTES, SLOT_HEADER_BYTES, RecordShape
@@ -23,7 +22,7 @@ from cxlkv.tiers.compress import Codec
 
 from ..support.cold_storer import mixed, name
 from ..support.damaging import change_byte, poke
-from ..test_records import grown, names_of_keys, read_all
+from ..test_records import grown
 from . import test_cold
 from .test_cold import SLOT, ColdModel, checked, names, read
 
@@ -192,31 +191,6 @@ def test_a_large_record_that_does_not_fit_makes_no_hole(path: Path) -> None:
         assert tier.stats()["slots_free"] == 4
     with checked(opened(path, slots=7)) as tier:
         assert load(tier, 1, 2, 3) == [True, False, False]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_a_pools_records_survive_packed(path: Path, dtype: str, rng: np.random.Generator) -> None:
-    layout = KVLayout(layers=2, kv_heads=2, head_dim=128, page_tokens=16, dtype=dtype)
-    ids = list(range(200))
-    with CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1) as pool:
-        shape = RecordShape.of(pool)
-        assert shape.element_bytes == (4 if dtype == "float32" else 2)
-        sequence = grown(pool, rng, len(ids))
-        pool.publish_prefix(sequence, ids)
-        keys = names_of_keys(pool, prefix_keys(ids, 16))
-        taken = read_all(pool, keys)
-        sequence.release()
-    with checked(ColdTier(path, shape=shape, capacity="4MiB", compress="zstd")) as cold:
-        assert cold.store(keys, taken).all()
-        assert cold.stats()["packed"] == len(keys)
-        assert cold.stats()["packed_bytes_saved"] > 0
-    with checked(ColdTier(path, shape=shape, capacity="4MiB", compress="zstd")) as cold:
-        out = np.zeros_like(taken)
-        assert cold.load(keys, out).all()
-        np.testing.assert_array_equal(out, taken)
-    with CXLPool.create("anonymous:", layout=layout, capacity="8MiB", threads=1) as pool:
-        assert not pool.records.write(out).any()
-        assert pool.match_prefix(ids).tokens == 192
 
 
 def test_tiers_keep_what_had_to_go_packed(path: Path, rng: np.random.Generator) -> None:

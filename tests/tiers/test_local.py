@@ -18,28 +18,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cxlkv import Batch, Budget, CXLPool, KVLayout, LayerGroup, Sequence
-from cxlkv.arrays import NUMPY_DTYPES
 from cxlkv.errors import BadArgumentError, BusyError, ClosedError, CorruptError
-from cxlkv.layout import DTYPES
 from cxlkv.ndp.engine import Selection
 from cxlkv.tiers.local import LocalTier, choose, units_of
 
 from ..conftest import MakePool
 from ..support.forking import in_child
 from ..support.threads import run_all
+from ..test_records import grown
 
 STARTS = np.array([0, 1], np.int32)
-
-
-def fill(pool: CXLPool, rng: np.random.Generator, tokens: int) -> Sequence:
-    layout, sequence = pool.layout, pool.sequence()
-    for layer in range(layout.layers):
-        k = rng.standard_normal((tokens, layout.kv_heads, layout.head_dim), np.float32)
-        v = rng.standard_normal((tokens, layout.kv_heads, layout.value_head_dim), np.float32)
-        dtype = NUMPY_DTYPES[DTYPES.index(layout.dtype)]
-        own = layout.values == "own"
-        sequence.append(layer, k.astype(dtype), v.astype(dtype) if own else None)
-    return sequence
 
 
 def selection(pages: list[int], heads: int = 1) -> Selection:
@@ -102,7 +90,7 @@ def test_fetch_and_attend_give_the_same_bits(
     with CXLPool.create(
         "anonymous:", layout=layout, capacity="8MiB", checksum=checksum, threads=threads
     ) as pool:
-        batch = pool.batch([fill(pool, rng, 83)])
+        batch = pool.batch([grown(pool, rng, 83)])
         q = rng.standard_normal((1, 2 * layout.kv_heads, layout.head_dim), np.float32)
         picked = [batch.select(layer, q, STARTS, Budget(pages=4)) for layer in range(layout.layers)]
         far = outputs(batch, q, picked)
@@ -131,7 +119,7 @@ def test_fetch_and_attend_give_the_same_bits(
 def test_copies_are_what_is_read(make_pool: MakePool, rng: np.random.Generator) -> None:
     """A page that is damaged after its promotion is read right until it is demoted."""
     pool = make_pool(kv_heads=1, checksum=True)
-    sequence = fill(pool, rng, 16)
+    sequence = grown(pool, rng, 16)
     batch, picked = pool.batch([sequence]), selection([0, 1])
     wanted = np.asarray(batch.fetch(0, picked)[0]).copy()
     with LocalTier(pool, "64KiB") as tier:
@@ -160,7 +148,7 @@ def flip(piece: npt.NDArray[np.float32]) -> None:
 
 def test_what_cannot_be_promoted_says_why(make_pool: MakePool, rng: np.random.Generator) -> None:
     pool = make_pool(kv_heads=1)
-    sequence = fill(pool, rng, 16)
+    sequence = grown(pool, rng, 16)
     batch = pool.batch([sequence])
     with LocalTier(pool, 2 * 256) as tier:
         assert stats_add_up(tier)["slots_total"] == 2
@@ -185,7 +173,7 @@ def test_what_cannot_be_promoted_says_why(make_pool: MakePool, rng: np.random.Ge
 def test_units_of_a_selection(rng: np.random.Generator) -> None:
     """Padding, the open tail and what lies behind the window have none."""
     with CXLPool.create("anonymous:", layout=LAYOUTS["windows"], capacity="8MiB") as pool:
-        batch = pool.batch([fill(pool, rng, 82)])
+        batch = pool.batch([grown(pool, rng, 82)])
         for layer in range(4):  # a step later the window's pages are given back
             row = np.zeros((1, 2, 16), np.float32)
             batch.append(layer, row, row, STARTS)
@@ -205,7 +193,7 @@ def test_a_reused_page_is_not_read_from_its_old_copy(
     pool = make_pool(kv_heads=1)
     with LocalTier(pool, "64KiB") as tier:
         for _ in range(3):
-            sequence = fill(pool, rng, 16)
+            sequence = grown(pool, rng, 16)
             batch, picked = pool.batch([sequence]), selection([0, 1, 2, 3])
             far = np.asarray(batch.fetch(0, picked)[0]).copy()
             assert tier.promote(units_of(batch, 0, picked)).refused == {}
@@ -217,7 +205,7 @@ def test_a_reused_page_is_not_read_from_its_old_copy(
 
 def test_a_child_starts_without_a_tier(make_pool: MakePool, rng: np.random.Generator) -> None:
     pool = make_pool(kv_heads=1)
-    batch, picked = pool.batch([fill(pool, rng, 16)]), selection([0, 1])
+    batch, picked = pool.batch([grown(pool, rng, 16)]), selection([0, 1])
     tier = LocalTier(pool, "64KiB")
     tier.promote(units_of(batch, 0, picked))
     wanted = np.asarray(batch.fetch(0, picked)[0]).copy()
@@ -238,7 +226,7 @@ def test_a_child_starts_without_a_tier(make_pool: MakePool, rng: np.random.Gener
 
 def test_threads_move_what_others_read(make_pool: MakePool, rng: np.random.Generator) -> None:
     pool = make_pool(layers=2, threads=2)
-    sequence = fill(pool, rng, 64)
+    sequence = grown(pool, rng, 64)
     q = rng.standard_normal((1, 4, 8), np.float32)
     picked = [selection([0, 3, 5, 9, 12], 2)] * 2
     wanted = outputs(pool.batch([sequence]), q, picked)
@@ -378,7 +366,7 @@ TestNearMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def choice(
-    counts: dict[int, int], near: set[int], *, spare: int, most: int = 99, heads: int = 1,
+    counts: dict[int, int], near: set[int], *, spare: int = 0, most: int = 99, heads: int = 1,
     bounces: dict[int, int] | None = None,
 ) -> tuple[list[int], list[int]]:  # fmt: skip
     """choose() of units by id: (out, into)."""
@@ -394,43 +382,47 @@ def choice(
     return ids[out].tolist(), ids[into].tolist()
 
 
-def test_the_hottest_take_the_free_slots() -> None:
-    assert choice({1: 9, 2: 30, 3: 20, 4: 8}, set(), spare=2) == ([], [2, 3])
+THREE = {1: 50, 2: 4, 3: 11}
+SIX = {1: 90, 2: 80, 3: 70, 4: 1, 5: 2, 6: 3}
 
 
-def test_what_was_read_once_is_not_worth_a_copy() -> None:
-    assert choice({1: 1, 2: 2}, set(), spare=2) == ([], [2])
-    assert choice({1: 8, 2: 9}, set(), spare=2, heads=8) == ([], [2])  # a copy reads all heads
-
-
-def test_the_coldest_goes_for_one_that_is_clearly_hotter() -> None:
-    counts = {1: 50, 2: 4, 3: 11, 4: 9}
-    assert choice(counts, {1, 2}, spare=0) == ([2], [3])  # 3 is ahead by 7 > 1 + sqrt(15); 4 waits
-    assert choice({1: 50, 2: 4, 3: 8}, {1, 2}, spare=0) == ([], [])  # by 4 < 1 + sqrt(12)
-
-
-def test_who_was_taken_out_lately_must_be_ever_hotter() -> None:
-    counts = {1: 50, 2: 4, 3: 11}
-    assert choice(counts, {1, 2}, spare=0, bounces={3: 1}) == ([], [])
-    assert choice(counts | {3: 25}, {1, 2}, spare=0, bounces={3: 1}) == ([2], [3])
-
-
-def test_a_limit_holds_and_the_hottest_come_first() -> None:
-    counts = {1: 90, 2: 80, 3: 70, 4: 1, 5: 2, 6: 3}
-    assert choice(counts, {4, 5, 6}, spare=0, most=2) == ([4, 5], [1, 2])
-    assert choice(counts, {4, 5, 6}, spare=0, most=0) == ([], [])
-
-
-def test_the_coldest_go_when_room_is_wanted() -> None:
-    counts = {1: 90, 2: 80, 3: 70, 4: 1, 5: 2, 6: 3}
-    assert choice(counts, {1, 4, 5, 6}, spare=-2, most=0) == ([4, 5], [])
-    assert choice(counts, {1, 4, 5, 6}, spare=-2, most=1) == ([4, 5, 6], [2])
+@pytest.mark.parametrize(
+    ("counts", "near", "given", "out", "into"),
+    [
+        pytest.param({1: 9, 2: 30, 3: 20, 4: 8}, [], {"spare": 2}, [], [2, 3], id="the hottest"),
+        pytest.param({1: 1, 2: 2}, [], {"spare": 2}, [], [2], id="once is not worth a copy"),
+        pytest.param(
+            {1: 8, 2: 9}, [], {"spare": 2, "heads": 8}, [], [2], id="a copy reads all heads"
+        ),
+        # 3 is ahead of the coldest by 7 > 1 + sqrt(15), and 4 waits; by 4 < 1 + sqrt(12).
+        pytest.param({**THREE, 4: 9}, [1, 2], {}, [2], [3], id="one that is clearly hotter"),
+        pytest.param({**THREE, 3: 8}, [1, 2], {}, [], [], id="one that is hardly hotter"),
+        pytest.param(THREE, [1, 2], {"bounces": {3: 1}}, [], [], id="who was taken out lately"),
+        pytest.param(
+            {**THREE, 3: 25}, [1, 2], {"bounces": {3: 1}}, [2], [3], id="must be ever hotter"
+        ),
+        pytest.param(SIX, [4, 5, 6], {"most": 2}, [4, 5], [1, 2], id="a limit: the hottest first"),
+        pytest.param(SIX, [4, 5, 6], {"most": 0}, [], [], id="a limit of none"),
+        pytest.param(SIX, [1, 4, 5, 6], {"spare": -2, "most": 0}, [4, 5], [], id="room is wanted"),
+        pytest.param(
+            SIX, [1, 4, 5, 6], {"spare": -2, "most": 1}, [4, 5, 6], [2], id="room and one more"
+        ),
+    ],
+)
+def test_what_is_chosen(
+    counts: dict[int, int],
+    near: list[int],
+    given: dict[str, object],
+    out: list[int],
+    into: list[int],
+) -> None:
+    assert choice(counts, set(near), **given) == (out, into)  # type: ignore[arg-type]
 
 
 def test_step_keeps_what_is_read(make_pool: MakePool, rng: np.random.Generator) -> None:
     """The story of four slots: [0, 1, 2, 3] are read and come; then others are, more often."""
     pool = make_pool(kv_heads=1)
-    batch = pool.batch([fill(pool, rng, 32)])
+    batch = pool.batch([grown(pool, rng, 32)])
     ids = batch.sequences[0].pages.astype(np.int64)
     assert ids.tolist() == list(range(8))
     with LocalTier(pool, 4 * 256) as tier:
@@ -461,7 +453,7 @@ def test_who_went_out_comes_back_only_when_much_hotter(
 ) -> None:
     """Of [0, 1, 2, 3], read 3 times each, 0 goes for 4; as a newcomer would, it does not return."""
     pool = make_pool(kv_heads=1)
-    batch = pool.batch([fill(pool, rng, 32)])
+    batch = pool.batch([grown(pool, rng, 32)])
     with LocalTier(pool, 4 * 256) as tier:
 
         def read(page: int, times: int) -> tuple[list[int], list[int]]:
@@ -482,7 +474,7 @@ def test_step_makes_room_for_those_that_were_refused(
 ) -> None:
     """Of 64 slots all are taken; who is refused finds 4 free after the next step, not before."""
     pool = make_pool(kv_heads=1, capacity="8MiB")
-    batch = pool.batch([fill(pool, rng, 4 * 80)])
+    batch = pool.batch([grown(pool, rng, 4 * 80)])
     with LocalTier(pool, 64 * 256) as tier:
         units = units_of(batch, 0, selection(list(range(80))))
         assert len(tier.promote(units[:64]).promoted) == 64
@@ -498,7 +490,7 @@ def test_step_makes_room_for_those_that_were_refused(
 def test_heat_halves_as_more_is_read(make_pool: MakePool, rng: np.random.Generator) -> None:
     """One slot and head: all counts are halved after each ten readings."""
     pool = make_pool(kv_heads=1)
-    batch = pool.batch([fill(pool, rng, 16)])
+    batch = pool.batch([grown(pool, rng, 16)])
     with LocalTier(pool, 256) as tier:
         for _ in range(8):
             batch.fetch(0, selection([0]))

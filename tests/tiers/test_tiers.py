@@ -58,6 +58,12 @@ def publish(pool: CXLPool, ids: list[int], tail: bool = False) -> None:
     sequence.release()
 
 
+def publish_many(pool: CXLPool, count: int) -> None:
+    """Texts of 4 pages."""
+    for number in range(1, count + 1):
+        publish(pool, text(number, 4))
+
+
 def assert_holds(sequence: Sequence, ids: list[int]) -> None:
     assert len(sequence) == len(ids)
     for layer in range(LAYOUT.layers if ids else 0):
@@ -89,6 +95,12 @@ def pool() -> Iterator[CXLPool]:
 @pytest.fixture
 def cold_path(tmp_path: Path) -> Path:
     return tmp_path / "pool.cold"
+
+
+@pytest.fixture
+def tiers(pool: CXLPool, cold_path: Path) -> Iterator[Tiers]:
+    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as made:
+        yield made
 
 
 def total(pool: CXLPool) -> int:
@@ -138,15 +150,14 @@ def test_what_went_comes_back_from_the_cold_tier(pool: CXLPool, cold_path: Path)
         assert stats["corrupt_pages"] == stats["dropped_pages"] == stats["refused_pages"] == 0
 
 
-def test_tails_go_and_come_back(pool: CXLPool, cold_path: Path) -> None:
+def test_tails_go_and_come_back(pool: CXLPool, tiers: Tiers) -> None:
     ids = [*text(1, 3), 7, 8]
-    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
-        publish(pool, ids, tail=True)
-        assert tiers.reclaim(total(pool)) == 4
-        with pool.match_prefix(ids) as hit:
-            assert hit.tokens == 0
-        with tiers.match_prefix([*ids, 9]) as hit, _released(hit.sequence()) as sequence:
-            assert_holds(sequence, ids)
+    publish(pool, ids, tail=True)
+    assert tiers.reclaim(total(pool)) == 4
+    with pool.match_prefix(ids) as hit:
+        assert hit.tokens == 0
+    with tiers.match_prefix([*ids, 9]) as hit, _released(hit.sequence()) as sequence:
+        assert_holds(sequence, ids)
 
 
 def two_groups() -> CXLPool:
@@ -177,19 +188,18 @@ def test_layer_groups_go_and_come_back(tmp_path: Path) -> None:
 
 
 def test_records_name_the_page_before(
-    pool: CXLPool, cold_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: CXLPool, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cxlkv.tiers.tiers.BATCH_BYTES", 1)  # a page each
     ids = text(1, 4)
     names = pool.records.names(key_hashes(prefix_keys(ids, PAGE)), 1)[:, 0, 0]
-    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
-        publish(pool, ids)
-        tiers.reclaim(total(pool))
-        assert isinstance(tiers.cold, ColdTier)
-        got, parents = tiers.cold.names()
-        assert got.tolist() == names[::-1].tolist(), "leaves go first"
-        assert parents.tolist() == [*names[2::-1].tolist(), [0] * 16]
-        assert found(tiers, ids) == 4
+    publish(pool, ids)
+    tiers.reclaim(total(pool))
+    assert isinstance(tiers.cold, ColdTier)
+    got, parents = tiers.cold.names()
+    assert got.tolist() == names[::-1].tolist(), "leaves go first"
+    assert parents.tolist() == [*names[2::-1].tolist(), [0] * 16]
+    assert found(tiers, ids) == 4
 
 
 @pytest.mark.parametrize("full", [0, 2])
@@ -233,32 +243,29 @@ def test_held_pinned_and_leased_pages_stay(pool: CXLPool) -> None:
         assert tiers.reclaim(total(pool)) == 12
 
 
-def test_full_of_what_is_held_is_an_error(pool: CXLPool, cold_path: Path) -> None:
-    with Tiers(pool, cold=cold_path, cold_capacity="2MiB"):
-        sequence = fill(pool, text(1, total(pool)))
-        with pytest.raises(PoolFullError):
-            fill(pool, text(2, 1))
-        assert_holds(sequence, text(1, total(pool)))
-        sequence.release()
+def test_full_of_what_is_held_is_an_error(pool: CXLPool, tiers: Tiers) -> None:
+    sequence = fill(pool, text(1, total(pool)))
+    with pytest.raises(PoolFullError):
+        fill(pool, text(2, 1))
+    assert_holds(sequence, text(1, total(pool)))
+    sequence.release()
 
 
-def test_back_pressure_when_there_is_no_room_to_bring_to(pool: CXLPool, cold_path: Path) -> None:
+def test_back_pressure_when_there_is_no_room_to_bring_to(pool: CXLPool, tiers: Tiers) -> None:
     ids = text(1, 4)
-    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
-        publish(pool, ids)
-        tiers.reclaim(total(pool))
-        sequence = fill(pool, text(2, total(pool) - 2))
-        assert found(tiers, ids) == 0
-        assert tiers.stats()["refused_pages"] == 4
-        sequence.release()
-        assert found(tiers, ids) == 4
+    publish(pool, ids)
+    tiers.reclaim(total(pool))
+    sequence = fill(pool, text(2, total(pool) - 2))
+    assert found(tiers, ids) == 0
+    assert tiers.stats()["refused_pages"] == 4
+    sequence.release()
+    assert found(tiers, ids) == 4
 
 
 def test_watermarks(pool: CXLPool) -> None:
     """Nothing below 2 % missing; then 5 % are made free."""
     with Tiers(pool, policy="lru") as tiers:
-        for number in range(1, total(pool) // 4 + 1):
-            publish(pool, text(number, 4))
+        publish_many(pool, total(pool) // 4)
         free = pool.stats()["pages_free"]
         assert free == total(pool) % 4
         assert tiers.step()["evicted_pages"] == (int(0.05 * total(pool)) - free if free < 1 else 0)
@@ -267,8 +274,7 @@ def test_watermarks(pool: CXLPool) -> None:
 
 def test_rate_limit_holds_a_step_back(pool: CXLPool) -> None:
     with Tiers(pool, bytes_per_s=1.0) as tiers:
-        for number in range(1, total(pool) // 4 + 1):
-            publish(pool, text(number, 4))
+        publish_many(pool, total(pool) // 4)
         assert tiers.step()["evicted_pages"] == 0
 
 
@@ -335,20 +341,19 @@ def test_whatever_order_pages_were_lost_in(
 # ---- faults ----
 
 
-def test_a_damaged_record_is_a_miss(pool: CXLPool, cold_path: Path) -> None:
+def test_a_damaged_record_is_a_miss(pool: CXLPool, tiers: Tiers, cold_path: Path) -> None:
     ids = text(1, 4)
-    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
-        publish(pool, ids)
-        tiers.reclaim(total(pool))
-        assert isinstance(tiers.cold, ColdTier)
-        size = os.path.getsize(cold_path)
-        bytes_of = bytearray(cold_path.read_bytes())
-        for at in range(8192, size, 512):
-            bytes_of[at] ^= 0x40
-        with cold_path.open("r+b") as file:
-            file.write(bytes_of)
-        assert found(tiers, ids) == 0
-        assert tiers.stats()["cold_corrupt"] > 0
+    publish(pool, ids)
+    tiers.reclaim(total(pool))
+    assert isinstance(tiers.cold, ColdTier)
+    size = os.path.getsize(cold_path)
+    bytes_of = bytearray(cold_path.read_bytes())
+    for at in range(8192, size, 512):
+        bytes_of[at] ^= 0x40
+    with cold_path.open("r+b") as file:
+        file.write(bytes_of)
+    assert found(tiers, ids) == 0
+    assert tiers.stats()["cold_corrupt"] > 0
 
 
 def test_a_disk_that_is_full_is_told_at_once(pool: CXLPool, tmp_path: Path) -> None:
@@ -359,21 +364,19 @@ def test_a_disk_that_is_full_is_told_at_once(pool: CXLPool, tmp_path: Path) -> N
         pass
 
 
-def test_the_cold_file_may_be_removed_in_use(pool: CXLPool, cold_path: Path) -> None:
+def test_the_cold_file_may_be_removed_in_use(pool: CXLPool, tiers: Tiers, cold_path: Path) -> None:
     ids = text(1, 4)
-    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
-        publish(pool, ids)
-        tiers.reclaim(total(pool))
-        cold_path.unlink()
-        assert found(tiers, ids) == 4
+    publish(pool, ids)
+    tiers.reclaim(total(pool))
+    cold_path.unlink()
+    assert found(tiers, ids) == 4
 
 
 def test_one_for_each_pool_and_process(pool: CXLPool, tmp_path: Path) -> None:
     with Tiers(pool) as tiers:
         with pytest.raises(BusyError, match="close them first"):
             Tiers(pool, cold=tmp_path / "c", cold_capacity="2MiB")
-        for number in range(1, total(pool) // 4 + 2):
-            publish(pool, text(number, 4))
+        publish_many(pool, total(pool) // 4 + 1)
     with Tiers(pool, cold=tmp_path / "c", cold_capacity="2MiB"):
         tiers.close()  # once more: the others go on
         publish(pool, text(1000, 4))
@@ -393,8 +396,7 @@ def test_bad_arguments_are_named(pool: CXLPool) -> None:
 def test_the_mover_runs_until_closed(pool: CXLPool) -> None:
     tiers = Tiers(pool)
     tiers.start(every_s=0.001)
-    for number in range(1, 3 * total(pool) // 4):
-        publish(pool, text(number, 4))
+    publish_many(pool, 3 * total(pool) // 4 - 1)
     tiers.close()
     tiers.close()
     assert tiers.stats()["evicted_pages"] > 0
@@ -428,18 +430,16 @@ def test_the_mover_ends_with_the_pool(make_pool: MakePool) -> None:
     assert not mover.is_alive()
 
 
-def test_a_forked_child_is_told_that_the_pool_is_full(pool: CXLPool, cold_path: Path) -> None:
-    with Tiers(pool, cold=cold_path, cold_capacity="2MiB") as tiers:
-        for number in range(1, total(pool) // 4 + 1):
-            publish(pool, text(number, 4))
+def test_a_forked_child_is_told_that_the_pool_is_full(pool: CXLPool, tiers: Tiers) -> None:
+    publish_many(pool, total(pool) // 4)
 
-        def child() -> None:
-            with pytest.raises(PoolFullError):
-                fill(pool, text(1000, total(pool) - 1))
+    def child() -> None:
+        with pytest.raises(PoolFullError):
+            fill(pool, text(1000, total(pool) - 1))
 
-        in_child(child)
-        publish(pool, text(2000, 4))
-        assert tiers.stats()["evicted_pages"] > 0
+    in_child(child)
+    publish(pool, text(2000, 4))
+    assert tiers.stats()["evicted_pages"] > 0
 
 
 def test_a_child_is_told_that_tiers_are_its_parents(pool: CXLPool, tmp_path: Path) -> None:
