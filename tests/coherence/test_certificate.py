@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -76,22 +77,12 @@ def of_machine(**fields: object) -> Callable[[dict[str, object]], None]:
     return change(machine={**certificate.this_machine(), **fields})
 
 
-def drop_rounds(content: dict[str, object]) -> None:
-    rows = content["tests"]
-    assert isinstance(rows, list)
-    rows[1]["rounds"] = 9_999
-
-
-def add_violation(content: dict[str, object]) -> None:
-    rows = content["tests"]
-    assert isinstance(rows, list)
-    rows[2]["violations"] = 1
+def in_test(number: int, **fields: object) -> Callable[[dict[str, object]], None]:
+    return lambda content: cast(list[dict[str, object]], content["tests"])[number].update(fields)
 
 
 def add_region(content: dict[str, object]) -> None:
-    regions = content["regions"]
-    assert isinstance(regions, list)
-    regions.append(regions[0])
+    content["regions"] = 2 * cast(list[object], content["regions"])
 
 
 @pytest.mark.parametrize(
@@ -103,8 +94,8 @@ def add_region(content: dict[str, object]) -> None:
         (change(regions=[]), "another region"),
         (change(regions=[{"identity": {"kind": "dax"}}]), "another region"),
         (change(violations=3), "3 violations"),
-        (add_violation, "violations"),
-        (drop_rounds, "9999 rounds of store buffering"),
+        (in_test(2, violations=1), "violations"),
+        (in_test(1, rounds=9_999), "9999 rounds of store buffering"),
         (change(tests=[]), "0 rounds of message passing"),
         (add_region, "0 rounds of message passing, regions 0 and 1"),
         (change(hosts=1), "1 host, 2 are wanted"),

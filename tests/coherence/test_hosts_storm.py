@@ -18,7 +18,7 @@ from random import Random
 
 import pytest
 
-from cxlkv import CXLPool, KVLayout
+from cxlkv import CXLPool
 from cxlkv.prefix import prefix_keys
 from tests.support.stopping import stop
 
@@ -28,17 +28,15 @@ from ..support.lengths import nightly
 from ..support.pool_worker import (
     FAMILIES,
     FAMILY_TOKENS,
-    LAYERS,
     PAGE_TOKENS,
     TAIL_END,
     token_ids,
     verify,
 )
 from ..support.storm import EVENTS, Process, run
+from .test_hosts import make
 from .test_hosts_failing import LOCK_LINE, NAME_LINE, line_offset
 
-LAYOUT = KVLayout(layers=LAYERS, kv_heads=2, head_dim=8, page_tokens=PAGE_TOKENS, dtype="float32")
-CAPACITY_BYTES = (2 << 20) + (500 << 10)  # 272 pages in 17 extents: they move all the time
 HOSTS = 5
 WATCHERS = (3, 4)  # hosts of the test itself
 
@@ -54,15 +52,8 @@ def drain(processes: list[Process], wait_s: float | None = None) -> None:
 
 @pytest.fixture
 def pool_path(shm_path: Path) -> str:
-    CXLPool.create(
-        shm_path,
-        layout=LAYOUT,
-        capacity=CAPACITY_BYTES,
-        sharing="software",
-        hosts=HOSTS,
-        host=WATCHERS[0],
-        threads=1,
-    ).close()
+    """272 pages in 17 extents: they move all the time."""
+    make(str(shm_path), hosts=HOSTS, host=WATCHERS[0]).close()
     return str(shm_path)
 
 

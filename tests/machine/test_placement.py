@@ -38,6 +38,11 @@ def nodes_or_skip(count: int) -> list[int]:
     return found
 
 
+@pytest.fixture
+def node() -> int:
+    return nodes_or_skip(1)[0]
+
+
 def test_what_a_place_says() -> None:
     assert parse_place("numa:1") == Place(None, (1,))
     assert parse_place("numa:2,0") == Place(None, (0, 2))
@@ -54,8 +59,7 @@ def test_what_a_place_says() -> None:
         parse_place("numa:1:dax:/dev/a+/dev/b")
 
 
-def test_an_anonymous_pool_is_bound_and_read_back() -> None:
-    node = nodes_or_skip(1)[0]
+def test_an_anonymous_pool_is_bound_and_read_back(node: int) -> None:
     with CXLPool.create(f"numa:{node}", layout=LAYOUT, capacity="16MiB") as pool:
         found = placement.placement_of(pool._handle)
         assert (found.policy, found.wanted_nodes) == ("bind", (node,))
@@ -70,9 +74,8 @@ def test_an_anonymous_pool_is_bound_and_read_back() -> None:
             assert pool.admin.check(deep=True)["clean"]
 
 
-def test_a_file_keeps_its_nodes_for_whoever_opens_it(path: Path) -> None:
+def test_a_file_keeps_its_nodes_for_whoever_opens_it(node: int, path: Path) -> None:
     """The policy is the file's: a process that knows the path only reads the same back."""
-    node = nodes_or_skip(1)[0]
     keys = np.ones((40, 2, 64), np.float16)
     with CXLPool.create(f"numa:{node}:{path}", layout=LAYOUT, capacity="16MiB") as pool:
         sequence = pool.sequence()
@@ -103,9 +106,8 @@ def test_without_a_wish_nothing_is_touched() -> None:
             assert found == placement.placement_of(pool._handle)
 
 
-def test_the_wrong_node_is_told_when_a_pool_is_opened(path: Path) -> None:
+def test_the_wrong_node_is_told_when_a_pool_is_opened(node: int, path: Path) -> None:
     """A pool that was made without nodes, opened as if it had been made on one."""
-    node = nodes_or_skip(1)[0]
     with CXLPool.create(path, layout=LAYOUT, capacity="16MiB"):
         with pytest.warns(PlacementWarning, match=f"bound to no nodes, not to node {node}"):
             CXLPool.open(f"numa:{node}:{path}").close()
@@ -114,9 +116,8 @@ def test_the_wrong_node_is_told_when_a_pool_is_opened(path: Path) -> None:
             CXLPool.open(path).close()
 
 
-def test_moved_pages_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moved_pages_are_told(node: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's answer is replaced, as one node has nowhere to move a page to."""
-    node = nodes_or_skip(1)[0]
     pool = CXLPool.create(f"numa:{node}", layout=LAYOUT, capacity="16MiB")
     true = _core.pool_placed
 
@@ -130,8 +131,7 @@ def test_moved_pages_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         pool.admin.check()
 
 
-def test_a_file_system_without_policies_is_refused(tmp_path: Path) -> None:
-    node = nodes_or_skip(1)[0]
+def test_a_file_system_without_policies_is_refused(node: int, tmp_path: Path) -> None:
     kinds = {m.split()[1]: m.split()[2] for m in Path("/proc/mounts").read_text().splitlines()}
     folder = next(str(p) for p in [tmp_path, *tmp_path.parents] if str(p) in kinds)
     if kinds[folder] in ("tmpfs", "hugetlbfs"):
@@ -198,8 +198,7 @@ def test_an_absent_node_is_refused_by_the_kernel_too(monkeypatch: pytest.MonkeyP
             CXLPool.create(where, layout=LAYOUT, capacity="16MiB")
 
 
-def test_a_node_without_room_names_its_free_bytes() -> None:
-    node = nodes_or_skip(1)[0]
+def test_a_node_without_room_names_its_free_bytes(node: int) -> None:
     with pytest.raises(
         MemoryShortError, match=rf"numa:{node}: 900 TiB wanted on node {node}, which has .*B free"
     ):
