@@ -570,6 +570,15 @@ SHAPES = [
 ]
 
 
+def check_budgets(subject: Simd, case: Case, *chosen: tuple[Budget, str]) -> None:
+    """By each budget and method it selects and attends as the reference, and counts its bytes."""
+    for budget, method in chosen:
+        picked = subject.select(case, [budget], method)
+        assert_agrees(case, picked, budget, method)
+        check_bytes(case, picked, method)
+        assert_attends(subject, case, picked, 0.0)
+
+
 @pytest.mark.parametrize("name", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "value_dim", "group", "page_tokens"), SHAPES)
@@ -595,17 +604,15 @@ def test_shapes(
         page_tokens=page_tokens,
         dtype=dtype,
     )
-    for budget, method in [
+    check_budgets(
+        subject,
+        case,
         (Budget(pages=3, sinks=1, recent=1), "exact"),
         (Budget(pages=3, sinks=0, recent=1), "digest"),
         (Budget(share=0.4, sinks=0, recent=0, union="layer", per="sequence"), "exact"),
         (Budget(mass=0.6, sinks=0, recent=0), "exact"),
         (Budget(mass=0.6, union="layer", per="sequence"), "exact"),
-    ]:
-        picked = subject.select(case, [budget], method)
-        assert_agrees(case, picked, budget, method)
-        check_bytes(case, picked, method)
-        assert_attends(subject, case, picked, 0.0)
+    )
     assert_attends(subject, case, None, 5.0)
 
 
@@ -627,10 +634,7 @@ def test_rows_of_latent_attention(
         **shape,  # type: ignore[arg-type]
     )
     for budget in (Budget(pages=2, sinks=0, recent=1), Budget(mass=0.7, sinks=0, recent=0)):
-        picked = subject.select(case, [budget])
-        assert_agrees(case, picked, budget)
-        check_bytes(case, picked, "exact")
-        assert_attends(subject, case, picked, 0.0)
+        check_budgets(subject, case, (budget, "exact"))
     assert_attends(subject, case, None, 0.0)
 
 
@@ -642,17 +646,15 @@ def test_windows(
     """Many rows over many pages: a row sees its window, and budgets count the pages of it."""
     subject = made(request, name)
     case = make_case(rng, lengths=(150, 30, 4), rows=(40, 1, 4), page_tokens=8, window=window)
-    for budget, method in [
+    check_budgets(
+        subject,
+        case,
         (Budget(share=0.5, sinks=2, recent=1), "exact"),
         (Budget(pages=2, sinks=0, recent=1), "digest"),
         (Budget(mass=0.6, sinks=0, recent=0), "exact"),
         (Budget(mass=0.6, union="layer", per="sequence"), "exact"),
         (Budget(share=0.4, sinks=0, recent=0, per="sequence"), "exact"),
-    ]:
-        picked = subject.select(case, [budget], method)
-        assert_agrees(case, picked, budget, method)
-        check_bytes(case, picked, method)
-        assert_attends(subject, case, picked, 0.0)
+    )
     assert_attends(subject, case, None, 0.0)
     assert_attends(Simd(name, threads=3), case, None, 0.0)
 
@@ -797,16 +799,6 @@ def test_partial_results_merge_by_lse(backend: Backend, rng: np.random.Generator
     np.testing.assert_allclose(weights[0] * a + weights[1] * b, whole, rtol=1e-4, atol=1e-5)
 
 
-def test_all_pages_picked_is_full_attention(backend: Backend, rng: np.random.Generator) -> None:
-    case = make_case(rng, lengths=(41, 5), rows=(9, 1))
-    whole = backend.attend(case)
-    for per in ("query", "sequence"):
-        every = backend.select(case, [Budget(share=1.0, per=per)])
-        out, lse = backend.attend(case, every)
-        np.testing.assert_allclose(out, whole[0], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(lse, whole[1], rtol=1e-5, atol=1e-6)
-
-
 def test_an_instruction_set_that_is_not_here() -> None:
     with pytest.raises(BadArgumentError, match="no instruction set is called sse9: serial, avx2"):
         _core.isa_force("sse9")
@@ -838,16 +830,3 @@ def test_threads_change_nothing(
     for other in results[1:]:
         for ours, theirs in zip(results[0], other, strict=True):
             np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.mark.parametrize("name", ISAS[1:])
-def test_selections_are_the_same_for_all_instruction_sets(
-    force_isa: Callable[[str], str], rng: np.random.Generator, name: str
-) -> None:
-    simd = Simd(force_isa(name))
-    case = make_case(rng, lengths=(700,), rows=(2,), whole=True, page_tokens=4, dim=48)
-    wide = simd.select(case, [Budget(pages=30)])
-    _core.isa_force("serial")
-    plain = Simd("serial").select(case, [Budget(pages=30)])
-    np.testing.assert_array_equal(wide.pages, plain.pages)
-    np.testing.assert_array_equal(wide.scores, plain.scores)
