@@ -43,7 +43,6 @@ static void check_guarded(cxlkv_pool *pool, uint32_t page, page_check *check, re
     GUARD_BEGIN(fault) {
         check(pool, page, report);
     } GUARD_END(fault, (poison_error_locked(pool, &fault), report_page(report, page)))
-    rewrite_end(pool);
 }
 
 static void each_page(cxlkv_pool *pool, page_check *check, report *report) {

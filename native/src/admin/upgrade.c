@@ -102,10 +102,6 @@ static int format_read(const superblock *block, cxlkv_format *format) {
 }
 
 int cxlkv_pool_format(cxlkv_pool *pool, cxlkv_format *format) {
-    int code = pool_enter(pool);
-    if (code < 0) return code;
-    code = GUARDED(format_read((const superblock *)pool->region.base, format),
-                   poison_error(pool, &fault));
-    pool_leave(pool);
-    return code;
+    return IN_POOL(pool, GUARDED(format_read((const superblock *)pool->region.base, format),
+                                 poison_error(pool, &fault)));
 }

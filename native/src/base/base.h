@@ -8,6 +8,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 
 #include "cxlkv.h"
 
@@ -22,6 +23,18 @@ static inline uint64_t align_up(uint64_t value, uint64_t alignment) {
 }
 static inline uint32_t min_u32(uint32_t a, uint32_t b) { return a < b ? a : b; }
 static inline uint64_t min_u64(uint64_t a, uint64_t b) { return a < b ? a : b; }
+/* Of `count` entries that begin one after another, the first at 0: the one that `at` is in. Their
+ * beginnings lie `stride` bytes apart. */
+static inline uint32_t entry_at(const void *begins, size_t stride, uint32_t count, uint32_t at) {
+    uint32_t low = 0, high = count;
+    while (high - low > 1) {
+        uint32_t middle = low + (high - low) / 2;
+        const void *begin = (const char *)begins + middle * stride;
+        if (*(const uint32_t *)begin <= at) low = middle;
+        else high = middle;
+    }
+    return low;
+}
 
 /* ---- error.c ---- */
 int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -30,6 +43,9 @@ int fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3))
 uint64_t boottime_ns(void);                /* CLOCK_BOOTTIME: it goes on while the machine sleeps */
 uint64_t monotonic_ns(void);              /* CLOCK_MONOTONIC: nobody sets it */
 uint64_t random_u64(void);                /* never 0 */
+static inline struct timespec timespec_of(uint64_t ns) {
+    return (struct timespec){(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
+}
 
 /* ---- guard.c: SIGBUS inside a guarded stretch becomes a return value ---- */
 typedef struct guard {

@@ -35,10 +35,7 @@ static int copy_piece(const layer_view *view, uint32_t index, uint32_t head, uin
         memset(to + written, 0, size - written);
         return 0;
     }
-    if (stream && (uintptr_t)to % LINE_BYTES == 0)
-        kernels_current()->store_rows(to, from, size, 1, size);
-    else
-        memcpy(to, from, size);
+    copy_past(to, from, size, stream);
     /* Values that are keys were verified with these, a copy when it was made. */
     if (!layout->checksum || rows.local) return 0;
     /* The CRC of the source while it is in the cache; a copy of it is what the caller gets. */
@@ -225,17 +222,6 @@ typedef struct blocks_job {
     char text[400];
 } blocks_job;
 
-/* The last one that begins at or before this entry. */
-static uint32_t sequence_at(const int32_t *starts, uint32_t count, uint32_t entry) {
-    uint32_t low = 0, high = count;
-    while (high - low > 1) {
-        uint32_t middle = (low + high) / 2;
-        if ((uint32_t)starts[middle] <= entry) low = middle;
-        else high = middle;
-    }
-    return low;
-}
-
 static uint8_t *block_target(const blocks_job *job, uint32_t entry, uint32_t head, uint32_t kind) {
     const cxlkv_blocks *t = job->table;
     bool keys = kind == PIECE_KEYS;
@@ -303,7 +289,7 @@ static int block_guarded(const blocks_job *job, const layer_view *view, uint32_t
 static int block_task(void *context, uint32_t entry) {
     blocks_job *job = context;
     cxlkv_batch *batch = job->batch;
-    uint32_t i = sequence_at(job->table->starts, batch->count, entry);
+    uint32_t i = entry_at(job->table->starts, sizeof(int32_t), batch->count, entry);
     uint32_t place = entry - (uint32_t)job->table->starts[i];
     layer_view view = view_of(batch->sequences[i], job->layer);
     view.local = batch->pool->local;

@@ -11,13 +11,7 @@
 enum { TOGETHER_PAGES = 8, SCRATCH_LIMIT = 1 << 30 };
 
 static const plan *plan_of_task(const select_job *job, uint32_t item) {
-    uint32_t low = 0, high = job->batch->count;
-    while (high - low > 1) {
-        uint32_t middle = (low + high) / 2;
-        if (job->plans[middle].first_task <= item) low = middle;
-        else high = middle;
-    }
-    return &job->plans[low];
+    return &job->plans[entry_at(&job->plans->first_task, sizeof(plan), job->batch->count, item)];
 }
 
 /* counts: what is read is not in the cache yet. */

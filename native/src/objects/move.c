@@ -4,7 +4,6 @@
 
 #include "base/crc32c.h"
 #include "base/flush.h"
-#include "kernels/kernels.h"
 #include "objects/objects.h"
 #include "pool/peers.h"
 
@@ -16,6 +15,9 @@ enum { SPAN_BYTES = 256 << 10, STREAM_BYTES = 2 << 20, BLOCK_BYTES = 16 << 10 };
 typedef struct move_job {
     cxlkv_pool *pool;
     const cxlkv_buffers *buffers;
+    const uint8_t *keys;
+    int64_t *sizes;              /* out, of a get */
+    int32_t *codes;              /* out, of a put */
     object_place *places;
     uint32_t *spans;
     uint32_t count;
@@ -60,13 +62,7 @@ static int spans_make(move_job *job, uint32_t threads) {
 /* Which object an item is of: the last one with as many items before it that has any. Inlined, its
  * variables would seem to be clobbered by a guard's jump. */
 static __attribute__((noinline)) uint32_t object_of(const move_job *job, uint32_t item) {
-    uint32_t low = 0, high = job->count;
-    while (high - low > 1) {
-        uint32_t middle = low + (high - low) / 2;
-        if (job->spans[middle] <= item) low = middle;
-        else high = middle;
-    }
-    return low;
+    return entry_at(job->spans, sizeof(*job->spans), job->count, item);
 }
 
 /* A walk over an object's buffers, some bytes of one at a time. */
@@ -92,13 +88,6 @@ static uint8_t *walk_on(walk *w, uint64_t most, uint64_t *bytes) {
     return at;
 }
 
-static void object_copy(uint8_t *to, const uint8_t *from, size_t bytes, bool stream) {
-    if (stream && (uintptr_t)to % LINE_BYTES == 0)
-        kernels_current()->store_rows(to, from, bytes, 1, bytes);
-    else
-        memcpy(to, from, bytes);
-}
-
 typedef void (*move_block)(const move_job *job, uint8_t *mine, uint8_t *pool_bytes, size_t bytes);
 
 /* Moves one span, block by block; the CRC of what lies in the pool, or goes there. */
@@ -122,7 +111,7 @@ static uint32_t move_span(const move_job *job, uint32_t object, uint64_t first, 
 }
 
 static void block_out(const move_job *job, uint8_t *mine, uint8_t *pool_bytes, size_t bytes) {
-    object_copy(mine, pool_bytes, bytes, job->stream);
+    copy_past(mine, pool_bytes, bytes, job->stream);
 }
 
 static bool get_span(const move_job *job, uint32_t object, uint64_t first) {
@@ -178,7 +167,7 @@ static int clear_task(void *context, uint32_t object) {
     return 0;
 }
 
-static int64_t get_held(move_job *job, int64_t *sizes) {
+static int64_t get_held(move_job *job) {
     int64_t code = targets_check(job), moved = 0;
     bool damaged = false;
     if (code == 0) code = spans_make(job, job->pool->thread_count);
@@ -188,30 +177,37 @@ static int64_t get_held(move_job *job, int64_t *sizes) {
         damaged |= job->places[i].code == CXLKV_OBJECT_DAMAGED;
     if (code == 0 && damaged) code = run_tasks(job->pool, job->count, clear_task, job);
     for (uint32_t i = 0; code == 0 && i < job->count; i++) {
-        sizes[i] = object_size(&job->places[i]);
-        moved += sizes[i] > 0 ? sizes[i] : 0;
+        job->sizes[i] = object_size(&job->places[i]);
+        moved += job->sizes[i] > 0 ? job->sizes[i] : 0;
     }
     free(job->spans);
     if (code == 0) count_add(job->pool, COUNT_FETCHED_BYTES, (uint64_t)moved);
     return code < 0 ? code : moved;
 }
 
+static int64_t get_places(move_job *job) {
+    int64_t code = objects_hold(job->pool, job->count, job->keys, job->places);
+    if (code < 0) return code;
+    code = get_held(job);
+    objects_drop(job->pool, job->count, job->places);
+    return code;
+}
+
+/* With a place for each object. */
+static int64_t move_objects(move_job job, int64_t (*move)(move_job *job)) {
+    int64_t code = objects_check(job.pool);
+    if (code < 0) return code;
+    job.places = malloc((job.count + 1ull) * sizeof(*job.places));
+    if (!job.places) return fail(ENOMEM, "no memory for a list of %u objects", job.count);
+    code = IN_POOL(job.pool, move(&job));
+    free(job.places);
+    return code;
+}
+
 int64_t cxlkv_objects_get(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                           const cxlkv_buffers *to, int64_t *sizes) {
-    int64_t code = pool_enter(pool);
-    if (code < 0) return code;
-    move_job job = {.pool = pool, .buffers = to, .count = count};
-    code = objects_check(pool);
-    if (code == 0) job.places = malloc((count + 1ull) * sizeof(*job.places));
-    if (code == 0 && !job.places) code = fail(ENOMEM, "no memory for a list of %u objects", count);
-    if (code == 0) code = objects_hold(pool, count, keys, job.places);
-    if (code == 0) {
-        code = get_held(&job, sizes);
-        objects_drop(pool, count, job.places);
-    }
-    free(job.places);
-    pool_leave(pool);
-    return code;
+    return move_objects((move_job){.pool = pool, .buffers = to, .keys = keys, .count = count,
+                                   .sizes = sizes}, get_places);
 }
 
 /* ---- into the pool ---- */
@@ -219,7 +215,7 @@ int64_t cxlkv_objects_get(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
 /* Past the caches; what cannot go so is written back where other hosts do not see our caches. */
 static void block_in(const move_job *job, uint8_t *mine, uint8_t *pool_bytes, size_t bytes) {
     bool streams = (uintptr_t)pool_bytes % LINE_BYTES == 0;
-    object_copy(pool_bytes, mine, bytes, streams);
+    copy_past(pool_bytes, mine, bytes, streams);
     if (job->pool->mode != VISIBILITY_COHERENT && !(streams && kernels_current()->streams))
         flush_write_back(FLUSH_PUBLISH_HEADER, pool_bytes, bytes); /* V1 */
 }
@@ -253,17 +249,17 @@ static int sources_check(move_job *job) {
     return 0;
 }
 
-static int64_t put_places(move_job *job, const uint8_t *keys, int32_t *codes) {
+static int64_t put_places(move_job *job) {
     cxlkv_pool *pool = job->pool;
     int64_t code = sources_check(job), bytes = 0;
-    if (code == 0) code = objects_take(pool, job->count, keys, job->places, codes);
+    if (code == 0) code = objects_take(pool, job->count, job->keys, job->places, job->codes);
     if (code < 0) return code;
     code = spans_make(job, pool->thread_count);
     if (code == 0) code = run_tasks(pool, job->spans[job->count], put_task, job);
     free(job->spans);
-    if (code == 0) code = objects_publish(pool, job->count, keys, job->places, codes);
+    if (code == 0) code = objects_publish(pool, job->count, job->keys, job->places, job->codes);
     for (uint32_t i = 0; code > 0 && i < job->count; i++)
-        bytes += codes[i] == 0 ? job->places[i].bytes : 0;
+        bytes += job->codes[i] == 0 ? job->places[i].bytes : 0;
     count_add(pool, COUNT_APPENDED_BYTES, (uint64_t)bytes);
     objects_drop(pool, job->count, job->places);
     return code;
@@ -271,14 +267,6 @@ static int64_t put_places(move_job *job, const uint8_t *keys, int32_t *codes) {
 
 int64_t cxlkv_objects_put(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                           const cxlkv_buffers *from, int32_t *codes) {
-    int64_t code = pool_enter(pool);
-    if (code < 0) return code;
-    move_job job = {.pool = pool, .buffers = from, .count = count};
-    code = objects_check(pool);
-    if (code == 0) job.places = malloc((count + 1ull) * sizeof(*job.places));
-    if (code == 0 && !job.places) code = fail(ENOMEM, "no memory for a list of %u objects", count);
-    if (code == 0) code = put_places(&job, keys, codes);
-    free(job.places);
-    pool_leave(pool);
-    return code;
+    return move_objects((move_job){.pool = pool, .buffers = from, .keys = keys, .count = count,
+                                   .codes = codes}, put_places);
 }

@@ -197,12 +197,8 @@ static int64_t sizes_of(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, i
 
 int64_t cxlkv_objects_sizes(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                             int64_t *sizes) {
-    int64_t code = pool_enter(pool);
-    if (code < 0) return code;
-    code = objects_check(pool);
-    if (code == 0) code = HOST_LOCKED(pool, sizes_of(pool, count, keys, sizes));
-    pool_leave(pool);
-    return code;
+    int64_t code = objects_check(pool);
+    return code < 0 ? code : IN_POOL(pool, HOST_LOCKED(pool, sizes_of(pool, count, keys, sizes)));
 }
 
 /* ---- verifying ---- */
@@ -290,12 +286,8 @@ static int take_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
 /* With so many pages free, if that can be had; then it says how many are needed. */
 static int try_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                       object_place *places, int32_t *codes, uint32_t *pages, uint64_t *room) {
-    int outcome = host_lock_with_room(pool, *room);
-    if (outcome < 0) return outcome;
-    outcome = GUARDED(take_places(pool, count, keys, places, codes, pages, room),
-                      poison_error_locked(pool, &fault));
-    host_unlock(pool);
-    return outcome;
+    return HOST_LOCKED_BY(host_lock_with_room(pool, *room), pool,
+                          take_places(pool, count, keys, places, codes, pages, room));
 }
 
 /* No room is made, of other hosts' least of all, for what is there already. */
@@ -333,11 +325,5 @@ static int64_t publish_places(cxlkv_pool *pool, uint32_t count, const uint8_t *k
 
 int64_t objects_publish(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
                         const object_place *places, int32_t *codes) {
-    int64_t published = host_lock(pool);
-    if (published < 0) return published;
-    published = GUARDED(publish_places(pool, count, keys, places, codes),
-                        poison_error_locked(pool, &fault));
-    rewrite_end(pool);
-    host_unlock(pool);
-    return published;
+    return HOST_LOCKED(pool, publish_places(pool, count, keys, places, codes));
 }

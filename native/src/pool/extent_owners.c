@@ -135,19 +135,17 @@ int extents_refresh(cxlkv_pool *pool, const hosts *turn) {
     return code;
 }
 
-/* They are claimed: under the host lock they become ours to use. */
+static int take_in(cxlkv_pool *pool, const uint32_t *extents, uint32_t count) {
+    for (uint32_t i = 0; i < count; i++) change(pool, extents[i], true, false);
+    extents_protect(pool);
+    forgotten_read(pool);
+    for (uint32_t i = 0; i < count; i++) welcome(pool, extents[i]);
+    forgotten_drop(pool);
+    return 0;
+}
+
 int extents_take_in(cxlkv_pool *pool, const uint32_t *extents, uint32_t count) {
-    volatile int code = host_lock(pool);
-    if (code < 0) return code;
-    GUARD_BEGIN(fault) {
-        for (uint32_t i = 0; i < count; i++) change(pool, extents[i], true, false);
-        extents_protect(pool);
-        forgotten_read(pool);
-        for (uint32_t i = 0; i < count; i++) welcome(pool, extents[i]);
-        forgotten_drop(pool);
-    } GUARD_END(fault, code = poison_error_locked(pool, &fault))
-    host_unlock(pool);
-    return code;
+    return HOST_LOCKED(pool, take_in(pool, extents, count));
 }
 
 void extent_leave(cxlkv_pool *pool, uint32_t extent) {

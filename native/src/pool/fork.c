@@ -126,7 +126,7 @@ static void fork_child(void) {
     for (cxlkv_pool *pool = pools; pool; pool = pool->next) {
         pthread_mutex_init(&pool->list_lock, NULL);
         pthread_mutex_init(&pool->spare_lock, NULL);
-        operations_init(pool);
+        rwlock_init(&pool->operations);
         pool->threads = NULL;
         pool->keeper = NULL; /* its thread is the parent's, and what it was about to log */
         pool->log_count = 0;

@@ -106,7 +106,7 @@ typedef struct host_state {
     uint64_t magic;
     uint64_t nonce;
     uint8_t identity[16];
-    uint64_t bytes;
+    uint64_t bytes;              /* from here to `ready`, as host_state_layout() says */
     uint64_t pages_offset, runs_offset, index_offset, held_offset, held_stride_bytes;
     uint32_t page_count, run_count, index_capacity, ready;
     pthread_mutex_t mutex, claims;

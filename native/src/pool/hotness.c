@@ -108,9 +108,11 @@ static void list_hashes(const cxlkv_pool *pool, cxlkv_published *rows, uint32_t 
 }
 
 static int64_t list_locked(cxlkv_pool *pool, cxlkv_published *rows, uint32_t capacity,
-                           uint32_t *places) {
+                           uint32_t *places, uint64_t *clock) {
+    host_reap(pool); /* the dead hold nothing */
     int64_t count = list_pages(pool, rows, capacity, places);
     list_hashes(pool, rows, capacity, places);
+    *clock = pool->host->clock;
     return count;
 }
 
@@ -122,14 +124,8 @@ int64_t cxlkv_pool_published(cxlkv_pool *pool, cxlkv_published *rows, uint32_t c
     if (code < 0) return code;
     hooks.sequences_expire(pool);
     uint32_t *places = malloc(pool->geometry.page_count * sizeof(*places));
-    code = places ? host_lock(pool) : fail(ENOMEM, "no memory to list published pages");
-    if (code == 0) {
-        host_reap(pool); /* the dead hold nothing */
-        code = GUARDED(list_locked(pool, rows, capacity, places),
-                       poison_error_locked(pool, &fault));
-        *clock = pool->host->clock;
-        host_unlock(pool);
-    }
+    code = places ? HOST_LOCKED(pool, list_locked(pool, rows, capacity, places, clock))
+                  : fail(ENOMEM, "no memory to list published pages");
     free(places);
     pool_leave(pool);
     return code;

@@ -29,6 +29,15 @@ static inline uint32_t decayed(uint32_t hotness, uint32_t epoch) {
     return passed >= HOTNESS_BITS ? 0 : (hotness & HOTNESS_MAX) >> passed;
 }
 
+/* One use more. Threads that meet here may lose one: it is a hint. */
+static inline void hotness_raise(atomic_uint *hotness, uint32_t epoch) {
+    uint32_t before = atomic_load_explicit(hotness, memory_order_relaxed);
+    uint32_t count = decayed(before, epoch);
+    if (count && epochs_since(before, epoch) == 0) epoch = before >> HOTNESS_BITS;
+    count += count < HOTNESS_MAX;
+    atomic_store_explicit(hotness, epoch << HOTNESS_BITS | count, memory_order_relaxed);
+}
+
 /* One call's: all of it in the epoch in which it began to count. */
 typedef struct counting {
     atomic_uint *hotness;
@@ -46,12 +55,7 @@ static inline void counting_end(cxlkv_pool *pool, const counting *c) {
 }
 
 static inline void count_page(counting *c, uint32_t page) {
-    atomic_uint *hotness = &c->hotness[page];
-    uint32_t before = atomic_load_explicit(hotness, memory_order_relaxed), epoch = c->epoch;
-    uint32_t count = decayed(before, epoch);
-    if (count && epochs_since(before, epoch) == 0) epoch = before >> HOTNESS_BITS;
-    count += count < HOTNESS_MAX;
-    atomic_store_explicit(hotness, epoch << HOTNESS_BITS | count, memory_order_relaxed);
+    hotness_raise(&c->hotness[page], c->epoch);
     c->uses++;
 }
 

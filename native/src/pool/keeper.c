@@ -58,11 +58,7 @@ static void *run(void *context) {
     uint64_t interval_ns = own->pool->lease_ns / 20;
     pthread_mutex_lock(&own->lock);
     while (!own->ends) {
-        struct timespec until;
-        clock_gettime(CLOCK_MONOTONIC, &until);
-        uint64_t at = (uint64_t)until.tv_nsec + interval_ns;
-        until.tv_sec += (time_t)(at / 1000000000u);
-        until.tv_nsec = (long)(at % 1000000000u);
+        const struct timespec until = timespec_of(monotonic_ns() + interval_ns);
         pthread_cond_timedwait(&own->wakes, &own->lock, &until);
         if (own->ends) break;
         pthread_mutex_unlock(&own->lock);

@@ -55,8 +55,7 @@ int pthread_mutex_clocklock(pthread_mutex_t *mutex, clockid_t clock, const struc
 
 /* By a clock that nobody sets: else a step of the machine's time would be taken for a wait. */
 int mutex_lock_until(pthread_mutex_t *mutex, uint64_t until_ns) {
-    const struct timespec until = {.tv_sec = (time_t)(until_ns / 1000000000u),
-                                   .tv_nsec = (long)(until_ns % 1000000000u)};
+    const struct timespec until = timespec_of(until_ns);
     if (WAITS_BY_CLOCK) return pthread_mutex_clocklock(mutex, CLOCK_MONOTONIC, &until);
     struct timespec nap = {.tv_nsec = 20000};
     int code;
@@ -123,13 +122,11 @@ int record_check_unlocked(cxlkv_pool *pool, uint32_t page, uint64_t generation, 
 
 /* ---- operations ---- */
 
-/* Writers (close, fork) go first: steady traffic must not keep them out. So no operation may enter
- * twice. */
-void operations_init(cxlkv_pool *pool) {
+void rwlock_init(pthread_rwlock_t *lock) {
     pthread_rwlockattr_t attributes;
     pthread_rwlockattr_init(&attributes);
     pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
-    pthread_rwlock_init(&pool->operations, &attributes);
+    pthread_rwlock_init(lock, &attributes);
     pthread_rwlockattr_destroy(&attributes);
 }
 

@@ -29,7 +29,7 @@ bool forget_matters(cxlkv_pool *pool, const log_record *record) {
            descriptor_look(pool, record->page, &line) && is_about(record, &line);
 }
 
-static uint32_t publication_of(cxlkv_pool *pool, uint32_t page) {
+uint32_t publication_of(cxlkv_pool *pool, uint32_t page) {
     descriptor line;
     return descriptor_look(pool, page, &line) ? line.publication : 0;
 }
@@ -116,25 +116,14 @@ void log_write(cxlkv_pool *pool) {
     forgotten_carry(pool, count);
 }
 
-void log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_t generation,
-             const uint64_t hash[2]) {
-    if (!pool->shared) return;
+log_record *log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_t generation,
+                    const uint64_t hash[2]) {
+    if (!pool->shared) return NULL;
     if (pool->log_count == LOG_BATCH) log_write(pool);
     log_record *record = &pool->log_waiting[pool->log_count++];
     *record = (log_record){.operation = operation, .page = page, .generation = generation};
     memcpy(record->hash, hash, sizeof(record->hash));
-}
-
-void log_forget(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint64_t hash[2]) {
-    uint32_t publication = publication_of(pool, page);
-    log_add(pool, LOG_FORGET, page, generation, hash);
-    pool->log_waiting[pool->log_count - 1].publication = publication;
-}
-
-void log_free(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint64_t hash[2],
-              bool forgotten) {
-    log_add(pool, LOG_FREE, page, generation, hash);
-    if (pool->shared) pool->log_waiting[pool->log_count - 1].publication = forgotten;
+    return record;
 }
 
 /* ---- all wishes, of all logs ---- */

@@ -6,16 +6,6 @@
 #include "pool/pages.h"
 #include "pool/peers.h"
 
-void rewrite_begin(cxlkv_pool *pool, uint32_t page) {
-    pool->host->rewriting = page;
-    atomic_signal_fence(memory_order_seq_cst); /* a death is seen in program order: no CPU fence */
-}
-
-void rewrite_end(cxlkv_pool *pool) {
-    atomic_signal_fence(memory_order_seq_cst);
-    pool->host->rewriting = NO_PAGE;
-}
-
 void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {
     for (uint32_t i = 0; i < count; i++) {
         uint32_t page = pages[i];

@@ -47,8 +47,14 @@ void pages_settle(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 void pages_free_word(cxlkv_pool *pool, uint32_t first, uint64_t pages);
 void withdrawn_look(cxlkv_pool *pool);    /* frees those that nobody pins any more */
 /* Round each change of a record that others may hold: a death there is mended. */
-void rewrite_begin(cxlkv_pool *pool, uint32_t page);
-void rewrite_end(cxlkv_pool *pool);
+static inline void rewrite_begin(cxlkv_pool *pool, uint32_t page) {
+    pool->host->rewriting = page;
+    atomic_signal_fence(memory_order_seq_cst); /* a death is seen in program order: no CPU fence */
+}
+static inline void rewrite_end(cxlkv_pool *pool) {
+    atomic_signal_fence(memory_order_seq_cst);
+    pool->host->rewriting = NO_PAGE;
+}
 /* Before a page is free: zeros in all of it, if somebody asked for that. False: it is retired. */
 bool page_scrubbed(cxlkv_pool *pool, uint32_t page);
 /* Where stores went through the caches (V1). */

@@ -100,13 +100,10 @@ void borrow_recover(cxlkv_pool *pool);    /* no pins but of what is held, after 
 /* Which of the 64 pages of a word other hosts have pinned. */
 uint64_t pinned_elsewhere(const cxlkv_pool *pool, uint32_t page);
 /* log_writer.c */
-void log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_t generation,
-             const uint64_t hash[2]);
-/* What another host published under that hash is to be forgotten: by it, and by all who find it. */
-void log_forget(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint64_t hash[2]);
-/* forgotten: not evicted, so that other copies go as well. */
-void log_free(cxlkv_pool *pool, uint32_t page, uint64_t generation, const uint64_t hash[2],
-              bool forgotten);
+/* The record, as it waits to be written; NULL where nobody would read it. */
+log_record *log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_t generation,
+                    const uint64_t hash[2]);
+uint32_t publication_of(cxlkv_pool *pool, uint32_t page); /* as its descriptor says, or 0 */
 void log_write(cxlkv_pool *pool);
 /* Wishes to forget. As a list: of all logs, for who reads descriptors. */
 void forgotten_read(cxlkv_pool *pool);

@@ -52,6 +52,7 @@ static uint64_t retire_range(cxlkv_pool *pool, uintptr_t address, size_t bytes) 
 
 int poison_error_locked(cxlkv_pool *pool, const guard *fault) {
     uint64_t offset = fault->address - (uintptr_t)pool->region.base;
+    rewrite_end(pool); /* of a page that is retired now, or is as it was */
     if (offset >= pool->geometry.region_bytes)
         return fail(EFAULT, "bus error in the caller's own array: was the file behind it cut?");
     uint64_t retired = retire_range(pool, fault->address, fault->granularity_bytes);

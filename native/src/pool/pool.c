@@ -41,7 +41,7 @@ static cxlkv_pool *pool_make(const char *path) {
     pool->lock_wait_ns = 30000000000u;
     atomic_store(&pool->references, 1);
     atomic_store(&pool->deadlines.first_ns, UINT64_MAX);
-    operations_init(pool);
+    rwlock_init(&pool->operations);
     pthread_mutex_init(&pool->list_lock, NULL);
     pthread_mutex_init(&pool->spare_lock, NULL);
     counters_unbind(pool);
@@ -219,17 +219,10 @@ int cxlkv_pool_set_threads(cxlkv_pool *pool, uint32_t threads) {
 /* ---- where its memory lies ---- */
 
 int cxlkv_pool_placed(cxlkv_pool *pool, uint64_t pages_max, cxlkv_placed *placed) {
-    int code = pool_enter(pool);
-    if (code < 0) return code;
-    code = nodes_read(&pool->region, pages_max, placed);
-    pool_leave(pool);
-    return code;
+    return IN_POOL(pool, nodes_read(&pool->region, pages_max, placed));
 }
 
 int64_t cxlkv_pool_prefault(cxlkv_pool *pool, uint64_t offset, uint64_t bytes) {
-    int64_t code = pool_enter(pool);
-    if (code < 0) return code;
-    code = region_prefault(&pool->region, offset, bytes, pool->geometry.region_bytes);
-    pool_leave(pool);
-    return code;
+    return IN_POOL(pool, region_prefault(&pool->region, offset, bytes,
+                                         pool->geometry.region_bytes));
 }

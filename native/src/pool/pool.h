@@ -15,6 +15,9 @@
 #ifndef CXLKV_POOL_H
 #define CXLKV_POOL_H
 
+#include <string.h>
+
+#include "kernels/kernels.h"
 #include "pool/host_state.h"
 
 /* Sequences whose leases end, a heap: the earliest first. */
@@ -112,6 +115,14 @@ static inline uint8_t *pieces_of(const cxlkv_pool *pool, uint32_t page, uint32_t
     return at + slab_offset(g, kind) + slot * pool->layout.kv_heads * piece_stride(g, kind);
 }
 
+/* past: past the caches, if it begins on a line. */
+static inline void copy_past(uint8_t *to, const uint8_t *from, size_t bytes, bool past) {
+    if (past && (uintptr_t)to % LINE_BYTES == 0)
+        kernels_current()->store_rows(to, from, bytes, 1, bytes);
+    else
+        memcpy(to, from, bytes);
+}
+
 static inline uint32_t *held_of(const cxlkv_pool *pool, uint32_t slot) {
     const host_state *host = pool->host;
     return (uint32_t *)((uint8_t *)host + host->held_offset + slot * host->held_stride_bytes);
@@ -139,26 +150,39 @@ int striped_remove(const char *path);
 int striped_inspect(const char *path, members **found);
 
 /* ---- locks.c: operations. The host lock: host_state.h ---- */
-void operations_init(cxlkv_pool *pool);
+/* Writers (close, fork) go first: steady traffic must not keep them out. So nobody reads twice. */
+void rwlock_init(pthread_rwlock_t *lock);
 int pool_enter(cxlkv_pool *pool);         /* read lock; -CXLKV_E_CLOSED */
 /* The same for who gives something back: also on a host that may not go on, which could not be
  * closed otherwise. */
 int pool_enter_to_release(cxlkv_pool *pool);
 void pool_leave(cxlkv_pool *pool);
+/* The value of `work` between the two, or the error of the first. */
+#define IN_POOL(pool, work)                    \
+    __extension__({                            \
+        int64_t entered = pool_enter(pool);    \
+        if (entered == 0) {                    \
+            entered = (work);                  \
+            pool_leave(pool);                  \
+        }                                      \
+        entered;                               \
+    })
 /* record_check() for a held page, by a thread that does not have the host lock. */
 int record_check_unlocked(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t tokens);
 /* After a SIGBUS: retires what was hit. */
 int poison_error(cxlkv_pool *pool, const guard *fault);
 
-/* ---- poison.c: the same under the host lock ---- */
+/* ---- poison.c: the same under the host lock; a rewriting that was interrupted is over ---- */
 int poison_error_locked(cxlkv_pool *pool, const guard *fault);
 /* descriptor_read() where nothing else catches a bus error: -CXLKV_E_POISON. */
 int descriptor_try(cxlkv_pool *pool, uint32_t page, descriptor *copy);
 
 /* The value of `work` under the host lock, or the error of that, or of a SIGBUS in it. */
-#define HOST_LOCKED(pool, work)                                              \
+#define HOST_LOCKED(pool, work) HOST_LOCKED_BY(host_lock(pool), pool, work)
+/* The same where `lock` takes it, as host_lock_with_room() does. */
+#define HOST_LOCKED_BY(lock, pool, work)                                     \
     __extension__({                                                          \
-        int64_t locked = host_lock(pool);                                    \
+        int64_t locked = (lock);                                             \
         if (locked == 0) {                                                   \
             locked = GUARDED(work, poison_error_locked(pool, &fault));       \
             host_unlock(pool);                                               \

@@ -71,13 +71,12 @@ bool page_forget(cxlkv_pool *pool, const uint64_t hash[2], bool everywhere) {
     uint32_t page = index_find(pool, hash);
     if (page == NO_PAGE) return false;
     page_info *info = &pool->pages[page];
+    bool ours = page_is_ours(pool, page);
     drop_from_index(pool, page, hash);
     /* Another host's page is its owner's to forget: it reads that in our log, and so do others. */
-    if (!page_is_ours(pool, page)) {
-        log_forget(pool, page, info->generation, hash);
-        return true;
-    }
-    log_free(pool, page, info->generation, hash, everywhere);
+    log_record *told = log_add(pool, ours ? LOG_FREE : LOG_FORGET, page, info->generation, hash);
+    if (told) told->publication = ours ? everywhere : publication_of(pool, page);
+    if (!ours) return true;
     /* Others may hold it as well: it is no longer found, and stays what it is for them. */
     if ((info->holders || pool->shared) && !info->retired) seal_again(pool, page);
     pages_settle(pool, 1, &page);

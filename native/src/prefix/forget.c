@@ -32,13 +32,7 @@ static int keys_call(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, bo
     if (code < 0) return code;
     sequences_expire(pool);
     if (reaps) hooks.worker_give_back(pool); /* it may hold what our tables do not have any more */
-    code = host_lock(pool);
-    if (code == 0) {
-        code = GUARDED(pages_of_keys(pool, count, hashes, reaps, each, context),
-                       poison_error_locked(pool, &fault));
-        rewrite_end(pool);
-        host_unlock(pool);
-    }
+    code = HOST_LOCKED(pool, pages_of_keys(pool, count, hashes, reaps, each, context));
     pool_leave(pool);
     return code;
 }

@@ -131,12 +131,8 @@ static int64_t export_locked(cxlkv_sequence *sequence, uint8_t *bytes, uint64_t 
 }
 
 int64_t cxlkv_sequence_export(cxlkv_sequence *sequence, uint8_t *bytes, uint64_t capacity) {
-    cxlkv_pool *pool = sequence->pool;
-    int64_t size = sequence_enter(sequence, true);
-    if (size < 0) return size;
-    size = GUARDED(export_locked(sequence, bytes, capacity), poison_error(pool, &fault));
-    sequence_leave(sequence);
-    return size;
+    return IN_SEQUENCE(sequence, true, GUARDED(export_locked(sequence, bytes, capacity),
+                                               poison_error(sequence->pool, &fault)));
 }
 
 /* ---- adopt ---- */
@@ -285,11 +281,7 @@ static int hold_entries(cxlkv_sequence *sequence, uint32_t part, const uint8_t *
 int sequence_hold(cxlkv_sequence *sequence, uint32_t part, const uint8_t *entries,
                   uint32_t count) {
     cxlkv_pool *pool = sequence->pool;
-    int code = pool_enter(pool);
-    if (code < 0) return code;
-    code = HOST_LOCKED(pool, hold_entries(sequence, part, entries, count));
-    pool_leave(pool);
-    return code;
+    return IN_POOL(pool, HOST_LOCKED(pool, hold_entries(sequence, part, entries, count)));
 }
 
 int reopen_tail(cxlkv_sequence *sequence, uint64_t tokens) {

@@ -72,13 +72,7 @@ static int64_t publish_locked(cxlkv_sequence *sequence, uint32_t count, uint64_t
         return fail(CXLKV_E_ARGUMENT,
                     "publish: %u keys of %lu tokens, the sequence has %lu in all layers", count,
                     tokens_per_key, tokens);
-    int code = host_lock(pool);
-    if (code < 0) return code;
-    int64_t published = GUARDED(publish_keys(sequence, count, tokens_per_key, hashes),
-                                poison_error_locked(pool, &fault));
-    rewrite_end(pool);
-    host_unlock(pool);
-    return published;
+    return HOST_LOCKED(pool, publish_keys(sequence, count, tokens_per_key, hashes));
 }
 
 int publish_check(const cxlkv_sequence *sequence) {
@@ -90,10 +84,7 @@ int publish_check(const cxlkv_sequence *sequence) {
 
 int64_t cxlkv_publish(cxlkv_sequence *sequence, uint32_t count, uint64_t tokens_per_key,
                       const uint8_t *hashes, uint32_t content) {
-    int64_t code = content ? 0 : publish_check(sequence);
-    if (code == 0) code = sequence_enter(sequence, false);
+    int code = content ? 0 : publish_check(sequence);
     if (code < 0) return code;
-    code = publish_locked(sequence, count, tokens_per_key, hashes);
-    sequence_leave(sequence);
-    return code;
+    return IN_SEQUENCE(sequence, false, publish_locked(sequence, count, tokens_per_key, hashes));
 }

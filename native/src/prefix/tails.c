@@ -70,6 +70,7 @@ static int64_t publish_copy(cxlkv_pool *pool, const tail_copy_of *copy, const ui
                             const uint8_t *key) {
     int64_t published = 0;
     uint64_t hash[2];
+    if (pool->shared) peers_follow(pool);
     page_hash(before, 0, 0, 0, hash);
     uint32_t parent = copy->index ? index_find(pool, hash) : NO_PAGE;
     for (uint32_t part = 0; part < pool->geometry.part_count; part++) {
@@ -83,28 +84,22 @@ static int64_t publish_copy(cxlkv_pool *pool, const tail_copy_of *copy, const ui
     return published;
 }
 
-/* 1; 0: there is nothing to publish. With so much room, if that can be had. */
-static int try_pages(cxlkv_sequence *sequence, const tail_copy_of *copy, const uint8_t *before,
-                     const uint8_t *key, uint32_t room) {
-    cxlkv_pool *pool = sequence->pool;
-    volatile int code = host_lock_with_room(pool, room), taken = 0;
-    if (code < 0) return code;
-    GUARD_BEGIN(fault) {
-        if (pool->shared) peers_follow(pool);
-        taken = is_wanted(sequence, copy->index, before, key);
-        if (taken) code = pages_take(pool, pool->geometry.part_count, IN_A_GAP, copy->pages);
-    } GUARD_END(fault, taken = poison_error_locked(pool, &fault))
-    host_unlock(pool);
-    return code < 0 ? code : taken;
+/* Under the host lock. 1; 0: there is nothing to publish. */
+static int take_wanted(const tail_copy_of *copy, const uint8_t *before, const uint8_t *key) {
+    cxlkv_pool *pool = copy->sequence->pool;
+    if (pool->shared) peers_follow(pool);
+    if (!is_wanted(copy->sequence, copy->index, before, key)) return 0;
+    int code = pages_take(pool, pool->geometry.part_count, IN_A_GAP, copy->pages);
+    return code < 0 ? code : 1;
 }
 
 /* No room is made for what is there already. */
-static int take_pages(cxlkv_sequence *sequence, const tail_copy_of *copy, const uint8_t *before,
-                      const uint8_t *key) {
-    cxlkv_pool *pool = sequence->pool;
-    int code = try_pages(sequence, copy, before, key, 0);
+static int take_pages(const tail_copy_of *copy, const uint8_t *before, const uint8_t *key) {
+    cxlkv_pool *pool = copy->sequence->pool;
+    int code = HOST_LOCKED(pool, take_wanted(copy, before, key));
     if (code == -CXLKV_E_POOL_FULL)
-        code = try_pages(sequence, copy, before, key, pool->geometry.part_count);
+        code = HOST_LOCKED_BY(host_lock_with_room(pool, pool->geometry.part_count), pool,
+                              take_wanted(copy, before, key));
     if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
     return code;
 }
@@ -112,20 +107,18 @@ static int take_pages(cxlkv_sequence *sequence, const tail_copy_of *copy, const 
 /* The copy is held while it is written: who dies here leaves pages that nobody holds. */
 static int64_t publish_pages(const tail_copy_of *copy, const uint8_t *before, const uint8_t *key) {
     cxlkv_pool *pool = copy->sequence->pool;
-    int taken = take_pages(copy->sequence, copy, before, key);
+    int taken = take_pages(copy, before, key);
     if (taken <= 0) return taken;
     /* The page that it is copied from may be another host's, and ours no more to read. */
-    volatile int64_t published = peers_verify(pool, write_layers(copy));
+    int64_t published = peers_verify(pool, write_layers(copy));
     int code = host_lock(pool);
     if (code < 0) {
         pages_drop_later(pool, pool->geometry.part_count, copy->pages);
         return code;
     }
-    GUARD_BEGIN(fault) {
-        if (pool->shared) peers_follow(pool);
-        if (published == 0) published = publish_copy(pool, copy, before, key);
-    } GUARD_END(fault, published = poison_error_locked(pool, &fault))
-    rewrite_end(pool);
+    if (published == 0)
+        published = GUARDED(publish_copy(pool, copy, before, key),
+                            poison_error_locked(pool, &fault));
     pages_drop(pool, pool->geometry.part_count, copy->pages);
     host_unlock(pool);
     return published;
@@ -151,12 +144,9 @@ static int64_t publish_tail(cxlkv_sequence *sequence, uint64_t tokens, const uin
 
 int64_t cxlkv_publish_tail(cxlkv_sequence *sequence, uint64_t tokens, const uint8_t *before,
                            const uint8_t *key) {
-    int64_t code = sequence_enter(sequence, false);
+    int code = publish_check(sequence);
     if (code < 0) return code;
-    code = publish_check(sequence);
-    if (code == 0) code = publish_tail(sequence, tokens, before, key);
-    sequence_leave(sequence);
-    return code;
+    return IN_SEQUENCE(sequence, false, publish_tail(sequence, tokens, before, key));
 }
 
 /* ---- match ---- */

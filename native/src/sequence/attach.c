@@ -153,14 +153,9 @@ static int verify_layer(const attach_job *job, uint32_t page, uint32_t layer, ui
 
 /* The sequence of an item, and which of its new pages it is. */
 static uint32_t sequence_of(const attach_job *job, uint32_t item, uint32_t *place) {
-    uint32_t low = 0, high = job->batch->count;
-    while (high - low > 1) {
-        uint32_t middle = (low + high) / 2;
-        if (job->plans[middle].first_item <= item) low = middle;
-        else high = middle;
-    }
-    *place = item - job->plans[low].first_item;
-    return low;
+    uint32_t i = entry_at(&job->plans->first_item, sizeof(plan), job->batch->count, item);
+    *place = item - job->plans[i].first_item;
+    return i;
 }
 
 /* The page that becomes a record in a task; NO_PAGE: none was given, or a window has passed it. */

@@ -10,26 +10,6 @@ int64_t cxlkv_pool_memory(cxlkv_pool *pool, uint64_t *address) {
     return bytes;
 }
 
-typedef struct place {
-    int64_t keys, values, descriptor;
-    uint32_t page;
-    uint64_t generation;
-} place;
-
-static place place_of(const layer_view *view, uint32_t index, uint64_t sealed) {
-    const cxlkv_pool *pool = view->sequence->pool;
-    if (index < view->first) return (place){-1, -1, -1, NO_PAGE, 0};
-    uint32_t page = sequence_page(view->sequence, view->part, index);
-    const uint8_t *line = (const uint8_t *)descriptor_of(pool, page);
-    return (place){
-        .keys = pieces_of(pool, page, view->layer, PIECE_KEYS) - pool->region.base,
-        .values = pieces_of(pool, page, view->layer, PIECE_VALUES) - pool->region.base,
-        .descriptor = index < sealed ? line - pool->region.base : -1,
-        .page = page,
-        .generation = pool->pages[page].generation,
-    };
-}
-
 int64_t cxlkv_sequence_places(cxlkv_sequence *sequence, uint32_t layer, uint64_t first,
                               uint64_t capacity, int64_t *key_offsets, int64_t *value_offsets,
                               int64_t *descriptor_offsets, uint32_t *pages,
@@ -43,13 +23,18 @@ int64_t cxlkv_sequence_places(cxlkv_sequence *sequence, uint32_t layer, uint64_t
     uint32_t last_layer = pool->parts[view.part].last_layer;
     uint64_t sealed = sequence->layer_tokens[last_layer] / pool->layout.page_tokens;
     uint64_t count = first < view.complete ? view.complete - first : 0;
+    const uint8_t *base = pool->region.base;
     for (uint64_t i = 0; i < min_u64(count, capacity); i++) {
-        place at = place_of(&view, (uint32_t)(first + i), sealed);
-        key_offsets[i] = at.keys;
-        value_offsets[i] = at.values;
-        descriptor_offsets[i] = at.descriptor;
-        pages[i] = at.page;
-        generations[i] = at.generation;
+        uint32_t index = (uint32_t)(first + i);
+        key_offsets[i] = value_offsets[i] = descriptor_offsets[i] = -1;
+        pages[i] = NO_PAGE;
+        generations[i] = 0;
+        if (index < view.first) continue; /* behind the window */
+        pages[i] = sequence_page(sequence, view.part, index);
+        key_offsets[i] = pieces_of(pool, pages[i], layer, PIECE_KEYS) - base;
+        value_offsets[i] = pieces_of(pool, pages[i], layer, PIECE_VALUES) - base;
+        if (index < sealed) descriptor_offsets[i] = (uint8_t *)descriptor_of(pool, pages[i]) - base;
+        generations[i] = pool->pages[pages[i]].generation;
     }
     sequence_leave(sequence);
     return (int64_t)count;

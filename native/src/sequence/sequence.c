@@ -400,11 +400,7 @@ void sequence_leave(cxlkv_sequence *sequence) {
 }
 
 int cxlkv_sequence_create(cxlkv_pool *pool, cxlkv_sequence **out) {
-    int code = pool_enter(pool);
-    if (code < 0) return code;
-    code = sequence_make(pool, out);
-    pool_leave(pool);
-    return code;
+    return IN_POOL(pool, sequence_make(pool, out));
 }
 
 static int fork_tables(const cxlkv_sequence *sequence, cxlkv_sequence *made) {
@@ -454,11 +450,7 @@ static int fork_locked(cxlkv_sequence *sequence, cxlkv_sequence **child) {
 }
 
 int cxlkv_sequence_fork(cxlkv_sequence *sequence, cxlkv_sequence **child) {
-    int code = sequence_enter(sequence, false);
-    if (code < 0) return code;
-    code = fork_locked(sequence, child);
-    sequence_leave(sequence);
-    return code;
+    return IN_SEQUENCE(sequence, false, fork_locked(sequence, child));
 }
 
 /* A tail becomes a page with CRCs of its own, so what is copied is verified each time: bytes that
@@ -546,11 +538,7 @@ static int truncate_locked(cxlkv_sequence *sequence, uint64_t tokens) {
 }
 
 int cxlkv_sequence_truncate(cxlkv_sequence *sequence, uint64_t tokens) {
-    int code = sequence_enter(sequence, true);
-    if (code < 0) return code;
-    code = truncate_locked(sequence, tokens);
-    sequence_leave(sequence);
-    return code;
+    return IN_SEQUENCE(sequence, true, truncate_locked(sequence, tokens));
 }
 
 int cxlkv_sequence_release(cxlkv_sequence *sequence) {
@@ -575,11 +563,7 @@ int64_t cxlkv_sequence_tokens(cxlkv_sequence *sequence, uint32_t layer) {
     if (layer == CXLKV_LAYER_LAST) layer = pool->layout.layers - 1;
     if (layer >= pool->layout.layers)
         return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", layer, pool->layout.layers);
-    int code = sequence_enter(sequence, false);
-    if (code < 0) return code;
-    int64_t tokens = (int64_t)sequence->layer_tokens[layer];
-    sequence_leave(sequence);
-    return tokens;
+    return IN_SEQUENCE(sequence, false, (int64_t)sequence->layer_tokens[layer]);
 }
 
 int64_t cxlkv_sequence_pages(cxlkv_sequence *sequence, uint32_t *pages, uint64_t capacity) {

@@ -2,7 +2,6 @@
 #ifndef CXLKV_SEQUENCE_H
 #define CXLKV_SEQUENCE_H
 
-#include "kernels/kernels.h"
 #include "pool/pool.h"
 
 /* Up to 256 page ids, shared by forks; it holds one reference on each of pages [first, count). */
@@ -84,6 +83,16 @@ int sequence_usable(const cxlkv_sequence *sequence);     /* under its lock */
 /* pool_enter(), its lock, and that it is usable; on an error nothing of this is held. */
 int sequence_enter(cxlkv_sequence *sequence, bool write);
 void sequence_leave(cxlkv_sequence *sequence);
+/* The value of `work` between the two, or the error of the first. */
+#define IN_SEQUENCE(sequence, write, work)                   \
+    __extension__({                                          \
+        int64_t entered = sequence_enter(sequence, write);   \
+        if (entered == 0) {                                  \
+            entered = (work);                                \
+            sequence_leave(sequence);                        \
+        }                                                    \
+        entered;                                             \
+    })
 uint64_t sequence_even_tokens(const cxlkv_sequence *sequence);  /* UINT64_MAX when layers differ */
 void sequences_expire(cxlkv_pool *pool);
 void sequences_forked(cxlkv_pool *pool);

@@ -58,16 +58,6 @@ static void tier_free(local_tier *tier, bool mapped) {
     free(tier);
 }
 
-/* Who takes slots back goes first: steady reading must not keep it out. */
-static void locks_init(local_tier *tier) {
-    pthread_rwlockattr_t attributes;
-    pthread_rwlockattr_init(&attributes);
-    pthread_rwlockattr_setkind_np(&attributes, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
-    pthread_rwlock_init(&tier->readers, &attributes);
-    pthread_rwlockattr_destroy(&attributes);
-    pthread_mutex_init(&tier->lock, NULL);
-}
-
 static int tables_make(const cxlkv_pool *pool, local_tier *tier) {
     const cxlkv_geometry *g = &pool->geometry;
     uint64_t rows = g->record_layers, layers = g->part_count * rows;
@@ -97,7 +87,8 @@ static int tier_make(const cxlkv_pool *pool, uint64_t bytes, local_tier **out) {
                     unit_bytes);
     local_tier *made = calloc(1, sizeof(*made));
     if (!made) return fail(ENOMEM, "no memory for a local tier");
-    locks_init(made);
+    rwlock_init(&made->readers);
+    pthread_mutex_init(&made->lock, NULL);
     made->unit_bytes = unit_bytes;
     made->values_offset = pool->layout.kv_heads * g->key_piece_bytes;
     made->unit_count = units;
@@ -323,13 +314,12 @@ static void let_go(cxlkv_pool *pool, local_move *moves, uint32_t count, bool loc
 int local_prepare(cxlkv_pool *pool, local_move *moves, uint32_t count) {
     local_tier *tier = pool->local;
     pthread_mutex_lock(&tier->lock);
-    volatile int code = 0;
+    int code = 0;
     if (look_over(pool, tier, moves, count)) code = sweep(pool, tier);
     if (code == 0) code = host_lock(pool);
     if (code == 0) {
-        GUARD_BEGIN(fault) {
-            admit_all(pool, tier, moves, count);
-        } GUARD_END(fault, code = poison_error_locked(pool, &fault))
+        code = GUARDED((admit_all(pool, tier, moves, count), 0),
+                       poison_error_locked(pool, &fault));
         if (code < 0) let_go(pool, moves, count, true);
         host_unlock(pool);
     }
@@ -523,8 +513,7 @@ int64_t cxlkv_local_hotness(cxlkv_pool *pool, int64_t *units, uint32_t *counts, 
         uint32_t hotness = atomic_load_explicit(&tier->hotness[unit], memory_order_relaxed);
         uint32_t entry = atomic_load_explicit(&tier->table[unit], memory_order_relaxed);
         if (hotness == 0 && entry == 0) continue;
-        uint32_t age = (epoch - (hotness >> 16)) & UINT16_MAX;
-        uint32_t count = age < 16 ? (hotness & UINT16_MAX) >> age : 0;
+        uint32_t count = decayed(hotness, epoch);
         bool held = entry && !(entry & LOCAL_ON_ITS_WAY);
         if (count == 0 && !held) continue;
         if (found < capacity) {
@@ -576,13 +565,14 @@ void local_count_reads(const layer_view *view, const int32_t *pages, uint32_t co
                       local_reads *reads) {
     cxlkv_pool *pool = view->sequence->pool;
     uint64_t local_count = 0, far_count = 0;
+    uint32_t epoch = atomic_load_explicit(&pool->local->epoch, memory_order_relaxed);
     for (uint32_t i = 0; i < count; i++) {
         int64_t index = pages[i];
         if (index < view->first || index >= view->complete) continue;
         uint32_t page = sequence_page(view->sequence, view->part, (uint32_t)index);
         if (local_find(pool, view->local, page, view->layer)) local_count++;
         else far_count++;
-        local_hotness_add(pool->local, unit_of(pool, page, view->layer));
+        hotness_raise(&pool->local->hotness[unit_of(pool, page, view->layer)], epoch);
     }
     atomic_fetch_add_explicit(&reads->local, local_count, memory_order_relaxed);
     atomic_fetch_add_explicit(&reads->far, far_count, memory_order_relaxed);

@@ -18,7 +18,7 @@ typedef struct local_tier {
     uint64_t values_offset;      /* in a slot; the keys begin it */
     local_slot *slots;
     atomic_uint *table;          /* by unit: slot + 1, and LOCAL_ON_ITS_WAY; 0: none */
-    atomic_uint *hotness;           /* by unit: epoch << 16 | count */
+    atomic_uint *hotness;        /* by unit, as pool/hotness.h counts */
     uint16_t *layer_of;          /* by part * record_layers + row; UINT16_MAX: there is none */
     uint64_t unit_count, window_reads;
     atomic_uint epoch;
@@ -45,15 +45,6 @@ static inline const uint8_t *local_find(const cxlkv_pool *pool, const local_tier
     if (entry == 0 || entry & LOCAL_ON_ITS_WAY) return NULL;
     if (tier->slots[entry - 1].generation != pool->pages[page].generation) return NULL;
     return tier->memory + (entry - 1) * tier->unit_bytes;
-}
-/* One reading of a unit more. Threads that meet here may lose one: it is a hint. */
-static inline void local_hotness_add(local_tier *tier, uint64_t unit) {
-    uint32_t epoch = atomic_load_explicit(&tier->epoch, memory_order_relaxed);
-    uint32_t hotness = atomic_load_explicit(&tier->hotness[unit], memory_order_relaxed);
-    uint32_t age = (epoch - (hotness >> 16)) & UINT16_MAX;
-    uint32_t count = age < 16 ? (hotness & UINT16_MAX) >> age : 0;
-    count += count < UINT16_MAX;
-    atomic_store_explicit(&tier->hotness[unit], epoch << 16 | count, memory_order_relaxed);
 }
 /* What a call read of chosen pages: one for each unit and head. */
 typedef struct local_reads {

@@ -82,13 +82,6 @@ static uint8_t *piece_at(const record_job *job, uint8_t *record, uint32_t row, u
            row * p->layer_bytes + p->offsets[kind] + head * p->sizes[kind];
 }
 
-static void copy(uint8_t *to, const uint8_t *from, size_t bytes, bool stream) {
-    if (stream && (uintptr_t)to % LINE_BYTES == 0)
-        kernels_current()->store_rows(to, from, bytes, 1, bytes);
-    else
-        memcpy(to, from, bytes);
-}
-
 /* The first lines of what is copied next: hardware does not ask ahead over the end of a page. */
 static void expect(const uint8_t *next, size_t bytes) {
     for (size_t line = 0; line < AHEAD_LINES && line * LINE_BYTES < bytes; line++)
@@ -104,7 +97,7 @@ static int piece_out(const record_job *job, uint32_t page, uint32_t layer, uint3
     uint64_t stride = piece_stride(&pool->geometry, kind);
     const uint8_t *from = pieces_of(pool, page, layer, kind) + head * stride;
     if (head + 1 < pool->layout.kv_heads) expect(from + stride, size);
-    copy(to, from, used, job->stream);
+    copy_past(to, from, used, job->stream);
     memset(to + used, 0, size - used);
     if (pool->layout.checksum) {
         *crc = *checksum_of(pool, page, layer, head, kind);
@@ -384,11 +377,8 @@ static int take_arrivals(write_job *write, uint32_t count) {
 
 static int try_arrivals(write_job *write, uint32_t count) {
     cxlkv_pool *pool = write->common.pool;
-    int outcome = host_lock_with_room(pool, write->room);
-    if (outcome < 0) return outcome;
-    outcome = GUARDED(take_arrivals(write, count), poison_error_locked(pool, &fault));
-    host_unlock(pool);
-    return outcome;
+    return HOST_LOCKED_BY(host_lock_with_room(pool, write->room), pool,
+                          take_arrivals(write, count));
 }
 
 static int prepare(write_job *write, uint32_t count) {
@@ -436,10 +426,8 @@ static int64_t settle_arrivals(write_job *write, uint32_t count, int64_t code) {
         pages_drop_later(pool, write->taken, write->pages);
         return published;
     }
-    if (code == 0) {
+    if (code == 0)
         published = GUARDED(publish_arrivals(write, count), poison_error_locked(pool, &fault));
-        rewrite_end(pool);
-    }
     pages_drop(pool, write->taken, write->pages);
     host_unlock(pool);
     return code < 0 ? code : published;
@@ -534,13 +522,8 @@ int64_t cxlkv_forget_pages(cxlkv_pool *pool, uint32_t count, const uint32_t *pag
     if (code < 0) return code;
     sequences_expire(pool);
     hooks.worker_give_back(pool); /* it may hold what our tables do not have any more */
-    code = host_lock(pool);
-    if (code == 0) {
-        code = GUARDED(forget_pages(pool, count, pages, generations, only_unheld != 0, codes),
-                       poison_error_locked(pool, &fault));
-        rewrite_end(pool);
-        host_unlock(pool);
-    }
+    code = HOST_LOCKED(pool, forget_pages(pool, count, pages, generations, only_unheld != 0,
+                                          codes));
     pool_leave(pool);
     return code;
 }

@@ -115,14 +115,9 @@ uint64_t client_deadline(const worker_client *c, double work_bytes) {
 }
 
 int client_lock(worker_client *c, uint64_t deadline_ns) {
-    struct timespec until;
     uint64_t now = boottime_ns(), left = deadline_ns > now ? deadline_ns - now : 0;
     if (pthread_mutex_trylock(&c->lock) == 0) return 0;
-    clock_gettime(CLOCK_REALTIME, &until);
-    left += (uint64_t)until.tv_nsec;
-    until.tv_sec += (time_t)(left / 1000000000u);
-    until.tv_nsec = (long)(left % 1000000000u);
-    if (pthread_mutex_timedlock(&c->lock, &until) == 0) return 0;
+    if (mutex_lock_until(&c->lock, monotonic_ns() + left) == 0) return 0;
     return fail(CXLKV_E_WORKER, "other threads' calls of the worker take too long");
 }
 

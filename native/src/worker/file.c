@@ -128,8 +128,7 @@ void worker_file_remove(const cxlkv_pool *pool, worker_file *file) {
 
 void worker_sleep(const worker_file *file, uint64_t pause_ns, bool (*again)(void *context),
                   void *context) {
-    struct timespec pause = {.tv_sec = (time_t)(pause_ns / 1000000000u),
-                             .tv_nsec = (long)(pause_ns % 1000000000u)};
+    const struct timespec pause = timespec_of(pause_ns);
     atomic_uint *bell = (atomic_uint *)(file->base + WORKER_BELL);
     uint32_t before = atomic_load(bell);
     flush_store_word(file->base + WORKER_SLEEPS, 1);
