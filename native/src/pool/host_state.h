@@ -197,8 +197,6 @@ void host_rebuild(cxlkv_pool *pool);      /* lists, holders and index from their
 void log_again(cxlkv_pool *pool);
 /* The sealed record whose rewriting a death broke off is whole again. */
 void rewrite_repair(cxlkv_pool *pool);
-
-/* ---- recount.c ---- */
 int host_recount(cxlkv_pool *pool, char *text, size_t text_bytes);  /* problems found */
 #if CXLKV_DEBUG >= 2
 void host_assert(cxlkv_pool *pool);

@@ -60,15 +60,13 @@ bool page_scrubbed(cxlkv_pool *pool, uint32_t page);
 /* Where stores went through the caches (V1). */
 void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer);
 
-/* ---- index.c ---- */
+/* ---- published.c: the index, then what it names ---- */
 void index_expect(const cxlkv_pool *pool, const uint64_t hash[2]);  /* it is asked for soon */
 uint32_t index_find(const cxlkv_pool *pool, const uint64_t hash[2]);
 bool index_insert(cxlkv_pool *pool, const uint64_t hash[2], uint32_t page);
 void index_erase(cxlkv_pool *pool, const uint64_t hash[2]);
 void index_erase_page(cxlkv_pool *pool, uint32_t page); /* the page's entry; walks the index */
 void index_clear(cxlkv_pool *pool);
-
-/* ---- published.c ---- */
 /* The index's hash of one page of a key: its place among the key's pages, and its part. */
 void page_hash(const uint8_t *hashes, uint64_t key, uint64_t place, uint32_t part,
                uint64_t hash[2]);

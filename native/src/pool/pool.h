@@ -142,10 +142,8 @@ int create_region(cxlkv_pool *pool, const char *path, uint32_t flags);
 /* Reads the superblock through the file, not the mapping: a short file is an error, no SIGBUS. */
 int open_checked(enum superblock_purpose purpose, const char *path, int *fd, pool_facts *facts);
 void close_region(int fd);                /* and its locks */
-/* striped.c: a pool on several devices */
-int striped_create(cxlkv_pool *pool, const char *path, uint32_t flags);
+/* A pool on several devices. */
 int striped_open(cxlkv_pool *pool, const char *path, enum superblock_purpose purpose);
-int striped_remove(const char *path);
 /* For who only reads: labels and superblock are checked. */
 int striped_inspect(const char *path, members **found);
 

@@ -1,4 +1,5 @@
-/* Where pages lie in the region, for who reads them past the core: a GPU. */
+/* For a GPU, which reads pages past the core: where they lie, and that they are whole. */
+#include "pool/peers.h"
 #include "sequence/sequence.h"
 
 int64_t cxlkv_pool_memory(cxlkv_pool *pool, uint64_t *address) {
@@ -38,4 +39,57 @@ int64_t cxlkv_sequence_places(cxlkv_sequence *sequence, uint32_t layer, uint64_t
     }
     sequence_leave(sequence);
     return (int64_t)count;
+}
+
+/* ---- that chosen pages are what was written, before a device reads them ---- */
+
+typedef struct verify_job {
+    cxlkv_batch *batch;
+    uint32_t layer;
+    const cxlkv_picked *picked; /* a list for each sequence */
+} verify_job;
+
+/* All lists of one sequence; a page of which this process has verified the layer costs a look at a
+ * bit. */
+static int verify_task(void *context, uint32_t item) {
+    const verify_job *job = context;
+    cxlkv_pool *pool = job->batch->pool;
+    layer_view view = view_of(job->batch->sequences[item], job->layer);
+    uint64_t count = (uint64_t)pool->layout.kv_heads * job->picked->k;
+    const int32_t *pages = job->picked->pages + item * count;
+    for (uint64_t i = 0; i < count; i++) {
+        if (pages[i] < -1 || pages[i] >= (int64_t)view.pages)
+            return fail(CXLKV_E_ARGUMENT, "verify: page %d, the sequence has %u", pages[i],
+                        view.pages);
+        if (pages[i] >= 0 && (uint32_t)pages[i] < view.first)
+            return fail(CXLKV_E_ARGUMENT,
+                        "verify: page %d lies behind the window of %u tokens and was given back",
+                        pages[i], view.window);
+        int code = pages[i] < 0 ? 0 : view_verify(&view, (uint32_t)pages[i]);
+        if (code < 0) return code;
+    }
+    return 0;
+}
+
+static int64_t verify_locked(verify_job *job) {
+    cxlkv_batch *batch = job->batch;
+    const cxlkv_layout *layout = &batch->pool->layout;
+    if (job->layer >= layout->layers)
+        return fail(CXLKV_E_ARGUMENT, "layer %u: the pool has %u", job->layer, layout->layers);
+    if (!job->picked->pages || job->picked->per != CXLKV_PER_SEQUENCE ||
+        job->picked->lists != batch->count)
+        return fail(CXLKV_E_ARGUMENT, "verify: %u lists of pages, one for each of %u sequences "
+                    "is wanted", job->picked->lists, batch->count);
+    int64_t code = run_tasks(batch->pool, batch->count, verify_task, job);
+    if (code == 0) hotness_count(batch, job->layer, job->picked, NULL);
+    return code;
+}
+
+int cxlkv_batch_verify(cxlkv_batch *batch, uint32_t layer, const cxlkv_picked *picked) {
+    verify_job job = {.batch = batch, .layer = layer, .picked = picked};
+    int64_t code = batch_lock(batch, false);
+    if (code < 0) return (int)code;
+    code = peers_verify(batch->pool, verify_locked(&job));
+    batch_unlock(batch);
+    return (int)code;
 }
