@@ -25,7 +25,7 @@ static struct scene {
     extent_owner owners[EXTENTS];
 } scene;
 
-static uint64_t left_out;
+static uint64_t left_out, runs, all_steps;
 
 static void pause_(void *context) {
     (void)context;
@@ -132,7 +132,7 @@ static bool run(uint64_t seed, bool arm64, uint64_t stops_step, uint64_t *reader
     bool right = owner->host == OTHER && !owner->takeable;
     if (!right) fails(stops_step);
     left_out += incoherent_counts(scene.sim)->left_out;
-    *reader_steps = scene.reader_steps;
+    all_steps += *reader_steps = scene.reader_steps;
     incoherent_free(scene.sim);
     return right;
 }
@@ -211,7 +211,7 @@ static bool append_run(uint64_t seed, bool arm64, uint64_t dies_step, uint64_t *
     incoherent_hook(append.sim, writer_dies, NULL);
     append.writer = incoherent_actor(append.sim, WRITER, writer_run, NULL);
     incoherent_run(append.sim);
-    *steps = append.steps;
+    all_steps += *steps = append.steps;
     append.dies_step = 0;
     bool right = true;
     incoherent_actor(append.sim, FOLLOWER, follower_run, &right);
@@ -273,22 +273,9 @@ static bool come_back(uint64_t seed, bool arm64) {
     return coming.right;
 }
 
-static uint64_t runs, all_steps;
-
-/* At each step in turn, until it was done before. */
-static bool at_each_step(bool (*one)(uint64_t seed, bool arm64, uint64_t step, uint64_t *steps),
-                         uint64_t seed, bool arm64) {
-    uint64_t steps;
-    for (uint64_t step = 1;; step++, runs++) {
-        if (!one(seed, arm64, step, &steps)) return false;
-        all_steps += steps;
-        if (steps < step) return true;
-    }
-}
-
 static bool run_all(uint64_t seed, bool arm64) {
-    return come_back(seed, arm64) && at_each_step(append_run, seed, arm64) &&
-           at_each_step(run, seed, arm64);
+    return come_back(seed, arm64) && knob_each_step(append_run, seed, arm64, &runs) &&
+           knob_each_step(run, seed, arm64, &runs);
 }
 
 int main(void) {

@@ -13,6 +13,8 @@ static struct scene {
     uint64_t dies_step, steps;
 } scene;
 
+static uint64_t runs, upgraded;
+
 static void upgrade_run(void *base) { superblock_upgrade(base); }
 
 static void dies(void *context) {
@@ -43,7 +45,7 @@ static uint32_t version_in(const uint8_t *base) {
     return code < 0 ? 0 : ((superblock *)page)->version;
 }
 
-static bool run(uint64_t seed, bool arm64, uint64_t dies_step, uint64_t *upgraded) {
+static bool run(uint64_t seed, bool arm64, uint64_t dies_step, uint64_t *steps) {
     static uint8_t page[SUPERBLOCK_BYTES];
     struct incoherent_options options = incoherent_usual(seed);
     options.lines = SUPERBLOCK_BYTES / LINE_BYTES;
@@ -63,24 +65,21 @@ static bool run(uint64_t seed, bool arm64, uint64_t dies_step, uint64_t *upgrade
     if (scene.loss == INCOHERENT_DELAY) incoherent_drain(scene.sim);
     bool right = version != 0 && version_in(base) != 0;
     if (scene.steps < dies_step) right = right && version == FORMAT_VERSION;
-    *upgraded += version == FORMAT_VERSION;
+    upgraded += version == FORMAT_VERSION;
+    *steps = scene.steps;
     if (!right) {
         incoherent_trace(scene.sim, stderr);
-        fprintf(stderr, "seed %lu, %s, dies at step %lu: version %u\n", seed,
-                arm64 ? "arm64" : "x86", dies_step, version);
+        fprintf(stderr, "dies at step %lu: version %u\n", dies_step, version);
     }
     incoherent_free(scene.sim);
     return right;
 }
 
+static bool run_all(uint64_t seed, bool arm64) { return knob_each_step(run, seed, arm64, &runs); }
+
 int main(void) {
-    uint64_t seeds = knob("CXLKV_SEEDS", 25), first = knob("CXLKV_SEED", 1), runs = 0, upgraded = 0;
-    for (uint64_t seed = first; seed < first + seeds; seed++)
-        for (int arm64 = 0; arm64 < 2; arm64++)
-            for (uint64_t step = 1;; step++, runs++) {
-                CHECK(run(seed, arm64 != 0, step, &upgraded));
-                if (scene.steps < step) break; /* it was done before */
-            }
+    uint64_t seeds = knob("CXLKV_SEEDS", 25);
+    CHECK(knob_all_seeds(seeds, run_all));
     CHECK(upgraded > 0 && upgraded < runs);
     fprintf(stderr, "%lu seeds, %lu runs, %lu upgraded\n", seeds, runs, upgraded);
     return 0;

@@ -44,6 +44,17 @@ static inline bool knob_all_seeds(uint64_t seeds, bool (*run)(uint64_t seed, boo
     return true;
 }
 
+/* A run for each step that somebody may stop or die at, until all was done before it. */
+static inline bool knob_each_step(bool (*one)(uint64_t seed, bool arm64, uint64_t step,
+                                              uint64_t *steps),
+                                  uint64_t seed, bool arm64, uint64_t *runs) {
+    uint64_t steps;
+    for (uint64_t step = 1;; step++, ++*runs) {
+        if (!one(seed, arm64, step, &steps)) return false;
+        if (steps < step) return true;
+    }
+}
+
 /* Few seeds, or small ones, need not have met all that a test wants to have seen. */
 static inline bool knob_enough(uint64_t seeds) {
     return seeds >= 100 && !getenv("CXLKV_HOSTS") && !getenv("CXLKV_DISTURBANCES") &&
