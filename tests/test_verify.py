@@ -79,6 +79,18 @@ def test_what_was_right_is_not_read_again(reopened: CXLPool) -> None:
             sequence.fetch(1)
 
 
+def test_what_was_written_here_is_right_and_a_tail_has_nothing_to_verify(
+    rng: np.random.Generator,
+) -> None:
+    with CXLPool.create("anonymous:", layout=LAYOUT, capacity="4MiB", threads=1) as pool:
+        sequence = pool.sequence()
+        for layer in range(2):
+            rows = rng.standard_normal((2, 10, 2, 8), np.float32)
+            sequence.append(layer, rows[0], rows[1])
+        damage(pool, sequence, 1, 1)
+        pool.batch([sequence]).verify(1, chosen([[0, 2], [1, -1]]))
+
+
 def test_it_counts_as_use(reopened: CXLPool) -> None:
     with reopened as pool, pool.match(KEYS) as hit:
         sequence = hit.sequence()

@@ -24,13 +24,11 @@ static void stored(const void *word) {
 }
 
 void __real_flush_store_word(void *word, uint64_t value);
-void __wrap_flush_store_word(void *word, uint64_t value);
 void __wrap_flush_store_word(void *word, uint64_t value) {
     __real_flush_store_word(word, value);
     stored(word);
 }
 
-void __wrap_flush_store_line(void *line, const void *from, uint32_t first_word);
 void __wrap_flush_store_line(void *line, const void *from, uint32_t first_word) {
     uint64_t words[WORDS];
     memcpy(words, from, sizeof(words));

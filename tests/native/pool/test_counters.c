@@ -29,8 +29,7 @@ static void test_killed_processes_stay_counted(const char *path) {
         int pipes[2];
         char byte;
         CHECK(pipe(pipes) == 0);
-        pid_t child = fork();
-        CHECK(child >= 0);
+        pid_t child = test_fork();
         if (child == 0) counting_child(pool, pipes[1]);
         CHECK(read(pipes[0], &byte, 1) == 1);
         CHECK(kill(child, SIGKILL) == 0);

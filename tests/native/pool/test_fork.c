@@ -39,10 +39,14 @@ static cxlkv_sequence *filled(cxlkv_pool *pool) {
     return test_sequence(pool, marks, TOKENS);
 }
 
-static void all_free(cxlkv_pool *pool) {
+/* All is free then; the pool goes, with its file if it has one. */
+static void end(cxlkv_pool *pool, cxlkv_sequence *sequence, const char *path) {
+    cxlkv_sequence_destroy(&sequence);
     cxlkv_stats stats = test_stats(pool);
     CHECK(stats.pages_free == stats.pages_total && stats.processes == 1);
     test_clean(pool);
+    cxlkv_pool_destroy(&pool);
+    if (path) CHECK(cxlkv_pool_remove(path) == 0);
 }
 
 /* The child goes on from the inherited tail; the parent does too, with other tokens. */
@@ -66,10 +70,7 @@ static void test_both_go_on(const char *path) {
     CHECK(test_append_all(sequence, marks + TOKENS, 8) >= 0);
     test_ended(child, 0);
     CHECK(test_verify_all(sequence, marks, TOKENS + 8) == 0);
-    cxlkv_sequence_destroy(&sequence);
-    all_free(pool);
-    cxlkv_pool_destroy(&pool);
-    if (path) CHECK(cxlkv_pool_remove(path) == 0);
+    end(pool, sequence, path);
 }
 
 /* order 0: the parent lets go first, 1: the child does, 2: the child is killed, 3: it just ends. */
@@ -104,12 +105,8 @@ static void test_order(int order) {
     else signal_other(to_child[1]);
     test_ended(child, order == 2 ? SIGKILL : 0);
     CHECK(test_stats(pool).reaped_processes == 1);
-    if (order != 0) {
-        CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
-        cxlkv_sequence_destroy(&sequence);
-    }
-    all_free(pool);
-    cxlkv_pool_destroy(&pool);
+    if (order != 0) CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
+    end(pool, order == 0 ? NULL : sequence, NULL);
     close(to_child[1]);
     close(to_parent[0]);
 }
@@ -148,9 +145,7 @@ static void test_grandchild_outlives(void) {
     CHECK(cxlkv_pool_remove(path) == -CXLKV_E_BUSY);
     signal_other(go[1]);
     wait_other(done[0]);
-    CHECK(cxlkv_pool_open(path, NULL, &pool) == 0);
-    all_free(pool);
-    test_remove(&pool, path);
+    end(test_open(path, NULL), NULL, path);
     close(go[1]);
     close(done[0]);
 }
@@ -167,9 +162,7 @@ static void test_death_before_claim(void) {
     cxlkv_stats stats = test_stats(pool);
     CHECK(stats.processes == 1 && stats.reaped_processes == 1);
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
-    cxlkv_sequence_destroy(&sequence);
-    all_free(pool);
-    cxlkv_pool_destroy(&pool);
+    end(pool, sequence, NULL);
 }
 
 /* ---- deaths inside the lock ---- */
@@ -224,8 +217,7 @@ static void test_death_in_lock(int where) {
     cxlkv_sequence_destroy(&sequence);
     test_hit(pool, 3, hashes, marks);
     CHECK(cxlkv_forget(pool, 3, hashes, NULL) == 3);
-    all_free(pool);
-    cxlkv_pool_destroy(&pool);
+    end(pool, NULL, NULL);
 }
 
 /* The slot that was made for a child was reaped and given to another: the child must not take it.
@@ -249,9 +241,7 @@ static void test_slot_of_another(void) {
     robbed = NULL;
     test_ended(child, 0);
     CHECK(pool->host->processes[pool->fork_slot].state == 2); /* "the other" still has it */
-    cxlkv_sequence_destroy(&sequence);
-    all_free(pool);
-    cxlkv_pool_destroy(&pool);
+    end(pool, sequence, NULL);
 }
 
 /* More processes than slots: the child that gets none says so, and harms nobody. */
@@ -274,9 +264,7 @@ static void test_no_slot_left(void) {
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
     CHECK(test_stats(pool).processes == PROCESS_MAX);
     for (int i = 1; i < PROCESS_MAX; i++) cxlkv_pool_destroy(&others[i]);
-    cxlkv_sequence_destroy(&sequence);
-    all_free(pool);
-    test_remove(&pool, path);
+    end(pool, sequence, path);
 }
 
 int main(void) {

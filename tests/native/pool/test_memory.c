@@ -7,10 +7,6 @@ void *__real_malloc(size_t bytes);
 void *__real_calloc(size_t count, size_t bytes);
 void *__real_realloc(void *old, size_t bytes);
 void *__real_aligned_alloc(size_t alignment, size_t bytes);
-void *__wrap_malloc(size_t bytes);
-void *__wrap_calloc(size_t count, size_t bytes);
-void *__wrap_realloc(void *old, size_t bytes);
-void *__wrap_aligned_alloc(size_t alignment, size_t bytes);
 
 static uint32_t countdown; /* 0: none fails; n: the n-th from now does */
 static uint32_t failures;

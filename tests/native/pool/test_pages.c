@@ -118,12 +118,6 @@ enum { SHARED_PAGES = 96, PINNED_PAGES = 40 };
 static const cxlkv_host test_hosts[2] = {{.number = 0, .certified = 1, .lease_s = 0.05},
                                          {.number = 1, .certified = 0, .lease_s = 0.05}};
 
-static cxlkv_stats shared_stats(cxlkv_pool *pool) {
-    cxlkv_stats stats;
-    CHECK(cxlkv_pool_stats(pool, &stats) == 0);
-    return stats;
-}
-
 /* A sequence of SHARED_PAGES pages, whose first PINNED_PAGES the other host adopts. */
 static cxlkv_sequence *show_some(cxlkv_pool *owner, cxlkv_pool *reader, const uint64_t *marks,
                                  cxlkv_sequence **sequence) {
@@ -150,9 +144,9 @@ static void hand_back(cxlkv_pool *owner, cxlkv_sequence *adopted, const uint64_t
     int64_t bytes = cxlkv_sequence_export(adopted, handle, sizeof(handle));
     CHECK(bytes > 0 && cxlkv_sequence_adopt(owner, handle, (uint64_t)bytes, &again) == 0);
     check_reads(again, marks);
-    CHECK(shared_stats(owner).pages_withdrawn == 0);
+    CHECK(test_stats(owner).pages_withdrawn == 0);
     cxlkv_sequence_destroy(&again);
-    CHECK(shared_stats(owner).pages_withdrawn == PINNED_PAGES);
+    CHECK(test_stats(owner).pages_withdrawn == PINNED_PAGES);
 }
 
 static void test_what_others_read_is_withdrawn(void) {
@@ -165,26 +159,26 @@ static void test_what_others_read_is_withdrawn(void) {
     cxlkv_sequence *sequence;
     test_marks(marks, 1, SHARED_PAGES * TEST_PAGE_TOKENS);
     CHECK(cxlkv_pool_create(path, &layout, &sharing, 16 << 20, 0, &test_hosts[0], 0, &owner) == 0);
-    CHECK(cxlkv_pool_open(path, &test_hosts[1], &reader) == 0);
+    reader = test_open(path, &test_hosts[1]);
     cxlkv_sequence *adopted = show_some(owner, reader, marks, &sequence);
-    cxlkv_stats held = shared_stats(owner);
+    cxlkv_stats held = test_stats(owner);
     cxlkv_sequence_destroy(&sequence);
-    cxlkv_stats dropped = shared_stats(owner);
+    cxlkv_stats dropped = test_stats(owner);
     CHECK(dropped.pages_withdrawn == PINNED_PAGES && dropped.pages_held == 0);
     CHECK(dropped.pages_free == held.pages_free + SHARED_PAGES - PINNED_PAGES);
     check_reads(adopted, marks);
     hand_back(owner, adopted, marks);
     test_clean(owner);
     cxlkv_pool_destroy(&owner); /* who comes back finds the same */
-    CHECK(cxlkv_pool_open(path, &test_hosts[0], &owner) == 0);
-    cxlkv_stats again = shared_stats(owner);
+    owner = test_open(path, &test_hosts[0]);
+    cxlkv_stats again = test_stats(owner);
     CHECK(again.pages_withdrawn == PINNED_PAGES && again.pages_free == dropped.pages_free);
     check_reads(adopted, marks);
     cxlkv_sequence_destroy(&adopted);
-    CHECK(shared_stats(reader).pages_borrowed == 0);
+    CHECK(test_stats(reader).pages_borrowed == 0);
     uint32_t *pages = malloc(again.pages_total * sizeof(*pages)), all = (uint32_t)held.pages_total;
     CHECK(pages && cxlkv_pages_alloc(owner, all, pages) == all); /* looks at the pins again */
-    CHECK(shared_stats(owner).pages_withdrawn == 0);
+    CHECK(test_stats(owner).pages_withdrawn == 0);
     CHECK(cxlkv_pages_free(owner, all, pages) == all);
     test_clean(owner);
     free(pages);

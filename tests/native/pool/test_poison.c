@@ -32,7 +32,6 @@ static void lose(uint8_t *base) {
 }
 
 void *__real_mmap(void *at, size_t bytes, int protection, int flags, int fd, off_t offset);
-void *__wrap_mmap(void *at, size_t bytes, int protection, int flags, int fd, off_t offset);
 void *__wrap_mmap(void *at, size_t bytes, int protection, int flags, int fd, off_t offset) {
     uint8_t magic[8] = "";
     void *made = __real_mmap(at, bytes, protection, flags, fd, offset);

@@ -52,8 +52,8 @@ static void test_each_offset_is_compared(const char *path) {
         uint32_t *word = as_it_was ? NULL : (uint32_t *)((uint8_t *)whole + words[i]);
         uint32_t before = as_it_was ? 0 : *word;
         if (word) *word = word == &whole->ready ? 0 : before ^ 4096;
-        cxlkv_pool *keeper; /* the nonce in the pool is that of the last state: put ours there */
-        CHECK(cxlkv_pool_open(path, NULL, &keeper) == 0);
+        cxlkv_pool *keeper = test_open(path, NULL);
+        /* The nonce in the pool is that of the last state: put ours there. */
         host_line_write(keeper, nonce);
         cxlkv_pool_destroy(&keeper);
         state_write(&place, whole, bytes);

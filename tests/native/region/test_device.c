@@ -1,8 +1,7 @@
 /* Goal: what sysfs says of a dax device is read right, and a device that cannot be used is refused
  * by name, with the command that mends it.
- * Method: a folder that looks like /sys, as recorded from Linux 6.12; a device that is none. The
- * true driver is held by `make test-drivers`. */
-#include <fcntl.h>
+ * Method: a folder that looks like /sys, as recorded from Linux 6.12. A device that is none is in
+ * tests/machine/test_regions.py, the true driver is held by `make test-drivers`. */
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
 
@@ -72,31 +71,11 @@ static void test_refusals(void) {
     CHECK(said("/dev/tty9: cannot open: no driver serves this device") && !said("daxctl"));
 }
 
-/* Every way to a pool refuses a character device that is no dax device, and does not hang. */
-static void test_another_device(void) {
-    cxlkv_pool *pool;
-    cxlkv_layout layout = test_layout();
-    cxlkv_overview overview;
-    uint64_t bytes;
-    int fd = open("/dev/null", O_RDWR | O_CLOEXEC);
-    CHECK(fd >= 0 && region_size(fd, "/dev/null", &bytes) == -CXLKV_E_NOT_A_POOL);
-    CHECK(said("neither a regular file nor a dax device"));
-    close(fd);
-    for (uint32_t force = 0; force < 2; force++)
-        CHECK(cxlkv_pool_create("/dev/null", &layout, NULL, 64 << 20,
-                                force ? CXLKV_CREATE_FORCE : 0, NULL, 0,
-                                &pool) == -CXLKV_E_POOL_EXISTS);
-    CHECK(cxlkv_pool_open("/dev/null", NULL, &pool) == -CXLKV_E_NOT_A_POOL);
-    CHECK(cxlkv_pool_remove("/dev/null") == -CXLKV_E_NOT_A_POOL);
-    CHECK(cxlkv_inspect("/dev/null", &overview, NULL, 0) == -CXLKV_E_NOT_A_POOL);
-}
-
 int main(void) {
     snprintf(root, sizeof(root), "/tmp/cxlkv-sysfs-%d", getpid());
     make_sysfs();
     test_facts();
     test_refusals();
-    test_another_device();
     char command[300];
     snprintf(command, sizeof(command), "rm -rf %s", root);
     CHECK(system(command) == 0);

@@ -1,6 +1,7 @@
 /* Goal: the places of pages are where their bytes lie. Method: sequences of every kind of page
- * (sealed, not yet sealed, open tail, behind a window, values in the keys), and the numbers read at
- * these offsets are those that were appended. */
+ * (sealed, not yet sealed, open tail, behind a window), and the numbers read at these offsets are
+ * those that were appended. Values in the keys are tests/test_places.py's, what is verified before
+ * a device reads it is tests/test_verify.py's. */
 #include "check.h"
 
 enum { ROOM = 16 };
@@ -102,61 +103,8 @@ static void behind_a_window(void) {
     test_end(&pool, &sequence, NULL);
 }
 
-static void values_in_the_keys(void) {
-    cxlkv_layout layout = test_layout();
-    cxlkv_pool *pool;
-    float rows[TEST_PAGE_TOKENS][TEST_HEADS][TEST_DIM] = {0};
-    places at;
-    layout.values = CXLKV_VALUES_KEY_PREFIX;
-    layout.value_head_dim = 4;
-    CHECK(cxlkv_pool_create(NULL, &layout, NULL, 8 << 20, 0, NULL, 0, &pool) == 0);
-    cxlkv_sequence *sequence = test_empty(pool);
-    cxlkv_batch *batch = test_batch(pool, 1, &sequence);
-    int32_t starts[2] = {0, TEST_PAGE_TOKENS};
-    cxlkv_rows keys = test_rows_at(rows);
-    CHECK(cxlkv_batch_append(batch, 0, &keys, NULL, starts, -1) >= 0);
-    CHECK(places_of(sequence, 0, 0, ROOM, &at) == 1);
-    CHECK(at.keys[0] > 0 && at.values[0] == at.keys[0]);
-    cxlkv_batch_destroy(&batch);
-    test_end(&pool, &sequence, NULL);
-}
-
-/* What a device is given by address was verified here, or is now. */
-static void verified_before_use(void) {
-    cxlkv_pool *pool = test_pool(NULL, 16);
-    uint64_t marks[10], address;
-    places at;
-    int32_t pages[TEST_HEADS * 2];
-    cxlkv_picked picked = {.pages = pages, .lists = 1, .k = 2, .per = CXLKV_PER_SEQUENCE};
-    for (uint32_t h = 0; h < TEST_HEADS; h++) {
-        pages[2 * h] = (int32_t)(h % 2);
-        pages[2 * h + 1] = h % 2 ? -1 : 2; /* page 2 is the open tail */
-    }
-    cxlkv_sequence *sequence = test_written(pool, marks, 1, 10);
-    cxlkv_batch *batch = test_batch(pool, 1, &sequence);
-    CHECK(places_of(sequence, 1, 0, ROOM, &at) == 2);
-    CHECK(cxlkv_pool_memory(pool, &address) > 0);
-    uint8_t *byte = (uint8_t *)(uintptr_t)address + at.keys[1];
-    *byte ^= 1;
-    CHECK(cxlkv_batch_verify(batch, 1, &picked) == 0); /* right when this process wrote it */
-    verified_clear(pool, at.pages[1]);
-    CHECK(cxlkv_batch_verify(batch, 0, &picked) == 0);
-    CHECK(cxlkv_batch_verify(batch, 1, &picked) == -CXLKV_E_CORRUPT);
-    *byte ^= 1;
-    CHECK(cxlkv_batch_verify(batch, 1, &picked) == 0);
-    pages[0] = 3;
-    CHECK(cxlkv_batch_verify(batch, 1, &picked) == -CXLKV_E_ARGUMENT);
-    CHECK(cxlkv_batch_verify(batch, 99, &picked) == -CXLKV_E_ARGUMENT);
-    picked.lists = 2;
-    CHECK(cxlkv_batch_verify(batch, 1, &picked) == -CXLKV_E_ARGUMENT);
-    cxlkv_batch_destroy(&batch);
-    test_end(&pool, &sequence, NULL);
-}
-
 int main(void) {
     sealed_and_not();
     behind_a_window();
-    values_in_the_keys();
-    verified_before_use();
     return 0;
 }

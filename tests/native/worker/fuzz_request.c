@@ -14,8 +14,6 @@
 #define REQUEST_CORPUS "."
 #endif
 
-int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t length);
-
 static void demand(bool claim, const char *what) {
     if (claim) return;
     fprintf(stderr, "a request was accepted with a wrong %s\n", what);
