@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -69,7 +70,9 @@ def indices(pages: int, first: int = 0) -> torch.Tensor:
 
 
 class Engine:
-    """A rank with host pools; the one of K and V is "kv"."""
+    """A rank with host pools; the one of K and V is "kv". Those of a test are closed at its end."""
+
+    made: ClassVar[list[Engine]] = []
 
     def __init__(
         self,
@@ -87,12 +90,15 @@ class Engine:
         self.hosts = hosts or {MAIN: Host()}
         for name, host in self.hosts.items():
             self.store.add(name, host)
+        self.made.append(self)
         self.store.make()
 
 
 @pytest.fixture
 def where(tmp_path: Path) -> Iterator[str]:
     yield f"{tmp_path}/"
+    while Engine.made:
+        Engine.made.pop().store.close()
     for path in tmp_path.glob("*.pool"):
         with ObjectPool.open(path) as pool:
             report = pool.admin.check(deep=True)
@@ -145,8 +151,6 @@ def test_pages_go_and_come(where: str) -> None:
     assert first.counting.counts["stored_pages"] == 4
     assert [one.pages for one in second.store.take_moves()[0]] == [4]
     assert second.store.take_moves() == ([], [])
-    first.store.close()
-    second.store.close()
 
 
 def test_an_object_of_another_size_is_not_there(where: str) -> None:
@@ -158,7 +162,6 @@ def test_an_object_of_another_size_is_not_there(where: str) -> None:
     assert engine.counting.failures["mismatch"] == 1
     assert engine.store.store(MAIN, KEYS[:3], indices(3)).all()
     assert engine.store.leading(KEYS) == 3
-    engine.store.close()
 
 
 def test_copies_of_pages_have_other_names(where: str) -> None:
@@ -171,8 +174,6 @@ def test_copies_of_pages_have_other_names(where: str) -> None:
     targets = [first.hosts[MAIN].get_dummy_flat_data_page() for _ in range(2)]
     assert copies.store.load_copies(KEYS[:2], targets).all()
     assert all(torch.equal(page, target) for page, target in zip(pages, targets, strict=True))
-    first.store.close()
-    copies.store.close()
 
 
 def test_split_heads_of_engines_of_one_and_two_ranks(where: str) -> None:
@@ -199,7 +200,6 @@ def test_split_heads_of_engines_of_one_and_two_ranks(where: str) -> None:
     back, host.memory = host.memory, back
     assert one.store.load(MAIN, KEYS[:3], indices(3)).all()
     assert np.array_equal(host.memory[:, :3], back[:, :3])
-    one.store.close()
 
 
 def test_whatever_fails_is_a_miss_and_said_once(
@@ -256,7 +256,6 @@ def test_all_host_pools_must_have_their_part(where: str) -> None:
     assert engine.store.hits(KEYS, {"swa": 2, "indexer": None}).lengths == [1, 2, 5]
     assert engine.store.hits(KEYS, {"mamba": 1}).lengths == [], "of which there is none"
     assert engine.store.hits(KEYS[::-1], {"indexer": None}).pages == {MAIN: 8, "indexer": 0}
-    engine.store.close()
 
 
 def test_each_host_pool_has_its_own_pages(where: str) -> None:
@@ -273,7 +272,6 @@ def test_each_host_pool_has_its_own_pages(where: str) -> None:
         engine.store.load("indexer", KEYS, indices(8)).tolist() == [True] * 3 + [False] + [True] * 4
     )
     assert engine.store.hits(KEYS, {"indexer": None}).lengths == [1, 2, 3]
-    engine.store.close()
 
 
 def test_pools_hold_the_same_pages_and_capacity_is_of_all(where: str) -> None:
@@ -290,7 +288,6 @@ def test_pools_hold_the_same_pages_and_capacity_is_of_all(where: str) -> None:
     count = engine.store.cache("draft").pool.stats()["pages_total"]
     assert count > 0.5 * pages[0], "as many as of K and V, where it comes later"
     engine.store.add("draft", late)  # a second time does nothing
-    engine.store.close()
 
 
 # ---- what cannot be served ----
@@ -325,8 +322,6 @@ def test_one_path_for_pools_of_other_objects_is_refused(where: str) -> None:
     other = Engine(one, model="b")
     first.store.store(MAIN, KEYS, indices(8))
     assert other.store.leading(KEYS) == 0
-    first.store.close()
-    other.store.close()
 
 
 def test_a_pool_of_larger_objects_serves_for_smaller_ones(where: str) -> None:
@@ -341,8 +336,6 @@ def test_a_pool_of_larger_objects_serves_for_smaller_ones(where: str) -> None:
     memory = small.hosts[MAIN].memory
     assert np.array_equal(memory[:, 10:14], memory[:, :4])
     assert not small.counting.failures.total()
-    first.store.close()
-    small.store.close()
 
 
 def test_the_first_rank_says_where_the_pool_is(

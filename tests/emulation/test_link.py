@@ -311,6 +311,11 @@ with CXLPool.create("anonymous:", layout=layout, capacity="4MiB") as pool:
 """
 
 
+def under(emulated: str, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CXLKV_EMULATE": emulated}
+    return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [
@@ -321,25 +326,16 @@ with CXLPool.create("anonymous:", layout=layout, capacity="4MiB") as pool:
     ],
 )
 def test_from_the_environment(value: str, said: str) -> None:
-    environment = {**os.environ, "CXLKV_EMULATE": value}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
-    )
+    done = under(value, "-c", PROGRAM)
     if "numa" not in value:
         assert done.stdout.split("\n") == [said, said, ""], done.stderr
 
 
 def test_a_wrong_environment_is_named() -> None:
-    environment = {**os.environ, "CXLKV_EMULATE": "astra"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
-    )
+    done = under("astra", "-c", PROGRAM)
     assert done.returncode == 1
     assert "CXLKV_EMULATE=astra: no profile 'astra'" in done.stderr
-    command = [sys.executable, "-m", "cxlkv.ops.cli", "info"]
-    done = subprocess.run(
-        command, env={**environment, "CXLKV_EMULATE": "pond-pool"}, capture_output=True, text=True
-    )
+    done = under("pond-pool", "-m", "cxlkv.ops.cli", "info")
     assert "Emulated (CXLKV_EMULATE): pond-pool, wait" in done.stdout
 
 
