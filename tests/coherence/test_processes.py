@@ -18,17 +18,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cxlkv import CXLPool, KVLayout, Sequence
+from cxlkv import CXLPool, Sequence
+from cxlkv.arrays import Floats
 from cxlkv.errors import BusyError, ClosedError, StaleError
 from cxlkv.prefix import content_keys, prefix_keys
 
 from ..support.forking import child_beside, in_child
 from ..support.lengths import nightly
+from ..support.pool_worker import token_numbers, verify
 from ..support.processes import Child, python
 from ..support.states import host_states
 from ..support.storm import EVENTS, Process, run
+from .test_hosts import LAYOUT, text, write
 
-LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 TOKENS = 10
 CAPACITY_BYTES = (2 << 20) + (250 << 10)  # some 160 pages: full now and then
 
@@ -44,16 +46,16 @@ def pool(pool_path: str) -> Iterator[CXLPool]:
         yield made
 
 
-def rows(seed: int, count: int = TOKENS) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    numbers = np.random.default_rng(seed).integers(0, 1 << 20, (count, 2, 8))
-    return numbers.astype(np.float32)
-
-
 def fill(pool: CXLPool, seed: int) -> Sequence:
-    sequence = pool.sequence()
-    for layer in range(LAYOUT.layers):
-        sequence.append(layer, rows(seed + layer), rows(seed + layer + 100))
-    return sequence
+    return write(pool, seed, TOKENS)
+
+
+def assert_holds(sequence: Sequence, seed: int) -> None:
+    verify(sequence, text(seed, TOKENS))
+
+
+def k_and_v(seed: int, layer: int) -> tuple[Floats, Floats]:
+    return token_numbers(text(seed, TOKENS), layer, 0), token_numbers(text(seed, TOKENS), layer, 1)
 
 
 def assert_settled(path: str) -> dict[str, int]:
@@ -142,14 +144,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 def host_state(pool: CXLPool) -> Path:
     (found,) = host_states(pool.describe()["identity"])
     return found
-
-
-def assert_holds(sequence: Sequence, seed: int) -> None:
-    assert len(sequence) == TOKENS
-    for layer in range(LAYOUT.layers):
-        for kind, got in enumerate(sequence.fetch(layer)):
-            tokens = np.asarray(got).transpose(1, 2, 0, 3).reshape(-1, 2, 8)[:TOKENS]
-            assert np.array_equal(tokens, rows(seed + layer + 100 * kind))
 
 
 def test_a_death_inside_the_lock_is_mended(pool: CXLPool) -> None:
@@ -279,7 +273,7 @@ def test_fork_with_live_sequences(pool: CXLPool) -> None:
         assert pool.stats()["processes"] == 2
         assert_holds(sequence, 11)
         for layer in range(LAYOUT.layers):
-            sequence.append(layer, rows(99), rows(98))
+            sequence.append(layer, *k_and_v(99, layer))
         assert len(sequence.fork()) == 2 * TOKENS
 
     in_child(go_on)
@@ -355,13 +349,13 @@ def test_another_process_adopts_and_outlives_the_sender(pool: CXLPool) -> None:
     with Child("-c", ADOPT, pool.path, sequence.handle.hex()) as other:
         tokens, k_sum, v_sum = other.hear().split()
         assert int(tokens) == TOKENS
-        assert float(k_sum) == rows(22).sum(dtype=float)
-        assert float(v_sum) == rows(122).sum(dtype=float)
+        k, v = k_and_v(21, 1)
+        assert (float(k_sum), float(v_sum)) == (k.sum(dtype=float), v.sum(dtype=float))
         handle = sequence.handle
         sequence.release()
         again = pool.stats()["pages_held"]
         assert again == TOKENS // LAYOUT.page_tokens, "the other still has the complete pages"
-        assert float(other.ask("go on")) == rows(22).sum(dtype=float)
+        assert float(other.ask("go on")) == k.sum(dtype=float)
         other.end()
     assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
     with pytest.raises(StaleError, match="was freed"):
