@@ -127,3 +127,8 @@ def make_storage(where: Path) -> Iterator[MakeStorage]:
             return made
 
         yield make
+
+
+@pytest.fixture
+def storage(make_storage: MakeStorage) -> CXLStorage:
+    return make_storage()

@@ -25,8 +25,7 @@ from .engines import CHUNK, DIM, HEADS, LAYERS, config_of, metadata_of
 from .objects import DTYPE, SHAPE, foreign, got, is_right, key, lent, put, room, value, written
 
 
-def test_what_was_put_is_got(make_storage: MakeStorage) -> None:
-    storage = make_storage()
+def test_what_was_put_is_got(storage: CXLStorage) -> None:
     put(storage, 1, 2)
     one = lent(storage, 1)
     assert torch.equal(one.tensor, value(1))
@@ -45,8 +44,7 @@ def test_what_was_put_is_got(make_storage: MakeStorage) -> None:
     assert storage.batched_get_blocking([]) == []
 
 
-def test_the_first_of_equal_keys_stays(make_storage: MakeStorage) -> None:
-    storage = make_storage()
+def test_the_first_of_equal_keys_stays(storage: CXLStorage) -> None:
     told: list[CacheEngineKey] = []
     for seed in (1, 2):
         one = written(storage, seed)
@@ -60,8 +58,7 @@ def test_the_first_of_equal_keys_stays(make_storage: MakeStorage) -> None:
     assert torch.equal(found, value(1))
 
 
-def test_groups_and_smaller_chunks_keep_their_shapes(make_storage: MakeStorage) -> None:
-    storage = make_storage()
+def test_groups_and_smaller_chunks_keep_their_shapes(storage: CXLStorage) -> None:
     small = torch.Size([2, LAYERS, 3, HEADS * DIM])
     one = written(storage, 1, small)
     storage.batched_submit_put_task([key(1)], [one])
@@ -95,8 +92,7 @@ def test_groups_and_smaller_chunks_keep_their_shapes(make_storage: MakeStorage) 
     assert not storage.contains(key(1))
 
 
-def test_others_memory_is_copied(make_storage: MakeStorage) -> None:
-    storage = make_storage()
+def test_others_memory_is_copied(storage: CXLStorage) -> None:
     objects = [foreign(1), foreign(2, slack=100)]
     storage.batched_submit_put_task([key(1), key(2)], objects)
     storage.drain()
@@ -108,8 +104,7 @@ def test_others_memory_is_copied(make_storage: MakeStorage) -> None:
     assert storage.counting.counts["copied_objects"] == 2
 
 
-def test_what_was_read_can_be_put_under_another_key(make_storage: MakeStorage) -> None:
-    storage = make_storage()
+def test_what_was_read_can_be_put_under_another_key(storage: CXLStorage) -> None:
     put(storage, 1)
     one = lent(storage, 1)
     storage.batched_submit_put_task([key(2)], [one])
@@ -120,8 +115,7 @@ def test_what_was_read_can_be_put_under_another_key(make_storage: MakeStorage) -
     assert torch.equal(found, value(1))
 
 
-def test_what_is_not_served_is_counted(make_storage: MakeStorage) -> None:
-    storage = make_storage()
+def test_what_is_not_served_is_counted(storage: CXLStorage) -> None:
     other = foreign(1)
     other.meta.fmt = MemoryFormat.HS_TD
     storage.batched_submit_put_task([key(1), key(2)], [BytesBufferMemoryObj(b"packed"), other])
@@ -140,9 +134,8 @@ def test_what_is_not_served_is_counted(make_storage: MakeStorage) -> None:
     assert storage.counting.failures["unsupported"] == 3
 
 
-def test_an_object_of_another_form_is_a_miss(make_storage: MakeStorage) -> None:
+def test_an_object_of_another_form_is_a_miss(storage: CXLStorage) -> None:
     """Under our key, by whatever error: LMCache never gets it."""
-    storage = make_storage()
     size = SHAPE.numel() * DTYPE.itemsize
     wrong = [
         form.Form("KV_T2D", ("bfloat16",), (tuple(SHAPE),)),
@@ -172,8 +165,7 @@ def put_that_waits(storage: CXLStorage) -> Callable[[], None]:
     return going.set
 
 
-def test_puts_that_are_still_to_come(make_storage: MakeStorage) -> None:
-    storage = make_storage()
+def test_puts_that_are_still_to_come(storage: CXLStorage) -> None:
     go_on = put_that_waits(storage)
     assert storage.exists_in_put_tasks(key(1))
     assert not storage.contains(key(1))
@@ -186,8 +178,7 @@ def test_puts_that_are_still_to_come(make_storage: MakeStorage) -> None:
     assert is_right(storage, 1)
 
 
-def test_removed_before_it_was_put(make_storage: MakeStorage) -> None:
-    storage = make_storage()
+def test_removed_before_it_was_put(storage: CXLStorage) -> None:
     go_on = put_that_waits(storage)
     assert storage.remove(key(1))
     assert not storage.remove(key(2))
@@ -204,8 +195,7 @@ def test_closing_ends_what_is_being_put(make_storage: MakeStorage) -> None:
     assert make_storage().contains(key(1))
 
 
-def test_after_closing_everything_is_a_miss(make_storage: MakeStorage) -> None:
-    storage = make_storage()
+def test_after_closing_everything_is_a_miss(storage: CXLStorage) -> None:
     put(storage, 1)
     storage.close()
     storage.close()
@@ -220,9 +210,8 @@ def test_after_closing_everything_is_a_miss(make_storage: MakeStorage) -> None:
     storage.drain()
 
 
-def test_closed_with_objects_out(make_storage: MakeStorage, where: Path) -> None:
+def test_closed_with_objects_out(storage: CXLStorage, where: Path) -> None:
     """Their memory stays readable, and the process's end gives it back."""
-    storage = make_storage()
     put(storage, 1)
     one = lent(storage, 1)
     storage.close()
@@ -231,8 +220,7 @@ def test_closed_with_objects_out(make_storage: MakeStorage, where: Path) -> None
     storage.pool.close()
 
 
-def test_pins_are_counted(make_storage: MakeStorage) -> None:
-    storage = make_storage()
+def test_pins_are_counted(storage: CXLStorage) -> None:
     put(storage, 1)
     assert storage.pin(key(1))
     assert storage.contains(key(1), pin=True)
@@ -249,8 +237,7 @@ def test_pins_are_counted(make_storage: MakeStorage) -> None:
     assert storage.allocator.pinned == {}
 
 
-def test_removed_while_it_is_read_or_pinned(make_storage: MakeStorage) -> None:
-    storage = make_storage()
+def test_removed_while_it_is_read_or_pinned(storage: CXLStorage) -> None:
     put(storage, 1, 2)
     one = lent(storage, 1)
     storage.pin(key(2))
@@ -267,8 +254,7 @@ def test_removed_while_it_is_read_or_pinned(make_storage: MakeStorage) -> None:
     assert is_right(storage, 1)
 
 
-def test_prefixes_of_several(make_storage: MakeStorage) -> None:
-    storage = make_storage()
+def test_prefixes_of_several(storage: CXLStorage) -> None:
     put(storage, 1, 2, 4)
     keys = [key(number) for number in (1, 2, 3, 4)]
     assert storage.batched_contains(keys) == 2
@@ -311,9 +297,8 @@ def fill(storage: CXLStorage) -> list[MemoryObj]:
 
 
 def test_no_room_is_none_at_once_or_after_a_second(
-    make_storage: MakeStorage, monkeypatch: pytest.MonkeyPatch
+    storage: CXLStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = make_storage()
     held = fill(storage)
     monkeypatch.setattr(memory, "WAIT_S", 0.1)
     assert storage.allocate(SHAPE, DTYPE, busy_loop=False) is None
@@ -328,9 +313,8 @@ def test_no_room_is_none_at_once_or_after_a_second(
 
 
 def test_who_waits_for_room_gets_it_when_it_comes(
-    make_storage: MakeStorage, monkeypatch: pytest.MonkeyPatch
+    storage: CXLStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = make_storage()
     held = fill(storage)
     monkeypatch.setattr(memory, "WAIT_S", 60.0)
     monkeypatch.setattr(memory, "LOOK_S", 60.0)
@@ -343,8 +327,7 @@ def test_who_waits_for_room_gets_it_when_it_comes(
         each.ref_count_down()
 
 
-def test_without_eviction_a_full_pool_is_full(make_storage: MakeStorage) -> None:
-    storage = make_storage()
+def test_without_eviction_a_full_pool_is_full(storage: CXLStorage) -> None:
     total = storage.pool.stats()["pages_total"]
     put(storage, *range(total))
     assert storage.allocate(SHAPE, DTYPE, eviction=False, busy_loop=False) is None
@@ -353,12 +336,11 @@ def test_without_eviction_a_full_pool_is_full(make_storage: MakeStorage) -> None
 
 
 def test_what_lmcache_writes_to_after_it_was_published_is_found(
-    make_storage: MakeStorage, monkeypatch: pytest.MonkeyPatch
+    storage: CXLStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of so many objects is verified again when it is given back; all are, by every reader in
     another process."""
     monkeypatch.setattr(memory, "AUDIT_EVERY", 1)
-    storage = make_storage()
     put(storage, 1, 2)
     one, two = lent(storage, 1), lent(storage, 2)
     with torch.inference_mode():

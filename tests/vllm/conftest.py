@@ -18,6 +18,17 @@ from .engines import LAYERS, VOCABULARY_SIZE, Engine
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+SHAPE: dict[str, object] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCABULARY_SIZE,
+    "max_position_embeddings": 4096,
+}
+
 
 @pytest.fixture(autouse=True, scope="session")
 def vllm_is_there() -> None:
@@ -43,16 +54,7 @@ def model(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory) -> Path
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=VOCABULARY_SIZE,
-        max_position_embeddings=4096,
-    )
+    config = LlamaConfig.from_dict(SHAPE)
     return saved(LlamaForCausalLM(config), tmp_path_factory.mktemp("model"))
 
 
@@ -63,18 +65,11 @@ def windowed_model(vllm_is_there: None, tmp_path_factory: pytest.TempPathFactory
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=VOCABULARY_SIZE,
-        max_position_embeddings=2048,
-        sliding_window=64,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-    )
+    windows = {
+        **{"num_hidden_layers": 4, "max_position_embeddings": 2048, "sliding_window": 64},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    config = Gemma3TextConfig.from_dict({**SHAPE, **windows})
     return saved(Gemma3ForCausalLM(config), tmp_path_factory.mktemp("windowed"))
 
 
