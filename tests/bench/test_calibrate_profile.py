@@ -14,7 +14,8 @@ from cxlkv.bench.loops import Stream
 from cxlkv.bench.result import Result
 from cxlkv.emulation.profiles import named
 from cxlkv.errors import BadArgumentError
-from cxlkv.ops.cli import main
+
+from ..support.command import run
 
 
 def test_the_command_writes_a_profile_that_is_found(
@@ -23,27 +24,21 @@ def test_the_command_writes_a_profile_that_is_found(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     small = Size(bytes=1 << 20, pace_ns=(4000, 1000), sample_s=0.002, rounds=2)
     monkeypatch.setattr(measuring, "SIZE", small)
-    with pytest.raises(SystemExit) as ended:
-        main(["tune", "--profile", "here", "--json", str(tmp_path / "r.json")])
-    assert ended.value.code == 0
-    assert "written: here in" in capsys.readouterr().out
+    ended = run(capsys, "tune", "--profile", "here", "--json", tmp_path / "r.json")
+    assert (ended.code, "written: here in" in ended.out) == (0, True)
     profile = named("here")[1]
     assert profile.standing == "measured"
     assert profile.latency_ns > 0
     assert profile.read_gb_per_s > 0
-    with pytest.raises(SystemExit) as ended:
-        main(["tune", "--profile", "pond-pool"])
-    assert ended.value.code == 1
-    assert "one of the project's profiles" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as ended:
-        main(["tune", "--profile", "x", "--gpu"])
-    assert ended.value.code == 1
+    ended = run(capsys, "tune", "--profile", "pond-pool")
+    assert (ended.code, "one of the project's profiles" in ended.err) == (1, True)
+    assert run(capsys, "tune", "--profile", "x", "--gpu").code == 1
     with pytest.raises(BadArgumentError, match=r"no profile 'x'.*here"):
         named("x")
 
 
 def test_a_chase_that_went_wrong_makes_no_profile(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     small = Size(bytes=1 << 20, pace_ns=(), sample_s=0, rounds=1)
@@ -54,9 +49,7 @@ def test_a_chase_that_went_wrong_makes_no_profile(
         return [did._replace(sum=did.sum + 1) for did in taken(running, seconds)]
 
     monkeypatch.setattr(loops, "memory_run", wrong)
-    with pytest.raises(SystemExit) as ended:
-        main(["tune", "--profile", "here"])
-    assert ended.value.code == 1
+    assert run(capsys, "tune", "--profile", "here").code == 1
     with pytest.raises(BadArgumentError, match="no profile 'here'"):
         named("here")
 

@@ -28,6 +28,8 @@ from cxlkv.errors import (
 )
 from cxlkv.ops import cli
 
+from ..support.command import run
+
 ROOT = Path(__file__).resolve().parents[2]
 UNIT = 16 * streams.UNIT_BYTES
 LATENCY = latency.Size((4096, UNIT), UNIT, (100, 0), sample_s=0, rounds=1)
@@ -215,14 +217,13 @@ def test_all_keeps_what_runs_and_names_the_rest(
 
     monkeypatch.setattr(Case, "measure", measure)
     out, table = tmp_path / "r.json", tmp_path / "r.csv"
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["bench", "all", "--quick", "--json", str(out), "--csv", str(table)])
-    assert stopped.value.code == 1
+    ended = run(capsys, "bench", "all", "--quick", "--json", out, "--csv", table)
+    assert ended.code == 1
     found = json.loads(out.read_text())
     assert set(found["metrics"]) == {"pages/time", "bandwidth/time", "coherence/time"}
     assert found["checks"]["gather/right"] is False
     assert found["ratios"] == {}
-    shown = capsys.readouterr().out
+    shown = ended.out
     assert "check failed: gather/right" in shown
     assert "latency: not measured, torch is not installed" in shown
     assert "copy: not measured, no such thing here" in shown
@@ -251,9 +252,7 @@ def test_csv_has_a_row_for_each_figure(tmp_path: Path) -> None:
 
 
 def test_every_case_is_listed_with_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["bench", "list"])
-    shown = capsys.readouterr().out
+    shown = run(capsys, "bench", "list").out
     for name in CASES:
         assert f" {name} " in shown
     said = list(list_of_cases().columns[1].cells)
@@ -272,10 +271,9 @@ def test_the_docs_have_every_case_and_its_result() -> None:
 
 def test_quick_goes_where_there_is_a_quick_size(capsys: pytest.CaptureFixture[str]) -> None:
     for case in ("calls", "replay"):
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(["bench", case, "--quick", *(["--trace", "zipf"] if case == "replay" else [])])
-        assert stopped.value.code == 1
-        assert "--quick" in capsys.readouterr().err
+        more = ("--trace", "zipf") if case == "replay" else ()
+        ended = run(capsys, "bench", case, "--quick", *more)
+        assert (ended.code, "--quick" in ended.err) == (1, True)
 
 
 def test_the_interval_holds_the_median_as_often_as_it_says(rng: np.random.Generator) -> None:

@@ -19,8 +19,9 @@ from cxlkv.bench.replay.tiers import replay as replay_bytes
 from cxlkv.bench.replay.traces import Request
 from cxlkv.bench.result import Result
 from cxlkv.errors import BadArgumentError
-from cxlkv.ops import cli
 from cxlkv.tiers.policy import policy_named
+
+from ..support.command import run
 
 SMALL = traces.agents(2, 800)
 
@@ -138,17 +139,13 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     lines = [json.dumps({"timestamp": 1e3 * r.time_s, "hash_ids": list(r.pages)}) for r in requests]
     file.write_text("\n".join(lines))
     results, picture = tmp_path / "result.json", tmp_path / "picture.png"
-    arguments = ["bench", "replay", "--trace", str(file), "--policy", "lru"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*arguments, "--json", str(results), "--picture", str(picture)])
-    assert ended.value.code == 0
+    words = ["bench", "replay", "--trace", file, "--policy", "lru"]
+    assert run(capsys, *words, "--json", results, "--picture", picture).code == 0
     assert picture.stat().st_size > 1000
     written = json.loads(results.read_text())
     assert 0 < written["ratios"]["lru_to_optimum_at_10"] <= 1
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*arguments, "--far", "50%", "--cold", "100%", "--minutes", "1"])
-    assert ended.value.code == 0
-    assert "cold_hits" in capsys.readouterr().out
+    ended = run(capsys, *words, "--far", "50%", "--cold", "100%", "--minutes", 1)
+    assert (ended.code, "cold_hits" in ended.out) == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +161,6 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_bad_words(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", *arguments])
-    assert ended.value.code == 1
-    assert said in " ".join(capsys.readouterr().err.split())
+    ended = run(capsys, "bench", *arguments)
+    assert ended.code == 1
+    assert said in " ".join(ended.err.split())

@@ -40,7 +40,8 @@ from cxlkv.demo.text.measure import Plan, Reader, Row, Track
 from cxlkv.demo.text.report import Found, result_of
 from cxlkv.errors import CXLKVError
 from cxlkv.machine.topology import probe
-from cxlkv.ops import cli
+
+from ..support import command
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -106,28 +107,20 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def run_main(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `cxlkv demo` as installed."""
-    capsys.readouterr()  # saving a model draws a bar
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["demo", *map(str, arguments)])
-    code = stop.value.code
-    captured = capsys.readouterr()
-    return (code if isinstance(code, int) else 0), captured.out, captured.err
-
-
 class Refused(Protocol):
-    """Of a command line: what it says why it cannot run."""
+    """Of --model and --text, and more options: what the command says why it cannot run."""
 
-    def __call__(self, *arguments: object) -> str: ...
+    def __call__(self, model: object, text: object, *more: object) -> str: ...
 
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
     """The one line on stderr of a command that cannot run."""
 
-    def run(*arguments: object) -> str:
-        code, _, err = run_main(capsys, *arguments)
+    def run(model: object, text: object, *more: object) -> str:
+        options = [("--model", model), ("--text", text)]
+        given = [word for option in options if option[1] for word in option]
+        code, _, err = command.run(capsys, "demo", *given, *more)
         assert code == 1
         assert err.startswith("error: ")
         assert err.count("\n") == 1, err
@@ -170,8 +163,9 @@ def test_a_model_on_a_text_leaves_a_table_a_picture_and_a_result(
     capsys: pytest.CaptureFixture[str], folder: Path, text: Path, tmp_path: Path
 ) -> None:
     picture, result = tmp_path / "demo.png", tmp_path / "demo.json"
-    code, out, err = run_main(
+    code, out, err = command.run(
         capsys,
+        "demo",
         *("--model", folder, "--text", text, "--tokens", 512),
         *("--json", result, "--picture", picture),
     )
@@ -266,8 +260,8 @@ def test_a_model_is_used_in_the_dtype_that_it_is_stored_in(
 ) -> None:
     folder = save(qwen().bfloat16(), tmp_path / ("long" * 40) / ("name" * 40))
     picture = tmp_path / "demo.png"
-    code, out, _ = run_main(
-        capsys, "--model", folder, "--text", text, "--tokens", 256, "--picture", picture
+    code, out, _ = command.run(
+        capsys, "demo", "--model", folder, "--text", text, "--tokens", 256, "--picture", picture
     )
     assert (code, "parameters in bfloat16" in out) == (0, True)
     assert "0.25 nats in bfloat16 pass as a tie" in out
@@ -278,7 +272,9 @@ def test_a_model_that_takes_fewer_tokens_sets_the_end(
 ) -> None:
     folder = save(qwen(max_position_embeddings=300), tmp_path / "short")
     picture = tmp_path / "demo.png"
-    code, out, _ = run_main(capsys, "--model", folder, "--text", text, "--picture", picture)
+    code, out, _ = command.run(
+        capsys, "demo", "--model", folder, "--text", text, "--picture", picture
+    )
     assert (code, "takes no more than 300 tokens" in out) == (0, True)
     assert "its first 300 tokens" in out
 
@@ -296,7 +292,9 @@ def test_pages_that_are_not_those_of_full_attention_fail_with_exit_code_1_and_no
     folder = save(facts_model(), tmp_path / "facts", VOCABULARY_SIZE)
     (tmp_path / "text.txt").write_text(facts_text(512))
     monkeypatch.chdir(tmp_path)
-    code, out, _ = run_main(capsys, "--model", folder, "--text", "text.txt", "--json", "demo.json")
+    code, out, _ = command.run(
+        capsys, "demo", "--model", folder, "--text", "text.txt", "--json", "demo.json"
+    )
     assert code == 1
     assert out.endswith("demo: FAIL\n")
     found = json.loads((tmp_path / "demo.json").read_text())
@@ -319,7 +317,7 @@ def test_an_interrupted_run_ends_without_a_traceback(
         return read(reader, tokens)
 
     monkeypatch.setattr(Reader, "read", interrupted)
-    code, out, err = run_main(capsys, "--model", folder, "--text", text)
+    code, out, err = command.run(capsys, "demo", "--model", folder, "--text", text)
     assert (code, err) == (130, "")
     assert "perplexity" not in out
 
@@ -396,28 +394,26 @@ def test_random_pages_are_drawn_anew_at_each_step(folder: Path, text: Path) -> N
 
 
 def test_a_name_of_the_hub_is_not_downloaded(refused: Refused, text: Path, tmp_path: Path) -> None:
-    assert "hf download Qwen/Qwen3-0.6B --local-dir" in refused(
-        "--model", "Qwen/Qwen3-0.6B", "--text", text
-    )
-    assert f"no folder {tmp_path}/absent" in refused("--model", tmp_path / "absent", "--text", text)
-    assert "is a file" in refused("--model", text, "--text", text)
-    assert "has no config.json" in refused("--model", tmp_path, "--text", text)
+    assert "hf download Qwen/Qwen3-0.6B --local-dir" in refused("Qwen/Qwen3-0.6B", text)
+    assert f"no folder {tmp_path}/absent" in refused(tmp_path / "absent", text)
+    assert "is a file" in refused(text, text)
+    assert "has no config.json" in refused(tmp_path, text)
 
 
 def test_a_folder_that_is_no_causal_model_is_refused(
     refused: Refused, text: Path, tmp_path: Path
 ) -> None:
     T5Config().save_pretrained(tmp_path / "t5")
-    assert "encoder-decoder" in refused("--model", tmp_path / "t5", "--text", text)
+    assert "encoder-decoder" in refused(tmp_path / "t5", text)
 
     save_tokenizer(tmp_path / "facts", VOCABULARY_SIZE)
     demo.load_model().save_pretrained(tmp_path / "facts")
-    assert "lack lm_head.weight" in refused("--model", tmp_path / "facts", "--text", text)
+    assert "lack lm_head.weight" in refused(tmp_path / "facts", text)
 
     config = BertConfig.from_dict({**SHAPE, "num_key_value_heads": 4})
     bert = BertForMaskedLM(config)
     folder = save(bert, tmp_path / "bert")
-    assert "keeps no keys and values" in refused("--model", folder, "--text", text)
+    assert "keeps no keys and values" in refused(folder, text)
 
 
 def test_a_model_with_an_attention_of_its_own_is_refused(
@@ -425,36 +421,34 @@ def test_a_model_with_an_attention_of_its_own_is_refused(
 ) -> None:
     model = BloomForCausalLM(BloomConfig(vocab_size=WORDS, hidden_size=64, n_layer=1, n_head=4))
     folder = save(model, tmp_path / "bloom")
-    assert "BloomForCausalLM takes no attention but its own" in refused(
-        "--model", folder, "--text", text
-    )
+    assert "BloomForCausalLM takes no attention but its own" in refused(folder, text)
 
 
 def test_code_of_a_folder_is_not_run(refused: Refused, text: Path, tmp_path: Path) -> None:
     config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text("raise SystemExit('this was run')")
-    assert "code of its own" in refused("--model", tmp_path, "--text", text)
+    assert "code of its own" in refused(tmp_path, text)
 
 
 def test_a_damaged_folder_is_one_line(refused: Refused, text: Path, tmp_path: Path) -> None:
     folder = save(qwen(), tmp_path / "qwen")
     (folder / "model.safetensors").write_bytes(b"no weights")
-    assert "the model cannot be read" in refused("--model", folder, "--text", text)
+    assert "the model cannot be read" in refused(folder, text)
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer_config.json").unlink()
-    assert "no tokenizer that knows" in refused("--model", folder, "--text", text)
+    assert "no tokenizer that knows" in refused(folder, text)
     (folder / "tokenizer.json").write_text("{}")
-    assert "no tokenizer can be read" in refused("--model", folder, "--text", text)
+    assert "no tokenizer can be read" in refused(folder, text)
     (folder / "config.json").write_text("{")
-    assert "the config cannot be read" in refused("--model", folder, "--text", text)
+    assert "the config cannot be read" in refused(folder, text)
 
 
 def test_a_tokenizer_of_another_model_is_refused(
     refused: Refused, text: Path, tmp_path: Path
 ) -> None:
     folder = save(qwen(vocab_size=100), tmp_path / "qwen")
-    assert "the tokenizer is of another model" in refused("--model", folder, "--text", text)
+    assert "the tokenizer is of another model" in refused(folder, text)
 
 
 def test_weights_that_overflow_are_named(refused: Refused, text: Path, tmp_path: Path) -> None:
@@ -462,40 +456,36 @@ def test_weights_that_overflow_are_named(refused: Refused, text: Path, tmp_path:
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
     folder = save(model, tmp_path / "nan")
-    assert "no finite likelihood" in refused("--model", folder, "--text", text)
+    assert "no finite likelihood" in refused(folder, text)
 
 
 def test_a_text_that_is_none_is_refused(refused: Refused, folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    assert "text.txt" in refused("--model", folder, "--text", text)
+    assert "text.txt" in refused(folder, text)
     text.write_bytes("Müller".encode("latin-1") * 400)
-    assert "iconv -f ENCODING" in refused("--model", folder, "--text", text)
+    assert "iconv -f ENCODING" in refused(folder, text)
     text.write_bytes(bytes(1000))
-    assert "zero bytes" in refused("--model", folder, "--text", text)
+    assert "zero bytes" in refused(folder, text)
     text.write_text("1 2 3 " * 85)
-    assert f"{text} has 255 tokens; at least 256 are needed" in refused(
-        "--model", folder, "--text", text
-    )
-    assert "text" in refused("--model", folder, "--text", tmp_path)
+    assert f"{text} has 255 tokens; at least 256 are needed" in refused(folder, text)
+    assert "text" in refused(folder, tmp_path)
 
 
 def test_a_file_that_could_not_be_written_is_refused_at_the_start(
     refused: Refused, folder: Path, text: Path, tmp_path: Path
 ) -> None:
-    given = ("--model", folder, "--text", text)
     for option in ("--json", "--picture"):
-        err = refused(*given, option, tmp_path / "absent" / "demo.png")
+        err = refused(folder, text, option, tmp_path / "absent" / "demo.png")
         assert "absent does not exist" in err
-    assert "ends in one of" in refused(*given, "--picture", tmp_path / "demo.gig")
+    assert "ends in one of" in refused(folder, text, "--picture", tmp_path / "demo.gig")
 
 
 def test_options_that_do_not_go_together_are_refused(
     refused: Refused, folder: Path, text: Path
 ) -> None:
-    both = ("--model", folder, "--text", text, "--method", "exact")
-    for options in (("--model", folder), ("--text", text), both):
+    for options in ((folder, None), (None, text), (folder, text, "--method", "exact")):
         assert "go together" in refused(*options)
-    assert "at least 256" in refused("--model", folder, "--text", text, "--tokens", 100)
+    assert "at least 256" in refused(folder, text, "--tokens", 100)
 
 
 def test_a_machine_without_room_is_told_what_takes_it(
@@ -504,6 +494,6 @@ def test_a_machine_without_room_is_told_what_takes_it(
     machine = probe()
     small = replace(machine, memory=replace(machine.memory, available_bytes=1 << 20))
     monkeypatch.setattr(run, "probe", lambda: small)
-    err = refused("--model", folder, "--text", text)
+    err = refused(folder, text)
     assert "1 MiB there: the weights take" in err
     assert "Give fewer --tokens than 1000" in err

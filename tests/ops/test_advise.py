@@ -15,6 +15,8 @@ from cxlkv.machine.costs import Costs, Tier
 from cxlkv.ndp import tuning
 from cxlkv.ops import cli
 
+from ..support.command import run
+
 # 10 layers of 50 channels of 2 bytes: 1000 bytes a token.
 MODEL = ("--layers", "10", "--kv-heads", "1", "--head-dim", "25", "--page-tokens", "10")
 KEPT = Costs(
@@ -50,13 +52,9 @@ def advise(*arguments: str) -> str:
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line on stderr, as the command installed prints it."""
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["advise", *arguments])
-    assert stop.value.code == 1
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
-    return said
+    ended = run(capsys, "advise", *arguments)
+    assert (ended.code, ended.err[:7], ended.err.count("\n")) == (1, "error: ", 1)
+    return ended.err
 
 
 def cells(output: str, *first: str) -> list[str]:

@@ -13,6 +13,8 @@ from cxlkv.errors import CXLKVError
 from cxlkv.machine import topology
 from cxlkv.ops import cli, info
 
+from ..support.command import run
+
 runner = CliRunner()
 
 CREATE = (
@@ -20,15 +22,6 @@ CREATE = (
     *("--layers", "2", "--kv-heads", "2", "--head-dim", "64", "--page-tokens", "16"),
     *("--capacity", "8MiB"),
 )
-
-
-def run_main(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the command as installed."""
-    with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
-    code = stop.value.code
-    captured = capsys.readouterr()
-    return (code if isinstance(code, int) else 0), captured.out, captured.err
 
 
 def test_info_names_the_kernels_in_use() -> None:
@@ -67,14 +60,14 @@ def test_a_known_failure_is_one_line_without_a_traceback(
         raise CXLKVError("the pool [red] is full: free pages, or make it larger")
 
     monkeypatch.setattr(info, "probe", probe)
-    code, out, err = run_main(capsys, "info")
+    code, out, err = run(capsys, "info")
     assert (code, out) == (1, "")
     assert err == "error: the pool [red] is full: free pages, or make it larger\n"
 
 
 def test_a_path_that_is_absent_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for command in ("inspect", "check"):
-        code, _, err = run_main(capsys, "pool", command, str(tmp_path / "absent"))
+        code, _, err = run(capsys, "pool", command, str(tmp_path / "absent"))
         assert code == 1
         assert err.startswith("error: ")
         assert "absent" in err
@@ -83,7 +76,7 @@ def test_a_path_that_is_absent_is_named(capsys: pytest.CaptureFixture[str], tmp_
 
 def test_a_size_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "pool.cxlkv"
-    code, _, err = run_main(capsys, *CREATE[:-1], "2G", str(path))
+    code, _, err = run(capsys, *CREATE[:-1], "2G", str(path))
     assert code == 1
     assert err.startswith("error: '2G' is no size")
     assert not path.exists()
@@ -93,24 +86,24 @@ def test_a_pool_is_made_looked_at_checked_and_removed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "pool.cxlkv"
-    code, out, err = run_main(capsys, *CREATE, str(path))
+    code, out, err = run(capsys, *CREATE, str(path))
     assert (code, err) == (0, "")
     assert out
     assert path.exists()
 
-    code, out, _ = run_main(capsys, "pool", "inspect", "--json", str(path))
+    code, out, _ = run(capsys, "pool", "inspect", "--json", str(path))
     assert code == 0
     found = json.loads(out)
     assert found["layout"]["groups"][0]["layers"] == 2
     assert found["stats"]["pages_free"] == found["geometry"]["page_count"]
-    code, out, _ = run_main(capsys, "pool", "inspect", str(path))
+    code, out, _ = run(capsys, "pool", "inspect", str(path))
     assert code == 0
     assert "kv_heads" in out
 
-    code, out, _ = run_main(capsys, "pool", "check", "--deep", str(path))
+    code, out, _ = run(capsys, "pool", "check", "--deep", str(path))
     assert (code, out) == (0, "clean\n")
 
-    code, _, _ = run_main(capsys, "pool", "remove", "--yes", str(path))
+    code, _, _ = run(capsys, "pool", "remove", "--yes", str(path))
     assert code == 0
     assert not path.exists()
 
@@ -118,30 +111,30 @@ def test_a_pool_is_made_looked_at_checked_and_removed(
 def test_a_pool_of_objects(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = str(tmp_path / "blocks.pool")
     made = ("pool", "create", path, "--capacity", "8MiB", "--object-bytes", "64KiB")
-    code, _, error = run_main(capsys, *made, "--layers", "2", "--dtype", "f16")
+    code, _, error = run(capsys, *made, "--layers", "2", "--dtype", "f16")
     assert code == 1
     assert "--layers, --dtype: of K and V" in error
-    code, _, error = run_main(capsys, *made[:5], "--layers", "2")
+    code, _, error = run(capsys, *made[:5], "--layers", "2")
     assert code == 1
     assert "--kv-heads, --head-dim missing: or --object-bytes, for objects" in error
-    assert run_main(capsys, *made)[0] == 0
-    code, out, _ = run_main(capsys, "pool", "inspect", "--json", path)
+    assert run(capsys, *made)[0] == 0
+    code, out, _ = run(capsys, "pool", "inspect", "--json", path)
     assert code == 0
     assert json.loads(out)["layout"]["object_bytes"] == 64 << 10
-    code, out, _ = run_main(capsys, "pool", "inspect", path)
+    code, out, _ = run(capsys, "pool", "inspect", path)
     assert code == 0
     assert "objects, one to a page" in out
     for word in ("kv_heads", "sketch", "layer group"):
         assert word not in out
-    assert run_main(capsys, "pool", "check", path)[0] == 0
-    assert run_main(capsys, "pool", "remove", "--yes", path)[0] == 0
+    assert run(capsys, "pool", "check", path)[0] == 0
+    assert run(capsys, "pool", "remove", "--yes", path)[0] == 0
 
 
 @pytest.mark.parametrize("place", ["numa:0", "anonymous:"])
 def test_memory_without_a_name_is_not_made_to_end_at_once(
     capsys: pytest.CaptureFixture[str], place: str
 ) -> None:
-    code, _, err = run_main(capsys, *CREATE, place)
+    code, _, err = run(capsys, *CREATE, place)
     assert code == 1
     assert "ends with this command" in err
     assert "/dev/shm/my.pool" in err
@@ -166,7 +159,7 @@ def test_a_file_that_is_no_pool_is_left_alone_and_named(
         ("pool", "check"),
         ("pool", "remove", "--yes"),
     ):
-        code, _, err = run_main(capsys, *command, str(path))
+        code, _, err = run(capsys, *command, str(path))
         assert code == 1
         assert err.startswith("error: ")
         assert "Traceback" not in err

@@ -21,6 +21,7 @@ from cxlkv.machine.topology import GIB
 from cxlkv.ops import cli
 from cxlkv.ops.info import Survey, as_dict, survey
 
+from ..support.command import run
 from ..support.recorded import NAMES, plant_machine
 
 runner = CliRunner()
@@ -309,10 +310,8 @@ def test_an_empty_machine_gives_a_report_that_says_so(tmp_path: Path) -> None:
 def test_a_root_that_is_no_folder_is_an_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["info", "--root", str(tmp_path / "absent")])
-    assert stop.value.code == 1
-    assert "is no folder" in capsys.readouterr().err
+    ended = run(capsys, "info", "--root", tmp_path / "absent")
+    assert (ended.code, "is no folder" in ended.err) == (1, True)
 
 
 GARBAGE = (

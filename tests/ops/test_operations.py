@@ -26,12 +26,12 @@ from rich.console import Console
 
 from cxlkv import CXLPool, KVLayout
 from cxlkv.errors import BusyError, PoolMissingError
-from cxlkv.ops import cli
 from cxlkv.ops.gc import collect, find_garbage
 from cxlkv.ops.top import COLUMNS, Processes
 from cxlkv.stats import Overview, find, inspect
 from tests.support.stopping import stop
 
+from ..support.command import run
 from ..support.damaging import poke
 from ..support.processes import Child
 from ..support.states import host_states
@@ -242,10 +242,8 @@ def test_a_place_that_is_not_there_is_named(
     with pytest.raises(PoolMissingError):
         find([str(folder / "absent")])
     for name in ("list", "gc"):
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["pool", name, str(folder / "absent")])
-        assert stop.value.code == 1
-        assert "absent" in capsys.readouterr().err
+        ended = run(capsys, "pool", name, folder / "absent")
+        assert (ended.code, "absent" in ended.err) == (1, True)
 
 
 # ---- gc ----
