@@ -61,20 +61,6 @@ class Watched(CXLCache):
 # ---- equal to DynamicCache ----
 
 
-@pytest.mark.parametrize("attention", ["pool", "device"])
-@pytest.mark.parametrize("budget", [None, Budget(share=1.0), Budget(mass=1.0, per="sequence")])
-def test_greedy_tokens_equal_those_of_dynamic_cache(
-    llama: PreTrainedModel, pool: CXLPool, budget: Budget | None, attention: str
-) -> None:
-    ids, mask = prompts((37, 21, 5))
-    wanted = generate(llama, ids, mask, DynamicCache())
-    cache = CXLCache(pool, llama, budget, attention=attention)
-    assert torch.equal(generate(llama, ids, mask, cache), wanted)
-    assert [len(s) for s in cache.sequences] == [37 + 15, 21 + 15, 5 + 15]  # no padding is stored
-    cache.release()
-    assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
-
-
 def test_few_pages_differ_and_are_the_same_in_the_pool_and_on_the_device(
     llama: PreTrainedModel, pool: CXLPool
 ) -> None:

@@ -118,11 +118,6 @@ def test_steady_pages_stay(device: torch.device) -> None:
     assert hot.counters() == (1, 5, 0)
 
 
-def test_before_anything_was_looked_up(device: torch.device) -> None:
-    hot = make(device)
-    assert hot.residents(0, no_tags(hot)).pages.tolist() == [[[-1] * 4]]
-
-
 def test_layers_and_requests_are_apart_and_a_request_is_forgotten_in_all(
     device: torch.device,
 ) -> None:

@@ -73,18 +73,6 @@ def test_an_audit_is_what_the_reference_measures(
     assert method == "digest" or recall == 1
 
 
-def test_an_audit_tells_the_methods_apart(pool: CXLPool, rng: np.random.Generator) -> None:
-    sequence, _ = fill(pool, rng, TOKENS)
-    pool.admin.audit = 1
-    for _ in range(40):
-        q = rng.standard_normal((HEADS * GROUP, DIM)).astype(np.float32)
-        sequence.select(0, q, top_k=5, method="digest")
-    totals = pool.admin.overview().totals
-    assert totals["audited_selects"] == 40
-    assert totals.recall is not None
-    assert totals.recall < 1
-
-
 def test_every_nth_select_is_audited_and_none_by_default(
     pool: CXLPool, rng: np.random.Generator
 ) -> None:
