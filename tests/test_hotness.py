@@ -33,6 +33,7 @@ from cxlkv.tiers.stability import Stability
 
 from .conftest import MakePool, audit
 from .support.processes import Child
+from .support.sharing import shared
 
 HEADS, DIM, PAGE = 2, 64, 4
 COUNT_MAX = 65535
@@ -708,17 +709,7 @@ def test_a_parent_that_was_forgotten_is_none(path: Path) -> None:
 def test_hosts_list_their_own_pages_and_see_pins(path: Path) -> None:
     """What another host has pinned is held; its own pages are its own to list."""
     with contextlib.ExitStack() as stack:
-        one = stack.enter_context(
-            CXLPool.create(
-                path,
-                layout=LAYOUT,
-                capacity=(2 << 20) + (500 << 10),
-                sharing="software",
-                hosts=2,
-                host=0,
-                threads=1,
-            )
-        )
+        one = stack.enter_context(shared(path, LAYOUT, (2 << 20) + (500 << 10)))
         two = stack.enter_context(CXLPool.open(path, host=1, threads=1))
         ids = list(range(3 * PAGE))
         sequence = grown(one, 3 * PAGE)

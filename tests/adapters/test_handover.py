@@ -35,6 +35,7 @@ from cxlkv.errors import (
 from ..conftest import audit
 from ..support.handover_worker import LEASE_S, Words, decode, model_of, prefill
 from ..support.processes import ROOT, Child
+from ..support.sharing import shared
 from ..support.small_models import PAGE_TOKENS, generate, prompts, run
 from .test_transformers_models import all_free, dynamic, make
 
@@ -97,16 +98,8 @@ def make_pool(path: str, model: PreTrainedModel) -> CXLPool:
 
 def make_shared(path: str, model: PreTrainedModel, host: int) -> CXLPool:
     """For hosts 0 to 2, seen by this one."""
-    return CXLPool.create(
-        path,
-        layout=layout_of(model, PAGE_TOKENS),
-        capacity="16MiB",
-        sharing="software",
-        hosts=3,
-        host=host,
-        lease_s=LEASE_S,
-        threads=1,
-    )
+    layout = layout_of(model, PAGE_TOKENS)
+    return shared(path, layout, "16MiB", hosts=3, host=host)
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from cxlkv.prefix import content_keys, prefix_keys
 from ..conftest import audit
 from ..support.forking import child_beside, in_child
 from ..support.pool_worker import LAYERS, PAGE_TOKENS, Segments, token_numbers, verify
+from ..support.sharing import shared
 from ..support.waiting import until
 
 LAYOUT = KVLayout(layers=LAYERS, kv_heads=2, head_dim=8, page_tokens=PAGE_TOKENS, dtype="float32")
@@ -393,10 +394,7 @@ def test_a_window_across_hosts(hosts: Hosts) -> None:
     full = LayerGroup(layers=1, kv_heads=2, head_dim=8, dtype="float32")
     layout = KVLayout.of([replace(full, window=8), full], page_tokens=4)
     path = hosts.path + ".windows"
-    made = CXLPool.create(
-        path, layout=layout, capacity="8MiB", sharing="software", hosts=2, host=0, threads=1
-    )
-    with made as first, CXLPool.open(path, host=1, threads=1) as second:
+    with shared(path, layout) as first, CXLPool.open(path, host=1, threads=1) as second:
         rows = np.arange(32 * 16, dtype=np.float32).reshape(32, 2, 8)
         sequence = first.sequence()
         for layer in range(2):

@@ -17,6 +17,7 @@ from cxlkv.ndp import tuning
 from cxlkv.ndp.tuning import GpuCopyConstants, Tuning
 
 from ..support.fake_driver import OUT_OF_MEMORY, STREAM, FakeCuda
+from ..support.sharing import shared
 from ..test_records import grown
 
 NO_CUTS = np.empty(0, np.int64)
@@ -149,9 +150,7 @@ def test_bad_arguments(mapping: Mapping) -> None:
 def test_a_device_does_not_write_to_a_pool_that_hosts_share(tmp_path: Path) -> None:
     layout = KVLayout(layers=1, kv_heads=1, head_dim=8, page_tokens=4)
     fake = FakeCuda(tmp_path)
-    with CXLPool.create(
-        tmp_path / "shared", layout=layout, capacity="8MiB", sharing="software", hosts=2, host=0
-    ) as pool:
+    with shared(tmp_path / "shared", layout) as pool:
         mapping = Mapping(pool, "cuda:0", driver=fake.driver())
         mapping.device = torch.device("cpu")  # so that no stream is made
         copier = Copier(mapping)

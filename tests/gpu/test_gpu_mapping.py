@@ -37,6 +37,7 @@ from ..support.fake_driver import (
     FakeCuda,
 )
 from ..support.forking import in_child
+from ..support.sharing import shared
 from ..test_records import grown
 
 GIB = 1 << 30
@@ -304,15 +305,7 @@ def test_an_error_at_the_end_does_not_keep_the_pool_open(fake: FakeCuda) -> None
 
 
 def test_a_pool_of_several_hosts_is_for_reading(fake: FakeCuda, tmp_path: Path) -> None:
-    pool = CXLPool.create(
-        tmp_path / "shared",
-        layout=LAYOUT,
-        capacity="64MiB",
-        threads=1,
-        sharing="software",
-        hosts=2,
-        host=0,
-    )
+    pool = shared(tmp_path / "shared", LAYOUT)
     with pool, Mapping(pool, "cuda:0", driver=fake.driver()) as mapping:
         assert not mapping.writable
         assert fake.calls("cuMemHostRegister_v2")[0][3] == PORTABLE_AND_MAPPED | READ_ONLY

@@ -27,6 +27,8 @@ from cxlkv.kernels.runtime import INTERPRETED
 from cxlkv.ndp.engine import Budget
 from cxlkv.sequence import Sequence
 
+from ..support.sharing import shared
+
 SEED = 7030
 Rows = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -329,14 +331,7 @@ def test_tiers_make_room(pool: CXLPool) -> None:
 
 
 def test_where_hosts_share_the_pool_the_host_copies(tmp_path: Path, device: torch.device) -> None:
-    with CXLPool.create(
-        tmp_path / "shared",
-        layout=layout_of("plain"),
-        capacity="8MiB",
-        sharing="software",
-        hosts=2,
-        host=0,
-    ) as pool:
+    with shared(tmp_path / "shared", layout_of("plain")) as pool:
         written, appended = pool.sequence(), pool.sequence()
         rows = rows_of(pool.layout, 8, device)
         writer = WriteThrough(pool)

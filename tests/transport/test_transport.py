@@ -52,6 +52,7 @@ from ..conftest import audit
 from ..support.damaging import damage_piece
 from ..support.forking import in_child, living_child
 from ..support.processes import Child
+from ..support.sharing import shared
 from ..support.stopping import stop
 from ..support.waiting import until
 from ..test_records import LAYOUTS, PAGE, grown, seen
@@ -941,9 +942,7 @@ def test_a_pool_of_several_hosts_is_served(
     """What another host has published is pulled by way of this one; it finds what is pushed."""
     path, layout = folder / "pool", LAYOUTS["float32"]
     with (
-        CXLPool.create(
-            path, layout=layout, capacity="8MiB", sharing="software", hosts=2, host=0, threads=1
-        ) as writes,
+        shared(path, layout) as writes,
         CXLPool.open(path, host=1, threads=1) as serves,
         local(layout) as here,
     ):
