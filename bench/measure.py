@@ -20,6 +20,13 @@ OUTLIER_DEVIATIONS = 5
 CONFIDENCE, RESAMPLES = 0.95, 2000
 
 
+def seconds_of(call: Callable[[], object]) -> float:
+    """What one call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
 def interleave(
     functions: Mapping[str, Callable[[], object]],
     rounds: int,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 
 from cxlkv import _core
 from cxlkv.arrays import Bytes
-from cxlkv.bench.measure import interleave_reported
+from cxlkv.bench.measure import interleave_reported, seconds_of
 from cxlkv.bench.pools import Shape, pool_in_file, publish, read_records
 from cxlkv.bench.result import Result
 from cxlkv.pool import CXLPool
@@ -58,13 +57,7 @@ def timed(
 ) -> Callable[[], float]:
     """Seconds of `function` over all calls' parts, one after the other."""
 
-    def all_of_them() -> float:
-        began = time.perf_counter()
-        for turn in turns:
-            function(turn)
-        return time.perf_counter() - began
-
-    return all_of_them
+    return lambda: seconds_of(lambda: [function(turn) for turn in turns])
 
 
 def turns_of(size: Size) -> list[slice[int, int, None]]:

@@ -3,7 +3,6 @@ picture of loaded latency on top of the published points."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from statistics import median
 
 import numpy as np
 
-from cxlkv.bench.measure import interleave
+from cxlkv.bench.measure import interleave, seconds_of
 from cxlkv.bench.result import Result
 from cxlkv.emulation.link import Link, emulate, link_of
 from cxlkv.emulation.profiles import OURS, Profile, read
@@ -117,10 +116,8 @@ def _latency(result: Result, link: Link, call: Callable[[], object], size: Size)
     late = link.late_operations
     found = []
     for _ in range(size.latency_calls):
-        began = time.perf_counter()
-        call()
-        took = time.perf_counter() - began
-        found.append(1e6 * (took - moved / (1e9 * link.profile.gb_per_s(0))))
+        bytes_s = moved / (1e9 * link.profile.gb_per_s(0))
+        found.append(1e6 * (seconds_of(call) - bytes_s))
     metric = result.measure("latency", found, "us")
     result.ratios["latency_to_profile"] = metric.median * 1e3 / link.profile.latency_ns
     most = LATE_MOST * size.latency_calls

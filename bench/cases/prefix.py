@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.bench.measure import interleave_reported
+from cxlkv.bench.measure import interleave_reported, seconds_of
 from cxlkv.bench.result import Result
 from cxlkv.layout import KVLayout
 from cxlkv.pool import CXLPool
@@ -63,22 +63,17 @@ def prepare(
     }
 
     def match(ids: npt.NDArray[np.int64], kind: str) -> float:
-        start = time.perf_counter()
+        began = time.perf_counter()
         hit = pool.match_prefix(ids)
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - began
         found[kind][1].add(hit.tokens)
         hit.release()
         return seconds
-
-    def keys() -> float:
-        start = time.perf_counter()
-        prefix_keys(published, page_tokens)
-        return time.perf_counter() - start
 
     calls = {
         "": lambda: match(published, ""),
         "_miss": lambda: match(unknown, "_miss"),
         "_tail": lambda: match(ending, "_tail"),
-        "_keys": keys,
+        "_keys": lambda: seconds_of(lambda: prefix_keys(published, page_tokens)),
     }
     return calls, found

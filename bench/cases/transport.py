@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -11,14 +12,15 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from cxlkv.arrays import Bytes
+from cxlkv.bench.measure import interleave_reported, seconds_of
 from cxlkv.bench.result import Result
 from cxlkv.layout import KVLayout
 from cxlkv.ndp.engine import Budget
@@ -132,9 +134,8 @@ def served(size: Size, secret: bytes) -> Iterator[tuple[Path, dict[str, str]]]:
 
 # ---- this one ----
 
-Act = Callable[[], object]
-Prepare = Callable[[int], Act]
-"""Of the number of the round, from 0, which is not counted, on: what is measured then."""
+Timed = Callable[[], float]
+"""Does something once; returns the seconds that it took."""
 
 
 def run(result: Result, size: Size = Size()) -> None:
@@ -157,13 +158,13 @@ def run(result: Result, size: Size = Size()) -> None:
             for link, remote in remotes.items()
             for name, act in short_acts(remote, hits[link], size).items()
         }
-        result.times(sampled(short, size.short_rounds), "us")
+        result.times(interleave_reported(short, size.short_rounds), "us")
         bare = bare_acts(folder / "pool", addresses["tcp"], remotes["file"], size, stack)
         moves = dict(bare)
         for link, remote in remotes.items():
             moves |= move_acts(result, link, remote, hits[link], near, size)
         moved_bytes = size.pages * record_bytes(remotes["file"])
-        speed = result.speeds(sampled(moves, size.rounds), moved_bytes)
+        speed = result.speeds(interleave_reported(moves, size.rounds), moved_bytes)
         for link, beside in zip(LINKS, ("bare_pread", "bare_tcp"), strict=True):
             for name in ("read", "pull", "push"):
                 ratio = speed[f"{link}_{name}"] / speed[beside]
@@ -181,36 +182,23 @@ def record_bytes(remote: Remote) -> int:
     return remote._far.shape.record_bytes
 
 
-def sampled(prepare: dict[str, Prepare], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each, in turn."""
-    samples: dict[str, list[float]] = {name: [] for name in prepare}
-    for turn in range(rounds + 1):
-        for name, prepared in prepare.items():
-            act = prepared(turn)
-            begun = time.perf_counter()
-            act()
-            if turn:
-                samples[name].append(time.perf_counter() - begun)
-    return samples
+def timed(act: Callable[[], object]) -> Timed:
+    return partial(seconds_of, act)
 
 
-def always(act: Act) -> Prepare:
-    return lambda _: act
-
-
-def short_acts(remote: Remote, hit: RemoteHit, size: Size) -> dict[str, Prepare]:
+def short_acts(remote: Remote, hit: RemoteHit, size: Size) -> dict[str, Timed]:
     name = np.zeros((1, 16), np.uint8)
     q = np.random.default_rng(2).standard_normal((1, 32, 128)).astype(np.float16)
     return {
-        "ask": always(lambda: remote.lacks(name)),
-        "match": always(lambda: remote.match(size.keys("a")).release()),
-        "select": always(lambda: remote.select(hit, 0, q, Budget(pages=8))),
+        "ask": timed(lambda: remote.lacks(name)),
+        "match": timed(lambda: remote.match(size.keys("a")).release()),
+        "select": timed(lambda: remote.select(hit, 0, q, Budget(pages=8))),
     }
 
 
 def bare_acts(
     path: Path, address: str, remote: Remote, size: Size, stack: contextlib.ExitStack
-) -> dict[str, Prepare]:
+) -> dict[str, Timed]:
     """As many bytes, in one piece."""
     count = size.pages * record_bytes(remote)
     out: Bytes = np.zeros(count, np.uint8)
@@ -227,32 +215,35 @@ def bare_acts(
             at += tcp.recv_into(out[at:].data)
 
     return {
-        "bare_memcpy": always(lambda: np.copyto(out, source)),
-        "bare_pread": always(lambda: os.preadv(file, [out.data], 0)),
-        "bare_tcp": always(receive),
+        "bare_memcpy": timed(lambda: np.copyto(out, source)),
+        "bare_pread": timed(lambda: os.preadv(file, [out.data], 0)),
+        "bare_tcp": timed(receive),
     }
 
 
 def move_acts(
     result: Result, link: str, remote: Remote, hit: RemoteHit, near: CXLPool, size: Size
-) -> dict[str, Prepare]:
-    keys = size.keys("a")
+) -> dict[str, Timed]:
+    keys, turns = size.keys("a"), itertools.count()
 
-    def pulled(_: int) -> Act:
+    def pulled() -> float:
         near.forget(keys)
-        return lambda: check(f"{link}_pull_brings_all", pull(remote, near, keys).pages)
+        return seconds_of(lambda: check(f"{link}_pull_brings_all", pull(remote, near, keys).pages))
 
-    def pushed(turn: int) -> Act:
+    def pushed() -> float:
+        turn = next(turns)
         text = f"{link} {turn}"
         near.forget(size.keys(f"{link} {turn - 1}"))
         publish(near, size, text)
-        return lambda: check(f"{link}_push_brings_all", push(remote, near, size.keys(text)).pages)
+        return seconds_of(
+            lambda: check(f"{link}_push_brings_all", push(remote, near, size.keys(text)).pages)
+        )
 
     def check(name: str, pages: int) -> None:
         result.checks[name] = result.checks.get(name, True) and pages == size.pages
 
     return {
-        f"{link}_read": always(lambda: remote.read(hit.pages, hit.generations)),
+        f"{link}_read": timed(lambda: remote.read(hit.pages, hit.generations)),
         f"{link}_pull": pulled,
         f"{link}_push": pushed,
     }
