@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from cxlkv.arrays import Units
 from cxlkv.bench import loops
@@ -72,7 +72,7 @@ def _measure_moves(result: Result, pool: CXLPool, path: Path, size: Size, checks
     units = np.random.default_rng(4).permutation(units)
     total = pool.layout.token_bytes * size.tokens
     mapped, local = Mapped(pool, path, size), Local(total)
-    moves = list(_runs(mapped, units, local))
+    offsets = _offsets(mapped, units)
     name = "crc" if checksum else "plain"
     with LocalTier(pool, total) as tier:
         for threads in size.threads:
@@ -90,7 +90,7 @@ def _measure_moves(result: Result, pool: CXLPool, path: Path, size: Size, checks
             firsts = np.arange(threads, dtype=np.uint64) * part
             with ThreadPoolExecutor(threads) as workers:
                 flat = loops.Gather(workers, threads, local.bytes, mapped.bytes, firsts, part)
-                runs = _each(moves, workers, threads)
+                runs = loops.Gather(workers, threads, local.bytes, mapped.bytes, offsets)
                 functions: dict[str, Callable[[], object]]
                 functions = {"move": move, "memcpy_flat": flat, "memcpy_runs": runs}
                 samples = interleave(functions, size.rounds)
@@ -106,24 +106,9 @@ def _measure_moves(result: Result, pool: CXLPool, path: Path, size: Size, checks
     sequence.release()
 
 
-def _runs(mapped: Mapped, units: Units, local: Local) -> Iterator[tuple[int, int, int]]:
-    """(destination, source, bytes) of K and of V of each unit, slot after slot."""
-    base, to = mapped.bytes.ctypes.data, local.bytes.ctypes.data
-    run = mapped.size.kv_heads * mapped.piece_bytes
-    for unit in units.tolist():
-        page, layer = divmod(unit, mapped.size.layers)
-        for kind in ("keys_offset", "values_offset"):
-            yield to, base + mapped.offset(page, layer, kind), run
-            to += run
-
-
-def _each(
-    moves: list[tuple[int, int, int]], workers: ThreadPoolExecutor, threads: int
-) -> Callable[[], object]:
-    """memmove() of each, shared out over threads; it lets go of Python's lock."""
-
-    def some(first: int) -> None:
-        for to, start, count in moves[first::threads]:
-            ctypes.memmove(to, start, count)
-
-    return lambda: some(0) if threads == 1 else list(workers.map(some, range(threads)))
+def _offsets(mapped: Mapped, units: Units) -> npt.NDArray[np.uint64]:
+    """Of the runs of K and of V of each unit, one unit behind the other."""
+    places = (divmod(unit, mapped.size.layers) for unit in units.tolist())
+    kinds = ("keys_offset", "values_offset")
+    found = [mapped.offset(page, layer, kind) for page, layer in places for kind in kinds]
+    return np.array(found, np.uint64)
