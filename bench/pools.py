@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from cxlkv.arrays import Floats, Names, RecordBytes
 from cxlkv.layout import KVLayout
-from cxlkv.ndp.engine import Selection
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import key_hashes, prefix_keys
 from cxlkv.sequence import Sequence
@@ -90,15 +88,6 @@ def filled(shape: Shape, k: Floats | Tensor) -> Iterator[tuple[CXLPool, Sequence
                 for sequence in sequences:
                     sequence.append(layer, rows, rows)
         yield pool, sequences[0]
-
-
-def same_for_all(pages: npt.ArrayLike, kv_heads: int) -> Selection:
-    """The same pages for every head, as a select would name them."""
-    chosen = np.asarray(pages, np.int32)
-    lists = np.ascontiguousarray(np.broadcast_to(chosen, (1, kv_heads, len(chosen))))
-    counts = np.full((1, kv_heads), len(chosen), np.int32)
-    starts = np.array([0, 1], np.int32)
-    return Selection(lists, np.zeros(lists.shape, np.float32), counts, 0, 0, "query", starts)
 
 
 def publish(pool: CXLPool, sequence: Sequence) -> Names:

@@ -150,6 +150,15 @@ class Selection:
     stages: Stages | None = None
 
 
+def same_pages(pages: npt.ArrayLike, kv_heads: int) -> Selection:
+    """These pages of one sequence, for every head, as a select of per="sequence" names them."""
+    chosen = np.asarray(pages, np.int32)
+    lists = np.ascontiguousarray(np.broadcast_to(chosen, (1, kv_heads, len(chosen))))
+    counts = np.full((1, kv_heads), len(chosen), np.int32)
+    scores, starts = np.zeros(lists.shape, np.float32), np.array([0, 1], np.int32)
+    return Selection(lists, scores, counts, 0, 0, "sequence", starts)
+
+
 def uniform(budgets: Sequence[Budget]) -> Budget:
     """The first budget; raises when others differ in union or per, which hold for a whole call."""
     first = budgets[0]

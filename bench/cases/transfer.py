@@ -14,9 +14,9 @@ import numpy.typing as npt
 from cxlkv.arrays import Bytes, Floats
 from cxlkv.bench import loops
 from cxlkv.bench.measure import interleave
-from cxlkv.bench.pools import Shape, pool_in_file, same_for_all
+from cxlkv.bench.pools import Shape, pool_in_file
 from cxlkv.bench.result import Result
-from cxlkv.ndp.engine import Selection
+from cxlkv.ndp.engine import Selection, same_pages
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
@@ -159,7 +159,7 @@ class Fetches:
         self.calls: list[tuple[int, Selection, list[npt.NDArray[np.uint64]]]] = []
         for first in range(0, len(ids) - pages + 1, pages):
             chosen = np.sort(order[first : first + pages]).astype(np.int32)
-            picked = same_for_all(chosen, size.kv_heads)
+            picked = same_pages(chosen, size.kv_heads)
             for layer in range(size.layers):
                 self.calls.append((layer, picked, self.mapped.offsets(ids[chosen], layer)))
 

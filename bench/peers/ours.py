@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cxlkv import _core
-from cxlkv.bench.pools import publish, read_records, same_for_all
+from cxlkv.bench.pools import publish, read_records
 from cxlkv.layout import KVLayout
+from cxlkv.ndp.engine import same_pages
 from cxlkv.pool import CXLPool
 from cxlkv.sequence import Sequence
 
@@ -86,7 +87,7 @@ class Pages:
                 self.out[start : start + half].view(ml_dtypes.bfloat16).reshape(shape)
                 for start in (at, at + half)
             )
-            asked.append((layer, same_for_all(pages, KV_HEADS), (k, v)))
+            asked.append((layer, same_pages(pages, KV_HEADS), (k, v)))
             at += 2 * half
         began = time.perf_counter()
         for layer, picked, places in asked:

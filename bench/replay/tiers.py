@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.bench.pools import same_for_all
 from cxlkv.bench.replay.simulation import mixed
 from cxlkv.bench.replay.traces import Request
 from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.layout import KVLayout, parse_bytes
 from cxlkv.machine.state import write_whole
+from cxlkv.ndp.engine import same_pages
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
 from cxlkv.sequence import Batch
@@ -207,6 +207,6 @@ def verify(batch: Batch, names: npt.NDArray[np.uint64]) -> int:
     count = len(names)
     wanted = content(names).reshape(2, count, PAGE_TOKENS * 32)
     wrong = np.zeros(count, np.bool_)
-    for kind, got in enumerate(batch.fetch(0, same_for_all(range(count), 1))):
+    for kind, got in enumerate(batch.fetch(0, same_pages(range(count), 1))):
         wrong |= (np.asarray(got).reshape(count, -1) != wanted[kind]).any(axis=1)
     return int(wrong.sum())

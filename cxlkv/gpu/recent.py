@@ -8,7 +8,7 @@ import torch
 
 from cxlkv.kernels.recent import append_rows
 from cxlkv.layout import KVLayout
-from cxlkv.ndp.engine import Selection
+from cxlkv.ndp.engine import same_pages
 from cxlkv.sequence import Sequence
 
 
@@ -43,18 +43,8 @@ class Recent:
             pages = self._newest(sequence, layer)
             if len(pages) == 0:
                 continue
-            heads = self._layout.kv_heads
-            picked = Selection(
-                pages=np.ascontiguousarray(np.broadcast_to(pages, (heads, len(pages))), np.int32),
-                scores=np.zeros((heads, len(pages)), np.float32),
-                counts=np.full(heads, len(pages), np.int32),
-                bytes_scored=0,
-                bytes_fetched=0,
-                per="query",
-                starts=np.array([0, 1], np.int32),
-            )
             slots = torch.from_numpy(pages % self.slots)
-            found = self._fetch(sequence, layer, picked)
+            found = self._fetch(sequence, layer, pages)
             for ring, pieces in zip((self.keys, self.values), found, strict=True):
                 if ring is not None:
                     ring[layer, request, :, slots] = pieces.to(ring.device)
@@ -68,13 +58,15 @@ class Recent:
             first = max(first, (tokens - window) // page_tokens)
         return np.arange(first, last)
 
-    def _fetch(self, sequence: Sequence, layer: int, picked: Selection) -> list[torch.Tensor]:
-        heads, count = picked.pages.shape
-        shape = (heads, count, self._layout.page_tokens)
+    def _fetch(
+        self, sequence: Sequence, layer: int, pages: npt.NDArray[np.int64]
+    ) -> list[torch.Tensor]:
+        heads = self._layout.kv_heads
+        shape = (1, heads, len(pages), self._layout.page_tokens)
         keys = torch.empty((*shape, self._layout.head_dim), dtype=self.keys.dtype)
         values = torch.empty((*shape, self._layout.value_head_dim), dtype=self.keys.dtype)
-        sequence.fetch(layer, picked, (keys, values))
-        return [keys, values]
+        sequence.fetch(layer, same_pages(pages, heads), (keys, values))
+        return [keys[0], values[0]]
 
 
 def _addresses(rings: torch.Tensor) -> torch.Tensor:

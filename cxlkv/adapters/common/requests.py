@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from cxlkv.adapters.common.metrics import Failures
 from cxlkv.errors import BadArgumentError, CorruptError, CXLKVError, QuotaError, StaleError
-from cxlkv.ndp.engine import Selection
+from cxlkv.ndp.engine import same_pages
 from cxlkv.pages import CORRUPT, NO_PAGE
 from cxlkv.pool import CXLPool
 from cxlkv.prefix import PageKeys
@@ -117,15 +117,12 @@ class PoolRequests:
     def _verify(self, sequence: Sequence) -> None:
         """Raises CorruptError. What this process has found right before is not read again."""
         layout, tokens = self.pool.layout, len(sequence)
-        batch, starts = self.pool.batch([sequence]), np.zeros(2, np.int32)
+        batch = self.pool.batch([sequence])
         for layer, window in enumerate(layout.windows):
             oldest = 0 if window is None else max(0, tokens + 1 - window)  # that the next one sees
             first = oldest // layout.page_tokens
             pages = np.arange(first, tokens // layout.page_tokens, dtype=np.int32)
-            rows = np.ascontiguousarray(np.broadcast_to(pages, (1, layout.kv_heads, len(pages))))
-            counts = np.full((1, layout.kv_heads), len(pages), np.int32)
-            none = np.empty((1, layout.kv_heads, 0), np.float32)
-            batch.verify(layer, Selection(rows, none, counts, 0, 0, "sequence", starts))
+            batch.verify(layer, same_pages(pages, layout.kv_heads))
 
     def sequence(self, request: str) -> Sequence:
         """Where the request's K and V are; append to it, attend to it."""
