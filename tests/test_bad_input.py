@@ -726,7 +726,8 @@ def test_pages_that_are_not_ours_to_free(pool: CXLPool) -> None:
     assert pool.pages.alloc(0).tolist() == []
     pages = pool.pages.alloc(3)
     free = pool.stats()["pages_free"]
-    for wrong in (sequence.pages, [int(pages[0])] * 2, [int(pages[0]), 1 << 31]):
+    foreign = [int(pages[1]), int(sequence.pages[0])]
+    for wrong in (sequence.pages, foreign, [int(pages[0])] * 2, [int(pages[0]), 1 << 31]):
         with pytest.raises(
             errors.BadArgumentError, match=r"was not taken by alloc\(\).*Nothing was changed"
         ):
@@ -735,6 +736,8 @@ def test_pages_that_are_not_ours_to_free(pool: CXLPool) -> None:
         pool.pages.alloc(-1)
     assert pool.stats()["pages_free"] == free
     pool.pages.free(pages)
+    with pytest.raises(errors.BadArgumentError):
+        pool.pages.free(pages)
     assert_holds(sequence)
 
 

@@ -148,14 +148,13 @@ static void test_rebuild_when_cut(void) {
     const char *path = test_path("guard");
     cxlkv_pool *pool = test_pool(path, 64);
     cxlkv_sequence *hurt = filled(pool);
-    int status;
-    pid_t child = fork();
+    pid_t child = test_fork();
     if (child == 0) {
         CHECK(host_lock(pool) == 0);
         rewrite_begin(pool, 3);
         kill(getpid(), SIGKILL);
     }
-    CHECK(waitpid(child, &status, 0) == child);
+    test_ended(child, SIGKILL);
     cut(path, 4096);
     cxlkv_stats stats = test_stats(pool);
     CHECK(stats.rebuilds == 1 && stats.pages_free == 0);

@@ -89,8 +89,7 @@ static int read_sealed(superblock block, uint64_t file_bytes) {
 }
 
 static void test_superblock(cxlkv_pool *pool) {
-    superblock good;
-    memcpy(&good, pool->region.base, sizeof(good));
+    const superblock good = *(const superblock *)pool->region.base;
     uint64_t bytes = pool->geometry.region_bytes;
     CHECK(read_back(&good, bytes) == 0);
     CHECK(read_back(&good, bytes - 1) == -CXLKV_E_TRUNCATED);
@@ -110,8 +109,7 @@ static void test_superblock(cxlkv_pool *pool) {
     } while (0)
 
 static void test_hostile_numbers(cxlkv_pool *pool) {
-    superblock good;
-    memcpy(&good, pool->region.base, sizeof(good));
+    const superblock good = *(const superblock *)pool->region.base;
     CHECK(read_sealed(good, pool->geometry.region_bytes) == 0);
     REFUSED(bad.group_count = 0);
     REFUSED(bad.group_count = 2);
@@ -149,9 +147,8 @@ static void test_hostile_numbers(cxlkv_pool *pool) {
 /* An unknown feature is refused before anything is stored, by name, but where it is one that may be
  * unknown; and who only looks may lack those of writers. */
 static void test_unknown_features(cxlkv_pool *pool) {
-    superblock good;
+    const superblock good = *(const superblock *)pool->region.base;
     pool_facts facts;
-    memcpy(&good, pool->region.base, sizeof(good));
     for (int word = 0; word < FEATURE_WORDS; word++)
         for (int bit = 0; bit < 64; bit++) {
             static const uint64_t known[FEATURE_WORDS] = FEATURES_KNOWN;
@@ -176,8 +173,7 @@ static void test_unknown_features(cxlkv_pool *pool) {
 
 /* So many extents that the size of the region wraps round and seems to fit into the file. */
 static void test_sizes_that_wrap(cxlkv_pool *pool) {
-    superblock bad;
-    memcpy(&bad, pool->region.base, sizeof(bad));
+    superblock bad = *(const superblock *)pool->region.base;
     cxlkv_layout layout = {.layers = 1024, .kv_heads = 1024, .head_dim = 4096,
                            .value_head_dim = 4096, .page_tokens = 1024, .dtype = CXLKV_FLOAT32,
                            .checksum = 1, .shard = {0, 1, 0, 1}, .group_count = 1};

@@ -1,6 +1,7 @@
 /* Goal: no page is lost, given twice or scattered without need. Method: random alloc and free,
  * first mostly taking and then mostly giving back, against a map of who has what; each free slot of
- * the map holds a sentinel, each taken one the id of its batch (after TigerBeetle's node_pool). */
+ * the map holds a sentinel, each taken one the id of its batch (after TigerBeetle's node_pool).
+ * Wrong frees are tests/test_bad_input.py's. */
 #include "check.h"
 
 enum { BATCHES_MAX = 512, STEPS = 4000, SENTINEL = 0 };
@@ -88,29 +89,6 @@ static void test_runs_stay_together(void) {
     cxlkv_pool_destroy(&pool);
 }
 
-static void test_wrong_frees_change_nothing(void) {
-    cxlkv_pool *pool = test_pool(NULL, 64);
-    uint64_t marks[TEST_PAGE_TOKENS];
-    uint32_t pages[3], own;
-    CHECK(cxlkv_pages_alloc(pool, 3, pages) == 3);
-    cxlkv_sequence *sequence = test_written(pool, marks, 1, TEST_PAGE_TOKENS);
-    CHECK(cxlkv_sequence_pages(sequence, &own, 1) == 1);
-    uint64_t free_pages = test_stats(pool).pages_free;
-    uint32_t twice[2] = {pages[0], pages[0]}, foreign[2] = {pages[1], own};
-    uint32_t outside[2] = {pages[2], UINT32_MAX};
-    CHECK(cxlkv_pages_free(pool, 2, twice) == -CXLKV_E_ARGUMENT);
-    CHECK(cxlkv_pages_free(pool, 2, foreign) == -CXLKV_E_ARGUMENT);
-    CHECK(cxlkv_pages_free(pool, 2, outside) == -CXLKV_E_ARGUMENT);
-    CHECK(test_stats(pool).pages_free == free_pages);
-    CHECK(cxlkv_pages_free(pool, 3, pages) == 3);
-    CHECK(cxlkv_pages_free(pool, 3, pages) == -CXLKV_E_ARGUMENT);
-    CHECK(test_verify_all(sequence, marks, TEST_PAGE_TOKENS) == 0);
-    cxlkv_sequence_destroy(&sequence);
-    test_clean(pool);
-    CHECK(test_stats(pool).pages_free == test_stats(pool).pages_total);
-    cxlkv_pool_destroy(&pool);
-}
-
 /* ---- where two hosts share the pool: pages that the other one reads in place stay ---- */
 
 enum { SHARED_PAGES = 96, PINNED_PAGES = 40 };
@@ -190,6 +168,5 @@ int main(void) {
     test_what_others_read_is_withdrawn();
     test_against_a_map();
     test_runs_stay_together();
-    test_wrong_frees_change_nothing();
     return 0;
 }

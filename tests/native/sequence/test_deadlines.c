@@ -56,10 +56,10 @@ static cxlkv_sequence *hit_for(cxlkv_pool *pool, const uint8_t *key, double leas
 /* A hit that a call works on when it ends keeps its pages, and loses them at the next look. */
 static void check_hits(void) {
     cxlkv_pool *pool = test_pool(NULL, 64);
-    cxlkv_sequence *source, *hits[4];
+    cxlkv_sequence *hits[4];
     const uint8_t key[16] = {7};
-    const uint64_t marks[TEST_PAGE_TOKENS] = {1, 2, 3, 4};
-    source = test_sequence(pool, marks, TEST_PAGE_TOKENS);
+    uint64_t marks[TEST_PAGE_TOKENS];
+    cxlkv_sequence *source = test_written(pool, marks, 1, TEST_PAGE_TOKENS);
     CHECK(cxlkv_publish(source, 1, TEST_PAGE_TOKENS, key, 0) == 1);
     for (int i = 3; i >= 0; i--) hits[i] = hit_for(pool, key, i < 3 ? 1e-9 : 1000.0);
     CHECK(pool->deadlines.count >= 1 && hits[3]->deadline_place);

@@ -10,10 +10,6 @@
 
 #include "worker/request.h"
 
-#ifndef REQUEST_CORPUS
-#define REQUEST_CORPUS "."
-#endif
-
 static void demand(bool claim, const char *what) {
     if (claim) return;
     fprintf(stderr, "a request was accepted with a wrong %s\n", what);
