@@ -19,7 +19,7 @@ from cxlkv.errors import BadArgumentError
 
 def poison(path: str | os.PathLike[str], offset: int) -> int:
     """From the machine's page that begins at or behind `offset` on, loads from a pool's file raise
-    SIGBUS, as from poisoned memory: the file ends there. Returns its old length, for restore()."""
+    SIGBUS, as from poisoned memory: the file ends there. Returns its old length."""
     first = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
     before = os.stat(path).st_size
     if not 0 <= first < before:
@@ -35,11 +35,6 @@ def truncated(path: str | os.PathLike[str], part: float) -> int:
     before = os.stat(path).st_size
     os.truncate(path, max(4096, int(before * part)))
     return before
-
-
-def restore(path: str | os.PathLike[str], size: int) -> None:
-    """Give a file its length back: zeros where the fault was."""
-    os.truncate(path, size)
 
 
 @contextmanager

@@ -134,17 +134,18 @@ def found_tools(size: Size, folder: Path, notes: list[str]) -> dict[str, Tool]:
 def _output(command: list[str]) -> str:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, check=True, env=_plain_words()
+            command,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+            env={**os.environ, "LC_ALL": "C"},
         )
     except FileNotFoundError as error:
         raise UnsupportedError(f"{command[0]} is not installed") from error
     except (OSError, subprocess.SubprocessError) as error:
         raise UnsupportedError(f"{command[0]} does not work here: {error}") from error
     return done.stdout
-
-
-def _plain_words() -> dict[str, str]:
-    return {**os.environ, "LC_ALL": "C"}
 
 
 def _number(command: list[str], pattern: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from cxlkv.bench.result import Result
 from cxlkv.pool import CXLPool
 from cxlkv.tiers.local import LocalTier
 
-HUGE_BYTES = 2 << 20
-
 
 @dataclass(frozen=True, kw_only=True)
 class Size(Shape):
@@ -31,18 +28,6 @@ class Size(Shape):
     batch_units: int = 256
     threads: tuple[int, ...] = (1, 2)
     rounds: int = 7
-
-
-class Local:
-    """As much of this process's own memory as a local tier takes, got and touched as it does."""
-
-    def __init__(self, size: int):
-        self._map = mmap.mmap(-1, size + HUGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_HUGEPAGE)
-        whole = np.frombuffer(self._map, np.uint8)
-        first = -whole.ctypes.data % HUGE_BYTES
-        self.bytes = whole[first : first + size]
-        self.bytes[::4096] = 1
 
 
 def run(result: Result, size: Size = Size()) -> None:
@@ -71,10 +56,11 @@ def _measure_moves(result: Result, pool: CXLPool, path: Path, size: Size, checks
     units = (ids[:, None] * size.layers + np.arange(size.layers)).ravel()
     units = np.random.default_rng(4).permutation(units)
     total = pool.layout.token_bytes * size.tokens
-    mapped, local = Mapped(pool, path, size), Local(total)
+    mapped = Mapped(pool, path, size)
     offsets = _offsets(mapped, units)
     name = "crc" if checksum else "plain"
-    with LocalTier(pool, total) as tier:
+    # This process's own memory, got and touched as a local tier's is.
+    with LocalTier(pool, total) as tier, loops.memory_taken(total) as local:
         for threads in size.threads:
             pool.set_threads(threads)
 
@@ -89,8 +75,8 @@ def _measure_moves(result: Result, pool: CXLPool, path: Path, size: Size, checks
             part = total // threads
             firsts = np.arange(threads, dtype=np.uint64) * part
             with ThreadPoolExecutor(threads) as workers:
-                flat = loops.Gather(workers, threads, local.bytes, mapped.bytes, firsts, part)
-                runs = loops.Gather(workers, threads, local.bytes, mapped.bytes, offsets)
+                flat = loops.Gather(workers, threads, local, mapped.bytes, firsts, part)
+                runs = loops.Gather(workers, threads, local, mapped.bytes, offsets)
                 functions: dict[str, Callable[[], object]]
                 functions = {"move": move, "memcpy_flat": flat, "memcpy_runs": runs}
                 samples = interleave(functions, size.rounds)

@@ -60,7 +60,10 @@ class Mapped:
 def run(result: Result, size: Size = Size(), threads: int = 1) -> None:
     """Metrics append_*, fetch_*, memcpy_* in GB/s of K and V; CRC off and on, and append without
     sketches, which are made when a page is complete."""
-    result.notes.append(working_set_note(size))
+    result.notes.append(
+        f"transfer: {size.layout.token_bytes * size.tokens >> 20} MiB of K and V, {CALL_PAGES} "
+        "pages a call, prefaulted, one thread"
+    )
     capacity = int(size.layout.token_bytes * size.tokens * 1.2) + (256 << 20)
     for name in ("plain", "crc", "no_sketches"):
         with pool_in_file(
@@ -202,12 +205,3 @@ class Fetches:
             if not all(np.array_equal(a, b) for a, b in zip(got, self.flat, strict=True)):
                 return False
         return True
-
-
-def working_set_note(size: Size) -> str:
-    """What was moved, for the result's notes."""
-    kv_bytes = size.tokens * size.layers * size.kv_heads * size.head_dim * 4
-    return (
-        f"transfer: {kv_bytes >> 20} MiB of K and V, {CALL_PAGES} pages a call, prefaulted, "
-        f"one thread"
-    )

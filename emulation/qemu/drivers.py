@@ -15,8 +15,8 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from cxlkv.emulation.qemu.guest.answering import SEEDS, STEPS, answers_alone
@@ -287,15 +287,6 @@ NO_PROOF = (
 )
 
 
-@contextmanager
-def hosting(image: Image, name: str) -> Iterator[Host]:
-    host = Host(image, FOLDER / "run" / name)
-    try:
-        yield host
-    finally:
-        host.close()
-
-
 def main(names: list[str]) -> int:
     unknown = sorted(set(names) - set(SCENARIOS))
     if unknown:
@@ -323,7 +314,7 @@ def run(image: Image, name: str) -> list[str]:
     """Its parts: those that its guests told, or itself."""
     print(f"{name}: {inspect.getdoc(SCENARIOS[name])}", flush=True)
     failure = ""
-    with hosting(image, name) as host:
+    with closing(Host(image, FOLDER / "run" / name)) as host:
         try:
             SCENARIOS[name](host)
         except Failed as error:

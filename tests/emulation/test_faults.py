@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,7 @@ def test_poison(path: Path) -> None:
         with pytest.raises(PoisonError, match="bus error"):
             sequence.fetch(0)
         assert pool.stats()["pages_retired"] > 0
-        faults.restore(path, before)
+        os.truncate(path, before)  # zeros where the fault was
         assert path.stat().st_size == before
         sequence.release()
     for offset in (-4096, before, 1 << 40):
