@@ -21,16 +21,14 @@ import pytest
 
 from cxlkv import Batch, Budget, CXLPool, KVLayout, LayerGroup, PoolFullError, Sequence
 from cxlkv.arrays import Floats
-from cxlkv.errors import BadArgumentError, ClosedError, StaleError
-from cxlkv.prefix import prefix_keys
+from cxlkv.errors import BadArgumentError, ClosedError
 
 from .support import reference
+from .support.texts import DIM, HEADS, SMALL, append, grown, numbers, verify
 from .support.threads import run_all
+from .support.walks import FAMILIES, TOKENS_MAX, WEIGHTS, TextWalk, keys_of
 
-LAYERS, HEADS, DIM, PAGE_TOKENS = 2, 2, 8, 4
-LAYOUT = KVLayout(
-    layers=LAYERS, kv_heads=HEADS, head_dim=DIM, page_tokens=PAGE_TOKENS, dtype="float32"
-)
+LAYERS, PAGE_TOKENS = SMALL.layers, SMALL.page_tokens
 WINDOW = 14
 WITH_WINDOW = KVLayout.of(
     [
@@ -39,31 +37,11 @@ WITH_WINDOW = KVLayout.of(
     ],
     page_tokens=PAGE_TOKENS,
 )
-FAMILIES = 10  # texts that all threads publish and match
-FAMILY_TOKENS = 5 * PAGE_TOKENS
-TOKENS_MAX = 60
 USABLE_PAGES = 120  # full now and then
 THREADS = 6
 
-Ids = list[int]
 
-
-def numbers(ids: Ids, layer: int, kind: int) -> Floats:
-    """[tokens, HEADS, DIM], whole numbers from -4 to 4: K is kind 0, V kind 1."""
-    place = np.arange(HEADS * DIM, dtype=np.uint64) + np.uint64(1000 * layer + 100 * kind)
-    word = np.array(ids, np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15)
-    word = (word + place * np.uint64(0x94D049BB133111EB)) >> np.uint64(7)
-    word = (word ^ (word >> np.uint64(29))) * np.uint64(0xD6E8FEB86659FD93)
-    mixed = ((word >> np.uint64(40)) % np.uint64(9)).astype(np.float32) - 4
-    return mixed.reshape(-1, HEADS, DIM)
-
-
-def write(sequence: Sequence, ids: Ids) -> None:
-    for layer in range(LAYERS):
-        sequence.append(layer, numbers(ids, layer, 0), numbers(ids, layer, 1))
-
-
-def padded(ids: Ids, layer: int, kind: int) -> Floats:
+def padded(ids: list[int], layer: int, kind: int) -> Floats:
     """What fetch() gives: [HEADS, pages, PAGE_TOKENS, DIM], zero behind the last token."""
     pages = -(-len(ids) // PAGE_TOKENS)
     rows = np.zeros((pages * PAGE_TOKENS, HEADS, DIM), np.float32)
@@ -71,26 +49,15 @@ def padded(ids: Ids, layer: int, kind: int) -> Floats:
     return rows.transpose(1, 0, 2).reshape(HEADS, pages, PAGE_TOKENS, DIM)
 
 
-def check_contents(sequence: Sequence, ids: Ids) -> None:
-    """Reads all that `sequence` holds; of a layer with a window, what the next token sees."""
-    assert len(sequence) == len(ids)
-    for layer, window in enumerate(sequence._layout.windows):
-        if window is not None:
-            check_scores(sequence, ids, Random(len(ids)), layer)
-            continue
-        for kind, got in enumerate(sequence.fetch(layer)):
-            np.testing.assert_array_equal(np.asarray(got), padded(ids, layer, kind))
-
-
 def queries_of(random: Random) -> Floats:
     seed = random.getrandbits(32)
     return np.random.default_rng(seed).integers(-2, 3, (2 * HEADS, DIM)).astype(np.float32)
 
 
-def check_scores(sequence: Sequence, ids: Ids, random: Random, layer: int) -> None:
+def check_scores(sequence: Sequence, ids: list[int], random: Random, layer: int) -> None:
     """select and attend over its choice, of the next token, against the reference."""
     sequence, ids = sequence.fork(), [*ids, 3]
-    write(sequence, ids[-1:])
+    append(sequence, ids[-1:])
     q, top, window = queries_of(random), 1 + random.randrange(4), sequence._layout.windows[layer]
     keys, values = numbers(ids, layer, 0), numbers(ids, layer, 1)
     starts = np.array([0, 1], np.int32)
@@ -130,114 +97,57 @@ def _quick_switches() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-@dataclass
-class Walker:
-    """One thread: random operations on sequences of its own, each with the ids it must hold."""
+# Beside what any walk over texts does.
+OWN_WEIGHTS = {"fork_common": 4, "score": 10, "hand_over": 6, "drop": 3, "stats": 3, "audit": 2}
+OWN_WEIGHTS |= {"set_threads": 1}
 
-    pool: CXLPool
-    random: Random
-    common: list[tuple[Sequence, Ids]]  # forked by all threads, written by none
-    live: list[tuple[Sequence, Ids]] = field(default_factory=list)
-    seen: Counter[str] = field(default_factory=Counter)
 
-    OPERATIONS = (
-        ("append", 26), ("fork", 10), ("fork_common", 4), ("fetch", 12), ("score", 10),
-        ("truncate", 8), ("publish", 8), ("match", 12), ("forget", 3), ("hand_over", 6),
-        ("release", 12), ("drop", 3), ("stats", 3), ("check", 2), ("set_threads", 1),
-    )  # fmt: skip
+class Walker(TextWalk):
+    """One thread, on sequences of its own; common: forked by all threads, written by none."""
+
+    LIVE_MAX = 6
+    LEASES_S = (100, 100, 100, 1e-9)
+
+    def __init__(
+        self, pool: CXLPool, random: Random, common: list[tuple[Sequence, list[int]]]
+    ) -> None:
+        super().__init__(pool, random, **OWN_WEIGHTS)
+        self.common = common
 
     def walk(self, operations: int) -> None:
-        names, weights = zip(*self.OPERATIONS, strict=True)
-        for name in self.random.choices(names, weights, k=operations):
-            try:
-                getattr(self, name)()
-                self.seen[name] += 1
-            except PoolFullError:
-                self.seen["full"] += 1
-                self.release()
-            while len(self.live) > 6:
-                self.release()
-        while self.live:
-            with contextlib.suppress(PoolFullError):  # to look into a window takes a page
-                check_contents(*self.live[-1])
-            self.live.pop()[0].release()
+        for _ in range(operations):
+            self.step()
+        self.finish()
 
-    def pick(self) -> tuple[Sequence, Ids]:
-        if not self.live:
-            self.live.append((self.pool.sequence(), []))
-        return self.random.choice(self.live)
-
-    def append(self) -> None:
-        if len(self.live) < 3:
-            self.live.append((self.pool.sequence(), []))
-        sequence, ids = self.pick()
-        more = [self.random.getrandbits(60) for _ in range(self.random.randrange(1, 12))]
-        if len(ids) + len(more) > TOKENS_MAX:
+    def check(self, sequence: Sequence, ids: list[int]) -> None:
+        """Of a layer with a window, what the next token sees."""
+        if self.pool.layout != WITH_WINDOW:
+            verify(sequence, ids)
             return
-        write(sequence, more)
-        ids += more
-
-    def fork(self) -> None:
-        sequence, ids = self.pick()
-        self.live.append((sequence.fork(), list(ids)))
+        assert len(sequence) == len(ids)
+        for layer in range(LAYERS):
+            with contextlib.suppress(PoolFullError):  # to look into a window takes a page
+                check_scores(sequence, ids, self.random, layer)
 
     def fork_common(self) -> None:
         sequence, ids = self.random.choice(self.common)
         self.live.append((sequence.fork(), list(ids)))
-
-    def fetch(self) -> None:
-        check_contents(*self.pick())
 
     def score(self) -> None:
         sequence, ids = self.random.choice([*self.live, *self.common])
         check_scores(sequence, ids, self.random, self.random.randrange(LAYERS))
 
     def truncate(self) -> None:
-        sequence, ids = self.pick()
-        kept = self.random.randrange(len(ids) + 1)
         try:
-            sequence.truncate(kept)
+            super().truncate()
         except BadArgumentError:
             self.seen["behind the window"] += 1
-            check_contents(sequence, ids)
-            return
-        del ids[kept:]
-
-    def family(self) -> Ids:
-        first = 1000 * self.random.randrange(FAMILIES)
-        return list(range(first, first + FAMILY_TOKENS))
-
-    def publish(self) -> None:
-        ids, sequence = self.family(), self.pool.sequence()
-        write(sequence, ids)
-        self.seen["published"] += self.pool.publish_prefix(sequence, ids)
-        sequence.release()
-
-    def match(self) -> None:
-        ids = self.family()
-        with self.pool.match_prefix(ids, lease_s=self.random.choice((100, 100, 100, 1e-9))) as hit:
-            found = ids[: hit.tokens]
-            try:
-                sequence = hit.sequence()
-            except StaleError:
-                self.seen["lease ended"] += 1
-                return
-        self.seen["hit"] += bool(found)
-        self.live.append((sequence, found))
-        check_contents(sequence, found)
-
-    def forget(self) -> None:
-        self.seen["forgotten"] += self.pool.forget(prefix_keys(self.family(), PAGE_TOKENS))
+            for sequence, ids in self.live:
+                self.check(sequence, ids)
 
     def hand_over(self) -> None:
         sequence, ids = self.pick()
-        adopted = self.pool.adopt(sequence.handle)
-        self.live.append((adopted, list(ids)))
-
-    def release(self) -> None:
-        if self.live:
-            sequence, _ = self.live.pop(self.random.randrange(len(self.live)))
-            sequence.release()
+        self.live.append((self.pool.adopt(sequence.handle), list(ids)))
 
     def drop(self) -> None:
         """Without release(): the collector does it, in whichever thread it runs."""
@@ -247,7 +157,7 @@ class Walker:
     def stats(self) -> None:
         assert_adds_up(self.pool)
 
-    def check(self) -> None:
+    def audit(self) -> None:
         report = self.pool.admin.check(deep=self.random.random() < 0.5)
         assert report["clean"], report["problems"]
 
@@ -262,24 +172,16 @@ def assert_adds_up(pool: CXLPool) -> dict[str, int]:
     return stats
 
 
-def make_common(pool: CXLPool) -> list[tuple[Sequence, Ids]]:
-    """A whole number of pages, and one with a tail that all forks share at first."""
-    made = []
-    for tokens in (8, 10):
-        sequence, ids = pool.sequence(), [1 << 50 | i for i in range(tokens)]
-        write(sequence, ids)
-        made.append((sequence, ids))
-    return made
-
-
 def walkers(pool: CXLPool, seed: int, threads: int = THREADS) -> list[Walker]:
-    common = make_common(pool)
+    """With a whole number of pages, and one with a tail that all forks share at first."""
+    texts = [[1 << 50 | i for i in range(tokens)] for tokens in (8, 10)]
+    common = [(grown(pool, ids), ids) for ids in texts]
     return [Walker(pool, Random(f"{seed}-{i}"), common) for i in range(threads)]
 
 
 @pytest.mark.parametrize(
     ("layout", "checksum"),
-    [(LAYOUT, True), (LAYOUT, False), (WITH_WINDOW, True)],
+    [(SMALL, True), (SMALL, False), (WITH_WINDOW, True)],
     ids=["checksums", "none", "a window"],
 )
 def test_random_work_agrees_with_plain_lists(
@@ -292,16 +194,22 @@ def test_random_work_agrees_with_plain_lists(
         run_all([partial(one.walk, operations // THREADS) for one in crew])
         seen = sum((one.seen for one in crew), Counter[str]())
         print(dict(seen))
-        wanted = [name for name, _ in Walker.OPERATIONS]
-        for what in (*wanted, "full", "hit", "published", "forgotten", "lease ended"):
+        for what in (
+            *WEIGHTS,
+            *OWN_WEIGHTS,
+            "full",
+            "hit",
+            "published",
+            "forgotten",
+            "lease ended",
+        ):
             assert seen[what], what
         assert bool(seen["behind the window"]) == (layout is WITH_WINDOW)
         for sequence, ids in crew[0].common:
-            check_contents(sequence, ids)
+            crew[0].check(sequence, ids)
             sequence.release()
-        for family in range(FAMILIES):
-            ids = [1000 * family + i for i in range(FAMILY_TOKENS)]
-            pool.forget(prefix_keys(ids, PAGE_TOKENS))
+        for family in range(1, FAMILIES + 1):
+            pool.forget(keys_of(family))
         stats = assert_adds_up(pool)
         assert stats["sequences"] == sum(1 for _ in crew[0].common)
         assert (stats["pages_free"], stats["pages_held"]) == (USABLE_PAGES, len(ballast))
@@ -311,7 +219,7 @@ def test_random_work_agrees_with_plain_lists(
 
 def test_closing_under_threads_that_work(seed: int, path: str) -> None:
     """Each of them gets ClosedError from whatever it does then; nothing of the pool is lost."""
-    pool = CXLPool.create(path, layout=LAYOUT, capacity="3MiB")
+    pool = CXLPool.create(path, layout=SMALL, capacity="3MiB")
     ballast = pool.pages.alloc(pool.stats()["pages_total"] - USABLE_PAGES)
     del ballast  # ids only: the close gives them back
     crew = walkers(pool, seed, THREADS - 1)
@@ -342,7 +250,7 @@ def test_closing_under_threads_that_work(seed: int, path: str) -> None:
 # ---- one sequence: many readers, one writer ----
 
 
-State = list[Ids]  # the ids of each sequence of a batch, in one layer
+State = list[list[int]]  # the ids of each sequence of a batch, in one layer
 
 
 class Writer:
@@ -507,7 +415,7 @@ def test_readers_see_what_was_before_or_after_a_write(
     run_all([partial(writer.run, len(readers)), *(reader.run for reader in readers)])
     print([dict(reader.seen) for reader in readers], len(writer.states[0]))
     for sequence, ids in zip(sequences, writer.states[-1][-1], strict=True):
-        check_contents(sequence, ids)
+        verify(sequence, ids)
 
 
 def test_one_batch_of_two_writers(pool: CXLPool, seed: int) -> None:

@@ -20,9 +20,9 @@ from cxlkv.ops.cli import app
 from tests.support.stopping import stop
 
 from ..support.damaging import change_byte, poke
-from ..support.pool_worker import PAGE_TOKENS, verify
+from ..support.texts import SMALL, verify
 from ..support.waiting import until
-from .test_hosts import LAYOUT, TOKENS, Hosts, found, ids, publish, text, write
+from .test_hosts import PAGE_TOKENS, TOKENS, Hosts, found, publish, text, write
 from .test_hosts import hosts as hosts
 from .test_hosts_failing import SHORT_LEASE_S, Remote
 
@@ -95,7 +95,7 @@ def test_who_cannot_be_fenced(pool: CXLPool, number: int, text: str) -> None:
 
 def test_one_host_has_no_others(make_pool: object) -> None:
     with (
-        CXLPool.create("anonymous:", layout=LAYOUT, capacity="4MiB") as alone,
+        CXLPool.create("anonymous:", layout=SMALL, capacity="4MiB") as alone,
         pytest.raises(BadArgumentError, match="there are no others"),
     ):
         alone.admin.hosts()
@@ -171,7 +171,7 @@ def damage(pool: CXLPool, page: int, offset: int) -> None:
 
 def test_a_damaged_descriptor_is_mended_from_the_record(pool: CXLPool) -> None:
     publish(pool, 3)
-    pages = pool.match_prefix(ids(3)).sequence().pages
+    pages = pool.match_prefix(text(3)).sequence().pages
     damage(pool, int(pages[2]), 30)
     assert found(pool, 3) == 8, "the chain ends before it"
     assert not pool.admin.check()["clean"]
@@ -194,7 +194,7 @@ def test_a_held_page_is_left_alone(hosts: Hosts, pool: CXLPool) -> None:
 def test_a_published_page_with_changed_bytes_is_forgotten(pool: CXLPool) -> None:
     publish(pool, 3)
     geometry = geometry_of(pool)
-    with pool.match_prefix(ids(3)) as hit:
+    with pool.match_prefix(text(3)) as hit:
         page = int(hit.sequence().pages[3])
     extent, slot = divmod(page, geometry["slab_slots"])
     first = geometry["extents_offset"] + extent * geometry["extent_bytes"]

@@ -24,11 +24,11 @@ from cxlkv.prefix import content_keys, prefix_keys
 
 from ..conftest import audit
 from ..support.forking import child_beside, in_child
-from ..support.pool_worker import LAYERS, PAGE_TOKENS, Segments, token_numbers, verify
 from ..support.sharing import shared
+from ..support.texts import SMALL, append, grown, verify
 from ..support.waiting import until
 
-LAYOUT = KVLayout(layers=LAYERS, kv_heads=2, head_dim=8, page_tokens=PAGE_TOKENS, dtype="float32")
+PAGE_TOKENS = SMALL.page_tokens
 CAPACITY_BYTES = (2 << 20) + (500 << 10)  # 272 pages in 17 extents
 TOKENS = 5 * PAGE_TOKENS
 HOSTS = 4
@@ -92,7 +92,7 @@ def make(
 ) -> CXLPool:
     return CXLPool.create(
         path,
-        layout=LAYOUT,
+        layout=SMALL,
         capacity=capacity,
         checksum=checksum,
         sharing=sharing,
@@ -105,29 +105,21 @@ def make(
 
 
 def write(pool: CXLPool, seed: int, tokens: int = TOKENS) -> Sequence:
-    sequence = pool.sequence()
-    for layer in range(LAYERS):
-        k, v = (token_numbers(text(seed, tokens), layer, kind) for kind in (0, 1))
-        sequence.append(layer, k, v)
-    return sequence
+    return grown(pool, text(seed, tokens))
 
 
-def text(seed: int, tokens: int = TOKENS) -> Segments:
-    return [(seed, tokens)]
-
-
-def ids(seed: int) -> list[int]:
-    return [seed * 1000 + i for i in range(TOKENS)]
+def text(seed: int, tokens: int = TOKENS) -> range:
+    return range(seed * 1000, seed * 1000 + tokens)
 
 
 def publish(pool: CXLPool, seed: int) -> None:
     sequence = write(pool, seed)
-    assert pool.publish_prefix(sequence, ids(seed)) == TOKENS // PAGE_TOKENS
+    assert pool.publish_prefix(sequence, text(seed)) == TOKENS // PAGE_TOKENS
     sequence.release()
 
 
 def forget(pool: CXLPool, seed: int) -> int:
-    return pool.forget(prefix_keys(ids(seed), PAGE_TOKENS))
+    return pool.forget(prefix_keys(text(seed), PAGE_TOKENS))
 
 
 def write_soon(pool: CXLPool, seed: int, tokens: int = TOKENS) -> Sequence:
@@ -143,8 +135,8 @@ def write_soon(pool: CXLPool, seed: int, tokens: int = TOKENS) -> Sequence:
 
 def found(pool: CXLPool, seed: int) -> int:
     """How many tokens of the text are found; what is found is read and compared."""
-    with pool.match_prefix(ids(seed)) as hit:
-        verify(hit.sequence(), text(seed, hit.tokens) if hit.tokens else [])
+    with pool.match_prefix(text(seed)) as hit:
+        verify(hit.sequence(), text(seed, hit.tokens))
         return hit.tokens
 
 
@@ -178,21 +170,21 @@ def test_tails_are_found_by_others(hosts: Hosts) -> None:
     owner, other = hosts.open(0), hosts.open(1)
     sequence = write(owner, 1)
     cut = TOKENS - 1
-    assert owner.publish_prefix(sequence, ids(1)[:cut], tail=True) == TOKENS // PAGE_TOKENS
+    assert owner.publish_prefix(sequence, text(1)[:cut], tail=True) == TOKENS // PAGE_TOKENS
     sequence.release()
     assert found(other, 1) == found(owner, 1) == cut
     assert other.stats()["pages_borrowed"] == 0
-    with other.match_prefix(ids(1)) as hit:
+    with other.match_prefix(text(1)) as hit:
         taken = hit.sequence()  # full pages are read in place, the tail was copied
     assert other.stats()["pages_borrowed"] == TOKENS // PAGE_TOKENS - 1
-    tail = prefix_keys(ids(1)[:cut], PAGE_TOKENS, tail=True)[-1:]
+    tail = prefix_keys(text(1)[:cut], PAGE_TOKENS, tail=True)[-1:]
     assert owner.forget(tail) == 1
     assert owner.stats()["pages_withdrawn"] == 0, "nobody reads it"
     verify(taken, text(1, cut))
     taken.release()
     assert found(other, 1) == TOKENS - PAGE_TOKENS
     shorter = write(other, 1, TOKENS - 2)
-    assert other.publish_prefix(shorter, ids(1)[: TOKENS - 2], tail=True) == 1
+    assert other.publish_prefix(shorter, text(1)[: TOKENS - 2], tail=True) == 1
     shorter.release()
     assert found(owner, 1) == TOKENS - 2
 
@@ -201,10 +193,10 @@ def test_a_tail_that_another_host_forgot(hosts: Hosts) -> None:
     owner, other = hosts.open(0), hosts.open(1, 3600.0)  # follows when it matches
     for _ in range(3):
         sequence = write(owner, 1, TOKENS - 1)
-        owner.publish_prefix(sequence, ids(1)[: TOKENS - 1], tail=True)
+        owner.publish_prefix(sequence, text(1)[: TOKENS - 1], tail=True)
         sequence.release()
         assert found(other, 1) == TOKENS - 1
-        assert owner.forget(prefix_keys(ids(1)[: TOKENS - 1], PAGE_TOKENS, tail=True)) == 5
+        assert owner.forget(prefix_keys(text(1)[: TOKENS - 1], PAGE_TOKENS, tail=True)) == 5
         publish(owner, 2)  # takes the pages
         assert found(other, 1) == 0
         forget(owner, 2)
@@ -214,7 +206,7 @@ def test_pins_are_of_one_host_and_of_its_own_pages(hosts: Hosts) -> None:
     owner, other = hosts.open(0), hosts.open(1)
     publish(owner, 1)
     assert found(other, 1) == TOKENS
-    keys = prefix_keys(ids(1), PAGE_TOKENS)
+    keys = prefix_keys(text(1), PAGE_TOKENS)
     assert other.admin.pin(keys) == 0
     assert not other.pages.evictable().any()
     assert owner.pages.evictable().sum() == len(keys)
@@ -229,14 +221,14 @@ def test_pins_are_of_one_host_and_of_its_own_pages(hosts: Hosts) -> None:
 def test_content_is_found_on_other_hosts_when_asked_for(hosts: Hosts) -> None:
     owner, other = hosts.open(0), hosts.open(1)
     sequence = write(owner, 1)
-    keys = content_keys(ids(1), PAGE_TOKENS)
+    keys = content_keys(text(1), PAGE_TOKENS)
     assert owner.publish(sequence, keys, PAGE_TOKENS, strict=False) == len(keys)
     assert found(other, 1) == 0
     with other.match(keys, strict=False) as hit:
         assert (hit.tokens, hit.strict) == (TOKENS, False)
         taken = other.adopt(hit.handle)
     with pytest.raises(BadArgumentError, match="behind other text"):
-        other.publish_prefix(taken, ids(1))
+        other.publish_prefix(taken, text(1))
 
 
 def test_forgotten_by_another_host(hosts: Hosts) -> None:
@@ -255,7 +247,7 @@ def test_a_hit_keeps_its_pages_from_being_written_again(hosts: Hosts) -> None:
     owner, other = hosts.open(0), hosts.open(1)
     publish(owner, 1)
     pages = TOKENS // PAGE_TOKENS
-    with other.match_prefix(ids(1)) as hit:
+    with other.match_prefix(text(1)) as hit:
         sequence = hit.sequence()
         assert other.stats()["pages_borrowed"] == pages
         assert forget(owner, 1) == pages
@@ -296,9 +288,7 @@ def test_a_handle_of_unpublished_pages(hosts: Hosts) -> None:
     third = c.adopt(second.handle)
     second.release()
     verify(third, text(1, TOKENS + 2))
-    for layer in range(LAYERS):
-        k, v = (token_numbers(text(1, TOKENS + 6), layer, kind)[TOKENS + 2 :] for kind in (0, 1))
-        third.append(layer, k, v)
+    append(third, text(1, TOKENS + 6)[TOKENS + 2 :])
     verify(third, text(1, TOKENS + 6))
     third.release()
     until(lambda: a.stats()["pages_withdrawn"] == 0, "all have let go")
@@ -317,7 +307,7 @@ def test_a_handle_that_comes_too_late(hosts: Hosts) -> None:
 def test_a_fork_has_what_its_parent_borrowed(hosts: Hosts) -> None:
     owner, other = hosts.open(0), hosts.open(1)
     publish(owner, 1)
-    hit = other.match_prefix(ids(1))
+    hit = other.match_prefix(text(1))
     sequence = hit.sequence()
     in_child(partial(verify, sequence, text(1)))
     with child_beside(partial(verify, sequence, text(1))):  # when the block has ended
@@ -369,7 +359,7 @@ def test_what_a_host_leaves_behind(hosts: Hosts) -> None:
     seeds = range(1, 41)
     for seed in seeds:
         publish(a, seed)
-    before = b.match_prefix(ids(1))
+    before = b.match_prefix(text(1))
     a.close()
     kept = fill_up(b)
     assert b.stats()["pages_elsewhere"] == 0

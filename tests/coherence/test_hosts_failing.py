@@ -31,9 +31,10 @@ from tests.support.stopping import stop
 from ..conftest import audit
 from ..support.damaging import poke
 from ..support.forking import in_child
-from ..support.pool_worker import is_alive, token_numbers, verify
+from ..support.pool_worker import is_alive
 from ..support.processes import Child, python
 from ..support.states import host_states
+from ..support.texts import numbers, verify
 from ..support.waiting import until
 from .test_hosts import (
     HOSTS,
@@ -42,7 +43,6 @@ from .test_hosts import (
     fill_up,
     forget,
     found,
-    ids,
     make,
     publish,
     text,
@@ -109,7 +109,7 @@ def test_a_machine_that_dies_and_comes_back(hosts: Hosts) -> None:
     died = Remote(hosts.stack, hosts.path, 0)
     assert died.ask("[publish(pool, seed) for seed in range(1, 9)]")
     assert died.ask("kept := write(pool, 50)")
-    with other.match_prefix(ids(1)) as hit:
+    with other.match_prefix(text(1)) as hit:
         sequence = hit.sequence()
         died.kill()
         host_state(hosts.path, 0).unlink()
@@ -139,7 +139,7 @@ def test_a_host_that_stops_for_longer_than_its_lease(hosts: Hosts) -> None:
         publish(owner, seed)
     stopped = Remote(hosts.stack, hosts.path, 0)
     assert stopped.ask("publish(pool, 40), (own := write(pool, 50))")
-    assert stopped.ask("hits := [pool.match_prefix(ids(seed)) for seed in range(1, 11)]")
+    assert stopped.ask("hits := [pool.match_prefix(text(seed)) for seed in range(1, 11)]")
     assert stopped.ask("held := [hit.sequence() for hit in hits]")
     assert stopped.ask("[verify(s, text(i)) for i, s in enumerate(held, 1)][9]") == "None"
     stop(stopped.popen)
@@ -218,7 +218,7 @@ def test_a_process_that_becomes_another_program(hosts: Hosts) -> None:
     stays, owner = hosts.open(0, SHORT_LEASE_S), hosts.open(1)
     publish(owner, 1)
     leaves = Remote(hosts.stack, hosts.path, 0)
-    assert leaves.ask("hit := pool.match_prefix(ids(1))")
+    assert leaves.ask("hit := pool.match_prefix(text(1))")
     assert leaves.ask("own := write(pool, 2)")
     leaves.tell("os.execv('/bin/cat', ['cat'])")
     name = Path(f"/proc/{leaves.popen.pid}/comm")
@@ -239,7 +239,7 @@ def test_a_death_while_a_page_is_borrowed(hosts: Hosts, monkeypatch: pytest.Monk
     publish(owner, 1)
     at, size = line_offset(owner, 1, 0), owner.pages.geometry["host_block_bytes"]
     before = poke(hosts.path, at, b"", size)
-    with other.match_prefix(ids(1)):
+    with other.match_prefix(text(1)):
         pinned = poke(hosts.path, at, b"", size)
     words = [i for i in range(0, size, 8) if before[i : i + 8] != pinned[i : i + 8]]
     assert words
@@ -261,11 +261,11 @@ def test_a_published_page_that_was_changed(hosts: Hosts) -> None:
     owner, other = hosts.open(0), hosts.open(1)
     hosts.damaged = True
     publish(owner, 1)
-    piece = token_numbers(text(1), 1, 0)[:4, 0].tobytes()  # K of layer 1, page 0, head 0
+    piece = numbers(text(1), 1, 0)[:4, 0].tobytes()  # K of layer 1, page 0, head 0
     offset = Path(hosts.path).read_bytes().find(piece)
     assert offset > 0
     poke(hosts.path, offset + 5, bytes([piece[5] ^ 4]))
-    with other.match_prefix(ids(1)) as hit:
+    with other.match_prefix(text(1)) as hit:
         sequence = hit.sequence()
         sequence.fetch(0)
         with pytest.raises(CorruptError, match="the CRC of its K is wrong"):

@@ -25,15 +25,9 @@ from tests.support.stopping import stop
 from ..conftest import audit, pages_accounted
 from ..support.damaging import poke
 from ..support.lengths import nightly
-from ..support.pool_worker import (
-    FAMILIES,
-    FAMILY_TOKENS,
-    PAGE_TOKENS,
-    TAIL_END,
-    token_ids,
-    verify,
-)
 from ..support.storm import EVENTS, Process, run
+from ..support.texts import verify
+from ..support.walks import FAMILIES, FAMILY_TOKENS, PAGE_TOKENS, keys_of, token_ids
 from .test_hosts import make
 from .test_hosts_failing import LOCK_LINE, NAME_LINE, line_offset
 
@@ -64,9 +58,7 @@ def assert_accounted(stats: dict[str, int]) -> None:
 
 def assert_all_comes_back(path: str, seeds: list[int]) -> None:
     """Every host once more: what is published is forgotten, and then all pages are free."""
-    texts = [token_ids(seed) for seed in [*range(1, FAMILIES + 1), *seeds]]
-    keys = [prefix_keys(ids, PAGE_TOKENS) for ids in texts]
-    keys += [prefix_keys(ids[:TAIL_END], PAGE_TOKENS, tail=True)[-1:] for ids in texts]
+    keys = [keys_of(seed) for seed in [*range(1, FAMILIES + 1), *seeds]]
     with ExitStack() as stack:
         pools = [stack.enter_context(CXLPool.open(path, host=i, threads=1)) for i in range(HOSTS)]
         deadline = time.monotonic() + 30
@@ -119,7 +111,7 @@ def assert_readable(watchers: list[CXLPool], seeds: list[int]) -> None:
         for seed in seeds:
             with watcher.match_prefix(token_ids(seed)) as hit:
                 assert hit.tokens == FAMILY_TOKENS, f"{hit.tokens} tokens of {seed} are found"
-                verify(hit.sequence(), [(seed, FAMILY_TOKENS)])
+                verify(hit.sequence(), token_ids(seed))
 
 
 PATIENCE = 60

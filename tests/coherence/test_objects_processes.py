@@ -30,8 +30,6 @@ from ..support.lengths import nightly
 from ..support.object_worker import MOMENTS, NAMES, SIZE, named, verify
 from ..support.processes import Child
 
-WORKER = Path(__file__).parents[1] / "support/object_worker.py"
-
 
 class Kind(NamedTuple):
     """Of a pool, and on which hosts those who work on and those who are killed are."""
@@ -58,7 +56,8 @@ class Process(Child):
     """One of object_worker.py's commands, and what it says."""
 
     def __init__(self, command: str, path: str, *numbers: int, host: int = 0) -> None:
-        super().__init__(WORKER, command, path, *numbers, CXLKV_HOST=str(host))
+        words = ("-m", "tests.support.object_worker", command, path, *numbers)
+        super().__init__(*words, CXLKV_HOST=str(host))
 
     def seen_so_far(self) -> dict[str, int]:
         self.popen.send_signal(signal.SIGUSR1)

@@ -25,11 +25,11 @@ from cxlkv.prefix import content_keys, prefix_keys
 
 from ..support.forking import child_beside, in_child
 from ..support.lengths import nightly
-from ..support.pool_worker import token_numbers, verify
 from ..support.processes import Child, python
 from ..support.states import host_states
 from ..support.storm import EVENTS, Process, run
-from .test_hosts import LAYOUT, text, write
+from ..support.texts import SMALL, numbers, verify
+from .test_hosts import text, write
 
 TOKENS = 10
 CAPACITY_BYTES = (2 << 20) + (250 << 10)  # some 160 pages: full now and then
@@ -42,7 +42,7 @@ def pool_path(shm_path: Path) -> str:
 
 @pytest.fixture
 def pool(pool_path: str) -> Iterator[CXLPool]:
-    with CXLPool.create(pool_path, layout=LAYOUT, capacity="3MiB", threads=1) as made:
+    with CXLPool.create(pool_path, layout=SMALL, capacity="3MiB", threads=1) as made:
         yield made
 
 
@@ -55,7 +55,7 @@ def assert_holds(sequence: Sequence, seed: int) -> None:
 
 
 def k_and_v(seed: int, layer: int) -> tuple[Floats, Floats]:
-    return token_numbers(text(seed, TOKENS), layer, 0), token_numbers(text(seed, TOKENS), layer, 1)
+    return numbers(text(seed, TOKENS), layer, 0), numbers(text(seed, TOKENS), layer, 1)
 
 
 def assert_settled(path: str) -> dict[str, int]:
@@ -76,7 +76,7 @@ def test_four_processes_with_one_killed(
 ) -> None:
     """`operations`, and as many again until each event was seen: their mix is the scheduler's."""
     path, box = pool_path, tmp_path
-    CXLPool.create(path, layout=LAYOUT, capacity=CAPACITY_BYTES, threads=1).close()
+    CXLPool.create(path, layout=SMALL, capacity=CAPACITY_BYTES, threads=1).close()
     start = time.monotonic()
     with CXLPool.open(path, threads=1) as watcher:  # so that the host's counters outlive the rest
         seen, rounds = Counter[str](), 0
@@ -95,7 +95,7 @@ def test_four_processes_with_one_killed(
 def test_kills_at_random_instants(pool_path: str, tmp_path: Path, seed: int, kills: int) -> None:
     """Two work on while others are killed beside them, wherever they happen to be."""
     path, box = pool_path, tmp_path
-    CXLPool.create(path, layout=LAYOUT, capacity=CAPACITY_BYTES, threads=1).close()
+    CXLPool.create(path, layout=SMALL, capacity=CAPACITY_BYTES, threads=1).close()
     with CXLPool.open(path, threads=1) as watcher, ExitStack() as stack:
         killers = [Process("victims", path, box, seed + 1000 * i, kills // 2) for i in range(2)]
         steady = Process("work", path, box, seed + 5000, 40 * kills)
@@ -164,7 +164,7 @@ def test_a_death_inside_the_lock_is_mended(pool: CXLPool) -> None:
 
 def test_reopened_after_everybody_died(pool_path: str) -> None:
     """The host state lies there still: who comes next reaps the dead; what they published stays."""
-    CXLPool.create(pool_path, layout=LAYOUT, capacity="3MiB").close()
+    CXLPool.create(pool_path, layout=SMALL, capacity="3MiB").close()
     for already in (False, True):
         published = int(python(LEAVE_WITHOUT_CLOSING, pool_path, expected=-signal.SIGKILL))
         assert published == (0 if already else 2)
@@ -224,7 +224,7 @@ def test_tails_pins_and_content_are_seen_by_other_processes(pool: CXLPool, pool_
 
 def test_host_state_deleted_while_nobody_uses_the_pool(pool_path: str) -> None:
     """As after a reboot with the pool on a disk: the region alone says what is published."""
-    with CXLPool.create(pool_path, layout=LAYOUT, capacity="3MiB") as pool:
+    with CXLPool.create(pool_path, layout=SMALL, capacity="3MiB") as pool:
         state = host_state(pool)
     assert not state.exists(), "the last one out takes the host state along"
     python(LEAVE_WITHOUT_CLOSING, pool_path, expected=-signal.SIGKILL)
@@ -272,7 +272,7 @@ def test_fork_with_live_sequences(pool: CXLPool) -> None:
     def go_on() -> None:
         assert pool.stats()["processes"] == 2
         assert_holds(sequence, 11)
-        for layer in range(LAYOUT.layers):
+        for layer in range(SMALL.layers):
             sequence.append(layer, *k_and_v(99, layer))
         assert len(sequence.fork()) == 2 * TOKENS
 
@@ -287,7 +287,7 @@ def test_fork_and_the_parent_lets_go_first(pool: CXLPool) -> None:
     sequence = fill(pool, 12)
     with child_beside(lambda: assert_holds(sequence, 12)):  # when the block has ended
         sequence.release()
-        assert pool.stats()["pages_held"] == TOKENS // LAYOUT.page_tokens
+        assert pool.stats()["pages_held"] == TOKENS // SMALL.page_tokens
     assert pool.stats()["pages_held"] == 0
 
 
@@ -354,7 +354,7 @@ def test_another_process_adopts_and_outlives_the_sender(pool: CXLPool) -> None:
         handle = sequence.handle
         sequence.release()
         again = pool.stats()["pages_held"]
-        assert again == TOKENS // LAYOUT.page_tokens, "the other still has the complete pages"
+        assert again == TOKENS // SMALL.page_tokens, "the other still has the complete pages"
         assert float(other.ask("go on")) == k.sum(dtype=float)
         other.end()
     assert pool.stats()["pages_free"] == pool.stats()["pages_total"]
@@ -377,7 +377,7 @@ def test_spawned_by_multiprocessing(pool: CXLPool) -> None:
 
 
 def test_closed_here_open_there(pool_path: str) -> None:
-    first = CXLPool.create(pool_path, layout=LAYOUT, capacity="3MiB")
+    first = CXLPool.create(pool_path, layout=SMALL, capacity="3MiB")
     second = CXLPool.open(pool_path)
     handle = fill(second, 41)
     fill(first, 40)
@@ -392,7 +392,7 @@ def test_closed_here_open_there(pool_path: str) -> None:
 
 def test_open_and_close_never_meet_a_busy_pool(pool_path: str) -> None:
     """Coming and going at random, in several processes: no newcomer is told "in use"."""
-    CXLPool.create(pool_path, layout=LAYOUT, capacity="3MiB").close()
+    CXLPool.create(pool_path, layout=SMALL, capacity="3MiB").close()
     code = (
         "import sys\nfrom cxlkv import CXLPool\n"
         "for _ in range(300):\n    CXLPool.open(sys.argv[1], threads=1).close()\n"

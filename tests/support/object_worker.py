@@ -11,8 +11,7 @@ import os
 import signal
 import struct
 import sys
-import time
-from collections import Counter
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -21,6 +20,8 @@ from cxlkv import ObjectPool
 from cxlkv.arrays import Bytes
 from cxlkv.errors import BadArgumentError, PoolFullError
 from cxlkv.objects import ABSENT, Lease, Reserved
+
+from .walks import Walk, kill_one
 
 NAMES = 40
 SIZE = 1 << 20
@@ -54,29 +55,22 @@ def named(names: list[int]) -> list[str]:
     return [f"object {name}" for name in names]
 
 
-class Worker:
+READING = {"get": 20, "ranges": 10, "lease": 15, "release": 15, "sizes": 3}
+WRITING = {"put": 20, "reserve": 8, "publish": 8, "forget": 8, "scrub": 3, "pin": 2}
+
+
+class Worker(Walk):
     """Steps of any kind. held: with the names of a lease's objects; of a reservation, its bytes."""
 
     def __init__(self, path: str, seed: int, threads: int, reads_only: bool = False) -> None:
+        super().__init__(Random(seed), READING if reads_only else READING | WRITING)
         self.pool = ObjectPool.open(path, threads=threads)
-        self.random = Random(seed)
-        self.reads_only = reads_only
         self.leases: list[tuple[Lease, list[int]]] = []
         self.reserved: list[tuple[Reserved, list[int], list[Bytes]]] = []
-        self.seen: Counter[str] = Counter()
 
-    def step(self) -> None:
-        reading = {"get": 20, "ranges": 10, "lease": 15, "release": 15, "sizes": 3}
-        writing = {"put": 20, "reserve": 8, "publish": 8, "forget": 8, "scrub": 3, "pin": 2}
-        weights = reading if self.reads_only else reading | writing
-        name = self.random.choices(list(weights), list(weights.values()))[0]
-        try:
-            getattr(self, name)()
-            self.seen[name] += 1
-        except PoolFullError:
-            self.seen["full"] += 1
-            self.release()
-            self.forget()
+    def make_room(self) -> None:
+        self.release()
+        self.forget()
 
     def draw(self, most: int = 4) -> list[int]:
         return self.random.choices(range(NAMES), k=self.random.randint(1, most))
@@ -219,8 +213,7 @@ def put_large(worker: Worker) -> None:
         try:
             worker.pool.put_batch(named(names), objects)
         except PoolFullError:
-            worker.release()
-            worker.forget()
+            worker.make_room()
 
 
 def large(name: int, random: Random) -> Bytes:
@@ -251,22 +244,9 @@ def victims(path: str, seed: int, threads: int, kills: int) -> None:
     """Forks workers and kills each, up to 3 ms after it says that it is where it shall die."""
     random = Random(seed)
     for count in range(kills):
-        ours, theirs = os.pipe()
         moment = MOMENTS[count % len(MOMENTS)]
-        child = os.fork()
-        if child == 0:
-            os.close(ours)
-            victim(path, seed + 1 + count, threads, moment, theirs)
-        os.close(theirs)
-        os.read(ours, 1)  # nothing, if it failed: its exit status says so below
-        until = time.perf_counter() + random.uniform(0, 3e-3)
-        while time.perf_counter() < until:
-            pass
-        os.kill(child, signal.SIGKILL)
-        os.close(ours)
-        _, status = os.waitpid(child, 0)
-        if not os.WIFSIGNALED(status):
-            raise SystemExit(f"victim {count}, {moment}, ended by itself: status {status}")
+        act = partial(victim, path, seed + 1 + count, threads, moment)
+        kill_one(act, 1, random, 3e-3, f"victim {count}, {moment},")
         say(killed=moment)
 
 

@@ -6,17 +6,16 @@ import json
 import os
 import select
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-WORKER = Path(__file__).with_name("pool_worker.py")
+from .processes import Child
+
 EVENTS = ("adopted", "hit", "tail_hits", "published", "fork", "truncate", "full", "forgotten")
 
 
-class Process:
+class Process(Child):
     """A worker, on a host if the pool has several; what it says comes line by line."""
 
     def __init__(
@@ -33,14 +32,8 @@ class Process:
         own = {"CXLKV_TEST_LEASE_S": str(lease_s)}
         if host is not None:
             own["CXLKV_HOST"] = str(host)
-        self.popen = subprocess.Popen(
-            [sys.executable, str(WORKER), command, path, str(box), str(seed), str(steps)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **own},
-        )
-        assert self.popen.stdout
-        self.file = self.popen.stdout
+        super().__init__("-m", "tests.support.pool_worker", command, path, box, seed, steps, **own)
+        self.file = self.pipes[1]
         self.rest = b""
         self.ended = False
         self.done = 0
@@ -68,18 +61,13 @@ class Process:
                 self.stats = said["stats"]
                 assert not said["problems"], said["problems"]
 
-    def end(self, number: int | None = None, expected: int = 0) -> None:
+    def end(self, number: int | None = None, expected: int = 0) -> str:
         """Reads to its end, after a signal if one is given."""
         if number is not None:
             self.popen.send_signal(number)
         while not self.ended:
             self.read()
-        _, text = self.popen.communicate()
-        assert self.popen.returncode == expected, text.decode()
-
-    def kill(self) -> None:
-        self.popen.kill()
-        self.popen.communicate()
+        return super().end(expected=expected)
 
 
 def run(
