@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import pytest
 
 from cxlkv import CXLPool, KVLayout, LayerGroup, ObjectPool
@@ -26,9 +25,9 @@ from cxlkv.errors import (
 from cxlkv.pool import Pool
 
 from .support.processes import Child
+from .support.texts import SMALL, publish
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
 KEYS = """\
 where: /dev/shm/never-made.pool
 capacity: 3MiB
@@ -73,14 +72,6 @@ def message(path: Path | Mapping[str, object]) -> str:
     assert "pydantic" not in text
     assert "Traceback" not in text
     return text.replace(str(path), "FILE")
-
-
-def publish(pool: CXLPool) -> None:
-    rows = np.ones((4, 2, 8), np.float32)
-    with_tokens = pool.sequence()
-    for layer in range(2):
-        with_tokens.append(layer, rows, rows)
-    pool.publish_prefix(with_tokens, [1, 2, 3, 4])
 
 
 # ---- what is described is what is there ----
@@ -201,7 +192,7 @@ def test_a_pool_that_hosts_share(write: Write, place: Path) -> None:
     shared = "sharing: software\nhosts: 3\nlease_s: 0.5\nhost: {}\ncapacity"
     with CXLPool.from_config(write("capacity", shared.format(0))) as first:
         assert [host.state for host in first.admin.hosts()] == ["live", "unused", "unused"]
-        publish(first)
+        publish(first, [1, 2, 3, 4])
         with (
             CXLPool.from_config(write("capacity", shared.format(2))) as second,
             second.match_prefix([1, 2, 3, 4]) as hit,
@@ -219,7 +210,7 @@ def test_a_pool_that_hosts_share(write: Write, place: Path) -> None:
 
 def test_a_restart_finds_what_was_published(write: Write, place: Path) -> None:
     with CXLPool.from_config(write()) as pool:
-        publish(pool)
+        publish(pool, [1, 2, 3, 4])
     with CXLPool.from_config(write()) as pool, pool.match_prefix([1, 2, 3, 4]) as hit:
         assert hit.tokens == 4
 
@@ -246,7 +237,7 @@ def test_another_pool_is_refused_by_name(
     assert named in str(caught.value)
     assert "another path, or remove the old one" in str(caught.value)
     with CXLPool.open(place) as pool:
-        assert pool.layout == LAYOUT
+        assert pool.layout == SMALL
 
 
 def test_other_layer_groups_are_refused_by_name() -> None:
@@ -264,7 +255,7 @@ def test_other_layer_groups_are_refused_by_name() -> None:
     assert described[1].differences(there, geometry, {"checksum": True}) == [
         "layer_groups[1].window is 16 there, 32 wanted"
     ]
-    differences = described[0].differences(LAYOUT, geometry, {"checksum": True})
+    differences = described[0].differences(SMALL, geometry, {"checksum": True})
     assert "layout has 1 layer groups there, 2 wanted" in differences
 
 
@@ -319,12 +310,12 @@ def test_missing_and_existing(write: Write, place: Path) -> None:
     with pytest.raises(PoolExistsError, match="if_exists is error"):
         CXLPool.from_config(write(more="if_exists: error"))
     with CXLPool.from_config(write(more="if_missing: error")) as pool:
-        publish(pool)
+        publish(pool, [1, 2, 3, 4])
 
 
 def test_replace(write: Write, place: Path) -> None:
     with CXLPool.from_config(write()) as old:
-        publish(old)
+        publish(old, [1, 2, 3, 4])
         with pytest.raises(BusyError, match="in use"):
             CXLPool.from_config(write(more="if_exists: replace"))
         assert old.match_prefix([1, 2, 3, 4]).tokens == 4
@@ -506,14 +497,14 @@ def test_a_mapping_that_is_wrong() -> None:
     ]
     text = message({1: 2})  # type: ignore[dict-item]
     assert text == "the configuration: a key is a word, not 1"
-    ours = {"where": "anonymous:", "capacity": "3MiB", "layout": LAYOUT}
+    ours = {"where": "anonymous:", "capacity": "3MiB", "layout": SMALL}
     assert "layout: KVLayout(" in message(ours)
 
 
 def test_threads_that_cannot_be_leave_no_pool_behind(write: Write, place: Path) -> None:
-    for threads in (0, -1, 1025):
+    for threads in (0, -1, 1025, 1 << 40):
         with pytest.raises(BadArgumentError, match=f"{threads} threads: outside 1 to 1024"):
             CXLPool.from_config(write(more=f"threads: {threads}"))
         with pytest.raises(BadArgumentError, match="outside 1 to 1024"):
-            CXLPool.create(place, layout=LAYOUT, capacity="3MiB", threads=threads)
+            CXLPool.create(place, layout=SMALL, capacity="3MiB", threads=threads)
     assert not place.exists()

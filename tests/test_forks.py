@@ -48,13 +48,13 @@ from .conftest import audit
 from .ndp.test_worker import WorkerProcess
 from .support.forking import child_beside, in_child
 from .support.small_models import VOCABULARY_SIZE
+from .support.texts import SMALL, append, grown, publish, verify
 
 # A remote that is dropped has a socket until the collector finds it: Python warns of that.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 
 PAGE, TOKENS = 4, 10
 SECRET = b"a secret of the tests"
-LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=PAGE, dtype="float32")
 SHAPE = RecordShape(1000, 7)
 REPOSITORY = Path(__file__).parents[1]
 
@@ -68,7 +68,7 @@ class World:
     monkeypatch: pytest.MonkeyPatch
 
     def pool(self) -> CXLPool:
-        made = CXLPool.create(self.folder / "pool", layout=LAYOUT, capacity="4MiB", threads=2)
+        made = CXLPool.create(self.folder / "pool", layout=SMALL, capacity="4MiB", threads=2)
         self.after.callback(_audited, made)
         return made
 
@@ -95,33 +95,25 @@ class Subject(NamedTuple):
 
 
 def filled(pool: CXLPool) -> cxlkv.Sequence:
-    sequence = pool.sequence()
-    rows = np.arange(TOKENS * 16, dtype=np.float32).reshape(TOKENS, 2, 8)
-    for layer in range(2):
-        sequence.append(layer, rows, rows)
-    return sequence
+    return grown(pool, range(10))
 
 
-def published(pool: CXLPool) -> list[int]:
+def published(pool: CXLPool) -> range:
     """Token ids that match() finds."""
-    sequence = filled(pool)
-    pool.publish_prefix(sequence, list(range(TOKENS)))
-    sequence.release()
-    return list(range(8))
+    publish(pool, range(10))
+    return range(8)
 
 
 def goes_on(sequence: cxlkv.Sequence) -> None:
     """It is read, forked, chosen from, attended to and appended to."""
-    before = np.asarray(sequence.fetch(0)[0])
+    ids, query = range(len(sequence)), np.ones((2, 8), np.float32)
     more = sequence.fork()
-    row = np.ones((1, 2, 8), np.float32)
-    for layer in range(2):
-        more.append(layer, row, row)
-    more.select(0, row[0], top_k=2)
-    more.attend(1, row[0])
-    assert len(more) == len(sequence) + 1
+    append(more, [99])
+    more.select(0, query, top_k=2)
+    more.attend(1, query)
+    verify(more, [*ids, 99])
     more.release()
-    np.testing.assert_array_equal(np.asarray(sequence.fetch(0)[0]), before)
+    verify(sequence, ids)
 
 
 def a_pool(world: World) -> Subject:

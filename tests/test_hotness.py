@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Sequence
-from cxlkv.errors import BadArgumentError, ClosedError
+from cxlkv.errors import BadArgumentError
 from cxlkv.ndp.engine import Selection
 from cxlkv.pages import HELD, NO_PAGE, HotnessSource, Published
 from cxlkv.prefix import prefix_keys
@@ -34,6 +34,7 @@ from cxlkv.tiers.stability import Stability
 from .conftest import MakePool, audit
 from .support.processes import Child
 from .support.sharing import shared
+from .support.texts import SMALL, grown
 
 HEADS, DIM, PAGE = 2, 64, 4
 COUNT_MAX = 65535
@@ -405,14 +406,6 @@ def test_counts_and_rows_are_a_dictionarys(name: str) -> None:
 # ---- decay, lists ----
 
 
-def grown(pool: CXLPool, tokens: int) -> Sequence:
-    sequence = pool.sequence()
-    rows = np.random.default_rng(3).standard_normal((tokens, 2, 8), np.float32)
-    for layer in range(pool.layout.layers):
-        sequence.append(layer, rows, rows)
-    return sequence
-
-
 def attend(sequence: Sequence, times: int = 1) -> None:
     """Each complete page is used once a time."""
     for _ in range(times):
@@ -420,7 +413,7 @@ def attend(sequence: Sequence, times: int = 1) -> None:
 
 
 def test_a_count_is_halved_with_each_epoch(pool: CXLPool) -> None:
-    sequence = grown(pool, 3 * PAGE)
+    sequence = grown(pool, range(3 * PAGE))
     pages = sequence.pages
     attend(sequence, 100)
     for epoch, count in enumerate([100, 50, 25, 12, 6, 3, 1, 0, 0]):
@@ -439,7 +432,7 @@ def test_a_count_is_halved_with_each_epoch(pool: CXLPool) -> None:
 
 
 def test_an_open_tail_is_no_page_of_the_pool(pool: CXLPool) -> None:
-    sequence = grown(pool, 2 * PAGE + 1)
+    sequence = grown(pool, range(2 * PAGE + 1))
     attend(sequence)
     assert pool.hotness.counts().sum() == 2
     picked = sequence.select(0, np.ones((4, 8), np.float32), Budget(pages=3))
@@ -459,8 +452,8 @@ def test_hot_and_cold_lists_are_sorted_slices(
     """By count, then by id: as a full sort would have it, whatever the ties."""
     pool = make_pool("8MiB")
     for _ in range(12):
-        attend(grown(pool, int(rng.integers(1, 9)) * PAGE), int(rng.integers(4)))
-    kept = [grown(pool, 5 * PAGE) for _ in range(6)]
+        attend(grown(pool, range(int(rng.integers(1, 9)) * PAGE)), int(rng.integers(4)))
+    kept = [grown(pool, range(5 * PAGE)) for _ in range(6)]
     for times, sequence in enumerate(kept):
         attend(sequence, times // 2)  # ties
     hot, counts = pool.hotness, pool.hotness.counts().tolist()
@@ -484,7 +477,7 @@ def test_hot_and_cold_lists_are_sorted_slices(
 
 def test_records_have_the_shape_of_a_hot_list(pool: CXLPool) -> None:
     source: HotnessSource = pool.hotness
-    few, many = grown(pool, 2 * PAGE), grown(pool, PAGE)
+    few, many = grown(pool, range(2 * PAGE)), grown(pool, range(PAGE))
     attend(few, 3)
     pool.hotness.advance()
     attend(few)
@@ -501,13 +494,6 @@ def test_records_have_the_shape_of_a_hot_list(pool: CXLPool) -> None:
         source.records(0)
 
 
-def test_a_closed_pool_has_no_counts(pool: CXLPool) -> None:
-    pool.close()
-    for ask in (pool.hotness.counts, pool.hotness.advance, pool.hotness.published):
-        with pytest.raises(ClosedError):
-            ask()
-
-
 # ---- published pages, with literal ids ----
 
 
@@ -521,7 +507,7 @@ def family(got: Published) -> dict[int, tuple[int, int, int, int]]:
 def test_a_tree_of_prefixes_its_uses_and_its_holes(pool: CXLPool) -> None:
     ids = list(range(4 * PAGE))
     other = [*ids[: 2 * PAGE], *range(90, 90 + PAGE)]
-    first, second = grown(pool, 4 * PAGE), grown(pool, 3 * PAGE)
+    first, second = grown(pool, range(4 * PAGE)), grown(pool, range(3 * PAGE))
     pool.publish_prefix(first, ids)
     pool.publish_prefix(second, other)  # finds two pages published, adds one
     a, b, c, d = first.pages.tolist()
@@ -573,7 +559,7 @@ def test_a_tree_of_prefixes_its_uses_and_its_holes(pool: CXLPool) -> None:
 
 @pytest.mark.parametrize("per_key", [1, 2, 3, 6, 8, 12])
 def test_parents_where_keys_are_no_pages(pool: CXLPool, per_key: int) -> None:
-    sequence = grown(pool, 24)
+    sequence = grown(pool, range(24))
     pool.publish(sequence, [f"k{i}".encode() for i in range(24 // per_key)], per_key)
     pages = sequence.pages.tolist()
     tree = family(pool.hotness.published())
@@ -581,7 +567,7 @@ def test_parents_where_keys_are_no_pages(pool: CXLPool, per_key: int) -> None:
 
 
 def test_rows_say_who_is_held_and_name_generations(pool: CXLPool) -> None:
-    sequence = grown(pool, 2 * PAGE)
+    sequence = grown(pool, range(2 * PAGE))
     pool.publish(sequence, [b"k"], 2 * PAGE)
     rows = pool.hotness.published()
     assert rows.held.tolist() == [True, True]
@@ -595,7 +581,7 @@ def test_rows_say_who_is_held_and_name_generations(pool: CXLPool) -> None:
     pool.match([b"k"], lease_s=1e-9)  # over when it begins
     assert pool.hotness.published().held.tolist() == [False, False]
     pool.forget([b"k"])
-    again = grown(pool, 2 * PAGE)
+    again = grown(pool, range(2 * PAGE))
     assert again.pages.tolist() == pages
     pool.publish(again, [b"k"], 2 * PAGE)
     after = pool.hotness.published().rows["generation"].tolist()
@@ -605,7 +591,6 @@ def test_rows_say_who_is_held_and_name_generations(pool: CXLPool) -> None:
 # ---- several processes, hosts, and a worker ----
 
 
-LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=PAGE, dtype="float32")
 ATTEND = """
 import sys
 import numpy as np
@@ -619,8 +604,8 @@ with CXLPool.open(sys.argv[1], threads=1) as pool:
 
 def test_processes_count_together(path: Path) -> None:
     """Three at one time, each its own pages, so that no use is lost; then one pool's total."""
-    with CXLPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1) as pool:
-        sequences = [grown(pool, 3 * PAGE) for _ in range(3)]
+    with CXLPool.create(path, layout=SMALL, capacity="4MiB", threads=1) as pool:
+        sequences = [grown(pool, range(3 * PAGE)) for _ in range(3)]
         times = [300, 400, 500]
         with contextlib.ExitStack() as stack:
             for child in [
@@ -645,12 +630,12 @@ with CXLPool.open(sys.argv[1], threads=1) as pool:
 
 def test_what_a_worker_does_is_counted_once(path: Path) -> None:
     with (
-        CXLPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1) as pool,
+        CXLPool.create(path, layout=SMALL, capacity="4MiB", threads=1) as pool,
         Child("-c", SERVE, path) as worker,
     ):
         assert "serves" in worker.hear()
         pool.use_worker("only", deadline_s=30)
-        sequence = grown(pool, 5 * PAGE + 1)
+        sequence = grown(pool, range(5 * PAGE + 1))
         query = np.ones((4, 8), np.float32)
         wanted = np.zeros(5, np.int64)
         for pages in (1, 2, 4):
@@ -695,8 +680,8 @@ def test_a_pool_that_is_opened_again_knows_no_uses(path: Path) -> None:
 
 def test_a_parent_that_was_forgotten_is_none(path: Path) -> None:
     """Even if nothing is known of its birth."""
-    with CXLPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1) as pool:
-        pool.publish_prefix(grown(pool, 2 * PAGE), list(range(2 * PAGE)))
+    with CXLPool.create(path, layout=SMALL, capacity="4MiB", threads=1) as pool:
+        pool.publish_prefix(grown(pool, range(2 * PAGE)), list(range(2 * PAGE)))
     with CXLPool.open(path, threads=1) as pool:
         ids = list(range(2 * PAGE))
         pool.match_prefix(ids).release()
@@ -709,10 +694,10 @@ def test_a_parent_that_was_forgotten_is_none(path: Path) -> None:
 def test_hosts_list_their_own_pages_and_see_pins(path: Path) -> None:
     """What another host has pinned is held; its own pages are its own to list."""
     with contextlib.ExitStack() as stack:
-        one = stack.enter_context(shared(path, LAYOUT, (2 << 20) + (500 << 10)))
+        one = stack.enter_context(shared(path, SMALL, (2 << 20) + (500 << 10)))
         two = stack.enter_context(CXLPool.open(path, host=1, threads=1))
         ids = list(range(3 * PAGE))
-        sequence = grown(one, 3 * PAGE)
+        sequence = grown(one, range(3 * PAGE))
         one.publish_prefix(sequence, ids)
         pages = sequence.pages.tolist()
         sequence.release()
@@ -785,7 +770,7 @@ def test_stability_is_the_average_of_shares(rng: np.random.Generator) -> None:
 
 
 def test_stability_takes_what_select_gives(pool: CXLPool) -> None:
-    sequence = grown(pool, 8 * PAGE)
+    sequence = grown(pool, range(8 * PAGE))
     seen = Stability(pool.layout.layers, pool.layout.kv_heads)
     for _ in range(3):
         for layer in range(2):

@@ -10,29 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cxlkv import CXLPool, Hit, KVLayout, Sequence, _core
+from cxlkv import CXLPool, Hit, KVLayout, _core
 from cxlkv.errors import BadArgumentError, PoolFullError, ReleasedError, StaleError
 from cxlkv.layout import LayerGroup
 from cxlkv.prefix import PageKeys, content_keys, key_hashes, prefix_keys, root
 from cxlkv.sequence import Batch
 
 from .support.damaging import poke
+from .support.texts import SMALL, append, grown, numbers, publish, rows, verify
 
 PAGE = 4  # tokens of a page of the pool fixture
-
-
-def grown(pool: CXLPool, ids: list[int]) -> Sequence:
-    """A sequence whose K and V follow from the token ids."""
-    sequence = pool.sequence()
-    rows = np.array(ids, np.float32).reshape(-1, 1, 1) * np.ones((1, 2, 8), np.float32)
-    for layer in range(pool.layout.layers):
-        sequence.append(layer, rows, rows + layer)
-    return sequence
-
-
-def ids_of(sequence: Sequence, layer: int = 1) -> list[int]:
-    v = np.asarray(sequence.fetch(layer)[1])
-    return [int(x) - layer for x in v[1].reshape(-1, 8)[: len(sequence), 3]]
 
 
 def keys(count: int, name: str = "k") -> list[bytes]:
@@ -179,9 +166,7 @@ def ended(hit: Hit) -> None:
 
 def test_a_lease_ends(pool: CXLPool) -> None:
     ids = list(range(8))
-    sequence = grown(pool, ids)
-    pool.publish_prefix(sequence, ids)
-    sequence.release()
+    publish(pool, ids)
     hit = pool.match_prefix(ids, lease_s=1e-4)
     ended(hit)
     for use in (hit.sequence, lambda: hit.handle):
@@ -192,7 +177,7 @@ def test_a_lease_ends(pool: CXLPool) -> None:
     kept = pool.match_prefix(ids, lease_s=1e-1)
     taken = kept.sequence()  # outlives the hit
     ended(kept)
-    assert ids_of(taken) == ids
+    verify(taken, ids)
     assert pool.stats()["pages_held"] == 2
 
 
@@ -228,8 +213,7 @@ def test_ended_leases_make_room(make_pool: Callable[[], CXLPool]) -> None:
     sequence.release()
     ended(hits[0])
     other = pool.sequence()
-    rows = np.zeros((total * PAGE, 2, 8), np.float32)
-    other.append(0, rows, rows)
+    append(other, range(total * PAGE))
     assert len(other) == total * PAGE
 
 
@@ -254,12 +238,10 @@ def test_a_text_that_goes_on_loses_no_token(pool: CXLPool) -> None:
     with pool.match_prefix([*ids, 50, 51]) as hit:
         taken = hit.sequence()
     assert (hit.tokens, len(taken)) == (11, 11)
-    assert ids_of(taken) == ids
+    verify(taken, ids)
     assert pool.stats()["pages_held"] == 2  # the tail's page was copied and let go
-    more = np.array([50, 51], np.float32).reshape(-1, 1, 1) * np.ones((1, 2, 8), np.float32)
-    for layer in range(2):
-        taken.append(layer, more, more + layer)
-    assert ids_of(taken) == [*ids, 50, 51]
+    append(taken, [50, 51])
+    verify(taken, [*ids, 50, 51])
     assert pool.publish_prefix(taken, [*ids, 50, 51]) == 1
     assert pool.match_prefix([*ids, 50, 51]).tokens == 12
     assert pool.match_prefix([*ids, 99]).tokens == 11  # parts from it within that page
@@ -276,7 +258,7 @@ def test_a_tail_from_the_middle_of_a_longer_sequence(pool: CXLPool) -> None:
     for count in (2, 7, 10):
         assert pool.publish_prefix(sequence, ids[:count], tail=True) == (2 if count > 4 else 1)
         with pool.match_prefix(ids[:count]) as hit:
-            assert ids_of(hit.sequence()) == ids[:count]
+            verify(hit.sequence(), ids[:count])
     with pytest.raises(BadArgumentError, match="ends at 11, the sequence has 10"):
         pool.publish_prefix(grown(pool, ids[:10]), ids, tail=True)
 
@@ -306,8 +288,7 @@ def test_no_page_for_a_tail(make_pool: Callable[[], CXLPool]) -> None:
 
 def test_a_damaged_tail_is_a_miss(tmp_path: Path) -> None:
     ids, path = list(range(6)), tmp_path / "pool"
-    layout = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=PAGE, dtype="float32")
-    with CXLPool.create(path, layout=layout, capacity="4MiB", threads=1) as pool:
+    with CXLPool.create(path, layout=SMALL, capacity="4MiB", threads=1) as pool:
         pool.publish_prefix(grown(pool, ids), ids, tail=True)
         assert pool.match_prefix(ids).tokens == 6
         full = pool.match_prefix(ids).sequence().pages.tolist()
@@ -316,11 +297,11 @@ def test_a_damaged_tail_is_a_miss(tmp_path: Path) -> None:
         geometry = _core.pool_geometry(pool._handle)
         assert page < geometry["slab_slots"]
         at = geometry["extents_offset"] + geometry["layers_offset"] + geometry["keys_offset"]
-        at += page * layout.kv_heads * geometry["key_piece_bytes"]
+        at += page * SMALL.kv_heads * geometry["key_piece_bytes"]
         poke(path, at + 5, b"?")
         with CXLPool.open(path, threads=1) as other:  # this one has verified it already
             with other.match_prefix(ids) as hit:
-                assert ids_of(hit.sequence()) == ids[:4]
+                verify(hit.sequence(), ids[:4])
             assert other.stats()["corrupt_pieces"] == 1
         assert pool.admin.check(deep=True, repair=True)["repairs"]
         assert pool.stats()["pages_published"] == 1
@@ -346,10 +327,8 @@ def test_tails_with_windows_and_parts() -> None:
         with pool.match_prefix([*ids, 7]) as hit:
             assert hit.tokens == 23
             taken = hit.sequence()
-        assert ids_of(taken) == ids
-        row = np.zeros((1, 2, 8), np.float32)
-        for layer in range(2):
-            sequence.append(layer, row, row)  # and what is behind the window is given back
+        assert np.array_equal(rows(taken, 1, 1), numbers(ids, 1, 1))
+        append(sequence, [99])  # and what is behind the window is given back
         assert pool.publish_prefix(sequence, ids[:6], tail=True) == 0
         assert pool.publish_prefix(sequence, ids[:22], tail=True) == parts
         assert pool.match_prefix([*ids[:22], 99]).tokens == 22
@@ -451,9 +430,7 @@ def test_what_goes_on_from_other_text_is_not_published_as_strict(pool: CXLPool) 
     taken = hit.sequence()
     kept = grown(pool, ids)
     pool.publish_prefix(kept, ids)  # its pages bridge the gap in the strict chain
-    row = np.full((6, 2, 8), 50, np.float32)
-    for layer in range(2):
-        taken.append(layer, row, row)
+    append(taken, [50] * 6)
     longer = [*ids, *[50] * 6]
     for source in (taken, taken.fork(), pool.adopt(taken.handle), pool.adopt(hit.handle)):
         with pytest.raises(BadArgumentError, match="behind other text"):

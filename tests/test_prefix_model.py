@@ -6,6 +6,8 @@ have gaps, tails of several lengths hang behind one page, and tails are overgrow
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,9 +16,10 @@ from cxlkv import CXLPool, KVLayout
 from cxlkv.prefix import prefix_keys
 
 from .conftest import audit
+from .support.texts import grown, verify
 
-PAGE, LAYERS = 3, 2
-LAYOUT = KVLayout(layers=LAYERS, kv_heads=1, head_dim=8, page_tokens=PAGE, dtype="float32")
+PAGE = 3
+LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=PAGE, dtype="float32")
 
 Text = tuple[int, ...]
 texts = st.lists(st.integers(0, 1), max_size=3 * PAGE + 2).map(tuple)
@@ -69,19 +72,13 @@ class Model:
         return len(there)
 
 
-def rows(text: Text, layer: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+def ids_of(text: Text) -> list[int]:
     """K and V of a token follow from all tokens up to it, as in a model."""
-    number, numbers = 1, []
-    for token in text:
-        number = number * 3 + token
-        numbers.append(number % (1 << 20) + layer)
-    return np.array(numbers, np.float32).reshape(-1, 1, 1) * np.ones((1, 1, 8), np.float32)
+    return list(accumulate(text, lambda number, token: number * 3 + token, initial=1))[1:]
 
 
 def publish(pool: CXLPool, text: Text, tail: bool) -> int:
-    sequence = pool.sequence()
-    for layer in range(LAYERS):
-        sequence.append(layer, rows(text, layer), rows(text, layer))
+    sequence = grown(pool, ids_of(text))
     published = pool.publish_prefix(sequence, np.array(text, np.int64), tail=tail)
     sequence.release()
     return published
@@ -90,10 +87,7 @@ def publish(pool: CXLPool, text: Text, tail: bool) -> int:
 def match(pool: CXLPool, text: Text) -> int:
     with pool.match_prefix(np.array(text, np.int64)) as hit:
         taken = hit.sequence()
-        assert len(taken) == hit.tokens
-        for layer in range(LAYERS):
-            values = np.asarray(taken.fetch(layer)[1])[0].reshape(-1, 8)[: hit.tokens]
-            assert np.array_equal(values, rows(text[: hit.tokens], layer)[:, 0])
+        verify(taken, ids_of(text[: hit.tokens]))
         taken.release()
         return hit.tokens
 

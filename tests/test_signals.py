@@ -28,8 +28,8 @@ from cxlkv.transport.server import Server
 
 from .support.interrupting import Alarms, alarms, interrupted_at, median_s
 from .support.lengths import nightly
+from .support.texts import SMALL, grown
 
-KV = KVLayout(layers=2, kv_heads=1, head_dim=8, dtype="float32", page_tokens=4)
 OBJECTS = KVLayout.objects("4KiB")
 IDS = np.arange(30)
 INTERRUPTS, INTERRUPTS_QUICK = 10_000, 100
@@ -47,11 +47,10 @@ class World:
 
     def __init__(self, folder: Path, path: Path):
         self.folder = folder
-        self.pool = CXLPool.create("anonymous:", layout=KV, capacity="4MiB", threads=1)
+        self.pool = CXLPool.create("anonymous:", layout=SMALL, capacity="4MiB", threads=1)
         self.objects = ObjectPool.create("anonymous:", layout=OBJECTS, capacity="4MiB", threads=1)
         self.path = str(path)
         self.kept: list[object] = []
-        self.rows = np.ones((len(IDS), 1, 8), np.float32)
         self.source = self.grown()
         self.pool.publish_prefix(self.source, IDS, tail=True)
         self.handle = self.source.handle
@@ -59,10 +58,7 @@ class World:
         self.before = self.held()
 
     def grown(self) -> Sequence:
-        sequence = self.pool.sequence()
-        for layer in range(KV.layers):
-            sequence.append(layer, self.rows, self.rows)
-        return sequence
+        return grown(self.pool, range(len(IDS)))
 
     def keep(self, what: object) -> None:
         self.kept.append(what)
@@ -92,18 +88,15 @@ Case = tuple[Callable[[], object], Callable[[], object]]
 def taking(world: World) -> dict[str, Callable[[], object]]:
     """Calls whose result the caller drops."""
     pool, objects, keep = world.pool, world.objects, world.keep
-    few = world.rows[:3]
+    few = np.ones((3, 2, 8), np.float32)
 
     def append() -> None:
-        sequence = pool.sequence()
-        for layer in range(KV.layers):
-            sequence.append(layer, world.rows, world.rows)
-        sequence.truncate(5)
+        world.grown().truncate(5)
 
     def batch() -> None:
         both = [world.source.fork(), pool.sequence()]
         together = pool.batch(both)
-        for layer in range(KV.layers):
+        for layer in range(SMALL.layers):
             together.append(layer, few, few, [0, 1, 3])
         picked = together.select(0, few[:2], [0, 1, 2], Budget(pages=2))
         together.attend(0, few[:2], [0, 1, 2], picked)
@@ -197,7 +190,7 @@ def opening(world: World) -> dict[str, Case]:
 
     def create() -> None:
         path = world.folder / "made.pool"
-        slot[:] = [CXLPool.create(path, layout=KV, capacity="4MiB", threads=1)]
+        slot[:] = [CXLPool.create(path, layout=SMALL, capacity="4MiB", threads=1)]
 
     def created() -> None:
         for each in slot:
@@ -256,7 +249,7 @@ NAMES = [
 @pytest.fixture
 def world(tmp_path: Path, shm_path: Path) -> Iterator[World]:
     made = World(tmp_path, shm_path)
-    with CXLPool.create(made.path, layout=KV, capacity="4MiB", threads=1):
+    with CXLPool.create(made.path, layout=SMALL, capacity="4MiB", threads=1):
         made.before = made.held()
         yield made
 

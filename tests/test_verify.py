@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cxlkv import CXLPool, KVLayout, _core
+from cxlkv import CXLPool, _core
 from cxlkv.errors import BadArgumentError, ClosedError, CorruptError, ReleasedError
 from cxlkv.ndp.engine import Selection
 from cxlkv.sequence import Sequence
 
-LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=4, dtype="float32")
+from .support.texts import SMALL, grown
+
 KEYS = [bytes([i] * 16) for i in range(5)]
 
 
@@ -43,15 +44,11 @@ def damage(pool: CXLPool, sequence: Sequence, layer: int, page: int) -> None:
 
 
 @pytest.fixture
-def reopened(tmp_path: Path, rng: np.random.Generator) -> CXLPool:
+def reopened(tmp_path: Path) -> CXLPool:
     """A pool with a published text of 5 pages, none of which this process has read."""
     path = tmp_path / "kv.pool"
-    with CXLPool.create(path, layout=LAYOUT, capacity="4MiB", threads=1) as pool:
-        sequence = pool.sequence()
-        for layer in range(2):
-            rows = rng.standard_normal((2, 20, 2, 8), np.float32)
-            sequence.append(layer, rows[0], rows[1])
-        pool.publish(sequence, KEYS, 4)
+    with CXLPool.create(path, layout=SMALL, capacity="4MiB", threads=1) as pool:
+        pool.publish(grown(pool, range(20)), KEYS, 4)
     return CXLPool.open(path, threads=1)
 
 
@@ -79,14 +76,9 @@ def test_what_was_right_is_not_read_again(reopened: CXLPool) -> None:
             sequence.fetch(1)
 
 
-def test_what_was_written_here_is_right_and_a_tail_has_nothing_to_verify(
-    rng: np.random.Generator,
-) -> None:
-    with CXLPool.create("anonymous:", layout=LAYOUT, capacity="4MiB", threads=1) as pool:
-        sequence = pool.sequence()
-        for layer in range(2):
-            rows = rng.standard_normal((2, 10, 2, 8), np.float32)
-            sequence.append(layer, rows[0], rows[1])
+def test_what_was_written_here_is_right_and_a_tail_has_nothing_to_verify() -> None:
+    with CXLPool.create("anonymous:", layout=SMALL, capacity="4MiB", threads=1) as pool:
+        sequence = grown(pool, range(10))
         damage(pool, sequence, 1, 1)
         pool.batch([sequence]).verify(1, chosen([[0, 2], [1, -1]]))
 
