@@ -511,11 +511,11 @@ class CXLPool(Pool):
         return Hit(self._handle, self.layout, *found)
 
 
-def _named(path: Path) -> str:
+def _named(path: Path) -> bytes:
     place = parse_where(path)
     if place is None:
         raise BadArgumentError("an anonymous pool ends with its process")
-    return place
+    return place.encode()
 
 
 def _is_there(path: str, in_place: bool) -> bool:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cxlkv._core.base import Handle, check, numbers_of
+from cxlkv._core.base import Handle, check, checked, numbers_of
 from cxlkv._native import ffi, lib
 
 GC_KINDS = ("half-made", "orphan", "idle")  # by the core's number
@@ -14,23 +14,15 @@ PROCESSES_MAX = 128
 HOSTS_MAX = 64
 
 
-def pool_remove(path: str) -> None:
-    check(lib.cxlkv_pool_remove(path.encode()))
-
-
-def pool_upgrade(path: str) -> int:
-    """The format version that the pool had."""
-    return check(lib.cxlkv_pool_upgrade(path.encode()))
+pool_remove: Callable[[bytes], int] = checked(lib.cxlkv_pool_remove)
+pool_upgrade: Callable[[bytes], int] = checked(lib.cxlkv_pool_upgrade)  # the format that it had
+pool_fence: Callable[[Handle, int, bool], int] = checked(lib.cxlkv_pool_fence)
 
 
 def pool_hosts(pool: Handle) -> list[dict[str, int]]:
     rows = ffi.new("cxlkv_host_row[]", HOSTS_MAX)
     count = check(lib.cxlkv_pool_hosts(pool, rows, HOSTS_MAX))
     return [numbers_of(rows[i]) for i in range(count)]
-
-
-def pool_fence(pool: Handle, host: int, confirmed_off: bool) -> None:
-    check(lib.cxlkv_pool_fence(pool, host, int(confirmed_off)))
 
 
 def pool_check(pool: Handle, deep: bool, repair: bool) -> tuple[int, list[str]]:

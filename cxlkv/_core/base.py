@@ -71,6 +71,15 @@ def error_of(code: int, text: Any) -> errors.CXLKVError:
     return _EXCEPTIONS.get(-code, errors.SystemCallError)(said)
 
 
+def checked(call: Callable[..., int]) -> Callable[..., int]:
+    """A function of the core as it is, but that raises what a negative code stands for."""
+
+    def checks(*arguments: Any) -> int:
+        return check(call(*arguments))
+
+    return checks
+
+
 def new_place(kind: str, destroy: Any, size: int = 0) -> Any:
     """Where a call of the core puts the object that it makes: a pointer, NULL before.
 
@@ -129,6 +138,9 @@ def crc32c(data: bytes | npt.NDArray[np.uint8], crc: int = 0) -> int:
     """CRC32C (Castagnoli) of `data`, continuing from `crc`."""
     buffer = ffi.from_buffer(data)
     return int(lib.cxlkv_crc32c(crc, buffer, len(buffer)))
+
+
+Numbers = Callable[[Handle], dict[str, int]]
 
 
 def numbers_from(kind: str, fill: Callable[..., int], *arguments: Any) -> dict[str, int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,9 @@ import numpy.typing as npt
 
 from cxlkv._core.base import (
     Handle,
+    Numbers,
     check,
+    checked,
     handle_of,
     made,
     new_place,
@@ -94,17 +98,14 @@ def pool_open(path: str, host: tuple[int, bool, float] | None) -> Handle:
     return made(*_POOL, lib.cxlkv_pool_open, path.encode(), _host_struct(host))
 
 
-def pool_close(pool: Handle) -> None:
-    check(lib.cxlkv_pool_close(pool))
-
-
-def pool_may_close(pool: Handle) -> None:
-    check(lib.cxlkv_pool_may_close(pool))
-
-
-def pool_format(pool: Handle) -> dict[str, int]:
-    """A cxlkv_format."""
-    return numbers_from("cxlkv_format *", lib.cxlkv_pool_format, pool)
+pool_close: Callable[[Handle], int] = checked(lib.cxlkv_pool_close)
+pool_may_close: Callable[[Handle], int] = checked(lib.cxlkv_pool_may_close)
+pool_set_threads: Callable[[Handle, int], int] = checked(lib.cxlkv_pool_set_threads)
+count_audit: Callable[[Handle, float, float], int] = checked(lib.cxlkv_pool_count_audit)
+# Brings so many bytes of the region into memory, from an offset on; returns the next offset.
+pool_prefault: Callable[[Handle, int, int], int] = checked(lib.cxlkv_pool_prefault)
+pool_format: Numbers = partial(numbers_from, "cxlkv_format *", lib.cxlkv_pool_format)
+pool_stats: Numbers = partial(numbers_from, "cxlkv_stats *", lib.cxlkv_pool_stats)
 
 
 def _description(pool: Handle) -> Any:
@@ -154,10 +155,6 @@ def pool_identity(pool: Handle) -> str:
     return bytes(_description(pool).identity).hex()
 
 
-def pool_stats(pool: Handle) -> dict[str, int]:
-    return numbers_from("cxlkv_stats *", lib.cxlkv_pool_stats, pool)
-
-
 def pool_page_kind(pool: Handle) -> str:
     return str(ffi.string(_description(pool).page_kind).decode())
 
@@ -170,14 +167,6 @@ def pool_placed(pool: Handle, pages_max: int) -> tuple[dict[str, int], list[int]
     return {name: int(getattr(got, name)) for name in names}, list(got.pages_on)
 
 
-def pool_set_threads(pool: Handle, threads: int) -> None:
-    check(lib.cxlkv_pool_set_threads(pool, threads))
-
-
-def count_audit(pool: Handle, recall: float, mass: float) -> None:
-    check(lib.cxlkv_pool_count_audit(pool, recall, mass))
-
-
 def pages_alloc(pool: Handle, pages: npt.NDArray[np.uint32]) -> None:
     """Fills `pages`, all of them; what raises leaves them as they were."""
     check(lib.cxlkv_pages_alloc(pool, len(pages), ffi.from_buffer("uint32_t[]", pages, True)))
@@ -185,11 +174,6 @@ def pages_alloc(pool: Handle, pages: npt.NDArray[np.uint32]) -> None:
 
 def pages_free(pool: Handle, pages: npt.NDArray[np.uint32]) -> None:
     check(lib.cxlkv_pages_free(pool, len(pages), ffi.from_buffer("uint32_t[]", pages)))
-
-
-def pool_prefault(pool: Handle, offset: int, size: int) -> int:
-    """Brings so many bytes of the region into memory; returns the next offset."""
-    return check(lib.cxlkv_pool_prefault(pool, offset, size))
 
 
 def pool_memory(pool: Handle) -> tuple[int, int]:

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv._core.base import Handle, check, flat, int64s, made
+from cxlkv._core.base import Handle, check, checked, flat, int64s, made
 from cxlkv._native import ffi, lib
 
 _SEQUENCE = ("cxlkv_sequence **", lib.cxlkv_sequence_destroy)
 
 
-def sequence_create(pool: Handle) -> Handle:
-    return made(*_SEQUENCE, lib.cxlkv_sequence_create, pool)
-
-
-def sequence_fork(sequence: Handle) -> Handle:
-    return made(*_SEQUENCE, lib.cxlkv_sequence_fork, sequence)
-
-
-def sequence_truncate(sequence: Handle, tokens: int) -> None:
-    check(lib.cxlkv_sequence_truncate(sequence, tokens))
-
-
-def sequence_release(sequence: Handle) -> None:
-    check(lib.cxlkv_sequence_release(sequence))
+sequence_create: Callable[[Handle], Handle] = partial(made, *_SEQUENCE, lib.cxlkv_sequence_create)
+sequence_fork: Callable[[Handle], Handle] = partial(made, *_SEQUENCE, lib.cxlkv_sequence_fork)
+sequence_truncate: Callable[[Handle, int], int] = checked(lib.cxlkv_sequence_truncate)
+sequence_release: Callable[[Handle], int] = checked(lib.cxlkv_sequence_release)
 
 
 def sequence_tokens(sequence: Handle, layer: int = lib.CXLKV_LAYER_LAST) -> int:

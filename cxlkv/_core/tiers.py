@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,7 +12,9 @@ from cxlkv import errors
 from cxlkv._core.base import (
     HASH_BYTES,
     Handle,
+    Numbers,
     check,
+    checked,
     dtype_of,
     flat,
     int32s,
@@ -94,12 +99,8 @@ def hotness_read(
     return counts, epochs, check(lib.cxlkv_hotness_read(pool, first, count, *out))
 
 
-def hotness_advance(pool: Handle) -> int:
-    return check(lib.cxlkv_hotness_advance(pool))
-
-
-def hotness_enable(pool: Handle, on: bool) -> None:
-    check(lib.cxlkv_hotness_enable(pool, int(on)))
+hotness_advance: Callable[[Handle], int] = checked(lib.cxlkv_hotness_advance)
+hotness_enable: Callable[[Handle, bool], int] = checked(lib.cxlkv_hotness_enable)
 
 
 def pool_published(pool: Handle) -> tuple[npt.NDArray[np.void], int]:
@@ -135,16 +136,14 @@ def choose(
 
 # By the core's number: what became of a unit that was to be promoted.
 LOCAL_CODES = ("done", "there", "no_room", "not_sealed", "changed", "damaged", "unknown")
+local_destroy: Callable[[Handle], int] = checked(lib.cxlkv_local_destroy)
+local_stats: Numbers = partial(numbers_from, "cxlkv_local_state *", lib.cxlkv_local_stats)
 
 
 def local_make(pool: Handle, size: int, made: list[int]) -> None:
     """made: gets a 0 when the tier was made, also when an interrupt comes then."""
     keep(made, lib.cxlkv_local_make, pool, size)
     check(made[0])
-
-
-def local_destroy(pool: Handle) -> None:
-    check(lib.cxlkv_local_destroy(pool))
 
 
 def local_promote(
@@ -175,7 +174,3 @@ def local_hotness(
         if found <= room:
             return units[:found], counts[:found], resident[:found].astype(np.bool_)
         room = found + found // 8
-
-
-def local_stats(pool: Handle) -> dict[str, int]:
-    return numbers_from("cxlkv_local_state *", lib.cxlkv_local_stats, pool)
