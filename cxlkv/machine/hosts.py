@@ -49,12 +49,7 @@ def _host(row: dict[str, int]) -> Host:
     silent_s = row["silent_ns"] / 1e9
     state = STATUS[row["status"]]
     if state == "live":
-        if row["off"]:
-            state = "off"
-        elif row["fenced"]:
-            state = "fenced"
-        elif row["silent"]:
-            state = "silent"
+        state = next((word for word in ("off", "fenced", "silent") if row[word]), state)
     return Host(
         number=row["number"],
         state=state,

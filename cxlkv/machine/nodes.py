@@ -11,6 +11,8 @@ from pathlib import Path
 
 from cxlkv.machine.sysfs import allowed_nodes, flag, id_list, names, number, read
 
+SPEEDS = ("read_latency", "write_latency", "read_bandwidth", "write_bandwidth")  # files of Access
+
 
 @dataclass(frozen=True)
 class Access:
@@ -105,16 +107,9 @@ def _accesses(folder: Path) -> tuple[Access, ...]:
     found = []
     for name in names(folder, r"access[01]"):
         inside = folder / name / "initiators"
-        found.append(
-            Access(
-                access_class=int(name.removeprefix("access")),
-                initiators=tuple(int(each[4:]) for each in names(inside, r"node[0-9]+")),
-                read_latency_ns=number(inside / "read_latency"),
-                write_latency_ns=number(inside / "write_latency"),
-                read_bandwidth_mb_per_s=number(inside / "read_bandwidth"),
-                write_bandwidth_mb_per_s=number(inside / "write_bandwidth"),
-            )
-        )
+        nodes = tuple(int(each[4:]) for each in names(inside, r"node[0-9]+"))
+        speeds = (number(inside / speed) for speed in SPEEDS)
+        found.append(Access(int(name.removeprefix("access")), nodes, *speeds))
     return tuple(found)
 
 

@@ -361,16 +361,7 @@ def write(answer: Answer, path: Path) -> None:
                 "reason": None if decision is None else decision.reason,
             }
         )
-    found = {
-        "machine": machine(),
-        "commit": commit(),
-        "layout": asdict(answer.layout),
-        "costs": asdict(answer.costs),
-        "decode_tokens": answer.decode_tokens,
-        "share": answer.share,
-        "rows": rows,
-        "notes": answer.notes,
-    }
+    found = {"machine": machine(), "commit": commit(), **asdict(answer), "rows": rows}
     write_whole(path, json.dumps(_finite(found), indent=2, allow_nan=False) + "\n")
 
 

@@ -97,7 +97,8 @@ def info(
     Exit code 0 however much of the machine is hidden: what could not be read is named.
     """
     found = survey(root)
-    link = emulated_link()
+    environment = from_environment()  # the link that pools of it are behind
+    link = None if environment is None else parse(environment).label
     if as_json:
         typer.echo(json.dumps({**as_dict(found), "emulated": link}, indent=2))
         return
@@ -113,12 +114,6 @@ def info(
     for index, place in enumerate(found.places):
         console.print(_line("Place for a pool:" if index == 0 else "Or:", "bold"))
         console.print(_line("\n".join(_place_lines(place))))
-
-
-def emulated_link() -> str | None:
-    """The link that pools of this environment are behind. Raises BadArgumentError."""
-    text = from_environment()
-    return None if text is None else parse(text).label
 
 
 def as_dict(found: Survey) -> dict[str, object]:
@@ -152,7 +147,10 @@ def tree(found: Survey) -> Tree:
     _add(result, "memory", _memory_lines(machine))
     nodes = _add(result, "NUMA nodes", _numa_lines(found.numa))
     for node in machine.nodes:
-        _add(nodes, _node_title(node), _node_lines(node, found.numa.of(node.node)))
+        cpus = f"CPUs {ranges(node.cpus)}" if node.cpus else "no CPUs: memory only"
+        free = f"{size(node.free_bytes)} free of {size(node.total_bytes)}"
+        lines = _node_lines(node, found.numa.of(node.node))
+        _add(nodes, f"node {node.node}: {free}, {cpus}", lines)
     cxl = _add(result, "CXL", _cxl_lines(found.devices) or none_at("/sys/bus/cxl/devices"))
     for region in found.devices.cxl_regions:
         _add(cxl, _region_title(region), [f"path {region.path}"])
@@ -205,19 +203,14 @@ def _memory_lines(machine: Machine) -> list[str]:
 
 
 def _numa_lines(numa: Numa) -> list[str]:
+    demotion = {True: "on", False: "off", None: "not known"}[numa.demotion_enabled]
     lines = [
-        f"allowed here: {ranges(numa.nodes_allowed) or 'not known'}; "
-        f"demotion: {_switch(numa.demotion_enabled)}; "
+        f"allowed here: {ranges(numa.nodes_allowed) or 'not known'}; demotion: {demotion}; "
         f"NUMA balancing: {_count(numa.balancing)}; new memory: {numa.auto_online or 'not known'}"
     ]
     if numa.nodes_offline:
         lines.append(f"possible, but offline: {ranges(numa.nodes_offline)}")
     return lines
-
-
-def _node_title(node: NumaNode) -> str:
-    cpus = f"CPUs {ranges(node.cpus)}" if node.cpus else "no CPUs: memory only"
-    return f"node {node.node}: {size(node.free_bytes)} free of {size(node.total_bytes)}, {cpus}"
 
 
 def _node_lines(node: NumaNode, details: NodeDetails | None) -> list[str]:
@@ -317,10 +310,6 @@ def _place_lines(place: Place) -> Iterator[str]:
 
 def _measure(value: int | None) -> str:
     return "?" if value is None else str(value)
-
-
-def _switch(value: bool | None) -> str:
-    return {True: "on", False: "off", None: "not known"}[value]
 
 
 def _count(value: int | None) -> str:

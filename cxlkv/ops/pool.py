@@ -64,8 +64,6 @@ def create(
     ] = False,
 ) -> None:
     """Make a pool for one model's KV cache, or for objects that are stored by their keys."""
-    from cxlkv.pool import Pool
-
     if parse_place(path).path is None:
         node = "" if str(path) == "anonymous:" else f"{path}:"
         raise BadArgumentError(
@@ -266,8 +264,6 @@ def gc(
     Looks in /dev/shm and the hugetlbfs mounts unless told where. A pool in use is never removed,
     nor a file of another user.
     """
-    from cxlkv.stats import pool_folders
-
     console = Console(soft_wrap=True)
     found = find_garbage(places or pool_folders(), idle_s)
     for item in found:
