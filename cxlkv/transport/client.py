@@ -31,7 +31,7 @@ from cxlkv.sequence import as_asked, one_budget, query_rows
 from cxlkv.transport.base import Link, chunk_records
 from cxlkv.transport.far import FarPool, Pieces, Shape, part_of
 from cxlkv.transport.loopback import LoopbackLink
-from cxlkv.transport.messages import ROWS_MAX
+from cxlkv.transport.messages import BUDGET, ROWS_MAX
 from cxlkv.transport.wire import Body, Deadline, Header, Wire, parse_address
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 10.0
 RETRY_S = (0.02, 0.5)  # between two attempts to connect: first, at most
-_BUDGET = ("pages", "share", "mass", "sinks", "recent", "union", "per")
 
 T = TypeVar("T")
 Skip = Callable[[Names], npt.NDArray[np.bool_]]
@@ -156,7 +155,8 @@ class Remote(Closing):
         if rows.shape[0] > ROWS_MAX:
             raise BadArgumentError(f"{rows.shape[0]} query rows: a server takes {ROWS_MAX} at once")
         words: Header = {"rows": rows.shape[0], "heads": rows.shape[1], "dtype": DTYPES[rows.dtype]}
-        words |= {name: _plain(getattr(chosen, name)) for name in _BUDGET}
+        given = {name: getattr(chosen, name) for name in BUDGET}
+        words |= {n: v.item() if isinstance(v, np.generic) else v for n, v in given.items()}
         words |= {"method": method, "scale": None if scale is None else float(scale)}
         words |= {"recall": float(recall), "layer": index(layer)}
         with self._lock:
@@ -376,7 +376,8 @@ class Remote(Closing):
         assert self._link is not None
         self._link.buffer[: records.size] = records.ravel()
         try:
-            self._link.write(_whole(records.size), deadline)
+            # The buffer's first bytes to the staging area's first.
+            self._link.write(Pieces(*np.array([[0], [0], [records.size]], np.int64)), deadline)
         except PeerError:
             self._drop()
             raise
@@ -384,16 +385,6 @@ class Remote(Closing):
         ask: Header = {"op": "publish", "records": len(records)}
         _, body = self._call(ask, deadline, np.ascontiguousarray(given).tobytes())
         return np.frombuffer(body, np.int32)
-
-
-def _whole(size: int) -> Pieces:
-    """The buffer's first bytes to the staging area's first."""
-    return Pieces(np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([size], np.int64))
-
-
-def _plain(value: object) -> object:
-    """As JSON has it."""
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def _bytes_of(q: object) -> bytes:

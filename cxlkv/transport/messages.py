@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from cxlkv.ndp.engine import PAGES_MAX
+from cxlkv.ndp.engine import PAGES_MAX, Budget
 
 LEASE_S_MAX = 3600.0
 ROWS_MAX = 4096
+BUDGET = tuple(one.name for one in fields(Budget))
 
 
 class _Request(BaseModel):

@@ -363,15 +363,7 @@ class _Session:
         count = asked.rows * asked.heads
         dim = rows.size // count if count else self._pool.layout.head_dim
         queries = rows.reshape(asked.rows, asked.heads, dim)
-        budget = Budget(
-            pages=asked.pages,
-            share=asked.share,
-            mass=asked.mass,
-            sinks=asked.sinks,
-            recent=asked.recent,
-            union=asked.union,
-            per=asked.per,
-        )
+        budget = Budget(**asked.model_dump(include=set(m.BUDGET)))
         starts = [0, asked.rows]
         picked = sequence._own().select(
             asked.layer, queries, starts, budget, asked.method, asked.scale, asked.recall

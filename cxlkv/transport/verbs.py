@@ -84,8 +84,8 @@ class _Pyverbs(NamedTuple):
 @cache
 def _pyverbs() -> _Pyverbs:
     """Raises RdmaError where it cannot be imported."""
-    names = "addr cq device enums mr pd qp wr".split()
     try:
+        names = _Pyverbs._fields[:-1]
         modules = [importlib.import_module(f"pyverbs.{name}") for name in names]
         error = importlib.import_module("pyverbs.pyverbs_error").PyverbsError
     except (ImportError, OSError) as failed:
@@ -96,8 +96,7 @@ def _pyverbs() -> _Pyverbs:
             "version, so the one on PyPI seldom fits. In a virtual environment: link the folder "
             "pyverbs of /usr/lib/python3/dist-packages into its site-packages"
         ) from failed
-    addr, cq, device, enums, mr, pd, qp, wr = modules
-    return _Pyverbs(addr, cq, device, enums, mr, pd, qp, wr, error)
+    return _Pyverbs._make((*modules, error))
 
 
 def device_names() -> list[str]:
