@@ -125,7 +125,9 @@ class LocalTier(Closing):
         """
         units, counts, resident = self.hotness()
         stats = _core.local_stats(self._pool)
-        self._age(stats["epoch"])
+        if stats["epoch"] != self._epoch:
+            self._bounces >>= np.uint8(min(stats["epoch"] - self._epoch, 7))
+            self._epoch = stats["epoch"]
         goal = stats["slots_total"]
         pressed = stats["refused_no_room"] > self._no_room
         if pressed and stats["slots_total"] - stats["slots_free"] > HIGH_SHARE * goal:
@@ -146,11 +148,6 @@ class LocalTier(Closing):
         moved = self.promote(into)
         self._no_room = _core.local_stats(self._pool)["refused_no_room"]
         return Moved(moved.promoted, out, moved.refused, moved.copied_bytes)
-
-    def _age(self, epoch: int) -> None:
-        if epoch != self._epoch:
-            self._bounces >>= np.uint8(min(epoch - self._epoch, 7))
-            self._epoch = epoch
 
     def stats(self) -> dict[str, float]:
         """The core's counts, and share_local: of the reads of chosen pages, those of copies.

@@ -177,13 +177,10 @@ class Reuse:
         after["name"], after["born"], after["used"] = pages.names[changed], born, used
         after["hits"] = hits
         after["kind"] = kind_of(after["before"] + hits, used - after["first"])
-        found = hits > before["hits"]
-        self._finds(before[found], after[found])
         self._ledger.write(ids, after)
-
-    def _finds(self, before: Records, after: Records) -> None:
-        """Pages that were found since, as if after equal times if several: the first time as the
-        kind that they were."""
+        # Found several times since: as if after equal times, first as the kind that they were.
+        found = hits > before["hits"]
+        before, after = before[found], after[found]
         times = after["hits"] - before["hits"]
         ages = bin_of((after["used"] - before["used"]) // times)
         count(self._found, before["kind"], ages)

@@ -46,7 +46,8 @@ def attention(
     dropout, position biases, both directions with a cache, and a window other than the pool's.
     """
     layer = layer_of(module, key)
-    if not _is_causal(module, kwargs.get("is_causal")):
+    told = kwargs.get("is_causal")  # else the module says it, else it is so: as in sdpa
+    if not (getattr(module, "is_causal", True) if told is None else told):
         if layer is not None:
             raise UnsupportedError(f"{type(module).__name__} attends in both directions; {BUILT}")
         kwargs.update(dropout=dropout, scaling=scaling, softcap=softcap)
@@ -66,11 +67,6 @@ def attention(
     scale = float(query.shape[3] ** -0.5) if scaling is None else scaling
     call = Call(module, query, key, value, attention_mask, scale, softcap, s_aux)
     return layer.cache.forward(layer, call).contiguous(), None
-
-
-def _is_causal(module: torch.nn.Module, told: object) -> bool:
-    """As transformers' sdpa decides it: what the call says, else the module, else yes."""
-    return bool(getattr(module, "is_causal", True) if told is None else told)
 
 
 def _check_window(layer: FarLayer, window: int | None, new_tokens: int) -> None:

@@ -343,7 +343,11 @@ class EngineAttention:
             self._now.wait(len(self._memory))
             self._settle(self._now)
             self._now = None
-            self._distrust(self._bad)
+            for held in self._held.values() if self._bad else ():
+                # Blocks may be shared: whoever computed from a bad one has computed nonsense.
+                place = next((i for i, block in enumerate(held.blocks) if block in self._bad), None)
+                if place is not None:
+                    held.valid = min(held.valid, place * self.block_tokens)
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -352,13 +356,6 @@ class EngineAttention:
             return
         for name, end in writing.upto.items():
             self._publish(name, end)
-
-    def _distrust(self, bad: set[int]) -> None:
-        """Whoever computed from these blocks, which requests may share, has computed nonsense."""
-        for held in self._held.values() if bad else ():
-            place = next((i for i, block in enumerate(held.blocks) if block in bad), None)
-            if place is not None:
-                held.valid = min(held.valid, place * self.block_tokens)
 
     def _publish(self, name: str, end: int) -> None:
         held = self._held[name]

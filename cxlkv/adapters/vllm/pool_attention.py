@@ -98,7 +98,7 @@ class PoolAttention:
         self.decode_rows = decode_rows
         self.block_tokens, self._rank, self.has_peers = block_tokens, rank, ranks > 1
         self._held: dict[str, Held] = {}
-        self._by_request_row: dict[int, Held] = {}
+        self.by_request_row: dict[int, Held] = {}
         self._make_step: MakeStep = step or Step
         self.many = many
         self._step: Step | None = None
@@ -127,7 +127,7 @@ class PoolAttention:
         # Pages are verified when attention reads them.
         self._load(held, handle, started.tokens)
         self._held[held.name] = held
-        self._by_request_row[held.request_row] = held
+        self.by_request_row[held.request_row] = held
 
     def _load(self, held: Held, handle: bytes | None, tokens: int) -> None:
         held.stored = 0
@@ -140,8 +140,8 @@ class PoolAttention:
 
     def _release(self, name: str) -> None:
         held = self._held.pop(name, None)
-        if held is not None and self._by_request_row.get(held.request_row) is held:
-            del self._by_request_row[held.request_row]
+        if held is not None and self.by_request_row.get(held.request_row) is held:
+            del self.by_request_row[held.request_row]
         self.requests.release(name)
 
     def step(self, request_rows: Sequences[int], starts: Ints, lengths: Sequences[int]) -> Step:
@@ -151,9 +151,6 @@ class PoolAttention:
             self._step = self._make_step(self, request_rows, starts, lengths)
             self._failed = self._step.failed
         return self._step
-
-    def of_request_row(self, request_row: int) -> Held | None:
-        return self._by_request_row.get(request_row)
 
     def bad_blocks(self) -> set[int]:
         """Request rows that got zeros in the last step; asked for before or after end_step()."""
@@ -166,7 +163,10 @@ class PoolAttention:
             if step is None or held is None or self._held.get(held.name) is not held:
                 continue
             if place in step.broken:
-                self._mend(held, step.broken[place])
+                if isinstance(step.broken[place], CorruptError):
+                    self._forget(held)
+                self.requests.release(held.name)
+                self._load(held, None, 0)  # empty: the engine begins again
             elif held.options.save:
                 self._publish(held)
 
@@ -220,14 +220,8 @@ class PoolAttention:
 
     # ---- failures ----
 
-    def _mend(self, held: Held, error: CXLKVError) -> None:
-        """An empty sequence instead: the engine begins again. Damaged pages are found no more."""
-        if isinstance(error, CorruptError):
-            self._forget(held)
-        self.requests.release(held.name)
-        self._load(held, None, 0)
-
     def _forget(self, held: Held) -> None:
+        """Its damaged pages are found no more."""
         try:
             damaged = self.requests.mend(self._keys(held))
         except CXLKVError as error:
@@ -298,7 +292,7 @@ class Step:
         lengths: Sequences[int],
     ):
         self._attention, self.request_rows = attention, list(request_rows)
-        self.held = [attention.of_request_row(request_row) for request_row in request_rows]
+        self.held = [attention.by_request_row.get(request_row) for request_row in request_rows]
         self.starts = np.asarray(starts, np.int32)
         rows = np.diff(self.starts)
         self.computed = [int(n - r) for n, r in zip(lengths, rows, strict=True)]
