@@ -57,15 +57,15 @@ def interleave(
 
 
 def interleave_reported(
-    functions: Mapping[str, Callable[[], Sample]], rounds: int
+    functions: Mapping[str, Callable[[], Sample]], rounds: int, warm: int = 1
 ) -> dict[str, list[Sample]]:
     """The same of functions that return what they measured: they loop in C and look at its clock,
-    or are programs of their own."""
+    or are programs of their own. warm: unmeasured rounds."""
     samples: dict[str, list[Sample]] = {name: [] for name in functions}
-    for turn in range(rounds + 1):
+    for turn in range(-warm, rounds):
         for name, function in functions.items():
             sample = function()
-            if turn:
+            if turn >= 0:
                 samples[name].append(sample)
     return samples
 

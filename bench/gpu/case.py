@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 import torch
 
-from cxlkv.bench.measure import Samples
+from cxlkv.bench.measure import Samples, interleave_reported, seconds_of
 from cxlkv.bench.result import Result
 from cxlkv.errors import UnsupportedError
 
@@ -91,21 +92,14 @@ class Timer:
     def __call__(self, functions: Mapping[str, Callable[[], object]]) -> Samples:
         """Seconds on the device, `rounds` samples of each after `warm` unmeasured rounds; they take
         turns in a round."""
-        samples: Samples = {name: [] for name in functions}
+        calls = {name: partial(self._sample, function) for name, function in functions.items()}
         self.wait()  # what was prepared may be on another stream
         with self.here():
-            for turn in range(-self.warm, self.rounds):
-                for name, function in functions.items():
-                    seconds = self._sample(function)
-                    if turn >= 0:
-                        samples[name].append(seconds)
-        return samples
+            return interleave_reported(calls, self.rounds, self.warm)
 
     def _sample(self, function: Callable[[], object]) -> float:
         if self.stream is None:
-            began = time.perf_counter()
-            function()
-            return time.perf_counter() - began
+            return seconds_of(function)
         first, last = new_event(), new_event()
         torch.sum(self._flush, 0, out=self._sum)
         first.record()
@@ -116,18 +110,19 @@ class Timer:
 
     def whole(self, function: Callable[[], object]) -> list[float]:
         """Seconds from the call until the device is idle again, as the host's clock tells them."""
-        samples = []
+
+        def until_idle() -> None:
+            function()
+            self.wait()
+
+        def sample() -> float:
+            self._flush.sum()
+            self.wait()
+            return seconds_of(until_idle)
+
         self.wait()
         with self.here():
-            for turn in range(-self.warm, self.rounds):
-                self._flush.sum()
-                self.wait()
-                began = time.perf_counter()
-                function()
-                self.wait()
-                if turn >= 0:
-                    samples.append(time.perf_counter() - began)
-        return samples
+            return interleave_reported({"": sample}, self.rounds, self.warm)[""]
 
 
 # ---- one case ----
