@@ -42,14 +42,10 @@ class MakePool(Protocol):
         self,
         capacity: str | int = ...,
         *,
+        layout: KVLayout | None = ...,
         checksum: bool = ...,
         threads: int = ...,
-        layers: int = ...,
-        kv_heads: int = ...,
-        head_dim: int = ...,
-        value_head_dim: int | None = ...,
-        page_tokens: int = ...,
-        dtype: str = ...,
+        **shape: object,
     ) -> CXLPool: ...
 
 
@@ -145,34 +141,26 @@ def audit(pool: Pool) -> None:
 
 @pytest.fixture
 def make_pool() -> Iterator[MakePool]:
-    """Makes anonymous pools: make_pool(capacity, layers=..., checksum=...)."""
+    """Makes anonymous pools, of a layout or of SMALL's shape but for what is named:
+    make_pool(capacity, layers=..., checksum=...); one layer if no number is."""
     made: list[CXLPool] = []
 
     def make(
         capacity: str | int = "4MiB",
         *,
+        layout: KVLayout | None = None,
         checksum: bool = True,
         threads: int = 1,
-        layers: int = 1,
-        kv_heads: int = 2,
-        head_dim: int = 8,
-        value_head_dim: int | None = None,
-        page_tokens: int = 4,
-        dtype: str = "float32",
+        **shape: object,
     ) -> CXLPool:
-        layout = KVLayout(
-            layers=layers,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            value_head_dim=value_head_dim,
-            page_tokens=page_tokens,
-            dtype=dtype,
+        small = {"layers": 1, "kv_heads": 2, "head_dim": 8, "page_tokens": 4, "dtype": "float32"}
+        chosen = layout or KVLayout(**(small | shape))  # type: ignore[arg-type]
+        made.append(
+            CXLPool.create(
+                "anonymous:", layout=chosen, capacity=capacity, checksum=checksum, threads=threads
+            )
         )
-        pool = CXLPool.create(
-            "anonymous:", layout=layout, capacity=capacity, checksum=checksum, threads=threads
-        )
-        made.append(pool)
-        return pool
+        return made[-1]
 
     yield make
     for pool in made:

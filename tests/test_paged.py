@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ from cxlkv.errors import (
 )
 from cxlkv.layout import DTYPES, layer_places
 
-from .conftest import audit
+from .conftest import MakePool
 from .support.threads import run_all
 from .test_verify import damage, region_of
 
@@ -143,33 +142,6 @@ def pieces(pool: CXLPool, sequence: Sequence, layer: int) -> list[bytes]:
     return found
 
 
-class Make(Protocol):
-    def __call__(
-        self, layout: KVLayout, capacity: str = ..., checksum: bool = ..., threads: int = ...
-    ) -> CXLPool: ...
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    """Makes anonymous pools, audited at the end."""
-    made: list[CXLPool] = []
-
-    def of(
-        layout: KVLayout, capacity: str = "4MiB", checksum: bool = True, threads: int = 2
-    ) -> CXLPool:
-        made.append(
-            CXLPool.create(
-                "anonymous:", layout=layout, capacity=capacity, checksum=checksum, threads=threads
-            )
-        )
-        return made[-1]
-
-    yield of
-    for pool in made:
-        audit(pool)
-        pool.close()
-
-
 # ---- round trips ----
 
 
@@ -192,7 +164,7 @@ def append_at_random(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("values", ["own", "key_prefix"])
 def test_blocks_come_back_as_they_were(
-    make: Make, rng: np.random.Generator, values: str, form: str, dtype: str
+    make_pool: MakePool, rng: np.random.Generator, values: str, form: str, dtype: str
 ) -> None:
     """Into blocks elsewhere, from any page on; all other blocks stay what they are. What lies in
     the pool is what append() makes of the same tokens."""
@@ -200,7 +172,7 @@ def test_blocks_come_back_as_they_were(
         (1, 4) if values == "key_prefix" else (int(rng.integers(1, 4)), int(rng.choice([4, 8, 12])))
     )
     layout = layout_of(dtype, kv_heads=heads, values=values, value_head_dim=value_dim)
-    pool = make(layout, checksum=bool(rng.integers(2)), threads=int(rng.integers(1, 4)))
+    pool = make_pool(layout=layout, checksum=bool(rng.integers(2)), threads=int(rng.integers(1, 4)))
     tokens = PAGE * int(rng.integers(1, 5))
     layers = [Paged(rng, layout, 9, tokens, form) for _ in range(2)]
     sequences = [pool.sequence() for _ in range(3)]
@@ -251,10 +223,10 @@ def check_fetched(
         np.testing.assert_array_equal(one, two)
 
 
-def test_a_cache_of_torch(make: Make, rng: np.random.Generator) -> None:
+def test_a_cache_of_torch(make_pool: MakePool, rng: np.random.Generator) -> None:
     """As vLLM has it on the CPU: [blocks, kv_heads, 2 * block_tokens, head_dim], in two chunks."""
     torch = pytest.importorskip("torch")
-    pool = make(layout_of("bfloat16"))
+    pool = make_pool(layout=layout_of("bfloat16"), threads=2)
     there = torch.randn(6, 2, 2 * 2 * PAGE, 8).to(torch.bfloat16)
     here = torch.zeros_like(there)
     sequence = pool.sequence()
@@ -269,10 +241,10 @@ def test_a_cache_of_torch(make: Make, rng: np.random.Generator) -> None:
 
 
 def test_several_threads_each_with_its_own_batch(
-    make: Make, seed: int, rng: np.random.Generator
+    make_pool: MakePool, seed: int, rng: np.random.Generator
 ) -> None:
     layout = layout_of()
-    pool = make(layout, "16MiB", threads=3)
+    pool = make_pool("16MiB", layout=layout, threads=3)
 
     def work(number: int) -> None:
         own = np.random.default_rng([seed, number])
@@ -292,10 +264,12 @@ def test_several_threads_each_with_its_own_batch(
 # ---- windows ----
 
 
-def test_a_window_gives_back_what_append_does(make: Make, rng: np.random.Generator) -> None:
+def test_a_window_gives_back_what_append_does(
+    make_pool: MakePool, rng: np.random.Generator
+) -> None:
     """Blocks that are longer than pages, a rewind or none: the same pages stay."""
     layout = layout_of(window=9)
-    pool = make(layout)
+    pool = make_pool(layout=layout, threads=2)
     tokens = 3 * PAGE
     layers = [Paged(rng, layout, 6, tokens) for _ in range(2)]
     for rewind in (None, 0, 5, 100):
@@ -318,10 +292,10 @@ def test_a_window_gives_back_what_append_does(make: Make, rng: np.random.Generat
         copied.release()
 
 
-def test_a_block_that_the_window_cuts(make: Make, rng: np.random.Generator) -> None:
+def test_a_block_that_the_window_cuts(make_pool: MakePool, rng: np.random.Generator) -> None:
     """Its pages behind the window are zeros, the others what they were."""
     layout = layout_of(window=5)
-    pool = make(layout)
+    pool = make_pool(layout=layout, threads=2)
     tokens = 4 * PAGE
     source = Paged(rng, layout, 4, tokens)
     sequence = pool.sequence()
@@ -353,10 +327,10 @@ def fill(pool: CXLPool, left: int) -> Sequence:
     return hog
 
 
-def test_a_pool_that_is_full_midway(make: Make, rng: np.random.Generator) -> None:
+def test_a_pool_that_is_full_midway(make_pool: MakePool, rng: np.random.Generator) -> None:
     """The first sequence would find room, the second not: neither is changed."""
     layout = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=PAGE, dtype="float32")
-    pool = make(layout)
+    pool = make_pool(layout=layout, threads=2)
     source = Paged(rng, layout, 4, 2 * PAGE)
     batch = pool.batch([pool.sequence(), pool.sequence()])
     for layer in range(2):
@@ -373,9 +347,9 @@ def test_a_pool_that_is_full_midway(make: Make, rng: np.random.Generator) -> Non
     hog.release()
 
 
-def test_room_is_made_as_for_append(make: Make, rng: np.random.Generator) -> None:
+def test_room_is_made_as_for_append(make_pool: MakePool, rng: np.random.Generator) -> None:
     layout = KVLayout(layers=1, kv_heads=2, head_dim=8, page_tokens=PAGE, dtype="float32")
-    pool = make(layout)
+    pool = make_pool(layout=layout, threads=2)
     source = Paged(rng, layout, 4, 3 * PAGE)
     hog, asked = fill(pool, 2), []
 
@@ -396,9 +370,11 @@ def test_room_is_made_as_for_append(make: Make, rng: np.random.Generator) -> Non
 # ---- faults ----
 
 
-def test_a_damaged_piece_ends_its_own_block_only(make: Make, rng: np.random.Generator) -> None:
+def test_a_damaged_piece_ends_its_own_block_only(
+    make_pool: MakePool, rng: np.random.Generator
+) -> None:
     layout = layout_of()
-    pool = make(layout)
+    pool = make_pool(layout=layout, threads=2)
     tokens = 2 * PAGE
     source, target = (Paged(rng, layout, 9, tokens) for _ in range(2))
     sequences = [pool.sequence() for _ in range(3)]
@@ -454,9 +430,9 @@ def test_memory_that_fails_is_named_by_sequence(tmp_path: Path, rng: np.random.G
 
 
 @pytest.fixture
-def given(make: Make, rng: np.random.Generator) -> tuple[Batch, Paged]:
+def given(make_pool: MakePool, rng: np.random.Generator) -> tuple[Batch, Paged]:
     layout = layout_of()
-    pool = make(layout)
+    pool = make_pool(layout=layout, threads=2)
     source = Paged(rng, layout, 4, 2 * PAGE)
     batch = pool.batch([pool.sequence(), pool.sequence()])
     for layer in range(2):
