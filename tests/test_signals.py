@@ -177,7 +177,7 @@ def giving(world: World) -> dict[str, Case]:
         "hit.release": released(lambda: pool.match_prefix(IDS)),
         "lease.release": released(lambda: objects.lease(["there"])),
         "reserved.release": released(lambda: objects.reserve([1, 2, 3])),
-        "publish objects": (publish, published),
+        "publish_objects": (publish, published),
         "pages.alloc": (alloc, freed),
         "pages.free": (free, freed),
     }
@@ -231,19 +231,11 @@ def cases(world: World) -> dict[str, Case]:
     return {name: (call, world.settle) for name, call in taking(world).items()} | more
 
 
-NAMES = [
-    *("sequence", "append", "fork", "handle", "adopt", "match", "hit", "publish", "batch", "lease"),
-    *("reserve", "put", "get", "open", "sequence.release", "hit.release", "lease.release"),
-    *(
-        "reserved.release",
-        "publish objects",
-        "pages.alloc",
-        "pages.free",
-        "create",
-        "local",
-        "tiers",
-    ),
-]
+NAMES = """
+    sequence append fork handle adopt match hit publish batch lease reserve put get open
+    sequence.release hit.release lease.release reserved.release publish_objects pages.alloc
+    pages.free create local tiers
+""".split()
 
 
 @pytest.fixture
