@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cxlkv import CXLPool, KVLayout, Sequence, _core
-from cxlkv.arrays import Floats
 from cxlkv.errors import BadArgumentError, BusyError, ClosedError, DiskFullError, PoolFullError
 from cxlkv.layout import LayerGroup
 from cxlkv.machine.costs import Costs, Prefill, Tier
@@ -27,35 +26,14 @@ from cxlkv.tiers.cold import ColdTier
 from ..conftest import MakePool, audit
 from ..support.forking import in_child
 from ..support.processes import Child
+from ..support.texts import SMALL, grown, numbers, publish, verify
 
 PAGE = 4
-LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, page_tokens=PAGE, dtype="float32")
 
 
 def text(number: int, pages: int) -> list[int]:
     """Token ids of a text of its own."""
     return [1000 * number + i for i in range(pages * PAGE)]
-
-
-def rows(ids: list[int], layer: int, kind: int) -> Floats:
-    """[tokens, heads, dim]: what follows from each token and its place."""
-    seeds = np.array(ids, np.float32)[:, None, None] + 100_000 * layer + 1_000_000 * kind
-    return np.ascontiguousarray(
-        np.broadcast_to(seeds + np.arange(16, dtype=np.float32).reshape(2, 8), (len(ids), 2, 8))
-    )
-
-
-def fill(pool: CXLPool, ids: list[int]) -> Sequence:
-    sequence = pool.sequence()
-    for layer in range(pool.layout.layers):
-        sequence.append(layer, rows(ids, layer, 0), rows(ids, layer, 1))
-    return sequence
-
-
-def publish(pool: CXLPool, ids: list[int], tail: bool = False) -> None:
-    sequence = fill(pool, ids)
-    pool.publish_prefix(sequence, ids, tail=tail)
-    sequence.release()
 
 
 def publish_many(pool: CXLPool, count: int) -> None:
@@ -64,18 +42,10 @@ def publish_many(pool: CXLPool, count: int) -> None:
         publish(pool, text(number, 4))
 
 
-def assert_holds(sequence: Sequence, ids: list[int]) -> None:
-    assert len(sequence) == len(ids)
-    for layer in range(LAYOUT.layers if ids else 0):
-        for kind, got in enumerate(sequence.fetch(layer)):
-            tokens = np.asarray(got).transpose(1, 2, 0, 3).reshape(-1, 2, 8)[: len(ids)]
-            np.testing.assert_array_equal(tokens, rows(ids, layer, kind))
-
-
 def found(tiers: Tiers, ids: list[int]) -> int:
     """Pages that match() finds; their bytes are checked."""
     with tiers.match(prefix_keys(ids, PAGE)) as hit, _released(hit.sequence()) as sequence:
-        assert_holds(sequence, ids[: hit.tokens])
+        verify(sequence, ids[: hit.tokens])
         return hit.tokens // PAGE
 
 
@@ -87,7 +57,7 @@ def _released(sequence: Sequence) -> Iterator[Sequence]:
 
 @pytest.fixture
 def pool() -> Iterator[CXLPool]:
-    with CXLPool.create("anonymous:", layout=LAYOUT, capacity="2350KiB", threads=1) as made:
+    with CXLPool.create("anonymous:", layout=SMALL, capacity="2350KiB", threads=1) as made:
         yield made
         audit(made)
 
@@ -126,13 +96,13 @@ def test_a_full_pool_lets_the_oldest_text_go(pool: CXLPool) -> None:
 
 def test_a_full_pool_makes_room_for_the_tail_of_a_handle(pool: CXLPool) -> None:
     ids = [*text(1, 1), 7, 8]
-    sequence = fill(pool, ids)
+    sequence = grown(pool, ids)
     publish(pool, text(2, 4))
     rest = pool.pages.alloc(pool.stats()["pages_free"])
     with pytest.raises(PoolFullError):
         _ = sequence.handle
     with Tiers(pool), _released(pool.adopt(sequence.handle)) as adopted:
-        assert_holds(adopted, ids)
+        verify(adopted, ids)
     sequence.release()
     pool.pages.free(rest)
 
@@ -157,7 +127,7 @@ def test_tails_go_and_come_back(pool: CXLPool, tiers: Tiers) -> None:
     with pool.match_prefix(ids) as hit:
         assert hit.tokens == 0
     with tiers.match_prefix([*ids, 9]) as hit, _released(hit.sequence()) as sequence:
-        assert_holds(sequence, ids)
+        verify(sequence, ids)
 
 
 def two_groups() -> CXLPool:
@@ -182,7 +152,7 @@ def test_layer_groups_go_and_come_back(tmp_path: Path) -> None:
                 sequence = hit.sequence()
                 k, _ = sequence.fetch(0)
                 got = np.asarray(k).transpose(1, 2, 0, 3).reshape(-1, 2, 8)
-                np.testing.assert_array_equal(got, rows(ids, 0, 0))
+                np.testing.assert_array_equal(got, numbers(ids, 0, 0))
                 sequence.release()
         audit(pool)
 
@@ -244,10 +214,10 @@ def test_held_pinned_and_leased_pages_stay(pool: CXLPool) -> None:
 
 
 def test_full_of_what_is_held_is_an_error(pool: CXLPool, tiers: Tiers) -> None:
-    sequence = fill(pool, text(1, total(pool)))
+    sequence = grown(pool, text(1, total(pool)))
     with pytest.raises(PoolFullError):
-        fill(pool, text(2, 1))
-    assert_holds(sequence, text(1, total(pool)))
+        grown(pool, text(2, 1))
+    verify(sequence, text(1, total(pool)))
     sequence.release()
 
 
@@ -255,7 +225,7 @@ def test_back_pressure_when_there_is_no_room_to_bring_to(pool: CXLPool, tiers: T
     ids = text(1, 4)
     publish(pool, ids)
     tiers.reclaim(total(pool))
-    sequence = fill(pool, text(2, total(pool) - 2))
+    sequence = grown(pool, text(2, total(pool) - 2))
     assert found(tiers, ids) == 0
     assert tiers.stats()["refused_pages"] == 4
     sequence.release()
@@ -402,7 +372,7 @@ def test_the_mover_runs_until_closed(pool: CXLPool) -> None:
     assert tiers.stats()["evicted_pages"] > 0
     room = pool.stats()["pages_free"]
     with pytest.raises(PoolFullError):
-        fill(pool, text(1000, room + 1))
+        grown(pool, text(1000, room + 1))
 
 
 def test_the_mover_goes_on_after_any_error(pool: CXLPool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,7 +405,7 @@ def test_a_forked_child_is_told_that_the_pool_is_full(pool: CXLPool, tiers: Tier
 
     def child() -> None:
         with pytest.raises(PoolFullError):
-            fill(pool, text(1000, total(pool) - 1))
+            grown(pool, text(1000, total(pool) - 1))
 
     in_child(child)
     publish(pool, text(2000, 4))
@@ -509,7 +479,7 @@ def test_killed_in_the_middle_of_moves_nothing_published_is_lost(
 ) -> None:
     """Killed ten times: what was published is in the pool or in the file, and right."""
     path, cold = str(shm_path), tmp_path / "c"
-    CXLPool.create(path, layout=LAYOUT, capacity="2350KiB", threads=1).close()
+    CXLPool.create(path, layout=SMALL, capacity="2350KiB", threads=1).close()
     last = 0
     for kill in range(10):
         with Child("-c", DIE_WHILE_MOVING, path, cold, last + 1) as child:
@@ -539,7 +509,7 @@ class TiersModel(RuleBasedStateMachine):
     def begin(self, cold: bool, policy: str) -> None:
         self.path = Path(f"/tmp/cxlkv-test-{os.getpid()}.cold")
         self.path.unlink(missing_ok=True)
-        self.pool = CXLPool.create("anonymous:", layout=LAYOUT, capacity="2350KiB", threads=1)
+        self.pool = CXLPool.create("anonymous:", layout=SMALL, capacity="2350KiB", threads=1)
         self.cold = cold
         self.tiers = Tiers(
             self.pool,
@@ -615,7 +585,7 @@ class TiersModel(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "tiers"):
             for number, sequence in self.held.items():
-                assert_holds(sequence, text(number, 4)[: len(sequence)])
+                verify(sequence, text(number, 4)[: len(sequence)])
                 sequence.release()
             self.tiers.close()
             audit(self.pool)
