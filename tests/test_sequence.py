@@ -12,65 +12,37 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cxlkv import Budget, CXLPool, KVLayout, Sequence, _io_hooks
-from cxlkv.arrays import Floats
+from cxlkv import Budget, CXLPool, KVLayout, _io_hooks
 from cxlkv.errors import BadArgumentError, PoolFullError
 
-PAGE, HEADS, DIM, LAYERS = 4, 2, 8, 2  # of the pool fixture
+from .support.texts import DIM, HEADS, append, grown, verify
 
-
-def rows(rng: np.random.Generator, count: int) -> Floats:
-    return rng.standard_normal((count, HEADS, DIM)).astype(np.float32)
-
-
-def extend(sequence: Sequence, k: Floats, v: Floats) -> None:
-    for layer in range(LAYERS):
-        sequence.append(layer, k + layer, v - layer)
-
-
-def read(sequence: Sequence, layer: int = 0) -> tuple[Floats, Floats]:
-    """[tokens, heads, dim] of k and v."""
-    tokens = sequence.tokens(layer)
-    k, v = (np.asarray(x).reshape(HEADS, -1, DIM) for x in sequence.fetch(layer))
-    return k.transpose(1, 0, 2)[:tokens], v.transpose(1, 0, 2)[:tokens]
-
-
-def assert_holds(sequence: Sequence, k: Floats, v: Floats) -> None:
-    assert len(sequence) == len(k)
-    for layer in range(LAYERS):
-        got = read(sequence, layer)
-        np.testing.assert_array_equal(got[0], k + layer)
-        np.testing.assert_array_equal(got[1], v - layer)
+PAGE = 4  # tokens, of the pool fixture
 
 
 # ---- append and fetch ----
 
 
-def test_a_sequence_of_many_chunks_of_pages(pool: CXLPool, rng: np.random.Generator) -> None:
+def test_a_sequence_of_many_chunks_of_pages(pool: CXLPool) -> None:
     """More than 256 pages: the page table has several parts, some shared after a fork."""
-    k, v = rows(rng, 600 * PAGE + 3), rows(rng, 600 * PAGE + 3)
-    sequence = pool.sequence()
-    extend(sequence, k[:1025], v[:1025])
+    ids = range(600 * PAGE + 3)
+    sequence = grown(pool, ids[:1025])
     child = sequence.fork()
-    extend(sequence, k[1025:], v[1025:])
-    assert_holds(sequence, k, v)
-    assert_holds(child, k[:1025], v[:1025])
+    append(sequence, ids[1025:])
+    verify(sequence, ids)
+    verify(child, ids[:1025])
     other = sequence.fork()
     for tokens in (2399, 1026, 1024, 1023, 3):
         other.truncate(tokens)
-        assert_holds(other, k[:tokens], v[:tokens])
-    extend(other, k[3:700], v[3:700])
-    assert_holds(other, k[:700], v[:700])
-    assert_holds(sequence, k, v)
+        verify(other, ids[:tokens])
+    append(other, ids[3:700])
+    verify(other, ids[:700])
+    verify(sequence, ids)
 
 
-def test_unwritten_tokens_and_padding_are_zero(pool: CXLPool, rng: np.random.Generator) -> None:
-    dirty = pool.sequence()  # whatever memory comes next has been written before
-    extend(dirty, rows(rng, 9 * PAGE), rows(rng, 9 * PAGE))
-    dirty.release()
-    short, long = pool.sequence(), pool.sequence()
-    extend(short, rows(rng, 5), rows(rng, 5))
-    extend(long, rows(rng, 11), rows(rng, 11))
+def test_unwritten_tokens_and_padding_are_zero(pool: CXLPool) -> None:
+    grown(pool, range(9 * PAGE)).release()  # whatever memory comes next has been written before
+    short, long = grown(pool, range(5)), grown(pool, range(11))
     k, v = (np.asarray(x) for x in pool.batch([short, long]).fetch(0))
     assert k.shape == v.shape == (2, HEADS, 3, PAGE, DIM)
     for array in (k, v):
@@ -81,10 +53,8 @@ def test_unwritten_tokens_and_padding_are_zero(pool: CXLPool, rng: np.random.Gen
 
 
 def test_fetch_takes_picked_pages_in_their_order(pool: CXLPool, rng: np.random.Generator) -> None:
-    sequence = pool.sequence()
-    k, v = rows(rng, 23), rows(rng, 23)
-    extend(sequence, k, v)
-    q = rows(rng, 1)[0]
+    sequence = grown(pool, range(23))
+    q = rng.standard_normal((HEADS, DIM), np.float32)
     picked = sequence.select(0, q, top_k=3)
     assert picked.pages.shape == (HEADS, 3)
     got_k, got_v = sequence.fetch(0, picked)
@@ -100,9 +70,8 @@ def test_fetch_takes_picked_pages_in_their_order(pool: CXLPool, rng: np.random.G
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_fetch_into_given_arrays(pool: CXLPool, rng: np.random.Generator, kind: str) -> None:
-    sequence = pool.sequence()
-    extend(sequence, rows(rng, 10), rows(rng, 10))
+def test_fetch_into_given_arrays(pool: CXLPool, kind: str) -> None:
+    sequence = grown(pool, range(10))
     want_k, want_v = sequence.fetch(0)
     shape = want_k.shape
     if kind == "torch":
@@ -119,9 +88,8 @@ def test_fetch_into_given_arrays(pool: CXLPool, rng: np.random.Generator, kind: 
     assert k.shape == v.shape == shape
 
 
-def test_out_must_fit(pool: CXLPool, rng: np.random.Generator) -> None:
-    sequence = pool.sequence()
-    extend(sequence, rows(rng, 10), rows(rng, 10))
+def test_out_must_fit(pool: CXLPool) -> None:
+    sequence = grown(pool, range(10))
     shape = (HEADS, 3, PAGE, DIM)
     good = np.zeros(shape, np.float32)
     frozen = good.copy()
@@ -147,8 +115,7 @@ def test_out_must_fit(pool: CXLPool, rng: np.random.Generator) -> None:
 def test_a_method_is_a_batch_of_one_without_its_axis(
     pool: CXLPool, rng: np.random.Generator
 ) -> None:
-    sequence = pool.sequence()
-    extend(sequence, rows(rng, 21), rows(rng, 21))
+    sequence = grown(pool, range(21))
     batch = pool.batch([sequence.fork()])
     q = rng.standard_normal((3, 4, DIM)).astype(np.float32)
     for per in ("query", "sequence"):
@@ -170,9 +137,8 @@ def test_a_method_is_a_batch_of_one_without_its_axis(
         sequence.select(0, q, Budget(pages=1), top_k=1)
 
 
-def test_wrong_queries_are_refused(pool: CXLPool, rng: np.random.Generator) -> None:
-    sequence = pool.sequence()
-    extend(sequence, rows(rng, 5), rows(rng, 5))
+def test_wrong_queries_are_refused(pool: CXLPool) -> None:
+    sequence = grown(pool, range(5))
     for shape in [(), (DIM,), (3, DIM), (2, DIM + 1), (6, 2, DIM), (1, 0, DIM), (1, 1, 2, DIM)]:
         with pytest.raises(BadArgumentError):
             sequence.attend(0, np.ones(shape, np.float32))
@@ -190,10 +156,8 @@ def test_wrong_queries_are_refused(pool: CXLPool, rng: np.random.Generator) -> N
         sequence.select(0, q, top_k=1, method="best")
 
 
-def test_a_selection_of_another_shape_is_refused(pool: CXLPool, rng: np.random.Generator) -> None:
-    long, short = pool.sequence(), pool.sequence()
-    extend(long, rows(rng, 40), rows(rng, 40))
-    extend(short, rows(rng, 5), rows(rng, 5))
+def test_a_selection_of_another_shape_is_refused(pool: CXLPool) -> None:
+    long, short = grown(pool, range(40)), grown(pool, range(5))
     q = np.ones((2, 2, DIM), np.float32)
     picked = long.select(0, q, Budget(pages=9))
     with pytest.raises(BadArgumentError, match="the sequence has 2"):
@@ -226,9 +190,8 @@ def test_zero_or_one_budget_errors() -> None:
 # ---- fork, truncate, release ----
 
 
-def test_a_dropped_sequence_gives_its_pages_back(pool: CXLPool, rng: np.random.Generator) -> None:
-    sequence = pool.sequence()
-    extend(sequence, rows(rng, 9), rows(rng, 9))
+def test_a_dropped_sequence_gives_its_pages_back(pool: CXLPool) -> None:
+    sequence = grown(pool, range(9))
     sequence.fetch(0)  # has made its batch
     assert pool.stats()["pages_held"] == 2
     del sequence

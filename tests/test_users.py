@@ -183,10 +183,6 @@ def plant_folder(at: Path) -> None:
     at.chmod(0o777)
 
 
-def plant_private_folder(at: Path) -> None:
-    at.mkdir(0o700)
-
-
 def plant_file(at: Path) -> None:
     at.touch()
 
@@ -195,12 +191,13 @@ def plant_fifo(at: Path) -> None:
     os.mkfifo(at, 0o666)
 
 
-def plant_link(at: Path) -> None:
-    """To a folder that would do: the victim's own."""
-    at.symlink_to(at.parent / f"{at.name}.elsewhere")
-
-
-PLANTS = [plant_folder, plant_private_folder, plant_file, plant_fifo, plant_link]
+PLANTS: dict[str, Callable[[Path], object]] = {
+    "an open folder": plant_folder,
+    "a private folder": lambda at: at.mkdir(0o700),
+    "a file": plant_file,
+    "a fifo": plant_fifo,
+    "a link to the victim's own": lambda at: at.symlink_to(at.parent / f"{at.name}.elsewhere"),
+}
 
 
 def facts(path: Path) -> tuple[int, ...]:
@@ -208,10 +205,10 @@ def facts(path: Path) -> tuple[int, ...]:
     return status.st_ino, status.st_uid, status.st_mode, status.st_size, status.st_mtime_ns
 
 
-@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize("what", PLANTS)
 @pytest.mark.parametrize("opener", ["owner", "root"])
 def test_a_folder_of_another_user_is_refused(
-    place: Path, victim: int, plant: Callable[[Path], None], opener: str
+    place: Path, victim: int, what: str, opener: str
 ) -> None:
     path = make(place, victim)
     folder = state_folder(victim)
@@ -219,7 +216,7 @@ def test_a_folder_of_another_user_is_refused(
     elsewhere = folder.with_name(f"{folder.name}.elsewhere")
     elsewhere.mkdir(0o700)
     owned(elsewhere, victim)
-    plant(folder)
+    PLANTS[what](folder)
     owned(folder, STRANGER)
     before = facts(folder)
     try:
