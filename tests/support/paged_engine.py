@@ -186,6 +186,8 @@ class Engine:
             request = self.requests[one.request]
             if samples and not request.is_loading and request.computed == request.num_tokens:
                 request.all_token_ids.append(request.num_tokens * 7 % 97)
+        # Where requests share blocks that are still to come, one counts on them for a step.
+        assert self.shares or not self.wrong()
 
     def _grow(self, request: Request, chunk: int) -> list[int]:
         upto = min(request.num_tokens, request.computed + chunk)
