@@ -71,23 +71,13 @@ class WorkerProcess(Child):
 
 
 class MakeWorker(Protocol):
-    def __call__(
-        self, *, slots: int = 4, request_bytes: int = 1 << 20, response_bytes: int = 1 << 20
-    ) -> WorkerProcess: ...
+    def __call__(self, **sizes: int) -> WorkerProcess: ...
 
 
 @pytest.fixture
 def make_worker(path: Path) -> Iterator[MakeWorker]:
     with contextlib.ExitStack() as stack:
-
-        def make(
-            *, slots: int = 4, request_bytes: int = 1 << 20, response_bytes: int = 1 << 20
-        ) -> WorkerProcess:
-            worker = WorkerProcess(path, slots, request_bytes, response_bytes)
-            stack.enter_context(worker)
-            return worker
-
-        yield make
+        yield lambda **sizes: stack.enter_context(WorkerProcess(path, **sizes))
 
 
 def make_pool(

@@ -71,30 +71,21 @@ def run(
             assert done.returncode == 0, log.read()[-3000:]
         seen: Seen = json.loads(done.stdout)
         record_property("show", f"attention in the pool, {name}: {seen}")
+        assert "told" in seen or seen["clean"], "the pool is not whole when the run has ended"
         return seen
 
     return start
 
 
-@pytest.mark.parametrize("name", ["same", "windows"])
+@pytest.mark.parametrize("name", ["same", "windows", "gpu", "gpu_windows"])
 def test_the_tokens_are_those_of_stock_vllm(name: str, run: Callable[[str], Seen]) -> None:
-    """Chunked prefill, several requests, hits. windows: other layers see 64 tokens, capped."""
+    """Chunked prefill, several requests, hits. windows: other layers see 64 tokens, capped. gpu:
+    the backend and steps of GPU engines, with tensors of the host in the place of a GPU's."""
     seen = run(name)
     assert seen["equal"] == [True, True]
     assert seen["cached"] == [[0, 0, 0, 0], [288, 32, 672, 0]]
+    assert "gpu" not in name or seen["steps"] > 30
     assert not seen["failures"]
-    assert seen["clean"]
-
-
-@pytest.mark.parametrize("name", ["gpu", "gpu_windows"])
-def test_what_gpu_engines_run_gives_the_same_tokens(name: str, run: Callable[[str], Seen]) -> None:
-    """Their backend and steps, with tensors of the host in the place of a GPU's."""
-    seen = run(name)
-    assert seen["equal"] == [True, True]
-    assert seen["cached"] == [[0, 0, 0, 0], [288, 32, 672, 0]]
-    assert seen["steps"] > 30
-    assert not seen["failures"]
-    assert seen["clean"]
 
 
 def test_custom_is_ours_on_cuda_where_attention_is_in_the_pool(run: Callable[[str], Seen]) -> None:
@@ -108,7 +99,6 @@ def test_requests_that_were_preempted_go_on(run: Callable[[str], Seen]) -> None:
     assert seen["equal"]
     assert seen["preemptions"] > 0
     assert not seen["failures"]
-    assert seen["clean"]
 
 
 def test_the_pool_holds_what_the_engine_could_not(run: Callable[[str], Seen]) -> None:
@@ -116,7 +106,6 @@ def test_the_pool_holds_what_the_engine_could_not(run: Callable[[str], Seen]) ->
     assert seen["equal"] == [True, True]
     assert seen["blocks"] == 8
     assert seen["used"] == [1, 4]
-    assert seen["clean"]
 
 
 def test_budgets_choose_pages(run: Callable[[str], Seen]) -> None:
@@ -134,7 +123,6 @@ def test_speculated_tokens_are_attended_and_cut_off(run: Callable[[str], Seen]) 
     drafted, accepted = seen["drafts"]
     assert 0 < accepted < drafted
     assert not seen["failures"]
-    assert seen["clean"]
 
 
 def test_aborts_at_random_leave_nothing_behind(run: Callable[[str], Seen]) -> None:
@@ -143,16 +131,14 @@ def test_aborts_at_random_leave_nothing_behind(run: Callable[[str], Seen]) -> No
     assert seen["aborted"] > 0
     assert seen["done"] > 0
     assert seen["held"] == 0
-    assert seen["clean"]
 
 
 def test_a_damaged_page_is_computed_again_and_counted(run: Callable[[str], Seen]) -> None:
-    assert run("stored")["clean"]
+    run("stored")
     seen = run("damaged")
     assert seen["equal"] == [True, True]
     assert seen["cached"] == [[288, 192], [288, 192]]
     assert seen["failures"] == {"corrupt": 1}
-    assert seen["clean"]
 
 
 def test_what_cannot_be_served_is_refused_by_name(run: Callable[[str], Seen]) -> None:
