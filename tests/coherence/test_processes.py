@@ -192,8 +192,8 @@ with CXLPool.open(sys.argv[1]) as pool:
         taken = hit.sequence()
         assert (hit.tokens, len(taken)) == (10, 10)
     assert (pool.stats()["pages_pinned"], pool.pages.evictable().sum()) == (2, 0)
-    assert pool.unpin(prefix_keys(ids, 4, tail=True)[:1]) == 1
-    assert pool.pin(prefix_keys(ids, 4, tail=True)[2:]) == 1
+    assert pool.admin.unpin(prefix_keys(ids, 4, tail=True)[:1]) == 1
+    assert pool.admin.pin(prefix_keys(ids, 4, tail=True)[2:]) == 1
     with pool.match(content_keys(ids[:4], 4, b"content"), strict=False) as loose:
         assert (loose.tokens, loose.strict) == (4, False)
     assert pool.match_prefix(ids[:4], b"content").tokens == 0

@@ -129,7 +129,7 @@ class Run:
         attention = get_kv_transfer_group().worker
         return {
             "failures": dict(attention.requests.failures()),
-            "clean": attention.pool.check(deep=True)["clean"],
+            "clean": attention.pool.admin.check(deep=True)["clean"],
             "held": attention.pool.stats()["pages_held"],
         }
 
@@ -277,7 +277,7 @@ def budgets(folder: Path) -> Found:
     out, _ = run.generate(texts, 40, {"budget": None})
     chosen, _ = run.generate(texts, 40, {"budget": {"share": 1.0}})
     run.generate(texts, 40)
-    numbers = get_kv_transfer_group().worker.pool.overview().totals
+    numbers = get_kv_transfer_group().worker.pool.admin.overview().totals
     return {
         "equal": [out == wanted, chosen == wanted],
         "audits": numbers["audited_selects"],
