@@ -729,14 +729,6 @@ def test_layouts_that_come_later(groups: list[LayerGroup], text: str) -> None:
         CXLPool.create("anonymous:", layout=KVLayout.of(groups), capacity=CAPACITY)
 
 
-@pytest.mark.parametrize(
-    ("layers", "kv_heads", "page_tokens"), [(0, 2, 16), (2, -1, 16), (2, 2, 0), (2, 2, 2000)]
-)
-def test_layouts_that_are_none(layers: int, kv_heads: int, page_tokens: int) -> None:
-    with pytest.raises(errors.BadArgumentError):
-        KVLayout(layers=layers, kv_heads=kv_heads, head_dim=8, page_tokens=page_tokens)
-
-
 def test_a_layout_beyond_the_formats_limits() -> None:
     with pytest.raises(errors.BadArgumentError, match="layers is 5000: outside 1 to 1024"):
         KVLayout(layers=5000, kv_heads=2, head_dim=8)
