@@ -37,8 +37,6 @@ static void bare_stream(uint8_t *to, const uint8_t *from, size_t bytes, bool wid
 
 #else
 
-static bool cpu_has_avx2(void) { return false; }
-
 static void bare_stream(uint8_t *to, const uint8_t *from, size_t bytes, bool wide) {
     (void)wide;
     flush_copy_in(to, from, bytes);

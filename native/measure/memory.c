@@ -112,7 +112,6 @@ __attribute__((target("avx2"))) static uint64_t read_lines_wide(const uint8_t *f
 
 #else
 
-static bool cpu_has_avx2(void) { return false; }
 static uint64_t read_lines_wide(const uint8_t *from, uint64_t bytes) {
     return read_lines(from, bytes);
 }

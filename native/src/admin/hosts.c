@@ -102,8 +102,7 @@ static int fence_locked(cxlkv_pool *pool, uint32_t host, bool off) {
         return fail(CXLKV_E_ARGUMENT, "host %u is not there: %s", host,
                     name.status ? "it left in order, and others may take what it had"
                                 : "it never was");
-    return off ? hosts_fence_off(&pool->hosts, host, name.epoch)
-               : hosts_fence(&pool->hosts, host, name.epoch);
+    return hosts_fence(&pool->hosts, host, name.epoch, off);
 }
 
 /* -EAGAIN: somebody is fencing this host just now. It goes on when it has come back: in between,

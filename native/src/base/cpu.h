@@ -66,6 +66,8 @@ static inline bool cpu_has_amx(void) {
 #include <stdbool.h>
 #include <sys/auxv.h>
 
+static inline bool cpu_has_avx2(void) { return false; }
+
 /* CRC32CX and its family: an extension in ARMv8.0, which nearly every CPU has. */
 static inline bool cpu_has_crc32(void) { return getauxval(AT_HWCAP) & HWCAP_CRC32; }
 

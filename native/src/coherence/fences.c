@@ -116,16 +116,9 @@ static int fence_by_hand(const hosts *h, uint32_t host, uint32_t epoch, uint32_t
 
 /* Where a line is lost on the way the fence stays closed, as if we had died over it; our next
  * hosts_open_fences() opens it. */
-static int fence_to(const hosts *h, uint32_t host, uint32_t epoch, uint32_t state) {
-    return GUARDED(fence_by_hand(h, host, epoch, state), hosts_lost(h, &fault));
-}
-
-int hosts_fence(const hosts *h, uint32_t host, uint32_t epoch) {
-    return fence_to(h, host, epoch, FENCE_CUT);
-}
-
-int hosts_fence_off(const hosts *h, uint32_t host, uint32_t epoch) {
-    return fence_to(h, host, epoch, FENCE_OFF);
+int hosts_fence(const hosts *h, uint32_t host, uint32_t epoch, bool off) {
+    return GUARDED(fence_by_hand(h, host, epoch, off ? FENCE_OFF : FENCE_CUT),
+                   hosts_lost(h, &fault));
 }
 
 /* ---- what was begun and not finished ---- */

@@ -107,10 +107,9 @@ int hosts_fence_now(const hosts *h, uint32_t host, uint32_t epoch, host_fence *f
 /* Waits while a fence is being made; -CXLKV_E_TIMEOUT when its maker went silent over it,
  * -CXLKV_E_POISON when a host that may have fenced it cannot be read. */
 int hosts_fence_of(const hosts *h, uint32_t host, uint32_t epoch, host_fence *fence);
-/* Ends an epoch of a host. -EAGAIN: somebody is fencing us meanwhile, nothing was done. */
-int hosts_fence(const hosts *h, uint32_t host, uint32_t epoch);
-/* The same, after its machine was switched off, as its operator says. */
-int hosts_fence_off(const hosts *h, uint32_t host, uint32_t epoch);
+/* Ends an epoch of a host; off: its machine was switched off, as its operator says. -EAGAIN:
+ * somebody is fencing us meanwhile, nothing was done. */
+int hosts_fence(const hosts *h, uint32_t host, uint32_t epoch, bool off);
 
 /* ---- the lock between hosts (V12) ---- */
 /* Passes over silent hosts, fencing them. 0, or -CXLKV_E_FENCED when that happened to us;

@@ -54,7 +54,7 @@ static int stands_before(const hosts *h, uint32_t host, uint64_t ticket, uint32_
 static bool passes_over(const hosts *h, uint32_t host, uint32_t epoch) {
     if (!h->silent(h->context, host)) return false;
     if (h->fencing && !h->fencing(h->context, true)) return false;
-    bool fenced = hosts_fence(h, host, epoch) == 0;
+    bool fenced = hosts_fence(h, host, epoch, false) == 0;
     if (h->fencing) h->fencing(h->context, false);
     return fenced;
 }

@@ -73,18 +73,16 @@ int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count) {
     return 0;
 }
 
-int64_t cxlkv_pages_alloc(cxlkv_pool *pool, uint32_t count, uint32_t *pages) {
-    int code = pool_enter(pool);
-    if (code < 0) return code;
-    code = host_lock_with_room(pool, count);
-    if (code == 0) {
-        code = pages_take(pool, count, NO_PAGE, pages);
-        if (code == 0) set_loose(pool, count, pages);
-        if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
-        host_unlock(pool);
-    }
-    pool_leave(pool);
+static int64_t take_loose(cxlkv_pool *pool, uint32_t count, uint32_t *pages) {
+    int code = pages_take(pool, count, NO_PAGE, pages);
+    if (code == 0) set_loose(pool, count, pages);
+    if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
     return code < 0 ? code : (int64_t)count;
+}
+
+int64_t cxlkv_pages_alloc(cxlkv_pool *pool, uint32_t count, uint32_t *pages) {
+    return IN_POOL(pool, HOST_LOCKED_BY(host_lock_with_room(pool, count), pool,
+                                        take_loose(pool, count, pages)));
 }
 
 void pages_unclaim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages) {

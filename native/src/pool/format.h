@@ -27,7 +27,6 @@ static inline size_t dtype_bytes(uint32_t dtype) {
     return dtype == CXLKV_FLOAT32 ? 4 : 2;
 }
 
-
 typedef struct group_row {
     uint32_t layers, kv_heads, head_dim, value_head_dim, dtype, kind, values, window;
 } group_row;

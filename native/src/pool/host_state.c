@@ -246,16 +246,8 @@ int host_attach(cxlkv_pool *pool) {
     return code;
 }
 
-/* What outlives the host state: the totals, and when the pool was last in use (the file's time). */
-static void leave_traces(cxlkv_pool *pool) {
-    GUARDED((counters_save(pool), 0), 0); /* who leaves has no use for the loss of a count */
-    futimens(pool->region.fd, NULL);
-}
-
-static void leave_pool(cxlkv_pool *pool) {
-    GUARDED((counters_save(pool), 0), 0); /* as above */
-    peers_leave(pool);
-}
+/* What outlives the host state. Who leaves has no use for the loss of a count. */
+static void save_counters(cxlkv_pool *pool) { GUARDED((counters_save(pool), 0), 0); }
 
 /* Not while somebody else has it open, and only what the name still means. */
 static void state_remove(const state_place *place, int fd) {
@@ -289,7 +281,8 @@ static bool unregister(cxlkv_pool *pool) {
     bool last = true;
     for (uint32_t i = 0; i < PROCESS_MAX; i++)
         if (pool->host->processes[i].state) last = false;
-    if (last && pool->shared) leave_pool(pool);
+    if (last && pool->shared) save_counters(pool);
+    if (last && pool->shared) peers_leave(pool);
     host_unlock(pool);
     return last;
 }
@@ -304,7 +297,10 @@ void host_detach(cxlkv_pool *pool) {
     }
     bool alone = !pool->path || lock_byte(pool->region.fd, ATTACH_BYTE, true, true) == 0;
     bool last = pool->host->ready && unregister(pool);
-    if (pool->path && !pool->shared && pool->host->ready) leave_traces(pool);
+    if (pool->path && !pool->shared && pool->host->ready) {
+        save_counters(pool);
+        futimens(pool->region.fd, NULL); /* when the pool was last in use */
+    }
     counters_unbind(pool);
     alive_end(pool->alive);
     pool->alive = NULL;

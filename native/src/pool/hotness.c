@@ -149,12 +149,9 @@ int64_t cxlkv_hotness_read(cxlkv_pool *pool, uint32_t first, uint32_t count, uin
 }
 
 int64_t cxlkv_hotness_advance(cxlkv_pool *pool) {
-    int code = pool_enter(pool);
-    if (code < 0) return code;
-    atomic_fetch_add_explicit(&pool->host->hotness_advances, 1, memory_order_relaxed);
-    uint32_t epoch = epoch_now(pool->host);
-    pool_leave(pool);
-    return (int64_t)epoch;
+    return IN_POOL(pool, (atomic_fetch_add_explicit(&pool->host->hotness_advances, 1,
+                                                    memory_order_relaxed),
+                          (int64_t)epoch_now(pool->host)));
 }
 
 int cxlkv_hotness_enable(cxlkv_pool *pool, uint32_t on) {

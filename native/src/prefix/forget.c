@@ -92,22 +92,19 @@ int64_t cxlkv_pin(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint3
     return code < 0 ? code : p.found;
 }
 
-int64_t cxlkv_evictable(cxlkv_pool *pool, uint8_t *flags, uint64_t capacity) {
-    int64_t code = pool_enter(pool);
-    if (code < 0) return code;
-    sequences_expire(pool);
-    if (capacity < pool->geometry.page_count)
-        code = fail(CXLKV_E_ROOM, "flags for %u pages are wanted", pool->geometry.page_count);
-    if (code == 0) code = host_lock(pool);
-    if (code == 0) {
-        for (uint32_t page = 0; page < pool->host->page_count; page++) {
-            const page_info *info = &pool->pages[page];
-            flags[page] = info->published && !info->holders && !info->pinned && !info->retired &&
-                          page_is_ours(pool, page);
-            code += flags[page];
-        }
-        host_unlock(pool);
+static int64_t list_evictable(const cxlkv_pool *pool, uint8_t *flags) {
+    int64_t count = 0;
+    for (uint32_t page = 0; page < pool->host->page_count; page++) {
+        const page_info *info = &pool->pages[page];
+        flags[page] = info->published && !info->holders && !info->pinned && !info->retired &&
+                      page_is_ours(pool, page);
+        count += flags[page];
     }
-    pool_leave(pool);
-    return code;
+    return count;
+}
+
+int64_t cxlkv_evictable(cxlkv_pool *pool, uint8_t *flags, uint64_t capacity) {
+    if (capacity < pool->geometry.page_count)
+        return fail(CXLKV_E_ROOM, "flags for %u pages are wanted", pool->geometry.page_count);
+    return IN_POOL(pool, (sequences_expire(pool), HOST_LOCKED(pool, list_evictable(pool, flags))));
 }

@@ -108,18 +108,7 @@ static int list_pages(attach_job *job) {
 
 static int claim(attach_job *job) {
     cxlkv_pool *pool = job->batch->pool;
-    int code = host_lock(pool);
-    if (code < 0) return code;
-    code = pages_claim(pool, job->claimed_count, job->claimed);
-    if (code < 0) job->claimed_count = 0;
-    host_unlock(pool);
-    return code;
-}
-
-/* They are the caller's again. */
-static void unclaim(attach_job *job) {
-    cxlkv_pool *pool = job->batch->pool;
-    pages_unclaim(pool, job->claimed_count, job->claimed);
+    return HOST_LOCKED(pool, pages_claim(pool, job->claimed_count, job->claimed));
 }
 
 /* ---- records ---- */
@@ -240,12 +229,8 @@ static void push_pages(attach_job *job, uint32_t i) {
 }
 
 static int add_pages(attach_job *job) {
-    cxlkv_pool *pool = job->batch->pool;
-    int code = host_lock(pool);
-    if (code < 0) return code;
-    code = make_room(job);
+    int code = make_room(job);
     for (uint32_t i = 0; code == 0 && i < job->batch->count; i++) push_pages(job, i);
-    host_unlock(pool);
     return code;
 }
 
@@ -268,9 +253,9 @@ static int64_t attach_locked(attach_job *job) {
     uint32_t tasks = job->items * pool->geometry.part_count;
     if (job->args->verify) code = run_tasks(pool, tasks, verify_record, job);
     if (code == 0) code = run_tasks(pool, tasks, seal_record, job);
-    if (code == 0) code = add_pages(job);
-    if (code < 0) {
-        unclaim(job);
+    if (code == 0) code = HOST_LOCKED(pool, add_pages(job));
+    if (code < 0) { /* they are the caller's again */
+        pages_unclaim(pool, job->claimed_count, job->claimed);
         return code;
     }
     uint64_t token_bytes =

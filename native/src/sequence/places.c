@@ -3,12 +3,8 @@
 #include "sequence/sequence.h"
 
 int64_t cxlkv_pool_memory(cxlkv_pool *pool, uint64_t *address) {
-    int code = pool_enter(pool);
-    if (code < 0) return code;
-    *address = (uint64_t)(uintptr_t)pool->region.base;
-    int64_t bytes = (int64_t)pool->geometry.region_bytes;
-    pool_leave(pool);
-    return bytes;
+    return IN_POOL(pool, (*address = (uintptr_t)pool->region.base,
+                          (int64_t)pool->geometry.region_bytes));
 }
 
 int64_t cxlkv_sequence_places(cxlkv_sequence *sequence, uint32_t layer, uint64_t first,

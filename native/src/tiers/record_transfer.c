@@ -228,14 +228,10 @@ static record_job job_of(cxlkv_pool *pool, uint32_t count, uint8_t *bytes, int32
 
 int64_t cxlkv_records_read(cxlkv_pool *pool, uint32_t count, const uint32_t *pages,
                            const uint64_t *generations, uint8_t *bytes, int32_t *codes) {
-    int64_t code = pool_enter(pool);
-    if (code < 0) return code;
     record_job job = job_of(pool, count, bytes, codes);
     job.pages = pages;
     job.generations = generations;
-    code = read_locked_twice(&job, count);
-    pool_leave(pool);
-    return code;
+    return IN_POOL(pool, read_locked_twice(&job, count));
 }
 
 /* ---- into the pool ---- */
@@ -469,21 +465,22 @@ int cxlkv_names(cxlkv_pool *pool, uint32_t count, const uint8_t *hashes, uint32_
     return 0;
 }
 
-int64_t cxlkv_find_pages(cxlkv_pool *pool, uint32_t count, const uint8_t *names, uint32_t *pages,
-                         uint64_t *generations) {
-    int64_t code = pool_enter(pool);
-    if (code < 0) return code;
-    code = host_lock(pool);
-    for (uint64_t i = 0; code >= 0 && i < count; i++) {
+static int64_t find_pages(const cxlkv_pool *pool, uint32_t count, const uint8_t *names,
+                          uint32_t *pages, uint64_t *generations) {
+    int64_t found = 0;
+    for (uint64_t i = 0; i < count; i++) {
         uint64_t hash[2];
         memcpy(hash, names + i * 16, sizeof(hash));
         pages[i] = index_find(pool, hash);
         generations[i] = pages[i] == NO_PAGE ? 0 : pool->pages[pages[i]].generation;
-        code += pages[i] != NO_PAGE;
+        found += pages[i] != NO_PAGE;
     }
-    if (code >= 0) host_unlock(pool);
-    pool_leave(pool);
-    return code;
+    return found;
+}
+
+int64_t cxlkv_find_pages(cxlkv_pool *pool, uint32_t count, const uint8_t *names, uint32_t *pages,
+                         uint64_t *generations) {
+    return IN_POOL(pool, HOST_LOCKED(pool, find_pages(pool, count, names, pages, generations)));
 }
 
 static int forget_page(cxlkv_pool *pool, uint32_t page, uint64_t generation, bool only_unheld) {

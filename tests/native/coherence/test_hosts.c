@@ -97,7 +97,7 @@ static void fence(pool *p, bool off) {
     CHECK(claim(&p->at[0], 5, 1, true) == 0); /* passes over it */
     host_fence fence;
     CHECK(hosts_fence_of(&p->at[2], 1, 1, &fence) == 0 && fence.fenced && fence.cut == 1);
-    if (off) CHECK(hosts_fence_off(&p->at[2], 1, 1) == 0);
+    if (off) CHECK(hosts_fence(&p->at[2], 1, 1, true) == 0);
     CHECK(owner_of(&p->at[0], 0).host == 1 && owner_of(&p->at[0], 0).takeable == off);
     if (off) CHECK(claim(&p->at[2], 0, 1, true) == 0);
     /* It goes on where it stood: its claim does not count, for anybody. Nor does one that follows
@@ -127,8 +127,8 @@ static void test_undecided(pool *p) {
     p->silent[1] = true;
     CHECK(hosts_fence_of(&p->at[0], 2, 1, &fence) == -CXLKV_E_TIMEOUT);
     CHECK(strstr(cxlkv_error_text(), "confirmed-off"));
-    CHECK(hosts_fence(&p->at[2], 0, 1) == -EAGAIN); /* who is being fenced fences nobody */
-    CHECK(hosts_fence_off(&p->at[0], 1, 1) == 0);
+    CHECK(hosts_fence(&p->at[2], 0, 1, false) == -EAGAIN); /* who is being fenced fences nobody */
+    CHECK(hosts_fence(&p->at[0], 1, 1, true) == 0);
     CHECK(hosts_fence_of(&p->at[0], 2, 1, &fence) == 0 && !fence.fenced);
     p->silent[1] = false;
     *word = 1ull << 40 | 1ull << 38;

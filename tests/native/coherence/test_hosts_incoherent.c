@@ -47,7 +47,7 @@ static void other_run(void *context) {
 }
 static void fencer_run(void *context) {
     (void)context;
-    CHECK(hosts_fence(&scene.at[FENCER], OTHER, 2) == 0);
+    CHECK(hosts_fence(&scene.at[FENCER], OTHER, 2, false) == 0);
     scene.stage = DONE;
 }
 

@@ -752,8 +752,7 @@ static inline void round_fence(process *a, const member *others) {
         if (!hosts_name(&m->h, host, &name) || name.status != HOST_LIVE) continue;
         bool off = other->may_be_off;
         if (off) m->p->member[host].gone = true;
-        int code = off ? hosts_fence_off(&m->h, host, name.epoch)
-                       : hosts_fence(&m->h, host, name.epoch);
+        int code = hosts_fence(&m->h, host, name.epoch, off);
         m->p->counts.offs += off && code == 0;
         if (code != 0 && code != -EAGAIN)
             protocol_fail(m->p, "cannot fence", m->h.self, host, (uint64_t)-code);
