@@ -159,6 +159,11 @@ def numbers_of(struct: Any) -> dict[str, int]:
     }
 
 
+def page_counts(struct: Any) -> dict[str, int]:
+    """The numbers of a cxlkv_page_counts."""
+    return {f"pages_{name}": count for name, count in numbers_of(struct).items()}
+
+
 def state_folder() -> int:
     """A descriptor of this user's folder of host states, which other users cannot enter."""
     return int(check(lib.cxlkv_state_folder()))

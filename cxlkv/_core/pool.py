@@ -20,12 +20,18 @@ from cxlkv._core.base import (
     new_place,
     numbers_from,
     numbers_of,
+    page_counts,
     view_of,
 )
 from cxlkv._native import ffi, lib
 from cxlkv.layout import STORED, VALUES, KVLayout, LayerGroup
 
 _POOL = ("cxlkv_pool **", lib.cxlkv_pool_destroy)
+# Counters that stats() tells of all processes, and those that it leaves to telemetry.
+_OF_THE_POOL = {"reaped_processes", "rebuilds", "lost_lines", "log_rescans", "lost_forgets"}
+_NOT_TOLD = {"pool_full_errors", "match_keys_asked", "match_keys_hit"} | {
+    f"audited_{name}" for name in ("selects", "recall", "mass")
+}
 
 
 def _layout_struct(layout: KVLayout, checksum: bool, sketch: bool) -> Any:
@@ -105,7 +111,6 @@ count_audit: Callable[[Handle, float, float], int] = checked(lib.cxlkv_pool_coun
 # Brings so many bytes of the region into memory, from an offset on; returns the next offset.
 pool_prefault: Callable[[Handle, int, int], int] = checked(lib.cxlkv_pool_prefault)
 pool_format: Numbers = partial(numbers_from, "cxlkv_format *", lib.cxlkv_pool_format)
-pool_stats: Numbers = partial(numbers_from, "cxlkv_stats *", lib.cxlkv_pool_stats)
 
 
 def _description(pool: Handle) -> Any:
@@ -153,6 +158,18 @@ def pool_geometry(pool: Handle) -> dict[str, int]:
 
 def pool_identity(pool: Handle) -> str:
     return bytes(_description(pool).identity).hex()
+
+
+def pool_stats(pool: Handle) -> dict[str, int]:
+    got = ffi.new("cxlkv_stats *")
+    check(lib.cxlkv_pool_stats(pool, got))
+    own, of_all = numbers_of(got.own), numbers_of(got.all)
+    counters = {
+        name: (of_all if name in _OF_THE_POOL else own)[name]
+        for name in own
+        if name not in _NOT_TOLD
+    }
+    return page_counts(got.pages) | numbers_of(got[0]) | counters
 
 
 def pool_page_kind(pool: Handle) -> str:

@@ -6,7 +6,7 @@
 
 /* Counted up with each change of this file, so that Python that was written for another one says so
  * at import: cxlkv_abi() is the number of the core, CXLKV_ABI of what binds it to Python. */
-#define CXLKV_ABI 6
+#define CXLKV_ABI 7
 /* The version, major * 10000 + minor * 100 + patch: what a host tells the others of a pool. */
 #define CXLKV_BUILD 200
 /* Of a pool's bytes; cxlkv_pool_upgrade() makes it from the one before. */
@@ -117,36 +117,19 @@ typedef struct cxlkv_geometry {
 } cxlkv_geometry;
 
 /* free + held + published_only + quarantined + retired + withdrawn + elsewhere = total. */
-typedef struct cxlkv_stats {
-    uint64_t pages_total;
-    uint64_t pages_free;
-    uint64_t pages_held;            /* by at least one live process */
-    uint64_t pages_published;       /* found by match(); held or not */
-    uint64_t pages_published_only;  /* published and held by nobody */
-    uint64_t pages_quarantined;     /* their descriptor is damaged: not handed out */
-    uint64_t pages_retired;         /* their memory is bad: never handed out again */
-    uint64_t pages_withdrawn;       /* freed here, and still read by another host */
-    uint64_t pages_elsewhere;       /* in extents of other hosts, or of nobody */
-    uint64_t pages_borrowed;        /* of those, held by a live process of this host */
-    uint64_t pages_pinned;          /* published and not to be evicted */
-    uint64_t processes;
-    uint64_t sequences;             /* of this process */
-    uint64_t appended_bytes;        /* the counters are of this process, since it opened the pool */
-    uint64_t scored_bytes;
-    uint64_t fetched_bytes;
-    uint64_t attended_bytes;
-    uint64_t corrupt_pieces;
-    uint64_t stale_handles;
-    uint64_t window_pages_freed;    /* given back because no later token can see them */
-    uint64_t window_pages_skipped;  /* never taken, for the same reason */
-    uint64_t reaped_processes;      /* of the pool, since it was made */
-    uint64_t rebuilds;              /* of the allocator, after a death inside it */
-    uint64_t queued_drops;          /* of this process: pages that it could not give back at once */
-    uint64_t lock_waits;            /* of this process for the pool's lock, over 1 ms */
-    uint64_t lost_lines;            /* by all processes: as below */
-    uint64_t log_rescans;           /* another host's log could not be followed: fast, or damaged */
-    uint64_t lost_forgets;          /* of a dead host's pages: newcomers find them again */
-} cxlkv_stats;
+typedef struct cxlkv_page_counts {
+    uint64_t total;
+    uint64_t free;
+    uint64_t held;                  /* by at least one live process */
+    uint64_t published;             /* found by match(); held or not */
+    uint64_t published_only;        /* published and held by nobody */
+    uint64_t quarantined;           /* their descriptor is damaged: not handed out */
+    uint64_t retired;               /* their memory is bad: never handed out again */
+    uint64_t withdrawn;             /* freed here, and still read by another host */
+    uint64_t elsewhere;             /* in extents of other hosts, or of nobody */
+    uint64_t borrowed;              /* of those, held by a live process of this host */
+    uint64_t pinned;                /* published and not to be evicted */
+} cxlkv_page_counts;
 
 /* They only grow: of one process since it opened the pool, or of all since the pool was made. */
 typedef struct cxlkv_counters {
@@ -173,6 +156,14 @@ typedef struct cxlkv_counters {
     uint64_t lost_forgets;          /* of a pool only: of a dead host's pages, too many to keep */
 } cxlkv_counters;
 
+typedef struct cxlkv_stats {
+    cxlkv_page_counts pages;
+    uint64_t processes;
+    uint64_t sequences;             /* of this process */
+    cxlkv_counters own;             /* of this process, since it opened the pool */
+    cxlkv_counters all;             /* of the pool, since it was made */
+} cxlkv_stats;
+
 typedef struct cxlkv_process {
     int32_t pid;
     uint32_t alive;                 /* 0: dead, and nobody has given its pages back yet */
@@ -182,21 +173,11 @@ typedef struct cxlkv_process {
     cxlkv_counters counters;
 } cxlkv_process;
 
-/* free + held + published_only + quarantined + retired + withdrawn + elsewhere = total. */
 typedef struct cxlkv_overview {
     uint32_t in_use;                /* by a process on this machine */
     uint32_t host_state;            /* 0: none is seen here; when in use, /dev/shm is another one */
     uint64_t region_bytes;
-    uint64_t pages_total;
-    uint64_t pages_free;
-    uint64_t pages_held;
-    uint64_t pages_published;
-    uint64_t pages_published_only;
-    uint64_t pages_quarantined;
-    uint64_t pages_retired;
-    uint64_t pages_withdrawn;       /* these two where hosts share the pool, as in cxlkv_stats */
-    uint64_t pages_elsewhere;
-    uint64_t pages_pinned;
+    cxlkv_page_counts pages;
     cxlkv_counters totals;
     uint8_t identity[16];
     char model_id[256];

@@ -11,27 +11,6 @@
 #include "base/crc32c.h"
 #include "tiers/local_tier.h"
 
-static void inspect_pages(const page_info *pages, const run_info *runs, uint32_t count,
-                          cxlkv_overview *overview) {
-    overview->pages_total = count;
-    for (uint32_t page = 0; page < count; page++) {
-        const page_info *info = &pages[page];
-        bool held = __atomic_load_n(&info->holders, __ATOMIC_RELAXED) != 0;
-        bool published = __atomic_load_n(&info->published, __ATOMIC_RELAXED) != 0;
-        overview->pages_published += published;
-        overview->pages_pinned += info->pinned;
-        if (!__atomic_load_n(&runs[page / RUN_SLOTS].ours, __ATOMIC_RELAXED))
-            overview->pages_elsewhere++;
-        else if (info->withdrawn) overview->pages_withdrawn++;
-        else if (__atomic_load_n(&info->retired, __ATOMIC_RELAXED)) overview->pages_retired++;
-        else if (__atomic_load_n(&info->quarantined, __ATOMIC_RELAXED))
-            overview->pages_quarantined++;
-        else if (held) overview->pages_held++;
-        else if (published) overview->pages_published_only++;
-        else overview->pages_free++;
-    }
-}
-
 static uint64_t pages_held(const uint32_t *held, uint32_t count) {
     uint64_t pages = 0;
     for (uint32_t page = 0; page < count; page++)
@@ -64,13 +43,16 @@ static uint32_t inspect_processes(host_state *host, int state_fd, const host_sta
     return count;
 }
 
-static uint32_t inspect_state(host_state *host, int state_fd, uint32_t page_count,
+static uint32_t inspect_state(host_state *host, int state_fd, uint32_t page_total,
                               cxlkv_overview *overview, cxlkv_process *out, uint32_t capacity) {
     host_state offsets;
-    host_state_layout(page_count, &offsets);
+    host_state_layout(page_total, &offsets);
     overview->host_state = 1;
-    inspect_pages((const page_info *)((uint8_t *)host + offsets.pages_offset),
-                  (const run_info *)((uint8_t *)host + offsets.runs_offset), page_count, overview);
+    const page_info *pages = (const page_info *)((uint8_t *)host + offsets.pages_offset);
+    const run_info *runs = (const run_info *)((uint8_t *)host + offsets.runs_offset);
+    for (uint32_t i = 0; i < page_total; i++)
+        page_count(&overview->pages, &pages[i],
+                   __atomic_load_n(&runs[i / RUN_SLOTS].ours, __ATOMIC_RELAXED));
     counters_total(host, &overview->totals);
     return inspect_processes(host, state_fd, &offsets, out, capacity);
 }
@@ -180,7 +162,7 @@ static void source_close(source *from) {
 static int inspect_descriptors(const source *from, const cxlkv_geometry *geometry,
                                cxlkv_overview *overview) {
     descriptor lines[64];
-    overview->pages_total = geometry->page_count;
+    overview->pages.total = geometry->page_count;
     for (uint32_t first = 0; first < geometry->page_count; first += geometry->slab_slots) {
         uint32_t count = geometry->slab_slots;
         uint64_t at = geometry->descriptors_offset + first / count * geometry->descriptors_bytes;
@@ -190,10 +172,10 @@ static int inspect_descriptors(const source *from, const cxlkv_geometry *geometr
             bool whole = lines[i].page == first + i &&
                          lines[i].crc == crc32c(0, &lines[i], offsetof(descriptor, crc));
             bool published = whole && (lines[i].version & 255) == PAGE_PUBLISHED;
-            overview->pages_published += published;
-            if (!whole) overview->pages_quarantined++;
-            else if (published) overview->pages_published_only++;
-            else overview->pages_free++;
+            overview->pages.published += published;
+            if (!whole) overview->pages.quarantined++;
+            else if (published) overview->pages.published_only++;
+            else overview->pages.free++;
         }
     }
     return 0;

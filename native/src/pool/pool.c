@@ -229,22 +229,33 @@ int64_t cxlkv_pool_prefault(cxlkv_pool *pool, uint64_t offset, uint64_t bytes) {
 
 /* ---- what is counted ---- */
 
-static void count_pages(const cxlkv_pool *pool, cxlkv_stats *stats) {
-    for (uint32_t page = 0; page < pool->host->page_count; page++) {
-        const page_info *info = &pool->pages[page];
-        stats->pages_published += info->published;
-        stats->pages_pinned += info->pinned;
-        if (!page_is_ours(pool, page)) {
-            stats->pages_elsewhere++;
-            stats->pages_borrowed += info->holders != 0;
-        } else if (info->withdrawn) stats->pages_withdrawn++;
-        else if (info->retired) stats->pages_retired++;
-        else if (info->quarantined) stats->pages_quarantined++;
-        else if (info->holders) stats->pages_held++;
-        else if (info->published) stats->pages_published_only++;
-    }
+void page_count(cxlkv_page_counts *counts, const page_info *info, bool ours) {
+    bool held = __atomic_load_n(&info->holders, __ATOMIC_RELAXED) != 0;
+    bool published = __atomic_load_n(&info->published, __ATOMIC_RELAXED) != 0;
+    counts->total++;
+    counts->published += published;
+    counts->pinned += info->pinned;
+    counts->borrowed += held && !ours;
+    if (!ours) counts->elsewhere++;
+    else if (info->withdrawn) counts->withdrawn++;
+    else if (__atomic_load_n(&info->retired, __ATOMIC_RELAXED)) counts->retired++;
+    else if (__atomic_load_n(&info->quarantined, __ATOMIC_RELAXED)) counts->quarantined++;
+    else if (held) counts->held++;
+    else if (published) counts->published_only++;
+    else counts->free++;
+}
+
+/* Under the host lock. */
+static int stats_of(cxlkv_pool *pool, cxlkv_stats *stats) {
+    host_reap(pool);
+    for (uint32_t page = 0; page < pool->host->page_count; page++)
+        page_count(&stats->pages, &pool->pages[page], page_is_ours(pool, page));
+    stats->pages.free = pool->host->free_pages;
     for (uint32_t slot = 0; slot < PROCESS_MAX; slot++)
         stats->processes += pool->host->processes[slot].state != 0;
+    counters_total(pool->host, &stats->all);
+    counters_of_slot(pool->host, pool->slot, &stats->own);
+    return 0;
 }
 
 int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats) {
@@ -252,36 +263,10 @@ int cxlkv_pool_stats(cxlkv_pool *pool, cxlkv_stats *stats) {
     if (code < 0) return code;
     hooks.sequences_expire(pool);
     memset(stats, 0, sizeof(*stats));
-    code = host_lock(pool);
-    if (code == 0) {
-        host_reap(pool);
-        stats->pages_total = pool->host->page_count;
-        stats->pages_free = pool->host->free_pages;
-        count_pages(pool, stats);
-        cxlkv_counters all;
-        counters_total(pool->host, &all);
-        stats->reaped_processes = all.reaped_processes;
-        stats->rebuilds = all.rebuilds;
-        stats->lost_lines = all.lost_lines;
-        stats->log_rescans = all.log_rescans;
-        stats->lost_forgets = all.lost_forgets;
-        host_unlock(pool);
-    }
+    code = HOST_LOCKED(pool, stats_of(pool, stats));
     pthread_mutex_lock(&pool->list_lock);
     stats->sequences = pool->sequence_count;
     pthread_mutex_unlock(&pool->list_lock);
-    cxlkv_counters own;
-    counters_of_slot(pool->host, pool->slot, &own);
-    stats->appended_bytes = own.appended_bytes;
-    stats->scored_bytes = own.scored_bytes;
-    stats->fetched_bytes = own.fetched_bytes;
-    stats->attended_bytes = own.attended_bytes;
-    stats->corrupt_pieces = own.corrupt_pieces;
-    stats->stale_handles = own.stale_handles;
-    stats->window_pages_freed = own.window_pages_freed;
-    stats->window_pages_skipped = own.window_pages_skipped;
-    stats->queued_drops = own.queued_drops;
-    stats->lock_waits = own.lock_waits;
     pool_leave(pool);
     return code;
 }

@@ -129,6 +129,8 @@ static inline uint32_t *held_of(const cxlkv_pool *pool, uint32_t slot) {
 }
 
 /* ---- pool.c ---- */
+/* One page more, which others may be changing. */
+void page_count(cxlkv_page_counts *counts, const page_info *info, bool ours);
 void pool_retain(cxlkv_pool *pool);
 void pool_drop(cxlkv_pool *pool);
 /* fork.c: the list of all pools of this process, which a fork goes through */

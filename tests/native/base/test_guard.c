@@ -16,7 +16,7 @@ static cxlkv_sequence *filled(cxlkv_pool *pool) {
 
 /* All free pages, so that everything in the pool is in use. */
 static uint32_t drain(cxlkv_pool *pool, uint32_t *pages) {
-    uint32_t count = (uint32_t)test_stats(pool).pages_free;
+    uint32_t count = (uint32_t)test_stats(pool).pages.free;
     CHECK(cxlkv_pages_alloc(pool, count, pages) == count);
     return count;
 }
@@ -77,7 +77,7 @@ static void test_extents_cut(uint32_t threads) {
 
     CHECK(test_verify(hurt, 0, marks, TOKENS) == -CXLKV_E_POISON);
     cxlkv_stats stats = test_stats(pool);
-    CHECK(stats.pages_retired > 0);
+    CHECK(stats.pages.retired > 0);
     int64_t code, found = test_match(pool, PAGES, hashes, 10, &hit);
     CHECK(found == 0 || found == -CXLKV_E_POISON);
     if (found == 0) cxlkv_sequence_destroy(&hit);
@@ -88,7 +88,7 @@ static void test_extents_cut(uint32_t threads) {
     while ((code = cxlkv_forget(pool, PAGES, hashes, NULL)) < 0) CHECK(code == -CXLKV_E_POISON);
     cxlkv_sequence_destroy(&hurt);
     stats = test_stats(pool);
-    CHECK(stats.pages_published == 0);
+    CHECK(stats.pages.published == 0);
 
     /* A new sequence gets only pages that are still there, or fails once for each that is not. */
     for (uint32_t i = 0; i < loose; i++)
@@ -106,7 +106,7 @@ static void test_extents_cut(uint32_t threads) {
     CHECK(code >= 0 && test_verify_all(fresh, marks, TOKENS) == 0);
     cxlkv_sequence_destroy(&fresh);
     stats = test_stats(pool);
-    CHECK(stats.pages_held == 0 && stats.pages_free + stats.pages_retired == stats.pages_total);
+    CHECK(stats.pages.held == 0 && stats.pages.free + stats.pages.retired == stats.pages.total);
     cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_open(path, NULL, &pool) == -CXLKV_E_TRUNCATED);
     CHECK(cxlkv_pool_remove(path) == 0);
@@ -136,7 +136,7 @@ static void test_descriptors_cut(void) {
     CHECK(cxlkv_sequence_release(hurt) == 0);
     cxlkv_sequence_destroy(&hurt);
     cxlkv_sequence_destroy(&child);
-    CHECK(test_stats(pool).pages_retired > 0);
+    CHECK(test_stats(pool).pages.retired > 0);
     CHECK(cxlkv_pool_check(pool, 1, text, sizeof(text)) > 0 && strstr(text, "bus error"));
     cxlkv_pool_destroy(&pool);
     CHECK(cxlkv_pool_open(path, NULL, &pool) == -CXLKV_E_TRUNCATED);
@@ -157,7 +157,7 @@ static void test_rebuild_when_cut(void) {
     test_ended(child, SIGKILL);
     cut(path, 4096);
     cxlkv_stats stats = test_stats(pool);
-    CHECK(stats.rebuilds == 1 && stats.pages_free == 0);
+    CHECK(stats.all.rebuilds == 1 && stats.pages.free == 0);
     cxlkv_sequence_destroy(&hurt);
     test_remove(&pool, path);
 }
@@ -176,7 +176,7 @@ static void test_callers_array_cut(void) {
     CHECK(cxlkv_batch_append(batch, 0, &rows, &rows, starts, -1) == -EFAULT);
     CHECK(cxlkv_sequence_tokens(sequence, 0) == 0);
     cxlkv_stats stats = test_stats(pool);
-    CHECK(stats.pages_retired == 0 && stats.pages_free == stats.pages_total);
+    CHECK(stats.pages.retired == 0 && stats.pages.free == stats.pages.total);
     cxlkv_batch_destroy(&batch);
     test_end(&pool, &sequence, NULL);
     munmap(array, 8192);
@@ -205,7 +205,7 @@ static void test_blocks_cut(void) {
     CHECK(cxlkv_batch_append_blocks(batch, 0, &table, -1) == -EFAULT);
     CHECK(cxlkv_sequence_tokens(sequence, 0) == TEST_PAGE_TOKENS);
     CHECK(cxlkv_batch_fetch_blocks(batch, 0, &table, &first, &good) == -EFAULT && good == 0);
-    CHECK(test_stats(pool).pages_retired == 0);
+    CHECK(test_stats(pool).pages.retired == 0);
     cxlkv_batch_destroy(&batch);
     test_end(&pool, &sequence, NULL);
     munmap(array, 8192);

@@ -81,12 +81,12 @@ int main(void) {
         printf("killed after store %d: a lookup %.1f us, before %.1f us\n", dies_store,
                looks_us(pool), before_us);
         CHECK(size_of(pool, next + 2) == OBJECT_BYTES); /* what it said before is known */
-        CHECK(test_stats(pool).log_rescans == 0);
+        CHECK(test_stats(pool).all.log_rescans == 0);
         char report[4096];
         CHECK(cxlkv_pool_check(pool, 0, report, sizeof(report)) == 0);
         other_host(path, next + 5, 0);
         for (uint64_t i = 5; i < 9; i++) CHECK(size_of(pool, next + i) == OBJECT_BYTES);
-        CHECK(test_stats(pool).log_rescans == 0);
+        CHECK(test_stats(pool).all.log_rescans == 0);
     }
     cxlkv_pool_destroy(&pool);
     for (uint32_t number = 0; number < 2; number++) { /* an empty state of the killed one */

@@ -76,17 +76,17 @@ static void test_batches(uint32_t threads) {
     for (uint64_t i = 0; i < 5; i++)
         CHECK(is_filled(twins.bytes + i * SMALL, i % 2 ? i : 0, SMALL));
     cxlkv_stats before = test_stats(pool);
-    CHECK(before.pages_published_only == 3 && before.pages_held == 0);
-    uint32_t count = (uint32_t)before.pages_free + 1;
+    CHECK(before.pages.published_only == 3 && before.pages.held == 0);
+    uint32_t count = (uint32_t)before.pages.free + 1;
     many all = many_of(count, SMALL, NULL);
     for (uint64_t i = 0; i < count; i++) test_hashes(all.keys + 16 * i, 100 + i, 1);
     CHECK(cxlkv_objects_put(pool, count, all.keys, &all.buffers, all.codes) ==
           -CXLKV_E_POOL_FULL);
-    CHECK(test_stats(pool).pages_free == before.pages_free);
+    CHECK(test_stats(pool).pages.free == before.pages.free);
     CHECK(cxlkv_objects_sizes(pool, count, all.keys, all.found) == 0);
     test_hashes(all.keys, 2, 1); /* one that is there needs no room */
     CHECK(cxlkv_objects_put(pool, count, all.keys, &all.buffers, all.codes) == count - 1);
-    CHECK(all.codes[0] == CXLKV_RECORD_PRESENT && test_stats(pool).pages_free == 0);
+    CHECK(all.codes[0] == CXLKV_RECORD_PRESENT && test_stats(pool).pages.free == 0);
     all.sizes[count - 1]--; /* one that does not fit: nothing is copied */
     memset(all.bytes, 7, (uint64_t)count * SMALL);
     CHECK(cxlkv_objects_get(pool, count, all.keys, &all.buffers, all.found) ==
@@ -125,7 +125,7 @@ static void test_ranges(bool checksum, uint32_t threads) {
     for (uint64_t i = 0; i < sizeof(wrong) / sizeof(wrong[0]); i++)
         CHECK(cxlkv_objects_ranges(pool, OBJECTS, of.keys, 1, &wrong[i], out, sizeof(out),
                                    found) == -CXLKV_E_ARGUMENT);
-    CHECK(test_stats(pool).pages_held == 0);
+    CHECK(test_stats(pool).pages.held == 0);
     many_free(&of);
     cxlkv_pool_destroy(&pool);
 }
@@ -133,7 +133,7 @@ static void test_ranges(bool checksum, uint32_t threads) {
 /* Objects that come one by one lie together: what a host does not need can be another's. */
 static void test_close_together(void) {
     cxlkv_pool *pool = object_pool(NULL, SMALL, true, 8 << 20, 1);
-    uint64_t slots = pool->geometry.slab_slots, count = test_stats(pool).pages_total;
+    uint64_t slots = pool->geometry.slab_slots, count = test_stats(pool).pages.total;
     CHECK(count > 3 * slots);
     for (uint64_t name = 0; name < count; name++)
         CHECK(put(pool, name, name, SMALL, &seed) == 1);
@@ -160,7 +160,7 @@ static void test_lease(void) {
     CHECK(put(pool, 1, 1, SMALL, &seed) == 1);
     cxlkv_lease *lease = lease_of(pool, 1, &size, &at);
     cxlkv_lease *second = lease_of(pool, 1, &size, &again);
-    CHECK(at == again && test_stats(pool).pages_held == 1);
+    CHECK(at == again && test_stats(pool).pages.held == 1);
     CHECK(cxlkv_pool_close(pool) == -CXLKV_E_BUSY && cxlkv_pool_may_close(pool) == -CXLKV_E_BUSY);
     CHECK(cxlkv_pin(pool, 1, key_of(1).bytes, 1) == 1); /* against eviction only */
     CHECK(forget(pool, 1) == 1 && forget(pool, 1) == 0);
@@ -171,9 +171,9 @@ static void test_lease(void) {
     CHECK(cxlkv_lease_release(lease, 1, &first) == 0);
     CHECK(cxlkv_lease_release(lease, 1, &first) == 0 && cxlkv_lease_release(lease, 0, NULL) == 0);
     CHECK(cxlkv_lease_release(lease, 1, &none) == -CXLKV_E_ARGUMENT);
-    CHECK(is_filled(at, 1, SMALL) && test_stats(pool).pages_free == 0);
+    CHECK(is_filled(at, 1, SMALL) && test_stats(pool).pages.free == 0);
     cxlkv_lease_destroy(&second);
-    CHECK(test_stats(pool).pages_free == 1 && cxlkv_pool_may_close(pool) == 0);
+    CHECK(test_stats(pool).pages.free == 1 && cxlkv_pool_may_close(pool) == 0);
     CHECK(cxlkv_lease_publish(lease, 0, &first, key_of(1).bytes, NULL) == -CXLKV_E_ARGUMENT);
     test_clean(pool);
     CHECK(cxlkv_pool_close(pool) == 0);
@@ -211,10 +211,10 @@ static void test_reserve(bool checksum, uint32_t threads) {
     const uint32_t last = 3;
     CHECK(cxlkv_lease_release(r, 1, &last) == 0);
     CHECK(cxlkv_lease_publish(r, 1, &last, keys + 48, codes) == -CXLKV_E_RELEASED);
-    CHECK(test_stats(pool).pages_held == 3);
+    CHECK(test_stats(pool).pages.held == 3);
     cxlkv_lease_destroy(&r);
-    CHECK(test_stats(pool).pages_held == 0 && test_stats(pool).pages_published_only == 4);
-    uint64_t free_pages = test_stats(pool).pages_free, wanted = free_pages + 1;
+    CHECK(test_stats(pool).pages.held == 0 && test_stats(pool).pages.published_only == 4);
+    uint64_t free_pages = test_stats(pool).pages.free, wanted = free_pages + 1;
     uint64_t *all = malloc(wanted * 16);
     CHECK(all);
     for (uint64_t i = 0; i < wanted; i++) all[i] = 1;
@@ -297,7 +297,7 @@ static void test_damage(int where, bool repair) {
     expect(other, 1, 77, SMALL - 5, &seed);
     cxlkv_pool_destroy(&other);
     test_clean(pool);
-    CHECK(test_stats(pool).pages_held == 0);
+    CHECK(test_stats(pool).pages.held == 0);
     test_remove(&pool, path);
 }
 
@@ -496,13 +496,13 @@ static void test_publish_and_release(void) {
         }
         pthread_join(thread, NULL);
         cxlkv_lease_destroy(&contended);
-        CHECK(test_stats(pool).pages_held == 0);
+        CHECK(test_stats(pool).pages.held == 0);
         for (uint64_t name = 0; name < NAMES; name++)
             if (size_of(pool, name) >= 0) expect(pool, name, name, SMALL, &seed);
         forget_all(pool);
     }
     printf("%u published, %u given back before\n", published, refused);
-    CHECK(published && test_stats(pool).pages_free == test_stats(pool).pages_total);
+    CHECK(published && test_stats(pool).pages.free == test_stats(pool).pages.total);
     test_end(&pool, NULL);
 }
 

@@ -51,15 +51,15 @@ static void test_child(bool killed) {
     cxlkv_lease_destroy(&lease);
     cxlkv_lease_destroy(&reserved);
     CHECK(cxlkv_pool_may_close(pool) == 0);
-    CHECK(forget(pool, 1) == 1 && test_stats(pool).pages_held == 3);
+    CHECK(forget(pool, 1) == 1 && test_stats(pool).pages.held == 3);
     while (put(pool, 1000 + (uint64_t)size++, 5, SMALL, &seed) == 1) continue;
     CHECK(write(to_child[1], "x", 1) == 1 && read(to_parent[0], &byte, 1) == 1);
     if (killed) CHECK(kill(child, SIGKILL) == 0);
     test_ended(child, killed ? SIGKILL : 0);
-    CHECK(test_stats(pool).pages_held == 0);
+    CHECK(test_stats(pool).pages.held == 0);
     expect(pool, 10, 10, SMALL, &seed);
     expect(pool, 11, 11, killed ? CXLKV_OBJECT_ABSENT : SMALL, &seed);
-    CHECK(test_stats(pool).pages_free == (killed ? 2u : 1u));
+    CHECK(test_stats(pool).pages.free == (killed ? 2u : 1u));
     test_clean(pool);
     test_remove(&pool, path);
     close(to_child[1]);

@@ -34,7 +34,7 @@ static void cut(cut_pool *c, uint64_t extents) {
 
 static void end(cut_pool *c) {
     cxlkv_stats stats = test_stats(c->pool);
-    CHECK(stats.pages_held == 0 && stats.pages_retired > 0);
+    CHECK(stats.pages.held == 0 && stats.pages.retired > 0);
     test_remove(&c->pool, c->path);
 }
 
@@ -85,7 +85,7 @@ static void test_reading(bool checksum, uint32_t threads) {
 /* Pages that are gone are met one by one, and set aside; those that are there serve on. */
 static void test_writing(bool checksum, uint32_t threads) {
     cut_pool c = filled(checksum, threads);
-    uint64_t lost = 0, left = test_stats(c.pool).pages_free, address;
+    uint64_t lost = 0, left = test_stats(c.pool).pages.free, address;
     const uint64_t size = SMALL;
     const uint32_t place = 0;
     int32_t code;
@@ -97,10 +97,10 @@ static void test_writing(bool checksum, uint32_t threads) {
     CHECK(cxlkv_lease_publish(r, 1, &place, key_of(500).bytes, &code) == -CXLKV_E_POISON);
     cxlkv_lease_destroy(&r);
     while ((new = put(c.pool, 600, 600, SMALL, &seed)) == -CXLKV_E_POISON) {
-        CHECK(++lost <= left && test_stats(c.pool).pages_held == 0);
+        CHECK(++lost <= left && test_stats(c.pool).pages.held == 0);
         CHECK(size_of(c.pool, 600) == CXLKV_OBJECT_ABSENT);
     }
-    CHECK(new == -CXLKV_E_POOL_FULL && lost > 0 && test_stats(c.pool).pages_free == 0);
+    CHECK(new == -CXLKV_E_POOL_FULL && lost > 0 && test_stats(c.pool).pages.free == 0);
     CHECK(forget(c.pool, 3) == 1);
     CHECK(put(c.pool, 600, 600, SMALL, &seed) == 1);
     expect(c.pool, 600, 600, SMALL, &seed);
@@ -118,7 +118,7 @@ static void test_scrubbing(void) {
     test_hashes(keys + 16, c.whole + 5, 1);
     CHECK(cxlkv_forget(c.pool, 2, keys, &scrubbed) == 2);
     CHECK(scrubbed.pages == 1 && scrubbed.held == 1 && scrubbed.elsewhere == 0);
-    CHECK(test_stats(c.pool).pages_retired == 1);
+    CHECK(test_stats(c.pool).pages.retired == 1);
     CHECK(size_of(c.pool, 0) == CXLKV_OBJECT_ABSENT);
     CHECK(size_of(c.pool, c.whole + 5) == CXLKV_OBJECT_ABSENT);
     for (uint64_t name = 1; name < c.whole; name++) expect(c.pool, name, name, SMALL, &seed);
@@ -168,7 +168,7 @@ static void test_callers_memory(bool checksum, uint32_t threads) {
     *pieces_of(pool, page, 0, PIECE_KEYS) ^= 1;
     expect(pool, 0, 1, MAPPED, &seed);
     cxlkv_stats stats = test_stats(pool);
-    CHECK(stats.pages_retired == 0 && stats.pages_held == 0 && stats.pages_published_only == 1);
+    CHECK(stats.pages.retired == 0 && stats.pages.held == 0 && stats.pages.published_only == 1);
     test_end(&pool, NULL);
     munmap(memory, MAPPED);
     close(fd);

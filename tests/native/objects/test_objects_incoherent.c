@@ -148,7 +148,7 @@ static void test_pinned(scene *s) {
         CHECK(sizes[i] == SMALL ? addresses[i] == addresses[0] : addresses[i] == 0);
     const uint32_t last = TWINS - 1;
     CHECK(sizes[0] == SMALL && cxlkv_lease_release(lease, 1, &last) == 0); /* one of many */
-    CHECK(test_stats(owner).pages_withdrawn == 1);
+    CHECK(test_stats(owner).pages.withdrawn == 1);
     while (put(owner, 1000 + used, 1000 + used, SMALL, &seed) == 1) used++;
     cache_evict(0);
     flush_invalidate(FLUSH_NONE, (void *)addresses[0], SMALL); /* whatever memory has now */
@@ -156,7 +156,7 @@ static void test_pinned(scene *s) {
     expect(reader, 50, 0, CXLKV_OBJECT_ABSENT, &seed);
     cxlkv_lease_destroy(&lease);
     CHECK(put(owner, 1000 + used, 1000 + used, SMALL, &seed) == 1); /* now there is room for it */
-    CHECK(test_stats(owner).pages_withdrawn == 0);
+    CHECK(test_stats(owner).pages.withdrawn == 0);
     for (uint64_t i = 0; i <= used; i++) expect(reader, 1000 + i, 1000 + i, SMALL, &seed);
     for (uint64_t i = 0; i <= used; i++) CHECK(forget(owner, 1000 + i) == 1);
 }
@@ -220,9 +220,9 @@ static void test_scrubbed(scene *s) {
 
 /* It wrote in place, did not publish, and leaves; its cache writes the lines back much later. */
 static void test_left(scene *s, const variant *v) {
-    uint64_t total = test_stats(s->hosts[1]).pages_total, count = 0, before = lines_evicted;
+    uint64_t total = test_stats(s->hosts[1]).pages.total, count = 0, before = lines_evicted;
     cxlkv_stats mine = test_stats(s->hosts[0]);
-    uint64_t own = mine.pages_total - mine.pages_elsewhere;
+    uint64_t own = mine.pages.total - mine.pages.elsewhere;
     uint64_t *sizes = malloc(own * 8), *addresses = malloc(own * 8);
     cxlkv_lease *reserved;
     CHECK(own && sizes && addresses);

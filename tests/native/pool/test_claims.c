@@ -64,14 +64,14 @@ static void scene_make(scene *s, const char *path) {
     *s = (scene){.path = path, .pool = make(path, 0.5)};
     s->sequence = test_written(s->pool, s->marks, 1, TOKENS);
     freeze(s);
-    s->wanted = (uint32_t)test_stats(s->pool).pages_free + 1; /* of an extent that is nobody's */
+    s->wanted = (uint32_t)test_stats(s->pool).pages.free + 1; /* of an extent that is nobody's */
     s->pages = malloc(s->wanted * sizeof(*s->pages));
     CHECK(s->pages);
 }
 
 static void scene_end(scene *s) {
     cxlkv_sequence_destroy(&s->sequence);
-    CHECK(test_stats(s->pool).pages_held == 0);
+    CHECK(test_stats(s->pool).pages.held == 0);
     test_clean(s->pool);
     test_remove(&s->pool, s->path);
     free(s->pages);
@@ -86,7 +86,7 @@ static void *take(void *context) {
 /* What is its own, a host reads and writes; and others see it beat. */
 static void check_goes_on(scene *s) {
     const uint64_t *beats = (const uint64_t *)hosts_line(&s->pool->hosts, 0, BEAT_LINE);
-    uint64_t first = flush_load_word(beats), waits = test_stats(s->pool).lock_waits;
+    uint64_t first = flush_load_word(beats), waits = test_stats(s->pool).own.lock_waits;
     uint32_t page;
     cxlkv_host_row rows[2];
     for (int i = 0; i < READS; i++) {
@@ -98,7 +98,7 @@ static void check_goes_on(scene *s) {
     while (flush_load_word(beats) == first) nap();
     CHECK(is_in_the_queue(s));
     fprintf(stderr, "%d reads beside who waits: %lu waits for the lock over 1 ms\n", READS,
-            test_stats(s->pool).lock_waits - waits);
+            test_stats(s->pool).own.lock_waits - waits);
 }
 
 static void test_who_waits_has_no_lock(const char *path) {
@@ -157,7 +157,7 @@ static void test_another_dies_with_the_lock(const char *path) {
     test_ended(dies, SIGKILL);
     CHECK(host_lock(s.pool) == 0); /* repairs, unless somebody has */
     host_unlock(s.pool);
-    CHECK(test_stats(s.pool).rebuilds == 1);
+    CHECK(test_stats(s.pool).all.rebuilds == 1);
     CHECK(flush_load_word(slot_of(&s, 0)) == place);
     check_goes_on(&s);
     thaw(&s);
@@ -186,10 +186,10 @@ static void test_what_was_not_given_comes_back(const char *path) {
     thaw(&s);
     take(&s);
     CHECK(s.got == s.wanted && cxlkv_pages_free(s.pool, s.wanted, s.pages) == s.wanted);
-    uint64_t all = test_stats(s.pool).pages_free;
+    uint64_t all = test_stats(s.pool).pages.free;
     poke(&s, slot_of(&s, 1), place);
     poke(&s, asks, 3);
-    while (!is_in_the_queue(&s) || test_stats(s.pool).pages_free == all) nap();
+    while (!is_in_the_queue(&s) || test_stats(s.pool).pages.free == all) nap();
     lose(&s, true);
     while (is_in_the_queue(&s)) nap();
     poke(&s, asks, 0);
@@ -197,7 +197,7 @@ static void test_what_was_not_given_comes_back(const char *path) {
     lose(&s, false);
     /* Or it was given at last, and is to be had again: all that there is. */
     cxlkv_stats stats = test_stats(s.pool);
-    all = stats.pages_total - stats.pages_held;
+    all = stats.pages.total - stats.pages.held;
     uint32_t *pages = malloc(all * sizeof(*pages));
     CHECK(pages);
     while (cxlkv_pages_alloc(s.pool, (uint32_t)all, pages) != (int64_t)all) nap();
@@ -210,7 +210,7 @@ static void test_what_was_not_given_comes_back(const char *path) {
  * wants pages has them, without waiting for the keeper, which looks every 3 minutes here. */
 static void test_what_a_dead_process_claimed_is_used(const char *path) {
     cxlkv_pool *pool = make(path, 3600);
-    uint32_t all = (uint32_t)test_stats(pool).pages_total;
+    uint32_t all = (uint32_t)test_stats(pool).pages.total;
     uint32_t *pages = malloc(all * sizeof(*pages));
     CHECK(pages && cxlkv_pages_alloc(pool, all, pages) == all);
     CHECK(cxlkv_pages_free(pool, all, pages) == all);
@@ -221,7 +221,7 @@ static void test_what_a_dead_process_claimed_is_used(const char *path) {
     }
     extents_doubt(pool);
     host_unlock(pool);
-    CHECK(test_stats(pool).pages_free < all);
+    CHECK(test_stats(pool).pages.free < all);
     CHECK(cxlkv_pages_alloc(pool, all, pages) == all);
     CHECK(cxlkv_pages_free(pool, all, pages) == all);
     test_clean(pool);

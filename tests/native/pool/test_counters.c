@@ -42,7 +42,7 @@ static void test_killed_processes_stay_counted(const char *path) {
         CHECK(total.fetched_bytes >= fetched);
         fetched = total.fetched_bytes;
     }
-    CHECK(test_stats(pool).scored_bytes == 5); /* its own only */
+    CHECK(test_stats(pool).own.scored_bytes == 5); /* its own only */
     cxlkv_pool_destroy(&pool);
 
     /* Nobody uses the pool now and the host state is gone: the totals are not. */
@@ -50,7 +50,7 @@ static void test_killed_processes_stay_counted(const char *path) {
         CHECK(cxlkv_pool_open(path, NULL, &pool) == 0);
         CHECK(total_of(pool).scored_bytes == 5 + 3ull * ROUNDS * CHILDREN + opened);
         CHECK(total_of(pool).fetched_bytes == fetched);
-        CHECK(test_stats(pool).scored_bytes == 0);
+        CHECK(test_stats(pool).own.scored_bytes == 0);
         count_add(pool, COUNT_SCORED_BYTES, 1);
         cxlkv_pool_destroy(&pool);
     }
@@ -62,9 +62,9 @@ static void test_a_slot_is_taken_again(const char *path) {
     cxlkv_pool *first = test_pool(path, 32), *second;
     for (int i = 0; i < 3; i++) {
         CHECK(cxlkv_pool_open(path, NULL, &second) == 0);
-        CHECK(second->slot == 1 && test_stats(second).fetched_bytes == 0);
+        CHECK(second->slot == 1 && test_stats(second).own.fetched_bytes == 0);
         count_add(second, COUNT_FETCHED_BYTES, 7);
-        CHECK(test_stats(second).fetched_bytes == 7);
+        CHECK(test_stats(second).own.fetched_bytes == 7);
         cxlkv_pool_destroy(&second);
     }
     CHECK(total_of(first).fetched_bytes == 21);
@@ -86,19 +86,19 @@ static void test_threads_count_at_once(void) {
         CHECK(pthread_create(&threads[i], NULL, count_many, pool) == 0);
     for (int i = 0; i < THREADS; i++) pthread_join(threads[i], NULL);
     CHECK(total_of(pool).attended_bytes == (uint64_t)THREADS * THREAD_COUNTS);
-    CHECK(test_stats(pool).stale_handles == (uint64_t)THREADS * THREAD_COUNTS);
+    CHECK(test_stats(pool).own.stale_handles == (uint64_t)THREADS * THREAD_COUNTS);
     cxlkv_pool_destroy(&pool);
 }
 
 static void test_what_operations_count(void) {
     cxlkv_pool *pool = test_pool(NULL, 32);
-    uint32_t pages[1024], page_count = (uint32_t)test_stats(pool).pages_total;
+    uint32_t pages[1024], page_count = (uint32_t)test_stats(pool).pages.total;
     uint64_t marks[3 * TEST_PAGE_TOKENS];
     uint8_t hashes[5 * 16];
     cxlkv_sequence *sequence, *hit;
     test_hashes(hashes, 1, 5);
     sequence = test_written(pool, marks, 1, 3 * TEST_PAGE_TOKENS);
-    CHECK(total_of(pool).appended_bytes == test_stats(pool).appended_bytes);
+    CHECK(total_of(pool).appended_bytes == test_stats(pool).own.appended_bytes);
     CHECK(total_of(pool).appended_bytes > 0);
 
     CHECK(cxlkv_publish(sequence, 3, TEST_PAGE_TOKENS, hashes, 0) == 3);

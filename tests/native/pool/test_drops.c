@@ -46,7 +46,7 @@ static void check_queued(cxlkv_pool *pool, uint64_t count) {
 
 static void check_given_back(cxlkv_pool *pool, uint64_t queued, uint64_t held) {
     cxlkv_stats stats = test_stats(pool); /* takes the lock */
-    CHECK(stats.queued_drops == queued && stats.lock_waits > 0 && stats.pages_held == held);
+    CHECK(stats.own.queued_drops == queued && stats.own.lock_waits > 0 && stats.pages.held == held);
     check_queued(pool, 0);
     test_clean(pool);
 }
@@ -125,7 +125,7 @@ static void test_others_are_told(const char *path) {
     lock_end();
     CHECK(cxlkv_pool_check(watcher, 0, text, sizeof(text)) == 1);
     CHECK(strstr(text, "page references could not be given back"));
-    CHECK(test_stats(watcher).pages_held == pages && test_stats(watcher).queued_drops == 0);
+    CHECK(test_stats(watcher).pages.held == pages && test_stats(watcher).own.queued_drops == 0);
     check_given_back(pool, pages, 0);
     CHECK(cxlkv_pool_check(watcher, 0, text, sizeof(text)) == 0);
     cxlkv_pool_destroy(&watcher);

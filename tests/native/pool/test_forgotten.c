@@ -46,7 +46,7 @@ static void test_wishes(uint64_t objects) {
     cxlkv_pool_destroy(&pools[OTHER]);
     write_log_over(pools[WISHES]);
     pools[OTHER] = test_open_host(path, OTHER, LEASE_S);
-    uint64_t lost = test_stats(pools[WISHES]).lost_forgets;
+    uint64_t lost = test_stats(pools[WISHES]).all.lost_forgets;
     uint64_t found = count_found(pools[OTHER], objects);
     printf("%lu wishes: %lu lost, %lu found again\n", objects, lost, found - 1);
     CHECK(found - 1 <= lost && (objects > LOG_RECORDS / 2) == (lost > 0));

@@ -43,7 +43,7 @@ static cxlkv_sequence *filled(cxlkv_pool *pool) {
 static void end(cxlkv_pool *pool, cxlkv_sequence *sequence, const char *path) {
     cxlkv_sequence_destroy(&sequence);
     cxlkv_stats stats = test_stats(pool);
-    CHECK(stats.pages_free == stats.pages_total && stats.processes == 1);
+    CHECK(stats.pages.free == stats.pages.total && stats.processes == 1);
     test_clean(pool);
     cxlkv_pool_destroy(&pool);
     if (path) CHECK(cxlkv_pool_remove(path) == 0);
@@ -79,7 +79,7 @@ static void test_order(int order) {
     cxlkv_sequence *sequence = filled(pool);
     int to_child[2], to_parent[2];
     CHECK(pipe(to_child) == 0 && pipe(to_parent) == 0);
-    uint64_t held = test_stats(pool).pages_held;
+    uint64_t held = test_stats(pool).pages.held;
     pid_t child = test_fork();
     keep_ends(child == 0, to_child, to_parent);
     if (child == 0) {
@@ -92,19 +92,19 @@ static void test_order(int order) {
         if (order == 0) {
             CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
             cxlkv_sequence_destroy(&sequence);
-            CHECK(test_stats(pool).pages_held == 0);
+            CHECK(test_stats(pool).pages.held == 0);
         }
         _exit(0);
     }
     if (order == 0) cxlkv_sequence_destroy(&sequence);
-    CHECK(test_stats(pool).pages_held == held);
+    CHECK(test_stats(pool).pages.held == held);
     signal_other(to_child[1]);
     wait_other(to_parent[0]);
-    CHECK(test_stats(pool).pages_held == held);
+    CHECK(test_stats(pool).pages.held == held);
     if (order == 2) CHECK(kill(child, SIGKILL) == 0);
     else signal_other(to_child[1]);
     test_ended(child, order == 2 ? SIGKILL : 0);
-    CHECK(test_stats(pool).reaped_processes == 1);
+    CHECK(test_stats(pool).all.reaped_processes == 1);
     if (order != 0) CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
     end(pool, order == 0 ? NULL : sequence, NULL);
     close(to_child[1]);
@@ -160,7 +160,7 @@ static void test_death_before_claim(void) {
     CHECK(child > 0);
     test_ended(child, 0);
     cxlkv_stats stats = test_stats(pool);
-    CHECK(stats.processes == 1 && stats.reaped_processes == 1);
+    CHECK(stats.processes == 1 && stats.all.reaped_processes == 1);
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
     end(pool, sequence, NULL);
 }
@@ -206,7 +206,8 @@ static void test_death_in_lock(int where) {
     test_ended(child, SIGKILL);
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
     cxlkv_stats stats = test_stats(pool);
-    CHECK(stats.rebuilds == 1 && stats.reaped_processes == 1 && stats.pages_quarantined == 0);
+    CHECK(stats.all.rebuilds == 1 && stats.all.reaped_processes == 1);
+    CHECK(stats.pages.quarantined == 0);
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
     test_clean(pool);
     for (page = 0; page < pool->host->page_count; page++)

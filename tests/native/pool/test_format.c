@@ -245,7 +245,7 @@ static void test_flipped_pieces(cxlkv_pool *pool, uint32_t page, cxlkv_sequence 
                 *checksum_of(pool, page, layer, head, kind) ^= 0x40;
                 CHECK(pieces_verify(pool, page, layer) == 0);
             }
-    CHECK(found > 1000 && test_stats(pool).corrupt_pieces > found);
+    CHECK(found > 1000 && test_stats(pool).own.corrupt_pieces > found);
     CHECK(test_verify(sequence, 0, marks, TEST_PAGE_TOKENS) == 0);
 }
 

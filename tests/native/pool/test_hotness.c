@@ -163,7 +163,7 @@ static void test_deaths(void) {
     cxlkv_published rows[64];
     uint64_t clock;
     CHECK(cxlkv_pool_published(pool, rows, 64, &clock) == PAGES && clock == PAGES);
-    CHECK(test_stats(pool).rebuilds == 1);
+    CHECK(test_stats(pool).all.rebuilds == 1);
     for (uint32_t i = 0; i < PAGES; i++)
         CHECK(rows[i].born == i + 1 && rows[i].parent == (i ? rows[i - 1].page : NO_PAGE));
     for (uint32_t i = 0; i < DEATHS; i++) {

@@ -120,8 +120,8 @@ static int64_t do_create_pool(void) {
 /* Layer 0 may have a window: then pages behind it may have gone in an append that failed later, and
  * only the last layer is read whole. */
 static void as_it_was(uint64_t free_pages) {
-    if (pool->windowed) CHECK(test_stats(pool).pages_free >= free_pages);
-    else CHECK(test_stats(pool).pages_free == free_pages);
+    if (pool->windowed) CHECK(test_stats(pool).pages.free >= free_pages);
+    else CHECK(test_stats(pool).pages.free == free_pages);
     CHECK(cxlkv_sequence_tokens(sequence, CXLKV_LAYER_LAST) == TOKENS);
     CHECK(cxlkv_sequence_tokens(sequence, 0) == TOKENS);
     CHECK(test_verify(sequence, TEST_LAYERS - 1, marks, TOKENS) == 0);
@@ -131,7 +131,7 @@ static void as_it_was(uint64_t free_pages) {
 
 /* `keeps`: a failure may leave the page for the tail's copy with the sequence. */
 static void try(const char *name, int64_t (*operation)(void), bool keeps) {
-    uint64_t free_pages = test_stats(pool).pages_free;
+    uint64_t free_pages = test_stats(pool).pages.free;
     for (uint32_t nth = 1;; nth++) {
         uint32_t before = failures;
         made = NULL;
@@ -148,7 +148,7 @@ static void try(const char *name, int64_t (*operation)(void), bool keeps) {
             continue;
         }
         CHECK(code == -ENOMEM && made == NULL);
-        if (keeps) free_pages = test_stats(pool).pages_free;
+        if (keeps) free_pages = test_stats(pool).pages.free;
         as_it_was(free_pages);
     }
     cxlkv_sequence_destroy(&made);
@@ -226,7 +226,7 @@ static void windowed(void) {
         cxlkv_sequence_destroy(&child);
         cxlkv_batch_destroy(&batch);
         cxlkv_sequence_destroy(&sequence);
-        CHECK(test_stats(pool).pages_held == 0 && test_stats(pool).window_pages_freed > 0);
+        CHECK(test_stats(pool).pages.held == 0 && test_stats(pool).own.window_pages_freed > 0);
     }
     cxlkv_pool_destroy(&pool);
 }

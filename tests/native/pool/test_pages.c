@@ -15,16 +15,16 @@ static void take(cxlkv_pool *pool, uint32_t *map, owned *batch, uint32_t id, uin
     batch->pages = malloc((count + 1) * sizeof(uint32_t));
     CHECK(batch->pages);
     int64_t got = cxlkv_pages_alloc(pool, count, batch->pages);
-    if (count > before.pages_free) {
+    if (count > before.pages.free) {
         CHECK(got == -CXLKV_E_POOL_FULL);
-        CHECK(test_stats(pool).pages_free == before.pages_free);
+        CHECK(test_stats(pool).pages.free == before.pages.free);
         free(batch->pages);
         batch->id = 0;
         return;
     }
     CHECK(got == count);
     for (uint32_t i = 0; i < count; i++) {
-        CHECK(batch->pages[i] < before.pages_total);
+        CHECK(batch->pages[i] < before.pages.total);
         CHECK(map[batch->pages[i]] == SENTINEL);
         map[batch->pages[i]] = id;
     }
@@ -46,9 +46,9 @@ static void test_against_a_map(void) {
     uint64_t seed = 20261121;
     cxlkv_pool *pool = test_pool(NULL, 300);
     cxlkv_stats start = test_stats(pool);
-    uint32_t *map = calloc(start.pages_total, sizeof(*map)), refused = 0, taken = 0;
+    uint32_t *map = calloc(start.pages.total, sizeof(*map)), refused = 0, taken = 0;
     static owned batches[BATCHES_MAX];
-    CHECK(map && start.pages_free == start.pages_total);
+    CHECK(map && start.pages.free == start.pages.total);
     for (uint32_t step = 1; step <= STEPS; step++) {
         uint32_t percent = step < STEPS / 2 ? 65 : 35;
         owned *batch = &batches[random_below(&seed, BATCHES_MAX)];
@@ -64,7 +64,7 @@ static void test_against_a_map(void) {
     CHECK(taken > STEPS / 20 && refused > 10);
     for (uint32_t i = 0; i < BATCHES_MAX; i++)
         if (batches[i].id) give(pool, map, &batches[i]);
-    CHECK(test_stats(pool).pages_free == start.pages_total);
+    CHECK(test_stats(pool).pages.free == start.pages.total);
     test_end(&pool, NULL);
     free(map);
 }
@@ -122,9 +122,9 @@ static void hand_back(cxlkv_pool *owner, cxlkv_sequence *adopted, const uint64_t
     int64_t bytes = cxlkv_sequence_export(adopted, handle, sizeof(handle));
     CHECK(bytes > 0 && cxlkv_sequence_adopt(owner, handle, (uint64_t)bytes, &again) == 0);
     check_reads(again, marks);
-    CHECK(test_stats(owner).pages_withdrawn == 0);
+    CHECK(test_stats(owner).pages.withdrawn == 0);
     cxlkv_sequence_destroy(&again);
-    CHECK(test_stats(owner).pages_withdrawn == PINNED_PAGES);
+    CHECK(test_stats(owner).pages.withdrawn == PINNED_PAGES);
 }
 
 static void test_what_others_read_is_withdrawn(void) {
@@ -142,21 +142,21 @@ static void test_what_others_read_is_withdrawn(void) {
     cxlkv_stats held = test_stats(owner);
     cxlkv_sequence_destroy(&sequence);
     cxlkv_stats dropped = test_stats(owner);
-    CHECK(dropped.pages_withdrawn == PINNED_PAGES && dropped.pages_held == 0);
-    CHECK(dropped.pages_free == held.pages_free + SHARED_PAGES - PINNED_PAGES);
+    CHECK(dropped.pages.withdrawn == PINNED_PAGES && dropped.pages.held == 0);
+    CHECK(dropped.pages.free == held.pages.free + SHARED_PAGES - PINNED_PAGES);
     check_reads(adopted, marks);
     hand_back(owner, adopted, marks);
     test_clean(owner);
     cxlkv_pool_destroy(&owner); /* who comes back finds the same */
     owner = test_open(path, &test_hosts[0]);
     cxlkv_stats again = test_stats(owner);
-    CHECK(again.pages_withdrawn == PINNED_PAGES && again.pages_free == dropped.pages_free);
+    CHECK(again.pages.withdrawn == PINNED_PAGES && again.pages.free == dropped.pages.free);
     check_reads(adopted, marks);
     cxlkv_sequence_destroy(&adopted);
-    CHECK(test_stats(reader).pages_borrowed == 0);
-    uint32_t *pages = malloc(again.pages_total * sizeof(*pages)), all = (uint32_t)held.pages_total;
+    CHECK(test_stats(reader).pages.borrowed == 0);
+    uint32_t *pages = malloc(again.pages.total * sizeof(*pages)), all = (uint32_t)held.pages.total;
     CHECK(pages && cxlkv_pages_alloc(owner, all, pages) == all); /* looks at the pins again */
-    CHECK(test_stats(owner).pages_withdrawn == 0);
+    CHECK(test_stats(owner).pages.withdrawn == 0);
     CHECK(cxlkv_pages_free(owner, all, pages) == all);
     test_clean(owner);
     free(pages);

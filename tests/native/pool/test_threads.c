@@ -230,8 +230,8 @@ int main(void) {
     CHECK(atomic_load(&hits) > 10 && atomic_load(&adopted) > 10 && atomic_load(&stale) > 0);
     test_clean(pools[0]);
     cxlkv_stats stats = test_stats(pools[0]);
-    CHECK(stats.pages_published == 0 && stats.processes == 2);
-    CHECK(stats.pages_held == COMMON_TOKENS / TEST_PAGE_TOKENS);
+    CHECK(stats.pages.published == 0 && stats.processes == 2);
+    CHECK(stats.pages.held == COMMON_TOKENS / TEST_PAGE_TOKENS);
     share_one_sequence();
     test_clean(pools[0]);
     run(true);
@@ -240,7 +240,7 @@ int main(void) {
     CHECK(cxlkv_pool_open(path, NULL, &pools[0]) == 0);
     test_clean(pools[0]);
     stats = test_stats(pools[0]);
-    CHECK(stats.pages_free + stats.pages_published_only == stats.pages_total);
+    CHECK(stats.pages.free + stats.pages.published_only == stats.pages.total);
     test_remove(&pools[0], path);
     return 0;
 }

@@ -129,7 +129,7 @@ static void a_held_tail_is_forgotten(void) {
     host_unlock(pool);
     cxlkv_sequence_destroy(&sequence);
     CHECK(cxlkv_pages_free(pool, 1, &alone) == 1);
-    CHECK(test_stats(pool).pages_free == test_stats(pool).pages_total);
+    CHECK(test_stats(pool).pages.free == test_stats(pool).pages.total);
     cxlkv_pool_destroy(&pool);
 }
 

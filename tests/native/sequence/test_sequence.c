@@ -139,10 +139,10 @@ static void append(cxlkv_pool *pool, model *m) {
         CHECK(code == -CXLKV_E_ORDER);
     } else if (code == -CXLKV_E_POOL_FULL) {
         CHECK(layer == 0 && (before + count) / TEST_PAGE_TOKENS - before / TEST_PAGE_TOKENS >
-                                stats.pages_free);
+                                stats.pages.free);
         memcpy(m->marks, kept, sizeof(kept));
         seen.full++;
-        CHECK(test_stats(pool).pages_free == stats.pages_free);
+        CHECK(test_stats(pool).pages.free == stats.pages.free);
     } else {
         CHECK(code == count);
         m->tokens[layer] += count;
@@ -187,7 +187,7 @@ static void hand_over(cxlkv_pool *pool, const model *m) {
         return;
     }
     if (size == -CXLKV_E_POOL_FULL) {
-        CHECK(m->tokens[0] % TEST_PAGE_TOKENS && test_stats(pool).pages_free == 0);
+        CHECK(m->tokens[0] % TEST_PAGE_TOKENS && test_stats(pool).pages.free == 0);
         return;
     }
     CHECK(size > 0);
@@ -238,7 +238,7 @@ static void step(cxlkv_pool *pool) {
 
 int main(void) {
     cxlkv_pool *pool = test_pool(NULL, 64);
-    uint32_t loose[4096], loose_count = (uint32_t)test_stats(pool).pages_total - FREE_PAGES;
+    uint32_t loose[4096], loose_count = (uint32_t)test_stats(pool).pages.total - FREE_PAGES;
     CHECK(loose_count <= 4096 && cxlkv_pages_alloc(pool, loose_count, loose) == loose_count);
     for (uint32_t i = 0; i < STEPS; i++) {
         step(pool);
@@ -253,8 +253,8 @@ int main(void) {
     CHECK(cxlkv_pages_free(pool, loose_count, loose) == loose_count);
     test_clean(pool);
     cxlkv_stats stats = test_stats(pool);
-    CHECK(stats.pages_held == 0 && stats.pages_published_only == published_count);
-    CHECK(stats.pages_free + published_count == stats.pages_total);
+    CHECK(stats.pages.held == 0 && stats.pages.published_only == published_count);
+    CHECK(stats.pages.free + published_count == stats.pages.total);
     fprintf(stderr, "full %u, forks %u, adopted %u, hits %u, forgotten %u, uneven %u, cut %u\n",
             seen.full, seen.forks, seen.adopted, seen.hits, seen.forgotten, seen.uneven,
             seen.truncated);

@@ -277,9 +277,9 @@ static inline void test_hit(cxlkv_pool *pool, uint32_t count, const uint8_t *has
 static inline cxlkv_stats test_stats(cxlkv_pool *pool) {
     cxlkv_stats stats;
     CHECK(cxlkv_pool_stats(pool, &stats) == 0);
-    CHECK(stats.pages_free + stats.pages_held + stats.pages_published_only +
-              stats.pages_quarantined + stats.pages_retired + stats.pages_withdrawn +
-              stats.pages_elsewhere == stats.pages_total);
+    CHECK(stats.pages.free + stats.pages.held + stats.pages.published_only +
+              stats.pages.quarantined + stats.pages.retired + stats.pages.withdrawn +
+              stats.pages.elsewhere == stats.pages.total);
     return stats;
 }
 
@@ -296,7 +296,7 @@ __attribute__((sentinel)) static inline void test_end(cxlkv_pool **pool, ...) {
     va_start(rest, pool);
     for (cxlkv_sequence **at; (at = va_arg(rest, cxlkv_sequence **));) cxlkv_sequence_destroy(at);
     va_end(rest);
-    CHECK(test_stats(*pool).pages_held == 0);
+    CHECK(test_stats(*pool).pages.held == 0);
     test_clean(*pool);
     cxlkv_pool_destroy(pool);
 }
@@ -309,7 +309,7 @@ static inline void test_comes_back(cxlkv_pool **pools, uint32_t hosts,
         for (uint32_t i = 0; i < hosts; i++) {
             forget_all(pools[i]);
             cxlkv_stats stats = test_stats(pools[i]);
-            in_use += stats.pages_total - stats.pages_free - stats.pages_elsewhere;
+            in_use += stats.pages.total - stats.pages.free - stats.pages.elsewhere;
         }
         if (!in_use) return;
         CHECK(turn < 2000000);

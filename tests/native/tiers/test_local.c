@@ -105,7 +105,7 @@ static void between_the_steps(cxlkv_pool *pool) {
     uint64_t marks[TOKENS];
     cxlkv_sequence *sequence = test_written(pool, marks, 1, TOKENS);
     local_move moves[3];
-    uint32_t pages_free = (uint32_t)test_stats(pool).pages_free;
+    uint32_t pages_free = (uint32_t)test_stats(pool).pages.free;
     for (int copies = 0; copies < 2; copies++) {
         for (uint32_t i = 0; i < 3; i++)
             moves[i] = (local_move){.unit = unit_at(sequence, i, 1)};
@@ -130,9 +130,9 @@ static void between_the_steps(cxlkv_pool *pool) {
     moves[0] = (local_move){.unit = unit_at(sequence, 0, 0)};
     CHECK(local_prepare(pool, moves, 1) == 0);
     cxlkv_sequence_destroy(&sequence);
-    CHECK(test_stats(pool).pages_free == pages_free + PAGES - 1);
+    CHECK(test_stats(pool).pages.free == pages_free + PAGES - 1);
     CHECK(local_copy(pool, moves, 1) == 0 && local_complete(pool, moves, 1, true) == 1);
-    CHECK(test_stats(pool).pages_free == pages_free + PAGES);
+    CHECK(test_stats(pool).pages.free == pages_free + PAGES);
     CHECK(cxlkv_local_hotness(pool, NULL, NULL, NULL, 0) == 0);
 }
 
@@ -174,7 +174,7 @@ static void forked(cxlkv_pool *pool) {
     CHECK(test_verify_all(sequence, marks, TOKENS) == 0);
     CHECK(local_state(pool).slots_held == 1);
     cxlkv_sequence_destroy(&sequence);
-    CHECK(test_stats(pool).pages_held == 0);
+    CHECK(test_stats(pool).pages.held == 0);
 }
 
 /* ---- threads ---- */
@@ -247,7 +247,7 @@ int main(void) {
     if (FORKS) forked(pool);
     threads(pool);
     test_clean(pool);
-    CHECK(test_stats(pool).pages_held == 0);
+    CHECK(test_stats(pool).pages.held == 0);
     CHECK(cxlkv_pool_close(pool) == 0); /* with copies in the tier */
     CHECK(cxlkv_local_stats(pool, &state) == -CXLKV_E_CLOSED);
     test_remove(&pool, path);

@@ -44,14 +44,14 @@ static taken take_out(cxlkv_pool *pool) {
 
 static void test_there_and_back(cxlkv_pool *pool, const taken *t) {
     int32_t codes[PAGES];
-    uint64_t free_pages = test_stats(pool).pages_free;
+    uint64_t free_pages = test_stats(pool).pages.free;
     CHECK(cxlkv_records_write(pool, PAGES, t->records, NULL, codes) == 0);
     for (uint32_t i = 0; i < PAGES; i++) CHECK(codes[i] == CXLKV_RECORD_PRESENT);
     CHECK(cxlkv_forget_pages(pool, PAGES, t->pages, t->generations, 1, codes) == PAGES);
-    CHECK(test_stats(pool).pages_free == free_pages + PAGES);
+    CHECK(test_stats(pool).pages.free == free_pages + PAGES);
     CHECK(cxlkv_records_write(pool, PAGES, t->records, NULL, codes) == PAGES);
     test_hit(pool, PAGES, hashes, marks);
-    CHECK(test_stats(pool).pages_free == free_pages && test_stats(pool).pages_held == 0);
+    CHECK(test_stats(pool).pages.free == free_pages && test_stats(pool).pages.held == 0);
     taken again = take_out(pool);
     CHECK(memcmp(again.records, t->records, PAGES * t->bytes) == 0);
     free(again.records);
@@ -75,7 +75,7 @@ static void test_hostile(cxlkv_pool *pool, const taken *t) {
     taken now = *t;
     find(pool, &now);
     CHECK(cxlkv_forget_pages(pool, PAGES, now.pages, now.generations, 1, codes) == PAGES);
-    uint64_t free_pages = test_stats(pool).pages_free;
+    uint64_t free_pages = test_stats(pool).pages.free;
     uint8_t *record = malloc(t->bytes); /* of that size and not aligned: a sanitizer sees more */
     CHECK(record);
     for (uint64_t bit = 0; bit < t->bytes * 8; bit += bit < HEADER_BYTES * 8 ? 1 : 5) {
@@ -91,7 +91,7 @@ static void test_hostile(cxlkv_pool *pool, const taken *t) {
         for (uint64_t i = 0; i < t->bytes; i++) record[i] = (uint8_t)random_next(&seed);
         expect_refused(pool, record);
     }
-    CHECK(test_stats(pool).pages_free == free_pages && test_stats(pool).pages_published == 0);
+    CHECK(test_stats(pool).pages.free == free_pages && test_stats(pool).pages.published == 0);
     for (int turn = 0; turn < 20000; turn++) { /* published or not: the pool stays whole */
         memcpy(record, t->records, t->bytes);
         uint32_t value = (uint32_t)(random_next(&seed) >> random_below(&seed, 64));
@@ -106,7 +106,7 @@ static void test_hostile(cxlkv_pool *pool, const taken *t) {
         CHECK(cxlkv_forget_pages(pool, 1, &page, &generation, 1, codes) == 1);
     }
     free(record);
-    CHECK(test_stats(pool).pages_free == free_pages);
+    CHECK(test_stats(pool).pages.free == free_pages);
     CHECK(cxlkv_records_write(pool, PAGES, t->records, NULL, codes) == PAGES);
     test_hit(pool, PAGES, hashes, marks);
 }
@@ -127,9 +127,9 @@ static void test_caller_cut(cxlkv_pool *pool, const taken *t) {
     CHECK(ftruncate(fd, 4096) == 0);
     CHECK(cxlkv_records_read(pool, PAGES, now.pages, now.generations, array, codes) == -EFAULT);
     CHECK(cxlkv_forget_pages(pool, PAGES, now.pages, now.generations, 1, codes) == PAGES);
-    uint64_t free_pages = test_stats(pool).pages_free;
+    uint64_t free_pages = test_stats(pool).pages.free;
     CHECK(cxlkv_records_write(pool, PAGES, array, NULL, codes) == -EFAULT);
-    CHECK(test_stats(pool).pages_free == free_pages && test_stats(pool).pages_held == 0);
+    CHECK(test_stats(pool).pages.free == free_pages && test_stats(pool).pages.held == 0);
     CHECK(cxlkv_records_write(pool, PAGES, t->records, NULL, codes) == PAGES);
     munmap(array, bytes);
     close(fd);
@@ -147,7 +147,7 @@ static void test_pool_cut(uint32_t threads) {
     CHECK(truncate(path, (off_t)(at + pool->geometry.layers_offset)) == 0);
     CHECK(cxlkv_records_read(pool, PAGES, t.pages, t.generations, t.records, codes) == 0);
     for (uint32_t i = 0; i < PAGES; i++) CHECK(codes[i] == -CXLKV_E_POISON);
-    CHECK(test_stats(pool).pages_retired > 0);
+    CHECK(test_stats(pool).pages.retired > 0);
     free(t.records);
     cxlkv_pool_destroy(&pool);
     unlink(path);
@@ -194,7 +194,7 @@ static void test_threads(cxlkv_pool *pool, const taken *t) {
     enum { RACERS = 3 };
     pthread_t threads[RACERS];
     racer racers[RACERS];
-    uint64_t published = test_stats(pool).pages_published;
+    uint64_t published = test_stats(pool).pages.published;
     for (uint32_t i = 0; i < RACERS; i++) {
         racers[i] = (racer){.pool = pool, .t = t, .seed = i + 1};
         CHECK(pthread_create(&threads[i], NULL, race, &racers[i]) == 0);
@@ -203,7 +203,7 @@ static void test_threads(cxlkv_pool *pool, const taken *t) {
         CHECK(pthread_join(threads[i], NULL) == 0);
         published += racers[i].wrote - racers[i].freed;
     }
-    CHECK(test_stats(pool).pages_published == published && test_stats(pool).pages_held == 0);
+    CHECK(test_stats(pool).pages.published == published && test_stats(pool).pages.held == 0);
     test_clean(pool);
 }
 

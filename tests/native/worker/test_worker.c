@@ -158,7 +158,7 @@ static void unmake(made *m) {
     cxlkv_pool_destroy(&m->served);
     cxlkv_sequence_destroy(&m->sequence);
     test_clean(m->pool);
-    CHECK(test_stats(m->pool).pages_held == 0);
+    CHECK(test_stats(m->pool).pages.held == 0);
     test_remove(&m->pool, path);
 }
 
@@ -310,11 +310,11 @@ static void wrong_others(made *m) {
 static void pages_stay_held(made *m) {
     CHECK(ask(m, plain_select(), 1, TOKENS, 1) == 0);
     CHECK(cxlkv_sequence_release(m->sequence) == 0);
-    CHECK(test_stats(m->pool).pages_held == 4);
+    CHECK(test_stats(m->pool).pages.held == 4);
     CHECK(ask(m, plain_select(), 1, TOKENS, 1) == 0);
     begin(m, REQUEST_LEAVE, 0);
     CHECK(ask_bytes(m, REQUEST_LEAVE) == 0);
-    CHECK(test_stats(m->pool).pages_held == 0);
+    CHECK(test_stats(m->pool).pages.held == 0);
     CHECK(ask(m, plain_select(), 1, TOKENS, 0) == -CXLKV_E_STALE);
 }
 
