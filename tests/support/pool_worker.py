@@ -83,7 +83,7 @@ class Worker(TextWalk):
         try:
             sequence = self.pool.adopt(bytes.fromhex(letter["handle"]))
         except StaleError:
-            if is_alive(letter["sender"]):
+            if not is_ending(letter["sender"]):
                 raise
             self.seen["stale"] += 1
         else:
@@ -137,13 +137,26 @@ def say(**words: object) -> None:
     os.write(1, json.dumps(words).encode() + b"\n")
 
 
+PF_EXITING = 4  # a flag of a process, linux/sched.h
+
+
+def stat_of(pid: int) -> tuple[str, int]:
+    """Its state and its flags; of none as of one that is dead."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", 0
+    return fields[0], int(fields[6])
+
+
 def is_alive(pid: int) -> bool:
     """False for a zombie as well: the pool takes its pages back before its parent has waited."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
+    return stat_of(pid)[0] not in "ZX"
+
+
+def is_ending(pid: int) -> bool:
+    """True before it is a zombie, too: its locks go first, and with them its pages."""
+    return not is_alive(pid) or bool(stat_of(pid)[1] & PF_EXITING)
 
 
 def takers(place: Path) -> list[Path]:
