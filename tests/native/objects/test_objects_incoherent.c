@@ -193,7 +193,7 @@ static void test_scrubbed(scene *s) {
         const object_key key = key_of(65 + kept);
         uint64_t generation;
         int64_t size;
-        const uint8_t *held;
+        const uint8_t *held = NULL;
         cxlkv_lease *lease = NULL;
         cxlkv_scrubbed scrubbed;
         CHECK(put(owner, 65 + kept, 65, SMALL, &seed) == 1);
