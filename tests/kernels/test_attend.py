@@ -343,7 +343,10 @@ def test_infinite_logits(infinity: float, device: torch.device, seed: int) -> No
 @BROKEN
 def test_softcap_bounds_large_logits(device: torch.device, seed: int) -> None:
     of = given(Case([[23]], softcap=20.0), FP32, seed)
-    of.q *= 1e4
+    # Whole numbers, whose sums are exact: the few logits that the cap leaves in between would else
+    # keep what rounding leaves of large terms that cancel.
+    of.q = (of.q * 1e3).round()
+    of.keys = (of.keys * 8).round() / 8
     close(call(of, device), expected(of), FP32)
 
 
