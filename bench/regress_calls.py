@@ -17,7 +17,6 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 import cxlkv
 from cxlkv import Budget, CXLPool, KVLayout
-from cxlkv.arrays import Halves
 from cxlkv.objects import object_keys
 from cxlkv.prefix import prefix_keys
 
@@ -26,6 +25,7 @@ TOKENS, DECODES = 8192, 8
 OBJECT_BYTES, OBJECTS = 256 << 10, 64
 if TYPE_CHECKING:
     from cxlkv import ObjectPool
+    from cxlkv.arrays import Halves
 else:
     ObjectPool = getattr(cxlkv, "ObjectPool", CXLPool)  # up to 0.2 one class was both
 
