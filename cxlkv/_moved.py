@@ -62,18 +62,20 @@ class MovedToAdmin:
 
     NAMES = ("audit", "check", "fence", "hosts", "overview", "pin", "prefault", "scrub", "unpin")
 
-    if not TYPE_CHECKING:
 
-        def __getattr__(self, name):
-            if name not in self.NAMES:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            return getattr(self._admin_by(name), name)
+if not TYPE_CHECKING:
 
-        def __setattr__(self, name, value):
-            place = self._admin_by(name) if name in self.NAMES else super()
-            place.__setattr__(name, value)
-
-        def _admin_by(self, name):
+    def moved_to_admin(name):
+        def admin_of(pool):
             text = f"pool.{name} is pool.admin.{name} now; the old name goes with the next release"
             warnings.warn(text, DeprecationWarning, stacklevel=3)
-            return self.admin
+            return pool.admin
+
+        return property(
+            lambda pool: getattr(admin_of(pool), name),
+            lambda pool, value: setattr(admin_of(pool), name, value),
+        )
+
+    # Not by __getattr__: all attributes of a class that has one are slower.
+    for name in MovedToAdmin.NAMES:
+        setattr(MovedToAdmin, name, moved_to_admin(name))

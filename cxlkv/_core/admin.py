@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cxlkv._core.base import Handle, check, checked, numbers_of, page_counts
+from cxlkv._core.base import Handle, check, checked, numbers_of
 from cxlkv._native import ffi, lib
 
 GC_KINDS = ("half-made", "orphan", "idle")  # by the core's number
@@ -50,7 +50,7 @@ def _overview(fill: Callable[[Any, Any, int], int]) -> Overview:
     rows = ffi.new("cxlkv_process[]", PROCESSES_MAX)
     count = min(check(fill(got, rows, PROCESSES_MAX)), PROCESSES_MAX)
     return Overview(
-        numbers=page_counts(got.pages) | numbers_of(got[0]),
+        numbers=numbers_of(got.pages, "pages_") | numbers_of(got[0]),
         identity=bytes(ffi.buffer(got.identity)).hex(),
         model_id=ffi.string(got.model_id).decode(errors="replace"),
         totals=numbers_of(got.totals),

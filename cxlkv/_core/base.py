@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import weakref
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -75,7 +76,8 @@ def checked(call: Callable[..., int]) -> Callable[..., int]:
     """A function of the core as it is, but that raises what a negative code stands for."""
 
     def checks(*arguments: Any) -> int:
-        return check(call(*arguments))
+        code = call(*arguments)
+        return code if code >= 0 else check(code)
 
     return checks
 
@@ -102,8 +104,8 @@ def handle_of(place: Any) -> Handle:
 def made(kind: str, destroy: Any, make: Callable[..., int], *arguments: Any) -> Handle:
     """What a function of the core makes and gives back by its last argument."""
     out = new_place(kind, destroy)
-    check(make(*arguments, out))
-    return handle_of(out)
+    code = make(*arguments, out)
+    return handle_of(out) if code >= 0 else check(code)
 
 
 def keep(into: list[Made], make: Callable[..., Made], *arguments: Any) -> None:
@@ -150,18 +152,16 @@ def numbers_from(kind: str, fill: Callable[..., int], *arguments: Any) -> dict[s
     return numbers_of(got[0])
 
 
-def numbers_of(struct: Any) -> dict[str, int]:
-    fields = ffi.typeof(struct).fields
-    return {
-        name: int(getattr(struct, name))
-        for name, field in fields
-        if field.type.kind == "primitive" and name != "reserved"
-    }
+def numbers_of(struct: Any, prefix: str = "") -> dict[str, int]:
+    names = _number_names(ffi.typeof(struct), prefix)
+    return {name: int(getattr(struct, field)) for name, field in names}
 
 
-def page_counts(struct: Any) -> dict[str, int]:
-    """The numbers of a cxlkv_page_counts."""
-    return {f"pages_{name}": count for name, count in numbers_of(struct).items()}
+@cache
+def _number_names(kind: Any, prefix: str) -> list[tuple[str, str]]:
+    """Keys and fields: cffi makes its list of fields anew each time, as slowly as all the rest."""
+    fields = [name for name, field in kind.fields if field.type.kind == "primitive"]
+    return [(prefix + name, name) for name in fields if name != "reserved"]
 
 
 def state_folder() -> int:

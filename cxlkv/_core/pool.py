@@ -20,18 +20,18 @@ from cxlkv._core.base import (
     new_place,
     numbers_from,
     numbers_of,
-    page_counts,
     view_of,
 )
 from cxlkv._native import ffi, lib
 from cxlkv.layout import STORED, VALUES, KVLayout, LayerGroup
 
 _POOL = ("cxlkv_pool **", lib.cxlkv_pool_destroy)
-# Counters that stats() tells of all processes, and those that it leaves to telemetry.
-_OF_THE_POOL = {"reaped_processes", "rebuilds", "lost_lines", "log_rescans", "lost_forgets"}
-_NOT_TOLD = {"pool_full_errors", "match_keys_asked", "match_keys_hit"} | {
-    f"audited_{name}" for name in ("selects", "recall", "mass")
-}
+# Counters that stats() tells of this process, and those of all; telemetry has the others too.
+_OWN = (
+    *("appended_bytes", "scored_bytes", "fetched_bytes", "attended_bytes", "corrupt_pieces"),
+    *("stale_handles", "window_pages_freed", "window_pages_skipped", "queued_drops", "lock_waits"),
+)
+_OF_THE_POOL = ("reaped_processes", "rebuilds", "lost_lines", "log_rescans", "lost_forgets")
 
 
 def _layout_struct(layout: KVLayout, checksum: bool, sketch: bool) -> Any:
@@ -163,13 +163,13 @@ def pool_identity(pool: Handle) -> str:
 def pool_stats(pool: Handle) -> dict[str, int]:
     got = ffi.new("cxlkv_stats *")
     check(lib.cxlkv_pool_stats(pool, got))
-    own, of_all = numbers_of(got.own), numbers_of(got.all)
-    counters = {
-        name: (of_all if name in _OF_THE_POOL else own)[name]
-        for name in own
-        if name not in _NOT_TOLD
-    }
-    return page_counts(got.pages) | numbers_of(got[0]) | counters
+    found = numbers_of(got.pages, "pages_") | numbers_of(got[0])
+    own, of_all = got.own, got.all
+    for name in _OWN:
+        found[name] = getattr(own, name)
+    for name in _OF_THE_POOL:
+        found[name] = getattr(of_all, name)
+    return found
 
 
 def pool_page_kind(pool: Handle) -> str:

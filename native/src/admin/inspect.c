@@ -50,9 +50,13 @@ static uint32_t inspect_state(host_state *host, int state_fd, uint32_t page_tota
     overview->host_state = 1;
     const page_info *pages = (const page_info *)((uint8_t *)host + offsets.pages_offset);
     const run_info *runs = (const run_info *)((uint8_t *)host + offsets.runs_offset);
+    cxlkv_page_counts counts = {.total = page_total};
     for (uint32_t i = 0; i < page_total; i++)
-        page_count(&overview->pages, &pages[i],
+        page_count(&counts, &pages[i],
                    __atomic_load_n(&runs[i / RUN_SLOTS].ours, __ATOMIC_RELAXED));
+    counts.free = page_total - counts.elsewhere - counts.withdrawn - counts.retired -
+                  counts.quarantined - counts.held - counts.published_only;
+    overview->pages = counts;
     counters_total(host, &overview->totals);
     return inspect_processes(host, state_fd, &offsets, out, capacity);
 }

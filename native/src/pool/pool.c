@@ -229,28 +229,14 @@ int64_t cxlkv_pool_prefault(cxlkv_pool *pool, uint64_t offset, uint64_t bytes) {
 
 /* ---- what is counted ---- */
 
-void page_count(cxlkv_page_counts *counts, const page_info *info, bool ours) {
-    bool held = __atomic_load_n(&info->holders, __ATOMIC_RELAXED) != 0;
-    bool published = __atomic_load_n(&info->published, __ATOMIC_RELAXED) != 0;
-    counts->total++;
-    counts->published += published;
-    counts->pinned += info->pinned;
-    counts->borrowed += held && !ours;
-    if (!ours) counts->elsewhere++;
-    else if (info->withdrawn) counts->withdrawn++;
-    else if (__atomic_load_n(&info->retired, __ATOMIC_RELAXED)) counts->retired++;
-    else if (__atomic_load_n(&info->quarantined, __ATOMIC_RELAXED)) counts->quarantined++;
-    else if (held) counts->held++;
-    else if (published) counts->published_only++;
-    else counts->free++;
-}
-
 /* Under the host lock. */
 static int stats_of(cxlkv_pool *pool, cxlkv_stats *stats) {
     host_reap(pool);
-    for (uint32_t page = 0; page < pool->host->page_count; page++)
-        page_count(&stats->pages, &pool->pages[page], page_is_ours(pool, page));
-    stats->pages.free = pool->host->free_pages;
+    cxlkv_page_counts counts = {.total = pool->host->page_count}; /* in registers */
+    for (uint32_t page = 0; page < counts.total; page++)
+        page_count(&counts, &pool->pages[page], page_is_ours(pool, page));
+    counts.free = pool->host->free_pages;
+    stats->pages = counts;
     for (uint32_t slot = 0; slot < PROCESS_MAX; slot++)
         stats->processes += pool->host->processes[slot].state != 0;
     counters_total(pool->host, &stats->all);
