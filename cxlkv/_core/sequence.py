@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,17 +20,20 @@ from cxlkv._core.base import (
 )
 from cxlkv._native import ffi, lib
 
-_SEQUENCE = ("cxlkv_sequence **", lib.cxlkv_sequence_destroy)
 
-
+# made(), written out: these are called for each request, and take a microsecond in all.
 def sequence_create(pool: Handle) -> Handle:
-    """made(), written out: this is called for each request, and takes a microsecond in all."""
     out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy)
     check(lib.cxlkv_sequence_create(pool, out))
     return handle_of(out)
 
 
-sequence_fork: Callable[[Handle], Handle] = partial(made, *_SEQUENCE, lib.cxlkv_sequence_fork)
+def sequence_fork(sequence: Handle) -> Handle:
+    out = new_place("cxlkv_sequence **", lib.cxlkv_sequence_destroy)
+    check(lib.cxlkv_sequence_fork(sequence, out))
+    return handle_of(out)
+
+
 sequence_truncate: Callable[[Handle, int], int] = checked(lib.cxlkv_sequence_truncate)
 
 
@@ -88,4 +90,5 @@ def sequence_export(sequence: Handle) -> bytes:
 
 
 def sequence_adopt(pool: Handle, handle: bytes) -> Handle:
-    return made(*_SEQUENCE, lib.cxlkv_sequence_adopt, pool, handle, len(handle))
+    made_by = ("cxlkv_sequence **", lib.cxlkv_sequence_destroy, lib.cxlkv_sequence_adopt)
+    return made(*made_by, pool, handle, len(handle))
