@@ -184,7 +184,8 @@ def lacking(part: Part) -> str:
 def bash(command: str, log: Path, seconds: float) -> int | None:
     """The command's exit status, None if it took too long; what it writes is added to `log`."""
     # What was said to `make nightly` is not said to the make of a part; but the Python is.
-    environment = {name: text for name, text in os.environ.items() if not name.startswith("MAKE")}
+    said = ("MAKE", "ARGS")
+    environment = {name: text for name, text in os.environ.items() if not name.startswith(said)}
     environment |= {"PYTHON": sys.executable}
     with log.open("a") as out:
         process = subprocess.Popen(

@@ -83,6 +83,16 @@ def test_a_run_goes_on_where_it_stopped(
     assert "right: echo fine" in capsys.readouterr().out
 
 
+def test_a_part_does_not_hear_what_make_nightly_was_told(
+    run_parts: RunParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ARGS", "right")
+    monkeypatch.setenv("MAKEFLAGS", " -- ARGS=right")
+    monkeypatch.setitem(nightly.PARTS, "right", Part('echo "<$ARGS$MAKEFLAGS>"', 1, ("right",)))
+    assert run_parts("right") == 0
+    assert "<>" in (tmp_path / "right.log").read_text()
+
+
 def test_parts_of_another_commit_count_for_nothing(
     run_parts: RunParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
