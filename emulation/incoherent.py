@@ -73,7 +73,7 @@ class Result:
 
     failed_seed: the lowest one that failed, and `what` failed there; None and "" when none did.
     trace: its events on the lines that the failed check is about. counters: what the seeds before
-    it did, as the program counts it, up to CHUNK_SEEDS of them left away.
+    it did, as the program counts it, up to CHUNK_SEEDS of them left out.
     """
 
     program: Path

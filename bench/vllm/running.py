@@ -117,7 +117,7 @@ class Run:
         self.idle: dict[str, list[float]] = {}  # seconds, and CPU seconds of them
 
     def text(self, tokens: int) -> list[int]:
-        """Ids that nobody has seen."""
+        """Token ids drawn at random, so that no earlier prompt shares a prefix with them."""
         return self.chance.choices(range(self.size.model.vocab), k=tokens)
 
     def ask(

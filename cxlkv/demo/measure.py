@@ -25,7 +25,7 @@ TOKENS_MIN, TOKENS_MAX = 2048, 1 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """Says what is asked: `questions` about each context, `together` at a time.
+    """The plan of the questions: `questions` about each context, `together` in one step.
 
     method: how pages are chosen, as in Batch.select.
     """

@@ -65,7 +65,7 @@ def configured(where: str, text: str) -> str:
     place = parse_place(where)
     if place.in_place:
         raise UnsupportedError(
-            f"{where}: a file that is there lies where it lies: leave emulate: {text} away"
+            f"{where}: a file that exists keeps its memory where it is: leave out emulate: {text}"
         )
     begin(nodes)
     if place.nodes:

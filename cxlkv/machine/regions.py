@@ -62,8 +62,8 @@ def parse_place(where: str | os.PathLike[str]) -> Place:
         nodes, colon, path = rest.partition(":")
         if is_striped(path):
             raise UnsupportedError(
-                f"{text}: devices lie where they lie, and so do files that are there: leave the "
-                "nodes away"
+                f"{text}: devices and files that exist keep their memory where it is: leave out "
+                "the nodes"
             )
         return Place(_path_of(path) if colon else None, parse_nodes(nodes))
     if scheme == "dax":

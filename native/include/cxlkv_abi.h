@@ -122,11 +122,11 @@ typedef struct cxlkv_page_counts {
     uint64_t free;
     uint64_t held;                  /* by at least one live process */
     uint64_t published;             /* found by match(); held or not */
-    uint64_t published_only;        /* published and held by nobody */
+    uint64_t published_only;        /* published, and no process holds them */
     uint64_t quarantined;           /* their descriptor is damaged: not handed out */
     uint64_t retired;               /* their memory is bad: never handed out again */
     uint64_t withdrawn;             /* freed here, and still read by another host */
-    uint64_t elsewhere;             /* in extents of other hosts, or of nobody */
+    uint64_t elsewhere;             /* in other hosts' extents, or in free ones */
     uint64_t borrowed;              /* of those, held by a live process of this host */
     uint64_t pinned;                /* published and not to be evicted */
 } cxlkv_page_counts;

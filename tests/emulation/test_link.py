@@ -170,7 +170,7 @@ def test_each_operation_is_charged_its_bytes(pool: CXLPool) -> None:
         assert link.waited_s == 0
     before = link.seconds
     sequence.fetch(0)
-    assert link.seconds == before  # charged to nobody any more
+    assert link.seconds == before  # the link is no longer charged
 
 
 def test_near_copies_are_not_charged_and_promotions_are(

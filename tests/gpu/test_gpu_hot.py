@@ -21,6 +21,8 @@ PAGE_TOKENS, DIM, VALUE_DIM = 3, 4, 6
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The CPU in the interpreter or, where there is a GPU, by the reference; and the GPU."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
     return torch.device(request.param)
 
 

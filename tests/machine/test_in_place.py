@@ -264,7 +264,7 @@ def test_what_is_refused(file: Path, tmp_path: Path) -> None:
     for where in (f"dax:{tmp_path}", f"dax:{tmp_path}/absent", "dax:absent"):
         with pytest.raises(UnsupportedError, match="is no device, nor a file"):
             CXLPool.create(where, layout=LAYOUT, capacity="8MiB")
-    with pytest.raises(UnsupportedError, match="lie where they lie"):
+    with pytest.raises(UnsupportedError, match="keep their memory where it is"):
         CXLPool.create(f"numa:0:dax:{file}", layout=LAYOUT, capacity="8MiB")
     os.chmod(file, 0o444)
 
@@ -291,5 +291,5 @@ def test_from_a_configuration(file: Path) -> None:
     with CXLPool.from_config({**config, "if_exists": "replace"}) as pool:
         assert pool.describe()["identity"] != first
     assert os.stat(file).st_ino == inode
-    with pytest.raises(UnsupportedError, match="leave emulate: numa:0 away"):
+    with pytest.raises(UnsupportedError, match="leave out emulate: numa:0"):
         CXLPool.from_config({**config, "emulate": "numa:0"})

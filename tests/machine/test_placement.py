@@ -55,7 +55,7 @@ def test_what_a_place_says() -> None:
         parse_place("numa:1,1")
     with pytest.raises(BadArgumentError, match="nodes 0 to 63"):
         parse_place("numa:64")
-    with pytest.raises(UnsupportedError, match="devices lie where they lie"):
+    with pytest.raises(UnsupportedError, match="keep their memory where it is"):
         parse_place("numa:1:dax:/dev/a+/dev/b")
 
 

@@ -38,7 +38,7 @@ def grown(pool: CXLPool, ids: Ids) -> Sequence:
 
 
 def publish(pool: CXLPool, ids: Ids, *, tail: bool = False) -> int:
-    """How many pages were published, which nobody holds then."""
+    """Publish the text and release the sequence; returns how many pages are new."""
     sequence = grown(pool, ids)
     pages = pool.publish_prefix(sequence, ids, tail=tail)
     sequence.release()

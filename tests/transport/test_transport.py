@@ -130,7 +130,7 @@ def both(
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[Server]:
-    """Of a pool in a file, for tests of who is at the other end."""
+    """Serves a pool in a file; for tests of who may connect."""
     with made(folder, "file", LAYOUTS["float32"]) as pool, serving(pool, "file") as server:
         yield server
 

@@ -91,7 +91,7 @@ def test_the_tokens_are_those_of_stock_vllm(name: str, run: Callable[[str], Seen
 def test_custom_is_ours_on_cuda_where_attention_is_in_the_pool(run: Callable[[str], Seen]) -> None:
     told = run("chosen_on_cuda")["told"]
     assert told["pool"] == "cxlkv.adapters.vllm.attention.GpuPoolBackend"
-    assert "leave --attention-backend away" in told["engine"]
+    assert "leave out --attention-backend" in told["engine"]
 
 
 def test_requests_that_were_preempted_go_on(run: Callable[[str], Seen]) -> None:

@@ -66,7 +66,7 @@ def location(said: str, value: object) -> str:
     if value == "anonymous:":
         raise BadArgumentError(
             f"{said}, but the engine has several processes that must find the pool: give a folder, "
-            "or leave it away"
+            "or leave it out"
         )
     return text(said, value)
 

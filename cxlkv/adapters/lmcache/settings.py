@@ -29,12 +29,12 @@ def check_served(config: object) -> None:
     if getattr(config, "enable_blending", False):
         raise UnsupportedError(
             "cxlkv: enable_blending keeps positions beside each chunk, which a pool does not "
-            "store: leave it away"
+            "store: leave it out"
         )
     if getattr(config, "enable_pd", False):
         raise UnsupportedError(
             "cxlkv: enable_pd moves chunks between engines by itself and drops them once they are "
-            "read: leave it away"
+            "read: leave it out"
         )
 
 

@@ -71,7 +71,7 @@ class HostMemory:
             raise UnsupportedError(
                 f"cxlkv: SGLang's host pool {name} ({type(pool).__name__}) has no memory of its "
                 "own, only those beside it have: such models are not served yet. Leave "
-                "--hicache-storage-backend away"
+                "out --hicache-storage-backend"
             )
         self.sizes = [int(size) for size in found[1][: len(found[1]) // self.parts]]
         self.object_bytes = sum(self.sizes)

@@ -105,14 +105,14 @@ class Shards:
         if config.dcp_size > 1:
             raise UnsupportedError(
                 "cxlkv: ranks that share the tokens of a page among them (decode context parallel) "
-                "are not served: leave --hicache-storage-backend away"
+                "are not served: leave out --hicache-storage-backend"
             )
         own = not config.is_mla_model or bool(kinds & set(OF_EACH_RANK))
         if config.is_mla_model and "MHATokenToKVPoolHost" in kinds and config.tp_size > 1:
             raise UnsupportedError(
                 "cxlkv: K and V of the draft model differ by rank, and with a dynamic backend "
                 "SGLang lets rank 0 alone store them: use a draft model with MLA, or leave "
-                "--hicache-storage-backend away"
+                "out --hicache-storage-backend"
             )
         self.count = config.tp_size * parts if own else 1
         first = config.tp_rank * parts if own else 0

@@ -163,7 +163,7 @@ class PoolImpl(AttentionImpl[PoolMetadata]):
         found = [name for name, there in refused.items() if there]
         if found:
             raise UnsupportedError(
-                f'attention in the pool has no {" and no ".join(found)}: leave "attention" away '
+                f'attention in the pool has no {" and no ".join(found)}: leave out "attention" '
                 "in kv_connector_extra_config for this model; prefixes are kept in the pool then"
             )
         self.num_heads, self.head_size = num_heads, head_size
@@ -257,7 +257,7 @@ class GpuPoolBackend(AttentionBackend):
         return (
             "CUSTOM is cxlkv's attention in the pool, which needs --kv-transfer-config with "
             'kv_connector CXLConnector and "attention": "pool" in kv_connector_extra_config; '
-            "leave --attention-backend away for the engine's own attention"
+            "leave out --attention-backend for the engine's own attention"
         )
 
 

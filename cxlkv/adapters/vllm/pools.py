@@ -109,7 +109,7 @@ def ranks_of(vllm_config: object, rank: int = 0) -> Ranks:
     parallel = _of(vllm_config, "parallel_config")
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if int(str(getattr(parallel, name, 1))) > 1:
-            raise UnsupportedError(f"cxlkv does not serve {name} > 1 yet: leave it away")
+            raise UnsupportedError(f"cxlkv does not serve {name} > 1 yet: leave it out")
     tensor = _number(parallel, "tensor_parallel_size")
     pipeline = _number(parallel, "pipeline_parallel_size")
     return Ranks(tensor, pipeline, rank % (tensor * pipeline))
@@ -159,7 +159,7 @@ def _check_request_rows(names: Sequence[str]) -> None:
     if others:
         raise UnsupportedError(
             f"cxlkv: this model also has layers of the kind {others}, which attention in the pool "
-            'does not serve: leave "attention" away in kv_connector_extra_config'
+            'does not serve: leave out "attention" in kv_connector_extra_config'
         )
 
 

@@ -12,7 +12,8 @@
 static int striped_create(cxlkv_pool *pool, const char *path, uint32_t flags) {
     members *all;
     if (pool->region.nodes)
-        return fail(ENOTSUP, "%s: devices lie where they lie: leave the nodes away", path);
+        return fail(ENOTSUP, "%s: devices keep their memory where it is: leave out the nodes",
+                    path);
     int code = stripes_open(path, true, &all);
     if (code < 0) return code;
     code = stripes_make(all, pool->geometry.region_bytes, flags, &pool->region);
@@ -266,11 +267,11 @@ int create_region(cxlkv_pool *pool, const char *path, uint32_t flags) {
     int what = what_lies_at(path, pool->in_place);
     if (what < 0) return what;
     if (!may_overwrite(what, flags)) return refuse_existing(path, what);
+    if (pool->in_place && pool->region.nodes)
+        return fail(ENOTSUP, "%s: a device, or a file that exists, keeps its memory where it is: "
+                    "leave out the nodes", path);
     int code = what == 1 ? remove_old(path, pool->in_place) : 0;
     if (code < 0) return code;
-    if (pool->in_place && pool->region.nodes)
-        return fail(ENOTSUP, "%s: a device lies where it lies, and so does a file that is there: "
-                    "leave the nodes away", path);
     if (pool->in_place) return create_in_place(pool, path, flags);
     char made[4096];
     code = region_create_file(&pool->region, pool->geometry.region_bytes, path, made,

@@ -100,7 +100,7 @@ void borrow_recover(cxlkv_pool *pool);    /* no pins but of what is held, after 
 /* Which of the 64 pages of a word other hosts have pinned. */
 uint64_t pinned_elsewhere(const cxlkv_pool *pool, uint32_t page);
 /* log_writer.c */
-/* The record, as it waits to be written; NULL where nobody would read it. */
+/* Queues a record and returns it; NULL when no other host would read it. */
 log_record *log_add(cxlkv_pool *pool, uint32_t operation, uint32_t page, uint64_t generation,
                     const uint64_t hash[2]);
 uint32_t publication_of(cxlkv_pool *pool, uint32_t page); /* as its descriptor says, or 0 */

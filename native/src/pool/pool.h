@@ -166,7 +166,8 @@ int striped_open(cxlkv_pool *pool, const char *path, enum superblock_purpose pur
 int striped_inspect(const char *path, members **found);
 
 /* ---- locks.c: operations. The host lock: host_state.h ---- */
-/* Writers (close, fork) go first: steady traffic must not keep them out. So nobody reads twice. */
+/* Writers (close, fork) go first: steady traffic must not keep them out. So a thread never takes
+ * the lock for reading twice. */
 void rwlock_init(pthread_rwlock_t *lock);
 int pool_enter(cxlkv_pool *pool);         /* read lock; -CXLKV_E_CLOSED */
 /* The same for who gives something back: also on a host that may not go on, which could not be

@@ -178,7 +178,7 @@ int host_recount(cxlkv_pool *pool, char *text, size_t text_bytes) {
         bool wanted = holders || info->published || info->retired || info->quarantined ||
                       info->withdrawn || !page_is_ours(pool, page);
         if (is_free == wanted)
-            PROBLEM("page %u: %s\n", page, is_free ? "free but in use" : "lost: in use by nobody");
+            PROBLEM("page %u: %s\n", page, is_free ? "free but in use" : "neither in use nor free");
         free_pages += is_free;
         published += info->published;
     }

@@ -108,7 +108,7 @@ static void fence(pool *p, bool off) {
         CHECK(hosts_claim(&p->at[1], owners, 1, &older, false) == -CXLKV_E_FENCED);
     CHECK(owner_of(&p->at[2], 0).host == (off ? 2 : 1));
     CHECK(owner_of(&p->at[1], 5).host == 0 && owner_of(&p->at[2], 5).host == 0);
-    CHECK(hosts_lock(&p->at[1]) == 0 || !off); /* it may stand in the queue: nobody minds */
+    CHECK(hosts_lock(&p->at[1]) == 0 || !off); /* it may wait in the queue, which does no harm */
     p->silent[1] = false;
     CHECK(hosts_attach(&p->at[1], 301) == 0 && p->at[1].epoch == 2);
     CHECK(owner_of(&p->at[2], 5).host == 0 && owner_of(&p->at[2], 0).host == (off ? 2 : 1));
@@ -127,7 +127,7 @@ static void test_undecided(pool *p) {
     p->silent[1] = true;
     CHECK(hosts_fence_of(&p->at[0], 2, 1, &fence) == -CXLKV_E_TIMEOUT);
     CHECK(strstr(cxlkv_error_text(), "confirmed-off"));
-    CHECK(hosts_fence(&p->at[2], 0, 1, false) == -EAGAIN); /* who is being fenced fences nobody */
+    CHECK(hosts_fence(&p->at[2], 0, 1, false) == -EAGAIN); /* it is being fenced itself */
     CHECK(hosts_fence(&p->at[0], 1, 1, true) == 0);
     CHECK(hosts_fence_of(&p->at[0], 2, 1, &fence) == 0 && !fence.fenced);
     p->silent[1] = false;

@@ -64,7 +64,7 @@ static void scene_make(scene *s, const char *path) {
     *s = (scene){.path = path, .pool = make(path, 0.5)};
     s->sequence = test_written(s->pool, s->marks, 1, TOKENS);
     freeze(s);
-    s->wanted = (uint32_t)test_stats(s->pool).pages.free + 1; /* of an extent that is nobody's */
+    s->wanted = (uint32_t)test_stats(s->pool).pages.free + 1; /* one from a free extent */
     s->pages = malloc(s->wanted * sizeof(*s->pages));
     CHECK(s->pages);
 }
