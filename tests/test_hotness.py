@@ -6,27 +6,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import signal
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
 
 from cxlkv import Budget, CXLPool, KVLayout, LayerGroup, Sequence
 from cxlkv.errors import BadArgumentError
-from cxlkv.ndp.engine import Selection
 from cxlkv.pages import HELD, NO_PAGE, HotnessSource, Published
 from cxlkv.prefix import prefix_keys
 from cxlkv.tiers.stability import Stability
@@ -35,372 +24,196 @@ from .conftest import MakePool, audit
 from .support.processes import Child
 from .support.sharing import shared
 from .support.texts import SMALL, grown
+from .test_groups import Key, Page, Twin, Walk
 
 HEADS, DIM, PAGE = 2, 64, 4
 COUNT_MAX = 65535
 GROUP = LayerGroup(layers=1, kv_heads=HEADS, head_dim=DIM, dtype="float32")
 WINDOW = 9
 
+# name: layout, and the layers of each part
 SHAPES = {
-    "one part": KVLayout.of([replace(GROUP, layers=2)], page_tokens=PAGE),
-    "window first": KVLayout.of([replace(GROUP, window=WINDOW), GROUP], [0, 1], page_tokens=PAGE),
-    "window last": KVLayout.of([GROUP, replace(GROUP, window=WINDOW)], [0, 1], page_tokens=PAGE),
+    "one part": (KVLayout.of([replace(GROUP, layers=2)], page_tokens=PAGE), [[0, 1]]),
+    "window first": (
+        KVLayout.of([replace(GROUP, window=WINDOW), GROUP], [0, 1], page_tokens=PAGE),
+        [[0], [1]],
+    ),
+    "window last": (
+        KVLayout.of([GROUP, replace(GROUP, window=WINDOW)], [0, 1], page_tokens=PAGE),
+        [[0], [1]],
+    ),
 }
-SEEN: Counter[str] = Counter()
 
 
 # ---- the model ----
 
 
-class UseCounts:
-    """Uses by page: {page: (epoch of the last use, count then)}."""
-
-    def __init__(self, pages_total: int) -> None:
-        self.pages: dict[int, tuple[int, int]] = {}
-        self.pages_total = pages_total
-        self.uses = self.advances = 0
-
-    @property
-    def epoch(self) -> int:
-        return self.advances + self.uses // (4 * self.pages_total)
-
-    def count(self, page: int) -> int:
-        then, count = self.pages.get(page, (0, 0))
-        for _ in range(self.epoch - then):
-            count //= 2
-        return count
-
-    def use(self, pages: list[int]) -> None:
-        """One call's; an epoch does not end in the middle of it."""
-        epoch = self.epoch
-        for page in pages:
-            self.pages[page] = (epoch, min(self.count(page) + 1, COUNT_MAX))
-        self.uses += len(pages)
-
-
 @dataclass(eq=False)
-class Publication:
+class Row:
     """A page under one key."""
 
     page: int
     part: int
     born: int
     used: int
-    parent: Publication | None = None
+    parent: Row | None = None
     hits: int = 0
 
 
-Key = tuple[bytes, tuple[int, ...], int]  # salt, ids up to the page's end, part
+class HotnessWalk(Walk):
+    """Also knows the pages by their ids, how often each was used, and the rows of those published.
+    uses: {page: (epoch of the last use, count then)}."""
 
-
-@dataclass(eq=False)
-class Twin:
-    """A sequence; by part {index: page}."""
-
-    real: Sequence
-    ids: list[int] = field(default_factory=list)
-    pages: list[dict[int, int]] = field(default_factory=list)
-
-
-indexes = st.integers(0, 2**16)
-few_ids = st.lists(st.integers(0, 1), max_size=14)
-salts = st.sampled_from([b"", b"tenant"])
-
-
-class HotnessModel(RuleBasedStateMachine):
-    layout = SHAPES["one part"]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = CXLPool.create("anonymous:", layout=self.layout, capacity="4MiB", threads=1)
+    def __init__(self, layout: KVLayout, parts: list[list[int]], seed: int) -> None:
+        super().__init__(layout, parts, seed, free_pages=100)
         self.hot = self.pool.hotness
-        self.windows = self.layout.windows if len(set(self.layout.windows)) > 1 else (None,)
-        self.uses = UseCounts(self.pool.stats()["pages_total"])
-        self.twins: list[Twin] = []
-        self.index: dict[Key, Publication] = {}
-        self.clock = 0
-        self.rng = np.random.default_rng(5)
+        self.ids: dict[Page, int] = {}
+        self.uses: dict[Page, tuple[int, int]] = {}
+        self.rows: dict[Key, Row] = {}
+        self.pages_total = self.pool.stats()["pages_total"]
+        self.uses_total = self.advances = self.clock = 0
 
-    def part_of(self, layer: int) -> int:
-        return layer if len(self.windows) > 1 else 0
+    @property
+    def epoch(self) -> int:
+        return self.advances + self.uses_total // (4 * self.pages_total)
 
-    def window_page(self, part: int, position: int) -> int:
-        window = self.windows[part]
-        return 0 if window is None else max(0, position - window + 1) // PAGE
+    def count(self, page: Page) -> int:
+        then, count = self.uses.get(page, (0, 0))
+        return count >> (self.epoch - then)
 
-    def twin(self, index: int) -> Twin:
-        return self.twins[index % len(self.twins)]
-
-    def use(self, pages: list[int]) -> None:
+    def use(self, pages: list[Page]) -> None:
+        """One call's; an epoch does not end in the middle of it."""
         if self.hot.enabled:
-            self.uses.use(pages)
+            epoch = self.epoch
+            for page in pages:
+                self.uses[page] = (epoch, min(self.count(page) + 1, COUNT_MAX))
+            self.uses_total += len(pages)
+            self.seen["uses"] += len(pages)
 
-    def learn_pages(self, twin: Twin) -> None:
-        """Which pages a sequence has now; those that are new to it were free."""
-        before, count = twin.pages, len(twin.ids) // PAGE
-        ids = twin.real.pages.tolist()
-        short = count * len(self.windows) - len(ids)  # given back by the part with a window
-        twin.pages = []
-        for window in self.windows:
-            first = 0 if window is None else short
-            own, ids = ids[: count - first], ids[count - first :]
-            twin.pages.append(dict(zip(range(first, count), own, strict=True)))
-        for part, pages in enumerate(twin.pages):
-            for place, page in pages.items():
-                if not before or place not in before[part]:
-                    self.uses.pages.pop(page, None)
-
-    def forget_free(self) -> None:
-        alive = {one.page for one in self.index.values()}
-        for twin in self.twins:
-            for pages in twin.pages:
-                alive.update(pages.values())
-        for page in set(self.uses.pages) - alive:
-            del self.uses.pages[page]
-
-    # ---- sequences ----
-
-    @initialize()
-    def begin(self) -> None:
-        """A sequence that was published as it grew, so that its windows are there, too."""
-        self.create()
-        for _ in range(4):
-            self.append(0, [0] * 11)
-            self.publish(0, b"")
-
-    @rule()
-    def create(self) -> None:
-        if len(self.twins) < 5:
-            self.twins.append(Twin(self.pool.sequence()))
-
-    @rule(index=indexes, ids=few_ids)
-    def append(self, index: int, ids: list[int]) -> None:
-        twin = self.twin(index)
-        if len(twin.ids) > 60:
-            return
-        rows = self.rng.standard_normal((2, len(ids), HEADS, DIM), np.float32)
-        for layer in range(2):
-            twin.real.append(layer, rows[0], rows[1], rewind=4)
-        twin.ids = twin.ids + ids
-        self.learn_pages(twin)
-        self.forget_free()
-
-    @rule(index=indexes)
-    def fork(self, index: int) -> None:
-        twin = self.twin(index)
-        if len(self.twins) < 5:
-            pages = [dict(own) for own in twin.pages]
-            self.twins.append(Twin(twin.real.fork(), list(twin.ids), pages))
-
-    @rule(index=indexes)
-    def release(self, index: int) -> None:
-        twin = self.twin(index)
-        if len(self.twins) > 1:
-            self.twins.remove(twin)
-            twin.real.release()
-            self.forget_free()
+    def step(self) -> None:
+        dice = self.rng.random()
+        if dice < 0.03:
+            self.advances += 1
+            assert self.hot.advance() == self.epoch
+        elif dice < 0.05:
+            self.hot.enabled = not self.hot.enabled
+        elif dice < 0.15 and 0 < len(self.twins) < 12:
+            self.publish(self.twins[-1])
+            self.match(self.twins[0])
+        else:
+            super().step()
 
     # ---- uses ----
 
-    def named(self, twin: Twin, layer: int, picked: npt.NDArray[np.int32]) -> list[int]:
-        """The pages of the pool that a list names, one for each time that it does."""
-        own = twin.pages[self.part_of(layer)] if twin.pages else {}
-        return [own[index] for index in picked.flatten().tolist() if index in own]
-
-    def picked_pages(
-        self, twins: list[Twin], rows: list[int], layer: int, picked: Selection
-    ) -> list[int]:
-        used: list[int] = []
-        at = 0
-        for twin, count in zip(twins, rows, strict=True):
-            lists = count if picked.per == "query" else 1
-            used += self.named(twin, layer, picked.pages[at : at + lists])
-            at += lists
-        return used
-
-    def seen_pages(self, twin: Twin, layer: int, rows: int) -> list[int]:
-        """Those that attention to all pages reads, once each."""
+    def verify(self, twin: Twin) -> None:
+        """What uses pages, of some sequences at once."""
+        first, some = self.twins.index(twin), self.rng.random(4) < 0.5
+        twins = self.twins[first : first + int(self.rng.integers(1, 4))]
+        layer = int(self.rng.integers(2))
         part = self.part_of(layer)
+        rows = [min(int(self.rng.integers(4)), len(t.ids)) for t in twins]
+        rows = [row if self.sees(t, part, row) else 0 for t, row in zip(twins, rows, strict=True)]
+        starts = np.cumsum([0, *rows]).astype(np.int32)
+        queries = self.rng.standard_normal((int(starts[-1]), 2 * HEADS, DIM), np.float32)
+        batch = self.pool.batch([t.real for t in twins])
+        budget = Budget(
+            pages=int(self.rng.integers(1, 7)),
+            union=str(self.rng.choice(["kv_head", "layer"])),
+            per=str(self.rng.choice(["query", "sequence"])),
+        )
+        method = str(self.rng.choice(["exact", "digest", "two_stage"]))
+        picked = batch.select(layer, queries, starts, budget, method)
+        lists = rows if budget.per == "query" else [1] * len(twins)
+        of_lists = [
+            t.pages[part] for t, count in zip(twins, lists, strict=True) for _ in range(count)
+        ]
+        chosen = [
+            own[index]
+            for own, indexes in zip(of_lists, picked.pages, strict=True)
+            for index in indexes.flatten().tolist()
+            if index in own
+        ]
+        self.use(chosen)
+        if some[0]:
+            batch.fetch(layer, picked)
+            self.use(chosen)
+        if some[1]:
+            batch.attend(layer, queries, starts, picked)
+            self.use(chosen)
+        if some[2] and self.windows[part] is None:
+            batch.fetch(layer)
+            self.use([page for t in twins for page in t.pages[part].values()])
+        if some[3]:
+            batch.attend(layer, queries, starts)
+            asked = [(t, row) for t, row in zip(twins, rows, strict=True) if row]
+            self.use([page for t, row in asked for page in self.seen_pages(t, part, row)])
+
+    def seen_pages(self, twin: Twin, part: int, rows: int) -> list[Page]:
+        """Those that attention to all pages reads, once each."""
         low = self.window_page(part, len(twin.ids) - rows)
         return [page for index, page in twin.pages[part].items() if index >= low]
 
-    @rule(
-        first=indexes,
-        count=st.integers(1, 3),
-        layer=st.integers(0, 1),
-        rows=st.lists(st.integers(0, 3), min_size=3, max_size=3),
-        pages=st.integers(1, 6),
-        method=st.sampled_from(["exact", "digest", "two_stage"]),
-        union=st.sampled_from(["kv_head", "layer"]),
-        per=st.sampled_from(["query", "sequence"]),
-        then=st.sets(st.sampled_from(["fetch", "attend", "fetch all", "attend all"])),
-    )
-    def select(
-        self,
-        first: int,
-        count: int,
-        layer: int,
-        rows: list[int],
-        pages: int,
-        method: str,
-        union: str,
-        per: str,
-        then: set[str],
-    ) -> None:
-        start = first % len(self.twins)
-        twins = (self.twins[start:] + self.twins[:start])[:count]
-        rows = [min(row, len(twin.ids)) for row, twin in zip(rows, twins, strict=False)]
-        starts = np.cumsum([0, *rows]).astype(np.int32)
-        queries = self.rng.standard_normal((int(starts[-1]), 2 * HEADS, DIM), np.float32)
-        batch = self.pool.batch([twin.real for twin in twins])
-        budget = Budget(pages=pages, union=union, per=per)
-        picked = batch.select(layer, queries, starts, budget, method)
-        chosen = self.picked_pages(twins, rows, layer, picked)
-        self.use(chosen)
-        if "fetch" in then:
-            batch.fetch(layer, picked)
-            self.use(chosen)
-        if "attend" in then:
-            batch.attend(layer, queries, starts, picked)
-            self.use(chosen)
-        windowed = self.windows[self.part_of(layer)] is not None
-        if "fetch all" in then and not windowed:
-            batch.fetch(layer)
-            self.use([p for t in twins if t.pages for p in self.seen_pages(t, layer, 0)])
-        if "attend all" in then:
-            batch.attend(layer, queries, starts)
-            asked = [(t, row) for t, row in zip(twins, rows, strict=True) if row]
-            self.use([p for t, row in asked for p in self.seen_pages(t, layer, row)])
-        SEEN["uses"] += len(chosen)
-
-    @rule(index=indexes, layer=st.integers(0, 1))
-    def use_much(self, index: int, layer: int) -> None:
-        """Until an epoch ends by itself, if the sequence has pages enough."""
-        twin = self.twin(index)
-        query = np.ones((2 * HEADS, DIM), np.float32)
-        for _ in range(100 if len(twin.ids) > 40 else 0):
-            twin.real.attend(layer, query)
-            self.use(self.seen_pages(twin, layer, 1))
-
-    @rule()
-    def advance(self) -> None:
-        self.uses.advances += 1
-        assert self.hot.advance() == self.uses.epoch
-
-    @rule()
-    def switch(self) -> None:
-        self.hot.enabled = not self.hot.enabled
-
     # ---- prefixes ----
 
-    def keys(self, ids: list[int], salt: bytes, part: int) -> list[Key]:
-        return [(salt, tuple(ids[:end]), part) for end in range(PAGE, len(ids) + 1, PAGE)]
+    def parent(self, key: Key) -> Row | None:
+        text, part = key
+        return self.rows.get((text if part else text[:-PAGE], 0))
 
-    @rule(index=indexes, salt=salts)
-    def publish(self, index: int, salt: bytes) -> None:
-        twin = self.twin(index)
-        before = len(self.index)
-        self.publish_in_model(twin, salt)
-        assert self.pool.publish_prefix(twin.real, twin.ids, salt) == len(self.index) - before
-
-    def publish_in_model(self, twin: Twin, salt: bytes) -> None:
-        last: Publication | None = None
-        for place in range(len(twin.ids) // PAGE):
-            for part, window in enumerate(self.windows):
-                if place not in twin.pages[part]:
-                    continue
-                key = self.keys(twin.ids, salt, part)[place]
-                page = twin.pages[part][place]
-                if key not in self.index and page not in {p.page for p in self.index.values()}:
-                    self.clock += 1
-                    self.index[key] = Publication(page, part, self.clock, self.clock)
-                if key in self.index:
-                    same = self.index.get(self.keys(twin.ids, salt, 0)[place])
-                    self.index[key].parent = same if part else last
-                elif window is None:
-                    SEEN["published under another key"] += 1
-                    return
-            last = self.index.get(self.keys(twin.ids, salt, 0)[place])
-
-    @rule(index=indexes, ids=few_ids)
-    def match(self, index: int, ids: list[int]) -> None:
-        """What begins with a published text."""
-        salt, wanted = b"", ids
-        if self.index:
-            key = list(self.index)[index % len(self.index)]
-            salt, wanted = key[0], [*key[1], *ids]
-        with self.pool.match_prefix(wanted, salt) as hit:
-            count, held = hit.tokens // PAGE, hit.sequence().pages.tolist()
-        found: list[int] = []
-        for part in range(len(self.windows)):
-            keys, firsts = self.keys(wanted, salt, part), self.keys(wanted, salt, 0)
-            places = range(self.window_page(part, hit.tokens), count)
-            for place in places:
-                one = self.index[keys[place]]
+    def publish_model(self, twin: Twin, salt: int) -> list[Key]:
+        met = super().publish_model(twin, salt)
+        for key in met:
+            if key not in self.rows:
                 self.clock += 1
-                one.used, one.hits = self.clock, one.hits + 1
-                before = firsts[place] if part else firsts[place - 1] if place else None
-                one.parent = self.index.get(before) if before else None
-            self.use([self.index[keys[place]].page for place in places])
-            found += [self.index[keys[place]].page for place in places]
-        assert held == found
-        SEEN["hits"] += count > 0
+                self.rows[key] = Row(self.ids[self.index[key]], key[1], self.clock, self.clock)
+            self.rows[key].parent = self.parent(key)
+        return met
 
-    @rule(index=indexes, cut=st.integers(0, 14), salt=salts)
-    def forget(self, index: int, cut: int, salt: bytes) -> None:
-        ids = self.twin(index).ids
-        ids = ids[: max(0, len(ids) - cut)]
-        keys = [key for part in range(len(self.windows)) for key in self.keys(ids, salt, part)]
-        gone = [self.index.pop(key, None) for key in keys]
-        assert self.pool.forget(prefix_keys(ids, PAGE, salt)) == len(gone) - gone.count(None)
-        self.forget_free()
-        SEEN["orphans"] += any(
-            one.parent is not None and one.parent not in self.index.values()
-            for one in self.index.values()
-        )
+    def matched(self, keys: list[Key]) -> None:
+        for key in keys:
+            row = self.rows[key]
+            self.clock += 1
+            row.used, row.hits, row.parent = self.clock, row.hits + 1, self.parent(key)
+        self.use([self.index[key] for key in keys])
+
+    def forget(self, twin: Twin) -> None:
+        super().forget(twin)
+        self.rows = {key: row for key, row in self.rows.items() if key in self.index}
+        alive = [None, *self.rows.values()]
+        self.seen["orphans"] += any(row.parent not in alive for row in self.rows.values())
 
     # ---- what must hold ----
 
-    @invariant()
-    def counts_are_the_models(self) -> None:
-        wanted = np.array([self.uses.count(p) for p in range(self.uses.pages_total)], np.uint32)
-        np.testing.assert_array_equal(self.hot.counts(), wanted)
-        assert self.hot.epoch == self.uses.epoch
-        SEEN["epochs"] = max(SEEN["epochs"], self.uses.epoch - self.uses.advances)
+    def check(self) -> None:
+        super().check()
+        for twin in self.twins:
+            own = [page for pages in twin.pages for _, page in sorted(pages.items())]
+            for page, number in zip(own, twin.real.pages.tolist(), strict=True):
+                assert self.ids.setdefault(page, number) == number
+        held = self.held()
+        counts = {self.ids[page]: self.count(page) for page in held.union(self.index.values())}
+        wanted = [counts.get(page, 0) for page in range(self.pages_total)]
+        np.testing.assert_array_equal(self.hot.counts(), np.array(wanted, np.uint32))
+        assert self.hot.epoch == self.epoch
+        self.seen["epochs"] = self.epoch - self.advances
+        self.check_rows({self.ids[page] for page in held}, counts)
 
-    @invariant()
-    def rows_are_the_models(self) -> None:
-        got = self.hot.published()
-        held = {page for twin in self.twins for own in twin.pages for page in own.values()}
-        alive = set(self.index.values())
+    def check_rows(self, held: set[int], counts: dict[int, int]) -> None:
+        got, alive = self.hot.published(), set(self.rows.values())
         wanted = []
-        for one in sorted(self.index.values(), key=lambda one: one.page):
-            parent = NO_PAGE
-            if one.parent is not None and one.parent in alive:
-                parent = one.parent.page
-            row = (one.page, one.born, one.used, one.hits, parent, one.part)
-            wanted.append((*row, self.uses.count(one.page), HELD if one.page in held else 0))
+        for row in sorted(alive, key=lambda row: row.page):
+            parent = row.parent.page if row.parent in alive else NO_PAGE
+            known = (row.page, row.born, row.used, row.hits, parent, row.part)
+            wanted.append((*known, counts[row.page], HELD if row.page in held else 0))
         names = ["page", "born", "used", "hits", "parent", "part", "hotness", "flags"]
         assert [tuple(int(row[name]) for name in names) for row in got.rows] == wanted
         assert got.clock == self.clock
         assert len({tuple(row) for row in got.rows["hash"].tolist()}) == len(wanted)
 
-    def teardown(self) -> None:
-        for twin in self.twins:
-            twin.real.release()
-        audit(self.pool)
-        self.pool.close()
-
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_counts_and_rows_are_a_dictionarys(name: str) -> None:
-    SEEN.clear()
-    machine = type("Machine", (HotnessModel,), {"layout": SHAPES[name]})
-    examples = 60
-    while not all(SEEN[what] for what in ("uses", "hits", "epochs")):
-        chosen = settings(max_examples=examples, stateful_step_count=50)
-        run_state_machine_as_test(machine, settings=chosen)
-        examples *= 2
+def test_counts_and_rows_are_a_dictionarys(name: str, seed: int) -> None:
+    walk = HotnessWalk(*SHAPES[name], seed)
+    walk.run(3000, "uses", "hits", "epochs", "orphans", "another key", "full")
 
 
 # ---- decay, lists ----
@@ -652,7 +465,7 @@ def test_what_a_worker_does_is_counted_once(path: Path) -> None:
 
 
 def test_a_pool_that_is_opened_again_knows_no_uses(path: Path) -> None:
-    layout = SHAPES["window last"]
+    layout, _ = SHAPES["window last"]
     with CXLPool.create(path, layout=layout, capacity="4MiB", threads=1) as pool:
         sequence = pool.sequence()
         rows = np.zeros((4 * PAGE, HEADS, DIM), np.float32)
