@@ -56,8 +56,8 @@ def _measure_moves(result: Result, pool: CXLPool, path: Path, size: Size, checks
     units = (ids[:, None] * size.layers + np.arange(size.layers)).ravel()
     units = np.random.default_rng(4).permutation(units)
     total = pool.layout.token_bytes * size.tokens
-    mapped = Mapped(pool, path, size)
-    offsets = _offsets(mapped, units)
+    mapped = Mapped(pool, path)
+    offsets = _offsets(mapped, units, size.layers)
     name = "crc" if checksum else "plain"
     # This process's own memory, got and touched as a local tier's is.
     with LocalTier(pool, total) as tier, loops.memory_taken(total) as local:
@@ -92,9 +92,11 @@ def _measure_moves(result: Result, pool: CXLPool, path: Path, size: Size, checks
     sequence.release()
 
 
-def _offsets(mapped: Mapped, units: Units) -> npt.NDArray[np.uint64]:
+def _offsets(mapped: Mapped, units: Units, layers: int) -> npt.NDArray[np.uint64]:
     """Of the runs of K and of V of each unit, one unit behind the other."""
-    places = (divmod(unit, mapped.size.layers) for unit in units.tolist())
-    kinds = ("keys_offset", "values_offset")
-    found = [mapped.offset(page, layer, kind) for page, layer in places for kind in kinds]
-    return np.array(found, np.uint64)
+    found = np.zeros((len(units), 2), np.uint64)
+    pages, rows = np.divmod(units, layers)
+    for layer in range(layers):
+        here = rows == layer
+        found[here] = np.stack(mapped.runs(pages[here].astype(np.uint32), layer), axis=1)
+    return found.ravel()

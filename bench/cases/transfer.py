@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cxlkv.arrays import Bytes, Floats
+from cxlkv.arrays import Bytes, Floats, Offsets, PageIds
 from cxlkv.bench import loops
 from cxlkv.bench.measure import interleave
 from cxlkv.bench.pools import Shape, pool_in_file
@@ -33,28 +33,22 @@ class Size(Shape):
 class Mapped:
     """The pool's file in a second mapping of this process: the baseline's way to the same bytes."""
 
-    def __init__(self, pool: CXLPool, path: Path, size: Shape):
-        self.geometry = pool.pages.geometry
+    def __init__(self, pool: CXLPool, path: Path):
         self.bytes: Bytes = np.memmap(path, np.uint8, "r+")
-        self.piece_bytes = size.page_tokens * size.head_dim * 2
-        self.size = size
+        self.piece_bytes = pool.pages.geometry["key_piece_bytes"]
+        self.heads = pool.layout.kv_heads
+        self._pages = pool.pages
 
-    def offsets(self, ids: npt.NDArray[np.int64], layer: int) -> list[npt.NDArray[np.uint64]]:
+    def runs(self, ids: PageIds, layer: int) -> tuple[Offsets, Offsets]:
+        """Where all heads' K of each of these pages begins, and V."""
+        places = self._pages.places(ids, layer)
+        assert places.values is not None
+        return places.keys, places.values
+
+    def pieces(self, ids: PageIds, layer: int) -> list[npt.NDArray[np.uint64]]:
         """Of all pieces of K and of V of these pages, in the order in which fetch() writes them."""
-        heads = np.arange(self.size.kv_heads, dtype=np.uint64)[:, None] * self.piece_bytes
-        found = []
-        for name in ("keys_offset", "values_offset"):
-            first = np.array([self.offset(int(page), layer, name) for page in ids], np.uint64)
-            found.append((heads + first[None, :]).ravel())
-        return found
-
-    def offset(self, page: int, layer: int, name: str) -> int:
-        """Of the page's K ("keys_offset") or V ("values_offset"), all heads."""
-        g = self.geometry
-        extent, slot = divmod(page, g["slab_slots"])
-        start = g["extents_offset"] + extent * g["extent_bytes"] + g["layers_offset"]
-        run = self.size.kv_heads * self.piece_bytes
-        return start + layer * g["layer_bytes"] + g[name] + slot * run
+        heads = np.arange(self.heads)[:, None] * self.piece_bytes
+        return [(heads + run).ravel().astype(np.uint64) for run in self.runs(ids, layer)]
 
 
 def run(result: Result, size: Size = Size(), threads: int = 1) -> None:
@@ -92,10 +86,10 @@ def append_all(pool: CXLPool, size: Shape, k: Floats, v: Floats) -> Sequence:
 def measure_append(result: Result, pool: CXLPool, path: Path, size: Size, name: str) -> None:
     k, v = size.noise(1), size.noise(2)
     sequence = append_all(pool, size, k, v)
-    ids = [int(page) for page in sequence.pages]
+    ids = sequence.pages
     result.checks[f"append_{name}_right"] = holds(sequence, size, k, v)
     sequence.release()
-    mapped = Mapped(pool, path, size)
+    mapped = Mapped(pool, path)
     moves = list(append_moves(mapped, size, ids, k, v))
 
     def memcpy() -> None:
@@ -125,21 +119,21 @@ def holds(sequence: Sequence, size: Size, k: Floats, v: Floats) -> bool:
 def append_moves(
     mapped: Mapped,
     size: Size,
-    ids: list[int],
+    ids: PageIds,
     k: Floats,
     v: Floats,
 ) -> list[tuple[int, int, int]]:
     """(destination, source, bytes) as flat copies: neighbouring slots as one."""
     base = mapped.bytes.ctypes.data
-    page_bytes = size.kv_heads * mapped.piece_bytes
+    page_bytes = mapped.heads * mapped.piece_bytes
     moves: list[tuple[int, int, int]] = []
     for first in range(0, len(ids), CALL_PAGES):
         for layer in range(size.layers):
-            for array, name in ((k, "keys_offset"), (v, "values_offset")):
+            runs = mapped.runs(ids[first : first + CALL_PAGES], layer)
+            for array, places in zip((k, v), runs, strict=True):
                 start = len(moves)
-                for index in range(first, min(first + CALL_PAGES, len(ids))):
-                    to = base + mapped.offset(ids[index], layer, name)
-                    at = array.ctypes.data + index * page_bytes
+                for index, place in enumerate(places.tolist(), first):
+                    to, at = base + place, array.ctypes.data + index * page_bytes
                     if len(moves) > start and sum(moves[-1][::2]) == to:
                         moves[-1] = (*moves[-1][:2], moves[-1][2] + page_bytes)
                     else:
@@ -152,11 +146,11 @@ class Fetches:
 
     def __init__(self, pool: CXLPool, path: Path, size: Shape, pages: int):
         self.sequence = append_all(pool, size, size.noise(1), size.noise(2))
-        self.batch, self.mapped = pool.batch([self.sequence]), Mapped(pool, path, size)
+        self.batch, self.mapped = pool.batch([self.sequence]), Mapped(pool, path)
         shape = (1, size.kv_heads, pages, size.page_tokens, size.head_dim)
         self.out = (np.empty(shape, ml_dtypes.bfloat16), np.empty(shape, ml_dtypes.bfloat16))
         self.flat: list[Bytes] = [array.view(np.uint8).reshape(-1) for array in self.out]
-        ids = self.sequence.pages.astype(np.int64)
+        ids = self.sequence.pages
         order = np.random.default_rng(3).permutation(len(ids))
         # The pages of each call, and where their pieces of K and of V lie.
         self.calls: list[tuple[int, Selection, list[npt.NDArray[np.uint64]]]] = []
@@ -164,7 +158,7 @@ class Fetches:
             chosen = np.sort(order[first : first + pages]).astype(np.int32)
             picked = same_pages(chosen, size.kv_heads)
             for layer in range(size.layers):
-                self.calls.append((layer, picked, self.mapped.offsets(ids[chosen], layer)))
+                self.calls.append((layer, picked, self.mapped.pieces(ids[chosen], layer)))
 
     @property
     def bytes(self) -> int:
