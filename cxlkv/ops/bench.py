@@ -67,8 +67,8 @@ ReplayPool = Annotated[
 @bench_app.command("run")
 def bench(
     case: Annotated[str, typer.Argument(help="Which one: `bench list` says what there is.")],
-    json_file: JsonFile = None,
-    csv_file: CsvFile = None,
+    json: JsonFile = None,
+    csv: CsvFile = None,
     quick: Quick = False,
     region: Regions = None,
     role: LitmusRole = None,
@@ -99,31 +99,12 @@ def bench(
     so with objects. vllm puts the engine with and without us side by side, in the environment that
     `make test-vllm` makes.
     """
-    with needing("demo", f"bench {case}"):
+    given = {**locals(), "region": tuple(region or ())}  # by the names of Options
+    with needing("demo", f"bench {given.pop('case')}"):
         from cxlkv.bench.cli import run
         from cxlkv.bench.registry import Options
 
-        run(
-            case,
-            Options(
-                json=json_file,
-                csv=csv_file,
-                picture=picture,
-                quick=quick,
-                region=tuple(region or ()),
-                role=role,
-                rounds=rounds,
-                certificate=certificate,
-                model=model,
-                trace=trace,
-                policy=policy,
-                far=far,
-                local=local,
-                cold=cold,
-                minutes=minutes,
-                pool=pool,
-            ),
-        )
+        run(case, Options(**given))
 
 
 @bench_app.command("list")
