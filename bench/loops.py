@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -77,20 +78,19 @@ def coherence_time_s(
     return check(lib.cxlkv_coherence_time(args)) * 1e-9
 
 
-def coherence_calls_ns(mode: str, size: int, count: int) -> npt.NDArray[np.uint64]:
-    """Of each of `count` round trips, with `size` bytes there and back."""
+def _coherence_ns(
+    measure: Callable[..., int], mode: str, size: int, count: int
+) -> npt.NDArray[np.uint64]:
     out = np.zeros(count, np.uint64)
     at = ffi.cast("uint64_t *", out.ctypes.data)
-    check(lib.cxlkv_coherence_calls(VISIBILITY_MODES.index(mode), size, count, at))
+    check(measure(VISIBILITY_MODES.index(mode), size, count, at))
     return out
 
 
-def coherence_visible_ns(mode: str, record_bytes: int, count: int) -> npt.NDArray[np.uint64]:
-    """From before each record is copied and published until another thread has it."""
-    out = np.zeros(count, np.uint64)
-    at = ffi.cast("uint64_t *", out.ctypes.data)
-    check(lib.cxlkv_coherence_visible(VISIBILITY_MODES.index(mode), record_bytes, count, at))
-    return out
+# Of a mode, a size and a count. Each of `count` round trips, with `size` bytes there and back.
+coherence_calls_ns = partial(_coherence_ns, lib.cxlkv_coherence_calls)
+# From before each of `count` records of `size` bytes is copied until another thread has it.
+coherence_visible_ns = partial(_coherence_ns, lib.cxlkv_coherence_visible)
 
 
 # By the core's number; "past": by stores that go past the cache.
