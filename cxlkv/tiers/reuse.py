@@ -17,12 +17,15 @@ strangers when they come back.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from cxlkv.arrays import Doubles, UInt32s
+
+if TYPE_CHECKING:
+    from cxlkv.tiers.policy import Published
 
 Kinds = npt.NDArray[np.uint8] | npt.NDArray[np.uint32]
 Records = npt.NDArray[np.void]
@@ -42,23 +45,6 @@ lives are seen in the same time), and a group's, in lives: before, that of the l
 GHOSTS_PER_PAGE = 8
 PAGES_KEPT = 16
 """What was counted weighs 1/e when as many pages as there are were asked for so many times."""
-
-
-class Pages(Protocol):
-    """What is read of cxlkv.tiers.policy.Published, which says what each is."""
-
-    @property
-    def clock(self) -> int: ...
-    @property
-    def pages(self) -> UInt32s: ...
-    @property
-    def names(self) -> npt.NDArray[np.uint64]: ...
-    @property
-    def used(self) -> UInt32s: ...
-    @property
-    def born(self) -> UInt32s: ...
-    @property
-    def hits(self) -> UInt32s: ...
 
 
 class Ledger:
@@ -87,7 +73,7 @@ class Ledger:
             column[ids] = records[name]
         self.there[ids] = True
 
-    def changes(self, pages: Pages) -> tuple[npt.NDArray[np.intp], Records]:
+    def changes(self, pages: Published) -> tuple[npt.NDArray[np.intp], Records]:
         """Rows of `pages` that are new or were found since they were written here, and the records
         of those that are not there any more, or whose id another has: they are forgotten."""
         ids = pages.pages
@@ -151,7 +137,7 @@ class Reuse:
         self._clock = self._learned = 0
         self._knows = False
 
-    def rates(self, pages: Pages) -> npt.NDArray[np.float32]:
+    def rates(self, pages: Published) -> npt.NDArray[np.float32]:
         """Hits a page and unit of the clock, as far as holding each is worth it."""
         self._look(pages)
         passed = (pages.clock - self._learned) & 0xFFFFFFFF
@@ -161,7 +147,7 @@ class Reuse:
         kinds = self._ledger["kind"][pages.pages]
         return self._rates.ravel().take(kinds * np.int32(BINS) + bin_of(ages))
 
-    def _look(self, pages: Pages) -> None:
+    def _look(self, pages: Published) -> None:
         """What happened to each page since the last time."""
         changed, gone = self._ledger.changes(pages)
         self._remember(gone, len(pages.pages))
@@ -222,7 +208,7 @@ class Reuse:
         records["before"][new] = ghosts["before"] + 1
         records["kind"][new] = kind_of(ghosts["before"] + 1, born[new] - ghosts["first"])
 
-    def _learn(self, pages: Pages, passed: int) -> None:
+    def _learn(self, pages: Published, passed: int) -> None:
         """The rates of each kind, from its life table and those of its likes."""
         kept = np.exp(-passed / (PAGES_KEPT * max(1024, len(pages.pages))))
         self._found *= kept
