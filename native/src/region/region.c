@@ -33,30 +33,31 @@ static void *map_file_at(uint8_t *at, uint64_t bytes, int fd, bool *is_dax) {
     return *is_dax ? mapped : mmap(at, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0);
 }
 
+uint8_t *map_aligned(uint64_t bytes, uint64_t alignment, int protection) {
+    uint8_t *mapped = mmap(NULL, bytes + alignment, protection,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) return NULL;
+    uint8_t *base = (uint8_t *)align_up((uintptr_t)mapped, alignment);
+    size_t before = (size_t)(base - mapped);
+    if (before) munmap(mapped, before);
+    munmap(base + bytes, alignment - before);
+    return base;
+}
+
 /* A shared mapping aligned to 2 MiB, so that huge pages can back it where there are any; to the
  * unit of what it maps, when that is larger. */
-static int map_aligned(int fd, uint64_t bytes, uint64_t unit_bytes, uint8_t **base,
-                       bool *is_dax) {
+static int map_file(int fd, uint64_t bytes, uint64_t unit_bytes, uint8_t **base,
+                    bool *is_dax) {
     uint64_t alignment = unit_bytes > AREA_ALIGNMENT ? unit_bytes : AREA_ALIGNMENT;
-    uint64_t reserved_bytes = bytes + alignment;
-    uint8_t *reserved = mmap(NULL, reserved_bytes, PROT_NONE,
-                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (reserved == MAP_FAILED)
+    *base = map_aligned(bytes, alignment, PROT_NONE);
+    if (!*base)
         return fail(errno, "no address space for %lu MiB. This process may have less: raise it, "
                     "ulimit -v, or ask for a smaller pool", bytes >> 20);
-    uint8_t *at = (uint8_t *)align_up((uintptr_t)reserved, alignment);
-    void *mapped = map_file_at(at, bytes, fd, is_dax);
-    if (mapped == MAP_FAILED) {
-        int code = errno;
-        munmap(reserved, reserved_bytes);
-        return fail(code, "cannot map %lu MiB: %s", bytes >> 20, strerror(code));
-    }
-    if (at > reserved) munmap(reserved, (size_t)(at - reserved));
-    uint8_t *end = at + align_up(bytes, 4096);
-    uint8_t *reserved_end = reserved + reserved_bytes;
-    if (reserved_end > end) munmap(end, (size_t)(reserved_end - end));
-    *base = at;
-    return 0;
+    if (map_file_at(*base, bytes, fd, is_dax) != MAP_FAILED) return 0;
+    int code = errno;
+    munmap(*base, bytes);
+    *base = NULL;
+    return fail(code, "cannot map %lu MiB: %s", bytes >> 20, strerror(code));
 }
 
 void region_unmap(region *to) {
@@ -91,7 +92,7 @@ int region_map_file(region *to, uint64_t bytes) {
     const char *kind = kind_of(to->fd, &unit_bytes);
     bytes = align_up(bytes, unit_bytes);
     bool is_dax;
-    int code = map_aligned(to->fd, bytes, unit_bytes, &to->base, &is_dax);
+    int code = map_file(to->fd, bytes, unit_bytes, &to->base, &is_dax);
     if (code < 0) return code;
     if (is_dax && strcmp(kind, "devdax") != 0) kind = "fsdax"; /* a device takes the flag, too */
     to->mapped_bytes = bytes;
@@ -136,7 +137,7 @@ static bool map_huge(region *to, uint64_t bytes) {
     bool is_dax;
     if (made < 0) return false;
     if (ftruncate(made, (off_t)bytes) == 0 &&
-        map_aligned(made, bytes, AREA_ALIGNMENT, &to->base, &is_dax) == 0) {
+        map_file(made, bytes, AREA_ALIGNMENT, &to->base, &is_dax) == 0) {
         to->mapped_bytes = bytes;
         to->unit_bytes = AREA_ALIGNMENT;
         to->page_kind = "hugetlb";
@@ -282,9 +283,8 @@ int region_discard(int fd, const char *path, bool in_place) {
 }
 
 /* Open-file-description locks: they outlive threads, and the kernel drops them with the process. */
-static int try_lock_byte(int fd, off_t offset, bool exclusive) {
-    struct flock lock = {.l_type = exclusive ? F_WRLCK : F_RDLCK, .l_whence = SEEK_SET,
-                         .l_start = offset, .l_len = 1};
+static int set_lock(int fd, off_t offset, short type) {
+    struct flock lock = {.l_type = type, .l_whence = SEEK_SET, .l_start = offset, .l_len = 1};
     return fcntl(fd, F_OFD_SETLK, &lock) < 0 ? -errno : 0;
 }
 
@@ -296,7 +296,7 @@ int lock_byte_within(int fd, off_t offset, bool exclusive, double wait_s) {
     uint64_t until_ns = boottime_ns() + (uint64_t)(wait_s * 1e9);
     struct timespec nap = {.tv_nsec = 20000};
     for (;;) {
-        int code = try_lock_byte(fd, offset, exclusive);
+        int code = set_lock(fd, offset, exclusive ? F_WRLCK : F_RDLCK);
         bool taken = code == -EAGAIN || code == -EACCES;
         if (!taken || wait_s == 0) return code;
         if (boottime_ns() > until_ns) return -ETIMEDOUT;
@@ -321,10 +321,7 @@ int busy_error(const char *path) {
     return fail(CXLKV_E_BUSY, "%s is in use: close it in the other processes first", path);
 }
 
-int unlock_byte(int fd, off_t offset) {
-    struct flock lock = {.l_type = F_UNLCK, .l_whence = SEEK_SET, .l_start = offset, .l_len = 1};
-    return fcntl(fd, F_OFD_SETLK, &lock) < 0 ? -errno : 0;
-}
+int unlock_byte(int fd, off_t offset) { return set_lock(fd, offset, F_UNLCK); }
 
 int open_again(int fd, off_t offset) {
     char path[32];

@@ -27,6 +27,8 @@ typedef struct region {
 /* ---- region.c ---- */
 /* What helps, as the end of a sentence, when a limit of this process is the cause; or "". */
 const char *remedy_of(int code);
+/* Private memory at a multiple of `alignment`, both in whole pages; NULL: errno says why. */
+uint8_t *map_aligned(uint64_t bytes, uint64_t alignment, int protection);
 /* The three map `bytes`, on the nodes that the region names, and set all else of it. */
 int region_map_anonymous(region *to, uint64_t bytes);
 int region_create_file(region *to, uint64_t bytes, const char *path, char *made,

@@ -208,25 +208,18 @@ uint64_t stripes_bytes(const members *all) {
 
 static int map_members(const members *all, uint64_t bytes, region *to) {
     bytes = align_up(bytes, all->unit_bytes);
-    uint64_t alignment = all->data_offset, reserved_bytes = bytes + alignment;
-    uint8_t *reserved = mmap(NULL, reserved_bytes, PROT_NONE,
-                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (reserved == MAP_FAILED)
-        return fail(errno, "no address space for %lu MiB", bytes >> 20);
-    uint8_t *base = (uint8_t *)align_up((uintptr_t)reserved, alignment);
+    uint8_t *base = map_aligned(bytes, all->data_offset, PROT_NONE);
+    if (!base) return fail(errno, "no address space for %lu MiB", bytes >> 20);
     for (uint64_t at = 0, i = 0; at < bytes; at += all->stripe_bytes, i++) {
         uint64_t offset = all->data_offset + i / all->count * all->stripe_bytes;
         if (mmap(base + at, min_u64(all->stripe_bytes, bytes - at), PROT_READ | PROT_WRITE,
                  MAP_SHARED | MAP_FIXED, all->of[i % all->count].fd, (off_t)offset) == MAP_FAILED) {
             int code = errno;
-            munmap(reserved, reserved_bytes);
+            munmap(base, bytes);
             return fail(code, "%s: cannot map stripe %lu: %s%s", all->path, i, strerror(code),
                         code == ENOMEM ? ". Raise the limit: sysctl vm.max_map_count" : "");
         }
     }
-    if (base > reserved) munmap(reserved, (size_t)(base - reserved));
-    uint8_t *end = reserved + reserved_bytes;
-    if (end > base + bytes) munmap(base + bytes, (size_t)(end - base - bytes));
     to->base = base;
     to->mapped_bytes = bytes;
     to->unit_bytes = all->unit_bytes;

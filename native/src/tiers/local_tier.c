@@ -28,14 +28,10 @@ enum { ITEM_BYTES = 256 << 10, CHUNK_BYTES = 2048, WINDOW_READS = 10 };
  * shared them, its parent would pay a page fault for each that it refills. */
 static int memory_map(local_tier *tier, uint64_t bytes) {
     uint64_t wanted = align_up(bytes, AREA_ALIGNMENT);
-    uint8_t *at = mmap(NULL, wanted + AREA_ALIGNMENT, PROT_READ | PROT_WRITE,
-                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (at == MAP_FAILED)
+    uint8_t *begin = map_aligned(wanted, AREA_ALIGNMENT, PROT_READ | PROT_WRITE);
+    if (!begin)
         return fail(ENOMEM, "no address space for a local tier of %lu MiB: ask for less, or raise "
                     "ulimit -v", bytes >> 20);
-    uint8_t *begin = (uint8_t *)align_up((uintptr_t)at, AREA_ALIGNMENT);
-    if (begin > at) munmap(at, (size_t)(begin - at));
-    munmap(begin + wanted, (size_t)(AREA_ALIGNMENT - (begin - at)));
     tier->memory = begin;
     tier->mapped_bytes = wanted;
     madvise(begin, wanted, MADV_HUGEPAGE); /* advice: refused where there are none */
