@@ -64,11 +64,6 @@ int64_t cxlkv_pool_hosts(cxlkv_pool *pool, cxlkv_host_row *rows, uint32_t capaci
 
 /* ---- a host is declared dead ---- */
 
-static bool has_silence(cxlkv_pool *pool, uint32_t host, uint64_t *since_ns) {
-    *since_ns = pool->host->views[host].since_ns;
-    return pool->hosts.silent(pool->hosts.context, host);
-}
-
 /* Waits, without the host lock in between, until the host has been silent for a lease. */
 static int wait_for_silence(cxlkv_pool *pool, uint32_t host) {
     const struct timespec nap = {.tv_nsec = 2000000};
@@ -77,7 +72,8 @@ static int wait_for_silence(cxlkv_pool *pool, uint32_t host) {
         int code = host_lock(pool);
         if (code < 0) return code;
         peers_beat(pool, true);
-        silent = has_silence(pool, host, &now);
+        now = pool->host->views[host].since_ns;
+        silent = pool->hosts.silent(pool->hosts.context, host);
         host_unlock(pool);
         if (first == 0) first = now;
         if (now != first)

@@ -157,11 +157,6 @@ static bool source_read(const source *from, uint64_t offset, void *to, size_t by
                          : region_read(from->fd, offset, to, bytes);
 }
 
-static void source_close(source *from) {
-    if (from->striped) stripes_close(from->striped);
-    else close(from->fd);
-}
-
 /* Nobody uses the pool: what is not published is free for whoever comes. */
 static int inspect_descriptors(const source *from, const cxlkv_geometry *geometry,
                                cxlkv_overview *overview) {
@@ -239,6 +234,7 @@ int64_t cxlkv_inspect(const char *path, cxlkv_overview *overview, cxlkv_process 
     int64_t code = source_open(path, &from);
     if (code < 0) return code;
     code = peek_at(&from, path, overview, out, capacity);
-    source_close(&from);
+    if (from.striped) stripes_close(from.striped);
+    else close(from.fd);
     return code;
 }

@@ -58,19 +58,10 @@ static int upgrade_mapped(cxlkv_pool *pool) {
 }
 
 static int open_unused(cxlkv_pool *pool, const char *path) {
-    pool_facts facts;
-    int code;
-    if (stripes_path(path)) {
-        code = striped_open(pool, path, SUPERBLOCK_UPGRADE);
-    } else {
-        code = open_checked(SUPERBLOCK_UPGRADE, path, &pool->region.fd, &facts);
-        if (code < 0) return code;
-        pool_learn(pool, &facts);
-        code = lock_byte(pool->region.fd, ATTACH_BYTE, true, true);
-        if (code < 0) return byte_lock_error(code, path);
-        code = region_map_file(&pool->region, pool->geometry.region_bytes);
-    }
+    int code = open_mapped(pool, path, SUPERBLOCK_UPGRADE);
     if (code < 0) return code;
+    code = lock_byte(pool->region.fd, ATTACH_BYTE, true, true);
+    if (code < 0) return byte_lock_error(code, path);
     return lock_byte(pool->region.fd, USE_BYTE, true, false) < 0 ? busy_error(path) : 0;
 }
 

@@ -10,10 +10,6 @@
 
 enum { TOGETHER_PAGES = 8, SCRATCH_LIMIT = 1 << 30 };
 
-static const plan *plan_of_task(const select_job *job, uint32_t item) {
-    return &job->plans[entry_at(&job->plans->first_task, sizeof(plan), job->batch->count, item)];
-}
-
 /* counts: what is read is not in the cache yet. */
 static int score_pages(select_job *job, const plan *p, uint32_t first, uint32_t last,
                        bool counts) {
@@ -36,7 +32,8 @@ static int score_pages(select_job *job, const plan *p, uint32_t first, uint32_t 
 
 static int score_task(void *context, uint32_t item) {
     select_job *job = context;
-    const plan *p = plan_of_task(job, item);
+    const plan *p = &job->plans[entry_at(&job->plans->first_task, sizeof(plan), job->batch->count,
+                                         item)];
     uint32_t begin = first_own_page(p) + (item - p->first_task) * TASK_PAGES;
     uint32_t end = min_u32(begin + TASK_PAGES, p->view.pages);
     uint32_t step = p->follower && begin < p->follower->shared ? TOGETHER_PAGES : TASK_PAGES;
@@ -306,15 +303,12 @@ static int64_t select_locked(select_job *job) {
     return args->k;
 }
 
-static void method_choose(const cxlkv_batch *batch, cxlkv_select_args *args) {
-    if (args->method != CXLKV_METHOD_AUTO) return;
-    args->method = batch->pool->layout.sketch ? CXLKV_METHOD_TWO_STAGE : CXLKV_METHOD_EXACT;
-    for (uint32_t i = 0; i < args->budget_count; i++)
-        if (args->budgets[i].kind == CXLKV_BUDGET_MASS) args->method = CXLKV_METHOD_EXACT;
-}
-
 int select_prepare(const cxlkv_batch *batch, cxlkv_select_args *args) {
-    method_choose(batch, args);
+    if (args->method == CXLKV_METHOD_AUTO) {
+        args->method = batch->pool->layout.sketch ? CXLKV_METHOD_TWO_STAGE : CXLKV_METHOD_EXACT;
+        for (uint32_t i = 0; i < args->budget_count; i++)
+            if (args->budgets[i].kind == CXLKV_BUDGET_MASS) args->method = CXLKV_METHOD_EXACT;
+    }
     return args_check(batch, args);
 }
 

@@ -113,7 +113,7 @@ static int borrow_places(cxlkv_pool *pool, uint32_t count, object_place *places)
     return code;
 }
 
-/* What a key further on will touch: index, descriptor, header and counts are each a miss. */
+/* What a key further on will touch, each of it a miss. */
 static void expect_place(const cxlkv_pool *pool, uint32_t count, const uint8_t *keys, uint32_t i) {
     enum { AHEAD = 8 };
     uint64_t hash[2];
@@ -123,11 +123,8 @@ static void expect_place(const cxlkv_pool *pool, uint32_t count, const uint8_t *
     }
     if (i + AHEAD >= count) return;
     key_hash(keys, i + AHEAD, hash);
-    uint32_t page = index_find(pool, hash);
-    if (page == NO_PAGE || !page_is_ours(pool, page)) return;
-    record_expect(pool, page);
-    __builtin_prefetch(&pool->pages[page], 1);
-    __builtin_prefetch(&pool->held[page], 1);
+    uint32_t page = page_expect(pool, hash);
+    if (page == NO_PAGE) return;
     __builtin_prefetch(&pool->reuse[page], 1);
     __builtin_prefetch((const void *)&pool->hotness[page], 1);
 }
@@ -283,23 +280,13 @@ static int take_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
     return 0;
 }
 
-/* With so many pages free, if that can be had; then it says how many are needed. */
-static int try_places(cxlkv_pool *pool, uint32_t count, const uint8_t *keys,
-                      object_place *places, int32_t *codes, uint32_t *pages, uint64_t *room) {
-    return HOST_LOCKED_BY(host_lock_with_room(pool, *room), pool,
-                          take_places(pool, count, keys, places, codes, pages, room));
-}
-
-/* No room is made, of other hosts' least of all, for what is there already. */
 int objects_take(cxlkv_pool *pool, uint32_t count, const uint8_t *keys, object_place *places,
                  int32_t *codes) {
     uint64_t room = 0;
     uint32_t *pages = malloc((count + 1ull) * sizeof(*pages));
     if (!pages) return fail(ENOMEM, "no memory for a list of %u objects", count);
-    int code = try_places(pool, count, keys, places, codes, pages, &room);
-    if (code == -CXLKV_E_POOL_FULL)
-        code = try_places(pool, count, keys, places, codes, pages, &room);
-    if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
+    int code = TAKING_PAGES(pool, room, take_places(pool, count, keys, places, codes, pages,
+                                                    &room));
     free(pages);
     return code;
 }

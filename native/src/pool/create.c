@@ -38,7 +38,7 @@ static int read_superblock(enum superblock_purpose purpose, const char *path, me
     return code < 0 ? code : stripes_fit(all, facts->geometry.region_bytes);
 }
 
-int striped_open(cxlkv_pool *pool, const char *path, enum superblock_purpose purpose) {
+static int striped_open(cxlkv_pool *pool, const char *path, enum superblock_purpose purpose) {
     members *all;
     pool_facts facts;
     int code = stripes_open(path, true, &all);
@@ -165,7 +165,9 @@ void close_region(int fd) {
     close(fd);
 }
 
-int open_checked(enum superblock_purpose purpose, const char *path, int *fd, pool_facts *facts) {
+/* Reads the superblock through the file, not the mapping: a short file is an error, no SIGBUS. */
+static int open_checked(enum superblock_purpose purpose, const char *path, int *fd,
+                        pool_facts *facts) {
     uint8_t bytes[SUPERBLOCK_BYTES];
     uint64_t region_bytes;
     int code = open_region(path, O_RDWR, fd);
@@ -180,6 +182,15 @@ int open_checked(enum superblock_purpose purpose, const char *path, int *fd, poo
         *fd = -1;
     }
     return code;
+}
+
+int open_mapped(cxlkv_pool *pool, const char *path, enum superblock_purpose purpose) {
+    pool_facts facts;
+    if (stripes_path(path)) return striped_open(pool, path, purpose);
+    int code = open_checked(purpose, path, &pool->region.fd, &facts);
+    if (code < 0) return code;
+    pool_learn(pool, &facts);
+    return region_map_file(&pool->region, pool->geometry.region_bytes);
 }
 
 /* Its host state stays, as the identity cannot be trusted: `cxlkv pool gc` finds that. */

@@ -8,18 +8,12 @@
 #include "pool/pages.h"
 #include "pool/peers.h"
 
-static uint8_t *descriptors_of(const cxlkv_pool *pool, uint32_t extent) {
-    const cxlkv_geometry *g = &pool->geometry;
-    return pool->region.base + g->descriptors_offset + extent * g->descriptors_bytes;
-}
-
-static uint8_t *extent_of(const cxlkv_pool *pool, uint32_t extent) {
-    return pool->region.base + pool->geometry.extents_offset + extent * pool->geometry.extent_bytes;
-}
-
 static void hand_over(const cxlkv_pool *pool, uint32_t extent, bool gives) {
-    hosts_hand_over(descriptors_of(pool, extent), pool->geometry.descriptors_bytes, gives);
-    hosts_hand_over(extent_of(pool, extent), pool->geometry.extent_bytes, gives);
+    const cxlkv_geometry *g = &pool->geometry;
+    hosts_hand_over(pool->region.base + g->descriptors_offset + extent * g->descriptors_bytes,
+                    g->descriptors_bytes, gives);
+    hosts_hand_over(pool->region.base + g->extents_offset + extent * g->extent_bytes,
+                    g->extent_bytes, gives);
 }
 
 static void set_ours(cxlkv_pool *pool, uint32_t extent, bool ours) {

@@ -103,12 +103,6 @@ static uint64_t look_for_room(cxlkv_pool *pool, uint64_t page_count, bool asks, 
     return missing;
 }
 
-static void ask_no_more(cxlkv_pool *pool) {
-    if (host_lock(pool) < 0) return;
-    pool->host->wanted_extents = 0;
-    host_unlock(pool);
-}
-
 /* Why this thread's last extents_take() failed, for who then finds the pool full; or "". */
 static _Thread_local char why[256];
 
@@ -130,7 +124,10 @@ bool extents_take(cxlkv_pool *pool, uint64_t page_count) {
         if (!until_ns) until_ns = boottime_ns() + pool->lease_ns / 4;
         peers_pause(pool);
     }
-    if (until_ns) ask_no_more(pool);
+    if (until_ns && host_lock(pool) == 0) { /* nobody is asked any more */
+        pool->host->wanted_extents = 0;
+        host_unlock(pool);
+    }
     return missing == 0;
 }
 

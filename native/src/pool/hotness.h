@@ -64,9 +64,6 @@ static inline void hotness_freed(cxlkv_pool *pool, uint32_t page) {
 }
 
 /* ---- reuse: all under the host lock ---- */
-static inline void hotness_unpublished(cxlkv_pool *pool, uint32_t page) {
-    pool->reuse[page] = (reuse_record){0};
-}
 /* By its descriptor. */
 static inline void hotness_found(cxlkv_pool *pool, uint32_t page, uint32_t part) {
     pool->reuse[page].part = (uint16_t)min_u32(part, UINT16_MAX);

@@ -32,6 +32,16 @@ void pages_unclaim(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
 int full_error(cxlkv_pool *pool, uint32_t wanted);
 /* host_lock(); when fewer pages are free, ended leases give up theirs first, and other hosts. */
 int host_lock_with_room(cxlkv_pool *pool, uint64_t page_count);
+/* The value of `work`, which takes pages, under the host lock; when the pool is full, once more
+ * with `room` of them free, if that can be had: none is made for what is there already. */
+#define TAKING_PAGES(pool, room, work)                                                \
+    __extension__({                                                                   \
+        int64_t taking = HOST_LOCKED(pool, work);                                     \
+        if (taking == -CXLKV_E_POOL_FULL)                                             \
+            taking = HOST_LOCKED_BY(host_lock_with_room(pool, room), pool, work);     \
+        if (taking == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);        \
+        taking;                                                                       \
+    })
 
 /* ---- pages.c: pages_drop_later() without it ---- */
 void pages_hold(cxlkv_pool *pool, uint32_t count, const uint32_t *pages);
@@ -62,6 +72,8 @@ void pieces_write_back(const cxlkv_pool *pool, uint32_t page, uint32_t layer);
 
 /* ---- published.c: the index, then what it names ---- */
 void index_expect(const cxlkv_pool *pool, const uint64_t hash[2]);  /* it is asked for soon */
+/* Its page, if it is ours, is checked and held soon: that page, or NO_PAGE. */
+uint32_t page_expect(const cxlkv_pool *pool, const uint64_t hash[2]);
 uint32_t index_find(const cxlkv_pool *pool, const uint64_t hash[2]);
 bool index_insert(cxlkv_pool *pool, const uint64_t hash[2], uint32_t page);
 void index_erase(cxlkv_pool *pool, const uint64_t hash[2]);

@@ -43,7 +43,7 @@ static inline void page_unpublish(cxlkv_pool *pool, uint32_t page) {
     pool->host->published_pages -= pool->pages[page].published;
     pool->pages[page].published = 0;
     pool->pages[page].pinned = 0;
-    hotness_unpublished(pool, page);
+    pool->reuse[page] = (reuse_record){0};
 }
 /* extent_owners.c */
 static inline bool page_is_ours(const cxlkv_pool *pool, uint32_t page) {

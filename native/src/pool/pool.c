@@ -130,16 +130,7 @@ int cxlkv_pool_create(const char *path, const cxlkv_layout *layout, const cxlkv_
 int cxlkv_pool_open(const char *path, const cxlkv_host *host, cxlkv_pool **out) {
     cxlkv_pool *pool = pool_make(path);
     if (!pool) return fail(ENOMEM, "no memory for the pool's handle");
-    pool_facts facts;
-    int code;
-    if (stripes_path(path)) {
-        code = striped_open(pool, path, SUPERBLOCK_USE);
-    } else {
-        code = open_checked(SUPERBLOCK_USE, path, &pool->region.fd, &facts);
-        if (code == 0) pool_learn(pool, &facts);
-        if (code == 0) code = region_map_file(&pool->region, pool->geometry.region_bytes);
-    }
-    return finish(pool, code, host, out);
+    return finish(pool, open_mapped(pool, path, SUPERBLOCK_USE), host, out);
 }
 
 /* ---- closing ---- */

@@ -157,11 +157,9 @@ void pools_lock(void);                    /* no fork until pools_unlock() */
 void pools_unlock(void);
 /* create.c */
 int create_region(cxlkv_pool *pool, const char *path, uint32_t flags);
-/* Reads the superblock through the file, not the mapping: a short file is an error, no SIGBUS. */
-int open_checked(enum superblock_purpose purpose, const char *path, int *fd, pool_facts *facts);
+/* Maps what lies there; the pool is what its superblock says. */
+int open_mapped(cxlkv_pool *pool, const char *path, enum superblock_purpose purpose);
 void close_region(int fd);                /* and its locks */
-/* A pool on several devices. */
-int striped_open(cxlkv_pool *pool, const char *path, enum superblock_purpose purpose);
 /* For who only reads: labels and superblock are checked. */
 int striped_inspect(const char *path, members **found);
 

@@ -28,6 +28,15 @@ uint32_t index_find(const cxlkv_pool *pool, const uint64_t hash[2]) {
     return stored && stored <= pool->host->page_count ? stored - 1 : NO_PAGE;
 }
 
+uint32_t page_expect(const cxlkv_pool *pool, const uint64_t hash[2]) {
+    uint32_t page = index_find(pool, hash);
+    if (page == NO_PAGE || !page_is_ours(pool, page)) return NO_PAGE;
+    record_expect(pool, page);
+    __builtin_prefetch(&pool->pages[page], 1);
+    __builtin_prefetch(&pool->held[page], 1);
+    return page;
+}
+
 bool index_insert(cxlkv_pool *pool, const uint64_t hash[2], uint32_t page) {
     index_entry *entry = &pool->index[probe(pool, hash)];
     if (entry->page_plus_one) return false;

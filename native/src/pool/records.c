@@ -62,8 +62,7 @@ static descriptor descriptor_make(const cxlkv_pool *pool, uint32_t page, uint64_
 void descriptor_write(cxlkv_pool *pool, uint32_t page, uint64_t generation, uint32_t state,
                       uint32_t tokens, const page_key *key) {
     descriptor line = descriptor_make(pool, page, generation, state, tokens, key);
-    publish_item item = {.descriptor_line = descriptor_of(pool, page), .descriptor = &line};
-    visibility_free(&item, 1, pool->mode);
+    descriptor_restore(pool, page, &line);
 }
 
 void descriptor_restore(cxlkv_pool *pool, uint32_t page, const descriptor *line) {
@@ -79,14 +78,10 @@ void descriptor_drop(const cxlkv_pool *pool, uint32_t page) {
 
 /* A holder writes its page's descriptor without the host lock, and may be preempted half way. What
  * another host is writing just now is told by its log; else nobody writes. */
-static int attempts_for(const cxlkv_pool *pool, uint32_t page) {
-    if (!page_is_ours(pool, page)) return 8;
-    return pool->pages[page].holders ? 200 : 1;
-}
-
 int descriptor_read(const cxlkv_pool *pool, uint32_t page, descriptor *copy) {
     descriptor *at = descriptor_of(pool, page);
-    for (int attempt = 0, last = attempts_for(pool, page); attempt < last; attempt++) {
+    int attempts = !page_is_ours(pool, page) ? 8 : pool->pages[page].holders ? 200 : 1;
+    for (int attempt = 0; attempt < attempts; attempt++) {
         uint64_t version =
             atomic_load_explicit((_Atomic uint64_t *)&at->version, memory_order_acquire);
         flush_load_line(copy, at);

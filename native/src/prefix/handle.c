@@ -42,12 +42,6 @@ int export_layer(cxlkv_pool *pool, uint32_t page, uint32_t layer, tail *from, ui
     return code;
 }
 
-static void export_forget(cxlkv_sequence *sequence) {
-    if (sequence->exported)
-        pages_drop(sequence->pool, sequence->pool->geometry.part_count, sequence->export_pages);
-    sequence->exported = false;
-}
-
 /* The open tails, written to a page of each part that only handles name. */
 static int export_tail(cxlkv_sequence *sequence, uint64_t tokens) {
     cxlkv_pool *pool = sequence->pool;
@@ -56,7 +50,8 @@ static int export_tail(cxlkv_sequence *sequence, uint64_t tokens) {
     if (sequence->exported && sequence->export_tokens == tokens) return 0;
     int code = host_lock_with_room(pool, filled ? parts : 0);
     if (code < 0) return code;
-    export_forget(sequence);
+    if (sequence->exported) pages_drop(pool, parts, sequence->export_pages);
+    sequence->exported = false;
     if (filled) code = pages_take(pool, parts, NO_PAGE, sequence->export_pages);
     if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
     host_unlock(pool);
@@ -220,14 +215,10 @@ int page_acquire_check(cxlkv_pool *pool, uint32_t page, uint32_t part, uint64_t 
     return record_check(pool, page, generation, tokens);
 }
 
-static uint32_t tokens_of_page(const cxlkv_pool *pool, uint64_t tokens, uint32_t index) {
-    uint64_t page_tokens = pool->layout.page_tokens;
-    return (uint32_t)min_u64(page_tokens, tokens - index * page_tokens);
-}
-
 static int adopt_pages(cxlkv_pool *pool, const uint8_t *bytes, const handle_header *header,
                        cxlkv_sequence *sequence) {
     const uint8_t *entry = bytes + handle_bytes(pool, 0) - 4;
+    uint64_t page_tokens = pool->layout.page_tokens;
     for (uint32_t part = 0; part < pool->geometry.part_count; part++) {
         uint32_t first = handle_first(bytes, part);
         int code = sequence_reserve(sequence, part, header->page_count);
@@ -236,8 +227,8 @@ static int adopt_pages(cxlkv_pool *pool, const uint8_t *bytes, const handle_head
             uint32_t page;
             memcpy(&generation, entry, 8);
             memcpy(&page, entry + 8, 4);
-            code = page_acquire_check(pool, page, part, generation,
-                                      tokens_of_page(pool, header->tokens, i));
+            uint64_t filled = min_u64(page_tokens, header->tokens - i * page_tokens);
+            code = page_acquire_check(pool, page, part, generation, (uint32_t)filled);
             if (code < 0) break;
             pages_hold(pool, 1, &page);
             sequence_push(sequence, part, i, page);

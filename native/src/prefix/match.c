@@ -31,7 +31,7 @@ static void look_at_candidates(cxlkv_pool *pool, const cxlkv_match_args *args) {
     flush_fence_all(FLUSH_ACQUIRE_DESCRIPTOR_FENCE);
 }
 
-/* What a key far ahead will touch: index, descriptor, header and counts are each a miss. */
+/* What a key far ahead will touch, each of it a miss. */
 static void expect_key(const cxlkv_pool *pool, const cxlkv_match_args *args, uint64_t key) {
     enum { AHEAD = 16 };
     for (uint32_t part = 0; part < pool->geometry.part_count; part++) {
@@ -42,11 +42,7 @@ static void expect_key(const cxlkv_pool *pool, const cxlkv_match_args *args, uin
         }
         if (key + AHEAD >= args->count) continue;
         page_hash(args->hashes, key + AHEAD, 0, part, hash);
-        uint32_t page = index_find(pool, hash);
-        if (page == NO_PAGE || !page_is_ours(pool, page)) continue;
-        record_expect(pool, page);
-        __builtin_prefetch(&pool->pages[page], 1);
-        __builtin_prefetch(&pool->held[page], 1);
+        page_expect(pool, hash);
     }
 }
 

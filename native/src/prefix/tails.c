@@ -93,21 +93,10 @@ static int take_wanted(const tail_copy_of *copy, const uint8_t *before, const ui
     return code < 0 ? code : 1;
 }
 
-/* No room is made for what is there already. */
-static int take_pages(const tail_copy_of *copy, const uint8_t *before, const uint8_t *key) {
-    cxlkv_pool *pool = copy->sequence->pool;
-    int code = HOST_LOCKED(pool, take_wanted(copy, before, key));
-    if (code == -CXLKV_E_POOL_FULL)
-        code = HOST_LOCKED_BY(host_lock_with_room(pool, pool->geometry.part_count), pool,
-                              take_wanted(copy, before, key));
-    if (code == -CXLKV_E_POOL_FULL) count_add(pool, COUNT_POOL_FULL, 1);
-    return code;
-}
-
 /* The copy is held while it is written: who dies here leaves pages that nobody holds. */
 static int64_t publish_pages(const tail_copy_of *copy, const uint8_t *before, const uint8_t *key) {
     cxlkv_pool *pool = copy->sequence->pool;
-    int taken = take_pages(copy, before, key);
+    int taken = TAKING_PAGES(pool, pool->geometry.part_count, take_wanted(copy, before, key));
     if (taken <= 0) return taken;
     /* The page that it is copied from may be another host's, and ours no more to read. */
     int64_t published = peers_verify(pool, write_layers(copy));
@@ -180,12 +169,6 @@ static void drop_added(cxlkv_sequence *sequence, uint32_t parts) {
     }
 }
 
-static void count_found(const cxlkv_sequence *sequence) {
-    cxlkv_pool *pool = sequence->pool;
-    for (uint32_t part = 0; part < pool->geometry.part_count; part++)
-        hotness_asked(pool, sequence_page(sequence, part, sequence->page_count));
-}
-
 /* The longest first. */
 static uint32_t add_longest(cxlkv_sequence *sequence, const uint8_t *keys, uint32_t count) {
     cxlkv_pool *pool = sequence->pool;
@@ -199,11 +182,13 @@ static uint32_t add_longest(cxlkv_sequence *sequence, const uint8_t *keys, uint3
         const uint8_t *key = keys + 16ull * (filled - 1);
         uint32_t part = 0;
         while (part < parts && add_page(sequence, key, part, filled)) part++;
-        if (part == parts) {
-            count_found(sequence);
-            return filled;
+        if (part < parts) {
+            drop_added(sequence, part);
+            continue;
         }
-        drop_added(sequence, part);
+        for (part = 0; part < parts; part++)
+            hotness_asked(pool, sequence_page(sequence, part, sequence->page_count));
+        return filled;
     }
     return 0;
 }

@@ -127,12 +127,6 @@ static int pieces_out(const record_job *job, uint32_t page, uint32_t part, uint8
     return 0;
 }
 
-/* Layers that the part does not have, and what fills the record up to a line. */
-static void clear_rest(const record_job *job, uint32_t part, uint8_t *record) {
-    uint8_t *rest = piece_at(job, record, job->pool->parts[part].layers, PIECE_DIGEST, 0);
-    memset(rest, 0, (size_t)(record + job->packing.record_bytes - rest));
-}
-
 /* The last page of a prompt may have fewer. */
 static bool tokens_fit(const cxlkv_pool *pool, uint32_t tokens) {
     return tokens >= 1 && tokens <= pool->layout.page_tokens;
@@ -153,7 +147,9 @@ static int record_out(const record_job *job, uint32_t item) {
     memset(table, 0, pool->geometry.checksum_bytes);
     code = pieces_out(job, page, header.part, record);
     if (code < 0) return code;
-    clear_rest(job, header.part, record);
+    /* Layers that the part does not have, and what fills the record up to a line. */
+    uint8_t *rest = piece_at(job, record, pool->parts[header.part].layers, PIECE_DIGEST, 0);
+    memset(rest, 0, (size_t)(record + job->packing.record_bytes - rest));
     packed_header packed = {.magic = CXLKV_PACKED_MAGIC, .version = CXLKV_PACKED_VERSION,
                             .bytes = job->packing.record_bytes, .tokens = header.tokens,
                             .ordinal = header.ordinal, .part = header.part,
@@ -187,24 +183,19 @@ static int published_check(const cxlkv_pool *pool, uint32_t page, uint64_t gener
     return info->published && info->generation == generation ? 0 : -CXLKV_E_STALE;
 }
 
-/* A reference on every page that may be read: nobody can give it another record meanwhile. */
-static void hold_some(record_job *job, uint32_t count) {
-    for (uint32_t i = 0; i < count; i++) {
-        job->codes[i] = published_check(job->pool, job->pages[i], job->generations[i]);
-        if (job->codes[i] == 0) pages_hold(job->pool, 1, &job->pages[i]);
-    }
-}
-
+/* With a reference on every page that may be read: nobody can give it another record meanwhile. */
 static int64_t read_locked_twice(record_job *job, uint32_t count) {
     cxlkv_pool *pool = job->pool;
     uint32_t *held = malloc((count + 1ull) * sizeof(*held)), held_count = 0;
     if (!held) return fail(ENOMEM, "no memory for a list of %u pages", count);
     int64_t code = host_lock(pool);
     if (code == 0) {
-        hold_some(job, count);
-        host_unlock(pool);
-        for (uint32_t i = 0; i < count; i++)
+        for (uint32_t i = 0; i < count; i++) {
+            job->codes[i] = published_check(pool, job->pages[i], job->generations[i]);
             if (job->codes[i] == 0) held[held_count++] = job->pages[i];
+        }
+        pages_hold(pool, held_count, held);
+        host_unlock(pool);
         code = run_tasks(pool, count, read_task, job);
         code = peers_verify(pool, code);
         if (host_lock(pool) < 0) {
@@ -340,14 +331,10 @@ static int write_task(void *context, uint32_t item) {
     return 0;
 }
 
-/* How many of the records may be what they say, by their headers. */
-static int64_t check_headers(write_job *write, uint32_t count) {
-    int64_t wanted = 0;
-    for (uint32_t i = 0; i < count; i++) {
+/* Which of the records may be what they say, by their headers. */
+static void check_headers(write_job *write, uint32_t count) {
+    for (uint32_t i = 0; i < count; i++)
         write->common.codes[i] = header_check(&write->common, i, &write->arrivals[i].header);
-        wanted += write->common.codes[i] == 0;
-    }
-    return wanted;
 }
 
 /* Under the host lock: which of the records are wanted, and a page for each of those. */
@@ -371,20 +358,11 @@ static int take_arrivals(write_job *write, uint32_t count) {
     return 0;
 }
 
-static int try_arrivals(write_job *write, uint32_t count) {
-    cxlkv_pool *pool = write->common.pool;
-    return HOST_LOCKED_BY(host_lock_with_room(pool, write->room), pool,
-                          take_arrivals(write, count));
-}
-
 static int prepare(write_job *write, uint32_t count) {
-    int64_t wanted =
-        GUARDED(check_headers(write, count), poison_error(write->common.pool, &fault));
-    if (wanted < 0) return (int)wanted;
-    int code = try_arrivals(write, count);
-    if (code == -CXLKV_E_POOL_FULL) code = try_arrivals(write, count);
-    if (code == -CXLKV_E_POOL_FULL) count_add(write->common.pool, COUNT_POOL_FULL, 1);
-    return code;
+    cxlkv_pool *pool = write->common.pool;
+    int code = GUARDED((check_headers(write, count), 0), poison_error(pool, &fault));
+    if (code < 0) return code;
+    return TAKING_PAGES(pool, write->room, take_arrivals(write, count));
 }
 
 static uint32_t parent_of(const write_job *write, uint32_t item) {

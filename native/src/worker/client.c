@@ -162,13 +162,6 @@ static bool change_of(worker_client *c, cxlkv_sequence *sequence, uint32_t part,
     return true;
 }
 
-static void was_told(const worker_client *c, cxlkv_sequence *sequence,
-                     const request_table *change) {
-    sequence->worker_tables[change->part] = (worker_table){
-        .epoch = c->epoch, .table = change->table, .version = change->to, .first = change->first,
-        .end = change->kept + change->added};
-}
-
 static uint8_t *put_entries(const cxlkv_sequence *sequence, const request_table *change,
                             uint8_t *to) {
     for (uint32_t i = 0; i < change->added; i++, to += REQUEST_ENTRY_BYTES) {
@@ -191,8 +184,10 @@ static int tell_some(worker_client *c, cxlkv_sequence **sequences, const request
     int code = client_ask(c, REQUEST_TABLES, count, (uint64_t)(at - c->request), deadline_ns, &head,
                    &length);
     for (uint32_t i = 0; code == 0 && i < count; i++) {
-        if (changes[i].to) was_told(c, sequences[i], &changes[i]);
-        else sequences[i]->worker_tables[changes[i].part].epoch = 0;
+        const request_table *told = &changes[i];
+        sequences[i]->worker_tables[told->part] = (worker_table){
+            .epoch = told->to ? c->epoch : 0, .table = told->table, .version = told->to,
+            .first = told->first, .end = told->kept + told->added};
     }
     return code;
 }

@@ -94,12 +94,6 @@ static table *table_of(session *s, uint32_t number) {
     return &s->tables[number];
 }
 
-static int table_add(cxlkv_sequence *sequence, const request_table *item, const uint8_t *entries) {
-    int code = sequence_cut(sequence, item->kept);
-    if (code == 0) code = sequence_hold(sequence, item->part, entries, item->added);
-    return code;
-}
-
 /* The new one holds its pages before the old one drops them: what both have stays verified. */
 static int table_renew(cxlkv_pool *pool, table *t, const request_table *item,
                        const uint8_t *entries) {
@@ -143,7 +137,8 @@ static int table_apply(session *s, table *t, const request_table *item, const ui
             t->sequence->page_count < item->kept)
             return fail(CXLKV_E_STALE, "worker: table %u is not at version %lu, or shorter than "
                         "%u pages", item->table, item->from, item->kept);
-        code = table_add(t->sequence, item, entries);
+        code = sequence_cut(t->sequence, item->kept);
+        if (code == 0) code = sequence_hold(t->sequence, item->part, entries, item->added);
     }
     if (code < 0) table_clear(t);
     else t->version = item->to;
