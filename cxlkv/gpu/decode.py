@@ -324,7 +324,7 @@ class Decoder(Closing):
         own = v if self.layout.values == "own" else None
         picked = self._selector.choose(step, layer, q, k, own)
         if resident.hot is not None:
-            self._selector.verify(step, layer, picked)
+            step.batch.verify(layer, picked)  # a device will read them by their addresses
             chosen = resident.chosen.numpy()
             chosen[:] = -1
             chosen[step.active, :, : picked.pages.shape[2]] = picked.pages

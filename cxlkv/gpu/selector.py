@@ -103,10 +103,6 @@ class Selector:
         if min(sequence.tokens(layer) for sequence in step.batch.sequences) >= step.rows:
             self._ahead[layer] = self._select(step, layer, q)
 
-    def verify(self, step: Step, layer: int, picked: Selection) -> None:
-        """Verify the chosen pages before a device reads them by their addresses."""
-        step.batch.verify(layer, picked)
-
     def attend(
         self, step: Step, layer: int, q: torch.Tensor, picked: Selection
     ) -> tuple[torch.Tensor, torch.Tensor]:
