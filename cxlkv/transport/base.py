@@ -40,6 +40,7 @@ class Link(Protocol):
 
     def leave(self) -> None:
         """In a forked child, in place of close(): what the parent uses of it goes on."""
+        self.close()
 
 
 class Door(Protocol):
@@ -53,3 +54,4 @@ class Door(Protocol):
 
     def leave(self) -> None:
         """As Link.leave()."""
+        self.close()

@@ -15,7 +15,7 @@ import numpy as np
 
 from cxlkv.arrays import Bytes
 from cxlkv.errors import PeerError, PoisonError
-from cxlkv.transport.base import chunk_records
+from cxlkv.transport.base import Door, Link, chunk_records
 from cxlkv.transport.far import Pieces
 from cxlkv.transport.wire import BODY_BYTES_MAX, Body, Deadline, Header
 
@@ -31,7 +31,7 @@ class Call(Protocol):
     ) -> tuple[Header, bytearray]: ...
 
 
-class LoopbackLink:
+class LoopbackLink(Link):
     """preadv() scatters, as an RDMA READ does, and fails where a mapping would raise SIGBUS."""
 
     def __init__(self, call: Call, record_bytes: int, deadline: Deadline):
@@ -84,12 +84,8 @@ class LoopbackLink:
             os.close(self._file)
         self._file = -1
 
-    def leave(self) -> None:
-        """As Link.leave()."""
-        self.close()
 
-
-class LoopbackDoor:
+class LoopbackDoor(Door):
     """Says which file the pool lies in, or reads it for the peer."""
 
     def __init__(self, memory: tuple[int, int], path: str | None, staging: Bytes):
@@ -139,10 +135,6 @@ class LoopbackDoor:
         if self._memory >= 0:
             os.close(self._memory)
         self._memory = -1
-
-    def leave(self) -> None:
-        """As Door.leave()."""
-        self.close()
 
 
 def _boot() -> str:
